@@ -1,0 +1,125 @@
+//! One small trait over every backend, so that one conformance suite runs them all.
+//!
+//! Applications use the backends' own types, which borrow the host's device and encoder. This trait is the part
+//! that all have in common, with a submit in each verb. It is sealed. Memory of different backends is never
+//! shared silently: [`Backend::upload`] and [`Backend::download`] are the copies.
+
+use crate::layer::Layer;
+use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::plan::{Plan, Tiling};
+use crate::tables::{Capacity, PageTable};
+use crate::{KvSpec, MlaSpec, Result};
+
+pub(crate) mod sealed {
+    /// Keeps [`super::Backend`] to this crate.
+    pub trait Sealed {}
+}
+
+/// A place where decodes run: wgpu, or host memory.
+pub trait Backend: sealed::Sealed {
+    /// Memory that this backend's kernels read and write.
+    type Buffer;
+    /// Compiled kernels for one [`MlaSpec`].
+    type Decode;
+    /// A step's uploaded tables and scratch.
+    type Step;
+    /// A layer's buffers, checked and bound.
+    type Binding;
+
+    /// What runs here, for a person.
+    fn name(&self) -> String;
+
+    /// Zeroed memory of at least `bytes` bytes.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] and [`crate::Error::Limit`].
+    fn buffer(&self, bytes: u64) -> Result<Self::Buffer>;
+
+    /// Copies host bytes into a buffer. `offset` and the length are multiples of 4.
+    ///
+    /// # Errors
+    /// [`crate::Error::BufferTooSmall`] and [`crate::Error::Alignment`].
+    fn upload(&self, buffer: &Self::Buffer, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Waits for what was submitted and copies a buffer to the host, from its front. `bytes` is a multiple of 4.
+    ///
+    /// # Errors
+    /// [`crate::Error::BufferTooSmall`], [`crate::Error::Alignment`] and [`crate::Error::DeviceLost`].
+    fn download(&self, buffer: &Self::Buffer, bytes: u64) -> Result<Vec<u8>>;
+
+    /// The decode variants that run here for a spec, best first.
+    fn variants(&self, spec: &MlaSpec) -> Vec<&'static str>;
+
+    /// Compiles a decode; `variant` forces one of [`Backend::variants`].
+    ///
+    /// # Errors
+    /// Those of [`MlaSpec::check`], and [`crate::Error::VariantUnavailable`].
+    fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<Self::Decode>;
+
+    /// How that decode cuts its work.
+    fn tiling(&self, decode: &Self::Decode) -> Tiling;
+
+    /// A step with room for `capacity`.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] and [`crate::Error::Limit`].
+    fn step(&self, decode: &Self::Decode, capacity: Capacity) -> Result<Self::Step>;
+
+    /// Checks and uploads a plan; grows the step where it is too small.
+    ///
+    /// # Errors
+    /// Those of [`crate::write_tables`], [`crate::Error::OutOfMemory`] and [`crate::Error::Limit`].
+    fn prepare(
+        &self,
+        decode: &Self::Decode,
+        step: &mut Self::Step,
+        plan: &Plan,
+        pages: PageTable<'_>,
+    ) -> Result<()>;
+
+    /// Checks and binds a layer for batches of at most `max_queries` query tokens.
+    ///
+    /// # Errors
+    /// See [`crate::Error`]: scales, strides, sizes, limits.
+    fn bind(
+        &self,
+        decode: &Self::Decode,
+        max_queries: u32,
+        layer: &Layer<'_, Self::Buffer>,
+    ) -> Result<Self::Binding>;
+
+    /// Records and submits one layer's decode.
+    ///
+    /// # Errors
+    /// [`crate::Error::LayoutMismatch`] and [`crate::Error::DeviceLost`].
+    fn run(&self, decode: &Self::Decode, step: &Self::Step, binding: &Self::Binding) -> Result<()>;
+
+    /// Merges two partial attention states: see [`MergeStates`].
+    ///
+    /// # Errors
+    /// Those of [`MergeStates`]'s checks.
+    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Self::Buffer>) -> Result<()>;
+
+    /// Writes new tokens into the cache: the field's `concat_and_cache_mla`. See [`AppendLayer`].
+    ///
+    /// # Errors
+    /// [`crate::Error::SlotOutOfRange`], [`crate::Error::SlotOverlap`] and those of [`AppendLayer`]'s checks.
+    fn kv_append(
+        &self,
+        spec: &AppendSpec,
+        slot_mapping: &[i64],
+        layer: &AppendLayer<'_, Self::Buffer>,
+    ) -> Result<()>;
+
+    /// Copies whole pages inside one layer's pool, `(from, to)` each.
+    ///
+    /// # Errors
+    /// [`crate::Error::CopyConflict`].
+    fn kv_copy_pages(
+        &self,
+        kv: &KvSpec,
+        row_elems: u32,
+        copies: &[(u32, u32)],
+        view: &crate::layer::KvView<'_, Self::Buffer>,
+    ) -> Result<()>;
+}

@@ -1,0 +1,251 @@
+//! Every way a call can fail. Each message names the cure.
+
+use crate::Dtype;
+
+/// The result of a fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What was wrong with a call, and what to do about it.
+///
+/// Everything a caller hands over is checked before a command is recorded, so an error leaves the
+/// caller's buffers, encoder and pool as they were.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The attention dims are not ones that a shader exists for.
+    #[error("{what} {got}: {cure}")]
+    Shape {
+        /// The field at fault.
+        what: &'static str,
+        /// Its value.
+        got: u64,
+        /// What it must be.
+        cure: &'static str,
+    },
+    /// An array has another length than its description needs.
+    #[error("{what} has {got} entries, {want} are needed: {cure}")]
+    Length {
+        /// The array at fault.
+        what: &'static str,
+        /// Its length.
+        got: u64,
+        /// The length it must have.
+        want: u64,
+        /// What to do.
+        cure: &'static str,
+    },
+    /// A buffer is too small for the view that was described on it.
+    #[error(
+        "{what}: the view ends at byte {end}, the buffer has {size}: make the buffer larger or correct the offset, strides or counts"
+    )]
+    BufferTooSmall {
+        /// The buffer at fault.
+        what: &'static str,
+        /// First byte past the view.
+        end: u64,
+        /// Bytes in the buffer.
+        size: u64,
+    },
+    /// An offset or a stride does not fall on the unit that the shaders read.
+    #[error("{what} {got}: must be a multiple of {of} {unit}")]
+    Alignment {
+        /// The field at fault.
+        what: &'static str,
+        /// Its value.
+        got: u64,
+        /// The multiple.
+        of: u64,
+        /// The unit of both.
+        unit: &'static str,
+    },
+    /// A dtype that this argument cannot have.
+    #[error("{what} cannot be {got}: {cure}")]
+    DtypeUnsupported {
+        /// The argument at fault.
+        what: &'static str,
+        /// Its dtype.
+        got: Dtype,
+        /// What it can be.
+        cure: &'static str,
+    },
+    /// A scale that is zero, negative, infinite or NaN.
+    #[error("{what} {got}: must be finite and greater than zero")]
+    Scale {
+        /// The scale at fault.
+        what: &'static str,
+        /// Its value.
+        got: f32,
+    },
+    /// A page id in the used part of a block table that is not in the pool.
+    #[error(
+        "sequence {seq}, block {block}: page {page} is not in the pool of {num_pages} pages: rebuild the block table from the pool"
+    )]
+    PageOutOfRange {
+        /// Index of the sequence in the batch.
+        seq: usize,
+        /// Index of the page in the sequence.
+        block: usize,
+        /// The id found there.
+        page: i64,
+        /// Pages in the pool.
+        num_pages: u32,
+    },
+    /// Two sequences of a shared prefix whose block tables differ within it.
+    #[error(
+        "shared prefix: block {block} of sequences {first} and {other} is not the same page: share fewer tokens, or fork the sequence from the other"
+    )]
+    PrefixNotShared {
+        /// First sequence of the group.
+        first: u32,
+        /// The one that differs.
+        other: u32,
+        /// Index of the page in both.
+        block: usize,
+    },
+    /// A slot of a `slot_mapping` that is not in the pool.
+    #[error(
+        "slot_mapping[{index}] = {slot}: the pool has {num_slots} slots; use a negative slot to skip a token"
+    )]
+    SlotOutOfRange {
+        /// Index in the mapping.
+        index: usize,
+        /// The slot found there.
+        slot: i64,
+        /// Slots in the pool: pages times page_size.
+        num_slots: u64,
+    },
+    /// Two tokens of one append go to the same slot, so the result would depend on timing.
+    #[error(
+        "slot_mapping[{first}] and slot_mapping[{second}] are both slot {slot}: give each token a slot of its own"
+    )]
+    SlotOverlap {
+        /// Index of the first token.
+        first: usize,
+        /// Index of the second token.
+        second: usize,
+        /// The slot of both.
+        slot: i64,
+    },
+    /// A list of page copies that would depend on the order in which a GPU runs them.
+    #[error("copy {index}: page {page} {why}")]
+    CopyConflict {
+        /// Index of the pair in the list.
+        index: usize,
+        /// The page at fault.
+        page: u32,
+        /// What is wrong, and the cure.
+        why: &'static str,
+    },
+    /// The pool has fewer free pages than were asked for. No sequence was changed.
+    #[error("out of pages: {wanted} wanted, {free} free of {total}: free a sequence or make the pool larger")]
+    OutOfPages {
+        /// Pages that the call needs.
+        wanted: usize,
+        /// Pages that are free.
+        free: usize,
+        /// Pages in the pool.
+        total: usize,
+    },
+    /// A sequence handle that is not, or no longer, in the pool.
+    #[error("sequence {id} is not in the pool: it was freed, or belongs to another pool")]
+    UnknownSequence {
+        /// The handle.
+        id: u64,
+    },
+    /// `query_start_loc` that does not begin at 0 or that goes down.
+    #[error("query_start_loc[{index}] = {got}: must start at 0 and never go down")]
+    QueryStartLoc {
+        /// Index of the entry at fault.
+        index: usize,
+        /// Its value.
+        got: i64,
+    },
+    /// A negative `seq_lens` entry, or one that is larger than the tables cover.
+    #[error("seq_lens[{seq}] = {got}: must be between 0 and {max}, what its block table row can hold")]
+    SeqLen {
+        /// Index of the sequence.
+        seq: usize,
+        /// Its length.
+        got: i64,
+        /// The largest length possible.
+        max: i64,
+    },
+    /// A device limit is too small.
+    #[error("{what}: {need} needed, the device allows {limit}: {cure}")]
+    Limit {
+        /// The limit.
+        what: &'static str,
+        /// What the call needs.
+        need: u64,
+        /// What the device has.
+        limit: u64,
+        /// What to do.
+        cure: &'static str,
+    },
+    /// A variant was forced that this device or shape cannot run.
+    #[error("variant {name} cannot run here: {why}")]
+    VariantUnavailable {
+        /// Name of the variant.
+        name: String,
+        /// What is missing.
+        why: String,
+    },
+    /// Two arguments that must be different buffers are one.
+    #[error("{a} and {b} are the same buffer: a shader may not read and write one buffer; use two")]
+    Aliased {
+        /// One argument.
+        a: &'static str,
+        /// The other.
+        b: &'static str,
+    },
+    /// A buffer lacks a usage flag.
+    #[error("{what}: the buffer lacks usage {usage}: add it where the buffer is created")]
+    BufferUsage {
+        /// The buffer.
+        what: &'static str,
+        /// The missing flag.
+        usage: &'static str,
+    },
+    /// A step and a binding that were not made for each other.
+    #[error(
+        "step and binding have different layouts: bind with the layout of the step that is recorded ({detail})"
+    )]
+    LayoutMismatch {
+        /// What differs.
+        detail: &'static str,
+    },
+    /// No adapter was found.
+    #[error(
+        "no GPU adapter: {detail}; install a Vulkan driver (on Debian `mesa-vulkan-drivers` is one in software), or use the CPU backend"
+    )]
+    NoAdapter {
+        /// What was asked and what was there.
+        detail: String,
+    },
+    /// The device could not be made.
+    #[error("the adapter refused the device: {detail}")]
+    Device {
+        /// What wgpu said.
+        detail: String,
+    },
+    /// The device was lost; every object made from it is dead.
+    #[error("device lost: {detail}; make a new device and everything on it again")]
+    DeviceLost {
+        /// What wgpu said.
+        detail: String,
+    },
+    /// The device has no memory left for this call.
+    #[error("out of device memory for {what}: use a smaller pool, batch or context")]
+    OutOfMemory {
+        /// What was being made.
+        what: &'static str,
+    },
+    /// wgpu rejected something that this crate made. A bug of ours: please report it.
+    #[error("wgpu rejected {what}: {detail}; this is a bug of wgpu-mla, please report it")]
+    Internal {
+        /// What was being made.
+        what: &'static str,
+        /// What wgpu said.
+        detail: String,
+    },
+}

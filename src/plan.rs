@@ -1,0 +1,477 @@
+//! Split-KV planning: which workgroup attends which query rows over which tokens. Pure, and shared by every
+//! layer of a model and every backend.
+//!
+//! A *query row* is one head of one query token. A *tile* is up to `rows_per_tile` rows of one sequence (of
+//! several, over a shared prefix), numbered `token * H + head`, so that a tile may hold several tokens of few
+//! heads. A *work item* is a tile over a range of tokens; a row that needs several items leaves partial results
+//! in *slots*, which a merge combines.
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::{Error, MlaSpec, Result};
+
+/// What one workgroup does. Plain data with one layout for every backend: 8 little-endian `u32`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct WorkItem {
+    /// First query row of the tile: index into [`Plan::queries`] times `H`, plus the head.
+    pub first_row: u32,
+    /// Rows in the tile, at most `rows_per_tile`.
+    pub num_rows: u32,
+    /// Where the sequence's pages begin in the flat page list.
+    pub page_begin: u32,
+    /// First token attended.
+    pub kv_begin: u32,
+    /// One past the last token attended; equal to `kv_begin` where nothing is visible.
+    pub kv_end: u32,
+    /// Slot of the first row's partial result, or [`DIRECT`].
+    pub slot: u32,
+    /// Which buffer of the pool holds the pages: 0 until pools have several.
+    pub pool: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// The [`WorkItem::slot`] of an item that writes its output itself, with no merge.
+pub const DIRECT: u32 = u32::MAX;
+
+/// A query token as the kernels see it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct QueryToken {
+    /// Its row in the query and output arrays.
+    pub token: u32,
+    /// It sees the keys before this position of its sequence.
+    pub visible: u32,
+}
+
+/// A query token whose partial results are to be merged.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct Merge {
+    /// Its row in the output arrays.
+    pub token: u32,
+    /// First of its entries in [`Plan::merge_slots`].
+    pub begin: u32,
+    /// One past its last entry.
+    pub end: u32,
+}
+
+/// How a kernel cuts its work: a property of the chosen variant, not of the batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tiling {
+    /// Query rows that share one pass over the cache.
+    pub rows_per_tile: u32,
+    /// Tokens between two possible split boundaries of the automatic policy.
+    pub tokens_per_block: u32,
+    /// Work items that fill the device.
+    pub target_items: u32,
+    /// The automatic policy makes no split shorter than this.
+    pub min_split_tokens: u32,
+}
+
+/// Where sequences are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Policy {
+    /// Enough splits to fill the device, of about equal length over a ragged batch.
+    #[default]
+    Auto,
+    /// Cuts at the multiples of this many tokens. The result of a row then depends on nothing but the row: not
+    /// on the batch, its order or shared prefixes, bit for bit.
+    FixedTokens(u32),
+    /// No cuts and no merge.
+    OneSplit,
+}
+
+/// Which keys a query token sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Visibility<'a> {
+    /// Bottom-right: token `i` of `q_len` sees key `j` where `j <= seq_len - q_len + i`.
+    #[default]
+    Causal,
+    /// Every key of its sequence.
+    Full,
+    /// The keys before `bounds[token]`, one bound a query token of the batch.
+    Bounds(&'a [u32]),
+}
+
+/// Sequences whose first tokens are the same pages, attended once for all of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedPrefix {
+    /// Indices in the batch. A sequence may be in one group at most.
+    pub sequences: Vec<u32>,
+    /// Tokens that they share; the plan may use fewer.
+    pub tokens: u32,
+}
+
+/// One step's batch.
+#[derive(Debug, Clone, Copy)]
+pub struct Batch<'a> {
+    /// Tokens in the cache, a sequence; this step's new ones included.
+    pub seq_lens: &'a [i32],
+    /// Where each sequence's query tokens begin; one entry more than `seq_lens`.
+    pub query_start_loc: &'a [i32],
+    /// Which keys a query token sees.
+    pub visibility: Visibility<'a>,
+    /// Groups that share a prefix.
+    pub shared_prefixes: &'a [SharedPrefix],
+}
+
+impl<'a> Batch<'a> {
+    /// A causal batch with no shared prefixes.
+    pub fn new(seq_lens: &'a [i32], query_start_loc: &'a [i32]) -> Self {
+        Self { seq_lens, query_start_loc, visibility: Visibility::Causal, shared_prefixes: &[] }
+    }
+}
+
+/// A step's work, ready for any backend and any layer of the model.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// The work items, longest first.
+    pub items: Vec<WorkItem>,
+    /// The query tokens that items refer to; a token stands twice if it also attends a shared prefix.
+    pub queries: Vec<QueryToken>,
+    /// The query tokens with several partial results.
+    pub merges: Vec<Merge>,
+    /// Slots of head 0 of each merge's partial results, in token order. Head `h` is `h` slots further.
+    pub merge_slots: Vec<u32>,
+    /// Slots in use: one a row and split.
+    pub num_slots: u32,
+    /// Query tokens in the batch.
+    pub num_queries: u32,
+    /// Tokens of each sequence.
+    pub seq_lens: Vec<u32>,
+    /// Where each sequence's pages begin in the flat page list; one entry more than there are sequences.
+    pub page_begin: Vec<u32>,
+    /// The shared prefixes in use: `(first sequence, other sequence, tokens)`.
+    pub shared: Vec<(u32, u32, u32)>,
+    scratch: Scratch,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Scratch {
+    /// Per sequence: where its own part begins, 0 without a shared prefix.
+    own_begin: Vec<u32>,
+    /// Runs of work before they are cut into splits.
+    runs: Vec<Run>,
+    /// `(query token, slot of its head 0)` in the order in which merges sum.
+    partials: Vec<(u32, u32)>,
+}
+
+/// Query tokens that attend one range of one page list.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Run {
+    first_query: u32,
+    num_queries: u32,
+    page_begin: u32,
+    begin: u32,
+    end: u32,
+    /// Its rows have partial results elsewhere too.
+    partial: bool,
+}
+
+/// The page list leaves room behind each sequence, so that one that grows by a page does not move the others and
+/// an upload of what changed stays small.
+const PAGE_LIST_STRIDE: u32 = 32;
+
+impl Plan {
+    /// Plans a step.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that
+    /// contradicts itself.
+    pub fn new(spec: &MlaSpec, tiling: &Tiling, batch: &Batch<'_>, policy: Policy) -> Result<Self> {
+        let mut plan = Self::default();
+        plan.update(spec, tiling, batch, policy)?;
+        Ok(plan)
+    }
+
+    /// Plans the next step in the same memory: a steady decode loop allocates nothing.
+    ///
+    /// # Errors
+    /// As [`Plan::new`]; the plan is then empty.
+    pub fn update(
+        &mut self,
+        spec: &MlaSpec,
+        tiling: &Tiling,
+        batch: &Batch<'_>,
+        policy: Policy,
+    ) -> Result<()> {
+        self.clear();
+        let done = self.build(spec, tiling, batch, policy);
+        if done.is_err() {
+            self.clear();
+        }
+        done
+    }
+
+    /// Words of the flat page list, room for growth included.
+    pub fn page_list_len(&self) -> u32 {
+        self.page_begin.last().copied().unwrap_or(0)
+    }
+
+    /// Query rows times tokens over all items: what a step costs, in units that do not depend on the device.
+    pub fn work(&self) -> u64 {
+        self.items.iter().map(WorkItem::work).sum()
+    }
+
+    fn clear(&mut self) {
+        let Self { items, queries, merges, merge_slots, seq_lens, page_begin, shared, scratch, .. } = self;
+        items.clear();
+        queries.clear();
+        merges.clear();
+        merge_slots.clear();
+        seq_lens.clear();
+        page_begin.clear();
+        shared.clear();
+        scratch.own_begin.clear();
+        scratch.runs.clear();
+        scratch.partials.clear();
+        self.num_slots = 0;
+        self.num_queries = 0;
+    }
+
+    fn build(&mut self, spec: &MlaSpec, tiling: &Tiling, batch: &Batch<'_>, policy: Policy) -> Result<()> {
+        if policy == Policy::FixedTokens(0) {
+            return Err(Error::Shape { what: "tokens per split", got: 0, cure: "must be at least 1" });
+        }
+        self.check_batch(spec, batch)?;
+        self.lay_out_pages(spec);
+        self.share_prefixes(batch, policy, tiling)?;
+        self.add_own_runs(batch)?;
+        self.cut(spec.shape.num_heads, tiling, policy)?;
+        self.list_merges();
+        self.items.sort_by_key(|item| std::cmp::Reverse(item.kv_end - item.kv_begin));
+        Ok(())
+    }
+
+    fn check_batch(&mut self, spec: &MlaSpec, batch: &Batch<'_>) -> Result<()> {
+        let starts = batch.query_start_loc;
+        if starts.len() != batch.seq_lens.len() + 1 {
+            return Err(Error::Length {
+                what: "query_start_loc",
+                got: starts.len() as u64,
+                want: batch.seq_lens.len() as u64 + 1,
+                cure: "one entry a sequence and one more for the end",
+            });
+        }
+        if let Some(index) =
+            (0..starts.len()).find(|&i| if i == 0 { starts[0] != 0 } else { starts[i] < starts[i - 1] })
+        {
+            return Err(Error::QueryStartLoc { index, got: starts[index].into() });
+        }
+        self.num_queries = starts[starts.len() - 1] as u32;
+        if let Visibility::Bounds(bounds) = batch.visibility
+            && bounds.len() != self.num_queries as usize
+        {
+            return Err(Error::Length {
+                what: "Visibility::Bounds",
+                got: bounds.len() as u64,
+                want: self.num_queries.into(),
+                cure: "one bound a query token",
+            });
+        }
+        let max = i64::try_from(spec.kv.num_slots()).unwrap_or(i64::MAX);
+        for (seq, &len) in batch.seq_lens.iter().enumerate() {
+            if len < 0 || i64::from(len) > max {
+                return Err(Error::SeqLen { seq, got: len.into(), max });
+            }
+            self.seq_lens.push(len as u32);
+        }
+        Ok(())
+    }
+
+    fn lay_out_pages(&mut self, spec: &MlaSpec) {
+        let mut at = 0u32;
+        self.page_begin.push(at);
+        for &len in &self.seq_lens {
+            at += (spec.kv.pages_for(len) + 1).next_multiple_of(PAGE_LIST_STRIDE);
+            self.page_begin.push(at);
+        }
+    }
+
+    /// One run for each group's prefix, ahead of the sequences' own.
+    fn share_prefixes(&mut self, batch: &Batch<'_>, policy: Policy, tiling: &Tiling) -> Result<()> {
+        self.scratch.own_begin.resize(self.seq_lens.len(), 0);
+        for group in batch.shared_prefixes {
+            let unit = match policy {
+                Policy::FixedTokens(n) => n,
+                Policy::Auto => tiling.tokens_per_block.max(1),
+                Policy::OneSplit => continue,
+            };
+            for (i, &seq) in group.sequences.iter().enumerate() {
+                let known = self.seq_lens.get(seq as usize).is_some();
+                if !known || group.sequences[..i].contains(&seq) || self.scratch.own_begin[seq as usize] > 0 {
+                    let cure = "must be in the batch, and in one shared prefix only";
+                    return Err(Error::Shape { what: "SharedPrefix sequence", got: seq.into(), cure });
+                }
+            }
+            let shortest = group.sequences.iter().map(|&s| self.seq_lens[s as usize]).min().unwrap_or(0);
+            let tokens = group.tokens.min(shortest) / unit * unit;
+            if tokens == 0 || group.sequences.len() < 2 {
+                continue;
+            }
+            let first_query = self.queries.len() as u32;
+            for &seq in &group.sequences {
+                self.scratch.own_begin[seq as usize] = tokens;
+                self.shared.push((group.sequences[0], seq, tokens));
+                self.push_queries(batch, seq as usize)?;
+            }
+            self.scratch.runs.push(Run {
+                first_query,
+                num_queries: self.queries.len() as u32 - first_query,
+                page_begin: self.page_begin[group.sequences[0] as usize],
+                begin: 0,
+                end: tokens,
+                partial: true,
+            });
+        }
+        Ok(())
+    }
+
+    fn add_own_runs(&mut self, batch: &Batch<'_>) -> Result<()> {
+        for seq in 0..self.seq_lens.len() {
+            let first_query = self.queries.len() as u32;
+            self.push_queries(batch, seq)?;
+            let queries = &self.queries[first_query as usize..];
+            let Some(end) = queries.iter().map(|q| q.visible).max() else { continue };
+            let begin = self.scratch.own_begin[seq];
+            self.scratch.runs.push(Run {
+                first_query,
+                num_queries: queries.len() as u32,
+                page_begin: self.page_begin[seq],
+                begin,
+                end: end.max(begin),
+                partial: begin > 0,
+            });
+        }
+        Ok(())
+    }
+
+    fn push_queries(&mut self, batch: &Batch<'_>, seq: usize) -> Result<()> {
+        let (first, last) = (batch.query_start_loc[seq] as u32, batch.query_start_loc[seq + 1] as u32);
+        let len = self.seq_lens[seq];
+        for token in first..last {
+            let visible = match batch.visibility {
+                Visibility::Causal => (len + (token - first) + 1).saturating_sub(last - first),
+                Visibility::Full => len,
+                Visibility::Bounds(bounds) => bounds[token as usize],
+            };
+            if visible > len {
+                let cure = "must be at most its sequence's seq_len";
+                return Err(Error::Shape {
+                    what: "visible keys of a query token",
+                    got: visible.into(),
+                    cure,
+                });
+            }
+            self.queries.push(QueryToken { token, visible });
+        }
+        Ok(())
+    }
+
+    /// Cuts each run into splits and each split into tiles.
+    fn cut(&mut self, heads: u32, tiling: &Tiling, policy: Policy) -> Result<()> {
+        let per_tile = tiling.rows_per_tile.max(1);
+        let block = tiling.tokens_per_block.max(1);
+        let chunk = match policy {
+            Policy::Auto => balanced_chunk(&self.scratch.runs, heads, tiling) * block,
+            Policy::FixedTokens(n) => n,
+            Policy::OneSplit => u32::MAX,
+        };
+        for run in &self.scratch.runs {
+            let rows = run.num_queries * heads;
+            let tokens = run.end - run.begin;
+            // A run with nothing left to attend still owes its rows an output, unless the prefix gives it.
+            let splits = if tokens == 0 { u32::from(!run.partial) } else { tokens.div_ceil(chunk) };
+            let direct = splits == 1 && !run.partial;
+            for split in 0..splits {
+                let cut = |k: u32| match policy {
+                    // Equal shares on block boundaries, so that no split is a short remainder.
+                    Policy::Auto => {
+                        let blocks = u64::from(tokens.div_ceil(block));
+                        let at = blocks * u64::from(k) / u64::from(splits) * u64::from(block);
+                        run.begin + at.min(tokens.into()) as u32
+                    }
+                    Policy::FixedTokens(n) => (run.begin + k.saturating_mul(n)).min(run.end),
+                    Policy::OneSplit => [run.begin, run.end][k.min(1) as usize],
+                };
+                let (kv_begin, kv_end) = (cut(split), cut(split + 1));
+                let slot = if direct { DIRECT } else { self.num_slots };
+                if !direct {
+                    for q in 0..run.num_queries {
+                        self.scratch.partials.push((run.first_query + q, slot + q * heads));
+                    }
+                    let slots = self.num_slots.checked_add(rows).filter(|&s| s < DIRECT);
+                    self.num_slots = slots.ok_or(Error::Limit {
+                        what: "partial results of one step",
+                        need: u64::from(self.num_slots) + u64::from(rows),
+                        limit: DIRECT.into(),
+                        cure: "use longer splits or a smaller batch",
+                    })?;
+                }
+                for tile in (0..rows).step_by(per_tile as usize) {
+                    let first_row = run.first_query * heads + tile;
+                    let num_rows = per_tile.min(rows - tile);
+                    let visible = self.queries
+                        [(first_row / heads) as usize..=((first_row + num_rows - 1) / heads) as usize]
+                        .iter()
+                        .map(|q| q.visible)
+                        .max()
+                        .unwrap_or(0);
+                    self.items.push(WorkItem {
+                        first_row,
+                        num_rows,
+                        page_begin: run.page_begin,
+                        kv_begin,
+                        kv_end: kv_end.min(visible).max(kv_begin),
+                        slot: if direct { DIRECT } else { slot + tile },
+                        pool: 0,
+                        reserved: 0,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gathers each token's slots. Prefix runs come first in `partials`, so a stable sort keeps token order.
+    fn list_merges(&mut self) {
+        let queries = &self.queries;
+        let partials = &mut self.scratch.partials;
+        partials.sort_by_key(|&(query, _)| queries[query as usize].token);
+        for &(query, slot) in partials.iter() {
+            let token = queries[query as usize].token;
+            let at = self.merge_slots.len() as u32;
+            match self.merges.last_mut() {
+                Some(merge) if merge.token == token => merge.end = at + 1,
+                _ => self.merges.push(Merge { token, begin: at, end: at + 1 }),
+            }
+            self.merge_slots.push(slot);
+        }
+    }
+}
+
+impl WorkItem {
+    /// Query rows times tokens.
+    pub fn work(&self) -> u64 {
+        u64::from(self.num_rows) * u64::from(self.kv_end - self.kv_begin)
+    }
+}
+
+/// The smallest split length, in blocks, with which the batch makes no more items than the device wants.
+fn balanced_chunk(runs: &[Run], heads: u32, tiling: &Tiling) -> u32 {
+    let block = tiling.tokens_per_block.max(1);
+    let blocks = |run: &Run| (run.end - run.begin).div_ceil(block);
+    let tiles = |run: &Run| u64::from((run.num_queries * heads).div_ceil(tiling.rows_per_tile.max(1)));
+    let items = |chunk: u32| -> u64 {
+        runs.iter().map(|run| tiles(run) * u64::from(blocks(run).div_ceil(chunk).max(1))).sum()
+    };
+    let longest = runs.iter().map(blocks).max().unwrap_or(1).max(1);
+    let (mut low, mut high) = (tiling.min_split_tokens.div_ceil(block).clamp(1, longest), longest);
+    while low < high {
+        let middle = low.midpoint(high);
+        if items(middle) <= u64::from(tiling.target_items) { high = middle } else { low = middle + 1 }
+    }
+    low
+}

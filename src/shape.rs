@@ -1,0 +1,130 @@
+//! The dims of the attention and of the cache, and their checks.
+
+use crate::{Dtype, Error, Result};
+
+/// Dims of one MLA layer in its absorbed form: `H` heads that share one latent row a token.
+///
+/// A cache row has `L + R` elements, the latent (also the value) first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MlaShape {
+    /// `H`, query heads on this device: 1 to 128.
+    pub num_heads: u32,
+    /// `L`, elements of the latent: 512 or 256.
+    pub kv_lora_rank: u32,
+    /// `R`, elements of the rotary part: 0, 32 or 64.
+    pub qk_rope_head_dim: u32,
+}
+
+/// The pairs `(L, R)` that are served, and a model of each.
+pub const SUPPORTED_DIMS: [(u32, u32, &str); 4] = [
+    (512, 64, "DeepSeek V2/V3/R1, Kimi-K2, GLM"),
+    (256, 64, "Mistral Small 4"),
+    (256, 32, "MiniCPM3"),
+    (512, 0, "NoPE"),
+];
+
+impl MlaShape {
+    /// Elements of a cache row and of a query row: `L + R`.
+    pub const fn row_elems(&self) -> u32 {
+        self.kv_lora_rank + self.qk_rope_head_dim
+    }
+
+    /// # Errors
+    /// [`Error::Shape`] where no shader serves these dims.
+    pub fn check(&self) -> Result<()> {
+        if !(1..=128).contains(&self.num_heads) {
+            let got = self.num_heads.into();
+            return Err(Error::Shape { what: "num_heads", got, cure: "must be 1..=128" });
+        }
+        let dims = (self.kv_lora_rank, self.qk_rope_head_dim);
+        if !SUPPORTED_DIMS.iter().any(|&(l, r, _)| (l, r) == dims) {
+            return Err(Error::Shape {
+                what: "kv_lora_rank + qk_rope_head_dim",
+                got: u64::from(dims.0) + u64::from(dims.1),
+                cure: "kv_lora_rank/qk_rope_head_dim must be 512/64, 256/64, 256/32 or 512/0",
+            });
+        }
+        Ok(())
+    }
+}
+
+/// The paged cache: `[num_pages, page_size, L + R]` of one dtype.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct KvSpec {
+    /// What an element is.
+    pub dtype: Dtype,
+    /// Tokens in a page: 1 to 256.
+    pub page_size: u32,
+    /// Pages in the pool.
+    pub num_pages: u32,
+}
+
+impl KvSpec {
+    /// Slots in the pool: `num_pages * page_size`.
+    pub const fn num_slots(&self) -> u64 {
+        self.num_pages as u64 * self.page_size as u64
+    }
+
+    /// Pages that `tokens` tokens fill, the last one perhaps in part.
+    pub const fn pages_for(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.page_size)
+    }
+
+    /// # Errors
+    /// [`Error::Shape`] for a page size outside 1..=256 or an empty pool.
+    pub fn check(&self) -> Result<()> {
+        if !(1..=256).contains(&self.page_size) {
+            let got = self.page_size.into();
+            return Err(Error::Shape { what: "page_size", got, cure: "must be 1..=256" });
+        }
+        if self.num_pages == 0 || self.num_slots() > i32::MAX as u64 {
+            return Err(Error::Shape {
+                what: "num_pages",
+                got: self.num_pages.into(),
+                cure: "must be at least 1, and num_pages * page_size below 2^31",
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Everything that decides which shaders a decode needs: dims and dtypes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MlaSpec {
+    /// Dims of the attention.
+    pub shape: MlaShape,
+    /// The paged cache.
+    pub kv: KvSpec,
+    /// Dtype of the query: any.
+    pub query: Dtype,
+    /// Dtype of the output: f32, f16 or bf16.
+    pub out: Dtype,
+}
+
+impl MlaSpec {
+    /// # Errors
+    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
+    pub fn check(&self) -> Result<()> {
+        self.shape.check()?;
+        self.kv.check()?;
+        if self.out == Dtype::E4m3 {
+            return Err(Error::DtypeUnsupported { what: "out", got: self.out, cure: "use f32, f16 or bf16" });
+        }
+        Ok(())
+    }
+}
+
+/// `(P + R)^-1/2 * mscale^2` with YaRN's `mscale = 0.1 * m * ln(factor) + 1`.
+///
+/// `qk_nope_head_dim` and `qk_rope_head_dim` are the dims of a head before absorption (128 and 64 in
+/// DeepSeek-V3), `factor` the rotary scaling factor (1 for none) and `m` the checkpoint's `mscale_all_dim`.
+/// `1/sqrt(L + R)` is wrong for every released model, so `softmax_scale` has no default anywhere.
+///
+/// ```
+/// let v3 = wgpu_mla::softmax_scale(128, 64, 40.0, 1.0);
+/// assert!((v3 - 0.135_234).abs() < 1e-6);
+/// ```
+pub fn softmax_scale(qk_nope_head_dim: u32, qk_rope_head_dim: u32, factor: f64, m: f64) -> f32 {
+    let mscale = if factor > 1.0 { 0.1 * m * factor.ln() + 1.0 } else { 1.0 };
+    (f64::from(qk_nope_head_dim + qk_rope_head_dim).powf(-0.5) * mscale * mscale) as f32
+}

@@ -1,0 +1,289 @@
+//! A step's tables: the plan and the flat page list as one array of `u32`, the same for every backend.
+//!
+//! Layout: a [`Header`], then five sections whose places depend on the step's [`Capacity`] only, so that the same
+//! recorded commands serve every batch that fits.
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::plan::{Merge, Plan, QueryToken, WorkItem};
+use crate::{Error, KvSpec, Result};
+
+/// Which pages hold each sequence, as the host has them.
+#[derive(Debug, Clone, Copy)]
+pub enum PageTable<'a> {
+    /// `block_table`, i32 `[batch, max_pages]`. Entries at or past `ceil(seq_len / page_size)` may hold anything.
+    Dense {
+        /// The entries, row by row.
+        block_table: &'a [i32],
+        /// Entries in a row.
+        max_pages: usize,
+    },
+    /// Compressed rows: sequence `i` has the pages `kv_indices[kv_indptr[i]..kv_indptr[i + 1]]`.
+    Csr {
+        /// Where each sequence's pages begin; one entry more than sequences.
+        kv_indptr: &'a [i32],
+        /// Page ids.
+        kv_indices: &'a [i32],
+    },
+    /// The page list is written on the device, into [`Header::pages`] words of the step's tables. Only a decode
+    /// that was made with clamped pages takes it.
+    Device,
+}
+
+/// `seq_lens` of a batch in CSR form.
+///
+/// # Errors
+/// [`Error::Length`], or [`Error::SeqLen`] where a last page is longer than a page.
+pub fn csr_seq_lens(kv_indptr: &[i32], kv_last_page_len: &[i32], page_size: u32) -> Result<Vec<i32>> {
+    let sequences = kv_last_page_len.len();
+    if kv_indptr.len() != sequences + 1 {
+        let (got, want) = (kv_indptr.len() as u64, sequences as u64 + 1);
+        let cure = "one entry a sequence and one more for the end";
+        return Err(Error::Length { what: "kv_indptr", got, want, cure });
+    }
+    let mut lens = Vec::with_capacity(sequences);
+    for (seq, (&last, ptr)) in kv_last_page_len.iter().zip(kv_indptr.windows(2)).enumerate() {
+        let pages = i64::from(ptr[1]) - i64::from(ptr[0]);
+        let len = if pages == 0 { 0 } else { (pages - 1) * i64::from(page_size) + i64::from(last) };
+        let fits = pages >= 0 && (pages == 0 || (1..=i64::from(page_size)).contains(&i64::from(last)));
+        match i32::try_from(len) {
+            Ok(len) if fits => lens.push(len),
+            _ => return Err(Error::SeqLen { seq, got: len, max: pages.max(0) * i64::from(page_size) }),
+        }
+    }
+    Ok(lens)
+}
+
+/// How much a step holds before it grows, and how large its grids are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+pub struct Capacity {
+    /// Work items.
+    pub items: u32,
+    /// Entries of [`Plan::queries`].
+    pub queries: u32,
+    /// Words of the flat page list.
+    pub pages: u32,
+    /// Entries of [`Plan::merges`].
+    pub merges: u32,
+    /// Entries of [`Plan::merge_slots`].
+    pub merge_slots: u32,
+    /// Partial results, one a row and split.
+    pub slots: u32,
+}
+
+impl Capacity {
+    /// Exactly what a plan needs.
+    pub fn of(plan: &Plan) -> Self {
+        Self {
+            items: plan.items.len() as u32,
+            queries: plan.queries.len() as u32,
+            pages: plan.page_list_len(),
+            merges: plan.merges.len() as u32,
+            merge_slots: plan.merge_slots.len() as u32,
+            slots: plan.num_slots,
+        }
+    }
+
+    /// The larger of both, field by field.
+    pub fn max(self, other: Self) -> Self {
+        self.zip(other, u32::max)
+    }
+
+    /// Whether everything in `other` fits.
+    pub fn holds(self, other: Self) -> bool {
+        self.max(other) == self
+    }
+
+    /// Enough for `other`, with the fields that had to grow rounded up so that they seldom grow again.
+    pub fn grown_to(self, other: Self) -> Self {
+        self.zip(other, |have, want| {
+            if want > have { want.checked_next_power_of_two().unwrap_or(want).max(16) } else { have }
+        })
+    }
+
+    fn zip(self, other: Self, f: impl Fn(u32, u32) -> u32) -> Self {
+        Self {
+            items: f(self.items, other.items),
+            queries: f(self.queries, other.queries),
+            pages: f(self.pages, other.pages),
+            merges: f(self.merges, other.merges),
+            merge_slots: f(self.merge_slots, other.merge_slots),
+            slots: f(self.slots, other.slots),
+        }
+    }
+
+    /// The header of empty tables of this capacity.
+    pub fn header(&self, kv: &KvSpec) -> Header {
+        let words = |count: u32, size: usize| (count * (size / 4) as u32).next_multiple_of(4);
+        let items = HEADER_WORDS;
+        let queries = items + words(self.items, size_of::<WorkItem>());
+        let merges = queries + words(self.queries, size_of::<QueryToken>());
+        let merge_slots = merges + words(self.merges, size_of::<Merge>());
+        let pages = merge_slots + words(self.merge_slots, 4);
+        Header {
+            num_items: 0,
+            num_merges: 0,
+            page_size: kv.page_size,
+            num_pages: kv.num_pages,
+            items,
+            queries,
+            merges,
+            merge_slots,
+            pages,
+            end: pages + words(self.pages, 4),
+            reserved: [0; 6],
+        }
+    }
+}
+
+/// The first words of the tables. Places are counted in words from the front.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct Header {
+    /// Work items in use.
+    pub num_items: u32,
+    /// Merges in use.
+    pub num_merges: u32,
+    /// Tokens in a page.
+    pub page_size: u32,
+    /// Pages in the pool.
+    pub num_pages: u32,
+    /// Place of the [`WorkItem`]s.
+    pub items: u32,
+    /// Place of the [`QueryToken`]s.
+    pub queries: u32,
+    /// Place of the [`Merge`]s.
+    pub merges: u32,
+    /// Place of the merge slots.
+    pub merge_slots: u32,
+    /// Place of the flat page list.
+    pub pages: u32,
+    /// Words in all.
+    pub end: u32,
+    /// Zero.
+    pub reserved: [u32; 6],
+}
+
+/// Words of a [`Header`].
+pub const HEADER_WORDS: u32 = (size_of::<Header>() / 4) as u32;
+
+/// Writes the tables of a plan into `words`, which keep their memory from step to step.
+///
+/// Every page id that a kernel will follow is checked here.
+///
+/// # Errors
+/// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`]; `words` are then not to be used.
+pub fn write_tables(
+    words: &mut Vec<u32>,
+    capacity: &Capacity,
+    plan: &Plan,
+    pages: PageTable<'_>,
+    kv: &KvSpec,
+) -> Result<Header> {
+    let mut header = capacity.header(kv);
+    header.num_items = plan.items.len() as u32;
+    header.num_merges = plan.merges.len() as u32;
+    words.resize(header.end as usize, 0);
+    put(words, 0, std::slice::from_ref(&header));
+    put(words, header.items, &plan.items);
+    put(words, header.queries, &plan.queries);
+    put(words, header.merges, &plan.merges);
+    put(words, header.merge_slots, &plan.merge_slots);
+    if !matches!(pages, PageTable::Device) {
+        write_pages(&mut words[header.pages as usize..], plan, pages, kv)?;
+    }
+    Ok(header)
+}
+
+fn put<T: Pod>(words: &mut [u32], at: u32, section: &[T]) {
+    let section: &[u32] = bytemuck::cast_slice(section);
+    words[at as usize..at as usize + section.len()].copy_from_slice(section);
+}
+
+fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec) -> Result<()> {
+    let rows = plan.seq_lens.len();
+    match pages {
+        PageTable::Dense { block_table, max_pages } if block_table.len() != rows * max_pages => {
+            return Err(Error::Length {
+                what: "block_table",
+                got: block_table.len() as u64,
+                want: (rows * max_pages) as u64,
+                cure: "one row of max_pages entries a sequence",
+            });
+        }
+        PageTable::Csr { kv_indptr, .. } if kv_indptr.len() != rows + 1 => {
+            return Err(Error::Length {
+                what: "kv_indptr",
+                got: kv_indptr.len() as u64,
+                want: rows as u64 + 1,
+                cure: "one entry a sequence and one more for the end",
+            });
+        }
+        _ => {}
+    }
+    for (seq, &len) in plan.seq_lens.iter().enumerate() {
+        let used = kv.pages_for(len) as usize;
+        let row = row_of(pages, seq);
+        let Some(row) = row.get(..used) else {
+            let max = row.len() as i64 * i64::from(kv.page_size);
+            return Err(Error::SeqLen { seq, got: len.into(), max });
+        };
+        let to = &mut list[plan.page_begin[seq] as usize..][..used];
+        let mut wild = false;
+        for (to, &page) in to.iter_mut().zip(row) {
+            // A negative id becomes a large one, so one comparison finds both kinds.
+            wild |= page as u32 >= kv.num_pages;
+            *to = page as u32;
+        }
+        if wild {
+            let block = row.iter().position(|&page| page as u32 >= kv.num_pages).unwrap_or(0);
+            let page = row[block].into();
+            return Err(Error::PageOutOfRange { seq, block, page, num_pages: kv.num_pages });
+        }
+    }
+    for &(first, other, tokens) in &plan.shared {
+        let used = kv.pages_for(tokens) as usize;
+        let (a, b) = (&row_of(pages, first as usize)[..used], &row_of(pages, other as usize)[..used]);
+        if let Some(block) = a.iter().zip(b).position(|(a, b)| a != b) {
+            return Err(Error::PrefixNotShared { first, other, block });
+        }
+    }
+    Ok(())
+}
+
+/// The entries of a sequence; none where the CSR arrays contradict themselves.
+fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {
+    match pages {
+        PageTable::Dense { block_table, max_pages } => &block_table[seq * max_pages..][..max_pages],
+        PageTable::Csr { kv_indptr, kv_indices } => {
+            let (begin, end) = (kv_indptr[seq], kv_indptr[seq + 1]);
+            let range = usize::try_from(begin).ok().zip(usize::try_from(end).ok());
+            range.and_then(|(begin, end)| kv_indices.get(begin..end)).unwrap_or(&[])
+        }
+        PageTable::Device => &[],
+    }
+}
+
+/// The runs of words that differ between two arrays of one length, merged where the gap is small.
+pub(crate) fn changed_runs(old: &[u32], new: &[u32], mut emit: impl FnMut(std::ops::Range<usize>)) {
+    const CHUNK: usize = 256;
+    let mut run: Option<std::ops::Range<usize>> = None;
+    for begin in (0..new.len()).step_by(CHUNK) {
+        let end = (begin + CHUNK).min(new.len());
+        if old.get(begin..end) == Some(&new[begin..end]) {
+            continue;
+        }
+        match &mut run {
+            // One write of a few unchanged chunks costs less than a second write.
+            Some(run) if begin - run.end <= 4 * CHUNK => run.end = end,
+            _ => {
+                if let Some(done) = run.replace(begin..end) {
+                    emit(done);
+                }
+            }
+        }
+    }
+    if let Some(done) = run {
+        emit(done);
+    }
+}
