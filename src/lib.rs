@@ -2,15 +2,21 @@
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
 pub mod backend;
+pub mod caps;
 mod dtype;
 mod error;
+#[cfg(feature = "wgpu")]
+pub mod gpu;
+mod kernel;
 pub mod layer;
 pub mod ops;
 pub mod plan;
 mod shape;
 pub mod tables;
+mod unroll;
 
 pub use backend::Backend;
+pub use caps::{Caps, DeviceKind};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
 pub use error::{Error, Result};
 pub use layer::{KvView, Layer, LseBase, Query, View};

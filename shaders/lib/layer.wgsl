@@ -1,0 +1,42 @@
+// One layer of the model, bound once (src/gpu/binding.rs). A quad is four neighbouring elements.
+struct Layer {
+    logit_scale: f32, // softmax_scale * q_scale * k_scale * log2(e)
+    out_scale: f32, // k_scale: the value is the latent
+    lse_scale: f32, // base-2 LSE to the base asked for
+    num_heads: u32,
+    q_nope_at: u32, // quads, as all places and strides below but those of the LSE
+    q_nope_token_stride: u32,
+    q_nope_head_stride: u32,
+    q_pe_at: u32,
+    q_pe_token_stride: u32,
+    q_pe_head_stride: u32,
+    kv_at: u32,
+    kv_block_stride: u32,
+    out_at: u32,
+    out_token_stride: u32,
+    out_head_stride: u32,
+    lse_at: u32, // f32 elements
+    lse_token_stride: u32,
+    lse_head_stride: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+}
+
+@group(0) @binding(0) var<storage, read> q_nope: array<QueryQuad>; // [total_q, H, L / 4]
+@group(0) @binding(1) var<storage, read> q_pe: array<QueryQuad>; // [total_q, H, R / 4]
+@group(0) @binding(2) var<storage, read> kv: array<KvQuad>; // [num_pages, page_size, (L + R) / 4]
+@group(0) @binding(3) var<storage, read_write> out: array<OutQuad>; // [total_q, H, L / 4]
+@group(0) @binding(4) var<storage, read_write> lse: array<u32>; // f32 bits, [total_q, H]
+@group(0) @binding(5) var<uniform> layer: Layer;
+
+// Writes four neighbouring elements of an output row.
+fn store_out(token: u32, head: u32, column_quad: u32, value: vec4<f32>) {
+    let row = layer.out_at + token * layer.out_token_stride + head * layer.out_head_stride;
+    out[row + column_quad] = encode_out(value * layer.out_scale);
+}
+
+// Writes a row's LSE from base 2; `seen` is false for a row that sees no key.
+fn store_lse(token: u32, head: u32, base_2: f32, seen: bool) {
+    let at = layer.lse_at + token * layer.lse_token_stride + head * layer.lse_head_stride;
+    lse[at] = select(MINUS_INFINITY, bitcast<u32>(base_2 * layer.lse_scale), seen);
+}

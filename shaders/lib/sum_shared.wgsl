@@ -1,0 +1,15 @@
+// How the LANES partial dot products of a score are summed: through workgroup memory, on any device.
+var<workgroup> scores: array<vec4<f32>, SCORE_PARTIALS>; // [LANES, ROWS, TOKEN_QUADS], four tokens each
+
+fn publish_scores(quad: u32, lane: u32, partial: vec4<f32>) {
+    scores[lane * TILE_QUADS + quad] = partial;
+}
+
+// After a barrier.
+fn summed_scores(quad: u32) -> vec4<f32> {
+    var sum = scores[quad];
+    for (var lane = 1u; lane < LANES; lane++) {
+        sum += scores[lane * TILE_QUADS + quad];
+    }
+    return sum;
+}

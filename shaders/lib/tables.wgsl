@@ -1,0 +1,32 @@
+// A step's tables, one array of words (src/tables.rs), and its scratch. Every op of a step binds both.
+struct Slice {
+    first_item: u32, // work items before this one belong to earlier slices
+    end_item: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+}
+
+@group(1) @binding(0) var<storage, read> tables: array<u32>; // [Header, items, queries, merges, merge_slots, pages]
+@group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [slots, LATENT_QUADS + 1]: row, then its LSE
+@group(1) @binding(2) var<uniform> slice: Slice;
+
+// Header words.
+const NUM_ITEMS = 0u;
+const NUM_MERGES = 1u;
+const PAGE_SIZE = 2u;
+const NUM_PAGES = 3u;
+const ITEMS_AT = 4u;
+const QUERIES_AT = 5u;
+const MERGES_AT = 6u;
+const MERGE_SLOTS_AT = 7u;
+const PAGES_AT = 8u;
+
+const PARTIAL_QUADS = LATENT_QUADS + 1u;
+const DIRECT = 0xFFFFFFFFu; // the slot of an item that writes its output itself
+const EMPTY = -1.0e38; // a finite stand-in for the -inf of a row that has seen no key
+const MINUS_INFINITY = 0xFF800000u;
+
+// exp2 whose value at 0 is 1 on every device: rescaling by an unchanged maximum must change no bit.
+fn exp2_exact(x: f32) -> f32 {
+    return select(exp2(x), 1.0, x == 0.0);
+}

@@ -1,0 +1,165 @@
+//! A layer's buffers, checked and bound once.
+
+use wgpu::util::DeviceExt;
+
+use super::pipelines::{Layouts, Pipelines};
+use super::scope::scoped;
+use crate::layer::{Layer, kernel_scales};
+use crate::{Error, MlaSpec, Result};
+
+/// One layer of a model, ready to be recorded with any step of the decode that bound it.
+#[derive(Debug, Clone)]
+pub struct LayerBinding {
+    pub(crate) group: wgpu::BindGroup,
+    /// Query tokens that the bound arrays hold.
+    pub(crate) max_queries: u32,
+    /// Which decode it was made for.
+    pub(crate) owner: u64,
+}
+
+/// `Layer` of shaders/lib/layer.wgsl, all fields as words.
+const LAYER_WORDS: usize = 20;
+
+pub(crate) fn bind(
+    pipelines: &Pipelines,
+    layouts: &Layouts,
+    spec: &MlaSpec,
+    owner: u64,
+    max_queries: u32,
+    layer: &Layer<'_, wgpu::Buffer>,
+) -> Result<LayerBinding> {
+    layer.check(spec, max_queries, wgpu::Buffer::size)?;
+    let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
+    let (q_nope, q_pe) = layer.query.parts(latent);
+    // Without a rotary part its binding is unread; any buffer of the right kind will do.
+    let q_pe = if rope == 0 { q_nope } else { q_pe };
+    let (tokens, heads) = (u64::from(max_queries), u64::from(spec.shape.num_heads));
+
+    for (a, written) in [("out", layer.out.buffer), ("lse", layer.lse.buffer)] {
+        for (b, read) in [("q_nope", q_nope.buffer), ("q_pe", q_pe.buffer), ("kv", layer.kv.buffer)] {
+            if written == read {
+                return Err(Error::Aliased { a, b });
+            }
+        }
+    }
+    if layer.out.buffer == layer.lse.buffer {
+        return Err(Error::Aliased { a: "out", b: "lse" });
+    }
+
+    let limits = pipelines.device().limits();
+    let (q_bytes, kv_bytes, out_bytes) = (bytes(spec.query), bytes(spec.kv.dtype), bytes(spec.out));
+    let window = |what, buffer, begin: u64, end: u64, size: u64| {
+        Window::new(&limits, what, buffer, begin * size, end * size)
+    };
+    let windows = [
+        window("q_nope", q_nope.buffer, q_nope.offset, q_nope.end(tokens, heads, latent.into()), q_bytes)?,
+        window("q_pe", q_pe.buffer, q_pe.offset, q_pe.end(tokens, heads, rope.into()), q_bytes)?,
+        window("kv", layer.kv.buffer, layer.kv.base(), layer.kv.end(spec), kv_bytes)?,
+        window(
+            "out",
+            layer.out.buffer,
+            layer.out.offset,
+            layer.out.end(tokens, heads, latent.into()),
+            out_bytes,
+        )?,
+        window("lse", layer.lse.buffer, layer.lse.offset, layer.lse.end(tokens, heads, 1), 4)?,
+    ];
+
+    let (logits, value, lse) = kernel_scales(layer);
+    let quads = |elems: u64| (elems / 4) as u32;
+    let words: [u32; LAYER_WORDS] = [
+        logits.to_bits(),
+        value.to_bits(),
+        lse.to_bits(),
+        spec.shape.num_heads,
+        quads(windows[0].begin / q_bytes),
+        quads(q_nope.token_stride),
+        quads(q_nope.head_stride),
+        quads(windows[1].begin / q_bytes),
+        quads(q_pe.token_stride),
+        quads(q_pe.head_stride),
+        quads(windows[2].begin / kv_bytes),
+        quads(layer.kv.block_stride),
+        quads(windows[3].begin / out_bytes),
+        quads(layer.out.token_stride),
+        quads(layer.out.head_stride),
+        (windows[4].begin / 4) as u32,
+        layer.lse.token_stride as u32,
+        layer.lse.head_stride as u32,
+        0,
+        0,
+    ];
+
+    let device = pipelines.device();
+    let group = scoped(device, "a layer's binding", || {
+        let uniform = device.create_buffer_init(&wgpu::util::BufferInitDescriptor {
+            label: Some("mla.layer"),
+            contents: bytemuck::cast_slice(&words),
+            usage: wgpu::BufferUsages::UNIFORM,
+        });
+        let resources = windows.iter().map(Window::resource).chain([uniform.as_entire_binding()]);
+        let entries: Vec<_> = resources
+            .zip(0..)
+            .map(|(resource, binding)| wgpu::BindGroupEntry { binding, resource })
+            .collect();
+        device.create_bind_group(&wgpu::BindGroupDescriptor {
+            label: Some("mla.layer"),
+            layout: &layouts.layer,
+            entries: &entries,
+        })
+    })?;
+    Ok(LayerBinding { group, max_queries, owner })
+}
+
+fn bytes(dtype: crate::Dtype) -> u64 {
+    dtype.bytes() as u64
+}
+
+/// The part of a buffer that is bound: all of it where the device allows, else an aligned range around the view.
+pub(crate) struct Window<'a> {
+    buffer: &'a wgpu::Buffer,
+    offset: u64,
+    size: u64,
+    /// Bytes from the window's front to the view.
+    pub(crate) begin: u64,
+}
+
+impl<'a> Window<'a> {
+    /// # Errors
+    /// [`Error::Limit`], [`Error::BufferUsage`] and [`Error::BufferTooSmall`].
+    pub(crate) fn new(
+        limits: &wgpu::Limits,
+        what: &'static str,
+        buffer: &'a wgpu::Buffer,
+        begin: u64,
+        end: u64,
+    ) -> Result<Self> {
+        if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
+            return Err(Error::BufferUsage { what, usage: "STORAGE" });
+        }
+        // A binding ends on a whole word.
+        let whole = buffer.size() & !3;
+        if end > whole || whole == 0 {
+            return Err(Error::BufferTooSmall { what, end: end.max(4), size: whole });
+        }
+        let limit = limits.max_storage_buffer_binding_size;
+        if whole <= limit {
+            return Ok(Self { buffer, offset: 0, size: whole, begin });
+        }
+        let offset = begin - begin % u64::from(limits.min_storage_buffer_offset_alignment.max(1));
+        let size = (end.next_multiple_of(4) - offset).max(256).min(whole - offset);
+        if size > limit {
+            let cure = "bind fewer pages or tokens at once, or make the device with `wanted`'s limits";
+            return Err(Error::Limit { what: "max_storage_buffer_binding_size", need: size, limit, cure });
+        }
+        Ok(Self { buffer, offset, size, begin: begin - offset })
+    }
+
+    pub(crate) fn resource(&self) -> wgpu::BindingResource<'a> {
+        wgpu::BindingResource::Buffer(wgpu::BufferBinding {
+            buffer: self.buffer,
+            offset: self.offset,
+            size: std::num::NonZero::new(self.size),
+        })
+    }
+}

@@ -1,0 +1,238 @@
+//! The decode op: split, then merge.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::binding::{self, LayerBinding};
+use super::pipelines::{Layouts, Pipelines};
+use super::step::Step;
+use crate::kernel::{self, VARIANTS, Variant};
+use crate::plan::{Plan, Tiling};
+use crate::tables::{Capacity, PageTable};
+use crate::{Error, Layer, MlaSpec, Result};
+
+/// Choices of a decode that have a default.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Forces a row of the ladder by name.
+    pub variant: Option<String>,
+    /// Page lists are written on the device ([`PageTable::Device`]): kernels clamp every page id to the pool.
+    pub device_page_list: bool,
+    /// Replaces the planner's targets for this kind of device.
+    pub tiling: Option<Tiling>,
+}
+
+/// Paged, split-KV MLA decode for one [`MlaSpec`].
+#[derive(Debug, Clone)]
+pub struct MlaDecode {
+    pipelines: Pipelines,
+    layouts: Layouts,
+    spec: MlaSpec,
+    variant: Variant,
+    tiling: Tiling,
+    device_page_list: bool,
+    split: wgpu::ComputePipeline,
+    merge: wgpu::ComputePipeline,
+    why: String,
+    id: u64,
+}
+
+impl MlaDecode {
+    /// Chooses a row and compiles it.
+    ///
+    /// # Errors
+    /// Those of [`MlaSpec::check`], [`Error::VariantUnavailable`], [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub fn new(pipelines: &Pipelines, spec: &MlaSpec, options: &Options) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        spec.check()?;
+        let caps = pipelines.caps();
+        let (variant, why) = choose(options.variant.as_deref(), |variant| variant.runs_on(caps, spec))?;
+        let layouts = Layouts::new(pipelines.device())?;
+        let split =
+            pipelines.get(&kernel::decode(&variant, spec, options.device_page_list), &layouts.pipeline)?;
+        let merge = pipelines.get(&kernel::merge(spec), &layouts.pipeline)?;
+        log::info!("mla.decode: {why}");
+        Ok(Self {
+            pipelines: pipelines.clone(),
+            layouts,
+            spec: *spec,
+            variant,
+            tiling: options.tiling.unwrap_or_else(|| variant.tiling(caps, spec)),
+            device_page_list: options.device_page_list,
+            split,
+            merge,
+            why,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+        })
+    }
+
+    /// What it was made for.
+    pub fn spec(&self) -> &MlaSpec {
+        &self.spec
+    }
+
+    /// The row that was chosen.
+    pub fn variant(&self) -> &'static str {
+        self.variant.name
+    }
+
+    /// Which row was chosen, and what each better one lacks here.
+    pub fn why(&self) -> &str {
+        &self.why
+    }
+
+    /// How the planner is to cut work for it.
+    pub fn tiling(&self) -> Tiling {
+        self.tiling
+    }
+
+    /// A step with room for `capacity`; [`Capacity::default`] leaves it to the first `prepare`.
+    ///
+    /// # Errors
+    /// [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub fn step(&self, capacity: Capacity) -> Result<Step> {
+        Step::new(&self.pipelines, &self.layouts, &self.spec, self.id, capacity)
+    }
+
+    /// Checks a plan and its pages and uploads what changed. Allocates only where the step has to grow.
+    ///
+    /// # Errors
+    /// Those of [`crate::write_tables`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`] and
+    /// [`Error::LayoutMismatch`]. The step then still holds what it held.
+    pub fn prepare(
+        &self,
+        queue: &wgpu::Queue,
+        step: &mut Step,
+        plan: &Plan,
+        pages: PageTable<'_>,
+    ) -> Result<()> {
+        if step.owner != self.id {
+            return Err(Error::LayoutMismatch { detail: "the step was made by another decode" });
+        }
+        if matches!(pages, PageTable::Device) && !self.device_page_list {
+            let detail = "PageTable::Device needs a decode made with Options::device_page_list";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        step.prepare(&self.pipelines, &self.layouts, &self.spec, queue, plan, pages)
+    }
+
+    /// Checks and binds a layer for batches of at most `max_queries` query tokens.
+    ///
+    /// # Errors
+    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`],
+    /// [`Error::Aliased`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub fn bind(&self, max_queries: u32, layer: &Layer<'_, wgpu::Buffer>) -> Result<LayerBinding> {
+        binding::bind(&self.pipelines, &self.layouts, &self.spec, self.id, max_queries, layer)
+    }
+
+    /// Records one layer's decode in a pass of its own. Creates nothing and cannot fail.
+    ///
+    /// A step and a binding that do not belong together (see [`MlaDecode::check`]) record nothing and log an error.
+    pub fn record(&self, encoder: &mut wgpu::CommandEncoder, step: &Step, binding: &LayerBinding) {
+        self.record_in(&mut begin_pass(encoder), step, binding);
+    }
+
+    /// As [`MlaDecode::record`], in the host's pass.
+    pub fn record_in(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step, binding: &LayerBinding) {
+        if self.set_groups(pass, step, binding) {
+            self.dispatch_split(pass, step, binding, None);
+            self.dispatch_merge(pass, step, binding);
+        }
+    }
+
+    /// Records slice `index` of [`Step::num_slices`], the merge with the last. The slices of one step and layer are
+    /// submitted in order, in as many frames as the host likes, before the step is prepared again.
+    pub fn record_slice(
+        &self,
+        encoder: &mut wgpu::CommandEncoder,
+        step: &Step,
+        binding: &LayerBinding,
+        index: usize,
+    ) {
+        let pass = &mut begin_pass(encoder);
+        if index < step.num_slices() && self.set_groups(pass, step, binding) {
+            self.dispatch_split(pass, step, binding, Some(index));
+            if index + 1 == step.num_slices() {
+                self.dispatch_merge(pass, step, binding);
+            }
+        }
+    }
+
+    /// Whether a step and a binding can be recorded together.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
+    pub fn check(&self, step: &Step, binding: &LayerBinding) -> Result<()> {
+        if step.owner != self.id || binding.owner != self.id {
+            return Err(Error::LayoutMismatch { detail: "one of them was made by another decode" });
+        }
+        if step.num_queries > binding.max_queries {
+            return Err(Error::LayoutMismatch { detail: "the step has more query tokens than the binding" });
+        }
+        Ok(())
+    }
+
+    fn set_groups(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step, binding: &LayerBinding) -> bool {
+        if let Err(error) = self.check(step, binding) {
+            log::error!("nothing recorded: {error}");
+            return false;
+        }
+        pass.set_bind_group(0, &binding.group, &[]);
+        true
+    }
+
+    fn dispatch_split(
+        &self,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &Step,
+        _: &LayerBinding,
+        slice: Option<usize>,
+    ) {
+        let (offset, items) = step.slice(slice);
+        pass.set_bind_group(1, &step.group, &[offset]);
+        if items > 0 {
+            pass.set_pipeline(&self.split);
+            self.dispatch(pass, items);
+        }
+    }
+
+    fn dispatch_merge(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step, _: &LayerBinding) {
+        if step.capacity.merges > 0 {
+            pass.set_pipeline(&self.merge);
+            self.dispatch(pass, step.capacity.merges * self.spec.shape.num_heads);
+        }
+    }
+
+    fn dispatch(&self, pass: &mut wgpu::ComputePass<'_>, groups: u32) {
+        let width = self.pipelines.caps().max_workgroups;
+        pass.dispatch_workgroups(groups.min(width), groups.div_ceil(width), 1);
+    }
+}
+
+fn begin_pass(encoder: &mut wgpu::CommandEncoder) -> wgpu::ComputePass<'_> {
+    encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
+        label: Some("mla.decode"),
+        timestamp_writes: None,
+    })
+}
+
+/// The forced row, or the first that runs, and a sentence about the choice.
+fn choose(
+    forced: Option<&str>,
+    runs: impl Fn(&Variant) -> std::result::Result<(), String>,
+) -> Result<(Variant, String)> {
+    if let Some(name) = forced {
+        let unavailable = |why| Error::VariantUnavailable { name: name.into(), why };
+        let known = || format!("there is no such row; the rows are {}", VARIANTS.map(|v| v.name).join(", "));
+        let variant = Variant::named(name).ok_or_else(|| unavailable(known()))?;
+        runs(&variant).map_err(unavailable)?;
+        return Ok((variant, format!("row {name}, forced")));
+    }
+    let mut lacking = String::new();
+    for variant in VARIANTS {
+        match runs(&variant) {
+            Ok(()) => return Ok((variant, format!("row {}{lacking}", variant.name))),
+            Err(why) => lacking += &format!("; not {}: {why}", variant.name),
+        }
+    }
+    Err(Error::VariantUnavailable { name: "any".into(), why: lacking })
+}

@@ -1,0 +1,113 @@
+//! A device for programs that have none of their own. It stands on top of the verbs, not underneath.
+
+use std::sync::{Arc, Mutex};
+
+use super::pipelines::Pipelines;
+use super::wanted::wanted;
+use crate::{Error, Result};
+
+/// An adapter, a device made from [`wanted`], its queue, and the pipelines compiled on it.
+#[derive(Debug)]
+pub struct Gpu {
+    /// The adapter that was picked.
+    pub adapter: wgpu::Adapter,
+    /// The device.
+    pub device: wgpu::Device,
+    /// Its queue.
+    pub queue: wgpu::Queue,
+    /// What was compiled so far.
+    pub pipelines: Pipelines,
+    lost: Arc<Mutex<Option<String>>>,
+}
+
+impl Gpu {
+    /// Picks an adapter and makes a device, waiting for both. `WGPU_BACKEND` restricts the APIs, `WGPU_ADAPTER_NAME`
+    /// (a part of the name, in any case) the adapters.
+    ///
+    /// # Errors
+    /// [`Error::NoAdapter`] and [`Error::Device`].
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn new() -> Result<Self> {
+        pollster::block_on(Self::request())
+    }
+
+    /// As `Gpu::new`, without waiting.
+    ///
+    /// # Errors
+    /// [`Error::NoAdapter`] and [`Error::Device`].
+    pub async fn request() -> Result<Self> {
+        let adapter = pick_adapter().await?;
+        let wanted = wanted(&adapter);
+        Self::from_adapter(adapter, wanted.features, wanted.limits).await
+    }
+
+    /// A device with chosen features and limits, such as a test that plays a weaker one needs.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub async fn from_adapter(
+        adapter: wgpu::Adapter,
+        features: wgpu::Features,
+        limits: wgpu::Limits,
+    ) -> Result<Self> {
+        let (device, queue) = adapter
+            .request_device(&wgpu::DeviceDescriptor {
+                label: Some("wgpu-mla"),
+                required_features: features,
+                required_limits: limits,
+                ..Default::default()
+            })
+            .await
+            .map_err(|error| Error::Device { detail: error.to_string() })?;
+        let lost = Arc::new(Mutex::new(None));
+        let note = lost.clone();
+        device.set_device_lost_callback(move |reason, message| {
+            if let Ok(mut note) = note.lock() {
+                *note = Some(format!("{reason:?}: {message}"));
+            }
+        });
+        let info = adapter.get_info();
+        log::info!("{} ({}, {:?}), features {features:?}", info.name, info.driver_info, info.backend);
+        let pipelines = Pipelines::new(&device);
+        Ok(Self { adapter, device, queue, pipelines, lost })
+    }
+
+    /// The adapter's name, driver and API, for a person.
+    pub fn describe(&self) -> String {
+        let info = self.adapter.get_info();
+        format!("{} ({} {}, {:?})", info.name, info.driver, info.driver_info, info.backend)
+    }
+
+    /// # Errors
+    /// [`Error::DeviceLost`] once the device has said so.
+    pub fn check_lost(&self) -> Result<()> {
+        match self.lost.lock().ok().and_then(|lost| lost.clone()) {
+            Some(detail) => Err(Error::DeviceLost { detail }),
+            None => Ok(()),
+        }
+    }
+}
+
+async fn pick_adapter() -> Result<wgpu::Adapter> {
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
+    let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
+    let Ok(name) = std::env::var("WGPU_ADAPTER_NAME") else {
+        let options = wgpu::RequestAdapterOptions {
+            power_preference: wgpu::PowerPreference::from_env()
+                .unwrap_or(wgpu::PowerPreference::HighPerformance),
+            ..Default::default()
+        };
+        return instance
+            .request_adapter(&options)
+            .await
+            .map_err(|error| Error::NoAdapter { detail: error.to_string() });
+    };
+    let adapters = instance.enumerate_adapters(backends).await;
+    let names: Vec<_> = adapters.iter().map(|adapter| adapter.get_info().name).collect();
+    adapters
+        .into_iter()
+        .find(|adapter| adapter.get_info().name.to_lowercase().contains(&name.to_lowercase()))
+        .ok_or_else(|| Error::NoAdapter {
+            detail: format!("WGPU_ADAPTER_NAME={name} matches none of {names:?}"),
+        })
+}

@@ -1,0 +1,28 @@
+//! The wgpu backend: the host's device, queue, buffers and encoder, never our own submit.
+//!
+//! ```text
+//! once       pipelines = Pipelines::new(&device)            what is compiled is kept, on disk too if asked
+//!            mla = MlaDecode::new(&pipelines, &spec, &options)
+//! per step   plan.update(..)                                 pure; shared by every layer
+//!            mla.prepare(&queue, &mut step, &plan, pages)    checks and uploads
+//! once       binding = mla.bind(max_queries, &layer)         a layer of the model: checked, bind group made
+//! per layer  mla.record(&mut encoder, &step, &binding)       creates nothing, cannot fail
+//!            the host submits
+//! ```
+
+mod backend;
+mod binding;
+mod decode;
+mod device;
+mod pipelines;
+mod scope;
+mod step;
+mod wanted;
+
+pub use backend::GpuDecode;
+pub use binding::LayerBinding;
+pub use decode::{MlaDecode, Options};
+pub use device::Gpu;
+pub use pipelines::Pipelines;
+pub use step::{MAX_SLICES, SliceBudget, Step};
+pub use wanted::{Wanted, caps, wanted};

@@ -1,0 +1,141 @@
+//! Compiled pipelines, kept by their text, and the bind group layouts that all of a decode's pipelines share.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::scope::scoped;
+use super::wanted::caps;
+use crate::Result;
+use crate::caps::Caps;
+use crate::kernel::Kernel;
+
+/// A device's pipelines: two decodes with the same shaders compile them once. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Pipelines {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    device: wgpu::Device,
+    caps: Caps,
+    compiled: Mutex<HashMap<String, wgpu::ComputePipeline>>,
+}
+
+impl Pipelines {
+    /// An empty store on a device. The device is only referred to: it stays the host's.
+    pub fn new(device: &wgpu::Device) -> Self {
+        let shared = Shared { device: device.clone(), caps: caps(device), compiled: Mutex::default() };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &wgpu::Device {
+        &self.shared.device
+    }
+
+    /// What the device can do.
+    pub fn caps(&self) -> &Caps {
+        &self.shared.caps
+    }
+
+    /// The pipeline of a kernel, compiled now if it is not yet.
+    ///
+    /// # Errors
+    /// [`crate::Error::Internal`] where the driver refuses it, [`crate::Error::OutOfMemory`], [`crate::Error::DeviceLost`].
+    pub(crate) fn get(
+        &self,
+        kernel: &Kernel,
+        layout: &wgpu::PipelineLayout,
+    ) -> Result<wgpu::ComputePipeline> {
+        let mut compiled = self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pipeline) = compiled.get(&kernel.text) {
+            return Ok(pipeline.clone());
+        }
+        let device = &self.shared.device;
+        let pipeline = scoped(device, "a compute pipeline", || {
+            let label = Some(kernel.label.as_str());
+            let source = wgpu::ShaderSource::Wgsl(kernel.text.as_str().into());
+            let module = device.create_shader_module(wgpu::ShaderModuleDescriptor { label, source });
+            device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+                label,
+                layout: Some(layout),
+                module: &module,
+                entry_point: Some(kernel.entry),
+                compilation_options: wgpu::PipelineCompilationOptions {
+                    // Every shader writes its workgroup memory before it reads it.
+                    zero_initialize_workgroup_memory: false,
+                    ..Default::default()
+                },
+                cache: None,
+            })
+        })?;
+        compiled.insert(kernel.text.clone(), pipeline.clone());
+        Ok(pipeline)
+    }
+}
+
+/// The bind group layouts of a step's kernels: group 0 a layer, group 1 a step.
+#[derive(Debug, Clone)]
+pub(crate) struct Layouts {
+    pub(crate) layer: wgpu::BindGroupLayout,
+    pub(crate) step: wgpu::BindGroupLayout,
+    pub(crate) pipeline: wgpu::PipelineLayout,
+}
+
+impl Layouts {
+    pub(crate) fn new(device: &wgpu::Device) -> Result<Self> {
+        scoped(device, "bind group layouts", || {
+            let layer = bind_group_layout(
+                device,
+                "mla.layer",
+                &[
+                    storage(true),
+                    storage(true),
+                    storage(true),
+                    storage(false),
+                    storage(false),
+                    uniform(false),
+                ],
+            );
+            let step = bind_group_layout(device, "mla.step", &[storage(true), storage(false), uniform(true)]);
+            let pipeline = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+                label: Some("mla"),
+                bind_group_layouts: &[Some(&layer), Some(&step)],
+                immediate_size: 0,
+            });
+            Self { layer, step, pipeline }
+        })
+    }
+}
+
+pub(crate) fn bind_group_layout(
+    device: &wgpu::Device,
+    label: &str,
+    types: &[wgpu::BindingType],
+) -> wgpu::BindGroupLayout {
+    let entries: Vec<_> = types
+        .iter()
+        .zip(0..)
+        .map(|(&ty, binding)| wgpu::BindGroupLayoutEntry {
+            binding,
+            visibility: wgpu::ShaderStages::COMPUTE,
+            ty,
+            count: None,
+        })
+        .collect();
+    device
+        .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(label), entries: &entries })
+}
+
+pub(crate) const fn storage(read_only: bool) -> wgpu::BindingType {
+    let ty = wgpu::BufferBindingType::Storage { read_only };
+    wgpu::BindingType::Buffer { ty, has_dynamic_offset: false, min_binding_size: None }
+}
+
+pub(crate) const fn uniform(has_dynamic_offset: bool) -> wgpu::BindingType {
+    let ty = wgpu::BufferBindingType::Uniform;
+    // Known, so that a dispatch has nothing left to check.
+    let min_binding_size = if has_dynamic_offset { std::num::NonZero::new(16) } else { None };
+    wgpu::BindingType::Buffer { ty, has_dynamic_offset, min_binding_size }
+}

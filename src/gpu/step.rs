@@ -1,0 +1,228 @@
+//! A step's tables and scratch on the device.
+
+use std::ops::Range;
+
+use super::pipelines::{Layouts, Pipelines};
+use super::scope::{alive, scoped};
+use crate::plan::Plan;
+use crate::tables::{Capacity, HEADER_WORDS, PageTable, changed_runs, write_tables};
+use crate::{Error, MlaSpec, Result};
+
+/// Slices that one step can be recorded in.
+pub const MAX_SLICES: usize = 64;
+
+/// How long one slice of a step may keep the device busy.
+///
+/// The estimate is a rate, measured by the host or taken from [`SliceBudget::DESKTOP`]; an item is never cut, so plan
+/// with [`crate::Policy::FixedTokens`] where sequences are long and the budget is small.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SliceBudget {
+    /// Milliseconds that a slice may take.
+    pub milliseconds: f64,
+    /// Query rows times tokens that the device attends in a millisecond.
+    pub work_per_millisecond: f64,
+}
+
+impl SliceBudget {
+    /// A quarter of a 60 Hz frame on a device that does 5e6 query rows times tokens in a millisecond, about 5 TFLOP/s.
+    pub const DESKTOP: Self = Self { milliseconds: 4.0, work_per_millisecond: 5e6 };
+}
+
+/// One step of a decode: what `prepare` uploads and every layer's `record` reads.
+///
+/// It owns its upload buffers, so preparing another step never disturbs one that was recorded. Preparing this one again
+/// before its commands were submitted is a replay: they then run with the new lengths. A `prepare` that does not fit the
+/// capacity replaces the buffers; commands recorded before keep the old ones and must be recorded again.
+#[derive(Debug)]
+pub struct Step {
+    pub(crate) capacity: Capacity,
+    pub(crate) num_queries: u32,
+    pub(crate) group: wgpu::BindGroup,
+    pub(crate) owner: u64,
+    tables: wgpu::Buffer,
+    slices_buffer: wgpu::Buffer,
+    slice_stride: u32,
+    slices: Vec<Range<u32>>,
+    budget: Option<SliceBudget>,
+    /// What the next upload would be, and what the device has.
+    words: Vec<u32>,
+    uploaded: Vec<u32>,
+    slice_words: Vec<u32>,
+    uploaded_slices: Vec<u32>,
+}
+
+impl Step {
+    pub(crate) fn new(
+        pipelines: &Pipelines,
+        layouts: &Layouts,
+        spec: &MlaSpec,
+        owner: u64,
+        capacity: Capacity,
+    ) -> Result<Self> {
+        let (device, caps) = (pipelines.device(), pipelines.caps());
+        let table_bytes = u64::from(capacity.header(&spec.kv).end) * 4;
+        let partial_bytes =
+            (u64::from(capacity.slots) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
+        for (what, need) in [("a step's tables", table_bytes), ("a step's partial results", partial_bytes)] {
+            let limit = caps.max_binding_bytes.min(caps.max_buffer_bytes);
+            if need > limit {
+                let cure = "use a smaller batch, fewer or longer splits, or `wanted`'s limits";
+                return Err(Error::Limit { what, need, limit, cure });
+            }
+        }
+        let groups =
+            u64::from(capacity.items).max(u64::from(capacity.merges) * u64::from(spec.shape.num_heads));
+        let most = u64::from(caps.max_workgroups).pow(2);
+        if groups > most {
+            let cure = "use a smaller batch, or fewer or longer splits";
+            return Err(Error::Limit { what: "workgroups of a step", need: groups, limit: most, cure });
+        }
+        let slice_stride = device.limits().min_uniform_buffer_offset_alignment.max(16);
+        let buffer = |label, size, usage| {
+            device.create_buffer(&wgpu::BufferDescriptor {
+                label: Some(label),
+                size,
+                usage: usage | wgpu::BufferUsages::COPY_DST,
+                mapped_at_creation: false,
+            })
+        };
+        let (tables, slices_buffer, group) = scoped(device, "a step", || {
+            let tables = buffer("mla.tables", table_bytes, wgpu::BufferUsages::STORAGE);
+            let partials = buffer("mla.partials", partial_bytes, wgpu::BufferUsages::STORAGE);
+            let slices = buffer(
+                "mla.slices",
+                u64::from(slice_stride) * (MAX_SLICES as u64 + 1),
+                wgpu::BufferUsages::UNIFORM,
+            );
+            let slice = wgpu::BufferBinding { buffer: &slices, offset: 0, size: std::num::NonZero::new(16) };
+            let group = device.create_bind_group(&wgpu::BindGroupDescriptor {
+                label: Some("mla.step"),
+                layout: &layouts.step,
+                entries: &[
+                    wgpu::BindGroupEntry { binding: 0, resource: tables.as_entire_binding() },
+                    wgpu::BindGroupEntry { binding: 1, resource: partials.as_entire_binding() },
+                    wgpu::BindGroupEntry { binding: 2, resource: wgpu::BindingResource::Buffer(slice) },
+                ],
+            });
+            (tables, slices, group)
+        })?;
+        Ok(Self {
+            capacity,
+            num_queries: 0,
+            group,
+            owner,
+            tables,
+            slices_buffer,
+            slice_stride,
+            slices: Vec::new(),
+            budget: None,
+            words: Vec::new(),
+            uploaded: Vec::new(),
+            slice_words: Vec::new(),
+            uploaded_slices: Vec::new(),
+        })
+    }
+
+    /// What fits without new buffers.
+    pub fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    /// Cuts the step at the next `prepare` into slices of at most this long each; `None` records it in one piece.
+    pub fn set_slice_budget(&mut self, budget: Option<SliceBudget>) {
+        self.budget = budget;
+    }
+
+    /// Slices that the prepared step has: 1 without a budget.
+    pub fn num_slices(&self) -> usize {
+        self.slices.len().max(1)
+    }
+
+    /// The device's copy of the flat page list, for a host that writes it on the device: the buffer and a byte range in it.
+    /// Sequence `i` begins at word [`Plan::page_begin`]`[i]` of the range.
+    pub fn page_list(&self, spec: &MlaSpec) -> (&wgpu::Buffer, Range<u64>) {
+        let header = self.capacity.header(&spec.kv);
+        (&self.tables, u64::from(header.pages) * 4..u64::from(header.end) * 4)
+    }
+
+    pub(crate) fn prepare(
+        &mut self,
+        pipelines: &Pipelines,
+        layouts: &Layouts,
+        spec: &MlaSpec,
+        queue: &wgpu::Queue,
+        plan: &Plan,
+        pages: PageTable<'_>,
+    ) -> Result<()> {
+        let need = Capacity::of(plan);
+        let capacity = self.capacity.grown_to(need);
+        // Checked in full before anything on the device changes.
+        let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
+        if capacity == self.capacity {
+            alive(pipelines.device())?;
+        } else {
+            let grown = Self::new(pipelines, layouts, spec, self.owner, capacity)?;
+            let (words, budget) = (std::mem::take(&mut self.words), self.budget);
+            *self = Self { words, budget, ..grown };
+        }
+        self.num_queries = plan.num_queries;
+        self.cut_slices(plan);
+
+        let used = match pages {
+            // The device writes the page list itself.
+            PageTable::Device => header.pages as usize,
+            _ => (header.pages + plan.page_list_len()) as usize,
+        };
+        let (words, uploaded) = (&self.words[..used], &mut self.uploaded);
+        changed_runs(uploaded, words, |run| {
+            queue.write_buffer(&self.tables, run.start as u64 * 4, bytemuck::cast_slice(&words[run]));
+        });
+        // Words past `used` are left as they are, so that they need not be sent again when the batch grows back.
+        if uploaded.len() < used {
+            uploaded.resize(used, 0);
+        }
+        uploaded[..used].copy_from_slice(words);
+        debug_assert!(used >= HEADER_WORDS as usize);
+
+        if self.slice_words != self.uploaded_slices {
+            queue.write_buffer(&self.slices_buffer, 0, bytemuck::cast_slice(&self.slice_words));
+            self.uploaded_slices.clone_from(&self.slice_words);
+        }
+        Ok(())
+    }
+
+    /// Slice 0 of the buffer is the whole step; the others follow.
+    fn cut_slices(&mut self, plan: &Plan) {
+        self.slices.clear();
+        if let Some(budget) = self.budget {
+            let most = (budget.milliseconds * budget.work_per_millisecond).max(1.0) as u64;
+            // Never more slices than there is room for.
+            let most = most.max(plan.work().div_ceil(MAX_SLICES as u64 / 2));
+            let (mut begin, mut work) = (0, 0);
+            for (item, at) in plan.items.iter().zip(0..) {
+                if work > 0 && work + item.work() > most && self.slices.len() < MAX_SLICES - 1 {
+                    self.slices.push(begin..at);
+                    (begin, work) = (at, 0);
+                }
+                work += item.work();
+            }
+            self.slices.push(begin..plan.items.len() as u32);
+        }
+        let stride = self.slice_stride as usize / 4;
+        self.slice_words.clear();
+        self.slice_words.resize(stride * (self.slices.len() + 1), 0);
+        self.slice_words[1] = u32::MAX;
+        for (slice, at) in self.slices.iter().zip(1..) {
+            self.slice_words[at * stride] = slice.start;
+            self.slice_words[at * stride + 1] = slice.end;
+        }
+    }
+
+    /// Dynamic offset and work items of a slice; `None` for the whole step.
+    pub(crate) fn slice(&self, index: Option<usize>) -> (u32, u32) {
+        match index.and_then(|index| Some((index, self.slices.get(index)?))) {
+            Some((index, slice)) => ((index as u32 + 1) * self.slice_stride, slice.len() as u32),
+            None => (0, self.capacity.items),
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! What a host should ask for when it makes its device, and what a device can do.
+
+use crate::caps::{Caps, DeviceKind};
+
+/// The part of a `wgpu::DeviceDescriptor` that this crate's better rows need.
+#[derive(Debug, Clone)]
+pub struct Wanted {
+    /// Features that the adapter has and a row uses.
+    pub features: wgpu::Features,
+    /// WebGPU's defaults, raised where it helps to what the adapter has.
+    pub limits: wgpu::Limits,
+    /// Token for experimental features: disabled while no row needs one.
+    pub experimental: wgpu::ExperimentalFeatures,
+}
+
+/// What to put into a device descriptor on this adapter. A host adds its own needs:
+///
+/// ```no_run
+/// # async fn host(adapter: wgpu_mla::wgpu::Adapter) -> Result<(), Box<dyn std::error::Error>> {
+/// use wgpu_mla::wgpu;
+/// let wanted = wgpu_mla::gpu::wanted(&adapter);
+/// let (device, queue) = adapter
+///     .request_device(&wgpu::DeviceDescriptor {
+///         required_features: wanted.features,
+///         required_limits: wanted.limits,
+///         experimental_features: wanted.experimental,
+///         ..Default::default()
+///     })
+///     .await?;
+/// # Ok(()) }
+/// ```
+pub fn wanted(adapter: &wgpu::Adapter) -> Wanted {
+    let useful = wgpu::Features::SUBGROUP
+        | wgpu::Features::SHADER_F16
+        | wgpu::Features::PIPELINE_CACHE
+        | wgpu::Features::TIMESTAMP_QUERY;
+    let has = adapter.limits();
+    let mut limits = wgpu::Limits::default().or_worse_values_from(&has);
+    limits.max_storage_buffer_binding_size = has.max_storage_buffer_binding_size;
+    limits.max_buffer_size = has.max_buffer_size;
+    limits.max_compute_workgroup_storage_size = has.max_compute_workgroup_storage_size;
+    limits.max_compute_invocations_per_workgroup = has.max_compute_invocations_per_workgroup;
+    limits.max_compute_workgroup_size_x = has.max_compute_workgroup_size_x;
+    Wanted {
+        features: adapter.features() & useful,
+        limits,
+        experimental: wgpu::ExperimentalFeatures::disabled(),
+    }
+}
+
+/// What a device can do, as it was made.
+pub fn caps(device: &wgpu::Device) -> Caps {
+    let (info, limits, features) = (device.adapter_info(), device.limits(), device.features());
+    let subgroups = features.contains(wgpu::Features::SUBGROUP);
+    let size = |lanes: u32| if subgroups { lanes } else { 0 };
+    Caps {
+        kind: match info.device_type {
+            wgpu::DeviceType::DiscreteGpu => DeviceKind::Discrete,
+            wgpu::DeviceType::IntegratedGpu => DeviceKind::Integrated,
+            wgpu::DeviceType::Cpu => DeviceKind::Software,
+            wgpu::DeviceType::VirtualGpu | wgpu::DeviceType::Other => DeviceKind::Other,
+        },
+        subgroups,
+        min_subgroup_size: size(info.subgroup_min_size),
+        max_subgroup_size: size(info.subgroup_max_size),
+        shader_f16: features.contains(wgpu::Features::SHADER_F16),
+        workgroup_memory_bytes: limits.max_compute_workgroup_storage_size,
+        max_invocations: limits
+            .max_compute_invocations_per_workgroup
+            .min(limits.max_compute_workgroup_size_x),
+        max_storage_buffers: limits.max_storage_buffers_per_shader_stage,
+        max_binding_bytes: limits.max_storage_buffer_binding_size,
+        max_buffer_bytes: limits.max_buffer_size,
+        max_workgroups: limits.max_compute_workgroups_per_dimension,
+    }
+}

@@ -1,0 +1,247 @@
+//! The ladder of decode variants, which of them runs where, and the WGSL text of each. Pure.
+//!
+//! A pipeline's text is a prelude of constants followed by whole files: WGSL module scope has no order, so nothing
+//! needs a preprocessor.
+
+use crate::caps::{Caps, DeviceKind};
+use crate::unroll::unroll;
+use crate::{Dtype, MlaSpec, Tiling};
+
+/// One row of the ladder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Variant {
+    /// Its name: in labels, logs and on command lines.
+    pub name: &'static str,
+    /// How partial sums are joined: suffix of `shaders/lib/sum_*.wgsl`.
+    sum: Sum,
+    /// Most query rows a tile may have.
+    max_rows: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sum {
+    Subgroup,
+    Shared,
+}
+
+/// The decode variants, best first. The last one runs everywhere.
+pub const VARIANTS: [Variant; 2] = [
+    Variant { name: "subgroup", sum: Sum::Subgroup, max_rows: 10 },
+    Variant { name: "shared", sum: Sum::Shared, max_rows: 10 },
+];
+
+/// Lanes that share a score: a subgroup must have as many.
+const LANES: u32 = 8;
+
+impl Variant {
+    /// The variant of that name.
+    pub fn named(name: &str) -> Option<Self> {
+        VARIANTS.into_iter().find(|variant| variant.name == name)
+    }
+
+    /// What keeps this variant from running; `Ok` where nothing does.
+    ///
+    /// # Errors
+    /// A sentence that names what is missing.
+    pub fn runs_on(&self, caps: &Caps, spec: &MlaSpec) -> Result<(), String> {
+        let tile = self.tile(spec);
+        let needs = tile.workgroup_bytes(self.sum);
+        if self.sum == Sum::Subgroup && !caps.subgroups {
+            return Err("the device was made without Features::SUBGROUP".into());
+        }
+        if self.sum == Sum::Subgroup && caps.min_subgroup_size < LANES {
+            return Err(format!("subgroups may have {} lanes, {LANES} are needed", caps.min_subgroup_size));
+        }
+        if needs > caps.workgroup_memory_bytes {
+            let has = caps.workgroup_memory_bytes;
+            return Err(format!(
+                "{needs} bytes of workgroup memory are needed, the device was made with {has}"
+            ));
+        }
+        if tile.threads > caps.max_invocations || STORAGE_BUFFERS > caps.max_storage_buffers {
+            return Err("the device was made with less than WebGPU's default limits".into());
+        }
+        Ok(())
+    }
+
+    /// How this variant cuts work on a device.
+    pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Tiling {
+        let tile = self.tile(spec);
+        let (target_items, min_split_tokens) = match caps.kind {
+            DeviceKind::Discrete => (1024, 128),
+            DeviceKind::Integrated | DeviceKind::Other => (128, 256),
+            DeviceKind::Software => (8, 512),
+        };
+        Tiling { rows_per_tile: tile.rows(), tokens_per_block: tile.tokens(), target_items, min_split_tokens }
+    }
+
+    fn tile(&self, spec: &MlaSpec) -> Tile {
+        Tile::balanced(self.max_rows, spec)
+    }
+}
+
+/// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables and the step's partial results.
+const STORAGE_BUFFERS: u32 = 7;
+
+/// The best variant that runs on `caps`.
+pub fn select(caps: &Caps, spec: &MlaSpec) -> Option<Variant> {
+    VARIANTS.into_iter().find(|variant| variant.runs_on(caps, spec).is_ok())
+}
+
+/// How a workgroup cuts a tile: see the head of `shaders/mla_decode.wgsl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Tile {
+    threads: u32,
+    rows_per_group: u32,
+    row_groups: u32,
+}
+
+impl Tile {
+    /// The tile that wastes the least over the heads: 10 rows for 20 heads, 8 for 16 or 40, 6 for 6.
+    fn balanced(max_rows: u32, spec: &MlaSpec) -> Self {
+        let heads = spec.shape.num_heads;
+        let threads = spec.shape.kv_lora_rank / 4;
+        // Each tile reads the cache once more, which is worth about two rows of arithmetic.
+        let cost = |tile: &Self| heads.div_ceil(tile.rows()) * (tile.rows() + 2);
+        (1..=2)
+            .flat_map(|row_groups| (1..=max_rows / 2).map(move |rows_per_group| (rows_per_group, row_groups)))
+            .map(|(rows_per_group, row_groups)| Self { threads, rows_per_group, row_groups })
+            .min_by_key(|tile| (cost(tile), tile.row_groups))
+            .unwrap_or(Self { threads, rows_per_group: 1, row_groups: 1 })
+    }
+
+    const fn rows(&self) -> u32 {
+        self.rows_per_group * self.row_groups
+    }
+
+    /// Quads of tokens in a block.
+    const fn token_quads(&self) -> u32 {
+        self.threads / LANES / self.row_groups
+    }
+
+    const fn tokens(&self) -> u32 {
+        4 * self.token_quads()
+    }
+
+    const fn tile_quads(&self) -> u32 {
+        self.rows() * self.token_quads()
+    }
+
+    const fn workgroup_bytes(&self, sum: Sum) -> u32 {
+        let partials = match sum {
+            Sum::Subgroup => 1,
+            Sum::Shared => LANES,
+        };
+        let quads = self.tile_quads() * 16 * (partials + 1);
+        quads
+            + 2 * self.tokens() * 4
+            + 4 * (self.tile_quads().next_multiple_of(4) + self.rows().next_multiple_of(4))
+    }
+}
+
+/// A composed pipeline: its label and its WGSL.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Kernel {
+    /// `mla.<op>.<variant>.<dtype>`.
+    pub label: String,
+    /// The entry point.
+    pub entry: &'static str,
+    /// The WGSL.
+    pub text: String,
+}
+
+/// The split kernel of a decode. `clamp_pages` keeps page ids written on the device inside the pool.
+pub fn decode(variant: &Variant, spec: &MlaSpec, clamp_pages: bool) -> Kernel {
+    let tile = variant.tile(spec);
+    let sum = match variant.sum {
+        Sum::Subgroup => include_str!("../shaders/lib/sum_subgroup.wgsl"),
+        Sum::Shared => include_str!("../shaders/lib/sum_shared.wgsl"),
+    };
+    let mut consts = shape_consts(spec);
+    consts.extend([
+        ("LANES", LANES),
+        ("ROWS_PER_GROUP", tile.rows_per_group),
+        ("ROWS", tile.rows()),
+        ("ROWS_PADDED", tile.rows().next_multiple_of(4)),
+        ("TOKEN_QUADS", tile.token_quads()),
+        ("TOKENS", tile.tokens()),
+        ("TOKEN_SLOTS", 2 * tile.tokens()),
+        ("TILE_QUADS", tile.tile_quads()),
+        ("TILE_QUADS_PADDED", tile.tile_quads().next_multiple_of(4)),
+        ("SCORE_PARTIALS", tile.tile_quads() * LANES),
+    ]);
+    let files = [sum, include_str!("../shaders/mla_decode.wgsl")];
+    let mut text = format!("const CLAMP_PAGES = {clamp_pages};\n");
+    text += &compose(spec, &consts, &files);
+    Kernel {
+        label: format!("mla.decode.{}.q_{}.kv_{}.out_{}", variant.name, spec.query, spec.kv.dtype, spec.out),
+        entry: "mla_decode",
+        text,
+    }
+}
+
+/// The kernel that merges a row's partial results.
+pub fn merge(spec: &MlaSpec) -> Kernel {
+    let text = compose(spec, &shape_consts(spec), &[include_str!("../shaders/mla_merge.wgsl")]);
+    Kernel { label: format!("mla.merge.out_{}", spec.out), entry: "mla_merge", text }
+}
+
+fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
+    vec![
+        ("THREADS", spec.shape.kv_lora_rank / 4),
+        ("LATENT_QUADS", spec.shape.kv_lora_rank / 4),
+        ("ROPE_QUADS", spec.shape.qk_rope_head_dim / 4),
+        ("ROW_QUADS", spec.shape.row_elems() / 4),
+    ]
+}
+
+fn compose(spec: &MlaSpec, consts: &[(&'static str, u32)], files: &[&str]) -> String {
+    let (query, kv) = (quad_type(spec.query), quad_type(spec.kv.dtype));
+    let mut text = String::new();
+    for (name, value) in consts {
+        text += &format!("const {name} = {value}u;\n");
+    }
+    text += &format!("alias QueryQuad = {query};\nalias KvQuad = {kv};\n");
+    text += &format!("fn decode_query(q: QueryQuad) -> vec4<f32> {{ return decode_{}(q); }}\n", spec.query);
+    text += &format!("fn decode_kv(k: KvQuad) -> vec4<f32> {{ return decode_{}(k); }}\n", spec.kv.dtype);
+
+    text += quad_file(spec.query);
+    if spec.query != spec.kv.dtype {
+        text += quad_file(spec.kv.dtype);
+    }
+    text += match spec.out {
+        Dtype::F16 => {
+            concat!(include_str!("../shaders/lib/out_f16.wgsl"), include_str!("../shaders/lib/round.wgsl"))
+        }
+        Dtype::Bf16 => {
+            concat!(include_str!("../shaders/lib/out_bf16.wgsl"), include_str!("../shaders/lib/round.wgsl"))
+        }
+        Dtype::F32 | Dtype::E4m3 => include_str!("../shaders/lib/out_f32.wgsl"),
+    };
+    text += include_str!("../shaders/lib/tables.wgsl");
+    text += include_str!("../shaders/lib/layer.wgsl");
+    for file in files {
+        text += file;
+    }
+    let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
+    // A marked loop with an unknown bound is left rolled, which is right and slow; a test walks all kernels.
+    unroll(&text, &value).unwrap_or(text)
+}
+
+const fn quad_type(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "QuadF32",
+        Dtype::F16 => "QuadF16",
+        Dtype::Bf16 => "QuadBf16",
+        Dtype::E4m3 => "QuadE4m3",
+    }
+}
+
+const fn quad_file(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../shaders/lib/quad_f32.wgsl"),
+        Dtype::F16 => include_str!("../shaders/lib/quad_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../shaders/lib/quad_bf16.wgsl"),
+        Dtype::E4m3 => include_str!("../shaders/lib/quad_e4m3.wgsl"),
+    }
+}
