@@ -10,6 +10,7 @@ pub mod gpu;
 mod kernel;
 pub mod layer;
 pub mod ops;
+mod pages;
 pub mod plan;
 mod shape;
 pub mod tables;
@@ -21,6 +22,7 @@ pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated
 pub use error::{Error, Result};
 pub use layer::{KvView, Layer, LseBase, Query, View};
 pub use ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec, check_copies};
+pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};
 pub use shape::{KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
