@@ -4,6 +4,9 @@
 pub mod backend;
 mod dtype;
 mod error;
+#[cfg(feature = "wgpu")]
+#[path = "wgpu/mod.rs"]
+pub mod gpu;
 pub mod layer;
 pub mod ops;
 pub mod plan;

@@ -1,0 +1,3 @@
+//! The wgpu backend.
+
+pub mod disk_cache;
