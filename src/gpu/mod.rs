@@ -14,6 +14,7 @@ mod backend;
 mod binding;
 mod decode;
 mod device;
+pub mod disk_cache;
 mod pipelines;
 mod scope;
 mod step;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::disk_cache::DiskCache;
 use super::scope::scoped;
 use super::wanted::caps;
 use crate::Result;
@@ -20,13 +21,37 @@ struct Shared {
     device: wgpu::Device,
     caps: Caps,
     compiled: Mutex<HashMap<String, wgpu::ComputePipeline>>,
+    disk: Option<DiskCache>,
 }
 
 impl Pipelines {
     /// An empty store on a device. The device is only referred to: it stays the host's.
     pub fn new(device: &wgpu::Device) -> Self {
-        let shared = Shared { device: device.clone(), caps: caps(device), compiled: Mutex::default() };
+        Self::with(device, None)
+    }
+
+    /// A store that also keeps what the driver compiled in a file in `directory`, where the device was made with
+    /// [`wgpu::Features::PIPELINE_CACHE`]: see [`DiskCache`]. Call [`Pipelines::save`] once all is compiled.
+    pub fn with_disk(device: &wgpu::Device, directory: &std::path::Path) -> Self {
+        Self::with(device, Some(DiskCache::open(device, directory)))
+    }
+
+    fn with(device: &wgpu::Device, disk: Option<DiskCache>) -> Self {
+        let shared = Shared { device: device.clone(), caps: caps(device), compiled: Mutex::default(), disk };
         Self { shared: Arc::new(shared) }
+    }
+
+    /// Writes the file of [`Pipelines::with_disk`], if what was compiled changed it. True if it was written.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn save(&self) -> std::io::Result<bool> {
+        self.shared.disk.as_ref().map_or(Ok(false), DiskCache::save)
+    }
+
+    /// The file behind the store.
+    pub fn disk(&self) -> Option<&DiskCache> {
+        self.shared.disk.as_ref()
     }
 
     /// The device.
@@ -67,7 +92,7 @@ impl Pipelines {
                     zero_initialize_workgroup_memory: false,
                     ..Default::default()
                 },
-                cache: None,
+                cache: self.shared.disk.as_ref().and_then(DiskCache::as_wgpu),
             })
         })?;
         compiled.insert(kernel.text.clone(), pipeline.clone());

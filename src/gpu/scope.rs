@@ -9,13 +9,15 @@ use crate::{Error, Result};
 /// and the uncaptured-error handler of the device has it.
 pub(crate) fn scoped<T>(device: &wgpu::Device, what: &'static str, make: impl FnOnce() -> T) -> Result<T> {
     let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
     let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let made = make();
-    let (validation, memory) = (now(validation.pop()), now(memory.pop()));
+    // Innermost first, and all of them, whatever they say.
+    let (validation, internal, memory) = (now(validation.pop()), now(internal.pop()), now(memory.pop()));
     if memory.is_some() {
         return Err(Error::OutOfMemory { what });
     }
-    match validation {
+    match validation.or(internal) {
         Some(error) => Err(Error::Internal { what, detail: error.to_string() }),
         None => alive(device).map(|()| made),
     }
