@@ -7,6 +7,7 @@ mod error;
 pub mod layer;
 pub mod ops;
 pub mod plan;
+pub mod reference;
 mod shape;
 pub mod tables;
 
