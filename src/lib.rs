@@ -12,6 +12,7 @@ pub mod layer;
 pub mod ops;
 mod pages;
 pub mod plan;
+pub mod reference;
 mod shape;
 pub mod tables;
 mod unroll;

@@ -1,0 +1,253 @@
+//! The f64 oracle: what the ops mean, written to be read. It shares no code with any kernel.
+//!
+//! Values come in as f32, decoded from their dtype; results go out as f64. Arguments that contradict each other
+//! panic: an oracle is for tests and for checking one's own host, not for serving.
+
+use crate::{Dtype, Visibility};
+
+/// Arguments of [`mla_decode`], dense arrays in the shapes of the README.
+#[derive(Debug, Clone, Copy)]
+pub struct Decode<'a> {
+    /// `H`.
+    pub num_heads: usize,
+    /// `L`.
+    pub kv_lora_rank: usize,
+    /// `R`.
+    pub qk_rope_head_dim: usize,
+    /// Tokens in a page.
+    pub page_size: usize,
+    /// `[total_q, H, L + R]`.
+    pub q: &'a [f32],
+    /// `[num_pages, page_size, L + R]`. Rows that no sequence uses may hold anything.
+    pub kv_cache: &'a [f32],
+    /// `[batch, max_pages]`. Entries past a sequence's last page may hold anything.
+    pub block_table: &'a [i32],
+    /// Entries in a row of `block_table`.
+    pub max_pages: usize,
+    /// `[batch]`, this step's tokens included.
+    pub seq_lens: &'a [i32],
+    /// `[batch + 1]`.
+    pub query_start_loc: &'a [i32],
+    /// Which keys a query token sees.
+    pub visibility: Visibility<'a>,
+    /// Factor of the logits.
+    pub softmax_scale: f64,
+    /// Factor of every cache element.
+    pub k_scale: f64,
+    /// Factor of every query element.
+    pub q_scale: f64,
+}
+
+/// Attention over a paged latent cache: `out [total_q, H, L]` and the natural `lse [total_q, H]`.
+///
+/// A row that sees no key has `out` 0 and `lse` -inf.
+///
+/// # Panics
+/// Where the arrays are shorter than the batch says.
+pub fn mla_decode(args: &Decode<'_>) -> (Vec<f64>, Vec<f64>) {
+    let (heads, latent) = (args.num_heads, args.kv_lora_rank);
+    let row = latent + args.qk_rope_head_dim;
+    let mut out = vec![0.0; args.q.len() / row * latent];
+    let mut lse = vec![f64::NEG_INFINITY; args.q.len() / row];
+
+    for (seq, &seq_len) in args.seq_lens.iter().enumerate() {
+        let key = |j: usize| {
+            let page = args.block_table[seq * args.max_pages + j / args.page_size] as usize;
+            &args.kv_cache[(page * args.page_size + j % args.page_size) * row..][..row]
+        };
+        let (first, last) = (args.query_start_loc[seq] as usize, args.query_start_loc[seq + 1] as usize);
+        for token in first..last {
+            // Bottom-right: query i of q_len sees key j where j <= seq_len - q_len + i.
+            let visible = match args.visibility {
+                Visibility::Causal => i64::from(seq_len) - (last - first) as i64 + (token - first) as i64 + 1,
+                Visibility::Full => i64::from(seq_len),
+                Visibility::Bounds(bounds) => i64::from(bounds[token]),
+            };
+            let keys = 0..visible.max(0) as usize;
+            if keys.is_empty() {
+                continue;
+            }
+            for at in token * heads..(token + 1) * heads {
+                let q = &args.q[at * row..][..row];
+                let scale = args.softmax_scale * args.q_scale * args.k_scale;
+                let logits: Vec<f64> = keys.clone().map(|j| scale * dot(q, key(j))).collect();
+                lse[at] = log_sum_exp(&logits);
+                for (j, logit) in keys.clone().zip(&logits) {
+                    let weight = (logit - lse[at]).exp();
+                    for (out, &v) in out[at * latent..][..latent].iter_mut().zip(key(j)) {
+                        *out += weight * args.k_scale * f64::from(v);
+                    }
+                }
+            }
+        }
+    }
+    (out, lse)
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+}
+
+fn log_sum_exp(xs: &[f64]) -> f64 {
+    let max = xs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    max + xs.iter().map(|x| (x - max).exp()).sum::<f64>().ln()
+}
+
+/// Merges partial results `(out, lse)` of one row over different keys.
+///
+/// One whose LSE is not finite is empty, and what its `out` holds is ignored. A single non-empty one is returned
+/// bit for bit; none gives 0 and -inf.
+///
+/// # Panics
+/// Without any partial result, since nothing then says how long a row is.
+pub fn merge_states(partials: &[(&[f64], f64)]) -> (Vec<f64>, f64) {
+    let some: Vec<_> = partials.iter().filter(|(_, lse)| lse.is_finite()).collect();
+    match some[..] {
+        [] => (vec![0.0; partials[0].0.len()], f64::NEG_INFINITY),
+        [&(out, lse)] => (out.to_vec(), lse),
+        _ => {
+            let lse = log_sum_exp(&some.iter().map(|(_, lse)| *lse).collect::<Vec<_>>());
+            let mut merged = vec![0.0; partials[0].0.len()];
+            for (out, part) in some {
+                let weight = (part - lse).exp();
+                merged.iter_mut().zip(*out).for_each(|(sum, x)| *sum += weight * x);
+            }
+            (merged, lse)
+        }
+    }
+}
+
+/// Outputs `[tokens, heads, head_size]` with their LSEs `[heads, tokens]`.
+#[derive(Debug, Clone, Copy)]
+pub struct State<'a> {
+    /// `[tokens, heads, head_size]`.
+    pub output: &'a [f32],
+    /// `[heads, tokens]`, natural.
+    pub lse: &'a [f32],
+}
+
+/// The pairwise [`merge_states`] of whole batches: `output [tokens, heads, head_size]`, `output_lse [heads, tokens]`.
+///
+/// # Panics
+/// Where the arrays do not have these shapes.
+pub fn merge_attn_states(
+    prefix: State<'_>,
+    suffix: State<'_>,
+    num_heads: usize,
+    head_size: usize,
+) -> (Vec<f64>, Vec<f64>) {
+    let tokens = prefix.lse.len() / num_heads;
+    let mut output = Vec::with_capacity(prefix.output.len());
+    let mut output_lse = vec![0.0; prefix.lse.len()];
+    for row in 0..tokens * num_heads {
+        let (token, head) = (row / num_heads, row % num_heads);
+        let [a, b] = [prefix, suffix].map(|side| -> (Vec<f64>, f64) {
+            let out = side.output[row * head_size..][..head_size].iter().map(|&x| x.into()).collect();
+            (out, side.lse[head * tokens + token].into())
+        });
+        let (out, lse) = merge_states(&[(&a.0, a.1), (&b.0, b.1)]);
+        output.extend(out);
+        output_lse[head * tokens + token] = lse;
+    }
+    (output, output_lse)
+}
+
+/// Arguments of [`concat_and_cache`]: encoded arrays, little-endian and dense.
+#[derive(Debug, Clone, Copy)]
+pub struct Concat<'a> {
+    /// `[tokens, L]` of `input`.
+    pub kv_c: &'a [u8],
+    /// `[tokens, R]` of `input`.
+    pub k_pe: &'a [u8],
+    /// Dtype of `kv_c` and `k_pe`.
+    pub input: Dtype,
+    /// `[tokens]`: `page * page_size + offset`; negative for a token to skip.
+    pub slot_mapping: &'a [i64],
+    /// `L`.
+    pub kv_lora_rank: usize,
+    /// `R`.
+    pub qk_rope_head_dim: usize,
+    /// An e4m3 cache holds `x / k_scale`; unread for others.
+    pub k_scale: f32,
+}
+
+/// Writes new rows into a cache `[num_slots, L + R]` of `dtype`. Nothing else in it changes.
+///
+/// Bits are copied where the dtypes agree; else each element is the nearest one, ties to even.
+///
+/// # Panics
+/// Where the arrays are shorter than `slot_mapping` says.
+pub fn concat_and_cache(args: &Concat<'_>, dtype: Dtype, cache: &mut [u8]) {
+    let row_bytes = (args.kv_lora_rank + args.qk_rope_head_dim) * dtype.bytes();
+    for (token, &slot) in args.slot_mapping.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
+        let mut row = Vec::with_capacity(row_bytes);
+        for (part, dim) in [(args.kv_c, args.kv_lora_rank), (args.k_pe, args.qk_rope_head_dim)] {
+            let part = &part[token * dim * args.input.bytes()..][..dim * args.input.bytes()];
+            match dtype {
+                _ if dtype == args.input => row.extend_from_slice(part),
+                Dtype::E4m3 => {
+                    args.input.decode_all(part).iter().for_each(|x| dtype.encode(x / args.k_scale, &mut row));
+                }
+                _ => args.input.decode_all(part).iter().for_each(|&x| dtype.encode(x, &mut row)),
+            }
+        }
+        cache[slot as usize * row_bytes..][..row_bytes].copy_from_slice(&row);
+    }
+}
+
+/// Copies pages `(from, to)` of a cache `[num_pages, page_bytes]`, in order.
+///
+/// # Panics
+/// For a page past the cache's end.
+pub fn copy_pages(cache: &mut [u8], page_bytes: usize, copies: &[(u32, u32)]) {
+    for &(from, to) in copies {
+        let from = from as usize * page_bytes;
+        cache.copy_within(from..from + page_bytes, to as usize * page_bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn merging_splits_gives_the_whole() {
+        // One head, L 2, R 0: keys are (logit, value) with q = (1, 0).
+        let cache: Vec<f32> = (0..12).map(|i| (i * 7 % 5) as f32 - 2.0).collect();
+        let part = |bound: u32, table: &[i32], len: i32| {
+            mla_decode(&Decode {
+                num_heads: 1,
+                kv_lora_rank: 2,
+                qk_rope_head_dim: 0,
+                page_size: 1,
+                q: &[1.0, 0.0],
+                kv_cache: &cache,
+                block_table: table,
+                max_pages: table.len(),
+                seq_lens: &[len],
+                query_start_loc: &[0, 1],
+                visibility: Visibility::Bounds(&[bound]),
+                softmax_scale: 1.0,
+                k_scale: 1.0,
+                q_scale: 1.0,
+            })
+        };
+        let whole = part(6, &[0, 1, 2, 3, 4, 5], 6);
+        let (a, b) = (part(4, &[0, 1, 2, 3, i32::MAX], 4), part(2, &[4, 5], 2));
+        let (out, lse) = merge_states(&[(&a.0, a.1[0]), (&[f64::NAN; 2], f64::INFINITY), (&b.0, b.1[0])]);
+        assert!((lse - whole.1[0]).abs() < 1e-14);
+        assert!(out.iter().zip(&whole.0).all(|(a, b)| (a - b).abs() < 1e-14));
+        assert_eq!(part(0, &[i32::MIN], 1), (vec![0.0; 2], vec![f64::NEG_INFINITY]));
+    }
+
+    #[test]
+    fn empty_sides_are_ignored() {
+        let nan = [f64::NAN; 2];
+        let one = [-0.0, 1.5];
+        for empty in [f64::NEG_INFINITY, f64::INFINITY, f64::NAN] {
+            let (out, lse) = merge_states(&[(&nan, empty), (&one, 3.0)]);
+            assert_eq!((out[0].to_bits(), out[1], lse), ((-0f64).to_bits(), 1.5, 3.0));
+            assert_eq!(merge_states(&[(&nan, empty), (&nan, empty)]), (vec![0.0; 2], f64::NEG_INFINITY));
+        }
+    }
+}

@@ -1,0 +1,494 @@
+//! Reads the case files of the spec, trusting nothing in them: a broken file is an `Err` that names what is wrong.
+//!
+//! Needs nothing but std, `safetensors` and `wgpu_mla`, so that an example can include it with `#[path]`.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype as FileDtype, Metadata, TensorView};
+use wgpu_mla::{AppendSpec, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec};
+
+/// One conformance case.
+#[derive(Debug, Clone)]
+pub enum Case {
+    /// Kind `decode`.
+    Decode(DecodeCase),
+    /// Kind `merge_attn_states`.
+    Merge(MergeCase),
+    /// Kind `concat_and_cache_mla`.
+    Append(AppendCase),
+}
+
+/// A decode: arrays as in the spec, dense and little-endian.
+#[derive(Debug, Clone)]
+pub struct DecodeCase {
+    /// Dims and dtypes; `out` is f32.
+    pub spec: MlaSpec,
+    /// Factor of the logits.
+    pub softmax_scale: f32,
+    /// Factor of every cache element.
+    pub k_scale: f32,
+    /// Factor of every query element.
+    pub q_scale: f32,
+    /// Causal, or every key of the sequence.
+    pub causal: bool,
+    /// `[total_q, H, L + R]` of `spec.query`.
+    pub q: Vec<u8>,
+    /// `[num_pages, page_size, L + R]` of `spec.kv.dtype`.
+    pub kv_cache: Vec<u8>,
+    /// `[batch, max_pages]`.
+    pub block_table: Vec<i32>,
+    /// Entries in a row of `block_table`.
+    pub max_pages: usize,
+    /// `[batch]`.
+    pub seq_lens: Vec<i32>,
+    /// `[batch + 1]`.
+    pub query_start_loc: Vec<i32>,
+    /// Expected `[total_q, H, L]`.
+    pub out: Vec<f32>,
+    /// Expected `[total_q, H]`, natural.
+    pub lse: Vec<f32>,
+}
+
+/// A pairwise merge.
+#[derive(Debug, Clone)]
+pub struct MergeCase {
+    /// Dtype and head size.
+    pub spec: MergeStatesSpec,
+    /// Query tokens.
+    pub num_tokens: usize,
+    /// Heads.
+    pub num_heads: usize,
+    /// `[tokens, heads, head_size]` of `spec.dtype`.
+    pub prefix_output: Vec<u8>,
+    /// `[heads, tokens]`.
+    pub prefix_lse: Vec<f32>,
+    /// `[tokens, heads, head_size]` of `spec.dtype`.
+    pub suffix_output: Vec<u8>,
+    /// `[heads, tokens]`.
+    pub suffix_lse: Vec<f32>,
+    /// Expected `[tokens, heads, head_size]`.
+    pub output: Vec<f32>,
+    /// Expected `[heads, tokens]`.
+    pub output_lse: Vec<f32>,
+}
+
+/// An append.
+#[derive(Debug, Clone)]
+pub struct AppendCase {
+    /// Dims and dtypes, with one head.
+    pub spec: AppendSpec,
+    /// An e4m3 cache holds `x / k_scale`.
+    pub k_scale: f32,
+    /// `[tokens, L]` of `spec.input`.
+    pub kv_c: Vec<u8>,
+    /// `[tokens, R]` of `spec.input`.
+    pub k_pe: Vec<u8>,
+    /// `[tokens]`, negative to skip.
+    pub slot_mapping: Vec<i64>,
+    /// The cache before the append.
+    pub kv_cache_before: Vec<u8>,
+    /// Expected bytes of the cache.
+    pub kv_cache: Vec<u8>,
+}
+
+impl Case {
+    /// Reads a case file.
+    pub fn load(path: &Path) -> Result<Self, String> {
+        let bytes = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        Self::parse(&bytes).map_err(|error| format!("{}: {error}", path.display()))
+    }
+
+    /// Reads the bytes of a case file.
+    pub fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let file = File::open(bytes)?;
+        match file.text("format")? {
+            "mla-case/1" => {}
+            other => return Err(format!("format is {other:?}: must be \"mla-case/1\"")),
+        }
+        match file.text("kind")? {
+            "decode" => decode(&file).map(Self::Decode),
+            "merge_attn_states" => merge(&file).map(Self::Merge),
+            "concat_and_cache_mla" => append(&file).map(Self::Append),
+            other => {
+                Err(format!("kind is {other:?}: must be decode, merge_attn_states or concat_and_cache_mla"))
+            }
+        }
+    }
+}
+
+fn decode(file: &File<'_>) -> Result<DecodeCase, String> {
+    let (latent, rope) = (file.number("kv_lora_rank")?, file.number("qk_rope_head_dim")?);
+    let page_size = file.number("page_size")?;
+    let row = u64::from(latent) + u64::from(rope);
+
+    let q = file.floats("q")?;
+    let [total_q, heads, _] = q.shape(["total_q", "num_heads", "L + R"])?;
+    let kv = file.floats("kv_cache")?;
+    let [num_pages, _, _] = kv.shape(["num_pages", "page_size", "L + R"])?;
+    let shape =
+        MlaShape { num_heads: narrow("num_heads", heads)?, kv_lora_rank: latent, qk_rope_head_dim: rope };
+    let kv_spec = KvSpec { dtype: kv.dtype, page_size, num_pages: narrow("num_pages", num_pages)? };
+    let spec = MlaSpec { shape, kv: kv_spec, query: q.dtype, out: Dtype::F32 };
+    spec.check().map_err(|error| error.to_string())?;
+    narrow("total_q", total_q)?;
+    q.expect(&[total_q, heads, row])?;
+    kv.expect(&[num_pages, page_size.into(), row])?;
+
+    let seq_lens = file.i32s("seq_lens", ["batch"])?;
+    let batch = seq_lens.len() as u64;
+    let query_start_loc = file.i32s("query_start_loc", ["batch + 1"])?;
+    let table = file.tensor("block_table")?;
+    let [_, max_pages] = table.shape(["batch", "max_pages"])?;
+    narrow("max_pages", max_pages)?;
+    table.expect(&[batch, max_pages])?;
+    let block_table = file.i32s("block_table", ["batch", "max_pages"])?;
+    check_starts(&query_start_loc, batch, total_q)?;
+    check_pages(&spec.kv, &seq_lens, &block_table, max_pages as usize)?;
+
+    let out = file.f32s("out", &[total_q, heads, latent.into()])?;
+    let lse = file.f32s("lse", &[total_q, heads])?;
+    Ok(DecodeCase {
+        spec,
+        softmax_scale: file.softmax_scale()?,
+        k_scale: file.scale("k_scale")?,
+        q_scale: file.scale("q_scale")?,
+        causal: match file.text("causal")? {
+            "true" => true,
+            "false" => false,
+            other => return Err(format!("causal is {other:?}: must be true or false")),
+        },
+        q: q.bytes(),
+        kv_cache: kv.bytes(),
+        block_table,
+        max_pages: max_pages as usize,
+        seq_lens,
+        query_start_loc,
+        out,
+        lse,
+    })
+}
+
+/// `query_start_loc` begins at 0, never falls and ends at `total_q`.
+fn check_starts(starts: &[i32], batch: u64, total_q: u64) -> Result<(), String> {
+    if starts.len() as u64 != batch + 1 {
+        return Err(format!(
+            "query_start_loc has {} entries: must be batch + 1 = {}",
+            starts.len(),
+            batch + 1
+        ));
+    }
+    let mut before = 0;
+    for (index, &start) in starts.iter().enumerate() {
+        if start < before || index == 0 && start != 0 {
+            return Err(format!("query_start_loc[{index}] is {start}: must begin at 0 and never fall"));
+        }
+        before = start;
+    }
+    if before as u64 != total_q {
+        return Err(format!("query_start_loc ends at {before}: must be total_q = {total_q}"));
+    }
+    Ok(())
+}
+
+/// Every page that a sequence uses is in its table row and in the pool.
+fn check_pages(kv: &KvSpec, seq_lens: &[i32], table: &[i32], max_pages: usize) -> Result<(), String> {
+    for (seq, &len) in seq_lens.iter().enumerate() {
+        let tokens =
+            u32::try_from(len).map_err(|_| format!("seq_lens[{seq}] is {len}: must be at least 0"))?;
+        let used = kv.pages_for(tokens) as usize;
+        if used > max_pages {
+            return Err(format!(
+                "seq_lens[{seq}] is {len}: a block_table row of {max_pages} pages is too short"
+            ));
+        }
+        let row = table.get(seq * max_pages..seq * max_pages + used).unwrap_or(&[]);
+        for (block, &page) in row.iter().enumerate() {
+            if !(0..i64::from(kv.num_pages)).contains(&i64::from(page)) {
+                let pages = kv.num_pages;
+                return Err(format!(
+                    "block_table[{seq}][{block}] is {page}: must be below num_pages {pages}"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn merge(file: &File<'_>) -> Result<MergeCase, String> {
+    let prefix = file.floats("prefix_output")?;
+    let [tokens, heads, head_size] = prefix.shape(["tokens", "heads", "head_size"])?;
+    let suffix = file.floats("suffix_output")?;
+    suffix.expect(&[tokens, heads, head_size])?;
+    if suffix.dtype != prefix.dtype {
+        return Err(format!("suffix_output is {} but prefix_output {}", suffix.dtype, prefix.dtype));
+    }
+    if tokens == 0 || heads == 0 {
+        return Err(format!("prefix_output is {:?}: no dim may be 0", prefix.dims));
+    }
+    narrow("tokens", tokens)?;
+    narrow("heads", heads)?;
+    let spec = MergeStatesSpec { dtype: prefix.dtype, head_size: narrow("head_size", head_size)? };
+    spec.check().map_err(|error| error.to_string())?;
+    Ok(MergeCase {
+        spec,
+        num_tokens: tokens as usize,
+        num_heads: heads as usize,
+        prefix_output: prefix.bytes(),
+        prefix_lse: file.f32s("prefix_lse", &[heads, tokens])?,
+        suffix_output: suffix.bytes(),
+        suffix_lse: file.f32s("suffix_lse", &[heads, tokens])?,
+        output: file.f32s("output", &[tokens, heads, head_size])?,
+        output_lse: file.f32s("output_lse", &[heads, tokens])?,
+    })
+}
+
+fn append(file: &File<'_>) -> Result<AppendCase, String> {
+    let (latent, rope) = (file.number("kv_lora_rank")?, file.number("qk_rope_head_dim")?);
+    let page_size = file.number("page_size")?;
+    let kv_c = file.floats("kv_c")?;
+    let before = file.floats("kv_cache_before")?;
+    let after = file.floats("kv_cache")?;
+    let [tokens, _] = kv_c.shape(["tokens", "L"])?;
+    let [num_pages, _, _] = before.shape(["num_pages", "page_size", "L + R"])?;
+    let spec = AppendSpec {
+        shape: MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope },
+        kv: KvSpec { dtype: before.dtype, page_size, num_pages: narrow("num_pages", num_pages)? },
+        input: kv_c.dtype,
+    };
+    spec.check().map_err(|error| error.to_string())?;
+    narrow("tokens", tokens)?;
+    kv_c.expect(&[tokens, latent.into()])?;
+    let pool = [num_pages, page_size.into(), u64::from(latent) + u64::from(rope)];
+    before.expect(&pool)?;
+    after.expect(&pool)?;
+    if after.dtype != before.dtype {
+        return Err(format!("kv_cache is {} but kv_cache_before {}", after.dtype, before.dtype));
+    }
+    // Without a rotary part a file may leave the tensor out.
+    let k_pe = if rope == 0 && !file.has("k_pe") {
+        Vec::new()
+    } else {
+        let k_pe = file.floats("k_pe")?;
+        k_pe.expect(&[tokens, rope.into()])?;
+        if k_pe.dtype != kv_c.dtype {
+            return Err(format!("k_pe is {} but kv_c {}", k_pe.dtype, kv_c.dtype));
+        }
+        k_pe.bytes()
+    };
+    let slot_mapping = file.i64s("slot_mapping")?;
+    if slot_mapping.len() as u64 != tokens {
+        return Err(format!(
+            "slot_mapping has {} entries: must be one a token, {tokens}",
+            slot_mapping.len()
+        ));
+    }
+    spec.slots(&slot_mapping).map_err(|error| error.to_string())?;
+    let k_scale = file.scale("k_scale")?;
+    let (kv_c, kv_cache_before, kv_cache) = (kv_c.bytes(), before.bytes(), after.bytes());
+    Ok(AppendCase { spec, k_scale, kv_c, k_pe, slot_mapping, kv_cache_before, kv_cache })
+}
+
+fn narrow(what: &str, got: u64) -> Result<u32, String> {
+    match u32::try_from(got) {
+        Ok(got) if got <= i32::MAX as u32 => Ok(got),
+        _ => Err(format!("{what} is {got}: must be below 2^31")),
+    }
+}
+
+/// An open file: its tensors by name, and its metadata.
+struct File<'a> {
+    tensors: SafeTensors<'a>,
+    texts: HashMap<String, String>,
+}
+
+/// A tensor whose bytes the file format has checked against its shape.
+struct Tensor<'a> {
+    name: &'a str,
+    view: TensorView<'a>,
+    dims: Vec<u64>,
+}
+
+/// A tensor of floating-point elements.
+struct Floats<'a> {
+    tensor: Tensor<'a>,
+    dtype: Dtype,
+}
+
+impl<'a> std::ops::Deref for Floats<'a> {
+    type Target = Tensor<'a>;
+    fn deref(&self) -> &Tensor<'a> {
+        &self.tensor
+    }
+}
+
+impl<'a> File<'a> {
+    fn open(bytes: &'a [u8]) -> Result<Self, String> {
+        let broken = |error| format!("not a safetensors file: {error}");
+        check_numbers(bytes)?;
+        let (_, metadata): (usize, Metadata) = SafeTensors::read_metadata(bytes).map_err(broken)?;
+        let tensors = SafeTensors::deserialize(bytes).map_err(broken)?;
+        Ok(Self { tensors, texts: metadata.metadata().clone().unwrap_or_default() })
+    }
+
+    fn text(&self, key: &str) -> Result<&str, String> {
+        self.texts.get(key).map(String::as_str).ok_or_else(|| format!("metadata {key} is missing"))
+    }
+
+    fn number(&self, key: &str) -> Result<u32, String> {
+        let text = self.text(key)?;
+        text.parse().map_err(|_| format!("metadata {key} is {text:?}: must be a whole number"))
+    }
+
+    fn softmax_scale(&self) -> Result<f32, String> {
+        let text = self.text("softmax_scale")?;
+        let scale =
+            text.parse().map_err(|_| format!("metadata softmax_scale is {text:?}: must be a number"))?;
+        positive("softmax_scale", scale)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.tensors.tensor(name).is_ok()
+    }
+
+    fn tensor(&self, name: &'a str) -> Result<Tensor<'a>, String> {
+        let view = self.tensors.tensor(name).map_err(|_| format!("tensor {name} is missing"))?;
+        let dims = view.shape().iter().map(|&dim| dim as u64).collect();
+        Ok(Tensor { name, view, dims })
+    }
+
+    fn typed(&self, name: &'a str, dtype: FileDtype) -> Result<Tensor<'a>, String> {
+        let tensor = self.tensor(name)?;
+        if tensor.view.dtype() != dtype {
+            return Err(format!("tensor {name} is {:?}: must be {dtype:?}", tensor.view.dtype()));
+        }
+        Ok(tensor)
+    }
+
+    fn floats(&self, name: &'a str) -> Result<Floats<'a>, String> {
+        let tensor = self.tensor(name)?;
+        let dtype = match tensor.view.dtype() {
+            FileDtype::F32 => Dtype::F32,
+            FileDtype::F16 => Dtype::F16,
+            FileDtype::BF16 => Dtype::Bf16,
+            FileDtype::F8_E4M3 => Dtype::E4m3,
+            other => return Err(format!("tensor {name} is {other:?}: must be F32, F16, BF16 or F8_E4M3")),
+        };
+        Ok(Floats { tensor, dtype })
+    }
+
+    fn f32s(&self, name: &'a str, shape: &[u64]) -> Result<Vec<f32>, String> {
+        let tensor = self.typed(name, FileDtype::F32)?;
+        tensor.expect(shape)?;
+        Ok(tensor.elements(f32::from_le_bytes))
+    }
+
+    fn i32s<const N: usize>(&self, name: &'a str, dims: [&str; N]) -> Result<Vec<i32>, String> {
+        let tensor = self.typed(name, FileDtype::I32)?;
+        tensor.shape(dims)?;
+        Ok(tensor.elements(i32::from_le_bytes))
+    }
+
+    fn i64s(&self, name: &'a str) -> Result<Vec<i64>, String> {
+        let tensor = self.typed(name, FileDtype::I64)?;
+        tensor.shape(["tokens"])?;
+        Ok(tensor.elements(i64::from_le_bytes))
+    }
+
+    /// An optional `[1]` tensor, 1 where it is missing.
+    fn scale(&self, name: &'a str) -> Result<f32, String> {
+        if !self.has(name) {
+            return Ok(1.0);
+        }
+        positive(name, self.f32s(name, &[1])?.first().copied().unwrap_or(f32::NAN))
+    }
+}
+
+/// No number of the header has more than 15 digits: where overflow is checked, `safetensors` panics on offsets
+/// that add up to more than a `usize`.
+fn check_numbers(bytes: &[u8]) -> Result<(), String> {
+    let length = bytes.first_chunk::<8>().map_or(0, |len| u64::from_le_bytes(*len));
+    let end = usize::try_from(length).unwrap_or(usize::MAX).saturating_add(8).min(bytes.len());
+    let (mut in_string, mut escaped, mut digits) = (false, false, 0);
+    for &byte in bytes.get(8..end).unwrap_or(&[]) {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => in_string = !in_string,
+            _ => {}
+        }
+        digits = if byte.is_ascii_digit() && !in_string { digits + 1 } else { 0 };
+        if digits > 15 {
+            return Err("not a safetensors file: a number of its header is absurdly large".to_owned());
+        }
+    }
+    Ok(())
+}
+
+fn positive(what: &str, scale: f32) -> Result<f32, String> {
+    if scale.is_finite() && scale > 0.0 {
+        return Ok(scale);
+    }
+    Err(format!("{what} is {scale}: must be finite and above 0"))
+}
+
+impl Tensor<'_> {
+    /// The dims, if there are as many as names for them.
+    fn shape<const N: usize>(&self, names: [&str; N]) -> Result<[u64; N], String> {
+        let dims = <[u64; N]>::try_from(self.dims.as_slice());
+        dims.map_err(|_| format!("tensor {} is {:?}: must be [{}]", self.name, self.dims, names.join(", ")))
+    }
+
+    fn expect(&self, shape: &[u64]) -> Result<(), String> {
+        if self.dims != shape {
+            return Err(format!("tensor {} is {:?}: must be {shape:?}", self.name, self.dims));
+        }
+        Ok(())
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        self.view.data().to_vec()
+    }
+
+    fn elements<T, const N: usize>(&self, read: impl Fn([u8; N]) -> T) -> Vec<T> {
+        self.view.data().chunks_exact(N).filter_map(|bytes| bytes.try_into().ok()).map(read).collect()
+    }
+}
+
+/// A computed tensor, to be saved.
+#[derive(Debug, Clone)]
+pub struct Saved {
+    /// Its name in the file.
+    pub name: &'static str,
+    /// What an element is.
+    pub dtype: Dtype,
+    /// Its dims.
+    pub shape: Vec<usize>,
+    /// Its elements, little-endian.
+    pub bytes: Vec<u8>,
+}
+
+impl Saved {
+    /// A tensor of f32.
+    pub fn f32s(name: &'static str, shape: &[usize], values: &[f32]) -> Self {
+        Self { name, dtype: Dtype::F32, shape: shape.to_vec(), bytes: Dtype::F32.encode_all(values) }
+    }
+}
+
+/// Writes computed tensors to a safetensors file.
+pub fn save(path: &Path, tensors: &[Saved]) -> Result<(), String> {
+    let mut views = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let dtype = match tensor.dtype {
+            Dtype::F32 => FileDtype::F32,
+            Dtype::F16 => FileDtype::F16,
+            Dtype::Bf16 => FileDtype::BF16,
+            Dtype::E4m3 => FileDtype::F8_E4M3,
+        };
+        let view = TensorView::new(dtype, tensor.shape.clone(), &tensor.bytes);
+        views.push((tensor.name, view.map_err(|error| format!("tensor {}: {error}", tensor.name))?));
+    }
+    let written = safetensors::serialize_to_file(views, None, path);
+    written.map_err(|error| format!("{}: {error}", path.display()))
+}
