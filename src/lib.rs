@@ -2,6 +2,7 @@
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
 pub mod backend;
+pub mod cpu;
 mod dtype;
 mod error;
 pub mod layer;
