@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod caps;
+pub mod cpu;
 mod dtype;
 mod error;
 #[cfg(feature = "wgpu")]

@@ -1,0 +1,178 @@
+//! A few threads that wait for work. A call borrows them, takes part itself, and returns when all are done.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// Threads beside the caller's.
+pub(super) struct Pool {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// Held by the call that has the threads.
+    turn: Mutex<()>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    wake: Condvar,
+    idle: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    job: Option<Job>,
+    /// Counts jobs, so that a thread takes each once.
+    number: u64,
+    running: usize,
+    panic: Option<Box<dyn std::any::Any + Send>>,
+    quit: bool,
+}
+
+/// A closure of a caller that waits, so it outlives every use.
+#[derive(Clone, Copy)]
+struct Job(*const (dyn Fn(usize) + Sync));
+// SAFETY: the closure is Sync, and the pointer is followed only while `Pool::broadcast` keeps it alive.
+unsafe impl Send for Job {}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Pool {
+    /// A pool in which up to `threads` run, the caller's included; fewer where the system has no more to give.
+    pub(super) fn new(threads: usize) -> Self {
+        let shared = Arc::new(Shared::default());
+        let spawn = |index: usize| {
+            let shared = Arc::clone(&shared);
+            let name = format!("mla-cpu-{index}");
+            std::thread::Builder::new().name(name).spawn(move || work(&shared, index)).ok()
+        };
+        let threads = (1..threads).map_while(spawn).collect();
+        Self { shared, threads, turn: Mutex::new(()) }
+    }
+
+    /// Threads that run, the caller's included.
+    pub(super) fn threads(&self) -> usize {
+        self.threads.len() + 1
+    }
+
+    /// Calls `each(thread, unit)` for every unit below `units`, on whichever thread is free.
+    pub(super) fn for_each(&self, units: usize, each: impl Fn(usize, usize) + Sync) {
+        let next = AtomicUsize::new(0);
+        let run = |thread: usize| {
+            loop {
+                let unit = next.fetch_add(1, Ordering::Relaxed);
+                if unit >= units {
+                    return;
+                }
+                each(thread, unit);
+            }
+        };
+        if units < 2 || self.threads.is_empty() { run(0) } else { self.broadcast(&run) }
+    }
+
+    fn broadcast(&self, run: &(dyn Fn(usize) + Sync)) {
+        let _turn = locked(&self.turn);
+        // SAFETY: only the lifetime changes. `Recall` takes the job back and waits for the threads that have begun
+        // it before this function returns or unwinds.
+        let job = Job(unsafe {
+            std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync + 'static)>(
+                std::ptr::from_ref(run),
+            )
+        });
+        {
+            let mut state = locked(&self.shared.state);
+            state.job = Some(job);
+            state.number += 1;
+        }
+        self.shared.wake.notify_all();
+        let recall = Recall(&self.shared);
+        run(0);
+        drop(recall);
+        let panic = locked(&self.shared.state).panic.take();
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
+    }
+}
+
+/// Ends a job: threads that have not begun it never will, and those that have are waited for.
+struct Recall<'a>(&'a Shared);
+
+impl Drop for Recall<'_> {
+    fn drop(&mut self) {
+        let mut state = locked(&self.0.state);
+        state.job = None;
+        while state.running > 0 {
+            state = self.0.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        locked(&self.shared.state).quit = true;
+        self.shared.wake.notify_all();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn work(shared: &Shared, index: usize) {
+    let mut seen = 0;
+    let mut state = locked(&shared.state);
+    while !state.quit {
+        match state.job {
+            Some(job) if state.number != seen => {
+                seen = state.number;
+                state.running += 1;
+                drop(state);
+                // SAFETY: `running` was raised under the lock that `Recall` takes, so the caller waits for us.
+                let run = unsafe { &*job.0 };
+                let done = catch_unwind(AssertUnwindSafe(|| run(index)));
+                state = locked(&shared.state);
+                state.running -= 1;
+                if let Err(panic) = done {
+                    state.panic.get_or_insert(panic);
+                }
+                if state.running == 0 {
+                    shared.idle.notify_all();
+                }
+            }
+            _ => state = shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_unit_runs_once_whatever_the_threads() {
+        for threads in 1..5 {
+            let pool = Pool::new(threads);
+            for units in [0, 1, 2, 1000] {
+                let counts: Vec<AtomicUsize> = (0..units).map(|_| AtomicUsize::new(0)).collect();
+                pool.for_each(units, |thread, unit| {
+                    assert!(thread < pool.threads());
+                    counts[unit].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
+        let pool = Pool::new(3);
+        let caught = catch_unwind(AssertUnwindSafe(|| pool.for_each(50, |_, unit| assert_ne!(unit, 20))));
+        assert!(caught.is_err());
+        let sum = AtomicUsize::new(0);
+        pool.for_each(10, |_, unit| drop(sum.fetch_add(unit, Ordering::Relaxed)));
+        assert_eq!(sum.into_inner(), 45);
+    }
+}

@@ -1,0 +1,212 @@
+//! A step's tables and scratch, kept from step to step.
+
+use std::sync::Mutex;
+use std::sync::atomic::AtomicU32;
+
+use bytemuck::{Pod, cast_slice};
+
+use super::buffer::{Line, zeroed};
+use super::decode::Decode;
+use super::kernel::{BLOCK, MAX_ROWS, Tile};
+use crate::plan::{DIRECT, Merge, Plan, QueryToken, WorkItem};
+use crate::tables::{Capacity, Header, PageTable, write_tables};
+use crate::{Error, MlaSpec, Result};
+
+/// A step's tables, room for its partial results, and each thread's scratch.
+#[derive(Debug)]
+pub struct Step {
+    pub(super) spec: MlaSpec,
+    capacity: Capacity,
+    words: Vec<u32>,
+    /// None until a plan was prepared.
+    header: Option<Header>,
+    pub(super) num_queries: u32,
+    /// Partial outputs `[slots, L]`, then their LSEs `[slots]`. Locked by a run.
+    pub(super) partials: Mutex<Vec<AtomicU32>>,
+    /// One a thread, taken by the thread of that index only.
+    pub(super) scratch: Vec<Mutex<Scratch>>,
+}
+
+impl Step {
+    pub(super) fn new(spec: MlaSpec, capacity: Capacity, threads: usize) -> Result<Self> {
+        let mut step = Self {
+            spec,
+            capacity: Capacity::default(),
+            words: Vec::new(),
+            header: None,
+            num_queries: 0,
+            partials: Mutex::default(),
+            scratch: (0..threads).map(|_| Scratch::new(&spec).map(Mutex::new)).collect::<Result<_>>()?,
+        };
+        step.grow(capacity)?;
+        Ok(step)
+    }
+
+    /// Makes room; what the step held is lost where it had to grow.
+    fn grow(&mut self, need: Capacity) -> Result<()> {
+        if self.capacity.holds(need) && !self.words.is_empty() {
+            return Ok(());
+        }
+        let capacity = self.capacity.grown_to(need);
+        let out_of_memory = |_| Error::OutOfMemory { what: "a step's tables" };
+        let Some(words) = table_words(&capacity) else {
+            return Err(Error::OutOfMemory { what: "a step's tables" });
+        };
+        self.words.try_reserve_exact(words.saturating_sub(self.words.len())).map_err(out_of_memory)?;
+        self.words.resize(words, 0);
+        if capacity.slots > self.capacity.slots {
+            let per_slot = self.spec.shape.kv_lora_rank as usize + 1;
+            let partials = zeroed((capacity.slots as usize).saturating_mul(per_slot), "partial results")?;
+            self.partials = Mutex::new(partials);
+        }
+        self.capacity = capacity;
+        Ok(())
+    }
+
+    pub(super) fn prepare(&mut self, decode: &Decode, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
+        self.header = None;
+        if self.spec != decode.spec {
+            return Err(Error::LayoutMismatch { detail: "the step was made for another spec" });
+        }
+        if matches!(pages, PageTable::Device) {
+            let cure = "there is no device to write the page list here: pass PageTable::Dense or Csr";
+            return Err(Error::Shape { what: "PageTable::Device pages", got: plan.page_list_len().into(), cure });
+        }
+        check_plan(decode, plan)?;
+        self.grow(Capacity::of(plan))?;
+        self.header = Some(write_tables(&mut self.words, &self.capacity, plan, pages, &self.spec.kv)?);
+        self.num_queries = plan.num_queries;
+        Ok(())
+    }
+
+    /// # Errors
+    /// [`Error::LayoutMismatch`] where no plan was prepared.
+    pub(super) fn tables(&self) -> Result<Tables<'_>> {
+        let detail = "the step has no plan: its last prepare failed or is missing";
+        let header = self.header.as_ref().ok_or(Error::LayoutMismatch { detail })?;
+        Ok(Tables { words: &self.words, header })
+    }
+
+    pub(super) fn num_slots(&self) -> usize {
+        self.capacity.slots as usize
+    }
+}
+
+/// Words of the tables, if they can be counted at all: places in them are `u32`.
+fn table_words(capacity: &Capacity) -> Option<usize> {
+    let Capacity { items, queries, pages, merges, merge_slots, .. } = *capacity;
+    let sizes = [(items, 8), (queries, 2), (pages, 1), (merges, 3), (merge_slots, 1)];
+    let words = sizes.iter().map(|&(count, words)| u64::from(count) * words + 4).sum::<u64>() + 16;
+    (words <= u32::MAX.into()).then_some(words as usize)
+}
+
+/// A plan as the kernels read it.
+#[derive(Clone, Copy)]
+pub(super) struct Tables<'a> {
+    words: &'a [u32],
+    header: &'a Header,
+}
+
+impl<'a> Tables<'a> {
+    pub(super) fn items(&self) -> &'a [WorkItem] {
+        self.section(self.header.items, self.header.num_items as usize)
+    }
+
+    pub(super) fn queries(&self) -> &'a [QueryToken] {
+        let count = (self.header.merges - self.header.queries) as usize / 2;
+        self.section(self.header.queries, count)
+    }
+
+    pub(super) fn merges(&self) -> &'a [Merge] {
+        self.section(self.header.merges, self.header.num_merges as usize)
+    }
+
+    pub(super) fn merge_slots(&self) -> &'a [u32] {
+        &self.words[self.header.merge_slots as usize..self.header.pages as usize]
+    }
+
+    pub(super) fn pages(&self) -> &'a [u32] {
+        &self.words[self.header.pages as usize..self.header.end as usize]
+    }
+
+    fn section<T: Pod>(&self, at: u32, count: usize) -> &'a [T] {
+        cast_slice(&self.words[at as usize..][..count * size_of::<T>() / 4])
+    }
+}
+
+/// A plan's fields are public, so it may come from anywhere: every index in it is checked before it is followed.
+fn check_plan(decode: &Decode, plan: &Plan) -> Result<()> {
+    let heads = u64::from(decode.spec.shape.num_heads);
+    let (rows, slots) = (plan.queries.len() as u64 * heads, u64::from(plan.num_slots));
+    let kv = &decode.spec.kv;
+    let item_fits = |item: &WorkItem| {
+        let num_rows = u64::from(item.num_rows);
+        item.num_rows <= decode.rows_per_tile()
+            && u64::from(item.first_row) + num_rows <= rows
+            && item.kv_begin <= item.kv_end
+            && u64::from(item.page_begin) + u64::from(kv.pages_for(item.kv_end)) <= plan.page_list_len().into()
+            && (item.slot == DIRECT || u64::from(item.slot) + num_rows <= slots)
+    };
+    let pages_fit = plan.page_begin.len() == plan.seq_lens.len() + 1
+        && plan.page_begin.windows(2).zip(&plan.seq_lens).all(|(begin, &len)| {
+            u64::from(begin[0]) + u64::from(kv.pages_for(len)) <= begin[1].into()
+        });
+    let merge_fits = |merge: &Merge| {
+        merge.token < plan.num_queries
+            && merge.begin <= merge.end
+            && merge.end as usize <= plan.merge_slots.len()
+    };
+    let fits = plan.items.iter().all(item_fits)
+        && plan.queries.iter().all(|query| query.token < plan.num_queries)
+        && plan.merges.iter().all(merge_fits)
+        && plan.merge_slots.iter().all(|&slot| u64::from(slot) + heads <= slots)
+        && pages_fit;
+    if !fits {
+        let (what, got) = ("plan of items", plan.items.len() as u64);
+        let cure = "plan with the spec and the tiling of the decode that runs it";
+        return Err(Error::Shape { what, got, cure });
+    }
+    Ok(())
+}
+
+/// One thread's scratch: the arrays of a [`Tile`].
+pub(super) struct Scratch {
+    lines: Vec<Line>,
+    stride: usize,
+    dim: usize,
+    latent: usize,
+}
+
+impl std::fmt::Debug for Scratch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scratch").field("lines", &self.lines.len()).finish()
+    }
+}
+
+impl Scratch {
+    fn new(spec: &MlaSpec) -> Result<Self> {
+        let (dim, latent) = (spec.shape.row_elems() as usize, spec.shape.kv_lora_rank as usize);
+        // An odd number of cache lines, so that a column of a block is spread over every set of the cache.
+        let stride = dim + 16;
+        let floats = (MAX_ROWS + BLOCK) * stride + MAX_ROWS * (BLOCK + latent + 3);
+        Ok(Self { lines: zeroed(floats.div_ceil(16), "a thread's scratch")?, stride, dim, latent })
+    }
+
+    pub(super) fn tile(&mut self) -> Tile<'_> {
+        let Self { stride, dim, latent, .. } = *self;
+        let mut rest: &mut [f32] = bytemuck::cast_slice_mut(&mut self.lines);
+        let mut take = |floats: usize| rest.split_off_mut(..floats).unwrap_or_default();
+        Tile {
+            q: take(MAX_ROWS * stride),
+            kv: take(BLOCK * stride),
+            p: take(MAX_ROWS * BLOCK),
+            o: take(MAX_ROWS * latent),
+            max: take(MAX_ROWS),
+            sum: take(MAX_ROWS),
+            rescale: take(MAX_ROWS),
+            stride,
+            dim,
+            latent,
+        }
+    }
+}
