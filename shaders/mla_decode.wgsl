@@ -1,16 +1,17 @@
 // Attention of one tile of query rows over one range of tokens: a split of a split-KV decode.
 //
-// A workgroup takes one work item. For each block of TOKENS tokens:
-//   1. scores   groups of LANES lanes each own ROWS_PER_GROUP rows x 4 tokens; a lane adds up every LANES-th quad of
-//               the row, then the lanes' partial sums are joined (lib/sum_*.wgsl)
+// A workgroup takes one work item. Its threads form row groups of LATENT_OCTS threads, each with ROWS_PER_GROUP rows of
+// the tile. For each block of TOKENS tokens:
+//   1. scores   LANES lanes share ROWS_PER_GROUP rows x 4 tokens; a lane adds up every LANES-th oct of the row, then the
+//               lanes' partial sums are joined (lib/sum_*.wgsl)
 //   2. softmax  one thread a row and token quad: block maximum, online rescale, weights 2^(s - max)
-//   3. values   each thread owns one quad of output columns for all ROWS rows: acc[row] += weight * value
-// The cache is read in place, not staged: a row of keys serves all ROWS rows from registers.
+//   3. values   each thread owns one oct of output columns for its group's rows: acc[row] += weight * value
+// The cache is read in place, not staged: what one row group reads the others find in the nearest cache.
 //
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile.
 
-var<workgroup> token_at: array<u32, TOKEN_SLOTS>; // [2, TOKENS]: first quad of each token's cache row, this block and the next
+var<workgroup> token_at: array<u32, TOKEN_SLOTS>; // [2, TOKENS]: first oct of each token's cache row, this block and the next
 var<workgroup> quad_max: array<f32, TILE_QUADS_PADDED>; // [ROWS, TOKEN_QUADS]
 var<workgroup> weights: array<vec4<f32>, TILE_QUADS>; // [ROWS, TOKEN_QUADS], four tokens each
 var<workgroup> rescale: array<f32, ROWS_PADDED>; // [ROWS]
@@ -28,18 +29,19 @@ fn query_of(first_row: u32, row: u32) -> Query {
     return Query(tables[at], index % layer.num_heads, tables[at + 1u]);
 }
 
-// First quad of a token's cache row.
+// First oct of a token's cache row.
 fn cache_row(page_begin: u32, token: u32) -> u32 {
     let page_size = tables[PAGE_SIZE];
     var page = tables[tables[PAGES_AT] + page_begin + token / page_size];
     if (CLAMP_PAGES) {
         page = min(page, tables[NUM_PAGES] - 1u);
     }
-    return layer.kv_at + page * layer.kv_block_stride + (token % page_size) * ROW_QUADS;
+    return layer.kv_at + page * layer.kv_block_stride + (token % page_size) * ROW_OCTS;
 }
 
-fn dot_onto(q: vec4<f32>, k: vec4<f32>, sum: f32) -> f32 {
-    return fma(q.w, k.w, fma(q.z, k.z, fma(q.y, k.y, fma(q.x, k.x, sum))));
+fn dot_onto(q: mat2x4<f32>, k: mat2x4<f32>, sum: f32) -> f32 {
+    let first = fma(q[0].w, k[0].w, fma(q[0].z, k[0].z, fma(q[0].y, k[0].y, fma(q[0].x, k[0].x, sum))));
+    return fma(q[1].w, k[1].w, fma(q[1].z, k[1].z, fma(q[1].y, k[1].y, fma(q[1].x, k[1].x, first))));
 }
 
 @compute @workgroup_size(THREADS)
@@ -60,11 +62,11 @@ fn mla_decode(
     let kv_end = tables[item_at + 4u];
     let slot = tables[item_at + 5u];
 
-    // Scores: which rows and tokens of the block this lane works on.
-    let lane = thread % LANES;
-    let lane_group = thread / LANES;
-    let token_quad = lane_group % TOKEN_QUADS;
-    let group_row = (lane_group / TOKEN_QUADS) * ROWS_PER_GROUP;
+    // This thread's rows, its oct of columns, and for the scores its lane and tokens.
+    let group_row = (thread / LATENT_OCTS) * ROWS_PER_GROUP;
+    let column_oct = thread % LATENT_OCTS;
+    let lane = column_oct % LANES;
+    let token_quad = column_oct / LANES;
     var q_nope_row: array<u32, ROWS_PER_GROUP>;
     var q_pe_row: array<u32, ROWS_PER_GROUP>;
     for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
@@ -74,17 +76,17 @@ fn mla_decode(
         q_pe_row[r] = layer.q_pe_at + query.token * layer.q_pe_token_stride + query.head * layer.q_pe_head_stride;
     }
 
-    // Softmax: which row and tokens this thread works on, and the row's state.
+    // Softmax: the row and tokens that this thread works on, and the row's state.
     let softmax_row = min(thread / TOKEN_QUADS, ROWS - 1u);
     let softmax_quad = thread % TOKEN_QUADS;
     let in_softmax = thread < TILE_QUADS;
-    var visible = query_of(first_row, min(softmax_row, num_rows - 1u)).visible;
-    visible = min(visible, kv_end);
+    let visible = min(query_of(first_row, min(softmax_row, num_rows - 1u)).visible, kv_end);
     var row_max = EMPTY;
     var row_sum = 0.0; // over this thread's tokens only
 
-    // Values: this thread's quad of columns.
-    var acc = array<vec4<f32>, ROWS>();
+    // Values: a row's oct of columns in two halves.
+    var acc_low = array<vec4<f32>, ROWS_PER_GROUP>();
+    var acc_high = array<vec4<f32>, ROWS_PER_GROUP>();
 
     if (thread < TOKENS && kv_begin < kv_end) {
         token_at[thread] = cache_row(page_begin, min(kv_begin + thread, kv_end - 1u));
@@ -94,29 +96,29 @@ fn mla_decode(
     var parity = 0u;
     for (var block = kv_begin; block < kv_end; block += TOKENS) {
         // 1. scores
-        var key_row: array<u32, 4>;
-        for (var t = 0u; t < 4u; t++) { // unroll
-            key_row[t] = token_at[parity + token_quad * 4u + t];
-        }
+        let row_0 = token_at[parity + token_quad * 4u];
+        let row_1 = token_at[parity + token_quad * 4u + 1u];
+        let row_2 = token_at[parity + token_quad * 4u + 2u];
+        let row_3 = token_at[parity + token_quad * 4u + 3u];
         var score = array<vec4<f32>, ROWS_PER_GROUP>();
-        for (var i = lane; i < LATENT_QUADS; i += LANES) {
-            let k0 = decode_kv(kv[key_row[0u] + i]);
-            let k1 = decode_kv(kv[key_row[1u] + i]);
-            let k2 = decode_kv(kv[key_row[2u] + i]);
-            let k3 = decode_kv(kv[key_row[3u] + i]);
+        for (var i = lane; i < LATENT_OCTS; i += LANES) {
+            let k_0 = decode_kv(kv[row_0 + i]);
+            let k_1 = decode_kv(kv[row_1 + i]);
+            let k_2 = decode_kv(kv[row_2 + i]);
+            let k_3 = decode_kv(kv[row_3 + i]);
             for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
                 let q = decode_query(q_nope[q_nope_row[r] + i]);
-                score[r] = vec4<f32>(dot_onto(q, k0, score[r].x), dot_onto(q, k1, score[r].y), dot_onto(q, k2, score[r].z), dot_onto(q, k3, score[r].w));
+                score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
             }
         }
-        for (var i = lane; i < ROPE_QUADS; i += LANES) {
-            let k0 = decode_kv(kv[key_row[0u] + LATENT_QUADS + i]);
-            let k1 = decode_kv(kv[key_row[1u] + LATENT_QUADS + i]);
-            let k2 = decode_kv(kv[key_row[2u] + LATENT_QUADS + i]);
-            let k3 = decode_kv(kv[key_row[3u] + LATENT_QUADS + i]);
+        for (var i = lane; i < ROPE_OCTS; i += LANES) {
+            let k_0 = decode_kv(kv[row_0 + LATENT_OCTS + i]);
+            let k_1 = decode_kv(kv[row_1 + LATENT_OCTS + i]);
+            let k_2 = decode_kv(kv[row_2 + LATENT_OCTS + i]);
+            let k_3 = decode_kv(kv[row_3 + LATENT_OCTS + i]);
             for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
                 let q = decode_query(q_pe[q_pe_row[r] + i]);
-                score[r] = vec4<f32>(dot_onto(q, k0, score[r].x), dot_onto(q, k1, score[r].y), dot_onto(q, k2, score[r].z), dot_onto(q, k3, score[r].w));
+                score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
             }
         }
         for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
@@ -153,19 +155,21 @@ fn mla_decode(
         workgroupBarrier();
 
         // 3. values
-        for (var r = 0u; r < ROWS; r++) { // unroll
-            acc[r] *= rescale[r];
+        for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+            acc_low[r] *= rescale[group_row + r];
+            acc_high[r] *= rescale[group_row + r];
         }
         let quads = min(TOKEN_QUADS, (kv_end - block + 3u) / 4u);
         for (var i = 0u; i < quads; i++) {
             // Past the end, token_at repeats the last token, which then weighs 0.
-            let v0 = decode_kv(kv[token_at[parity + i * 4u] + thread]);
-            let v1 = decode_kv(kv[token_at[parity + i * 4u + 1u] + thread]);
-            let v2 = decode_kv(kv[token_at[parity + i * 4u + 2u] + thread]);
-            let v3 = decode_kv(kv[token_at[parity + i * 4u + 3u] + thread]);
-            for (var r = 0u; r < ROWS; r++) { // unroll
-                let w = weights[r * TOKEN_QUADS + i];
-                acc[r] = fma(vec4<f32>(w.w), v3, fma(vec4<f32>(w.z), v2, fma(vec4<f32>(w.y), v1, fma(vec4<f32>(w.x), v0, acc[r]))));
+            let v_0 = decode_kv(kv[token_at[parity + i * 4u] + column_oct]);
+            let v_1 = decode_kv(kv[token_at[parity + i * 4u + 1u] + column_oct]);
+            let v_2 = decode_kv(kv[token_at[parity + i * 4u + 2u] + column_oct]);
+            let v_3 = decode_kv(kv[token_at[parity + i * 4u + 3u] + column_oct]);
+            for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+                let w = weights[(group_row + r) * TOKEN_QUADS + i];
+                acc_low[r] = fma(vec4<f32>(w.w), v_3[0], fma(vec4<f32>(w.z), v_2[0], fma(vec4<f32>(w.y), v_1[0], fma(vec4<f32>(w.x), v_0[0], acc_low[r]))));
+                acc_high[r] = fma(vec4<f32>(w.w), v_3[1], fma(vec4<f32>(w.z), v_2[1], fma(vec4<f32>(w.y), v_1[1], fma(vec4<f32>(w.x), v_0[1], acc_high[r]))));
             }
         }
         parity = TOKENS - parity;
@@ -179,27 +183,29 @@ fn mla_decode(
         }
     }
     workgroupBarrier();
-    for (var r = 0u; r < ROWS; r++) { // unroll
-        if (r < num_rows) {
+    for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+        let row = group_row + r;
+        if (row < num_rows) {
             var sum = 0.0;
-            for (var i = 0u; i < TOKEN_QUADS; i++) { // unroll
-                sum += quad_max[r * TOKEN_QUADS + i];
+            for (var i = 0u; i < TOKEN_QUADS; i++) {
+                sum += quad_max[row * TOKEN_QUADS + i];
             }
             let any = sum > 0.0;
             let divisor = select(1.0, sum, any);
-            let value = acc[r] * (1.0 / divisor);
-            let base_2 = select(EMPTY, rescale[r] + log2(divisor), any);
+            let value = mat2x4<f32>(acc_low[r], acc_high[r]) * (1.0 / divisor);
+            let base_2 = select(EMPTY, rescale[row] + log2(divisor), any);
             if (slot == DIRECT) {
-                let query = query_of(first_row, r);
-                store_out(query.token, query.head, thread, value);
-                if (thread == 0u) {
+                let query = query_of(first_row, row);
+                store_out(query.token, query.head, column_oct, value);
+                if (column_oct == 0u) {
                     store_lse(query.token, query.head, base_2, any);
                 }
             } else {
-                let at = (slot + r) * PARTIAL_QUADS;
-                partials[at + thread] = value;
-                if (thread == 0u) {
-                    partials[at + LATENT_QUADS] = vec4<f32>(base_2, 0.0, 0.0, 0.0);
+                let at = (slot + row) * PARTIAL_QUADS;
+                partials[at + 2u * column_oct] = value[0];
+                partials[at + 2u * column_oct + 1u] = value[1];
+                if (column_oct == 0u) {
+                    partials[at + 2u * LATENT_OCTS] = vec4<f32>(base_2, 0.0, 0.0, 0.0);
                 }
             }
         }

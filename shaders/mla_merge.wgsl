@@ -1,9 +1,9 @@
 // Merges the partial results of one query row: out = sum 2^(lse_i - max) out_i / sum 2^(lse_i - max).
 //
-// A workgroup takes one token and head, a thread one quad of columns. An empty partial weighs exactly 0 and a single
+// A workgroup takes one token and head, a thread one oct of columns. An empty partial weighs exactly 0 and a single
 // one that is not empty exactly 1, so how often a row was split around it changes no bit.
 
-@compute @workgroup_size(THREADS)
+@compute @workgroup_size(LATENT_OCTS)
 fn mla_merge(
     @builtin(workgroup_id) group_id: vec3<u32>,
     @builtin(num_workgroups) num_groups: vec3<u32>,
@@ -22,26 +22,26 @@ fn mla_merge(
 
     var largest = EMPTY;
     for (var i = begin; i < end; i++) {
-        largest = max(largest, partials[(tables[i] + head) * PARTIAL_QUADS + LATENT_QUADS].x);
+        largest = max(largest, partials[(tables[i] + head) * PARTIAL_QUADS + 2u * LATENT_OCTS].x);
     }
     var sum = 0.0;
-    var value = vec4<f32>(0.0);
+    var low = vec4<f32>(0.0);
+    var high = vec4<f32>(0.0);
     for (var i = begin; i < end; i++) {
         let at = (tables[i] + head) * PARTIAL_QUADS;
-        let base_2 = partials[at + LATENT_QUADS].x;
+        let base_2 = partials[at + 2u * LATENT_OCTS].x;
         if (base_2 > EMPTY) {
             let weight = exp2_exact(base_2 - largest);
             sum += weight;
-            value = fma(vec4<f32>(weight), partials[at + thread], value);
+            low = fma(vec4<f32>(weight), partials[at + 2u * thread], low);
+            high = fma(vec4<f32>(weight), partials[at + 2u * thread + 1u], high);
         }
     }
     // A single partial is passed on as it is: 1 / 1 need not be 1 on a device.
-    if (sum > 0.0 && sum != 1.0) {
-        value *= 1.0 / sum;
-    }
-    store_out(token, head, thread, value);
+    let many = sum > 0.0 && sum != 1.0;
+    let share = select(1.0, 1.0 / select(1.0, sum, many), many);
+    store_out(token, head, thread, mat2x4<f32>(low, high) * share);
     if (thread == 0u) {
-        let many = sum > 0.0 && sum != 1.0;
         let shift = select(0.0, log2(select(1.0, sum, many)), many);
         store_lse(token, head, largest + shift, sum > 0.0);
     }

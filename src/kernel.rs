@@ -14,8 +14,6 @@ pub struct Variant {
     pub name: &'static str,
     /// How partial sums are joined: suffix of `shaders/lib/sum_*.wgsl`.
     sum: Sum,
-    /// Most query rows a tile may have.
-    max_rows: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,10 +23,8 @@ enum Sum {
 }
 
 /// The decode variants, best first. The last one runs everywhere.
-pub const VARIANTS: [Variant; 2] = [
-    Variant { name: "subgroup", sum: Sum::Subgroup, max_rows: 10 },
-    Variant { name: "shared", sum: Sum::Shared, max_rows: 10 },
-];
+pub const VARIANTS: [Variant; 2] =
+    [Variant { name: "subgroup", sum: Sum::Subgroup }, Variant { name: "shared", sum: Sum::Shared }];
 
 /// Lanes that share a score: a subgroup must have as many.
 const LANES: u32 = 8;
@@ -44,39 +40,38 @@ impl Variant {
     /// # Errors
     /// A sentence that names what is missing.
     pub fn runs_on(&self, caps: &Caps, spec: &MlaSpec) -> Result<(), String> {
-        let tile = self.tile(spec);
-        let needs = tile.workgroup_bytes(self.sum);
         if self.sum == Sum::Subgroup && !caps.subgroups {
             return Err("the device was made without Features::SUBGROUP".into());
         }
         if self.sum == Sum::Subgroup && caps.min_subgroup_size < LANES {
             return Err(format!("subgroups may have {} lanes, {LANES} are needed", caps.min_subgroup_size));
         }
-        if needs > caps.workgroup_memory_bytes {
-            let has = caps.workgroup_memory_bytes;
+        if STORAGE_BUFFERS > caps.max_storage_buffers {
+            let has = caps.max_storage_buffers;
             return Err(format!(
-                "{needs} bytes of workgroup memory are needed, the device was made with {has}"
+                "{STORAGE_BUFFERS} storage buffers are needed, the device was made with {has}"
             ));
         }
-        if tile.threads > caps.max_invocations || STORAGE_BUFFERS > caps.max_storage_buffers {
-            return Err("the device was made with less than WebGPU's default limits".into());
+        if self.tile(caps, spec).is_none() {
+            return Err("the device was made with less workgroup memory than WebGPU's default 16 KiB".into());
         }
         Ok(())
     }
 
-    /// How this variant cuts work on a device.
-    pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Tiling {
-        let tile = self.tile(spec);
+    /// How this variant cuts work on a device; `None` where it does not run.
+    pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
+        let tile = self.tile(caps, spec)?;
         let (target_items, min_split_tokens) = match caps.kind {
             DeviceKind::Discrete => (1024, 128),
             DeviceKind::Integrated | DeviceKind::Other => (128, 256),
             DeviceKind::Software => (8, 512),
         };
-        Tiling { rows_per_tile: tile.rows(), tokens_per_block: tile.tokens(), target_items, min_split_tokens }
+        let (rows_per_tile, tokens_per_block) = (tile.rows(), tile.tokens());
+        Some(Tiling { rows_per_tile, tokens_per_block, target_items, min_split_tokens })
     }
 
-    fn tile(&self, spec: &MlaSpec) -> Tile {
-        Tile::balanced(self.max_rows, spec)
+    fn tile(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tile> {
+        Tile::balanced(self.sum, caps, spec)
     }
 }
 
@@ -91,23 +86,31 @@ pub fn select(caps: &Caps, spec: &MlaSpec) -> Option<Variant> {
 /// How a workgroup cuts a tile: see the head of `shaders/mla_decode.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tile {
-    threads: u32,
+    /// Threads of a row group, each with 8 output columns.
+    group_threads: u32,
     rows_per_group: u32,
     row_groups: u32,
 }
 
 impl Tile {
-    /// The tile that wastes the least over the heads: 10 rows for 20 heads, 8 for 16 or 40, 6 for 6.
-    fn balanced(max_rows: u32, spec: &MlaSpec) -> Self {
+    /// The tile that wastes the least over the heads, of those that fit the device: all 20 rows for 20 heads, 16 for 16
+    /// or 128, 6 for 6. `None` where even a tile of 4 rows does not fit.
+    fn balanced(sum: Sum, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
         let heads = spec.shape.num_heads;
-        let threads = spec.shape.kv_lora_rank / 4;
+        let group_threads = spec.shape.kv_lora_rank / 8;
         // Each tile reads the cache once more, which is worth about two rows of arithmetic.
         let cost = |tile: &Self| heads.div_ceil(tile.rows()) * (tile.rows() + 2);
-        (1..=2)
-            .flat_map(|row_groups| (1..=max_rows / 2).map(move |rows_per_group| (rows_per_group, row_groups)))
-            .map(|(rows_per_group, row_groups)| Self { threads, rows_per_group, row_groups })
+        [1, 2, 4]
+            .into_iter()
+            .flat_map(|row_groups| (1..=5).map(move |rows_per_group| (rows_per_group, row_groups)))
+            .map(|(rows_per_group, row_groups)| Self { group_threads, rows_per_group, row_groups })
+            .filter(|tile| tile.workgroup_bytes(sum) <= caps.workgroup_memory_bytes)
+            .filter(|tile| tile.threads() <= caps.max_invocations.min(256))
             .min_by_key(|tile| (cost(tile), tile.row_groups))
-            .unwrap_or(Self { threads, rows_per_group: 1, row_groups: 1 })
+    }
+
+    const fn threads(&self) -> u32 {
+        self.group_threads * self.row_groups
     }
 
     const fn rows(&self) -> u32 {
@@ -116,7 +119,7 @@ impl Tile {
 
     /// Quads of tokens in a block.
     const fn token_quads(&self) -> u32 {
-        self.threads / LANES / self.row_groups
+        self.group_threads / LANES
     }
 
     const fn tokens(&self) -> u32 {
@@ -150,9 +153,10 @@ pub struct Kernel {
     pub text: String,
 }
 
-/// The split kernel of a decode. `clamp_pages` keeps page ids written on the device inside the pool.
-pub fn decode(variant: &Variant, spec: &MlaSpec, clamp_pages: bool) -> Kernel {
-    let tile = variant.tile(spec);
+/// The split kernel of a decode, `None` where the variant does not run. `clamp_pages` keeps page ids written on the
+/// device inside the pool.
+pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) -> Option<Kernel> {
+    let tile = variant.tile(caps, spec)?;
     let sum = match variant.sum {
         Sum::Subgroup => include_str!("../shaders/lib/sum_subgroup.wgsl"),
         Sum::Shared => include_str!("../shaders/lib/sum_shared.wgsl"),
@@ -160,6 +164,7 @@ pub fn decode(variant: &Variant, spec: &MlaSpec, clamp_pages: bool) -> Kernel {
     let mut consts = shape_consts(spec);
     consts.extend([
         ("LANES", LANES),
+        ("THREADS", tile.threads()),
         ("ROWS_PER_GROUP", tile.rows_per_group),
         ("ROWS", tile.rows()),
         ("ROWS_PADDED", tile.rows().next_multiple_of(4)),
@@ -173,11 +178,8 @@ pub fn decode(variant: &Variant, spec: &MlaSpec, clamp_pages: bool) -> Kernel {
     let files = [sum, include_str!("../shaders/mla_decode.wgsl")];
     let mut text = format!("const CLAMP_PAGES = {clamp_pages};\n");
     text += &compose(spec, &consts, &files);
-    Kernel {
-        label: format!("mla.decode.{}.q_{}.kv_{}.out_{}", variant.name, spec.query, spec.kv.dtype, spec.out),
-        entry: "mla_decode",
-        text,
-    }
+    let label = format!("mla.decode.{}.q_{}.kv_{}.out_{}", variant.name, spec.query, spec.kv.dtype, spec.out);
+    Some(Kernel { label, entry: "mla_decode", text })
 }
 
 /// The kernel that merges a row's partial results.
@@ -188,26 +190,25 @@ pub fn merge(spec: &MlaSpec) -> Kernel {
 
 fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
     vec![
-        ("THREADS", spec.shape.kv_lora_rank / 4),
-        ("LATENT_QUADS", spec.shape.kv_lora_rank / 4),
-        ("ROPE_QUADS", spec.shape.qk_rope_head_dim / 4),
-        ("ROW_QUADS", spec.shape.row_elems() / 4),
+        ("LATENT_OCTS", spec.shape.kv_lora_rank / 8),
+        ("ROPE_OCTS", spec.shape.qk_rope_head_dim / 8),
+        ("ROW_OCTS", spec.shape.row_elems() / 8),
     ]
 }
 
 fn compose(spec: &MlaSpec, consts: &[(&'static str, u32)], files: &[&str]) -> String {
-    let (query, kv) = (quad_type(spec.query), quad_type(spec.kv.dtype));
+    let (query, kv) = (oct_type(spec.query), oct_type(spec.kv.dtype));
     let mut text = String::new();
     for (name, value) in consts {
         text += &format!("const {name} = {value}u;\n");
     }
-    text += &format!("alias QueryQuad = {query};\nalias KvQuad = {kv};\n");
-    text += &format!("fn decode_query(q: QueryQuad) -> vec4<f32> {{ return decode_{}(q); }}\n", spec.query);
-    text += &format!("fn decode_kv(k: KvQuad) -> vec4<f32> {{ return decode_{}(k); }}\n", spec.kv.dtype);
+    text += &format!("alias QueryOct = {query};\nalias KvOct = {kv};\n");
+    text += &format!("fn decode_query(q: QueryOct) -> mat2x4<f32> {{ return decode_{}(q); }}\n", spec.query);
+    text += &format!("fn decode_kv(k: KvOct) -> mat2x4<f32> {{ return decode_{}(k); }}\n", spec.kv.dtype);
 
-    text += quad_file(spec.query);
+    text += oct_file(spec.query);
     if spec.query != spec.kv.dtype {
-        text += quad_file(spec.kv.dtype);
+        text += oct_file(spec.kv.dtype);
     }
     text += match spec.out {
         Dtype::F16 => {
@@ -228,20 +229,20 @@ fn compose(spec: &MlaSpec, consts: &[(&'static str, u32)], files: &[&str]) -> St
     unroll(&text, &value).unwrap_or(text)
 }
 
-const fn quad_type(dtype: Dtype) -> &'static str {
+const fn oct_type(dtype: Dtype) -> &'static str {
     match dtype {
-        Dtype::F32 => "QuadF32",
-        Dtype::F16 => "QuadF16",
-        Dtype::Bf16 => "QuadBf16",
-        Dtype::E4m3 => "QuadE4m3",
+        Dtype::F32 => "OctF32",
+        Dtype::F16 => "OctF16",
+        Dtype::Bf16 => "OctBf16",
+        Dtype::E4m3 => "OctE4m3",
     }
 }
 
-const fn quad_file(dtype: Dtype) -> &'static str {
+const fn oct_file(dtype: Dtype) -> &'static str {
     match dtype {
-        Dtype::F32 => include_str!("../shaders/lib/quad_f32.wgsl"),
-        Dtype::F16 => include_str!("../shaders/lib/quad_f16.wgsl"),
-        Dtype::Bf16 => include_str!("../shaders/lib/quad_bf16.wgsl"),
-        Dtype::E4m3 => include_str!("../shaders/lib/quad_e4m3.wgsl"),
+        Dtype::F32 => include_str!("../shaders/lib/oct_f32.wgsl"),
+        Dtype::F16 => include_str!("../shaders/lib/oct_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../shaders/lib/oct_bf16.wgsl"),
+        Dtype::E4m3 => include_str!("../shaders/lib/oct_e4m3.wgsl"),
     }
 }

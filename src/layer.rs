@@ -5,7 +5,7 @@ use crate::{Error, MlaSpec, Result};
 /// A strided view of `[tokens, heads, dim]` (or `[tokens, heads]`) elements in a buffer.
 ///
 /// Offset and strides count elements, not bytes. Those of a query, a cache and an output must be multiples of
-/// 4 elements; those of an LSE are free.
+/// 8 elements; those of an LSE are free.
 #[derive(Debug)]
 pub struct View<'a, B> {
     /// The buffer.
@@ -79,13 +79,13 @@ impl<'a, B> Query<'a, B> {
 pub struct KvView<'a, B> {
     /// The buffer; it may hold the caches of many layers.
     pub buffer: &'a B,
-    /// Elements before layer 0's first page; a multiple of 4.
+    /// Elements before layer 0's first page; a multiple of 8.
     pub offset: u64,
-    /// Elements from a layer to the next; a multiple of 4.
+    /// Elements from a layer to the next; a multiple of 8.
     pub layer_stride: u64,
     /// This layer's index.
     pub layer: u32,
-    /// Elements from a page to the next, at least `page_size * (L + R)`; a multiple of 4.
+    /// Elements from a page to the next, at least `page_size * (L + R)`; a multiple of 8.
     pub block_stride: u64,
 }
 
@@ -229,8 +229,8 @@ impl<'a, B> Layer<'a, B> {
 }
 
 fn aligned(what: &'static str, got: u64) -> Result<()> {
-    if got % 4 != 0 {
-        return Err(Error::Alignment { what, got, of: 4, unit: "elements" });
+    if got % 8 != 0 {
+        return Err(Error::Alignment { what, got, of: 8, unit: "elements" });
     }
     Ok(())
 }

@@ -28,7 +28,8 @@ pub fn run() -> Result<()> {
     let lse = gpu.buffer((BATCH * 16 * 4) as u64)?;
     let mla = gpu.decode(&spec, None)?;
     let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
-    let bindings = (0..LAYERS).map(|_| mla.bind(BATCH as u32, &layer)).collect::<std::result::Result<Vec<_>, _>>()?;
+    let bindings =
+        (0..LAYERS).map(|_| mla.bind(BATCH as u32, &layer)).collect::<std::result::Result<Vec<_>, _>>()?;
 
     let mut pool = PagePool::new(spec.kv)?;
     let sequences: Vec<_> = (0..BATCH).map(|_| pool.add()).collect();
@@ -69,7 +70,8 @@ pub fn run() -> Result<()> {
         }
     }
     println!("| what | us, median | us, p99 |\n|---|---|---|");
-    for (what, times) in [("plan", &mut plans), ("prepare", &mut prepares), ("record, a layer", &mut records)] {
+    for (what, times) in [("plan", &mut plans), ("prepare", &mut prepares), ("record, a layer", &mut records)]
+    {
         let middle = median(times);
         println!("| {what} | {:.1} | {:.1} |", middle * 1e6, times[times.len() * 99 / 100] * 1e6);
     }

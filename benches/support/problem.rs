@@ -2,7 +2,8 @@
 
 use wgpu_mla::reference::{self, Decode};
 use wgpu_mla::{
-    Backend, Batch, Capacity, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy, Visibility,
+    Backend, Batch, Capacity, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy,
+    Visibility,
 };
 
 use super::Result;
@@ -138,7 +139,19 @@ impl<B: Backend> Problem<B> {
         backend.prepare(&decode, &mut step, &plan, PageTable::Dense { block_table: &table, max_pages })?;
         let kv_paint = spec.kv.dtype.decode_all(&kv_code);
         let workload = *workload;
-        Ok(Self { spec, decode, step, bindings, plan, out, lse, workload, kv_paint, q, _buffers: vec![kv, q_buffer] })
+        Ok(Self {
+            spec,
+            decode,
+            step,
+            bindings,
+            plan,
+            out,
+            lse,
+            workload,
+            kv_paint,
+            q,
+            _buffers: vec![kv, q_buffer],
+        })
     }
 
     /// Compares the last sequence of the first cache with the oracle, over its first heads.

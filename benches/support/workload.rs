@@ -29,11 +29,19 @@ fn discrete() -> Vec<Workload> {
 
 fn small() -> Vec<Workload> {
     let f16 = Workload { batch: 1, context: 4096, kv: Dtype::F16, query: Dtype::F16, ..BF16 };
-    vec![f16, Workload { query: Dtype::F32, ..f16 }, Workload { kv: Dtype::Bf16, ..f16 }, Workload { kv: Dtype::E4m3, ..f16 }]
+    vec![
+        f16,
+        Workload { query: Dtype::F32, ..f16 },
+        Workload { kv: Dtype::Bf16, ..f16 },
+        Workload { kv: Dtype::E4m3, ..f16 },
+    ]
 }
 
 fn tiny() -> Vec<Workload> {
-    vec![Workload { batch: 2, context: 300, ..BF16 }, Workload { batch: 1, context: 128, kv: Dtype::E4m3, ..BF16 }]
+    vec![
+        Workload { batch: 2, context: 300, ..BF16 },
+        Workload { batch: 1, context: 128, kv: Dtype::E4m3, ..BF16 },
+    ]
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -51,7 +59,9 @@ pub fn run(args: &Args) -> Result<()> {
         Some(gpu) => println!("# {}", gpu.name()),
         None => println!("# {}", cpu(args).name()),
     }
-    println!("| workload | row | us | KV GB/s | TFLOP/s | items | worst error |\n|---|---|---|---|---|---|---|");
+    println!(
+        "| workload | row | us | KV GB/s | TFLOP/s | items | worst error |\n|---|---|---|---|---|---|---|"
+    );
     for workload in workloads {
         if args.only.as_ref().is_some_and(|only| !workload.name().contains(only)) {
             continue;
@@ -108,7 +118,11 @@ fn time_submit(gpu: &Gpu, problem: &Problem<Gpu>, layers: u32) -> Result<f64> {
     let device = &gpu.device;
     let timestamps = device.features().contains(wgpu::Features::TIMESTAMP_QUERY);
     let queries = timestamps.then(|| {
-        device.create_query_set(&wgpu::QuerySetDescriptor { label: None, ty: wgpu::QueryType::Timestamp, count: 2 })
+        device.create_query_set(&wgpu::QuerySetDescriptor {
+            label: None,
+            ty: wgpu::QueryType::Timestamp,
+            count: 2,
+        })
     });
     let resolved = device.create_buffer(&wgpu::BufferDescriptor {
         label: None,

@@ -1,10 +1,10 @@
-// One layer of the model, bound once (src/gpu/binding.rs). A quad is four neighbouring elements.
+// One layer of the model, bound once (src/gpu/binding.rs). An oct is eight neighbouring elements.
 struct Layer {
     logit_scale: f32, // softmax_scale * q_scale * k_scale * log2(e)
     out_scale: f32, // k_scale: the value is the latent
     lse_scale: f32, // base-2 LSE to the base asked for
     num_heads: u32,
-    q_nope_at: u32, // quads, as all places and strides below but those of the LSE
+    q_nope_at: u32, // octs, as all places and strides below but those of the LSE
     q_nope_token_stride: u32,
     q_nope_head_stride: u32,
     q_pe_at: u32,
@@ -22,17 +22,17 @@ struct Layer {
     reserved_1: u32,
 }
 
-@group(0) @binding(0) var<storage, read> q_nope: array<QueryQuad>; // [total_q, H, L / 4]
-@group(0) @binding(1) var<storage, read> q_pe: array<QueryQuad>; // [total_q, H, R / 4]
-@group(0) @binding(2) var<storage, read> kv: array<KvQuad>; // [num_pages, page_size, (L + R) / 4]
-@group(0) @binding(3) var<storage, read_write> out: array<OutQuad>; // [total_q, H, L / 4]
+@group(0) @binding(0) var<storage, read> q_nope: array<QueryOct>; // [total_q, H, L / 8]
+@group(0) @binding(1) var<storage, read> q_pe: array<QueryOct>; // [total_q, H, R / 8]
+@group(0) @binding(2) var<storage, read> kv: array<KvOct>; // [num_pages, page_size, (L + R) / 8]
+@group(0) @binding(3) var<storage, read_write> out: array<OutOct>; // [total_q, H, L / 8]
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>; // f32 bits, [total_q, H]
 @group(0) @binding(5) var<uniform> layer: Layer;
 
-// Writes four neighbouring elements of an output row.
-fn store_out(token: u32, head: u32, column_quad: u32, value: vec4<f32>) {
+// Writes eight neighbouring elements of an output row.
+fn store_out(token: u32, head: u32, column_oct: u32, value: mat2x4<f32>) {
     let row = layer.out_at + token * layer.out_token_stride + head * layer.out_head_stride;
-    out[row + column_quad] = encode_out(value * layer.out_scale);
+    out[row + column_oct] = encode_out(value * layer.out_scale);
 }
 
 // Writes a row's LSE from base 2; `seen` is false for a row that sees no key.

@@ -1,6 +1,6 @@
-// How four neighbouring output elements are stored: as they are.
-alias OutQuad = vec4<f32>;
+// How eight neighbouring output elements are stored: as they are.
+alias OutOct = mat2x4<f32>;
 
-fn encode_out(quad: vec4<f32>) -> OutQuad {
-    return quad;
+fn encode_out(oct: mat2x4<f32>) -> OutOct {
+    return oct;
 }

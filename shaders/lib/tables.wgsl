@@ -7,7 +7,7 @@ struct Slice {
 }
 
 @group(1) @binding(0) var<storage, read> tables: array<u32>; // [Header, items, queries, merges, merge_slots, pages]
-@group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [slots, LATENT_QUADS + 1]: row, then its LSE
+@group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [slots, 2 * LATENT_OCTS + 1]: row, then its LSE
 @group(1) @binding(2) var<uniform> slice: Slice;
 
 // Header words.
@@ -21,7 +21,7 @@ const MERGES_AT = 6u;
 const MERGE_SLOTS_AT = 7u;
 const PAGES_AT = 8u;
 
-const PARTIAL_QUADS = LATENT_QUADS + 1u;
+const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u; // a row's latent, then its base-2 LSE
 const DIRECT = 0xFFFFFFFFu; // the slot of an item that writes its output itself
 const EMPTY = -1.0e38; // a finite stand-in for the -inf of a row that has seen no key
 const MINUS_INFINITY = 0xFF800000u;

@@ -40,12 +40,9 @@ pub(super) fn merge_attn_states(
 
     let [a, b, c, d] = inputs.map(|(_, buffer)| (buffer, Access::Read));
     let locked = lock([a, b, c, d, (args.output.buffer, Access::Write), (output_lse.buffer, Access::Write)]);
-    let outputs = [
-        (locked.bytes(0), Rows::of(&args.prefix_output)),
-        (locked.bytes(2), Rows::of(&args.suffix_output)),
-    ];
-    let lses =
-        [(locked.bytes(1), Rows::of(&args.prefix_lse)), (locked.bytes(3), Rows::of(&args.suffix_lse))];
+    let outputs =
+        [(locked.bytes(0), Rows::of(&args.prefix_output)), (locked.bytes(2), Rows::of(&args.suffix_output))];
+    let lses = [(locked.bytes(1), Rows::of(&args.prefix_lse)), (locked.bytes(3), Rows::of(&args.suffix_lse))];
     let (output_at, output_lse_at) = (Rows::of(&args.output), Rows::of(&output_lse));
     let (dim, bytes) = (spec.head_size as usize, spec.dtype.bytes());
 

@@ -66,23 +66,23 @@ pub(crate) fn bind(
     ];
 
     let (logits, value, lse) = kernel_scales(layer);
-    let quads = |elems: u64| (elems / 4) as u32;
+    let octs = |elems: u64| (elems / 8) as u32;
     let words: [u32; LAYER_WORDS] = [
         logits.to_bits(),
         value.to_bits(),
         lse.to_bits(),
         spec.shape.num_heads,
-        quads(windows[0].begin / q_bytes),
-        quads(q_nope.token_stride),
-        quads(q_nope.head_stride),
-        quads(windows[1].begin / q_bytes),
-        quads(q_pe.token_stride),
-        quads(q_pe.head_stride),
-        quads(windows[2].begin / kv_bytes),
-        quads(layer.kv.block_stride),
-        quads(windows[3].begin / out_bytes),
-        quads(layer.out.token_stride),
-        quads(layer.out.head_stride),
+        octs(windows[0].begin / q_bytes),
+        octs(q_nope.token_stride),
+        octs(q_nope.head_stride),
+        octs(windows[1].begin / q_bytes),
+        octs(q_pe.token_stride),
+        octs(q_pe.head_stride),
+        octs(windows[2].begin / kv_bytes),
+        octs(layer.kv.block_stride),
+        octs(windows[3].begin / out_bytes),
+        octs(layer.out.token_stride),
+        octs(layer.out.head_stride),
         (windows[4].begin / 4) as u32,
         layer.lse.token_stride as u32,
         layer.lse.head_stride as u32,

@@ -47,8 +47,11 @@ impl MlaDecode {
         let caps = pipelines.caps();
         let (variant, why) = choose(options.variant.as_deref(), |variant| variant.runs_on(caps, spec))?;
         let layouts = Layouts::new(pipelines.device())?;
-        let split =
-            pipelines.get(&kernel::decode(&variant, spec, options.device_page_list), &layouts.pipeline)?;
+        let gone =
+            || Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() };
+        let kernel = kernel::decode(&variant, caps, spec, options.device_page_list).ok_or_else(gone)?;
+        let tiling = variant.tiling(caps, spec).ok_or_else(gone)?;
+        let split = pipelines.get(&kernel, &layouts.pipeline)?;
         let merge = pipelines.get(&kernel::merge(spec), &layouts.pipeline)?;
         log::info!("mla.decode: {why}");
         Ok(Self {
@@ -56,7 +59,7 @@ impl MlaDecode {
             layouts,
             spec: *spec,
             variant,
-            tiling: options.tiling.unwrap_or_else(|| variant.tiling(caps, spec)),
+            tiling: options.tiling.unwrap_or(tiling),
             device_page_list: options.device_page_list,
             split,
             merge,
