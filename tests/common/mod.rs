@@ -3,3 +3,4 @@
 
 pub mod case;
 pub mod close;
+pub mod paint;
