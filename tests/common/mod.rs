@@ -4,3 +4,4 @@
 pub mod case;
 pub mod close;
 pub mod paint;
+pub mod suite;
