@@ -101,7 +101,7 @@ impl Data {
                 // Steps of 8, in an order that is not the tokens': the best key wins by a lot, so that f32's error
                 // of a large logit stays out of the result.
                 let logit = 100.0 + 8.0 * (token * 37 % 151) as f32;
-                let signed = if token % 2 == 0 { logit } else { -logit };
+                let signed = if token.is_multiple_of(2) { logit } else { -logit };
                 let mut key = randn();
                 key[big_column(latent, row)] = signed / (16.0 * SOFTMAX_SCALE);
                 key
@@ -131,7 +131,7 @@ impl Data {
             Self::Needle => randn(0.1).iter().enumerate().map(|(i, x)| x + direction(i)).collect(),
             Self::BigLogits => {
                 let mut query = randn(0.1);
-                query[big_column(latent, row)] = if head % 2 == 0 { 16.0 } else { -16.0 };
+                query[big_column(latent, row)] = if head.is_multiple_of(2) { 16.0 } else { -16.0 };
                 query
             }
             Self::Extremes => randn(1e-3),
