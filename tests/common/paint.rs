@@ -275,7 +275,7 @@ impl Make {
             self.sequences.iter().map(|s| pages_of(s.len)).max().unwrap_or(0) + self.spare_entries;
         let used: usize = self.sequences.iter().map(|s| pages_of(s.len)).sum();
         // Rounded, so that problems of about one size can use the same kernels.
-        let num_pages = (used + 1).next_multiple_of(32);
+        let num_pages = (used + 1).next_multiple_of((1024 / self.page_size as usize).clamp(16, 64));
         let mut free: Vec<i32> = (0..num_pages as i32).collect();
         Rng(self.page_seed).shuffle(&mut free);
 

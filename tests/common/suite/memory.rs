@@ -38,7 +38,8 @@ impl Strides {
         elem: usize,
     ) -> impl Iterator<Item = std::ops::Range<usize>> {
         let Self { offset, token: t, head: h } = *self;
-        (0..tokens * heads).map(move |row| {
+        let rows = if dim == 0 { 0 } else { tokens * heads };
+        (0..rows).map(move |row| {
             let begin = (offset + row / heads * t + row % heads * h) * elem;
             begin..begin + dim * elem
         })

@@ -170,3 +170,59 @@ pub fn conformance<B: Backend>(backend: &B) {
     ops::all(&session);
     errors::all(&session);
 }
+
+/// One `#[test]` for each group, so that they run side by side and fail one by one.
+///
+/// `$backend` is a function that gives a backend, or `None` once it has said why there is none here. The second
+/// form forces a variant, and says which variants round the weights to bf16.
+#[allow(unused_macros)]
+macro_rules! conformance_tests {
+    ($backend:expr) => {
+        $crate::common::suite::conformance_tests!($backend, None, |_| false);
+    };
+    ($backend:expr, $variant:expr, $rounds_p:expr) => {
+        $crate::common::suite::conformance_tests!(@groups $backend, $variant, $rounds_p,
+            case_files: case_files,
+            dtypes_of_512_64: decode::dtypes_of_512_64,
+            dtypes_of_256_64: decode::dtypes_of_256_64,
+            dtypes_of_256_32: decode::dtypes_of_256_32,
+            dtypes_of_512_0: decode::dtypes_of_512_0,
+            heads: decode::heads,
+            page_sizes: decode::page_sizes,
+            lengths: decode::lengths,
+            varlen: decode::varlen,
+            visibility: decode::visibility,
+            policies: decode::policies,
+            layouts: decode::layouts,
+            hard_data: decode::hard_data,
+            shared_prefixes: decode::shared_prefixes,
+            empty_batches: decode::empty_batches,
+            a_step_serves_batch_after_batch: decode::a_step_serves_batch_after_batch,
+            bits_of_pages: invariance::pages,
+            bits_of_tables: invariance::tables,
+            bits_of_batch_position: invariance::batch_position,
+            bits_of_tile_mates: invariance::tile_mates,
+            bits_of_shared_prefixes: invariance::shared_prefixes,
+            merges: ops::merges,
+            appends: ops::appends,
+            page_copies: ops::page_copies,
+            refuses_specs: errors::specs,
+            refuses_pages: errors::pages,
+            refuses_layers: errors::layers,
+            refuses_ops: errors::ops,
+        );
+    };
+    (@groups $backend:expr, $variant:expr, $rounds_p:expr, $($name:ident: $($group:ident)::+,)*) => {$(
+        #[test]
+        fn $name() {
+            if let Some(backend) = $backend() {
+                let mut session = $crate::common::suite::Session::new(&backend);
+                session.variant = $variant;
+                session.rounds_p = $rounds_p;
+                $crate::common::suite::$($group)::+(&session);
+            }
+        }
+    )*};
+}
+#[allow(unused_imports)]
+pub(crate) use conformance_tests;
