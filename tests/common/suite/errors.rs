@@ -108,6 +108,7 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
                 ("lse past its buffer", Layer { lse: View { offset: 1 << 20, ..good.lse }, ..good }, "lse"),
                 ("overflow", Layer { out: View { token_stride: u64::MAX / 8 * 4, ..far }, ..good }, "out"),
                 ("misaligned out", Layer { out: View { offset: 2, ..good.out }, ..good }, "out"),
+                ("out in the cache", Layer { out: View { buffer: &kv, ..good.out }, ..good }, "out"),
                 ("overlap", Layer { out: View { head_stride: 4, ..good.out }, ..good }, "out"),
                 (
                     "pages that overlap",

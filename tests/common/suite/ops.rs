@@ -50,10 +50,10 @@ pub fn random_merge(dtype: Dtype, num_tokens: usize, num_heads: usize, head_size
     let mut rng = Rng((num_tokens * num_heads * head_size) as u64);
     let rows = num_tokens * num_heads;
     let mut side = |salt: usize| {
-        let kinds = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, 300.0, -300.0, 90.0];
+        let kinds = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, 300.0, -300.0, 90.0, 1000.0];
         let mut lse: Vec<f32> = (0..rows).map(|_| rng.randn() * 3.0).collect();
         // Cycles of two primes, so that every kind meets every other.
-        let period = [7, 11][salt];
+        let period = [11, 13][salt];
         lse.iter_mut().enumerate().for_each(|(i, x)| match kinds.get(i % period) {
             Some(kind) if rows > 1 => *x = if kind.is_finite() { kind + *x } else { *kind },
             _ => {}
