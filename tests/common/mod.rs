@@ -3,3 +3,5 @@
 
 pub mod case;
 pub mod close;
+pub mod paint;
+pub mod suite;

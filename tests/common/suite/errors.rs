@@ -1,0 +1,192 @@
+//! What a backend must refuse before a kernel can see it. The cases are those that corrupt memory or results.
+
+use wgpu_mla::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use wgpu_mla::{Backend, Batch, Capacity, Dtype, Error, KvSpec, Layer, MlaShape, Plan, Policy, View};
+
+use super::Session;
+use super::memory::{Pages, Strides};
+use super::run::dense_table;
+use crate::common::paint::{Make, Problem};
+
+/// Every group of this file.
+pub fn all<B: Backend>(session: &Session<'_, B>) {
+    specs(session);
+    pages(session);
+    layers(session);
+    ops(session);
+}
+
+/// Notes whether a result is an error whose text contains `why`.
+fn refuses<B: Backend, T>(session: &Session<'_, B>, what: &str, result: Result<T, Error>, why: &str) {
+    let checked = match result {
+        Ok(_) => Err("was accepted".to_owned()),
+        Err(error) if error.to_string().contains(why) => Ok(()),
+        Err(error) => Err(format!("{error:?} does not name {why:?}")),
+    };
+    session.note(what, checked);
+}
+
+/// Dims and dtypes that nothing serves.
+pub fn specs<B: Backend>(session: &Session<'_, B>) {
+    let good = Make::default().build().spec;
+    let with_shape = |shape: MlaShape| wgpu_mla::MlaSpec { shape, ..good };
+    let with_kv = |kv: KvSpec| wgpu_mla::MlaSpec { kv, ..good };
+    for (spec, why) in [
+        (with_shape(MlaShape { num_heads: 0, ..good.shape }), "num_heads"),
+        (with_shape(MlaShape { num_heads: 129, ..good.shape }), "num_heads"),
+        (with_shape(MlaShape { kv_lora_rank: 128, ..good.shape }), "kv_lora_rank"),
+        (with_shape(MlaShape { qk_rope_head_dim: 32, ..good.shape }), "kv_lora_rank"),
+        (with_kv(KvSpec { page_size: 0, ..good.kv }), "page_size"),
+        (with_kv(KvSpec { page_size: 257, ..good.kv }), "page_size"),
+        (with_kv(KvSpec { num_pages: 0, ..good.kv }), "num_pages"),
+        (wgpu_mla::MlaSpec { out: Dtype::E4m3, ..good }, "out"),
+    ] {
+        refuses(session, &format!("{spec:?}"), session.backend.decode(&spec, None), why);
+    }
+    let unknown = session.backend.decode(&good, Some("no such variant"));
+    refuses(session, "an unknown variant", unknown, "no such variant");
+    session.finish("refuses specs");
+}
+
+/// Wild pages among those in use.
+pub fn pages<B: Backend>(session: &Session<'_, B>) {
+    let good = Make::default().build();
+    if session.serves(&good.spec) {
+        for wild in [good.spec.kv.num_pages as i32, -1, i32::MIN, i32::MAX] {
+            let mut problem = good.clone();
+            problem.block_table[1] = wild;
+            refuses(session, &format!("page {wild}"), prepare(session, &problem), &wild.to_string());
+        }
+        let mut short = good.clone();
+        short.max_pages = 1;
+        short.block_table.truncate(2);
+        refuses(session, "a table that is too narrow", prepare(session, &short), "seq");
+        let mut missing = good.clone();
+        missing.block_table.truncate(good.max_pages);
+        refuses(session, "a table without a row", prepare(session, &missing), "block_table");
+    }
+    session.finish("refuses pages");
+}
+
+fn prepare<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<(), Error> {
+    let backend = session.backend;
+    let decode = session.decode(&problem.spec)?;
+    let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
+    let plan = Plan::new(&problem.spec, &backend.tiling(&decode), &batch, Policy::Auto)?;
+    let mut step = backend.step(&decode, Capacity::of(&plan))?;
+    backend.prepare(&decode, &mut step, &plan, dense_table(problem))
+}
+
+/// Scales, strides and sizes.
+pub fn layers<B: Backend>(session: &Session<'_, B>) {
+    let problem = Make { heads: 2, ..Make::default() }.build();
+    if session.serves(&problem.spec) {
+        let result = || -> Result<(), Error> {
+            let (backend, spec) = (session.backend, &problem.spec);
+            let decode = session.decode(spec)?;
+            let tokens = problem.total_q() as u32;
+            let [q, kv] = [backend.buffer(problem.q.len() as u64)?, backend.buffer(problem.kv.len() as u64)?];
+            let [out, lse] = [3 * 2 * 512 * 4, 3 * 2 * 4].map(|bytes| backend.buffer(bytes));
+            let (out, lse) = (out?, lse?);
+            let good = Layer::dense(spec, &q, &kv, &out, &lse, 0.1);
+            session.note(
+                "a good layer",
+                backend.bind(&decode, tokens, &good).map(drop).map_err(|e| e.to_string()),
+            );
+            for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+                for (layer, why) in [
+                    (Layer { softmax_scale: bad, ..good }, "softmax_scale"),
+                    (Layer { k_scale: bad, ..good }, "k_scale"),
+                    (Layer { q_scale: bad, ..good }, "q_scale"),
+                ] {
+                    refuses(session, &format!("{why} {bad}"), backend.bind(&decode, tokens, &layer), why);
+                }
+            }
+            let far = View { offset: 1 << 20, ..good.out };
+            for (what, layer, why) in [
+                ("out past its buffer", Layer { out: far, ..good }, "out"),
+                ("lse past its buffer", Layer { lse: View { offset: 1 << 20, ..good.lse }, ..good }, "lse"),
+                ("overflow", Layer { out: View { token_stride: u64::MAX / 8 * 4, ..far }, ..good }, "out"),
+                ("misaligned out", Layer { out: View { offset: 2, ..good.out }, ..good }, "out"),
+                ("out in the cache", Layer { out: View { buffer: &kv, ..good.out }, ..good }, "out"),
+                ("overlap", Layer { out: View { head_stride: 4, ..good.out }, ..good }, "out"),
+                (
+                    "pages that overlap",
+                    Layer { kv: wgpu_mla::KvView { block_stride: 4, ..good.kv }, ..good },
+                    "block_stride",
+                ),
+                (
+                    "a layer past the buffer",
+                    Layer { kv: wgpu_mla::KvView { layer: 1, layer_stride: 1 << 30, ..good.kv }, ..good },
+                    "kv",
+                ),
+            ] {
+                refuses(session, what, backend.bind(&decode, tokens, &layer), why);
+            }
+            refuses(session, "too many queries", backend.bind(&decode, 1 << 20, &good), "q");
+            Ok(())
+        }();
+        session.note("layers", result.map_err(|error| error.to_string()));
+    }
+    session.finish("refuses layers");
+}
+
+/// Slots, scales, pages and sizes of the small ops.
+pub fn ops<B: Backend>(session: &Session<'_, B>) {
+    let result = || -> Result<(), Error> {
+        let backend = session.backend;
+        let kv = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };
+        let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+        let spec = AppendSpec { shape, kv, input: Dtype::F32 };
+        let [rows, cache] = [2 * 288 * 4, 12 * 288].map(|bytes| backend.buffer(bytes));
+        let (rows, cache) = (rows?, cache?);
+        let good = AppendLayer {
+            kv_c: Strides::dense(1, 256).view(&rows),
+            k_pe: Strides::dense(1, 32).view(&rows),
+            kv: Pages::dense(&kv, 288).view(&cache),
+            k_scale: 0.5,
+        };
+        refuses(session, "slot 12 of 12", backend.kv_append(&spec, &[0, 12], &good), "12");
+        refuses(session, "a slot twice", backend.kv_append(&spec, &[7, 7], &good), "7");
+        refuses(session, "rows past their buffer", backend.kv_append(&spec, &[0, 1, 2], &good), "kv_c");
+        for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-39] {
+            let layer = AppendLayer { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv };
+            refuses(
+                session,
+                &format!("k_scale {k_scale}"),
+                backend.kv_append(&spec, &[0], &layer),
+                "k_scale",
+            );
+        }
+        let wrong = AppendSpec { input: Dtype::E4m3, ..spec };
+        refuses(session, "an e4m3 input", backend.kv_append(&wrong, &[0], &good), "e4m3");
+
+        for (copies, why) in
+            [(&[(0, 3)][..], "3"), (&[(9, 0)], "9"), (&[(0, 1), (1, 2)], "1"), (&[(0, 2), (1, 2)], "2")]
+        {
+            refuses(session, &format!("{copies:?}"), backend.kv_copy_pages(&kv, 288, copies, &good.kv), why);
+        }
+
+        let state = Strides::dense(2, 8).view(&rows);
+        let lse = Strides { offset: 0, token: 1, head: 4 }.view(&rows);
+        let merge = MergeStates {
+            prefix_output: state,
+            prefix_lse: lse,
+            suffix_output: state,
+            suffix_lse: lse,
+            output: Strides { offset: 1 << 20, token: 16, head: 8 }.view(&cache),
+            output_lse: None,
+            num_tokens: 4,
+            num_heads: 2,
+        };
+        for (dtype, head_size, why) in
+            [(Dtype::F32, 8, "output"), (Dtype::E4m3, 8, "e4m3"), (Dtype::F32, 0, "head_size")]
+        {
+            let spec = MergeStatesSpec { dtype, head_size };
+            refuses(session, "a merge", backend.merge_attn_states(&spec, &merge), why);
+        }
+        Ok(())
+    }();
+    session.note("ops", result.map_err(|error| error.to_string()));
+    session.finish("refuses ops");
+}

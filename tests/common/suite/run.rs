@@ -1,0 +1,226 @@
+//! One decode through a backend: upload, plan, prepare, bind, run, download.
+
+use wgpu_mla::layer::View;
+use wgpu_mla::{
+    Backend, Batch, Capacity, Dtype, Layer, LseBase, PageTable, Plan, Policy, Query, Result, SharedPrefix,
+};
+
+use super::Session;
+use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
+use crate::common::paint::{POISON, Problem};
+
+/// How the arrays lie in their buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Layout {
+    /// Dense, from the front.
+    #[default]
+    Dense,
+    /// Tokens, then heads, with an offset and gaps; the cache is one layer of several.
+    Gaps,
+    /// Heads, then tokens, with an offset and gaps: an LSE of `[heads, tokens]`.
+    HeadMajor,
+}
+
+/// How the query is handed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Slicing {
+    /// One array.
+    #[default]
+    Whole,
+    /// `q_nope` and `q_pe`.
+    Split,
+}
+
+/// Everything about a run that must not change what it computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct How {
+    pub policy: Policy,
+    pub slicing: Slicing,
+    pub layout: Layout,
+    pub lse_base: LseBase,
+    /// Hands the pages over as CSR.
+    pub csr: bool,
+    /// Ignores the problem's shared prefixes.
+    pub unshared: bool,
+    /// Prepares the step for nothing first, so that it has to grow.
+    pub grow: bool,
+}
+
+/// What a decode wrote.
+#[derive(Debug, Clone)]
+pub struct Answer {
+    /// `[total_q, H, L]`, decoded.
+    pub out: Vec<f32>,
+    /// `[total_q, H]`, natural whatever the base was.
+    pub lse: Vec<f32>,
+    /// The bytes of both, for comparisons bit for bit.
+    pub bits: [Vec<u8>; 2],
+}
+
+impl Layout {
+    /// Strides of `[tokens, heads, dim]`, multiples of `unit`.
+    pub fn strides(self, [tokens, heads, dim]: [usize; 3], unit: usize) -> Strides {
+        let row = dim.next_multiple_of(unit) + unit;
+        match self {
+            Self::Dense => Strides::dense(heads, dim),
+            Self::Gaps => Strides { offset: 2 * unit, token: heads * row + 3 * unit, head: row },
+            Self::HeadMajor => Strides { offset: unit, token: row, head: tokens.max(1) * row + unit },
+        }
+    }
+}
+
+impl<B: Backend> Session<'_, B> {
+    /// Runs a problem. The buffers' gaps, tails and results hold NaN before; all but the results must after.
+    pub fn run_decode(&self, problem: &Problem, how: &How) -> Result<Answer, String> {
+        let wrong = |error: wgpu_mla::Error| error.to_string();
+        let (backend, spec) = (self.backend, &problem.spec);
+        let decode = self.decode(spec).map_err(wrong)?;
+        let shared: &[SharedPrefix] = if how.unshared { &[] } else { &problem.shared_prefixes };
+        let batch = Batch {
+            seq_lens: &problem.seq_lens,
+            query_start_loc: &problem.query_start_loc,
+            visibility: problem.visibility(),
+            shared_prefixes: shared,
+        };
+        let plan = Plan::new(spec, &backend.tiling(&decode), &batch, how.policy).map_err(wrong)?;
+        let capacity = if how.grow { Capacity::default() } else { Capacity::of(&plan) };
+        let mut step = backend.step(&decode, capacity).map_err(wrong)?;
+        let csr = Csr::of(problem);
+        let pages = if how.csr { csr.table() } else { dense_table(problem) };
+        backend.prepare(&decode, &mut step, &plan, pages).map_err(wrong)?;
+
+        let (heads, tokens) = (spec.shape.num_heads as usize, problem.total_q());
+        let (latent, row) = (spec.shape.kv_lora_rank as usize, spec.shape.row_elems() as usize);
+        let query = QueryArrays::of(problem, how);
+        let [q0, q1] = [&query.parts[0], &query.parts[1]];
+        let (q0_buffer, q1_buffer) =
+            (upload(backend, &q0.bytes).map_err(wrong)?, upload(backend, &q1.bytes).map_err(wrong)?);
+        let kv_pages = match how.layout {
+            Layout::Dense => Pages::dense(&spec.kv, row),
+            Layout::Gaps | Layout::HeadMajor => Pages::gaps(&spec.kv, row),
+        };
+        let kv = scatter(&problem.kv, page_dims(&spec.kv, row), spec.kv.dtype.bytes(), kv_pages.strides());
+        let kv_buffer = upload(backend, &kv).map_err(wrong)?;
+        let out = Output::new([tokens, heads, latent], spec.out, how.layout, 4);
+        let lse = Output::new([tokens, heads, 1], Dtype::F32, how.layout, 1);
+        let out_buffer = upload(backend, &vec![POISON; out.len]).map_err(wrong)?;
+        let lse_buffer = upload(backend, &vec![POISON; lse.len]).map_err(wrong)?;
+
+        let layer = Layer {
+            query: match how.slicing {
+                Slicing::Whole => Query::Whole(q0.view(&q0_buffer)),
+                Slicing::Split => Query::Split { q_nope: q0.view(&q0_buffer), q_pe: q1.view(&q1_buffer) },
+            },
+            kv: kv_pages.view(&kv_buffer),
+            out: out.strides.view(&out_buffer),
+            lse: lse.strides.view(&lse_buffer),
+            lse_base: how.lse_base,
+            softmax_scale: problem.softmax_scale,
+            k_scale: problem.k_scale,
+            q_scale: problem.q_scale,
+        };
+        let binding = backend.bind(&decode, tokens as u32, &layer).map_err(wrong)?;
+        backend.run(&decode, &step, &binding).map_err(wrong)?;
+        let out_bits = out.read(backend, &out_buffer).map_err(|error| format!("out: {error}"))?;
+        let lse_bits = lse.read(backend, &lse_buffer).map_err(|error| format!("lse: {error}"))?;
+
+        let ln_base = match how.lse_base {
+            LseBase::E => 1.0,
+            LseBase::Two => std::f64::consts::LN_2,
+        };
+        let natural = |x: f32| (f64::from(x) * ln_base) as f32;
+        Ok(Answer {
+            out: spec.out.decode_all(&out_bits),
+            lse: Dtype::F32.decode_all(&lse_bits).into_iter().map(natural).collect(),
+            bits: [out_bits, lse_bits],
+        })
+    }
+}
+
+/// The `block_table` of a problem.
+pub fn dense_table(problem: &Problem) -> PageTable<'_> {
+    PageTable::Dense { block_table: &problem.block_table, max_pages: problem.max_pages }
+}
+
+/// The pages of a problem as compressed rows.
+pub struct Csr {
+    kv_indptr: Vec<i32>,
+    kv_indices: Vec<i32>,
+}
+
+impl Csr {
+    pub fn of(problem: &Problem) -> Self {
+        let mut csr = Self { kv_indptr: vec![0], kv_indices: Vec::new() };
+        for (seq, &len) in problem.seq_lens.iter().enumerate() {
+            let used = problem.spec.kv.pages_for(len as u32) as usize;
+            csr.kv_indices.extend(&problem.block_table[seq * problem.max_pages..][..used]);
+            csr.kv_indptr.push(csr.kv_indices.len() as i32);
+        }
+        csr
+    }
+
+    pub fn table(&self) -> PageTable<'_> {
+        PageTable::Csr { kv_indptr: &self.kv_indptr, kv_indices: &self.kv_indices }
+    }
+}
+
+/// The query in one array, or in two; the second is empty where it is not used.
+struct QueryArrays {
+    parts: [QueryArray; 2],
+}
+
+struct QueryArray {
+    bytes: Vec<u8>,
+    strides: Strides,
+}
+
+impl QueryArray {
+    fn view<'a, T>(&self, buffer: &'a T) -> View<'a, T> {
+        self.strides.view(buffer)
+    }
+}
+
+impl QueryArrays {
+    fn of(problem: &Problem, how: &How) -> Self {
+        let (shape, elem) = (problem.spec.shape, problem.spec.query.bytes());
+        let (latent, row) = (shape.kv_lora_rank as usize, shape.row_elems() as usize);
+        let (tokens, heads) = (problem.total_q(), shape.num_heads as usize);
+        let part = |range: std::ops::Range<usize>, layout: Layout| {
+            let dims = [tokens, heads, range.len()];
+            let strides = layout.strides(dims, 4);
+            let columns = range.start * elem..range.end * elem;
+            let dense: Vec<u8> =
+                problem.q.chunks_exact(row * elem).flat_map(|row| &row[columns.clone()]).copied().collect();
+            QueryArray { bytes: scatter(&dense, dims, elem, strides), strides }
+        };
+        // Parts of different layouts, so that a kernel that mixes up their strides is found.
+        let second = if how.layout == Layout::HeadMajor { Layout::Gaps } else { how.layout };
+        match how.slicing {
+            Slicing::Whole => Self { parts: [part(0..row, how.layout), part(0..0, Layout::Dense)] },
+            Slicing::Split => Self { parts: [part(0..latent, how.layout), part(latent..row, second)] },
+        }
+    }
+}
+
+/// An array that a kernel writes.
+pub struct Output {
+    pub dims: [usize; 3],
+    pub elem: usize,
+    pub strides: Strides,
+    /// Bytes up to its last element.
+    pub len: usize,
+}
+
+impl Output {
+    pub fn new(dims: [usize; 3], dtype: Dtype, layout: Layout, unit: usize) -> Self {
+        let (elem, strides) = (dtype.bytes(), layout.strides(dims, unit));
+        Self { dims, elem, strides, len: strides.end(dims) * elem }
+    }
+
+    /// Its dense bytes, if nothing around it was written.
+    pub fn read<B: Backend>(&self, backend: &B, buffer: &B::Buffer) -> Result<Vec<u8>, String> {
+        let bytes = download(backend, buffer, self.len).map_err(|error| error.to_string())?;
+        let (dense, intact) = gather(&bytes, self.dims, self.elem, self.strides);
+        intact.map(|()| dense)
+    }
+}
