@@ -40,12 +40,7 @@ pub(super) static VARIANTS: &[Variant] = &[
         attend: super::avx2::attend,
         widen: super::avx2::widen,
     },
-    Variant {
-        name: "portable",
-        runs_here: || true,
-        attend: attend::<Plain>,
-        widen: super::widen::widen,
-    },
+    Variant { name: "portable", runs_here: || true, attend: attend::<Plain>, widen: super::widen::widen },
 ];
 
 /// The state of one tile: its query rows, the block of the cache at hand, and what each row has so far.

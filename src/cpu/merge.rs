@@ -30,7 +30,8 @@ fn merge_row(call: &Call<'_>, token: usize, head: usize, slots: &[u32], outs: &[
     let latent = call.decode.spec.shape.kv_lora_rank as usize;
     let mut columns = [0f32; COLUMNS];
     let out = &mut columns[..latent];
-    let parts = slots.iter().map(|&slot| slot as usize + head).filter(|&slot| lses[slot] != f32::NEG_INFINITY);
+    let parts =
+        slots.iter().map(|&slot| slot as usize + head).filter(|&slot| lses[slot] != f32::NEG_INFINITY);
     let part = |slot: usize| &outs[slot * latent..][..latent];
 
     let mut one = parts.clone();

@@ -40,12 +40,9 @@ pub(super) fn merge_attn_states(
 
     let [a, b, c, d] = inputs.map(|(_, buffer)| (buffer, Access::Read));
     let locked = lock([a, b, c, d, (args.output.buffer, Access::Write), (output_lse.buffer, Access::Write)]);
-    let outputs = [
-        (locked.bytes(0), Rows::of(&args.prefix_output)),
-        (locked.bytes(2), Rows::of(&args.suffix_output)),
-    ];
-    let lses =
-        [(locked.bytes(1), Rows::of(&args.prefix_lse)), (locked.bytes(3), Rows::of(&args.suffix_lse))];
+    let outputs =
+        [(locked.bytes(0), Rows::of(&args.prefix_output)), (locked.bytes(2), Rows::of(&args.suffix_output))];
+    let lses = [(locked.bytes(1), Rows::of(&args.prefix_lse)), (locked.bytes(3), Rows::of(&args.suffix_lse))];
     let (output_at, output_lse_at) = (Rows::of(&args.output), Rows::of(&output_lse));
     let (dim, bytes) = (spec.head_size as usize, spec.dtype.bytes());
 
@@ -131,8 +128,14 @@ pub(super) fn kv_append(
         let row = pages.slot(slots[token] as usize);
         for (from, rows, column, dim) in parts {
             let at = rows.at(token, 0);
+            if input == cache {
+                // Rows begin and end on multiples of 4 elements, so they are whole words.
+                let words = |elements: usize| elements * cache.bytes() / 4;
+                let bits = |i: usize| raw(from, 4, words(at) + i);
+                store_elements(locked.words(2), 4, words(row + column), words(dim), bits);
+                continue;
+            }
             let bits = |i: usize| match cache {
-                _ if input == cache => raw(from, input.bytes(), at + i),
                 Dtype::E4m3 => bits_of(cache, input.decode_at(from, at + i) / layer.k_scale),
                 _ => bits_of(cache, input.decode_at(from, at + i)),
             };

@@ -70,7 +70,11 @@ impl Step {
         }
         if matches!(pages, PageTable::Device) {
             let cure = "there is no device to write the page list here: pass PageTable::Dense or Csr";
-            return Err(Error::Shape { what: "PageTable::Device pages", got: plan.page_list_len().into(), cure });
+            return Err(Error::Shape {
+                what: "PageTable::Device pages",
+                got: plan.page_list_len().into(),
+                cure,
+            });
         }
         check_plan(decode, plan)?;
         self.grow(Capacity::of(plan))?;
@@ -144,13 +148,16 @@ fn check_plan(decode: &Decode, plan: &Plan) -> Result<()> {
         item.num_rows <= decode.rows_per_tile()
             && u64::from(item.first_row) + num_rows <= rows
             && item.kv_begin <= item.kv_end
-            && u64::from(item.page_begin) + u64::from(kv.pages_for(item.kv_end)) <= plan.page_list_len().into()
+            && u64::from(item.page_begin) + u64::from(kv.pages_for(item.kv_end))
+                <= plan.page_list_len().into()
             && (item.slot == DIRECT || u64::from(item.slot) + num_rows <= slots)
     };
     let pages_fit = plan.page_begin.len() == plan.seq_lens.len() + 1
-        && plan.page_begin.windows(2).zip(&plan.seq_lens).all(|(begin, &len)| {
-            u64::from(begin[0]) + u64::from(kv.pages_for(len)) <= begin[1].into()
-        });
+        && plan
+            .page_begin
+            .windows(2)
+            .zip(&plan.seq_lens)
+            .all(|(begin, &len)| u64::from(begin[0]) + u64::from(kv.pages_for(len)) <= begin[1].into());
     let merge_fits = |merge: &Merge| {
         merge.token < plan.num_queries
             && merge.begin <= merge.end
