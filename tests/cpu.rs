@@ -23,6 +23,9 @@ fn noise(stream: u64, index: u64) -> f32 {
     sum * 1.7
 }
 
+/// Element `index` of a stream.
+type Data = fn(stream: u64, index: u64) -> f32;
+
 /// A sequence: a name for its data, its tokens in the cache, its query tokens.
 #[derive(Clone, Copy)]
 struct Seq(u64, u32, u32);
@@ -30,7 +33,7 @@ struct Seq(u64, u32, u32);
 struct Case {
     spec: MlaSpec,
     seqs: Vec<Seq>,
-    data: fn(stream: u64, index: u64) -> f32,
+    data: Data,
     softmax_scale: f32,
     k_scale: f32,
     q_scale: f32,
@@ -307,7 +310,7 @@ fn ragged_batches_and_empty_rows() {
 #[test]
 fn hard_data() {
     let seqs = [Seq(1, 300, 1), Seq(200, 513, 2)];
-    let spreads: [(&str, fn(u64, u64) -> f32, f32); 4] = [
+    let spreads: [(&str, Data, f32); 4] = [
         ("logits past 100", |s, i| noise(s, i) * 2.0, 1.0),
         ("a needle", |s, i| if s < 999 && i / 576 == 177 { 3.0 } else { noise(s, i).abs() * 0.3 }, 2.0),
         ("300", |s, i| if s < 999 { noise(s, i) * 300.0 } else { noise(s, i) * 1e-3 }, 0.135),
@@ -545,6 +548,59 @@ fn a_step_serves_many_batches_and_layers() {
         let want = (len as f32).ln();
         assert!(got.iter().all(|&x| x == want || (x - want).abs() < 1e-6), "{len}: {got:?} for {want}");
     }
+}
+
+/// Offsets and strides move rows, and change nothing else, in the output or around it.
+#[test]
+fn strides_move_rows_only() {
+    let Small { cpu, q, kv, out, lse } = small();
+    let spec = MlaSpec { out: Dtype::F16, ..small_spec() };
+    let values =
+        |stream, count: u64| Dtype::F16.encode_all(&(0..count).map(|i| noise(stream, i)).collect::<Vec<_>>());
+    let (queries, pages) = (values(1, 2 * 2 * 288), values(2, 4 * 16 * 288));
+    cpu.upload(&q, 0, &queries).unwrap();
+    cpu.upload(&kv, 0, &pages).unwrap();
+    let mla = cpu.decode(&spec, None).unwrap();
+    let plan =
+        Plan::new(&spec, &cpu.tiling(&mla), &Batch::new(&[33], &[0, 2]), Policy::FixedTokens(20)).unwrap();
+    let mut step = cpu.step(&mla, Capacity::of(&plan)).unwrap();
+    let table = PageTable::Dense { block_table: &[2, 0, 3], max_pages: 3 };
+    cpu.prepare(&mla, &mut step, &plan, table).unwrap();
+    let dense = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
+    cpu.run(&mla, &step, &cpu.bind(&mla, 2, &dense).unwrap()).unwrap();
+
+    // Queries apart, pages 8 elements apart in the second layer of a buffer, rows of the output by head.
+    let [q_nope, q_pe, kv2, out2, lse2] =
+        [1 << 12, 1 << 12, 1 << 18, 1 << 13, 1 << 8].map(|n| cpu.buffer(n).unwrap());
+    for (row, bytes) in queries.chunks(288 * 2).enumerate() {
+        cpu.upload(&q_nope, 8 + row as u64 * 260 * 2, &bytes[..512]).unwrap();
+        cpu.upload(&q_pe, row as u64 * 32 * 2, &bytes[512..]).unwrap();
+    }
+    let (page, block_stride) = (16 * 288, 16 * 288 + 8);
+    for (i, bytes) in pages.chunks(page * 2).enumerate() {
+        cpu.upload(&kv2, (4 + 20_000 + i as u64 * block_stride) * 2, bytes).unwrap();
+    }
+    cpu.upload(&out2, 0, &[0xA5; 1 << 13]).unwrap();
+    let strided = Layer {
+        query: Query::Split {
+            q_nope: View { buffer: &q_nope, offset: 4, token_stride: 520, head_stride: 260 },
+            q_pe: View::dense(&q_pe, 2, 32),
+        },
+        kv: KvView { buffer: &kv2, offset: 4, layer_stride: 20_000, layer: 1, block_stride },
+        out: View { buffer: &out2, offset: 12, token_stride: 256, head_stride: 600 },
+        lse: View { buffer: &lse2, offset: 3, token_stride: 1, head_stride: 5 },
+        ..dense
+    };
+    cpu.run(&mla, &step, &cpu.bind(&mla, 2, &strided).unwrap()).unwrap();
+    let (a, b) = (cpu.download(&out, 2048).unwrap(), cpu.download(&out2, 1 << 13).unwrap());
+    let (c, d) = (cpu.download(&lse, 16).unwrap(), cpu.download(&lse2, 1 << 8).unwrap());
+    let mut want = vec![0xA5; 1 << 13];
+    for (token, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        let (from, to) = (token * 2 + head, 12 + token * 256 + head * 600);
+        want[to * 2..][..512].copy_from_slice(&a[from * 512..][..512]);
+        assert_eq!(c[from * 4..][..4], d[(3 + token + head * 5) * 4..][..4]);
+    }
+    assert!(b == want && a.iter().any(|&x| x != 0));
 }
 
 #[test]
