@@ -11,7 +11,11 @@ use crate::{Dtype, Error, Result};
 /// Words are atomics, so that threads that own different elements of a buffer need no unsafe code to write them;
 /// a lock around all of them keeps a call's inputs still while it runs.
 #[derive(Clone)]
-pub struct Buffer(Arc<RwLock<Vec<AtomicU32>>>);
+pub struct Buffer {
+    words: Arc<RwLock<Vec<AtomicU32>>>,
+    /// Words in it, known without a lock.
+    len: usize,
+}
 
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -23,16 +27,16 @@ impl Buffer {
     pub(super) fn new(bytes: u64) -> Result<Self> {
         let out_of_memory = Error::OutOfMemory { what: "a buffer" };
         let words = usize::try_from(bytes.div_ceil(4)).map_err(|_| out_of_memory)?;
-        Ok(Self(Arc::new(RwLock::new(zeroed(words, "a buffer")?))))
+        Ok(Self { words: Arc::new(RwLock::new(zeroed(words, "a buffer")?)), len: words })
     }
 
     /// Bytes that it holds, a multiple of 4.
     pub fn bytes(&self) -> u64 {
-        self.read().len() as u64 * 4
+        self.len as u64 * 4
     }
 
     pub(super) fn same_as(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.words, &other.words)
     }
 
     pub(super) fn upload(&self, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -60,11 +64,11 @@ impl Buffer {
 
     fn read(&self) -> RwLockReadGuard<'_, Vec<AtomicU32>> {
         // A panic elsewhere cannot leave words half written.
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
+        self.words.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Vec<AtomicU32>> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner)
+        self.words.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -120,7 +124,7 @@ pub(super) struct Locked<'a, const N: usize> {
 /// The locks are taken in the order of addresses, so that calls on several threads never wait for each other in
 /// a circle.
 pub(super) fn lock<'a, const N: usize>(uses: [(&'a Buffer, Access); N]) -> Locked<'a, N> {
-    let address = |i: usize| Arc::as_ptr(&uses[i].0.0).addr();
+    let address = |i: usize| Arc::as_ptr(&uses[i].0.words).addr();
     let mut order: [usize; N] = std::array::from_fn(|i| i);
     order.sort_unstable_by_key(|&i| address(i));
     let mut locked = Locked { guards: [const { None }; N], at: [0; N] };

@@ -128,8 +128,14 @@ pub(super) fn kv_append(
         let row = pages.slot(slots[token] as usize);
         for (from, rows, column, dim) in parts {
             let at = rows.at(token, 0);
+            if input == cache {
+                // Rows begin and end on multiples of 4 elements, so they are whole words.
+                let words = |elements: usize| elements * cache.bytes() / 4;
+                let bits = |i: usize| raw(from, 4, words(at) + i);
+                store_elements(locked.words(2), 4, words(row + column), words(dim), bits);
+                continue;
+            }
             let bits = |i: usize| match cache {
-                _ if input == cache => raw(from, input.bytes(), at + i),
                 Dtype::E4m3 => bits_of(cache, input.decode_at(from, at + i) / layer.k_scale),
                 _ => bits_of(cache, input.decode_at(from, at + i)),
             };

@@ -172,7 +172,9 @@ mod tests {
         let caught = catch_unwind(AssertUnwindSafe(|| pool.for_each(50, |_, unit| assert_ne!(unit, 20))));
         assert!(caught.is_err());
         let sum = AtomicUsize::new(0);
-        pool.for_each(10, |_, unit| drop(sum.fetch_add(unit, Ordering::Relaxed)));
+        pool.for_each(10, |_, unit| {
+            sum.fetch_add(unit, Ordering::Relaxed);
+        });
         assert_eq!(sum.into_inner(), 45);
     }
 }

@@ -43,10 +43,12 @@ fn rebias(magnitude: u32, bias: u32, hidden: u32) -> f32 {
 
 #[inline(always)]
 fn f16_value(code: u16) -> f32 {
-    let (sign, magnitude) = (u32::from(code & 0x8000) << 16, u32::from(code & 0x7FFF));
-    let finite = rebias(magnitude << 13, 112, 1 << 23).to_bits();
-    let special = 0x7F80_0000 | (magnitude & 0x3FF) << 13;
-    f32::from_bits(sign | if magnitude >= 0x7C00 { special } else { finite })
+    // Sign-extended and shifted at once: masks on the narrow code would make the compiler load it byte by byte.
+    let shifted = (i32::from(code as i16) << 13) as u32;
+    let (sign, magnitude) = (shifted & 0x8000_0000, shifted & 0x0FFF_FFFF);
+    let finite = rebias(magnitude, 112, 1 << 23).to_bits();
+    let special = 0x7F80_0000 | magnitude;
+    f32::from_bits(sign | if magnitude >= 0x7C00 << 13 { special } else { finite })
 }
 
 #[inline(always)]
