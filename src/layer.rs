@@ -243,7 +243,16 @@ pub(crate) fn fits(what: &'static str, end: u64, size: u64) -> Result<()> {
 }
 
 /// Rows that are written must not overlap, or the result would depend on timing.
-fn distinct<B>(what: &'static str, view: &View<'_, B>, tokens: u64, heads: u64, dim: u64) -> Result<()> {
+///
+/// # Errors
+/// [`Error::Shape`].
+pub(crate) fn distinct<B>(
+    what: &'static str,
+    view: &View<'_, B>,
+    tokens: u64,
+    heads: u64,
+    dim: u64,
+) -> Result<()> {
     let (t, h) = (view.token_stride, view.head_stride);
     let by_token = h >= dim && (tokens <= 1 || t >= h.saturating_mul(heads - 1).saturating_add(dim));
     let by_head = (tokens <= 1 || t >= dim)

@@ -2,8 +2,13 @@
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
 pub mod backend;
+#[cfg(feature = "wgpu")]
+mod compose;
 mod dtype;
 mod error;
+#[cfg(feature = "wgpu")]
+#[path = "wgpu/mod.rs"]
+pub mod gpu;
 pub mod layer;
 pub mod ops;
 pub mod plan;
