@@ -33,3 +33,26 @@ pub(crate) fn scoped<T>(device: &wgpu::Device, what: &'static str, f: impl FnOnc
 pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, f: impl FnOnce() -> T) -> Result<T> {
     Ok(f())
 }
+
+#[cfg(all(test, not(target_arch = "wasm32")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_an_error_and_not_a_panic() {
+        let (device, _queue) = wgpu::Device::noop(&wgpu::DeviceDescriptor::default());
+        let buffer = |size| {
+            let usage = wgpu::BufferUsages::STORAGE;
+            scoped(&device, "a test buffer", || {
+                device.create_buffer(&wgpu::BufferDescriptor {
+                    label: None,
+                    size,
+                    usage,
+                    mapped_at_creation: false,
+                })
+            })
+        };
+        assert!(matches!(buffer(u64::MAX / 2), Err(Error::Internal { what: "a test buffer", .. })));
+        assert!(buffer(16).is_ok());
+    }
+}
