@@ -574,7 +574,7 @@ impl MergeCase {
 fn merge_is_right_for_any_head_size() {
     let Some(gpu) = gpu() else { return };
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-        for dim in [1, 3, 63, 96, 128, 200] {
+        for dim in [1, 3, 4, 63, 96, 128, 200] {
             let op = MergeAttnStates::new(&gpu.device, MergeStatesSpec { dtype, head_size: dim as u32 });
             let op = op.expect("compiles");
             for (tokens, heads) in [(13, 5), (1, 16), (27, 1), (1, 1)] {
@@ -595,6 +595,14 @@ fn merge_is_right_for_any_head_size() {
             ] {
                 MergeCase { dtype, tokens: 13, heads: 5, dim, inputs, output }.run(gpu, &op);
             }
+            // even, but no multiple of 4; and one head or one token, whose unused stride holds anything
+            let (inputs, unused) = (Rows::dense(5, dim), usize::MAX / 2);
+            let even = Rows { offset: 2, token: 5 * dim + 6, head: dim };
+            MergeCase { dtype, tokens: 13, heads: 5, dim, inputs, output: even }.run(gpu, &op);
+            let one_head = Rows { offset: 1, token: dim + 5, head: unused };
+            MergeCase { dtype, tokens: 13, heads: 1, dim, inputs, output: one_head }.run(gpu, &op);
+            let one_token = Rows { offset: 1, token: unused, head: dim + 3 };
+            MergeCase { dtype, tokens: 1, heads: 5, dim, inputs, output: one_token }.run(gpu, &op);
         }
     }
 }

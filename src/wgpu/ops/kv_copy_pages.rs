@@ -21,7 +21,7 @@ impl CopySpec {
     /// [`Error::Shape`].
     pub fn check(&self) -> Result<()> {
         self.kv.check()?;
-        if self.row_elems % 4 != 0 || !(4..=65_536).contains(&self.row_elems) {
+        if !self.row_elems.is_multiple_of(4) || !(4..=65_536).contains(&self.row_elems) {
             let cure = "must be a multiple of 4 in 4..=65536";
             return Err(Error::Shape { what: "row_elems", got: self.row_elems.into(), cure });
         }
@@ -103,7 +103,7 @@ impl KvCopyPages {
         let step_layout = layout(device, "mla.kv_copy_pages.step", &[Slot::Read])?;
         let layer_layout = layout(device, "mla.kv_copy_pages.layer", &[Slot::Uniform, Slot::Write])?;
         let compile = |unit| pipeline(device, &source(&spec, unit), &[&step_layout, &layer_layout]);
-        let wide = if spec.page_bytes() % 16 == 0 { Some(compile(Unit::Wide)?) } else { None };
+        let wide = if spec.page_bytes().is_multiple_of(16) { Some(compile(Unit::Wide)?) } else { None };
         let words = compile(Unit::Word)?;
         let max_groups = device.limits().max_compute_workgroups_per_dimension;
         Ok(Self { spec, wide, words, step_layout, layer_layout, max_groups })
@@ -154,7 +154,7 @@ impl KvCopyPages {
         let base = start - kv.skipped(1);
         let stride = if spec.kv.num_pages > 1 { view.block_stride * bytes } else { 0 };
         let (unit, pipeline) = match &self.wide {
-            Some(wide) if base % 16 == 0 && stride % 16 == 0 => (Unit::Wide, wide),
+            Some(wide) if base.is_multiple_of(16) && stride.is_multiple_of(16) => (Unit::Wide, wide),
             _ => (Unit::Word, &self.words),
         };
         let params = Params {

@@ -78,7 +78,7 @@ impl MergeAttnStates {
         let slots = [Uniform, Read, Read, Write, Read, Read, Write];
         let layout = layout(device, "mla.merge_attn_states", &slots)?;
         let compile = |body| pipeline(device, &source(&spec, body), &[&layout]);
-        let quads = if spec.head_size % 4 == 0 { Some(compile(Body::Quads)?) } else { None };
+        let quads = if spec.head_size.is_multiple_of(4) { Some(compile(Body::Quads)?) } else { None };
         let words = compile(Body::Words)?;
         let no_lse = scoped(device, "a buffer of 16 bytes", || {
             device.create_buffer(&wgpu::BufferDescriptor {
@@ -216,7 +216,7 @@ fn in_quads(args: &Args<'_>) -> bool {
     [args.prefix_output, args.suffix_output, args.output].iter().all(|view| {
         let token = if args.num_tokens > 1 { view.token_stride } else { 0 };
         let head = if args.num_heads > 1 { view.head_stride } else { 0 };
-        [view.offset, token, head].iter().all(|elems| elems % 4 == 0)
+        [view.offset, token, head].iter().all(|elems| elems.is_multiple_of(4))
     })
 }
 
