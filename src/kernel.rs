@@ -4,6 +4,7 @@
 //! needs a preprocessor.
 
 use crate::caps::{Caps, DeviceKind};
+use crate::compose::{Const, Source, compose};
 use crate::unroll::unroll;
 use crate::{Dtype, MlaSpec, Tiling};
 
@@ -62,7 +63,7 @@ impl Variant {
     pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
         let tile = self.tile(caps, spec)?;
         let (target_items, min_split_tokens) = match caps.kind {
-            DeviceKind::Discrete => (1024, 128),
+            DeviceKind::Discrete => (512, 64),
             DeviceKind::Integrated | DeviceKind::Other => (128, 256),
             DeviceKind::Software => (8, 512),
         };
@@ -142,20 +143,9 @@ impl Tile {
     }
 }
 
-/// A composed pipeline: its label and its WGSL.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Kernel {
-    /// `mla.<op>.<variant>.<dtype>`.
-    pub label: String,
-    /// The entry point.
-    pub entry: &'static str,
-    /// The WGSL.
-    pub text: String,
-}
-
 /// The split kernel of a decode, `None` where the variant does not run. `clamp_pages` keeps page ids written on the
 /// device inside the pool.
-pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) -> Option<Kernel> {
+pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) -> Option<Source> {
     let tile = variant.tile(caps, spec)?;
     let sum = match variant.sum {
         Sum::Subgroup => include_str!("../shaders/lib/sum_subgroup.wgsl"),
@@ -176,16 +166,23 @@ pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool)
         ("SCORE_PARTIALS", tile.tile_quads() * LANES),
     ]);
     let files = [sum, include_str!("../shaders/mla_decode.wgsl")];
-    let mut text = format!("const CLAMP_PAGES = {clamp_pages};\n");
-    text += &compose(spec, &consts, &files);
-    let label = format!("mla.decode.{}.q_{}.kv_{}.out_{}", variant.name, spec.query, spec.kv.dtype, spec.out);
-    Some(Kernel { label, entry: "mla_decode", text })
+    let mut source =
+        compose_step("mla_decode", &format!("{}.{}", variant.name, dtypes(spec)), spec, &consts, &files);
+    source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
+    Some(source)
 }
 
 /// The kernel that merges a row's partial results.
-pub fn merge(spec: &MlaSpec) -> Kernel {
-    let text = compose(spec, &shape_consts(spec), &[include_str!("../shaders/mla_merge.wgsl")]);
-    Kernel { label: format!("mla.merge.out_{}", spec.out), entry: "mla_merge", text }
+pub fn merge(spec: &MlaSpec) -> Source {
+    let files = [include_str!("../shaders/mla_merge.wgsl")];
+    let mut consts = shape_consts(spec);
+    let groups = 4;
+    consts.extend([("MERGE_GROUPS", groups), ("MERGE_THREADS", groups * spec.shape.kv_lora_rank / 8)]);
+    compose_step("mla_merge", spec.out.name(), spec, &consts, &files)
+}
+
+fn dtypes(spec: &MlaSpec) -> String {
+    format!("q_{}.kv_{}.out_{}", spec.query, spec.kv.dtype, spec.out)
 }
 
 fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
@@ -196,37 +193,49 @@ fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
     ]
 }
 
-fn compose(spec: &MlaSpec, consts: &[(&'static str, u32)], files: &[&str]) -> String {
-    let (query, kv) = (oct_type(spec.query), oct_type(spec.kv.dtype));
-    let mut text = String::new();
-    for (name, value) in consts {
-        text += &format!("const {name} = {value}u;\n");
-    }
-    text += &format!("alias QueryOct = {query};\nalias KvOct = {kv};\n");
-    text += &format!("fn decode_query(q: QueryOct) -> mat2x4<f32> {{ return decode_{}(q); }}\n", spec.query);
-    text += &format!("fn decode_kv(k: KvOct) -> mat2x4<f32> {{ return decode_{}(k); }}\n", spec.kv.dtype);
-
-    text += oct_file(spec.query);
+/// A kernel of a decode step: constants, how each dtype is read and written, the step's tables, the layer, the op.
+fn compose_step(
+    entry: &'static str,
+    variant: &str,
+    spec: &MlaSpec,
+    consts: &[(&'static str, u32)],
+    op: &[&str],
+) -> Source {
+    let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
+    let mut prelude: Vec<_> = consts.iter().map(|&(name, value)| (name, Const::U32(value))).collect();
+    prelude.push(("QueryOct", Const::Alias(oct_type(spec.query))));
+    prelude.push(("KvOct", Const::Alias(oct_type(spec.kv.dtype))));
+    let decoders = format!(
+        "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
+         fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n",
+        spec.query, spec.kv.dtype
+    );
+    let mut files = vec![decoders.as_str(), oct_file(spec.query)];
     if spec.query != spec.kv.dtype {
-        text += oct_file(spec.kv.dtype);
+        files.push(oct_file(spec.kv.dtype));
     }
-    text += match spec.out {
+    files.extend(store_files(spec.out));
+    files.extend([include_str!("../shaders/lib/tables.wgsl"), include_str!("../shaders/lib/layer.wgsl")]);
+    files.extend(op);
+    let mut source = compose(entry, variant, &prelude, &files);
+    // A marked loop with an unknown bound would be left rolled, which is right and slow; a test walks all kernels.
+    if let Ok(text) = unroll(&source.text, &value) {
+        source.text = text;
+    }
+    source
+}
+
+/// How an output is rounded and stored. e4m3 is refused by [`MlaSpec::check`].
+fn store_files(out: Dtype) -> Vec<&'static str> {
+    match out {
         Dtype::F16 => {
-            concat!(include_str!("../shaders/lib/out_f16.wgsl"), include_str!("../shaders/lib/round.wgsl"))
+            vec![include_str!("../shaders/lib/store_f16.wgsl"), include_str!("../shaders/lib/round.wgsl")]
         }
         Dtype::Bf16 => {
-            concat!(include_str!("../shaders/lib/out_bf16.wgsl"), include_str!("../shaders/lib/round.wgsl"))
+            vec![include_str!("../shaders/lib/store_bf16.wgsl"), include_str!("../shaders/lib/round.wgsl")]
         }
-        Dtype::F32 | Dtype::E4m3 => include_str!("../shaders/lib/out_f32.wgsl"),
-    };
-    text += include_str!("../shaders/lib/tables.wgsl");
-    text += include_str!("../shaders/lib/layer.wgsl");
-    for file in files {
-        text += file;
+        Dtype::F32 | Dtype::E4m3 => vec![include_str!("../shaders/lib/store_f32.wgsl")],
     }
-    let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
-    // A marked loop with an unknown bound is left rolled, which is right and slow; a test walks all kernels.
-    unroll(&text, &value).unwrap_or(text)
 }
 
 const fn oct_type(dtype: Dtype) -> &'static str {

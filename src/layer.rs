@@ -35,7 +35,7 @@ impl<'a, B> View<'a, B> {
     /// Elements from the buffer's front to the end of the view.
     pub(crate) fn end(&self, tokens: u64, heads: u64, dim: u64) -> u64 {
         if tokens == 0 || dim == 0 {
-            return self.offset;
+            return 0;
         }
         let last = (tokens - 1).saturating_mul(self.token_stride);
         let last = last.saturating_add((heads - 1).saturating_mul(self.head_stride));
@@ -229,7 +229,7 @@ impl<'a, B> Layer<'a, B> {
 }
 
 fn aligned(what: &'static str, got: u64) -> Result<()> {
-    if got % 8 != 0 {
+    if !got.is_multiple_of(8) {
         return Err(Error::Alignment { what, got, of: 8, unit: "elements" });
     }
     Ok(())
@@ -243,7 +243,16 @@ pub(crate) fn fits(what: &'static str, end: u64, size: u64) -> Result<()> {
 }
 
 /// Rows that are written must not overlap, or the result would depend on timing.
-fn distinct<B>(what: &'static str, view: &View<'_, B>, tokens: u64, heads: u64, dim: u64) -> Result<()> {
+///
+/// # Errors
+/// [`Error::Shape`].
+pub(crate) fn distinct<B>(
+    what: &'static str,
+    view: &View<'_, B>,
+    tokens: u64,
+    heads: u64,
+    dim: u64,
+) -> Result<()> {
     let (t, h) = (view.token_stride, view.head_stride);
     let by_token = h >= dim && (tokens <= 1 || t >= h.saturating_mul(heads - 1).saturating_add(dim));
     let by_head = (tokens <= 1 || t >= dim)

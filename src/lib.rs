@@ -3,11 +3,14 @@
 
 pub mod backend;
 pub mod caps;
+#[cfg(feature = "wgpu")]
+mod compose;
 pub mod cpu;
 mod dtype;
 mod error;
 #[cfg(feature = "wgpu")]
 pub mod gpu;
+#[cfg(feature = "wgpu")]
 mod kernel;
 pub mod layer;
 pub mod ops;
@@ -16,6 +19,7 @@ pub mod plan;
 pub mod reference;
 mod shape;
 pub mod tables;
+#[cfg(feature = "wgpu")]
 mod unroll;
 
 pub use backend::Backend;

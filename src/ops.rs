@@ -1,6 +1,6 @@
 //! Arguments and checks of the small ops: merge of attention states, append, page copies.
 
-use crate::layer::{KvView, View, fits};
+use crate::layer::{KvView, View, distinct, fits};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 
 /// What a `merge_attn_states` is compiled for.
@@ -55,7 +55,7 @@ impl MergeStatesSpec {
 
 impl<B> MergeStates<'_, B> {
     /// # Errors
-    /// [`Error::BufferTooSmall`], given each buffer's bytes.
+    /// [`Error::BufferTooSmall`], given each buffer's bytes, and [`Error::Shape`] where written rows overlap.
     pub(crate) fn check(&self, spec: &MergeStatesSpec, size: impl Fn(&B) -> u64) -> Result<()> {
         spec.check()?;
         let (tokens, heads) = (u64::from(self.num_tokens), u64::from(self.num_heads));
@@ -75,6 +75,11 @@ impl<B> MergeStates<'_, B> {
         for (what, view, dim, bytes) in outputs {
             if let Some(view) = view {
                 fits(what, view.end(tokens, heads, dim).saturating_mul(bytes), size(view.buffer))?;
+            }
+        }
+        for (what, view, dim) in [("output", Some(self.output), dim), ("output_lse", self.output_lse, 1)] {
+            if let Some(view) = view {
+                distinct(what, &view, tokens, heads, dim)?;
             }
         }
         Ok(())

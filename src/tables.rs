@@ -264,6 +264,7 @@ fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {
     }
 }
 
+#[cfg(feature = "wgpu")]
 /// The runs of words that differ between two arrays of one length, merged where the gap is small.
 pub(crate) fn changed_runs(old: &[u32], new: &[u32], mut emit: impl FnMut(std::ops::Range<usize>)) {
     const CHUNK: usize = 256;

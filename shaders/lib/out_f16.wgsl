@@ -1,16 +1,14 @@
-// How eight neighbouring output elements are stored: rounded to binary16, two a word. Needs lib/round.wgsl.
-alias OutOct = vec4<u32>;
+// Outputs of f16: 4 elements are 8 bytes. Needs round.wgsl.
+alias OutQuad = vec2<u32>;
 
-fn encode_out_pair(pair: vec2<f32>) -> u32 {
-    let bits = bitcast<vec2<u32>>(pair);
-    return f16_bits(bits.x) | (f16_bits(bits.y) << 16u);
+// f32 bits -> f16 bits
+fn out_code(bits: u32) -> u32 {
+    return f16_bits(bits);
 }
 
-fn encode_out(oct: mat2x4<f32>) -> OutOct {
-    return vec4<u32>(
-        encode_out_pair(oct[0].xy),
-        encode_out_pair(oct[0].zw),
-        encode_out_pair(oct[1].xy),
-        encode_out_pair(oct[1].zw),
+fn out_quad(bits: vec4<u32>, scale: E4m3Scale) -> OutQuad {
+    return vec2<u32>(
+        out_code(bits.x) | (out_code(bits.y) << 16u),
+        out_code(bits.z) | (out_code(bits.w) << 16u),
     );
 }

@@ -1,6 +1,10 @@
-// How eight neighbouring output elements are stored: as they are.
-alias OutOct = mat2x4<f32>;
+// Outputs of f32: 4 elements are 16 bytes. Needs round.wgsl for E4m3Scale.
+alias OutQuad = vec4<u32>;
 
-fn encode_out(oct: mat2x4<f32>) -> OutOct {
-    return oct;
+fn out_code(bits: u32) -> u32 {
+    return bits;
+}
+
+fn out_quad(bits: vec4<u32>, scale: E4m3Scale) -> OutQuad {
+    return bits;
 }

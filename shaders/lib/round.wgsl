@@ -1,3 +1,122 @@
-// placeholder, replaced by the ops branch
-fn f16_bits(bits: u32) -> u32 { return pack2x16float(vec2<f32>(bitcast<f32>(bits), 0.0)) & 0xFFFFu; }
-fn bf16_bits(bits: u32) -> u32 { return (bits + 0x7FFFu + ((bits >> 16u) & 1u)) >> 16u; }
+// Conversions between f32, f16, bf16 and e4m3 on bit patterns, in integer arithmetic.
+//
+// Why not the built-ins: pack2x16float may round either way, subnormals may be flushed, and a shader may assume that
+// no NaN and no infinity exist. Here every value is the u32 of its bits, so each of the 2^32 patterns converts exactly
+// as the host's `half` and `e4m3_encode` do.
+
+const F32_INF = 0x7F800000u;
+
+// m / 2^shift, ties to even; 1 <= shift <= 31
+fn shift_right_rne(m: u32, shift: u32) -> u32 {
+    let q = m >> shift;
+    let rest = m & ((1u << shift) - 1u);
+    let half = 1u << (shift - 1u);
+    let up = rest > half || (rest == half && (q & 1u) == 1u);
+    return q + select(0u, 1u, up);
+}
+
+// f32 bits -> f16 bits. Overflows to infinity; a NaN stays one, made quiet, with the top of its payload.
+fn f16_bits(x: u32) -> u32 {
+    let sign = (x >> 16u) & 0x8000u;
+    let a = x & 0x7FFFFFFFu;
+    if a > F32_INF {
+        return sign | 0x7E00u | ((a >> 13u) & 0x3FFu);
+    }
+    // from 2^16 on; below it a carry out of the mantissa makes the infinity by itself
+    if a >= 0x47800000u {
+        return sign | 0x7C00u;
+    }
+    // normal from 2^-14 on: the exponent moves down by 127 - 15
+    if a >= 0x38800000u {
+        return sign | shift_right_rne(a - 0x38000000u, 13u);
+    }
+    // subnormal: units of 2^-24. Under 2^-25 nothing is left.
+    let e = a >> 23u;
+    if e < 102u {
+        return sign;
+    }
+    return sign | shift_right_rne((a & 0x7FFFFFu) | 0x800000u, 126u - e);
+}
+
+// f32 bits -> bf16 bits. Overflows to infinity; a NaN is made quiet.
+fn bf16_bits(x: u32) -> u32 {
+    if (x & 0x7FFFFFFFu) > F32_INF {
+        return (x >> 16u) | 0x40u;
+    }
+    return (x + 0x7FFFu + ((x >> 16u) & 1u)) >> 16u;
+}
+
+// f16 bits -> f32 bits; a NaN is made quiet, as the hardware and `half` do
+fn f32_bits_of_f16(h: u32) -> u32 {
+    let sign = (h & 0x8000u) << 16u;
+    let e = (h >> 10u) & 0x1Fu;
+    let m = h & 0x3FFu;
+    if e == 31u {
+        return sign | F32_INF | (m << 13u) | select(0u, 0x400000u, m != 0u);
+    }
+    if e != 0u {
+        return sign | ((e + 112u) << 23u) | (m << 13u);
+    }
+    if m == 0u {
+        return sign;
+    }
+    // subnormal: m * 2^-24, and every f16 subnormal is normal in f32
+    let top = firstLeadingBit(m);
+    return sign | ((top + 103u) << 23u) | ((m << (23u - top)) & 0x7FFFFFu);
+}
+
+// bf16 bits -> f32 bits; a NaN is made quiet
+fn f32_bits_of_bf16(b: u32) -> u32 {
+    return (b << 16u) | select(0u, 0x400000u, (b & 0x7FFFu) > 0x7F80u);
+}
+
+// k_scale = 2^exponent / inv_mantissa, 0.5 < inv_mantissa <= 1: the exponent is applied to integers, so a power of
+// two is exact however large or small, and no product can overflow or be flushed.
+struct E4m3Scale {
+    inv_mantissa: f32,
+    exponent: i32,
+}
+
+const UNSCALED = E4m3Scale(1.0, 0);
+
+// f32 bits x -> e4m3 bits of x / k_scale: ties to even, saturating at 448, infinities too; NaN to 0x7F
+fn e4m3_scaled_bits(x: u32, scale: E4m3Scale) -> u32 {
+    let sign = (x >> 24u) & 0x80u;
+    let a = x & 0x7FFFFFFFu;
+    if a > F32_INF {
+        return 0x7Fu;
+    }
+    if a == F32_INF {
+        return sign | 0x7Eu;
+    }
+    if a == 0u {
+        return sign;
+    }
+    // |x| = m * 2^(e - 23) with 2^23 <= m < 2^24, f32 subnormals included
+    var e = i32(a >> 23u) - 127;
+    var fraction = a & 0x7FFFFFu;
+    if e == -127 {
+        let top = firstLeadingBit(a);
+        e = i32(top) - 149;
+        fraction = (a << (23u - top)) & 0x7FFFFFu;
+    }
+    // 0.5 < mantissa * inv_mantissa < 2
+    let product = bitcast<u32>(bitcast<f32>(0x3F800000u | fraction) * scale.inv_mantissa);
+    e += i32(product >> 23u) - 127 - scale.exponent;
+    if e > 8 {
+        return sign | 0x7Eu;
+    }
+    if e < -10 {
+        return sign;
+    }
+    // 4 significant bits, fewer under 2^-6; rounding up to the next power of two carries into the exponent by itself
+    let m = (product & 0x7FFFFFu) | 0x800000u;
+    let e_code = max(e, -6);
+    let q = shift_right_rne(m, u32(20 + e_code - e));
+    return sign | min((u32(e_code + 7) << 3u) + q - 8u, 0x7Eu);
+}
+
+// f32 bits -> e4m3 bits
+fn e4m3_bits(x: u32) -> u32 {
+    return e4m3_scaled_bits(x, UNSCALED);
+}

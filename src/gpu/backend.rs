@@ -1,5 +1,6 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
+use super::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::kernel::VARIANTS;
@@ -107,29 +108,52 @@ impl Backend for Gpu {
 
     fn run(&self, decode: &MlaDecode, step: &Step, binding: &LayerBinding) -> Result<()> {
         decode.check(step, binding)?;
-        self.check_lost()?;
-        let mut encoder = self.device.create_command_encoder(&Default::default());
-        decode.record(&mut encoder, step, binding);
-        self.queue.submit([encoder.finish()]);
-        Ok(())
+        self.submit(|encoder| decode.record(encoder, step, binding))
     }
 
-    fn merge_attn_states(&self, _: &MergeStatesSpec, _: &MergeStates<'_, wgpu::Buffer>) -> Result<()> {
-        todo!()
+    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, wgpu::Buffer>) -> Result<()> {
+        let merge = MergeAttnStates::new(&self.pipelines, *spec)?;
+        let binding = merge.bind(&self.device, args)?;
+        self.submit(|encoder| merge.record(encoder, &binding))
     }
 
-    fn kv_append(&self, _: &AppendSpec, _: &[i64], _: &AppendLayer<'_, wgpu::Buffer>) -> Result<()> {
-        todo!()
+    fn kv_append(
+        &self,
+        spec: &AppendSpec,
+        slot_mapping: &[i64],
+        layer: &AppendLayer<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let append = KvAppend::new(&self.pipelines, *spec)?;
+        let mut step = AppendStep::default();
+        append.prepare(&self.device, &self.queue, &mut step, slot_mapping)?;
+        let binding = append.bind(&self.device, layer, step.num_tokens())?;
+        append.check(&step, &binding)?;
+        self.submit(|encoder| append.record(encoder, &step, &binding))
     }
 
     fn kv_copy_pages(
         &self,
-        _: &KvSpec,
-        _: u32,
-        _: &[(u32, u32)],
-        _: &KvView<'_, wgpu::Buffer>,
+        kv: &KvSpec,
+        row_elems: u32,
+        copies: &[(u32, u32)],
+        view: &KvView<'_, wgpu::Buffer>,
     ) -> Result<()> {
-        todo!()
+        let copy = KvCopyPages::new(&self.pipelines, CopySpec { kv: *kv, row_elems })?;
+        let mut step = CopyStep::default();
+        copy.prepare(&self.device, &self.queue, &mut step, copies)?;
+        let binding = copy.bind(&self.device, view)?;
+        copy.check(&step, &binding)?;
+        self.submit(|encoder| copy.record(encoder, &step, &binding))
+    }
+}
+
+impl Gpu {
+    fn submit(&self, record: impl FnOnce(&mut wgpu::CommandEncoder)) -> Result<()> {
+        self.check_lost()?;
+        let mut encoder = self.device.create_command_encoder(&Default::default());
+        record(&mut encoder);
+        self.queue.submit([encoder.finish()]);
+        Ok(())
     }
 }
 

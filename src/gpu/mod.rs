@@ -15,6 +15,7 @@ mod binding;
 mod decode;
 mod device;
 pub mod disk_cache;
+pub mod ops;
 mod pipelines;
 mod scope;
 mod step;

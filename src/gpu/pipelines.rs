@@ -8,7 +8,7 @@ use super::scope::scoped;
 use super::wanted::caps;
 use crate::Result;
 use crate::caps::Caps;
-use crate::kernel::Kernel;
+use crate::compose::Source;
 
 /// A device's pipelines: two decodes with the same shaders compile them once. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -64,29 +64,32 @@ impl Pipelines {
         &self.shared.caps
     }
 
-    /// The pipeline of a kernel, compiled now if it is not yet.
+    /// The pipeline of a source over a layout, compiled now if it is not yet. One text has one layout.
     ///
     /// # Errors
     /// [`crate::Error::Internal`] where the driver refuses it, [`crate::Error::OutOfMemory`], [`crate::Error::DeviceLost`].
     pub(crate) fn get(
         &self,
-        kernel: &Kernel,
+        source: &Source,
         layout: &wgpu::PipelineLayout,
     ) -> Result<wgpu::ComputePipeline> {
         let mut compiled = self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(pipeline) = compiled.get(&kernel.text) {
+        if let Some(pipeline) = compiled.get(&source.text) {
             return Ok(pipeline.clone());
         }
         let device = &self.shared.device;
-        let pipeline = scoped(device, "a compute pipeline", || {
-            let label = Some(kernel.label.as_str());
-            let source = wgpu::ShaderSource::Wgsl(kernel.text.as_str().into());
-            let module = device.create_shader_module(wgpu::ShaderModuleDescriptor { label, source });
+        let pipeline = scoped(device, source.entry, || {
+            log::debug!("compiling {}", source.label);
+            let label = Some(source.label.as_str());
+            let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
+                label,
+                source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
+            });
             device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
                 label,
                 layout: Some(layout),
                 module: &module,
-                entry_point: Some(kernel.entry),
+                entry_point: Some(source.entry),
                 compilation_options: wgpu::PipelineCompilationOptions {
                     // Every shader writes its workgroup memory before it reads it.
                     zero_initialize_workgroup_memory: false,
@@ -95,7 +98,7 @@ impl Pipelines {
                 cache: self.shared.disk.as_ref().and_then(DiskCache::as_wgpu),
             })
         })?;
-        compiled.insert(kernel.text.clone(), pipeline.clone());
+        compiled.insert(source.text.clone(), pipeline.clone());
         Ok(pipeline)
     }
 }

@@ -2,18 +2,23 @@
 
 use crate::{Error, Result};
 
-/// Runs `make`, and turns what wgpu reports meanwhile into an error.
+/// Runs `make`, which makes wgpu objects, and turns what wgpu has against them into an error.
+///
+/// A browser reports only after the call returns and must not be waited for: there the errors go to the host's handler.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`], [`Error::Internal`] and [`Error::DeviceLost`]. In a browser the answer cannot be waited for,
-/// and the uncaptured-error handler of the device has it.
+/// [`Error::OutOfMemory`], [`Error::Internal`] and [`Error::DeviceLost`].
+#[cfg(not(target_arch = "wasm32"))]
 pub(crate) fn scoped<T>(device: &wgpu::Device, what: &'static str, make: impl FnOnce() -> T) -> Result<T> {
     let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
     let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let made = make();
-    // Innermost first, and all of them, whatever they say.
-    let (validation, internal, memory) = (now(validation.pop()), now(internal.pop()), now(memory.pop()));
+    // Scopes end in the reverse order of their begin; outside a browser the futures are ready at once.
+    let validation = pollster::block_on(validation.pop());
+    let internal = pollster::block_on(internal.pop());
+    let memory = pollster::block_on(memory.pop());
+    // A buffer that got no memory makes what is bound to it invalid: the first cause is the one to tell.
     if memory.is_some() {
         return Err(Error::OutOfMemory { what });
     }
@@ -23,6 +28,11 @@ pub(crate) fn scoped<T>(device: &wgpu::Device, what: &'static str, make: impl Fn
     }
 }
 
+#[cfg(target_arch = "wasm32")]
+pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -> T) -> Result<T> {
+    Ok(make())
+}
+
 /// Whether the device still answers.
 ///
 /// wgpu reports a loss to the host's callback only, and swallows every other error of a lost device. So a buffer that
@@ -30,10 +40,8 @@ pub(crate) fn scoped<T>(device: &wgpu::Device, what: &'static str, make: impl Fn
 ///
 /// # Errors
 /// [`Error::DeviceLost`].
+#[cfg(not(target_arch = "wasm32"))]
 pub(crate) fn alive(device: &wgpu::Device) -> Result<()> {
-    if cfg!(target_arch = "wasm32") {
-        return Ok(());
-    }
     let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let usage = wgpu::BufferUsages::empty();
     drop(device.create_buffer(&wgpu::BufferDescriptor {
@@ -42,19 +50,38 @@ pub(crate) fn alive(device: &wgpu::Device) -> Result<()> {
         usage,
         mapped_at_creation: false,
     }));
-    match now(scope.pop()) {
+    match pollster::block_on(scope.pop()) {
         Some(_) => Ok(()),
         None => Err(Error::DeviceLost { detail: "it no longer answers".into() }),
     }
 }
 
-#[cfg(not(target_arch = "wasm32"))]
-fn now(error: impl Future<Output = Option<wgpu::Error>>) -> Option<wgpu::Error> {
-    // Ready at once outside a browser.
-    pollster::block_on(error)
+#[cfg(target_arch = "wasm32")]
+pub(crate) fn alive(_: &wgpu::Device) -> Result<()> {
+    Ok(())
 }
 
-#[cfg(target_arch = "wasm32")]
-fn now(_: impl Future<Output = Option<wgpu::Error>>) -> Option<wgpu::Error> {
-    None
+#[cfg(all(test, not(target_arch = "wasm32")))]
+mod tests {
+    use super::*;
+
+    fn buffer(device: &wgpu::Device, size: u64) -> Result<wgpu::Buffer> {
+        let usage = wgpu::BufferUsages::STORAGE;
+        let descriptor = wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false };
+        scoped(device, "a test buffer", || device.create_buffer(&descriptor))
+    }
+
+    #[test]
+    fn a_refusal_is_an_error_and_not_a_panic() {
+        let (device, _queue) = wgpu::Device::noop(&wgpu::DeviceDescriptor::default());
+        assert!(matches!(buffer(&device, u64::MAX / 2), Err(Error::Internal { what: "a test buffer", .. })));
+        assert!(buffer(&device, 16).is_ok());
+    }
+
+    #[test]
+    fn a_lost_device_is_noticed() {
+        let (device, _queue) = wgpu::Device::noop(&wgpu::DeviceDescriptor::default());
+        device.destroy();
+        assert!(matches!(buffer(&device, 16), Err(Error::DeviceLost { .. })));
+    }
 }

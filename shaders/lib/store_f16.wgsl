@@ -1,0 +1,16 @@
+// How eight neighbouring output elements are stored: rounded to binary16, two a word. Needs lib/round.wgsl.
+alias OutOct = vec4<u32>;
+
+fn encode_out_pair(pair: vec2<f32>) -> u32 {
+    let bits = bitcast<vec2<u32>>(pair);
+    return f16_bits(bits.x) | (f16_bits(bits.y) << 16u);
+}
+
+fn encode_out(oct: mat2x4<f32>) -> OutOct {
+    return vec4<u32>(
+        encode_out_pair(oct[0].xy),
+        encode_out_pair(oct[0].zw),
+        encode_out_pair(oct[1].xy),
+        encode_out_pair(oct[1].zw),
+    );
+}

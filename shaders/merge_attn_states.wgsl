@@ -1,0 +1,97 @@
+// Merges two attention states: any head_size, offset and stride.
+//
+// Two 16-bit elements share a word, and with odd sizes they may be of different rows. So an invocation owns a word of
+// the output, not an element, and asks for each element in it which row it belongs to:
+//
+//   for word in the span of the output:
+//     for element e in it: rest = e - offset
+//       outer = rest / outer_stride; inner = rest % outer_stride / inner_stride; d = rest % outer_stride % inner_stride
+//       if d, inner and outer are in range: merge element d of row (outer, inner), else keep the bits that are there
+//
+// The host proved that rows do not overlap, which is what makes the division an inverse. Outer and inner are token and
+// head, or head and token, whichever has the larger stride.
+//
+// Prelude: GROUP, HEAD_SIZE, PER_WORD, CODE_MASK. Libs: grid, round, in_*, out_*, merge_weights.
+
+@group(0) @binding(1) var<storage, read> prefix_output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
+@group(0) @binding(2) var<storage, read> suffix_output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
+@group(0) @binding(3) var<storage, read_write> output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
+
+struct Owner {
+    is_in: bool,
+    token: u32,
+    head: u32,
+    d: u32,
+}
+
+fn owner_of(element: u32) -> Owner {
+    if element < params.output.offset {
+        return Owner(false, 0u, 0u, 0u);
+    }
+    let rest = element - params.output.offset;
+    let outer = rest / params.outer_stride;
+    let in_outer = rest % params.outer_stride;
+    let inner = in_outer / params.inner_stride;
+    let d = in_outer % params.inner_stride;
+    let by_head = params.inner_is_token != 0u;
+    let token = select(outer, inner, by_head);
+    let head = select(inner, outer, by_head);
+    return Owner(d < HEAD_SIZE && token < params.num_tokens && head < params.num_heads, token, head, d);
+}
+
+fn code_at(word: u32, element: u32) -> u32 {
+    return (word >> (16u * (element % PER_WORD))) & CODE_MASK;
+}
+
+// the bits of one merged element
+fn merged(o: Owner, w: Weights) -> u32 {
+    if w.sides == TAKE_NONE {
+        return 0u;
+    }
+    let pe = at(params.prefix, o.token, o.head) + o.d;
+    let se = at(params.suffix, o.token, o.head) + o.d;
+    if w.sides == TAKE_PREFIX {
+        return code_at(prefix_output[pe / PER_WORD], pe);
+    }
+    if w.sides == TAKE_SUFFIX {
+        return code_at(suffix_output[se / PER_WORD], se);
+    }
+    let p = bitcast<f32>(in_bits(code_at(prefix_output[pe / PER_WORD], pe)));
+    let s = bitcast<f32>(in_bits(code_at(suffix_output[se / PER_WORD], se)));
+    return out_code(bitcast<u32>(w.prefix * p + w.suffix * s));
+}
+
+@compute @workgroup_size(GROUP)
+fn merge_attn_states(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+) {
+    let item = item_of(group, groups, lane);
+    if item >= params.num_items {
+        return;
+    }
+    let word_index = params.first_word + item;
+    var value = 0u;
+    var ours = 0u; // mask of the bits that this call writes
+    for (var half = 0u; half < PER_WORD; half++) {
+        let element = word_index * PER_WORD + half;
+        let o = owner_of(element);
+        if o.is_in {
+            let w = weigh(o.token, o.head);
+            value |= merged(o, w) << (16u * half);
+            ours |= CODE_MASK << (16u * half);
+            if o.d == 0u {
+                write_lse(o.token, o.head, w.lse_bits);
+            }
+        }
+    }
+    if ours == 0u {
+        return;
+    }
+    // nobody else in this call writes the other half, so reading it is no race
+    if ours != 0xFFFFFFFFu {
+        value |= output[word_index] & ~ours;
+    }
+    output[word_index] = value;
+}

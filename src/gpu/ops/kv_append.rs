@@ -1,0 +1,298 @@
+//! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`.
+
+use super::args::{Slot, Window, bind_group, distinct_buffers, layout, window_of};
+use super::table::Table;
+use super::{GROUP, grid, pipeline};
+use crate::compose::{Const, Source, compose};
+use crate::gpu::Pipelines;
+use crate::layer::View;
+use crate::{AppendLayer, AppendSpec, Dtype, Error, Result};
+
+/// Writes new tokens into the cache, converted to its dtype.
+///
+/// The bytes are those of the host's conversions: equal dtypes are copied bit for bit; other pairs go through f32 and
+/// round to nearest even, NaN, infinities and subnormals included. For e4m3 see [`AppendLayer::k_scale`]: a power of two is
+/// exact.
+#[derive(Debug)]
+pub struct KvAppend {
+    spec: AppendSpec,
+    pipeline: wgpu::ComputePipeline,
+    step_layout: wgpu::BindGroupLayout,
+    layer_layout: wgpu::BindGroupLayout,
+    max_groups: u32,
+}
+
+/// A step's slots on the device. It grows as needed and serves every layer of the model.
+#[derive(Debug, Default)]
+pub struct AppendStep {
+    table: Table,
+    tokens: u32,
+    num_slots: u64,
+}
+
+/// One layer's buffers, checked and bound for up to a number of tokens.
+#[derive(Debug)]
+pub struct AppendBinding {
+    /// `None` where there is room for no token.
+    group: Option<wgpu::BindGroup>,
+    pipeline: wgpu::ComputePipeline,
+    row_quads: u32,
+    max_tokens: u32,
+    num_slots: u64,
+}
+
+/// `AppendParams` of the shader.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+struct Params {
+    kv_base_quads: u32,
+    kv_block_stride_quads: u32,
+    kv_c_base_quads: u32,
+    kv_c_stride_quads: u32,
+    k_pe_base_quads: u32,
+    k_pe_stride_quads: u32,
+    inv_mantissa: f32,
+    exponent: i32,
+}
+
+impl AppendStep {
+    /// Tokens of the last [`KvAppend::prepare`], skipped ones included.
+    pub fn num_tokens(&self) -> u32 {
+        self.tokens
+    }
+}
+
+impl KvAppend {
+    /// Compiles the append of a spec.
+    ///
+    /// # Errors
+    /// Those of [`AppendSpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
+    pub fn new(pipelines: &Pipelines, spec: AppendSpec) -> Result<Self> {
+        spec.check()?;
+        let device = pipelines.device();
+        let step_layout = layout(device, "mla.kv_append.step", &[Slot::Read])?;
+        let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
+        let layer_layout = layout(device, "mla.kv_append.layer", &slots)?;
+        let pipeline = pipeline(pipelines, &source(&spec), &[&step_layout, &layer_layout])?;
+        let max_groups = device.limits().max_compute_workgroups_per_dimension;
+        Ok(Self { spec, pipeline, step_layout, layer_layout, max_groups })
+    }
+
+    /// What this append is compiled for.
+    pub fn spec(&self) -> &AppendSpec {
+        &self.spec
+    }
+
+    /// Checks a step's `slot_mapping` (`page * page_size + offset` a token, negative: skip it) and uploads it.
+    ///
+    /// The upload takes effect before the next submit: give each step that shares a submit an [`AppendStep`] of its
+    /// own.
+    ///
+    /// # Errors
+    /// [`Error::SlotOutOfRange`], [`Error::SlotOverlap`], [`Error::Limit`], [`Error::OutOfMemory`].
+    pub fn prepare(
+        &self,
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        step: &mut AppendStep,
+        slot_mapping: &[i64],
+    ) -> Result<()> {
+        let slots = self.spec.slots(slot_mapping)?;
+        let tokens = self.checked_tokens(slots.len() as u64)?;
+        step.tokens = 0;
+        step.num_slots = self.spec.kv.num_slots();
+        if tokens > 0 {
+            step.table.upload(device, queue, &self.step_layout, tokens, slots)?;
+        }
+        step.tokens = tokens;
+        Ok(())
+    }
+
+    /// Checks and binds one layer for steps of at most `max_tokens` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for
+    /// a buffer without `STORAGE`, [`Error::Aliased`] where the cache is an input too, [`Error::Limit`],
+    /// [`Error::OutOfMemory`].
+    pub fn bind(
+        &self,
+        device: &wgpu::Device,
+        layer: &AppendLayer<'_, wgpu::Buffer>,
+        max_tokens: u32,
+    ) -> Result<AppendBinding> {
+        let spec = &self.spec;
+        layer.check(spec, max_tokens, wgpu::Buffer::size)?;
+        self.checked_tokens(max_tokens.into())?;
+        let group = if max_tokens == 0 { None } else { Some(self.group(device, layer, max_tokens)?) };
+        Ok(AppendBinding {
+            group,
+            pipeline: self.pipeline.clone(),
+            row_quads: spec.shape.row_elems() / 4,
+            max_tokens,
+            num_slots: spec.kv.num_slots(),
+        })
+    }
+
+    /// Whether a step and a binding can be recorded together.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
+    pub fn check(&self, step: &AppendStep, binding: &AppendBinding) -> Result<()> {
+        if step.tokens > binding.max_tokens {
+            return Err(Error::LayoutMismatch {
+                detail: "the step appends more tokens than the binding's max_tokens",
+            });
+        }
+        if step.num_slots > binding.num_slots {
+            return Err(Error::LayoutMismatch { detail: "the step was prepared for a larger pool of pages" });
+        }
+        Ok(())
+    }
+
+    /// Adds one dispatch to the pass. Creates nothing and cannot fail: a pair that [`KvAppend::check`] refuses records
+    /// nothing and logs an error.
+    pub fn record_in(&self, pass: &mut wgpu::ComputePass<'_>, step: &AppendStep, binding: &AppendBinding) {
+        if let Err(error) = self.check(step, binding) {
+            log::error!("nothing recorded: {error}");
+            return;
+        }
+        let (Some(table), Some(layer)) = (step.table.group(), &binding.group) else { return };
+        if step.tokens == 0 {
+            return;
+        }
+        let (x, y) = grid(u64::from(step.tokens) * u64::from(binding.row_quads), self.max_groups);
+        pass.set_pipeline(&binding.pipeline);
+        pass.set_bind_group(0, table, &[]);
+        pass.set_bind_group(1, layer, &[]);
+        pass.dispatch_workgroups(x, y, 1);
+    }
+
+    /// [`KvAppend::record_in`] in a pass of its own.
+    pub fn record(&self, encoder: &mut wgpu::CommandEncoder, step: &AppendStep, binding: &AppendBinding) {
+        self.record_in(&mut super::pass(encoder, "mla.kv_append"), step, binding);
+    }
+
+    /// The shader numbers its items in a `u32`.
+    fn checked_tokens(&self, tokens: u64) -> Result<u32> {
+        let limit = u64::from(u32::MAX / self.spec.shape.row_elems());
+        if tokens > limit {
+            let cure = "append in several steps";
+            return Err(Error::Limit { what: "tokens of an append", need: tokens, limit, cure });
+        }
+        Ok(tokens as u32)
+    }
+
+    fn group(
+        &self,
+        device: &wgpu::Device,
+        layer: &AppendLayer<'_, wgpu::Buffer>,
+        max_tokens: u32,
+    ) -> Result<wgpu::BindGroup> {
+        let (spec, limits) = (&self.spec, device.limits());
+        let (shape, input, cache) = (&spec.shape, spec.input.bytes(), spec.kv.dtype.bytes());
+        // Without a rotary part `k_pe` is unread: whatever was given there, the latents stand in for it.
+        let has_rope = shape.qk_rope_head_dim > 0;
+        let k_pe_view = if has_rope { layer.k_pe } else { layer.kv_c };
+        let k_pe_dim = if has_rope { shape.qk_rope_head_dim } else { shape.kv_lora_rank };
+
+        let latent = [max_tokens, 1, shape.kv_lora_rank];
+        let kv_c = window_of(&limits, "kv_c", &layer.kv_c, latent, input)?;
+        let k_pe = window_of(&limits, "k_pe", &k_pe_view, [max_tokens, 1, k_pe_dim], input)?;
+        let (start, end) = (layer.kv.base() * cache as u64, layer.kv.end(&spec.mla()) * cache as u64);
+        let kv = Window::new(&limits, "kv", layer.kv.buffer, start, end)?;
+        let inputs = [("kv_c", layer.kv_c.buffer), ("k_pe", k_pe_view.buffer)];
+        distinct_buffers(("kv", layer.kv.buffer), &inputs)?;
+
+        let base = |view: &View<'_, wgpu::Buffer>, window: &Window<'_>| {
+            ((view.offset - window.skipped(input)) / 4) as u32
+        };
+        // With one token the stride is unused and may be anything.
+        let stride = |stride: u64| if max_tokens > 1 { (stride / 4) as u32 } else { 0 };
+        let (inv_mantissa, exponent) =
+            if spec.kv.dtype == Dtype::E4m3 { split_scale(layer.k_scale) } else { (1.0, 0) };
+        let params = Params {
+            kv_base_quads: ((layer.kv.base() - kv.skipped(cache)) / 4) as u32,
+            kv_block_stride_quads: if spec.kv.num_pages > 1 { (layer.kv.block_stride / 4) as u32 } else { 0 },
+            kv_c_base_quads: base(&layer.kv_c, &kv_c),
+            kv_c_stride_quads: stride(layer.kv_c.token_stride),
+            k_pe_base_quads: base(&k_pe_view, &k_pe),
+            k_pe_stride_quads: stride(k_pe_view.token_stride),
+            inv_mantissa,
+            exponent,
+        };
+        let resources = [kv_c.resource(), k_pe.resource(), kv.resource()];
+        let params = bytemuck::bytes_of(&params);
+        bind_group(device, "mla.kv_append.layer", &self.layer_layout, params, resources)
+    }
+}
+
+/// `(1 / m, e)` of a scale `m * 2^e` with `1 <= m < 2`; a power of two has `1 / m` of 1.
+fn split_scale(k_scale: f32) -> (f32, i32) {
+    // An f64 holds every f32 as a normal number.
+    let bits = f64::from(k_scale).to_bits();
+    let mantissa = f64::from_bits((bits & ((1 << 52) - 1)) | (1023 << 52));
+    ((1.0 / mantissa) as f32, (bits >> 52) as i32 - 1023)
+}
+
+fn source(spec: &AppendSpec) -> Source {
+    let consts = [
+        ("GROUP", Const::U32(GROUP)),
+        ("PAGE_SIZE", Const::U32(spec.kv.page_size)),
+        ("NUM_SLOTS", Const::U32(spec.kv.num_slots() as u32)),
+        ("LATENT_QUADS", Const::U32(spec.shape.kv_lora_rank / 4)),
+        ("ROW_QUADS", Const::U32(spec.shape.row_elems() / 4)),
+    ];
+    let convert = if spec.input == spec.kv.dtype {
+        include_str!("../../../shaders/lib/convert_copy.wgsl")
+    } else {
+        include_str!("../../../shaders/lib/convert_round.wgsl")
+    };
+    let files = [
+        include_str!("../../../shaders/lib/grid.wgsl"),
+        include_str!("../../../shaders/lib/round.wgsl"),
+        super::lib_in(spec.input),
+        super::lib_out(spec.kv.dtype),
+        convert,
+        include_str!("../../../shaders/kv_append.wgsl"),
+    ];
+    compose("kv_append", &format!("from_{}.{}", spec.input, spec.kv.dtype), &consts, &files)
+}
+
+#[cfg(test)]
+pub(super) fn every_source() -> Vec<Source> {
+    let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+    let kv = |dtype| crate::KvSpec { dtype, page_size: 48, num_pages: 7 };
+    let inputs = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+    let spec = |input| Dtype::ALL.map(|dtype| AppendSpec { shape, kv: kv(dtype), input });
+    inputs.into_iter().flat_map(spec).map(|spec| source(&spec)).collect()
+}
+
+#[cfg(test)]
+pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
+    use std::mem::offset_of;
+    let fields = vec![
+        ("kv_base_quads", offset_of!(Params, kv_base_quads)),
+        ("kv_block_stride_quads", offset_of!(Params, kv_block_stride_quads)),
+        ("kv_c_base_quads", offset_of!(Params, kv_c_base_quads)),
+        ("kv_c_stride_quads", offset_of!(Params, kv_c_stride_quads)),
+        ("k_pe_base_quads", offset_of!(Params, k_pe_base_quads)),
+        ("k_pe_stride_quads", offset_of!(Params, k_pe_stride_quads)),
+        ("inv_mantissa", offset_of!(Params, inv_mantissa)),
+        ("exponent", offset_of!(Params, exponent)),
+    ];
+    ("AppendParams", fields, size_of::<Params>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::split_scale;
+
+    #[test]
+    fn a_scale_is_split_exactly() {
+        for e in -127..=127 {
+            assert_eq!(split_scale((f64::from(e)).exp2() as f32), (1.0, e));
+        }
+        assert_eq!(split_scale(1.5), (1.0 / 1.5, 0));
+        assert_eq!(split_scale(0.375), (1.0 / 1.5, -2));
+    }
+}

@@ -1,0 +1,139 @@
+//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`].
+//!
+//! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
+//! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.
+
+mod args;
+mod kv_append;
+mod kv_copy_pages;
+mod merge_attn_states;
+mod table;
+
+pub use kv_append::{AppendBinding, AppendStep, KvAppend};
+pub use kv_copy_pages::{CopyBinding, CopySpec, CopyStep, KvCopyPages};
+pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+
+use super::Pipelines;
+use super::scope::scoped;
+use crate::compose::Source;
+use crate::{Dtype, Result};
+
+/// Invocations in a workgroup: WebGPU's default limit.
+const GROUP: u32 = 256;
+
+/// A pipeline over explicit layouts, so that a bind group fits every pipeline of its op.
+fn pipeline(
+    pipelines: &Pipelines,
+    source: &Source,
+    groups: &[&wgpu::BindGroupLayout],
+) -> Result<wgpu::ComputePipeline> {
+    let groups: Vec<_> = groups.iter().map(|&group| Some(group)).collect();
+    let layout = scoped(pipelines.device(), "a pipeline layout", || {
+        pipelines.device().create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+            label: Some(source.entry),
+            bind_group_layouts: &groups,
+            immediate_size: 0,
+        })
+    })?;
+    pipelines.get(source, &layout)
+}
+
+/// Workgroups for `items` items, folded in two: a dimension is limited. `limit` is that of the device.
+fn grid(items: u64, limit: u32) -> (u32, u32) {
+    let groups = items.div_ceil(u64::from(GROUP));
+    let x = groups.min(u64::from(limit)).max(1);
+    (x as u32, groups.div_ceil(x) as u32)
+}
+
+fn pass<'a>(encoder: &'a mut wgpu::CommandEncoder, label: &'static str) -> wgpu::ComputePass<'a> {
+    let label = Some(label);
+    encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label, timestamp_writes: None })
+}
+
+/// How an input of f32, f16 or bf16 is read. No op reads e4m3: their specs refuse it, and tests compile all others.
+fn lib_in(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../../shaders/lib/in_f32.wgsl"),
+        Dtype::F16 => include_str!("../../../shaders/lib/in_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../../shaders/lib/in_bf16.wgsl"),
+        Dtype::E4m3 => "",
+    }
+}
+
+/// How an output is rounded and written.
+fn lib_out(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../../shaders/lib/out_f32.wgsl"),
+        Dtype::F16 => include_str!("../../../shaders/lib/out_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../../shaders/lib/out_bf16.wgsl"),
+        Dtype::E4m3 => include_str!("../../../shaders/lib/out_e4m3.wgsl"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sources() -> Vec<Source> {
+        let mut all = merge_attn_states::every_source();
+        all.extend(kv_append::every_source());
+        all.extend(kv_copy_pages::every_source());
+        all
+    }
+
+    fn parse(source: &Source) -> naga::Module {
+        naga::front::wgsl::parse_str(&source.text)
+            .unwrap_or_else(|e| panic!("{}:\n{}", source.label, e.emit_to_string(&source.text)))
+    }
+
+    /// Offsets of the fields of a WGSL struct, and its size.
+    fn wgsl_layout(source: &Source, name: &str) -> (Vec<(String, usize)>, usize) {
+        let module = parse(source);
+        let (_, ty) = module.types.iter().find(|(_, ty)| ty.name.as_deref() == Some(name)).expect(name);
+        let naga::TypeInner::Struct { members, span } = &ty.inner else { panic!("{name} is no struct") };
+        let field = |m: &naga::StructMember| (m.name.clone().unwrap_or_default(), m.offset as usize);
+        (members.iter().map(field).collect(), *span as usize)
+    }
+
+    #[test]
+    fn every_variant_is_valid_without_any_feature() {
+        let mut labels: Vec<String> = sources().iter().map(|source| source.label.clone()).collect();
+        labels.sort();
+        labels.dedup();
+        // merge: quads and words; append: 3 inputs into 4 caches; copies: two widths
+        assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len(), "{labels:?}");
+        for source in sources() {
+            let module = parse(&source);
+            let flags = naga::valid::ValidationFlags::all();
+            let mut validator = naga::valid::Validator::new(flags, naga::valid::Capabilities::empty());
+            if let Err(e) = validator.validate(&module) {
+                panic!("{}:\n{}", source.label, e.emit_to_string(&source.text));
+            }
+            let entry = &module.entry_points[0];
+            assert_eq!((entry.name.as_str(), module.entry_points.len()), (source.entry, 1));
+            assert_eq!(entry.workgroup_size, [GROUP, 1, 1]);
+        }
+    }
+
+    #[test]
+    fn host_and_shader_agree_on_the_parameters() {
+        for source in sources() {
+            let (name, host, size) = match source.entry {
+                "merge_attn_states" => merge_attn_states::host_layout(),
+                "kv_append" => kv_append::host_layout(),
+                _ => kv_copy_pages::host_layout(),
+            };
+            let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
+            assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
+        }
+    }
+
+    #[test]
+    fn a_grid_covers_its_items() {
+        for items in [0, 1, 256, 257, 65_535 * 256, 65_535 * 256 + 1, u64::from(u32::MAX)] {
+            let (x, y) = grid(items, 65_535);
+            assert!(u64::from(x) * u64::from(y) * 256 >= items && x <= 65_535 && y <= 65_535);
+            assert_eq!(y == 0, items == 0);
+        }
+    }
+}
