@@ -7,7 +7,9 @@ use super::wanted::wanted;
 use crate::{Error, Result};
 
 /// An adapter, a device made from [`wanted`], its queue, and the pipelines compiled on it.
-#[derive(Debug)]
+///
+/// A clone is another handle on the same device.
+#[derive(Debug, Clone)]
 pub struct Gpu {
     /// The adapter that was picked.
     pub adapter: wgpu::Adapter,

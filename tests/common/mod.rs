@@ -5,3 +5,16 @@ pub mod case;
 pub mod close;
 pub mod paint;
 pub mod suite;
+
+/// A device, or `None` once it was said why there is none. With `MLA_REQUIRE_GPU=1` that is a failure.
+#[cfg(feature = "wgpu")]
+pub fn gpu_or_say_why() -> Option<wgpu_mla::gpu::Gpu> {
+    match wgpu_mla::gpu::Gpu::new() {
+        Ok(gpu) => Some(gpu),
+        Err(error) => {
+            assert!(std::env::var("MLA_REQUIRE_GPU").as_deref() != Ok("1"), "{error}");
+            eprintln!("NOT TESTED: {error}");
+            None
+        }
+    }
+}
