@@ -68,7 +68,13 @@ impl Check {
     }
 }
 
-fn compare(query: &[u8], cache: &[u8], out: &[u8], seq_lens: &[i32], table: &wgpu_mla::BlockTable) -> Verdict {
+fn compare(
+    query: &[u8],
+    cache: &[u8],
+    out: &[u8],
+    seq_lens: &[i32],
+    table: &wgpu_mla::BlockTable,
+) -> Verdict {
     let (want, _) = mla_decode(&Decode {
         num_heads: SPEC.shape.num_heads as usize,
         kv_lora_rank: SPEC.shape.kv_lora_rank as usize,

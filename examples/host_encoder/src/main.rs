@@ -6,6 +6,7 @@
 
 mod check;
 mod model;
+mod pace;
 
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -15,7 +16,7 @@ use eframe::egui_wgpu::{self, CallbackResources, ScreenDescriptor, WgpuSetup, Wg
 use wgpu_mla::wgpu;
 
 use check::Verdict;
-use model::{GOAL_MS, Model};
+use model::Model;
 
 const USAGE: &str = "usage: host_encoder [--frames N]";
 
@@ -29,7 +30,7 @@ fn main() -> ExitCode {
     };
     let shared = OnceLock::new();
     let options = eframe::NativeOptions {
-        viewport: egui::ViewportBuilder::default().with_inner_size([560.0, 470.0]),
+        viewport: egui::ViewportBuilder::default().with_inner_size([560.0, 460.0]),
         renderer: eframe::Renderer::Wgpu,
         wgpu_options: egui_wgpu::WgpuConfiguration { wgpu_setup: device_setup(), ..Default::default() },
         ..Default::default()
@@ -103,7 +104,10 @@ struct Window {
 }
 
 impl Window {
-    fn new(context: &eframe::CreationContext<'_>, frames: u64) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+    fn new(
+        context: &eframe::CreationContext<'_>,
+        frames: u64,
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let state = context.wgpu_render_state.as_ref().ok_or("eframe runs without wgpu")?;
         let model = Model::new(&state.device, &state.queue)?;
         let module = state.device.create_shader_module(wgpu::include_wgsl!("picture.wgsl"));
@@ -131,7 +135,10 @@ impl Window {
         let picture_group =
             model::bind(&state.device, &picture.get_bind_group_layout(0), &[&model.buffers.out]);
         let failed = OnceLock::new();
-        Ok(Self { scene: Arc::new(Scene { model: Mutex::new(model), picture, picture_group, failed }), frames })
+        Ok(Self {
+            scene: Arc::new(Scene { model: Mutex::new(model), picture, picture_group, failed }),
+            frames,
+        })
     }
 }
 
@@ -163,20 +170,20 @@ fn numbers(ui: &mut egui::Ui, model: &mut Model) {
     };
     let lines = [
         ("tokens/s", format!("{:.1}", stats.tokens_per_second())),
-        ("frame", format!("{:.1} ms, goal {GOAL_MS:.0} ms", stats.frame_ms)),
-        ("slices", format!("{} a step, next is {}", model.step.num_slices(), model.next_slice)),
+        ("frame", format!("{:.1} ms", stats.frame_ms)),
+        ("slices", format!("{} a step, {}", model.step.num_slices(), model.pace.describe())),
         ("sequence lengths", format!("{:?}", model.seq_lens().unwrap_or_default())),
         ("decodes", format!("{} in {} frames", stats.decodes, stats.frames)),
         ("one decode checked", check),
-        ("row", model.mla.why().to_owned()),
     ];
     egui::Grid::new("numbers").show(ui, |ui| {
         for (name, value) in lines {
             ui.strong(name);
-            ui.add(egui::Label::new(value).wrap());
+            ui.add(egui::Label::new(value).extend());
             ui.end_row();
         }
     });
+    ui.label(model.mla.why());
 }
 
 struct Callback(Arc<Scene>);

@@ -3,13 +3,14 @@
 use std::time::Instant;
 
 use wgpu_mla::gpu::ops::{AppendBinding, AppendStep, KvAppend};
-use wgpu_mla::gpu::{LayerBinding, MlaDecode, Options, Pipelines, SliceBudget, Step};
+use wgpu_mla::gpu::{LayerBinding, MlaDecode, Options, Pipelines, Step};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Batch, Capacity, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PagePool, Plan,
-    Policy, Result, SeqId, View, wgpu,
+    AppendLayer, AppendSpec, Batch, Capacity, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PagePool,
+    Plan, Policy, Result, SeqId, View, wgpu,
 };
 
 use crate::check::Check;
+use crate::pace::Pace;
 
 /// Tokens that each sequence begins with, and goes back to once it is full.
 const PROMPTS: [u32; 4] = [64, 320, 576, 832];
@@ -17,8 +18,6 @@ const FULL_TOKENS: u32 = 1024;
 pub const SEQUENCES: u32 = PROMPTS.len() as u32;
 /// A slice is made of whole splits, so they bound how finely a step can be cut.
 const SPLIT_TOKENS: u32 = 64;
-/// A frame is to take at most this long.
-pub const GOAL_MS: f64 = 1000.0 / 30.0;
 
 pub const SPEC: MlaSpec = MlaSpec {
     shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
@@ -48,7 +47,7 @@ pub struct Model {
     pub buffers: Buffers,
     /// The slice that the next frame records.
     pub next_slice: usize,
-    budget: SliceBudget,
+    pub pace: Pace,
     pub check: Option<Check>,
     pub stats: Stats,
 }
@@ -97,7 +96,7 @@ impl Model {
         let binding = mla.bind(SEQUENCES, &layer)?;
         let step = mla.step(Capacity::default())?;
 
-        let mut pool = PagePool::new(SPEC.kv);
+        let mut pool = PagePool::new(SPEC.kv)?;
         let sequences = PROMPTS.map(|_| pool.add()).to_vec();
 
         let token = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
@@ -110,11 +109,8 @@ impl Model {
         });
         let token_params =
             buffer(device, "host.token", 8, wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST);
-        let token_group = bind(
-            device,
-            &token.get_bind_group_layout(0),
-            &[&token_params, &buffers.rows, &buffers.query],
-        );
+        let token_group =
+            bind(device, &token.get_bind_group_layout(0), &[&token_params, &buffers.rows, &buffers.query]);
         Ok(Self {
             device: device.clone(),
             queue: queue.clone(),
@@ -132,8 +128,7 @@ impl Model {
             token_params,
             buffers,
             next_slice: 0,
-            // A guess, which `keep_pace` corrects.
-            budget: SliceBudget { milliseconds: 4.0, work_per_millisecond: 2e3 },
+            pace: Pace::new(device, queue),
             check: None,
             stats: Stats::default(),
         })
@@ -142,7 +137,6 @@ impl Model {
     /// Records this frame's share of a step. Whoever owns the encoder submits it, once, with the rest of the frame.
     pub fn record_frame(&mut self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
         self.stats.frame();
-        self.keep_pace();
         if self.next_slice == 0 {
             self.begin_step()?;
         }
@@ -157,7 +151,14 @@ impl Model {
         }
         drop(pass);
 
-        self.mla.record_slice(encoder, &self.step, &self.binding, self.next_slice);
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
+            label: Some("host.slice"),
+            timestamp_writes: self.pace.timestamps(),
+        });
+        self.mla.record_slice_in(&mut pass, &self.step, &self.binding, self.next_slice);
+        drop(pass);
+        // Slices are about equal, whole splits that they are.
+        self.pace.measure(encoder, self.plan.work() as f64 / self.step.num_slices() as f64);
         self.next_slice += 1;
 
         if self.next_slice == self.step.num_slices() {
@@ -189,16 +190,9 @@ impl Model {
         let (seq_lens, starts) = (self.seq_lens()?, query_start_loc());
         let batch = Batch::new(&seq_lens, &starts);
         self.plan.update(&SPEC, &self.mla.tiling(), &batch, Policy::FixedTokens(SPLIT_TOKENS))?;
-        self.step.set_slice_budget(Some(self.budget));
+        self.step.set_slice_budget(Some(self.pace.budget()));
         let table = self.block_table()?;
         self.mla.prepare(&self.queue, &mut self.step, &self.plan, table.page_table())
-    }
-
-    /// Less work a slice when frames take too long, more when there is time left. It counts from the next step on.
-    fn keep_pace(&mut self) {
-        let factor = if self.stats.frame_ms > GOAL_MS { 0.8 } else { 1.1 };
-        let rate = &mut self.budget.work_per_millisecond;
-        *rate = (*rate * factor).clamp(100.0, 1e7);
     }
 
     pub fn seq_lens(&self) -> Result<Vec<i32>> {
@@ -271,14 +265,21 @@ fn blend(mean_ms: &mut f64, last: Option<Instant>, now: Instant) {
 }
 
 pub fn buffer(device: &wgpu::Device, label: &str, size: u64, usage: wgpu::BufferUsages) -> wgpu::Buffer {
-    device.create_buffer(&wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false })
+    device.create_buffer(&wgpu::BufferDescriptor {
+        label: Some(label),
+        size,
+        usage,
+        mapped_at_creation: false,
+    })
 }
 
-pub fn bind(device: &wgpu::Device, layout: &wgpu::BindGroupLayout, buffers: &[&wgpu::Buffer]) -> wgpu::BindGroup {
-    let entry = |(buffer, binding): (&&wgpu::Buffer, u32)| wgpu::BindGroupEntry {
-        binding,
-        resource: buffer.as_entire_binding(),
-    };
-    let entries: Vec<_> = buffers.iter().zip(0..).map(entry).collect();
+pub fn bind(
+    device: &wgpu::Device,
+    layout: &wgpu::BindGroupLayout,
+    buffers: &[&wgpu::Buffer],
+) -> wgpu::BindGroup {
+    let resources = buffers.iter().map(|buffer| buffer.as_entire_binding()).zip(0..);
+    let entries: Vec<_> =
+        resources.map(|(resource, binding)| wgpu::BindGroupEntry { binding, resource }).collect();
     device.create_bind_group(&wgpu::BindGroupDescriptor { label: None, layout, entries: &entries })
 }
