@@ -95,8 +95,7 @@ fn compare(
     let mut largest = 0.0;
     for (at, (&got, &want)) in got.iter().zip(&want).enumerate() {
         let error = (f64::from(got) - want).abs();
-        // A NaN is above the tolerance too.
-        if !(error <= TOLERANCE) {
+        if error.is_nan() || error > TOLERANCE {
             return Err(format!("element {at} of out is {got}, the reference says {want}"));
         }
         largest = error.max(largest);
