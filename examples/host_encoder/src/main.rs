@@ -183,7 +183,7 @@ fn numbers(ui: &mut egui::Ui, model: &mut Model) {
             ui.end_row();
         }
     });
-    ui.label(format!("why: {}", model.mla.why()));
+    ui.label(format!("choice: {}", model.mla.why()));
 }
 
 struct Callback(Arc<Scene>);
