@@ -79,11 +79,6 @@ impl Variant {
 /// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables and the step's partial results.
 const STORAGE_BUFFERS: u32 = 7;
 
-/// The best variant that runs on `caps`.
-pub fn select(caps: &Caps, spec: &MlaSpec) -> Option<Variant> {
-    VARIANTS.into_iter().find(|variant| variant.runs_on(caps, spec).is_ok())
-}
-
 /// How a workgroup cuts a tile: see the head of `shaders/mla_decode.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tile {

@@ -151,7 +151,18 @@ impl MlaDecode {
         binding: &LayerBinding,
         index: usize,
     ) {
-        let pass = &mut begin_pass(encoder);
+        self.record_slice_in(&mut begin_pass(encoder), step, binding, index);
+    }
+
+    /// As [`MlaDecode::record_slice`], in the host's pass: with timestamps around it, a host learns what its
+    /// [`super::SliceBudget`] should be.
+    pub fn record_slice_in(
+        &self,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &Step,
+        binding: &LayerBinding,
+        index: usize,
+    ) {
         if index < step.num_slices() && self.set_groups(pass, step, binding) {
             self.dispatch_split(pass, step, binding, Some(index));
             if index + 1 == step.num_slices() {
