@@ -60,7 +60,8 @@ impl Recipe {
         }
         let group = |number: usize| {
             let of_group = |&(seq, s): &(usize, &(u32, u32, usize))| (s.2 == number).then_some(seq as u32);
-            let sequences: Vec<u32> = self.sequences.iter().enumerate().filter_map(|s| of_group(&s)).collect();
+            let sequences: Vec<u32> =
+                self.sequences.iter().enumerate().filter_map(|s| of_group(&s)).collect();
             SharedPrefix { sequences, tokens: self.prefix_tokens[number - 1] }
         };
         Arrays {
@@ -111,7 +112,8 @@ fn spec(num_heads: u32, page_size: u32) -> MlaSpec {
     }
 }
 
-const TILING: Tiling = Tiling { rows_per_tile: 16, tokens_per_block: 32, target_items: 8, min_split_tokens: 64 };
+const TILING: Tiling =
+    Tiling { rows_per_tile: 16, tokens_per_block: 32, target_items: 8, min_split_tokens: 64 };
 
 fn recipes() -> impl Strategy<Value = Recipe> {
     let tiling = (1..=40u32, 1..=64u32, 1..=60u32, 0..=200u32).prop_map(
@@ -315,7 +317,7 @@ fn check(recipe: &Recipe, arrays: &Arrays, plan: &Plan) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_key_is_attended_once_and_every_row_is_written_once(recipe in recipes()) {
@@ -342,7 +344,11 @@ fn refused(spec: &MlaSpec, batch: &Batch<'_>, policy: Policy) -> Error {
     let error = plan.update(spec, &TILING, batch, policy).unwrap_err();
     assert_eq!(plan.items, [], "after {error}");
     assert_eq!((plan.queries.len(), plan.merges.len(), plan.merge_slots.len()), (0, 0, 0), "after {error}");
-    assert_eq!((plan.num_slots, plan.num_queries, plan.page_list_len(), plan.work()), (0, 0, 0, 0), "after {error}");
+    assert_eq!(
+        (plan.num_slots, plan.num_queries, plan.page_list_len(), plan.work()),
+        (0, 0, 0, 0),
+        "after {error}"
+    );
     assert_eq!((plan.seq_lens.len(), plan.shared.len()), (0, 0), "after {error}");
     error
 }
@@ -367,7 +373,9 @@ fn refuses_arrays_of_wrong_lengths() {
 
 #[test]
 fn refuses_query_start_loc_that_starts_elsewhere_or_goes_down() {
-    for (starts, wrong) in [([1, 2, 3], 0), ([-1, 0, 1], 0), ([0, -1, 3], 1), ([0, 3, 2], 2), ([0, 0, i32::MIN], 2)] {
+    for (starts, wrong) in
+        [([1, 2, 3], 0), ([-1, 0, 1], 0), ([0, -1, 3], 1), ([0, 3, 2], 2), ([0, 0, i32::MIN], 2)]
+    {
         let error = refused(&spec(16, 16), &Batch::new(&[5, 6], &starts), Policy::Auto);
         assert!(matches!(error, Error::QueryStartLoc { index, .. } if index == wrong), "{starts:?}: {error}");
     }
@@ -377,7 +385,10 @@ fn refuses_query_start_loc_that_starts_elsewhere_or_goes_down() {
 fn refuses_lengths_that_no_pool_holds() {
     for len in [-1, i32::MIN, 16_001, i32::MAX] {
         let error = refused(&spec(16, 16), &Batch::new(&[5, len], &[0, 1, 2]), Policy::Auto);
-        assert!(matches!(error, Error::SeqLen { seq: 1, got, max: 16_000 } if got == i64::from(len)), "{error}");
+        assert!(
+            matches!(error, Error::SeqLen { seq: 1, got, max: 16_000 } if got == i64::from(len)),
+            "{error}"
+        );
     }
 }
 
@@ -386,7 +397,10 @@ fn refuses_bounds_past_the_sequence() {
     let batch = Batch { visibility: Visibility::Bounds(&[5, 7]), ..Batch::new(&[5, 6], &[0, 1, 2]) };
     for policy in POLICIES {
         let error = refused(&spec(16, 16), &batch, policy);
-        assert!(matches!(error, Error::Shape { what: "visible keys of a query token", got: 7, .. }), "{error}");
+        assert!(
+            matches!(error, Error::Shape { what: "visible keys of a query token", got: 7, .. }),
+            "{error}"
+        );
     }
 }
 
