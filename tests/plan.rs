@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use wgpu_mla::plan::DIRECT;
 use wgpu_mla::{
     Batch, Dtype, Error, KvSpec, MlaShape, MlaSpec, Plan, Policy, SharedPrefix, Tiling, Visibility,
@@ -316,8 +317,18 @@ fn check(recipe: &Recipe, arrays: &Arrays, plan: &Plan) {
     check_policy(recipe, arrays, plan, &shared);
 }
 
+/// The same draws in every run; another seed or more cases is a matter of editing this.
+fn config() -> ProptestConfig {
+    ProptestConfig {
+        cases: 2000,
+        failure_persistence: None,
+        rng_seed: RngSeed::Fixed(1),
+        ..ProptestConfig::default()
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn every_key_is_attended_once_and_every_row_is_written_once(recipe in recipes()) {
