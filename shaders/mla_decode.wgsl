@@ -175,7 +175,8 @@ fn mla_decode(
         parity = TOKENS - parity;
     }
 
-    // Each row's sum and maximum, for all threads.
+    // Each row's sum and maximum, for all threads, once the last of them has read `rescale` for its values.
+    workgroupBarrier();
     if (in_softmax) {
         quad_max[thread] = row_sum;
         if (softmax_quad == 0u) {

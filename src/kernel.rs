@@ -53,6 +53,13 @@ impl Variant {
                 "{STORAGE_BUFFERS} storage buffers are needed, the device was made with {has}"
             ));
         }
+        let threads = merge_threads(spec);
+        if threads > caps.max_invocations {
+            let has = caps.max_invocations;
+            return Err(format!(
+                "workgroups of {threads} invocations are needed, the device was made with {has}"
+            ));
+        }
         if self.tile(caps, spec).is_none() {
             return Err("the device was made with less workgroup memory than WebGPU's default 16 KiB".into());
         }
@@ -94,8 +101,8 @@ impl Tile {
     fn balanced(sum: Sum, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
         let heads = spec.shape.num_heads;
         let group_threads = spec.shape.kv_lora_rank / 8;
-        // Each tile reads the cache once more, which is worth about two rows of arithmetic.
-        let cost = |tile: &Self| heads.div_ceil(tile.rows()) * (tile.rows() + 2);
+        // Each tile reads the cache once more, which is worth about three rows of arithmetic.
+        let cost = |tile: &Self| heads.div_ceil(tile.rows()) * (tile.rows() + 3);
         [1, 2, 4]
             .into_iter()
             .flat_map(|row_groups| (1..=5).map(move |rows_per_group| (rows_per_group, row_groups)))
@@ -167,12 +174,18 @@ pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool)
     Some(source)
 }
 
+/// Groups of threads that share the partial results of a row: see the head of `shaders/mla_merge.wgsl`.
+const MERGE_GROUPS: u32 = 4;
+
+const fn merge_threads(spec: &MlaSpec) -> u32 {
+    MERGE_GROUPS * spec.shape.kv_lora_rank / 8
+}
+
 /// The kernel that merges a row's partial results.
 pub fn merge(spec: &MlaSpec) -> Source {
     let files = [include_str!("../shaders/mla_merge.wgsl")];
     let mut consts = shape_consts(spec);
-    let groups = 4;
-    consts.extend([("MERGE_GROUPS", groups), ("MERGE_THREADS", groups * spec.shape.kv_lora_rank / 8)]);
+    consts.extend([("MERGE_GROUPS", MERGE_GROUPS), ("MERGE_THREADS", merge_threads(spec))]);
     compose_step("mla_merge", spec.out.name(), spec, &consts, &files)
 }
 
@@ -250,3 +263,6 @@ const fn oct_file(dtype: Dtype) -> &'static str {
         Dtype::E4m3 => include_str!("../shaders/lib/oct_e4m3.wgsl"),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -66,7 +66,8 @@ pub struct Tiling {
     pub tokens_per_block: u32,
     /// Work items that fill the device.
     pub target_items: u32,
-    /// The automatic policy makes no split shorter than this.
+    /// The automatic policy aims at no split shorter than this. Splits are equal shares of their sequence, so one that is
+    /// just too long for a split becomes two of half the length.
     pub min_split_tokens: u32,
 }
 
@@ -236,12 +237,16 @@ impl Plan {
             return Err(Error::Shape { what: "tokens per split", got: 0, cure: "must be at least 1" });
         }
         self.check_batch(spec, batch)?;
-        self.lay_out_pages(spec);
+        self.check_prefixes(batch)?;
+        self.lay_out_pages(spec)?;
         self.share_prefixes(batch, policy, tiling)?;
         self.add_own_runs(batch)?;
         self.cut(spec.shape.num_heads, tiling, policy)?;
         self.list_merges();
-        self.items.sort_by_key(|item| std::cmp::Reverse(item.kv_end - item.kv_begin));
+        // A full order: an unstable sort needs no memory, and plans stay reproducible.
+        self.items.sort_unstable_by_key(|item| {
+            (std::cmp::Reverse(item.kv_end - item.kv_begin), item.first_row, item.kv_begin)
+        });
         Ok(())
     }
 
@@ -271,6 +276,9 @@ impl Plan {
                 cure: "one bound a query token",
             });
         }
+        // A token with a shared prefix stands twice.
+        let rows = u64::from(self.num_queries) * u64::from(spec.shape.num_heads) * 2;
+        countable("query rows of one step", rows, "use a smaller batch")?;
         let max = i64::try_from(spec.kv.num_slots()).unwrap_or(i64::MAX);
         for (seq, &len) in batch.seq_lens.iter().enumerate() {
             if len < 0 || i64::from(len) > max {
@@ -281,31 +289,43 @@ impl Plan {
         Ok(())
     }
 
-    fn lay_out_pages(&mut self, spec: &MlaSpec) {
+    /// Groups are checked even where the policy or their length leaves them unused: a mistake shows on the first batch.
+    fn check_prefixes(&mut self, batch: &Batch<'_>) -> Result<()> {
+        let in_group = &mut self.scratch.own_begin;
+        in_group.resize(self.seq_lens.len(), 0);
+        for &seq in batch.shared_prefixes.iter().flat_map(|group| &group.sequences) {
+            match in_group.get_mut(seq as usize) {
+                Some(seen @ 0) => *seen = 1,
+                _ => {
+                    let cure = "must be in the batch, and in one shared prefix only";
+                    return Err(Error::Shape { what: "SharedPrefix sequence", got: seq.into(), cure });
+                }
+            }
+        }
+        in_group.fill(0);
+        Ok(())
+    }
+
+    fn lay_out_pages(&mut self, spec: &MlaSpec) -> Result<()> {
         let mut at = 0u32;
         self.page_begin.push(at);
         for &len in &self.seq_lens {
-            at += (spec.kv.pages_for(len) + 1).next_multiple_of(PAGE_LIST_STRIDE);
+            let pages = (spec.kv.pages_for(len) + 1).next_multiple_of(PAGE_LIST_STRIDE);
+            let end = u64::from(at) + u64::from(pages);
+            at = countable("page list of one step", end, "use a smaller batch or larger pages")?;
             self.page_begin.push(at);
         }
+        Ok(())
     }
 
     /// One run for each group's prefix, ahead of the sequences' own.
     fn share_prefixes(&mut self, batch: &Batch<'_>, policy: Policy, tiling: &Tiling) -> Result<()> {
-        self.scratch.own_begin.resize(self.seq_lens.len(), 0);
         for group in batch.shared_prefixes {
             let unit = match policy {
                 Policy::FixedTokens(n) => n,
                 Policy::Auto => tiling.tokens_per_block.max(1),
                 Policy::OneSplit => continue,
             };
-            for (i, &seq) in group.sequences.iter().enumerate() {
-                let known = self.seq_lens.get(seq as usize).is_some();
-                if !known || group.sequences[..i].contains(&seq) || self.scratch.own_begin[seq as usize] > 0 {
-                    let cure = "must be in the batch, and in one shared prefix only";
-                    return Err(Error::Shape { what: "SharedPrefix sequence", got: seq.into(), cure });
-                }
-            }
             let shortest = group.sequences.iter().map(|&s| self.seq_lens[s as usize]).min().unwrap_or(0);
             let tokens = group.tokens.min(shortest) / unit * unit;
             if tokens == 0 || group.sequences.len() < 2 {
@@ -385,6 +405,9 @@ impl Plan {
             // A run with nothing left to attend still owes its rows an output, unless the prefix gives it.
             let splits = if tokens == 0 { u32::from(!run.partial) } else { tokens.div_ceil(chunk) };
             let direct = splits == 1 && !run.partial;
+            let slots = if direct { 0 } else { u64::from(splits) * u64::from(rows) };
+            let cure = "use longer splits or a smaller batch";
+            countable("partial results of one step", u64::from(self.num_slots) + slots, cure)?;
             for split in 0..splits {
                 let cut = |k: u32| match policy {
                     // Equal shares on block boundaries, so that no split is a short remainder.
@@ -402,13 +425,7 @@ impl Plan {
                     for q in 0..run.num_queries {
                         self.scratch.partials.push((run.first_query + q, slot + q * heads));
                     }
-                    let slots = self.num_slots.checked_add(rows).filter(|&s| s < DIRECT);
-                    self.num_slots = slots.ok_or(Error::Limit {
-                        what: "partial results of one step",
-                        need: u64::from(self.num_slots) + u64::from(rows),
-                        limit: DIRECT.into(),
-                        cure: "use longer splits or a smaller batch",
-                    })?;
+                    self.num_slots += rows;
                 }
                 for tile in (0..rows).step_by(per_tile as usize) {
                     let first_row = run.first_query * heads + tile;
@@ -435,11 +452,11 @@ impl Plan {
         Ok(())
     }
 
-    /// Gathers each token's slots. Prefix runs come first in `partials`, so a stable sort keeps token order.
+    /// Gathers each token's slots. Slots were given out prefixes first and then in token order: they are the order.
     fn list_merges(&mut self) {
         let queries = &self.queries;
         let partials = &mut self.scratch.partials;
-        partials.sort_by_key(|&(query, _)| queries[query as usize].token);
+        partials.sort_unstable_by_key(|&(query, slot)| (queries[query as usize].token, slot));
         for &(query, slot) in partials.iter() {
             let token = queries[query as usize].token;
             let at = self.merge_slots.len() as u32;
@@ -457,6 +474,13 @@ impl WorkItem {
     pub fn work(&self) -> u64 {
         u64::from(self.num_rows) * u64::from(self.kv_end - self.kv_begin)
     }
+}
+
+/// `count`, where it can be told from [`DIRECT`].
+fn countable(what: &'static str, count: u64, cure: &'static str) -> Result<u32> {
+    let limit = DIRECT - 1;
+    let got = u32::try_from(count).ok().filter(|&count| count <= limit);
+    got.ok_or(Error::Limit { what, need: count, limit: limit.into(), cure })
 }
 
 /// The smallest split length, in blocks, with which the batch makes no more items than the device wants.

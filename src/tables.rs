@@ -101,6 +101,25 @@ impl Capacity {
         })
     }
 
+    /// # Errors
+    /// [`Error::Length`] that names the first field that is too small.
+    fn check(&self, need: &Self) -> Result<()> {
+        for (what, got, want) in [
+            ("Capacity::items", self.items, need.items),
+            ("Capacity::queries", self.queries, need.queries),
+            ("Capacity::pages", self.pages, need.pages),
+            ("Capacity::merges", self.merges, need.merges),
+            ("Capacity::merge_slots", self.merge_slots, need.merge_slots),
+            ("Capacity::slots", self.slots, need.slots),
+        ] {
+            if got < want {
+                let cure = "use `Capacity::of` the plan, or `grown_to` it";
+                return Err(Error::Length { what, got: got.into(), want: want.into(), cure });
+            }
+        }
+        Ok(())
+    }
+
     fn zip(self, other: Self, f: impl Fn(u32, u32) -> u32) -> Self {
         Self {
             items: f(self.items, other.items),
@@ -112,14 +131,18 @@ impl Capacity {
         }
     }
 
-    /// The header of empty tables of this capacity.
+    /// The header of empty tables of this capacity. Tables of more words than 32 bits count have no place for their last
+    /// sections: `end` is then `u32::MAX`, which no other table has.
     pub fn header(&self, kv: &KvSpec) -> Header {
-        let words = |count: u32, size: usize| (count * (size / 4) as u32).next_multiple_of(4);
+        let after = |begin: u32, count: u32, size: usize| {
+            let end = u64::from(begin) + (u64::from(count) * (size as u64 / 4)).next_multiple_of(4);
+            u32::try_from(end).unwrap_or(u32::MAX)
+        };
         let items = HEADER_WORDS;
-        let queries = items + words(self.items, size_of::<WorkItem>());
-        let merges = queries + words(self.queries, size_of::<QueryToken>());
-        let merge_slots = merges + words(self.merges, size_of::<Merge>());
-        let pages = merge_slots + words(self.merge_slots, 4);
+        let queries = after(items, self.items, size_of::<WorkItem>());
+        let merges = after(queries, self.queries, size_of::<QueryToken>());
+        let merge_slots = after(merges, self.merges, size_of::<Merge>());
+        let pages = after(merge_slots, self.merge_slots, 4);
         Header {
             num_items: 0,
             num_merges: 0,
@@ -130,7 +153,7 @@ impl Capacity {
             merges,
             merge_slots,
             pages,
-            end: pages + words(self.pages, 4),
+            end: after(pages, self.pages, 4),
             reserved: [0; 6],
         }
     }
@@ -172,7 +195,8 @@ pub const HEADER_WORDS: u32 = (size_of::<Header>() / 4) as u32;
 /// Every page id that a kernel will follow is checked here.
 ///
 /// # Errors
-/// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`]; `words` are then not to be used.
+/// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`] and [`Error::Limit`];
+/// `words` are then not to be used.
 pub fn write_tables(
     words: &mut Vec<u32>,
     capacity: &Capacity,
@@ -180,7 +204,17 @@ pub fn write_tables(
     pages: PageTable<'_>,
     kv: &KvSpec,
 ) -> Result<Header> {
+    capacity.check(&Capacity::of(plan))?;
     let mut header = capacity.header(kv);
+    if header.end == u32::MAX {
+        let (need, limit) = (u64::from(header.end), u64::from(header.end) - 1);
+        return Err(Error::Limit {
+            what: "words of a step's tables",
+            need,
+            limit,
+            cure: "use a smaller batch",
+        });
+    }
     header.num_items = plan.items.len() as u32;
     header.num_merges = plan.merges.len() as u32;
     words.resize(header.end as usize, 0);
@@ -203,11 +237,13 @@ fn put<T: Pod>(words: &mut [u32], at: u32, section: &[T]) {
 fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec) -> Result<()> {
     let rows = plan.seq_lens.len();
     match pages {
-        PageTable::Dense { block_table, max_pages } if block_table.len() != rows * max_pages => {
+        PageTable::Dense { block_table, max_pages }
+            if Some(block_table.len()) != rows.checked_mul(max_pages) =>
+        {
             return Err(Error::Length {
                 what: "block_table",
                 got: block_table.len() as u64,
-                want: (rows * max_pages) as u64,
+                want: rows.saturating_mul(max_pages) as u64,
                 cure: "one row of max_pages entries a sequence",
             });
         }
@@ -286,5 +322,70 @@ pub(crate) fn changed_runs(old: &[u32], new: &[u32], mut emit: impl FnMut(std::o
     }
     if let Some(done) = run {
         emit(done);
+    }
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::changed_runs;
+
+    fn runs(old: &[u32], new: &[u32]) -> Vec<(usize, usize)> {
+        let mut runs = Vec::new();
+        changed_runs(old, new, |run| runs.push((run.start, run.end)));
+        runs
+    }
+
+    #[test]
+    fn what_did_not_change_is_not_sent() {
+        let old: Vec<u32> = (0..5000).collect();
+        assert_eq!(runs(&old, &old), []);
+        assert_eq!(runs(&old, &old[..300]), [], "a shorter array is there already");
+        assert_eq!(runs(&[], &[]), []);
+    }
+
+    #[test]
+    fn what_is_new_is_sent() {
+        let new: Vec<u32> = (0..5000).collect();
+        assert_eq!(runs(&[], &new), [(0, 5000)]);
+        // The chunk that the old end is in is sent whole.
+        assert_eq!(runs(&new[..300], &new), [(256, 5000)]);
+    }
+
+    #[test]
+    fn near_changes_are_one_run_and_far_ones_two() {
+        let old = vec![0; 5000];
+        let with = |changed: &[usize]| {
+            let mut new = old.clone();
+            changed.iter().for_each(|&at| new[at] = 1);
+            new
+        };
+        assert_eq!(runs(&old, &with(&[255])), [(0, 256)]);
+        assert_eq!(runs(&old, &with(&[4999])), [(4864, 5000)], "the last chunk is short");
+        assert_eq!(runs(&old, &with(&[0, 256 * 5])), [(0, 256 * 6)], "four unchanged chunks between");
+        assert_eq!(runs(&old, &with(&[0, 256 * 6])), [(0, 256), (256 * 6, 256 * 7)], "five");
+    }
+
+    /// Whatever the arrays are: applied to the old one, the runs make the new one.
+    #[test]
+    fn the_runs_make_the_new_array() {
+        let mut seed = 1u32;
+        let mut next = || {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (seed >> 8) as usize
+        };
+        for _ in 0..200 {
+            let mut old = vec![7; next() % 4000];
+            let mut new = vec![7; next() % 4000];
+            for _ in 0..next() % 6 {
+                let at = next() % new.len().max(1);
+                new.iter_mut().skip(at).take(3).for_each(|word| *word = 8);
+            }
+            let runs = runs(&old, &new);
+            old.resize(new.len().max(old.len()), 0);
+            for (begin, end) in runs {
+                old[begin..end].copy_from_slice(&new[begin..end]);
+            }
+            assert_eq!(old[..new.len()], new);
+        }
     }
 }

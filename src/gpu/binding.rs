@@ -1,5 +1,6 @@
 //! A layer's buffers, checked and bound once.
 
+use bytemuck::{Pod, Zeroable};
 use wgpu::util::DeviceExt;
 
 use super::pipelines::{Layouts, Pipelines};
@@ -17,8 +18,31 @@ pub struct LayerBinding {
     pub(crate) owner: u64,
 }
 
-/// `Layer` of shaders/lib/layer.wgsl, all fields as words.
-const LAYER_WORDS: usize = 20;
+/// `Layer` of shaders/lib/layer.wgsl; a test compares both. An oct is eight neighbouring elements.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+pub(crate) struct LayerUniform {
+    pub(crate) logit_scale: f32,
+    pub(crate) out_scale: f32,
+    pub(crate) lse_scale: f32,
+    pub(crate) num_heads: u32,
+    pub(crate) q_nope_at: u32,
+    pub(crate) q_nope_token_stride: u32,
+    pub(crate) q_nope_head_stride: u32,
+    pub(crate) q_pe_at: u32,
+    pub(crate) q_pe_token_stride: u32,
+    pub(crate) q_pe_head_stride: u32,
+    pub(crate) kv_at: u32,
+    pub(crate) kv_block_stride: u32,
+    pub(crate) out_at: u32,
+    pub(crate) out_token_stride: u32,
+    pub(crate) out_head_stride: u32,
+    pub(crate) lse_at: u32,
+    pub(crate) lse_token_stride: u32,
+    pub(crate) lse_head_stride: u32,
+    pub(crate) reserved_0: u32,
+    pub(crate) reserved_1: u32,
+}
 
 pub(crate) fn bind(
     pipelines: &Pipelines,
@@ -65,36 +89,36 @@ pub(crate) fn bind(
         window("lse", layer.lse.buffer, layer.lse.offset, layer.lse.end(tokens, heads, 1), 4)?,
     ];
 
-    let (logits, value, lse) = kernel_scales(layer);
+    let (logit_scale, out_scale, lse_scale) = kernel_scales(layer);
     let octs = |elems: u64| (elems / 8) as u32;
-    let words: [u32; LAYER_WORDS] = [
-        logits.to_bits(),
-        value.to_bits(),
-        lse.to_bits(),
-        spec.shape.num_heads,
-        octs(windows[0].begin / q_bytes),
-        octs(q_nope.token_stride),
-        octs(q_nope.head_stride),
-        octs(windows[1].begin / q_bytes),
-        octs(q_pe.token_stride),
-        octs(q_pe.head_stride),
-        octs(windows[2].begin / kv_bytes),
-        octs(layer.kv.block_stride),
-        octs(windows[3].begin / out_bytes),
-        octs(layer.out.token_stride),
-        octs(layer.out.head_stride),
-        (windows[4].begin / 4) as u32,
-        layer.lse.token_stride as u32,
-        layer.lse.head_stride as u32,
-        0,
-        0,
-    ];
+    let uniform = LayerUniform {
+        logit_scale,
+        out_scale,
+        lse_scale,
+        num_heads: spec.shape.num_heads,
+        q_nope_at: octs(windows[0].begin / q_bytes),
+        q_nope_token_stride: octs(q_nope.token_stride),
+        q_nope_head_stride: octs(q_nope.head_stride),
+        q_pe_at: octs(windows[1].begin / q_bytes),
+        q_pe_token_stride: octs(q_pe.token_stride),
+        q_pe_head_stride: octs(q_pe.head_stride),
+        kv_at: octs(windows[2].begin / kv_bytes),
+        kv_block_stride: octs(layer.kv.block_stride),
+        out_at: octs(windows[3].begin / out_bytes),
+        out_token_stride: octs(layer.out.token_stride),
+        out_head_stride: octs(layer.out.head_stride),
+        lse_at: (windows[4].begin / 4) as u32,
+        lse_token_stride: layer.lse.token_stride as u32,
+        lse_head_stride: layer.lse.head_stride as u32,
+        reserved_0: 0,
+        reserved_1: 0,
+    };
 
     let device = pipelines.device();
     let group = scoped(device, "a layer's binding", || {
         let uniform = device.create_buffer_init(&wgpu::util::BufferInitDescriptor {
             label: Some("mla.layer"),
-            contents: bytemuck::cast_slice(&words),
+            contents: bytemuck::bytes_of(&uniform),
             usage: wgpu::BufferUsages::UNIFORM,
         });
         let resources = windows.iter().map(Window::resource).chain([uniform.as_entire_binding()]);

@@ -23,6 +23,8 @@ mod wanted;
 
 pub use backend::GpuDecode;
 pub use binding::LayerBinding;
+#[cfg(test)]
+pub(crate) use binding::LayerUniform;
 pub use decode::{MlaDecode, Options};
 pub use device::Gpu;
 pub use pipelines::Pipelines;

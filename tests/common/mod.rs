@@ -4,6 +4,8 @@
 pub mod case;
 pub mod close;
 pub mod paint;
+#[cfg(feature = "wgpu")]
+pub mod rig;
 pub mod suite;
 
 /// A device, or `None` once it was said why there is none. With `MLA_REQUIRE_GPU=1` that is a failure.

@@ -1,0 +1,394 @@
+//! The composed kernels as naga reads them: they are valid, they fit the device that they were composed for, and they
+//! agree with the host on every layout.
+
+use std::mem::{offset_of, size_of};
+
+use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
+use naga::{AddressSpace, Expression, Literal, Module, TypeInner};
+
+use super::*;
+use crate::gpu::LayerUniform;
+use crate::plan::{DIRECT, Merge, QueryToken, WorkItem};
+use crate::tables::{HEADER_WORDS, Header};
+use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
+
+const HEADS: [u32; 7] = [1, 6, 8, 16, 20, 40, 128];
+const OUTS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+
+/// WebGPU's defaults, a software device, and a large card: limits as their drivers report them.
+fn devices() -> [Caps; 3] {
+    let subgroups = |lanes, kib: u32| Caps {
+        subgroups: true,
+        min_subgroup_size: lanes,
+        max_subgroup_size: lanes,
+        shader_f16: true,
+        workgroup_memory_bytes: kib << 10,
+        max_invocations: 1024,
+        ..Caps::WEBGPU
+    };
+    [Caps::WEBGPU, subgroups(8, 32), subgroups(32, 48)]
+}
+
+fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaSpec {
+    MlaSpec {
+        shape: MlaShape { num_heads, kv_lora_rank: dims.0, qk_rope_head_dim: dims.1 },
+        kv: KvSpec { dtype: cache, page_size: 16, num_pages: 64 },
+        query,
+        out,
+    }
+}
+
+fn all_dims() -> impl Iterator<Item = (u32, u32)> {
+    SUPPORTED_DIMS.iter().map(|&(l, r, _)| (l, r))
+}
+
+/// Every `(query, cache, out)`.
+fn all_dtypes() -> Vec<(Dtype, Dtype, Dtype)> {
+    let pairs = Dtype::ALL.into_iter().flat_map(|query| Dtype::ALL.map(|cache| (query, cache)));
+    pairs.flat_map(|(query, cache)| OUTS.map(|out| (query, cache, out))).collect()
+}
+
+/// Parses and validates as wgpu does on a device with the features that the variant asks for, and no more.
+fn valid(source: &Source, subgroups: bool) -> (Module, ModuleInfo) {
+    let module = naga::front::wgsl::parse_str(&source.text)
+        .unwrap_or_else(|error| panic!("{}: {}", source.label, error.emit_to_string(&source.text)));
+    let info = validate(&module, subgroups)
+        .unwrap_or_else(|error| panic!("{}: {}", source.label, error.emit_to_string(&source.text)));
+    (module, info)
+}
+
+fn validate(
+    module: &Module,
+    subgroups: bool,
+) -> Result<ModuleInfo, naga::WithSpan<naga::valid::ValidationError>> {
+    // Reading f16 as f32 is part of WGSL without features, though naga can be told otherwise.
+    let plain = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
+    let capabilities = if subgroups { plain | Capabilities::SUBGROUP } else { plain };
+    Validator::new(ValidationFlags::all(), capabilities).validate(module)
+}
+
+/// Bytes of each variable of an address space, with its name.
+fn sizes(module: &Module, wanted: impl Fn(AddressSpace) -> bool) -> Vec<(String, u32)> {
+    let context = module.to_ctx();
+    module
+        .global_variables
+        .iter()
+        .filter(|(_, variable)| wanted(variable.space))
+        .map(|(_, variable)| {
+            (variable.name.clone().unwrap_or_default(), module.types[variable.ty].inner.size(context))
+        })
+        .collect()
+}
+
+/// What holds for every kernel of a step.
+fn check_module(source: &Source, module: &Module, caps: &Caps) {
+    let label = &source.label;
+    assert!(!source.text.contains("// unroll"), "{label}: a marked loop was left rolled");
+    let [entry] = &module.entry_points[..] else { panic!("{label}: one entry point, please") };
+    assert_eq!(entry.name, source.entry);
+    let threads: u32 = entry.workgroup_size.iter().product();
+    assert!(threads <= caps.max_invocations.min(256), "{label}: {threads} invocations");
+
+    let shared = sizes(module, |space| space == AddressSpace::WorkGroup);
+    for (name, bytes) in &shared {
+        // Others would shift their neighbours off 16-byte alignment, which some drivers do not expect.
+        assert!(bytes.is_multiple_of(16), "{label}: {name} has {bytes} bytes of workgroup memory");
+    }
+    let bytes: u32 = shared.iter().map(|(_, bytes)| bytes).sum();
+    assert!(bytes <= caps.workgroup_memory_bytes, "{label}: {bytes} bytes of workgroup memory");
+
+    let storage = sizes(module, |space| matches!(space, AddressSpace::Storage { .. })).len() as u32;
+    assert_eq!(storage, STORAGE_BUFFERS, "{label}: storage buffers");
+    assert!(storage <= Caps::WEBGPU.max_storage_buffers);
+
+    // Past about 256 words a lane, drivers spill.
+    let locals = entry.function.local_variables.iter();
+    let bytes: u32 = locals.map(|(_, local)| module.types[local.ty].inner.size(module.to_ctx())).sum();
+    assert!(bytes <= 1024, "{label}: {bytes} bytes of local variables");
+}
+
+fn check_decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) {
+    let source = decode(variant, caps, spec, clamp_pages).expect("composed only where it runs");
+    let (module, _) = valid(&source, variant.sum == Sum::Subgroup);
+    check_module(&source, &module, caps);
+
+    let tile = variant.tile(caps, spec).expect("it was composed");
+    assert_eq!(module.entry_points[0].workgroup_size, [tile.threads(), 1, 1], "{}", source.label);
+    // The tile is chosen by this estimate, so it has to be what the device will see.
+    let bytes: u32 = sizes(&module, |space| space == AddressSpace::WorkGroup).iter().map(|v| v.1).sum();
+    assert_eq!(bytes, tile.workgroup_bytes(variant.sum), "{}", source.label);
+    assert_eq!(constant(&module, "CLAMP_PAGES"), u32::from(clamp_pages), "{}", source.label);
+}
+
+/// The value of a module constant.
+fn constant(module: &Module, name: &str) -> u32 {
+    let named = module.constants.iter().find(|(_, constant)| constant.name.as_deref() == Some(name));
+    let (_, constant) = named.unwrap_or_else(|| panic!("no constant {name}"));
+    match module.global_expressions[constant.init] {
+        Expression::Literal(Literal::U32(value)) => value,
+        Expression::Literal(Literal::Bool(value)) => u32::from(value),
+        ref other => panic!("{name} is {other:?}"),
+    }
+}
+
+fn runs_somewhere() -> impl Iterator<Item = (Variant, Caps)> {
+    let any = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
+    let pairs = VARIANTS.into_iter().flat_map(|variant| devices().map(|caps| (variant, caps)));
+    pairs.filter(move |(variant, caps)| variant.runs_on(caps, &any).is_ok())
+}
+
+/// Every tile with a few dtypes each, walked so that all of them are met.
+#[test]
+fn every_tile_is_valid_and_fits() {
+    let dtypes = all_dtypes();
+    let mut at = 0;
+    for (variant, caps) in runs_somewhere() {
+        for dims in all_dims() {
+            for heads in HEADS {
+                for clamp_pages in [false, true] {
+                    let (query, cache, out) = dtypes[at % dtypes.len()];
+                    at += 7; // coprime to their number
+                    check_decode(&variant, &caps, &spec(dims, heads, query, cache, out), clamp_pages);
+                }
+            }
+        }
+    }
+}
+
+/// Every triple of dtypes, on the weakest device of each variant.
+#[test]
+fn every_dtype_is_valid_in_every_variant() {
+    for variant in VARIANTS {
+        let caps = devices().into_iter().find(|caps| {
+            variant.runs_on(caps, &spec((512, 64), 8, Dtype::F32, Dtype::F32, Dtype::F32)).is_ok()
+        });
+        let caps = caps.expect("each variant runs somewhere");
+        for (i, (query, cache, out)) in all_dtypes().into_iter().enumerate() {
+            let dims = all_dims().nth(i % SUPPORTED_DIMS.len()).expect("in range");
+            check_decode(&variant, &caps, &spec(dims, 8, query, cache, out), i % 2 == 0);
+        }
+    }
+}
+
+#[test]
+fn every_merge_is_valid_and_fits() {
+    for dims in all_dims() {
+        for (query, cache, out) in all_dtypes() {
+            let source = merge(&spec(dims, 16, query, cache, out));
+            let (module, _) = valid(&source, false);
+            check_module(&source, &module, &Caps::WEBGPU);
+        }
+    }
+}
+
+/// Only the variant that says so needs subgroups.
+#[test]
+fn subgroup_operations_are_in_the_subgroup_variant_only() {
+    let caps = devices()[1];
+    let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
+    for variant in VARIANTS {
+        let source = decode(&variant, &caps, &spec, false).expect("it runs");
+        let module = naga::front::wgsl::parse_str(&source.text).expect("it parses");
+        assert_eq!(validate(&module, false).is_err(), variant.sum == Sum::Subgroup, "{}", variant.name);
+    }
+}
+
+/// Members of a struct of the module: names, offsets, and its size.
+fn members(module: &Module, name: &str) -> (Vec<(String, usize)>, usize) {
+    let named = module.types.iter().find(|(_, ty)| ty.name.as_deref() == Some(name));
+    match &named.unwrap_or_else(|| panic!("no struct {name}")).1.inner {
+        TypeInner::Struct { members, span } => {
+            let member = |m: &naga::StructMember| (m.name.clone().unwrap_or_default(), m.offset as usize);
+            (members.iter().map(member).collect(), *span as usize)
+        }
+        other => panic!("{name} is {other:?}"),
+    }
+}
+
+/// The same of a host struct.
+macro_rules! host_members {
+    ($of:ty: $($field:ident),+) => {
+        (vec![$((stringify!($field).to_owned(), offset_of!($of, $field))),+], size_of::<$of>())
+    };
+}
+
+fn any_decode() -> (Source, Module) {
+    let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
+    let source = decode(&VARIANTS[1], &Caps::WEBGPU, &spec, false).expect("the last variant runs everywhere");
+    let (module, _) = valid(&source, false);
+    (source, module)
+}
+
+#[test]
+fn uniforms_are_laid_out_as_the_host_writes_them() {
+    let (_, module) = any_decode();
+    let host = host_members!(
+        LayerUniform: logit_scale,
+        out_scale,
+        lse_scale,
+        num_heads,
+        q_nope_at,
+        q_nope_token_stride,
+        q_nope_head_stride,
+        q_pe_at,
+        q_pe_token_stride,
+        q_pe_head_stride,
+        kv_at,
+        kv_block_stride,
+        out_at,
+        out_token_stride,
+        out_head_stride,
+        lse_at,
+        lse_token_stride,
+        lse_head_stride,
+        reserved_0,
+        reserved_1
+    );
+    assert_eq!(members(&module, "Layer"), host);
+    // The step writes words 0 and 1 of each slice and binds 16 bytes.
+    let names = ["first_item", "end_item", "reserved_0", "reserved_1"];
+    let words: Vec<_> = names.iter().enumerate().map(|(i, name)| ((*name).to_owned(), i * 4)).collect();
+    assert_eq!(members(&module, "Slice"), (words, 16));
+}
+
+#[test]
+fn header_words_are_where_the_host_writes_them() {
+    let (_, module) = any_decode();
+    for (name, offset) in [
+        ("NUM_ITEMS", offset_of!(Header, num_items)),
+        ("NUM_MERGES", offset_of!(Header, num_merges)),
+        ("PAGE_SIZE", offset_of!(Header, page_size)),
+        ("NUM_PAGES", offset_of!(Header, num_pages)),
+        ("ITEMS_AT", offset_of!(Header, items)),
+        ("QUERIES_AT", offset_of!(Header, queries)),
+        ("MERGES_AT", offset_of!(Header, merges)),
+        ("MERGE_SLOTS_AT", offset_of!(Header, merge_slots)),
+        ("PAGES_AT", offset_of!(Header, pages)),
+    ] {
+        assert_eq!(constant(&module, name) as usize * 4, offset, "{name}");
+    }
+    assert_eq!(constant(&module, "DIRECT"), DIRECT);
+    assert!(HEADER_WORDS.is_multiple_of(4), "items follow the header");
+}
+
+/// Sections of the tables are words to the shaders, which read them as `let FIELD = tables[PLACE + WORD]`.
+#[test]
+fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
+    let (decode, _) = any_decode();
+    let merge = merge(&spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32));
+    let reads = |source: &Source, place: &str, stride: &str, size: usize, fields: &[(&str, usize)]| {
+        let stride = format!("{stride} * {}u;", size / 4);
+        assert!(source.text.contains(&stride), "{} lacks {stride:?}", source.label);
+        for &(expected, offset) in fields {
+            let word = if offset == 0 { String::new() } else { format!(" + {}u", offset / 4) };
+            let read = expected.replace("{}", &format!("tables[{place}{word}]"));
+            assert!(source.text.contains(&read), "{} lacks {read:?}", source.label);
+        }
+    };
+    reads(
+        &decode,
+        "item_at",
+        "let item_at = tables[ITEMS_AT] + item",
+        size_of::<WorkItem>(),
+        &[
+            ("let first_row = {};", offset_of!(WorkItem, first_row)),
+            ("let num_rows = {};", offset_of!(WorkItem, num_rows)),
+            ("let page_begin = {};", offset_of!(WorkItem, page_begin)),
+            ("let kv_begin = {};", offset_of!(WorkItem, kv_begin)),
+            ("let kv_end = {};", offset_of!(WorkItem, kv_end)),
+            ("let slot = {};", offset_of!(WorkItem, slot)),
+        ],
+    );
+    reads(
+        &decode,
+        "at",
+        "let at = tables[QUERIES_AT] + (index / layer.num_heads)",
+        size_of::<QueryToken>(),
+        &[("return Query({}, ", offset_of!(QueryToken, token)), (", {});", offset_of!(QueryToken, visible))],
+    );
+    reads(
+        &merge,
+        "merge_at",
+        "let merge_at = tables[MERGES_AT] + merge",
+        size_of::<Merge>(),
+        &[
+            ("let token = {};", offset_of!(Merge, token)),
+            ("let begin = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, begin)),
+            ("let end = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, end)),
+        ],
+    );
+}
+
+/// Rows of a tile that hold no head, as a share of all rows computed, in percent.
+fn waste(heads: u32, rows: u32) -> u32 {
+    let computed = heads.div_ceil(rows) * rows;
+    (computed - heads) * 100 / computed
+}
+
+#[test]
+fn tiles_serve_many_heads_and_waste_few_rows() {
+    let mut worst = (0, String::new());
+    for (variant, caps) in runs_somewhere() {
+        for dims in all_dims() {
+            let rows = |heads| {
+                let spec = spec(dims, heads, Dtype::F16, Dtype::F16, Dtype::F32);
+                variant.tiling(&caps, &spec).expect("it runs").rows_per_tile
+            };
+            for heads in 1..=128 {
+                let rows = rows(heads);
+                let what = format!("{} {dims:?} {heads} heads: tiles of {rows} rows", variant.name);
+                let least = if caps == Caps::WEBGPU { 4 } else { 8 };
+                assert!(heads < 8 || rows >= least, "{what}");
+                let waste = waste(heads, rows);
+                assert!(waste <= 25, "{what}: {waste} % wasted");
+                if waste > worst.0 {
+                    worst = (waste, what);
+                }
+            }
+            // Heads of real models that are no power of two.
+            for heads in [6, 12, 20, 40, 96] {
+                assert_eq!(waste(heads, rows(heads)), 0, "{} {dims:?}: {heads} heads", variant.name);
+            }
+        }
+    }
+    println!("most wasted rows: {} % by {}", worst.0, worst.1);
+}
+
+#[test]
+fn what_a_device_lacks_is_said() {
+    let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
+    let good = devices()[1];
+    let [subgroup, shared] = VARIANTS;
+    assert_eq!(select(&good, &spec), Some(subgroup));
+    assert_eq!(select(&Caps::WEBGPU, &spec), Some(shared));
+    for (what, caps, variant) in [
+        ("SUBGROUP", Caps { subgroups: false, ..good }, subgroup),
+        ("4 lanes", Caps { min_subgroup_size: 4, ..good }, subgroup),
+        ("storage buffers", Caps { max_storage_buffers: 6, ..good }, shared),
+        ("workgroup memory", Caps { workgroup_memory_bytes: 512, ..good }, shared),
+        ("invocations", Caps { max_invocations: 128, ..good }, shared),
+        ("invocations", Caps { max_invocations: 32, ..good }, shared),
+    ] {
+        let why = variant.runs_on(&caps, &spec).expect_err(what);
+        assert!(why.contains(what), "{why:?} does not say {what:?}");
+    }
+}
+
+/// The promise of the ladder: there is a row for every device of WebGPU, whatever else it has.
+#[test]
+fn some_variant_runs_on_every_device() {
+    for caps in devices().into_iter().flat_map(|caps| caps.downgrades()) {
+        for dims in all_dims() {
+            for heads in 1..=128 {
+                for (query, cache, out) in
+                    [(Dtype::F32, Dtype::F32, Dtype::F32), (Dtype::E4m3, Dtype::E4m3, Dtype::Bf16)]
+                {
+                    let spec = spec(dims, heads, query, cache, out);
+                    let variant =
+                        select(&caps.1, &spec).unwrap_or_else(|| panic!("none on {caps:?} for {spec:?}"));
+                    assert!(variant.tiling(&caps.1, &spec).is_some());
+                }
+            }
+        }
+    }
+}

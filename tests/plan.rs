@@ -1,0 +1,458 @@
+//! Property tests of the planner against a naive model: a set of keys for each query token and head.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
+use wgpu_mla::plan::DIRECT;
+use wgpu_mla::{
+    Batch, Dtype, Error, KvSpec, MlaShape, MlaSpec, Plan, Policy, SharedPrefix, Tiling, Visibility,
+};
+
+/// Which keys are seen, before there is a batch to bound them by.
+#[derive(Debug, Clone)]
+enum Sees {
+    Causal,
+    Full,
+    /// A token's share of its sequence in 1/255, one after the other.
+    Bounds(Vec<u8>),
+}
+
+/// A batch as proptest draws and shrinks it.
+#[derive(Debug, Clone)]
+struct Recipe {
+    heads: u32,
+    page_size: u32,
+    tiling: Tiling,
+    policy: Policy,
+    sees: Sees,
+    /// `(seq_len, q_len, group)`; group 0 shares nothing.
+    sequences: Vec<(u32, u32, usize)>,
+    /// Tokens that groups 1 and 2 share.
+    prefix_tokens: [u32; 2],
+}
+
+/// A recipe's arrays.
+struct Arrays {
+    spec: MlaSpec,
+    seq_lens: Vec<i32>,
+    query_start_loc: Vec<i32>,
+    bounds: Vec<u32>,
+    /// The model: `(sequence, visible keys)` of each query token.
+    tokens: Vec<(usize, u32)>,
+    groups: Vec<SharedPrefix>,
+}
+
+impl Recipe {
+    fn arrays(&self) -> Arrays {
+        let mut query_start_loc = vec![0];
+        let (mut bounds, mut tokens) = (Vec::new(), Vec::new());
+        for (seq, &(len, q_len, _)) in self.sequences.iter().enumerate() {
+            for i in 0..q_len {
+                let visible = match &self.sees {
+                    Sees::Causal => (i64::from(len) - i64::from(q_len) + i64::from(i) + 1).max(0) as u32,
+                    Sees::Full => len,
+                    Sees::Bounds(shares) => len * u32::from(shares[tokens.len() % shares.len()]) / 255,
+                };
+                bounds.push(visible);
+                tokens.push((seq, visible));
+            }
+            query_start_loc.push(tokens.len() as i32);
+        }
+        let group = |number: usize| {
+            let of_group = |&(seq, s): &(usize, &(u32, u32, usize))| (s.2 == number).then_some(seq as u32);
+            let sequences: Vec<u32> =
+                self.sequences.iter().enumerate().filter_map(|s| of_group(&s)).collect();
+            SharedPrefix { sequences, tokens: self.prefix_tokens[number - 1] }
+        };
+        Arrays {
+            spec: spec(self.heads, self.page_size),
+            seq_lens: self.sequences.iter().map(|s| s.0 as i32).collect(),
+            query_start_loc,
+            bounds,
+            tokens,
+            groups: vec![group(1), group(2)],
+        }
+    }
+
+    fn update(&self, arrays: &Arrays, plan: &mut Plan) -> Result<(), Error> {
+        plan.update(&arrays.spec, &self.tiling, &arrays.batch(&self.sees), self.policy)
+    }
+
+    /// What a group may share is a whole number of these.
+    fn unit(&self) -> Option<u32> {
+        match self.policy {
+            Policy::Auto => Some(self.tiling.tokens_per_block),
+            Policy::FixedTokens(n) => Some(n),
+            Policy::OneSplit => None,
+        }
+    }
+}
+
+impl Arrays {
+    fn batch(&self, sees: &Sees) -> Batch<'_> {
+        Batch {
+            seq_lens: &self.seq_lens,
+            query_start_loc: &self.query_start_loc,
+            visibility: match sees {
+                Sees::Causal => Visibility::Causal,
+                Sees::Full => Visibility::Full,
+                Sees::Bounds(_) => Visibility::Bounds(&self.bounds),
+            },
+            shared_prefixes: &self.groups,
+        }
+    }
+}
+
+fn spec(num_heads: u32, page_size: u32) -> MlaSpec {
+    MlaSpec {
+        shape: MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
+        kv: KvSpec { dtype: Dtype::F16, page_size, num_pages: 1000 },
+        query: Dtype::F16,
+        out: Dtype::F32,
+    }
+}
+
+const TILING: Tiling =
+    Tiling { rows_per_tile: 16, tokens_per_block: 32, target_items: 8, min_split_tokens: 64 };
+
+fn recipes() -> impl Strategy<Value = Recipe> {
+    let tiling = (1..=40u32, 1..=64u32, 1..=60u32, 0..=200u32).prop_map(
+        |(rows_per_tile, tokens_per_block, target_items, min_split_tokens)| Tiling {
+            rows_per_tile,
+            tokens_per_block,
+            target_items,
+            min_split_tokens,
+        },
+    );
+    let policy = prop_oneof![
+        2 => Just(Policy::Auto),
+        2 => (1..=300u32).prop_map(Policy::FixedTokens),
+        1 => Just(Policy::OneSplit),
+    ];
+    let sees = prop_oneof![
+        Just(Sees::Causal),
+        Just(Sees::Full),
+        proptest::collection::vec(any::<u8>(), 1..6).prop_map(Sees::Bounds),
+    ];
+    let len = prop_oneof![1 => Just(0u32), 2 => 1..=20u32, 4 => 1..=500u32];
+    let q_len = prop_oneof![1 => Just(0u32), 4 => Just(1u32), 2 => 1..=12u32];
+    let sequences = proptest::collection::vec((len, q_len, 0..=2usize), 0..8);
+    let heads = prop_oneof![Just(1u32), Just(6), Just(16), Just(128), 1..=128u32];
+    (heads, 1..=256u32, tiling, policy, sees, sequences, [0..=400u32, 0..=400u32]).prop_map(
+        |(heads, page_size, tiling, policy, sees, sequences, prefix_tokens)| Recipe {
+            heads,
+            page_size,
+            tiling,
+            policy,
+            sees,
+            sequences,
+            prefix_tokens,
+        },
+    )
+}
+
+/// An item as one row of it sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Part {
+    kv_begin: u32,
+    kv_end: u32,
+    slot: Option<u32>,
+}
+
+/// Tokens of each sequence that its group attends for it, and the sequence that lends its pages.
+fn check_shared(recipe: &Recipe, arrays: &Arrays, plan: &Plan) -> Vec<(u32, usize)> {
+    let mut shared: Vec<_> = (0..arrays.seq_lens.len()).map(|seq| (0, seq)).collect();
+    let mut listed = Vec::new();
+    for group in &arrays.groups {
+        let shortest = group.sequences.iter().map(|&seq| arrays.seq_lens[seq as usize] as u32).min();
+        let most = group.tokens.min(shortest.unwrap_or(0));
+        let tokens = recipe.unit().map_or(0, |unit| most / unit * unit);
+        if tokens > 0 && group.sequences.len() > 1 {
+            for &seq in &group.sequences {
+                shared[seq as usize] = (tokens, group.sequences[0] as usize);
+                listed.push((group.sequences[0], seq, tokens));
+            }
+        }
+    }
+    assert_eq!(plan.shared, listed);
+    shared
+}
+
+/// Every row of every item: in its run, with slots of its own. Returns each row's parts.
+fn parts_of_rows(
+    recipe: &Recipe,
+    arrays: &Arrays,
+    plan: &Plan,
+    shared: &[(u32, usize)],
+) -> BTreeMap<(u32, u32), Vec<Part>> {
+    let mut parts: BTreeMap<(u32, u32), Vec<Part>> = BTreeMap::new();
+    let mut slots = BTreeSet::new();
+    for item in &plan.items {
+        assert!((1..=recipe.tiling.rows_per_tile).contains(&item.num_rows), "{item:?}");
+        assert!(item.kv_begin <= item.kv_end, "{item:?}");
+        assert_eq!((item.pool, item.reserved), (0, 0));
+        let owner = plan.page_begin.binary_search(&item.page_begin).expect("the pages of a sequence");
+        let is_prefix = item.kv_begin < shared[owner].0;
+        let mut most_visible = 0;
+        for row in 0..item.num_rows {
+            let at = item.first_row + row;
+            let query = plan.queries[(at / recipe.heads) as usize];
+            let (seq, visible) = arrays.tokens[query.token as usize];
+            assert_eq!(query.visible, visible, "token {}", query.token);
+            most_visible = most_visible.max(visible);
+            // One run an item: a group over its prefix, or one sequence past it.
+            if is_prefix {
+                assert_eq!(shared[seq].1, owner, "{item:?} row {row}: another group's prefix");
+                assert!(shared[seq].0 > 0 && item.kv_end <= shared[seq].0, "{item:?} past its prefix");
+            } else {
+                assert_eq!(seq, owner, "{item:?} row {row}: another sequence's pages");
+                assert!(item.kv_end <= arrays.seq_lens[seq] as u32, "{item:?} past its sequence");
+            }
+            let slot = (item.slot != DIRECT).then(|| item.slot + row);
+            if let Some(slot) = slot {
+                assert!(slot < plan.num_slots && slots.insert(slot), "{item:?}: slot {slot}");
+            }
+            let part = Part { kv_begin: item.kv_begin, kv_end: item.kv_end, slot };
+            parts.entry((query.token, at % recipe.heads)).or_default().push(part);
+        }
+        assert!(item.kv_end <= most_visible.max(item.kv_begin), "{item:?} attends what none of it sees");
+    }
+    assert_eq!(slots.len(), plan.num_slots as usize, "slots that nothing writes");
+    parts
+}
+
+/// Each key exactly once, and results that arrive exactly once.
+fn check_rows(recipe: &Recipe, arrays: &Arrays, plan: &Plan, parts: &mut BTreeMap<(u32, u32), Vec<Part>>) {
+    assert_eq!(parts.len(), arrays.tokens.len() * recipe.heads as usize, "rows with an output");
+    let merge_of: BTreeMap<u32, _> = plan.merges.iter().map(|merge| (merge.token, merge)).collect();
+    assert_eq!(merge_of.len(), plan.merges.len(), "a token is merged once");
+    let listed: u32 = plan.merges.iter().map(|merge| merge.end - merge.begin).sum();
+    assert_eq!(listed as usize, plan.merge_slots.len());
+    for (&(token, head), parts) in parts {
+        let visible = arrays.tokens[token as usize].1;
+        parts.sort();
+        let mut at = 0;
+        for part in parts.iter().filter(|part| part.kv_begin < part.kv_end.min(visible)) {
+            assert_eq!(part.kv_begin, at, "token {token} head {head}: {parts:?}");
+            at = part.kv_end.min(visible);
+        }
+        assert_eq!(at, visible, "token {token} head {head}: {parts:?}");
+
+        match merge_of.get(&token) {
+            None => {
+                assert!(parts.len() == 1 && parts[0].slot.is_none(), "token {token} head {head}: {parts:?}");
+            }
+            Some(merge) => {
+                let listed = &plan.merge_slots[merge.begin as usize..merge.end as usize];
+                let of_head: Vec<_> = listed.iter().map(|slot| Some(slot + head)).collect();
+                let in_order: Vec<_> = parts.iter().map(|part| part.slot).collect();
+                assert_eq!(of_head, in_order, "token {token} head {head}");
+            }
+        }
+    }
+}
+
+/// Begins of each tile's splits, in order. A tile is known by its first row.
+fn splits(plan: &Plan) -> BTreeMap<u32, Vec<u32>> {
+    let mut splits: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for item in &plan.items {
+        splits.entry(item.first_row).or_default().push(item.kv_begin);
+    }
+    splits.values_mut().for_each(|begins| begins.sort_unstable());
+    splits
+}
+
+fn check_policy(recipe: &Recipe, arrays: &Arrays, plan: &Plan, shared: &[(u32, usize)]) {
+    let tiling = recipe.tiling;
+    match recipe.policy {
+        Policy::OneSplit => assert_eq!((plan.merges.len(), plan.num_slots), (0, 0)),
+        Policy::FixedTokens(n) => {
+            for item in &plan.items {
+                assert_eq!(item.kv_begin % n, 0, "{item:?}");
+                assert!(item.kv_end - item.kv_begin <= n, "{item:?}");
+            }
+        }
+        Policy::Auto => {
+            let splits = splits(plan);
+            let most = splits.len().max(tiling.target_items as usize);
+            assert!(plan.items.len() <= most, "{} items of at most {most}", plan.items.len());
+            for (first_row, begins) in splits {
+                let query = plan.queries[(first_row / recipe.heads) as usize];
+                let seq = arrays.tokens[query.token as usize].0;
+                let of_sequence = arrays.tokens.iter().filter(|token| token.0 == seq);
+                let end = match shared[seq].0 {
+                    prefix if begins[0] < prefix => prefix,
+                    _ => of_sequence.map(|token| token.1).max().unwrap_or(0),
+                };
+                let ends = begins[1..].iter().copied().chain([end.max(begins[0])]);
+                let block = tiling.tokens_per_block;
+                let blocks: Vec<_> =
+                    begins.iter().zip(ends).map(|(begin, end)| (end - begin).div_ceil(block)).collect();
+                let (least, most) = (blocks.iter().min().unwrap(), blocks.iter().max().unwrap());
+                assert!(most - least <= 1, "row {first_row}: splits of {blocks:?} blocks");
+                // Equal shares of a length just past a multiple are about half of it.
+                let split_tokens = most * block * 2;
+                assert!(begins.len() == 1 || split_tokens > tiling.min_split_tokens, "{blocks:?} blocks");
+            }
+        }
+    }
+}
+
+fn check(recipe: &Recipe, arrays: &Arrays, plan: &Plan) {
+    assert_eq!(plan.num_queries as usize, arrays.tokens.len());
+    assert_eq!(plan.page_begin.len(), arrays.seq_lens.len() + 1);
+    assert_eq!(plan.page_begin.last(), Some(&plan.page_list_len()));
+    for (seq, pages) in plan.page_begin.windows(2).enumerate() {
+        let len = arrays.seq_lens[seq] as u32;
+        assert_eq!(plan.seq_lens[seq], len);
+        assert!(pages[1] - pages[0] >= arrays.spec.kv.pages_for(len), "sequence {seq}: {pages:?}");
+    }
+    let lengths: Vec<_> = plan.items.iter().map(|item| item.kv_end - item.kv_begin).collect();
+    assert!(lengths.is_sorted_by(|a, b| a >= b), "longest first: {lengths:?}");
+
+    let shared = check_shared(recipe, arrays, plan);
+    let mut parts = parts_of_rows(recipe, arrays, plan, &shared);
+    check_rows(recipe, arrays, plan, &mut parts);
+    check_policy(recipe, arrays, plan, &shared);
+}
+
+/// The same draws in every run; another seed or more cases is a matter of editing this.
+fn config() -> ProptestConfig {
+    ProptestConfig {
+        cases: 2000,
+        failure_persistence: None,
+        rng_seed: RngSeed::Fixed(1),
+        ..ProptestConfig::default()
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn every_key_is_attended_once_and_every_row_is_written_once(recipe in recipes()) {
+        let arrays = recipe.arrays();
+        let mut plan = Plan::default();
+        recipe.update(&arrays, &mut plan).unwrap();
+        check(&recipe, &arrays, &plan);
+    }
+
+    #[test]
+    fn a_plan_that_is_used_again_equals_a_new_one(before in recipes(), recipe in recipes()) {
+        let mut plan = Plan::default();
+        before.update(&before.arrays(), &mut plan).unwrap();
+        let arrays = recipe.arrays();
+        recipe.update(&arrays, &mut plan).unwrap();
+        let new = Plan::new(&arrays.spec, &recipe.tiling, &arrays.batch(&recipe.sees), recipe.policy).unwrap();
+        prop_assert_eq!(plan, new);
+    }
+}
+
+/// Plans a batch over a plan that was in use, and expects an error and nothing left of either.
+fn refused(spec: &MlaSpec, batch: &Batch<'_>, policy: Policy) -> Error {
+    let mut plan = Plan::new(spec, &TILING, &Batch::new(&[900], &[0, 2]), Policy::FixedTokens(64)).unwrap();
+    let error = plan.update(spec, &TILING, batch, policy).unwrap_err();
+    assert_eq!(plan.items, [], "after {error}");
+    assert_eq!((plan.queries.len(), plan.merges.len(), plan.merge_slots.len()), (0, 0, 0), "after {error}");
+    assert_eq!(
+        (plan.num_slots, plan.num_queries, plan.page_list_len(), plan.work()),
+        (0, 0, 0, 0),
+        "after {error}"
+    );
+    assert_eq!((plan.seq_lens.len(), plan.shared.len()), (0, 0), "after {error}");
+    error
+}
+
+const POLICIES: [Policy; 3] = [Policy::Auto, Policy::FixedTokens(32), Policy::OneSplit];
+
+#[test]
+fn refuses_arrays_of_wrong_lengths() {
+    for starts in [&[][..], &[0], &[0, 1], &[0, 1, 2, 3]] {
+        for policy in POLICIES {
+            let error = refused(&spec(16, 16), &Batch::new(&[5, 6], starts), policy);
+            assert!(matches!(error, Error::Length { what: "query_start_loc", want: 3, .. }), "{error}");
+        }
+    }
+    for bounds in [&[][..], &[1], &[1, 2, 3]] {
+        let visibility = Visibility::Bounds(bounds);
+        let batch = Batch { visibility, ..Batch::new(&[5, 6], &[0, 1, 2]) };
+        let error = refused(&spec(16, 16), &batch, Policy::Auto);
+        assert!(matches!(error, Error::Length { what: "Visibility::Bounds", want: 2, .. }), "{error}");
+    }
+}
+
+#[test]
+fn refuses_query_start_loc_that_starts_elsewhere_or_goes_down() {
+    for (starts, wrong) in
+        [([1, 2, 3], 0), ([-1, 0, 1], 0), ([0, -1, 3], 1), ([0, 3, 2], 2), ([0, 0, i32::MIN], 2)]
+    {
+        let error = refused(&spec(16, 16), &Batch::new(&[5, 6], &starts), Policy::Auto);
+        assert!(matches!(error, Error::QueryStartLoc { index, .. } if index == wrong), "{starts:?}: {error}");
+    }
+}
+
+#[test]
+fn refuses_lengths_that_no_pool_holds() {
+    for len in [-1, i32::MIN, 16_001, i32::MAX] {
+        let error = refused(&spec(16, 16), &Batch::new(&[5, len], &[0, 1, 2]), Policy::Auto);
+        assert!(
+            matches!(error, Error::SeqLen { seq: 1, got, max: 16_000 } if got == i64::from(len)),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn refuses_bounds_past_the_sequence() {
+    let batch = Batch { visibility: Visibility::Bounds(&[5, 7]), ..Batch::new(&[5, 6], &[0, 1, 2]) };
+    for policy in POLICIES {
+        let error = refused(&spec(16, 16), &batch, policy);
+        assert!(
+            matches!(error, Error::Shape { what: "visible keys of a query token", got: 7, .. }),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn refuses_splits_of_no_tokens() {
+    let error = refused(&spec(16, 16), &Batch::new(&[5], &[0, 1]), Policy::FixedTokens(0));
+    assert!(matches!(error, Error::Shape { what: "tokens per split", got: 0, .. }), "{error}");
+}
+
+/// Whether a group can be used must not decide whether it is checked: a host finds its mistake on the first batch.
+#[test]
+fn refuses_a_sequence_in_two_prefixes_or_in_none_of_the_batch() {
+    let group = |sequences: &[u32], tokens| SharedPrefix { sequences: sequences.to_vec(), tokens };
+    for (groups, got) in [
+        (vec![group(&[0, 1], 64), group(&[1, 2], 64)], 1),
+        (vec![group(&[0, 1], 5), group(&[1, 2], 64)], 1),
+        (vec![group(&[0, 0], 64)], 0),
+        (vec![group(&[0, 3], 64)], 3),
+        (vec![group(&[u32::MAX], 64)], u32::MAX),
+    ] {
+        let batch = Batch { shared_prefixes: &groups, ..Batch::new(&[100, 100, 100], &[0, 1, 2, 3]) };
+        for policy in POLICIES {
+            let error = refused(&spec(16, 16), &batch, policy);
+            let wrong = matches!(error, Error::Shape { what: "SharedPrefix sequence", got: g, .. } if g == u64::from(got));
+            assert!(wrong, "{policy:?} {groups:?}: {error}");
+        }
+    }
+}
+
+/// Counts that pass 2^32 are errors, not wrapped ones.
+#[test]
+fn refuses_what_32_bits_cannot_count() {
+    let large = |num_pages| {
+        let spec = spec(128, 1);
+        MlaSpec { kv: KvSpec { num_pages, ..spec.kv }, ..spec }
+    };
+    let len = 1 << 30;
+    let error = refused(&large(len as u32), &Batch::new(&[len; 4], &[0; 5]), Policy::OneSplit);
+    assert!(matches!(error, Error::Limit { .. }), "pages: {error}");
+    let error = refused(&large(16_000), &Batch::new(&[1], &[0, i32::MAX]), Policy::OneSplit);
+    assert!(matches!(error, Error::Limit { .. }), "rows: {error}");
+    let error = refused(&large(1 << 30), &Batch::new(&[1 << 30], &[0, 64]), Policy::FixedTokens(64));
+    assert!(matches!(error, Error::Limit { .. }), "slots: {error}");
+}

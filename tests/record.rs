@@ -1,0 +1,401 @@
+//! Recording on wgpu: what a step holds and when, slices, the host's pass, page lists written on the device.
+#![cfg(feature = "wgpu")]
+
+mod common;
+
+use std::sync::{Mutex, Once};
+
+use common::rig::{Loaded, Rig, pages, plan, shortened, small};
+use wgpu_mla::gpu::{MAX_SLICES, MlaDecode, Options, SliceBudget, Step};
+use wgpu_mla::{Backend, Capacity, Dtype, Error, PageTable, Policy, wgpu};
+
+const FIXED: Policy = Policy::FixedTokens(32);
+
+/// Preparing a second step must not disturb a first one that is recorded and not yet submitted.
+#[test]
+fn two_steps_in_one_submit() {
+    let Some(rig) = Rig::shared() else { return };
+    let first = rig.load(small(&[(37, 1), (90, 2)]));
+    let second = rig.load(small(&[(5, 1), (0, 1), (71, 3)]));
+    let mut encoder = rig.encoder();
+    let first_step = rig.step(&first.problem, FIXED);
+    rig.mla.record(&mut encoder, &first_step, &first.binding);
+    let second_step = rig.step(&second.problem, FIXED);
+    rig.mla.record(&mut encoder, &second_step, &second.binding);
+    rig.submit(encoder);
+    rig.check(&first, &first.problem);
+    rig.check(&second, &second.problem);
+}
+
+/// A step that is prepared again before the submit: the commands run with the new lengths.
+#[test]
+fn a_replay_sees_the_new_lengths() {
+    let Some(rig) = Rig::shared() else { return };
+    let long = rig.load(small(&[(90, 1), (150, 2)]));
+    let short = shortened(&long.problem, &[33, 2]);
+    let room = Capacity::of(&plan(&rig.mla, &long.problem, FIXED));
+    let mut step = rig.mla.step(room).expect("a step");
+    rig.prepare(&mut step, &short, FIXED);
+    let mut encoder = rig.encoder();
+    rig.mla.record(&mut encoder, &step, &long.binding);
+    rig.prepare(&mut step, &long.problem, FIXED);
+    assert_eq!(step.capacity(), room, "the grid that was recorded");
+    rig.submit(encoder);
+    rig.check(&long, &long.problem);
+    // And back: items that were in use must not run again.
+    rig.prepare(&mut step, &short, FIXED);
+    rig.run(&step, &long);
+    rig.check(&long, &short);
+}
+
+/// Commands of a step that grew keep its old buffers: they run the batch that they were recorded with.
+#[test]
+fn growth_leaves_recorded_commands_alone() {
+    let Some(rig) = Rig::shared() else { return };
+    let long = rig.load(small(&[(300, 2), (200, 2)]));
+    let short = shortened(&long.problem, &[20, 40]);
+    let mut step = rig.step(&short, Policy::OneSplit);
+    let before = step.capacity();
+    let mut encoder = rig.encoder();
+    rig.mla.record(&mut encoder, &step, &long.binding);
+    rig.prepare(&mut step, &long.problem, Policy::FixedTokens(16));
+    assert!(!before.holds(step.capacity()));
+    rig.submit(encoder);
+    rig.check(&long, &short);
+    rig.run(&step, &long);
+    rig.check(&long, &long.problem);
+}
+
+/// A refused plan leaves the step as it was.
+#[test]
+fn a_refused_plan_changes_nothing() {
+    let Some(rig) = Rig::shared() else { return };
+    let good = rig.load(small(&[(37, 1), (90, 2)]));
+    let mut step = rig.step(&good.problem, FIXED);
+    let mut bad = shortened(&good.problem, &[37, 60]);
+    bad.block_table[1] = -5;
+    let refused = rig.mla.prepare(&rig.gpu.queue, &mut step, &plan(&rig.mla, &bad, FIXED), pages(&bad));
+    assert!(matches!(refused, Err(Error::PageOutOfRange { seq: 0, block: 1, page: -5, .. })), "{refused:?}");
+    rig.run(&step, &good);
+    rig.check(&good, &good.problem);
+}
+
+fn slice_budget(work: f64) -> Option<SliceBudget> {
+    Some(SliceBudget { milliseconds: 1.0, work_per_millisecond: work })
+}
+
+/// Each slice with a submit of its own gives the bits of the whole.
+#[test]
+fn slices_give_the_bits_of_the_whole() {
+    let Some(rig) = Rig::shared() else { return };
+    let loaded = rig.load(small(&[(300, 1), (90, 3), (0, 1)]));
+    let mut step = rig.step(&loaded.problem, FIXED);
+    assert_eq!(step.num_slices(), 1);
+    rig.run(&step, &loaded);
+    let whole = rig.bits(&loaded);
+    rig.check(&loaded, &loaded.problem);
+
+    // One item a slice; several; more items than there may be slices.
+    for (budget, policy) in [(1.0, FIXED), (500.0, FIXED), (1.0, Policy::FixedTokens(4))] {
+        step.set_slice_budget(slice_budget(budget));
+        rig.prepare(&mut step, &loaded.problem, policy);
+        let (items, slices) = (plan(&rig.mla, &loaded.problem, policy).items.len(), step.num_slices());
+        assert!(slices > 1 && slices <= MAX_SLICES.min(items), "{slices} slices of {items} items");
+        rig.poison(&loaded);
+        rig.run(&step, &loaded);
+        let whole = if policy == FIXED { whole.clone() } else { rig.bits(&loaded) };
+        rig.poison(&loaded);
+        for index in 0..slices {
+            let mut encoder = rig.encoder();
+            rig.mla.record_slice(&mut encoder, &step, &loaded.binding, index);
+            rig.submit(encoder);
+        }
+        assert_eq!(rig.bits(&loaded), whole, "{slices} slices of {items} items");
+    }
+    let mut encoder = rig.encoder();
+    rig.poison(&loaded);
+    rig.mla.record_slice(&mut encoder, &step, &loaded.binding, step.num_slices());
+    rig.submit(encoder);
+    assert!(rig.untouched(&loaded), "there is no such slice");
+
+    step.set_slice_budget(None);
+    rig.prepare(&mut step, &loaded.problem, FIXED);
+    assert_eq!(step.num_slices(), 1);
+}
+
+/// Budgets that make no sense still cut something that runs.
+#[test]
+fn odd_budgets_make_slices_that_run() {
+    let Some(rig) = Rig::shared() else { return };
+    let loaded = rig.load(small(&[(90, 2)]));
+    let mut step = rig.step(&loaded.problem, FIXED);
+    for work in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        step.set_slice_budget(slice_budget(work));
+        rig.prepare(&mut step, &loaded.problem, FIXED);
+        rig.poison(&loaded);
+        let mut encoder = rig.encoder();
+        for index in 0..step.num_slices() {
+            rig.mla.record_slice(&mut encoder, &step, &loaded.binding, index);
+        }
+        rig.submit(encoder);
+        rig.check(&loaded, &loaded.problem);
+    }
+}
+
+/// A host kernel that copies words.
+const HOST_WGSL: &str = "
+@group(0) @binding(0) var<storage, read> from_words: array<u32>;
+@group(0) @binding(1) var<storage, read_write> to_words: array<u32>;
+@compute @workgroup_size(64)
+fn host(@builtin(global_invocation_id) id: vec3<u32>) {
+    if (id.x < arrayLength(&from_words)) { to_words[id.x] = from_words[id.x]; }
+}";
+
+fn host_copy(
+    rig: &Rig,
+    pipeline: &wgpu::ComputePipeline,
+    from: &wgpu::Buffer,
+    to: &wgpu::Buffer,
+) -> wgpu::BindGroup {
+    rig.gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+        label: None,
+        layout: &pipeline.get_bind_group_layout(0),
+        entries: &[
+            wgpu::BindGroupEntry { binding: 0, resource: from.as_entire_binding() },
+            wgpu::BindGroupEntry { binding: 1, resource: to.as_entire_binding() },
+        ],
+    })
+}
+
+/// In the host's pass, between the host's own dispatches: it makes the query before and reads the output after.
+#[test]
+fn a_decode_in_the_hosts_pass() {
+    let Some(rig) = Rig::shared() else { return };
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let step = rig.step(&loaded.problem, FIXED);
+    let device = &rig.gpu.device;
+    let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
+        label: None,
+        source: wgpu::ShaderSource::Wgsl(HOST_WGSL.into()),
+    });
+    let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+        label: None,
+        layout: None,
+        module: &module,
+        entry_point: None,
+        compilation_options: wgpu::PipelineCompilationOptions::default(),
+        cache: None,
+    });
+    let made_query = rig.buffer(&loaded.problem.q);
+    rig.gpu.upload(&loaded.q, 0, &vec![0xFF; loaded.problem.q.len()]).expect("uploaded");
+    let read_out = rig.buffer(&vec![0; loaded.out.size() as usize]);
+    let before = host_copy(rig, &pipeline, &made_query, &loaded.q);
+    let after = host_copy(rig, &pipeline, &loaded.out, &read_out);
+
+    let mut encoder = rig.encoder();
+    encoder.clear_buffer(&loaded.lse, 0, None);
+    {
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        pass.set_pipeline(&pipeline);
+        pass.set_bind_group(0, &before, &[]);
+        pass.dispatch_workgroups(loaded.q.size().div_ceil(256) as u32, 1, 1);
+        rig.mla.record_in(&mut pass, &step, &loaded.binding);
+        pass.set_pipeline(&pipeline);
+        pass.set_bind_group(0, &after, &[]);
+        pass.dispatch_workgroups(loaded.out.size().div_ceil(256) as u32, 1, 1);
+    }
+    rig.submit(encoder);
+    rig.check(&loaded, &loaded.problem);
+    let read = rig.gpu.download(&read_out, read_out.size()).expect("downloaded");
+    assert_eq!(read, rig.bits(&loaded)[0]);
+}
+
+/// What was logged, for a test that reads it.
+struct Lines(Mutex<Vec<String>>);
+
+static LINES: Lines = Lines(Mutex::new(Vec::new()));
+
+impl log::Log for Lines {
+    fn enabled(&self, metadata: &log::Metadata<'_>) -> bool {
+        metadata.level() == log::Level::Error
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        if self.enabled(record.metadata()) {
+            self.0.lock().expect("not poisoned").push(record.args().to_string());
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// A step and a binding that do not belong together: nothing is recorded, a line says so, and `check` names it.
+#[test]
+fn what_does_not_belong_together_records_nothing() {
+    static LOGGER: Once = Once::new();
+    let Some(rig) = Rig::shared() else { return };
+    LOGGER.call_once(|| {
+        log::set_logger(&LINES).expect("the only logger");
+        log::set_max_level(log::LevelFilter::Error);
+    });
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let step = rig.step(&loaded.problem, FIXED);
+    let other =
+        MlaDecode::new(&rig.gpu.pipelines, rig.mla.spec(), &Options::default()).expect("the same kernels");
+    let more = small(&[(37, 1), (90, 3)]);
+    let more_step = rig.step(&more, FIXED);
+
+    for (mla, step, why) in [(&other, &step, "another decode"), (&rig.mla, &more_step, "more query tokens")] {
+        let error = mla.check(step, &loaded.binding).expect_err(why);
+        assert!(matches!(error, Error::LayoutMismatch { detail } if detail.contains(why)), "{error}");
+        let mut encoder = rig.encoder();
+        mla.record(&mut encoder, step, &loaded.binding);
+        mla.record_slice(&mut encoder, step, &loaded.binding, 0);
+        rig.submit(encoder);
+        assert!(rig.untouched(&loaded), "{why}");
+        let lines = LINES.0.lock().expect("not poisoned");
+        assert!(lines.iter().any(|line| line.contains(why)), "{why} is not in {lines:?}");
+    }
+    assert_eq!(rig.mla.check(&step, &loaded.binding), Ok(()));
+    let refused = other.prepare(
+        &rig.gpu.queue,
+        &mut rig.step(&loaded.problem, FIXED),
+        &plan(&other, &loaded.problem, FIXED),
+        pages(&loaded.problem),
+    );
+    assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+}
+
+/// A step that was never prepared attends nothing, and says nothing wrong.
+#[test]
+fn a_step_that_holds_no_plan_does_nothing() {
+    let Some(rig) = Rig::shared() else { return };
+    let loaded = rig.load(small(&[(37, 1)]));
+    for capacity in [Capacity::default(), Capacity { items: 4, merges: 4, ..Capacity::default() }] {
+        let step = rig.mla.step(capacity).expect("a step");
+        rig.run(&step, &loaded);
+        assert!(rig.untouched(&loaded));
+    }
+}
+
+/// A decode that takes page lists from the device, on the kernels of a second text.
+fn device_lists(rig: &Rig) -> Rig {
+    let options = Options { device_page_list: true, ..Options::default() };
+    let mla = MlaDecode::new(&rig.gpu.pipelines, rig.mla.spec(), &options).expect("a decode");
+    Rig { gpu: rig.gpu.clone(), mla }
+}
+
+fn prepare_device(rig: &Rig, step: &mut Step, loaded: &Loaded) {
+    let plan = plan(&rig.mla, &loaded.problem, FIXED);
+    rig.mla.prepare(&rig.gpu.queue, step, &plan, PageTable::Device).expect("prepared");
+}
+
+/// Writes the page list of a problem where the step has it.
+fn write_list(rig: &Rig, step: &Step, loaded: &Loaded, by_copy: bool) {
+    let problem = &loaded.problem;
+    let plan = plan(&rig.mla, problem, FIXED);
+    let (tables, range) = step.page_list(rig.mla.spec());
+    for (seq, &len) in plan.seq_lens.iter().enumerate() {
+        let used = problem.spec.kv.pages_for(len) as usize;
+        let row: &[u8] = bytemuck::cast_slice(&problem.block_table[seq * problem.max_pages..][..used]);
+        let at = range.start + u64::from(plan.page_begin[seq]) * 4;
+        if by_copy && !row.is_empty() {
+            let mut encoder = rig.encoder();
+            encoder.copy_buffer_to_buffer(&rig.buffer(row), 0, tables, at, row.len() as u64);
+            rig.submit(encoder);
+        } else {
+            rig.gpu.queue.write_buffer(tables, at, row);
+        }
+    }
+}
+
+#[test]
+fn page_lists_written_on_the_device() {
+    let Some(shared) = Rig::shared() else { return };
+    let rig = device_lists(shared);
+    let loaded = rig.load(small(&[(37, 1), (90, 2), (0, 1)]));
+    let mut step = rig.mla.step(Capacity::default()).expect("a step");
+    prepare_device(&rig, &mut step, &loaded);
+    for by_copy in [false, true] {
+        write_list(&rig, &step, &loaded, by_copy);
+        rig.poison(&loaded);
+        rig.run(&step, &loaded);
+        rig.check(&loaded, &loaded.problem);
+    }
+    // The next token of a sequence needs no new list.
+    let shorter = shortened(&loaded.problem, &[36, 89, 0]);
+    let plan = plan(&rig.mla, &shorter, FIXED);
+    rig.mla.prepare(&rig.gpu.queue, &mut step, &plan, PageTable::Device).expect("prepared");
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &shorter);
+
+    let mut other = shared.mla.step(Capacity::default()).expect("a step");
+    let refused = shared.mla.prepare(&shared.gpu.queue, &mut other, &plan, PageTable::Device);
+    assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+}
+
+/// Wild ids read some page of the pool, and nothing else.
+#[test]
+fn wild_pages_of_a_device_list_stay_in_the_pool() {
+    let Some(shared) = Rig::shared() else { return };
+    let rig = device_lists(shared);
+    let mut problem = small(&[(37, 1), (90, 2)]);
+    // A pool without poison: whatever page is read, the output is finite.
+    problem.kv.chunks_exact_mut(2).filter(|code| **code == [0xFF, 0xFF]).for_each(|code| code.fill(0));
+    let loaded = rig.load(problem);
+    let mut step = rig.mla.step(Capacity::default()).expect("a step");
+    prepare_device(&rig, &mut step, &loaded);
+    let (tables, range) = step.page_list(rig.mla.spec());
+    let pages = rig.mla.spec().kv.num_pages;
+    for wild in [u32::MAX, pages, 1 << 31, 0x7FFF_FFFF] {
+        let words = vec![wild; ((range.end - range.start) / 4) as usize];
+        rig.gpu.queue.write_buffer(tables, range.start, bytemuck::cast_slice(&words));
+        rig.poison(&loaded);
+        let scope = rig.gpu.device.push_error_scope(wgpu::ErrorFilter::Validation);
+        rig.run(&step, &loaded);
+        assert_eq!(pollster::block_on(scope.pop()).map(|error| error.to_string()), None);
+        for bytes in rig.bits(&loaded) {
+            assert!(Dtype::F32.decode_all(&bytes).iter().all(|x| x.is_finite()), "page {wild:#x}");
+        }
+    }
+}
+
+/// What a device wrote over an uploaded list is uploaded again when the host's lists are back.
+#[test]
+fn a_host_list_after_a_device_list() {
+    let Some(shared) = Rig::shared() else { return };
+    let rig = device_lists(shared);
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let mut step = rig.step(&loaded.problem, FIXED);
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &loaded.problem);
+
+    prepare_device(&rig, &mut step, &loaded);
+    let (tables, range) = step.page_list(rig.mla.spec());
+    rig.gpu.queue.write_buffer(tables, range.start, &vec![0xFF; (range.end - range.start) as usize]);
+
+    rig.prepare(&mut step, &loaded.problem, FIXED);
+    rig.poison(&loaded);
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &loaded.problem);
+}
+
+/// A decode loop within its capacity: a hundred steps in the same buffers.
+#[test]
+fn a_steady_loop_makes_no_buffers() {
+    let Some(rig) = Rig::shared() else { return };
+    let loaded = rig.load(small(&[(140, 1), (110, 1), (101, 1)]));
+    let longest = &loaded.problem;
+    // Room for what the host knows it will need.
+    let room = Capacity::of(&plan(&rig.mla, longest, FIXED));
+    let mut step = rig.mla.step(room).expect("a step");
+    for token in 0..=100 {
+        let now = shortened(longest, &[40 + token, 10 + token, 1 + token]);
+        rig.prepare(&mut step, &now, FIXED);
+        assert_eq!(step.capacity(), room, "token {token}");
+        rig.run(&step, &loaded);
+        if token % 25 == 0 {
+            rig.check(&loaded, &now);
+        }
+    }
+}
