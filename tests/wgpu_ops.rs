@@ -196,7 +196,7 @@ fn hard_inputs(dtype: Dtype, count: usize, random: &mut Random, hard: &[u32]) ->
     for _ in 0..count {
         let bits = random.bits();
         match dtype {
-            Dtype::F32 if bits % 3 == 0 => bytes.extend(random.bits().to_le_bytes()),
+            Dtype::F32 if bits.is_multiple_of(3) => bytes.extend(random.bits().to_le_bytes()),
             Dtype::F32 => bytes.extend(hard[random.bits() as usize % hard.len()].to_le_bytes()),
             _ => bytes.extend((bits as u16).to_le_bytes()),
         }
