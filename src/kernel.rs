@@ -70,7 +70,8 @@ impl Variant {
     pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
         let tile = self.tile(caps, spec)?;
         let (target_items, min_split_tokens) = match caps.kind {
-            DeviceKind::Discrete => (512, 64),
+            // About two workgroups of 256 threads on each of an H200's 132 multiprocessors: one full wave.
+            DeviceKind::Discrete => (65_536 / tile.threads(), 32),
             DeviceKind::Integrated | DeviceKind::Other => (128, 256),
             DeviceKind::Software => (8, 512),
         };

@@ -1,7 +1,7 @@
 //! What this program asks of a backend beyond [`Backend`]: jobs that are prepared once and timed alone.
 
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{AppendLayer, AppendSpec, Backend, Error, MergeStates, MergeStatesSpec, MlaSpec, Result};
+use wgpu_mla::{AppendLayer, AppendSpec, Backend, MergeStates, MergeStatesSpec, MlaSpec, Result};
 #[cfg(feature = "wgpu")]
 use wgpu_mla::{
     gpu::{
@@ -140,6 +140,6 @@ fn submit(gpu: &Gpu, record: impl FnOnce(&mut CommandEncoder)) -> Result<()> {
     record(&mut encoder);
     gpu.queue.submit([encoder.finish()]);
     let done = gpu.device.poll(PollType::wait_indefinitely());
-    done.map_err(|error| Error::DeviceLost { detail: error.to_string() })?;
+    done.map_err(|error| wgpu_mla::Error::DeviceLost { detail: error.to_string() })?;
     gpu.check_lost()
 }
