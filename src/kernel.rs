@@ -87,6 +87,7 @@ impl Variant {
 const STORAGE_BUFFERS: u32 = 7;
 
 /// The best variant that runs on `caps`.
+#[cfg(test)]
 pub fn select(caps: &Caps, spec: &MlaSpec) -> Option<Variant> {
     VARIANTS.into_iter().find(|variant| variant.runs_on(caps, spec).is_ok())
 }
