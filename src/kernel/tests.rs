@@ -60,11 +60,11 @@ fn valid(source: &Source, subgroups: bool) -> (Module, ModuleInfo) {
 fn validate(
     module: &Module,
     subgroups: bool,
-) -> Result<ModuleInfo, naga::WithSpan<naga::valid::ValidationError>> {
+) -> Result<ModuleInfo, Box<naga::WithSpan<naga::valid::ValidationError>>> {
     // Reading f16 as f32 is part of WGSL without features, though naga can be told otherwise.
     let plain = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
     let capabilities = if subgroups { plain | Capabilities::SUBGROUP } else { plain };
-    Validator::new(ValidationFlags::all(), capabilities).validate(module)
+    Validator::new(ValidationFlags::all(), capabilities).validate(module).map_err(Box::new)
 }
 
 /// Bytes of each variable of an address space, with its name.
