@@ -128,7 +128,7 @@ impl<'a> Batch<'a> {
 /// A step's work, ready for any backend and any layer of the model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// The work items, longest first.
+    /// The work items, longest first; those of a batch whose items are about equally long are not sorted.
     pub items: Vec<WorkItem>,
     /// The query tokens that items refer to; a token stands twice if it also attends a shared prefix.
     pub queries: Vec<QueryToken>,
@@ -243,11 +243,26 @@ impl Plan {
         self.add_own_runs(batch)?;
         self.cut(spec.shape.num_heads, tiling, policy)?;
         self.list_merges();
-        // A full order: an unstable sort needs no memory, and plans stay reproducible.
-        self.items.sort_unstable_by_key(|item| {
-            (std::cmp::Reverse(item.kv_end - item.kv_begin), item.first_row, item.kv_begin)
-        });
+        self.sort_items(tiling);
         Ok(())
+    }
+
+    /// Longest first, so that no long item starts last. Items of about one length stay in the order in which the tiles of a
+    /// range are neighbours, which share what they read.
+    fn sort_items(&mut self, tiling: &Tiling) {
+        let lengths = || self.items.iter().map(|item| item.kv_end - item.kv_begin);
+        let (longest, shortest) = (lengths().max().unwrap_or(0), lengths().min().unwrap_or(0));
+        if longest - shortest <= tiling.tokens_per_block {
+            return;
+        }
+        // The place in the list makes the order full: an unstable sort then needs no memory and is reproducible.
+        for (item, place) in self.items.iter_mut().zip(0..) {
+            item.reserved = place;
+        }
+        self.items.sort_unstable_by_key(|item| (u32::MAX - (item.kv_end - item.kv_begin), item.reserved));
+        for item in &mut self.items {
+            item.reserved = 0;
+        }
     }
 
     fn check_batch(&mut self, spec: &MlaSpec, batch: &Batch<'_>) -> Result<()> {

@@ -1,7 +1,8 @@
 //! A layer's buffers, checked and bound once.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, Zeroable};
-use wgpu::util::DeviceExt;
 
 use super::pipelines::{Layouts, Pipelines};
 use super::scope::scoped;
@@ -73,7 +74,9 @@ pub(crate) fn bind(
     let limits = pipelines.device().limits();
     let (q_bytes, kv_bytes, out_bytes) = (bytes(spec.query), bytes(spec.kv.dtype), bytes(spec.out));
     let window = |what, buffer, begin: u64, end: u64, size: u64| {
-        Window::new(&limits, what, buffer, begin * size, end * size)
+        // An LSE is read by the element, all else by the oct.
+        let unit = if what == "lse" { 4 } else { 8 * size };
+        Window::new(&limits, what, buffer, begin.saturating_mul(size)..end.saturating_mul(size), unit)
     };
     let windows = [
         window("q_nope", q_nope.buffer, q_nope.offset, q_nope.end(tokens, heads, latent.into()), q_bytes)?,
@@ -116,11 +119,19 @@ pub(crate) fn bind(
 
     let device = pipelines.device();
     let group = scoped(device, "a layer's binding", || {
-        let uniform = device.create_buffer_init(&wgpu::util::BufferInitDescriptor {
+        let bytes = bytemuck::bytes_of(&uniform);
+        let uniform = device.create_buffer(&wgpu::BufferDescriptor {
             label: Some("mla.layer"),
-            contents: bytemuck::bytes_of(&uniform),
+            size: bytes.len() as u64,
             usage: wgpu::BufferUsages::UNIFORM,
+            mapped_at_creation: true,
         });
+        // There is nothing to map on a lost device or without memory, which `scoped` reports.
+        if let Ok(mut mapped) = uniform.get_mapped_range_mut(..) {
+            mapped.slice(..).copy_from_slice(bytes);
+            drop(mapped);
+            uniform.unmap();
+        }
         let resources = windows.iter().map(Window::resource).chain([uniform.as_entire_binding()]);
         let entries: Vec<_> = resources
             .zip(0..)
@@ -149,22 +160,26 @@ pub(crate) struct Window<'a> {
 }
 
 impl<'a> Window<'a> {
+    /// `unit` is an element of the shader's array, of which a binding holds at least one.
+    ///
     /// # Errors
     /// [`Error::Limit`], [`Error::BufferUsage`] and [`Error::BufferTooSmall`].
     pub(crate) fn new(
         limits: &wgpu::Limits,
         what: &'static str,
         buffer: &'a wgpu::Buffer,
-        begin: u64,
-        end: u64,
+        view: Range<u64>,
+        unit: u64,
     ) -> Result<Self> {
         if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
             return Err(Error::BufferUsage { what, usage: "STORAGE" });
         }
         // A binding ends on a whole word.
         let whole = buffer.size() & !3;
-        if end > whole || whole == 0 {
-            return Err(Error::BufferTooSmall { what, end: end.max(4), size: whole });
+        // An empty view is not read, wherever it is: the front of its buffer will do.
+        let Range { start: begin, end } = if view.is_empty() { 0..unit } else { view };
+        if end > whole {
+            return Err(Error::BufferTooSmall { what, end, size: whole });
         }
         let limit = limits.max_storage_buffer_binding_size;
         if whole <= limit {

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::pipelines::{Layouts, Pipelines};
 use super::scope::{alive, scoped};
+use crate::caps::Caps;
 use crate::plan::Plan;
 use crate::tables::{Capacity, HEADER_WORDS, PageTable, changed_runs, write_tables};
 use crate::{Error, MlaSpec, Result};
@@ -59,24 +60,8 @@ impl Step {
         owner: u64,
         capacity: Capacity,
     ) -> Result<Self> {
-        let (device, caps) = (pipelines.device(), pipelines.caps());
-        let table_bytes = u64::from(capacity.header(&spec.kv).end) * 4;
-        let partial_bytes =
-            (u64::from(capacity.slots) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
-        for (what, need) in [("a step's tables", table_bytes), ("a step's partial results", partial_bytes)] {
-            let limit = caps.max_binding_bytes.min(caps.max_buffer_bytes);
-            if need > limit {
-                let cure = "use a smaller batch, fewer or longer splits, or `wanted`'s limits";
-                return Err(Error::Limit { what, need, limit, cure });
-            }
-        }
-        let groups =
-            u64::from(capacity.items).max(u64::from(capacity.merges) * u64::from(spec.shape.num_heads));
-        let most = u64::from(caps.max_workgroups).pow(2);
-        if groups > most {
-            let cure = "use a smaller batch, or fewer or longer splits";
-            return Err(Error::Limit { what: "workgroups of a step", need: groups, limit: most, cure });
-        }
+        let device = pipelines.device();
+        let (table_bytes, partial_bytes) = bytes_within_limits(pipelines.caps(), spec, &capacity)?;
         let slice_stride = device.limits().min_uniform_buffer_offset_alignment.max(16);
         let buffer = |label, size, usage| {
             device.create_buffer(&wgpu::BufferDescriptor {
@@ -156,6 +141,7 @@ impl Step {
     ) -> Result<()> {
         let need = Capacity::of(plan);
         let capacity = self.capacity.grown_to(need);
+        bytes_within_limits(pipelines.caps(), spec, &capacity)?;
         // Checked in full before anything on the device changes.
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
         if capacity == self.capacity {
@@ -178,7 +164,8 @@ impl Step {
             queue.write_buffer(&self.tables, run.start as u64 * 4, bytemuck::cast_slice(&words[run]));
         });
         // Words past `used` are left as they are, so that they need not be sent again when the batch grows back.
-        if uploaded.len() < used {
+        // A list that the device wrote is not known here.
+        if uploaded.len() < used || matches!(pages, PageTable::Device) {
             uploaded.resize(used, 0);
         }
         uploaded[..used].copy_from_slice(words);
@@ -225,4 +212,31 @@ impl Step {
             None => (0, self.capacity.items),
         }
     }
+}
+
+/// Bytes of the tables and of the partial results.
+///
+/// # Errors
+/// [`Error::Limit`].
+fn bytes_within_limits(caps: &Caps, spec: &MlaSpec, capacity: &Capacity) -> Result<(u64, u64)> {
+    let tables = u64::from(capacity.header(&spec.kv).end) * 4;
+    let partials = (u64::from(capacity.slots) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
+    // The header's end says so where it could not be counted.
+    let countable = u64::from(u32::MAX - 1) * 4;
+    let limit = caps.max_binding_bytes.min(caps.max_buffer_bytes);
+    for (what, need, limit) in
+        [("a step's tables", tables, limit.min(countable)), ("a step's partial results", partials, limit)]
+    {
+        if need > limit {
+            let cure = "use a smaller batch, fewer or longer splits, or `wanted`'s limits";
+            return Err(Error::Limit { what, need, limit, cure });
+        }
+    }
+    let groups = u64::from(capacity.items).max(u64::from(capacity.merges) * u64::from(spec.shape.num_heads));
+    let limit = u64::from(caps.max_workgroups).pow(2);
+    if groups > limit {
+        let cure = "use a smaller batch, or fewer or longer splits";
+        return Err(Error::Limit { what: "workgroups of a step", need: groups, limit, cure });
+    }
+    Ok((tables, partials))
 }

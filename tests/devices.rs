@@ -1,0 +1,409 @@
+//! Weaker devices, lost ones, limits, a device that computes nothing, and what a layer must not be.
+#![cfg(feature = "wgpu")]
+
+mod common;
+
+use common::paint::{Make, sequences};
+use common::rig::{Rig, pages, plan, small};
+use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Pipelines, caps, wanted};
+use wgpu_mla::layer::View;
+use wgpu_mla::{Backend, Capacity, Caps, Dtype, Error, KvView, Layer, MlaSpec, Policy, Query, wgpu};
+
+const FIXED: Policy = Policy::FixedTokens(32);
+
+/// A device of its own, with features and limits changed from what `wanted` would ask for.
+fn device(change: impl FnOnce(&mut wgpu::Features, &mut wgpu::Limits)) -> Option<Gpu> {
+    let rig = Rig::shared()?;
+    let mut wanted = wanted(&rig.gpu.adapter);
+    change(&mut wanted.features, &mut wanted.limits);
+    let made = Gpu::from_adapter(rig.gpu.adapter.clone(), wanted.features, wanted.limits);
+    Some(pollster::block_on(made).expect("a weaker device"))
+}
+
+fn runs_right(rig: &Rig) {
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let step = rig.step(&loaded.problem, FIXED);
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &loaded.problem);
+}
+
+fn spec() -> MlaSpec {
+    small(&[(1, 1)]).spec
+}
+
+/// As an application that asks for nothing makes it.
+#[test]
+fn a_default_device_works_and_says_what_it_lacks() {
+    let defaults = |features: &mut wgpu::Features, limits: &mut wgpu::Limits| {
+        (*features, *limits) = (wgpu::Features::empty(), wgpu::Limits::default());
+    };
+    let Some(gpu) = device(defaults) else { return };
+    let rig = Rig::on(gpu, &spec());
+    assert_eq!(rig.mla.variant(), "shared");
+    assert!(
+        rig.mla.why().contains("not subgroup: ") && rig.mla.why().contains("SUBGROUP"),
+        "{}",
+        rig.mla.why()
+    );
+    runs_right(&rig);
+
+    let forced = Options { variant: Some("subgroup".into()), ..Options::default() };
+    let error = MlaDecode::new(&rig.gpu.pipelines, &spec(), &forced).expect_err("no subgroups");
+    assert!(
+        matches!(&error, Error::VariantUnavailable { name, why } if name == "subgroup" && why.contains("SUBGROUP")),
+        "{error}"
+    );
+    let forced = Options { variant: Some("shared".into()), ..Options::default() };
+    let mla = MlaDecode::new(&rig.gpu.pipelines, &spec(), &forced).expect("runs everywhere");
+    assert!(mla.why().contains("forced"), "{}", mla.why());
+}
+
+/// Each weaker set of capabilities, as a real device where one can be made.
+#[test]
+fn every_downgrade_runs() {
+    let Some(shared) = Rig::shared() else { return };
+    let mut ran = 0;
+    for (name, weaker) in shared.gpu.pipelines.caps().downgrades() {
+        let Some(gpu) = device(|features, limits| weaken(&weaker, features, limits)) else { return };
+        let made = caps(&gpu.device);
+        if made != weaker {
+            eprintln!("NOT TESTED: {name}: no device can be made with {weaker:?}");
+            continue;
+        }
+        ran += 1;
+        runs_right(&Rig::on(gpu, &spec()));
+    }
+    assert!(ran >= 4, "only {ran} devices");
+}
+
+fn weaken(to: &Caps, features: &mut wgpu::Features, limits: &mut wgpu::Limits) {
+    for (feature, kept) in
+        [(wgpu::Features::SUBGROUP, to.subgroups), (wgpu::Features::SHADER_F16, to.shader_f16)]
+    {
+        if !kept {
+            features.remove(feature);
+        }
+    }
+    limits.max_compute_workgroup_storage_size = to.workgroup_memory_bytes;
+    limits.max_compute_invocations_per_workgroup = to.max_invocations;
+    limits.max_compute_workgroup_size_x = to.max_invocations;
+    limits.max_storage_buffers_per_shader_stage = to.max_storage_buffers;
+    limits.max_storage_buffer_binding_size = to.max_binding_bytes;
+    limits.max_buffer_size = to.max_buffer_bytes;
+    limits.max_compute_workgroups_per_dimension = to.max_workgroups;
+}
+
+/// A grid of few workgroups a dimension is folded in two.
+#[test]
+fn a_folded_grid() {
+    let Some(gpu) = device(|_, limits| limits.max_compute_workgroups_per_dimension = 12) else { return };
+    let rig = Rig::on(gpu, &spec());
+    let loaded = rig.load(small(&[(300, 1), (90, 2)]));
+    let step = rig.step(&loaded.problem, Policy::FixedTokens(16));
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &loaded.problem);
+    // 144 workgroups in all.
+    let error = rig.mla.step(Capacity { items: 145, ..Capacity::default() }).expect_err("too many");
+    assert!(
+        matches!(error, Error::Limit { what: "workgroups of a step", need: 145, limit: 144, .. }),
+        "{error}"
+    );
+    let few = Capacity { merges: 25, ..Capacity::default() };
+    let error = rig.mla.step(few).expect_err("25 tokens of 6 heads");
+    assert!(matches!(error, Error::Limit { what: "workgroups of a step", need: 150, .. }), "{error}");
+}
+
+/// Every verb on a lost device is an error, and recording is still not a panic.
+#[test]
+fn a_lost_device() {
+    let Some(gpu) = device(|_, _| ()) else { return };
+    let rig = Rig::on(gpu, &spec());
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let mut step = rig.step(&loaded.problem, FIXED);
+    let mut before = rig.encoder();
+    rig.mla.record(&mut before, &step, &loaded.binding);
+
+    rig.gpu.device.destroy();
+
+    let lost = |what: &str, error: Option<Error>| {
+        assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
+    };
+    let new = |spec: MlaSpec| MlaDecode::new(&rig.gpu.pipelines, &spec, &Options::default()).err();
+    lost("new, compiled before", new(spec()));
+    lost("new", new(MlaSpec { out: Dtype::F16, ..spec() }));
+    lost("step", rig.mla.step(Capacity::default()).err());
+    let mut prepare = |problem| {
+        let plan = plan(&rig.mla, problem, FIXED);
+        rig.mla.prepare(&rig.gpu.queue, &mut step, &plan, pages(problem)).err()
+    };
+    lost("prepare", prepare(&loaded.problem));
+    lost("prepare that grows", prepare(&small(&[(400, 30)])));
+    let layer = Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+    lost("bind", rig.mla.bind(3, &layer).err());
+
+    let mut after = rig.encoder();
+    rig.mla.record(&mut before, &step, &loaded.binding);
+    rig.mla.record(&mut after, &step, &loaded.binding);
+    rig.mla.record_slice(&mut after, &step, &loaded.binding, 0);
+    rig.submit(before);
+    rig.submit(after);
+    // The callback has been called by now.
+    rig.gpu.device.poll(wgpu::PollType::Poll).ok();
+    lost("buffer", rig.gpu.buffer(16).err());
+    lost("run", rig.gpu.run(&rig.mla, &step, &loaded.binding).err());
+}
+
+/// What no device holds is an error before anything is made of it.
+#[test]
+fn absurd_capacities() {
+    let Some(rig) = Rig::shared() else { return };
+    let all = |n| Capacity { items: n, queries: n, pages: n, merges: n, merge_slots: n, slots: n };
+    for capacity in [
+        Capacity { items: u32::MAX, ..Capacity::default() },
+        Capacity { queries: u32::MAX, ..Capacity::default() },
+        Capacity { pages: u32::MAX, ..Capacity::default() },
+        Capacity { merges: u32::MAX, ..Capacity::default() },
+        Capacity { merge_slots: u32::MAX, ..Capacity::default() },
+        Capacity { slots: u32::MAX, ..Capacity::default() },
+        Capacity { pages: 1 << 30, ..Capacity::default() },
+        all(u32::MAX),
+        all(1 << 29),
+    ] {
+        let error = rig.mla.step(capacity).expect_err("absurd");
+        assert!(matches!(error, Error::Limit { .. }), "{capacity:?}: {error}");
+    }
+}
+
+/// A step that would have to grow past a limit stays as it was.
+#[test]
+fn growth_past_a_limit() {
+    let small_bindings = |_: &mut wgpu::Features, limits: &mut wgpu::Limits| {
+        limits.max_storage_buffer_binding_size = 1 << 20;
+    };
+    let Some(gpu) = device(small_bindings) else { return };
+    let rig = Rig::on(gpu, &spec());
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let mut step = rig.step(&loaded.problem, FIXED);
+    let large = small(&[(500, 3)]);
+    let refused = rig.mla.prepare(
+        &rig.gpu.queue,
+        &mut step,
+        &plan(&rig.mla, &large, Policy::FixedTokens(1)),
+        pages(&large),
+    );
+    assert!(matches!(refused, Err(Error::Limit { what: "a step's partial results", .. })), "{refused:?}");
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &loaded.problem);
+}
+
+/// Everything but the numbers works without a GPU.
+#[test]
+fn a_device_that_computes_nothing() {
+    let (device, queue) = wgpu::Device::noop(&wgpu::DeviceDescriptor::default());
+    let pipelines = Pipelines::new(&device);
+    let problem = small(&[(37, 1), (90, 2)]);
+    let mla = MlaDecode::new(&pipelines, &problem.spec, &Options::default()).expect("a decode");
+    let mut step = mla.step(Capacity::default()).expect("a step");
+    mla.prepare(&queue, &mut step, &plan(&mla, &problem, FIXED), pages(&problem)).expect("prepared");
+    let buffer = |size: usize| {
+        let (size, usage) = (size as u64, wgpu::BufferUsages::STORAGE);
+        let descriptor = wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false };
+        device.create_buffer(&descriptor)
+    };
+    let (q, kv) = (buffer(problem.q.len()), buffer(problem.kv.len()));
+    let (out, lse) = (buffer(3 * 6 * 256 * 4), buffer(3 * 6 * 4));
+    let binding = mla.bind(3, &Layer::dense(mla.spec(), &q, &kv, &out, &lse, 0.1)).expect("a binding");
+    let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+    let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    mla.record(&mut encoder, &step, &binding);
+    queue.submit([encoder.finish()]);
+    assert_eq!(pollster::block_on(scope.pop()).map(|error| error.to_string()), None);
+}
+
+/// Each wrong layer by the error that names it.
+#[test]
+fn wrong_layers() {
+    let Some(rig) = Rig::shared() else { return };
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let good = Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+    let refused = |layer: &Layer<'_, wgpu::Buffer>| rig.mla.bind(3, layer).expect_err("a wrong layer");
+    assert!(rig.mla.bind(3, &good).is_ok());
+
+    for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for (name, layer) in [
+            ("softmax_scale", Layer { softmax_scale: bad, ..good }),
+            ("k_scale", Layer { k_scale: bad, ..good }),
+            ("q_scale", Layer { q_scale: bad, ..good }),
+        ] {
+            let error = refused(&layer);
+            assert!(matches!(error, Error::Scale { what, .. } if what == name), "{name} {bad}: {error}");
+        }
+    }
+
+    // What is written must be no buffer that is read, nor the other that is written.
+    let in_buffer = |view: View<'_, wgpu::Buffer>, buffer| View { buffer, ..view };
+    let large = rig.gpu.buffer(1 << 20).expect("a buffer");
+    let (out, lse) = (in_buffer(good.out, &large), in_buffer(good.lse, &large));
+    let (nope, rope) = (View::dense(&loaded.q, 6, 256), View::dense(&loaded.q, 6, 32));
+    let large_nope = Query::Split { q_nope: in_buffer(nope, &large), q_pe: rope };
+    let large_rope = Query::Split { q_nope: nope, q_pe: in_buffer(rope, &large) };
+    let large_kv = KvView { buffer: &large, ..good.kv };
+    for (names, layer) in [
+        (("out", "q_nope"), Layer { out, query: large_nope, ..good }),
+        (("out", "q_pe"), Layer { out, query: large_rope, ..good }),
+        (("out", "kv"), Layer { out, kv: large_kv, ..good }),
+        (("lse", "q_nope"), Layer { lse, query: large_nope, ..good }),
+        (("lse", "q_pe"), Layer { lse, query: large_rope, ..good }),
+        (("lse", "kv"), Layer { lse, kv: large_kv, ..good }),
+        (("out", "lse"), Layer { out, lse, ..good }),
+    ] {
+        let (a, b) = names;
+        assert_eq!(refused(&layer), Error::Aliased { a, b });
+    }
+
+    let no_storage = rig.gpu.device.create_buffer(&wgpu::BufferDescriptor {
+        label: None,
+        size: 1 << 20,
+        usage: wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::UNIFORM,
+        mapped_at_creation: false,
+    });
+    for (name, layer) in [
+        ("q_nope", Layer { query: Query::Whole(View::dense(&no_storage, 6, 288)), ..good }),
+        ("kv", Layer { kv: KvView { buffer: &no_storage, ..good.kv }, ..good }),
+        ("out", Layer { out: in_buffer(good.out, &no_storage), ..good }),
+        ("lse", Layer { lse: in_buffer(good.lse, &no_storage), ..good }),
+    ] {
+        let error = refused(&layer);
+        assert!(
+            matches!(error, Error::BufferUsage { what, usage: "STORAGE" } if what == name),
+            "{name}: {error}"
+        );
+    }
+
+    let tiny = rig.gpu.buffer(4).expect("a buffer");
+    for (name, layer) in [
+        ("q_nope", Layer { query: Query::Whole(View::dense(&tiny, 6, 288)), ..good }),
+        ("kv", Layer { kv: KvView { buffer: &tiny, ..good.kv }, ..good }),
+        ("out", Layer { out: in_buffer(good.out, &tiny), ..good }),
+        ("lse", Layer { lse: in_buffer(good.lse, &tiny), ..good }),
+        ("out", Layer { out: View { offset: 8, ..good.out }, ..good }),
+        ("kv", Layer { kv: KvView { layer: 1, layer_stride: 8, ..good.kv }, ..good }),
+    ] {
+        let error = refused(&layer);
+        assert!(matches!(error, Error::BufferTooSmall { what, .. } if what == name), "{name}: {error}");
+    }
+
+    let whole = View::dense(&loaded.q, 6, 288);
+    for (name, layer) in [
+        ("q_nope", Layer { query: Query::Whole(View { offset: 4, ..whole }), ..good }),
+        ("q_nope", Layer { query: Query::Whole(View { token_stride: 6 * 288 - 1, ..whole }), ..good }),
+        ("kv offset", Layer { kv: KvView { offset: 1, ..good.kv }, ..good }),
+        ("kv layer_stride", Layer { kv: KvView { layer_stride: 12, ..good.kv }, ..good }),
+        ("kv block_stride", Layer { kv: KvView { block_stride: 16 * 288 + 4, ..good.kv }, ..good }),
+        ("out", Layer { out: View { head_stride: 260, ..good.out }, ..good }),
+    ] {
+        let error = refused(&layer);
+        assert!(matches!(error, Error::Alignment { what, of: 8, .. } if what == name), "{name}: {error}");
+    }
+}
+
+/// A layer of a cache that is larger than a binding is reached through a window; a layer that is itself larger is not.
+#[test]
+fn a_window_into_a_large_cache() {
+    let problem = small(&[(37, 1), (90, 2)]);
+    let layer_bytes = problem.kv.len();
+    let limit = layer_bytes as u64 + 4096;
+    let Some(gpu) = device(|_, limits| limits.max_storage_buffer_binding_size = limit) else { return };
+    let rig = Rig::on(gpu, &problem.spec);
+    let loaded = rig.load(problem.clone());
+    // The second of three layers, poison in the others; an odd number of octs in front of it.
+    let gap = 24 * 2;
+    let mut bytes = vec![0xFF; gap + 3 * layer_bytes];
+    bytes[gap + layer_bytes..][..layer_bytes].copy_from_slice(&problem.kv);
+    let cache = rig.buffer(&bytes);
+    assert!(cache.size() > limit);
+    let layer_stride = layer_bytes as u64 / 2;
+    let dense =
+        Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
+    let kv = KvView { buffer: &cache, offset: gap as u64 / 2, layer_stride, layer: 1, ..dense.kv };
+    let binding = rig.mla.bind(3, &Layer { kv, ..dense }).expect("a window");
+    let step = rig.step(&problem, FIXED);
+    let mut encoder = rig.encoder();
+    rig.mla.record(&mut encoder, &step, &binding);
+    rig.submit(encoder);
+    rig.check(&loaded, &problem);
+
+    // Pages spread over all three layers.
+    let wide = KvView { block_stride: dense.kv.block_stride * 3, layer: 0, offset: 0, ..kv };
+    let error = rig.mla.bind(3, &Layer { kv: wide, ..dense }).expect_err("no window is that wide");
+    assert!(matches!(error, Error::Limit { what: "max_storage_buffer_binding_size", .. }), "{error}");
+}
+
+/// Arrays that are not used, in buffers that no binding covers: no rotary part, and no query tokens.
+#[test]
+fn unused_arrays_in_large_buffers() {
+    let Some(gpu) = device(|_, limits| limits.max_storage_buffer_binding_size = 2 << 20) else { return };
+    let problem = Make {
+        dims: (512, 0),
+        heads: 6,
+        cache: Dtype::F16,
+        query: Dtype::F16,
+        sequences: sequences(&[(20, 1), (40, 2)]),
+        ..Make::default()
+    }
+    .build();
+    let rig = Rig::on(gpu, &problem.spec);
+    let loaded = rig.load(problem.clone());
+    let offset = 1 << 20;
+    let mut bytes = vec![0xFF; 4 << 20];
+    bytes[offset * 2..][..problem.q.len()].copy_from_slice(&problem.q);
+    let large = rig.buffer(&bytes);
+    let dense =
+        Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
+    let at = View { offset: offset as u64, ..View::dense(&large, 6, 512) };
+    for query in [Query::Whole(at), Query::Split { q_nope: at, q_pe: at }] {
+        let binding = rig.mla.bind(3, &Layer { query, ..dense }).expect("a window");
+        let step = rig.step(&problem, FIXED);
+        rig.poison(&loaded);
+        let mut encoder = rig.encoder();
+        rig.mla.record(&mut encoder, &step, &binding);
+        rig.submit(encoder);
+        rig.check(&loaded, &problem);
+        // A batch that may be empty: no token of the large array is used.
+        for offset in [at.offset, large.size() / 2, u64::MAX / 8 * 8] {
+            let query = Query::Whole(View { offset, ..at });
+            let bound = rig.mla.bind(0, &Layer { query, ..dense });
+            assert!(matches!(bound, Ok(_) | Err(Error::BufferTooSmall { .. })), "{offset}: {bound:?}");
+        }
+    }
+}
+
+/// An empty batch needs no rows, but a binding has to hold an element: too small is an error, not a failed submit.
+#[test]
+fn empty_batches_in_tiny_buffers() {
+    let Some(rig) = Rig::shared() else { return };
+    let loaded = rig.load(small(&[(37, 1)]));
+    let tiny = [4, 16, 32].map(|bytes| rig.gpu.buffer(bytes).expect("a buffer"));
+    // A grid of some items, all of which find that there is nothing to do.
+    let mut step = rig.step(&loaded.problem, FIXED);
+    rig.prepare(&mut step, &small(&[(37, 0)]), FIXED);
+    for buffer in &tiny {
+        let layer = Layer::dense(rig.mla.spec(), buffer, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+        let out = View::dense(buffer, 6, 256);
+        let query = Query::Whole(View::dense(&loaded.q, 6, 288));
+        for layer in [layer, Layer { out, query, ..layer }] {
+            match rig.mla.bind(0, &layer) {
+                Err(Error::BufferTooSmall { .. }) => assert!(buffer.size() < 32),
+                Err(error) => panic!("{error}"),
+                Ok(binding) => {
+                    let scope = rig.gpu.device.push_error_scope(wgpu::ErrorFilter::Validation);
+                    let mut encoder = rig.encoder();
+                    rig.mla.record(&mut encoder, &step, &binding);
+                    rig.submit(encoder);
+                    let error = pollster::block_on(scope.pop()).map(|error| error.to_string());
+                    assert_eq!(error, None, "{} bytes", buffer.size());
+                }
+            }
+        }
+    }
+}
