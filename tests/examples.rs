@@ -21,9 +21,8 @@ fn example(name: &'static str) -> PathBuf {
             let mut cargo = Command::new(env!("CARGO"));
             cargo.args(["build", "--quiet", "--example", "decode", "--example", "batch", "--target-dir"]);
             cargo.arg(profile.parent().expect("target")).current_dir(env!("CARGO_MANIFEST_DIR"));
-            if profile.ends_with("release") {
-                cargo.arg("--release");
-            }
+            // The profile of the tests, so that what they are built from is not built again.
+            cargo.args(["--profile", if profile.ends_with("release") { "release" } else { "test" }]);
             if cfg!(not(feature = "wgpu")) {
                 cargo.arg("--no-default-features");
             }
