@@ -2,12 +2,17 @@
 
 mod common;
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use common::case::Case;
+use common::paint::{Data, Make, Sees, sequences};
+use common::suite::ops::{random_append, random_merge};
 use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype as FileDtype, TensorView};
+use wgpu_mla::Dtype;
 
 /// The built example. `cargo test` builds examples too; `cargo test --test examples` alone does not.
 fn example(name: &'static str) -> PathBuf {
@@ -21,9 +26,8 @@ fn example(name: &'static str) -> PathBuf {
             let mut cargo = Command::new(env!("CARGO"));
             cargo.args(["build", "--quiet", "--example", "decode", "--example", "batch", "--target-dir"]);
             cargo.arg(profile.parent().expect("target")).current_dir(env!("CARGO_MANIFEST_DIR"));
-            if profile.ends_with("release") {
-                cargo.arg("--release");
-            }
+            // The profile of the tests, so that what they are built from is not built again.
+            cargo.args(["--profile", if profile.ends_with("release") { "release" } else { "test" }]);
             if cfg!(not(feature = "wgpu")) {
                 cargo.arg("--no-default-features");
             }
@@ -120,7 +124,7 @@ fn what_is_saved_can_be_read_and_passes_as_expected() {
                 assert_eq!(want.data(), got.data());
                 continue;
             }
-            let floats = |bytes: &[u8]| wgpu_mla::Dtype::F32.decode_all(bytes);
+            let floats = |bytes: &[u8]| Dtype::F32.decode_all(bytes);
             for (want, got) in floats(want.data()).into_iter().zip(floats(got.data())) {
                 assert!(want == got || (want - got).abs() <= 2e-2 * want.abs().max(1.0), "{want} {got}");
             }
@@ -191,5 +195,138 @@ fn the_batch_is_right_on_wgpu() {
     if let Some(gpu) = common::gpu_or_say_why() {
         let ran = run("batch", &["--backend", "wgpu", "--steps", "20"]);
         ran.must(0, &[&gpu.describe(), "20 steps", "PASS"]);
+    }
+}
+
+/// Cases that the repository has no file of: other page sizes, heads, dims, dtypes, lengths and scales.
+fn more_cases(to: &Path) -> usize {
+    let page = |page_size| Make { page_size, ..Make::default() };
+    let dtypes = |cache, query| Make { cache, query, heads: 6, ..Make::default() };
+    let lens = |lens: &[(u32, u32)]| Make { sequences: sequences(lens), heads: 12, ..Make::default() };
+    let makes = [
+        page(1),
+        page(3),
+        page(256),
+        Make { heads: 1, ..page(7) },
+        Make { heads: 128, dims: (256, 32), ..page(16) },
+        Make { dims: (512, 0), ..page(100) },
+        Make { dims: (256, 64), ..dtypes(Dtype::F16, Dtype::F32) },
+        dtypes(Dtype::E4m3, Dtype::E4m3),
+        dtypes(Dtype::Bf16, Dtype::E4m3),
+        dtypes(Dtype::F32, Dtype::Bf16),
+        lens(&[(5, 9), (0, 1), (70, 0), (33, 3), (0, 0)]),
+        lens(&[]),
+        Make { sees: Sees::Full, ..lens(&[(40, 3), (0, 2)]) },
+        Make { data: Data::Huge, ..dtypes(Dtype::Bf16, Dtype::F32) },
+        Make { data: Data::BigLogits, ..dtypes(Dtype::F32, Dtype::F32) },
+    ];
+    let mut written = 0;
+    let mut write = |kind: &str, metadata: &[(&str, String)], tensors: Vec<(&str, TensorView<'_>)>| {
+        let mut texts = HashMap::from([("format".to_owned(), "mla-case/1".to_owned())]);
+        texts.insert("kind".into(), kind.into());
+        texts.extend(metadata.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        let file = to.join(format!("{written:02}_{kind}.safetensors"));
+        safetensors::serialize_to_file(tensors, Some(texts), &file).expect("writable");
+        written += 1;
+    };
+    for make in makes {
+        let p = make.build();
+        let (shape, kv) = (p.spec.shape, p.spec.kv);
+        let [row, latent, heads] =
+            [shape.row_elems(), shape.kv_lora_rank, shape.num_heads].map(|dim| dim as usize);
+        let (pages, page_size) = (kv.num_pages as usize, kv.page_size as usize);
+        let (out, lse) = p.expected();
+        let narrow =
+            |xs: Vec<f64>| -> Vec<u8> { xs.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect() };
+        let (out, lse) = (narrow(out), narrow(lse));
+        let [k_scale, q_scale] = [p.k_scale, p.q_scale].map(f32::to_le_bytes);
+        let ints = |xs: &[i32]| -> Vec<u8> { xs.iter().flat_map(|x| x.to_le_bytes()).collect() };
+        let (table, lens, starts) = (ints(&p.block_table), ints(&p.seq_lens), ints(&p.query_start_loc));
+        let batch = p.seq_lens.len();
+        let metadata = [
+            ("softmax_scale", p.softmax_scale.to_string()),
+            ("kv_lora_rank", latent.to_string()),
+            ("qk_rope_head_dim", shape.qk_rope_head_dim.to_string()),
+            ("page_size", page_size.to_string()),
+            ("causal", (make.sees == Sees::Causal).to_string()),
+        ];
+        let tensors = vec![
+            ("q", view(of(p.spec.query), &[p.total_q(), heads, row], &p.q)),
+            ("kv_cache", view(of(kv.dtype), &[pages, page_size, row], &p.kv)),
+            ("block_table", view(FileDtype::I32, &[batch, p.max_pages], &table)),
+            ("seq_lens", view(FileDtype::I32, &[batch], &lens)),
+            ("query_start_loc", view(FileDtype::I32, &[batch + 1], &starts)),
+            ("k_scale", view(FileDtype::F32, &[1], &k_scale)),
+            ("q_scale", view(FileDtype::F32, &[1], &q_scale)),
+            ("out", view(FileDtype::F32, &[p.total_q(), heads, latent], &out)),
+            ("lse", view(FileDtype::F32, &[p.total_q(), heads], &lse)),
+        ];
+        write("decode", &metadata, tensors);
+    }
+    for (dtype, tokens, heads, size) in
+        [(Dtype::F16, 7, 3, 3), (Dtype::Bf16, 1, 1, 1), (Dtype::F32, 4, 5, 127)]
+    {
+        let case = random_merge(dtype, tokens, heads, size);
+        let floats = |xs: &[f32]| Dtype::F32.encode_all(xs);
+        let [prefix_lse, suffix_lse, output_lse] =
+            [&case.prefix_lse, &case.suffix_lse, &case.output_lse].map(|xs| floats(xs));
+        let output = floats(&case.output);
+        let dims = [tokens, heads, size];
+        let tensors = vec![
+            ("prefix_output", view(of(dtype), &dims, &case.prefix_output)),
+            ("suffix_output", view(of(dtype), &dims, &case.suffix_output)),
+            ("prefix_lse", view(FileDtype::F32, &[heads, tokens], &prefix_lse)),
+            ("suffix_lse", view(FileDtype::F32, &[heads, tokens], &suffix_lse)),
+            ("output", view(FileDtype::F32, &dims, &output)),
+            ("output_lse", view(FileDtype::F32, &[heads, tokens], &output_lse)),
+        ];
+        write("merge_attn_states", &[], tensors);
+    }
+    for (input, cache, k_scale) in [
+        (Dtype::F32, Dtype::E4m3, 0.37f32),
+        (Dtype::F16, Dtype::E4m3, 2.0),
+        (Dtype::Bf16, Dtype::F16, 1.0),
+        (Dtype::F16, Dtype::F32, 1.0),
+    ] {
+        let case = random_append((256, 32), 3, input, cache, k_scale);
+        let (tokens, pages) = (case.slot_mapping.len(), case.spec.kv.num_pages as usize);
+        let slots: Vec<u8> = case.slot_mapping.iter().flat_map(|slot| slot.to_le_bytes()).collect();
+        let metadata = [("page_size", "3"), ("kv_lora_rank", "256"), ("qk_rope_head_dim", "32")];
+        let k_scale = k_scale.to_le_bytes();
+        let tensors = vec![
+            ("kv_c", view(of(input), &[tokens, 256], &case.kv_c)),
+            ("k_pe", view(of(input), &[tokens, 32], &case.k_pe)),
+            ("slot_mapping", view(FileDtype::I64, &[tokens], &slots)),
+            ("kv_cache_before", view(of(cache), &[pages, 3, 288], &case.kv_cache_before)),
+            ("k_scale", view(FileDtype::F32, &[1], &k_scale)),
+            ("kv_cache", view(of(cache), &[pages, 3, 288], &case.kv_cache)),
+        ];
+        write("concat_and_cache_mla", &metadata.map(|(key, value)| (key, value.to_owned())), tensors);
+    }
+    written
+}
+
+fn of(dtype: Dtype) -> FileDtype {
+    match dtype {
+        Dtype::F32 => FileDtype::F32,
+        Dtype::F16 => FileDtype::F16,
+        Dtype::Bf16 => FileDtype::BF16,
+        Dtype::E4m3 => FileDtype::F8_E4M3,
+    }
+}
+
+fn view<'a>(dtype: FileDtype, shape: &[usize], bytes: &'a [u8]) -> TensorView<'a> {
+    TensorView::new(dtype, shape.to_vec(), bytes).expect("as many bytes as the shape says")
+}
+
+#[test]
+fn every_kind_of_case_passes() {
+    let from = folder("more", &[]);
+    let passed = format!("{} PASS, 0 FAIL", more_cases(&from));
+    let from = from.to_str().expect("text");
+    run("decode", &["--backend", "cpu", from]).must(0, &[&passed]);
+    #[cfg(feature = "wgpu")]
+    if common::gpu_or_say_why().is_some() {
+        run("decode", &["--backend", "wgpu", from]).must(0, &[&passed]);
     }
 }

@@ -163,7 +163,8 @@ impl Tally {
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { passed, failed, unreadable } = self;
-        write!(f, "{} cases: {passed} PASS, {failed} FAIL", self.total())?;
+        let s = if self.total() == 1 { "" } else { "s" };
+        write!(f, "{} case{s}: {passed} PASS, {failed} FAIL", self.total())?;
         if *unreadable > 0 {
             write!(f, ", {unreadable} could not be read")?;
         }
