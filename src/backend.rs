@@ -50,6 +50,11 @@ pub trait Backend: sealed::Sealed {
     /// The decode variants that run here for a spec, best first.
     fn variants(&self, spec: &MlaSpec) -> Vec<&'static str>;
 
+    /// Every decode variant there is, best first, and what keeps it from running here for a spec, if anything does.
+    fn ladder(&self, spec: &MlaSpec) -> Vec<(&'static str, Option<String>)> {
+        self.variants(spec).into_iter().map(|name| (name, None)).collect()
+    }
+
     /// Compiles a decode; `variant` forces one of [`Backend::variants`].
     ///
     /// # Errors

@@ -6,7 +6,7 @@
 use crate::caps::{Caps, DeviceKind};
 use crate::compose::{Const, Source, compose};
 use crate::unroll::unroll;
-use crate::{Dtype, MlaSpec, Tiling};
+use crate::{Dtype, Error, MlaSpec, Result, Tiling};
 
 /// One row of the ladder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ impl Variant {
     ///
     /// # Errors
     /// A sentence that names what is missing.
-    pub fn runs_on(&self, caps: &Caps, spec: &MlaSpec) -> Result<(), String> {
+    pub fn runs_on(&self, caps: &Caps, spec: &MlaSpec) -> std::result::Result<(), String> {
         if self.sum == Sum::Subgroup && !caps.subgroups {
             return Err("the device was made without Features::SUBGROUP".into());
         }
@@ -70,7 +70,8 @@ impl Variant {
     pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
         let tile = self.tile(caps, spec)?;
         let (target_items, min_split_tokens) = match caps.kind {
-            DeviceKind::Discrete => (512, 64),
+            // About two workgroups of 256 threads on each of an H200's 132 multiprocessors: one full wave.
+            DeviceKind::Discrete => (65_536 / tile.threads(), 32),
             DeviceKind::Integrated | DeviceKind::Other => (128, 256),
             DeviceKind::Software => (8, 512),
         };
@@ -86,10 +87,26 @@ impl Variant {
 /// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables and the step's partial results.
 const STORAGE_BUFFERS: u32 = 7;
 
-/// The best variant that runs on `caps`.
-#[cfg(test)]
-pub fn select(caps: &Caps, spec: &MlaSpec) -> Option<Variant> {
-    VARIANTS.into_iter().find(|variant| variant.runs_on(caps, spec).is_ok())
+/// The forced row, or the first that runs, and a sentence about the choice.
+///
+/// # Errors
+/// [`Error::VariantUnavailable`] where the forced row is unknown or cannot run, or where none can.
+pub fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaSpec) -> Result<(Variant, String)> {
+    if let Some(name) = forced {
+        let unavailable = |why| Error::VariantUnavailable { name: name.into(), why };
+        let known = || format!("there is no such row; the rows are {}", VARIANTS.map(|v| v.name).join(", "));
+        let variant = Variant::named(name).ok_or_else(|| unavailable(known()))?;
+        variant.runs_on(caps, spec).map_err(unavailable)?;
+        return Ok((variant, format!("row {name}, forced")));
+    }
+    let mut lacking = String::new();
+    for variant in VARIANTS {
+        match variant.runs_on(caps, spec) {
+            Ok(()) => return Ok((variant, format!("row {}{lacking}", variant.name))),
+            Err(why) => lacking += &format!("; not {}: {why}", variant.name),
+        }
+    }
+    Err(Error::VariantUnavailable { name: "any".into(), why: lacking })
 }
 
 /// How a workgroup cuts a tile: see the head of `shaders/mla_decode.wgsl`.

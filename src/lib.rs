@@ -1,4 +1,51 @@
 //! Multi-head Latent Attention (MLA) decode on any GPU: paged, split-KV with LSE merge, FP8 caches.
+//!
+//! MLA keeps one latent row of `L + R` elements a token, shared by all `H` heads. In its absorbed form a head attends those
+//! rows directly: `s = softmax_scale * (q . k)`, `out = sum softmax(s) * latent`, where the value is the first `L` elements of
+//! the key (DeepSeek-V2, arXiv:2405.04434). This crate runs that step over a paged cache, for a ragged batch, with the keys of
+//! a sequence split over workgroups and the partial results merged by their log-sum-exp (FlashDecoding).
+//!
+//! - `gpu` is the wgpu backend: `MlaDecode::{new, step, prepare, bind, record}` on the host's own device and encoder.
+//! - [`cpu`] is the same on host memory.
+//! - [`PagePool`] owns page ids; [`Plan`] turns a batch into work items; [`Layer`] describes one layer's buffers.
+//! - [`Backend`] is what all backends have in common; [`mod@reference`] is the f64 oracle that they are tested against.
+//!
+//! ```
+//! use wgpu_mla::{Backend, Batch, Capacity, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PagePool, Plan, Policy, cpu::Cpu};
+//!
+//! # fn main() -> wgpu_mla::Result<()> {
+//! let spec = MlaSpec {
+//!     shape: MlaShape { num_heads: 6, kv_lora_rank: 256, qk_rope_head_dim: 32 },
+//!     kv: KvSpec { dtype: Dtype::F32, page_size: 16, num_pages: 4 },
+//!     query: Dtype::F32,
+//!     out: Dtype::F32,
+//! };
+//! // `gpu::Gpu::new()?` in place of `Cpu::new()` runs the same on a GPU.
+//! let backend = Cpu::new();
+//! let (q, kv) = (backend.buffer(6 * 288 * 4)?, backend.buffer(4 * 16 * 288 * 4)?);
+//! let (out, lse) = (backend.buffer(6 * 256 * 4)?, backend.buffer(6 * 4)?);
+//! backend.upload(&kv, 0, bytemuck::cast_slice(&[0.5f32; 4 * 16 * 288]))?;
+//!
+//! // One sequence of 40 tokens, one query token.
+//! let mut pool = PagePool::new(spec.kv)?;
+//! let seq = pool.add();
+//! pool.append(seq, 40)?;
+//! let (table, lens) = (pool.block_table(&[seq], -1)?, pool.seq_lens(&[seq])?);
+//!
+//! let mla = backend.decode(&spec, None)?;
+//! let plan = Plan::new(&spec, &backend.tiling(&mla), &Batch::new(&lens, &[0, 1]), Policy::Auto)?;
+//! let mut step = backend.step(&mla, Capacity::default())?;
+//! backend.prepare(&mla, &mut step, &plan, table.page_table())?;
+//! let binding = backend.bind(&mla, 1, &Layer::dense(&spec, &q, &kv, &out, &lse, 0.1))?;
+//! backend.run(&mla, &step, &binding)?;
+//!
+//! // All values are 0.5, so their average is; 40 equal logits of 0 have a log-sum-exp of ln 40.
+//! let lse = Dtype::F32.decode_all(&backend.download(&lse, 6 * 4)?);
+//! let out = Dtype::F32.decode_all(&backend.download(&out, 6 * 256 * 4)?);
+//! assert!(out.iter().all(|x| (x - 0.5).abs() < 1e-6));
+//! assert!(lse.iter().all(|x| (x - 40f32.ln()).abs() < 1e-5));
+//! # Ok(()) }
+//! ```
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
 pub mod backend;
@@ -35,3 +82,7 @@ pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
 
 #[cfg(feature = "wgpu")]
 pub use wgpu;
+
+#[cfg(all(doctest, feature = "wgpu"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -573,21 +573,21 @@ fn strides_move_rows_only() {
     let [q_nope, q_pe, kv2, out2, lse2] =
         [1 << 12, 1 << 12, 1 << 18, 1 << 13, 1 << 8].map(|n| cpu.buffer(n).unwrap());
     for (row, bytes) in queries.chunks(288 * 2).enumerate() {
-        cpu.upload(&q_nope, 8 + row as u64 * 260 * 2, &bytes[..512]).unwrap();
+        cpu.upload(&q_nope, 16 + row as u64 * 264 * 2, &bytes[..512]).unwrap();
         cpu.upload(&q_pe, row as u64 * 32 * 2, &bytes[512..]).unwrap();
     }
     let (page, block_stride) = (16 * 288, 16 * 288 + 8);
     for (i, bytes) in pages.chunks(page * 2).enumerate() {
-        cpu.upload(&kv2, (4 + 20_000 + i as u64 * block_stride) * 2, bytes).unwrap();
+        cpu.upload(&kv2, (8 + 20_000 + i as u64 * block_stride) * 2, bytes).unwrap();
     }
     cpu.upload(&out2, 0, &[0xA5; 1 << 13]).unwrap();
     let strided = Layer {
         query: Query::Split {
-            q_nope: View { buffer: &q_nope, offset: 4, token_stride: 520, head_stride: 260 },
+            q_nope: View { buffer: &q_nope, offset: 8, token_stride: 528, head_stride: 264 },
             q_pe: View::dense(&q_pe, 2, 32),
         },
-        kv: KvView { buffer: &kv2, offset: 4, layer_stride: 20_000, layer: 1, block_stride },
-        out: View { buffer: &out2, offset: 12, token_stride: 256, head_stride: 600 },
+        kv: KvView { buffer: &kv2, offset: 8, layer_stride: 20_000, layer: 1, block_stride },
+        out: View { buffer: &out2, offset: 16, token_stride: 256, head_stride: 600 },
         lse: View { buffer: &lse2, offset: 3, token_stride: 1, head_stride: 5 },
         ..dense
     };
@@ -596,7 +596,7 @@ fn strides_move_rows_only() {
     let (c, d) = (cpu.download(&lse, 16).unwrap(), cpu.download(&lse2, 1 << 8).unwrap());
     let mut want = vec![0xA5; 1 << 13];
     for (token, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-        let (from, to) = (token * 2 + head, 12 + token * 256 + head * 600);
+        let (from, to) = (token * 2 + head, 16 + token * 256 + head * 600);
         want[to * 2..][..512].copy_from_slice(&a[from * 512..][..512]);
         assert_eq!(c[from * 4..][..4], d[(3 + token + head * 5) * 4..][..4]);
     }
@@ -771,8 +771,8 @@ fn pages_are_copied_whole_and_alone() {
     cpu.upload(&buffer, 0, &before).unwrap();
     let view = KvView {
         buffer: &buffer,
-        offset: 4,
-        layer_stride: 4 * stride as u64 - 4,
+        offset: 8,
+        layer_stride: 4 * stride as u64 - 8,
         layer: 1,
         block_stride: stride as u64,
     };

@@ -49,21 +49,11 @@ impl Workload {
         2.0 * f64::from(self.batch * self.q_len * self.heads) * f64::from(self.context) * (576.0 + 512.0)
     }
 
-    /// Pages in an order that no neighbour shares.
+    /// Pages in an order in which no neighbours stay neighbours: multiples of a prime.
     pub fn block_table(&self) -> Vec<i32> {
-        let pages = self.spec().kv.num_pages as u64;
-        (0..pages).map(|i| ((i * 7919 + 13) % pages.max(1)) as i32).collect::<Vec<_>>().permuted(pages)
-    }
-}
-
-trait Permuted {
-    fn permuted(self, pages: u64) -> Self;
-}
-
-impl Permuted for Vec<i32> {
-    /// 7919 is a prime; where it divides the count the plain order is used.
-    fn permuted(self, pages: u64) -> Self {
-        if pages % 7919 == 0 { (0..pages as i32).collect() } else { self }
+        let pages = u64::from(self.spec().kv.num_pages);
+        let stride = if pages.is_multiple_of(7919) { 1 } else { 7919 };
+        (0..pages).map(|i| ((i * stride + 13) % pages) as i32).collect()
     }
 }
 

@@ -117,6 +117,11 @@ impl Backend for Cpu {
         kernel::VARIANTS.iter().filter(|variant| (variant.runs_here)()).map(|variant| variant.name).collect()
     }
 
+    fn ladder(&self, _: &MlaSpec) -> Vec<(&'static str, Option<String>)> {
+        let lacking = |runs: bool| (!runs).then(|| "the processor lacks its instructions".to_owned());
+        kernel::VARIANTS.iter().map(|variant| (variant.name, lacking((variant.runs_here)()))).collect()
+    }
+
     fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<Decode> {
         Decode::new(spec, variant)
     }

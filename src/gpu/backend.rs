@@ -80,6 +80,11 @@ impl Backend for Gpu {
         runs.map(|variant| variant.name).collect()
     }
 
+    fn ladder(&self, spec: &MlaSpec) -> Vec<(&'static str, Option<String>)> {
+        let caps = self.pipelines.caps();
+        VARIANTS.iter().map(|variant| (variant.name, variant.runs_on(caps, spec).err())).collect()
+    }
+
     fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<MlaDecode> {
         let options = Options { variant: variant.map(Into::into), ..Default::default() };
         MlaDecode::new(&self.pipelines, spec, &options)

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::binding::{self, LayerBinding};
 use super::pipelines::{Layouts, Pipelines};
 use super::step::Step;
-use crate::kernel::{self, VARIANTS, Variant};
+use crate::kernel::{self, Variant};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, Layer, MlaSpec, Result};
@@ -45,7 +45,7 @@ impl MlaDecode {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         spec.check()?;
         let caps = pipelines.caps();
-        let (variant, why) = choose(options.variant.as_deref(), |variant| variant.runs_on(caps, spec))?;
+        let (variant, why) = kernel::choose(options.variant.as_deref(), caps, spec)?;
         let layouts = Layouts::new(pipelines.device())?;
         let gone =
             || Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() };
@@ -151,7 +151,18 @@ impl MlaDecode {
         binding: &LayerBinding,
         index: usize,
     ) {
-        let pass = &mut begin_pass(encoder);
+        self.record_slice_in(&mut begin_pass(encoder), step, binding, index);
+    }
+
+    /// As [`MlaDecode::record_slice`], in the host's pass: with timestamps around it, a host learns what its
+    /// [`super::SliceBudget`] should be.
+    pub fn record_slice_in(
+        &self,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &Step,
+        binding: &LayerBinding,
+        index: usize,
+    ) {
         if index < step.num_slices() && self.set_groups(pass, step, binding) {
             self.dispatch_split(pass, step, binding, Some(index));
             if index + 1 == step.num_slices() {
@@ -216,26 +227,4 @@ fn begin_pass(encoder: &mut wgpu::CommandEncoder) -> wgpu::ComputePass<'_> {
         label: Some("mla.decode"),
         timestamp_writes: None,
     })
-}
-
-/// The forced row, or the first that runs, and a sentence about the choice.
-fn choose(
-    forced: Option<&str>,
-    runs: impl Fn(&Variant) -> std::result::Result<(), String>,
-) -> Result<(Variant, String)> {
-    if let Some(name) = forced {
-        let unavailable = |why| Error::VariantUnavailable { name: name.into(), why };
-        let known = || format!("there is no such row; the rows are {}", VARIANTS.map(|v| v.name).join(", "));
-        let variant = Variant::named(name).ok_or_else(|| unavailable(known()))?;
-        runs(&variant).map_err(unavailable)?;
-        return Ok((variant, format!("row {name}, forced")));
-    }
-    let mut lacking = String::new();
-    for variant in VARIANTS {
-        match runs(&variant) {
-            Ok(()) => return Ok((variant, format!("row {}{lacking}", variant.name))),
-            Err(why) => lacking += &format!("; not {}: {why}", variant.name),
-        }
-    }
-    Err(Error::VariantUnavailable { name: "any".into(), why: lacking })
 }

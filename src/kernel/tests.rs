@@ -60,7 +60,7 @@ fn valid(source: &Source, subgroups: bool) -> (Module, ModuleInfo) {
 fn validate(
     module: &Module,
     subgroups: bool,
-) -> Result<ModuleInfo, Box<naga::WithSpan<naga::valid::ValidationError>>> {
+) -> std::result::Result<ModuleInfo, Box<naga::WithSpan<naga::valid::ValidationError>>> {
     // Reading f16 as f32 is part of WGSL without features, though naga can be told otherwise.
     let plain = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
     let capabilities = if subgroups { plain | Capabilities::SUBGROUP } else { plain };
@@ -359,6 +359,7 @@ fn what_a_device_lacks_is_said() {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
     let good = devices()[1];
     let [subgroup, shared] = VARIANTS;
+    let select = |caps: &Caps, spec: &MlaSpec| choose(None, caps, spec).ok().map(|(variant, _)| variant);
     assert_eq!(select(&good, &spec), Some(subgroup));
     assert_eq!(select(&Caps::WEBGPU, &spec), Some(shared));
     for (what, caps, variant) in [
@@ -384,8 +385,9 @@ fn some_variant_runs_on_every_device() {
                     [(Dtype::F32, Dtype::F32, Dtype::F32), (Dtype::E4m3, Dtype::E4m3, Dtype::Bf16)]
                 {
                     let spec = spec(dims, heads, query, cache, out);
-                    let variant =
-                        select(&caps.1, &spec).unwrap_or_else(|| panic!("none on {caps:?} for {spec:?}"));
+                    let variant = choose(None, &caps.1, &spec)
+                        .unwrap_or_else(|_| panic!("none on {caps:?} for {spec:?}"))
+                        .0;
                     assert!(variant.tiling(&caps.1, &spec).is_some());
                 }
             }

@@ -92,8 +92,8 @@ impl Pages {
 
     /// The second of three layers, with gaps before the first, between pages and between layers.
     pub fn gaps(kv: &KvSpec, row_elems: usize) -> Self {
-        let block_stride = (kv.page_size as usize * row_elems).next_multiple_of(4) + 8;
-        Self { offset: 16, layer_stride: kv.num_pages as usize * block_stride + 4, layer: 1, block_stride }
+        let block_stride = (kv.page_size as usize * row_elems).next_multiple_of(8) + 8;
+        Self { offset: 16, layer_stride: kv.num_pages as usize * block_stride + 8, layer: 1, block_stride }
     }
 
     /// Pages as rows of one array, so that [`scatter`] and [`gather`] work on them.

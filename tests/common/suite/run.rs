@@ -101,7 +101,7 @@ impl<B: Backend> Session<'_, B> {
         };
         let kv = scatter(&problem.kv, page_dims(&spec.kv, row), spec.kv.dtype.bytes(), kv_pages.strides());
         let kv_buffer = upload(backend, &kv).map_err(wrong)?;
-        let out = Output::new([tokens, heads, latent], spec.out, how.layout, 4);
+        let out = Output::new([tokens, heads, latent], spec.out, how.layout, 8);
         let lse = Output::new([tokens, heads, 1], Dtype::F32, how.layout, 1);
         let out_buffer = upload(backend, &vec![POISON; out.len]).map_err(wrong)?;
         let lse_buffer = upload(backend, &vec![POISON; lse.len]).map_err(wrong)?;
@@ -187,7 +187,7 @@ impl QueryArrays {
         let (tokens, heads) = (problem.total_q(), shape.num_heads as usize);
         let part = |range: std::ops::Range<usize>, layout: Layout| {
             let dims = [tokens, heads, range.len()];
-            let strides = layout.strides(dims, 4);
+            let strides = layout.strides(dims, 8);
             let columns = range.start * elem..range.end * elem;
             let dense: Vec<u8> =
                 problem.q.chunks_exact(row * elem).flat_map(|row| &row[columns.clone()]).copied().collect();

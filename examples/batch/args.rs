@@ -1,0 +1,53 @@
+//! The command line.
+
+pub const HELP: &str = "\
+A continuous batch on wgpu-mla, checked against the f64 oracle.
+
+batch [--backend wgpu|cpu]   default: wgpu, and cpu where there is no adapter
+      [--steps N]            default: 300
+      [--seed N]             another traffic
+      [--help]               this text";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Where {
+    Wgpu,
+    Cpu,
+}
+
+#[derive(Debug)]
+pub struct Args {
+    pub backend: Option<Where>,
+    pub steps: u32,
+    pub seed: u64,
+}
+
+impl Args {
+    /// `None` where help is wanted.
+    pub fn parse(mut words: impl Iterator<Item = String>) -> Result<Option<Self>, String> {
+        let mut args = Self { backend: None, steps: 300, seed: 1 };
+        while let Some(word) = words.next() {
+            let mut value = || words.next().ok_or_else(|| format!("{word} needs a value"));
+            match word.as_str() {
+                "--help" | "-h" => return Ok(None),
+                "--backend" => {
+                    args.backend = Some(match value()?.as_str() {
+                        "wgpu" => Where::Wgpu,
+                        "cpu" => Where::Cpu,
+                        other => return Err(format!("--backend {other}: must be wgpu or cpu")),
+                    });
+                }
+                "--steps" => args.steps = number(&word, &value()?)?,
+                "--seed" => args.seed = number(&word, &value()?)?,
+                other => return Err(format!("{other}: no such option")),
+            }
+        }
+        if args.steps == 0 {
+            return Err("--steps 0: must be at least 1".into());
+        }
+        Ok(Some(args))
+    }
+}
+
+fn number<T: std::str::FromStr>(option: &str, text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("{option} {text}: must be a whole number"))
+}

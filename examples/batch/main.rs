@@ -1,0 +1,150 @@
+//! A continuous batch: sequences join, fork from a shared prefix, grow over page borders and leave, for some hundred
+//! steps of a model of two layers. Every sequence is checked against the f64 oracle when it leaves and at the end.
+//!
+//! ```text
+//! cargo run --release --example batch -- [--backend wgpu|cpu] [--steps N] [--seed N]
+//! ```
+//! What to copy from here: `gpu.rs` runs a step on wgpu, in one encoder and one submit; `traffic.rs` keeps the pages;
+//! `cpu.rs` runs the same step on host memory. Status 0: all right; 1: a mismatch or an error; 2: bad arguments.
+
+mod args;
+#[path = "../../tests/common/close.rs"]
+#[allow(dead_code)]
+mod close;
+mod cpu;
+#[cfg(feature = "wgpu")]
+mod gpu;
+mod model;
+mod oracle;
+mod progress;
+mod traffic;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use args::{Args, Where};
+use model::{Model, StepData};
+use oracle::Oracle;
+use progress::Progress;
+use traffic::Traffic;
+use wgpu_mla::{Batch, PageTable, Plan, Policy, SharedPrefix, Tiling};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Everything that a step hands to a backend. The plan and the tables serve every layer of the model.
+pub struct Work<'a> {
+    /// Page copies that come before the new rows.
+    pub copies: &'a [(u32, u32)],
+    /// Where the new rows go.
+    pub slot_mapping: &'a [i64],
+    /// The decode's work items.
+    pub plan: &'a Plan,
+    /// The pages of the batch.
+    pub pages: PageTable<'a>,
+    /// Queries and new rows, a layer.
+    pub layers: &'a [StepData],
+}
+
+/// Where a step runs.
+pub trait Runner {
+    /// For a person.
+    fn describe(&self) -> String;
+
+    /// How plans are to be cut.
+    fn tiling(&self) -> Tiling;
+
+    /// Runs a step, all layers, and waits for it as a sampler would.
+    fn step(&mut self, work: &Work<'_>) -> Result<()>;
+
+    /// `out` and `lse` of the first `tokens` query tokens of the last step, as bytes.
+    fn read(&self, layer: usize, tokens: usize) -> Result<[Vec<u8>; 2]>;
+}
+
+fn main() -> ExitCode {
+    let args = match Args::parse(std::env::args().skip(1)) {
+        Ok(Some(args)) => args,
+        Ok(None) => {
+            progress::say(args::HELP);
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            progress::complain(&format!("{error}\n{}", args::HELP));
+            return ExitCode::from(2);
+        }
+    };
+    match run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            progress::complain(&error.to_string());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let model = Model::small();
+    let mut runner = runner(args, &model)?;
+    progress::say(&format!("{} on {}", model.describe(), runner.describe()));
+    serve(args, &model, runner.as_mut())
+}
+
+/// The backend that was asked for; without a wish, the GPU if there is one.
+fn runner<'a>(args: &Args, model: &'a Model) -> Result<Box<dyn Runner + 'a>> {
+    if args.backend == Some(Where::Cpu) {
+        return Ok(Box::new(cpu::CpuRunner::new(model)?));
+    }
+    #[cfg(feature = "wgpu")]
+    let none = match wgpu_mla::gpu::Gpu::new() {
+        Ok(gpu) => return Ok(Box::new(gpu::GpuRunner::new(gpu, model)?)),
+        Err(error) => error.to_string(),
+    };
+    #[cfg(not(feature = "wgpu"))]
+    let none = "this program was built without the feature `wgpu`".to_owned();
+    if args.backend == Some(Where::Wgpu) {
+        return Err(none.into());
+    }
+    progress::say(&format!("notice: {none}; running on the CPU path instead"));
+    Ok(Box::new(cpu::CpuRunner::new(model)?))
+}
+
+fn serve(args: &Args, model: &Model, runner: &mut dyn Runner) -> Result<()> {
+    let mut traffic = Traffic::new(model, args.seed)?;
+    let mut oracle = Oracle::new(model);
+    let mut progress = Progress::new(args.steps);
+    let mut plan = Plan::default();
+    let mut layers = vec![StepData::default(); model.layers];
+    for step in 0..args.steps {
+        traffic.admit()?;
+        // Grows every sequence by its next tokens; what is given to whom is settled before anything is uploaded.
+        traffic.grow()?;
+        let ids = traffic.ids();
+        let (seq_lens, starts) = (traffic.pool.seq_lens(&ids)?, traffic.query_start_loc());
+        let slot_mapping = traffic.pool.slot_mapping(&traffic.append.tokens)?;
+        let csr = traffic.pool.csr(&ids)?;
+        let shared: Vec<SharedPrefix> = traffic.pool.shared_prefixes(&ids)?;
+        let batch = Batch { shared_prefixes: &shared, ..Batch::new(&seq_lens, &starts) };
+        plan.update(&model.spec, &runner.tiling(), &batch, Policy::Auto)?;
+        model.fill(&traffic.new_tokens(), &mut layers);
+
+        let work = Work {
+            copies: &traffic.append.copies,
+            slot_mapping: &slot_mapping,
+            plan: &plan,
+            pages: csr.page_table(),
+            layers: &layers,
+        };
+        let begin = Instant::now();
+        runner.step(&work)?;
+        progress.step(&traffic, &plan, begin.elapsed());
+
+        let last = step + 1 == args.steps;
+        let due: Vec<usize> = if last { (0..ids.len()).collect() } else { traffic.leaving() };
+        oracle.check(runner, &traffic, &due)?;
+        if !last {
+            traffic.leave(&due)?;
+        }
+        progress.show(&traffic);
+    }
+    progress.finish(&traffic, &oracle);
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! Whether what was computed is what the case expects.
+
+use wgpu_mla::Dtype;
+
+use crate::cache::same_cache;
+use crate::case::{AppendCase, DecodeCase, MergeCase};
+use crate::close::{Report, Tolerance, close};
+
+/// How far off the result is, for a person, and what is wrong with it.
+pub struct Verdict {
+    pub error: String,
+    pub failure: Option<String>,
+}
+
+/// Variants that round the weights to bf16, as tensor cores do, and have the spec's tolerance for it.
+const ROUNDS_P: &[&str] = &[];
+
+impl Verdict {
+    /// The worse of two comparisons, each as a share of what it is allowed.
+    fn worse(reports: [Report; 2]) -> Self {
+        let failure = reports.iter().find(|report| !report.ok()).map(Report::to_string);
+        let [a, b] = reports;
+        let Report { what, worst_abs, worst_ratio, .. } = if b.worst_ratio > a.worst_ratio { b } else { a };
+        let error = format!("{worst_abs:.1e} in {what} ({:.1} %)", worst_ratio * 100.0);
+        Self { error, failure }
+    }
+
+    fn or_fail(mut self, failure: impl FnOnce() -> Option<String>) -> Self {
+        self.failure = self.failure.or_else(failure);
+        self
+    }
+}
+
+fn wide(xs: &[f32]) -> Vec<f64> {
+    xs.iter().map(|&x| x.into()).collect()
+}
+
+pub fn decode(case: &DecodeCase, variant: &str, out: &[f32], lse: &[f32]) -> Verdict {
+    let (spec, latent) = (&case.spec, case.spec.shape.kv_lora_rank as usize);
+    let rounds_p = ROUNDS_P.contains(&variant);
+    let tolerance =
+        Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, largest_latent(case), latent);
+    let out_report = close("out", out, &wide(&case.out), &tolerance);
+    let lse_report = close("lse", lse, &wide(&case.lse), &Tolerance::lse());
+    Verdict::worse([out_report, lse_report]).or_fail(|| {
+        // The tolerance knows nothing of rows that see no key: they are exactly 0.
+        let empty = |(row, _): &(usize, &f32)| case.lse[*row] == f32::NEG_INFINITY;
+        let filled = |row: usize| out[row * latent..][..latent].iter().any(|&x| x != 0.0);
+        let row = case.lse.iter().enumerate().filter(empty).map(|(row, _)| row).find(|&row| filled(row))?;
+        Some(format!("row {row} sees no key: its out must be exactly 0"))
+    })
+}
+
+/// The largest finite latent that the case's sequences hold: the spec's `u`.
+fn largest_latent(case: &DecodeCase) -> f64 {
+    let (kv, row) = (&case.spec.kv, case.spec.shape.row_elems() as usize);
+    let page_size = kv.page_size as usize;
+    let mut largest = 0f64;
+    for (table, &len) in case.block_table.chunks(case.max_pages.max(1)).zip(&case.seq_lens) {
+        for token in 0..len as usize {
+            let at = (table[token / page_size] as usize * page_size + token % page_size) * row;
+            for i in at..at + case.spec.shape.kv_lora_rank as usize {
+                let x = f64::from(kv.dtype.decode_at(&case.kv_cache, i)) * f64::from(case.k_scale);
+                largest = if x.is_finite() { largest.max(x.abs()) } else { largest };
+            }
+        }
+    }
+    largest
+}
+
+/// `output` in the case's dtype, `lse` as `[heads, tokens]`.
+pub fn merge(case: &MergeCase, output: &[u8], lse: &[f32]) -> Verdict {
+    let dtype = case.spec.dtype;
+    let got = dtype.decode_all(output);
+    let output_report = close("output", &got, &wide(&case.output), &Tolerance::merge(dtype));
+    let lse_report = close("output_lse", lse, &wide(&case.output_lse), &Tolerance::merge_lse());
+    Verdict::worse([output_report, lse_report]).or_fail(|| wrong_copy(case, output, lse))
+}
+
+/// Where one side is empty, the other must be there bit for bit; where both are, 0 and -inf.
+fn wrong_copy(case: &MergeCase, output: &[u8], lse: &[f32]) -> Option<String> {
+    let row_bytes = case.spec.head_size as usize * case.spec.dtype.bytes();
+    let zeros = vec![0; row_bytes];
+    for row in 0..case.num_tokens * case.num_heads {
+        let at = row % case.num_heads * case.num_tokens + row / case.num_heads;
+        let part = row * row_bytes..(row + 1) * row_bytes;
+        let (prefix, suffix) = (case.prefix_lse[at], case.suffix_lse[at]);
+        let (want, want_lse) = match (prefix.is_finite(), suffix.is_finite()) {
+            (true, true) => continue,
+            (true, false) => (&case.prefix_output[part.clone()], prefix),
+            (false, true) => (&case.suffix_output[part.clone()], suffix),
+            (false, false) => (zeros.as_slice(), f32::NEG_INFINITY),
+        };
+        if &output[part] != want || lse[at].to_bits() != want_lse.to_bits() {
+            return Some(format!(
+                "row {row} has an empty side: the other must be copied bit for bit, two leave 0 and -inf"
+            ));
+        }
+    }
+    None
+}
+
+pub fn append(case: &AppendCase, cache: &[u8]) -> Verdict {
+    let result = same_cache(case, cache);
+    let error = match &result {
+        Ok(0) => "byte-exact".to_owned(),
+        Ok(codes) => format!("{codes} codes at a tie"),
+        Err(_) => {
+            let elem = case.spec.kv.dtype.bytes();
+            let pairs = cache.chunks(elem).zip(case.kv_cache.chunks(elem));
+            format!("{} elements differ", pairs.filter(|(a, b)| a != b).count())
+        }
+    };
+    Verdict { error, failure: result.err() }
+}
+
+/// The dtypes of a case's arrays, the query or input first.
+pub fn dtypes(from: Dtype, to: Dtype) -> String {
+    if from == to { from.to_string() } else { format!("{from}>{to}") }
+}

@@ -1,0 +1,143 @@
+//! Runs conformance cases on the best adapter, or on the CPU where there is none, and checks every result.
+//!
+//! ```text
+//! cargo run --release --example decode -- [FILE | DIRECTORY]... [--backend wgpu|cpu] [--variant NAME]
+//!                                         [--list] [--save DIRECTORY]
+//! ```
+//! Without files it runs the repository's `cases/`. Status 0: all passed; 1: one failed or could not be read;
+//! 2: bad arguments.
+
+mod args;
+#[path = "../../tests/common/cache.rs"]
+mod cache;
+#[path = "../../tests/common/case.rs"]
+mod case;
+mod check;
+#[path = "../../tests/common/close.rs"]
+#[allow(dead_code)]
+mod close;
+mod engine;
+mod files;
+mod list;
+mod report;
+mod run;
+
+use std::process::ExitCode;
+
+use args::{Args, Parsed, Where};
+use engine::Engine;
+use files::Found;
+use report::{Output, Row, Tally};
+use run::Runner;
+#[cfg(feature = "wgpu")]
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec, cpu::Cpu};
+
+const FAILED: ExitCode = ExitCode::FAILURE;
+
+fn main() -> ExitCode {
+    let mut out = Output::default();
+    let args = match Args::parse(std::env::args_os().skip(1)) {
+        Ok(Parsed::Help) => {
+            out.line(args::HELP);
+            return ExitCode::SUCCESS;
+        }
+        Ok(Parsed::Run(args)) => args,
+        Err(error) => return bad_arguments(&error),
+    };
+    let found = match files::find(&args.paths) {
+        Ok(found) => found,
+        Err(error) => return bad_arguments(&error),
+    };
+    if args.list {
+        list::list(&mut out, &found);
+        return ExitCode::SUCCESS;
+    }
+    match backend(&args, &mut out) {
+        Ok(Device::Cpu(cpu)) => run_all(&cpu, &args, &found, &mut out),
+        #[cfg(feature = "wgpu")]
+        Ok(Device::Wgpu(gpu)) => run_all(&*gpu, &args, &found, &mut out),
+        Err(error) => {
+            report::complain(&error);
+            FAILED
+        }
+    }
+}
+
+fn bad_arguments(error: &str) -> ExitCode {
+    report::complain(&format!("{error}\nsee --help"));
+    ExitCode::from(2)
+}
+
+enum Device {
+    Cpu(Cpu),
+    #[cfg(feature = "wgpu")]
+    Wgpu(Box<Gpu>),
+}
+
+/// The backend that was asked for; without a wish, the GPU if there is one.
+fn backend(args: &Args, out: &mut Output) -> Result<Device, String> {
+    if args.backend == Some(Where::Cpu) {
+        return Ok(Device::Cpu(Cpu::new()));
+    }
+    #[cfg(feature = "wgpu")]
+    let none = match Gpu::new() {
+        Ok(gpu) => return Ok(Device::Wgpu(Box::new(gpu))),
+        Err(error) => error.to_string(),
+    };
+    #[cfg(not(feature = "wgpu"))]
+    let none = "this program was built without the feature `wgpu`".to_owned();
+    if args.backend == Some(Where::Wgpu) {
+        return Err(none);
+    }
+    out.line(&format!("notice:   {none}"));
+    out.line("notice:   running on the CPU path instead");
+    Ok(Device::Cpu(Cpu::new()))
+}
+
+fn run_all<E: Engine>(engine: &E, args: &Args, found: &Found, out: &mut Output) -> ExitCode {
+    let known: Vec<_> = engine.ladder(&common_spec(Dtype::Bf16)).into_iter().map(|(name, _)| name).collect();
+    if let Some(name) = args.variant.as_deref().filter(|name| !known.contains(name)) {
+        return bad_arguments(&format!("--variant {name}: must be one of {}", known.join(", ")));
+    }
+    if let Some(directory) = &args.save
+        && let Err(error) = std::fs::create_dir_all(directory)
+    {
+        return bad_arguments(&format!("--save {}: {error}", directory.display()));
+    }
+    let mut runner = Runner::new(engine, args.variant.as_deref(), args.save.as_deref());
+    out.line(&format!("adapter:  {}", engine.name()));
+    let mut why = runner.why_of_first_decode(&found.files);
+    out.line(&format!("variant:  {}", why.as_deref().unwrap_or("no decode case to choose one for")));
+    out.line("time:     median of up to 9 runs after a warm-up, host clock, from submit to done");
+    out.line("GB/s:     cache rows read by a decode; bytes read and written by a merge or an append\n");
+    let width = found.names().map(|name| name.chars().count()).max().unwrap_or(0);
+    out.line(&report::heading(width));
+
+    let mut tally = Tally::default();
+    for error in &found.errors {
+        out.row(&mut tally, width, &Row::unreadable(&error.name, error.why.clone()));
+    }
+    for file in &found.files {
+        let name = files::stem(file);
+        out.progress(&format!("{} of {}: {name}", tally.total() + 1, found.len()));
+        let row = runner.run(&name, file);
+        if let Some(new) = runner.why().filter(|new| why.as_deref() != Some(*new)) {
+            out.line(&format!("# from here on: {new}"));
+            why = Some(new.to_owned());
+        }
+        out.row(&mut tally, width, &row);
+    }
+    out.line(&format!("\n{tally}"));
+    if tally.all_passed() && out.ok() { ExitCode::SUCCESS } else { FAILED }
+}
+
+/// What most released models need.
+fn common_spec(cache: Dtype) -> MlaSpec {
+    MlaSpec {
+        shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
+        kv: KvSpec { dtype: cache, page_size: 64, num_pages: 64 },
+        query: if cache == Dtype::E4m3 { Dtype::Bf16 } else { cache },
+        out: Dtype::F32,
+    }
+}

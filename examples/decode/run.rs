@@ -1,0 +1,288 @@
+//! One case on one backend: upload, run, time, download, check, save.
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use wgpu_mla::{
+    AppendLayer, Batch, Capacity, Dtype, KvView, Layer, MergeStates, MlaSpec, PageTable, Plan, Policy,
+    Result, View, Visibility,
+};
+
+use crate::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
+use crate::check::{self, Verdict, dtypes};
+use crate::engine::{Engine, Job};
+use crate::files;
+use crate::report::{End, Row};
+
+/// Runs cases and keeps what they can share.
+pub struct Runner<'a, E: Engine> {
+    engine: &'a E,
+    variant: Option<&'a str>,
+    save: Option<&'a Path>,
+    /// Compiled once a spec.
+    decodes: HashMap<MlaSpec, Rc<E::Decode>>,
+    /// Why the last decode's row was chosen.
+    why: Option<String>,
+    saved: HashSet<PathBuf>,
+}
+
+/// What running a case gave.
+struct Ran {
+    seconds: f64,
+    variant: &'static str,
+    verdict: Verdict,
+    computed: Vec<Saved>,
+}
+
+impl<'a, E: Engine> Runner<'a, E> {
+    pub fn new(engine: &'a E, variant: Option<&'a str>, save: Option<&'a Path>) -> Self {
+        Self { engine, variant, save, decodes: HashMap::new(), why: None, saved: HashSet::new() }
+    }
+
+    /// Why the row of the last decode that ran was chosen.
+    pub fn why(&self) -> Option<&str> {
+        self.why.as_deref()
+    }
+
+    /// Compiles the first decode ahead of its turn, to say which row it gets.
+    pub fn why_of_first_decode(&mut self, files: &[PathBuf]) -> Option<String> {
+        let first = files.iter().find_map(|file| match files::load(file) {
+            Ok(Case::Decode(case)) => Some(case),
+            _ => None,
+        })?;
+        Some(match self.decode(&first.spec) {
+            Ok(_) => self.why.take()?,
+            Err(error) => error.to_string(),
+        })
+    }
+
+    /// Runs a case file.
+    pub fn run(&mut self, name: &str, file: &Path) -> Row {
+        let case = match files::load(file) {
+            Ok(case) => case,
+            Err(why) => return Row::unreadable(name, why),
+        };
+        let (kind, shape, bytes, ran) = match &case {
+            Case::Decode(case) => ("decode", decode_shape(case), decode_bytes(case), self.run_decode(case)),
+            Case::Merge(case) => {
+                ("merge", merge_shape(case), merge_bytes(case), run_merge(self.engine, case))
+            }
+            Case::Append(case) => {
+                ("append", append_shape(case), append_bytes(case), run_append(self.engine, case))
+            }
+        };
+        let mut row = Row {
+            name: name.to_owned(),
+            kind,
+            shape,
+            variant: "-",
+            seconds: None,
+            bytes,
+            error: "-".into(),
+            end: End::Fail,
+            why: None,
+        };
+        match ran {
+            Ok(ran) => {
+                (row.variant, row.seconds, row.error) = (ran.variant, Some(ran.seconds), ran.verdict.error);
+                row.why = ran.verdict.failure.or(self.save(file, &ran.computed).err());
+                row.end = if row.why.is_none() { End::Pass } else { End::Fail };
+            }
+            Err(error) => row.why = Some(error.to_string()),
+        }
+        row
+    }
+
+    /// Writes `DIRECTORY/<case>.safetensors`, but never over a case or over another case's results.
+    fn save(&mut self, file: &Path, computed: &[Saved]) -> std::result::Result<(), String> {
+        let Some(directory) = self.save else { return Ok(()) };
+        let mut path = directory.join(file.file_stem().unwrap_or(file.as_os_str()));
+        path.as_mut_os_string().push(".safetensors");
+        if std::fs::canonicalize(&path).is_ok_and(|at| std::fs::canonicalize(file).is_ok_and(|of| of == at)) {
+            return Err(format!("not saved: {} is the case itself", path.display()));
+        }
+        if !self.saved.insert(path.clone()) {
+            return Err(format!("not saved: {} holds another case of this name", path.display()));
+        }
+        save(&path, computed).map_err(|error| format!("not saved: {error}"))
+    }
+
+    fn decode(&mut self, spec: &MlaSpec) -> Result<Rc<E::Decode>> {
+        let decode = match self.decodes.get(spec) {
+            Some(decode) => decode.clone(),
+            None => Rc::new(self.engine.decode(spec, self.variant)?),
+        };
+        self.why = Some(self.engine.why(spec, &decode));
+        self.decodes.insert(*spec, decode.clone());
+        Ok(decode)
+    }
+
+    fn run_decode(&mut self, case: &DecodeCase) -> Result<Ran> {
+        let (engine, spec) = (self.engine, &case.spec);
+        let decode = self.decode(spec)?;
+        let batch = Batch {
+            visibility: if case.causal { Visibility::Causal } else { Visibility::Full },
+            ..Batch::new(&case.seq_lens, &case.query_start_loc)
+        };
+        let plan = Plan::new(spec, &engine.tiling(&decode), &batch, Policy::Auto)?;
+        let mut step = engine.step(&decode, Capacity::of(&plan))?;
+        let pages = PageTable::Dense { block_table: &case.block_table, max_pages: case.max_pages };
+        engine.prepare(&decode, &mut step, &plan, pages)?;
+
+        let (q, kv) = (upload(engine, &case.q)?, upload(engine, &case.kv_cache)?);
+        let (out, lse) = (poisoned(engine, case.out.len() * 4)?, poisoned(engine, case.lse.len() * 4)?);
+        let dense = Layer::dense(spec, &q, &kv, &out, &lse, case.softmax_scale);
+        let layer = Layer { k_scale: case.k_scale, q_scale: case.q_scale, ..dense };
+        let binding = engine.bind(&decode, plan.num_queries, &layer)?;
+        let seconds = time(&engine.decode_job(&decode, &step, &binding))?;
+
+        let out = Dtype::F32.decode_all(&engine.download(&out, case.out.len() as u64 * 4)?);
+        let lse = Dtype::F32.decode_all(&engine.download(&lse, case.lse.len() as u64 * 4)?);
+        let variant = E::variant(&decode);
+        let verdict = check::decode(case, variant, &out, &lse);
+        let (tokens, heads) = (plan.num_queries as usize, spec.shape.num_heads as usize);
+        let computed = vec![
+            Saved::f32s("out", &[tokens, heads, spec.shape.kv_lora_rank as usize], &out),
+            Saved::f32s("lse", &[tokens, heads], &lse),
+        ];
+        Ok(Ran { seconds, variant, verdict, computed })
+    }
+}
+
+fn run_merge<E: Engine>(engine: &E, case: &MergeCase) -> Result<Ran> {
+    let (tokens, heads, size) = (case.num_tokens, case.num_heads, case.spec.head_size);
+    let logs = |lse: &[f32]| upload(engine, &Dtype::F32.encode_all(lse));
+    let (prefix, suffix) = (upload(engine, &case.prefix_output)?, upload(engine, &case.suffix_output)?);
+    let (prefix_lse, suffix_lse) = (logs(&case.prefix_lse)?, logs(&case.suffix_lse)?);
+    let output_bytes = case.prefix_output.len();
+    let output = poisoned(engine, output_bytes)?;
+    let output_lse = poisoned(engine, tokens * heads * 4)?;
+    let args = MergeStates {
+        prefix_output: View::dense(&prefix, heads as u32, size),
+        prefix_lse: by_head(&prefix_lse, tokens),
+        suffix_output: View::dense(&suffix, heads as u32, size),
+        suffix_lse: by_head(&suffix_lse, tokens),
+        output: View::dense(&output, heads as u32, size),
+        output_lse: Some(by_head(&output_lse, tokens)),
+        num_tokens: tokens as u32,
+        num_heads: heads as u32,
+    };
+    let seconds = time(&engine.merge_job(case.spec, args)?)?;
+
+    let bytes = download(engine, &output, output_bytes)?;
+    let lse = Dtype::F32.decode_all(&download(engine, &output_lse, tokens * heads * 4)?);
+    let verdict = check::merge(case, &bytes, &lse);
+    // As f32, which holds every f16 and bf16, like the expected output.
+    let values = case.spec.dtype.decode_all(&bytes);
+    let computed = vec![
+        Saved::f32s("output", &[tokens, heads, size as usize], &values),
+        Saved::f32s("output_lse", &[heads, tokens], &lse),
+    ];
+    Ok(Ran { seconds, variant: "-", verdict, computed })
+}
+
+/// An LSE of `[heads, tokens]`.
+fn by_head<B>(buffer: &B, tokens: usize) -> View<'_, B> {
+    View { buffer, offset: 0, token_stride: 1, head_stride: tokens as u64 }
+}
+
+fn run_append<E: Engine>(engine: &E, case: &AppendCase) -> Result<Ran> {
+    let (shape, kv) = (case.spec.shape, case.spec.kv);
+    let (kv_c, k_pe) = (upload(engine, &case.kv_c)?, upload(engine, &case.k_pe)?);
+    let cache = upload(engine, &case.kv_cache_before)?;
+    let spec = MlaSpec { shape, kv, query: case.spec.input, out: Dtype::F32 };
+    let layer = AppendLayer {
+        kv_c: View::dense(&kv_c, 1, shape.kv_lora_rank),
+        k_pe: View::dense(&k_pe, 1, shape.qk_rope_head_dim),
+        kv: KvView::dense(&cache, &spec),
+        k_scale: case.k_scale,
+    };
+    // Another run writes the same bytes again.
+    let seconds = time(&engine.append_job(case.spec, &case.slot_mapping, layer)?)?;
+
+    let bytes = download(engine, &cache, case.kv_cache.len())?;
+    let verdict = check::append(case, &bytes);
+    let dims = [kv.num_pages, kv.page_size, shape.row_elems()].map(|dim| dim as usize);
+    let computed = vec![Saved { name: "kv_cache", dtype: kv.dtype, shape: dims.to_vec(), bytes }];
+    Ok(Ran { seconds, variant: "-", verdict, computed })
+}
+
+/// A buffer that holds `bytes`.
+fn upload<E: Engine>(engine: &E, bytes: &[u8]) -> Result<E::Buffer> {
+    let buffer = engine.buffer(bytes.len() as u64)?;
+    let whole = bytes.len() / 4 * 4;
+    engine.upload(&buffer, 0, &bytes[..whole])?;
+    let mut rest = bytes[whole..].to_vec();
+    if !rest.is_empty() {
+        // Transfers are in words.
+        rest.resize(4, 0);
+        engine.upload(&buffer, whole as u64, &rest)?;
+    }
+    Ok(buffer)
+}
+
+/// A buffer of NaN, so that an element that is not written is found.
+fn poisoned<E: Engine>(engine: &E, bytes: usize) -> Result<E::Buffer> {
+    upload(engine, &vec![0xFF; bytes])
+}
+
+fn download<E: Engine>(engine: &E, buffer: &E::Buffer, bytes: usize) -> Result<Vec<u8>> {
+    let mut all = engine.download(buffer, bytes.next_multiple_of(4) as u64)?;
+    all.truncate(bytes);
+    Ok(all)
+}
+
+/// Median seconds of up to 9 runs after a warm-up; fewer, but at least 3, where they take long.
+fn time(job: &Job<'_>) -> Result<f64> {
+    job()?;
+    let begin = Instant::now();
+    let mut times = Vec::new();
+    while times.len() < 3 || times.len() < 9 && begin.elapsed() < Duration::from_millis(500) {
+        let begin = Instant::now();
+        job()?;
+        times.push(begin.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+fn decode_shape(case: &DecodeCase) -> String {
+    let shape = case.spec.shape;
+    let (heads, latent, rope) = (shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim);
+    let queries = case.query_start_loc.last().unwrap_or(&0);
+    let longest = case.seq_lens.iter().max().unwrap_or(&0);
+    let (batch, page) = (case.seq_lens.len(), case.spec.kv.page_size);
+    let types = dtypes(case.spec.query, case.spec.kv.dtype);
+    format!("b{batch} q{queries} H{heads} {latent}+{rope} ctx {longest} page {page} {types}")
+}
+
+/// Cache rows that some query token of each sequence attends, once each.
+fn decode_bytes(case: &DecodeCase) -> u64 {
+    let row = u64::from(case.spec.shape.row_elems()) * case.spec.kv.dtype.bytes() as u64;
+    let queried = case.seq_lens.iter().zip(case.query_start_loc.windows(2)).filter(|(_, q)| q[1] > q[0]);
+    queried.map(|(&len, _)| len.max(0) as u64 * row).sum()
+}
+
+fn merge_shape(case: &MergeCase) -> String {
+    let MergeCase { num_tokens, num_heads, spec, .. } = case;
+    format!("tokens {num_tokens} H{num_heads} head_size {} {}", spec.head_size, spec.dtype)
+}
+
+fn merge_bytes(case: &MergeCase) -> u64 {
+    3 * (case.prefix_output.len() + case.prefix_lse.len() * 4) as u64
+}
+
+fn append_shape(case: &AppendCase) -> String {
+    let (shape, kv, tokens) = (case.spec.shape, case.spec.kv, case.slot_mapping.len());
+    let types = dtypes(case.spec.input, kv.dtype);
+    let dims = format!("{}+{}", shape.kv_lora_rank, shape.qk_rope_head_dim);
+    format!("tokens {tokens} {dims} page {} {types}", kv.page_size)
+}
+
+fn append_bytes(case: &AppendCase) -> u64 {
+    let written = case.slot_mapping.iter().filter(|&&slot| slot >= 0).count() as u64;
+    let elem = case.spec.input.bytes() + case.spec.kv.dtype.bytes();
+    written * u64::from(case.spec.shape.row_elems()) * elem as u64
+}
