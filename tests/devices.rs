@@ -5,8 +5,10 @@ mod common;
 
 use common::paint::{Make, sequences};
 use common::rig::{Rig, pages, plan, small};
+use wgpu_mla::gpu::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Pipelines, caps, wanted};
 use wgpu_mla::layer::View;
+use wgpu_mla::ops::{AppendLayer, AppendSpec, MergeStatesSpec};
 use wgpu_mla::{Backend, Capacity, Caps, Dtype, Error, KvView, Layer, MlaSpec, Policy, Query, wgpu};
 
 const FIXED: Policy = Policy::FixedTokens(32);
@@ -151,6 +153,41 @@ fn a_lost_device() {
     rig.gpu.device.poll(wgpu::PollType::Poll).ok();
     lost("buffer", rig.gpu.buffer(16).err());
     lost("run", rig.gpu.run(&rig.mla, &step, &loaded.binding).err());
+}
+
+/// The small ops on a lost device, by the verbs that make something.
+#[test]
+fn small_ops_on_a_lost_device() {
+    let Some(gpu) = device(|_, _| ()) else { return };
+    let spec = spec();
+    let (device, queue, pipelines) = (&gpu.device, &gpu.queue, &gpu.pipelines);
+    let append_spec = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+    let copy_spec = CopySpec { kv: spec.kv, row_elems: 288 };
+    let append = KvAppend::new(pipelines, append_spec).expect("compiles");
+    let copy = KvCopyPages::new(pipelines, copy_spec).expect("compiles");
+    let [rows, cache] =
+        [4096, spec.kv.num_slots() * 288 * 2].map(|bytes| gpu.buffer(bytes).expect("a buffer"));
+
+    device.destroy();
+
+    let lost = |what: &str, error: Option<Error>| {
+        assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
+    };
+    lost("new append", KvAppend::new(pipelines, append_spec).err());
+    lost("new copy", KvCopyPages::new(pipelines, copy_spec).err());
+    let merge_spec = MergeStatesSpec { dtype: Dtype::F32, head_size: 64 };
+    lost("new merge", MergeAttnStates::new(pipelines, merge_spec).err());
+    lost("prepare append", append.prepare(device, queue, &mut AppendStep::default(), &[0, 1]).err());
+    lost("prepare copy", copy.prepare(device, queue, &mut CopyStep::default(), &[(0, 1)]).err());
+    let kv = KvView::dense(&cache, &spec);
+    let layer = AppendLayer {
+        kv_c: View::dense(&rows, 1, 256),
+        k_pe: View { offset: 512, ..View::dense(&rows, 1, 32) },
+        kv,
+        k_scale: 1.0,
+    };
+    lost("bind append", append.bind(device, &layer, 2).err());
+    lost("bind copy", copy.bind(device, &kv).err());
 }
 
 /// What no device holds is an error before anything is made of it.

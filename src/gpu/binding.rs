@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 
 use super::pipelines::{Layouts, Pipelines};
-use super::scope::scoped;
+use super::scope::{self, scoped};
 use crate::layer::{Layer, kernel_scales};
 use crate::{Error, MlaSpec, Result};
 
@@ -119,19 +119,7 @@ pub(crate) fn bind(
 
     let device = pipelines.device();
     let group = scoped(device, "a layer's binding", || {
-        let bytes = bytemuck::bytes_of(&uniform);
-        let uniform = device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some("mla.layer"),
-            size: bytes.len() as u64,
-            usage: wgpu::BufferUsages::UNIFORM,
-            mapped_at_creation: true,
-        });
-        // There is nothing to map on a lost device or without memory, which `scoped` reports.
-        if let Ok(mut mapped) = uniform.get_mapped_range_mut(..) {
-            mapped.slice(..).copy_from_slice(bytes);
-            drop(mapped);
-            uniform.unmap();
-        }
+        let uniform = scope::uniform(device, "mla.layer", bytemuck::bytes_of(&uniform));
         let resources = windows.iter().map(Window::resource).chain([uniform.as_entire_binding()]);
         let entries: Vec<_> = resources
             .zip(0..)

@@ -33,6 +33,23 @@ pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -
     Ok(make())
 }
 
+/// A uniform buffer with its contents. To be called inside [`scoped`], which tells why it may be without them: on a lost
+/// device, or without memory, there is nothing to map, and `create_buffer_init` would panic.
+pub(crate) fn uniform(device: &wgpu::Device, label: &str, contents: &[u8]) -> wgpu::Buffer {
+    let buffer = device.create_buffer(&wgpu::BufferDescriptor {
+        label: Some(label),
+        size: contents.len() as u64,
+        usage: wgpu::BufferUsages::UNIFORM,
+        mapped_at_creation: true,
+    });
+    if let Ok(mut mapped) = buffer.get_mapped_range_mut(..) {
+        mapped.copy_from_slice(contents);
+        drop(mapped);
+        buffer.unmap();
+    }
+    buffer
+}
+
 /// Whether the device still answers.
 ///
 /// wgpu reports a loss to the host's callback only, and swallows every other error of a lost device. So a buffer that

@@ -1,6 +1,6 @@
 //! From a caller's buffers to a bind group: usages, aliases, windows.
 
-use crate::gpu::scope::scoped;
+use crate::gpu::scope::{scoped, uniform};
 use crate::layer::View;
 use crate::{Error, Result};
 
@@ -136,17 +136,7 @@ pub(super) fn bind_group<'a>(
     resources: impl IntoIterator<Item = wgpu::BindingResource<'a>>,
 ) -> Result<wgpu::BindGroup> {
     scoped(device, label, || {
-        let uniform = device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some(label),
-            size: params.len() as u64,
-            usage: wgpu::BufferUsages::UNIFORM,
-            mapped_at_creation: true,
-        });
-        // Out of memory, there is nothing to write to; the scope tells.
-        if let Ok(mut bytes) = uniform.get_mapped_range_mut(..) {
-            bytes.copy_from_slice(params);
-        }
-        uniform.unmap();
+        let uniform = uniform(device, label, params);
         let mut entries = vec![wgpu::BindGroupEntry { binding: 0, resource: uniform.as_entire_binding() }];
         for (binding, resource) in (1..).zip(resources) {
             entries.push(wgpu::BindGroupEntry { binding, resource });
