@@ -1,9 +1,10 @@
 //! What this program asks of a backend beyond [`Backend`]: jobs that are prepared once and timed alone.
 
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{AppendLayer, AppendSpec, Backend, Error, MergeStates, MergeStatesSpec, MlaSpec, Result};
+use wgpu_mla::{AppendLayer, AppendSpec, Backend, MergeStates, MergeStatesSpec, MlaSpec, Result};
 #[cfg(feature = "wgpu")]
 use wgpu_mla::{
+    Error,
     gpu::{
         Gpu,
         ops::{AppendStep, KvAppend, MergeAttnStates},
