@@ -15,8 +15,12 @@ struct AppendParams {
     kv_c_stride_quads: u32,
     k_pe_base_quads: u32,
     k_pe_stride_quads: u32,
-    inv_mantissa: f32,
+    inv_mantissa: f32, // of k_scale: see E4m3Scale
     exponent: i32,
+    mantissa: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+    reserved_2: u32,
 }
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then a slot a token
@@ -49,5 +53,5 @@ fn kv_append(
         q = k_pe[params.k_pe_base_quads + token * params.k_pe_stride_quads + quad - LATENT_QUADS];
     }
     let row = params.kv_base_quads + (slot / PAGE_SIZE) * params.kv_block_stride_quads + (slot % PAGE_SIZE) * ROW_QUADS;
-    kv[row + quad] = convert(q, E4m3Scale(params.inv_mantissa, params.exponent));
+    kv[row + quad] = convert(q, E4m3Scale(params.inv_mantissa, params.exponent, params.mantissa));
 }

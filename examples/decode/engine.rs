@@ -4,7 +4,6 @@ use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{AppendLayer, AppendSpec, Backend, MergeStates, MergeStatesSpec, MlaSpec, Result};
 #[cfg(feature = "wgpu")]
 use wgpu_mla::{
-    Error,
     gpu::{
         Gpu,
         ops::{AppendStep, KvAppend, MergeAttnStates},

@@ -70,16 +70,16 @@ fn f32_bits_of_bf16(b: u32) -> u32 {
     return (b << 16u) | select(0u, 0x400000u, (b & 0x7FFFu) > 0x7F80u);
 }
 
-// k_scale = 2^exponent / inv_mantissa, 0.5 < inv_mantissa <= 1: the exponent is applied to integers, so a power of
-// two is exact however large or small, and no product can overflow or be flushed.
+// k_scale = mantissa * 2^(exponent - 23), 2^23 <= mantissa < 2^24, and inv_mantissa is 2^23 / mantissa, rounded.
 struct E4m3Scale {
     inv_mantissa: f32,
     exponent: i32,
+    mantissa: u32,
 }
 
-const UNSCALED = E4m3Scale(1.0, 0);
+const UNSCALED = E4m3Scale(1.0, 0, 0x800000u);
 
-// f32 bits x -> e4m3 bits of x / k_scale: ties to even, saturating at 448, infinities too; NaN to 0x7F
+// f32 bits x -> e4m3 bits of the exact x / k_scale: ties to even, saturating at 448, infinities too; NaN to 0x7F
 fn e4m3_scaled_bits(x: u32, scale: E4m3Scale) -> u32 {
     let sign = (x >> 24u) & 0x80u;
     let a = x & 0x7FFFFFFFu;
@@ -100,19 +100,26 @@ fn e4m3_scaled_bits(x: u32, scale: E4m3Scale) -> u32 {
         e = i32(top) - 149;
         fraction = (a << (23u - top)) & 0x7FFFFFu;
     }
-    // 0.5 < mantissa * inv_mantissa < 2
+    // Nearly the quotient of the mantissas, between 1/2 and 2: right but for a few units in its last place.
     let product = bitcast<u32>(bitcast<f32>(0x3F800000u | fraction) * scale.inv_mantissa);
-    e += i32(product >> 23u) - 127 - scale.exponent;
-    if e > 8 {
+    let e_difference = e - scale.exponent;
+    let e_quotient = e_difference + i32(product >> 23u) - 127;
+    if e_quotient > 8 {
         return sign | 0x7Eu;
     }
-    if e < -10 {
+    if e_quotient < -10 {
         return sign;
     }
-    // 4 significant bits, fewer under 2^-6; rounding up to the next power of two carries into the exponent by itself
-    let m = (product & 0x7FFFFFu) | 0x800000u;
-    let e_code = max(e, -6);
-    let q = shift_right_rne(m, u32(20 + e_code - e));
+    // 4 significant bits, fewer under 2^-6: `low` is the quotient's floor in units of the code's last place ..
+    let e_code = max(e_quotient, -6);
+    let low = ((product & 0x7FFFFFu) | 0x800000u) >> u32(20 + e_code - e_quotient);
+    // .. and which side of low + 1/2 it is on is found exactly: fraction * 2^d / mantissa against (2 low + 1) / 2, times 4,
+    // where -2 <= d <= 4, so that neither side passes 2^31. Where `low` is one off, the quotient is next to a whole number.
+    let left = (fraction | 0x800000u) << u32(e_difference - e_code + 5);
+    let right = ((2u * low + 1u) * scale.mantissa) << 1u;
+    let up = left > right || (left == right && (low & 1u) == 1u);
+    // Rounding up to the next power of two carries into the exponent by itself.
+    let q = low + select(0u, 1u, up);
     return sign | min((u32(e_code + 7) << 3u) + q - 8u, 0x7Eu);
 }
 

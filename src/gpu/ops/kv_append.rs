@@ -53,6 +53,8 @@ struct Params {
     k_pe_stride_quads: u32,
     inv_mantissa: f32,
     exponent: i32,
+    mantissa: u32,
+    reserved: [u32; 3],
 }
 
 impl AppendStep {
@@ -208,8 +210,8 @@ impl KvAppend {
         };
         // With one token the stride is unused and may be anything.
         let stride = |stride: u64| if max_tokens > 1 { (stride / 4) as u32 } else { 0 };
-        let (inv_mantissa, exponent) =
-            if spec.kv.dtype == Dtype::E4m3 { split_scale(layer.k_scale) } else { (1.0, 0) };
+        let (inv_mantissa, exponent, mantissa) =
+            split_scale(if spec.kv.dtype == Dtype::E4m3 { layer.k_scale } else { 1.0 });
         let params = Params {
             kv_base_quads: ((layer.kv.base() - kv.skipped(cache)) / 4) as u32,
             kv_block_stride_quads: if spec.kv.num_pages > 1 { (layer.kv.block_stride / 4) as u32 } else { 0 },
@@ -219,6 +221,8 @@ impl KvAppend {
             k_pe_stride_quads: stride(k_pe_view.token_stride),
             inv_mantissa,
             exponent,
+            mantissa,
+            reserved: [0; 3],
         };
         let resources = [kv_c.resource(), k_pe.resource(), kv.resource()];
         let params = bytemuck::bytes_of(&params);
@@ -226,12 +230,13 @@ impl KvAppend {
     }
 }
 
-/// `(1 / m, e)` of a scale `m * 2^e` with `1 <= m < 2`; a power of two has `1 / m` of 1.
-fn split_scale(k_scale: f32) -> (f32, i32) {
-    // An f64 holds every f32 as a normal number.
+/// `(1 / m, e, m * 2^23)` of a scale `m * 2^e` with `1 <= m < 2`.
+fn split_scale(k_scale: f32) -> (f32, i32, u32) {
+    // An f64 holds every f32 as a normal number; the low bits of its mantissa are zeros.
     let bits = f64::from(k_scale).to_bits();
-    let mantissa = f64::from_bits((bits & ((1 << 52) - 1)) | (1023 << 52));
-    ((1.0 / mantissa) as f32, (bits >> 52) as i32 - 1023)
+    let fraction = bits & ((1 << 52) - 1);
+    let mantissa = f64::from_bits(fraction | (1023 << 52));
+    ((1.0 / mantissa) as f32, (bits >> 52) as i32 - 1023, (fraction >> 29) as u32 | 0x80_0000)
 }
 
 fn source(spec: &AppendSpec) -> Source {
@@ -279,6 +284,10 @@ pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize)
         ("k_pe_stride_quads", offset_of!(Params, k_pe_stride_quads)),
         ("inv_mantissa", offset_of!(Params, inv_mantissa)),
         ("exponent", offset_of!(Params, exponent)),
+        ("mantissa", offset_of!(Params, mantissa)),
+        ("reserved_0", offset_of!(Params, reserved)),
+        ("reserved_1", offset_of!(Params, reserved) + 4),
+        ("reserved_2", offset_of!(Params, reserved) + 8),
     ];
     ("AppendParams", fields, size_of::<Params>())
 }
@@ -290,9 +299,9 @@ mod tests {
     #[test]
     fn a_scale_is_split_exactly() {
         for e in -127..=127 {
-            assert_eq!(split_scale((f64::from(e)).exp2() as f32), (1.0, e));
+            assert_eq!(split_scale((f64::from(e)).exp2() as f32), (1.0, e, 0x80_0000));
         }
-        assert_eq!(split_scale(1.5), (1.0 / 1.5, 0));
-        assert_eq!(split_scale(0.375), (1.0 / 1.5, -2));
+        assert_eq!(split_scale(1.5), (1.0 / 1.5, 0, 0xC0_0000));
+        assert_eq!(split_scale(0.375), (1.0 / 1.5, -2, 0xC0_0000));
     }
 }
