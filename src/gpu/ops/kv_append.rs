@@ -11,8 +11,8 @@ use crate::{AppendLayer, AppendSpec, Dtype, Error, Result};
 /// Writes new tokens into the cache, converted to its dtype.
 ///
 /// The bytes are those of the host's conversions: equal dtypes are copied bit for bit; other pairs go through f32 and
-/// round to nearest even, NaN, infinities and subnormals included. For e4m3 see [`AppendLayer::k_scale`]: a power of two is
-/// exact.
+/// round to nearest even, NaN, infinities and subnormals included. For e4m3 the exact quotient `x / k_scale` is
+/// rounded once.
 #[derive(Debug)]
 pub struct KvAppend {
     spec: AppendSpec,
