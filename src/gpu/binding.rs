@@ -1,11 +1,10 @@
 //! A layer's buffers, checked and bound once.
 
-use std::ops::Range;
-
 use bytemuck::{Pod, Zeroable};
 
 use super::pipelines::{Layouts, Pipelines};
 use super::scope::{self, scoped};
+use super::window::Window;
 use crate::layer::{Layer, kernel_scales};
 use crate::{Error, MlaSpec, Result};
 
@@ -74,10 +73,14 @@ pub(crate) fn bind(
     let limits = pipelines.device().limits();
     let (q_bytes, kv_bytes, out_bytes) = (bytes(spec.query), bytes(spec.kv.dtype), bytes(spec.out));
     let window = |what, buffer, begin: u64, end: u64, size: u64| {
-        // An LSE is read by the element, all else by the oct.
-        let unit = if what == "lse" { 4 } else { 8 * size };
-        Window::new(&limits, what, buffer, begin.saturating_mul(size)..end.saturating_mul(size), unit)
+        let view = begin.saturating_mul(size)..end.saturating_mul(size);
+        // An empty view is not read, wherever it is: the front of its buffer will do. But a binding holds an element of
+        // the shader's array, which is an oct for all but the LSE.
+        let element = if what == "lse" { 4 } else { 8 * size };
+        let view = if view.is_empty() { 0..element } else { view };
+        Window::new(&limits, what, buffer, view.clone()).map(|window| (window, view.start - window.offset))
     };
+    // Each with the bytes from its front to the view.
     let windows = [
         window("q_nope", q_nope.buffer, q_nope.offset, q_nope.end(tokens, heads, latent.into()), q_bytes)?,
         window("q_pe", q_pe.buffer, q_pe.offset, q_pe.end(tokens, heads, rope.into()), q_bytes)?,
@@ -99,18 +102,18 @@ pub(crate) fn bind(
         out_scale,
         lse_scale,
         num_heads: spec.shape.num_heads,
-        q_nope_at: octs(windows[0].begin / q_bytes),
+        q_nope_at: octs(windows[0].1 / q_bytes),
         q_nope_token_stride: octs(q_nope.token_stride),
         q_nope_head_stride: octs(q_nope.head_stride),
-        q_pe_at: octs(windows[1].begin / q_bytes),
+        q_pe_at: octs(windows[1].1 / q_bytes),
         q_pe_token_stride: octs(q_pe.token_stride),
         q_pe_head_stride: octs(q_pe.head_stride),
-        kv_at: octs(windows[2].begin / kv_bytes),
+        kv_at: octs(windows[2].1 / kv_bytes),
         kv_block_stride: octs(layer.kv.block_stride),
-        out_at: octs(windows[3].begin / out_bytes),
+        out_at: octs(windows[3].1 / out_bytes),
         out_token_stride: octs(layer.out.token_stride),
         out_head_stride: octs(layer.out.head_stride),
-        lse_at: (windows[4].begin / 4) as u32,
+        lse_at: (windows[4].1 / 4) as u32,
         lse_token_stride: layer.lse.token_stride as u32,
         lse_head_stride: layer.lse.head_stride as u32,
         reserved_0: 0,
@@ -120,7 +123,8 @@ pub(crate) fn bind(
     let device = pipelines.device();
     let group = scoped(device, "a layer's binding", || {
         let uniform = scope::uniform(device, "mla.layer", bytemuck::bytes_of(&uniform));
-        let resources = windows.iter().map(Window::resource).chain([uniform.as_entire_binding()]);
+        let resources =
+            windows.iter().map(|(window, _)| window.resource()).chain([uniform.as_entire_binding()]);
         let entries: Vec<_> = resources
             .zip(0..)
             .map(|(resource, binding)| wgpu::BindGroupEntry { binding, resource })
@@ -136,57 +140,4 @@ pub(crate) fn bind(
 
 fn bytes(dtype: crate::Dtype) -> u64 {
     dtype.bytes() as u64
-}
-
-/// The part of a buffer that is bound: all of it where the device allows, else an aligned range around the view.
-pub(crate) struct Window<'a> {
-    buffer: &'a wgpu::Buffer,
-    offset: u64,
-    size: u64,
-    /// Bytes from the window's front to the view.
-    pub(crate) begin: u64,
-}
-
-impl<'a> Window<'a> {
-    /// `unit` is an element of the shader's array, of which a binding holds at least one.
-    ///
-    /// # Errors
-    /// [`Error::Limit`], [`Error::BufferUsage`] and [`Error::BufferTooSmall`].
-    pub(crate) fn new(
-        limits: &wgpu::Limits,
-        what: &'static str,
-        buffer: &'a wgpu::Buffer,
-        view: Range<u64>,
-        unit: u64,
-    ) -> Result<Self> {
-        if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
-            return Err(Error::BufferUsage { what, usage: "STORAGE" });
-        }
-        // A binding ends on a whole word.
-        let whole = buffer.size() & !3;
-        // An empty view is not read, wherever it is: the front of its buffer will do.
-        let Range { start: begin, end } = if view.is_empty() { 0..unit } else { view };
-        if end > whole {
-            return Err(Error::BufferTooSmall { what, end, size: whole });
-        }
-        let limit = limits.max_storage_buffer_binding_size;
-        if whole <= limit {
-            return Ok(Self { buffer, offset: 0, size: whole, begin });
-        }
-        let offset = begin - begin % u64::from(limits.min_storage_buffer_offset_alignment.max(1));
-        let size = (end.next_multiple_of(4) - offset).max(256).min(whole - offset);
-        if size > limit {
-            let cure = "bind fewer pages or tokens at once, or make the device with `wanted`'s limits";
-            return Err(Error::Limit { what: "max_storage_buffer_binding_size", need: size, limit, cure });
-        }
-        Ok(Self { buffer, offset, size, begin: begin - offset })
-    }
-
-    pub(crate) fn resource(&self) -> wgpu::BindingResource<'a> {
-        wgpu::BindingResource::Buffer(wgpu::BufferBinding {
-            buffer: self.buffer,
-            offset: self.offset,
-            size: std::num::NonZero::new(self.size),
-        })
-    }
 }

@@ -20,6 +20,7 @@ mod pipelines;
 mod scope;
 mod step;
 mod wanted;
+mod window;
 
 pub use backend::GpuDecode;
 pub use binding::LayerBinding;

@@ -1,10 +1,10 @@
 //! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`.
 
-use super::args::{Slot, Window, bind_group, distinct_buffers, layout, window_of};
+use super::args::{Slot, bind_group, distinct_buffers, layout, window_of};
 use super::table::Table;
 use super::{GROUP, grid, pipeline};
 use crate::compose::{Const, Source, compose};
-use crate::gpu::Pipelines;
+use crate::gpu::{Pipelines, window::Window};
 use crate::layer::View;
 use crate::{AppendLayer, AppendSpec, Dtype, Error, Result};
 
@@ -201,7 +201,7 @@ impl KvAppend {
         let kv_c = window_of(&limits, "kv_c", &layer.kv_c, latent, input)?;
         let k_pe = window_of(&limits, "k_pe", &k_pe_view, [max_tokens, 1, k_pe_dim], input)?;
         let (start, end) = (layer.kv.base() * cache as u64, layer.kv.end(&spec.mla()) * cache as u64);
-        let kv = Window::new(&limits, "kv", layer.kv.buffer, start, end)?;
+        let kv = Window::new(&limits, "kv", layer.kv.buffer, start..end)?;
         let inputs = [("kv_c", layer.kv_c.buffer), ("k_pe", k_pe_view.buffer)];
         distinct_buffers(("kv", layer.kv.buffer), &inputs)?;
 

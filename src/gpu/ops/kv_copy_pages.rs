@@ -1,10 +1,10 @@
 //! `kv_copy_pages`: whole pages inside one layer's pool, for a sequence that forks.
 
-use super::args::{Slot, Window, bind_group, layout};
+use super::args::{Slot, bind_group, layout};
 use super::table::Table;
 use super::{GROUP, grid, pipeline};
 use crate::compose::{Const, Source, compose};
-use crate::gpu::Pipelines;
+use crate::gpu::{Pipelines, window::Window};
 use crate::layer::KvView;
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result, check_copies};
 
@@ -152,7 +152,7 @@ impl KvCopyPages {
         view.check(&mla, view.buffer.size())?;
         let bytes = spec.kv.dtype.bytes() as u64;
         let (start, end) = (view.base() * bytes, view.end(&mla) * bytes);
-        let kv = Window::new(&device.limits(), "kv", view.buffer, start, end)?;
+        let kv = Window::new(&device.limits(), "kv", view.buffer, start..end)?;
         let base = start - kv.skipped(1);
         let stride = if spec.kv.num_pages > 1 { view.block_stride * bytes } else { 0 };
         let (unit, pipeline) = match &self.wide {

@@ -1,10 +1,10 @@
 //! `merge_attn_states`: two partial attention results into one.
 
-use super::args::{Slot, Window, bind_group, distinct_buffers, layout, window_of};
+use super::args::{Slot, bind_group, distinct_buffers, layout, window_of};
 use super::{GROUP, grid, pipeline};
 use crate::compose::{Const, Source, compose};
-use crate::gpu::Pipelines;
 use crate::gpu::scope::scoped;
+use crate::gpu::{Pipelines, window::Window};
 use crate::layer::View;
 use crate::{Dtype, MergeStates, MergeStatesSpec, Result};
 
@@ -124,7 +124,7 @@ impl MergeAttnStates {
         let suffix_lse = window_of(&limits, "suffix_lse", &args.suffix_lse, dims_lse, 4)?;
         let output_lse = match &args.output_lse {
             Some(view) => window_of(&limits, "output_lse", view, dims_lse, 4)?,
-            None => Window::new(&limits, "output_lse", &self.no_lse, 0, 16)?,
+            None => Window::new(&limits, "output_lse", &self.no_lse, 0..16)?,
         };
 
         let (body, pipeline) = match &self.quads {
