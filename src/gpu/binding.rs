@@ -11,7 +11,8 @@ use crate::{Error, MlaSpec, Result};
 /// One layer of a model, ready to be recorded with any step of the decode that bound it.
 #[derive(Debug, Clone)]
 pub struct LayerBinding {
-    pub(crate) group: wgpu::BindGroup,
+    /// `None` where there is room for no query token: then nothing is ever dispatched.
+    pub(crate) group: Option<wgpu::BindGroup>,
     /// Query tokens that the bound arrays hold.
     pub(crate) max_queries: u32,
     /// Which decode it was made for.
@@ -70,12 +71,16 @@ pub(crate) fn bind(
         return Err(Error::Aliased { a: "out", b: "lse" });
     }
 
+    if max_queries == 0 {
+        return Ok(LayerBinding { group: None, max_queries, owner });
+    }
+
     let limits = pipelines.device().limits();
     let (q_bytes, kv_bytes, out_bytes) = (bytes(spec.query), bytes(spec.kv.dtype), bytes(spec.out));
     let window = |what, buffer, begin: u64, end: u64, size: u64| {
         let view = begin.saturating_mul(size)..end.saturating_mul(size);
-        // An empty view is not read, wherever it is: the front of its buffer will do. But a binding holds an element of
-        // the shader's array, which is an oct for all but the LSE.
+        // Without a rotary part its view is empty and unread: the front of its buffer will do. But a binding holds an
+        // element of the shader's array, which is an oct for all but the LSE.
         let element = if what == "lse" { 4 } else { 8 * size };
         let view = if view.is_empty() { 0..element } else { view };
         Window::new(&limits, what, buffer, view.clone()).map(|window| (window, view.start - window.offset))
@@ -135,7 +140,7 @@ pub(crate) fn bind(
             entries: &entries,
         })
     })?;
-    Ok(LayerBinding { group, max_queries, owner })
+    Ok(LayerBinding { group: Some(group), max_queries, owner })
 }
 
 fn bytes(dtype: crate::Dtype) -> u64 {

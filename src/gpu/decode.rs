@@ -190,7 +190,8 @@ impl MlaDecode {
             log::error!("nothing recorded: {error}");
             return false;
         }
-        pass.set_bind_group(0, &binding.group, &[]);
+        let Some(group) = &binding.group else { return false };
+        pass.set_bind_group(0, group, &[]);
         true
     }
 

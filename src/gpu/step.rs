@@ -32,7 +32,8 @@ impl SliceBudget {
 /// One step of a decode: what `prepare` uploads and every layer's `record` reads.
 ///
 /// It owns its upload buffers, so preparing another step never disturbs one that was recorded. Preparing this one again
-/// before its commands were submitted is a replay: they then run with the new lengths. A `prepare` that does not fit the
+/// before its commands were submitted is a replay: they then run with the new lengths, of at most as many query tokens as
+/// their bindings hold. A `prepare` that does not fit the
 /// capacity replaces the buffers; commands recorded before keep the old ones and must be recorded again.
 #[derive(Debug)]
 pub struct Step {
