@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-step() { printf '\n== %s\n' "$*"; }
+step() { printf '\n== %s (after %s s)\n' "$*" "$SECONDS"; }
 
 # A software Vulkan driver, a virtual display, and what a window links to.
 install_missing() {
