@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole check, as CI runs it: format, lints, every test on a GPU adapter (lavapipe where there is no card), docs.
-# On Debian and Ubuntu it installs what is missing, if it may. About 15 minutes on 2 cores from a clean clone.
+# On Debian and Ubuntu it installs what is missing, if it may. About 12 minutes on 2 cores from a clean clone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
