@@ -4,10 +4,15 @@
 //! to be written while it has other owners is replaced by a copy first (copy on write), and only the last page of
 //! a sequence can be, so a page that two sequences share stands at one index in both, behind the same pages.
 
+mod export;
+mod prefix;
+
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::{Error, KvSpec, PageTable, Result, SharedPrefix};
+use crate::{Error, KvSpec, Result};
+
+pub use export::{BlockTable, Csr};
 
 /// Names a sequence of a [`PagePool`]. A pool never gives out a handle twice, but two pools may give out the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -76,40 +81,6 @@ pub struct AppendBatch {
     totals: Vec<(SeqId, u64)>,
     /// Shared last pages that a sequence wants to write, one entry a sequence.
     shared_tails: Vec<u32>,
-}
-
-/// `block_table` of a batch, i32 `[batch, max_pages]`.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct BlockTable {
-    /// The entries, row by row.
-    pub entries: Vec<i32>,
-    /// Entries in a row: pages of the longest sequence.
-    pub max_pages: usize,
-}
-
-impl BlockTable {
-    /// The table as `prepare` takes it.
-    pub fn page_table(&self) -> PageTable<'_> {
-        PageTable::Dense { block_table: &self.entries, max_pages: self.max_pages }
-    }
-}
-
-/// The pages of a batch as compressed rows.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Csr {
-    /// Where each sequence's pages begin in `kv_indices`; one entry more than sequences.
-    pub kv_indptr: Vec<i32>,
-    /// Page ids.
-    pub kv_indices: Vec<i32>,
-    /// Tokens in each sequence's last page: 1 to `page_size`, or 0 for an empty sequence.
-    pub kv_last_page_len: Vec<i32>,
-}
-
-impl Csr {
-    /// The rows as `prepare` takes them.
-    pub fn page_table(&self) -> PageTable<'_> {
-        PageTable::Csr { kv_indptr: &self.kv_indptr, kv_indices: &self.kv_indices }
-    }
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -363,150 +334,6 @@ impl PagePool {
         slot.ok_or(Error::Shape { what: "token", got: token.into(), cure })
     }
 
-    /// Slots of a range of tokens of each sequence, one after another: the `slot_mapping` of `kv_append` for
-    /// tokens that were just appended.
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Shape`] for a range that goes past its sequence's length.
-    pub fn slot_mapping(&self, tokens: &[(SeqId, Range<u32>)]) -> Result<Vec<i64>> {
-        let mut slots = Vec::new();
-        self.slot_mapping_into(tokens, &mut slots)?;
-        Ok(slots)
-    }
-
-    /// [`Self::slot_mapping`] in place of what `slots` held.
-    ///
-    /// # Errors
-    /// As [`Self::slot_mapping`]; `slots` is then not to be used.
-    pub fn slot_mapping_into(&self, tokens: &[(SeqId, Range<u32>)], slots: &mut Vec<i64>) -> Result<()> {
-        slots.clear();
-        for (seq, range) in tokens {
-            let sequence = self.sequence(*seq)?;
-            sequence.check_tokens("end of a token range", range.end)?;
-            slots.extend(range.clone().filter_map(|token| sequence.slot(token, self.spec.page_size)));
-        }
-        Ok(())
-    }
-
-    /// `block_table` of a batch: one row a sequence, as long as the longest and filled up with `pad`, which no
-    /// kernel reads.
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`].
-    pub fn block_table(&self, seqs: &[SeqId], pad: i32) -> Result<BlockTable> {
-        let mut table = BlockTable::default();
-        self.block_table_into(seqs, pad, &mut table)?;
-        Ok(table)
-    }
-
-    /// [`Self::block_table`] in place of what `table` held.
-    ///
-    /// # Errors
-    /// As [`Self::block_table`]; `table` is then empty.
-    pub fn block_table_into(&self, seqs: &[SeqId], pad: i32, table: &mut BlockTable) -> Result<()> {
-        let BlockTable { entries, max_pages } = table;
-        entries.clear();
-        *max_pages = 0;
-        let mut longest = 0;
-        for &seq in seqs {
-            longest = longest.max(self.pages(seq)?.len());
-        }
-        *max_pages = longest;
-        for &seq in seqs {
-            let pages = self.pages(seq)?;
-            entries.extend(pages.iter().map(|&page| page as i32));
-            entries.extend(std::iter::repeat_n(pad, longest - pages.len()));
-        }
-        Ok(())
-    }
-
-    /// The pages of a batch as compressed rows.
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Limit`] past 2^31 - 1 page ids in all.
-    pub fn csr(&self, seqs: &[SeqId]) -> Result<Csr> {
-        let mut csr = Csr::default();
-        self.csr_into(seqs, &mut csr)?;
-        Ok(csr)
-    }
-
-    /// [`Self::csr`] in place of what `csr` held.
-    ///
-    /// # Errors
-    /// As [`Self::csr`]; `csr` is then not to be used.
-    pub fn csr_into(&self, seqs: &[SeqId], csr: &mut Csr) -> Result<()> {
-        let Csr { kv_indptr, kv_indices, kv_last_page_len } = csr;
-        kv_indptr.clear();
-        kv_indices.clear();
-        kv_last_page_len.clear();
-        kv_indptr.push(0);
-        for &seq in seqs {
-            let Sequence { pages, len } = self.sequence(seq)?;
-            let end = kv_indices.len() + pages.len();
-            kv_indptr.push(i32::try_from(end).map_err(|_| Error::Limit {
-                what: "page ids of one batch",
-                need: end as u64,
-                limit: i32::MAX as u64,
-                cure: "use a smaller batch",
-            })?);
-            kv_indices.extend(pages.iter().map(|&page| page as i32));
-            let before = pages.len().saturating_sub(1) as u32 * self.spec.page_size;
-            kv_last_page_len.push((len - before) as i32);
-        }
-        Ok(())
-    }
-
-    /// `seq_lens` of a batch: tokens of each sequence.
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`].
-    pub fn seq_lens(&self, seqs: &[SeqId]) -> Result<Vec<i32>> {
-        let mut lens = Vec::new();
-        self.seq_lens_into(seqs, &mut lens)?;
-        Ok(lens)
-    }
-
-    /// [`Self::seq_lens`] in place of what `lens` held.
-    ///
-    /// # Errors
-    /// As [`Self::seq_lens`]; `lens` is then not to be used.
-    pub fn seq_lens_into(&self, seqs: &[SeqId], lens: &mut Vec<i32>) -> Result<()> {
-        lens.clear();
-        for &seq in seqs {
-            // A pool has fewer than 2^31 slots, so a sequence has fewer tokens.
-            lens.push(self.sequence(seq)?.len as i32);
-        }
-        Ok(())
-    }
-
-    /// Groups of sequences of a batch that begin with the same full pages, for [`Batch`](crate::Batch).
-    ///
-    /// A sequence is in one group at most, and a page counts only where it is full in the whole group. Groups are
-    /// joined, longest prefix first, where that leaves no more pages to read; this finds a good grouping, not
-    /// always the best. It changes only when the batch does or a page fills up, so it need not run at every step.
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`].
-    pub fn shared_prefixes(&self, seqs: &[SeqId]) -> Result<Vec<SharedPrefix>> {
-        let mut rows: Vec<(&[u32], u32)> = Vec::with_capacity(seqs.len());
-        // A sequence that is in no group is right too, so a batch past u32 needs no error.
-        for (index, &seq) in (0..u32::MAX).zip(seqs) {
-            let Sequence { pages, len } = self.sequence(seq)?;
-            rows.push((&pages[..(len / self.spec.page_size) as usize], index));
-        }
-        // In the order of their pages, rows with a common prefix are neighbours.
-        rows.sort_unstable_by(|(a, i), (b, j)| {
-            let common = common_pages(a, b);
-            a.get(common).cmp(&b.get(common)).then(i.cmp(j))
-        });
-        let mut groups = group_rows(&rows, self.spec.page_size);
-        for group in &mut groups {
-            group.sequences.sort_unstable();
-        }
-        groups.sort_unstable_by_key(|group| group.sequences[0]);
-        Ok(groups)
-    }
-
     fn insert(&mut self, sequence: Sequence) -> SeqId {
         let id = SeqId(self.next_id);
         self.next_id += 1;
@@ -568,55 +395,4 @@ impl PagePool {
         sequence.len += tokens;
         Ok(Append { tokens: first..sequence.len, copy })
     }
-}
-
-/// Leading pages that two sequences share. A page that is in both at one index has the same pages before it in
-/// both, so a binary search finds where they part.
-fn common_pages(a: &[u32], b: &[u32]) -> usize {
-    let (mut low, mut high) = (0, a.len().min(b.len()));
-    while low < high {
-        let middle = low.midpoint(high);
-        if a[middle] == b[middle] { low = middle + 1 } else { high = middle }
-    }
-    low
-}
-
-/// Groups of rows of full pages and their index, which come in the order of their pages.
-fn group_rows(rows: &[(&[u32], u32)], page_size: u32) -> Vec<SharedPrefix> {
-    let mut groups: Vec<SharedPrefix> =
-        rows.iter().map(|&(_, index)| SharedPrefix { sequences: vec![index], tokens: 0 }).collect();
-    let mut links: Vec<(usize, usize)> =
-        (1..rows.len()).map(|i| (common_pages(rows[i - 1].0, rows[i].0), i)).collect();
-    links.retain(|&(common, _)| common > 0);
-    links.sort_unstable_by_key(|&(common, i)| (std::cmp::Reverse(common), i));
-    let saved = |rows: usize, tokens: u32| (rows as u64).saturating_sub(1) * u64::from(tokens);
-    // Rows that are linked so far have one leader, the first of them. The leader's place has the group that may
-    // still grow; the others' places are empty or have a group that is done.
-    let mut leaders: Vec<usize> = (0..rows.len()).collect();
-    for (common, i) in links {
-        let tokens = common as u32 * page_size;
-        // The leader of `i` is `i`: only this link joins it to the rows before it.
-        let leader = leader_of(&mut leaders, i - 1);
-        leaders[i] = leader;
-        let (before, from) = groups.split_at_mut(i);
-        let (left, right) = (&mut before[leader], &mut from[0]);
-        let apart = [&*left, &*right].map(|group| saved(group.sequences.len(), group.tokens));
-        if saved(left.sequences.len() + right.sequences.len(), tokens) >= apart[0] + apart[1] {
-            left.sequences.append(&mut right.sequences);
-            left.tokens = tokens;
-        } else if apart[0] > apart[1] {
-            // The one that saves more is done.
-            std::mem::swap(left, right);
-        }
-    }
-    groups.retain(|group| group.sequences.len() > 1);
-    groups
-}
-
-fn leader_of(leaders: &mut [usize], mut row: usize) -> usize {
-    while leaders[row] != row {
-        leaders[row] = leaders[leaders[row]];
-        row = leaders[row];
-    }
-    row
 }

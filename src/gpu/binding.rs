@@ -77,27 +77,24 @@ pub(crate) fn bind(
 
     let limits = pipelines.device().limits();
     let (q_bytes, kv_bytes, out_bytes) = (bytes(spec.query), bytes(spec.kv.dtype), bytes(spec.out));
-    let window = |what, buffer, begin: u64, end: u64, size: u64| {
+    // Elements from `begin` to `end`, of `size` bytes each; a binding holds at least one of the shader's `unit`s.
+    let window = |what, buffer, begin: u64, end: u64, size: u64, unit: u64| {
         let view = begin.saturating_mul(size)..end.saturating_mul(size);
-        // Without a rotary part its view is empty and unread: the front of its buffer will do. But a binding holds an
-        // element of the shader's array, which is an oct for all but the LSE.
-        let element = if what == "lse" { 4 } else { 8 * size };
-        let view = if view.is_empty() { 0..element } else { view };
+        // Without a rotary part its view is empty and unread: the front of its buffer will do.
+        let view = if view.is_empty() { 0..unit * size } else { view };
         Window::new(&limits, what, buffer, view.clone()).map(|window| (window, view.start - window.offset))
     };
+    let q_nope_end = q_nope.end(tokens, heads, latent.into());
+    let q_pe_end = q_pe.end(tokens, heads, rope.into());
+    let out_end = layer.out.end(tokens, heads, latent.into());
+    let lse_end = layer.lse.end(tokens, heads, 1);
     // Each with the bytes from its front to the view.
     let windows = [
-        window("q_nope", q_nope.buffer, q_nope.offset, q_nope.end(tokens, heads, latent.into()), q_bytes)?,
-        window("q_pe", q_pe.buffer, q_pe.offset, q_pe.end(tokens, heads, rope.into()), q_bytes)?,
-        window("kv", layer.kv.buffer, layer.kv.base(), layer.kv.end(spec), kv_bytes)?,
-        window(
-            "out",
-            layer.out.buffer,
-            layer.out.offset,
-            layer.out.end(tokens, heads, latent.into()),
-            out_bytes,
-        )?,
-        window("lse", layer.lse.buffer, layer.lse.offset, layer.lse.end(tokens, heads, 1), 4)?,
+        window("q_nope", q_nope.buffer, q_nope.offset, q_nope_end, q_bytes, 8)?,
+        window("q_pe", q_pe.buffer, q_pe.offset, q_pe_end, q_bytes, 8)?,
+        window("kv", layer.kv.buffer, layer.kv.base(), layer.kv.end(spec), kv_bytes, 8)?,
+        window("out", layer.out.buffer, layer.out.offset, out_end, out_bytes, 8)?,
+        window("lse", layer.lse.buffer, layer.lse.offset, lse_end, 4, 1)?,
     ];
 
     let (logit_scale, out_scale, lse_scale) = kernel_scales(layer);

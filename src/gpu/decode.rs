@@ -136,9 +136,9 @@ impl MlaDecode {
 
     /// As [`MlaDecode::record`], in the host's pass.
     pub fn record_in(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step, binding: &LayerBinding) {
-        if self.set_groups(pass, step, binding) {
-            self.dispatch_split(pass, step, binding, None);
-            self.dispatch_merge(pass, step, binding);
+        if self.set_layer(pass, step, binding) {
+            self.dispatch_split(pass, step, None);
+            self.dispatch_merge(pass, step);
         }
     }
 
@@ -163,10 +163,10 @@ impl MlaDecode {
         binding: &LayerBinding,
         index: usize,
     ) {
-        if index < step.num_slices() && self.set_groups(pass, step, binding) {
-            self.dispatch_split(pass, step, binding, Some(index));
+        if index < step.num_slices() && self.set_layer(pass, step, binding) {
+            self.dispatch_split(pass, step, Some(index));
             if index + 1 == step.num_slices() {
-                self.dispatch_merge(pass, step, binding);
+                self.dispatch_merge(pass, step);
             }
         }
     }
@@ -185,7 +185,8 @@ impl MlaDecode {
         Ok(())
     }
 
-    fn set_groups(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step, binding: &LayerBinding) -> bool {
+    /// Whether there is something to dispatch.
+    fn set_layer(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step, binding: &LayerBinding) -> bool {
         if let Err(error) = self.check(step, binding) {
             log::error!("nothing recorded: {error}");
             return false;
@@ -195,13 +196,7 @@ impl MlaDecode {
         true
     }
 
-    fn dispatch_split(
-        &self,
-        pass: &mut wgpu::ComputePass<'_>,
-        step: &Step,
-        _: &LayerBinding,
-        slice: Option<usize>,
-    ) {
+    fn dispatch_split(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step, slice: Option<usize>) {
         let (offset, items) = step.slice(slice);
         pass.set_bind_group(1, &step.group, &[offset]);
         if items > 0 {
@@ -210,7 +205,8 @@ impl MlaDecode {
         }
     }
 
-    fn dispatch_merge(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step, _: &LayerBinding) {
+    /// After the split, whose groups it shares.
+    fn dispatch_merge(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step) {
         if step.capacity.merges > 0 {
             pass.set_pipeline(&self.merge);
             self.dispatch(pass, step.capacity.merges * self.spec.shape.num_heads);

@@ -25,7 +25,8 @@ pub struct SliceBudget {
 }
 
 impl SliceBudget {
-    /// A quarter of a 60 Hz frame on a device that does 5e6 query rows times tokens in a millisecond, about 5 TFLOP/s.
+    /// A quarter of a 60 Hz frame on a device that does 5e6 query rows times tokens in a millisecond: at 512/64 about
+    /// 11 TFLOP/s. A slow device needs its own, measured rate, or one slice holds the whole step.
     pub const DESKTOP: Self = Self { milliseconds: 4.0, work_per_millisecond: 5e6 };
 }
 
@@ -33,8 +34,8 @@ impl SliceBudget {
 ///
 /// It owns its upload buffers, so preparing another step never disturbs one that was recorded. Preparing this one again
 /// before its commands were submitted is a replay: they then run with the new lengths, of at most as many query tokens as
-/// their bindings hold. A `prepare` that does not fit the
-/// capacity replaces the buffers; commands recorded before keep the old ones and must be recorded again.
+/// their bindings hold. A `prepare` that does not fit the capacity replaces the buffers; commands recorded before keep the
+/// old ones and must be recorded again.
 #[derive(Debug)]
 pub struct Step {
     pub(crate) capacity: Capacity,

@@ -1,0 +1,158 @@
+//! A pool's sequences as the arrays that kernels take.
+
+use std::ops::Range;
+
+use super::{PagePool, SeqId, Sequence};
+use crate::{Error, PageTable, Result};
+
+/// `block_table` of a batch, i32 `[batch, max_pages]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct BlockTable {
+    /// The entries, row by row.
+    pub entries: Vec<i32>,
+    /// Entries in a row: pages of the longest sequence.
+    pub max_pages: usize,
+}
+
+impl BlockTable {
+    /// The table as `prepare` takes it.
+    pub fn page_table(&self) -> PageTable<'_> {
+        PageTable::Dense { block_table: &self.entries, max_pages: self.max_pages }
+    }
+}
+
+/// The pages of a batch as compressed rows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Csr {
+    /// Where each sequence's pages begin in `kv_indices`; one entry more than sequences.
+    pub kv_indptr: Vec<i32>,
+    /// Page ids.
+    pub kv_indices: Vec<i32>,
+    /// Tokens in each sequence's last page: 1 to `page_size`, or 0 for an empty sequence.
+    pub kv_last_page_len: Vec<i32>,
+}
+
+impl Csr {
+    /// The rows as `prepare` takes them.
+    pub fn page_table(&self) -> PageTable<'_> {
+        PageTable::Csr { kv_indptr: &self.kv_indptr, kv_indices: &self.kv_indices }
+    }
+}
+
+impl PagePool {
+    /// Slots of a range of tokens of each sequence, one after another: the `slot_mapping` of `kv_append` for
+    /// tokens that were just appended.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`]; [`Error::Shape`] for a range that goes past its sequence's length.
+    pub fn slot_mapping(&self, tokens: &[(SeqId, Range<u32>)]) -> Result<Vec<i64>> {
+        let mut slots = Vec::new();
+        self.slot_mapping_into(tokens, &mut slots)?;
+        Ok(slots)
+    }
+
+    /// [`Self::slot_mapping`] in place of what `slots` held.
+    ///
+    /// # Errors
+    /// As [`Self::slot_mapping`]; `slots` is then not to be used.
+    pub fn slot_mapping_into(&self, tokens: &[(SeqId, Range<u32>)], slots: &mut Vec<i64>) -> Result<()> {
+        slots.clear();
+        for (seq, range) in tokens {
+            let sequence = self.sequence(*seq)?;
+            sequence.check_tokens("end of a token range", range.end)?;
+            slots.extend(range.clone().filter_map(|token| sequence.slot(token, self.spec.page_size)));
+        }
+        Ok(())
+    }
+
+    /// `block_table` of a batch: one row a sequence, as long as the longest and filled up with `pad`, which no
+    /// kernel reads.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn block_table(&self, seqs: &[SeqId], pad: i32) -> Result<BlockTable> {
+        let mut table = BlockTable::default();
+        self.block_table_into(seqs, pad, &mut table)?;
+        Ok(table)
+    }
+
+    /// [`Self::block_table`] in place of what `table` held.
+    ///
+    /// # Errors
+    /// As [`Self::block_table`]; `table` is then empty.
+    pub fn block_table_into(&self, seqs: &[SeqId], pad: i32, table: &mut BlockTable) -> Result<()> {
+        let BlockTable { entries, max_pages } = table;
+        entries.clear();
+        *max_pages = 0;
+        let mut longest = 0;
+        for &seq in seqs {
+            longest = longest.max(self.pages(seq)?.len());
+        }
+        *max_pages = longest;
+        for &seq in seqs {
+            let pages = self.pages(seq)?;
+            entries.extend(pages.iter().map(|&page| page as i32));
+            entries.extend(std::iter::repeat_n(pad, longest - pages.len()));
+        }
+        Ok(())
+    }
+
+    /// The pages of a batch as compressed rows.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`]; [`Error::Limit`] past 2^31 - 1 page ids in all.
+    pub fn csr(&self, seqs: &[SeqId]) -> Result<Csr> {
+        let mut csr = Csr::default();
+        self.csr_into(seqs, &mut csr)?;
+        Ok(csr)
+    }
+
+    /// [`Self::csr`] in place of what `csr` held.
+    ///
+    /// # Errors
+    /// As [`Self::csr`]; `csr` is then not to be used.
+    pub fn csr_into(&self, seqs: &[SeqId], csr: &mut Csr) -> Result<()> {
+        let Csr { kv_indptr, kv_indices, kv_last_page_len } = csr;
+        kv_indptr.clear();
+        kv_indices.clear();
+        kv_last_page_len.clear();
+        kv_indptr.push(0);
+        for &seq in seqs {
+            let Sequence { pages, len } = self.sequence(seq)?;
+            let end = kv_indices.len() + pages.len();
+            kv_indptr.push(i32::try_from(end).map_err(|_| Error::Limit {
+                what: "page ids of one batch",
+                need: end as u64,
+                limit: i32::MAX as u64,
+                cure: "use a smaller batch",
+            })?);
+            kv_indices.extend(pages.iter().map(|&page| page as i32));
+            let before = pages.len().saturating_sub(1) as u32 * self.spec.page_size;
+            kv_last_page_len.push((len - before) as i32);
+        }
+        Ok(())
+    }
+
+    /// `seq_lens` of a batch: tokens of each sequence.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn seq_lens(&self, seqs: &[SeqId]) -> Result<Vec<i32>> {
+        let mut lens = Vec::new();
+        self.seq_lens_into(seqs, &mut lens)?;
+        Ok(lens)
+    }
+
+    /// [`Self::seq_lens`] in place of what `lens` held.
+    ///
+    /// # Errors
+    /// As [`Self::seq_lens`]; `lens` is then not to be used.
+    pub fn seq_lens_into(&self, seqs: &[SeqId], lens: &mut Vec<i32>) -> Result<()> {
+        lens.clear();
+        for &seq in seqs {
+            // A pool has fewer than 2^31 slots, so a sequence has fewer tokens.
+            lens.push(self.sequence(seq)?.len as i32);
+        }
+        Ok(())
+    }
+}
