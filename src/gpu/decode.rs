@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::binding::{self, LayerBinding};
-use super::pipelines::{Layouts, Pipelines};
+use super::pipelines::{Checks, Layouts, Pipelines};
 use super::step::Step;
 use crate::kernel::{self, Variant};
 use crate::plan::{Plan, Tiling};
@@ -51,8 +51,8 @@ impl MlaDecode {
             || Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() };
         let kernel = kernel::decode(&variant, caps, spec, options.device_page_list).ok_or_else(gone)?;
         let tiling = variant.tiling(caps, spec).ok_or_else(gone)?;
-        let split = pipelines.get(&kernel, &layouts.pipeline)?;
-        let merge = pipelines.get(&kernel::merge(spec), &layouts.pipeline)?;
+        let split = pipelines.get(&kernel, &layouts.pipeline, Checks::Proved)?;
+        let merge = pipelines.get(&kernel::merge(spec), &layouts.pipeline, Checks::Proved)?;
         log::info!("mla.decode: {why}");
         Ok(Self {
             pipelines: pipelines.clone(),

@@ -28,6 +28,6 @@ pub use binding::LayerBinding;
 pub(crate) use binding::LayerUniform;
 pub use decode::{MlaDecode, Options};
 pub use device::Gpu;
-pub use pipelines::Pipelines;
+pub use pipelines::{Pipelines, Setup};
 pub use step::{MAX_SLICES, SliceBudget, Step};
-pub use wanted::{Wanted, caps, wanted};
+pub use wanted::{Wanted, caps, caps_on, wanted};
