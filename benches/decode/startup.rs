@@ -7,7 +7,7 @@ use std::time::Instant;
 use wgpu_mla::gpu::{Gpu, MlaDecode, Pipelines};
 use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec};
 
-use super::Result;
+use crate::support::Result;
 
 /// Starts this program twice on an empty directory; each compiles the decodes of one application.
 pub fn run(directory: &Path) -> Result<()> {
