@@ -22,8 +22,8 @@ pub struct Variant {
 enum Body {
     /// `mla_decode.wgsl`, and how partial sums are joined.
     Plain(Sum),
-    /// `mla_decode_coop.wgsl`, and how many blocks are staged.
-    Coop { buffers: u32 },
+    /// `mla_decode_coop.wgsl`, in 32 KiB of workgroup memory or in 48.
+    Coop { small: bool },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,8 +34,8 @@ enum Sum {
 
 /// The decode variants, best first. The last one runs everywhere.
 pub const VARIANTS: [Variant; 4] = [
-    Variant { name: "coop", body: Body::Coop { buffers: 2 } },
-    Variant { name: "coop_small", body: Body::Coop { buffers: 1 } },
+    Variant { name: "coop", body: Body::Coop { small: false } },
+    Variant { name: "coop_small", body: Body::Coop { small: true } },
     Variant { name: "subgroup", body: Body::Plain(Sum::Subgroup) },
     Variant { name: "shared", body: Body::Plain(Sum::Shared) },
 ];
@@ -65,8 +65,8 @@ impl Variant {
                 ));
             }
         }
-        if let Body::Coop { buffers } = self.body {
-            coop::runs_on(buffers, caps, spec)?;
+        if let Body::Coop { small } = self.body {
+            coop::runs_on(small, caps, spec)?;
         }
         if STORAGE_BUFFERS > caps.max_storage_buffers {
             let has = caps.max_storage_buffers;
@@ -92,8 +92,8 @@ impl Variant {
     /// How this variant cuts work on a device; `None` where it does not run.
     pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
         match self.body {
-            Body::Coop { buffers } => {
-                coop::CoopTile::for_device(buffers, caps, spec).map(|tile| tile.tiling(caps))
+            Body::Coop { small } => {
+                coop::CoopTile::for_device(small, caps, spec).map(|tile| tile.tiling(caps))
             }
             Body::Plain(sum) => Tile::balanced(sum, caps, spec).map(|tile| tile.tiling(caps)),
         }
@@ -200,7 +200,7 @@ impl Tile {
 /// device inside the pool.
 pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) -> Option<Source> {
     let mut source = match variant.body {
-        Body::Coop { buffers } => coop::decode(variant.name, buffers, caps, spec)?,
+        Body::Coop { small } => coop::decode(variant.name, small, caps, spec)?,
         Body::Plain(sum) => plain(variant.name, sum, &Tile::balanced(sum, caps, spec)?, spec),
     };
     source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");

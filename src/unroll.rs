@@ -59,16 +59,17 @@ fn parse_head<'a>(head: &'a str, value: &dyn Fn(&str) -> Option<u32>) -> Option<
 fn replace_word(text: &str, word: &str, by: &str) -> String {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(found) = rest.find(word) {
-        let (before, after) = (&rest[..found], &rest[found + word.len()..]);
+    let mut done = 0;
+    for (at, _) in text.match_indices(word) {
         // `.r` is a member or a swizzle, not the variable.
-        let whole = !before.ends_with(|c: char| is_word(c) || c == '.') && !after.starts_with(is_word);
-        out.push_str(before);
-        out.push_str(if whole { by } else { word });
-        rest = after;
+        let joined = text[..at].ends_with(|c: char| is_word(c) || c == '.');
+        if !joined && !text[at + word.len()..].starts_with(is_word) {
+            out.push_str(&text[done..at]);
+            out.push_str(by);
+            done = at + word.len();
+        }
     }
-    out.push_str(rest);
+    out.push_str(&text[done..]);
     out
 }
 
@@ -86,6 +87,12 @@ mod tests {
         let want =
             "a\n  { // r = 0\n    x[0u] = row + v.r;\n  }\n  { // r = 1\n    x[1u] = row + v.r;\n  }\nb\n";
         assert_eq!(unroll(source, &rows).unwrap(), want);
+    }
+
+    #[test]
+    fn a_name_that_ends_like_the_variable_stays() {
+        let text = unroll("for (var c = 0u; c < 1u; c++) { // unroll\nacc[c] = cc + c;\n}\n", &rows).unwrap();
+        assert_eq!(text, "{ // c = 0\nacc[0u] = cc + 0u;\n}\n");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-use wgpu_mla::gpu::{Gpu, MlaDecode, Pipelines};
+use wgpu_mla::gpu::{Gpu, MlaDecode, Pipelines, Setup};
 use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec};
 
 use crate::support::Result;

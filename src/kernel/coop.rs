@@ -5,9 +5,6 @@ use crate::caps::{Caps, DeviceKind};
 use crate::compose::{Const, Source};
 use crate::{Dtype, MlaSpec, Tiling};
 
-/// Lanes that share a row in the softmax: a subgroup must have as many.
-const SOFTMAX_LANES: u32 = 8;
-
 /// How a workgroup cuts a tile: see the head of `shaders/mla_decode_coop.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CoopTile {
@@ -15,30 +12,38 @@ pub(super) struct CoopTile {
     tile: u32,
     /// Lanes of a subgroup.
     subgroup: u32,
-    subgroups: u32,
-    /// Rows of matrices.
-    row_tiles: u32,
-    /// Matrices of tokens in a block.
-    token_tiles: u32,
-    /// Staged blocks.
-    buffers: u32,
+    rows: u32,
+    tokens: u32,
+    /// How the scores are divided among subgroups.
+    key_split: u32,
+    token_split: u32,
+    row_split: u32,
 }
 
 impl CoopTile {
-    pub(super) fn for_device(buffers: u32, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
+    pub(super) fn for_device(small: bool, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
         let env = |name: &str, or: u32| std::env::var(name).ok().and_then(|x| x.parse().ok()).unwrap_or(or);
         let tile = caps.cooperative_tile;
         if tile == 0 || caps.max_subgroup_size == 0 {
             return None;
         }
         let rows = env("X_ROWS", if spec.shape.num_heads > 16 { 32 } else { 16 });
+        let tokens = env("X_TOK", if small { 16 } else { 32 });
+        let (k, t, r) = if small {
+            (4, 1, 1)
+        } else if rows == 16 {
+            (4, 2, 1)
+        } else {
+            (2, 2, 2)
+        };
         let t = Self {
             tile,
             subgroup: caps.max_subgroup_size,
-            subgroups: env("X_SUB", if rows > 16 { 8 } else { 4 }),
-            row_tiles: rows / tile,
-            token_tiles: env("X_TOK", 16) / tile,
-            buffers: env("X_BUF", buffers),
+            rows,
+            tokens,
+            key_split: env("X_KS", k),
+            token_split: env("X_TS", t),
+            row_split: env("X_RS", r),
         };
         (t.workgroup_bytes(spec) <= caps.workgroup_memory_bytes).then_some(t)
     }
@@ -47,37 +52,33 @@ impl CoopTile {
     pub(super) fn tiling(&self, caps: &Caps) -> Tiling {
         let (target_items, min_split_tokens) = match caps.kind {
             DeviceKind::Software => (8, 512),
-            _ => (396, 32),
+            _ => (132, 32),
         };
-        let (rows_per_tile, tokens_per_block) = (self.rows(), self.tokens());
+        let (rows_per_tile, tokens_per_block) = (self.rows, self.tokens);
         Tiling { rows_per_tile, tokens_per_block, target_items, min_split_tokens }
     }
 
+    const fn subgroups(&self) -> u32 {
+        self.key_split * self.token_split * self.row_split
+    }
+
     pub(super) const fn threads(&self) -> u32 {
-        self.subgroup * self.subgroups
+        self.subgroup * self.subgroups()
     }
 
-    pub(super) const fn rows(&self) -> u32 {
-        self.tile * self.row_tiles
+    /// Tiles of the latent's columns in a subgroup's share of the scores.
+    const fn latent_key_tiles(&self, spec: &MlaSpec) -> u32 {
+        spec.shape.kv_lora_rank / self.tile / self.key_split
     }
 
-    pub(super) const fn tokens(&self) -> u32 {
-        self.tile * self.token_tiles
-    }
-
-    /// Tiles of the latent's columns that a subgroup owns.
-    const fn latent_tiles(&self, spec: &MlaSpec) -> u32 {
-        spec.shape.kv_lora_rank / self.tile / self.subgroups
-    }
-
-    /// Tiles of the rotary columns that a subgroup multiplies; the last subgroups' may lie in the padding.
-    const fn rope_tiles(&self, spec: &MlaSpec) -> u32 {
-        (spec.shape.qk_rope_head_dim / self.tile).div_ceil(self.subgroups)
+    /// Tiles of the rotary columns in such a share; the last shares' may lie in the padding.
+    const fn rope_key_tiles(&self, spec: &MlaSpec) -> u32 {
+        (spec.shape.qk_rope_head_dim / self.tile).div_ceil(self.key_split)
     }
 
     /// Octs of a staged row that are multiplied.
     const fn key_octs(&self, spec: &MlaSpec) -> u32 {
-        (spec.shape.kv_lora_rank + self.rope_tiles(spec) * self.subgroups * self.tile) / 8
+        (spec.shape.kv_lora_rank + self.rope_key_tiles(spec) * self.key_split * self.tile) / 8
     }
 
     /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
@@ -87,18 +88,24 @@ impl CoopTile {
 
     /// Floats from one row of scores to the next.
     const fn score_pitch(&self) -> u32 {
-        self.tokens() + 8
+        if self.rows > 16 { self.tokens } else { self.tokens + 4 }
     }
 
+    const fn scores(&self) -> u32 {
+        let (scores, tiles) =
+            (self.key_split * self.rows * self.score_pitch(), self.subgroups() * self.tile * self.tile);
+        if scores > tiles { scores } else { tiles }
+    }
+
+    /// Halves from one row of weights to the next.
     const fn weight_pitch(&self) -> u32 {
-        self.tokens() + 8
+        self.tokens + 8
     }
 
     pub(super) const fn workgroup_bytes(&self, spec: &MlaSpec) -> u32 {
-        let keys = self.buffers * self.tokens() * self.key_pitch(spec) * 16;
-        let scores = self.subgroups * self.rows() * self.score_pitch() * 4;
-        let weights = self.rows() * self.weight_pitch() * 2;
-        keys + scores + weights + self.rows() * 4 + self.tokens() * 4 + 16
+        let keys = self.tokens * self.key_pitch(spec) * 16;
+        let weights = self.rows * self.weight_pitch() * 2;
+        keys + self.scores() * 4 + weights + self.rows * 4 + self.tokens * 4 + 16
     }
 }
 
@@ -110,41 +117,47 @@ const fn query_parts(query: Dtype) -> u32 {
     }
 }
 
-pub(super) fn consts(tile: &CoopTile, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
-    let (threads, rows, tokens) = (tile.threads(), tile.rows(), tile.tokens());
+fn consts(tile: &CoopTile, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
+    let (threads, rows, tokens, side) = (tile.threads(), tile.rows, tile.tokens, tile.tile);
     let latent_octs = spec.shape.kv_lora_rank / 8;
     let rope_octs = spec.shape.qk_rope_head_dim / 8;
     let rope_loads = (tokens * rope_octs).div_ceil(threads);
-    let key_tiles = tile.latent_tiles(spec) + tile.rope_tiles(spec);
-    let parts = query_parts(spec.query);
+    let key_tiles = tile.latent_key_tiles(spec) + tile.rope_key_tiles(spec);
+    let latent_tiles = spec.shape.kv_lora_rank / side / tile.subgroups();
+    let score_row_tiles = rows / side / tile.row_split;
+    let query_rows = query_parts(spec.query) * score_row_tiles;
+    let softmax_lanes = (threads / rows).min(tile.subgroup);
     vec![
-        ("TILE", tile.tile),
-        ("TILE_QUADS", tile.tile / 4),
+        ("TILE", side),
+        ("TILE_OCTS", side / 8),
         ("SUBGROUP", tile.subgroup),
-        ("SUBGROUPS", tile.subgroups),
         ("THREADS", threads),
-        ("ROW_TILES", tile.row_tiles),
         ("ROWS", rows),
-        ("TOKEN_TILES", tile.token_tiles),
+        ("ROW_TILES", rows / side),
         ("TOKENS", tokens),
-        ("BUFFERS", tile.buffers),
-        ("LATENT_TILES", tile.latent_tiles(spec)),
-        ("ROPE_TILES", tile.rope_tiles(spec)),
+        ("TOKEN_TILES", tokens / side),
+        ("KEY_SPLIT", tile.key_split),
+        ("TOKEN_SPLIT", tile.token_split),
+        ("ROW_SPLIT", tile.row_split),
+        ("SCORE_ROW_TILES", score_row_tiles),
+        ("SCORE_TOKEN_TILES", tokens / side / tile.token_split),
+        ("LATENT_KEY_TILES", tile.latent_key_tiles(spec)),
+        ("ROPE_KEY_TILES", tile.rope_key_tiles(spec)),
         ("KEY_TILES", key_tiles),
-        ("QUERY_PARTS", parts),
-        ("QUERY_TILES", parts * tile.row_tiles * key_tiles),
-        ("ACC_TILES", tile.row_tiles * tile.latent_tiles(spec)),
+        ("QUERY_PARTS", query_parts(spec.query)),
+        ("QUERY_ROWS", query_rows),
+        ("QUERY_TILES", query_rows * key_tiles),
+        ("LATENT_TILES", latent_tiles),
+        ("ACC_TILES", rows / side * latent_tiles),
         ("KEY_PITCH", tile.key_pitch(spec)),
-        ("KEY_QUADS", tile.buffers * tokens * tile.key_pitch(spec) * 2),
+        ("KEYS", tokens * tile.key_pitch(spec)),
         ("PAD_OCTS", tile.key_octs(spec) - latent_octs - rope_octs),
         ("SCORE_PITCH", tile.score_pitch()),
-        ("SCORES", tile.subgroups * rows * tile.score_pitch()),
+        ("SCORES", tile.scores()),
         ("WEIGHT_PITCH", tile.weight_pitch()),
         ("WEIGHTS", rows * tile.weight_pitch()),
-        ("SOFTMAX_LANES", SOFTMAX_LANES),
-        ("SOFTMAX_STRIDE", threads / SOFTMAX_LANES),
-        ("SOFTMAX_ROWS", rows * SOFTMAX_LANES / threads),
-        ("SOFTMAX_TOKENS", tokens / SOFTMAX_LANES),
+        ("SOFTMAX_LANES", softmax_lanes),
+        ("SOFTMAX_TOKENS", tokens / softmax_lanes),
         ("LATENT_LOADS", tokens * latent_octs / threads),
         ("ROPE_LOADS", rope_loads),
         ("ROPE_LOADS_PADDED", rope_loads.max(1)),
@@ -181,18 +194,26 @@ const DIRECTIVES: &str =
     "enable f16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
 
 /// The split kernel.
-pub(super) fn decode(name: &str, buffers: u32, caps: &Caps, spec: &MlaSpec) -> Option<Source> {
-    let tile = CoopTile::for_device(buffers, caps, spec)?;
+pub(super) fn decode(name: &str, small: bool, caps: &Caps, spec: &MlaSpec) -> Option<Source> {
+    let tile = CoopTile::for_device(small, caps, spec)?;
     let mut all = shape_consts(spec);
     all.extend(consts(&tile, spec));
-    let files = [key_file(spec.kv.dtype)?, include_str!("../../shaders/mla_decode_coop.wgsl")];
+    let body = std::env::var("X_BODY").ok().map(|path| std::fs::read_to_string(path).unwrap());
+    let files = [
+        key_file(spec.kv.dtype)?,
+        body.as_deref().unwrap_or(include_str!("../../shaders/mla_decode_coop.wgsl")),
+    ];
     let source =
         compose_step("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &all, &aliases(&tile), &files);
-    Some(Source { text: format!("{DIRECTIVES}{}", source.text), ..source })
+    let mut text = format!("{DIRECTIVES}{}", source.text);
+    if let Ok(path) = std::env::var("X_FINAL") {
+        text = std::fs::read_to_string(path).unwrap_or_default();
+    }
+    Some(Source { text, ..source })
 }
 
 /// What keeps these rows from running.
-pub(super) fn runs_on(buffers: u32, caps: &Caps, spec: &MlaSpec) -> std::result::Result<(), String> {
+pub(super) fn runs_on(small: bool, caps: &Caps, spec: &MlaSpec) -> std::result::Result<(), String> {
     if caps.cooperative_tile == 0 {
         return Err("no cooperative matrices f16 x f16 + f32 of 16x16 or 8x8".into());
     }
@@ -206,8 +227,37 @@ pub(super) fn runs_on(buffers: u32, caps: &Caps, spec: &MlaSpec) -> std::result:
     if key_file(spec.kv.dtype).is_none() {
         return Err("an f32 cache does not fit f16 matrices".into());
     }
-    match CoopTile::for_device(buffers, caps, spec) {
+    match CoopTile::for_device(small, caps, spec) {
         Some(_) => Ok(()),
         None => Err(format!("no tile fits {} bytes of workgroup memory", caps.workgroup_memory_bytes)),
     }
+}
+
+#[cfg(test)]
+#[test]
+fn xdump() {
+    let caps = Caps {
+        cooperative_tile: 16,
+        shader_f16: true,
+        subgroups: true,
+        min_subgroup_size: 32,
+        max_subgroup_size: 32,
+        workgroup_memory_bytes: 48 << 10,
+        kind: DeviceKind::Discrete,
+        ..Caps::WEBGPU
+    };
+    let heads = std::env::var("X_HEADS").map_or(16, |x| x.parse().unwrap());
+    let kv = match std::env::var("X_KV").as_deref() {
+        Ok("f16") => Dtype::F16,
+        Ok("e4m3") => Dtype::E4m3,
+        _ => Dtype::Bf16,
+    };
+    let spec = MlaSpec {
+        shape: crate::MlaShape { num_heads: heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
+        kv: crate::KvSpec { dtype: kv, page_size: 64, num_pages: 64 },
+        query: Dtype::Bf16,
+        out: Dtype::Bf16,
+    };
+    let text = decode("x", false, &caps, &spec).unwrap().text;
+    std::fs::write(std::env::var("X_DUMP").unwrap(), text).unwrap();
 }
