@@ -11,8 +11,8 @@
 // Meanwhile the next block is on its way from the cache, in registers.
 //
 // f16 ends at 65504. A query row is scaled by a power of two, its largest element to just below 2^15; an f32 query is
-// split in two parts. A bf16 cache may hold more than f16: then the item is done again with the cache scaled down, see
-// lib/key_bf16.wgsl.
+// split in two parts. A bf16 cache may hold more than f16: an item where it does is done again in f32, slowly
+// (lib/wide_rows.wgsl).
 //
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile. Every workgroup variable is a multiple of 16 bytes long, and so is every pitch: on NVIDIA
@@ -23,12 +23,13 @@ var<workgroup> scores: array<f32, SCORES>; // [KEY_SPLIT, ROWS, SCORE_PITCH]; at
 var<workgroup> weights: array<f16, WEIGHTS>; // [ROWS, WEIGHT_PITCH]
 var<workgroup> factors: array<f32, ROWS>; // [ROWS]: what to multiply a row with
 var<workgroup> row_at: array<u32, TOKENS>; // [TOKENS]: first oct of each token's cache row, next block
-var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED and LARGEST
+var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
 
 const LAZY = 8.0;
-const HALF_MAX = 65504.0;
+const HALF_MAX = 65504.0h; // never a bf16: what is larger becomes this, or infinity
+// Places in `notes`.
 const MOVED = 0u; // one past the token of the last block in which a maximum moved
-const LARGEST = 1u; // bits of the largest key, where f16 could not hold it
+const TOO_LARGE = 1u; // whether a key is too large for f16
 
 struct Query {
     token: u32,
@@ -83,18 +84,20 @@ fn load_block(thread: u32) -> Block {
     return block;
 }
 
-// Makes it f16. Returns the largest magnitude in it, where it matters.
-fn stage_block(thread: u32, block: Block, shrink: f32) -> f32 {
-    var largest = 0.0;
+// Makes it f16. Returns the largest magnitudes in it, where they matter.
+fn stage_block(thread: u32, block: Block) -> vec4<f16> {
+    var largest = vec4<f16>();
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll
         let at = i * THREADS + thread;
-        keys[(at / LATENT_OCTS) * KEY_PITCH + at % LATENT_OCTS] = half_key(block.latent[i], shrink);
-        largest = max(largest, largest_key(block.latent[i]));
+        let half = half_key(block.latent[i]);
+        keys[(at / LATENT_OCTS) * KEY_PITCH + at % LATENT_OCTS] = half;
+        largest = max(largest, largest_half(half));
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // the last one more than once
-        keys[(at / max(ROPE_OCTS, 1u)) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i], shrink);
-        largest = max(largest, largest_key(block.rope[i]));
+        let half = half_key(block.rope[i]);
+        keys[(at / max(ROPE_OCTS, 1u)) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half;
+        largest = max(largest, largest_half(half));
     }
     return largest;
 }
@@ -122,6 +125,26 @@ fn row_total(x: f32) -> f32 {
         sum += subgroupShuffleXor(sum, lanes);
     }
     return sum;
+}
+
+// An oct of a row's output, or of its partial result.
+fn write_oct(first_row: u32, row: u32, slot: u32, oct: u32, value: mat2x4<f32>) {
+    if (slot == DIRECT) {
+        let query = query_of(first_row, row);
+        store_out(query.token, query.head, oct, value);
+    } else {
+        partials[(slot + row) * PARTIAL_QUADS + 2u * oct] = value[0];
+        partials[(slot + row) * PARTIAL_QUADS + 2u * oct + 1u] = value[1];
+    }
+}
+
+// A row's LSE in base 2.
+fn write_lse(query: Query, row: u32, slot: u32, base_2: f32, any: bool) {
+    if (slot == DIRECT) {
+        store_lse(query.token, query.head, base_2, any);
+    } else {
+        partials[(slot + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(base_2, 0.0, 0.0, 0.0);
+    }
 }
 
 @compute @workgroup_size(THREADS)
@@ -163,11 +186,11 @@ fn mla_decode(
     }
     let largest_query = row_largest(max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
     let exponent = clamp(268u - (bitcast<u32>(largest_query) >> 23u), 1u, 253u);
-    let query_scale = layer.logit_scale * bitcast<f32>((254u - exponent) << 23u);
+    let query_scale = layer.logit_scale * KEY_UNIT * bitcast<f32>((254u - exponent) << 23u);
     if (column == 0u) {
         factors[row] = bitcast<f32>(exponent << 23u);
     }
-    if (thread < 2u) {
+    if (thread < 4u) {
         atomicStore(&notes[thread], 0u);
     }
     // Columns past the row's end, which are multiplied where the rotary tiles do not divide evenly.
@@ -176,15 +199,13 @@ fn mla_decode(
     }
     workgroupBarrier();
 
-    // The queries, into registers by way of the staging buffer.
+    // The queries, into registers by way of the staging buffer, as many rows as it holds at a time.
     var queries: array<MatrixA, QUERY_TILES>; // [QUERY_PARTS, SCORE_ROW_TILES, KEY_TILES]
     for (var part = 0u; part < QUERY_PARTS; part++) { // unroll
-        for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
-            for (var i = thread; i < ROW_SPLIT * TILE * ROW_OCTS; i += THREADS) {
-                let in_share = i / ROW_OCTS % TILE;
-                let share = i / ROW_OCTS / TILE;
-                let r_row = share * (ROWS / ROW_SPLIT) + r * TILE + in_share;
-                let value = query_oct(query_of(first_row, min(r_row, num_rows - 1u)), i % ROW_OCTS) * factors[r_row];
+        for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
+            for (var i = thread; i < ROWS / QUERY_CHUNKS * ROW_OCTS; i += THREADS) {
+                let r = chunk * (ROWS / QUERY_CHUNKS) + i / ROW_OCTS;
+                let value = query_oct(query_of(first_row, min(r, num_rows - 1u)), i % ROW_OCTS) * factors[r];
                 var half = HalfOct(vec4<f16>(value[0]), vec4<f16>(value[1]));
                 if (part == 1u) {
                     half = HalfOct(vec4<f16>(value[0] - vec4<f32>(half.low)), vec4<f16>(value[1] - vec4<f32>(half.high)));
@@ -192,181 +213,168 @@ fn mla_decode(
                 keys[i / ROW_OCTS * KEY_PITCH + i % ROW_OCTS] = half;
             }
             workgroupBarrier();
-            for (var k = 0u; k < KEY_TILES; k++) { // unroll
-                let at = subgroup / (KEY_SPLIT * TOKEN_SPLIT) * TILE * KEY_PITCH + key_oct(key_share, k);
-                queries[(part * SCORE_ROW_TILES + r) * KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u);
+            for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
+                let staged = score_row + r * TILE - chunk * (ROWS / QUERY_CHUNKS);
+                if (staged < ROWS / QUERY_CHUNKS) {
+                    for (var k = 0u; k < KEY_TILES; k++) { // unroll
+                        let at = staged * KEY_PITCH + key_oct(key_share, k);
+                        queries[(part * SCORE_ROW_TILES + r) * KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u);
+                    }
+                }
             }
             workgroupBarrier();
         }
     }
 
-    var key_scale = KEY_UNIT; // what staged keys have to be multiplied with
-    for (var attempt = 0u; attempt < KEY_ATTEMPTS; attempt++) {
-        let shrink = 1.0 / key_scale; // a power of two
-        var largest = 0.0;
-        var row_max = EMPTY;
-        var row_sum = 0.0; // over this lane's tokens only
-        var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, LATENT_TILES]
+    var largest = vec4<f16>();
+    var row_max = EMPTY;
+    var row_sum = 0.0; // over this lane's tokens only
+    var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, LATENT_TILES]
 
-        // Past the end the last token is repeated: it weighs 0.
-        var next: Block;
-        if (kv_begin < kv_end) {
-            if (thread < TOKENS) {
-                row_at[thread] = cache_row(page_begin, min(kv_begin + thread, kv_end - 1u));
-            }
-            workgroupBarrier();
-            next = load_block(thread);
-            largest = stage_block(thread, next, shrink);
-            workgroupBarrier();
-            if (thread < TOKENS) {
-                row_at[thread] = cache_row(page_begin, min(kv_begin + TOKENS + thread, kv_end - 1u));
-            }
-            workgroupBarrier();
-            next = load_block(thread);
+    // Past the end the last token is repeated: it weighs 0.
+    var next: Block;
+    if (kv_begin < kv_end) {
+        if (thread < TOKENS) {
+            row_at[thread] = cache_row(page_begin, min(kv_begin + thread, kv_end - 1u));
         }
-
-        for (var block = kv_begin; block < kv_end; block += TOKENS) {
-            var next_row = 0u;
-            if (thread < TOKENS) {
-                next_row = cache_row(page_begin, min(block + 2u * TOKENS + thread, kv_end - 1u));
-            }
-
-            // 1. scores
-            for (var t = 0u; t < SCORE_TOKEN_TILES; t++) { // unroll
-                var score = array<MatrixC, SCORE_ROW_TILES>();
-                for (var k = 0u; k < KEY_TILES; k++) { // unroll
-                    let at = (score_token + t * TILE) * KEY_PITCH + key_oct(key_share, k);
-                    let key = coopLoad<MatrixB>(&keys[at].low, KEY_PITCH * 2u);
-                    for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
-                        score[r % SCORE_ROW_TILES] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[r % SCORE_ROW_TILES]);
-                    }
-                }
-                for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
-                    let at = (key_share * ROWS + score_row + r * TILE) * SCORE_PITCH + score_token + t * TILE;
-                    coopStoreT(score[r], &scores[at], SCORE_PITCH);
-                }
-            }
-            workgroupBarrier();
-
-            // 2. softmax
-            var logit: array<f32, SOFTMAX_TOKENS>;
-            var top = EMPTY;
-            for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-                var sum = 0.0;
-                for (var s = 0u; s < KEY_SPLIT; s++) { // unroll
-                    sum += scores[(s * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES + column];
-                }
-                let seen = block + i * SOFTMAX_LANES + column < visible;
-                logit[i] = select(EMPTY, sum * (query_scale * key_scale), seen);
-                top = max(top, logit[i]);
-            }
-            top = row_largest(top);
-            var factor = 1.0;
-            if (top > row_max + LAZY) {
-                factor = exp2(row_max - top);
-                if (row_max > EMPTY) {
-                    atomicStore(&notes[MOVED], block + 1u);
-                }
-                row_max = top;
-            }
-            row_sum *= factor;
-            for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-                let seen = block + i * SOFTMAX_LANES + column < visible;
-                let weight = select(0.0, exp2(logit[i] - row_max), seen);
-                row_sum += weight;
-                weights[row * WEIGHT_PITCH + i * SOFTMAX_LANES + column] = f16(weight);
-            }
-            if (column == 0u) {
-                factors[row] = factor;
-            }
-            if (thread < TOKENS) {
-                row_at[thread] = next_row;
-            }
-            workgroupBarrier();
-
-            // 3. values
-            if (atomicLoad(&notes[MOVED]) == block + 1u) {
-                for (var c = 0u; c < ACC_TILES; c++) { // unroll
-                    coopStoreT(acc[c], &scores[scratch], TILE);
-                    workgroupBarrier();
-                    for (var i = lane; i < TILE * TILE; i += SUBGROUP) {
-                        scores[scratch + i] *= factors[c / LATENT_TILES * TILE + i / TILE];
-                    }
-                    workgroupBarrier();
-                    acc[c] = coopLoadT<MatrixC>(&scores[scratch], TILE);
-                }
-            }
-            for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
-                var weight: array<MatrixA, ROW_TILES>;
-                for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                    weight[r] = coopLoadT<MatrixA>(&weights[r * TILE * WEIGHT_PITCH + t * TILE], WEIGHT_PITCH);
-                }
-                for (var c = 0u; c < LATENT_TILES; c++) { // unroll
-                    let at = t * TILE * KEY_PITCH + (subgroup * LATENT_TILES + c) * TILE_OCTS;
-                    let value = coopLoadT<MatrixB>(&keys[at].low, KEY_PITCH * 2u);
-                    for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                        acc[r * LATENT_TILES + c] = coopMultiplyAdd(weight[r], value, acc[r * LATENT_TILES + c]);
-                    }
-                }
-            }
-            workgroupBarrier();
-            largest = max(largest, stage_block(thread, next, shrink));
-            next = load_block(thread);
-            workgroupBarrier();
-        }
-
-        // Did f16 hold the keys?
-        if (KEY_ATTEMPTS > 1u && attempt == 0u) {
-            if (largest > HALF_MAX) {
-                atomicMax(&notes[LARGEST], bitcast<u32>(largest));
-            }
-            workgroupBarrier();
-            let bits = atomicLoad(&notes[LARGEST]);
-            if (bits != 0u) {
-                key_scale = bitcast<f32>(min((bits >> 23u) - 14u, 240u) << 23u);
-                continue;
-            }
-        }
-
-        // The row's sum, then the output by way of workgroup memory.
         workgroupBarrier();
-        let sum = row_total(row_sum);
-        let any = sum > 0.0;
-        let divisor = select(1.0, sum, any);
+        next = load_block(thread);
+        largest = stage_block(thread, next);
+        workgroupBarrier();
+        if (thread < TOKENS) {
+            row_at[thread] = cache_row(page_begin, min(kv_begin + TOKENS + thread, kv_end - 1u));
+        }
+        workgroupBarrier();
+    }
+
+    for (var block = kv_begin; block < kv_end; block += TOKENS) {
+        next = load_block(thread);
+        var next_row = 0u;
+        if (thread < TOKENS) {
+            next_row = cache_row(page_begin, min(block + 2u * TOKENS + thread, kv_end - 1u));
+        }
+
+        // 1. scores
+        for (var t = 0u; t < SCORE_TOKEN_TILES; t++) { // unroll
+            var score = array<MatrixC, SCORE_ROW_TILES>();
+            for (var k = 0u; k < KEY_TILES; k++) { // unroll
+                let at = (score_token + t * TILE) * KEY_PITCH + key_oct(key_share, k);
+                let key = coopLoad<MatrixB>(&keys[at].low, KEY_PITCH * 2u);
+                for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
+                    score[r % SCORE_ROW_TILES] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[r % SCORE_ROW_TILES]);
+                }
+            }
+            for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
+                let at = (key_share * ROWS + score_row + r * TILE) * SCORE_PITCH + score_token + t * TILE;
+                coopStoreT(score[r], &scores[at], SCORE_PITCH);
+            }
+        }
+        workgroupBarrier();
+
+        // 2. softmax
+        var logit: array<f32, SOFTMAX_TOKENS>;
+        var top = EMPTY;
+        for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
+            var sum = 0.0;
+            for (var s = 0u; s < KEY_SPLIT; s++) { // unroll
+                sum += scores[(s * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES + column];
+            }
+            let seen = block + i * SOFTMAX_LANES + column < visible;
+            logit[i] = select(EMPTY, sum * query_scale, seen);
+            top = max(top, logit[i]);
+        }
+        top = row_largest(top);
+        var factor = 1.0;
+        if (top > row_max + LAZY) {
+            factor = exp2(row_max - top);
+            if (row_max > EMPTY) {
+                atomicStore(&notes[MOVED], block + 1u);
+            }
+            row_max = top;
+        }
+        row_sum *= factor;
+        for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
+            let seen = block + i * SOFTMAX_LANES + column < visible;
+            let weight = select(0.0, exp2(logit[i] - row_max), seen);
+            row_sum += weight;
+            weights[row * WEIGHT_PITCH + i * SOFTMAX_LANES + column] = f16(weight);
+        }
         if (column == 0u) {
-            factors[row] = key_scale / divisor;
-            if (row < num_rows) {
-                let base_2 = select(EMPTY, row_max + log2(divisor), any);
-                if (slot == DIRECT) {
-                    store_lse(query.token, query.head, base_2, any);
-                } else {
-                    partials[(slot + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(base_2, 0.0, 0.0, 0.0);
+            factors[row] = factor;
+        }
+        if (thread < TOKENS) {
+            row_at[thread] = next_row;
+        }
+        workgroupBarrier();
+
+        // 3. values
+        if (atomicLoad(&notes[MOVED]) == block + 1u) {
+            for (var c = 0u; c < ACC_TILES; c++) { // unroll
+                coopStoreT(acc[c], &scores[scratch], TILE);
+                workgroupBarrier();
+                for (var i = lane; i < TILE * TILE; i += SUBGROUP) {
+                    scores[scratch + i] *= factors[c / LATENT_TILES * TILE + i / TILE];
+                }
+                workgroupBarrier();
+                acc[c] = coopLoadT<MatrixC>(&scores[scratch], TILE);
+            }
+        }
+        for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
+            var weight: array<MatrixA, ROW_TILES>;
+            for (var r = 0u; r < ROW_TILES; r++) { // unroll
+                weight[r] = coopLoadT<MatrixA>(&weights[r * TILE * WEIGHT_PITCH + t * TILE], WEIGHT_PITCH);
+            }
+            for (var c = 0u; c < LATENT_TILES; c++) { // unroll
+                let at = t * TILE * KEY_PITCH + (subgroup * LATENT_TILES + c) * TILE_OCTS;
+                let value = coopLoadT<MatrixB>(&keys[at].low, KEY_PITCH * 2u);
+                for (var r = 0u; r < ROW_TILES; r++) { // unroll
+                    acc[r * LATENT_TILES + c] = coopMultiplyAdd(weight[r], value, acc[r * LATENT_TILES + c]);
                 }
             }
         }
-        for (var c = 0u; c < ACC_TILES; c++) { // unroll
-            workgroupBarrier();
-            coopStoreT(acc[c], &scores[scratch], TILE);
-            workgroupBarrier();
-            for (var i = lane; i < TILE * TILE_OCTS; i += SUBGROUP) {
-                let out_row = c / LATENT_TILES * TILE + i / TILE_OCTS;
-                let oct = (subgroup * LATENT_TILES + c % LATENT_TILES) * TILE_OCTS + i % TILE_OCTS;
-                let at = scratch + i * 8u;
-                let value = mat2x4<f32>(
-                    vec4<f32>(scores[at], scores[at + 1u], scores[at + 2u], scores[at + 3u]),
-                    vec4<f32>(scores[at + 4u], scores[at + 5u], scores[at + 6u], scores[at + 7u]),
-                ) * factors[out_row];
-                if (out_row < num_rows) {
-                    if (slot == DIRECT) {
-                        let place = query_of(first_row, out_row);
-                        store_out(place.token, place.head, oct, value);
-                    } else {
-                        partials[(slot + out_row) * PARTIAL_QUADS + 2u * oct] = value[0];
-                        partials[(slot + out_row) * PARTIAL_QUADS + 2u * oct + 1u] = value[1];
-                    }
-                }
+        workgroupBarrier();
+        largest = max(largest, stage_block(thread, next));
+        workgroupBarrier();
+    }
+
+    // Did f16 hold the keys?
+    workgroupBarrier();
+    if (KEYS_MAY_OVERFLOW) {
+        if (max(max(largest.x, largest.y), max(largest.z, largest.w)) >= HALF_MAX) {
+            atomicStore(&notes[TOO_LARGE], 1u);
+        }
+        workgroupBarrier();
+        if (atomicLoad(&notes[TOO_LARGE]) != 0u) {
+            wide_rows(first_row, num_rows, page_begin, kv_begin, kv_end, slot, subgroup, lane);
+            return;
+        }
+    }
+
+    // The row's sum, then the output by way of workgroup memory.
+    let sum = row_total(row_sum);
+    let any = sum > 0.0;
+    let divisor = select(1.0, sum, any);
+    if (column == 0u) {
+        factors[row] = KEY_UNIT / divisor;
+        if (row < num_rows) {
+            write_lse(query, row, slot, select(EMPTY, row_max + log2(divisor), any), any);
+        }
+    }
+    for (var c = 0u; c < ACC_TILES; c++) { // unroll
+        workgroupBarrier();
+        coopStoreT(acc[c], &scores[scratch], TILE);
+        workgroupBarrier();
+        for (var i = lane; i < TILE * TILE_OCTS; i += SUBGROUP) {
+            let out_row = c / LATENT_TILES * TILE + i / TILE_OCTS;
+            let oct = (subgroup * LATENT_TILES + c % LATENT_TILES) * TILE_OCTS + i % TILE_OCTS;
+            let at = scratch + i * 8u;
+            let value = mat2x4<f32>(
+                vec4<f32>(scores[at], scores[at + 1u], scores[at + 2u], scores[at + 3u]),
+                vec4<f32>(scores[at + 4u], scores[at + 5u], scores[at + 6u], scores[at + 7u]),
+            ) * factors[out_row];
+            if (out_row < num_rows) {
+                write_oct(first_row, out_row, slot, oct, value);
             }
         }
-        break;
     }
 }

@@ -49,6 +49,11 @@ impl Variant {
         VARIANTS.into_iter().find(|variant| variant.name == name)
     }
 
+    /// Whether its split kernel declares the cache as if it wrote it: see `shaders/lib/kv_pinned.wgsl`.
+    pub(crate) const fn pins_kv(&self) -> bool {
+        matches!(self.body, Body::Coop { .. })
+    }
+
     /// What keeps this variant from running; `Ok` where nothing does.
     ///
     /// # Errors
@@ -228,13 +233,15 @@ fn plain(name: &str, sum: Sum, tile: &Tile, spec: &MlaSpec) -> Source {
     ]);
     let kv = spec.kv.dtype;
     let decoder = format!("fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{kv}(oct);\n}}\n");
-    let mut files = vec![decoder.as_str(), sum, include_str!("../shaders/mla_decode.wgsl")];
+    let mut files = vec![decoder.as_str(), KV_READ, sum, include_str!("../shaders/mla_decode.wgsl")];
     if kv != spec.query {
         files.push(oct_file(kv));
     }
     let types = [("KvOct", Const::Alias(oct_type(kv)))];
     compose_step("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }
+
+const KV_READ: &str = include_str!("../shaders/lib/kv_read.wgsl");
 
 /// Groups of threads that share the partial results of a row: see the head of `shaders/mla_merge.wgsl`.
 const MERGE_GROUPS: u32 = 4;
@@ -245,7 +252,7 @@ const fn merge_threads(spec: &MlaSpec) -> u32 {
 
 /// The kernel that merges a row's partial results.
 pub fn merge(spec: &MlaSpec) -> Source {
-    let files = [include_str!("../shaders/mla_merge.wgsl")];
+    let files = [KV_READ, include_str!("../shaders/mla_merge.wgsl")];
     let mut consts = shape_consts(spec);
     consts.extend([("MERGE_GROUPS", MERGE_GROUPS), ("MERGE_THREADS", merge_threads(spec))]);
     let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read

@@ -10,7 +10,7 @@ struct HalfOct {
 alias KvOct = vec2<u32>;
 
 const KEY_UNIT = 256.0; // what a staged key has to be multiplied with
-const KEY_ATTEMPTS = 1u;
+const KEYS_MAY_OVERFLOW = false;
 
 // Two bytes, in the upper halves of the word's halves.
 fn half_pair(bytes: u32) -> u32 {
@@ -26,13 +26,17 @@ fn half_word(word: u32) -> vec4<f16> {
         let nans = select(vec4<u32>(0u), vec4<u32>(0x7E00u, 0x7E000000u, 0x7E00u, 0x7E000000u), is_nan);
         pairs |= vec2<u32>(nans.x | nans.y, nans.z | nans.w);
     }
-    return vec4<f16>(vec4<f32>(unpack2x16float(pairs.x), unpack2x16float(pairs.y)));
+    // Each half a u16: naga has no bitcast from u32 to halves.
+    let bits = vec4<u32>(pairs.x & 0xFFFFu, pairs.x >> 16u, pairs.y & 0xFFFFu, pairs.y >> 16u);
+    return bitcast<vec4<f16>>(vec4<u16>(bits));
 }
 
-fn half_key(oct: KvOct, shrink: f32) -> HalfOct {
+fn half_key(oct: KvOct) -> HalfOct {
     return HalfOct(half_word(oct.x), half_word(oct.y));
 }
 
-fn largest_key(oct: KvOct) -> f32 {
-    return 0.0;
+fn largest_half(half: HalfOct) -> vec4<f16> {
+    return vec4<f16>();
 }
+
+fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {}

@@ -7,12 +7,14 @@ struct HalfOct {
 alias KvOct = HalfOct;
 
 const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
-const KEY_ATTEMPTS = 1u;
+const KEYS_MAY_OVERFLOW = false;
 
-fn half_key(oct: KvOct, shrink: f32) -> HalfOct {
+fn half_key(oct: KvOct) -> HalfOct {
     return oct;
 }
 
-fn largest_key(oct: KvOct) -> f32 {
-    return 0.0;
+fn largest_half(half: HalfOct) -> vec4<f16> {
+    return vec4<f16>();
 }
+
+fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {}

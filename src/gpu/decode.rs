@@ -46,7 +46,7 @@ impl MlaDecode {
         spec.check()?;
         let caps = pipelines.caps();
         let (variant, why) = kernel::choose(options.variant.as_deref(), caps, spec)?;
-        let layouts = Layouts::new(pipelines.device())?;
+        let layouts = Layouts::new(pipelines.device(), variant.pins_kv())?;
         let gone =
             || Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() };
         let kernel = kernel::decode(&variant, caps, spec, options.device_page_list).ok_or_else(gone)?;

@@ -147,7 +147,7 @@ pub(crate) struct Layouts {
 }
 
 impl Layouts {
-    pub(crate) fn new(device: &wgpu::Device) -> Result<Self> {
+    pub(crate) fn new(device: &wgpu::Device, pins_kv: bool) -> Result<Self> {
         scoped(device, "bind group layouts", || {
             let layer = bind_group_layout(
                 device,
@@ -155,7 +155,7 @@ impl Layouts {
                 &[
                     storage(true),
                     storage(true),
-                    storage(true),
+                    storage(!pins_kv),
                     storage(false),
                     storage(false),
                     uniform(false),

@@ -32,6 +32,7 @@ pub struct Wanted {
 pub fn wanted(adapter: &wgpu::Adapter) -> Wanted {
     let useful = wgpu::Features::SUBGROUP
         | wgpu::Features::SHADER_F16
+        | wgpu::Features::SHADER_I16
         | wgpu::Features::PIPELINE_CACHE
         | wgpu::Features::TIMESTAMP_QUERY
         | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;

@@ -87,11 +87,11 @@ impl CoopTile {
     }
 
     /// Floats from one row of scores to the next.
-    const fn score_pitch(&self) -> u32 {
-        if self.rows > 16 { self.tokens } else { self.tokens + 4 }
+    fn score_pitch(&self) -> u32 {
+        std::env::var("X_SP").ok().and_then(|x| x.parse().ok()).unwrap_or(self.tokens + 4)
     }
 
-    const fn scores(&self) -> u32 {
+    fn scores(&self) -> u32 {
         let (scores, tiles) =
             (self.key_split * self.rows * self.score_pitch(), self.subgroups() * self.tile * self.tile);
         if scores > tiles { scores } else { tiles }
@@ -102,7 +102,7 @@ impl CoopTile {
         self.tokens + 8
     }
 
-    pub(super) const fn workgroup_bytes(&self, spec: &MlaSpec) -> u32 {
+    pub(super) fn workgroup_bytes(&self, spec: &MlaSpec) -> u32 {
         let keys = self.tokens * self.key_pitch(spec) * 16;
         let weights = self.rows * self.weight_pitch() * 2;
         keys + self.scores() * 4 + weights + self.rows * 4 + self.tokens * 4 + 16
@@ -145,6 +145,8 @@ fn consts(tile: &CoopTile, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
         ("ROPE_KEY_TILES", tile.rope_key_tiles(spec)),
         ("KEY_TILES", key_tiles),
         ("QUERY_PARTS", query_parts(spec.query)),
+        ("QUERY_CHUNKS", (rows / tokens).max(1)),
+        ("LANE_OCTS", latent_octs / tile.subgroup),
         ("QUERY_ROWS", query_rows),
         ("QUERY_TILES", query_rows * key_tiles),
         ("LATENT_TILES", latent_tiles),
@@ -182,7 +184,11 @@ pub(super) fn aliases(tile: &CoopTile) -> [(&'static str, Const); 3] {
 pub(super) fn key_file(dtype: Dtype) -> Option<&'static str> {
     match dtype {
         Dtype::F16 => Some(include_str!("../../shaders/lib/key_f16.wgsl")),
-        Dtype::Bf16 => Some(include_str!("../../shaders/lib/key_bf16.wgsl")),
+        Dtype::Bf16 => Some(concat!(
+            include_str!("../../shaders/lib/key_bf16.wgsl"),
+            "\n",
+            include_str!("../../shaders/lib/wide_rows.wgsl")
+        )),
         Dtype::E4m3 => Some(include_str!("../../shaders/lib/key_e4m3.wgsl")),
         Dtype::F32 => None,
     }
@@ -190,8 +196,7 @@ pub(super) fn key_file(dtype: Dtype) -> Option<&'static str> {
 
 /// What the module begins with. Matrices under an `if` need the diagnostic off; each such condition is the same for a
 /// whole workgroup.
-const DIRECTIVES: &str =
-    "enable f16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
+const DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
 
 /// The split kernel.
 pub(super) fn decode(name: &str, small: bool, caps: &Caps, spec: &MlaSpec) -> Option<Source> {
@@ -200,6 +205,7 @@ pub(super) fn decode(name: &str, small: bool, caps: &Caps, spec: &MlaSpec) -> Op
     all.extend(consts(&tile, spec));
     let body = std::env::var("X_BODY").ok().map(|path| std::fs::read_to_string(path).unwrap());
     let files = [
+        include_str!("../../shaders/lib/kv_pinned.wgsl"),
         key_file(spec.kv.dtype)?,
         body.as_deref().unwrap_or(include_str!("../../shaders/mla_decode_coop.wgsl")),
     ];
