@@ -13,7 +13,7 @@ use super::workload::{Ratio, Workload, full, small, tiny};
 use crate::support::args::Args;
 use crate::support::ceiling::{self, Kind};
 use crate::support::clock::{Clock, Passes, Timing, is_small, is_software};
-use crate::support::record::{Records, cell, timing_fields};
+use crate::support::record::{Records, figure, micros, timing_fields};
 use crate::support::{Result, median, peers};
 
 /// Bytes that the caches of all layers have together, at least: more than any card's L2.
@@ -147,11 +147,12 @@ impl Report {
         let mut records = Records::new("decode", gpu);
         records.note("read_ceiling_gb_s", ceiling);
         records.note("peers_device", peers::DEVICE);
+        records.note("peers_read_ceiling_gb_s", peers::READ_CEILING);
         println!(
             "# Decode on {name}\n\nus: device time of decode + merge. Ceiling: share of this run's read ceiling, {} GB/s. \
              Ratio: to 16 heads, 64 x 8192 (ragged: per KV byte).\nHost: us to record a layer; to plan and prepare a step. \
              Peers: us on one {}, not on this device.\n",
-            cell(ceiling, 1),
+            figure(ceiling),
             peers::DEVICE
         );
         print!(
@@ -169,11 +170,12 @@ impl Report {
         let ratio = self.ratio(w, seconds);
         let known = w.dims == (512, 64) && w.query != Dtype::F32;
         let peers = known.then(|| peers::decode_of(w.heads, w.q_len, w.kv, &w.shape_name())).flatten();
-        print!("| {} | {row} | {:.1} | {:.1} ", w.name(), seconds * 1e6, timing.min * 1e6);
-        print!("| {rate:.0} | {} % | {:.1} ", cell(share * 100.0, 1), w.flop() / seconds / 1e12);
-        print!("| {} | {items} ", cell(ratio, 3));
-        print!("| {}; {} | {right} |", cell(timing.host * 1e6, 1), cell(host_step * 1e6, 0));
-        peers.unwrap_or([f64::NAN; 4]).iter().for_each(|us| print!(" {} |", cell(*us, 1)));
+        print!("| {} | {row} | {} | {} ", w.name(), micros(seconds * 1e6), micros(timing.min * 1e6));
+        print!("| {} | {} % | {} ", figure(rate), figure(share * 100.0), figure(w.flop() / seconds / 1e12));
+        let ratio_text = if ratio.is_finite() { format!("{ratio:.3}") } else { "-".into() };
+        print!("| {ratio_text} | {items} ");
+        print!("| {}; {} | {right} |", figure(timing.host * 1e6), figure(host_step * 1e6));
+        peers.unwrap_or([f64::NAN; 4]).iter().for_each(|us| print!(" {} |", micros(*us)));
         println!();
 
         let mut record = json!({
@@ -193,7 +195,8 @@ impl Report {
     /// NaN where there is nothing to compare with in this run.
     fn ratio(&self, w: &Workload, seconds: f64) -> f64 {
         let Some((base, kind)) = w.ratio() else { return f64::NAN };
-        let Some((base, base_seconds)) = self.done.iter().find(|(done, _)| *done == base) else {
+        let is_base = |(done, _): &&(Workload, f64)| *done == base || *done == base.tiny();
+        let Some((base, base_seconds)) = self.done.iter().find(is_base) else {
             return f64::NAN;
         };
         match kind {

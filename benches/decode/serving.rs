@@ -10,7 +10,7 @@ use crate::support::Result;
 use crate::support::args::Args;
 use crate::support::clock::{Clock, Passes, is_small};
 use crate::support::paint::{Canvas, Paint};
-use crate::support::record::{Records, cell};
+use crate::support::record::{Records, figure, micros};
 
 /// Layers of DeepSeek-V3: tokens a second are those of a model that does nothing but this attention.
 const LAYERS: f64 = 61.0;
@@ -95,13 +95,9 @@ pub fn run(gpu: &Gpu, args: &Args, ceiling: f64, records: &mut Records) -> Resul
         let tokens = f64::from(shape.concurrency) * points.len() as f64 / (seconds * LAYERS);
         let row = parts[0].decode.variant();
         let (first, last) = (points[0].1, points[points.len() - 1].1);
-        println!(
-            "| {} | {row} | {} | {} | {first:.1}, {last:.1} | {rate:.0} | {} % | {tokens:.0} |",
-            shape.name(),
-            points.len(),
-            parts.len(),
-            cell(100.0 * rate / ceiling, 1),
-        );
+        print!("| {} | {row} | {} | {} ", shape.name(), points.len(), parts.len());
+        print!("| {}, {} | {} ", micros(first), micros(last), figure(rate));
+        println!("| {} % | {} |", figure(100.0 * rate / ceiling), figure(tokens));
         records.add(json!({
             "workload": shape.name(), "row": row, "concurrency": shape.concurrency, "parts": parts.len(),
             "gb_s": rate, "share": rate / ceiling, "tokens_s": tokens, "layers": LAYERS, "us_by_context": points,
@@ -130,7 +126,7 @@ impl Part {
         };
         let layer_stride = spec.kv.num_slots() * u64::from(spec.shape.row_elems());
         // Even the shortest contexts are to come from memory.
-        let used = u64::from(sequences) * u64::from(shape.from) * ROW_BYTES;
+        let used = u64::from(shape.concurrency) * u64::from(shape.from) * ROW_BYTES;
         let copies = if is_small(gpu) { 1 } else { ROTATED_BYTES.div_ceil(used).clamp(1, 64) };
         let pool = Pool::new(gpu, Dtype::Bf16, layer_stride * copies)?;
         let paint = Paint::new(spec.query);

@@ -64,7 +64,17 @@ pub fn timing_fields(timing: &Timing) -> Map<String, Value> {
     fields
 }
 
-/// A figure of a table, or a dash where there is none.
-pub fn cell(value: f64, decimals: usize) -> String {
-    if value.is_finite() { format!("{value:.decimals$}") } else { "-".into() }
+/// A figure of a table with three digits that count, or a dash where there is none.
+pub fn figure(value: f64) -> String {
+    match value.abs() {
+        size if !size.is_finite() => "-".into(),
+        100.0.. => format!("{value:.0}"),
+        10.0.. => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+/// As [`figure`], with a decimal for microseconds.
+pub fn micros(us: f64) -> String {
+    if (100.0..100_000.0).contains(&us) { format!("{us:.1}") } else { figure(us) }
 }
