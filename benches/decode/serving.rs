@@ -109,7 +109,8 @@ pub fn run(gpu: &Gpu, args: &Args, ceiling: f64, records: &mut Records) -> Resul
 fn parts(gpu: &Gpu, shape: &Shape, args: &Args) -> Result<Vec<Part>> {
     let sequence_bytes = u64::from(shape.max_pages() * PAGE_SIZE) * ROW_BYTES;
     let caps = gpu.pipelines.caps();
-    let most = (caps.max_binding_bytes.min(caps.max_buffer_bytes) / sequence_bytes).max(1) as u32;
+    let fit = (caps.max_binding_bytes.min(caps.max_buffer_bytes) / sequence_bytes).max(1) as u32;
+    let most = if args.test { 2 } else { fit };
     let count = shape.concurrency.div_ceil(most);
     let cut = |part: u32| shape.concurrency * part / count;
     (0..count).map(|part| Part::new(gpu, shape, cut(part + 1) - cut(part), args)).collect()
