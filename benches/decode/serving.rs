@@ -130,7 +130,7 @@ impl Part {
         let used = u64::from(shape.concurrency) * u64::from(shape.from) * ROW_BYTES;
         let copies = if is_small(gpu) { 1 } else { ROTATED_BYTES.div_ceil(used).clamp(1, 64) };
         let pool = Pool::new(gpu, Dtype::Bf16, layer_stride * copies)?;
-        let paint = Paint::new(spec.query);
+        let paint = Paint::query(spec.query);
         let rows = u64::from(sequences * spec.shape.num_heads);
         let q = gpu.painted(&paint, rows * u64::from(spec.shape.row_elems()))?;
         let out = gpu.buffer(rows * u64::from(spec.shape.kv_lora_rank) * 2)?;
