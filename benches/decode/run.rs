@@ -44,7 +44,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
     let cpu = args.threads.map_or_else(Cpu::new, Cpu::with_threads);
     let mut report = Report::new(&cpu.name(), None, f64::NAN);
-    for workload in table {
+    for workload in table.iter().filter(|workload| !workload.plain) {
         let pool = Pool::new(&cpu, workload.kv, workload.layer_elems())?;
         let problem = Problem::new(&cpu, &pool, workload, args.variant.as_deref(), args.items, 1)?;
         let row = args.variant.clone().unwrap_or_else(|| cpu.variants(&problem.spec)[0].into());
@@ -56,7 +56,7 @@ fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
             times.push(begin.elapsed().as_secs_f64());
         }
         let median = median(&mut times);
-        let timing = Timing { median, min: times[0], host: 0.0 };
+        let timing = Timing { median, min: times[0], host: f64::NAN };
         report.add(workload, &row, &timing, f64::NAN, problem.plan.items.len(), &right);
     }
     report.records.save(args.json.as_deref())
@@ -95,13 +95,19 @@ fn time_gpu(
     args: &Args,
     report: &mut Report,
 ) -> Result<()> {
-    let binding = workload.layer_elems() * workload.kv.bytes() as u64;
-    if binding > gpu.pipelines.caps().max_binding_bytes {
-        println!("| {} | skipped: its cache does not fit one binding of this device |", workload.name());
-        return Ok(());
+    let skip = |why: &str| {
+        println!("| {} | skipped: {why} |", workload.name());
+        Ok(())
+    };
+    if workload.layer_elems() * workload.kv.bytes() as u64 > gpu.pipelines.caps().max_binding_bytes {
+        return skip("its cache does not fit one binding of this device");
     }
-    let plain = gpu.variants(&workload.spec()).into_iter().find(|row| !rounds_p(row));
+    let ladder = gpu.ladder(&workload.spec());
+    let plain = ladder.iter().find(|(row, lack)| !rounds_p(row) && lack.is_none()).map(|(row, _)| *row);
     let variant = if workload.plain { plain } else { args.variant.as_deref() };
+    if let Some((_, Some(lack))) = ladder.iter().find(|(row, _)| Some(*row) == variant) {
+        return skip(lack);
+    }
     let problem = Problem::new(gpu, pool, workload, variant, args.items, copies(gpu, workload))?;
     let row = problem.decode.variant();
     let right = problem.check(gpu, row).map_err(|error| format!("{}: {row}: {error}", workload.name()))?;
