@@ -50,7 +50,7 @@ def main():
 
 def draw_context(run, path):
     """Batch 1 at each context, and the serving shape as it grows."""
-    serving = [r for r in run["records"] if r["workload"].startswith("serving") and r["concurrency"] > 1]
+    serving = [r for r in run["records"] if r.get("concurrency", 1) > 1]
     figure, axes = plt.subplots(1, 1 + bool(serving), figsize=(6 + 5 * bool(serving), 4.2), squeeze=False)
     single = axes[0][0]
     points = {}

@@ -71,7 +71,11 @@ fn run_gpu(gpu: &Gpu, table: &[Workload], args: &Args) -> Result<()> {
         let elems = group.iter().map(|w| w.layer_elems() * u64::from(copies(gpu, w))).max().unwrap_or(0);
         let pool = Pool::new(gpu, group[0].kv, elems)?;
         for workload in group {
-            time_gpu(gpu, &pool, workload, args, &mut report)?;
+            if let Err(error) = time_gpu(gpu, &pool, workload, args, &mut report) {
+                // A lost device fails everything after it.
+                gpu.check_lost()?;
+                report.records.fail(&workload.name(), error.as_ref());
+            }
         }
     }
     serving::run(gpu, args, ceiling, &mut report.records)?;
@@ -110,7 +114,7 @@ fn time_gpu(
     }
     let problem = Problem::new(gpu, pool, workload, variant, args.items, copies(gpu, workload))?;
     let row = problem.decode.variant();
-    let right = problem.check(gpu, row).map_err(|error| format!("{}: {row}: {error}", workload.name()))?;
+    let right = problem.check(gpu, row).map_err(|error| format!("row {row}: {error}"))?;
     let clock = Clock::new(gpu, args.replays());
     let timing = clock.time(Passes::One, |pass, call| {
         let binding = &problem.bindings[call % problem.bindings.len()];
