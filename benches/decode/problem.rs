@@ -146,7 +146,7 @@ fn picked_heads(heads: usize, context: usize) -> Vec<usize> {
 
 /// Query values as the device has them, and their buffer.
 fn query<B: Backend>(backend: &B, spec: &MlaSpec, rows: u64) -> Result<(Vec<f32>, B::Buffer)> {
-    let paint = Paint::new(spec.query);
+    let paint = Paint::query(spec.query);
     let count = rows * u64::from(spec.shape.row_elems());
     let at = |i: u64| ((i * 5 + 77) % CYCLE as u64) as usize;
     let size = spec.query.bytes();
