@@ -19,31 +19,25 @@ fn shift_right_rne(m: u32, shift: u32) -> u32 {
 fn f16_bits(x: u32) -> u32 {
     let sign = (x >> 16u) & 0x8000u;
     let a = x & 0x7FFFFFFFu;
-    if a > F32_INF {
-        return sign | 0x7E00u | ((a >> 13u) & 0x3FFu);
+    // subnormal under 2^-14: units of 2^-24. Under 2^-25 nothing is left.
+    if a < 0x38800000u {
+        let e = a >> 23u;
+        if e < 102u {
+            return sign;
+        }
+        return sign | shift_right_rne((a & 0x7FFFFFu) | 0x800000u, 126u - e);
     }
-    // from 2^16 on; below it a carry out of the mantissa makes the infinity by itself
-    if a >= 0x47800000u {
-        return sign | 0x7C00u;
-    }
-    // normal from 2^-14 on: the exponent moves down by 127 - 15
-    if a >= 0x38800000u {
-        return sign | shift_right_rne(a - 0x38000000u, 13u);
-    }
-    // subnormal: units of 2^-24. Under 2^-25 nothing is left.
-    let e = a >> 23u;
-    if e < 102u {
-        return sign;
-    }
-    return sign | shift_right_rne((a & 0x7FFFFFu) | 0x800000u, 126u - e);
+    // The exponent moves down by 127 - 15. From 2^16 on that is past the infinity's bits.
+    let normal = a - 0x38000000u;
+    let rounded = min((normal + 0xFFFu + ((normal >> 13u) & 1u)) >> 13u, 0x7C00u);
+    let nan = 0x7E00u | ((a >> 13u) & 0x3FFu);
+    return sign | select(rounded, nan, a > F32_INF);
 }
 
 // f32 bits -> bf16 bits. Overflows to infinity; a NaN is made quiet.
 fn bf16_bits(x: u32) -> u32 {
-    if (x & 0x7FFFFFFFu) > F32_INF {
-        return (x >> 16u) | 0x40u;
-    }
-    return (x + 0x7FFFu + ((x >> 16u) & 1u)) >> 16u;
+    let rounded = (x + 0x7FFFu + ((x >> 16u) & 1u)) >> 16u;
+    return select(rounded, (x >> 16u) | 0x40u, (x & 0x7FFFFFFFu) > F32_INF);
 }
 
 // f16 bits -> f32 bits; a NaN is made quiet, as the hardware and `half` do
