@@ -64,14 +64,20 @@ fn f32_bits_of_bf16(b: u32) -> u32 {
     return (b << 16u) | select(0u, 0x400000u, (b & 0x7FFFu) > 0x7F80u);
 }
 
-// k_scale = mantissa * 2^(exponent - 23), 2^23 <= mantissa < 2^24, and inv_mantissa is 2^23 / mantissa, rounded.
+// An e4m3 cache holds x / k_scale. k_scale = mantissa * 2^(exponent - 23), 2^23 <= mantissa < 2^24.
 struct E4m3Scale {
-    inv_mantissa: f32,
+    inv_mantissa: f32, // 2^23 / mantissa, rounded
     exponent: i32,
     mantissa: u32,
+    // what out_e4m3.wgsl needs to be fast
+    top_bits: u32, // of 448 * k_scale
+    inv_low: f32, // 1 / k_scale from below and above, by more than a product's rounding; both exact for a power of two
+    inv_high: f32,
+    two_to_24: f32, // 2^24, or 0 where the scale is too small or too large for that
+    pad: u32,
 }
 
-const UNSCALED = E4m3Scale(1.0, 0, 0x800000u);
+const UNSCALED = E4m3Scale(1.0, 0, 0x800000u, 0x43E00000u, 1.0, 1.0, 16777216.0, 0u);
 
 // f32 bits x -> e4m3 bits of the exact x / k_scale: ties to even, saturating at 448, infinities too; NaN to 0x7F
 fn e4m3_scaled_bits(x: u32, scale: E4m3Scale) -> u32 {

@@ -141,6 +141,11 @@ mod tests {
             };
             let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
             assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
+            if source.entry == "kv_append" {
+                let (name, host, size) = kv_append::host_scale_layout();
+                let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
+                assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
+            }
         }
     }
 
