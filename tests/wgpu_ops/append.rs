@@ -205,3 +205,26 @@ fn append_binds_a_window_of_a_buffer_that_is_too_large() {
     let error = op.bind(&gpu.device, &layer, 1).expect_err("a layer of 368 KB does not fit");
     assert!(matches!(error, Error::Limit { what: "kv", limit: 0x40000, .. }), "{error}");
 }
+
+#[test]
+fn a_table_prepared_again_after_record_stays_inside_the_binding() {
+    let Some(gpu) = gpu() else { return };
+    let kv = KvSpec { dtype: Dtype::F16, page_size: 8, num_pages: 5 };
+    let spec = AppendSpec { shape: SHAPE, kv, input: Dtype::F16 };
+    let mla = wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
+    let (rows, cache) = (gpu.buffer(&[1; 40 * 288 * 2]), gpu.buffer(&[0; 40 * 288 * 2]));
+    let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
+    let layer = AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &mla), k_scale: 1.0 };
+    let op = KvAppend::new(&Pipelines::new(&gpu.device), spec).expect("compiles");
+    let binding = op.bind(&gpu.device, &layer, 2).expect("binds");
+    let mut step = AppendStep::default();
+    op.prepare(&gpu.device, &gpu.queue, &mut step, &[30, 31]).expect("prepares");
+    gpu.submit(|encoder| {
+        op.record(encoder, &step, &binding);
+        // Wrong: the same step's table is uploaded before the submit. It fits, so the recorded commands see it.
+        let slots: Vec<i64> = (0..40).collect();
+        op.prepare(&gpu.device, &gpu.queue, &mut step, &slots).expect("prepares");
+    });
+    let written = gpu.read(&cache).iter().filter(|byte| **byte == 1).count();
+    assert_eq!(written, 2 * 288 * 2, "only the binding's two tokens");
+}

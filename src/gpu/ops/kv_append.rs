@@ -91,6 +91,15 @@ impl KvAppend {
         let step_layout = layout(device, "mla.kv_append.step", &[Slot::Read])?;
         let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
         let layer_layout = layout(device, "mla.kv_append.layer", &slots)?;
+        // Every index is in bounds, for each table and binding, whichever pair is recorded:
+        // - the table holds its count and as many slots (`Table`, which nobody else writes), and the shader reads slots
+        //   below that count only;
+        // - token < max_tokens, by a `min` in the shader: `prepare` may have been called again since `record`. `bind` refuses
+        //   rows that end past the buffer for max_tokens tokens (`AppendLayer::check`), and `window_of` binds up to there;
+        // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;
+        // - slot < NUM_SLOTS is asked in the shader, so the page is one of the pool's, whose last `bind` found inside the
+        //   buffer (`KvView::check`).
+        // All loops are unrolled.
         let pipeline = pipeline(pipelines, &source(&spec), &[&step_layout, &layer_layout])?;
         let max_groups = device.limits().max_compute_workgroups_per_dimension;
         Ok(Self { spec, pipeline, step_layout, layer_layout, max_groups })

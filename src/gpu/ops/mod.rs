@@ -52,6 +52,9 @@ fn unrolled(entry: &'static str, variant: &str, consts: &[(&str, u32)], files: &
 }
 
 /// Workgroups for `items` items, folded in two: a dimension is limited. `limit` is that of the device.
+///
+/// A shader numbers the lanes in a `u32`. They are at most twice the items and a workgroup, and every op's items are at
+/// most 2^30: words, or more bytes, of a binding of at most 4 GiB.
 fn grid(items: u64, limit: u32) -> (u32, u32) {
     let groups = items.div_ceil(u64::from(GROUP));
     let x = groups.min(u64::from(limit)).max(1);
