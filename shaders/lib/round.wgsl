@@ -40,6 +40,48 @@ fn bf16_bits(x: u32) -> u32 {
     return select(rounded, (x >> 16u) | 0x40u, (x & 0x7FFFFFFFu) > F32_INF);
 }
 
+// Words of two codes: low halves of `low`, high halves of `high`, all f32 bits. As f16_bits and bf16_bits, but what is
+// rare is asked for once for eight elements: NaN, and for f16 what is not normal.
+fn f16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
+    let least = vec4<u32>(0x38800000u);
+    let count = vec4<u32>(0x47800000u - 0x38800000u);
+    let a = low & vec4<u32>(0x7FFFFFFFu);
+    let b = high & vec4<u32>(0x7FFFFFFFu);
+    if !(all(a - least < count) && all(b - least < count)) {
+        return vec4<u32>(
+            f16_bits(low.x) | (f16_bits(high.x) << 16u),
+            f16_bits(low.y) | (f16_bits(high.y) << 16u),
+            f16_bits(low.z) | (f16_bits(high.z) << 16u),
+            f16_bits(low.w) | (f16_bits(high.w) << 16u),
+        );
+    }
+    let shift = vec4<u32>(13u);
+    let one = vec4<u32>(1u);
+    let low_up = (a - vec4<u32>(0x38000000u - 0xFFFu) + ((a >> shift) & one)) >> shift;
+    let high_up = (b - vec4<u32>(0x38000000u - 0xFFFu) + ((b >> shift) & one)) >> shift;
+    let signs = ((low >> vec4<u32>(16u)) & vec4<u32>(0x8000u)) | (high & vec4<u32>(0x80000000u));
+    return signs | low_up | (high_up << vec4<u32>(16u));
+}
+
+fn bf16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
+    let no_sign = vec4<u32>(0x7FFFFFFFu);
+    let inf = vec4<u32>(F32_INF);
+    if any((low & no_sign) > inf) || any((high & no_sign) > inf) {
+        return vec4<u32>(
+            bf16_bits(low.x) | (bf16_bits(high.x) << 16u),
+            bf16_bits(low.y) | (bf16_bits(high.y) << 16u),
+            bf16_bits(low.z) | (bf16_bits(high.z) << 16u),
+            bf16_bits(low.w) | (bf16_bits(high.w) << 16u),
+        );
+    }
+    let shift = vec4<u32>(16u);
+    let one = vec4<u32>(1u);
+    let below_half = vec4<u32>(0x7FFFu);
+    let low_up = low + below_half + ((low >> shift) & one);
+    let high_up = high + below_half + ((high >> shift) & one);
+    return (low_up >> shift) | (high_up & vec4<u32>(0xFFFF0000u));
+}
+
 // f16 bits -> f32 bits; a NaN is made quiet, as the hardware and `half` do
 fn f32_bits_of_f16(h: u32) -> u32 {
     let sign = (h & 0x8000u) << 16u;

@@ -8,8 +8,10 @@ use crate::gpu::{Pipelines, window::Window};
 use crate::layer::View;
 use crate::{Dtype, MergeStates, MergeStatesSpec, Result};
 
-/// Rows that an invocation merges 16 bytes of, so that enough loads are in flight.
-const ROWS_PER_LANE: u32 = 2;
+/// Rows that an invocation works on, and units of 16 bytes of each at most: for loads in flight, and so that what is done
+/// once a row is done for several units.
+const ROWS_PER_LANE: u32 = 1;
+const UNITS_PER_LANE: u32 = 2;
 
 /// Merges two attention states: see [`MergeStates`].
 #[derive(Debug)]
@@ -86,7 +88,7 @@ impl MergeAttnStates {
         // - both bodies address rows (token, head) with token < num_tokens and head < num_heads, the units body by a `min`
         //   and by counting heads up to num_heads, the words body by asking each element for its row. `bind` refuses views
         //   whose last row ends past the buffer (`MergeStates::check`), and `window_of` binds at least up to there;
-        // - inside a row the units body adds unit < HEAD_UNITS, the words body d < HEAD_SIZE;
+        // - inside a row the units body adds unit + j * ROW_LANES < HEAD_UNITS, the words body d < HEAD_SIZE;
         // - the words body writes first_word + item, item < num_items: the words from the first row to the last;
         // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
         // No loop depends on data: unrolled ones have a constant bound, the words body's is PER_WORD. num_heads and both
@@ -163,8 +165,8 @@ impl MergeAttnStates {
             Body::Units => {
                 // Output rows do not overlap and are in a window of at most 4 GiB, so this fits.
                 params.num_items = args.num_tokens * args.num_heads;
-                let row_units = self.spec.head_size / unit_elems;
-                u64::from(params.num_items.div_ceil(ROWS_PER_LANE)) * u64::from(row_units)
+                let row_lanes = self.spec.head_size / unit_elems / units_per_lane(&self.spec);
+                u64::from(params.num_items.div_ceil(ROWS_PER_LANE)) * u64::from(row_lanes)
             }
             Body::Words => {
                 self.span_of_words(args, &output, &mut params);
@@ -229,6 +231,12 @@ fn unit_elems(dtype: Dtype) -> u32 {
     16 / dtype.bytes() as u32
 }
 
+/// The largest power of two up to [`UNITS_PER_LANE`] that divides the units of a head.
+fn units_per_lane(spec: &MergeStatesSpec) -> u32 {
+    let head_units = spec.head_size / unit_elems(spec.dtype);
+    UNITS_PER_LANE.min(1 << head_units.trailing_zeros().min(31))
+}
+
 /// Whether each row of each output array starts at a multiple of `unit` elements.
 fn in_units(args: &Args<'_>, unit: u64) -> bool {
     [args.prefix_output, args.suffix_output, args.output].iter().all(|view| {
@@ -281,6 +289,7 @@ fn source(spec: &MergeStatesSpec, body: Body) -> Source {
         Body::Units => {
             consts.push(("HEAD_UNITS", spec.head_size / unit_elems(spec.dtype)));
             consts.push(("ROWS_PER_LANE", ROWS_PER_LANE));
+            consts.push(("UNITS_PER_LANE", units_per_lane(spec)));
             let file = include_str!("../../../shaders/merge_attn_states_units.wgsl");
             ("units", vec![merge_unit(spec.dtype), file])
         }
