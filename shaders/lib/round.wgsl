@@ -112,14 +112,14 @@ struct E4m3Scale {
     exponent: i32,
     mantissa: u32,
     // what out_e4m3.wgsl needs to be fast
-    top_bits: u32, // of 448 * k_scale
-    inv_low: f32, // 1 / k_scale from below and above, by more than a product's rounding; both exact for a power of two
+    max_bits: u32, // of 456 * k_scale, which still rounds to 448
+    inv_low: f32, // 128 / k_scale from below and above, by more than a product's rounding; both exact for a power of two
     inv_high: f32,
     two_to_24: f32, // 2^24, or 0 where the scale is too small or too large for that
     pad: u32,
 }
 
-const UNSCALED = E4m3Scale(1.0, 0, 0x800000u, 0x43E00000u, 1.0, 1.0, 16777216.0, 0u);
+const UNSCALED = E4m3Scale(1.0, 0, 0x800000u, 0x43E40000u, 128.0, 128.0, 16777216.0, 0u);
 
 // f32 bits x -> e4m3 bits of the exact x / k_scale: ties to even, saturating at 448, infinities too; NaN to 0x7F
 fn e4m3_scaled_bits(x: u32, scale: E4m3Scale) -> u32 {

@@ -66,7 +66,7 @@ struct Scale {
     inv_mantissa: f32,
     exponent: i32,
     mantissa: u32,
-    top_bits: u32,
+    max_bits: u32,
     inv_low: f32,
     inv_high: f32,
     two_to_24: f32,
@@ -269,9 +269,9 @@ impl Scale {
             inv_mantissa: (1.0 / mantissa) as f32,
             exponent,
             mantissa: (fraction >> 29) as u32 | 0x80_0000,
-            top_bits: ((448.0 * scale) as f32).to_bits(),
-            inv_low: ((1.0 - margin) / scale) as f32,
-            inv_high: ((1.0 + margin) / scale) as f32,
+            max_bits: ((456.0 * scale) as f32).to_bits(),
+            inv_low: (128.0 * (1.0 - margin) / scale) as f32,
+            inv_high: (128.0 * (1.0 + margin) / scale) as f32,
             two_to_24: if is_fast { 24f32.exp2() } else { 0.0 },
             pad: 0,
         }
@@ -336,7 +336,7 @@ pub(super) fn host_scale_layout() -> (&'static str, Vec<(&'static str, usize)>, 
         ("inv_mantissa", offset_of!(Scale, inv_mantissa)),
         ("exponent", offset_of!(Scale, exponent)),
         ("mantissa", offset_of!(Scale, mantissa)),
-        ("top_bits", offset_of!(Scale, top_bits)),
+        ("max_bits", offset_of!(Scale, max_bits)),
         ("inv_low", offset_of!(Scale, inv_low)),
         ("inv_high", offset_of!(Scale, inv_high)),
         ("two_to_24", offset_of!(Scale, two_to_24)),
@@ -356,7 +356,7 @@ mod tests {
             assert_eq!((scale.inv_mantissa, scale.exponent, scale.mantissa), (1.0, e, 0x80_0000));
             assert_eq!(scale.two_to_24 != 0.0, (-100..100).contains(&e));
             if scale.two_to_24 != 0.0 {
-                let inverse = f64::from(-e).exp2() as f32;
+                let inverse = f64::from(7 - e).exp2() as f32;
                 assert_eq!((scale.inv_low, scale.inv_high), (inverse, inverse));
             }
         }
@@ -381,8 +381,8 @@ mod tests {
             }
             let (scale, k_scale) = (Scale::new(k_scale), f64::from(k_scale));
             assert!(scale.two_to_24 != 0.0);
-            assert!(f64::from(scale.inv_low) * k_scale * (1.0 + rounding) < 1.0, "{k_scale}");
-            assert!(f64::from(scale.inv_high) * k_scale * (1.0 - rounding) > 1.0, "{k_scale}");
+            assert!(f64::from(scale.inv_low) * k_scale * (1.0 + rounding) < 128.0, "{k_scale}");
+            assert!(f64::from(scale.inv_high) * k_scale * (1.0 - rounding) > 128.0, "{k_scale}");
         }
     }
 }
