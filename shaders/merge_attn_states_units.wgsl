@@ -59,7 +59,7 @@ fn merge_attn_states(
                 // Selected, not branched around: a load that one branch needs might be moved behind the LSEs' latency.
                 let p = select(vec4<u32>(0u), prefix[i * UNITS_PER_LANE + j], w.has_prefix);
                 let s = select(vec4<u32>(0u), suffix[i * UNITS_PER_LANE + j], w.has_suffix);
-                output[at_output + j * ROW_LANES] = select(p | s, merge_unit(p, s, w), w.has_prefix && w.has_suffix);
+                output[at_output + j * ROW_LANES] = select(p | s, merge_unit(p, s, w), w.has_prefix & w.has_suffix);
             }
             if unit == 0u {
                 write_lse(tokens[i], heads[i], lse_bits[i].x, lse_bits[i].y, w);

@@ -72,7 +72,7 @@ fn weigh(prefix_bits: u32, suffix_bits: u32) -> Weights {
 fn write_lse(token: u32, head: u32, prefix_bits: u32, suffix_bits: u32, w: Weights) {
     if params.writes_lse != 0u {
         var lse = 0xFF800000u;
-        if w.has_prefix && w.has_suffix {
+        if w.has_prefix & w.has_suffix {
             lse = bitcast<u32>(w.top + log(w.sum));
         } else if w.has_prefix {
             lse = prefix_bits;

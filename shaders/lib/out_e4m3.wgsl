@@ -19,8 +19,8 @@ fn out_quad(bits: vec4<u32>, scale: E4m3Scale) -> OutQuad {
     let base = bitcast<vec4<f32>>(max(bitcast<vec4<u32>>(low) & vec4<u32>(F32_INF), vec4<u32>(0x40000000u)));
     let sum = bitcast<vec4<u32>>(base + low * 0x1p-20f);
     let sum_high = bitcast<vec4<u32>>(base + high * 0x1p-20f);
-    let is_small = all(magnitude <= vec4<u32>(scale.max_bits));
-    let is_sure = is_small && all(sum == sum_high) && adds_to_nearest_even(scale.two_to_24);
+    // `&`, as `&&` makes a branch of each
+    let is_sure = all((magnitude <= vec4<u32>(scale.max_bits)) & (sum == sum_high)) & adds_to_nearest_even(scale.two_to_24);
     if !is_sure {
         return exact_quad(bits, scale);
     }
@@ -38,5 +38,5 @@ fn exact_quad(bits: vec4<u32>, scale: E4m3Scale) -> OutQuad {
 
 // Asked of the device itself, with a number that the compiler does not know: 2^24 + 1 and 2^24 + 3 are ties.
 fn adds_to_nearest_even(two_to_24: f32) -> bool {
-    return bitcast<u32>(two_to_24 + 1.0) == 0x4B800000u && bitcast<u32>(two_to_24 + 3.0) == 0x4B800002u;
+    return (bitcast<u32>(two_to_24 + 1.0) == 0x4B800000u) & (bitcast<u32>(two_to_24 + 3.0) == 0x4B800002u);
 }

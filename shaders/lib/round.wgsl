@@ -47,7 +47,7 @@ fn f16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
     let count = vec4<u32>(0x47800000u - 0x38800000u);
     let a = low & vec4<u32>(0x7FFFFFFFu);
     let b = high & vec4<u32>(0x7FFFFFFFu);
-    if !(all(a - least < count) && all(b - least < count)) {
+    if any((a - least >= count) | (b - least >= count)) {
         return vec4<u32>(
             f16_bits(low.x) | (f16_bits(high.x) << 16u),
             f16_bits(low.y) | (f16_bits(high.y) << 16u),
@@ -66,7 +66,7 @@ fn f16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
 fn bf16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
     let no_sign = vec4<u32>(0x7FFFFFFFu);
     let inf = vec4<u32>(F32_INF);
-    if any((low & no_sign) > inf) || any((high & no_sign) > inf) {
+    if any(((low & no_sign) > inf) | ((high & no_sign) > inf)) {
         return vec4<u32>(
             bf16_bits(low.x) | (bf16_bits(high.x) << 16u),
             bf16_bits(low.y) | (bf16_bits(high.y) << 16u),
