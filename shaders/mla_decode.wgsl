@@ -131,7 +131,7 @@ fn mla_decode(
         let seen = tokens < vec4<u32>(visible);
         var logits = vec4<f32>(EMPTY);
         if (in_softmax) {
-            logits = select(logits, summed_scores(thread) * layer.logit_scale, seen);
+            logits = select(logits, summed_scores(thread) * (layer.logit_scale * QUERY_SCALE * KV_SCALE), seen);
             quad_max[thread] = max(max(logits.x, logits.y), max(logits.z, logits.w));
         }
         workgroupBarrier();
@@ -162,10 +162,10 @@ fn mla_decode(
         let quads = min(TOKEN_QUADS, (kv_end - block + 3u) / 4u);
         for (var i = 0u; i < quads; i++) {
             // Past the end, token_at repeats the last token, which then weighs 0.
-            let v_0 = decode_kv(kv[token_at[parity + i * 4u] + column_oct]);
-            let v_1 = decode_kv(kv[token_at[parity + i * 4u + 1u] + column_oct]);
-            let v_2 = decode_kv(kv[token_at[parity + i * 4u + 2u] + column_oct]);
-            let v_3 = decode_kv(kv[token_at[parity + i * 4u + 3u] + column_oct]);
+            let v_0 = decode_value(kv[token_at[parity + i * 4u] + column_oct]);
+            let v_1 = decode_value(kv[token_at[parity + i * 4u + 1u] + column_oct]);
+            let v_2 = decode_value(kv[token_at[parity + i * 4u + 2u] + column_oct]);
+            let v_3 = decode_value(kv[token_at[parity + i * 4u + 3u] + column_oct]);
             for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
                 let w = weights[(group_row + r) * TOKEN_QUADS + i];
                 acc_low[r] = fma(vec4<f32>(w.w), v_3[0], fma(vec4<f32>(w.z), v_2[0], fma(vec4<f32>(w.y), v_1[0], fma(vec4<f32>(w.x), v_0[0], acc_low[r]))));
@@ -193,7 +193,7 @@ fn mla_decode(
             }
             let any = sum > 0.0;
             let divisor = select(1.0, sum, any);
-            let value = mat2x4<f32>(acc_low[r], acc_high[r]) * (1.0 / divisor);
+            let value = mat2x4<f32>(acc_low[r], acc_high[r]) * (KV_SCALE * (1.0 / divisor));
             let base_2 = select(EMPTY, rescale[row] + log2(divisor), any);
             if (slot == DIRECT) {
                 let query = query_of(first_row, row);

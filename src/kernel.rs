@@ -238,8 +238,14 @@ fn compose_step(
     prelude.push(("KvOct", Const::Alias(oct_type(spec.kv.dtype))));
     let decoders = format!(
         "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
-         fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n",
-        spec.query, spec.kv.dtype
+         fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
+         fn decode_value(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
+         const QUERY_SCALE = {};\nconst KV_SCALE = {};\n",
+        spec.query,
+        spec.kv.dtype,
+        finite(spec.kv.dtype),
+        scale(spec.query),
+        scale(spec.kv.dtype)
     );
     let mut files = vec![decoders.as_str(), oct_file(spec.query)];
     if spec.query != spec.kv.dtype {
@@ -266,6 +272,24 @@ fn store_files(out: Dtype) -> Vec<&'static str> {
             vec![include_str!("../shaders/lib/store_bf16.wgsl"), include_str!("../shaders/lib/round.wgsl")]
         }
         Dtype::F32 | Dtype::E4m3 => vec![include_str!("../shaders/lib/store_f32.wgsl")],
+    }
+}
+
+/// The decoder for values, whose NaN codes need not be told apart: the scores have met them.
+const fn finite(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::E4m3 => "finite_e4m3",
+        Dtype::F32 => "f32",
+        Dtype::F16 => "f16",
+        Dtype::Bf16 => "bf16",
+    }
+}
+
+/// What a decoded element is to be multiplied by.
+const fn scale(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::E4m3 => "SCALE_E4M3",
+        Dtype::F32 | Dtype::F16 | Dtype::Bf16 => "1.0",
     }
 }
 

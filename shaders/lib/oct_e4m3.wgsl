@@ -1,19 +1,37 @@
 // An oct is eight neighbouring elements of a row: here FP8 e4m3fn bytes, four a word.
 alias OctE4m3 = vec2<u32>;
 
-// Sign, 4 bits of exponent (bias 7), 3 of mantissa; 0x7F and 0xFF are NaN.
-// Normal values become an f32 by moving the exponent's bias from 7 to 127. A subnormal is its mantissa times 2^-9;
-// it is made from an integer because a device may flush f32 subnormals, which shorter tricks pass through.
-fn decode_e4m3_word(word: u32) -> vec4<f32> {
-    let code = (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(0xFFu);
-    let magnitude = code & vec4<u32>(0x7Fu);
-    let normal = (magnitude << vec4<u32>(20u)) + vec4<u32>(120u << 23u);
-    let subnormal = bitcast<vec4<u32>>(vec4<f32>(magnitude) * 0.001953125);
-    var bits = select(normal, subnormal, magnitude < vec4<u32>(8u));
-    bits = select(bits, vec4<u32>(0x7FC00000u), magnitude == vec4<u32>(0x7Fu));
-    return bitcast<vec4<f32>>(bits | ((code & vec4<u32>(0x80u)) << vec4<u32>(24u)));
+// What a decoded oct is to be multiplied by: the codes are read as f16 with the exponent where it is, 8 too low.
+const SCALE_E4M3 = 256.0;
+
+// Sign, 4 bits of exponent (bias 7), 3 of mantissa; 0x7F and 0xFF are NaN. A byte in the high half of an f16 is that f16
+// once all but its sign moved down by one bit, subnormals too: an e4m3 subnormal becomes an f16 subnormal, which WGSL
+// lets a device flush and no known one does (tests/codes.rs looks). Where one did, codes under 2^-6 would read as 0.
+fn halves_e4m3(bytes: vec2<u32>) -> vec2<u32> {
+    return (bytes & vec2<u32>(0x80008000u)) | ((bytes >> vec2<u32>(1u)) & vec2<u32>(0x3F803F80u));
+}
+
+// The same, with an f16 NaN for a NaN code: one more in the last place carries into the exponent's top bit, which no
+// other code has.
+fn halves_or_nan_e4m3(bytes: vec2<u32>) -> vec2<u32> {
+    let magnitude = (bytes >> vec2<u32>(1u)) & vec2<u32>(0x3F803F80u);
+    let nan = (magnitude + vec2<u32>(0x00800080u)) & vec2<u32>(0x40004000u);
+    return (bytes & vec2<u32>(0x80008000u)) | magnitude | nan;
+}
+
+fn interleave_e4m3(even: vec2<u32>, odd: vec2<u32>) -> mat2x4<f32> {
+    let e0 = unpack2x16float(even.x);
+    let e1 = unpack2x16float(even.y);
+    let o0 = unpack2x16float(odd.x);
+    let o1 = unpack2x16float(odd.y);
+    return mat2x4<f32>(vec4<f32>(e0.x, o0.x, e0.y, o0.y), vec4<f32>(e1.x, o1.x, e1.y, o1.y));
 }
 
 fn decode_e4m3(oct: OctE4m3) -> mat2x4<f32> {
-    return mat2x4<f32>(decode_e4m3_word(oct.x), decode_e4m3_word(oct.y));
+    return interleave_e4m3(halves_or_nan_e4m3(oct << vec2<u32>(8u)), halves_or_nan_e4m3(oct));
+}
+
+// Where a NaN code need not come out as NaN.
+fn decode_finite_e4m3(oct: OctE4m3) -> mat2x4<f32> {
+    return interleave_e4m3(halves_e4m3(oct << vec2<u32>(8u)), halves_e4m3(oct));
 }
