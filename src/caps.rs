@@ -26,6 +26,8 @@ pub struct Caps {
     pub max_subgroup_size: u32,
     /// f16 arithmetic.
     pub shader_f16: bool,
+    /// `unpack2x16float` is known to keep f16 subnormals, which WGSL leaves open: e4m3 is then read through f16.
+    pub f16_subnormals: bool,
     /// Workgroup memory of one workgroup.
     pub workgroup_memory_bytes: u32,
     /// Invocations of one workgroup.
@@ -48,6 +50,7 @@ impl Caps {
         min_subgroup_size: 0,
         max_subgroup_size: 0,
         shader_f16: false,
+        f16_subnormals: false,
         workgroup_memory_bytes: 16 << 10,
         max_invocations: 256,
         max_storage_buffers: 8,
@@ -62,7 +65,7 @@ impl Caps {
             ("as it is", self),
             ("no subgroups", Self { subgroups: false, min_subgroup_size: 0, max_subgroup_size: 0, ..self }),
             ("subgroups of 4", Self { min_subgroup_size: 4, max_subgroup_size: 4, ..self }),
-            ("no f16", Self { shader_f16: false, ..self }),
+            ("no f16", Self { shader_f16: false, f16_subnormals: false, ..self }),
             (
                 "16 KiB of workgroup memory",
                 Self { workgroup_memory_bytes: self.workgroup_memory_bytes.min(16 << 10), ..self },

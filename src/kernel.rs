@@ -191,8 +191,8 @@ pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool)
         ("SCORE_PARTIALS", tile.tile_quads() * LANES),
     ]);
     let files = [sum, include_str!("../shaders/mla_decode.wgsl")];
-    let mut source =
-        compose_step("mla_decode", &format!("{}.{}", variant.name, dtypes(spec)), spec, &consts, &files);
+    let label = format!("{}.{}", variant.name, dtypes(spec));
+    let mut source = compose_step("mla_decode", &label, caps.f16_subnormals, spec, &consts, &files);
     source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
     Some(source)
 }
@@ -209,7 +209,8 @@ pub fn merge(spec: &MlaSpec) -> Source {
     let files = [include_str!("../shaders/mla_merge.wgsl")];
     let mut consts = shape_consts(spec);
     consts.extend([("MERGE_GROUPS", MERGE_GROUPS), ("MERGE_THREADS", merge_threads(spec))]);
-    compose_step("mla_merge", spec.out.name(), spec, &consts, &files)
+    // It reads neither query nor cache.
+    compose_step("mla_merge", spec.out.name(), false, spec, &consts, &files)
 }
 
 fn dtypes(spec: &MlaSpec) -> String {
@@ -228,6 +229,7 @@ fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
 fn compose_step(
     entry: &'static str,
     variant: &str,
+    f16_subnormals: bool,
     spec: &MlaSpec,
     consts: &[(&'static str, u32)],
     op: &[&str],
@@ -247,9 +249,9 @@ fn compose_step(
         scale(spec.query),
         scale(spec.kv.dtype)
     );
-    let mut files = vec![decoders.as_str(), oct_file(spec.query)];
+    let mut files = vec![decoders.as_str(), oct_file(spec.query, f16_subnormals)];
     if spec.query != spec.kv.dtype {
-        files.push(oct_file(spec.kv.dtype));
+        files.push(oct_file(spec.kv.dtype, f16_subnormals));
     }
     files.extend(store_files(spec.out));
     files.extend([include_str!("../shaders/lib/tables.wgsl"), include_str!("../shaders/lib/layer.wgsl")]);
@@ -302,11 +304,12 @@ const fn oct_type(dtype: Dtype) -> &'static str {
     }
 }
 
-const fn oct_file(dtype: Dtype) -> &'static str {
+const fn oct_file(dtype: Dtype, f16_subnormals: bool) -> &'static str {
     match dtype {
         Dtype::F32 => include_str!("../shaders/lib/oct_f32.wgsl"),
         Dtype::F16 => include_str!("../shaders/lib/oct_f16.wgsl"),
         Dtype::Bf16 => include_str!("../shaders/lib/oct_bf16.wgsl"),
+        Dtype::E4m3 if f16_subnormals => include_str!("../shaders/lib/oct_e4m3_f16.wgsl"),
         Dtype::E4m3 => include_str!("../shaders/lib/oct_e4m3.wgsl"),
     }
 }

@@ -22,6 +22,7 @@ fn devices() -> [Caps; 3] {
         min_subgroup_size: lanes,
         max_subgroup_size: lanes,
         shader_f16: true,
+        f16_subnormals: true,
         workgroup_memory_bytes: kib << 10,
         max_invocations: 1024,
         ..Caps::WEBGPU
