@@ -17,7 +17,9 @@ pub struct Options {
     pub variant: Option<String>,
     /// Page lists are written on the device ([`PageTable::Device`]): kernels clamp every page id to the pool.
     pub device_page_list: bool,
-    /// Replaces the planner's targets for this kind of device.
+    /// Replaces how the planner cuts work ([`MlaDecode::tiling`]), such as for a card whose best
+    /// [`Tiling::target_items`] was measured: `cargo bench --bench decode -- --items N`. Tiles may be smaller than the
+    /// kernel's, not larger: [`MlaDecode::prepare`] refuses such a plan.
     pub tiling: Option<Tiling>,
 }
 
@@ -29,6 +31,8 @@ pub struct MlaDecode {
     spec: MlaSpec,
     variant: Variant,
     tiling: Tiling,
+    /// Of the kernel, whatever the planner was told.
+    rows_per_tile: u32,
     device_page_list: bool,
     split: wgpu::ComputePipeline,
     merge: wgpu::ComputePipeline,
@@ -60,6 +64,7 @@ impl MlaDecode {
             spec: *spec,
             variant,
             tiling: options.tiling.unwrap_or(tiling),
+            rows_per_tile: tiling.rows_per_tile,
             device_page_list: options.device_page_list,
             split,
             merge,
@@ -100,7 +105,8 @@ impl MlaDecode {
     ///
     /// # Errors
     /// Those of [`crate::write_tables`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`] and
-    /// [`Error::LayoutMismatch`]. The step then still holds what it held.
+    /// [`Error::LayoutMismatch`]; [`Error::Shape`] for a plan that this decode cannot run, such as one of larger tiles. The
+    /// step then still holds what it held.
     pub fn prepare(
         &self,
         queue: &wgpu::Queue,
@@ -115,7 +121,7 @@ impl MlaDecode {
             let detail = "PageTable::Device needs a decode made with Options::device_page_list";
             return Err(Error::LayoutMismatch { detail });
         }
-        step.prepare(&self.pipelines, &self.layouts, &self.spec, queue, plan, pages)
+        step.prepare(&self.pipelines, &self.layouts, &self.spec, self.rows_per_tile, queue, plan, pages)
     }
 
     /// Checks and binds a layer for batches of at most `max_queries` query tokens.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::pipelines::{Layouts, Pipelines};
 use super::scope::{alive, scoped};
 use crate::caps::Caps;
-use crate::plan::Plan;
+use crate::plan::{Plan, check_plan};
 use crate::tables::{Capacity, HEADER_WORDS, PageTable, changed_runs, write_tables};
 use crate::{Error, MlaSpec, Result};
 
@@ -137,10 +137,12 @@ impl Step {
         pipelines: &Pipelines,
         layouts: &Layouts,
         spec: &MlaSpec,
+        rows_per_tile: u32,
         queue: &wgpu::Queue,
         plan: &Plan,
         pages: PageTable<'_>,
     ) -> Result<()> {
+        check_plan(plan, spec, rows_per_tile)?;
         let need = Capacity::of(plan);
         let capacity = self.capacity.grown_to(need);
         bytes_within_limits(pipelines.caps(), spec, &capacity)?;
