@@ -55,6 +55,26 @@ impl MlaDecode {
             || Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() };
         let kernel = kernel::decode(&variant, caps, spec, options.device_page_list).ok_or_else(gone)?;
         let tiling = variant.tiling(caps, spec).ok_or_else(gone)?;
+        // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
+        //
+        //   tables      the header's places hold the capacity (`Capacity::check` in `write_tables`; the buffer has
+        //               `header.end` words), items and merges end at `NUM_ITEMS` and `NUM_MERGES`; a new step holds zeros.
+        //               What items, merges and slots name: `check_plan` in `Step::prepare`
+        //   query rows  first_row + num_rows <= queries * H: `check_plan`
+        //   page list   page_begin + pages of kv_end <= its length: `check_plan`; each word is a page: `write_pages`. A list
+        //               written on the device is clamped (`CLAMP_PAGES`), but the host holds the whole tables' buffer then
+        //               (`Step::page_list`) and might write elsewhere: such kernels keep the run-time checks
+        //   kv          page < num_pages, token % page_size < page_size, oct < (L + R) / 8: inside of what `KvView::check`
+        //               found in the buffer; `Window` binds all of it, and its bytes fit u32
+        //   q, out, lse token < max_queries (`bound_token`, also for a replay), head < H: inside of what `Layer::check` found.
+        //               A stride too large for u32 has nothing to stride to: one token, head or page, whose index is 0
+        //   partials    slot + num_rows <= num_slots, and slot + H <= num_slots in a merge: `check_plan`; num_slots <= the
+        //               capacity, by which the buffer was made
+        //   slice       cut from the plan's items; the shader takes the smaller of its end and `NUM_ITEMS`
+        //   workgroup   by constants: thread < THREADS, group_row + r < ROWS, token_quad < TOKEN_QUADS, lane < LANES. Every
+        //               word is written before it is read
+        //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
+        //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
         let split = pipelines.get(&kernel, &layouts.pipeline)?;
         let merge = pipelines.get(&kernel::merge(spec), &layouts.pipeline)?;
         log::info!("mla.decode: {why}");
