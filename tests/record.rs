@@ -79,7 +79,8 @@ fn a_changed_plan_is_refused() {
     let Some(rig) = Rig::shared() else { return };
     let good = rig.load(small(&[(37, 1), (90, 2)]));
     let mut step = rig.step(&good.problem, FIXED);
-    let changes: [(&str, fn(&mut Plan)); 13] = [
+    type Change = (&'static str, fn(&mut Plan));
+    let changes: [Change; 13] = [
         ("first_row", |plan| plan.items[0].first_row = 1 << 30),
         ("no rows", |plan| plan.items[0].num_rows = 0),
         ("rows past the tile", |plan| plan.items[0].num_rows = 1000),

@@ -6,7 +6,7 @@ use super::binding::{self, LayerBinding};
 use super::pipelines::{Layouts, Pipelines};
 use super::step::Step;
 use crate::kernel::{self, Variant};
-use crate::plan::{Plan, Tiling};
+use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, Layer, MlaSpec, Result};
 
@@ -59,7 +59,7 @@ impl MlaDecode {
         //
         //   tables      the header's places hold the capacity (`Capacity::check` in `write_tables`; the buffer has
         //               `header.end` words), items and merges end at `NUM_ITEMS` and `NUM_MERGES`; a new step holds zeros.
-        //               What items, merges and slots name: `check_plan` in `Step::prepare`
+        //               What items, merges and slots name: `check_plan` in `prepare`
         //   query rows  first_row + num_rows <= queries * H: `check_plan`
         //   page list   page_begin + pages of kv_end <= its length: `check_plan`; each word is a page: `write_pages`. A list
         //               written on the device is clamped (`CLAMP_PAGES`), but the host holds the whole tables' buffer then
@@ -141,7 +141,8 @@ impl MlaDecode {
             let detail = "PageTable::Device needs a decode made with Options::device_page_list";
             return Err(Error::LayoutMismatch { detail });
         }
-        step.prepare(&self.pipelines, &self.layouts, &self.spec, self.rows_per_tile, queue, plan, pages)
+        check_plan(plan, &self.spec, self.rows_per_tile)?;
+        step.prepare(&self.pipelines, &self.layouts, &self.spec, queue, plan, pages)
     }
 
     /// Checks and binds a layer for batches of at most `max_queries` query tokens.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::pipelines::{Layouts, Pipelines};
 use super::scope::{alive, scoped};
 use crate::caps::Caps;
-use crate::plan::{Plan, check_plan};
+use crate::plan::Plan;
 use crate::tables::{Capacity, HEADER_WORDS, PageTable, changed_runs, write_tables};
 use crate::{Error, MlaSpec, Result};
 
@@ -132,17 +132,16 @@ impl Step {
         (&self.tables, u64::from(header.pages) * 4..u64::from(header.end) * 4)
     }
 
+    /// With a plan that [`crate::plan::check_plan`] let pass.
     pub(crate) fn prepare(
         &mut self,
         pipelines: &Pipelines,
         layouts: &Layouts,
         spec: &MlaSpec,
-        rows_per_tile: u32,
         queue: &wgpu::Queue,
         plan: &Plan,
         pages: PageTable<'_>,
     ) -> Result<()> {
-        check_plan(plan, spec, rows_per_tile)?;
         let need = Capacity::of(plan);
         let capacity = self.capacity.grown_to(need);
         bytes_within_limits(pipelines.caps(), spec, &capacity)?;
