@@ -69,10 +69,13 @@ impl Variant {
     /// How this variant cuts work on a device; `None` where it does not run.
     pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
         let tile = self.tile(caps, spec)?;
+        // `Options::tiling` replaces these, for a card whose best was measured.
         let (target_items, min_split_tokens) = match caps.kind {
-            // About two workgroups of 256 threads on each of an H200's 132 multiprocessors: one full wave.
+            // Measured: about two workgroups of 256 threads on each of an H200's 132 multiprocessors, one full wave.
             DeviceKind::Discrete => (65_536 / tile.threads(), 32),
+            // Not measured: by its compiler an M1 holds 24 workgroups of 128 threads, so these are five waves.
             DeviceKind::Integrated | DeviceKind::Other => (128, 256),
+            // Enough for the threads of a CPU; a longer split costs nothing there.
             DeviceKind::Software => (8, 512),
         };
         let (rows_per_tile, tokens_per_block) = (tile.rows(), tile.tokens());
