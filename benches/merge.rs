@@ -166,7 +166,7 @@ fn copies(gpu: &Gpu, shape: &Shape) -> u64 {
 
 impl Arrays {
     fn new(gpu: &Gpu, shapes: &[Shape]) -> Result<Self> {
-        let skew = 4 * 10_007;
+        let skew = 8 * 10_007;
         let most =
             |size: fn(&Shape) -> u64| shapes.iter().map(|s| size(s) * copies(gpu, s)).max().unwrap_or(0);
         let (elems, rows) = (most(Shape::elems) + skew, most(Shape::rows) + skew);

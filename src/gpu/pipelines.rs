@@ -42,7 +42,8 @@ pub(crate) enum Checks {
 struct Shared {
     device: wgpu::Device,
     caps: Caps,
-    compiled: Mutex<HashMap<String, wgpu::ComputePipeline>>,
+    /// By text; those with wgpu's run-time checks, and those without.
+    compiled: Mutex<[HashMap<String, wgpu::ComputePipeline>; 2]>,
     disk: Option<DiskCache>,
     checked_shaders: bool,
 }
@@ -98,7 +99,9 @@ impl Pipelines {
         layout: &wgpu::PipelineLayout,
         checks: Checks,
     ) -> Result<wgpu::ComputePipeline> {
-        let mut compiled = self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        let trusted = checks == Checks::Proved && !self.shared.checked_shaders;
+        let [kept, proved] = &mut *self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        let compiled = if trusted { proved } else { kept };
         if let Some(pipeline) = compiled.get(&source.text) {
             return Ok(pipeline.clone());
         }
@@ -110,7 +113,7 @@ impl Pipelines {
                 label,
                 source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
             };
-            let module = if checks == Checks::Kept || self.shared.checked_shaders {
+            let module = if !trusted {
                 device.create_shader_module(descriptor)
             } else {
                 // SAFETY: the text is this crate's own, and whoever asked for `Checks::Proved` has written down beside the

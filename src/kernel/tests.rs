@@ -15,18 +15,25 @@ use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 const HEADS: [u32; 7] = [1, 6, 8, 16, 20, 40, 128];
 const OUTS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
-/// WebGPU's defaults, a software device, and a large card: limits as their drivers report them.
-fn devices() -> [Caps; 3] {
-    let subgroups = |lanes, kib: u32| Caps {
+/// WebGPU's defaults, a software device, a large card and an Apple M1: limits as their drivers report them.
+fn devices() -> [Caps; 4] {
+    let subgroups = |kind, lanes, kib: u32| Caps {
+        kind,
         subgroups: true,
         min_subgroup_size: lanes,
         max_subgroup_size: lanes,
         shader_f16: true,
+        f16_subnormals: true,
         workgroup_memory_bytes: kib << 10,
         max_invocations: 1024,
         ..Caps::WEBGPU
     };
-    [Caps::WEBGPU, subgroups(8, 32), subgroups(32, 48)]
+    [
+        Caps::WEBGPU,
+        subgroups(DeviceKind::Software, 8, 32),
+        subgroups(DeviceKind::Discrete, 32, 48),
+        subgroups(DeviceKind::Integrated, 32, 32),
+    ]
 }
 
 fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaSpec {
@@ -241,8 +248,8 @@ fn uniforms_are_laid_out_as_the_host_writes_them() {
         lse_at,
         lse_token_stride,
         lse_head_stride,
-        reserved_0,
-        reserved_1
+        max_queries,
+        reserved_0
     );
     assert_eq!(members(&module, "Layer"), host);
     // The step writes words 0 and 1 of each slice and binds 16 bytes.
@@ -304,7 +311,10 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         "at",
         "let at = tables[QUERIES_AT] + (index / layer.num_heads)",
         size_of::<QueryToken>(),
-        &[("return Query({}, ", offset_of!(QueryToken, token)), (", {});", offset_of!(QueryToken, visible))],
+        &[
+            ("return Query(bound_token({}), ", offset_of!(QueryToken, token)),
+            (", {});", offset_of!(QueryToken, visible)),
+        ],
     );
     reads(
         &merge,
@@ -312,16 +322,17 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         "let merge_at = tables[MERGES_AT] + merge",
         size_of::<Merge>(),
         &[
-            ("let token = {};", offset_of!(Merge, token)),
+            ("let token = bound_token({});", offset_of!(Merge, token)),
             ("let begin = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, begin)),
             ("let end = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, end)),
         ],
     );
 }
 
-/// Rows of a tile that hold no head, as a share of all rows computed, in percent.
-fn waste(heads: u32, rows: u32) -> u32 {
-    let computed = heads.div_ceil(rows) * rows;
+/// Rows that are computed and hold no head, as a share of all rows computed, in percent: a row group without a head
+/// computes nothing.
+fn waste(heads: u32, tile: &Tile) -> u32 {
+    let computed = heads.next_multiple_of(tile.rows_per_group);
     (computed - heads) * 100 / computed
 }
 
@@ -330,24 +341,25 @@ fn tiles_serve_many_heads_and_waste_few_rows() {
     let mut worst = (0, String::new());
     for (variant, caps) in runs_somewhere() {
         for dims in all_dims() {
-            let rows = |heads| {
+            let tile = |heads| {
                 let spec = spec(dims, heads, Dtype::F16, Dtype::F16, Dtype::F32);
-                variant.tiling(&caps, &spec).expect("it runs").rows_per_tile
+                variant.tile(&caps, &spec).expect("it runs")
             };
             for heads in 1..=128 {
-                let rows = rows(heads);
+                let tile = tile(heads);
+                let rows = tile.rows();
                 let what = format!("{} {dims:?} {heads} heads: tiles of {rows} rows", variant.name);
                 let least = if caps == Caps::WEBGPU { 4 } else { 8 };
                 assert!(heads < 8 || rows >= least, "{what}");
-                let waste = waste(heads, rows);
-                assert!(waste <= 25, "{what}: {waste} % wasted");
-                if waste > worst.0 {
-                    worst = (waste, what);
+                let idle = (heads.next_multiple_of(rows) - heads) * 100 / heads.next_multiple_of(rows);
+                assert!(idle <= 25, "{what}: {idle} % wasted");
+                if idle > worst.0 {
+                    worst = (idle, what);
                 }
             }
             // Heads of real models that are no power of two.
             for heads in [6, 12, 20, 40, 96] {
-                assert_eq!(waste(heads, rows(heads)), 0, "{} {dims:?}: {heads} heads", variant.name);
+                assert_eq!(waste(heads, &tile(heads)), 0, "{} {dims:?}: {heads} heads", variant.name);
             }
         }
     }

@@ -14,6 +14,7 @@ pub use kv_copy_pages::{CopyBinding, CopySpec, CopyStep, KvCopyPages};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
 
 use super::Pipelines;
+use super::pipelines::Checks;
 use super::scope::scoped;
 use crate::compose::{Const, Source, compose};
 use crate::unroll::unroll;
@@ -22,7 +23,8 @@ use crate::{Dtype, Result};
 /// Invocations in a workgroup: WebGPU's default limit.
 const GROUP: u32 = 256;
 
-/// A pipeline over explicit layouts, so that a bind group fits every pipeline of its op.
+/// A pipeline over explicit layouts, so that a bind group fits every pipeline of its op. Every op's indices and loops are
+/// proved to be in bounds, next to where it is compiled.
 fn pipeline(
     pipelines: &Pipelines,
     source: &Source,
@@ -36,7 +38,7 @@ fn pipeline(
             immediate_size: 0,
         })
     })?;
-    pipelines.get(source, &layout, crate::gpu::pipelines::Checks::Kept)
+    pipelines.get(source, &layout, Checks::Proved)
 }
 
 /// A module of constants and files whose marked loops are unrolled.
