@@ -1,11 +1,12 @@
 //! Compiles every pipeline that this device could be asked for, and says how long each took.
 //!
 //! ```text
-//! cargo run --release --example pipelines -- [--all] [--only TEXT]... [--list] [--markers]
+//! cargo run --release --example pipelines -- [--all] [--only TEXT,TEXT...]... [--list] [--markers]
 //! ```
 //! Without options each pair of query and cache dtypes is compiled with one output dtype; `--all` takes every one.
-//! `--only` keeps the pipelines whose line contains the text; `--list` compiles none. `--markers` writes a line to stderr
-//! before each compile, for drivers that print statistics there: `scripts/vendors.sh` reads them.
+//! `--only` keeps the pipelines whose line contains one of the texts, and may be repeated; `--list` compiles none.
+//! `--markers` writes a line to stderr before each compile, for drivers that print statistics there:
+//! `scripts/vendors.sh` reads them.
 //! Status 0: all compiled; 1: one did not, or there is no adapter; 2: bad arguments.
 
 use std::process::ExitCode;
@@ -142,6 +143,12 @@ struct Args {
     markers: bool,
 }
 
+impl Args {
+    fn keeps(&self, name: &str) -> bool {
+        self.only.iter().all(|texts| texts.split(',').any(|text| name.contains(text)))
+    }
+}
+
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Args, String> {
     let mut args = Args::default();
     while let Some(word) = words.next() {
@@ -150,7 +157,11 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Args, String> {
             "--only" => args.only.push(words.next().ok_or("--only needs a text")?),
             "--list" => args.list = true,
             "--markers" => args.markers = true,
-            _ => return Err(format!("{word}: no such option; there are --all, --only TEXT, --list, --markers")),
+            _ => {
+                return Err(format!(
+                    "{word}: no such option; there are --all, --only TEXT, --list, --markers"
+                ));
+            }
         }
     }
     Ok(args)
@@ -182,7 +193,7 @@ fn main() -> ExitCode {
 
     let mut jobs = decodes(&gpu, args.all);
     jobs.extend(small_ops());
-    jobs.retain(|job| args.only.iter().all(|text| job.name().contains(text)));
+    jobs.retain(|job| args.keeps(&job.name()));
     let (start, mut failed) = (Instant::now(), 0);
     for job in &jobs {
         let name = job.name();
@@ -213,6 +224,7 @@ fn why(gpu: &Gpu, cache: Dtype) -> String {
     let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     let spec = MlaSpec { shape, kv: kv(cache), query: Dtype::F16, out: Dtype::F16 };
     let ladder = gpu.ladder(&spec).into_iter();
-    let rows = ladder.map(|(row, lacks)| lacks.map_or_else(|| row.to_owned(), |why| format!("not {row}: {why}")));
+    let rows =
+        ladder.map(|(row, lacks)| lacks.map_or_else(|| row.to_owned(), |why| format!("not {row}: {why}")));
     rows.collect::<Vec<_>>().join("; ")
 }

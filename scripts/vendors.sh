@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Every kernel through the real compilers of GPUs that are not here, and the tests on a newer software driver.
 #
-#   scripts/vendors.sh                      compiles all for each vendor, writes benches/results/vendors.md, fails on a spill
-#   scripts/vendors.sh compile VENDOR...    some vendors only, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
-#                                           adreno740 nvk-turing
-#   scripts/vendors.sh mesa26 [TEST...]     runs the GPU tests (or the named ones) on Mesa 26's lavapipe, which has
-#                                           cooperative matrices of 8x8
-#   scripts/vendors.sh run DRIVER CMD...    any command: DRIVER is a vendor or `lavapipe`; only lavapipe executes shaders
-#   scripts/vendors.sh setup                makes the tree only
+#   scripts/vendors.sh                        compiles all for each vendor, writes benches/results/vendors.{md,tsv};
+#                                             fails where one does not compile, or spills and is the row that is chosen
+#   scripts/vendors.sh compile VENDOR...      some vendors, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
+#                                             adreno740 nvk-turing
+#   scripts/vendors.sh mesa26 [TEST...]       the GPU tests (or the named ones) on Mesa 26's lavapipe, which has
+#                                             cooperative matrices of 8x8
+#   scripts/vendors.sh run DRIVER COMMAND...  any command; DRIVER is a vendor, or lavapipe, which alone executes shaders
+#   scripts/vendors.sh setup                  only makes the tree
+# --full in front of `compile` takes every output dtype, and NVK's statistics of everything that is chosen.
 #
 # Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
 # in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
@@ -18,7 +20,7 @@ cd "$(dirname "$0")/.."
 root=$PWD
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 tree=$(realpath -m "${MESA_TREE:-$target/mesa-tree}")
-VENDORS=(navi21 navi31 gfx1201 vega20 apple-m1 adreno740 nvk-turing)
+VENDORS=(nvk-turing adreno740 apple-m1 navi21 navi31 gfx1201 vega20)
 
 step() { printf '\n== %s (after %s s)\n' "$*" "$SECONDS" >&2; }
 
@@ -90,19 +92,92 @@ on() {
     inside /usr/bin/env --chdir="$root" "${env[@]}" "$@"
 }
 
-# The lines of a compiler's output that scripts/vendors_report.py reads; NVK and Turnip print megabytes around them.
+# The lines of a compiler's output that scripts/vendors_report.py reads.
 KEPT='^@@ |^(\*\*\* SHADER STATS|SGPRs|VGPRs|Spilled|Code size|LDS size|Subgroups per SIMD|Latency|Inverse)|^CS shader:'
 KEPT+='|^(MESA: info: )?shared_size|^MESA: info: (; CL prog|.*\b(stp|ldp)\.)|^(Stage|Instruction count|Static|Max warps|Spills|Num GPRs|SLM)'
 
-# Compiles every pipeline for a vendor; leaves what was compiled in $logs/VENDOR.out and the statistics in VENDOR.stats.
-compile() {
-    local vendor=$1
+# Compiles pipelines for a vendor: what was compiled goes to $logs/VENDOR.out, statistics to VENDOR.stats.
+part() {
+    local vendor=$1 raw=$logs/$1.raw status=0
     shift
-    if ! STATS=1 on "$vendor" "$target/debug/examples/pipelines" --markers "$@" 2>&1 >"$logs/$vendor.out" |
-        grep -aE "$KEPT" >"$logs/$vendor.stats"; then
-        echo "$vendor: not everything compiled" >&2
-        grep -a FAILED "$logs/$vendor.out" >&2 || tail -3 "$logs/$vendor.out" >&2
-        return 1
-    fi
-    echo "$vendor: $(tail -1 "$logs/$vendor.out")" >&2
+    on "$vendor" "$target/debug/examples/pipelines" --markers "$@" >>"$logs/$vendor.out" 2>"$raw" || status=$?
+    grep -aE "$KEPT" "$raw" >>"$logs/$vendor.stats" || true
+    # A compiler that crashes takes the program with it.
+    ((status <= 1)) || echo "    FAILED  the program, with status $status, after the line above" >>"$logs/$vendor.out"
+    rm -f "$raw"
 }
+
+compile() {
+    local vendor=$1 all=() before=$SECONDS
+    : >"$logs/$vendor.out"
+    : >"$logs/$vendor.stats"
+    [[ -z $full ]] || all=(--all)
+    if [[ $vendor != nvk-turing ]]; then
+        STATS=1 part "$vendor" "${all[@]}"
+    elif [[ -n $full ]]; then
+        STATS=1 part "$vendor" --all --only chosen
+        part "$vendor" --all --only offered
+    else
+        # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: three seconds each.
+        STATS=1 part "$vendor" --only chosen --only "512/64,any" \
+            --only "q_f16.kv_f16,q_bf16.kv_bf16,q_f32.kv_f32,q_bf16.kv_e4m3,any"
+        part "$vendor"
+    fi
+    echo "$vendor: $(tail -n 1 "$logs/$vendor.out"), $((SECONDS - before)) s with statistics" >&2
+}
+
+# As many vendors at a time as there are cores; the slow ones come first.
+compile_all() {
+    local vendor running=0
+    for vendor in "$@"; do
+        if ((running >= $(nproc))); then wait -n || true; else running=$((running + 1)); fi
+        compile "$vendor" &
+    done
+    wait
+}
+
+# The tests that dispatch, and what they are called with.
+MESA26_TESTS=(conformance_wgpu matrix_wgpu)
+
+mesa26() {
+    step "tests on lavapipe"
+    local tests=("${@:-${MESA26_TESTS[@]}}") args=() test binary
+    for test in "${tests[@]}"; do args+=(--test "$test"); done
+    cargo test --locked --no-run "${args[@]}"
+    for test in "${tests[@]}"; do
+        binary=$(cargo test --locked --no-run --test "$test" --message-format json 2>/dev/null |
+            sed -n "s/.*\"name\":\"$test\".*\"executable\":\"\([^\"]*\)\".*/\1/p")
+        step "$test"
+        MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1 on lavapipe "$binary"
+    done
+}
+
+full=''
+if [[ ${1:-} == --full ]]; then
+    full=yes
+    shift
+fi
+verb=${1:-compile}
+(($# == 0)) || shift
+case $verb in
+    setup) setup ;;
+    run) setup && on "$@" ;;
+    mesa26) setup && mesa26 "$@" ;;
+    compile)
+        setup
+        # The profile of the tests, so that what they are built from is not built again.
+        cargo build --locked --profile test --example pipelines
+        logs=$target/vendors
+        mkdir -p "$logs"
+        step "compile"
+        out=()
+        if (($# == 0)); then
+            set -- "${VENDORS[@]}"
+            out=(--out benches/results)
+        fi
+        compile_all "$@"
+        step "report"
+        python3 scripts/vendors_report.py "$logs" "$@" "${out[@]}"
+        ;;
+    *) sed -n '2,/^set/{/^#/p}' "$0" >&2; exit 2 ;;
+esac

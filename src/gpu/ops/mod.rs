@@ -70,16 +70,18 @@ fn lib_out(dtype: Dtype) -> &'static str {
     }
 }
 
+/// Every kernel of every small op.
+#[cfg(test)]
+pub(crate) fn every_source() -> Vec<Source> {
+    let mut all = merge_attn_states::every_source();
+    all.extend(kv_append::every_source());
+    all.extend(kv_copy_pages::every_source());
+    all
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn sources() -> Vec<Source> {
-        let mut all = merge_attn_states::every_source();
-        all.extend(kv_append::every_source());
-        all.extend(kv_copy_pages::every_source());
-        all
-    }
 
     fn parse(source: &Source) -> naga::Module {
         naga::front::wgsl::parse_str(&source.text)
@@ -97,12 +99,12 @@ mod tests {
 
     #[test]
     fn every_variant_is_valid_without_any_feature() {
-        let mut labels: Vec<String> = sources().iter().map(|source| source.label.clone()).collect();
+        let mut labels: Vec<String> = every_source().iter().map(|source| source.label.clone()).collect();
         labels.sort();
         labels.dedup();
         // merge: quads and words; append: 3 inputs into 4 caches; copies: two widths
         assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len(), "{labels:?}");
-        for source in sources() {
+        for source in every_source() {
             let module = parse(&source);
             let flags = naga::valid::ValidationFlags::all();
             let mut validator = naga::valid::Validator::new(flags, naga::valid::Capabilities::empty());
@@ -117,7 +119,7 @@ mod tests {
 
     #[test]
     fn host_and_shader_agree_on_the_parameters() {
-        for source in sources() {
+        for source in every_source() {
             let (name, host, size) = match source.entry {
                 "merge_attn_states" => merge_attn_states::host_layout(),
                 "kv_append" => kv_append::host_layout(),
