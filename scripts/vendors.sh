@@ -45,10 +45,12 @@ setup() {
     local mirror
     mirror=$(debian_mirror)
     [[ -n $mirror ]] || { echo "apt knows no Debian mirror here: set DEBIAN_MIRROR" >&2; exit 1; }
-    if ! command -v debootstrap >/dev/null; then
+    if ! { command -v debootstrap && command -v python3; } >/dev/null; then
         "${as_root[@]}" apt-get update -qq
-        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends debootstrap >/dev/null
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+            debootstrap debian-archive-keyring python3 >/dev/null
     fi
+    mkdir -p "$target"
     "${as_root[@]}" rm -rf --one-file-system "$tree"
     "${as_root[@]}" debootstrap --variant=minbase trixie "$tree" "$mirror" >"$target/debootstrap.log"
     "${as_root[@]}" sh -c 'echo "deb $1 trixie-backports main" >"$2/etc/apt/sources.list.d/backports.list"

@@ -235,7 +235,7 @@ def main(words):
         at = words.index("--out")
         directory = Path(words[at + 1])
         words = words[:at] + words[at + 2 :]
-    vendors = [Vendor(name, Path(words[0])) for name in words[1:]]
+    vendors = [Vendor(name, Path(words[0])) for name in TITLES if name in words[1:]]
     if directory:
         write(vendors, directory)
     failed = [f"{vendor.name}: {failure}" for vendor in vendors for failure in vendor.failures()]
