@@ -104,6 +104,7 @@ part() {
     shift
     on "$vendor" "$target/debug/examples/pipelines" --markers "$@" >>"$logs/$vendor.out" 2>"$raw" || status=$?
     grep -aE "$KEPT" "$raw" >>"$logs/$vendor.stats" || true
+    ((status == 0)) || tail -n 5 "$raw" >&2
     # A compiler that crashes takes the program with it.
     ((status <= 1)) || echo "    FAILED  the program, with status $status, after the line above" >>"$logs/$vendor.out"
     rm -f "$raw"

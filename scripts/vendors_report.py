@@ -163,7 +163,7 @@ class Vendor:
 
     def section(self):
         yield f"\n## {TITLES[self.name]}\n"
-        yield f"`{self.said('adapter:')[0]}`\n\n`{self.said('caps:')[0]}`\n"
+        yield "\n\n".join(f"`{said}`" for said in self.said("adapter:") + self.said("caps:")) + "\n"
         yield "Rows for an f16 query, 16 heads, best first:\n"
         yield from (f"- {why}" for why in self.said("why:"))
         yield "\n| kernel | shape | dtypes | chosen | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (4 + len(COLUMNS))
