@@ -13,7 +13,7 @@
 #
 # Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
 # in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
-# (1 GB) from the Debian mirror that this machine's apt uses. MESA_TREE: where, target/mesa-tree unless set;
+# (half a GB) from the Debian mirror that this machine's apt uses. MESA_TREE: where, target/mesa-tree unless set;
 # DEBIAN_MIRROR: the mirror where apt has another system's. Needs Debian or Ubuntu, and root or sudo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
