@@ -12,6 +12,9 @@ use crate::plan::{DIRECT, Merge, QueryToken, WorkItem};
 use crate::tables::{HEADER_WORDS, Header};
 use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
+mod vendors;
+mod writers;
+
 const HEADS: [u32; 7] = [1, 6, 8, 16, 20, 40, 128];
 const OUTS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 

@@ -8,8 +8,8 @@ use crate::gpu::{Pipelines, window::Window};
 use crate::layer::View;
 use crate::{AppendLayer, AppendSpec, Dtype, Error, Result};
 
-/// Tokens of which an invocation converts a quad each, so that enough loads are in flight.
-const TOKENS_PER_LANE: u32 = 4;
+/// Tokens of which an invocation converts a quad each, so that enough loads are in flight: fastest on an H200.
+const TOKENS_PER_LANE: u32 = 8;
 
 /// Writes new tokens into the cache, converted to its dtype.
 ///

@@ -88,16 +88,18 @@ fn lib_out(dtype: Dtype) -> &'static str {
     }
 }
 
+/// Every kernel of every small op.
+#[cfg(test)]
+pub(crate) fn every_source() -> Vec<Source> {
+    let mut all = merge_attn_states::every_source();
+    all.extend(kv_append::every_source());
+    all.extend(kv_copy_pages::every_source());
+    all
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn sources() -> Vec<Source> {
-        let mut all = merge_attn_states::every_source();
-        all.extend(kv_append::every_source());
-        all.extend(kv_copy_pages::every_source());
-        all
-    }
 
     fn parse(source: &Source) -> naga::Module {
         naga::front::wgsl::parse_str(&source.text)
@@ -117,12 +119,12 @@ mod tests {
     fn every_variant_is_valid_without_any_feature() {
         // naga's name for `unpack2x16float`, which all of WebGPU has
         let plain = naga::valid::Capabilities::SHADER_FLOAT16_IN_FLOAT32;
-        let mut labels: Vec<String> = sources().iter().map(|source| source.label.clone()).collect();
+        let mut labels: Vec<String> = every_source().iter().map(|source| source.label.clone()).collect();
         labels.sort();
         labels.dedup();
         // merge: units and words; append: 3 inputs into 4 caches; copies: two widths
         assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len(), "{labels:?}");
-        for source in sources() {
+        for source in every_source() {
             assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
             let module = parse(&source);
             let flags = naga::valid::ValidationFlags::all();
@@ -138,7 +140,7 @@ mod tests {
 
     #[test]
     fn host_and_shader_agree_on_the_parameters() {
-        for source in sources() {
+        for source in every_source() {
             let (name, host, size) = match source.entry {
                 "merge_attn_states" => merge_attn_states::host_layout(),
                 "kv_append" => kv_append::host_layout(),
