@@ -35,5 +35,6 @@ pub use device::Gpu;
 pub use pipelines::Pipelines;
 pub use read::read;
 pub use scope::checked;
+pub use crate::compose::Source;
 pub use step::{MAX_SLICES, SliceBudget, Step};
 pub use wanted::{Wanted, caps, wanted};

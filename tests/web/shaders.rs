@@ -1,18 +1,23 @@
-//! Every pipeline that this browser gets, through its own compiler. The pipelines of equal texts are one, so all head
-//! counts cost no more than their tiles.
+//! Every shader that this browser gets, through its own compiler. Making a pipeline of a decode costs a software device
+//! about a second in its own code generator, so tiles are compiled as modules, which is all of the browser's WGSL compiler;
+//! every triple of dtypes, the small ops, and what other tests run are made into pipelines too.
+
+use std::collections::HashSet;
 
 use wasm_bindgen_test::{console_log, wasm_bindgen_test};
 use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options, checked};
-use wgpu_mla::{AppendSpec, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result, SUPPORTED_DIMS};
+use wgpu_mla::{AppendSpec, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result, SUPPORTED_DIMS, wgpu};
 
 use crate::page::gpu;
 
 const OUTS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 const INPUTS: [Dtype; 3] = OUTS;
 
-fn spec((latent, rope): (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaSpec {
-    let shape = MlaShape { num_heads, kv_lora_rank: latent, qk_rope_head_dim: rope };
+const ANY: MlaSpec = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::F32);
+
+const fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaSpec {
+    let shape = MlaShape { num_heads, kv_lora_rank: dims.0, qk_rope_head_dim: dims.1 };
     MlaSpec { shape, kv: KvSpec { dtype: cache, page_size: 16, num_pages: 64 }, query, out }
 }
 
@@ -27,34 +32,62 @@ async fn compile<T>(gpu: &Gpu, what: &str, make: impl FnOnce() -> Result<T>) {
     }
 }
 
-/// Split and merge of a spec, on every row that runs here, with page lists of the host and of the device.
-async fn compile_decode(gpu: &Gpu, spec: &MlaSpec) {
-    for (variant, lacks) in gpu.pipelines.ladder(spec) {
-        for device_page_list in [false, true] {
-            if lacks.is_none() {
-                let options =
-                    Options { variant: Some(variant.into()), device_page_list, ..Default::default() };
-                let what = format!("{variant}, {device_page_list}, {spec:?}");
-                compile(gpu, &what, || MlaDecode::new(&gpu.pipelines, spec, &options)).await;
+/// Options for each row that runs here, with page lists of the host and of the device.
+fn rows(gpu: &Gpu, spec: &MlaSpec) -> Vec<Options> {
+    let runs = gpu.pipelines.ladder(spec).into_iter().filter(|(_, lacks)| lacks.is_none());
+    let options = |variant: &str, device_page_list| Options {
+        variant: Some(variant.into()),
+        device_page_list,
+        ..Default::default()
+    };
+    runs.flat_map(|(variant, _)| [false, true].map(|device| options(variant, device))).collect()
+}
+
+/// Texts that were compiled.
+#[derive(Default)]
+struct Modules(HashSet<String>);
+
+impl Modules {
+    async fn compile(&mut self, gpu: &Gpu, spec: &MlaSpec) {
+        for options in rows(gpu, spec) {
+            let sources = MlaDecode::sources(gpu.pipelines.caps(), spec, &options);
+            for source in sources.expect("a row that runs here") {
+                if self.0.insert(source.text.clone()) {
+                    let make = || {
+                        Ok(gpu.device.create_shader_module(wgpu::ShaderModuleDescriptor {
+                            label: Some(&source.label),
+                            source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
+                        }))
+                    };
+                    compile(gpu, &format!("{}, {spec:?}", source.label), make).await;
+                }
             }
         }
     }
 }
 
-/// Every tile of every row.
+/// Every tile and every triple of dtypes of every shape, on every row that runs here.
 #[wasm_bindgen_test]
-async fn every_tile_compiles() {
+async fn every_module_compiles() {
     let gpu = gpu().await;
+    let mut modules = Modules::default();
     for dims in all_dims() {
         for heads in 1..=128 {
-            compile_decode(&gpu, &spec(dims, heads, Dtype::Bf16, Dtype::Bf16, Dtype::F32)).await;
+            modules.compile(&gpu, &spec(dims, heads, Dtype::Bf16, Dtype::Bf16, Dtype::F32)).await;
+        }
+        for query in Dtype::ALL {
+            for cache in Dtype::ALL {
+                for out in OUTS {
+                    modules.compile(&gpu, &spec(dims, 16, query, cache, out)).await;
+                }
+            }
         }
     }
-    let ladder = gpu.pipelines.ladder(&spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::F32));
-    console_log!("rows: {ladder:?}");
+    console_log!("{} modules of decodes; {:?}", modules.0.len(), gpu.pipelines.ladder(&ANY));
+    assert!(modules.0.len() > 500, "only {} modules", modules.0.len());
 }
 
-/// Every triple of dtypes.
+/// Pipelines for every triple of dtypes, in the smallest tile.
 #[wasm_bindgen_test]
 async fn every_dtype_compiles() {
     let gpu = gpu().await;
@@ -62,8 +95,11 @@ async fn every_dtype_compiles() {
     for query in Dtype::ALL {
         for cache in Dtype::ALL {
             for out in OUTS {
-                let dims = dims.next().expect("endless");
-                compile_decode(&gpu, &spec(dims, 16, query, cache, out)).await;
+                let spec = spec(dims.next().expect("endless"), 1, query, cache, out);
+                for options in rows(&gpu, &spec).into_iter().filter(|options| !options.device_page_list) {
+                    let make = || MlaDecode::new(&gpu.pipelines, &spec, &options);
+                    compile(&gpu, &format!("{options:?}, {spec:?}"), make).await;
+                }
             }
         }
     }
