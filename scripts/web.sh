@@ -154,7 +154,7 @@ lints() {
 }
 
 build() {
-    cargo test --locked --profile web --target "$wasm" -p web_tests --no-run
+    cargo test --locked --profile browser --target "$wasm" -p web_tests --no-run
 }
 
 # The browser is a new one every time, its WebGPU the software device that comes with it.
@@ -174,7 +174,7 @@ trap 'rm -rf "$browser_files"' EXIT
 in_browser() {
     TMPDIR=$browser_files CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUNNER=$runner CHROMEDRIVER=$chromedriver \
         WASM_BINDGEN_TEST_WEBDRIVER_JSON=$web/webdriver.json WASM_BINDGEN_TEST_TIMEOUT=300 \
-        timeout 600 cargo test --locked --profile web --target "$wasm" -p web_tests -- "$@" 2>&1
+        timeout 600 cargo test --locked --profile browser --target "$wasm" -p web_tests -- "$@" 2>&1
 }
 
 # A run without tests would be no failure to the runner.

@@ -26,6 +26,8 @@ pub struct Caps {
     pub max_subgroup_size: u32,
     /// f16 arithmetic.
     pub shader_f16: bool,
+    /// Side of the cooperative matrices of f16 that a subgroup multiplies into f32: 16, 8, or 0 for none.
+    pub cooperative_tile: u32,
     /// Workgroup memory of one workgroup.
     pub workgroup_memory_bytes: u32,
     /// Invocations of one workgroup.
@@ -48,6 +50,7 @@ impl Caps {
         min_subgroup_size: 0,
         max_subgroup_size: 0,
         shader_f16: false,
+        cooperative_tile: 0,
         workgroup_memory_bytes: 16 << 10,
         max_invocations: 256,
         max_storage_buffers: 8,
@@ -62,7 +65,12 @@ impl Caps {
             ("as it is", self),
             ("no subgroups", Self { subgroups: false, min_subgroup_size: 0, max_subgroup_size: 0, ..self }),
             ("subgroups of 4", Self { min_subgroup_size: 4, max_subgroup_size: 4, ..self }),
+            ("no cooperative matrices", Self { cooperative_tile: 0, ..self }),
             ("no f16", Self { shader_f16: false, ..self }),
+            (
+                "32 KiB of workgroup memory",
+                Self { workgroup_memory_bytes: self.workgroup_memory_bytes.min(32 << 10), ..self },
+            ),
             (
                 "16 KiB of workgroup memory",
                 Self { workgroup_memory_bytes: self.workgroup_memory_bytes.min(16 << 10), ..self },

@@ -8,13 +8,22 @@ use crate::compose::{Const, Source, compose};
 use crate::unroll::unroll;
 use crate::{Dtype, Error, MlaSpec, Result, Tiling};
 
+mod coop;
+
 /// One row of the ladder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Variant {
     /// Its name: in labels, logs and on command lines.
     pub name: &'static str,
-    /// How partial sums are joined: suffix of `shaders/lib/sum_*.wgsl`.
-    sum: Sum,
+    body: Body,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Body {
+    /// `mla_decode.wgsl`, and how partial sums are joined.
+    Plain(Sum),
+    /// `mla_decode_coop.wgsl`, and how many blocks are staged.
+    Coop { buffers: u32 },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,8 +33,12 @@ enum Sum {
 }
 
 /// The decode variants, best first. The last one runs everywhere.
-pub const VARIANTS: [Variant; 2] =
-    [Variant { name: "subgroup", sum: Sum::Subgroup }, Variant { name: "shared", sum: Sum::Shared }];
+pub const VARIANTS: [Variant; 4] = [
+    Variant { name: "coop", body: Body::Coop { buffers: 2 } },
+    Variant { name: "coop_small", body: Body::Coop { buffers: 1 } },
+    Variant { name: "subgroup", body: Body::Plain(Sum::Subgroup) },
+    Variant { name: "shared", body: Body::Plain(Sum::Shared) },
+];
 
 /// Lanes that share a score: a subgroup must have as many.
 const LANES: u32 = 8;
@@ -41,11 +54,19 @@ impl Variant {
     /// # Errors
     /// A sentence that names what is missing.
     pub fn runs_on(&self, caps: &Caps, spec: &MlaSpec) -> std::result::Result<(), String> {
-        if self.sum == Sum::Subgroup && !caps.subgroups {
-            return Err("the device was made without Features::SUBGROUP".into());
+        if self.body != Body::Plain(Sum::Shared) {
+            if !caps.subgroups {
+                return Err("the device was made without Features::SUBGROUP".into());
+            }
+            if caps.min_subgroup_size < LANES {
+                return Err(format!(
+                    "subgroups may have {} lanes, {LANES} are needed",
+                    caps.min_subgroup_size
+                ));
+            }
         }
-        if self.sum == Sum::Subgroup && caps.min_subgroup_size < LANES {
-            return Err(format!("subgroups may have {} lanes, {LANES} are needed", caps.min_subgroup_size));
+        if let Body::Coop { buffers } = self.body {
+            coop::runs_on(buffers, caps, spec)?;
         }
         if STORAGE_BUFFERS > caps.max_storage_buffers {
             let has = caps.max_storage_buffers;
@@ -60,27 +81,22 @@ impl Variant {
                 "workgroups of {threads} invocations are needed, the device was made with {has}"
             ));
         }
-        if self.tile(caps, spec).is_none() {
-            return Err("the device was made with less workgroup memory than WebGPU's default 16 KiB".into());
+        match self.body {
+            Body::Plain(sum) if Tile::balanced(sum, caps, spec).is_none() => {
+                Err("the device was made with less workgroup memory than WebGPU's default 16 KiB".into())
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// How this variant cuts work on a device; `None` where it does not run.
     pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
-        let tile = self.tile(caps, spec)?;
-        let (target_items, min_split_tokens) = match caps.kind {
-            // About two workgroups of 256 threads on each of an H200's 132 multiprocessors: one full wave.
-            DeviceKind::Discrete => (65_536 / tile.threads(), 32),
-            DeviceKind::Integrated | DeviceKind::Other => (128, 256),
-            DeviceKind::Software => (8, 512),
-        };
-        let (rows_per_tile, tokens_per_block) = (tile.rows(), tile.tokens());
-        Some(Tiling { rows_per_tile, tokens_per_block, target_items, min_split_tokens })
-    }
-
-    fn tile(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tile> {
-        Tile::balanced(self.sum, caps, spec)
+        match self.body {
+            Body::Coop { buffers } => {
+                coop::CoopTile::for_device(buffers, caps, spec).map(|tile| tile.tiling(caps))
+            }
+            Body::Plain(sum) => Tile::balanced(sum, caps, spec).map(|tile| tile.tiling(caps)),
+        }
     }
 }
 
@@ -135,6 +151,18 @@ impl Tile {
             .min_by_key(|tile| (cost(tile), tile.row_groups))
     }
 
+    /// The planner's targets: see BENCHMARKS.md for what they were measured on.
+    fn tiling(&self, caps: &Caps) -> Tiling {
+        let (target_items, min_split_tokens) = match caps.kind {
+            // About two workgroups of 256 threads on each of an H200's 132 multiprocessors: one full wave.
+            DeviceKind::Discrete => (65_536 / self.threads(), 32),
+            DeviceKind::Integrated | DeviceKind::Other => (128, 256),
+            DeviceKind::Software => (8, 512),
+        };
+        let (rows_per_tile, tokens_per_block) = (self.rows(), self.tokens());
+        Tiling { rows_per_tile, tokens_per_block, target_items, min_split_tokens }
+    }
+
     const fn threads(&self) -> u32 {
         self.group_threads * self.row_groups
     }
@@ -171,8 +199,16 @@ impl Tile {
 /// The split kernel of a decode, `None` where the variant does not run. `clamp_pages` keeps page ids written on the
 /// device inside the pool.
 pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) -> Option<Source> {
-    let tile = variant.tile(caps, spec)?;
-    let sum = match variant.sum {
+    let mut source = match variant.body {
+        Body::Coop { buffers } => coop::decode(variant.name, buffers, caps, spec)?,
+        Body::Plain(sum) => plain(variant.name, sum, &Tile::balanced(sum, caps, spec)?, spec),
+    };
+    source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
+    Some(source)
+}
+
+fn plain(name: &str, sum: Sum, tile: &Tile, spec: &MlaSpec) -> Source {
+    let sum = match sum {
         Sum::Subgroup => include_str!("../shaders/lib/sum_subgroup.wgsl"),
         Sum::Shared => include_str!("../shaders/lib/sum_shared.wgsl"),
     };
@@ -190,11 +226,14 @@ pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool)
         ("TILE_QUADS_PADDED", tile.tile_quads().next_multiple_of(4)),
         ("SCORE_PARTIALS", tile.tile_quads() * LANES),
     ]);
-    let files = [sum, include_str!("../shaders/mla_decode.wgsl")];
-    let mut source =
-        compose_step("mla_decode", &format!("{}.{}", variant.name, dtypes(spec)), spec, &consts, &files);
-    source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
-    Some(source)
+    let kv = spec.kv.dtype;
+    let decoder = format!("fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{kv}(oct);\n}}\n");
+    let mut files = vec![decoder.as_str(), sum, include_str!("../shaders/mla_decode.wgsl")];
+    if kv != spec.query {
+        files.push(oct_file(kv));
+    }
+    let types = [("KvOct", Const::Alias(oct_type(kv)))];
+    compose_step("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }
 
 /// Groups of threads that share the partial results of a row: see the head of `shaders/mla_merge.wgsl`.
@@ -209,7 +248,8 @@ pub fn merge(spec: &MlaSpec) -> Source {
     let files = [include_str!("../shaders/mla_merge.wgsl")];
     let mut consts = shape_consts(spec);
     consts.extend([("MERGE_GROUPS", MERGE_GROUPS), ("MERGE_THREADS", merge_threads(spec))]);
-    compose_step("mla_merge", spec.out.name(), spec, &consts, &files)
+    let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read
+    compose_step("mla_merge", spec.out.name(), spec, &consts, &types, &files)
 }
 
 fn dtypes(spec: &MlaSpec) -> String {
@@ -230,21 +270,17 @@ fn compose_step(
     variant: &str,
     spec: &MlaSpec,
     consts: &[(&'static str, u32)],
+    types: &[(&'static str, Const)],
     op: &[&str],
 ) -> Source {
     let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
     let mut prelude: Vec<_> = consts.iter().map(|&(name, value)| (name, Const::U32(value))).collect();
     prelude.push(("QueryOct", Const::Alias(oct_type(spec.query))));
-    prelude.push(("KvOct", Const::Alias(oct_type(spec.kv.dtype))));
-    let decoders = format!(
-        "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
-         fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n",
-        spec.query, spec.kv.dtype
-    );
-    let mut files = vec![decoders.as_str(), oct_file(spec.query)];
-    if spec.query != spec.kv.dtype {
-        files.push(oct_file(spec.kv.dtype));
-    }
+    prelude.extend(types);
+    let query = spec.query;
+    let decoder =
+        format!("fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{query}(oct);\n}}\n");
+    let mut files = vec![decoder.as_str(), oct_file(query)];
     files.extend(store_files(spec.out));
     files.extend([include_str!("../shaders/lib/tables.wgsl"), include_str!("../shaders/lib/layer.wgsl")]);
     files.extend(op);

@@ -17,6 +17,14 @@ mod subgroup {
     crate::common::suite::conformance_tests!(crate::gpu, Some("subgroup"), |_| false);
 }
 
+mod coop {
+    crate::common::suite::conformance_tests!(crate::gpu, Some("coop"), |_| true);
+}
+
+mod coop_small {
+    crate::common::suite::conformance_tests!(crate::gpu, Some("coop_small"), |_| true);
+}
+
 mod shared {
     crate::common::suite::conformance_tests!(crate::gpu, Some("shared"), |_| false);
 }

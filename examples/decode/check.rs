@@ -13,7 +13,7 @@ pub struct Verdict {
 }
 
 /// Variants that round the weights to bf16, as tensor cores do, and have the spec's tolerance for it.
-const ROUNDS_P: &[&str] = &[];
+const ROUNDS_P: &[&str] = &["coop", "coop_small"];
 
 impl Verdict {
     /// The worse of two comparisons, each as a share of what it is allowed.

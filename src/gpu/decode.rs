@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::binding::{self, LayerBinding};
-use super::pipelines::{Layouts, Pipelines};
+use super::pipelines::{Checks, Layouts, Pipelines};
 use super::step::Step;
 use crate::caps::Caps;
 use crate::compose::Source;
@@ -51,8 +51,8 @@ impl MlaDecode {
         let layouts = Layouts::new(pipelines.device())?;
         let tiling = variant.tiling(caps, spec).ok_or_else(|| fits_no_tile(&variant))?;
         let [split, merge] = compose(&variant, caps, spec, options)?;
-        let split = pipelines.get(&split, &layouts.pipeline)?;
-        let merge = pipelines.get(&merge, &layouts.pipeline)?;
+        let split = pipelines.get(&split, &layouts.pipeline, Checks::Proved)?;
+        let merge = pipelines.get(&merge, &layouts.pipeline, Checks::Proved)?;
         log::info!("mla.decode: {why}");
         Ok(Self {
             pipelines: pipelines.clone(),

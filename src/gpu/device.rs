@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::pipelines::Pipelines;
-use super::wanted::wanted;
+use super::pipelines::{Pipelines, Setup};
+use super::wanted::{experimental, wanted};
 use crate::{Error, Result};
 
 /// An adapter, a device made from [`wanted`], its queue, and the pipelines compiled on it.
@@ -57,6 +57,7 @@ impl Gpu {
                 label: Some("wgpu-mla"),
                 required_features: features,
                 required_limits: limits,
+                experimental_features: experimental(features),
                 ..Default::default()
             })
             .await
@@ -70,7 +71,8 @@ impl Gpu {
         });
         let info = adapter.get_info();
         log::info!("{} ({}, {:?}), features {features:?}", info.name, info.driver_info, info.backend);
-        let pipelines = Pipelines::new(&device);
+        let setup = Setup { adapter: Some(&adapter), ..Default::default() };
+        let pipelines = Pipelines::open(&device, &setup);
         Ok(Self { adapter, device, queue, pipelines, lost })
     }
 

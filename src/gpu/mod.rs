@@ -25,6 +25,7 @@ mod step;
 mod wanted;
 mod window;
 
+pub use crate::compose::Source;
 #[cfg(not(target_arch = "wasm32"))]
 pub use backend::GpuDecode;
 pub use binding::LayerBinding;
@@ -32,9 +33,8 @@ pub use binding::LayerBinding;
 pub(crate) use binding::LayerUniform;
 pub use decode::{MlaDecode, Options};
 pub use device::Gpu;
-pub use pipelines::Pipelines;
+pub use pipelines::{Pipelines, Setup};
 pub use read::read;
 pub use scope::checked;
-pub use crate::compose::Source;
 pub use step::{MAX_SLICES, SliceBudget, Step};
-pub use wanted::{Wanted, caps, wanted};
+pub use wanted::{Wanted, caps, caps_on, wanted};

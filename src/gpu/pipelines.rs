@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::disk_cache::DiskCache;
 use super::scope::scoped;
-use super::wanted::caps;
+use super::wanted::caps_on;
 use crate::caps::Caps;
 use crate::compose::Source;
 use crate::kernel::VARIANTS;
@@ -17,34 +17,58 @@ pub struct Pipelines {
     shared: Arc<Shared>,
 }
 
+/// What [`Pipelines::open`] may know or be asked beyond a device.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Setup<'a> {
+    /// The adapter that the device was made from: only it tells of cooperative matrices. Rows on tensor cores are not
+    /// chosen without it.
+    pub adapter: Option<&'a wgpu::Adapter>,
+    /// Where to keep what the driver compiled, if the device was made with [`wgpu::Features::PIPELINE_CACHE`]: see
+    /// [`DiskCache`]. Call [`Pipelines::save`] once all is compiled.
+    pub disk_cache: Option<&'a std::path::Path>,
+    /// Keeps wgpu's run-time checks of every index and loop in kernels that do without, since the host has proved them.
+    /// The environment variable `MLA_CHECKED_SHADERS` does the same.
+    pub checked_shaders: bool,
+}
+
+/// Whether a kernel keeps wgpu's run-time checks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Checks {
+    Kept,
+    /// Every index is inside its array and every loop ends: whoever says so writes down why.
+    Proved,
+}
+
 #[derive(Debug)]
 struct Shared {
     device: wgpu::Device,
     caps: Caps,
     compiled: Mutex<HashMap<String, wgpu::ComputePipeline>>,
     disk: Option<DiskCache>,
+    checked_shaders: bool,
 }
 
 impl Pipelines {
     /// An empty store on a device. The device is only referred to: it stays the host's.
     pub fn new(device: &wgpu::Device) -> Self {
-        Self::with(device, None)
+        Self::open(device, &Setup::default())
     }
 
-    /// A store that also keeps what the driver compiled in a file in `directory`, where the device was made with
-    /// [`wgpu::Features::PIPELINE_CACHE`]: see [`DiskCache`]. Call [`Pipelines::save`] once all is compiled.
-    pub fn with_disk(device: &wgpu::Device, directory: &std::path::Path) -> Self {
-        Self::with(device, Some(DiskCache::open(device, directory)))
-    }
-
+    /// As [`Pipelines::new`], knowing more. Give it the adapter, or rows on tensor cores are not chosen.
     // In a browser wgpu's objects stay on their thread, and so does what holds them.
     #[cfg_attr(target_arch = "wasm32", allow(clippy::arc_with_non_send_sync))]
-    fn with(device: &wgpu::Device, disk: Option<DiskCache>) -> Self {
-        let shared = Shared { device: device.clone(), caps: caps(device), compiled: Mutex::default(), disk };
+    pub fn open(device: &wgpu::Device, setup: &Setup<'_>) -> Self {
+        let shared = Shared {
+            device: device.clone(),
+            caps: caps_on(setup.adapter, device),
+            compiled: Mutex::default(),
+            disk: setup.disk_cache.map(|directory| DiskCache::open(device, directory)),
+            checked_shaders: setup.checked_shaders || std::env::var_os("MLA_CHECKED_SHADERS").is_some(),
+        };
         Self { shared: Arc::new(shared) }
     }
 
-    /// Writes the file of [`Pipelines::with_disk`], if what was compiled changed it. True if it was written.
+    /// Writes the file of [`Setup::disk_cache`], if what was compiled changed it. True if it was written.
     ///
     /// # Errors
     /// Those of the file system.
@@ -80,6 +104,7 @@ impl Pipelines {
         &self,
         source: &Source,
         layout: &wgpu::PipelineLayout,
+        checks: Checks,
     ) -> Result<wgpu::ComputePipeline> {
         let mut compiled = self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pipeline) = compiled.get(&source.text) {
@@ -89,10 +114,20 @@ impl Pipelines {
         let pipeline = scoped(device, source.entry, || {
             log::debug!("compiling {}", source.label);
             let label = Some(source.label.as_str());
-            let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
+            let descriptor = wgpu::ShaderModuleDescriptor {
                 label,
                 source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
-            });
+            };
+            let module = if checks == Checks::Kept || self.shared.checked_shaders {
+                device.create_shader_module(descriptor)
+            } else {
+                // SAFETY: the text is this crate's own, and whoever asked for `Checks::Proved` has written down beside the
+                // call which check of the host bounds which index, and why every loop ends.
+                unsafe {
+                    let checks = wgpu::ShaderRuntimeChecks::unchecked();
+                    device.create_shader_module_trusted(descriptor, checks)
+                }
+            };
             device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
                 label,
                 layout: Some(layout),

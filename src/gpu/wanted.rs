@@ -33,7 +33,8 @@ pub fn wanted(adapter: &wgpu::Adapter) -> Wanted {
     let useful = wgpu::Features::SUBGROUP
         | wgpu::Features::SHADER_F16
         | wgpu::Features::PIPELINE_CACHE
-        | wgpu::Features::TIMESTAMP_QUERY;
+        | wgpu::Features::TIMESTAMP_QUERY
+        | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
     let has = adapter.limits();
     let mut limits = wgpu::Limits::default().or_worse_values_from(&has);
     limits.max_storage_buffer_binding_size = has.max_storage_buffer_binding_size;
@@ -41,15 +42,29 @@ pub fn wanted(adapter: &wgpu::Adapter) -> Wanted {
     limits.max_compute_workgroup_storage_size = has.max_compute_workgroup_storage_size;
     limits.max_compute_invocations_per_workgroup = has.max_compute_invocations_per_workgroup;
     limits.max_compute_workgroup_size_x = has.max_compute_workgroup_size_x;
-    Wanted {
-        features: adapter.features() & useful,
-        limits,
-        experimental: wgpu::ExperimentalFeatures::disabled(),
+    let features = adapter.features() & useful;
+    Wanted { features, limits, experimental: experimental(features) }
+}
+
+/// The token that `features` need: wgpu may still have bugs in experimental ones. This crate uses cooperative matrices,
+/// whose results its tests compare with an oracle on every device at hand.
+pub(super) fn experimental(features: wgpu::Features) -> wgpu::ExperimentalFeatures {
+    if features.intersects(wgpu::Features::all_experimental_mask()) {
+        // SAFETY: matrices are loaded from and stored to arrays of this crate's own size, at indices known when the
+        // kernel is composed, by whole subgroups: what naga does not check.
+        unsafe { wgpu::ExperimentalFeatures::enabled() }
+    } else {
+        wgpu::ExperimentalFeatures::disabled()
     }
 }
 
-/// What a device can do, as it was made.
+/// What a device can do, as it was made; without cooperative matrices, of which only its adapter knows.
 pub fn caps(device: &wgpu::Device) -> Caps {
+    caps_on(None, device)
+}
+
+/// What a device can do, as it was made from an adapter.
+pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
     let (info, limits, features) = (device.adapter_info(), device.limits(), device.features());
     let subgroups = features.contains(wgpu::Features::SUBGROUP);
     let size = |lanes: u32| if subgroups { lanes } else { 0 };
@@ -63,6 +78,12 @@ pub fn caps(device: &wgpu::Device) -> Caps {
         subgroups,
         min_subgroup_size: size(info.subgroup_min_size),
         max_subgroup_size: size(info.subgroup_max_size),
+        cooperative_tile: match adapter {
+            Some(adapter) if features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX) => {
+                cooperative_tile(&adapter.cooperative_matrix_properties())
+            }
+            _ => 0,
+        },
         shader_f16: features.contains(wgpu::Features::SHADER_F16),
         workgroup_memory_bytes: limits.max_compute_workgroup_storage_size,
         max_invocations: limits
@@ -73,4 +94,15 @@ pub fn caps(device: &wgpu::Device) -> Caps {
         max_buffer_bytes: limits.max_buffer_size,
         max_workgroups: limits.max_compute_workgroups_per_dimension,
     }
+}
+
+/// The larger side of those that the shaders know.
+fn cooperative_tile(offered: &[wgpu::CooperativeMatrixProperties]) -> u32 {
+    let halves = |p: &&wgpu::CooperativeMatrixProperties| {
+        p.ab_type == wgpu::CooperativeScalarType::F16 && p.cr_type == wgpu::CooperativeScalarType::F32
+    };
+    let side = |p: &wgpu::CooperativeMatrixProperties| {
+        [16, 8].into_iter().find(|&side| p.m_size == side && p.n_size == side && p.k_size == side)
+    };
+    offered.iter().filter(halves).filter_map(side).max().unwrap_or(0)
 }

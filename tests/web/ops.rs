@@ -45,8 +45,8 @@ pub async fn check_merge(gpu: &Gpu, case: &MergeCase, layout: Layout) -> Result<
     let (lse_dims, lse_strides) =
         ([num_heads, num_tokens, 1], Strides { offset: 0, token: num_tokens, head: 1 });
     let lse_view = Strides { offset: 0, token: 1, head: num_tokens };
-    let [prefix, suffix] =
-        [&case.prefix_output, &case.suffix_output].map(|state| upload(gpu, &scatter(state, dims, elem, strides)));
+    let [prefix, suffix] = [&case.prefix_output, &case.suffix_output]
+        .map(|state| upload(gpu, &scatter(state, dims, elem, strides)));
     let [prefix_lse, suffix_lse] =
         [&case.prefix_lse, &case.suffix_lse].map(|lse| upload(gpu, &Dtype::F32.encode_all(lse)));
     let (out_len, lse_len) = (strides.end(dims) * elem, num_tokens * num_heads * 4);
@@ -77,7 +77,8 @@ pub async fn check_merge(gpu: &Gpu, case: &MergeCase, layout: Layout) -> Result<
         close(what, &dtype.decode_all(&dense), &want, &tolerance).into_result().map(drop)
     };
     let (out_at, lse_at) = ((dims, strides), (lse_dims, lse_strides));
-    compare("output", &output, out_len, out_at, spec.dtype, &case.output, Tolerance::merge(spec.dtype)).await?;
+    compare("output", &output, out_len, out_at, spec.dtype, &case.output, Tolerance::merge(spec.dtype))
+        .await?;
     compare("output_lse", &output_lse, lse_len, lse_at, Dtype::F32, &case.output_lse, Tolerance::merge_lse())
         .await
 }
@@ -106,7 +107,8 @@ async fn appends() {
 pub async fn check_append(gpu: &Gpu, case: &AppendCase, gaps: bool) -> Result<(), String> {
     let (spec, shape, kv) = (case.spec, case.spec.shape, case.spec.kv);
     let row = shape.row_elems() as usize;
-    let [latent, rope] = [shape.kv_lora_rank, shape.qk_rope_head_dim].map(|dim| Strides::dense(1, dim as usize));
+    let [latent, rope] =
+        [shape.kv_lora_rank, shape.qk_rope_head_dim].map(|dim| Strides::dense(1, dim as usize));
     let (kv_c, k_pe) = (upload(gpu, &case.kv_c), upload(gpu, &case.k_pe));
     let pages = if gaps { Pages::gaps(&kv, row) } else { Pages::dense(&kv, row) };
     let (dims, elem) = (page_dims(&kv, row), kv.dtype.bytes());

@@ -6,8 +6,10 @@ use std::collections::HashSet;
 
 use wasm_bindgen_test::{console_log, wasm_bindgen_test};
 use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
-use wgpu_mla::gpu::{Gpu, MlaDecode, Options, checked};
-use wgpu_mla::{AppendSpec, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result, SUPPORTED_DIMS, wgpu};
+use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Source, checked};
+use wgpu_mla::{
+    AppendSpec, Caps, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result, SUPPORTED_DIMS, wgpu,
+};
 
 use crate::page::gpu;
 
@@ -48,37 +50,53 @@ fn rows(gpu: &Gpu, spec: &MlaSpec) -> Vec<Options> {
 struct Modules(HashSet<String>);
 
 impl Modules {
-    async fn compile(&mut self, gpu: &Gpu, spec: &MlaSpec) {
+    async fn compile(&mut self, gpu: &Gpu, caps: &Caps, spec: &MlaSpec) {
         for options in rows(gpu, spec) {
-            let sources = MlaDecode::sources(gpu.pipelines.caps(), spec, &options);
-            for source in sources.expect("a row that runs here") {
-                if self.0.insert(source.text.clone()) {
-                    let make = || {
-                        Ok(gpu.device.create_shader_module(wgpu::ShaderModuleDescriptor {
-                            label: Some(&source.label),
-                            source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
-                        }))
-                    };
-                    compile(gpu, &format!("{}, {spec:?}", source.label), make).await;
+            match MlaDecode::sources(caps, spec, &options) {
+                Ok(sources) => {
+                    for source in sources {
+                        self.compile_one(gpu, source, spec).await;
+                    }
                 }
+                Err(error) => assert_ne!(caps, gpu.pipelines.caps(), "{options:?}, {spec:?}: {error}"),
             }
         }
     }
+
+    async fn compile_one(&mut self, gpu: &Gpu, source: Source, spec: &MlaSpec) {
+        if self.0.contains(&source.text) {
+            return;
+        }
+        let make = || {
+            Ok(gpu.device.create_shader_module(wgpu::ShaderModuleDescriptor {
+                label: Some(&source.label),
+                source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
+            }))
+        };
+        compile(gpu, &format!("{}, {spec:?}", source.label), make).await;
+        self.0.insert(source.text);
+    }
 }
 
-/// Every tile and every triple of dtypes of every shape, on every row that runs here.
+/// Every tile and every triple of dtypes of every shape, on every row that runs here, for this device, weaker ones and a
+/// larger one.
 #[wasm_bindgen_test]
 async fn every_module_compiles() {
     let gpu = gpu().await;
+    let own = *gpu.pipelines.caps();
+    let large = Caps { workgroup_memory_bytes: 48 << 10, max_invocations: 1024, ..own };
     let mut modules = Modules::default();
-    for dims in all_dims() {
-        for heads in 1..=128 {
-            modules.compile(&gpu, &spec(dims, heads, Dtype::Bf16, Dtype::Bf16, Dtype::F32)).await;
-        }
-        for query in Dtype::ALL {
-            for cache in Dtype::ALL {
-                for out in OUTS {
-                    modules.compile(&gpu, &spec(dims, 16, query, cache, out)).await;
+    for caps in own.downgrades().into_iter().map(|(_, caps)| caps).chain([large]) {
+        for dims in all_dims() {
+            for heads in 1..=128 {
+                let spec = spec(dims, heads, Dtype::Bf16, Dtype::Bf16, Dtype::F32);
+                modules.compile(&gpu, &caps, &spec).await;
+            }
+            for query in Dtype::ALL {
+                for cache in Dtype::ALL {
+                    for out in OUTS {
+                        modules.compile(&gpu, &caps, &spec(dims, 16, query, cache, out)).await;
+                    }
                 }
             }
         }

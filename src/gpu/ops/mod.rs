@@ -35,7 +35,7 @@ fn pipeline(
             immediate_size: 0,
         })
     })?;
-    pipelines.get(source, &layout)
+    pipelines.get(source, &layout, crate::gpu::pipelines::Checks::Kept)
 }
 
 /// Workgroups for `items` items, folded in two: a dimension is limited. `limit` is that of the device.

@@ -7,7 +7,7 @@ use wgpu_mla::{
     Backend, Batch, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy, Tiling, wgpu,
 };
 
-use super::{Result, median};
+use crate::support::{Result, median};
 
 const BATCH: usize = 64;
 const LAYERS: usize = 61;

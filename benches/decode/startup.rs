@@ -7,7 +7,7 @@ use std::time::Instant;
 use wgpu_mla::gpu::{Gpu, MlaDecode, Pipelines};
 use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec};
 
-use super::Result;
+use crate::support::Result;
 
 /// Starts this program twice on an empty directory; each compiles the decodes of one application.
 pub fn run(directory: &Path) -> Result<()> {
@@ -32,7 +32,8 @@ pub fn run(directory: &Path) -> Result<()> {
 pub fn child(directory: &Path) -> Result<()> {
     let gpu = Gpu::new()?;
     let begin = Instant::now();
-    let pipelines = Pipelines::with_disk(&gpu.device, directory);
+    let setup = Setup { adapter: Some(&gpu.adapter), disk_cache: Some(directory), ..Default::default() };
+    let pipelines = Pipelines::open(&gpu.device, &setup);
     let status = pipelines.disk().map(|disk| disk.status().clone());
     let mut decodes = 0;
     for dtype in [Dtype::F16, Dtype::Bf16, Dtype::E4m3] {

@@ -1,0 +1,212 @@
+//! Times `kv_append`. Each shape is compared byte for byte with the oracle first; a wrong byte ends the run with status 1.
+//!
+//! ```text
+//! cargo bench --bench append -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
+//! ```
+//! BENCHMARKS.md says what the figures mean.
+
+#[path = "support/mod.rs"]
+#[allow(dead_code)]
+mod support;
+
+use serde_json::json;
+use support::Result;
+use support::args::Args;
+use support::ceiling::{self, Kind};
+use support::clock::{Clock, Passes, is_small};
+use support::paint::{Canvas, Paint};
+use support::record::{Records, timing_fields};
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::gpu::ops::{AppendBinding, AppendStep, KvAppend};
+use wgpu_mla::reference::{Concat, concat_and_cache};
+use wgpu_mla::{AppendLayer, AppendSpec, Backend, Dtype, KvSpec, KvView, MlaShape, View, wgpu};
+
+const PAGE_SIZE: u32 = 64;
+const LATENT: u32 = 512;
+const ROPE: u32 = 64;
+const INPUT: Dtype = Dtype::Bf16;
+/// A power of two, for which every device writes the oracle's bytes.
+const K_SCALE: f32 = 0.25;
+
+/// Bytes that the rotated buffers have together, at least: more than any card's L2.
+const ROTATED_BYTES: u64 = 300_000_000;
+
+#[derive(Clone, Copy)]
+struct Shape {
+    cache: Dtype,
+    tokens: u32,
+}
+
+impl Shape {
+    fn name(&self) -> String {
+        format!("{} tokens {INPUT} to {}", self.tokens, self.cache)
+    }
+
+    fn spec(&self) -> AppendSpec {
+        let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
+        let num_pages = if self.decodes() { self.tokens } else { self.tokens.div_ceil(PAGE_SIZE) };
+        AppendSpec { shape, kv: KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages }, input: INPUT }
+    }
+
+    /// A token for each sequence, not the tokens of a prompt.
+    fn decodes(&self) -> bool {
+        self.tokens <= PAGE_SIZE
+    }
+
+    /// Where the tokens go: each in a page of its own, or in pages that are full and in no order.
+    fn slots(&self) -> Vec<i64> {
+        let pages = u64::from(self.spec().kv.num_pages);
+        let page = |i: u64| (i * 7919 + 3) % pages;
+        let size = u64::from(PAGE_SIZE);
+        let slot = |token: u64| {
+            if self.decodes() {
+                page(token) * size + token * 7 % size
+            } else {
+                page(token / size) * size + token % size
+            }
+        };
+        (0..u64::from(self.tokens)).map(|token| slot(token) as i64).collect()
+    }
+
+    fn layer_elems(&self) -> u64 {
+        self.spec().kv.num_slots() * u64::from(LATENT + ROPE)
+    }
+
+    /// Read and written by one append, the slot of each token included.
+    fn bytes(&self) -> u64 {
+        let row = u64::from(LATENT + ROPE) * (INPUT.bytes() + self.cache.bytes()) as u64;
+        u64::from(self.tokens) * (row + 4)
+    }
+}
+
+fn main() {
+    if let Err(error) = run(&Args::parse()) {
+        eprintln!("error: {error}");
+        std::process::exit(1);
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let gpu = Gpu::new()?;
+    let tokens: &[u32] = match (args.test, is_small(&gpu) && !args.full) {
+        (true, _) => &[5, 128],
+        (_, true) => &[64, 4096],
+        _ => &[64, 4096, 131_072],
+    };
+    let caches = [Dtype::E4m3, Dtype::Bf16, Dtype::F16];
+    let shapes = caches.iter().flat_map(|&cache| tokens.iter().map(move |&tokens| Shape { cache, tokens }));
+    let shapes: Vec<Shape> = shapes.filter(|shape| args.wants(&shape.name())).collect();
+    if args.list {
+        shapes.iter().for_each(|shape| println!("{}", shape.name()));
+        return Ok(());
+    }
+    let (ceiling, bytes) = ceiling::measure(&gpu, Kind::Copy, args.test)?;
+    let mut records = Records::new("append", Some(&gpu));
+    records.note("copy_ceiling_gb_s", ceiling);
+    records.note("copy_ceiling_bytes", 2 * bytes);
+    println!(
+        "# kv_append on {}\n\nus: device time, many appends in a pass; alone: a pass for each. \
+         GB/s: read and written; ceiling: share of this run's copy ceiling, {ceiling:.0} GB/s.\n",
+        gpu.name()
+    );
+    println!(
+        "| shape | us | min | alone | GB/s | ceiling | host | bytes |\n|---|---|---|---|---|---|---|---|"
+    );
+    for shape in &shapes {
+        let record = time(&gpu, shape, ceiling, args);
+        records.add(record.map_err(|error| format!("{}: {error}", shape.name()))?);
+    }
+    records.save(args.json.as_deref())
+}
+
+fn time(gpu: &Gpu, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_json::Value> {
+    let spec = shape.spec();
+    let (tokens, paint) = (u64::from(shape.tokens), Paint::new(INPUT));
+    let copies = if is_small(gpu) { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) };
+    let latents = gpu.painted(&paint, copies * tokens * u64::from(LATENT))?;
+    let ropes = gpu.painted(&paint, copies * tokens * u64::from(ROPE))?;
+    let cache = gpu.buffer(copies * shape.layer_elems() * shape.cache.bytes() as u64)?;
+    let append = KvAppend::new(&gpu.pipelines, spec)?;
+    let mut step = AppendStep::default();
+    append.prepare(&gpu.device, &gpu.queue, &mut step, &shape.slots())?;
+    let bind = |copy: u64| -> Result<AppendBinding> {
+        let rows =
+            |buffer, dim: u32| View { offset: copy * tokens * u64::from(dim), ..View::dense(buffer, 1, dim) };
+        let layer = AppendLayer {
+            kv_c: rows(&latents, LATENT),
+            k_pe: rows(&ropes, ROPE),
+            kv: KvView {
+                buffer: &cache,
+                offset: 0,
+                layer_stride: shape.layer_elems(),
+                layer: copy as u32,
+                block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)),
+            },
+            k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
+        };
+        Ok(append.bind(&gpu.device, &layer, shape.tokens)?)
+    };
+    let bindings = (0..copies).map(bind).collect::<Result<Vec<_>>>()?;
+    let right = check(gpu, shape, &append, &step, &bindings[0], &paint, &cache)?;
+
+    let clock = Clock::new(gpu, args.replays());
+    let record = |pass: &mut wgpu::ComputePass<'_>, call: usize| {
+        append.record_in(pass, &step, &bindings[call % bindings.len()]);
+    };
+    let together = clock.time(Passes::One, record)?;
+    let alone = clock.time(Passes::Each, record)?;
+    let rate = shape.bytes() as f64 / together.median / 1e9;
+    let us = |seconds: f64| seconds * 1e6;
+    print!("| {} | {:.2} | {:.2} ", shape.name(), us(together.median), us(together.min));
+    print!("| {:.2} | {rate:.0} | {:.1} % ", us(alone.median), 100.0 * rate / ceiling);
+    println!("| {:.1} | {right} |", us(together.host));
+    let mut row = json!({
+        "workload": shape.name(), "cache": shape.cache.name(), "tokens": shape.tokens,
+        "us_alone": us(alone.median), "gb_s": rate, "share": rate / ceiling,
+    });
+    if let Some(fields) = row.as_object_mut() {
+        fields.extend(timing_fields(&together));
+    }
+    Ok(row)
+}
+
+/// Compares the bytes of the first and the last tokens of the first append.
+fn check(
+    gpu: &Gpu,
+    shape: &Shape,
+    append: &KvAppend,
+    step: &AppendStep,
+    first: &AppendBinding,
+    paint: &Paint,
+    cache: &wgpu::Buffer,
+) -> Result<String> {
+    let mut encoder = gpu.device.create_command_encoder(&Default::default());
+    append.record(&mut encoder, step, first);
+    gpu.queue.submit([encoder.finish()]);
+    let row_bytes = (LATENT + ROPE) as usize * shape.cache.bytes();
+    let got = gpu.download(cache, shape.layer_elems() * shape.cache.bytes() as u64)?;
+    let slots = shape.slots();
+    let tokens = slots.len();
+    let some: Vec<usize> = (0..64.min(tokens)).chain(tokens.saturating_sub(64).max(64)..tokens).collect();
+    let rows = |dim: u32| -> Vec<u8> {
+        let range = |token: &usize| *token as u64 * u64::from(dim)..(*token as u64 + 1) * u64::from(dim);
+        some.iter().flat_map(|token| paint.codes(range(token))).collect()
+    };
+    let mut want = vec![0; some.len() * row_bytes];
+    let concat = Concat {
+        kv_c: &rows(LATENT),
+        k_pe: &rows(ROPE),
+        input: INPUT,
+        slot_mapping: &(0..some.len() as i64).collect::<Vec<_>>(),
+        kv_lora_rank: LATENT as usize,
+        qk_rope_head_dim: ROPE as usize,
+        k_scale: K_SCALE,
+    };
+    concat_and_cache(&concat, shape.cache, &mut want);
+    for (&token, want) in some.iter().zip(want.chunks(row_bytes)) {
+        if got[slots[token] as usize * row_bytes..][..row_bytes] != *want {
+            return Err(format!("token {token}: the cache does not hold the oracle's bytes").into());
+        }
+    }
+    Ok(format!("{} rows equal", some.len()))
+}

@@ -1,0 +1,36 @@
+//! Times decodes. Each workload is checked against the oracle first; a wrong result ends the run with status 1.
+//!
+//! ```text
+//! cargo bench --bench decode -- [--only TEXT].. [--variant NAME] [--items N] [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench decode -- --backend cpu [--threads N]
+//! cargo bench --bench decode -- --host            host time of plan, prepare and record
+//! cargo bench --bench decode -- --startup DIR     first and second start with a pipeline cache in DIR
+//! ```
+//! BENCHMARKS.md says what the figures mean.
+
+#[path = "../../tests/common/close.rs"]
+#[allow(dead_code)]
+mod close;
+mod host;
+mod problem;
+mod run;
+mod serving;
+mod startup;
+#[path = "../support/mod.rs"]
+#[allow(dead_code)]
+mod support;
+mod workload;
+
+fn main() {
+    let args = support::args::Args::parse();
+    let done = match (&args.startup, &args.startup_child) {
+        (Some(directory), _) => startup::run(directory),
+        (_, Some(directory)) => startup::child(directory),
+        _ if args.host => host::run(),
+        _ => run::run(&args),
+    };
+    if let Err(error) = done {
+        eprintln!("error: {error}");
+        std::process::exit(1);
+    }
+}

@@ -1,0 +1,204 @@
+//! The table: each workload checked, timed, and set beside the peers.
+
+use std::time::Instant;
+
+use serde_json::json;
+use wgpu_mla::cpu::Cpu;
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::{Backend, Batch, Dtype, PageTable, Plan, Policy};
+
+use super::problem::{Pool, Problem, rounds_p};
+use super::serving;
+use super::workload::{Ratio, Workload, full, small, tiny};
+use crate::support::args::Args;
+use crate::support::ceiling::{self, Kind};
+use crate::support::clock::{Clock, Passes, Timing, is_small, is_software};
+use crate::support::record::{Records, cell, timing_fields};
+use crate::support::{Result, median, peers};
+
+/// Bytes that the caches of all layers have together, at least: more than any card's L2.
+const ROTATED_BYTES: f64 = 600e6;
+
+pub fn run(args: &Args) -> Result<()> {
+    if args.backend != "wgpu" && args.backend != "cpu" {
+        return Err(format!("--backend {}: wgpu or cpu", args.backend).into());
+    }
+    let gpu = if args.backend == "cpu" { None } else { Some(Gpu::new()?) };
+    let table = match &gpu {
+        _ if args.test => tiny(),
+        Some(gpu) if args.full || !is_small(gpu) => full(),
+        _ => small(),
+    };
+    let table: Vec<Workload> = table.into_iter().filter(|w| args.wants(&w.name())).collect();
+    if args.list {
+        table.iter().for_each(|workload| println!("{}", workload.name()));
+        serving::shapes(gpu.as_ref(), args).iter().for_each(|shape| println!("{}", shape.name()));
+        return Ok(());
+    }
+    match &gpu {
+        Some(gpu) => run_gpu(gpu, &table, args),
+        None => run_cpu(&table, args),
+    }
+}
+
+fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
+    let cpu = args.threads.map_or_else(Cpu::new, Cpu::with_threads);
+    let mut report = Report::new(&cpu.name(), None, f64::NAN);
+    for workload in table {
+        let pool = Pool::new(&cpu, workload.kv, workload.layer_elems())?;
+        let problem = Problem::new(&cpu, &pool, workload, args.variant.as_deref(), args.items, 1)?;
+        let row = args.variant.clone().unwrap_or_else(|| cpu.variants(&problem.spec)[0].into());
+        let right = problem.check(&cpu, &row)?;
+        let mut times = Vec::new();
+        for _ in 0..args.replays.unwrap_or(if args.test { 3 } else { 201 }) {
+            let begin = Instant::now();
+            cpu.run(&problem.decode, &problem.step, &problem.bindings[0])?;
+            times.push(begin.elapsed().as_secs_f64());
+        }
+        let median = median(&mut times);
+        let timing = Timing { median, min: times[0], host: 0.0 };
+        report.add(workload, &row, &timing, f64::NAN, problem.plan.items.len(), &right);
+    }
+    report.records.save(args.json.as_deref())
+}
+
+fn run_gpu(gpu: &Gpu, table: &[Workload], args: &Args) -> Result<()> {
+    let (ceiling, bytes) = ceiling::measure(gpu, Kind::Read, args.test)?;
+    let mut report = Report::new(&gpu.name(), Some(gpu), ceiling);
+    report.records.note("read_ceiling_bytes", bytes);
+    // One pool for neighbours in the table that share a dtype.
+    for group in table.chunk_by(|a, b| a.kv == b.kv) {
+        let elems = group.iter().map(|w| w.layer_elems() * u64::from(copies(gpu, w))).max().unwrap_or(0);
+        let pool = Pool::new(gpu, group[0].kv, elems)?;
+        for workload in group {
+            time_gpu(gpu, &pool, workload, args, &mut report)?;
+        }
+    }
+    serving::run(gpu, args, ceiling, &mut report.records)?;
+    report.records.save(args.json.as_deref())
+}
+
+/// Layers whose caches are rotated.
+fn copies(gpu: &Gpu, workload: &Workload) -> u32 {
+    if is_software(gpu) {
+        return 1;
+    }
+    let layer = workload.layer_elems() * workload.kv.bytes() as u64;
+    let fit = (gpu.pipelines.caps().max_buffer_bytes / layer).max(1) as f64;
+    (ROTATED_BYTES / layer as f64).ceil().clamp(2.0, 128.0).min(fit) as u32
+}
+
+fn time_gpu(
+    gpu: &Gpu,
+    pool: &Pool<Gpu>,
+    workload: &Workload,
+    args: &Args,
+    report: &mut Report,
+) -> Result<()> {
+    let binding = workload.layer_elems() * workload.kv.bytes() as u64;
+    if binding > gpu.pipelines.caps().max_binding_bytes {
+        println!("| {} | skipped: its cache does not fit one binding of this device |", workload.name());
+        return Ok(());
+    }
+    let plain = gpu.variants(&workload.spec()).into_iter().find(|row| !rounds_p(row));
+    let variant = if workload.plain { plain } else { args.variant.as_deref() };
+    let problem = Problem::new(gpu, pool, workload, variant, args.items, copies(gpu, workload))?;
+    let row = problem.decode.variant();
+    let right = problem.check(gpu, row).map_err(|error| format!("{}: {row}: {error}", workload.name()))?;
+    let clock = Clock::new(gpu, args.replays());
+    let timing = clock.time(Passes::One, |pass, call| {
+        let binding = &problem.bindings[call % problem.bindings.len()];
+        problem.decode.record_in(pass, &problem.step, binding);
+    })?;
+    let step = host_step(gpu, workload, &problem)?;
+    report.add(workload, row, &timing, step, problem.plan.items.len(), &right);
+    Ok(())
+}
+
+/// Seconds of host time that a step costs before its layers: plan and prepare, with one token more each time.
+fn host_step(gpu: &Gpu, workload: &Workload, problem: &Problem<'_, Gpu>) -> Result<f64> {
+    let mut step = problem.decode.step(Default::default())?;
+    let mut plan = Plan::default();
+    let (table, max_pages) = workload.block_table();
+    let (lens, tiling) = (workload.seq_lens(), problem.decode.tiling());
+    let starts: Vec<i32> = (0..=lens.len() as u32).map(|i| (i * workload.q_len) as i32).collect();
+    let mut times = Vec::new();
+    for turn in 0..17 {
+        let lens: Vec<i32> = lens.iter().map(|&len| (len - 16 + turn).max(1)).collect();
+        let begin = Instant::now();
+        plan.update(&problem.spec, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?;
+        let pages = PageTable::Dense { block_table: &table, max_pages };
+        problem.decode.prepare(&gpu.queue, &mut step, &plan, pages)?;
+        times.push(begin.elapsed().as_secs_f64());
+    }
+    gpu.queue.submit([]);
+    Ok(median(&mut times))
+}
+
+/// The table as it grows, and the times that later lines are compared with.
+struct Report {
+    records: Records,
+    ceiling: f64,
+    done: Vec<(Workload, f64)>,
+}
+
+impl Report {
+    fn new(name: &str, gpu: Option<&Gpu>, ceiling: f64) -> Self {
+        let mut records = Records::new("decode", gpu);
+        records.note("read_ceiling_gb_s", ceiling);
+        records.note("peers_device", peers::DEVICE);
+        println!(
+            "# Decode on {name}\n\nus: device time of decode + merge. Ceiling: share of this run's read ceiling, {} GB/s. \
+             Ratio: to 16 heads, 64 x 8192 (ragged: per KV byte).\nHost: us to record a layer; to plan and prepare a step. \
+             Peers: us on one {}, not on this device.\n",
+            cell(ceiling, 1),
+            peers::DEVICE
+        );
+        print!(
+            "| workload | row | us | min | KV GB/s | ceiling | TFLOP/s | ratio | items | host | error (of allowed) |"
+        );
+        peers::NAMES.iter().for_each(|name| print!(" {name} |"));
+        println!("\n|---|---|{}", "---|".repeat(9 + peers::NAMES.len()));
+        Self { records, ceiling, done: Vec::new() }
+    }
+
+    fn add(&mut self, w: &Workload, row: &str, timing: &Timing, host_step: f64, items: usize, right: &str) {
+        let seconds = timing.median;
+        let rate = w.kv_bytes() / seconds / 1e9;
+        let share = rate / self.ceiling;
+        let ratio = self.ratio(w, seconds);
+        let known = w.dims == (512, 64) && w.query != Dtype::F32;
+        let peers = known.then(|| peers::decode_of(w.heads, w.q_len, w.kv, &w.shape_name())).flatten();
+        print!("| {} | {row} | {:.1} | {:.1} ", w.name(), seconds * 1e6, timing.min * 1e6);
+        print!("| {rate:.0} | {} % | {:.1} ", cell(share * 100.0, 1), w.flop() / seconds / 1e12);
+        print!("| {} | {items} ", cell(ratio, 3));
+        print!("| {}; {} | {right} |", cell(timing.host * 1e6, 1), cell(host_step * 1e6, 0));
+        peers.unwrap_or([f64::NAN; 4]).iter().for_each(|us| print!(" {} |", cell(*us, 1)));
+        println!();
+
+        let mut record = json!({
+            "workload": w.name(), "row": row, "heads": w.heads, "shape": w.shape_name(), "q_len": w.q_len,
+            "kv": w.kv.name(), "query": w.query.name(), "dims": [w.dims.0, w.dims.1], "tokens": w.tokens(),
+            "gb_s": rate, "share": share, "tflop_s": w.flop() / seconds / 1e12, "ratio": ratio,
+            "items": items, "host_step_us": host_step * 1e6, "error": right,
+            "peers_us": peers.map(|us| peers::NAMES.iter().zip(us).map(|(n, us)| json!([n, us])).collect::<Vec<_>>()),
+        });
+        if let Some(fields) = record.as_object_mut() {
+            fields.extend(timing_fields(timing));
+        }
+        self.records.add(record);
+        self.done.push((w.clone(), seconds));
+    }
+
+    /// NaN where there is nothing to compare with in this run.
+    fn ratio(&self, w: &Workload, seconds: f64) -> f64 {
+        let Some((base, kind)) = w.ratio() else { return f64::NAN };
+        let Some((base, base_seconds)) = self.done.iter().find(|(done, _)| *done == base) else {
+            return f64::NAN;
+        };
+        match kind {
+            Ratio::Time => seconds / base_seconds,
+            Ratio::TimePerByte => (seconds / w.kv_bytes()) / (base_seconds / base.kv_bytes()),
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! Times `merge_attn_states`. Each shape is checked against the oracle first; a wrong result ends the run with status 1.
+//!
+//! ```text
+//! cargo bench --bench merge -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
+//! ```
+//! BENCHMARKS.md says what the figures mean.
+
+#[path = "../tests/common/close.rs"]
+#[allow(dead_code)]
+mod close;
+#[path = "support/mod.rs"]
+#[allow(dead_code)]
+mod support;
+
+use close::{Tolerance, close};
+use serde_json::json;
+use support::args::Args;
+use support::ceiling::{self, Kind};
+use support::clock::{Clock, Passes, is_small};
+use support::paint::{Canvas, Paint};
+use support::record::{Records, cell, timing_fields};
+use support::{Result, peers};
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::gpu::ops::{MergeAttnStates, MergeBinding};
+use wgpu_mla::reference::{State, merge_attn_states};
+use wgpu_mla::{Backend, Dtype, MergeStates, MergeStatesSpec, View, wgpu};
+
+const HEAD_SIZE: u32 = 128;
+
+/// Bytes that the rotated buffers have together, at least: more than any card's L2.
+const ROTATED_BYTES: u64 = 300_000_000;
+
+#[derive(Clone, Copy)]
+struct Shape {
+    dtype: Dtype,
+    tokens: u32,
+    heads: u32,
+}
+
+impl Shape {
+    fn name(&self) -> String {
+        format!("{} {} x {} x {HEAD_SIZE}", self.dtype, self.tokens, self.heads)
+    }
+
+    fn elems(&self) -> u64 {
+        u64::from(self.tokens * self.heads * HEAD_SIZE)
+    }
+
+    fn rows(&self) -> u64 {
+        u64::from(self.tokens * self.heads)
+    }
+
+    /// Read and written by one merge.
+    fn bytes(&self) -> u64 {
+        3 * (self.elems() * self.dtype.bytes() as u64 + self.rows() * 4)
+    }
+}
+
+/// The arrays of a dtype's merges, each with room for all that are rotated.
+struct Arrays {
+    paint: Paint,
+    lse_paint: Paint,
+    prefix: wgpu::Buffer,
+    suffix: wgpu::Buffer,
+    output: wgpu::Buffer,
+    prefix_lse: wgpu::Buffer,
+    suffix_lse: wgpu::Buffer,
+    output_lse: wgpu::Buffer,
+    /// Elements of the suffix that are left out at its front, so that both inputs differ.
+    skew: u64,
+}
+
+fn main() {
+    if let Err(error) = run(&Args::parse()) {
+        eprintln!("error: {error}");
+        std::process::exit(1);
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let gpu = Gpu::new()?;
+    let (tokens, heads): (&[u32], &[u32]) = match (args.test, is_small(&gpu) && !args.full) {
+        (true, _) => (&[37], &[16]),
+        (_, true) => (&[256, 613], &[16]),
+        _ => (&[256, 512, 613, 1024, 1536, 4096], &[16, 32, 48]),
+    };
+    let dtypes = [Dtype::F16, Dtype::Bf16, Dtype::F32];
+    let shapes = dtypes.iter().flat_map(|&dtype| {
+        tokens.iter().flat_map(move |&tokens| heads.iter().map(move |&heads| Shape { dtype, tokens, heads }))
+    });
+    let shapes: Vec<Shape> = shapes.filter(|shape| args.wants(&shape.name())).collect();
+    if args.list {
+        shapes.iter().for_each(|shape| println!("{}", shape.name()));
+        return Ok(());
+    }
+    let (ceiling, bytes) = ceiling::measure(&gpu, Kind::Copy, args.test)?;
+    let mut records = Records::new("merge", Some(&gpu));
+    records.note("copy_ceiling_gb_s", ceiling);
+    records.note("copy_ceiling_bytes", 2 * bytes);
+    records.note("peers_device", peers::DEVICE);
+    println!(
+        "# merge_attn_states on {}\n\nus: device time, many merges in a pass; alone: a pass for each. \
+         GB/s: read and written; ceiling: share of this run's copy ceiling, {ceiling:.0} GB/s. \
+         Peers: us on one {}, not on this device.\n",
+        gpu.name(),
+        peers::DEVICE
+    );
+    println!(
+        "| shape | us | min | alone | GB/s | ceiling | host | error (of allowed) | vLLM Triton | vLLM CUDA | of Triton |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    for shapes in shapes.chunk_by(|a, b| a.dtype == b.dtype) {
+        let arrays = Arrays::new(&gpu, shapes)?;
+        let spec = MergeStatesSpec { dtype: shapes[0].dtype, head_size: HEAD_SIZE };
+        let merge = MergeAttnStates::new(&gpu.pipelines, spec)?;
+        for shape in shapes {
+            let record = time(&gpu, &merge, &arrays, shape, ceiling, args);
+            records.add(record.map_err(|error| format!("{}: {error}", shape.name()))?);
+        }
+    }
+    records.save(args.json.as_deref())
+}
+
+fn time(
+    gpu: &Gpu,
+    merge: &MergeAttnStates,
+    arrays: &Arrays,
+    shape: &Shape,
+    ceiling: f64,
+    args: &Args,
+) -> Result<serde_json::Value> {
+    let bindings = (0..copies(gpu, shape)).map(|copy| arrays.bind(gpu, merge, shape, copy));
+    let bindings = bindings.collect::<Result<Vec<_>>>()?;
+    let right = arrays.check(gpu, merge, shape, &bindings[0])?;
+    let clock = Clock::new(gpu, args.replays());
+    let record = |pass: &mut wgpu::ComputePass<'_>, call: usize| {
+        merge.record_in(pass, &bindings[call % bindings.len()]);
+    };
+    let together = clock.time(Passes::One, record)?;
+    let alone = clock.time(Passes::Each, record)?;
+    let peers = peers::merge_of(shape.dtype, shape.tokens, shape.heads);
+    let (triton, cuda) = peers.unwrap_or((f64::NAN, f64::NAN));
+    let us = together.median * 1e6;
+    let rate = shape.bytes() as f64 / together.median / 1e9;
+    print!("| {} | {us:.2} | {:.2} | {:.2} ", shape.name(), together.min * 1e6, alone.median * 1e6);
+    print!("| {rate:.0} | {:.1} % | {:.1} ", 100.0 * rate / ceiling, together.host * 1e6);
+    println!("| {right} | {} | {} | {} |", cell(triton, 1), cell(cuda, 1), cell(us / triton, 2));
+    let mut row = json!({
+        "workload": shape.name(), "dtype": shape.dtype.name(), "tokens": shape.tokens, "heads": shape.heads,
+        "us_alone": alone.median * 1e6, "gb_s": rate, "share": rate / ceiling, "error": right,
+        "peers_us": [["vLLM Triton", triton], ["vLLM CUDA", cuda]],
+    });
+    if let Some(fields) = row.as_object_mut() {
+        fields.extend(timing_fields(&together));
+    }
+    Ok(row)
+}
+
+fn copies(gpu: &Gpu, shape: &Shape) -> u64 {
+    if is_small(gpu) { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) }
+}
+
+impl Arrays {
+    fn new(gpu: &Gpu, shapes: &[Shape]) -> Result<Self> {
+        let skew = 4 * 10_007;
+        let most =
+            |size: fn(&Shape) -> u64| shapes.iter().map(|s| size(s) * copies(gpu, s)).max().unwrap_or(0);
+        let (elems, rows) = (most(Shape::elems) + skew, most(Shape::rows) + skew);
+        let (paint, lse_paint) = (Paint::new(shapes[0].dtype), Paint::new(Dtype::F32));
+        Ok(Self {
+            prefix: gpu.painted(&paint, elems)?,
+            suffix: gpu.painted(&paint, elems)?,
+            output: gpu.buffer(paint.bytes(elems))?,
+            prefix_lse: gpu.painted(&lse_paint, rows)?,
+            suffix_lse: gpu.painted(&lse_paint, rows)?,
+            output_lse: gpu.buffer(lse_paint.bytes(rows))?,
+            paint,
+            lse_paint,
+            skew,
+        })
+    }
+
+    fn bind(&self, gpu: &Gpu, merge: &MergeAttnStates, shape: &Shape, copy: u64) -> Result<MergeBinding> {
+        let state = |buffer, skew: u64| {
+            let offset = copy * shape.elems() + skew;
+            View { offset, ..View::dense(buffer, shape.heads, HEAD_SIZE) }
+        };
+        // [heads, tokens], as vLLM has them.
+        let lse = |buffer, skew: u64| {
+            let offset = copy * shape.rows() + skew;
+            View { buffer, offset, token_stride: 1, head_stride: shape.tokens.into() }
+        };
+        let args = MergeStates {
+            prefix_output: state(&self.prefix, 0),
+            prefix_lse: lse(&self.prefix_lse, 0),
+            suffix_output: state(&self.suffix, self.skew),
+            suffix_lse: lse(&self.suffix_lse, self.skew),
+            output: state(&self.output, 0),
+            output_lse: Some(lse(&self.output_lse, 0)),
+            num_tokens: shape.tokens,
+            num_heads: shape.heads,
+        };
+        Ok(merge.bind(&gpu.device, &args)?)
+    }
+
+    /// Compares the first and the last tokens of the first merge with the oracle.
+    fn check(
+        &self,
+        gpu: &Gpu,
+        merge: &MergeAttnStates,
+        shape: &Shape,
+        first: &MergeBinding,
+    ) -> Result<String> {
+        let mut encoder = gpu.device.create_command_encoder(&Default::default());
+        merge.record(&mut encoder, first);
+        gpu.queue.submit([encoder.finish()]);
+        let (tokens, heads) = (shape.tokens as usize, shape.heads as usize);
+        let some: Vec<usize> = (0..8.min(tokens)).chain(tokens.saturating_sub(8).max(8)..tokens).collect();
+        let width = heads * HEAD_SIZE as usize;
+        let elements = || some.iter().flat_map(|token| token * width..(token + 1) * width);
+        let logs = || (0..heads).flat_map(|head| some.iter().map(move |token| head * tokens + token));
+        let side = |skew: u64| -> (Vec<f32>, Vec<f32>) {
+            let output = elements().map(|i| self.paint.at(i as u64 + skew)).collect();
+            (output, logs().map(|i| self.lse_paint.at(i as u64 + skew)).collect())
+        };
+        let (prefix, suffix) = (side(0), side(self.skew));
+        let state = |side| -> State<'_> {
+            let (output, lse): &(Vec<f32>, Vec<f32>) = side;
+            State { output, lse }
+        };
+        let (want, want_lse) = merge_attn_states(state(&prefix), state(&suffix), heads, HEAD_SIZE as usize);
+        let got = gpu.download(&self.output, self.paint.bytes(shape.elems()))?;
+        let got: Vec<f32> = elements().map(|i| shape.dtype.decode_at(&got, i)).collect();
+        let got_lse = gpu.download(&self.output_lse, shape.rows() * 4)?;
+        let got_lse: Vec<f32> = logs().map(|i| Dtype::F32.decode_at(&got_lse, i)).collect();
+        let report = close("output", &got, &want, &Tolerance::merge(shape.dtype)).into_result()?;
+        close("output_lse", &got_lse, &want_lse, &Tolerance::merge_lse()).into_result()?;
+        Ok(format!("{:.1e} ({:.1} %)", report.worst_abs, 100.0 * report.worst_ratio))
+    }
+}

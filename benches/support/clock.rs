@@ -1,0 +1,142 @@
+//! GPU time and host time of recorded work.
+
+use std::cell::Cell;
+use std::time::Instant;
+
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::{Backend, wgpu};
+
+use super::{Result, median};
+
+/// Seconds that one call took.
+#[derive(Debug, Clone, Copy)]
+pub struct Timing {
+    /// On the device: the median and the least over replays.
+    pub median: f64,
+    pub min: f64,
+    /// On the host, to record it and its share of `finish`: the median.
+    pub host: f64,
+}
+
+/// Times by timestamp queries; where the device has none, by the host's clock from submit to done.
+pub struct Clock<'a> {
+    gpu: &'a Gpu,
+    queries: Option<wgpu::QuerySet>,
+    resolved: wgpu::Buffer,
+    replays: usize,
+    /// GPU seconds that one replay aims at.
+    aim: f64,
+    calls: Cell<usize>,
+}
+
+/// What a replay's calls are recorded in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passes {
+    /// One pass for all: what a replayed graph is elsewhere.
+    One,
+    /// A pass for each.
+    Each,
+}
+
+impl<'a> Clock<'a> {
+    pub fn new(gpu: &'a Gpu, replays: usize) -> Self {
+        let device = &gpu.device;
+        let timestamps = device.features().contains(wgpu::Features::TIMESTAMP_QUERY);
+        let queries = timestamps.then(|| {
+            device.create_query_set(&wgpu::QuerySetDescriptor {
+                label: None,
+                ty: wgpu::QueryType::Timestamp,
+                count: 2,
+            })
+        });
+        let resolved = device.create_buffer(&wgpu::BufferDescriptor {
+            label: None,
+            size: 256,
+            usage: wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC,
+            mapped_at_creation: false,
+        });
+        let aim = if is_software(gpu) { 0.0 } else { 3e-3 };
+        Self { gpu, queries, resolved, replays, aim, calls: Cell::new(0) }
+    }
+
+    /// Times `record`, which is given the number of the call: with it a bench rotates its buffers. A replay holds as many
+    /// calls as make its time worth measuring.
+    pub fn time(&self, passes: Passes, record: impl Fn(&mut wgpu::ComputePass<'_>, usize)) -> Result<Timing> {
+        // The first replay also brings shaders and memory to life.
+        self.replay(passes, 2, &record)?;
+        let guess = self.replay(passes, 4, &record)?.0;
+        let calls =
+            ((self.aim / guess.max(1e-7)).ceil() as usize).clamp(if self.aim > 0.0 { 4 } else { 1 }, 512);
+        let (mut device, mut host) = (Vec::new(), Vec::new());
+        for _ in 0..self.replays {
+            let (a, b) = self.replay(passes, calls, &record)?;
+            device.push(a);
+            host.push(b);
+        }
+        let median_of_all = median(&mut device);
+        Ok(Timing { median: median_of_all, min: device[0], host: median(&mut host) })
+    }
+
+    /// Seconds a call, on the device and on the host.
+    fn replay(
+        &self,
+        passes: Passes,
+        calls: usize,
+        record: &impl Fn(&mut wgpu::ComputePass<'_>, usize),
+    ) -> Result<(f64, f64)> {
+        let device = &self.gpu.device;
+        let first = self.calls.get();
+        self.calls.set(first + calls);
+        let begin = Instant::now();
+        let mut encoder = device.create_command_encoder(&Default::default());
+        let (count, each) = match passes {
+            Passes::One => (1, calls),
+            Passes::Each => (calls, 1),
+        };
+        for number in 0..count {
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
+                label: None,
+                timestamp_writes: self.stamps(number == 0, number + 1 == count),
+            });
+            (0..each).for_each(|call| record(&mut pass, first + number + call));
+        }
+        let finished = |encoder: wgpu::CommandEncoder| (encoder.finish(), begin.elapsed().as_secs_f64());
+        let (commands, host) = finished(encoder);
+        let begin = Instant::now();
+        self.gpu.queue.submit([commands]);
+        device.poll(wgpu::PollType::wait_indefinitely())?;
+        let wall = begin.elapsed().as_secs_f64();
+        Ok((self.stamped()?.unwrap_or(wall) / calls as f64, host / calls as f64))
+    }
+
+    fn stamps(&self, first: bool, last: bool) -> Option<wgpu::ComputePassTimestampWrites<'_>> {
+        let query_set = self.queries.as_ref().filter(|_| first || last)?;
+        Some(wgpu::ComputePassTimestampWrites {
+            query_set,
+            beginning_of_pass_write_index: first.then_some(0),
+            end_of_pass_write_index: last.then_some(1),
+        })
+    }
+
+    /// Seconds between both stamps of the last submit.
+    fn stamped(&self) -> Result<Option<f64>> {
+        let Some(queries) = &self.queries else { return Ok(None) };
+        let mut encoder = self.gpu.device.create_command_encoder(&Default::default());
+        encoder.resolve_query_set(queries, 0..2, &self.resolved, 0);
+        self.gpu.queue.submit([encoder.finish()]);
+        let bytes = self.gpu.download(&self.resolved, 16)?;
+        let stamp = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default());
+        let ticks = stamp(8).saturating_sub(stamp(0)) as f64;
+        Ok(Some(ticks * f64::from(self.gpu.queue.get_timestamp_period()) * 1e-9))
+    }
+}
+
+pub fn is_software(gpu: &Gpu) -> bool {
+    gpu.adapter.get_info().device_type == wgpu::DeviceType::Cpu
+}
+
+/// Whether the table for cards is too much for this device.
+pub fn is_small(gpu: &Gpu) -> bool {
+    let kind = gpu.adapter.get_info().device_type;
+    matches!(kind, wgpu::DeviceType::Cpu | wgpu::DeviceType::IntegratedGpu)
+}

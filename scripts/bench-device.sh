@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Packs the benches for a GPU machine that has a Vulkan driver and no Rust.
+# usage: scripts/bench-device.sh [--tests] [--loader] [OUT.tgz]
+#   --tests    the GPU tests and their case files too
+#   --loader   this machine's libvulkan.so.1 too, for one that has a driver and no loader
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+tests=() loader= out=target/bench-device.tgz
+for arg in "$@"; do
+    case $arg in
+        --tests) tests=(codes conformance_wgpu record devices wgpu_ops matrix_wgpu) ;;
+        --loader) loader=1 ;;
+        -*) sed -n '2,5s/^# //p' "$0"; exit 2 ;;
+        *) out=$arg ;;
+    esac
+done
+
+# The path of each executable that a cargo command builds.
+built() { cargo "$@" --locked --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'; }
+
+pack=$(mktemp -d)
+trap 'rm -rf "$pack"' EXIT
+dir=$pack/wgpu-mla-bench
+mkdir -p "$dir/bin" "$dir/tests"
+
+add() { # FOLDER EXECUTABLE..
+    local folder=$1 path
+    shift
+    [ $# -gt 0 ] || { echo "nothing was built" >&2; exit 1; }
+    for path in "$@"; do
+        # decode-0123456789abcdef is decode.
+        strip -o "$dir/$folder/$(basename "$path" | sed 's/-[0-9a-f]*$//')" "$path"
+    done
+}
+
+mapfile -t benches < <(built bench --bench decode --bench merge --bench append)
+add bin "${benches[@]}"
+if [ ${#tests[@]} -gt 0 ]; then
+    mapfile -t binaries < <(built test --release "${tests[@]/#/--test=}")
+    add tests "${binaries[@]}"
+    cp -r cases "$dir/cases"
+fi
+if [ -n "$loader" ]; then
+    mkdir "$dir/lib"
+    path=$(ldconfig -p | sed -n 's/.*libvulkan\.so\.1 .*=> //p' | head -n 1)
+    [ -n "$path" ] || { echo "no libvulkan.so.1 here: install libvulkan1" >&2; exit 1; }
+    cp -L "$path" "$dir/lib/libvulkan.so.1"
+fi
+git describe --always --dirty >"$dir/revision" 2>/dev/null || true
+
+cat >"$dir/run.sh" <<'RUN'
+#!/usr/bin/env bash
+# usage: ./run.sh                       all three benches; tables and JSON into results/ (or $OUT)
+#        ./run.sh decode|merge|append ARGS..   one of them with its arguments: see BENCHMARKS.md
+#        ./run.sh tests [NAME..]        the tests that were packed
+set -euo pipefail
+cd "$(dirname "$0")"
+results=${OUT:-results}
+mkdir -p "$results"
+[ -d lib ] && export LD_LIBRARY_PATH="$PWD/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+[ -n "${XDG_RUNTIME_DIR:-}" ] || export XDG_RUNTIME_DIR=/tmp
+
+bench() {
+    local name=$1 file=$1
+    shift
+    [ "${1:-}" != --host ] || file=$name-host
+    "bin/$name" --json "$results/$name.json" "$@" | tee "$results/$file.md"
+}
+
+case ${1:-all} in
+    all) for name in decode merge append; do bench $name; echo; done ;;
+    tests)
+        shift
+        export MLA_REQUIRE_GPU=1
+        [ $# -gt 0 ] || set -- $(ls tests)
+        failed=
+        for name in "$@"; do
+            echo "== $name"
+            "tests/$name" 2>&1 | tee "$results/test-$name.log" | grep -v '^test .* ok$' || failed+=" $name"
+        done
+        [ -z "$failed" ] || { echo "FAILED:$failed"; exit 1; } ;;
+    *) bench "$@" ;;
+esac
+RUN
+chmod +x "$dir/run.sh"
+mkdir -p "$(dirname "$out")"
+tar -czf "$out" -C "$pack" wgpu-mla-bench
+ls -lh "$out"
+cat <<HOW
+On the GPU machine:
+    tar xzf $(basename "$out") && wgpu-mla-bench/run.sh          (its head says what else it does)
+Bring back wgpu-mla-bench/results/*.json. If no driver is found there, point VK_DRIVER_FILES at its ICD file.
+HOW
