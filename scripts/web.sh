@@ -27,7 +27,7 @@ times=()
 
 # Chromium, and the driver of the same version.
 find_browser() {
-    local names=(/usr/lib/chromium/chromium chromium chromium-browser google-chrome)
+    local name names=(/usr/lib/chromium/chromium chromium chromium-browser google-chrome)
     chromium=${CHROMIUM:-} chromedriver=${CHROMEDRIVER:-$(command -v chromedriver || true)}
     # Debian's own wrapper adds flags of its own, so that the binary behind it comes first.
     for name in "${names[@]}"; do
@@ -173,19 +173,22 @@ trap 'rm -rf "$browser_files"' EXIT
 
 in_browser() {
     TMPDIR=$browser_files CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUNNER=$runner CHROMEDRIVER=$chromedriver \
-        WASM_BINDGEN_TEST_WEBDRIVER_JSON=$web/webdriver.json WASM_BINDGEN_TEST_TIMEOUT=300 \
-        timeout 600 cargo test --locked --profile browser --target "$wasm" -p web_tests -- "$@" 2>&1
+        WASM_BINDGEN_TEST_WEBDRIVER_JSON=$web/webdriver.json WASM_BINDGEN_TEST_TIMEOUT=800 \
+        timeout 900 cargo test --locked --profile browser --target "$wasm" -p web_tests -- "$@" 2>&1
 }
 
 # A run without tests would be no failure to the runner.
 conformance() {
-    in_browser --nocapture "$@" | tee "$web/tests.log" | grep -vE '^Invoking test|deprecated parameters' \
-        || die "a test failed in the browser"
+    local begin=$SECONDS
+    in_browser --nocapture "$@" | tee "$web/tests.log" | while IFS= read -r line; do
+        case $line in 'Invoking test'* | *'deprecated parameters'* | '') continue ;; esac
+        printf '%4s s  %s\n' "$((SECONDS - begin))" "$line"
+    done || die "a test failed in the browser"
     grep -qE '^test result: ok\. [1-9][0-9]* passed; 0 failed' "$web/tests.log" || die "no test ran"
 }
 
 must_fail() {
-    if in_browser --ignored must_fail >"$web/must_fail.log"; then
+    if in_browser --include-ignored must_fail >"$web/must_fail.log"; then
         die "tests that must fail passed: see $web/must_fail.log"
     fi
     local name
