@@ -1,6 +1,6 @@
 //! Every shader that this browser gets, through its own compiler. Making a pipeline of a decode costs a software device
-//! about a second in its own code generator, so tiles are compiled as modules, which is all of the browser's WGSL compiler;
-//! every pair of dtypes, the small ops, and what other tests run are made into pipelines too.
+//! about a second in its own code generator, so decodes are compiled as modules, which is all of the browser's WGSL
+//! compiler; the small ops, and every decode that another test runs, are made into pipelines too.
 
 use std::collections::HashSet;
 
@@ -103,23 +103,6 @@ async fn every_module_compiles() {
     }
     console_log!("{} modules of decodes; {:?}", modules.0.len(), gpu.pipelines.ladder(&ANY));
     assert!(modules.0.len() > 500, "only {} modules", modules.0.len());
-}
-
-/// Pipelines for every pair of dtypes, in the smallest tile.
-#[wasm_bindgen_test]
-async fn every_dtype_compiles() {
-    let gpu = gpu().await;
-    let (mut dims, mut outs) = (all_dims().cycle(), OUTS.into_iter().cycle());
-    for query in Dtype::ALL {
-        for cache in Dtype::ALL {
-            let (dims, out) = (dims.next().expect("endless"), outs.next().expect("endless"));
-            let spec = spec(dims, 1, query, cache, out);
-            for options in rows(&gpu, &spec).into_iter().filter(|options| !options.device_page_list) {
-                let make = || MlaDecode::new(&gpu.pipelines, &spec, &options);
-                compile(&gpu, &format!("{options:?}, {spec:?}"), make).await;
-            }
-        }
-    }
 }
 
 /// Appends, page copies and merges of states.
