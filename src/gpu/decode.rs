@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::binding::{self, LayerBinding};
 use super::pipelines::{Checks, Layouts, Pipelines};
 use super::step::Step;
+use crate::caps::Caps;
+use crate::compose::Source;
 use crate::kernel::{self, Variant};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
@@ -51,10 +53,8 @@ impl MlaDecode {
         let caps = pipelines.caps();
         let (variant, why) = kernel::choose(options.variant.as_deref(), caps, spec)?;
         let layouts = Layouts::new(pipelines.device())?;
-        let gone =
-            || Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() };
-        let kernel = kernel::decode(&variant, caps, spec, options.device_page_list).ok_or_else(gone)?;
-        let tiling = variant.tiling(caps, spec).ok_or_else(gone)?;
+        let tiling = variant.tiling(caps, spec).ok_or_else(|| fits_no_tile(&variant))?;
+        let [split, merge] = compose(&variant, caps, spec, options)?;
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
         //
         //   tables      the header's places hold the capacity (`Capacity::check` in `write_tables`; the buffer has
@@ -76,8 +76,8 @@ impl MlaDecode {
         //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
         //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
         let checks = if options.device_page_list { Checks::Kept } else { Checks::Proved };
-        let split = pipelines.get(&kernel, &layouts.pipeline, checks)?;
-        let merge = pipelines.get(&kernel::merge(spec), &layouts.pipeline, checks)?;
+        let split = pipelines.get(&split, &layouts.pipeline, checks)?;
+        let merge = pipelines.get(&merge, &layouts.pipeline, checks)?;
         log::info!("mla.decode: {why}");
         Ok(Self {
             pipelines: pipelines.clone(),
@@ -92,6 +92,17 @@ impl MlaDecode {
             why,
             id: NEXT.fetch_add(1, Ordering::Relaxed),
         })
+    }
+
+    /// The shaders that [`MlaDecode::new`] compiles on a device of these capabilities, split and merge: for tools that
+    /// compile them elsewhere.
+    ///
+    /// # Errors
+    /// Those of [`MlaSpec::check`], [`Error::VariantUnavailable`].
+    pub fn sources(caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
+        spec.check()?;
+        let (variant, _) = kernel::choose(options.variant.as_deref(), caps, spec)?;
+        compose(&variant, caps, spec, options)
     }
 
     /// What it was made for.
@@ -245,6 +256,15 @@ impl MlaDecode {
         let width = self.pipelines.caps().max_workgroups;
         pass.dispatch_workgroups(groups.min(width), groups.div_ceil(width), 1);
     }
+}
+
+fn compose(variant: &Variant, caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
+    let split = kernel::decode(variant, caps, spec, options.device_page_list);
+    Ok([split.ok_or_else(|| fits_no_tile(variant))?, kernel::merge(spec)])
+}
+
+fn fits_no_tile(variant: &Variant) -> Error {
+    Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() }
 }
 
 fn begin_pass(encoder: &mut wgpu::CommandEncoder) -> wgpu::ComputePass<'_> {

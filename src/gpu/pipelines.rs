@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::disk_cache::DiskCache;
 use super::scope::scoped;
 use super::wanted::caps_on;
-use crate::Result;
 use crate::caps::Caps;
 use crate::compose::Source;
+use crate::kernel::VARIANTS;
+use crate::{MlaSpec, Result};
 
 /// A device's pipelines: two decodes with the same shaders compile them once. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -55,6 +56,8 @@ impl Pipelines {
     }
 
     /// As [`Pipelines::new`], knowing more. Give it the adapter, or rows on tensor cores are not chosen.
+    // In a browser wgpu's objects stay on their thread, and so does what holds them.
+    #[cfg_attr(target_arch = "wasm32", allow(clippy::arc_with_non_send_sync))]
     pub fn open(device: &wgpu::Device, setup: &Setup<'_>) -> Self {
         let shared = Shared {
             device: device.clone(),
@@ -87,6 +90,11 @@ impl Pipelines {
     /// What the device can do.
     pub fn caps(&self) -> &Caps {
         &self.shared.caps
+    }
+
+    /// Every decode variant there is, best first, and what keeps it from running on this device for a spec, if anything does.
+    pub fn ladder(&self, spec: &MlaSpec) -> Vec<(&'static str, Option<String>)> {
+        VARIANTS.iter().map(|variant| (variant.name, variant.runs_on(self.caps(), spec).err())).collect()
     }
 
     /// The pipeline of a source over a layout, compiled now if it is not yet. One text has one layout.
