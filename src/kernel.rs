@@ -89,6 +89,11 @@ impl Variant {
         }
     }
 
+    /// Whether it rounds the softmax weights to f16, as matrices do.
+    pub const fn rounds_weights(&self) -> bool {
+        matches!(self.body, Body::Coop { .. })
+    }
+
     /// How this variant cuts work on a device; `None` where it does not run.
     pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
         match self.body {

@@ -7,7 +7,7 @@ use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Backend, Batch, Dtype, PageTable, Plan, Policy};
 
-use super::problem::{Pool, Problem, rounds_p};
+use super::problem::{Pool, Problem};
 use super::serving;
 use super::workload::{Ratio, Workload, full, small, tiny};
 use crate::support::args::Args;
@@ -48,7 +48,7 @@ fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
         let pool = Pool::new(&cpu, workload.kv, workload.layer_elems())?;
         let problem = Problem::new(&cpu, &pool, workload, args.variant.as_deref(), args.items, 1)?;
         let row = args.variant.clone().unwrap_or_else(|| cpu.variants(&problem.spec)[0].into());
-        let right = problem.check(&cpu, &row)?;
+        let right = problem.check(&cpu)?;
         let mut times = Vec::new();
         for _ in 0..args.replays.unwrap_or(if args.test { 3 } else { 201 }) {
             let begin = Instant::now();
@@ -92,6 +92,16 @@ fn copies(gpu: &Gpu, workload: &Workload) -> u32 {
     (ROTATED_BYTES / layer as f64).ceil().clamp(2.0, 128.0).min(fit) as u32
 }
 
+/// The first row that rounds no softmax weights.
+fn plain_row(gpu: &Gpu, workload: &Workload) -> Result<&'static str> {
+    for row in gpu.variants(&workload.spec()) {
+        if !gpu.decode(&workload.spec(), Some(row))?.rounds_weights() {
+            return Ok(row);
+        }
+    }
+    Err("every row rounds the softmax weights".into())
+}
+
 fn time_gpu(
     gpu: &Gpu,
     pool: &Pool<Gpu>,
@@ -107,8 +117,7 @@ fn time_gpu(
         return skip("its cache does not fit one binding of this device");
     }
     let ladder = gpu.ladder(&workload.spec());
-    let plain = ladder.iter().find(|(row, lack)| !rounds_p(row) && lack.is_none()).map(|(row, _)| *row);
-    let variant = if workload.plain { plain } else { args.variant.as_deref() };
+    let variant = if workload.plain { Some(plain_row(gpu, workload)?) } else { args.variant.as_deref() };
     if let Some((_, Some(lack))) = ladder.iter().find(|(row, _)| Some(*row) == variant) {
         return skip(lack);
     }
@@ -117,7 +126,7 @@ fn time_gpu(
     let right = if std::env::var_os("X_NOCHECK").is_some() {
         "-".into()
     } else {
-        problem.check(gpu, row).map_err(|error| format!("row {row}: {error}"))?
+        problem.check(gpu).map_err(|error| format!("row {row}: {error}"))?
     };
     let clock = Clock::new(gpu, args.replays());
     let timing = clock.time(Passes::One, |pass, call| {

@@ -69,6 +69,10 @@ impl Backend for Gpu {
         MlaDecode::new(&self.pipelines, spec, &options)
     }
 
+    fn rounds_weights(&self, decode: &MlaDecode) -> bool {
+        decode.rounds_weights()
+    }
+
     fn tiling(&self, decode: &MlaDecode) -> Tiling {
         decode.tiling()
     }

@@ -115,6 +115,12 @@ impl MlaDecode {
         self.variant.name
     }
 
+    /// Whether that row rounds the softmax weights to f16, as rows on tensor cores do: their results are up to twice as far
+    /// from the exact ones as those of the others.
+    pub fn rounds_weights(&self) -> bool {
+        self.variant.rounds_weights()
+    }
+
     /// Which row was chosen, and what each better one lacks here.
     pub fn why(&self) -> &str {
         &self.why

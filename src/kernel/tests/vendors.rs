@@ -9,6 +9,7 @@ const CARD: Caps = Caps {
     min_subgroup_size: 32,
     max_subgroup_size: 32,
     shader_f16: true,
+    f16_subnormals: true,
     workgroup_memory_bytes: 64 << 10,
     max_invocations: 1024,
     max_binding_bytes: (2 << 30) - 4,
@@ -16,7 +17,8 @@ const CARD: Caps = Caps {
     ..Caps::WEBGPU
 };
 
-const RDNA: Caps = Caps { max_subgroup_size: 64, ..CARD };
+const RDNA2: Caps = Caps { max_subgroup_size: 64, ..CARD };
+const RDNA3: Caps = Caps { cooperative_tile: 16, ..RDNA2 };
 const VEGA: Caps = Caps { min_subgroup_size: 64, max_subgroup_size: 64, ..CARD };
 const M1: Caps = Caps { kind: DeviceKind::Integrated, workgroup_memory_bytes: 32 << 10, ..CARD };
 const ADRENO: Caps = Caps {
@@ -24,23 +26,25 @@ const ADRENO: Caps = Caps {
     min_subgroup_size: 64,
     max_subgroup_size: 128,
     shader_f16: false,
+    f16_subnormals: false,
     workgroup_memory_bytes: 32 << 10,
     max_binding_bytes: 128 << 20,
     ..CARD
 };
-const TURING: Caps = Caps { workgroup_memory_bytes: 48 << 10, max_buffer_bytes: 2 << 30, ..CARD };
+const TURING: Caps =
+    Caps { cooperative_tile: 16, workgroup_memory_bytes: 48 << 10, max_buffer_bytes: 2 << 30, ..CARD };
 
 /// Name, capabilities, and the row of a decode from each cache of [`Dtype::ALL`].
 fn vendors() -> [(&'static str, Caps, [&'static str; 4]); 7] {
     let subgroup = ["subgroup"; 4];
     [
-        ("AMD RDNA2", RDNA, subgroup),
-        ("AMD RDNA3", RDNA, subgroup),
-        ("AMD RDNA4", RDNA, subgroup),
+        ("AMD RDNA2", RDNA2, subgroup),
+        ("AMD RDNA3", RDNA3, subgroup),
+        ("AMD RDNA4", RDNA3, subgroup),
         ("AMD Vega", VEGA, subgroup),
         ("Apple M1", M1, subgroup),
         ("Qualcomm Adreno 740", ADRENO, subgroup),
-        ("NVIDIA Turing", TURING, subgroup),
+        ("NVIDIA Turing", TURING, ["subgroup", "coop", "coop", "coop"]),
     ]
 }
 
