@@ -136,7 +136,7 @@ fn check_module(source: &Source, module: &Module, caps: &Caps) {
     let has_matrices = source.text.contains("coop_mat");
     let most = match caps.kind {
         DeviceKind::Software if has_matrices => 8192,
-        _ if has_matrices => 2048,
+        _ if has_matrices => 2560,
         _ => 1024,
     };
     let locals = entry.function.local_variables.iter();
