@@ -1,4 +1,4 @@
-//! Times `merge_attn_states`. Each shape is checked against the oracle first; a wrong result ends the run with status 1.
+//! Times `merge_attn_states`. Each shape is checked against the oracle first; a wrong one is not timed, and the run ends with status 1.
 //!
 //! ```text
 //! cargo bench --bench merge -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
@@ -18,7 +18,7 @@ use support::args::Args;
 use support::ceiling::{self, Kind};
 use support::clock::{Clock, Passes, is_small};
 use support::paint::{Canvas, Paint};
-use support::record::{Records, cell, timing_fields};
+use support::record::{Records, figure, micros, timing_fields};
 use support::{Result, peers};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{MergeAttnStates, MergeBinding};
@@ -100,9 +100,10 @@ fn run(args: &Args) -> Result<()> {
     records.note("peers_device", peers::DEVICE);
     println!(
         "# merge_attn_states on {}\n\nus: device time, many merges in a pass; alone: a pass for each. \
-         GB/s: read and written; ceiling: share of this run's copy ceiling, {ceiling:.0} GB/s. \
+         GB/s: read and written; ceiling: share of this run's copy ceiling, {} GB/s. \
          Peers: us on one {}, not on this device.\n",
         gpu.name(),
+        figure(ceiling),
         peers::DEVICE
     );
     println!(
@@ -114,8 +115,10 @@ fn run(args: &Args) -> Result<()> {
         let spec = MergeStatesSpec { dtype: shapes[0].dtype, head_size: HEAD_SIZE };
         let merge = MergeAttnStates::new(&gpu.pipelines, spec)?;
         for shape in shapes {
-            let record = time(&gpu, &merge, &arrays, shape, ceiling, args);
-            records.add(record.map_err(|error| format!("{}: {error}", shape.name()))?);
+            match time(&gpu, &merge, &arrays, shape, ceiling, args) {
+                Ok(record) => records.add(record),
+                Err(error) => records.fail(&shape.name(), error.as_ref()),
+            }
         }
     }
     records.save(args.json.as_deref())
@@ -142,9 +145,10 @@ fn time(
     let (triton, cuda) = peers.unwrap_or((f64::NAN, f64::NAN));
     let us = together.median * 1e6;
     let rate = shape.bytes() as f64 / together.median / 1e9;
-    print!("| {} | {us:.2} | {:.2} | {:.2} ", shape.name(), together.min * 1e6, alone.median * 1e6);
-    print!("| {rate:.0} | {:.1} % | {:.1} ", 100.0 * rate / ceiling, together.host * 1e6);
-    println!("| {right} | {} | {} | {} |", cell(triton, 1), cell(cuda, 1), cell(us / triton, 2));
+    print!("| {} | {} | {} ", shape.name(), micros(us), micros(together.min * 1e6));
+    print!("| {} | {} | {} % ", micros(alone.median * 1e6), figure(rate), figure(100.0 * rate / ceiling));
+    print!("| {} | {right} ", figure(together.host * 1e6));
+    println!("| {} | {} | {} |", micros(triton), micros(cuda), figure(us / triton));
     let mut row = json!({
         "workload": shape.name(), "dtype": shape.dtype.name(), "tokens": shape.tokens, "heads": shape.heads,
         "us_alone": alone.median * 1e6, "gb_s": rate, "share": rate / ceiling, "error": right,
@@ -162,7 +166,7 @@ fn copies(gpu: &Gpu, shape: &Shape) -> u64 {
 
 impl Arrays {
     fn new(gpu: &Gpu, shapes: &[Shape]) -> Result<Self> {
-        let skew = 4 * 10_007;
+        let skew = 8 * 10_007;
         let most =
             |size: fn(&Shape) -> u64| shapes.iter().map(|s| size(s) * copies(gpu, s)).max().unwrap_or(0);
         let (elems, rows) = (most(Shape::elems) + skew, most(Shape::rows) + skew);

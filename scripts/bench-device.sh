@@ -69,7 +69,13 @@ bench() {
 }
 
 case ${1:-all} in
-    all) for name in decode merge append; do bench $name; echo; done ;;
+    all)
+        failed=
+        for name in decode merge append; do
+            bench $name || failed+=" $name"
+            echo
+        done
+        [ -z "$failed" ] || { echo "FAILED:$failed"; exit 1; } ;;
     tests)
         shift
         export MLA_REQUIRE_GPU=1

@@ -3,24 +3,23 @@
 //   for token: slot = slots[token]; skip if there is none
 //     kv[slot / PAGE_SIZE][slot % PAGE_SIZE] = convert(kv_c[token] ++ k_pe[token])
 //
-// An item is a quad: 4 elements of one row. L, R and every offset and stride are multiples of 4 elements, so a quad is
-// 1, 2 or 4 whole words on both sides, and no two invocations share a word.
+// A quad is 4 elements of one row. L, R and every offset and stride are multiples of 4 elements, so a quad is 1, 2 or 4
+// whole words on both sides, and no two invocations share a word. An item is the same quad of TOKENS_PER_LANE tokens:
+// all are loaded before the first is converted.
 //
-// Prelude: GROUP, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS. Libs: grid, round, in_*, out_*, convert_*.
+// Prelude: GROUP, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE.
+// Libs: grid, round, in_*, out_*, convert_*.
 
 struct AppendParams {
+    scale: E4m3Scale,
     kv_base_quads: u32,
     kv_block_stride_quads: u32,
     kv_c_base_quads: u32,
     kv_c_stride_quads: u32,
     k_pe_base_quads: u32,
     k_pe_stride_quads: u32,
-    inv_mantissa: f32, // of k_scale: see E4m3Scale
-    exponent: i32,
-    mantissa: u32,
-    reserved_0: u32,
-    reserved_1: u32,
-    reserved_2: u32,
+    max_tokens: u32,
+    reserved: u32,
 }
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then a slot a token
@@ -29,6 +28,8 @@ struct AppendParams {
 @group(1) @binding(2) var<storage, read> k_pe: array<InQuad>; // [tokens, R / 4], strided
 @group(1) @binding(3) var<storage, read_write> kv: array<OutQuad>; // [num_pages, page_size, (L + R) / 4], pages strided
 
+const NO_SLOT = 0xFFFFFFFFu;
+
 @compute @workgroup_size(GROUP)
 fn kv_append(
     @builtin(workgroup_id) group: vec3<u32>,
@@ -36,22 +37,36 @@ fn kv_append(
     @builtin(local_invocation_index) lane: u32,
 ) {
     let item = item_of(group, groups, lane);
-    let token = item / ROW_QUADS;
     let quad = item % ROW_QUADS;
-    if token >= table[0] {
+    let first = item / ROW_QUADS * TOKENS_PER_LANE;
+    // A table that was prepared again after this was recorded may hold more than the binding.
+    let num_tokens = min(table[0], params.max_tokens);
+    if first >= num_tokens {
         return;
     }
-    // a skipped token is 0xFFFFFFFF, and the host proved the others; the bound keeps a wild table harmless too
-    let slot = table[1u + token];
-    if slot >= NUM_SLOTS {
-        return;
+    var slots: array<u32, TOKENS_PER_LANE>;
+    var quads: array<InQuad, TOKENS_PER_LANE>;
+    for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
+        slots[i] = select(NO_SLOT, table[1u + min(first + i, num_tokens - 1u)], first + i < num_tokens);
     }
-    var q: InQuad;
     if quad < LATENT_QUADS {
-        q = kv_c[params.kv_c_base_quads + token * params.kv_c_stride_quads + quad];
+        for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
+            let token = min(first + i, num_tokens - 1u);
+            quads[i] = kv_c[params.kv_c_base_quads + token * params.kv_c_stride_quads + quad];
+        }
     } else {
-        q = k_pe[params.k_pe_base_quads + token * params.k_pe_stride_quads + quad - LATENT_QUADS];
+        for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
+            let token = min(first + i, num_tokens - 1u);
+            quads[i] = k_pe[params.k_pe_base_quads + token * params.k_pe_stride_quads + quad - LATENT_QUADS];
+        }
     }
-    let row = params.kv_base_quads + (slot / PAGE_SIZE) * params.kv_block_stride_quads + (slot % PAGE_SIZE) * ROW_QUADS;
-    kv[row + quad] = convert(q, E4m3Scale(params.inv_mantissa, params.exponent, params.mantissa));
+    for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
+        // A skipped token has none. The host proved the others; the bound keeps a table of another pool harmless too.
+        let slot = slots[i];
+        if slot < NUM_SLOTS {
+            let page = slot / PAGE_SIZE;
+            let row = params.kv_base_quads + page * params.kv_block_stride_quads + (slot % PAGE_SIZE) * ROW_QUADS;
+            kv[row + quad] = convert(quads[i], params.scale);
+        }
+    }
 }

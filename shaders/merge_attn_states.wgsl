@@ -45,20 +45,16 @@ fn code_at(word: u32, element: u32) -> u32 {
 
 // the bits of one merged element
 fn merged(o: Owner, w: Weights) -> u32 {
-    if w.sides == TAKE_NONE {
-        return 0u;
-    }
     let pe = at(params.prefix, o.token, o.head) + o.d;
     let se = at(params.suffix, o.token, o.head) + o.d;
-    if w.sides == TAKE_PREFIX {
-        return code_at(prefix_output[pe / PER_WORD], pe);
+    let p_code = code_at(prefix_output[pe / PER_WORD], pe);
+    let s_code = code_at(suffix_output[se / PER_WORD], se);
+    if w.has_prefix && w.has_suffix {
+        let p = bitcast<f32>(in_bits(p_code));
+        let s = bitcast<f32>(in_bits(s_code));
+        return out_code(bitcast<u32>(w.prefix * p + w.suffix * s));
     }
-    if w.sides == TAKE_SUFFIX {
-        return code_at(suffix_output[se / PER_WORD], se);
-    }
-    let p = bitcast<f32>(in_bits(code_at(prefix_output[pe / PER_WORD], pe)));
-    let s = bitcast<f32>(in_bits(code_at(suffix_output[se / PER_WORD], se)));
-    return out_code(bitcast<u32>(w.prefix * p + w.suffix * s));
+    return select(select(0u, s_code, w.has_suffix), p_code, w.has_prefix);
 }
 
 @compute @workgroup_size(GROUP)
@@ -78,11 +74,13 @@ fn merge_attn_states(
         let element = word_index * PER_WORD + half;
         let o = owner_of(element);
         if o.is_in {
-            let w = weigh(o.token, o.head);
+            let prefix_bits = prefix_lse[at(params.prefix_lse, o.token, o.head)];
+            let suffix_bits = suffix_lse[at(params.suffix_lse, o.token, o.head)];
+            let w = weigh(prefix_bits, suffix_bits);
             value |= merged(o, w) << (16u * half);
             ours |= CODE_MASK << (16u * half);
             if o.d == 0u {
-                write_lse(o.token, o.head, w.lse_bits);
+                write_lse(o.token, o.head, prefix_bits, suffix_bits, w);
             }
         }
     }

@@ -15,6 +15,7 @@ var<workgroup> token_at: array<u32, TOKEN_SLOTS>; // [2, TOKENS]: first oct of e
 var<workgroup> quad_max: array<f32, TILE_QUADS_PADDED>; // [ROWS, TOKEN_QUADS]
 var<workgroup> weights: array<vec4<f32>, TILE_QUADS>; // [ROWS, TOKEN_QUADS], four tokens each
 var<workgroup> rescale: array<f32, ROWS_PADDED>; // [ROWS]
+var<workgroup> query_at: array<vec2<u32>, ROWS_PADDED>; // [ROWS]: first oct of each row's q_nope and q_pe
 
 struct Query {
     token: u32,
@@ -26,7 +27,7 @@ struct Query {
 fn query_of(first_row: u32, row: u32) -> Query {
     let index = first_row + row;
     let at = tables[QUERIES_AT] + (index / layer.num_heads) * 2u;
-    return Query(tables[at], index % layer.num_heads, tables[at + 1u]);
+    return Query(bound_token(tables[at]), index % layer.num_heads, tables[at + 1u]);
 }
 
 // First oct of a token's cache row.
@@ -67,13 +68,15 @@ fn mla_decode(
     let column_oct = thread % LATENT_OCTS;
     let lane = column_oct % LANES;
     let token_quad = column_oct / LANES;
-    var q_nope_row: array<u32, ROWS_PER_GROUP>;
-    var q_pe_row: array<u32, ROWS_PER_GROUP>;
-    for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
-        // A tile's missing rows repeat its last one; their results go nowhere.
-        let query = query_of(first_row, min(group_row + r, num_rows - 1u));
-        q_nope_row[r] = layer.q_nope_at + query.token * layer.q_nope_token_stride + query.head * layer.q_nope_head_stride;
-        q_pe_row[r] = layer.q_pe_at + query.token * layer.q_pe_token_stride + query.head * layer.q_pe_head_stride;
+    // A group whose rows are all missing only keeps the barriers.
+    let has_rows = group_row < num_rows;
+    if (thread < ROWS) {
+        // Other missing rows repeat the last one; their results go nowhere.
+        let query = query_of(first_row, min(thread, num_rows - 1u));
+        query_at[thread] = vec2<u32>(
+            layer.q_nope_at + query.token * layer.q_nope_token_stride + query.head * layer.q_nope_head_stride,
+            layer.q_pe_at + query.token * layer.q_pe_token_stride + query.head * layer.q_pe_head_stride,
+        );
     }
 
     // Softmax: the row and tokens that this thread works on, and the row's state.
@@ -101,24 +104,30 @@ fn mla_decode(
         let row_2 = token_at[parity + token_quad * 4u + 2u];
         let row_3 = token_at[parity + token_quad * 4u + 3u];
         var score = array<vec4<f32>, ROWS_PER_GROUP>();
-        for (var i = lane; i < LATENT_OCTS; i += LANES) {
-            let k_0 = decode_kv(kv[row_0 + i]);
-            let k_1 = decode_kv(kv[row_1 + i]);
-            let k_2 = decode_kv(kv[row_2 + i]);
-            let k_3 = decode_kv(kv[row_3 + i]);
+        if (has_rows) {
+            var q_row: array<vec2<u32>, ROWS_PER_GROUP>;
             for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
-                let q = decode_query(q_nope[q_nope_row[r] + i]);
-                score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
+                q_row[r] = query_at[group_row + r];
             }
-        }
-        for (var i = lane; i < ROPE_OCTS; i += LANES) {
-            let k_0 = decode_kv(kv[row_0 + LATENT_OCTS + i]);
-            let k_1 = decode_kv(kv[row_1 + LATENT_OCTS + i]);
-            let k_2 = decode_kv(kv[row_2 + LATENT_OCTS + i]);
-            let k_3 = decode_kv(kv[row_3 + LATENT_OCTS + i]);
-            for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
-                let q = decode_query(q_pe[q_pe_row[r] + i]);
-                score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
+            for (var i = lane; i < LATENT_OCTS; i += LANES) {
+                let k_0 = decode_kv(kv[row_0 + i]);
+                let k_1 = decode_kv(kv[row_1 + i]);
+                let k_2 = decode_kv(kv[row_2 + i]);
+                let k_3 = decode_kv(kv[row_3 + i]);
+                for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+                    let q = decode_query(q_nope[q_row[r].x + i]);
+                    score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
+                }
+            }
+            for (var i = lane; i < ROPE_OCTS; i += LANES) {
+                let k_0 = decode_kv(kv[row_0 + LATENT_OCTS + i]);
+                let k_1 = decode_kv(kv[row_1 + LATENT_OCTS + i]);
+                let k_2 = decode_kv(kv[row_2 + LATENT_OCTS + i]);
+                let k_3 = decode_kv(kv[row_3 + LATENT_OCTS + i]);
+                for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+                    let q = decode_query(q_pe[q_row[r].y + i]);
+                    score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
+                }
             }
         }
         for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
@@ -131,7 +140,7 @@ fn mla_decode(
         let seen = tokens < vec4<u32>(visible);
         var logits = vec4<f32>(EMPTY);
         if (in_softmax) {
-            logits = select(logits, summed_scores(thread) * layer.logit_scale, seen);
+            logits = select(logits, summed_scores(thread) * (layer.logit_scale * QUERY_SCALE * KV_SCALE), seen);
             quad_max[thread] = max(max(logits.x, logits.y), max(logits.z, logits.w));
         }
         workgroupBarrier();
@@ -159,13 +168,13 @@ fn mla_decode(
             acc_low[r] *= rescale[group_row + r];
             acc_high[r] *= rescale[group_row + r];
         }
-        let quads = min(TOKEN_QUADS, (kv_end - block + 3u) / 4u);
+        let quads = select(0u, min(TOKEN_QUADS, (kv_end - block + 3u) / 4u), has_rows);
         for (var i = 0u; i < quads; i++) {
             // Past the end, token_at repeats the last token, which then weighs 0.
-            let v_0 = decode_kv(kv[token_at[parity + i * 4u] + column_oct]);
-            let v_1 = decode_kv(kv[token_at[parity + i * 4u + 1u] + column_oct]);
-            let v_2 = decode_kv(kv[token_at[parity + i * 4u + 2u] + column_oct]);
-            let v_3 = decode_kv(kv[token_at[parity + i * 4u + 3u] + column_oct]);
+            let v_0 = decode_value(kv[token_at[parity + i * 4u] + column_oct]);
+            let v_1 = decode_value(kv[token_at[parity + i * 4u + 1u] + column_oct]);
+            let v_2 = decode_value(kv[token_at[parity + i * 4u + 2u] + column_oct]);
+            let v_3 = decode_value(kv[token_at[parity + i * 4u + 3u] + column_oct]);
             for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
                 let w = weights[(group_row + r) * TOKEN_QUADS + i];
                 acc_low[r] = fma(vec4<f32>(w.w), v_3[0], fma(vec4<f32>(w.z), v_2[0], fma(vec4<f32>(w.y), v_1[0], fma(vec4<f32>(w.x), v_0[0], acc_low[r]))));
@@ -193,7 +202,7 @@ fn mla_decode(
             }
             let any = sum > 0.0;
             let divisor = select(1.0, sum, any);
-            let value = mat2x4<f32>(acc_low[r], acc_high[r]) * (1.0 / divisor);
+            let value = mat2x4<f32>(acc_low[r], acc_high[r]) * (KV_SCALE * (1.0 / divisor));
             let base_2 = select(EMPTY, rescale[row] + log2(divisor), any);
             if (slot == DIRECT) {
                 let query = query_of(first_row, row);

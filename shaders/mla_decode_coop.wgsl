@@ -41,7 +41,7 @@ struct Query {
 fn query_of(first_row: u32, row: u32) -> Query {
     let index = first_row + row;
     let at = tables[QUERIES_AT] + (index / layer.num_heads) * 2u;
-    return Query(tables[at], index % layer.num_heads, tables[at + 1u]);
+    return Query(bound_token(tables[at]), index % layer.num_heads, tables[at + 1u]);
 }
 
 // Eight elements of a query row.

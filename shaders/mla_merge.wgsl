@@ -30,7 +30,7 @@ fn mla_merge(
         return;
     }
     let merge_at = tables[MERGES_AT] + merge * 3u;
-    let token = tables[merge_at];
+    let token = bound_token(tables[merge_at]);
     let begin = tables[MERGE_SLOTS_AT] + tables[merge_at + 1u];
     let end = tables[MERGE_SLOTS_AT] + tables[merge_at + 2u];
     let group = thread / LATENT_OCTS;

@@ -61,6 +61,10 @@ pub trait Backend: sealed::Sealed {
     /// Those of [`MlaSpec::check`], and [`crate::Error::VariantUnavailable`].
     fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<Self::Decode>;
 
+    /// Whether that decode rounds the softmax weights to f16, as rows on tensor cores do: their results are up to twice as
+    /// far from the exact ones as those of the others.
+    fn rounds_weights(&self, decode: &Self::Decode) -> bool;
+
     /// How that decode cuts its work.
     fn tiling(&self, decode: &Self::Decode) -> Tiling;
 

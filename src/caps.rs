@@ -28,6 +28,8 @@ pub struct Caps {
     pub shader_f16: bool,
     /// Side of the cooperative matrices of f16 that a subgroup multiplies into f32: 16, 8, or 0 for none.
     pub cooperative_tile: u32,
+    /// `unpack2x16float` is known to keep f16 subnormals, which WGSL leaves open: e4m3 is then read through f16.
+    pub f16_subnormals: bool,
     /// Workgroup memory of one workgroup.
     pub workgroup_memory_bytes: u32,
     /// Invocations of one workgroup.
@@ -51,6 +53,7 @@ impl Caps {
         max_subgroup_size: 0,
         shader_f16: false,
         cooperative_tile: 0,
+        f16_subnormals: false,
         workgroup_memory_bytes: 16 << 10,
         max_invocations: 256,
         max_storage_buffers: 8,
@@ -66,7 +69,7 @@ impl Caps {
             ("no subgroups", Self { subgroups: false, min_subgroup_size: 0, max_subgroup_size: 0, ..self }),
             ("subgroups of 4", Self { min_subgroup_size: 4, max_subgroup_size: 4, ..self }),
             ("no cooperative matrices", Self { cooperative_tile: 0, ..self }),
-            ("no f16", Self { shader_f16: false, ..self }),
+            ("no f16", Self { shader_f16: false, f16_subnormals: false, ..self }),
             (
                 "32 KiB of workgroup memory",
                 Self { workgroup_memory_bytes: self.workgroup_memory_bytes.min(32 << 10), ..self },

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 /// A WGSL module, ready to compile.
 #[derive(Debug, Clone)]
-pub(crate) struct Source {
+pub struct Source {
     /// `mla.<op>.<variant>.<dtype>`.
     pub label: String,
     /// The entry point: the op's name.

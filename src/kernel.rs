@@ -94,6 +94,11 @@ impl Variant {
         }
     }
 
+    /// Whether it rounds the softmax weights to f16, as matrices do.
+    pub const fn rounds_weights(&self) -> bool {
+        matches!(self.body, Body::Coop { .. })
+    }
+
     /// How this variant cuts work on a device; `None` where it does not run.
     pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
         match self.body {
@@ -145,27 +150,43 @@ impl Tile {
     fn balanced(sum: Sum, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
         let heads = spec.shape.num_heads;
         let group_threads = spec.shape.kv_lora_rank / 8;
-        // Each tile reads the cache once more, which is worth about three rows of arithmetic.
-        let cost = |tile: &Self| heads.div_ceil(tile.rows()) * (tile.rows() + 3);
-        [1, 2, 4]
-            .into_iter()
-            .flat_map(|row_groups| (1..=5).map(move |rows_per_group| (rows_per_group, row_groups)))
+        let (most_rows, most_threads) = Self::most_rows_and_threads(caps.kind);
+        // Rows computed, twice: once as arithmetic, which row groups without rows are spared, and once as time, which they
+        // are not. Each tile reads the cache once more, which is worth about three rows.
+        let cost = |tile: &Self| {
+            let tiles = heads.div_ceil(tile.rows());
+            heads.next_multiple_of(tile.rows_per_group) + tiles * (tile.rows() + 2 * 3)
+        };
+        (1..=4)
+            .flat_map(|row_groups| (1..=most_rows).map(move |rows_per_group| (rows_per_group, row_groups)))
             .map(|(rows_per_group, row_groups)| Self { group_threads, rows_per_group, row_groups })
             .filter(|tile| tile.workgroup_bytes(sum) <= caps.workgroup_memory_bytes)
-            .filter(|tile| tile.threads() <= caps.max_invocations.min(256))
+            .filter(|tile| tile.threads() <= caps.max_invocations.min(most_threads))
             .min_by_key(|tile| (cost(tile), tile.row_groups))
     }
 
-    /// The planner's targets: see BENCHMARKS.md for what they were measured on.
+    /// The planner's targets. `Options::tiling` replaces these, for a card whose best was measured.
     fn tiling(&self, caps: &Caps) -> Tiling {
         let (target_items, min_split_tokens) = match caps.kind {
-            // About two workgroups of 256 threads on each of an H200's 132 multiprocessors: one full wave.
+            // Measured: about two workgroups of 256 threads on each of an H200's 132 multiprocessors, one full wave.
             DeviceKind::Discrete => (65_536 / self.threads(), 32),
+            // Not measured: by its compiler an M1 holds 24 workgroups of 128 threads, so these are five waves.
             DeviceKind::Integrated | DeviceKind::Other => (128, 256),
+            // Enough for the threads of a CPU; a longer split costs nothing there.
             DeviceKind::Software => (8, 512),
         };
         let (rows_per_tile, tokens_per_block) = (self.rows(), self.tokens());
         Tiling { rows_per_tile, tokens_per_block, target_items, min_split_tokens }
+    }
+
+    /// Rows of a thread and threads of a workgroup, as many as are good for a kind of device: by what the compilers of AMD,
+    /// Apple M1 and Adreno say of registers. With 5 rows the M1 spills, and with 4 it keeps 384 threads on a core: three
+    /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128.
+    const fn most_rows_and_threads(kind: DeviceKind) -> (u32, u32) {
+        match kind {
+            DeviceKind::Discrete | DeviceKind::Software => (5, 256),
+            DeviceKind::Integrated | DeviceKind::Other => (4, 192),
+        }
     }
 
     const fn threads(&self) -> u32 {
@@ -197,7 +218,8 @@ impl Tile {
         let quads = self.tile_quads() * 16 * (partials + 1);
         quads
             + 2 * self.tokens() * 4
-            + 4 * (self.tile_quads().next_multiple_of(4) + self.rows().next_multiple_of(4))
+            + 4 * self.tile_quads().next_multiple_of(4)
+            + 12 * self.rows().next_multiple_of(4)
     }
 }
 
@@ -206,13 +228,15 @@ impl Tile {
 pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) -> Option<Source> {
     let mut source = match variant.body {
         Body::Coop { small } => coop::decode(variant.name, small, caps, spec)?,
-        Body::Plain(sum) => plain(variant.name, sum, &Tile::balanced(sum, caps, spec)?, spec),
+        Body::Plain(sum) => {
+            plain(variant.name, sum, &Tile::balanced(sum, caps, spec)?, caps.f16_subnormals, spec)
+        }
     };
     source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
     Some(source)
 }
 
-fn plain(name: &str, sum: Sum, tile: &Tile, spec: &MlaSpec) -> Source {
+fn plain(name: &str, sum: Sum, tile: &Tile, f16_subnormals: bool, spec: &MlaSpec) -> Source {
     let sum = match sum {
         Sum::Subgroup => include_str!("../shaders/lib/sum_subgroup.wgsl"),
         Sum::Shared => include_str!("../shaders/lib/sum_shared.wgsl"),
@@ -228,17 +252,28 @@ fn plain(name: &str, sum: Sum, tile: &Tile, spec: &MlaSpec) -> Source {
         ("TOKENS", tile.tokens()),
         ("TOKEN_SLOTS", 2 * tile.tokens()),
         ("TILE_QUADS", tile.tile_quads()),
+        ("TILE_TOKENS", 4 * tile.tile_quads()),
         ("TILE_QUADS_PADDED", tile.tile_quads().next_multiple_of(4)),
         ("SCORE_PARTIALS", tile.tile_quads() * LANES),
     ]);
     let kv = spec.kv.dtype;
-    let decoder = format!("fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{kv}(oct);\n}}\n");
-    let mut files = vec![decoder.as_str(), KV_READ, sum, include_str!("../shaders/mla_decode.wgsl")];
+    let decoders = format!(
+        "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
+         fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{kv}(oct);\n}}\n\n\
+         fn decode_value(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
+         const QUERY_SCALE = {};\nconst KV_SCALE = {};\n",
+        spec.query,
+        finite(kv),
+        scale(spec.query),
+        scale(kv)
+    );
+    let mut files = vec![decoders.as_str(), oct_file(spec.query, f16_subnormals)];
     if kv != spec.query {
-        files.push(oct_file(kv));
+        files.push(oct_file(kv, f16_subnormals));
     }
+    files.extend([KV_READ, sum, include_str!("../shaders/mla_decode.wgsl")]);
     let types = [("KvOct", Const::Alias(oct_type(kv)))];
-    compose_step("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
+    compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }
 
 const KV_READ: &str = include_str!("../shaders/lib/kv_read.wgsl");
@@ -271,8 +306,25 @@ fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
     ]
 }
 
-/// A kernel of a decode step: constants, how each dtype is read and written, the step's tables, the layer, the op.
+/// A kernel of a decode step that reads queries as what they are, whatever factor their decoder leaves to others.
 fn compose_step(
+    entry: &'static str,
+    variant: &str,
+    spec: &MlaSpec,
+    consts: &[(&'static str, u32)],
+    types: &[(&'static str, Const)],
+    op: &[&str],
+) -> Source {
+    let (query, scale) = (spec.query, scale(spec.query));
+    let decoder = format!(
+        "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return {scale} * decode_{query}(oct);\n}}\n"
+    );
+    let files = [&[decoder.as_str(), oct_file(query, false)], op].concat();
+    compose_module(entry, variant, spec, consts, types, &files)
+}
+
+/// A kernel of a decode step: constants, how the output is written, the step's tables, the layer, the op.
+fn compose_module(
     entry: &'static str,
     variant: &str,
     spec: &MlaSpec,
@@ -284,11 +336,7 @@ fn compose_step(
     let mut prelude: Vec<_> = consts.iter().map(|&(name, value)| (name, Const::U32(value))).collect();
     prelude.push(("QueryOct", Const::Alias(oct_type(spec.query))));
     prelude.extend(types);
-    let query = spec.query;
-    let decoder =
-        format!("fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{query}(oct);\n}}\n");
-    let mut files = vec![decoder.as_str(), oct_file(query)];
-    files.extend(store_files(spec.out));
+    let mut files = store_files(spec.out);
     files.extend([include_str!("../shaders/lib/tables.wgsl"), include_str!("../shaders/lib/layer.wgsl")]);
     files.extend(op);
     let mut source = compose(entry, variant, &prelude, &files);
@@ -312,6 +360,24 @@ fn store_files(out: Dtype) -> Vec<&'static str> {
     }
 }
 
+/// The decoder for values, whose NaN codes need not be told apart: the scores have met them.
+const fn finite(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::E4m3 => "finite_e4m3",
+        Dtype::F32 => "f32",
+        Dtype::F16 => "f16",
+        Dtype::Bf16 => "bf16",
+    }
+}
+
+/// What a decoded element is to be multiplied by.
+const fn scale(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::E4m3 => "SCALE_E4M3",
+        Dtype::F32 | Dtype::F16 | Dtype::Bf16 => "1.0",
+    }
+}
+
 const fn oct_type(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F32 => "OctF32",
@@ -321,11 +387,12 @@ const fn oct_type(dtype: Dtype) -> &'static str {
     }
 }
 
-const fn oct_file(dtype: Dtype) -> &'static str {
+const fn oct_file(dtype: Dtype, f16_subnormals: bool) -> &'static str {
     match dtype {
         Dtype::F32 => include_str!("../shaders/lib/oct_f32.wgsl"),
         Dtype::F16 => include_str!("../shaders/lib/oct_f16.wgsl"),
         Dtype::Bf16 => include_str!("../shaders/lib/oct_bf16.wgsl"),
+        Dtype::E4m3 if f16_subnormals => include_str!("../shaders/lib/oct_e4m3_f16.wgsl"),
         Dtype::E4m3 => include_str!("../shaders/lib/oct_e4m3.wgsl"),
     }
 }

@@ -10,6 +10,9 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::{Error, MlaSpec, Result};
 
+mod check;
+pub(crate) use check::check_plan;
+
 /// What one workgroup does. Plain data with one layout for every backend: 8 little-endian `u32`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]

@@ -192,7 +192,8 @@ pub const HEADER_WORDS: u32 = (size_of::<Header>() / 4) as u32;
 
 /// Writes the tables of a plan into `words`, which keep their memory from step to step.
 ///
-/// Every page id that a kernel will follow is checked here.
+/// Every page id that a kernel will follow is checked here, and every word of the page list is one. The plan is taken as
+/// [`Plan::new`] made it; backends check one that may have been changed.
 ///
 /// # Errors
 /// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`] and [`Error::Limit`];
@@ -264,7 +265,10 @@ fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec)
             let max = row.len() as i64 * i64::from(kv.page_size);
             return Err(Error::SeqLen { seq, got: len.into(), max });
         };
-        let to = &mut list[plan.page_begin[seq] as usize..][..used];
+        let (to, room) =
+            list[plan.page_begin[seq] as usize..plan.page_begin[seq + 1] as usize].split_at_mut(used);
+        // Room for growth holds pages too, so that no word of the list leads out of the pool.
+        room.fill(0);
         let mut wild = false;
         for (to, &page) in to.iter_mut().zip(row) {
             // A negative id becomes a large one, so one comparison finds both kinds.

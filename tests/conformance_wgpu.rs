@@ -14,17 +14,17 @@ fn gpu() -> Option<Gpu> {
 }
 
 mod subgroup {
-    crate::common::suite::conformance_tests!(crate::gpu, Some("subgroup"), |_| false);
+    crate::common::suite::conformance_tests!(crate::gpu, Some("subgroup"));
 }
 
 mod coop {
-    crate::common::suite::conformance_tests!(crate::gpu, Some("coop"), |_| true);
+    crate::common::suite::conformance_tests!(crate::gpu, Some("coop"));
 }
 
 mod coop_small {
-    crate::common::suite::conformance_tests!(crate::gpu, Some("coop_small"), |_| true);
+    crate::common::suite::conformance_tests!(crate::gpu, Some("coop_small"));
 }
 
 mod shared {
-    crate::common::suite::conformance_tests!(crate::gpu, Some("shared"), |_| false);
+    crate::common::suite::conformance_tests!(crate::gpu, Some("shared"));
 }

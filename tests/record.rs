@@ -5,9 +5,10 @@ mod common;
 
 use std::sync::{Mutex, Once};
 
+use common::paint::POISON;
 use common::rig::{Loaded, Rig, pages, plan, shortened, small};
 use wgpu_mla::gpu::{MAX_SLICES, MlaDecode, Options, SliceBudget, Step};
-use wgpu_mla::{Backend, Capacity, Dtype, Error, PageTable, Policy, wgpu};
+use wgpu_mla::{Backend, Capacity, Dtype, Error, Layer, PageTable, Plan, Policy, wgpu};
 
 const FIXED: Policy = Policy::FixedTokens(32);
 
@@ -46,6 +47,62 @@ fn a_replay_sees_the_new_lengths() {
     rig.prepare(&mut step, &short, FIXED);
     rig.run(&step, &long);
     rig.check(&long, &short);
+}
+
+/// A replay of more query tokens than its binding has breaks the contract; what is past the binding stays untouched.
+#[test]
+fn a_replay_stays_inside_of_its_binding() {
+    let Some(rig) = Rig::shared() else { return };
+    let wide = rig.load(small(&[(90, 1), (150, 2)]));
+    let narrow = small(&[(90, 1), (150, 0)]);
+    let layer = Layer::dense(rig.mla.spec(), &wide.q, &wide.kv, &wide.out, &wide.lse, 1.0);
+    let binding = rig.mla.bind(1, &layer).expect("a binding of one token");
+    for policy in [FIXED, Policy::OneSplit] {
+        let room = Capacity::of(&plan(&rig.mla, &wide.problem, policy));
+        let mut step = rig.mla.step(room).expect("a step");
+        rig.prepare(&mut step, &narrow, policy);
+        let mut encoder = rig.encoder();
+        rig.mla.record(&mut encoder, &step, &binding);
+        rig.prepare(&mut step, &wide.problem, policy);
+        rig.submit(encoder);
+        for bytes in rig.bits(&wide) {
+            let (bound, rest) = bytes.split_at(bytes.len() / 3);
+            assert!(bound.iter().any(|&byte| byte != POISON), "it ran");
+            assert!(rest.iter().all(|&byte| byte == POISON), "written past the binding");
+        }
+    }
+}
+
+/// A plan's fields are public: what a kernel would follow out of its buffers is refused.
+#[test]
+fn a_changed_plan_is_refused() {
+    let Some(rig) = Rig::shared() else { return };
+    let good = rig.load(small(&[(37, 1), (90, 2)]));
+    let mut step = rig.step(&good.problem, FIXED);
+    type Change = (&'static str, fn(&mut Plan));
+    let changes: [Change; 13] = [
+        ("first_row", |plan| plan.items[0].first_row = 1 << 30),
+        ("no rows", |plan| plan.items[0].num_rows = 0),
+        ("rows past the tile", |plan| plan.items[0].num_rows = 1000),
+        ("page_begin", |plan| plan.items[0].page_begin = 1 << 30),
+        ("kv_end", |plan| plan.items[0].kv_end = u32::MAX),
+        ("kv_begin", |plan| plan.items[0].kv_begin = plan.items[0].kv_end + 1),
+        ("slot", |plan| plan.items[0].slot = plan.num_slots),
+        ("query token", |plan| plan.queries[0].token = plan.num_queries),
+        ("merge token", |plan| plan.merges[0].token = plan.num_queries),
+        ("merge end", |plan| plan.merges[0].end = 1 << 30),
+        ("merge slot", |plan| plan.merge_slots[0] = plan.num_slots),
+        ("page list", |plan| plan.page_begin[1] = 0),
+        ("shared", |plan| plan.shared.push((7, 8, 1))),
+    ];
+    for (what, change) in changes {
+        let mut changed = plan(&rig.mla, &good.problem, FIXED);
+        change(&mut changed);
+        let refused = rig.mla.prepare(&rig.gpu.queue, &mut step, &changed, pages(&good.problem));
+        assert!(matches!(refused, Err(Error::Shape { what: "plan of items", .. })), "{what}: {refused:?}");
+    }
+    rig.run(&step, &good);
+    rig.check(&good, &good.problem);
 }
 
 /// Commands of a step that grew keep its old buffers: they run the batch that they were recorded with.
@@ -294,7 +351,7 @@ fn prepare_device(rig: &Rig, step: &mut Step, loaded: &Loaded) {
 fn write_list(rig: &Rig, step: &Step, loaded: &Loaded, by_copy: bool) {
     let problem = &loaded.problem;
     let plan = plan(&rig.mla, problem, FIXED);
-    let (tables, range) = step.page_list(rig.mla.spec());
+    let (tables, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
     for (seq, &len) in plan.seq_lens.iter().enumerate() {
         let used = problem.spec.kv.pages_for(len) as usize;
         let row: &[u8] = bytemuck::cast_slice(&problem.block_table[seq * problem.max_pages..][..used]);
@@ -330,6 +387,8 @@ fn page_lists_written_on_the_device() {
     rig.check(&loaded, &shorter);
 
     let mut other = shared.mla.step(Capacity::default()).expect("a step");
+    let refused = other.page_list(shared.mla.spec()).map(|_| ());
+    assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
     let refused = shared.mla.prepare(&shared.gpu.queue, &mut other, &plan, PageTable::Device);
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
 }
@@ -345,7 +404,7 @@ fn wild_pages_of_a_device_list_stay_in_the_pool() {
     let loaded = rig.load(problem);
     let mut step = rig.mla.step(Capacity::default()).expect("a step");
     prepare_device(&rig, &mut step, &loaded);
-    let (tables, range) = step.page_list(rig.mla.spec());
+    let (tables, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
     let pages = rig.mla.spec().kv.num_pages;
     for wild in [u32::MAX, pages, 1 << 31, 0x7FFF_FFFF] {
         let words = vec![wild; ((range.end - range.start) / 4) as usize];
@@ -371,7 +430,7 @@ fn a_host_list_after_a_device_list() {
     rig.check(&loaded, &loaded.problem);
 
     prepare_device(&rig, &mut step, &loaded);
-    let (tables, range) = step.page_list(rig.mla.spec());
+    let (tables, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
     rig.gpu.queue.write_buffer(tables, range.start, &vec![0xFF; (range.end - range.start) as usize]);
 
     rig.prepare(&mut step, &loaded.problem, FIXED);

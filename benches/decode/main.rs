@@ -1,4 +1,4 @@
-//! Times decodes. Each workload is checked against the oracle first; a wrong result ends the run with status 1.
+//! Times decodes. Each workload is checked against the oracle first; a wrong one is not timed, and the run ends with status 1.
 //!
 //! ```text
 //! cargo bench --bench decode -- [--only TEXT].. [--variant NAME] [--items N] [--replays N] [--json FILE] [--full | --test] [--list]

@@ -12,11 +12,6 @@ use crate::support::paint::{CYCLE, Canvas, Paint};
 
 pub const SOFTMAX_SCALE: f32 = 0.114_721;
 
-/// Whether a row of the ladder rounds the softmax weights to 16 bits.
-pub fn rounds_p(row: &str) -> bool {
-    row.starts_with("coop")
-}
-
 /// Painted memory that holds the caches of many layers.
 pub struct Pool<B: Backend> {
     pub buffer: B::Buffer,
@@ -85,7 +80,7 @@ impl<'a, B: Canvas> Problem<'a, B> {
     }
 
     /// Compares the last sequence of the first cache with the oracle, over some heads, the outermost among them.
-    pub fn check(&self, backend: &B, row: &str) -> Result<String> {
+    pub fn check(&self, backend: &B) -> Result<String> {
         backend.run(&self.decode, &self.step, &self.bindings[0])?;
         let (w, latent) = (&self.workload, self.spec.shape.kv_lora_rank as usize);
         let (heads, row_elems) = (w.heads as usize, self.spec.shape.row_elems() as usize);
@@ -120,7 +115,14 @@ impl<'a, B: Canvas> Problem<'a, B> {
         let out = backend.download(&self.out, (rows * latent * self.spec.out.bytes()) as u64)?;
         let lse = backend.download(&self.lse, rows as u64 * 4)?;
         let (out, lse) = (self.spec.out.decode_all(&out), Dtype::F32.decode_all(&lse));
-        let tolerance = Tolerance::decode(w.kv, w.query, self.spec.out, rounds_p(row), 1.0, latent);
+        let tolerance = Tolerance::decode(
+            w.kv,
+            w.query,
+            self.spec.out,
+            backend.rounds_weights(&self.decode),
+            1.0,
+            latent,
+        );
         let report = close("out", &pick(&out, latent), &want_out, &tolerance).into_result()?;
         close("lse", &pick(&lse, 1), &want_lse, &Tolerance::lse()).into_result()?;
         Ok(format!("{:.1e} ({:.1} %)", report.worst_abs, 100.0 * report.worst_ratio))
@@ -146,7 +148,7 @@ fn picked_heads(heads: usize, context: usize) -> Vec<usize> {
 
 /// Query values as the device has them, and their buffer.
 fn query<B: Backend>(backend: &B, spec: &MlaSpec, rows: u64) -> Result<(Vec<f32>, B::Buffer)> {
-    let paint = Paint::new(spec.query);
+    let paint = Paint::query(spec.query);
     let count = rows * u64::from(spec.shape.row_elems());
     let at = |i: u64| ((i * 5 + 77) % CYCLE as u64) as usize;
     let size = spec.query.bytes();

@@ -7,13 +7,13 @@ use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Backend, Batch, Dtype, PageTable, Plan, Policy};
 
-use super::problem::{Pool, Problem, rounds_p};
+use super::problem::{Pool, Problem};
 use super::serving;
 use super::workload::{Ratio, Workload, full, small, tiny};
 use crate::support::args::Args;
 use crate::support::ceiling::{self, Kind};
 use crate::support::clock::{Clock, Passes, Timing, is_small, is_software};
-use crate::support::record::{Records, cell, timing_fields};
+use crate::support::record::{Records, figure, micros, timing_fields};
 use crate::support::{Result, median, peers};
 
 /// Bytes that the caches of all layers have together, at least: more than any card's L2.
@@ -44,11 +44,11 @@ pub fn run(args: &Args) -> Result<()> {
 fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
     let cpu = args.threads.map_or_else(Cpu::new, Cpu::with_threads);
     let mut report = Report::new(&cpu.name(), None, f64::NAN);
-    for workload in table {
+    for workload in table.iter().filter(|workload| !workload.plain) {
         let pool = Pool::new(&cpu, workload.kv, workload.layer_elems())?;
         let problem = Problem::new(&cpu, &pool, workload, args.variant.as_deref(), args.items, 1)?;
         let row = args.variant.clone().unwrap_or_else(|| cpu.variants(&problem.spec)[0].into());
-        let right = problem.check(&cpu, &row)?;
+        let right = problem.check(&cpu)?;
         let mut times = Vec::new();
         for _ in 0..args.replays.unwrap_or(if args.test { 3 } else { 201 }) {
             let begin = Instant::now();
@@ -56,7 +56,7 @@ fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
             times.push(begin.elapsed().as_secs_f64());
         }
         let median = median(&mut times);
-        let timing = Timing { median, min: times[0], host: 0.0 };
+        let timing = Timing { median, min: times[0], host: f64::NAN };
         report.add(workload, &row, &timing, f64::NAN, problem.plan.items.len(), &right);
     }
     report.records.save(args.json.as_deref())
@@ -71,7 +71,11 @@ fn run_gpu(gpu: &Gpu, table: &[Workload], args: &Args) -> Result<()> {
         let elems = group.iter().map(|w| w.layer_elems() * u64::from(copies(gpu, w))).max().unwrap_or(0);
         let pool = Pool::new(gpu, group[0].kv, elems)?;
         for workload in group {
-            time_gpu(gpu, &pool, workload, args, &mut report)?;
+            if let Err(error) = time_gpu(gpu, &pool, workload, args, &mut report) {
+                // A lost device fails everything after it.
+                gpu.check_lost()?;
+                report.records.fail(&workload.name(), error.as_ref());
+            }
         }
     }
     serving::run(gpu, args, ceiling, &mut report.records)?;
@@ -88,6 +92,16 @@ fn copies(gpu: &Gpu, workload: &Workload) -> u32 {
     (ROTATED_BYTES / layer as f64).ceil().clamp(2.0, 128.0).min(fit) as u32
 }
 
+/// The first row that rounds no softmax weights.
+fn plain_row(gpu: &Gpu, workload: &Workload) -> Result<&'static str> {
+    for row in gpu.variants(&workload.spec()) {
+        if !gpu.decode(&workload.spec(), Some(row))?.rounds_weights() {
+            return Ok(row);
+        }
+    }
+    Err("every row rounds the softmax weights".into())
+}
+
 fn time_gpu(
     gpu: &Gpu,
     pool: &Pool<Gpu>,
@@ -95,19 +109,24 @@ fn time_gpu(
     args: &Args,
     report: &mut Report,
 ) -> Result<()> {
-    let binding = workload.layer_elems() * workload.kv.bytes() as u64;
-    if binding > gpu.pipelines.caps().max_binding_bytes {
-        println!("| {} | skipped: its cache does not fit one binding of this device |", workload.name());
-        return Ok(());
+    let skip = |why: &str| {
+        println!("| {} | skipped: {why} |", workload.name());
+        Ok(())
+    };
+    if workload.layer_elems() * workload.kv.bytes() as u64 > gpu.pipelines.caps().max_binding_bytes {
+        return skip("its cache does not fit one binding of this device");
     }
-    let plain = gpu.variants(&workload.spec()).into_iter().find(|row| !rounds_p(row));
-    let variant = if workload.plain { plain } else { args.variant.as_deref() };
+    let ladder = gpu.ladder(&workload.spec());
+    let variant = if workload.plain { Some(plain_row(gpu, workload)?) } else { args.variant.as_deref() };
+    if let Some((_, Some(lack))) = ladder.iter().find(|(row, _)| Some(*row) == variant) {
+        return skip(lack);
+    }
     let problem = Problem::new(gpu, pool, workload, variant, args.items, copies(gpu, workload))?;
     let row = problem.decode.variant();
     let right = if std::env::var_os("X_NOCHECK").is_some() {
         "-".into()
     } else {
-        problem.check(gpu, row).map_err(|error| format!("{}: {row}: {error}", workload.name()))?
+        problem.check(gpu).map_err(|error| format!("row {row}: {error}"))?
     };
     let clock = Clock::new(gpu, args.replays());
     let timing = clock.time(Passes::One, |pass, call| {
@@ -151,11 +170,12 @@ impl Report {
         let mut records = Records::new("decode", gpu);
         records.note("read_ceiling_gb_s", ceiling);
         records.note("peers_device", peers::DEVICE);
+        records.note("peers_read_ceiling_gb_s", peers::READ_CEILING);
         println!(
             "# Decode on {name}\n\nus: device time of decode + merge. Ceiling: share of this run's read ceiling, {} GB/s. \
              Ratio: to 16 heads, 64 x 8192 (ragged: per KV byte).\nHost: us to record a layer; to plan and prepare a step. \
              Peers: us on one {}, not on this device.\n",
-            cell(ceiling, 1),
+            figure(ceiling),
             peers::DEVICE
         );
         print!(
@@ -173,11 +193,12 @@ impl Report {
         let ratio = self.ratio(w, seconds);
         let known = w.dims == (512, 64) && w.query != Dtype::F32;
         let peers = known.then(|| peers::decode_of(w.heads, w.q_len, w.kv, &w.shape_name())).flatten();
-        print!("| {} | {row} | {:.1} | {:.1} ", w.name(), seconds * 1e6, timing.min * 1e6);
-        print!("| {rate:.0} | {} % | {:.1} ", cell(share * 100.0, 1), w.flop() / seconds / 1e12);
-        print!("| {} | {items} ", cell(ratio, 3));
-        print!("| {}; {} | {right} |", cell(timing.host * 1e6, 1), cell(host_step * 1e6, 0));
-        peers.unwrap_or([f64::NAN; 4]).iter().for_each(|us| print!(" {} |", cell(*us, 1)));
+        print!("| {} | {row} | {} | {} ", w.name(), micros(seconds * 1e6), micros(timing.min * 1e6));
+        print!("| {} | {} % | {} ", figure(rate), figure(share * 100.0), figure(w.flop() / seconds / 1e12));
+        let ratio_text = if ratio.is_finite() { format!("{ratio:.3}") } else { "-".into() };
+        print!("| {ratio_text} | {items} ");
+        print!("| {}; {} | {right} |", figure(timing.host * 1e6), figure(host_step * 1e6));
+        peers.unwrap_or([f64::NAN; 4]).iter().for_each(|us| print!(" {} |", micros(*us)));
         println!();
 
         let mut record = json!({
@@ -197,7 +218,8 @@ impl Report {
     /// NaN where there is nothing to compare with in this run.
     fn ratio(&self, w: &Workload, seconds: f64) -> f64 {
         let Some((base, kind)) = w.ratio() else { return f64::NAN };
-        let Some((base, base_seconds)) = self.done.iter().find(|(done, _)| *done == base) else {
+        let is_base = |(done, _): &&(Workload, f64)| *done == base || *done == base.tiny();
+        let Some((base, base_seconds)) = self.done.iter().find(is_base) else {
             return f64::NAN;
         };
         match kind {

@@ -10,7 +10,7 @@ use crate::support::Result;
 use crate::support::args::Args;
 use crate::support::clock::{Clock, Passes, is_small};
 use crate::support::paint::{Canvas, Paint};
-use crate::support::record::{Records, cell};
+use crate::support::record::{Records, figure, micros};
 
 /// Layers of DeepSeek-V3: tokens a second are those of a model that does nothing but this attention.
 const LAYERS: f64 = 61.0;
@@ -95,13 +95,9 @@ pub fn run(gpu: &Gpu, args: &Args, ceiling: f64, records: &mut Records) -> Resul
         let tokens = f64::from(shape.concurrency) * points.len() as f64 / (seconds * LAYERS);
         let row = parts[0].decode.variant();
         let (first, last) = (points[0].1, points[points.len() - 1].1);
-        println!(
-            "| {} | {row} | {} | {} | {first:.1}, {last:.1} | {rate:.0} | {} % | {tokens:.0} |",
-            shape.name(),
-            points.len(),
-            parts.len(),
-            cell(100.0 * rate / ceiling, 1),
-        );
+        print!("| {} | {row} | {} | {} ", shape.name(), points.len(), parts.len());
+        print!("| {}, {} | {} ", micros(first), micros(last), figure(rate));
+        println!("| {} % | {} |", figure(100.0 * rate / ceiling), figure(tokens));
         records.add(json!({
             "workload": shape.name(), "row": row, "concurrency": shape.concurrency, "parts": parts.len(),
             "gb_s": rate, "share": rate / ceiling, "tokens_s": tokens, "layers": LAYERS, "us_by_context": points,
@@ -113,7 +109,8 @@ pub fn run(gpu: &Gpu, args: &Args, ceiling: f64, records: &mut Records) -> Resul
 fn parts(gpu: &Gpu, shape: &Shape, args: &Args) -> Result<Vec<Part>> {
     let sequence_bytes = u64::from(shape.max_pages() * PAGE_SIZE) * ROW_BYTES;
     let caps = gpu.pipelines.caps();
-    let most = (caps.max_binding_bytes.min(caps.max_buffer_bytes) / sequence_bytes).max(1) as u32;
+    let fit = (caps.max_binding_bytes.min(caps.max_buffer_bytes) / sequence_bytes).max(1) as u32;
+    let most = if args.test { 2 } else { fit };
     let count = shape.concurrency.div_ceil(most);
     let cut = |part: u32| shape.concurrency * part / count;
     (0..count).map(|part| Part::new(gpu, shape, cut(part + 1) - cut(part), args)).collect()
@@ -130,10 +127,10 @@ impl Part {
         };
         let layer_stride = spec.kv.num_slots() * u64::from(spec.shape.row_elems());
         // Even the shortest contexts are to come from memory.
-        let used = u64::from(sequences) * u64::from(shape.from) * ROW_BYTES;
+        let used = u64::from(shape.concurrency) * u64::from(shape.from) * ROW_BYTES;
         let copies = if is_small(gpu) { 1 } else { ROTATED_BYTES.div_ceil(used).clamp(1, 64) };
         let pool = Pool::new(gpu, Dtype::Bf16, layer_stride * copies)?;
-        let paint = Paint::new(spec.query);
+        let paint = Paint::query(spec.query);
         let rows = u64::from(sequences * spec.shape.num_heads);
         let q = gpu.painted(&paint, rows * u64::from(spec.shape.row_elems()))?;
         let out = gpu.buffer(rows * u64::from(spec.shape.kv_lora_rank) * 2)?;

@@ -19,9 +19,19 @@ pub struct Paint {
 impl Paint {
     /// Values of about normal / 10.
     pub fn new(dtype: Dtype) -> Self {
+        Self::scaled(dtype, 1.0)
+    }
+
+    /// For queries: against keys of [`Paint::new`] logits of about 1.8 times normal, so that heads and tokens differ by more
+    /// than the tolerances.
+    pub fn query(dtype: Dtype) -> Self {
+        Self::scaled(dtype, 64.0)
+    }
+
+    fn scaled(dtype: Dtype, factor: f32) -> Self {
         let mut draws = Draws(0x9E37_79B9_7F4A_7C15);
         let mut sum = || draws.next() + draws.next() + draws.next() + draws.next();
-        let values: Vec<f32> = (0..CYCLE).map(|_| (sum() - 2.0) * 0.173).collect();
+        let values: Vec<f32> = (0..CYCLE).map(|_| (sum() - 2.0) * 0.173 * factor).collect();
         let codes = dtype.encode_all(&values);
         let values = dtype.decode_all(&codes);
         Self { dtype, codes, values }

@@ -13,6 +13,7 @@ use super::clock::Timing;
 pub struct Records {
     head: Value,
     rows: Vec<Value>,
+    failed: usize,
 }
 
 impl Records {
@@ -32,6 +33,7 @@ impl Records {
         Self {
             head: json!({ "bench": bench, "crate": version, "date": date, "device": device }),
             rows: Vec::new(),
+            failed: 0,
         }
     }
 
@@ -44,13 +46,28 @@ impl Records {
         self.rows.push(row);
     }
 
+    /// Says what went wrong with a workload. The others are still run, and [`Records::save`] then fails.
+    pub fn fail(&mut self, workload: &str, error: &dyn std::error::Error) {
+        println!("| {workload} | FAILED: {error} |");
+        self.add(json!({ "workload": workload, "failed": error.to_string() }));
+        self.failed += 1;
+    }
+
+    /// Writes the file, if one is wanted.
+    ///
+    /// # Errors
+    /// Where a workload failed, too.
     pub fn save(mut self, path: Option<&Path>) -> Result<()> {
-        let Some(path) = path else { return Ok(()) };
-        self.head["records"] = self.rows.into();
-        std::fs::write(path, serde_json::to_string_pretty(&self.head)? + "\n")
-            .map_err(|error| format!("{}: {error}", path.display()))?;
-        eprintln!("wrote {}", path.display());
-        Ok(())
+        if let Some(path) = path {
+            self.head["records"] = self.rows.into();
+            std::fs::write(path, serde_json::to_string_pretty(&self.head)? + "\n")
+                .map_err(|error| format!("{}: {error}", path.display()))?;
+            eprintln!("wrote {}", path.display());
+        }
+        match self.failed {
+            0 => Ok(()),
+            failed => Err(format!("{failed} workloads failed").into()),
+        }
     }
 }
 
@@ -64,7 +81,17 @@ pub fn timing_fields(timing: &Timing) -> Map<String, Value> {
     fields
 }
 
-/// A figure of a table, or a dash where there is none.
-pub fn cell(value: f64, decimals: usize) -> String {
-    if value.is_finite() { format!("{value:.decimals$}") } else { "-".into() }
+/// A figure of a table with three digits that count, or a dash where there is none.
+pub fn figure(value: f64) -> String {
+    match value.abs() {
+        size if !size.is_finite() => "-".into(),
+        100.0.. => format!("{value:.0}"),
+        10.0.. => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+/// As [`figure`], with a decimal for microseconds.
+pub fn micros(us: f64) -> String {
+    if (100.0..100_000.0).contains(&us) { format!("{us:.1}") } else { figure(us) }
 }

@@ -60,6 +60,10 @@ impl Runner for CpuRunner<'_> {
         format!("{}, row {}", self.cpu.name(), self.mla.variant())
     }
 
+    fn rounds_weights(&self) -> bool {
+        self.cpu.rounds_weights(&self.mla)
+    }
+
     fn tiling(&self) -> Tiling {
         self.cpu.tiling(&self.mla)
     }

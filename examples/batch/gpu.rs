@@ -90,6 +90,10 @@ impl Runner for GpuRunner<'_> {
         format!("{}, {}", self.gpu.describe(), self.mla.why())
     }
 
+    fn rounds_weights(&self) -> bool {
+        self.mla.rounds_weights()
+    }
+
     fn tiling(&self) -> Tiling {
         self.mla.tiling()
     }

@@ -50,6 +50,9 @@ pub trait Runner {
     /// For a person.
     fn describe(&self) -> String;
 
+    /// Whether it rounds the softmax weights, for which the check allows more.
+    fn rounds_weights(&self) -> bool;
+
     /// How plans are to be cut.
     fn tiling(&self) -> Tiling;
 

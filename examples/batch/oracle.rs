@@ -36,8 +36,8 @@ impl<'a> Oracle<'a> {
             for &at in places {
                 let (first, last) = (starts[at] as usize * heads, starts[at + 1] as usize * heads);
                 let sequence = &traffic.batch[at];
-                let result =
-                    self.compare(sequence, layer, &out[first * latent..last * latent], &lse[first..last]);
+                let (out, lse) = (&out[first * latent..last * latent], &lse[first..last]);
+                let result = self.compare(sequence, layer, runner.rounds_weights(), out, lse);
                 result.map_err(|error| {
                     format!("sequence {} of {} tokens: {error}", sequence.id.0, sequence.tokens.len())
                 })?;
@@ -47,7 +47,14 @@ impl<'a> Oracle<'a> {
         Ok(())
     }
 
-    fn compare(&mut self, sequence: &Sequence, layer: usize, out: &[f32], lse: &[f32]) -> Result<()> {
+    fn compare(
+        &mut self,
+        sequence: &Sequence,
+        layer: usize,
+        rounds_p: bool,
+        out: &[f32],
+        lse: &[f32],
+    ) -> Result<()> {
         let (model, spec) = (self.model, &self.model.spec);
         let row = spec.shape.row_elems() as usize;
         let round = |values: Vec<f32>| spec.query.decode_all(&spec.query.encode_all(&values));
@@ -76,7 +83,8 @@ impl<'a> Oracle<'a> {
             q_scale: 1.0,
         });
         let latent = spec.shape.kv_lora_rank as usize;
-        let tolerance = Tolerance::decode(spec.kv.dtype, spec.query, spec.out, false, largest.into(), latent);
+        let tolerance =
+            Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, largest.into(), latent);
         let out = close("out", out, &want_out, &tolerance).into_result()?;
         let lse = close("lse", lse, &want_lse, &Tolerance::lse()).into_result()?;
         self.worst = self.worst.max(out.worst_ratio).max(lse.worst_ratio);

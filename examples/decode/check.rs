@@ -12,9 +12,6 @@ pub struct Verdict {
     pub failure: Option<String>,
 }
 
-/// Variants that round the weights to bf16, as tensor cores do, and have the spec's tolerance for it.
-const ROUNDS_P: &[&str] = &["coop", "coop_small"];
-
 impl Verdict {
     /// The worse of two comparisons, each as a share of what it is allowed.
     fn worse(reports: [Report; 2]) -> Self {
@@ -35,11 +32,11 @@ fn wide(xs: &[f32]) -> Vec<f64> {
     xs.iter().map(|&x| x.into()).collect()
 }
 
-pub fn decode(case: &DecodeCase, variant: &str, out: &[f32], lse: &[f32]) -> Verdict {
+/// `rounds_weights` is that of the decode.
+pub fn decode(case: &DecodeCase, rounds_weights: bool, out: &[f32], lse: &[f32]) -> Verdict {
     let (spec, latent) = (&case.spec, case.spec.shape.kv_lora_rank as usize);
-    let rounds_p = ROUNDS_P.contains(&variant);
     let tolerance =
-        Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, largest_latent(case), latent);
+        Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_weights, largest_latent(case), latent);
     let out_report = close("out", out, &wide(&case.out), &tolerance);
     let lse_report = close("lse", lse, &wide(&case.lse), &Tolerance::lse());
     Verdict::worse([out_report, lse_report]).or_fail(|| {

@@ -141,7 +141,7 @@ impl<'a, E: Engine> Runner<'a, E> {
         let out = Dtype::F32.decode_all(&engine.download(&out, case.out.len() as u64 * 4)?);
         let lse = Dtype::F32.decode_all(&engine.download(&lse, case.lse.len() as u64 * 4)?);
         let variant = E::variant(&decode);
-        let verdict = check::decode(case, variant, &out, &lse);
+        let verdict = check::decode(case, engine.rounds_weights(&decode), &out, &lse);
         let (tokens, heads) = (plan.num_queries as usize, spec.shape.num_heads as usize);
         let computed = vec![
             Saved::f32s("out", &[tokens, heads, spec.shape.kv_lora_rank as usize], &out),

@@ -18,8 +18,8 @@ struct Layer {
     lse_at: u32, // f32 elements
     lse_token_stride: u32,
     lse_head_stride: u32,
+    max_queries: u32, // query tokens that q, out and lse hold, at least 1
     reserved_0: u32,
-    reserved_1: u32,
 }
 
 @group(0) @binding(0) var<storage, read> q_nope: array<QueryOct>; // [total_q, H, L / 8]
@@ -28,6 +28,12 @@ struct Layer {
 @group(0) @binding(3) var<storage, read_write> out: array<OutOct>; // [total_q, H, L / 8]
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>; // f32 bits, [total_q, H]
 @group(0) @binding(5) var<uniform> layer: Layer;
+
+// A step may be prepared again, with more query tokens than the binding has, after its commands were recorded: no host
+// check can see that, and this keeps it inside of q, out and lse.
+fn bound_token(token: u32) -> u32 {
+    return min(token, layer.max_queries - 1u);
+}
 
 // Writes eight neighbouring elements of an output row.
 fn store_out(token: u32, head: u32, column_oct: u32, value: mat2x4<f32>) {

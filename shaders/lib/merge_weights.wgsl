@@ -9,7 +9,7 @@ struct Strides {
 }
 
 struct MergeParams {
-    // outputs in the body's unit (elements or quads), LSEs in elements
+    // outputs in the body's unit (elements, or 16 bytes), LSEs in elements
     prefix: Strides,
     suffix: Strides,
     output: Strides,
@@ -18,7 +18,7 @@ struct MergeParams {
     output_lse: Strides,
     num_tokens: u32,
     num_heads: u32,
-    num_items: u32,
+    num_items: u32, // rows, or words of the output
     writes_lse: u32,
     // only read by the words body: how an output element is traced back to its row
     first_word: u32,
@@ -33,16 +33,14 @@ struct MergeParams {
 @group(0) @binding(5) var<storage, read> suffix_lse: array<u32>; // [heads, tokens] by default, strided
 @group(0) @binding(6) var<storage, read_write> output_lse: array<u32>; // [heads, tokens] by default, strided; unused without writes_lse
 
-const TAKE_NONE = 0u;
-const TAKE_PREFIX = 1u;
-const TAKE_SUFFIX = 2u;
-const TAKE_BOTH = 3u;
-
+// of a row: an empty side has no part, whatever it holds
 struct Weights {
-    sides: u32,
+    has_prefix: bool,
+    has_suffix: bool,
     prefix: f32,
     suffix: f32,
-    lse_bits: u32,
+    top: f32, // the larger LSE
+    sum: f32, // of both sides, in units of exp(top)
 }
 
 fn at(s: Strides, token: u32, head: u32) -> u32 {
@@ -54,30 +52,33 @@ fn exp_below(x: f32, top: f32) -> f32 {
     return exp(2.0 * max(0.5 * x - 0.5 * top, -60.0));
 }
 
-fn weigh(token: u32, head: u32) -> Weights {
-    let p = prefix_lse[at(params.prefix_lse, token, head)];
-    let s = suffix_lse[at(params.suffix_lse, token, head)];
+// from the bits of both LSEs
+fn weigh(prefix_bits: u32, suffix_bits: u32) -> Weights {
     // -inf, +inf and NaN have all bits of the exponent set: that side is empty
-    let has_prefix = (p & F32_INF) != F32_INF;
-    let has_suffix = (s & F32_INF) != F32_INF;
-    if has_prefix && has_suffix {
-        let top = max(bitcast<f32>(p), bitcast<f32>(s));
-        let ep = exp_below(bitcast<f32>(p), top);
-        let es = exp_below(bitcast<f32>(s), top);
-        let sum = ep + es; // 1 to 2
-        return Weights(TAKE_BOTH, ep / sum, es / sum, bitcast<u32>(top + log(sum)));
-    }
-    if has_prefix {
-        return Weights(TAKE_PREFIX, 1.0, 0.0, p);
-    }
-    if has_suffix {
-        return Weights(TAKE_SUFFIX, 0.0, 1.0, s);
-    }
-    return Weights(TAKE_NONE, 0.0, 0.0, 0xFF800000u);
+    let has_prefix = (prefix_bits & F32_INF) != F32_INF;
+    let has_suffix = (suffix_bits & F32_INF) != F32_INF;
+    let p = bitcast<f32>(select(0u, prefix_bits, has_prefix));
+    let s = bitcast<f32>(select(0u, suffix_bits, has_suffix));
+    let top = max(p, s);
+    let below = exp_below(min(p, s), top);
+    let sum = 1.0 + below; // 1 to 2
+    let high = 1.0 / sum;
+    let low = below * high;
+    let prefix_is_top = p >= s;
+    return Weights(has_prefix, has_suffix, select(low, high, prefix_is_top), select(high, low, prefix_is_top), top, sum);
 }
 
-fn write_lse(token: u32, head: u32, lse_bits: u32) {
+// to be called once a row; prefix_bits and suffix_bits are those of `weigh`
+fn write_lse(token: u32, head: u32, prefix_bits: u32, suffix_bits: u32, w: Weights) {
     if params.writes_lse != 0u {
-        output_lse[at(params.output_lse, token, head)] = lse_bits;
+        var lse = 0xFF800000u;
+        if w.has_prefix & w.has_suffix {
+            lse = bitcast<u32>(w.top + log(w.sum));
+        } else if w.has_prefix {
+            lse = prefix_bits;
+        } else if w.has_suffix {
+            lse = suffix_bits;
+        }
+        output_lse[at(params.output_lse, token, head)] = lse;
     }
 }

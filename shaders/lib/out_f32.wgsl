@@ -5,6 +5,8 @@ fn out_code(bits: u32) -> u32 {
     return bits;
 }
 
+// a NaN is made quiet, as the hardware and `half` do
 fn out_quad(bits: vec4<u32>, scale: E4m3Scale) -> OutQuad {
-    return bits;
+    let is_nan = (bits & vec4<u32>(0x7FFFFFFFu)) > vec4<u32>(F32_INF);
+    return bits | select(vec4<u32>(0u), vec4<u32>(0x400000u), is_nan);
 }

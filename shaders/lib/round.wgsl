@@ -19,31 +19,67 @@ fn shift_right_rne(m: u32, shift: u32) -> u32 {
 fn f16_bits(x: u32) -> u32 {
     let sign = (x >> 16u) & 0x8000u;
     let a = x & 0x7FFFFFFFu;
-    if a > F32_INF {
-        return sign | 0x7E00u | ((a >> 13u) & 0x3FFu);
+    // subnormal under 2^-14: units of 2^-24. Under 2^-25 nothing is left.
+    if a < 0x38800000u {
+        let e = a >> 23u;
+        if e < 102u {
+            return sign;
+        }
+        return sign | shift_right_rne((a & 0x7FFFFFu) | 0x800000u, 126u - e);
     }
-    // from 2^16 on; below it a carry out of the mantissa makes the infinity by itself
-    if a >= 0x47800000u {
-        return sign | 0x7C00u;
-    }
-    // normal from 2^-14 on: the exponent moves down by 127 - 15
-    if a >= 0x38800000u {
-        return sign | shift_right_rne(a - 0x38000000u, 13u);
-    }
-    // subnormal: units of 2^-24. Under 2^-25 nothing is left.
-    let e = a >> 23u;
-    if e < 102u {
-        return sign;
-    }
-    return sign | shift_right_rne((a & 0x7FFFFFu) | 0x800000u, 126u - e);
+    // The exponent moves down by 127 - 15. From 2^16 on that is past the infinity's bits.
+    let normal = a - 0x38000000u;
+    let rounded = min((normal + 0xFFFu + ((normal >> 13u) & 1u)) >> 13u, 0x7C00u);
+    let nan = 0x7E00u | ((a >> 13u) & 0x3FFu);
+    return sign | select(rounded, nan, a > F32_INF);
 }
 
 // f32 bits -> bf16 bits. Overflows to infinity; a NaN is made quiet.
 fn bf16_bits(x: u32) -> u32 {
-    if (x & 0x7FFFFFFFu) > F32_INF {
-        return (x >> 16u) | 0x40u;
+    let rounded = (x + 0x7FFFu + ((x >> 16u) & 1u)) >> 16u;
+    return select(rounded, (x >> 16u) | 0x40u, (x & 0x7FFFFFFFu) > F32_INF);
+}
+
+// Words of two codes: low halves of `low`, high halves of `high`, all f32 bits. As f16_bits and bf16_bits, but what is
+// rare is asked for once for eight elements: NaN, and for f16 what is not normal.
+fn f16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
+    let least = vec4<u32>(0x38800000u);
+    let count = vec4<u32>(0x47800000u - 0x38800000u);
+    let a = low & vec4<u32>(0x7FFFFFFFu);
+    let b = high & vec4<u32>(0x7FFFFFFFu);
+    if any((a - least >= count) | (b - least >= count)) {
+        return vec4<u32>(
+            f16_bits(low.x) | (f16_bits(high.x) << 16u),
+            f16_bits(low.y) | (f16_bits(high.y) << 16u),
+            f16_bits(low.z) | (f16_bits(high.z) << 16u),
+            f16_bits(low.w) | (f16_bits(high.w) << 16u),
+        );
     }
-    return (x + 0x7FFFu + ((x >> 16u) & 1u)) >> 16u;
+    let shift = vec4<u32>(13u);
+    let one = vec4<u32>(1u);
+    let low_up = (a - vec4<u32>(0x38000000u - 0xFFFu) + ((a >> shift) & one)) >> shift;
+    let high_up = (b - vec4<u32>(0x38000000u - 0xFFFu) + ((b >> shift) & one)) >> shift;
+    let signs = ((low >> vec4<u32>(16u)) & vec4<u32>(0x8000u)) | (high & vec4<u32>(0x80000000u));
+    return signs | low_up | (high_up << vec4<u32>(16u));
+}
+
+fn bf16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
+    let no_sign = vec4<u32>(0x7FFFFFFFu);
+    let inf = vec4<u32>(F32_INF);
+    if any(((low & no_sign) > inf) | ((high & no_sign) > inf)) {
+        return vec4<u32>(
+            bf16_bits(low.x) | (bf16_bits(high.x) << 16u),
+            bf16_bits(low.y) | (bf16_bits(high.y) << 16u),
+            bf16_bits(low.z) | (bf16_bits(high.z) << 16u),
+            bf16_bits(low.w) | (bf16_bits(high.w) << 16u),
+        );
+    }
+    let shift = vec4<u32>(16u);
+    let one = vec4<u32>(1u);
+    let below_half = vec4<u32>(0x7FFFu);
+    let low_up = low + below_half + ((low >> shift) & one);
+    let high_up = high + below_half + ((high >> shift) & one);
+    return (low_up >> shift) | (high_up & vec4<u32>(0xFFFF0000u));
 }
 
 // f16 bits -> f32 bits; a NaN is made quiet, as the hardware and `half` do
@@ -70,14 +106,20 @@ fn f32_bits_of_bf16(b: u32) -> u32 {
     return (b << 16u) | select(0u, 0x400000u, (b & 0x7FFFu) > 0x7F80u);
 }
 
-// k_scale = mantissa * 2^(exponent - 23), 2^23 <= mantissa < 2^24, and inv_mantissa is 2^23 / mantissa, rounded.
+// An e4m3 cache holds x / k_scale. k_scale = mantissa * 2^(exponent - 23), 2^23 <= mantissa < 2^24.
 struct E4m3Scale {
-    inv_mantissa: f32,
+    inv_mantissa: f32, // 2^23 / mantissa, rounded
     exponent: i32,
     mantissa: u32,
+    // what out_e4m3.wgsl needs to be fast
+    max_bits: u32, // of 456 * k_scale, which still rounds to 448
+    inv_low: f32, // 128 / k_scale from below and above, by more than a product's rounding; both exact for a power of two
+    inv_high: f32,
+    two_to_24: f32, // 2^24, or 0 where the scale is too small or too large for that
+    pad: u32,
 }
 
-const UNSCALED = E4m3Scale(1.0, 0, 0x800000u);
+const UNSCALED = E4m3Scale(1.0, 0, 0x800000u, 0x43E40000u, 128.0, 128.0, 16777216.0, 0u);
 
 // f32 bits x -> e4m3 bits of the exact x / k_scale: ties to even, saturating at 448, infinities too; NaN to 0x7F
 fn e4m3_scaled_bits(x: u32, scale: E4m3Scale) -> u32 {

@@ -126,6 +126,10 @@ impl Backend for Cpu {
         Decode::new(spec, variant)
     }
 
+    fn rounds_weights(&self, _: &Decode) -> bool {
+        false
+    }
+
     fn tiling(&self, decode: &Decode) -> Tiling {
         decode.tiling(self.threads())
     }

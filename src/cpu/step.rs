@@ -8,7 +8,7 @@ use bytemuck::{Pod, cast_slice};
 use super::buffer::{Line, zeroed};
 use super::decode::Decode;
 use super::kernel::{BLOCK, MAX_ROWS, Tile};
-use crate::plan::{DIRECT, Merge, Plan, QueryToken, WorkItem};
+use crate::plan::{Merge, Plan, QueryToken, WorkItem, check_plan};
 use crate::tables::{Capacity, Header, PageTable, write_tables};
 use crate::{Error, MlaSpec, Result};
 
@@ -76,7 +76,7 @@ impl Step {
                 cure,
             });
         }
-        check_plan(decode, plan)?;
+        check_plan(plan, &decode.spec, decode.rows_per_tile())?;
         self.grow(Capacity::of(plan))?;
         self.header = Some(write_tables(&mut self.words, &self.capacity, plan, pages, &self.spec.kv)?);
         self.num_queries = plan.num_queries;
@@ -136,44 +136,6 @@ impl<'a> Tables<'a> {
     fn section<T: Pod>(&self, at: u32, count: usize) -> &'a [T] {
         cast_slice(&self.words[at as usize..][..count * size_of::<T>() / 4])
     }
-}
-
-/// A plan's fields are public, so it may come from anywhere: every index in it is checked before it is followed.
-fn check_plan(decode: &Decode, plan: &Plan) -> Result<()> {
-    let heads = u64::from(decode.spec.shape.num_heads);
-    let (rows, slots) = (plan.queries.len() as u64 * heads, u64::from(plan.num_slots));
-    let kv = &decode.spec.kv;
-    let item_fits = |item: &WorkItem| {
-        let num_rows = u64::from(item.num_rows);
-        item.num_rows <= decode.rows_per_tile()
-            && u64::from(item.first_row) + num_rows <= rows
-            && item.kv_begin <= item.kv_end
-            && u64::from(item.page_begin) + u64::from(kv.pages_for(item.kv_end))
-                <= plan.page_list_len().into()
-            && (item.slot == DIRECT || u64::from(item.slot) + num_rows <= slots)
-    };
-    let pages_fit = plan.page_begin.len() == plan.seq_lens.len() + 1
-        && plan
-            .page_begin
-            .windows(2)
-            .zip(&plan.seq_lens)
-            .all(|(begin, &len)| u64::from(begin[0]) + u64::from(kv.pages_for(len)) <= begin[1].into());
-    let merge_fits = |merge: &Merge| {
-        merge.token < plan.num_queries
-            && merge.begin <= merge.end
-            && merge.end as usize <= plan.merge_slots.len()
-    };
-    let fits = plan.items.iter().all(item_fits)
-        && plan.queries.iter().all(|query| query.token < plan.num_queries)
-        && plan.merges.iter().all(merge_fits)
-        && plan.merge_slots.iter().all(|&slot| u64::from(slot) + heads <= slots)
-        && pages_fit;
-    if !fits {
-        let (what, got) = ("plan of items", plan.items.len() as u64);
-        let cure = "plan with the spec and the tiling of the decode that runs it";
-        return Err(Error::Shape { what, got, cure });
-    }
-    Ok(())
 }
 
 /// One thread's scratch: the arrays of a [`Tile`].

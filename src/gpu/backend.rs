@@ -1,9 +1,9 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
 use super::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
-use crate::kernel::VARIANTS;
 use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
@@ -51,43 +51,26 @@ impl Backend for Gpu {
     }
 
     fn download(&self, buffer: &wgpu::Buffer, bytes: u64) -> Result<Vec<u8>> {
-        check_range(0, bytes, buffer)?;
         self.check_lost()?;
-        if bytes == 0 {
-            return Ok(Vec::new());
-        }
-        let staging = scoped(&self.device, "a download", || {
-            self.device.create_buffer(&wgpu::BufferDescriptor {
-                label: Some("mla.download"),
-                size: bytes,
-                usage: wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::MAP_READ,
-                mapped_at_creation: false,
-            })
-        })?;
-        let mut encoder = self.device.create_command_encoder(&Default::default());
-        encoder.copy_buffer_to_buffer(buffer, 0, &staging, 0, bytes);
-        self.queue.submit([encoder.finish()]);
-        staging.map_async(wgpu::MapMode::Read, .., |_| {});
-        let lost = |detail: String| Error::DeviceLost { detail };
-        self.device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| lost(error.to_string()))?;
-        self.check_lost()?;
-        let view = staging.get_mapped_range(..).map_err(|error| lost(error.to_string()))?;
-        Ok(view.to_vec())
+        let bytes = pollster::block_on(read(&self.device, &self.queue, buffer, bytes))?;
+        self.check_lost().map(|()| bytes)
     }
 
     fn variants(&self, spec: &MlaSpec) -> Vec<&'static str> {
-        let runs = VARIANTS.iter().filter(|variant| variant.runs_on(self.pipelines.caps(), spec).is_ok());
-        runs.map(|variant| variant.name).collect()
+        self.ladder(spec).into_iter().filter(|(_, lacks)| lacks.is_none()).map(|(name, _)| name).collect()
     }
 
     fn ladder(&self, spec: &MlaSpec) -> Vec<(&'static str, Option<String>)> {
-        let caps = self.pipelines.caps();
-        VARIANTS.iter().map(|variant| (variant.name, variant.runs_on(caps, spec).err())).collect()
+        self.pipelines.ladder(spec)
     }
 
     fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<MlaDecode> {
         let options = Options { variant: variant.map(Into::into), ..Default::default() };
         MlaDecode::new(&self.pipelines, spec, &options)
+    }
+
+    fn rounds_weights(&self, decode: &MlaDecode) -> bool {
+        decode.rounds_weights()
     }
 
     fn tiling(&self, decode: &MlaDecode) -> Tiling {
@@ -160,17 +143,4 @@ impl Gpu {
         self.queue.submit([encoder.finish()]);
         Ok(())
     }
-}
-
-fn check_range(offset: u64, bytes: u64, buffer: &wgpu::Buffer) -> Result<()> {
-    for (what, got) in [("offset", offset), ("length", bytes)] {
-        if got % 4 != 0 {
-            return Err(Error::Alignment { what, got, of: 4, unit: "bytes" });
-        }
-    }
-    let end = offset.saturating_add(bytes);
-    if end > buffer.size() {
-        return Err(Error::BufferTooSmall { what: "copied range", end, size: buffer.size() });
-    }
-    Ok(())
 }

@@ -41,8 +41,8 @@ pub(crate) struct LayerUniform {
     pub(crate) lse_at: u32,
     pub(crate) lse_token_stride: u32,
     pub(crate) lse_head_stride: u32,
+    pub(crate) max_queries: u32,
     pub(crate) reserved_0: u32,
-    pub(crate) reserved_1: u32,
 }
 
 pub(crate) fn bind(
@@ -118,8 +118,8 @@ pub(crate) fn bind(
         lse_at: (windows[4].1 / 4) as u32,
         lse_token_stride: layer.lse.token_stride as u32,
         lse_head_stride: layer.lse.head_stride as u32,
+        max_queries,
         reserved_0: 0,
-        reserved_1: 0,
     };
 
     let device = pipelines.device();

@@ -5,8 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::binding::{self, LayerBinding};
 use super::pipelines::{Checks, Layouts, Pipelines};
 use super::step::Step;
+use crate::caps::Caps;
+use crate::compose::Source;
 use crate::kernel::{self, Variant};
-use crate::plan::{Plan, Tiling};
+use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, Layer, MlaSpec, Result};
 
@@ -17,7 +19,9 @@ pub struct Options {
     pub variant: Option<String>,
     /// Page lists are written on the device ([`PageTable::Device`]): kernels clamp every page id to the pool.
     pub device_page_list: bool,
-    /// Replaces the planner's targets for this kind of device.
+    /// Replaces how the planner cuts work ([`MlaDecode::tiling`]), such as for a card whose best
+    /// [`Tiling::target_items`] was measured: `cargo bench --bench decode -- --items N`. Tiles may be smaller than the
+    /// kernel's, not larger: [`MlaDecode::prepare`] refuses such a plan.
     pub tiling: Option<Tiling>,
 }
 
@@ -29,6 +33,8 @@ pub struct MlaDecode {
     spec: MlaSpec,
     variant: Variant,
     tiling: Tiling,
+    /// Of the kernel, whatever the planner was told.
+    rows_per_tile: u32,
     device_page_list: bool,
     split: wgpu::ComputePipeline,
     merge: wgpu::ComputePipeline,
@@ -47,12 +53,31 @@ impl MlaDecode {
         let caps = pipelines.caps();
         let (variant, why) = kernel::choose(options.variant.as_deref(), caps, spec)?;
         let layouts = Layouts::new(pipelines.device(), variant.pins_kv())?;
-        let gone =
-            || Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() };
-        let kernel = kernel::decode(&variant, caps, spec, options.device_page_list).ok_or_else(gone)?;
-        let tiling = variant.tiling(caps, spec).ok_or_else(gone)?;
-        let split = pipelines.get(&kernel, &layouts.pipeline, Checks::Proved)?;
-        let merge = pipelines.get(&kernel::merge(spec), &layouts.pipeline, Checks::Proved)?;
+        let tiling = variant.tiling(caps, spec).ok_or_else(|| fits_no_tile(&variant))?;
+        let [split, merge] = compose(&variant, caps, spec, options)?;
+        // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
+        //
+        //   tables      the header's places hold the capacity (`Capacity::check` in `write_tables`; the buffer has
+        //               `header.end` words), items and merges end at `NUM_ITEMS` and `NUM_MERGES`; a new step holds zeros.
+        //               What items, merges and slots name: `check_plan` in `prepare`
+        //   query rows  first_row + num_rows <= queries * H: `check_plan`
+        //   page list   page_begin + pages of kv_end <= its length: `check_plan`; each word is a page: `write_pages`. A list
+        //               written on the device is clamped (`CLAMP_PAGES`), but the host holds the whole tables' buffer then
+        //               (`Step::page_list`) and might write elsewhere: such kernels keep the run-time checks
+        //   kv          page < num_pages, token % page_size < page_size, oct < (L + R) / 8: inside of what `KvView::check`
+        //               found in the buffer; `Window` binds all of it, and its bytes fit u32
+        //   q, out, lse token < max_queries (`bound_token`, also for a replay), head < H: inside of what `Layer::check` found.
+        //               A stride too large for u32 has nothing to stride to: one token, head or page, whose index is 0
+        //   partials    slot + num_rows <= num_slots, and slot + H <= num_slots in a merge: `check_plan`; num_slots <= the
+        //               capacity, by which the buffer was made
+        //   slice       cut from the plan's items; the shader takes the smaller of its end and `NUM_ITEMS`
+        //   workgroup   by constants: thread < THREADS, group_row + r < ROWS, token_quad < TOKEN_QUADS, lane < LANES. Every
+        //               word is written before it is read
+        //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
+        //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
+        let checks = if options.device_page_list { Checks::Kept } else { Checks::Proved };
+        let split = pipelines.get(&split, &layouts.pipeline, checks)?;
+        let merge = pipelines.get(&merge, &layouts.pipeline, checks)?;
         log::info!("mla.decode: {why}");
         Ok(Self {
             pipelines: pipelines.clone(),
@@ -60,12 +85,24 @@ impl MlaDecode {
             spec: *spec,
             variant,
             tiling: options.tiling.unwrap_or(tiling),
+            rows_per_tile: tiling.rows_per_tile,
             device_page_list: options.device_page_list,
             split,
             merge,
             why,
             id: NEXT.fetch_add(1, Ordering::Relaxed),
         })
+    }
+
+    /// The shaders that [`MlaDecode::new`] compiles on a device of these capabilities, split and merge: for tools that
+    /// compile them elsewhere.
+    ///
+    /// # Errors
+    /// Those of [`MlaSpec::check`], [`Error::VariantUnavailable`].
+    pub fn sources(caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
+        spec.check()?;
+        let (variant, _) = kernel::choose(options.variant.as_deref(), caps, spec)?;
+        compose(&variant, caps, spec, options)
     }
 
     /// What it was made for.
@@ -76,6 +113,12 @@ impl MlaDecode {
     /// The row that was chosen.
     pub fn variant(&self) -> &'static str {
         self.variant.name
+    }
+
+    /// Whether that row rounds the softmax weights to f16, as rows on tensor cores do: their results are up to twice as far
+    /// from the exact ones as those of the others.
+    pub fn rounds_weights(&self) -> bool {
+        self.variant.rounds_weights()
     }
 
     /// Which row was chosen, and what each better one lacks here.
@@ -93,14 +136,15 @@ impl MlaDecode {
     /// # Errors
     /// [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`].
     pub fn step(&self, capacity: Capacity) -> Result<Step> {
-        Step::new(&self.pipelines, &self.layouts, &self.spec, self.id, capacity)
+        Step::new(&self.pipelines, &self.layouts, &self.spec, self.id, self.device_page_list, capacity)
     }
 
     /// Checks a plan and its pages and uploads what changed. Allocates only where the step has to grow.
     ///
     /// # Errors
     /// Those of [`crate::write_tables`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`] and
-    /// [`Error::LayoutMismatch`]. The step then still holds what it held.
+    /// [`Error::LayoutMismatch`]; [`Error::Shape`] for a plan that this decode cannot run, such as one of larger tiles. The
+    /// step then still holds what it held.
     pub fn prepare(
         &self,
         queue: &wgpu::Queue,
@@ -115,6 +159,7 @@ impl MlaDecode {
             let detail = "PageTable::Device needs a decode made with Options::device_page_list";
             return Err(Error::LayoutMismatch { detail });
         }
+        check_plan(plan, &self.spec, self.rows_per_tile)?;
         step.prepare(&self.pipelines, &self.layouts, &self.spec, queue, plan, pages)
     }
 
@@ -217,6 +262,15 @@ impl MlaDecode {
         let width = self.pipelines.caps().max_workgroups;
         pass.dispatch_workgroups(groups.min(width), groups.div_ceil(width), 1);
     }
+}
+
+fn compose(variant: &Variant, caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
+    let split = kernel::decode(variant, caps, spec, options.device_page_list);
+    Ok([split.ok_or_else(|| fits_no_tile(variant))?, kernel::merge(spec)])
+}
+
+fn fits_no_tile(variant: &Variant) -> Error {
+    Error::VariantUnavailable { name: variant.name.into(), why: "it fits no tile here".into() }
 }
 
 fn begin_pass(encoder: &mut wgpu::CommandEncoder) -> wgpu::ComputePass<'_> {

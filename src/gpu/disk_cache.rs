@@ -233,10 +233,11 @@ fn read_capped(path: &Path) -> Result<Option<Vec<u8>>, Rejection> {
 fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
     let directory = path.parent().unwrap_or(Path::new(""));
     fs::create_dir_all(directory)?;
-    let (mut file, temporary) = create_temporary(path)?;
-    let done = file.write_all(contents).and_then(|()| file.sync_all());
-    // Closed first: Windows renames no open file.
-    drop(file);
+    // The file is closed at the end of the block, since Windows renames no open file.
+    let (temporary, done) = {
+        let (mut file, temporary) = create_temporary(path)?;
+        (temporary, file.write_all(contents).and_then(|()| file.sync_all()))
+    };
     let done = done.and_then(|()| fs::rename(&temporary, path));
     if done.is_err() {
         // The first error is the one to report.

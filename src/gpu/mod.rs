@@ -10,6 +10,8 @@
 //!            the host submits
 //! ```
 
+// Its verbs wait, which a browser does not allow.
+#[cfg(not(target_arch = "wasm32"))]
 mod backend;
 mod binding;
 mod decode;
@@ -17,11 +19,14 @@ mod device;
 pub mod disk_cache;
 pub mod ops;
 mod pipelines;
+mod read;
 mod scope;
 mod step;
 mod wanted;
 mod window;
 
+pub use crate::compose::Source;
+#[cfg(not(target_arch = "wasm32"))]
 pub use backend::GpuDecode;
 pub use binding::LayerBinding;
 #[cfg(test)]
@@ -29,5 +34,7 @@ pub(crate) use binding::LayerUniform;
 pub use decode::{MlaDecode, Options};
 pub use device::Gpu;
 pub use pipelines::{Pipelines, Setup};
+pub use read::read;
+pub use scope::checked;
 pub use step::{MAX_SLICES, SliceBudget, Step};
 pub use wanted::{Wanted, caps, caps_on, wanted};

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::disk_cache::DiskCache;
 use super::scope::scoped;
 use super::wanted::caps_on;
-use crate::Result;
 use crate::caps::Caps;
 use crate::compose::Source;
+use crate::kernel::VARIANTS;
+use crate::{MlaSpec, Result};
 
 /// A device's pipelines: two decodes with the same shaders compile them once. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -42,7 +43,8 @@ pub(crate) enum Checks {
 struct Shared {
     device: wgpu::Device,
     caps: Caps,
-    compiled: Mutex<HashMap<String, wgpu::ComputePipeline>>,
+    /// By text; those with wgpu's run-time checks, and those without.
+    compiled: Mutex<[HashMap<String, wgpu::ComputePipeline>; 2]>,
     disk: Option<DiskCache>,
     checked_shaders: bool,
 }
@@ -54,6 +56,8 @@ impl Pipelines {
     }
 
     /// As [`Pipelines::new`], knowing more. Give it the adapter, or rows on tensor cores are not chosen.
+    // In a browser wgpu's objects stay on their thread, and so does what holds them.
+    #[cfg_attr(target_arch = "wasm32", allow(clippy::arc_with_non_send_sync))]
     pub fn open(device: &wgpu::Device, setup: &Setup<'_>) -> Self {
         let shared = Shared {
             device: device.clone(),
@@ -88,6 +92,11 @@ impl Pipelines {
         &self.shared.caps
     }
 
+    /// Every decode variant there is, best first, and what keeps it from running on this device for a spec, if anything does.
+    pub fn ladder(&self, spec: &MlaSpec) -> Vec<(&'static str, Option<String>)> {
+        VARIANTS.iter().map(|variant| (variant.name, variant.runs_on(self.caps(), spec).err())).collect()
+    }
+
     /// The pipeline of a source over a layout, compiled now if it is not yet. One text has one layout.
     ///
     /// # Errors
@@ -98,7 +107,9 @@ impl Pipelines {
         layout: &wgpu::PipelineLayout,
         checks: Checks,
     ) -> Result<wgpu::ComputePipeline> {
-        let mut compiled = self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        let trusted = checks == Checks::Proved && !self.shared.checked_shaders;
+        let [kept, proved] = &mut *self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        let compiled = if trusted { proved } else { kept };
         if let Some(pipeline) = compiled.get(&source.text) {
             return Ok(pipeline.clone());
         }
@@ -110,7 +121,7 @@ impl Pipelines {
                 label,
                 source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
             };
-            let module = if checks == Checks::Kept || self.shared.checked_shaders {
+            let module = if !trusted {
                 device.create_shader_module(descriptor)
             } else {
                 // SAFETY: the text is this crate's own, and whoever asked for `Checks::Proved` has written down beside the

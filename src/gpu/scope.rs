@@ -4,33 +4,62 @@ use crate::{Error, Result};
 
 /// Runs `make`, which makes wgpu objects, and turns what wgpu has against them into an error.
 ///
-/// A browser reports only after the call returns and must not be waited for: there the errors go to the host's handler.
+/// A browser reports only after the call returns and must not be waited for: there this reports nothing, and
+/// [`checked`] around the caller does.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::Internal`] and [`Error::DeviceLost`].
 #[cfg(not(target_arch = "wasm32"))]
 pub(crate) fn scoped<T>(device: &wgpu::Device, what: &'static str, make: impl FnOnce() -> T) -> Result<T> {
+    // Outside a browser the futures are ready at once.
+    let made = pollster::block_on(in_scopes(device, what, make))?;
+    alive(device).map(|()| made)
+}
+
+#[cfg(target_arch = "wasm32")]
+pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -> T) -> Result<T> {
+    Ok(make())
+}
+
+/// Runs `make`, such as [`super::MlaDecode::new`] or a `bind`, and awaits what the device has against it.
+///
+/// It is for browsers, which compile and check after the call returned: without it their errors reach only the device's
+/// own handler. Elsewhere the verbs report all that themselves. `what` names it in the error.
+///
+/// ```no_run
+/// # async fn f(pipelines: &wgpu_mla::gpu::Pipelines, spec: &wgpu_mla::MlaSpec) -> wgpu_mla::Result<()> {
+/// use wgpu_mla::gpu::{MlaDecode, checked};
+/// let make = || MlaDecode::new(pipelines, spec, &Default::default());
+/// let mla = checked(pipelines.device(), "a decode", make).await?;
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// Those of `make`, [`Error::OutOfMemory`] and [`Error::Internal`].
+pub async fn checked<T>(
+    device: &wgpu::Device,
+    what: &'static str,
+    make: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    in_scopes(device, what, make).await?
+}
+
+async fn in_scopes<T>(device: &wgpu::Device, what: &'static str, make: impl FnOnce() -> T) -> Result<T> {
     let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
     let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let made = make();
-    // Scopes end in the reverse order of their begin; outside a browser the futures are ready at once.
-    let validation = pollster::block_on(validation.pop());
-    let internal = pollster::block_on(internal.pop());
-    let memory = pollster::block_on(memory.pop());
+    // Scopes end here, in the reverse order of their begin, and not where their answers are awaited.
+    let (validation, internal, memory) = (validation.pop(), internal.pop(), memory.pop());
+    let (validation, internal, memory) = (validation.await, internal.await, memory.await);
     // A buffer that got no memory makes what is bound to it invalid: the first cause is the one to tell.
     if memory.is_some() {
         return Err(Error::OutOfMemory { what });
     }
     match validation.or(internal) {
         Some(error) => Err(Error::Internal { what, detail: error.to_string() }),
-        None => alive(device).map(|()| made),
+        None => Ok(made),
     }
-}
-
-#[cfg(target_arch = "wasm32")]
-pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -> T) -> Result<T> {
-    Ok(make())
 }
 
 /// A uniform buffer with its contents. To be called inside [`scoped`], which tells why it may be without them: on a lost

@@ -42,6 +42,8 @@ pub struct Step {
     pub(crate) num_queries: u32,
     pub(crate) group: wgpu::BindGroup,
     pub(crate) owner: u64,
+    /// Whether the host may write the page list itself.
+    device_page_list: bool,
     tables: wgpu::Buffer,
     slices_buffer: wgpu::Buffer,
     slice_stride: u32,
@@ -60,6 +62,7 @@ impl Step {
         layouts: &Layouts,
         spec: &MlaSpec,
         owner: u64,
+        device_page_list: bool,
         capacity: Capacity,
     ) -> Result<Self> {
         let device = pipelines.device();
@@ -98,6 +101,7 @@ impl Step {
             num_queries: 0,
             group,
             owner,
+            device_page_list,
             tables,
             slices_buffer,
             slice_stride,
@@ -127,11 +131,20 @@ impl Step {
 
     /// The device's copy of the flat page list, for a host that writes it on the device: the buffer and a byte range in it.
     /// Sequence `i` begins at word [`Plan::page_begin`]`[i]` of the range.
-    pub fn page_list(&self, spec: &MlaSpec) -> (&wgpu::Buffer, Range<u64>) {
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] for a step of a decode made without [`super::Options::device_page_list`]: its kernels trust
+    /// the tables, which only [`super::MlaDecode::prepare`] writes.
+    pub fn page_list(&self, spec: &MlaSpec) -> Result<(&wgpu::Buffer, Range<u64>)> {
+        if !self.device_page_list {
+            let detail = "Step::page_list needs a decode made with Options::device_page_list";
+            return Err(Error::LayoutMismatch { detail });
+        }
         let header = self.capacity.header(&spec.kv);
-        (&self.tables, u64::from(header.pages) * 4..u64::from(header.end) * 4)
+        Ok((&self.tables, u64::from(header.pages) * 4..u64::from(header.end) * 4))
     }
 
+    /// With a plan that [`crate::plan::check_plan`] let pass.
     pub(crate) fn prepare(
         &mut self,
         pipelines: &Pipelines,
@@ -149,7 +162,7 @@ impl Step {
         if capacity == self.capacity {
             alive(pipelines.device())?;
         } else {
-            let grown = Self::new(pipelines, layouts, spec, self.owner, capacity)?;
+            let grown = Self::new(pipelines, layouts, spec, self.owner, self.device_page_list, capacity)?;
             let (words, budget) = (std::mem::take(&mut self.words), self.budget);
             *self = Self { words, budget, ..grown };
         }

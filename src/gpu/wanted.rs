@@ -86,6 +86,7 @@ pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
             _ => 0,
         },
         shader_f16: features.contains(wgpu::Features::SHADER_F16),
+        f16_subnormals: features.contains(wgpu::Features::SHADER_F16) && keeps_f16_subnormals(&info),
         workgroup_memory_bytes: limits.max_compute_workgroup_storage_size,
         max_invocations: limits
             .max_compute_invocations_per_workgroup
@@ -106,4 +107,19 @@ fn cooperative_tile(offered: &[wgpu::CooperativeMatrixProperties]) -> u32 {
         [16, 8].into_iter().find(|&side| p.m_size == side && p.n_size == side && p.k_size == side)
     };
     offered.iter().filter(halves).filter_map(side).max().unwrap_or(0)
+}
+
+/// Devices whose conversion from f16 keeps subnormals. By Vulkan's float controls Mesa's drivers for AMD, Apple and NVIDIA
+/// can keep them and the one for Adreno only flushes; tests/codes.rs shows what a device does. Add one where it passes.
+fn keeps_f16_subnormals(info: &wgpu::AdapterInfo) -> bool {
+    const AMD: u32 = 0x1002;
+    const APPLE: u32 = 0x106B;
+    const MESA_LAVAPIPE: u32 = 0x10005;
+    const NVIDIA: u32 = 0x10DE;
+    match info.backend {
+        wgpu::Backend::Vulkan => [AMD, APPLE, MESA_LAVAPIPE, NVIDIA].contains(&info.vendor),
+        // Metal reports no vendor.
+        wgpu::Backend::Metal => info.name.starts_with("Apple"),
+        _ => false,
+    }
 }

@@ -12,21 +12,39 @@ use crate::plan::{DIRECT, Merge, QueryToken, WorkItem};
 use crate::tables::{HEADER_WORDS, Header};
 use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
+mod vendors;
+mod writers;
+
 const HEADS: [u32; 7] = [1, 6, 8, 16, 20, 40, 128];
 const OUTS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
-/// WebGPU's defaults, a software device, and a large card: limits as their drivers report them.
-fn devices() -> [Caps; 3] {
-    let subgroups = |lanes, kib: u32| Caps {
+/// WebGPU's defaults, software devices, a large card, an Apple M1 on Vulkan and on Metal: limits as their drivers report
+/// them.
+fn devices() -> [Caps; 6] {
+    let subgroups = |kind, lanes, kib: u32, cooperative_tile| Caps {
+        kind,
         subgroups: true,
         min_subgroup_size: lanes,
         max_subgroup_size: lanes,
         shader_f16: true,
+        f16_subnormals: true,
+        cooperative_tile,
         workgroup_memory_bytes: kib << 10,
         max_invocations: 1024,
         ..Caps::WEBGPU
     };
-    [Caps::WEBGPU, subgroups(8, 32), subgroups(32, 48)]
+    [
+        Caps::WEBGPU,
+        subgroups(DeviceKind::Software, 8, 32, 8),
+        subgroups(DeviceKind::Software, 8, 48, 8),
+        subgroups(DeviceKind::Discrete, 32, 48, 16),
+        subgroups(DeviceKind::Integrated, 32, 32, 0),
+        subgroups(DeviceKind::Integrated, 32, 32, 8),
+    ]
+}
+
+fn row(name: &str) -> Variant {
+    Variant::named(name).expect("there is such a row")
 }
 
 fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaSpec {
@@ -48,22 +66,33 @@ fn all_dtypes() -> Vec<(Dtype, Dtype, Dtype)> {
     pairs.flat_map(|(query, cache)| OUTS.map(|out| (query, cache, out))).collect()
 }
 
-/// Parses and validates as wgpu does on a device with the features that the variant asks for, and no more.
-fn valid(source: &Source, subgroups: bool) -> (Module, ModuleInfo) {
+/// Reading f16 as f32 is part of WGSL without features, though naga can be told otherwise.
+const PLAIN: Capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
+
+/// What wgpu allows on a device with the features that the variant asks for, and no more.
+fn capabilities(variant: &Variant) -> Capabilities {
+    match variant.body {
+        Body::Plain(Sum::Shared) => PLAIN,
+        Body::Plain(Sum::Subgroup) => PLAIN | Capabilities::SUBGROUP,
+        Body::Coop { .. } => {
+            PLAIN | Capabilities::SUBGROUP | Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX
+        }
+    }
+}
+
+/// Parses and validates as wgpu does on a device with these capabilities.
+fn valid(source: &Source, capabilities: Capabilities) -> (Module, ModuleInfo) {
     let module = naga::front::wgsl::parse_str(&source.text)
         .unwrap_or_else(|error| panic!("{}: {}", source.label, error.emit_to_string(&source.text)));
-    let info = validate(&module, subgroups)
+    let info = validate(&module, capabilities)
         .unwrap_or_else(|error| panic!("{}: {}", source.label, error.emit_to_string(&source.text)));
     (module, info)
 }
 
 fn validate(
     module: &Module,
-    subgroups: bool,
+    capabilities: Capabilities,
 ) -> std::result::Result<ModuleInfo, Box<naga::WithSpan<naga::valid::ValidationError>>> {
-    // Reading f16 as f32 is part of WGSL without features, though naga can be told otherwise.
-    let plain = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
-    let capabilities = if subgroups { plain | Capabilities::SUBGROUP } else { plain };
     Validator::new(ValidationFlags::all(), capabilities).validate(module).map_err(Box::new)
 }
 
@@ -101,22 +130,52 @@ fn check_module(source: &Source, module: &Module, caps: &Caps) {
     assert_eq!(storage, STORAGE_BUFFERS, "{label}: storage buffers");
     assert!(storage <= Caps::WEBGPU.max_storage_buffers);
 
-    // Past about 256 words a lane, drivers spill.
+    // Past about 256 words a lane, drivers spill. Rows on matrices unroll scopes whose variables do not live at the same
+    // time, so the count says less of them. The few lanes of a software device hold as much as a card's, and have no
+    // registers to run out of.
+    let has_matrices = source.text.contains("coop_mat");
+    let most = match caps.kind {
+        DeviceKind::Software if has_matrices => 8192,
+        _ if has_matrices => 2560,
+        _ => 1024,
+    };
     let locals = entry.function.local_variables.iter();
-    let bytes: u32 = locals.map(|(_, local)| module.types[local.ty].inner.size(module.to_ctx())).sum();
-    assert!(bytes <= 1024, "{label}: {bytes} bytes of local variables");
+    let bytes: u32 = locals.map(|(_, local)| lane_bytes(module, local.ty, caps)).sum();
+    assert!(bytes <= most, "{label}: {bytes} bytes of local variables");
+}
+
+/// Bytes of a local variable in one lane: a matrix is spread over a subgroup.
+fn lane_bytes(module: &Module, ty: naga::Handle<naga::Type>, caps: &Caps) -> u32 {
+    match module.types[ty].inner {
+        TypeInner::Array { base, size: naga::ArraySize::Constant(len), .. } => {
+            len.get() * lane_bytes(module, base, caps)
+        }
+        ref inner @ TypeInner::CooperativeMatrix { .. } => {
+            inner.size(module.to_ctx()).div_ceil(caps.min_subgroup_size)
+        }
+        ref inner => inner.size(module.to_ctx()),
+    }
 }
 
 fn check_decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) {
     let source = decode(variant, caps, spec, clamp_pages).expect("composed only where it runs");
-    let (module, _) = valid(&source, variant.sum == Sum::Subgroup);
+    let (module, _) = valid(&source, capabilities(variant));
     check_module(&source, &module, caps);
 
-    let tile = variant.tile(caps, spec).expect("it was composed");
-    assert_eq!(module.entry_points[0].workgroup_size, [tile.threads(), 1, 1], "{}", source.label);
+    let (threads, estimate) = match variant.body {
+        Body::Plain(sum) => {
+            let tile = Tile::balanced(sum, caps, spec).expect("it was composed");
+            (tile.threads(), tile.workgroup_bytes(sum))
+        }
+        Body::Coop { small } => {
+            let tile = coop::CoopTile::for_device(small, caps, spec).expect("it was composed");
+            (tile.threads(), tile.workgroup_bytes(spec))
+        }
+    };
+    assert_eq!(module.entry_points[0].workgroup_size, [threads, 1, 1], "{}", source.label);
     // The tile is chosen by this estimate, so it has to be what the device will see.
     let bytes: u32 = sizes(&module, |space| space == AddressSpace::WorkGroup).iter().map(|v| v.1).sum();
-    assert_eq!(bytes, tile.workgroup_bytes(variant.sum), "{}", source.label);
+    assert_eq!(bytes, estimate, "{}", source.label);
     assert_eq!(constant(&module, "CLAMP_PAGES"), u32::from(clamp_pages), "{}", source.label);
 }
 
@@ -137,6 +196,14 @@ fn runs_somewhere() -> impl Iterator<Item = (Variant, Caps)> {
     pairs.filter(move |(variant, caps)| variant.runs_on(caps, &any).is_ok())
 }
 
+/// Whether a variant that runs on a device serves a spec there: only rows on matrices do not serve every one.
+fn serves(variant: &Variant, caps: &Caps, spec: &MlaSpec) -> bool {
+    let serves = variant.runs_on(caps, spec);
+    let must = matches!(variant.body, Body::Plain(_)) || spec.kv.dtype != Dtype::F32;
+    assert_eq!(serves.is_ok(), must, "{} for {spec:?}: {serves:?}", variant.name);
+    must
+}
+
 /// Every tile with a few dtypes each, walked so that all of them are met.
 #[test]
 fn every_tile_is_valid_and_fits() {
@@ -148,7 +215,10 @@ fn every_tile_is_valid_and_fits() {
                 for clamp_pages in [false, true] {
                     let (query, cache, out) = dtypes[at % dtypes.len()];
                     at += 7; // coprime to their number
-                    check_decode(&variant, &caps, &spec(dims, heads, query, cache, out), clamp_pages);
+                    let spec = spec(dims, heads, query, cache, out);
+                    if serves(&variant, &caps, &spec) {
+                        check_decode(&variant, &caps, &spec, clamp_pages);
+                    }
                 }
             }
         }
@@ -160,12 +230,15 @@ fn every_tile_is_valid_and_fits() {
 fn every_dtype_is_valid_in_every_variant() {
     for variant in VARIANTS {
         let caps = devices().into_iter().find(|caps| {
-            variant.runs_on(caps, &spec((512, 64), 8, Dtype::F32, Dtype::F32, Dtype::F32)).is_ok()
+            variant.runs_on(caps, &spec((512, 64), 8, Dtype::F32, Dtype::F16, Dtype::F32)).is_ok()
         });
         let caps = caps.expect("each variant runs somewhere");
         for (i, (query, cache, out)) in all_dtypes().into_iter().enumerate() {
             let dims = all_dims().nth(i % SUPPORTED_DIMS.len()).expect("in range");
-            check_decode(&variant, &caps, &spec(dims, 8, query, cache, out), i % 2 == 0);
+            let spec = spec(dims, 8, query, cache, out);
+            if serves(&variant, &caps, &spec) {
+                check_decode(&variant, &caps, &spec, i % 2 == 0);
+            }
         }
     }
 }
@@ -175,22 +248,30 @@ fn every_merge_is_valid_and_fits() {
     for dims in all_dims() {
         for (query, cache, out) in all_dtypes() {
             let source = merge(&spec(dims, 16, query, cache, out));
-            let (module, _) = valid(&source, false);
+            let (module, _) = valid(&source, PLAIN);
             check_module(&source, &module, &Caps::WEBGPU);
         }
     }
 }
 
-/// Only the variant that says so needs subgroups.
+/// A variant needs each capability that it asks for.
 #[test]
-fn subgroup_operations_are_in_the_subgroup_variant_only() {
-    let caps = devices()[1];
+fn variants_ask_for_what_they_use() {
+    let caps = devices()[3];
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
     for variant in VARIANTS {
         let source = decode(&variant, &caps, &spec, false).expect("it runs");
-        let module = naga::front::wgsl::parse_str(&source.text).expect("it parses");
-        assert_eq!(validate(&module, false).is_err(), variant.sum == Sum::Subgroup, "{}", variant.name);
+        let (module, _) = valid(&source, capabilities(&variant));
+        for one in capabilities(&variant).difference(PLAIN).iter() {
+            let others = capabilities(&variant).difference(one);
+            assert!(validate(&module, others).is_err(), "{} is valid without {one:?}", variant.name);
+        }
     }
+}
+
+#[test]
+fn rows_on_matrices_round_the_weights() {
+    assert_eq!(VARIANTS.map(|row| row.rounds_weights()), [true, true, false, false]);
 }
 
 /// Members of a struct of the module: names, offsets, and its size.
@@ -214,8 +295,8 @@ macro_rules! host_members {
 
 fn any_decode() -> (Source, Module) {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
-    let source = decode(&VARIANTS[1], &Caps::WEBGPU, &spec, false).expect("the last variant runs everywhere");
-    let (module, _) = valid(&source, false);
+    let source = decode(&row("shared"), &Caps::WEBGPU, &spec, false).expect("it runs everywhere");
+    let (module, _) = valid(&source, PLAIN);
     (source, module)
 }
 
@@ -241,8 +322,8 @@ fn uniforms_are_laid_out_as_the_host_writes_them() {
         lse_at,
         lse_token_stride,
         lse_head_stride,
-        reserved_0,
-        reserved_1
+        max_queries,
+        reserved_0
     );
     assert_eq!(members(&module, "Layer"), host);
     // The step writes words 0 and 1 of each slice and binds 16 bytes.
@@ -274,8 +355,8 @@ fn header_words_are_where_the_host_writes_them() {
 /// Sections of the tables are words to the shaders, which read them as `let FIELD = tables[PLACE + WORD]`.
 #[test]
 fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
-    let (decode, _) = any_decode();
-    let merge = merge(&spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32));
+    let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
+    let merge = merge(&spec);
     let reads = |source: &Source, place: &str, stride: &str, size: usize, fields: &[(&str, usize)]| {
         let stride = format!("{stride} * {}u;", size / 4);
         assert!(source.text.contains(&stride), "{} lacks {stride:?}", source.label);
@@ -285,43 +366,50 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
             assert!(source.text.contains(&read), "{} lacks {read:?}", source.label);
         }
     };
-    reads(
-        &decode,
-        "item_at",
-        "let item_at = tables[ITEMS_AT] + item",
-        size_of::<WorkItem>(),
-        &[
-            ("let first_row = {};", offset_of!(WorkItem, first_row)),
-            ("let num_rows = {};", offset_of!(WorkItem, num_rows)),
-            ("let page_begin = {};", offset_of!(WorkItem, page_begin)),
-            ("let kv_begin = {};", offset_of!(WorkItem, kv_begin)),
-            ("let kv_end = {};", offset_of!(WorkItem, kv_end)),
-            ("let slot = {};", offset_of!(WorkItem, slot)),
-        ],
-    );
-    reads(
-        &decode,
-        "at",
-        "let at = tables[QUERIES_AT] + (index / layer.num_heads)",
-        size_of::<QueryToken>(),
-        &[("return Query({}, ", offset_of!(QueryToken, token)), (", {});", offset_of!(QueryToken, visible))],
-    );
+    for variant in VARIANTS {
+        let decode = decode(&variant, &devices()[3], &spec, false).expect("it runs");
+        reads(
+            &decode,
+            "item_at",
+            "let item_at = tables[ITEMS_AT] + item",
+            size_of::<WorkItem>(),
+            &[
+                ("let first_row = {};", offset_of!(WorkItem, first_row)),
+                ("let num_rows = {};", offset_of!(WorkItem, num_rows)),
+                ("let page_begin = {};", offset_of!(WorkItem, page_begin)),
+                ("let kv_begin = {};", offset_of!(WorkItem, kv_begin)),
+                ("let kv_end = {};", offset_of!(WorkItem, kv_end)),
+                ("let slot = {};", offset_of!(WorkItem, slot)),
+            ],
+        );
+        reads(
+            &decode,
+            "at",
+            "let at = tables[QUERIES_AT] + (index / layer.num_heads)",
+            size_of::<QueryToken>(),
+            &[
+                ("return Query(bound_token({}), ", offset_of!(QueryToken, token)),
+                (", {});", offset_of!(QueryToken, visible)),
+            ],
+        );
+    }
     reads(
         &merge,
         "merge_at",
         "let merge_at = tables[MERGES_AT] + merge",
         size_of::<Merge>(),
         &[
-            ("let token = {};", offset_of!(Merge, token)),
+            ("let token = bound_token({});", offset_of!(Merge, token)),
             ("let begin = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, begin)),
             ("let end = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, end)),
         ],
     );
 }
 
-/// Rows of a tile that hold no head, as a share of all rows computed, in percent.
-fn waste(heads: u32, rows: u32) -> u32 {
-    let computed = heads.div_ceil(rows) * rows;
+/// Rows that are computed and hold no head, as a share of all rows computed, in percent: a row group without a head
+/// computes nothing.
+fn waste(heads: u32, tile: &Tile) -> u32 {
+    let computed = heads.next_multiple_of(tile.rows_per_group);
     (computed - heads) * 100 / computed
 }
 
@@ -329,25 +417,28 @@ fn waste(heads: u32, rows: u32) -> u32 {
 fn tiles_serve_many_heads_and_waste_few_rows() {
     let mut worst = (0, String::new());
     for (variant, caps) in runs_somewhere() {
+        // A matrix has the rows that it has.
+        let Body::Plain(sum) = variant.body else { continue };
         for dims in all_dims() {
-            let rows = |heads| {
+            let tile = |heads| {
                 let spec = spec(dims, heads, Dtype::F16, Dtype::F16, Dtype::F32);
-                variant.tiling(&caps, &spec).expect("it runs").rows_per_tile
+                Tile::balanced(sum, &caps, &spec).expect("it runs")
             };
-            for heads in 1..=128 {
-                let rows = rows(heads);
+            for heads in 1..=128u32 {
+                let tile = tile(heads);
+                let rows = tile.rows();
                 let what = format!("{} {dims:?} {heads} heads: tiles of {rows} rows", variant.name);
                 let least = if caps == Caps::WEBGPU { 4 } else { 8 };
                 assert!(heads < 8 || rows >= least, "{what}");
-                let waste = waste(heads, rows);
-                assert!(waste <= 25, "{what}: {waste} % wasted");
-                if waste > worst.0 {
-                    worst = (waste, what);
+                let idle = (heads.next_multiple_of(rows) - heads) * 100 / heads.next_multiple_of(rows);
+                assert!(idle <= 25, "{what}: {idle} % wasted");
+                if idle > worst.0 {
+                    worst = (idle, what);
                 }
             }
             // Heads of real models that are no power of two.
             for heads in [6, 12, 20, 40, 96] {
-                assert_eq!(waste(heads, rows(heads)), 0, "{} {dims:?}: {heads} heads", variant.name);
+                assert_eq!(waste(heads, &tile(heads)), 0, "{} {dims:?}: {heads} heads", variant.name);
             }
         }
     }
@@ -357,12 +448,21 @@ fn tiles_serve_many_heads_and_waste_few_rows() {
 #[test]
 fn what_a_device_lacks_is_said() {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
-    let good = devices()[1];
-    let [subgroup, shared] = VARIANTS;
+    let [_, small, _, good, plain, _] = devices();
+    let [coop, coop_small, subgroup, shared] = VARIANTS;
     let select = |caps: &Caps, spec: &MlaSpec| choose(None, caps, spec).ok().map(|(variant, _)| variant);
-    assert_eq!(select(&good, &spec), Some(subgroup));
+    assert_eq!(select(&good, &spec), Some(coop));
+    assert_eq!(select(&small, &spec), Some(coop_small));
+    assert_eq!(select(&plain, &spec), Some(subgroup));
     assert_eq!(select(&Caps::WEBGPU, &spec), Some(shared));
     for (what, caps, variant) in [
+        ("cooperative matrices", plain, coop),
+        ("SHADER_F16", Caps { shader_f16: false, ..good }, coop),
+        ("SUBGROUP", Caps { subgroups: false, ..good }, coop),
+        ("vary from 32 to 64", Caps { max_subgroup_size: 64, ..good }, coop),
+        ("workgroup memory", small, coop),
+        ("workgroup memory", Caps { workgroup_memory_bytes: 16 << 10, ..good }, coop_small),
+        ("storage buffers", Caps { max_storage_buffers: 6, ..good }, coop),
         ("SUBGROUP", Caps { subgroups: false, ..good }, subgroup),
         ("4 lanes", Caps { min_subgroup_size: 4, ..good }, subgroup),
         ("storage buffers", Caps { max_storage_buffers: 6, ..good }, shared),
@@ -373,6 +473,10 @@ fn what_a_device_lacks_is_said() {
         let why = variant.runs_on(&caps, &spec).expect_err(what);
         assert!(why.contains(what), "{why:?} does not say {what:?}");
     }
+    let f32_cache = MlaSpec { kv: KvSpec { dtype: Dtype::F32, ..spec.kv }, ..spec };
+    assert_eq!(select(&good, &f32_cache), Some(subgroup));
+    let why = coop.runs_on(&good, &f32_cache).expect_err("f16 does not hold f32");
+    assert!(why.contains("f32 cache"), "{why:?}");
 }
 
 /// The promise of the ladder: there is a row for every device of WebGPU, whatever else it has.

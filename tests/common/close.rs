@@ -22,7 +22,7 @@ pub struct Tolerance {
 
 impl Tolerance {
     /// A decode's output. `u` is the largest |latent| in the case, `latent` the elements of a row, and
-    /// `rounds_p` says that the variant rounds the weights to bf16.
+    /// `rounds_p` says that the variant rounds the weights to f16.
     pub fn decode(cache: Dtype, query: Dtype, out: Dtype, rounds_p: bool, u: f64, latent: usize) -> Self {
         let exact = [cache, query, out] == [Dtype::F32; 3] && !rounds_p;
         if exact {

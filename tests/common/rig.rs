@@ -130,8 +130,15 @@ impl Rig {
         let (want_out, want_lse) = problem.expected();
         let spec = problem.spec;
         let latent = spec.shape.kv_lora_rank as usize;
-        let tolerance =
-            Tolerance::decode(spec.kv.dtype, spec.query, spec.out, false, problem.largest_latent(), latent);
+        let rounds_p = self.mla.rounds_weights();
+        let tolerance = Tolerance::decode(
+            spec.kv.dtype,
+            spec.query,
+            spec.out,
+            rounds_p,
+            problem.largest_latent(),
+            latent,
+        );
         for report in
             [close("lse", &lse, &want_lse, &Tolerance::lse()), close("out", &out, &want_out, &tolerance)]
         {

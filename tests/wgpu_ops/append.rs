@@ -117,48 +117,61 @@ fn append_is_byte_exact_for_every_pair_of_dtypes() {
         .run(gpu, 3, &hard);
 }
 
-/// The e4m3 code nearest to a magnitude, ties to even. The f64 quotient of two f32 is on the same side of every tie as
-/// the exact one.
-fn nearest_code(quotient: f64) -> u8 {
-    let distance = |code: u8| (f64::from(e4m3_decode(code)) - quotient.abs()).abs();
-    let code = (0..0x7F_u8)
-        .min_by(|&a, &b| distance(a).total_cmp(&distance(b)).then((a % 2).cmp(&(b % 2))))
-        .unwrap_or_default();
-    code | if quotient.is_sign_negative() { 0x80 } else { 0 }
+/// What a cache must hold for a quotient: the code of the nearest e4m3 value, ties to even. The f64 quotient of two f32 is
+/// on the same side of every tie as the exact one.
+fn nearest_code(quotient: f64, ties: &[f64]) -> u8 {
+    if quotient.is_nan() {
+        return 0x7F;
+    }
+    let below = ties.partition_point(|&tie| tie < quotient.abs());
+    // on the tie between `below` and the next one
+    let up = below % 2 == 1 && ties.get(below) == Some(&quotient.abs());
+    (below as u8 + u8::from(up)) | if quotient.is_sign_negative() { 0x80 } else { 0 }
+}
+
+/// What lies halfway between each e4m3 value and the next.
+fn e4m3_ties() -> Vec<f64> {
+    let value = |code| f64::from(e4m3_decode(code));
+    (0..0x7E).map(|code| f64::midpoint(value(code), value(code + 1))).collect()
 }
 
 #[test]
 fn append_divides_exactly_by_any_scale() {
     let Some(gpu) = gpu() else { return };
-    let kv = KvSpec { dtype: Dtype::E4m3, page_size: 64, num_pages: 2 };
-    let pipelines = Pipelines::new(&gpu.device);
-    // 1.75 and 0.4375 put many bf16 values exactly on ties; 448 and 0.01 reach both ends of the range.
-    for (input, k_scale) in [
-        (Dtype::Bf16, 1.75),
-        (Dtype::Bf16, 0.4375),
-        (Dtype::F16, 1.75),
-        (Dtype::F16, 1.375),
-        (Dtype::F32, 0.037),
-        (Dtype::F32, 448.0),
-        (Dtype::F32, 0.01),
-    ] {
+    let (pipelines, ties, mut random) = (Pipelines::new(&gpu.device), e4m3_ties(), Random(5));
+    let row = SHAPE.row_elems() as usize;
+    let every_code: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    let usual = (0..1 << 16).map(|_| (random.unit() * 20.0).to_bits());
+    let all_f32: Vec<u8> = usual.chain(hard_patterns()).flat_map(u32::to_le_bytes).collect();
+    for (input, mut bytes) in
+        [(Dtype::Bf16, every_code.clone()), (Dtype::F16, every_code), (Dtype::F32, all_f32)]
+    {
+        bytes.resize(bytes.len().next_multiple_of(row * input.bytes()), 0);
+        let tokens = bytes.len() / (row * input.bytes());
+        let kv = KvSpec { dtype: Dtype::E4m3, page_size: 64, num_pages: tokens.div_ceil(64) as u32 };
         let spec = AppendSpec { shape: SHAPE, kv, input };
-        let (tokens, mut random) = (128, Random(5));
-        let values: Vec<f32> = (0..tokens * 288).map(|_| random.unit() * 20.0).collect();
-        let bytes = input.encode_all(&values);
-        let (rows, cache) = (gpu.buffer(&bytes), gpu.buffer(&vec![0; tokens * 288]));
-        let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
+        let (rows, cache) = (gpu.buffer(&bytes), gpu.buffer(&vec![0; kv.num_slots() as usize * row]));
+        let view = |offset| View { buffer: &rows, offset, token_stride: row as u64, head_stride: 1 };
         let op = KvAppend::new(&pipelines, spec).expect("compiles");
         let mla = wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
-        let layer = AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &mla), k_scale };
-        let binding = op.bind(&gpu.device, &layer, tokens as u32).expect("binds");
         let mut step = AppendStep::default();
         let slots: Vec<i64> = (0..tokens as i64).collect();
         op.prepare(&gpu.device, &gpu.queue, &mut step, &slots).expect("prepares");
-        gpu.submit(|encoder| op.record(encoder, &step, &binding));
-        for (got, x) in gpu.read(&cache).into_iter().zip(input.decode_all(&bytes)) {
-            let want = nearest_code(f64::from(x) / f64::from(k_scale));
-            assert_eq!(got, want, "{input} {x} / {k_scale}");
+        // 1.75 and 0.4375 put many 16-bit values exactly on ties; 448 and 0.01 reach both ends of the range; the rest is
+        // on both sides of where the shader goes over to integers alone, powers of two among them.
+        for k_scale in [1.0, 1.75, 0.4375, 1.375, 0.037, 448.0, 0.01]
+            .into_iter()
+            .chain([-101f32, -100., -99.5, 99.5, 100., 100.5].map(f32::exp2))
+            .chain([4e-38, 3e38])
+        {
+            let layer =
+                AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &mla), k_scale };
+            let binding = op.bind(&gpu.device, &layer, tokens as u32).expect("binds");
+            gpu.submit(|encoder| op.record(encoder, &step, &binding));
+            for (got, x) in gpu.read(&cache).into_iter().zip(input.decode_all(&bytes)) {
+                let want = nearest_code(f64::from(x) / f64::from(k_scale), &ties);
+                assert_eq!(got, want, "{input} {x} / {k_scale}");
+            }
         }
     }
 }
@@ -191,4 +204,27 @@ fn append_binds_a_window_of_a_buffer_that_is_too_large() {
     let op = KvAppend::new(&Pipelines::new(&gpu.device), AppendSpec { kv, ..spec }).expect("compiles");
     let error = op.bind(&gpu.device, &layer, 1).expect_err("a layer of 368 KB does not fit");
     assert!(matches!(error, Error::Limit { what: "kv", limit: 0x40000, .. }), "{error}");
+}
+
+#[test]
+fn a_table_prepared_again_after_record_stays_inside_the_binding() {
+    let Some(gpu) = gpu() else { return };
+    let kv = KvSpec { dtype: Dtype::F16, page_size: 8, num_pages: 5 };
+    let spec = AppendSpec { shape: SHAPE, kv, input: Dtype::F16 };
+    let mla = wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
+    let (rows, cache) = (gpu.buffer(&[1; 40 * 288 * 2]), gpu.buffer(&[0; 40 * 288 * 2]));
+    let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
+    let layer = AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &mla), k_scale: 1.0 };
+    let op = KvAppend::new(&Pipelines::new(&gpu.device), spec).expect("compiles");
+    let binding = op.bind(&gpu.device, &layer, 2).expect("binds");
+    let mut step = AppendStep::default();
+    op.prepare(&gpu.device, &gpu.queue, &mut step, &[30, 31]).expect("prepares");
+    gpu.submit(|encoder| {
+        op.record(encoder, &step, &binding);
+        // Wrong: the same step's table is uploaded before the submit. It fits, so the recorded commands see it.
+        let slots: Vec<i64> = (0..40).collect();
+        op.prepare(&gpu.device, &gpu.queue, &mut step, &slots).expect("prepares");
+    });
+    let written = gpu.read(&cache).iter().filter(|byte| **byte == 1).count();
+    assert_eq!(written, 2 * 288 * 2, "only the binding's two tokens");
 }

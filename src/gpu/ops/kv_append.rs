@@ -3,10 +3,13 @@
 use super::args::{Slot, bind_group, distinct_buffers, layout, window_of};
 use super::table::Table;
 use super::{GROUP, grid, pipeline};
-use crate::compose::{Const, Source, compose};
+use crate::compose::Source;
 use crate::gpu::{Pipelines, window::Window};
 use crate::layer::View;
 use crate::{AppendLayer, AppendSpec, Dtype, Error, Result};
+
+/// Tokens of which an invocation converts a quad each, so that enough loads are in flight: fastest on an H200.
+const TOKENS_PER_LANE: u32 = 8;
 
 /// Writes new tokens into the cache, converted to its dtype.
 ///
@@ -45,16 +48,29 @@ pub struct AppendBinding {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 struct Params {
+    scale: Scale,
     kv_base_quads: u32,
     kv_block_stride_quads: u32,
     kv_c_base_quads: u32,
     kv_c_stride_quads: u32,
     k_pe_base_quads: u32,
     k_pe_stride_quads: u32,
+    max_tokens: u32,
+    reserved: u32,
+}
+
+/// `E4m3Scale` of the shader.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+struct Scale {
     inv_mantissa: f32,
     exponent: i32,
     mantissa: u32,
-    reserved: [u32; 3],
+    max_bits: u32,
+    inv_low: f32,
+    inv_high: f32,
+    two_to_24: f32,
+    pad: u32,
 }
 
 impl AppendStep {
@@ -75,6 +91,15 @@ impl KvAppend {
         let step_layout = layout(device, "mla.kv_append.step", &[Slot::Read])?;
         let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
         let layer_layout = layout(device, "mla.kv_append.layer", &slots)?;
+        // Every index is in bounds, for each table and binding, whichever pair is recorded:
+        // - the table holds its count and as many slots (`Table`, which nobody else writes), and the shader reads slots
+        //   below that count only;
+        // - token < max_tokens, by a `min` in the shader: `prepare` may have been called again since `record`. `bind` refuses
+        //   rows that end past the buffer for max_tokens tokens (`AppendLayer::check`), and `window_of` binds up to there;
+        // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;
+        // - slot < NUM_SLOTS is asked in the shader, so the page is one of the pool's, whose last `bind` found inside the
+        //   buffer (`KvView::check`).
+        // All loops are unrolled.
         let pipeline = pipeline(pipelines, &source(&spec), &[&step_layout, &layer_layout])?;
         let max_groups = device.limits().max_compute_workgroups_per_dimension;
         Ok(Self { spec, pipeline, step_layout, layer_layout, max_groups })
@@ -162,7 +187,8 @@ impl KvAppend {
         if step.tokens == 0 {
             return;
         }
-        let (x, y) = grid(u64::from(step.tokens) * u64::from(binding.row_quads), self.max_groups);
+        let blocks = step.tokens.div_ceil(TOKENS_PER_LANE);
+        let (x, y) = grid(u64::from(blocks) * u64::from(binding.row_quads), self.max_groups);
         pass.set_pipeline(&binding.pipeline);
         pass.set_bind_group(0, table, &[]);
         pass.set_bind_group(1, layer, &[]);
@@ -210,19 +236,16 @@ impl KvAppend {
         };
         // With one token the stride is unused and may be anything.
         let stride = |stride: u64| if max_tokens > 1 { (stride / 4) as u32 } else { 0 };
-        let (inv_mantissa, exponent, mantissa) =
-            split_scale(if spec.kv.dtype == Dtype::E4m3 { layer.k_scale } else { 1.0 });
         let params = Params {
+            scale: Scale::new(if spec.kv.dtype == Dtype::E4m3 { layer.k_scale } else { 1.0 }),
             kv_base_quads: ((layer.kv.base() - kv.skipped(cache)) / 4) as u32,
             kv_block_stride_quads: if spec.kv.num_pages > 1 { (layer.kv.block_stride / 4) as u32 } else { 0 },
             kv_c_base_quads: base(&layer.kv_c, &kv_c),
             kv_c_stride_quads: stride(layer.kv_c.token_stride),
             k_pe_base_quads: base(&k_pe_view, &k_pe),
             k_pe_stride_quads: stride(k_pe_view.token_stride),
-            inv_mantissa,
-            exponent,
-            mantissa,
-            reserved: [0; 3],
+            max_tokens,
+            reserved: 0,
         };
         let resources = [kv_c.resource(), k_pe.resource(), kv.resource()];
         let params = bytemuck::bytes_of(&params);
@@ -230,22 +253,39 @@ impl KvAppend {
     }
 }
 
-/// `(1 / m, e, m * 2^23)` of a scale `m * 2^e` with `1 <= m < 2`.
-fn split_scale(k_scale: f32) -> (f32, i32, u32) {
-    // An f64 holds every f32 as a normal number; the low bits of its mantissa are zeros.
-    let bits = f64::from(k_scale).to_bits();
-    let fraction = bits & ((1 << 52) - 1);
-    let mantissa = f64::from_bits(fraction | (1023 << 52));
-    ((1.0 / mantissa) as f32, (bits >> 52) as i32 - 1023, (fraction >> 29) as u32 | 0x80_0000)
+impl Scale {
+    /// A scale `m * 2^e` with `1 <= m < 2`, as the shader divides by it.
+    fn new(k_scale: f32) -> Self {
+        // An f64 holds every f32 as a normal number; the low bits of its mantissa are zeros.
+        let scale = f64::from(k_scale);
+        let fraction = scale.to_bits() & ((1 << 52) - 1);
+        let mantissa = f64::from_bits(fraction | (1023 << 52));
+        let exponent = (scale.to_bits() >> 52) as i32 - 1023;
+        // A product is rounded by at most 2^-23 of itself, whichever way, and each bound by 2^-24 here.
+        let margin = if fraction == 0 { 0.0 } else { (-22f64).exp2() };
+        // Within these no number matters that may be flushed as subnormal: under 2^-126 / 2^-100 all codes are 0.
+        let is_fast = (-100..100).contains(&exponent);
+        Self {
+            inv_mantissa: (1.0 / mantissa) as f32,
+            exponent,
+            mantissa: (fraction >> 29) as u32 | 0x80_0000,
+            max_bits: ((456.0 * scale) as f32).to_bits(),
+            inv_low: (128.0 * (1.0 - margin) / scale) as f32,
+            inv_high: (128.0 * (1.0 + margin) / scale) as f32,
+            two_to_24: if is_fast { 24f32.exp2() } else { 0.0 },
+            pad: 0,
+        }
+    }
 }
 
 fn source(spec: &AppendSpec) -> Source {
     let consts = [
-        ("GROUP", Const::U32(GROUP)),
-        ("PAGE_SIZE", Const::U32(spec.kv.page_size)),
-        ("NUM_SLOTS", Const::U32(spec.kv.num_slots() as u32)),
-        ("LATENT_QUADS", Const::U32(spec.shape.kv_lora_rank / 4)),
-        ("ROW_QUADS", Const::U32(spec.shape.row_elems() / 4)),
+        ("GROUP", GROUP),
+        ("PAGE_SIZE", spec.kv.page_size),
+        ("NUM_SLOTS", spec.kv.num_slots() as u32),
+        ("LATENT_QUADS", spec.shape.kv_lora_rank / 4),
+        ("ROW_QUADS", spec.shape.row_elems() / 4),
+        ("TOKENS_PER_LANE", TOKENS_PER_LANE),
     ];
     let convert = if spec.input == spec.kv.dtype {
         include_str!("../../../shaders/lib/convert_copy.wgsl")
@@ -260,7 +300,7 @@ fn source(spec: &AppendSpec) -> Source {
         convert,
         include_str!("../../../shaders/kv_append.wgsl"),
     ];
-    compose("kv_append", &format!("from_{}.{}", spec.input, spec.kv.dtype), &consts, &files)
+    super::unrolled("kv_append", &format!("from_{}.{}", spec.input, spec.kv.dtype), &consts, &files)
 }
 
 #[cfg(test)]
@@ -276,32 +316,73 @@ pub(super) fn every_source() -> Vec<Source> {
 pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
     use std::mem::offset_of;
     let fields = vec![
+        ("scale", offset_of!(Params, scale)),
         ("kv_base_quads", offset_of!(Params, kv_base_quads)),
         ("kv_block_stride_quads", offset_of!(Params, kv_block_stride_quads)),
         ("kv_c_base_quads", offset_of!(Params, kv_c_base_quads)),
         ("kv_c_stride_quads", offset_of!(Params, kv_c_stride_quads)),
         ("k_pe_base_quads", offset_of!(Params, k_pe_base_quads)),
         ("k_pe_stride_quads", offset_of!(Params, k_pe_stride_quads)),
-        ("inv_mantissa", offset_of!(Params, inv_mantissa)),
-        ("exponent", offset_of!(Params, exponent)),
-        ("mantissa", offset_of!(Params, mantissa)),
-        ("reserved_0", offset_of!(Params, reserved)),
-        ("reserved_1", offset_of!(Params, reserved) + 4),
-        ("reserved_2", offset_of!(Params, reserved) + 8),
+        ("max_tokens", offset_of!(Params, max_tokens)),
+        ("reserved", offset_of!(Params, reserved)),
     ];
     ("AppendParams", fields, size_of::<Params>())
 }
 
 #[cfg(test)]
+pub(super) fn host_scale_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
+    use std::mem::offset_of;
+    let fields = vec![
+        ("inv_mantissa", offset_of!(Scale, inv_mantissa)),
+        ("exponent", offset_of!(Scale, exponent)),
+        ("mantissa", offset_of!(Scale, mantissa)),
+        ("max_bits", offset_of!(Scale, max_bits)),
+        ("inv_low", offset_of!(Scale, inv_low)),
+        ("inv_high", offset_of!(Scale, inv_high)),
+        ("two_to_24", offset_of!(Scale, two_to_24)),
+        ("pad", offset_of!(Scale, pad)),
+    ];
+    ("E4m3Scale", fields, size_of::<Scale>())
+}
+
+#[cfg(test)]
 mod tests {
-    use super::split_scale;
+    use super::Scale;
 
     #[test]
     fn a_scale_is_split_exactly() {
         for e in -127..=127 {
-            assert_eq!(split_scale((f64::from(e)).exp2() as f32), (1.0, e, 0x80_0000));
+            let scale = Scale::new(f64::from(e).exp2() as f32);
+            assert_eq!((scale.inv_mantissa, scale.exponent, scale.mantissa), (1.0, e, 0x80_0000));
+            assert_eq!(scale.two_to_24 != 0.0, (-100..100).contains(&e));
+            if scale.two_to_24 != 0.0 {
+                let inverse = f64::from(7 - e).exp2() as f32;
+                assert_eq!((scale.inv_low, scale.inv_high), (inverse, inverse));
+            }
         }
-        assert_eq!(split_scale(1.5), (1.0 / 1.5, 0, 0xC0_0000));
-        assert_eq!(split_scale(0.375), (1.0 / 1.5, -2, 0xC0_0000));
+        for (k_scale, exponent) in [(1.5, 0), (0.375, -2)] {
+            let scale = Scale::new(k_scale);
+            assert_eq!(
+                (scale.inv_mantissa, scale.exponent, scale.mantissa),
+                (1.0 / 1.5, exponent, 0xC0_0000)
+            );
+        }
+    }
+
+    #[test]
+    fn the_inverses_stay_on_their_sides_of_a_rounded_product() {
+        let rounding = (-23f64).exp2();
+        for i in 1..1u32 << 16 {
+            // mantissas all over, the exponents of the fast way
+            let bits = i.wrapping_mul(0x9E37_79B1);
+            let k_scale = f32::from_bits((bits & 0x7F_FFFF) | ((27 + i % 200) << 23));
+            if bits & 0x7F_FFFF == 0 {
+                continue;
+            }
+            let (scale, k_scale) = (Scale::new(k_scale), f64::from(k_scale));
+            assert!(scale.two_to_24 != 0.0);
+            assert!(f64::from(scale.inv_low) * k_scale * (1.0 + rounding) < 128.0, "{k_scale}");
+            assert!(f64::from(scale.inv_high) * k_scale * (1.0 - rounding) > 128.0, "{k_scale}");
+        }
     }
 }

@@ -104,6 +104,12 @@ impl KvCopyPages {
         let device = pipelines.device();
         let step_layout = layout(device, "mla.kv_copy_pages.step", &[Slot::Read])?;
         let layer_layout = layout(device, "mla.kv_copy_pages.layer", &[Slot::Uniform, Slot::Write])?;
+        // Every index is in bounds, for each table and binding, whichever pair is recorded:
+        // - the table holds its count and as many pairs (`Table`, which nobody else writes), and the shader reads pairs
+        //   below that count only;
+        // - both pages < NUM_PAGES is asked in the shader, and `bind` found the pool's last page inside the buffer
+        //   (`KvView::check`); unit < PAGE_UNITS.
+        // There is no loop.
         let compile = |unit| pipeline(pipelines, &source(&spec, unit), &[&step_layout, &layer_layout]);
         let wide = if spec.page_bytes().is_multiple_of(16) { Some(compile(Unit::Wide)?) } else { None };
         let words = compile(Unit::Word)?;

@@ -2,18 +2,23 @@
 
 use super::args::{Slot, bind_group, distinct_buffers, layout, window_of};
 use super::{GROUP, grid, pipeline};
-use crate::compose::{Const, Source, compose};
+use crate::compose::Source;
 use crate::gpu::scope::scoped;
 use crate::gpu::{Pipelines, window::Window};
 use crate::layer::View;
 use crate::{Dtype, MergeStates, MergeStatesSpec, Result};
 
+/// Rows that an invocation works on, and units of 16 bytes of each at most: for loads in flight, and so that what is done
+/// once a row is done for several units.
+const ROWS_PER_LANE: u32 = 1;
+const UNITS_PER_LANE: u32 = 2;
+
 /// Merges two attention states: see [`MergeStates`].
 #[derive(Debug)]
 pub struct MergeAttnStates {
     spec: MergeStatesSpec,
-    /// 4 elements an invocation, where `head_size` is a multiple of 4.
-    quads: Option<wgpu::ComputePipeline>,
+    /// 16 bytes at a time, where a head is a multiple of that.
+    units: Option<wgpu::ComputePipeline>,
     /// Any size, offset and stride.
     words: wgpu::ComputePipeline,
     layout: wgpu::BindGroupLayout,
@@ -79,8 +84,18 @@ impl MergeAttnStates {
         use Slot::{Read, Uniform, Write};
         let slots = [Uniform, Read, Read, Write, Read, Read, Write];
         let layout = layout(device, "mla.merge_attn_states", &slots)?;
+        // Every index is in bounds, for each binding that `bind` makes:
+        // - both bodies address rows (token, head) with token < num_tokens and head < num_heads, the units body by a `min`
+        //   and by counting heads up to num_heads, the words body by asking each element for its row. `bind` refuses views
+        //   whose last row ends past the buffer (`MergeStates::check`), and `window_of` binds at least up to there;
+        // - inside a row the units body adds unit + j * ROW_LANES < HEAD_UNITS, the words body d < HEAD_SIZE;
+        // - the words body writes first_word + item, item < num_items: the words from the first row to the last;
+        // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
+        // No loop depends on data: unrolled ones have a constant bound, the words body's is PER_WORD. num_heads and both
+        // strides that the shader divides by are at least 1.
         let compile = |body| pipeline(pipelines, &source(&spec, body), &[&layout]);
-        let quads = if spec.head_size.is_multiple_of(4) { Some(compile(Body::Quads)?) } else { None };
+        let has_units = spec.head_size.is_multiple_of(unit_elems(spec.dtype));
+        let units = if has_units { Some(compile(Body::Units)?) } else { None };
         let words = compile(Body::Words)?;
         let no_lse = scoped(device, "a buffer of 16 bytes", || {
             device.create_buffer(&wgpu::BufferDescriptor {
@@ -91,7 +106,7 @@ impl MergeAttnStates {
             })
         })?;
         let max_groups = device.limits().max_compute_workgroups_per_dimension;
-        Ok(Self { spec, quads, words, layout, no_lse, max_groups })
+        Ok(Self { spec, units, words, layout, no_lse, max_groups })
     }
 
     /// What this merge is compiled for.
@@ -101,8 +116,8 @@ impl MergeAttnStates {
 
     /// Checks and binds the arrays of a merge.
     ///
-    /// Both inputs may be one buffer; an output may not be an input or the other output. Heads and strides that are
-    /// multiples of 4 elements are the fast way.
+    /// Both inputs may be one buffer; an output may not be an input or the other output. Heads, offsets and
+    /// strides that are multiples of 16 bytes are the fast way.
     ///
     /// # Errors
     /// [`crate::Error::BufferTooSmall`], [`crate::Error::Shape`] where output rows overlap,
@@ -127,11 +142,12 @@ impl MergeAttnStates {
             None => Window::new(&limits, "output_lse", &self.no_lse, 0..16)?,
         };
 
-        let (body, pipeline) = match &self.quads {
-            Some(quads) if in_quads(args) => (Body::Quads, quads),
-            _ => (Body::Words, &self.words),
+        let unit_elems = unit_elems(self.spec.dtype);
+        // The unit in which the shader counts offsets and strides.
+        let (body, pipeline, unit) = match &self.units {
+            Some(units) if in_units(args, unit_elems.into()) => (Body::Units, units, u64::from(unit_elems)),
+            _ => (Body::Words, &self.words, 1),
         };
-        let unit = body.elems();
         let strides_lse = |view: &View<'_, _>, window: &Window<'_>| strides(args, view, window, 4, 1);
         let mut params = Params {
             prefix: strides(args, &args.prefix_output, &prefix, bytes, unit),
@@ -145,16 +161,23 @@ impl MergeAttnStates {
             writes_lse: args.output_lse.is_some().into(),
             ..Params::default()
         };
-        match body {
-            // Output rows do not overlap and are in a window of at most 4 GiB, so this fits.
-            Body::Quads => params.num_items = args.num_tokens * args.num_heads * (self.spec.head_size / 4),
-            Body::Words => self.span_of_words(args, &output, &mut params),
-        }
+        let lanes = match body {
+            Body::Units => {
+                // Output rows do not overlap and are in a window of at most 4 GiB, so this fits.
+                params.num_items = args.num_tokens * args.num_heads;
+                let row_lanes = self.spec.head_size / unit_elems / units_per_lane(&self.spec);
+                u64::from(params.num_items.div_ceil(ROWS_PER_LANE)) * u64::from(row_lanes)
+            }
+            Body::Words => {
+                self.span_of_words(args, &output, &mut params);
+                params.num_items.into()
+            }
+        };
         let resources = [prefix, suffix, output, prefix_lse, suffix_lse, output_lse];
         let resources = resources.iter().map(Window::resource);
         let bytes = bytemuck::bytes_of(&params);
         let group = bind_group(device, "mla.merge_attn_states", &self.layout, bytes, resources)?;
-        let grid = grid(params.num_items.into(), self.max_groups);
+        let grid = grid(lanes, self.max_groups);
         Ok(MergeBinding { work: Some(Work { pipeline: pipeline.clone(), group, grid }) })
     }
 
@@ -199,26 +222,27 @@ impl MergeAttnStates {
 /// The two shaders.
 #[derive(Debug, Clone, Copy)]
 enum Body {
-    Quads,
+    Units,
     Words,
 }
 
-impl Body {
-    /// Elements of the unit in which the shader counts offsets and strides.
-    const fn elems(self) -> u64 {
-        match self {
-            Self::Quads => 4,
-            Self::Words => 1,
-        }
-    }
+/// Elements in 16 bytes.
+fn unit_elems(dtype: Dtype) -> u32 {
+    16 / dtype.bytes() as u32
 }
 
-/// Whether each row of each output array starts at a multiple of 4 elements.
-fn in_quads(args: &Args<'_>) -> bool {
+/// The largest power of two up to [`UNITS_PER_LANE`] that divides the units of a head.
+fn units_per_lane(spec: &MergeStatesSpec) -> u32 {
+    let head_units = spec.head_size / unit_elems(spec.dtype);
+    UNITS_PER_LANE.min(1 << head_units.trailing_zeros().min(31))
+}
+
+/// Whether each row of each output array starts at a multiple of `unit` elements.
+fn in_units(args: &Args<'_>, unit: u64) -> bool {
     [args.prefix_output, args.suffix_output, args.output].iter().all(|view| {
         let token = if args.num_tokens > 1 { view.token_stride } else { 0 };
         let head = if args.num_heads > 1 { view.head_stride } else { 0 };
-        [view.offset, token, head].iter().all(|elems| elems.is_multiple_of(4))
+        [view.offset, token, head].iter().all(|elems| elems.is_multiple_of(unit))
     })
 }
 
@@ -260,29 +284,41 @@ fn per_word(dtype: Dtype) -> u32 {
 }
 
 fn source(spec: &MergeStatesSpec, body: Body) -> Source {
-    let mut consts = vec![("GROUP", Const::U32(GROUP))];
-    let (variant, file) = match body {
-        Body::Quads => {
-            consts.push(("HEAD_QUADS", Const::U32(spec.head_size / 4)));
-            ("quads", include_str!("../../../shaders/merge_attn_states_quads.wgsl"))
+    let mut consts = vec![("GROUP", GROUP)];
+    let (variant, files) = match body {
+        Body::Units => {
+            consts.push(("HEAD_UNITS", spec.head_size / unit_elems(spec.dtype)));
+            consts.push(("ROWS_PER_LANE", ROWS_PER_LANE));
+            consts.push(("UNITS_PER_LANE", units_per_lane(spec)));
+            let file = include_str!("../../../shaders/merge_attn_states_units.wgsl");
+            ("units", vec![merge_unit(spec.dtype), file])
         }
         Body::Words => {
             let mask = if spec.dtype == Dtype::F32 { u32::MAX } else { 0xFFFF };
-            consts.push(("HEAD_SIZE", Const::U32(spec.head_size)));
-            consts.push(("PER_WORD", Const::U32(per_word(spec.dtype))));
-            consts.push(("CODE_MASK", Const::U32(mask)));
-            ("words", include_str!("../../../shaders/merge_attn_states.wgsl"))
+            consts.push(("HEAD_SIZE", spec.head_size));
+            consts.push(("PER_WORD", per_word(spec.dtype)));
+            consts.push(("CODE_MASK", mask));
+            let file = include_str!("../../../shaders/merge_attn_states.wgsl");
+            ("words", vec![super::lib_in(spec.dtype), super::lib_out(spec.dtype), file])
         }
     };
-    let files = [
+    let mut all = vec![
         include_str!("../../../shaders/lib/grid.wgsl"),
         include_str!("../../../shaders/lib/round.wgsl"),
-        super::lib_in(spec.dtype),
-        super::lib_out(spec.dtype),
         include_str!("../../../shaders/lib/merge_weights.wgsl"),
-        file,
     ];
-    compose("merge_attn_states", &format!("{variant}.{}", spec.dtype), &consts, &files)
+    all.extend(files);
+    super::unrolled("merge_attn_states", &format!("{variant}.{}", spec.dtype), &consts, &all)
+}
+
+/// How 16 bytes of both sides are weighted and added. The spec refuses e4m3.
+fn merge_unit(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../../shaders/lib/merge_f32.wgsl"),
+        Dtype::F16 => include_str!("../../../shaders/lib/merge_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../../shaders/lib/merge_bf16.wgsl"),
+        Dtype::E4m3 => "",
+    }
 }
 
 #[cfg(test)]
@@ -290,7 +326,7 @@ pub(super) fn every_source() -> Vec<Source> {
     let dtypes = [Dtype::F32, Dtype::F16, Dtype::Bf16];
     let both = |dtype| {
         let spec = MergeStatesSpec { dtype, head_size: 96 };
-        [source(&spec, Body::Quads), source(&spec, Body::Words)]
+        [source(&spec, Body::Units), source(&spec, Body::Words)]
     };
     dtypes.into_iter().flat_map(both).collect()
 }

@@ -14,14 +14,17 @@ pub use kv_copy_pages::{CopyBinding, CopySpec, CopyStep, KvCopyPages};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
 
 use super::Pipelines;
+use super::pipelines::Checks;
 use super::scope::scoped;
-use crate::compose::Source;
+use crate::compose::{Const, Source, compose};
+use crate::unroll::unroll;
 use crate::{Dtype, Result};
 
 /// Invocations in a workgroup: WebGPU's default limit.
 const GROUP: u32 = 256;
 
-/// A pipeline over explicit layouts, so that a bind group fits every pipeline of its op.
+/// A pipeline over explicit layouts, so that a bind group fits every pipeline of its op. Every op's indices and loops are
+/// proved to be in bounds, next to where it is compiled.
 fn pipeline(
     pipelines: &Pipelines,
     source: &Source,
@@ -35,10 +38,25 @@ fn pipeline(
             immediate_size: 0,
         })
     })?;
-    pipelines.get(source, &layout, crate::gpu::pipelines::Checks::Kept)
+    pipelines.get(source, &layout, Checks::Proved)
+}
+
+/// A module of constants and files whose marked loops are unrolled.
+fn unrolled(entry: &'static str, variant: &str, consts: &[(&str, u32)], files: &[&str]) -> Source {
+    let prelude: Vec<_> = consts.iter().map(|&(name, value)| (name, Const::U32(value))).collect();
+    let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
+    let mut source = compose(entry, variant, &prelude, files);
+    // A marked loop with an unknown bound would be left rolled, which is right and slow; a test walks all shaders.
+    if let Ok(text) = unroll(&source.text, &value) {
+        source.text = text;
+    }
+    source
 }
 
 /// Workgroups for `items` items, folded in two: a dimension is limited. `limit` is that of the device.
+///
+/// A shader numbers the lanes in a `u32`. They are at most twice the items and a workgroup, and every op's items are at
+/// most 2^30: words, or more bytes, of a binding of at most 4 GiB.
 fn grid(items: u64, limit: u32) -> (u32, u32) {
     let groups = items.div_ceil(u64::from(GROUP));
     let x = groups.min(u64::from(limit)).max(1);
@@ -70,16 +88,18 @@ fn lib_out(dtype: Dtype) -> &'static str {
     }
 }
 
+/// Every kernel of every small op.
+#[cfg(test)]
+pub(crate) fn every_source() -> Vec<Source> {
+    let mut all = merge_attn_states::every_source();
+    all.extend(kv_append::every_source());
+    all.extend(kv_copy_pages::every_source());
+    all
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn sources() -> Vec<Source> {
-        let mut all = merge_attn_states::every_source();
-        all.extend(kv_append::every_source());
-        all.extend(kv_copy_pages::every_source());
-        all
-    }
 
     fn parse(source: &Source) -> naga::Module {
         naga::front::wgsl::parse_str(&source.text)
@@ -97,15 +117,18 @@ mod tests {
 
     #[test]
     fn every_variant_is_valid_without_any_feature() {
-        let mut labels: Vec<String> = sources().iter().map(|source| source.label.clone()).collect();
+        // naga's name for `unpack2x16float`, which all of WebGPU has
+        let plain = naga::valid::Capabilities::SHADER_FLOAT16_IN_FLOAT32;
+        let mut labels: Vec<String> = every_source().iter().map(|source| source.label.clone()).collect();
         labels.sort();
         labels.dedup();
-        // merge: quads and words; append: 3 inputs into 4 caches; copies: two widths
+        // merge: units and words; append: 3 inputs into 4 caches; copies: two widths
         assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len(), "{labels:?}");
-        for source in sources() {
+        for source in every_source() {
+            assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
             let module = parse(&source);
             let flags = naga::valid::ValidationFlags::all();
-            let mut validator = naga::valid::Validator::new(flags, naga::valid::Capabilities::empty());
+            let mut validator = naga::valid::Validator::new(flags, plain);
             if let Err(e) = validator.validate(&module) {
                 panic!("{}:\n{}", source.label, e.emit_to_string(&source.text));
             }
@@ -117,7 +140,7 @@ mod tests {
 
     #[test]
     fn host_and_shader_agree_on_the_parameters() {
-        for source in sources() {
+        for source in every_source() {
             let (name, host, size) = match source.entry {
                 "merge_attn_states" => merge_attn_states::host_layout(),
                 "kv_append" => kv_append::host_layout(),
@@ -125,6 +148,11 @@ mod tests {
             };
             let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
             assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
+            if source.entry == "kv_append" {
+                let (name, host, size) = kv_append::host_scale_layout();
+                let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
+                assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
+            }
         }
     }
 

@@ -26,8 +26,6 @@ pub struct Session<'a, B: Backend> {
     pub backend: &'a B,
     /// Forces a decode variant. Specs that it does not serve are left out, and counted.
     pub variant: Option<&'a str>,
-    /// Which variants round the weights to bf16 and have the tolerance for it.
-    pub rounds_p: fn(&str) -> bool,
     decodes: RefCell<HashMap<MlaSpec, Rc<B::Decode>>>,
     checks: Cell<usize>,
     left_out: Cell<usize>,
@@ -39,7 +37,6 @@ impl<'a, B: Backend> Session<'a, B> {
         Self {
             backend,
             variant: None,
-            rounds_p: |_| false,
             decodes: RefCell::default(),
             checks: Cell::default(),
             left_out: Cell::default(),
@@ -70,8 +67,7 @@ impl<'a, B: Backend> Session<'a, B> {
     /// The allowed error of a problem's output on the variant that runs it.
     pub fn tolerance(&self, problem: &Problem) -> Tolerance {
         let spec = problem.spec;
-        let variant = self.variant.or_else(|| self.backend.variants(&spec).first().copied());
-        let rounds_p = variant.is_some_and(self.rounds_p);
+        let rounds_p = self.decode(&spec).is_ok_and(|decode| self.backend.rounds_weights(&decode));
         let latent = spec.shape.kv_lora_rank as usize;
         Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, problem.largest_latent(), latent)
     }
@@ -175,14 +171,14 @@ pub fn conformance<B: Backend>(backend: &B) {
 /// One `#[test]` for each group, so that they run side by side and fail one by one.
 ///
 /// `$backend` is a function that gives a backend, or `None` once it has said why there is none here. The second
-/// form forces a variant, and says which variants round the weights to bf16.
+/// form forces a variant.
 #[allow(unused_macros)]
 macro_rules! conformance_tests {
     ($backend:expr) => {
-        $crate::common::suite::conformance_tests!($backend, None, |_| false);
+        $crate::common::suite::conformance_tests!($backend, None);
     };
-    ($backend:expr, $variant:expr, $rounds_p:expr) => {
-        $crate::common::suite::conformance_tests!(@groups $backend, $variant, $rounds_p,
+    ($backend:expr, $variant:expr) => {
+        $crate::common::suite::conformance_tests!(@groups $backend, $variant,
             case_files: case_files,
             dtypes_of_512_64: decode::dtypes_of_512_64,
             dtypes_of_256_64: decode::dtypes_of_256_64,
@@ -213,13 +209,12 @@ macro_rules! conformance_tests {
             refuses_ops: errors::ops,
         );
     };
-    (@groups $backend:expr, $variant:expr, $rounds_p:expr, $($name:ident: $($group:ident)::+,)*) => {$(
+    (@groups $backend:expr, $variant:expr, $($name:ident: $($group:ident)::+,)*) => {$(
         #[test]
         fn $name() {
             if let Some(backend) = $backend() {
                 let mut session = $crate::common::suite::Session::new(&backend);
                 session.variant = $variant;
-                session.rounds_p = $rounds_p;
                 $crate::common::suite::$($group)::+(&session);
             }
         }

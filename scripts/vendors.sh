@@ -1,0 +1,185 @@
+#!/usr/bin/env bash
+# Every kernel through the real compilers of GPUs that are not here, and the tests on a newer software driver.
+#
+#   scripts/vendors.sh                        compiles all for each vendor, writes benches/results/vendors.{md,tsv};
+#                                             fails where one does not compile, or spills and is the row that is chosen
+#   scripts/vendors.sh compile VENDOR...      some vendors, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
+#                                             adreno740 nvk-turing
+#   scripts/vendors.sh mesa26 [TEST...]       the GPU tests (or the named ones) on Mesa 26's lavapipe, which has
+#                                             cooperative matrices of 8x8
+#   scripts/vendors.sh run DRIVER COMMAND...  any command; DRIVER is a vendor, or lavapipe, which alone executes shaders
+#   scripts/vendors.sh setup                  only makes the tree
+# --full in front of `compile` takes every output dtype, and NVK's statistics of everything that is chosen (long).
+#
+# Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
+# in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
+# (half a GB) from the Debian mirror that this machine's apt uses. MESA_TREE: where, target/mesa-tree unless set;
+# DEBIAN_MIRROR: the mirror where apt has another system's. Needs Debian or Ubuntu, and root or sudo.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
+tree=$(realpath -m "${MESA_TREE:-$target/mesa-tree}")
+VENDORS=(nvk-turing adreno740 apple-m1 navi21 navi31 gfx1201 vega20)
+
+step() { printf '\n== %s (after %s s)\n' "$*" "$SECONDS" >&2; }
+
+as_root=()
+if ((EUID != 0)); then
+    command -v sudo >/dev/null || { echo "vendors.sh needs root or sudo: it makes a chroot" >&2; exit 1; }
+    as_root=(sudo)
+fi
+
+# The mirror of Debian proper, as apt has it.
+debian_mirror() {
+    if [[ -n ${DEBIAN_MIRROR:-} ]]; then echo "$DEBIAN_MIRROR"; return; fi
+    # shellcheck disable=SC2016 # apt expands these.
+    apt-get indextargets --format '$(REPO_URI) $(ORIGIN) $(RELEASE)' 'Created-By: Packages' |
+        awk '$NF !~ /security|updates|backports/ && $1 ~ /debian\/?$/ { print $1; exit }'
+}
+
+# A file in the tree says that it is whole; a half-made one is made again.
+setup() {
+    [[ -e $tree/ready ]] && return
+    step "a Debian tree with Mesa from backports in $tree"
+    local mirror
+    mirror=$(debian_mirror)
+    [[ -n $mirror ]] || { echo "apt knows no Debian mirror here: set DEBIAN_MIRROR" >&2; exit 1; }
+    if ! { command -v debootstrap && command -v python3; } >/dev/null; then
+        "${as_root[@]}" apt-get update -qq
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+            debootstrap debian-archive-keyring python3 >/dev/null
+    fi
+    mkdir -p "$target"
+    "${as_root[@]}" rm -rf --one-file-system "$tree"
+    "${as_root[@]}" debootstrap --variant=minbase trixie "$tree" "$mirror" >"$target/debootstrap.log"
+    "${as_root[@]}" sh -c 'echo "deb $1 trixie-backports main" >"$2/etc/apt/sources.list.d/backports.list"
+        cp -r /etc/apt/apt.conf.d "$2/etc/apt/"; cp /etc/resolv.conf "$2/etc/"' sh "$mirror" "$tree"
+    inside sh -c 'export DEBIAN_FRONTEND=noninteractive; apt-get update -qq &&
+        apt-get install -qq -y --no-install-recommends -t trixie-backports mesa-vulkan-drivers mesa-drm-shim libvulkan1' \
+        >>"$target/debootstrap.log"
+    "${as_root[@]}" touch "$tree/ready"
+}
+
+# Runs a command in the tree, with this repository at its own path. The mounts live in a namespace of their own and end
+# with it: one that stayed would let `rm -r target` reach /dev.
+inside() {
+    # shellcheck disable=SC2016 # The inner shell expands these.
+    "${as_root[@]}" unshare --mount --propagation private bash -c 'set -e
+        tree=$1; shift
+        for dir in "$1" "$2"; do mkdir -p "$tree$dir"; mount --bind "$dir" "$tree$dir"; done
+        shift 2
+        for dir in dev proc sys; do mount --rbind "/$dir" "$tree/$dir"; done
+        exec chroot "$tree" "$@"' inside "$tree" "$root" "$target" "$@"
+}
+
+# Runs a command on one driver, inside the tree. STATS=1: the compiler writes its statistics to stderr.
+on() {
+    local driver=$1 icd shim env=() stats=()
+    shift
+    case $driver in
+        lavapipe) icd=lvp shim='' ;;
+        navi* | gfx* | vega*) icd=radeon shim=amdgpu env=("AMDGPU_GPU_ID=$driver") stats=(RADV_DEBUG=shaderstats) ;;
+        apple-m1) icd=asahi shim=asahi stats=(AGX_MESA_DEBUG=shaderdb) ;;
+        adreno740) icd=freedreno shim=freedreno env=(FD_GPU_ID=740) stats=(IR3_SHADER_DEBUG=cs) ;;
+        nvk-turing)
+            icd=nouveau shim=nouveau env=(NOUVEAU_CHIPSET=174 NVK_I_WANT_A_BROKEN_VULKAN_DRIVER=1) stats=(NAK_DEBUG=print) ;;
+        *) echo "vendors.sh: no driver $driver; there are lavapipe ${VENDORS[*]}" >&2; exit 2 ;;
+    esac
+    # Without a cache of its own, every pipeline is compiled, and its statistics are printed, each time.
+    env+=(WGPU_BACKEND=vulkan MESA_SHADER_CACHE_DISABLE=true XDG_RUNTIME_DIR=/tmp
+        "VK_DRIVER_FILES=/usr/share/vulkan/icd.d/${icd}_icd.json")
+    [[ -z ${STATS:-} ]] || env+=("${stats[@]}")
+    [[ -z $shim ]] || env+=("LD_PRELOAD=/usr/lib/x86_64-linux-gnu/lib${shim}_noop_drm_shim.so")
+    inside /usr/bin/env --chdir="$root" "${env[@]}" "$@"
+}
+
+# The lines of a compiler's output that scripts/vendors_report.py reads.
+KEPT='^@@ |^(\*\*\* SHADER STATS|SGPRs|VGPRs|Spilled|Code size|LDS size|Subgroups per SIMD|Latency|Inverse)|^CS shader:'
+KEPT+='|^(MESA: info: )?shared_size|^MESA: info: (; CL prog|.*\b(stp|ldp)\.)|^(Stage|Instruction count|Static|Max warps|Spills|Num GPRs|SLM)'
+
+# Compiles pipelines for a vendor: what was compiled goes to $logs/VENDOR.out, statistics to VENDOR.stats.
+part() {
+    local vendor=$1 raw=$logs/$1.raw status=0
+    shift
+    on "$vendor" "$target/debug/examples/pipelines" --markers "$@" >>"$logs/$vendor.out" 2>"$raw" || status=$?
+    grep -aE "$KEPT" "$raw" >>"$logs/$vendor.stats" || true
+    ((status == 0)) || tail -n 5 "$raw" >&2
+    # A compiler that crashes takes the program with it.
+    ((status <= 1)) || echo "    FAILED  the program, with status $status, after the line above" >>"$logs/$vendor.out"
+    rm -f "$raw"
+}
+
+compile() {
+    local vendor=$1 all=() before=$SECONDS
+    : >"$logs/$vendor.out"
+    : >"$logs/$vendor.stats"
+    [[ -z $full ]] || all=(--all)
+    if [[ $vendor != nvk-turing ]]; then
+        STATS=1 part "$vendor" "${all[@]}"
+    elif [[ -n $full ]]; then
+        STATS=1 part "$vendor" --all --only chosen
+        part "$vendor" --all --only offered
+    else
+        # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: seconds each. So only of some.
+        STATS=1 part "$vendor" --only chosen --only "512/64,any" --only "q_bf16.kv_bf16,q_bf16.kv_e4m3,any"
+        part "$vendor"
+    fi
+    echo "$vendor: $(tail -n 1 "$logs/$vendor.out"), $((SECONDS - before)) s with statistics" >&2
+}
+
+# As many vendors at a time as there are cores; the slow ones come first.
+compile_all() {
+    local vendor running=0
+    for vendor in "$@"; do
+        if ((running >= $(nproc))); then wait -n || true; else running=$((running + 1)); fi
+        compile "$vendor" &
+    done
+    wait
+}
+
+# The tests that dispatch, and what they are called with.
+MESA26_TESTS=(conformance_wgpu matrix_wgpu)
+
+mesa26() {
+    step "tests on lavapipe"
+    local tests=("${@:-${MESA26_TESTS[@]}}") args=() test binary
+    for test in "${tests[@]}"; do args+=(--test "$test"); done
+    cargo test --locked --no-run "${args[@]}"
+    for test in "${tests[@]}"; do
+        binary=$(cargo test --locked --no-run --test "$test" --message-format json 2>/dev/null |
+            sed -n "s/.*\"name\":\"$test\".*\"executable\":\"\([^\"]*\)\".*/\1/p")
+        step "$test"
+        MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1 on lavapipe "$binary"
+    done
+}
+
+full=''
+if [[ ${1:-} == --full ]]; then
+    full=yes
+    shift
+fi
+verb=${1:-compile}
+(($# == 0)) || shift
+case $verb in
+    setup) setup ;;
+    run) setup && on "$@" ;;
+    mesa26) setup && mesa26 "$@" ;;
+    compile)
+        setup
+        # The profile of the tests, so that what they are built from is not built again.
+        cargo build --locked --profile test --example pipelines
+        logs=$target/vendors
+        mkdir -p "$logs"
+        step "compile"
+        out=()
+        if (($# == 0)); then
+            set -- "${VENDORS[@]}"
+            out=(--out benches/results)
+        fi
+        compile_all "$@"
+        step "report"
+        python3 scripts/vendors_report.py "$logs" "$@" "${out[@]}"
+        ;;
+    *) sed -n '2,/^set/{/^#/p}' "$0" >&2; exit 2 ;;
+esac

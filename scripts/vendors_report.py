@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Reads what scripts/vendors.sh collected and writes vendors.md, and every pipeline into vendors.tsv beside it.
+
+    vendors_report.py LOGS VENDOR... [--out DIRECTORY]
+
+LOGS holds VENDOR.out (what examples/pipelines printed) and VENDOR.stats (its markers with the compiler's statistics).
+Status 1 where a pipeline did not compile, has no statistics, or spills and is the one that a decode would get.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+TITLES = {
+    "navi21": "AMD RDNA2 (RADV)",
+    "navi31": "AMD RDNA3 (RADV)",
+    "gfx1201": "AMD RDNA4 (RADV)",
+    "vega20": "AMD Vega (RADV)",
+    "apple-m1": "Apple M1 (Honeykrisp)",
+    "adreno740": "Qualcomm Adreno 740 (Turnip)",
+    "nvk-turing": "NVIDIA Turing (NVK)",
+}
+# What a row of the table is about, and the dtypes that stand for the others.
+SHOWN_DTYPES = ["q_f16.kv_f16.out_f16", "q_bf16.kv_bf16.out_bf16", "q_f32.kv_f32.out_f32", "q_bf16.kv_e4m3.out_bf16"]
+SHOWN_SHAPES = ["512/64x16", "512/64x20"]
+COLUMNS = ["registers", "spills", "LDS", "waves", "code", "latency", "inverse throughput"]
+
+
+def numbers(pattern, line):
+    """The groups of a pattern as numbers, or None."""
+    found = re.search(pattern, line)
+    return found and [int(group) for group in found.groups()]
+
+
+class Statistics:
+    """What a compiler said about one kernel, gathered from its lines."""
+
+    def __init__(self):
+        self.values = {}
+        self.spills = 0
+        self.seen = False
+
+    def read(self, line):
+        # RADV: a block of `name: number` lines.
+        if found := numbers(r"^VGPRs: (\d+)", line):
+            self.seen = True
+            self.values["registers"] = f"{found[0]} VGPR {self.values.get('registers', '')}".strip()
+        elif found := numbers(r"^SGPRs: (\d+)", line):
+            self.values["registers"] = f"{found[0]} SGPR"
+        elif found := numbers(r"^Spilled [SV]GPRs: (\d+)", line):
+            self.spills += found[0]
+        elif found := numbers(r"^Code size: (\d+)", line):
+            self.values["code"] = found[0]
+        elif found := numbers(r"^LDS size: (\d+)", line):
+            self.values["LDS"] = found[0]
+        elif found := numbers(r"^Subgroups per SIMD: (\d+)", line):
+            self.values["waves"] = found[0]
+        elif found := numbers(r"^Latency: (\d+)", line):
+            self.values["latency"] = found[0]
+        elif found := numbers(r"^Inverse Throughput: (\d+)", line):
+            self.values["inverse throughput"] = found[0]
+        # AGX: one line.
+        elif found := numbers(
+            r"^CS shader: .* (\d+) code size, (\d+) gprs, (\d+) uniforms, .* (\d+) threads, .* (\d+):(\d+) spills", line
+        ):
+            self.seen = True
+            code, registers, uniforms, threads, spills, fills = found
+            self.values.update(code=code, registers=f"{registers} GPR {uniforms} uniform", waves=f"{threads} threads")
+            self.spills += spills + fills
+        # ir3: comments, and the instructions that reach private memory.
+        elif found := numbers(r"CL prog .* (\d+) dwords", line):
+            self.seen = True
+            self.values["code"] = 4 * found[0]
+        elif found := numbers(r"CL prog .* (\d+) half, (\d+) full", line):
+            self.values["registers"] = f"{found[1]} full {found[0]} half"
+        elif found := numbers(r"CL prog .* (\d+) max_waves", line):
+            self.values["waves"] = found[0]
+        elif re.search(r"\b(stp|ldp)\.", line):
+            self.spills += 1
+        elif found := numbers(r"shared_size: (\d+)", line):
+            self.values["LDS"] = found[0]
+        # NAK: a block of `name: number` lines; an instruction has 16 bytes.
+        elif found := numbers(r"^Instruction count: (\d+)", line):
+            self.seen = True
+            self.values["code"] = 16 * found[0]
+        elif found := numbers(r"^Static cycle count: (\d+)", line):
+            self.values["latency"] = found[0]
+        elif found := numbers(r"^Max warps/SM: (\d+)", line):
+            self.values["waves"] = found[0]
+        elif found := numbers(r"^Spills to mem: (\d+)", line):
+            self.spills += found[0]
+        elif found := numbers(r"^Num GPRs: (\d+)", line):
+            self.values["registers"] = f"{found[0]} GPR"
+
+    def cells(self):
+        if not self.seen:
+            return [""] * len(COLUMNS)
+        return [str(self.spills if column == "spills" else self.values.get(column, "")) for column in COLUMNS]
+
+
+class Kernel:
+    """One compiled kernel: of which shape and dtypes, and whether a decode would get it."""
+
+    def __init__(self, pipeline, label):
+        chosen, self.shape, self.row, self.dtypes, *more = pipeline.split(" ", 4)
+        # A merge comes with any row, and the small ops have one.
+        self.chosen = chosen == "chosen" or "mla_decode" not in label
+        self.clamps = "device_page_list" in more
+        if "mla_decode" not in label:
+            self.row = label.removeprefix("mla.")
+            self.dtypes = " ".join([self.dtypes, *more]) if self.shape == "any" else self.dtypes
+        self.statistics = Statistics()
+
+    def __str__(self):
+        clamps = " device_page_list" if self.clamps else ""
+        return f"{self.row} {self.shape} {self.dtypes}{clamps}"
+
+
+class Vendor:
+    def __init__(self, name, logs):
+        self.name = name
+        self.out = (logs / f"{name}.out").read_text().splitlines()
+        self.kernels = []
+        pipeline = None
+        for line in (logs / f"{name}.stats").read_text(errors="replace").splitlines():
+            if line.startswith("@@ pipeline "):
+                pipeline = line.removeprefix("@@ pipeline ")
+            elif line.startswith("@@ compiling "):
+                self.kernels.append(Kernel(pipeline, line.removeprefix("@@ compiling ")))
+            elif self.kernels:
+                self.kernels[-1].statistics.read(line)
+        # A driver that finds the same binary again says nothing: merges differ by dtypes that they do not read.
+        known = {}
+        for kernel in self.kernels:
+            if kernel.statistics.seen:
+                known.setdefault((kernel.row, kernel.shape), kernel.statistics)
+            elif kernel.row.startswith("mla_merge"):
+                kernel.statistics = known.get((kernel.row, kernel.shape), kernel.statistics)
+        # Some are compiled once with statistics and once without.
+        best = {}
+        for kernel in sorted(self.kernels, key=lambda kernel: not kernel.statistics.seen):
+            best.setdefault(str(kernel), kernel)
+        self.kernels = list(best.values())
+
+    def said(self, what):
+        """The values of the lines `what: ...` of the program."""
+        said = [line.removeprefix(what).strip() for line in self.out if line.startswith(what)]
+        return list(dict.fromkeys(said))
+
+    def failures(self):
+        failed = [f"did not compile: {line.split('FAILED')[1].strip()}" for line in self.out if "FAILED" in line]
+        silent = [kernel for kernel in self.kernels if not kernel.statistics.seen]
+        # Of NVK only some are asked for.
+        if not self.kernels or len(silent) == len(self.kernels):
+            failed.append("no statistics at all")
+        elif self.name != "nvk-turing":
+            failed += [f"no statistics: {kernel}" for kernel in silent]
+        return failed + [f"spills and is chosen: {spill}" for spill in self.spilling(True)]
+
+    def spilling(self, chosen):
+        spilling = [kernel for kernel in self.kernels if kernel.statistics.spills and kernel.chosen == chosen]
+        return [f"{kernel}: {kernel.statistics.spills}" for kernel in spilling]
+
+    def section(self):
+        yield f"\n## {TITLES[self.name]}\n"
+        yield "\n\n".join(f"`{said}`" for said in self.said("adapter:") + self.said("caps:")) + "\n"
+        yield "Rows for an f16 query, 16 heads, best first:\n"
+        yield from (f"- {why}" for why in self.said("why:"))
+        yield "\n| kernel | shape | dtypes | chosen | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (4 + len(COLUMNS))
+        for kernel in self.shown():
+            what = [kernel.row, kernel.shape, kernel.dtypes, "yes" if kernel.chosen else ""]
+            yield "| " + " | ".join(what + kernel.statistics.cells()) + " |"
+        for title, spilling in [("chosen", self.spilling(True)), ("offered, not chosen", self.spilling(False))]:
+            if spilling:
+                yield f"\n<details><summary>{len(spilling)} kernels spill ({title})</summary>\n"
+                yield from (f"- {spill}" for spill in spilling)
+                yield "\n</details>"
+
+    def shown(self):
+        """Rows of the usual dtypes, then the largest merge and the largest of each small op."""
+        for kernel in self.kernels:
+            usual = kernel.shape in SHOWN_SHAPES or kernel.dtypes == SHOWN_DTYPES[1]
+            if "/" in kernel.shape and "merge" not in kernel.row and not kernel.clamps:
+                if usual and kernel.dtypes in SHOWN_DTYPES and kernel.statistics.seen:
+                    yield kernel
+        largest = {}
+        for kernel in self.kernels:
+            op = kernel.row.split(".")[0]
+            if op in ("mla_merge", "merge_attn_states", "kv_append", "kv_copy_pages"):
+                code = kernel.statistics.values.get("code", 0)
+                if op not in largest or code > largest[op].statistics.values.get("code", 0):
+                    largest[op] = kernel
+        yield from largest.values()
+
+
+HEAD = """\
+# Kernels through the vendors' compilers
+
+Written by `scripts/vendors.sh`: Mesa's compilers behind a stub of the kernel driver compile every pipeline of
+`examples/pipelines`; nothing is executed, so nothing here is a time. Every pipeline is in [vendors.tsv](vendors.tsv).
+
+Registers are a lane's. Spills: registers spilled (AMD), spills and fills (Apple), accesses of private memory (Adreno),
+spills to memory (NVIDIA); a chosen row must have 0. LDS: workgroup memory in bytes. Waves: per SIMD (AMD), per core
+(Adreno) or per SM (NVIDIA), threads per core (Apple). Code in bytes. Latency and inverse throughput: the compiler's own
+estimate in cycles, where it prints one, loops counted by its guess. Small ops: the largest of each.
+
+| vendor | kernels compiled | with statistics | chosen and spill | not chosen and spill | most registers of a chosen one |
+|---|---|---|---|---|---|"""
+
+
+def write(vendors, directory):
+    lines = [HEAD]
+    for vendor in vendors:
+        registers = [k.statistics.values["registers"] for k in vendor.kernels if k.chosen and k.statistics.seen]
+        most = max(registers, key=lambda text: int(text.split()[0]), default="")
+        told = sum(kernel.statistics.seen for kernel in vendor.kernels)
+        counts = [len(vendor.kernels), told, len(vendor.spilling(True)), len(vendor.spilling(False)), most]
+        lines.append(f"| {TITLES[vendor.name]} | " + " | ".join(map(str, counts)) + " |")
+    for vendor in vendors:
+        lines.extend(vendor.section())
+    (directory / "vendors.md").write_text("\n".join(lines) + "\n")
+
+    table = ["\t".join(["vendor", "kernel", "shape", "dtypes", "page list", "chosen", *COLUMNS])]
+    for vendor in vendors:
+        for kernel in vendor.kernels:
+            flags = ["device" if kernel.clamps else "", "yes" if kernel.chosen else ""]
+            what = [vendor.name, kernel.row, kernel.shape, kernel.dtypes, *flags]
+            table.append("\t".join(what + kernel.statistics.cells()))
+    (directory / "vendors.tsv").write_text("\n".join(table) + "\n")
+
+
+def main(words):
+    directory = None
+    if "--out" in words:
+        at = words.index("--out")
+        directory = Path(words[at + 1])
+        words = words[:at] + words[at + 2 :]
+    vendors = [Vendor(name, Path(words[0])) for name in TITLES if name in words[1:]]
+    if directory:
+        write(vendors, directory)
+    failed = [f"{vendor.name}: {failure}" for vendor in vendors for failure in vendor.failures()]
+    print("\n".join(failed), file=sys.stderr)
+    kernels = sum(len(vendor.kernels) for vendor in vendors)
+    print(f"{kernels} kernels on {len(vendors)} compilers, {len(failed)} failures")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,212 @@
+#!/usr/bin/env bash
+# The check in a browser: the crate builds for wasm32, and tests/web runs in headless Chromium on SwiftShader, so that
+# Chromium's own compiler takes every shader that a browser would get. Then it proves that a failing test is noticed.
+#   scripts/web.sh [TEST]          all tests, or those whose name contains TEST
+# What is fetched and built is kept in WEB_DIR (default target/web) and in cargo's target folder.
+#   CHROMIUM, CHROMEDRIVER         these instead of the system's
+#   WEB_BUILD_STD=1                build std for wasm32 even where the toolchain has it
+# On Debian and Ubuntu it installs what is missing, if it may. What cannot be had is a failure, never a skip.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+web=${WEB_DIR:-target/web}
+mkdir -p "$web"
+web=$(cd "$web" && pwd)
+wasm=wasm32-unknown-unknown
+
+die() { printf 'web.sh: %s\n' "$*" >&2; exit 1; }
+
+# Runs a step and says how long it took.
+step() {
+    local name=$1 begin=$SECONDS
+    shift
+    printf '\n== %s\n' "$name"
+    "$@"
+    times+=("$(printf '%5s s  %s' "$((SECONDS - begin))" "$name")")
+}
+times=()
+
+# Chromium, and the driver of the same version.
+find_browser() {
+    local name names=(/usr/lib/chromium/chromium chromium chromium-browser google-chrome)
+    chromium=${CHROMIUM:-} chromedriver=${CHROMEDRIVER:-$(command -v chromedriver || true)}
+    # Debian's own wrapper adds flags of its own, so that the binary behind it comes first.
+    for name in "${names[@]}"; do
+        [ -n "$chromium" ] || chromium=$(command -v "$name" || true)
+    done
+    [ -n "$chromium" ] && [ -n "$chromedriver" ]
+}
+
+browser() {
+    if ! find_browser; then
+        command -v apt-get >/dev/null || die "please install Chromium and chromedriver, or set CHROMIUM and CHROMEDRIVER"
+        local as_root=()
+        if [ "$(id -u)" -ne 0 ]; then
+            command -v sudo >/dev/null || die "please install: chromium chromium-driver"
+            as_root=(sudo)
+        fi
+        # A third party's list that cannot be fetched is no reason to stop: the install tells what is missing.
+        "${as_root[@]}" apt-get update -qq || true
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+            apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null \
+            || die "apt-get could not install chromium and chromium-driver"
+        find_browser || die "Chromium or chromedriver is still missing after its install"
+    fi
+    "$chromium" --version
+    "$chromedriver" --version
+    [ "$(major "$chromium")" = "$(major "$chromedriver")" ] || die "Chromium and chromedriver are of different versions"
+}
+
+major() { "$1" --version | grep -oE '[0-9]+' | awk 'NR == 1'; }
+
+has_std() { compgen -G "$1/libstd-*.rlib" >/dev/null; }
+
+# std for wasm32: the toolchain's, or rustup's, or built once from the library's sources.
+wasm_std() {
+    rustc -V
+    if [ "${WEB_BUILD_STD:-0}" != 1 ]; then
+        local own
+        own=$(rustc --print target-libdir --target "$wasm")
+        has_std "$own" && { echo "std is the toolchain's"; return; }
+        if command -v rustup >/dev/null && timeout 180 rustup target add "$wasm" && has_std "$own"; then
+            echo "std is rustup's"
+            return
+        fi
+    fi
+    local sysroot
+    sysroot=$web/sysroot-$(rustc -vV | awk '/^release/ { release = $2 } /^commit-hash/ { hash = substr($2, 1, 9) } END { print release "-" hash }')
+    [ -f "$sysroot/complete" ] || build_std "$sysroot"
+    echo "std is in $sysroot"
+    # With --target these are not the flags of build scripts.
+    export RUSTFLAGS="${RUSTFLAGS:-} --sysroot $sysroot"
+}
+
+build_std() {
+    local sysroot=$1 library
+    library=$(rustc --print sysroot)/lib/rustlib/src/rust/library
+    [ -f "$library/std/Cargo.toml" ] || { library=$web/rust-src/library; library_sources "$library"; }
+    local stub=$web/stub libs=$sysroot/lib/rustlib/$wasm/lib
+    rm -rf "$stub" "$sysroot"
+    mkdir -p "$stub/src" "$libs"
+    printf '[package]\nname = "stub"\nversion = "0.0.0"\nedition = "2024"\n[workspace]\n' >"$stub/Cargo.toml"
+    echo '#![no_std]' >"$stub/src/lib.rs"
+    # A stable cargo builds std when it is told that it is its own test.
+    (cd "$stub" && RUSTC_BOOTSTRAP=1 __CARGO_TESTS_ONLY_SRC_ROOT=$library CARGO_TARGET_DIR=$stub/target \
+        RUSTFLAGS=-Cembed-bitcode=yes cargo build --release --target "$wasm" \
+        -Z build-std=std,panic_abort,panic_unwind,test,proc_macro)
+    cp "$stub/target/$wasm/release/deps/"*.rlib "$libs/"
+    rm -r "$libs"/libstub-*.rlib "$stub"
+    touch "$sysroot/complete"
+}
+
+# The sources of this compiler's library, from Debian's package of them.
+library_sources() {
+    local library=$1 version package sha256
+    version=$(rustc -vV | awk '/^release/ { print $2 }')
+    case $version in
+        1.95.0)
+            package=pool/main/r/rustc/rust-src_1.95.0+dfsg1-2~bpo13+1_all.deb
+            sha256=7b76db5b880a77f9e52975d2baa6209d2f76d2c9c2789515c3088cb960e2c83b
+            ;;
+        *) die "no std for $wasm: rustup target add $wasm, or rustup component add rust-src" ;;
+    esac
+    [ -f "$library/std/Cargo.toml" ] && grep -qx "$version" "$library/../version" && return
+    local helper=/usr/lib/apt/apt-helper mirror
+    [ -x "$helper" ] || die "no std for $wasm: rustup target add $wasm, or rustup component add rust-src"
+    # The mirror and how it is reached are apt's own configuration.
+    mirror=$(apt-get indextargets --format '$(LABEL) $(REPO_URI)' | awk '$1 == "Debian" { print $2; exit }')
+    [ -n "$mirror" ] || die "apt knows no mirror of Debian: rustup target add $wasm"
+    "$helper" download-file "${mirror%/}/$package" "$web/rust-src.deb" "SHA256:$sha256" \
+        || die "the library's sources could not be fetched: rustup target add $wasm"
+    rm -rf "${library%/*}"
+    mkdir -p "${library%/*}"
+    dpkg-deb --fsys-tarfile "$web/rust-src.deb" \
+        | tar -x -C "${library%/*}" --strip-components=4 "./usr/src/rustc-$version/library"
+    rm "$web/rust-src.deb"
+    echo "$version" >"${library%/*}/version"
+}
+
+# The test runner of exactly the wasm-bindgen that the lock file names.
+runner() {
+    local version
+    version=$(awk '/^name = / { name = $3 } /^version = / && name == "\"wasm-bindgen\"" { gsub("\"", "", $3); print $3 }' Cargo.lock)
+    [ -n "$version" ] || die "Cargo.lock names no wasm-bindgen"
+    runner=$(command -v wasm-bindgen-test-runner || true)
+    if [ -z "$runner" ] || [[ $("$runner" --version) != *" $version"* ]]; then
+        runner=$web/wasm-bindgen-$version/bin/wasm-bindgen-test-runner
+    fi
+    if [ ! -x "$runner" ]; then
+        local install=(cargo install wasm-bindgen-cli --version "=$version" --no-default-features
+            --bin wasm-bindgen-test-runner --root "$web/wasm-bindgen-$version" --target-dir "$web/wasm-bindgen-build")
+        export CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_DEBUG=0
+        # Its own lock file first; a registry's mirror may lack a version that is in there.
+        "${install[@]}" --locked || CARGO_RESOLVER_INCOMPATIBLE_RUST_VERSIONS=fallback "${install[@]}" \
+            || die "wasm-bindgen-cli $version could not be built"
+        unset CARGO_PROFILE_RELEASE_OPT_LEVEL CARGO_PROFILE_RELEASE_DEBUG
+        rm -rf "$web/wasm-bindgen-build"
+    fi
+    "$runner" --version
+}
+
+lints() {
+    cargo clippy --locked --target "$wasm" -p wgpu-mla --lib --no-default-features -- -D warnings
+    cargo clippy --locked --target "$wasm" -p wgpu-mla --lib -- -D warnings
+    cargo clippy --locked --target "$wasm" -p web_tests --tests -- -D warnings
+}
+
+build() {
+    cargo test --locked --profile browser --target "$wasm" -p web_tests --no-run
+}
+
+# The browser is a new one every time, its WebGPU the software device that comes with it.
+capabilities() {
+    local flags=(--headless=new --no-sandbox --enable-unsafe-webgpu --use-webgpu-adapter=swiftshader
+        --disable-dev-shm-usage --no-first-run --disable-background-networking --disable-component-update
+        --disable-sync --disable-quic --mute-audio)
+    local list
+    list=$(printf ',"%s"' "${flags[@]}")
+    printf '{"goog:chromeOptions":{"binary":"%s","args":[%s]}}\n' "$chromium" "${list:1}" >"$web/webdriver.json"
+}
+
+# What a browser that had to be killed leaves behind is removed at the end.
+browser_files=$(mktemp -d)
+trap 'rm -rf "$browser_files"' EXIT
+
+in_browser() {
+    TMPDIR=$browser_files CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUNNER=$runner CHROMEDRIVER=$chromedriver \
+        WASM_BINDGEN_TEST_WEBDRIVER_JSON=$web/webdriver.json WASM_BINDGEN_TEST_TIMEOUT=800 \
+        timeout 900 cargo test --locked --profile browser --target "$wasm" -p web_tests -- "$@" 2>&1
+}
+
+# A run without tests would be no failure to the runner.
+conformance() {
+    local begin=$SECONDS
+    in_browser --nocapture "$@" | tee "$web/tests.log" | while IFS= read -r line; do
+        case $line in 'Invoking test'* | *'deprecated parameters'* | '') continue ;; esac
+        printf '%4s s  %s\n' "$((SECONDS - begin))" "$line"
+    done || die "a test failed in the browser"
+    grep -qE '^test result: ok\. [1-9][0-9]* passed; 0 failed' "$web/tests.log" || die "no test ran"
+}
+
+must_fail() {
+    if in_browser --include-ignored must_fail >"$web/must_fail.log"; then
+        die "tests that must fail passed: see $web/must_fail.log"
+    fi
+    local name
+    for name in a_wrong_result a_wrong_shader; do
+        grep -qE "^test must_fail::$name \.\.\. FAIL" "$web/must_fail.log" \
+            && grep -q "deliberate: ${name//_/ }" "$web/must_fail.log" \
+            || { cat "$web/must_fail.log"; die "must_fail::$name did not fail as it should"; }
+        echo "$name fails, as it must"
+    done
+}
+
+step "browser" browser
+step "std for $wasm" wasm_std
+step "test runner" runner
+step "lints for $wasm" lints
+step "build for $wasm" build
+capabilities
+step "tests in the browser" conformance "$@"
+step "tests that must fail" must_fail
+printf '\n== all is well after %s s\n' "$SECONDS"
+printf '%s\n' "${times[@]}"

@@ -1,0 +1,15 @@
+//! The CPU backend in a browser, for pages without WebGPU.
+
+use wasm_bindgen_test::wasm_bindgen_test;
+use wgpu_mla::cpu::Cpu;
+
+use crate::common::suite::{Session, decode, ops};
+
+#[wasm_bindgen_test]
+fn runs_where_there_is_no_gpu() {
+    let backend = Cpu::new();
+    let session = Session::new(&backend);
+    decode::shared_prefixes(&session);
+    decode::layouts(&session);
+    ops::all(&session);
+}
