@@ -276,6 +276,7 @@ fn plain(name: &str, sum: Sum, tile: &Tile, f16_subnormals: bool, spec: &MlaSpec
     compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }
 
+const KV_PINNED: &str = include_str!("../shaders/lib/kv_pinned.wgsl");
 const KV_READ: &str = include_str!("../shaders/lib/kv_read.wgsl");
 
 /// Groups of threads that share the partial results of a row: see the head of `shaders/mla_merge.wgsl`.
@@ -285,9 +286,10 @@ const fn merge_threads(spec: &MlaSpec) -> u32 {
     MERGE_GROUPS * spec.shape.kv_lora_rank / 8
 }
 
-/// The kernel that merges a row's partial results.
-pub fn merge(spec: &MlaSpec) -> Source {
-    let files = [KV_READ, include_str!("../shaders/mla_merge.wgsl")];
+/// The kernel that merges a row's partial results. It does not read the cache, but is bound with it, and a text has one
+/// layout.
+pub fn merge(spec: &MlaSpec, pins_kv: bool) -> Source {
+    let files = [if pins_kv { KV_PINNED } else { KV_READ }, include_str!("../shaders/mla_merge.wgsl")];
     let mut consts = shape_consts(spec);
     consts.extend([("MERGE_GROUPS", MERGE_GROUPS), ("MERGE_THREADS", merge_threads(spec))]);
     let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read

@@ -266,7 +266,7 @@ impl MlaDecode {
 
 fn compose(variant: &Variant, caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
     let split = kernel::decode(variant, caps, spec, options.device_page_list);
-    Ok([split.ok_or_else(|| fits_no_tile(variant))?, kernel::merge(spec)])
+    Ok([split.ok_or_else(|| fits_no_tile(variant))?, kernel::merge(spec, variant.pins_kv())])
 }
 
 fn fits_no_tile(variant: &Variant) -> Error {
