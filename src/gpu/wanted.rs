@@ -80,7 +80,12 @@ pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
         min_subgroup_size: size(info.subgroup_min_size),
         max_subgroup_size: size(info.subgroup_max_size),
         cooperative_tile: match adapter {
-            Some(adapter) if features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX) => {
+            // The kernels on matrices build halves from integers.
+            Some(adapter)
+                if features.contains(
+                    wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_I16,
+                ) =>
+            {
                 cooperative_tile(&adapter.cooperative_matrix_properties())
             }
             _ => 0,

@@ -18,41 +18,48 @@ pub(super) struct CoopTile {
     key_split: u32,
     token_split: u32,
     row_split: u32,
+    /// Floats that part two rows of scores.
+    score_pad: u32,
 }
 
 impl CoopTile {
+    /// The tile that costs least over the heads, of those that fit the device; `None` where none does.
     pub(super) fn for_device(small: bool, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
-        let env = |name: &str, or: u32| std::env::var(name).ok().and_then(|x| x.parse().ok()).unwrap_or(or);
-        let tile = caps.cooperative_tile;
-        if tile == 0 || caps.max_subgroup_size == 0 {
+        let (tile, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
+        let least_bytes = if small { 0 } else { 48 << 10 };
+        if tile == 0 || subgroup < 8 || caps.workgroup_memory_bytes < least_bytes {
             return None;
         }
-        let rows = env("X_ROWS", if spec.shape.num_heads > 16 { 32 } else { 16 });
-        let tokens = env("X_TOK", if small { 16 } else { 32 });
-        let (k, t, r) = if small {
-            (4, 1, 1)
-        } else if rows == 16 {
-            (4, 2, 1)
-        } else {
-            (2, 2, 2)
-        };
-        let t = Self {
+        let low = Self {
             tile,
-            subgroup: caps.max_subgroup_size,
-            rows,
-            tokens,
-            key_split: env("X_KS", k),
-            token_split: env("X_TS", t),
-            row_split: env("X_RS", r),
+            subgroup,
+            rows: 16,
+            tokens: 16,
+            key_split: 4,
+            token_split: 1,
+            row_split: 1,
+            score_pad: 0,
         };
-        (t.workgroup_bytes(spec) <= caps.workgroup_memory_bytes).then_some(t)
+        let middle = Self { rows: 32, tokens: 32, key_split: 2, token_split: 2, row_split: 2, ..low };
+        let high = Self { rows: 64, key_split: 2, row_split: 4, score_pad: 4, ..low };
+        let heads = spec.shape.num_heads;
+        // Each tile stages the cache once more, which on an H200 is worth about 16 rows of arithmetic.
+        let cost = |tile: &Self| heads.div_ceil(tile.rows) * (tile.rows + 16);
+        let tiles = if small { vec![low] } else { vec![low, middle, high] };
+        tiles
+            .into_iter()
+            .filter(|tile| tile.workgroup_bytes(spec) <= caps.workgroup_memory_bytes)
+            .filter(|tile| tile.threads() <= caps.max_invocations)
+            .min_by_key(cost)
     }
 
     /// The planner's targets.
     pub(super) fn tiling(&self, caps: &Caps) -> Tiling {
         let (target_items, min_split_tokens) = match caps.kind {
             DeviceKind::Software => (8, 512),
-            _ => (132, 32),
+            // One workgroup for each of an H200's 132 multiprocessors, whose driver grants all workgroups of one together
+            // about 48 KiB, and two where they are low enough.
+            _ => (if self.rows == 16 { 264 } else { 132 }, 32),
         };
         let (rows_per_tile, tokens_per_block) = (self.rows, self.tokens);
         Tiling { rows_per_tile, tokens_per_block, target_items, min_split_tokens }
@@ -87,11 +94,11 @@ impl CoopTile {
     }
 
     /// Floats from one row of scores to the next.
-    fn score_pitch(&self) -> u32 {
-        std::env::var("X_SP").ok().and_then(|x| x.parse().ok()).unwrap_or(self.tokens + 4)
+    const fn score_pitch(&self) -> u32 {
+        self.tokens + self.score_pad
     }
 
-    fn scores(&self) -> u32 {
+    const fn scores(&self) -> u32 {
         let (scores, tiles) =
             (self.key_split * self.rows * self.score_pitch(), self.subgroups() * self.tile * self.tile);
         if scores > tiles { scores } else { tiles }
@@ -102,7 +109,7 @@ impl CoopTile {
         self.tokens + 8
     }
 
-    pub(super) fn workgroup_bytes(&self, spec: &MlaSpec) -> u32 {
+    pub(super) const fn workgroup_bytes(&self, spec: &MlaSpec) -> u32 {
         let keys = self.tokens * self.key_pitch(spec) * 16;
         let weights = self.rows * self.weight_pitch() * 2;
         keys + self.scores() * 4 + weights + self.rows * 4 + self.tokens * 4 + 16
@@ -203,19 +210,14 @@ pub(super) fn decode(name: &str, small: bool, caps: &Caps, spec: &MlaSpec) -> Op
     let tile = CoopTile::for_device(small, caps, spec)?;
     let mut all = shape_consts(spec);
     all.extend(consts(&tile, spec));
-    let body = std::env::var("X_BODY").ok().map(|path| std::fs::read_to_string(path).unwrap());
     let files = [
         include_str!("../../shaders/lib/kv_pinned.wgsl"),
         key_file(spec.kv.dtype)?,
-        body.as_deref().unwrap_or(include_str!("../../shaders/mla_decode_coop.wgsl")),
+        include_str!("../../shaders/mla_decode_coop.wgsl"),
     ];
     let source =
         compose_step("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &all, &aliases(&tile), &files);
-    let mut text = format!("{DIRECTIVES}{}", source.text);
-    if let Ok(path) = std::env::var("X_FINAL") {
-        text = std::fs::read_to_string(path).unwrap_or_default();
-    }
-    Some(Source { text, ..source })
+    Some(Source { text: format!("{DIRECTIVES}{}", source.text), ..source })
 }
 
 /// What keeps these rows from running.
@@ -237,33 +239,4 @@ pub(super) fn runs_on(small: bool, caps: &Caps, spec: &MlaSpec) -> std::result::
         Some(_) => Ok(()),
         None => Err(format!("no tile fits {} bytes of workgroup memory", caps.workgroup_memory_bytes)),
     }
-}
-
-#[cfg(test)]
-#[test]
-fn xdump() {
-    let caps = Caps {
-        cooperative_tile: 16,
-        shader_f16: true,
-        subgroups: true,
-        min_subgroup_size: 32,
-        max_subgroup_size: 32,
-        workgroup_memory_bytes: 48 << 10,
-        kind: DeviceKind::Discrete,
-        ..Caps::WEBGPU
-    };
-    let heads = std::env::var("X_HEADS").map_or(16, |x| x.parse().unwrap());
-    let kv = match std::env::var("X_KV").as_deref() {
-        Ok("f16") => Dtype::F16,
-        Ok("e4m3") => Dtype::E4m3,
-        _ => Dtype::Bf16,
-    };
-    let spec = MlaSpec {
-        shape: crate::MlaShape { num_heads: heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-        kv: crate::KvSpec { dtype: kv, page_size: 64, num_pages: 64 },
-        query: Dtype::Bf16,
-        out: Dtype::Bf16,
-    };
-    let text = decode("x", false, &caps, &spec).unwrap().text;
-    std::fs::write(std::env::var("X_DUMP").unwrap(), text).unwrap();
 }
