@@ -73,6 +73,9 @@ impl MlaDecode {
         //   slice       cut from the plan's items; the shader takes the smaller of its end and `NUM_ITEMS`
         //   workgroup   by constants: thread < THREADS, group_row + r < ROWS, token_quad < TOKEN_QUADS, lane < LANES. Every
         //               word is written before it is read
+        //   matrices    `mla_decode_coop`: tiles of `keys`, `scores` and `weights` lie inside by constants (key_oct + TILE_OCTS <=
+        //               KEY_PITCH, score rows and tokens by the splits; `scores` holds a tile for each subgroup); a subgroup has
+        //               SUBGROUP lanes as `runs_on` asks for one size; row_at < TOKENS; `wide_rows` reads rows under kv_end
         //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
         //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
         let checks = if options.device_page_list { Checks::Kept } else { Checks::Proved };
