@@ -17,29 +17,6 @@ var<workgroup> weights: array<vec4<f32>, TILE_QUADS>; // [ROWS, TOKEN_QUADS], fo
 var<workgroup> rescale: array<f32, ROWS_PADDED>; // [ROWS]
 var<workgroup> query_at: array<vec2<u32>, ROWS_PADDED>; // [ROWS]: first oct of each row's q_nope and q_pe
 
-struct Query {
-    token: u32,
-    head: u32,
-    visible: u32, // keys before this position are seen
-}
-
-// Row `row` of the item, of which `first_row` is the first.
-fn query_of(first_row: u32, row: u32) -> Query {
-    let index = first_row + row;
-    let at = tables[QUERIES_AT] + (index / layer.num_heads) * 2u;
-    return Query(bound_token(tables[at]), index % layer.num_heads, tables[at + 1u]);
-}
-
-// First oct of a token's cache row.
-fn cache_row(page_begin: u32, token: u32) -> u32 {
-    let page_size = tables[PAGE_SIZE];
-    var page = tables[tables[PAGES_AT] + page_begin + token / page_size];
-    if (CLAMP_PAGES) {
-        page = min(page, tables[NUM_PAGES] - 1u);
-    }
-    return layer.kv_at + page * layer.kv_block_stride + (token % page_size) * ROW_OCTS;
-}
-
 fn dot_onto(q: mat2x4<f32>, k: mat2x4<f32>, sum: f32) -> f32 {
     let first = fma(q[0].w, k[0].w, fma(q[0].z, k[0].z, fma(q[0].y, k[0].y, fma(q[0].x, k[0].x, sum))));
     return fma(q[1].w, k[1].w, fma(q[1].z, k[1].z, fma(q[1].y, k[1].y, fma(q[1].x, k[1].x, first))));

@@ -31,17 +31,10 @@ const HALF_MAX = 65504.0h; // never a bf16: what is larger becomes this, or infi
 const MOVED = 0u; // one past the token of the last block in which a maximum moved
 const TOO_LARGE = 1u; // whether a key is too large for f16
 
-struct Query {
-    token: u32,
-    head: u32,
-    visible: u32, // keys before this position are seen
-}
-
-// Row `row` of the item, of which `first_row` is the first.
-fn query_of(first_row: u32, row: u32) -> Query {
-    let index = first_row + row;
-    let at = tables[QUERIES_AT] + (index / layer.num_heads) * 2u;
-    return Query(bound_token(tables[at]), index % layer.num_heads, tables[at + 1u]);
+// Eight neighbouring elements as matrices take them.
+struct HalfOct {
+    low: vec4<f16>,
+    high: vec4<f16>,
 }
 
 // Eight elements of a query row.
@@ -52,16 +45,6 @@ fn query_oct(query: Query, oct: u32) -> mat2x4<f32> {
     }
     let at = layer.q_pe_at + query.token * layer.q_pe_token_stride + query.head * layer.q_pe_head_stride;
     return decode_query(q_pe[at + oct - LATENT_OCTS]);
-}
-
-// First oct of a token's cache row.
-fn cache_row(page_begin: u32, token: u32) -> u32 {
-    let page_size = tables[PAGE_SIZE];
-    var page = tables[tables[PAGES_AT] + page_begin + token / page_size];
-    if (CLAMP_PAGES) {
-        page = min(page, tables[NUM_PAGES] - 1u);
-    }
-    return layer.kv_at + page * layer.kv_block_stride + (token % page_size) * ROW_OCTS;
 }
 
 // What a thread holds of a block on its way from the cache to the staging buffer.

@@ -26,7 +26,8 @@ pub struct Caps {
     pub max_subgroup_size: u32,
     /// f16 arithmetic.
     pub shader_f16: bool,
-    /// Side of the cooperative matrices of f16 that a subgroup multiplies into f32: 16, 8, or 0 for none.
+    /// Side of the cooperative matrices of f16 that a subgroup multiplies into f32: 16, 8, or 0 for none. The
+    /// device needs SHADER_F16 and SHADER_I16 for them too, and the pipelines its adapter.
     pub cooperative_tile: u32,
     /// `unpack2x16float` is known to keep f16 subnormals, which WGSL leaves open: e4m3 is then read through f16.
     pub f16_subnormals: bool,

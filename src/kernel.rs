@@ -271,12 +271,14 @@ fn plain(name: &str, sum: Sum, tile: &Tile, f16_subnormals: bool, spec: &MlaSpec
     if kv != spec.query {
         files.push(oct_file(kv, f16_subnormals));
     }
-    files.extend([KV_READ, sum, include_str!("../shaders/mla_decode.wgsl")]);
+    files.extend([KV_READ, QUERY, sum, include_str!("../shaders/mla_decode.wgsl")]);
     let types = [("KvOct", Const::Alias(oct_type(kv)))];
     compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }
 
 const KV_PINNED: &str = include_str!("../shaders/lib/kv_pinned.wgsl");
+/// What both bodies of the split ask of the tables.
+const QUERY: &str = include_str!("../shaders/lib/query.wgsl");
 const KV_READ: &str = include_str!("../shaders/lib/kv_read.wgsl");
 
 /// Groups of threads that share the partial results of a row: see the head of `shaders/mla_merge.wgsl`.

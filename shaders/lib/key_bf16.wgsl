@@ -1,11 +1,6 @@
 // How a cooperative matrix gets its keys: bfloat16, each the upper half of an f32, two a word, made binary16.
 //
 // That is exact from 2^-17 up to 65280, and within 2^-25 below. Larger ones are noticed: see wide_rows.wgsl.
-struct HalfOct {
-    low: vec4<f16>,
-    high: vec4<f16>,
-}
-
 alias KvOct = vec4<u32>;
 
 const KEY_UNIT = 1.0; // what a staged key has to be multiplied with

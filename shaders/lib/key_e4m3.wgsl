@@ -2,11 +2,6 @@
 //
 // Both have their exponent above the mantissa, so a byte moved to bits 7 to 13 of a half, sign apart, is the same number but for the
 // bias: 2^-8 of it. Subnormals too, as matrices take those of f16 for what they are. The two NaN codes are looked for.
-struct HalfOct {
-    low: vec4<f16>,
-    high: vec4<f16>,
-}
-
 alias KvOct = vec2<u32>;
 
 const KEY_UNIT = 256.0; // what a staged key has to be multiplied with

@@ -1,9 +1,4 @@
 // How a cooperative matrix gets its keys: here they are binary16 already.
-struct HalfOct {
-    low: vec4<f16>,
-    high: vec4<f16>,
-}
-
 alias KvOct = HalfOct;
 
 const KEY_UNIT = 1.0; // what a staged key has to be multiplied with

@@ -1,6 +1,6 @@
 //! The rows on cooperative matrices: how a workgroup cuts a tile, and the WGSL text. Pure.
 
-use super::{compose_step, dtypes, shape_consts};
+use super::{QUERY, compose_step, dtypes, shape_consts};
 use crate::caps::{Caps, DeviceKind};
 use crate::compose::{Const, Source};
 use crate::{Dtype, MlaSpec, Tiling};
@@ -213,6 +213,7 @@ pub(super) fn decode(name: &str, small: bool, caps: &Caps, spec: &MlaSpec) -> Op
     let files = [
         include_str!("../../shaders/lib/kv_pinned.wgsl"),
         key_file(spec.kv.dtype)?,
+        QUERY,
         include_str!("../../shaders/mla_decode_coop.wgsl"),
     ];
     let source =

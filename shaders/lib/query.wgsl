@@ -1,0 +1,23 @@
+// What both bodies of mla_decode ask of the tables: whose row it is, and where a token lies.
+struct Query {
+    token: u32,
+    head: u32,
+    visible: u32, // keys before this position are seen
+}
+
+// Row `row` of the item, of which `first_row` is the first.
+fn query_of(first_row: u32, row: u32) -> Query {
+    let index = first_row + row;
+    let at = tables[QUERIES_AT] + (index / layer.num_heads) * 2u;
+    return Query(bound_token(tables[at]), index % layer.num_heads, tables[at + 1u]);
+}
+
+// First oct of a token's cache row.
+fn cache_row(page_begin: u32, token: u32) -> u32 {
+    let page_size = tables[PAGE_SIZE];
+    var page = tables[tables[PAGES_AT] + page_begin + token / page_size];
+    if (CLAMP_PAGES) {
+        page = min(page, tables[NUM_PAGES] - 1u);
+    }
+    return layer.kv_at + page * layer.kv_block_stride + (token % page_size) * ROW_OCTS;
+}
