@@ -8,11 +8,12 @@
 //   2. softmax  SOFTMAX_LANES lanes a row add them up and turn them into weights. A row's maximum moves only when it grew by
 //               more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
 //   3. values   each subgroup owns LATENT_TILES tiles of the output's columns, in accumulators: += weights x values
-// Meanwhile the next block is on its way from the cache, in registers.
+// Meanwhile the next block is on its way from the cache, in registers. It is loaded and staged in the same iteration: NVIDIA's
+// compiler copies what is carried into the next one, and would wait for it there.
 //
 // f16 ends at 65504. A query row is scaled by a power of two, its largest element to just below 2^15; an f32 query is
-// split in two parts. A bf16 cache may hold more than f16: an item where it does is done again in f32, slowly
-// (lib/wide_rows.wgsl).
+// split in two parts. A bf16 cache may hold more than f16: such keys become infinite, scores show it, and the item is done
+// again in f32, slowly (lib/wide_rows.wgsl).
 //
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile. Every workgroup variable is a multiple of 16 bytes long, and so is every pitch: on NVIDIA
@@ -22,11 +23,10 @@ var<workgroup> keys: array<HalfOct, KEYS>; // [TOKENS, KEY_PITCH]
 var<workgroup> scores: array<f32, SCORES>; // [KEY_SPLIT, ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
 var<workgroup> weights: array<f16, WEIGHTS>; // [ROWS, WEIGHT_PITCH]
 var<workgroup> factors: array<f32, ROWS>; // [ROWS]: what to multiply a row with
-var<workgroup> row_at: array<u32, TOKENS>; // [TOKENS]: first oct of each token's cache row, next block
+var<workgroup> row_at: array<u32, PLACES>; // first oct of each token's cache row, of the PLACES tokens around the next block
 var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
 
 const LAZY = 8.0;
-const HALF_MAX = 65504.0h; // never a bf16: what is larger becomes this, or infinity
 // Places in `notes`.
 const MOVED = 0u; // one past the token of the last block in which a maximum moved
 const TOO_LARGE = 1u; // whether a key is too large for f16
@@ -37,14 +37,46 @@ struct HalfOct {
     high: vec4<f16>,
 }
 
+// Its words, each half a u16 on the way: naga has no bitcast from u32 to halves.
+fn half_oct(words: vec4<u32>) -> HalfOct {
+    let low = vec4<u32>(words.x & 0xFFFFu, words.x >> 16u, words.y & 0xFFFFu, words.y >> 16u);
+    let high = vec4<u32>(words.z & 0xFFFFu, words.z >> 16u, words.w & 0xFFFFu, words.w >> 16u);
+    return HalfOct(bitcast<vec4<f16>>(vec4<u16>(low)), bitcast<vec4<f16>>(vec4<u16>(high)));
+}
+
 // Eight elements of a query row.
-fn query_oct(query: Query, oct: u32) -> mat2x4<f32> {
+fn query_oct(query: Query, oct: u32) -> QueryOct {
     if (oct < LATENT_OCTS) {
-        let at = layer.q_nope_at + query.token * layer.q_nope_token_stride + query.head * layer.q_nope_head_stride;
-        return decode_query(q_nope[at + oct]);
+        return q_nope[layer.q_nope_at + query.token * layer.q_nope_token_stride + query.head * layer.q_nope_head_stride + oct];
     }
     let at = layer.q_pe_at + query.token * layer.q_pe_token_stride + query.head * layer.q_pe_head_stride;
-    return decode_query(q_pe[at + oct - LATENT_OCTS]);
+    return q_pe[at + oct - LATENT_OCTS];
+}
+
+// Where a token's cache row is.
+struct Place {
+    token: u32,
+    listed: u32, // where its page's id is in the tables
+    offset: u32, // in the page
+    page: u32, // its page's id
+}
+
+fn place_of(page_begin: u32, token: u32) -> Place {
+    let page_size = tables[PAGE_SIZE];
+    let listed = tables[PAGES_AT] + page_begin + token / page_size;
+    return Place(token, listed, token % page_size, tables[listed]);
+}
+
+// The place PLACES tokens on; the same one past the end, where any row of the item will do: it weighs 0.
+fn next_place(place: Place, page_size: u32, kv_end: u32) -> Place {
+    var next = place;
+    if (place.token + PLACES < kv_end) {
+        next.token += PLACES;
+        next.listed += (place.offset + PLACES) / page_size;
+        next.offset = (place.offset + PLACES) % page_size;
+    }
+    next.page = tables[next.listed];
+    return next;
 }
 
 // What a thread holds of a block on its way from the cache to the staging buffer.
@@ -53,36 +85,31 @@ struct Block {
     rope: array<KvOct, ROPE_LOADS_PADDED>,
 }
 
-// The block whose rows are in `row_at`.
-fn load_block(thread: u32) -> Block {
-    var block: Block;
+// Block `block` of those whose rows are in `row_at`.
+fn load_block(thread: u32, block: u32) -> Block {
+    let first = block * TOKENS;
+    var loaded: Block;
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll
         let at = i * THREADS + thread;
-        block.latent[i] = kv[row_at[at / LATENT_OCTS] + at % LATENT_OCTS];
+        loaded.latent[i] = kv[row_at[first + at / LATENT_OCTS] + at % LATENT_OCTS];
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
-        block.rope[i] = kv[row_at[at / max(ROPE_OCTS, 1u)] + LATENT_OCTS + at % max(ROPE_OCTS, 1u)];
+        loaded.rope[i] = kv[row_at[first + at / max(ROPE_OCTS, 1u)] + LATENT_OCTS + at % max(ROPE_OCTS, 1u)];
     }
-    return block;
+    return loaded;
 }
 
-// Makes it f16. Returns the largest magnitudes in it, where they matter.
-fn stage_block(thread: u32, block: Block) -> vec4<f16> {
-    var largest = vec4<f16>();
+// Makes it f16.
+fn stage_block(thread: u32, block: Block) {
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll
         let at = i * THREADS + thread;
-        let half = half_key(block.latent[i]);
-        keys[(at / LATENT_OCTS) * KEY_PITCH + at % LATENT_OCTS] = half;
-        largest = max(largest, largest_half(half));
+        keys[at / LATENT_OCTS * KEY_PITCH + at % LATENT_OCTS] = half_key(block.latent[i]);
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // the last one more than once
-        let half = half_key(block.rope[i]);
-        keys[(at / max(ROPE_OCTS, 1u)) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half;
-        largest = max(largest, largest_half(half));
+        keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
     }
-    return largest;
 }
 
 // The first oct of tile `k` of a subgroup's share of a row's columns: LATENT_KEY_TILES of the latent, then rotary ones.
@@ -151,6 +178,7 @@ fn mla_decode(
     let thread = subgroup * SUBGROUP + lane;
     // This subgroup's share of the scores: which columns, tokens and rows.
     let key_share = subgroup % KEY_SPLIT;
+    let has_rope = key_share < ROPE_SHARES;
     let score_token = subgroup / KEY_SPLIT % TOKEN_SPLIT * (TOKENS / TOKEN_SPLIT);
     let score_row = subgroup / (KEY_SPLIT * TOKEN_SPLIT) * (ROWS / ROW_SPLIT);
     let scratch = subgroup * TILE * TILE; // in `scores`, for a tile of the output
@@ -161,47 +189,64 @@ fn mla_decode(
     let query = query_of(first_row, min(row, num_rows - 1u));
     let visible = min(query.visible, kv_end);
 
-    // The query row's power of two: in `factors` to scale the row with, and undone in what its scores are multiplied with.
-    var magnitude = vec4<f32>(0.0);
-    for (var oct = column; oct < ROW_OCTS; oct += SOFTMAX_LANES) {
-        let value = query_oct(query, oct);
-        magnitude = max(magnitude, max(abs(value[0]), abs(value[1])));
-    }
-    let largest_query = row_largest(max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
-    let exponent = clamp(268u - (bitcast<u32>(largest_query) >> 23u), 1u, 253u);
-    let query_scale = layer.logit_scale * KEY_UNIT * bitcast<f32>((254u - exponent) << 23u);
-    if (column == 0u) {
-        factors[row] = bitcast<f32>(exponent << 23u);
-    }
     if (thread < 4u) {
         atomicStore(&notes[thread], 0u);
     }
-    // Columns past the row's end, which are multiplied where the rotary tiles do not divide evenly.
-    for (var i = thread; i < PAD_OCTS * TOKENS; i += THREADS) {
-        keys[i / max(PAD_OCTS, 1u) * KEY_PITCH + ROW_OCTS + i % max(PAD_OCTS, 1u)] = HalfOct();
-    }
-    workgroupBarrier();
 
-    // The queries, into registers by way of the staging buffer, as many rows as it holds at a time.
+    // The first block sets out, then the query row: each lane its octs of it.
+    let page_size = tables[PAGE_SIZE];
+    var place: Place;
+    var first: Block;
+    if (kv_begin < kv_end) {
+        if (thread < PLACES) {
+            place = place_of(page_begin, min(kv_begin + thread, kv_end - 1u));
+            row_at[thread] = page_row(place.page, place.offset);
+            place = next_place(place, page_size, kv_end);
+        }
+        workgroupBarrier();
+        first = load_block(thread, 0u);
+    }
+    var octs: array<QueryOct, LANE_QUERY_OCTS>;
+    var magnitude = vec4<f32>(0.0);
+    for (var i = 0u; i < LANE_QUERY_OCTS; i++) { // unroll
+        octs[i] = query_oct(query, min(i * SOFTMAX_LANES + column, ROW_OCTS - 1u));
+        let value = decode_query(octs[i]);
+        magnitude = max(magnitude, max(abs(value[0]), abs(value[1])));
+    }
+
+    // It is scaled by a power of two, which is undone in what its scores are multiplied with.
+    let largest_query = row_largest(max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
+    let exponent = clamp(268u - (bitcast<u32>(largest_query) >> 23u), 1u, 253u);
+    let query_scale = layer.logit_scale * KEY_UNIT * bitcast<f32>((254u - exponent) << 23u);
+
+    // Into registers by way of the staging buffer, as many rows as it holds at a time.
     var queries: array<MatrixA, QUERY_TILES>; // [QUERY_PARTS, SCORE_ROW_TILES, KEY_TILES]
     for (var part = 0u; part < QUERY_PARTS; part++) { // unroll
         for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
-            for (var i = thread; i < ROWS / QUERY_CHUNKS * ROW_OCTS; i += THREADS) {
-                let r = chunk * (ROWS / QUERY_CHUNKS) + i / ROW_OCTS;
-                let value = query_oct(query_of(first_row, min(r, num_rows - 1u)), i % ROW_OCTS) * factors[r];
-                var half = HalfOct(vec4<f16>(value[0]), vec4<f16>(value[1]));
-                if (part == 1u) {
-                    half = HalfOct(vec4<f16>(value[0] - vec4<f32>(half.low)), vec4<f16>(value[1] - vec4<f32>(half.high)));
+            if (row / QUERY_CHUNK_ROWS == chunk) {
+                for (var i = 0u; i < LANE_QUERY_OCTS; i++) { // unroll
+                    let value = decode_query(octs[i]) * bitcast<f32>(exponent << 23u);
+                    var half = HalfOct(vec4<f16>(value[0]), vec4<f16>(value[1]));
+                    if (part == 1u) {
+                        half = HalfOct(vec4<f16>(value[0] - vec4<f32>(half.low)), vec4<f16>(value[1] - vec4<f32>(half.high)));
+                    }
+                    let oct = min(i * SOFTMAX_LANES + column, ROW_OCTS - 1u); // the last one more than once
+                    keys[row % QUERY_CHUNK_ROWS * KEY_PITCH + oct] = half;
                 }
-                keys[i / ROW_OCTS * KEY_PITCH + i % ROW_OCTS] = half;
             }
             workgroupBarrier();
             for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
-                let staged = score_row + r * TILE - chunk * (ROWS / QUERY_CHUNKS);
-                if (staged < ROWS / QUERY_CHUNKS) {
-                    for (var k = 0u; k < KEY_TILES; k++) { // unroll
+                let staged = score_row + r * TILE - chunk * QUERY_CHUNK_ROWS;
+                if (staged < QUERY_CHUNK_ROWS) {
+                    for (var k = 0u; k < LATENT_KEY_TILES; k++) { // unroll
                         let at = staged * KEY_PITCH + key_oct(key_share, k);
                         queries[(part * SCORE_ROW_TILES + r) * KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u);
+                    }
+                    if (has_rope) {
+                        for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
+                            let at = staged * KEY_PITCH + key_oct(key_share, LATENT_KEY_TILES + k);
+                            queries[(part * SCORE_ROW_TILES + r) * KEY_TILES + LATENT_KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u);
+                        }
                     }
                 }
             }
@@ -209,121 +254,123 @@ fn mla_decode(
         }
     }
 
-    var largest = vec4<f16>();
+    var wide = false;
     var row_max = EMPTY;
     var row_sum = 0.0; // over this lane's tokens only
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, LATENT_TILES]
 
-    // Past the end the last token is repeated: it weighs 0.
-    var next: Block;
     if (kv_begin < kv_end) {
-        if (thread < TOKENS) {
-            row_at[thread] = cache_row(page_begin, min(kv_begin + thread, kv_end - 1u));
-        }
-        workgroupBarrier();
-        next = load_block(thread);
-        largest = stage_block(thread, next);
-        workgroupBarrier();
-        if (thread < TOKENS) {
-            row_at[thread] = cache_row(page_begin, min(kv_begin + TOKENS + thread, kv_end - 1u));
-        }
-        workgroupBarrier();
+        stage_block(thread, first);
     }
 
-    for (var block = kv_begin; block < kv_end; block += TOKENS) {
-        next = load_block(thread);
-        var next_row = 0u;
-        if (thread < TOKENS) {
-            next_row = cache_row(page_begin, min(block + 2u * TOKENS + thread, kv_end - 1u));
-        }
+    // Two blocks a turn: the longer body keeps NVIDIA's compiler from unrolling it 8 times, more than its instruction cache holds.
+    for (var turn = kv_begin; turn < kv_end; turn += 2u * TOKENS) {
+        for (var part = 0u; part < 2u; part++) { // unroll
+            let block = turn + part * TOKENS;
+            let number = (block - kv_begin) / TOKENS;
+            let next = load_block(thread, (number + 1u) % (PLACES / TOKENS));
+            workgroupBarrier();
 
-        // 1. scores
-        for (var t = 0u; t < SCORE_TOKEN_TILES; t++) { // unroll
-            var score = array<MatrixC, SCORE_ROW_TILES>();
-            for (var k = 0u; k < KEY_TILES; k++) { // unroll
-                let at = (score_token + t * TILE) * KEY_PITCH + key_oct(key_share, k);
-                let key = coopLoad<MatrixB>(&keys[at].low, KEY_PITCH * 2u);
-                for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
-                    score[r % SCORE_ROW_TILES] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[r % SCORE_ROW_TILES]);
+            // 1. scores
+            for (var t = 0u; t < SCORE_TOKEN_TILES; t++) { // unroll
+                var score = array<MatrixC, SCORE_CHAINS>();
+                for (var k = 0u; k < LATENT_KEY_TILES; k++) { // unroll
+                    let key = coopLoad<MatrixB>(&keys[(score_token + t * TILE) * KEY_PITCH + key_oct(key_share, k)].low, KEY_PITCH * 2u);
+                    for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
+                        score[r % SCORE_ROW_TILES * 2u + k % 2u] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[r % SCORE_ROW_TILES * 2u + k % 2u]);
+                    }
+                }
+                if (has_rope) {
+                    for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
+                        let key = coopLoad<MatrixB>(&keys[(score_token + t * TILE) * KEY_PITCH + key_oct(key_share, LATENT_KEY_TILES + k)].low, KEY_PITCH * 2u);
+                        for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
+                            score[r % SCORE_ROW_TILES * 2u + k % 2u] = coopMultiplyAdd(queries[r * KEY_TILES + LATENT_KEY_TILES + k], key, score[r % SCORE_ROW_TILES * 2u + k % 2u]);
+                        }
+                    }
+                }
+                for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
+                    let at = (key_share * ROWS + score_row + r * TILE) * SCORE_PITCH + score_token + t * TILE;
+                    coopStoreT(score[2u * r] + score[2u * r + 1u], &scores[at], SCORE_PITCH);
                 }
             }
-            for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
-                let at = (key_share * ROWS + score_row + r * TILE) * SCORE_PITCH + score_token + t * TILE;
-                coopStoreT(score[r], &scores[at], SCORE_PITCH);
-            }
-        }
-        workgroupBarrier();
+            workgroupBarrier();
 
-        // 2. softmax
-        var logit: array<f32, SOFTMAX_TOKENS>;
-        var top = EMPTY;
-        for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-            var sum = 0.0;
-            for (var s = 0u; s < KEY_SPLIT; s++) { // unroll
-                sum += scores[(s * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES + column];
-            }
-            let seen = block + i * SOFTMAX_LANES + column < visible;
-            logit[i] = select(EMPTY, sum * query_scale, seen);
-            top = max(top, logit[i]);
-        }
-        top = row_largest(top);
-        var factor = 1.0;
-        if (top > row_max + LAZY) {
-            factor = exp2(row_max - top);
-            if (row_max > EMPTY) {
-                atomicStore(&notes[MOVED], block + 1u);
-            }
-            row_max = top;
-        }
-        row_sum *= factor;
-        for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-            let seen = block + i * SOFTMAX_LANES + column < visible;
-            let weight = select(0.0, exp2(logit[i] - row_max), seen);
-            row_sum += weight;
-            weights[row * WEIGHT_PITCH + i * SOFTMAX_LANES + column] = f16(weight);
-        }
-        if (column == 0u) {
-            factors[row] = factor;
-        }
-        if (thread < TOKENS) {
-            row_at[thread] = next_row;
-        }
-        workgroupBarrier();
-
-        // 3. values
-        if (atomicLoad(&notes[MOVED]) == block + 1u) {
-            for (var c = 0u; c < ACC_TILES; c++) { // unroll
-                coopStoreT(acc[c], &scores[scratch], TILE);
-                workgroupBarrier();
-                for (var i = lane; i < TILE * TILE; i += SUBGROUP) {
-                    scores[scratch + i] *= factors[c / LATENT_TILES * TILE + i / TILE];
+            // 2. softmax
+            var logit: array<f32, SOFTMAX_TOKENS>;
+            var top = EMPTY;
+            for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
+                var sum = 0.0;
+                for (var s = 0u; s < KEY_SPLIT; s++) { // unroll
+                    sum += scores[(s * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES + column];
                 }
-                workgroupBarrier();
-                acc[c] = coopLoadT<MatrixC>(&scores[scratch], TILE);
+                if (KEYS_MAY_OVERFLOW) {
+                    wide = wide || (bitcast<u32>(sum) & 0x7F800000u) == 0x7F800000u;
+                }
+                let seen = block + i * SOFTMAX_LANES + column < visible;
+                logit[i] = select(EMPTY, sum * query_scale, seen);
+                top = max(top, logit[i]);
             }
-        }
-        for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
-            var weight: array<MatrixA, ROW_TILES>;
-            for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                weight[r] = coopLoadT<MatrixA>(&weights[r * TILE * WEIGHT_PITCH + t * TILE], WEIGHT_PITCH);
+            top = row_largest(top);
+            var factor = 1.0;
+            if (top > row_max + LAZY) {
+                factor = exp2(row_max - top);
+                if (row_max > EMPTY) {
+                    atomicStore(&notes[MOVED], block + 1u);
+                }
+                row_max = top;
             }
-            for (var c = 0u; c < LATENT_TILES; c++) { // unroll
-                let at = t * TILE * KEY_PITCH + (subgroup * LATENT_TILES + c) * TILE_OCTS;
-                let value = coopLoadT<MatrixB>(&keys[at].low, KEY_PITCH * 2u);
+            row_sum *= factor;
+            for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
+                let seen = block + i * SOFTMAX_LANES + column < visible;
+                let weight = select(0.0, exp2(logit[i] - row_max), seen);
+                row_sum += weight;
+                weights[row * WEIGHT_PITCH + i * SOFTMAX_LANES + column] = f16(weight);
+            }
+            if (column == 0u) {
+                factors[row] = factor;
+            }
+            if ((number + 2u) % (PLACES / TOKENS) == 0u && thread < PLACES) {
+                row_at[thread] = page_row(place.page, place.offset);
+                place = next_place(place, page_size, kv_end);
+            }
+            workgroupBarrier();
+
+            // 3. values
+            var weight: array<MatrixA, WEIGHT_TILES>; // [TOKEN_TILES, ROW_TILES]
+            for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
                 for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                    acc[r * LATENT_TILES + c] = coopMultiplyAdd(weight[r], value, acc[r * LATENT_TILES + c]);
+                    weight[t * ROW_TILES + r] = coopLoadT<MatrixA>(&weights[r * TILE * WEIGHT_PITCH + t * TILE], WEIGHT_PITCH);
                 }
             }
+            if (atomicLoad(&notes[MOVED]) == block + 1u) {
+                for (var c = 0u; c < ACC_TILES; c++) { // unroll
+                    coopStoreT(acc[c], &scores[scratch], TILE);
+                    workgroupBarrier();
+                    for (var i = lane; i < TILE * TILE; i += SUBGROUP) {
+                        scores[scratch + i] *= factors[c / LATENT_TILES * TILE + i / TILE];
+                    }
+                    workgroupBarrier();
+                    acc[c] = coopLoadT<MatrixC>(&scores[scratch], TILE);
+                }
+            }
+            for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
+                for (var c = 0u; c < LATENT_TILES; c++) { // unroll
+                    let at = t * TILE * KEY_PITCH + (subgroup * LATENT_TILES + c) * TILE_OCTS;
+                    let value = coopLoadT<MatrixB>(&keys[at].low, KEY_PITCH * 2u);
+                    for (var r = 0u; r < ROW_TILES; r++) { // unroll
+                        acc[r * LATENT_TILES + c] = coopMultiplyAdd(weight[t * ROW_TILES + r], value, acc[r * LATENT_TILES + c]);
+                    }
+                }
+            }
+            workgroupBarrier();
+            stage_block(thread, next);
         }
-        workgroupBarrier();
-        largest = max(largest, stage_block(thread, next));
-        workgroupBarrier();
     }
 
     // Did f16 hold the keys?
     workgroupBarrier();
     if (KEYS_MAY_OVERFLOW) {
-        if (max(max(largest.x, largest.y), max(largest.z, largest.w)) >= HALF_MAX) {
+        if (wide) {
             atomicStore(&notes[TOO_LARGE], 1u);
         }
         workgroupBarrier();

@@ -1,20 +1,27 @@
 // Merges the partial results of one query row: out = sum 2^(lse_i - max) out_i / sum 2^(lse_i - max).
 //
-// A workgroup takes one token and head. Its threads form MERGE_GROUPS groups of LATENT_OCTS threads; group g takes the
-// partials g, g + MERGE_GROUPS, .. and a thread one oct of columns:
+// A workgroup takes MERGE_OCTS octs of one token and head. Its threads form MERGE_GROUPS groups; group g takes the partials
+// g, g + MERGE_GROUPS, .. and a thread one oct of columns:
 //   1. all threads find the largest LSE
-//   2. each group adds up its weighted partials
+//   2. MERGE_THREADS partials at a time: each thread weighs one, then each group adds up its weighted ones
 //   3. group 0 adds up the groups and writes
 // An empty partial weighs exactly 0 and a single one that is not empty exactly 1, so how often a row was split around it
 // changes no bit.
 
 var<workgroup> thread_max: array<f32, MERGE_THREADS>;
+var<workgroup> weights: array<f32, MERGE_THREADS>;
+var<workgroup> places: array<u32, MERGE_THREADS>; // where each partial begins, in quads
 var<workgroup> group_sum: array<f32, MERGE_GROUPS>;
-var<workgroup> group_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_GROUPS, LATENT_OCTS]
+var<workgroup> group_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_GROUPS, MERGE_OCTS]
 
-// Base-2 LSE of the partial result that entry `i` of the merge slots names.
-fn partial_lse(i: u32, head: u32) -> f32 {
-    return partials[(tables[i] + head) * PARTIAL_QUADS + 2u * LATENT_OCTS].x;
+// Where the partial result begins that entry `i` of the merge slots names.
+fn partial_at(i: u32, head: u32) -> u32 {
+    return (tables[i] + head) * PARTIAL_QUADS;
+}
+
+// Its base-2 LSE.
+fn partial_lse(at: u32) -> f32 {
+    return partials[at + 2u * LATENT_OCTS].x;
 }
 
 @compute @workgroup_size(MERGE_THREADS)
@@ -23,7 +30,8 @@ fn mla_merge(
     @builtin(num_workgroups) num_groups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let row = group_id.y * num_groups.x + group_id.x;
+    let index = group_id.y * num_groups.x + group_id.x;
+    let row = index / MERGE_PARTS;
     let merge = row / layer.num_heads;
     let head = row % layer.num_heads;
     if (merge >= tables[NUM_MERGES]) {
@@ -33,36 +41,56 @@ fn mla_merge(
     let token = bound_token(tables[merge_at]);
     let begin = tables[MERGE_SLOTS_AT] + tables[merge_at + 1u];
     let end = tables[MERGE_SLOTS_AT] + tables[merge_at + 2u];
-    let group = thread / LATENT_OCTS;
-    let column_oct = thread % LATENT_OCTS;
+    let group = thread / MERGE_OCTS;
+    let column_oct = index % MERGE_PARTS * MERGE_OCTS + thread % MERGE_OCTS;
 
     // 1. the largest LSE
     var largest = EMPTY;
     for (var i = begin + thread; i < end; i += MERGE_THREADS) {
-        largest = max(largest, partial_lse(i, head));
+        largest = max(largest, partial_lse(partial_at(i, head)));
     }
     thread_max[thread] = largest;
     workgroupBarrier();
-    for (var i = 0u; i < min(end - begin, MERGE_THREADS); i++) {
-        largest = max(largest, thread_max[i]);
+    for (var others = MERGE_THREADS / 2u; others > 0u; others /= 2u) {
+        if (thread < others) {
+            thread_max[thread] = max(thread_max[thread], thread_max[thread + others]);
+        }
+        workgroupBarrier();
     }
+    largest = thread_max[0];
 
     // 2. this group's share
     var sum = 0.0;
     var low = vec4<f32>(0.0);
     var high = vec4<f32>(0.0);
-    for (var i = begin + group; i < end; i += MERGE_GROUPS) {
-        let base_2 = partial_lse(i, head);
-        if (base_2 > EMPTY) {
-            let at = (tables[i] + head) * PARTIAL_QUADS + 2u * column_oct;
-            let weight = exp2_exact(base_2 - largest);
-            sum += weight;
-            low = fma(vec4<f32>(weight), partials[at], low);
-            high = fma(vec4<f32>(weight), partials[at + 1u], high);
+    for (var first = begin; first < end; first += MERGE_THREADS) {
+        let count = min(end - first, MERGE_THREADS);
+        if (thread < count) {
+            let at = partial_at(first + thread, head);
+            let base_2 = partial_lse(at);
+            places[thread] = at;
+            weights[thread] = select(0.0, exp2_exact(base_2 - largest), base_2 > EMPTY);
         }
+        workgroupBarrier();
+        // Four at a time, so that four loads are on their way.
+        for (var i = group; i < count; i += 4u * MERGE_GROUPS) {
+            for (var k = 0u; k < 4u; k++) { // unroll
+                let partial = min(i + k * MERGE_GROUPS, count - 1u);
+                let at = places[partial] + 2u * column_oct;
+                let weight = select(0.0, weights[partial], i + k * MERGE_GROUPS < count);
+                let first_quad = partials[at];
+                let second_quad = partials[at + 1u];
+                if (weight > 0.0) {
+                    sum += weight;
+                    low = fma(vec4<f32>(weight), first_quad, low);
+                    high = fma(vec4<f32>(weight), second_quad, high);
+                }
+            }
+        }
+        workgroupBarrier();
     }
     group_value[thread] = mat2x4<f32>(low, high);
-    if (column_oct == 0u) {
+    if (thread % MERGE_OCTS == 0u) {
         group_sum[group] = sum;
     }
     workgroupBarrier();
@@ -71,8 +99,8 @@ fn mla_merge(
     if (group == 0u) {
         for (var g = 1u; g < MERGE_GROUPS; g++) {
             sum += group_sum[g];
-            low += group_value[g * LATENT_OCTS + column_oct][0];
-            high += group_value[g * LATENT_OCTS + column_oct][1];
+            low += group_value[g * MERGE_OCTS + thread][0];
+            high += group_value[g * MERGE_OCTS + thread][1];
         }
         // A single partial is passed on as it is: 1 / 1 need not be 1 on a device.
         let many = sum > 0.0 && sum != 1.0;

@@ -6,7 +6,7 @@
 use crate::caps::{Caps, DeviceKind};
 use crate::compose::{Const, Source, compose};
 use crate::unroll::unroll;
-use crate::{Dtype, Error, MlaSpec, Result, Tiling};
+use crate::{Dtype, Error, MlaShape, MlaSpec, Result, Tiling};
 
 mod coop;
 
@@ -49,8 +49,8 @@ impl Variant {
         VARIANTS.into_iter().find(|variant| variant.name == name)
     }
 
-    /// Whether its split kernel declares the cache as if it wrote it: see `shaders/lib/kv_pinned.wgsl`.
-    pub(crate) const fn pins_kv(&self) -> bool {
+    /// Whether its split kernel declares the cache and the tables as if it wrote them: see `shaders/lib/pinned.wgsl`.
+    pub(crate) const fn pins_loads(&self) -> bool {
         matches!(self.body, Body::Coop { .. })
     }
 
@@ -79,7 +79,7 @@ impl Variant {
                 "{STORAGE_BUFFERS} storage buffers are needed, the device was made with {has}"
             ));
         }
-        let threads = merge_threads(spec);
+        let threads = MERGE_THREADS;
         if threads > caps.max_invocations {
             let has = caps.max_invocations;
             return Err(format!(
@@ -271,29 +271,38 @@ fn plain(name: &str, sum: Sum, tile: &Tile, f16_subnormals: bool, spec: &MlaSpec
     if kv != spec.query {
         files.push(oct_file(kv, f16_subnormals));
     }
-    files.extend([KV_READ, QUERY, sum, include_str!("../shaders/mla_decode.wgsl")]);
+    files.extend([READ, QUERY, sum, include_str!("../shaders/mla_decode.wgsl")]);
     let types = [("KvOct", Const::Alias(oct_type(kv)))];
     compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }
 
-const KV_PINNED: &str = include_str!("../shaders/lib/kv_pinned.wgsl");
+const PINNED: &str = include_str!("../shaders/lib/pinned.wgsl");
 /// What both bodies of the split ask of the tables.
 const QUERY: &str = include_str!("../shaders/lib/query.wgsl");
-const KV_READ: &str = include_str!("../shaders/lib/kv_read.wgsl");
+const READ: &str = include_str!("../shaders/lib/read.wgsl");
 
-/// Groups of threads that share the partial results of a row: see the head of `shaders/mla_merge.wgsl`.
-const MERGE_GROUPS: u32 = 4;
+/// Octs of columns that a workgroup of the merge takes, and groups of threads that share the partial results of a row: see the
+/// head of `shaders/mla_merge.wgsl`.
+const MERGE_OCTS: u32 = 16;
+const MERGE_GROUPS: u32 = 8;
+const MERGE_THREADS: u32 = MERGE_GROUPS * MERGE_OCTS;
 
-const fn merge_threads(spec: &MlaSpec) -> u32 {
-    MERGE_GROUPS * spec.shape.kv_lora_rank / 8
+/// Workgroups of the merge for each query row.
+pub const fn merge_parts(shape: &MlaShape) -> u32 {
+    shape.kv_lora_rank / 8 / MERGE_OCTS
 }
 
-/// The kernel that merges a row's partial results. It does not read the cache, but is bound with it, and a text has one
+/// The kernel that merges a row's partial results. It does not read the cache, but is bound with it, and a step has one
 /// layout.
-pub fn merge(spec: &MlaSpec, pins_kv: bool) -> Source {
-    let files = [if pins_kv { KV_PINNED } else { KV_READ }, include_str!("../shaders/mla_merge.wgsl")];
+pub fn merge(spec: &MlaSpec, pins_loads: bool) -> Source {
+    let files = [if pins_loads { PINNED } else { READ }, include_str!("../shaders/mla_merge.wgsl")];
     let mut consts = shape_consts(spec);
-    consts.extend([("MERGE_GROUPS", MERGE_GROUPS), ("MERGE_THREADS", merge_threads(spec))]);
+    consts.extend([
+        ("MERGE_OCTS", MERGE_OCTS),
+        ("MERGE_PARTS", merge_parts(&spec.shape)),
+        ("MERGE_GROUPS", MERGE_GROUPS),
+        ("MERGE_THREADS", MERGE_THREADS),
+    ]);
     let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read
     compose_step("mla_merge", spec.out.name(), spec, &consts, &types, &files)
 }
@@ -348,6 +357,7 @@ fn compose_module(
     if let Ok(text) = unroll(&source.text, &value) {
         source.text = text;
     }
+
     source
 }
 

@@ -16,7 +16,3 @@ fn half_key(oct: KvOct) -> HalfOct {
     let key = float_key(oct);
     return HalfOct(vec4<f16>(key[0]), vec4<f16>(key[1]));
 }
-
-fn largest_half(half: HalfOct) -> vec4<f16> {
-    return max(abs(half.low), abs(half.high));
-}

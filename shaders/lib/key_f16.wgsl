@@ -1,15 +1,13 @@
 // How a cooperative matrix gets its keys: here they are binary16 already.
-alias KvOct = HalfOct;
+alias KvOct = vec4<u32>;
 
 const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
 const KEYS_MAY_OVERFLOW = false;
 
 fn half_key(oct: KvOct) -> HalfOct {
-    return oct;
+    return half_oct(oct);
 }
 
-fn largest_half(half: HalfOct) -> vec4<f16> {
-    return vec4<f16>();
-}
 
 fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {}
+

@@ -24,7 +24,7 @@ struct Layer {
 
 @group(0) @binding(0) var<storage, read> q_nope: array<QueryOct>; // [total_q, H, L / 8]
 @group(0) @binding(1) var<storage, read> q_pe: array<QueryOct>; // [total_q, H, R / 8]
-// binding 2 is the cache: lib/kv_read.wgsl or lib/kv_pinned.wgsl
+// binding 2 is the cache: lib/read.wgsl or lib/pinned.wgsl
 @group(0) @binding(3) var<storage, read_write> out: array<OutOct>; // [total_q, H, L / 8]
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>; // f32 bits, [total_q, H]
 @group(0) @binding(5) var<uniform> layer: Layer;

@@ -15,9 +15,14 @@ fn query_of(first_row: u32, row: u32) -> Query {
 // First oct of a token's cache row.
 fn cache_row(page_begin: u32, token: u32) -> u32 {
     let page_size = tables[PAGE_SIZE];
-    var page = tables[tables[PAGES_AT] + page_begin + token / page_size];
+    return page_row(tables[tables[PAGES_AT] + page_begin + token / page_size], token % page_size);
+}
+
+// First oct of a cache row of a page.
+fn page_row(id: u32, offset: u32) -> u32 {
+    var page = id;
     if (CLAMP_PAGES) {
         page = min(page, tables[NUM_PAGES] - 1u);
     }
-    return layer.kv_at + page * layer.kv_block_stride + (token % page_size) * ROW_OCTS;
+    return layer.kv_at + page * layer.kv_block_stride + offset * ROW_OCTS;
 }

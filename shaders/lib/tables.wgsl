@@ -6,7 +6,7 @@ struct Slice {
     reserved_1: u32,
 }
 
-@group(1) @binding(0) var<storage, read> tables: array<u32>; // [Header, items, queries, merges, merge_slots, pages]
+// binding 0 is the tables: lib/read.wgsl or lib/pinned.wgsl
 @group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [slots, 2 * LATENT_OCTS + 1]: row, then its LSE
 @group(1) @binding(2) var<uniform> slice: Slice;
 

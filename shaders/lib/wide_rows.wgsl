@@ -11,7 +11,7 @@ fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_e
             let at = cache_row(page_begin, token);
             var part = vec4<f32>(0.0);
             for (var oct = lane; oct < ROW_OCTS; oct += SUBGROUP) {
-                let q = query_oct(query, oct);
+                let q = decode_query(query_oct(query, oct));
                 let k = float_key(kv[at + oct]);
                 part += q[0] * k[0] + q[1] * k[1];
             }

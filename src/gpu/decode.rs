@@ -52,7 +52,7 @@ impl MlaDecode {
         spec.check()?;
         let caps = pipelines.caps();
         let (variant, why) = kernel::choose(options.variant.as_deref(), caps, spec)?;
-        let layouts = Layouts::new(pipelines.device(), variant.pins_kv())?;
+        let layouts = Layouts::new(pipelines.device(), variant.pins_loads())?;
         let tiling = variant.tiling(caps, spec).ok_or_else(|| fits_no_tile(&variant))?;
         let [split, merge] = compose(&variant, caps, spec, options)?;
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
@@ -257,7 +257,8 @@ impl MlaDecode {
     fn dispatch_merge(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step) {
         if step.capacity.merges > 0 {
             pass.set_pipeline(&self.merge);
-            self.dispatch(pass, step.capacity.merges * self.spec.shape.num_heads);
+            let shape = &self.spec.shape;
+            self.dispatch(pass, step.capacity.merges * shape.num_heads * kernel::merge_parts(shape));
         }
     }
 
@@ -269,7 +270,7 @@ impl MlaDecode {
 
 fn compose(variant: &Variant, caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
     let split = kernel::decode(variant, caps, spec, options.device_page_list);
-    Ok([split.ok_or_else(|| fits_no_tile(variant))?, kernel::merge(spec, variant.pins_kv())])
+    Ok([split.ok_or_else(|| fits_no_tile(variant))?, kernel::merge(spec, variant.pins_loads())])
 }
 
 fn fits_no_tile(variant: &Variant) -> Error {

@@ -158,7 +158,7 @@ pub(crate) struct Layouts {
 }
 
 impl Layouts {
-    pub(crate) fn new(device: &wgpu::Device, pins_kv: bool) -> Result<Self> {
+    pub(crate) fn new(device: &wgpu::Device, pins_loads: bool) -> Result<Self> {
         scoped(device, "bind group layouts", || {
             let layer = bind_group_layout(
                 device,
@@ -166,13 +166,14 @@ impl Layouts {
                 &[
                     storage(true),
                     storage(true),
-                    storage(!pins_kv),
+                    storage(!pins_loads),
                     storage(false),
                     storage(false),
                     uniform(false),
                 ],
             );
-            let step = bind_group_layout(device, "mla.step", &[storage(true), storage(false), uniform(true)]);
+            let step =
+                bind_group_layout(device, "mla.step", &[storage(!pins_loads), storage(false), uniform(true)]);
             let pipeline = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
                 label: Some("mla"),
                 bind_group_layouts: &[Some(&layer), Some(&step)],

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::pipelines::{Layouts, Pipelines};
 use super::scope::{alive, scoped};
 use crate::caps::Caps;
+use crate::kernel;
 use crate::plan::Plan;
 use crate::tables::{Capacity, HEADER_WORDS, PageTable, changed_runs, write_tables};
 use crate::{Error, MlaSpec, Result};
@@ -247,7 +248,8 @@ fn bytes_within_limits(caps: &Caps, spec: &MlaSpec, capacity: &Capacity) -> Resu
             return Err(Error::Limit { what, need, limit, cure });
         }
     }
-    let groups = u64::from(capacity.items).max(u64::from(capacity.merges) * u64::from(spec.shape.num_heads));
+    let merge_groups = spec.shape.num_heads * kernel::merge_parts(&spec.shape);
+    let groups = u64::from(capacity.items).max(u64::from(capacity.merges) * u64::from(merge_groups));
     let limit = u64::from(caps.max_workgroups).pow(2);
     if groups > limit {
         let cure = "use a smaller batch, or fewer or longer splits";

@@ -26,8 +26,9 @@ impl CoopTile {
     /// The tile that costs least over the heads, of those that fit the device; `None` where none does.
     pub(super) fn for_device(small: bool, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
         let (tile, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
+        let limit = caps.workgroup_memory_bytes;
         let least_bytes = if small { 0 } else { 48 << 10 };
-        if tile == 0 || subgroup < 8 || caps.workgroup_memory_bytes < least_bytes {
+        if tile == 0 || subgroup < 8 || limit < least_bytes {
             return None;
         }
         let low = Self {
@@ -48,7 +49,7 @@ impl CoopTile {
         let tiles = if small { vec![low] } else { vec![low, middle, high] };
         tiles
             .into_iter()
-            .filter(|tile| tile.workgroup_bytes(spec) <= caps.workgroup_memory_bytes)
+            .filter(|tile| tile.workgroup_bytes(spec) <= limit)
             .filter(|tile| tile.threads() <= caps.max_invocations)
             .min_by_key(cost)
     }
@@ -78,24 +79,24 @@ impl CoopTile {
         spec.shape.kv_lora_rank / self.tile / self.key_split
     }
 
-    /// Tiles of the rotary columns in such a share; the last shares' may lie in the padding.
+    /// Tiles of the rotary columns in such a share, of those that have any.
     const fn rope_key_tiles(&self, spec: &MlaSpec) -> u32 {
         (spec.shape.qk_rope_head_dim / self.tile).div_ceil(self.key_split)
     }
 
-    /// Octs of a staged row that are multiplied.
-    const fn key_octs(&self, spec: &MlaSpec) -> u32 {
-        (spec.shape.kv_lora_rank + self.rope_key_tiles(spec) * self.key_split * self.tile) / 8
-    }
-
     /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
     const fn key_pitch(&self, spec: &MlaSpec) -> u32 {
-        self.key_octs(spec) | 1
+        (spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8 | 1
     }
 
     /// Floats from one row of scores to the next.
     const fn score_pitch(&self) -> u32 {
         self.tokens + self.score_pad
+    }
+
+    /// Tokens whose places in the cache are found at a time.
+    const fn places(&self) -> u32 {
+        if self.threads() > 128 { 128 } else { self.threads() }
     }
 
     const fn scores(&self) -> u32 {
@@ -112,7 +113,7 @@ impl CoopTile {
     pub(super) const fn workgroup_bytes(&self, spec: &MlaSpec) -> u32 {
         let keys = self.tokens * self.key_pitch(spec) * 16;
         let weights = self.rows * self.weight_pitch() * 2;
-        keys + self.scores() * 4 + weights + self.rows * 4 + self.tokens * 4 + 16
+        keys + self.scores() * 4 + weights + self.rows * 4 + self.places() * 4 + 16
     }
 }
 
@@ -146,13 +147,16 @@ fn consts(tile: &CoopTile, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
         ("KEY_SPLIT", tile.key_split),
         ("TOKEN_SPLIT", tile.token_split),
         ("ROW_SPLIT", tile.row_split),
-        ("SCORE_ROW_TILES", score_row_tiles),
         ("SCORE_TOKEN_TILES", tokens / side / tile.token_split),
+        ("WEIGHT_TILES", tokens / side * (rows / side)),
+        ("SCORE_ROW_TILES", score_row_tiles),
         ("LATENT_KEY_TILES", tile.latent_key_tiles(spec)),
         ("ROPE_KEY_TILES", tile.rope_key_tiles(spec)),
+        ("ROPE_SHARES", (spec.shape.qk_rope_head_dim / side) / tile.rope_key_tiles(spec).max(1)),
         ("KEY_TILES", key_tiles),
         ("QUERY_PARTS", query_parts(spec.query)),
-        ("QUERY_CHUNKS", (rows / tokens).max(1)),
+        ("QUERY_CHUNKS", rows.div_ceil(tokens)),
+        ("QUERY_CHUNK_ROWS", rows.min(tokens)),
         ("LANE_OCTS", latent_octs / tile.subgroup),
         ("QUERY_ROWS", query_rows),
         ("QUERY_TILES", query_rows * key_tiles),
@@ -160,12 +164,14 @@ fn consts(tile: &CoopTile, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
         ("ACC_TILES", rows / side * latent_tiles),
         ("KEY_PITCH", tile.key_pitch(spec)),
         ("KEYS", tokens * tile.key_pitch(spec)),
-        ("PAD_OCTS", tile.key_octs(spec) - latent_octs - rope_octs),
+        ("PLACES", tile.places()),
         ("SCORE_PITCH", tile.score_pitch()),
         ("SCORES", tile.scores()),
         ("WEIGHT_PITCH", tile.weight_pitch()),
         ("WEIGHTS", rows * tile.weight_pitch()),
         ("SOFTMAX_LANES", softmax_lanes),
+        ("LANE_QUERY_OCTS", (latent_octs + rope_octs).div_ceil(softmax_lanes)),
+        ("SCORE_CHAINS", 2 * score_row_tiles),
         ("SOFTMAX_TOKENS", tokens / softmax_lanes),
         ("LATENT_LOADS", tokens * latent_octs / threads),
         ("ROPE_LOADS", rope_loads),
@@ -211,7 +217,7 @@ pub(super) fn decode(name: &str, small: bool, caps: &Caps, spec: &MlaSpec) -> Op
     let mut all = shape_consts(spec);
     all.extend(consts(&tile, spec));
     let files = [
-        include_str!("../../shaders/lib/kv_pinned.wgsl"),
+        include_str!("../../shaders/lib/pinned.wgsl"),
         key_file(spec.kv.dtype)?,
         QUERY,
         include_str!("../../shaders/mla_decode_coop.wgsl"),
