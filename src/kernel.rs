@@ -180,7 +180,7 @@ impl Tile {
     }
 
     /// Rows of a thread and threads of a workgroup, as many as are good for a kind of device: by what the compilers of AMD,
-    /// Apple M1 and Adreno say of registers. With 5 rows the M1 spills, and with 4 it keeps 384 threads on a core: three
+    /// Apple M1 and Adreno say of registers. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three
     /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128.
     const fn most_rows_and_threads(kind: DeviceKind) -> (u32, u32) {
         match kind {
