@@ -2,8 +2,8 @@
 //
 // A workgroup takes one work item. Its threads form row groups of LATENT_OCTS threads, each with ROWS_PER_GROUP rows of
 // the tile. For each block of TOKENS tokens:
-//   1. scores   LANES lanes share ROWS_PER_GROUP rows x 4 tokens; a lane adds up every LANES-th oct of the row, then the
-//               lanes' partial sums are joined (lib/sum_*.wgsl)
+//   1. scores   LANES lanes share ROWS_PER_GROUP rows x 4 tokens; a lane adds up every LANES-th oct of the row, whole or
+//               by halves (lib/dot_*.wgsl), then the lanes' partial sums are joined (lib/sum_*.wgsl)
 //   2. softmax  one thread a row and token quad: block maximum, online rescale, weights 2^(s - max)
 //   3. values   each thread owns one oct of output columns for its group's rows: acc[row] += weight * value
 // The cache is read in place, not staged: what one row group reads the others find in the nearest cache.
@@ -16,11 +16,6 @@ var<workgroup> quad_max: array<f32, TILE_QUADS_PADDED>; // [ROWS, TOKEN_QUADS]
 var<workgroup> weights: array<vec4<f32>, TILE_QUADS>; // [ROWS, TOKEN_QUADS], four tokens each
 var<workgroup> rescale: array<f32, ROWS_PADDED>; // [ROWS]
 var<workgroup> query_at: array<vec2<u32>, ROWS_PADDED>; // [ROWS]: first oct of each row's q_nope and q_pe
-
-fn dot_onto(q: mat2x4<f32>, k: mat2x4<f32>, sum: f32) -> f32 {
-    let first = fma(q[0].w, k[0].w, fma(q[0].z, k[0].z, fma(q[0].y, k[0].y, fma(q[0].x, k[0].x, sum))));
-    return fma(q[1].w, k[1].w, fma(q[1].z, k[1].z, fma(q[1].y, k[1].y, fma(q[1].x, k[1].x, first))));
-}
 
 @compute @workgroup_size(THREADS)
 fn mla_decode(
@@ -82,28 +77,40 @@ fn mla_decode(
         let row_3 = token_at[parity + token_quad * 4u + 3u];
         var score = array<vec4<f32>, ROWS_PER_GROUP>();
         if (has_rows) {
-            var q_row: array<vec2<u32>, ROWS_PER_GROUP>;
+            // Registers: places are read where they are needed, and the few octs of q_pe take no loop, whose counters cost more.
+            var q_nope_row: array<u32, ROWS_PER_GROUP>;
             for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
-                q_row[r] = query_at[group_row + r];
+                q_nope_row[r] = query_at[group_row + r].x;
             }
             for (var i = lane; i < LATENT_OCTS; i += LANES) {
-                let k_0 = decode_kv(kv[row_0 + i]);
-                let k_1 = decode_kv(kv[row_1 + i]);
-                let k_2 = decode_kv(kv[row_2 + i]);
-                let k_3 = decode_kv(kv[row_3 + i]);
-                for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
-                    let q = decode_query(q_nope[q_row[r].x + i]);
-                    score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
+                for (var part = 0u; part < PARTS; part++) { // unroll
+                    let k_0 = part_of(decode_kv(kv[row_0 + i]), part);
+                    let k_1 = part_of(decode_kv(kv[row_1 + i]), part);
+                    let k_2 = part_of(decode_kv(kv[row_2 + i]), part);
+                    let k_3 = part_of(decode_kv(kv[row_3 + i]), part);
+                    for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+                        let q = part_of(decode_query(q_nope[q_nope_row[r] + i]), part);
+                        score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
+                    }
                 }
             }
-            for (var i = lane; i < ROPE_OCTS; i += LANES) {
-                let k_0 = decode_kv(kv[row_0 + LATENT_OCTS + i]);
-                let k_1 = decode_kv(kv[row_1 + LATENT_OCTS + i]);
-                let k_2 = decode_kv(kv[row_2 + LATENT_OCTS + i]);
-                let k_3 = decode_kv(kv[row_3 + LATENT_OCTS + i]);
-                for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
-                    let q = decode_query(q_pe[q_row[r].y + i]);
-                    score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
+            var q_pe_row: array<u32, ROWS_PER_GROUP>;
+            for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+                q_pe_row[r] = query_at[group_row + r].y;
+            }
+            for (var step = 0u; step < ROPE_STEPS; step++) { // unroll
+                let i = step * LANES + lane;
+                if (i < ROPE_OCTS) {
+                    for (var part = 0u; part < PARTS; part++) { // unroll
+                        let k_0 = part_of(decode_kv(kv[row_0 + LATENT_OCTS + i]), part);
+                        let k_1 = part_of(decode_kv(kv[row_1 + LATENT_OCTS + i]), part);
+                        let k_2 = part_of(decode_kv(kv[row_2 + LATENT_OCTS + i]), part);
+                        let k_3 = part_of(decode_kv(kv[row_3 + LATENT_OCTS + i]), part);
+                        for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+                            let q = part_of(decode_query(q_pe[q_pe_row[r] + i]), part);
+                            score[r] = vec4<f32>(dot_onto(q, k_0, score[r].x), dot_onto(q, k_1, score[r].y), dot_onto(q, k_2, score[r].z), dot_onto(q, k_3, score[r].w));
+                        }
+                    }
                 }
             }
         }

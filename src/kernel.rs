@@ -180,7 +180,7 @@ impl Tile {
     }
 
     /// Rows of a thread and threads of a workgroup, as many as are good for a kind of device: by what the compilers of AMD,
-    /// Apple M1 and Adreno say of registers. With 5 rows the M1 spills, and with 4 it keeps 384 threads on a core: three
+    /// Apple M1 and Adreno say of registers. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three
     /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128.
     const fn most_rows_and_threads(kind: DeviceKind) -> (u32, u32) {
         match kind {
@@ -228,22 +228,40 @@ impl Tile {
 pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) -> Option<Source> {
     let mut source = match variant.body {
         Body::Coop { small } => coop::decode(variant.name, small, caps, spec)?,
-        Body::Plain(sum) => {
-            plain(variant.name, sum, &Tile::balanced(sum, caps, spec)?, caps.f16_subnormals, spec)
-        }
+        Body::Plain(sum) => plain(variant.name, sum, &Tile::balanced(sum, caps, spec)?, caps, spec),
     };
     source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
     Some(source)
 }
 
-fn plain(name: &str, sum: Sum, tile: &Tile, f16_subnormals: bool, spec: &MlaSpec) -> Source {
+/// In how many parts a score takes an oct: what registers allow, by the same compilers as [`Tile::most_rows_and_threads`].
+///
+/// Whole keys of f32, four at a time, spill on an Apple M1 next to its 4 rows and the run-time checks of page ids from the
+/// device. Keys of f16 and e4m3 are unpacked as they are multiplied: halves of them take more registers, not less. So do
+/// halves of f32 on RDNA2 and Vega, whose 5 rows then no longer fit in 128.
+const fn dot_parts(kind: DeviceKind, query: Dtype, cache: Dtype) -> u32 {
+    match (kind, query, cache) {
+        (DeviceKind::Discrete, ..) => 1,
+        (_, _, Dtype::F32) | (_, Dtype::F32, Dtype::Bf16) => 2,
+        _ => 1,
+    }
+}
+
+fn plain(name: &str, sum: Sum, tile: &Tile, caps: &Caps, spec: &MlaSpec) -> Source {
     let sum = match sum {
         Sum::Subgroup => include_str!("../shaders/lib/sum_subgroup.wgsl"),
         Sum::Shared => include_str!("../shaders/lib/sum_shared.wgsl"),
     };
+    let parts = dot_parts(caps.kind, spec.query, spec.kv.dtype);
+    let dot = match parts {
+        1 => include_str!("../shaders/lib/dot_whole.wgsl"),
+        _ => include_str!("../shaders/lib/dot_halves.wgsl"),
+    };
     let mut consts = shape_consts(spec);
     consts.extend([
         ("LANES", LANES),
+        ("PARTS", parts),
+        ("ROPE_STEPS", (spec.shape.qk_rope_head_dim / 8).div_ceil(LANES)),
         ("THREADS", tile.threads()),
         ("ROWS_PER_GROUP", tile.rows_per_group),
         ("ROWS", tile.rows()),
@@ -267,11 +285,11 @@ fn plain(name: &str, sum: Sum, tile: &Tile, f16_subnormals: bool, spec: &MlaSpec
         scale(spec.query),
         scale(kv)
     );
-    let mut files = vec![decoders.as_str(), oct_file(spec.query, f16_subnormals)];
+    let mut files = vec![decoders.as_str(), oct_file(spec.query, caps.f16_subnormals)];
     if kv != spec.query {
-        files.push(oct_file(kv, f16_subnormals));
+        files.push(oct_file(kv, caps.f16_subnormals));
     }
-    files.extend([READ, QUERY, sum, include_str!("../shaders/mla_decode.wgsl")]);
+    files.extend([READ, QUERY, sum, dot, include_str!("../shaders/mla_decode.wgsl")]);
     let types = [("KvOct", Const::Alias(oct_type(kv)))];
     compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }

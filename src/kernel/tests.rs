@@ -134,13 +134,13 @@ fn check_module(source: &Source, module: &Module, caps: &Caps) {
     assert_eq!(storage, STORAGE_BUFFERS, "{label}: storage buffers");
     assert!(storage <= Caps::WEBGPU.max_storage_buffers);
 
-    // Past about 256 words a lane, drivers spill. Rows on matrices unroll scopes, two blocks among them, whose variables do not live at the same
-    // time, so the count says less of them. The few lanes of a software device hold as much as a card's, and have no
+    // Past about 256 words a lane, drivers spill. Rows on matrices unroll scopes, two blocks among them, whose variables do not live at the
+    // same time, so the count says less of them. The few lanes of a software device hold as much as a card's, and have no
     // registers to run out of.
     let has_matrices = source.text.contains("coop_mat");
     let most = match caps.kind {
         DeviceKind::Software if has_matrices => 16384,
-        _ if has_matrices => 4096,
+        _ if has_matrices => 5120,
         _ => 1024,
     };
     let locals = entry.function.local_variables.iter();
