@@ -85,15 +85,30 @@ struct Block {
     rope: array<KvOct, ROPE_LOADS_PADDED>,
 }
 
+// Of a thread's load `i` of the latents of a block: which token's, and which oct of its row. Written so that all loads of a thread share
+// their addresses but for a constant.
+fn latent_token(thread: u32, i: u32) -> u32 {
+    if (THREADS >= LATENT_OCTS) {
+        return i * (THREADS / LATENT_OCTS) + thread / LATENT_OCTS;
+    }
+    return (i * THREADS + thread) / LATENT_OCTS;
+}
+
+fn latent_oct(thread: u32, i: u32) -> u32 {
+    if (THREADS >= LATENT_OCTS) {
+        return thread % LATENT_OCTS;
+    }
+    return (i * THREADS + thread) % LATENT_OCTS;
+}
+
 // Block `block` of those whose rows are in `row_at`.
 fn load_block(thread: u32, block: u32) -> Block {
     let first = block * TOKENS;
     var loaded: Block;
-    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll
-        let at = i * THREADS + thread;
-        loaded.latent[i] = kv[row_at[first + at / LATENT_OCTS] + at % LATENT_OCTS];
+    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
+        loaded.latent[i] = kv[row_at[first + latent_token(thread, i)] + latent_oct(thread, i)];
     }
-    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll
+    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
         loaded.rope[i] = kv[row_at[first + at / max(ROPE_OCTS, 1u)] + LATENT_OCTS + at % max(ROPE_OCTS, 1u)];
     }
@@ -102,11 +117,10 @@ fn load_block(thread: u32, block: u32) -> Block {
 
 // Makes it f16.
 fn stage_block(thread: u32, block: Block) {
-    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll
-        let at = i * THREADS + thread;
-        keys[at / LATENT_OCTS * KEY_PITCH + at % LATENT_OCTS] = half_key(block.latent[i]);
+    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
+        keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = half_key(block.latent[i]);
     }
-    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll
+    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // the last one more than once
         keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
     }
@@ -148,12 +162,12 @@ fn write_oct(first_row: u32, row: u32, slot: u32, oct: u32, value: mat2x4<f32>) 
     }
 }
 
-// A row's LSE in base 2.
-fn write_lse(query: Query, row: u32, slot: u32, base_2: f32, any: bool) {
+// A row's LSE in base 2. A partial result is yet to be multiplied with `scale`.
+fn write_lse(query: Query, row: u32, slot: u32, base_2: f32, any: bool, scale: f32) {
     if (slot == DIRECT) {
         store_lse(query.token, query.head, base_2, any);
     } else {
-        partials[(slot + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(base_2, 0.0, 0.0, 0.0);
+        partials[(slot + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(base_2, scale, 0.0, 0.0);
     }
 }
 
@@ -208,7 +222,7 @@ fn mla_decode(
     }
     var octs: array<QueryOct, LANE_QUERY_OCTS>;
     var magnitude = vec4<f32>(0.0);
-    for (var i = 0u; i < LANE_QUERY_OCTS; i++) { // unroll
+    for (var i = 0u; i < LANE_QUERY_OCTS; i++) { // unroll on cards
         octs[i] = query_oct(query, min(i * SOFTMAX_LANES + column, ROW_OCTS - 1u));
         let value = decode_query(octs[i]);
         magnitude = max(magnitude, max(abs(value[0]), abs(value[1])));
@@ -224,7 +238,7 @@ fn mla_decode(
     for (var part = 0u; part < QUERY_PARTS; part++) { // unroll
         for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
             if (row / QUERY_CHUNK_ROWS == chunk) {
-                for (var i = 0u; i < LANE_QUERY_OCTS; i++) { // unroll
+                for (var i = 0u; i < LANE_QUERY_OCTS; i++) { // unroll on cards
                     let value = decode_query(octs[i]) * bitcast<f32>(exponent << 23u);
                     var half = HalfOct(vec4<f16>(value[0]), vec4<f16>(value[1]));
                     if (part == 1u) {
@@ -263,9 +277,10 @@ fn mla_decode(
         stage_block(thread, first);
     }
 
-    // Two blocks a turn: the longer body keeps NVIDIA's compiler from unrolling it 8 times, more than its instruction cache holds.
-    for (var turn = kv_begin; turn < kv_end; turn += 2u * TOKENS) {
-        for (var part = 0u; part < 2u; part++) { // unroll
+    // On cards two blocks a turn: the longer body keeps NVIDIA's compiler from unrolling it 8 times, more than its instruction cache
+    // holds.
+    for (var turn = kv_begin; turn < kv_end; turn += TURN * TOKENS) {
+        for (var part = 0u; part < TURN; part++) { // unroll
             let block = turn + part * TOKENS;
             let number = (block - kv_begin) / TOKENS;
             let next = load_block(thread, (number + 1u) % (PLACES / TOKENS));
@@ -277,20 +292,23 @@ fn mla_decode(
                 for (var k = 0u; k < LATENT_KEY_TILES; k++) { // unroll
                     let key = coopLoad<MatrixB>(&keys[(score_token + t * TILE) * KEY_PITCH + key_oct(key_share, k)].low, KEY_PITCH * 2u);
                     for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
-                        score[r % SCORE_ROW_TILES * 2u + k % 2u] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[r % SCORE_ROW_TILES * 2u + k % 2u]);
+                        score[r % SCORE_ROW_TILES * CHAINS + k % CHAINS] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[r % SCORE_ROW_TILES * CHAINS + k % CHAINS]);
                     }
                 }
                 if (has_rope) {
                     for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
                         let key = coopLoad<MatrixB>(&keys[(score_token + t * TILE) * KEY_PITCH + key_oct(key_share, LATENT_KEY_TILES + k)].low, KEY_PITCH * 2u);
                         for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
-                            score[r % SCORE_ROW_TILES * 2u + k % 2u] = coopMultiplyAdd(queries[r * KEY_TILES + LATENT_KEY_TILES + k], key, score[r % SCORE_ROW_TILES * 2u + k % 2u]);
+                            score[r % SCORE_ROW_TILES * CHAINS + k % CHAINS] = coopMultiplyAdd(queries[r * KEY_TILES + LATENT_KEY_TILES + k], key, score[r % SCORE_ROW_TILES * CHAINS + k % CHAINS]);
                         }
                     }
                 }
                 for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
                     let at = (key_share * ROWS + score_row + r * TILE) * SCORE_PITCH + score_token + t * TILE;
-                    coopStoreT(score[2u * r] + score[2u * r + 1u], &scores[at], SCORE_PITCH);
+                    for (var more = 0u; more < MORE_CHAINS; more++) { // unroll
+                        score[r * CHAINS] = score[r * CHAINS] + score[r * CHAINS + 1u + more];
+                    }
+                    coopStoreT(score[r * CHAINS], &scores[at], SCORE_PITCH);
                 }
             }
             workgroupBarrier();
@@ -380,15 +398,24 @@ fn mla_decode(
         }
     }
 
-    // The row's sum, then the output by way of workgroup memory.
+    // The row's sum, then the output: a whole tile of partial results as it is, and the merge multiplies it.
     let sum = row_total(row_sum);
     let any = sum > 0.0;
     let divisor = select(1.0, sum, any);
+    let is_whole = slot != DIRECT && num_rows == ROWS;
     if (column == 0u) {
         factors[row] = KEY_UNIT / divisor;
         if (row < num_rows) {
-            write_lse(query, row, slot, select(EMPTY, row_max + log2(divisor), any), any);
+            let base_2 = select(EMPTY, row_max + log2(divisor), any);
+            write_lse(query, row, slot, base_2, any, select(1.0, KEY_UNIT / divisor, is_whole));
         }
+    }
+    if (is_whole) {
+        for (var c = 0u; c < ACC_TILES; c++) { // unroll
+            let quad = (subgroup * LATENT_TILES + c % LATENT_TILES) * (TILE / 4u);
+            coopStoreT(acc[c], &partials[(slot + c / LATENT_TILES * TILE) * PARTIAL_QUADS + quad], PARTIAL_QUADS);
+        }
+        return;
     }
     for (var c = 0u; c < ACC_TILES; c++) { // unroll
         workgroupBarrier();

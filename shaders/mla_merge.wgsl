@@ -9,7 +9,7 @@
 // changes no bit.
 
 var<workgroup> thread_max: array<f32, MERGE_THREADS>;
-var<workgroup> weights: array<f32, MERGE_THREADS>;
+var<workgroup> weights: array<vec2<f32>, MERGE_THREADS>; // of the LSE, and what to multiply the partial with
 var<workgroup> places: array<u32, MERGE_THREADS>; // where each partial begins, in quads
 var<workgroup> group_sum: array<f32, MERGE_GROUPS>;
 var<workgroup> group_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_GROUPS, MERGE_OCTS]
@@ -19,9 +19,9 @@ fn partial_at(i: u32, head: u32) -> u32 {
     return (tables[i] + head) * PARTIAL_QUADS;
 }
 
-// Its base-2 LSE.
-fn partial_lse(at: u32) -> f32 {
-    return partials[at + 2u * LATENT_OCTS].x;
+// Its base-2 LSE, and what it is yet to be multiplied with.
+fn partial_end(at: u32) -> vec2<f32> {
+    return partials[at + 2u * LATENT_OCTS].xy;
 }
 
 @compute @workgroup_size(MERGE_THREADS)
@@ -46,8 +46,15 @@ fn mla_merge(
 
     // 1. the largest LSE
     var largest = EMPTY;
-    for (var i = begin + thread; i < end; i += MERGE_THREADS) {
-        largest = max(largest, partial_lse(partial_at(i, head)));
+    var at = 0u; // this thread's first partial
+    var lse_scale = vec2<f32>(EMPTY, 0.0);
+    if (begin + thread < end) {
+        at = partial_at(begin + thread, head);
+        lse_scale = partial_end(at);
+        largest = max(largest, lse_scale.x);
+    }
+    for (var i = begin + thread + MERGE_THREADS; i < end; i += MERGE_THREADS) {
+        largest = max(largest, partial_end(partial_at(i, head)).x);
     }
     thread_max[thread] = largest;
     workgroupBarrier();
@@ -66,24 +73,27 @@ fn mla_merge(
     for (var first = begin; first < end; first += MERGE_THREADS) {
         let count = min(end - first, MERGE_THREADS);
         if (thread < count) {
-            let at = partial_at(first + thread, head);
-            let base_2 = partial_lse(at);
+            if (first != begin) {
+                at = partial_at(first + thread, head);
+                lse_scale = partial_end(at);
+            }
+            let weight = select(0.0, exp2_exact(lse_scale.x - largest), lse_scale.x > EMPTY);
             places[thread] = at;
-            weights[thread] = select(0.0, exp2_exact(base_2 - largest), base_2 > EMPTY);
+            weights[thread] = vec2<f32>(weight, weight * lse_scale.y);
         }
         workgroupBarrier();
         // Four at a time, so that four loads are on their way.
         for (var i = group; i < count; i += 4u * MERGE_GROUPS) {
             for (var k = 0u; k < 4u; k++) { // unroll
                 let partial = min(i + k * MERGE_GROUPS, count - 1u);
-                let at = places[partial] + 2u * column_oct;
-                let weight = select(0.0, weights[partial], i + k * MERGE_GROUPS < count);
-                let first_quad = partials[at];
-                let second_quad = partials[at + 1u];
-                if (weight > 0.0) {
-                    sum += weight;
-                    low = fma(vec4<f32>(weight), first_quad, low);
-                    high = fma(vec4<f32>(weight), second_quad, high);
+                let quad = places[partial] + 2u * column_oct;
+                let weight = select(vec2<f32>(0.0), weights[partial], i + k * MERGE_GROUPS < count);
+                let first_quad = partials[quad];
+                let second_quad = partials[quad + 1u];
+                if (weight.x > 0.0) {
+                    sum += weight.x;
+                    low = fma(vec4<f32>(weight.y), first_quad, low);
+                    high = fma(vec4<f32>(weight.y), second_quad, high);
                 }
             }
         }

@@ -21,7 +21,7 @@ const MERGES_AT = 6u;
 const MERGE_SLOTS_AT = 7u;
 const PAGES_AT = 8u;
 
-const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u; // a row's latent, then its base-2 LSE
+const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u; // a row's latent, then its base-2 LSE and what the latent is yet to be multiplied with
 const DIRECT = 0xFFFFFFFFu; // the slot of an item that writes its output itself
 const EMPTY = -1.0e38; // a finite stand-in for the -inf of a row that has seen no key
 const MINUS_INFINITY = 0xFF800000u;

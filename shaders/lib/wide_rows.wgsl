@@ -31,7 +31,7 @@ fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_e
             write_oct(first_row, row, slot, i * SUBGROUP + lane, acc[i] * (1.0 / divisor));
         }
         if (lane == 0u) {
-            write_lse(query, row, slot, select(EMPTY, row_max + log2(divisor), any), any);
+            write_lse(query, row, slot, select(EMPTY, row_max + log2(divisor), any), any, 1.0);
         }
     }
 }

@@ -125,7 +125,7 @@ const fn query_parts(query: Dtype) -> u32 {
     }
 }
 
-fn consts(tile: &CoopTile, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
+fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
     let (threads, rows, tokens, side) = (tile.threads(), tile.rows, tile.tokens, tile.tile);
     let latent_octs = spec.shape.kv_lora_rank / 8;
     let rope_octs = spec.shape.qk_rope_head_dim / 8;
@@ -134,6 +134,8 @@ fn consts(tile: &CoopTile, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
     let latent_tiles = spec.shape.kv_lora_rank / side / tile.subgroups();
     let score_row_tiles = rows / side / tile.row_split;
     let query_rows = query_parts(spec.query) * score_row_tiles;
+    // Independent sums of a score, as a multiplication waits for the one before it; one where registers are short.
+    let chains = if rows > 32 { 1 } else { 2 };
     let softmax_lanes = (threads / rows).min(tile.subgroup);
     vec![
         ("TILE", side),
@@ -165,13 +167,16 @@ fn consts(tile: &CoopTile, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
         ("KEY_PITCH", tile.key_pitch(spec)),
         ("KEYS", tokens * tile.key_pitch(spec)),
         ("PLACES", tile.places()),
+        ("TURN", if caps.kind == DeviceKind::Software { 1 } else { 2 }),
         ("SCORE_PITCH", tile.score_pitch()),
         ("SCORES", tile.scores()),
         ("WEIGHT_PITCH", tile.weight_pitch()),
         ("WEIGHTS", rows * tile.weight_pitch()),
         ("SOFTMAX_LANES", softmax_lanes),
         ("LANE_QUERY_OCTS", (latent_octs + rope_octs).div_ceil(softmax_lanes)),
-        ("SCORE_CHAINS", 2 * score_row_tiles),
+        ("SCORE_CHAINS", chains * score_row_tiles),
+        ("CHAINS", chains),
+        ("MORE_CHAINS", chains - 1),
         ("SOFTMAX_TOKENS", tokens / softmax_lanes),
         ("LATENT_LOADS", tokens * latent_octs / threads),
         ("ROPE_LOADS", rope_loads),
@@ -215,13 +220,11 @@ const DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperati
 pub(super) fn decode(name: &str, small: bool, caps: &Caps, spec: &MlaSpec) -> Option<Source> {
     let tile = CoopTile::for_device(small, caps, spec)?;
     let mut all = shape_consts(spec);
-    all.extend(consts(&tile, spec));
-    let files = [
-        include_str!("../../shaders/lib/pinned.wgsl"),
-        key_file(spec.kv.dtype)?,
-        QUERY,
-        include_str!("../../shaders/mla_decode_coop.wgsl"),
-    ];
+    all.extend(consts(&tile, caps, spec));
+    // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for a minute.
+    let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
+    let body = include_str!("../../shaders/mla_decode_coop.wgsl").replace("// unroll on cards", marker);
+    let files = [include_str!("../../shaders/lib/pinned.wgsl"), key_file(spec.kv.dtype)?, QUERY, &body];
     let source =
         compose_step("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &all, &aliases(&tile), &files);
     Some(Source { text: format!("{DIRECTIVES}{}", source.text), ..source })
