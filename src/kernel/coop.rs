@@ -86,7 +86,7 @@ impl CoopTile {
 
     /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
     const fn key_pitch(&self, spec: &MlaSpec) -> u32 {
-        (spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8 | 1
+        ((spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8) | 1
     }
 
     /// Floats from one row of scores to the next.
