@@ -59,7 +59,16 @@ pub trait Backend: sealed::Sealed {
     ///
     /// # Errors
     /// Those of [`MlaSpec::check`], and [`crate::Error::VariantUnavailable`].
-    fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<Self::Decode>;
+    fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<Self::Decode> {
+        self.decode_for(spec, variant, 1)
+    }
+
+    /// As [`Backend::decode`], made for `query_tokens` query tokens a sequence, such as 2 with one speculative token; 0 is 1.
+    /// Other lengths stay right.
+    ///
+    /// # Errors
+    /// Those of [`Backend::decode`].
+    fn decode_for(&self, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Self::Decode>;
 
     /// Whether that decode rounds the softmax weights to f16, as rows on tensor cores do: their results are up to twice as
     /// far from the exact ones as those of the others.

@@ -87,7 +87,7 @@ impl Variant {
             ));
         }
         match self.body {
-            Body::Plain(sum) if Tile::balanced(sum, caps, spec).is_none() => {
+            Body::Plain(sum) if Tile::balanced(sum, caps, spec, spec.shape.num_heads).is_none() => {
                 Err("the device was made with less workgroup memory than WebGPU's default 16 KiB".into())
             }
             _ => Ok(()),
@@ -99,13 +99,14 @@ impl Variant {
         matches!(self.body, Body::Coop { .. })
     }
 
-    /// How this variant cuts work on a device; `None` where it does not run.
-    pub fn tiling(&self, caps: &Caps, spec: &MlaSpec) -> Option<Tiling> {
+    /// How this variant cuts work on a device; `None` where it does not run. `query_tokens` as for [`decode`].
+    pub fn tiling(&self, caps: &Caps, spec: &MlaSpec, query_tokens: u32) -> Option<Tiling> {
+        let rows = query_rows(spec, query_tokens);
         match self.body {
             Body::Coop { small } => {
-                coop::CoopTile::for_device(small, caps, spec).map(|tile| tile.tiling(caps))
+                coop::CoopTile::for_device(small, caps, spec, rows).map(|tile| tile.tiling(caps))
             }
-            Body::Plain(sum) => Tile::balanced(sum, caps, spec).map(|tile| tile.tiling(caps)),
+            Body::Plain(sum) => Tile::balanced(sum, caps, spec, rows).map(|tile| tile.tiling(caps)),
         }
     }
 }
@@ -135,6 +136,12 @@ pub fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaSpec) -> Result<(Vari
     Err(Error::VariantUnavailable { name: "any".into(), why: lacking })
 }
 
+/// Query rows of a sequence, which a tile is sized for: what shares a tile reads the cache once. More tokens than 64 fill
+/// many tiles of any size.
+fn query_rows(spec: &MlaSpec, query_tokens: u32) -> u32 {
+    spec.shape.num_heads * query_tokens.clamp(1, 64)
+}
+
 /// How a workgroup cuts a tile: see the head of `shaders/mla_decode.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tile {
@@ -145,17 +152,16 @@ struct Tile {
 }
 
 impl Tile {
-    /// The tile that wastes the least over the heads, of those that fit the device: all 20 rows for 20 heads, 16 for 16
-    /// or 128, 6 for 6. `None` where even a tile of 4 rows does not fit.
-    fn balanced(sum: Sum, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
-        let heads = spec.shape.num_heads;
+    /// The tile that wastes the least over a sequence's query rows, of those that fit the device: all 20 rows for 20, 16 for
+    /// 16 or 128, 6 for 6. `None` where even a tile of 4 rows does not fit.
+    fn balanced(sum: Sum, caps: &Caps, spec: &MlaSpec, query_rows: u32) -> Option<Self> {
         let group_threads = spec.shape.kv_lora_rank / 8;
         let (most_rows, most_threads) = Self::most_rows_and_threads(caps.kind);
         // Rows computed, twice: once as arithmetic, which row groups without rows are spared, and once as time, which they
         // are not. Each tile reads the cache once more, which is worth about three rows.
         let cost = |tile: &Self| {
-            let tiles = heads.div_ceil(tile.rows());
-            heads.next_multiple_of(tile.rows_per_group) + tiles * (tile.rows() + 2 * 3)
+            let tiles = query_rows.div_ceil(tile.rows());
+            query_rows.next_multiple_of(tile.rows_per_group) + tiles * (tile.rows() + 2 * 3)
         };
         (1..=4)
             .flat_map(|row_groups| (1..=most_rows).map(move |rows_per_group| (rows_per_group, row_groups)))
@@ -224,11 +230,18 @@ impl Tile {
 }
 
 /// The split kernel of a decode, `None` where the variant does not run. `clamp_pages` keeps page ids written on the
-/// device inside the pool.
-pub fn decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) -> Option<Source> {
+/// device inside the pool; `query_tokens` are those of a sequence, 0 or 1 for one, and size the tile.
+pub fn decode(
+    variant: &Variant,
+    caps: &Caps,
+    spec: &MlaSpec,
+    query_tokens: u32,
+    clamp_pages: bool,
+) -> Option<Source> {
+    let rows = query_rows(spec, query_tokens);
     let mut source = match variant.body {
-        Body::Coop { small } => coop::decode(variant.name, small, caps, spec)?,
-        Body::Plain(sum) => plain(variant.name, sum, &Tile::balanced(sum, caps, spec)?, caps, spec),
+        Body::Coop { small } => coop::decode(variant.name, small, caps, spec, rows)?,
+        Body::Plain(sum) => plain(variant.name, sum, &Tile::balanced(sum, caps, spec, rows)?, caps, spec),
     };
     source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
     Some(source)

@@ -58,7 +58,7 @@ impl<'a, B: Canvas> Problem<'a, B> {
         let out = backend.buffer(rows * u64::from(spec.shape.kv_lora_rank) * spec.out.bytes() as u64)?;
         let lse = backend.buffer(rows * 4)?;
 
-        let decode = backend.decode(&spec, variant)?;
+        let decode = backend.decode_for(&spec, variant, workload.q_len)?;
         let layer_stride = workload.layer_elems();
         let bindings = (0..copies).map(|layer| {
             let dense = Layer::dense(&spec, &q_buffer, &pool.buffer, &out, &lse, SOFTMAX_SCALE);

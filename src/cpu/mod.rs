@@ -122,7 +122,8 @@ impl Backend for Cpu {
         kernel::VARIANTS.iter().map(|variant| (variant.name, lacking((variant.runs_here)()))).collect()
     }
 
-    fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<Decode> {
+    /// Its tiles hold several tokens of a sequence whatever they are made for.
+    fn decode_for(&self, spec: &MlaSpec, variant: Option<&str>, _: u32) -> Result<Decode> {
         Decode::new(spec, variant)
     }
 

@@ -64,8 +64,8 @@ impl Backend for Gpu {
         self.pipelines.ladder(spec)
     }
 
-    fn decode(&self, spec: &MlaSpec, variant: Option<&str>) -> Result<MlaDecode> {
-        let options = Options { variant: variant.map(Into::into), ..Default::default() };
+    fn decode_for(&self, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<MlaDecode> {
+        let options = Options { variant: variant.map(Into::into), query_tokens, ..Default::default() };
         MlaDecode::new(&self.pipelines, spec, &options)
     }
 

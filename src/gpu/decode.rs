@@ -17,6 +17,9 @@ use crate::{Error, Layer, MlaSpec, Result};
 pub struct Options {
     /// Forces a row of the ladder by name.
     pub variant: Option<String>,
+    /// Query tokens of a sequence that the decode is made for, such as 2 with one speculative token; 0 is 1. Sizes the tile,
+    /// so that a sequence's tokens read the cache once where all their heads fit one tile. Other lengths stay right.
+    pub query_tokens: u32,
     /// Page lists are written on the device ([`PageTable::Device`]): kernels clamp every page id to the pool.
     pub device_page_list: bool,
     /// Replaces how the planner cuts work ([`MlaDecode::tiling`]), such as for a card whose best
@@ -53,7 +56,8 @@ impl MlaDecode {
         let caps = pipelines.caps();
         let (variant, why) = kernel::choose(options.variant.as_deref(), caps, spec)?;
         let layouts = Layouts::new(pipelines.device(), variant.pins_loads())?;
-        let tiling = variant.tiling(caps, spec).ok_or_else(|| fits_no_tile(&variant))?;
+        let tiling =
+            variant.tiling(caps, spec, options.query_tokens).ok_or_else(|| fits_no_tile(&variant))?;
         let [split, merge] = compose(&variant, caps, spec, options)?;
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
         //
@@ -269,7 +273,7 @@ impl MlaDecode {
 }
 
 fn compose(variant: &Variant, caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
-    let split = kernel::decode(variant, caps, spec, options.device_page_list);
+    let split = kernel::decode(variant, caps, spec, options.query_tokens, options.device_page_list);
     Ok([split.ok_or_else(|| fits_no_tile(variant))?, kernel::merge(spec, variant.pins_loads())])
 }
 

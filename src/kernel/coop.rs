@@ -23,8 +23,9 @@ pub(super) struct CoopTile {
 }
 
 impl CoopTile {
-    /// The tile that costs least over the heads, of those that fit the device; `None` where none does.
-    pub(super) fn for_device(small: bool, caps: &Caps, spec: &MlaSpec) -> Option<Self> {
+    /// The tile that costs least over a sequence's query rows, of those that fit the device; `None` where none does,
+    /// however many rows there are.
+    pub(super) fn for_device(small: bool, caps: &Caps, spec: &MlaSpec, query_rows: u32) -> Option<Self> {
         let (tile, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
         let limit = caps.workgroup_memory_bytes;
         let least_bytes = if small { 0 } else { 48 << 10 };
@@ -43,9 +44,8 @@ impl CoopTile {
         };
         let middle = Self { rows: 32, tokens: 32, key_split: 2, token_split: 2, row_split: 2, ..low };
         let high = Self { rows: 64, key_split: 2, row_split: 4, score_pad: 4, ..low };
-        let heads = spec.shape.num_heads;
         // Each tile stages the cache once more, which on an H200 is worth about 16 rows of arithmetic.
-        let cost = |tile: &Self| heads.div_ceil(tile.rows) * (tile.rows + 16);
+        let cost = |tile: &Self| query_rows.div_ceil(tile.rows) * (tile.rows + 16);
         let tiles = if small { vec![low] } else { vec![low, middle, high] };
         tiles
             .into_iter()
@@ -86,7 +86,7 @@ impl CoopTile {
 
     /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
     const fn key_pitch(&self, spec: &MlaSpec) -> u32 {
-        (spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8 | 1
+        ((spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8) | 1
     }
 
     /// Floats from one row of scores to the next.
@@ -217,8 +217,14 @@ pub(super) fn key_file(dtype: Dtype) -> Option<&'static str> {
 const DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
 
 /// The split kernel.
-pub(super) fn decode(name: &str, small: bool, caps: &Caps, spec: &MlaSpec) -> Option<Source> {
-    let tile = CoopTile::for_device(small, caps, spec)?;
+pub(super) fn decode(
+    name: &str,
+    small: bool,
+    caps: &Caps,
+    spec: &MlaSpec,
+    query_rows: u32,
+) -> Option<Source> {
+    let tile = CoopTile::for_device(small, caps, spec, query_rows)?;
     let mut all = shape_consts(spec);
     all.extend(consts(&tile, caps, spec));
     // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for a minute.
@@ -245,7 +251,7 @@ pub(super) fn runs_on(small: bool, caps: &Caps, spec: &MlaSpec) -> std::result::
     if key_file(spec.kv.dtype).is_none() {
         return Err("an f32 cache does not fit f16 matrices".into());
     }
-    match CoopTile::for_device(small, caps, spec) {
+    match CoopTile::for_device(small, caps, spec, spec.shape.num_heads) {
         Some(_) => Ok(()),
         None => Err(format!("no tile fits {} bytes of workgroup memory", caps.workgroup_memory_bytes)),
     }

@@ -8,9 +8,9 @@ use naga::{AddressSpace, Expression, Literal, Module, TypeInner};
 
 use super::*;
 use crate::gpu::LayerUniform;
-use crate::plan::{DIRECT, Merge, QueryToken, WorkItem};
+use crate::plan::{DIRECT, Merge, Plan, Policy, QueryToken, WorkItem};
 use crate::tables::{HEADER_WORDS, Header};
-use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
+use crate::{Batch, KvSpec, MlaShape, SUPPORTED_DIMS};
 
 mod vendors;
 mod writers;
@@ -161,18 +161,19 @@ fn lane_bytes(module: &Module, ty: naga::Handle<naga::Type>, caps: &Caps) -> u32
     }
 }
 
-fn check_decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: bool) {
-    let source = decode(variant, caps, spec, clamp_pages).expect("composed only where it runs");
+fn check_decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, query_tokens: u32, clamp_pages: bool) {
+    let source = decode(variant, caps, spec, query_tokens, clamp_pages).expect("composed only where it runs");
     let (module, _) = valid(&source, capabilities(variant));
     check_module(&source, &module, caps);
 
+    let rows = query_rows(spec, query_tokens);
     let (threads, estimate) = match variant.body {
         Body::Plain(sum) => {
-            let tile = Tile::balanced(sum, caps, spec).expect("it was composed");
+            let tile = Tile::balanced(sum, caps, spec, rows).expect("it was composed");
             (tile.threads(), tile.workgroup_bytes(sum))
         }
         Body::Coop { small } => {
-            let tile = coop::CoopTile::for_device(small, caps, spec).expect("it was composed");
+            let tile = coop::CoopTile::for_device(small, caps, spec, rows).expect("it was composed");
             (tile.threads(), tile.workgroup_bytes(spec))
         }
     };
@@ -181,6 +182,14 @@ fn check_decode(variant: &Variant, caps: &Caps, spec: &MlaSpec, clamp_pages: boo
     let bytes: u32 = sizes(&module, |space| space == AddressSpace::WorkGroup).iter().map(|v| v.1).sum();
     assert_eq!(bytes, estimate, "{}", source.label);
     assert_eq!(constant(&module, "CLAMP_PAGES"), u32::from(clamp_pages), "{}", source.label);
+    let tiling = variant.tiling(caps, spec, query_tokens).expect("it was composed");
+    assert_eq!(
+        constant(&module, "ROWS"),
+        tiling.rows_per_tile,
+        "{}: what `prepare` checks plans by",
+        source.label
+    );
+    assert_eq!(constant(&module, "TOKENS"), tiling.tokens_per_block, "{}", source.label);
 }
 
 /// The value of a module constant.
@@ -227,12 +236,62 @@ fn every_tile_is_valid_and_fits() {
                     at += 7; // coprime to their number
                     let spec = spec(dims, heads, query, cache, out);
                     if serves(&variant, &caps, &spec) {
-                        check_decode(&variant, &caps, &spec, clamp_pages);
+                        check_decode(&variant, &caps, &spec, 1, clamp_pages);
                     }
                 }
             }
         }
     }
+}
+
+/// Tiles for the query tokens of a speculative decode, with a few dtypes each.
+#[test]
+fn every_tile_for_several_query_tokens_is_valid_and_fits() {
+    let dtypes = all_dtypes();
+    let mut at = 0;
+    for (variant, caps) in runs_somewhere() {
+        for dims in all_dims() {
+            for heads in [6, 8, 16, 20] {
+                for query_tokens in [1, 2, 4] {
+                    let (query, cache, out) = dtypes[at % dtypes.len()];
+                    at += 7; // coprime to their number
+                    let spec = spec(dims, heads, query, cache, out);
+                    // 64 rows of an f32 query hold more in a software device's lane than `check_module` allows, for 64 heads
+                    // as for 16 of 4 tokens.
+                    let holds_too_much = caps.kind == DeviceKind::Software
+                        && matches!(variant.body, Body::Coop { small: false })
+                        && query == Dtype::F32
+                        && query_rows(&spec, query_tokens) > 32;
+                    if serves(&variant, &caps, &spec) && !holds_too_much {
+                        check_decode(&variant, &caps, &spec, query_tokens, at.is_multiple_of(2));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Two query tokens of 16 heads share one tile on a large card, so that the cache is read once.
+#[test]
+fn two_query_tokens_share_a_tile() {
+    let (caps, coop) = (devices()[3], row("coop"));
+    let spec = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::Bf16);
+    let num_pages = 3 * 4096 / spec.kv.page_size;
+    let spec = MlaSpec { kv: KvSpec { num_pages, ..spec.kv }, ..spec };
+    let batch = Batch::new(&[4096; 3], &[0, 2, 4, 6]);
+    let plan = |query_tokens, policy| {
+        let tiling = coop.tiling(&caps, &spec, query_tokens).expect("it runs");
+        (tiling.rows_per_tile, Plan::new(&spec, &tiling, &batch, policy).expect("a good batch"))
+    };
+    for (query_tokens, rows, items) in [(0, 16, 6), (1, 16, 6), (2, 32, 3)] {
+        let (rows_per_tile, plan) = plan(query_tokens, Policy::OneSplit);
+        assert_eq!((rows_per_tile, plan.items.len()), (rows, items), "{query_tokens} query tokens");
+    }
+    let (_, plan) = plan(2, Policy::Auto);
+    let attended: u32 = plan.items.iter().map(|item| item.kv_end - item.kv_begin).sum();
+    assert_eq!(attended, 3 * 4096, "each token of the cache is in one item");
+    // What a host may have guessed wrong, or meant as `as many as come`.
+    assert!(coop.tiling(&caps, &spec, u32::MAX).is_some());
 }
 
 /// Every triple of dtypes, on the weakest device of each variant.
@@ -247,7 +306,7 @@ fn every_dtype_is_valid_in_every_variant() {
             let dims = all_dims().nth(i % SUPPORTED_DIMS.len()).expect("in range");
             let spec = spec(dims, 8, query, cache, out);
             if serves(&variant, &caps, &spec) {
-                check_decode(&variant, &caps, &spec, i % 2 == 0);
+                check_decode(&variant, &caps, &spec, 1, i % 2 == 0);
             }
         }
     }
@@ -272,7 +331,7 @@ fn variants_ask_for_what_they_use() {
     let caps = devices()[3];
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::E4m3, Dtype::F32);
     for variant in VARIANTS {
-        let source = decode(&variant, &caps, &spec, false).expect("it runs");
+        let source = decode(&variant, &caps, &spec, 1, false).expect("it runs");
         let (module, _) = valid(&source, capabilities(&variant));
         for one in capabilities(&variant).difference(PLAIN).iter() {
             let others = capabilities(&variant).difference(one);
@@ -307,7 +366,7 @@ macro_rules! host_members {
 
 fn any_decode() -> (Source, Module) {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
-    let source = decode(&row("shared"), &Caps::WEBGPU, &spec, false).expect("it runs everywhere");
+    let source = decode(&row("shared"), &Caps::WEBGPU, &spec, 1, false).expect("it runs everywhere");
     let (module, _) = valid(&source, PLAIN);
     (source, module)
 }
@@ -379,7 +438,7 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         }
     };
     for variant in VARIANTS {
-        let decode = decode(&variant, &devices()[3], &spec, false).expect("it runs");
+        let decode = decode(&variant, &devices()[3], &spec, 1, false).expect("it runs");
         reads(
             &decode,
             "item_at",
@@ -434,7 +493,7 @@ fn tiles_serve_many_heads_and_waste_few_rows() {
         for dims in all_dims() {
             let tile = |heads| {
                 let spec = spec(dims, heads, Dtype::F16, Dtype::F16, Dtype::F32);
-                Tile::balanced(sum, &caps, &spec).expect("it runs")
+                Tile::balanced(sum, &caps, &spec, heads).expect("it runs")
             };
             for heads in 1..=128u32 {
                 let tile = tile(heads);
@@ -504,7 +563,7 @@ fn some_variant_runs_on_every_device() {
                     let variant = choose(None, &caps.1, &spec)
                         .unwrap_or_else(|_| panic!("none on {caps:?} for {spec:?}"))
                         .0;
-                    assert!(variant.tiling(&caps.1, &spec).is_some());
+                    assert!(variant.tiling(&caps.1, &spec, 1).is_some());
                 }
             }
         }

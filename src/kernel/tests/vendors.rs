@@ -72,7 +72,7 @@ fn each_vendors_kernels_fit_it() {
                 for heads in [16, 20, 128] {
                     let spec = spec(dims, heads, query, cache, out);
                     let (variant, _) = choose(None, &caps, &spec).expect("some row runs everywhere");
-                    let tiling = variant.tiling(&caps, &spec).expect("it runs");
+                    let tiling = variant.tiling(&caps, &spec, 1).expect("it runs");
                     let slots = u64::from(tiling.target_items) * u64::from(tiling.rows_per_tile);
                     let partials = slots * (u64::from(dims.0) + 4) * 4;
                     assert!(
@@ -80,7 +80,7 @@ fn each_vendors_kernels_fit_it() {
                         "{name}, {spec:?}: {partials} bytes of partial results"
                     );
                     if heads == 16 {
-                        check_decode(&variant, &caps, &spec, false);
+                        check_decode(&variant, &caps, &spec, 1, false);
                     }
                 }
             }

@@ -73,7 +73,7 @@ fn every_row_is_written_for_metal_and_dx12() {
                 continue;
             }
             let source =
-                decode(&variant, &caps, &spec, at.is_multiple_of(2)).expect("composed where it runs");
+                decode(&variant, &caps, &spec, 1, at.is_multiple_of(2)).expect("composed where it runs");
             let (module, info) = valid(&source, capabilities(&variant));
             write(&source, &module, &info);
         }

@@ -21,12 +21,15 @@ use super::close::{Report, Tolerance, close};
 use super::paint::Problem;
 use run::How;
 
+/// What a decode is compiled for: a spec, and query tokens of a sequence.
+type Compiled = (MlaSpec, u32);
+
 /// A backend under test, with the kernels that it has compiled so far: on a software device they are what costs.
 pub struct Session<'a, B: Backend> {
     pub backend: &'a B,
     /// Forces a decode variant. Specs that it does not serve are left out, and counted.
     pub variant: Option<&'a str>,
-    decodes: RefCell<HashMap<MlaSpec, Rc<B::Decode>>>,
+    decodes: RefCell<HashMap<Compiled, Rc<B::Decode>>>,
     checks: Cell<usize>,
     left_out: Cell<usize>,
     failures: RefCell<Vec<String>>,
@@ -51,11 +54,17 @@ impl<'a, B: Backend> Session<'a, B> {
 
     /// The decode of a spec, compiled once.
     pub fn decode(&self, spec: &MlaSpec) -> Result<Rc<B::Decode>> {
-        if let Some(decode) = self.decodes.borrow().get(spec) {
+        self.decode_for(spec, 1)
+    }
+
+    /// As [`Session::decode`], made for that many query tokens a sequence.
+    pub fn decode_for(&self, spec: &MlaSpec, query_tokens: u32) -> Result<Rc<B::Decode>> {
+        let key = (*spec, query_tokens.max(1));
+        if let Some(decode) = self.decodes.borrow().get(&key) {
             return Ok(decode.clone());
         }
-        let decode = Rc::new(self.backend.decode(spec, self.variant)?);
-        self.decodes.borrow_mut().insert(*spec, decode.clone());
+        let decode = Rc::new(self.backend.decode_for(spec, self.variant, query_tokens)?);
+        self.decodes.borrow_mut().insert(key, decode.clone());
         Ok(decode)
     }
 
@@ -65,9 +74,10 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 
     /// The allowed error of a problem's output on the variant that runs it.
-    pub fn tolerance(&self, problem: &Problem) -> Tolerance {
+    pub fn tolerance(&self, problem: &Problem, query_tokens: u32) -> Tolerance {
         let spec = problem.spec;
-        let rounds_p = self.decode(&spec).is_ok_and(|decode| self.backend.rounds_weights(&decode));
+        let rounds_p =
+            self.decode_for(&spec, query_tokens).is_ok_and(|decode| self.backend.rounds_weights(&decode));
         let latent = spec.shape.kv_lora_rank as usize;
         Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, problem.largest_latent(), latent)
     }
@@ -87,7 +97,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let latent = problem.spec.shape.kv_lora_rank as usize;
         let checked = |report: Report| report.into_result().map(drop);
         checked(close("lse", &answer.lse, lse, &Tolerance::lse()))?;
-        checked(close("out", &answer.out, out, &self.tolerance(problem)))?;
+        checked(close("out", &answer.out, out, &self.tolerance(problem, how.query_tokens)))?;
         // The tolerance knows nothing of empty rows: they are exactly 0.
         let empty = |(row, _): &(usize, &f64)| answer.out[row * latent..][..latent].iter().any(|&x| x != 0.0);
         match lse.iter().enumerate().filter(|(_, lse)| **lse == f64::NEG_INFINITY).find(empty) {
@@ -188,6 +198,7 @@ macro_rules! conformance_tests {
             page_sizes: decode::page_sizes,
             lengths: decode::lengths,
             varlen: decode::varlen,
+            query_tokens: decode::query_tokens,
             visibility: decode::visibility,
             policies: decode::policies,
             layouts: decode::layouts,

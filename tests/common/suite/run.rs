@@ -44,6 +44,8 @@ pub struct How {
     pub unshared: bool,
     /// Prepares the step for nothing first, so that it has to grow.
     pub grow: bool,
+    /// Query tokens of a sequence that the decode is made for; 0 is 1.
+    pub query_tokens: u32,
 }
 
 /// What a decode wrote.
@@ -74,7 +76,7 @@ impl<B: Backend> Session<'_, B> {
     pub fn run_decode(&self, problem: &Problem, how: &How) -> Result<Answer, String> {
         let wrong = |error: wgpu_mla::Error| error.to_string();
         let (backend, spec) = (self.backend, &problem.spec);
-        let decode = self.decode(spec).map_err(wrong)?;
+        let decode = self.decode_for(spec, how.query_tokens).map_err(wrong)?;
         let shared: &[SharedPrefix] = if how.unshared { &[] } else { &problem.shared_prefixes };
         let batch = Batch {
             seq_lens: &problem.seq_lens,
