@@ -20,7 +20,7 @@
 // matrices are read wrongly otherwise.
 
 var<workgroup> keys: array<HalfOct, KEYS>; // [TOKENS, KEY_PITCH]
-var<workgroup> scores: array<f32, SCORES>; // [KEY_SPLIT, ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
+var<workgroup> scores: array<f32, SCORES>; // [KEY_SPLIT, TOKEN_TILES, ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
 var<workgroup> weights: array<f16, WEIGHTS>; // [ROWS, WEIGHT_PITCH]
 var<workgroup> factors: array<f32, ROWS>; // [ROWS]: what to multiply a row with
 var<workgroup> row_at: array<u32, PLACES>; // first oct of each token's cache row, of the PLACES tokens around the next block
@@ -61,9 +61,9 @@ struct Place {
     page: u32, // its page's id
 }
 
-fn place_of(page_begin: u32, token: u32) -> Place {
-    let page_size = tables[PAGE_SIZE];
-    let listed = tables[PAGES_AT] + page_begin + token / page_size;
+// `list_at` is where the ids of its sequence's pages begin.
+fn place_of(list_at: u32, page_size: u32, token: u32) -> Place {
+    let listed = list_at + token / page_size;
     return Place(token, listed, token % page_size, tables[listed]);
 }
 
@@ -178,11 +178,14 @@ fn mla_decode(
     @builtin(subgroup_id) subgroup: u32,
     @builtin(subgroup_invocation_id) lane: u32,
 ) {
+    // What the header says is asked for at once: each load that waits for another costs a launch's start.
     let item = slice.first_item + group_id.y * num_groups.x + group_id.x;
+    let item_at = tables[ITEMS_AT] + item * 8u;
+    let page_size = tables[PAGE_SIZE];
+    let pages_at = tables[PAGES_AT];
     if (item >= min(slice.end_item, tables[NUM_ITEMS])) {
         return;
     }
-    let item_at = tables[ITEMS_AT] + item * 8u;
     let first_row = tables[item_at];
     let num_rows = tables[item_at + 1u];
     let page_begin = tables[item_at + 2u];
@@ -193,7 +196,7 @@ fn mla_decode(
     // This subgroup's share of the scores: which columns, tokens and rows.
     let key_share = subgroup % KEY_SPLIT;
     let has_rope = key_share < ROPE_SHARES;
-    let score_token = subgroup / KEY_SPLIT % TOKEN_SPLIT * (TOKENS / TOKEN_SPLIT);
+    let score_tile = subgroup / KEY_SPLIT % TOKEN_SPLIT * SCORE_TOKEN_TILES;
     let score_row = subgroup / (KEY_SPLIT * TOKEN_SPLIT) * (ROWS / ROW_SPLIT);
     let scratch = subgroup * TILE * TILE; // in `scores`, for a tile of the output
 
@@ -208,12 +211,11 @@ fn mla_decode(
     }
 
     // The first block sets out, then the query row: each lane its octs of it.
-    let page_size = tables[PAGE_SIZE];
     var place: Place;
     var first: Block;
     if (kv_begin < kv_end) {
         if (thread < PLACES) {
-            place = place_of(page_begin, min(kv_begin + thread, kv_end - 1u));
+            place = place_of(pages_at + page_begin, page_size, min(kv_begin + thread, kv_end - 1u));
             row_at[thread] = page_row(place.page, place.offset);
             place = next_place(place, page_size, kv_end);
         }
@@ -290,21 +292,21 @@ fn mla_decode(
             for (var t = 0u; t < SCORE_TOKEN_TILES; t++) { // unroll
                 var score = array<MatrixC, SCORE_CHAINS>();
                 for (var k = 0u; k < LATENT_KEY_TILES; k++) { // unroll
-                    let key = coopLoad<MatrixB>(&keys[(score_token + t * TILE) * KEY_PITCH + key_oct(key_share, k)].low, KEY_PITCH * 2u);
+                    let key = coopLoad<MatrixB>(&keys[(score_tile + t) * TILE * KEY_PITCH + key_oct(key_share, k)].low, KEY_PITCH * 2u);
                     for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
                         score[r % SCORE_ROW_TILES * CHAINS + k % CHAINS] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[r % SCORE_ROW_TILES * CHAINS + k % CHAINS]);
                     }
                 }
                 if (has_rope) {
                     for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
-                        let key = coopLoad<MatrixB>(&keys[(score_token + t * TILE) * KEY_PITCH + key_oct(key_share, LATENT_KEY_TILES + k)].low, KEY_PITCH * 2u);
+                        let key = coopLoad<MatrixB>(&keys[(score_tile + t) * TILE * KEY_PITCH + key_oct(key_share, LATENT_KEY_TILES + k)].low, KEY_PITCH * 2u);
                         for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
                             score[r % SCORE_ROW_TILES * CHAINS + k % CHAINS] = coopMultiplyAdd(queries[r * KEY_TILES + LATENT_KEY_TILES + k], key, score[r % SCORE_ROW_TILES * CHAINS + k % CHAINS]);
                         }
                     }
                 }
                 for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
-                    let at = (key_share * ROWS + score_row + r * TILE) * SCORE_PITCH + score_token + t * TILE;
+                    let at = ((key_share * TOKEN_TILES + score_tile + t) * ROWS + score_row + r * TILE) * SCORE_PITCH;
                     for (var more = 0u; more < MORE_CHAINS; more++) { // unroll
                         score[r * CHAINS] = score[r * CHAINS] + score[r * CHAINS + 1u + more];
                     }
@@ -319,7 +321,8 @@ fn mla_decode(
             for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
                 var sum = 0.0;
                 for (var s = 0u; s < KEY_SPLIT; s++) { // unroll
-                    sum += scores[(s * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES + column];
+let tile = s * TOKEN_TILES + i * SOFTMAX_LANES / TILE;
+                    sum += scores[(tile * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES % TILE + column];
                 }
                 if (KEYS_MAY_OVERFLOW) {
                     wide = wide || (bitcast<u32>(sum) & 0x7F800000u) == 0x7F800000u;

@@ -91,7 +91,7 @@ impl CoopTile {
 
     /// Floats from one row of scores to the next.
     const fn score_pitch(&self) -> u32 {
-        self.tokens + self.score_pad
+        self.tile + self.score_pad
     }
 
     /// Tokens whose places in the cache are found at a time.
@@ -100,8 +100,10 @@ impl CoopTile {
     }
 
     const fn scores(&self) -> u32 {
-        let (scores, tiles) =
-            (self.key_split * self.rows * self.score_pitch(), self.subgroups() * self.tile * self.tile);
+        let (scores, tiles) = (
+            self.key_split * (self.tokens / self.tile) * self.rows * self.score_pitch(),
+            self.subgroups() * self.tile * self.tile,
+        );
         if scores > tiles { scores } else { tiles }
     }
 

@@ -139,7 +139,7 @@ fn check_module(source: &Source, module: &Module, caps: &Caps) {
     // registers to run out of.
     let has_matrices = source.text.contains("coop_mat");
     let most = match caps.kind {
-        DeviceKind::Software if has_matrices => 16384,
+        DeviceKind::Software if has_matrices => 20480,
         _ if has_matrices => 5120,
         _ => 1024,
     };
@@ -256,13 +256,7 @@ fn every_tile_for_several_query_tokens_is_valid_and_fits() {
                     let (query, cache, out) = dtypes[at % dtypes.len()];
                     at += 7; // coprime to their number
                     let spec = spec(dims, heads, query, cache, out);
-                    // 64 rows of an f32 query hold more in a software device's lane than `check_module` allows, for 64 heads
-                    // as for 16 of 4 tokens.
-                    let holds_too_much = caps.kind == DeviceKind::Software
-                        && matches!(variant.body, Body::Coop { small: false })
-                        && query == Dtype::F32
-                        && query_rows(&spec, query_tokens) > 32;
-                    if serves(&variant, &caps, &spec) && !holds_too_much {
+                    if serves(&variant, &caps, &spec) {
                         check_decode(&variant, &caps, &spec, query_tokens, at.is_multiple_of(2));
                     }
                 }
@@ -471,8 +465,8 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         size_of::<Merge>(),
         &[
             ("let token = bound_token({});", offset_of!(Merge, token)),
-            ("let begin = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, begin)),
-            ("let end = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, end)),
+            ("let begin = slots_at + {};", offset_of!(Merge, begin)),
+            ("let end = slots_at + {};", offset_of!(Merge, end)),
         ],
     );
 }
