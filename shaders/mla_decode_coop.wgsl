@@ -61,9 +61,9 @@ struct Place {
     page: u32, // its page's id
 }
 
-// `list_at` is where the ids of its sequence's pages begin.
-fn place_of(list_at: u32, page_size: u32, token: u32) -> Place {
-    let listed = list_at + token / page_size;
+fn place_of(page_begin: u32, token: u32) -> Place {
+    let page_size = tables[PAGE_SIZE];
+    let listed = tables[PAGES_AT] + page_begin + token / page_size;
     return Place(token, listed, token % page_size, tables[listed]);
 }
 
@@ -178,14 +178,11 @@ fn mla_decode(
     @builtin(subgroup_id) subgroup: u32,
     @builtin(subgroup_invocation_id) lane: u32,
 ) {
-    // What the header says is asked for at once: each load that waits for another costs a launch's start.
     let item = slice.first_item + group_id.y * num_groups.x + group_id.x;
-    let item_at = tables[ITEMS_AT] + item * 8u;
-    let page_size = tables[PAGE_SIZE];
-    let pages_at = tables[PAGES_AT];
     if (item >= min(slice.end_item, tables[NUM_ITEMS])) {
         return;
     }
+    let item_at = tables[ITEMS_AT] + item * 8u;
     let first_row = tables[item_at];
     let num_rows = tables[item_at + 1u];
     let page_begin = tables[item_at + 2u];
@@ -211,11 +208,12 @@ fn mla_decode(
     }
 
     // The first block sets out, then the query row: each lane its octs of it.
+    let page_size = tables[PAGE_SIZE];
     var place: Place;
     var first: Block;
     if (kv_begin < kv_end) {
         if (thread < PLACES) {
-            place = place_of(pages_at + page_begin, page_size, min(kv_begin + thread, kv_end - 1u));
+            place = place_of(page_begin, min(kv_begin + thread, kv_end - 1u));
             row_at[thread] = page_row(place.page, place.offset);
             place = next_place(place, page_size, kv_end);
         }

@@ -34,14 +34,13 @@ fn mla_merge(
     let row = index / MERGE_PARTS;
     let merge = row / layer.num_heads;
     let head = row % layer.num_heads;
-    let merge_at = tables[MERGES_AT] + merge * 3u;
-    let slots_at = tables[MERGE_SLOTS_AT];
     if (merge >= tables[NUM_MERGES]) {
         return;
     }
+    let merge_at = tables[MERGES_AT] + merge * 3u;
     let token = bound_token(tables[merge_at]);
-    let begin = slots_at + tables[merge_at + 1u];
-    let end = slots_at + tables[merge_at + 2u];
+    let begin = tables[MERGE_SLOTS_AT] + tables[merge_at + 1u];
+    let end = tables[MERGE_SLOTS_AT] + tables[merge_at + 2u];
     let group = thread / MERGE_OCTS;
     let column_oct = index % MERGE_PARTS * MERGE_OCTS + thread % MERGE_OCTS;
 
@@ -83,9 +82,9 @@ fn mla_merge(
             weights[thread] = vec2<f32>(weight, weight * lse_scale.y);
         }
         workgroupBarrier();
-        // Eight at a time, so that eight loads are on their way.
-        for (var i = group; i < count; i += 8u * MERGE_GROUPS) {
-            for (var k = 0u; k < 8u; k++) { // unroll
+        // Four at a time, so that four loads are on their way.
+        for (var i = group; i < count; i += 4u * MERGE_GROUPS) {
+            for (var k = 0u; k < 4u; k++) { // unroll
                 let partial = min(i + k * MERGE_GROUPS, count - 1u);
                 let quad = places[partial] + 2u * column_oct;
                 let weight = select(vec2<f32>(0.0), weights[partial], i + k * MERGE_GROUPS < count);

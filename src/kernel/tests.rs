@@ -465,8 +465,8 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         size_of::<Merge>(),
         &[
             ("let token = bound_token({});", offset_of!(Merge, token)),
-            ("let begin = slots_at + {};", offset_of!(Merge, begin)),
-            ("let end = slots_at + {};", offset_of!(Merge, end)),
+            ("let begin = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, begin)),
+            ("let end = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, end)),
         ],
     );
 }
