@@ -231,8 +231,14 @@ pub(super) fn decode(
     all.extend(consts(&tile, caps, spec));
     // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for a minute.
     let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
-    let body = include_str!("../../shaders/mla_decode_coop.wgsl").replace("// unroll on cards", marker);
-    let files = [include_str!("../../shaders/lib/pinned.wgsl"), key_file(spec.kv.dtype)?, QUERY, &body];
+    let marked = |text: &str| text.replace("// unroll on cards", marker);
+    let files = [
+        super::PINNED,
+        key_file(spec.kv.dtype)?,
+        QUERY,
+        &marked(include_str!("../../shaders/lib/cache_block.wgsl")),
+        &marked(include_str!("../../shaders/mla_decode_coop.wgsl")),
+    ];
     let source =
         compose_step("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &all, &aliases(&tile), &files);
     Some(Source { text: format!("{DIRECTIVES}{}", source.text), ..source })
