@@ -79,7 +79,8 @@ impl MlaDecode {
         //               word is written before it is read
         //   matrices    `mla_decode_coop`: tiles of `keys`, `scores` and `weights` lie inside by constants (key_oct + TILE_OCTS <=
         //               KEY_PITCH, score rows and tokens by the splits; `scores` holds a tile for each subgroup); a subgroup has
-        //               SUBGROUP lanes as `runs_on` asks for one size; row_at < TOKENS; `wide_rows` reads rows under kv_end
+        //               SUBGROUP lanes as `runs_on` asks for one size; row_at < PLACES, whose tokens `next_place` keeps under
+        //               kv_end; tiles are stored to partials only where num_rows == ROWS; `wide_rows` reads rows under kv_end
         //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
         //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
         let checks = if options.device_page_list { Checks::Kept } else { Checks::Proved };
