@@ -4,12 +4,12 @@
 #   scripts/vendors.sh                        compiles all for each vendor, writes benches/results/vendors.{md,tsv};
 #                                             fails where one does not compile, or spills and is the row that is chosen
 #   scripts/vendors.sh compile VENDOR...      some vendors, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
-#                                             adreno740 nvk-turing
-#   scripts/vendors.sh mesa26 [TEST...]       the GPU tests (or the named ones) on Mesa 26's lavapipe, which has
-#                                             cooperative matrices of 8x8
+#                                             adreno740 nvk-turing; or `all`
+#   scripts/vendors.sh mesa26                 the GPU tests of the row on matrices on Mesa 26's lavapipe, which has 8x8
 #   scripts/vendors.sh run DRIVER COMMAND...  any command; DRIVER is a vendor, or lavapipe, which alone executes shaders
 #   scripts/vendors.sh setup                  only makes the tree
-# --full in front of `compile` takes every output dtype, and NVK's statistics of everything that is chosen (long).
+# --full in front, or MLA_FULL=1: every output dtype, and NVK's statistics of everything that is chosen; all GPU tests,
+# of every row (long).
 #
 # Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
 # in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
@@ -20,6 +20,7 @@ cd "$(dirname "$0")/.."
 root=$PWD
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 tree=$(realpath -m "${MESA_TREE:-$target/mesa-tree}")
+logs=$target/vendors
 VENDORS=(nvk-turing adreno740 apple-m1 navi21 navi31 gfx1201 vega20)
 
 step() { printf '\n== %s (after %s s)\n' "$*" "$SECONDS" >&2; }
@@ -78,7 +79,8 @@ on() {
     local driver=$1 icd shim env=() stats=()
     shift
     case $driver in
-        lavapipe) icd=lvp shim='' ;;
+        # A later process finds what an earlier one compiled; LLVM's optimiser off, since a test runs each kernel briefly.
+        lavapipe) icd=lvp shim='' env=("MESA_SHADER_CACHE_DIR=$logs/lavapipe" GALLIVM_PERF=nopt) ;;
         navi* | gfx* | vega*) icd=radeon shim=amdgpu env=("AMDGPU_GPU_ID=$driver") stats=(RADV_DEBUG=shaderstats) ;;
         apple-m1) icd=asahi shim=asahi stats=(AGX_MESA_DEBUG=shaderdb) ;;
         adreno740) icd=freedreno shim=freedreno env=(FD_GPU_ID=740) stats=(IR3_SHADER_DEBUG=cs) ;;
@@ -86,8 +88,9 @@ on() {
             icd=nouveau shim=nouveau env=(NOUVEAU_CHIPSET=174 NVK_I_WANT_A_BROKEN_VULKAN_DRIVER=1) stats=(NAK_DEBUG=print) ;;
         *) echo "vendors.sh: no driver $driver; there are lavapipe ${VENDORS[*]}" >&2; exit 2 ;;
     esac
-    # Without a cache of its own, every pipeline is compiled, and its statistics are printed, each time.
-    env+=(WGPU_BACKEND=vulkan MESA_SHADER_CACHE_DISABLE=true XDG_RUNTIME_DIR=/tmp
+    # A vendor without a cache compiles every pipeline, and prints its statistics, each time.
+    [[ $driver == lavapipe ]] || env+=(MESA_SHADER_CACHE_DISABLE=true)
+    env+=(WGPU_BACKEND=vulkan XDG_RUNTIME_DIR=/tmp
         "VK_DRIVER_FILES=/usr/share/vulkan/icd.d/${icd}_icd.json")
     [[ -z ${STATS:-} ]] || env+=("${stats[@]}")
     [[ -z $shim ]] || env+=("LD_PRELOAD=/usr/lib/x86_64-linux-gnu/lib${shim}_noop_drm_shim.so")
@@ -98,63 +101,88 @@ on() {
 KEPT='^@@ |^(\*\*\* SHADER STATS|SGPRs|VGPRs|Spilled|Code size|LDS size|Subgroups per SIMD|Latency|Inverse)|^CS shader:'
 KEPT+='|^(MESA: info: )?shared_size|^MESA: info: (; CL prog|.*\b(stp|ldp)\.)|^(Stage|Instruction count|Static|Max warps|Spills|Num GPRs|SLM)'
 
-# Compiles pipelines for a vendor: what was compiled goes to $logs/VENDOR.out, statistics to VENDOR.stats.
+# Compiles pipelines for a vendor: what was compiled goes to $logs/JOB.out, statistics to JOB.stats. JOB is VENDOR.PART.
 part() {
-    local vendor=$1 raw=$logs/$1.raw status=0
+    local job=$1 vendor=${1%.*} status=0 before=$SECONDS all=()
+    local raw=$logs/$job.raw out=$logs/$job.out
     shift
-    on "$vendor" "$target/debug/examples/pipelines" --markers "$@" >>"$logs/$vendor.out" 2>"$raw" || status=$?
-    grep -aE "$KEPT" "$raw" >>"$logs/$vendor.stats" || true
+    [[ -z $full ]] || all=(--all)
+    on "$vendor" "$target/debug/examples/pipelines" --markers "${all[@]}" "$@" >"$out" 2>"$raw" || status=$?
+    grep -aE "$KEPT" "$raw" >"$logs/$job.stats" || true
     ((status == 0)) || tail -n 5 "$raw" >&2
     # A compiler that crashes takes the program with it.
-    ((status <= 1)) || echo "    FAILED  the program, with status $status, after the line above" >>"$logs/$vendor.out"
+    ((status <= 1)) || echo "    FAILED  the program, with status $status, after the line above" >>"$out"
     rm -f "$raw"
+    echo "$vendor: $(tail -n 1 "$out"), $((SECONDS - before)) s with statistics" >&2
 }
 
-compile() {
-    local vendor=$1 all=() before=$SECONDS
-    : >"$logs/$vendor.out"
-    : >"$logs/$vendor.stats"
-    [[ -z $full ]] || all=(--all)
-    if [[ $vendor != nvk-turing ]]; then
-        STATS=1 part "$vendor" "${all[@]}"
-    elif [[ -n $full ]]; then
-        STATS=1 part "$vendor" --all --only chosen
-        part "$vendor" --all --only offered
-    else
-        # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: seconds each. So only of some.
-        STATS=1 part "$vendor" --only chosen --only "512/64,any" --only "q_bf16.kv_bf16,q_bf16.kv_e4m3,any"
-        part "$vendor"
-    fi
-    echo "$vendor: $(tail -n 1 "$logs/$vendor.out"), $((SECONDS - before)) s with statistics" >&2
+# Runs a part beside others, as many at a time as there are cores.
+running=0
+beside() {
+    if ((running >= $(nproc))); then wait -n || true; else running=$((running + 1)); fi
+    "$@" &
 }
 
-# As many vendors at a time as there are cores; the slow ones come first.
+# The slow ones come first.
 compile_all() {
-    local vendor running=0
+    local vendor
+    rm -f "$logs"/*.{out,stats}
     for vendor in "$@"; do
-        if ((running >= $(nproc))); then wait -n || true; else running=$((running + 1)); fi
-        compile "$vendor" &
+        if [[ $vendor != nvk-turing ]]; then
+            STATS=1 beside part "$vendor.0"
+        elif [[ -n $full ]]; then
+            beside part "$vendor.1" --only offered
+            STATS=1 beside part "$vendor.0" --only chosen
+        else
+            # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: ten seconds each. So only of some.
+            beside part "$vendor.1"
+            STATS=1 beside part "$vendor.0" --only chosen --only "$NVK_STATS"
+        fi
     done
     wait
+    for vendor in "$@"; do
+        for ending in out stats; do cat "$logs/$vendor".*."$ending" >"$logs/$vendor.$ending"; done
+    done
 }
 
-# The tests that dispatch, and what they are called with.
-MESA26_TESTS=(conformance_wgpu matrix_wgpu)
+# The largest kernel of each row on matrices, with 16 heads and with more, and of each other kernel.
+NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
+NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3'
 
+# One process of tests on lavapipe; what it says goes to $logs/mesa26-TEST.log, and here when it ends.
+mesa26_tests() {
+    local test=$1 begin=$SECONDS status=0 binary
+    shift
+    binary=$(cargo test --locked --no-run --test "$test" --message-format json 2>/dev/null |
+        sed -n "s/.*\"name\":\"$test\".*\"executable\":\"\([^\"]*\)\".*/\1/p")
+    MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1 on lavapipe "$binary" "$@" >"$logs/mesa26-$test.log" 2>&1 || status=$?
+    step "$test $* ($((SECONDS - begin)) s)"
+    cat "$logs/mesa26-$test.log"
+    grep -qE '^test result: ok\. [1-9][0-9]* passed' "$logs/mesa26-$test.log" || status=1
+    return "$status"
+}
+
+# A kernel on matrices costs it 10 to 50 s of compiling on one core, kept in $logs/lavapipe. So without --full: the
+# smallest dims with each dtype of the cache and all head counts; and of the conformance suite, at 512/64, the groups
+# that share the kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes).
+# The row `coop` needs 48 KiB of workgroup memory, and lavapipe has 32.
 mesa26() {
+    local matrix=(coop_small_256_32)
+    local conformance=(page_sizes varlen visibility policies coop_small::shared_prefixes
+        empty_batches a_step_serves coop_small::bits_of)
+    [[ -z $full ]] || matrix=() conformance=()
     step "tests on lavapipe"
-    local tests=("${@:-${MESA26_TESTS[@]}}") args=() test binary
-    for test in "${tests[@]}"; do args+=(--test "$test"); done
-    cargo test --locked --no-run "${args[@]}"
-    for test in "${tests[@]}"; do
-        binary=$(cargo test --locked --no-run --test "$test" --message-format json 2>/dev/null |
-            sed -n "s/.*\"name\":\"$test\".*\"executable\":\"\([^\"]*\)\".*/\1/p")
-        step "$test"
-        MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1 on lavapipe "$binary"
-    done
+    cargo test --locked --no-run --test matrix_wgpu --test conformance_wgpu
+    local matrix_job status=0
+    mesa26_tests matrix_wgpu "${matrix[@]}" &
+    matrix_job=$!
+    mesa26_tests conformance_wgpu "${conformance[@]}" || status=$?
+    wait "$matrix_job" || status=$?
+    return "$status"
 }
 
 full=''
+[[ ${MLA_FULL:-} != 1 ]] || full=yes
 if [[ ${1:-} == --full ]]; then
     full=yes
     shift
@@ -164,12 +192,15 @@ verb=${1:-compile}
 case $verb in
     setup) setup ;;
     run) setup && on "$@" ;;
-    mesa26) setup && mesa26 "$@" ;;
+    mesa26)
+        setup
+        mkdir -p "$logs"
+        mesa26
+        ;;
     compile)
         setup
         # The profile of the tests, so that what they are built from is not built again.
         cargo build --locked --profile test --example pipelines
-        logs=$target/vendors
         mkdir -p "$logs"
         step "compile"
         out=()
@@ -177,6 +208,7 @@ case $verb in
             set -- "${VENDORS[@]}"
             out=(--out benches/results)
         fi
+        if [[ $* == all ]]; then set -- "${VENDORS[@]}"; fi
         compile_all "$@"
         step "report"
         python3 scripts/vendors_report.py "$logs" "$@" "${out[@]}"

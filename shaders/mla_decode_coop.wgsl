@@ -53,6 +53,11 @@ fn query_oct(query: Query, oct: u32) -> QueryOct {
     return q_pe[at + oct - LATENT_OCTS];
 }
 
+// What f16 holds of an f32 in its range. By bits: a compiler may take a conversion to f16 and back for nothing.
+fn high_part(x: vec4<f32>) -> vec4<f32> {
+    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(x) & vec4<u32>(0xFFFFE000u));
+}
+
 // The first oct of tile `k` of a subgroup's share of a row's columns: LATENT_KEY_TILES of the latent, then rotary ones.
 fn key_oct(share: u32, k: u32) -> u32 {
     if (k < LATENT_KEY_TILES) {
@@ -167,10 +172,11 @@ fn mla_decode(
             if (row / QUERY_CHUNK_ROWS == chunk) {
                 for (var i = 0u; i < LANE_QUERY_OCTS; i++) { // unroll on cards
                     let value = decode_query(octs[i]) * bitcast<f32>(exponent << 23u);
-                    var half = HalfOct(vec4<f16>(value[0]), vec4<f16>(value[1]));
+                    var piece = mat2x4<f32>(high_part(value[0]), high_part(value[1]));
                     if (part == 1u) {
-                        half = HalfOct(vec4<f16>(value[0] - vec4<f32>(half.low)), vec4<f16>(value[1] - vec4<f32>(half.high)));
+                        piece = value - piece;
                     }
+                    let half = HalfOct(vec4<f16>(piece[0]), vec4<f16>(piece[1]));
                     let oct = min(i * SOFTMAX_LANES + column, ROW_OCTS - 1u); // the last one more than once
                     keys[row % QUERY_CHUNK_ROWS * KEY_PITCH + oct] = half;
                 }

@@ -9,5 +9,5 @@ common::suite::conformance_tests!(|| Some(Cpu::new()));
 mod portable {
     use super::Cpu;
 
-    crate::common::suite::conformance_tests!(|| Some(Cpu::new()), Some("portable"));
+    crate::common::suite::conformance_tests!(|| Some(Cpu::new()), Some("portable"), true);
 }

@@ -1,4 +1,6 @@
 //! The conformance suite on wgpu, each row of its ladder, on the adapter that `Gpu::new` picks.
+//!
+//! A kernel takes seconds to compile on a software device, so the groups of dtypes take every pair only where `MLA_FULL=1`.
 #![cfg(feature = "wgpu")]
 
 mod common;
@@ -14,17 +16,17 @@ fn gpu() -> Option<Gpu> {
 }
 
 mod subgroup {
-    crate::common::suite::conformance_tests!(crate::gpu, Some("subgroup"));
+    crate::common::suite::conformance_tests!(crate::gpu, Some("subgroup"), crate::common::suite::full());
 }
 
 mod coop {
-    crate::common::suite::conformance_tests!(crate::gpu, Some("coop"));
+    crate::common::suite::conformance_tests!(crate::gpu, Some("coop"), crate::common::suite::full());
 }
 
 mod coop_small {
-    crate::common::suite::conformance_tests!(crate::gpu, Some("coop_small"));
+    crate::common::suite::conformance_tests!(crate::gpu, Some("coop_small"), crate::common::suite::full());
 }
 
 mod shared {
-    crate::common::suite::conformance_tests!(crate::gpu, Some("shared"));
+    crate::common::suite::conformance_tests!(crate::gpu, Some("shared"), crate::common::suite::full());
 }

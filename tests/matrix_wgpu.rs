@@ -9,8 +9,8 @@ mod common;
 use std::sync::OnceLock;
 
 use common::paint::{Make, sequences};
-use common::suite::Session;
 use common::suite::run::{How, Slicing};
+use common::suite::{Session, full};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Dtype, Policy, SUPPORTED_DIMS};
 
@@ -21,20 +21,16 @@ fn gpu() -> Option<Gpu> {
 
 const HEADS: [u32; 6] = [1, 6, 16, 20, 40, 128];
 
-/// A pair of cache and query dtypes costs a compile, which takes seconds on a software device. So without `MLA_FULL=1` only
-/// one query dtype of each cache dtype is met, another one for each cache, and other ones in the next dims.
-fn is_met(dims: (u32, u32), cache: usize, query: usize) -> bool {
-    let turn = SUPPORTED_DIMS.iter().position(|&(latent, rope, _)| (latent, rope) == dims);
-    let turn = turn.expect("rows! names supported dims");
-    std::env::var("MLA_FULL").as_deref() == Ok("1") || (cache + query + turn).is_multiple_of(Dtype::ALL.len())
-}
-
 fn matrix(variant: &str, dims: (u32, u32)) {
     let Some(gpu) = gpu() else { return };
-    let session = Session::forced(&gpu, variant);
+    let mut session = Session::forced(&gpu, variant);
+    // Without MLA_FULL=1 each cache dtype meets one query dtype, another one for each cache, and other ones in the next dims.
+    session.every_pair = full();
+    let place = SUPPORTED_DIMS.iter().position(|&(latent, rope, _)| (latent, rope) == dims);
+    let place = place.expect("rows! names supported dims");
     for (turn, cache) in Dtype::ALL.into_iter().enumerate() {
         for (query_turn, query) in Dtype::ALL.into_iter().enumerate() {
-            if !is_met(dims, turn, query_turn) {
+            if !session.takes(place, turn, query_turn) {
                 continue;
             }
             for heads in HEADS {

@@ -14,7 +14,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use wgpu_mla::{Backend, MlaSpec, Result};
+use wgpu_mla::{Backend, Dtype, MlaSpec, Result};
 
 use super::case::Case;
 use super::close::{Report, Tolerance, close};
@@ -29,6 +29,8 @@ pub struct Session<'a, B: Backend> {
     pub backend: &'a B,
     /// Forces a decode variant. Specs that it does not serve are left out, and counted.
     pub variant: Option<&'a str>,
+    /// Whether the groups of dtypes take every pair of a cache and a query dtype, or one for each cache dtype.
+    pub every_pair: bool,
     decodes: RefCell<HashMap<Compiled, Rc<B::Decode>>>,
     checks: Cell<usize>,
     left_out: Cell<usize>,
@@ -40,6 +42,7 @@ impl<'a, B: Backend> Session<'a, B> {
         Self {
             backend,
             variant: None,
+            every_pair: true,
             decodes: RefCell::default(),
             checks: Cell::default(),
             left_out: Cell::default(),
@@ -50,6 +53,12 @@ impl<'a, B: Backend> Session<'a, B> {
     /// A session that forces a variant.
     pub fn forced(backend: &'a B, variant: &'a str) -> Self {
         Self { variant: Some(variant), ..Self::new(backend) }
+    }
+
+    /// Whether a group takes a pair of a cache and a query dtype, by their places in [`Dtype::ALL`]. One that does not take
+    /// every pair meets each cache dtype with one query dtype, another one for each `turn`.
+    pub fn takes(&self, turn: usize, cache: usize, query: usize) -> bool {
+        self.every_pair || (cache + query + turn).is_multiple_of(Dtype::ALL.len())
     }
 
     /// The decode of a spec, compiled once.
@@ -134,6 +143,11 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 }
 
+/// Whether `MLA_FULL=1` asks for the slow suites whole.
+pub fn full() -> bool {
+    std::env::var("MLA_FULL").as_deref() == Ok("1")
+}
+
 /// Runs a case file and compares with what it expects.
 pub fn run_case<B: Backend>(session: &Session<'_, B>, name: &str, case: &Case) -> Result<(), String> {
     match case {
@@ -181,14 +195,14 @@ pub fn conformance<B: Backend>(backend: &B) {
 /// One `#[test]` for each group, so that they run side by side and fail one by one.
 ///
 /// `$backend` is a function that gives a backend, or `None` once it has said why there is none here. The second
-/// form forces a variant.
+/// form forces a variant and says whether to take every pair of dtypes.
 #[allow(unused_macros)]
 macro_rules! conformance_tests {
     ($backend:expr) => {
-        $crate::common::suite::conformance_tests!($backend, None);
+        $crate::common::suite::conformance_tests!($backend, None, true);
     };
-    ($backend:expr, $variant:expr) => {
-        $crate::common::suite::conformance_tests!(@groups $backend, $variant,
+    ($backend:expr, $variant:expr, $every_pair:expr) => {
+        $crate::common::suite::conformance_tests!(@groups $backend, $variant, $every_pair,
             case_files: case_files,
             dtypes_of_512_64: decode::dtypes_of_512_64,
             dtypes_of_256_64: decode::dtypes_of_256_64,
@@ -220,12 +234,13 @@ macro_rules! conformance_tests {
             refuses_ops: errors::ops,
         );
     };
-    (@groups $backend:expr, $variant:expr, $($name:ident: $($group:ident)::+,)*) => {$(
+    (@groups $backend:expr, $variant:expr, $every_pair:expr, $($name:ident: $($group:ident)::+,)*) => {$(
         #[test]
         fn $name() {
             if let Some(backend) = $backend() {
                 let mut session = $crate::common::suite::Session::new(&backend);
                 session.variant = $variant;
+                session.every_pair = $every_pair;
                 $crate::common::suite::$($group)::+(&session);
             }
         }
