@@ -53,9 +53,14 @@ fn query_oct(query: Query, oct: u32) -> QueryOct {
     return q_pe[at + oct - LATENT_OCTS];
 }
 
-// What f16 holds of an f32 in its range. By bits: a compiler may take a conversion to f16 and back for nothing.
-fn high_part(x: vec4<f32>) -> vec4<f32> {
-    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(x) & vec4<u32>(0xFFFFE000u));
+// Part 0 of an f32 in f16's range is what f16 holds of it, part 1 the rest. By bits: a compiler may take a conversion to f16 and back
+// for nothing.
+fn query_part(x: vec4<f32>, part: u32) -> vec4<f16> {
+    let high = bitcast<vec4<f32>>(bitcast<vec4<u32>>(x) & vec4<u32>(0xFFFFE000u));
+    if (part == 0u) {
+        return vec4<f16>(high);
+    }
+    return vec4<f16>(x - high);
 }
 
 // The first oct of tile `k` of a subgroup's share of a row's columns: LATENT_KEY_TILES of the latent, then rotary ones.
@@ -172,11 +177,7 @@ fn mla_decode(
             if (row / QUERY_CHUNK_ROWS == chunk) {
                 for (var i = 0u; i < LANE_QUERY_OCTS; i++) { // unroll on cards
                     let value = decode_query(octs[i]) * bitcast<f32>(exponent << 23u);
-                    var piece = mat2x4<f32>(high_part(value[0]), high_part(value[1]));
-                    if (part == 1u) {
-                        piece = value - piece;
-                    }
-                    let half = HalfOct(vec4<f16>(piece[0]), vec4<f16>(piece[1]));
+                    let half = HalfOct(query_part(value[0], part), query_part(value[1], part));
                     let oct = min(i * SOFTMAX_LANES + column, ROW_OCTS - 1u); // the last one more than once
                     keys[row % QUERY_CHUNK_ROWS * KEY_PITCH + oct] = half;
                 }
