@@ -42,10 +42,7 @@ cargo clippy --locked --no-default-features --all-targets -- -D warnings
 step "tests"
 MLA_CHECKED_SHADERS=1 cargo test --locked
 step "conformance of the kernels as they are shipped, without these checks"
-# One group of decodes for each row and one for each small op: what they compute has just been tested. --full runs all.
-as_shipped=(varlen merges appends page_copies)
-[[ ${MLA_FULL:-} != 1 ]] || as_shipped=()
-cargo test --locked --test conformance_wgpu -- "${as_shipped[@]}"
+cargo test --locked --test conformance_wgpu
 step "benches, tiny"
 cargo test --locked --bench decode --bench merge --bench append -- --test
 step "tests without wgpu"

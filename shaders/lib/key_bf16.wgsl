@@ -1,6 +1,7 @@
 // How a cooperative matrix gets its keys: bfloat16, each the upper half of an f32, two a word, made binary16.
 //
-// That is exact from 2^-17 up to 65280, and within 2^-25 below. Larger ones are noticed: see wide_rows.wgsl.
+// That is exact from 2^-17 up to 65280, and within 2^-25 below. Larger ones are noticed, since they become infinite: see
+// wide_rows.wgsl. A driver whose conversion rounded to zero would make them 65504, unnoticed; the test group hard_data would tell.
 alias KvOct = vec4<u32>;
 
 const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
