@@ -253,7 +253,7 @@ fn mla_decode(
             for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
                 var sum = 0.0;
                 for (var s = 0u; s < KEY_SPLIT; s++) { // unroll
-let tile = s * TOKEN_TILES + i * SOFTMAX_LANES / TILE;
+                    let tile = s * TOKEN_TILES + i * SOFTMAX_LANES / TILE;
                     sum += scores[(tile * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES % TILE + column];
                 }
                 if (KEYS_MAY_OVERFLOW) {
@@ -333,19 +333,20 @@ let tile = s * TOKEN_TILES + i * SOFTMAX_LANES / TILE;
         }
     }
 
-    // The row's sum, then the output: a whole tile of partial results as it is, and the merge multiplies it.
+    // The row's sum, then the output. A partial result is left as it is and the merge multiplies it: a whole tile is stored at
+    // once, and the rows of one that is not get the same bits.
     let sum = row_total(row_sum);
     let any = sum > 0.0;
     let divisor = select(1.0, sum, any);
-    let is_whole = slot != DIRECT && num_rows == ROWS;
+    let factor = KEY_UNIT / divisor;
+    let is_partial = slot != DIRECT;
     if (column == 0u) {
-        factors[row] = KEY_UNIT / divisor;
+        factors[row] = select(factor, 1.0, is_partial);
         if (row < num_rows) {
-            let base_2 = select(EMPTY, row_max + log2(divisor), any);
-            write_lse(query, row, slot, base_2, any, select(1.0, KEY_UNIT / divisor, is_whole));
+            write_lse(query, row, slot, select(EMPTY, row_max + log2(divisor), any), any, factor);
         }
     }
-    if (is_whole) {
+    if (is_partial && num_rows == ROWS) {
         for (var c = 0u; c < ACC_TILES; c++) { // unroll
             let quad = (subgroup * LATENT_TILES + c % LATENT_TILES) * (TILE / 4u);
             coopStoreT(acc[c], &partials[(slot + c / LATENT_TILES * TILE) * PARTIAL_QUADS + quad], PARTIAL_QUADS);
