@@ -49,7 +49,7 @@ impl Variant {
         VARIANTS.into_iter().find(|variant| variant.name == name)
     }
 
-    /// Whether its split kernel declares the cache and the tables as if it wrote them: see `shaders/lib/pinned.wgsl`.
+    /// Whether its split kernel declares the cache, the tables and the page list as if it wrote them: see `shaders/lib/pinned.wgsl`.
     pub(crate) const fn pins_loads(&self) -> bool {
         matches!(self.body, Body::Coop { .. })
     }
@@ -111,8 +111,8 @@ impl Variant {
     }
 }
 
-/// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables and the step's partial results.
-const STORAGE_BUFFERS: u32 = 7;
+/// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
+const STORAGE_BUFFERS: u32 = 8;
 
 /// The forced row, or the first that runs, and a sentence about the choice.
 ///

@@ -351,17 +351,17 @@ fn prepare_device(rig: &Rig, step: &mut Step, loaded: &Loaded) {
 fn write_list(rig: &Rig, step: &Step, loaded: &Loaded, by_copy: bool) {
     let problem = &loaded.problem;
     let plan = plan(&rig.mla, problem, FIXED);
-    let (tables, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
+    let (list, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
     for (seq, &len) in plan.seq_lens.iter().enumerate() {
         let used = problem.spec.kv.pages_for(len) as usize;
         let row: &[u8] = bytemuck::cast_slice(&problem.block_table[seq * problem.max_pages..][..used]);
         let at = range.start + u64::from(plan.page_begin[seq]) * 4;
         if by_copy && !row.is_empty() {
             let mut encoder = rig.encoder();
-            encoder.copy_buffer_to_buffer(&rig.buffer(row), 0, tables, at, row.len() as u64);
+            encoder.copy_buffer_to_buffer(&rig.buffer(row), 0, list, at, row.len() as u64);
             rig.submit(encoder);
         } else {
-            rig.gpu.queue.write_buffer(tables, at, row);
+            rig.gpu.queue.write_buffer(list, at, row);
         }
     }
 }
@@ -404,11 +404,11 @@ fn wild_pages_of_a_device_list_stay_in_the_pool() {
     let loaded = rig.load(problem);
     let mut step = rig.mla.step(Capacity::default()).expect("a step");
     prepare_device(&rig, &mut step, &loaded);
-    let (tables, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
+    let (list, _) = step.page_list(rig.mla.spec()).expect("a list of the device");
     let pages = rig.mla.spec().kv.num_pages;
     for wild in [u32::MAX, pages, 1 << 31, 0x7FFF_FFFF] {
-        let words = vec![wild; ((range.end - range.start) / 4) as usize];
-        rig.gpu.queue.write_buffer(tables, range.start, bytemuck::cast_slice(&words));
+        let words = vec![wild; (list.size() / 4) as usize];
+        rig.gpu.queue.write_buffer(list, 0, bytemuck::cast_slice(&words));
         rig.poison(&loaded);
         let scope = rig.gpu.device.push_error_scope(wgpu::ErrorFilter::Validation);
         rig.run(&step, &loaded);
@@ -416,6 +416,31 @@ fn wild_pages_of_a_device_list_stay_in_the_pool() {
         for bytes in rig.bits(&loaded) {
             assert!(Dtype::F32.decode_all(&bytes).iter().all(|x| x.is_finite()), "page {wild:#x}");
         }
+    }
+}
+
+/// The buffer that a host writes has the list in it and nothing else: with every byte of it overwritten, a new list alone
+/// makes the step whole again.
+#[test]
+fn the_buffer_of_a_device_list_holds_nothing_else() {
+    let Some(shared) = Rig::shared() else { return };
+    let rig = device_lists(shared);
+    let loaded = rig.load(small(&[(37, 1), (90, 2), (300, 1)]));
+    let mut step = rig.mla.step(Capacity { pages: 5, ..Capacity::default() }).expect("a step");
+    for _ in 0..2 {
+        let (list, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
+        assert_eq!((range.start, range.end), (0, list.size()));
+        assert_eq!(list.size(), u64::from(step.capacity().pages).next_multiple_of(4) * 4);
+        // The second time it is another buffer, as the step grew.
+        prepare_device(&rig, &mut step, &loaded);
+    }
+    let (list, _) = step.page_list(rig.mla.spec()).expect("a list of the device");
+    for byte in [0xFF, 0x00, 0x7F] {
+        rig.gpu.queue.write_buffer(list, 0, &vec![byte; list.size() as usize]);
+        write_list(&rig, &step, &loaded, false);
+        rig.poison(&loaded);
+        rig.run(&step, &loaded);
+        rig.check(&loaded, &loaded.problem);
     }
 }
 
@@ -430,8 +455,8 @@ fn a_host_list_after_a_device_list() {
     rig.check(&loaded, &loaded.problem);
 
     prepare_device(&rig, &mut step, &loaded);
-    let (tables, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
-    rig.gpu.queue.write_buffer(tables, range.start, &vec![0xFF; (range.end - range.start) as usize]);
+    let (list, _) = step.page_list(rig.mla.spec()).expect("a list of the device");
+    rig.gpu.queue.write_buffer(list, 0, &vec![0xFF; list.size() as usize]);
 
     rig.prepare(&mut step, &loaded.problem, FIXED);
     rig.poison(&loaded);

@@ -4,15 +4,15 @@
 // Where a token's cache row is.
 struct Place {
     token: u32,
-    listed: u32, // where its page's id is in the tables
+    listed: u32, // where its page's id is in the page list
     offset: u32, // in the page
     page: u32, // its page's id
 }
 
 fn place_of(page_begin: u32, token: u32) -> Place {
     let page_size = tables[PAGE_SIZE];
-    let listed = tables[PAGES_AT] + page_begin + token / page_size;
-    return Place(token, listed, token % page_size, tables[listed]);
+    let listed = page_begin + token / page_size;
+    return Place(token, listed, token % page_size, pages[listed]);
 }
 
 // The place PLACES tokens on; the same one past the end, where any row of the item will do: it weighs 0.
@@ -23,7 +23,7 @@ fn next_place(place: Place, page_size: u32, kv_end: u32) -> Place {
         next.listed += (place.offset + PLACES) / page_size;
         next.offset = (place.offset + PLACES) % page_size;
     }
-    next.page = tables[next.listed];
+    next.page = pages[next.listed];
     return next;
 }
 

@@ -15,7 +15,7 @@ fn query_of(first_row: u32, row: u32) -> Query {
 // First oct of a token's cache row.
 fn cache_row(page_begin: u32, token: u32) -> u32 {
     let page_size = tables[PAGE_SIZE];
-    return page_row(tables[tables[PAGES_AT] + page_begin + token / page_size], token % page_size);
+    return page_row(pages[page_begin + token / page_size], token % page_size);
 }
 
 // First oct of a cache row of a page.

@@ -1,4 +1,4 @@
-// A step's tables, one array of words (src/tables.rs), and its scratch. Every op of a step binds both.
+// A step's tables and page list, two arrays of words (src/tables.rs), and its scratch. Every op of a step binds all.
 struct Slice {
     first_item: u32, // work items before this one belong to earlier slices
     end_item: u32,
@@ -6,7 +6,7 @@ struct Slice {
     reserved_1: u32,
 }
 
-// binding 0 is the tables: lib/read.wgsl or lib/pinned.wgsl
+// bindings 0 and 3 are the tables and the page list: lib/read.wgsl or lib/pinned.wgsl
 @group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [slots, 2 * LATENT_OCTS + 1]: row, then its LSE
 @group(1) @binding(2) var<uniform> slice: Slice;
 
@@ -19,7 +19,6 @@ const ITEMS_AT = 4u;
 const QUERIES_AT = 5u;
 const MERGES_AT = 6u;
 const MERGE_SLOTS_AT = 7u;
-const PAGES_AT = 8u;
 
 const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u; // a row's latent, then its base-2 LSE and what the latent is yet to be multiplied with
 const DIRECT = 0xFFFFFFFFu; // the slot of an item that writes its output itself

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::binding::{self, LayerBinding};
-use super::pipelines::{Checks, Layouts, Pipelines};
+use super::pipelines::{Layouts, Pipelines};
 use super::step::Step;
 use crate::caps::Caps;
 use crate::compose::Source;
@@ -62,12 +62,16 @@ impl MlaDecode {
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
         //
         //   tables      the header's places hold the capacity (`Capacity::check` in `write_tables`; the buffer has
-        //               `header.end` words), items and merges end at `NUM_ITEMS` and `NUM_MERGES`; a new step holds zeros.
+        //               `header.pages` words), items and merges end at `NUM_ITEMS` and `NUM_MERGES`; a new step holds zeros.
+        //               Only `prepare` writes them: no host ever holds this buffer.
         //               What items, merges and slots name: `check_plan` in `prepare`
         //   query rows  first_row + num_rows <= queries * H: `check_plan`
-        //   page list   page_begin + pages of kv_end <= its length: `check_plan`; each word is a page: `write_pages`. A list
-        //               written on the device is clamped (`CLAMP_PAGES`), but the host holds the whole tables' buffer then
-        //               (`Step::page_list`) and might write elsewhere: such kernels keep the run-time checks
+        //   page list   page_begin + pages of kv_end <= its length: `check_plan`; its length <= the capacity, by which the
+        //               buffer was made; an item's blocks and `next_place` look for tokens under kv_end only. Each word is a
+        //               page: `write_pages`, whose zeros stand behind each sequence. With `device_page_list` the host holds
+        //               this buffer (`Step::page_list`) and may write anything to it: nothing there is used but as a page's
+        //               id, and `page_row`, through which every one goes, clamps it (`CLAMP_PAGES`) by `NUM_PAGES`, at least
+        //               1 (`KvSpec::check`), of the tables, which the host does not hold
         //   kv          page < num_pages, token % page_size < page_size, oct < (L + R) / 8: inside of what `KvView::check`
         //               found in the buffer; `Window` binds all of it, and its bytes fit u32
         //   q, out, lse token < max_queries (`bound_token`, also for a replay), head < H: inside of what `Layer::check` found.
@@ -83,9 +87,8 @@ impl MlaDecode {
         //               kv_end; tiles are stored to partials only where num_rows == ROWS; `wide_rows` reads rows under kv_end
         //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
         //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
-        let checks = if options.device_page_list { Checks::Kept } else { Checks::Proved };
-        let split = pipelines.get(&split, &layouts.pipeline, checks)?;
-        let merge = pipelines.get(&merge, &layouts.pipeline, checks)?;
+        let split = pipelines.get(&split, &layouts.pipeline)?;
+        let merge = pipelines.get(&merge, &layouts.pipeline)?;
         log::info!("mla.decode: {why}");
         Ok(Self {
             pipelines: pipelines.clone(),

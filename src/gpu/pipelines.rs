@@ -31,20 +31,12 @@ pub struct Setup<'a> {
     pub checked_shaders: bool,
 }
 
-/// Whether a kernel keeps wgpu's run-time checks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Checks {
-    Kept,
-    /// Every index is inside its array and every loop ends: whoever says so writes down why.
-    Proved,
-}
-
 #[derive(Debug)]
 struct Shared {
     device: wgpu::Device,
     caps: Caps,
-    /// By text; those with wgpu's run-time checks, and those without.
-    compiled: Mutex<[HashMap<String, wgpu::ComputePipeline>; 2]>,
+    /// By text.
+    compiled: Mutex<HashMap<String, wgpu::ComputePipeline>>,
     disk: Option<DiskCache>,
     checked_shaders: bool,
 }
@@ -97,7 +89,8 @@ impl Pipelines {
         VARIANTS.iter().map(|variant| (variant.name, variant.runs_on(self.caps(), spec).err())).collect()
     }
 
-    /// The pipeline of a source over a layout, compiled now if it is not yet. One text has one layout.
+    /// The pipeline of a source over a layout, compiled now if it is not yet. One text has one layout. wgpu's run-time checks
+    /// are left out: whoever calls this writes down beside the call why every index is inside its array and every loop ends.
     ///
     /// # Errors
     /// [`crate::Error::Internal`] where the driver refuses it, [`crate::Error::OutOfMemory`], [`crate::Error::DeviceLost`].
@@ -105,11 +98,8 @@ impl Pipelines {
         &self,
         source: &Source,
         layout: &wgpu::PipelineLayout,
-        checks: Checks,
     ) -> Result<wgpu::ComputePipeline> {
-        let trusted = checks == Checks::Proved && !self.shared.checked_shaders;
-        let [kept, proved] = &mut *self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        let compiled = if trusted { proved } else { kept };
+        let mut compiled = self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pipeline) = compiled.get(&source.text) {
             return Ok(pipeline.clone());
         }
@@ -121,11 +111,11 @@ impl Pipelines {
                 label,
                 source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
             };
-            let module = if !trusted {
+            let module = if self.shared.checked_shaders {
                 device.create_shader_module(descriptor)
             } else {
-                // SAFETY: the text is this crate's own, and whoever asked for `Checks::Proved` has written down beside the
-                // call which check of the host bounds which index, and why every loop ends.
+                // SAFETY: the text is this crate's own, and whoever calls this has written down beside the call which check
+                // of the host bounds which index, and why every loop ends.
                 unsafe {
                     let checks = wgpu::ShaderRuntimeChecks::unchecked();
                     device.create_shader_module_trusted(descriptor, checks)
@@ -172,8 +162,11 @@ impl Layouts {
                     uniform(false),
                 ],
             );
-            let step =
-                bind_group_layout(device, "mla.step", &[storage(!pins_loads), storage(false), uniform(true)]);
+            let step = bind_group_layout(
+                device,
+                "mla.step",
+                &[storage(!pins_loads), storage(false), uniform(true), storage(!pins_loads)],
+            );
             let pipeline = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
                 label: Some("mla"),
                 bind_group_layouts: &[Some(&layer), Some(&step)],

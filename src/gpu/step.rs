@@ -1,4 +1,4 @@
-//! A step's tables and scratch on the device.
+//! A step's tables, page list and scratch on the device.
 
 use std::ops::Range;
 
@@ -46,6 +46,8 @@ pub struct Step {
     /// Whether the host may write the page list itself.
     device_page_list: bool,
     tables: wgpu::Buffer,
+    /// Nothing but the page list: a host that writes it may write all of it.
+    pages_buffer: wgpu::Buffer,
     slices_buffer: wgpu::Buffer,
     slice_stride: u32,
     slices: Vec<Range<u32>>,
@@ -67,7 +69,7 @@ impl Step {
         capacity: Capacity,
     ) -> Result<Self> {
         let device = pipelines.device();
-        let (table_bytes, partial_bytes) = bytes_within_limits(pipelines.caps(), spec, &capacity)?;
+        let bytes = Bytes::within_limits(pipelines.caps(), spec, &capacity)?;
         let slice_stride = device.limits().min_uniform_buffer_offset_alignment.max(16);
         let buffer = |label, size, usage| {
             device.create_buffer(&wgpu::BufferDescriptor {
@@ -77,9 +79,10 @@ impl Step {
                 mapped_at_creation: false,
             })
         };
-        let (tables, slices_buffer, group) = scoped(device, "a step", || {
-            let tables = buffer("mla.tables", table_bytes, wgpu::BufferUsages::STORAGE);
-            let partials = buffer("mla.partials", partial_bytes, wgpu::BufferUsages::STORAGE);
+        let (tables, pages_buffer, slices_buffer, group) = scoped(device, "a step", || {
+            let tables = buffer("mla.tables", bytes.tables, wgpu::BufferUsages::STORAGE);
+            let pages = buffer("mla.pages", bytes.pages, wgpu::BufferUsages::STORAGE);
+            let partials = buffer("mla.partials", bytes.partials, wgpu::BufferUsages::STORAGE);
             let slices = buffer(
                 "mla.slices",
                 u64::from(slice_stride) * (MAX_SLICES as u64 + 1),
@@ -93,9 +96,10 @@ impl Step {
                     wgpu::BindGroupEntry { binding: 0, resource: tables.as_entire_binding() },
                     wgpu::BindGroupEntry { binding: 1, resource: partials.as_entire_binding() },
                     wgpu::BindGroupEntry { binding: 2, resource: wgpu::BindingResource::Buffer(slice) },
+                    wgpu::BindGroupEntry { binding: 3, resource: pages.as_entire_binding() },
                 ],
             });
-            (tables, slices, group)
+            (tables, pages, slices, group)
         })?;
         Ok(Self {
             capacity,
@@ -104,6 +108,7 @@ impl Step {
             owner,
             device_page_list,
             tables,
+            pages_buffer,
             slices_buffer,
             slice_stride,
             slices: Vec::new(),
@@ -130,19 +135,20 @@ impl Step {
         self.slices.len().max(1)
     }
 
-    /// The device's copy of the flat page list, for a host that writes it on the device: the buffer and a byte range in it.
+    /// The device's copy of the flat page list, for a host that writes it on the device: a buffer of nothing else, which a
+    /// `prepare` beyond the capacity replaces, and the byte range of its words, [`Capacity::pages`] or up to three more.
     /// Sequence `i` begins at word [`Plan::page_begin`]`[i]` of the range.
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`] for a step of a decode made without [`super::Options::device_page_list`]: its kernels trust
-    /// the tables, which only [`super::MlaDecode::prepare`] writes.
+    /// the page list, which only [`super::MlaDecode::prepare`] writes.
     pub fn page_list(&self, spec: &MlaSpec) -> Result<(&wgpu::Buffer, Range<u64>)> {
         if !self.device_page_list {
             let detail = "Step::page_list needs a decode made with Options::device_page_list";
             return Err(Error::LayoutMismatch { detail });
         }
         let header = self.capacity.header(&spec.kv);
-        Ok((&self.tables, u64::from(header.pages) * 4..u64::from(header.end) * 4))
+        Ok((&self.pages_buffer, 0..u64::from(header.end - header.pages) * 4))
     }
 
     /// With a plan that [`crate::plan::check_plan`] let pass.
@@ -157,7 +163,7 @@ impl Step {
     ) -> Result<()> {
         let need = Capacity::of(plan);
         let capacity = self.capacity.grown_to(need);
-        bytes_within_limits(pipelines.caps(), spec, &capacity)?;
+        Bytes::within_limits(pipelines.caps(), spec, &capacity)?;
         // Checked in full before anything on the device changes.
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
         if capacity == self.capacity {
@@ -170,15 +176,20 @@ impl Step {
         self.num_queries = plan.num_queries;
         self.cut_slices(plan);
 
+        // Words of the tables' buffer, and with those of the page list's.
+        let own = header.pages as usize;
         let used = match pages {
             // The device writes the page list itself.
-            PageTable::Device => header.pages as usize,
-            _ => (header.pages + plan.page_list_len()) as usize,
+            PageTable::Device => own,
+            _ => own + plan.page_list_len() as usize,
         };
         let (words, uploaded) = (&self.words[..used], &mut self.uploaded);
-        changed_runs(uploaded, words, |run| {
-            queue.write_buffer(&self.tables, run.start as u64 * 4, bytemuck::cast_slice(&words[run]));
-        });
+        let (old, new) = (uploaded.split_at(own.min(uploaded.len())), words.split_at(own));
+        for (buffer, old, new) in [(&self.tables, old.0, new.0), (&self.pages_buffer, old.1, new.1)] {
+            changed_runs(old, new, |run| {
+                queue.write_buffer(buffer, run.start as u64 * 4, bytemuck::cast_slice(&new[run]));
+            });
+        }
         // Words past `used` are left as they are, so that they need not be sent again when the batch grows back.
         // A list that the device wrote is not known here.
         if uploaded.len() < used || matches!(pages, PageTable::Device) {
@@ -230,30 +241,44 @@ impl Step {
     }
 }
 
-/// Bytes of the tables and of the partial results.
-///
-/// # Errors
-/// [`Error::Limit`].
-fn bytes_within_limits(caps: &Caps, spec: &MlaSpec, capacity: &Capacity) -> Result<(u64, u64)> {
-    let tables = u64::from(capacity.header(&spec.kv).end) * 4;
-    let partials = (u64::from(capacity.slots) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
-    // The header's end says so where it could not be counted.
-    let countable = u64::from(u32::MAX - 1) * 4;
-    let limit = caps.max_binding_bytes.min(caps.max_buffer_bytes);
-    for (what, need, limit) in
-        [("a step's tables", tables, limit.min(countable)), ("a step's partial results", partials, limit)]
-    {
-        if need > limit {
-            let cure = "use a smaller batch, fewer or longer splits, or `wanted`'s limits";
-            return Err(Error::Limit { what, need, limit, cure });
+/// Bytes of a step's buffers.
+struct Bytes {
+    tables: u64,
+    pages: u64,
+    partials: u64,
+}
+
+impl Bytes {
+    /// # Errors
+    /// [`Error::Limit`].
+    fn within_limits(caps: &Caps, spec: &MlaSpec, capacity: &Capacity) -> Result<Self> {
+        let header = capacity.header(&spec.kv);
+        let words = |count: u32| u64::from(count) * 4;
+        let tables = words(header.pages);
+        // A binding is never empty.
+        let pages = words(header.end - header.pages).max(16);
+        let partials =
+            (u64::from(capacity.slots) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
+        let limit = caps.max_binding_bytes.min(caps.max_buffer_bytes);
+        for (what, need, limit) in [
+            // The header's end says so where it could not be counted.
+            ("a step's tables and page list", words(header.end), words(u32::MAX - 1)),
+            ("a step's tables", tables, limit),
+            ("a step's page list", pages, limit),
+            ("a step's partial results", partials, limit),
+        ] {
+            if need > limit {
+                let cure = "use a smaller batch, fewer or longer splits, or `wanted`'s limits";
+                return Err(Error::Limit { what, need, limit, cure });
+            }
         }
+        let merge_groups = spec.shape.num_heads * kernel::merge_parts(&spec.shape);
+        let groups = u64::from(capacity.items).max(u64::from(capacity.merges) * u64::from(merge_groups));
+        let limit = u64::from(caps.max_workgroups).pow(2);
+        if groups > limit {
+            let cure = "use a smaller batch, or fewer or longer splits";
+            return Err(Error::Limit { what: "workgroups of a step", need: groups, limit, cure });
+        }
+        Ok(Self { tables, pages, partials })
     }
-    let merge_groups = spec.shape.num_heads * kernel::merge_parts(&spec.shape);
-    let groups = u64::from(capacity.items).max(u64::from(capacity.merges) * u64::from(merge_groups));
-    let limit = u64::from(caps.max_workgroups).pow(2);
-    if groups > limit {
-        let cure = "use a smaller batch, or fewer or longer splits";
-        return Err(Error::Limit { what: "workgroups of a step", need: groups, limit, cure });
-    }
-    Ok((tables, partials))
 }

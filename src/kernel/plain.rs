@@ -97,8 +97,8 @@ impl Tile {
 
 /// In how many parts a score takes an oct: what registers allow, by the same compilers as [`Tile::most_rows_and_threads`].
 ///
-/// Whole keys of f32, four at a time, spill on an Apple M1 next to its 4 rows and the run-time checks of page ids from the
-/// device. Keys of f16 and e4m3 are unpacked as they are multiplied: halves of them take more registers, not less. So do
+/// Whole keys of f32, four at a time, just fit the registers of an Apple M1 next to its 4 rows, and spill where wgpu's run-time
+/// checks are asked for. Keys of f16 and e4m3 are unpacked as they are multiplied: halves of them take more registers, not less. So do
 /// halves of f32 on RDNA2 and Vega, whose 5 rows then no longer fit in 128.
 const fn dot_parts(kind: DeviceKind, query: Dtype, cache: Dtype) -> u32 {
     match (kind, query, cache) {

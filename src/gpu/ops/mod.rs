@@ -14,7 +14,6 @@ pub use kv_copy_pages::{CopyBinding, CopySpec, CopyStep, KvCopyPages};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
 
 use super::Pipelines;
-use super::pipelines::Checks;
 use super::scope::scoped;
 use crate::compose::{Const, Source, compose};
 use crate::unroll::unroll;
@@ -38,7 +37,7 @@ fn pipeline(
             immediate_size: 0,
         })
     })?;
-    pipelines.get(source, &layout, Checks::Proved)
+    pipelines.get(source, &layout)
 }
 
 /// A module of constants and files whose marked loops are unrolled.

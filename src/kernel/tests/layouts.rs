@@ -77,7 +77,6 @@ fn header_words_are_where_the_host_writes_them() {
         ("QUERIES_AT", offset_of!(Header, queries)),
         ("MERGES_AT", offset_of!(Header, merges)),
         ("MERGE_SLOTS_AT", offset_of!(Header, merge_slots)),
-        ("PAGES_AT", offset_of!(Header, pages)),
     ] {
         assert_eq!(constant(&module, name) as usize * 4, offset, "{name}");
     }
