@@ -23,7 +23,7 @@ var<workgroup> keys: array<HalfOct, KEYS>; // [TOKENS, KEY_PITCH]
 var<workgroup> scores: array<f32, SCORES>; // [KEY_SPLIT, TOKEN_TILES, ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
 var<workgroup> weights: array<f16, WEIGHTS>; // [ROWS, WEIGHT_PITCH]
 var<workgroup> factors: array<f32, ROWS>; // [ROWS]: what to multiply a row with
-var<workgroup> row_at: array<u32, PLACES>; // first oct of each token's cache row, of the PLACES tokens around the next block
+var<workgroup> row_at: array<u32, PLACES>; // first oct of the cache rows of each run of tokens, of the BLOCKS blocks around the next one
 var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
 
 const LAZY = 8.0;
@@ -138,21 +138,23 @@ fn mla_decode(
     let row = thread / SOFTMAX_LANES;
     let column = thread % SOFTMAX_LANES;
     let query = query_of(first_row, min(row, num_rows - 1u));
-    let visible = min(query.visible, kv_end);
+    // It sees `num_seen` tokens from `kv_begin` on. Blocks begin at multiples of TOKENS, whatever the page size: a page then holds whole
+    // ones or none, and the same tokens share a block.
+    let num_seen = max(min(query.visible, kv_end), kv_begin) - kv_begin;
+    let first_block = kv_begin / TOKENS * TOKENS;
 
     if (thread < 4u) {
         atomicStore(&notes[thread], 0u);
     }
 
     // The first block sets out, then the query row: each lane its octs of it.
-    let page_size = tables[PAGE_SIZE];
     var place: Place;
     var first: Block;
     if (kv_begin < kv_end) {
         if (thread < PLACES) {
-            place = place_of(page_begin, min(kv_begin + thread, kv_end - 1u));
+            place = place_of(page_begin, min(first_block + thread * RUN, (kv_end - 1u) / RUN * RUN));
             row_at[thread] = page_row(place.page, place.offset);
-            place = next_place(place, page_size, kv_end);
+            place = next_place(place, kv_end);
         }
         workgroupBarrier();
         first = load_block(thread, 0u);
@@ -208,16 +210,16 @@ fn mla_decode(
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, LATENT_TILES]
 
     if (kv_begin < kv_end) {
-        stage_block(thread, first);
+        stage_block(thread, first, kv_end - first_block);
     }
 
     // On cards two blocks a turn: the longer body keeps NVIDIA's compiler from unrolling it 8 times, more than its instruction cache
     // holds.
-    for (var turn = kv_begin; turn < kv_end; turn += TURN * TOKENS) {
+    for (var turn = first_block; turn < kv_end; turn += TURN * TOKENS) {
         for (var part = 0u; part < TURN; part++) { // unroll
             let block = turn + part * TOKENS;
-            let number = (block - kv_begin) / TOKENS;
-            let next = load_block(thread, (number + 1u) % (PLACES / TOKENS));
+            let number = (block - first_block) / TOKENS;
+            let next = load_block(thread, (number + 1u) % BLOCKS);
             workgroupBarrier();
 
             // 1. scores
@@ -259,7 +261,7 @@ fn mla_decode(
                 if (KEYS_MAY_OVERFLOW) {
                     wide = wide || (bitcast<u32>(sum) & 0x7F800000u) == 0x7F800000u;
                 }
-                let seen = block + i * SOFTMAX_LANES + column < visible;
+                let seen = block + i * SOFTMAX_LANES + column - kv_begin < num_seen;
                 logit[i] = select(EMPTY, sum * query_scale, seen);
                 top = max(top, logit[i]);
             }
@@ -274,7 +276,7 @@ fn mla_decode(
             }
             row_sum *= factor;
             for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-                let seen = block + i * SOFTMAX_LANES + column < visible;
+                let seen = block + i * SOFTMAX_LANES + column - kv_begin < num_seen;
                 let weight = select(0.0, exp2(logit[i] - row_max), seen);
                 row_sum += weight;
                 weights[row * WEIGHT_PITCH + i * SOFTMAX_LANES + column] = f16(weight);
@@ -282,9 +284,9 @@ fn mla_decode(
             if (column == 0u) {
                 factors[row] = factor;
             }
-            if ((number + 2u) % (PLACES / TOKENS) == 0u && thread < PLACES) {
+            if ((number + 2u) % BLOCKS == 0u && thread < PLACES) {
                 row_at[thread] = page_row(place.page, place.offset);
-                place = next_place(place, page_size, kv_end);
+                place = next_place(place, kv_end);
             }
             workgroupBarrier();
 
@@ -316,7 +318,7 @@ fn mla_decode(
                 }
             }
             workgroupBarrier();
-            stage_block(thread, next);
+            stage_block(thread, next, max(kv_end, block + TOKENS) - block - TOKENS);
         }
     }
 

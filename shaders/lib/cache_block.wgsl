@@ -1,7 +1,8 @@
 // How mla_decode_coop.wgsl gets a block of the cache: where its rows are, from the cache to registers, from there to the staging
 // buffer.
 
-// Where a token's cache row is.
+// Where a run of RUN tokens begins in the cache, RUN of whose rows lie one after the other: a block's tokens where pages hold whole
+// blocks, else 1.
 struct Place {
     token: u32,
     listed: u32, // where its page's id is in the page list
@@ -10,21 +11,28 @@ struct Place {
 }
 
 fn place_of(page_begin: u32, token: u32) -> Place {
-    let page_size = tables[PAGE_SIZE];
-    let listed = page_begin + token / page_size;
-    return Place(token, listed, token % page_size, pages[listed]);
+    let listed = page_begin + token / PAGE_TOKENS;
+    return Place(token, listed, token % PAGE_TOKENS, pages[listed]);
 }
 
-// The place PLACES tokens on; the same one past the end, where any row of the item will do: it weighs 0.
-fn next_place(place: Place, page_size: u32, kv_end: u32) -> Place {
+// The place PLACES runs on; the same one past the end, where any run of the item will do: it weighs 0.
+fn next_place(place: Place, kv_end: u32) -> Place {
     var next = place;
-    if (place.token + PLACES < kv_end) {
-        next.token += PLACES;
-        next.listed += (place.offset + PLACES) / page_size;
-        next.offset = (place.offset + PLACES) % page_size;
+    if (place.token + PLACES * RUN < kv_end) {
+        next.token += PLACES * RUN;
+        next.listed += (place.offset + PLACES * RUN) / PAGE_TOKENS;
+        next.offset = (place.offset + PLACES * RUN) % PAGE_TOKENS;
     }
     next.page = pages[next.listed];
     return next;
+}
+
+// First oct of the row of a token of block `block` of the BLOCKS whose places are in `row_at`.
+fn row_of(block: u32, token: u32) -> u32 {
+    if (RUN == 1u) {
+        return row_at[block * TOKENS + token];
+    }
+    return row_at[block] + token * ROW_OCTS;
 }
 
 // What a thread holds of a block on its way from the cache to the staging buffer.
@@ -49,27 +57,44 @@ fn latent_oct(thread: u32, i: u32) -> u32 {
     return (i * THREADS + thread) % LATENT_OCTS;
 }
 
-// Block `block` of those whose rows are in `row_at`.
 fn load_block(thread: u32, block: u32) -> Block {
-    let first = block * TOKENS;
     var loaded: Block;
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-        loaded.latent[i] = kv[row_at[first + latent_token(thread, i)] + latent_oct(thread, i)];
+        loaded.latent[i] = kv[row_of(block, latent_token(thread, i)) + latent_oct(thread, i)];
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
-        loaded.rope[i] = kv[row_at[first + at / max(ROPE_OCTS, 1u)] + LATENT_OCTS + at % max(ROPE_OCTS, 1u)];
+        loaded.rope[i] = kv[row_of(block, at / max(ROPE_OCTS, 1u)) + LATENT_OCTS + at % max(ROPE_OCTS, 1u)];
     }
     return loaded;
 }
 
-// Makes it f16.
-fn stage_block(thread: u32, block: Block) {
+// Makes it f16. Of its tokens only the first `count` are the item's: behind a sequence's end a page may hold anything, even NaN, which
+// a weight of 0 would not keep out.
+fn stage_block(thread: u32, block: Block, count: u32) {
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
         keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = half_key(block.latent[i]);
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // the last one more than once
         keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
+    }
+    if (RUN > 1u && count < TOKENS) {
+        clear_tokens(thread, count);
+    }
+}
+
+// A thread clears what it staged itself of the tokens from `first` on.
+fn clear_tokens(thread: u32, first: u32) {
+    for (var i = 0u; i < LATENT_LOADS; i++) {
+        if (latent_token(thread, i) >= first) {
+            keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = HalfOct();
+        }
+    }
+    for (var i = 0u; i < ROPE_LOADS; i++) {
+        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
+        if (at / max(ROPE_OCTS, 1u) >= first) {
+            keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = HalfOct();
+        }
     }
 }

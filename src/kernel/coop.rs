@@ -94,7 +94,12 @@ impl CoopTile {
         self.tile + self.score_pad
     }
 
-    /// Tokens whose places in the cache are found at a time.
+    /// Tokens whose rows lie one after the other in the cache wherever they begin: all of a block, or one.
+    const fn run(&self, spec: &MlaSpec) -> u32 {
+        if spec.kv.page_size.is_multiple_of(self.tokens) { self.tokens } else { 1 }
+    }
+
+    /// Runs whose places in the cache are found at a time.
     const fn places(&self) -> u32 {
         if self.threads() > 128 { 128 } else { self.threads() }
     }
@@ -169,6 +174,9 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u3
         ("KEY_PITCH", tile.key_pitch(spec)),
         ("KEYS", tokens * tile.key_pitch(spec)),
         ("PLACES", tile.places()),
+        ("RUN", tile.run(spec)),
+        ("BLOCKS", tile.places() * tile.run(spec) / tokens),
+        ("PAGE_TOKENS", spec.kv.page_size),
         ("TURN", if caps.kind == DeviceKind::Software { 1 } else { 2 }),
         ("SCORE_PITCH", tile.score_pitch()),
         ("SCORES", tile.scores()),
