@@ -1,18 +1,19 @@
 // Merges the partial results of one query row: out = sum 2^(lse_i - max) out_i / sum 2^(lse_i - max).
 //
-// A workgroup takes MERGE_OCTS octs of one token and head. Its threads form MERGE_GROUPS groups; group g takes the partials
-// g, g + MERGE_GROUPS, .. and a thread one oct of columns:
-//   1. all threads find the largest LSE
-//   2. MERGE_THREADS partials at a time: each thread weighs one, then each group adds up its weighted ones
-//   3. group 0 adds up the groups and writes
+// Partial i belongs to group i % MERGE_GROUPS. A group adds up its partials in order, then the groups of each half are added up in
+// order, then the halves: whatever the shape of a workgroup, so that it changes no bit. A workgroup takes MERGE_OCTS octs of one token
+// and head. Its threads form teams of MERGE_OCTS, each of TEAM_GROUPS groups, and a thread takes one oct of columns. For many rows
+// there are two teams and a workgroup takes a whole row; for few there are as many as groups.
+//   1. all threads find the largest LSE, while the first partials are on their way
+//   2. each team weighs its partials, BATCH at a time, and adds them up
+//   3. team 0 adds up the teams and writes
 // An empty partial weighs exactly 0 and a single one that is not empty exactly 1, so how often a row was split around it
 // changes no bit.
 
-var<workgroup> thread_max: array<f32, MERGE_THREADS>;
-var<workgroup> weights: array<vec2<f32>, MERGE_THREADS>; // of the LSE, and what to multiply the partial with
-var<workgroup> places: array<u32, MERGE_THREADS>; // where each partial begins, in quads
-var<workgroup> group_sum: array<f32, MERGE_GROUPS>;
-var<workgroup> group_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_GROUPS, MERGE_OCTS]
+var<workgroup> maxima: array<vec4<f32>, MERGE_THREADS / 4>; // the largest LSE that each thread found
+var<workgroup> ends: array<vec2<f32>, MERGE_CHUNK>; // of each partial its LSE, and what it is yet to be multiplied with
+var<workgroup> team_sum: array<f32, MERGE_GROUPS>; // of MERGE_TEAMS
+var<workgroup> team_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_TEAMS, MERGE_OCTS]
 
 // Where the partial result begins that entry `i` of the merge slots names.
 fn partial_at(i: u32, head: u32) -> u32 {
@@ -22,6 +23,22 @@ fn partial_at(i: u32, head: u32) -> u32 {
 // Its base-2 LSE, and what it is yet to be multiplied with.
 fn partial_end(at: u32) -> vec2<f32> {
     return partials[at + 2u * LATENT_OCTS].xy;
+}
+
+// What a thread loads at a time: of BATCH_GROUPS groups one partial each, or of one group BATCH_ROUNDS.
+struct Batch {
+    low: array<vec4<f32>, BATCH>,
+    high: array<vec4<f32>, BATCH>,
+}
+
+fn load_batch(begin: u32, count: u32, first: u32, head: u32, column_oct: u32) -> Batch {
+    var batch: Batch;
+    for (var i = 0u; i < BATCH; i++) { // unroll
+        let quad = partial_at(begin + min(first + i * BATCH_STEP, count - 1u), head) + 2u * column_oct;
+        batch.low[i] = partials[quad];
+        batch.high[i] = partials[quad + 1u];
+    }
+    return batch;
 }
 
 @compute @workgroup_size(MERGE_THREADS)
@@ -41,76 +58,102 @@ fn mla_merge(
     let token = bound_token(tables[merge_at]);
     let begin = tables[MERGE_SLOTS_AT] + tables[merge_at + 1u];
     let end = tables[MERGE_SLOTS_AT] + tables[merge_at + 2u];
-    let group = thread / MERGE_OCTS;
+    let count = end - begin;
+    let team = thread / MERGE_OCTS;
     let column_oct = index % MERGE_PARTS * MERGE_OCTS + thread % MERGE_OCTS;
+
+    // Batch n is of the groups from n / rounds * BATCH_GROUPS on of this team's; groups that all teams have empty are left out.
+    let rounds = (count + MERGE_GROUPS * BATCH_ROUNDS - 1u) / (MERGE_GROUPS * BATCH_ROUNDS);
+    let num_batches = rounds * ((min(count, TEAM_GROUPS) + BATCH_GROUPS - 1u) / BATCH_GROUPS);
+    var batch: Batch;
+    if (num_batches > 0u) {
+        batch = load_batch(begin, count, team * TEAM_GROUPS, head, column_oct);
+    }
 
     // 1. the largest LSE
     var largest = EMPTY;
-    var at = 0u; // this thread's first partial
-    var lse_scale = vec2<f32>(EMPTY, 0.0);
-    if (begin + thread < end) {
-        at = partial_at(begin + thread, head);
-        lse_scale = partial_end(at);
+    for (var i = thread; i < count; i += MERGE_THREADS) {
+        let lse_scale = partial_end(partial_at(begin + i, head));
         largest = max(largest, lse_scale.x);
-    }
-    for (var i = begin + thread + MERGE_THREADS; i < end; i += MERGE_THREADS) {
-        largest = max(largest, partial_end(partial_at(i, head)).x);
-    }
-    thread_max[thread] = largest;
-    workgroupBarrier();
-    for (var others = MERGE_THREADS / 2u; others > 0u; others /= 2u) {
-        if (thread < others) {
-            thread_max[thread] = max(thread_max[thread], thread_max[thread + others]);
+        if (i < MERGE_CHUNK) {
+            ends[i] = lse_scale;
         }
-        workgroupBarrier();
     }
-    largest = thread_max[0];
+    maxima[thread / 4u][thread % 4u] = largest;
+    workgroupBarrier();
+    for (var i = 0u; i < min(count, MERGE_THREADS); i += 4u) {
+        let four = maxima[i / 4u];
+        largest = max(largest, max(max(four.x, four.y), max(four.z, four.w)));
+    }
 
-    // 2. this group's share
+    // 2. this team's share
     var sum = 0.0;
     var low = vec4<f32>(0.0);
     var high = vec4<f32>(0.0);
-    for (var first = begin; first < end; first += MERGE_THREADS) {
-        let count = min(end - first, MERGE_THREADS);
-        if (thread < count) {
-            if (first != begin) {
-                at = partial_at(first + thread, head);
-                lse_scale = partial_end(at);
+    var group_sum = array<f32, BATCH_GROUPS>();
+    var group_low = array<vec4<f32>, BATCH_GROUPS>();
+    var group_high = array<vec4<f32>, BATCH_GROUPS>();
+    for (var n = 0u; n < num_batches; n++) {
+        let round = n % rounds;
+        let from_partial = round * BATCH_ROUNDS * MERGE_GROUPS;
+        if (count > MERGE_CHUNK && from_partial % MERGE_CHUNK == 0u) {
+            workgroupBarrier();
+            for (var i = thread; i < min(count - from_partial, MERGE_CHUNK); i += MERGE_THREADS) {
+                ends[i] = partial_end(partial_at(begin + from_partial + i, head));
             }
-            let weight = select(0.0, exp2_exact(lse_scale.x - largest), lse_scale.x > EMPTY);
-            places[thread] = at;
-            weights[thread] = vec2<f32>(weight, weight * lse_scale.y);
+            workgroupBarrier();
         }
-        workgroupBarrier();
-        // Four at a time, so that four loads are on their way.
-        for (var i = group; i < count; i += 4u * MERGE_GROUPS) {
-            for (var k = 0u; k < 4u; k++) { // unroll
-                let partial = min(i + k * MERGE_GROUPS, count - 1u);
-                let quad = places[partial] + 2u * column_oct;
-                let weight = select(vec2<f32>(0.0), weights[partial], i + k * MERGE_GROUPS < count);
-                let first_quad = partials[quad];
-                let second_quad = partials[quad + 1u];
-                if (weight.x > 0.0) {
-                    sum += weight.x;
-                    low = fma(vec4<f32>(weight.y), first_quad, low);
-                    high = fma(vec4<f32>(weight.y), second_quad, high);
+        let first = from_partial + team * TEAM_GROUPS + n / rounds * BATCH_GROUPS;
+        for (var i = 0u; i < BATCH; i++) { // unroll
+            let partial = first + i * BATCH_STEP;
+            let lse_scale = ends[min(partial, count - 1u) % MERGE_CHUNK];
+            if (partial < count && lse_scale.x > EMPTY) {
+                let weight = exp2_exact(lse_scale.x - largest);
+                if (weight > 0.0) {
+                    group_sum[i % BATCH_GROUPS] += weight;
+                    let factor = vec4<f32>(weight * lse_scale.y);
+                    group_low[i % BATCH_GROUPS] = fma(factor, batch.low[i], group_low[i % BATCH_GROUPS]);
+                    group_high[i % BATCH_GROUPS] = fma(factor, batch.high[i], group_high[i % BATCH_GROUPS]);
                 }
             }
         }
-        workgroupBarrier();
+        if (n + 1u < num_batches) {
+            let next_partial = (n + 1u) % rounds * BATCH_ROUNDS * MERGE_GROUPS;
+            let next = next_partial + team * TEAM_GROUPS + (n + 1u) / rounds * BATCH_GROUPS;
+            batch = load_batch(begin, count, next, head, column_oct);
+        }
+        if (round + 1u == rounds) {
+            for (var g = 0u; g < BATCH_GROUPS; g++) { // unroll
+                sum += group_sum[g];
+                low += group_low[g];
+                high += group_high[g];
+                group_sum[g] = 0.0;
+                group_low[g] = vec4<f32>(0.0);
+                group_high[g] = vec4<f32>(0.0);
+            }
+        }
     }
-    group_value[thread] = mat2x4<f32>(low, high);
+    team_value[thread] = mat2x4<f32>(low, high);
     if (thread % MERGE_OCTS == 0u) {
-        group_sum[group] = sum;
+        team_sum[team] = sum;
     }
     workgroupBarrier();
 
-    // 3. the sum of the groups
-    if (group == 0u) {
-        for (var g = 1u; g < MERGE_GROUPS; g++) {
-            sum += group_sum[g];
-            low += group_value[g * MERGE_OCTS + thread][0];
-            high += group_value[g * MERGE_OCTS + thread][1];
+    // 3. the sum of the teams
+    if (team == 0u) {
+        sum = 0.0;
+        low = vec4<f32>(0.0);
+        high = vec4<f32>(0.0);
+        for (var half = 0u; half < MERGE_TEAMS; half += MERGE_TEAMS / 2u) {
+            var half_sum = 0.0;
+            var half_value = mat2x4<f32>();
+            for (var t = half; t < half + MERGE_TEAMS / 2u; t++) {
+                half_sum += team_sum[t];
+                half_value += team_value[t * MERGE_OCTS + thread];
+            }
+            sum += half_sum;
+            low += half_value[0];
+            high += half_value[1];
         }
         // A single partial is passed on as it is: 1 / 1 need not be 1 on a device.
         let many = sum > 0.0 && sum != 1.0;

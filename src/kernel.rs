@@ -79,7 +79,7 @@ impl Variant {
                 "{STORAGE_BUFFERS} storage buffers are needed, the device was made with {has}"
             ));
         }
-        let threads = MERGE_THREADS;
+        let threads = Merging::FewRows.threads(&spec.shape).max(Merging::ManyRows.threads(&spec.shape));
         if threads > caps.max_invocations {
             let has = caps.max_invocations;
             return Err(format!(
@@ -167,30 +167,77 @@ const PINNED: &str = include_str!("../shaders/lib/pinned.wgsl");
 const QUERY: &str = include_str!("../shaders/lib/query.wgsl");
 const READ: &str = include_str!("../shaders/lib/read.wgsl");
 
-/// Octs of columns that a workgroup of the merge takes, and groups of threads that share the partial results of a row: see the
-/// head of `shaders/mla_merge.wgsl`.
-const MERGE_OCTS: u32 = 16;
-const MERGE_GROUPS: u32 = 8;
-const MERGE_THREADS: u32 = MERGE_GROUPS * MERGE_OCTS;
-
-/// Workgroups of the merge for each query row.
-pub const fn merge_parts(shape: &MlaShape) -> u32 {
-    shape.kv_lora_rank / 8 / MERGE_OCTS
+/// How a workgroup of the merge is shaped: see the head of `shaders/mla_merge.wgsl`. Both shapes give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Merging {
+    /// Many workgroups a row, whose threads share its partial results.
+    FewRows,
+    /// One workgroup a row.
+    ManyRows,
 }
 
-/// The kernel that merges a row's partial results. It does not read the cache, but is bound with it, and a step has one
-/// layout.
-pub fn merge(spec: &MlaSpec, pins_loads: bool) -> Source {
-    let files = [if pins_loads { PINNED } else { READ }, include_str!("../shaders/mla_merge.wgsl")];
-    let mut consts = shape_consts(spec);
-    consts.extend([
-        ("MERGE_OCTS", MERGE_OCTS),
-        ("MERGE_PARTS", merge_parts(&spec.shape)),
-        ("MERGE_GROUPS", MERGE_GROUPS),
-        ("MERGE_THREADS", MERGE_THREADS),
-    ]);
-    let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read
-    compose_step("mla_merge", spec.out.name(), spec, &consts, &types, &files)
+impl Merging {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::FewRows, Self::ManyRows];
+    /// Groups of partial results, each added up on its own.
+    const GROUPS: u32 = 16;
+    /// Partial results whose ends a workgroup holds.
+    const CHUNK: u32 = 512;
+
+    /// For so many rows: one workgroup each would leave an H200's 132 multiprocessors idle below 128.
+    pub const fn of(rows: u64) -> Self {
+        if rows <= 128 { Self::FewRows } else { Self::ManyRows }
+    }
+
+    /// Octs of columns that a workgroup takes.
+    const fn octs(self, shape: &MlaShape) -> u32 {
+        match self {
+            Self::FewRows => 8,
+            Self::ManyRows => shape.kv_lora_rank / 8,
+        }
+    }
+
+    const fn teams(self) -> u32 {
+        match self {
+            Self::FewRows => Self::GROUPS,
+            Self::ManyRows => 2,
+        }
+    }
+
+    const fn threads(self, shape: &MlaShape) -> u32 {
+        self.teams() * self.octs(shape)
+    }
+
+    /// Workgroups for each query row.
+    pub const fn parts(self, shape: &MlaShape) -> u32 {
+        shape.kv_lora_rank / 8 / self.octs(shape)
+    }
+
+    /// The kernel that merges a row's partial results. It does not read the cache, but is bound with it, and a step has one
+    /// layout.
+    pub fn source(self, spec: &MlaSpec, pins_loads: bool) -> Source {
+        let files = [if pins_loads { PINNED } else { READ }, include_str!("../shaders/mla_merge.wgsl")];
+        let (batch_groups, batch_rounds) = match self {
+            Self::FewRows => (1, 4),
+            Self::ManyRows => (4, 1),
+        };
+        let mut consts = shape_consts(spec);
+        consts.extend([
+            ("MERGE_OCTS", self.octs(&spec.shape)),
+            ("MERGE_PARTS", self.parts(&spec.shape)),
+            ("MERGE_GROUPS", Self::GROUPS),
+            ("MERGE_TEAMS", self.teams()),
+            ("MERGE_THREADS", self.threads(&spec.shape)),
+            ("MERGE_CHUNK", Self::CHUNK),
+            ("TEAM_GROUPS", Self::GROUPS / self.teams()),
+            ("BATCH_GROUPS", batch_groups),
+            ("BATCH_ROUNDS", batch_rounds),
+            ("BATCH", batch_groups * batch_rounds),
+            ("BATCH_STEP", if batch_groups > 1 { 1 } else { Self::GROUPS }),
+        ]);
+        let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read
+        compose_step("mla_merge", spec.out.name(), spec, &consts, &types, &files)
+    }
 }
 
 fn dtypes(spec: &MlaSpec) -> String {

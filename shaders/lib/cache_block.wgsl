@@ -79,8 +79,32 @@ fn stage_block(thread: u32, block: Block, count: u32) {
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // the last one more than once
         keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
     }
+    if (CODES_OF_NAN) {
+        stage_nans(thread, block);
+    }
     if (RUN > 1u && count < TOKENS) {
         clear_tokens(thread, count);
+    }
+}
+
+// Once more, where a thread's share of a block has a NaN: that costs less than looking at every element for its own sake.
+fn stage_nans(thread: u32, block: Block) {
+    var bits = 0u;
+    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
+        bits |= nan_bits(block.latent[i]);
+    }
+    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
+        bits |= nan_bits(block.rope[i]);
+    }
+    if ((bits & 0x80808080u) == 0u) {
+        return;
+    }
+    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
+        keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = half_key_or_nan(block.latent[i]);
+    }
+    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
+        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
+        keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key_or_nan(block.rope[i]);
     }
 }
 

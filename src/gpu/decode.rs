@@ -7,7 +7,7 @@ use super::pipelines::{Layouts, Pipelines};
 use super::step::Step;
 use crate::caps::Caps;
 use crate::compose::Source;
-use crate::kernel::{self, Variant};
+use crate::kernel::{self, Merging, Variant};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, Layer, MlaSpec, Result};
@@ -40,7 +40,8 @@ pub struct MlaDecode {
     rows_per_tile: u32,
     device_page_list: bool,
     split: wgpu::ComputePipeline,
-    merge: wgpu::ComputePipeline,
+    /// In the order of [`Merging::ALL`].
+    merges: [wgpu::ComputePipeline; 2],
     why: String,
     id: u64,
 }
@@ -58,7 +59,7 @@ impl MlaDecode {
         let layouts = Layouts::new(pipelines.device(), variant.pins_loads())?;
         let tiling =
             variant.tiling(caps, spec, options.query_tokens).ok_or_else(|| fits_no_tile(&variant))?;
-        let [split, merge] = compose(&variant, caps, spec, options)?;
+        let [split, few, many] = compose(&variant, caps, spec, options)?;
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
         //
         //   tables      the header's places hold the capacity (`Capacity::check` in `write_tables`; the buffer has
@@ -88,7 +89,7 @@ impl MlaDecode {
         //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
         //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
         let split = pipelines.get(&split, &layouts.pipeline)?;
-        let merge = pipelines.get(&merge, &layouts.pipeline)?;
+        let merges = [pipelines.get(&few, &layouts.pipeline)?, pipelines.get(&many, &layouts.pipeline)?];
         log::info!("mla.decode: {why}");
         Ok(Self {
             pipelines: pipelines.clone(),
@@ -99,18 +100,18 @@ impl MlaDecode {
             rows_per_tile: tiling.rows_per_tile,
             device_page_list: options.device_page_list,
             split,
-            merge,
+            merges,
             why,
             id: NEXT.fetch_add(1, Ordering::Relaxed),
         })
     }
 
-    /// The shaders that [`MlaDecode::new`] compiles on a device of these capabilities, split and merge: for tools that
-    /// compile them elsewhere.
+    /// The shaders that [`MlaDecode::new`] compiles on a device of these capabilities, the split and the two shapes of the merge:
+    /// for tools that compile them elsewhere.
     ///
     /// # Errors
     /// Those of [`MlaSpec::check`], [`Error::VariantUnavailable`].
-    pub fn sources(caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
+    pub fn sources(caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 3]> {
         spec.check()?;
         let (variant, _) = kernel::choose(options.variant.as_deref(), caps, spec)?;
         compose(&variant, caps, spec, options)
@@ -263,10 +264,11 @@ impl MlaDecode {
 
     /// After the split, whose groups it shares.
     fn dispatch_merge(&self, pass: &mut wgpu::ComputePass<'_>, step: &Step) {
-        if step.capacity.merges > 0 {
-            pass.set_pipeline(&self.merge);
-            let shape = &self.spec.shape;
-            self.dispatch(pass, step.capacity.merges * shape.num_heads * kernel::merge_parts(shape));
+        let rows = step.capacity.merges * self.spec.shape.num_heads;
+        if rows > 0 {
+            let merging = Merging::of(rows.into());
+            pass.set_pipeline(&self.merges[merging as usize]);
+            self.dispatch(pass, rows * merging.parts(&self.spec.shape));
         }
     }
 
@@ -276,9 +278,10 @@ impl MlaDecode {
     }
 }
 
-fn compose(variant: &Variant, caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 2]> {
+fn compose(variant: &Variant, caps: &Caps, spec: &MlaSpec, options: &Options) -> Result<[Source; 3]> {
     let split = kernel::decode(variant, caps, spec, options.query_tokens, options.device_page_list);
-    Ok([split.ok_or_else(|| fits_no_tile(variant))?, kernel::merge(spec, variant.pins_loads())])
+    let [few, many] = Merging::ALL.map(|merging| merging.source(spec, variant.pins_loads()));
+    Ok([split.ok_or_else(|| fits_no_tile(variant))?, few, many])
 }
 
 fn fits_no_tile(variant: &Variant) -> Error {

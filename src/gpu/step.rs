@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::pipelines::{Layouts, Pipelines};
 use super::scope::{alive, scoped};
 use crate::caps::Caps;
-use crate::kernel;
+use crate::kernel::Merging;
 use crate::plan::Plan;
 use crate::tables::{Capacity, HEADER_WORDS, PageTable, changed_runs, write_tables};
 use crate::{Error, MlaSpec, Result};
@@ -272,8 +272,8 @@ impl Bytes {
                 return Err(Error::Limit { what, need, limit, cure });
             }
         }
-        let merge_groups = spec.shape.num_heads * kernel::merge_parts(&spec.shape);
-        let groups = u64::from(capacity.items).max(u64::from(capacity.merges) * u64::from(merge_groups));
+        let (rows, parts) = merge_rows(spec, capacity);
+        let groups = u64::from(capacity.items).max(rows * u64::from(parts));
         let limit = u64::from(caps.max_workgroups).pow(2);
         if groups > limit {
             let cure = "use a smaller batch, or fewer or longer splits";
@@ -281,4 +281,10 @@ impl Bytes {
         }
         Ok(Self { tables, pages, partials })
     }
+}
+
+/// Rows that a step may have to merge, and the merge's workgroups for each.
+fn merge_rows(spec: &MlaSpec, capacity: &Capacity) -> (u64, u32) {
+    let rows = u64::from(capacity.merges) * u64::from(spec.shape.num_heads);
+    (rows, Merging::of(rows).parts(&spec.shape))
 }

@@ -315,8 +315,8 @@ fn every_dtype_is_valid_in_every_variant() {
 fn every_merge_is_valid_and_fits() {
     for dims in all_dims() {
         for (query, cache, out) in all_dtypes() {
-            for pins_loads in [false, true] {
-                let source = merge(&spec(dims, 16, query, cache, out), pins_loads);
+            for (merging, pins_loads) in Merging::ALL.iter().flat_map(|m| [(m, false), (m, true)]) {
+                let source = merging.source(&spec(dims, 16, query, cache, out), pins_loads);
                 let (module, _) = valid(&source, PLAIN);
                 check_module(&source, &module, &Caps::WEBGPU);
             }

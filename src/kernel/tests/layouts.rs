@@ -88,7 +88,7 @@ fn header_words_are_where_the_host_writes_them() {
 #[test]
 fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
-    let merge = merge(&spec, false);
+    let merge = Merging::ManyRows.source(&spec, false);
     let reads = |source: &Source, place: &str, stride: &str, size: usize, fields: &[(&str, usize)]| {
         let stride = format!("{stride} * {}u;", size / 4);
         assert!(source.text.contains(&stride), "{} lacks {stride:?}", source.label);
