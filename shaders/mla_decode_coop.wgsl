@@ -8,8 +8,8 @@
 //   2. softmax  SOFTMAX_LANES lanes a row add them up and turn them into weights. A row's maximum moves only when it grew by
 //               more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
 //   3. values   each subgroup owns LATENT_TILES tiles of the output's columns, in accumulators: += weights x values
-// Meanwhile the next block is on its way from the cache, in registers. It is loaded and staged in the same iteration: NVIDIA's
-// compiler copies what is carried into the next one, and would wait for it there.
+// Meanwhile the next blocks are on their way from the cache, in registers, AHEAD of them loaded at a time. All are staged in the same
+// iteration: NVIDIA's compiler copies what is carried into the next one, and would wait for it there.
 //
 // f16 ends at 65504. A query row is scaled by a power of two, its largest element to just below 2^15; an f32 query is
 // split in two parts. A bf16 cache may hold more than f16: such keys become infinite, scores show it, and the item is done
@@ -216,10 +216,15 @@ fn mla_decode(
     // On cards two blocks a turn: the longer body keeps NVIDIA's compiler from unrolling it 8 times, more than its instruction cache
     // holds.
     for (var turn = first_block; turn < kv_end; turn += TURN * TOKENS) {
+        var ahead: array<Block, AHEAD>;
         for (var part = 0u; part < TURN; part++) { // unroll
             let block = turn + part * TOKENS;
             let number = (block - first_block) / TOKENS;
-            let next = load_block(thread, (number + 1u) % BLOCKS);
+            if (part % AHEAD == 0u) {
+                for (var i = 0u; i < AHEAD; i++) { // unroll
+                    ahead[i] = load_block(thread, (number + 1u + i) % BLOCKS);
+                }
+            }
             workgroupBarrier();
 
             // 1. scores
@@ -284,7 +289,8 @@ fn mla_decode(
             if (column == 0u) {
                 factors[row] = factor;
             }
-            if ((number + 2u) % BLOCKS == 0u && thread < PLACES) {
+            // Half of the places at a time, of blocks that are past.
+            if ((number + 2u) % (BLOCKS / 2u) == 0u && thread / (PLACES / 2u) == number / (BLOCKS / 2u) % 2u) {
                 row_at[thread] = page_row(place.page, place.offset);
                 place = next_place(place, kv_end);
             }
@@ -318,7 +324,7 @@ fn mla_decode(
                 }
             }
             workgroupBarrier();
-            stage_block(thread, next, max(kv_end, block + TOKENS) - block - TOKENS);
+            stage_block(thread, ahead[part % AHEAD], max(kv_end, block + TOKENS) - block - TOKENS);
         }
     }
 

@@ -143,6 +143,8 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u3
     let query_rows = query_parts(spec.query) * score_row_tiles;
     // Independent sums of a score, as a multiplication waits for the one before it; one where registers are short.
     let chains = if rows > 32 { 1 } else { 2 };
+    // Blocks for which the loop over them is written out.
+    let turn = if caps.kind == DeviceKind::Software { 1 } else { 2 };
     let softmax_lanes = (threads / rows).min(tile.subgroup);
     vec![
         ("TILE", side),
@@ -177,7 +179,8 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u3
         ("RUN", tile.run(spec)),
         ("BLOCKS", tile.places() * tile.run(spec) / tokens),
         ("PAGE_TOKENS", spec.kv.page_size),
-        ("TURN", if caps.kind == DeviceKind::Software { 1 } else { 2 }),
+        ("TURN", turn),
+        ("AHEAD", if rows == 16 { turn } else { 1 }),
         ("SCORE_PITCH", tile.score_pitch()),
         ("SCORES", tile.scores()),
         ("WEIGHT_PITCH", tile.weight_pitch()),
