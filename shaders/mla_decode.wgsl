@@ -24,10 +24,10 @@ fn mla_decode(
     @builtin(local_invocation_index) thread: u32,
 ) {
     let item = slice.first_item + group_id.y * num_groups.x + group_id.x;
-    if (item >= min(slice.end_item, tables[NUM_ITEMS])) {
+    if (item >= slice.end_item) {
         return;
     }
-    let item_at = tables[ITEMS_AT] + item * 8u;
+    let item_at = slice.items_at + item * 8u;
     let first_row = tables[item_at];
     let num_rows = tables[item_at + 1u];
     let page_begin = tables[item_at + 2u];

@@ -51,13 +51,13 @@ fn mla_merge(
     let row = index / MERGE_PARTS;
     let merge = row / layer.num_heads;
     let head = row % layer.num_heads;
-    if (merge >= tables[NUM_MERGES]) {
+    if (merge >= slice.num_merges) {
         return;
     }
-    let merge_at = tables[MERGES_AT] + merge * 3u;
+    let merge_at = slice.merges_at + merge * 3u;
     let token = bound_token(tables[merge_at]);
-    let begin = tables[MERGE_SLOTS_AT] + tables[merge_at + 1u];
-    let end = tables[MERGE_SLOTS_AT] + tables[merge_at + 2u];
+    let begin = slice.merge_slots_at + tables[merge_at + 1u];
+    let end = slice.merge_slots_at + tables[merge_at + 2u];
     let count = end - begin;
     let team = thread / MERGE_OCTS;
     let column_oct = index % MERGE_PARTS * MERGE_OCTS + thread % MERGE_OCTS;
@@ -144,16 +144,18 @@ fn mla_merge(
         sum = 0.0;
         low = vec4<f32>(0.0);
         high = vec4<f32>(0.0);
-        for (var half = 0u; half < MERGE_TEAMS; half += MERGE_TEAMS / 2u) {
+        for (var half = 0u; half < 2u; half++) {
             var half_sum = 0.0;
-            var half_value = mat2x4<f32>();
-            for (var t = half; t < half + MERGE_TEAMS / 2u; t++) {
-                half_sum += team_sum[t];
-                half_value += team_value[t * MERGE_OCTS + thread];
+            var half_low = vec4<f32>(0.0);
+            var half_high = vec4<f32>(0.0);
+            for (var t = 0u; t < HALF_TEAMS; t++) { // unroll
+                half_sum += team_sum[half * HALF_TEAMS + t];
+                half_low += team_value[(half * HALF_TEAMS + t) * MERGE_OCTS + thread][0];
+                half_high += team_value[(half * HALF_TEAMS + t) * MERGE_OCTS + thread][1];
             }
             sum += half_sum;
-            low += half_value[0];
-            high += half_value[1];
+            low += half_low;
+            high += half_high;
         }
         // A single partial is passed on as it is: 1 / 1 need not be 1 on a device.
         let many = sum > 0.0 && sum != 1.0;

@@ -180,7 +180,7 @@ impl Merging {
     /// Both.
     pub const ALL: [Self; 2] = [Self::FewRows, Self::ManyRows];
     /// Groups of partial results, each added up on its own.
-    const GROUPS: u32 = 16;
+    const GROUPS: u32 = 32;
     /// Partial results whose ends a workgroup holds.
     const CHUNK: u32 = 512;
 
@@ -218,7 +218,7 @@ impl Merging {
     pub fn source(self, spec: &MlaSpec, pins_loads: bool) -> Source {
         let files = [if pins_loads { PINNED } else { READ }, include_str!("../shaders/mla_merge.wgsl")];
         let (batch_groups, batch_rounds) = match self {
-            Self::FewRows => (1, 4),
+            Self::FewRows => (1, 8),
             Self::ManyRows => (4, 1),
         };
         let mut consts = shape_consts(spec);
@@ -227,6 +227,7 @@ impl Merging {
             ("MERGE_PARTS", self.parts(&spec.shape)),
             ("MERGE_GROUPS", Self::GROUPS),
             ("MERGE_TEAMS", self.teams()),
+            ("HALF_TEAMS", self.teams() / 2),
             ("MERGE_THREADS", self.threads(&spec.shape)),
             ("MERGE_CHUNK", Self::CHUNK),
             ("TEAM_GROUPS", Self::GROUPS / self.teams()),

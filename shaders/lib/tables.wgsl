@@ -2,23 +2,21 @@
 struct Slice {
     first_item: u32, // work items before this one belong to earlier slices
     end_item: u32,
+    num_merges: u32,
+    page_size: u32,
+    num_pages: u32,
+    items_at: u32, // where the tables' sections begin
+    queries_at: u32,
+    merges_at: u32,
+    merge_slots_at: u32,
     reserved_0: u32,
     reserved_1: u32,
+    reserved_2: u32,
 }
 
 // bindings 0 and 3 are the tables and the page list: lib/read.wgsl or lib/pinned.wgsl
 @group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [slots, 2 * LATENT_OCTS + 1]: row, then its LSE
 @group(1) @binding(2) var<uniform> slice: Slice;
-
-// Header words.
-const NUM_ITEMS = 0u;
-const NUM_MERGES = 1u;
-const PAGE_SIZE = 2u;
-const NUM_PAGES = 3u;
-const ITEMS_AT = 4u;
-const QUERIES_AT = 5u;
-const MERGES_AT = 6u;
-const MERGE_SLOTS_AT = 7u;
 
 const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u; // a row's latent, then its base-2 LSE and what the latent is yet to be multiplied with
 const DIRECT = 0xFFFFFFFFu; // the slot of an item that writes its output itself

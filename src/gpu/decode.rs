@@ -63,23 +63,23 @@ impl MlaDecode {
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
         //
         //   tables      the header's places hold the capacity (`Capacity::check` in `write_tables`; the buffer has
-        //               `header.pages` words), items and merges end at `NUM_ITEMS` and `NUM_MERGES`; a new step holds zeros.
-        //               Only `prepare` writes them: no host ever holds this buffer.
+        //               `header.pages` words); shaders get them as a uniform of each slice (`SliceUniform`), with the ends of items
+        //               and merges; a new step holds zeros. Only `prepare` writes these: no host ever holds the buffers.
         //               What items, merges and slots name: `check_plan` in `prepare`
         //   query rows  first_row + num_rows <= queries * H: `check_plan`
         //   page list   page_begin + pages of kv_end <= its length: `check_plan`; its length <= the capacity, by which the
         //               buffer was made; an item's blocks and `next_place` look for tokens under kv_end only. Each word is a
         //               page: `write_pages`, whose zeros stand behind each sequence. With `device_page_list` the host holds
         //               this buffer (`Step::page_list`) and may write anything to it: nothing there is used but as a page's
-        //               id, and `page_row`, through which every one goes, clamps it (`CLAMP_PAGES`) by `NUM_PAGES`, at least
-        //               1 (`KvSpec::check`), of the tables, which the host does not hold
+        //               id, and `page_row`, through which every one goes, clamps it (`CLAMP_PAGES`) by `num_pages`, at least
+        //               1 (`KvSpec::check`), of the uniform, which the host does not hold
         //   kv          page < num_pages, token % page_size < page_size, oct < (L + R) / 8: inside of what `KvView::check`
         //               found in the buffer; `Window` binds all of it, and its bytes fit u32
         //   q, out, lse token < max_queries (`bound_token`, also for a replay), head < H: inside of what `Layer::check` found.
         //               A stride too large for u32 has nothing to stride to: one token, head or page, whose index is 0
         //   partials    slot + num_rows <= num_slots, and slot + H <= num_slots in a merge: `check_plan`; num_slots <= the
         //               capacity, by which the buffer was made
-        //   slice       cut from the plan's items; the shader takes the smaller of its end and `NUM_ITEMS`
+        //   slice       cut from the plan's items; those that an earlier prepare had more are emptied
         //   workgroup   by constants: thread < THREADS, group_row + r < ROWS, token_quad < TOKEN_QUADS, lane < LANES. Every
         //               word is written before it is read
         //   matrices    `mla_decode_coop`: tiles of `keys`, `scores` and `weights` lie inside by constants (key_oct + TILE_OCTS <=

@@ -1,13 +1,16 @@
 //! A step's tables, page list and scratch on the device.
 
+use std::num::NonZero;
 use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable};
 
 use super::pipelines::{Layouts, Pipelines};
 use super::scope::{alive, scoped};
 use crate::caps::Caps;
 use crate::kernel::Merging;
 use crate::plan::Plan;
-use crate::tables::{Capacity, HEADER_WORDS, PageTable, changed_runs, write_tables};
+use crate::tables::{Capacity, HEADER_WORDS, Header, PageTable, changed_runs, write_tables};
 use crate::{Error, MlaSpec, Result};
 
 /// Slices that one step can be recorded in.
@@ -70,7 +73,7 @@ impl Step {
     ) -> Result<Self> {
         let device = pipelines.device();
         let bytes = Bytes::within_limits(pipelines.caps(), spec, &capacity)?;
-        let slice_stride = device.limits().min_uniform_buffer_offset_alignment.max(16);
+        let slice_stride = device.limits().min_uniform_buffer_offset_alignment.max(64);
         let buffer = |label, size, usage| {
             device.create_buffer(&wgpu::BufferDescriptor {
                 label: Some(label),
@@ -88,7 +91,11 @@ impl Step {
                 u64::from(slice_stride) * (MAX_SLICES as u64 + 1),
                 wgpu::BufferUsages::UNIFORM,
             );
-            let slice = wgpu::BufferBinding { buffer: &slices, offset: 0, size: std::num::NonZero::new(16) };
+            let slice = wgpu::BufferBinding {
+                buffer: &slices,
+                offset: 0,
+                size: NonZero::new(size_of::<SliceUniform>() as u64),
+            };
             let group = device.create_bind_group(&wgpu::BindGroupDescriptor {
                 label: Some("mla.step"),
                 layout: &layouts.step,
@@ -174,7 +181,7 @@ impl Step {
             *self = Self { words, budget, ..grown };
         }
         self.num_queries = plan.num_queries;
-        self.cut_slices(plan);
+        self.cut_slices(plan, &header);
 
         // Words of the tables' buffer, and with those of the page list's.
         let own = header.pages as usize;
@@ -206,7 +213,7 @@ impl Step {
     }
 
     /// Slice 0 of the buffer is the whole step; the others follow.
-    fn cut_slices(&mut self, plan: &Plan) {
+    fn cut_slices(&mut self, plan: &Plan, header: &Header) {
         self.slices.clear();
         if let Some(budget) = self.budget {
             let most = (budget.milliseconds * budget.work_per_millisecond).max(1.0) as u64;
@@ -224,11 +231,14 @@ impl Step {
         }
         let stride = self.slice_stride as usize / 4;
         self.slice_words.clear();
-        self.slice_words.resize(stride * (self.slices.len() + 1), 0);
-        self.slice_words[1] = u32::MAX;
-        for (slice, at) in self.slices.iter().zip(1..) {
-            self.slice_words[at * stride] = slice.start;
-            self.slice_words[at * stride + 1] = slice.end;
+        // Those of the last prepare that this one has not are emptied, should they be replayed.
+        self.slice_words.resize((stride * (self.slices.len() + 1)).max(self.uploaded_slices.len()), 0);
+        let whole = 0..header.num_items;
+        for (slice, words) in
+            std::iter::once(&whole).chain(&self.slices).zip(self.slice_words.chunks_mut(stride))
+        {
+            let uniform = SliceUniform::new(slice, header);
+            words[..size_of::<SliceUniform>() / 4].copy_from_slice(bytemuck::cast_slice(&[uniform]));
         }
     }
 
@@ -237,6 +247,44 @@ impl Step {
         match index.and_then(|index| Some((index, self.slices.get(index)?))) {
             Some((index, slice)) => ((index as u32 + 1) * self.slice_stride, slice.len() as u32),
             None => (0, self.capacity.items),
+        }
+    }
+}
+
+/// What the shaders ask of a slice and of the tables' header. Each load that waits for another delays a launch's start, and a uniform
+/// is there at once.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+pub(crate) struct SliceUniform {
+    pub(crate) first_item: u32,
+    pub(crate) end_item: u32,
+    pub(crate) num_merges: u32,
+    pub(crate) page_size: u32,
+    pub(crate) num_pages: u32,
+    pub(crate) items_at: u32,
+    pub(crate) queries_at: u32,
+    pub(crate) merges_at: u32,
+    pub(crate) merge_slots_at: u32,
+    pub(crate) reserved_0: u32,
+    pub(crate) reserved_1: u32,
+    pub(crate) reserved_2: u32,
+}
+
+impl SliceUniform {
+    fn new(slice: &Range<u32>, header: &Header) -> Self {
+        Self {
+            first_item: slice.start,
+            end_item: slice.end,
+            num_merges: header.num_merges,
+            page_size: header.page_size,
+            num_pages: header.num_pages,
+            items_at: header.items,
+            queries_at: header.queries,
+            merges_at: header.merges,
+            merge_slots_at: header.merge_slots,
+            reserved_0: 0,
+            reserved_1: 0,
+            reserved_2: 0,
         }
     }
 }

@@ -3,9 +3,9 @@
 use std::mem::{offset_of, size_of};
 
 use super::*;
-use crate::gpu::LayerUniform;
+use crate::gpu::{LayerUniform, SliceUniform};
 use crate::plan::{DIRECT, Merge, QueryToken, WorkItem};
-use crate::tables::{HEADER_WORDS, Header};
+use crate::tables::HEADER_WORDS;
 
 /// Members of a struct of the module: names, offsets, and its size.
 fn members(module: &Module, name: &str) -> (Vec<(String, usize)>, usize) {
@@ -59,27 +59,26 @@ fn uniforms_are_laid_out_as_the_host_writes_them() {
         reserved_0
     );
     assert_eq!(members(&module, "Layer"), host);
-    // The step writes words 0 and 1 of each slice and binds 16 bytes.
-    let names = ["first_item", "end_item", "reserved_0", "reserved_1"];
-    let words: Vec<_> = names.iter().enumerate().map(|(i, name)| ((*name).to_owned(), i * 4)).collect();
-    assert_eq!(members(&module, "Slice"), (words, 16));
+    let host = host_members!(
+        SliceUniform: first_item,
+        end_item,
+        num_merges,
+        page_size,
+        num_pages,
+        items_at,
+        queries_at,
+        merges_at,
+        merge_slots_at,
+        reserved_0,
+        reserved_1,
+        reserved_2
+    );
+    assert_eq!(members(&module, "Slice"), host);
 }
 
 #[test]
-fn header_words_are_where_the_host_writes_them() {
+fn constants_are_those_of_the_host() {
     let (_, module) = any_decode();
-    for (name, offset) in [
-        ("NUM_ITEMS", offset_of!(Header, num_items)),
-        ("NUM_MERGES", offset_of!(Header, num_merges)),
-        ("PAGE_SIZE", offset_of!(Header, page_size)),
-        ("NUM_PAGES", offset_of!(Header, num_pages)),
-        ("ITEMS_AT", offset_of!(Header, items)),
-        ("QUERIES_AT", offset_of!(Header, queries)),
-        ("MERGES_AT", offset_of!(Header, merges)),
-        ("MERGE_SLOTS_AT", offset_of!(Header, merge_slots)),
-    ] {
-        assert_eq!(constant(&module, name) as usize * 4, offset, "{name}");
-    }
     assert_eq!(constant(&module, "DIRECT"), DIRECT);
     assert!(HEADER_WORDS.is_multiple_of(4), "items follow the header");
 }
@@ -103,7 +102,7 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         reads(
             &decode,
             "item_at",
-            "let item_at = tables[ITEMS_AT] + item",
+            "let item_at = slice.items_at + item",
             size_of::<WorkItem>(),
             &[
                 ("let first_row = {};", offset_of!(WorkItem, first_row)),
@@ -117,7 +116,7 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         reads(
             &decode,
             "at",
-            "let at = tables[QUERIES_AT] + (index / layer.num_heads)",
+            "let at = slice.queries_at + (index / layer.num_heads)",
             size_of::<QueryToken>(),
             &[
                 ("return Query(bound_token({}), ", offset_of!(QueryToken, token)),
@@ -128,12 +127,12 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
     reads(
         &merge,
         "merge_at",
-        "let merge_at = tables[MERGES_AT] + merge",
+        "let merge_at = slice.merges_at + merge",
         size_of::<Merge>(),
         &[
             ("let token = bound_token({});", offset_of!(Merge, token)),
-            ("let begin = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, begin)),
-            ("let end = tables[MERGE_SLOTS_AT] + {};", offset_of!(Merge, end)),
+            ("let begin = slice.merge_slots_at + {};", offset_of!(Merge, begin)),
+            ("let end = slice.merge_slots_at + {};", offset_of!(Merge, end)),
         ],
     );
 }
