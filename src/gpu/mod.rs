@@ -36,6 +36,7 @@ pub use device::Gpu;
 pub use pipelines::{Pipelines, Setup};
 pub use read::read;
 pub use scope::checked;
+#[cfg(test)]
 pub(crate) use step::SliceUniform;
 pub use step::{MAX_SLICES, SliceBudget, Step};
 pub use wanted::{Wanted, caps, caps_on, wanted};

@@ -204,6 +204,7 @@ pub(crate) const fn storage(read_only: bool) -> wgpu::BindingType {
 pub(crate) const fn uniform(has_dynamic_offset: bool) -> wgpu::BindingType {
     let ty = wgpu::BufferBindingType::Uniform;
     // Known, so that a dispatch has nothing left to check.
-    let min_binding_size = if has_dynamic_offset { std::num::NonZero::new(16) } else { None };
+    let bytes = size_of::<super::step::SliceUniform>() as u64;
+    let min_binding_size = if has_dynamic_offset { std::num::NonZero::new(bytes) } else { None };
     wgpu::BindingType::Buffer { ty, has_dynamic_offset, min_binding_size }
 }
