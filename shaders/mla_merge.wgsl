@@ -11,6 +11,7 @@
 // changes no bit.
 
 var<workgroup> maxima: array<vec4<f32>, MERGE_THREADS / 4>; // the largest LSE that each thread found
+var<workgroup> sixteenths: array<vec4<f32>, MERGE_THREADS / 64>;
 var<workgroup> ends: array<vec2<f32>, MERGE_CHUNK>; // of each partial its LSE, and what it is yet to be multiplied with
 var<workgroup> team_sum: array<f32, MERGE_GROUPS>; // of MERGE_TEAMS
 var<workgroup> team_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_TEAMS, MERGE_OCTS]
@@ -23,6 +24,15 @@ fn partial_at(i: u32, head: u32) -> u32 {
 // Its base-2 LSE, and what it is yet to be multiplied with.
 fn partial_end(at: u32) -> vec2<f32> {
     return partials[at + 2u * LATENT_OCTS].xy;
+}
+
+fn largest_of_4(x: vec4<f32>) -> f32 {
+    return max(max(x.x, x.y), max(x.z, x.w));
+}
+
+fn largest_of_16(quad: u32) -> f32 {
+    let two = max(maxima[quad], maxima[quad + 1u]);
+    return largest_of_4(max(two, max(maxima[quad + 2u], maxima[quad + 3u])));
 }
 
 // What a thread loads at a time: of BATCH_GROUPS groups one partial each, or of one group BATCH_ROUNDS.
@@ -81,9 +91,18 @@ fn mla_merge(
     }
     maxima[thread / 4u][thread % 4u] = largest;
     workgroupBarrier();
-    for (var i = 0u; i < min(count, MERGE_THREADS); i += 4u) {
-        let four = maxima[i / 4u];
-        largest = max(largest, max(max(four.x, four.y), max(four.z, four.w)));
+    // Of 16 threads each, then of these.
+    if (count > 16u) {
+        if (thread < MERGE_THREADS / 16u) {
+            largest = largest_of_16(4u * thread);
+            sixteenths[thread / 4u][thread % 4u] = largest;
+        }
+        workgroupBarrier();
+        for (var i = 0u; i < MERGE_THREADS / 64u; i++) {
+            largest = max(largest, largest_of_4(sixteenths[i]));
+        }
+    } else {
+        largest = largest_of_16(0u);
     }
 
     // 2. this team's share

@@ -26,10 +26,10 @@ fn half_key(oct: KvOct) -> HalfOct {
     return half_oct(vec4<u32>(half_word(oct.x), half_word(oct.y)));
 }
 
-// The top bits of bytes are set that are NaN: one more in the last place carries into them, and no other code does.
+// A byte's top bit is set if it is NaN: 0x7F or 0xFF, whose signs alone change if one is added. (So may that of the byte above.)
 fn nan_bits(oct: KvOct) -> u32 {
-    let codes = (oct & vec2<u32>(0x7F7F7F7Fu)) + vec2<u32>(0x01010101u);
-    return codes.x | codes.y;
+    let next = oct + vec2<u32>(0x01010101u);
+    return (next.x ^ oct.x) | (next.y ^ oct.y);
 }
 
 // As `half_pair`, but such codes become NaN: the carry reaches the exponent's top bit, and the bits below are set.
