@@ -12,8 +12,8 @@
 // iteration: NVIDIA's compiler copies what is carried into the next one, and would wait for it there.
 //
 // f16 ends at 65504. A query row is scaled by a power of two, its largest element to just below 2^15; an f32 query is
-// split in two parts. A bf16 cache may hold more than f16: such keys become infinite, scores show it, and the item is done
-// again in f32, slowly (lib/wide_rows.wgsl).
+// split in two parts. A bf16 cache may hold more than f16, and such keys become infinite, which scores show; an e4m3 cache may hold NaN,
+// which is looked for. The item is then done again in f32, slowly (lib/wide_rows.wgsl).
 //
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile. Every workgroup variable is a multiple of 16 bytes long, and so is every pitch: on NVIDIA
@@ -29,7 +29,7 @@ var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
 const LAZY = 8.0;
 // Places in `notes`.
 const MOVED = 0u; // one past the token of the last block in which a maximum moved
-const TOO_LARGE = 1u; // whether a key is too large for f16
+const ODD_KEYS = 1u; // whether f16 does not hold a key
 
 // Eight neighbouring elements as matrices take them.
 struct HalfOct {
@@ -204,13 +204,15 @@ fn mla_decode(
         }
     }
 
+    // Whether f16 does not hold a key: what shows that in this lane.
     var wide = false;
+    var odd = 0u;
     var row_max = EMPTY;
     var row_sum = 0.0; // over this lane's tokens only
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, LATENT_TILES]
 
     if (kv_begin < kv_end) {
-        stage_block(thread, first, kv_end - first_block);
+        odd = stage_block(thread, first, kv_end - first_block);
     }
 
     // On cards two blocks a turn: the longer body keeps NVIDIA's compiler from unrolling it 8 times, more than its instruction cache
@@ -263,7 +265,7 @@ fn mla_decode(
                     let tile = s * TOKEN_TILES + i * SOFTMAX_LANES / TILE;
                     sum += scores[(tile * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES % TILE + column];
                 }
-                if (KEYS_MAY_OVERFLOW) {
+                if (SCORES_SHOW_ODD_KEYS) {
                     wide = wide || (bitcast<u32>(sum) & 0x7F800000u) == 0x7F800000u;
                 }
                 let seen = block + i * SOFTMAX_LANES + column - kv_begin < num_seen;
@@ -324,18 +326,17 @@ fn mla_decode(
                 }
             }
             workgroupBarrier();
-            stage_block(thread, ahead[part % AHEAD], max(kv_end, block + TOKENS) - block - TOKENS);
+            odd |= stage_block(thread, ahead[part % AHEAD], max(kv_end, block + TOKENS) - block - TOKENS);
         }
     }
 
-    // Did f16 hold the keys?
     workgroupBarrier();
-    if (KEYS_MAY_OVERFLOW) {
-        if (wide) {
-            atomicStore(&notes[TOO_LARGE], 1u);
+    if (SCORES_SHOW_ODD_KEYS || ODD != 0u) {
+        if (wide || (odd & ODD) != 0u) {
+            atomicStore(&notes[ODD_KEYS], 1u);
         }
         workgroupBarrier();
-        if (atomicLoad(&notes[TOO_LARGE]) != 0u) {
+        if (atomicLoad(&notes[ODD_KEYS]) != 0u) {
             wide_rows(first_row, num_rows, page_begin, kv_begin, kv_end, slot, subgroup, lane);
             return;
         }

@@ -69,56 +69,42 @@ fn load_block(thread: u32, block: u32) -> Block {
     return loaded;
 }
 
-// Makes it f16. Of its tokens only the first `count` are the item's: behind a sequence's end a page may hold anything, even NaN, which
-// a weight of 0 would not keep out.
-fn stage_block(thread: u32, block: Block, count: u32) {
+// Makes it f16. Not 0 under ODD if the thread met a key that f16 does not hold. Of the block's tokens only the first `count` are the
+// item's: behind a sequence's end a page may hold anything, even NaN, which a weight of 0 would not keep out.
+fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
+    var odd = 0u;
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
         keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = half_key(block.latent[i]);
+        odd |= odd_bits(block.latent[i]);
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // the last one more than once
         keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
-    }
-    if (CODES_OF_NAN) {
-        stage_nans(thread, block);
+        odd |= odd_bits(block.rope[i]);
     }
     if (RUN > 1u && count < TOKENS) {
-        clear_tokens(thread, count);
+        odd = clear_tokens(thread, block, count);
     }
+    return odd;
 }
 
-// Once more, where a thread's share of a block has a NaN: that costs less than looking at every element for its own sake.
-fn stage_nans(thread: u32, block: Block) {
-    var bits = 0u;
+// A thread clears what it staged itself of the tokens from `first` on, and says what is odd before.
+fn clear_tokens(thread: u32, block: Block, first: u32) -> u32 {
+    var odd = 0u;
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-        bits |= nan_bits(block.latent[i]);
-    }
-    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-        bits |= nan_bits(block.rope[i]);
-    }
-    if ((bits & 0x80808080u) == 0u) {
-        return;
-    }
-    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-        keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = half_key_or_nan(block.latent[i]);
-    }
-    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
-        keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key_or_nan(block.rope[i]);
-    }
-}
-
-// A thread clears what it staged itself of the tokens from `first` on.
-fn clear_tokens(thread: u32, first: u32) {
-    for (var i = 0u; i < LATENT_LOADS; i++) {
         if (latent_token(thread, i) >= first) {
             keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = HalfOct();
+        } else {
+            odd |= odd_bits(block.latent[i]);
         }
     }
-    for (var i = 0u; i < ROPE_LOADS; i++) {
+    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
         if (at / max(ROPE_OCTS, 1u) >= first) {
             keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = HalfOct();
+        } else {
+            odd |= odd_bits(block.rope[i]);
         }
     }
+    return odd;
 }

@@ -5,8 +5,7 @@
 alias KvOct = vec4<u32>;
 
 const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
-const KEYS_MAY_OVERFLOW = true;
-const CODES_OF_NAN = false; // whether NaN needs looking for
+const SCORES_SHOW_ODD_KEYS = true;
 
 fn float_key(oct: KvOct) -> mat2x4<f32> {
     let low = bitcast<vec4<f32>>(oct << vec4<u32>(16u));
@@ -19,10 +18,8 @@ fn half_key(oct: KvOct) -> HalfOct {
     return HalfOct(vec4<f16>(key[0]), vec4<f16>(key[1]));
 }
 
-fn nan_bits(oct: KvOct) -> u32 {
+fn odd_bits(oct: KvOct) -> u32 {
     return 0u;
 }
 
-fn half_key_or_nan(oct: KvOct) -> HalfOct {
-    return half_key(oct);
-}
+const ODD = 0u;

@@ -1,12 +1,12 @@
 // How a cooperative matrix gets its keys: FP8 e4m3fn bytes, four a word, made binary16.
 //
 // Both have their exponent above the mantissa, so a byte moved to bits 7 to 13 of a half, sign apart, is the same number but for the
-// bias: 2^-8 of it. Subnormals too, as matrices take those of f16 for what they are. The two NaN codes are looked for apart.
+// bias: 2^-8 of it. Subnormals too, as matrices take those of f16 for what they are. The two NaN codes, which would become 480, are
+// noticed: see wide_rows.wgsl.
 alias KvOct = vec2<u32>;
 
 const KEY_UNIT = 256.0; // what a staged key has to be multiplied with
-const KEYS_MAY_OVERFLOW = false;
-const CODES_OF_NAN = true; // whether NaN needs looking for
+const SCORES_SHOW_ODD_KEYS = false;
 
 // Two bytes, in the upper halves of the word's halves.
 fn half_pair(bytes: u32) -> u32 {
@@ -26,25 +26,27 @@ fn half_key(oct: KvOct) -> HalfOct {
     return half_oct(vec4<u32>(half_word(oct.x), half_word(oct.y)));
 }
 
-// A byte's top bit is set if it is NaN: 0x7F or 0xFF, whose signs alone change if one is added. (So may that of the byte above.)
-fn nan_bits(oct: KvOct) -> u32 {
+// Not 0 under ODD if a code is NaN: 0x7F or 0xFF, whose signs alone change if one is added. (So may that of the byte above.)
+fn odd_bits(oct: KvOct) -> u32 {
     let next = oct + vec2<u32>(0x01010101u);
     return (next.x ^ oct.x) | (next.y ^ oct.y);
 }
 
-// As `half_pair`, but such codes become NaN: the carry reaches the exponent's top bit, and the bits below are set.
+const ODD = 0x80808080u;
+
+// As `half_pair`, but a NaN code becomes NaN: one more in the last place carries into the exponent's top bit, and the bits below are
+// set.
 fn half_pair_or_nan(bytes: u32) -> u32 {
     let magnitude = (bytes >> 1u) & 0x3F803F80u;
     let nan = (magnitude + 0x00800080u) & 0x40004000u;
     return (bytes & 0x80008000u) | magnitude | nan;
 }
 
-fn half_word_or_nan(word: u32) -> vec2<u32> {
-    return in_order(half_pair_or_nan(word << 8u), half_pair_or_nan(word));
+fn float_word(word: u32) -> vec4<f32> {
+    let halves = in_order(half_pair_or_nan(word << 8u), half_pair_or_nan(word));
+    return KEY_UNIT * vec4<f32>(unpack2x16float(halves.x), unpack2x16float(halves.y));
 }
 
-fn half_key_or_nan(oct: KvOct) -> HalfOct {
-    return half_oct(vec4<u32>(half_word_or_nan(oct.x), half_word_or_nan(oct.y)));
+fn float_key(oct: KvOct) -> mat2x4<f32> {
+    return mat2x4<f32>(float_word(oct.x), float_word(oct.y));
 }
-
-fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {}

@@ -2,20 +2,17 @@
 alias KvOct = vec4<u32>;
 
 const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
-const KEYS_MAY_OVERFLOW = false;
-const CODES_OF_NAN = false; // whether NaN needs looking for
+const SCORES_SHOW_ODD_KEYS = false;
 
 fn half_key(oct: KvOct) -> HalfOct {
     return half_oct(oct);
 }
 
-fn nan_bits(oct: KvOct) -> u32 {
+fn odd_bits(oct: KvOct) -> u32 {
     return 0u;
 }
 
-fn half_key_or_nan(oct: KvOct) -> HalfOct {
-    return half_key(oct);
-}
+const ODD = 0u;
 
 
 fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {}

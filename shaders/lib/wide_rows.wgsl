@@ -1,4 +1,4 @@
-// The rows of an item whose keys f16 cannot hold, in f32: right for every finite bf16, and slow. A subgroup takes a row, a
+// The rows of an item some of whose keys f16 cannot hold, in f32: right for every bf16 and e4m3, and slow. A subgroup takes a row, a
 // lane LANE_OCTS octs of its columns.
 fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {
     for (var row = subgroup; row < num_rows; row += THREADS / SUBGROUP) {

@@ -220,7 +220,11 @@ pub(super) fn key_file(dtype: Dtype) -> Option<&'static str> {
             "\n",
             include_str!("../../shaders/lib/wide_rows.wgsl")
         )),
-        Dtype::E4m3 => Some(include_str!("../../shaders/lib/key_e4m3.wgsl")),
+        Dtype::E4m3 => Some(concat!(
+            include_str!("../../shaders/lib/key_e4m3.wgsl"),
+            "\n",
+            include_str!("../../shaders/lib/wide_rows.wgsl")
+        )),
         Dtype::F32 => None,
     }
 }
