@@ -72,12 +72,10 @@ fn mla_merge(
     let team = thread / MERGE_OCTS;
     let column_oct = index % MERGE_PARTS * MERGE_OCTS + thread % MERGE_OCTS;
 
-    // Batch n is of the groups from n / rounds * BATCH_GROUPS on of this team's; groups that all teams have empty are left out.
-    let rounds = (count + MERGE_GROUPS * BATCH_ROUNDS - 1u) / (MERGE_GROUPS * BATCH_ROUNDS);
-    let num_batches = rounds * ((min(count, TEAM_GROUPS) + BATCH_GROUPS - 1u) / BATCH_GROUPS);
+    let first_group = team * TEAM_GROUPS;
     var batch: Batch;
-    if (num_batches > 0u) {
-        batch = load_batch(begin, count, team * TEAM_GROUPS, head, column_oct);
+    if (count > 0u) {
+        batch = load_batch(begin, count, first_group, head, column_oct);
     }
 
     // 1. the largest LSE
@@ -112,9 +110,11 @@ fn mla_merge(
     var group_sum = array<f32, BATCH_GROUPS>();
     var group_low = array<vec4<f32>, BATCH_GROUPS>();
     var group_high = array<vec4<f32>, BATCH_GROUPS>();
-    for (var n = 0u; n < num_batches; n++) {
-        let round = n % rounds;
-        let from_partial = round * BATCH_ROUNDS * MERGE_GROUPS;
+    // The batch in hand: of groups `group` and on of this team, of partials `from_partial` and on. Groups that all teams have empty are
+    // left out.
+    var group = 0u;
+    var from_partial = 0u;
+    while (group < min(count, TEAM_GROUPS)) {
         if (count > MERGE_CHUNK && from_partial % MERGE_CHUNK == 0u) {
             workgroupBarrier();
             for (var i = thread; i < min(count - from_partial, MERGE_CHUNK); i += MERGE_THREADS) {
@@ -122,26 +122,28 @@ fn mla_merge(
             }
             workgroupBarrier();
         }
-        let first = from_partial + team * TEAM_GROUPS + n / rounds * BATCH_GROUPS;
+        let first = from_partial + first_group + group;
         for (var i = 0u; i < BATCH; i++) { // unroll
             let partial = first + i * BATCH_STEP;
             let lse_scale = ends[min(partial, count - 1u) % MERGE_CHUNK];
-            if (partial < count && lse_scale.x > EMPTY) {
-                let weight = exp2_exact(lse_scale.x - largest);
-                if (weight > 0.0) {
-                    group_sum[i % BATCH_GROUPS] += weight;
-                    let factor = vec4<f32>(weight * lse_scale.y);
-                    group_low[i % BATCH_GROUPS] = fma(factor, batch.low[i], group_low[i % BATCH_GROUPS]);
-                    group_high[i % BATCH_GROUPS] = fma(factor, batch.high[i], group_high[i % BATCH_GROUPS]);
-                }
+            let weight = select(0.0, exp2_exact(lse_scale.x - largest), partial < count && lse_scale.x > EMPTY);
+            if (weight > 0.0) {
+                group_sum[i % BATCH_GROUPS] += weight;
+                let factor = vec4<f32>(weight * lse_scale.y);
+                group_low[i % BATCH_GROUPS] = fma(factor, batch.low[i], group_low[i % BATCH_GROUPS]);
+                group_high[i % BATCH_GROUPS] = fma(factor, batch.high[i], group_high[i % BATCH_GROUPS]);
             }
         }
-        if (n + 1u < num_batches) {
-            let next_partial = (n + 1u) % rounds * BATCH_ROUNDS * MERGE_GROUPS;
-            let next = next_partial + team * TEAM_GROUPS + (n + 1u) / rounds * BATCH_GROUPS;
-            batch = load_batch(begin, count, next, head, column_oct);
+        from_partial += BATCH_ROUNDS * MERGE_GROUPS;
+        let ends_groups = from_partial >= count;
+        if (ends_groups) {
+            from_partial = 0u;
+            group += BATCH_GROUPS;
         }
-        if (round + 1u == rounds) {
+        if (group < min(count, TEAM_GROUPS)) {
+            batch = load_batch(begin, count, from_partial + first_group + group, head, column_oct);
+        }
+        if (ends_groups) {
             for (var g = 0u; g < BATCH_GROUPS; g++) { // unroll
                 sum += group_sum[g];
                 low += group_low[g];
