@@ -56,6 +56,9 @@ fn query_oct(query: Query, oct: u32) -> QueryOct {
 // Part 0 of an f32 in f16's range is what f16 holds of it, part 1 the rest. By bits: a compiler may take a conversion to f16 and back
 // for nothing.
 fn query_part(x: vec4<f32>, part: u32) -> vec4<f16> {
+    if (QUERY_PARTS == 1u) {
+        return vec4<f16>(x);
+    }
     let high = bitcast<vec4<f32>>(bitcast<vec4<u32>>(x) & vec4<u32>(0xFFFFE000u));
     if (part == 0u) {
         return vec4<f16>(high);

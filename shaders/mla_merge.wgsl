@@ -35,16 +35,17 @@ fn largest_of_16(quad: u32) -> f32 {
     return largest_of_4(max(two, max(maxima[quad + 2u], maxima[quad + 3u])));
 }
 
-// What a thread loads at a time: of BATCH_GROUPS groups one partial each, or of one group BATCH_ROUNDS.
+// What a thread loads at a time: BATCH partials.
 struct Batch {
     low: array<vec4<f32>, BATCH>,
     high: array<vec4<f32>, BATCH>,
 }
 
-fn load_batch(begin: u32, count: u32, first: u32, head: u32, column_oct: u32) -> Batch {
+// Partials `first`, `first + step`, ..; the last one of all for those past the end.
+fn load_batch(begin: u32, count: u32, first: u32, step: u32, head: u32, column_oct: u32) -> Batch {
     var batch: Batch;
     for (var i = 0u; i < BATCH; i++) { // unroll
-        let quad = partial_at(begin + min(first + i * BATCH_STEP, count - 1u), head) + 2u * column_oct;
+        let quad = partial_at(begin + min(first + i * step, count - 1u), head) + 2u * column_oct;
         batch.low[i] = partials[quad];
         batch.high[i] = partials[quad + 1u];
     }
@@ -72,10 +73,13 @@ fn mla_merge(
     let team = thread / MERGE_OCTS;
     let column_oct = index % MERGE_PARTS * MERGE_OCTS + thread % MERGE_OCTS;
 
+    // A batch is of one partial each of neighbouring groups where no group has more, else of one group.
     let first_group = team * TEAM_GROUPS;
+    let by_groups = TEAM_GROUPS > 1u && count <= MERGE_GROUPS;
+    let step = select(MERGE_GROUPS, 1u, by_groups);
     var batch: Batch;
-    if (count > 0u) {
-        batch = load_batch(begin, count, first_group, head, column_oct);
+    if (first_group < count) {
+        batch = load_batch(begin, count, first_group, step, head, column_oct);
     }
 
     // 1. the largest LSE
@@ -103,17 +107,15 @@ fn mla_merge(
         largest = largest_of_16(0u);
     }
 
-    // 2. this team's share
+    // 2. this team's share; groups that all teams have empty are left out
     var sum = 0.0;
     var low = vec4<f32>(0.0);
     var high = vec4<f32>(0.0);
-    var group_sum = array<f32, BATCH_GROUPS>();
-    var group_low = array<vec4<f32>, BATCH_GROUPS>();
-    var group_high = array<vec4<f32>, BATCH_GROUPS>();
-    // The batch in hand: of groups `group` and on of this team, of partials `from_partial` and on. Groups that all teams have empty are
-    // left out.
-    var group = 0u;
-    var from_partial = 0u;
+    var group_sum = 0.0;
+    var group_low = vec4<f32>(0.0);
+    var group_high = vec4<f32>(0.0);
+    var group = 0u; // of this team, the first of the batch in hand
+    var from_partial = 0u; // that group's partials before this one are done
     while (group < min(count, TEAM_GROUPS)) {
         if (count > MERGE_CHUNK && from_partial % MERGE_CHUNK == 0u) {
             workgroupBarrier();
@@ -123,35 +125,36 @@ fn mla_merge(
             workgroupBarrier();
         }
         let first = from_partial + first_group + group;
+        if (by_groups) {
+            group += BATCH;
+        } else {
+            from_partial += BATCH * MERGE_GROUPS;
+        }
+        let ends_group = by_groups || from_partial >= count;
         for (var i = 0u; i < BATCH; i++) { // unroll
-            let partial = first + i * BATCH_STEP;
+            let partial = first + i * step;
             let lse_scale = ends[min(partial, count - 1u) % MERGE_CHUNK];
             let weight = select(0.0, exp2_exact(lse_scale.x - largest), partial < count && lse_scale.x > EMPTY);
             if (weight > 0.0) {
-                group_sum[i % BATCH_GROUPS] += weight;
-                let factor = vec4<f32>(weight * lse_scale.y);
-                group_low[i % BATCH_GROUPS] = fma(factor, batch.low[i], group_low[i % BATCH_GROUPS]);
-                group_high[i % BATCH_GROUPS] = fma(factor, batch.high[i], group_high[i % BATCH_GROUPS]);
+                group_sum += weight;
+                group_low = fma(vec4<f32>(weight * lse_scale.y), batch.low[i], group_low);
+                group_high = fma(vec4<f32>(weight * lse_scale.y), batch.high[i], group_high);
+            }
+            if (by_groups || (ends_group && i + 1u == BATCH)) {
+                sum += group_sum;
+                low += group_low;
+                high += group_high;
+                group_sum = 0.0;
+                group_low = vec4<f32>(0.0);
+                group_high = vec4<f32>(0.0);
             }
         }
-        from_partial += BATCH_ROUNDS * MERGE_GROUPS;
-        let ends_groups = from_partial >= count;
-        if (ends_groups) {
+        if (ends_group && !by_groups) {
             from_partial = 0u;
-            group += BATCH_GROUPS;
+            group += 1u;
         }
         if (group < min(count, TEAM_GROUPS)) {
-            batch = load_batch(begin, count, from_partial + first_group + group, head, column_oct);
-        }
-        if (ends_groups) {
-            for (var g = 0u; g < BATCH_GROUPS; g++) { // unroll
-                sum += group_sum[g];
-                low += group_low[g];
-                high += group_high[g];
-                group_sum[g] = 0.0;
-                group_low[g] = vec4<f32>(0.0);
-                group_high[g] = vec4<f32>(0.0);
-            }
+            batch = load_batch(begin, count, from_partial + first_group + group, step, head, column_oct);
         }
     }
     team_value[thread] = mat2x4<f32>(low, high);

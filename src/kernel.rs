@@ -180,7 +180,7 @@ impl Merging {
     /// Both.
     pub const ALL: [Self; 2] = [Self::FewRows, Self::ManyRows];
     /// Groups of partial results, each added up on its own.
-    const GROUPS: u32 = 32;
+    const GROUPS: u32 = 16;
     /// Partial results whose ends a workgroup holds.
     const CHUNK: u32 = 512;
 
@@ -217,9 +217,10 @@ impl Merging {
     /// layout.
     pub fn source(self, spec: &MlaSpec, pins_loads: bool) -> Source {
         let files = [if pins_loads { PINNED } else { READ }, include_str!("../shaders/mla_merge.wgsl")];
-        let (batch_groups, batch_rounds) = match self {
-            Self::FewRows => (1, 8),
-            Self::ManyRows => (4, 1),
+        // Partial results on their way to a thread.
+        let batch = match self {
+            Self::FewRows => 8,
+            Self::ManyRows => 4,
         };
         let mut consts = shape_consts(spec);
         consts.extend([
@@ -231,10 +232,7 @@ impl Merging {
             ("MERGE_THREADS", self.threads(&spec.shape)),
             ("MERGE_CHUNK", Self::CHUNK),
             ("TEAM_GROUPS", Self::GROUPS / self.teams()),
-            ("BATCH_GROUPS", batch_groups),
-            ("BATCH_ROUNDS", batch_rounds),
-            ("BATCH", batch_groups * batch_rounds),
-            ("BATCH_STEP", if batch_groups > 1 { 1 } else { Self::GROUPS }),
+            ("BATCH", batch),
         ]);
         let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read
         compose_step("mla_merge", spec.out.name(), spec, &consts, &types, &files)
