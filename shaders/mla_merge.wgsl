@@ -35,19 +35,26 @@ fn largest_of_16(quad: u32) -> f32 {
     return largest_of_4(max(two, max(maxima[quad + 2u], maxima[quad + 3u])));
 }
 
-// What a thread loads at a time: BATCH partials.
+// What a thread loads at a time: one oct of BATCH partials.
 struct Batch {
     low: array<vec4<f32>, BATCH>,
     high: array<vec4<f32>, BATCH>,
 }
 
-// Partials `first`, `first + step`, ..; the last one of all for those past the end.
-fn load_batch(begin: u32, count: u32, first: u32, step: u32, head: u32, column_oct: u32) -> Batch {
+// Where these begin: of partials `first`, `first + step`, .. up to `last`, which stands in for those past it.
+fn batch_at(begin: u32, first: u32, step: u32, last: u32, head: u32) -> array<u32, BATCH> {
+    var at: array<u32, BATCH>;
+    for (var i = 0u; i < BATCH; i++) { // unroll
+        at[i] = partial_at(begin + min(first + i * step, last), head);
+    }
+    return at;
+}
+
+fn load_batch(at: array<u32, BATCH>, column_oct: u32) -> Batch {
     var batch: Batch;
     for (var i = 0u; i < BATCH; i++) { // unroll
-        let quad = partial_at(begin + min(first + i * step, count - 1u), head) + 2u * column_oct;
-        batch.low[i] = partials[quad];
-        batch.high[i] = partials[quad + 1u];
+        batch.low[i] = partials[at[i] + 2u * column_oct];
+        batch.high[i] = partials[at[i] + 2u * column_oct + 1u];
     }
     return batch;
 }
@@ -72,19 +79,38 @@ fn mla_merge(
     let count = end - begin;
     let team = thread / MERGE_OCTS;
     let column_oct = index % MERGE_PARTS * MERGE_OCTS + thread % MERGE_OCTS;
+    if (count == 0u) {
+        if (team == 0u) {
+            store_out(token, head, column_oct, mat2x4<f32>());
+            if (column_oct == 0u) {
+                store_lse(token, head, EMPTY, false);
+            }
+        }
+        return;
+    }
 
-    // A batch is of one partial each of neighbouring groups where no group has more, else of one group.
+    // A batch is of one partial each of neighbouring groups where no group has more, else of one group. What the first needs is asked for
+    // at once with the LSEs: each load that waits for another delays all.
+    let last = count - 1u;
     let first_group = team * TEAM_GROUPS;
     let by_groups = TEAM_GROUPS > 1u && count <= MERGE_GROUPS;
     let step = select(MERGE_GROUPS, 1u, by_groups);
-    var batch: Batch;
-    if (first_group < count) {
-        batch = load_batch(begin, count, first_group, step, head, column_oct);
-    }
+    let near_at = partial_at(begin + min(thread, last), head);
+    let far_at = partial_at(begin + min(thread + MERGE_THREADS, last), head);
+    let first_at = batch_at(begin, first_group, step, last, head);
+    let near = partial_end(near_at);
+    let far = partial_end(far_at);
+    var batch = load_batch(first_at, column_oct);
 
     // 1. the largest LSE
-    var largest = EMPTY;
-    for (var i = thread; i < count; i += MERGE_THREADS) {
+    var largest = max(near.x, far.x);
+    if (thread < count) {
+        ends[thread] = near;
+    }
+    if (thread + MERGE_THREADS < count) {
+        ends[thread + MERGE_THREADS] = far;
+    }
+    for (var i = thread + 2u * MERGE_THREADS; i < count; i += MERGE_THREADS) {
         let lse_scale = partial_end(partial_at(begin + i, head));
         largest = max(largest, lse_scale.x);
         if (i < MERGE_CHUNK) {
@@ -133,7 +159,7 @@ fn mla_merge(
         let ends_group = by_groups || from_partial >= count;
         for (var i = 0u; i < BATCH; i++) { // unroll
             let partial = first + i * step;
-            let lse_scale = ends[min(partial, count - 1u) % MERGE_CHUNK];
+            let lse_scale = ends[min(partial, last) % MERGE_CHUNK];
             let weight = select(0.0, exp2_exact(lse_scale.x - largest), partial < count && lse_scale.x > EMPTY);
             if (weight > 0.0) {
                 group_sum += weight;
@@ -154,7 +180,7 @@ fn mla_merge(
             group += 1u;
         }
         if (group < min(count, TEAM_GROUPS)) {
-            batch = load_batch(begin, count, from_partial + first_group + group, step, head, column_oct);
+            batch = load_batch(batch_at(begin, from_partial + first_group + group, step, last, head), column_oct);
         }
     }
     team_value[thread] = mat2x4<f32>(low, high);

@@ -335,6 +335,25 @@ fn a_step_that_holds_no_plan_does_nothing() {
     }
 }
 
+/// A step with room for many rows merges them with workgroups of another shape. Counts of partial results around those at which
+/// either goes on differently: 1, fewer than 16 and more, and more than a workgroup holds at a time.
+#[test]
+fn the_room_for_merges_changes_no_bit() {
+    let Some(rig) = Rig::shared() else { return };
+    let policy = Policy::FixedTokens(1);
+    let loaded = rig.load(small(&[(1, 1), (9, 1), (16, 2), (17, 1), (300, 1), (600, 1)]));
+    let few = rig.step(&loaded.problem, policy);
+    rig.run(&few, &loaded);
+    rig.check(&loaded, &loaded.problem);
+    let expected = rig.bits(&loaded);
+    let mut many = rig.mla.step(Capacity { merges: 100, ..few.capacity() }).expect("a step");
+    rig.prepare(&mut many, &loaded.problem, policy);
+    assert!(few.capacity().merges * 6 <= 128 && many.capacity().merges * 6 > 128, "one shape");
+    rig.poison(&loaded);
+    rig.run(&many, &loaded);
+    assert!(rig.bits(&loaded) == expected, "the bits differ");
+}
+
 /// A decode that takes page lists from the device, on the kernels of a second text.
 fn device_lists(rig: &Rig) -> Rig {
     let options = Options { device_page_list: true, ..Options::default() };
