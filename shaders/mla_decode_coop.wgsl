@@ -151,13 +151,13 @@ fn mla_decode(
     }
 
     // The first block sets out, then the query row: each lane its octs of it.
-    var place: Place;
+    var next_page = 0u; // of this thread's entry of `row_at` in its next round
     var first: Block;
     if (kv_begin < kv_end) {
         if (thread < PLACES) {
-            place = place_of(page_begin, min(first_block + thread * RUN, (kv_end - 1u) / RUN * RUN));
-            row_at[thread] = page_row(place.page, place.offset);
-            place = next_place(place, kv_end);
+            let token = run_token(first_block, 0u, thread, kv_end);
+            row_at[thread] = page_row(page_of(page_begin, token), token % PAGE_TOKENS);
+            next_page = page_of(page_begin, run_token(first_block, 1u, thread, kv_end));
         }
         workgroupBarrier();
         first = load_block(thread, 0u);
@@ -296,8 +296,9 @@ fn mla_decode(
             }
             // Half of the places at a time, of blocks that are past.
             if ((number + 2u) % (BLOCKS / 2u) == 0u && thread / (PLACES / 2u) == number / (BLOCKS / 2u) % 2u) {
-                row_at[thread] = page_row(place.page, place.offset);
-                place = next_place(place, kv_end);
+                let round = number / BLOCKS + 1u;
+                row_at[thread] = page_row(next_page, run_token(first_block, round, thread, kv_end) % PAGE_TOKENS);
+                next_page = page_of(page_begin, run_token(first_block, round + 1u, thread, kv_end));
             }
             workgroupBarrier();
 

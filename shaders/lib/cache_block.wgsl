@@ -1,33 +1,20 @@
 // How mla_decode_coop.wgsl gets a block of the cache: where its rows are, from the cache to registers, from there to the staging
 // buffer.
 
-// Where a run of RUN tokens begins in the cache, RUN of whose rows lie one after the other: a block's tokens where pages hold whole
-// blocks, else 1.
-struct Place {
-    token: u32,
-    listed: u32, // where its page's id is in the page list
-    offset: u32, // in the page
-    page: u32, // its page's id
+// A run is RUN tokens whose rows lie one after the other in the cache: a block's where pages hold whole blocks, else one. `row_at` holds
+// PLACES runs, BLOCKS blocks; then each entry is about the run PLACES further on, in its next round.
+
+// First token of an entry's run; of the last run for those past the end, where any row of the item will do: it weighs 0.
+fn run_token(first_block: u32, round: u32, entry: u32, kv_end: u32) -> u32 {
+    return min(first_block + (round * PLACES + entry) * RUN, (kv_end - 1u) / RUN * RUN);
 }
 
-fn place_of(page_begin: u32, token: u32) -> Place {
-    let listed = page_begin + token / PAGE_TOKENS;
-    return Place(token, listed, token % PAGE_TOKENS, pages[listed]);
+// The id of a token's page.
+fn page_of(page_begin: u32, token: u32) -> u32 {
+    return pages[page_begin + token / PAGE_TOKENS];
 }
 
-// The place PLACES runs on; the same one past the end, where any run of the item will do: it weighs 0.
-fn next_place(place: Place, kv_end: u32) -> Place {
-    var next = place;
-    if (place.token + PLACES * RUN < kv_end) {
-        next.token += PLACES * RUN;
-        next.listed += (place.offset + PLACES * RUN) / PAGE_TOKENS;
-        next.offset = (place.offset + PLACES * RUN) % PAGE_TOKENS;
-    }
-    next.page = pages[next.listed];
-    return next;
-}
-
-// First oct of the row of a token of block `block` of the BLOCKS whose places are in `row_at`.
+// First oct of the row of a token of block `block` of those in `row_at`.
 fn row_of(block: u32, token: u32) -> u32 {
     if (RUN == 1u) {
         return row_at[block * TOKENS + token];

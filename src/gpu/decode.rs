@@ -68,7 +68,7 @@ impl MlaDecode {
         //               What items, merges and slots name: `check_plan` in `prepare`
         //   query rows  first_row + num_rows <= queries * H: `check_plan`
         //   page list   page_begin + pages of kv_end <= its length: `check_plan`; its length <= the capacity, by which the
-        //               buffer was made; an item's blocks and `next_place` look for tokens under kv_end only. Each word is a
+        //               buffer was made; an item's blocks and `run_token` look for tokens under kv_end only. Each word is a
         //               page: `write_pages`, whose zeros stand behind each sequence. With `device_page_list` the host holds
         //               this buffer (`Step::page_list`) and may write anything to it: nothing there is used but as a page's
         //               id, and `page_row`, through which every one goes, clamps it (`CLAMP_PAGES`) by `num_pages`, at least
@@ -84,7 +84,7 @@ impl MlaDecode {
         //               word is written before it is read
         //   matrices    `mla_decode_coop`: tiles of `keys`, `scores` and `weights` lie inside by constants (key_oct + TILE_OCTS <=
         //               KEY_PITCH, score rows and tokens by the splits; `scores` holds a tile for each subgroup); a subgroup has
-        //               SUBGROUP lanes as `runs_on` asks for one size; row_at < PLACES, whose tokens `next_place` keeps under
+        //               SUBGROUP lanes as `runs_on` asks for one size; row_at < PLACES, whose tokens `run_token` keeps under
         //               kv_end; tiles are stored to partials only where num_rows == ROWS; `wide_rows` reads rows under kv_end
         //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
         //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
