@@ -6,7 +6,7 @@ mod common;
 use common::paint::{Make, sequences};
 use common::rig::{Rig, pages, plan, small};
 use wgpu_mla::gpu::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
-use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Pipelines, caps, wanted};
+use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Pipelines, wanted};
 use wgpu_mla::layer::View;
 use wgpu_mla::ops::{AppendLayer, AppendSpec, MergeStatesSpec};
 use wgpu_mla::{Backend, Capacity, Caps, Dtype, Error, KvView, Layer, MlaSpec, Policy, Query, wgpu};
@@ -67,7 +67,7 @@ fn every_downgrade_runs() {
     let mut ran = 0;
     for (name, weaker) in shared.gpu.pipelines.caps().downgrades() {
         let Some(gpu) = device(|features, limits| weaken(&weaker, features, limits)) else { return };
-        let made = caps(&gpu.device);
+        let made = *gpu.pipelines.caps();
         if made != weaker {
             eprintln!("NOT TESTED: {name}: no device can be made with {weaker:?}");
             continue;
@@ -79,9 +79,11 @@ fn every_downgrade_runs() {
 }
 
 fn weaken(to: &Caps, features: &mut wgpu::Features, limits: &mut wgpu::Limits) {
-    for (feature, kept) in
-        [(wgpu::Features::SUBGROUP, to.subgroups), (wgpu::Features::SHADER_F16, to.shader_f16)]
-    {
+    for (feature, kept) in [
+        (wgpu::Features::SUBGROUP, to.subgroups),
+        (wgpu::Features::SHADER_F16, to.shader_f16),
+        (wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, to.cooperative_tile > 0),
+    ] {
         if !kept {
             features.remove(feature);
         }
@@ -98,21 +100,21 @@ fn weaken(to: &Caps, features: &mut wgpu::Features, limits: &mut wgpu::Limits) {
 /// A grid of few workgroups a dimension is folded in two.
 #[test]
 fn a_folded_grid() {
-    let Some(gpu) = device(|_, limits| limits.max_compute_workgroups_per_dimension = 16) else { return };
+    let Some(gpu) = device(|_, limits| limits.max_compute_workgroups_per_dimension = 24) else { return };
     let rig = Rig::on(gpu, &spec());
     let loaded = rig.load(small(&[(300, 1), (90, 2)]));
     let step = rig.step(&loaded.problem, Policy::FixedTokens(16));
     rig.run(&step, &loaded);
     rig.check(&loaded, &loaded.problem);
-    // 256 workgroups in all.
-    let error = rig.mla.step(Capacity { items: 257, ..Capacity::default() }).expect_err("too many");
+    // 576 workgroups in all.
+    let error = rig.mla.step(Capacity { items: 577, ..Capacity::default() }).expect_err("too many");
     assert!(
-        matches!(error, Error::Limit { what: "workgroups of a step", need: 257, limit: 256, .. }),
+        matches!(error, Error::Limit { what: "workgroups of a step", need: 577, limit: 576, .. }),
         "{error}"
     );
-    let few = Capacity { merges: 22, ..Capacity::default() };
-    let error = rig.mla.step(few).expect_err("22 tokens of 6 heads, two workgroups each");
-    assert!(matches!(error, Error::Limit { what: "workgroups of a step", need: 264, .. }), "{error}");
+    let few = Capacity { merges: 97, ..Capacity::default() };
+    let error = rig.mla.step(few).expect_err("97 tokens of 6 heads");
+    assert!(matches!(error, Error::Limit { what: "workgroups of a step", need: 582, .. }), "{error}");
 }
 
 /// Every verb on a lost device is an error, and recording is still not a panic.
