@@ -46,8 +46,16 @@ fn latent_oct(thread: u32, i: u32) -> u32 {
 
 fn load_block(thread: u32, block: u32) -> Block {
     var loaded: Block;
-    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-        loaded.latent[i] = kv[row_of(block, latent_token(thread, i)) + latent_oct(thread, i)];
+    if (RUN > 1u && THREADS >= LATENT_OCTS) {
+        // Addresses that share all but a constant; what each had of its own, a compiler would keep in registers.
+        let at = row_of(block, latent_token(thread, 0u)) + latent_oct(thread, 0u);
+        for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
+            loaded.latent[i] = kv[at + i * (THREADS / LATENT_OCTS) * ROW_OCTS];
+        }
+    } else {
+        for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
+            loaded.latent[i] = kv[row_of(block, latent_token(thread, i)) + latent_oct(thread, i)];
+        }
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
