@@ -11,7 +11,7 @@ use crate::{Dtype, MergeStates, MergeStatesSpec, Result};
 /// Rows that an invocation works on, and units of 16 bytes of each at most: for loads in flight, and so that what is done
 /// once a row is done for several units.
 const ROWS_PER_LANE: u32 = 1;
-const UNITS_PER_LANE: u32 = 2;
+const UNITS_PER_LANE: u32 = 1;
 
 /// Merges two attention states: see [`MergeStates`].
 #[derive(Debug)]
