@@ -78,27 +78,37 @@ fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
         odd |= odd_bits(block.rope[i]);
     }
     if (RUN > 1u && count < TOKENS) {
-        odd = clear_tokens(thread, block, count);
+        clear_tokens(thread, count);
+        odd = odd_tokens(thread, block, count);
     }
     return odd;
 }
 
-// A thread clears what it staged itself of the tokens from `first` on, and says what is odd before.
-fn clear_tokens(thread: u32, block: Block, first: u32) -> u32 {
-    var odd = 0u;
-    for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
+// A thread clears what it staged itself of the tokens from `first` on.
+fn clear_tokens(thread: u32, first: u32) {
+    for (var i = 0u; i < LATENT_LOADS; i++) {
         if (latent_token(thread, i) >= first) {
             keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = HalfOct();
-        } else {
-            odd |= odd_bits(block.latent[i]);
         }
     }
-    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
+    for (var i = 0u; i < ROPE_LOADS; i++) {
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
         if (at / max(ROPE_OCTS, 1u) >= first) {
             keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = HalfOct();
-        } else {
-            odd |= odd_bits(block.rope[i]);
+        }
+    }
+}
+
+// What is odd of the tokens before `end`.
+fn odd_tokens(thread: u32, block: Block, end: u32) -> u32 {
+    var odd = 0u;
+    if (ODD != 0u) {
+        for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
+            odd |= select(0u, odd_bits(block.latent[i]), latent_token(thread, i) < end);
+        }
+        for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
+            let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
+            odd |= select(0u, odd_bits(block.rope[i]), at / max(ROPE_OCTS, 1u) < end);
         }
     }
     return odd;
