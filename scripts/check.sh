@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# The check. Each part has a switch; those that fetch things have a budget of minutes on 2 cores, and fail beyond it.
+# The check, in four parts. Each has a switch, and a budget of minutes on 2 cores beyond which it fails.
 #
-#   scripts/check.sh                the tests here, each slow suite with one representative of each row, dtype and dims
-#   scripts/check.sh --here         the same by name: format, lints, every test on a GPU adapter (lavapipe where there is
-#                                   no card), docs, a window (scripts/here.sh)
-#   scripts/check.sh --vendors      4 minutes: every kernel through the compilers of seven other GPUs (scripts/vendors.sh)
-#   scripts/check.sh --mesa26       4 minutes: the GPU tests of the rows on matrices, on Mesa 26's software driver
-#   scripts/check.sh --web          6 minutes: the tests in a browser (scripts/web.sh)
-#   scripts/check.sh --all          all four
+#   scripts/check.sh                all four, each slow suite with one representative of each row, dtype and dims
+#   scripts/check.sh --here         20 minutes: format, lints, every test on a GPU adapter (lavapipe where there is no card),
+#                                   docs, a window (scripts/here.sh)
+#   scripts/check.sh --vendors      8 minutes: every kernel through the compilers of seven other GPUs (scripts/vendors.sh)
+#   scripts/check.sh --mesa26       6 minutes: the GPU tests of the rows on matrices, on Mesa 26's software driver
+#   scripts/check.sh --web          8 minutes: the tests in a browser (scripts/web.sh)
 #   scripts/check.sh --full ...     the slow suites whole (MLA_FULL=1), ten times the budgets
 # Switches may be combined. On Debian and Ubuntu it installs what is missing, if it may. What cannot be had is a failure.
 set -euo pipefail
@@ -17,12 +16,11 @@ parts=() times=1
 for switch in "$@"; do
     case $switch in
         --full) times=10 && export MLA_FULL=1 ;;
-        --all) parts=(here vendors mesa26 web) ;;
         --here | --vendors | --mesa26 | --web) parts+=("${switch#--}") ;;
         *) sed -n '2,/^set/{/^#/p}' "$0" >&2 && exit 2 ;;
     esac
 done
-((${#parts[@]} > 0)) || parts=(here)
+((${#parts[@]} > 0)) || parts=(here vendors mesa26 web)
 
 took=()
 within() {
@@ -37,10 +35,10 @@ within() {
 
 for part in "${parts[@]}"; do
     case $part in
-        here) within 60 "the tests here" scripts/here.sh ;;
-        vendors) within 4 "other vendors' compilers" scripts/vendors.sh compile all ;;
-        mesa26) within 4 "Mesa 26's software driver" scripts/vendors.sh mesa26 ;;
-        web) within 6 "a browser" scripts/web.sh ;;
+        here) within 20 "the tests here" scripts/here.sh ;;
+        vendors) within 8 "other vendors' compilers" scripts/vendors.sh compile all ;;
+        mesa26) within 6 "Mesa 26's software driver" scripts/vendors.sh mesa26 ;;
+        web) within 8 "a browser" scripts/web.sh ;;
     esac
 done
 printf '\n=== all is well after %s s\n' "$SECONDS"
