@@ -10,8 +10,9 @@
 // An empty partial weighs exactly 0 and a single one that is not empty exactly 1, so how often a row was split around it
 // changes no bit.
 
-var<workgroup> maxima: array<vec4<f32>, MERGE_THREADS / 4>; // the largest LSE that each thread found
-var<workgroup> sixteenths: array<vec4<f32>, MERGE_THREADS / 64>;
+// Not vectors: threads that write components of one may disturb each other.
+var<workgroup> maxima: array<f32, MERGE_THREADS>; // the largest LSE that each thread found
+var<workgroup> sixteenths: array<f32, MERGE_SIXTEENTHS>; // of 16 threads each
 var<workgroup> ends: array<vec2<f32>, MERGE_CHUNK>; // of each partial its LSE, and what it is yet to be multiplied with
 var<workgroup> team_sum: array<f32, MERGE_GROUPS>; // of MERGE_TEAMS
 var<workgroup> team_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_TEAMS, MERGE_OCTS]
@@ -26,13 +27,12 @@ fn partial_end(at: u32) -> vec2<f32> {
     return partials[at + 2u * LATENT_OCTS].xy;
 }
 
-fn largest_of_4(x: vec4<f32>) -> f32 {
-    return max(max(x.x, x.y), max(x.z, x.w));
-}
-
-fn largest_of_16(quad: u32) -> f32 {
-    let two = max(maxima[quad], maxima[quad + 1u]);
-    return largest_of_4(max(two, max(maxima[quad + 2u], maxima[quad + 3u])));
+fn largest_of_16(first: u32) -> f32 {
+    var largest = EMPTY;
+    for (var i = 0u; i < 16u; i++) { // unroll
+        largest = max(largest, maxima[first + i]);
+    }
+    return largest;
 }
 
 // What a thread loads at a time: one oct of BATCH partials.
@@ -117,17 +117,15 @@ fn mla_merge(
             ends[i] = lse_scale;
         }
     }
-    maxima[thread / 4u][thread % 4u] = largest;
+    maxima[thread] = largest;
     workgroupBarrier();
-    // Of 16 threads each, then of these.
     if (count > 16u) {
-        if (thread < MERGE_THREADS / 16u) {
-            largest = largest_of_16(4u * thread);
-            sixteenths[thread / 4u][thread % 4u] = largest;
+        if (thread < MERGE_SIXTEENTHS) {
+            sixteenths[thread] = largest_of_16(16u * thread);
         }
         workgroupBarrier();
-        for (var i = 0u; i < MERGE_THREADS / 64u; i++) {
-            largest = max(largest, largest_of_4(sixteenths[i]));
+        for (var i = 0u; i < MERGE_SIXTEENTHS; i++) { // unroll
+            largest = max(largest, sixteenths[i]);
         }
     } else {
         largest = largest_of_16(0u);

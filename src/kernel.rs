@@ -230,6 +230,7 @@ impl Merging {
             ("MERGE_TEAMS", self.teams()),
             ("HALF_TEAMS", self.teams() / 2),
             ("MERGE_THREADS", self.threads(&spec.shape)),
+            ("MERGE_SIXTEENTHS", self.threads(&spec.shape) / 16),
             ("MERGE_CHUNK", Self::CHUNK),
             ("TEAM_GROUPS", Self::GROUPS / self.teams()),
             ("BATCH", batch),
