@@ -109,7 +109,7 @@ impl Window {
         frames: u64,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let state = context.wgpu_render_state.as_ref().ok_or("eframe runs without wgpu")?;
-        let model = Model::new(&state.device, &state.queue)?;
+        let model = Model::new(&state.adapter, &state.device, &state.queue)?;
         let module = state.device.create_shader_module(wgpu::include_wgsl!("picture.wgsl"));
         let picture = state.device.create_render_pipeline(&wgpu::RenderPipelineDescriptor {
             label: Some("host.picture"),

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use wgpu_mla::gpu::ops::{AppendBinding, AppendStep, KvAppend};
-use wgpu_mla::gpu::{LayerBinding, MlaDecode, Options, Pipelines, Step};
+use wgpu_mla::gpu::{LayerBinding, MlaDecode, Options, Pipelines, Setup, Step};
 use wgpu_mla::{
     AppendLayer, AppendSpec, Batch, Capacity, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PagePool,
     Plan, Policy, Result, SeqId, View, wgpu,
@@ -78,8 +78,8 @@ pub struct Stats {
 }
 
 impl Model {
-    pub fn new(device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
-        let pipelines = Pipelines::new(device);
+    pub fn new(adapter: &wgpu::Adapter, device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
+        let pipelines = Pipelines::open(device, &Setup { adapter: Some(adapter), ..Setup::default() });
         let buffers = Buffers::new(device);
         let (shape, latent) = (SPEC.shape, SPEC.shape.kv_lora_rank);
 
