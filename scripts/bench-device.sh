@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 tests=() loader= out=target/bench-device.tgz
 for arg in "$@"; do
     case $arg in
-        --tests) tests=(codes conformance_wgpu record devices wgpu_ops matrix_wgpu) ;;
+        --tests) tests=(codes conformance_wgpu record page_list devices wgpu_ops matrix_wgpu) ;;
         --loader) loader=1 ;;
         -*) sed -n '2,5s/^# //p' "$0"; exit 2 ;;
         *) out=$arg ;;
