@@ -270,6 +270,22 @@ fn every_tile_for_several_query_tokens_is_valid_and_fits() {
     }
 }
 
+/// Rows on matrices are made for a page size: some hold whole blocks of 16 tokens, some of 32 too, and some none.
+#[test]
+fn every_page_size_is_valid_and_fits() {
+    for (variant, caps) in runs_somewhere().filter(|(variant, _)| variant.rounds_weights()) {
+        for (page_size, heads) in
+            [1, 3, 16, 48, 64, 256].into_iter().flat_map(|size| [(size, 16), (size, 20)])
+        {
+            let spec = spec((512, 64), heads, Dtype::Bf16, Dtype::E4m3, Dtype::Bf16);
+            let spec = MlaSpec { kv: KvSpec { page_size, ..spec.kv }, ..spec };
+            if serves(&variant, &caps, &spec) {
+                check_decode(&variant, &caps, &spec, 1, false);
+            }
+        }
+    }
+}
+
 /// Two query tokens of 16 heads share one tile on a large card, so that the cache is read once.
 #[test]
 fn two_query_tokens_share_a_tile() {
