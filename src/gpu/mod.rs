@@ -1,7 +1,7 @@
 //! The wgpu backend: the host's device, queue, buffers and encoder, never our own submit.
 //!
 //! ```text
-//! once       pipelines = Pipelines::new(&device)            what is compiled is kept, on disk too if asked
+//! once       pipelines = Pipelines::open(&device, &setup)   what is compiled is kept, on disk too if asked
 //!            mla = MlaDecode::new(&pipelines, &spec, &options)
 //! per step   plan.update(..)                                 pure; shared by every layer
 //!            mla.prepare(&queue, &mut step, &plan, pages)    checks and uploads
