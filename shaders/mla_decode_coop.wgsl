@@ -156,7 +156,7 @@ fn mla_decode(
     if (kv_begin < kv_end) {
         if (thread < PLACES) {
             let token = run_token(first_block, 0u, thread, kv_end);
-            row_at[thread] = page_row(page_of(page_begin, token), token % PAGE_TOKENS);
+            row_at[thread] = page_row(page_of(page_begin, token), token % slice.page_size);
             next_page = page_of(page_begin, run_token(first_block, 1u, thread, kv_end));
         }
         workgroupBarrier();
@@ -297,7 +297,7 @@ fn mla_decode(
             // Half of the places at a time, of blocks that are past.
             if ((number + 2u) % (BLOCKS / 2u) == 0u && thread / (PLACES / 2u) == number / (BLOCKS / 2u) % 2u) {
                 let round = number / BLOCKS + 1u;
-                row_at[thread] = page_row(next_page, run_token(first_block, round, thread, kv_end) % PAGE_TOKENS);
+                row_at[thread] = page_row(next_page, run_token(first_block, round, thread, kv_end) % slice.page_size);
                 next_page = page_of(page_begin, run_token(first_block, round + 1u, thread, kv_end));
             }
             workgroupBarrier();

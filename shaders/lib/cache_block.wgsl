@@ -11,7 +11,7 @@ fn run_token(first_block: u32, round: u32, entry: u32, kv_end: u32) -> u32 {
 
 // The id of a token's page.
 fn page_of(page_begin: u32, token: u32) -> u32 {
-    return pages[page_begin + token / PAGE_TOKENS];
+    return pages[page_begin + token / slice.page_size];
 }
 
 // First oct of the row of a token of block `block` of those in `row_at`.

@@ -178,7 +178,6 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u3
         ("PLACES", tile.places()),
         ("RUN", tile.run(spec)),
         ("BLOCKS", tile.places() * tile.run(spec) / tokens),
-        ("PAGE_TOKENS", spec.kv.page_size),
         ("TURN", turn),
         ("AHEAD", if rows == 16 { turn } else { 1 }),
         ("SCORE_PITCH", tile.score_pitch()),

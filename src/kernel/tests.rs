@@ -270,7 +270,7 @@ fn every_tile_for_several_query_tokens_is_valid_and_fits() {
     }
 }
 
-/// Rows on matrices are made for a page size: some hold whole blocks of 16 tokens, some of 32 too, and some none.
+/// Rows on matrices read pages that hold whole blocks, of 16 tokens or of 32 too, in another way than others.
 #[test]
 fn every_page_size_is_valid_and_fits() {
     for (variant, caps) in runs_somewhere().filter(|(variant, _)| variant.rounds_weights()) {
