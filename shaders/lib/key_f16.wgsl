@@ -14,5 +14,4 @@ fn odd_bits(oct: KvOct) -> u32 {
 
 const ODD = 0u;
 
-
 fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {}
