@@ -3,7 +3,7 @@
 //! A pipeline's text is a prelude of constants followed by whole files: WGSL module scope has no order, so nothing
 //! needs a preprocessor.
 
-use crate::caps::Caps;
+use crate::caps::{Caps, DeviceKind};
 use crate::compose::{Const, Source, compose};
 use crate::unroll::unroll;
 use crate::{Dtype, Error, MlaShape, MlaSpec, Result, Tiling};
@@ -94,6 +94,15 @@ impl Variant {
         }
     }
 
+    /// What keeps this variant, where it runs, from being chosen unless it is forced.
+    fn pays_on(&self, caps: &Caps) -> std::result::Result<(), String> {
+        match (self.body, caps.kind) {
+            // Mesa 26.1's lavapipe: half as fast as `subgroup`, and half a minute of compiling.
+            (Body::Coop { .. }, DeviceKind::Software) => Err("a software device only imitates matrices".into()),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether it rounds the softmax weights to f16, as matrices do.
     pub const fn rounds_weights(&self) -> bool {
         matches!(self.body, Body::Coop { .. })
@@ -114,7 +123,7 @@ impl Variant {
 /// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
 const STORAGE_BUFFERS: u32 = 8;
 
-/// The forced row, or the first that runs, and a sentence about the choice.
+/// The forced row, or the first that runs and pays, and a sentence about the choice.
 ///
 /// # Errors
 /// [`Error::VariantUnavailable`] where the forced row is unknown or cannot run, or where none can.
@@ -128,7 +137,7 @@ pub fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaSpec) -> Result<(Vari
     }
     let mut lacking = String::new();
     for variant in VARIANTS {
-        match variant.runs_on(caps, spec) {
+        match variant.runs_on(caps, spec).and_then(|()| variant.pays_on(caps)) {
             Ok(()) => return Ok((variant, format!("row {}{lacking}", variant.name))),
             Err(why) => lacking += &format!("; not {}: {why}", variant.name),
         }

@@ -40,29 +40,18 @@ fn bf16_bits(x: u32) -> u32 {
     return select(rounded, (x >> 16u) | 0x40u, (x & 0x7FFFFFFFu) > F32_INF);
 }
 
-// Words of two codes: low halves of `low`, high halves of `high`, all f32 bits. As f16_bits and bf16_bits, but what is
-// rare is asked for once for eight elements: NaN, and for f16 what is not normal.
-fn f16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
-    let least = vec4<u32>(0x38800000u);
-    let count = vec4<u32>(0x47800000u - 0x38800000u);
-    let a = low & vec4<u32>(0x7FFFFFFFu);
-    let b = high & vec4<u32>(0x7FFFFFFFu);
-    if any((a - least >= count) | (b - least >= count)) {
-        return vec4<u32>(
-            f16_bits(low.x) | (f16_bits(high.x) << 16u),
-            f16_bits(low.y) | (f16_bits(high.y) << 16u),
-            f16_bits(low.z) | (f16_bits(high.z) << 16u),
-            f16_bits(low.w) | (f16_bits(high.w) << 16u),
-        );
-    }
-    let shift = vec4<u32>(13u);
-    let one = vec4<u32>(1u);
-    let low_up = (a - vec4<u32>(0x38000000u - 0xFFFu) + ((a >> shift) & one)) >> shift;
-    let high_up = (b - vec4<u32>(0x38000000u - 0xFFFu) + ((b >> shift) & one)) >> shift;
-    let signs = ((low >> vec4<u32>(16u)) & vec4<u32>(0x8000u)) | (high & vec4<u32>(0x80000000u));
-    return signs | low_up | (high_up << vec4<u32>(16u));
+// Two codes in a word, of finite f32 under 65520. The built-in may round either way, so the bits that it would round off are rounded
+// before; what is under 2^-14, f16's subnormals, is left to it, or flushed.
+fn f16_pair(bits: vec2<u32>) -> u32 {
+    let magnitude = bits & vec2<u32>(0x7FFFFFFFu);
+    let odd = (bits >> vec2<u32>(13u)) & vec2<u32>(1u);
+    // A NaN's may overflow, which would make it 0.
+    let up = min(magnitude + vec2<u32>(0xFFFu) + odd, vec2<u32>(0x7FFFFFFFu)) & vec2<u32>(0x7FFFE000u);
+    return pack2x16float(bitcast<vec2<f32>>(up | (bits & vec2<u32>(0x80000000u))));
 }
 
+// Words of two codes: low halves of `low`, high halves of `high`, all f32 bits. As bf16_bits, but a NaN is asked for once for eight
+// elements.
 fn bf16_words(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
     let no_sign = vec4<u32>(0x7FFFFFFFu);
     let inf = vec4<u32>(F32_INF);

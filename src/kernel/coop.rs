@@ -142,7 +142,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u3
     let score_row_tiles = rows / side / tile.row_split;
     let query_rows = query_parts(spec.query) * score_row_tiles;
     // Independent sums of a score, as a multiplication waits for the one before it; one where registers are short.
-    let chains = if rows > 16 { 1 } else { 2 };
+    let chains = if rows > 16 || spec.kv.dtype == Dtype::E4m3 { 1 } else { 2 };
     // Blocks for which the loop over them is written out.
     let turn = if caps.kind == DeviceKind::Software { 1 } else { 2 };
     let softmax_lanes = (threads / rows).min(tile.subgroup);
@@ -179,7 +179,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u3
         ("RUN", tile.run(spec)),
         ("BLOCKS", tile.places() * tile.run(spec) / tokens),
         ("TURN", turn),
-        ("AHEAD", if rows == 16 { turn } else { 1 }),
+        ("AHEAD", if rows <= 32 { turn } else { 1 }),
         ("SCORE_PITCH", tile.score_pitch()),
         ("SCORES", tile.scores()),
         ("WEIGHT_PITCH", tile.weight_pitch()),

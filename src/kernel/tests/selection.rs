@@ -44,11 +44,16 @@ fn tiles_serve_many_heads_and_waste_few_rows() {
 #[test]
 fn what_a_device_lacks_is_said() {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
-    let [_, small, _, good, plain, _] = devices();
+    let [_, software, _, good, plain, metal] = devices();
+    let small = Caps { kind: DeviceKind::Discrete, ..software };
     let [coop, coop_small, subgroup, shared] = VARIANTS;
     let select = |caps: &Caps, spec: &MlaSpec| choose(None, caps, spec).ok().map(|(variant, _)| variant);
     assert_eq!(select(&good, &spec), Some(coop));
     assert_eq!(select(&small, &spec), Some(coop_small));
+    assert_eq!(select(&metal, &spec), Some(coop_small));
+    // It runs there, but slower.
+    assert_eq!(select(&software, &spec), Some(subgroup));
+    assert_eq!(choose(Some("coop_small"), &software, &spec).ok().map(|(variant, _)| variant), Some(coop_small));
     assert_eq!(select(&plain, &spec), Some(subgroup));
     assert_eq!(select(&Caps::WEBGPU, &spec), Some(shared));
     for (what, caps, variant) in [
