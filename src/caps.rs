@@ -29,6 +29,8 @@ pub struct Caps {
     /// Side of the cooperative matrices of f16 that a subgroup multiplies into f32: 16, 8, or 0 for none. The
     /// device needs SHADER_F16 and SHADER_I16 for them too, and the pipelines its adapter.
     pub cooperative_tile: u32,
+    /// The driver's compiler is known to hold the loads of two blocks beside a tile of 32 rows without spilling registers.
+    pub deep_loads: bool,
     /// `unpack2x16float` is known to keep f16 subnormals, which WGSL leaves open: e4m3 is then read through f16.
     pub f16_subnormals: bool,
     /// Workgroup memory of one workgroup.
@@ -54,6 +56,7 @@ impl Caps {
         max_subgroup_size: 0,
         shader_f16: false,
         cooperative_tile: 0,
+        deep_loads: false,
         f16_subnormals: false,
         workgroup_memory_bytes: 16 << 10,
         max_invocations: 256,
@@ -69,7 +72,7 @@ impl Caps {
             ("as it is", self),
             ("no subgroups", Self { subgroups: false, min_subgroup_size: 0, max_subgroup_size: 0, ..self }),
             ("subgroups of 4", Self { min_subgroup_size: 4, max_subgroup_size: 4, ..self }),
-            ("no cooperative matrices", Self { cooperative_tile: 0, ..self }),
+            ("no cooperative matrices", Self { cooperative_tile: 0, deep_loads: false, ..self }),
             ("no f16", Self { shader_f16: false, f16_subnormals: false, ..self }),
             (
                 "32 KiB of workgroup memory",

@@ -69,6 +69,16 @@ pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
     let (info, limits, features) = (device.adapter_info(), device.limits(), device.features());
     let subgroups = features.contains(wgpu::Features::SUBGROUP);
     let size = |lanes: u32| if subgroups { lanes } else { 0 };
+    let cooperative_tile = match adapter {
+        // The kernels on matrices build halves from integers.
+        Some(adapter)
+            if features
+                .contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_I16) =>
+        {
+            cooperative_tile(&adapter.cooperative_matrix_properties())
+        }
+        _ => 0,
+    };
     Caps {
         kind: match info.device_type {
             wgpu::DeviceType::DiscreteGpu => DeviceKind::Discrete,
@@ -79,17 +89,9 @@ pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
         subgroups,
         min_subgroup_size: size(info.subgroup_min_size),
         max_subgroup_size: size(info.subgroup_max_size),
-        cooperative_tile: match adapter {
-            // The kernels on matrices build halves from integers.
-            Some(adapter)
-                if features.contains(
-                    wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_I16,
-                ) =>
-            {
-                cooperative_tile(&adapter.cooperative_matrix_properties())
-            }
-            _ => 0,
-        },
+        cooperative_tile,
+        // NVIDIA's own driver on an H200. NVK spills.
+        deep_loads: cooperative_tile > 0 && info.backend == wgpu::Backend::Vulkan && info.driver == "NVIDIA",
         shader_f16: features.contains(wgpu::Features::SHADER_F16),
         f16_subnormals: features.contains(wgpu::Features::SHADER_F16) && keeps_f16_subnormals(&info),
         workgroup_memory_bytes: limits.max_compute_workgroup_storage_size,

@@ -179,7 +179,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u3
         ("RUN", tile.run(spec)),
         ("BLOCKS", tile.places() * tile.run(spec) / tokens),
         ("TURN", turn),
-        ("AHEAD", if rows <= 32 { turn } else { 1 }),
+        ("AHEAD", if rows == 16 || (rows == 32 && caps.deep_loads) { turn } else { 1 }),
         ("SCORE_PITCH", tile.score_pitch()),
         ("SCORES", tile.scores()),
         ("WEIGHT_PITCH", tile.weight_pitch()),

@@ -27,6 +27,7 @@ fn devices() -> [Caps; 6] {
         min_subgroup_size: lanes,
         max_subgroup_size: lanes,
         shader_f16: true,
+        deep_loads: kind == DeviceKind::Discrete,
         f16_subnormals: true,
         cooperative_tile,
         workgroup_memory_bytes: kib << 10,
