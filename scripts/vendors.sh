@@ -169,7 +169,7 @@ mesa26_tests() {
 mesa26() {
     local matrix=(coop_small_256_32)
     local conformance=(page_sizes varlen visibility policies coop_small::shared_prefixes
-        empty_batches a_step_serves coop_small::bits_of)
+        empty_batches a_step_serves coop_small::bits_of coop_small::rising)
     [[ -z $full ]] || matrix=() conformance=()
     step "tests on lavapipe"
     cargo test --locked --no-run --test matrix_wgpu --test conformance_wgpu

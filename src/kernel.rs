@@ -98,7 +98,9 @@ impl Variant {
     fn pays_on(&self, caps: &Caps) -> std::result::Result<(), String> {
         match (self.body, caps.kind) {
             // Mesa 26.1's lavapipe: half as fast as `subgroup`, and half a minute of compiling.
-            (Body::Coop { .. }, DeviceKind::Software) => Err("a software device only imitates matrices".into()),
+            (Body::Coop { .. }, DeviceKind::Software) => {
+                Err("a software device only imitates matrices".into())
+            }
             _ => Ok(()),
         }
     }

@@ -86,7 +86,7 @@ impl MlaDecode {
         //               KEY_PITCH, score rows and tokens by the splits; `scores` holds a tile for each subgroup); a subgroup has
         //               SUBGROUP lanes as `runs_on` asks for one size; row_at < PLACES, whose tokens `run_token` keeps under
         //               kv_end; tiles are stored to partials only where num_rows == ROWS; `wide_rows` reads rows under kv_end
-        //   loops       over blocks, to kv_end < 2^31; over merge slots, to fewer than 2^30 words; all others are constant
+        //   loops       over blocks, to kv_end < 2^31, of which each begins again once at most: no maximum moves then; over merge slots, to fewer than 2^30 words; all others are constant
         //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
         let split = pipelines.get(&split, &layouts.pipeline)?;
         let merges = [pipelines.get(&few, &layouts.pipeline)?, pipelines.get(&many, &layouts.pipeline)?];

@@ -62,6 +62,9 @@ pub enum Data {
     Needle,
     /// Logits from +-100 to beyond +-1000.
     BigLogits,
+    /// Logits that rise or fall by 24 with each of the first 20 blocks of 16 tokens, and with the last 8 of every 64: half of the heads
+    /// have a new maximum then. f32 rounds logits that large too much for an f32 cache.
+    Rising,
     /// Cache elements of 1e-4 and of 300, side by side.
     Extremes,
     /// Cache elements of 1e5, past f16's range.
@@ -69,7 +72,7 @@ pub enum Data {
 }
 
 impl Data {
-    /// Every kind, the last two for caches that can hold them.
+    /// Every kind but `Rising`, the last two for caches that can hold them.
     pub const ALL: [Self; 6] =
         [Self::Painted, Self::Randn, Self::Needle, Self::BigLogits, Self::Extremes, Self::Huge];
 
@@ -80,6 +83,8 @@ impl Data {
             Self::Randn => (0.5, 0.5),
             Self::Needle => (1.5, 1.5),
             Self::BigLogits => (720.0, 16.0),
+            // Of 2200 tokens.
+            Self::Rising => (480.0, 16.0),
             Self::Extremes => (300.0, 4e-3),
             Self::Huge => (1e5, 1.2e-5),
         }
@@ -106,6 +111,13 @@ impl Data {
                 key[big_column(latent, row)] = signed / (16.0 * SOFTMAX_SCALE);
                 key
             }
+            Self::Rising => {
+                let mut key = randn();
+                let block = token / 16;
+                let rises = block.min(20) + block / 64 * 8 + (block % 64).saturating_sub(56);
+                key[big_column(latent, row)] = 24.0 * rises as f32 / (16.0 * SOFTMAX_SCALE);
+                key
+            }
             Self::Extremes => (0..row)
                 .map(|_| {
                     let bits = rng.next();
@@ -129,7 +141,7 @@ impl Data {
             Self::Painted => cycle((sequence.id * 1009 + token) * 131 + head, row, 11, 241, 50.0),
             Self::Randn => randn(0.1),
             Self::Needle => randn(0.1).iter().enumerate().map(|(i, x)| x + direction(i)).collect(),
-            Self::BigLogits => {
+            Self::BigLogits | Self::Rising => {
                 let mut query = randn(0.1);
                 query[big_column(latent, row)] = if head.is_multiple_of(2) { 16.0 } else { -16.0 };
                 query

@@ -53,7 +53,10 @@ fn what_a_device_lacks_is_said() {
     assert_eq!(select(&metal, &spec), Some(coop_small));
     // It runs there, but slower.
     assert_eq!(select(&software, &spec), Some(subgroup));
-    assert_eq!(choose(Some("coop_small"), &software, &spec).ok().map(|(variant, _)| variant), Some(coop_small));
+    assert_eq!(
+        choose(Some("coop_small"), &software, &spec).ok().map(|(variant, _)| variant),
+        Some(coop_small)
+    );
     assert_eq!(select(&plain, &spec), Some(subgroup));
     assert_eq!(select(&Caps::WEBGPU, &spec), Some(shared));
     for (what, caps, variant) in [

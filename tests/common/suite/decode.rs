@@ -23,6 +23,7 @@ pub fn all<B: Backend>(session: &Session<'_, B>) {
     policies(session);
     layouts(session);
     hard_data(session);
+    rising_logits(session);
     shared_prefixes(session);
     empty_batches(session);
     a_step_serves_batch_after_batch(session);
@@ -222,6 +223,21 @@ pub fn hard_data<B: Backend>(session: &Session<'_, B>) {
         }
     }
     session.finish("hard data");
+}
+
+/// A maximum that moves in each block of a long item, whatever is looked up or loaded ahead then.
+pub fn rising_logits<B: Backend>(session: &Session<'_, B>) {
+    for (cache, heads, page_size, len) in [
+        (Dtype::Bf16, 16, 3, 331),
+        (Dtype::Bf16, 20, 3, 331),
+        (Dtype::E4m3, 16, 48, 500),
+        (Dtype::Bf16, 16, 16, 2200),
+    ] {
+        let (data, sequences) = (Data::Rising, sequences(&[(len, 1), (40, 2)]));
+        let problem = Make { data, cache, heads, page_size, sequences, ..Make::default() }.build();
+        session.check(&problem, &How { policy: Policy::OneSplit, ..How::default() });
+    }
+    session.finish("rising logits");
 }
 
 /// Prefixes that are attended once for several sequences.

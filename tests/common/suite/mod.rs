@@ -217,6 +217,7 @@ macro_rules! conformance_tests {
             policies: decode::policies,
             layouts: decode::layouts,
             hard_data: decode::hard_data,
+            rising_logits: decode::rising_logits,
             shared_prefixes: decode::shared_prefixes,
             empty_batches: decode::empty_batches,
             a_step_serves_batch_after_batch: decode::a_step_serves_batch_after_batch,
