@@ -6,7 +6,7 @@
 #                                   docs, a window (scripts/here.sh)
 #   scripts/check.sh --vendors      8 minutes: every kernel through the compilers of seven other GPUs (scripts/vendors.sh)
 #   scripts/check.sh --mesa26       12 minutes: the GPU tests of the rows on matrices, on Mesa 26's software driver
-#   scripts/check.sh --web          8 minutes: the tests in a browser (scripts/web.sh)
+#   scripts/check.sh --web          10 minutes: the tests in a browser (scripts/web.sh)
 #   scripts/check.sh --full ...     the slow suites whole (MLA_FULL=1), ten times the budgets
 # Switches may be combined. On Debian and Ubuntu it installs what is missing, if it may. What cannot be had is a failure.
 set -euo pipefail
@@ -38,7 +38,7 @@ for part in "${parts[@]}"; do
         here) within 20 "the tests here" scripts/here.sh ;;
         vendors) within 8 "other vendors' compilers" scripts/vendors.sh compile all ;;
         mesa26) within 12 "Mesa 26's software driver" scripts/vendors.sh mesa26 ;;
-        web) within 8 "a browser" scripts/web.sh ;;
+        web) within 10 "a browser" scripts/web.sh ;;
     esac
 done
 printf '\n=== all is well after %s s\n' "$SECONDS"
