@@ -20,7 +20,8 @@ pub struct Decode {
     row: &'static Row,
     compiled: Compiled,
     split: Kernel,
-    merge: Kernel,
+    /// For few rows, and for many: the same bits.
+    merges: [Kernel; 2],
     id: u64,
 }
 
@@ -36,6 +37,8 @@ pub struct Binding {
 /// Columns that a block of the merge takes, and its threads.
 const MERGE_COLUMNS: u32 = 128;
 const MERGE_THREADS: u32 = 256;
+/// Two blocks for each multiprocessor of an H200.
+const MANY_UNITS: u32 = 264;
 
 impl Decode {
     pub(super) fn new(cuda: &Cuda, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Self> {
@@ -57,11 +60,15 @@ impl Decode {
         let compiled = row.compiled(spec).map_err(|why| unavailable(row.name, why))?;
         let split = cuda.kernel(compiled.ptx, compiled.entry)?;
         split.allow_shared(compiled.shared_bytes)?;
-        let merge = if spec.shape.kv_lora_rank == 512 { "mla_merge_512" } else { "mla_merge_256" };
-        let merge = cuda.kernel(include_str!("../../shaders/cuda/mla_merge.ptx"), merge)?;
+        let merges = match spec.shape.kv_lora_rank {
+            512 => ["mla_merge_few_512", "mla_merge_many_512"],
+            _ => ["mla_merge_few_256", "mla_merge_many_256"],
+        };
+        let merge = |entry| cuda.kernel(include_str!("../../shaders/cuda/mla_merge.ptx"), entry);
+        let merges = [merge(merges[0])?, merge(merges[1])?];
         log::info!("mla.decode: row {}", row.name);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { cuda: cuda.clone(), spec: *spec, row, compiled, split, merge, id })
+        Ok(Self { cuda: cuda.clone(), spec: *spec, row, compiled, split, merges, id })
     }
 
     /// What it was made for.
@@ -90,7 +97,7 @@ impl Decode {
             rows_per_tile: self.row.rows,
             tokens_per_block: 16,
             target_items: card.multiprocessors * blocks.max(1),
-            min_split_tokens: 32,
+            min_split_tokens: 64,
         }
     }
 
@@ -218,7 +225,13 @@ impl Decode {
         let Compiled { threads, shared_bytes, .. } = self.compiled;
         self.cuda.launch(&self.split, step.capacity.items, threads, shared_bytes, &args)?;
         let parts = self.spec.shape.kv_lora_rank / MERGE_COLUMNS;
-        let blocks = step.capacity.merges * self.spec.shape.num_heads * parts;
-        self.cuda.launch(&self.merge, blocks, MERGE_THREADS, 0, &args)
+        // Units of so many columns: a block for each where they are few, else a warp.
+        let units = step.capacity.merges * self.spec.shape.num_heads * parts;
+        let [few, many] = &self.merges;
+        if units <= MANY_UNITS {
+            self.cuda.launch(few, units, MERGE_THREADS, 0, &args)
+        } else {
+            self.cuda.launch(many, units.div_ceil(MERGE_THREADS / 32), MERGE_THREADS, 0, &args)
+        }
     }
 }
