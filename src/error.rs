@@ -229,7 +229,9 @@ pub enum Error {
         detail: String,
     },
     /// A call of the CUDA driver failed.
-    #[error("CUDA failed {what}: {detail}; if the device is lost, make a new context and everything on it again")]
+    #[error(
+        "CUDA failed {what}: {detail}; if the device is lost, make a new context and everything on it again"
+    )]
     Cuda {
         /// What was being done.
         what: &'static str,

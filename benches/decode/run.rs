@@ -197,7 +197,15 @@ impl Report {
         self.records.save(args.json.as_deref())
     }
 
-    pub fn add(&mut self, w: &Workload, row: &str, timing: &Timing, host_step: f64, items: usize, right: &str) {
+    pub fn add(
+        &mut self,
+        w: &Workload,
+        row: &str,
+        timing: &Timing,
+        host_step: f64,
+        items: usize,
+        right: &str,
+    ) {
         let seconds = timing.median;
         let rate = w.kv_bytes() / seconds / 1e9;
         let share = rate / self.ceiling;

@@ -53,3 +53,34 @@ pub(super) const fn code(dtype: Dtype) -> u32 {
         Dtype::E4m3 => 3,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The compiler wrote into each entry point how many bytes it takes.
+    #[test]
+    fn the_kernels_take_what_the_host_gives() {
+        let texts = [
+            include_str!("../../shaders/cuda/mla_decode_bf16.ptx"),
+            include_str!("../../shaders/cuda/mla_decode_f16.ptx"),
+            include_str!("../../shaders/cuda/mla_decode_e4m3.ptx"),
+            include_str!("../../shaders/cuda/mla_decode_simple.ptx"),
+            include_str!("../../shaders/cuda/mla_merge.ptx"),
+        ];
+        let mut entries = 0;
+        for text in texts {
+            for entry in text.split(".entry ").skip(1) {
+                let (name, rest) = entry.split_once('(').expect("a parameter list");
+                let bytes = rest
+                    .split_once("_param_0[")
+                    .and_then(|(_, rest)| rest.split_once(']'))
+                    .expect("one struct")
+                    .0;
+                assert_eq!(bytes.parse(), Ok(size_of::<Args>()), "{name}");
+                entries += 1;
+            }
+        }
+        assert!(entries >= 56, "{entries}");
+    }
+}

@@ -44,8 +44,7 @@ impl Decode {
     pub(super) fn new(cuda: &Cuda, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         spec.check()?;
-        let unavailable =
-            |name: &str, why: String| Error::VariantUnavailable { name: name.to_owned(), why };
+        let unavailable = |name: &str, why: String| Error::VariantUnavailable { name: name.to_owned(), why };
         let query_rows = spec.shape.num_heads * query_tokens.clamp(1, 64);
         let row = match variant {
             None => ladder::choose(cuda.card(), spec, query_rows)

@@ -110,3 +110,53 @@ pub(super) fn choose(card: &Card, spec: &MlaSpec, query_rows: u32) -> Option<&'s
     let matrices = ROWS.iter().filter(|row| row.matrices).filter(runs).min_by_key(cost);
     matrices.or_else(|| ROWS.iter().find(runs))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
+
+    const H200: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448 };
+    const RTX_5090: Card = Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376 };
+    const A100: Card = Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912 };
+
+    fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaSpec {
+        MlaSpec {
+            shape: MlaShape { num_heads, kv_lora_rank: latent, qk_rope_head_dim: rope },
+            kv: KvSpec { dtype: cache, page_size: 64, num_pages: 4 },
+            query,
+            out: Dtype::F32,
+        }
+    }
+
+    #[test]
+    fn each_spec_has_a_row_on_each_card() {
+        for card in [H200, RTX_5090, A100] {
+            for (latent, rope, _) in SUPPORTED_DIMS {
+                for cache in Dtype::ALL {
+                    for query in Dtype::ALL {
+                        let spec = spec((latent, rope), 16, cache, query);
+                        let row = choose(&card, &spec, 16).expect("a row");
+                        let on_matrices =
+                            cache != Dtype::F32 && (cache != Dtype::E4m3 || card.capability >= 89);
+                        assert_eq!(row.matrices, on_matrices, "{card:?} {spec:?}: {}", row.name);
+                        row.compiled(&spec).expect("its kernel");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_suit_card_and_heads() {
+        let name = |card, heads, query| {
+            choose(card, &spec((512, 64), heads, Dtype::Bf16, query), heads).map(|row| row.name)
+        };
+        assert_eq!(name(&H200, 16, Dtype::Bf16), Some("rows16"));
+        assert_eq!(name(&H200, 20, Dtype::Bf16), Some("rows32"));
+        assert_eq!(name(&H200, 128, Dtype::Bf16), Some("rows64"));
+        assert_eq!(name(&H200, 128, Dtype::F32), Some("rows16"));
+        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), Some("rows16_small"));
+        assert_eq!(name(&RTX_5090, 16, Dtype::F32), Some("rows16_small"));
+    }
+}
