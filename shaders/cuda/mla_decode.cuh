@@ -310,7 +310,8 @@ struct Queries {
 template <class T>
 DEVICE void score(float (&sums)[T::TOKEN_TILES][4], const Queries<T>& queries, u32 stage, u32 first_token) {
     using Order = Swizzle<T::ROW_BYTES>;
-    constexpr int CHAINS = T::TOKEN_TILES == 1 ? 4 : T::TOKEN_TILES == 2 ? 2 : 1;
+    // Where queries and a wide output leave few registers, one.
+    constexpr int CHAINS = T::TOKEN_TILES == 1 ? 4 : T::TOKEN_TILES == 2 && !(T::KEEPS_QUERIES && T::ROW_TILES * T::COLUMN_TILES >= 16) ? 2 : 1;
     const u32 lane = threadIdx.x % LANES;
     float chains[CHAINS][T::TOKEN_TILES][4] = {};
     if constexpr (T::CACHE == E4M3) {

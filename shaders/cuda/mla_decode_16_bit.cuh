@@ -8,7 +8,7 @@
 #define DECODES_16_BIT(CACHE) \
     /*     entry                               L    R          rows tokens warps stages parts keeps queries */ \
     DECODE(mla_decode_512_64_rows16,          512, 64, CACHE, 16, 64, 8, 3, 1, true) \
-    DECODE(mla_decode_512_64_rows32,          512, 64, CACHE, 32, 64, 8, 2, 1, false) \
+    DECODE(mla_decode_512_64_rows32,          512, 64, CACHE, 32, 64, 8, 3, 1, true) \
     DECODE(mla_decode_512_64_rows64,          512, 64, CACHE, 64, 64, 8, 2, 1, false) \
     DECODE(mla_decode_512_64_rows16_split,    512, 64, CACHE, 16, 64, 8, 2, 2, false) \
     DECODE(mla_decode_512_64_rows16_small,    512, 64, CACHE, 16, 32, 4, 2, 1, false) \

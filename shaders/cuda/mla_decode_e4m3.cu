@@ -3,7 +3,7 @@
 #include "mla_decode.cuh"
 
 //     entry                               L    R         rows tokens warps stages parts keeps queries
-DECODE(mla_decode_512_64_rows16,          512, 64, E4M3, 16, 128, 8, 3, 1, true)
+DECODE(mla_decode_512_64_rows16,          512, 64, E4M3, 16, 64, 4, 3, 1, true)
 DECODE(mla_decode_512_64_rows32,          512, 64, E4M3, 32, 64, 8, 3, 1, false)
 DECODE(mla_decode_512_64_rows64,          512, 64, E4M3, 64, 64, 8, 3, 1, false)
 DECODE(mla_decode_512_64_rows16_split,    512, 64, E4M3, 16, 64, 8, 3, 2, false)
