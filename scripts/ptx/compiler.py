@@ -5,7 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
-TOOLS = Path(os.environ.get("CUDA_TOOLS", "target/cuda"))
+TOOLS = Path(os.environ.get("CUDA_TOOLS", "target/cuda")).resolve()
 NVCC = TOOLS / "nvcc-13.0/nvidia/cu13/bin/nvcc"
 FLAGS = ["-O3", "-std=c++17", "-Werror", "all-warnings"]
 
