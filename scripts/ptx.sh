@@ -9,7 +9,8 @@
 #
 # In a .cu, before the code:   // ptx: compute_89                      instead of compute_80; several with commas
 #                              // ptx: compute_80 version=7.4          a later `.version`, so a later driver
-# and beside each kernel:      // limits: ENTRY registers=168 threads=256 [shared=101376]
+# and beside each kernel, or in a .cuh that it includes:
+#                              // limits: ENTRY registers=168 threads=256 [shared=101376]
 # `threads` is its __launch_bounds__, `shared` the most dynamic shared memory that it is launched with.
 #
 # nvcc 13.0, and ptxas of CUDA 12.4 and 12.8, come from PyPI by their hashes (150 MB) into target/cuda. nvcc needs g++.

@@ -40,8 +40,8 @@ class Job:
     target: str
 
     @property
-    def title(self):
-        return f"{self.source.output(self.arch)}, ptxas {self.assembler.name}, {self.target}"
+    def place(self):
+        return f"{self.target} by {self.assembler.name}"
 
 
 @dataclass
@@ -81,8 +81,8 @@ def assemble(job):
         done = subprocess.run(command, capture_output=True, text=True)
         said = (done.stdout + done.stderr).replace(str(ptx), job.source.output(job.arch))
         if done.returncode:
-            return {}, [f"{job.title}: {said.strip()}"]
-        complaints = [f"{job.title}: {line}" for line in said.splitlines() if "warning" in line]
+            return {}, [said.strip()]
+        complaints = [line for line in said.splitlines() if "warning" in line]
         usages = read_usages(said)
         for name, size in code_sizes(cubin.read_bytes()).items():
             usages.setdefault(name, Usage()).code = size

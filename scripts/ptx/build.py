@@ -32,20 +32,18 @@ def compiled(pool, kernels):
 
 def declared(ptxs):
     """Complaints about limits that are missing, stale, or not what the PTX says."""
-    wrong, seen = [], set()
+    wrong, used, known = [], set(), set()
     for source, arch, text in ptxs:
+        known |= {(limits.file, entry) for entry, limits in source.limits.items()}
         for entry, threads in entries(text).items():
-            seen.add((source.path.name, entry))
             limits = source.limits.get(entry)
             if not limits:
                 wrong.append(f"{source.path.name}: no line `// limits: {entry} registers=N threads=N`")
-            elif threads != limits.threads:
+                continue
+            used.add((limits.file, entry))
+            if threads != limits.threads:
                 wrong.append(f"{source.path.name}: {entry} has __launch_bounds__({threads}), limits say {limits.threads}")
-    for source in {id(source): source for source, _, _ in ptxs}.values():
-        for entry in source.limits:
-            if (source.path.name, entry) not in seen:
-                wrong.append(f"{source.path.name}: limits of {entry}, which it does not have")
-    return wrong
+    return wrong + [f"{file}: limits of {entry}, which it does not have" for file, entry in sorted(known - used)]
 
 
 def excess(limits, usage):
@@ -66,18 +64,18 @@ def excess(limits, usage):
 def assembled(pool, ptxs):
     """Runs every assembler. Returns the report's table and complaints."""
     jobs = [job for ptx in ptxs for job in assembler.jobs_of(*ptx)]
-    table, wrong, where = {}, [], {}
+    table, where = {}, {}
     for job, (usages, complaints) in zip(jobs, pool.map(assembler.assemble, jobs)):
-        wrong += complaints
+        for what in complaints:
+            where.setdefault(f"{job.source.output(job.arch)}: {what}", []).append(job.place)
         for name, usage in sorted(usages.items()):
             key, limits = (job.source.output(job.arch), name), job.source.limits.get(name)
             for what in excess(limits, usage):
-                where.setdefault(f"{key[0]}: {name} {what}", []).append(f"{job.target} by {job.assembler.name}")
+                where.setdefault(f"{key[0]}: {name} {what}", []).append(job.place)
             if limits:
                 table.setdefault(key, (limits, {}))[1][(job.assembler.name, job.target)] = usage
-    wrong += [f"{what} ({', '.join(places)})" for what, places in where.items()]
     print(f"ptx: {len(ptxs)} files, {len(table)} entries, assembled {len(jobs)} times")
-    return dict(sorted(table.items())), wrong
+    return dict(sorted(table.items())), [f"{what} ({', '.join(places)})" for what, places in where.items()]
 
 
 def compare(path, text):

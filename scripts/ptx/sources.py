@@ -1,4 +1,7 @@
-"""What a .cu says about itself: the architectures it is compiled for, and each entry's limits."""
+"""What a .cu says about itself: the architectures it is compiled for, and each entry's limits.
+
+Limits may also stand in a .cuh that it includes, beside a macro that makes kernels in several files; its own come first.
+"""
 
 import re
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ class Limits:
     registers: int
     threads: int
     shared: int = 0
+    file: str = ""
 
 
 @dataclass
@@ -70,9 +74,26 @@ def read(path):
             version = (int(found[3]), int(found[4])) if found[3] else default_version(int(found[2]))
             archs.append(Arch(found[1], version))
     limits = {}
-    for entry, rest in re.findall(r"// limits: (\w+)(.*)$", text, re.M):
+    for file in included(path):
+        limits = limits_of(file) | limits
+    return Source(path, archs or [Arch("compute_80", default_version(80))], limits)
+
+
+def included(path):
+    """A file, then those that it includes from its own folder."""
+    files = [path]
+    for file in files:
+        names = re.findall(r'^\s*#include "([^"]+)"', file.read_text(), re.M)
+        files += [file.parent / name for name in names if file.parent / name not in files]
+    return files
+
+
+def limits_of(file):
+    """The limits that one file writes down."""
+    limits = {}
+    for entry, rest in re.findall(r"// limits: (\w+)(.*)$", file.read_text(), re.M):
         values = dict(re.findall(r"(\w+)=(\d+)", rest))
         if entry in limits or not {"registers", "threads"} <= set(values) <= KNOWN:
-            raise Wrong(f"{path.name}: one `// limits: {entry} registers=N threads=N [shared=N]`, please")
-        limits[entry] = Limits(**{name: int(value) for name, value in values.items()})
-    return Source(path, archs or [Arch("compute_80", default_version(80))], limits)
+            raise Wrong(f"{file.name}: one `// limits: {entry} registers=N threads=N [shared=N]`, please")
+        limits[entry] = Limits(**{name: int(value) for name, value in values.items()}, file=file.name)
+    return limits
