@@ -46,10 +46,11 @@ class Job:
 
 @dataclass
 class Usage:
-    """What an entry takes: registers of a thread, static shared memory and code in bytes, and all that spills."""
+    """What an entry takes: registers of a thread, shared memory and code in bytes, and all that spills."""
 
     registers: int = 0
     static: int = 0
+    dynamic: int = 0
     stack: int = 0
     spills: int = 0
     code: int = 0

@@ -14,10 +14,12 @@ from pathlib import Path
 import assembler
 import report
 import sources
-from compiler import compile_cu, entries
+from compiler import compile_cu, dynamic_shared, entries
 
 STATIC_SHARED = 48 * 1024
 REGISTERS_OF_A_BLOCK = 64 * 1024
+# What a block may have on the cards that have most.
+MOST_SHARED = 232448
 
 
 def compiled(pool, kernels):
@@ -36,11 +38,12 @@ def declared(ptxs):
     for source, arch, text in ptxs:
         known |= {(limits.file, entry) for entry, limits in source.limits.items()}
         for entry, threads in entries(text).items():
-            limits = source.limits.get(entry)
-            if not limits:
+            found = source.limits_of(entry)
+            if not found:
                 wrong.append(f"{source.path.name}: no line `// limits: {entry} registers=N threads=N`")
                 continue
-            used.add((limits.file, entry))
+            name, limits = found
+            used.add((limits.file, name))
             if threads != limits.threads:
                 wrong.append(f"{source.path.name}: {entry} has __launch_bounds__({threads}), limits say {limits.threads}")
     return wrong + [f"{file}: limits of {entry}, which it does not have" for file, entry in sorted(known - used)]
@@ -57,6 +60,7 @@ def excess(limits, usage):
         checks.append((usage.registers <= limits.registers, f"takes {usage.registers} registers, over {limits.registers}"))
         # They are given in eights.
         block = (usage.registers + 7) // 8 * 8 * limits.threads
+        checks.append((usage.dynamic <= (limits.shared or MOST_SHARED), f"asks for {usage.dynamic} bytes of dynamic shared memory"))
         checks.append((block <= REGISTERS_OF_A_BLOCK, f"takes {block} registers a block, over {REGISTERS_OF_A_BLOCK}"))
     return [what for fine, what in checks if not fine]
 
@@ -68,8 +72,11 @@ def assembled(pool, ptxs):
     for job, (usages, complaints) in zip(jobs, pool.map(assembler.assemble, jobs)):
         for what in complaints:
             where.setdefault(f"{job.source.output(job.arch)}: {what}", []).append(job.place)
+        shared = dynamic_shared(job.ptx)
         for name, usage in sorted(usages.items()):
-            key, limits = (job.source.output(job.arch), name), job.source.limits.get(name)
+            key, found = (job.source.output(job.arch), name), job.source.limits_of(name)
+            limits = found and found[1]
+            usage.dynamic = shared.get(name, limits.shared if limits else 0)
             for what in excess(limits, usage):
                 where.setdefault(f"{key[0]}: {name} {what}", []).append(job.place)
             if limits:

@@ -43,3 +43,8 @@ def entries(ptx):
         bound = re.search(r"\.(?:max|req)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", head)
         found[name] = bound and int(bound[1]) * int(bound[2] or 1) * int(bound[3] or 1)
     return found
+
+
+def dynamic_shared(ptx):
+    """Bytes of dynamic shared memory, of those entries that have a constant `ENTRY_shared_bytes` beside them."""
+    return {name: int(size) for name, size in re.findall(r"\b(\w+)_shared_bytes = (\d+);", ptx)}

@@ -18,9 +18,9 @@ ptxas 13.0 (or the newest card that it serves). [ptx.tsv](ptx.tsv) has every ass
 """
 
 
-def fits(card, usage, limits):
+def fits(card, usage):
     """Whether a block of the entry fits the card's shared memory."""
-    return usage.static + limits.shared <= SHARED.get(card, SHARED_ELSE)
+    return usage.static + usage.dynamic <= SHARED.get(card, SHARED_ELSE)
 
 
 def span(values):
@@ -33,11 +33,11 @@ def row(file, entry, limits, results):
     cells = []
     for card in CARDS:
         seen = [usage for (_, target), usage in results.items() if target == card]
-        seen = [usage for usage in seen if fits(card, usage, limits)]
+        seen = [usage for usage in seen if fits(card, usage)]
         cells.append(span([usage.registers for usage in seen]) if seen else "-")
     newest = ASSEMBLERS[-1].name
     shown = results.get((newest, "sm_90")) or [usage for (name, _), usage in results.items() if name == newest][-1]
-    shared = f"{shown.static} + {limits.shared}"
+    shared = f"{shown.static} + {shown.dynamic}"
     return f"| {file} | {entry} | {limits.threads} | {limits.registers} | {' | '.join(cells)} | {shared} | {shown.code} |"
 
 

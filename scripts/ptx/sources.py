@@ -5,6 +5,7 @@ Limits may also stand in a .cuh that it includes, beside a macro that makes kern
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 KNOWN = {"registers", "threads", "shared"}
 
@@ -34,7 +35,7 @@ class Arch:
 
 @dataclass
 class Limits:
-    """What an entry may take. Registers are a thread's; shared is what a launch adds to its static shared memory."""
+    """What an entry may take. Registers are a thread's; shared is the most that a launch adds to its static shared memory."""
 
     registers: int
     threads: int
@@ -49,6 +50,11 @@ class Source:
     path: object
     archs: list
     limits: dict
+
+    def limits_of(self, entry):
+        """The name of the limits that an entry has, and the limits: its own, or the first whose `*` fits; or None."""
+        fitting = [name for name in self.limits if name == entry] + [name for name in self.limits if fnmatchcase(entry, name)]
+        return (fitting[0], self.limits[fitting[0]]) if fitting else None
 
     def output(self, arch):
         """The name of its PTX file."""
@@ -91,7 +97,7 @@ def included(path):
 def limits_of(file):
     """The limits that one file writes down."""
     limits = {}
-    for entry, rest in re.findall(r"// limits: (\w+)(.*)$", file.read_text(), re.M):
+    for entry, rest in re.findall(r"// limits: ([\w*]+)(.*)$", file.read_text(), re.M):
         values = dict(re.findall(r"(\w+)=(\d+)", rest))
         if entry in limits or not {"registers", "threads"} <= set(values) <= KNOWN:
             raise Wrong(f"{file.name}: one `// limits: {entry} registers=N threads=N [shared=N]`, please")
