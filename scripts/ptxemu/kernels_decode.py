@@ -198,13 +198,29 @@ def test_e4m3_rows_at_multiples_of_8_bytes():
     run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16_small", 512, 64, "e4m3", "bf16", 16, 64, copies_16=0)
 
 
-def test_simple():
+def simple(cache):
     ptx = "shaders/cuda/mla_decode_simple.ptx"
     for name in kernels(ptx):
-        cache, latent, rope = name.removeprefix("mla_decode_").split("_")
-        rows = kernels(ptx)[name].threads // 32
-        for query in ("f32", "bf16") if latent == "512" else ("f16", "e4m3"):
-            run(ptx, name, int(latent), int(rope), cache, query, rows, 12)
+        if f"_{cache}_" in name:
+            latent, rope = map(int, name.rsplit("_", 2)[1:])
+            for query in ("f32", "bf16") if latent == 512 else ("f16", "e4m3"):
+                run(ptx, name, latent, rope, cache, query, kernels(ptx)[name].threads // 32, 12)
+
+
+def test_simple_f32():
+    simple("f32")
+
+
+def test_simple_f16():
+    simple("f16")
+
+
+def test_simple_bf16():
+    simple("bf16")
+
+
+def test_simple_e4m3():
+    simple("e4m3")
 
 
 def test_a_barrier_that_decode_lacks_is_found():

@@ -1,4 +1,7 @@
-"""mla_merge against the sum in f64: rows of many and of one partial, of empty ones, and of none that is not empty."""
+"""mla_merge against the sum in f64: rows of many and of one partial, with empty ones among them, and of empty ones only.
+
+Its kernels cut the work differently (`few`: a block for 128 columns, `many`: a warp for them) and give the same bits.
+"""
 
 import struct
 
@@ -8,9 +11,10 @@ from launch import Device, kernels
 
 EMPTY = np.float32(-1.0e38)
 HEADS, TOKENS = 3, 5
+PTX = "shaders/cuda/mla_merge.ptx"
 
 
-def merge(latent, out_dtype, counts, seed):
+def merge(name, latent, out_dtype, counts, seed):
     random = np.random.default_rng(seed)
     slots = random.permutation(sum(counts)).astype(np.uint32) * HEADS
     partials = np.full((len(slots) * HEADS, latent + 4), np.nan, np.float32)
@@ -32,9 +36,10 @@ def merge(latent, out_dtype, counts, seed):
     read = [device.buffer(array, False) for array in (header, np.zeros(8, np.uint32), np.zeros(2, np.uint32), merges, slots, np.zeros(1, np.uint32), partials)]
     strides = [0, 0, 0, 0, 0, HEADS * latent, latent, HEADS, 1]
     args = struct.pack("<12Q9Q3f7I", *read, 0, 0, 0, out, lse, *strides, 1, 0.5, np.log(2), HEADS, TOKENS, 0, out_dtype, 0, 0, 0)
-    # A block takes 128 columns; the last ones have no merge.
-    blocks = (len(merges) + 1) * HEADS * (latent // 128)
-    device.launch(kernels("shaders/cuda/mla_merge.ptx")[f"mla_merge_{latent}"], (blocks, 1, 1), [args])
+    # One merge more than there are, of which nothing comes.
+    units = (len(merges) + 1) * HEADS * (latent // 128)
+    blocks = -(-units // 8) if "_many_" in name else units
+    device.launch(kernels(PTX)[name], (blocks, 1, 1), [args])
     got, got_lse = device.read(out).astype(np.float64) / 0.5, device.read(lse) / np.log(2)
     for token, (begin, end) in zip(tokens, merges[:, 1:]):
         for head in range(HEADS):
@@ -49,8 +54,21 @@ def merge(latent, out_dtype, counts, seed):
             assert np.isclose(got_lse[token, head], part[:, latent].max() + np.log2(weights.sum()), atol=1e-4)
     untouched = [token for token in range(TOKENS) if token not in tokens]
     assert np.isnan(got[untouched]).all()
+    return device.read(out), device.read(lse)
 
 
-def test_merges_of_many_partials():
-    merge(512, 0, [2, 1, 9, 150], 1)
-    merge(256, 1, [1, 3, 2, 70], 2)
+def same_bits(latent, out_dtype, counts):
+    names = [name for name in kernels(PTX) if name.endswith(f"_{latent}")]
+    assert names
+    results = [merge(name, latent, out_dtype, counts, latent) for name in names]
+    for name, result in zip(names, results):
+        for array, first in zip(result, results[0]):
+            assert array.tobytes() == first.tobytes(), f"{name} gives other bits than {names[0]}"
+
+
+def test_merges_of_512():
+    same_bits(512, 0, [2, 1, 9, 150])
+
+
+def test_merges_of_256():
+    same_bits(256, 1, [1, 3, 2, 70])
