@@ -33,7 +33,8 @@ def merge(name, latent, out_dtype, counts, seed):
     dtype = {0: np.float32, 1: np.float16}[out_dtype]
     header = np.array([0, len(merges), 16, 1], np.uint32)
     out, lse = device.buffer(np.full((TOKENS, HEADS, latent), np.nan, dtype)), device.buffer(np.full((TOKENS, HEADS), np.nan, np.float32))
-    read = [device.buffer(array, False) for array in (header, np.zeros(8, np.uint32), np.zeros(2, np.uint32), merges, slots, np.zeros(1, np.uint32), partials)]
+    unused = np.zeros(8, np.uint32)
+    read = [device.buffer(array, False) for array in (header, unused, unused, merges, slots, unused, partials)]
     strides = [0, 0, 0, 0, 0, HEADS * latent, latent, HEADS, 1]
     args = struct.pack("<12Q9Q3f7I", *read, 0, 0, 0, out, lse, *strides, 1, 0.5, np.log(2), HEADS, TOKENS, 0, out_dtype, 0, 0, 0)
     # One merge more than there are, of which nothing comes.
