@@ -5,6 +5,12 @@
 
 #include "mla_decode.cuh"
 
+// limits: mla_decode_512_64_*_small_split registers=255 threads=64 shared=101376
+// limits: mla_decode_512_64_*_small registers=255 threads=128 shared=101376
+// limits: mla_decode_512_64_rows* registers=255 threads=256 shared=232448
+// limits: mla_decode_256_* registers=255 threads=128 shared=101376
+// limits: mla_decode_512_0_rows16_split registers=255 threads=64 shared=101376
+// limits: mla_decode_512_0_rows16 registers=255 threads=128 shared=101376
 #define DECODES_16_BIT(CACHE) \
     /*     entry                               L    R          rows tokens warps stages parts keeps queries */ \
     DECODE(mla_decode_512_64_rows16,          512, 64, CACHE, 16, 64, 8, 3, 1, true) \
@@ -17,5 +23,5 @@
     DECODE(mla_decode_256_64_rows16_split,    256, 64, CACHE, 16, 32, 4, 2, 2, false) \
     DECODE(mla_decode_256_32_rows16,          256, 32, CACHE, 16, 32, 4, 3, 1, true) \
     DECODE(mla_decode_256_32_rows16_split,    256, 32, CACHE, 16, 32, 4, 2, 2, false) \
-    DECODE(mla_decode_512_0_rows16,           512, 0, CACHE, 16, 32, 4, 2, 1, true) \
+    DECODE(mla_decode_512_0_rows16,           512, 0, CACHE, 16, 32, 4, 2, 1, false) \
     DECODE(mla_decode_512_0_rows16_split,     512, 0, CACHE, 16, 16, 2, 2, 2, false)

@@ -4,6 +4,8 @@
 
 constexpr int ROWS = 8;
 
+// limits: mla_decode_* registers=128 threads=256
+
 template <Dtype CACHE>
 DEVICE float2 cache_pair(const u8* row, u32 column) {
     if constexpr (CACHE == F32) {
@@ -102,7 +104,7 @@ DEVICE void decode(const Args& args) {
 }
 
 #define DECODE(name, ...) \
-    extern "C" __global__ void __launch_bounds__(ROWS * LANES) name(const __grid_constant__ Args args) { decode<__VA_ARGS__>(args); }
+    extern "C" __global__ void __launch_bounds__(ROWS * LANES, 2) name(const __grid_constant__ Args args) { decode<__VA_ARGS__>(args); }
 #define DECODES(name, CACHE) \
     DECODE(mla_decode_##name##_512_64, 512, 64, CACHE) \
     DECODE(mla_decode_##name##_256_64, 256, 64, CACHE) \

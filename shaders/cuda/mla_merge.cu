@@ -5,6 +5,8 @@
 // partial weighs exactly 0 and a single one that is not empty exactly 1, so how often a row was split around it changes no bit.
 #include "mla.cuh"
 
+// limits: mla_merge_* registers=64 threads=256
+
 constexpr int GROUPS = 8, COLUMNS = 128;
 constexpr u32 AHEAD = 8; // partials that a warp asks for at a time
 
