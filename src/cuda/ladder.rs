@@ -96,11 +96,7 @@ fn find(ptx: &'static str, name: &str) -> Option<&'static str> {
 
 /// Whether the matrices' type does not hold a query, after it was scaled by a power of two.
 fn splits_queries(spec: &MlaSpec) -> bool {
-    match (spec.kv.dtype, spec.query) {
-        (_, Dtype::F32) => true,
-        (Dtype::Bf16, Dtype::F16) => true,
-        _ => false,
-    }
+    matches!((spec.kv.dtype, spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
 }
 
 /// The row for so many query rows a sequence: each tile reads the cache once more, which is worth about 16 rows of arithmetic.
