@@ -195,7 +195,7 @@ def test_e4m3_other_dims():
 
 
 def test_e4m3_rows_at_multiples_of_8_bytes():
-    run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16_small", 512, 64, "e4m3", "bf16", 16, 64, copies_16=0)
+    run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies_16=0)
 
 
 def simple(cache):
