@@ -38,6 +38,7 @@ cargo fmt --all --check
 step "lints"
 cargo clippy --locked --workspace --all-targets -- -D warnings
 cargo clippy --locked --no-default-features --all-targets -- -D warnings
+cargo clippy --locked --features cuda --all-targets -- -D warnings
 # Tests keep wgpu's run-time checks of indices and loops in kernels that do without: a wrong index is then a wrong result.
 step "tests"
 MLA_CHECKED_SHADERS=1 cargo test --locked
@@ -47,7 +48,10 @@ step "benches, tiny"
 cargo test --locked --bench decode --bench merge --bench append -- --test
 step "tests without wgpu"
 cargo test --locked --no-default-features --lib --test plan --test pages --test tables
+# Where there is no card: what needs none, and that its lack is an error. No graphics API beside it.
+step "tests of CUDA"
+cargo test --locked --no-default-features --features cuda --lib --test cuda --test conformance_cuda
 step "docs"
-RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps
+RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --features cuda
 step "a window with its own device"
 bash scripts/host_encoder.sh

@@ -222,6 +222,22 @@ pub enum Error {
         /// What was asked and what was there.
         detail: String,
     },
+    /// No CUDA device can be used.
+    #[error("no CUDA device: {detail}; install NVIDIA's driver, or use the wgpu backend")]
+    NoCuda {
+        /// What is missing.
+        detail: String,
+    },
+    /// A call of the CUDA driver failed.
+    #[error(
+        "CUDA failed {what}: {detail}; if the device is lost, make a new context and everything on it again"
+    )]
+    Cuda {
+        /// What was being done.
+        what: &'static str,
+        /// What the driver said.
+        detail: String,
+    },
     /// The device could not be made.
     #[error("the adapter refused the device: {detail}")]
     Device {

@@ -53,6 +53,8 @@ pub mod caps;
 #[cfg(feature = "wgpu")]
 mod compose;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dtype;
 mod error;
 #[cfg(feature = "wgpu")]

@@ -3,6 +3,7 @@
 //! ```text
 //! cargo bench --bench decode -- [--only TEXT].. [--variant NAME] [--items N] [--replays N] [--json FILE] [--full | --test] [--list]
 //! cargo bench --bench decode -- --backend cpu [--threads N]
+//! cargo bench --bench decode --features cuda -- --backend cuda
 //! cargo bench --bench decode -- --host            host time of plan, prepare and record
 //! cargo bench --bench decode -- --startup DIR     first and second start with a pipeline cache in DIR
 //! ```
@@ -11,6 +12,8 @@
 #[path = "../../tests/common/close.rs"]
 #[allow(dead_code)]
 mod close;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod host;
 mod problem;
 mod run;

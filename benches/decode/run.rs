@@ -17,15 +17,18 @@ use crate::support::record::{Records, figure, micros, timing_fields};
 use crate::support::{Result, median, peers};
 
 /// Bytes that the caches of all layers have together, at least: more than any card's L2.
-const ROTATED_BYTES: f64 = 600e6;
+pub const ROTATED_BYTES: f64 = 600e6;
 
 pub fn run(args: &Args) -> Result<()> {
-    if args.backend != "wgpu" && args.backend != "cpu" {
-        return Err(format!("--backend {}: wgpu or cpu", args.backend).into());
-    }
-    let gpu = if args.backend == "cpu" { None } else { Some(Gpu::new()?) };
+    let gpu = match args.backend.as_str() {
+        "wgpu" => Some(Gpu::new()?),
+        "cpu" => None,
+        "cuda" if cfg!(feature = "cuda") => None,
+        other => return Err(format!("--backend {other}: wgpu or cpu, or cuda with that feature").into()),
+    };
     let table = match &gpu {
         _ if args.test => tiny(),
+        None if args.backend == "cuda" => full(),
         Some(gpu) if args.full || !is_small(gpu) => full(),
         _ => small(),
     };
@@ -37,6 +40,8 @@ pub fn run(args: &Args) -> Result<()> {
     }
     match &gpu {
         Some(gpu) => run_gpu(gpu, &table, args),
+        #[cfg(feature = "cuda")]
+        None if args.backend == "cuda" => super::cuda::run(&table, args),
         None => run_cpu(&table, args),
     }
 }
@@ -155,14 +160,14 @@ fn host_step(gpu: &Gpu, workload: &Workload, problem: &Problem<'_, Gpu>) -> Resu
 }
 
 /// The table as it grows, and the times that later lines are compared with.
-struct Report {
+pub struct Report {
     records: Records,
     ceiling: f64,
     done: Vec<(Workload, f64)>,
 }
 
 impl Report {
-    fn new(name: &str, gpu: Option<&Gpu>, ceiling: f64) -> Self {
+    pub fn new(name: &str, gpu: Option<&Gpu>, ceiling: f64) -> Self {
         let mut records = Records::new("decode", gpu);
         records.note("read_ceiling_gb_s", ceiling);
         records.note("peers_device", peers::DEVICE);
@@ -182,7 +187,25 @@ impl Report {
         Self { records, ceiling, done: Vec::new() }
     }
 
-    fn add(&mut self, w: &Workload, row: &str, timing: &Timing, host_step: f64, items: usize, right: &str) {
+    #[cfg(feature = "cuda")]
+    pub fn fail(&mut self, name: &str, error: &dyn std::error::Error) {
+        self.records.fail(name, error);
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn save(self, args: &Args) -> Result<()> {
+        self.records.save(args.json.as_deref())
+    }
+
+    pub fn add(
+        &mut self,
+        w: &Workload,
+        row: &str,
+        timing: &Timing,
+        host_step: f64,
+        items: usize,
+        right: &str,
+    ) {
         let seconds = timing.median;
         let rate = w.kv_bytes() / seconds / 1e9;
         let share = rate / self.ceiling;

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# The CUDA kernels: PTX from shaders/cuda/*.cu with a pinned compiler, proved by three assemblers and an interpreter.
+#
+#   scripts/ptx.sh                  writes shaders/cuda/*.ptx and benches/results/ptx.{md,tsv}; fails as --check does
+#   scripts/ptx.sh --check          writes nothing; fails where a committed file differs from what the compiler gives,
+#                                   or an entry passes its limits with some ptxas: registers, shared memory, no spill
+#   scripts/ptx.sh emulate [NAME]   the interpreter's tests and the kernels' on the CPU (scripts/ptxemu/run.py)
+#   scripts/ptx.sh setup            only installs
+#
+# In a .cu, before the code:   // ptx: compute_89                      instead of compute_80; several with commas
+#                              // ptx: compute_80 version=7.4          a later `.version`, so a later driver
+# and beside each kernel, or in a .cuh that it includes:
+#                              // limits: ENTRY registers=168 threads=256 [shared=101376]
+# `threads` is its __launch_bounds__; ENTRY may have a `*`, and a line of its own comes first. `shared` is the most dynamic
+# shared memory that it is launched with, in bytes; a constant ENTRY_shared_bytes in the .cu says how much it is.
+#
+# nvcc 13.0, and ptxas of CUDA 12.4 and 12.8, come from PyPI by their hashes (150 MB) into target/cuda. nvcc needs g++.
+# On Debian and Ubuntu it installs what is missing, if it may.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+mkdir -p "${CARGO_TARGET_DIR:-target}"
+home=$(realpath "${CARGO_TARGET_DIR:-target}")/cuda
+pins=scripts/ptx
+
+# g++ preprocesses for nvcc; Debian's python3 comes without venv.
+install_missing() {
+    local as_root=()
+    { command -v g++ && python3 -c 'import ensurepip'; } >/dev/null 2>&1 && return 0
+    command -v apt-get >/dev/null || { echo "ptx.sh: please install g++ and python3 with venv" >&2; exit 1; }
+    if ((EUID != 0)); then
+        command -v sudo >/dev/null || { echo "ptx.sh: please install g++ python3-venv" >&2; exit 1; }
+        as_root=(sudo)
+    fi
+    "${as_root[@]}" apt-get update -qq
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+        g++ python3 python3-venv >/dev/null
+}
+
+# A copy of the pins says that the folder is whole; a half-made one, or one of other pins, is made again.
+setup() {
+    [[ -e $home/ready ]] && cat "$pins"/*.txt | cmp -s - "$home/ready" && return
+    install_missing
+    echo "== nvcc 13.0, ptxas 12.4 and 12.8, numpy into $home" >&2
+    rm -rf "$home"
+    python3 -m venv "$home/venv"
+    local pip=("$home/venv/bin/python" -m pip install --quiet --no-deps --require-hashes --only-binary :all:) name
+    "${pip[@]}" -r "$pins/numpy.txt"
+    # Two versions of one package cannot share a venv.
+    for name in nvcc-13.0 ptxas-12.4 ptxas-12.8; do
+        "${pip[@]}" --target "$home/$name" -r "$pins/$name.txt"
+    done
+    cat "$pins"/*.txt >"$home/ready"
+}
+
+verb=${1:-write}
+(($# == 0)) || shift
+case $verb in
+    write | --check | emulate | setup) setup ;;
+    *) sed -n '2,/^set/{/^#/p}' "$0" >&2; exit 2 ;;
+esac
+export CUDA_TOOLS=$home PYTHONDONTWRITEBYTECODE=1
+case $verb in
+    write) "$home/venv/bin/python" scripts/ptx/build.py "$@" ;;
+    --check) "$home/venv/bin/python" scripts/ptx/build.py --check "$@" ;;
+    emulate) "$home/venv/bin/python" scripts/ptxemu/run.py "$@" ;;
+esac

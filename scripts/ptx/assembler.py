@@ -1,0 +1,120 @@
+"""ptxas of three CUDA versions: what each says about every entry."""
+
+import re
+import struct
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiler import TOOLS
+
+OLDER = ["sm_80", "sm_86", "sm_89", "sm_90"]
+
+
+@dataclass
+class Assembler:
+    """A ptxas: the latest PTX that it reads and the cards that it assembles for."""
+
+    name: str
+    path: Path
+    version: tuple
+    targets: list
+
+
+ASSEMBLERS = [
+    Assembler("12.4", TOOLS / "ptxas-12.4/nvidia/cuda_nvcc/bin/ptxas", (8, 4), OLDER),
+    Assembler("12.8", TOOLS / "ptxas-12.8/nvidia/cuda_nvcc/bin/ptxas", (8, 7), [*OLDER, "sm_100", "sm_120"]),
+    Assembler("13.0", TOOLS / "nvcc-13.0/nvidia/cu13/bin/ptxas", (9, 0), [*OLDER, "sm_100", "sm_103", "sm_120"]),
+]
+
+
+@dataclass
+class Job:
+    """One PTX text for one card with one assembler."""
+
+    source: object
+    arch: object
+    ptx: str
+    assembler: Assembler
+    target: str
+
+    @property
+    def place(self):
+        return f"{self.target} by {self.assembler.name}"
+
+
+@dataclass
+class Usage:
+    """What an entry takes: registers of a thread, shared memory and code in bytes, and all that spills."""
+
+    registers: int = 0
+    static: int = 0
+    dynamic: int = 0
+    stack: int = 0
+    spills: int = 0
+    code: int = 0
+
+
+def jobs_of(source, arch, ptx):
+    """Every assembler that reads the PTX, for every card that it serves."""
+    return [
+        Job(source, arch, ptx, assembler, target)
+        for assembler in ASSEMBLERS
+        if assembler.version >= arch.version
+        for target in wanted(assembler, arch)
+    ]
+
+
+def wanted(assembler, arch):
+    # `compute_90a` is for that card alone, which is in no list.
+    targets = assembler.targets if arch.name[-1].isdigit() else [arch.name.replace("compute_", "sm_")]
+    return [target for target in targets if arch.assembles_for(target)]
+
+
+def assemble(job):
+    """Returns what each function takes by name, and complaints."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "out.cubin"
+        ptx = Path(folder) / "in.ptx"
+        ptx.write_text(job.ptx)
+        command = [job.assembler.path, "-v", f"-arch={job.target}", ptx, "-o", cubin]
+        done = subprocess.run(command, capture_output=True, text=True)
+        said = (done.stdout + done.stderr).replace(str(ptx), job.source.output(job.arch))
+        if done.returncode:
+            return {}, [said.strip()]
+        complaints = [line for line in said.splitlines() if "warning" in line]
+        usages = read_usages(said)
+        for name, size in code_sizes(cubin.read_bytes()).items():
+            usages.setdefault(name, Usage()).code = size
+        return usages, complaints
+
+
+def read_usages(said):
+    """Reads the lines of `ptxas -v`. The registers follow the properties of the function that they are of."""
+    usages, current = {}, Usage()
+    for line in said.splitlines():
+        if found := re.search(r"Function properties for (\w+)", line):
+            current = usages.setdefault(found[1], Usage())
+        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            current.stack = int(found[1])
+            current.spills = int(found[2]) + int(found[3])
+        elif found := re.search(r"Used (\d+) registers", line):
+            current.registers = int(found[1])
+            shared = re.search(r"(\d+)(?:\+\d+)? bytes smem", line)
+            current.static = int(shared[1]) if shared else 0
+    return usages
+
+
+def code_sizes(cubin):
+    """Bytes of each function: a cubin is an ELF of 64 bits whose sections `.text.NAME` hold the code."""
+    at, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, at + size * index) for index in range(count)]
+    strings = sections[names][4]
+    sizes = {}
+    for name, _, _, _, _, length in sections:
+        start = strings + name
+        text = cubin[start : cubin.index(b"\0", start)].decode()
+        if text.startswith(".text."):
+            sizes[text.removeprefix(".text.")] = length
+    return sizes

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Compiles and proves the kernels; scripts/ptx.sh calls it and tells how.
+
+    build.py [--check] [--kernels DIRECTORY] [--report DIRECTORY]
+"""
+
+import argparse
+import difflib
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import assembler
+import report
+import sources
+from compiler import compile_cu, dynamic_shared, entries
+
+STATIC_SHARED = 48 * 1024
+REGISTERS_OF_A_BLOCK = 64 * 1024
+# What a block may have on the cards that have most.
+MOST_SHARED = 232448
+# On those that have less.
+SHARED_OF_A_CARD = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376}
+
+
+def compiled(pool, kernels):
+    """The sources, and pairs of (source, arch, PTX text) in order."""
+    found = [sources.read(path) for path in sorted(kernels.glob("*.cu"))]
+    if not found:
+        raise sources.Wrong(f"no kernels: {kernels}/*.cu")
+    pairs = [(source, arch) for source in found for arch in source.archs]
+    texts = pool.map(lambda pair: compile_cu(pair[0].path, pair[1]), pairs)
+    return [(source, arch, text) for (source, arch), text in zip(pairs, texts)]
+
+
+def declared(ptxs):
+    """Complaints about limits that are missing, stale, or not what the PTX says."""
+    wrong, used, known = [], set(), set()
+    for source, arch, text in ptxs:
+        known |= {(limits.file, entry) for entry, limits in source.limits.items()}
+        for entry, threads in entries(text).items():
+            found = source.limits_of(entry)
+            if not found:
+                wrong.append(f"{source.path.name}: no line `// limits: {entry} registers=N threads=N`")
+                continue
+            name, limits = found
+            used.add((limits.file, name))
+            if threads != limits.threads:
+                wrong.append(f"{source.path.name}: {entry} has __launch_bounds__({threads}), limits say {limits.threads}")
+    return wrong + [f"{file}: limits of {entry}, which it does not have" for file, entry in sorted(known - used)]
+
+
+def excess(limits, usage, target):
+    """Complaints about what a function takes. What it spills is no matter on a card that cannot launch it."""
+    launches = usage.dynamic <= SHARED_OF_A_CARD.get(target, MOST_SHARED)
+    checks = [
+        (usage.spills == 0 or not launches, f"spills {usage.spills} bytes"),
+        (usage.stack == 0 or not launches, f"has a stack frame of {usage.stack} bytes"),
+        (usage.static <= STATIC_SHARED, f"takes {usage.static} bytes of static shared memory, over {STATIC_SHARED}"),
+    ]
+    if limits:
+        checks.append((usage.registers <= limits.registers, f"takes {usage.registers} registers, over {limits.registers}"))
+        # They are given in eights.
+        block = (usage.registers + 7) // 8 * 8 * limits.threads
+        checks.append((usage.dynamic <= (limits.shared or MOST_SHARED), f"asks for {usage.dynamic} bytes of dynamic shared memory"))
+        checks.append((block <= REGISTERS_OF_A_BLOCK, f"takes {block} registers a block, over {REGISTERS_OF_A_BLOCK}"))
+    return [what for fine, what in checks if not fine]
+
+
+def assembled(pool, ptxs):
+    """Runs every assembler. Returns the report's table and complaints."""
+    jobs = [job for ptx in ptxs for job in assembler.jobs_of(*ptx)]
+    table, where = {}, {}
+    for job, (usages, complaints) in zip(jobs, pool.map(assembler.assemble, jobs)):
+        for what in complaints:
+            where.setdefault(f"{job.source.output(job.arch)}: {what}", []).append(job.place)
+        shared = dynamic_shared(job.ptx)
+        for name, usage in sorted(usages.items()):
+            key, found = (job.source.output(job.arch), name), job.source.limits_of(name)
+            limits = found and found[1]
+            usage.dynamic = shared.get(name, limits.shared if limits else 0)
+            for what in excess(limits, usage, job.target):
+                where.setdefault(f"{key[0]}: {name} {what}", []).append(job.place)
+            if limits:
+                table.setdefault(key, (limits, {}))[1][(job.assembler.name, job.target)] = usage
+    print(f"ptx: {len(ptxs)} files, {len(table)} entries, assembled {len(jobs)} times")
+    return dict(sorted(table.items())), [f"{what} ({', '.join(places)})" for what, places in where.items()]
+
+
+def compare(path, text):
+    """A complaint with the first lines that differ, or none."""
+    if not path.exists():
+        return [f"{path} is missing: run scripts/ptx.sh and commit it"]
+    old = path.read_text()
+    if old == text:
+        return []
+    lines = [line for line in difflib.unified_diff(old.splitlines(), text.splitlines(), "committed", "compiled", n=0, lineterm="")]
+    shown = "\n    ".join(lines[:12])
+    return [f"{path} differs in {len(lines) - 2} lines: run scripts/ptx.sh and commit it\n    {shown}"]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--kernels", type=Path, default=Path("shaders/cuda"))
+    parser.add_argument("--report", type=Path, default=Path("benches/results"))
+    args = parser.parse_args()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        ptxs = compiled(pool, args.kernels)
+        table, wrong = assembled(pool, ptxs)
+    wrong = list(dict.fromkeys(declared(ptxs))) + wrong
+
+    files = {args.kernels / source.output(arch): text for source, arch, text in ptxs}
+    stale = [path for path in sorted(args.kernels.glob("*.ptx")) if path not in files]
+    if not wrong:
+        files |= {args.report / "ptx.md": report.markdown(table), args.report / "ptx.tsv": report.tsv(table)}
+    if args.check:
+        wrong = [line for path, text in files.items() for line in compare(path, text)] + wrong
+        wrong += [f"{path} has no source: run scripts/ptx.sh" for path in stale]
+    else:
+        for path, text in files.items():
+            path.write_text(text)
+        for path in stale:
+            path.unlink()
+    for line in wrong:
+        print(f"ptx: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (sources.Wrong, RuntimeError) as error:
+        sys.exit(f"ptx: {error}")

@@ -1,0 +1,50 @@
+"""nvcc, from a .cu to PTX text that is the same on every machine."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+TOOLS = Path(os.environ.get("CUDA_TOOLS", "target/cuda")).resolve()
+NVCC = TOOLS / "nvcc-13.0/nvidia/cu13/bin/nvcc"
+FLAGS = ["-O3", "-std=c++17", "-Werror", "all-warnings"]
+
+
+def compile_cu(path, arch, defines=()):
+    """The PTX of a .cu for a virtual architecture, in the form in which it is committed. Raises RuntimeError."""
+    # The folder is nvcc's own, so that the path in its messages, and in what it derives from it, is the name alone.
+    command = [NVCC, "-ptx", f"-arch={arch.name}", *FLAGS, *(f"-D{name}" for name in defines), path.name, "-o", "-"]
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc of {path.name} for {arch.name}:\n{done.stderr or done.stdout}")
+    return normal(done.stdout, path.name, arch)
+
+
+def normal(text, name, arch):
+    """Without comments and empty lines, and of the version that older drivers know."""
+    lines = (re.sub(r"\s*//.*", "", line) for line in text.splitlines())
+    # A hint to ptxas that asks for PTX 8.3, which the others do not.
+    text = "\n".join(line for line in lines if line.strip() and "used_bytes_mask" not in line)
+    text, found = re.subn(r"^\.version .*$", ".version {}.{}".format(*arch.version), text, flags=re.M)
+    if found != 1:
+        raise RuntimeError(f"nvcc of {name}: no `.version`")
+    # A path would differ elsewhere; so does the hash in the names of static device variables.
+    for unwanted in ("/", "_INTERNAL_", ".loc", ".file"):
+        if unwanted in text:
+            line = next(line for line in text.splitlines() if unwanted in line)
+            raise RuntimeError(f"nvcc of {name}: `{unwanted}` in its PTX: {line.strip()}")
+    return f"// Written by scripts/ptx.sh from {name}: nvcc 13.0.88, {arch.name}.\n{text}\n"
+
+
+def entries(ptx):
+    """The entries of a PTX text, each with the threads of its launch bounds or None."""
+    found = {}
+    for name, head in re.findall(r"\.entry\s+(\w+)\s*(?:\([^)]*\))?([^{]*)\{", ptx):
+        bound = re.search(r"\.(?:max|req)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", head)
+        found[name] = bound and int(bound[1]) * int(bound[2] or 1) * int(bound[3] or 1)
+    return found
+
+
+def dynamic_shared(ptx):
+    """Bytes of dynamic shared memory, of those entries that have a constant `ENTRY_shared_bytes` beside them."""
+    return {name: int(size) for name, size in re.findall(r"\b(\w+)_shared_bytes = (\d+);", ptx)}

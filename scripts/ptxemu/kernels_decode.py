@@ -1,0 +1,237 @@
+"""mla_decode and mla_merge against attention in f64: every entry, on items as src/plan.rs makes them.
+
+One sequence with three query tokens whose rows fill a tile and a part of another: the first is split in two, the second
+writes its output itself. Then a row that sees nothing. Unused rows of the cache hold NaN, unused page ids are wild, and
+one block has no item.
+"""
+
+import struct
+
+import numpy as np
+
+from convert import E4M3, bf16_bits, bf16_value
+from launch import ROOT, Device, barriers, kernels, parse, without_barrier
+from memory import Fault
+
+DIRECT = 0xFFFFFFFF
+EMPTY = np.float32(-1.0e38)
+CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
+PAGE, GAP = 24, 16
+# How far a result may be from the oracle's: what the weights are rounded to, times the largest value.
+NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
+
+
+def encode(values, dtype):
+    """Values as a dtype stores them, and what it then has."""
+    if dtype == "bf16":
+        bits = bf16_bits(values).reshape(values.shape)
+        return bits, bf16_value(bits)
+    if dtype == "e4m3":
+        codes = np.random.default_rng(7).integers(0, 0x38, values.shape).astype(np.uint8) | (values < 0).astype(np.uint8) << 7
+        return codes, E4M3[codes]
+    stored = values.astype({"f16": np.float16, "f32": np.float32}[dtype])
+    return stored, stored.astype(np.float32)
+
+
+NAN = {"bf16": np.uint16(0x7FFF), "e4m3": np.uint8(0x7F), "f16": np.float16("nan"), "f32": np.float32("nan")}
+
+
+class Case:
+    """The arrays of one launch, and what is expected of it."""
+
+    def __init__(self, latent, rope, cache, query, heads, length):
+        random = np.random.default_rng(latent + rope + heads)
+        self.latent, self.dim, self.heads, self.length, self.cache, self.query = latent, latent + rope, heads, length, cache, query
+        self.q_stored, self.q = encode(random.standard_normal((4, heads, self.dim)).astype(np.float32), query)
+        rows = random.uniform(-1, 1, (length, self.dim)).astype(np.float32)
+        # Logits that rise again and again move the maximum of the softmax.
+        rows[:: max(length // 5, 1)] += 0.1 * self.q[0, 0]
+        stored, self.rows = encode(rows, cache)
+        pages = -(-length // PAGE)
+        ids = random.permutation(pages + 2)[:pages].astype(np.uint32)
+        self.stride = PAGE * self.dim + GAP
+        self.kv = np.full((pages + 2, self.stride), NAN[cache])
+        for token in range(length):
+            at = token % PAGE * self.dim
+            self.kv[ids[token // PAGE], at : at + self.dim] = stored[token]
+        self.pages = np.concatenate([np.full(3, 0xFFFFFFF0, np.uint32), ids, np.full(2, 0xFFFFFFF0, np.uint32)])
+        # The last query token is of another sequence, which is empty.
+        self.visible = [length - 2, length - 1, length, 0]
+        self.tokens = [2, 0, 3, 1]
+        self.scale, self.out_scale = np.float32(self.dim**-0.5 * np.log2(np.e)), np.float32(0.5)
+
+    def expected(self, row, begin, end):
+        """Output and base-2 LSE of a row over a range of tokens; the LSE is EMPTY where there is none."""
+        index, head = divmod(row, self.heads)
+        end = min(end, self.visible[index])
+        if end <= begin:
+            return np.zeros(self.latent), float(EMPTY)
+        keys = self.rows[begin:end].astype(np.float64)
+        logits = keys @ self.q[self.tokens[index], head].astype(np.float64) * float(self.scale)
+        weights = np.exp2(logits - logits.max())
+        return weights @ keys[:, : self.latent] / weights.sum(), logits.max() + np.log2(weights.sum())
+
+
+def pack(case, address, heads, copies_16=1):
+    """`struct Args` of shaders/cuda/mla.cuh, with f32 outputs."""
+    latent, rope = case.latent, case.dim - case.latent
+    strides = [heads * latent, latent, heads * rope, rope, case.stride, heads * latent, latent, heads, 1]
+    names = "header items queries merges merge_slots pages partials q_nope q_pe kv out lse".split()
+    floats = [case.scale, case.out_scale, np.float32(np.log(2))]
+    return struct.pack("<12Q9Q3f7I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies_16, 0, 0)
+
+
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, entry=None, orders=("forward", "reverse")):
+    """One entry of a file, or `entry` in its place, on tiles of `rows` rows and `tokens` tokens."""
+    heads = rows // 2 + 1
+    case = Case(latent, rope, cache, query, heads, 2 * tokens + 21)
+    middle, length = tokens + 8, case.length
+    items = [
+        (0, rows, 3, 0, middle, 0),
+        (0, rows, 3, middle, length, rows),
+        (rows, 3 * heads - rows, 3, 0, length, DIRECT),
+        (3 * heads, heads, 0, 0, 0, DIRECT),
+    ]
+    device, address = Device(), {}
+    entry = entry or kernels(ptx)[name]
+    shared = int.from_bytes(entry.data.get(f"{name}_shared_bytes", b""), "little")
+    only_read = {
+        "header": np.array([len(items), 0, PAGE, len(case.kv)], np.uint32),
+        "items": np.array([(*item, 0, 0) for item in items], np.uint32),
+        "queries": np.array(list(zip(case.tokens, case.visible)), np.uint32),
+        "merges": np.zeros(4, np.uint32),
+        "merge_slots": np.zeros(4, np.uint32),
+        "pages": case.pages,
+        "q_nope": np.ascontiguousarray(case.q_stored[..., :latent]),
+        "q_pe": np.ascontiguousarray(case.q_stored[..., latent:]) if rope else np.zeros(4, np.uint32),
+        "kv": case.kv,
+    }
+    address |= {key: device.buffer(array, False) for key, array in only_read.items()}
+    address["partials"] = device.buffer(np.full((2 * rows, latent + 4), np.nan, np.float32))
+    address["out"] = device.buffer(np.full((4, heads, latent), np.nan, np.float32))
+    address["lse"] = device.buffer(np.full((4, heads), np.nan, np.float32))
+    device.launch(entry, (len(items) + 1, 1, 1), [pack(case, address, heads, copies_16)], shared=shared, orders=orders)
+    check(case, items, device.read(address["partials"]), device.read(address["out"]), device.read(address["lse"]), name)
+
+
+def check(case, items, partials, out, lse, name):
+    largest, near = np.abs(case.rows).max(), NEAR[case.cache]
+    for first, count, _, begin, end, slot in items:
+        for row in range(count):
+            want, base_2 = case.expected(first + row, begin, end)
+            index, head = divmod(first + row, case.heads)
+            token = case.tokens[index]
+            if slot == DIRECT:
+                got, got_lse = out[token, head] / case.out_scale, lse[token, head] / np.float32(np.log(2))
+                base_2 = -np.inf if base_2 == EMPTY else base_2
+            else:
+                got, got_lse = partials[slot + row, : case.latent], partials[slot + row, case.latent]
+            worst = np.abs(got - want).max()
+            assert worst <= near * largest, f"{name}: row {first + row} from {begin}: off by {worst:.2e} of {largest:.2f}"
+            assert got_lse == base_2 or abs(got_lse - base_2) <= 2e-3, f"{name}: row {first + row}: LSE {got_lse}, not {base_2}"
+
+
+def shape_of(name):
+    """Dims and rows, as the entry's name says them."""
+    latent, rope, rows = name.removeprefix("mla_decode_").split("_")[:3]
+    return int(latent), int(rope), int(rows.removeprefix("rows"))
+
+
+def every(cache, query, split_query, chosen):
+    ptx = f"shaders/cuda/mla_decode_{cache}.ptx"
+    names = [name for name in kernels(ptx) if chosen(name)]
+    assert names, ptx
+    for name in names:
+        tokens = 128 if cache == "e4m3" and name.endswith("64_rows16") else 64
+        run(ptx, name, *shape_of(name)[:2], cache, split_query if name.endswith("split") else query, shape_of(name)[2], tokens)
+
+
+def wide(name):
+    return "_512_64_" in name and not name.endswith("split")
+
+
+def splits(name):
+    return "_512_64_" in name and name.endswith("split")
+
+
+def others(name):
+    return "_512_64_" not in name
+
+
+def test_bf16():
+    every("bf16", "bf16", "f16", wide)
+
+
+def test_bf16_splits():
+    every("bf16", "bf16", "f32", splits)
+
+
+def test_bf16_other_dims():
+    every("bf16", "e4m3", "f16", others)
+
+
+def test_f16():
+    every("f16", "f16", "f32", wide)
+
+
+def test_f16_splits():
+    every("f16", "f16", "f32", splits)
+
+
+def test_f16_other_dims():
+    every("f16", "bf16", "f32", others)
+
+
+def test_e4m3():
+    every("e4m3", "bf16", "f32", wide)
+
+
+def test_e4m3_splits():
+    every("e4m3", "f16", "f32", splits)
+
+
+def test_e4m3_other_dims():
+    every("e4m3", "e4m3", "f32", others)
+
+
+def test_e4m3_rows_at_multiples_of_8_bytes():
+    run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies_16=0)
+
+
+def simple(cache):
+    ptx = "shaders/cuda/mla_decode_simple.ptx"
+    for name in kernels(ptx):
+        if f"_{cache}_" in name:
+            latent, rope = map(int, name.rsplit("_", 2)[1:])
+            for query in ("f32", "bf16") if latent == 512 else ("f16", "e4m3"):
+                run(ptx, name, latent, rope, cache, query, kernels(ptx)[name].threads // 32, 12)
+
+
+def test_simple_f32():
+    simple("f32")
+
+
+def test_simple_f16():
+    simple("f16")
+
+
+def test_simple_bf16():
+    simple("bf16")
+
+
+def test_simple_e4m3():
+    simple("e4m3")
+
+
+def test_a_barrier_that_decode_lacks_is_found():
+    """One of them may be more than is needed: then nothing changes without it."""
+    ptx, name = "shaders/cuda/mla_decode_bf16.ptx", "mla_decode_512_64_rows16_small"
+    text = (ROOT / ptx).read_text()
+    count, found = len(barriers(text, name)), 0
+    for index in range(count):
+        entry = parse(without_barrier(text, name, index))[name]
+        try:
+            run(ptx, name, 512, 64, "bf16", "bf16", 16, 32, entry=entry, orders=("forward",))
+        except (Fault, AssertionError):
+            found += 1
+    assert found >= max(count - 1, 1), f"{found} of {count}"

@@ -1,0 +1,271 @@
+"""Runs an entry: several blocks beside one another, their warps one after the other between barriers.
+
+A team is the warps of one number in all these blocks: its instructions run as numpy operations over all their lanes. The
+teams take turns, forward or backward, each as far as it comes: where a barrier is missing, one order or the other reads
+what was not yet written. Lanes that parted run lowest address first, until they meet again.
+"""
+
+import heapq
+
+import numpy as np
+
+import access
+import alu
+import convert
+import tensor
+from memory import Fault, Shared
+from parse import Unsupported
+
+DTYPES = {"pred": np.bool_, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+MAX_STEPS = 20_000_000
+
+
+class Team:
+    """One warp of each block. A register is an array over all lanes that is replaced, never written into."""
+
+    def __init__(self, machine, number, blocks):
+        self.machine, self.number, self.blocks = machine, number, len(blocks)
+        self.lanes = 32 * self.blocks
+        self.regs = [np.zeros(self.lanes, dtype) for dtype in machine.register_dtypes]
+        # Which block, as a number within the machine, and which lane of its warp each lane is.
+        self.block = np.repeat(np.arange(self.blocks), 32)
+        self.lane = np.tile(np.arange(32, dtype=np.uint32), self.blocks)
+        self.special = self.specials(machine, np.asarray(blocks, np.uint32))
+        self.alive = (self.lane + 32 * number < machine.threads)
+        # Waiting groups: (address, a number that makes it unique, mask).
+        self.waiting, self.count = [], 0
+        self.committed = np.zeros(self.lanes, np.int64)
+        self.flying = []
+        self.wait(0, self.alive)
+
+    def specials(self, machine, blocks):
+        thread = (self.lane + 32 * self.number).astype(np.uint32)
+        x, y, z = machine.block_dim
+        tid = [thread % x, thread // x % y, thread // (x * y)]
+        named = {"%laneid": self.lane, "%warpid": np.full(self.lanes, self.number, np.uint32)}
+        for axis, letter in enumerate("xyz"):
+            named[f"%tid.{letter}"] = tid[axis].astype(np.uint32)
+            named[f"%ntid.{letter}"] = np.full(self.lanes, machine.block_dim[axis], np.uint32)
+            named[f"%nctaid.{letter}"] = np.full(self.lanes, machine.grid[axis], np.uint32)
+            named[f"%ctaid.{letter}"] = np.repeat(blocks[:, axis], 32)
+        one = np.uint32(1)
+        named["%lanemask_eq"] = one << self.lane
+        named["%lanemask_lt"] = (one << self.lane) - one
+        named["%lanemask_le"] = (named["%lanemask_lt"] << one) | one
+        named["%lanemask_gt"] = ~named["%lanemask_le"]
+        named["%lanemask_ge"] = ~named["%lanemask_lt"]
+        return named
+
+    def wait(self, address, mask):
+        if mask.any():
+            heapq.heappush(self.waiting, (address, self.count, mask))
+            self.count += 1
+
+    def put(self, index, value, mask):
+        """Writes a register where `mask` says, everywhere if it is None."""
+        old = self.regs[index]
+        if value.dtype != old.dtype:
+            value = value.view(old.dtype) if value.dtype.itemsize == old.dtype.itemsize else value.astype(old.dtype)
+        if mask is not None:
+            value = np.where(mask, value, old)
+        elif value.shape != old.shape:
+            value = np.broadcast_to(value, old.shape)
+        self.regs[index] = value
+
+    def whole_warps(self, mask, what):
+        """Every warp takes part with all its lanes, or with none."""
+        if mask is not None:
+            rows = mask.reshape(-1, 32)
+            if (rows != rows[:, :1]).any():
+                raise Fault(f"{what} by a part of a warp")
+
+    def run(self):
+        """As far as it comes: to the exit, or to barriers. Whether it did anything."""
+        if not self.waiting:
+            return False
+        code = self.machine.code
+        while self.waiting:
+            at, _, mask = heapq.heappop(self.waiting)
+            full = mask.all()
+            while True:
+                # Others that wait at this address join.
+                while self.waiting and self.waiting[0][0] == at:
+                    mask = mask | heapq.heappop(self.waiting)[2]
+                    full = mask.all()
+                if at == len(code):
+                    self.alive = self.alive & ~mask
+                    break
+                self.machine.steps += 1
+                step, instruction = code[at]
+                try:
+                    go = step(self, None if full else mask)
+                except (Fault, Unsupported, AssertionError) as error:
+                    where = f"{self.machine.entry.name}, warp {self.number}, `{instruction.text}`"
+                    raise Fault(f"{error} (in {where})") from error
+                at += 1
+                if go is None:
+                    continue
+                if go is True:
+                    # It branched, parked or left: `go_on` holds those that fall through.
+                    mask = self.go_on
+                    if not mask.any():
+                        break
+                    full = mask.all()
+                    if self.waiting and self.waiting[0][0] < at:
+                        self.wait(at, mask)
+                        break
+        if self.machine.steps > MAX_STEPS:
+            raise Fault(f"{self.machine.entry.name}: no end after {MAX_STEPS} instructions")
+        return True
+
+
+class Machine:
+    """Blocks that run beside one another."""
+
+    def __init__(self, entry, memory, params, grid, block_dim, blocks, dynamic_bytes, order, races):
+        self.entry, self.memory, self.grid, self.block_dim = entry, memory, grid, block_dim
+        self.threads = int(np.prod(block_dim))
+        self.warps = -(-self.threads // 32)
+        self.steps = 0
+        dynamic = -(-entry.static_bytes // 1024) * 1024 if entry.dynamic else entry.static_bytes
+        self.shared = Shared(len(blocks), dynamic + dynamic_bytes, self.warps, races)
+        self.symbols = dict(params)
+        self.shared_names = set(entry.shared)
+        for name, (offset, _) in entry.shared.items():
+            self.symbols[name] = dynamic if offset is None else offset
+        self.register_dtypes = [DTYPES["pred" if kind == "pred" else int(kind[1:]) // 8] for kind in entry.registers]
+        self.register_types = entry.registers
+        self.code = [(decode(self, instruction, at), instruction) for at, instruction in enumerate(entry.code)]
+        self.teams = [Team(self, number, blocks) for number in range(self.warps)]
+        # What parked at a barrier of a block: (block, barrier) to its state.
+        self.barriers = {}
+        self.turns = order(list(range(self.warps)))
+
+    def run(self):
+        while True:
+            moved = [self.teams[number].run() for number in self.turns]
+            released = self.release()
+            if not any(moved) and not released:
+                break
+        if self.barriers:
+            (block, number), state = next(iter(self.barriers.items()))
+            raise Fault(f"{self.entry.name}: {state['threads']} threads of block {block} wait for ever at barrier {number}")
+        return self.steps
+
+    def arrive(self, team, mask, number, threads, address):
+        """Lanes come to a barrier; they park for `address` unless it is None."""
+        lanes = (np.ones(team.lanes, bool) if mask is None else mask).reshape(-1, 32)
+        alive = team.alive.reshape(-1, 32)
+        for block in np.flatnonzero(lanes.any(1)):
+            if (alive[block] & ~lanes[block]).any():
+                raise Fault("a barrier that only a part of a warp has reached")
+            warps = self.warps
+            fresh = {"threads": 0, "parked": [], "joined": np.zeros(warps, np.int32), "want": threads}
+            state = self.barriers.setdefault((int(block), number), fresh)
+            if state["want"] != threads:
+                raise Fault(f"barrier {number} with {state['want']} threads and with {threads}")
+            state["threads"] += 32 if threads else int(lanes[block].sum())
+            if self.shared.races:
+                state["joined"] = self.shared.races.arrive(block, team.number, state["joined"])
+            if address is not None:
+                mine = np.zeros(team.lanes, bool)
+                mine.reshape(-1, 32)[block] = lanes[block]
+                state["parked"].append((team, address, mine))
+
+    def release(self):
+        """Lets go whoever waits at a barrier that all have reached. Those that have left count as having come."""
+        released = False
+        for key, state in list(self.barriers.items()):
+            block, _ = key
+            want = state["want"] or sum(int(team.alive.reshape(-1, 32)[block].sum()) for team in self.teams)
+            if state["threads"] > want:
+                raise Fault(f"{state['threads']} threads came to barrier {key[1]} of {want}")
+            if state["threads"] < want:
+                continue
+            for team, address, mine in state["parked"]:
+                if self.shared.races:
+                    self.shared.races.leave(block, team.number, state["joined"])
+                team.wait(address, mine)
+            del self.barriers[key]
+            released = True
+        return released
+
+
+def decode(machine, instruction, at):
+    """An instruction as a function of (team, mask)."""
+    step = control(instruction, at, machine)
+    for family in (access, convert, tensor, alu):
+        step = step or family.decode(machine, instruction)
+    if step is None:
+        raise Unsupported(f"instruction `{instruction.text}`")
+    if instruction.name == "bra" or not instruction.guard:
+        return step
+    return guarded(step, int(instruction.guard[1:]), instruction.guard_not)
+
+
+def guarded(step, guard, negated):
+    def run(team, mask):
+        chosen = ~team.regs[guard] if negated else team.regs[guard]
+        if mask is not None:
+            chosen = chosen & mask
+        elif chosen.all():
+            return step(team, None)
+        if not chosen.any():
+            return None
+        went = step(team, chosen)
+        if went is True:
+            # Those whose guard said no go on beside what the instruction left of the others.
+            rest = ~chosen if mask is None else mask & ~chosen
+            team.go_on = team.go_on | rest
+        return went
+
+    return run
+
+
+def control(instruction, at, machine):
+    """Branches, barriers and exits: they return True and leave in `go_on` who falls through."""
+    name, target = instruction.name, instruction.target
+    if name == "bra":
+        guard = int(instruction.guard[1:]) if instruction.guard else None
+
+        def branch(team, mask):
+            mask = np.ones(team.lanes, bool) if mask is None else mask
+            chosen = mask
+            if guard is not None:
+                chosen = mask & (~team.regs[guard] if instruction.guard_not else team.regs[guard])
+                if not chosen.any():
+                    return None
+            team.wait(target, chosen)
+            team.go_on = mask & ~chosen
+            return True
+
+        return branch
+    if name in ("ret", "exit"):
+
+        def leave(team, mask):
+            mask = np.ones(team.lanes, bool) if mask is None else mask
+            team.alive = team.alive & ~mask
+            team.go_on = np.zeros(team.lanes, bool)
+            return True
+
+        return leave
+    if name in ("bar", "barrier") and instruction.has("sync", "arrive") and not instruction.has("warp"):
+        number = int(instruction.operands[0], 0)
+        threads = int(instruction.operands[1], 0) if len(instruction.operands) > 1 else 0
+        goes_on = instruction.has("arrive")
+
+        def barrier(team, mask):
+            machine.arrive(team, mask, number, threads, None if goes_on else at + 1)
+            if goes_on:
+                return None
+            team.go_on = np.zeros(team.lanes, bool)
+            return True
+
+        return barrier
+    if name == "trap":
+
+        def trap(team, mask):
+            raise Fault("trap")
+
+        return trap
+    return None

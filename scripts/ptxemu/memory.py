@@ -1,0 +1,131 @@
+"""Memory that refuses: every access is checked for bounds and alignment, and shared memory for races."""
+
+import numpy as np
+
+BASE = 0x7F00_0000_0000
+# Where generic addresses of shared memory lie.
+SHARED_WINDOW = 0x7E00_0000_0000
+GAP = 4096
+READ, WRITE = 1, 2
+POISON = 0xFF
+
+
+class Fault(Exception):
+    """What a card would do silently, or with `illegal address`."""
+
+
+class Global:
+    """Buffers with gaps between them. An address outside all of them, or a write to one that is read only, is a fault."""
+
+    def __init__(self):
+        self.bytes = np.full(GAP, POISON, np.uint8)
+        self.rights = np.zeros(GAP, np.uint8)
+        self.places = {}
+
+    def add(self, array, writable=True):
+        """Copies an array in; returns its address."""
+        data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        start, room = len(self.bytes), -(-len(data) // 256) * 256 + GAP
+        self.bytes = np.concatenate([self.bytes, data, np.full(room - len(data), POISON, np.uint8)])
+        rights = np.full(len(data), READ | WRITE if writable else READ, np.uint8)
+        self.rights = np.concatenate([self.rights, rights, np.zeros(room - len(data), np.uint8)])
+        self.places[BASE + start] = (start, np.asarray(array).shape, np.asarray(array).dtype)
+        return BASE + start
+
+    def get(self, address):
+        """The array at an address that `add` returned, as it is now."""
+        start, shape, dtype = self.places[address]
+        size = int(np.prod(shape)) * dtype.itemsize
+        return self.bytes[start : start + size].view(dtype).reshape(shape).copy()
+
+    def locate(self, addresses, size, align, right):
+        """Offsets into `bytes` of accesses of `size` bytes each."""
+        offsets = addresses.view(np.int64) - BASE
+        if (addresses % np.uint64(align)).any():
+            raise Fault(f"global address {int(addresses[0]):#x} is no multiple of {align}")
+        if offsets.min() < 0 or offsets.max() + size > len(self.bytes):
+            raise Fault(f"global access far outside every buffer: {int(addresses[np.argmax(np.abs(offsets))]):#x}")
+        # The gaps are wider than an access, so that its ends tell for its middle.
+        fine = self.rights[offsets] & self.rights[offsets + (size - 1)] & right
+        if not fine.all():
+            bad = int(offsets[fine == 0][0]) + BASE
+            what = "write to" if right == WRITE else "read of"
+            start = max((place for place in self.places if place <= bad), default=BASE)
+            raise Fault(f"global {what} {size} bytes at {bad - start} of the buffer of {self.size(start)} bytes")
+        return offsets
+
+    def size(self, start):
+        _, shape, dtype = self.places.get(start, (0, (0,), np.dtype(np.uint8)))
+        return int(np.prod(shape)) * dtype.itemsize
+
+
+class Shared:
+    """The shared memory of several blocks, one behind the other, full of NaN until it is written."""
+
+    def __init__(self, blocks, size, warps, races):
+        self.size = -(-max(size, 16) // 16) * 16
+        self.used = size
+        self.bytes = np.full(blocks * self.size, POISON, np.uint8)
+        self.races = Races(blocks, self.size, warps) if races else None
+
+    def locate(self, addresses, blocks, size, align):
+        """Offsets into `bytes`; `blocks` says whose memory each access is to."""
+        offsets = addresses.astype(np.int64)
+        if (offsets % align).any():
+            raise Fault(f"shared address {int(offsets[offsets % align != 0][0])} is no multiple of {align}")
+        if offsets.max() + size > self.used:
+            raise Fault(f"shared access of {size} bytes at {int(offsets.max())}, but a block has {self.used}")
+        return offsets + blocks * self.size
+
+
+CELL = 2
+
+
+class Races:
+    """Tells which accesses of two warps no barrier orders, in cells of two bytes.
+
+    Each warp counts its own steps between barriers, and knows how far every other warp was at the last barrier that
+    they shared. An access is ordered after another one if its warp knows of that count.
+    """
+
+    def __init__(self, blocks, size, warps):
+        cells = blocks * size // CELL
+        self.known = np.zeros((blocks, warps, warps), np.int32)
+        self.known[:, np.arange(warps), np.arange(warps)] = 1
+        self.writer = np.zeros(cells, np.int16)
+        self.written = np.zeros(cells, np.int32)
+        self.read_at = np.zeros((warps, cells), np.int32)
+
+    def access(self, warp, offsets, blocks, size, write):
+        """Notes accesses of one warp in several blocks; a fault if another warp's is not ordered before them."""
+        width = max(size // CELL, 1)
+        cells = (offsets[:, None] // CELL + np.arange(width)).reshape(-1)
+        blocks = np.repeat(blocks, width)
+        writer = self.writer[cells]
+        late = (writer != warp) & (self.written[cells] > self.known[blocks, warp, writer])
+        if late.any():
+            self.fault("write" if write else "read", warp, "write", int(writer[late][0]))
+        now = self.known[blocks, warp, warp]
+        if not write:
+            self.read_at[warp, cells] = now
+            return
+        unseen = self.read_at[:, cells] > self.known[blocks, warp].T
+        unseen[warp] = False
+        if unseen.any():
+            self.fault("write", warp, "read", int(np.argwhere(unseen)[0][0]))
+        self.writer[cells] = warp
+        self.written[cells] = now
+
+    @staticmethod
+    def fault(what, warp, other, whose):
+        raise Fault(f"race in shared memory: a {what} of warp {warp}, and a {other} of warp {whose} with no barrier between")
+
+    def arrive(self, block, warp, joined):
+        """A warp reaches a barrier: adds what it knows to what its comrades bring, and begins a new count."""
+        joined = np.maximum(joined, self.known[block, warp])
+        self.known[block, warp, warp] += 1
+        return joined
+
+    def leave(self, block, warp, joined):
+        """A warp leaves a barrier, and knows what all knew that had come to it."""
+        self.known[block, warp] = np.maximum(self.known[block, warp], joined)

@@ -1,0 +1,60 @@
+// Loads and stores of global memory at an address, as kernels get them: in the order in which they are written down.
+//
+// read_*: memory that nobody writes while the kernel runs. *_once: evict it from the caches first.
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ uint4 read_16_once(u64 at) {
+    uint4 x;
+    asm volatile("ld.global.cs.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+    return x;
+}
+
+__device__ __forceinline__ uint2 read_8_once(u64 at) {
+    uint2 x;
+    asm volatile("ld.global.cs.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(at));
+    return x;
+}
+
+__device__ __forceinline__ u32 read_4(u64 at) {
+    u32 x;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(at));
+    return x;
+}
+
+__device__ __forceinline__ u32 read_2(u64 at) {
+    u16 x;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(at));
+    return x;
+}
+
+__device__ __forceinline__ uint4 load_16(u64 at) {
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ u32 load_4(u64 at) {
+    u32 x;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_16(u64 at, uint4 x) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ __forceinline__ void store_8(u64 at, uint2 x) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(x.x), "r"(x.y) : "memory");
+}
+
+__device__ __forceinline__ void store_4(u64 at, u32 x) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_2(u64 at, u32 x) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"((u16)x) : "memory");
+}

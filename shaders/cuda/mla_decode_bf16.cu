@@ -1,0 +1,3 @@
+#include "mla_decode_16_bit.cuh"
+
+DECODES_16_BIT(BF16)

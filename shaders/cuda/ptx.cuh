@@ -1,0 +1,104 @@
+// The PTX instructions that CUDA C++ has no name for, and small helpers.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr int LANES = 32;
+
+DEVICE u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes to shared memory, on their way until `wait_for_all_but`; zeros where `is_there` is false, and nothing is read then.
+DEVICE void copy_16(u32 to, const void* from, bool is_there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+}
+
+DEVICE void copy_8(u32 to, const void* from, bool is_there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(is_there ? 8 : 0) : "memory");
+}
+
+DEVICE void end_of_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int GROUPS>
+DEVICE void wait_for_all_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8.
+DEVICE void load_matrices(u32 (&to)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+DEVICE void load_matrices_transposed(u32 (&to)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// sum += a x b, 16 x 8 x 16.
+DEVICE void multiply_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE void multiply_f16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two neighbours in a word, the first one low; to the nearest, ties to even.
+DEVICE u32 pack_bf16(float first, float second) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
+}
+
+DEVICE u32 pack_f16(float first, float second) {
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
+}
+
+DEVICE float f16_to_float(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+DEVICE float bf16_to_float(u16 bits) {
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// By integers, so that every architecture takes it: exact, NaN codes included.
+DEVICE float e4m3_to_float(u8 code) {
+    const u32 magnitude = code & 0x7F;
+    if (magnitude == 0x7F) return __uint_as_float(0x7FC00000u);
+    const float value = __uint_as_float(magnitude << 20) * 0x1p120f;
+    return code & 0x80 ? -value : value;
+}
+
+DEVICE float exp2_fast(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+DEVICE float log2_fast(float x) {
+    float value;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}

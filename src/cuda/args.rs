@@ -1,0 +1,86 @@
+//! What `mla_decode` and `mla_merge` are given: `struct Args` of `shaders/cuda/mla.cuh`.
+
+use cudarc::driver::DeviceRepr;
+
+use crate::Dtype;
+
+/// One step and one layer. Addresses are the card's; strides count elements.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Args {
+    pub header: u64,
+    pub items: u64,
+    pub queries: u64,
+    pub merges: u64,
+    pub merge_slots: u64,
+    pub pages: u64,
+    pub partials: u64,
+    pub q_nope: u64,
+    pub q_pe: u64,
+    pub kv: u64,
+    pub out: u64,
+    pub lse: u64,
+    pub q_nope_token_stride: u64,
+    pub q_nope_head_stride: u64,
+    pub q_pe_token_stride: u64,
+    pub q_pe_head_stride: u64,
+    pub kv_block_stride: u64,
+    pub out_token_stride: u64,
+    pub out_head_stride: u64,
+    pub lse_token_stride: u64,
+    pub lse_head_stride: u64,
+    pub logit_scale: f32,
+    pub out_scale: f32,
+    pub lse_scale: f32,
+    pub num_heads: u32,
+    pub max_queries: u32,
+    pub query_dtype: u32,
+    pub out_dtype: u32,
+    pub copies_16: u32,
+    pub clamp_pages: u32,
+    pub reserved: u32,
+}
+
+// SAFETY: plain data without padding, whose layout the kernels share.
+unsafe impl DeviceRepr for Args {}
+
+/// `enum Dtype` of `shaders/cuda/mla.cuh`.
+pub(super) const fn code(dtype: Dtype) -> u32 {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::F16 => 1,
+        Dtype::Bf16 => 2,
+        Dtype::E4m3 => 3,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The compiler wrote into each entry point how many bytes it takes.
+    #[test]
+    fn the_kernels_take_what_the_host_gives() {
+        let texts = [
+            include_str!("../../shaders/cuda/mla_decode_bf16.ptx"),
+            include_str!("../../shaders/cuda/mla_decode_f16.ptx"),
+            include_str!("../../shaders/cuda/mla_decode_e4m3.ptx"),
+            include_str!("../../shaders/cuda/mla_decode_simple.ptx"),
+            include_str!("../../shaders/cuda/mla_merge.ptx"),
+        ];
+        let mut entries = 0;
+        for text in texts {
+            for entry in text.split(".entry ").skip(1) {
+                let (name, rest) = entry.split_once('(').expect("a parameter list");
+                let bytes = rest
+                    .split_once("_param_0[")
+                    .and_then(|(_, rest)| rest.split_once(']'))
+                    .expect("one struct")
+                    .0;
+                assert_eq!(bytes.parse(), Ok(size_of::<Args>()), "{name}");
+                entries += 1;
+            }
+        }
+        assert_eq!(entries, 55);
+    }
+}

@@ -1,0 +1,119 @@
+//! Memory on the card.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, DevicePtr, result};
+
+use super::driver::{Cuda, failed};
+use crate::{Error, Result};
+
+/// Memory that the CUDA backend's kernels read and write. Clones share it.
+#[derive(Clone)]
+pub struct Buffer {
+    address: u64,
+    bytes: u64,
+    /// None where the memory is the host's own.
+    _owner: Option<Arc<CudaSlice<u8>>>,
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Buffer").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Buffer {
+    pub(super) fn zeroed(cuda: &Cuda, bytes: u64) -> Result<Self> {
+        let buffer = Self::uninitialized(cuda, bytes.next_multiple_of(16).max(16))?;
+        // SAFETY: the memory was just made, with this many bytes, on this stream.
+        let set = unsafe {
+            result::memset_d8_async(buffer.address, 0, buffer.bytes as usize, cuda.stream().cu_stream())
+        };
+        set.map_err(failed("to clear a buffer")).map(|()| buffer)
+    }
+
+    pub(super) fn uninitialized(cuda: &Cuda, bytes: u64) -> Result<Self> {
+        cuda.stream().context().bind_to_thread().map_err(failed("a buffer"))?;
+        let out_of_memory = Error::OutOfMemory { what: "a buffer" };
+        let len = usize::try_from(bytes).map_err(|_| out_of_memory)?;
+        // SAFETY: every byte is a value of u8; what is not written is not read.
+        let slice = unsafe { cuda.stream().alloc::<u8>(len) }.map_err(failed("a buffer"))?;
+        let address = slice.device_ptr(cuda.stream()).0;
+        Ok(Self { address, bytes, _owner: Some(Arc::new(slice)) })
+    }
+
+    /// Memory that the host allocated itself.
+    ///
+    /// # Safety
+    /// `address` is of `bytes` bytes of memory that the stream's context can use, aligned to 16 bytes, for as long as a clone of this
+    /// buffer, or a binding made of it, is used.
+    pub unsafe fn from_raw(address: u64, bytes: u64) -> Self {
+        Self { address, bytes, _owner: None }
+    }
+
+    /// Where it begins on the card.
+    pub fn ptr(&self) -> u64 {
+        self.address
+    }
+
+    /// Bytes that it holds.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(super) fn same_as(&self, other: &Self) -> bool {
+        self.address < other.address + other.bytes && other.address < self.address + self.bytes
+    }
+
+    pub(super) fn upload(&self, cuda: &Cuda, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.check("upload", offset, bytes.len() as u64)?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let stream = cuda.stream();
+        stream.context().bind_to_thread().map_err(failed("an upload"))?;
+        // SAFETY: inside of the buffer, as was just checked. From pageable memory the call has read all of `bytes` when it returns.
+        unsafe { result::memcpy_htod_async(self.address + offset, bytes, stream.cu_stream()) }
+            .map_err(failed("an upload"))
+    }
+
+    pub(super) fn download(&self, cuda: &Cuda, bytes: u64) -> Result<Vec<u8>> {
+        self.check("download", 0, bytes)?;
+        let mut out = Vec::new();
+        let out_of_memory = |_| Error::OutOfMemory { what: "a download" };
+        out.try_reserve_exact(bytes as usize).map_err(out_of_memory)?;
+        out.resize(bytes as usize, 0u8);
+        let stream = cuda.stream();
+        stream.context().bind_to_thread().map_err(failed("a download"))?;
+        if bytes > 0 {
+            // SAFETY: inside of the buffer, as was just checked; `out` is kept until the stream has written it.
+            unsafe { result::memcpy_dtoh_async(&mut out, self.address, stream.cu_stream()) }
+                .map_err(failed("a download"))?;
+        }
+        stream.synchronize().map_err(failed("to wait for the card"))?;
+        Ok(out)
+    }
+
+    fn check(&self, what: &'static str, offset: u64, bytes: u64) -> Result<()> {
+        for got in [offset, bytes] {
+            if !got.is_multiple_of(4) {
+                return Err(Error::Alignment { what, got, of: 4, unit: "bytes" });
+            }
+        }
+        crate::layer::fits(what, offset.saturating_add(bytes), self.bytes)
+    }
+}
+
+/// # Errors
+/// [`Error::Aliased`] where a buffer is both read and written.
+pub(super) fn no_aliases(
+    inputs: &[(&'static str, &Buffer)],
+    outputs: &[(&'static str, &Buffer)],
+) -> Result<()> {
+    for &(a, input) in inputs {
+        if let Some(&(b, _)) = outputs.iter().find(|(_, output)| input.same_as(output)) {
+            return Err(Error::Aliased { a, b });
+        }
+    }
+    Ok(())
+}

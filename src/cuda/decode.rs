@@ -1,0 +1,236 @@
+//! The decode op: split, then merge.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::args::{Args, code};
+use super::buffer::{Buffer, no_aliases};
+use super::driver::{Cuda, Kernel};
+use super::ladder::{self, Compiled, ROWS, Row};
+use super::step::Step;
+use crate::layer::{Layer, kernel_scales};
+use crate::plan::{Plan, Tiling, check_plan};
+use crate::tables::{Capacity, PageTable};
+use crate::{Dtype, Error, MlaSpec, Result};
+
+/// Paged, split-KV MLA decode for one [`MlaSpec`].
+#[derive(Debug, Clone)]
+pub struct Decode {
+    cuda: Cuda,
+    spec: MlaSpec,
+    row: &'static Row,
+    compiled: Compiled,
+    split: Kernel,
+    /// For few rows, and for many: the same bits.
+    merges: [Kernel; 2],
+    id: u64,
+}
+
+/// A layer's buffers, checked and held.
+#[derive(Debug, Clone)]
+pub struct Binding {
+    owner: u64,
+    max_queries: u32,
+    args: Args,
+    _buffers: [Buffer; 5],
+}
+
+/// Columns that a block of the merge takes, and its threads.
+const MERGE_COLUMNS: u32 = 128;
+const MERGE_THREADS: u32 = 256;
+/// Two blocks for each multiprocessor of an H200.
+const MANY_UNITS: u32 = 264;
+
+impl Decode {
+    pub(super) fn new(cuda: &Cuda, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        spec.check()?;
+        let unavailable = |name: &str, why: String| Error::VariantUnavailable { name: name.to_owned(), why };
+        let query_rows = spec.shape.num_heads * query_tokens.clamp(1, 64);
+        let row = match variant {
+            None => ladder::choose(cuda.card(), spec, query_rows)
+                .ok_or_else(|| unavailable("any", "no row runs on this card".into()))?,
+            Some(name) => {
+                let known = ROWS.map(|row| row.name).join(", ");
+                let row = ROWS.iter().find(|row| row.name == name);
+                row.ok_or_else(|| unavailable(name, format!("there is no such row; the rows are {known}")))?
+            }
+        };
+        row.runs_on(cuda.card(), spec).map_err(|why| unavailable(row.name, why))?;
+        let compiled = row.compiled(spec).map_err(|why| unavailable(row.name, why))?;
+        let split = cuda.kernel(compiled.ptx, compiled.entry)?;
+        split.allow_shared(compiled.shared_bytes)?;
+        let merges = match spec.shape.kv_lora_rank {
+            512 => ["mla_merge_few_512", "mla_merge_many_512"],
+            _ => ["mla_merge_few_256", "mla_merge_many_256"],
+        };
+        let merge = |entry| cuda.kernel(include_str!("../../shaders/cuda/mla_merge.ptx"), entry);
+        let merges = [merge(merges[0])?, merge(merges[1])?];
+        log::info!("mla.decode: row {}", row.name);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { cuda: cuda.clone(), spec: *spec, row, compiled, split, merges, id })
+    }
+
+    /// What it was made for.
+    pub fn spec(&self) -> &MlaSpec {
+        &self.spec
+    }
+
+    /// The row that was chosen.
+    pub fn variant(&self) -> &'static str {
+        self.row.name
+    }
+
+    /// Whether that row rounds the softmax weights to 16 bits, as tensor cores take them.
+    pub fn rounds_weights(&self) -> bool {
+        self.row.matrices
+    }
+
+    /// How the planner is to cut work for it.
+    pub fn tiling(&self) -> Tiling {
+        let card = self.cuda.card();
+        // Blocks that run at a time on a multiprocessor, by shared memory and by registers, of which a thread may have 256.
+        let by_shared = (card.shared_bytes + 1024) / (self.compiled.shared_bytes + 1024);
+        let by_registers = 65536 / (256 * self.compiled.threads);
+        let blocks = if self.row.matrices { by_shared.min(by_registers) } else { 8 };
+        Tiling {
+            rows_per_tile: self.row.rows,
+            tokens_per_block: 16,
+            target_items: card.multiprocessors * blocks.max(1),
+            min_split_tokens: 64,
+        }
+    }
+
+    /// A step with room for `capacity`; [`Capacity::default`] leaves it to the first `prepare`.
+    ///
+    /// # Errors
+    /// [`Error::Limit`], [`Error::OutOfMemory`], [`Error::Cuda`].
+    pub fn step(&self, capacity: Capacity) -> Result<Step> {
+        Step::new(&self.cuda, &self.spec, self.id, capacity)
+    }
+
+    /// Checks a plan and its pages and uploads them. Allocates only where the step has to grow.
+    ///
+    /// # Errors
+    /// Those of [`crate::write_tables`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::Cuda`] and [`Error::LayoutMismatch`];
+    /// [`Error::Shape`] for a plan that this decode cannot run. The step then still holds what it held.
+    pub fn prepare(&self, step: &mut Step, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
+        if step.owner != self.id {
+            return Err(Error::LayoutMismatch { detail: "the step was made by another decode" });
+        }
+        if matches!(pages, PageTable::Device) {
+            let detail = "PageTable::Device is not offered by this backend: pass PageTable::Dense or Csr";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        check_plan(plan, &self.spec, self.row.rows)?;
+        step.prepare(&self.cuda, &self.spec, plan, pages)
+    }
+
+    /// Checks and binds a layer for batches of at most `max_queries` query tokens.
+    ///
+    /// # Errors
+    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`].
+    pub fn bind(&self, max_queries: u32, layer: &Layer<'_, Buffer>) -> Result<Binding> {
+        let spec = &self.spec;
+        layer.check(spec, max_queries, Buffer::bytes)?;
+        let (q_nope, mut q_pe) = layer.query.parts(spec.shape.kv_lora_rank);
+        if spec.shape.qk_rope_head_dim == 0 {
+            q_pe = q_nope;
+        }
+        let (kv, out, lse) = (layer.kv, layer.out, layer.lse);
+        let inputs = [("q_nope", q_nope.buffer), ("q_pe", q_pe.buffer), ("kv", kv.buffer)];
+        no_aliases(&inputs, &[("out", out.buffer), ("lse", lse.buffer)])?;
+        let (tokens, heads) = (u64::from(max_queries), u64::from(spec.shape.num_heads));
+        let range = |view: &crate::View<'_, Buffer>, dim: u32, element: u64| {
+            let first = view.buffer.ptr();
+            first + view.offset * element..first + view.end(tokens, heads, dim.into()) * element
+        };
+        let (a, b) = (range(&out, spec.shape.kv_lora_rank, spec.out.bytes() as u64), range(&lse, 1, 4));
+        if a.start < b.end && b.start < a.end {
+            return Err(Error::Aliased { a: "out", b: "lse" });
+        }
+
+        let (logit_scale, out_scale, lse_scale) = kernel_scales(layer);
+        let at = |buffer: &Buffer, offset: u64, dtype: Dtype| buffer.ptr() + offset * dtype.bytes() as u64;
+        let kv_at = at(kv.buffer, kv.base(), spec.kv.dtype);
+        let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype.bytes() as u64;
+        let block_bytes = kv.block_stride * spec.kv.dtype.bytes() as u64;
+        let aligned = [kv_at, row_bytes, block_bytes].iter().all(|bytes| bytes % 16 == 0);
+        let args = Args {
+            q_nope: at(q_nope.buffer, q_nope.offset, spec.query),
+            q_pe: at(q_pe.buffer, q_pe.offset, spec.query),
+            kv: kv_at,
+            out: at(out.buffer, out.offset, spec.out),
+            lse: at(lse.buffer, lse.offset, Dtype::F32),
+            q_nope_token_stride: q_nope.token_stride,
+            q_nope_head_stride: q_nope.head_stride,
+            q_pe_token_stride: q_pe.token_stride,
+            q_pe_head_stride: q_pe.head_stride,
+            kv_block_stride: kv.block_stride,
+            out_token_stride: out.token_stride,
+            out_head_stride: out.head_stride,
+            lse_token_stride: lse.token_stride,
+            lse_head_stride: lse.head_stride,
+            logit_scale,
+            out_scale,
+            lse_scale,
+            num_heads: spec.shape.num_heads,
+            max_queries: max_queries.max(1),
+            query_dtype: code(spec.query),
+            out_dtype: code(spec.out),
+            copies_16: aligned.into(),
+            ..Args::default()
+        };
+        let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer];
+        Ok(Binding { owner: self.id, max_queries, args, _buffers: buffers.map(Buffer::clone) })
+    }
+
+    /// Whether a step and a binding can be recorded together.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
+    pub fn check(&self, step: &Step, binding: &Binding) -> Result<()> {
+        if step.owner != self.id || binding.owner != self.id {
+            return Err(Error::LayoutMismatch { detail: "one of them was made by another decode" });
+        }
+        if step.num_queries > binding.max_queries {
+            return Err(Error::LayoutMismatch { detail: "the step has more query tokens than the binding" });
+        }
+        Ok(())
+    }
+
+    /// Launches one layer's decode on the stream. Allocates nothing, waits for nothing, and may be captured in a graph.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] and [`Error::Cuda`].
+    pub fn record(&self, step: &Step, binding: &Binding) -> Result<()> {
+        self.check(step, binding)?;
+        if binding.max_queries == 0 {
+            return Ok(());
+        }
+        // Every index of the kernels is bounded as src/gpu/decode.rs lists: `check_plan` and `write_tables` for what tables and page list
+        // name, `KvView::check` and `Layer::check` for what that makes of the buffers, `bound_token` for a replay.
+        let (tables, header) = (step.tables.ptr(), &step.header);
+        let place = |words: u32| tables + u64::from(words) * 4;
+        let args = Args {
+            header: tables,
+            items: place(header.items),
+            queries: place(header.queries),
+            merges: place(header.merges),
+            merge_slots: place(header.merge_slots),
+            pages: place(header.pages),
+            partials: step.partials.ptr(),
+            ..binding.args
+        };
+        let Compiled { threads, shared_bytes, .. } = self.compiled;
+        self.cuda.launch(&self.split, step.capacity.items, threads, shared_bytes, &args)?;
+        let parts = self.spec.shape.kv_lora_rank / MERGE_COLUMNS;
+        // Units of so many columns: a block for each where they are few, else a warp.
+        let units = step.capacity.merges * self.spec.shape.num_heads * parts;
+        let [few, many] = &self.merges;
+        if units <= MANY_UNITS {
+            self.cuda.launch(few, units, MERGE_THREADS, 0, &args)
+        } else {
+            self.cuda.launch(many, units.div_ceil(MERGE_THREADS / 32), MERGE_THREADS, 0, &args)
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! A context and a stream, and the kernels that were loaded into it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+    sys,
+};
+use cudarc::nvrtc::Ptx;
+
+use super::buffer::Buffer;
+use crate::{Error, Result};
+
+/// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
+#[derive(Clone)]
+pub struct Cuda {
+    stream: Arc<CudaStream>,
+    card: Card,
+    /// By the address of their text.
+    modules: Arc<Mutex<HashMap<usize, Arc<CudaModule>>>>,
+}
+
+/// What a card can do, as plain data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Card {
+    /// Compute capability: 90 for 9.0.
+    pub capability: u32,
+    pub multiprocessors: u32,
+    /// Largest dynamic shared memory of a block, in bytes.
+    pub shared_bytes: u32,
+}
+
+impl std::fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cuda").field("card", &self.card).finish_non_exhaustive()
+    }
+}
+
+/// A kernel that was loaded.
+#[derive(Debug, Clone)]
+pub(super) struct Kernel {
+    function: CudaFunction,
+}
+
+/// An error of the driver.
+pub(super) fn failed(what: &'static str) -> impl Fn(DriverError) -> Error {
+    move |error| match error.0 {
+        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::OutOfMemory { what },
+        _ => Error::Cuda { what, detail: error.to_string() },
+    }
+}
+
+impl Cuda {
+    /// The card of this number, with a stream of its own.
+    ///
+    /// # Errors
+    /// [`Error::NoCuda`] where there is no driver, no such card, or one older than Ampere.
+    pub fn new(ordinal: usize) -> Result<Self> {
+        // SAFETY: it only looks for the driver's library.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::NoCuda { detail: "the driver's library was not found".into() });
+        }
+        let missing = |error: DriverError| Error::NoCuda { detail: error.to_string() };
+        let context = CudaContext::new(ordinal).map_err(missing)?;
+        Self::on_stream(context.new_stream().map_err(missing)?)
+    }
+
+    /// On the host's stream. The caller keeps work on other streams from touching buffers in use.
+    ///
+    /// # Errors
+    /// [`Error::NoCuda`] for a card older than Ampere.
+    pub fn on_stream(stream: Arc<CudaStream>) -> Result<Self> {
+        let attribute = |what| {
+            let value = stream.context().attribute(what).map_err(failed("to ask the card"))?;
+            Ok::<_, Error>(value.max(0) as u32)
+        };
+        let card = Card {
+            capability: attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? * 10
+                + attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        };
+        if card.capability < 80 {
+            let detail = format!("compute capability {}: 80 is needed", card.capability);
+            return Err(Error::NoCuda { detail });
+        }
+        Ok(Self { stream, card, modules: Arc::default() })
+    }
+
+    /// The stream that everything is launched on.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    pub(super) fn card(&self) -> &Card {
+        &self.card
+    }
+
+    pub(super) fn describe(&self) -> String {
+        let name = self.stream.context().name().unwrap_or_else(|_| "an NVIDIA card".into());
+        format!("{name} (CUDA, compute capability {})", self.card.capability)
+    }
+
+    /// A kernel of a PTX text, which is loaded once.
+    pub(super) fn kernel(&self, ptx: &'static str, entry: &'static str) -> Result<Kernel> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let module = match modules.get(&ptx.as_ptr().addr()) {
+            Some(module) => module.clone(),
+            None => {
+                let loaded = self.stream.context().load_module(Ptx::from_src(ptx));
+                let module = loaded.map_err(failed("to load a module"))?;
+                modules.insert(ptx.as_ptr().addr(), module.clone());
+                module
+            }
+        };
+        let function = module.load_function(entry).map_err(failed("to find a kernel"))?;
+        Ok(Kernel { function })
+    }
+
+    /// One block for each of `grid`. `args` is the kernel's only argument.
+    pub(super) fn launch<A: DeviceRepr>(
+        &self,
+        kernel: &Kernel,
+        grid: u32,
+        threads: u32,
+        shared_bytes: u32,
+        args: &A,
+    ) -> Result<()> {
+        if grid == 0 {
+            return Ok(());
+        }
+        let config = LaunchConfig {
+            grid_dim: (grid, 1, 1),
+            block_dim: (threads, 1, 1),
+            shared_mem_bytes: shared_bytes,
+        };
+        let mut builder = self.stream.launch_builder(&kernel.function);
+        builder.arg(args);
+        // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/args.rs has a test of the layout), and its
+        // callers have checked every place that it names.
+        unsafe { builder.launch(config) }.map_err(failed("to launch a kernel"))?;
+        Ok(())
+    }
+
+    /// Words in a new buffer.
+    pub(super) fn scratch(&self, words: &[u32]) -> Result<Buffer> {
+        let buffer = Buffer::uninitialized(self, (words.len() as u64 * 4).max(16))?;
+        buffer.upload(self, 0, bytemuck::cast_slice(words))?;
+        Ok(buffer)
+    }
+}
+
+impl Kernel {
+    /// Lets its blocks have this much dynamic shared memory.
+    pub(super) fn allow_shared(&self, bytes: u32) -> Result<()> {
+        let what = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        self.function.set_attribute(what, bytes as i32).map_err(failed("to ask for shared memory"))
+    }
+}

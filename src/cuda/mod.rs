@@ -1,0 +1,119 @@
+//! The CUDA backend: PTX kernels on the host's stream, for NVIDIA cards since Ampere. Only the driver is needed, and is looked
+//! for at run time.
+//!
+//! ```text
+//! once       cuda = Cuda::new(0), or Cuda::on_stream(stream)     the host's CudaStream is borrowed
+//!            mla = cuda.decode(&spec, None)                        a row of the ladder, loaded from PTX
+//! per step   cuda.prepare(&mla, &mut step, &plan, pages)           checks and uploads
+//! once       binding = cuda.bind(&mla, max_queries, &layer)        a layer of the model: checked
+//! per layer  mla.record(&step, &binding)                           two launches: allocates nothing, waits for nothing
+//! ```
+//!
+//! What [`Decode::record`] launches may be captured in a graph. The grid is the step's capacity: a `prepare` before a replay gives the graph
+//! new lengths, as long as they fit.
+
+mod args;
+mod buffer;
+mod decode;
+mod driver;
+mod ladder;
+mod ops;
+mod step;
+
+pub use buffer::Buffer;
+pub use decode::{Binding, Decode};
+pub use driver::Cuda;
+pub use step::Step;
+pub use {cudarc, cudarc::driver::CudaStream};
+
+use crate::backend::{Backend, sealed::Sealed};
+use crate::layer::{KvView, Layer};
+use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::plan::{Plan, Tiling};
+use crate::tables::{Capacity, PageTable};
+use crate::{KvSpec, MlaSpec, Result};
+
+impl Sealed for Cuda {}
+
+impl Backend for Cuda {
+    type Buffer = Buffer;
+    type Decode = Decode;
+    type Step = Step;
+    type Binding = Binding;
+
+    fn name(&self) -> String {
+        self.describe()
+    }
+
+    fn buffer(&self, bytes: u64) -> Result<Buffer> {
+        Buffer::zeroed(self, bytes)
+    }
+
+    fn upload(&self, buffer: &Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
+        buffer.upload(self, offset, bytes)
+    }
+
+    fn download(&self, buffer: &Buffer, bytes: u64) -> Result<Vec<u8>> {
+        buffer.download(self, bytes)
+    }
+
+    fn variants(&self, spec: &MlaSpec) -> Vec<&'static str> {
+        self.ladder(spec).into_iter().filter(|(_, lacks)| lacks.is_none()).map(|(name, _)| name).collect()
+    }
+
+    fn ladder(&self, spec: &MlaSpec) -> Vec<(&'static str, Option<String>)> {
+        let row = |row: &ladder::Row| (row.name, row.runs_on(self.card(), spec).err());
+        ladder::ROWS.iter().map(row).collect()
+    }
+
+    fn decode_for(&self, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Decode> {
+        Decode::new(self, spec, variant, query_tokens)
+    }
+
+    fn rounds_weights(&self, decode: &Decode) -> bool {
+        decode.rounds_weights()
+    }
+
+    fn tiling(&self, decode: &Decode) -> Tiling {
+        decode.tiling()
+    }
+
+    fn step(&self, decode: &Decode, capacity: Capacity) -> Result<Step> {
+        decode.step(capacity)
+    }
+
+    fn prepare(&self, decode: &Decode, step: &mut Step, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
+        decode.prepare(step, plan, pages)
+    }
+
+    fn bind(&self, decode: &Decode, max_queries: u32, layer: &Layer<'_, Buffer>) -> Result<Binding> {
+        decode.bind(max_queries, layer)
+    }
+
+    fn run(&self, decode: &Decode, step: &Step, binding: &Binding) -> Result<()> {
+        decode.record(step, binding)
+    }
+
+    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
+        ops::merge_attn_states(self, spec, args)
+    }
+
+    fn kv_append(
+        &self,
+        spec: &AppendSpec,
+        slot_mapping: &[i64],
+        layer: &AppendLayer<'_, Buffer>,
+    ) -> Result<()> {
+        ops::kv_append(self, spec, slot_mapping, layer)
+    }
+
+    fn kv_copy_pages(
+        &self,
+        kv: &KvSpec,
+        row_elems: u32,
+        copies: &[(u32, u32)],
+        view: &KvView<'_, Buffer>,
+    ) -> Result<()> {
+        ops::kv_copy_pages(self, kv, row_elems, copies, view)
+    }
+}

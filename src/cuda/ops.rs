@@ -1,0 +1,118 @@
+//! The small ops on the card: each checks, uploads its table if it has one, and launches one kernel.
+
+mod kv_append;
+mod kv_copy_pages;
+mod merge_attn_states;
+
+pub(super) use kv_append::kv_append;
+pub(super) use kv_copy_pages::kv_copy_pages;
+pub(super) use merge_attn_states::merge_attn_states;
+
+use super::Buffer;
+use crate::layer::KvView;
+use crate::{Error, KvSpec, Result};
+
+/// `THREADS` of the kernels.
+const THREADS: u32 = 256;
+/// The kernels divide numbers below 2^31, those of the last block's idle threads included.
+const MAX_ITEMS: u32 = (1 << 31) - 1024;
+
+/// The entry of a dtype. The specs refuse e4m3 where no entry has its name.
+macro_rules! entry_of {
+    ($prefix:literal, $dtype:expr) => {
+        match $dtype {
+            crate::Dtype::F32 => concat!($prefix, "_f32"),
+            crate::Dtype::F16 => concat!($prefix, "_f16"),
+            crate::Dtype::Bf16 => concat!($prefix, "_bf16"),
+            crate::Dtype::E4m3 => concat!($prefix, "_e4m3"),
+        }
+    };
+}
+use entry_of;
+
+/// `Divisor` of divisor.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Divisor {
+    magic: u32,
+    shift: u32,
+}
+
+impl Divisor {
+    /// Of at least 1. The magic fits: `2^shift / by` is below 2^32, and below 2^32 - 1 unless `by` is a power of two.
+    fn new(by: u32) -> Self {
+        let shift = 31 + by.next_power_of_two().trailing_zeros();
+        Self { magic: (1u64 << shift).div_ceil(by.into()) as u32, shift }
+    }
+}
+
+fn checked_items(what: &'static str, items: u64, cure: &'static str) -> Result<u32> {
+    let limit = MAX_ITEMS.into();
+    if items > limit {
+        return Err(Error::Limit { what, need: items, limit, cure });
+    }
+    Ok(items as u32)
+}
+
+/// Bytes from a page to the next. With one page the stride is unused and may be anything.
+fn block_stride(kv: &KvSpec, view: &KvView<'_, Buffer>) -> u64 {
+    if kv.num_pages > 1 { view.block_stride * kv.dtype.bytes() as u64 } else { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kv_append::{AppendArgs, append_entry};
+    use super::kv_copy_pages::CopyArgs;
+    use super::merge_attn_states::MergeArgs;
+    use super::*;
+    use crate::{AppendSpec, Dtype, MlaShape};
+
+    /// Bytes of the only parameter of each entry of a PTX text.
+    fn entries(ptx: &'static str) -> Vec<(&'static str, usize)> {
+        let entry = |text: &'static str| {
+            let (name, rest) = text.split_once('(')?;
+            let size = rest.split_once("_param_0[")?.1.split_once(']')?.0;
+            Some((name.trim(), size.parse().ok()?))
+        };
+        ptx.split(".entry").skip(1).map(|text| entry(text).expect("an entry with one struct")).collect()
+    }
+
+    #[test]
+    fn every_entry_is_there_and_takes_the_struct_of_the_host() {
+        let mut want = Vec::new();
+        for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            for (entry, size) in [
+                (entry_of!("merge_attn_states_units1", input), size_of::<MergeArgs<u32>>()),
+                (entry_of!("merge_attn_states_units2", input), size_of::<MergeArgs<u32>>()),
+                (entry_of!("merge_attn_states_elements", input), size_of::<MergeArgs<u64>>()),
+            ] {
+                want.push((entry, size));
+            }
+            for dtype in Dtype::ALL {
+                let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+                let kv = KvSpec { dtype, page_size: 64, num_pages: 1 };
+                want.push((append_entry(&AppendSpec { shape, kv, input }), size_of::<AppendArgs>()));
+            }
+        }
+        let copy = size_of::<CopyArgs>();
+        want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
+        let mut got = [merge_attn_states::PTX, kv_append::PTX, kv_copy_pages::PTX].map(entries).concat();
+        got.sort_unstable();
+        want.sort_unstable();
+        assert_eq!(got, want);
+    }
+
+    #[test]
+    fn a_divisor_divides_everything_below_2_to_31() {
+        let max = (1u64 << 31) - 1;
+        let powers = (0..31).flat_map(|e| [(1u64 << e).saturating_sub(1), 1 << e, (1 << e) + 1]);
+        for by in (1..600).chain(powers).chain([max, 1 << 31]).filter(|&by| by > 0) {
+            let Divisor { magic, shift } = Divisor::new(by as u32);
+            let multiples = [0, by, 2 * by, 77 * by, max / by * by];
+            let numbers = multiples.iter().flat_map(|&n| [n.saturating_sub(1), n, n + 1]).chain([max]);
+            for n in numbers.filter(|&n| n <= max) {
+                assert_eq!((n * u64::from(magic)) >> shift, n / by, "{n} / {by}");
+            }
+        }
+    }
+}

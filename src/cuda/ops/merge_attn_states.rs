@@ -1,0 +1,140 @@
+//! `merge_attn_states`: two partial attention results into one.
+
+use cudarc::driver::DeviceRepr;
+
+use super::{Divisor, MAX_ITEMS, THREADS, entry_of};
+use crate::cuda::buffer::no_aliases;
+use crate::cuda::{Buffer, Cuda};
+use crate::layer::View;
+use crate::ops::{MergeStates, MergeStatesSpec};
+use crate::{Error, Result};
+
+pub(super) const PTX: &str = include_str!("../../../shaders/cuda/merge_attn_states.ptx");
+
+/// Threads of a block of a merge that is too small to fill the card.
+const FEW_THREADS: u32 = 128;
+/// Threads that a multiprocessor runs at a time.
+const THREADS_AT_A_TIME: u32 = 2048;
+
+/// `Rows` of merge_attn_states.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct Rows<Stride> {
+    address: u64,
+    token_stride: Stride,
+    head_stride: Stride,
+}
+
+/// `Args` of merge_attn_states.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MergeArgs<Stride> {
+    num_items: u32,
+    row_items: u32,
+    num_heads: u32,
+    reserved: u32,
+    by_row_items: Divisor,
+    by_num_heads: Divisor,
+    prefix_lse: Rows<Stride>,
+    suffix_lse: Rows<Stride>,
+    prefix_output: Rows<Stride>,
+    suffix_output: Rows<Stride>,
+    output: Rows<Stride>,
+    output_lse: Rows<Stride>,
+}
+
+// SAFETY: plain data without padding, as the kernels have it.
+unsafe impl DeviceRepr for MergeArgs<u32> {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for MergeArgs<u64> {}
+
+/// See [`crate::Backend::merge_attn_states`].
+pub(in crate::cuda) fn merge_attn_states(
+    cuda: &Cuda,
+    spec: &MergeStatesSpec,
+    args: &MergeStates<'_, Buffer>,
+) -> Result<()> {
+    args.check(spec, Buffer::bytes)?;
+    if args.num_tokens == 0 || args.num_heads == 0 {
+        return Ok(());
+    }
+    check_merge_aliases(args)?;
+    // Every place is in its buffer: rows are of tokens and heads below the counts, whose last row's end was just checked, and items
+    // past the end are read as the last one.
+    if let Some(in_units) = MergeArgs::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
+        // With few items each thread takes one, so that all multiprocessors have some.
+        let fills = cuda.card().multiprocessors * THREADS_AT_A_TIME;
+        let (entry, per_thread, threads) = match in_units.num_items / fills {
+            0 => (entry_of!("merge_attn_states_units1", spec.dtype), 1, FEW_THREADS),
+            1 => (entry_of!("merge_attn_states_units1", spec.dtype), 1, THREADS),
+            _ => (entry_of!("merge_attn_states_units2", spec.dtype), 2, THREADS),
+        };
+        let grid = in_units.num_items.div_ceil(threads * per_thread);
+        return cuda.launch(&cuda.kernel(PTX, entry)?, grid, threads, 0, &in_units);
+    }
+    let Some(in_elements) = MergeArgs::<u64>::new(spec, args, 1) else {
+        let need = merge_items(spec, args, 1);
+        let cure = "merge fewer tokens a call";
+        return Err(Error::Limit { what: "elements of a merge", need, limit: MAX_ITEMS.into(), cure });
+    };
+    let entry = entry_of!("merge_attn_states_elements", spec.dtype);
+    cuda.launch(&cuda.kernel(PTX, entry)?, in_elements.num_items.div_ceil(THREADS), THREADS, 0, &in_elements)
+}
+
+fn check_merge_aliases(args: &MergeStates<'_, Buffer>) -> Result<()> {
+    let inputs = [
+        ("prefix_output", args.prefix_output.buffer),
+        ("prefix_lse", args.prefix_lse.buffer),
+        ("suffix_output", args.suffix_output.buffer),
+        ("suffix_lse", args.suffix_lse.buffer),
+    ];
+    no_aliases(&inputs, &[("output", args.output.buffer)])?;
+    if let Some(lse) = args.output_lse {
+        no_aliases(&inputs, &[("output_lse", lse.buffer)])?;
+        no_aliases(&[("output", args.output.buffer)], &[("output_lse", lse.buffer)])?;
+    }
+    Ok(())
+}
+
+fn merge_items(spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>, unit: u32) -> u64 {
+    let rows = u64::from(args.num_tokens).saturating_mul(args.num_heads.into());
+    rows.saturating_mul((spec.head_size / unit).into())
+}
+
+impl<Stride: TryFrom<u64> + Default> MergeArgs<Stride> {
+    /// With items of `unit` elements. `None` where something is no multiple of that or too large for its type.
+    fn new(spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>, unit: u32) -> Option<Self> {
+        // The stride of a dimension of one is unused and may be anything.
+        let stride = |count: u32, elems: u64, unit: u32| match count {
+            0 | 1 => Some(Stride::default()),
+            _ if elems.is_multiple_of(unit.into()) => Stride::try_from(elems / u64::from(unit)).ok(),
+            _ => None,
+        };
+        let rows = |view: View<'_, Buffer>, bytes: u64, unit: u32| {
+            let address = view.buffer.ptr() + view.offset * bytes;
+            Some(Rows {
+                address: address.is_multiple_of(bytes * u64::from(unit)).then_some(address)?,
+                token_stride: stride(args.num_tokens, view.token_stride, unit)?,
+                head_stride: stride(args.num_heads, view.head_stride, unit)?,
+            })
+        };
+        let bytes = spec.dtype.bytes() as u64;
+        let row_items = spec.head_size.is_multiple_of(unit).then_some(spec.head_size / unit)?;
+        Some(Self {
+            num_items: u32::try_from(merge_items(spec, args, unit))
+                .ok()
+                .filter(|&items| items <= MAX_ITEMS)?,
+            row_items,
+            num_heads: args.num_heads,
+            reserved: 0,
+            by_row_items: Divisor::new(row_items),
+            by_num_heads: Divisor::new(args.num_heads),
+            prefix_lse: rows(args.prefix_lse, 4, 1)?,
+            suffix_lse: rows(args.suffix_lse, 4, 1)?,
+            prefix_output: rows(args.prefix_output, bytes, unit)?,
+            suffix_output: rows(args.suffix_output, bytes, unit)?,
+            output: rows(args.output, bytes, unit)?,
+            output_lse: args.output_lse.map_or(Some(Rows::default()), |view| rows(view, 4, 1))?,
+        })
+    }
+}

@@ -1,0 +1,70 @@
+//! A step's tables and scratch on the card.
+
+use super::buffer::Buffer;
+use super::driver::Cuda;
+use crate::plan::Plan;
+use crate::tables::{Capacity, Header, PageTable, write_tables};
+use crate::{Error, MlaSpec, Result};
+
+/// One step of a decode: what `prepare` uploads and every layer's `record` reads.
+///
+/// A `prepare` that fits the capacity rewrites the tables in place, in the stream's order: a captured graph then replays with the new
+/// lengths. One that does not replaces the buffers; graphs captured before must be captured again.
+#[derive(Debug)]
+pub struct Step {
+    pub(super) owner: u64,
+    pub(super) capacity: Capacity,
+    pub(super) num_queries: u32,
+    pub(super) tables: Buffer,
+    pub(super) partials: Buffer,
+    pub(super) header: Header,
+    words: Vec<u32>,
+}
+
+impl Step {
+    pub(super) fn new(cuda: &Cuda, spec: &MlaSpec, owner: u64, capacity: Capacity) -> Result<Self> {
+        let header = capacity.header(&spec.kv);
+        if header.end == u32::MAX {
+            let cure = "use a smaller batch, or fewer or longer splits";
+            let (need, limit) = (u64::from(header.end), u64::from(u32::MAX - 1));
+            return Err(Error::Limit { what: "words of a step's tables", need, limit, cure });
+        }
+        let partial = u64::from(spec.shape.kv_lora_rank) + 4;
+        Ok(Self {
+            owner,
+            capacity,
+            num_queries: 0,
+            tables: Buffer::zeroed(cuda, u64::from(header.end) * 4)?,
+            partials: Buffer::zeroed(cuda, u64::from(capacity.slots) * partial * 4)?,
+            header,
+            words: Vec::new(),
+        })
+    }
+
+    /// What fits without new buffers.
+    pub fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    /// With a plan that [`crate::plan::check_plan`] let pass.
+    pub(super) fn prepare(
+        &mut self,
+        cuda: &Cuda,
+        spec: &MlaSpec,
+        plan: &Plan,
+        pages: PageTable<'_>,
+    ) -> Result<()> {
+        let capacity = self.capacity.grown_to(Capacity::of(plan));
+        // Checked in full before anything on the card changes.
+        let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
+        if capacity != self.capacity {
+            let words = std::mem::take(&mut self.words);
+            *self = Self { words, ..Self::new(cuda, spec, self.owner, capacity)? };
+        }
+        let used = (header.pages + plan.page_list_len()) as usize;
+        self.tables.upload(cuda, 0, bytemuck::cast_slice(&self.words[..used]))?;
+        self.header = header;
+        self.num_queries = plan.num_queries;
+        Ok(())
+    }
+}
