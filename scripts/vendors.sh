@@ -164,12 +164,13 @@ mesa26_tests() {
 
 # A kernel on matrices costs it 10 to 50 s of compiling on one core, kept in $logs/lavapipe. So without --full: the
 # smallest dims with each dtype of the cache and all head counts; and of the conformance suite, at 512/64, the groups
-# that share the kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes).
+# that share the kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the row on
+# matrices: the others run on this machine's own driver.
 # The row `coop` needs 48 KiB of workgroup memory, and lavapipe has 32.
 mesa26() {
     local matrix=(coop_small_256_32)
-    local conformance=(page_sizes varlen visibility policies coop_small::shared_prefixes
-        empty_batches a_step_serves coop_small::bits_of coop_small::rising)
+    local conformance=(coop_small::page_sizes coop_small::varlen coop_small::visibility coop_small::policies
+        coop_small::shared_prefixes coop_small::empty_batches coop_small::a_step_serves coop_small::bits_of coop_small::rising)
     [[ -z $full ]] || matrix=() conformance=()
     step "tests on lavapipe"
     cargo test --locked --no-run --test matrix_wgpu --test conformance_wgpu
