@@ -6,8 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
-    sys,
+    CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, sys,
 };
 use cudarc::nvrtc::Ptx;
 
@@ -19,8 +18,8 @@ use crate::{Error, Result};
 pub struct Cuda {
     stream: Arc<CudaStream>,
     card: Card,
-    /// By the address of their text.
-    modules: Arc<Mutex<HashMap<usize, Arc<CudaModule>>>>,
+    /// By the address of their text, and their names in it.
+    kernels: Arc<Mutex<HashMap<(usize, &'static str), Kernel>>>,
 }
 
 /// What a card can do, as plain data.
@@ -43,6 +42,36 @@ impl std::fmt::Debug for Cuda {
 #[derive(Debug, Clone)]
 pub(super) struct Kernel {
     function: CudaFunction,
+}
+
+/// A PTX text without its other entry points: the driver would translate them too, for some tenths of a second each.
+pub(super) fn with_only(ptx: &str, entry: &str) -> String {
+    const HEAD: &str = ".visible .entry ";
+    let (mut out, mut rest) = (String::new(), ptx);
+    while let Some(at) = rest.find(HEAD) {
+        let (before, found) = rest.split_at(at);
+        let (block, after) = found.split_at(end_of_block(found));
+        out.push_str(before);
+        if block[HEAD.len()..].strip_prefix(entry).is_some_and(|rest| rest.starts_with('(')) {
+            out.push_str(block);
+        }
+        rest = after;
+    }
+    out + rest
+}
+
+/// Where the first block in braces ends.
+fn end_of_block(text: &str) -> usize {
+    let mut depth = 0;
+    for (at, byte) in text.bytes().enumerate() {
+        match byte {
+            b'{' => depth += 1,
+            b'}' if depth == 1 => return at + 1,
+            b'}' => depth -= 1,
+            _ => {}
+        }
+    }
+    text.len()
 }
 
 /// An error of the driver.
@@ -87,7 +116,7 @@ impl Cuda {
             let detail = format!("compute capability {}: 80 is needed", card.capability);
             return Err(Error::NoCuda { detail });
         }
-        Ok(Self { stream, card, modules: Arc::default() })
+        Ok(Self { stream, card, kernels: Arc::default() })
     }
 
     /// The stream that everything is launched on.
@@ -104,19 +133,17 @@ impl Cuda {
         format!("{name} (CUDA, compute capability {})", self.card.capability)
     }
 
-    /// A kernel of a PTX text, which is loaded once.
+    /// A kernel of a PTX text, loaded once.
     pub(super) fn kernel(&self, ptx: &'static str, entry: &'static str) -> Result<Kernel> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(&ptx.as_ptr().addr()) {
-            Some(module) => module.clone(),
-            None => {
-                let loaded = self.stream.context().load_module(Ptx::from_src(ptx));
-                let module = loaded.map_err(failed("to load a module"))?;
-                modules.insert(ptx.as_ptr().addr(), module.clone());
-                module
-            }
-        };
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (ptx.as_ptr().addr(), entry);
+        if let Some(kernel) = kernels.get(&key) {
+            return Ok(kernel.clone());
+        }
+        let loaded = self.stream.context().load_module(Ptx::from_src(with_only(ptx, entry)));
+        let module = loaded.map_err(failed("to load a module"))?;
         let function = module.load_function(entry).map_err(failed("to find a kernel"))?;
+        kernels.insert(key, Kernel { function: function.clone() });
         Ok(Kernel { function })
     }
 
@@ -158,5 +185,36 @@ impl Kernel {
     pub(super) fn allow_shared(&self, bytes: u32) -> Result<()> {
         let what = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         self.function.set_attribute(what, bytes as i32).map_err(failed("to ask for shared memory"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Folder for the texts: `MLA_PTX_OUT`, for a look at them with ptxas.
+    #[test]
+    fn a_text_is_cut_to_one_entry() {
+        for text in [
+            include_str!("../../shaders/cuda/mla_decode_e4m3.ptx"),
+            include_str!("../../shaders/cuda/mla_decode_simple.ptx"),
+            include_str!("../../shaders/cuda/mla_merge.ptx"),
+            include_str!("../../shaders/cuda/kv_append.ptx"),
+            include_str!("../../shaders/cuda/merge_attn_states.ptx"),
+        ] {
+            let mut bytes = 0;
+            for block in text.split(".visible .entry ").skip(1) {
+                let entry = block.split('(').next().expect("a name");
+                let cut = with_only(text, entry);
+                assert_eq!(cut.matches(".visible .entry ").count(), 1);
+                assert!(cut.contains(&format!(".visible .entry {entry}(")), "{entry}");
+                assert!(cut.contains("\n.version ") && cut.matches('{').count() == cut.matches('}').count());
+                bytes += cut.len();
+                if let Ok(folder) = std::env::var("MLA_PTX_OUT") {
+                    std::fs::write(format!("{folder}/{entry}.ptx"), cut).expect("written");
+                }
+            }
+            assert!(bytes >= text.len(), "nothing is lost");
+        }
     }
 }
