@@ -264,6 +264,23 @@ pub(crate) fn distinct<B>(
     Ok(())
 }
 
+/// No buffer may be both read and written.
+///
+/// # Errors
+/// [`Error::Aliased`].
+pub(crate) fn no_aliases<B>(
+    inputs: &[(&'static str, &B)],
+    outputs: &[(&'static str, &B)],
+    is_same: impl Fn(&B, &B) -> bool,
+) -> Result<()> {
+    for &(a, input) in inputs {
+        if let Some(&(b, _)) = outputs.iter().find(|(_, output)| is_same(input, output)) {
+            return Err(Error::Aliased { a, b });
+        }
+    }
+    Ok(())
+}
+
 /// Scales as the kernels use them: `(logits to base-2 units, latent to output, base-2 LSE to its base)`.
 pub(crate) fn kernel_scales<B>(layer: &Layer<'_, B>) -> (f32, f32, f32) {
     let logits = f64::from(layer.softmax_scale) * f64::from(layer.k_scale) * f64::from(layer.q_scale);

@@ -1,7 +1,7 @@
 //! A layer's buffers, checked and held.
 
 use super::buffer::{Access, Buffer, Locked, lock};
-use crate::layer::{Layer, View, kernel_scales};
+use crate::layer::{Layer, View, kernel_scales, no_aliases};
 use crate::{Error, MlaSpec, Result};
 
 /// A layer of a model, checked: its buffers, strides and scales. It keeps the buffers alive.
@@ -91,7 +91,7 @@ impl Binding {
         }
         let (out, lse) = (layer.out, layer.lse);
         let inputs = [("q_nope", q_nope.buffer), ("q_pe", q_pe.buffer), ("kv", layer.kv.buffer)];
-        no_aliases(&inputs, &[("out", out.buffer), ("lse", lse.buffer)])?;
+        no_aliases(&inputs, &[("out", out.buffer), ("lse", lse.buffer)], Buffer::same_as)?;
 
         let (tokens, heads) = (u64::from(max_queries), u64::from(spec.shape.num_heads));
         let bytes = |view: &View<'_, Buffer>, dim: u32, element: u64| {
@@ -123,18 +123,4 @@ impl Binding {
         let (read, write) = (Access::Read, Access::Write);
         lock([(q_nope, read), (q_pe, read), (kv, read), (out, write), (lse, write)])
     }
-}
-
-/// # Errors
-/// [`Error::Aliased`] where a buffer is both read and written.
-pub(super) fn no_aliases(
-    inputs: &[(&'static str, &Buffer)],
-    outputs: &[(&'static str, &Buffer)],
-) -> Result<()> {
-    for &(a, input) in inputs {
-        if let Some(&(b, _)) = outputs.iter().find(|(_, output)| input.same_as(output)) {
-            return Err(Error::Aliased { a, b });
-        }
-    }
-    Ok(())
 }

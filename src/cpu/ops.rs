@@ -2,10 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
-use super::bind::{Pages, Rows, no_aliases};
+use super::bind::{Pages, Rows};
 use super::buffer::{Access, Buffer, bits_of, lock, store_elements};
 use super::pool::Pool;
-use crate::layer::KvView;
+use crate::layer::{KvView, no_aliases};
 use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec, check_copies};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 
@@ -33,7 +33,11 @@ pub(super) fn merge_attn_states(
         ("suffix_lse", args.suffix_lse.buffer),
     ];
     let output_lse = args.output_lse.unwrap_or(args.output);
-    no_aliases(&inputs, &[("output", args.output.buffer), ("output_lse", output_lse.buffer)])?;
+    no_aliases(
+        &inputs,
+        &[("output", args.output.buffer), ("output_lse", output_lse.buffer)],
+        Buffer::same_as,
+    )?;
     if args.output_lse.is_some() && output_lse.buffer.same_as(args.output.buffer) {
         return Err(Error::Aliased { a: "output", b: "output_lse" });
     }
@@ -111,7 +115,11 @@ pub(super) fn kv_append(
     let (latent, rope) = (spec.shape.kv_lora_rank as usize, spec.shape.qk_rope_head_dim as usize);
     // Without a rotary part its buffer is unread, whatever it is.
     let k_pe = if rope == 0 { layer.kv_c } else { layer.k_pe };
-    no_aliases(&[("kv_c", layer.kv_c.buffer), ("k_pe", k_pe.buffer)], &[("kv", layer.kv.buffer)])?;
+    no_aliases(
+        &[("kv_c", layer.kv_c.buffer), ("k_pe", k_pe.buffer)],
+        &[("kv", layer.kv.buffer)],
+        Buffer::same_as,
+    )?;
 
     let (read, write) = (Access::Read, Access::Write);
     let locked = lock([(layer.kv_c.buffer, read), (k_pe.buffer, read), (layer.kv.buffer, write)]);

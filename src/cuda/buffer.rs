@@ -103,17 +103,3 @@ impl Buffer {
         crate::layer::fits(what, offset.saturating_add(bytes), self.bytes)
     }
 }
-
-/// # Errors
-/// [`Error::Aliased`] where a buffer is both read and written.
-pub(super) fn no_aliases(
-    inputs: &[(&'static str, &Buffer)],
-    outputs: &[(&'static str, &Buffer)],
-) -> Result<()> {
-    for &(a, input) in inputs {
-        if let Some(&(b, _)) = outputs.iter().find(|(_, output)| input.same_as(output)) {
-            return Err(Error::Aliased { a, b });
-        }
-    }
-    Ok(())
-}

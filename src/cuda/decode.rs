@@ -3,11 +3,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::args::{Args, code};
-use super::buffer::{Buffer, no_aliases};
+use super::buffer::Buffer;
 use super::driver::{Cuda, Kernel};
 use super::ladder::{self, Compiled, ROWS, Row};
 use super::step::Step;
-use crate::layer::{Layer, kernel_scales};
+use crate::layer::{Layer, kernel_scales, no_aliases};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
 use crate::{Dtype, Error, MlaSpec, Result};
@@ -138,7 +138,7 @@ impl Decode {
         }
         let (kv, out, lse) = (layer.kv, layer.out, layer.lse);
         let inputs = [("q_nope", q_nope.buffer), ("q_pe", q_pe.buffer), ("kv", kv.buffer)];
-        no_aliases(&inputs, &[("out", out.buffer), ("lse", lse.buffer)])?;
+        no_aliases(&inputs, &[("out", out.buffer), ("lse", lse.buffer)], Buffer::same_as)?;
         let (tokens, heads) = (u64::from(max_queries), u64::from(spec.shape.num_heads));
         let range = |view: &crate::View<'_, Buffer>, dim: u32, element: u64| {
             let first = view.buffer.ptr();

@@ -3,9 +3,8 @@
 use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, THREADS, block_stride, checked_items, entry_of};
-use crate::cuda::buffer::no_aliases;
 use crate::cuda::{Buffer, Cuda};
-use crate::layer::View;
+use crate::layer::{View, no_aliases};
 use crate::ops::{AppendLayer, AppendSpec};
 use crate::{Dtype, Error, Result};
 
@@ -86,7 +85,7 @@ pub(in crate::cuda) fn kv_append(
     let (shape, kv) = (&spec.shape, &layer.kv);
     // Without a rotary part its buffer is unread, whatever it is.
     let k_pe = if shape.qk_rope_head_dim == 0 { layer.kv_c } else { layer.k_pe };
-    no_aliases(&[("kv_c", layer.kv_c.buffer), ("k_pe", k_pe.buffer)], &[("kv", kv.buffer)])?;
+    no_aliases(&[("kv_c", layer.kv_c.buffer), ("k_pe", k_pe.buffer)], &[("kv", kv.buffer)], Buffer::same_as)?;
     let row_octs = shape.row_elems() / 8;
     let blocks = u64::from(num_tokens.div_ceil(TOKENS_PER_THREAD));
     let items = checked_items("items of an append", blocks * u64::from(row_octs), "append in several steps")?;

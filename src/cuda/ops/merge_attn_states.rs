@@ -3,9 +3,8 @@
 use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, MAX_ITEMS, THREADS, entry_of};
-use crate::cuda::buffer::no_aliases;
 use crate::cuda::{Buffer, Cuda};
-use crate::layer::View;
+use crate::layer::{View, no_aliases};
 use crate::ops::{MergeStates, MergeStatesSpec};
 use crate::{Error, Result};
 
@@ -88,10 +87,10 @@ fn check_merge_aliases(args: &MergeStates<'_, Buffer>) -> Result<()> {
         ("suffix_output", args.suffix_output.buffer),
         ("suffix_lse", args.suffix_lse.buffer),
     ];
-    no_aliases(&inputs, &[("output", args.output.buffer)])?;
+    no_aliases(&inputs, &[("output", args.output.buffer)], Buffer::same_as)?;
     if let Some(lse) = args.output_lse {
-        no_aliases(&inputs, &[("output_lse", lse.buffer)])?;
-        no_aliases(&[("output", args.output.buffer)], &[("output_lse", lse.buffer)])?;
+        no_aliases(&inputs, &[("output_lse", lse.buffer)], Buffer::same_as)?;
+        no_aliases(&[("output", args.output.buffer)], &[("output_lse", lse.buffer)], Buffer::same_as)?;
     }
     Ok(())
 }
