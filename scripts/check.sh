@@ -10,7 +10,8 @@
 #   scripts/check.sh --ptx          8 minutes: the CUDA kernels' PTX is what the compiler gives, three assemblers take it
 #                                   within its limits, and it runs in an interpreter (scripts/ptx.sh)
 #   scripts/check.sh --full ...     the slow suites whole (MLA_FULL=1), ten times the budgets
-# Switches may be combined. On Debian and Ubuntu it installs what is missing, if it may. What cannot be had is a failure.
+# Switches may be combined. Two parts run at a time, and what each says is printed when it ends; one alone runs as it is.
+# On Debian and Ubuntu it installs what is missing, if it may. What cannot be had is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,27 +23,69 @@ for switch in "$@"; do
         *) sed -n '2,/^set/{/^#/p}' "$0" >&2 && exit 2 ;;
     esac
 done
-((${#parts[@]} > 0)) || parts=(here vendors mesa26 web ptx)
+# `here` is the longest, and makes what vendors and mesa26 build upon.
+((${#parts[@]} > 0)) || parts=(here ptx web vendors mesa26)
 
-took=()
-within() {
-    local minutes=$(($1 * times)) name=$2 status=0 begin=$SECONDS
-    shift 2
-    printf '\n=== %s: at most %s minutes (after %s s)\n' "$name" "$minutes" "$SECONDS"
-    timeout "${minutes}m" "$@" || status=$?
-    ((status != 124)) || echo "check.sh: $name: not done within its $minutes minutes" >&2
-    ((status == 0)) || { echo "check.sh: $name failed: $*" >&2; exit "$status"; }
-    took+=("$(printf '%5s s  %s' $((SECONDS - begin)) "$name")")
-}
-
-for part in "${parts[@]}"; do
-    case $part in
+part() {
+    case $1 in
         here) within 20 "the tests here" scripts/here.sh ;;
         vendors) within 8 "other vendors' compilers" scripts/vendors.sh compile all ;;
         mesa26) within 12 "Mesa 26's software driver" scripts/vendors.sh mesa26 ;;
         web) within 10 "a browser" scripts/web.sh ;;
         ptx) within 8 "CUDA kernels" bash -c 'scripts/ptx.sh --check && scripts/ptx.sh emulate' ;;
     esac
+}
+
+within() {
+    local minutes=$(($1 * times)) name=$2 status=0 begin=$SECONDS
+    shift 2
+    timeout "${minutes}m" "$@" &
+    # shellcheck disable=SC2064 # This one.
+    trap "kill $!; exit 130" INT TERM
+    wait $! || status=$?
+    case $status in
+        0) echo "check.sh: $name: well, $((SECONDS - begin)) of at most $((minutes * 60)) s" ;;
+        124) echo "check.sh: $name: not done within its $minutes minutes" ;;
+        *) echo "check.sh: $name failed with status $status: $*" ;;
+    esac
+    return "$status"
+}
+
+if ((${#parts[@]} == 1)); then
+    part "${parts[0]}"
+    exit
+fi
+
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+# shellcheck disable=SC2046 # Several words.
+trap 'kill $(jobs -p); exit 130' INT TERM
+
+# Waits for a part, and prints what it said.
+failed=()
+reap() {
+    local job status=0 name
+    wait -n -p job || status=$?
+    name=${names[$job]}
+    printf '\n=== %s (after %s s)\n' "$name" "$SECONDS"
+    cat "$logs/$name"
+    ((status == 0)) || failed+=("$name")
+    running=$((running - 1))
+}
+
+# One part alone leaves much of two cores idle: it fetches, links, or waits for one test.
+declare -A names
+running=0
+for name in "${parts[@]}"; do
+    ((running < 2)) || reap
+    echo "check.sh: $name begins (after $SECONDS s)"
+    part "$name" >"$logs/$name" 2>&1 &
+    names[$!]=$name
+    running=$((running + 1))
 done
-printf '\n=== all is well after %s s\n' "$SECONDS"
-printf '%s\n' "${took[@]}"
+while ((running > 0)); do reap; done
+
+printf '\n=== after %s s\n' "$SECONDS"
+grep -h '^check.sh: ' "$logs"/*
+((${#failed[@]} == 0)) || { echo "check.sh: failed: ${failed[*]}" >&2; exit 1; }
+echo "all is well"

@@ -24,16 +24,7 @@ pins=scripts/ptx
 
 # g++ preprocesses for nvcc; Debian's python3 comes without venv.
 install_missing() {
-    local as_root=()
-    { command -v g++ && python3 -c 'import ensurepip'; } >/dev/null 2>&1 && return 0
-    command -v apt-get >/dev/null || { echo "ptx.sh: please install g++ and python3 with venv" >&2; exit 1; }
-    if ((EUID != 0)); then
-        command -v sudo >/dev/null || { echo "ptx.sh: please install g++ python3-venv" >&2; exit 1; }
-        as_root=(sudo)
-    fi
-    "${as_root[@]}" apt-get update -qq
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-        g++ python3 python3-venv >/dev/null
+    { command -v g++ && python3 -c 'import ensurepip'; } >/dev/null 2>&1 || scripts/apt.sh g++ python3 python3-venv
 }
 
 # A copy of the pins says that the folder is whole; a half-made one, or one of other pins, is made again.

@@ -41,17 +41,22 @@ debian_mirror() {
 
 # A file in the tree says that it is whole; a half-made one is made again.
 setup() {
-    [[ -e $tree/ready ]] && return
+    # Two that run beside each other make one.
+    mkdir -p "$target"
+    exec 9>"$target/vendors.lock"
+    flock 9
+    [[ -e $tree/ready ]] || debian_tree
+    exec 9>&-
+}
+
+debian_tree() {
     step "a Debian tree with Mesa from backports in $tree"
     local mirror
     mirror=$(debian_mirror)
     [[ -n $mirror ]] || { echo "apt knows no Debian mirror here: set DEBIAN_MIRROR" >&2; exit 1; }
     if ! { command -v debootstrap && command -v python3; } >/dev/null; then
-        "${as_root[@]}" apt-get update -qq
-        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-            debootstrap debian-archive-keyring python3 >/dev/null
+        scripts/apt.sh debootstrap debian-archive-keyring python3
     fi
-    mkdir -p "$target"
     "${as_root[@]}" rm -rf --one-file-system "$tree"
     "${as_root[@]}" debootstrap --variant=minbase trixie "$tree" "$mirror" >"$target/debootstrap.log"
     "${as_root[@]}" sh -c 'echo "deb $1 trixie-backports main" >"$2/etc/apt/sources.list.d/backports.list"

@@ -38,17 +38,7 @@ find_browser() {
 
 browser() {
     if ! find_browser; then
-        command -v apt-get >/dev/null || die "please install Chromium and chromedriver, or set CHROMIUM and CHROMEDRIVER"
-        local as_root=()
-        if [ "$(id -u)" -ne 0 ]; then
-            command -v sudo >/dev/null || die "please install: chromium chromium-driver"
-            as_root=(sudo)
-        fi
-        # A third party's list that cannot be fetched is no reason to stop: the install tells what is missing.
-        "${as_root[@]}" apt-get update -qq || true
-        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-            apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null \
-            || die "apt-get could not install chromium and chromium-driver"
+        scripts/apt.sh chromium chromium-driver fonts-dejavu-core || die "or set CHROMIUM and CHROMEDRIVER"
         find_browser || die "Chromium or chromedriver is still missing after its install"
     fi
     "$chromium" --version
