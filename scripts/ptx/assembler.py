@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler import TOOLS
+from compiler import TOOLS, for_card
 
 OLDER = ["sm_80", "sm_86", "sm_89", "sm_90"]
 
@@ -77,7 +77,7 @@ def assemble(job):
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "out.cubin"
         ptx = Path(folder) / "in.ptx"
-        ptx.write_text(job.ptx)
+        ptx.write_text(for_card(job.ptx, int(re.search(r"\d+", job.target)[0])))
         command = [job.assembler.path, "-v", f"-arch={job.target}", ptx, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True)
         said = (done.stdout + done.stderr).replace(str(ptx), job.source.output(job.arch))

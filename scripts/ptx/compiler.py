@@ -21,8 +21,8 @@ def compile_cu(path, arch, defines=()):
 
 
 def normal(text, name, arch):
-    """Without comments and empty lines, and of the version that older drivers know."""
-    lines = (re.sub(r"\s*//.*", "", line) for line in text.splitlines())
+    """Without comments and empty lines, and of the version that older drivers know. Comments of `for_card` stay."""
+    lines = (re.sub(r"\s*//(?! sm_90: ).*", "", line) for line in text.splitlines())
     # A hint to ptxas that asks for PTX 8.3, which the others do not.
     text = "\n".join(line for line in lines if line.strip() and "used_bytes_mask" not in line)
     text, found = re.subn(r"^\.version .*$", ".version {}.{}".format(*arch.version), text, flags=re.M)
@@ -30,10 +30,18 @@ def normal(text, name, arch):
         raise RuntimeError(f"nvcc of {name}: no `.version`")
     # A path would differ elsewhere; so does the hash in the names of static device variables.
     for unwanted in ("/", "_INTERNAL_", ".loc", ".file"):
-        if unwanted in text:
+        if unwanted in text.replace("// sm_90: ", ""):
             line = next(line for line in text.splitlines() if unwanted in line)
             raise RuntimeError(f"nvcc of {name}: `{unwanted}` in its PTX: {line.strip()}")
     return f"// Written by scripts/ptx.sh from {name}: nvcc 13.0.88, {arch.name}.\n{text}\n"
+
+
+def for_card(ptx, number):
+    """What the host hands to the driver of a card: from sm_90 on, the instructions behind `// sm_90: ` too. See src/cuda/driver.rs."""
+    if number < 90 or "// sm_90: " not in ptx:
+        return ptx
+    ptx = ptx.replace("// sm_90: ", "").replace(".target sm_80", ".target sm_90").replace(".target sm_89", ".target sm_90")
+    return ptx.replace(".version 7.0", ".version 7.8")
 
 
 def entries(ptx):

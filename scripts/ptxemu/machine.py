@@ -14,6 +14,7 @@ import alu
 import convert
 import tensor
 from memory import Fault, Shared
+from operands import source
 from parse import Unsupported
 
 DTYPES = {"pred": np.bool_, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -250,12 +251,15 @@ def control(instruction, at, machine):
 
         return leave
     if name in ("bar", "barrier") and instruction.has("sync", "arrive") and not instruction.has("warp"):
-        number = int(instruction.operands[0], 0)
+        number = source(machine, instruction.operands[0], "u32")
         threads = int(instruction.operands[1], 0) if len(instruction.operands) > 1 else 0
         goes_on = instruction.has("arrive")
 
         def barrier(team, mask):
-            machine.arrive(team, mask, number, threads, None if goes_on else at + 1)
+            numbers = np.unique(np.broadcast_to(number(team), team.lanes)[slice(None) if mask is None else mask])
+            if len(numbers) > 1:
+                raise Fault(f"lanes at different barriers: {numbers}")
+            machine.arrive(team, mask, int(numbers[0]), threads, None if goes_on else at + 1)
             if goes_on:
                 return None
             team.go_on = np.zeros(team.lanes, bool)

@@ -3,62 +3,96 @@
 
 #include "decode_tile.cuh"
 
-// Two neighbouring elements of a query as they are loaded, and what they are.
+// Two neighbouring elements of a query.
 template <Dtype DTYPE>
-struct Pair;
+DEVICE float2 pair_of(u32 word) {
+    const u16 low = static_cast<u16>(word), high = static_cast<u16>(word >> 16);
+    if constexpr (DTYPE == F16) return make_float2(f16_to_float(low), f16_to_float(high));
+    if constexpr (DTYPE == BF16) return make_float2(bf16_to_float(low), bf16_to_float(high));
+    return make_float2(e4m3_to_float(static_cast<u8>(low)), e4m3_to_float(static_cast<u8>(low >> 8)));
+}
 
-template <>
-struct Pair<F32> {
-    using Raw = float2;
-    DEVICE static float2 of(Raw raw) { return raw; }
-};
+template <Dtype DTYPE>
+DEVICE float2 pair_of(float2 pair) {
+    return DTYPE == F32 ? pair : pair_of<F16>(__float_as_uint(pair.x));
+}
 
-template <>
-struct Pair<F16> {
-    using Raw = u32;
-    DEVICE static float2 of(Raw raw) { return make_float2(f16_to_float(static_cast<u16>(raw)), f16_to_float(static_cast<u16>(raw >> 16))); }
-};
-
-template <>
-struct Pair<BF16> {
-    using Raw = u32;
-    DEVICE static float2 of(Raw raw) { return make_float2(__uint_as_float(raw << 16), __uint_as_float(raw & 0xFFFF0000u)); }
-};
-
-template <>
-struct Pair<E4M3> {
-    using Raw = u16;
-    DEVICE static float2 of(Raw raw) { return make_float2(e4m3_to_float(static_cast<u8>(raw)), e4m3_to_float(static_cast<u8>(raw >> 8))); }
-};
-
-// Query rows to shared memory as the matrices take them, two rows of a warp at a time. All loads are asked for before the first is waited for.
-// An FP8 tile's columns are permuted in each 16: a lane's four codes are of two neighbouring places and of those 8 further.
-template <class T, Dtype DTYPE>
-DEVICE void stage_queries_of(const Args& args, const WorkItem& item, u32 to, float* scales) {
+// Query rows on their way to shared memory, two of a warp at a time. What a lane asks for it takes only when all is asked for.
+template <class T>
+struct QueryRows {
     using Order = Swizzle<T::QUERY_BYTES>;
-    using Raw = typename Pair<DTYPE>::Raw;
-    constexpr int PAIRS = (T::DIM + 63) / 64; // of a lane
-    constexpr int BATCH = 2;
+    // In two parts: those that the matrices' type does not hold, f32 and f16 on bf16.
+    using Pair = typename Either<T::PARTS == 2, float2, u32>::Type;
+    static constexpr int PAIRS = (T::DIM + 63) / 64; // of a lane
+    static constexpr int BATCH = 2;
     static_assert(T::ROWS % (BATCH * T::WARPS) == 0, "whole batches");
-    const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    for (u32 first_row = warp; first_row < T::ROWS; first_row += BATCH * T::WARPS) {
-        Raw raw[BATCH][PAIRS] = {};
+    Pair pairs[BATCH][PAIRS];
+
+    // Rows `first` and WARPS further.
+    DEVICE void ask(const Args& args, const WorkItem& item, u32 first) {
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            const u32 index = item.first_row + min(first_row + b * T::WARPS, item.num_rows - 1);
+            const u32 index = item.first_row + min(first + b * T::WARPS, item.num_rows - 1);
             const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
-            const Raw* nope = reinterpret_cast<const Raw*>(args.q_nope) + (token * args.q_nope_token_stride + head * args.q_nope_head_stride) / 2;
-            const Raw* pe = reinterpret_cast<const Raw*>(args.q_pe) + (token * args.q_pe_token_stride + head * args.q_pe_head_stride) / 2;
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                const u32 pair = i * 32 + lane;
-                if (pair < T::LATENT / 2) {
-                    raw[b][i] = nope[pair];
-                } else if (pair < T::DIM / 2) {
-                    raw[b][i] = pe[pair - T::LATENT / 2];
+            const u64 nope = token * args.q_nope_token_stride + head * args.q_nope_head_stride;
+            const u64 pe = token * args.q_pe_token_stride + head * args.q_pe_head_stride;
+            if constexpr (T::PARTS == 2) {
+                if (T::CACHE == BF16 && args.query_dtype == F16) {
+                    ask_row<u32>(pairs[b], args, nope, pe);
+                } else {
+                    ask_row<float2>(pairs[b], args, nope, pe);
                 }
+            } else if (args.query_dtype == E4M3) {
+                ask_row<u16>(pairs[b], args, nope, pe);
+            } else {
+                ask_row<u32>(pairs[b], args, nope, pe);
             }
         }
+    }
+
+    template <class Loaded>
+    DEVICE static void ask_row(Pair (&to)[PAIRS], const Args& args, u64 nope, u64 pe) {
+        const u32 lane = threadIdx.x % LANES;
+        const Loaded* latent = reinterpret_cast<const Loaded*>(args.q_nope) + nope / 2;
+        const Loaded* rope = reinterpret_cast<const Loaded*>(args.q_pe) + pe / 2;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const u32 pair = i * 32 + lane;
+            Loaded loaded = {};
+            if (pair < T::LATENT / 2) {
+                loaded = latent[pair];
+            } else if (pair < T::DIM / 2) {
+                loaded = rope[pair - T::LATENT / 2];
+            }
+            if constexpr (T::PARTS == 2 && sizeof(Loaded) == 4) {
+                to[i].x = __uint_as_float(loaded);
+            } else {
+                to[i] = loaded;
+            }
+        }
+    }
+
+    DEVICE void store(const Args& args, u32 first, u32 to, float* scales) const {
+        if constexpr (T::PARTS == 2) {
+            if (T::CACHE == BF16 && args.query_dtype == F16) {
+                store_as<F16>(args, first, to, scales);
+            } else {
+                store_as<F32>(args, first, to, scales);
+            }
+        } else if (args.query_dtype == BF16) {
+            store_as<BF16>(args, first, to, scales);
+        } else if (T::CACHE != BF16 && args.query_dtype == F16) {
+            store_as<F16>(args, first, to, scales);
+        } else {
+            store_as<E4M3>(args, first, to, scales);
+        }
+    }
+
+    // As the matrices take them. An FP8 tile's columns are permuted in each 16: a lane's four codes are of two neighbouring places and of those 8
+    // further.
+    template <Dtype DTYPE>
+    DEVICE void store_as(const Args& args, u32 first_row, u32 to, float* scales) const {
+        const u32 lane = threadIdx.x % LANES;
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
             const u32 row = first_row + b * T::WARPS;
@@ -67,7 +101,7 @@ DEVICE void stage_queries_of(const Args& args, const WorkItem& item, u32 to, flo
                 float largest = 0.0f;
 #pragma unroll
                 for (int i = 0; i < PAIRS; i++) {
-                    const float2 value = Pair<DTYPE>::of(raw[b][i]);
+                    const float2 value = pair_of<DTYPE>(pairs[b][i]);
                     largest = fmaxf(largest, fmaxf(fabsf(value.x), fabsf(value.y)));
                 }
 #pragma unroll
@@ -86,7 +120,7 @@ DEVICE void stage_queries_of(const Args& args, const WorkItem& item, u32 to, flo
                     const u32 k = column % 16;
                     place = column - k + (k / 2) % 2 * 8 + k / 4 * 2;
                 }
-                const float2 value = Pair<DTYPE>::of(raw[b][i]);
+                const float2 value = pair_of<DTYPE>(pairs[b][i]);
                 float first = value.x * power, second = value.y * power;
 #pragma unroll
                 for (int part = 0; part < T::PARTS; part++) {
@@ -106,57 +140,54 @@ DEVICE void stage_queries_of(const Args& args, const WorkItem& item, u32 to, flo
             }
         }
     }
-}
+};
 
-template <class T>
-DEVICE void stage_queries(const Args& args, const WorkItem& item, u32 to, float* scales) {
-    // Others than these have two parts on this cache, and the other way round.
-    if constexpr (T::PARTS == 2) {
-        if (T::CACHE == BF16 && args.query_dtype == F16) {
-            stage_queries_of<T, F16>(args, item, to, scales);
-        } else {
-            stage_queries_of<T, F32>(args, item, to, scales);
-        }
-    } else if (args.query_dtype == BF16) {
-        stage_queries_of<T, BF16>(args, item, to, scales);
-    } else if (T::CACHE != BF16 && args.query_dtype == F16) {
-        stage_queries_of<T, F16>(args, item, to, scales);
-    } else {
-        stage_queries_of<T, E4M3>(args, item, to, scales);
-    }
-}
-
-// The queries of a step, part by part: from registers, or from shared memory.
+// The queries of a warp's steps, part by part, its own 16 rows first: from registers, or from shared memory.
 template <class T>
 struct Queries {
     using Order = Swizzle<T::QUERY_BYTES>;
-    u32 kept[T::KEEPS_QUERIES ? T::PARTS * T::STEPS : 1][4];
-    u32 at, order, half;
+    static constexpr int REST = T::WARP_STEPS - T::KEPT, TILES = T::PARTS * T::SHARERS;
+    u32 kept[T::KEPT > 0 ? TILES * T::KEPT : 1][4];
+    u32 at[T::SHARERS];
 
-    DEVICE Queries(u32 staged, u32 first_row) {
-        const u32 lane = threadIdx.x % LANES, row = first_row + lane % 16;
-        at = staged + row * T::QUERY_BYTES;
-        order = Order::of(row);
-        half = lane / 16;
-    }
-
-    DEVICE void read(u32 (&to)[4], int part, int step) const {
-        load_matrices(to, at + part * T::ROWS * T::QUERY_BYTES + (((step * 2 + half) ^ order) << 4));
-    }
-
-    DEVICE void keep() {
-        if constexpr (T::KEEPS_QUERIES) {
+    // From where they were staged. All of the block's threads wait before they are taken.
+    DEVICE Queries(u32 staged, u32 rest, u32 row_warp, u32 token_warp) {
+        const u32 lane = threadIdx.x % LANES, sharer = row_warp % T::SHARERS;
 #pragma unroll
-            for (int i = 0; i < T::PARTS * T::STEPS; i++) read(kept[i], i / T::STEPS, i % T::STEPS);
+        for (int r = 0; r < T::SHARERS; r++) at[r] = staged + Order::at((row_warp ^ r) * 16 + lane % 16, sharer * 2 * T::RUN + lane / 16);
+        if constexpr (T::KEPT > 0) {
+            const u32 to = rest + (row_warp * TILES * REST * LANES + lane) * 16;
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+                for (int step = 0; step < T::WARP_STEPS; step++) {
+                    u32 queries[4];
+                    read(queries, tile / T::SHARERS, tile % T::SHARERS, step);
+                    if (step < T::KEPT) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) kept[tile * T::KEPT + min(step, T::KEPT - 1)][i] = queries[i];
+                    } else if (token_warp == 0) {
+                        store_16(to + (tile * REST + step - T::KEPT) * LANES * 16, queries);
+                    }
+                }
+            at[0] = to;
         }
     }
 
-    DEVICE void get(u32 (&to)[4], int part, int step) const {
-        if constexpr (T::KEEPS_QUERIES) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) to[i] = kept[T::KEEPS_QUERIES ? part * T::STEPS + step : 0][i];
+    DEVICE void read(u32 (&to)[4], int part, int rows, int step) const {
+        const int first = step / T::RUN * T::RUN * T::SHARERS + step % T::RUN;
+        load_matrices(to, Order::from(at[rows], first * 2) + part * T::ROWS * T::QUERY_BYTES);
+    }
+
+    DEVICE void get(u32 (&to)[4], int part, int rows, int step) const {
+        const int tile = part * T::SHARERS + rows;
+        if (T::KEPT == 0) {
+            read(to, part, rows, step);
+        } else if (step >= T::KEPT) {
+            load_16(to, at[0] + (tile * REST + step - T::KEPT) * LANES * 16);
         } else {
-            read(to, part, step);
+#pragma unroll
+            for (int i = 0; i < 4; i++) to[i] = kept[T::KEPT > 0 ? tile * T::KEPT + step : 0][i];
         }
     }
 };

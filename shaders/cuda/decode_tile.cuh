@@ -4,42 +4,53 @@
 #include "mla.cuh"
 
 // How a block cuts an item.
-template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, bool KEEPS_QUERIES_>
+template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, int SHARERS_, int KEPT_>
 struct Tile {
     static constexpr int LATENT = LATENT_, DIM = LATENT_ + ROPE_, ROWS = ROWS_, TOKENS = TOKENS_, WARPS = WARPS_, STAGES = STAGES_;
     static constexpr int PARTS = PARTS_; // that a query is split in
     static constexpr Dtype CACHE = CACHE_;
-    static constexpr bool KEEPS_QUERIES = KEEPS_QUERIES_; // in registers; else they are read from shared memory for each tile
+    // Warps that share the columns of a score: each multiplies its part of them for the rows of both, who then add what the other has.
+    static constexpr int SHARERS = SHARERS_;
+    static constexpr int KEPT = KEPT_; // steps of a warp's scores whose queries stay in registers; the others' are read from shared memory for each tile
     static constexpr int THREADS = WARPS * LANES;
     static constexpr int ROW_WARPS = ROWS / 16, TOKEN_WARPS = WARPS / ROW_WARPS;
     static constexpr int TOKEN_TILES = TOKENS / TOKEN_WARPS / 8; // of a warp's scores
     static constexpr int ROW_TILES = ROWS / 16, COLUMN_TILES = LATENT / WARPS / 8; // of a warp's output
-    static constexpr int STEPS = DIM / 16; // of a score
+    static constexpr int STEPS = DIM / 16, WARP_STEPS = STEPS / SHARERS; // of a score, of a warp's part of it
+    static constexpr int RUN = CACHE == E4M3 ? 2 : 1; // steps that a sharer has one after the other
     static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
     static constexpr int WEIGHT_PITCH = TOKENS + 8; // 16-bit elements
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
-    // Queries that stay in registers pass through the last stage.
-    static constexpr int STAGES_AT = KEEPS_QUERIES ? 0 : QUERIES_BYTES;
-    static constexpr int QUERIES_AT = KEEPS_QUERIES ? (STAGES - 1) * STAGE_BYTES : 0;
+    // Queries that stay in registers pass through the last stage; what does not fit them lies at the end as a lane takes it.
+    static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
+    static constexpr int QUERIES_AT = KEPT > 0 ? (STAGES - 1) * STAGE_BYTES : 0;
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
     static constexpr int MAXIMA_AT = WEIGHTS_AT + ROWS * WEIGHT_PITCH * 2; // [TOKEN_WARPS, ROWS]
     static constexpr int FACTORS_AT = MAXIMA_AT + TOKEN_WARPS * ROWS * 4; // [ROWS]
     static constexpr int SCALES_AT = FACTORS_AT + ROWS * 4; // [ROWS]
-    static constexpr int SHARED_BYTES = SCALES_AT + ROWS * 4;
+    static constexpr int REST_AT = SCALES_AT + ROWS * 4; // [ROW_WARPS, PARTS, SHARERS, WARP_STEPS - KEPT, LANES, 4 words]
+    static constexpr int SHARED_BYTES = REST_AT + (KEPT > 0 ? ROW_WARPS * PARTS * SHARERS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
     static_assert(TOKEN_TILES >= 1 && COLUMN_TILES % 2 == 0 && TOKENS % 16 == 0 && DIM % 32 == 0, "shape");
-    static_assert(!KEEPS_QUERIES || QUERIES_BYTES <= STAGE_BYTES, "queries pass through a stage");
+    static_assert(KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES, "queries pass through a stage");
+    static_assert(SHARERS == 1 || (SHARERS == 2 && TOKEN_TILES % 2 == 0 && STEPS % (SHARERS * RUN) == 0), "shares");
+    static_assert(SHARERS == 1 || WARPS / 2 * TOKEN_TILES * LANES * 16 <= ROWS * WEIGHT_PITCH * 2, "what sharers give each other lies where the weights will");
     static_assert(STAGES >= 2, "one tile is used, the others are on their way");
 };
 
-// Which 16-byte chunk of a row stands in place of chunk `chunk`: neighbouring rows use other banks.
+// The order of a row's 16-byte chunks: neighbouring rows use other banks.
 template <int ROW_BYTES>
 struct Swizzle {
     // Chunks that change places, and rows that share an order.
     static constexpr int GROUP = ROW_BYTES % 128 == 0 ? 8 : ROW_BYTES % 64 == 0 ? 4 : 2;
     static constexpr int SHIFT = GROUP == 8 ? 0 : GROUP == 4 ? 1 : 2;
     static_assert(ROW_BYTES % (GROUP * 16) == 0, "whole groups");
+    // Rows that are a multiple of 8 apart share it.
     DEVICE static u32 of(u32 row) { return (row >> SHIFT) & (GROUP - 1); }
-    DEVICE static u32 at(u32 row, u32 chunk) { return row * ROW_BYTES + ((chunk ^ of(row)) << 4); }
+    DEVICE static u32 at(u32 row, u32 chunk) {
+        return row * ROW_BYTES + chunk / GROUP * (GROUP * 16) + ((chunk % GROUP ^ of(row)) << 4);
+    }
+    // The place `further` chunks on from an `at`, whose chunk has none of its bits: a constant costs an instruction, or none.
+    DEVICE static u32 from(u32 place, u32 further) { return (place ^ (further % GROUP << 4)) + further / GROUP * (GROUP * 16); }
 };
 
 // Where a thread's rows of the cache are: those of the next tile to load.
@@ -53,20 +64,20 @@ struct Loader {
     static_assert(PASSES == 1 || PASS_ROWS % 8 == 0, "order");
 
     const Args& args;
-    u32 page_begin, kv_end, page_size, num_pages;
-    u32 token; // of the first pass
+    int left; // tokens from the first pass's on
     u32 page[PASSES], offset[PASSES], id[PASSES];
+    u32 to; // the stage that is loaded, and where this thread's chunks begin in it
+    const u8* from; // a pass's row
+    bool is_there;
 
     DEVICE Loader(const Args& args, const WorkItem& item) : args(args) {
-        page_begin = item.page_begin;
-        kv_end = item.kv_end;
-        page_size = args.header->page_size;
-        num_pages = args.header->num_pages;
-        token = item.kv_begin + threadIdx.x / ROW_LANES;
+        const u32 token = item.kv_begin + threadIdx.x / ROW_LANES;
+        left = item.kv_end - token;
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
-            page[i] = (token + i * PASS_ROWS) / page_size;
-            offset[i] = token + i * PASS_ROWS - page[i] * page_size;
+            page[i] = (token + i * PASS_ROWS) / args.page_size;
+            offset[i] = token + i * PASS_ROWS - page[i] * args.page_size;
+            page[i] += item.page_begin;
         }
         look_up();
     }
@@ -76,42 +87,73 @@ struct Loader {
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
             id[i] = 0;
-            if (token + i * PASS_ROWS < kv_end) id[i] = args.pages[page_begin + page[i]];
+            if (left > i * PASS_ROWS) id[i] = args.pages[page[i]];
         }
     }
 
-    DEVICE void load(u32 stage) {
-        const u32 row = threadIdx.x / ROW_LANES, lane = threadIdx.x % ROW_LANES;
-        const u32 to = stage + Order::at(row, lane);
-#pragma unroll
-        for (int i = 0; i < PASSES; i++) {
-            if (T::TOKENS % PASS_ROWS != 0 && row + i * PASS_ROWS >= T::TOKENS) break;
-            const bool is_there = token + i * PASS_ROWS < kv_end;
-            const u32 known = args.clamp_pages ? min(id[i], num_pages - 1) : id[i];
-            const u64 element = known * args.kv_block_stride + static_cast<u64>(offset[i]) * T::DIM;
-            const u8* from = args.kv + element * T::ELEMENT_BYTES + lane * 16;
-#pragma unroll
-            for (int j = 0; j < CHUNKS; j++) {
-                const u32 chunk = to + i * PASS_ROWS * T::ROW_BYTES + j * ROW_LANES * 16;
-                if (T::CACHE != E4M3 || args.copies_16) {
-                    copy_16(chunk, from + j * ROW_LANES * 16, is_there);
-                } else {
-                    copy_8(chunk, from + j * ROW_LANES * 16, is_there);
-                    copy_8(chunk + 8, from + j * ROW_LANES * 16 + 8, is_there);
-                }
-            }
+    // A tile is loaded in COPIES, so that they can be put between other work.
+    static constexpr int COPIES = PASSES * CHUNKS;
+
+    DEVICE void begin(u32 stage) { to = stage + Order::at(threadIdx.x / ROW_LANES, threadIdx.x % ROW_LANES); }
+
+    // Copy `i`, in their order.
+    template <int BYTES>
+    DEVICE void copy(int i, bool wanted) {
+        const int pass = i / CHUNKS, chunk = i % CHUNKS;
+        if (chunk == 0) {
+            is_there = left > pass * PASS_ROWS;
+            const u32 known = args.clamp_pages ? min(id[pass], args.num_pages - 1) : id[pass];
+            const u64 element = known * args.kv_block_stride + static_cast<u64>(offset[pass]) * T::DIM;
+            from = args.kv + element * T::ELEMENT_BYTES + threadIdx.x % ROW_LANES * 16;
         }
-        const u32 pages = T::TOKENS / page_size, rest = T::TOKENS - pages * page_size;
-        token += T::TOKENS;
+        if (T::TOKENS % PASS_ROWS != 0 && threadIdx.x / ROW_LANES + pass * PASS_ROWS >= T::TOKENS) return;
+        const u32 place = to + pass * PASS_ROWS * T::ROW_BYTES + chunk * ROW_LANES * 16;
+        const u8* row = from + chunk * ROW_LANES * 16;
+        if constexpr (BYTES == 16) {
+            copy_16(place, row, is_there, wanted);
+        } else {
+            copy_8(place, row, is_there, wanted);
+            copy_8(place + 8, row + 8, is_there, wanted);
+        }
+    }
+
+    // Those that go between the steps of a score. A few at a time: ptxas puts three idle loads between a load of shared memory and a copy.
+    static constexpr int BURST = 3;
+    DEVICE void copies_of(int step, bool wanted) {
+        constexpr int EVERY = T::WARP_STEPS * BURST / COPIES; // steps
+        static_assert(EVERY >= 1, "all are asked for");
+        if (step % EVERY == 0) {
+#pragma unroll
+            for (int i = 0; i < BURST; i++)
+                if (step / EVERY * BURST + i < COPIES) copy<16>(step / EVERY * BURST + i, wanted);
+        }
+    }
+
+    // To the next tile.
+    DEVICE void end() {
+        left -= T::TOKENS;
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
-            page[i] += pages;
-            offset[i] += rest;
-            if (offset[i] >= page_size) {
-                offset[i] -= page_size;
+            page[i] += args.tile_pages;
+            offset[i] += args.tile_rest;
+            if (offset[i] >= args.page_size) {
+                offset[i] -= args.page_size;
                 page[i]++;
             }
         }
         look_up();
+    }
+
+    // FP8 rows may begin between multiples of 16 bytes.
+    DEVICE bool by_8() const { return T::CACHE == E4M3 && !args.copies_16; }
+
+    DEVICE void load(u32 stage) {
+        begin(stage);
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            if (!by_8()) copy<16>(i, true);
+            if (by_8()) copy<8>(i, true);
+        }
+        end();
     }
 };

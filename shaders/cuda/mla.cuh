@@ -52,6 +52,9 @@ struct Args {
     u32 query_dtype, out_dtype;
     u32 copies_16; // whether each row of the cache begins at a multiple of 16 bytes
     u32 clamp_pages; // whether page ids may lie outside the pool
+    u32 page_size;
+    u32 num_pages;
+    u32 tile_pages, tile_rest; // a tile's tokens by the page size
     u32 reserved;
 };
 

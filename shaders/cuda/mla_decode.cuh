@@ -18,11 +18,9 @@
 
 constexpr float LAZY = 12.0f;
 
-// Two FP8 codes as f16: exact, NaN stays NaN.
-DEVICE u32 e4m3_to_f16(u16 codes) {
-    u32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    return halves;
+// Four FP8 codes as f16: exact, NaN stays NaN.
+DEVICE void e4m3_to_f16(u32 codes, u32& low, u32& high) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(codes));
 }
 
 template <class T>
@@ -34,83 +32,103 @@ DEVICE void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
 }
 
-// Scores of a warp's 16 rows and TOKEN_TILES x 8 tokens. Few tokens have several sums at a time, as a multiplication waits for the one
-// before it.
+// Products of a warp's steps: of TOKEN_TILES x 8 tokens with its own 16 rows, and with those of the warp that it shares with. `meanwhile` is called
+// for each step.
 template <class T>
-DEVICE void score(float (&sums)[T::TOKEN_TILES][4], const Queries<T>& queries, u32 stage, u32 first_token) {
-    using Order = Swizzle<T::ROW_BYTES>;
-    // Where queries and a wide output leave few registers, one.
-    constexpr int CHAINS = T::TOKEN_TILES == 1 ? 4 : T::TOKEN_TILES == 2 && !(T::KEEPS_QUERIES && T::ROW_TILES * T::COLUMN_TILES >= 16) ? 2 : 1;
-    const u32 lane = threadIdx.x % LANES;
-    float chains[CHAINS][T::TOKEN_TILES][4] = {};
-    if constexpr (T::CACHE == E4M3) {
-        // One chunk is the 16 columns of a step; four steps at a time, the last two twice if there are no more.
+struct Scores {
+    static constexpr bool KEEPS_MANY = T::PARTS * T::KEPT + T::ROW_TILES * T::COLUMN_TILES > 44; // in registers, by fours
+    // A multiplication waits for the one before it with the same sums. Few tokens have several sums at a time, if registers are left.
+    static constexpr int CHAINS = T::SHARERS > 1 ? 1 : T::TOKEN_TILES == 1 ? 4 : T::TOKEN_TILES == 2 && !KEEPS_MANY ? 2 : 1;
+    float sums[CHAINS][T::SHARERS][T::TOKEN_TILES][4] = {};
+
+    template <class Meanwhile>
+    DEVICE void add(const Queries<T>& queries, u32 stage, u32 first_token, u32 sharer, Meanwhile meanwhile) {
+        using Order = Swizzle<T::ROW_BYTES>;
+        const u32 lane = threadIdx.x % LANES;
+        // A load takes four chunks of 8 tokens, or two of 16.
+        constexpr bool LONG = T::CACHE == E4M3 ? T::SHARERS == 1 : T::TOKEN_TILES == 1;
+        constexpr int CHUNKS = LONG ? 4 : 2, STEP_CHUNKS = T::CACHE == E4M3 ? 1 : 2, LOAD_STEPS = CHUNKS / STEP_CHUNKS;
+        const u32 row = first_token + lane % 8 + (LONG ? 0 : lane / 16 * 8), chunk = LONG ? lane / 8 : lane / 8 % 2;
+        const u32 at = stage + Order::at(row, sharer * 2 + chunk);
+        // Pragmas leave this loop as it is where its body is large.
+        unrolled<(T::WARP_STEPS + LOAD_STEPS - 1) / LOAD_STEPS>([&](auto load) {
+            constexpr int step = decltype(load)::value * LOAD_STEPS;
+            u32 a[LOAD_STEPS][T::PARTS][T::SHARERS][4];
 #pragma unroll
-        for (int step = 0; step < T::STEPS; step += 4) {
-            u32 a[T::PARTS][4][4];
+            for (int i = 0; i < LOAD_STEPS; i++)
 #pragma unroll
-            for (int part = 0; part < T::PARTS; part++)
+                for (int part = 0; part < T::PARTS; part++)
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (step + i < T::STEPS) queries.get(a[part][i], part, step + i);
+                    for (int r = 0; r < T::SHARERS; r++)
+                        if (step + i < T::WARP_STEPS) queries.get(a[i][part][r], part, r, step + i);
+            // The last load takes chunks twice if there are no more.
+            const int first = step * STEP_CHUNKS * T::SHARERS;
+            const u32 place = step + LOAD_STEPS <= T::WARP_STEPS ? Order::from(at, first) : stage + Order::at(row, min(first + chunk, T::STEPS * STEP_CHUNKS - 1));
 #pragma unroll
-            for (int j = 0; j < T::TOKEN_TILES; j++) {
-                const u32 row = first_token + j * 8 + lane % 8;
-                u32 codes[4];
-                load_matrices(codes, stage + Order::at(row, min(step + lane / 8, T::STEPS - 1)));
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    if (step + i >= T::STEPS) break;
-                    const u32 b0 = e4m3_to_f16(static_cast<u16>(codes[i])), b1 = e4m3_to_f16(static_cast<u16>(codes[i] >> 16));
-#pragma unroll
-                    for (int part = 0; part < T::PARTS; part++) multiply<T>(chains[i % CHAINS][j], a[part][i], b0, b1);
-                }
-            }
-        }
-    } else if constexpr (T::TOKEN_TILES == 1) {
-        const u32 row = first_token + lane % 8;
-#pragma unroll
-        for (int step = 0; step < T::STEPS; step += 2) {
-            u32 b[4];
-            load_matrices(b, stage + Order::at(row, step * 2 + lane / 8));
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-#pragma unroll
-                for (int part = 0; part < T::PARTS; part++) {
-                    u32 a[4];
-                    queries.get(a, part, step + i);
-                    multiply<T>(chains[(step + i) % CHAINS][0], a, b[2 * i], b[2 * i + 1]);
-                }
-            }
-        }
-    } else {
-#pragma unroll
-        for (int step = 0; step < T::STEPS; step++) {
-            u32 a[T::PARTS][4];
-#pragma unroll
-            for (int part = 0; part < T::PARTS; part++) queries.get(a[part], part, step);
-#pragma unroll
-            for (int j = 0; j < T::TOKEN_TILES; j += 2) {
-                const u32 row = first_token + j * 8 + lane % 8 + lane / 16 * 8;
+            for (int j = 0; j < T::TOKEN_TILES; j += LONG ? 1 : 2) {
                 u32 b[4];
-                load_matrices(b, stage + Order::at(row, step * 2 + lane / 8 % 2));
+                load_matrices(b, place + j * 8 * T::ROW_BYTES);
 #pragma unroll
-                for (int part = 0; part < T::PARTS; part++) {
-                    multiply<T>(chains[step % CHAINS][j], a[part], b[0], b[1]);
-                    multiply<T>(chains[step % CHAINS][j + 1 < T::TOKEN_TILES ? j + 1 : j], a[part], b[2], b[3]);
+                for (int s = 0; s < LOAD_STEPS; s++) {
+                    if (step + s < T::WARP_STEPS) {
+                        const int i = s * STEP_CHUNKS;
+                        multiply_rows(s, j, a[s], b[i], b[i + STEP_CHUNKS - 1]);
+                        if (!LONG) multiply_rows(s, j + 1, a[s], b[2 + i], b[2 + i + STEP_CHUNKS - 1]);
+                        if (j + (LONG ? 1 : 2) >= T::TOKEN_TILES) meanwhile(step + s);
+                    }
                 }
             }
+        });
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int c = 1; c < CHAINS; c++) sums[0][0][j][e] += sums[c][0][j][e];
+    }
+
+    DEVICE void multiply_rows(int step, int j, const u32 (&a)[T::PARTS][T::SHARERS][4], u32 first, u32 last) {
+        u32 b[2] = {first, last};
+        if constexpr (T::CACHE == E4M3) e4m3_to_f16(first, b[0], b[1]);
+#pragma unroll
+        for (int part = 0; part < T::PARTS; part++)
+#pragma unroll
+            for (int r = 0; r < T::SHARERS; r++) multiply<T>(sums[step % CHAINS][r][j], a[part][r], b[0], b[1]);
+    }
+
+    // Both sharers have the scores of their own rows then. `area` is theirs.
+    DEVICE void exchange(u32 area, u32 sharer, u32 barrier) {
+        if constexpr (T::SHARERS == 2) {
+            const u32 at = area + threadIdx.x % LANES * 16;
+            if (sharer == 1) give(at);
+            wait_for_partner(barrier);
+            if (sharer == 0) {
+                take(at);
+                give(at);
+            }
+            wait_for_partner(barrier);
+            if (sharer == 1) take(at);
         }
     }
+
+    DEVICE void give(u32 at) const {
 #pragma unroll
-    for (int j = 0; j < T::TOKEN_TILES; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            sums[j][e] = chains[0][j][e];
-#pragma unroll
-            for (int c = 1; c < CHAINS; c++) sums[j][e] += chains[c][j][e];
+        for (int j = 0; j < T::TOKEN_TILES; j++) {
+            const float(&sum)[4] = sums[0][T::SHARERS - 1][j];
+            store_16(at + j * LANES * 16, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
         }
-}
+    }
+
+    DEVICE void take(u32 at) {
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++) {
+            u32 words[4];
+            load_16(words, at + j * LANES * 16);
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[0][0][j][e] += __uint_as_float(words[e]);
+        }
+    }
+};
 
 // The output of all rows in a warp's columns.
 template <class T>
@@ -136,28 +154,30 @@ struct Output {
         using Order = Swizzle<T::ROW_BYTES>;
         const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
         const u32 weight_at = weights + lane % 16 * (T::WEIGHT_PITCH * 2) + lane / 16 * 16;
+        constexpr int CHUNKS = T::COLUMN_TILES * T::ELEMENT_BYTES / 2; // of a warp's columns
+        static_assert(CHUNKS % Order::GROUP == 0, "whole groups");
+        const u32 at = stage + Order::at(lane % 16, warp * CHUNKS + lane / 16);
 #pragma unroll
         for (int step = 0; step < T::TOKENS / 16; step++) {
             u32 a[T::ROW_TILES][4];
 #pragma unroll
             for (int r = 0; r < T::ROW_TILES; r++) load_matrices(a[r], weight_at + (r * 16 * T::WEIGHT_PITCH + step * 16) * 2);
-            const u32 row = step * 16 + lane % 16;
+            const u32 row = at + step * 16 * T::ROW_BYTES;
             if constexpr (T::CACHE == E4M3) {
                 // A chunk is 16 columns: a tile of the even ones and a tile of the odd ones.
 #pragma unroll
                 for (int c = 0; c < T::COLUMN_TILES; c += 4) {
                     u32 codes[4];
-                    const u32 chunk = warp * (T::COLUMN_TILES / 2) + c / 2 + (T::COLUMN_TILES >= 4 ? lane / 16 : 0);
-                    load_matrices_transposed(codes, stage + Order::at(row, chunk));
+                    load_matrices_transposed(codes, Order::from(row, c / 2));
 #pragma unroll
-                    for (int i = 0; i < 2 && c + 2 * i < T::COLUMN_TILES; i++) {
-                        const u32 low = __byte_perm(codes[2 * i], 0, 0x3120), high = __byte_perm(codes[2 * i + 1], 0, 0x3120);
-                        const u32 even_0 = e4m3_to_f16(static_cast<u16>(low)), odd_0 = e4m3_to_f16(static_cast<u16>(low >> 16));
-                        const u32 even_1 = e4m3_to_f16(static_cast<u16>(high)), odd_1 = e4m3_to_f16(static_cast<u16>(high >> 16));
+                    for (int i = 0; i < 2; i++) {
+                        u32 even[2], odd[2];
+                        e4m3_to_f16(__byte_perm(codes[2 * i], 0, 0x3120), even[0], odd[0]);
+                        e4m3_to_f16(__byte_perm(codes[2 * i + 1], 0, 0x3120), even[1], odd[1]);
 #pragma unroll
                         for (int r = 0; r < T::ROW_TILES; r++) {
-                            multiply<T>(sums[r][c + 2 * i], a[r], even_0, even_1);
-                            multiply<T>(sums[r][c + 2 * i + 1], a[r], odd_0, odd_1);
+                            multiply<T>(sums[r][c + 2 * i], a[r], even[0], even[1]);
+                            multiply<T>(sums[r][c + 2 * i + 1], a[r], odd[0], odd[1]);
                         }
                     }
                 }
@@ -165,7 +185,7 @@ struct Output {
 #pragma unroll
                 for (int c = 0; c < T::COLUMN_TILES; c += 2) {
                     u32 b[4];
-                    load_matrices_transposed(b, stage + Order::at(row, warp * T::COLUMN_TILES + c + lane / 16));
+                    load_matrices_transposed(b, Order::from(row, c));
 #pragma unroll
                     for (int r = 0; r < T::ROW_TILES; r++) {
                         multiply<T>(sums[r][c], a[r], b[0], b[1]);
@@ -218,67 +238,83 @@ struct Output {
 template <class T>
 DEVICE void decode(const Args& args) {
     extern __shared__ __align__(1024) u8 shared[];
-    if (blockIdx.x >= args.header->num_items) return;
+    // Both are asked for at once: there are as many items as blocks, used or not.
     const WorkItem item = args.items[blockIdx.x];
+    if (blockIdx.x >= args.header->num_items) return;
+    let_next_kernel_begin();
     const u32 stages = shared_address(shared + T::STAGES_AT), weights = shared_address(shared + T::WEIGHTS_AT);
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
+    const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS, sharer = row_warp % T::SHARERS;
 
     const u32 tiles = (item.kv_end - item.kv_begin + T::TOKENS - 1) / T::TOKENS;
+    // Tables are the host's, but page lists may be a kernel's.
+    if (args.clamp_pages) wait_for_kernel_before();
     Loader<T> loader(args, item);
+    wait_for_kernel_before();
 #pragma unroll
     for (int i = 0; i < T::STAGES - 1; i++) {
         if (i < tiles) loader.load(stages + i * T::STAGE_BYTES);
         end_of_group();
     }
     const u32 staged = shared_address(shared + T::QUERIES_AT);
-    stage_queries<T>(args, item, staged, scales);
-    __syncthreads();
-    Queries<T> queries(staged, row_warp * 16);
-    queries.keep();
+    QueryRows<T> rows;
+    for (u32 row = warp; row < T::ROWS; row += rows.BATCH * T::WARPS) {
+        rows.ask(args, item, row);
+        rows.store(args, row, staged, scales);
+    }
+    if constexpr (T::KEPT > 0) __syncthreads();
+    const Queries<T> queries(staged, shared_address(shared + T::REST_AT), row_warp, token_warp);
 
     // A lane has rows lane / 4 and 8 further, and of each two neighbouring tokens of every eight.
-    float scale[2], top[2], sum[2];
+    float top[2], sum[2];
     u32 seen[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const u32 row = row_warp * 16 + h * 8 + lane / 4;
         const u32 index = item.first_row + min(row, item.num_rows - 1);
         seen[h] = min(args.queries[index / args.num_heads].visible, item.kv_end);
-        scale[h] = scales[row];
         top[h] = EMPTY;
         sum[h] = 0.0f;
     }
+    const u32 seen_by_all = __reduce_min_sync(~0u, min(seen[0], seen[1]));
     Output<T> output;
 
     for (u32 tile = 0, stage = 0; tile < tiles; tile++) {
         wait_for_all_but<T::STAGES - 2>();
         __syncthreads();
-        {
-            const u32 free = stage == 0 ? T::STAGES - 1 : stage - 1;
-            if (tile + T::STAGES - 1 < tiles) loader.load(stages + free * T::STAGE_BYTES);
-            end_of_group();
-        }
-        const u32 rows = stages + stage * T::STAGE_BYTES;
+        const u32 tokens = stages + stage * T::STAGE_BYTES, free = stage == 0 ? T::STAGES - 1 : stage - 1;
+        const bool more = tile + T::STAGES - 1 < tiles;
+        if (more && loader.by_8()) loader.load(stages + free * T::STAGE_BYTES);
 
-        // 1. scores
-        float logits[T::TOKEN_TILES][4];
-        score<T>(logits, queries, rows, token_warp * (T::TOKEN_TILES * 8));
+        // 1. scores, with the copies of a later tile between them: many at once would wait for each other
+        Scores<T> scores;
+        const bool copies = more && !loader.by_8();
+        loader.begin(stages + free * T::STAGE_BYTES);
+        scores.add(queries, tokens, token_warp * (T::TOKEN_TILES * 8), sharer, [&](int step) { loader.copies_of(step, copies); });
+        if (copies) loader.end();
+        end_of_group();
+        const u32 pair = row_warp / 2 * T::TOKEN_WARPS + token_warp;
+        scores.exchange(weights + pair * (T::TOKEN_TILES * LANES * 16), sharer, 1 + pair);
+        float(&logits)[T::TOKEN_TILES][4] = scores.sums[0][0];
 
         // 2. softmax
-        const u32 first = item.kv_begin + tile * T::TOKENS + token_warp * (T::TOKEN_TILES * 8) + lane % 4 * 2;
+        const u32 tile_begin = item.kv_begin + tile * T::TOKENS;
+        const u32 first = tile_begin + token_warp * (T::TOKEN_TILES * 8) + lane % 4 * 2;
+        const bool masks = tile_begin + T::TOKENS > seen_by_all;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
+            const float scale = scales[row_warp * 16 + h * 8 + lane / 4];
             float largest = EMPTY;
 #pragma unroll
             for (int j = 0; j < T::TOKEN_TILES; j++) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& logit = logits[j][2 * h + e];
-                    logit = first + j * 8 + e < seen[h] ? logit * scale[h] : EMPTY;
+                    logit *= scale;
+                    if (masks && first + j * 8 + e >= seen[h]) logit = EMPTY;
                     largest = fmaxf(largest, logit);
                 }
             }
@@ -299,12 +335,14 @@ DEVICE void decode(const Args& args) {
                 top[h] = largest;
             }
             sum[h] *= factor;
+            // A masked logit weighs 0, also in a row that has seen none.
+            const float base = top[h] == EMPTY ? 0.0f : top[h];
 #pragma unroll
             for (int j = 0; j < T::TOKEN_TILES; j++) {
                 float weight[2];
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    weight[e] = first + j * 8 + e < seen[h] ? exp2_fast(logits[j][2 * h + e] - top[h]) : 0.0f;
+                    weight[e] = exp2_fast(logits[j][2 * h + e] - base);
                     sum[h] += weight[e];
                 }
                 const u32 word = T::CACHE == BF16 ? pack_bf16(weight[0], weight[1]) : pack_f16(weight[0], weight[1]);
@@ -320,11 +358,10 @@ DEVICE void decode(const Args& args) {
 #pragma unroll
         for (int r = 0; r < T::ROW_TILES * 2; r++) moved |= factors[r * 8 + lane / 4] != 1.0f;
         if (__any_sync(~0u, moved)) output.rescale(factors);
-        output.add(weights, rows);
+        output.add(weights, tokens);
         stage = stage + 1 == T::STAGES ? 0 : stage + 1;
     }
     wait_for_all_but<0>();
-    __syncthreads();
 
     // The rows' sums, then the output.
 #pragma unroll
@@ -363,4 +400,5 @@ DEVICE void decode(const Args& args) {
         decode<Tile<__VA_ARGS__>>(args); \
     } \
     extern "C" __device__ const u32 name##_threads = Tile<__VA_ARGS__>::THREADS; \
+    extern "C" __device__ const u32 name##_tokens = Tile<__VA_ARGS__>::TOKENS; \
     extern "C" __device__ const u32 name##_shared_bytes = Tile<__VA_ARGS__>::SHARED_BYTES;

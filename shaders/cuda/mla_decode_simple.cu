@@ -46,7 +46,7 @@ DEVICE void decode(const Args& args) {
         q[i] = make_float2(element(part, args.query_dtype, at), element(part, args.query_dtype, at + 1));
     }
 
-    const u32 page_size = args.header->page_size, num_pages = args.header->num_pages;
+    const u32 page_size = args.page_size, num_pages = args.num_pages;
     const u32 end = min(query.visible, item.kv_end);
     float top = EMPTY, sum = 0.0f;
     float2 out[VALUE_PAIRS] = {};

@@ -1,14 +1,14 @@
 // Merges the partial results of one query row: out = sum 2^(lse_i - max) out_i / sum 2^(lse_i - max).
 //
-// Partial i belongs to group i % GROUPS. A group adds up its partials in order, then the groups are added up in order. For few rows a block takes 128
-// columns of a row, and each warp a group; for many rows each warp takes 128 columns of a row, group by group. Both give the same bits. An empty
+// Partial i belongs to group i % GROUPS. A group adds up its partials in order, then the groups are added up in order. For few rows a block takes 32
+// columns of a row, and each 8 lanes a group; for many rows each warp takes 128 columns of a row, group by group. Both give the same bits. An empty
 // partial weighs exactly 0 and a single one that is not empty exactly 1, so how often a row was split around it changes no bit.
 #include "mla.cuh"
 
-// limits: mla_merge_* registers=64 threads=256
+// limits: mla_merge_few_* registers=168 threads=64
+// limits: mla_merge_many_* registers=64 threads=256
 
-constexpr int GROUPS = 8, COLUMNS = 128;
-constexpr u32 AHEAD = 8; // partials that a warp asks for at a time
+constexpr int GROUPS = 8;
 
 DEVICE float largest_of_warp(float x) {
 #pragma unroll
@@ -35,21 +35,26 @@ struct Partials {
     DEVICE float lse(u32 i) const { return at(i)[LATENT]; }
 };
 
-// What a warp asks for at a time: partials `step` apart.
-template <int LATENT>
+// What is asked for at a time: partials `step` apart.
+template <int LATENT, u32 AHEAD>
 struct Batch {
+    const float* at[AHEAD];
     float lse[AHEAD];
     float4 value[AHEAD];
 
-    DEVICE void ask(const Partials<LATENT>& partials, u32 from, u32 step) {
+    DEVICE void find(const Partials<LATENT>& partials, u32 from, u32 step) {
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; i++) at[i] = from + i * step < partials.count ? partials.at(from + i * step) : nullptr;
+    }
+
+    DEVICE void ask(const Partials<LATENT>& partials) {
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++) {
             lse[i] = EMPTY;
             value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (from + i * step < partials.count) {
-                const float* at = partials.at(from + i * step);
-                lse[i] = at[LATENT];
-                value[i] = *reinterpret_cast<const float4*>(at + partials.column);
+            if (at[i] != nullptr) {
+                lse[i] = at[i][LATENT];
+                value[i] = *reinterpret_cast<const float4*>(at[i] + partials.column);
             }
         }
     }
@@ -87,61 +92,72 @@ DEVICE Sum nothing() {
     return Sum{0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 }
 
-// A block for 128 columns of a row.
+// A block for 32 columns of a row.
 template <int LATENT>
 DEVICE void merge_few(const Args& args) {
-    __shared__ float4 values[GROUPS][LANES];
+    constexpr u32 COLUMNS = 32, PARTS = LATENT / COLUMNS, GROUP_LANES = COLUMNS / 4, THREADS = GROUPS * GROUP_LANES;
+    constexpr u32 AHEAD = 18; // a row that each multiprocessor has a split of is asked for at once
+    __shared__ float4 values[GROUPS][GROUP_LANES];
     __shared__ float weights[GROUPS];
-    __shared__ float maxima[GROUPS];
-    constexpr u32 PARTS = LATENT / COLUMNS;
+    __shared__ float maxima[THREADS / LANES];
     const u32 row = blockIdx.x / PARTS, head = row % args.num_heads;
-    const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const u32 group = threadIdx.x / GROUP_LANES, lane = threadIdx.x % GROUP_LANES;
     const u32 column = blockIdx.x % PARTS * COLUMNS + lane * 4;
     if (row / args.num_heads >= args.header->num_merges) return;
     const Merge merge = args.merges[row / args.num_heads];
     const Partials<LATENT> partials(args, merge, head, column);
+    Batch<LATENT, AHEAD> batch;
+    batch.find(partials, group, GROUPS);
+    let_next_kernel_begin();
+    wait_for_kernel_before();
 
-    // The first are asked for at once with the LSEs of all: each load that waits for another delays the row.
-    Batch<LATENT> batch;
-    batch.ask(partials, warp, GROUPS);
+    batch.ask(partials);
     float top = EMPTY;
-    for (u32 i = threadIdx.x; i < partials.count; i += GROUPS * LANES) top = fmaxf(top, partials.lse(i));
+    for (u32 i = AHEAD * GROUPS + threadIdx.x; i < partials.count; i += THREADS) top = fmaxf(top, partials.lse(i));
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++) top = fmaxf(top, batch.lse[i]);
     top = largest_of_warp(top);
-    if (lane == 0) maxima[warp] = top;
+    if (threadIdx.x % LANES == 0) maxima[threadIdx.x / LANES] = top;
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < GROUPS; w++) top = fmaxf(top, maxima[w]);
+    for (int w = 0; w < THREADS / LANES; w++) top = fmaxf(top, maxima[w]);
 
     Sum sum = nothing();
-    for (u32 first = warp; first < partials.count; first += AHEAD * GROUPS) {
-        if (first != warp) batch.ask(partials, first, GROUPS);
+    for (u32 first = group; first < partials.count; first += AHEAD * GROUPS) {
+        if (first != group) {
+            batch.find(partials, first, GROUPS);
+            batch.ask(partials);
+        }
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++) sum.add(batch.lse[i], batch.value[i], top);
     }
-    values[warp][lane] = sum.value;
-    if (lane == 0) weights[warp] = sum.weight;
+    values[group][lane] = sum.value;
+    if (lane == 0) weights[group] = sum.weight;
     __syncthreads();
-    if (warp != 0) return;
+    if (group != 0) return;
     Sum total = nothing();
 #pragma unroll
-    for (int w = 0; w < GROUPS; w++) total.add(Sum{weights[w], values[w][lane]});
+    for (int g = 0; g < GROUPS; g++) total.add(Sum{weights[g], values[g][lane]});
     total.write(args, bound_token(args, merge.token), head, column, top);
 }
 
 // A warp for 128 columns of a row.
 template <int LATENT>
 DEVICE void merge_many(const Args& args) {
-    constexpr u32 PARTS = LATENT / COLUMNS;
+    constexpr u32 COLUMNS = 128, PARTS = LATENT / COLUMNS, AHEAD = GROUPS;
     const u32 unit = blockIdx.x * GROUPS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const u32 row = unit / PARTS, head = row % args.num_heads;
     const u32 column = unit % PARTS * COLUMNS + lane * 4;
     if (row / args.num_heads >= args.header->num_merges) return;
     const Merge merge = args.merges[row / args.num_heads];
     const Partials<LATENT> partials(args, merge, head, column);
-
-    Batch<LATENT> batch;
+    Batch<LATENT, AHEAD> batch;
     const bool is_short = partials.count <= GROUPS;
-    if (is_short) batch.ask(partials, 0, 1);
+    if (is_short) batch.find(partials, 0, 1);
+    let_next_kernel_begin();
+    wait_for_kernel_before();
+
+    if (is_short) batch.ask(partials);
     float top = EMPTY;
     for (u32 i = lane; i < partials.count; i += LANES) top = fmaxf(top, partials.lse(i));
     top = largest_of_warp(top);
@@ -159,7 +175,8 @@ DEVICE void merge_many(const Args& args) {
         for (u32 g = 0; g < GROUPS; g++) {
             Sum group = nothing();
             for (u32 first = g; first < partials.count; first += AHEAD * GROUPS) {
-                batch.ask(partials, first, GROUPS);
+                batch.find(partials, first, GROUPS);
+                batch.ask(partials);
 #pragma unroll
                 for (u32 i = 0; i < AHEAD; i++) group.add(batch.lse[i], batch.value[i], top);
             }
@@ -169,10 +186,8 @@ DEVICE void merge_many(const Args& args) {
     total.write(args, bound_token(args, merge.token), head, column, top);
 }
 
-static_assert(AHEAD == GROUPS, "a batch is a partial of each group");
-
 #define MERGE(name, LATENT) \
-    extern "C" __global__ void __launch_bounds__(GROUPS * LANES) mla_merge_few_##name(const __grid_constant__ Args args) { merge_few<LATENT>(args); } \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 8) mla_merge_few_##name(const __grid_constant__ Args args) { merge_few<LATENT>(args); } \
     extern "C" __global__ void __launch_bounds__(GROUPS * LANES) mla_merge_many_##name(const __grid_constant__ Args args) { merge_many<LATENT>(args); }
 
 MERGE(512, 512)

@@ -10,17 +10,58 @@ using u64 = unsigned long long;
 
 constexpr int LANES = 32;
 
+template <bool FIRST, class A, class B>
+struct Either {
+    using Type = A;
+};
+
+template <class A, class B>
+struct Either<false, A, B> {
+    using Type = B;
+};
+
+template <int VALUE>
+struct Constant {
+    static constexpr int value = VALUE;
+};
+
+// `body` with each Constant below COUNT.
+template <int COUNT, int FROM = 0, class Body>
+DEVICE void unrolled(const Body& body) {
+    if constexpr (FROM < COUNT) {
+        body(Constant<FROM>());
+        unrolled<COUNT, FROM + 1>(body);
+    }
+}
+
 DEVICE u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes to shared memory, on their way until `wait_for_all_but`; zeros where `is_there` is false, and nothing is read then.
-DEVICE void copy_16(u32 to, const void* from, bool is_there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+// Two warps wait for each other at one of the block's 16 barriers; __syncthreads is barrier 0.
+DEVICE void wait_for_partner(u32 barrier) {
+    asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
 }
 
-DEVICE void copy_8(u32 to, const void* from, bool is_there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(is_there ? 8 : 0) : "memory");
+// On cards that can, a kernel begins before the one before it has ended, and waits only where it needs what that wrote. src/cuda/driver.rs makes
+// instructions of these comments there.
+DEVICE void let_next_kernel_begin() {
+    asm volatile("// sm_90: griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+DEVICE void wait_for_kernel_before() {
+    asm volatile("// sm_90: griddepcontrol.wait;" ::: "memory");
+}
+
+// 16 bytes to shared memory, if they are wanted, on their way until `wait_for_all_but`; zeros where `is_there` is false, and nothing is read then.
+DEVICE void copy_16(u32 to, const void* from, bool is_there, bool wanted) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0), "r"(static_cast<u32>(wanted))
+                 : "memory");
+}
+
+DEVICE void copy_8(u32 to, const void* from, bool is_there, bool wanted) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.ca.shared.global [%0], [%1], 8, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 8 : 0), "r"(static_cast<u32>(wanted))
+                 : "memory");
 }
 
 DEVICE void end_of_group() {
@@ -30,6 +71,14 @@ DEVICE void end_of_group() {
 template <int GROUPS>
 DEVICE void wait_for_all_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+DEVICE void store_16(u32 to, const u32 (&words)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+}
+
+DEVICE void load_16(u32 (&to)[4], u32 from) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8.

@@ -38,6 +38,10 @@ pub(super) struct Args {
     pub out_dtype: u32,
     pub copies_16: u32,
     pub clamp_pages: u32,
+    pub page_size: u32,
+    pub num_pages: u32,
+    pub tile_pages: u32,
+    pub tile_rest: u32,
     pub reserved: u32,
 }
 

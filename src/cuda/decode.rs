@@ -34,11 +34,12 @@ pub struct Binding {
     _buffers: [Buffer; 5],
 }
 
-/// Columns that a block of the merge takes, and its threads.
-const MERGE_COLUMNS: u32 = 128;
-const MERGE_THREADS: u32 = 256;
-/// Two blocks for each multiprocessor of an H200.
-const MANY_UNITS: u32 = 264;
+/// Of `mla_merge_few`: columns of a block, and its threads.
+const FEW: (u32, u32) = (32, 64);
+/// Of `mla_merge_many`: columns of a warp, and threads of a block.
+const MANY: (u32, u32) = (128, 256);
+/// Blocks of the first for each multiprocessor, beyond which the other is faster.
+const FEW_BLOCKS: u32 = 16;
 
 impl Decode {
     pub(super) fn new(cuda: &Cuda, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Self> {
@@ -178,6 +179,10 @@ impl Decode {
             query_dtype: code(spec.query),
             out_dtype: code(spec.out),
             copies_16: aligned.into(),
+            page_size: spec.kv.page_size,
+            num_pages: spec.kv.num_pages,
+            tile_pages: self.compiled.tokens / spec.kv.page_size,
+            tile_rest: self.compiled.tokens % spec.kv.page_size,
             ..Args::default()
         };
         let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer];
@@ -223,14 +228,14 @@ impl Decode {
         };
         let Compiled { threads, shared_bytes, .. } = self.compiled;
         self.cuda.launch(&self.split, step.capacity.items, threads, shared_bytes, &args)?;
-        let parts = self.spec.shape.kv_lora_rank / MERGE_COLUMNS;
-        // Units of so many columns: a block for each where they are few, else a warp.
-        let units = step.capacity.merges * self.spec.shape.num_heads * parts;
+        let units = |columns| {
+            step.capacity.merges * self.spec.shape.num_heads * (self.spec.shape.kv_lora_rank / columns)
+        };
         let [few, many] = &self.merges;
-        if units <= MANY_UNITS {
-            self.cuda.launch(few, units, MERGE_THREADS, 0, &args)
+        if units(FEW.0) <= FEW_BLOCKS * self.cuda.card().multiprocessors {
+            self.cuda.launch(few, units(FEW.0), FEW.1, 0, &args)
         } else {
-            self.cuda.launch(many, units.div_ceil(MERGE_THREADS / 32), MERGE_THREADS, 0, &args)
+            self.cuda.launch(many, units(MANY.0).div_ceil(MANY.1 / 32), MANY.1, 0, &args)
         }
     }
 }

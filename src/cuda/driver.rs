@@ -5,9 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
-use cudarc::driver::{
-    CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, sys,
-};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, sys};
 use cudarc::nvrtc::Ptx;
 
 use super::buffer::Buffer;
@@ -42,7 +40,12 @@ impl std::fmt::Debug for Cuda {
 #[derive(Debug, Clone)]
 pub(super) struct Kernel {
     function: CudaFunction,
+    /// It waits itself for the kernel before it, and may be launched before that has ended.
+    waits: bool,
 }
+
+/// Before an instruction for cards since Hopper, in the PTX of older ones a comment: how a kernel waits for the one before it.
+const SINCE_HOPPER: &str = "// sm_90: ";
 
 /// A PTX text without its other entry points: the driver would translate them too, for some tenths of a second each.
 pub(super) fn with_only(ptx: &str, entry: &str) -> String {
@@ -58,6 +61,15 @@ pub(super) fn with_only(ptx: &str, entry: &str) -> String {
         rest = after;
     }
     out + rest
+}
+
+/// A text as a card takes it. `scripts/ptx.sh` has the assemblers read both.
+fn for_card(ptx: String, card: &Card) -> String {
+    if card.capability < 90 || !ptx.contains(SINCE_HOPPER) {
+        return ptx;
+    }
+    let ptx = ptx.replace(SINCE_HOPPER, "").replace(".version 7.0", ".version 7.8");
+    ptx.replace(".target sm_80", ".target sm_90").replace(".target sm_89", ".target sm_90")
 }
 
 /// Where the first block in braces ends.
@@ -140,11 +152,14 @@ impl Cuda {
         if let Some(kernel) = kernels.get(&key) {
             return Ok(kernel.clone());
         }
-        let loaded = self.stream.context().load_module(Ptx::from_src(with_only(ptx, entry)));
+        let text = with_only(ptx, entry);
+        let waits = self.card.capability >= 90 && text.contains(SINCE_HOPPER);
+        let loaded = self.stream.context().load_module(Ptx::from_src(for_card(text, &self.card)));
         let module = loaded.map_err(failed("to load a module"))?;
         let function = module.load_function(entry).map_err(failed("to find a kernel"))?;
-        kernels.insert(key, Kernel { function: function.clone() });
-        Ok(Kernel { function })
+        let kernel = Kernel { function, waits };
+        kernels.insert(key, kernel.clone());
+        Ok(kernel)
     }
 
     /// One block for each of `grid`. `args` is the kernel's only argument.
@@ -159,17 +174,37 @@ impl Cuda {
         if grid == 0 {
             return Ok(());
         }
-        let config = LaunchConfig {
-            grid_dim: (grid, 1, 1),
-            block_dim: (threads, 1, 1),
-            shared_mem_bytes: shared_bytes,
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        let mut builder = self.stream.launch_builder(&kernel.function);
-        builder.arg(args);
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: &raw mut early,
+            numAttrs: kernel.waits.into(),
+        };
+        let mut args = [std::ptr::from_ref(args).cast_mut().cast()];
+        self.stream.context().bind_to_thread().map_err(failed("to launch a kernel"))?;
         // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/args.rs has a test of the layout), and its
-        // callers have checked every place that it names.
-        unsafe { builder.launch(config) }.map_err(failed("to launch a kernel"))?;
-        Ok(())
+        // callers have checked every place that it names. The driver copies the struct.
+        unsafe {
+            sys::cuLaunchKernelEx(
+                &raw const config,
+                kernel.function.cu_function(),
+                args.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+        .result()
+        .map_err(failed("to launch a kernel"))
     }
 
     /// Words in a new buffer.

@@ -32,6 +32,8 @@ pub(super) struct Compiled {
     pub entry: &'static str,
     pub threads: u32,
     pub shared_bytes: u32,
+    /// Tokens of the cache that it takes at a time.
+    pub tokens: u32,
 }
 
 impl Row {
@@ -60,7 +62,7 @@ impl Row {
         if !self.matrices {
             let entry = find(SIMPLE, &format!("mla_decode_{}_{latent}_{rope}", spec.kv.dtype));
             let entry = entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?;
-            return Ok(Compiled { ptx: SIMPLE, entry, threads: self.rows * 32, shared_bytes: 0 });
+            return Ok(Compiled { ptx: SIMPLE, entry, threads: self.rows * 32, shared_bytes: 0, tokens: 1 });
         }
         let ptx = match spec.kv.dtype {
             Dtype::F32 => return Err("an f32 cache is not multiplied by tensor cores".into()),
@@ -78,10 +80,11 @@ impl Row {
             let after = ptx.split_once(&format!(" {entry}_{what} = "))?.1;
             after.split(';').next()?.trim().parse().ok()
         };
-        let (Some(threads), Some(shared_bytes)) = (number("threads"), number("shared_bytes")) else {
+        let numbers = (number("threads"), number("shared_bytes"), number("tokens"));
+        let (Some(threads), Some(shared_bytes), Some(tokens)) = numbers else {
             return Err(format!("{entry} does not say what it needs"));
         };
-        Ok(Compiled { ptx, entry, threads, shared_bytes })
+        Ok(Compiled { ptx, entry, threads, shared_bytes, tokens })
     }
 }
 
