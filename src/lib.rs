@@ -48,6 +48,9 @@
 //! ```
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
+// Its verbs wait, which a browser does not allow.
+#[cfg(not(target_arch = "wasm32"))]
+pub mod any;
 pub mod backend;
 pub mod caps;
 #[cfg(feature = "wgpu")]
@@ -71,6 +74,8 @@ pub mod tables;
 #[cfg(feature = "wgpu")]
 mod unroll;
 
+#[cfg(not(target_arch = "wasm32"))]
+pub use any::AnyBackend;
 pub use backend::Backend;
 pub use caps::{Caps, DeviceKind};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
