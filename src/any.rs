@@ -93,7 +93,7 @@ struct Found<T> {
 impl Found<Chosen> {
     #[cfg(feature = "cuda")]
     fn cuda(spec: &MlaSpec) -> Result<Self, String> {
-        let cuda = Cuda::new(0).map_err(|error| error.to_string())?;
+        let cuda = Cuda::new(0).map_err(lack)?;
         Ok(Self { matrices: cuda.has_matrices_for(spec), backend: cuda.into() })
     }
 
@@ -104,10 +104,11 @@ impl Found<Chosen> {
 
     #[cfg(feature = "wgpu")]
     fn wgpu(spec: &MlaSpec) -> Result<Self, String> {
-        let gpu = Gpu::new().map_err(|error| error.to_string())?;
+        let gpu = Gpu::new().map_err(lack)?;
         let caps = gpu.pipelines.caps();
         if caps.kind == DeviceKind::Software && std::env::var_os("WGPU_ADAPTER_NAME").is_none() {
-            return Err(format!("{} runs in software, the CPU backend is faster", gpu.describe()));
+            let name = gpu.adapter.get_info().name;
+            return Err(format!("{name} runs in software, where the CPU backend is faster"));
         }
         let row = spec.check().and_then(|()| kernel::choose(None, caps, spec));
         Ok(Self { matrices: row.is_ok_and(|(row, _)| row.rounds_weights()), backend: gpu.into() })
@@ -116,6 +117,16 @@ impl Found<Chosen> {
     #[cfg(not(feature = "wgpu"))]
     fn wgpu(_: &MlaSpec) -> Result<Self, String> {
         Err("built without the feature `wgpu`".into())
+    }
+}
+
+/// An error as a part of a sentence, without its cure.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+fn lack(error: crate::Error) -> String {
+    match error {
+        crate::Error::NoCuda { detail } => format!("no device: {detail}"),
+        crate::Error::NoAdapter { detail } => format!("no adapter: {detail}"),
+        other => other.to_string(),
     }
 }
 
