@@ -122,6 +122,7 @@ fn the_repositorys_cases_pass_on_cuda_or_it_says_that_there_is_none() {
 #[test]
 fn cuda_that_was_not_built_in_says_how_to() {
     run("decode", &["--backend", "cuda"]).must(1, &["without the feature `cuda`", "`--features cuda`"]);
+    run("batch", &["--backend", "cuda"]).must(1, &["without the feature `cuda`", "`--features cuda`"]);
 }
 
 #[test]
@@ -209,6 +210,7 @@ fn bad_arguments_are_named() {
     bad(&["--backend", "cpu", "--save", file.to_str().expect("text")], "--save");
     run("decode", &["--help"]).must(0, &["--variant NAME"]);
     run("batch", &["--steps", "none"]).must(2, &["--steps none: must be a whole number"]);
+    run("batch", &["--backend", "tpu"]).must(2, &["--backend tpu: must be cuda, wgpu or cpu"]);
     run("batch", &["--help"]).must(0, &["--seed"]);
 }
 
@@ -226,6 +228,16 @@ fn the_batch_is_right_on_wgpu() {
     if let Some(gpu) = common::gpu_or_say_why() {
         let ran = run("batch", &["--backend", "wgpu", "--steps", "20"]);
         ran.must(0, &[&gpu.describe(), "20 steps", "PASS"]);
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn the_batch_is_right_on_cuda_or_it_says_that_there_is_none() {
+    let ran = run("batch", &["--backend", "cuda", "--steps", "60"]);
+    match common::cuda_or_say_why() {
+        Some(cuda) => ran.must(0, &[&cuda.name(), "60 steps", "PASS"]),
+        None => ran.must(1, &["no CUDA device: ", "install NVIDIA's driver"]),
     }
 }
 

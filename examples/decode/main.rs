@@ -77,39 +77,29 @@ fn bad_arguments(error: &str) -> ExitCode {
 
 /// The backend that was asked for; without a wish, the best for the common shape.
 fn backend(args: &Args, out: &mut Output) -> Result<Chosen, String> {
-    match args.backend {
-        Some(Where::Cuda) => cuda(),
-        Some(Where::Wgpu) => wgpu(),
-        Some(Where::Cpu) => Ok(Cpu::new().into()),
-        None => {
-            let best = AnyBackend::best(&common_spec(Dtype::Bf16));
-            out.line(&format!("backend:  {}", best.why()));
-            if matches!(best.chosen(), Chosen::Cpu(_)) {
-                out.line("notice:   running on the CPU path instead");
-            }
-            Ok(best.into_chosen())
-        }
+    if let Some(wish) = args.backend {
+        return wanted(wish);
     }
+    let best = AnyBackend::best(&common_spec(Dtype::Bf16));
+    out.line(&format!("backend:  {}", best.why()));
+    if matches!(best.chosen(), Chosen::Cpu(_)) {
+        out.line("notice:   running on the CPU path instead");
+    }
+    Ok(best.into_chosen())
 }
 
-#[cfg(feature = "cuda")]
-fn cuda() -> Result<Chosen, String> {
-    wgpu_mla::cuda::Cuda::new(0).map(Chosen::from).map_err(|error| error.to_string())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda() -> Result<Chosen, String> {
-    Err("this program was built without the feature `cuda`: build it with `--features cuda`".into())
-}
-
-#[cfg(feature = "wgpu")]
-fn wgpu() -> Result<Chosen, String> {
-    wgpu_mla::gpu::Gpu::new().map(Chosen::from).map_err(|error| error.to_string())
-}
-
-#[cfg(not(feature = "wgpu"))]
-fn wgpu() -> Result<Chosen, String> {
-    Err("this program was built without the feature `wgpu`: build it with `--features wgpu`".into())
+fn wanted(wish: Where) -> Result<Chosen, String> {
+    match wish {
+        #[cfg(feature = "cuda")]
+        Where::Cuda => wgpu_mla::cuda::Cuda::new(0).map(Chosen::from).map_err(|error| error.to_string()),
+        #[cfg(not(feature = "cuda"))]
+        Where::Cuda => Err("built without the feature `cuda`: build with `--features cuda`".into()),
+        #[cfg(feature = "wgpu")]
+        Where::Wgpu => wgpu_mla::gpu::Gpu::new().map(Chosen::from).map_err(|error| error.to_string()),
+        #[cfg(not(feature = "wgpu"))]
+        Where::Wgpu => Err("built without the feature `wgpu`: build with `--features wgpu`".into()),
+        Where::Cpu => Ok(Cpu::new().into()),
+    }
 }
 
 fn run_all<E: Engine>(engine: &E, args: &Args, found: &Found, out: &mut Output) -> ExitCode {

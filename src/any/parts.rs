@@ -103,3 +103,16 @@ one_of! {
     /// A layer's buffers, checked and bound.
     Binding, "binding": crate::cuda::Binding, crate::gpu::LayerBinding, crate::cpu::Binding
 }
+
+impl Decode {
+    /// The name of the row that was chosen.
+    pub fn variant(&self) -> &'static str {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(decode) => decode.variant(),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu(decode) => decode.variant(),
+            Self::Cpu(decode) => decode.variant(),
+        }
+    }
+}
