@@ -58,6 +58,17 @@ fn best_is_here_and_says_why() {
     assert_eq!(AnyBackend::from(Cpu::new()).why(), "the caller's choice");
 }
 
+/// A host may keep it where several threads find it, if it may keep each backend there.
+#[test]
+fn it_is_shared_between_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<AnyBackend>();
+    shared::<any::Buffer>();
+    shared::<any::Decode>();
+    shared::<any::Step>();
+    shared::<any::Binding>();
+}
+
 /// With a card CUDA is taken; without one, or without its driver, what else there is, and it says why.
 #[cfg(feature = "cuda")]
 #[test]
