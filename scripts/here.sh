@@ -34,6 +34,7 @@ step "lints"
 # Without `cuda` the other parts of the check build it.
 cargo clippy --locked --workspace --all-targets --features wgpu-mla/cuda -- -D warnings
 cargo clippy --locked --no-default-features --all-targets -- -D warnings
+cargo clippy --locked --no-default-features --features cuda --all-targets -- -D warnings
 # Tests keep wgpu's run-time checks of indices and loops in kernels that do without: a wrong index is then a wrong result.
 step "tests"
 MLA_CHECKED_SHADERS=1 cargo test --locked --features cuda
@@ -42,7 +43,7 @@ cargo test --locked --features cuda --test conformance_wgpu
 step "benches, tiny"
 cargo test --locked --features cuda --bench decode --bench merge --bench append -- --test
 step "tests without wgpu"
-cargo test --locked --no-default-features --lib --test plan --test pages --test tables
+cargo test --locked --no-default-features --lib --test any --test plan --test pages --test tables
 step "docs"
 RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --features cuda
 step "a window with its own device"

@@ -15,7 +15,7 @@ pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
-/// A place where decodes run: wgpu, or host memory.
+/// A place where decodes run: CUDA, wgpu, host memory, or `AnyBackend`, which is one of them.
 pub trait Backend: sealed::Sealed {
     /// Memory that this backend's kernels read and write.
     type Buffer;

@@ -214,6 +214,18 @@ pub enum Error {
         /// What differs.
         detail: &'static str,
     },
+    /// Something that another backend made.
+    #[error(
+        "the {what} is one of {of}, not of {here}, and memory is never shared silently: make it with this backend, and copy by `download` and `upload`"
+    )]
+    OtherBackend {
+        /// What was passed.
+        what: &'static str,
+        /// The backend that made it.
+        of: &'static str,
+        /// The backend that it was passed to.
+        here: &'static str,
+    },
     /// No adapter was found.
     #[error(
         "no GPU adapter: {detail}; install a Vulkan driver (on Debian `mesa-vulkan-drivers` is one in software), or use the CPU backend"

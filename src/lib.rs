@@ -6,7 +6,8 @@
 //! a sequence split over workgroups and the partial results merged by their log-sum-exp (FlashDecoding).
 //!
 //! - `gpu` is the wgpu backend: `MlaDecode::{new, step, prepare, bind, record}` on the host's own device and encoder.
-//! - [`cpu`] is the same on host memory.
+//! - `cuda` is the CUDA backend, on the host's stream; [`cpu`] is the same on host memory.
+//! - `AnyBackend::best` finds the best of them that is here.
 //! - [`PagePool`] owns page ids; [`Plan`] turns a batch into work items; [`Layer`] describes one layer's buffers.
 //! - [`Backend`] is what all backends have in common; [`mod@reference`] is the f64 oracle that they are tested against.
 //!
@@ -20,7 +21,7 @@
 //!     query: Dtype::F32,
 //!     out: Dtype::F32,
 //! };
-//! // `gpu::Gpu::new()?` in place of `Cpu::new()` runs the same on a GPU.
+//! // `AnyBackend::best(&spec)` in place of `Cpu::new()` runs the same on a GPU, if there is one.
 //! let backend = Cpu::new();
 //! let (q, kv) = (backend.buffer(6 * 288 * 4)?, backend.buffer(4 * 16 * 288 * 4)?);
 //! let (out, lse) = (backend.buffer(6 * 256 * 4)?, backend.buffer(6 * 4)?);
@@ -48,6 +49,9 @@
 //! ```
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
+// Its verbs wait, which a browser does not allow.
+#[cfg(not(target_arch = "wasm32"))]
+pub mod any;
 pub mod backend;
 pub mod caps;
 #[cfg(feature = "wgpu")]
@@ -71,6 +75,8 @@ pub mod tables;
 #[cfg(feature = "wgpu")]
 mod unroll;
 
+#[cfg(not(target_arch = "wasm32"))]
+pub use any::AnyBackend;
 pub use backend::Backend;
 pub use caps::{Caps, DeviceKind};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};

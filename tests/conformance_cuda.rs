@@ -2,22 +2,7 @@
 
 mod common;
 
-use std::sync::OnceLock;
-
-use wgpu_mla::cuda::Cuda;
-
-fn cuda() -> Option<Cuda> {
-    static CUDA: OnceLock<Option<Cuda>> = OnceLock::new();
-    let cuda = CUDA.get_or_init(|| match Cuda::new(0) {
-        Ok(cuda) => Some(cuda),
-        Err(error) => {
-            assert!(std::env::var("MLA_REQUIRE_CUDA").is_err(), "{error}");
-            eprintln!("NOT RUN: {error}");
-            None
-        }
-    });
-    cuda.clone()
-}
+use common::cuda_or_say_why as cuda;
 
 common::suite::conformance_tests!(crate::cuda);
 

@@ -12,7 +12,8 @@ use common::paint::{Data, Make, Sees, sequences};
 use common::suite::ops::{random_append, random_merge};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as FileDtype, TensorView};
-use wgpu_mla::Dtype;
+use wgpu_mla::any::{AnyBackend, Chosen};
+use wgpu_mla::{Backend, Dtype};
 
 /// The built example. `cargo test` builds examples too; `cargo test --test examples` alone does not.
 fn example(name: &'static str) -> PathBuf {
@@ -30,6 +31,9 @@ fn example(name: &'static str) -> PathBuf {
             cargo.args(["--profile", if profile.ends_with("release") { "release" } else { "test" }]);
             if cfg!(not(feature = "wgpu")) {
                 cargo.arg("--no-default-features");
+            }
+            if cfg!(feature = "cuda") {
+                cargo.args(["--features", "cuda"]);
             }
             assert!(cargo.status().expect("cargo runs").success());
         }
@@ -99,7 +103,35 @@ fn the_repositorys_cases_pass_on_the_cpu() {
 fn the_repositorys_cases_pass_on_wgpu() {
     if let Some(gpu) = common::gpu_or_say_why() {
         run("decode", &["--backend=wgpu"]).must(0, &[&gpu.describe(), "variant:  row", "11 PASS, 0 FAIL"]);
-        run("decode", &["--variant", "shared"]).must(0, &["row shared, forced", "11 PASS, 0 FAIL"]);
+        run("decode", &["--backend", "wgpu", "--variant", "shared"])
+            .must(0, &["row shared, forced", "11 PASS, 0 FAIL"]);
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn the_repositorys_cases_pass_on_cuda_or_it_says_that_there_is_none() {
+    let ran = run("decode", &["--backend", "cuda"]);
+    match common::cuda_or_say_why() {
+        Some(cuda) => ran.must(0, &[&cuda.name(), "variant:  row", "11 PASS, 0 FAIL"]),
+        None => ran.must(1, &["error: no CUDA device: ", "install NVIDIA's driver, or use the wgpu backend"]),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn cuda_that_was_not_built_in_says_how_to() {
+    run("decode", &["--backend", "cuda"]).must(1, &["without the feature `cuda`", "`--features cuda`"]);
+    run("batch", &["--backend", "cuda"]).must(1, &["without the feature `cuda`", "`--features cuda`"]);
+}
+
+#[test]
+fn without_a_wish_the_best_backend_runs_the_cases() {
+    let best = AnyBackend::best(&Make::default().build().spec);
+    let ran = run("decode", &[]);
+    ran.must(0, &["backend:  ", &format!("adapter:  {}", best.name()), "11 PASS, 0 FAIL"]);
+    if matches!(best.chosen(), Chosen::Cpu(_)) {
+        ran.must(0, &["not CUDA: ", "not wgpu: ", "notice:   running on the CPU path instead"]);
     }
 }
 
@@ -164,20 +196,21 @@ fn a_broken_file_does_not_stop_the_others() {
 #[test]
 fn lists_what_there_is() {
     run("decode", &["--list"])
-        .must(0, &["backend wgpu: ", "backend cpu: ", "portable: runs", "case files: 11"]);
+        .must(0, &["backend cuda: ", "backend wgpu: ", "backend cpu: ", "portable: runs", "case files: 11"]);
 }
 
 #[test]
 fn bad_arguments_are_named() {
     let bad = |args: &[&str], text: &str| run("decode", args).must(2, &[text, "--help"]);
     bad(&["--frobnicate"], "--frobnicate: no such option");
-    bad(&["--backend", "tpu"], "--backend tpu: must be wgpu or cpu");
-    bad(&["--backend"], "--backend needs wgpu or cpu");
+    bad(&["--backend", "tpu"], "--backend tpu: must be cuda, wgpu or cpu");
+    bad(&["--backend"], "--backend needs cuda, wgpu or cpu");
     bad(&["--variant", "fastest", "--backend", "cpu"], "portable");
     let file = case_file(SMALL);
     bad(&["--backend", "cpu", "--save", file.to_str().expect("text")], "--save");
     run("decode", &["--help"]).must(0, &["--variant NAME"]);
     run("batch", &["--steps", "none"]).must(2, &["--steps none: must be a whole number"]);
+    run("batch", &["--backend", "tpu"]).must(2, &["--backend tpu: must be cuda, wgpu or cpu"]);
     run("batch", &["--help"]).must(0, &["--seed"]);
 }
 
@@ -195,6 +228,16 @@ fn the_batch_is_right_on_wgpu() {
     if let Some(gpu) = common::gpu_or_say_why() {
         let ran = run("batch", &["--backend", "wgpu", "--steps", "20"]);
         ran.must(0, &[&gpu.describe(), "20 steps", "PASS"]);
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn the_batch_is_right_on_cuda_or_it_says_that_there_is_none() {
+    let ran = run("batch", &["--backend", "cuda", "--steps", "60"]);
+    match common::cuda_or_say_why() {
+        Some(cuda) => ran.must(0, &[&cuda.name(), "60 steps", "PASS"]),
+        None => ran.must(1, &["no CUDA device: ", "install NVIDIA's driver"]),
     }
 }
 
@@ -325,6 +368,10 @@ fn every_kind_of_case_passes() {
     let passed = format!("{} PASS, 0 FAIL", more_cases(&from));
     let from = from.to_str().expect("text");
     run("decode", &["--backend", "cpu", from]).must(0, &[&passed]);
+    #[cfg(feature = "cuda")]
+    if common::cuda_or_say_why().is_some() {
+        run("decode", &["--backend", "cuda", from]).must(0, &[&passed]);
+    }
     #[cfg(feature = "wgpu")]
     if common::gpu_or_say_why().is_some() {
         run("decode", &["--backend", "wgpu", from]).must(0, &[&passed]);

@@ -3,13 +3,14 @@
 pub const HELP: &str = "\
 A continuous batch on wgpu-mla, checked against the f64 oracle.
 
-batch [--backend wgpu|cpu]   default: wgpu, and cpu where there is no adapter
-      [--steps N]            default: 300
-      [--seed N]             another traffic
-      [--help]               this text";
+batch [--backend cuda|wgpu|cpu]   default: the best that is here, as AnyBackend::best finds it
+      [--steps N]                 default: 300
+      [--seed N]                  another traffic
+      [--help]                    this text";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Where {
+    Cuda,
     Wgpu,
     Cpu,
 }
@@ -31,9 +32,10 @@ impl Args {
                 "--help" | "-h" => return Ok(None),
                 "--backend" => {
                     args.backend = Some(match value()?.as_str() {
+                        "cuda" => Where::Cuda,
                         "wgpu" => Where::Wgpu,
                         "cpu" => Where::Cpu,
-                        other => return Err(format!("--backend {other}: must be wgpu or cpu")),
+                        other => return Err(format!("--backend {other}: must be cuda, wgpu or cpu")),
                     });
                 }
                 "--steps" => args.steps = number(&word, &value()?)?,

@@ -2,16 +2,16 @@
 //! steps of a model of two layers. Every sequence is checked against the f64 oracle when it leaves and at the end.
 //!
 //! ```text
-//! cargo run --release --example batch -- [--backend wgpu|cpu] [--steps N] [--seed N]
+//! cargo run --release --example batch -- [--backend cuda|wgpu|cpu] [--steps N] [--seed N]
 //! ```
 //! What to copy from here: `gpu.rs` runs a step on wgpu, in one encoder and one submit; `traffic.rs` keeps the pages;
-//! `cpu.rs` runs the same step on host memory. Status 0: all right; 1: a mismatch or an error; 2: bad arguments.
+//! `any.rs` runs the same step on any backend, by their common verbs. Status 0: all right; 1: a mismatch or an error; 2: bad arguments.
 
+mod any;
 mod args;
 #[path = "../../tests/common/close.rs"]
 #[allow(dead_code)]
 mod close;
-mod cpu;
 #[cfg(feature = "wgpu")]
 mod gpu;
 mod model;
@@ -27,6 +27,7 @@ use model::{Model, StepData};
 use oracle::Oracle;
 use progress::Progress;
 use traffic::Traffic;
+use wgpu_mla::any::{AnyBackend, Chosen};
 use wgpu_mla::{Batch, PageTable, Plan, Policy, SharedPrefix, Tiling};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -91,23 +92,38 @@ fn run(args: &Args) -> Result<()> {
     serve(args, &model, runner.as_mut())
 }
 
-/// The backend that was asked for; without a wish, the GPU if there is one.
+/// What runs a step on the backend that was asked for; without a wish, on the best one.
 fn runner<'a>(args: &Args, model: &'a Model) -> Result<Box<dyn Runner + 'a>> {
-    if args.backend == Some(Where::Cpu) {
-        return Ok(Box::new(cpu::CpuRunner::new(model)?));
-    }
-    #[cfg(feature = "wgpu")]
-    let none = match wgpu_mla::gpu::Gpu::new() {
-        Ok(gpu) => return Ok(Box::new(gpu::GpuRunner::new(gpu, model)?)),
-        Err(error) => error.to_string(),
+    let backend = match args.backend {
+        Some(wish) => wanted(wish)?.into(),
+        None => {
+            let best = AnyBackend::best(&model.spec);
+            progress::say(&format!("backend: {}", best.why()));
+            if matches!(best.chosen(), Chosen::Cpu(_)) {
+                progress::say("notice: running on the CPU path instead");
+            }
+            best
+        }
     };
-    #[cfg(not(feature = "wgpu"))]
-    let none = "this program was built without the feature `wgpu`".to_owned();
-    if args.backend == Some(Where::Wgpu) {
-        return Err(none.into());
+    match backend.chosen() {
+        #[cfg(feature = "wgpu")]
+        Chosen::Wgpu(gpu) => Ok(Box::new(gpu::GpuRunner::new(gpu.clone(), model)?)),
+        _ => Ok(Box::new(any::AnyRunner::new(backend, model)?)),
     }
-    progress::say(&format!("notice: {none}; running on the CPU path instead"));
-    Ok(Box::new(cpu::CpuRunner::new(model)?))
+}
+
+fn wanted(wish: Where) -> Result<Chosen> {
+    match wish {
+        #[cfg(feature = "cuda")]
+        Where::Cuda => Ok(wgpu_mla::cuda::Cuda::new(0)?.into()),
+        #[cfg(not(feature = "cuda"))]
+        Where::Cuda => Err("built without the feature `cuda`: build with `--features cuda`".into()),
+        #[cfg(feature = "wgpu")]
+        Where::Wgpu => Ok(wgpu_mla::gpu::Gpu::new()?.into()),
+        #[cfg(not(feature = "wgpu"))]
+        Where::Wgpu => Err("built without the feature `wgpu`: build with `--features wgpu`".into()),
+        Where::Cpu => Ok(wgpu_mla::cpu::Cpu::new().into()),
+    }
 }
 
 fn serve(args: &Args, model: &Model, runner: &mut dyn Runner) -> Result<()> {

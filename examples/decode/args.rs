@@ -7,17 +7,21 @@ pub const HELP: &str = "\
 Runs conformance cases of wgpu-mla and checks every result.
 
 decode [FILE | DIRECTORY]...     case files; without any, the repository's cases/
-  --backend wgpu|cpu             default: wgpu, and cpu where there is no adapter
+  --backend cuda|wgpu|cpu        default: the best that is here, as AnyBackend::best finds it:
+                                 cuda (feature `cuda`) on NVIDIA cards since Ampere, wgpu on
+                                 other GPUs, cpu where there is none
   --variant NAME                 forces a row of the ladder; --list names them
   --list                         lists backends, adapters, variants and case files, and ends
   --save DIRECTORY               writes what was computed to DIRECTORY/<case>.safetensors
   --help                         this text
 
-WGPU_BACKEND and WGPU_ADAPTER_NAME choose an adapter.
+WGPU_BACKEND and WGPU_ADAPTER_NAME choose an adapter; a software driver's is taken without
+--backend wgpu only if WGPU_ADAPTER_NAME names it. CUDA_VISIBLE_DEVICES chooses a card.
 Status 0: all passed; 1: a case failed or could not be read; 2: bad arguments.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Where {
+    Cuda,
     Wgpu,
     Cpu,
 }
@@ -60,7 +64,7 @@ impl Args {
                 "--" if flag => only_paths = true,
                 "--help" | "-h" if flag => return Ok(Parsed::Help),
                 "--list" if flag => args.list = true,
-                "--backend" => args.backend = Some(backend(&value("wgpu or cpu")?)?),
+                "--backend" => args.backend = Some(backend(&value("cuda, wgpu or cpu")?)?),
                 "--variant" => args.variant = Some(value("a name")?.to_string_lossy().into_owned()),
                 "--save" => args.save = Some(value("a directory")?.into()),
                 _ => return Err(format!("{option}: no such option")),
@@ -72,8 +76,9 @@ impl Args {
 
 fn backend(value: &OsString) -> Result<Where, String> {
     match value.to_str() {
+        Some("cuda") => Ok(Where::Cuda),
         Some("wgpu") => Ok(Where::Wgpu),
         Some("cpu") => Ok(Where::Cpu),
-        _ => Err(format!("--backend {}: must be wgpu or cpu", value.to_string_lossy())),
+        _ => Err(format!("--backend {}: must be cuda, wgpu or cpu", value.to_string_lossy())),
     }
 }

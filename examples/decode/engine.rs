@@ -1,6 +1,8 @@
 //! What this program asks of a backend beyond [`Backend`]: jobs that are prepared once and timed alone.
 
 use wgpu_mla::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use wgpu_mla::cuda::Cuda;
 use wgpu_mla::{AppendLayer, AppendSpec, Backend, MergeStates, MergeStatesSpec, MlaSpec, Result};
 #[cfg(feature = "wgpu")]
 use wgpu_mla::{
@@ -20,7 +22,15 @@ pub trait Engine: Backend {
     fn variant(decode: &Self::Decode) -> &'static str;
 
     /// Which row was chosen, and what each better one lacks here.
-    fn why(&self, spec: &MlaSpec, decode: &Self::Decode) -> String;
+    fn why(&self, spec: &MlaSpec, decode: &Self::Decode) -> String {
+        let mut why = format!("row {}", Self::variant(decode));
+        for (name, lacks) in self.ladder(spec) {
+            if let Some(lacks) = lacks {
+                why += &format!("; not {name}: {lacks}");
+            }
+        }
+        why
+    }
 
     /// One decode.
     fn decode_job<'a>(
@@ -48,16 +58,6 @@ impl Engine for Cpu {
         decode.variant()
     }
 
-    fn why(&self, spec: &MlaSpec, decode: &Self::Decode) -> String {
-        let mut why = format!("row {}", decode.variant());
-        for (name, lacks) in self.ladder(spec) {
-            if let Some(lacks) = lacks {
-                why += &format!("; not {name}: {lacks}");
-            }
-        }
-        why
-    }
-
     fn decode_job<'a>(
         &'a self,
         decode: &'a Self::Decode,
@@ -83,6 +83,47 @@ impl Engine for Cpu {
     ) -> Result<Job<'a>> {
         Ok(Box::new(move || self.kv_append(&spec, slot_mapping, &layer)))
     }
+}
+
+#[cfg(feature = "cuda")]
+impl Engine for Cuda {
+    fn variant(decode: &Self::Decode) -> &'static str {
+        decode.variant()
+    }
+
+    fn decode_job<'a>(
+        &'a self,
+        decode: &'a Self::Decode,
+        step: &'a Self::Step,
+        binding: &'a Self::Binding,
+    ) -> Job<'a> {
+        Box::new(move || decode.record(step, binding).and_then(|()| wait(self)))
+    }
+
+    fn merge_job<'a>(
+        &'a self,
+        spec: MergeStatesSpec,
+        args: MergeStates<'a, Self::Buffer>,
+    ) -> Result<Job<'a>> {
+        Ok(Box::new(move || self.merge_attn_states(&spec, &args).and_then(|()| wait(self))))
+    }
+
+    fn append_job<'a>(
+        &'a self,
+        spec: AppendSpec,
+        slot_mapping: &'a [i64],
+        layer: AppendLayer<'a, Self::Buffer>,
+    ) -> Result<Job<'a>> {
+        // It uploads its slots each time.
+        Ok(Box::new(move || self.kv_append(&spec, slot_mapping, &layer).and_then(|()| wait(self))))
+    }
+}
+
+/// Waits for the stream.
+#[cfg(feature = "cuda")]
+fn wait(cuda: &Cuda) -> Result<()> {
+    let failed = |detail: String| wgpu_mla::Error::Cuda { what: "to wait for the card", detail };
+    cuda.stream().synchronize().map_err(|error| failed(error.to_string()))
 }
 
 #[cfg(feature = "wgpu")]

@@ -10,10 +10,8 @@ use crate::files::Found;
 use crate::report::Output;
 
 pub fn list(out: &mut Output, found: &Found) {
-    #[cfg(feature = "wgpu")]
+    list_cuda(out);
     list_wgpu(out);
-    #[cfg(not(feature = "wgpu"))]
-    out.line("backend wgpu: not built in (feature `wgpu`)");
     let cpu = Cpu::new();
     out.line(&format!("backend cpu: {}", cpu.name()));
     list_variants(out, &cpu);
@@ -46,6 +44,27 @@ fn list_wgpu(out: &mut Output) {
     if let Ok(gpu) = &gpu {
         list_variants(out, gpu);
     }
+}
+
+#[cfg(not(feature = "wgpu"))]
+fn list_wgpu(out: &mut Output) {
+    out.line("backend wgpu: not built in (feature `wgpu`)");
+}
+
+#[cfg(feature = "cuda")]
+fn list_cuda(out: &mut Output) {
+    match wgpu_mla::cuda::Cuda::new(0) {
+        Ok(cuda) => {
+            out.line(&format!("backend cuda: {}", cuda.name()));
+            list_variants(out, &cuda);
+        }
+        Err(error) => out.line(&format!("backend cuda: none here: {error}")),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn list_cuda(out: &mut Output) {
+    out.line("backend cuda: not built in (feature `cuda`)");
 }
 
 /// The ladder for the common shape; by cache dtype where they differ.

@@ -1,9 +1,10 @@
-//! Runs conformance cases on the best adapter, or on the CPU where there is none, and checks every result.
+//! Runs conformance cases on the best backend here, CUDA, wgpu or the CPU, and checks every result.
 //!
 //! ```text
-//! cargo run --release --example decode -- [FILE | DIRECTORY]... [--backend wgpu|cpu] [--variant NAME]
-//!                                         [--list] [--save DIRECTORY]
+//! cargo run --release --example decode -- [FILE | DIRECTORY]... [--backend cuda|wgpu|cpu]
+//!                                         [--variant NAME] [--list] [--save DIRECTORY]
 //! ```
+//! `--backend cuda` is there with `--features cuda`.
 //! Without files it runs the repository's `cases/`. Status 0: all passed; 1: one failed or could not be read;
 //! 2: bad arguments.
 
@@ -29,8 +30,7 @@ use engine::Engine;
 use files::Found;
 use report::{Output, Row, Tally};
 use run::Runner;
-#[cfg(feature = "wgpu")]
-use wgpu_mla::gpu::Gpu;
+use wgpu_mla::any::{AnyBackend, Chosen};
 use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec, cpu::Cpu};
 
 const FAILED: ExitCode = ExitCode::FAILURE;
@@ -54,9 +54,15 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     match backend(&args, &mut out) {
-        Ok(Device::Cpu(cpu)) => run_all(&cpu, &args, &found, &mut out),
+        #[cfg(feature = "cuda")]
+        Ok(Chosen::Cuda(cuda)) => run_all(&cuda, &args, &found, &mut out),
         #[cfg(feature = "wgpu")]
-        Ok(Device::Wgpu(gpu)) => run_all(&*gpu, &args, &found, &mut out),
+        Ok(Chosen::Wgpu(gpu)) => run_all(&gpu, &args, &found, &mut out),
+        Ok(Chosen::Cpu(cpu)) => run_all(&cpu, &args, &found, &mut out),
+        Ok(other) => {
+            report::complain(&format!("this program does not know the backend {other:?}"));
+            FAILED
+        }
         Err(error) => {
             report::complain(&error);
             FAILED
@@ -69,30 +75,31 @@ fn bad_arguments(error: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-enum Device {
-    Cpu(Cpu),
-    #[cfg(feature = "wgpu")]
-    Wgpu(Box<Gpu>),
+/// The backend that was asked for; without a wish, the best for the common shape.
+fn backend(args: &Args, out: &mut Output) -> Result<Chosen, String> {
+    if let Some(wish) = args.backend {
+        return wanted(wish);
+    }
+    let best = AnyBackend::best(&common_spec(Dtype::Bf16));
+    out.line(&format!("backend:  {}", best.why()));
+    if matches!(best.chosen(), Chosen::Cpu(_)) {
+        out.line("notice:   running on the CPU path instead");
+    }
+    Ok(best.into_chosen())
 }
 
-/// The backend that was asked for; without a wish, the GPU if there is one.
-fn backend(args: &Args, out: &mut Output) -> Result<Device, String> {
-    if args.backend == Some(Where::Cpu) {
-        return Ok(Device::Cpu(Cpu::new()));
+fn wanted(wish: Where) -> Result<Chosen, String> {
+    match wish {
+        #[cfg(feature = "cuda")]
+        Where::Cuda => wgpu_mla::cuda::Cuda::new(0).map(Chosen::from).map_err(|error| error.to_string()),
+        #[cfg(not(feature = "cuda"))]
+        Where::Cuda => Err("built without the feature `cuda`: build with `--features cuda`".into()),
+        #[cfg(feature = "wgpu")]
+        Where::Wgpu => wgpu_mla::gpu::Gpu::new().map(Chosen::from).map_err(|error| error.to_string()),
+        #[cfg(not(feature = "wgpu"))]
+        Where::Wgpu => Err("built without the feature `wgpu`: build with `--features wgpu`".into()),
+        Where::Cpu => Ok(Cpu::new().into()),
     }
-    #[cfg(feature = "wgpu")]
-    let none = match Gpu::new() {
-        Ok(gpu) => return Ok(Device::Wgpu(Box::new(gpu))),
-        Err(error) => error.to_string(),
-    };
-    #[cfg(not(feature = "wgpu"))]
-    let none = "this program was built without the feature `wgpu`".to_owned();
-    if args.backend == Some(Where::Wgpu) {
-        return Err(none);
-    }
-    out.line(&format!("notice:   {none}"));
-    out.line("notice:   running on the CPU path instead");
-    Ok(Device::Cpu(Cpu::new()))
 }
 
 fn run_all<E: Engine>(engine: &E, args: &Args, found: &Found, out: &mut Output) -> ExitCode {

@@ -33,6 +33,13 @@ use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
 
+impl Cuda {
+    /// Whether a row on tensor cores serves a spec.
+    pub(crate) fn has_matrices_for(&self, spec: &MlaSpec) -> bool {
+        ladder::choose(self.card(), spec, spec.shape.num_heads).is_some_and(|row| row.matrices)
+    }
+}
+
 impl Sealed for Cuda {}
 
 impl Backend for Cuda {

@@ -21,3 +21,18 @@ pub fn gpu_or_say_why() -> Option<wgpu_mla::gpu::Gpu> {
         }
     }
 }
+
+/// A card, or `None` once it was said why there is none. With `MLA_REQUIRE_CUDA=1` that is a failure.
+#[cfg(feature = "cuda")]
+pub fn cuda_or_say_why() -> Option<wgpu_mla::cuda::Cuda> {
+    static CUDA: std::sync::OnceLock<Option<wgpu_mla::cuda::Cuda>> = std::sync::OnceLock::new();
+    let open = || match wgpu_mla::cuda::Cuda::new(0) {
+        Ok(cuda) => Some(cuda),
+        Err(error) => {
+            assert!(std::env::var("MLA_REQUIRE_CUDA").is_err(), "{error}");
+            eprintln!("NOT RUN: {error}");
+            None
+        }
+    };
+    CUDA.get_or_init(open).clone()
+}

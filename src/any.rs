@@ -1,0 +1,189 @@
+//! One of the backends, chosen once while the program runs.
+//!
+//! ```no_run
+//! use wgpu_mla::any::AnyBackend;
+//! use wgpu_mla::{Backend, Dtype, KvSpec, MlaShape, MlaSpec};
+//!
+//! # fn main() -> wgpu_mla::Result<()> {
+//! let spec = MlaSpec {
+//!     shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
+//!     kv: KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 1024 },
+//!     query: Dtype::Bf16,
+//!     out: Dtype::Bf16,
+//! };
+//! let backend = AnyBackend::best(&spec); // CUDA, wgpu or the CPU
+//! println!("{}: {}", backend.name(), backend.why());
+//!
+//! // From here on the program is the same on each.
+//! let kv = backend.buffer(1024 * 64 * 576 * 2)?;
+//! let mla = backend.decode(&spec, None)?;
+//! # Ok(()) }
+//! ```
+//!
+//! What it makes lives in that backend: a [`Buffer`] is memory of the card, of the wgpu device or of the host, and nothing moves between
+//! them but by [`crate::Backend::upload`] and [`crate::Backend::download`]. What another backend made is refused with
+//! [`crate::Error::OtherBackend`].
+
+mod backend;
+mod parts;
+mod views;
+
+pub use parts::{Binding, Buffer, Chosen, Decode, Step};
+
+use crate::MlaSpec;
+#[cfg(feature = "cuda")]
+use crate::cuda::Cuda;
+#[cfg(feature = "wgpu")]
+use crate::{DeviceKind, gpu::Gpu, kernel};
+
+/// A backend that was chosen while the program runs.
+#[derive(Debug)]
+pub struct AnyBackend {
+    chosen: Chosen,
+    why: String,
+}
+
+impl AnyBackend {
+    /// The best backend here for the decode that matters most to the program; it serves other specs too. In this order:
+    ///
+    /// 1. CUDA, with the feature `cuda`, on the driver's first card, if it is an Ampere or later, where a row on tensor cores serves
+    ///    the spec;
+    /// 2. wgpu, with the feature `wgpu`, on the adapter that `Gpu::new` picks, where a row on its matrices does;
+    /// 3. CUDA on any other row, then wgpu on any other row;
+    /// 4. the CPU: also before a wgpu device in software, which is the slower way to the same processor
+    ///    (unless `WGPU_ADAPTER_NAME` names it).
+    ///
+    /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To leave the choice to nobody, use `From`:
+    /// `AnyBackend::from(Gpu::new()?)`, or `Cuda::on_stream(stream)?` with the host's own stream.
+    pub fn best(spec: &MlaSpec) -> Self {
+        let (found, why) = choose(Found::cuda(spec), || Found::wgpu(spec));
+        let chosen = found.unwrap_or_else(|| crate::cpu::Cpu::new().into());
+        log::info!("{why}");
+        Self { chosen, why }
+    }
+
+    /// Which backend was chosen, and what each better one lacks here.
+    pub fn why(&self) -> &str {
+        &self.why
+    }
+
+    /// The backend itself, such as for its stream, or its device and queue.
+    pub fn chosen(&self) -> &Chosen {
+        &self.chosen
+    }
+
+    /// The backend itself, for a program that has more to do with it than what [`crate::Backend`] offers.
+    pub fn into_chosen(self) -> Chosen {
+        self.chosen
+    }
+}
+
+impl<B: Into<Chosen>> From<B> for AnyBackend {
+    fn from(backend: B) -> Self {
+        Self { chosen: backend.into(), why: "the caller's choice".into() }
+    }
+}
+
+/// A backend that is here, and whether tensor cores, or another device's matrices, would run the spec.
+struct Found<T> {
+    backend: T,
+    matrices: bool,
+}
+
+impl Found<Chosen> {
+    #[cfg(feature = "cuda")]
+    fn cuda(spec: &MlaSpec) -> Result<Self, String> {
+        let cuda = Cuda::new(0).map_err(lack)?;
+        Ok(Self { matrices: cuda.has_matrices_for(spec), backend: cuda.into() })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn cuda(_: &MlaSpec) -> Result<Self, String> {
+        Err("built without the feature `cuda`".into())
+    }
+
+    #[cfg(feature = "wgpu")]
+    fn wgpu(spec: &MlaSpec) -> Result<Self, String> {
+        let gpu = Gpu::new().map_err(lack)?;
+        let caps = gpu.pipelines.caps();
+        if caps.kind == DeviceKind::Software && std::env::var_os("WGPU_ADAPTER_NAME").is_none() {
+            let name = gpu.adapter.get_info().name;
+            return Err(format!("{name} runs in software, where the CPU backend is faster"));
+        }
+        let row = spec.check().and_then(|()| kernel::choose(None, caps, spec));
+        Ok(Self { matrices: row.is_ok_and(|(row, _)| row.rounds_weights()), backend: gpu.into() })
+    }
+
+    #[cfg(not(feature = "wgpu"))]
+    fn wgpu(_: &MlaSpec) -> Result<Self, String> {
+        Err("built without the feature `wgpu`".into())
+    }
+}
+
+/// An error as a part of a sentence, without its cure.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+fn lack(error: crate::Error) -> String {
+    match error {
+        crate::Error::NoCuda { detail } => format!("no device: {detail}"),
+        crate::Error::NoAdapter { detail } => format!("no adapter: {detail}"),
+        other => other.to_string(),
+    }
+}
+
+/// The order of [`AnyBackend::best`], `None` for the CPU, and a sentence about the choice. wgpu's device is made only if it may be chosen.
+fn choose<T>(
+    cuda: Result<Found<T>, String>,
+    wgpu: impl FnOnce() -> Result<Found<T>, String>,
+) -> (Option<T>, String) {
+    let cuda_is_best = cuda.as_ref().is_ok_and(|cuda| cuda.matrices);
+    let wgpu = if cuda_is_best { Err("CUDA is better".into()) } else { wgpu() };
+    let (backend, why) = match (cuda, wgpu) {
+        (Ok(cuda), _) if cuda.matrices => (cuda.backend, "CUDA, on tensor cores".into()),
+        (Ok(_), Ok(wgpu)) if wgpu.matrices => {
+            (wgpu.backend, "wgpu, on matrices; not CUDA: no row on tensor cores serves this".into())
+        }
+        (Ok(cuda), _) => {
+            (cuda.backend, "CUDA; neither it nor wgpu has a row on tensor cores for this".into())
+        }
+        (Err(no_cuda), Ok(wgpu)) => (wgpu.backend, format!("wgpu; not CUDA: {no_cuda}")),
+        (Err(no_cuda), Err(no_wgpu)) => {
+            return (None, format!("the CPU; not CUDA: {no_cuda}; not wgpu: {no_wgpu}"));
+        }
+    };
+    (Some(backend), why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuda_where_it_is_better_and_wgpu_elsewhere() {
+        type Of = Option<bool>;
+        let found = |name: &'static str, matrices: Of| {
+            matrices.map(|matrices| Found { backend: name, matrices }).ok_or(format!("no {name} here"))
+        };
+        let chosen = |cuda: Of, wgpu: Of| choose(found("cuda", cuda), || found("wgpu", wgpu));
+        for (cuda, wgpu, want) in [
+            (Some(true), None, Some("cuda")),
+            (Some(true), Some(true), Some("cuda")),
+            (Some(false), Some(true), Some("wgpu")),
+            (Some(false), Some(false), Some("cuda")),
+            (Some(false), None, Some("cuda")),
+            (None, Some(true), Some("wgpu")),
+            (None, Some(false), Some("wgpu")),
+            (None, None, None),
+        ] {
+            let (got, why) = chosen(cuda, wgpu);
+            assert_eq!(got, want, "{cuda:?} {wgpu:?}: {why}");
+            assert!(cuda.is_some() || why.contains("not CUDA: no cuda here"), "{why}");
+            assert!(got.is_some() || why.contains("not wgpu: no wgpu here"), "{why}");
+        }
+    }
+
+    #[test]
+    fn no_device_is_made_for_wgpu_where_cuda_is_better() {
+        let (got, _) = choose(Ok(Found { backend: 1, matrices: true }), || unreachable!("asked wgpu"));
+        assert_eq!(got, Some(1));
+    }
+}

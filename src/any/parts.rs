@@ -1,0 +1,118 @@
+//! What each backend has of one kind, as one enum.
+
+use crate::{Error, Result};
+
+/// A backend that finds its own in a `T` of any backend.
+pub(super) trait Part<T> {
+    type Own;
+
+    /// # Errors
+    /// [`Error::OtherBackend`].
+    fn own(any: &T) -> Result<&Self::Own>;
+
+    /// # Errors
+    /// [`Error::OtherBackend`].
+    fn own_mut(any: &mut T) -> Result<&mut Self::Own>;
+}
+
+/// An enum over the backends that were built in, with `From` and [`Part`] for each.
+macro_rules! one_of {
+    ($(#[$about:meta])* $name:ident, $what:literal: $cuda:ty, $wgpu:ty, $cpu:ty) => {
+        $(#[$about])*
+        #[derive(Debug)]
+        #[non_exhaustive]
+        // A program has few of them, and a box would be one more step to each.
+        #[allow(clippy::large_enum_variant)]
+        pub enum $name {
+            /// An NVIDIA card's.
+            #[cfg(feature = "cuda")]
+            Cuda($cuda),
+            /// A wgpu device's.
+            #[cfg(feature = "wgpu")]
+            Wgpu($wgpu),
+            /// The host's.
+            Cpu($cpu),
+        }
+
+        impl $name {
+            /// Whose it is.
+            fn of(&self) -> &'static str {
+                match self {
+                    #[cfg(feature = "cuda")]
+                    Self::Cuda(_) => "CUDA",
+                    #[cfg(feature = "wgpu")]
+                    Self::Wgpu(_) => "wgpu",
+                    Self::Cpu(_) => "the CPU",
+                }
+            }
+        }
+
+        #[cfg(feature = "cuda")]
+        one_of!(@part $name, $what, Cuda, "CUDA", crate::cuda::Cuda, $cuda);
+        #[cfg(feature = "wgpu")]
+        one_of!(@part $name, $what, Wgpu, "wgpu", crate::gpu::Gpu, $wgpu);
+        one_of!(@part $name, $what, Cpu, "the CPU", crate::cpu::Cpu, $cpu);
+    };
+    (@part $name:ident, $what:literal, $variant:ident, $here:literal, $backend:ty, $own:ty) => {
+        impl From<$own> for $name {
+            fn from(own: $own) -> Self {
+                Self::$variant(own)
+            }
+        }
+
+        impl Part<$name> for $backend {
+            type Own = $own;
+
+            fn own(any: &$name) -> Result<&$own> {
+                match any {
+                    $name::$variant(own) => Ok(own),
+                    #[allow(unreachable_patterns)] // With one backend.
+                    other => Err(Error::OtherBackend { what: $what, of: other.of(), here: $here }),
+                }
+            }
+
+            fn own_mut(any: &mut $name) -> Result<&mut $own> {
+                match any {
+                    $name::$variant(own) => Ok(own),
+                    #[allow(unreachable_patterns)]
+                    other => Err(Error::OtherBackend { what: $what, of: other.of(), here: $here }),
+                }
+            }
+        }
+    };
+}
+
+one_of! {
+    /// The backend that was chosen.
+    Chosen, "backend": crate::cuda::Cuda, crate::gpu::Gpu, crate::cpu::Cpu
+}
+one_of! {
+    /// Memory of one of the backends. A host that launches kernels of its own on it finds the native buffer inside, and one that
+    /// has a native buffer hands it over by `From`.
+    Buffer, "buffer": crate::cuda::Buffer, wgpu::Buffer, crate::cpu::Buffer
+}
+one_of! {
+    /// Compiled kernels for one [`crate::MlaSpec`].
+    Decode, "decode": crate::cuda::Decode, crate::gpu::MlaDecode, crate::cpu::Decode
+}
+one_of! {
+    /// A step's uploaded tables and scratch.
+    Step, "step": crate::cuda::Step, crate::gpu::Step, crate::cpu::Step
+}
+one_of! {
+    /// A layer's buffers, checked and bound.
+    Binding, "binding": crate::cuda::Binding, crate::gpu::LayerBinding, crate::cpu::Binding
+}
+
+impl Decode {
+    /// The name of the row that was chosen.
+    pub fn variant(&self) -> &'static str {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(decode) => decode.variant(),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu(decode) => decode.variant(),
+            Self::Cpu(decode) => decode.variant(),
+        }
+    }
+}

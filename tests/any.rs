@@ -1,0 +1,204 @@
+//! The backend that is chosen while the program runs: it computes what the chosen one does, and keeps their memory apart.
+
+mod common;
+
+use common::paint::Make;
+use wgpu_mla::any::{self, AnyBackend, Chosen};
+use wgpu_mla::cpu::Cpu;
+use wgpu_mla::{
+    AppendLayer, AppendSpec, Backend, Dtype, Error, KvView, Layer, MergeStates, MergeStatesSpec, View,
+};
+
+common::suite::conformance_tests!(|| Some(AnyBackend::from(Cpu::new())));
+
+/// A part: the other tests take wgpu and CUDA through every group.
+#[cfg(feature = "wgpu")]
+mod on_wgpu {
+    fn wgpu() -> Option<super::AnyBackend> {
+        crate::common::gpu_or_say_why().map(super::AnyBackend::from)
+    }
+
+    crate::common::suite::conformance_tests!(@groups wgpu, Some("shared"), false,
+        varlen: decode::varlen,
+        merges: ops::merges,
+        page_copies: ops::page_copies,
+        refuses_layers: errors::layers,
+        refuses_ops: errors::ops,
+    );
+}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    fn cuda() -> Option<super::AnyBackend> {
+        crate::common::cuda_or_say_why().map(super::AnyBackend::from)
+    }
+
+    crate::common::suite::conformance_tests!(crate::on_cuda::cuda);
+}
+
+#[test]
+fn best_is_here_and_says_why() {
+    let spec = Make::default().build().spec;
+    let best = AnyBackend::best(&spec);
+    println!("{}: {}", best.name(), best.why());
+    match best.chosen() {
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(_) => assert!(best.why().starts_with("CUDA"), "{}", best.why()),
+        #[cfg(feature = "wgpu")]
+        Chosen::Wgpu(_) => assert!(best.why().contains("not CUDA: "), "{}", best.why()),
+        Chosen::Cpu(_) => {
+            assert!(best.why().contains("not CUDA: ") && best.why().contains("not wgpu: "), "{}", best.why())
+        }
+        _ => unreachable!("there are three"),
+    }
+    for (built, feature) in [(cfg!(feature = "cuda"), "cuda"), (cfg!(feature = "wgpu"), "wgpu")] {
+        let lacks = best.why().contains(&format!("built without the feature `{feature}`"));
+        assert!(!(built && lacks), "{}", best.why());
+    }
+    assert_eq!(AnyBackend::from(Cpu::new()).why(), "the caller's choice");
+}
+
+/// A host may keep it where several threads find it, if it may keep each backend there.
+#[test]
+fn it_is_shared_between_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<AnyBackend>();
+    shared::<any::Buffer>();
+    shared::<any::Decode>();
+    shared::<any::Step>();
+    shared::<any::Binding>();
+}
+
+/// With a card CUDA is taken; without one, or without its driver, what else there is, and it says why.
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_is_taken_where_there_is_a_card() {
+    let make = Make { cache: Dtype::Bf16, query: Dtype::Bf16, ..Make::default() };
+    let best = AnyBackend::best(&make.build().spec);
+    match common::cuda_or_say_why() {
+        Some(_) => {
+            assert!(matches!(best.chosen(), Chosen::Cuda(_)), "{}", best.why());
+            let buffer = best.buffer(64).expect("memory");
+            assert!(matches!(buffer, any::Buffer::Cuda(_)), "{buffer:?}");
+        }
+        None => {
+            assert!(!matches!(best.chosen(), Chosen::Cuda(_)));
+            assert!(best.why().contains("not CUDA: no device: "), "{}", best.why());
+        }
+    }
+}
+
+/// A device in software is slower than the CPU backend on the same processor.
+#[cfg(feature = "wgpu")]
+#[test]
+fn wgpu_in_software_is_not_chosen_unless_it_is_named() {
+    let Some(gpu) = common::gpu_or_say_why() else { return };
+    let best = AnyBackend::best(&Make::default().build().spec);
+    let software = gpu.pipelines.caps().kind == wgpu_mla::DeviceKind::Software;
+    if software && std::env::var_os("WGPU_ADAPTER_NAME").is_none() {
+        assert!(!matches!(best.chosen(), Chosen::Wgpu(_)), "{}", best.why());
+    } else {
+        assert!(!matches!(best.chosen(), Chosen::Cpu(_)), "{}", best.why());
+    }
+}
+
+/// Buffers of other backends, as far as they can be had without a card.
+fn foreign_buffers() -> Vec<any::Buffer> {
+    Vec::from([
+        #[cfg(feature = "wgpu")]
+        {
+            use wgpu_mla::wgpu::{BufferDescriptor, BufferUsages, Device};
+            let (device, _) = Device::noop(&Default::default());
+            let usage = BufferUsages::STORAGE;
+            let about = BufferDescriptor { label: None, size: 1 << 20, usage, mapped_at_creation: false };
+            any::Buffer::from(device.create_buffer(&about))
+        },
+        #[cfg(feature = "cuda")]
+        {
+            // SAFETY: it is refused, so that nothing looks there.
+            any::Buffer::from(unsafe { wgpu_mla::cuda::Buffer::from_raw(1 << 32, 1 << 20) })
+        },
+    ])
+}
+
+fn must_refuse<T>(what: &'static str, result: wgpu_mla::Result<T>) {
+    match result {
+        Ok(_) => panic!("a foreign {what} was taken"),
+        Err(error) => {
+            assert!(
+                matches!(error, Error::OtherBackend { what: named, here: "the CPU", .. } if named == what)
+            );
+            assert!(error.to_string().contains("copy by `download` and `upload`"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_buffer_of_another_backend_is_refused_by_every_verb() {
+    let cpu = AnyBackend::from(Cpu::with_threads(1));
+    let spec = Make::default().build().spec;
+    let mla = cpu.decode(&spec, None).expect("a decode");
+    let own: [any::Buffer; 6] = std::array::from_fn(|_| cpu.buffer(1 << 20).expect("memory"));
+    for foreign in &foreign_buffers() {
+        must_refuse("buffer", cpu.upload(foreign, 0, &[0; 4]));
+        must_refuse("buffer", cpu.download(foreign, 4));
+        // Each place in turn.
+        for place in 0..6 {
+            let buffer = |at: usize| if at == place { foreign } else { &own[at] };
+            let [a, b, c, d, e, f] = std::array::from_fn(buffer);
+            let whole = Layer::dense(&spec, a, b, c, d, 0.1);
+            if place < 4 {
+                must_refuse("buffer", cpu.bind(&mla, 1, &whole));
+            }
+            let states = MergeStates {
+                prefix_output: View::dense(a, 1, 8),
+                prefix_lse: View::dense(b, 1, 1),
+                suffix_output: View::dense(c, 1, 8),
+                suffix_lse: View::dense(d, 1, 1),
+                output: View::dense(e, 1, 8),
+                output_lse: Some(View::dense(f, 1, 1)),
+                num_tokens: 1,
+                num_heads: 1,
+            };
+            let of = MergeStatesSpec { dtype: Dtype::F32, head_size: 8 };
+            must_refuse("buffer", cpu.merge_attn_states(&of, &states));
+            if place < 3 {
+                let kv = KvView::dense(c, &spec);
+                let rows =
+                    AppendLayer { kv_c: View::dense(a, 1, 8), k_pe: View::dense(b, 1, 8), kv, k_scale: 1.0 };
+                let of = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+                must_refuse("buffer", cpu.kv_append(&of, &[0], &rows));
+            }
+        }
+        let kv = KvView::dense(foreign, &spec);
+        must_refuse("buffer", cpu.kv_copy_pages(&spec.kv, spec.shape.row_elems(), &[], &kv));
+    }
+}
+
+/// Also decodes, steps and bindings.
+#[cfg(feature = "wgpu")]
+#[test]
+fn what_another_backend_compiled_is_refused() {
+    use wgpu_mla::{Batch, Capacity, PageTable, Plan, Policy};
+    let Some(gpu) = common::gpu_or_say_why() else { return };
+    let (cpu, gpu) = (AnyBackend::from(Cpu::with_threads(1)), AnyBackend::from(gpu));
+    let spec = Make::default().build().spec;
+    let (mla, foreign) =
+        (cpu.decode(&spec, None).expect("a row"), gpu.decode(&spec, Some("shared")).expect("a row"));
+    must_refuse("decode", cpu.step(&foreign, Capacity::default()));
+    assert!(!cpu.rounds_weights(&foreign));
+
+    let plan =
+        Plan::new(&spec, &cpu.tiling(&foreign), &Batch::new(&[1], &[0, 1]), Policy::Auto).expect("a plan");
+    let pages = PageTable::Dense { block_table: &[0], max_pages: 1 };
+    let mut step = gpu.step(&foreign, Capacity::of(&plan)).expect("a step");
+    must_refuse("decode", cpu.prepare(&foreign, &mut step, &plan, pages));
+    must_refuse("step", cpu.prepare(&mla, &mut step, &plan, pages));
+
+    let own = cpu.step(&mla, Capacity::of(&plan)).expect("a step");
+    let [q, kv, out, lse] = std::array::from_fn(|_| gpu.buffer(2 << 20).expect("memory"));
+    let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
+    let binding = gpu.bind(&foreign, 1, &layer).expect("a binding");
+    must_refuse("step", cpu.run(&mla, &step, &binding));
+    must_refuse("binding", cpu.run(&mla, &own, &binding));
+}
