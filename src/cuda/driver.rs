@@ -10,7 +10,6 @@ use cudarc::driver::{
 };
 use cudarc::nvrtc::Ptx;
 
-use super::buffer::Buffer;
 use crate::{Error, Result};
 
 /// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
@@ -170,13 +169,6 @@ impl Cuda {
         // callers have checked every place that it names.
         unsafe { builder.launch(config) }.map_err(failed("to launch a kernel"))?;
         Ok(())
-    }
-
-    /// Words in a new buffer.
-    pub(super) fn scratch(&self, words: &[u32]) -> Result<Buffer> {
-        let buffer = Buffer::uninitialized(self, (words.len() as u64 * 4).max(16))?;
-        buffer.upload(self, 0, bytemuck::cast_slice(words))?;
-        Ok(buffer)
     }
 }
 

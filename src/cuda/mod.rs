@@ -17,7 +17,7 @@ mod buffer;
 mod decode;
 mod driver;
 mod ladder;
-mod ops;
+pub mod ops;
 mod step;
 
 pub use buffer::Buffer;
@@ -28,10 +28,11 @@ pub use {cudarc, cudarc::driver::CudaStream};
 
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
+use ops::{AppendStep, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
 
 impl Sealed for Cuda {}
 
@@ -95,7 +96,8 @@ impl Backend for Cuda {
     }
 
     fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
-        ops::merge_attn_states(self, spec, args)
+        let merge = MergeAttnStates::new(self, *spec)?;
+        merge.record(&merge.bind(args)?)
     }
 
     fn kv_append(
@@ -104,7 +106,10 @@ impl Backend for Cuda {
         slot_mapping: &[i64],
         layer: &AppendLayer<'_, Buffer>,
     ) -> Result<()> {
-        ops::kv_append(self, spec, slot_mapping, layer)
+        let append = KvAppend::new(self, *spec)?;
+        let mut step = AppendStep::default();
+        append.prepare(&mut step, slot_mapping)?;
+        append.record(&step, &append.bind(layer, step.num_tokens())?)
     }
 
     fn kv_copy_pages(
@@ -114,6 +119,9 @@ impl Backend for Cuda {
         copies: &[(u32, u32)],
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
-        ops::kv_copy_pages(self, kv, row_elems, copies, view)
+        let copy = KvCopyPages::new(self, CopySpec { kv: *kv, row_elems })?;
+        let mut step = CopyStep::default();
+        copy.prepare(&mut step, copies)?;
+        copy.record(&step, &copy.bind(view)?)
     }
 }
