@@ -7,11 +7,11 @@ use common::paint::{Make, POISON, Problem, Rng, sequences};
 use common::suite::run::dense_table;
 use wgpu_mla::cuda::cudarc::driver::{CudaGraph, sys};
 use wgpu_mla::cuda::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
-use wgpu_mla::cuda::{Buffer, Cuda};
+use wgpu_mla::cuda::{Buffer, Cuda, Decode, Options};
 use wgpu_mla::reference::{State, copy_pages, merge_attn_states};
 use wgpu_mla::{
     AppendLayer, AppendSpec, Backend, Batch, Capacity, Dtype, Error, KvSpec, KvView, Layer, MergeStates,
-    MergeStatesSpec, Plan, Policy, View,
+    MergeStatesSpec, PageTable, Plan, Policy, View,
 };
 
 /// A card, or `None` once it has said why there is none here.
@@ -130,6 +130,68 @@ fn check_decode(cuda: &Cuda, problem: &Problem, rounds_weights: bool, [out, lse]
     let tolerance = Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_weights, largest, latent);
     close(&problem.name, &got(out, rows * latent), &want_out, &tolerance).into_result().expect("right");
     close(&problem.name, &got(lse, rows), &want_lse, &Tolerance::lse()).into_result().expect("right");
+}
+
+/// In a graph, so that a list which the card wrote is all that differs between replays.
+#[test]
+fn page_lists_written_on_the_card() {
+    let Some(cuda) = cuda() else { return };
+    for (cache, row) in [(Dtype::Bf16, None), (Dtype::E4m3, None), (Dtype::F32, Some("simple"))] {
+        let mut problem =
+            Make { cache, sequences: sequences(&[(37, 1), (90, 2)]), ..Make::default() }.build();
+        // A pool without poison: whatever page is read, the output is finite.
+        let elements = problem.kv.chunks_exact_mut(cache.bytes());
+        elements.filter(|code| code.iter().all(|&byte| byte == POISON)).for_each(|code| code.fill(0));
+        let spec = problem.spec;
+        let options = Options { device_page_list: true, variant: row.map(str::to_owned), query_tokens: 1 };
+        let decode = Decode::new(&cuda, &spec, &options).expect("a row");
+        let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
+        let plan = Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan");
+        let mut step = decode.step(Capacity::of(&plan)).expect("a step");
+        let (q, kv) = (uploaded(&cuda, &problem.q), uploaded(&cuda, &problem.kv));
+        let rows = problem.total_q() * spec.shape.num_heads as usize;
+        let out = cuda.buffer((rows * spec.shape.kv_lora_rank as usize * 4) as u64).expect("memory");
+        let lse = cuda.buffer(rows as u64 * 4).expect("memory");
+        let layer = Layer {
+            k_scale: problem.k_scale,
+            ..Layer::dense(&spec, &q, &kv, &out, &lse, problem.softmax_scale)
+        };
+        let binding = decode.bind(problem.total_q() as u32, &layer).expect("a binding");
+        let graph = captured(&cuda, || decode.record(&step, &binding));
+        decode.prepare(&mut step, &plan, PageTable::Device).expect("prepared");
+
+        let list = step.page_list().expect("a list of the card");
+        assert!(list.bytes() >= u64::from(step.capacity().pages) * 4);
+        for wild in [u32::MAX, spec.kv.num_pages, 1 << 31] {
+            let words = vec![wild; list.bytes() as usize / 4];
+            cuda.upload(&list, 0, bytemuck::cast_slice(&words)).expect("uploaded");
+            graph.launch().expect("launched");
+            let got = Dtype::F32.decode_all(&cuda.download(&out, out.bytes()).expect("read"));
+            assert!(got.iter().all(|x| x.is_finite()), "page {wild:#x}");
+        }
+        for (seq, &len) in problem.seq_lens.iter().enumerate() {
+            let used = (len as usize).div_ceil(spec.kv.page_size as usize);
+            let pages = &problem.block_table[seq * problem.max_pages..][..used];
+            let at = u64::from(plan.page_begin[seq]) * 4;
+            cuda.upload(&list, at, bytemuck::cast_slice(pages)).expect("uploaded");
+        }
+        graph.launch().expect("launched");
+        check_decode(&cuda, &problem, decode.rounds_weights(), [&out, &lse]);
+
+        // The host's lists are uploaded again, over whatever the card wrote.
+        cuda.upload(&list, 0, &vec![0; list.bytes() as usize]).expect("uploaded");
+        decode.prepare(&mut step, &plan, dense_table(&problem)).expect("prepared");
+        graph.launch().expect("launched");
+        check_decode(&cuda, &problem, decode.rounds_weights(), [&out, &lse]);
+    }
+    let spec = Make::default().build().spec;
+    let decode = Decode::new(&cuda, &spec, &Options::default()).expect("a row");
+    let mut step = decode.step(Capacity::default()).expect("a step");
+    let refused = step.page_list().map(|_| ());
+    assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+    let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&[], &[0]), Policy::Auto).expect("a plan");
+    let refused = decode.prepare(&mut step, &plan, PageTable::Device);
+    assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
 }
 
 /// What a step appends: the last tokens of each sequence, in the order of the batch.

@@ -2,15 +2,15 @@
 //! for at run time.
 //!
 //! ```text
-//! once       cuda = Cuda::new(0), or Cuda::on_stream(stream)     the host's CudaStream is borrowed
-//!            mla = cuda.decode(&spec, None)                        a row of the ladder, loaded from PTX
-//! per step   cuda.prepare(&mla, &mut step, &plan, pages)           checks and uploads
-//! once       binding = cuda.bind(&mla, max_queries, &layer)        a layer of the model: checked
-//! per layer  mla.record(&step, &binding)                           two launches: allocates nothing, waits for nothing
+//! once       cuda = Cuda::new(0), or Cuda::on_stream(stream)        the host's CudaStream is borrowed
+//!            mla = Decode::new(&cuda, &spec, &Options::default())    a row of the ladder, loaded from PTX
+//! per step   mla.prepare(&mut step, &plan, pages)                   checks and uploads
+//! once       binding = mla.bind(max_queries, &layer)                a layer of the model: checked
+//! per layer  mla.record(&step, &binding)                            two launches: allocates nothing, waits for nothing
 //! ```
 //!
-//! What [`Decode::record`] launches may be captured in a graph. The grid is the step's capacity: a `prepare` before a replay gives the graph
-//! new lengths, as long as they fit.
+//! What `record` launches may be captured in a graph, of the small ops ([`ops`]) too. The grid is the step's capacity: a `prepare` before a
+//! replay gives the graph new lengths, slots or copies, as long as they fit.
 
 mod args;
 mod buffer;
@@ -21,7 +21,7 @@ pub mod ops;
 mod step;
 
 pub use buffer::Buffer;
-pub use decode::{Binding, Decode};
+pub use decode::{Binding, Decode, Options};
 pub use driver::Cuda;
 pub use step::Step;
 pub use {cudarc, cudarc::driver::CudaStream};
@@ -68,7 +68,8 @@ impl Backend for Cuda {
     }
 
     fn decode_for(&self, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Decode> {
-        Decode::new(self, spec, variant, query_tokens)
+        let variant = variant.map(str::to_owned);
+        Decode::new(self, spec, &Options { variant, query_tokens, device_page_list: false })
     }
 
     fn rounds_weights(&self, decode: &Decode) -> bool {
