@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo bench --bench append -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench append --features cuda -- --backend cuda
 //! ```
 //! BENCHMARKS.md says what the figures mean.
 
@@ -12,14 +13,14 @@ mod support;
 use serde_json::json;
 use support::Result;
 use support::args::Args;
-use support::ceiling::{self, Kind};
-use support::clock::{Clock, Passes, is_small};
-use support::paint::{Canvas, Paint};
+use support::ceiling::Kind;
+use support::device::Device;
+use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{AppendBinding, AppendStep, KvAppend};
 use wgpu_mla::reference::{Concat, concat_and_cache};
-use wgpu_mla::{AppendLayer, AppendSpec, Backend, Dtype, KvSpec, KvView, MlaShape, View, wgpu};
+use wgpu_mla::{AppendLayer, AppendSpec, Dtype, KvSpec, KvView, MlaShape, View, wgpu};
 
 const PAGE_SIZE: u32 = 64;
 const LATENT: u32 = 512;
@@ -79,16 +80,93 @@ impl Shape {
     }
 }
 
+/// A device's own append, with its step.
+trait Appends: Device {
+    type Append;
+    type Bound;
+    fn append(&self, spec: AppendSpec, slot_mapping: &[i64]) -> Result<Self::Append>;
+    fn bound(
+        &self,
+        append: &Self::Append,
+        layer: &AppendLayer<'_, Self::Buffer>,
+        tokens: u32,
+    ) -> Result<Self::Bound>;
+    fn record(append: &Self::Append, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
+}
+
+impl Appends for Gpu {
+    type Append = (KvAppend, AppendStep);
+    type Bound = AppendBinding;
+
+    fn append(&self, spec: AppendSpec, slot_mapping: &[i64]) -> Result<Self::Append> {
+        let append = KvAppend::new(&self.pipelines, spec)?;
+        let mut step = AppendStep::default();
+        append.prepare(&self.device, &self.queue, &mut step, slot_mapping)?;
+        Ok((append, step))
+    }
+
+    fn bound(
+        &self,
+        (append, _): &Self::Append,
+        layer: &AppendLayer<'_, wgpu::Buffer>,
+        tokens: u32,
+    ) -> Result<AppendBinding> {
+        Ok(append.bind(&self.device, layer, tokens)?)
+    }
+
+    fn record((append, step): &Self::Append, pass: &mut wgpu::ComputePass<'_>, bound: &AppendBinding) {
+        append.record_in(pass, step, bound);
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use super::{AppendLayer, AppendSpec, Appends, Result, support::cuda::Launches};
+    use wgpu_mla::cuda::ops::{AppendBinding, AppendStep, KvAppend};
+    use wgpu_mla::cuda::{Buffer, Cuda};
+
+    impl Appends for Cuda {
+        type Append = (KvAppend, AppendStep);
+        type Bound = AppendBinding;
+
+        fn append(&self, spec: AppendSpec, slot_mapping: &[i64]) -> Result<Self::Append> {
+            let append = KvAppend::new(self, spec)?;
+            let mut step = append.step(slot_mapping.len() as u32)?;
+            append.prepare(&mut step, slot_mapping)?;
+            Ok((append, step))
+        }
+
+        fn bound(
+            &self,
+            (append, _): &Self::Append,
+            layer: &AppendLayer<'_, Buffer>,
+            tokens: u32,
+        ) -> Result<AppendBinding> {
+            Ok(append.bind(layer, tokens)?)
+        }
+
+        fn record((append, step): &Self::Append, launches: &mut Launches, bound: &AppendBinding) {
+            launches.add(append.record(step, bound));
+        }
+    }
+}
+
 fn main() {
-    if let Err(error) = run(&Args::parse()) {
+    let args = Args::parse();
+    let done = match args.backend.as_str() {
+        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
+        #[cfg(feature = "cuda")]
+        "cuda" => wgpu_mla::cuda::Cuda::new(0).map_err(Into::into).and_then(|cuda| run(&cuda, &args)),
+        other => Err(format!("--backend {other}: wgpu, or cuda with that feature").into()),
+    };
+    if let Err(error) = done {
         eprintln!("error: {error}");
         std::process::exit(1);
     }
 }
 
-fn run(args: &Args) -> Result<()> {
-    let gpu = Gpu::new()?;
-    let tokens: &[u32] = match (args.test, is_small(&gpu) && !args.full) {
+fn run<D: Appends>(gpu: &D, args: &Args) -> Result<()> {
+    let tokens: &[u32] = match (args.test, gpu.is_small() && !args.full) {
         (true, _) => &[5, 128],
         (_, true) => &[64, 4096],
         _ => &[64, 4096, 131_072],
@@ -100,12 +178,12 @@ fn run(args: &Args) -> Result<()> {
         shapes.iter().for_each(|shape| println!("{}", shape.name()));
         return Ok(());
     }
-    let (ceiling, bytes) = ceiling::measure(&gpu, Kind::Copy, args.test)?;
-    let mut records = Records::new("append", Some(&gpu));
+    let (ceiling, bytes) = gpu.ceiling(Kind::Copy, args.test)?;
+    let mut records = Records::new("append", gpu.facts());
     records.note("copy_ceiling_gb_s", ceiling);
     records.note("copy_ceiling_bytes", 2 * bytes);
     println!(
-        "# kv_append on {}\n\nus: device time, many appends in a pass; alone: a pass for each. \
+        "# kv_append on {}\n\nus: device time, many appends in a pass or graph; alone: a pass or launch for each. \
          GB/s: read and written; ceiling: share of this run's copy ceiling, {} GB/s.\n",
         gpu.name(),
         figure(ceiling)
@@ -114,7 +192,7 @@ fn run(args: &Args) -> Result<()> {
         "| shape | us | min | alone | GB/s | ceiling | host | bytes |\n|---|---|---|---|---|---|---|---|"
     );
     for shape in &shapes {
-        match time(&gpu, shape, ceiling, args) {
+        match time(gpu, shape, ceiling, args) {
             Ok(record) => records.add(record),
             Err(error) => records.fail(&shape.name(), error.as_ref()),
         }
@@ -122,17 +200,15 @@ fn run(args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-fn time(gpu: &Gpu, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_json::Value> {
+fn time<D: Appends>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_json::Value> {
     let spec = shape.spec();
     let (tokens, paint) = (u64::from(shape.tokens), Paint::new(INPUT));
-    let copies = if is_small(gpu) { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) };
+    let copies = if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) };
     let latents = gpu.painted(&paint, copies * tokens * u64::from(LATENT))?;
     let ropes = gpu.painted(&paint, copies * tokens * u64::from(ROPE))?;
     let cache = gpu.buffer(copies * shape.layer_elems() * shape.cache.bytes() as u64)?;
-    let append = KvAppend::new(&gpu.pipelines, spec)?;
-    let mut step = AppendStep::default();
-    append.prepare(&gpu.device, &gpu.queue, &mut step, &shape.slots())?;
-    let bind = |copy: u64| -> Result<AppendBinding> {
+    let append = gpu.append(spec, &shape.slots())?;
+    let bind = |copy: u64| {
         let rows =
             |buffer, dim: u32| View { offset: copy * tokens * u64::from(dim), ..View::dense(buffer, 1, dim) };
         let layer = AppendLayer {
@@ -147,17 +223,14 @@ fn time(gpu: &Gpu, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_jso
             },
             k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
         };
-        Ok(append.bind(&gpu.device, &layer, shape.tokens)?)
+        gpu.bound(&append, &layer, shape.tokens)
     };
     let bindings = (0..copies).map(bind).collect::<Result<Vec<_>>>()?;
-    let right = check(gpu, shape, &append, &step, &bindings[0], &paint, &cache)?;
+    let right = check(gpu, shape, &append, &bindings[0], &paint, &cache)?;
 
-    let clock = Clock::new(gpu, args.replays());
-    let record = |pass: &mut wgpu::ComputePass<'_>, call: usize| {
-        append.record_in(pass, &step, &bindings[call % bindings.len()]);
-    };
-    let together = clock.time(Passes::One, record)?;
-    let alone = clock.time(Passes::Each, record)?;
+    let [together, alone] = gpu.time(args.replays(), |pass, call| {
+        D::record(&append, pass, &bindings[call % bindings.len()]);
+    })?;
     let rate = shape.bytes() as f64 / together.median / 1e9;
     let us = |seconds: f64| seconds * 1e6;
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
@@ -174,18 +247,15 @@ fn time(gpu: &Gpu, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_jso
 }
 
 /// Compares the bytes of the first and the last tokens of the first append.
-fn check(
-    gpu: &Gpu,
+fn check<D: Appends>(
+    gpu: &D,
     shape: &Shape,
-    append: &KvAppend,
-    step: &AppendStep,
-    first: &AppendBinding,
+    append: &D::Append,
+    first: &D::Bound,
     paint: &Paint,
-    cache: &wgpu::Buffer,
+    cache: &D::Buffer,
 ) -> Result<String> {
-    let mut encoder = gpu.device.create_command_encoder(&Default::default());
-    append.record(&mut encoder, step, first);
-    gpu.queue.submit([encoder.finish()]);
+    gpu.once(|pass| D::record(append, pass, first))?;
     let row_bytes = (LATENT + ROPE) as usize * shape.cache.bytes();
     let got = gpu.download(cache, shape.layer_elems() * shape.cache.bytes() as u64)?;
     let slots = shape.slots();

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo bench --bench merge -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench merge --features cuda -- --backend cuda
 //! ```
 //! BENCHMARKS.md says what the figures mean.
 
@@ -15,15 +16,15 @@ mod support;
 use close::{Tolerance, close};
 use serde_json::json;
 use support::args::Args;
-use support::ceiling::{self, Kind};
-use support::clock::{Clock, Passes, is_small};
-use support::paint::{Canvas, Paint};
+use support::ceiling::Kind;
+use support::device::Device;
+use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use support::{Result, peers};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{MergeAttnStates, MergeBinding};
 use wgpu_mla::reference::{State, merge_attn_states};
-use wgpu_mla::{Backend, Dtype, MergeStates, MergeStatesSpec, View, wgpu};
+use wgpu_mla::{Dtype, MergeStates, MergeStatesSpec, View, wgpu};
 
 const HEAD_SIZE: u32 = 128;
 
@@ -56,30 +57,86 @@ impl Shape {
     }
 }
 
+/// A device's own merge.
+trait Merges: Device {
+    type Merge;
+    type Bound;
+    fn merge(&self, spec: MergeStatesSpec) -> Result<Self::Merge>;
+    fn bound(&self, merge: &Self::Merge, args: &MergeStates<'_, Self::Buffer>) -> Result<Self::Bound>;
+    fn record(merge: &Self::Merge, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
+}
+
+impl Merges for Gpu {
+    type Merge = MergeAttnStates;
+    type Bound = MergeBinding;
+
+    fn merge(&self, spec: MergeStatesSpec) -> Result<MergeAttnStates> {
+        Ok(MergeAttnStates::new(&self.pipelines, spec)?)
+    }
+
+    fn bound(&self, merge: &MergeAttnStates, args: &MergeStates<'_, wgpu::Buffer>) -> Result<MergeBinding> {
+        Ok(merge.bind(&self.device, args)?)
+    }
+
+    fn record(merge: &MergeAttnStates, pass: &mut wgpu::ComputePass<'_>, bound: &MergeBinding) {
+        merge.record_in(pass, bound);
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use super::{MergeStates, MergeStatesSpec, Merges, Result, support::cuda::Launches};
+    use wgpu_mla::cuda::ops::{MergeAttnStates, MergeBinding};
+    use wgpu_mla::cuda::{Buffer, Cuda};
+
+    impl Merges for Cuda {
+        type Merge = MergeAttnStates;
+        type Bound = MergeBinding;
+
+        fn merge(&self, spec: MergeStatesSpec) -> Result<MergeAttnStates> {
+            Ok(MergeAttnStates::new(self, spec)?)
+        }
+
+        fn bound(&self, merge: &MergeAttnStates, args: &MergeStates<'_, Buffer>) -> Result<MergeBinding> {
+            Ok(merge.bind(args)?)
+        }
+
+        fn record(merge: &MergeAttnStates, launches: &mut Launches, bound: &MergeBinding) {
+            launches.add(merge.record(bound));
+        }
+    }
+}
+
 /// The arrays of a dtype's merges, each with room for all that are rotated.
-struct Arrays {
+struct Arrays<B> {
     paint: Paint,
     lse_paint: Paint,
-    prefix: wgpu::Buffer,
-    suffix: wgpu::Buffer,
-    output: wgpu::Buffer,
-    prefix_lse: wgpu::Buffer,
-    suffix_lse: wgpu::Buffer,
-    output_lse: wgpu::Buffer,
+    prefix: B,
+    suffix: B,
+    output: B,
+    prefix_lse: B,
+    suffix_lse: B,
+    output_lse: B,
     /// Elements of the suffix that are left out at its front, so that both inputs differ.
     skew: u64,
 }
 
 fn main() {
-    if let Err(error) = run(&Args::parse()) {
+    let args = Args::parse();
+    let done = match args.backend.as_str() {
+        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
+        #[cfg(feature = "cuda")]
+        "cuda" => wgpu_mla::cuda::Cuda::new(0).map_err(Into::into).and_then(|cuda| run(&cuda, &args)),
+        other => Err(format!("--backend {other}: wgpu, or cuda with that feature").into()),
+    };
+    if let Err(error) = done {
         eprintln!("error: {error}");
         std::process::exit(1);
     }
 }
 
-fn run(args: &Args) -> Result<()> {
-    let gpu = Gpu::new()?;
-    let (tokens, heads): (&[u32], &[u32]) = match (args.test, is_small(&gpu) && !args.full) {
+fn run<D: Merges>(gpu: &D, args: &Args) -> Result<()> {
+    let (tokens, heads): (&[u32], &[u32]) = match (args.test, gpu.is_small() && !args.full) {
         (true, _) => (&[37], &[16]),
         (_, true) => (&[256, 613], &[16]),
         _ => (&[256, 512, 613, 1024, 1536, 4096], &[16, 32, 48]),
@@ -93,13 +150,13 @@ fn run(args: &Args) -> Result<()> {
         shapes.iter().for_each(|shape| println!("{}", shape.name()));
         return Ok(());
     }
-    let (ceiling, bytes) = ceiling::measure(&gpu, Kind::Copy, args.test)?;
-    let mut records = Records::new("merge", Some(&gpu));
+    let (ceiling, bytes) = gpu.ceiling(Kind::Copy, args.test)?;
+    let mut records = Records::new("merge", gpu.facts());
     records.note("copy_ceiling_gb_s", ceiling);
     records.note("copy_ceiling_bytes", 2 * bytes);
     records.note("peers_device", peers::DEVICE);
     println!(
-        "# merge_attn_states on {}\n\nus: device time, many merges in a pass; alone: a pass for each. \
+        "# merge_attn_states on {}\n\nus: device time, many merges in a pass or graph; alone: a pass or launch for each. \
          GB/s: read and written; ceiling: share of this run's copy ceiling, {} GB/s. \
          Peers: us on one {}, not on this device.\n",
         gpu.name(),
@@ -107,15 +164,15 @@ fn run(args: &Args) -> Result<()> {
         peers::DEVICE
     );
     println!(
-        "| shape | us | min | alone | GB/s | ceiling | host | error (of allowed) | vLLM Triton | vLLM CUDA | of Triton |"
+        "| shape | us | min | alone | GB/s | ceiling | host | error (of allowed) | vLLM Triton | vLLM CUDA | of Triton | of CUDA |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    println!("|{}", "---|".repeat(12));
     for shapes in shapes.chunk_by(|a, b| a.dtype == b.dtype) {
-        let arrays = Arrays::new(&gpu, shapes)?;
+        let arrays = Arrays::new(gpu, shapes)?;
         let spec = MergeStatesSpec { dtype: shapes[0].dtype, head_size: HEAD_SIZE };
-        let merge = MergeAttnStates::new(&gpu.pipelines, spec)?;
+        let merge = gpu.merge(spec)?;
         for shape in shapes {
-            match time(&gpu, &merge, &arrays, shape, ceiling, args) {
+            match time(gpu, &merge, &arrays, shape, ceiling, args) {
                 Ok(record) => records.add(record),
                 Err(error) => records.fail(&shape.name(), error.as_ref()),
             }
@@ -124,10 +181,10 @@ fn run(args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-fn time(
-    gpu: &Gpu,
-    merge: &MergeAttnStates,
-    arrays: &Arrays,
+fn time<D: Merges>(
+    gpu: &D,
+    merge: &D::Merge,
+    arrays: &Arrays<D::Buffer>,
     shape: &Shape,
     ceiling: f64,
     args: &Args,
@@ -135,12 +192,9 @@ fn time(
     let bindings = (0..copies(gpu, shape)).map(|copy| arrays.bind(gpu, merge, shape, copy));
     let bindings = bindings.collect::<Result<Vec<_>>>()?;
     let right = arrays.check(gpu, merge, shape, &bindings[0])?;
-    let clock = Clock::new(gpu, args.replays());
-    let record = |pass: &mut wgpu::ComputePass<'_>, call: usize| {
-        merge.record_in(pass, &bindings[call % bindings.len()]);
-    };
-    let together = clock.time(Passes::One, record)?;
-    let alone = clock.time(Passes::Each, record)?;
+    let [together, alone] = gpu.time(args.replays(), |pass, call| {
+        D::record(merge, pass, &bindings[call % bindings.len()]);
+    })?;
     let peers = peers::merge_of(shape.dtype, shape.tokens, shape.heads);
     let (triton, cuda) = peers.unwrap_or((f64::NAN, f64::NAN));
     let us = together.median * 1e6;
@@ -148,7 +202,7 @@ fn time(
     print!("| {} | {} | {} ", shape.name(), micros(us), micros(together.min * 1e6));
     print!("| {} | {} | {} % ", micros(alone.median * 1e6), figure(rate), figure(100.0 * rate / ceiling));
     print!("| {} | {right} ", figure(together.host * 1e6));
-    println!("| {} | {} | {} |", micros(triton), micros(cuda), figure(us / triton));
+    println!("| {} | {} | {} | {} |", micros(triton), micros(cuda), figure(us / triton), figure(us / cuda));
     let mut row = json!({
         "workload": shape.name(), "dtype": shape.dtype.name(), "tokens": shape.tokens, "heads": shape.heads,
         "us_alone": alone.median * 1e6, "gb_s": rate, "share": rate / ceiling, "error": right,
@@ -160,12 +214,12 @@ fn time(
     Ok(row)
 }
 
-fn copies(gpu: &Gpu, shape: &Shape) -> u64 {
-    if is_small(gpu) { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) }
+fn copies(gpu: &impl Device, shape: &Shape) -> u64 {
+    if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) }
 }
 
-impl Arrays {
-    fn new(gpu: &Gpu, shapes: &[Shape]) -> Result<Self> {
+impl<B> Arrays<B> {
+    fn new<D: Merges<Buffer = B>>(gpu: &D, shapes: &[Shape]) -> Result<Self> {
         let skew = 8 * 10_007;
         let most =
             |size: fn(&Shape) -> u64| shapes.iter().map(|s| size(s) * copies(gpu, s)).max().unwrap_or(0);
@@ -184,7 +238,13 @@ impl Arrays {
         })
     }
 
-    fn bind(&self, gpu: &Gpu, merge: &MergeAttnStates, shape: &Shape, copy: u64) -> Result<MergeBinding> {
+    fn bind<D: Merges<Buffer = B>>(
+        &self,
+        gpu: &D,
+        merge: &D::Merge,
+        shape: &Shape,
+        copy: u64,
+    ) -> Result<D::Bound> {
         let state = |buffer, skew: u64| {
             let offset = copy * shape.elems() + skew;
             View { offset, ..View::dense(buffer, shape.heads, HEAD_SIZE) }
@@ -204,20 +264,18 @@ impl Arrays {
             num_tokens: shape.tokens,
             num_heads: shape.heads,
         };
-        Ok(merge.bind(&gpu.device, &args)?)
+        gpu.bound(merge, &args)
     }
 
     /// Compares the first and the last tokens of the first merge with the oracle.
-    fn check(
+    fn check<D: Merges<Buffer = B>>(
         &self,
-        gpu: &Gpu,
-        merge: &MergeAttnStates,
+        gpu: &D,
+        merge: &D::Merge,
         shape: &Shape,
-        first: &MergeBinding,
+        first: &D::Bound,
     ) -> Result<String> {
-        let mut encoder = gpu.device.create_command_encoder(&Default::default());
-        merge.record(&mut encoder, first);
-        gpu.queue.submit([encoder.finish()]);
+        gpu.once(|pass| D::record(merge, pass, first))?;
         let (tokens, heads) = (shape.tokens as usize, shape.heads as usize);
         let some: Vec<usize> = (0..8.min(tokens)).chain(tokens.saturating_sub(8).max(8)..tokens).collect();
         let width = heads * HEAD_SIZE as usize;

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs the benches for a GPU machine that has a Vulkan driver and no Rust.
+# Packs the benches for a GPU machine that has a Vulkan or CUDA driver and no Rust. The same binaries serve both.
 # usage: scripts/bench-device.sh [--tests] [--loader] [OUT.tgz]
 #   --tests    the GPU tests and their case files too
 #   --loader   this machine's libvulkan.so.1 too, for one that has a driver and no loader
@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 tests=() loader= out=target/bench-device.tgz
 for arg in "$@"; do
     case $arg in
-        --tests) tests=(codes conformance_wgpu record page_list devices wgpu_ops matrix_wgpu) ;;
+        --tests) tests=(codes conformance_wgpu record page_list devices wgpu_ops matrix_wgpu conformance_cuda cuda) ;;
         --loader) loader=1 ;;
         -*) sed -n '2,5s/^# //p' "$0"; exit 2 ;;
         *) out=$arg ;;
@@ -17,7 +17,7 @@ for arg in "$@"; do
 done
 
 # The path of each executable that a cargo command builds.
-built() { cargo "$@" --locked --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'; }
+built() { cargo "$@" --features cuda --locked --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'; }
 
 pack=$(mktemp -d)
 trap 'rm -rf "$pack"' EXIT
@@ -52,8 +52,9 @@ git describe --always --dirty >"$dir/revision" 2>/dev/null || true
 cat >"$dir/run.sh" <<'RUN'
 #!/usr/bin/env bash
 # usage: ./run.sh                       all three benches; tables and JSON into results/ (or $OUT)
+#        ./run.sh cuda [ARGS..]         the same through CUDA
 #        ./run.sh decode|merge|append ARGS..   one of them with its arguments: see BENCHMARKS.md
-#        ./run.sh tests [NAME..]        the tests that were packed
+#        ./run.sh tests [NAME..]        the tests that were packed; a card that is not there is a failure
 set -euo pipefail
 cd "$(dirname "$0")"
 results=${OUT:-results}
@@ -61,24 +62,34 @@ mkdir -p "$results"
 [ -d lib ] && export LD_LIBRARY_PATH="$PWD/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 [ -n "${XDG_RUNTIME_DIR:-}" ] || export XDG_RUNTIME_DIR=/tmp
 
+# NAME ARGS..: its table and JSON, named after the backend unless that is wgpu.
 bench() {
     local name=$1 file=$1
     shift
-    [ "${1:-}" != --host ] || file=$name-host
-    "bin/$name" --json "$results/$name.json" "$@" | tee "$results/$file.md"
+    case " $* " in
+        *" --host "*) file=$name-host ;;
+        *" --backend cuda "*) file=cuda-$name ;;
+    esac
+    "bin/$name" --json "$results/$file.json" "$@" | tee "$results/$file.md"
+}
+
+all() {
+    local name failed=
+    for name in decode merge append; do
+        bench $name "$@" || failed+=" $name"
+        echo
+    done
+    [ -z "$failed" ] || { echo "FAILED:$failed"; exit 1; }
 }
 
 case ${1:-all} in
-    all)
-        failed=
-        for name in decode merge append; do
-            bench $name || failed+=" $name"
-            echo
-        done
-        [ -z "$failed" ] || { echo "FAILED:$failed"; exit 1; } ;;
+    all) all ;;
+    cuda) shift && all --backend cuda "$@" ;;
     tests)
         shift
         export MLA_REQUIRE_GPU=1
+        # Elsewhere those of CUDA say that they were not run.
+        if [ $# -gt 0 ] || command -v nvidia-smi >/dev/null; then export MLA_REQUIRE_CUDA=1; fi
         [ $# -gt 0 ] || set -- $(ls tests)
         failed=
         for name in "$@"; do
@@ -95,6 +106,6 @@ tar -czf "$out" -C "$pack" wgpu-mla-bench
 ls -lh "$out"
 cat <<HOW
 On the GPU machine:
-    tar xzf $(basename "$out") && wgpu-mla-bench/run.sh          (its head says what else it does)
+    tar xzf $(basename "$out") && wgpu-mla-bench/run.sh          (its head says what else it does; run.sh cuda: through CUDA)
 Bring back wgpu-mla-bench/results/*.json. If no driver is found there, point VK_DRIVER_FILES at its ICD file.
 HOW

@@ -1,6 +1,6 @@
 //! Arguments and checks of the small ops: merge of attention states, append, page copies.
 
-use crate::layer::{KvView, View, distinct, fits};
+use crate::layer::{KvView, View, distinct, fits, no_aliases};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 
 /// What a `merge_attn_states` is compiled for.
@@ -84,6 +84,25 @@ impl<B> MergeStates<'_, B> {
         }
         Ok(())
     }
+
+    /// # Errors
+    /// [`Error::Aliased`].
+    pub(crate) fn check_aliases(&self, is_same: impl Fn(&B, &B) -> bool) -> Result<()> {
+        let inputs = [
+            ("prefix_output", self.prefix_output.buffer),
+            ("prefix_lse", self.prefix_lse.buffer),
+            ("suffix_output", self.suffix_output.buffer),
+            ("suffix_lse", self.suffix_lse.buffer),
+        ];
+        let output = ("output", self.output.buffer);
+        no_aliases(&inputs, &[output], &is_same)?;
+        if let Some(lse) = self.output_lse {
+            let lse = [("output_lse", lse.buffer)];
+            no_aliases(&inputs, &lse, &is_same)?;
+            no_aliases(&[output], &lse, &is_same)?;
+        }
+        Ok(())
+    }
 }
 
 /// What a `kv_append` is compiled for.
@@ -129,8 +148,13 @@ impl AppendSpec {
     /// Checks a slot mapping and turns it into words: `u32::MAX` for a token that is skipped.
     ///
     /// # Errors
-    /// [`Error::SlotOutOfRange`] and [`Error::SlotOverlap`].
+    /// [`Error::SlotOutOfRange`] and [`Error::SlotOverlap`]; [`Error::Length`] for more tokens than 32 bits count.
     pub fn slots(&self, slot_mapping: &[i64]) -> Result<Vec<u32>> {
+        if u32::try_from(slot_mapping.len()).is_err() {
+            let (got, want) = (slot_mapping.len() as u64, u64::from(u32::MAX));
+            let cure = "append fewer tokens a call";
+            return Err(Error::Length { what: "slot_mapping", got, want, cure });
+        }
         let num_slots = self.kv.num_slots();
         let mut taken: Vec<(i64, usize)> = Vec::with_capacity(slot_mapping.len());
         let mut words = Vec::with_capacity(slot_mapping.len());
@@ -151,7 +175,7 @@ impl AppendSpec {
     }
 }
 
-impl<B> AppendLayer<'_, B> {
+impl<'a, B> AppendLayer<'a, B> {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::BufferTooSmall`], given each buffer's bytes.
     pub(crate) fn check(&self, spec: &AppendSpec, tokens: u32, size: impl Fn(&B) -> u64) -> Result<()> {
@@ -175,6 +199,57 @@ impl<B> AppendLayer<'_, B> {
             fits(what, end, size(view.buffer))?;
         }
         Ok(())
+    }
+
+    /// The rotary rows. Without a rotary part they are unread, whatever they are, and the latent ones stand in for them.
+    pub(crate) fn rotary(&self, spec: &AppendSpec) -> View<'a, B> {
+        if spec.shape.qk_rope_head_dim == 0 { self.kv_c } else { self.k_pe }
+    }
+
+    /// # Errors
+    /// [`Error::Aliased`].
+    pub(crate) fn check_aliases(&self, spec: &AppendSpec, is_same: impl Fn(&B, &B) -> bool) -> Result<()> {
+        let inputs = [("kv_c", self.kv_c.buffer), ("k_pe", self.rotary(spec).buffer)];
+        no_aliases(&inputs, &[("kv", self.kv.buffer)], is_same)
+    }
+}
+
+/// What a `kv_copy_pages` is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CopySpec {
+    /// The cache.
+    pub kv: KvSpec,
+    /// Elements of a row, `L + R`: a multiple of 4.
+    pub row_elems: u32,
+}
+
+impl CopySpec {
+    /// # Errors
+    /// [`Error::Shape`].
+    pub fn check(&self) -> Result<()> {
+        self.kv.check()?;
+        if !self.row_elems.is_multiple_of(4) || !(4..=65_536).contains(&self.row_elems) {
+            let cure = "must be kv_lora_rank + qk_rope_head_dim, a multiple of 4 in 4..=65536";
+            return Err(Error::Shape { what: "row_elems", got: self.row_elems.into(), cure });
+        }
+        Ok(())
+    }
+
+    /// Checks a layer's cache. Where in a row the latent ends does not matter.
+    ///
+    /// # Errors
+    /// [`Error::Alignment`], [`Error::Shape`] where pages would overlap, [`Error::BufferTooSmall`] for a buffer of `size` bytes.
+    pub(crate) fn check_view<B>(&self, view: &KvView<'_, B>, size: u64) -> Result<()> {
+        view.check(&self.mla(), size)
+    }
+
+    pub(crate) fn mla(&self) -> MlaSpec {
+        let shape = MlaShape { num_heads: 1, kv_lora_rank: self.row_elems, qk_rope_head_dim: 0 };
+        MlaSpec { shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }
+    }
+
+    pub(crate) fn page_bytes(&self) -> u64 {
+        u64::from(self.kv.page_size) * u64::from(self.row_elems) * self.kv.dtype.bytes() as u64
     }
 }
 

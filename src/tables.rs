@@ -1,7 +1,7 @@
 //! A step's tables: the plan and the flat page list as one array of `u32`, the same for every backend.
 //!
 //! Layout: a [`Header`], then five sections whose places depend on the step's [`Capacity`] only, so that the same
-//! recorded commands serve every batch that fits. On a GPU the last section, the page list, is a buffer of its own: a host
+//! recorded commands serve every batch that fits. On wgpu the last section, the page list, is a buffer of its own: a host
 //! that writes it there holds nothing else of a step.
 
 use bytemuck::{Pod, Zeroable};
@@ -26,8 +26,8 @@ pub enum PageTable<'a> {
         /// Page ids.
         kv_indices: &'a [i32],
     },
-    /// The page list is written on the device, into the buffer of `gpu::Step::page_list`. Only a decode that was made with
-    /// clamped pages takes it.
+    /// The page list is written on the device, into what `Step::page_list` of wgpu or CUDA gives. Only a decode that was
+    /// made with clamped pages takes it.
     Device,
 }
 
@@ -180,7 +180,7 @@ pub struct Header {
     pub merges: u32,
     /// Place of the merge slots.
     pub merge_slots: u32,
-    /// Place of the flat page list: on a GPU the words of the buffer without it.
+    /// Place of the flat page list: on wgpu the words of the buffer without it.
     pub pages: u32,
     /// Words in all.
     pub end: u32,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Backend, Batch, Dtype, PageTable, Plan, Policy};
@@ -11,8 +11,10 @@ use super::problem::{Pool, Problem};
 use super::serving;
 use super::workload::{Ratio, Workload, full, small, tiny};
 use crate::support::args::Args;
-use crate::support::ceiling::{self, Kind};
+use crate::support::ceiling::Kind;
 use crate::support::clock::{Clock, Passes, Timing, is_small, is_software};
+use crate::support::device::Device;
+use crate::support::paint::Canvas;
 use crate::support::record::{Records, figure, micros, timing_fields};
 use crate::support::{Result, median, peers};
 
@@ -48,7 +50,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
     let cpu = args.threads.map_or_else(Cpu::new, Cpu::with_threads);
-    let mut report = Report::new(&cpu.name(), None, f64::NAN);
+    let mut report = Report::new(&cpu.name(), json!({ "name": "CPU" }), f64::NAN);
     for workload in table.iter().filter(|workload| !workload.plain) {
         let pool = Pool::new(&cpu, workload.kv, workload.layer_elems())?;
         let problem = Problem::new(&cpu, &pool, workload, args.variant.as_deref(), args.items, 1)?;
@@ -68,8 +70,8 @@ fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
 }
 
 fn run_gpu(gpu: &Gpu, table: &[Workload], args: &Args) -> Result<()> {
-    let (ceiling, bytes) = ceiling::measure(gpu, Kind::Read, args.test)?;
-    let mut report = Report::new(&gpu.name(), Some(gpu), ceiling);
+    let (ceiling, bytes) = gpu.ceiling(Kind::Read, args.test)?;
+    let mut report = Report::new(&gpu.name(), gpu.facts(), ceiling);
     report.records.note("read_ceiling_bytes", bytes);
     // One pool for neighbours in the table that share a dtype.
     for group in table.chunk_by(|a, b| a.kv == b.kv) {
@@ -135,16 +137,17 @@ fn time_gpu(
         problem.decode.record_in(pass, &problem.step, binding);
     })?;
     let step = host_step(gpu, workload, &problem)?;
+    gpu.queue.submit([]);
     report.add(workload, row, &timing, step, problem.plan.items.len(), &right);
     Ok(())
 }
 
 /// Seconds of host time that a step costs before its layers: plan and prepare, with one token more each time.
-fn host_step(gpu: &Gpu, workload: &Workload, problem: &Problem<'_, Gpu>) -> Result<f64> {
-    let mut step = problem.decode.step(Default::default())?;
+pub fn host_step<B: Canvas>(backend: &B, workload: &Workload, problem: &Problem<'_, B>) -> Result<f64> {
+    let mut step = backend.step(&problem.decode, Default::default())?;
     let mut plan = Plan::default();
     let (table, max_pages) = workload.block_table();
-    let (lens, tiling) = (workload.seq_lens(), problem.decode.tiling());
+    let (lens, tiling) = (workload.seq_lens(), backend.tiling(&problem.decode));
     let starts: Vec<i32> = (0..=lens.len() as u32).map(|i| (i * workload.q_len) as i32).collect();
     let mut times = Vec::new();
     for turn in 0..17 {
@@ -152,23 +155,22 @@ fn host_step(gpu: &Gpu, workload: &Workload, problem: &Problem<'_, Gpu>) -> Resu
         let begin = Instant::now();
         plan.update(&problem.spec, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?;
         let pages = PageTable::Dense { block_table: &table, max_pages };
-        problem.decode.prepare(&gpu.queue, &mut step, &plan, pages)?;
+        backend.prepare(&problem.decode, &mut step, &plan, pages)?;
         times.push(begin.elapsed().as_secs_f64());
     }
-    gpu.queue.submit([]);
     Ok(median(&mut times))
 }
 
 /// The table as it grows, and the times that later lines are compared with.
 pub struct Report {
-    records: Records,
+    pub records: Records,
     ceiling: f64,
     done: Vec<(Workload, f64)>,
 }
 
 impl Report {
-    pub fn new(name: &str, gpu: Option<&Gpu>, ceiling: f64) -> Self {
-        let mut records = Records::new("decode", gpu);
+    pub fn new(name: &str, device: Value, ceiling: f64) -> Self {
+        let mut records = Records::new("decode", device);
         records.note("read_ceiling_gb_s", ceiling);
         records.note("peers_device", peers::DEVICE);
         records.note("peers_read_ceiling_gb_s", peers::READ_CEILING);
@@ -185,16 +187,6 @@ impl Report {
         peers::NAMES.iter().for_each(|name| print!(" {name} |"));
         println!("\n|---|---|{}", "---|".repeat(9 + peers::NAMES.len()));
         Self { records, ceiling, done: Vec::new() }
-    }
-
-    #[cfg(feature = "cuda")]
-    pub fn fail(&mut self, name: &str, error: &dyn std::error::Error) {
-        self.records.fail(name, error);
-    }
-
-    #[cfg(feature = "cuda")]
-    pub fn save(self, args: &Args) -> Result<()> {
-        self.records.save(args.json.as_deref())
     }
 
     pub fn add(

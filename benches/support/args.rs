@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 #[derive(Default)]
 pub struct Args {
-    /// `wgpu` or `cpu`.
+    /// `wgpu` or `cpu`, or `cuda` with that feature.
     pub backend: String,
     pub variant: Option<String>,
     /// Texts; a workload whose name holds one of them is run. None: all are.

@@ -3,6 +3,9 @@
 pub mod args;
 pub mod ceiling;
 pub mod clock;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod device;
 pub mod paint;
 pub mod peers;
 pub mod record;

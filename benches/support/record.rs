@@ -4,7 +4,6 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use serde_json::{Map, Value, json};
-use wgpu_mla::gpu::Gpu;
 
 use super::Result;
 use super::clock::Timing;
@@ -17,18 +16,9 @@ pub struct Records {
 }
 
 impl Records {
-    pub fn new(bench: &str, gpu: Option<&Gpu>) -> Self {
+    /// `device` is what it ran on: its name, driver and so on.
+    pub fn new(bench: &str, device: Value) -> Self {
         let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
-        let device = gpu.map_or(json!({ "name": "CPU" }), |gpu| {
-            let info = gpu.adapter.get_info();
-            json!({
-                "name": info.name,
-                "driver": info.driver,
-                "driver_info": info.driver_info,
-                "api": format!("{:?}", info.backend),
-                "kind": format!("{:?}", info.device_type),
-            })
-        });
         let version = env!("CARGO_PKG_VERSION");
         Self {
             head: json!({ "bench": bench, "crate": version, "date": date, "device": device }),

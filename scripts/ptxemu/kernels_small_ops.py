@@ -67,21 +67,22 @@ def e4m3_scale(k_scale):
     return k, float(np.float32(128 * (1 - margin) / k)), float(np.float32(128 * (1 + margin) / k)), largest
 
 
-def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, offset=0, pad=0):
-    """Cuts codes into rows, appends them to random slots but for some, and compares the whole cache."""
+def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, offset=0, pad=0, room=0):
+    """Cuts codes into rows, appends them to random slots but for some, and compares the whole cache. Tables and inputs have `room` for
+    more tokens, of which nothing may be written."""
     rng = np.random.default_rng(len(codes) + page_size)
     row, size, out = latent + rope, np.dtype(BITS[dtype]).itemsize, np.dtype(BITS[cache]).itemsize
     tokens = -(-len(codes) // row)
-    rows = np.resize(codes, (tokens, row)).astype(BITS[dtype])
+    rows = np.resize(codes, (tokens + room, row)).astype(BITS[dtype])
     num_pages = -(-tokens // page_size) + 2
-    slots = rng.permutation(num_pages * page_size)[:tokens]
+    slots = np.resize(rng.permutation(num_pages * page_size), tokens + room)
     slots[1::9] = -1
     strides = latent + pad, rope + pad
 
     def spread(part, stride):
         """Rows `stride` apart, behind `offset` elements."""
-        array = random_bits(rng, offset + (tokens - 1) * stride + part.shape[1], dtype)
-        for token in range(tokens):
+        array = random_bits(rng, offset + (len(part) - 1) * stride + part.shape[1], dtype)
+        for token in range(len(part)):
             array[offset + token * stride :][: part.shape[1]] = part[token]
         return array
 
@@ -91,18 +92,19 @@ def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, 
     kv_c = device.buffer(spread(rows[:, :latent], strides[0]), False) + offset * size
     k_pe = device.buffer(spread(rows[:, latent:], strides[1]), False) + offset * size if rope else 0
     kv = device.buffer(before)
-    table = device.buffer(slots.astype(np.uint32), False)
-    steps = [stride * size if tokens > 1 else 0 for stride in strides]
+    table = device.buffer(np.concatenate([[tokens], slots]).astype(np.uint32), False)
+    most = tokens + room
+    steps = [stride * size if most > 1 else 0 for stride in strides]
     is_wide = all(number % 16 == 0 for number in [kv_c, k_pe, *steps])
     args = struct.pack("<7Q", kv_c, k_pe, kv + 8 * out, table, *steps, stride * out)
-    args += struct.pack("<6I", tokens, num_pages * page_size, page_size, latent // 8, row // 8, is_wide)
+    args += struct.pack("<6I", most, num_pages * page_size, page_size, latent // 8, row // 8, is_wide)
     args += struct.pack("<4I3fI", *divisor(row // 8), *divisor(page_size), *e4m3_scale(k_scale))
     entry = kernels("shaders/cuda/kv_append.ptx")[f"kv_append_{dtype}_{cache}"]
-    device.launch(entry, (-(-(-(-tokens // 4) * (row // 8)) // 256), 1, 1), [args])
+    device.launch(entry, (-(-(-(-most // 4) * (row // 8)) // 256), 1, 1), [args])
 
     want = before.copy()
     new = rows if dtype == cache else encoded(cache, f32_bits(dtype, rows), k_scale)
-    for token in np.flatnonzero(slots >= 0):
+    for token in np.flatnonzero(slots[:tokens] >= 0):
         at = 8 + slots[token] // page_size * stride + slots[token] % page_size * row
         want[at : at + row] = new[token]
     wrong = np.flatnonzero(device.read(kv) != want)
@@ -138,6 +140,12 @@ def test_append_shapes_of_every_pair():
             append(dtype, cache, codes, page_size=3, k_scale=scale)
             append(dtype, cache, codes[:900], 256, 32, 48, k_scale=scale, offset=4, pad=4)
             append(dtype, cache, codes[:512], 512, 0, 1, k_scale=scale)
+
+
+def test_append_of_fewer_tokens_than_a_grid_is_for():
+    for dtype, cache in [("bf16", "e4m3"), ("f16", "f16"), ("f32", "bf16")]:
+        for tokens, room in [(1, 1), (3, 9), (4, 1), (5, 6), (0, 3)]:
+            append(dtype, cache, encoded(dtype, usual(tokens * 576)), page_size=3, room=room)
 
 
 def test_append_every_code_of_16_bits():
@@ -257,13 +265,16 @@ def copy_pages(dtype, body, row, page_size, pad):
     copies = [(3, 0), (3, 6), (1, 2)]
     wild = [(9, 4), (4, 9)]
     device = Device()
-    kv, table = device.buffer(before), device.buffer(np.array(copies + wild, np.uint32), False)
+    # A table with room for two more, of what an earlier step copied.
+    used = np.array(copies + wild, np.uint32)
+    words = np.concatenate([[len(used)], used.ravel(), [0, 5], [1, 3]]).astype(np.uint32)
+    kv, table = device.buffer(before), device.buffer(words, False)
     units = page_size * row * size // (16 if body == "wide" else 4)
     blocks = -(-units // 1024)
-    args = struct.pack("<3Q4I", kv + 8 * size, table, stride * size, num_pages, units, blocks, len(copies + wild))
+    args = struct.pack("<3Q4I", kv + 8 * size, table, stride * size, num_pages, units, blocks, len(used) + 2)
     entry = kernels("shaders/cuda/kv_copy_pages.ptx")[f"kv_copy_pages_{body}"]
     # a block more than there is work for
-    device.launch(entry, (len(copies + wild) * blocks + 1, 1, 1), [args])
+    device.launch(entry, ((len(used) + 2) * blocks + 1, 1, 1), [args])
     want = before.copy()
     for source, target in copies:
         want[8 + target * stride :][: page_size * row] = before[8 + source * stride :][: page_size * row]

@@ -1,15 +1,17 @@
 // Scatters new rows into the paged cache.
 //
-//   for token: slot = slots[token]; skip if there is none
+//   for token of the table: slot = slots[token]; skip if there is none
 //     kv[slot / page_size][slot % page_size] = convert(kv_c[token] ++ k_pe[token])
 //
 // An oct is 8 elements of one row. L and R are multiples of 8, and the cache's offset and strides too; the inputs' are
 // multiples of 4. An item is the same oct of TOKENS_PER_THREAD tokens: all are loaded before the first is converted.
+//
+// A grid is for max_tokens, so that a captured one serves every table that fits: threads past its tokens leave early.
 
 // limits: kv_append_f32_f32 registers=48 threads=256
 // limits: kv_append_f32_f16 registers=48 threads=256
 // limits: kv_append_f32_bf16 registers=48 threads=256
-// limits: kv_append_f32_e4m3 registers=56 threads=256
+// limits: kv_append_f32_e4m3 registers=64 threads=256
 // limits: kv_append_f16_f32 registers=40 threads=256
 // limits: kv_append_f16_f16 registers=40 threads=256
 // limits: kv_append_f16_bf16 registers=40 threads=256
@@ -30,11 +32,11 @@ struct Args {
     u64 kv_c;  // address of token 0's row
     u64 k_pe;  // address of token 0's row
     u64 kv;    // address of the layer's first page
-    u64 slots; // u32 [num_tokens]
+    u64 table; // u32: the number of tokens, then the slot of each
     u64 kv_c_stride; // bytes, as the others
     u64 k_pe_stride;
     u64 block_stride;
-    u32 num_tokens;
+    u32 max_tokens; // for which table and inputs have room
     u32 num_slots;
     u32 page_size;
     u32 latent_octs;
@@ -189,6 +191,8 @@ __device__ __forceinline__ uint2 e4m3_oct_exact(u64 at, float k_scale) {
     return make_uint2((u32)codes, (u32)(codes >> 32));
 }
 
+__device__ __forceinline__ u32 slot_of(const Args &args, u32 token) { return read_4(args.table + 4ull + 4ull * token); }
+
 // Where an oct of a slot's row is.
 template <class Out>
 __device__ __forceinline__ u64 target(const Args &args, u32 slot, u32 oct) {
@@ -203,22 +207,27 @@ __device__ __forceinline__ void append(const Args &args) {
     u32 block = divide(item, args.by_row_octs);
     u32 oct = item - block * args.row_octs;
     u32 first = block * TOKENS_PER_THREAD;
-    if (first >= args.num_tokens) {
+    if (first >= args.max_tokens) {
         return;
     }
-    u32 last = min(args.num_tokens - first, TOKENS_PER_THREAD) - 1;
+    // The slots are asked for before it is known how many there are; past the room for them it is the last one again.
+    u32 num_tokens = min(read_4(args.table), args.max_tokens);
+    u32 slots[TOKENS_PER_THREAD];
+#pragma unroll
+    for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
+        slots[i] = slot_of(args, min(first + i, args.max_tokens - 1));
+    }
+    if (first >= num_tokens) {
+        return;
+    }
+    u32 last = min(num_tokens - first, TOKENS_PER_THREAD) - 1;
     bool is_latent = oct < args.latent_octs;
     u64 stride = is_latent ? args.kv_c_stride : args.k_pe_stride;
     u32 column = is_latent ? oct : oct - args.latent_octs;
     u64 from = (is_latent ? args.kv_c : args.k_pe) + first * stride + column * (8 * In::BYTES);
 
     // Past the last token it is read again, and not written.
-    u32 slots[TOKENS_PER_THREAD];
     u32 words[TOKENS_PER_THREAD][2 * In::BYTES];
-#pragma unroll
-    for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
-        slots[i] = read_4(args.slots + 4ull * (first + min(i, last)));
-    }
     if (In::BYTES == 4 || args.is_wide) {
 #pragma unroll
         for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
@@ -255,8 +264,7 @@ __device__ __forceinline__ void append(const Args &args) {
 #pragma unroll 1
         for (u32 i = 0; unsure != 0; i++, unsure >>= 1) {
             if (unsure & 1u) {
-                u32 slot = read_4(args.slots + 4ull * (first + i));
-                store_8(target<Out>(args, slot, oct), e4m3_oct_exact<In>(from + i * stride, args.scale.k_scale));
+                store_8(target<Out>(args, slot_of(args, first + i), oct), e4m3_oct_exact<In>(from + i * stride, args.scale.k_scale));
             }
         }
     }

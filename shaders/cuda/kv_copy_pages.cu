@@ -1,8 +1,9 @@
 // Copies whole pages inside one layer's pool, as raw bits.
 //
-//   for (from, to) in copies: kv[to] = kv[from]
+//   for (from, to) of the table: kv[to] = kv[from]
 //
 // The host proved that no page is both read and written, and none written twice, so the order cannot matter.
+// A grid is for max_copies, so that a captured one serves every table that fits: blocks past its copies leave early.
 // A block copies one part of one page; a thread UNITS_PER_THREAD units of it, all loaded before the first is stored.
 
 // limits: kv_copy_pages_wide registers=32 threads=256
@@ -15,12 +16,12 @@
 
 struct Args {
     u64 kv;     // address of the layer's first page
-    u64 copies; // u32 [num_copies, 2]: from, to
+    u64 table;  // u32: the number of copies, then of each from and to
     u64 block_stride; // bytes
     u32 num_pages;
     u32 page_units;
     u32 blocks_per_page;
-    u32 num_copies;
+    u32 max_copies; // for which the table has room
 };
 
 struct Wide {
@@ -41,13 +42,14 @@ __device__ __forceinline__ void copy_pages(const Args &args) {
     u32 copy = blockIdx.x / args.blocks_per_page;
     u32 part = blockIdx.x % args.blocks_per_page;
     u32 first = part * THREADS * UNITS_PER_THREAD + threadIdx.x;
-    if (copy >= args.num_copies) {
+    if (copy >= args.max_copies) {
         return;
     }
-    u32 from = read_4(args.copies + 8ull * copy);
-    u32 to = read_4(args.copies + 8ull * copy + 4ull);
-    // The host proved this; the bound keeps a wild table harmless too.
-    if (from >= args.num_pages || to >= args.num_pages) {
+    u32 num_copies = read_4(args.table);
+    u32 from = read_4(args.table + 4ull + 8ull * copy);
+    u32 to = read_4(args.table + 8ull + 8ull * copy);
+    // The host proved that pages are of the pool; the bound keeps a wild table harmless too.
+    if (copy >= num_copies || from >= args.num_pages || to >= args.num_pages) {
         return;
     }
     u64 source = args.kv + from * args.block_stride + (u64)first * sizeof(Unit);

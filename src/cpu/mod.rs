@@ -47,7 +47,7 @@ pub use step::Step;
 
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -171,6 +171,6 @@ impl Backend for Cpu {
         copies: &[(u32, u32)],
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
-        ops::kv_copy_pages(kv, row_elems, copies, view)
+        ops::kv_copy_pages(&CopySpec { kv: *kv, row_elems }, copies, view)
     }
 }

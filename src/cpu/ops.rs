@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use super::bind::{Pages, Rows};
 use super::buffer::{Access, Buffer, bits_of, lock, store_elements};
 use super::pool::Pool;
-use crate::layer::{KvView, no_aliases};
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec, check_copies};
-use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
+use crate::layer::KvView;
+use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec, check_copies};
+use crate::{Dtype, Result};
 
 /// The element at `index` as it stands, in the low end of a word.
 fn raw(bytes: &[u8], element_bytes: usize, index: usize) -> u32 {
@@ -26,23 +26,11 @@ pub(super) fn merge_attn_states(
     if args.num_tokens == 0 || args.num_heads == 0 {
         return Ok(());
     }
-    let inputs = [
-        ("prefix_output", args.prefix_output.buffer),
-        ("prefix_lse", args.prefix_lse.buffer),
-        ("suffix_output", args.suffix_output.buffer),
-        ("suffix_lse", args.suffix_lse.buffer),
-    ];
+    args.check_aliases(Buffer::same_as)?;
     let output_lse = args.output_lse.unwrap_or(args.output);
-    no_aliases(
-        &inputs,
-        &[("output", args.output.buffer), ("output_lse", output_lse.buffer)],
-        Buffer::same_as,
-    )?;
-    if args.output_lse.is_some() && output_lse.buffer.same_as(args.output.buffer) {
-        return Err(Error::Aliased { a: "output", b: "output_lse" });
-    }
 
-    let [a, b, c, d] = inputs.map(|(_, buffer)| (buffer, Access::Read));
+    let inputs = [args.prefix_output, args.prefix_lse, args.suffix_output, args.suffix_lse];
+    let [a, b, c, d] = inputs.map(|view| (view.buffer, Access::Read));
     let locked = lock([a, b, c, d, (args.output.buffer, Access::Write), (output_lse.buffer, Access::Write)]);
     let outputs =
         [(locked.bytes(0), Rows::of(&args.prefix_output)), (locked.bytes(2), Rows::of(&args.suffix_output))];
@@ -104,22 +92,11 @@ pub(super) fn kv_append(
     slot_mapping: &[i64],
     layer: &AppendLayer<'_, Buffer>,
 ) -> Result<()> {
-    let tokens = u32::try_from(slot_mapping.len()).map_err(|_| Error::Length {
-        what: "slot_mapping",
-        got: slot_mapping.len() as u64,
-        want: u32::MAX.into(),
-        cure: "append fewer tokens a call",
-    })?;
-    layer.check(spec, tokens, Buffer::bytes)?;
     let slots = spec.slots(slot_mapping)?;
+    layer.check(spec, slots.len() as u32, Buffer::bytes)?;
+    layer.check_aliases(spec, Buffer::same_as)?;
     let (latent, rope) = (spec.shape.kv_lora_rank as usize, spec.shape.qk_rope_head_dim as usize);
-    // Without a rotary part its buffer is unread, whatever it is.
-    let k_pe = if rope == 0 { layer.kv_c } else { layer.k_pe };
-    no_aliases(
-        &[("kv_c", layer.kv_c.buffer), ("k_pe", k_pe.buffer)],
-        &[("kv", layer.kv.buffer)],
-        Buffer::same_as,
-    )?;
+    let k_pe = layer.rotary(spec);
 
     let (read, write) = (Access::Read, Access::Write);
     let locked = lock([(layer.kv_c.buffer, read), (k_pe.buffer, read), (layer.kv.buffer, write)]);
@@ -154,27 +131,16 @@ pub(super) fn kv_append(
 }
 
 /// See [`crate::Backend::kv_copy_pages`].
-pub(super) fn kv_copy_pages(
-    kv: &KvSpec,
-    row_elems: u32,
-    copies: &[(u32, u32)],
-    view: &KvView<'_, Buffer>,
-) -> Result<()> {
-    kv.check()?;
-    if row_elems == 0 || !row_elems.is_multiple_of(4) {
-        let cure = "must be kv_lora_rank + qk_rope_head_dim, a multiple of 4";
-        return Err(Error::Shape { what: "row_elems", got: row_elems.into(), cure });
-    }
-    check_copies(kv, copies)?;
-    // The view's check asks for the length of a row only.
-    let shape = MlaShape { num_heads: 1, kv_lora_rank: row_elems, qk_rope_head_dim: 0 };
-    view.check(&MlaSpec { shape, kv: *kv, query: Dtype::F32, out: Dtype::F32 }, view.buffer.bytes())?;
+pub(super) fn kv_copy_pages(spec: &CopySpec, copies: &[(u32, u32)], view: &KvView<'_, Buffer>) -> Result<()> {
+    spec.check()?;
+    check_copies(&spec.kv, copies)?;
+    spec.check_view(view, view.buffer.bytes())?;
 
     let locked = lock([(view.buffer, Access::Write)]);
     let words = locked.words(0);
-    let pages = Pages::of(view, kv.page_size, row_elems);
-    let word = |page: u32| pages.at(page as usize, 0) * kv.dtype.bytes() / 4;
-    let page_words = kv.page_size as usize * row_elems as usize * kv.dtype.bytes() / 4;
+    let pages = Pages::of(view, spec.kv.page_size, spec.row_elems);
+    let word = |page: u32| pages.at(page as usize, 0) * spec.kv.dtype.bytes() / 4;
+    let page_words = spec.page_bytes() as usize / 4;
     for &(from, to) in copies {
         let (from, to) = (&words[word(from)..][..page_words], &words[word(to)..][..page_words]);
         for (from, to) in from.iter().zip(to) {

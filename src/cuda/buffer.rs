@@ -61,6 +61,11 @@ impl Buffer {
         self.bytes
     }
 
+    /// A part that lies inside, which shares the memory.
+    pub(super) fn part(&self, offset: u64, bytes: u64) -> Self {
+        Self { address: self.address + offset, bytes, _owner: self._owner.clone() }
+    }
+
     pub(super) fn same_as(&self, other: &Self) -> bool {
         self.address < other.address + other.bytes && other.address < self.address + self.bytes
     }

@@ -12,6 +12,17 @@ use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
 use crate::{Dtype, Error, MlaSpec, Result};
 
+/// Choices of a decode that have a default.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Forces a row of the ladder by name.
+    pub variant: Option<String>,
+    /// Query tokens of a sequence that the decode is made for, such as 2 with one speculative token; 0 is 1. Other lengths stay right.
+    pub query_tokens: u32,
+    /// Page lists are written on the card ([`PageTable::Device`]): kernels clamp every page id to the pool.
+    pub device_page_list: bool,
+}
+
 /// Paged, split-KV MLA decode for one [`MlaSpec`].
 #[derive(Debug, Clone)]
 pub struct Decode {
@@ -22,6 +33,7 @@ pub struct Decode {
     split: Kernel,
     /// For few rows, and for many: the same bits.
     merges: [Kernel; 2],
+    device_page_list: bool,
     id: u64,
 }
 
@@ -42,12 +54,16 @@ const MANY: (u32, u32) = (128, 256);
 const FEW_BLOCKS: u32 = 16;
 
 impl Decode {
-    pub(super) fn new(cuda: &Cuda, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Self> {
+    /// Chooses a row and loads it.
+    ///
+    /// # Errors
+    /// Those of [`MlaSpec::check`], [`Error::VariantUnavailable`] and [`Error::Cuda`].
+    pub fn new(cuda: &Cuda, spec: &MlaSpec, options: &Options) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         spec.check()?;
         let unavailable = |name: &str, why: String| Error::VariantUnavailable { name: name.to_owned(), why };
-        let query_rows = spec.shape.num_heads * query_tokens.clamp(1, 64);
-        let row = match variant {
+        let query_rows = spec.shape.num_heads * options.query_tokens.clamp(1, 64);
+        let row = match options.variant.as_deref() {
             None => ladder::choose(cuda.card(), spec, query_rows)
                 .ok_or_else(|| unavailable("any", "no row runs on this card".into()))?,
             Some(name) => {
@@ -68,7 +84,8 @@ impl Decode {
         let merges = [merge(merges[0])?, merge(merges[1])?];
         log::info!("mla.decode: row {}", row.name);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { cuda: cuda.clone(), spec: *spec, row, compiled, split, merges, id })
+        let device_page_list = options.device_page_list;
+        Ok(Self { cuda: cuda.clone(), spec: *spec, row, compiled, split, merges, device_page_list, id })
     }
 
     /// What it was made for.
@@ -106,7 +123,7 @@ impl Decode {
     /// # Errors
     /// [`Error::Limit`], [`Error::OutOfMemory`], [`Error::Cuda`].
     pub fn step(&self, capacity: Capacity) -> Result<Step> {
-        Step::new(&self.cuda, &self.spec, self.id, capacity)
+        Step::new(&self.cuda, &self.spec, self.id, self.device_page_list, capacity)
     }
 
     /// Checks a plan and its pages and uploads them. Allocates only where the step has to grow.
@@ -118,8 +135,8 @@ impl Decode {
         if step.owner != self.id {
             return Err(Error::LayoutMismatch { detail: "the step was made by another decode" });
         }
-        if matches!(pages, PageTable::Device) {
-            let detail = "PageTable::Device is not offered by this backend: pass PageTable::Dense or Csr";
+        if matches!(pages, PageTable::Device) && !self.device_page_list {
+            let detail = "PageTable::Device needs a decode made with Options::device_page_list";
             return Err(Error::LayoutMismatch { detail });
         }
         check_plan(plan, &self.spec, self.row.rows)?;
@@ -183,6 +200,7 @@ impl Decode {
             num_pages: spec.kv.num_pages,
             tile_pages: self.compiled.tokens / spec.kv.page_size,
             tile_rest: self.compiled.tokens % spec.kv.page_size,
+            clamp_pages: self.device_page_list.into(),
             ..Args::default()
         };
         let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer];

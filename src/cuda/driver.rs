@@ -8,7 +8,6 @@ use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, sys};
 use cudarc::nvrtc::Ptx;
 
-use super::buffer::Buffer;
 use crate::{Error, Result};
 
 /// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
@@ -205,13 +204,6 @@ impl Cuda {
         }
         .result()
         .map_err(failed("to launch a kernel"))
-    }
-
-    /// Words in a new buffer.
-    pub(super) fn scratch(&self, words: &[u32]) -> Result<Buffer> {
-        let buffer = Buffer::uninitialized(self, (words.len() as u64 * 4).max(16))?;
-        buffer.upload(self, 0, bytemuck::cast_slice(words))?;
-        Ok(buffer)
     }
 }
 

@@ -2,36 +2,37 @@
 //! for at run time.
 //!
 //! ```text
-//! once       cuda = Cuda::new(0), or Cuda::on_stream(stream)     the host's CudaStream is borrowed
-//!            mla = cuda.decode(&spec, None)                        a row of the ladder, loaded from PTX
-//! per step   cuda.prepare(&mla, &mut step, &plan, pages)           checks and uploads
-//! once       binding = cuda.bind(&mla, max_queries, &layer)        a layer of the model: checked
-//! per layer  mla.record(&step, &binding)                           two launches: allocates nothing, waits for nothing
+//! once       cuda = Cuda::new(0), or Cuda::on_stream(stream)        the host's CudaStream is borrowed
+//!            mla = Decode::new(&cuda, &spec, &Options::default())    a row of the ladder, loaded from PTX
+//! per step   mla.prepare(&mut step, &plan, pages)                   checks and uploads
+//! once       binding = mla.bind(max_queries, &layer)                a layer of the model: checked
+//! per layer  mla.record(&step, &binding)                            two launches: allocates nothing, waits for nothing
 //! ```
 //!
-//! What [`Decode::record`] launches may be captured in a graph. The grid is the step's capacity: a `prepare` before a replay gives the graph
-//! new lengths, as long as they fit.
+//! What `record` launches may be captured in a graph, of the small ops ([`ops`]) too. The grid is the step's capacity: a `prepare` before a
+//! replay gives the graph new lengths, slots or copies, as long as they fit.
 
 mod args;
 mod buffer;
 mod decode;
 mod driver;
 mod ladder;
-mod ops;
+pub mod ops;
 mod step;
 
 pub use buffer::Buffer;
-pub use decode::{Binding, Decode};
+pub use decode::{Binding, Decode, Options};
 pub use driver::Cuda;
 pub use step::Step;
 pub use {cudarc, cudarc::driver::CudaStream};
 
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
+use ops::{AppendStep, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
 
 impl Cuda {
     /// Whether a row on tensor cores serves a spec.
@@ -74,7 +75,8 @@ impl Backend for Cuda {
     }
 
     fn decode_for(&self, spec: &MlaSpec, variant: Option<&str>, query_tokens: u32) -> Result<Decode> {
-        Decode::new(self, spec, variant, query_tokens)
+        let variant = variant.map(str::to_owned);
+        Decode::new(self, spec, &Options { variant, query_tokens, device_page_list: false })
     }
 
     fn rounds_weights(&self, decode: &Decode) -> bool {
@@ -102,7 +104,8 @@ impl Backend for Cuda {
     }
 
     fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
-        ops::merge_attn_states(self, spec, args)
+        let merge = MergeAttnStates::new(self, *spec)?;
+        merge.record(&merge.bind(args)?)
     }
 
     fn kv_append(
@@ -111,7 +114,10 @@ impl Backend for Cuda {
         slot_mapping: &[i64],
         layer: &AppendLayer<'_, Buffer>,
     ) -> Result<()> {
-        ops::kv_append(self, spec, slot_mapping, layer)
+        let append = KvAppend::new(self, *spec)?;
+        let mut step = AppendStep::default();
+        append.prepare(&mut step, slot_mapping)?;
+        append.record(&step, &append.bind(layer, step.num_tokens())?)
     }
 
     fn kv_copy_pages(
@@ -121,6 +127,9 @@ impl Backend for Cuda {
         copies: &[(u32, u32)],
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
-        ops::kv_copy_pages(self, kv, row_elems, copies, view)
+        let copy = KvCopyPages::new(self, CopySpec { kv: *kv, row_elems })?;
+        let mut step = CopyStep::default();
+        copy.prepare(&mut step, copies)?;
+        copy.record(&step, &copy.bind(view)?)
     }
 }

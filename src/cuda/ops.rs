@@ -1,12 +1,18 @@
-//! The small ops on the card: each checks, uploads its table if it has one, and launches one kernel.
+//! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`].
+//!
+//! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
+//! `bind` checks one layer's buffers, once; `record` launches on the stream, making nothing, so that a graph may capture it and replay
+//! it after another `prepare`.
 
 mod kv_append;
 mod kv_copy_pages;
 mod merge_attn_states;
+mod table;
 
-pub(super) use kv_append::kv_append;
-pub(super) use kv_copy_pages::kv_copy_pages;
-pub(super) use merge_attn_states::merge_attn_states;
+pub use crate::ops::CopySpec;
+pub use kv_append::{AppendBinding, AppendStep, KvAppend};
+pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
+pub use merge_attn_states::{MergeAttnStates, MergeBinding};
 
 use super::Buffer;
 use crate::layer::KvView;

@@ -18,11 +18,19 @@ pub struct Step {
     pub(super) tables: Buffer,
     pub(super) partials: Buffer,
     pub(super) header: Header,
+    /// Whether the host may write the page list itself.
+    device_page_list: bool,
     words: Vec<u32>,
 }
 
 impl Step {
-    pub(super) fn new(cuda: &Cuda, spec: &MlaSpec, owner: u64, capacity: Capacity) -> Result<Self> {
+    pub(super) fn new(
+        cuda: &Cuda,
+        spec: &MlaSpec,
+        owner: u64,
+        device_page_list: bool,
+        capacity: Capacity,
+    ) -> Result<Self> {
         let header = capacity.header(&spec.kv);
         if header.end == u32::MAX {
             let cure = "use a smaller batch, or fewer or longer splits";
@@ -37,6 +45,7 @@ impl Step {
             tables: Buffer::zeroed(cuda, u64::from(header.end) * 4)?,
             partials: Buffer::zeroed(cuda, u64::from(capacity.slots) * partial * 4)?,
             header,
+            device_page_list,
             words: Vec::new(),
         })
     }
@@ -44,6 +53,21 @@ impl Step {
     /// What fits without new buffers.
     pub fn capacity(&self) -> Capacity {
         self.capacity
+    }
+
+    /// The card's copy of the flat page list, for a host that writes it on the card: [`Capacity::pages`] words, or up to three more, of
+    /// the tables, which a `prepare` beyond the capacity replaces. Sequence `i` begins at word [`Plan::page_begin`]`[i]`.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] for a step of a decode made without [`super::Options::device_page_list`]: its kernels trust the
+    /// page list, which only [`super::Decode::prepare`] writes.
+    pub fn page_list(&self) -> Result<Buffer> {
+        if !self.device_page_list {
+            let detail = "Step::page_list needs a decode made with Options::device_page_list";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        let (begin, end) = (self.header.pages, self.header.end);
+        Ok(self.tables.part(u64::from(begin) * 4, u64::from(end - begin) * 4))
     }
 
     /// With a plan that [`crate::plan::check_plan`] let pass.
@@ -59,9 +83,14 @@ impl Step {
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
         if capacity != self.capacity {
             let words = std::mem::take(&mut self.words);
-            *self = Self { words, ..Self::new(cuda, spec, self.owner, capacity)? };
+            *self = Self { words, ..Self::new(cuda, spec, self.owner, self.device_page_list, capacity)? };
         }
-        let used = (header.pages + plan.page_list_len()) as usize;
+        let used = match pages {
+            // The card writes the page list itself.
+            PageTable::Device => header.pages,
+            _ => header.pages + plan.page_list_len(),
+        };
+        let used = used as usize;
         self.tables.upload(cuda, 0, bytemuck::cast_slice(&self.words[..used]))?;
         self.header = header;
         self.num_queries = plan.num_queries;

@@ -2,9 +2,11 @@
 
 use cudarc::driver::DeviceRepr;
 
+use super::table::Table;
 use super::{Divisor, THREADS, block_stride, checked_items, entry_of};
+use crate::cuda::driver::Kernel;
 use crate::cuda::{Buffer, Cuda};
-use crate::layer::{View, no_aliases};
+use crate::layer::View;
 use crate::ops::{AppendLayer, AppendSpec};
 use crate::{Dtype, Error, Result};
 
@@ -49,11 +51,11 @@ pub(super) struct AppendArgs {
     kv_c: u64,
     k_pe: u64,
     kv: u64,
-    slots: u64,
+    table: u64,
     kv_c_stride: u64,
     k_pe_stride: u64,
     block_stride: u64,
-    num_tokens: u32,
+    max_tokens: u32,
     num_slots: u32,
     page_size: u32,
     latent_octs: u32,
@@ -67,60 +69,170 @@ pub(super) struct AppendArgs {
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for AppendArgs {}
 
-/// See [`crate::Backend::kv_append`].
-pub(in crate::cuda) fn kv_append(
-    cuda: &Cuda,
-    spec: &AppendSpec,
-    slot_mapping: &[i64],
-    layer: &AppendLayer<'_, Buffer>,
-) -> Result<()> {
-    let num_tokens = u32::try_from(slot_mapping.len()).map_err(|_| Error::Length {
-        what: "slot_mapping",
-        got: slot_mapping.len() as u64,
-        want: u32::MAX.into(),
-        cure: "append fewer tokens a call",
-    })?;
-    layer.check(spec, num_tokens, Buffer::bytes)?;
-    let slots = spec.slots(slot_mapping)?;
-    let (shape, kv) = (&spec.shape, &layer.kv);
-    // Without a rotary part its buffer is unread, whatever it is.
-    let k_pe = if shape.qk_rope_head_dim == 0 { layer.kv_c } else { layer.k_pe };
-    no_aliases(&[("kv_c", layer.kv_c.buffer), ("k_pe", k_pe.buffer)], &[("kv", kv.buffer)], Buffer::same_as)?;
-    let row_octs = shape.row_elems() / 8;
-    let blocks = u64::from(num_tokens.div_ceil(TOKENS_PER_THREAD));
-    let items = checked_items("items of an append", blocks * u64::from(row_octs), "append in several steps")?;
-    if items == 0 {
-        return Ok(());
+/// Writes new tokens into the cache, converted to its dtype.
+///
+/// The bytes are those of the host's conversions: equal dtypes are copied bit for bit; other pairs go through f32 and
+/// round to nearest even, NaN, infinities and subnormals included. For e4m3 the exact quotient `x / k_scale` is
+/// rounded once.
+#[derive(Debug, Clone)]
+pub struct KvAppend {
+    cuda: Cuda,
+    spec: AppendSpec,
+    kernel: Kernel,
+}
+
+/// A step's slots on the card. It grows as needed and serves every layer of the model.
+///
+/// A [`KvAppend::prepare`] that fits [`AppendStep::max_tokens`] rewrites them in place, in the stream's order: a captured graph then
+/// replays with the new ones, be they more or fewer. One that does not fit replaces the buffer; graphs captured before must be
+/// captured again.
+#[derive(Debug, Default)]
+pub struct AppendStep {
+    table: Table,
+    tokens: u32,
+    num_slots: u64,
+}
+
+/// One layer's buffers, checked and held, for up to a number of tokens.
+#[derive(Debug, Clone)]
+pub struct AppendBinding {
+    kernel: Kernel,
+    args: AppendArgs,
+    num_slots: u64,
+    _buffers: [Buffer; 3],
+}
+
+impl AppendStep {
+    /// Tokens of the last [`KvAppend::prepare`], skipped ones included.
+    pub fn num_tokens(&self) -> u32 {
+        self.tokens
     }
 
-    // Every place is in its buffer: the kernel reads slots and rows of tokens below num_tokens, whose last row's end was just checked,
-    // and writes slots below num_slots, of pages whose last one's end was.
-    let (input, cache) = (spec.input.bytes() as u64, spec.kv.dtype.bytes() as u64);
-    // With one token the stride is unused and may be anything.
-    let stride = |view: &View<'_, Buffer>| if num_tokens > 1 { view.token_stride * input } else { 0 };
-    let address = |view: &View<'_, Buffer>| view.buffer.ptr() + view.offset * input;
-    let is_wide = [&layer.kv_c, &k_pe].iter().all(|view| (address(view) | stride(view)).is_multiple_of(16));
-    let table = cuda.scratch(&slots)?;
-    let args = AppendArgs {
-        kv_c: address(&layer.kv_c),
-        k_pe: address(&k_pe),
-        kv: kv.buffer.ptr() + kv.base() * cache,
-        slots: table.ptr(),
-        kv_c_stride: stride(&layer.kv_c),
-        k_pe_stride: stride(&k_pe),
-        block_stride: block_stride(&spec.kv, kv),
-        num_tokens,
-        num_slots: spec.kv.num_slots() as u32,
-        page_size: spec.kv.page_size,
-        latent_octs: shape.kv_lora_rank / 8,
-        row_octs,
-        is_wide: is_wide.into(),
-        by_row_octs: Divisor::new(row_octs),
-        by_page_size: Divisor::new(spec.kv.page_size),
-        scale: Scale::new(layer.k_scale),
-    };
-    let kernel = cuda.kernel(PTX, append_entry(spec))?;
-    cuda.launch(&kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+    /// Tokens that fit without a new buffer: a graph's grid is sized by them.
+    pub fn max_tokens(&self) -> u32 {
+        u32::try_from(self.table.room()).unwrap_or(u32::MAX)
+    }
+}
+
+impl KvAppend {
+    /// Loads the append of a spec.
+    ///
+    /// # Errors
+    /// Those of [`AppendSpec::check`], and [`Error::Cuda`].
+    pub fn new(cuda: &Cuda, spec: AppendSpec) -> Result<Self> {
+        spec.check()?;
+        let kernel = cuda.kernel(PTX, append_entry(&spec))?;
+        Ok(Self { cuda: cuda.clone(), spec, kernel })
+    }
+
+    /// What this append was made for.
+    pub fn spec(&self) -> &AppendSpec {
+        &self.spec
+    }
+
+    /// A step with room for `max_tokens`, and no token yet; [`AppendStep::default`] leaves it to the first `prepare`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] and [`Error::Cuda`].
+    pub fn step(&self, max_tokens: u32) -> Result<AppendStep> {
+        let table = Table::new(&self.cuda, max_tokens.into())?;
+        Ok(AppendStep { table, tokens: 0, num_slots: self.spec.kv.num_slots() })
+    }
+
+    /// Checks a step's `slot_mapping` (`page * page_size + offset` a token, negative: skip it) and uploads it.
+    ///
+    /// # Errors
+    /// [`Error::SlotOutOfRange`], [`Error::SlotOverlap`], [`Error::Length`], [`Error::OutOfMemory`], [`Error::Cuda`]. With the first three
+    /// the step still holds what it held.
+    pub fn prepare(&self, step: &mut AppendStep, slot_mapping: &[i64]) -> Result<()> {
+        let slots = self.spec.slots(slot_mapping)?;
+        let tokens = slots.len() as u32;
+        step.table.upload(&self.cuda, tokens, slots)?;
+        step.tokens = tokens;
+        step.num_slots = self.spec.kv.num_slots();
+        Ok(())
+    }
+
+    /// Checks and binds one layer for steps of at most `max_tokens` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`] where the cache is an
+    /// input too, [`Error::Limit`].
+    pub fn bind(&self, layer: &AppendLayer<'_, Buffer>, max_tokens: u32) -> Result<AppendBinding> {
+        let spec = &self.spec;
+        layer.check(spec, max_tokens, Buffer::bytes)?;
+        layer.check_aliases(spec, Buffer::same_as)?;
+        items(spec, max_tokens)?;
+        let (shape, kv, k_pe) = (&spec.shape, &layer.kv, layer.rotary(spec));
+        let (input, cache) = (spec.input.bytes() as u64, spec.kv.dtype.bytes() as u64);
+        // With one token the stride is unused and may be anything.
+        let stride = |view: &View<'_, Buffer>| if max_tokens > 1 { view.token_stride * input } else { 0 };
+        let address = |view: &View<'_, Buffer>| view.buffer.ptr() + view.offset * input;
+        let is_wide =
+            [&layer.kv_c, &k_pe].iter().all(|view| (address(view) | stride(view)).is_multiple_of(16));
+        let row_octs = shape.row_elems() / 8;
+        let args = AppendArgs {
+            kv_c: address(&layer.kv_c),
+            k_pe: address(&k_pe),
+            kv: kv.buffer.ptr() + kv.base() * cache,
+            table: 0,
+            kv_c_stride: stride(&layer.kv_c),
+            k_pe_stride: stride(&k_pe),
+            block_stride: block_stride(&spec.kv, kv),
+            max_tokens,
+            num_slots: spec.kv.num_slots() as u32,
+            page_size: spec.kv.page_size,
+            latent_octs: shape.kv_lora_rank / 8,
+            row_octs,
+            is_wide: is_wide.into(),
+            by_row_octs: Divisor::new(row_octs),
+            by_page_size: Divisor::new(spec.kv.page_size),
+            scale: Scale::new(layer.k_scale),
+        };
+        let buffers = [layer.kv_c.buffer, k_pe.buffer, kv.buffer].map(Buffer::clone);
+        let num_slots = spec.kv.num_slots();
+        Ok(AppendBinding { kernel: self.kernel.clone(), args, num_slots, _buffers: buffers })
+    }
+
+    /// Whether a step and a binding can be recorded together.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
+    pub fn check(&self, step: &AppendStep, binding: &AppendBinding) -> Result<()> {
+        if step.tokens > binding.args.max_tokens {
+            let detail = "the step appends more tokens than the binding's max_tokens";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        if step.num_slots > binding.num_slots {
+            return Err(Error::LayoutMismatch { detail: "the step was prepared for a larger pool of pages" });
+        }
+        Ok(())
+    }
+
+    /// Launches one layer's append on the stream. Allocates nothing, waits for nothing, and may be captured in a graph: its grid is
+    /// what fits both the step and the binding, and a replay appends what the step then holds.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] and [`Error::Cuda`].
+    pub fn record(&self, step: &AppendStep, binding: &AppendBinding) -> Result<()> {
+        self.check(step, binding)?;
+        let max_tokens = step.max_tokens().min(binding.args.max_tokens);
+        let Some(table) = step.table.ptr().filter(|_| max_tokens > 0) else { return Ok(()) };
+        // Every place is in its buffer, whichever pair is recorded and whatever the table holds:
+        // - the kernel reads slots and rows of tokens below max_tokens, for which the table has room and whose last row's end `bind`
+        //   checked, and takes those below the table's count;
+        // - it writes slots below num_slots only, of pages whose last one's end `bind` checked.
+        let items = items(&self.spec, max_tokens)?;
+        let args = AppendArgs { table, max_tokens, ..binding.args };
+        self.cuda.launch(&binding.kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+    }
+}
+
+/// An item is an oct of some tokens' rows.
+fn items(spec: &AppendSpec, tokens: u32) -> Result<u32> {
+    let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
+    let items = blocks * u64::from(spec.shape.row_elems() / 8);
+    checked_items("items of an append", items, "append in several steps")
 }
 
 pub(super) fn append_entry(spec: &AppendSpec) -> &'static str {

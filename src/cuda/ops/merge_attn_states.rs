@@ -3,8 +3,9 @@
 use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, MAX_ITEMS, THREADS, entry_of};
+use crate::cuda::driver::Kernel;
 use crate::cuda::{Buffer, Cuda};
-use crate::layer::{View, no_aliases};
+use crate::layer::View;
 use crate::ops::{MergeStates, MergeStatesSpec};
 use crate::{Error, Result};
 
@@ -47,52 +48,113 @@ unsafe impl DeviceRepr for MergeArgs<u32> {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for MergeArgs<u64> {}
 
-/// See [`crate::Backend::merge_attn_states`].
-pub(in crate::cuda) fn merge_attn_states(
-    cuda: &Cuda,
-    spec: &MergeStatesSpec,
-    args: &MergeStates<'_, Buffer>,
-) -> Result<()> {
-    args.check(spec, Buffer::bytes)?;
-    if args.num_tokens == 0 || args.num_heads == 0 {
-        return Ok(());
-    }
-    check_merge_aliases(args)?;
-    // Every place is in its buffer: rows are of tokens and heads below the counts, whose last row's end was just checked, and items
-    // past the end are read as the last one.
-    if let Some(in_units) = MergeArgs::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
-        // With few items each thread takes one, so that all multiprocessors have some.
-        let fills = cuda.card().multiprocessors * THREADS_AT_A_TIME;
-        let (entry, per_thread, threads) = match in_units.num_items / fills {
-            0 => (entry_of!("merge_attn_states_units1", spec.dtype), 1, FEW_THREADS),
-            1 => (entry_of!("merge_attn_states_units1", spec.dtype), 1, THREADS),
-            _ => (entry_of!("merge_attn_states_units2", spec.dtype), 2, THREADS),
-        };
-        let grid = in_units.num_items.div_ceil(threads * per_thread);
-        return cuda.launch(&cuda.kernel(PTX, entry)?, grid, threads, 0, &in_units);
-    }
-    let Some(in_elements) = MergeArgs::<u64>::new(spec, args, 1) else {
-        let need = merge_items(spec, args, 1);
-        let cure = "merge fewer tokens a call";
-        return Err(Error::Limit { what: "elements of a merge", need, limit: MAX_ITEMS.into(), cure });
-    };
-    let entry = entry_of!("merge_attn_states_elements", spec.dtype);
-    cuda.launch(&cuda.kernel(PTX, entry)?, in_elements.num_items.div_ceil(THREADS), THREADS, 0, &in_elements)
+/// Merges two attention states: see [`MergeStates`].
+#[derive(Debug, Clone)]
+pub struct MergeAttnStates {
+    cuda: Cuda,
+    spec: MergeStatesSpec,
+    /// 16 bytes at a time: one or two of them a thread.
+    units: [Kernel; 2],
+    /// Any size, offset and stride.
+    elements: Kernel,
 }
 
-fn check_merge_aliases(args: &MergeStates<'_, Buffer>) -> Result<()> {
-    let inputs = [
-        ("prefix_output", args.prefix_output.buffer),
-        ("prefix_lse", args.prefix_lse.buffer),
-        ("suffix_output", args.suffix_output.buffer),
-        ("suffix_lse", args.suffix_lse.buffer),
-    ];
-    no_aliases(&inputs, &[("output", args.output.buffer)], Buffer::same_as)?;
-    if let Some(lse) = args.output_lse {
-        no_aliases(&inputs, &[("output_lse", lse.buffer)], Buffer::same_as)?;
-        no_aliases(&[("output", args.output.buffer)], &[("output_lse", lse.buffer)], Buffer::same_as)?;
+/// The buffers of one merge, checked and held.
+#[derive(Debug, Clone)]
+pub struct MergeBinding {
+    /// `None` where there is nothing to merge.
+    work: Option<Work>,
+    _buffers: [Buffer; 6],
+}
+
+#[derive(Debug, Clone)]
+struct Work {
+    kernel: Kernel,
+    grid: u32,
+    threads: u32,
+    args: Items,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Items {
+    Units(MergeArgs<u32>),
+    Elements(MergeArgs<u64>),
+}
+
+impl MergeAttnStates {
+    /// Loads the merge of a spec.
+    ///
+    /// # Errors
+    /// Those of [`MergeStatesSpec::check`], and [`Error::Cuda`].
+    pub fn new(cuda: &Cuda, spec: MergeStatesSpec) -> Result<Self> {
+        spec.check()?;
+        let kernel = |entry| cuda.kernel(PTX, entry);
+        let one = kernel(entry_of!("merge_attn_states_units1", spec.dtype))?;
+        let two = kernel(entry_of!("merge_attn_states_units2", spec.dtype))?;
+        let elements = kernel(entry_of!("merge_attn_states_elements", spec.dtype))?;
+        Ok(Self { cuda: cuda.clone(), spec, units: [one, two], elements })
     }
-    Ok(())
+
+    /// What this merge was made for.
+    pub fn spec(&self) -> &MergeStatesSpec {
+        &self.spec
+    }
+
+    /// Checks and binds the arrays of a merge.
+    ///
+    /// Both inputs may be one buffer; an output may not be an input or the other output. Heads, offsets and strides that are
+    /// multiples of 16 bytes are the fast way.
+    ///
+    /// # Errors
+    /// [`Error::BufferTooSmall`], [`Error::Shape`] where output rows overlap, [`Error::Aliased`], [`Error::Limit`].
+    pub fn bind(&self, args: &MergeStates<'_, Buffer>) -> Result<MergeBinding> {
+        args.check(&self.spec, Buffer::bytes)?;
+        let output_lse = args.output_lse.unwrap_or(args.output);
+        let views = [args.prefix_output, args.prefix_lse, args.suffix_output, args.suffix_lse, args.output];
+        let [a, b, c, d, e] = views.map(|view| view.buffer.clone());
+        let buffers = [a, b, c, d, e, output_lse.buffer.clone()];
+        if args.num_tokens == 0 || args.num_heads == 0 {
+            return Ok(MergeBinding { work: None, _buffers: buffers });
+        }
+        args.check_aliases(Buffer::same_as)?;
+        Ok(MergeBinding { work: Some(self.work(args)?), _buffers: buffers })
+    }
+
+    /// Launches a merge on the stream. Allocates nothing, waits for nothing, and may be captured in a graph.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn record(&self, binding: &MergeBinding) -> Result<()> {
+        let Some(Work { kernel, grid, threads, args }) = &binding.work else { return Ok(()) };
+        match args {
+            Items::Units(args) => self.cuda.launch(kernel, *grid, *threads, 0, args),
+            Items::Elements(args) => self.cuda.launch(kernel, *grid, *threads, 0, args),
+        }
+    }
+
+    fn work(&self, args: &MergeStates<'_, Buffer>) -> Result<Work> {
+        // Every place is in its buffer: rows are of tokens and heads below the counts, whose last row's end was just checked, and
+        // items past the end are read as the last one.
+        let (spec, [one, two]) = (&self.spec, &self.units);
+        if let Some(in_units) = MergeArgs::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
+            // With few items each thread takes one, so that all multiprocessors have some.
+            let fills = self.cuda.card().multiprocessors * THREADS_AT_A_TIME;
+            let (kernel, per_thread, threads) = match in_units.num_items / fills {
+                0 => (one, 1, FEW_THREADS),
+                1 => (one, 1, THREADS),
+                _ => (two, 2, THREADS),
+            };
+            let grid = in_units.num_items.div_ceil(threads * per_thread);
+            return Ok(Work { kernel: kernel.clone(), grid, threads, args: Items::Units(in_units) });
+        }
+        let Some(in_elements) = MergeArgs::<u64>::new(spec, args, 1) else {
+            let need = merge_items(spec, args, 1);
+            let cure = "merge fewer tokens a call";
+            return Err(Error::Limit { what: "elements of a merge", need, limit: MAX_ITEMS.into(), cure });
+        };
+        let (kernel, grid) = (self.elements.clone(), in_elements.num_items.div_ceil(THREADS));
+        Ok(Work { kernel, grid, threads: THREADS, args: Items::Elements(in_elements) })
+    }
 }
 
 fn merge_items(spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>, unit: u32) -> u64 {

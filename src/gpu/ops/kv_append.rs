@@ -218,9 +218,8 @@ impl KvAppend {
     ) -> Result<wgpu::BindGroup> {
         let (spec, limits) = (&self.spec, device.limits());
         let (shape, input, cache) = (&spec.shape, spec.input.bytes(), spec.kv.dtype.bytes());
-        // Without a rotary part `k_pe` is unread: whatever was given there, the latents stand in for it.
+        let k_pe_view = layer.rotary(spec);
         let has_rope = shape.qk_rope_head_dim > 0;
-        let k_pe_view = if has_rope { layer.k_pe } else { layer.kv_c };
         let k_pe_dim = if has_rope { shape.qk_rope_head_dim } else { shape.kv_lora_rank };
 
         let latent = [max_tokens, 1, shape.kv_lora_rank];

@@ -6,39 +6,8 @@ use super::{GROUP, grid, pipeline};
 use crate::compose::{Const, Source, compose};
 use crate::gpu::{Pipelines, window::Window};
 use crate::layer::KvView;
-use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result, check_copies};
-
-/// What a [`KvCopyPages`] is compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct CopySpec {
-    /// The cache.
-    pub kv: KvSpec,
-    /// Elements of a row, `L + R`: a multiple of 4.
-    pub row_elems: u32,
-}
-
-impl CopySpec {
-    /// # Errors
-    /// [`Error::Shape`].
-    pub fn check(&self) -> Result<()> {
-        self.kv.check()?;
-        if !self.row_elems.is_multiple_of(4) || !(4..=65_536).contains(&self.row_elems) {
-            let cure = "must be a multiple of 4 in 4..=65536";
-            return Err(Error::Shape { what: "row_elems", got: self.row_elems.into(), cure });
-        }
-        Ok(())
-    }
-
-    /// A copy does not care where in a row the latent ends.
-    fn mla(&self) -> MlaSpec {
-        let shape = MlaShape { num_heads: 1, kv_lora_rank: self.row_elems, qk_rope_head_dim: 0 };
-        MlaSpec { shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }
-    }
-
-    fn page_bytes(&self) -> u64 {
-        u64::from(self.kv.page_size) * u64::from(self.row_elems) * self.kv.dtype.bytes() as u64
-    }
-}
+use crate::ops::CopySpec;
+use crate::{Error, Result, check_copies};
 
 /// Copies pages of the pool bit for bit.
 #[derive(Debug)]
@@ -154,10 +123,10 @@ impl KvCopyPages {
     /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without
     /// `STORAGE`, [`Error::Limit`], [`Error::OutOfMemory`].
     pub fn bind(&self, device: &wgpu::Device, view: &KvView<'_, wgpu::Buffer>) -> Result<CopyBinding> {
-        let (spec, mla) = (&self.spec, self.spec.mla());
-        view.check(&mla, view.buffer.size())?;
+        let spec = &self.spec;
+        spec.check_view(view, view.buffer.size())?;
         let bytes = spec.kv.dtype.bytes() as u64;
-        let (start, end) = (view.base() * bytes, view.end(&mla) * bytes);
+        let (start, end) = (view.base() * bytes, view.end(&spec.mla()) * bytes);
         let kv = Window::new(&device.limits(), "kv", view.buffer, start..end)?;
         let base = start - kv.skipped(1);
         let stride = if spec.kv.num_pages > 1 { view.block_stride * bytes } else { 0 };
@@ -230,9 +199,9 @@ fn source(spec: &CopySpec, unit: Unit) -> Source {
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
-    let spec = |dtype| CopySpec { kv: KvSpec { dtype, page_size: 16, num_pages: 7 }, row_elems: 576 };
+    let spec = |dtype| CopySpec { kv: crate::KvSpec { dtype, page_size: 16, num_pages: 7 }, row_elems: 576 };
     let both = |dtype| [Unit::Wide, Unit::Word].map(|unit| source(&spec(dtype), unit));
-    Dtype::ALL.into_iter().flat_map(both).collect()
+    crate::Dtype::ALL.into_iter().flat_map(both).collect()
 }
 
 #[cfg(test)]

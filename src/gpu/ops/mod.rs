@@ -9,8 +9,9 @@ mod kv_copy_pages;
 mod merge_attn_states;
 mod table;
 
+pub use crate::ops::CopySpec;
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
-pub use kv_copy_pages::{CopyBinding, CopySpec, CopyStep, KvCopyPages};
+pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
 
 use super::Pipelines;
