@@ -98,7 +98,7 @@ def barriers(ptx, entry):
     """Where the barriers of an entry stand in a PTX text."""
     start = re.search(rf"\.entry\s+{entry}\s*\([^)]*\)[^{{]*", ptx).end()
     end = matching_brace(ptx, start)
-    return [found.span() for found in re.finditer(r"\bbar(?:rier)?(?:\.cta)?\.sync\b[^;]*;", ptx) if start < found.start() < end]
+    return [found.span() for found in re.finditer(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|red)\b[^;]*;", ptx) if start < found.start() < end]
 
 
 def without_barrier(ptx, entry, index):

@@ -153,15 +153,15 @@ class Machine:
             raise Fault(f"{self.entry.name}: {state['threads']} threads of block {block} wait for ever at barrier {number}")
         return self.steps
 
-    def arrive(self, team, mask, number, threads, address):
-        """Lanes come to a barrier; they park for `address` unless it is None."""
+    def arrive(self, team, mask, number, threads, address, vote=None):
+        """Lanes come to a barrier; they park for `address` unless it is None. A vote is a register and what each lane says."""
         lanes = (np.ones(team.lanes, bool) if mask is None else mask).reshape(-1, 32)
         alive = team.alive.reshape(-1, 32)
         for block in np.flatnonzero(lanes.any(1)):
             if (alive[block] & ~lanes[block]).any():
                 raise Fault("a barrier that only a part of a warp has reached")
             warps = self.warps
-            fresh = {"threads": 0, "parked": [], "joined": np.zeros(warps, np.int32), "want": threads}
+            fresh = {"threads": 0, "parked": [], "joined": np.zeros(warps, np.int32), "want": threads, "any": False}
             state = self.barriers.setdefault((int(block), number), fresh)
             if state["want"] != threads:
                 raise Fault(f"barrier {number} with {state['want']} threads and with {threads}")
@@ -171,7 +171,8 @@ class Machine:
             if address is not None:
                 mine = np.zeros(team.lanes, bool)
                 mine.reshape(-1, 32)[block] = lanes[block]
-                state["parked"].append((team, address, mine))
+                state["parked"].append((team, address, mine, vote and vote[0]))
+                state["any"] |= vote is not None and bool(vote[1][mine].any())
 
     def release(self):
         """Lets go whoever waits at a barrier that all have reached. Those that have left count as having come."""
@@ -183,7 +184,9 @@ class Machine:
                 raise Fault(f"{state['threads']} threads came to barrier {key[1]} of {want}")
             if state["threads"] < want:
                 continue
-            for team, address, mine in state["parked"]:
+            for team, address, mine, target in state["parked"]:
+                if target is not None:
+                    team.put(target, np.full(team.lanes, state["any"]), mine)
                 if self.shared.races:
                     self.shared.races.leave(block, team.number, state["joined"])
                 team.wait(address, mine)
@@ -266,6 +269,16 @@ def control(instruction, at, machine):
             return True
 
         return barrier
+    if name in ("bar", "barrier") and instruction.has("red") and instruction.has("or"):
+        target, number, said = instruction.operands
+        target, number, said = int(target[1:]), int(number, 0), int(said[1:])
+
+        def vote(team, mask):
+            machine.arrive(team, mask, number, 0, at + 1, (target, np.broadcast_to(team.regs[said], team.lanes)))
+            team.go_on = np.zeros(team.lanes, bool)
+            return True
+
+        return vote
     if name == "trap":
 
         def trap(team, mask):

@@ -135,7 +135,7 @@ struct QueryRows {
                         second -= f16_to_float(static_cast<u16>(word >> 16));
                     }
                     const u32 at = to + part * T::ROWS * T::QUERY_BYTES + Order::at(row, place / 8) + place % 8 * 2;
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+                    store_4(at, word);
                 }
             }
         }

@@ -19,13 +19,13 @@ struct Tile {
     static constexpr int STEPS = DIM / 16, WARP_STEPS = STEPS / SHARERS; // of a score, of a warp's part of it
     static constexpr int RUN = CACHE == E4M3 ? 2 : 1; // steps that a sharer has one after the other
     static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
-    static constexpr int WEIGHT_PITCH = TOKENS + 8; // 16-bit elements
+    static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's rows
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
     // Queries that stay in registers pass through the last stage; what does not fit them lies at the end as a lane takes it.
     static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
     static constexpr int QUERIES_AT = KEPT > 0 ? (STAGES - 1) * STAGE_BYTES : 0;
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
-    static constexpr int MAXIMA_AT = WEIGHTS_AT + ROWS * WEIGHT_PITCH * 2; // [TOKEN_WARPS, ROWS]
+    static constexpr int MAXIMA_AT = WEIGHTS_AT + WARPS * WEIGHTS_BYTES; // [TOKEN_WARPS, ROWS]
     static constexpr int FACTORS_AT = MAXIMA_AT + TOKEN_WARPS * ROWS * 4; // [ROWS]
     static constexpr int SCALES_AT = FACTORS_AT + ROWS * 4; // [ROWS]
     static constexpr int REST_AT = SCALES_AT + ROWS * 4; // [ROW_WARPS, PARTS, SHARERS, WARP_STEPS - KEPT, LANES, 4 words]
@@ -33,15 +33,20 @@ struct Tile {
     static_assert(TOKEN_TILES >= 1 && COLUMN_TILES % 2 == 0 && TOKENS % 16 == 0 && DIM % 32 == 0, "shape");
     static_assert(KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES, "queries pass through a stage");
     static_assert(SHARERS == 1 || (SHARERS == 2 && TOKEN_TILES % 2 == 0 && STEPS % (SHARERS * RUN) == 0), "shares");
-    static_assert(SHARERS == 1 || WARPS / 2 * TOKEN_TILES * LANES * 16 <= ROWS * WEIGHT_PITCH * 2, "what sharers give each other lies where the weights will");
     static_assert(STAGES >= 2, "one tile is used, the others are on their way");
 };
+
+// Where a warp's weights lie: beside those of the warp that it shares with, and crosswise, so that what one gives lies where the other's weights will.
+template <class T>
+DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
+    return ((row_warp / T::SHARERS * T::TOKEN_WARPS + token_warp) * T::SHARERS + (T::SHARERS - 1 - row_warp % T::SHARERS)) * T::WEIGHTS_BYTES;
+}
 
 // The order of a row's 16-byte chunks: neighbouring rows use other banks.
 template <int ROW_BYTES>
 struct Swizzle {
     // Chunks that change places, and rows that share an order.
-    static constexpr int GROUP = ROW_BYTES % 128 == 0 ? 8 : ROW_BYTES % 64 == 0 ? 4 : 2;
+    static constexpr int GROUP = ROW_BYTES % 128 == 0 ? 8 : ROW_BYTES % 64 == 0 ? 4 : ROW_BYTES % 32 == 0 ? 2 : 1;
     static constexpr int SHIFT = GROUP == 8 ? 0 : GROUP == 4 ? 1 : 2;
     static_assert(ROW_BYTES % (GROUP * 16) == 0, "whole groups");
     // Rows that are a multiple of 8 apart share it.

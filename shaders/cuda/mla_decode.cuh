@@ -3,8 +3,8 @@
 // The twin of ../mla_decode_coop.wgsl: the same work items and tables. A block takes one item. STAGES tiles of TOKENS cache rows are on
 // their way to shared memory, as they lie in the cache. For each tile:
 //   1. scores   ROW_WARPS x TOKEN_WARPS: each warp multiplies 16 query rows with its share of the tokens
-//   2. softmax  in registers; the warps of a row tell each other their largest logit. A row's maximum moves only when it grew by more
-//               than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
+//   2. softmax  in registers, with the maxima of the tiles before. A row's maximum moves only when it grew by more than LAZY: weights stay below
+//               2^LAZY. Only when one does, the warps of a row tell each other their largest logit, and weights and output are scaled anew
 //   3. values   each warp owns L / WARPS columns of the output of all rows: += weights x values
 //
 // bf16 rows are multiplied as bf16, others as f16: FP8 codes become f16 in registers. A query that the type does not hold is split in PARTS, after a
@@ -96,36 +96,27 @@ struct Scores {
             for (int r = 0; r < T::SHARERS; r++) multiply<T>(sums[step % CHAINS][r][j], a[part][r], b[0], b[1]);
     }
 
-    // Both sharers have the scores of their own rows then. `area` is theirs.
-    DEVICE void exchange(u32 area, u32 sharer, u32 barrier) {
+    // Both sharers have the scores of their own rows then. What one takes lies where its weights will: `own`.
+    DEVICE void exchange(u32 own, u32 other, u32 barrier) {
         if constexpr (T::SHARERS == 2) {
-            const u32 at = area + threadIdx.x % LANES * 16;
-            if (sharer == 1) give(at);
-            wait_for_partner(barrier);
-            if (sharer == 0) {
-                take(at);
-                give(at);
+            const u32 lane = threadIdx.x % LANES * 16;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (half == 1) wait_for_partner(barrier);
+#pragma unroll
+                for (int j = 0; j < T::TOKEN_TILES / 2; j++) {
+                    const float(&sum)[4] = sums[0][T::SHARERS - 1][half * T::TOKEN_TILES / 2 + j];
+                    store_16(other + lane + j * LANES * 16, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
+                }
+                wait_for_partner(barrier);
+#pragma unroll
+                for (int j = 0; j < T::TOKEN_TILES / 2; j++) {
+                    u32 words[4];
+                    load_16(words, own + lane + j * LANES * 16);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[0][0][half * T::TOKEN_TILES / 2 + j][e] += __uint_as_float(words[e]);
+                }
             }
-            wait_for_partner(barrier);
-            if (sharer == 1) take(at);
-        }
-    }
-
-    DEVICE void give(u32 at) const {
-#pragma unroll
-        for (int j = 0; j < T::TOKEN_TILES; j++) {
-            const float(&sum)[4] = sums[0][T::SHARERS - 1][j];
-            store_16(at + j * LANES * 16, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
-        }
-    }
-
-    DEVICE void take(u32 at) {
-#pragma unroll
-        for (int j = 0; j < T::TOKEN_TILES; j++) {
-            u32 words[4];
-            load_16(words, at + j * LANES * 16);
-#pragma unroll
-            for (int e = 0; e < 4; e++) sums[0][0][j][e] += __uint_as_float(words[e]);
         }
     }
 };
@@ -153,7 +144,9 @@ struct Output {
     DEVICE void add(u32 weights, u32 stage) {
         using Order = Swizzle<T::ROW_BYTES>;
         const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-        const u32 weight_at = weights + lane % 16 * (T::WEIGHT_PITCH * 2) + lane / 16 * 16;
+        using WeightOrder = Swizzle<T::WEIGHT_BYTES>;
+        // A chunk of 8 tokens is one of a warp's, or all that it has.
+        const u32 weight_at = weights + (T::TOKEN_TILES == 1 ? WeightOrder::at(lane % 16, 0) + lane / 16 * T::WEIGHTS_BYTES : WeightOrder::at(lane % 16, lane / 16));
         constexpr int CHUNKS = T::COLUMN_TILES * T::ELEMENT_BYTES / 2; // of a warp's columns
         static_assert(CHUNKS % Order::GROUP == 0, "whole groups");
         const u32 at = stage + Order::at(lane % 16, warp * CHUNKS + lane / 16);
@@ -161,7 +154,7 @@ struct Output {
         for (int step = 0; step < T::TOKENS / 16; step++) {
             u32 a[T::ROW_TILES][4];
 #pragma unroll
-            for (int r = 0; r < T::ROW_TILES; r++) load_matrices(a[r], weight_at + (r * 16 * T::WEIGHT_PITCH + step * 16) * 2);
+            for (int r = 0; r < T::ROW_TILES; r++) load_matrices(a[r], WeightOrder::from(weight_at, step * 2 % T::TOKEN_TILES) + weights_of<T>(r, step * 2 / T::TOKEN_TILES));
             const u32 row = at + step * 16 * T::ROW_BYTES;
             if constexpr (T::CACHE == E4M3) {
                 // A chunk is 16 columns: a tile of the even ones and a tile of the odd ones.
@@ -235,6 +228,30 @@ struct Output {
     }
 };
 
+// A warp's weights to shared memory, and a lane's sums of them.
+template <class T>
+DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2], float (&sum)[2], u32 weights) {
+    using Order = Swizzle<T::WEIGHT_BYTES>;
+    const u32 lane = threadIdx.x % LANES, at = weights + Order::at(lane / 4, 0) + lane % 4 * 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        // A masked logit weighs 0, also in a row that has seen none.
+        const float base = top[h] == EMPTY ? 0.0f : top[h];
+        sum[h] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++) {
+            float weight[2];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                weight[e] = exp2_fast(logits[j][2 * h + e] - base);
+                sum[h] += weight[e];
+            }
+            const u32 word = T::CACHE == BF16 ? pack_bf16(weight[0], weight[1]) : pack_f16(weight[0], weight[1]);
+            store_4(Order::from(at, j) + h * 8 * T::WEIGHT_BYTES, word);
+        }
+    }
+}
+
 template <class T>
 DEVICE void decode(const Args& args) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -296,18 +313,18 @@ DEVICE void decode(const Args& args) {
         scores.add(queries, tokens, token_warp * (T::TOKEN_TILES * 8), sharer, [&](int step) { loader.copies_of(step, copies); });
         if (copies) loader.end();
         end_of_group();
-        const u32 pair = row_warp / 2 * T::TOKEN_WARPS + token_warp;
-        scores.exchange(weights + pair * (T::TOKEN_TILES * LANES * 16), sharer, 1 + pair);
+        const u32 own = weights + weights_of<T>(row_warp, token_warp), other = weights + weights_of<T>(row_warp ^ 1, token_warp);
+        scores.exchange(own, other, 1 + row_warp / 2 * T::TOKEN_WARPS + token_warp);
         float(&logits)[T::TOKEN_TILES][4] = scores.sums[0][0];
 
         // 2. softmax
         const u32 tile_begin = item.kv_begin + tile * T::TOKENS;
         const u32 first = tile_begin + token_warp * (T::TOKEN_TILES * 8) + lane % 4 * 2;
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
+        bool grows = false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float scale = scales[row_warp * 16 + h * 8 + lane / 4];
-            float largest = EMPTY;
 #pragma unroll
             for (int j = 0; j < T::TOKEN_TILES; j++) {
 #pragma unroll
@@ -315,49 +332,45 @@ DEVICE void decode(const Args& args) {
                     float& logit = logits[j][2 * h + e];
                     logit *= scale;
                     if (masks && first + j * 8 + e >= seen[h]) logit = EMPTY;
-                    largest = fmaxf(largest, logit);
+                    grows |= logit > top[h] + LAZY;
                 }
             }
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            if (lane % 4 == 0) maxima[token_warp * T::ROWS + row_warp * 16 + h * 8 + lane / 4] = largest;
         }
-        __syncthreads();
+        float fresh[2];
+        weigh<T>(logits, top, fresh, own);
+        if (any_of_block(grows)) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u32 row = row_warp * 16 + h * 8 + lane / 4;
-            float largest = EMPTY;
+            for (int h = 0; h < 2; h++) {
+                float largest = EMPTY;
 #pragma unroll
-            for (int w = 0; w < T::TOKEN_WARPS; w++) largest = fmaxf(largest, maxima[w * T::ROWS + row]);
-            float factor = 1.0f;
-            if (largest > top[h] + LAZY) {
-                factor = exp2_fast(top[h] - largest);
-                top[h] = largest;
+                for (int j = 0; j < T::TOKEN_TILES; j++) largest = fmaxf(largest, fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+                if (lane % 4 == 0) maxima[token_warp * T::ROWS + row_warp * 16 + h * 8 + lane / 4] = largest;
             }
-            sum[h] *= factor;
-            // A masked logit weighs 0, also in a row that has seen none.
-            const float base = top[h] == EMPTY ? 0.0f : top[h];
+            __syncthreads();
 #pragma unroll
-            for (int j = 0; j < T::TOKEN_TILES; j++) {
-                float weight[2];
+            for (int h = 0; h < 2; h++) {
+                const u32 row = row_warp * 16 + h * 8 + lane / 4;
+                float largest = EMPTY;
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    weight[e] = exp2_fast(logits[j][2 * h + e] - base);
-                    sum[h] += weight[e];
+                for (int w = 0; w < T::TOKEN_WARPS; w++) largest = fmaxf(largest, maxima[w * T::ROWS + row]);
+                float factor = 1.0f;
+                if (largest > top[h] + LAZY) {
+                    factor = exp2_fast(top[h] - largest);
+                    top[h] = largest;
                 }
-                const u32 word = T::CACHE == BF16 ? pack_bf16(weight[0], weight[1]) : pack_f16(weight[0], weight[1]);
-                const u32 column = token_warp * (T::TOKEN_TILES * 8) + j * 8 + lane % 4 * 2;
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(weights + (row * T::WEIGHT_PITCH + column) * 2), "r"(word) : "memory");
+                sum[h] *= factor;
+                if (token_warp == 0 && lane % 4 == 0) factors[row] = factor;
             }
-            if (token_warp == 0 && lane % 4 == 0) factors[row] = factor;
+            weigh<T>(logits, top, fresh, own);
+            __syncthreads();
+            output.rescale(factors);
         }
-        __syncthreads();
+        sum[0] += fresh[0];
+        sum[1] += fresh[1];
 
         // 3. values
-        bool moved = false;
-#pragma unroll
-        for (int r = 0; r < T::ROW_TILES * 2; r++) moved |= factors[r * 8 + lane / 4] != 1.0f;
-        if (__any_sync(~0u, moved)) output.rescale(factors);
         output.add(weights, tokens);
         stage = stage + 1 == T::STAGES ? 0 : stage + 1;
     }

@@ -43,6 +43,13 @@ DEVICE void wait_for_partner(u32 barrier) {
     asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
 }
 
+// As __syncthreads; whether it is so for any thread.
+DEVICE bool any_of_block(bool value) {
+    u32 any;
+    asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 0, p; selp.u32 %0, 1, 0, q;}" : "=r"(any) : "r"(static_cast<u32>(value)) : "memory");
+    return any != 0;
+}
+
 // On cards that can, a kernel begins before the one before it has ended, and waits only where it needs what that wrote. src/cuda/driver.rs makes
 // instructions of these comments there.
 DEVICE void let_next_kernel_begin() {
@@ -71,6 +78,10 @@ DEVICE void end_of_group() {
 template <int GROUPS>
 DEVICE void wait_for_all_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+DEVICE void store_4(u32 to, u32 word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
 DEVICE void store_16(u32 to, const u32 (&words)[4]) {
