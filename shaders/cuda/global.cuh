@@ -1,21 +1,23 @@
 // Loads and stores of global memory at an address, as kernels get them: in the order in which they are written down.
 //
-// read_*: memory that nobody writes while the kernel runs. *_once: evict it from the caches first.
+// read_*: memory that nobody writes while the kernel runs. store_*_once: nobody reads it soon.
 #pragma once
+
+#include "order.cuh"
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-__device__ __forceinline__ uint4 read_16_once(u64 at) {
+__device__ __forceinline__ uint4 read_16(u64 at) {
     uint4 x;
-    asm volatile("ld.global.cs.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
     return x;
 }
 
-__device__ __forceinline__ uint2 read_8_once(u64 at) {
+__device__ __forceinline__ uint2 read_8(u64 at) {
     uint2 x;
-    asm volatile("ld.global.cs.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(at));
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(at));
     return x;
 }
 
@@ -45,6 +47,10 @@ __device__ __forceinline__ u32 load_4(u64 at) {
 
 __device__ __forceinline__ void store_16(u64 at, uint4 x) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ __forceinline__ void store_16_once(u64 at, uint4 x) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 __device__ __forceinline__ void store_8(u64 at, uint2 x) {

@@ -145,9 +145,9 @@ __device__ __forceinline__ void load_oct(u64 at, u32 *words) {
     for (u32 i = 0; i < 2 * In::BYTES; i += 4) {
         uint4 x;
         if (IS_WIDE) {
-            x = read_16_once(at + 4 * i);
+            x = read_16(at + 4 * i);
         } else {
-            uint2 low = read_8_once(at + 4 * i), high = read_8_once(at + 4 * i + 8);
+            uint2 low = read_8(at + 4 * i), high = read_8(at + 4 * i + 8);
             x = make_uint4(low.x, low.y, high.x, high.y);
         }
         words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;

@@ -134,6 +134,8 @@ __device__ __forceinline__ uint4 merged(const uint4 &p, const uint4 &s, const We
 
 template <class Dtype, u32 ITEMS>
 __device__ __forceinline__ void merge_units(const Args<u32> &args) {
+    let_next_kernel_begin();
+    wait_for_kernel_before();
     u32 first = blockIdx.x * (blockDim.x * ITEMS) + threadIdx.x;
     u32 token[ITEMS], head[ITEMS], unit[ITEMS], lse[ITEMS][2];
     uint4 prefix[ITEMS], suffix[ITEMS];
@@ -149,15 +151,15 @@ __device__ __forceinline__ void merge_units(const Args<u32> &args) {
         lse[i][1] = read_4(args.suffix_lse.address + 4ull * row_of(args.suffix_lse, token[i], head[i]));
         u64 at_prefix = row_of(args.prefix_output, token[i], head[i]) + unit[i];
         u64 at_suffix = row_of(args.suffix_output, token[i], head[i]) + unit[i];
-        prefix[i] = read_16_once(args.prefix_output.address + 16ull * at_prefix);
-        suffix[i] = read_16_once(args.suffix_output.address + 16ull * at_suffix);
+        prefix[i] = read_16(args.prefix_output.address + 16ull * at_prefix);
+        suffix[i] = read_16(args.suffix_output.address + 16ull * at_suffix);
     }
 #pragma unroll
     for (u32 i = 0; i < ITEMS; i++) {
         if (first + i * blockDim.x < args.num_items) {
             Weights w = weigh(lse[i][0], lse[i][1]);
             u64 at = row_of(args.output, token[i], head[i]) + unit[i];
-            store_16(args.output.address + 16ull * at, merged<Dtype>(prefix[i], suffix[i], w));
+            store_16_once(args.output.address + 16ull * at, merged<Dtype>(prefix[i], suffix[i], w));
             if (unit[i] == 0 && args.output_lse.address != 0) {
                 at = row_of(args.output_lse, token[i], head[i]);
                 store_4(args.output_lse.address + 4ull * at, merged_lse(lse[i][0], lse[i][1], w));
@@ -168,6 +170,8 @@ __device__ __forceinline__ void merge_units(const Args<u32> &args) {
 
 template <class Dtype>
 __device__ __forceinline__ void merge_elements(const Args<u64> &args) {
+    let_next_kernel_begin();
+    wait_for_kernel_before();
     u32 index = blockIdx.x * blockDim.x + threadIdx.x;
     u32 item = min(index, args.num_items - 1u);
     u32 row = divide(item, args.by_row_items);

@@ -257,8 +257,8 @@ DEVICE void decode(const Args& args) {
     extern __shared__ __align__(1024) u8 shared[];
     // Both are asked for at once: there are as many items as blocks, used or not.
     const WorkItem item = args.items[blockIdx.x];
-    if (blockIdx.x >= args.header->num_items) return;
     let_next_kernel_begin();
+    if (blockIdx.x >= args.header->num_items) return wait_for_kernel_before();
     const u32 stages = shared_address(shared + T::STAGES_AT), weights = shared_address(shared + T::WEIGHTS_AT);
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);

@@ -1,6 +1,8 @@
 // The PTX instructions that CUDA C++ has no name for, and small helpers.
 #pragma once
 
+#include "order.cuh"
+
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -48,16 +50,6 @@ DEVICE bool any_of_block(bool value) {
     u32 any;
     asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 0, p; selp.u32 %0, 1, 0, q;}" : "=r"(any) : "r"(static_cast<u32>(value)) : "memory");
     return any != 0;
-}
-
-// On cards that can, a kernel begins before the one before it has ended, and waits only where it needs what that wrote. src/cuda/driver.rs makes
-// instructions of these comments there.
-DEVICE void let_next_kernel_begin() {
-    asm volatile("// sm_90: griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-DEVICE void wait_for_kernel_before() {
-    asm volatile("// sm_90: griddepcontrol.wait;" ::: "memory");
 }
 
 // 16 bytes to shared memory, if they are wanted, on their way until `wait_for_all_but`; zeros where `is_there` is false, and nothing is read then.
