@@ -8,6 +8,7 @@ use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, sys};
 use cudarc::nvrtc::Ptx;
 
+use super::library;
 use crate::{Error, Result};
 
 /// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
@@ -85,11 +86,19 @@ fn end_of_block(text: &str) -> usize {
     text.len()
 }
 
+/// What the driver says of an error.
+fn said(error: DriverError) -> String {
+    let DriverError(code) = error;
+    error
+        .error_string()
+        .map_or_else(|_| format!("{code:?}"), |text| format!("{} ({code:?})", text.to_string_lossy()))
+}
+
 /// An error of the driver.
 pub(super) fn failed(what: &'static str) -> impl Fn(DriverError) -> Error {
     move |error| match error.0 {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::OutOfMemory { what },
-        _ => Error::Cuda { what, detail: error.to_string() },
+        _ => Error::Cuda { what, detail: said(error) },
     }
 }
 
@@ -97,13 +106,10 @@ impl Cuda {
     /// The card of this number, with a stream of its own.
     ///
     /// # Errors
-    /// [`Error::NoCuda`] where there is no driver, no such card, or one older than Ampere.
+    /// [`Error::NoCuda`] where there is no driver, one older than 520, no such card, or one older than Ampere.
     pub fn new(ordinal: usize) -> Result<Self> {
-        // SAFETY: it only looks for the driver's library.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(Error::NoCuda { detail: "the driver's library was not found".into() });
-        }
-        let missing = |error: DriverError| Error::NoCuda { detail: error.to_string() };
+        library::check()?;
+        let missing = |error: DriverError| Error::NoCuda { detail: said(error) };
         let context = CudaContext::new(ordinal).map_err(missing)?;
         Self::on_stream(context.new_stream().map_err(missing)?)
     }
@@ -111,8 +117,9 @@ impl Cuda {
     /// On the host's stream. The caller keeps work on other streams from touching buffers in use.
     ///
     /// # Errors
-    /// [`Error::NoCuda`] for a card older than Ampere.
+    /// [`Error::NoCuda`] for a card older than Ampere, or a driver older than 520.
     pub fn on_stream(stream: Arc<CudaStream>) -> Result<Self> {
+        library::check()?;
         let attribute = |what| {
             let value = stream.context().attribute(what).map_err(failed("to ask the card"))?;
             Ok::<_, Error>(value.max(0) as u32)
