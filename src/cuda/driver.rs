@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, sys};
-use cudarc::nvrtc::Ptx;
+use cudarc::nvrtc;
 
 use super::library;
+use super::ptx::Ptx;
 use crate::{Error, Result};
 
 /// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
@@ -16,8 +17,8 @@ use crate::{Error, Result};
 pub struct Cuda {
     stream: Arc<CudaStream>,
     card: Card,
-    /// By the address of their text, and their names in it.
-    kernels: Arc<Mutex<HashMap<(usize, &'static str), Kernel>>>,
+    /// By the names of their text, and their own in it.
+    kernels: Arc<Mutex<HashMap<(&'static str, &'static str), Kernel>>>,
 }
 
 /// What a card can do, as plain data.
@@ -152,15 +153,15 @@ impl Cuda {
     }
 
     /// A kernel of a PTX text, loaded once.
-    pub(super) fn kernel(&self, ptx: &'static str, entry: &'static str) -> Result<Kernel> {
+    pub(super) fn kernel(&self, ptx: &Ptx, entry: &'static str) -> Result<Kernel> {
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (ptx.as_ptr().addr(), entry);
+        let key = (ptx.name, entry);
         if let Some(kernel) = kernels.get(&key) {
             return Ok(kernel.clone());
         }
-        let text = with_only(ptx, entry);
+        let text = with_only(ptx.text(), entry);
         let waits = self.card.capability >= 90 && text.contains(SINCE_HOPPER);
-        let loaded = self.stream.context().load_module(Ptx::from_src(for_card(text, &self.card)));
+        let loaded = self.stream.context().load_module(nvrtc::Ptx::from_src(for_card(text, &self.card)));
         let module = loaded.map_err(failed("to load a module"))?;
         let function = module.load_function(entry).map_err(failed("to find a kernel"))?;
         let kernel = Kernel { function, waits };
@@ -225,17 +226,12 @@ impl Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::ptx;
 
     /// Folder for the texts: `MLA_PTX_OUT`, for a look at them with ptxas.
     #[test]
     fn a_text_is_cut_to_one_entry() {
-        for text in [
-            include_str!("../../shaders/cuda/mla_decode_e4m3.ptx"),
-            include_str!("../../shaders/cuda/mla_decode_simple.ptx"),
-            include_str!("../../shaders/cuda/mla_merge.ptx"),
-            include_str!("../../shaders/cuda/kv_append.ptx"),
-            include_str!("../../shaders/cuda/merge_attn_states.ptx"),
-        ] {
+        for text in ptx::ALL.map(Ptx::text) {
             let mut bytes = 0;
             for block in text.split(".visible .entry ").skip(1) {
                 let entry = block.split('(').next().expect("a name");

@@ -19,6 +19,7 @@ mod driver;
 mod ladder;
 mod library;
 pub mod ops;
+mod ptx;
 mod step;
 
 pub use buffer::Buffer;
