@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The CUDA kernels: PTX from shaders/cuda/*.cu with a pinned compiler, proved by three assemblers and an interpreter.
 #
-#   scripts/ptx.sh                  writes shaders/cuda/*.ptx and benches/results/ptx.{md,tsv}; fails as --check does
+#   scripts/ptx.sh                  writes shaders/cuda/*.ptx, the same deflated (*.ptx.z, which the crate carries) and
+#                                   benches/results/ptx.{md,tsv}; fails as --check does
 #   scripts/ptx.sh --check          writes nothing; fails where a committed file differs from what the compiler gives,
 #                                   or an entry passes its limits with some ptxas: registers, shared memory, no spill
 #   scripts/ptx.sh emulate [NAME]   the interpreter's tests and the kernels' on the CPU (scripts/ptxemu/run.py)

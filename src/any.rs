@@ -34,7 +34,7 @@ use crate::MlaSpec;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 #[cfg(feature = "wgpu")]
-use crate::{DeviceKind, gpu::Gpu, kernel};
+use crate::{gpu::Gpu, kernel};
 
 /// A backend that was chosen while the program runs.
 #[derive(Debug)]
@@ -49,9 +49,8 @@ impl AnyBackend {
     /// 1. CUDA, with the feature `cuda`, on the driver's first card, if it is an Ampere or later, where a row on tensor cores serves
     ///    the spec;
     /// 2. wgpu, with the feature `wgpu`, on the adapter that `Gpu::new` picks, where a row on its matrices does;
-    /// 3. CUDA on any other row, then wgpu on any other row;
-    /// 4. the CPU: also before a wgpu device in software, which is the slower way to the same processor
-    ///    (unless `WGPU_ADAPTER_NAME` names it).
+    /// 3. CUDA on any other row, then wgpu on any other row: also on an adapter in software, such as lavapipe;
+    /// 4. the CPU, where wgpu finds no adapter at all.
     ///
     /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To leave the choice to nobody, use `From`:
     /// `AnyBackend::from(Gpu::new()?)`, or `Cuda::on_stream(stream)?` with the host's own stream.
@@ -105,12 +104,7 @@ impl Found<Chosen> {
     #[cfg(feature = "wgpu")]
     fn wgpu(spec: &MlaSpec) -> Result<Self, String> {
         let gpu = Gpu::new().map_err(lack)?;
-        let caps = gpu.pipelines.caps();
-        if caps.kind == DeviceKind::Software && std::env::var_os("WGPU_ADAPTER_NAME").is_none() {
-            let name = gpu.adapter.get_info().name;
-            return Err(format!("{name} runs in software, where the CPU backend is faster"));
-        }
-        let row = spec.check().and_then(|()| kernel::choose(None, caps, spec));
+        let row = spec.check().and_then(|()| kernel::choose(None, gpu.pipelines.caps(), spec));
         Ok(Self { matrices: row.is_ok_and(|(row, _)| row.rounds_weights()), backend: gpu.into() })
     }
 

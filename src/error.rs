@@ -235,7 +235,7 @@ pub enum Error {
         detail: String,
     },
     /// No CUDA device can be used.
-    #[error("no CUDA device: {detail}; install NVIDIA's driver, or use the wgpu backend")]
+    #[error("no CUDA device: {detail}; install NVIDIA's driver (520 or later), or use the wgpu backend")]
     NoCuda {
         /// What is missing.
         detail: String,

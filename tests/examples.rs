@@ -114,7 +114,10 @@ fn the_repositorys_cases_pass_on_cuda_or_it_says_that_there_is_none() {
     let ran = run("decode", &["--backend", "cuda"]);
     match common::cuda_or_say_why() {
         Some(cuda) => ran.must(0, &[&cuda.name(), "variant:  row", "11 PASS, 0 FAIL"]),
-        None => ran.must(1, &["error: no CUDA device: ", "install NVIDIA's driver, or use the wgpu backend"]),
+        None => ran.must(
+            1,
+            &["error: no CUDA device: ", "install NVIDIA's driver (520 or later), or use the wgpu backend"],
+        ),
     }
 }
 

@@ -9,14 +9,13 @@ Runs conformance cases of wgpu-mla and checks every result.
 decode [FILE | DIRECTORY]...     case files; without any, the repository's cases/
   --backend cuda|wgpu|cpu        default: the best that is here, as AnyBackend::best finds it:
                                  cuda (feature `cuda`) on NVIDIA cards since Ampere, wgpu on
-                                 other GPUs, cpu where there is none
+                                 other adapters, also in software, cpu where there is none
   --variant NAME                 forces a row of the ladder; --list names them
   --list                         lists backends, adapters, variants and case files, and ends
   --save DIRECTORY               writes what was computed to DIRECTORY/<case>.safetensors
   --help                         this text
 
-WGPU_BACKEND and WGPU_ADAPTER_NAME choose an adapter; a software driver's is taken without
---backend wgpu only if WGPU_ADAPTER_NAME names it. CUDA_VISIBLE_DEVICES chooses a card.
+WGPU_BACKEND and WGPU_ADAPTER_NAME choose an adapter, CUDA_VISIBLE_DEVICES a card.
 Status 0: all passed; 1: a case failed or could not be read; 2: bad arguments.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -61,20 +61,21 @@ pub(super) const fn code(dtype: Dtype) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::ptx;
 
     /// The compiler wrote into each entry point how many bytes it takes.
     #[test]
     fn the_kernels_take_what_the_host_gives() {
         let texts = [
-            include_str!("../../shaders/cuda/mla_decode_bf16.ptx"),
-            include_str!("../../shaders/cuda/mla_decode_f16.ptx"),
-            include_str!("../../shaders/cuda/mla_decode_e4m3.ptx"),
-            include_str!("../../shaders/cuda/mla_decode_simple.ptx"),
-            include_str!("../../shaders/cuda/mla_merge.ptx"),
+            &ptx::MLA_DECODE_BF16,
+            &ptx::MLA_DECODE_F16,
+            &ptx::MLA_DECODE_E4M3,
+            &ptx::MLA_DECODE_SIMPLE,
+            &ptx::MLA_MERGE,
         ];
         let mut entries = 0;
         for text in texts {
-            for entry in text.split(".entry ").skip(1) {
+            for entry in text.text().split(".entry ").skip(1) {
                 let (name, rest) = entry.split_once('(').expect("a parameter list");
                 let bytes = rest
                     .split_once("_param_0[")

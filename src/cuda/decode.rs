@@ -6,6 +6,7 @@ use super::args::{Args, code};
 use super::buffer::Buffer;
 use super::driver::{Cuda, Kernel};
 use super::ladder::{self, Compiled, ROWS, Row};
+use super::ptx::MLA_MERGE;
 use super::step::Step;
 use crate::layer::{Layer, kernel_scales, no_aliases};
 use crate::plan::{Plan, Tiling, check_plan};
@@ -80,7 +81,7 @@ impl Decode {
             512 => ["mla_merge_few_512", "mla_merge_many_512"],
             _ => ["mla_merge_few_256", "mla_merge_many_256"],
         };
-        let merge = |entry| cuda.kernel(include_str!("../../shaders/cuda/mla_merge.ptx"), entry);
+        let merge = |entry| cuda.kernel(&MLA_MERGE, entry);
         let merges = [merge(merges[0])?, merge(merges[1])?];
         log::info!("mla.decode: row {}", row.name);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);

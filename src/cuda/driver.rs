@@ -6,8 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, sys};
-use cudarc::nvrtc::Ptx;
+use cudarc::nvrtc;
 
+use super::library;
+use super::ptx::Ptx;
 use crate::{Error, Result};
 
 /// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
@@ -15,8 +17,8 @@ use crate::{Error, Result};
 pub struct Cuda {
     stream: Arc<CudaStream>,
     card: Card,
-    /// By the address of their text, and their names in it.
-    kernels: Arc<Mutex<HashMap<(usize, &'static str), Kernel>>>,
+    /// By the names of their text, and their own in it.
+    kernels: Arc<Mutex<HashMap<(&'static str, &'static str), Kernel>>>,
 }
 
 /// What a card can do, as plain data.
@@ -85,11 +87,19 @@ fn end_of_block(text: &str) -> usize {
     text.len()
 }
 
+/// What the driver says of an error.
+fn said(error: DriverError) -> String {
+    let DriverError(code) = error;
+    error
+        .error_string()
+        .map_or_else(|_| format!("{code:?}"), |text| format!("{} ({code:?})", text.to_string_lossy()))
+}
+
 /// An error of the driver.
 pub(super) fn failed(what: &'static str) -> impl Fn(DriverError) -> Error {
     move |error| match error.0 {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::OutOfMemory { what },
-        _ => Error::Cuda { what, detail: error.to_string() },
+        _ => Error::Cuda { what, detail: said(error) },
     }
 }
 
@@ -97,13 +107,10 @@ impl Cuda {
     /// The card of this number, with a stream of its own.
     ///
     /// # Errors
-    /// [`Error::NoCuda`] where there is no driver, no such card, or one older than Ampere.
+    /// [`Error::NoCuda`] where there is no driver, one older than 520, no such card, or one older than Ampere.
     pub fn new(ordinal: usize) -> Result<Self> {
-        // SAFETY: it only looks for the driver's library.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(Error::NoCuda { detail: "the driver's library was not found".into() });
-        }
-        let missing = |error: DriverError| Error::NoCuda { detail: error.to_string() };
+        library::check()?;
+        let missing = |error: DriverError| Error::NoCuda { detail: said(error) };
         let context = CudaContext::new(ordinal).map_err(missing)?;
         Self::on_stream(context.new_stream().map_err(missing)?)
     }
@@ -111,8 +118,9 @@ impl Cuda {
     /// On the host's stream. The caller keeps work on other streams from touching buffers in use.
     ///
     /// # Errors
-    /// [`Error::NoCuda`] for a card older than Ampere.
+    /// [`Error::NoCuda`] for a card older than Ampere, or a driver older than 520.
     pub fn on_stream(stream: Arc<CudaStream>) -> Result<Self> {
+        library::check()?;
         let attribute = |what| {
             let value = stream.context().attribute(what).map_err(failed("to ask the card"))?;
             Ok::<_, Error>(value.max(0) as u32)
@@ -145,15 +153,15 @@ impl Cuda {
     }
 
     /// A kernel of a PTX text, loaded once.
-    pub(super) fn kernel(&self, ptx: &'static str, entry: &'static str) -> Result<Kernel> {
+    pub(super) fn kernel(&self, ptx: &Ptx, entry: &'static str) -> Result<Kernel> {
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (ptx.as_ptr().addr(), entry);
+        let key = (ptx.name, entry);
         if let Some(kernel) = kernels.get(&key) {
             return Ok(kernel.clone());
         }
-        let text = with_only(ptx, entry);
+        let text = with_only(ptx.text(), entry);
         let waits = self.card.capability >= 90 && text.contains(SINCE_HOPPER);
-        let loaded = self.stream.context().load_module(Ptx::from_src(for_card(text, &self.card)));
+        let loaded = self.stream.context().load_module(nvrtc::Ptx::from_src(for_card(text, &self.card)));
         let module = loaded.map_err(failed("to load a module"))?;
         let function = module.load_function(entry).map_err(failed("to find a kernel"))?;
         let kernel = Kernel { function, waits };
@@ -218,17 +226,12 @@ impl Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::ptx;
 
     /// Folder for the texts: `MLA_PTX_OUT`, for a look at them with ptxas.
     #[test]
     fn a_text_is_cut_to_one_entry() {
-        for text in [
-            include_str!("../../shaders/cuda/mla_decode_e4m3.ptx"),
-            include_str!("../../shaders/cuda/mla_decode_simple.ptx"),
-            include_str!("../../shaders/cuda/mla_merge.ptx"),
-            include_str!("../../shaders/cuda/kv_append.ptx"),
-            include_str!("../../shaders/cuda/merge_attn_states.ptx"),
-        ] {
+        for text in ptx::ALL.map(Ptx::text) {
             let mut bytes = 0;
             for block in text.split(".visible .entry ").skip(1) {
                 let entry = block.split('(').next().expect("a name");

@@ -1,6 +1,7 @@
 //! The rows of the CUDA ladder, best first, and which of them runs where. Pure.
 
 use super::driver::Card;
+use super::ptx::{MLA_DECODE_BF16, MLA_DECODE_E4M3, MLA_DECODE_F16, MLA_DECODE_SIMPLE, Ptx};
 use crate::{Dtype, MlaSpec};
 
 /// One row: a tile, compiled for each cache dtype and dims that it serves.
@@ -26,9 +27,9 @@ pub(super) const ROWS: [Row; 5] = [
 ];
 
 /// A compiled row.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(super) struct Compiled {
-    pub ptx: &'static str,
+    pub ptx: &'static Ptx,
     pub entry: &'static str,
     pub threads: u32,
     pub shared_bytes: u32,
@@ -60,24 +61,26 @@ impl Row {
     pub fn compiled(&self, spec: &MlaSpec) -> Result<Compiled, String> {
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
         if !self.matrices {
-            let entry = find(SIMPLE, &format!("mla_decode_{}_{latent}_{rope}", spec.kv.dtype));
+            let ptx = &MLA_DECODE_SIMPLE;
+            let entry = find(ptx.text(), &format!("mla_decode_{}_{latent}_{rope}", spec.kv.dtype));
             let entry = entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?;
-            return Ok(Compiled { ptx: SIMPLE, entry, threads: self.rows * 32, shared_bytes: 0, tokens: 1 });
+            return Ok(Compiled { ptx, entry, threads: self.rows * 32, shared_bytes: 0, tokens: 1 });
         }
         let ptx = match spec.kv.dtype {
             Dtype::F32 => return Err("an f32 cache is not multiplied by tensor cores".into()),
-            Dtype::F16 => include_str!("../../shaders/cuda/mla_decode_f16.ptx"),
-            Dtype::Bf16 => include_str!("../../shaders/cuda/mla_decode_bf16.ptx"),
-            Dtype::E4m3 => include_str!("../../shaders/cuda/mla_decode_e4m3.ptx"),
+            Dtype::F16 => &MLA_DECODE_F16,
+            Dtype::Bf16 => &MLA_DECODE_BF16,
+            Dtype::E4m3 => &MLA_DECODE_E4M3,
         };
+        let text = ptx.text();
         let parts = if splits_queries(spec) { "_split" } else { "" };
         let name = format!("mla_decode_{latent}_{rope}_{}{parts}", self.name);
-        let entry = find(ptx, &name).ok_or_else(|| {
+        let entry = find(text, &name).ok_or_else(|| {
             let parts = if parts.is_empty() { "" } else { " with a query in two parts" };
             format!("no kernel for {latent}/{rope}{parts}")
         })?;
         let number = |what: &str| {
-            let after = ptx.split_once(&format!(" {entry}_{what} = "))?.1;
+            let after = text.split_once(&format!(" {entry}_{what} = "))?.1;
             after.split(';').next()?.trim().parse().ok()
         };
         let numbers = (number("threads"), number("shared_bytes"), number("tokens"));
@@ -88,13 +91,11 @@ impl Row {
     }
 }
 
-const SIMPLE: &str = include_str!("../../shaders/cuda/mla_decode_simple.ptx");
-
 /// The name of an entry point, as it stands in the text.
-fn find(ptx: &'static str, name: &str) -> Option<&'static str> {
+fn find(text: &'static str, name: &str) -> Option<&'static str> {
     let head = format!(".entry {name}(");
-    let at = ptx.find(&head)? + ".entry ".len();
-    Some(&ptx[at..at + name.len()])
+    let at = text.find(&head)? + ".entry ".len();
+    Some(&text[at..at + name.len()])
 }
 
 /// Whether the matrices' type does not hold a query, after it was scaled by a power of two.

@@ -1,5 +1,5 @@
-//! The CUDA backend: PTX kernels on the host's stream, for NVIDIA cards since Ampere. Only the driver is needed, and is looked
-//! for at run time.
+//! The CUDA backend: PTX kernels on the host's stream, for NVIDIA cards since Ampere. Only the driver is needed, 520 or later (that of
+//! CUDA 11.8), and is looked for at run time.
 //!
 //! ```text
 //! once       cuda = Cuda::new(0), or Cuda::on_stream(stream)        the host's CudaStream is borrowed
@@ -17,7 +17,9 @@ mod buffer;
 mod decode;
 mod driver;
 mod ladder;
+mod library;
 pub mod ops;
+mod ptx;
 mod step;
 
 pub use buffer::Buffer;

@@ -71,6 +71,7 @@ mod tests {
     use super::kv_copy_pages::CopyArgs;
     use super::merge_attn_states::MergeArgs;
     use super::*;
+    use crate::cuda::ptx;
     use crate::{AppendSpec, Dtype, MlaShape};
 
     /// Bytes of the only parameter of each entry of a PTX text.
@@ -102,7 +103,9 @@ mod tests {
         }
         let copy = size_of::<CopyArgs>();
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
-        let mut got = [merge_attn_states::PTX, kv_append::PTX, kv_copy_pages::PTX].map(entries).concat();
+        let mut got = [&ptx::MERGE_ATTN_STATES, &ptx::KV_APPEND, &ptx::KV_COPY_PAGES]
+            .map(|ptx| entries(ptx.text()))
+            .concat();
         got.sort_unstable();
         want.sort_unstable();
         assert_eq!(got, want);

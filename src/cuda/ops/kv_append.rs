@@ -5,12 +5,11 @@ use cudarc::driver::DeviceRepr;
 use super::table::Table;
 use super::{Divisor, THREADS, block_stride, checked_items, entry_of};
 use crate::cuda::driver::Kernel;
+use crate::cuda::ptx::KV_APPEND;
 use crate::cuda::{Buffer, Cuda};
 use crate::layer::View;
 use crate::ops::{AppendLayer, AppendSpec};
 use crate::{Dtype, Error, Result};
-
-pub(super) const PTX: &str = include_str!("../../../shaders/cuda/kv_append.ptx");
 
 /// `TOKENS_PER_THREAD` of kv_append.cu.
 const TOKENS_PER_THREAD: u32 = 4;
@@ -121,7 +120,7 @@ impl KvAppend {
     /// Those of [`AppendSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: AppendSpec) -> Result<Self> {
         spec.check()?;
-        let kernel = cuda.kernel(PTX, append_entry(&spec))?;
+        let kernel = cuda.kernel(&KV_APPEND, append_entry(&spec))?;
         Ok(Self { cuda: cuda.clone(), spec, kernel })
     }
 

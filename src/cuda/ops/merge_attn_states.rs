@@ -4,12 +4,11 @@ use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, MAX_ITEMS, THREADS, entry_of};
 use crate::cuda::driver::Kernel;
+use crate::cuda::ptx::MERGE_ATTN_STATES;
 use crate::cuda::{Buffer, Cuda};
 use crate::layer::View;
 use crate::ops::{MergeStates, MergeStatesSpec};
 use crate::{Error, Result};
-
-pub(super) const PTX: &str = include_str!("../../../shaders/cuda/merge_attn_states.ptx");
 
 /// Threads of a block of a merge that is too small to fill the card.
 const FEW_THREADS: u32 = 128;
@@ -88,7 +87,7 @@ impl MergeAttnStates {
     /// Those of [`MergeStatesSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: MergeStatesSpec) -> Result<Self> {
         spec.check()?;
-        let kernel = |entry| cuda.kernel(PTX, entry);
+        let kernel = |entry| cuda.kernel(&MERGE_ATTN_STATES, entry);
         let one = kernel(entry_of!("merge_attn_states_units1", spec.dtype))?;
         let two = kernel(entry_of!("merge_attn_states_units2", spec.dtype))?;
         let elements = kernel(entry_of!("merge_attn_states_elements", spec.dtype))?;

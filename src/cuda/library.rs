@@ -1,0 +1,72 @@
+//! The driver's library: whether it is here, and has what is called in it.
+
+use cudarc::driver::sys;
+
+use crate::{Error, Result};
+
+/// Every function that this backend reaches, most of them through cudarc, which panics where one is missing. `cuLaunchKernelEx`
+/// is the newest, of CUDA 11.8.
+const CALLED: [&str; 29] = [
+    "cuInit",
+    "cuGetErrorString",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuMemAlloc_v2",
+    "cuMemAllocAsync",
+    "cuMemFree_v2",
+    "cuMemFreeAsync",
+    "cuMemsetD8Async",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuFuncSetAttribute",
+    "cuLaunchKernelEx",
+];
+
+/// Whether the driver can be called.
+///
+/// # Errors
+/// [`Error::NoCuda`] without its library, or with one that is too old.
+pub(super) fn check() -> Result<()> {
+    // SAFETY: it only looks for the driver's library.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(Error::NoCuda { detail: "the driver's library was not found".into() });
+    }
+    // SAFETY: it is there, and what is found in it is not called here.
+    has_all(|name| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok())
+}
+
+fn has_all(has: impl Fn(&str) -> bool) -> Result<()> {
+    match CALLED.into_iter().find(|name| !has(name)) {
+        None => Ok(()),
+        Some(name) => Err(Error::NoCuda { detail: format!("the driver's library has no {name}") }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_driver_is_told_by_what_it_lacks() {
+        has_all(|_| true).expect("a driver with everything");
+        let old = has_all(|name| name != "cuLaunchKernelEx").expect_err("one of CUDA 11.7");
+        let text = "no CUDA device: the driver's library has no cuLaunchKernelEx; install NVIDIA's driver (520 or later)";
+        assert!(old.to_string().starts_with(text), "{old}");
+    }
+}
