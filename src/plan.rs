@@ -10,7 +10,9 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::{Error, MlaSpec, Result};
 
+mod balance;
 mod check;
+mod cut;
 pub(crate) use check::check_plan;
 
 /// What one workgroup does. Plain data with one layout for every backend: 8 little-endian `u32`.
@@ -67,17 +69,25 @@ pub struct Tiling {
     pub rows_per_tile: u32,
     /// Tokens between two possible split boundaries of the automatic policy.
     pub tokens_per_block: u32,
-    /// Work items that fill the device.
+    /// Work items that fill the device: as many as run at a time. A ragged batch may be cut into more, of which the last to begin
+    /// are short.
     pub target_items: u32,
-    /// The automatic policy aims at no split shorter than this. Splits are equal shares of their sequence, so one that is
-    /// just too long for a split becomes two of half the length.
+    /// The automatic policy aims at no split shorter than this. One that is just too long for a split becomes two of half the
+    /// length.
     pub min_split_tokens: u32,
+    /// The same for the splits of a batch that makes more than half of `target_items`: where two items share a multiprocessor, the
+    /// second is worth less than short splits cost. 0 where it is worth it.
+    pub min_shared_split_tokens: u32,
+    /// Tokens that a worker would attend in the time that an item costs beyond its tokens: to begin, and to leave a partial result. The
+    /// automatic policy weighs the ways to cut a ragged batch with it. 0 where it is not known.
+    pub item_overhead_tokens: u32,
 }
 
 /// Where sequences are cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// Enough splits to fill the device, of about equal length over a ragged batch.
+    /// Enough splits to fill the device: equal shares of each sequence, or pieces of one length and what remains of each sequence
+    /// where a device is done sooner with those.
     #[default]
     Auto,
     /// Cuts at the multiples of this many tokens. The result of a row then depends on nothing but the row: not
@@ -152,7 +162,8 @@ pub struct Plan {
     scratch: Scratch,
 }
 
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// Memory that the next plan is made in.
+#[derive(Debug, Clone, Default)]
 struct Scratch {
     /// Per sequence: where its own part begins, 0 without a shared prefix.
     own_begin: Vec<u32>,
@@ -160,7 +171,17 @@ struct Scratch {
     runs: Vec<Run>,
     /// `(query token, slot of its head 0)` in the order in which merges sum.
     partials: Vec<(u32, u32)>,
+    balance: balance::Scratch,
 }
+
+/// No part of a plan.
+impl PartialEq for Scratch {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Scratch {}
 
 /// Query tokens that attend one range of one page list.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -268,62 +289,6 @@ impl Plan {
         }
     }
 
-    fn check_batch(&mut self, spec: &MlaSpec, batch: &Batch<'_>) -> Result<()> {
-        let starts = batch.query_start_loc;
-        if starts.len() != batch.seq_lens.len() + 1 {
-            return Err(Error::Length {
-                what: "query_start_loc",
-                got: starts.len() as u64,
-                want: batch.seq_lens.len() as u64 + 1,
-                cure: "one entry a sequence and one more for the end",
-            });
-        }
-        if let Some(index) =
-            (0..starts.len()).find(|&i| if i == 0 { starts[0] != 0 } else { starts[i] < starts[i - 1] })
-        {
-            return Err(Error::QueryStartLoc { index, got: starts[index].into() });
-        }
-        self.num_queries = starts[starts.len() - 1] as u32;
-        if let Visibility::Bounds(bounds) = batch.visibility
-            && bounds.len() != self.num_queries as usize
-        {
-            return Err(Error::Length {
-                what: "Visibility::Bounds",
-                got: bounds.len() as u64,
-                want: self.num_queries.into(),
-                cure: "one bound a query token",
-            });
-        }
-        // A token with a shared prefix stands twice.
-        let rows = u64::from(self.num_queries) * u64::from(spec.shape.num_heads) * 2;
-        countable("query rows of one step", rows, "use a smaller batch")?;
-        let max = i64::try_from(spec.kv.num_slots()).unwrap_or(i64::MAX);
-        for (seq, &len) in batch.seq_lens.iter().enumerate() {
-            if len < 0 || i64::from(len) > max {
-                return Err(Error::SeqLen { seq, got: len.into(), max });
-            }
-            self.seq_lens.push(len as u32);
-        }
-        Ok(())
-    }
-
-    /// Groups are checked even where the policy or their length leaves them unused: a mistake shows on the first batch.
-    fn check_prefixes(&mut self, batch: &Batch<'_>) -> Result<()> {
-        let in_group = &mut self.scratch.own_begin;
-        in_group.resize(self.seq_lens.len(), 0);
-        for &seq in batch.shared_prefixes.iter().flat_map(|group| &group.sequences) {
-            match in_group.get_mut(seq as usize) {
-                Some(seen @ 0) => *seen = 1,
-                _ => {
-                    let cure = "must be in the batch, and in one shared prefix only";
-                    return Err(Error::Shape { what: "SharedPrefix sequence", got: seq.into(), cure });
-                }
-            }
-        }
-        in_group.fill(0);
-        Ok(())
-    }
-
     fn lay_out_pages(&mut self, spec: &MlaSpec) -> Result<()> {
         let mut at = 0u32;
         self.page_begin.push(at);
@@ -407,84 +372,6 @@ impl Plan {
         }
         Ok(())
     }
-
-    /// Cuts each run into splits and each split into tiles.
-    fn cut(&mut self, heads: u32, tiling: &Tiling, policy: Policy) -> Result<()> {
-        let per_tile = tiling.rows_per_tile.max(1);
-        let block = tiling.tokens_per_block.max(1);
-        let chunk = match policy {
-            Policy::Auto => balanced_chunk(&self.scratch.runs, heads, tiling) * block,
-            Policy::FixedTokens(n) => n,
-            Policy::OneSplit => u32::MAX,
-        };
-        for run in &self.scratch.runs {
-            let rows = run.num_queries * heads;
-            let tokens = run.end - run.begin;
-            // A run with nothing left to attend still owes its rows an output, unless the prefix gives it.
-            let splits = if tokens == 0 { u32::from(!run.partial) } else { tokens.div_ceil(chunk) };
-            let direct = splits == 1 && !run.partial;
-            let slots = if direct { 0 } else { u64::from(splits) * u64::from(rows) };
-            let cure = "use longer splits or a smaller batch";
-            countable("partial results of one step", u64::from(self.num_slots) + slots, cure)?;
-            for split in 0..splits {
-                let cut = |k: u32| match policy {
-                    // Equal shares on block boundaries, so that no split is a short remainder.
-                    Policy::Auto => {
-                        let blocks = u64::from(tokens.div_ceil(block));
-                        let at = blocks * u64::from(k) / u64::from(splits) * u64::from(block);
-                        run.begin + at.min(tokens.into()) as u32
-                    }
-                    Policy::FixedTokens(n) => (run.begin + k.saturating_mul(n)).min(run.end),
-                    Policy::OneSplit => [run.begin, run.end][k.min(1) as usize],
-                };
-                let (kv_begin, kv_end) = (cut(split), cut(split + 1));
-                let slot = if direct { DIRECT } else { self.num_slots };
-                if !direct {
-                    for q in 0..run.num_queries {
-                        self.scratch.partials.push((run.first_query + q, slot + q * heads));
-                    }
-                    self.num_slots += rows;
-                }
-                for tile in (0..rows).step_by(per_tile as usize) {
-                    let first_row = run.first_query * heads + tile;
-                    let num_rows = per_tile.min(rows - tile);
-                    let visible = self.queries
-                        [(first_row / heads) as usize..=((first_row + num_rows - 1) / heads) as usize]
-                        .iter()
-                        .map(|q| q.visible)
-                        .max()
-                        .unwrap_or(0);
-                    self.items.push(WorkItem {
-                        first_row,
-                        num_rows,
-                        page_begin: run.page_begin,
-                        kv_begin,
-                        kv_end: kv_end.min(visible).max(kv_begin),
-                        slot: if direct { DIRECT } else { slot + tile },
-                        pool: 0,
-                        reserved: 0,
-                    });
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Gathers each token's slots. Slots were given out prefixes first and then in token order: they are the order.
-    fn list_merges(&mut self) {
-        let queries = &self.queries;
-        let partials = &mut self.scratch.partials;
-        partials.sort_unstable_by_key(|&(query, slot)| (queries[query as usize].token, slot));
-        for &(query, slot) in partials.iter() {
-            let token = queries[query as usize].token;
-            let at = self.merge_slots.len() as u32;
-            match self.merges.last_mut() {
-                Some(merge) if merge.token == token => merge.end = at + 1,
-                _ => self.merges.push(Merge { token, begin: at, end: at + 1 }),
-            }
-            self.merge_slots.push(slot);
-        }
-    }
 }
 
 impl WorkItem {
@@ -499,21 +386,4 @@ fn countable(what: &'static str, count: u64, cure: &'static str) -> Result<u32> 
     let limit = DIRECT - 1;
     let got = u32::try_from(count).ok().filter(|&count| count <= limit);
     got.ok_or(Error::Limit { what, need: count, limit: limit.into(), cure })
-}
-
-/// The smallest split length, in blocks, with which the batch makes no more items than the device wants.
-fn balanced_chunk(runs: &[Run], heads: u32, tiling: &Tiling) -> u32 {
-    let block = tiling.tokens_per_block.max(1);
-    let blocks = |run: &Run| (run.end - run.begin).div_ceil(block);
-    let tiles = |run: &Run| u64::from((run.num_queries * heads).div_ceil(tiling.rows_per_tile.max(1)));
-    let items = |chunk: u32| -> u64 {
-        runs.iter().map(|run| tiles(run) * u64::from(blocks(run).div_ceil(chunk).max(1))).sum()
-    };
-    let longest = runs.iter().map(blocks).max().unwrap_or(1).max(1);
-    let (mut low, mut high) = (tiling.min_split_tokens.div_ceil(block).clamp(1, longest), longest);
-    while low < high {
-        let middle = low.midpoint(high);
-        if items(middle) <= u64::from(tiling.target_items) { high = middle } else { low = middle + 1 }
-    }
-    low
 }

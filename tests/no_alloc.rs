@@ -42,7 +42,14 @@ fn a_hundred_steps_without_an_allocation() {
         query: Dtype::Bf16,
         out: Dtype::F32,
     };
-    let tiling = Tiling { rows_per_tile: 20, tokens_per_block: 32, target_items: 128, min_split_tokens: 64 };
+    let tiling = Tiling {
+        rows_per_tile: 20,
+        tokens_per_block: 32,
+        target_items: 128,
+        min_split_tokens: 64,
+        min_shared_split_tokens: 0,
+        item_overhead_tokens: 16,
+    };
     let starts: Vec<i32> = (0..=SEQUENCES as i32).collect();
     let shared = [SharedPrefix { sequences: vec![3, 5, 9], tokens: 96 }];
     let max_pages = 100;
@@ -53,7 +60,14 @@ fn a_hundred_steps_without_an_allocation() {
         seq_lens.iter_mut().zip(0..).for_each(|(len, i)| *len = 120 + 29 * i + step);
     };
 
-    for policy in [Policy::Auto, Policy::FixedTokens(64), Policy::OneSplit] {
+    // Fewer workers than tiles: the automatic policy then cuts into pieces.
+    let few = Tiling { target_items: 30, ..tiling };
+    for (policy, tiling) in [
+        (Policy::Auto, tiling),
+        (Policy::Auto, few),
+        (Policy::FixedTokens(64), tiling),
+        (Policy::OneSplit, tiling),
+    ] {
         let (mut plan, mut words) = (Plan::default(), Vec::new());
         let mut run = |step: i32| {
             lens_at(&mut seq_lens, step);
@@ -66,6 +80,8 @@ fn a_hundred_steps_without_an_allocation() {
         (0..=100).for_each(&mut run);
         let before = ALLOCATIONS.get();
         (0..=100).for_each(&mut run);
-        assert_eq!(ALLOCATIONS.get() - before, 0, "{policy:?}");
+        assert_eq!(ALLOCATIONS.get() - before, 0, "{policy:?}, {} items", tiling.target_items);
+        // Equal shares are one a sequence then, and one for the prefix.
+        assert!(tiling != few || plan.items.len() > SEQUENCES + 1, "{} items", plan.items.len());
     }
 }

@@ -20,8 +20,14 @@ fn spec(page_size: u32) -> MlaSpec {
     }
 }
 
-const TILING: Tiling =
-    Tiling { rows_per_tile: 6, tokens_per_block: 16, target_items: 8, min_split_tokens: 16 };
+const TILING: Tiling = Tiling {
+    rows_per_tile: 6,
+    tokens_per_block: 16,
+    target_items: 8,
+    min_split_tokens: 16,
+    min_shared_split_tokens: 0,
+    item_overhead_tokens: 8,
+};
 
 /// One query token a sequence.
 fn plan(spec: &MlaSpec, seq_lens: &[i32]) -> Plan {

@@ -74,8 +74,14 @@ impl Backend for AnyBackend {
 
     /// Of no use for another backend's decode: [`Backend::prepare`] then refuses the plan.
     fn tiling(&self, decode: &Decode) -> Tiling {
-        const NONE: Tiling =
-            Tiling { rows_per_tile: 1, tokens_per_block: 16, target_items: 1, min_split_tokens: 16 };
+        const NONE: Tiling = Tiling {
+            rows_per_tile: 1,
+            tokens_per_block: 16,
+            target_items: 1,
+            min_split_tokens: 16,
+            min_shared_split_tokens: 0,
+            item_overhead_tokens: 0,
+        };
         on!(self, b => own(b, decode).map_or(NONE, |decode| b.tiling(decode)))
     }
 

@@ -111,11 +111,17 @@ impl Decode {
         let by_shared = (card.shared_bytes + 1024) / (self.compiled.shared_bytes + 1024);
         let by_registers = 65536 / (256 * self.compiled.threads);
         let blocks = if self.row.matrices { by_shared.min(by_registers) } else { 8 };
+        let blocks = blocks.max(1);
         Tiling {
             rows_per_tile: self.row.rows,
             tokens_per_block: 16,
-            target_items: card.multiprocessors * blocks.max(1),
+            target_items: card.multiprocessors * blocks,
             min_split_tokens: 64,
+            // On an H200 two blocks are worth it with 64 x 8192, splits of 2048 tokens, not with 1 x 131072, splits of 512, whose
+            // partial results are as large as a ninth of their cache. Of other dtypes it is less, and not measured.
+            min_shared_split_tokens: if blocks == 2 && self.spec.kv.dtype == Dtype::E4m3 { 1024 } else { 0 },
+            // On an H200 80 to 160 tokens of a block alone; blocks of one multiprocessor take longer for a token.
+            item_overhead_tokens: 128 / blocks,
         }
     }
 

@@ -56,14 +56,21 @@ impl CoopTile {
 
     /// The planner's targets.
     pub(super) fn tiling(&self, caps: &Caps) -> Tiling {
-        let (target_items, min_split_tokens) = match caps.kind {
-            DeviceKind::Software => (8, 512),
+        let (target_items, min_split_tokens, item_overhead_tokens) = match caps.kind {
+            DeviceKind::Software => (8, 512, 0),
             // One workgroup for each of an H200's 132 multiprocessors, whose driver grants all workgroups of one together
-            // about 48 KiB, and two where they are low enough.
-            _ => (if self.rows == 16 { 264 } else { 132 }, 32),
+            // about 48 KiB, and two where they are low enough. The last is what an item of the CUDA backend costs there.
+            _ if self.rows == 16 => (264, 32, 64),
+            _ => (132, 32, 128),
         };
-        let (rows_per_tile, tokens_per_block) = (self.rows, self.tokens);
-        Tiling { rows_per_tile, tokens_per_block, target_items, min_split_tokens }
+        Tiling {
+            rows_per_tile: self.rows,
+            tokens_per_block: self.tokens,
+            target_items,
+            min_split_tokens,
+            min_shared_split_tokens: 0,
+            item_overhead_tokens,
+        }
     }
 
     const fn subgroups(&self) -> u32 {

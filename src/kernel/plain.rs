@@ -39,16 +39,23 @@ impl Tile {
 
     /// The planner's targets. `Options::tiling` replaces these, for a card whose best was measured.
     pub(super) fn tiling(&self, caps: &Caps) -> Tiling {
-        let (target_items, min_split_tokens) = match caps.kind {
-            // Measured: about two workgroups of 256 threads on each of an H200's 132 multiprocessors, one full wave.
-            DeviceKind::Discrete => (65_536 / self.threads(), 32),
+        let (target_items, min_split_tokens, item_overhead_tokens) = match caps.kind {
+            // Measured: about two workgroups of 256 threads on each of an H200's 132 multiprocessors, one full wave. The last is
+            // reckoned: what an item of the CUDA backend costs there, in tokens that take ten times as long.
+            DeviceKind::Discrete => (65_536 / self.threads(), 32, 12),
             // Not measured: by its compiler an M1 holds 24 workgroups of 128 threads, so these are five waves.
-            DeviceKind::Integrated | DeviceKind::Other => (128, 256),
+            DeviceKind::Integrated | DeviceKind::Other => (128, 256, 0),
             // Enough for the threads of a CPU; a longer split costs nothing there.
-            DeviceKind::Software => (8, 512),
+            DeviceKind::Software => (8, 512, 0),
         };
-        let (rows_per_tile, tokens_per_block) = (self.rows(), self.tokens());
-        Tiling { rows_per_tile, tokens_per_block, target_items, min_split_tokens }
+        Tiling {
+            rows_per_tile: self.rows(),
+            tokens_per_block: self.tokens(),
+            target_items,
+            min_split_tokens,
+            min_shared_split_tokens: 0,
+            item_overhead_tokens,
+        }
     }
 
     /// Rows of a thread and threads of a workgroup, as many as are good for a kind of device: by what the compilers of AMD,

@@ -1,7 +1,65 @@
-//! Plans from outside: every index in one is checked before a kernel follows it.
+//! A batch is checked before it is planned, and a plan from outside before a kernel follows its indices.
 
-use super::{DIRECT, Merge, Plan, WorkItem};
+use super::{Batch, DIRECT, Merge, Plan, Visibility, WorkItem, countable};
 use crate::{Error, MlaSpec, Result};
+
+impl Plan {
+    pub(super) fn check_batch(&mut self, spec: &MlaSpec, batch: &Batch<'_>) -> Result<()> {
+        let starts = batch.query_start_loc;
+        if starts.len() != batch.seq_lens.len() + 1 {
+            return Err(Error::Length {
+                what: "query_start_loc",
+                got: starts.len() as u64,
+                want: batch.seq_lens.len() as u64 + 1,
+                cure: "one entry a sequence and one more for the end",
+            });
+        }
+        if let Some(index) =
+            (0..starts.len()).find(|&i| if i == 0 { starts[0] != 0 } else { starts[i] < starts[i - 1] })
+        {
+            return Err(Error::QueryStartLoc { index, got: starts[index].into() });
+        }
+        self.num_queries = starts[starts.len() - 1] as u32;
+        if let Visibility::Bounds(bounds) = batch.visibility
+            && bounds.len() != self.num_queries as usize
+        {
+            return Err(Error::Length {
+                what: "Visibility::Bounds",
+                got: bounds.len() as u64,
+                want: self.num_queries.into(),
+                cure: "one bound a query token",
+            });
+        }
+        // A token with a shared prefix stands twice.
+        let rows = u64::from(self.num_queries) * u64::from(spec.shape.num_heads) * 2;
+        countable("query rows of one step", rows, "use a smaller batch")?;
+        let max = i64::try_from(spec.kv.num_slots()).unwrap_or(i64::MAX);
+        for (seq, &len) in batch.seq_lens.iter().enumerate() {
+            if len < 0 || i64::from(len) > max {
+                return Err(Error::SeqLen { seq, got: len.into(), max });
+            }
+            self.seq_lens.push(len as u32);
+        }
+        Ok(())
+    }
+
+    /// Groups are checked even where the policy or their length leaves them unused: a mistake shows on the first batch.
+    pub(super) fn check_prefixes(&mut self, batch: &Batch<'_>) -> Result<()> {
+        let in_group = &mut self.scratch.own_begin;
+        in_group.resize(self.seq_lens.len(), 0);
+        for &seq in batch.shared_prefixes.iter().flat_map(|group| &group.sequences) {
+            match in_group.get_mut(seq as usize) {
+                Some(seen @ 0) => *seen = 1,
+                _ => {
+                    let cure = "must be in the batch, and in one shared prefix only";
+                    return Err(Error::Shape { what: "SharedPrefix sequence", got: seq.into(), cure });
+                }
+            }
+        }
+        in_group.fill(0);
+        Ok(())
+    }
+}
 
 /// A plan's fields are public and a plan may be of another decode, so it may hold anything. After this, and with a page list
 /// whose every word is a page (see [`crate::write_tables`]), a kernel of at least `rows_per_tile` rows stays inside of its

@@ -1,5 +1,7 @@
 //! Property tests of the planner against a naive model: a set of keys for each query token and head.
 
+mod cuts;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
@@ -113,16 +115,26 @@ fn spec(num_heads: u32, page_size: u32) -> MlaSpec {
     }
 }
 
-const TILING: Tiling =
-    Tiling { rows_per_tile: 16, tokens_per_block: 32, target_items: 8, min_split_tokens: 64 };
+const TILING: Tiling = Tiling {
+    rows_per_tile: 16,
+    tokens_per_block: 32,
+    target_items: 8,
+    min_split_tokens: 64,
+    min_shared_split_tokens: 0,
+    item_overhead_tokens: 0,
+};
 
 fn recipes() -> impl Strategy<Value = Recipe> {
-    let tiling = (1..=40u32, 1..=64u32, 1..=60u32, 0..=200u32).prop_map(
-        |(rows_per_tile, tokens_per_block, target_items, min_split_tokens)| Tiling {
-            rows_per_tile,
-            tokens_per_block,
-            target_items,
+    let min_tokens = prop_oneof![1 => Just(0u32), 1 => 0..=40u32, 2 => 0..=200u32];
+    let shared = prop_oneof![2 => Just(0u32), 1 => 0..=300u32];
+    let tiling = (1..=40u32, 1..=64u32, 1..=60u32, min_tokens, shared, 0..=100u32).prop_map(
+        |(rows, block, items, min_split_tokens, min_shared_split_tokens, item_overhead_tokens)| Tiling {
+            rows_per_tile: rows,
+            tokens_per_block: block,
+            target_items: items,
             min_split_tokens,
+            min_shared_split_tokens,
+            item_overhead_tokens,
         },
     );
     let policy = prop_oneof![
@@ -150,6 +162,20 @@ fn recipes() -> impl Strategy<Value = Recipe> {
             prefix_tokens,
         },
     )
+}
+
+/// Long enough, and cut finely enough, that equal shares are often not the best.
+fn ragged_recipes() -> impl Strategy<Value = Recipe> {
+    recipes().prop_map(|mut recipe| {
+        recipe.policy = Policy::Auto;
+        recipe.page_size = recipe.page_size.max(16);
+        recipe.tiling.tokens_per_block = recipe.tiling.tokens_per_block.div_ceil(4);
+        recipe.tiling.min_split_tokens /= 4;
+        recipe.tiling.item_overhead_tokens /= 4;
+        recipe.sequences.iter_mut().for_each(|(len, _, _)| *len = *len * *len / 20);
+        recipe.prefix_tokens = recipe.prefix_tokens.map(|tokens| tokens * 4);
+        recipe
+    })
 }
 
 /// An item as one row of it sees it.
@@ -253,18 +279,59 @@ fn check_rows(recipe: &Recipe, arrays: &Arrays, plan: &Plan, parts: &mut BTreeMa
     }
 }
 
-/// Begins of each tile's splits, in order. A tile is known by its first row.
-fn splits(plan: &Plan) -> BTreeMap<u32, Vec<u32>> {
-    let mut splits: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-    for item in &plan.items {
-        splits.entry(item.first_row).or_default().push(item.kv_begin);
+/// One past the last token that any of a sequence's query tokens sees.
+fn visible_end(arrays: &Arrays, seq: usize) -> Option<u32> {
+    arrays.tokens.iter().filter(|token| token.0 == seq).map(|token| token.1).max()
+}
+
+/// What there is to cut: prefixes, then what sequences attend of their own.
+fn runs(recipe: &Recipe, arrays: &Arrays, shared: &[(u32, usize)]) -> Vec<cuts::Run> {
+    let tiles = |queries: usize| (queries as u32 * recipe.heads).div_ceil(recipe.tiling.rows_per_tile);
+    let queries_of = |seq: usize| arrays.tokens.iter().filter(|token| token.0 == seq).count();
+    let mut runs = Vec::new();
+    for first in arrays.groups.iter().filter_map(|group| group.sequences.first()) {
+        let members =
+            || (0..shared.len()).filter(|&seq| shared[seq].1 == *first as usize && shared[seq].0 > 0);
+        if let Some(end) = members().map(|seq| shared[seq].0).max() {
+            let tiles = tiles(members().map(queries_of).sum());
+            runs.push(cuts::Run { tiles, begin: 0, end, partial: true });
+        }
     }
-    splits.values_mut().for_each(|begins| begins.sort_unstable());
-    splits
+    for (seq, &(begin, _)) in shared.iter().enumerate() {
+        if let Some(end) = visible_end(arrays, seq) {
+            let (tiles, end) = (tiles(queries_of(seq)), end.max(begin));
+            runs.push(cuts::Run { tiles, begin, end, partial: begin > 0 });
+        }
+    }
+    runs
+}
+
+/// Each tile's splits in order, from where to where, before any was shortened to what its rows see. A tile is known by its first row.
+fn whole_parts(
+    recipe: &Recipe,
+    arrays: &Arrays,
+    plan: &Plan,
+    shared: &[(u32, usize)],
+) -> BTreeMap<u32, Vec<(u32, u32)>> {
+    let mut begins: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for item in &plan.items {
+        begins.entry(item.first_row).or_default().push(item.kv_begin);
+    }
+    let ends = |(first_row, mut begins): (u32, Vec<u32>)| {
+        begins.sort_unstable();
+        let query = plan.queries[(first_row / recipe.heads) as usize];
+        let seq = arrays.tokens[query.token as usize].0;
+        let end = match shared[seq].0 {
+            prefix if begins[0] < prefix => prefix,
+            _ => visible_end(arrays, seq).unwrap_or(0).max(begins[0]),
+        };
+        let ends = begins[1..].iter().copied().chain([end]);
+        (first_row, begins.iter().copied().zip(ends).collect())
+    };
+    begins.into_iter().map(ends).collect()
 }
 
 fn check_policy(recipe: &Recipe, arrays: &Arrays, plan: &Plan, shared: &[(u32, usize)]) {
-    let tiling = recipe.tiling;
     match recipe.policy {
         Policy::OneSplit => assert_eq!((plan.merges.len(), plan.num_slots), (0, 0)),
         Policy::FixedTokens(n) => {
@@ -274,27 +341,11 @@ fn check_policy(recipe: &Recipe, arrays: &Arrays, plan: &Plan, shared: &[(u32, u
             }
         }
         Policy::Auto => {
-            let splits = splits(plan);
-            let most = splits.len().max(tiling.target_items as usize);
-            assert!(plan.items.len() <= most, "{} items of at most {most}", plan.items.len());
-            for (first_row, begins) in splits {
-                let query = plan.queries[(first_row / recipe.heads) as usize];
-                let seq = arrays.tokens[query.token as usize].0;
-                let of_sequence = arrays.tokens.iter().filter(|token| token.0 == seq);
-                let end = match shared[seq].0 {
-                    prefix if begins[0] < prefix => prefix,
-                    _ => of_sequence.map(|token| token.1).max().unwrap_or(0),
-                };
-                let ends = begins[1..].iter().copied().chain([end.max(begins[0])]);
-                let block = tiling.tokens_per_block;
-                let blocks: Vec<_> =
-                    begins.iter().zip(ends).map(|(begin, end)| (end - begin).div_ceil(block)).collect();
-                let (least, most) = (blocks.iter().min().unwrap(), blocks.iter().max().unwrap());
-                assert!(most - least <= 1, "row {first_row}: splits of {blocks:?} blocks");
-                // Equal shares of a length just past a multiple are about half of it.
-                let split_tokens = most * block * 2;
-                assert!(begins.len() == 1 || split_tokens > tiling.min_split_tokens, "{blocks:?} blocks");
-            }
+            cuts::check(
+                &runs(recipe, arrays, shared),
+                &recipe.tiling,
+                &whole_parts(recipe, arrays, plan, shared),
+            );
         }
     }
 }
@@ -335,6 +386,14 @@ proptest! {
 
     #[test]
     fn every_key_is_attended_once_and_every_row_is_written_once(recipe in recipes()) {
+        let arrays = recipe.arrays();
+        let mut plan = Plan::default();
+        recipe.update(&arrays, &mut plan).unwrap();
+        check(&recipe, &arrays, &plan);
+    }
+
+    #[test]
+    fn ragged_batches_are_attended_too(recipe in ragged_recipes()) {
         let arrays = recipe.arrays();
         let mut plan = Plan::default();
         recipe.update(&arrays, &mut plan).unwrap();

@@ -1,0 +1,204 @@
+//! Where the automatic policy cuts: into equal shares, or into pieces of one length and a remainder a run, where a device is predicted to
+//! be done sooner with those. Equal shares suit runs of one length; of a ragged batch they leave one item much longer than the rest.
+//!
+//! The prediction is list scheduling: as many workers as there are target items each take the longest item that is left when they
+//! are done with their last one, and an item costs its tokens and [`Tiling::item_overhead_tokens`].
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::cut::{Cut, Pieces};
+use super::{Run, Tiling};
+
+/// A whole number of cache pages, and of the blocks of any kernel.
+const LONG_PIECE_STEP: u64 = 64;
+/// Tokens of a piece that is long enough to be a multiple of that.
+const LONG_PIECE: u64 = 1024;
+/// Lengths of pieces that are tried at most.
+const TRIALS: u32 = 6;
+
+#[derive(Debug, Clone, Default)]
+pub(super) struct Scratch {
+    /// Tokens of items, and how many there are.
+    items: Vec<(u32, u64)>,
+    /// When workers are done, and how many of them.
+    workers: BinaryHeap<Reverse<(u64, u64)>>,
+}
+
+/// The cut with which a device is predicted to be done first.
+pub(super) fn balanced(runs: &[Run], heads: u32, tiling: &Tiling, scratch: &mut Scratch) -> Cut {
+    let load = Load { runs, heads, tiling };
+    let chunk = load.chunk();
+    match load.pieces(chunk, scratch) {
+        Some(pieces) => Cut::Pieces(pieces),
+        None => Cut::Shares { chunk, block: load.block() },
+    }
+}
+
+struct Load<'a> {
+    runs: &'a [Run],
+    heads: u32,
+    tiling: &'a Tiling,
+}
+
+impl Load<'_> {
+    fn block(&self) -> u32 {
+        self.tiling.tokens_per_block.max(1)
+    }
+
+    fn overhead(&self) -> u64 {
+        self.tiling.item_overhead_tokens.into()
+    }
+
+    fn blocks(&self, run: &Run) -> u32 {
+        (run.end - run.begin).div_ceil(self.block())
+    }
+
+    fn tiles(&self, run: &Run) -> u64 {
+        (run.num_queries * self.heads).div_ceil(self.tiling.rows_per_tile.max(1)).into()
+    }
+
+    /// Items of equal shares of at most so many blocks.
+    fn items(&self, chunk: u32) -> u64 {
+        self.runs.iter().map(|run| self.tiles(run) * u64::from(self.blocks(run).div_ceil(chunk).max(1))).sum()
+    }
+
+    /// Items that splits of this length may make.
+    fn most_items(&self, split_tokens: u32) -> u64 {
+        let all = self.tiling.target_items.into();
+        if split_tokens < self.tiling.min_shared_split_tokens { all / 2 } else { all }
+    }
+
+    /// The shortest equal shares, in tokens, with which the batch makes no more items than it may.
+    fn chunk(&self) -> u32 {
+        let block = self.block();
+        let longest = self.runs.iter().map(|run| self.blocks(run)).max().unwrap_or(1).max(1);
+        let shortest = self.tiling.min_split_tokens.div_ceil(block).clamp(1, longest);
+        let (mut low, mut high) = (shortest, longest);
+        while low < high {
+            let middle = low.midpoint(high);
+            let fits = self.items(middle) <= self.most_items(middle.saturating_mul(block));
+            if fits { high = middle } else { low = middle + 1 }
+        }
+        low.saturating_mul(block)
+    }
+
+    /// Tokens and tiles of the runs that make items.
+    fn parts(&self) -> impl Iterator<Item = (u32, u64)> {
+        let makes_items = |run: &&Run| run.num_queries > 0 && (run.end > run.begin || !run.partial);
+        self.runs.iter().filter(makes_items).map(|run| (run.end - run.begin, self.tiles(run)))
+    }
+
+    /// The best pieces, if they are better than equal shares.
+    fn pieces(&self, chunk: u32, scratch: &mut Scratch) -> Option<Pieces> {
+        let lengths = || self.parts().map(|(tokens, _)| tokens);
+        let (longest, shortest) = (lengths().max()?, lengths().min()?);
+        let (block, overhead) = (self.block(), self.overhead());
+        if longest - shortest <= block {
+            return None;
+        }
+        let (workers, done) = self.shares_done(chunk, scratch);
+        // What the model does not know may be worth a 32nd, and of equal shares it knows the longest but for a block.
+        let mut soonest = done.saturating_sub((done / 32).max(block.into()));
+        let tokens: u64 = self.parts().map(|(tokens, tiles)| u64::from(tokens) * tiles).sum();
+        let tiles: u64 = self.parts().map(|(_, tiles)| tiles).sum();
+
+        // A worker's time but for its pieces' overhead, as each tile has a remainder too; and one piece a worker, if that cuts any run.
+        let time = tokens.saturating_add(tiles.saturating_mul(overhead)) / workers;
+        let length = time.div_ceil(time / u64::from(longest) + 1);
+        let step = if length < LONG_PIECE { 1 } else { LONG_PIECE_STEP }.next_multiple_of(block.into());
+        let mut length = length.max(self.least(workers)).next_multiple_of(step);
+        let mut best = None;
+        for _ in 0..TRIALS {
+            let Some(piece) = u32::try_from(length).ok().filter(|&piece| piece < longest) else { break };
+            let pieces = Pieces { tokens: piece, least: self.tiling.min_split_tokens, block };
+            let items = self.list_pieces(pieces, &mut scratch.items);
+            let no_wait = tokens.saturating_add(items.saturating_mul(overhead)) / workers;
+            // Longer pieces are not done sooner than this either.
+            if no_wait.max(length + overhead) >= soonest {
+                break;
+            }
+            let done = scratch.done(workers, overhead, soonest);
+            if done < soonest {
+                (soonest, best) = (done, Some(pieces));
+            }
+            length += (length / 128).max(1).next_multiple_of(step);
+        }
+        best
+    }
+
+    /// Tokens of the shortest piece, where so many run at a time.
+    fn least(&self, workers: u64) -> u64 {
+        let Tiling { target_items, min_split_tokens, min_shared_split_tokens, .. } = *self.tiling;
+        let all = workers > u64::from(target_items) / 2;
+        min_split_tokens.max(if all { min_shared_split_tokens } else { 0 }).max(1).into()
+    }
+
+    /// How many workers share equal shares, and when the last is done.
+    fn shares_done(&self, chunk: u32, scratch: &mut Scratch) -> (u64, u64) {
+        let most = self.most_items(chunk);
+        if self.items(chunk / self.block()) <= most {
+            let longest = |(tokens, _): (u32, u64)| {
+                let shares = tokens.div_ceil(chunk).max(1);
+                let blocks = tokens.div_ceil(self.block()).div_ceil(shares);
+                blocks.saturating_mul(self.block()).min(tokens)
+            };
+            let longest = self.parts().map(longest).max().unwrap_or(0);
+            return (most.max(1), u64::from(longest) + self.overhead());
+        }
+        // More tiles than workers, so none is cut.
+        let workers = u64::from(self.tiling.target_items).max(1);
+        scratch.items.clear();
+        scratch.items.extend(self.parts());
+        (workers, scratch.done(workers, self.overhead(), u64::MAX))
+    }
+
+    /// Lists the items of a cut and counts them.
+    fn list_pieces(&self, pieces: Pieces, items: &mut Vec<(u32, u64)>) -> u64 {
+        items.clear();
+        // A run makes three lengths at most, of which one is the same for all.
+        items.reserve(2 * self.runs.len() + 1);
+        let mut all_whole = 0;
+        for (tokens, tiles) in self.parts() {
+            let (whole, [first, second]) = pieces.of(tokens);
+            all_whole += tiles * u64::from(whole);
+            if first > 0 || tokens == 0 {
+                items.push((first, tiles));
+            }
+            if second > 0 {
+                items.push((second, tiles));
+            }
+        }
+        items.push((pieces.tokens, all_whole));
+        items.iter().map(|&(_, count)| count).sum()
+    }
+}
+
+impl Scratch {
+    /// When workers are done with the listed items, the longest first; once that is `limit` or later, some time from there on.
+    fn done(&mut self, workers: u64, overhead: u64, limit: u64) -> u64 {
+        let Self { items, workers: heap } = self;
+        items.sort_unstable_by_key(|&(tokens, _)| Reverse(tokens));
+        heap.clear();
+        heap.reserve(items.len() + 1);
+        heap.push(Reverse((0, workers)));
+        let mut last = 0;
+        for &(tokens, mut count) in items.iter() {
+            while count > 0 && last < limit {
+                let Some(mut first) = heap.peek_mut() else { break };
+                let Reverse((at, free)) = *first;
+                let taken = free.min(count);
+                let done = at.saturating_add(u64::from(tokens) + overhead);
+                (last, count) = (last.max(done), count - taken);
+                if taken == free {
+                    *first = Reverse((done, free));
+                } else {
+                    *first = Reverse((at, free - taken));
+                    drop(first);
+                    heap.push(Reverse((done, taken)));
+                }
+            }
+        }
+        last
+    }
+}

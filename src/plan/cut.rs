@@ -1,0 +1,151 @@
+//! Runs are cut into splits, each split into tiles, and what the splits of a row give is merged.
+
+use super::balance::balanced;
+use super::{DIRECT, Merge, Plan, Policy, Run, Tiling, WorkItem, countable};
+use crate::Result;
+
+/// Where runs are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cut {
+    /// Into equal shares of at most `chunk` tokens on block boundaries, so that no split is a short remainder.
+    Shares { chunk: u32, block: u32 },
+    /// Into pieces of one length and a remainder.
+    Pieces(Pieces),
+}
+
+/// Pieces of `tokens` and a remainder. One shorter than `least` halves the last piece with it, on a block boundary: it is
+/// then neither all overhead nor does it make a longer piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Pieces {
+    /// A multiple of `block`, or `least` is 0.
+    pub tokens: u32,
+    pub least: u32,
+    pub block: u32,
+}
+
+impl Pieces {
+    /// Whole pieces of a run, and the tokens of up to two others after them.
+    pub(super) fn of(self, tokens: u32) -> (u32, [u32; 2]) {
+        let (whole, rest) = (tokens / self.tokens, tokens % self.tokens);
+        if whole == 0 || rest == 0 || rest >= self.least {
+            return (whole, [rest, 0]);
+        }
+        let both = self.tokens + rest;
+        let first = both.div_ceil(2).next_multiple_of(self.block);
+        (whole - 1, [first, both - first])
+    }
+}
+
+impl Cut {
+    /// Splits of a run that has some tokens.
+    pub(super) fn splits(self, tokens: u32) -> u32 {
+        match self {
+            Self::Shares { chunk, .. } => tokens.div_ceil(chunk),
+            Self::Pieces(pieces) => {
+                let (whole, others) = pieces.of(tokens);
+                whole + others.iter().filter(|&&other| other > 0).count() as u32
+            }
+        }
+    }
+
+    /// Where split `k` of a run begins, from the run's first token; for `k == splits` where the last one ends.
+    fn at(self, tokens: u32, splits: u32, k: u32) -> u32 {
+        if k == 0 || k >= splits {
+            return if k == 0 { 0 } else { tokens };
+        }
+        match self {
+            Self::Shares { block, .. } => {
+                let blocks = u64::from(tokens.div_ceil(block));
+                let at = blocks * u64::from(k) / u64::from(splits) * u64::from(block);
+                at.min(tokens.into()) as u32
+            }
+            Self::Pieces(pieces) => {
+                let (whole, [other, _]) = pieces.of(tokens);
+                if k <= whole { k * pieces.tokens } else { whole * pieces.tokens + other }
+            }
+        }
+    }
+}
+
+impl Plan {
+    /// Cuts each run into splits and each split into tiles.
+    pub(super) fn cut(&mut self, heads: u32, tiling: &Tiling, policy: Policy) -> Result<()> {
+        let pieces = |tokens| Cut::Pieces(Pieces { tokens, least: 0, block: 1 });
+        let cut = match policy {
+            Policy::Auto => balanced(&self.scratch.runs, heads, tiling, &mut self.scratch.balance),
+            Policy::FixedTokens(n) => pieces(n),
+            Policy::OneSplit => pieces(u32::MAX),
+        };
+        for i in 0..self.scratch.runs.len() {
+            let run = self.scratch.runs[i];
+            let rows = run.num_queries * heads;
+            let tokens = run.end - run.begin;
+            // A run with nothing left to attend still owes its rows an output, unless the prefix gives it.
+            let splits = if tokens == 0 { u32::from(!run.partial) } else { cut.splits(tokens) };
+            let direct = splits == 1 && !run.partial;
+            let slots = if direct { 0 } else { u64::from(splits) * u64::from(rows) };
+            let cure = "use longer splits or a smaller batch";
+            countable("partial results of one step", u64::from(self.num_slots) + slots, cure)?;
+            for split in 0..splits {
+                let at = |k| run.begin + cut.at(tokens, splits, k);
+                let slot = if direct { DIRECT } else { self.num_slots };
+                if !direct {
+                    for q in 0..run.num_queries {
+                        self.scratch.partials.push((run.first_query + q, slot + q * heads));
+                    }
+                    self.num_slots += rows;
+                }
+                self.push_tiles(&run, heads, tiling.rows_per_tile.max(1), (at(split), at(split + 1)), slot);
+            }
+        }
+        Ok(())
+    }
+
+    /// The tiles of one split. None attends further than its last visible token.
+    fn push_tiles(
+        &mut self,
+        run: &Run,
+        heads: u32,
+        per_tile: u32,
+        (kv_begin, kv_end): (u32, u32),
+        slot: u32,
+    ) {
+        let rows = run.num_queries * heads;
+        for tile in (0..rows).step_by(per_tile as usize) {
+            let first_row = run.first_query * heads + tile;
+            let num_rows = per_tile.min(rows - tile);
+            let visible = self.queries
+                [(first_row / heads) as usize..=((first_row + num_rows - 1) / heads) as usize]
+                .iter()
+                .map(|q| q.visible)
+                .max()
+                .unwrap_or(0);
+            self.items.push(WorkItem {
+                first_row,
+                num_rows,
+                page_begin: run.page_begin,
+                kv_begin,
+                kv_end: kv_end.min(visible).max(kv_begin),
+                slot: if slot == DIRECT { DIRECT } else { slot + tile },
+                pool: 0,
+                reserved: 0,
+            });
+        }
+    }
+
+    /// Gathers each token's slots. Slots were given out prefixes first and then in token order: they are the order.
+    pub(super) fn list_merges(&mut self) {
+        let queries = &self.queries;
+        let partials = &mut self.scratch.partials;
+        partials.sort_unstable_by_key(|&(query, slot)| (queries[query as usize].token, slot));
+        for &(query, slot) in partials.iter() {
+            let token = queries[query as usize].token;
+            let at = self.merge_slots.len() as u32;
+            match self.merges.last_mut() {
+                Some(merge) if merge.token == token => merge.end = at + 1,
+                _ => self.merges.push(Merge { token, begin: at, end: at + 1 }),
+            }
+            self.merge_slots.push(slot);
+        }
+    }
+}
