@@ -75,9 +75,9 @@ pub struct Tiling {
     /// The automatic policy aims at no split shorter than this. One that is just too long for a split becomes two of half the
     /// length.
     pub min_split_tokens: u32,
-    /// The same for the splits of a batch that makes more than half of `target_items`: where two items share a multiprocessor, the
-    /// second is worth less than short splits cost. 0 where it is worth it.
-    pub min_shared_split_tokens: u32,
+    /// Work items of a batch that is one tile, such as one sequence of few heads: it makes the most partial results a row, whose merge
+    /// may find room beside fewer items. 0 where that is `target_items` too.
+    pub lone_items: u32,
     /// Tokens that a worker would attend in the time that an item costs beyond its tokens: to begin, and to leave a partial result. The
     /// automatic policy weighs the ways to cut a ragged batch with it. 0 where it is not known.
     pub item_overhead_tokens: u32,

@@ -47,7 +47,7 @@ fn a_hundred_steps_without_an_allocation() {
         tokens_per_block: 32,
         target_items: 128,
         min_split_tokens: 64,
-        min_shared_split_tokens: 0,
+        lone_items: 0,
         item_overhead_tokens: 16,
     };
     let starts: Vec<i32> = (0..=SEQUENCES as i32).collect();

@@ -79,7 +79,7 @@ impl Backend for AnyBackend {
             tokens_per_block: 16,
             target_items: 1,
             min_split_tokens: 16,
-            min_shared_split_tokens: 0,
+            lone_items: 0,
             item_overhead_tokens: 0,
         };
         on!(self, b => own(b, decode).map_or(NONE, |decode| b.tiling(decode)))

@@ -64,7 +64,7 @@ impl Decode {
             // A few items a thread, so that a late thread leaves little for the others to wait for.
             target_items: u32::try_from(threads).unwrap_or(u32::MAX).saturating_mul(4),
             min_split_tokens: 256,
-            min_shared_split_tokens: 0,
+            lone_items: 0,
             // By its arithmetic: queries and sums of a tile are read and written about as often as four tokens are multiplied.
             item_overhead_tokens: 4,
         }

@@ -117,9 +117,13 @@ impl Decode {
             tokens_per_block: 16,
             target_items: card.multiprocessors * blocks,
             min_split_tokens: 64,
-            // On an H200 two blocks are worth it with 64 x 8192, splits of 2048 tokens, not with 1 x 131072, splits of 512, whose
-            // partial results are as large as a ninth of their cache. Of other dtypes it is less, and not measured.
-            min_shared_split_tokens: if blocks == 2 && self.spec.kv.dtype == Dtype::E4m3 { 1024 } else { 0 },
+            // On an H200 the merge of a lone sequence waits where the split leaves it no room: a third of the multiprocessors, or the
+            // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with 256).
+            lone_items: if blocks == 1 {
+                card.multiprocessors * 2 / 3
+            } else {
+                card.multiprocessors * blocks / 2
+            },
             // On an H200 80 to 160 tokens of a block alone; blocks of one multiprocessor take longer for a token.
             item_overhead_tokens: 128 / blocks,
         }

@@ -68,7 +68,7 @@ impl CoopTile {
             tokens_per_block: self.tokens,
             target_items,
             min_split_tokens,
-            min_shared_split_tokens: 0,
+            lone_items: 0,
             item_overhead_tokens,
         }
     }

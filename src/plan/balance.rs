@@ -63,10 +63,11 @@ impl Load<'_> {
         self.runs.iter().map(|run| self.tiles(run) * u64::from(self.blocks(run).div_ceil(chunk).max(1))).sum()
     }
 
-    /// Items that splits of this length may make.
-    fn most_items(&self, split_tokens: u32) -> u64 {
-        let all = self.tiling.target_items.into();
-        if split_tokens < self.tiling.min_shared_split_tokens { all / 2 } else { all }
+    /// Items that equal shares may make.
+    fn most_items(&self) -> u64 {
+        let Tiling { target_items, lone_items, .. } = *self.tiling;
+        let is_lone = self.parts().map(|(_, tiles)| tiles).sum::<u64>() == 1;
+        if is_lone && lone_items > 0 { lone_items.min(target_items).into() } else { target_items.into() }
     }
 
     /// The shortest equal shares, in tokens, with which the batch makes no more items than it may.
@@ -75,10 +76,10 @@ impl Load<'_> {
         let longest = self.runs.iter().map(|run| self.blocks(run)).max().unwrap_or(1).max(1);
         let shortest = self.tiling.min_split_tokens.div_ceil(block).clamp(1, longest);
         let (mut low, mut high) = (shortest, longest);
+        let most = self.most_items();
         while low < high {
             let middle = low.midpoint(high);
-            let fits = self.items(middle) <= self.most_items(middle.saturating_mul(block));
-            if fits { high = middle } else { low = middle + 1 }
+            if self.items(middle) <= most { high = middle } else { low = middle + 1 }
         }
         low.saturating_mul(block)
     }
@@ -107,7 +108,7 @@ impl Load<'_> {
         let time = tokens.saturating_add(tiles.saturating_mul(overhead)) / workers;
         let length = time.div_ceil(time / u64::from(longest) + 1);
         let step = if length < LONG_PIECE { 1 } else { LONG_PIECE_STEP }.next_multiple_of(block.into());
-        let mut length = length.max(self.least(workers)).next_multiple_of(step);
+        let mut length = length.max(self.tiling.min_split_tokens.max(1).into()).next_multiple_of(step);
         let mut best = None;
         for _ in 0..TRIALS {
             let Some(piece) = u32::try_from(length).ok().filter(|&piece| piece < longest) else { break };
@@ -127,16 +128,9 @@ impl Load<'_> {
         best
     }
 
-    /// Tokens of the shortest piece, where so many run at a time.
-    fn least(&self, workers: u64) -> u64 {
-        let Tiling { target_items, min_split_tokens, min_shared_split_tokens, .. } = *self.tiling;
-        let all = workers > u64::from(target_items) / 2;
-        min_split_tokens.max(if all { min_shared_split_tokens } else { 0 }).max(1).into()
-    }
-
     /// How many workers share equal shares, and when the last is done.
     fn shares_done(&self, chunk: u32, scratch: &mut Scratch) -> (u64, u64) {
-        let most = self.most_items(chunk);
+        let most = self.most_items();
         if self.items(chunk / self.block()) <= most {
             let longest = |(tokens, _): (u32, u64)| {
                 let shares = tokens.div_ceil(chunk).max(1);

@@ -31,14 +31,14 @@ fn equal_shares(runs: &[Run], tiling: &Tiling) -> (u32, u32) {
     let blocks = |run: &Run| (run.end - run.begin).div_ceil(block);
     let items =
         |chunk: u32| -> u32 { runs.iter().map(|run| run.tiles * blocks(run).div_ceil(chunk).max(1)).sum() };
-    let most = |chunk: u32| {
-        let all = tiling.target_items;
-        if chunk * block < tiling.min_shared_split_tokens { all / 2 } else { all }
-    };
+    let is_lone =
+        runs.iter().filter(|run| run.end > run.begin || !run.partial).map(|run| run.tiles).sum::<u32>() == 1;
+    let lone = if tiling.lone_items > 0 { tiling.lone_items } else { tiling.target_items };
+    let most = if is_lone { lone.min(tiling.target_items) } else { tiling.target_items };
     let longest = runs.iter().map(blocks).max().unwrap_or(1).max(1);
     let least = tiling.min_split_tokens.div_ceil(block).clamp(1, longest);
-    let chunk = (least..longest).find(|&chunk| items(chunk) <= most(chunk)).unwrap_or(longest);
-    let workers = if items(chunk) <= most(chunk) { most(chunk) } else { tiling.target_items };
+    let chunk = (least..longest).find(|&chunk| items(chunk) <= most).unwrap_or(longest);
+    let workers = if items(chunk) <= most { most } else { tiling.target_items };
     (chunk, workers.max(1))
 }
 
@@ -132,7 +132,7 @@ fn h200(blocks: u32) -> Tiling {
         tokens_per_block: 16,
         target_items: 132 * blocks,
         min_split_tokens: 64,
-        min_shared_split_tokens: if blocks == 2 { 1024 } else { 0 },
+        lone_items: if blocks == 1 { 88 } else { 132 },
         item_overhead_tokens: 128 / blocks,
     }
 }
@@ -217,9 +217,9 @@ fn long_sequences_are_cut_though_there_are_many() {
     assert!(*lengths(&plan).iter().max().unwrap() < 2500);
 }
 
-/// As measured: two blocks of a multiprocessor are worth it for long splits.
+/// As measured: its merge wants room.
 #[test]
-fn short_splits_fill_half_of_a_device_that_runs_two_at_a_time() {
+fn a_lone_sequence_leaves_a_part_of_the_device_free() {
     let items_of = |lens: &[i32], tiling: &Tiling| {
         let lengths = lengths(&plan(lens, 16, tiling));
         (lengths.len(), *lengths.iter().max().unwrap())
@@ -228,8 +228,11 @@ fn short_splits_fill_half_of_a_device_that_runs_two_at_a_time() {
     assert_eq!(items_of(&[131_072], &tiling), (131, 1008));
     assert_eq!(items_of(&[8192; 64], &tiling), (256, 2048));
     assert_eq!(items_of(&[4096], &tiling), (64, 64));
-    let all = Tiling { min_shared_split_tokens: 0, ..tiling };
+    let all = Tiling { lone_items: 0, ..tiling };
     assert_eq!(items_of(&[131_072], &all), (256, 512));
+    assert_eq!(items_of(&[131_072], &h200(1)), (88, 1504));
+    assert_eq!(items_of(&[32_768], &h200(1)), (86, 384));
+    assert_eq!(items_of(&[8192; 64], &h200(1)), (128, 4096));
     let lens = draws(1, 64, 16_384.0);
     assert_eq!(items_of(&lens, &tiling), items_of(&lens, &all));
 }
