@@ -1,4 +1,5 @@
-//! First and second start with a pipeline cache on disk, the driver's own cache off.
+//! First and second start: of wgpu with a pipeline cache on disk and the driver's own cache off, of CUDA with the driver's cache in a new
+//! folder.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +11,7 @@ use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec};
 use crate::support::Result;
 
 /// Starts this program twice on an empty directory; each compiles the decodes of one application.
-pub fn run(directory: &Path) -> Result<()> {
+pub fn run(directory: &Path, backend: &str) -> Result<()> {
     if directory.exists() {
         return Err(format!("{} exists: name a directory that does not", directory.display()).into());
     }
@@ -20,6 +21,8 @@ pub fn run(directory: &Path) -> Result<()> {
         let status = Command::new(std::env::current_exe()?)
             .arg("--startup-child")
             .arg(directory)
+            .args(["--backend", backend])
+            .env("CUDA_CACHE_PATH", directory)
             .envs([("__GL_SHADER_DISK_CACHE", "0"), ("MESA_SHADER_CACHE_DISABLE", "true")])
             .status()?;
         if !status.success() {
@@ -29,26 +32,56 @@ pub fn run(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-pub fn child(directory: &Path) -> Result<()> {
+pub fn child(directory: &Path, backend: &str) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if backend == "cuda" {
+        return cuda();
+    }
+    if backend != "wgpu" {
+        return Err(format!("--backend {backend} has no start that is timed").into());
+    }
     let gpu = Gpu::new()?;
     let begin = Instant::now();
     let setup = Setup { adapter: Some(&gpu.adapter), disk_cache: Some(directory), ..Default::default() };
     let pipelines = Pipelines::open(&gpu.device, &setup);
     let status = pipelines.disk().map(|disk| disk.status().clone());
-    let mut decodes = 0;
-    for dtype in [Dtype::F16, Dtype::Bf16, Dtype::E4m3] {
-        for heads in [16, 20] {
-            let spec = MlaSpec {
-                shape: MlaShape { num_heads: heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-                kv: KvSpec { dtype, page_size: 64, num_pages: 64 },
-                query: Dtype::Bf16,
-                out: Dtype::Bf16,
-            };
-            MlaDecode::new(&pipelines, &spec, &Default::default())?;
-            decodes += 1;
-        }
+    let specs = specs();
+    for spec in &specs {
+        MlaDecode::new(&pipelines, spec, &Default::default())?;
     }
-    println!("{decodes} decodes in {:.1} ms, cache {status:?}", begin.elapsed().as_secs_f64() * 1e3);
+    let took = begin.elapsed().as_secs_f64() * 1e3;
+    println!("{} decodes in {took:.1} ms, cache {status:?}", specs.len());
     pipelines.save()?;
     Ok(())
+}
+
+/// The first decode, and all.
+#[cfg(feature = "cuda")]
+fn cuda() -> Result<()> {
+    use wgpu_mla::Backend;
+
+    let cuda = wgpu_mla::cuda::Cuda::new(0)?;
+    let begin = Instant::now();
+    let specs = specs();
+    for (i, spec) in specs.iter().enumerate() {
+        cuda.decode(spec, None)?;
+        let took = begin.elapsed().as_secs_f64() * 1e3;
+        if i == 0 {
+            print!("one decode in {took:.1} ms, ");
+        } else if i + 1 == specs.len() {
+            println!("{} in {took:.1} ms", specs.len());
+        }
+    }
+    Ok(())
+}
+
+fn specs() -> Vec<MlaSpec> {
+    let spec = |(num_heads, dtype)| MlaSpec {
+        shape: MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
+        kv: KvSpec { dtype, page_size: 64, num_pages: 64 },
+        query: Dtype::Bf16,
+        out: Dtype::Bf16,
+    };
+    let dtypes = [Dtype::Bf16, Dtype::F16, Dtype::E4m3];
+    dtypes.into_iter().flat_map(|dtype| [16, 20].map(|heads| spec((heads, dtype)))).collect()
 }
