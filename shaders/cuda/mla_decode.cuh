@@ -117,6 +117,8 @@ struct Scores {
                     for (int e = 0; e < 4; e++) sums[0][0][half * T::TOKEN_TILES / 2 + j][e] += __uint_as_float(words[e]);
                 }
             }
+            // Its lanes have read before they write weights there.
+            __syncwarp();
         }
     }
 };
