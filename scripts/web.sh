@@ -127,7 +127,7 @@ runner() {
     if [ ! -x "$runner" ]; then
         local install=(cargo install wasm-bindgen-cli --version "=$version" --no-default-features
             --bin wasm-bindgen-test-runner --root "$web/wasm-bindgen-$version" --target-dir "$web/wasm-bindgen-build")
-        export CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_DEBUG=0
+        export CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_DEBUG=0
         # Its own lock file first; a registry's mirror may lack a version that is in there.
         "${install[@]}" --locked || CARGO_RESOLVER_INCOMPATIBLE_RUST_VERSIONS=fallback "${install[@]}" \
             || die "wasm-bindgen-cli $version could not be built"
