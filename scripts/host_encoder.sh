@@ -14,16 +14,7 @@ if command -v apt-get >/dev/null; then
     for package in "${packages[@]}"; do
         dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing+=("$package")
     done
-    if ((${#missing[@]} > 0)); then
-        as_root=()
-        if ((EUID != 0)); then
-            command -v sudo >/dev/null || { echo "please install: ${missing[*]}" >&2; exit 1; }
-            as_root=(sudo)
-        fi
-        "${as_root[@]}" apt-get update -qq
-        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-            apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
-    fi
+    if ((${#missing[@]} > 0)); then scripts/apt.sh "${missing[@]}"; fi
 fi
 
 timeout 1800 cargo build --locked -p host_encoder
