@@ -70,7 +70,9 @@ impl<'a, B: Canvas> Problem<'a, B> {
         let starts: Vec<i32> = (0..=lens.len() as u32).map(|i| (i * workload.q_len) as i32).collect();
         let mut tiling = backend.tiling(&decode);
         tiling.target_items = items.unwrap_or(tiling.target_items);
-        let plan = Plan::new(&spec, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?;
+        let shared = workload.shared_prefixes();
+        let batch = Batch { shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
+        let plan = Plan::new(&spec, &tiling, &batch, Policy::Auto)?;
         let mut step = backend.step(&decode, Capacity::of(&plan))?;
         let (table, max_pages) = workload.block_table();
         let pages = PageTable::Dense { block_table: &table, max_pages };

@@ -149,11 +149,13 @@ pub fn host_step<B: Canvas>(backend: &B, workload: &Workload, problem: &Problem<
     let (table, max_pages) = workload.block_table();
     let (lens, tiling) = (workload.seq_lens(), backend.tiling(&problem.decode));
     let starts: Vec<i32> = (0..=lens.len() as u32).map(|i| (i * workload.q_len) as i32).collect();
+    let shared = workload.shared_prefixes();
     let mut times = Vec::new();
     for turn in 0..17 {
         let lens: Vec<i32> = lens.iter().map(|&len| (len - 16 + turn).max(1)).collect();
         let begin = Instant::now();
-        plan.update(&problem.spec, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?;
+        let batch = Batch { shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
+        plan.update(&problem.spec, &tiling, &batch, Policy::Auto)?;
         let pages = PageTable::Dense { block_table: &table, max_pages };
         backend.prepare(&problem.decode, &mut step, &plan, pages)?;
         times.push(begin.elapsed().as_secs_f64());

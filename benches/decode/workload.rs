@@ -1,6 +1,6 @@
 //! What is decoded: the tables of workloads.
 
-use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec};
+use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec, SharedPrefix};
 
 use crate::support::Draws;
 
@@ -18,6 +18,8 @@ pub struct Workload {
     pub query: Dtype,
     /// On the best row without tensor cores, whatever the device has.
     pub plain: bool,
+    /// A prefix that sequences share is attended once for all of them.
+    pub cascade: bool,
 }
 
 /// The tokens of a batch's sequences.
@@ -32,9 +34,15 @@ pub enum Lens {
         batch: u32,
         longest: u32,
     },
+    /// The first tokens are the same pages.
+    Shared {
+        batch: u32,
+        context: u32,
+        prefix: u32,
+    },
 }
 
-/// What a workload is compared with: 16 heads over 64 x 8192 tokens of the same cache, one query token.
+/// What a workload is compared with: 16 heads over 64 x 8192 tokens of the same cache, one query token; a cascade: the same without.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Ratio {
     /// Their times.
@@ -51,6 +59,7 @@ const BASE: Workload = Workload {
     kv: Dtype::Bf16,
     query: Dtype::Bf16,
     plain: false,
+    cascade: false,
 };
 
 const fn uniform(batch: u32, context: u32) -> Lens {
@@ -63,6 +72,7 @@ const RAGGED: Lens = Lens::Ragged { batch: 64, longest: 16_384 };
 pub fn full() -> Vec<Workload> {
     let e4m3 = Workload { kv: Dtype::E4m3, ..BASE };
     let long = uniform(1, 131_072);
+    let shared = Workload { lens: Lens::Shared { batch: 64, context: 9216, prefix: 8192 }, ..BASE };
     vec![
         BASE,
         Workload { lens: uniform(32, 4096), ..BASE },
@@ -87,6 +97,8 @@ pub fn full() -> Vec<Workload> {
         Workload { lens: RAGGED, ..e4m3.clone() },
         Workload { lens: long, ..e4m3.clone() },
         Workload { heads: 128, ..e4m3 },
+        shared.clone(),
+        Workload { cascade: true, ..shared },
     ]
 }
 
@@ -127,6 +139,7 @@ impl Workload {
             Lens::Uniform { batch: 1, .. } => uniform(1, 300),
             Lens::Uniform { .. } => uniform(2, 100),
             Lens::Ragged { .. } => Lens::Ragged { batch: 3, longest: 200 },
+            Lens::Shared { .. } => Lens::Shared { batch: 3, context: 150, prefix: 128 },
         };
         Self { lens, ..self.clone() }
     }
@@ -136,6 +149,7 @@ impl Workload {
         match self.lens {
             Lens::Uniform { batch, context } => format!("b{batch}x{context}"),
             Lens::Ragged { batch, .. } => format!("ragged{batch}"),
+            Lens::Shared { batch, context, prefix } => format!("b{batch}x{context} sharing {prefix}"),
         }
     }
 
@@ -150,12 +164,17 @@ impl Workload {
         if self.plain {
             name += " plain";
         }
+        if self.cascade {
+            name += " cascade";
+        }
         name
     }
 
     pub fn seq_lens(&self) -> Vec<i32> {
         match self.lens {
-            Lens::Uniform { batch, context } => vec![context as i32; batch as usize],
+            Lens::Uniform { batch, context } | Lens::Shared { batch, context, .. } => {
+                vec![context as i32; batch as usize]
+            }
             Lens::Ragged { batch, longest } => {
                 // With 64 draws up to 16384, as many tokens as the peers' draws have.
                 let mut draws = Draws(1_770_005_310);
@@ -169,7 +188,26 @@ impl Workload {
     }
 
     pub fn pages(&self) -> u32 {
-        self.seq_lens().iter().map(|&len| (len as u32).div_ceil(PAGE_SIZE)).sum()
+        let (shared, first) = self.shared_pages();
+        first + self.seq_lens().iter().map(|&len| (len as u32).div_ceil(PAGE_SIZE) - shared).sum::<u32>()
+    }
+
+    /// Pages that each sequence begins with, and how many of them there are in all.
+    fn shared_pages(&self) -> (u32, u32) {
+        match self.lens {
+            Lens::Shared { prefix, .. } => (prefix / PAGE_SIZE, prefix / PAGE_SIZE),
+            _ => (0, 0),
+        }
+    }
+
+    /// The groups that a cascade attends together.
+    pub fn shared_prefixes(&self) -> Vec<SharedPrefix> {
+        match self.lens {
+            Lens::Shared { batch, prefix, .. } if self.cascade => {
+                vec![SharedPrefix { sequences: (0..batch).collect(), tokens: prefix }]
+            }
+            _ => Vec::new(),
+        }
     }
 
     pub fn spec(&self) -> MlaSpec {
@@ -192,7 +230,11 @@ impl Workload {
 
     /// Bytes of the cache that a decode must read.
     pub fn kv_bytes(&self) -> f64 {
-        self.tokens() as f64 * f64::from(self.dims.0 + self.dims.1) * self.kv.bytes() as f64
+        let tokens = match self.lens {
+            Lens::Shared { batch, prefix, .. } => self.tokens() - u64::from(batch - 1) * u64::from(prefix),
+            _ => self.tokens(),
+        };
+        tokens as f64 * f64::from(self.dims.0 + self.dims.1) * self.kv.bytes() as f64
     }
 
     pub fn flop(&self) -> f64 {
@@ -206,6 +248,7 @@ impl Workload {
         match self {
             Self { lens: Lens::Ragged { .. }, .. } => Some((base, Ratio::TimePerByte)),
             Self { q_len: 2, .. } | Self { heads: 20, .. } => Some((base, Ratio::Time)),
+            Self { cascade: true, .. } => Some((Workload { cascade: false, ..self.clone() }, Ratio::Time)),
             _ => None,
         }
     }
@@ -217,12 +260,15 @@ impl Workload {
         let used: Vec<_> =
             self.seq_lens().iter().map(|&len| (len as usize).div_ceil(PAGE_SIZE as usize)).collect();
         let max_pages = used.iter().copied().max().unwrap_or(0);
+        let (shared, first) = self.shared_pages();
+        let page = |index: u64| ((index * stride + 13) % pages) as i32;
         let mut table = Vec::with_capacity(used.len() * max_pages);
-        let mut next = 0u64;
+        let mut next = u64::from(first);
         for used in used {
-            let row = (next..next + used as u64).map(|page| ((page * stride + 13) % pages) as i32);
+            let own = used as u64 - u64::from(shared);
+            let row = (0..u64::from(shared)).chain(next..next + own).map(page);
             table.extend(row.chain(std::iter::repeat_n(-1, max_pages - used)));
-            next += used as u64;
+            next += own;
         }
         (table, max_pages)
     }
