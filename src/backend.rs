@@ -6,6 +6,7 @@
 
 use crate::layer::Layer;
 use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{Rope, RopeAppend, RopeAppendSpec, RopeSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -128,6 +129,27 @@ pub trait Backend: sealed::Sealed {
         slot_mapping: &[i64],
         layer: &AppendLayer<'_, Self::Buffer>,
     ) -> Result<()>;
+
+    /// Rotates rows by their positions. See [`Rope`].
+    ///
+    /// # Errors
+    /// Those of [`Rope`]'s checks.
+    fn rope(&self, _spec: &RopeSpec, _args: &Rope<'_, Self::Buffer>) -> Result<()> {
+        Err(crate::Error::OpUnavailable { op: "rope" })
+    }
+
+    /// Rotates queries and new keys, and appends the keys: what comes before a decode, in one dispatch. See [`RopeAppend`].
+    ///
+    /// # Errors
+    /// Those of [`Backend::kv_append`] and of [`RopeAppend`]'s checks.
+    fn rope_append(
+        &self,
+        _spec: &RopeAppendSpec,
+        _slot_mapping: &[i64],
+        _args: &RopeAppend<'_, Self::Buffer>,
+    ) -> Result<()> {
+        Err(crate::Error::OpUnavailable { op: "rope_append" })
+    }
 
     /// Copies whole pages inside one layer's pool, `(from, to)` each.
     ///

@@ -70,6 +70,7 @@ pub mod ops;
 mod pages;
 pub mod plan;
 pub mod reference;
+mod rope;
 mod shape;
 pub mod tables;
 #[cfg(feature = "wgpu")]
@@ -83,8 +84,10 @@ pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated
 pub use error::{Error, Result};
 pub use layer::{KvView, Layer, LseBase, Query, View};
 pub use ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec, check_copies};
+pub use ops::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};
+pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
 

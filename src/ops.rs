@@ -1,4 +1,8 @@
-//! Arguments and checks of the small ops: merge of attention states, append, page copies.
+//! Arguments and checks of the small ops: merge of attention states, append, page copies, rotary embeddings.
+
+mod rope;
+
+pub use rope::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 
 use crate::layer::{KvView, View, distinct, fits, no_aliases};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};

@@ -5,6 +5,7 @@ use super::{AnyBackend, Chosen, views};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{Rope, RopeAppend, RopeAppendSpec, RopeSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -115,6 +116,19 @@ impl Backend for AnyBackend {
         layer: &AppendLayer<'_, Buffer>,
     ) -> Result<()> {
         on!(self, b => b.kv_append(spec, slot_mapping, &views::append_layer(layer, &|any| own(b, any))?))
+    }
+
+    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, Buffer>) -> Result<()> {
+        on!(self, b => b.rope(spec, &views::rope(args, &|any| own(b, any))?))
+    }
+
+    fn rope_append(
+        &self,
+        spec: &RopeAppendSpec,
+        slot_mapping: &[i64],
+        args: &RopeAppend<'_, Buffer>,
+    ) -> Result<()> {
+        on!(self, b => b.rope_append(spec, slot_mapping, &views::rope_append(args, &|any| own(b, any))?))
     }
 
     fn kv_copy_pages(

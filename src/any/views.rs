@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
-use crate::ops::{AppendLayer, MergeStates};
+use crate::ops::{AppendLayer, MergeStates, Rope, RopeAppend};
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
     let View { buffer, offset, token_stride, head_stride } = *view;
@@ -64,5 +64,35 @@ pub(super) fn merge_states<'a, B, C>(
         output_lse: states.output_lse.as_ref().map(|lse| view(lse, own)).transpose()?,
         num_tokens: states.num_tokens,
         num_heads: states.num_heads,
+    })
+}
+
+pub(super) fn rope<'a, B, C>(
+    rope: &Rope<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<Rope<'a, C>> {
+    let Rope { x, y, positions, cos_sin, max_position, num_tokens } = *rope;
+    Ok(Rope {
+        x: view(&x, own)?,
+        y: view(&y, own)?,
+        positions: own(positions)?,
+        cos_sin: own(cos_sin)?,
+        max_position,
+        num_tokens,
+    })
+}
+
+pub(super) fn rope_append<'a, B, C>(
+    args: &RopeAppend<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<RopeAppend<'a, C>> {
+    let RopeAppend { q_pe, q_pe_out, layer, positions, cos_sin, max_position } = args;
+    Ok(RopeAppend {
+        q_pe: view(q_pe, own)?,
+        q_pe_out: view(q_pe_out, own)?,
+        layer: append_layer(layer, own)?,
+        positions: own(positions)?,
+        cos_sin: own(cos_sin)?,
+        max_position: *max_position,
     })
 }

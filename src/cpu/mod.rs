@@ -37,6 +37,7 @@ mod lanes;
 mod merge;
 mod ops;
 mod pool;
+mod rope;
 mod step;
 mod widen;
 
@@ -48,6 +49,7 @@ pub use step::Step;
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
+use crate::ops::{Rope, RopeAppend, RopeAppendSpec, RopeSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -162,6 +164,19 @@ impl Backend for Cpu {
         layer: &AppendLayer<'_, Buffer>,
     ) -> Result<()> {
         ops::kv_append(&self.pool, spec, slot_mapping, layer)
+    }
+
+    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, Buffer>) -> Result<()> {
+        rope::rope(&self.pool, spec, args)
+    }
+
+    fn rope_append(
+        &self,
+        spec: &RopeAppendSpec,
+        slot_mapping: &[i64],
+        args: &RopeAppend<'_, Buffer>,
+    ) -> Result<()> {
+        rope::rope_append(&self.pool, spec, slot_mapping, args)
     }
 
     fn kv_copy_pages(
