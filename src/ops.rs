@@ -1,5 +1,9 @@
 //! Arguments and checks of the small ops: merge of attention states, append, page copies.
 
+mod kv_gather;
+
+pub use kv_gather::{Gather, GatherRange, GatherSpec};
+
 use crate::layer::{KvView, View, distinct, fits, no_aliases};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 
