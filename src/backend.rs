@@ -5,8 +5,10 @@
 //! shared silently: [`Backend::upload`] and [`Backend::download`] are the copies.
 
 use crate::layer::Layer;
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
-use crate::ops::{Rope, RopeAppend, RopeAppendSpec, RopeSpec};
+use crate::ops::{
+    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Rope, RopeAppend,
+    RopeAppendSpec, RopeSpec,
+};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -162,4 +164,26 @@ pub trait Backend: sealed::Sealed {
         copies: &[(u32, u32)],
         view: &crate::layer::KvView<'_, Self::Buffer>,
     ) -> Result<()>;
+
+    /// Copies tokens of the paged cache to rows of a workspace `[rows, L + R]`: the field's `cp_gather_cache`, and with an e4m3
+    /// cache and a wider output its `gather_and_maybe_dequant_cache`.
+    ///
+    /// Ranges may begin and end anywhere in a page. Bits are copied where the dtypes agree. An e4m3 code becomes the f32
+    /// product of its value and `k_scale`, then an element of the output: rounded to nearest even both times, on every device;
+    /// a NaN code becomes a quiet NaN of its sign. Other pairs of dtypes are rounded once.
+    ///
+    /// # Errors
+    /// [`crate::Error::GatherRange`], [`crate::Error::GatherOverlap`], [`crate::Error::PageOutOfRange`], those of [`Gather`]'s
+    /// checks, and [`crate::Error::OpUnavailable`].
+    fn kv_gather(
+        &self,
+        spec: &GatherSpec,
+        pages: PageTable<'_>,
+        seq_lens: &[i32],
+        ranges: &[GatherRange],
+        args: &Gather<'_, Self::Buffer>,
+    ) -> Result<()> {
+        let _ = (spec, pages, seq_lens, ranges, args);
+        Err(crate::Error::OpUnavailable { op: "kv_gather" })
+    }
 }

@@ -126,6 +126,30 @@ pub enum Error {
         /// The slot of both.
         slot: i64,
     },
+    /// A range of a gather that is not in its batch.
+    #[error("gather range {index}: {what} {got}, the limit is {limit}: {cure}")]
+    GatherRange {
+        /// Index of the range.
+        index: usize,
+        /// What is wrong with it.
+        what: &'static str,
+        /// Its value.
+        got: u64,
+        /// The largest that it may be.
+        limit: u64,
+        /// What to do.
+        cure: &'static str,
+    },
+    /// Two ranges of one gather write the same row, so the result would depend on timing.
+    #[error("gather ranges {first} and {second} both write row {row}: give each token a row of its own")]
+    GatherOverlap {
+        /// Index of the range that begins first.
+        first: usize,
+        /// Index of the other range.
+        second: usize,
+        /// The first row of both.
+        row: u64,
+    },
     /// A list of page copies that would depend on the order in which a GPU runs them.
     #[error("copy {index}: page {page} {why}")]
     CopyConflict {

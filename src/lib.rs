@@ -83,8 +83,10 @@ pub use caps::{Caps, DeviceKind};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
 pub use error::{Error, Result};
 pub use layer::{KvView, Layer, LseBase, Query, View};
-pub use ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec, check_copies};
-pub use ops::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
+pub use ops::{
+    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Rope,
+    RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, check_copies,
+};
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};
 pub use rope::{RopeFrequencies, Yarn};

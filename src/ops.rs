@@ -4,6 +4,10 @@ mod rope;
 
 pub use rope::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 
+mod kv_gather;
+
+pub use kv_gather::{Gather, GatherRange, GatherSpec};
+
 use crate::layer::{KvView, View, distinct, fits, no_aliases};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 

@@ -3,8 +3,10 @@
 //! Values come in as f32, decoded from their dtype; results go out as f64. Arguments that contradict each other
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
+mod kv_gather;
 mod rope;
 
+pub use kv_gather::{GatherPages, kv_gather};
 pub use rope::{Rotation, rope};
 
 use crate::{Dtype, Visibility};

@@ -237,28 +237,7 @@ fn put<T: Pod>(words: &mut [u32], at: u32, section: &[T]) {
 }
 
 fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec) -> Result<()> {
-    let rows = plan.seq_lens.len();
-    match pages {
-        PageTable::Dense { block_table, max_pages }
-            if Some(block_table.len()) != rows.checked_mul(max_pages) =>
-        {
-            return Err(Error::Length {
-                what: "block_table",
-                got: block_table.len() as u64,
-                want: rows.saturating_mul(max_pages) as u64,
-                cure: "one row of max_pages entries a sequence",
-            });
-        }
-        PageTable::Csr { kv_indptr, .. } if kv_indptr.len() != rows + 1 => {
-            return Err(Error::Length {
-                what: "kv_indptr",
-                got: kv_indptr.len() as u64,
-                want: rows as u64 + 1,
-                cure: "one entry a sequence and one more for the end",
-            });
-        }
-        _ => {}
-    }
+    check_rows(pages, plan.seq_lens.len())?;
     for (seq, &len) in plan.seq_lens.iter().enumerate() {
         let used = kv.pages_for(len) as usize;
         let row = row_of(pages, seq);
@@ -292,8 +271,32 @@ fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec)
     Ok(())
 }
 
+/// # Errors
+/// [`Error::Length`] for a table of another number of sequences.
+pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize) -> Result<()> {
+    match pages {
+        PageTable::Dense { block_table, max_pages }
+            if Some(block_table.len()) != rows.checked_mul(max_pages) =>
+        {
+            Err(Error::Length {
+                what: "block_table",
+                got: block_table.len() as u64,
+                want: rows.saturating_mul(max_pages) as u64,
+                cure: "one row of max_pages entries a sequence",
+            })
+        }
+        PageTable::Csr { kv_indptr, .. } if kv_indptr.len() != rows + 1 => Err(Error::Length {
+            what: "kv_indptr",
+            got: kv_indptr.len() as u64,
+            want: rows as u64 + 1,
+            cure: "one entry a sequence and one more for the end",
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// The entries of a sequence; none where the CSR arrays contradict themselves.
-fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {
+pub(crate) fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {
     match pages {
         PageTable::Dense { block_table, max_pages } => &block_table[seq * max_pages..][..max_pages],
         PageTable::Csr { kv_indptr, kv_indices } => {

@@ -4,8 +4,10 @@ use super::parts::{Binding, Buffer, Decode, Part, Step};
 use super::{AnyBackend, Chosen, views};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
-use crate::ops::{Rope, RopeAppend, RopeAppendSpec, RopeSpec};
+use crate::ops::{
+    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Rope, RopeAppend,
+    RopeAppendSpec, RopeSpec,
+};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -139,5 +141,18 @@ impl Backend for AnyBackend {
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
         on!(self, b => b.kv_copy_pages(kv, row_elems, copies, &views::kv_view(view, &|any| own(b, any))?))
+    }
+
+    fn kv_gather(
+        &self,
+        spec: &GatherSpec,
+        pages: PageTable<'_>,
+        seq_lens: &[i32],
+        ranges: &[GatherRange],
+        args: &Gather<'_, Buffer>,
+    ) -> Result<()> {
+        on!(self, b => {
+            b.kv_gather(spec, pages, seq_lens, ranges, &views::gather(args, &|any| own(b, any))?)
+        })
     }
 }

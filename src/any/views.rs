@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
-use crate::ops::{AppendLayer, MergeStates, Rope, RopeAppend};
+use crate::ops::{AppendLayer, Gather, MergeStates, Rope, RopeAppend};
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
     let View { buffer, offset, token_stride, head_stride } = *view;
@@ -95,4 +95,12 @@ pub(super) fn rope_append<'a, B, C>(
         cos_sin: own(cos_sin)?,
         max_position: *max_position,
     })
+}
+
+pub(super) fn gather<'a, B, C>(
+    args: &Gather<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<Gather<'a, C>> {
+    let Gather { kv, k_scale, out } = args;
+    Ok(Gather { kv: kv_view(kv, own)?, k_scale: *k_scale, out: view(out, own)? })
 }

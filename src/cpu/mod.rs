@@ -48,8 +48,10 @@ pub use step::Step;
 
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
-use crate::ops::{Rope, RopeAppend, RopeAppendSpec, RopeSpec};
+use crate::ops::{
+    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Rope,
+    RopeAppend, RopeAppendSpec, RopeSpec,
+};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -187,5 +189,16 @@ impl Backend for Cpu {
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
         ops::kv_copy_pages(&CopySpec { kv: *kv, row_elems }, copies, view)
+    }
+
+    fn kv_gather(
+        &self,
+        spec: &GatherSpec,
+        pages: PageTable<'_>,
+        seq_lens: &[i32],
+        ranges: &[GatherRange],
+        args: &Gather<'_, Buffer>,
+    ) -> Result<()> {
+        ops::kv_gather(&self.pool, spec, pages, seq_lens, ranges, args)
     }
 }

@@ -1,5 +1,9 @@
 //! The small ops on host memory.
 
+mod kv_gather;
+
+pub(super) use kv_gather::kv_gather;
+
 use std::sync::atomic::Ordering;
 
 use super::bind::{Pages, Rows};

@@ -1,10 +1,12 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
-use super::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use super::ops::{
+    AppendStep, CopySpec, CopyStep, GatherStep, KvAppend, KvCopyPages, KvGather, MergeAttnStates,
+};
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, KvView, Layer, MlaSpec, Result};
@@ -132,6 +134,22 @@ impl Backend for Gpu {
         let binding = copy.bind(&self.device, view)?;
         copy.check(&step, &binding)?;
         self.submit(|encoder| copy.record(encoder, &step, &binding))
+    }
+
+    fn kv_gather(
+        &self,
+        spec: &GatherSpec,
+        pages: PageTable<'_>,
+        seq_lens: &[i32],
+        ranges: &[GatherRange],
+        args: &Gather<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let gather = KvGather::new(&self.pipelines, *spec)?;
+        let mut step = GatherStep::default();
+        gather.prepare(&self.device, &self.queue, &mut step, pages, seq_lens, ranges)?;
+        let binding = gather.bind(&self.device, args, step.num_rows())?;
+        gather.check(&step, &binding)?;
+        self.submit(|encoder| gather.record(encoder, &step, &binding))
     }
 }
 

@@ -5,15 +5,18 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 use wgpu_mla::gpu::Pipelines;
-use wgpu_mla::gpu::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::gpu::ops::{
+    AppendStep, CopySpec, CopyStep, GatherStep, KvAppend, KvCopyPages, KvGather, MergeAttnStates,
+};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Dtype, Error, KvSpec, KvView, MergeStates, MergeStatesSpec, MlaShape, View,
-    e4m3_decode, e4m3_encode,
+    AppendLayer, AppendSpec, Dtype, Error, Gather, GatherRange, GatherSpec, KvSpec, KvView, MergeStates,
+    MergeStatesSpec, MlaShape, PageTable, View, e4m3_decode, e4m3_encode,
 };
 
 mod append;
 mod copy;
 mod errors;
+mod gather;
 mod merge;
 mod round;
 

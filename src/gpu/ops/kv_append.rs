@@ -62,7 +62,7 @@ struct Params {
 /// `E4m3Scale` of the shader.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-struct Scale {
+pub(super) struct Scale {
     inv_mantissa: f32,
     exponent: i32,
     mantissa: u32,
@@ -254,7 +254,7 @@ impl KvAppend {
 
 impl Scale {
     /// A scale `m * 2^e` with `1 <= m < 2`, as the shader divides by it.
-    fn new(k_scale: f32) -> Self {
+    pub(super) fn new(k_scale: f32) -> Self {
         // An f64 holds every f32 as a normal number; the low bits of its mantissa are zeros.
         let scale = f64::from(k_scale);
         let fraction = scale.to_bits() & ((1 << 52) - 1);

@@ -6,6 +6,7 @@
 pub mod decode;
 pub mod errors;
 pub mod invariance;
+pub mod kv_gather;
 pub mod memory;
 pub mod ops;
 pub mod run;
@@ -189,6 +190,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     decode::all(&session);
     invariance::all(&session);
     ops::all(&session);
+    kv_gather::all(&session);
     errors::all(&session);
 }
 
@@ -229,6 +231,8 @@ macro_rules! conformance_tests {
             merges: ops::merges,
             appends: ops::appends,
             page_copies: ops::page_copies,
+            gathers: kv_gather::gathers,
+            refuses_gathers: kv_gather::refuses_gathers,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,

@@ -1,0 +1,63 @@
+// Gathers rows of the paged cache into a contiguous workspace.
+//
+//   for (slot, out_row, tokens) in pieces, each in one page: for t < tokens:
+//     out[out_row + t] = convert(kv[slot / PAGE_SIZE][slot % PAGE_SIZE + t])
+//
+// A quad is 4 elements of one row. L + R and every offset and stride are multiples of 4 elements, so a quad is 1, 2 or 4 whole
+// words on both sides, and no two invocations share a word. A place is a token that a piece could have, PAGE_SIZE of them each.
+// An item is the same quad of PLACES_PER_LANE places: all are loaded before the first is converted.
+//
+// Prelude: GROUP, PAGE_SIZE, NUM_SLOTS, ROW_QUADS, PLACES_PER_LANE. Libs: grid, round, in_*, out_*, convert_*.
+
+struct GatherParams {
+    scale: E4m3Scale,
+    kv_base_quads: u32,
+    kv_block_stride_quads: u32,
+    out_base_quads: u32,
+    out_stride_quads: u32,
+    max_rows: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+    reserved_2: u32,
+}
+
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + 3 * pieces] num_pieces, then (slot, out_row, tokens) each
+@group(1) @binding(0) var<uniform> params: GatherParams;
+@group(1) @binding(1) var<storage, read> kv: array<InQuad>; // [num_pages, page_size, (L + R) / 4], pages strided
+@group(1) @binding(2) var<storage, read_write> out: array<OutQuad>; // [rows, (L + R) / 4], strided
+
+const NO_ROW = 0xFFFFFFFFu;
+
+@compute @workgroup_size(GROUP)
+fn kv_gather(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+) {
+    let item = item_of(group, groups, lane);
+    let quad = item % ROW_QUADS;
+    let first = item / ROW_QUADS * PLACES_PER_LANE;
+    let num_places = table[0] * PAGE_SIZE;
+    if first >= num_places {
+        return;
+    }
+    var rows: array<u32, PLACES_PER_LANE>;
+    var quads: array<InQuad, PLACES_PER_LANE>;
+    for (var i = 0u; i < PLACES_PER_LANE; i++) { // unroll
+        let place = min(first + i, num_places - 1u);
+        let piece = 1u + place / PAGE_SIZE * 3u;
+        let t = place % PAGE_SIZE;
+        // The host proved that slots are of the pool; the bound keeps a table of another pool harmless too.
+        let slot = min(table[piece] + t, NUM_SLOTS - 1u);
+        let is_used = first + i < num_places && t < table[piece + 2u];
+        rows[i] = select(NO_ROW, table[piece + 1u] + t, is_used);
+        let row = params.kv_base_quads + slot / PAGE_SIZE * params.kv_block_stride_quads + slot % PAGE_SIZE * ROW_QUADS;
+        quads[i] = kv[row + quad];
+    }
+    for (var i = 0u; i < PLACES_PER_LANE; i++) { // unroll
+        // A table that was prepared again after this was recorded may hold more rows than the binding.
+        if rows[i] < params.max_rows {
+            out[params.out_base_quads + rows[i] * params.out_stride_quads + quad] = convert(quads[i], params.scale);
+        }
+    }
+}

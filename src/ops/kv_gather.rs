@@ -1,0 +1,270 @@
+//! Arguments and checks of `kv_gather`.
+
+use crate::layer::{KvView, View, distinct, fits, no_aliases};
+use crate::tables::{PageTable, check_rows, row_of};
+use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
+
+/// What a `kv_gather` is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GatherSpec {
+    /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
+    pub shape: MlaShape,
+    /// The cache.
+    pub kv: KvSpec,
+    /// Dtype of the rows that are written: any of an e4m3 cache, f32, f16 or bf16 of others.
+    pub output: Dtype,
+}
+
+/// Tokens of one sequence, and the rows that they become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GatherRange {
+    /// Index of the sequence in the batch.
+    pub sequence: u32,
+    /// First token: anywhere in a page.
+    pub begin: u32,
+    /// Tokens, 0 allowed; `begin + tokens` is at most the sequence's `seq_len`.
+    pub tokens: u32,
+    /// Row of the first token in the output; the others follow.
+    pub out_row: u32,
+}
+
+/// One layer's cache and the workspace that its rows go to.
+#[derive(Debug)]
+pub struct Gather<'a, B> {
+    /// The cache.
+    pub kv: KvView<'a, B>,
+    /// Factor of an e4m3 cache's elements where the output is wider; unread for others. Finite and above 0.
+    pub k_scale: f32,
+    /// `[rows, L + R]`, latent first; offset and `token_stride` are multiples of 4 elements, `head_stride` is unread. Rows that no
+    /// range names are left as they are.
+    pub out: View<'a, B>,
+}
+
+impl<B> Clone for Gather<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<B> Copy for Gather<'_, B> {}
+
+/// Neighbouring tokens of one page.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+pub(crate) struct Piece {
+    /// `page * page_size + offset` of the first.
+    pub slot: u32,
+    /// Row of the first.
+    pub out_row: u32,
+    /// At least 1, and all in the page.
+    pub tokens: u32,
+}
+
+/// Ranges, cut at the ends of pages and checked.
+#[derive(Debug, Default)]
+pub(crate) struct Pieces {
+    pub pieces: Vec<Piece>,
+    /// Rows that the output must have.
+    pub rows: u32,
+}
+
+impl GatherSpec {
+    /// # Errors
+    /// [`Error::Shape`], and [`Error::DtypeUnsupported`] for e4m3 rows of another cache.
+    pub fn check(&self) -> Result<()> {
+        self.mla().check()?;
+        if self.output == Dtype::E4m3 && self.kv.dtype != Dtype::E4m3 {
+            let cure = "use f32, f16 or bf16; `kv_append` is what makes e4m3 codes";
+            return Err(Error::DtypeUnsupported {
+                what: "the output of this gather",
+                got: self.output,
+                cure,
+            });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn mla(&self) -> MlaSpec {
+        MlaSpec { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }
+    }
+
+    /// Whether codes become what they stand for.
+    pub(crate) fn dequantises(&self) -> bool {
+        self.kv.dtype == Dtype::E4m3 && self.output != Dtype::E4m3
+    }
+
+    /// Checks ranges, and the page ids that they need, and cuts them at the ends of pages.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::GatherRange`], [`Error::GatherOverlap`], and
+    /// [`Error::LayoutMismatch`] for [`PageTable::Device`].
+    pub(crate) fn pieces(
+        &self,
+        pages: PageTable<'_>,
+        seq_lens: &[i32],
+        ranges: &[GatherRange],
+    ) -> Result<Pieces> {
+        if matches!(pages, PageTable::Device) {
+            let detail = "kv_gather takes its pages from the host: PageTable::Dense or PageTable::Csr";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        check_rows(pages, seq_lens.len())?;
+        let mut all = Pieces::default();
+        for (index, range) in ranges.iter().enumerate() {
+            self.add_range(&mut all, pages, seq_lens, index, range)?;
+        }
+        check_overlaps(ranges)?;
+        Ok(all)
+    }
+
+    fn add_range(
+        &self,
+        all: &mut Pieces,
+        pages: PageTable<'_>,
+        seq_lens: &[i32],
+        index: usize,
+        range: &GatherRange,
+    ) -> Result<()> {
+        let bad = |what, got, limit, cure| Err(Error::GatherRange { index, what, got, limit, cure });
+        let seq = range.sequence as usize;
+        let Some(&len) = seq_lens.get(seq) else {
+            let limit = (seq_lens.len() as u64).saturating_sub(1);
+            return bad("sequence", seq as u64, limit, "name a sequence of the batch");
+        };
+        let row = row_of(pages, seq);
+        let held = row.len() as i64 * i64::from(self.kv.page_size);
+        if len < 0 || i64::from(len) > held {
+            return Err(Error::SeqLen { seq, got: len.into(), max: held });
+        }
+        let end = u64::from(range.begin) + u64::from(range.tokens);
+        if end > len as u64 {
+            return bad("end", end, len as u64, "end at the sequence's seq_len");
+        }
+        let out_end = u64::from(range.out_row) + u64::from(range.tokens);
+        if out_end > u32::MAX.into() {
+            return bad("end of its rows", out_end, u32::MAX.into(), "gather in several steps");
+        }
+        // An empty range writes nothing, wherever it stands.
+        if range.tokens > 0 {
+            all.rows = all.rows.max(out_end as u32);
+        }
+        let mut token = range.begin;
+        while u64::from(token) < end {
+            let (block, offset) = ((token / self.kv.page_size) as usize, token % self.kv.page_size);
+            // A negative id becomes a large one, so one comparison finds both kinds.
+            let page = row[block] as u32;
+            if page >= self.kv.num_pages {
+                let (page, num_pages) = (row[block].into(), self.kv.num_pages);
+                return Err(Error::PageOutOfRange { seq, block, page, num_pages });
+            }
+            let tokens = (self.kv.page_size - offset).min((end - u64::from(token)) as u32);
+            all.pieces.push(Piece {
+                slot: page * self.kv.page_size + offset,
+                out_row: range.out_row + (token - range.begin),
+                tokens,
+            });
+            token += tokens;
+        }
+        Ok(())
+    }
+}
+
+/// Each row is written once.
+fn check_overlaps(ranges: &[GatherRange]) -> Result<()> {
+    let mut order: Vec<usize> = (0..ranges.len()).filter(|&i| ranges[i].tokens > 0).collect();
+    order.sort_unstable_by_key(|&i| (ranges[i].out_row, i));
+    for pair in order.windows(2) {
+        let (first, second) = (pair[0], pair[1]);
+        let end = u64::from(ranges[first].out_row) + u64::from(ranges[first].tokens);
+        if u64::from(ranges[second].out_row) < end {
+            return Err(Error::GatherOverlap { first, second, row: ranges[second].out_row.into() });
+        }
+    }
+    Ok(())
+}
+
+impl<B> Gather<'_, B> {
+    /// # Errors
+    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], given each buffer's bytes.
+    pub(crate) fn check(&self, spec: &GatherSpec, rows: u32, size: impl Fn(&B) -> u64) -> Result<()> {
+        spec.check()?;
+        if !(self.k_scale.is_finite() && self.k_scale > 0.0) {
+            return Err(Error::Scale { what: "k_scale", got: self.k_scale });
+        }
+        self.kv.check(&spec.mla(), size(self.kv.buffer))?;
+        for got in [self.out.offset, self.out.token_stride] {
+            if got % 4 != 0 {
+                return Err(Error::Alignment { what: "out", got, of: 4, unit: "elements" });
+            }
+        }
+        let (rows, dim) = (u64::from(rows), u64::from(spec.shape.row_elems()));
+        distinct("out", &self.out, rows, 1, dim)?;
+        let end = self.out.end(rows, 1, dim).saturating_mul(spec.output.bytes() as u64);
+        fits("out", end, size(self.out.buffer))
+    }
+
+    /// # Errors
+    /// [`Error::Aliased`].
+    pub(crate) fn check_aliases(&self, is_same: impl Fn(&B, &B) -> bool) -> Result<()> {
+        no_aliases(&[("kv", self.kv.buffer)], &[("out", self.out.buffer)], is_same)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: MlaShape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+
+    fn spec(page_size: u32) -> GatherSpec {
+        let kv = KvSpec { dtype: Dtype::F16, page_size, num_pages: 9 };
+        GatherSpec { shape: SHAPE, kv, output: Dtype::F32 }
+    }
+
+    fn range(sequence: u32, begin: u32, tokens: u32, out_row: u32) -> GatherRange {
+        GatherRange { sequence, begin, tokens, out_row }
+    }
+
+    const TABLE: PageTable<'_> =
+        PageTable::Dense { block_table: &[5, 3, 8, i32::MIN, 2, 0, i32::MAX, -1], max_pages: 4 };
+
+    #[test]
+    fn ranges_are_cut_at_the_ends_of_pages() {
+        let pieces = |ranges: &[GatherRange]| {
+            let all = spec(4).pieces(TABLE, &[11, 6], ranges).expect("good ranges");
+            let pieces = all.pieces.iter().map(|piece| (piece.slot, piece.out_row, piece.tokens));
+            (pieces.collect::<Vec<_>>(), all.rows)
+        };
+        assert_eq!(pieces(&[range(0, 2, 8, 10)]), (vec![(22, 10, 2), (12, 12, 4), (32, 16, 2)], 18));
+        assert_eq!(pieces(&[range(1, 4, 2, 0), range(0, 0, 1, 7)]), (vec![(0, 0, 2), (20, 7, 1)], 8));
+        assert_eq!(pieces(&[range(0, 11, 0, 1 << 20)]), (vec![], 0));
+        assert_eq!(pieces(&[]), (vec![], 0));
+    }
+
+    #[test]
+    fn every_refusal_says_which_range() {
+        let refused = |lens: &[i32], ranges: &[GatherRange]| {
+            spec(4).pieces(TABLE, lens, ranges).map(|_| ()).expect_err("refused")
+        };
+        let good = range(0, 0, 4, 0);
+        let at = |error| match error {
+            Error::GatherRange { index, what, .. } => (index, what),
+            other => panic!("{other}"),
+        };
+        assert_eq!(at(refused(&[11, 6], &[good, range(2, 0, 0, 9)])), (1, "sequence"));
+        assert_eq!(at(refused(&[11, 6], &[good, range(1, 5, 2, 9)])), (1, "end"));
+        assert_eq!(at(refused(&[11, 6], &[range(0, u32::MAX, u32::MAX, 9)])), (0, "end"));
+        assert_eq!(at(refused(&[11, 6], &[range(0, 0, 2, u32::MAX - 1)])), (0, "end of its rows"));
+        assert!(matches!(refused(&[17, 6], &[good]), Error::SeqLen { seq: 0, got: 17, max: 16 }));
+        assert!(matches!(refused(&[-1, 6], &[good]), Error::SeqLen { seq: 0, got: -1, .. }));
+        assert!(matches!(refused(&[11], &[good]), Error::Length { what: "block_table", .. }));
+        let wild = refused(&[11, 9], &[range(1, 8, 1, 0)]);
+        assert!(
+            matches!(wild, Error::PageOutOfRange { seq: 1, block: 2, page: 2_147_483_647, .. }),
+            "{wild}"
+        );
+        let overlap = refused(&[11, 6], &[range(0, 0, 4, 3), range(1, 2, 0, 4), range(1, 0, 2, 2)]);
+        assert_eq!(overlap, Error::GatherOverlap { first: 2, second: 0, row: 3 });
+        let device = spec(4).pieces(PageTable::Device, &[], &[]).map(|_| ());
+        assert!(matches!(device, Err(Error::LayoutMismatch { .. })));
+    }
+}
