@@ -5,7 +5,7 @@
 //! shared silently: [`Backend::upload`] and [`Backend::download`] are the copies.
 
 use crate::layer::Layer;
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec, Project, ProjectSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -140,4 +140,13 @@ pub trait Backend: sealed::Sealed {
         copies: &[(u32, u32)],
         view: &crate::layer::KvView<'_, Self::Buffer>,
     ) -> Result<()>;
+
+    /// Each token's rows times the matrix of their head: `absorb`, `v_up` and `k_up`. See [`Project`].
+    ///
+    /// # Errors
+    /// Those of [`Project`]'s checks, and [`crate::Error::OpUnavailable`].
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Self::Buffer>) -> Result<()> {
+        let _ = (spec, args);
+        Err(crate::Error::OpUnavailable { op: "project" })
+    }
 }

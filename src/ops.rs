@@ -1,5 +1,9 @@
 //! Arguments and checks of the small ops: merge of attention states, append, page copies.
 
+mod project;
+
+pub use project::{HeadDims, Project, ProjectSpec, WeightOrder, WeightView};
+
 use crate::layer::{KvView, View, distinct, fits, no_aliases};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 

@@ -4,7 +4,7 @@ use super::parts::{Binding, Buffer, Decode, Part, Step};
 use super::{AnyBackend, Chosen, views};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec, Project, ProjectSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -125,5 +125,9 @@ impl Backend for AnyBackend {
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
         on!(self, b => b.kv_copy_pages(kv, row_elems, copies, &views::kv_view(view, &|any| own(b, any))?))
+    }
+
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+        on!(self, b => b.project(spec, &views::project(args, &|any| own(b, any))?))
     }
 }

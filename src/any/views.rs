@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
-use crate::ops::{AppendLayer, MergeStates};
+use crate::ops::{AppendLayer, MergeStates, Project, WeightView};
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
     let View { buffer, offset, token_stride, head_stride } = *view;
@@ -65,4 +65,14 @@ pub(super) fn merge_states<'a, B, C>(
         num_tokens: states.num_tokens,
         num_heads: states.num_heads,
     })
+}
+
+pub(super) fn project<'a, B, C>(
+    args: &Project<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<Project<'a, C>> {
+    let Project { x, weight, y, num_tokens } = args;
+    let WeightView { buffer, offset, head_stride, row_stride } = *weight;
+    let weight = WeightView { buffer: own(buffer)?, offset, head_stride, row_stride };
+    Ok(Project { x: view(x, own)?, weight, y: view(y, own)?, num_tokens: *num_tokens })
 }

@@ -37,6 +37,7 @@ mod lanes;
 mod merge;
 mod ops;
 mod pool;
+mod project;
 mod step;
 mod widen;
 
@@ -47,7 +48,7 @@ pub use step::Step;
 
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
+use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec, Project, ProjectSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -172,5 +173,9 @@ impl Backend for Cpu {
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
         ops::kv_copy_pages(&CopySpec { kv: *kv, row_elems }, copies, view)
+    }
+
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+        project::project(&self.pool, spec, args)
     }
 }

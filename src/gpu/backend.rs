@@ -1,10 +1,11 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
 use super::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use super::ops::{HeadProject, ProjectStep};
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
-use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec, Project, ProjectSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, KvView, Layer, MlaSpec, Result};
@@ -132,6 +133,15 @@ impl Backend for Gpu {
         let binding = copy.bind(&self.device, view)?;
         copy.check(&step, &binding)?;
         self.submit(|encoder| copy.record(encoder, &step, &binding))
+    }
+
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, wgpu::Buffer>) -> Result<()> {
+        let project = HeadProject::new(&self.pipelines, *spec)?;
+        let mut step = ProjectStep::default();
+        project.prepare(&self.device, &self.queue, &mut step, 0, args.num_tokens)?;
+        let binding = project.bind(&self.device, args)?;
+        project.check(&step, &binding)?;
+        self.submit(|encoder| project.record(encoder, &step, &binding))
     }
 }
 
