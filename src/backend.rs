@@ -6,8 +6,8 @@
 
 use crate::layer::Layer;
 use crate::ops::{
-    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Rope, RopeAppend,
-    RopeAppendSpec, RopeSpec,
+    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Project,
+    ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
@@ -185,5 +185,14 @@ pub trait Backend: sealed::Sealed {
     ) -> Result<()> {
         let _ = (spec, pages, seq_lens, ranges, args);
         Err(crate::Error::OpUnavailable { op: "kv_gather" })
+    }
+
+    /// Each token's rows times the matrix of their head: `absorb`, `v_up` and `k_up`. See [`Project`].
+    ///
+    /// # Errors
+    /// Those of [`Project`]'s checks, and [`crate::Error::OpUnavailable`].
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Self::Buffer>) -> Result<()> {
+        let _ = (spec, args);
+        Err(crate::Error::OpUnavailable { op: "project" })
     }
 }

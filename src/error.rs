@@ -76,6 +76,24 @@ pub enum Error {
         /// Its value.
         got: f32,
     },
+    /// A weight that is not finite, or that a dtype has no finite number for.
+    #[error(
+        "kv_b_proj.weight[{index}] = {value} is no finite {dtype}: prepare it in bf16 or f32, or correct the checkpoint where it is not finite"
+    )]
+    WeightRange {
+        /// Index of the element.
+        index: u64,
+        /// Its value, scaled if it is e4m3.
+        value: f32,
+        /// The dtype that was asked for.
+        dtype: Dtype,
+    },
+    /// An op that a backend cannot run.
+    #[error("`{op}` has no kernel on this backend yet: use the wgpu or the CPU backend for it")]
+    OpUnavailable {
+        /// Name of the op.
+        op: &'static str,
+    },
     /// A page id in the used part of a block table that is not in the pool.
     #[error(
         "sequence {seq}, block {block}: page {page} is not in the pool of {num_pages} pages: rebuild the block table from the pool"
@@ -221,12 +239,6 @@ pub enum Error {
         a: &'static str,
         /// The other.
         b: &'static str,
-    },
-    /// An op that this backend has no kernel for.
-    #[error("`{op}` has no kernel on this backend yet: use the wgpu or the CPU backend for it")]
-    OpUnavailable {
-        /// The op.
-        op: &'static str,
     },
     /// A buffer lacks a usage flag.
     #[error("{what}: the buffer lacks usage {usage}: add it where the buffer is created")]

@@ -10,6 +10,7 @@ use crate::{Dtype, Error, MlaShape, MlaSpec, Result, Tiling};
 
 mod coop;
 mod plain;
+pub(crate) mod project;
 
 use plain::{LANES, Tile};
 

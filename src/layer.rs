@@ -228,7 +228,7 @@ impl<'a, B> Layer<'a, B> {
     }
 }
 
-fn aligned(what: &'static str, got: u64) -> Result<()> {
+pub(crate) fn aligned(what: &'static str, got: u64) -> Result<()> {
     if !got.is_multiple_of(8) {
         return Err(Error::Alignment { what, got, of: 8, unit: "elements" });
     }

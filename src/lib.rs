@@ -65,6 +65,7 @@ mod error;
 pub mod gpu;
 #[cfg(feature = "wgpu")]
 mod kernel;
+mod kv_b_proj;
 pub mod layer;
 pub mod ops;
 mod pages;
@@ -82,10 +83,12 @@ pub use backend::Backend;
 pub use caps::{Caps, DeviceKind};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
 pub use error::{Error, Result};
+pub use kv_b_proj::KvBProj;
 pub use layer::{KvView, Layer, LseBase, Query, View};
 pub use ops::{
-    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Rope,
-    RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, check_copies,
+    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, HeadDims, MergeStates,
+    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec,
+    WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};

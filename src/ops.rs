@@ -8,6 +8,10 @@ mod kv_gather;
 
 pub use kv_gather::{Gather, GatherRange, GatherSpec};
 
+mod project;
+
+pub use project::{HeadDims, Project, ProjectSpec, WeightOrder, WeightView};
+
 use crate::layer::{KvView, View, distinct, fits, no_aliases};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 

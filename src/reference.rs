@@ -4,9 +4,11 @@
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
 mod kv_gather;
+mod project;
 mod rope;
 
 pub use kv_gather::{GatherPages, kv_gather};
+pub use project::{HeadProject, head_project};
 pub use rope::{Rotation, rope};
 
 use crate::{Dtype, Visibility};

@@ -5,8 +5,8 @@ use super::{AnyBackend, Chosen, views};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{
-    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Rope, RopeAppend,
-    RopeAppendSpec, RopeSpec,
+    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Project,
+    ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
@@ -154,5 +154,9 @@ impl Backend for AnyBackend {
         on!(self, b => {
             b.kv_gather(spec, pages, seq_lens, ranges, &views::gather(args, &|any| own(b, any))?)
         })
+    }
+
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+        on!(self, b => b.project(spec, &views::project(args, &|any| own(b, any))?))
     }
 }

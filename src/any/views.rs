@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
-use crate::ops::{AppendLayer, Gather, MergeStates, Rope, RopeAppend};
+use crate::ops::{AppendLayer, Gather, MergeStates, Project, Rope, RopeAppend, WeightView};
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
     let View { buffer, offset, token_stride, head_stride } = *view;
@@ -103,4 +103,14 @@ pub(super) fn gather<'a, B, C>(
 ) -> Result<Gather<'a, C>> {
     let Gather { kv, k_scale, out } = args;
     Ok(Gather { kv: kv_view(kv, own)?, k_scale: *k_scale, out: view(out, own)? })
+}
+
+pub(super) fn project<'a, B, C>(
+    args: &Project<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<Project<'a, C>> {
+    let Project { x, weight, y, num_tokens } = args;
+    let WeightView { buffer, offset, head_stride, row_stride } = *weight;
+    let weight = WeightView { buffer: own(buffer)?, offset, head_stride, row_stride };
+    Ok(Project { x: view(x, own)?, weight, y: view(y, own)?, num_tokens: *num_tokens })
 }

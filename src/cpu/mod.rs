@@ -37,6 +37,7 @@ mod lanes;
 mod merge;
 mod ops;
 mod pool;
+mod project;
 mod rope;
 mod step;
 mod widen;
@@ -49,8 +50,8 @@ pub use step::Step;
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{
-    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Rope,
-    RopeAppend, RopeAppendSpec, RopeSpec,
+    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec,
+    Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
@@ -200,5 +201,9 @@ impl Backend for Cpu {
         args: &Gather<'_, Buffer>,
     ) -> Result<()> {
         ops::kv_gather(&self.pool, spec, pages, seq_lens, ranges, args)
+    }
+
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+        project::project(&self.pool, spec, args)
     }
 }

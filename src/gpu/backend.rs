@@ -1,12 +1,17 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
 use super::ops::{
-    AppendStep, CopySpec, CopyStep, GatherStep, KvAppend, KvCopyPages, KvGather, MergeAttnStates,
+    AppendStep, CopySpec, CopyStep, GatherStep, HeadProject, KvAppend, KvCopyPages, KvGather,
+    MergeAttnStates, ProjectStep,
 };
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
-use crate::ops::{AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{
+    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Project,
+    ProjectSpec,
+};
+
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, KvView, Layer, MlaSpec, Result};
@@ -150,6 +155,15 @@ impl Backend for Gpu {
         let binding = gather.bind(&self.device, args, step.num_rows())?;
         gather.check(&step, &binding)?;
         self.submit(|encoder| gather.record(encoder, &step, &binding))
+    }
+
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, wgpu::Buffer>) -> Result<()> {
+        let project = HeadProject::new(&self.pipelines, *spec)?;
+        let mut step = ProjectStep::default();
+        project.prepare(&self.device, &self.queue, &mut step, 0, args.num_tokens)?;
+        let binding = project.bind(&self.device, args)?;
+        project.check(&step, &binding)?;
+        self.submit(|encoder| project.record(encoder, &step, &binding))
     }
 }
 

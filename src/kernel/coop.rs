@@ -237,7 +237,7 @@ pub(super) fn key_file(dtype: Dtype) -> Option<&'static str> {
 
 /// What the module begins with. Matrices under an `if` need the diagnostic off; each such condition is the same for a
 /// whole subgroup, and where there are barriers under it for a whole workgroup.
-const DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
+pub(super) const DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
 
 /// The split kernel.
 pub(super) fn decode(

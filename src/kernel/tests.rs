@@ -11,6 +11,7 @@ use crate::plan::{Plan, Policy};
 use crate::{Batch, DeviceKind, KvSpec, MlaShape, SUPPORTED_DIMS};
 
 mod layouts;
+mod projections;
 mod selection;
 mod vendors;
 mod writers;

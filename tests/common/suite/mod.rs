@@ -9,6 +9,7 @@ pub mod invariance;
 pub mod kv_gather;
 pub mod memory;
 pub mod ops;
+pub mod project;
 pub mod run;
 
 use std::cell::{Cell, RefCell};
@@ -191,6 +192,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     invariance::all(&session);
     ops::all(&session);
     kv_gather::all(&session);
+    project::all(&session);
     errors::all(&session);
 }
 
@@ -233,6 +235,9 @@ macro_rules! conformance_tests {
             page_copies: ops::page_copies,
             gathers: kv_gather::gathers,
             refuses_gathers: kv_gather::refuses_gathers,
+            projections: project::projections,
+            kv_b_proj: project::kv_b_proj,
+            refuses_projections: project::refusals,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,

@@ -1,0 +1,137 @@
+// Each token's rows times the matrix of their head, for every device.
+//
+//   for token, head: y[token][head][:] = x[token][head][:] . W[head]
+//
+// A workgroup has TOKENS tokens of a head and 64 columns, and goes through k in chunks of 16, which it stages in f32. A thread sums
+// ROWS tokens by 4 columns. An oct is 8 elements of one row: k, n and all offsets and strides are multiples of 8.
+//
+// Prelude: GROUP, TOKENS = 16 * ROWS, ROWS, K, N_OCTS, K_FIRST (1: W is [k, n], 0: [n, k]).
+// Libs: oct_*, read_*, round, out_*.
+
+struct ProjectParams {
+    x_base: u32, // octs, as all
+    x_token_stride: u32,
+    x_head_stride: u32,
+    y_base: u32,
+    y_token_stride: u32,
+    y_head_stride: u32,
+    w_base: u32,
+    w_head_stride: u32,
+    w_row_stride: u32,
+    max_tokens: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+}
+
+struct TokenRange {
+    first: u32,
+    count: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+}
+
+@group(0) @binding(0) var<uniform> range: TokenRange;
+@group(1) @binding(0) var<uniform> params: ProjectParams;
+@group(1) @binding(1) var<storage, read> x: array<XOct>; // [tokens, H, k / 8], strided
+@group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
+@group(1) @binding(3) var<storage, read_write> y: array<OutQuad>; // [tokens, H, n / 4], strided
+
+const COLUMNS = 64u;
+const CHUNK = 16u;
+const X_PITCH = 17u; // odd, so that rows begin in different banks
+const W_PITCH = 68u;
+
+var<workgroup> x_tile: array<f32, TOKENS * X_PITCH>; // [TOKENS, CHUNK]
+var<workgroup> w_tile: array<f32, CHUNK * W_PITCH>; // [CHUNK, COLUMNS]
+
+// An oct of x, zeros past the row's end.
+fn stage_x(item: u32, head: u32, first: u32, last: u32, chunk: u32) {
+    let row = item / 2u;
+    let column = chunk + item % 2u * 8u;
+    var value = mat2x4<f32>();
+    if column < K {
+        let token = min(first + row, last);
+        value = read_x(x[params.x_base + token * params.x_token_stride + head * params.x_head_stride + column / 8u]);
+    }
+    let at = row * X_PITCH + item % 2u * 8u;
+    for (var i = 0u; i < 4u; i++) { // unroll
+        x_tile[at + i] = value[0][i];
+        x_tile[at + 4u + i] = value[1][i];
+    }
+}
+
+// An oct of the matrix, zeros past its end.
+fn stage_w(item: u32, head: u32, first: u32, chunk: u32) {
+    let base = params.w_base + head * params.w_head_stride;
+    var value = mat2x4<f32>();
+    if K_FIRST == 1u {
+        let k = chunk + item / 8u;
+        let oct = first / 8u + item % 8u;
+        if k < K && oct < N_OCTS {
+            value = read_w(weight[base + k * params.w_row_stride + oct]);
+        }
+        let at = item / 8u * W_PITCH + item % 8u * 8u;
+        for (var i = 0u; i < 4u; i++) { // unroll
+            w_tile[at + i] = value[0][i];
+            w_tile[at + 4u + i] = value[1][i];
+        }
+    } else {
+        let n = first + item / 2u;
+        let k = chunk + item % 2u * 8u;
+        if k < K && n < N_OCTS * 8u {
+            value = read_w(weight[base + n * params.w_row_stride + k / 8u]);
+        }
+        let at = item % 2u * 8u * W_PITCH + item / 2u;
+        for (var i = 0u; i < 4u; i++) { // unroll
+            w_tile[at + i * W_PITCH] = value[0][i];
+            w_tile[at + (4u + i) * W_PITCH] = value[1][i];
+        }
+    }
+}
+
+@compute @workgroup_size(GROUP)
+fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    // A step that was prepared again after this was recorded may hold more than the binding.
+    let begin = min(range.first, params.max_tokens);
+    let end = begin + min(range.count, params.max_tokens - begin);
+    let first = begin + group.z * TOKENS;
+    if first >= end {
+        return;
+    }
+    let head = group.y;
+    let first_column = group.x * COLUMNS;
+    let quad = lane % 16u;
+    let row = lane / 16u * ROWS;
+    var sums: array<vec4<f32>, ROWS>;
+    for (var r = 0u; r < ROWS; r++) { // unroll
+        sums[r] = vec4<f32>(0.0);
+    }
+    for (var chunk = 0u; chunk < K; chunk += CHUNK) {
+        for (var item = lane; item < TOKENS * 2u; item += GROUP) {
+            stage_x(item, head, first, end - 1u, chunk);
+        }
+        // From the other end, so that with few tokens each thread has one item.
+        let w_item = GROUP - 1u - lane;
+        if w_item < CHUNK * COLUMNS / 8u {
+            stage_w(w_item, head, first_column, chunk);
+        }
+        workgroupBarrier();
+        for (var k = 0u; k < CHUNK; k++) {
+            let at = k * W_PITCH + quad * 4u;
+            let w = vec4<f32>(w_tile[at], w_tile[at + 1u], w_tile[at + 2u], w_tile[at + 3u]);
+            for (var r = 0u; r < ROWS; r++) { // unroll
+                sums[r] += x_tile[(row + r) * X_PITCH + k] * w;
+            }
+        }
+        workgroupBarrier();
+    }
+    let column = first_column / 4u + quad;
+    if column < N_OCTS * 2u {
+        for (var r = 0u; r < ROWS; r++) { // unroll
+            if first + row + r < end {
+                let at = 2u * (params.y_base + (first + row + r) * params.y_token_stride + head * params.y_head_stride);
+                y[at + column] = out_quad(bitcast<vec4<u32>>(sums[r]), UNSCALED);
+            }
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! The rows of `head_project`, which of them runs where, and the WGSL text of each. Pure.
+
+use super::coop::DIRECTIVES;
+use super::{oct_file, oct_type, store_files};
+use crate::caps::{Caps, DeviceKind};
+use crate::compose::{Const, Source, compose};
+use crate::unroll::unroll;
+use crate::{Dtype, Error, ProjectSpec, Result, WeightOrder};
+
+/// The rows, best first. The last one runs everywhere.
+pub const ROWS: [&str; 2] = ["coop", "plain"];
+
+/// A row as it is made for a spec and a device: what its workgroups take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tile {
+    /// `head_project.wgsl`, with so many tokens a thread.
+    Plain { rows: u32 },
+    /// `head_project_coop.wgsl`.
+    Coop(Coop),
+}
+
+/// How a workgroup on matrices cuts its tile: see the head of `shaders/head_project_coop.wgsl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Coop {
+    /// Side of a matrix.
+    side: u32,
+    subgroup: u32,
+    columns: u32,
+    chunk: u32,
+    row_split: u32,
+    column_split: u32,
+    k_split: u32,
+}
+
+/// Tokens of a tile on matrices.
+const TOKENS: u32 = 64;
+/// Threads of the plain row.
+const GROUP: u32 = 256;
+/// Workgroups that a device should have: about one for each of an H200's 132 multiprocessors.
+const TARGET_GROUPS: u32 = 128;
+/// Words of rows and weights that a thread of a card may hold.
+const MOST_WORDS: u32 = 144;
+
+impl Tile {
+    /// Tokens of a workgroup.
+    pub const fn tokens(&self) -> u32 {
+        match self {
+            Self::Plain { rows } => 16 * *rows,
+            Self::Coop(_) => TOKENS,
+        }
+    }
+
+    /// Workgroups for a head's columns.
+    pub const fn column_groups(&self, spec: &ProjectSpec) -> u32 {
+        match self {
+            Self::Plain { .. } => spec.n.div_ceil(64),
+            Self::Coop(tile) => spec.n / tile.columns,
+        }
+    }
+
+    /// Whether its shader declares all its arrays as if it wrote them.
+    pub const fn pins_loads(&self) -> bool {
+        matches!(self, Self::Coop(_))
+    }
+
+    /// Its text.
+    pub fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
+        match self {
+            Self::Plain { rows } => plain(*rows, spec),
+            Self::Coop(tile) => tile.source(caps, spec),
+        }
+    }
+}
+
+/// The forced row, or the first that runs and pays: its name, its tiles for few tokens and for many, and a sentence about the choice.
+///
+/// # Errors
+/// [`Error::VariantUnavailable`] where the forced row is unknown or cannot run.
+pub fn choose(
+    forced: Option<&str>,
+    caps: &Caps,
+    spec: &ProjectSpec,
+) -> Result<(&'static str, [Tile; 2], String)> {
+    let plain = [Tile::Plain { rows: 1 }, Tile::Plain { rows: 4 }];
+    let coop = Coop::pair(caps, spec);
+    match forced {
+        None if caps.kind == DeviceKind::Software => {
+            Ok(("plain", plain, "row plain; not coop: a software device only imitates matrices".into()))
+        }
+        None => Ok(match coop {
+            Ok(tiles) => ("coop", tiles, "row coop".into()),
+            Err(why) => ("plain", plain, format!("row plain; not coop: {why}")),
+        }),
+        Some("plain") => Ok(("plain", plain, "row plain, forced".into())),
+        Some("coop") => match coop {
+            Ok(tiles) => Ok(("coop", tiles, "row coop, forced".into())),
+            Err(why) => Err(Error::VariantUnavailable { name: "coop".into(), why }),
+        },
+        Some(name) => {
+            let why = format!("there is no such row; the rows are {}", ROWS.join(", "));
+            Err(Error::VariantUnavailable { name: name.into(), why })
+        }
+    }
+}
+
+impl Coop {
+    /// Tiles for few tokens and for many; they may be the same.
+    fn pair(caps: &Caps, spec: &ProjectSpec) -> std::result::Result<[Tile; 2], String> {
+        if caps.cooperative_tile == 0 {
+            return Err("no cooperative matrices f16 x f16 + f32 of 16x16 or 8x8".into());
+        }
+        if !(caps.shader_f16 && caps.subgroups) {
+            return Err("the device was made without Features::SHADER_F16 or SUBGROUP".into());
+        }
+        if caps.min_subgroup_size != caps.max_subgroup_size {
+            let (min, max) = (caps.min_subgroup_size, caps.max_subgroup_size);
+            return Err(format!("subgroups vary from {min} to {max} lanes, and subgroups own tiles here"));
+        }
+        if spec.weight == Dtype::F32 {
+            return Err("f32 weights do not fit f16 matrices".into());
+        }
+        let tiles: Vec<Self> =
+            [64, 32, 16].into_iter().filter_map(|columns| Self::of(columns, caps, spec)).collect();
+        let groups = |tile: &Self| spec.num_heads * (spec.n / tile.columns);
+        let few = tiles.iter().find(|tile| groups(tile) >= TARGET_GROUPS).or(tiles.last());
+        match (few, tiles.first()) {
+            (Some(&few), Some(&many)) => Ok([Self::into(few), Self::into(many)]),
+            _ => Err(format!("no tile of k {} and n {} fits the device", spec.k, spec.n)),
+        }
+    }
+
+    fn into(self) -> Tile {
+        Tile::Coop(self)
+    }
+
+    /// A tile of so many columns, where it fits: with the longest chunk.
+    fn of(columns: u32, caps: &Caps, spec: &ProjectSpec) -> Option<Self> {
+        let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
+        let subgroups = if 8 * subgroup <= caps.max_invocations { 8 } else { 4 };
+        let (row_split, column_split, k_split) = match (subgroups, columns) {
+            (8, 16) => (4, 1, 2),
+            (8, _) => (4, 2, 1),
+            _ => (4, 1, 1),
+        };
+        let threads = subgroups * subgroup;
+        let fits = |chunk: u32| {
+            let tile = Self { side, subgroup, columns, chunk, row_split, column_split, k_split };
+            let row_lanes = threads / TOKENS;
+            let whole = threads.is_multiple_of(TOKENS)
+                && spec.n.is_multiple_of(columns)
+                && spec.k.is_multiple_of(chunk)
+                && chunk.is_multiple_of(side * k_split)
+                && (chunk / 8).is_multiple_of(row_lanes.max(1))
+                && (chunk * columns / 8).is_multiple_of(threads)
+                && threads <= caps.max_invocations
+                && tile.workgroup_bytes(spec) <= caps.workgroup_memory_bytes;
+            whole.then_some(tile)
+        };
+        let tile = (1..=spec.k / side).filter_map(|parts| fits(spec.k / parts)).next()?;
+        // A software device keeps such arrays in memory.
+        let holds = caps.kind == DeviceKind::Software || tile.words(spec) <= MOST_WORDS;
+        holds.then_some(tile)
+    }
+
+    const fn threads(&self) -> u32 {
+        self.row_split * self.column_split * self.k_split * self.subgroup
+    }
+
+    const fn row_lanes(&self) -> u32 {
+        self.threads() / TOKENS
+    }
+
+    /// Words of rows and weights that a thread holds.
+    const fn words(&self, spec: &ProjectSpec) -> u32 {
+        let oct_words = 2 * spec.input.bytes() as u32;
+        spec.k / 8 / self.row_lanes() * oct_words + spec.k * self.columns / 8 / self.threads() * 4
+    }
+
+    /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
+    const fn x_pitch(&self) -> u32 {
+        (self.chunk / 8) | 1
+    }
+
+    const fn w_pitch(&self, spec: &ProjectSpec) -> u32 {
+        match spec.order {
+            WeightOrder::Kn => (self.columns / 8) | 1,
+            WeightOrder::Nk => (self.chunk / 8) | 1,
+        }
+    }
+
+    const fn w_rows(&self, spec: &ProjectSpec) -> u32 {
+        match spec.order {
+            WeightOrder::Kn => self.chunk,
+            WeightOrder::Nk => self.columns,
+        }
+    }
+
+    /// Floats from one row of sums to the next.
+    const fn sum_pitch(&self) -> u32 {
+        self.columns + 4
+    }
+
+    const fn workgroup_bytes(&self, spec: &ProjectSpec) -> u32 {
+        let octs = x_parts(spec) * TOKENS * self.x_pitch() + self.w_rows(spec) * self.w_pitch(spec);
+        octs * 16 + TOKENS * self.sum_pitch() * 4 + TOKENS * 4 + 32
+    }
+
+    fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
+        let octs = |dtype| oct_type(dtype);
+        let types = if self.side == 8 {
+            ["coop_mat8x8<f16, A>", "coop_mat8x8<f16, B>", "coop_mat8x8<f32, C>"]
+        } else {
+            ["coop_mat16x16<f16, A>", "coop_mat16x16<f16, B>", "coop_mat16x16<f32, C>"]
+        };
+        let aliases = [
+            ("MatrixA", types[0]),
+            ("MatrixB", types[1]),
+            ("MatrixC", types[2]),
+            ("XOct", octs(spec.input)),
+            ("WOct", octs(spec.weight)),
+        ];
+        let decoders = format!(
+            "fn top_x(oct: XOct) -> u32 {{\n    return top_{x}(oct);\n}}\n\
+             fn half_x(oct: XOct, part: u32, factor: f32) -> HalfOct {{\n    return part_{x}(oct, part, factor);\n}}\n\
+             fn top_w(oct: WOct) -> u32 {{\n    return top_{w}(oct);\n}}\n\
+             fn half_w(oct: WOct, part: u32, factor: f32) -> HalfOct {{\n    return part_{w}(oct, part, factor);\n}}\n",
+            x = spec.input,
+            w = spec.weight,
+        );
+        // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for a minute.
+        let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
+        let body = include_str!("../../shaders/head_project_coop.wgsl").replace("// unroll on cards", marker);
+        let mut files = vec![
+            include_str!("../../shaders/lib/half_oct.wgsl"),
+            decoders.as_str(),
+            oct_file(spec.input, false),
+            part_file(spec.input),
+        ];
+        if spec.weight != spec.input {
+            files.extend([oct_file(spec.weight, false), part_file(spec.weight)]);
+        }
+        files.extend(store_files(spec.output));
+        files.push(&body);
+        let source = module("coop", self.columns, spec, &self.consts(spec), &aliases, &files);
+        Source { text: format!("{DIRECTIVES}{}", source.text), ..source }
+    }
+
+    fn consts(&self, spec: &ProjectSpec) -> Vec<(&'static str, u32)> {
+        let (threads, row_lanes) = (self.threads(), self.row_lanes());
+        let row_tiles = TOKENS / self.side / self.row_split;
+        let column_tiles = self.columns / self.side / self.column_split;
+        let parts = x_parts(spec);
+        vec![
+            ("TILE", self.side),
+            ("TILE_OCTS", self.side / 8),
+            ("SUBGROUP", self.subgroup),
+            ("SUBGROUPS", threads / self.subgroup),
+            ("THREADS", threads),
+            ("TOKENS", TOKENS),
+            ("COLUMNS", self.columns),
+            ("COLUMN_OCTS", self.columns / 8),
+            ("CHUNK", self.chunk),
+            ("CHUNK_OCTS", self.chunk / 8),
+            ("CHUNKS", spec.k / self.chunk),
+            ("COLUMN_SPLIT", self.column_split),
+            ("K_SPLIT", self.k_split),
+            ("ROW_TILES", row_tiles),
+            ("COLUMN_TILES", column_tiles),
+            ("SHARE_TILES", self.chunk / self.side / self.k_split),
+            ("ACC_TILES", row_tiles * column_tiles),
+            ("X_PARTS", parts),
+            ("X_ROWS", parts * row_tiles),
+            ("X_PITCH", self.x_pitch()),
+            ("X_TILE", parts * TOKENS * self.x_pitch()),
+            ("X_SCALED", (spec.input != Dtype::F16).into()),
+            ("X_LOADS", spec.k / 8 / row_lanes),
+            ("CHUNK_X_LOADS", self.chunk / 8 / row_lanes),
+            ("ROW_LANES", row_lanes),
+            ("W_PITCH", self.w_pitch(spec)),
+            ("W_TILE", self.w_rows(spec) * self.w_pitch(spec)),
+            ("W_SCALED", (spec.weight != Dtype::F16).into()),
+            ("W_LOADS", spec.k * self.columns / 8 / threads),
+            ("CHUNK_W_LOADS", self.chunk * self.columns / 8 / threads),
+            ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
+            ("SUM_PITCH", self.sum_pitch()),
+            ("SUMS", TOKENS * self.sum_pitch()),
+        ]
+    }
+}
+
+/// Parts that a row is split into so that f16 holds it.
+const fn x_parts(spec: &ProjectSpec) -> u32 {
+    match spec.input {
+        Dtype::F32 => 2,
+        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => 1,
+    }
+}
+
+/// How octs become f16; the spec refuses e4m3, and [`Coop::pair`] f32 weights.
+const fn part_file(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../shaders/lib/part_f32.wgsl"),
+        Dtype::F16 => include_str!("../../shaders/lib/part_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../shaders/lib/part_bf16.wgsl"),
+        Dtype::E4m3 => "",
+    }
+}
+
+fn plain(rows: u32, spec: &ProjectSpec) -> Source {
+    let consts = [
+        ("GROUP", GROUP),
+        ("ROWS", rows),
+        ("TOKENS", 16 * rows),
+        ("K", spec.k),
+        ("N_OCTS", spec.n / 8),
+        ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
+    ];
+    let aliases = [("XOct", oct_type(spec.input)), ("WOct", oct_type(spec.weight))];
+    let decoders = format!(
+        "fn read_x(oct: XOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\
+         fn read_w(oct: WOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n",
+        spec.input, spec.weight
+    );
+    let mut files = vec![decoders.as_str(), oct_file(spec.input, false)];
+    if spec.weight != spec.input {
+        files.push(oct_file(spec.weight, false));
+    }
+    files.extend([
+        include_str!("../../shaders/lib/round.wgsl"),
+        out_file(spec.output),
+        include_str!("../../shaders/head_project.wgsl"),
+    ]);
+    module("plain", 16 * rows, spec, &consts, &aliases, &files)
+}
+
+const fn out_file(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F16 => include_str!("../../shaders/lib/out_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../shaders/lib/out_bf16.wgsl"),
+        Dtype::F32 | Dtype::E4m3 => include_str!("../../shaders/lib/out_f32.wgsl"),
+    }
+}
+
+fn module(
+    row: &str,
+    tile: u32,
+    spec: &ProjectSpec,
+    consts: &[(&'static str, u32)],
+    aliases: &[(&'static str, &'static str)],
+    files: &[&str],
+) -> Source {
+    let order = match spec.order {
+        WeightOrder::Kn => "kn",
+        WeightOrder::Nk => "nk",
+    };
+    let variant = format!("{row}{tile}.{order}.x_{}.w_{}.y_{}", spec.input, spec.weight, spec.output);
+    let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
+    let mut prelude: Vec<_> = consts.iter().map(|&(name, value)| (name, Const::U32(value))).collect();
+    prelude.extend(aliases.iter().map(|&(name, ty)| (name, Const::Alias(ty))));
+    let mut source = compose("head_project", &variant, &prelude, files);
+    // A marked loop with an unknown bound would be left rolled, which is right and slow; a test walks all kernels.
+    if let Ok(text) = unroll(&source.text, &value) {
+        source.text = text;
+    }
+    source
+}

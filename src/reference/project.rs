@@ -1,0 +1,52 @@
+//! What a head's matrix does to its rows.
+
+use crate::WeightOrder;
+
+/// Arguments of [`head_project`], dense arrays.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadProject<'a> {
+    /// `H`.
+    pub num_heads: usize,
+    /// Elements of a row of `x`.
+    pub k: usize,
+    /// Elements of a row of the result.
+    pub n: usize,
+    /// How each head's matrix lies.
+    pub order: WeightOrder,
+    /// `[tokens, H, k]`.
+    pub x: &'a [f32],
+    /// `[H, k, n]` or `[H, n, k]`.
+    pub weight: &'a [f32],
+}
+
+/// `y[t,h,j] = sum_i x[t,h,i] * W[h][i,j]`: `[tokens, H, n]`.
+pub fn head_project(args: &HeadProject<'_>) -> Vec<f64> {
+    let HeadProject { num_heads, k, n, order, x, weight } = *args;
+    let mut y = Vec::with_capacity(x.len() / k * n);
+    for (row, x) in x.chunks_exact(k).enumerate() {
+        let matrix = &weight[row % num_heads * k * n..][..k * n];
+        for j in 0..n {
+            let w = |i: usize| match order {
+                WeightOrder::Kn => matrix[i * n + j],
+                WeightOrder::Nk => matrix[j * k + i],
+            };
+            y.push(x.iter().enumerate().map(|(i, &x)| f64::from(x) * f64::from(w(i))).sum());
+        }
+    }
+    y
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_orders_are_one_matrix() {
+        let (x, kn, nk) =
+            ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+        for (order, weight) in [(WeightOrder::Kn, kn), (WeightOrder::Nk, nk)] {
+            let args = HeadProject { num_heads: 1, k: 2, n: 3, order, x: &x, weight: &weight };
+            assert_eq!(head_project(&args), [9.0, 12.0, 15.0, 19.0, 26.0, 33.0]);
+        }
+    }
+}

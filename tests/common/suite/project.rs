@@ -1,0 +1,301 @@
+//! `head_project` against the oracle: absorb, v_up and k_up from one `kv_b_proj`, any strides, hard data.
+
+use wgpu_mla::reference::{HeadProject, head_project};
+use wgpu_mla::{
+    Backend, Dtype, Error, HeadDims, KvBProj, Project, ProjectSpec, Result, WeightOrder, WeightView,
+};
+
+use super::Session;
+use super::memory::{Strides, scatter, upload};
+use super::run::{Layout, Output};
+use crate::common::close::{Tolerance, close};
+use crate::common::paint::{POISON, Rng};
+
+/// Every group of this file.
+pub fn all<B: Backend>(session: &Session<'_, B>) {
+    projections(session);
+    kv_b_proj(session);
+    refusals(session);
+}
+
+/// What the elements are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Data {
+    /// randn.
+    Randn,
+    /// Rows of very different sizes, whose elements are too: 1e5 beside 1e-4, and rows of 1e-6. Weights of 300 beside 1e-4.
+    Hard,
+}
+
+/// A projection to check.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    pub spec: ProjectSpec,
+    pub tokens: usize,
+    pub layout: Layout,
+    /// All heads read the same row.
+    pub shared: bool,
+    pub data: Data,
+}
+
+impl Case {
+    pub fn new(spec: ProjectSpec, tokens: usize) -> Self {
+        Self { spec, tokens, layout: Layout::Gaps, shared: false, data: Data::Randn }
+    }
+}
+
+/// A spec of floats.
+pub fn spec(
+    [input, weight, output]: [Dtype; 3],
+    num_heads: u32,
+    (k, n): (u32, u32),
+    order: WeightOrder,
+) -> ProjectSpec {
+    ProjectSpec { input, weight, output, num_heads, k, n, order }
+}
+
+/// A projection's allowed error: of f32 sums, and of what `y` is rounded to.
+fn tolerance(output: Dtype, n: usize) -> Tolerance {
+    let (abs, rel, share, cos) = match output {
+        Dtype::F32 => (0.0, 0.0, 1e-5, 1e-9),
+        // Half of the last place of a subnormal, and of the others.
+        Dtype::F16 => (6e-8, 1.01 / 1024.0, 2e-5, 5e-6),
+        Dtype::Bf16 | Dtype::E4m3 => (0.0, 1.01 / 256.0, 2e-5, 5e-6),
+    };
+    Tolerance { abs, rel, row: Some((n, share)), cos }
+}
+
+fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bool) -> Vec<f32> {
+    let value = |at: usize, rng: &mut Rng| match data {
+        Data::Randn => rng.randn(),
+        Data::Hard if is_weight => rng.randn() * [1e-4, 1.0, 75.0][rng.below(3)],
+        Data::Hard => match at / columns % 3 {
+            0 => rng.randn() * [1e-4, 1.0, 2e4][rng.below(3)],
+            1 => rng.randn() * 1e-6,
+            _ => rng.randn() * 300.0,
+        },
+    };
+    (0..count).map(|at| value(at, rng)).collect()
+}
+
+/// Runs a case by `run` and compares it with the oracle; gaps and tails hold NaN, and those of `y` must after.
+pub fn check<B: Backend>(
+    backend: &B,
+    case: &Case,
+    run: impl Fn(&ProjectSpec, &Project<'_, B::Buffer>) -> Result<()>,
+) -> Result<(), String> {
+    let text = |error: Error| error.to_string();
+    let Case { spec, tokens, layout, shared, data } = *case;
+    let (heads, k, n) = (spec.num_heads as usize, spec.k as usize, spec.n as usize);
+    let mut rng = Rng((tokens * heads + k * n) as u64);
+    let x_heads = if shared { 1 } else { heads };
+    let x = spec.input.encode_all(&values(&mut rng, tokens * x_heads * k, k, data, false));
+    let weight = spec.weight.encode_all(&values(&mut rng, heads * k * n, k * n, data, true));
+
+    let x_dims = [tokens, x_heads, k];
+    let x_strides = layout.strides(x_dims, 8);
+    let x_buffer = upload(backend, &scatter(&x, x_dims, spec.input.bytes(), x_strides)).map_err(text)?;
+    let (rows, columns) = if spec.order == WeightOrder::Kn { (k, n) } else { (n, k) };
+    let w_dims = [heads, rows, columns];
+    let w_strides = layout.strides(w_dims, 8);
+    let w_buffer =
+        upload(backend, &scatter(&weight, w_dims, spec.weight.bytes(), w_strides)).map_err(text)?;
+    // Another layout than the inputs', since strides are never inferred from each other.
+    let y_layout = if layout == Layout::Gaps { Layout::HeadMajor } else { layout };
+    let y = Output::new([tokens, heads, n], spec.output, y_layout, 8);
+    let y_buffer = upload(backend, &vec![POISON; y.len]).map_err(text)?;
+
+    let mut x_view = x_strides.view(&x_buffer);
+    if shared {
+        x_view.head_stride = 0;
+    }
+    let Strides { offset, token, head } = w_strides;
+    let [offset, head_stride, row_stride] = [offset, token, head].map(|stride| stride as u64);
+    let args = Project {
+        x: x_view,
+        weight: WeightView { buffer: &w_buffer, offset, head_stride, row_stride },
+        y: y.strides.view(&y_buffer),
+        num_tokens: tokens as u32,
+    };
+    run(&spec, &args).map_err(text)?;
+
+    let got = spec.output.decode_all(&y.read(backend, &y_buffer)?);
+    let mut x = spec.input.decode_all(&x);
+    if shared {
+        x = x.chunks_exact(k).flat_map(|row| row.repeat(heads)).collect();
+    }
+    let weight = spec.weight.decode_all(&weight);
+    let want =
+        head_project(&HeadProject { num_heads: heads, k, n, order: spec.order, x: &x, weight: &weight });
+    close("y", &got, &want, &tolerance(spec.output, n)).into_result().map(drop)
+}
+
+/// Every dtype, both orders, tokens from one to more than a tile, odd sizes, all layouts.
+pub fn projections<B: Backend>(session: &Session<'_, B>) {
+    use Dtype::{Bf16, F16, F32};
+    use WeightOrder::{Kn, Nk};
+    let dtypes = [[F32; 3], [F16; 3], [Bf16; 3], [Bf16, F16, F32], [F32, Bf16, Bf16], [F16, F32, F16]];
+    for (turn, dtypes) in dtypes.into_iter().enumerate() {
+        let order = [Kn, Nk][turn % 2];
+        let dims = [(40, 72), (24, 136), (8, 8), (64, 64)][turn % 4];
+        for (tokens, layout) in
+            [(1, Layout::Dense), (5, Layout::Gaps), (70, Layout::HeadMajor), (0, Layout::Dense)]
+        {
+            for shared in [false, true] {
+                let spec = spec(dtypes, 3, dims, order);
+                let case = Case { layout, shared, ..Case::new(spec, tokens) };
+                let result = check(session.backend, &case, |spec, args| session.backend.project(spec, args));
+                session.note(&format!("{case:?}"), result);
+            }
+        }
+        let mut spec = spec(dtypes, 2, (64, 72), order);
+        // f16 has no room for them, and no precision for the small ones.
+        for dtype in [&mut spec.input, &mut spec.weight, &mut spec.output] {
+            *dtype = if *dtype == F16 { Bf16 } else { *dtype };
+        }
+        let case = Case { data: Data::Hard, ..Case::new(spec, 7) };
+        let result = check(session.backend, &case, |spec, args| session.backend.project(spec, args));
+        session.note(&format!("{case:?}"), result);
+    }
+    session.finish("projections");
+}
+
+/// absorb, k_up and v_up read the three parts of one prepared `kv_b_proj`, from FP8 with block scales too.
+pub fn kv_b_proj<B: Backend>(session: &Session<'_, B>) {
+    for from in [Dtype::Bf16, Dtype::E4m3] {
+        session.note(&format!("kv_b_proj of {from}"), check_kv_b_proj(session.backend, from));
+    }
+    session.finish("kv_b_proj");
+}
+
+fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
+    let text = |error: Error| error.to_string();
+    let dims = HeadDims { num_heads: 3, kv_lora_rank: 136, qk_nope_head_dim: 40, v_head_dim: 56 };
+    let (heads, latent, nope, value) = (3, 136, 40, 56);
+    let mut rng = Rng(7);
+    let weights: Vec<f32> = (0..dims.elements()).map(|_| rng.randn()).collect();
+    let bytes = from.encode_all(&weights);
+    // 288 rows and 136 columns: 3 x 2 blocks, and heads of 96 rows straddle them.
+    let scales: Vec<f32> = (1..7).map(|i| i as f32 * 0.03).collect();
+    let scale_bytes = Dtype::F32.encode_all(&scales);
+    let proj = match from {
+        Dtype::E4m3 => KvBProj::with_block_scales(dims, &bytes, &scale_bytes),
+        _ => KvBProj::new(dims, from, &bytes),
+    };
+    let prepared = proj.and_then(|proj| proj.prepare(Dtype::Bf16)).map_err(text)?;
+    let scale = |at: usize| match from {
+        Dtype::E4m3 => scales[at / latent / 128 * 2 + at % latent / 128],
+        _ => 1.0,
+    };
+    let scaled: Vec<f32> = from.decode_all(&bytes).iter().enumerate().map(|(at, w)| w * scale(at)).collect();
+    let weights = Dtype::Bf16.decode_all(&Dtype::Bf16.encode_all(&scaled));
+    let buffer = upload(backend, &prepared).map_err(text)?;
+
+    let part = |first: usize, rows: usize| -> Vec<f32> {
+        let head = |head: usize| &weights[(head * (nope + value) + first) * latent..][..rows * latent];
+        (0..heads).flat_map(head).copied().collect()
+    };
+    let floats = [Dtype::Bf16, Dtype::Bf16, Dtype::F32];
+    let [input, weight, output] = floats;
+    for (name, spec, view, want_weight) in [
+        (
+            "absorb",
+            ProjectSpec::absorb(&dims, input, weight, output),
+            WeightView::w_uk(&dims, &buffer),
+            part(0, nope),
+        ),
+        (
+            "k_up",
+            ProjectSpec::k_up(&dims, input, weight, output),
+            WeightView::w_uk(&dims, &buffer),
+            part(0, nope),
+        ),
+        (
+            "v_up",
+            ProjectSpec::v_up(&dims, input, weight, output),
+            WeightView::w_uv(&dims, &buffer),
+            part(nope, value),
+        ),
+    ] {
+        let (k, n, tokens) = (spec.k as usize, spec.n as usize, 4);
+        let x = input.encode_all(&(0..tokens * heads * k).map(|_| rng.randn()).collect::<Vec<f32>>());
+        let x_buffer = upload(backend, &x).map_err(text)?;
+        let y = Output::new([tokens, heads, n], output, Layout::Dense, 8);
+        let y_buffer = upload(backend, &vec![POISON; y.len]).map_err(text)?;
+        let args = Project {
+            x: Strides::dense(heads, k).view(&x_buffer),
+            weight: view,
+            y: y.strides.view(&y_buffer),
+            num_tokens: tokens as u32,
+        };
+        backend.project(&spec, &args).map_err(text)?;
+        let got = output.decode_all(&y.read(backend, &y_buffer)?);
+        let x = input.decode_all(&x);
+        let args = HeadProject { num_heads: heads, k, n, order: spec.order, x: &x, weight: &want_weight };
+        close(name, &got, &head_project(&args), &tolerance(output, n)).into_result()?;
+    }
+    Ok(())
+}
+
+/// What a projection must refuse.
+pub fn refusals<B: Backend>(session: &Session<'_, B>) {
+    let result = || -> Result<(), Error> {
+        let backend = session.backend;
+        let good = spec([Dtype::F32, Dtype::Bf16, Dtype::F32], 2, (16, 24), WeightOrder::Kn);
+        let [x, w, y] = [4 * 2 * 16 * 4, 2 * 16 * 24 * 2, 4 * 2 * 24 * 4].map(|bytes| backend.buffer(bytes));
+        let (x, w, y) = (x?, w?, y?);
+        let weight = WeightView { buffer: &w, offset: 0, head_stride: 384, row_stride: 24 };
+        let args = |weight| Project {
+            x: Strides::dense(2, 16).view(&x),
+            weight,
+            y: Strides::dense(2, 24).view(&y),
+            num_tokens: 4,
+        };
+        let refuses = |what: &str, result: Result<()>, why: &str| {
+            let checked = match result {
+                Ok(()) => Err("was accepted".to_owned()),
+                Err(error) if error.to_string().contains(why) => Ok(()),
+                Err(error) => Err(format!("{error:?} does not name {why:?}")),
+            };
+            session.note(what, checked);
+        };
+        session.note("a good one", backend.project(&good, &args(weight)).map_err(|e| e.to_string()));
+        for (what, spec, why) in [
+            ("an e4m3 weight", ProjectSpec { weight: Dtype::E4m3, ..good }, "KvBProj"),
+            ("no head", ProjectSpec { num_heads: 0, ..good }, "num_heads"),
+            ("129 heads", ProjectSpec { num_heads: 129, ..good }, "num_heads"),
+            ("k 12", ProjectSpec { k: 12, ..good }, "k 12"),
+            ("n 0", ProjectSpec { n: 0, ..good }, "n 0"),
+            ("more columns", ProjectSpec { n: 32, ..good }, "y"),
+        ] {
+            refuses(what, backend.project(&spec, &args(weight)), why);
+        }
+        for (what, weight, why) in [
+            ("weights past their buffer", WeightView { offset: 8, ..weight }, "weight"),
+            ("rows past their buffer", WeightView { row_stride: 1 << 40, ..weight }, "weight"),
+            (
+                "overflow",
+                WeightView { head_stride: u64::MAX / 8 * 8, row_stride: u64::MAX / 8 * 8, ..weight },
+                "weight",
+            ),
+            ("misaligned weights", WeightView { head_stride: 380, ..weight }, "weight 380"),
+        ] {
+            refuses(what, backend.project(&good, &args(weight)), why);
+        }
+        let mut bad = args(weight);
+        bad.x.token_stride = 1 << 30;
+        refuses("x past its buffer", backend.project(&good, &bad), "x");
+        let mut bad = args(weight);
+        bad.y.head_stride = 16;
+        refuses("rows of y that overlap", backend.project(&good, &bad), "y");
+        let mut bad = args(weight);
+        bad.y.offset = 4;
+        refuses("a misaligned y", backend.project(&good, &bad), "y 4");
+        let bad = Project { y: Strides::dense(2, 16).view(&x), ..args(weight) };
+        let spec = ProjectSpec { n: 16, ..good };
+        refuses("y in x", backend.project(&spec, &bad), "same buffer");
+        Ok(())
+    }();
+    session.note("refusals", result.map_err(|error| error.to_string()));
+    session.finish("refusals of projections");
+}
