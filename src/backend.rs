@@ -7,6 +7,7 @@
 use crate::layer::Layer;
 use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
 
@@ -140,4 +141,36 @@ pub trait Backend: sealed::Sealed {
         copies: &[(u32, u32)],
         view: &crate::layer::KvView<'_, Self::Buffer>,
     ) -> Result<()>;
+
+    /// The rows that [`Backend::prefill`] has here for a spec, best first.
+    fn prefill_variants(&self, _spec: &PrefillSpec) -> Vec<PrefillVariant> {
+        Vec::new()
+    }
+
+    /// Attention over expanded keys: see [`Prefill`].
+    ///
+    /// # Errors
+    /// Those of [`Prefill`]'s checks, and [`crate::Error::OpUnavailable`].
+    fn prefill(
+        &self,
+        spec: &PrefillSpec,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Self::Buffer>,
+    ) -> Result<()> {
+        self.prefill_with(spec, None, sequences, args)
+    }
+
+    /// As [`Backend::prefill`]; `variant` forces one of [`Backend::prefill_variants`].
+    ///
+    /// # Errors
+    /// Those of [`Backend::prefill`], and [`crate::Error::VariantUnavailable`].
+    fn prefill_with(
+        &self,
+        _spec: &PrefillSpec,
+        _variant: Option<&str>,
+        _sequences: &[PrefillSequence],
+        _args: &Prefill<'_, Self::Buffer>,
+    ) -> Result<()> {
+        Err(crate::Error::OpUnavailable { op: "prefill" })
+    }
 }

@@ -190,6 +190,12 @@ pub enum Error {
         /// What is missing.
         why: String,
     },
+    /// An op that this backend has no kernel for.
+    #[error("`{op}` has no kernel on this backend yet: run it on another one, such as wgpu or the CPU")]
+    OpUnavailable {
+        /// The op.
+        op: &'static str,
+    },
     /// Two arguments that must be different buffers are one.
     #[error("{a} and {b} are the same buffer: a shader may not read and write one buffer; use two")]
     Aliased {

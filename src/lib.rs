@@ -69,6 +69,7 @@ pub mod layer;
 pub mod ops;
 mod pages;
 pub mod plan;
+pub mod prefill;
 pub mod reference;
 mod shape;
 pub mod tables;
@@ -85,6 +86,7 @@ pub use layer::{KvView, Layer, LseBase, Query, View};
 pub use ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec, check_copies};
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};
+pub use prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVisible};
 pub use shape::{KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
 

@@ -3,6 +3,10 @@
 //! Values come in as f32, decoded from their dtype; results go out as f64. Arguments that contradict each other
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
+mod prefill;
+
+pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
+
 use crate::{Dtype, Visibility};
 
 /// Arguments of [`mla_decode`], dense arrays in the shapes of the README.

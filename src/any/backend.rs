@@ -6,6 +6,7 @@ use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
 
@@ -125,5 +126,19 @@ impl Backend for AnyBackend {
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
         on!(self, b => b.kv_copy_pages(kv, row_elems, copies, &views::kv_view(view, &|any| own(b, any))?))
+    }
+
+    fn prefill_variants(&self, spec: &PrefillSpec) -> Vec<PrefillVariant> {
+        on!(self, b => b.prefill_variants(spec))
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Buffer>,
+    ) -> Result<()> {
+        on!(self, b => b.prefill_with(spec, variant, sequences, &views::prefill(args, &|any| own(b, any))?))
     }
 }

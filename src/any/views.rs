@@ -3,6 +3,7 @@
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
 use crate::ops::{AppendLayer, MergeStates};
+use crate::prefill::Prefill;
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
     let View { buffer, offset, token_stride, head_stride } = *view;
@@ -64,5 +65,22 @@ pub(super) fn merge_states<'a, B, C>(
         output_lse: states.output_lse.as_ref().map(|lse| view(lse, own)).transpose()?,
         num_tokens: states.num_tokens,
         num_heads: states.num_heads,
+    })
+}
+
+pub(super) fn prefill<'a, B, C>(
+    args: &Prefill<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<Prefill<'a, C>> {
+    let Prefill { q_nope, q_pe, k_nope, k_pe, v, out, lse, softmax_scale } = args;
+    Ok(Prefill {
+        q_nope: view(q_nope, own)?,
+        q_pe: view(q_pe, own)?,
+        k_nope: view(k_nope, own)?,
+        k_pe: view(k_pe, own)?,
+        v: view(v, own)?,
+        out: view(out, own)?,
+        lse: view(lse, own)?,
+        softmax_scale: *softmax_scale,
     })
 }

@@ -37,6 +37,7 @@ mod lanes;
 mod merge;
 mod ops;
 mod pool;
+mod prefill;
 mod step;
 mod widen;
 
@@ -49,6 +50,7 @@ use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
 
@@ -172,5 +174,20 @@ impl Backend for Cpu {
         view: &KvView<'_, Buffer>,
     ) -> Result<()> {
         ops::kv_copy_pages(&CopySpec { kv: *kv, row_elems }, copies, view)
+    }
+
+    fn prefill_variants(&self, _: &PrefillSpec) -> Vec<PrefillVariant> {
+        let here = kernel::VARIANTS.iter().filter(|variant| (variant.runs_here)());
+        here.map(|variant| PrefillVariant { name: variant.name, rounds_weights: false }).collect()
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Buffer>,
+    ) -> Result<()> {
+        prefill::prefill(&self.pool, spec, decode::variant(variant)?, sequences, args)
     }
 }

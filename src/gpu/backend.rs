@@ -1,11 +1,13 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
 use super::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use super::ops::{MlaPrefill, PrefillStep};
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, KvView, Layer, MlaSpec, Result};
 
@@ -132,6 +134,26 @@ impl Backend for Gpu {
         let binding = copy.bind(&self.device, view)?;
         copy.check(&step, &binding)?;
         self.submit(|encoder| copy.record(encoder, &step, &binding))
+    }
+
+    fn prefill_variants(&self, spec: &PrefillSpec) -> Vec<PrefillVariant> {
+        let runs = |(row, lacks): (_, Option<String>)| lacks.is_none().then_some(row);
+        MlaPrefill::ladder(&self.pipelines, spec).into_iter().filter_map(runs).collect()
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let prefill = MlaPrefill::with_variant(&self.pipelines, *spec, variant)?;
+        let mut step = PrefillStep::default();
+        prefill.prepare(&self.device, &self.queue, &mut step, sequences)?;
+        let binding = prefill.bind(&self.device, args, step.extent())?;
+        prefill.check(&step, &binding)?;
+        self.submit(|encoder| prefill.record(encoder, &step, &binding))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`].
+//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`]; and [`MlaPrefill`].
 //!
 //! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
 //! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.
@@ -7,12 +7,15 @@ mod args;
 mod kv_append;
 mod kv_copy_pages;
 mod merge_attn_states;
+mod prefill;
 mod table;
 
 pub use crate::ops::CopySpec;
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+
+pub use prefill::{MlaPrefill, PrefillBinding, PrefillStep};
 
 use super::Pipelines;
 use super::scope::scoped;
@@ -94,6 +97,7 @@ pub(crate) fn every_source() -> Vec<Source> {
     let mut all = merge_attn_states::every_source();
     all.extend(kv_append::every_source());
     all.extend(kv_copy_pages::every_source());
+    all.extend(prefill::every_source());
     all
 }
 
@@ -122,8 +126,8 @@ mod tests {
         let mut labels: Vec<String> = every_source().iter().map(|source| source.label.clone()).collect();
         labels.sort();
         labels.dedup();
-        // merge: units and words; append: 3 inputs into 4 caches; copies: two widths
-        assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len(), "{labels:?}");
+        // merge: units and words; append: 3 inputs into 4 caches; copies: two widths; prefill: 5 dims, 3 inputs to 3 outputs
+        assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len() + 5 * 3 * 3, "{labels:?}");
         for source in every_source() {
             assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
             let module = parse(&source);
@@ -144,6 +148,7 @@ mod tests {
             let (name, host, size) = match source.entry {
                 "merge_attn_states" => merge_attn_states::host_layout(),
                 "kv_append" => kv_append::host_layout(),
+                "mla_prefill" => prefill::host_layout(),
                 _ => kv_copy_pages::host_layout(),
             };
             let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();

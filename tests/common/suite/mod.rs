@@ -8,6 +8,7 @@ pub mod errors;
 pub mod invariance;
 pub mod memory;
 pub mod ops;
+pub mod prefill;
 pub mod run;
 
 use std::cell::{Cell, RefCell};
@@ -189,6 +190,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     decode::all(&session);
     invariance::all(&session);
     ops::all(&session);
+    prefill::all(&session);
     errors::all(&session);
 }
 
@@ -229,6 +231,9 @@ macro_rules! conformance_tests {
             merges: ops::merges,
             appends: ops::appends,
             page_copies: ops::page_copies,
+            prefill_shapes: prefill::shapes,
+            prefill_hard_data: prefill::hard_data,
+            prefill_errors: prefill::errors,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,
