@@ -2,7 +2,8 @@
 //
 // The threads are 16 x 16: a thread owns 4 * ROW_QUADS rows (`ty` says which) and, of each block of TOKENS keys, 4 * KEY_QUADS keys, later
 // 4 * COLUMN_QUADS columns of the output (`tx`). Everything that threads share goes through one array of workgroup memory, in turns:
-//   1. scores   slices of DEPTH columns of queries and keys, transposed, so that a vec4 is four rows, or four keys, of one column
+//   1. scores   slices of DEPTH columns of queries and keys, transposed, so that a vec4 is four rows, or four keys, of one column. Where
+//               inputs are f32, the sums of DEPTH_TURN columns are added up apart: large logits need all their digits
 //   2. softmax  each thread's maxima; every thread then knows its rows' maxima, and keeps sums over its own keys until the end
 //   3. values   slices of SLICE_KEYS keys: the weights, again four rows a vec4, and the values
 // Keys past the last one that the tile sees repeat it and weigh 0.
@@ -127,7 +128,11 @@ fn mla_prefill(
             stage_slice(tile, block, slice, lane);
             workgroupBarrier();
             for (var d = 0u; d < DEPTH; d += DEPTH_TURN) {
-                for (var e = 0u; e < DEPTH_TURN; e++) { // unroll
+                let before = score;
+                if (SUMS_APART != 0u) {
+                    score = array<vec4<f32>, SCORES>();
+                }
+                for (var e = 0u; e < DEPTH_TURN; e++) { // unroll on cards
                     var query: array<vec4<f32>, ROW_QUADS>;
                     for (var r = 0u; r < ROW_QUADS; r++) { // unroll
                         query[r] = staged[(d + e) * TILE_QUADS + r * 16u + ty];
@@ -140,6 +145,11 @@ fn mla_prefill(
                             score[(k * 4u + 2u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.z), score[(k * 4u + 2u) * ROW_QUADS + r]);
                             score[(k * 4u + 3u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.w), score[(k * 4u + 3u) * ROW_QUADS + r]);
                         }
+                    }
+                }
+                if (SUMS_APART != 0u) {
+                    for (var i = 0u; i < SCORES; i++) { // unroll
+                        score[i] += before[i];
                     }
                 }
             }
@@ -191,7 +201,7 @@ fn mla_prefill(
                 stage_values(tile, block + k * 64u + part * SLICE_KEYS, lane);
                 workgroupBarrier();
                 for (var key = 0u; key < SLICE_KEYS; key += VALUE_TURN) {
-                    for (var e = 0u; e < VALUE_TURN; e++) { // unroll
+                    for (var e = 0u; e < VALUE_TURN; e++) { // unroll on cards
                         var weight: array<vec4<f32>, ROW_QUADS>;
                         for (var r = 0u; r < ROW_QUADS; r++) { // unroll
                             weight[r] = staged[(key + e) * TILE_QUADS + r * 16u + ty];

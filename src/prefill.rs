@@ -62,9 +62,7 @@ impl PrefillSequence {
         match self.visible {
             PrefillVisible::All => self.kv_len,
             // The clamp leaves what fits.
-            PrefillVisible::Causal { first } => {
-                first.saturating_add(i).clamp(0, self.kv_len.into()) as u32
-            }
+            PrefillVisible::Causal { first } => first.saturating_add(i).clamp(0, self.kv_len.into()) as u32,
         }
     }
 }

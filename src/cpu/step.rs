@@ -36,7 +36,9 @@ impl Step {
             header: None,
             num_queries: 0,
             partials: Mutex::default(),
-            scratch: (0..threads).map(|_| Scratch::of_decode(&spec).map(Mutex::new)).collect::<Result<_>>()?,
+            scratch: (0..threads)
+                .map(|_| Scratch::of_decode(&spec).map(Mutex::new))
+                .collect::<Result<_>>()?,
         };
         step.grow(capacity)?;
         Ok(step)

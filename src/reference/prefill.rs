@@ -65,10 +65,7 @@ pub fn mla_prefill_row(
 ///
 /// # Panics
 /// Where the arrays are shorter than the sequences say.
-pub fn mla_prefill(
-    args: &Expanded<'_>,
-    sequences: &[PrefillSequence],
-) -> Vec<(usize, usize, Vec<f64>, f64)> {
+pub fn mla_prefill(args: &Expanded<'_>, sequences: &[PrefillSequence]) -> Vec<(usize, usize, Vec<f64>, f64)> {
     let mut rows = Vec::new();
     for sequence in sequences {
         for i in 0..sequence.q_len {

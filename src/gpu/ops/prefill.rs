@@ -241,12 +241,7 @@ impl MlaPrefill {
 
     /// Adds one dispatch to the pass. Creates nothing and cannot fail: a pair that [`MlaPrefill::check`] refuses records
     /// nothing and logs an error.
-    pub fn record_in(
-        &self,
-        pass: &mut wgpu::ComputePass<'_>,
-        step: &PrefillStep,
-        binding: &PrefillBinding,
-    ) {
+    pub fn record_in(&self, pass: &mut wgpu::ComputePass<'_>, step: &PrefillStep, binding: &PrefillBinding) {
         if let Err(error) = self.check(step, binding) {
             log::error!("nothing recorded: {error}");
             return;
@@ -290,13 +285,8 @@ impl MlaPrefill {
             windows.push(window);
         }
         let rows = [max.tokens, heads];
-        let out = window_of(
-            &limits,
-            "out",
-            &args.out,
-            [max.tokens, heads, spec.v_head_dim],
-            spec.out.bytes(),
-        )?;
+        let out =
+            window_of(&limits, "out", &args.out, [max.tokens, heads, spec.v_head_dim], spec.out.bytes())?;
         let lse = window_of(&limits, "lse", &args.lse, [max.tokens, heads, 1], 4)?;
         let [q_nope, q_pe, k_nope, k_pe, v] = places;
         let params = Params {
@@ -313,13 +303,7 @@ impl MlaPrefill {
         };
         windows.extend([out, lse]);
         let resources = windows.iter().map(Window::resource);
-        bind_group(
-            device,
-            "mla.prefill.layer",
-            &self.layer_layout,
-            bytemuck::bytes_of(&params),
-            resources,
-        )
+        bind_group(device, "mla.prefill.layer", &self.layer_layout, bytemuck::bytes_of(&params), resources)
     }
 }
 

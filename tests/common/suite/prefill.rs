@@ -221,8 +221,7 @@ impl Problem {
             }
         }
         let largest = v.iter().filter(|x| x.is_finite()).fold(0f64, |max, x| max.max(x.abs().into()));
-        let tolerance =
-            Tolerance::decode(spec.dtype, spec.dtype, spec.out, row.rounds_weights, largest, dim);
+        let tolerance = Tolerance::decode(spec.dtype, spec.dtype, spec.out, row.rounds_weights, largest, dim);
         close("lse", &got_lse, &want_lse, &Tolerance::lse()).into_result()?;
         close("out", &got, &want, &tolerance).into_result().map(drop)
     }
@@ -251,9 +250,9 @@ pub fn shapes<B: Backend>(session: &Session<'_, B>) {
                 let result = problem.check(session.backend, row, *layout, &problem.sequences);
                 if let (Ok(bits), Layout::Gaps) = (&result, layout) {
                     let reversed: Vec<_> = problem.sequences.iter().rev().copied().collect();
-                    let again = problem.check(session.backend, row, *layout, &reversed).and_then(|again| {
-                        if again == *bits { Ok(()) } else { Err("other bits".to_owned()) }
-                    });
+                    let again = problem
+                        .check(session.backend, row, *layout, &reversed)
+                        .and_then(|again| if again == *bits { Ok(()) } else { Err("other bits".to_owned()) });
                     session.note(&format!("{what}, in reverse"), again);
                 }
                 session.note(&what, result.map(drop));
@@ -275,8 +274,7 @@ pub fn hard_data<B: Backend>(session: &Session<'_, B>) {
         for row in rows {
             let note = |what: &str, value: &mut dyn FnMut(&mut Rng, usize) -> f32| {
                 let problem = Problem::new(spec, value);
-                let result =
-                    problem.check(session.backend, row, Layout::Dense, &problem.sequences).map(drop);
+                let result = problem.check(session.backend, row, Layout::Dense, &problem.sequences).map(drop);
                 session.note(&format!("{} {dtype} {what}", row.name), result);
             };
             note("large logits", &mut |rng, kind| rng.randn() * [12.0, 4.0, 0.1][kind]);

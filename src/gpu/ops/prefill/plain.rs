@@ -22,7 +22,7 @@ impl Cut {
     fn of(caps: &Caps, spec: &PrefillSpec) -> Self {
         let row_quads = match caps.kind {
             // By registers: 32 of scores and, for 128 columns, 64 of the output.
-            DeviceKind::Discrete if spec.v_head_dim <= 128 => 2,
+            DeviceKind::Discrete if spec.v_head_dim <= 128 && spec.dtype != Dtype::F32 => 2,
             _ => 1,
         };
         let slice_keys = if spec.v_head_dim > 128 { 8 } else { 16 };
@@ -60,8 +60,9 @@ pub(super) fn kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Ker
         Dtype::Bf16 => include_str!("../../../../shaders/lib/quad_bf16.wgsl"),
         Dtype::E4m3 => return Err(e4m3()),
     };
-    // A software device has few lanes, so long loops, and keeps arrays in memory anyway.
-    let turn = if caps.kind == DeviceKind::Software { 1 } else { 8 };
+    // A software device keeps arrays in memory anyway, and takes long to compile what is unrolled.
+    let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
+    let text = include_str!("../../../../shaders/mla_prefill.wgsl").replace("// unroll on cards", marker);
     let columns = spec.qk_nope_head_dim + spec.qk_rope_head_dim;
     let consts = [
         ("GROUP", GROUP),
@@ -79,9 +80,10 @@ pub(super) fn kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Ker
         ("TOKENS", 64 * cut.key_quads),
         ("DEPTH", cut.depth),
         ("SLICES", columns.div_ceil(cut.depth)),
-        ("DEPTH_TURN", turn),
+        ("DEPTH_TURN", 8),
+        ("SUMS_APART", u32::from(spec.dtype == Dtype::F32)),
         ("SLICE_KEYS", cut.slice_keys),
-        ("VALUE_TURN", turn.min(4)),
+        ("VALUE_TURN", 4),
         ("STAGED", cut.staged(spec)),
     ];
     let files = [
@@ -90,7 +92,7 @@ pub(super) fn kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Ker
         "alias Unit = Quad;\n",
         lib_out(spec.out),
         include_str!("../../../../shaders/lib/prefill.wgsl"),
-        include_str!("../../../../shaders/mla_prefill.wgsl"),
+        &text,
     ];
     let dims = format!("{}.{}.{}", spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim);
     let variant = format!("shared.{}.out_{}.{dims}", spec.dtype, spec.out);
