@@ -10,6 +10,7 @@ use crate::ops::{
     ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
 
@@ -194,5 +195,37 @@ pub trait Backend: sealed::Sealed {
     fn project(&self, spec: &ProjectSpec, args: &Project<'_, Self::Buffer>) -> Result<()> {
         let _ = (spec, args);
         Err(crate::Error::OpUnavailable { op: "project" })
+    }
+
+    /// The rows that [`Backend::prefill`] has here for a spec, best first.
+    fn prefill_variants(&self, _spec: &PrefillSpec) -> Vec<PrefillVariant> {
+        Vec::new()
+    }
+
+    /// Attention over expanded keys: see [`Prefill`].
+    ///
+    /// # Errors
+    /// Those of [`Prefill`]'s checks, and [`crate::Error::OpUnavailable`].
+    fn prefill(
+        &self,
+        spec: &PrefillSpec,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Self::Buffer>,
+    ) -> Result<()> {
+        self.prefill_with(spec, None, sequences, args)
+    }
+
+    /// As [`Backend::prefill`]; `variant` forces one of [`Backend::prefill_variants`].
+    ///
+    /// # Errors
+    /// Those of [`Backend::prefill`], and [`crate::Error::VariantUnavailable`].
+    fn prefill_with(
+        &self,
+        _spec: &PrefillSpec,
+        _variant: Option<&str>,
+        _sequences: &[PrefillSequence],
+        _args: &Prefill<'_, Self::Buffer>,
+    ) -> Result<()> {
+        Err(crate::Error::OpUnavailable { op: "prefill" })
     }
 }

@@ -70,6 +70,7 @@ pub mod layer;
 pub mod ops;
 mod pages;
 pub mod plan;
+pub mod prefill;
 pub mod reference;
 mod rope;
 mod shape;
@@ -92,6 +93,7 @@ pub use ops::{
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};
+pub use prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVisible};
 pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};

@@ -4,10 +4,12 @@
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
 mod kv_gather;
+mod prefill;
 mod project;
 mod rope;
 
 pub use kv_gather::{GatherPages, kv_gather};
+pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
 pub use project::{HeadProject, head_project};
 pub use rope::{Rotation, rope};
 

@@ -9,6 +9,7 @@ use crate::ops::{
     ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
 
@@ -158,5 +159,19 @@ impl Backend for AnyBackend {
 
     fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
         on!(self, b => b.project(spec, &views::project(args, &|any| own(b, any))?))
+    }
+
+    fn prefill_variants(&self, spec: &PrefillSpec) -> Vec<PrefillVariant> {
+        on!(self, b => b.prefill_variants(spec))
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Buffer>,
+    ) -> Result<()> {
+        on!(self, b => b.prefill_with(spec, variant, sequences, &views::prefill(args, &|any| own(b, any))?))
     }
 }

@@ -3,6 +3,7 @@
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
 use crate::ops::{AppendLayer, Gather, MergeStates, Project, Rope, RopeAppend, WeightView};
+use crate::prefill::Prefill;
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
     let View { buffer, offset, token_stride, head_stride } = *view;
@@ -113,4 +114,20 @@ pub(super) fn project<'a, B, C>(
     let WeightView { buffer, offset, head_stride, row_stride } = *weight;
     let weight = WeightView { buffer: own(buffer)?, offset, head_stride, row_stride };
     Ok(Project { x: view(x, own)?, weight, y: view(y, own)?, num_tokens: *num_tokens })
+}
+pub(super) fn prefill<'a, B, C>(
+    args: &Prefill<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<Prefill<'a, C>> {
+    let Prefill { q_nope, q_pe, k_nope, k_pe, v, out, lse, softmax_scale } = args;
+    Ok(Prefill {
+        q_nope: view(q_nope, own)?,
+        q_pe: view(q_pe, own)?,
+        k_nope: view(k_nope, own)?,
+        k_pe: view(k_pe, own)?,
+        v: view(v, own)?,
+        out: view(out, own)?,
+        lse: view(lse, own)?,
+        softmax_scale: *softmax_scale,
+    })
 }

@@ -27,21 +27,7 @@ impl std::fmt::Debug for Decode {
 impl Decode {
     pub(super) fn new(spec: &MlaSpec, forced: Option<&str>) -> Result<Self> {
         spec.check()?;
-        let unavailable = |why: String| {
-            let name = forced.unwrap_or("of the CPU").to_owned();
-            Error::VariantUnavailable { name, why }
-        };
-        let known = || {
-            let names: Vec<_> = VARIANTS.iter().map(|variant| variant.name).collect();
-            format!("there is no such row; the CPU's rows are {}", names.join(", "))
-        };
-        let variant = VARIANTS
-            .iter()
-            .find(|variant| forced.map_or((variant.runs_here)(), |name| name == variant.name))
-            .ok_or_else(|| unavailable(known()))?;
-        if !(variant.runs_here)() {
-            return Err(unavailable("the processor lacks its instructions; see Backend::variants".into()));
-        }
+        let variant = variant(forced)?;
         log::debug!("mla.decode.{}.{} on the CPU", variant.name, spec.kv.dtype);
         Ok(Self { spec: *spec, variant })
     }
@@ -107,6 +93,29 @@ impl Decode {
         merge::run(pool, &call, exclusive(outs), exclusive(lses));
         Ok(())
     }
+}
+
+/// The forced row of the CPU's kernels, or the best.
+///
+/// # Errors
+/// [`Error::VariantUnavailable`].
+pub(super) fn variant(forced: Option<&str>) -> Result<&'static Variant> {
+    let unavailable = |why: String| {
+        let name = forced.unwrap_or("of the CPU").to_owned();
+        Error::VariantUnavailable { name, why }
+    };
+    let known = || {
+        let names: Vec<_> = VARIANTS.iter().map(|variant| variant.name).collect();
+        format!("there is no such row; the CPU's rows are {}", names.join(", "))
+    };
+    let variant = VARIANTS
+        .iter()
+        .find(|variant| forced.map_or((variant.runs_here)(), |name| name == variant.name))
+        .ok_or_else(|| unavailable(known()))?;
+    if !(variant.runs_here)() {
+        return Err(unavailable("the processor lacks its instructions; see Backend::variants".into()));
+    }
+    Ok(variant)
 }
 
 /// Everything that the threads of one call share.

@@ -47,7 +47,7 @@ pub(super) static VARIANTS: &[Variant] = &[
 pub(super) struct Tile<'a> {
     /// `[rows, stride]`, of which `dim` are used.
     pub q: &'a mut [f32],
-    /// `[BLOCK, stride]`, of which `dim` are used; the first `latent` are the value.
+    /// `[BLOCK, stride]`: a key of `dim` elements at the front, and its value of `latent` from `value_at` on.
     pub kv: &'a mut [f32],
     /// `[rows, BLOCK]`: dot products, then weights.
     pub p: &'a mut [f32],
@@ -63,15 +63,17 @@ pub(super) struct Tile<'a> {
     pub stride: usize,
     /// Elements of a row: `L + R`.
     pub dim: usize,
-    /// Elements of the latent: `L`.
+    /// Elements of a value: `L` in a decode.
     pub latent: usize,
+    /// Where in a row of `kv` the value is: at 0 it is part of the key.
+    pub value_at: usize,
 }
 
 impl Tile<'_> {
     /// What the kernels' pointers rely on.
     fn check(&self, rows: &Range<usize>, tokens: usize) {
-        let Self { stride, dim, latent, .. } = *self;
-        assert!(dim % LANES == 0 && latent % LANES == 0 && latent <= dim && dim <= stride);
+        let Self { stride, dim, latent, value_at, .. } = *self;
+        assert!(dim % LANES == 0 && latent % LANES == 0 && value_at + latent <= stride && dim <= stride);
         assert!(tokens <= BLOCK && self.kv.len() >= BLOCK * stride);
         assert!(self.q.len() >= rows.end * stride && self.p.len() >= rows.end * BLOCK);
         assert!(self.o.len() >= rows.end * latent);
@@ -106,9 +108,9 @@ pub(super) fn attend<V: Lanes>(tile: &mut Tile<'_>, rows: Range<usize>, tokens: 
 /// The tile passes [`Tile::check`] for rows up to `row + R`.
 #[inline(always)]
 unsafe fn band<V: Lanes, const R: usize>(tile: &mut Tile<'_>, row: usize, tokens: usize, scale: f32) {
-    let Tile { stride, dim, latent, .. } = *tile;
+    let Tile { stride, dim, latent, value_at, .. } = *tile;
     // SAFETY: every pointer below stays in its array: rows < row + R, tokens < BLOCK, dims < dim <= stride and
-    // columns < latent. `p` is `BLOCK` floats a row, a multiple of the lanes.
+    // columns < latent, from value_at on < stride. `p` is `BLOCK` floats a row, a multiple of the lanes.
     unsafe {
         let (q, kv) = (tile.q.as_ptr().add(row * stride), tile.kv.as_ptr());
         let p = tile.p.as_mut_ptr().add(row * BLOCK);
@@ -129,7 +131,7 @@ unsafe fn band<V: Lanes, const R: usize>(tile: &mut Tile<'_>, row: usize, tokens
         let o = tile.o.as_mut_ptr().add(row * latent);
         let mut column = 0;
         while column < latent {
-            let (v, o) = (kv.add(column), o.add(column));
+            let (v, o) = (kv.add(value_at + column), o.add(column));
             match (latent - column) / LANES {
                 1 => values::<V, R, 1>(p, rescale, v, o, tokens, stride, latent),
                 2 => values::<V, R, 2>(p, rescale, v, o, tokens, stride, latent),

@@ -37,6 +37,7 @@ mod lanes;
 mod merge;
 mod ops;
 mod pool;
+mod prefill;
 mod project;
 mod rope;
 mod step;
@@ -54,6 +55,7 @@ use crate::ops::{
     Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
 
@@ -205,5 +207,20 @@ impl Backend for Cpu {
 
     fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
         project::project(&self.pool, spec, args)
+    }
+
+    fn prefill_variants(&self, _: &PrefillSpec) -> Vec<PrefillVariant> {
+        let here = kernel::VARIANTS.iter().filter(|variant| (variant.runs_here)());
+        here.map(|variant| PrefillVariant { name: variant.name, rounds_weights: false }).collect()
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Buffer>,
+    ) -> Result<()> {
+        prefill::prefill(&self.pool, spec, decode::variant(variant)?, sequences, args)
     }
 }

@@ -36,7 +36,9 @@ impl Step {
             header: None,
             num_queries: 0,
             partials: Mutex::default(),
-            scratch: (0..threads).map(|_| Scratch::new(&spec).map(Mutex::new)).collect::<Result<_>>()?,
+            scratch: (0..threads)
+                .map(|_| Scratch::of_decode(&spec).map(Mutex::new))
+                .collect::<Result<_>>()?,
         };
         step.grow(capacity)?;
         Ok(step)
@@ -144,6 +146,7 @@ pub(super) struct Scratch {
     stride: usize,
     dim: usize,
     latent: usize,
+    value_at: usize,
 }
 
 impl std::fmt::Debug for Scratch {
@@ -153,16 +156,20 @@ impl std::fmt::Debug for Scratch {
 }
 
 impl Scratch {
-    fn new(spec: &MlaSpec) -> Result<Self> {
-        let (dim, latent) = (spec.shape.row_elems() as usize, spec.shape.kv_lora_rank as usize);
+    fn of_decode(spec: &MlaSpec) -> Result<Self> {
+        Self::new(spec.shape.row_elems() as usize, spec.shape.kv_lora_rank as usize, 0)
+    }
+
+    /// For keys of `dim` elements and values of `latent`, from `value_at` on in a row.
+    pub(super) fn new(dim: usize, latent: usize, value_at: usize) -> Result<Self> {
         // An odd number of cache lines, so that a column of a block is spread over every set of the cache.
-        let stride = dim + 16;
+        let stride = dim.max(value_at + latent).next_multiple_of(32) + 16;
         let floats = (MAX_ROWS + BLOCK) * stride + MAX_ROWS * (BLOCK + latent + 3);
-        Ok(Self { lines: zeroed(floats.div_ceil(16), "a thread's scratch")?, stride, dim, latent })
+        Ok(Self { lines: zeroed(floats.div_ceil(16), "a thread's scratch")?, stride, dim, latent, value_at })
     }
 
     pub(super) fn tile(&mut self) -> Tile<'_> {
-        let Self { stride, dim, latent, .. } = *self;
+        let Self { stride, dim, latent, value_at, .. } = *self;
         let mut rest: &mut [f32] = bytemuck::cast_slice_mut(&mut self.lines);
         let mut take = |floats: usize| rest.split_off_mut(..floats).unwrap_or_default();
         Tile {
@@ -176,6 +183,7 @@ impl Scratch {
             stride,
             dim,
             latent,
+            value_at,
         }
     }
 }

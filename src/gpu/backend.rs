@@ -2,7 +2,7 @@
 
 use super::ops::{
     AppendStep, CopySpec, CopyStep, GatherStep, HeadProject, KvAppend, KvCopyPages, KvGather,
-    MergeAttnStates, ProjectStep,
+    MergeAttnStates, MlaPrefill, PrefillStep, ProjectStep,
 };
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
@@ -13,6 +13,7 @@ use crate::ops::{
 };
 
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, KvView, Layer, MlaSpec, Result};
 
@@ -164,6 +165,26 @@ impl Backend for Gpu {
         let binding = project.bind(&self.device, args)?;
         project.check(&step, &binding)?;
         self.submit(|encoder| project.record(encoder, &step, &binding))
+    }
+
+    fn prefill_variants(&self, spec: &PrefillSpec) -> Vec<PrefillVariant> {
+        let runs = |(row, lacks): (_, Option<String>)| lacks.is_none().then_some(row);
+        MlaPrefill::ladder(&self.pipelines, spec).into_iter().filter_map(runs).collect()
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let prefill = MlaPrefill::with_variant(&self.pipelines, *spec, variant)?;
+        let mut step = PrefillStep::default();
+        prefill.prepare(&self.device, &self.queue, &mut step, sequences)?;
+        let binding = prefill.bind(&self.device, args, step.extent())?;
+        prefill.check(&step, &binding)?;
+        self.submit(|encoder| prefill.record(encoder, &step, &binding))
     }
 }
 

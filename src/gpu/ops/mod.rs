@@ -1,4 +1,5 @@
 //! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`KvGather`].
+//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`]; and [`MlaPrefill`].
 //!
 //! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
 //! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.
@@ -9,6 +10,7 @@ mod kv_append;
 mod kv_copy_pages;
 mod kv_gather;
 mod merge_attn_states;
+mod prefill;
 mod table;
 
 pub use crate::ops::CopySpec;
@@ -17,6 +19,8 @@ pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+
+pub use prefill::{MlaPrefill, PrefillBinding, PrefillStep};
 
 use super::Pipelines;
 use super::scope::scoped;
@@ -100,6 +104,7 @@ pub(crate) fn every_source() -> Vec<Source> {
     all.extend(kv_copy_pages::every_source());
     all.extend(kv_gather::every_source());
     all.extend(head_project::every_source());
+    all.extend(prefill::every_source());
     all
 }
 
@@ -125,12 +130,20 @@ mod tests {
     fn every_variant_is_valid_without_any_feature() {
         // naga's name for `unpack2x16float`, which all of WebGPU has
         let plain = naga::valid::Capabilities::SHADER_FLOAT16_IN_FLOAT32;
-        let mut labels: Vec<String> = every_source().iter().map(|source| source.label.clone()).collect();
-        labels.sort();
-        labels.dedup();
-        // merge: units and words; append: 3 inputs into 4 caches; copies: two widths; gather: all pairs but three into e4m3;
-        // projections: 2 tiles and 2 orders
-        assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len() + 13 + 27 * 2 * 2, "{labels:?}");
+        let mut labels: std::collections::BTreeMap<_, std::collections::BTreeSet<_>> = Default::default();
+        for source in every_source() {
+            labels.entry(source.entry).or_default().insert(source.label);
+        }
+        let counts: Vec<_> = labels.iter().map(|(entry, labels)| (*entry, labels.len())).collect();
+        let want = [
+            ("head_project", 27 * 2 * 2),            // dtypes, tiles, orders
+            ("kv_append", 3 * 4),                    // inputs into caches
+            ("kv_copy_pages", 2 * Dtype::ALL.len()), // two widths
+            ("kv_gather", 13),                       // all pairs but three into e4m3
+            ("merge_attn_states", 3 * 2),            // units and words
+            ("mla_prefill", 5 * 3 * 3),              // dims, inputs to outputs
+        ];
+        assert_eq!(counts, want);
         for source in every_source() {
             assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
             let module = parse(&source);
@@ -153,6 +166,7 @@ mod tests {
                 "kv_append" => kv_append::host_layout(),
                 "kv_gather" => kv_gather::host_layout(),
                 "head_project" => head_project::host_layout(),
+                "mla_prefill" => prefill::host_layout(),
                 _ => kv_copy_pages::host_layout(),
             };
             let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();

@@ -9,6 +9,7 @@ pub mod invariance;
 pub mod kv_gather;
 pub mod memory;
 pub mod ops;
+pub mod prefill;
 pub mod project;
 pub mod run;
 
@@ -193,6 +194,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     ops::all(&session);
     kv_gather::all(&session);
     project::all(&session);
+    prefill::all(&session);
     errors::all(&session);
 }
 
@@ -238,6 +240,9 @@ macro_rules! conformance_tests {
             projections: project::projections,
             kv_b_proj: project::kv_b_proj,
             refuses_projections: project::refusals,
+            prefill_shapes: prefill::shapes,
+            prefill_hard_data: prefill::hard_data,
+            prefill_errors: prefill::errors,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,

@@ -1,0 +1,91 @@
+// What an mla_prefill is bound with (src/gpu/ops/prefill.rs). A Unit is what a row is read by: a quad or an oct of its elements.
+struct PrefillParams {
+    logit_scale: f32, // softmax_scale * log2(e)
+    max_tokens: u32, // query tokens and keys that the buffers hold, each at least 1
+    max_keys: u32,
+    q_nope_at: u32, // units, as all places and strides below but those of the output and the LSE
+    q_nope_token_stride: u32,
+    q_nope_head_stride: u32,
+    q_pe_at: u32,
+    q_pe_token_stride: u32,
+    q_pe_head_stride: u32,
+    k_nope_at: u32,
+    k_nope_token_stride: u32,
+    k_nope_head_stride: u32,
+    k_pe_at: u32,
+    k_pe_token_stride: u32,
+    k_pe_head_stride: u32,
+    v_at: u32,
+    v_token_stride: u32,
+    v_head_stride: u32,
+    out_at: u32, // quads
+    out_token_stride: u32,
+    out_head_stride: u32,
+    lse_at: u32, // f32 elements
+    lse_token_stride: u32,
+    lse_head_stride: u32,
+}
+
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tiles * TILE_WORDS]
+@group(1) @binding(0) var<uniform> params: PrefillParams;
+@group(1) @binding(1) var<storage, read> q_nope: array<Unit>; // [T, H, P]
+@group(1) @binding(2) var<storage, read> q_pe: array<Unit>; // [T, H, R]
+@group(1) @binding(3) var<storage, read> k_nope: array<Unit>; // [S, H, P]
+@group(1) @binding(4) var<storage, read> k_pe: array<Unit>; // [S, H, R]
+@group(1) @binding(5) var<storage, read> v: array<Unit>; // [S, H, V]
+@group(1) @binding(6) var<storage, read_write> out: array<OutQuad>; // [T, H, V]
+@group(1) @binding(7) var<storage, read_write> lse: array<u32>; // f32 bits, [T, H]
+
+const TILE_WORDS = 5u;
+const EMPTY = -1.0e38; // a finite stand-in for the -inf of a row that has seen no key
+const MINUS_INFINITY = 0xFF800000u;
+
+// A tile of query rows of one sequence, and which keys they see: PrefillTile of src/prefill/plan.rs.
+struct Tile {
+    head: u32,
+    first_token: u32,
+    num_rows: u32,
+    kv_begin: u32,
+    num_keys: u32,
+    first_visible: i32,
+}
+
+// Workgroups are numbered by heads, then tiles: those that run together share keys.
+fn tile_of(number: u32, num_tiles: u32) -> Tile {
+    let at = 1u + number % num_tiles * TILE_WORDS;
+    return Tile(number / num_tiles, table[at], table[at + 1u], table[at + 2u], table[at + 3u], bitcast<i32>(table[at + 4u]));
+}
+
+// A step may be prepared again, with more tokens than the binding has, after its commands were recorded: no host check can see that,
+// and these two keep it inside of the buffers. Rows and keys past the tile's last one stand for the last.
+fn token_of(tile: Tile, row: u32) -> u32 {
+    return min(tile.first_token + min(row, tile.num_rows - 1u), params.max_tokens - 1u);
+}
+
+fn key_of(tile: Tile, key: u32) -> u32 {
+    return min(tile.kv_begin + min(key, tile.num_keys - 1u), params.max_keys - 1u);
+}
+
+// Keys that a row sees.
+fn visible_to(tile: Tile, row: u32) -> u32 {
+    return u32(clamp(tile.first_visible + i32(row), 0, i32(tile.num_keys)));
+}
+
+// Four neighbouring elements of an output row.
+fn store_quad(tile: Tile, row: u32, column_quad: u32, value: vec4<f32>) {
+    let at = params.out_at + token_of(tile, row) * params.out_token_stride + tile.head * params.out_head_stride;
+    out[at + column_quad] = out_quad(bitcast<vec4<u32>>(value), UNSCALED);
+}
+
+// A row's LSE from base 2; `any` is false for a row that sees no key.
+fn store_lse(tile: Tile, row: u32, base_2: f32, any: bool) {
+    let at = params.lse_at + token_of(tile, row) * params.lse_token_stride + tile.head * params.lse_head_stride;
+    lse[at] = select(MINUS_INFINITY, bitcast<u32>(base_2 * LN_2), any);
+}
+
+const LN_2 = 0.6931471805599453;
+
+// exp2 whose value at 0 is 1 on every device: rescaling by an unchanged maximum must change no bit.
+fn exp2_exact(x: f32) -> f32 {
+    return select(exp2(x), 1.0, x == 0.0);
+}

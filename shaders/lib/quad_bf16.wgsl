@@ -1,0 +1,6 @@
+// A quad is four neighbouring elements of a row: here bfloat16, each the upper half of an f32, two a word.
+alias Quad = vec2<u32>;
+
+fn decode_quad(quad: Quad) -> vec4<f32> {
+    return bitcast<vec4<f32>>(vec4<u32>(quad.x << 16u, quad.x & 0xFFFF0000u, quad.y << 16u, quad.y & 0xFFFF0000u));
+}

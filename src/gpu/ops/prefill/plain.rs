@@ -1,0 +1,108 @@
+//! The plain row: how a workgroup cuts a tile, and the WGSL text. Pure.
+
+use super::Kernel;
+use crate::caps::{Caps, DeviceKind};
+use crate::gpu::ops::{GROUP, lib_out, unrolled};
+use crate::prefill::PrefillSpec;
+use crate::{Dtype, Error};
+
+/// How a workgroup cuts a tile: see the head of `shaders/mla_prefill.wgsl`.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    /// Quads of rows, and of a block's keys, of a thread.
+    row_quads: u32,
+    key_quads: u32,
+    /// Columns of queries and keys that are staged at a time.
+    depth: u32,
+    /// Keys whose values are staged at a time.
+    slice_keys: u32,
+}
+
+impl Cut {
+    fn of(caps: &Caps, spec: &PrefillSpec) -> Self {
+        let row_quads = match caps.kind {
+            // By registers: 32 of scores and, for 128 columns, 64 of the output.
+            DeviceKind::Discrete if spec.v_head_dim <= 128 && spec.dtype != Dtype::F32 => 2,
+            _ => 1,
+        };
+        let slice_keys = if spec.v_head_dim > 128 { 8 } else { 16 };
+        Self { row_quads, key_quads: 1, depth: 32 / row_quads, slice_keys }
+    }
+
+    /// vec4s of workgroup memory: the largest of what takes turns in it.
+    fn staged(&self, spec: &PrefillSpec) -> u32 {
+        let tile = 16 * self.row_quads;
+        let slices = self.depth * (tile + 16 * self.key_quads);
+        let values = self.slice_keys * (tile + 16 * column_quads(spec));
+        slices.max(values).max(tile * 16)
+    }
+}
+
+/// Quads of output columns of a thread.
+const fn column_quads(spec: &PrefillSpec) -> u32 {
+    spec.v_head_dim.div_ceil(64)
+}
+
+pub(super) fn kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Kernel, String> {
+    let cut = Cut::of(caps, spec);
+    let bytes = 16 * cut.staged(spec);
+    let needs = [
+        ("bytes of workgroup memory", bytes, caps.workgroup_memory_bytes),
+        ("invocations", GROUP, caps.max_invocations),
+        ("storage buffers", 8, caps.max_storage_buffers),
+    ];
+    if let Some((what, need, has)) = needs.into_iter().find(|(_, need, has)| need > has) {
+        return Err(format!("{need} {what} are needed, the device was made with {has}"));
+    }
+    let read = match spec.dtype {
+        Dtype::F32 => include_str!("../../../../shaders/lib/quad_f32.wgsl"),
+        Dtype::F16 => include_str!("../../../../shaders/lib/quad_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../../../shaders/lib/quad_bf16.wgsl"),
+        Dtype::E4m3 => return Err(e4m3()),
+    };
+    // A software device keeps arrays in memory anyway, and takes long to compile what is unrolled.
+    let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
+    let text = include_str!("../../../../shaders/mla_prefill.wgsl").replace("// unroll on cards", marker);
+    let columns = spec.qk_nope_head_dim + spec.qk_rope_head_dim;
+    let consts = [
+        ("GROUP", GROUP),
+        ("NUM_HEADS", spec.num_heads),
+        ("NOPE_QUADS", spec.qk_nope_head_dim / 4),
+        ("ROPE_QUADS", spec.qk_rope_head_dim / 4),
+        ("V_QUADS", spec.v_head_dim / 4),
+        ("ROW_QUADS", cut.row_quads),
+        ("KEY_QUADS", cut.key_quads),
+        ("COLUMN_QUADS", column_quads(spec)),
+        ("KEYS_OF_THREAD", 4 * cut.key_quads),
+        ("COLUMNS_OF_THREAD", 4 * column_quads(spec)),
+        ("SCORES", 4 * cut.key_quads * cut.row_quads),
+        ("ACC", 4 * column_quads(spec) * cut.row_quads),
+        ("TOKENS", 64 * cut.key_quads),
+        ("DEPTH", cut.depth),
+        ("SLICES", columns.div_ceil(cut.depth)),
+        ("DEPTH_TURN", 8),
+        ("SUMS_APART", u32::from(spec.dtype == Dtype::F32)),
+        ("SLICE_KEYS", cut.slice_keys),
+        ("VALUE_TURN", 4),
+        ("STAGED", cut.staged(spec)),
+    ];
+    let files = [
+        include_str!("../../../../shaders/lib/round.wgsl"),
+        read,
+        "alias Unit = Quad;\n",
+        lib_out(spec.out),
+        include_str!("../../../../shaders/lib/prefill.wgsl"),
+        &text,
+    ];
+    let dims = format!("{}.{}.{}", spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim);
+    let variant = format!("shared.{}.out_{}.{dims}", spec.dtype, spec.out);
+    let source = unrolled("mla_prefill", &variant, &consts, &files);
+    Ok(Kernel { source, rows: 64 * cut.row_quads, unit: 4 })
+}
+
+/// [`PrefillSpec::check`] has said so before.
+fn e4m3() -> String {
+    let cure = "use f32, f16 or bf16";
+    let what = "queries, keys and values";
+    Error::DtypeUnsupported { what, got: Dtype::E4m3, cure }.to_string()
+}

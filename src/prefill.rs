@@ -1,0 +1,243 @@
+//! Attention in MLA's expanded form: arguments and checks of `mla_prefill`, and its work list in [`plan`]. Pure.
+
+use crate::layer::{View, distinct, fits, no_aliases};
+use crate::{Dtype, Error, Result};
+
+pub(crate) mod plan;
+
+/// What an `mla_prefill` is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PrefillSpec {
+    /// `H`, at least 1.
+    pub num_heads: u32,
+    /// `P`: a multiple of 8 from 8 to 512.
+    pub qk_nope_head_dim: u32,
+    /// `R`: a multiple of 8 up to 256; 0 for none.
+    pub qk_rope_head_dim: u32,
+    /// `V`: a multiple of 8 from 8 to 256.
+    pub v_head_dim: u32,
+    /// Dtype of queries, keys and values: f32, f16 or bf16.
+    pub dtype: Dtype,
+    /// Dtype of the output: f32, f16 or bf16.
+    pub out: Dtype,
+}
+
+/// Which of its sequence's keys a query token sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum PrefillVisible {
+    /// All of them.
+    All,
+    /// Query `i` of the sequence sees the first `clamp(first + i, 0, kv_len)`. Bottom-right causal attention, where the last query
+    /// sees all keys, has `first = kv_len - q_len + 1`.
+    Causal {
+        /// Keys that query 0 sees; may be negative.
+        first: i64,
+    },
+}
+
+/// A sequence's part of the queries and of the keys. Several may share keys, none shares queries with another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PrefillSequence {
+    /// Its first query token in `q_nope`, `q_pe`, `out` and `lse`.
+    pub q_begin: u32,
+    /// Its query tokens.
+    pub q_len: u32,
+    /// Its first key in `k_nope`, `k_pe` and `v`.
+    pub kv_begin: u32,
+    /// Its keys.
+    pub kv_len: u32,
+    /// Which of them a query sees.
+    pub visible: PrefillVisible,
+}
+
+impl PrefillSequence {
+    /// A sequence whose last query sees all keys, the one before it all but the last, and so on.
+    pub fn causal(q_begin: u32, q_len: u32, kv_begin: u32, kv_len: u32) -> Self {
+        let first = i64::from(kv_len) - i64::from(q_len) + 1;
+        Self { q_begin, q_len, kv_begin, kv_len, visible: PrefillVisible::Causal { first } }
+    }
+
+    /// Keys that query `i` sees, whatever `i` is.
+    pub(crate) fn visible(&self, i: i64) -> u32 {
+        match self.visible {
+            PrefillVisible::All => self.kv_len,
+            // The clamp leaves what fits.
+            PrefillVisible::Causal { first } => first.saturating_add(i).clamp(0, self.kv_len.into()) as u32,
+        }
+    }
+}
+
+/// One layer's queries, keys and values, and where the result goes.
+///
+/// Head `h` of query `t` attends the keys `k_nope[s, h, :] ++ k_pe[s, h, :]` with the logits `softmax_scale * (q . k)`, and
+/// `out[t, h, :]` is the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Queries of no
+/// sequence are left as they are. Offsets and strides are multiples of 8 elements, but for the LSE's; `k_nope` and `v` may be parts of
+/// one array, and `k_pe` is shared by all heads with `head_stride` 0.
+#[derive(Debug)]
+pub struct Prefill<'a, B> {
+    /// `[T, H, P]`.
+    pub q_nope: View<'a, B>,
+    /// `[T, H, R]`; unread where `R` is 0.
+    pub q_pe: View<'a, B>,
+    /// `[S, H, P]`.
+    pub k_nope: View<'a, B>,
+    /// `[S, H, R]`; unread where `R` is 0.
+    pub k_pe: View<'a, B>,
+    /// `[S, H, V]`.
+    pub v: View<'a, B>,
+    /// `[T, H, V]`.
+    pub out: View<'a, B>,
+    /// Natural log-sum-exp of the scaled logits, f32 `[T, H]`.
+    pub lse: View<'a, B>,
+    /// Factor of the logits; see [`crate::softmax_scale`].
+    pub softmax_scale: f32,
+}
+
+impl<B> Clone for Prefill<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<B> Copy for Prefill<'_, B> {}
+
+/// How far a batch reaches: query tokens and keys that the arrays must have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PrefillExtent {
+    /// Query tokens: the largest `q_begin + q_len`.
+    pub tokens: u32,
+    /// Keys: the largest `kv_begin + kv_len`.
+    pub keys: u32,
+}
+
+/// A row of the ladder of kernels, for tests and benches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefillVariant {
+    /// Its name.
+    pub name: &'static str,
+    /// Whether it rounds the softmax weights to f16, as tensor cores do.
+    pub rounds_weights: bool,
+}
+
+/// More than any buffer holds, and little enough that kernels may add.
+const MAX_TOKENS: u64 = 1 << 30;
+
+impl PrefillSpec {
+    /// # Errors
+    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
+    pub fn check(&self) -> Result<()> {
+        let cure = "use f32, f16 or bf16";
+        for (what, got) in [("queries, keys and values", self.dtype), ("out", self.out)] {
+            if got == Dtype::E4m3 {
+                return Err(Error::DtypeUnsupported { what, got, cure });
+            }
+        }
+        if !(1..=4096).contains(&self.num_heads) {
+            let got = self.num_heads.into();
+            return Err(Error::Shape { what: "num_heads", got, cure: "must be from 1 to 4096" });
+        }
+        let dims = [
+            ("qk_nope_head_dim", self.qk_nope_head_dim, 8..=512, "must be a multiple of 8 from 8 to 512"),
+            ("qk_rope_head_dim", self.qk_rope_head_dim, 0..=256, "must be a multiple of 8 from 0 to 256"),
+            ("v_head_dim", self.v_head_dim, 8..=256, "must be a multiple of 8 from 8 to 256"),
+        ];
+        for (what, got, range, cure) in dims {
+            if !(got.is_multiple_of(8) && range.contains(&got)) {
+                return Err(Error::Shape { what, got: got.into(), cure });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl PrefillExtent {
+    /// Checks a batch, and says how far it reaches.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for tokens beyond 2^30, [`Error::Shape`] where two sequences have a query token in common.
+    pub fn of(sequences: &[PrefillSequence]) -> Result<Self> {
+        let end = |what, begin: u32, len: u32| {
+            let need = u64::from(begin) + u64::from(len);
+            if need > MAX_TOKENS {
+                let cure = "attend fewer tokens a call";
+                return Err(Error::Limit { what, need, limit: MAX_TOKENS, cure });
+            }
+            Ok(need as u32)
+        };
+        let mut extent = Self::default();
+        let mut queries = Vec::with_capacity(sequences.len());
+        for sequence in sequences.iter().filter(|sequence| sequence.q_len > 0) {
+            let tokens = end("query tokens", sequence.q_begin, sequence.q_len)?;
+            let keys = end("keys", sequence.kv_begin, sequence.kv_len)?;
+            extent = Self { tokens: extent.tokens.max(tokens), keys: extent.keys.max(keys) };
+            queries.push(sequence.q_begin..tokens);
+        }
+        queries.sort_unstable_by_key(|range| range.start);
+        if let Some(pair) = queries.windows(2).find(|pair| pair[1].start < pair[0].end) {
+            let cure = "is in two sequences: give each query token to one of them";
+            return Err(Error::Shape { what: "query token", got: pair[1].start.into(), cure });
+        }
+        Ok(extent)
+    }
+}
+
+impl<'a, B> Prefill<'a, B> {
+    /// The arguments with what stands in for views that are unread: without a rotary part, what is not rotary.
+    pub(crate) fn read_views(&self, spec: &PrefillSpec) -> [(&'static str, View<'a, B>, u32); 5] {
+        let (q_pe, k_pe) =
+            if spec.qk_rope_head_dim == 0 { (self.q_nope, self.k_nope) } else { (self.q_pe, self.k_pe) };
+        let rope = if spec.qk_rope_head_dim == 0 { spec.qk_nope_head_dim } else { spec.qk_rope_head_dim };
+        [
+            ("q_nope", self.q_nope, spec.qk_nope_head_dim),
+            ("q_pe", q_pe, rope),
+            ("k_nope", self.k_nope, spec.qk_nope_head_dim),
+            ("k_pe", k_pe, rope),
+            ("v", self.v, spec.v_head_dim),
+        ]
+    }
+
+    /// # Errors
+    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`] where written rows overlap, [`Error::BufferTooSmall`], given each
+    /// buffer's bytes.
+    pub(crate) fn check(
+        &self,
+        spec: &PrefillSpec,
+        extent: PrefillExtent,
+        size: impl Fn(&B) -> u64,
+    ) -> Result<()> {
+        spec.check()?;
+        if !(self.softmax_scale.is_finite() && self.softmax_scale > 0.0) {
+            return Err(Error::Scale { what: "softmax_scale", got: self.softmax_scale });
+        }
+        let (tokens, keys, heads) = (extent.tokens.into(), extent.keys.into(), u64::from(spec.num_heads));
+        for (i, (what, view, dim)) in self.read_views(spec).into_iter().enumerate() {
+            aligned(what, &view)?;
+            let rows = if i < 2 { tokens } else { keys };
+            let end = view.end(rows, heads, dim.into()).saturating_mul(spec.dtype.bytes() as u64);
+            fits(what, end, size(view.buffer))?;
+        }
+        let dim = u64::from(spec.v_head_dim);
+        aligned("out", &self.out)?;
+        for (what, view, dim, bytes) in
+            [("out", self.out, dim, spec.out.bytes() as u64), ("lse", self.lse, 1, 4)]
+        {
+            distinct(what, &view, tokens, heads, dim)?;
+            fits(what, view.end(tokens, heads, dim).saturating_mul(bytes), size(view.buffer))?;
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// [`Error::Aliased`].
+    pub(crate) fn check_aliases(&self, spec: &PrefillSpec, is_same: impl Fn(&B, &B) -> bool) -> Result<()> {
+        let inputs = self.read_views(spec).map(|(what, view, _)| (what, view.buffer));
+        no_aliases(&inputs, &[("out", self.out.buffer), ("lse", self.lse.buffer)], &is_same)?;
+        no_aliases(&[("out", self.out.buffer)], &[("lse", self.lse.buffer)], &is_same)
+    }
+}
+
+fn aligned<B>(what: &'static str, view: &View<'_, B>) -> Result<()> {
+    match [view.offset, view.token_stride, view.head_stride].into_iter().find(|got| !got.is_multiple_of(8)) {
+        Some(got) => Err(Error::Alignment { what, got, of: 8, unit: "elements" }),
+        None => Ok(()),
+    }
+}
