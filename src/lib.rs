@@ -83,8 +83,8 @@ pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated
 pub use error::{Error, Result};
 pub use layer::{KvView, Layer, LseBase, Query, View};
 pub use ops::{
-    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec,
-    check_copies,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CalibrationStats, CopySpec, Gather, GatherRange,
+    GatherSpec, MergeStates, MergeStatesSpec, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};

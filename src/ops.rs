@@ -1,7 +1,10 @@
 //! Arguments and checks of the small ops: merge of attention states, append, page copies.
 
+mod kv_calibrate;
 mod kv_gather;
 
+pub(crate) use kv_calibrate::check_tokens;
+pub use kv_calibrate::{Calibrate, CalibrateSpec, CalibrationStats};
 pub use kv_gather::{Gather, GatherRange, GatherSpec};
 
 use crate::layer::{KvView, View, distinct, fits, no_aliases};

@@ -3,8 +3,10 @@
 //! Values come in as f32, decoded from their dtype; results go out as f64. Arguments that contradict each other
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
+mod kv_calibrate;
 mod kv_gather;
 
+pub use kv_calibrate::kv_calibrate;
 pub use kv_gather::{GatherPages, kv_gather};
 
 use crate::{Dtype, Visibility};

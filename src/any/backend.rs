@@ -1,10 +1,15 @@
 //! [`Backend`] for [`AnyBackend`]: each verb is that of the backend that was chosen.
 
+use std::ops::Range;
+
 use super::parts::{Binding, Buffer, Decode, Part, Step};
 use super::{AnyBackend, Chosen, views};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
+    MergeStatesSpec,
+};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
@@ -138,5 +143,14 @@ impl Backend for AnyBackend {
         on!(self, b => {
             b.kv_gather(spec, pages, seq_lens, ranges, &views::gather(args, &|any| own(b, any))?)
         })
+    }
+
+    fn kv_calibrate(
+        &self,
+        spec: &CalibrateSpec,
+        tokens: Range<u32>,
+        args: &Calibrate<'_, Buffer>,
+    ) -> Result<()> {
+        on!(self, b => b.kv_calibrate(spec, tokens, &views::calibrate(args, &|any| own(b, any))?))
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
-use crate::ops::{AppendLayer, Gather, MergeStates};
+use crate::ops::{AppendLayer, Calibrate, Gather, MergeStates};
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
     let View { buffer, offset, token_stride, head_stride } = *view;
@@ -73,4 +73,12 @@ pub(super) fn gather<'a, B, C>(
 ) -> Result<Gather<'a, C>> {
     let Gather { kv, k_scale, out } = args;
     Ok(Gather { kv: kv_view(kv, own)?, k_scale: *k_scale, out: view(out, own)? })
+}
+
+pub(super) fn calibrate<'a, B, C>(
+    args: &Calibrate<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<Calibrate<'a, C>> {
+    let Calibrate { kv_c, k_pe, k_scale, stats } = args;
+    Ok(Calibrate { kv_c: view(kv_c, own)?, k_pe: view(k_pe, own)?, k_scale: *k_scale, stats: own(*stats)? })
 }

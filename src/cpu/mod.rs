@@ -45,10 +45,13 @@ pub use buffer::Buffer;
 pub use decode::Decode;
 pub use step::Step;
 
+use std::ops::Range;
+
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{
-    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CopySpec, Gather, GatherRange, GatherSpec,
+    MergeStates, MergeStatesSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
@@ -185,5 +188,14 @@ impl Backend for Cpu {
         args: &Gather<'_, Buffer>,
     ) -> Result<()> {
         ops::kv_gather(&self.pool, spec, pages, seq_lens, ranges, args)
+    }
+
+    fn kv_calibrate(
+        &self,
+        spec: &CalibrateSpec,
+        tokens: Range<u32>,
+        args: &Calibrate<'_, Buffer>,
+    ) -> Result<()> {
+        ops::kv_calibrate(&self.pool, spec, tokens, args)
     }
 }

@@ -1,12 +1,18 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
+use std::ops::Range;
+
 use super::ops::{
-    AppendStep, CopySpec, CopyStep, GatherStep, KvAppend, KvCopyPages, KvGather, MergeAttnStates,
+    AppendStep, CalibrateStep, CopySpec, CopyStep, GatherStep, KvAppend, KvCalibrate, KvCopyPages, KvGather,
+    MergeAttnStates,
 };
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
-use crate::ops::{AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
+    MergeStatesSpec,
+};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, KvView, Layer, MlaSpec, Result};
@@ -150,6 +156,20 @@ impl Backend for Gpu {
         let binding = gather.bind(&self.device, args, step.num_rows())?;
         gather.check(&step, &binding)?;
         self.submit(|encoder| gather.record(encoder, &step, &binding))
+    }
+
+    fn kv_calibrate(
+        &self,
+        spec: &CalibrateSpec,
+        tokens: Range<u32>,
+        args: &Calibrate<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let calibrate = KvCalibrate::new(&self.pipelines, *spec)?;
+        let mut step = CalibrateStep::default();
+        calibrate.prepare(&self.device, &self.queue, &mut step, tokens.clone())?;
+        let binding = calibrate.bind(&self.device, args, tokens.end)?;
+        calibrate.check(&step, &binding)?;
+        self.submit(|encoder| calibrate.record(encoder, &step, &binding))
     }
 }
 

@@ -6,6 +6,7 @@
 pub mod decode;
 pub mod errors;
 pub mod invariance;
+pub mod kv_calibrate;
 pub mod kv_gather;
 pub mod memory;
 pub mod ops;
@@ -191,6 +192,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     invariance::all(&session);
     ops::all(&session);
     kv_gather::all(&session);
+    kv_calibrate::all(&session);
     errors::all(&session);
 }
 
@@ -233,6 +235,8 @@ macro_rules! conformance_tests {
             page_copies: ops::page_copies,
             gathers: kv_gather::gathers,
             refuses_gathers: kv_gather::refuses_gathers,
+            calibrations: kv_calibrate::calibrations,
+            refuses_calibrations: kv_calibrate::refuses_calibrations,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,
