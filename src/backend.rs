@@ -4,10 +4,12 @@
 //! that all have in common, with a submit in each verb. It is sealed. Memory of different backends is never
 //! shared silently: [`Backend::upload`] and [`Backend::download`] are the copies.
 
+use std::ops::Range;
+
 use crate::layer::Layer;
 use crate::ops::{
-    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Project,
-    ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
+    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -227,5 +229,25 @@ pub trait Backend: sealed::Sealed {
         _args: &Prefill<'_, Self::Buffer>,
     ) -> Result<()> {
         Err(crate::Error::OpUnavailable { op: "prefill" })
+    }
+
+    /// Looks at the rows that `kv_append` would write, and adds to the counters of [`CalibrationStats`] in a buffer: the largest
+    /// finite magnitude, how many elements an e4m3 cache with that `k_scale` would saturate, and how many are not finite. The host
+    /// downloads [`CalibrationStats::BYTES`] when it likes, and makes a `k_scale` of them.
+    ///
+    /// # Errors
+    /// Those of [`Calibrate`]'s checks, [`crate::Error::Shape`] for a range of tokens that ends before it begins, and
+    /// [`crate::Error::OpUnavailable`].
+    ///
+    /// [`CalibrationStats`]: crate::CalibrationStats
+    /// [`CalibrationStats::BYTES`]: crate::CalibrationStats::BYTES
+    fn kv_calibrate(
+        &self,
+        spec: &CalibrateSpec,
+        tokens: Range<u32>,
+        args: &Calibrate<'_, Self::Buffer>,
+    ) -> Result<()> {
+        let _ = (spec, tokens, args);
+        Err(crate::Error::OpUnavailable { op: "kv_calibrate" })
     }
 }

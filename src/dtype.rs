@@ -132,13 +132,25 @@ pub struct Calibration {
 /// empty data gives 1.
 pub fn calibrate_k_scale(data: &[f32], power_of_two: bool) -> Calibration {
     let amax = data.iter().filter(|x| x.is_finite()).fold(0f32, |m, x| m.max(x.abs()));
-    let exact = amax / E4M3_MAX;
-    let k_scale = match (exact >= f32::MIN_POSITIVE, power_of_two) {
-        (false, _) => 1.0,
-        (true, false) => exact,
-        (true, true) => exact.log2().ceil().exp2(),
-    };
+    let k_scale = k_scale_of(amax, power_of_two);
     Calibration { k_scale, saturated: count_saturated(data, k_scale) }
+}
+
+/// The scale with which nothing of up to `amax` saturates.
+pub(crate) fn k_scale_of(amax: f32, power_of_two: bool) -> f32 {
+    let exact = amax / E4M3_MAX;
+    if exact < f32::MIN_POSITIVE {
+        return 1.0;
+    }
+    let below = f32::from_bits(exact.to_bits() & 0x7F80_0000);
+    // The quotient may have been rounded down, to a power of two even.
+    let too_small = |k_scale: f32| E4M3_MAX * k_scale < amax;
+    match power_of_two {
+        true if too_small(below) => 2.0 * below,
+        true => below,
+        false if too_small(exact) => exact.next_up(),
+        false => exact,
+    }
 }
 
 /// Finite elements that an e4m3 cache with this `k_scale` cannot hold.
@@ -182,5 +194,17 @@ mod tests {
         assert_eq!(calibrate_k_scale(&data, true).k_scale, 0.25);
         assert_eq!(calibrate_k_scale(&[0.0], true).k_scale, 1.0);
         assert_eq!(count_saturated(&data, 0.1), 1);
+        for e in -100..100 {
+            // 448 times a power of two, its neighbours, and others whose quotient is rounded either way.
+            let edge = 448.0 * (e as f32).exp2();
+            for amax in [edge.next_down(), edge, edge.next_up(), edge * 1.1, edge * 1.3, edge * 1.7] {
+                for power_of_two in [false, true] {
+                    let got = calibrate_k_scale(&[amax], power_of_two);
+                    assert_eq!(got.saturated, 0, "{amax}");
+                    assert!(448.0 * got.k_scale < amax * if power_of_two { 2.0 } else { 1.000_001 });
+                }
+            }
+            assert_eq!(calibrate_k_scale(&[edge], true).k_scale, (e as f32).exp2());
+        }
     }
 }

@@ -87,9 +87,9 @@ pub use error::{Error, Result};
 pub use kv_b_proj::KvBProj;
 pub use layer::{KvView, Layer, LseBase, Query, View};
 pub use ops::{
-    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, HeadDims, MergeStates,
-    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec,
-    WeightOrder, WeightView, check_copies,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CalibrationStats, CopySpec, Gather, GatherRange,
+    GatherSpec, HeadDims, MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend,
+    RopeAppendSpec, RopeLayout, RopeSpec, WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};

@@ -4,8 +4,11 @@ mod rope;
 
 pub use rope::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 
+mod kv_calibrate;
 mod kv_gather;
 
+pub(crate) use kv_calibrate::check_tokens;
+pub use kv_calibrate::{Calibrate, CalibrateSpec, CalibrationStats};
 pub use kv_gather::{Gather, GatherRange, GatherSpec};
 
 mod project;

@@ -3,11 +3,13 @@
 //! Values come in as f32, decoded from their dtype; results go out as f64. Arguments that contradict each other
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
+mod kv_calibrate;
 mod kv_gather;
 mod prefill;
 mod project;
 mod rope;
 
+pub use kv_calibrate::kv_calibrate;
 pub use kv_gather::{GatherPages, kv_gather};
 pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
 pub use project::{HeadProject, head_project};

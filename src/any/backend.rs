@@ -1,12 +1,14 @@
 //! [`Backend`] for [`AnyBackend`]: each verb is that of the backend that was chosen.
 
+use std::ops::Range;
+
 use super::parts::{Binding, Buffer, Decode, Part, Step};
 use super::{AnyBackend, Chosen, views};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{
-    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Project,
-    ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
+    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -173,5 +175,14 @@ impl Backend for AnyBackend {
         args: &Prefill<'_, Buffer>,
     ) -> Result<()> {
         on!(self, b => b.prefill_with(spec, variant, sequences, &views::prefill(args, &|any| own(b, any))?))
+    }
+
+    fn kv_calibrate(
+        &self,
+        spec: &CalibrateSpec,
+        tokens: Range<u32>,
+        args: &Calibrate<'_, Buffer>,
+    ) -> Result<()> {
+        on!(self, b => b.kv_calibrate(spec, tokens, &views::calibrate(args, &|any| own(b, any))?))
     }
 }

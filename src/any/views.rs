@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
-use crate::ops::{AppendLayer, Gather, MergeStates, Project, Rope, RopeAppend, WeightView};
+use crate::ops::{AppendLayer, Calibrate, Gather, MergeStates, Project, Rope, RopeAppend, WeightView};
 use crate::prefill::Prefill;
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
@@ -130,4 +130,12 @@ pub(super) fn prefill<'a, B, C>(
         lse: view(lse, own)?,
         softmax_scale: *softmax_scale,
     })
+}
+
+pub(super) fn calibrate<'a, B, C>(
+    args: &Calibrate<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<Calibrate<'a, C>> {
+    let Calibrate { kv_c, k_pe, k_scale, stats } = args;
+    Ok(Calibrate { kv_c: view(kv_c, own)?, k_pe: view(k_pe, own)?, k_scale: *k_scale, stats: own(*stats)? })
 }

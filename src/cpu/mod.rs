@@ -48,11 +48,13 @@ pub use buffer::Buffer;
 pub use decode::Decode;
 pub use step::Step;
 
+use std::ops::Range;
+
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{
-    AppendLayer, AppendSpec, CopySpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec,
-    Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CopySpec, Gather, GatherRange, GatherSpec,
+    MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -222,5 +224,14 @@ impl Backend for Cpu {
         args: &Prefill<'_, Buffer>,
     ) -> Result<()> {
         prefill::prefill(&self.pool, spec, decode::variant(variant)?, sequences, args)
+    }
+
+    fn kv_calibrate(
+        &self,
+        spec: &CalibrateSpec,
+        tokens: Range<u32>,
+        args: &Calibrate<'_, Buffer>,
+    ) -> Result<()> {
+        ops::kv_calibrate(&self.pool, spec, tokens, args)
     }
 }

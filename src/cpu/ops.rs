@@ -1,7 +1,9 @@
 //! The small ops on host memory.
 
+mod kv_calibrate;
 mod kv_gather;
 
+pub(super) use kv_calibrate::kv_calibrate;
 pub(super) use kv_gather::kv_gather;
 
 use std::sync::atomic::Ordering;

@@ -1,17 +1,18 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
+use std::ops::Range;
+
 use super::ops::{
-    AppendStep, CopySpec, CopyStep, GatherStep, HeadProject, KvAppend, KvCopyPages, KvGather,
-    MergeAttnStates, MlaPrefill, PrefillStep, ProjectStep,
+    AppendStep, CalibrateStep, CopySpec, CopyStep, GatherStep, HeadProject, KvAppend, KvCalibrate,
+    KvCopyPages, KvGather, MergeAttnStates, MlaPrefill, PrefillStep, ProjectStep,
 };
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::ops::{
-    AppendLayer, AppendSpec, Gather, GatherRange, GatherSpec, MergeStates, MergeStatesSpec, Project,
-    ProjectSpec,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
+    MergeStatesSpec, Project, ProjectSpec,
 };
-
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
@@ -185,6 +186,20 @@ impl Backend for Gpu {
         let binding = prefill.bind(&self.device, args, step.extent())?;
         prefill.check(&step, &binding)?;
         self.submit(|encoder| prefill.record(encoder, &step, &binding))
+    }
+
+    fn kv_calibrate(
+        &self,
+        spec: &CalibrateSpec,
+        tokens: Range<u32>,
+        args: &Calibrate<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let calibrate = KvCalibrate::new(&self.pipelines, *spec)?;
+        let mut step = CalibrateStep::default();
+        calibrate.prepare(&self.device, &self.queue, &mut step, tokens.clone())?;
+        let binding = calibrate.bind(&self.device, args, tokens.end)?;
+        calibrate.check(&step, &binding)?;
+        self.submit(|encoder| calibrate.record(encoder, &step, &binding))
     }
 }
 

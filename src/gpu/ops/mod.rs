@@ -1,5 +1,7 @@
 //! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`KvGather`].
 //! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`]; and [`MlaPrefill`].
+//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
+//! [`KvGather`].
 //!
 //! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
 //! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.
@@ -7,6 +9,7 @@
 mod args;
 mod head_project;
 mod kv_append;
+mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
 mod merge_attn_states;
@@ -16,6 +19,7 @@ mod table;
 pub use crate::ops::CopySpec;
 pub use head_project::{HeadProject, ProjectBinding, ProjectStep};
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
+pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
@@ -105,6 +109,7 @@ pub(crate) fn every_source() -> Vec<Source> {
     all.extend(kv_gather::every_source());
     all.extend(head_project::every_source());
     all.extend(prefill::every_source());
+    all.extend(kv_calibrate::every_source());
     all
 }
 
@@ -136,8 +141,9 @@ mod tests {
         }
         let counts: Vec<_> = labels.iter().map(|(entry, labels)| (*entry, labels.len())).collect();
         let want = [
-            ("head_project", 27 * 2 * 2),            // dtypes, tiles, orders
-            ("kv_append", 3 * 4),                    // inputs into caches
+            ("head_project", 27 * 2 * 2), // dtypes, tiles, orders
+            ("kv_append", 3 * 4),         // inputs into caches
+            ("kv_calibrate", 3),
             ("kv_copy_pages", 2 * Dtype::ALL.len()), // two widths
             ("kv_gather", 13),                       // all pairs but three into e4m3
             ("merge_attn_states", 3 * 2),            // units and words
@@ -167,6 +173,7 @@ mod tests {
                 "kv_gather" => kv_gather::host_layout(),
                 "head_project" => head_project::host_layout(),
                 "mla_prefill" => prefill::host_layout(),
+                "kv_calibrate" => kv_calibrate::host_layout(),
                 _ => kv_copy_pages::host_layout(),
             };
             let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();

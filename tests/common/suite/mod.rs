@@ -6,6 +6,7 @@
 pub mod decode;
 pub mod errors;
 pub mod invariance;
+pub mod kv_calibrate;
 pub mod kv_gather;
 pub mod memory;
 pub mod ops;
@@ -195,6 +196,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     kv_gather::all(&session);
     project::all(&session);
     prefill::all(&session);
+    kv_calibrate::all(&session);
     errors::all(&session);
 }
 
@@ -243,6 +245,8 @@ macro_rules! conformance_tests {
             prefill_shapes: prefill::shapes,
             prefill_hard_data: prefill::hard_data,
             prefill_errors: prefill::errors,
+            calibrations: kv_calibrate::calibrations,
+            refuses_calibrations: kv_calibrate::refuses_calibrations,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,

@@ -1,0 +1,60 @@
+//! `kv_calibrate` on host memory.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::Result;
+use crate::cpu::bind::Rows;
+use crate::cpu::buffer::{Access, Buffer, lock};
+use crate::cpu::pool::Pool;
+use crate::ops::{Calibrate, CalibrateSpec, check_tokens};
+
+/// See [`crate::Backend::kv_calibrate`].
+pub(in crate::cpu) fn kv_calibrate(
+    pool: &Pool,
+    spec: &CalibrateSpec,
+    tokens: Range<u32>,
+    args: &Calibrate<'_, Buffer>,
+) -> Result<()> {
+    spec.check()?;
+    let count = check_tokens(&tokens)?;
+    args.check(spec, tokens.end, Buffer::bytes)?;
+    args.check_aliases(spec, Buffer::same_as)?;
+
+    let k_pe = args.rotary(spec);
+    let (read, write) = (Access::Read, Access::Write);
+    let locked = lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.stats, write)]);
+    let parts = [
+        (locked.bytes(0), Rows::of(&args.kv_c), spec.shape.kv_lora_rank as usize),
+        (locked.bytes(1), Rows::of(&k_pe), spec.shape.qk_rope_head_dim as usize),
+    ];
+    let (words, limit) = (locked.words(2), args.limit());
+    pool.for_each(count as usize, |_, token| {
+        let (mut amax, mut saturated, mut non_finite, mut elements) = (0f32, 0, 0, 0);
+        for (from, rows, dim) in parts {
+            let at = rows.at(tokens.start as usize + token, 0);
+            for x in (0..dim).map(|i| spec.input.decode_at(from, at + i).abs()) {
+                if x.is_finite() {
+                    amax = amax.max(x);
+                    saturated += u32::from(x > limit);
+                } else {
+                    non_finite += 1;
+                }
+            }
+            elements += dim as u32;
+        }
+        // The bits of numbers from 0 up are in their order.
+        words[0].fetch_max(amax.to_bits(), Ordering::Relaxed);
+        for (at, n) in [(2, saturated), (4, non_finite), (6, elements)] {
+            add(&words[at..at + 2], n);
+        }
+    });
+    Ok(())
+}
+
+/// Adds to a count in two words.
+fn add(words: &[AtomicU32], n: u32) {
+    if words[0].fetch_add(n, Ordering::Relaxed).checked_add(n).is_none() {
+        words[1].fetch_add(1, Ordering::Relaxed);
+    }
+}
