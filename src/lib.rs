@@ -67,6 +67,7 @@ pub mod gpu;
 mod kernel;
 mod kv_b_proj;
 pub mod layer;
+pub mod mla_layer;
 pub mod ops;
 mod pages;
 pub mod plan;
@@ -86,6 +87,7 @@ pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated
 pub use error::{Error, Result};
 pub use kv_b_proj::KvBProj;
 pub use layer::{KvView, Layer, LseBase, Query, View};
+pub use mla_layer::{LayerArgs, LayerBatch, LayerPlan, MlaLayer, MlaLayerSpec};
 pub use ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CalibrationStats, CopySpec, Gather, GatherRange,
     GatherSpec, HeadDims, MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend,

@@ -5,12 +5,14 @@
 
 mod kv_calibrate;
 mod kv_gather;
+mod layer;
 mod prefill;
 mod project;
 mod rope;
 
 pub use kv_calibrate::kv_calibrate;
 pub use kv_gather::{GatherPages, kv_gather};
+pub use layer::{LayerSequence, mla_layer};
 pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
 pub use project::{HeadProject, head_project};
 pub use rope::{Rotation, rope};

@@ -4,7 +4,7 @@ use super::{Batch, DIRECT, Merge, Plan, Visibility, WorkItem, countable};
 use crate::{Error, MlaSpec, Result};
 
 impl Plan {
-    pub(super) fn check_batch(&mut self, spec: &MlaSpec, batch: &Batch<'_>) -> Result<()> {
+    pub(crate) fn check_batch(&mut self, spec: &MlaSpec, batch: &Batch<'_>) -> Result<()> {
         let starts = batch.query_start_loc;
         if starts.len() != batch.seq_lens.len() + 1 {
             return Err(Error::Length {

@@ -8,6 +8,7 @@ pub mod errors;
 pub mod invariance;
 pub mod kv_calibrate;
 pub mod kv_gather;
+pub mod layer;
 pub mod memory;
 pub mod ops;
 pub mod prefill;
@@ -197,6 +198,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     project::all(&session);
     prefill::all(&session);
     kv_calibrate::all(&session);
+    layer::all(&session);
     errors::all(&session);
 }
 
@@ -247,6 +249,8 @@ macro_rules! conformance_tests {
             prefill_errors: prefill::errors,
             calibrations: kv_calibrate::calibrations,
             refuses_calibrations: kv_calibrate::refuses_calibrations,
+            layers: layer::layers,
+            layer_workspaces: layer::layer_workspaces,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,

@@ -1,0 +1,122 @@
+//! The whole attention layer: what a model's MLA layer does between its projections and `o_proj`.
+//!
+//! ```text
+//! q [T, H, P + R], kv_c [T, L] (normed), k_pe [T, R]  ->  out [T, H, V]
+//!
+//! all tokens     q_pe, k_pe = rope(q_pe, k_pe); kv_cache[slot_mapping] = kv_c ++ k_pe            rope_append
+//! decodes        ql = q_nope . W_UK; o = attention over the cache; out = o . W_UV                absorb, mla_decode, v_up
+//! prefills       by chunks: rows = kv_cache[pages]; k, v = rows . W_UK, rows . W_UV;             kv_gather, k_up, v_up
+//!                attention over k, v; merged with that of the chunks before, by LSE              mla_prefill, merge_attn_states
+//! ```
+//!
+//! Both halves compute the same (DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C): the first reads the fewest bytes a
+//! token of the cache, the second does the least arithmetic a pair of tokens.
+
+mod plan;
+mod run;
+
+pub use plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
+pub use run::MlaLayer;
+
+use crate::layer::{KvView, View};
+use crate::ops::{HeadDims, RopeLayout};
+use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
+
+/// What a layer is compiled for: the same for all layers of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MlaLayerSpec {
+    /// Heads and the dims of the cache.
+    pub shape: MlaShape,
+    /// `P`, elements of a head's query that do not rotate.
+    pub qk_nope_head_dim: u32,
+    /// `V`, elements of a head's value.
+    pub v_head_dim: u32,
+    /// The paged cache.
+    pub kv: KvSpec,
+    /// Dtype of queries, new rows and output, and of everything between: f32, f16 or bf16.
+    pub dtype: Dtype,
+    /// Dtype of `kv_b_proj` as it was prepared: f32, f16 or bf16.
+    pub weight: Dtype,
+    /// Which elements rotate together.
+    pub rope: RopeLayout,
+    /// Sequences of at most so many query tokens are decoded in absorbed form, the others prefilled. 1 is usual; 2 or more with
+    /// speculative tokens.
+    pub decode_threshold: u32,
+    /// Bytes that the keys and values of prefills may take: at least [`MlaLayerSpec::workspace_row_bytes`] times a page.
+    pub workspace_bytes: u64,
+}
+
+impl MlaLayerSpec {
+    /// Bytes of one token in the workspace: its row of the cache and, for each head, its key and value.
+    pub const fn workspace_row_bytes(&self) -> u64 {
+        let heads = self.shape.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64);
+        (self.shape.row_elems() as u64 + heads) * self.dtype.bytes() as u64
+    }
+
+    /// Rows that the workspace holds.
+    pub(crate) fn workspace_rows(&self) -> u32 {
+        // Kernels count its elements in 32 bits.
+        let most = i32::MAX as u64 / (self.workspace_row_bytes() / self.dtype.bytes() as u64);
+        (self.workspace_bytes / self.workspace_row_bytes()).min(most) as u32
+    }
+
+    /// The dims of `kv_b_proj`.
+    pub(crate) const fn dims(&self) -> HeadDims {
+        HeadDims {
+            num_heads: self.shape.num_heads,
+            kv_lora_rank: self.shape.kv_lora_rank,
+            qk_nope_head_dim: self.qk_nope_head_dim,
+            v_head_dim: self.v_head_dim,
+        }
+    }
+
+    /// The decode in absorbed form.
+    pub const fn mla(&self) -> MlaSpec {
+        MlaSpec { shape: self.shape, kv: self.kv, query: self.dtype, out: self.dtype }
+    }
+
+    /// # Errors
+    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
+    pub fn check(&self) -> Result<()> {
+        self.mla().check()?;
+        for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
+            if got == Dtype::E4m3 {
+                return Err(Error::DtypeUnsupported { what, got, cure: "use f32, f16 or bf16" });
+            }
+        }
+        for (what, got) in [("qk_nope_head_dim", self.qk_nope_head_dim), ("v_head_dim", self.v_head_dim)] {
+            if !(8..=256).contains(&got) || !got.is_multiple_of(8) {
+                let got = got.into();
+                return Err(Error::Shape { what, got, cure: "must be a multiple of 8 in 8..=256" });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One layer of a model: what its attention reads and writes. `T` is the number of query tokens of a batch.
+#[derive(Debug)]
+pub struct LayerArgs<'a, B> {
+    /// `[T, H, P]`, the part of the query that does not rotate.
+    pub q_nope: View<'a, B>,
+    /// `[T, H, R]`, not yet rotated; usually of the same buffer.
+    pub q_pe: View<'a, B>,
+    /// `[T, L]`, normed: the latent rows of the new tokens.
+    pub kv_c: View<'a, B>,
+    /// `[T, R]`, not yet rotated.
+    pub k_pe: View<'a, B>,
+    /// The layer's cache.
+    pub kv: KvView<'a, B>,
+    /// `[H, P + V, L]` as [`crate::KvBProj`] prepares it.
+    pub kv_b_proj: &'a B,
+    /// f32 `[max_position, R]`, as [`crate::RopeTable`] makes it.
+    pub cos_sin: &'a B,
+    /// Positions in `cos_sin`.
+    pub max_position: u32,
+    /// `[T, H, V]`, the output.
+    pub out: View<'a, B>,
+    /// Factor of the logits; see [`crate::softmax_scale`].
+    pub softmax_scale: f32,
+    /// Factor of every cache element; 1 unless the cache is e4m3.
+    pub k_scale: f32,
+}

@@ -1,0 +1,291 @@
+//! The whole layer against its f64 oracle, over several steps of sequences that grow, fork and share pages.
+
+use wgpu_mla::layer::{KvView, View};
+use wgpu_mla::ops::RopeLayout;
+use wgpu_mla::reference::{LayerSequence, mla_layer};
+use wgpu_mla::{
+    Backend, Dtype, KvSpec, LayerArgs, LayerBatch, MlaLayer, MlaLayerSpec, MlaShape, PagePool, Policy, SeqId,
+};
+
+use super::Session;
+use crate::common::close::{Tolerance, close};
+use crate::common::paint::Rng;
+
+const MAX_POSITION: u32 = 128;
+
+/// Every group of this file.
+pub fn all<B: Backend>(session: &Session<'_, B>) {
+    layers(session);
+    layer_workspaces(session);
+}
+
+fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> MlaLayerSpec {
+    let spec = MlaLayerSpec {
+        shape: MlaShape { num_heads: 3, kv_lora_rank: 256, qk_rope_head_dim: 32 },
+        qk_nope_head_dim: 16,
+        v_head_dim: 24,
+        kv: KvSpec { dtype: cache, page_size: 8, num_pages: 40 },
+        dtype,
+        weight: dtype,
+        rope,
+        decode_threshold: 2,
+        workspace_bytes: 0,
+    };
+    MlaLayerSpec { workspace_bytes: workspace_rows * spec.workspace_row_bytes(), ..spec }
+}
+
+/// A layer's weights and cache on a backend, and what the oracle needs to know of them.
+struct Rig<'a, B: Backend> {
+    backend: &'a B,
+    spec: MlaLayerSpec,
+    pool: PagePool,
+    rng: Rng,
+    k_scale: f32,
+    weight: Vec<f64>,
+    cos_sin: Vec<f32>,
+    kv: B::Buffer,
+    weight_buffer: B::Buffer,
+    cos_sin_buffer: B::Buffer,
+}
+
+/// Random values as a dtype holds them, and their bytes.
+fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec<u8>) {
+    let values: Vec<f32> = (0..count).map(|_| rng.randn() * scale).collect();
+    let bytes = dtype.encode_all(&values);
+    (dtype.decode_all(&bytes).into_iter().map(f64::from).collect(), bytes)
+}
+
+impl<'a, B: Backend> Rig<'a, B> {
+    fn new(backend: &'a B, spec: MlaLayerSpec, seed: u64) -> Result<Self, wgpu_mla::Error> {
+        let mut rng = Rng(seed);
+        let shape = spec.shape;
+        let (latent, rope) = (shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize);
+        let rows = (shape.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)) as usize;
+        let (weight, bytes) = draw(&mut rng, spec.weight, rows * latent, 1.0 / 16.0);
+        let weight_buffer = uploaded(backend, &bytes)?;
+        let mut cos_sin = Vec::new();
+        for position in 0..MAX_POSITION {
+            let angle = |i: usize| f64::from(position) * 10_000f64.powf(-2.0 * i as f64 / rope as f64);
+            cos_sin.extend((0..rope / 2).map(|i| angle(i).cos() as f32));
+            cos_sin.extend((0..rope / 2).map(|i| angle(i).sin() as f32));
+        }
+        let cos_sin_buffer = uploaded(backend, bytemuck::cast_slice(&cos_sin))?;
+        // Rows that were never written hold NaN.
+        let elems = spec.kv.num_slots() as usize * shape.row_elems() as usize;
+        let kv = uploaded(backend, &spec.kv.dtype.encode_all(&vec![f32::NAN; elems]))?;
+        Ok(Self {
+            backend,
+            spec,
+            pool: PagePool::new(spec.kv)?,
+            rng,
+            k_scale: if spec.kv.dtype == Dtype::E4m3 { 1.0 / 128.0 } else { 1.0 },
+            weight,
+            cos_sin,
+            kv,
+            weight_buffer,
+            cos_sin_buffer,
+        })
+    }
+
+    /// One step: `new` tokens a sequence. The output `[T, H, V]` and what the oracle says of it.
+    fn step(
+        &mut self,
+        layer: &mut MlaLayer<B>,
+        requests: &[(SeqId, u32)],
+        policy: Policy,
+    ) -> Result<(Vec<f32>, Vec<f64>), wgpu_mla::Error> {
+        let (spec, backend) = (self.spec, self.backend);
+        let (heads, nope) = (spec.shape.num_heads as usize, spec.qk_nope_head_dim as usize);
+        let (latent, rope) = (spec.shape.kv_lora_rank as usize, spec.shape.qk_rope_head_dim as usize);
+        let (value, row_elems) = (spec.v_head_dim as usize, latent + rope);
+
+        let seqs: Vec<SeqId> = requests.iter().map(|&(seq, _)| seq).collect();
+        let mut tokens = Vec::new();
+        let mut loc = vec![0i32];
+        for &(seq, count) in requests {
+            let append = self.pool.append(seq, count)?;
+            let view = KvView::dense(&self.kv, &spec.mla());
+            backend.kv_copy_pages(&spec.kv, spec.shape.row_elems(), append.copies(), &view)?;
+            tokens.push((seq, append.tokens));
+            loc.push(loc[loc.len() - 1] + count as i32);
+        }
+        let total = loc[loc.len() - 1] as usize;
+        let slots = self.pool.slot_mapping(&tokens)?;
+        let (table, lens) = (self.pool.block_table(&seqs, -1)?, self.pool.seq_lens(&seqs)?);
+        let shared = self.pool.shared_prefixes(&seqs)?;
+
+        let (q, q_bytes) = draw(&mut self.rng, spec.dtype, total * heads * (nope + rope), 0.7);
+        let (_, kv_c_bytes) = draw(&mut self.rng, spec.dtype, total * latent, 0.3);
+        let (_, k_pe_bytes) = draw(&mut self.rng, spec.dtype, total * rope, 0.5);
+        let [q_buffer, kv_c, k_pe] =
+            [&q_bytes, &kv_c_bytes, &k_pe_bytes].map(|bytes| uploaded(backend, bytes));
+        let (q_buffer, kv_c, k_pe) = (q_buffer?, kv_c?, k_pe?);
+        let out_bytes = total * heads * value * spec.dtype.bytes();
+        let out = backend.buffer(out_bytes as u64)?;
+        let batch = LayerBatch {
+            seq_lens: &lens,
+            query_start_loc: &loc,
+            slot_mapping: &slots,
+            pages: table.page_table(),
+            shared_prefixes: &shared,
+        };
+        layer.prepare(backend, &batch, policy)?;
+        let q_nope = View::dense(&q_buffer, heads as u32, (nope + rope) as u32);
+        let softmax_scale = wgpu_mla::softmax_scale(nope as u32, rope as u32, 1.0, 1.0);
+        let args = LayerArgs {
+            q_nope,
+            q_pe: View { offset: nope as u64, ..q_nope },
+            kv_c: View::dense(&kv_c, 1, latent as u32),
+            k_pe: View::dense(&k_pe, 1, rope as u32),
+            kv: KvView::dense(&self.kv, &spec.mla()),
+            kv_b_proj: &self.weight_buffer,
+            cos_sin: &self.cos_sin_buffer,
+            max_position: MAX_POSITION,
+            out: View::dense(&out, heads as u32, value as u32),
+            softmax_scale,
+            k_scale: self.k_scale,
+        };
+        layer.run(backend, &args)?;
+        assert!(layer.workspace_bytes() <= spec.workspace_bytes, "the workspace is over its budget");
+
+        let got = spec.dtype.decode_all(&backend.download(&out, out_bytes.next_multiple_of(4) as u64)?);
+        let size = spec.kv.num_slots() as usize * row_elems * spec.kv.dtype.bytes();
+        let cache = spec.kv.dtype.decode_all(&backend.download(&self.kv, size.next_multiple_of(4) as u64)?);
+        let mut want = Vec::new();
+        for (i, (seq, positions)) in tokens.iter().enumerate() {
+            let page_size = spec.kv.page_size as usize;
+            let pages = self.pool.pages(*seq)?;
+            let rows: Vec<f64> = (0..lens[i] as usize)
+                .flat_map(|token| {
+                    let slot = pages[token / page_size] as usize * page_size + token % page_size;
+                    cache[slot * row_elems..][..row_elems]
+                        .iter()
+                        .map(|&x| f64::from(x) * f64::from(self.k_scale))
+                })
+                .collect();
+            let queries =
+                &q[loc[i] as usize * heads * (nope + rope)..loc[i + 1] as usize * heads * (nope + rope)];
+            let q_nope: Vec<f64> = queries.chunks(nope + rope).flat_map(|row| row[..nope].to_vec()).collect();
+            let q_pe: Vec<f64> = queries
+                .chunks(nope + rope)
+                .zip(0..)
+                .flat_map(|(row, index)| self.rotated(&row[nope..], positions.start as usize + index / heads))
+                .collect();
+            want.extend(mla_layer(&LayerSequence {
+                num_heads: heads,
+                kv_lora_rank: latent,
+                qk_rope_head_dim: rope,
+                qk_nope_head_dim: nope,
+                v_head_dim: value,
+                q_nope: &q_nope,
+                q_pe: &q_pe,
+                rows: &rows,
+                kv_b_proj: &self.weight,
+                visible: &positions.clone().map(|position| position as usize + 1).collect::<Vec<_>>(),
+                softmax_scale: softmax_scale.into(),
+            }));
+        }
+        Ok((got, want))
+    }
+
+    fn rotated(&self, x: &[f64], position: usize) -> Vec<f64> {
+        let rope = x.len();
+        let table = &self.cos_sin[position * rope..][..rope];
+        let mut y = vec![0.0; rope];
+        for i in 0..rope / 2 {
+            let (a, b) = match self.spec.rope {
+                RopeLayout::Interleaved => (2 * i, 2 * i + 1),
+                RopeLayout::HalfSplit => (i, i + rope / 2),
+            };
+            let (cos, sin) = (f64::from(table[i]), f64::from(table[rope / 2 + i]));
+            y[a] = x[a] * cos - x[b] * sin;
+            y[b] = x[b] * cos + x[a] * sin;
+        }
+        y
+    }
+
+    /// A life: prompts, a prompt in parts beside decodes, a fork that diverges. The outputs of all steps.
+    fn life(&mut self, policy: Policy) -> Result<Vec<(Vec<f32>, Vec<f64>)>, wgpu_mla::Error> {
+        let mut layer = MlaLayer::new(self.backend, &self.spec)?;
+        let [a, b, c] = [(); 3].map(|()| self.pool.add());
+        let mut steps = vec![self.step(&mut layer, &[(a, 37), (b, 1), (c, 20)], policy)?];
+        steps.push(self.step(&mut layer, &[(b, 18), (a, 1), (c, 2)], policy)?);
+        // They share pages, the last of which only in part: the first to write it copies it.
+        let d = self.pool.fork(a)?;
+        steps.push(self.step(&mut layer, &[(a, 1), (d, 1), (c, 1), (b, 7)], policy)?);
+        steps.push(self.step(&mut layer, &[(d, 5), (a, 1), (c, 0)], policy)?);
+        steps.push(self.step(&mut layer, &[(a, 1), (c, 1), (d, 1)], policy)?);
+        Ok(steps)
+    }
+}
+
+fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer, wgpu_mla::Error> {
+    let mut padded = bytes.to_vec();
+    padded.resize(bytes.len().next_multiple_of(4), 0);
+    let buffer = backend.buffer(padded.len() as u64)?;
+    backend.upload(&buffer, 0, &padded)?;
+    Ok(buffer)
+}
+
+fn tolerance(spec: &MlaLayerSpec) -> Tolerance {
+    match spec.dtype {
+        Dtype::F32 => {
+            Tolerance { abs: 0.0, rel: 0.0, row: Some((spec.v_head_dim as usize, 2e-5)), cos: 1e-9 }
+        }
+        // As a decode that rounds its weights.
+        dtype => Tolerance::decode(dtype, dtype, dtype, true, 1.0, 1),
+    }
+}
+
+/// Dtypes and rotary layouts.
+pub fn layers<B: Backend>(session: &Session<'_, B>) {
+    let (interleaved, half) = (RopeLayout::Interleaved, RopeLayout::HalfSplit);
+    for (dtype, cache, rope) in [
+        (Dtype::F32, Dtype::F16, interleaved),
+        (Dtype::F16, Dtype::E4m3, half),
+        (Dtype::Bf16, Dtype::Bf16, interleaved),
+    ] {
+        let spec = spec(dtype, cache, rope, 64);
+        let steps = Rig::new(session.backend, spec, 7).and_then(|mut rig| rig.life(Policy::Auto));
+        match steps {
+            Ok(steps) => {
+                for (index, (got, want)) in steps.iter().enumerate() {
+                    let report = close("out", got, want, &tolerance(&spec)).into_result().map(drop);
+                    session.note(&format!("{dtype} over {cache}, step {index}"), report);
+                }
+            }
+            Err(error) => session.note(&format!("{dtype} over {cache}"), Err(error.to_string())),
+        }
+    }
+    session.finish("layers");
+}
+
+/// What the workspace holds changes nothing but the last bits, and with splits of a fixed length not even those.
+pub fn layer_workspaces<B: Backend>(session: &Session<'_, B>) {
+    for (policy, rows) in [(Policy::Auto, [8, 24]), (Policy::FixedTokens(8), [8, 41])] {
+        let life = |rows: u64| {
+            let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, rows);
+            Rig::new(session.backend, spec, 9).and_then(|mut rig| rig.life(policy))
+        };
+        match (life(rows[0]), life(rows[1])) {
+            (Ok(small), Ok(large)) => {
+                let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 8);
+                for (index, (small, large)) in small.iter().zip(&large).enumerate() {
+                    let name = format!("{policy:?}, step {index}");
+                    let report = close("out", &small.0, &small.1, &tolerance(&spec)).into_result().map(drop);
+                    session.note(&format!("{name}: small"), report);
+                    let report = close("out", &large.0, &large.1, &tolerance(&spec)).into_result().map(drop);
+                    session.note(&format!("{name}: large"), report);
+                    if policy != Policy::Auto {
+                        let same = small.0.iter().zip(&large.0).all(|(a, b)| a.to_bits() == b.to_bits());
+                        let what =
+                            if same { Ok(()) } else { Err("bits differ with the workspace".to_owned()) };
+                        session.note(&format!("{name}: bits"), what);
+                    }
+                }
+            }
+            (Err(error), _) | (_, Err(error)) => session.note(&format!("{policy:?}"), Err(error.to_string())),
+        }
+    }
+    session.finish("workspaces of layers");
+}
