@@ -1,10 +1,12 @@
 //! [`Backend`] for [`Gpu`]: each verb with a submit of its own.
 
 use super::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use super::ops::{Rotate, RotateAppend, RotateStep};
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
+use crate::ops::{Rope, RopeAppend, RopeAppendSpec, RopeSpec};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, KvView, Layer, MlaSpec, Result};
@@ -117,6 +119,29 @@ impl Backend for Gpu {
         let binding = append.bind(&self.device, layer, step.num_tokens())?;
         append.check(&step, &binding)?;
         self.submit(|encoder| append.record(encoder, &step, &binding))
+    }
+
+    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, wgpu::Buffer>) -> Result<()> {
+        let rotate = Rotate::new(&self.pipelines, *spec)?;
+        let binding = rotate.bind(&self.device, args)?;
+        let mut step = RotateStep::default();
+        rotate.prepare(&self.device, &self.queue, &mut step, 0, args.num_tokens)?;
+        rotate.check(&step, &binding)?;
+        self.submit(|encoder| rotate.record(encoder, &step, &binding))
+    }
+
+    fn rope_append(
+        &self,
+        spec: &RopeAppendSpec,
+        slot_mapping: &[i64],
+        args: &RopeAppend<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let rotate = RotateAppend::new(&self.pipelines, *spec)?;
+        let mut step = AppendStep::default();
+        rotate.prepare(&self.device, &self.queue, &mut step, slot_mapping)?;
+        let binding = rotate.bind(&self.device, args, step.num_tokens())?;
+        rotate.check(&step, &binding)?;
+        self.submit(|encoder| rotate.record(encoder, &step, &binding))
     }
 
     fn kv_copy_pages(

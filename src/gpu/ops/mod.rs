@@ -1,18 +1,23 @@
-//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`].
+//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`Rotate`], [`RotateAppend`].
 //!
 //! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
 //! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.
 
 mod args;
+mod e4m3_scale;
 mod kv_append;
 mod kv_copy_pages;
 mod merge_attn_states;
+mod rope;
+mod rope_append;
 mod table;
 
 pub use crate::ops::CopySpec;
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+pub use rope::{Rotate, RotateBinding, RotateStep};
+pub use rope_append::{RotateAppend, RotateAppendBinding};
 
 use super::Pipelines;
 use super::scope::scoped;
@@ -94,6 +99,8 @@ pub(crate) fn every_source() -> Vec<Source> {
     let mut all = merge_attn_states::every_source();
     all.extend(kv_append::every_source());
     all.extend(kv_copy_pages::every_source());
+    all.extend(rope::every_source());
+    all.extend(rope_append::every_source());
     all
 }
 
@@ -122,8 +129,9 @@ mod tests {
         let mut labels: Vec<String> = every_source().iter().map(|source| source.label.clone()).collect();
         labels.sort();
         labels.dedup();
-        // merge: units and words; append: 3 inputs into 4 caches; copies: two widths
-        assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len(), "{labels:?}");
+        // merge: units and words; append: 3 inputs into 4 caches; copies: two widths; rope: 2 layouts, 2 places
+        let ropes = 2 * 2 * 3 * (1 + 3 * 4);
+        assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len() + ropes, "{labels:?}");
         for source in every_source() {
             assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
             let module = parse(&source);
@@ -141,15 +149,15 @@ mod tests {
     #[test]
     fn host_and_shader_agree_on_the_parameters() {
         for source in every_source() {
-            let (name, host, size) = match source.entry {
-                "merge_attn_states" => merge_attn_states::host_layout(),
-                "kv_append" => kv_append::host_layout(),
-                _ => kv_copy_pages::host_layout(),
+            let append = [kv_append::host_layout(), e4m3_scale::host_layout()];
+            let layouts = match source.entry {
+                "merge_attn_states" => vec![merge_attn_states::host_layout()],
+                "kv_append" => append.into(),
+                "rope" => vec![rope::host_layout()],
+                "rope_append" => [&append[..], &[rope::host_layout(), rope_append::host_layout()]].concat(),
+                _ => vec![kv_copy_pages::host_layout()],
             };
-            let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
-            assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
-            if source.entry == "kv_append" {
-                let (name, host, size) = kv_append::host_scale_layout();
+            for (name, host, size) in layouts {
                 let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
                 assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
             }

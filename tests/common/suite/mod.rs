@@ -1,6 +1,6 @@
 //! One conformance suite for every backend.
 //!
-//! Each `pub fn` of [`decode`], [`invariance`], [`ops`] and [`errors`] that takes a [`Session`] is one group of
+//! Each `pub fn` of [`decode`], [`invariance`], [`ops`], [`rope`] and [`errors`] that takes a [`Session`] is one group of
 //! checks; it runs all of them and then panics with every failure. [`conformance`] runs all groups.
 
 pub mod decode;
@@ -8,6 +8,7 @@ pub mod errors;
 pub mod invariance;
 pub mod memory;
 pub mod ops;
+pub mod rope;
 pub mod run;
 
 use std::cell::{Cell, RefCell};
@@ -189,6 +190,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     decode::all(&session);
     invariance::all(&session);
     ops::all(&session);
+    rope::all(&session);
     errors::all(&session);
 }
 
@@ -229,10 +231,13 @@ macro_rules! conformance_tests {
             merges: ops::merges,
             appends: ops::appends,
             page_copies: ops::page_copies,
+            rotations: rope::rotations,
+            rotated_appends: rope::rotated_appends,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,
             refuses_ops: errors::ops,
+            refuses_rotations: rope::refusals,
         );
     };
     (@groups $backend:expr, $variant:expr, $every_pair:expr, $($name:ident: $($group:ident)::+,)*) => {$(
