@@ -15,6 +15,7 @@ mod append;
 mod copy;
 mod errors;
 mod merge;
+mod rope;
 mod round;
 
 const SHAPE: MlaShape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
