@@ -155,10 +155,65 @@ impl Rotates for Gpu {
     }
 }
 
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use super::{Call, Result, Rotates, Shape, support::cuda::Launches};
+    use wgpu_mla::cuda::ops::{
+        AppendStep, Rotate, RotateAppend, RotateAppendBinding, RotateBinding, RotateStep,
+    };
+    use wgpu_mla::cuda::{Buffer, Cuda};
+
+    pub enum Op {
+        Rope(Rotate, RotateStep),
+        Fused(RotateAppend, AppendStep),
+    }
+
+    pub enum Bound {
+        Rope(RotateBinding),
+        Fused(RotateAppendBinding),
+    }
+
+    impl Rotates for Cuda {
+        type Op = Op;
+        type Bound = Bound;
+
+        fn op(&self, shape: &Shape) -> Result<Op> {
+            let Some(cache) = shape.cache else {
+                let rotate = Rotate::new(self, shape.rope())?;
+                let mut step = rotate.step(shape.tokens)?;
+                rotate.prepare(&mut step, 0, shape.tokens)?;
+                return Ok(Op::Rope(rotate, step));
+            };
+            let rotate = RotateAppend::new(self, shape.fused(cache))?;
+            let mut step = rotate.step(shape.tokens)?;
+            rotate.prepare(&mut step, &shape.slots())?;
+            Ok(Op::Fused(rotate, step))
+        }
+
+        fn bound(&self, op: &Op, call: &Call<'_, Buffer>, tokens: u32) -> Result<Bound> {
+            match (op, call) {
+                (Op::Rope(rotate, _), Call::Rope(args)) => Ok(Bound::Rope(rotate.bind(args)?)),
+                (Op::Fused(rotate, _), Call::Fused(args)) => Ok(Bound::Fused(rotate.bind(args, tokens)?)),
+                _ => Err("an op and a call of another".into()),
+            }
+        }
+
+        fn record(op: &Op, launches: &mut Launches, bound: &Bound) {
+            match (op, bound) {
+                (Op::Rope(rotate, step), Bound::Rope(bound)) => launches.add(rotate.record(step, bound)),
+                (Op::Fused(rotate, step), Bound::Fused(bound)) => launches.add(rotate.record(step, bound)),
+                _ => {}
+            }
+        }
+    }
+}
+
 fn main() {
     let args = Args::parse();
     let done = match args.backend.as_str() {
         "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
+        #[cfg(feature = "cuda")]
+        "cuda" => wgpu_mla::cuda::Cuda::new(0).map_err(Into::into).and_then(|cuda| run(&cuda, &args)),
         other => Err(format!("--backend {other}: wgpu, or cuda with that feature").into()),
     };
     if let Err(error) = done {
