@@ -8,27 +8,13 @@
 // all are loaded before the first is converted.
 //
 // Prelude: GROUP, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE.
-// Libs: grid, round, in_*, out_*, convert_*.
-
-struct AppendParams {
-    scale: E4m3Scale,
-    kv_base_quads: u32,
-    kv_block_stride_quads: u32,
-    kv_c_base_quads: u32,
-    kv_c_stride_quads: u32,
-    k_pe_base_quads: u32,
-    k_pe_stride_quads: u32,
-    max_tokens: u32,
-    reserved: u32,
-}
+// Libs: grid, round, in_*, out_*, convert_*, append.
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then a slot a token
 @group(1) @binding(0) var<uniform> params: AppendParams;
 @group(1) @binding(1) var<storage, read> kv_c: array<InQuad>; // [tokens, L / 4], strided
 @group(1) @binding(2) var<storage, read> k_pe: array<InQuad>; // [tokens, R / 4], strided
 @group(1) @binding(3) var<storage, read_write> kv: array<OutQuad>; // [num_pages, page_size, (L + R) / 4], pages strided
-
-const NO_SLOT = 0xFFFFFFFFu;
 
 @compute @workgroup_size(GROUP)
 fn kv_append(
@@ -64,9 +50,7 @@ fn kv_append(
         // A skipped token has none. The host proved the others; the bound keeps a table of another pool harmless too.
         let slot = slots[i];
         if slot < NUM_SLOTS {
-            let page = slot / PAGE_SIZE;
-            let row = params.kv_base_quads + page * params.kv_block_stride_quads + (slot % PAGE_SIZE) * ROW_QUADS;
-            kv[row + quad] = convert(quads[i], params.scale);
+            kv[row_of(slot, params) + quad] = convert(quads[i], params.scale);
         }
     }
 }

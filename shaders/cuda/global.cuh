@@ -39,6 +39,12 @@ __device__ __forceinline__ uint4 load_16(u64 at) {
     return x;
 }
 
+__device__ __forceinline__ uint2 load_8(u64 at) {
+    uint2 x;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(at) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ u32 load_4(u64 at) {
     u32 x;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");

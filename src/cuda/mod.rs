@@ -30,11 +30,15 @@ pub use {cudarc, cudarc::driver::CudaStream};
 
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
-use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
+use crate::ops::{
+    AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec, Rope, RopeAppend, RopeAppendSpec,
+    RopeSpec,
+};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
 use ops::{AppendStep, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use ops::{Rotate, RotateAppend, RotateStep};
 
 impl Cuda {
     /// Whether a row on tensor cores serves a spec.
@@ -120,6 +124,26 @@ impl Backend for Cuda {
         let mut step = AppendStep::default();
         append.prepare(&mut step, slot_mapping)?;
         append.record(&step, &append.bind(layer, step.num_tokens())?)
+    }
+
+    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, Buffer>) -> Result<()> {
+        let rotate = Rotate::new(self, *spec)?;
+        let binding = rotate.bind(args)?;
+        let mut step = RotateStep::default();
+        rotate.prepare(&mut step, 0, args.num_tokens)?;
+        rotate.record(&step, &binding)
+    }
+
+    fn rope_append(
+        &self,
+        spec: &RopeAppendSpec,
+        slot_mapping: &[i64],
+        args: &RopeAppend<'_, Buffer>,
+    ) -> Result<()> {
+        let rotate = RotateAppend::new(self, *spec)?;
+        let mut step = AppendStep::default();
+        rotate.prepare(&mut step, slot_mapping)?;
+        rotate.record(&step, &rotate.bind(args, step.num_tokens())?)
     }
 
     fn kv_copy_pages(

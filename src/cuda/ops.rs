@@ -1,4 +1,4 @@
-//! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`].
+//! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`Rotate`], [`RotateAppend`].
 //!
 //! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
 //! `bind` checks one layer's buffers, once; `record` launches on the stream, making nothing, so that a graph may capture it and replay
@@ -7,12 +7,16 @@
 mod kv_append;
 mod kv_copy_pages;
 mod merge_attn_states;
+mod rope;
+mod rope_append;
 mod table;
 
 pub use crate::ops::CopySpec;
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+pub use rope::{Rotate, RotateBinding, RotateStep};
+pub use rope_append::{RotateAppend, RotateAppendBinding};
 
 use super::Buffer;
 use crate::layer::KvView;
@@ -70,9 +74,11 @@ mod tests {
     use super::kv_append::{AppendArgs, append_entry};
     use super::kv_copy_pages::CopyArgs;
     use super::merge_attn_states::MergeArgs;
+    use super::rope::{RopeArgs, rope_entry};
+    use super::rope_append::{RopeAppendArgs, rope_append_entry};
     use super::*;
     use crate::cuda::ptx;
-    use crate::{AppendSpec, Dtype, MlaShape};
+    use crate::{AppendSpec, Dtype, MlaShape, RopeAppendSpec, RopeLayout};
 
     /// Bytes of the only parameter of each entry of a PTX text.
     fn entries(ptx: &'static str) -> Vec<(&'static str, usize)> {
@@ -98,14 +104,22 @@ mod tests {
             for dtype in Dtype::ALL {
                 let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
                 let kv = KvSpec { dtype, page_size: 64, num_pages: 1 };
-                want.push((append_entry(&AppendSpec { shape, kv, input }), size_of::<AppendArgs>()));
+                let append = AppendSpec { shape, kv, input };
+                want.push((append_entry(&append), size_of::<AppendArgs>()));
+                let layout = RopeLayout::Interleaved;
+                let rope = RopeAppendSpec { append, query: input, num_heads: 1, layout };
+                want.push((rope_append_entry(&rope), size_of::<RopeAppendArgs>()));
+                if dtype == Dtype::F32 {
+                    want.push((rope_entry(&rope.rope()), size_of::<RopeArgs>()));
+                }
             }
         }
         let copy = size_of::<CopyArgs>();
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
-        let mut got = [&ptx::MERGE_ATTN_STATES, &ptx::KV_APPEND, &ptx::KV_COPY_PAGES]
-            .map(|ptx| entries(ptx.text()))
-            .concat();
+        let mut got =
+            [&ptx::MERGE_ATTN_STATES, &ptx::KV_APPEND, &ptx::KV_COPY_PAGES, &ptx::ROPE, &ptx::ROPE_APPEND]
+                .map(|ptx| entries(ptx.text()))
+                .concat();
         got.sort_unstable();
         want.sort_unstable();
         assert_eq!(got, want);

@@ -30,6 +30,8 @@ pub(super) static MLA_DECODE_E4M3: Ptx = ptx!("mla_decode_e4m3");
 pub(super) static MLA_DECODE_F16: Ptx = ptx!("mla_decode_f16");
 pub(super) static MLA_DECODE_SIMPLE: Ptx = ptx!("mla_decode_simple");
 pub(super) static MLA_MERGE: Ptx = ptx!("mla_merge");
+pub(super) static ROPE: Ptx = ptx!("rope");
+pub(super) static ROPE_APPEND: Ptx = ptx!("rope_append");
 
 impl Ptx {
     pub fn text(&self) -> &str {
@@ -47,7 +49,7 @@ impl std::fmt::Debug for Ptx {
 }
 
 #[cfg(test)]
-pub(super) static ALL: [&Ptx; 8] = [
+pub(super) static ALL: [&Ptx; 10] = [
     &KV_APPEND,
     &KV_COPY_PAGES,
     &MERGE_ATTN_STATES,
@@ -56,6 +58,8 @@ pub(super) static ALL: [&Ptx; 8] = [
     &MLA_DECODE_F16,
     &MLA_DECODE_SIMPLE,
     &MLA_MERGE,
+    &ROPE,
+    &ROPE_APPEND,
 ];
 
 #[cfg(test)]

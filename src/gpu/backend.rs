@@ -4,14 +4,15 @@ use std::ops::Range;
 
 use super::ops::{
     AppendStep, CalibrateStep, CopySpec, CopyStep, GatherStep, HeadProject, KvAppend, KvCalibrate,
-    KvCopyPages, KvGather, MergeAttnStates, MlaPrefill, PrefillStep, ProjectStep,
+    KvCopyPages, KvGather, MergeAttnStates, MlaPrefill, PrefillStep, ProjectStep, Rotate, RotateAppend,
+    RotateStep,
 };
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
-    MergeStatesSpec, Project, ProjectSpec,
+    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -126,6 +127,29 @@ impl Backend for Gpu {
         let binding = append.bind(&self.device, layer, step.num_tokens())?;
         append.check(&step, &binding)?;
         self.submit(|encoder| append.record(encoder, &step, &binding))
+    }
+
+    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, wgpu::Buffer>) -> Result<()> {
+        let rotate = Rotate::new(&self.pipelines, *spec)?;
+        let binding = rotate.bind(&self.device, args)?;
+        let mut step = RotateStep::default();
+        rotate.prepare(&self.device, &self.queue, &mut step, 0, args.num_tokens)?;
+        rotate.check(&step, &binding)?;
+        self.submit(|encoder| rotate.record(encoder, &step, &binding))
+    }
+
+    fn rope_append(
+        &self,
+        spec: &RopeAppendSpec,
+        slot_mapping: &[i64],
+        args: &RopeAppend<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let rotate = RotateAppend::new(&self.pipelines, *spec)?;
+        let mut step = AppendStep::default();
+        rotate.prepare(&self.device, &self.queue, &mut step, slot_mapping)?;
+        let binding = rotate.bind(&self.device, args, step.num_tokens())?;
+        rotate.check(&step, &binding)?;
+        self.submit(|encoder| rotate.record(encoder, &step, &binding))
     }
 
     fn kv_copy_pages(

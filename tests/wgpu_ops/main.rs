@@ -18,6 +18,7 @@ mod copy;
 mod errors;
 mod gather;
 mod merge;
+mod rope;
 mod round;
 
 const SHAPE: MlaShape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };

@@ -43,7 +43,7 @@ impl Scale {
     }
 }
 
-/// `Args` of kv_append.cu.
+/// `AppendArgs` of append.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AppendArgs {
@@ -67,6 +67,43 @@ pub(super) struct AppendArgs {
 
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for AppendArgs {}
+
+impl AppendArgs {
+    /// One checked layer, for up to `max_tokens` tokens; without a table.
+    pub(super) fn new(spec: &AppendSpec, layer: &AppendLayer<'_, Buffer>, max_tokens: u32) -> Self {
+        let (shape, kv, k_pe) = (&spec.shape, &layer.kv, layer.rotary(spec));
+        let (input, cache) = (spec.input.bytes() as u64, spec.kv.dtype.bytes() as u64);
+        // With one token the stride is unused and may be anything.
+        let stride = |view: &View<'_, Buffer>| if max_tokens > 1 { view.token_stride * input } else { 0 };
+        let address = |view: &View<'_, Buffer>| view.buffer.ptr() + view.offset * input;
+        let is_wide =
+            [&layer.kv_c, &k_pe].iter().all(|view| (address(view) | stride(view)).is_multiple_of(16));
+        let row_octs = shape.row_elems() / 8;
+        Self {
+            kv_c: address(&layer.kv_c),
+            k_pe: address(&k_pe),
+            kv: kv.buffer.ptr() + kv.base() * cache,
+            table: 0,
+            kv_c_stride: stride(&layer.kv_c),
+            k_pe_stride: stride(&k_pe),
+            block_stride: block_stride(&spec.kv, kv),
+            max_tokens,
+            num_slots: spec.kv.num_slots() as u32,
+            page_size: spec.kv.page_size,
+            latent_octs: shape.kv_lora_rank / 8,
+            row_octs,
+            is_wide: is_wide.into(),
+            by_row_octs: Divisor::new(row_octs),
+            by_page_size: Divisor::new(spec.kv.page_size),
+            scale: Scale::new(layer.k_scale),
+        }
+    }
+
+    /// For another table, and as many tokens.
+    pub(super) fn of_table(self, table: u64, max_tokens: u32) -> Self {
+        Self { table, max_tokens, ..self }
+    }
+}
 
 /// Writes new tokens into the cache, converted to its dtype.
 ///
@@ -111,6 +148,39 @@ impl AppendStep {
     pub fn max_tokens(&self) -> u32 {
         u32::try_from(self.table.room()).unwrap_or(u32::MAX)
     }
+
+    /// With room for `max_tokens`, and no token yet.
+    pub(super) fn new(cuda: &Cuda, spec: &AppendSpec, max_tokens: u32) -> Result<Self> {
+        let table = Table::new(cuda, max_tokens.into())?;
+        Ok(Self { table, tokens: 0, num_slots: spec.kv.num_slots() })
+    }
+
+    /// Checks a `slot_mapping` and uploads it.
+    pub(super) fn prepare(&mut self, cuda: &Cuda, spec: &AppendSpec, slot_mapping: &[i64]) -> Result<()> {
+        let slots = spec.slots(slot_mapping)?;
+        let tokens = slots.len() as u32;
+        self.table.upload(cuda, tokens, slots)?;
+        self.tokens = tokens;
+        self.num_slots = spec.kv.num_slots();
+        Ok(())
+    }
+
+    /// Where the table is, if it has room for anything.
+    pub(super) fn ptr(&self) -> Option<u64> {
+        self.table.ptr()
+    }
+
+    /// Whether it may be recorded with a binding of so many tokens and slots.
+    pub(super) fn check(&self, max_tokens: u32, num_slots: u64) -> Result<()> {
+        if self.tokens > max_tokens {
+            let detail = "the step appends more tokens than the binding's max_tokens";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        if self.num_slots > num_slots {
+            return Err(Error::LayoutMismatch { detail: "the step was prepared for a larger pool of pages" });
+        }
+        Ok(())
+    }
 }
 
 impl KvAppend {
@@ -134,8 +204,7 @@ impl KvAppend {
     /// # Errors
     /// [`Error::OutOfMemory`] and [`Error::Cuda`].
     pub fn step(&self, max_tokens: u32) -> Result<AppendStep> {
-        let table = Table::new(&self.cuda, max_tokens.into())?;
-        Ok(AppendStep { table, tokens: 0, num_slots: self.spec.kv.num_slots() })
+        AppendStep::new(&self.cuda, &self.spec, max_tokens)
     }
 
     /// Checks a step's `slot_mapping` (`page * page_size + offset` a token, negative: skip it) and uploads it.
@@ -144,12 +213,7 @@ impl KvAppend {
     /// [`Error::SlotOutOfRange`], [`Error::SlotOverlap`], [`Error::Length`], [`Error::OutOfMemory`], [`Error::Cuda`]. With the first three
     /// the step still holds what it held.
     pub fn prepare(&self, step: &mut AppendStep, slot_mapping: &[i64]) -> Result<()> {
-        let slots = self.spec.slots(slot_mapping)?;
-        let tokens = slots.len() as u32;
-        step.table.upload(&self.cuda, tokens, slots)?;
-        step.tokens = tokens;
-        step.num_slots = self.spec.kv.num_slots();
-        Ok(())
+        step.prepare(&self.cuda, &self.spec, slot_mapping)
     }
 
     /// Checks and binds one layer for steps of at most `max_tokens` tokens.
@@ -162,33 +226,8 @@ impl KvAppend {
         layer.check(spec, max_tokens, Buffer::bytes)?;
         layer.check_aliases(spec, Buffer::same_as)?;
         items(spec, max_tokens)?;
-        let (shape, kv, k_pe) = (&spec.shape, &layer.kv, layer.rotary(spec));
-        let (input, cache) = (spec.input.bytes() as u64, spec.kv.dtype.bytes() as u64);
-        // With one token the stride is unused and may be anything.
-        let stride = |view: &View<'_, Buffer>| if max_tokens > 1 { view.token_stride * input } else { 0 };
-        let address = |view: &View<'_, Buffer>| view.buffer.ptr() + view.offset * input;
-        let is_wide =
-            [&layer.kv_c, &k_pe].iter().all(|view| (address(view) | stride(view)).is_multiple_of(16));
-        let row_octs = shape.row_elems() / 8;
-        let args = AppendArgs {
-            kv_c: address(&layer.kv_c),
-            k_pe: address(&k_pe),
-            kv: kv.buffer.ptr() + kv.base() * cache,
-            table: 0,
-            kv_c_stride: stride(&layer.kv_c),
-            k_pe_stride: stride(&k_pe),
-            block_stride: block_stride(&spec.kv, kv),
-            max_tokens,
-            num_slots: spec.kv.num_slots() as u32,
-            page_size: spec.kv.page_size,
-            latent_octs: shape.kv_lora_rank / 8,
-            row_octs,
-            is_wide: is_wide.into(),
-            by_row_octs: Divisor::new(row_octs),
-            by_page_size: Divisor::new(spec.kv.page_size),
-            scale: Scale::new(layer.k_scale),
-        };
-        let buffers = [layer.kv_c.buffer, k_pe.buffer, kv.buffer].map(Buffer::clone);
+        let args = AppendArgs::new(spec, layer, max_tokens);
+        let buffers = [layer.kv_c.buffer, layer.rotary(spec).buffer, layer.kv.buffer].map(Buffer::clone);
         let num_slots = spec.kv.num_slots();
         Ok(AppendBinding { kernel: self.kernel.clone(), args, num_slots, _buffers: buffers })
     }
@@ -198,14 +237,7 @@ impl KvAppend {
     /// # Errors
     /// [`Error::LayoutMismatch`].
     pub fn check(&self, step: &AppendStep, binding: &AppendBinding) -> Result<()> {
-        if step.tokens > binding.args.max_tokens {
-            let detail = "the step appends more tokens than the binding's max_tokens";
-            return Err(Error::LayoutMismatch { detail });
-        }
-        if step.num_slots > binding.num_slots {
-            return Err(Error::LayoutMismatch { detail: "the step was prepared for a larger pool of pages" });
-        }
-        Ok(())
+        step.check(binding.args.max_tokens, binding.num_slots)
     }
 
     /// Launches one layer's append on the stream. Allocates nothing, waits for nothing, and may be captured in a graph: its grid is
@@ -216,13 +248,13 @@ impl KvAppend {
     pub fn record(&self, step: &AppendStep, binding: &AppendBinding) -> Result<()> {
         self.check(step, binding)?;
         let max_tokens = step.max_tokens().min(binding.args.max_tokens);
-        let Some(table) = step.table.ptr().filter(|_| max_tokens > 0) else { return Ok(()) };
+        let Some(table) = step.ptr().filter(|_| max_tokens > 0) else { return Ok(()) };
         // Every place is in its buffer, whichever pair is recorded and whatever the table holds:
         // - the kernel reads slots and rows of tokens below max_tokens, for which the table has room and whose last row's end `bind`
         //   checked, and takes those below the table's count;
         // - it writes slots below num_slots only, of pages whose last one's end `bind` checked.
         let items = items(&self.spec, max_tokens)?;
-        let args = AppendArgs { table, max_tokens, ..binding.args };
+        let args = binding.args.of_table(table, max_tokens);
         self.cuda.launch(&binding.kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
 }

@@ -1,6 +1,7 @@
 //! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`.
 
 use super::args::{Slot, bind_group, distinct_buffers, layout, window_of};
+use super::e4m3_scale::Scale;
 use super::table::Table;
 use super::{GROUP, grid, pipeline};
 use crate::compose::Source;
@@ -47,7 +48,7 @@ pub struct AppendBinding {
 /// `AppendParams` of the shader.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
+pub(super) struct Params {
     scale: Scale,
     kv_base_quads: u32,
     kv_block_stride_quads: u32,
@@ -59,25 +60,54 @@ struct Params {
     reserved: u32,
 }
 
-/// `E4m3Scale` of the shader.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct Scale {
-    inv_mantissa: f32,
-    exponent: i32,
-    mantissa: u32,
-    max_bits: u32,
-    inv_low: f32,
-    inv_high: f32,
-    two_to_24: f32,
-    pad: u32,
-}
-
 impl AppendStep {
     /// Tokens of the last [`KvAppend::prepare`], skipped ones included.
     pub fn num_tokens(&self) -> u32 {
         self.tokens
     }
+
+    /// Checks a `slot_mapping` and uploads it.
+    pub(super) fn prepare(
+        &mut self,
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        layout: &wgpu::BindGroupLayout,
+        spec: &AppendSpec,
+        slot_mapping: &[i64],
+    ) -> Result<()> {
+        let slots = spec.slots(slot_mapping)?;
+        self.tokens = 0;
+        self.num_slots = spec.kv.num_slots();
+        let tokens = slots.len() as u32;
+        if tokens > 0 {
+            self.table.upload(device, queue, layout, tokens, slots)?;
+        }
+        self.tokens = tokens;
+        Ok(())
+    }
+
+    /// What was uploaded.
+    pub(super) fn table(&self) -> Option<&wgpu::BindGroup> {
+        self.table.group()
+    }
+
+    /// Whether it may be recorded with a binding of so many tokens and slots.
+    pub(super) fn check(&self, max_tokens: u32, num_slots: u64) -> Result<()> {
+        if self.tokens > max_tokens {
+            return Err(Error::LayoutMismatch {
+                detail: "the step appends more tokens than the binding's max_tokens",
+            });
+        }
+        if self.num_slots > num_slots {
+            return Err(Error::LayoutMismatch { detail: "the step was prepared for a larger pool of pages" });
+        }
+        Ok(())
+    }
+}
+
+/// The layout of a step's table.
+pub(super) fn step_layout(device: &wgpu::Device) -> Result<wgpu::BindGroupLayout> {
+    layout(device, "mla.kv_append.step", &[Slot::Read])
 }
 
 impl KvAppend {
@@ -88,7 +118,7 @@ impl KvAppend {
     pub fn new(pipelines: &Pipelines, spec: AppendSpec) -> Result<Self> {
         spec.check()?;
         let device = pipelines.device();
-        let step_layout = layout(device, "mla.kv_append.step", &[Slot::Read])?;
+        let step_layout = step_layout(device)?;
         let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
         let layer_layout = layout(device, "mla.kv_append.layer", &slots)?;
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
@@ -124,15 +154,8 @@ impl KvAppend {
         step: &mut AppendStep,
         slot_mapping: &[i64],
     ) -> Result<()> {
-        let slots = self.spec.slots(slot_mapping)?;
-        let tokens = self.checked_tokens(slots.len() as u64)?;
-        step.tokens = 0;
-        step.num_slots = self.spec.kv.num_slots();
-        if tokens > 0 {
-            step.table.upload(device, queue, &self.step_layout, tokens, slots)?;
-        }
-        step.tokens = tokens;
-        Ok(())
+        self.checked_tokens(slot_mapping.len() as u64)?;
+        step.prepare(device, queue, &self.step_layout, &self.spec, slot_mapping)
     }
 
     /// Checks and binds one layer for steps of at most `max_tokens` tokens.
@@ -165,15 +188,7 @@ impl KvAppend {
     /// # Errors
     /// [`Error::LayoutMismatch`].
     pub fn check(&self, step: &AppendStep, binding: &AppendBinding) -> Result<()> {
-        if step.tokens > binding.max_tokens {
-            return Err(Error::LayoutMismatch {
-                detail: "the step appends more tokens than the binding's max_tokens",
-            });
-        }
-        if step.num_slots > binding.num_slots {
-            return Err(Error::LayoutMismatch { detail: "the step was prepared for a larger pool of pages" });
-        }
-        Ok(())
+        step.check(binding.max_tokens, binding.num_slots)
     }
 
     /// Adds one dispatch to the pass. Creates nothing and cannot fail: a pair that [`KvAppend::check`] refuses records
@@ -183,7 +198,7 @@ impl KvAppend {
             log::error!("nothing recorded: {error}");
             return;
         }
-        let (Some(table), Some(layer)) = (step.table.group(), &binding.group) else { return };
+        let (Some(table), Some(layer)) = (step.table(), &binding.group) else { return };
         if step.tokens == 0 {
             return;
         }
@@ -216,17 +231,31 @@ impl KvAppend {
         layer: &AppendLayer<'_, wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<wgpu::BindGroup> {
-        let (spec, limits) = (&self.spec, device.limits());
+        let (params, windows) = Params::new(&device.limits(), &self.spec, layer, max_tokens)?;
+        let resources = windows.map(|window| window.resource());
+        let params = bytemuck::bytes_of(&params);
+        bind_group(device, "mla.kv_append.layer", &self.layer_layout, params, resources)
+    }
+}
+
+impl Params {
+    /// One layer for up to `max_tokens` tokens, at least 1, and what is bound of `kv_c`, `k_pe` and the cache.
+    pub(super) fn new<'a>(
+        limits: &wgpu::Limits,
+        spec: &AppendSpec,
+        layer: &AppendLayer<'a, wgpu::Buffer>,
+        max_tokens: u32,
+    ) -> Result<(Self, [Window<'a>; 3])> {
         let (shape, input, cache) = (&spec.shape, spec.input.bytes(), spec.kv.dtype.bytes());
         let k_pe_view = layer.rotary(spec);
         let has_rope = shape.qk_rope_head_dim > 0;
         let k_pe_dim = if has_rope { shape.qk_rope_head_dim } else { shape.kv_lora_rank };
 
         let latent = [max_tokens, 1, shape.kv_lora_rank];
-        let kv_c = window_of(&limits, "kv_c", &layer.kv_c, latent, input)?;
-        let k_pe = window_of(&limits, "k_pe", &k_pe_view, [max_tokens, 1, k_pe_dim], input)?;
+        let kv_c = window_of(limits, "kv_c", &layer.kv_c, latent, input)?;
+        let k_pe = window_of(limits, "k_pe", &k_pe_view, [max_tokens, 1, k_pe_dim], input)?;
         let (start, end) = (layer.kv.base() * cache as u64, layer.kv.end(&spec.mla()) * cache as u64);
-        let kv = Window::new(&limits, "kv", layer.kv.buffer, start..end)?;
+        let kv = Window::new(limits, "kv", layer.kv.buffer, start..end)?;
         let inputs = [("kv_c", layer.kv_c.buffer), ("k_pe", k_pe_view.buffer)];
         distinct_buffers(("kv", layer.kv.buffer), &inputs)?;
 
@@ -235,7 +264,7 @@ impl KvAppend {
         };
         // With one token the stride is unused and may be anything.
         let stride = |stride: u64| if max_tokens > 1 { (stride / 4) as u32 } else { 0 };
-        let params = Params {
+        let params = Self {
             scale: Scale::new(if spec.kv.dtype == Dtype::E4m3 { layer.k_scale } else { 1.0 }),
             kv_base_quads: ((layer.kv.base() - kv.skipped(cache)) / 4) as u32,
             kv_block_stride_quads: if spec.kv.num_pages > 1 { (layer.kv.block_stride / 4) as u32 } else { 0 },
@@ -246,35 +275,24 @@ impl KvAppend {
             max_tokens,
             reserved: 0,
         };
-        let resources = [kv_c.resource(), k_pe.resource(), kv.resource()];
-        let params = bytemuck::bytes_of(&params);
-        bind_group(device, "mla.kv_append.layer", &self.layer_layout, params, resources)
+        Ok((params, [kv_c, k_pe, kv]))
     }
 }
 
-impl Scale {
-    /// A scale `m * 2^e` with `1 <= m < 2`, as the shader divides by it.
-    pub(super) fn new(k_scale: f32) -> Self {
-        // An f64 holds every f32 as a normal number; the low bits of its mantissa are zeros.
-        let scale = f64::from(k_scale);
-        let fraction = scale.to_bits() & ((1 << 52) - 1);
-        let mantissa = f64::from_bits(fraction | (1023 << 52));
-        let exponent = (scale.to_bits() >> 52) as i32 - 1023;
-        // A product is rounded by at most 2^-23 of itself, whichever way, and each bound by 2^-24 here.
-        let margin = if fraction == 0 { 0.0 } else { (-22f64).exp2() };
-        // Within these no number matters that may be flushed as subnormal: under 2^-126 / 2^-100 all codes are 0.
-        let is_fast = (-100..100).contains(&exponent);
-        Self {
-            inv_mantissa: (1.0 / mantissa) as f32,
-            exponent,
-            mantissa: (fraction >> 29) as u32 | 0x80_0000,
-            max_bits: ((456.0 * scale) as f32).to_bits(),
-            inv_low: (128.0 * (1.0 - margin) / scale) as f32,
-            inv_high: (128.0 * (1.0 + margin) / scale) as f32,
-            two_to_24: if is_fast { 24f32.exp2() } else { 0.0 },
-            pad: 0,
-        }
-    }
+/// How new rows are read, converted and placed.
+pub(super) fn convert_libs(spec: &AppendSpec) -> [&'static str; 5] {
+    let convert = if spec.input == spec.kv.dtype {
+        include_str!("../../../shaders/lib/convert_copy.wgsl")
+    } else {
+        include_str!("../../../shaders/lib/convert_round.wgsl")
+    };
+    [
+        include_str!("../../../shaders/lib/round.wgsl"),
+        super::lib_in(spec.input),
+        super::lib_out(spec.kv.dtype),
+        convert,
+        include_str!("../../../shaders/lib/append.wgsl"),
+    ]
 }
 
 fn source(spec: &AppendSpec) -> Source {
@@ -286,19 +304,9 @@ fn source(spec: &AppendSpec) -> Source {
         ("ROW_QUADS", spec.shape.row_elems() / 4),
         ("TOKENS_PER_LANE", TOKENS_PER_LANE),
     ];
-    let convert = if spec.input == spec.kv.dtype {
-        include_str!("../../../shaders/lib/convert_copy.wgsl")
-    } else {
-        include_str!("../../../shaders/lib/convert_round.wgsl")
-    };
-    let files = [
-        include_str!("../../../shaders/lib/grid.wgsl"),
-        include_str!("../../../shaders/lib/round.wgsl"),
-        super::lib_in(spec.input),
-        super::lib_out(spec.kv.dtype),
-        convert,
-        include_str!("../../../shaders/kv_append.wgsl"),
-    ];
+    let mut files = vec![include_str!("../../../shaders/lib/grid.wgsl")];
+    files.extend(convert_libs(spec));
+    files.push(include_str!("../../../shaders/kv_append.wgsl"));
     super::unrolled("kv_append", &format!("from_{}.{}", spec.input, spec.kv.dtype), &consts, &files)
 }
 
@@ -326,62 +334,4 @@ pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize)
         ("reserved", offset_of!(Params, reserved)),
     ];
     ("AppendParams", fields, size_of::<Params>())
-}
-
-#[cfg(test)]
-pub(super) fn host_scale_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
-    use std::mem::offset_of;
-    let fields = vec![
-        ("inv_mantissa", offset_of!(Scale, inv_mantissa)),
-        ("exponent", offset_of!(Scale, exponent)),
-        ("mantissa", offset_of!(Scale, mantissa)),
-        ("max_bits", offset_of!(Scale, max_bits)),
-        ("inv_low", offset_of!(Scale, inv_low)),
-        ("inv_high", offset_of!(Scale, inv_high)),
-        ("two_to_24", offset_of!(Scale, two_to_24)),
-        ("pad", offset_of!(Scale, pad)),
-    ];
-    ("E4m3Scale", fields, size_of::<Scale>())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Scale;
-
-    #[test]
-    fn a_scale_is_split_exactly() {
-        for e in -127..=127 {
-            let scale = Scale::new(f64::from(e).exp2() as f32);
-            assert_eq!((scale.inv_mantissa, scale.exponent, scale.mantissa), (1.0, e, 0x80_0000));
-            assert_eq!(scale.two_to_24 != 0.0, (-100..100).contains(&e));
-            if scale.two_to_24 != 0.0 {
-                let inverse = f64::from(7 - e).exp2() as f32;
-                assert_eq!((scale.inv_low, scale.inv_high), (inverse, inverse));
-            }
-        }
-        for (k_scale, exponent) in [(1.5, 0), (0.375, -2)] {
-            let scale = Scale::new(k_scale);
-            assert_eq!(
-                (scale.inv_mantissa, scale.exponent, scale.mantissa),
-                (1.0 / 1.5, exponent, 0xC0_0000)
-            );
-        }
-    }
-
-    #[test]
-    fn the_inverses_stay_on_their_sides_of_a_rounded_product() {
-        let rounding = (-23f64).exp2();
-        for i in 1..1u32 << 16 {
-            // mantissas all over, the exponents of the fast way
-            let bits = i.wrapping_mul(0x9E37_79B1);
-            let k_scale = f32::from_bits((bits & 0x7F_FFFF) | ((27 + i % 200) << 23));
-            if bits & 0x7F_FFFF == 0 {
-                continue;
-            }
-            let (scale, k_scale) = (Scale::new(k_scale), f64::from(k_scale));
-            assert!(scale.two_to_24 != 0.0);
-            assert!(f64::from(scale.inv_low) * k_scale * (1.0 + rounding) < 128.0, "{k_scale}");
-            assert!(f64::from(scale.inv_high) * k_scale * (1.0 - rounding) > 128.0, "{k_scale}");
-        }
-    }
 }

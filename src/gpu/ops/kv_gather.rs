@@ -1,7 +1,7 @@
 //! `kv_gather`: tokens of the paged cache to rows of a contiguous workspace, the field's `gather_and_maybe_dequant_cache`.
 
 use super::args::{Slot, bind_group, distinct_buffers, layout, window_of};
-use super::kv_append::Scale;
+use super::e4m3_scale::Scale;
 use super::table::Table;
 use super::{GROUP, grid, pipeline};
 use crate::compose::Source;

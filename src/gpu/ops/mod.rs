@@ -2,11 +2,13 @@
 //! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`]; and [`MlaPrefill`].
 //! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
 //! [`KvGather`].
+//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`Rotate`], [`RotateAppend`].
 //!
 //! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
 //! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.
 
 mod args;
+mod e4m3_scale;
 mod head_project;
 mod kv_append;
 mod kv_calibrate;
@@ -14,6 +16,8 @@ mod kv_copy_pages;
 mod kv_gather;
 mod merge_attn_states;
 mod prefill;
+mod rope;
+mod rope_append;
 mod table;
 
 pub use crate::ops::CopySpec;
@@ -23,6 +27,8 @@ pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+pub use rope::{Rotate, RotateBinding, RotateStep};
+pub use rope_append::{RotateAppend, RotateAppendBinding};
 
 pub use prefill::{MlaPrefill, PrefillBinding, PrefillStep};
 
@@ -110,6 +116,8 @@ pub(crate) fn every_source() -> Vec<Source> {
     all.extend(head_project::every_source());
     all.extend(prefill::every_source());
     all.extend(kv_calibrate::every_source());
+    all.extend(rope::every_source());
+    all.extend(rope_append::every_source());
     all
 }
 
@@ -148,6 +156,8 @@ mod tests {
             ("kv_gather", 13),                       // all pairs but three into e4m3
             ("merge_attn_states", 3 * 2),            // units and words
             ("mla_prefill", 5 * 3 * 3),              // dims, inputs to outputs
+            ("rope", 2 * 2 * 3),                     // layouts, places, dtypes
+            ("rope_append", 2 * 2 * 3 * 3 * 4),      // the same, and inputs into caches
         ];
         assert_eq!(counts, want);
         for source in every_source() {
@@ -167,19 +177,20 @@ mod tests {
     #[test]
     fn host_and_shader_agree_on_the_parameters() {
         for source in every_source() {
-            let (name, host, size) = match source.entry {
-                "merge_attn_states" => merge_attn_states::host_layout(),
-                "kv_append" => kv_append::host_layout(),
-                "kv_gather" => kv_gather::host_layout(),
-                "head_project" => head_project::host_layout(),
-                "mla_prefill" => prefill::host_layout(),
-                "kv_calibrate" => kv_calibrate::host_layout(),
-                _ => kv_copy_pages::host_layout(),
+            let scale = e4m3_scale::host_layout();
+            let append = [kv_append::host_layout(), scale.clone()];
+            let layouts = match source.entry {
+                "head_project" => vec![head_project::host_layout()],
+                "kv_append" => append.into(),
+                "kv_calibrate" => vec![kv_calibrate::host_layout()],
+                "kv_gather" => vec![kv_gather::host_layout(), scale],
+                "merge_attn_states" => vec![merge_attn_states::host_layout()],
+                "mla_prefill" => vec![prefill::host_layout()],
+                "rope" => vec![rope::host_layout()],
+                "rope_append" => [&append[..], &[rope::host_layout(), rope_append::host_layout()]].concat(),
+                _ => vec![kv_copy_pages::host_layout()],
             };
-            let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
-            assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
-            if matches!(source.entry, "kv_append" | "kv_gather") {
-                let (name, host, size) = kv_append::host_scale_layout();
+            for (name, host, size) in layouts {
                 let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
                 assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
             }

@@ -1,6 +1,6 @@
 //! One conformance suite for every backend.
 //!
-//! Each `pub fn` of [`decode`], [`invariance`], [`ops`] and [`errors`] that takes a [`Session`] is one group of
+//! Each `pub fn` of [`decode`], [`invariance`], [`ops`], [`rope`] and [`errors`] that takes a [`Session`] is one group of
 //! checks; it runs all of them and then panics with every failure. [`conformance`] runs all groups.
 
 pub mod decode;
@@ -13,6 +13,7 @@ pub mod memory;
 pub mod ops;
 pub mod prefill;
 pub mod project;
+pub mod rope;
 pub mod run;
 
 use std::cell::{Cell, RefCell};
@@ -199,6 +200,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     prefill::all(&session);
     kv_calibrate::all(&session);
     layer::all(&session);
+    rope::all(&session);
     errors::all(&session);
 }
 
@@ -251,10 +253,13 @@ macro_rules! conformance_tests {
             refuses_calibrations: kv_calibrate::refuses_calibrations,
             layers: layer::layers,
             layer_workspaces: layer::layer_workspaces,
+            rotations: rope::rotations,
+            rotated_appends: rope::rotated_appends,
             refuses_specs: errors::specs,
             refuses_pages: errors::pages,
             refuses_layers: errors::layers,
             refuses_ops: errors::ops,
+            refuses_rotations: rope::refusals,
         );
     };
     (@groups $backend:expr, $variant:expr, $every_pair:expr, $($name:ident: $($group:ident)::+,)*) => {$(

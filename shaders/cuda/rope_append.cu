@@ -1,0 +1,145 @@
+// What comes before a decode: queries rotated, new keys rotated and scattered into the paged cache.
+//
+//   for token of the table: q_pe_out[token] = rotated q_pe[token]
+//                           slot = slots[token]; skip the rest if there is none
+//                           kv[slot / page_size][slot % page_size] = convert(kv_c[token] ++ rotated k_pe[token])
+//
+// The rotated key is rounded to the dtype that it has before it is converted: the bits are those of rope and kv_append. An item is a
+// unit of a query row, a unit of the key, or an oct of the latent. Those of a token begin at multiples of a warp.
+//
+// A grid is for max_tokens, so that a captured one serves every table that fits: threads past its tokens leave early.
+
+// limits: rope_append_*_e4m3 registers=48 threads=128
+// limits: rope_append_* registers=40 threads=128
+
+#include "rope.cuh"
+
+#define THREADS 128u
+
+struct Args {
+    RopeArgs query;
+    AppendArgs append;
+    u32 query_dtype; // 0 f32, 1 f16, 2 bf16
+    u32 query_items; // units of all heads, and what fills warps
+    u32 key_items;
+    u32 token_items; // of all three
+    Divisor by_token_items;
+};
+
+// 8 codes of any numbers, slowly.
+template <class In>
+__device__ __forceinline__ uint2 e4m3_exact(const u32 *words, float k_scale) {
+    u32 bits[8];
+    In::widen(words, bits);
+    u64 codes = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < 8; i++) {
+        u32 x = bits[0];
+        // No array that is indexed lives in registers.
+#pragma unroll
+        for (u32 j = 1; j < 8; j++) {
+            x = i == j ? bits[j] : x;
+        }
+        codes |= (u64)e4m3_quotient(x, k_scale) << 8 * i;
+    }
+    return make_uint2((u32)codes, (u32)(codes >> 32));
+}
+
+// 8 elements as the cache has them.
+template <class In, class Out>
+__device__ __forceinline__ void convert(const AppendArgs &args, const u32 *words, u32 *codes) {
+    if constexpr (Same<Out, E4m3>::VALUE) {
+        uint2 fast;
+        if (!e4m3_oct<In>(words, args.scale, fast)) {
+            fast = e4m3_exact<In>(words, args.scale.k_scale);
+        }
+        codes[0] = fast.x, codes[1] = fast.y;
+    } else if constexpr (Same<In, Out>::VALUE) {
+#pragma unroll
+        for (u32 i = 0; i < 2 * Out::BYTES; i++) {
+            codes[i] = words[i];
+        }
+    } else {
+        u32 bits[8];
+        In::widen(words, bits);
+        Out::narrow(bits, codes);
+    }
+}
+
+template <class In, class Out>
+__device__ __forceinline__ void rope_append(const Args &args) {
+    const AppendArgs &append = args.append;
+    u32 item = blockIdx.x * THREADS + threadIdx.x;
+    u32 token = divide(item, args.by_token_items);
+    u32 part = item - token * args.token_items;
+    let_next_kernel_begin();
+    wait_for_kernel_before();
+    if (token >= append.max_tokens) {
+        return;
+    }
+    // Slot and position are asked for before it is known how many there are.
+    u32 num_tokens = read_4(append.table);
+    u32 slot = slot_of(append, token);
+    u32 position = position_of(args.query, token);
+    if (token >= num_tokens) {
+        return;
+    }
+    if (part < args.query_items) {
+        if (part < args.query.head_units) {
+            switch (args.query_dtype) {
+                case 0: rotate_unit<F32>(args.query, token, position, part); break;
+                case 1: rotate_unit<F16>(args.query, token, position, part); break;
+                default: rotate_unit<Bf16>(args.query, token, position, part); break;
+            }
+        }
+        return;
+    }
+    // A skipped token has none. The host proved the others; the bound keeps a wild table harmless too.
+    if (slot >= append.num_slots) {
+        return;
+    }
+    part -= args.query_items;
+    u32 words[2 * In::BYTES], codes[2 * Out::BYTES];
+    if (part < args.key_items) {
+        if (part < args.query.units) {
+            u64 row = append.k_pe + token * append.k_pe_stride;
+            rotated<In>(args.query, row, part, angles_of(args.query, position, part), words);
+            convert<In, Out>(append, words, codes);
+            u64 to = target<Out>(append, slot, append.latent_octs);
+            store_quad<Out>(to, first_quad(args.query, part), codes);
+            store_quad<Out>(to, second_quad(args.query, part), codes + Out::BYTES);
+        }
+        return;
+    }
+    u32 oct = part - args.key_items;
+    u64 from = append.kv_c + token * append.kv_c_stride + oct * (8 * In::BYTES);
+    if (In::BYTES == 4 || append.is_wide) {
+        load_oct<In, true>(from, words);
+    } else {
+        load_oct<In, false>(from, words);
+    }
+    convert<In, Out>(append, words, codes);
+    u64 to = target<Out>(append, slot, oct);
+    if constexpr (Out::BYTES == 1) {
+        store_8(to, make_uint2(codes[0], codes[1]));
+    } else {
+        store_oct<Out>(to, codes);
+    }
+}
+
+#define ROPE_APPEND(NAME, IN, OUT) \
+    extern "C" __global__ void __launch_bounds__(THREADS) rope_append_##NAME(const Args args) { rope_append<IN, OUT>(args); }
+
+// Equal dtypes are copied bit for bit, signalling NaNs included.
+ROPE_APPEND(f32_f32, F32, F32)
+ROPE_APPEND(f32_f16, F32, F16)
+ROPE_APPEND(f32_bf16, F32, Bf16)
+ROPE_APPEND(f32_e4m3, F32, E4m3)
+ROPE_APPEND(f16_f32, F16, F32)
+ROPE_APPEND(f16_f16, F16, F16)
+ROPE_APPEND(f16_bf16, F16, Bf16)
+ROPE_APPEND(f16_e4m3, F16, E4m3)
+ROPE_APPEND(bf16_f32, Bf16, F32)
+ROPE_APPEND(bf16_f16, Bf16, F16)
+ROPE_APPEND(bf16_bf16, Bf16, Bf16)
+ROPE_APPEND(bf16_e4m3, Bf16, E4m3)

@@ -1,0 +1,66 @@
+// How four pairs of a row are rotated: the same text for every op that does, so that they give the same bits.
+//
+// A unit of a row is the two quads that hold its pairs 4u to 4u + 3: neighbours where pairs are interleaved, else UNITS quads apart.
+// Prelude: UNITS, R / 8; INTERLEAVED, 1 or 0. Binds the angles: [1] and [2] of group 1.
+
+@group(1) @binding(1) var<storage, read> positions: array<i32>; // [tokens]
+@group(1) @binding(2) var<storage, read> cos_sin: array<vec4<f32>>; // [max_position, 2 * UNITS]: cosines, then sines
+
+struct RopeParams {
+    x_base_quads: u32,
+    x_token_stride_quads: u32,
+    x_head_stride_quads: u32,
+    max_position: u32,
+    y_base_quads: u32,
+    y_token_stride_quads: u32,
+    y_head_stride_quads: u32,
+    max_tokens: u32,
+}
+
+struct Angles {
+    cos: vec4<f32>,
+    sin: vec4<f32>,
+}
+
+struct TwoQuads {
+    first: vec4<u32>,
+    second: vec4<u32>,
+}
+
+// A position from the device may be anything; the table has rows 0 to max_position - 1.
+fn angles_of(token: u32, unit: u32, max_position: u32) -> Angles {
+    let position = min(u32(max(positions[token], 0)), max_position - 1u);
+    let at = position * (2u * UNITS) + unit;
+    return Angles(cos_sin[at], cos_sin[at + UNITS]);
+}
+
+fn first_quad(unit: u32) -> u32 {
+    return select(unit, 2u * unit, INTERLEAVED == 1u);
+}
+
+fn second_quad(unit: u32) -> u32 {
+    return select(UNITS + unit, 2u * unit + 1u, INTERLEAVED == 1u);
+}
+
+// f32 bits to f32 bits. The product inside is rounded and the one outside is not, by `fma`: left to compilers, two shaders may differ.
+fn rotated(quads: TwoQuads, angles: Angles) -> TwoQuads {
+    let a = quads.first;
+    let b = quads.second;
+    let is_interleaved = INTERLEAVED == 1u;
+    let x_bits = select(a, vec4<u32>(a.xz, b.xz), is_interleaved);
+    let y_bits = select(b, vec4<u32>(a.yw, b.yw), is_interleaved);
+    // No NaN and no infinity is computed with.
+    let exponent = vec4<u32>(0x7F800000u);
+    let is_number = ((x_bits & exponent) != exponent) & ((y_bits & exponent) != exponent);
+    let x = bitcast<vec4<f32>>(select(vec4<u32>(0u), x_bits, is_number));
+    let y = bitcast<vec4<f32>>(select(vec4<u32>(0u), y_bits, is_number));
+    let x_new = fma(x, angles.cos, -(y * angles.sin));
+    let y_new = fma(y, angles.cos, x * angles.sin);
+    let nan = vec4<u32>(0x7FC00000u);
+    let xs = select(nan, bitcast<vec4<u32>>(x_new), is_number);
+    let ys = select(nan, bitcast<vec4<u32>>(y_new), is_number);
+    return TwoQuads(
+        select(xs, vec4<u32>(xs.x, ys.x, xs.y, ys.y), is_interleaved),
+        select(ys, vec4<u32>(xs.z, ys.z, xs.w, ys.w), is_interleaved),
+    );
+}

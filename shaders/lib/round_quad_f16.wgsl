@@ -1,0 +1,19 @@
+// A quad is four neighbouring elements of a row: here f16, two a word. Needs round.wgsl.
+alias QuadF16 = vec2<u32>;
+
+// -> f32 bits
+fn widen_f16(quad: QuadF16) -> vec4<u32> {
+    return vec4<u32>(
+        f32_bits_of_f16(quad.x & 0xFFFFu),
+        f32_bits_of_f16(quad.x >> 16u),
+        f32_bits_of_f16(quad.y & 0xFFFFu),
+        f32_bits_of_f16(quad.y >> 16u),
+    );
+}
+
+fn narrow_f16(bits: vec4<u32>) -> QuadF16 {
+    return vec2<u32>(
+        f16_bits(bits.x) | (f16_bits(bits.y) << 16u),
+        f16_bits(bits.z) | (f16_bits(bits.w) << 16u),
+    );
+}

@@ -1,0 +1,73 @@
+// What comes before a decode: queries rotated, new keys rotated and scattered into the paged cache.
+//
+//   for token: q_pe_out[token] = rotated q_pe[token]
+//              slot = slots[token]; skip the rest if there is none
+//              kv[slot / PAGE_SIZE][slot % PAGE_SIZE] = convert(kv_c[token] ++ rotated k_pe[token])
+//
+// The rotated key is rounded to the dtype that it has before it is converted: the bits are those of rope and kv_append. An item is a
+// unit of a query row, a unit of the key, or a quad of the latent. Those of a token begin at multiples of 32, so that a subgroup of
+// as many does one thing.
+//
+// Prelude: GROUP, UNITS, HEAD_UNITS (those of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
+// TOKEN_ITEMS (of all three), INTERLEAVED, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS.
+// Libs: grid, round, round_quad_*, in_*, out_*, convert_*, append, rotate, rotate_rows, rope_apart or rope_in_place.
+
+struct RopeAppendParams {
+    append: AppendParams,
+    query: RopeParams,
+}
+
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then a slot a token
+@group(1) @binding(0) var<uniform> params: RopeAppendParams;
+@group(1) @binding(5) var<storage, read> kv_c: array<InQuad>; // [tokens, L / 4], strided
+@group(1) @binding(6) var<storage, read> k_pe: array<InQuad>; // [tokens, R / 4], strided
+@group(1) @binding(7) var<storage, read_write> kv: array<OutQuad>; // [num_pages, page_size, (L + R) / 4], pages strided
+
+@compute @workgroup_size(GROUP)
+fn rope_append(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+) {
+    let item = item_of(group, groups, lane);
+    let part = item % TOKEN_ITEMS;
+    // A table that was prepared again after this was recorded may hold more than the binding.
+    let num_tokens = min(table[0], params.append.max_tokens);
+    let is_item = item / TOKEN_ITEMS < num_tokens;
+    let token = min(item / TOKEN_ITEMS, params.append.max_tokens - 1u);
+    if part < QUERY_ITEMS {
+        if part < HEAD_UNITS {
+            rotate_unit(token, part, params.query, is_item);
+        }
+        return;
+    }
+    // A skipped token has none. The host proved the others; the bound keeps a table of another pool harmless too.
+    let slot = select(NO_SLOT, table[1u + min(token, max(num_tokens, 1u) - 1u)], is_item);
+    if part < QUERY_ITEMS + KEY_ITEMS {
+        if part - QUERY_ITEMS < UNITS {
+            append_key(token, part - QUERY_ITEMS, slot);
+        }
+    } else {
+        append_latent(token, part - QUERY_ITEMS - KEY_ITEMS, slot);
+    }
+}
+
+fn append_key(token: u32, unit: u32, slot: u32) {
+    let key = params.append.k_pe_base_quads + token * params.append.k_pe_stride_quads;
+    let first = first_quad(unit);
+    let second = second_quad(unit);
+    let quads = TwoQuads(input_bits(k_pe[key + first]), input_bits(k_pe[key + second]));
+    let turned = rotated(quads, angles_of(token, unit, params.query.max_position));
+    if slot < NUM_SLOTS {
+        let row = row_of(slot, params.append) + LATENT_QUADS;
+        kv[row + first] = convert(input_quad(turned.first), params.append.scale);
+        kv[row + second] = convert(input_quad(turned.second), params.append.scale);
+    }
+}
+
+fn append_latent(token: u32, quad: u32, slot: u32) {
+    let latent = kv_c[params.append.kv_c_base_quads + token * params.append.kv_c_stride_quads + quad];
+    if slot < NUM_SLOTS {
+        kv[row_of(slot, params.append) + quad] = convert(latent, params.append.scale);
+    }
+}

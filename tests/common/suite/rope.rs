@@ -1,0 +1,427 @@
+//! The rotary ops: `rope` against the oracle, `rope_append` against the three ops that it stands for.
+
+use wgpu_mla::ops::{AppendLayer, AppendSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
+use wgpu_mla::reference::{Rotation, rope};
+use wgpu_mla::{Backend, Dtype, Error, KvSpec, MlaShape, RopeFrequencies, View, Yarn};
+
+use super::Session;
+use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
+use super::ops::random_append;
+use super::run::Layout;
+use crate::common::case::AppendCase;
+use crate::common::paint::{POISON, Rng};
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+const LAYOUTS: [RopeLayout; 2] = [RopeLayout::Interleaved, RopeLayout::HalfSplit];
+const MAX_POSITION: u32 = 4999;
+
+/// Every group of this file.
+pub fn all<B: Backend>(session: &Session<'_, B>) {
+    rotations(session);
+    rotated_appends(session);
+    refusals(session);
+}
+
+fn text(error: Error) -> String {
+    error.to_string()
+}
+
+/// Where the output goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Apart,
+    /// The same view.
+    Same,
+    /// Behind the input, in its buffer.
+    Behind,
+}
+
+/// Every dtype and pairing, dense and strided, in place and not, positions in and out of the table.
+pub fn rotations<B: Backend>(session: &Session<'_, B>) {
+    let shapes = [(9, 3, 64), (7, 1, 32), (1, 16, 64), (5, 4, 8)];
+    for (turn, dtype) in DTYPES.into_iter().enumerate() {
+        for (half, layout) in LAYOUTS.into_iter().enumerate() {
+            // Kernels are what costs: two shapes for each.
+            for i in [0, 1] {
+                let (tokens, heads, rope_dim) = shapes[(turn + half + 2 * i) % shapes.len()];
+                let spec = RopeSpec { dtype, num_heads: heads, rope_dim, layout };
+                for strides in [Layout::Dense, Layout::Gaps, Layout::HeadMajor] {
+                    for place in [Place::Apart, Place::Same, Place::Behind] {
+                        let result = check_rotation(session.backend, &spec, tokens, strides, place);
+                        session.note(&format!("{spec:?}, {tokens} tokens, {strides:?}, {place:?}"), result);
+                    }
+                }
+            }
+        }
+    }
+    session.finish("rotations");
+}
+
+/// Cosines and sines of a YaRN with an attention factor of its own.
+pub fn table(rope_dim: u32) -> Vec<f32> {
+    let yarn = Yarn { mscale: 1.0, mscale_all_dim: 0.5, ..Yarn::new(40.0, 4096.0) };
+    let frequencies = RopeFrequencies::yarn(rope_dim, 1e4, &yarn).expect("frequencies");
+    frequencies.cos_sin(MAX_POSITION).expect("a table")
+}
+
+/// In the table, at its ends, and far outside.
+pub fn positions(rng: &mut Rng, tokens: usize) -> Vec<i32> {
+    let last = MAX_POSITION as i32 - 1;
+    let some = [0, last, last + 1, -1, i32::MAX, i32::MIN, 1];
+    let mut any = |_| (rng.next() % u64::from(MAX_POSITION)) as i32;
+    (0..tokens).map(|i| if i % 2 == 1 { some[i / 2 % some.len()] } else { any(i) }).collect()
+}
+
+/// Usual values, the ends of the dtype's range, and now and then what is no number.
+pub fn rows(rng: &mut Rng, dtype: Dtype, elements: usize) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for i in 0..elements {
+        let x = match i % 37 {
+            5 => 300.0 * rng.randn(),
+            11 => 1e-4 * rng.randn(),
+            17 if dtype == Dtype::F16 => 65504.0,
+            17 => 1e5 * rng.randn(),
+            23 => 6e-8,
+            _ => rng.randn(),
+        };
+        dtype.encode(x, &mut bytes);
+        if i % 97 == 96 {
+            let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][i / 97 % 3];
+            bytes.truncate(i * dtype.bytes());
+            dtype.encode(odd, &mut bytes);
+        }
+    }
+    bytes
+}
+
+/// Rotates random rows and compares each with the oracle.
+pub fn check_rotation<B: Backend>(
+    backend: &B,
+    spec: &RopeSpec,
+    tokens: usize,
+    layout: Layout,
+    place: Place,
+) -> Result<(), String> {
+    let RopeSpec { dtype, num_heads, rope_dim, .. } = *spec;
+    let (heads, elem) = (num_heads as usize, dtype.bytes());
+    let dims = [tokens, heads, rope_dim as usize];
+    let mut rng = Rng(tokens as u64 * 131 + u64::from(rope_dim) + elem as u64);
+    let x = rows(&mut rng, dtype, dims.iter().product());
+    let (positions, cos_sin) = (positions(&mut rng, tokens), table(rope_dim));
+
+    let x_strides = layout.strides(dims, 4);
+    // Strides are never inferred from each other.
+    let other = if layout == Layout::Gaps { Layout::HeadMajor } else { layout };
+    let mut y_strides = other.strides(dims, 4);
+    if place == Place::Same {
+        y_strides = x_strides;
+    }
+    let mut bytes = scatter(&x, dims, elem, x_strides);
+    if place == Place::Behind {
+        y_strides.offset += x_strides.end(dims).next_multiple_of(4);
+        bytes.resize(y_strides.end(dims) * elem, POISON);
+    }
+    let x_buffer = upload(backend, &bytes).map_err(text)?;
+    let y_len = y_strides.end(dims) * elem;
+    let apart = upload(backend, &vec![POISON; y_len]).map_err(text)?;
+    let y_buffer = if place == Place::Apart { &apart } else { &x_buffer };
+    let angles = upload(backend, &Dtype::F32.encode_all(&cos_sin)).map_err(text)?;
+    let places = upload(backend, bytemuck::cast_slice(&positions)).map_err(text)?;
+    let args = Rope {
+        x: x_strides.view(&x_buffer),
+        y: y_strides.view(y_buffer),
+        positions: &places,
+        cos_sin: &angles,
+        max_position: MAX_POSITION,
+        num_tokens: tokens as u32,
+    };
+    backend.rope(spec, &args).map_err(text)?;
+
+    let mut got = download(backend, y_buffer, y_len).map_err(text)?;
+    if place == Place::Behind {
+        let input = x_strides.end(dims) * elem;
+        if got[..input] != bytes[..input] {
+            return Err("the input was written".to_owned());
+        }
+        got[..input].fill(POISON);
+    }
+    let (y, intact) = gather(&got, dims, elem, y_strides);
+    intact?;
+    let decoded = dtype.decode_all(&x);
+    let want = rope(&Rotation {
+        x: &decoded,
+        positions: &positions,
+        cos_sin: &cos_sin,
+        num_heads: heads,
+        rope_dim: rope_dim as usize,
+        layout: spec.layout,
+    });
+    compare(dtype, spec, &decoded, &dtype.decode_all(&y), &want)
+}
+
+/// f32's error of two products and their sum, and half a unit in the last place of the dtype.
+fn compare(dtype: Dtype, spec: &RopeSpec, x: &[f32], got: &[f32], want: &[f64]) -> Result<(), String> {
+    let dim = spec.rope_dim as usize;
+    let (rel, abs, max) = match dtype {
+        Dtype::F16 => ((-11f64).exp2(), (-25f64).exp2(), 65520.0),
+        Dtype::Bf16 => ((-8f64).exp2(), 1.2e-38, 3.39e38),
+        // A device may flush subnormals.
+        _ => (0.0, 1.2e-38, f64::from(f32::MAX)),
+    };
+    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
+        let (row, column) = (i / dim * dim, i % dim);
+        let other = match spec.layout {
+            RopeLayout::Interleaved => column ^ 1,
+            RopeLayout::HalfSplit => (column + dim / 2) % dim,
+        };
+        let size = f64::from(x[i]).abs() + f64::from(x[row + other]).abs();
+        let error = (f64::from(got) - want).abs();
+        let allowed = size * (-22f64).exp2() + want.abs() * rel * 1.001 + abs;
+        let fine = if want.is_nan() {
+            got.is_nan()
+        } else if want.abs() > max {
+            f64::from(got).abs() >= max && (f64::from(got) > 0.0) == (want > 0.0)
+        } else {
+            error <= allowed
+        };
+        if !fine {
+            return Err(format!("[{i}] is {got:e}, expected {want:e}: off by {error:.2e} of {allowed:.2e}"));
+        }
+    }
+    Ok(())
+}
+
+/// Every input dtype into every cache dtype: the bits of `rope`, `rope` and `kv_append`.
+pub fn rotated_appends<B: Backend>(session: &Session<'_, B>) {
+    let mut turn = 0;
+    for input in DTYPES {
+        for cache in Dtype::ALL {
+            let dims = [(512, 64), (256, 32), (256, 64)][turn % 3];
+            let page_size = [16, 3, 1, 64][turn % 4];
+            let query = DTYPES[(turn + turn / 4) % 3];
+            let (layout, heads) = (LAYOUTS[turn % 2], [16, 3, 1, 20][turn / 2 % 4]);
+            let place = [Place::Same, Place::Apart][turn / 2 % 2];
+            turn += 1;
+            let k_scale = if cache == Dtype::E4m3 { [0.25, 0.37][turn % 2] } else { 1.0 };
+            let case = random_append(dims, page_size, input, cache, k_scale);
+            let spec = RopeAppendSpec { append: case.spec, query, num_heads: heads, layout };
+            for gaps in [false, true] {
+                let result = check_rotated_append(session.backend, &spec, &case, place, gaps);
+                session.note(&format!("{spec:?}, k_scale {k_scale}, {place:?}, gaps {gaps}"), result);
+            }
+        }
+    }
+    session.finish("rotated appends");
+}
+
+/// Runs the fused op and the three that it stands for, and compares every byte of both.
+pub fn check_rotated_append<B: Backend>(
+    backend: &B,
+    spec: &RopeAppendSpec,
+    case: &AppendCase,
+    place: Place,
+    gaps: bool,
+) -> Result<(), String> {
+    let AppendSpec { shape, kv, input } = case.spec;
+    let (row, rope_dim) = (shape.row_elems() as usize, shape.qk_rope_head_dim);
+    let (tokens, heads) = (case.slot_mapping.len(), spec.num_heads as usize);
+    let mut rng = Rng(77);
+    let layout = if gaps { Layout::Gaps } else { Layout::Dense };
+    let array = |bytes: &[u8], heads: usize, dim: u32, dtype: Dtype| -> Result<_, String> {
+        let dims = [tokens, heads, dim as usize];
+        let strides = layout.strides(dims, 4);
+        let bytes = scatter(bytes, dims, dtype.bytes(), strides);
+        Ok((upload(backend, &bytes).map_err(text)?, strides, bytes.len()))
+    };
+    let queries = rows(&mut rng, spec.query, tokens * heads * rope_dim as usize);
+    let (places, angles) = (positions(&mut rng, tokens), table(rope_dim));
+    let places = upload(backend, bytemuck::cast_slice(&places)).map_err(text)?;
+    let angles = upload(backend, &Dtype::F32.encode_all(&angles)).map_err(text)?;
+    let (kv_c, kv_c_strides, _) = array(&case.kv_c, 1, shape.kv_lora_rank, input)?;
+    let (k_pe, k_pe_strides, k_pe_len) = array(&case.k_pe, 1, rope_dim, input)?;
+    let pages = if gaps { Pages::gaps(&kv, row) } else { Pages::dense(&kv, row) };
+    let before = scatter(&case.kv_cache_before, page_dims(&kv, row), kv.dtype.bytes(), pages.strides());
+
+    let run = |fused: bool| -> Result<[Vec<u8>; 2], String> {
+        let (q, q_strides, q_len) = array(&queries, heads, rope_dim, spec.query)?;
+        let other = upload(backend, &vec![POISON; q_len]).map_err(text)?;
+        let q_out = if place == Place::Same { &q } else { &other };
+        let cache = upload(backend, &before).map_err(text)?;
+        let turned = upload(backend, &vec![POISON; k_pe_len]).map_err(text)?;
+        let layer = |k_pe| AppendLayer {
+            kv_c: kv_c_strides.view(&kv_c),
+            k_pe,
+            kv: pages.view(&cache),
+            k_scale: case.k_scale,
+        };
+        if fused {
+            let args = RopeAppend {
+                q_pe: q_strides.view(&q),
+                q_pe_out: q_strides.view(q_out),
+                layer: layer(k_pe_strides.view(&k_pe)),
+                positions: &places,
+                cos_sin: &angles,
+                max_position: MAX_POSITION,
+            };
+            backend.rope_append(spec, &case.slot_mapping, &args).map_err(text)?;
+        } else {
+            let queries = Rope {
+                x: q_strides.view(&q),
+                y: q_strides.view(q_out),
+                positions: &places,
+                cos_sin: &angles,
+                max_position: MAX_POSITION,
+                num_tokens: tokens as u32,
+            };
+            let keys = Rope { x: k_pe_strides.view(&k_pe), y: k_pe_strides.view(&turned), ..queries };
+            let query =
+                RopeSpec { dtype: spec.query, num_heads: spec.num_heads, rope_dim, layout: spec.layout };
+            backend.rope(&query, &queries).map_err(text)?;
+            backend.rope(&RopeSpec { dtype: input, num_heads: 1, ..query }, &keys).map_err(text)?;
+            let layer = layer(k_pe_strides.view(&turned));
+            backend.kv_append(&case.spec, &case.slot_mapping, &layer).map_err(text)?;
+        }
+        let downloaded = |buffer, len| download(backend, buffer, len).map_err(text);
+        Ok([downloaded(q_out, q_len)?, downloaded(&cache, before.len())?])
+    };
+    let (got, want) = (run(true)?, run(false)?);
+    for (what, got, want) in [("q_pe_out", &got[0], &want[0]), ("the cache", &got[1], &want[1])] {
+        if let Some(at) = got.iter().zip(want).position(|(a, b)| a != b) {
+            return Err(format!("{what}: byte {at} is {:#x}, of three ops {:#x}", got[at], want[at]));
+        }
+    }
+    if got[1][..before.len()] == before[..] {
+        return Err("nothing was appended".to_owned());
+    }
+    Ok(())
+}
+
+/// What both ops must refuse before a kernel sees it.
+pub fn refusals<B: Backend>(session: &Session<'_, B>) {
+    let result = || -> Result<(), Error> {
+        let backend = session.backend;
+        let refuses = |what: &str, result: Result<(), Error>, why: &str| {
+            let checked = match result {
+                Ok(()) => Err("was accepted".to_owned()),
+                Err(error) if error.to_string().contains(why) => Ok(()),
+                Err(error) => Err(format!("{error:?} does not name {why:?}")),
+            };
+            session.note(what, checked);
+        };
+        // 3 tokens of 2 heads of 8, 5 positions.
+        let spec = RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::HalfSplit };
+        let [x, y, places, angles] =
+            [3 * 2 * 8 * 4, 2 * 3 * 2 * 8 * 4, 3 * 4, 5 * 8 * 4].map(|n| backend.buffer(n));
+        let (x, y, places, angles) = (x?, y?, places?, angles?);
+        let good = Rope {
+            x: View::dense(&x, 2, 8),
+            y: View::dense(&y, 2, 8),
+            positions: &places,
+            cos_sin: &angles,
+            max_position: 5,
+            num_tokens: 3,
+        };
+        session.note("a good rotation", backend.rope(&spec, &good).map_err(text));
+        let nothing = Rope { num_tokens: 0, ..good };
+        session.note("no token", backend.rope(&spec, &nothing).map_err(text));
+        for (wrong, why) in [
+            (RopeSpec { dtype: Dtype::E4m3, ..spec }, "e4m3"),
+            (RopeSpec { num_heads: 0, ..spec }, "num_heads"),
+            (RopeSpec { rope_dim: 12, ..spec }, "qk_rope_head_dim"),
+            (RopeSpec { rope_dim: 0, ..spec }, "qk_rope_head_dim"),
+        ] {
+            refuses(&format!("{wrong:?}"), backend.rope(&wrong, &good), why);
+        }
+        for (what, args, why) in [
+            ("too many tokens", Rope { num_tokens: 4, ..good }, "x"),
+            ("an input past its buffer", Rope { x: View { offset: 4, ..good.x }, ..good }, "x"),
+            ("an output past its buffer", Rope { y: View { offset: 52, ..good.y }, ..good }, "y"),
+            ("a misaligned input", Rope { x: View { token_stride: 18, ..good.x }, ..good }, "x 18"),
+            ("a misaligned output", Rope { y: View { offset: 2, ..good.y }, ..good }, "y 2"),
+            ("rows that overlap", Rope { y: View { head_stride: 4, ..good.y }, ..good }, "y"),
+            (
+                "a stride that overflows",
+                Rope { x: View { token_stride: u64::MAX / 4 * 4, ..good.x }, ..good },
+                "x",
+            ),
+            ("no table", Rope { max_position: 0, ..good }, "max_position"),
+            ("a table past its buffer", Rope { max_position: 6, ..good }, "cos_sin"),
+            ("positions past their buffer", Rope { positions: &angles, cos_sin: &places, ..good }, "cos_sin"),
+            ("an output that is read", Rope { cos_sin: &y, ..good }, "cos_sin"),
+            ("positions that are written", Rope { positions: &y, ..good }, "positions"),
+            (
+                "rows that others read",
+                Rope { x: View { offset: 16, ..View::dense(&y, 2, 8) }, ..good },
+                "x and y",
+            ),
+            (
+                "in place with other strides",
+                Rope { x: View { token_stride: 8, head_stride: 24, ..View::dense(&y, 2, 8) }, ..good },
+                "x and y",
+            ),
+        ] {
+            refuses(what, backend.rope(&spec, &args), why);
+        }
+
+        let kv = KvSpec { dtype: Dtype::Bf16, page_size: 4, num_pages: 2 };
+        let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+        let append = AppendSpec { shape, kv, input: Dtype::F32 };
+        let layout = RopeLayout::Interleaved;
+        let spec = RopeAppendSpec { append, query: Dtype::F16, num_heads: 2, layout };
+        let [q, rows, cache, places, angles] =
+            [2 * 2 * 32 * 2, 2 * 288 * 4, 8 * 288 * 2, 2 * 4, 5 * 32 * 4].map(|n| backend.buffer(n));
+        let (q, rows, cache, places, angles) = (q?, rows?, cache?, places?, angles?);
+        let layer = || AppendLayer {
+            kv_c: Strides::dense(1, 256).view(&rows),
+            k_pe: Strides { offset: 512, ..Strides::dense(1, 32) }.view(&rows),
+            kv: Pages::dense(&kv, 288).view(&cache),
+            k_scale: 1.0,
+        };
+        let good = || RopeAppend {
+            q_pe: View::dense(&q, 2, 32),
+            q_pe_out: View::dense(&q, 2, 32),
+            layer: layer(),
+            positions: &places,
+            cos_sin: &angles,
+            max_position: 5,
+        };
+        session.note("a good append", backend.rope_append(&spec, &[0, -1], &good()).map_err(text));
+        session.note("nothing to append", backend.rope_append(&spec, &[], &good()).map_err(text));
+        refuses("slot 8 of 8", backend.rope_append(&spec, &[0, 8], &good()), "8");
+        refuses("a slot twice", backend.rope_append(&spec, &[7, 7], &good()), "7");
+        refuses("too many tokens", backend.rope_append(&spec, &[0, 1, 2], &good()), "kv_c");
+        let no_rope = MlaShape { qk_rope_head_dim: 0, kv_lora_rank: 512, ..shape };
+        for (wrong, why) in [
+            (RopeAppendSpec { query: Dtype::E4m3, ..spec }, "q_pe"),
+            (RopeAppendSpec { append: AppendSpec { input: Dtype::E4m3, ..append }, ..spec }, "kv_c"),
+            (RopeAppendSpec { append: AppendSpec { shape: no_rope, ..append }, ..spec }, "qk_rope_head_dim"),
+            (RopeAppendSpec { num_heads: 0, ..spec }, "num_heads"),
+        ] {
+            refuses(&format!("{wrong:?}"), backend.rope_append(&wrong, &[0], &good()), why);
+        }
+        let far = View { offset: 4, ..View::dense(&q, 2, 32) };
+        for (what, args, why) in [
+            ("queries past their buffer", RopeAppend { q_pe: far, ..good() }, "q_pe"),
+            ("outputs past their buffer", RopeAppend { q_pe_out: far, ..good() }, "q_pe_out"),
+            (
+                "outputs in the cache",
+                RopeAppend { q_pe_out: View::dense(&cache, 2, 32), ..good() },
+                "q_pe_out",
+            ),
+            ("queries in the cache", RopeAppend { q_pe: View::dense(&cache, 2, 32), ..good() }, "q_pe"),
+            ("outputs in the rows", RopeAppend { q_pe_out: View::dense(&rows, 2, 32), ..good() }, "q_pe_out"),
+            ("positions in the cache", RopeAppend { positions: &cache, ..good() }, "positions"),
+            ("a table past its buffer", RopeAppend { max_position: 6, ..good() }, "cos_sin"),
+            (
+                "a scale of 0",
+                RopeAppend { layer: AppendLayer { k_scale: 0.0, ..layer() }, ..good() },
+                "k_scale",
+            ),
+        ] {
+            refuses(what, backend.rope_append(&spec, &[0, 1], &args), why);
+        }
+        Ok(())
+    }();
+    session.note("rope", result.map_err(text));
+    session.finish("refuses rotations");
+}
