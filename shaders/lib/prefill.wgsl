@@ -28,11 +28,7 @@ struct PrefillParams {
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tiles * TILE_WORDS]
 @group(1) @binding(0) var<uniform> params: PrefillParams;
-@group(1) @binding(1) var<storage, read> q_nope: array<Unit>; // [T, H, P]
-@group(1) @binding(2) var<storage, read> q_pe: array<Unit>; // [T, H, R]
-@group(1) @binding(3) var<storage, read> k_nope: array<Unit>; // [S, H, P]
-@group(1) @binding(4) var<storage, read> k_pe: array<Unit>; // [S, H, R]
-@group(1) @binding(5) var<storage, read> v: array<Unit>; // [S, H, V]
+// bindings 1 to 5 are what is read: lib/prefill_read.wgsl or lib/prefill_pinned.wgsl
 @group(1) @binding(6) var<storage, read_write> out: array<OutQuad>; // [T, H, V]
 @group(1) @binding(7) var<storage, read_write> lse: array<u32>; // f32 bits, [T, H]
 

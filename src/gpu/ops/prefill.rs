@@ -1,11 +1,12 @@
 //! `mla_prefill`: attention over expanded keys and values.
 
+mod coop;
 mod plain;
 
 use super::args::{Slot, bind_group, layout, window_of};
 use super::pipeline;
 use super::table::Table;
-use crate::caps::Caps;
+use crate::caps::{Caps, DeviceKind};
 use crate::compose::Source;
 use crate::gpu::Pipelines;
 use crate::gpu::window::Window;
@@ -21,6 +22,8 @@ struct Kernel {
     rows: u32,
     /// Elements that queries, keys and values are read by.
     unit: u32,
+    /// Whether it declares them as if it wrote them: see `shaders/lib/prefill_pinned.wgsl`.
+    pins_loads: bool,
 }
 
 /// One row of the ladder.
@@ -32,7 +35,11 @@ struct Row {
 }
 
 /// Best first; the last runs everywhere.
-const ROWS: [Row; 1] = [Row { name: "shared", rounds_weights: false, kernel: plain::kernel }];
+const ROWS: [Row; 3] = [
+    Row { name: "coop", rounds_weights: true, kernel: coop::kernel },
+    Row { name: "coop_small", rounds_weights: true, kernel: coop::small_kernel },
+    Row { name: "shared", rounds_weights: false, kernel: plain::kernel },
+];
 
 /// Attention of new tokens over keys and values that are there for each head: MLA's expanded form.
 #[derive(Debug)]
@@ -136,7 +143,7 @@ impl MlaPrefill {
         let (row, kernel) = choose(pipelines.caps(), &spec, variant)?;
         let device = pipelines.device();
         let step_layout = layout(device, "mla.prefill.step", &[Slot::Read])?;
-        let read = Slot::Read;
+        let read = if kernel.pins_loads { Slot::Write } else { Slot::Read };
         let slots = [Slot::Uniform, read, read, read, read, read, Slot::Write, Slot::Write];
         let layer_layout = layout(device, "mla.prefill.layer", &slots)?;
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
@@ -307,11 +314,17 @@ impl MlaPrefill {
     }
 }
 
-/// The forced row, or the first that runs.
+/// The forced row, or the first that runs and pays.
 fn choose(caps: &Caps, spec: &PrefillSpec, forced: Option<&str>) -> Result<(&'static Row, Kernel)> {
     let mut lacking = String::new();
     for row in ROWS.iter().filter(|row| forced.is_none_or(|name| name == row.name)) {
-        match (row.kernel)(caps, spec) {
+        let kernel = match (row.kernel)(caps, spec) {
+            Ok(_) if forced.is_none() && row.rounds_weights && caps.kind == DeviceKind::Software => {
+                Err("a software device only imitates matrices".into())
+            }
+            other => other,
+        };
+        match kernel {
             Ok(kernel) => {
                 log::debug!("prefill: row {}{lacking}", row.name);
                 return Ok((row, kernel));
@@ -320,12 +333,8 @@ fn choose(caps: &Caps, spec: &PrefillSpec, forced: Option<&str>) -> Result<(&'st
         }
     }
     let name = forced.unwrap_or("any").to_owned();
-    let why = match lacking.strip_prefix("; ") {
-        Some(why) => why.to_owned(),
-        None => {
-            format!("there is no such row; the rows are {}", ROWS.map(|row| row.name).join(", "))
-        }
-    };
+    let known = || format!("there is no such row; the rows are {}", ROWS.map(|row| row.name).join(", "));
+    let why = lacking.strip_prefix("; ").map_or_else(known, str::to_owned);
     Err(Error::VariantUnavailable { name, why })
 }
 

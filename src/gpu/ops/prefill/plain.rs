@@ -92,12 +92,13 @@ pub(super) fn kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Ker
         "alias Unit = Quad;\n",
         lib_out(spec.out),
         include_str!("../../../../shaders/lib/prefill.wgsl"),
+        include_str!("../../../../shaders/lib/prefill_read.wgsl"),
         &text,
     ];
     let dims = format!("{}.{}.{}", spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim);
     let variant = format!("shared.{}.out_{}.{dims}", spec.dtype, spec.out);
     let source = unrolled("mla_prefill", &variant, &consts, &files);
-    Ok(Kernel { source, rows: 64 * cut.row_quads, unit: 4 })
+    Ok(Kernel { source, rows: 64 * cut.row_quads, unit: 4, pins_loads: false })
 }
 
 /// [`PrefillSpec::check`] has said so before.

@@ -1,0 +1,263 @@
+// Attention of a tile of query rows of one head over the keys that they see, on cooperative matrices: the tensor cores.
+//
+// The twin of mla_prefill.wgsl: the same tiles and arguments. A matrix has TILE x TILE elements, spread over the lanes of a subgroup. The
+// subgroups are ROW_GROUPS x COLUMN_SPLIT: each keeps ROW_TILES * TILE query rows in registers, and of their output, in accumulators, its
+// share of the columns. Keys and values of TOKENS tokens at a time are staged in workgroup memory as f16:
+//   1. scores   each subgroup multiplies its rows with its share of the block's keys
+//   2. softmax  SOFTMAX_LANES lanes a row turn scores into weights, which lie where the keys were. A row's maximum moves only when it grew
+//               by more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
+//   3. values   each subgroup multiplies its rows of weights with its share of the values' columns
+// Meanwhile the next block is on its way from memory, in registers. It is staged in the same iteration: NVIDIA's compiler copies what is
+// carried into the next one, and would wait for it there.
+//
+// Keys past the last one that the tile sees repeat it and weigh 0. Every workgroup variable is a multiple of 16 bytes long, and so is every
+// pitch: on NVIDIA matrices are read wrongly otherwise.
+
+var<workgroup> staged: array<HalfOct, STAGED>; // keys [TOKENS, KEY_PITCH], then weights [ROWS, WEIGHT_PITCH]; from VALUES_AT values [TOKENS, VALUE_PITCH]
+var<workgroup> scores: array<vec4<f32>, SCORES>; // [ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
+var<workgroup> factors: array<f32, ROWS>; // what to multiply a row with
+var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: whether a maximum moved in this block
+
+const LAZY = 14.0;
+const MOVED = 0u;
+
+// What a thread holds of a block on its way from memory to the staging buffer.
+struct Block {
+    nope: array<Unit, NOPE_LOADS>,
+    rope: array<Unit, ROPE_LOADS_PADDED>,
+    values: array<Unit, VALUE_LOADS>,
+}
+
+// Of a thread's load `i` of `octs` octs of each of TOKENS rows: row * octs + oct, the last one more than once.
+fn load_at(thread: u32, i: u32, octs: u32) -> u32 {
+    return min(i * THREADS + thread, TOKENS * octs - 1u);
+}
+
+fn load_block(tile: Tile, block: u32, thread: u32) -> Block {
+    var loaded: Block;
+    let k_nope_at = params.k_nope_at + tile.head * params.k_nope_head_stride;
+    for (var i = 0u; i < NOPE_LOADS; i++) { // unroll on cards
+        let at = load_at(thread, i, NOPE_OCTS);
+        loaded.nope[i] = k_nope[k_nope_at + key_of(tile, block + at / NOPE_OCTS) * params.k_nope_token_stride + at % NOPE_OCTS];
+    }
+    let k_pe_at = params.k_pe_at + tile.head * params.k_pe_head_stride;
+    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
+        let at = load_at(thread, i, max(ROPE_OCTS, 1u));
+        loaded.rope[i] = k_pe[k_pe_at + key_of(tile, block + at / max(ROPE_OCTS, 1u)) * params.k_pe_token_stride + at % max(ROPE_OCTS, 1u)];
+    }
+    let v_at = params.v_at + tile.head * params.v_head_stride;
+    for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards
+        let at = load_at(thread, i, V_OCTS);
+        loaded.values[i] = v[v_at + key_of(tile, block + at / V_OCTS) * params.v_token_stride + at % V_OCTS];
+    }
+    return loaded;
+}
+
+fn stage_block(thread: u32, block: Block) {
+    for (var i = 0u; i < NOPE_LOADS; i++) { // unroll on cards
+        let at = load_at(thread, i, NOPE_OCTS);
+        staged[at / NOPE_OCTS * KEY_PITCH + at % NOPE_OCTS] = half_of(block.nope[i]);
+    }
+    for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
+        let at = load_at(thread, i, max(ROPE_OCTS, 1u));
+        staged[at / max(ROPE_OCTS, 1u) * KEY_PITCH + NOPE_OCTS + at % max(ROPE_OCTS, 1u)] = half_of(block.rope[i]);
+    }
+    for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards
+        let at = load_at(thread, i, V_OCTS);
+        staged[VALUES_AT + at / V_OCTS * VALUE_PITCH + at % V_OCTS] = half_of(block.values[i]);
+    }
+}
+
+fn query_oct(tile: Tile, row: u32, oct: u32) -> Unit {
+    let token = token_of(tile, row);
+    if (oct < NOPE_OCTS) {
+        return q_nope[params.q_nope_at + token * params.q_nope_token_stride + tile.head * params.q_nope_head_stride + oct];
+    }
+    return q_pe[params.q_pe_at + token * params.q_pe_token_stride + tile.head * params.q_pe_head_stride + oct - NOPE_OCTS];
+}
+
+// Over the lanes of a row.
+fn row_largest(x: f32) -> f32 {
+    var largest = x;
+    for (var lanes = 1u; lanes < SOFTMAX_LANES; lanes *= 2u) {
+        largest = max(largest, subgroupShuffleXor(largest, lanes));
+    }
+    return largest;
+}
+
+fn row_total(x: f32) -> f32 {
+    var sum = x;
+    for (var lanes = 1u; lanes < SOFTMAX_LANES; lanes *= 2u) {
+        sum += subgroupShuffleXor(sum, lanes);
+    }
+    return sum;
+}
+
+@compute @workgroup_size(THREADS)
+fn mla_prefill(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(subgroup_invocation_id) lane: u32,
+) {
+    let number = group.y * groups.x + group.x;
+    let num_tiles = table[0];
+    if (number >= num_tiles * NUM_HEADS) {
+        return;
+    }
+    let tile = tile_of(number, num_tiles);
+    let thread = subgroup * SUBGROUP + lane;
+    let share = subgroup % COLUMN_SPLIT;
+    let first_row = subgroup / COLUMN_SPLIT * (ROW_TILES * TILE);
+    let scratch = subgroup * (TILE * TILE / 4u); // in `scores`, for a tile of the output
+
+    // The softmax's row that this lane works on, and its keys of a block: SOFTMAX_QUADS quads from `first_quad` on.
+    let row = thread / SOFTMAX_LANES;
+    let first_quad = thread % SOFTMAX_LANES * SOFTMAX_QUADS;
+    let visible = visible_to(tile, row);
+    if (thread < 4u) {
+        atomicStore(&notes[thread], 0u);
+    }
+
+    // The first block sets out, then the queries, into registers by way of the staging buffer, as many rows as it holds at a time.
+    var first: Block;
+    if (tile.num_keys > 0u) {
+        first = load_block(tile, 0u, thread);
+    }
+    var queries: array<MatrixA, QUERY_TILES>; // [ROW_TILES, KEY_TILES]
+    for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
+        for (var i = thread; i < CHUNK_ROWS * ROW_OCTS; i += THREADS) {
+            staged[i / ROW_OCTS * KEY_PITCH + i % ROW_OCTS] = half_of(query_oct(tile, chunk * CHUNK_ROWS + i / ROW_OCTS, i % ROW_OCTS));
+        }
+        workgroupBarrier();
+        for (var r = 0u; r < ROW_TILES; r++) { // unroll
+            let chunk_row = first_row + r * TILE - chunk * CHUNK_ROWS;
+            if (chunk_row < CHUNK_ROWS) {
+                for (var k = 0u; k < KEY_TILES; k++) { // unroll
+                    queries[r * KEY_TILES + k] = coopLoadT<MatrixA>(&staged[chunk_row * KEY_PITCH + k * TILE_OCTS].low, KEY_PITCH * 2u);
+                }
+            }
+        }
+        workgroupBarrier();
+    }
+
+    var row_max = EMPTY;
+    var row_sum = 0.0; // over this lane's keys only
+    var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, VALUE_TILES]
+    if (tile.num_keys > 0u) {
+        stage_block(thread, first);
+    }
+
+    for (var block = 0u; block < tile.num_keys; block += TOKENS) {
+        let ahead = load_block(tile, block + TOKENS, thread);
+        workgroupBarrier();
+
+        // 1. scores
+        var score = array<MatrixC, SCORE_TILES>(); // [TOKEN_TILES, ROW_TILES]
+        for (var k = 0u; k < KEY_TILES; k++) { // unroll
+            for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
+                let at = (share * TOKEN_TILES + t) * TILE * KEY_PITCH + k * TILE_OCTS;
+                let key = coopLoad<MatrixB>(&staged[at].low, KEY_PITCH * 2u);
+                for (var r = 0u; r < ROW_TILES; r++) { // unroll
+                    score[t * ROW_TILES + r] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[t * ROW_TILES + r]);
+                }
+            }
+        }
+        for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
+            for (var r = 0u; r < ROW_TILES; r++) { // unroll
+                let at = (first_row + r * TILE) * SCORE_PITCH + (share * TOKEN_TILES + t) * (TILE / 4u);
+                coopStoreT(score[t * ROW_TILES + r], &scores[at], SCORE_PITCH);
+            }
+        }
+        workgroupBarrier();
+
+        // 2. softmax
+        var logit: array<vec4<f32>, SOFTMAX_QUADS>;
+        var tops = vec4<f32>(EMPTY);
+        for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
+            let key = vec4<u32>(block + (first_quad + i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
+            logit[i] = select(vec4<f32>(EMPTY), scores[row * SCORE_PITCH + first_quad + i] * params.logit_scale, key < vec4<u32>(visible));
+            tops = max(tops, logit[i]);
+        }
+        let top = row_largest(max(max(tops.x, tops.y), max(tops.z, tops.w)));
+        let old_max = row_max;
+        if (top > row_max + LAZY) {
+            row_max = top;
+            if (old_max > EMPTY) {
+                atomicStore(&notes[MOVED], 1u);
+            }
+        }
+        // A row that has seen nothing yet must not weigh what is masked.
+        let base = max(row_max, 0.1 * EMPTY);
+        var sums = vec4<f32>(0.0);
+        for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
+            logit[i] = exp2(logit[i] - base);
+            sums += logit[i];
+        }
+        for (var i = 0u; i < SOFTMAX_OCTS; i++) { // unroll
+            staged[row * WEIGHT_PITCH + first_quad / 2u + i] = HalfOct(vec4<f16>(logit[2u * i]), vec4<f16>(logit[2u * i + 1u]));
+        }
+        workgroupBarrier();
+
+        if (atomicLoad(&notes[MOVED]) != 0u) {
+            let factor = select(1.0, exp2(old_max - base), old_max > EMPTY && old_max != row_max);
+            row_sum *= factor;
+            if (first_quad == 0u) {
+                factors[row] = factor;
+            }
+            workgroupBarrier();
+            if (thread == 0u) {
+                atomicStore(&notes[MOVED], 0u);
+            }
+            for (var c = 0u; c < ACC_TILES; c++) { // unroll
+                coopStoreT(acc[c], &scores[scratch], TILE / 4u);
+                workgroupBarrier();
+                for (var i = lane; i < TILE * TILE / 4u; i += SUBGROUP) {
+                    scores[scratch + i] *= factors[first_row + c / VALUE_TILES * TILE + i / (TILE / 4u)];
+                }
+                workgroupBarrier();
+                acc[c] = coopLoadT<MatrixC>(&scores[scratch], TILE / 4u);
+            }
+        }
+        row_sum += (sums.x + sums.y) + (sums.z + sums.w);
+
+        // 3. values
+        for (var t = 0u; t < BLOCK_TILES; t++) { // unroll
+            var weight: array<MatrixA, ROW_TILES>;
+            for (var r = 0u; r < ROW_TILES; r++) { // unroll
+                weight[r] = coopLoadT<MatrixA>(&staged[(first_row + r * TILE) * WEIGHT_PITCH + t * TILE_OCTS].low, WEIGHT_PITCH * 2u);
+            }
+            for (var c = 0u; c < VALUE_TILES; c++) { // unroll
+                let at = VALUES_AT + t * TILE * VALUE_PITCH + (share * VALUE_TILES + c) * TILE_OCTS;
+                let value = coopLoadT<MatrixB>(&staged[at].low, VALUE_PITCH * 2u);
+                for (var r = 0u; r < ROW_TILES; r++) { // unroll
+                    acc[r * VALUE_TILES + c] = coopMultiplyAdd(weight[r], value, acc[r * VALUE_TILES + c]);
+                }
+            }
+        }
+        workgroupBarrier();
+        stage_block(thread, ahead);
+    }
+
+    let sum = row_total(row_sum);
+    let any = visible > 0u;
+    let divisor = select(1.0, sum, any);
+    if (first_quad == 0u) {
+        factors[row] = select(0.0, 1.0 / divisor, any);
+        if (row < tile.num_rows) {
+            store_lse(tile, row, select(EMPTY, row_max + log2(divisor), any), any);
+        }
+    }
+    for (var c = 0u; c < ACC_TILES; c++) { // unroll
+        workgroupBarrier();
+        coopStoreT(acc[c], &scores[scratch], TILE / 4u);
+        workgroupBarrier();
+        for (var i = lane; i < TILE * TILE / 4u; i += SUBGROUP) {
+            let out_row = first_row + c / VALUE_TILES * TILE + i / (TILE / 4u);
+            let quad = (share * VALUE_TILES + c % VALUE_TILES) * (TILE / 4u) + i % (TILE / 4u);
+            if (out_row < tile.num_rows) {
+                store_quad(tile, out_row, quad, scores[scratch + i] * factors[out_row]);
+            }
+        }
+    }
+}

@@ -1,0 +1,317 @@
+//! The rows on cooperative matrices: how a workgroup cuts a tile, and the WGSL text. Pure.
+
+use super::Kernel;
+use crate::Dtype;
+use crate::caps::{Caps, DeviceKind};
+use crate::compose::{Const, Source, compose};
+use crate::gpu::ops::lib_out;
+use crate::prefill::PrefillSpec;
+use crate::unroll::unroll;
+
+/// How a workgroup cuts a tile: see the head of `shaders/mla_prefill_coop.wgsl`.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    /// Side of a matrix.
+    tile: u32,
+    /// Lanes of a subgroup.
+    subgroup: u32,
+    /// Matrices of rows of a subgroup.
+    row_tiles: u32,
+    row_groups: u32,
+    /// Subgroups that share rows.
+    column_split: u32,
+    /// Keys of a block.
+    tokens: u32,
+}
+
+impl Cut {
+    /// Best first.
+    fn all(small: bool, tile: u32, subgroup: u32) -> Vec<Self> {
+        let cut = |row_tiles, row_groups, column_split, tokens| Self {
+            tile,
+            subgroup,
+            row_tiles,
+            row_groups,
+            column_split,
+            tokens,
+        };
+        if let Ok(text) = std::env::var("MLA_PREFILL_CUT") {
+            let n: Vec<u32> = text.split(',').filter_map(|x| x.parse().ok()).collect();
+            return vec![cut(n[0], n[1], n[2], n[3])];
+        }
+        if small {
+            vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)]
+        } else {
+            vec![cut(2, 4, 2, 32), cut(1, 4, 2, 32), cut(1, 8, 1, 32)]
+        }
+    }
+
+    const fn rows(&self) -> u32 {
+        self.tile * self.row_tiles * self.row_groups
+    }
+
+    const fn subgroups(&self) -> u32 {
+        self.row_groups * self.column_split
+    }
+
+    const fn threads(&self) -> u32 {
+        self.subgroup * self.subgroups()
+    }
+
+    /// Lanes that share a row in the softmax.
+    const fn softmax_lanes(&self) -> u32 {
+        self.threads() / self.rows()
+    }
+
+    /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
+    const fn key_pitch(columns: u32) -> u32 {
+        (columns / 8) | 1
+    }
+
+    /// Octs of staged keys, which weights take the place of.
+    fn keys(&self, spec: &PrefillSpec) -> u32 {
+        let keys = self.tokens * Self::key_pitch(key_columns(spec));
+        keys.max(self.rows() * Self::key_pitch(self.tokens))
+    }
+
+    fn staged(&self, spec: &PrefillSpec) -> u32 {
+        self.keys(spec) + self.tokens * Self::key_pitch(spec.v_head_dim)
+    }
+
+    /// Quads from one row of scores to the next.
+    const fn score_pitch(&self) -> u32 {
+        self.tokens / 4 + 1
+    }
+
+    fn scores(&self) -> u32 {
+        (self.rows() * self.score_pitch()).max(self.subgroups() * self.tile * self.tile / 4)
+    }
+
+    fn workgroup_bytes(&self, spec: &PrefillSpec) -> u32 {
+        16 * (self.staged(spec) + self.scores()) + 4 * self.rows() + 16
+    }
+
+    /// Matrices that a subgroup holds of queries and of the output.
+    const fn held(&self, spec: &PrefillSpec) -> [u32; 2] {
+        let keys = key_columns(spec) / self.tile;
+        let values = spec.v_head_dim / self.tile / self.column_split;
+        [self.row_tiles * keys, self.row_tiles * values]
+    }
+
+    /// Whether the dims fall on whole matrices, and registers hold what a subgroup keeps: 16 accumulators of 16 x 16 are 128 of a lane's 255.
+    fn serves(&self, spec: &PrefillSpec) -> bool {
+        let Self { tile, column_split, tokens, .. } = *self;
+        let [queries, outputs] = self.held(spec);
+        let words = (queries * tile * tile / 2 + outputs * tile * tile) / self.subgroup;
+        key_columns(spec).is_multiple_of(tile)
+            && spec.v_head_dim.is_multiple_of(tile * column_split)
+            && tokens.is_multiple_of(tile * column_split)
+            && self.threads().is_multiple_of(self.rows())
+            && self.softmax_lanes().is_power_of_two()
+            && self.softmax_lanes() <= self.subgroup
+            && tokens.is_multiple_of(8 * self.softmax_lanes())
+            && (self.subgroup < 32 || words <= 168)
+    }
+}
+
+const fn key_columns(spec: &PrefillSpec) -> u32 {
+    spec.qk_nope_head_dim + spec.qk_rope_head_dim
+}
+
+fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
+    let (threads, rows, side) = (cut.threads(), cut.rows(), cut.tile);
+    let [queries, outputs] = cut.held(spec);
+    let [nope, rope, value] =
+        [spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim].map(|dim| dim / 8);
+    let loads = |octs: u32| (cut.tokens * octs).div_ceil(threads);
+    let token_tiles = cut.tokens / side / cut.column_split;
+    let chunk = rows.min(cut.tokens);
+    vec![
+        ("NUM_HEADS", spec.num_heads),
+        ("TILE", side),
+        ("TILE_OCTS", side / 8),
+        ("SUBGROUP", cut.subgroup),
+        ("THREADS", threads),
+        ("ROWS", rows),
+        ("ROW_TILES", cut.row_tiles),
+        ("COLUMN_SPLIT", cut.column_split),
+        ("TOKENS", cut.tokens),
+        ("TOKEN_TILES", token_tiles),
+        ("BLOCK_TILES", cut.tokens / side),
+        ("SCORE_TILES", token_tiles * cut.row_tiles),
+        ("KEY_TILES", key_columns(spec) / side),
+        ("QUERY_TILES", queries),
+        ("QUERY_CHUNKS", rows / chunk),
+        ("CHUNK_ROWS", chunk),
+        ("VALUE_TILES", spec.v_head_dim / side / cut.column_split),
+        ("ACC_TILES", outputs),
+        ("NOPE_OCTS", nope),
+        ("ROPE_OCTS", rope),
+        ("ROW_OCTS", nope + rope),
+        ("V_OCTS", value),
+        ("NOPE_LOADS", loads(nope)),
+        ("ROPE_LOADS", loads(rope)),
+        ("ROPE_LOADS_PADDED", loads(rope).max(1)),
+        ("VALUE_LOADS", loads(value)),
+        ("KEY_PITCH", Cut::key_pitch(key_columns(spec))),
+        ("WEIGHT_PITCH", Cut::key_pitch(cut.tokens)),
+        ("VALUES_AT", cut.keys(spec)),
+        ("VALUE_PITCH", Cut::key_pitch(spec.v_head_dim)),
+        ("STAGED", cut.staged(spec)),
+        ("SCORE_PITCH", cut.score_pitch()),
+        ("SCORES", cut.scores()),
+        ("SOFTMAX_LANES", cut.softmax_lanes()),
+        ("SOFTMAX_QUADS", cut.tokens / 4 / cut.softmax_lanes()),
+        ("SOFTMAX_OCTS", cut.tokens / 8 / cut.softmax_lanes()),
+    ]
+}
+
+/// What the module begins with. Matrices under an `if` need the diagnostic off; each such condition is the same for a
+/// whole subgroup, and where there are barriers under it for a whole workgroup.
+const DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
+
+/// The row in about 48 KiB of workgroup memory.
+pub(super) fn kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Kernel, String> {
+    on_matrices("coop", false, caps, spec)
+}
+
+/// The row in 32 KiB.
+pub(super) fn small_kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Kernel, String> {
+    on_matrices("coop_small", true, caps, spec)
+}
+
+fn on_matrices(
+    name: &str,
+    small: bool,
+    caps: &Caps,
+    spec: &PrefillSpec,
+) -> std::result::Result<Kernel, String> {
+    let key_file = key_file(spec.dtype)?;
+    if caps.cooperative_tile == 0 {
+        return Err("no cooperative matrices f16 x f16 + f32 of 16x16 or 8x8".into());
+    }
+    if !caps.shader_f16 {
+        return Err("the device was made without Features::SHADER_F16".into());
+    }
+    let (least, subgroup) = (caps.min_subgroup_size, caps.max_subgroup_size);
+    if least != subgroup || subgroup < 8 {
+        return Err(format!("subgroups vary from {least} to {subgroup} lanes, or are too small"));
+    }
+    if caps.max_storage_buffers < 8 {
+        return Err("8 storage buffers are needed".into());
+    }
+    let memory = if small { 32 << 10 } else { 48 << 10 };
+    if caps.workgroup_memory_bytes < memory {
+        let has = caps.workgroup_memory_bytes;
+        return Err(format!("{memory} bytes of workgroup memory are needed, the device was made with {has}"));
+    }
+    let cut = Cut::all(small, caps.cooperative_tile, subgroup)
+        .into_iter()
+        .filter(|cut| cut.serves(spec) && cut.threads() <= caps.max_invocations)
+        .find(|cut| cut.workgroup_bytes(spec) <= memory)
+        .ok_or_else(|| format!("no cut of these dims fits {memory} bytes of workgroup memory"))?;
+    let source = source(name, key_file, &cut, caps, spec);
+    Ok(Kernel { source, rows: cut.rows(), unit: 8, pins_loads: true })
+}
+
+/// How an oct becomes f16.
+fn key_file(dtype: Dtype) -> std::result::Result<&'static str, String> {
+    match dtype {
+        Dtype::F16 => Ok("fn half_of(oct: Unit) -> HalfOct {\n    return half_oct(oct);\n}\n"),
+        Dtype::F32 | Dtype::Bf16 | Dtype::E4m3 => Err(format!("{dtype} does not fit f16 matrices")),
+    }
+}
+
+fn source(name: &str, key_file: &str, cut: &Cut, caps: &Caps, spec: &PrefillSpec) -> Source {
+    let consts = consts(cut, spec);
+    let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
+    let mut prelude: Vec<_> = consts.iter().map(|&(name, value)| (name, Const::U32(value))).collect();
+    let types = if cut.tile == 8 {
+        ["coop_mat8x8<f16, A>", "coop_mat8x8<f16, B>", "coop_mat8x8<f32, C>"]
+    } else {
+        ["coop_mat16x16<f16, A>", "coop_mat16x16<f16, B>", "coop_mat16x16<f32, C>"]
+    };
+    for (name, ty) in ["MatrixA", "MatrixB", "MatrixC"].into_iter().zip(types) {
+        prelude.push((name, Const::Alias(ty)));
+    }
+    prelude.push(("Unit", Const::Alias("vec4<u32>")));
+    // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for long.
+    let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
+    let text =
+        include_str!("../../../../shaders/mla_prefill_coop.wgsl").replace("// unroll on cards", marker);
+    let files = [
+        include_str!("../../../../shaders/lib/round.wgsl"),
+        include_str!("../../../../shaders/lib/half_oct.wgsl"),
+        key_file,
+        lib_out(spec.out),
+        include_str!("../../../../shaders/lib/prefill.wgsl"),
+        include_str!("../../../../shaders/lib/prefill_pinned.wgsl"),
+        &text,
+    ];
+    let dims = format!("{}.{}.{}", spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim);
+    let variant = format!("{name}.{}.out_{}.{dims}", spec.dtype, spec.out);
+    let mut source = compose("mla_prefill", &variant, &prelude, &files);
+    // A marked loop with an unknown bound would be left rolled, which is right and slow; a test walks all kernels.
+    if let Ok(text) = unroll(&source.text, &value) {
+        source.text = text;
+    }
+    source.text = format!("{DIRECTIVES}{}", source.text);
+    source
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every kernel of every kind of device is valid, fits it, and has no loop left rolled that was to be unrolled.
+    #[test]
+    fn kernels_are_valid() {
+        let card = Caps {
+            kind: DeviceKind::Discrete,
+            subgroups: true,
+            min_subgroup_size: 32,
+            max_subgroup_size: 32,
+            shader_f16: true,
+            cooperative_tile: 16,
+            workgroup_memory_bytes: 48 << 10,
+            max_invocations: 1024,
+            ..Caps::WEBGPU
+        };
+        let apple = Caps { cooperative_tile: 8, workgroup_memory_bytes: 32 << 10, ..card };
+        let lavapipe =
+            Caps { kind: DeviceKind::Software, min_subgroup_size: 8, max_subgroup_size: 8, ..apple };
+        for (caps, names) in
+            [(card, &["coop", "coop_small"][..]), (apple, &["coop_small"]), (lavapipe, &["coop_small"])]
+        {
+            for spec in super::super::specs() {
+                for name in names {
+                    let small = *name == "coop_small";
+                    let Ok(kernel) = on_matrices(name, small, &caps, &spec) else { continue };
+                    check(&kernel.source);
+                }
+            }
+            let usual = PrefillSpec { dtype: Dtype::F16, ..super::super::specs()[0] };
+            for name in names {
+                assert!(on_matrices(name, *name == "coop_small", &caps, &usual).is_ok(), "{name}");
+            }
+        }
+    }
+
+    fn check(source: &Source) {
+        assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
+        let module = naga::front::wgsl::parse_str(&source.text)
+            .unwrap_or_else(|e| panic!("{}:\n{}", source.label, e.emit_to_string(&source.text)));
+        let flags = naga::valid::ValidationFlags::all();
+        let all = naga::valid::Capabilities::all();
+        let mut validator = naga::valid::Validator::new(flags, all);
+        if let Err(e) = validator.validate(&module) {
+            panic!("{}:\n{}", source.label, e.emit_to_string(&source.text));
+        }
+        for (_, variable) in module.global_variables.iter() {
+            if variable.space == naga::AddressSpace::WorkGroup {
+                let size = module.types[variable.ty].inner.size(module.to_ctx());
+                assert_eq!(size % 16, 0, "{}: {:?}", source.label, variable.name);
+            }
+        }
+    }
+}
