@@ -77,7 +77,7 @@ pub struct Chunk {
 /// A step's work, the same for each layer of a model.
 #[derive(Debug, Clone, Default)]
 pub struct LayerPlan {
-    /// The decode of the short sequences. Its tokens are those of the whole batch.
+    /// The decode of the short sequences. Its tokens are numbered as in the whole batch, up to the last that is decoded.
     pub decode: Plan,
     /// Runs of query tokens that are decoded.
     pub decoded: Vec<Range<u32>>,
@@ -166,7 +166,6 @@ impl LayerPlan {
         policy: Policy,
         decodes: &[Prompt],
     ) -> Result<()> {
-        let num_queries = self.positions.len() as u32;
         let (mut seq_lens, mut loc, mut tokens) = (Vec::new(), vec![0i32], Vec::new());
         for decode in decodes {
             let range = decode.q_begin..decode.q_begin + decode.q_len;
@@ -188,7 +187,7 @@ impl LayerPlan {
         for merge in &mut self.decode.merges {
             merge.token = tokens[merge.token as usize];
         }
-        self.decode.num_queries = num_queries;
+        self.decode.num_queries = self.decoded.last().map_or(0, |run| run.end);
         let sequences = decodes.iter().map(|decode| (decode.sequence as usize, decode.len));
         self.decode_pages = pages_of(batch.pages, spec, sequences)?;
         Ok(())

@@ -235,7 +235,7 @@ impl<'a, B: Backend> Ops<'a, B> {
             k_scale: args.k_scale,
             q_scale: 1.0,
         };
-        let num_queries = self.layer.plan.positions.len() as u32;
+        let num_queries = self.layer.plan.decode.num_queries;
         let binding = self.backend.bind(&self.layer.decode, num_queries, &layer)?;
         self.backend.run(&self.layer.decode, &self.layer.step, &binding)?;
 
@@ -397,8 +397,8 @@ impl<T> Workspace<T> {
         let (nope, value) = (u64::from(spec.qk_nope_head_dim), u64::from(spec.v_head_dim));
         let tokens = plan.positions.len() as u64;
         let rows = plan.chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0).into();
-        let if_any = |any: bool| if any { tokens } else { 0 };
-        let (decodes, merges) = (if_any(!plan.decoded.is_empty()), if_any(plan.num_merges > 0));
+        let decodes = u64::from(plan.decode.num_queries);
+        let merges = if plan.num_merges > 0 { tokens } else { 0 };
         let [lse_out, lse_other, lse_partial] = &mut self.lse;
         for (room, count, row_bytes) in [
             (&mut self.positions, tokens, 4),

@@ -1,0 +1,450 @@
+//! The whole attention layer, recorded: see [`crate::mla_layer`].
+
+mod space;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use space::Space;
+
+use super::ops::{
+    AppendBinding, AppendStep, GatherBinding, GatherStep, HeadProject, KvAppend, KvGather, MergeAttnStates,
+    MergeBinding, MlaPrefill, PrefillBinding, PrefillStep, ProjectBinding, ProjectStep, RotateAppend,
+    RotateAppendBinding,
+};
+use super::{LayerBinding, MlaDecode, Options, Pipelines, Step};
+use crate::layer::{LseBase, Query, View};
+use crate::mla_layer::{Chunk, LayerArgs, LayerBatch, LayerPlan, MlaLayerSpec, Target};
+use crate::ops::{
+    AppendLayer, AppendSpec, Gather, GatherSpec, MergeStates, MergeStatesSpec, Project, ProjectSpec,
+    RopeAppend, RopeAppendSpec, WeightView,
+};
+use crate::prefill::{Prefill, PrefillExtent, PrefillSpec};
+use crate::tables::{Capacity, PageTable};
+use crate::{Error, Layer, Policy, Result};
+
+/// The attention layer of a model on a wgpu device, made for one [`MlaLayerSpec`]: prepared once a step, bound once a layer, recorded
+/// for each layer of each step.
+///
+/// It owns a workspace for [`LayerCapacity`], which all layers share, and the positions of the step that was prepared last: submit
+/// what was recorded for a step before another is prepared.
+#[derive(Debug)]
+pub struct MlaLayer {
+    pipelines: Pipelines,
+    spec: MlaLayerSpec,
+    capacity: LayerCapacity,
+    append: Append,
+    absorb: HeadProject,
+    k_up: HeadProject,
+    v_up: HeadProject,
+    decode: MlaDecode,
+    gather: KvGather,
+    prefill: MlaPrefill,
+    merge: MergeAttnStates,
+    space: Space,
+    id: u64,
+}
+
+/// How many query tokens a step may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LayerCapacity {
+    /// In all.
+    pub tokens: u32,
+    /// Those that are decoded have to be among the first so many of a batch: they take `2 * H * L` elements of workspace each.
+    pub decode_tokens: u32,
+}
+
+#[derive(Debug)]
+enum Append {
+    Rotated(RotateAppend),
+    /// Without a rotary part.
+    Plain(KvAppend),
+}
+
+/// A step's tables: what [`MlaLayer::prepare`] uploads and every layer's record reads. It grows as needed.
+#[derive(Debug)]
+pub struct MlaLayerStep {
+    append: AppendStep,
+    decode: Step,
+    plan: LayerPlan,
+    /// As many as there are runs of decoded tokens, or more from an earlier step.
+    decoded: Vec<ProjectStep>,
+    chunks: Vec<ChunkStep>,
+    owner: u64,
+}
+
+/// Like the plan's chunk of the same index.
+#[derive(Debug, Default)]
+struct ChunkStep {
+    gather: GatherStep,
+    rows: ProjectStep,
+    /// What a round's sequences attend that begin, and that go on.
+    rounds: Vec<[PrefillStep; 2]>,
+}
+
+/// A layer of a model, checked and bound.
+#[derive(Debug)]
+pub struct MlaLayerBinding {
+    append: BoundAppend,
+    absorb: ProjectBinding,
+    decode: LayerBinding,
+    v_up: ProjectBinding,
+    gather: GatherBinding,
+    rows: [ProjectBinding; 2],
+    /// Into the output, what takes turns with it, and what is merged.
+    prefill: [PrefillBinding; 3],
+    /// From the output, and from what takes turns with it.
+    merge: [MergeBinding; 2],
+    owner: u64,
+}
+
+#[derive(Debug)]
+enum BoundAppend {
+    Rotated(RotateAppendBinding),
+    Plain(AppendBinding),
+}
+
+impl MlaLayer {
+    /// Compiles the ops of a spec and makes the workspace.
+    ///
+    /// # Errors
+    /// Those of [`MlaLayerSpec::check`] and of the ops; [`Error::Limit`] and [`Error::OutOfMemory`] for a workspace that the device
+    /// does not hold.
+    pub fn new(pipelines: &Pipelines, spec: &MlaLayerSpec, capacity: LayerCapacity) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        spec.check()?;
+        let capacity =
+            LayerCapacity { decode_tokens: capacity.decode_tokens.min(capacity.tokens), ..capacity };
+        let project = |project| HeadProject::new(pipelines, project);
+        let (dims, dtype, weight) = (spec.dims(), spec.dtype, spec.weight);
+        let options = Options { query_tokens: spec.decode_threshold, ..Options::default() };
+        let append = spec.append();
+        Ok(Self {
+            append: if spec.shape.qk_rope_head_dim == 0 {
+                Append::Plain(KvAppend::new(pipelines, append)?)
+            } else {
+                Append::Rotated(RotateAppend::new(pipelines, spec.rope_append())?)
+            },
+            absorb: project(ProjectSpec::absorb(&dims, dtype, weight, dtype))?,
+            k_up: project(ProjectSpec::k_up(&dims, dtype, weight, dtype))?,
+            v_up: project(ProjectSpec::v_up(&dims, dtype, weight, dtype))?,
+            decode: MlaDecode::new(pipelines, &spec.mla(), &options)?,
+            gather: KvGather::new(pipelines, spec.gather())?,
+            prefill: MlaPrefill::new(pipelines, spec.prefill())?,
+            merge: MergeAttnStates::new(pipelines, spec.merge())?,
+            space: Space::new(pipelines, spec, &capacity)?,
+            pipelines: pipelines.clone(),
+            spec: *spec,
+            capacity,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+        })
+    }
+
+    /// What it was made for.
+    pub fn spec(&self) -> &MlaLayerSpec {
+        &self.spec
+    }
+
+    /// The decode of short sequences, such as for its row.
+    pub fn decode(&self) -> &MlaDecode {
+        &self.decode
+    }
+
+    /// The attention of the others.
+    pub fn prefill(&self) -> &MlaPrefill {
+        &self.prefill
+    }
+
+    /// Bytes of the keys and values of prefills: never more than [`MlaLayerSpec::workspace_bytes`].
+    pub fn workspace_bytes(&self) -> u64 {
+        self.space.chunk_bytes()
+    }
+
+    /// An empty step.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub fn step(&self) -> Result<MlaLayerStep> {
+        Ok(MlaLayerStep {
+            append: AppendStep::default(),
+            decode: self.decode.step(Capacity::default())?,
+            plan: LayerPlan::default(),
+            decoded: Vec::new(),
+            chunks: Vec::new(),
+            owner: self.id,
+        })
+    }
+
+    /// Plans a step for all layers and uploads its tables.
+    ///
+    /// # Errors
+    /// Those of [`LayerPlan::new`] and of the ops; [`Error::Limit`] for a batch beyond the capacity; [`Error::LayoutMismatch`] for
+    /// a step of another layer. The step is then not to be recorded.
+    pub fn prepare(
+        &self,
+        queue: &wgpu::Queue,
+        step: &mut MlaLayerStep,
+        batch: &LayerBatch<'_>,
+        policy: Policy,
+    ) -> Result<()> {
+        if step.owner != self.id {
+            return Err(Error::LayoutMismatch { detail: "the step was made by another layer" });
+        }
+        step.plan = LayerPlan::default();
+        let plan = LayerPlan::new(&self.spec, &self.decode.tiling(), batch, policy)?;
+        self.check_capacity(&plan)?;
+        let device = self.pipelines.device();
+        match &self.append {
+            Append::Rotated(append) => append.prepare(device, queue, &mut step.append, batch.slot_mapping)?,
+            Append::Plain(append) => append.prepare(device, queue, &mut step.append, batch.slot_mapping)?,
+        }
+        queue.write_buffer(&self.space.positions, 0, bytemuck::cast_slice(&plan.positions));
+        if !plan.decoded.is_empty() {
+            let (kv_indptr, kv_indices) = &plan.decode_pages;
+            let pages = PageTable::Csr { kv_indptr, kv_indices };
+            self.decode.prepare(queue, &mut step.decode, &plan.decode, pages)?;
+        }
+        step.decoded.resize_with(plan.decoded.len().max(step.decoded.len()), ProjectStep::default);
+        for (step, tokens) in step.decoded.iter_mut().zip(&plan.decoded) {
+            self.absorb.prepare(device, queue, step, tokens.start, tokens.end - tokens.start)?;
+        }
+        step.chunks.resize_with(plan.chunks.len().max(step.chunks.len()), ChunkStep::default);
+        for (step, chunk) in step.chunks.iter_mut().zip(&plan.chunks) {
+            self.gather.prepare(
+                device,
+                queue,
+                &mut step.gather,
+                batch.pages,
+                batch.seq_lens,
+                &chunk.ranges,
+            )?;
+            self.k_up.prepare(device, queue, &mut step.rows, 0, chunk.rows)?;
+            step.rounds.resize_with(chunk.rounds.len().max(step.rounds.len()), Default::default);
+            for ([first, more], round) in step.rounds.iter_mut().zip(&chunk.rounds) {
+                self.prefill.prepare(device, queue, first, &round.first)?;
+                self.prefill.prepare(device, queue, more, &round.more)?;
+            }
+        }
+        step.plan = plan;
+        Ok(())
+    }
+
+    fn check_capacity(&self, plan: &LayerPlan) -> Result<()> {
+        let (have, tokens) = (&self.capacity, plan.positions.len() as u64);
+        let decoded = plan.decoded.last().map_or(0, |tokens| tokens.end).into();
+        for (what, need, limit, cure) in [
+            ("query tokens of a step", tokens, have.tokens, "make the layer with more LayerCapacity::tokens"),
+            (
+                "tokens up to the last that is decoded",
+                decoded,
+                have.decode_tokens,
+                "put decodes first in a batch, or make the layer with more LayerCapacity::decode_tokens",
+            ),
+        ] {
+            if need > limit.into() {
+                return Err(Error::Limit { what, need, limit: limit.into(), cure });
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks and binds one layer of the model. Its arrays have room for [`LayerCapacity::tokens`] query tokens.
+    ///
+    /// # Errors
+    /// Those of the ops: scales, strides, sizes, usages, aliases, limits.
+    pub fn bind(&self, args: &LayerArgs<'_, wgpu::Buffer>) -> Result<MlaLayerBinding> {
+        let (spec, space, device) = (&self.spec, &self.space, self.pipelines.device());
+        let LayerCapacity { tokens, decode_tokens } = self.capacity;
+        let dims = spec.dims();
+        let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
+        let (rows, heads) = (space.rows(spec), spec.shape.num_heads);
+
+        let layer = AppendLayer { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv, k_scale: args.k_scale };
+        let append = match &self.append {
+            Append::Plain(append) => BoundAppend::Plain(append.bind(device, &layer, tokens)?),
+            Append::Rotated(append) => {
+                let args = RopeAppend {
+                    q_pe: args.q_pe,
+                    q_pe_out: space.q_pe(spec),
+                    layer,
+                    positions: &space.positions,
+                    cos_sin: args.cos_sin,
+                    max_position: args.max_position,
+                };
+                BoundAppend::Rotated(append.bind(device, &args, tokens)?)
+            }
+        };
+        let (ql_nope, latent_out) = (space.ql_nope(spec), space.latent_out(spec));
+        let decode = Layer {
+            query: Query::Split { q_nope: ql_nope, q_pe: space.q_pe(spec) },
+            kv: args.kv,
+            out: latent_out,
+            lse: View::dense(&space.lse[1], heads, 1),
+            lse_base: LseBase::E,
+            softmax_scale: args.softmax_scale,
+            k_scale: args.k_scale,
+            q_scale: 1.0,
+        };
+        let down = |x, y| Project { x, weight: w_uk, y, num_tokens: decode_tokens };
+        let up = |x, weight, y, num_tokens| Project { x, weight, y, num_tokens };
+        let gathered = Gather { kv: args.kv, k_scale: args.k_scale, out: rows };
+        // All heads read the same row.
+        let (shared, num_rows) = (View { head_stride: 0, ..rows }, space.num_rows);
+        let attends = |target| self.bind_prefill(args, target);
+        let merges = |state| self.bind_merge(args, state);
+        Ok(MlaLayerBinding {
+            append,
+            absorb: self.absorb.bind(device, &down(args.q_nope, ql_nope))?,
+            decode: self.decode.bind(decode_tokens, &decode)?,
+            v_up: self.v_up.bind(device, &up(latent_out, w_uv, args.out, decode_tokens))?,
+            gather: self.gather.bind(device, &gathered, num_rows)?,
+            rows: [
+                self.k_up.bind(device, &up(shared, w_uk, space.k_nope(spec), num_rows))?,
+                self.v_up.bind(device, &up(shared, w_uv, space.v(spec), num_rows))?,
+            ],
+            prefill: [attends(Target::Out)?, attends(Target::Other)?, attends(Target::Partial)?],
+            merge: [merges(Target::Out)?, merges(Target::Other)?],
+            owner: self.id,
+        })
+    }
+
+    fn bind_prefill(&self, args: &LayerArgs<'_, wgpu::Buffer>, target: Target) -> Result<PrefillBinding> {
+        let (spec, space) = (&self.spec, &self.space);
+        let rows = space.rows(spec);
+        let (out, lse) = space.target(spec, args.out, target);
+        let has_rope = spec.shape.qk_rope_head_dim > 0;
+        let args = Prefill {
+            q_nope: args.q_nope,
+            q_pe: if has_rope { space.q_pe(spec) } else { args.q_nope },
+            k_nope: space.k_nope(spec),
+            k_pe: View { offset: spec.shape.kv_lora_rank.into(), head_stride: 0, ..rows },
+            v: space.v(spec),
+            out,
+            lse,
+            softmax_scale: args.softmax_scale,
+        };
+        // Without rows there is nothing to attend, and no step does.
+        let tokens = if space.num_rows > 0 { self.capacity.tokens } else { 0 };
+        let extent = PrefillExtent { tokens, keys: space.num_rows };
+        self.prefill.bind(self.pipelines.device(), &args, extent)
+    }
+
+    /// From `state` to what takes turns with it.
+    fn bind_merge(&self, args: &LayerArgs<'_, wgpu::Buffer>, state: Target) -> Result<MergeBinding> {
+        let target = |target| self.space.target(&self.spec, args.out, target);
+        let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) =
+            (target(state), target(Target::Partial));
+        let (output, output_lse) = target(state.turned());
+        // The op's LSEs are [heads, tokens] by name only: any strides do.
+        let args = MergeStates {
+            prefix_output,
+            prefix_lse,
+            suffix_output,
+            suffix_lse,
+            output,
+            output_lse: Some(output_lse),
+            num_tokens: self.capacity.tokens,
+            num_heads: self.spec.shape.num_heads,
+        };
+        self.merge.bind(self.pipelines.device(), &args)
+    }
+
+    /// Whether a step and a binding can be recorded together.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
+    pub fn check(&self, step: &MlaLayerStep, binding: &MlaLayerBinding) -> Result<()> {
+        if step.owner != self.id || binding.owner != self.id {
+            return Err(Error::LayoutMismatch { detail: "one of them was made by another layer" });
+        }
+        Ok(())
+    }
+
+    /// Records one layer in a pass of its own. Creates nothing and cannot fail: a pair that [`MlaLayer::check`] refuses records
+    /// nothing and logs an error.
+    pub fn record(&self, encoder: &mut wgpu::CommandEncoder, step: &MlaLayerStep, binding: &MlaLayerBinding) {
+        let descriptor = wgpu::ComputePassDescriptor { label: Some("mla.layer"), timestamp_writes: None };
+        self.record_in(&mut encoder.begin_compute_pass(&descriptor), step, binding);
+    }
+
+    /// As [`MlaLayer::record`], in the host's pass.
+    pub fn record_in(
+        &self,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &MlaLayerStep,
+        binding: &MlaLayerBinding,
+    ) {
+        if let Err(error) = self.check(step, binding) {
+            log::error!("nothing recorded: {error}");
+            return;
+        }
+        if step.plan.positions.is_empty() {
+            return;
+        }
+        match (&self.append, &binding.append) {
+            (Append::Rotated(append), BoundAppend::Rotated(layer)) => {
+                append.record_in(pass, &step.append, layer)
+            }
+            (Append::Plain(append), BoundAppend::Plain(layer)) => append.record_in(pass, &step.append, layer),
+            _ => log::error!("nothing appended: a layer has one kind of append"),
+        }
+        for (chunk, plan) in step.chunks.iter().zip(&step.plan.chunks) {
+            self.record_chunk(pass, chunk, plan, binding);
+        }
+        if step.plan.decoded.is_empty() {
+            return;
+        }
+        let decoded = &step.decoded[..step.plan.decoded.len()];
+        decoded.iter().for_each(|tokens| self.absorb.record_in(pass, tokens, &binding.absorb));
+        self.decode.record_in(pass, &step.decode, &binding.decode);
+        decoded.iter().for_each(|tokens| self.v_up.record_in(pass, tokens, &binding.v_up));
+    }
+
+    fn record_chunk(
+        &self,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &ChunkStep,
+        chunk: &Chunk,
+        binding: &MlaLayerBinding,
+    ) {
+        self.gather.record_in(pass, &step.gather, &binding.gather);
+        self.k_up.record_in(pass, &step.rows, &binding.rows[0]);
+        self.v_up.record_in(pass, &step.rows, &binding.rows[1]);
+        for ([first, more], round) in step.rounds.iter().zip(&chunk.rounds) {
+            self.prefill.record_in(pass, first, &binding.prefill[round.state as usize]);
+            if !round.more.is_empty() {
+                self.prefill.record_in(pass, more, &binding.prefill[Target::Partial as usize]);
+                self.merge.record_in(pass, &binding.merge[round.state as usize]);
+            }
+        }
+    }
+}
+
+impl MlaLayerSpec {
+    fn append(&self) -> AppendSpec {
+        AppendSpec { shape: self.shape, kv: self.kv, input: self.dtype }
+    }
+
+    fn rope_append(&self) -> RopeAppendSpec {
+        let (query, num_heads, layout) = (self.dtype, self.shape.num_heads, self.rope);
+        RopeAppendSpec { append: self.append(), query, num_heads, layout }
+    }
+
+    fn gather(&self) -> GatherSpec {
+        GatherSpec { shape: self.shape, kv: self.kv, output: self.dtype }
+    }
+
+    fn prefill(&self) -> PrefillSpec {
+        PrefillSpec {
+            num_heads: self.shape.num_heads,
+            qk_nope_head_dim: self.qk_nope_head_dim,
+            qk_rope_head_dim: self.shape.qk_rope_head_dim,
+            v_head_dim: self.v_head_dim,
+            dtype: self.dtype,
+            out: self.dtype,
+        }
+    }
+
+    fn merge(&self) -> MergeStatesSpec {
+        MergeStatesSpec { dtype: self.dtype, head_size: self.v_head_dim }
+    }
+}
