@@ -12,6 +12,38 @@ use crate::common::close::{Tolerance, close};
 use crate::common::paint::Rng;
 
 const MAX_POSITION: u32 = 128;
+/// Query tokens that arrays have room for.
+pub const MAX_TOKENS: u32 = 64;
+
+/// A layer under test.
+pub trait Runs<B: Backend> {
+    fn run(
+        &mut self,
+        backend: &B,
+        batch: &LayerBatch<'_>,
+        policy: Policy,
+        args: &LayerArgs<'_, B::Buffer>,
+    ) -> wgpu_mla::Result<()>;
+
+    fn workspace_bytes(&self) -> u64;
+}
+
+impl<B: Backend> Runs<B> for MlaLayer<B> {
+    fn run(
+        &mut self,
+        backend: &B,
+        batch: &LayerBatch<'_>,
+        policy: Policy,
+        args: &LayerArgs<'_, B::Buffer>,
+    ) -> wgpu_mla::Result<()> {
+        self.prepare(backend, batch, policy)?;
+        MlaLayer::run(self, backend, args)
+    }
+
+    fn workspace_bytes(&self) -> u64 {
+        MlaLayer::workspace_bytes(self)
+    }
+}
 
 /// Every group of this file.
 pub fn all<B: Backend>(session: &Session<'_, B>) {
@@ -19,7 +51,7 @@ pub fn all<B: Backend>(session: &Session<'_, B>) {
     layer_workspaces(session);
 }
 
-fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> MlaLayerSpec {
+pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> MlaLayerSpec {
     let spec = MlaLayerSpec {
         shape: MlaShape { num_heads: 3, kv_lora_rank: 256, qk_rope_head_dim: 32 },
         qk_nope_head_dim: 16,
@@ -35,7 +67,7 @@ fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> Ml
 }
 
 /// A layer's weights and cache on a backend, and what the oracle needs to know of them.
-struct Rig<'a, B: Backend> {
+pub struct Rig<'a, B: Backend> {
     backend: &'a B,
     spec: MlaLayerSpec,
     pool: PagePool,
@@ -48,6 +80,9 @@ struct Rig<'a, B: Backend> {
     cos_sin_buffer: B::Buffer,
 }
 
+/// The output of a step, and what the oracle says of it.
+pub type Step = (Vec<f32>, Vec<f64>);
+
 /// Random values as a dtype holds them, and their bytes.
 fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec<u8>) {
     let values: Vec<f32> = (0..count).map(|_| rng.randn() * scale).collect();
@@ -56,7 +91,7 @@ fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec
 }
 
 impl<'a, B: Backend> Rig<'a, B> {
-    fn new(backend: &'a B, spec: MlaLayerSpec, seed: u64) -> Result<Self, wgpu_mla::Error> {
+    pub fn new(backend: &'a B, spec: MlaLayerSpec, seed: u64) -> Result<Self, wgpu_mla::Error> {
         let mut rng = Rng(seed);
         let shape = spec.shape;
         let (latent, rope) = (shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize);
@@ -90,10 +125,10 @@ impl<'a, B: Backend> Rig<'a, B> {
     /// One step: `new` tokens a sequence. The output `[T, H, V]` and what the oracle says of it.
     fn step(
         &mut self,
-        layer: &mut MlaLayer<B>,
+        layer: &mut dyn Runs<B>,
         requests: &[(SeqId, u32)],
         policy: Policy,
-    ) -> Result<(Vec<f32>, Vec<f64>), wgpu_mla::Error> {
+    ) -> Result<Step, wgpu_mla::Error> {
         let (spec, backend) = (self.spec, self.backend);
         let (heads, nope) = (spec.shape.num_heads as usize, spec.qk_nope_head_dim as usize);
         let (latent, rope) = (spec.shape.kv_lora_rank as usize, spec.shape.qk_rope_head_dim as usize);
@@ -117,11 +152,13 @@ impl<'a, B: Backend> Rig<'a, B> {
         let (q, q_bytes) = draw(&mut self.rng, spec.dtype, total * heads * (nope + rope), 0.7);
         let (_, kv_c_bytes) = draw(&mut self.rng, spec.dtype, total * latent, 0.3);
         let (_, k_pe_bytes) = draw(&mut self.rng, spec.dtype, total * rope, 0.5);
-        let [q_buffer, kv_c, k_pe] =
-            [&q_bytes, &kv_c_bytes, &k_pe_bytes].map(|bytes| uploaded(backend, bytes));
+        let [q_buffer, kv_c, k_pe] = [&q_bytes, &kv_c_bytes, &k_pe_bytes].map(|bytes| {
+            let room = bytes.len() / total * MAX_TOKENS as usize;
+            uploaded(backend, &[bytes.as_slice(), &vec![0; room - bytes.len()]].concat())
+        });
         let (q_buffer, kv_c, k_pe) = (q_buffer?, kv_c?, k_pe?);
         let out_bytes = total * heads * value * spec.dtype.bytes();
-        let out = backend.buffer(out_bytes as u64)?;
+        let out = backend.buffer((out_bytes / total * MAX_TOKENS as usize) as u64)?;
         let batch = LayerBatch {
             seq_lens: &lens,
             query_start_loc: &loc,
@@ -129,7 +166,6 @@ impl<'a, B: Backend> Rig<'a, B> {
             pages: table.page_table(),
             shared_prefixes: &shared,
         };
-        layer.prepare(backend, &batch, policy)?;
         let q_nope = View::dense(&q_buffer, heads as u32, (nope + rope) as u32);
         let softmax_scale = wgpu_mla::softmax_scale(nope as u32, rope as u32, 1.0, 1.0);
         let args = LayerArgs {
@@ -145,7 +181,7 @@ impl<'a, B: Backend> Rig<'a, B> {
             softmax_scale,
             k_scale: self.k_scale,
         };
-        layer.run(backend, &args)?;
+        layer.run(backend, &batch, policy, &args)?;
         assert!(layer.workspace_bytes() <= spec.workspace_bytes, "the workspace is over its budget");
 
         let got = spec.dtype.decode_all(&backend.download(&out, out_bytes.next_multiple_of(4) as u64)?);
@@ -205,16 +241,15 @@ impl<'a, B: Backend> Rig<'a, B> {
     }
 
     /// A life: prompts, a prompt in parts beside decodes, a fork that diverges. The outputs of all steps.
-    fn life(&mut self, policy: Policy) -> Result<Vec<(Vec<f32>, Vec<f64>)>, wgpu_mla::Error> {
-        let mut layer = MlaLayer::new(self.backend, &self.spec)?;
+    pub fn life(&mut self, layer: &mut dyn Runs<B>, policy: Policy) -> Result<Vec<Step>, wgpu_mla::Error> {
         let [a, b, c] = [(); 3].map(|()| self.pool.add());
-        let mut steps = vec![self.step(&mut layer, &[(a, 37), (b, 1), (c, 20)], policy)?];
-        steps.push(self.step(&mut layer, &[(b, 18), (a, 1), (c, 2)], policy)?);
+        let mut steps = vec![self.step(layer, &[(a, 37), (b, 1), (c, 20)], policy)?];
+        steps.push(self.step(layer, &[(b, 18), (a, 1), (c, 2)], policy)?);
         // They share pages, the last of which only in part: the first to write it copies it.
         let d = self.pool.fork(a)?;
-        steps.push(self.step(&mut layer, &[(a, 1), (d, 1), (c, 1), (b, 7)], policy)?);
-        steps.push(self.step(&mut layer, &[(d, 5), (a, 1), (c, 0)], policy)?);
-        steps.push(self.step(&mut layer, &[(a, 1), (c, 1), (d, 1)], policy)?);
+        steps.push(self.step(layer, &[(a, 1), (d, 1), (c, 1), (b, 7)], policy)?);
+        steps.push(self.step(layer, &[(d, 5), (a, 1), (c, 0)], policy)?);
+        steps.push(self.step(layer, &[(a, 1), (c, 1), (d, 1)], policy)?);
         Ok(steps)
     }
 }
@@ -227,7 +262,7 @@ fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer, wgpu_mla
     Ok(buffer)
 }
 
-fn tolerance(spec: &MlaLayerSpec) -> Tolerance {
+pub fn tolerance(spec: &MlaLayerSpec) -> Tolerance {
     match spec.dtype {
         Dtype::F32 => {
             Tolerance { abs: 0.0, rel: 0.0, row: Some((spec.v_head_dim as usize, 2e-5)), cos: 1e-9 }
@@ -246,7 +281,8 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
         (Dtype::Bf16, Dtype::Bf16, interleaved),
     ] {
         let spec = spec(dtype, cache, rope, 64);
-        let steps = Rig::new(session.backend, spec, 7).and_then(|mut rig| rig.life(Policy::Auto));
+        let steps = MlaLayer::new(session.backend, &spec)
+            .and_then(|mut layer| Rig::new(session.backend, spec, 7)?.life(&mut layer, Policy::Auto));
         match steps {
             Ok(steps) => {
                 for (index, (got, want)) in steps.iter().enumerate() {
@@ -265,7 +301,8 @@ pub fn layer_workspaces<B: Backend>(session: &Session<'_, B>) {
     for (policy, rows) in [(Policy::Auto, [8, 24]), (Policy::FixedTokens(8), [8, 41])] {
         let life = |rows: u64| {
             let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, rows);
-            Rig::new(session.backend, spec, 9).and_then(|mut rig| rig.life(policy))
+            let mut layer = MlaLayer::new(session.backend, &spec)?;
+            Rig::new(session.backend, spec, 9)?.life(&mut layer, policy)
         };
         match (life(rows[0]), life(rows[1])) {
             (Ok(small), Ok(large)) => {
