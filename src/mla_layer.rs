@@ -19,7 +19,8 @@ pub use plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
 pub use run::MlaLayer;
 
 use crate::layer::{KvView, View};
-use crate::ops::{HeadDims, RopeLayout};
+use crate::ops::{AppendSpec, GatherSpec, HeadDims, MergeStatesSpec, RopeAppendSpec, RopeLayout};
+use crate::prefill::PrefillSpec;
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 
 /// What a layer is compiled for: the same for all layers of a model.
@@ -91,6 +92,37 @@ impl MlaLayerSpec {
             }
         }
         Ok(())
+    }
+}
+
+/// Its ops.
+impl MlaLayerSpec {
+    pub(crate) fn append(&self) -> AppendSpec {
+        AppendSpec { shape: self.shape, kv: self.kv, input: self.dtype }
+    }
+
+    pub(crate) fn rope_append(&self) -> RopeAppendSpec {
+        let (query, num_heads, layout) = (self.dtype, self.shape.num_heads, self.rope);
+        RopeAppendSpec { append: self.append(), query, num_heads, layout }
+    }
+
+    pub(crate) fn gather(&self) -> GatherSpec {
+        GatherSpec { shape: self.shape, kv: self.kv, output: self.dtype }
+    }
+
+    pub(crate) fn prefill(&self) -> PrefillSpec {
+        PrefillSpec {
+            num_heads: self.shape.num_heads,
+            qk_nope_head_dim: self.qk_nope_head_dim,
+            qk_rope_head_dim: self.shape.qk_rope_head_dim,
+            v_head_dim: self.v_head_dim,
+            dtype: self.dtype,
+            out: self.dtype,
+        }
+    }
+
+    pub(crate) fn merge(&self) -> MergeStatesSpec {
+        MergeStatesSpec { dtype: self.dtype, head_size: self.v_head_dim }
     }
 }
 

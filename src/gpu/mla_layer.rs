@@ -14,11 +14,8 @@ use super::ops::{
 use super::{LayerBinding, MlaDecode, Options, Pipelines, Step};
 use crate::layer::{LseBase, Query, View};
 use crate::mla_layer::{Chunk, LayerArgs, LayerBatch, LayerPlan, MlaLayerSpec, Target};
-use crate::ops::{
-    AppendLayer, AppendSpec, Gather, GatherSpec, MergeStates, MergeStatesSpec, Project, ProjectSpec,
-    RopeAppend, RopeAppendSpec, WeightView,
-};
-use crate::prefill::{Prefill, PrefillExtent, PrefillSpec};
+use crate::ops::{AppendLayer, Gather, MergeStates, Project, ProjectSpec, RopeAppend, WeightView};
+use crate::prefill::{Prefill, PrefillExtent};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, Layer, Policy, Result};
 
@@ -416,35 +413,5 @@ impl MlaLayer {
                 self.merge.record_in(pass, &binding.merge[round.state as usize]);
             }
         }
-    }
-}
-
-impl MlaLayerSpec {
-    fn append(&self) -> AppendSpec {
-        AppendSpec { shape: self.shape, kv: self.kv, input: self.dtype }
-    }
-
-    fn rope_append(&self) -> RopeAppendSpec {
-        let (query, num_heads, layout) = (self.dtype, self.shape.num_heads, self.rope);
-        RopeAppendSpec { append: self.append(), query, num_heads, layout }
-    }
-
-    fn gather(&self) -> GatherSpec {
-        GatherSpec { shape: self.shape, kv: self.kv, output: self.dtype }
-    }
-
-    fn prefill(&self) -> PrefillSpec {
-        PrefillSpec {
-            num_heads: self.shape.num_heads,
-            qk_nope_head_dim: self.qk_nope_head_dim,
-            qk_rope_head_dim: self.shape.qk_rope_head_dim,
-            v_head_dim: self.v_head_dim,
-            dtype: self.dtype,
-            out: self.dtype,
-        }
-    }
-
-    fn merge(&self) -> MergeStatesSpec {
-        MergeStatesSpec { dtype: self.dtype, head_size: self.v_head_dim }
     }
 }

@@ -233,7 +233,7 @@ impl LayerPlan {
         let all: Vec<_> = prompts.iter().map(|prompt| (prompt.q_begin, prompt.q_len)).collect();
         self.chunks = chunks.iter().map(|pieces| self.chunk(pieces, split, &all)).collect();
         // Each merge turns the state, and the last one has to leave it in the output.
-        let mut state = if self.num_merges % 2 == 0 { Target::Out } else { Target::Other };
+        let mut state = if self.num_merges.is_multiple_of(2) { Target::Out } else { Target::Other };
         for round in self.chunks.iter_mut().flat_map(|chunk| &mut chunk.rounds) {
             round.state = state;
             if !round.more.is_empty() {

@@ -3,11 +3,8 @@
 use super::plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
 use super::{LayerArgs, MlaLayerSpec};
 use crate::layer::{Query, View};
-use crate::ops::{
-    AppendLayer, AppendSpec, Gather, GatherSpec, MergeStates, MergeStatesSpec, Project, ProjectSpec,
-    RopeAppend, RopeAppendSpec, WeightView,
-};
-use crate::prefill::{Prefill, PrefillSequence, PrefillSpec};
+use crate::ops::{AppendLayer, Gather, MergeStates, Project, ProjectSpec, RopeAppend, WeightView};
+use crate::prefill::{Prefill, PrefillSequence};
 use crate::tables::{Capacity, PageTable};
 use crate::{Backend, Error, Layer, LseBase, Policy, Result};
 
@@ -188,13 +185,10 @@ impl<'a, B: Backend> Ops<'a, B> {
     /// Rotates, and writes the new rows to the cache: what follows reads them there.
     fn append(&self) -> Result<()> {
         let (spec, args) = (self.spec(), self.args);
-        let append = AppendSpec { shape: spec.shape, kv: spec.kv, input: spec.dtype };
         let layer = AppendLayer { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv, k_scale: args.k_scale };
         if spec.shape.qk_rope_head_dim == 0 {
-            return self.backend.kv_append(&append, &self.layer.slot_mapping, &layer);
+            return self.backend.kv_append(&spec.append(), &self.layer.slot_mapping, &layer);
         }
-        let rope =
-            RopeAppendSpec { append, query: spec.dtype, num_heads: spec.shape.num_heads, layout: spec.rope };
         let args = RopeAppend {
             q_pe: args.q_pe,
             q_pe_out: self.q_pe()?,
@@ -203,7 +197,7 @@ impl<'a, B: Backend> Ops<'a, B> {
             cos_sin: args.cos_sin,
             max_position: args.max_position,
         };
-        self.backend.rope_append(&rope, &self.layer.slot_mapping, &args)
+        self.backend.rope_append(&spec.rope_append(), &self.layer.slot_mapping, &args)
     }
 
     /// The rotated part of the query.
@@ -266,9 +260,8 @@ impl<'a, B: Backend> Ops<'a, B> {
         let (spec, args, layer) = (self.spec(), self.args, self.layer);
         let (kv_indptr, kv_indices) = &layer.pages;
         let rows = self.dense(&layer.space.rows, 1, spec.shape.row_elems())?;
-        let gather = GatherSpec { shape: spec.shape, kv: spec.kv, output: spec.dtype };
         self.backend.kv_gather(
-            &gather,
+            &spec.gather(),
             PageTable::Csr { kv_indptr, kv_indices },
             &layer.seq_lens,
             &chunk.ranges,
@@ -308,8 +301,7 @@ impl<'a, B: Backend> Ops<'a, B> {
             num_tokens: self.layer.plan.positions.len() as u32,
             num_heads: spec.shape.num_heads,
         };
-        let merge = MergeStatesSpec { dtype: spec.dtype, head_size: spec.v_head_dim };
-        self.backend.merge_attn_states(&merge, &args)
+        self.backend.merge_attn_states(&spec.merge(), &args)
     }
 
     fn target(&self, target: Target) -> Result<Attended<'a, B::Buffer>> {
@@ -342,15 +334,7 @@ impl<'a, B: Backend> Ops<'a, B> {
             lse: into.lse,
             softmax_scale: self.args.softmax_scale,
         };
-        let prefill = PrefillSpec {
-            num_heads: heads,
-            qk_nope_head_dim: spec.qk_nope_head_dim,
-            qk_rope_head_dim: rope,
-            v_head_dim: spec.v_head_dim,
-            dtype: spec.dtype,
-            out: spec.dtype,
-        };
-        self.backend.prefill(&prefill, sequences, &args)
+        self.backend.prefill(&spec.prefill(), sequences, &args)
     }
 }
 
