@@ -198,12 +198,6 @@ pub enum Error {
         /// The other.
         b: &'static str,
     },
-    /// An op that this backend has no kernel for.
-    #[error("`{op}` has no kernel on this backend yet: use the wgpu or the CPU backend for it")]
-    OpUnavailable {
-        /// The op.
-        op: &'static str,
-    },
     /// A buffer lacks a usage flag.
     #[error("{what}: the buffer lacks usage {usage}: add it where the buffer is created")]
     BufferUsage {
