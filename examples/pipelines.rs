@@ -12,19 +12,24 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, Rotate, RotateAppend};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
-use wgpu_mla::{AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, SUPPORTED_DIMS};
+use wgpu_mla::{
+    AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, RopeAppendSpec, RopeLayout,
+    RopeSpec, SUPPORTED_DIMS,
+};
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
-/// One call that compiles: a decode's two pipelines, or one of a small op.
+/// One call that compiles: a decode's or a rotation's two pipelines, or one of a small op.
 #[derive(Clone)]
 enum Job {
     Decode { spec: MlaSpec, variant: &'static str, chosen: bool, device_page_list: bool },
     MergeStates(MergeStatesSpec),
     Append(AppendSpec),
     Copy(CopySpec),
+    Rope(RopeSpec),
+    RopeAppend(RopeAppendSpec),
 }
 
 impl Job {
@@ -39,6 +44,8 @@ impl Job {
             Self::MergeStates(spec) => MergeAttnStates::new(pipelines, *spec).map(drop),
             Self::Append(spec) => KvAppend::new(pipelines, *spec).map(drop),
             Self::Copy(spec) => KvCopyPages::new(pipelines, *spec).map(drop),
+            Self::Rope(spec) => Rotate::new(pipelines, *spec).map(drop),
+            Self::RopeAppend(spec) => RotateAppend::new(pipelines, *spec).map(drop),
         }
     }
 
@@ -60,6 +67,10 @@ impl Job {
             Self::Append(spec) => format!("chosen any kv_append {} into {}", spec.input, spec.kv.dtype),
             Self::Copy(spec) => {
                 format!("chosen any kv_copy_pages {} rows of {}", spec.kv.dtype, spec.row_elems)
+            }
+            Self::Rope(spec) => format!("chosen any rope {}", spec.dtype),
+            Self::RopeAppend(RopeAppendSpec { append, .. }) => {
+                format!("chosen any rope_append {} into {}", append.input, append.kv.dtype)
             }
         }
     }
@@ -109,6 +120,14 @@ fn small_ops() -> Vec<Job> {
         let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
         let append = |cache| Job::Append(AppendSpec { shape, kv: kv(cache), input: dtype });
         jobs.extend(Dtype::ALL.map(append));
+        // In place and not.
+        let layout = RopeLayout::Interleaved;
+        jobs.push(Job::Rope(RopeSpec { dtype, num_heads: 16, rope_dim: 64, layout }));
+        let rope = |cache| {
+            let append = AppendSpec { shape, kv: kv(cache), input: dtype };
+            Job::RopeAppend(RopeAppendSpec { append, query: dtype, num_heads: 16, layout })
+        };
+        jobs.extend([dtype, Dtype::E4m3].map(rope));
     }
     jobs.extend(Dtype::ALL.map(|cache| Job::Copy(CopySpec { kv: kv(cache), row_elems: 576 })));
     jobs

@@ -139,9 +139,7 @@ pub trait Backend: sealed::Sealed {
     ///
     /// # Errors
     /// Those of [`Rope`]'s checks.
-    fn rope(&self, _spec: &RopeSpec, _args: &Rope<'_, Self::Buffer>) -> Result<()> {
-        Err(crate::Error::OpUnavailable { op: "rope" })
-    }
+    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, Self::Buffer>) -> Result<()>;
 
     /// Rotates queries and new keys, and appends the keys: what comes before a decode, in one dispatch. See [`RopeAppend`].
     ///
@@ -149,12 +147,10 @@ pub trait Backend: sealed::Sealed {
     /// Those of [`Backend::kv_append`] and of [`RopeAppend`]'s checks.
     fn rope_append(
         &self,
-        _spec: &RopeAppendSpec,
-        _slot_mapping: &[i64],
-        _args: &RopeAppend<'_, Self::Buffer>,
-    ) -> Result<()> {
-        Err(crate::Error::OpUnavailable { op: "rope_append" })
-    }
+        spec: &RopeAppendSpec,
+        slot_mapping: &[i64],
+        args: &RopeAppend<'_, Self::Buffer>,
+    ) -> Result<()>;
 
     /// Copies whole pages inside one layer's pool, `(from, to)` each.
     ///
