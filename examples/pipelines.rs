@@ -12,9 +12,11 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, MlaPrefill};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
-use wgpu_mla::{AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, SUPPORTED_DIMS};
+use wgpu_mla::{
+    AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, PrefillSpec, SUPPORTED_DIMS,
+};
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
@@ -25,6 +27,7 @@ enum Job {
     MergeStates(MergeStatesSpec),
     Append(AppendSpec),
     Copy(CopySpec),
+    Prefill { spec: PrefillSpec, row: &'static str, chosen: bool },
 }
 
 impl Job {
@@ -39,6 +42,9 @@ impl Job {
             Self::MergeStates(spec) => MergeAttnStates::new(pipelines, *spec).map(drop),
             Self::Append(spec) => KvAppend::new(pipelines, *spec).map(drop),
             Self::Copy(spec) => KvCopyPages::new(pipelines, *spec).map(drop),
+            Self::Prefill { spec, row, .. } => {
+                MlaPrefill::with_variant(pipelines, *spec, Some(row)).map(drop)
+            }
         }
     }
 
@@ -60,6 +66,11 @@ impl Job {
             Self::Append(spec) => format!("chosen any kv_append {} into {}", spec.input, spec.kv.dtype),
             Self::Copy(spec) => {
                 format!("chosen any kv_copy_pages {} rows of {}", spec.kv.dtype, spec.row_elems)
+            }
+            Self::Prefill { spec, row, chosen } => {
+                let [p, r, v] = [spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim];
+                let chosen = if *chosen { "chosen" } else { "offered" };
+                format!("{chosen} {p}/{r}/{v} {row} mla_prefill {}", spec.dtype)
             }
         }
     }
@@ -99,6 +110,26 @@ fn rows(gpu: &Gpu, spec: MlaSpec, device_page_list: bool) -> impl Iterator<Item 
     // The first that runs is the one that a decode gets.
     let job = move |(at, variant)| Job::Decode { spec, variant, chosen: at == 0, device_page_list };
     gpu.variants(&spec).into_iter().enumerate().map(job)
+}
+
+/// Each row that runs, for the dims of DeepSeek V3 and for the largest.
+fn prefills(gpu: &Gpu) -> Vec<Job> {
+    let mut jobs = Vec::new();
+    for [p, r, v] in [[128, 64, 128], [192, 64, 256]] {
+        for dtype in FLOATS {
+            let spec = PrefillSpec {
+                num_heads: 16,
+                qk_nope_head_dim: p,
+                qk_rope_head_dim: r,
+                v_head_dim: v,
+                dtype,
+                out: dtype,
+            };
+            let rows = gpu.prefill_variants(&spec).into_iter().enumerate();
+            jobs.extend(rows.map(|(at, row)| Job::Prefill { spec, row: row.name, chosen: at == 0 }));
+        }
+    }
+    jobs
 }
 
 fn small_ops() -> Vec<Job> {
@@ -193,6 +224,7 @@ fn main() -> ExitCode {
 
     let mut jobs = decodes(&gpu, args.all);
     jobs.extend(small_ops());
+    jobs.extend(prefills(&gpu));
     jobs.retain(|job| args.keeps(&job.name()));
     let (start, mut failed) = (Instant::now(), 0);
     for job in &jobs {

@@ -35,10 +35,6 @@ impl Cut {
             column_split,
             tokens,
         };
-        if let Ok(text) = std::env::var("MLA_PREFILL_CUT") {
-            let n: Vec<u32> = text.split(',').filter_map(|x| x.parse().ok()).collect();
-            return vec![cut(n[0], n[1], n[2], n[3])];
-        }
         if small {
             vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)]
         } else {
