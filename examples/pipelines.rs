@@ -17,6 +17,10 @@ use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
 use wgpu_mla::{
     AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, RopeAppendSpec, RopeLayout,
     RopeSpec, SUPPORTED_DIMS,
+use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, MlaPrefill};
+use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
+use wgpu_mla::{
+    AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, PrefillSpec, SUPPORTED_DIMS,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -30,6 +34,7 @@ enum Job {
     Copy(CopySpec),
     Rope(RopeSpec),
     RopeAppend(RopeAppendSpec),
+    Prefill { spec: PrefillSpec, row: &'static str, chosen: bool },
 }
 
 impl Job {
@@ -46,6 +51,9 @@ impl Job {
             Self::Copy(spec) => KvCopyPages::new(pipelines, *spec).map(drop),
             Self::Rope(spec) => Rotate::new(pipelines, *spec).map(drop),
             Self::RopeAppend(spec) => RotateAppend::new(pipelines, *spec).map(drop),
+            Self::Prefill { spec, row, .. } => {
+                MlaPrefill::with_variant(pipelines, *spec, Some(row)).map(drop)
+            }
         }
     }
 
@@ -71,6 +79,10 @@ impl Job {
             Self::Rope(spec) => format!("chosen any rope {}", spec.dtype),
             Self::RopeAppend(RopeAppendSpec { append, .. }) => {
                 format!("chosen any rope_append {} into {}", append.input, append.kv.dtype)
+            Self::Prefill { spec, row, chosen } => {
+                let [p, r, v] = [spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim];
+                let chosen = if *chosen { "chosen" } else { "offered" };
+                format!("{chosen} {p}/{r}/{v} {row} mla_prefill {}", spec.dtype)
             }
         }
     }
@@ -110,6 +122,26 @@ fn rows(gpu: &Gpu, spec: MlaSpec, device_page_list: bool) -> impl Iterator<Item 
     // The first that runs is the one that a decode gets.
     let job = move |(at, variant)| Job::Decode { spec, variant, chosen: at == 0, device_page_list };
     gpu.variants(&spec).into_iter().enumerate().map(job)
+}
+
+/// Each row that runs, for the dims of DeepSeek V3 and for the largest.
+fn prefills(gpu: &Gpu) -> Vec<Job> {
+    let mut jobs = Vec::new();
+    for [p, r, v] in [[128, 64, 128], [192, 64, 256]] {
+        for dtype in FLOATS {
+            let spec = PrefillSpec {
+                num_heads: 16,
+                qk_nope_head_dim: p,
+                qk_rope_head_dim: r,
+                v_head_dim: v,
+                dtype,
+                out: dtype,
+            };
+            let rows = gpu.prefill_variants(&spec).into_iter().enumerate();
+            jobs.extend(rows.map(|(at, row)| Job::Prefill { spec, row: row.name, chosen: at == 0 }));
+        }
+    }
+    jobs
 }
 
 fn small_ops() -> Vec<Job> {
@@ -212,6 +244,7 @@ fn main() -> ExitCode {
 
     let mut jobs = decodes(&gpu, args.all);
     jobs.extend(small_ops());
+    jobs.extend(prefills(&gpu));
     jobs.retain(|job| args.keeps(&job.name()));
     let (start, mut failed) = (Instant::now(), 0);
     for job in &jobs {

@@ -10,16 +10,20 @@
 // Meanwhile the next block is on its way from memory, in registers. It is staged in the same iteration: NVIDIA's compiler copies what is
 // carried into the next one, and would wait for it there.
 //
+// f16 ends at 65504: what bf16 holds beyond it is noticed, and the tile done again in f32 (lib/prefill_half_bf16.wgsl).
+//
 // Keys past the last one that the tile sees repeat it and weigh 0. Every workgroup variable is a multiple of 16 bytes long, and so is every
 // pitch: on NVIDIA matrices are read wrongly otherwise.
 
 var<workgroup> staged: array<HalfOct, STAGED>; // keys [TOKENS, KEY_PITCH], then weights [ROWS, WEIGHT_PITCH]; from VALUES_AT values [TOKENS, VALUE_PITCH]
 var<workgroup> scores: array<vec4<f32>, SCORES>; // [ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
 var<workgroup> factors: array<f32, ROWS>; // what to multiply a row with
-var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: whether a maximum moved in this block
+var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
 
 const LAZY = 14.0;
-const MOVED = 0u;
+// Places in `notes`.
+const MOVED = 0u; // whether a maximum moved in this block
+const ODD = 1u; // whether f16 does not hold a key or a value
 
 // What a thread holds of a block on its way from memory to the staging buffer.
 struct Block {
@@ -53,19 +57,25 @@ fn load_block(tile: Tile, block: u32, thread: u32) -> Block {
     return loaded;
 }
 
-fn stage_block(thread: u32, block: Block) {
+// Not 0 if the thread met what f16 does not hold.
+fn stage_block(thread: u32, block: Block) -> u32 {
+    var odd = 0u;
     for (var i = 0u; i < NOPE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, NOPE_OCTS);
         staged[at / NOPE_OCTS * KEY_PITCH + at % NOPE_OCTS] = half_of(block.nope[i]);
+        odd |= odd_bits(block.nope[i]);
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, max(ROPE_OCTS, 1u));
         staged[at / max(ROPE_OCTS, 1u) * KEY_PITCH + NOPE_OCTS + at % max(ROPE_OCTS, 1u)] = half_of(block.rope[i]);
+        odd |= odd_bits(block.rope[i]);
     }
     for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, V_OCTS);
         staged[VALUES_AT + at / V_OCTS * VALUE_PITCH + at % V_OCTS] = half_of(block.values[i]);
+        odd |= odd_bits(block.values[i]);
     }
+    return odd;
 }
 
 fn query_oct(tile: Tile, row: u32, oct: u32) -> Unit {
@@ -124,10 +134,24 @@ fn mla_prefill(
     if (tile.num_keys > 0u) {
         first = load_block(tile, 0u, thread);
     }
+    var logit_scale = params.logit_scale;
+    if (SCALES_QUERIES) {
+        var largest = 0.0;
+        for (var oct = thread % SOFTMAX_LANES; oct < ROW_OCTS; oct += SOFTMAX_LANES) {
+            largest = max(largest, magnitude_of(query_oct(tile, row, oct)));
+        }
+        let exponent = clamp(268u - (bitcast<u32>(row_largest(largest)) >> 23u), 1u, 253u);
+        logit_scale *= bitcast<f32>((254u - exponent) << 23u);
+        if (first_quad == 0u) {
+            factors[row] = bitcast<f32>(exponent << 23u);
+        }
+        workgroupBarrier();
+    }
     var queries: array<MatrixA, QUERY_TILES>; // [ROW_TILES, KEY_TILES]
     for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
         for (var i = thread; i < CHUNK_ROWS * ROW_OCTS; i += THREADS) {
-            staged[i / ROW_OCTS * KEY_PITCH + i % ROW_OCTS] = half_of(query_oct(tile, chunk * CHUNK_ROWS + i / ROW_OCTS, i % ROW_OCTS));
+            let chunk_row = chunk * CHUNK_ROWS + i / ROW_OCTS;
+            staged[i / ROW_OCTS * KEY_PITCH + i % ROW_OCTS] = half_query(query_oct(tile, chunk_row, i % ROW_OCTS), factors[chunk_row]);
         }
         workgroupBarrier();
         for (var r = 0u; r < ROW_TILES; r++) { // unroll
@@ -144,8 +168,9 @@ fn mla_prefill(
     var row_max = EMPTY;
     var row_sum = 0.0; // over this lane's keys only
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, VALUE_TILES]
+    var odd = 0u;
     if (tile.num_keys > 0u) {
-        stage_block(thread, first);
+        odd = stage_block(thread, first);
     }
 
     for (var block = 0u; block < tile.num_keys; block += TOKENS) {
@@ -176,7 +201,7 @@ fn mla_prefill(
         var tops = vec4<f32>(EMPTY);
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
             let key = vec4<u32>(block + (first_quad + i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
-            logit[i] = select(vec4<f32>(EMPTY), scores[row * SCORE_PITCH + first_quad + i] * params.logit_scale, key < vec4<u32>(visible));
+            logit[i] = select(vec4<f32>(EMPTY), scores[row * SCORE_PITCH + first_quad + i] * logit_scale, key < vec4<u32>(visible));
             tops = max(tops, logit[i]);
         }
         let top = row_largest(max(max(tops.x, tops.y), max(tops.z, tops.w)));
@@ -236,7 +261,18 @@ fn mla_prefill(
             }
         }
         workgroupBarrier();
-        stage_block(thread, ahead);
+        odd |= stage_block(thread, ahead);
+    }
+
+    if (NOTICES_ODD) {
+        if (odd != 0u) {
+            atomicStore(&notes[ODD], 1u);
+        }
+        workgroupBarrier();
+        if (atomicLoad(&notes[ODD]) != 0u) {
+            wide_rows(tile, subgroup, lane);
+            return;
+        }
     }
 
     let sum = row_total(row_sum);

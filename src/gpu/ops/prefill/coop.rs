@@ -35,10 +35,6 @@ impl Cut {
             column_split,
             tokens,
         };
-        if let Ok(text) = std::env::var("MLA_PREFILL_CUT") {
-            let n: Vec<u32> = text.split(',').filter_map(|x| x.parse().ok()).collect();
-            return vec![cut(n[0], n[1], n[2], n[3])];
-        }
         if small {
             vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)]
         } else {
@@ -149,6 +145,7 @@ fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
         ("ROPE_OCTS", rope),
         ("ROW_OCTS", nope + rope),
         ("V_OCTS", value),
+        ("LANE_OCTS", value.div_ceil(cut.subgroup)),
         ("NOPE_LOADS", loads(nope)),
         ("ROPE_LOADS", loads(rope)),
         ("ROPE_LOADS_PADDED", loads(rope).max(1)),
@@ -186,7 +183,7 @@ fn on_matrices(
     caps: &Caps,
     spec: &PrefillSpec,
 ) -> std::result::Result<Kernel, String> {
-    let key_file = key_file(spec.dtype)?;
+    let half_file = half_file(spec.dtype)?;
     if caps.cooperative_tile == 0 {
         return Err("no cooperative matrices f16 x f16 + f32 of 16x16 or 8x8".into());
     }
@@ -210,19 +207,24 @@ fn on_matrices(
         .filter(|cut| cut.serves(spec) && cut.threads() <= caps.max_invocations)
         .find(|cut| cut.workgroup_bytes(spec) <= memory)
         .ok_or_else(|| format!("no cut of these dims fits {memory} bytes of workgroup memory"))?;
-    let source = source(name, key_file, &cut, caps, spec);
+    let source = source(name, half_file, &cut, caps, spec);
     Ok(Kernel { source, rows: cut.rows(), unit: 8, pins_loads: true })
 }
 
-/// How an oct becomes f16.
-fn key_file(dtype: Dtype) -> std::result::Result<&'static str, String> {
+/// How octs become f16.
+fn half_file(dtype: Dtype) -> std::result::Result<&'static str, String> {
     match dtype {
-        Dtype::F16 => Ok("fn half_of(oct: Unit) -> HalfOct {\n    return half_oct(oct);\n}\n"),
-        Dtype::F32 | Dtype::Bf16 | Dtype::E4m3 => Err(format!("{dtype} does not fit f16 matrices")),
+        Dtype::F16 => Ok(include_str!("../../../../shaders/lib/prefill_half_f16.wgsl")),
+        Dtype::Bf16 => Ok(concat!(
+            include_str!("../../../../shaders/lib/oct_bf16.wgsl"),
+            "\n",
+            include_str!("../../../../shaders/lib/prefill_half_bf16.wgsl")
+        )),
+        Dtype::F32 | Dtype::E4m3 => Err(format!("{dtype} does not fit f16 matrices")),
     }
 }
 
-fn source(name: &str, key_file: &str, cut: &Cut, caps: &Caps, spec: &PrefillSpec) -> Source {
+fn source(name: &str, half_file: &str, cut: &Cut, caps: &Caps, spec: &PrefillSpec) -> Source {
     let consts = consts(cut, spec);
     let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
     let mut prelude: Vec<_> = consts.iter().map(|&(name, value)| (name, Const::U32(value))).collect();
@@ -242,7 +244,7 @@ fn source(name: &str, key_file: &str, cut: &Cut, caps: &Caps, spec: &PrefillSpec
     let files = [
         include_str!("../../../../shaders/lib/round.wgsl"),
         include_str!("../../../../shaders/lib/half_oct.wgsl"),
-        key_file,
+        half_file,
         lib_out(spec.out),
         include_str!("../../../../shaders/lib/prefill.wgsl"),
         include_str!("../../../../shaders/lib/prefill_pinned.wgsl"),

@@ -1,0 +1,88 @@
+// How queries, keys and values become f16: bfloat16, each the upper half of an f32, two a word.
+//
+// Keys and values: exact from 2^-17 up to 65280, and within 2^-25 below. Larger ones are noticed, and the tile is then done again in f32,
+// slowly. Query rows are scaled by powers of two, the largest element of each to just below 2^15. Needs oct_bf16.wgsl.
+const SCALES_QUERIES = true;
+const NOTICES_ODD = true;
+
+fn half_of(oct: Unit) -> HalfOct {
+    let x = decode_bf16(oct);
+    return HalfOct(vec4<f16>(x[0]), vec4<f16>(x[1]));
+}
+
+fn half_query(oct: Unit, factor: f32) -> HalfOct {
+    let x = decode_bf16(oct) * factor;
+    return HalfOct(vec4<f16>(x[0]), vec4<f16>(x[1]));
+}
+
+fn magnitude_of(oct: Unit) -> f32 {
+    let x = decode_bf16(oct);
+    let largest = max(abs(x[0]), abs(x[1]));
+    return max(max(largest.x, largest.y), max(largest.z, largest.w));
+}
+
+// Not 0 if one of the eight is 65536 (0x4780) or more: the sums carry into the sign's place, and no further.
+fn odd_bits(oct: Unit) -> u32 {
+    let sums = (oct & vec4<u32>(0x7FFF7FFFu)) + vec4<u32>(0x38803880u);
+    return ((sums.x | sums.y) | (sums.z | sums.w)) & 0x80008000u;
+}
+
+// The rows of a tile in f32, right for every bf16. A subgroup takes a row, a lane LANE_OCTS octs of its columns.
+fn wide_rows(tile: Tile, subgroup: u32, lane: u32) {
+    for (var row = subgroup; row < tile.num_rows; row += THREADS / SUBGROUP) {
+        let visible = visible_to(tile, row);
+        var row_max = EMPTY;
+        var row_sum = 0.0;
+        var acc: array<mat2x4<f32>, LANE_OCTS>;
+        for (var number = 0u; number < visible; number++) {
+            let key = key_of(tile, number);
+            var part = vec4<f32>(0.0);
+            for (var oct = lane; oct < ROW_OCTS; oct += SUBGROUP) {
+                let q = decode_bf16(query_oct(tile, row, oct));
+                let k = decode_bf16(key_oct(tile, key, oct));
+                part += q[0] * k[0] + q[1] * k[1];
+            }
+            let score = subgroup_total((part.x + part.y) + (part.z + part.w)) * params.logit_scale;
+            let top = max(row_max, score);
+            let factor = exp2_exact(row_max - top);
+            let weight = exp2_exact(score - top);
+            row_max = top;
+            row_sum = row_sum * factor + weight;
+            for (var i = 0u; i < LANE_OCTS; i++) { // unroll
+                acc[i] = acc[i] * factor + decode_bf16(value_oct(tile, key, min(i * SUBGROUP + lane, V_OCTS - 1u))) * weight;
+            }
+        }
+        let any = row_sum > 0.0;
+        let divisor = select(1.0, row_sum, any);
+        for (var i = 0u; i < LANE_OCTS; i++) { // unroll
+            let oct = i * SUBGROUP + lane;
+            if (oct < V_OCTS) {
+                let value = acc[i] * (1.0 / divisor);
+                store_quad(tile, row, 2u * oct, value[0]);
+                store_quad(tile, row, 2u * oct + 1u, value[1]);
+            }
+        }
+        if (lane == 0u) {
+            store_lse(tile, row, select(EMPTY, row_max + log2(divisor), any), any);
+        }
+    }
+}
+
+fn subgroup_total(x: f32) -> f32 {
+    var sum = x;
+    for (var lanes = 1u; lanes < SUBGROUP; lanes *= 2u) {
+        sum += subgroupShuffleXor(sum, lanes);
+    }
+    return sum;
+}
+
+fn key_oct(tile: Tile, key: u32, oct: u32) -> Unit {
+    if (oct < NOPE_OCTS) {
+        return k_nope[params.k_nope_at + key * params.k_nope_token_stride + tile.head * params.k_nope_head_stride + oct];
+    }
+    return k_pe[params.k_pe_at + key * params.k_pe_token_stride + tile.head * params.k_pe_head_stride + oct - NOPE_OCTS];
+}
+
+fn value_oct(tile: Tile, key: u32, oct: u32) -> Unit {
+    return v[params.v_at + key * params.v_token_stride + tile.head * params.v_head_stride + oct];
+}
