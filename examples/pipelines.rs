@@ -12,15 +12,14 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, Rotate, RotateAppend};
+use wgpu_mla::gpu::ops::{
+    CopySpec, HeadProject, KvAppend, KvCopyPages, KvGather, MergeAttnStates, MlaPrefill, Rotate, RotateAppend,
+};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
+use wgpu_mla::ops::HeadDims;
 use wgpu_mla::{
-    AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, RopeAppendSpec, RopeLayout,
-    RopeSpec, SUPPORTED_DIMS,
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, MlaPrefill};
-use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
-use wgpu_mla::{
-    AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, PrefillSpec, SUPPORTED_DIMS,
+    AppendSpec, Backend, Dtype, GatherSpec, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, PrefillSpec,
+    ProjectSpec, RopeAppendSpec, RopeLayout, RopeSpec, SUPPORTED_DIMS,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -35,6 +34,8 @@ enum Job {
     Rope(RopeSpec),
     RopeAppend(RopeAppendSpec),
     Prefill { spec: PrefillSpec, row: &'static str, chosen: bool },
+    Gather(GatherSpec),
+    Project(ProjectSpec, &'static str),
 }
 
 impl Job {
@@ -54,6 +55,8 @@ impl Job {
             Self::Prefill { spec, row, .. } => {
                 MlaPrefill::with_variant(pipelines, *spec, Some(row)).map(drop)
             }
+            Self::Gather(spec) => KvGather::new(pipelines, *spec).map(drop),
+            Self::Project(spec, _) => HeadProject::new(pipelines, *spec).map(drop),
         }
     }
 
@@ -79,11 +82,14 @@ impl Job {
             Self::Rope(spec) => format!("chosen any rope {}", spec.dtype),
             Self::RopeAppend(RopeAppendSpec { append, .. }) => {
                 format!("chosen any rope_append {} into {}", append.input, append.kv.dtype)
+            }
             Self::Prefill { spec, row, chosen } => {
                 let [p, r, v] = [spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim];
                 let chosen = if *chosen { "chosen" } else { "offered" };
                 format!("{chosen} {p}/{r}/{v} {row} mla_prefill {}", spec.dtype)
             }
+            Self::Gather(spec) => format!("chosen any kv_gather {} to {}", spec.kv.dtype, spec.output),
+            Self::Project(spec, name) => format!("chosen any {name} {} by {}", spec.input, spec.weight),
         }
     }
 }
@@ -160,6 +166,12 @@ fn small_ops() -> Vec<Job> {
             Job::RopeAppend(RopeAppendSpec { append, query: dtype, num_heads: 16, layout })
         };
         jobs.extend([dtype, Dtype::E4m3].map(rope));
+        jobs.extend(
+            [dtype, Dtype::E4m3].map(|cache| Job::Gather(GatherSpec { shape, kv: kv(cache), output: dtype })),
+        );
+        let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
+        jobs.push(Job::Project(ProjectSpec::absorb(&dims, dtype, dtype, dtype), "absorb"));
+        jobs.push(Job::Project(ProjectSpec::v_up(&dims, dtype, dtype, dtype), "v_up"));
     }
     jobs.extend(Dtype::ALL.map(|cache| Job::Copy(CopySpec { kv: kv(cache), row_elems: 576 })));
     jobs

@@ -116,7 +116,7 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
             stage_w(w_item, head, first_column, chunk);
         }
         workgroupBarrier();
-        for (var k = 0u; k < CHUNK; k++) {
+        for (var k = select(0u, CHUNK, first + row >= end); k < CHUNK; k++) { // not where the thread has no token
             let at = k * W_PITCH + quad * 4u;
             let w = vec4<f32>(w_tile[at], w_tile[at + 1u], w_tile[at + 2u], w_tile[at + 3u]);
             for (var r = 0u; r < ROWS; r++) { // unroll

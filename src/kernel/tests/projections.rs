@@ -1,6 +1,6 @@
 //! The rows of `head_project`.
 
-use super::super::project::{Tile, choose};
+use super::super::project::{Places, Tile, choose};
 use super::*;
 use crate::{ProjectSpec, WeightOrder};
 
@@ -31,7 +31,7 @@ fn matrices_fit_the_device_that_they_are_composed_for() {
             };
             assert_eq!(row, "coop");
             for tile in tiles {
-                let source = tile.source(&caps, &spec);
+                let source = tile.source(&caps, &spec, &Places { w_row_stride: 64, ..Places::default() });
                 if !seen.insert(source.text.clone()) {
                     continue;
                 }

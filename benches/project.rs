@@ -1,0 +1,289 @@
+//! Times `head_project`: absorb and v_up of a decode, beside a kernel that reads their weights once and does nothing else. Each is compared
+//! with the oracle first; a wrong one is not timed, and the run ends with status 1.
+//!
+//! ```text
+//! cargo bench --bench project -- [--variant ROW] [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
+//! ```
+//! Layers' weights are rotated past the card's L2; rows go in and out of the same buffers, as between the kernels of a layer.
+
+#[path = "support/mod.rs"]
+#[allow(dead_code)]
+mod support;
+
+use serde_json::json;
+use support::Result;
+use support::args::Args;
+use support::device::Device;
+use support::paint::{Canvas, Paint};
+use support::record::{Records, figure, micros, timing_fields};
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::gpu::ops::{HeadProject, ProjectBinding, ProjectStep};
+use wgpu_mla::reference::{HeadProject as Oracle, head_project};
+use wgpu_mla::{Backend, Dtype, HeadDims, Project, ProjectSpec, View, WeightView, wgpu};
+
+/// DeepSeek-V2-Lite's, and what a device has of DeepSeek-V3 on 8 devices.
+const DIMS: HeadDims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
+/// Bytes that the rotated weights have together, at least: more than any card's L2.
+const ROTATED_BYTES: u64 = 300_000_000;
+
+/// An op of a layer, or both of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Op {
+    Absorb,
+    VUp,
+    Both,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    op: Op,
+    /// Of rows and weights.
+    dtype: Dtype,
+    tokens: u32,
+}
+
+impl Shape {
+    fn name(&self) -> String {
+        let op = match self.op {
+            Op::Absorb => "absorb",
+            Op::VUp => "v_up",
+            Op::Both => "absorb + v_up",
+        };
+        format!("{op} batch {} {}", self.tokens, self.dtype)
+    }
+
+    fn ops(&self) -> &'static [Op] {
+        match self.op {
+            Op::Absorb => &[Op::Absorb],
+            Op::VUp => &[Op::VUp],
+            Op::Both => &[Op::Absorb, Op::VUp],
+        }
+    }
+
+    /// Bytes of the weights.
+    fn bytes(&self) -> u64 {
+        DIMS.elements() * self.dtype.bytes() as u64 / 2 * self.ops().len() as u64
+    }
+
+    fn flops(&self) -> f64 {
+        2.0 * f64::from(self.tokens) * (DIMS.elements() / 2) as f64 * self.ops().len() as f64
+    }
+}
+
+/// A projection with a binding for each layer.
+struct Bound {
+    spec: ProjectSpec,
+    project: HeadProject,
+    step: ProjectStep,
+    layers: Vec<ProjectBinding>,
+    y: wgpu::Buffer,
+}
+
+fn main() {
+    let args = Args::parse();
+    let done = match args.backend.as_str() {
+        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
+        other => Err(format!("--backend {other}: wgpu").into()),
+    };
+    if let Err(error) = done {
+        eprintln!("error: {error}");
+        std::process::exit(1);
+    }
+}
+
+fn run(gpu: &Gpu, args: &Args) -> Result<()> {
+    let tokens: &[u32] = match (args.test, gpu.is_small() && !args.full) {
+        (true, _) => &[3],
+        (_, true) => &[1, 64],
+        _ => &[1, 8, 64, 512],
+    };
+    let ops = [Op::Absorb, Op::VUp, Op::Both];
+    let shapes = [Dtype::Bf16, Dtype::F16]
+        .into_iter()
+        .flat_map(|dtype| tokens.iter().flat_map(move |&tokens| ops.map(|op| Shape { op, dtype, tokens })));
+    let shapes: Vec<Shape> = shapes.filter(|shape| args.wants(&shape.name())).collect();
+    if args.list {
+        shapes.iter().for_each(|shape| println!("{}", shape.name()));
+        return Ok(());
+    }
+    let layer_bytes = DIMS.elements() * 2;
+    let copies = if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(layer_bytes) };
+    let paints = [Dtype::Bf16, Dtype::F16].map(Paint::new);
+    let weights = [0, 1].map(|i| gpu.painted(&paints[i], copies * DIMS.elements()));
+    let [bf16, f16] = weights;
+    let weights = [bf16?, f16?];
+    let [half, whole] = [layer_bytes / 2, layer_bytes].map(|bytes| read_once(gpu, &weights[0], bytes, args));
+    let (half, whole) = (half?, whole?);
+    let mut records = Records::new("project", gpu.facts());
+    records.note("read_half_us", half * 1e6);
+    records.note("read_whole_us", whole * 1e6);
+    println!(
+        "# head_project on {}\n\n16 heads, P = V = 128, L = 512. A kernel that only reads: {} us for one op's weights ({half_mb} MB), \
+         {} us for both ops' at once.\nus: device time, many calls in a pass; alone: a pass for each. read: times the kernels that read \
+         the same weights, one for each op; at once: times one kernel that reads both ops'.\n",
+        gpu.name(),
+        micros(half * 1e6),
+        micros(whole * 1e6),
+        half_mb = figure(layer_bytes as f64 / 2e6),
+    );
+    println!(
+        "| shape | row | us | min | alone | GB/s of weights | TFLOP/s | read | at once | host | worst |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    );
+    for shape in &shapes {
+        let which = usize::from(shape.dtype == Dtype::F16);
+        let result = time(gpu, shape, &weights[which], copies, &paints[which], [half, whole], args);
+        match result {
+            Ok(record) => records.add(record),
+            Err(error) => records.fail(&shape.name(), error.as_ref()),
+        }
+    }
+    records.save(args.json.as_deref())
+}
+
+/// Seconds of a kernel that only reads `bytes`, another part of the weights each time: the best of some shapes.
+fn read_once(gpu: &Gpu, weights: &wgpu::Buffer, bytes: u64, args: &Args) -> Result<f64> {
+    let target = gpu.buffer(16)?;
+    let parts = weights.size() / bytes;
+    let mut best = f64::INFINITY;
+    for loads in [1u32, 2, 4, 8, 16] {
+        let text = format!("const LOADS = {loads}u;\n{}", include_str!("support/read_once.wgsl"));
+        let descriptor =
+            wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(text.into()) };
+        // SAFETY: each binding has as many quads as its grid's invocations read.
+        let module = unsafe {
+            gpu.device.create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
+        };
+        let pipeline = gpu.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+            label: Some("read_once"),
+            layout: None,
+            module: &module,
+            entry_point: Some("read_once"),
+            compilation_options: Default::default(),
+            cache: None,
+        });
+        let group = |part: u64| {
+            let size = wgpu::BufferSize::new(bytes);
+            let source = wgpu::BufferBinding { buffer: weights, offset: part * bytes, size };
+            gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+                label: None,
+                layout: &pipeline.get_bind_group_layout(0),
+                entries: &[
+                    wgpu::BindGroupEntry { binding: 0, resource: wgpu::BindingResource::Buffer(source) },
+                    wgpu::BindGroupEntry { binding: 1, resource: target.as_entire_binding() },
+                ],
+            })
+        };
+        let groups: Vec<_> = (0..parts).map(group).collect();
+        let grid = (bytes / (256 * 16 * u64::from(loads))) as u32;
+        let [together, _] = gpu.time(args.replays(), |pass, call| {
+            pass.set_pipeline(&pipeline);
+            pass.set_bind_group(0, &groups[call % groups.len()], &[]);
+            pass.dispatch_workgroups(grid, 1, 1);
+        })?;
+        best = best.min(together.median);
+    }
+    Ok(best)
+}
+
+fn bound(
+    gpu: &Gpu,
+    op: Op,
+    tokens: u32,
+    (weights, copies): (&wgpu::Buffer, u64),
+    paint: &Paint,
+    args: &Args,
+) -> Result<Bound> {
+    let dtype = paint.dtype;
+    let (spec, view) = match op {
+        Op::VUp => (ProjectSpec::v_up(&DIMS, dtype, dtype, dtype), WeightView::w_uv(&DIMS, weights)),
+        _ => (ProjectSpec::absorb(&DIMS, dtype, dtype, dtype), WeightView::w_uk(&DIMS, weights)),
+    };
+    let project = HeadProject::with_variant(&gpu.pipelines, spec, args.variant.as_deref())?;
+    let mut step = ProjectStep::default();
+    project.prepare(&gpu.device, &gpu.queue, &mut step, 0, tokens)?;
+    let rows = u64::from(tokens * DIMS.num_heads);
+    let x = gpu.painted(paint, rows * u64::from(spec.k))?;
+    let y = gpu.buffer(rows * u64::from(spec.n) * dtype.bytes() as u64)?;
+    let layer = |layer: u64| {
+        let weight = WeightView { offset: view.offset + layer * DIMS.elements(), ..view };
+        let (x, y) = (View::dense(&x, DIMS.num_heads, spec.k), View::dense(&y, DIMS.num_heads, spec.n));
+        project.bind(&gpu.device, &Project { x, weight, y, num_tokens: tokens })
+    };
+    let layers = (0..copies).map(layer).collect::<wgpu_mla::Result<Vec<_>>>()?;
+    Ok(Bound { spec, project, step, layers, y })
+}
+
+fn time(
+    gpu: &Gpu,
+    shape: &Shape,
+    weights: &wgpu::Buffer,
+    copies: u64,
+    paint: &Paint,
+    [half, whole]: [f64; 2],
+    args: &Args,
+) -> Result<serde_json::Value> {
+    let ops = shape.ops().iter().map(|&op| bound(gpu, op, shape.tokens, (weights, copies), paint, args));
+    let ops = ops.collect::<Result<Vec<_>>>()?;
+    let mut worst = 0f64;
+    for op in &ops {
+        worst = worst.max(check(gpu, op, shape.tokens, paint)?);
+    }
+    let [together, alone] = gpu.time(args.replays(), |pass, call| {
+        for op in &ops {
+            op.project.record_in(pass, &op.step, &op.layers[call % op.layers.len()]);
+        }
+    })?;
+    let us = |seconds: f64| seconds * 1e6;
+    let rate = shape.bytes() as f64 / together.median / 1e9;
+    let tflops = shape.flops() / together.median / 1e12;
+    let read = together.median / (half * ops.len() as f64);
+    let at_once = (shape.op == Op::Both).then_some(together.median / whole);
+    print!("| {} | {} | {} ", shape.name(), ops[0].project.variant(), micros(us(together.median)));
+    print!("| {} | {} | {} ", micros(us(together.min)), micros(us(alone.median)), figure(rate));
+    print!("| {} | {} | {} ", figure(tflops), figure(read), figure(at_once.unwrap_or(f64::NAN)));
+    println!("| {} | {worst:.2} |", figure(us(together.host)));
+    let mut row = json!({
+        "workload": shape.name(), "row": ops[0].project.variant(), "tokens": shape.tokens,
+        "us_alone": us(alone.median), "gb_s": rate, "tflop_s": tflops, "times_read": read, "times_read_at_once": at_once,
+    });
+    if let Some(fields) = row.as_object_mut() {
+        fields.extend(timing_fields(&together));
+    }
+    Ok(row)
+}
+
+/// Compares the first and the last tokens of the first layer with the oracle: the largest error as a share of what is allowed.
+fn check(gpu: &Gpu, op: &Bound, tokens: u32, paint: &Paint) -> Result<f64> {
+    gpu.once(|pass| op.project.record_in(pass, &op.step, &op.layers[0]))?;
+    let ProjectSpec { k, n, order, .. } = op.spec;
+    let (heads, k, n) = (DIMS.num_heads as usize, k as usize, n as usize);
+    let dtype = paint.dtype;
+    let got = dtype.decode_all(&gpu.download(&op.y, (tokens as usize * heads * n * dtype.bytes()) as u64)?);
+    let (latent, rows) = (DIMS.kv_lora_rank as usize, DIMS.qk_nope_head_dim as usize);
+    let skip = if op.spec == ProjectSpec::v_up(&DIMS, dtype, dtype, dtype) { rows } else { 0 };
+    let element = |head: usize, at: usize| (head * (rows + DIMS.v_head_dim as usize) + skip) * latent + at;
+    let weight: Vec<f32> =
+        (0..heads * k * n).map(|at| paint.at(element(at / (k * n), at % (k * n)) as u64)).collect();
+    let tokens = tokens as usize;
+    let mut worst = 0f64;
+    for token in (0..tokens.min(4)).chain(tokens.saturating_sub(4).max(4)..tokens) {
+        let x: Vec<f32> = (0..heads * k).map(|at| paint.at((token * heads * k + at) as u64)).collect();
+        let want = head_project(&Oracle { num_heads: heads, k, n, order, x: &x, weight: &weight });
+        for (head, want) in want.chunks(n).enumerate() {
+            let largest = want.iter().fold(0f64, |max, y| max.max(y.abs()));
+            for (column, want) in want.iter().enumerate() {
+                let got = f64::from(got[(token * heads + head) * n + column]);
+                let last_place = if dtype == Dtype::F16 { 1.0 / 2048.0 } else { 1.0 / 256.0 };
+                let allowed = (want.abs() * last_place).max(2e-5 * largest);
+                let ratio = (got - want).abs() / allowed;
+                if ratio.is_nan() || ratio > 1.01 {
+                    return Err(
+                        format!("token {token}, head {head}, column {column} is {got}, not {want}").into()
+                    );
+                }
+                worst = worst.max(ratio);
+            }
+        }
+    }
+    Ok(worst)
+}
