@@ -1,8 +1,12 @@
 //! Arguments and checks of the small ops: merge of attention states, append, page copies.
 
+#[cfg(feature = "wgpu")]
+mod batch_tables;
 mod kv_calibrate;
 mod kv_gather;
 
+#[cfg(feature = "wgpu")]
+pub use batch_tables::DeviceBatch;
 pub(crate) use kv_calibrate::check_tokens;
 pub use kv_calibrate::{Calibrate, CalibrateSpec, CalibrationStats};
 pub use kv_gather::{Gather, GatherRange, GatherSpec};

@@ -1,10 +1,11 @@
 //! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
-//! [`KvGather`].
+//! [`KvGather`]; and [`BatchTables`], which makes tables for them and for decodes on the device.
 //!
 //! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
 //! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.
 
 mod args;
+mod batch_tables;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
@@ -13,6 +14,7 @@ mod merge_attn_states;
 mod table;
 
 pub use crate::ops::CopySpec;
+pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
@@ -101,6 +103,7 @@ pub(crate) fn every_source() -> Vec<Source> {
     all.extend(kv_copy_pages::every_source());
     all.extend(kv_gather::every_source());
     all.extend(kv_calibrate::every_source());
+    all.extend(batch_tables::every_source());
     all
 }
 
@@ -129,8 +132,9 @@ mod tests {
         let mut labels: Vec<String> = every_source().iter().map(|source| source.label.clone()).collect();
         labels.sort();
         labels.dedup();
-        // merge: units and words; append: 3 inputs into 4 caches; copies: two widths; gather: all pairs but three into e4m3; calibrate
-        assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len() + 13 + 3, "{labels:?}");
+        // merge: units and words; append: 3 inputs into 4 caches; copies: two widths; gather: all pairs but three into e4m3; calibrate;
+        // tables: slots and lists
+        assert_eq!(labels.len(), 3 * 2 + 3 * 4 + 2 * Dtype::ALL.len() + 13 + 3 + 2, "{labels:?}");
         for source in every_source() {
             assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
             let module = parse(&source);
@@ -151,6 +155,7 @@ mod tests {
             let (name, host, size) = match source.entry {
                 "merge_attn_states" => merge_attn_states::host_layout(),
                 "kv_append" => kv_append::host_layout(),
+                "batch_slots" | "batch_lists" => batch_tables::host_layout(),
                 "kv_gather" => kv_gather::host_layout(),
                 "kv_calibrate" => kv_calibrate::host_layout(),
                 _ => kv_copy_pages::host_layout(),
