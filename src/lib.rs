@@ -101,6 +101,8 @@ pub use shape::{KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
 
 #[cfg(feature = "wgpu")]
+pub use ops::DeviceBatch;
+#[cfg(feature = "wgpu")]
 pub use wgpu;
 
 #[cfg(all(doctest, feature = "wgpu"))]

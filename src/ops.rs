@@ -4,9 +4,13 @@ mod rope;
 
 pub use rope::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 
+#[cfg(feature = "wgpu")]
+mod batch_tables;
 mod kv_calibrate;
 mod kv_gather;
 
+#[cfg(feature = "wgpu")]
+pub use batch_tables::DeviceBatch;
 pub(crate) use kv_calibrate::check_tokens;
 pub use kv_calibrate::{Calibrate, CalibrateSpec, CalibrationStats};
 pub use kv_gather::{Gather, GatherRange, GatherSpec};

@@ -3,6 +3,7 @@
 //! Values come in as f32, decoded from their dtype; results go out as f64. Arguments that contradict each other
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
+mod batch_tables;
 mod kv_calibrate;
 mod kv_gather;
 mod layer;
@@ -10,6 +11,7 @@ mod prefill;
 mod project;
 mod rope;
 
+pub use batch_tables::slot_mapping;
 pub use kv_calibrate::kv_calibrate;
 pub use kv_gather::{GatherPages, kv_gather};
 pub use layer::{LayerSequence, mla_layer};

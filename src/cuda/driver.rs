@@ -231,7 +231,7 @@ mod tests {
     /// Folder for the texts: `MLA_PTX_OUT`, for a look at them with ptxas.
     #[test]
     fn a_text_is_cut_to_one_entry() {
-        for text in ptx::ALL.map(Ptx::text) {
+        for text in ptx::ALL.iter().map(|ptx| ptx.text()) {
             let mut bytes = 0;
             for block in text.split(".visible .entry ").skip(1) {
                 let entry = block.split('(').next().expect("a name");

@@ -28,17 +28,21 @@ pub use driver::Cuda;
 pub use step::Step;
 pub use {cudarc, cudarc::driver::CudaStream};
 
+use std::ops::Range;
+
 use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{
-    AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec, Rope, RopeAppend, RopeAppendSpec,
-    RopeSpec,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CopySpec, Gather, GatherRange, GatherSpec,
+    MergeStates, MergeStatesSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::{KvSpec, MlaSpec, Result};
-use ops::{AppendStep, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
-use ops::{Rotate, RotateAppend, RotateStep};
+use ops::{
+    AppendStep, CalibrateStep, CopyStep, GatherStep, KvAppend, KvCalibrate, KvCopyPages, KvGather,
+    MergeAttnStates, Rotate, RotateAppend, RotateStep,
+};
 
 impl Cuda {
     /// Whether a row on tensor cores serves a spec.
@@ -157,5 +161,31 @@ impl Backend for Cuda {
         let mut step = CopyStep::default();
         copy.prepare(&mut step, copies)?;
         copy.record(&step, &copy.bind(view)?)
+    }
+
+    fn kv_gather(
+        &self,
+        spec: &GatherSpec,
+        pages: PageTable<'_>,
+        seq_lens: &[i32],
+        ranges: &[GatherRange],
+        args: &Gather<'_, Buffer>,
+    ) -> Result<()> {
+        let gather = KvGather::new(self, *spec)?;
+        let mut step = GatherStep::default();
+        gather.prepare(&mut step, pages, seq_lens, ranges)?;
+        gather.record(&step, &gather.bind(args, step.num_rows())?)
+    }
+
+    fn kv_calibrate(
+        &self,
+        spec: &CalibrateSpec,
+        tokens: Range<u32>,
+        args: &Calibrate<'_, Buffer>,
+    ) -> Result<()> {
+        let calibrate = KvCalibrate::new(self, *spec)?;
+        let mut step = CalibrateStep::default();
+        calibrate.prepare(&mut step, tokens.clone())?;
+        calibrate.record(&step, &calibrate.bind(args, tokens.end)?)
     }
 }

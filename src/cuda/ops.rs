@@ -1,11 +1,14 @@
-//! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`Rotate`], [`RotateAppend`].
+//! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`], [`KvGather`], [`Rotate`],
+//! [`RotateAppend`].
 //!
 //! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
 //! `bind` checks one layer's buffers, once; `record` launches on the stream, making nothing, so that a graph may capture it and replay
 //! it after another `prepare`.
 
 mod kv_append;
+mod kv_calibrate;
 mod kv_copy_pages;
+mod kv_gather;
 mod merge_attn_states;
 mod rope;
 mod rope_append;
@@ -13,7 +16,9 @@ mod table;
 
 pub use crate::ops::CopySpec;
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
+pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
+pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
 pub use rope::{Rotate, RotateBinding, RotateStep};
 pub use rope_append::{RotateAppend, RotateAppendBinding};
@@ -72,13 +77,15 @@ fn block_stride(kv: &KvSpec, view: &KvView<'_, Buffer>) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::kv_append::{AppendArgs, append_entry};
+    use super::kv_calibrate::{CalibrateArgs, calibrate_entry};
     use super::kv_copy_pages::CopyArgs;
+    use super::kv_gather::{GatherArgs, gather_entry};
     use super::merge_attn_states::MergeArgs;
     use super::rope::{RopeArgs, rope_entry};
     use super::rope_append::{RopeAppendArgs, rope_append_entry};
     use super::*;
     use crate::cuda::ptx;
-    use crate::{AppendSpec, Dtype, MlaShape, RopeAppendSpec, RopeLayout};
+    use crate::{AppendSpec, CalibrateSpec, Dtype, GatherSpec, MlaShape, RopeAppendSpec, RopeLayout};
 
     /// Bytes of the only parameter of each entry of a PTX text.
     fn entries(ptx: &'static str) -> Vec<(&'static str, usize)> {
@@ -101,8 +108,9 @@ mod tests {
             ] {
                 want.push((entry, size));
             }
+            let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+            want.push((calibrate_entry(&CalibrateSpec { shape, input }), size_of::<CalibrateArgs>()));
             for dtype in Dtype::ALL {
-                let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
                 let kv = KvSpec { dtype, page_size: 64, num_pages: 1 };
                 let append = AppendSpec { shape, kv, input };
                 want.push((append_entry(&append), size_of::<AppendArgs>()));
@@ -112,14 +120,23 @@ mod tests {
                 if dtype == Dtype::F32 {
                     want.push((rope_entry(&rope.rope()), size_of::<RopeArgs>()));
                 }
+                let gather = GatherSpec { shape, kv, output: input };
+                want.push((gather_entry(&gather), size_of::<GatherArgs>()));
             }
         }
+        want.push(("kv_gather_e4m3_e4m3", size_of::<GatherArgs>()));
         let copy = size_of::<CopyArgs>();
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
-        let mut got =
-            [&ptx::MERGE_ATTN_STATES, &ptx::KV_APPEND, &ptx::KV_COPY_PAGES, &ptx::ROPE, &ptx::ROPE_APPEND]
-                .map(|ptx| entries(ptx.text()))
-                .concat();
+        let texts = [
+            &ptx::MERGE_ATTN_STATES,
+            &ptx::KV_APPEND,
+            &ptx::KV_CALIBRATE,
+            &ptx::KV_COPY_PAGES,
+            &ptx::KV_GATHER,
+            &ptx::ROPE,
+            &ptx::ROPE_APPEND,
+        ];
+        let mut got = texts.map(|ptx| entries(ptx.text())).concat();
         got.sort_unstable();
         want.sort_unstable();
         assert_eq!(got, want);

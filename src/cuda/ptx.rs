@@ -23,7 +23,9 @@ macro_rules! ptx {
 }
 
 pub(super) static KV_APPEND: Ptx = ptx!("kv_append");
+pub(super) static KV_CALIBRATE: Ptx = ptx!("kv_calibrate");
 pub(super) static KV_COPY_PAGES: Ptx = ptx!("kv_copy_pages");
+pub(super) static KV_GATHER: Ptx = ptx!("kv_gather");
 pub(super) static MERGE_ATTN_STATES: Ptx = ptx!("merge_attn_states");
 pub(super) static MLA_DECODE_BF16: Ptx = ptx!("mla_decode_bf16");
 pub(super) static MLA_DECODE_E4M3: Ptx = ptx!("mla_decode_e4m3");
@@ -49,9 +51,11 @@ impl std::fmt::Debug for Ptx {
 }
 
 #[cfg(test)]
-pub(super) static ALL: [&Ptx; 10] = [
+pub(super) static ALL: &[&Ptx] = &[
     &KV_APPEND,
+    &KV_CALIBRATE,
     &KV_COPY_PAGES,
+    &KV_GATHER,
     &MERGE_ATTN_STATES,
     &MLA_DECODE_BF16,
     &MLA_DECODE_E4M3,
@@ -74,7 +78,7 @@ mod tests {
         let texts = files.filter(|path| path.extension().is_some_and(|ending| ending == "ptx"));
         let mut names: Vec<_> = texts.map(|path| path.file_stem().expect("a name").to_owned()).collect();
         names.sort_unstable();
-        assert_eq!(names, ALL.map(|ptx| ptx.name), "ALL lists them in order");
+        assert_eq!(names, ALL.iter().map(|ptx| ptx.name).collect::<Vec<_>>(), "ALL lists them in order");
         for ptx in ALL {
             let text = std::fs::read_to_string(format!("{folder}/{}.ptx", ptx.name)).expect("a text");
             let start = std::time::Instant::now();

@@ -64,7 +64,8 @@ impl MlaDecode {
         //
         //   tables      the header's places hold the capacity (`Capacity::check` in `write_tables`; the buffer has
         //               `header.pages` words); shaders get them as a uniform of each slice (`SliceUniform`), with the ends of items
-        //               and merges; a new step holds zeros. Only `prepare` writes these: no host ever holds the buffers.
+        //               and merges; a new step holds zeros. Only `prepare` writes these, and the kernel of
+        //               `ops::BatchTables`, items and queries of a checked plan: no host ever holds the buffers.
         //               What items, merges and slots name: `check_plan` in `prepare`
         //   query rows  first_row + num_rows <= queries * H: `check_plan`
         //   page list   page_begin + pages of kv_end <= its length: `check_plan`; its length <= the capacity, by which the

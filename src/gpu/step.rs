@@ -48,6 +48,10 @@ pub struct Step {
     pub(crate) owner: u64,
     /// Whether the host may write the page list itself.
     device_page_list: bool,
+    /// Whether a kernel of ours writes the tables too, which are then not what was uploaded.
+    device_tables: bool,
+    /// Counts calls of `prepare`.
+    generation: u64,
     tables: wgpu::Buffer,
     /// Nothing but the page list: a host that writes it may write all of it.
     pages_buffer: wgpu::Buffer,
@@ -114,6 +118,8 @@ impl Step {
             group,
             owner,
             device_page_list,
+            device_tables: false,
+            generation: 0,
             tables,
             pages_buffer,
             slices_buffer,
@@ -158,6 +164,22 @@ impl Step {
         Ok((&self.pages_buffer, 0..u64::from(header.end - header.pages) * 4))
     }
 
+    /// Says that `batch_lists` may write the tables from now on. Returns the [`Step::generation`].
+    pub(super) fn written_by_device(&mut self) -> u64 {
+        self.device_tables = true;
+        self.generation
+    }
+
+    /// Which `prepare` made what the step holds.
+    pub(super) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// The tables without the page list, and the page list.
+    pub(super) fn table_buffers(&self) -> (&wgpu::Buffer, &wgpu::Buffer) {
+        (&self.tables, &self.pages_buffer)
+    }
+
     /// With a plan that [`crate::plan::check_plan`] let pass.
     pub(crate) fn prepare(
         &mut self,
@@ -178,7 +200,11 @@ impl Step {
         } else {
             let grown = Self::new(pipelines, layouts, spec, self.owner, self.device_page_list, capacity)?;
             let (words, budget) = (std::mem::take(&mut self.words), self.budget);
-            *self = Self { words, budget, ..grown };
+            *self = Self { words, budget, generation: self.generation, ..grown };
+        }
+        self.generation += 1;
+        if self.device_tables {
+            self.uploaded.clear();
         }
         self.num_queries = plan.num_queries;
         self.cut_slices(plan, &header);

@@ -110,6 +110,33 @@ pub(super) fn step_layout(device: &wgpu::Device) -> Result<wgpu::BindGroupLayout
     layout(device, "mla.kv_append.step", &[Slot::Read])
 }
 
+impl AppendStep {
+    /// A step whose slots the device writes behind the count of `max_tokens`; until then it skips all.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] and [`Error::OutOfMemory`].
+    pub(super) fn for_device(
+        append: &KvAppend,
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        max_tokens: u32,
+    ) -> Result<Self> {
+        let tokens = append.checked_tokens(max_tokens.into())?;
+        let mut step = Self { num_slots: append.spec.kv.num_slots(), ..Self::default() };
+        if tokens > 0 {
+            let none = std::iter::repeat_n(u32::MAX, tokens as usize);
+            step.table.upload(device, queue, &append.step_layout, tokens, none)?;
+        }
+        step.tokens = tokens;
+        Ok(step)
+    }
+
+    /// Its count and slots, if it has any.
+    pub(super) fn table_buffer(&self) -> Option<&wgpu::Buffer> {
+        self.table.buffer()
+    }
+}
+
 impl KvAppend {
     /// Compiles the append of a spec.
     ///
@@ -122,8 +149,8 @@ impl KvAppend {
         let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
         let layer_layout = layout(device, "mla.kv_append.layer", &slots)?;
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds its count and as many slots (`Table`, which nobody else writes), and the shader reads slots
-        //   below that count only;
+        // - the table holds its count and as many slots (`Table`; besides it only `batch_slots` writes slots, and leaves the
+        //   count), and the shader reads slots below that count only;
         // - token < max_tokens, by a `min` in the shader: `prepare` may have been called again since `record`. `bind` refuses
         //   rows that end past the buffer for max_tokens tokens (`AppendLayer::check`), and `window_of` binds up to there;
         // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;

@@ -3,11 +3,13 @@
 //! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
 //! [`KvGather`].
 //! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`Rotate`], [`RotateAppend`].
+//! [`KvGather`]; and [`BatchTables`], which makes tables for them and for decodes on the device.
 //!
 //! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
 //! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.
 
 mod args;
+mod batch_tables;
 mod e4m3_scale;
 mod head_project;
 mod kv_append;
@@ -21,6 +23,7 @@ mod rope_append;
 mod table;
 
 pub use crate::ops::CopySpec;
+pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 pub use head_project::{HeadProject, ProjectBinding, ProjectStep};
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
@@ -118,6 +121,7 @@ pub(crate) fn every_source() -> Vec<Source> {
     all.extend(kv_calibrate::every_source());
     all.extend(rope::every_source());
     all.extend(rope_append::every_source());
+    all.extend(batch_tables::every_source());
     all
 }
 
@@ -149,6 +153,8 @@ mod tests {
         }
         let counts: Vec<_> = labels.iter().map(|(entry, labels)| (*entry, labels.len())).collect();
         let want = [
+            ("batch_lists", 1),
+            ("batch_slots", 1),
             ("head_project", 27 * 2 * 2), // dtypes, tiles, orders
             ("kv_append", 3 * 4),         // inputs into caches
             ("kv_calibrate", 3),
@@ -180,6 +186,7 @@ mod tests {
             let scale = e4m3_scale::host_layout();
             let append = [kv_append::host_layout(), scale.clone()];
             let layouts = match source.entry {
+                "batch_lists" | "batch_slots" => vec![batch_tables::host_layout()],
                 "head_project" => vec![head_project::host_layout()],
                 "kv_append" => append.into(),
                 "kv_calibrate" => vec![kv_calibrate::host_layout()],

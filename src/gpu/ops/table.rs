@@ -43,6 +43,11 @@ impl Table {
         Ok(())
     }
 
+    /// The words on the device, once something was uploaded.
+    pub(super) fn buffer(&self) -> Option<&wgpu::Buffer> {
+        self.uploaded.as_ref().map(|uploaded| &uploaded.buffer)
+    }
+
     /// The bind group, once something was uploaded.
     pub(super) fn group(&self) -> Option<&wgpu::BindGroup> {
         self.uploaded.as_ref().map(|uploaded| &uploaded.group)

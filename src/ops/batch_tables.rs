@@ -1,0 +1,57 @@
+//! A batch whose lengths and pages are known on the device only.
+
+use crate::layer::fits;
+use crate::{Error, Result};
+
+/// The arrays of a batch as the device has them, each i32, dense and at the front of its buffer. What is in them is not known to the
+/// host: kernels that read them skip or clamp what leads out of the pool.
+#[derive(Debug)]
+pub struct DeviceBatch<'a, B> {
+    /// `[batch]`: tokens in the cache, this step's new ones included; 0 or less for a sequence that is only padding.
+    pub seq_lens: &'a B,
+    /// `[batch + 1]`: where each sequence's query tokens begin. Tokens from the last entry on are padding.
+    pub query_start_loc: &'a B,
+    /// `[batch, max_pages]`. Entries at or past `ceil(seq_len / page_size)` may hold anything.
+    pub block_table: &'a B,
+    /// Sequences, those that are padding included: at least 1.
+    pub batch: u32,
+    /// Entries in a row of `block_table`: at least 1.
+    pub max_pages: u32,
+}
+
+impl<B> Clone for DeviceBatch<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<B> Copy for DeviceBatch<'_, B> {}
+
+impl<B> DeviceBatch<'_, B> {
+    /// # Errors
+    /// [`Error::Shape`], and [`Error::BufferTooSmall`], given each buffer's bytes.
+    pub(crate) fn check(&self, size: impl Fn(&B) -> u64) -> Result<()> {
+        for (what, got) in [("batch", self.batch), ("max_pages", self.max_pages)] {
+            if got == 0 {
+                return Err(Error::Shape { what, got: 0, cure: "must be at least 1" });
+            }
+        }
+        for ((what, buffer), words) in self.arrays().into_iter().zip(self.words()) {
+            fits(what, words * 4, size(buffer))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn arrays(&self) -> [(&'static str, &B); 3] {
+        [
+            ("seq_lens", self.seq_lens),
+            ("query_start_loc", self.query_start_loc),
+            ("block_table", self.block_table),
+        ]
+    }
+
+    /// Of each array.
+    pub(crate) fn words(&self) -> [u64; 3] {
+        let batch = u64::from(self.batch);
+        [batch, batch + 1, batch * u64::from(self.max_pages)]
+    }
+}
