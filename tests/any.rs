@@ -6,7 +6,8 @@ use common::paint::Make;
 use wgpu_mla::any::{self, AnyBackend, Chosen};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Dtype, Error, KvView, Layer, MergeStates, MergeStatesSpec, View,
+    AppendLayer, AppendSpec, Backend, Dtype, Error, KvView, Layer, MergeStates, MergeStatesSpec, Rope,
+    RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, View,
 };
 
 common::suite::conformance_tests!(|| Some(AnyBackend::from(Cpu::new())));
@@ -168,6 +169,35 @@ fn a_buffer_of_another_backend_is_refused_by_every_verb() {
                 let of = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
                 must_refuse("buffer", cpu.kv_append(&of, &[0], &rows));
             }
+            let rope = Rope {
+                x: View::dense(a, 1, 64),
+                y: View::dense(b, 1, 64),
+                positions: c,
+                cos_sin: d,
+                max_position: 1,
+                num_tokens: 1,
+            };
+            let layout = RopeLayout::Interleaved;
+            let of = RopeSpec { dtype: Dtype::F32, num_heads: 1, rope_dim: 64, layout };
+            if place < 4 {
+                must_refuse("buffer", cpu.rope(&of, &rope));
+            }
+            let args = RopeAppend {
+                q_pe: rope.x,
+                q_pe_out: rope.y,
+                layer: AppendLayer {
+                    kv_c: View::dense(e, 1, 512),
+                    k_pe: View::dense(e, 1, 64),
+                    kv: KvView::dense(f, &spec),
+                    k_scale: 1.0,
+                },
+                positions: c,
+                cos_sin: d,
+                max_position: 1,
+            };
+            let append = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+            let of = RopeAppendSpec { append, query: Dtype::F32, num_heads: 1, layout };
+            must_refuse("buffer", cpu.rope_append(&of, &[0], &args));
         }
         let kv = KvView::dense(foreign, &spec);
         must_refuse("buffer", cpu.kv_copy_pages(&spec.kv, spec.shape.row_elems(), &[], &kv));

@@ -6,12 +6,13 @@ use common::close::{Tolerance, close};
 use common::paint::{Make, POISON, Problem, Rng, sequences};
 use common::suite::run::dense_table;
 use wgpu_mla::cuda::cudarc::driver::{CudaGraph, sys};
-use wgpu_mla::cuda::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::cuda::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, Rotate, RotateAppend};
 use wgpu_mla::cuda::{Buffer, Cuda, Decode, Options};
 use wgpu_mla::reference::{State, copy_pages, merge_attn_states};
 use wgpu_mla::{
     AppendLayer, AppendSpec, Backend, Batch, Capacity, Dtype, Error, KvSpec, KvView, Layer, MergeStates,
-    MergeStatesSpec, PageTable, Plan, Policy, View,
+    MergeStatesSpec, MlaShape, PageTable, Plan, Policy, Rope, RopeAppend, RopeAppendSpec, RopeLayout,
+    RopeSpec, View,
 };
 
 /// A card, or `None` once it has said why there is none here.
@@ -330,6 +331,77 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() {
         let wrong = append.prepare(&mut slots, &[0, spec.kv.num_slots() as i64]);
         assert!(matches!(wrong, Err(Error::SlotOutOfRange { index: 1, .. })), "{wrong:?}");
         assert_eq!(slots.num_tokens(), most + 1);
+    }
+}
+
+/// One graph of both ops; each replay has other slots, as many tokens as fit, and another range of queries to rotate in place.
+#[test]
+fn captured_rotations_replay_with_new_slots_and_ranges() {
+    let Some(cuda) = cuda() else { return };
+    let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+    let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 };
+    let append = AppendSpec { shape, kv, input: Dtype::F32 };
+    let layout = RopeLayout::HalfSplit;
+    let spec = RopeAppendSpec { append, query: Dtype::F32, num_heads: 2, layout };
+    let of = RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout };
+    let (fused, rotate) =
+        (RotateAppend::new(&cuda, spec).expect("loads"), Rotate::new(&cuda, of).expect("loads"));
+    // Nothing but the first pair of a row is not 0, and each call turns it by a quarter.
+    let row = |x: f32| [&[x][..], &[0.0; 31]].concat();
+    let queries = Dtype::F32.encode_all(&row(3.0).repeat(4 * 2));
+    let (q, q_out) = (uploaded(&cuda, &queries), uploaded(&cuda, &queries));
+    let rows = uploaded(&cuda, &Dtype::F32.encode_all(&[vec![2.0; 256], row(7.0)].concat().repeat(4)));
+    let quarter = [vec![0.0; 16], vec![1.0; 16]].concat();
+    let (cos_sin, places) = (uploaded(&cuda, &Dtype::F32.encode_all(&quarter)), uploaded(&cuda, &[0xFF; 16]));
+    let cache = uploaded(&cuda, &vec![0; 8 * 288 * 4]);
+    let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 0 };
+    let kv_view = KvView { buffer: &cache, offset: 0, block_stride: 4 * 288, layer_stride: 0, layer: 0 };
+    let args = RopeAppend {
+        q_pe: View::dense(&q, 2, 32),
+        q_pe_out: View::dense(&q_out, 2, 32),
+        layer: AppendLayer { kv_c: view(0), k_pe: view(256), kv: kv_view, k_scale: 1.0 },
+        positions: &places,
+        cos_sin: &cos_sin,
+        max_position: 1,
+    };
+    let again = Rope {
+        x: View::dense(&q_out, 2, 32),
+        y: View::dense(&q_out, 2, 32),
+        positions: &places,
+        cos_sin: &cos_sin,
+        max_position: 1,
+        num_tokens: 4,
+    };
+    let (mut slots, mut range) = (fused.step(4).expect("a step"), rotate.step(4).expect("a step"));
+    let (layer, in_place) = (fused.bind(&args, 4).expect("binds"), rotate.bind(&again).expect("binds"));
+    let graph = captured(&cuda, || {
+        fused.record(&slots, &layer)?;
+        rotate.record(&range, &in_place)
+    });
+    let turned = [&[0.0; 16][..], &[1.0], &[0.0; 15]].concat();
+    for (slot_mapping, first, count) in
+        [(&[5, 0, -1, 7][..], 1, 2), (&[3], 0, 1), (&[], 0, 0), (&[1, 2, 6], 2, 2), (&[4, -1, 2], 0, 4)]
+    {
+        cuda.upload(&q_out, 0, &queries).expect("uploaded");
+        cuda.upload(&cache, 0, &vec![0; 8 * 288 * 4]).expect("cleared");
+        fused.prepare(&mut slots, slot_mapping).expect("prepared");
+        rotate.prepare(&mut range, first, count).expect("prepared");
+        graph.launch().expect("launched");
+        let read = |buffer, bytes| Dtype::F32.decode_all(&cuda.download(buffer, bytes).expect("read"));
+        // By no quarter, one, or two.
+        let quarters = [row(3.0), turned.iter().map(|x| 3.0 * x).collect(), row(-3.0)];
+        for (at, got) in read(&q_out, 4 * 2 * 32 * 4).chunks(32).enumerate() {
+            let token = at as u32 / 2;
+            let fused = usize::from(at / 2 < slot_mapping.len());
+            let turns = fused + usize::from((first..first + count).contains(&token));
+            assert_eq!(got, quarters[turns], "token {token} of {slot_mapping:?}, from {first} {count}");
+        }
+        let key: Vec<f32> = turned.iter().map(|x| 7.0 * x).collect();
+        for (slot, got) in read(&cache, 8 * 288 * 4).chunks(288).enumerate() {
+            let is_written = slot_mapping.contains(&(slot as i64));
+            let want = if is_written { [vec![2.0; 256], key.clone()].concat() } else { vec![0.0; 288] };
+            assert_eq!(got, want, "slot {slot} of {slot_mapping:?}");
+        }
     }
 }
 

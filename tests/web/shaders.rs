@@ -5,10 +5,11 @@
 use std::collections::HashSet;
 
 use wasm_bindgen_test::{console_log, wasm_bindgen_test};
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, Rotate, RotateAppend};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Source, checked};
 use wgpu_mla::{
-    AppendSpec, Caps, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result, SUPPORTED_DIMS, wgpu,
+    AppendSpec, Caps, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result, RopeAppendSpec, RopeLayout,
+    RopeSpec, SUPPORTED_DIMS, wgpu,
 };
 
 use crate::page::gpu;
@@ -105,7 +106,7 @@ async fn every_module_compiles() {
     assert!(modules.0.len() > 500, "only {} modules", modules.0.len());
 }
 
-/// Appends, page copies and merges of states.
+/// Appends, rotations, page copies and merges of states.
 #[wasm_bindgen_test]
 async fn every_small_op_compiles() {
     let gpu = gpu().await;
@@ -125,6 +126,16 @@ async fn every_small_op_compiles() {
                 let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
                 let spec = AppendSpec { shape, kv, input };
                 compile(&gpu, &format!("{spec:?}"), || KvAppend::new(pipelines, spec)).await;
+                if rope == 0 {
+                    continue;
+                }
+                for layout in [RopeLayout::Interleaved, RopeLayout::HalfSplit] {
+                    let query = if latent == 512 { input } else { Dtype::Bf16 };
+                    let spec = RopeAppendSpec { append: spec, query, num_heads: 16, layout };
+                    compile(&gpu, &format!("{spec:?}"), || RotateAppend::new(pipelines, spec)).await;
+                    let spec = RopeSpec { dtype: input, num_heads: 16, rope_dim: rope, layout };
+                    compile(&gpu, &format!("{spec:?}"), || Rotate::new(pipelines, spec)).await;
+                }
             }
         }
     }

@@ -72,6 +72,10 @@ pub fn positions(rng: &mut Rng, tokens: usize) -> Vec<i32> {
     (0..tokens).map(|i| if i % 2 == 1 { some[i / 2 % some.len()] } else { any(i) }).collect()
 }
 
+fn words(positions: &[i32]) -> Vec<u8> {
+    positions.iter().flat_map(|position| position.to_le_bytes()).collect()
+}
+
 /// Usual values, the ends of the dtype's range, and now and then what is no number.
 pub fn rows(rng: &mut Rng, dtype: Dtype, elements: usize) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -126,7 +130,7 @@ pub fn check_rotation<B: Backend>(
     let apart = upload(backend, &vec![POISON; y_len]).map_err(text)?;
     let y_buffer = if place == Place::Apart { &apart } else { &x_buffer };
     let angles = upload(backend, &Dtype::F32.encode_all(&cos_sin)).map_err(text)?;
-    let places = upload(backend, bytemuck::cast_slice(&positions)).map_err(text)?;
+    let places = upload(backend, &words(&positions)).map_err(text)?;
     let args = Rope {
         x: x_strides.view(&x_buffer),
         y: y_strides.view(y_buffer),
@@ -235,7 +239,7 @@ pub fn check_rotated_append<B: Backend>(
     };
     let queries = rows(&mut rng, spec.query, tokens * heads * rope_dim as usize);
     let (places, angles) = (positions(&mut rng, tokens), table(rope_dim));
-    let places = upload(backend, bytemuck::cast_slice(&places)).map_err(text)?;
+    let places = upload(backend, &words(&places)).map_err(text)?;
     let angles = upload(backend, &Dtype::F32.encode_all(&angles)).map_err(text)?;
     let (kv_c, kv_c_strides, _) = array(&case.kv_c, 1, shape.kv_lora_rank, input)?;
     let (k_pe, k_pe_strides, k_pe_len) = array(&case.k_pe, 1, rope_dim, input)?;
