@@ -12,19 +12,27 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::gpu::ops::{
+    BatchTables, CopySpec, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeAttnStates,
+};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
-use wgpu_mla::{AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, SUPPORTED_DIMS};
+use wgpu_mla::{
+    AppendSpec, Backend, CalibrateSpec, Dtype, GatherSpec, KvSpec, MergeStatesSpec, MlaShape, MlaSpec,
+    SUPPORTED_DIMS,
+};
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
-/// One call that compiles: a decode's two pipelines, or one of a small op.
+/// One call that compiles: a decode's pipelines, or those of a small op.
 #[derive(Clone)]
 enum Job {
     Decode { spec: MlaSpec, variant: &'static str, chosen: bool, device_page_list: bool },
     MergeStates(MergeStatesSpec),
     Append(AppendSpec),
     Copy(CopySpec),
+    Gather(GatherSpec),
+    Calibrate(CalibrateSpec),
+    Tables(KvSpec),
 }
 
 impl Job {
@@ -39,6 +47,9 @@ impl Job {
             Self::MergeStates(spec) => MergeAttnStates::new(pipelines, *spec).map(drop),
             Self::Append(spec) => KvAppend::new(pipelines, *spec).map(drop),
             Self::Copy(spec) => KvCopyPages::new(pipelines, *spec).map(drop),
+            Self::Gather(spec) => KvGather::new(pipelines, *spec).map(drop),
+            Self::Calibrate(spec) => KvCalibrate::new(pipelines, *spec).map(drop),
+            Self::Tables(kv) => BatchTables::new(pipelines, *kv).map(drop),
         }
     }
 
@@ -61,6 +72,9 @@ impl Job {
             Self::Copy(spec) => {
                 format!("chosen any kv_copy_pages {} rows of {}", spec.kv.dtype, spec.row_elems)
             }
+            Self::Gather(spec) => format!("chosen any kv_gather {} to {}", spec.kv.dtype, spec.output),
+            Self::Calibrate(spec) => format!("chosen any kv_calibrate {}", spec.input),
+            Self::Tables(kv) => format!("chosen any batch_tables page_size {}", kv.page_size),
         }
     }
 }
@@ -109,6 +123,14 @@ fn small_ops() -> Vec<Job> {
         let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
         let append = |cache| Job::Append(AppendSpec { shape, kv: kv(cache), input: dtype });
         jobs.extend(Dtype::ALL.map(append));
+        let gather = |cache| Job::Gather(GatherSpec { shape, kv: kv(cache), output: dtype });
+        jobs.extend(Dtype::ALL.map(gather));
+        jobs.push(Job::Calibrate(CalibrateSpec { shape, input: dtype }));
+        if dtype == Dtype::F32 {
+            let codes = kv(Dtype::E4m3);
+            jobs.push(Job::Gather(GatherSpec { shape, kv: codes, output: Dtype::E4m3 }));
+            jobs.push(Job::Tables(codes));
+        }
     }
     jobs.extend(Dtype::ALL.map(|cache| Job::Copy(CopySpec { kv: kv(cache), row_elems: 576 })));
     jobs

@@ -5,10 +5,13 @@
 use std::collections::HashSet;
 
 use wasm_bindgen_test::{console_log, wasm_bindgen_test};
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::gpu::ops::{
+    BatchTables, CopySpec, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeAttnStates,
+};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Source, checked};
 use wgpu_mla::{
-    AppendSpec, Caps, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result, SUPPORTED_DIMS, wgpu,
+    AppendSpec, CalibrateSpec, Caps, Dtype, GatherSpec, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result,
+    SUPPORTED_DIMS, wgpu,
 };
 
 use crate::page::gpu;
@@ -105,7 +108,7 @@ async fn every_module_compiles() {
     assert!(modules.0.len() > 500, "only {} modules", modules.0.len());
 }
 
-/// Appends, page copies and merges of states.
+/// Appends, page copies, merges of states, gathers, calibrations and tables of a batch.
 #[wasm_bindgen_test]
 async fn every_small_op_compiles() {
     let gpu = gpu().await;
@@ -128,4 +131,18 @@ async fn every_small_op_compiles() {
             }
         }
     }
+    let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+    for input in INPUTS {
+        let spec = CalibrateSpec { shape, input };
+        compile(&gpu, &format!("{spec:?}"), || KvCalibrate::new(pipelines, spec)).await;
+    }
+    for cache in Dtype::ALL {
+        let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
+        for output in Dtype::ALL.into_iter().filter(|&output| output != Dtype::E4m3 || cache == output) {
+            let spec = GatherSpec { shape, kv, output };
+            compile(&gpu, &format!("{spec:?}"), || KvGather::new(pipelines, spec)).await;
+        }
+    }
+    let kv = KvSpec { dtype: Dtype::F16, page_size: 48, num_pages: 7 };
+    compile(&gpu, "tables of a batch", || BatchTables::new(pipelines, kv)).await;
 }
