@@ -13,18 +13,18 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use wgpu_mla::gpu::ops::{
-    CopySpec, HeadProject, KvAppend, KvCopyPages, KvGather, MergeAttnStates, MlaPrefill, Rotate, RotateAppend,
+    BatchTables, CopySpec, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeAttnStates, MlaPrefill, Rotate,
+    RotateAppend,
 };
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
-use wgpu_mla::ops::HeadDims;
 use wgpu_mla::{
-    AppendSpec, Backend, Dtype, GatherSpec, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, PrefillSpec,
-    ProjectSpec, RopeAppendSpec, RopeLayout, RopeSpec, SUPPORTED_DIMS,
+    AppendSpec, Backend, CalibrateSpec, Dtype, GatherSpec, KvSpec, MergeStatesSpec, MlaShape, MlaSpec,
+    PrefillSpec, RopeAppendSpec, RopeLayout, RopeSpec, SUPPORTED_DIMS,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
-/// One call that compiles: a decode's or a rotation's two pipelines, or one of a small op.
+/// One call that compiles: a decode's pipelines, or those of a small op.
 #[derive(Clone)]
 enum Job {
     Decode { spec: MlaSpec, variant: &'static str, chosen: bool, device_page_list: bool },
@@ -35,7 +35,8 @@ enum Job {
     RopeAppend(RopeAppendSpec),
     Prefill { spec: PrefillSpec, row: &'static str, chosen: bool },
     Gather(GatherSpec),
-    Project(ProjectSpec, &'static str),
+    Calibrate(CalibrateSpec),
+    Tables(KvSpec),
 }
 
 impl Job {
@@ -56,7 +57,8 @@ impl Job {
                 MlaPrefill::with_variant(pipelines, *spec, Some(row)).map(drop)
             }
             Self::Gather(spec) => KvGather::new(pipelines, *spec).map(drop),
-            Self::Project(spec, _) => HeadProject::new(pipelines, *spec).map(drop),
+            Self::Calibrate(spec) => KvCalibrate::new(pipelines, *spec).map(drop),
+            Self::Tables(kv) => BatchTables::new(pipelines, *kv).map(drop),
         }
     }
 
@@ -89,7 +91,8 @@ impl Job {
                 format!("{chosen} {p}/{r}/{v} {row} mla_prefill {}", spec.dtype)
             }
             Self::Gather(spec) => format!("chosen any kv_gather {} to {}", spec.kv.dtype, spec.output),
-            Self::Project(spec, name) => format!("chosen any {name} {} by {}", spec.input, spec.weight),
+            Self::Calibrate(spec) => format!("chosen any kv_calibrate {}", spec.input),
+            Self::Tables(kv) => format!("chosen any batch_tables page_size {}", kv.page_size),
         }
     }
 }
@@ -166,12 +169,14 @@ fn small_ops() -> Vec<Job> {
             Job::RopeAppend(RopeAppendSpec { append, query: dtype, num_heads: 16, layout })
         };
         jobs.extend([dtype, Dtype::E4m3].map(rope));
-        jobs.extend(
-            [dtype, Dtype::E4m3].map(|cache| Job::Gather(GatherSpec { shape, kv: kv(cache), output: dtype })),
-        );
-        let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
-        jobs.push(Job::Project(ProjectSpec::absorb(&dims, dtype, dtype, dtype), "absorb"));
-        jobs.push(Job::Project(ProjectSpec::v_up(&dims, dtype, dtype, dtype), "v_up"));
+        let gather = |cache| Job::Gather(GatherSpec { shape, kv: kv(cache), output: dtype });
+        jobs.extend(Dtype::ALL.map(gather));
+        jobs.push(Job::Calibrate(CalibrateSpec { shape, input: dtype }));
+        if dtype == Dtype::F32 {
+            let codes = kv(Dtype::E4m3);
+            jobs.push(Job::Gather(GatherSpec { shape, kv: codes, output: Dtype::E4m3 }));
+            jobs.push(Job::Tables(codes));
+        }
     }
     jobs.extend(Dtype::ALL.map(|cache| Job::Copy(CopySpec { kv: kv(cache), row_elems: 576 })));
     jobs

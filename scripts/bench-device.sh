@@ -34,7 +34,7 @@ add() { # FOLDER EXECUTABLE..
     done
 }
 
-mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench rope)
+mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench gather --bench prefill --bench project --bench rope)
 add bin "${benches[@]}"
 if [ ${#tests[@]} -gt 0 ]; then
     mapfile -t binaries < <(built test --release "${tests[@]/#/--test=}")
@@ -53,7 +53,7 @@ cat >"$dir/run.sh" <<'RUN'
 #!/usr/bin/env bash
 # usage: ./run.sh                       all benches; tables and JSON into results/ (or $OUT)
 #        ./run.sh cuda [ARGS..]         the same through CUDA
-#        ./run.sh decode|merge|append|rope ARGS..   one of them with its arguments: see BENCHMARKS.md
+#        ./run.sh decode|merge|append|gather|prefill|project|rope ARGS..   one of them with its arguments: see BENCHMARKS.md
 #        ./run.sh tests [NAME..]        the tests that were packed; a card that is not there is a failure
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -75,7 +75,7 @@ bench() {
 
 all() {
     local name failed=
-    for name in decode merge append rope; do
+    for name in decode merge append gather prefill project rope; do
         bench $name "$@" || failed+=" $name"
         echo
     done

@@ -152,7 +152,7 @@ compile_all() {
 
 # The largest kernel of each row on matrices, with 16 heads and with more, and of each other kernel.
 NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
-NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3'
+NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
 
 # One process of tests on lavapipe; what it says goes to $logs/mesa26-TEST.log, and here when it ends.
 mesa26_tests() {

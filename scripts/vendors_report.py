@@ -9,6 +9,11 @@ Status 1 where a pipeline did not compile, has no statistics, or spills and is t
 
 import re
 import sys
+
+SMALL_OPS = (
+    "batch_lists", "batch_slots", "head_project", "kv_append", "kv_calibrate", "kv_copy_pages", "kv_gather", "merge_attn_states",
+    "mla_merge", "mla_prefill", "rope", "rope_append",
+)
 from pathlib import Path
 
 TITLES = {
@@ -186,7 +191,7 @@ class Vendor:
         largest = {}
         for kernel in self.kernels:
             op = kernel.row.split(".")[0]
-            if op in ("mla_merge", "merge_attn_states", "kv_append", "kv_copy_pages", "rope", "rope_append"):
+            if op in SMALL_OPS:
                 code = kernel.statistics.values.get("code", 0)
                 if op not in largest or code > largest[op].statistics.values.get("code", 0):
                     largest[op] = kernel

@@ -5,11 +5,15 @@
 use std::collections::HashSet;
 
 use wasm_bindgen_test::{console_log, wasm_bindgen_test};
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, Rotate, RotateAppend};
+use wgpu_mla::gpu::ops::{
+    BatchTables, CopySpec, HeadProject, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeAttnStates,
+    MlaPrefill, Rotate, RotateAppend,
+};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Source, checked};
+use wgpu_mla::ops::HeadDims;
 use wgpu_mla::{
-    AppendSpec, Caps, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, Result, RopeAppendSpec, RopeLayout,
-    RopeSpec, SUPPORTED_DIMS, wgpu,
+    AppendSpec, CalibrateSpec, Caps, Dtype, GatherSpec, KvSpec, MergeStatesSpec, MlaShape, MlaSpec,
+    PrefillSpec, ProjectSpec, Result, RopeAppendSpec, RopeLayout, RopeSpec, SUPPORTED_DIMS, wgpu,
 };
 
 use crate::page::gpu;
@@ -106,7 +110,7 @@ async fn every_module_compiles() {
     assert!(modules.0.len() > 500, "only {} modules", modules.0.len());
 }
 
-/// Appends, rotations, page copies and merges of states.
+/// The small ops.
 #[wasm_bindgen_test]
 async fn every_small_op_compiles() {
     let gpu = gpu().await;
@@ -138,5 +142,35 @@ async fn every_small_op_compiles() {
                 }
             }
         }
+    }
+    let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+    for input in INPUTS {
+        let spec = CalibrateSpec { shape, input };
+        compile(&gpu, &format!("{spec:?}"), || KvCalibrate::new(pipelines, spec)).await;
+    }
+    for cache in Dtype::ALL {
+        let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
+        for output in Dtype::ALL.into_iter().filter(|&output| output != Dtype::E4m3 || cache == output) {
+            let spec = GatherSpec { shape, kv, output };
+            compile(&gpu, &format!("{spec:?}"), || KvGather::new(pipelines, spec)).await;
+        }
+    }
+    let kv = KvSpec { dtype: Dtype::F16, page_size: 48, num_pages: 7 };
+    compile(&gpu, "tables of a batch", || BatchTables::new(pipelines, kv)).await;
+    for dtype in OUTS {
+        let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
+        for of in [ProjectSpec::absorb, ProjectSpec::v_up] {
+            let spec = of(&dims, dtype, dtype, dtype);
+            compile(&gpu, &format!("{spec:?}"), || HeadProject::new(pipelines, spec)).await;
+        }
+        let spec = PrefillSpec {
+            num_heads: 16,
+            qk_nope_head_dim: 128,
+            qk_rope_head_dim: 64,
+            v_head_dim: 128,
+            dtype,
+            out: dtype,
+        };
+        compile(&gpu, &format!("{spec:?}"), || MlaPrefill::new(pipelines, spec)).await;
     }
 }

@@ -1,5 +1,9 @@
 //! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch that only the device knows.
 
+mod template;
+
+use template::{Sequences, template};
+
 use super::args::{Slot, bind_group, layout};
 use super::table::Table;
 use super::{AppendStep, GROUP, KvAppend, grid, pipeline};
@@ -9,7 +13,7 @@ use crate::gpu::window::Window;
 use crate::gpu::{MlaDecode, Pipelines, Step};
 use crate::ops::DeviceBatch;
 use crate::plan::Plan;
-use crate::tables::{Capacity, PageTable};
+use crate::tables::PageTable;
 use crate::{Error, KvSpec, Result};
 
 /// Makes tables on the device from `seq_lens`, `query_start_loc` and `block_table` that the host never reads back: batches may be
@@ -293,77 +297,6 @@ impl BatchTables {
             device.create_bind_group(&wgpu::BindGroupDescriptor { label, layout, entries: &entries })
         })
     }
-}
-
-/// Whose each item and each query token is.
-struct Sequences {
-    items: Vec<u32>,
-    queries: Vec<u32>,
-}
-
-impl Sequences {
-    /// # Errors
-    /// [`Error::Shape`] for a plan that the device cannot cut down.
-    fn of(plan: &Plan, num_heads: u32) -> Result<Self> {
-        let bad = |what, got: usize, cure| Err(Error::Shape { what, got: got as u64, cure });
-        if !plan.shared.is_empty() {
-            let cure = "plan a batch of the device without shared_prefixes";
-            return bad("shared prefixes of the plan", plan.shared.len(), cure);
-        }
-        let cure = "plan with the spec and the tiling of the decode that runs it";
-        let mut all = Self { items: Vec::new(), queries: vec![u32::MAX; plan.queries.len()] };
-        for item in &plan.items {
-            // Every sequence has a place in the page list, so no two begin at one.
-            let Ok(sequence) = plan.page_begin.binary_search(&item.page_begin) else {
-                return bad("page_begin of a work item", item.page_begin as usize, cure);
-            };
-            all.items.push(sequence as u32);
-            let end = (u64::from(item.first_row) + u64::from(item.num_rows)).div_ceil(num_heads.into());
-            let rows = (item.first_row / num_heads) as usize..end as usize;
-            let Some(queries) = all.queries.get_mut(rows) else {
-                return bad("rows of a work item", item.first_row as usize, cure);
-            };
-            queries.fill(sequence as u32);
-        }
-        for (query, &sequence) in plan.queries.iter().zip(&all.queries) {
-            match plan.seq_lens.get(sequence as usize) {
-                None => return bad("query token without a work item", query.token as usize, cure),
-                Some(&len) if query.visible != len => {
-                    let cure = "plan with Visibility::Full: the device finds the causal bounds";
-                    return bad("visible keys of a query token", query.visible as usize, cure);
-                }
-                Some(_) => {}
-            }
-        }
-        Ok(all)
-    }
-}
-
-/// The words of `plan` in `batch_lists.wgsl` behind the first. Their number is the capacity's, so that a table is replaced only where the
-/// step's buffers are: a sequence has at least 32 words of the page list.
-fn template(
-    plan: &Plan,
-    sequences: &Sequences,
-    capacity: &Capacity,
-    kv: &KvSpec,
-) -> impl Iterator<Item = u32> + use<> {
-    let header = capacity.header(kv);
-    let counts = [
-        plan.queries.len() as u32,
-        plan.page_list_len(),
-        header.items,
-        header.queries,
-        plan.seq_lens.len() as u32,
-        0,
-        0,
-    ];
-    let (items, queries): (&[u32], &[u32]) =
-        (bytemuck::cast_slice(&plan.items), bytemuck::cast_slice(&plan.queries));
-    let sections = [items, &sequences.items, queries, &sequences.queries, &plan.page_begin];
-    let words: Vec<u32> = counts.iter().chain(sections.into_iter().flatten()).copied().collect();
-    let most = 8 + 9 * capacity.items as usize + 3 * capacity.queries as usize + capacity.pages as usize / 32;
-    let padding = (most + 1).saturating_sub(words.len());
-    words.into_iter().chain(std::iter::repeat_n(0, padding))
 }
 
 fn source(entry: &'static str, kv: &KvSpec) -> Source {

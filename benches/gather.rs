@@ -1,0 +1,272 @@
+//! Times `kv_gather`. Each shape is compared byte for byte with the oracle first; a wrong one is not timed, and the run ends with status 1.
+//!
+//! ```text
+//! cargo bench --bench gather -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench gather --features cuda -- --backend cuda
+//! ```
+//! BENCHMARKS.md says what the figures mean.
+
+#[path = "support/mod.rs"]
+#[allow(dead_code)]
+mod support;
+
+use serde_json::json;
+use support::Result;
+use support::args::Args;
+use support::ceiling::Kind;
+use support::device::Device;
+use support::paint::Paint;
+use support::record::{Records, figure, micros, timing_fields};
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::gpu::ops::{GatherBinding, GatherStep, KvGather};
+use wgpu_mla::reference::{GatherPages, kv_gather};
+use wgpu_mla::{Dtype, Gather, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, PageTable, View, wgpu};
+
+const PAGE_SIZE: u32 = 64;
+const LATENT: u32 = 512;
+const ROPE: u32 = 64;
+/// No power of two.
+const K_SCALE: f32 = 0.37;
+/// The first token gathered: in the middle of a page.
+const BEGIN: u32 = 5;
+
+/// Bytes that the rotated buffers have together, at least: more than any card's L2.
+const ROTATED_BYTES: u64 = 300_000_000;
+
+#[derive(Clone, Copy)]
+struct Shape {
+    cache: Dtype,
+    output: Dtype,
+    tokens: u32,
+}
+
+impl Shape {
+    fn name(&self) -> String {
+        format!("{} tokens {} to {}", self.tokens, self.cache, self.output)
+    }
+
+    fn spec(&self) -> GatherSpec {
+        let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
+        let num_pages = (self.tokens + BEGIN).div_ceil(PAGE_SIZE);
+        let kv = KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages };
+        GatherSpec { shape, kv, output: self.output }
+    }
+
+    /// Pages in no order.
+    fn block_table(&self) -> Vec<i32> {
+        let pages = i64::from(self.spec().kv.num_pages);
+        (0..pages).map(|i| ((i * 7919 + 3) % pages) as i32).collect()
+    }
+
+    fn range(&self) -> GatherRange {
+        GatherRange { sequence: 0, begin: BEGIN, tokens: self.tokens, out_row: 0 }
+    }
+
+    fn layer_elems(&self) -> u64 {
+        self.spec().kv.num_slots() * u64::from(LATENT + ROPE)
+    }
+
+    /// Read and written by one gather, the table included.
+    fn bytes(&self) -> u64 {
+        let row = u64::from(LATENT + ROPE) * (self.cache.bytes() + self.output.bytes()) as u64;
+        u64::from(self.tokens) * row + u64::from(self.spec().kv.num_pages) * 12
+    }
+}
+
+/// A device's own gather, with its step.
+trait Gathers: Device {
+    type Made;
+    type Bound;
+    fn gather(&self, shape: &Shape) -> Result<Self::Made>;
+    fn bound(&self, made: &Self::Made, args: &Gather<'_, Self::Buffer>, tokens: u32) -> Result<Self::Bound>;
+    fn record(made: &Self::Made, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
+}
+
+impl Gathers for Gpu {
+    type Made = (KvGather, GatherStep);
+    type Bound = GatherBinding;
+
+    fn gather(&self, shape: &Shape) -> Result<Self::Made> {
+        let gather = KvGather::new(&self.pipelines, shape.spec())?;
+        let (mut step, table) = (GatherStep::default(), shape.block_table());
+        let pages = PageTable::Dense { block_table: &table, max_pages: table.len() };
+        let len = (shape.tokens + BEGIN) as i32;
+        gather.prepare(&self.device, &self.queue, &mut step, pages, &[len], &[shape.range()])?;
+        Ok((gather, step))
+    }
+
+    fn bound(
+        &self,
+        (gather, _): &Self::Made,
+        args: &Gather<'_, wgpu::Buffer>,
+        tokens: u32,
+    ) -> Result<GatherBinding> {
+        Ok(gather.bind(&self.device, args, tokens)?)
+    }
+
+    fn record((gather, step): &Self::Made, pass: &mut wgpu::ComputePass<'_>, bound: &GatherBinding) {
+        gather.record_in(pass, step, bound);
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use super::{BEGIN, Gather, Gathers, PageTable, Result, Shape, support::cuda::Launches};
+    use wgpu_mla::cuda::ops::{GatherBinding, GatherStep, KvGather};
+    use wgpu_mla::cuda::{Buffer, Cuda};
+
+    impl Gathers for Cuda {
+        type Made = (KvGather, GatherStep);
+        type Bound = GatherBinding;
+
+        fn gather(&self, shape: &Shape) -> Result<Self::Made> {
+            let gather = KvGather::new(self, shape.spec())?;
+            let table = shape.block_table();
+            let mut step = gather.step(table.len() as u32)?;
+            let pages = PageTable::Dense { block_table: &table, max_pages: table.len() };
+            gather.prepare(&mut step, pages, &[(shape.tokens + BEGIN) as i32], &[shape.range()])?;
+            Ok((gather, step))
+        }
+
+        fn bound(
+            &self,
+            (gather, _): &Self::Made,
+            args: &Gather<'_, Buffer>,
+            tokens: u32,
+        ) -> Result<GatherBinding> {
+            Ok(gather.bind(args, tokens)?)
+        }
+
+        fn record((gather, step): &Self::Made, launches: &mut Launches, bound: &GatherBinding) {
+            launches.add(gather.record(step, bound));
+        }
+    }
+}
+
+fn main() {
+    let args = Args::parse();
+    let done = match args.backend.as_str() {
+        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
+        #[cfg(feature = "cuda")]
+        "cuda" => wgpu_mla::cuda::Cuda::new(0).map_err(Into::into).and_then(|cuda| run(&cuda, &args)),
+        other => Err(format!("--backend {other}: wgpu, or cuda with that feature").into()),
+    };
+    if let Err(error) = done {
+        eprintln!("error: {error}");
+        std::process::exit(1);
+    }
+}
+
+fn run<D: Gathers>(gpu: &D, args: &Args) -> Result<()> {
+    let tokens: &[u32] = match (args.test, gpu.is_small() && !args.full) {
+        (true, _) => &[5, 128],
+        (_, true) => &[4096],
+        _ => &[4096, 131_072],
+    };
+    let pairs = [
+        (Dtype::E4m3, Dtype::Bf16),
+        (Dtype::E4m3, Dtype::F16),
+        (Dtype::E4m3, Dtype::E4m3),
+        (Dtype::Bf16, Dtype::Bf16),
+    ];
+    let shape = |&(cache, output)| tokens.iter().map(move |&tokens| Shape { cache, output, tokens });
+    let shapes = pairs.iter().flat_map(shape);
+    let shapes: Vec<Shape> = shapes.filter(|shape| args.wants(&shape.name())).collect();
+    if args.list {
+        shapes.iter().for_each(|shape| println!("{}", shape.name()));
+        return Ok(());
+    }
+    let (ceiling, bytes) = gpu.ceiling(Kind::Copy, args.test)?;
+    let mut records = Records::new("gather", gpu.facts());
+    records.note("copy_ceiling_gb_s", ceiling);
+    records.note("copy_ceiling_bytes", 2 * bytes);
+    println!(
+        "# kv_gather on {}\n\nus: device time, many gathers in a pass or graph; alone: a pass or launch for each. \
+         GB/s: read and written; ceiling: share of this run's copy ceiling, {} GB/s.\n",
+        gpu.name(),
+        figure(ceiling)
+    );
+    println!(
+        "| shape | us | min | alone | GB/s | ceiling | host | bytes |\n|---|---|---|---|---|---|---|---|"
+    );
+    for shape in &shapes {
+        match time(gpu, shape, ceiling, args) {
+            Ok(record) => records.add(record),
+            Err(error) => records.fail(&shape.name(), error.as_ref()),
+        }
+    }
+    records.save(args.json.as_deref())
+}
+
+fn time<D: Gathers>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_json::Value> {
+    let paint = Paint::new(shape.cache);
+    let copies = if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) };
+    let row = u64::from(LATENT + ROPE);
+    let cache = gpu.painted(&paint, copies * shape.layer_elems())?;
+    let out_elems = u64::from(shape.tokens) * row;
+    let out = gpu.buffer(copies * out_elems * shape.output.bytes() as u64)?;
+    let made = gpu.gather(shape)?;
+    let bind = |copy: u64| {
+        let args = Gather {
+            kv: KvView {
+                buffer: &cache,
+                offset: 0,
+                layer_stride: shape.layer_elems(),
+                layer: copy as u32,
+                block_stride: u64::from(PAGE_SIZE) * row,
+            },
+            k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
+            out: View { offset: copy * out_elems, ..View::dense(&out, 1, LATENT + ROPE) },
+        };
+        gpu.bound(&made, &args, shape.tokens)
+    };
+    let bindings = (0..copies).map(bind).collect::<Result<Vec<_>>>()?;
+    let right = check(gpu, shape, &made, &bindings[0], &paint, &out)?;
+
+    let [together, alone] = gpu.time(args.replays(), |pass, call| {
+        D::record(&made, pass, &bindings[call % bindings.len()]);
+    })?;
+    let rate = shape.bytes() as f64 / together.median / 1e9;
+    let us = |seconds: f64| seconds * 1e6;
+    print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
+    print!("| {} | {} ", micros(us(alone.median)), figure(rate));
+    println!("| {} % | {} | {right} |", figure(100.0 * rate / ceiling), figure(us(together.host)));
+    let mut row = json!({
+        "workload": shape.name(), "cache": shape.cache.name(), "output": shape.output.name(), "tokens": shape.tokens,
+        "us_alone": us(alone.median), "gb_s": rate, "share": rate / ceiling,
+    });
+    if let Some(fields) = row.as_object_mut() {
+        fields.extend(timing_fields(&together));
+    }
+    Ok(row)
+}
+
+/// Compares the bytes of every row of the first gather.
+fn check<D: Gathers>(
+    gpu: &D,
+    shape: &Shape,
+    made: &D::Made,
+    first: &D::Bound,
+    paint: &Paint,
+    out: &D::Buffer,
+) -> Result<String> {
+    gpu.once(|pass| D::record(made, pass, first))?;
+    let row_elems = (LATENT + ROPE) as usize;
+    let bytes = shape.tokens as usize * row_elems * shape.output.bytes();
+    let (table, mut want) = (shape.block_table(), vec![0; bytes]);
+    let oracle = GatherPages {
+        kv_cache: &paint.codes(0..shape.layer_elems()),
+        dtype: shape.cache,
+        page_size: PAGE_SIZE as usize,
+        row_elems,
+        block_table: &table,
+        max_pages: table.len(),
+        k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
+    };
+    kv_gather(&oracle, &[shape.range()], shape.output, &mut want);
+    let got = gpu.download(out, bytes as u64)?;
+    match got.iter().zip(&want).position(|(got, want)| got != want) {
+        Some(at) => Err(format!("byte {at} is not the oracle's").into()),
+        None => Ok(format!("{} rows equal", shape.tokens)),
+    }
+}
