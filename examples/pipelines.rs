@@ -12,9 +12,10 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use wgpu_mla::gpu::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::gpu::ops::{CopySpec, HeadProject, KvAppend, KvCopyPages, MergeAttnStates};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
 use wgpu_mla::{AppendSpec, Backend, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec, SUPPORTED_DIMS};
+use wgpu_mla::{HeadDims, ProjectSpec};
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
@@ -25,6 +26,7 @@ enum Job {
     MergeStates(MergeStatesSpec),
     Append(AppendSpec),
     Copy(CopySpec),
+    Project { spec: ProjectSpec, variant: &'static str, chosen: bool },
 }
 
 impl Job {
@@ -39,6 +41,9 @@ impl Job {
             Self::MergeStates(spec) => MergeAttnStates::new(pipelines, *spec).map(drop),
             Self::Append(spec) => KvAppend::new(pipelines, *spec).map(drop),
             Self::Copy(spec) => KvCopyPages::new(pipelines, *spec).map(drop),
+            Self::Project { spec, variant, .. } => {
+                HeadProject::with_variant(pipelines, *spec, Some(variant)).map(drop)
+            }
         }
     }
 
@@ -60,6 +65,16 @@ impl Job {
             Self::Append(spec) => format!("chosen any kv_append {} into {}", spec.input, spec.kv.dtype),
             Self::Copy(spec) => {
                 format!("chosen any kv_copy_pages {} rows of {}", spec.kv.dtype, spec.row_elems)
+            }
+            Self::Project {
+                spec: ProjectSpec { input, weight, output, k, n, order, .. },
+                variant,
+                chosen,
+            } => {
+                let chosen = if *chosen { "chosen" } else { "offered" };
+                format!(
+                    "{chosen} any head_project {variant} {k}x{n} {order:?} x_{input}.w_{weight}.y_{output}"
+                )
             }
         }
     }
@@ -111,6 +126,21 @@ fn small_ops() -> Vec<Job> {
         jobs.extend(Dtype::ALL.map(append));
     }
     jobs.extend(Dtype::ALL.map(|cache| Job::Copy(CopySpec { kv: kv(cache), row_elems: 576 })));
+    jobs
+}
+
+/// absorb and v_up of DeepSeek-V3's dims on 8 devices, on every row that runs.
+fn projections(gpu: &Gpu) -> Vec<Job> {
+    let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
+    let mut jobs = Vec::new();
+    for input in FLOATS {
+        for weight in FLOATS {
+            for spec in [ProjectSpec::absorb, ProjectSpec::v_up].map(|of| of(&dims, input, weight, input)) {
+                let rows = HeadProject::rows(&gpu.pipelines, &spec);
+                jobs.extend(rows.into_iter().map(|(variant, chosen)| Job::Project { spec, variant, chosen }));
+            }
+        }
+    }
     jobs
 }
 
@@ -193,6 +223,7 @@ fn main() -> ExitCode {
 
     let mut jobs = decodes(&gpu, args.all);
     jobs.extend(small_ops());
+    jobs.extend(projections(&gpu));
     jobs.retain(|job| args.keeps(&job.name()));
     let (start, mut failed) = (Instant::now(), 0);
     for job in &jobs {

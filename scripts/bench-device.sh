@@ -34,7 +34,7 @@ add() { # FOLDER EXECUTABLE..
     done
 }
 
-mapfile -t benches < <(built bench --bench decode --bench merge --bench append)
+mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench project)
 add bin "${benches[@]}"
 if [ ${#tests[@]} -gt 0 ]; then
     mapfile -t binaries < <(built test --release "${tests[@]/#/--test=}")

@@ -186,7 +186,7 @@ class Vendor:
         largest = {}
         for kernel in self.kernels:
             op = kernel.row.split(".")[0]
-            if op in ("mla_merge", "merge_attn_states", "kv_append", "kv_copy_pages"):
+            if op in ("mla_merge", "merge_attn_states", "kv_append", "kv_copy_pages", "head_project"):
                 code = kernel.statistics.values.get("code", 0)
                 if op not in largest or code > largest[op].statistics.values.get("code", 0):
                     largest[op] = kernel

@@ -5,7 +5,7 @@ use super::pipeline;
 use crate::gpu::Pipelines;
 use crate::gpu::scope::scoped;
 use crate::gpu::window::Window;
-use crate::kernel::project::{TARGET_GROUPS, Tile, choose};
+use crate::kernel::project::{ROWS, TARGET_GROUPS, Tile, choose};
 use crate::layer::View;
 use crate::{Error, Project, ProjectSpec, Result};
 
@@ -125,6 +125,13 @@ impl HeadProject {
         let kernels = [compile(tiles[0])?, compile(tiles[1])?];
         let max_groups = device.limits().max_compute_workgroups_per_dimension;
         Ok(Self { spec, variant, why, kernels, step_layout, layer_layout, max_groups })
+    }
+
+    /// The rows that run here for a spec, best first, and whether each is the one that [`HeadProject::new`] takes.
+    pub fn rows(pipelines: &Pipelines, spec: &ProjectSpec) -> Vec<(&'static str, bool)> {
+        let best = choose(None, pipelines.caps(), spec).map(|(name, ..)| name).ok();
+        let runs = |name: &&str| choose(Some(name), pipelines.caps(), spec).is_ok();
+        ROWS.into_iter().filter(runs).map(|name| (name, Some(name) == best)).collect()
     }
 
     /// What this projection is compiled for.
