@@ -13,13 +13,13 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use wgpu_mla::gpu::ops::{
-    BatchTables, CopySpec, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeAttnStates, MlaPrefill, Rotate,
-    RotateAppend,
+    BatchTables, CopySpec, HeadProject, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeAttnStates,
+    MlaPrefill, Rotate, RotateAppend,
 };
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
 use wgpu_mla::{
-    AppendSpec, Backend, CalibrateSpec, Dtype, GatherSpec, KvSpec, MergeStatesSpec, MlaShape, MlaSpec,
-    PrefillSpec, RopeAppendSpec, RopeLayout, RopeSpec, SUPPORTED_DIMS,
+    AppendSpec, Backend, CalibrateSpec, Dtype, GatherSpec, HeadDims, KvSpec, MergeStatesSpec, MlaShape,
+    MlaSpec, PrefillSpec, ProjectSpec, RopeAppendSpec, RopeLayout, RopeSpec, SUPPORTED_DIMS,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -37,6 +37,7 @@ enum Job {
     Gather(GatherSpec),
     Calibrate(CalibrateSpec),
     Tables(KvSpec),
+    Project { spec: ProjectSpec, variant: &'static str, chosen: bool },
 }
 
 impl Job {
@@ -59,6 +60,9 @@ impl Job {
             Self::Gather(spec) => KvGather::new(pipelines, *spec).map(drop),
             Self::Calibrate(spec) => KvCalibrate::new(pipelines, *spec).map(drop),
             Self::Tables(kv) => BatchTables::new(pipelines, *kv).map(drop),
+            Self::Project { spec, variant, .. } => {
+                HeadProject::with_variant(pipelines, *spec, Some(variant)).map(drop)
+            }
         }
     }
 
@@ -93,6 +97,16 @@ impl Job {
             Self::Gather(spec) => format!("chosen any kv_gather {} to {}", spec.kv.dtype, spec.output),
             Self::Calibrate(spec) => format!("chosen any kv_calibrate {}", spec.input),
             Self::Tables(kv) => format!("chosen any batch_tables page_size {}", kv.page_size),
+            Self::Project {
+                spec: ProjectSpec { input, weight, output, k, n, order, .. },
+                variant,
+                chosen,
+            } => {
+                let chosen = if *chosen { "chosen" } else { "offered" };
+                format!(
+                    "{chosen} any head_project {variant} {k}x{n} {order:?} x_{input}.w_{weight}.y_{output}"
+                )
+            }
         }
     }
 }
@@ -182,6 +196,21 @@ fn small_ops() -> Vec<Job> {
     jobs
 }
 
+/// absorb and v_up of DeepSeek-V3's dims on 8 devices, on every row that runs.
+fn projections(gpu: &Gpu) -> Vec<Job> {
+    let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
+    let mut jobs = Vec::new();
+    for input in FLOATS {
+        for weight in FLOATS {
+            for spec in [ProjectSpec::absorb, ProjectSpec::v_up].map(|of| of(&dims, input, weight, input)) {
+                let rows = HeadProject::rows(&gpu.pipelines, &spec);
+                jobs.extend(rows.into_iter().map(|(variant, chosen)| Job::Project { spec, variant, chosen }));
+            }
+        }
+    }
+    jobs
+}
+
 fn kv(dtype: Dtype) -> KvSpec {
     KvSpec { dtype, page_size: 64, num_pages: 64 }
 }
@@ -262,6 +291,7 @@ fn main() -> ExitCode {
     let mut jobs = decodes(&gpu, args.all);
     jobs.extend(small_ops());
     jobs.extend(prefills(&gpu));
+    jobs.extend(projections(&gpu));
     jobs.retain(|job| args.keeps(&job.name()));
     let (start, mut failed) = (Instant::now(), 0);
     for job in &jobs {

@@ -3,36 +3,37 @@
 //   for token, head: y[token][head][:] = x[token][head][:] . W[head]
 //
 // A workgroup has TOKENS tokens of a head and COLUMNS columns, so that the grid reads the weights of TOKENS tokens once. All that it
-// reads is asked for at the beginning and waits in registers; x and weight are declared as if they were written, since NVIDIA's compiler
-// moves a load from a read-only buffer down to its use. Then, in chunks of k:
+// reads is asked for at the beginning and waits in registers. Then, in chunks of k:
 //
 //   stage     rows of x and of W become f16 in workgroup memory, scaled by powers of two: a row of x by its own largest element, the
 //             workgroup's part of W by its largest; an f32 row in two parts
-//   multiply  subgroups share the tile by ROW_SPLIT x COLUMN_SPLIT, and each chunk's columns by K_SPLIT
+//   multiply  subgroups share the tile by row and column tiles, and each chunk's columns by K_SPLIT
 //
-// and the sums go to workgroup memory, SUM_ROWS at a time, K_SPLIT shares one after the other, and from there to y, unscaled.
-// Where things are is constant, so that the first loads wait for no uniform: half a microsecond where it is in no cache.
+// and the sums go to workgroup memory, K_SPLIT shares one after the other, and from there to y, unscaled.
+//
+// Tried on an H200, and no faster: strides as constants, x and weight declared as if they were written, all of k in one chunk, the
+// loop over a chunk's tiles written out. What it takes beyond a kernel that only reads, 2 to 3 us, is its instructions: 0.4 us less
+// where it neither reads x nor writes y.
 // An oct is 8 elements of one row: all offsets and strides are multiples of 8. k is a multiple of CHUNK, n of COLUMNS.
 //
-// Prelude: TILE, TILE_OCTS, SUBGROUP, SUBGROUPS, THREADS, TOKENS, COLUMNS, COLUMN_OCTS, CHUNK, CHUNK_OCTS, CHUNKS, ROW_SPLIT,
-// COLUMN_SPLIT, K_SPLIT, ROW_TILES, COLUMN_TILES, SHARE_TILES, ACC_TILES, X_PARTS, X_ROWS, X_PITCH, X_TILE, X_SCALED, X_LOADS,
-// CHUNK_X_LOADS, ROW_LANES, W_PITCH, W_TILE, W_SCALED, W_LOADS, CHUNK_W_LOADS, K_FIRST, SUM_PITCH, SUM_ROWS, SUMS,
-// X_BASE, X_TOKEN_STRIDE, X_HEAD_STRIDE, Y_*, W_BASE, W_HEAD_STRIDE, W_ROW_STRIDE.
+// Prelude: TILE, TILE_OCTS, SUBGROUP, SUBGROUPS, THREADS, TOKENS, COLUMNS, COLUMN_OCTS, CHUNK, CHUNK_OCTS, CHUNKS, COLUMN_SPLIT,
+// K_SPLIT, ROW_TILES, COLUMN_TILES, SHARE_TILES, ACC_TILES, X_PARTS, X_ROWS, X_PITCH, X_TILE, X_SCALED, X_LOADS, CHUNK_X_LOADS,
+// ROW_LANES, W_PITCH, W_TILE, W_SCALED, W_LOADS, CHUNK_W_LOADS, K_FIRST, SUM_PITCH, SUMS.
 // Libs: half_oct, oct_*, part_*, store_*.
 
 struct ProjectParams {
-    reserved_0: u32, // what head_project.wgsl has here are constants
-    reserved_1: u32,
-    reserved_2: u32,
-    reserved_3: u32,
-    reserved_4: u32,
-    reserved_5: u32,
-    reserved_6: u32,
-    reserved_7: u32,
-    reserved_8: u32,
+    x_base: u32, // octs, as all
+    x_token_stride: u32,
+    x_head_stride: u32,
+    y_base: u32,
+    y_token_stride: u32,
+    y_head_stride: u32,
+    w_base: u32,
+    w_head_stride: u32,
+    w_row_stride: u32,
     max_tokens: u32,
-    reserved_9: u32,
-    reserved_10: u32,
+    reserved_0: u32,
+    reserved_1: u32,
 }
 
 struct TokenRange {
@@ -44,13 +45,13 @@ struct TokenRange {
 
 @group(0) @binding(0) var<uniform> range: TokenRange;
 @group(1) @binding(0) var<uniform> params: ProjectParams;
-@group(1) @binding(1) var<storage, read_write> x: array<XOct>; // [tokens, H, k / 8], strided
-@group(1) @binding(2) var<storage, read_write> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
+@group(1) @binding(1) var<storage, read> x: array<XOct>; // [tokens, H, k / 8], strided
+@group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
 @group(1) @binding(3) var<storage, read_write> y: array<OutOct>; // [tokens, H, n / 8], strided
 
 var<workgroup> x_tile: array<HalfOct, X_TILE>; // [X_PARTS, TOKENS, X_PITCH]
 var<workgroup> w_tile: array<HalfOct, W_TILE>; // [CHUNK or COLUMNS, W_PITCH]
-var<workgroup> sums: array<f32, SUMS>; // [SUM_ROWS, SUM_PITCH]
+var<workgroup> sums: array<f32, SUMS>; // [TOKENS, SUM_PITCH]
 var<workgroup> factors: array<f32, TOKENS>; // what a row's sums have to be multiplied with
 var<workgroup> tops: array<u32, SUBGROUPS>; // each subgroup's largest weight
 
@@ -68,9 +69,9 @@ fn weight_place(i: u32, thread: u32) -> u32 {
     let chunk = i / CHUNK_W_LOADS;
     let item = i % CHUNK_W_LOADS * THREADS + thread;
     if (K_FIRST == 1u) {
-        return (chunk * CHUNK + item / COLUMN_OCTS) * W_ROW_STRIDE + item % COLUMN_OCTS;
+        return (chunk * CHUNK + item / COLUMN_OCTS) * params.w_row_stride + item % COLUMN_OCTS;
     }
-    return item / CHUNK_OCTS * W_ROW_STRIDE + chunk * CHUNK_OCTS + item % CHUNK_OCTS;
+    return item / CHUNK_OCTS * params.w_row_stride + chunk * CHUNK_OCTS + item % CHUNK_OCTS;
 }
 
 fn staged_place(i: u32, thread: u32) -> u32 {
@@ -87,6 +88,13 @@ fn head_project(
     @builtin(subgroup_id) subgroup: u32,
     @builtin(subgroup_invocation_id) lane: u32,
 ) {
+    // A step that was prepared again after this was recorded may hold more than the binding.
+    let begin = min(range.first, params.max_tokens);
+    let end = begin + min(range.count, params.max_tokens - begin);
+    let first = begin + group.z * TOKENS;
+    if (first >= end) {
+        return;
+    }
     let head = group.y;
     let thread = subgroup * SUBGROUP + lane;
     let row = thread / ROW_LANES; // of x, that this thread stages a part of
@@ -95,25 +103,22 @@ fn head_project(
     let first_column = subgroup / K_SPLIT % COLUMN_SPLIT * COLUMN_TILES; // tiles, as the next
     let first_row = subgroup / (K_SPLIT * COLUMN_SPLIT) * ROW_TILES;
 
-    // Only from here on does a thread wait for the step's range; the weights are on their way.
-    var w_at = W_BASE + head * W_HEAD_STRIDE;
+    var w_at = params.w_base + head * params.w_head_stride;
     if (K_FIRST == 1u) {
         w_at += group.x * COLUMN_OCTS;
     } else {
-        w_at += group.x * COLUMNS * W_ROW_STRIDE;
+        w_at += group.x * COLUMNS * params.w_row_stride;
     }
     var ws: array<WOct, W_LOADS>;
     for (var i = 0u; i < W_LOADS; i++) { // unroll on cards
         ws[i] = weight[w_at + weight_place(i, thread)];
     }
-    // Rows past the step's last token are zeros. What `bind` knows of the tokens comes later, so each index is cut to the array.
-    let first = range.first + group.z * TOKENS;
-    let num_rows = max(range.count, group.z * TOKENS) - group.z * TOKENS;
+    // Rows past the last token are zeros: read, they would be one row that all workgroups of a head ask for at once.
     var xs: array<XOct, X_LOADS>;
-    if (row < num_rows) {
-        let x_at = X_BASE + (first + row) * X_TOKEN_STRIDE + head * X_HEAD_STRIDE + column;
+    if (first + row < end) {
+        let x_at = params.x_base + (first + row) * params.x_token_stride + head * params.x_head_stride + column;
         for (var i = 0u; i < X_LOADS; i++) { // unroll on cards
-            xs[i] = x[min(x_at + i * ROW_LANES, arrayLength(&x) - 1u)];
+            xs[i] = x[x_at + i * ROW_LANES];
         }
     }
 
@@ -169,7 +174,7 @@ fn head_project(
             w_tile[staged_place(i, thread)] = half_w(ws[chunk * CHUNK_W_LOADS + i], 0u, power_of_two(w_exponent));
         }
         workgroupBarrier();
-        for (var t = 0u; t < SHARE_TILES; t++) { // unroll on cards
+        for (var t = 0u; t < SHARE_TILES; t++) {
             let k = k_share * SHARE_TILES + t;
             var rows: array<MatrixA, X_ROWS>; // [X_PARTS, ROW_TILES]
             for (var r = 0u; r < X_ROWS; r++) { // unroll
@@ -190,36 +195,31 @@ fn head_project(
         }
     }
 
-    // A step that was prepared again after this was recorded may hold more than the binding.
-    let end = min(range.first + range.count, params.max_tokens);
-    let w_factor = power_of_two(254u - w_exponent);
-    for (var turn = 0u; turn < TOKENS / SUM_ROWS; turn++) {
-        for (var share = 0u; share < K_SPLIT; share++) { // unroll
-            if (k_share == share && first_row * TILE / SUM_ROWS == turn) {
-                for (var i = 0u; i < ACC_TILES; i++) { // unroll
-                    let at = ((first_row + i / COLUMN_TILES) * TILE - turn * SUM_ROWS) * SUM_PITCH + (first_column + i % COLUMN_TILES) * TILE;
-                    if (share > 0u) {
-                        acc[i] = acc[i] + coopLoadT<MatrixC>(&sums[at], SUM_PITCH);
-                    }
-                    coopStoreT(acc[i], &sums[at], SUM_PITCH);
+    for (var share = 0u; share < K_SPLIT; share++) { // unroll
+        if (k_share == share) {
+            for (var i = 0u; i < ACC_TILES; i++) { // unroll
+                let at = (first_row + i / COLUMN_TILES) * TILE * SUM_PITCH + (first_column + i % COLUMN_TILES) * TILE;
+                if (share > 0u) {
+                    acc[i] = acc[i] + coopLoadT<MatrixC>(&sums[at], SUM_PITCH);
                 }
-            }
-            workgroupBarrier();
-        }
-        for (var item = thread; item < SUM_ROWS * COLUMN_OCTS; item += THREADS) {
-            let out_row = turn * SUM_ROWS + item / COLUMN_OCTS;
-            let oct = item % COLUMN_OCTS;
-            let at = item / COLUMN_OCTS * SUM_PITCH + oct * 8u;
-            // One factor after the other: both at once may be past f32's range where their product with the sum is not.
-            let value = mat2x4<f32>(
-                vec4<f32>(sums[at], sums[at + 1u], sums[at + 2u], sums[at + 3u]),
-                vec4<f32>(sums[at + 4u], sums[at + 5u], sums[at + 6u], sums[at + 7u]),
-            ) * w_factor * factors[out_row];
-            if (first + out_row < end) {
-                let to = Y_BASE + (first + out_row) * Y_TOKEN_STRIDE + head * Y_HEAD_STRIDE;
-                y[to + group.x * COLUMN_OCTS + oct] = encode_out(value);
+                coopStoreT(acc[i], &sums[at], SUM_PITCH);
             }
         }
         workgroupBarrier();
+    }
+    let w_factor = power_of_two(254u - w_exponent);
+    for (var item = thread; item < TOKENS * COLUMN_OCTS; item += THREADS) {
+        let out_row = item / COLUMN_OCTS;
+        let oct = item % COLUMN_OCTS;
+        let at = out_row * SUM_PITCH + oct * 8u;
+        // One factor after the other: both at once may be past f32's range where their product with the sum is not.
+        let value = mat2x4<f32>(
+            vec4<f32>(sums[at], sums[at + 1u], sums[at + 2u], sums[at + 3u]),
+            vec4<f32>(sums[at + 4u], sums[at + 5u], sums[at + 6u], sums[at + 7u]),
+        ) * w_factor * factors[out_row];
+        if (first + out_row < end) {
+            let to = params.y_base + (first + out_row) * params.y_token_stride + head * params.y_head_stride;
+            y[to + group.x * COLUMN_OCTS + oct] = encode_out(value);
+        }
     }
 }

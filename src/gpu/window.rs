@@ -27,26 +27,20 @@ impl<'a> Window<'a> {
         buffer: &'a wgpu::Buffer,
         view: Range<u64>,
     ) -> Result<Self> {
-        let size = whole_words(what, buffer, &view)?;
-        if size <= max_binding(limits) {
+        if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
+            return Err(Error::BufferUsage { what, usage: "STORAGE" });
+        }
+        // Bindings and shaders know whole words only.
+        let (end, size) = (view.end.next_multiple_of(4), buffer.size() & !3);
+        if end > size {
+            return Err(Error::BufferTooSmall { what, end, size: buffer.size() });
+        }
+        let limit = limits.max_storage_buffer_binding_size.min(MAX_BINDING_BYTES);
+        if size <= limit {
             return Ok(Self { buffer, offset: 0, size });
         }
-        Self::around(limits, what, buffer, view)
-    }
-
-    /// The aligned part around the bytes `view`, also of a buffer that could be bound whole.
-    ///
-    /// # Errors
-    /// Those of [`Window::new`].
-    pub(crate) fn around(
-        limits: &wgpu::Limits,
-        what: &'static str,
-        buffer: &'a wgpu::Buffer,
-        view: Range<u64>,
-    ) -> Result<Self> {
-        whole_words(what, buffer, &view)?;
         let offset = view.start - view.start % u64::from(limits.min_storage_buffer_offset_alignment);
-        let (need, limit) = (view.end.next_multiple_of(4) - offset, max_binding(limits));
+        let need = end - offset;
         if need > limit {
             let cure =
                 "make the device with `wanted`'s max_storage_buffer_binding_size, or use smaller arrays";
@@ -64,23 +58,4 @@ impl<'a> Window<'a> {
         let size = std::num::NonZeroU64::new(self.size);
         wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer: self.buffer, offset: self.offset, size })
     }
-}
-
-/// The buffer's whole words in bytes: bindings and shaders know no others.
-///
-/// # Errors
-/// [`Error::BufferUsage`], and [`Error::BufferTooSmall`] where `view` ends past them.
-fn whole_words(what: &'static str, buffer: &wgpu::Buffer, view: &Range<u64>) -> Result<u64> {
-    if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
-        return Err(Error::BufferUsage { what, usage: "STORAGE" });
-    }
-    let (end, size) = (view.end.next_multiple_of(4), buffer.size() & !3);
-    if end > size {
-        return Err(Error::BufferTooSmall { what, end, size: buffer.size() });
-    }
-    Ok(size)
-}
-
-fn max_binding(limits: &wgpu::Limits) -> u64 {
-    limits.max_storage_buffer_binding_size.min(MAX_BINDING_BYTES)
 }

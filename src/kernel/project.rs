@@ -30,22 +30,6 @@ pub struct Coop {
     row_split: u32,
     column_split: u32,
     k_split: u32,
-    /// Rows of sums in workgroup memory at a time.
-    sum_rows: u32,
-}
-
-/// Where rows and matrices are in what is bound, in octs. The row on matrices has them as constants.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Places {
-    pub x_base: u32,
-    pub x_token_stride: u32,
-    pub x_head_stride: u32,
-    pub y_base: u32,
-    pub y_token_stride: u32,
-    pub y_head_stride: u32,
-    pub w_base: u32,
-    pub w_head_stride: u32,
-    pub w_row_stride: u32,
 }
 
 /// Tokens of a tile on matrices.
@@ -74,16 +58,11 @@ impl Tile {
         }
     }
 
-    /// Whether its shader declares all its arrays as if it wrote them.
-    pub const fn pins_loads(&self) -> bool {
-        matches!(self, Self::Coop(_))
-    }
-
     /// Its text.
-    pub fn source(&self, caps: &Caps, spec: &ProjectSpec, places: &Places) -> Source {
+    pub fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
         match self {
             Self::Plain { rows } => plain(*rows, spec),
-            Self::Coop(tile) => tile.source(caps, spec, places),
+            Self::Coop(tile) => tile.source(caps, spec),
         }
     }
 }
@@ -152,15 +131,16 @@ impl Coop {
     /// A tile of so many columns, where it fits: with the longest chunk.
     fn of(columns: u32, caps: &Caps, spec: &ProjectSpec) -> Option<Self> {
         let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
-        let subgroups = if 8 * subgroup <= caps.max_invocations { 8 } else { 4 };
-        let (row_split, column_split, k_split) = match (subgroups, columns) {
-            (8, 16) => (4, 1, 2),
-            (8, _) => (4, 2, 1),
-            _ => (4, 1, 1),
+        let most = caps.max_invocations / subgroup.max(1);
+        let (subgroups, (row_split, column_split, k_split)) = match (most, columns) {
+            (16.., 16) if caps.kind != DeviceKind::Software => (16, (4, 1, 4)),
+            (8.., 16) => (8, (4, 1, 2)),
+            (8.., _) => (8, (4, 2, 1)),
+            _ => (4, (4, 1, 1)),
         };
         let threads = subgroups * subgroup;
-        let fits = |chunk: u32, sum_rows: u32| {
-            let tile = Self { side, subgroup, columns, chunk, row_split, column_split, k_split, sum_rows };
+        let fits = |chunk: u32| {
+            let tile = Self { side, subgroup, columns, chunk, row_split, column_split, k_split };
             let row_lanes = threads / TOKENS;
             let whole = threads.is_multiple_of(TOKENS)
                 && spec.n.is_multiple_of(columns)
@@ -172,9 +152,7 @@ impl Coop {
                 && tile.workgroup_bytes(spec) <= caps.workgroup_memory_bytes;
             whole.then_some(tile)
         };
-        let tile = (1..=spec.k / side)
-            .flat_map(|parts| [64, 32].map(|sum_rows| (spec.k / parts, sum_rows)))
-            .find_map(|(chunk, sum_rows)| fits(chunk, sum_rows))?;
+        let tile = (1..=spec.k / side).find_map(|parts| fits(spec.k / parts))?;
         // A software device keeps such arrays in memory.
         let holds = caps.kind == DeviceKind::Software || tile.words(spec) <= MOST_WORDS;
         holds.then_some(tile)
@@ -220,10 +198,10 @@ impl Coop {
 
     const fn workgroup_bytes(&self, spec: &ProjectSpec) -> u32 {
         let octs = x_parts(spec) * TOKENS * self.x_pitch() + self.w_rows(spec) * self.w_pitch(spec);
-        octs * 16 + self.sum_rows * self.sum_pitch() * 4 + TOKENS * 4 + 32
+        octs * 16 + TOKENS * self.sum_pitch() * 4 + TOKENS * 4 + 64
     }
 
-    fn source(&self, caps: &Caps, spec: &ProjectSpec, places: &Places) -> Source {
+    fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
         let octs = |dtype| oct_type(dtype);
         let types = if self.side == 8 {
             ["coop_mat8x8<f16, A>", "coop_mat8x8<f16, B>", "coop_mat8x8<f32, C>"]
@@ -259,11 +237,11 @@ impl Coop {
         }
         files.extend(store_files(spec.output));
         files.push(&body);
-        let source = module("coop", self.columns, spec, &self.consts(spec, places), &aliases, &files);
+        let source = module("coop", self.columns, spec, &self.consts(spec), &aliases, &files);
         Source { text: format!("{DIRECTIVES}{}", source.text), ..source }
     }
 
-    fn consts(&self, spec: &ProjectSpec, places: &Places) -> Vec<(&'static str, u32)> {
+    fn consts(&self, spec: &ProjectSpec) -> Vec<(&'static str, u32)> {
         let (threads, row_lanes) = (self.threads(), self.row_lanes());
         let row_tiles = TOKENS / self.side / self.row_split;
         let column_tiles = self.columns / self.side / self.column_split;
@@ -301,17 +279,7 @@ impl Coop {
             ("CHUNK_W_LOADS", self.chunk * self.columns / 8 / threads),
             ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
             ("SUM_PITCH", self.sum_pitch()),
-            ("SUM_ROWS", self.sum_rows),
-            ("SUMS", self.sum_rows * self.sum_pitch()),
-            ("X_BASE", places.x_base),
-            ("X_TOKEN_STRIDE", places.x_token_stride),
-            ("X_HEAD_STRIDE", places.x_head_stride),
-            ("Y_BASE", places.y_base),
-            ("Y_TOKEN_STRIDE", places.y_token_stride),
-            ("Y_HEAD_STRIDE", places.y_head_stride),
-            ("W_BASE", places.w_base),
-            ("W_HEAD_STRIDE", places.w_head_stride),
-            ("W_ROW_STRIDE", places.w_row_stride),
+            ("SUMS", TOKENS * self.sum_pitch()),
         ]
     }
 }

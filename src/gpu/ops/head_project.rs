@@ -1,11 +1,11 @@
 //! `head_project`: each token's rows times the matrix of their head.
 
-use super::args::{Slot, bind_group, distinct_buffers, layout};
+use super::args::{Slot, bind_group, distinct_buffers, layout, window_of};
 use super::pipeline;
 use crate::gpu::Pipelines;
 use crate::gpu::scope::scoped;
 use crate::gpu::window::Window;
-use crate::kernel::project::{Places, TARGET_GROUPS, Tile, choose};
+use crate::kernel::project::{ROWS, TARGET_GROUPS, Tile, choose};
 use crate::layer::View;
 use crate::{Error, Project, ProjectSpec, Result};
 
@@ -19,9 +19,8 @@ pub struct HeadProject {
     spec: ProjectSpec,
     variant: &'static str,
     why: String,
-    pipelines: Pipelines,
     /// For few tokens and for many.
-    tiles: [Tile; 2],
+    kernels: [Kernel; 2],
     step_layout: wgpu::BindGroupLayout,
     layer_layout: wgpu::BindGroupLayout,
     max_groups: u32,
@@ -45,8 +44,7 @@ pub struct ProjectStep {
 pub struct ProjectBinding {
     /// `None` where there is room for no token.
     group: Option<wgpu::BindGroup>,
-    /// For few tokens and for many; none where there is room for no token.
-    kernels: Vec<Kernel>,
+    kernels: [Kernel; 2],
     spec: ProjectSpec,
     max_tokens: u32,
 }
@@ -105,25 +103,12 @@ impl HeadProject {
         let (variant, tiles, why) = choose(variant, pipelines.caps(), &spec)?;
         log::debug!("head_project: {why}");
         let step_layout = layout(device, "mla.head_project.step", &[Slot::Uniform])?;
-        let input = if tiles[0].pins_loads() { Slot::Write } else { Slot::Read };
-        let slots = [Slot::Uniform, input, input, Slot::Write];
+        let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
         let layer_layout = layout(device, "mla.head_project.layer", &slots)?;
-        let max_groups = device.limits().max_compute_workgroups_per_dimension;
-        let pipelines = pipelines.clone();
-        let this = Self { spec, variant, why, pipelines, tiles, step_layout, layer_layout, max_groups };
-        // What depends on no place is compiled here, not by the first `bind`.
-        if !tiles[0].pins_loads() {
-            this.kernels(&Places::default())?;
-        }
-        Ok(this)
-    }
-
-    /// The pipelines of these places, compiled now if they are not yet.
-    fn kernels(&self, places: &Places) -> Result<Vec<Kernel>> {
         // Every index is in bounds, for each step and binding, whichever pair is recorded:
-        // - tokens: `prepare` may have been called again since `record`, so `first` and `count` are cut to max_tokens in the shader;
-        //   `coop` reads x before it knows max_tokens, at indices cut to the array, and cuts what it writes. `bind` refuses rows that
-        //   end past the buffer for max_tokens tokens (`Project::check`), and the windows hold them;
+        // - tokens: `first` and `count` are cut to max_tokens in the shader, since `prepare` may have been called again since
+        //   `record`; rows past the last token read that one's, or nothing, and write nothing. `bind` refuses rows that end past the buffer for
+        //   max_tokens tokens (`Project::check`), and `window_of` binds up to there;
         // - head < num_heads: the grid's second dimension;
         // - `plain` asks k < K and n < 8 * N_OCTS of what it stages and writes; in `coop` K is CHUNKS * CHUNK and N a multiple of
         //   COLUMNS, whose groups are the grid's first dimension (`Coop::of`). `Project::check` found the end of the last matrix
@@ -131,14 +116,22 @@ impl HeadProject {
         // - no sum of offset and strides wraps: a window has less than 2^32 bytes, and a stride that is used is less than that;
         // - workgroup arrays: a thread of `coop` stages octs of row thread / ROW_LANES < TOKENS at i * ROW_LANES + thread % ROW_LANES
         //   < CHUNK_OCTS <= X_PITCH, and W's items are below CHUNK * COLUMN_OCTS; matrices lie in [TOKENS, CHUNK] and
-        //   [CHUNK, COLUMNS], as their splits divide them, and their sums in [SUM_ROWS, COLUMNS] of their pass.
+        //   [CHUNK, COLUMNS], as their splits divide them.
         // Loops end: their bounds are constants, and what they count up by is at least 1.
-        let compile = |&tile: &Tile| -> Result<Kernel> {
-            let source = tile.source(self.pipelines.caps(), &self.spec, places);
-            let layouts = [&self.step_layout, &self.layer_layout];
-            Ok(Kernel { tile, pipeline: pipeline(&self.pipelines, &source, &layouts)? })
+        let compile = |tile: Tile| -> Result<Kernel> {
+            let source = tile.source(pipelines.caps(), &spec);
+            Ok(Kernel { tile, pipeline: pipeline(pipelines, &source, &[&step_layout, &layer_layout])? })
         };
-        self.tiles.iter().map(compile).collect()
+        let kernels = [compile(tiles[0])?, compile(tiles[1])?];
+        let max_groups = device.limits().max_compute_workgroups_per_dimension;
+        Ok(Self { spec, variant, why, kernels, step_layout, layer_layout, max_groups })
+    }
+
+    /// The rows that run here for a spec, best first, and whether each is the one that [`HeadProject::new`] takes.
+    pub fn rows(pipelines: &Pipelines, spec: &ProjectSpec) -> Vec<(&'static str, bool)> {
+        let best = choose(None, pipelines.caps(), spec).map(|(name, ..)| name).ok();
+        let runs = |name: &&str| choose(Some(name), pipelines.caps(), spec).is_ok();
+        ROWS.into_iter().filter(runs).map(|name| (name, Some(name) == best)).collect()
     }
 
     /// What this projection is compiled for.
@@ -171,7 +164,7 @@ impl HeadProject {
         count: u32,
     ) -> Result<()> {
         // The tile for many tokens has most; the other one is taken below it only.
-        let limit = u64::from(self.max_groups) * u64::from(self.tiles[1].tokens());
+        let limit = u64::from(self.max_groups) * u64::from(self.kernels[1].tile.tokens());
         if u64::from(count) > limit || first.checked_add(count).is_none() {
             let need = u64::from(first) + u64::from(count);
             let cure = "project fewer tokens a step";
@@ -196,12 +189,13 @@ impl HeadProject {
     /// [`Error::Aliased`] where `y` is an input too, [`Error::Limit`], [`Error::OutOfMemory`].
     pub fn bind(&self, device: &wgpu::Device, args: &Project<'_, wgpu::Buffer>) -> Result<ProjectBinding> {
         args.check(&self.spec, wgpu::Buffer::size)?;
-        let (spec, max_tokens) = (self.spec, args.num_tokens);
-        if max_tokens == 0 {
-            return Ok(ProjectBinding { group: None, kernels: Vec::new(), spec, max_tokens });
-        }
-        let (places, group) = self.group(device, args)?;
-        Ok(ProjectBinding { group: Some(group), kernels: self.kernels(&places)?, spec, max_tokens })
+        let group = if args.num_tokens == 0 { None } else { Some(self.group(device, args)?) };
+        Ok(ProjectBinding {
+            group,
+            kernels: self.kernels.clone(),
+            spec: self.spec,
+            max_tokens: args.num_tokens,
+        })
     }
 
     /// Whether a step and a binding can be recorded together.
@@ -231,7 +225,7 @@ impl HeadProject {
         if count == 0 {
             return;
         }
-        let Some(kernel) = self.kernel_for(&binding.kernels, count) else { return };
+        let kernel = self.kernel_for(&binding.kernels, count);
         let (columns, tokens) = (kernel.tile.column_groups(&self.spec), count.div_ceil(kernel.tile.tokens()));
         pass.set_pipeline(&kernel.pipeline);
         pass.set_bind_group(0, range, &[]);
@@ -245,16 +239,15 @@ impl HeadProject {
     }
 
     /// The tile for many tokens where they fill its device, or one of the other tile's.
-    fn kernel_for<'a>(&self, kernels: &'a [Kernel], count: u32) -> Option<&'a Kernel> {
-        let [few, many] = &self.tiles;
-        let fills = match many {
-            Tile::Plain { .. } => count > few.tokens(),
+    fn kernel_for<'a>(&self, [few, many]: &'a [Kernel; 2], count: u32) -> &'a Kernel {
+        let fills = match many.tile {
+            Tile::Plain { .. } => count > few.tile.tokens(),
             Tile::Coop(_) => {
-                let groups = u64::from(self.spec.num_heads * many.column_groups(&self.spec));
-                groups * u64::from(count.div_ceil(many.tokens())) >= TARGET_GROUPS.into()
+                let groups = self.spec.num_heads * many.tile.column_groups(&self.spec);
+                u64::from(groups) * u64::from(count.div_ceil(many.tile.tokens())) >= TARGET_GROUPS.into()
             }
         };
-        kernels.get(usize::from(fills))
+        if fills { many } else { few }
     }
 
     fn range_buffer(&self, device: &wgpu::Device) -> Result<(wgpu::Buffer, wgpu::BindGroup)> {
@@ -274,63 +267,46 @@ impl HeadProject {
         })
     }
 
-    fn group(
-        &self,
-        device: &wgpu::Device,
-        args: &Project<'_, wgpu::Buffer>,
-    ) -> Result<(Places, wgpu::BindGroup)> {
+    fn group(&self, device: &wgpu::Device, args: &Project<'_, wgpu::Buffer>) -> Result<wgpu::BindGroup> {
         let (spec, limits) = (&self.spec, device.limits());
-        let [input, weight, output] =
-            [spec.input, spec.weight, spec.output].map(|dtype| dtype.bytes() as u64);
-        let rows = |view: &View<'_, _>, dim: u32, bytes: u64| {
-            view.offset * bytes..view.end(args.num_tokens.into(), spec.num_heads.into(), dim.into()) * bytes
-        };
-        // From where they begin, so that the layers of a model have the same places.
-        let x = Window::around(&limits, "x", args.x.buffer, rows(&args.x, spec.k, input))?;
-        let y = Window::around(&limits, "y", args.y.buffer, rows(&args.y, spec.n, output))?;
-        let matrices = args.weight.offset * weight..args.weight.end(spec) * weight;
-        let w = Window::around(&limits, "weight", args.weight.buffer, matrices)?;
+        let [input, weight, output] = [spec.input, spec.weight, spec.output].map(crate::Dtype::bytes);
+        let dims = |dim| [args.num_tokens, spec.num_heads, dim];
+        let x = window_of(&limits, "x", &args.x, dims(spec.k), input)?;
+        let y = window_of(&limits, "y", &args.y, dims(spec.n), output)?;
+        let (start, end) = (args.weight.offset * weight as u64, args.weight.end(spec) * weight as u64);
+        let w = Window::new(&limits, "weight", args.weight.buffer, start..end)?;
         distinct_buffers(("y", args.y.buffer), &[("x", args.x.buffer), ("weight", args.weight.buffer)])?;
 
-        let base =
-            |offset: u64, window: &Window<'_>, bytes: u64| ((offset - window.offset / bytes) / 8) as u32;
+        let base = |offset: u64, window: &Window<'_>, bytes| ((offset - window.skipped(bytes)) / 8) as u32;
         // The stride of a dimension of one is unused and may be anything.
         let used = |count: u32, stride: u64| if count > 1 { (stride / 8) as u32 } else { 0 };
-        let places = Places {
+        let strides = |view: &View<'_, _>| {
+            [used(args.num_tokens, view.token_stride), used(spec.num_heads, view.head_stride)]
+        };
+        let ([x_token_stride, x_head_stride], [y_token_stride, y_head_stride]) =
+            (strides(&args.x), strides(&args.y));
+        let params = Params {
             x_base: base(args.x.offset, &x, input),
-            x_token_stride: used(args.num_tokens, args.x.token_stride),
-            x_head_stride: used(spec.num_heads, args.x.head_stride),
+            x_token_stride,
+            x_head_stride,
             y_base: base(args.y.offset, &y, output),
-            y_token_stride: used(args.num_tokens, args.y.token_stride),
-            y_head_stride: used(spec.num_heads, args.y.head_stride),
+            y_token_stride,
+            y_head_stride,
             w_base: base(args.weight.offset, &w, weight),
             w_head_stride: used(spec.num_heads, args.weight.head_stride),
             w_row_stride: (args.weight.row_stride / 8) as u32,
-        };
-        let params = Params::new(&places, args.num_tokens);
-        let resources = [x.resource(), w.resource(), y.resource()];
-        let bytes = bytemuck::bytes_of(&params);
-        let group = bind_group(device, "mla.head_project.layer", &self.layer_layout, bytes, resources)?;
-        Ok((places, group))
-    }
-}
-
-impl Params {
-    fn new(places: &Places, max_tokens: u32) -> Self {
-        Self {
-            x_base: places.x_base,
-            x_token_stride: places.x_token_stride,
-            x_head_stride: places.x_head_stride,
-            y_base: places.y_base,
-            y_token_stride: places.y_token_stride,
-            y_head_stride: places.y_head_stride,
-            w_base: places.w_base,
-            w_head_stride: places.w_head_stride,
-            w_row_stride: places.w_row_stride,
-            max_tokens,
+            max_tokens: args.num_tokens,
             reserved_0: 0,
             reserved_1: 0,
-        }
+        };
+        let resources = [x.resource(), w.resource(), y.resource()];
+        bind_group(
+            device,
+            "mla.head_project.layer",
+            &self.layer_layout,
+            bytemuck::bytes_of(&params),
+            resources,
+        )
     }
 }
 
@@ -345,9 +321,7 @@ pub(super) fn every_source() -> Vec<crate::compose::Source> {
                 for order in [crate::WeightOrder::Kn, crate::WeightOrder::Nk] {
                     let spec = ProjectSpec { input, weight, output, num_heads: 3, k: 40, n: 72, order };
                     let caps = crate::Caps::WEBGPU;
-                    all.extend(
-                        [1, 4].map(|rows| Tile::Plain { rows }.source(&caps, &spec, &Places::default())),
-                    );
+                    all.extend([1, 4].map(|rows| Tile::Plain { rows }.source(&caps, &spec)));
                 }
             }
         }
