@@ -100,11 +100,10 @@ fn mla_prefill(
     @builtin(local_invocation_index) lane: u32,
 ) {
     let number = group.y * groups.x + group.x;
-    let num_tiles = table[0];
-    if (number >= num_tiles * NUM_HEADS) {
+    if (number >= table[0] * NUM_HEADS) {
         return;
     }
-    let tile = tile_of(number, num_tiles);
+    let tile = tile_of(number);
     // Eight by four of them side by side, so that a subgroup reads few different places of `staged` at once.
     let tx = lane % 8u + lane / 32u % 2u * 8u;
     let ty = lane / 8u % 4u + lane / 64u * 4u;

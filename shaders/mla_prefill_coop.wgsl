@@ -62,18 +62,18 @@ fn stage_block(thread: u32, block: Block) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < NOPE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, NOPE_OCTS);
-        staged[at / NOPE_OCTS * KEY_PITCH + at % NOPE_OCTS] = half_of(block.nope[i]);
-        odd |= odd_bits(block.nope[i]);
+        staged[at / NOPE_OCTS * KEY_PITCH + at % NOPE_OCTS] = half_key(block.nope[i]);
+        odd |= odd_key(block.nope[i]);
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, max(ROPE_OCTS, 1u));
-        staged[at / max(ROPE_OCTS, 1u) * KEY_PITCH + NOPE_OCTS + at % max(ROPE_OCTS, 1u)] = half_of(block.rope[i]);
-        odd |= odd_bits(block.rope[i]);
+        staged[at / max(ROPE_OCTS, 1u) * KEY_PITCH + NOPE_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
+        odd |= odd_key(block.rope[i]);
     }
     for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, V_OCTS);
-        staged[VALUES_AT + at / V_OCTS * VALUE_PITCH + at % V_OCTS] = half_of(block.values[i]);
-        odd |= odd_bits(block.values[i]);
+        staged[VALUES_AT + at / V_OCTS * VALUE_PITCH + at % V_OCTS] = half_value(block.values[i]);
+        odd |= odd_value(block.values[i]);
     }
     return odd;
 }
@@ -111,11 +111,10 @@ fn mla_prefill(
     @builtin(subgroup_invocation_id) lane: u32,
 ) {
     let number = group.y * groups.x + group.x;
-    let num_tiles = table[0];
-    if (number >= num_tiles * NUM_HEADS) {
+    if (number >= table[0] * NUM_HEADS) {
         return;
     }
-    let tile = tile_of(number, num_tiles);
+    let tile = tile_of(number);
     let thread = subgroup * SUBGROUP + lane;
     let share = subgroup % COLUMN_SPLIT;
     let first_row = subgroup / COLUMN_SPLIT * (ROW_TILES * TILE);
@@ -125,6 +124,7 @@ fn mla_prefill(
     let row = thread / SOFTMAX_LANES;
     let first_quad = thread % SOFTMAX_LANES * SOFTMAX_QUADS;
     let visible = visible_to(tile, row);
+    let all_see = visible_to(tile, 0u); // keys that every row sees
     if (thread < 4u) {
         atomicStore(&notes[thread], 0u);
     }
@@ -134,7 +134,7 @@ fn mla_prefill(
     if (tile.num_keys > 0u) {
         first = load_block(tile, 0u, thread);
     }
-    var logit_scale = params.logit_scale;
+    var logit_scale = params.logit_scale * KEY_UNIT;
     if (SCALES_QUERIES) {
         var largest = 0.0;
         for (var oct = thread % SOFTMAX_LANES; oct < ROW_OCTS; oct += SOFTMAX_LANES) {
@@ -200,8 +200,15 @@ fn mla_prefill(
         var logit: array<vec4<f32>, SOFTMAX_QUADS>;
         var tops = vec4<f32>(EMPTY);
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
-            let key = vec4<u32>(block + (first_quad + i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
-            logit[i] = select(vec4<f32>(EMPTY), scores[row * SCORE_PITCH + first_quad + i] * logit_scale, key < vec4<u32>(visible));
+            logit[i] = scores[row * SCORE_PITCH + first_quad + i] * logit_scale;
+        }
+        if (block + TOKENS > all_see) {
+            for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
+                let key = vec4<u32>(block + (first_quad + i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
+                logit[i] = select(vec4<f32>(EMPTY), logit[i], key < vec4<u32>(visible));
+            }
+        }
+        for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
             tops = max(tops, logit[i]);
         }
         let top = row_largest(max(max(tops.x, tops.y), max(tops.z, tops.w)));

@@ -46,10 +46,11 @@ struct Tile {
     first_visible: i32,
 }
 
-// Workgroups are numbered by heads, then tiles: those that run together share keys.
-fn tile_of(number: u32, num_tiles: u32) -> Tile {
-    let at = 1u + number % num_tiles * TILE_WORDS;
-    return Tile(number / num_tiles, table[at], table[at + 1u], table[at + 2u], table[at + 3u], bitcast<i32>(table[at + 4u]));
+// Workgroups are numbered by tiles, then heads: the long tiles of all heads come first, so that the device ends on short ones. By heads, then
+// tiles, which share keys, an H200 took 11 % longer for 16 heads and 1 % less for 128.
+fn tile_of(number: u32) -> Tile {
+    let at = 1u + number / NUM_HEADS * TILE_WORDS;
+    return Tile(number % NUM_HEADS, table[at], table[at + 1u], table[at + 2u], table[at + 3u], bitcast<i32>(table[at + 4u]));
 }
 
 // A step may be prepared again, with more tokens than the binding has, after its commands were recorded: no host check can see that,

@@ -1,11 +1,18 @@
 // How queries, keys and values become f16: bfloat16, each the upper half of an f32, two a word.
 //
-// Keys and values: exact from 2^-17 up to 65280, and within 2^-25 below. Larger ones are noticed, and the tile is then done again in f32,
-// slowly. Query rows are scaled by powers of two, the largest element of each to just below 2^15. Needs oct_bf16.wgsl.
+// Keys are exact from 2^-23 up to 1020, and within 2^-31 below, which large queries need; values from 2^-17 up to 65280, and within 2^-25
+// below. Larger ones are noticed, and the tile is then done again in f32, slowly. Query rows are scaled by powers of two, the largest
+// element of each to just below 2^15. Needs oct_bf16.wgsl.
+const KEY_UNIT = 0.015625; // what a staged key has to be multiplied with
 const SCALES_QUERIES = true;
 const NOTICES_ODD = true;
 
-fn half_of(oct: Unit) -> HalfOct {
+fn half_key(oct: Unit) -> HalfOct {
+    let x = decode_bf16(oct) * 64.0;
+    return HalfOct(vec4<f16>(x[0]), vec4<f16>(x[1]));
+}
+
+fn half_value(oct: Unit) -> HalfOct {
     let x = decode_bf16(oct);
     return HalfOct(vec4<f16>(x[0]), vec4<f16>(x[1]));
 }
@@ -21,9 +28,19 @@ fn magnitude_of(oct: Unit) -> f32 {
     return max(max(largest.x, largest.y), max(largest.z, largest.w));
 }
 
-// Not 0 if one of the eight is 65536 (0x4780) or more: the sums carry into the sign's place, and no further.
-fn odd_bits(oct: Unit) -> u32 {
-    let sums = (oct & vec4<u32>(0x7FFF7FFFu)) + vec4<u32>(0x38803880u);
+// Not 0 if one of the eight is 1024 (0x4480) or more.
+fn odd_key(oct: Unit) -> u32 {
+    return carries(oct, 0x3B803B80u);
+}
+
+// Not 0 if one of the eight is 65536 (0x4780) or more.
+fn odd_value(oct: Unit) -> u32 {
+    return carries(oct, 0x38803880u);
+}
+
+// Whether a magnitude with this added carries into the sign's place; no further does it get.
+fn carries(oct: Unit, added: u32) -> u32 {
+    let sums = (oct & vec4<u32>(0x7FFF7FFFu)) + vec4<u32>(added);
     return ((sums.x | sums.y) | (sums.z | sums.w)) & 0x80008000u;
 }
 

@@ -1,8 +1,13 @@
 // How queries, keys and values become f16: they are.
+const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
 const SCALES_QUERIES = false;
 const NOTICES_ODD = false;
 
-fn half_of(oct: Unit) -> HalfOct {
+fn half_key(oct: Unit) -> HalfOct {
+    return half_oct(oct);
+}
+
+fn half_value(oct: Unit) -> HalfOct {
     return half_oct(oct);
 }
 
@@ -14,7 +19,11 @@ fn magnitude_of(oct: Unit) -> f32 {
     return 0.0;
 }
 
-fn odd_bits(oct: Unit) -> u32 {
+fn odd_key(oct: Unit) -> u32 {
+    return 0u;
+}
+
+fn odd_value(oct: Unit) -> u32 {
     return 0u;
 }
 

@@ -147,8 +147,8 @@ impl MlaPrefill {
         let slots = [Slot::Uniform, read, read, read, read, read, Slot::Write, Slot::Write];
         let layer_layout = layout(device, "mla.prefill.layer", &slots)?;
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds its count and as many tiles (`Table`, which nobody else writes); a workgroup reads the tile that its number
-        //   says modulo the count, and leaves where the number is not below tiles times heads, so the head is below NUM_HEADS;
+        // - the table holds its count and as many tiles (`Table`, which nobody else writes); a workgroup whose number is not below tiles
+        //   times heads leaves, and the others read the tile that their number divided by NUM_HEADS says, for the head that is left;
         // - query tokens and keys go through `token_of` and `key_of`, which are below `max_tokens` and `max_keys` whatever the table
         //   says: `bind` refuses views that end past their buffers for so many (`Prefill::check`), and `window_of` binds up to there;
         // - columns are below P, R and V by comparison with them, or by the loops' bounds, which are constants;
