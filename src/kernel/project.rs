@@ -131,31 +131,32 @@ impl Coop {
     /// A tile of so many columns, where it fits: with the longest chunk.
     fn of(columns: u32, caps: &Caps, spec: &ProjectSpec) -> Option<Self> {
         let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
-        let most = caps.max_invocations / subgroup.max(1);
-        let (subgroups, (row_split, column_split, k_split)) = match (most, columns) {
-            (16.., 16) if caps.kind != DeviceKind::Software => (16, (4, 1, 4)),
-            (8.., 16) => (8, (4, 1, 2)),
-            (8.., _) => (8, (4, 2, 1)),
-            _ => (4, (4, 1, 1)),
+        let splits: &[[u32; 3]] = match columns {
+            // More threads hide more of what each of them waits for.
+            16 if caps.kind != DeviceKind::Software => &[[4, 1, 4], [4, 1, 2], [4, 1, 1]],
+            16 => &[[4, 1, 2], [4, 1, 1]],
+            _ => &[[4, 2, 1], [4, 1, 1]],
         };
-        let threads = subgroups * subgroup;
-        let fits = |chunk: u32| {
+        let tile = |[row_split, column_split, k_split]: [u32; 3], chunk: u32| {
             let tile = Self { side, subgroup, columns, chunk, row_split, column_split, k_split };
-            let row_lanes = threads / TOKENS;
-            let whole = threads.is_multiple_of(TOKENS)
-                && spec.n.is_multiple_of(columns)
-                && spec.k.is_multiple_of(chunk)
-                && chunk.is_multiple_of(side * k_split)
-                && (chunk / 8).is_multiple_of(row_lanes.max(1))
-                && (chunk * columns / 8).is_multiple_of(threads)
-                && threads <= caps.max_invocations
-                && tile.workgroup_bytes(spec) <= caps.workgroup_memory_bytes;
-            whole.then_some(tile)
+            tile.fits(caps, spec).then_some(tile)
         };
-        let tile = (1..=spec.k / side).find_map(|parts| fits(spec.k / parts))?;
-        // A software device keeps such arrays in memory.
-        let holds = caps.kind == DeviceKind::Software || tile.words(spec) <= MOST_WORDS;
-        holds.then_some(tile)
+        splits.iter().find_map(|&splits| (1..=spec.k / side).find_map(|parts| tile(splits, spec.k / parts)))
+    }
+
+    /// Whether the work is divided without a rest, and the device has room for it.
+    fn fits(&self, caps: &Caps, spec: &ProjectSpec) -> bool {
+        let threads = self.threads();
+        threads <= caps.max_invocations
+            && threads.is_multiple_of(TOKENS)
+            && spec.n.is_multiple_of(self.columns)
+            && spec.k.is_multiple_of(self.chunk)
+            && self.chunk.is_multiple_of(self.side * self.k_split)
+            && (self.chunk / 8).is_multiple_of(self.row_lanes().max(1))
+            && (self.chunk * self.columns / 8).is_multiple_of(threads)
+            && self.workgroup_bytes(spec) <= caps.workgroup_memory_bytes
+            // A software device keeps such arrays in memory.
+            && (caps.kind == DeviceKind::Software || self.words(spec) <= MOST_WORDS)
     }
 
     const fn threads(&self) -> u32 {

@@ -26,7 +26,9 @@ fn matrices_fit_the_device_that_they_are_composed_for() {
     for caps in devices().into_iter().filter(|caps| caps.cooperative_tile > 0) {
         for spec in specs() {
             let Ok((row, tiles, _)) = choose(Some("coop"), &caps, &spec) else {
-                assert!(spec.k < 64 || spec.input == Dtype::F32, "{spec:?} on {caps:?}");
+                // Rows of f32 are staged twice, and long ones held.
+                let is_tight = spec.input == Dtype::F32 && caps.workgroup_memory_bytes < 48 << 10;
+                assert!(spec.k * spec.n < 4096 || is_tight, "{spec:?} on {caps:?}");
                 continue;
             };
             assert_eq!(row, "coop");
