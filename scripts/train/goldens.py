@@ -4,7 +4,7 @@
 
 One set for each dtype of the cache, its rows rounded to it:
   MODEL_DIR/kv_cache_scales.json   k_scale of each layer for e4m3, from the training text, in the form that vLLM reads
-  DIR/goldens.safetensors          tokens and logits of the prompt and of 64 tokens decoded greedily
+  DIR/goldens.safetensors          tokens and logits of the prompt and of 64 tokens decoded greedily; the rows of the coarse caches
   DIR/held_out.json                loss and right predictions of each window of the held-out text
 """
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from rounded import DTYPES, Largest, Rounded, power_of_two_scale
+from rounded import DTYPES, TORCH, Largest, Rounded, power_of_two_scale
 
 
 def load(path, device="cpu"):
@@ -66,14 +66,18 @@ def write_scales(path, model, scales):
     (path / "kv_cache_scales.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
-def write_goldens(path, model, prompt, count, scales, text_of=None):
+def write_goldens(path, model, prompt, count, scales, dtypes, text_of=None):
     tensors, about = {}, {"prompt_tokens": str(len(prompt)), "k_scales": json.dumps(scales)}
-    for dtype in DTYPES:
-        tokens, logits = greedy(model, prompt, count, Rounded(model.config, dtype, scales))
+    for dtype in dtypes:
+        cache = Rounded(model.config, dtype, scales)
+        tokens, logits = greedy(model, prompt, count, cache)
         best = logits.topk(2).values
         gap = (best[:, 0] - best[:, 1])[len(prompt) - 1 :].min().item()
         tensors[f"tokens.{dtype}"] = torch.tensor(tokens, dtype=torch.int32)
         tensors[f"logits.{dtype}"] = logits.contiguous()
+        if dtype in ("bf16", "e4m3"):
+            # So coarse that the last bit of what is rounded may change a logit by more than the tests allow.
+            tensors[f"rows.{dtype}"] = cache.rows().to(TORCH[dtype])
         if text_of:
             about[f"text.{dtype}"] = text_of(tokens[len(prompt) :])
         print(f"{path.name} {dtype}: smallest gap of the best token to the next {gap:.4f}, largest logit {logits.abs().max():.2f}")
@@ -109,9 +113,7 @@ def main():
 
     # On the CPU: no f32 unit of a card comes in.
     model = load(args.model)
-    write_goldens(args.out, model, tokenizer.encode(args.prompt).ids, 64, scales, tokenizer.decode)
-    tokens = greedy(model, tokenizer.encode(args.prompt).ids, 64, Rounded(model.config, "f32", scales))[0]
-    print(tokenizer.decode(tokens))
+    write_goldens(args.out, model, tokenizer.encode(args.prompt).ids, 64, scales, DTYPES, tokenizer.decode)
 
 
 if __name__ == "__main__":

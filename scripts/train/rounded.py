@@ -4,6 +4,7 @@ import torch
 from transformers import DynamicCache
 
 E4M3_MAX = 448.0
+TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 DTYPES = ["f32", "f16", "bf16", "e4m3"]
 
 
@@ -11,9 +12,9 @@ def round_to(x, dtype, k_scale=1.0):
     if dtype == "f32":
         return x
     if dtype == "e4m3":
-        codes = (x / k_scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        codes = (x / k_scale).clamp(-E4M3_MAX, E4M3_MAX).to(TORCH[dtype])
         return codes.float() * k_scale
-    return x.to({"f16": torch.float16, "bf16": torch.bfloat16}[dtype]).float()
+    return x.to(TORCH[dtype]).float()
 
 
 class Rounded(DynamicCache):
@@ -26,6 +27,16 @@ class Rounded(DynamicCache):
     def update(self, latent, rotary, layer, *args, **kwargs):
         rows = (round_to(x, self.dtype, self.k_scales[layer]) for x in (latent, rotary))
         return super().update(*rows, layer, *args, **kwargs)
+
+    def rows(self):
+        """`[layers, tokens, L + R]` of one sequence, without `k_scale`. Rotated pairs are apart: first parts, then second parts."""
+        layers = [torch.cat([layer.keys, layer.values], dim=-1)[0, 0] / scale_of(self.dtype, scale)
+                  for layer, scale in zip(self.layers, self.k_scales)]
+        return torch.stack(layers)
+
+
+def scale_of(dtype, k_scale):
+    return k_scale if dtype == "e4m3" else 1.0
 
 
 class Largest(DynamicCache):

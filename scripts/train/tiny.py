@@ -109,7 +109,7 @@ def main():
         assert same, f"{name}: the old fields are read otherwise"
         for file in path.iterdir():
             file.chmod(0o644)
-        write_goldens(path, after, prompt, 8, [1 / 64] * config.num_hidden_layers)
+        write_goldens(path, after, prompt, 8, [1.0] * config.num_hidden_layers, ["f32", "f16"])
 
 
 if __name__ == "__main__":

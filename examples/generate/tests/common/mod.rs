@@ -1,11 +1,14 @@
 //! What transformers saved, and how it is followed.
 #![allow(dead_code)] // Each test binary uses a part.
 
+pub mod given;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use generate::attention::Attention;
 use generate::{Checkpoint, Model, Score, Setup, Where};
+use given::StoredRows;
 use safetensors::SafeTensors;
 use wgpu_mla::Dtype;
 
@@ -79,6 +82,16 @@ impl Golden {
         let logits = logits.into_iter().map(f32::from_bits).collect();
         let text = about(&self.bytes).remove(&format!("text.{dtype}"));
         Run { tokens, logits, prompt: self.prompt, text }
+    }
+}
+
+impl Golden {
+    /// What a sequence of all the run's tokens had in a cache of a coarse dtype.
+    pub fn rows(&self, name: &str, dtype: Dtype, model: &Model) -> StoredRows {
+        let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
+        let rows = file.tensor(&format!("rows.{name}")).expect("rows");
+        assert!(self.k_scales.iter().all(|scale| *scale == self.k_scales[0]), "one scale for all layers");
+        StoredRows::new(rows.data(), dtype, self.k_scales[0], rows.shape()[1], model)
     }
 }
 
