@@ -9,10 +9,10 @@ pub const HELP: &str = "\
 Continues text with a DeepSeek-V2/V3-style checkpoint; attention runs through wgpu-mla over a paged cache.
 
 generate [DIR]                           a checkpoint: config.json, *.safetensors, tokenizer.json; default: the small one in the repo
-         [--prompt TEXT]                 may be given several times; default: \"ROMEO:\"
+         [--prompt TEXT]                 may be given several times; default: a short scene
          [--batch N]                     N sequences at once: the prompts in turn, each with a seed of its own; default: one a prompt
          [--max-tokens N]                default: 200
-         [--temperature X]               0: always the likeliest token; default: 0.7
+         [--temperature X]               0: always the likeliest token; default: 0.5
          [--seed N]                      default: 1
          [--kv-dtype f32|f16|bf16|e4m3]  of the cache; default: f16
          [--page-size N]                 tokens of a page, 1 to 256; default: 64
@@ -20,6 +20,14 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
          [--evaluate FILE]               foretells the text in it instead, in windows, and shows perplexity and accuracy
          [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all
          [--help]                        this text";
+
+/// As the text is that the checkpoint in the repo was trained on.
+const SCENE: &str = "\
+First Citizen:
+Good morrow, neighbour. Have you heard the news?
+
+Second Citizen:
+";
 
 #[derive(Debug)]
 pub struct Args {
@@ -44,7 +52,7 @@ impl Default for Args {
             prompts: Vec::new(),
             batch: None,
             max_tokens: 200,
-            temperature: 0.7,
+            temperature: 0.5,
             seed: 1,
             kv: Dtype::F16,
             page_size: 64,
@@ -106,7 +114,7 @@ impl Args {
             }
         }
         if self.prompts.is_empty() {
-            self.prompts.push("ROMEO:".into());
+            self.prompts.push(SCENE.into());
         }
         if self.batch.is_some_and(|batch| !(self.prompts.len()..=4096).contains(&batch)) {
             return Err(wrong(format!("--batch: must be {}, the prompts, to 4096", self.prompts.len())));

@@ -48,6 +48,7 @@ fn continue_text(args: &Args) -> Result<()> {
     let (tokens, sequences) = (tokens.sum::<usize>() as u32, texts.len() as u32);
     let setup = Setup { tokens, sequences, ..setup(args, &checkpoint) };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
+    warm_up(&checkpoint, attention.as_mut())?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
 
     let mut printer = Printer::new(&texts);
@@ -74,6 +75,14 @@ fn setup(args: &Args, checkpoint: &Checkpoint) -> Setup {
         k_scales: checkpoint.k_scales.clone(),
         ..Setup::default()
     }
+}
+
+/// One token for nothing: a backend compiles what it needs when it first runs.
+fn warm_up(checkpoint: &Checkpoint, attention: &mut dyn Attention) -> Result<()> {
+    let sequence = attention.pages_mut().add();
+    attention.begin(&[(sequence, 1)])?;
+    checkpoint.model.step(&[0], &[0], attention)?;
+    attention.pages_mut().free(sequence)
 }
 
 fn describe(args: &Args, checkpoint: &Checkpoint, attention: &dyn Attention, ready: Duration) {
