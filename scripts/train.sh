@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 here=examples/generate
-export TRANSFORMERS_VERBOSITY=error HF_HUB_OFFLINE=1
+export TRANSFORMERS_VERBOSITY=error HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 
 train() {
     # It is best at step 1000: the held-out loss rises again from there.
