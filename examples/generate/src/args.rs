@@ -1,0 +1,148 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use generate::{Error, Result, Where};
+use wgpu_mla::Dtype;
+
+pub const HELP: &str = "\
+Continues text with a DeepSeek-V2/V3-style checkpoint; attention runs through wgpu-mla over a paged cache.
+
+generate [DIR]                           a checkpoint: config.json, *.safetensors, tokenizer.json; default: the small one in the repo
+         [--prompt TEXT]                 may be given several times; default: a short scene
+         [--batch N]                     N sequences at once: the prompts in turn, each with a seed of its own; default: one a prompt
+         [--max-tokens N]                default: 200
+         [--temperature X]               0: always the likeliest token; default: 0.5
+         [--seed N]                      default: 1
+         [--kv-dtype f32|f16|bf16|e4m3]  of the cache; default: f16
+         [--page-size N]                 tokens of a page, 1 to 256; default: 64
+         [--backend auto|cuda|wgpu|cpu]  default: auto, the best that is here
+         [--evaluate FILE]               foretells the text in it instead, in windows, and shows perplexity and accuracy
+         [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all
+         [--help]                        this text";
+
+/// As the text is that the checkpoint in the repo was trained on.
+const SCENE: &str = "\
+First Citizen:
+Good morrow, neighbour. Have you heard the news?
+
+Second Citizen:
+";
+
+#[derive(Debug)]
+pub struct Args {
+    pub dir: PathBuf,
+    pub prompts: Vec<String>,
+    pub batch: Option<usize>,
+    pub max_tokens: usize,
+    pub temperature: f32,
+    pub seed: u64,
+    pub kv: Dtype,
+    pub page_size: u32,
+    pub backend: Where,
+    pub evaluate: Option<PathBuf>,
+    pub window: usize,
+    pub windows: usize,
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        Self {
+            dir: concat!(env!("CARGO_MANIFEST_DIR"), "/model").into(),
+            prompts: Vec::new(),
+            batch: None,
+            max_tokens: 200,
+            temperature: 0.5,
+            seed: 1,
+            kv: Dtype::F16,
+            page_size: 64,
+            backend: Where::Auto,
+            evaluate: None,
+            window: 512,
+            windows: usize::MAX,
+        }
+    }
+}
+
+impl Args {
+    /// `None` where help is wanted.
+    pub fn parse(mut words: impl Iterator<Item = String>) -> Result<Option<Self>> {
+        let mut args = Self::default();
+        let mut dirs = 0;
+        while let Some(word) = words.next() {
+            let mut value = || words.next().ok_or_else(|| wrong(format!("{word} needs a value")));
+            match word.as_str() {
+                "--help" | "-h" => return Ok(None),
+                "--prompt" => args.prompts.push(value()?),
+                "--batch" => args.batch = Some(number(&word, &value()?)?),
+                "--max-tokens" => args.max_tokens = number(&word, &value()?)?,
+                "--temperature" => args.temperature = number(&word, &value()?)?,
+                "--seed" => args.seed = number(&word, &value()?)?,
+                "--kv-dtype" => args.kv = dtype(&value()?)?,
+                "--page-size" => args.page_size = number(&word, &value()?)?,
+                "--backend" => args.backend = value()?.parse()?,
+                "--evaluate" => args.evaluate = Some(value()?.into()),
+                "--window" => args.window = number(&word, &value()?)?,
+                "--windows" => args.windows = number(&word, &value()?)?,
+                other if other.starts_with('-') => return Err(wrong(format!("{other}: no such option"))),
+                dir => {
+                    args.dir = dir.into();
+                    dirs += 1;
+                }
+            }
+        }
+        args.check(dirs)?;
+        Ok(Some(args))
+    }
+
+    fn check(&mut self, dirs: usize) -> Result<()> {
+        if dirs > 1 {
+            return Err(wrong("one directory at a time; a prompt comes after --prompt".into()));
+        }
+        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
+            return Err(wrong(format!("--temperature {}: must be 0 or more", self.temperature)));
+        }
+        if !(1..=256).contains(&self.page_size) {
+            return Err(wrong(format!("--page-size {}: must be 1 to 256", self.page_size)));
+        }
+        let counts = [("--batch", self.batch.unwrap_or(1)), ("--max-tokens", self.max_tokens)];
+        for (what, count) in
+            counts.into_iter().chain([("--window", self.window), ("--windows", self.windows)])
+        {
+            if count == 0 {
+                return Err(wrong(format!("{what} 0: must be at least 1")));
+            }
+        }
+        if self.prompts.is_empty() {
+            self.prompts.push(SCENE.into());
+        }
+        if self.batch.is_some_and(|batch| !(self.prompts.len()..=4096).contains(&batch)) {
+            return Err(wrong(format!("--batch: must be {}, the prompts, to 4096", self.prompts.len())));
+        }
+        Ok(())
+    }
+
+    /// The prompts of all sequences.
+    pub fn sequences(&self) -> Vec<&str> {
+        let count = self.batch.unwrap_or(self.prompts.len());
+        self.prompts.iter().map(String::as_str).cycle().take(count).collect()
+    }
+}
+
+fn wrong(why: String) -> Error {
+    Error::Input(why)
+}
+
+fn number<T: std::str::FromStr>(option: &str, text: &str) -> Result<T> {
+    text.parse().map_err(|_| wrong(format!("{option} {text}: must be a number, whole but for --temperature")))
+}
+
+fn dtype(text: &str) -> Result<Dtype> {
+    match text {
+        "f32" => Ok(Dtype::F32),
+        "f16" => Ok(Dtype::F16),
+        "bf16" => Ok(Dtype::Bf16),
+        "e4m3" => Ok(Dtype::E4m3),
+        other => Err(wrong(format!("--kv-dtype {other}: must be f32, f16, bf16 or e4m3"))),
+    }
+}

@@ -1,0 +1,42 @@
+//! The seam between a model and what attends.
+
+use wgpu_mla::SeqId;
+
+use crate::{Pages, Result};
+
+/// What a layer's projections made of the tokens of a step, row by row.
+pub struct Rows {
+    /// Queries `[T, H, P + R]`, the rotary part last and not yet rotated.
+    pub q: Vec<f32>,
+    /// Latents `[T, L]`, normed.
+    pub kv_c: Vec<f32>,
+    /// Rotary keys `[T, R]`, not yet rotated.
+    pub k_pe: Vec<f32>,
+}
+
+/// All layers' attention over one paged cache: rope, append, absorb, attend, `v_up`.
+pub trait Attention {
+    /// For a person: the adapter, and how it attends.
+    fn describe(&self) -> String;
+
+    /// Tokens that one step may have.
+    fn max_tokens(&self) -> usize;
+
+    /// Who has which pages.
+    fn pages(&self) -> &Pages;
+
+    /// To add, fork and free sequences between steps.
+    fn pages_mut(&mut self) -> &mut Pages;
+
+    /// Begins a step: each sequence grows by so many new tokens, which come one after the other in this order.
+    ///
+    /// # Errors
+    /// [`wgpu_mla::Error::OutOfPages`] where the pool is too small.
+    fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()>;
+
+    /// One layer of the step, layers in order: stores the new rows, then attends, causally. Gives `[T, H, V]`.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>>;
+}

@@ -1,0 +1,56 @@
+//! Where attention runs.
+
+use wgpu_mla::MlaSpec;
+use wgpu_mla::any::{AnyBackend, Chosen};
+
+use crate::{Error, Result};
+
+/// A wish.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Where {
+    /// The best that is here.
+    #[default]
+    Auto,
+    Cuda,
+    Wgpu,
+    Cpu,
+}
+
+impl std::str::FromStr for Where {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cuda" => Ok(Self::Cuda),
+            "wgpu" => Ok(Self::Wgpu),
+            "cpu" => Ok(Self::Cpu),
+            other => Err(Error::Input(format!("--backend {other}: must be auto, cuda, wgpu or cpu"))),
+        }
+    }
+}
+
+/// The backend that was asked for.
+///
+/// # Errors
+/// [`wgpu_mla::Error::NoAdapter`] and the like, [`Error::Input`] for CUDA without the feature `cuda`.
+pub fn open(wish: Where, spec: &MlaSpec) -> Result<AnyBackend> {
+    let chosen: Chosen = match wish {
+        Where::Auto => return Ok(default_backend(spec)),
+        #[cfg(feature = "cuda")]
+        Where::Cuda => wgpu_mla::cuda::Cuda::new(0)?.into(),
+        #[cfg(not(feature = "cuda"))]
+        Where::Cuda => {
+            let cure = "build with `--features cuda`";
+            return Err(Error::Input(format!("--backend cuda: built without the feature `cuda`; {cure}")));
+        }
+        Where::Wgpu => wgpu_mla::gpu::Gpu::new()?.into(),
+        Where::Cpu => wgpu_mla::cpu::Cpu::new().into(),
+    };
+    Ok(chosen.into())
+}
+
+/// The best backend that is here, as [`AnyBackend::best`] finds it.
+pub fn default_backend(spec: &MlaSpec) -> AnyBackend {
+    AnyBackend::best(spec)
+}

@@ -1,0 +1,61 @@
+//! A directory with config.json, weights, tokenizer.json and, for an e4m3 cache, kv_cache_scales.json.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::{Error, Model, Result, Text};
+
+pub struct Checkpoint {
+    pub dir: PathBuf,
+    pub model: Model,
+    /// `k_scale` of each layer for an e4m3 cache; empty where the checkpoint has none, which is 1 for each.
+    pub k_scales: Vec<f32>,
+}
+
+/// As vLLM writes and reads it: scales by rank, then by layer.
+#[derive(Deserialize)]
+struct Scales {
+    kv_cache: KvCache,
+}
+
+#[derive(Deserialize)]
+struct KvCache {
+    scaling_factor: HashMap<String, HashMap<String, f32>>,
+}
+
+impl Checkpoint {
+    /// # Errors
+    /// [`Error::File`].
+    pub fn open(dir: &Path) -> Result<Self> {
+        let model = Model::open(dir)?;
+        let k_scales = k_scales(dir, model.config.num_layers)?;
+        Ok(Self { dir: dir.into(), model, k_scales })
+    }
+
+    /// # Errors
+    /// [`Error::File`].
+    pub fn tokenizer(&self) -> Result<Text> {
+        Text::open(&self.dir)
+    }
+}
+
+fn k_scales(dir: &Path, layers: usize) -> Result<Vec<f32>> {
+    let path = dir.join("kv_cache_scales.json");
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let text = std::fs::read_to_string(&path).map_err(|error| Error::file(&path, error))?;
+    let scales: Scales = serde_json::from_str(&text).map_err(|error| Error::file(&path, error))?;
+    let of_layer = |layer: usize| {
+        let scale = scales.kv_cache.scaling_factor.get("0").and_then(|rank| rank.get(&layer.to_string()));
+        scale.copied().ok_or_else(|| {
+            Error::file(
+                &path,
+                format!("no scaling_factor of rank 0 and layer {layer}; delete the file for scales of 1"),
+            )
+        })
+    };
+    (0..layers).map(of_layer).collect()
+}

@@ -1,0 +1,112 @@
+//! Mixture of experts: the router, as transformers' DeepseekV2 and DeepseekV3 have it, and what the chosen experts add up to.
+
+use candle_core::{Device, Tensor};
+
+use crate::Result;
+use crate::config::{ExpertsConfig, Gate};
+use crate::layer::{Mlp, values};
+use crate::weights::Weights;
+
+pub struct Experts {
+    config: ExpertsConfig,
+    router: Tensor,
+    /// `e_score_correction_bias`: 0 without one.
+    bias: Vec<f32>,
+    experts: Vec<Mlp>,
+    shared: Option<Mlp>,
+}
+
+/// An expert of a token, and its weight.
+type Choice = (usize, f32);
+
+impl Experts {
+    pub fn take(weights: &mut Weights, name: &str, hidden: usize, config: &ExpertsConfig) -> Result<Self> {
+        let inner = config.intermediate_size;
+        let mut experts = Vec::new();
+        for expert in 0..config.num_experts {
+            experts.push(Mlp::take(weights, &format!("{name}.experts.{expert}"), hidden, inner)?);
+        }
+        let bias = match config.gate {
+            Gate::Softmax => vec![0.0; config.num_experts],
+            Gate::Sigmoid { .. } => values(
+                &weights.take(&format!("{name}.gate.e_score_correction_bias"), &[config.num_experts])?,
+            )?,
+        };
+        let shared = format!("{name}.shared_experts");
+        Ok(Self {
+            experts,
+            router: weights.take(&format!("{name}.gate.weight"), &[config.num_experts, hidden])?,
+            bias,
+            shared: match config.num_shared {
+                0 => None,
+                num => Some(Mlp::take(weights, &shared, hidden, inner * num)?),
+            },
+            config: config.clone(),
+        })
+    }
+
+    /// `[T, hidden]` to the same.
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        let logits = values(&x.matmul(&self.router.t()?)?)?;
+        let mut asked: Vec<(Vec<u32>, Vec<f32>)> = vec![Default::default(); self.config.num_experts];
+        for (token, logits) in logits.chunks_exact(self.config.num_experts).enumerate() {
+            for (expert, weight) in self.choose(logits) {
+                asked[expert].0.push(token as u32);
+                asked[expert].1.push(weight);
+            }
+        }
+        let mut sum = x.zeros_like()?;
+        for (expert, (tokens, weights)) in self.experts.iter().zip(asked) {
+            if tokens.is_empty() {
+                continue;
+            }
+            let weights = Tensor::from_vec(weights, (tokens.len(), 1), &Device::Cpu)?;
+            let tokens = Tensor::new(tokens, &Device::Cpu)?;
+            let part = expert.of(&x.index_select(&tokens, 0)?)?.broadcast_mul(&weights)?;
+            sum = sum.index_add(&tokens, &part, 0)?;
+        }
+        Ok(match &self.shared {
+            Some(shared) => (sum + shared.of(x)?)?,
+            None => sum,
+        })
+    }
+
+    fn choose(&self, logits: &[f32]) -> Vec<Choice> {
+        let config = &self.config;
+        let scores = match config.gate {
+            Gate::Softmax => softmax(logits),
+            Gate::Sigmoid { .. } => logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect(),
+        };
+        let ranks: Vec<f32> = scores.iter().zip(&self.bias).map(|(score, bias)| score + bias).collect();
+        let size = config.num_experts / config.groups;
+        let of_group = |group: &[f32]| {
+            let best = largest(group, if config.gate == Gate::Softmax { 1 } else { 2 });
+            best.into_iter().map(|at| group[at]).sum::<f32>()
+        };
+        let groups: Vec<f32> = ranks.chunks_exact(size).map(of_group).collect();
+        let mut allowed = vec![f32::NEG_INFINITY; config.num_experts];
+        for group in largest(&groups, config.chosen_groups) {
+            let range = group * size..(group + 1) * size;
+            allowed[range.clone()].copy_from_slice(&ranks[range]);
+        }
+        let chosen = largest(&allowed, config.per_token);
+        let sum: f32 = chosen.iter().map(|&expert| scores[expert]).sum();
+        let divisor = if config.gate == (Gate::Sigmoid { normalise: true }) { sum + 1e-20 } else { 1.0 };
+        chosen.into_iter().map(|expert| (expert, scores[expert] / divisor * config.scaling)).collect()
+    }
+}
+
+fn softmax(logits: &[f32]) -> Vec<f32> {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weights: Vec<f32> = logits.iter().map(|x| (x - max).exp()).collect();
+    let sum: f32 = weights.iter().sum();
+    weights.into_iter().map(|weight| weight / sum).collect()
+}
+
+/// Where the `count` largest are; of equal ones the first.
+fn largest(xs: &[f32], count: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..xs.len()).collect();
+    order.sort_by(|&a, &b| xs[b].total_cmp(&xs[a]));
+    order.truncate(count);
+    order
+}

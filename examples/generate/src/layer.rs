@@ -1,0 +1,131 @@
+//! The parts of a layer that candle computes: projections, norms, the dense MLP.
+
+use candle_core::Tensor;
+
+use crate::attention::Rows;
+use crate::weights::Weights;
+use crate::{Config, Result};
+
+/// `x . W^T + b`.
+pub struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Linear {
+    pub fn take(weights: &mut Weights, name: &str, out: usize, inner: usize) -> Result<Self> {
+        let weight = weights.take(&format!("{name}.weight"), &[out, inner])?;
+        let bias = weights.take_if_there(&format!("{name}.bias"), &[out])?;
+        Ok(Self { weight, bias })
+    }
+
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        let y = x.matmul(&self.weight.t()?)?;
+        Ok(match &self.bias {
+            Some(bias) => y.broadcast_add(bias)?,
+            None => y,
+        })
+    }
+}
+
+/// RMS norm.
+pub struct Norm {
+    weight: Tensor,
+    eps: f32,
+}
+
+impl Norm {
+    pub fn take(weights: &mut Weights, name: &str, size: usize, eps: f32) -> Result<Self> {
+        Ok(Self { weight: weights.take(&format!("{name}.weight"), &[size])?, eps })
+    }
+
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(candle_nn::ops::rms_norm(&x.contiguous()?, &self.weight, self.eps)?)
+    }
+}
+
+/// `down(silu(gate(x)) * up(x))`.
+pub struct Mlp {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl Mlp {
+    pub fn take(weights: &mut Weights, name: &str, hidden: usize, inner: usize) -> Result<Self> {
+        Ok(Self {
+            gate: Linear::take(weights, &format!("{name}.gate_proj"), inner, hidden)?,
+            up: Linear::take(weights, &format!("{name}.up_proj"), inner, hidden)?,
+            down: Linear::take(weights, &format!("{name}.down_proj"), hidden, inner)?,
+        })
+    }
+
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        self.down.of(&(self.gate.of(x)?.silu()? * self.up.of(x)?)?)
+    }
+}
+
+/// What makes queries and latents of a layer's input, and what takes the attention's output back.
+pub struct Projections {
+    query: Query,
+    kv_a: Linear,
+    kv_norm: Norm,
+    out: Linear,
+    latent: usize,
+    rope: usize,
+}
+
+enum Query {
+    Direct(Linear),
+    LowRank { down: Linear, norm: Norm, up: Linear },
+}
+
+/// transformers gives these two norms its default, whatever the config says.
+const INNER_EPS: f32 = 1e-6;
+
+impl Projections {
+    pub fn take(weights: &mut Weights, name: &str, config: &Config) -> Result<Self> {
+        let (heads, hidden) = (config.shape.num_heads as usize, config.hidden_size);
+        let (latent, rope) = (config.shape.kv_lora_rank as usize, config.shape.qk_rope_head_dim as usize);
+        let queries = heads * (config.qk_nope_head_dim + rope);
+        let query = match config.q_lora_rank {
+            None => Query::Direct(Linear::take(weights, &format!("{name}.q_proj"), queries, hidden)?),
+            Some(rank) => Query::LowRank {
+                down: Linear::take(weights, &format!("{name}.q_a_proj"), rank, hidden)?,
+                norm: Norm::take(weights, &format!("{name}.q_a_layernorm"), rank, INNER_EPS)?,
+                up: Linear::take(weights, &format!("{name}.q_b_proj"), queries, rank)?,
+            },
+        };
+        Ok(Self {
+            query,
+            kv_a: Linear::take(weights, &format!("{name}.kv_a_proj_with_mqa"), latent + rope, hidden)?,
+            kv_norm: Norm::take(weights, &format!("{name}.kv_a_layernorm"), latent, INNER_EPS)?,
+            out: Linear::take(weights, &format!("{name}.o_proj"), hidden, heads * config.v_head_dim)?,
+            latent,
+            rope,
+        })
+    }
+
+    /// A layer's normed input `[T, hidden]` as the attention takes it.
+    pub fn rows(&self, x: &Tensor) -> Result<Rows> {
+        let q = match &self.query {
+            Query::Direct(direct) => direct.of(x)?,
+            Query::LowRank { down, norm, up } => up.of(&norm.of(&down.of(x)?)?)?,
+        };
+        let kv = self.kv_a.of(x)?;
+        let kv_c = self.kv_norm.of(&kv.narrow(1, 0, self.latent)?)?;
+        let k_pe = kv.narrow(1, self.latent, self.rope)?;
+        Ok(Rows { q: values(&q)?, kv_c: values(&kv_c)?, k_pe: values(&k_pe)? })
+    }
+
+    /// The attention's output `[T, H, V]` as what the layer adds, `[T, hidden]`.
+    pub fn back(&self, attended: Vec<f32>, tokens: usize) -> Result<Tensor> {
+        let inner = attended.len() / tokens.max(1);
+        self.out.of(&Tensor::from_vec(attended, (tokens, inner), &candle_core::Device::Cpu)?)
+    }
+}
+
+/// A tensor's elements, row by row.
+pub fn values(x: &Tensor) -> Result<Vec<f32>> {
+    Ok(x.flatten_all()?.to_vec1()?)
+}

@@ -1,0 +1,46 @@
+//! Generates text with DeepSeek-V2/V3-style checkpoints in Hugging Face's format. candle does what is not attention, on the CPU in
+//! f32; attention runs through wgpu-mla over a paged cache, on any of its backends.
+//!
+//! ```no_run
+//! use generate::{Checkpoint, Options, Setup, Sampling};
+//!
+//! # fn main() -> generate::Result<()> {
+//! let checkpoint = Checkpoint::open("examples/generate/model".as_ref())?;
+//! let mut attention = generate::paged(&checkpoint.model, &Setup::default())?;
+//! let prompts = [checkpoint.tokenizer()?.encode("ROMEO:")?];
+//! let options = Options { max_tokens: 50, sampling: Sampling { temperature: 0.8, seed: 1 } };
+//! let done = generate::generate(&checkpoint.model, attention.as_mut(), &prompts, &options, &mut |_, _| Ok(()))?;
+//! # Ok(()) }
+//! ```
+//!
+//! The seam is [`attention::Attention`]: what is before it are projections, what is behind it is `o_proj`.
+
+pub mod attention;
+mod backend;
+mod checkpoint;
+mod config;
+mod error;
+mod evaluate;
+mod experts;
+mod layer;
+mod model;
+mod paged;
+mod pages;
+mod rope;
+mod sample;
+mod session;
+mod text;
+mod weights;
+
+pub use backend::{Where, default_backend, open as open_backend};
+pub use checkpoint::Checkpoint;
+pub use config::Config;
+pub use error::{Error, Result};
+pub use evaluate::{Score, evaluate};
+pub use model::Model;
+pub use paged::{Setup, paged};
+pub use pages::Pages;
+pub use rope::{CosSin, RopeConfig};
+pub use sample::{Sampler, Sampling};
+pub use session::{Done, Options, Stats, generate};
+pub use text::Text;

@@ -1,0 +1,113 @@
+//! The whole model: embedding, layers, head.
+
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+
+use crate::attention::Attention;
+use crate::experts::Experts;
+use crate::layer::{Mlp, Norm, Projections, values};
+use crate::weights::Weights;
+use crate::{Config, Error, Result};
+
+pub struct Model {
+    pub config: Config,
+    /// `kv_b_proj` of each layer, `[H, P + V, L]`: the attention's.
+    pub kv_b: Vec<Tensor>,
+    embed: Tensor,
+    layers: Vec<Layer>,
+    norm: Norm,
+    head: Tensor,
+}
+
+struct Layer {
+    input_norm: Norm,
+    projections: Projections,
+    post_norm: Norm,
+    mlp: Either,
+}
+
+enum Either {
+    Dense(Mlp),
+    Experts(Experts),
+}
+
+impl Model {
+    /// Loads a checkpoint's config and weights.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn open(dir: &Path) -> Result<Self> {
+        let config = Config::open(dir)?;
+        let mut weights = Weights::open(dir)?;
+        let hidden = config.hidden_size;
+        let embed = weights.take("model.embed_tokens.weight", &[config.vocab_size, hidden])?;
+        // transformers leaves the head away where it is the embedding.
+        let head = match config.tie_word_embeddings {
+            true => embed.clone(),
+            false => weights.take("lm_head.weight", &[config.vocab_size, hidden])?,
+        };
+        let (mut layers, mut kv_b) = (Vec::new(), Vec::new());
+        for layer in 0..config.num_layers {
+            layers.push(Layer::take(&mut weights, &config, layer)?);
+            kv_b.push(take_kv_b(&mut weights, &config, layer)?);
+        }
+        let norm = Norm::take(&mut weights, "model.norm", hidden, config.rms_norm_eps)?;
+        Ok(Self { kv_b, embed, layers, norm, head, config })
+    }
+
+    /// A step: each sequence's new tokens one after the other, as [`Attention::begin`] was told. Gives the logits that follow
+    /// the tokens at `wanted`, `[wanted, vocab_size]`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for a token that the model does not have; those of the attention.
+    pub fn step(&self, tokens: &[u32], wanted: &[u32], attention: &mut dyn Attention) -> Result<Vec<f32>> {
+        if let Some(token) = tokens.iter().find(|&&token| token as usize >= self.config.vocab_size) {
+            let size = self.config.vocab_size;
+            return Err(Error::Input(format!(
+                "token {token}: the model has {size}; use the tokenizer.json that came with it"
+            )));
+        }
+        let mut x = self.embed.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            x = layer.of(&x, index, attention)?;
+        }
+        let x = self.norm.of(&x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
+        values(&x.matmul(&self.head.t()?)?)
+    }
+}
+
+fn take_kv_b(weights: &mut Weights, config: &Config, layer: usize) -> Result<Tensor> {
+    let (heads, latent) = (config.shape.num_heads as usize, config.shape.kv_lora_rank as usize);
+    let rows = config.qk_nope_head_dim + config.v_head_dim;
+    let name = format!("model.layers.{layer}.self_attn.kv_b_proj.weight");
+    Ok(weights.take(&name, &[heads * rows, latent])?.reshape((heads, rows, latent))?)
+}
+
+impl Layer {
+    fn take(weights: &mut Weights, config: &Config, layer: usize) -> Result<Self> {
+        let (name, hidden) = (format!("model.layers.{layer}"), config.hidden_size);
+        let mut norm =
+            |norm: &str| Norm::take(weights, &format!("{name}.{norm}"), hidden, config.rms_norm_eps);
+        let (input_norm, post_norm) = (norm("input_layernorm")?, norm("post_attention_layernorm")?);
+        let mlp = format!("{name}.mlp");
+        let mlp = match config.experts_of(layer) {
+            Some(experts) => Either::Experts(Experts::take(weights, &mlp, hidden, experts)?),
+            None => Either::Dense(Mlp::take(weights, &mlp, hidden, config.intermediate_size)?),
+        };
+        let projections = Projections::take(weights, &format!("{name}.self_attn"), config)?;
+        Ok(Self { input_norm, projections, post_norm, mlp })
+    }
+
+    fn of(&self, x: &Tensor, index: usize, attention: &mut dyn Attention) -> Result<Tensor> {
+        let rows = self.projections.rows(&self.input_norm.of(x)?)?;
+        let attended = attention.attend(index, &rows)?;
+        let x = (x + self.projections.back(attended, x.dim(0)?)?)?;
+        let normed = self.post_norm.of(&x)?;
+        let add = match &self.mlp {
+            Either::Dense(mlp) => mlp.of(&normed)?,
+            Either::Experts(experts) => experts.of(&normed)?,
+        };
+        Ok((x + add)?)
+    }
+}

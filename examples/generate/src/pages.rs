@@ -1,0 +1,79 @@
+//! The pages of all sequences, and a step's tables: what any attention over a paged cache needs on the host.
+
+use wgpu_mla::{AppendBatch, BlockTable, KvSpec, PagePool, SeqId};
+
+use crate::Result;
+
+/// A page pool and the tables of the step that was begun last.
+pub struct Pages {
+    pool: PagePool,
+    /// What each sequence got: positions, and page copies that come before the new rows.
+    pub append: AppendBatch,
+    /// Tokens in the cache, the step's included.
+    pub seq_lens: Vec<i32>,
+    /// Where each sequence's new tokens begin.
+    pub query_start_loc: Vec<i32>,
+    /// Slot of each new token.
+    pub slot_mapping: Vec<i64>,
+    /// Position of each new token in its sequence.
+    pub positions: Vec<i32>,
+    /// Pages of each sequence.
+    pub table: BlockTable,
+    most_used: usize,
+}
+
+impl Pages {
+    pub fn new(spec: KvSpec) -> Result<Self> {
+        Ok(Self {
+            pool: PagePool::new(spec)?,
+            append: AppendBatch::default(),
+            seq_lens: Vec::new(),
+            query_start_loc: Vec::new(),
+            slot_mapping: Vec::new(),
+            positions: Vec::new(),
+            table: BlockTable::default(),
+            most_used: 0,
+        })
+    }
+
+    /// A new, empty sequence.
+    pub fn add(&mut self) -> SeqId {
+        self.pool.add()
+    }
+
+    /// A new sequence that shares all pages of another until one of them writes.
+    pub fn fork(&mut self, sequence: SeqId) -> Result<SeqId> {
+        Ok(self.pool.fork(sequence)?)
+    }
+
+    pub fn free(&mut self, sequence: SeqId) -> Result<()> {
+        Ok(self.pool.free(sequence)?)
+    }
+
+    /// Grows the sequences and writes the step's tables.
+    pub fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
+        self.pool.append_batch_into(batch, &mut self.append)?;
+        self.most_used = self.most_used.max(self.pool.used_pages());
+        let sequences: Vec<SeqId> = batch.iter().map(|&(sequence, _)| sequence).collect();
+        self.pool.seq_lens_into(&sequences, &mut self.seq_lens)?;
+        self.pool.block_table_into(&sequences, -1, &mut self.table)?;
+        self.slot_mapping = self.pool.slot_mapping(&self.append.tokens)?;
+        self.positions.clear();
+        self.query_start_loc.clear();
+        self.query_start_loc.push(0);
+        for (_, tokens) in &self.append.tokens {
+            self.positions.extend(tokens.clone().map(|position| position as i32));
+            self.query_start_loc.push(self.positions.len() as i32);
+        }
+        Ok(())
+    }
+
+    /// Pages in use now, the most so far, and all there are.
+    pub fn used(&self) -> (usize, usize, usize) {
+        (self.pool.used_pages(), self.most_used, self.pool.spec().num_pages as usize)
+    }
+
+    pub fn spec(&self) -> &KvSpec {
+        self.pool.spec()
+    }
+}

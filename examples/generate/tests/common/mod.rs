@@ -1,0 +1,161 @@
+//! What transformers saved, and how it is followed.
+#![allow(dead_code)] // Each test binary uses a part.
+
+pub mod given;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use generate::attention::Attention;
+use generate::{Checkpoint, Model, Score, Setup, Where};
+use given::StoredRows;
+use safetensors::SafeTensors;
+use wgpu_mla::Dtype;
+
+pub const DTYPES: [(&str, Dtype); 4] =
+    [("f32", Dtype::F32), ("f16", Dtype::F16), ("bf16", Dtype::Bf16), ("e4m3", Dtype::E4m3)];
+
+pub fn path(inside: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(inside)
+}
+
+pub fn checkpoint(dir: &str) -> Checkpoint {
+    Checkpoint::open(&path(dir)).expect("a checkpoint")
+}
+
+/// The CPU, and wgpu where it has an adapter.
+pub fn backends() -> Vec<Where> {
+    match wgpu_mla::gpu::Gpu::new() {
+        Ok(_) => vec![Where::Cpu, Where::Wgpu],
+        Err(error) => {
+            assert!(std::env::var("MLA_REQUIRE_GPU").as_deref() != Ok("1"), "{error}");
+            eprintln!("NOT TESTED on wgpu: {error}");
+            vec![Where::Cpu]
+        }
+    }
+}
+
+/// Small pages, so that sequences have several; pieces that end within one.
+pub fn setup(golden: &Golden, backend: Where, kv: Dtype) -> Setup {
+    Setup {
+        backend,
+        kv,
+        page_size: 16,
+        step_tokens: 100,
+        k_scales: golden.k_scales.clone(),
+        ..Setup::default()
+    }
+}
+
+/// A file of goldens: one run for each dtype of the cache.
+pub struct Golden {
+    bytes: Vec<u8>,
+    prompt: usize,
+    pub k_scales: Vec<f32>,
+}
+
+/// Tokens, prompt first, and the logits that follow each.
+pub struct Run {
+    pub tokens: Vec<u32>,
+    pub logits: Vec<f32>,
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    pub text: Option<String>,
+}
+
+impl Golden {
+    pub fn open(dir: &str) -> Self {
+        let bytes = std::fs::read(path(dir).join("goldens.safetensors")).expect("goldens");
+        let about = about(&bytes);
+        let prompt = about["prompt_tokens"].parse().expect("a count");
+        let k_scales = serde_json::from_str(&about["k_scales"]).expect("scales");
+        Self { bytes, prompt, k_scales }
+    }
+
+    pub fn run(&self, dtype: &str) -> Run {
+        let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
+        let words = |name: &str| {
+            let data = file.tensor(&format!("{name}.{dtype}")).expect("a tensor").data();
+            data.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("4 bytes"))).collect()
+        };
+        let (tokens, logits): (Vec<u32>, Vec<u32>) = (words("tokens"), words("logits"));
+        let logits = logits.into_iter().map(f32::from_bits).collect();
+        let text = about(&self.bytes).remove(&format!("text.{dtype}"));
+        Run { tokens, logits, prompt: self.prompt, text }
+    }
+}
+
+impl Golden {
+    /// What a sequence of all the run's tokens had in a cache of a coarse dtype.
+    pub fn rows(&self, name: &str, dtype: Dtype, model: &Model) -> StoredRows {
+        let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
+        let rows = file.tensor(&format!("rows.{name}")).expect("rows");
+        assert!(self.k_scales.iter().all(|scale| *scale == self.k_scales[0]), "one scale for all layers");
+        StoredRows::new(rows.data(), dtype, self.k_scales[0], rows.shape()[1], model)
+    }
+}
+
+fn about(bytes: &[u8]) -> HashMap<String, String> {
+    let (_, about) = SafeTensors::read_metadata(bytes).expect("safetensors");
+    about.metadata().clone().expect("metadata")
+}
+
+impl Run {
+    /// The logits along the same tokens: the prompt in one step, then token by token.
+    pub fn follow(&self, model: &Model, attention: &mut dyn Attention) -> Vec<f32> {
+        let sequence = attention.pages_mut().add();
+        let (prompt, rest) = self.tokens.split_at(self.prompt);
+        let mut step = |tokens: &[u32]| {
+            attention.begin(&[(sequence, tokens.len() as u32)]).expect("pages");
+            let wanted: Vec<u32> = (0..tokens.len() as u32).collect();
+            model.step(tokens, &wanted, attention).expect("a step")
+        };
+        let mut logits = step(prompt);
+        for token in rest {
+            logits.extend(step(&[*token]));
+        }
+        logits
+    }
+}
+
+pub fn furthest(got: &[f32], want: &[f32]) -> f32 {
+    assert_eq!(got.len(), want.len());
+    got.iter()
+        .zip(want)
+        .map(|(a, b)| if a.is_finite() { (a - b).abs() } else { f32::INFINITY })
+        .fold(0.0, f32::max)
+}
+
+/// The likeliest token after the prompt, and after each token that follows but the last.
+pub fn greedy(logits: &[f32], vocab: usize, prompt: usize) -> Vec<u32> {
+    let rows: Vec<&[f32]> = logits.chunks_exact(vocab).collect();
+    let best =
+        |row: &&[f32]| (0..vocab).reduce(|a, b| if row[b] > row[a] { b } else { a }).expect("a token") as u32;
+    rows[prompt - 1..rows.len() - 1].iter().map(best).collect()
+}
+
+pub fn held_out(checkpoint: &Checkpoint) -> Vec<u32> {
+    let text = std::fs::read_to_string(path("data/held_out.txt")).expect("the text");
+    checkpoint.tokenizer().expect("a tokenizer").encode(&text).expect("tokens")
+}
+
+/// What transformers had for each window of the held-out text.
+pub struct Reference {
+    pub window: usize,
+    all: serde_json::Value,
+}
+
+pub fn reference_scores() -> Reference {
+    let text = std::fs::read_to_string(path("tests/goldens/held_out.json")).expect("the scores");
+    let all: serde_json::Value = serde_json::from_str(&text).expect("json");
+    Reference { window: all["window"].as_u64().expect("a count") as usize, all }
+}
+
+impl Reference {
+    pub fn first(&self, dtype: &str, windows: usize) -> Score {
+        let of = |what: &str| self.all[dtype][what].as_array().expect("a list").iter().take(windows);
+        let loss = of("loss").map(|x| x.as_f64().expect("a number")).collect();
+        let right = of("right").map(|x| x.as_u64().expect("a count") as usize).collect();
+        Score { loss, right, window: self.window }
+    }
+}
