@@ -116,18 +116,17 @@ struct Scores {
 template <class T>
 struct QuarterScores {
     static constexpr int CHUNKS = T::CACHE == E4M3 ? 1 : 2; // of a step
-    static constexpr int PIECE = T::TOKEN_TILES * LANES * 16; // bytes that one gives another
     float own[T::TOKEN_TILES][4];
 
     // Row and token tile of the four that a warp's place names, by bits.
     DEVICE static u32 place_of(u32 row_warp, u32 token_warp) { return row_warp % 2 * 2 + token_warp % 2; }
     // Where a warp finds what the one whose place differs in `bits` gives it.
-    DEVICE static u32 piece(u32 exchange, u32 row_warp, u32 token_warp, u32 bits) {
-        return exchange + ((row_warp * T::TOKEN_WARPS + token_warp) * 3 + bits - 1) * PIECE + threadIdx.x % LANES * 16;
+    DEVICE static u32 piece(u32 weights, u32 row_warp, u32 token_warp, u32 bits) {
+        return weights + weights_of<T>(row_warp, token_warp) + (bits - 1) * T::PIECE_BYTES + threadIdx.x % LANES * 16;
     }
 
     template <class Meanwhile>
-    DEVICE void add(const Queries<T>& queries, u32 stage, u32 exchange, u32 row_warp, u32 token_warp, Meanwhile meanwhile) {
+    DEVICE void add(const Queries<T>& queries, u32 stage, u32 weights, u32 row_warp, u32 token_warp, Meanwhile meanwhile) {
         using Order = Swizzle<T::ROW_BYTES>;
         static_assert(Order::GROUP == 4 * CHUNKS, "a quarter of each group");
         const u32 lane = threadIdx.x % LANES;
@@ -136,11 +135,12 @@ struct QuarterScores {
         const u32 tile = lane / 16, half = lane / 8 % 2;
         const u32 chunk = place_of(row_warp, token_warp) * CHUNKS + (CHUNKS == 2 ? half : 0);
         // The other's tokens first, which it waits for; a single tile of each is one pair.
+        const u32 begin = stage + token_warp / 2 * (T::TOKEN_TILES * 16) * T::ROW_BYTES;
         u32 at[2];
 #pragma unroll
         for (int side = 0; side < 2; side++) {
-            const u32 token = T::TOKEN_TILES == 1 ? (token_warp ^ tile) * 8 : (token_warp ^ side) * (T::TOKEN_TILES * 8) + tile * 8;
-            at[side] = stage + Order::at(token + lane % 8, chunk) + (CHUNKS == 1 ? half * 64 : 0);
+            const u32 token = T::TOKEN_TILES == 1 ? (token_warp % 2 ^ tile) * 8 : (token_warp % 2 ^ side) * (T::TOKEN_TILES * 8) + tile * 8;
+            at[side] = begin + Order::at(token + lane % 8, chunk) + (CHUNKS == 1 ? half * 64 : 0);
         }
         unrolled<PAIRS>([&](auto pair_) {
             constexpr int pair = decltype(pair_)::value, side = T::TOKEN_TILES == 1 ? 0 : 1 - pair / SIDE, first = pair % SIDE * 2;
@@ -165,7 +165,7 @@ struct QuarterScores {
                             multiply<T>(sums[r][t], a, keys[0], keys[1]);
                         }
                     }
-                    if (pair == PAIRS - 1) meanwhile(step + s);
+                    meanwhile(pair * T::WARP_STEPS + step + s);
                 }
             });
 #pragma unroll
@@ -178,7 +178,7 @@ struct QuarterScores {
 #pragma unroll
                         for (int e = 0; e < 4; e++) own[index][e] = sum[e];
                     } else {
-                        store_16(piece(exchange, row_warp ^ (other >> 1), token_warp ^ (other & 1), max(other, 1)) + index * LANES * 16,
+                        store_16(piece(weights, row_warp ^ (other >> 1), token_warp ^ (other & 1), max(other, 1)) + index * LANES * 16,
                                  {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
                     }
                 }
@@ -188,17 +188,21 @@ struct QuarterScores {
     DEVICE float (&logits())[T::TOKEN_TILES][4] { return own; }
 
     // In an order of additions that gives all four the same bits.
-    DEVICE void exchange(u32 exchange, u32 row_warp, u32 token_warp) {
+    DEVICE void exchange(u32 weights, u32 row_warp, u32 token_warp) {
         wait_for_warps<4>(1 + row_warp / 2 * (T::TOKEN_WARPS / 2) + token_warp / 2);
 #pragma unroll
         for (int j = 0; j < T::TOKEN_TILES; j++) {
             u32 given[3][4];
+            // Not all at once: registers are few.
+            if (j > 0) __syncwarp();
 #pragma unroll
-            for (int i = 0; i < 3; i++) load_16(given[i], piece(exchange, row_warp, token_warp, i + 1) + j * LANES * 16);
+            for (int i = 0; i < 3; i++) load_16(given[i], piece(weights, row_warp, token_warp, i + 1) + j * LANES * 16);
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 own[j][e] = (own[j][e] + __uint_as_float(given[0][e])) + (__uint_as_float(given[1][e]) + __uint_as_float(given[2][e]));
         }
+        // Its lanes have read before they write weights there.
+        __syncwarp();
     }
 };
 

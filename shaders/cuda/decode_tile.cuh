@@ -19,6 +19,7 @@ struct Tile {
     static constexpr int TOKEN_TILES = TOKENS / TOKEN_WARPS / 8; // of a warp's scores
     static constexpr int ROW_TILES = ROWS / 16, COLUMN_TILES = LATENT / WARPS / 8; // of a warp's output
     static constexpr int STEPS = DIM / 16, WARP_STEPS = STEPS / SHARERS; // of a score, of a warp's part of it
+    static constexpr int SCORE_STEPS = SHARERS == 4 ? WARP_STEPS * TOKEN_TILES : WARP_STEPS; // between which copies are put
     static constexpr int RUN = CACHE == E4M3 && SHARERS == 2 ? 2 : 1; // steps that a sharer has one after the other
     static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
     static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's rows
@@ -27,14 +28,16 @@ struct Tile {
     static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
     static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
     static constexpr int QUERIES_AT = KEPT > 0 ? (STAGES - 1) * STAGE_BYTES : 0;
+    // What three others give a warp of four lies where its weights will.
+    static constexpr int PIECE_BYTES = TOKEN_TILES * LANES * 16, WEIGHTS_STRIDE = SHARERS == 4 ? 3 * PIECE_BYTES : WEIGHTS_BYTES;
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
-    static constexpr int MAXIMA_AT = WEIGHTS_AT + WARPS * WEIGHTS_BYTES; // [TOKEN_WARPS, ROWS]
+    static constexpr int MAXIMA_AT = WEIGHTS_AT + WARPS * WEIGHTS_STRIDE; // [TOKEN_WARPS, ROWS]
     static constexpr int FACTORS_AT = MAXIMA_AT + TOKEN_WARPS * ROWS * 4; // [ROWS]
     static constexpr int SCALES_AT = FACTORS_AT + ROWS * 4; // [ROWS]
-    static constexpr int REST_AT = SCALES_AT + ROWS * 4; // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
+    static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]
+    static constexpr int REST_AT = SEEN_AT + ROWS * 4; // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
     static constexpr int REST_WARPS = SHARERS == 4 ? WARPS : ROW_WARPS;
-    static constexpr int EXCHANGE_AT = REST_AT + (KEPT > 0 ? REST_WARPS * PARTS * SCORE_ROWS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
-    static constexpr int SHARED_BYTES = EXCHANGE_AT + (SHARERS == 4 ? WARPS * 3 * TOKEN_TILES * LANES * 16 : 0);
+    static constexpr int SHARED_BYTES = REST_AT + (KEPT > 0 ? REST_WARPS * PARTS * SCORE_ROWS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
     static_assert(TOKEN_TILES >= 1 && COLUMN_TILES % 2 == 0 && TOKENS % 16 == 0 && DIM % 32 == 0, "shape");
     static_assert(STAGED_ROWS > 0 && ROWS % STAGED_ROWS == 0, "queries pass through a stage");
     static_assert(SHARERS != 2 || (TOKEN_TILES % 2 == 0 && STEPS % (SHARERS * RUN) == 0), "two sharers");
@@ -45,7 +48,7 @@ struct Tile {
 // Where a warp's weights lie: beside those of the warp that it shares with, and crosswise, so that what one gives lies where the other's weights will.
 template <class T>
 DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
-    if (T::SHARERS != 2) return (row_warp * T::TOKEN_WARPS + token_warp) * T::WEIGHTS_BYTES;
+    if (T::SHARERS != 2) return (row_warp * T::TOKEN_WARPS + token_warp) * T::WEIGHTS_STRIDE;
     return ((row_warp / T::SHARERS * T::TOKEN_WARPS + token_warp) * T::SHARERS + (T::SHARERS - 1 - row_warp % T::SHARERS)) * T::WEIGHTS_BYTES;
 }
 
@@ -132,7 +135,7 @@ struct Loader {
     // Those that go between the steps of a score. A few at a time: ptxas puts three idle loads between a load of shared memory and a copy.
     static constexpr int BURST = 3;
     DEVICE void copies_of(int step, bool wanted) {
-        constexpr int EVERY = T::WARP_STEPS * BURST / COPIES; // steps
+        constexpr int EVERY = T::SCORE_STEPS * BURST / COPIES; // steps
         static_assert(EVERY >= 1, "all are asked for");
         if (step % EVERY == 0) {
 #pragma unroll

@@ -43,7 +43,7 @@ struct Output {
         const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
         using WeightOrder = Swizzle<T::WEIGHT_BYTES>;
         // A chunk of 8 tokens is one of a warp's, or all that it has.
-        const u32 weight_at = weights + (T::TOKEN_TILES == 1 ? WeightOrder::at(lane % 16, 0) + lane / 16 * T::WEIGHTS_BYTES : WeightOrder::at(lane % 16, lane / 16));
+        const u32 weight_at = weights + (T::TOKEN_TILES == 1 ? WeightOrder::at(lane % 16, 0) + lane / 16 * T::WEIGHTS_STRIDE : WeightOrder::at(lane % 16, lane / 16));
         constexpr int CHUNKS = T::COLUMN_TILES * T::ELEMENT_BYTES / 2; // of a warp's columns
         static_assert(CHUNKS % Order::GROUP == 0, "whole groups");
         const u32 at = stage + Order::at(lane % 16, warp * CHUNKS + lane / 16);
@@ -149,14 +149,6 @@ DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2
     }
 }
 
-// An item, by loads that the compiler does not take for those before.
-DEVICE WorkItem read_anew(const WorkItem* item) {
-    WorkItem to;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to.first_row), "=r"(to.num_rows), "=r"(to.page_begin), "=r"(to.kv_begin) : "l"(item));
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4+16];" : "=r"(to.kv_end), "=r"(to.slot), "=r"(to.pool), "=r"(to.reserved) : "l"(item));
-    return to;
-}
-
 template <class T>
 DEVICE void decode(const Args& args) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -165,21 +157,20 @@ DEVICE void decode(const Args& args) {
     let_next_kernel_begin();
     if (blockIdx.x >= args.header->num_items) return wait_for_kernel_before();
     const u32 stages = shared_address(shared + T::STAGES_AT), weights = shared_address(shared + T::WEIGHTS_AT);
-    const u32 exchange = shared_address(shared + T::EXCHANGE_AT);
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
+    u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT); // keys that a row sees
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
 
-    const u32 tiles = (item.kv_end - item.kv_begin + T::TOKENS - 1) / T::TOKENS;
     // Tables are the host's, but page lists may be a kernel's.
     if (args.clamp_pages) wait_for_kernel_before();
     Loader<T> loader(args, item);
     wait_for_kernel_before();
 #pragma unroll
     for (int i = 0; i < T::STAGES - 1; i++) {
-        if (i < tiles) loader.load(stages + i * T::STAGE_BYTES);
+        if (item.kv_begin + i * T::TOKENS < item.kv_end) loader.load(stages + i * T::STAGE_BYTES);
         end_of_group();
     }
     const u32 staged = shared_address(shared + T::QUERIES_AT);
@@ -199,51 +190,55 @@ DEVICE void decode(const Args& args) {
 
     // A lane has rows lane / 4 and 8 further, and of each two neighbouring tokens of every eight.
     float top[2], sum[2];
-    u32 seen[2];
+    u32 seen_by_all = ~0u;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const u32 row = row_warp * 16 + h * 8 + lane / 4;
         const u32 index = item.first_row + min(row, item.num_rows - 1);
-        seen[h] = min(args.queries[index / args.num_heads].visible, item.kv_end);
+        const u32 seen_here = min(args.queries[index / args.num_heads].visible, item.kv_end);
+        seen_by_all = min(seen_by_all, seen_here);
+        if (token_warp == 0 && lane % 4 == 0) seen[row] = seen_here;
         top[h] = EMPTY;
         sum[h] = 0.0f;
     }
-    const u32 seen_by_all = __reduce_min_sync(~0u, min(seen[0], seen[1]));
+    seen_by_all = __reduce_min_sync(~0u, seen_by_all);
     Output<T> output;
 
-    for (u32 tile = 0, stage = 0; tile < tiles; tile++) {
+    for (u32 tile_begin = item.kv_begin, stage = 0; tile_begin < item.kv_end; tile_begin += T::TOKENS) {
         wait_for_all_but<T::STAGES - 2>();
         __syncthreads();
-        const u32 tokens = stages + stage * T::STAGE_BYTES, free = stage == 0 ? T::STAGES - 1 : stage - 1;
-        const bool more = tile + T::STAGES - 1 < tiles;
-        if (more && loader.by_8()) loader.load(stages + free * T::STAGE_BYTES);
+        const u32 tokens = stages + stage * T::STAGE_BYTES, free = stages + (stage == 0 ? T::STAGES - 1 : stage - 1) * T::STAGE_BYTES;
+        const bool more = tile_begin + (T::STAGES - 1) * T::TOKENS < item.kv_end;
+        if (more && loader.by_8()) loader.load(free);
 
         // 1. scores, with the copies of a later tile between them: many at once would wait for each other
         ScoresOf<T> scores;
         const bool copies = more && !loader.by_8();
-        loader.begin(stages + free * T::STAGE_BYTES);
-        scores.add(queries, tokens, exchange, row_warp, token_warp, [&](int step) { loader.copies_of(step, copies); });
+        loader.begin(free);
+        scores.add(queries, tokens, weights, row_warp, token_warp, [&](int step) { loader.copies_of(step, copies); });
         if (copies) loader.end();
         end_of_group();
         const u32 own = weights + weights_of<T>(row_warp, token_warp);
-        scores.exchange(T::SHARERS == 2 ? weights : exchange, row_warp, token_warp);
+        scores.exchange(weights, row_warp, token_warp);
         float(&logits)[T::TOKEN_TILES][4] = scores.logits();
 
         // 2. softmax
-        const u32 tile_begin = item.kv_begin + tile * T::TOKENS;
         const u32 first = tile_begin + token_warp * (T::TOKEN_TILES * 8) + lane % 4 * 2;
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
         bool grows = false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float scale = scales[row_warp * 16 + h * 8 + lane / 4];
+            const u32 row = row_warp * 16 + h * 8 + lane / 4;
+            const float scale = scales[row];
+            // Looked up anew: it is needed for few tiles.
+            const u32 limit = masks ? seen[row] : ~0u;
 #pragma unroll
             for (int j = 0; j < T::TOKEN_TILES; j++) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& logit = logits[j][2 * h + e];
                     logit *= scale;
-                    if (masks && first + j * 8 + e >= seen[h]) logit = EMPTY;
+                    if (masks && first + j * 8 + e >= limit) logit = EMPTY;
                     grows |= logit > top[h] + LAZY;
                 }
             }
@@ -287,8 +282,6 @@ DEVICE void decode(const Args& args) {
         stage = stage + 1 == T::STAGES ? 0 : stage + 1;
     }
     wait_for_all_but<0>();
-    // Read anew, so that no register keeps it all along.
-    const WorkItem again = read_anew(args.items + blockIdx.x);
 
     // The rows' sums, then the output.
 #pragma unroll
@@ -308,18 +301,18 @@ DEVICE void decode(const Args& args) {
             const bool any = total > 0.0f;
             const float base_2 = any ? top[h] + log2_fast(total) : EMPTY;
             factors[row] = any ? 1.0f / total : 1.0f;
-            if (row < again.num_rows) {
-                if (again.slot == DIRECT) {
-                    const u32 index = again.first_row + row;
+            if (row < item.num_rows) {
+                if (item.slot == DIRECT) {
+                    const u32 index = item.first_row + row;
                     store_lse(args, bound_token(args, args.queries[index / args.num_heads].token), index % args.num_heads, base_2, any);
                 } else {
-                    args.partials[(static_cast<u64>(again.slot) + row) * (T::LATENT + 4) + T::LATENT] = base_2;
+                    args.partials[(static_cast<u64>(item.slot) + row) * (T::LATENT + 4) + T::LATENT] = base_2;
                 }
             }
         }
     }
     __syncthreads();
-    output.write(args, again, factors);
+    output.write(args, item, factors);
 }
 
 #define DECODE(name, ...) \

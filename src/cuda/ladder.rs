@@ -158,7 +158,10 @@ mod tests {
         assert_eq!(name(&H200, 20, Dtype::Bf16), Some("rows32"));
         assert_eq!(name(&H200, 128, Dtype::Bf16), Some("rows64"));
         assert_eq!(name(&H200, 128, Dtype::F32), Some("rows16"));
-        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), Some("rows16_small"));
+        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), Some("rows64_small"));
+        assert_eq!(name(&RTX_5090, 20, Dtype::Bf16), Some("rows32_small"));
+        assert_eq!(name(&RTX_5090, 16, Dtype::Bf16), Some("rows16_small"));
+        assert_eq!(name(&RTX_5090, 128, Dtype::F32), Some("rows16_small"));
         assert_eq!(name(&RTX_5090, 16, Dtype::F32), Some("rows16_small"));
     }
 }
