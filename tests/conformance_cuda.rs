@@ -14,6 +14,14 @@ mod rows64 {
     crate::common::suite::conformance_tests!(crate::cuda, Some("rows64"), true);
 }
 
+mod rows64_small {
+    crate::common::suite::conformance_tests!(crate::cuda, Some("rows64_small"), true);
+}
+
+mod rows32_small {
+    crate::common::suite::conformance_tests!(crate::cuda, Some("rows32_small"), true);
+}
+
 mod rows16_small {
     crate::common::suite::conformance_tests!(crate::cuda, Some("rows16_small"), true);
 }

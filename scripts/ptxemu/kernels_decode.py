@@ -242,4 +242,8 @@ def test_a_barrier_that_decode_lacks_is_found():
 
 
 def test_a_barrier_that_sharers_lack_is_found():
-    without_each_barrier("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows32", 32, lambda text: "sync 0" not in text)
+    without_each_barrier("shaders/cuda/mla_decode_bf16.ptx", "mla_decode_512_64_rows32", 32, lambda text: "sync 0" not in text)
+
+
+def test_a_barrier_that_four_sharers_lack_is_found():
+    without_each_barrier("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows32_small", 32, lambda text: "sync 0" not in text)

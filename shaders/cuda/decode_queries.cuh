@@ -25,7 +25,7 @@ struct QueryRows {
     using Pair = typename Either<T::PARTS == 2, float2, u32>::Type;
     static constexpr int PAIRS = (T::DIM + 63) / 64; // of a lane
     static constexpr int BATCH = 2;
-    static_assert(T::ROWS % (BATCH * T::WARPS) == 0, "whole batches");
+    static_assert(T::STAGED_ROWS % (BATCH * T::WARPS) == 0, "whole batches");
     Pair pairs[BATCH][PAIRS];
 
     // Rows `first` and WARPS further.
@@ -134,7 +134,7 @@ struct QueryRows {
                         first -= f16_to_float(static_cast<u16>(word));
                         second -= f16_to_float(static_cast<u16>(word >> 16));
                     }
-                    const u32 at = to + part * T::ROWS * T::QUERY_BYTES + Order::at(row, place / 8) + place % 8 * 2;
+                    const u32 at = to + part * T::STAGED_ROWS * T::QUERY_BYTES + Order::at(row, place / 8) + place % 8 * 2;
                     store_4(at, word);
                 }
             }
@@ -146,45 +146,49 @@ struct QueryRows {
 template <class T>
 struct Queries {
     using Order = Swizzle<T::QUERY_BYTES>;
-    static constexpr int REST = T::WARP_STEPS - T::KEPT, TILES = T::PARTS * T::SHARERS;
+    static constexpr int REST = T::WARP_STEPS - T::KEPT, ROWS = T::SCORE_ROWS, TILES = T::PARTS * ROWS;
     u32 kept[T::KEPT > 0 ? TILES * T::KEPT : 1][4];
-    u32 at[T::SHARERS];
+    u32 at[ROWS];
+    u32 rest;
 
-    // From where they were staged. All of the block's threads wait before they are taken.
+    // All of the block's threads wait before they are taken from where they were staged.
     DEVICE Queries(u32 staged, u32 rest, u32 row_warp, u32 token_warp) {
-        const u32 lane = threadIdx.x % LANES, sharer = row_warp % T::SHARERS;
+        const u32 lane = threadIdx.x % LANES, sharer = T::SHARERS == 4 ? row_warp % 2 * 2 + token_warp % 2 : row_warp % T::SHARERS;
 #pragma unroll
-        for (int r = 0; r < T::SHARERS; r++) at[r] = staged + Order::at((row_warp ^ r) * 16 + lane % 16, sharer * 2 * T::RUN + lane / 16);
-        if constexpr (T::KEPT > 0) {
-            const u32 to = rest + (row_warp * TILES * REST * LANES + lane) * 16;
+        for (int r = 0; r < ROWS; r++) at[r] = staged + Order::at((row_warp ^ r) * 16 % T::STAGED_ROWS + lane % 16, sharer * 2 * T::RUN + lane / 16);
+        this->rest = rest + ((T::SHARERS == 4 ? row_warp * T::TOKEN_WARPS + token_warp : row_warp) * TILES * REST * LANES + lane) * 16;
+    }
+
+    // Of row tiles that are staged, from `first` on.
+    DEVICE void keep(u32 first, u32 row_warp, u32 token_warp) {
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
+        for (int tile = 0; tile < TILES; tile++) {
+            if (T::STAGED_ROWS < T::ROWS && (row_warp ^ tile % ROWS) - first >= T::STAGED_ROWS / 16) continue;
 #pragma unroll
-                for (int step = 0; step < T::WARP_STEPS; step++) {
-                    u32 queries[4];
-                    read(queries, tile / T::SHARERS, tile % T::SHARERS, step);
-                    if (step < T::KEPT) {
+            for (int step = 0; step < T::WARP_STEPS; step++) {
+                u32 queries[4];
+                read(queries, tile / ROWS, tile % ROWS, step);
+                if (step < T::KEPT) {
 #pragma unroll
-                        for (int i = 0; i < 4; i++) kept[tile * T::KEPT + min(step, T::KEPT - 1)][i] = queries[i];
-                    } else if (token_warp == 0) {
-                        store_16(to + (tile * REST + step - T::KEPT) * LANES * 16, queries);
-                    }
+                    for (int i = 0; i < 4; i++) kept[tile * T::KEPT + min(step, T::KEPT - 1)][i] = queries[i];
+                } else if (T::SHARERS == 4 || token_warp == 0) {
+                    store_16(rest + (tile * REST + step - T::KEPT) * LANES * 16, queries);
                 }
-            at[0] = to;
+            }
         }
     }
 
     DEVICE void read(u32 (&to)[4], int part, int rows, int step) const {
         const int first = step / T::RUN * T::RUN * T::SHARERS + step % T::RUN;
-        load_matrices(to, Order::from(at[rows], first * 2) + part * T::ROWS * T::QUERY_BYTES);
+        load_matrices(to, Order::from(at[rows], first * 2) + part * T::STAGED_ROWS * T::QUERY_BYTES);
     }
 
     DEVICE void get(u32 (&to)[4], int part, int rows, int step) const {
-        const int tile = part * T::SHARERS + rows;
+        const int tile = part * ROWS + rows;
         if (T::KEPT == 0) {
             read(to, part, rows, step);
         } else if (step >= T::KEPT) {
-            load_16(to, at[0] + (tile * REST + step - T::KEPT) * LANES * 16);
+            load_16(to, rest + (tile * REST + step - T::KEPT) * LANES * 16);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++) to[i] = kept[T::KEPT > 0 ? tile * T::KEPT + step : 0][i];

@@ -10,35 +10,45 @@ struct Tile {
     static constexpr int PARTS = PARTS_; // that a query is split in
     static constexpr Dtype CACHE = CACHE_;
     // Warps that share the columns of a score: each multiplies its part of them for the rows of both, who then add what the other has.
+    // Four are the warps of two row tiles and of twice a warp's tokens, and keep at least a part of their queries.
     static constexpr int SHARERS = SHARERS_;
+    static constexpr int SCORE_ROWS = SHARERS == 1 ? 1 : 2; // row tiles of a warp's scores
     static constexpr int KEPT = KEPT_; // steps of a warp's scores whose queries stay in registers; the others' are read from shared memory for each tile
     static constexpr int THREADS = WARPS * LANES;
     static constexpr int ROW_WARPS = ROWS / 16, TOKEN_WARPS = WARPS / ROW_WARPS;
     static constexpr int TOKEN_TILES = TOKENS / TOKEN_WARPS / 8; // of a warp's scores
     static constexpr int ROW_TILES = ROWS / 16, COLUMN_TILES = LATENT / WARPS / 8; // of a warp's output
     static constexpr int STEPS = DIM / 16, WARP_STEPS = STEPS / SHARERS; // of a score, of a warp's part of it
-    static constexpr int RUN = CACHE == E4M3 ? 2 : 1; // steps that a sharer has one after the other
+    static constexpr int SCORE_STEPS = SHARERS == 4 ? WARP_STEPS * TOKEN_TILES : WARP_STEPS; // between which copies are put
+    static constexpr int RUN = CACHE == E4M3 && SHARERS == 2 ? 2 : 1; // steps that a sharer has one after the other
     static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
     static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's rows
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
-    // Queries that stay in registers pass through the last stage; what does not fit them lies at the end as a lane takes it.
+    // Queries that stay in registers pass through the last stage, so many rows at a time; what does not fit them lies at the end as a lane takes it.
+    static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
     static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
     static constexpr int QUERIES_AT = KEPT > 0 ? (STAGES - 1) * STAGE_BYTES : 0;
+    // What three others give a warp of four lies where its weights will.
+    static constexpr int PIECE_BYTES = TOKEN_TILES * LANES * 16, WEIGHTS_STRIDE = SHARERS == 4 ? 3 * PIECE_BYTES : WEIGHTS_BYTES;
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
-    static constexpr int MAXIMA_AT = WEIGHTS_AT + WARPS * WEIGHTS_BYTES; // [TOKEN_WARPS, ROWS]
+    static constexpr int MAXIMA_AT = WEIGHTS_AT + WARPS * WEIGHTS_STRIDE; // [TOKEN_WARPS, ROWS]
     static constexpr int FACTORS_AT = MAXIMA_AT + TOKEN_WARPS * ROWS * 4; // [ROWS]
     static constexpr int SCALES_AT = FACTORS_AT + ROWS * 4; // [ROWS]
-    static constexpr int REST_AT = SCALES_AT + ROWS * 4; // [ROW_WARPS, PARTS, SHARERS, WARP_STEPS - KEPT, LANES, 4 words]
-    static constexpr int SHARED_BYTES = REST_AT + (KEPT > 0 ? ROW_WARPS * PARTS * SHARERS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
+    static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]
+    static constexpr int REST_AT = SEEN_AT + ROWS * 4; // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
+    static constexpr int REST_WARPS = SHARERS == 4 ? WARPS : ROW_WARPS;
+    static constexpr int SHARED_BYTES = REST_AT + (KEPT > 0 ? REST_WARPS * PARTS * SCORE_ROWS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
     static_assert(TOKEN_TILES >= 1 && COLUMN_TILES % 2 == 0 && TOKENS % 16 == 0 && DIM % 32 == 0, "shape");
-    static_assert(KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES, "queries pass through a stage");
-    static_assert(SHARERS == 1 || (SHARERS == 2 && TOKEN_TILES % 2 == 0 && STEPS % (SHARERS * RUN) == 0), "shares");
+    static_assert(STAGED_ROWS > 0 && ROWS % STAGED_ROWS == 0, "queries pass through a stage");
+    static_assert(SHARERS != 2 || (TOKEN_TILES % 2 == 0 && STEPS % (SHARERS * RUN) == 0), "two sharers");
+    static_assert(SHARERS != 4 || (TOKEN_WARPS % 2 == 0 && ROW_WARPS % 2 == 0 && PARTS == 1 && KEPT > 0 && STEPS % 4 == 0), "four sharers");
     static_assert(STAGES >= 2, "one tile is used, the others are on their way");
 };
 
 // Where a warp's weights lie: beside those of the warp that it shares with, and crosswise, so that what one gives lies where the other's weights will.
 template <class T>
 DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
+    if (T::SHARERS != 2) return (row_warp * T::TOKEN_WARPS + token_warp) * T::WEIGHTS_STRIDE;
     return ((row_warp / T::SHARERS * T::TOKEN_WARPS + token_warp) * T::SHARERS + (T::SHARERS - 1 - row_warp % T::SHARERS)) * T::WEIGHTS_BYTES;
 }
 
@@ -125,7 +135,7 @@ struct Loader {
     // Those that go between the steps of a score. A few at a time: ptxas puts three idle loads between a load of shared memory and a copy.
     static constexpr int BURST = 3;
     DEVICE void copies_of(int step, bool wanted) {
-        constexpr int EVERY = T::WARP_STEPS * BURST / COPIES; // steps
+        constexpr int EVERY = T::SCORE_STEPS * BURST / COPIES; // steps
         static_assert(EVERY >= 1, "all are asked for");
         if (step % EVERY == 0) {
 #pragma unroll

@@ -14,114 +14,9 @@
 // rows share its tile.
 #pragma once
 
-#include "decode_queries.cuh"
+#include "decode_scores.cuh"
 
 constexpr float LAZY = 12.0f;
-
-// Four FP8 codes as f16: exact, NaN stays NaN.
-DEVICE void e4m3_to_f16(u32 codes, u32& low, u32& high) {
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(codes));
-}
-
-template <class T>
-DEVICE void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if constexpr (T::CACHE == BF16) {
-        multiply_bf16(sum, a, b0, b1);
-    } else {
-        multiply_f16(sum, a, b0, b1);
-    }
-}
-
-// Products of a warp's steps: of TOKEN_TILES x 8 tokens with its own 16 rows, and with those of the warp that it shares with. `meanwhile` is called
-// for each step.
-template <class T>
-struct Scores {
-    static constexpr bool KEEPS_MANY = T::PARTS * T::KEPT + T::ROW_TILES * T::COLUMN_TILES > 44; // in registers, by fours
-    // A multiplication waits for the one before it with the same sums. Few tokens have several sums at a time, if registers are left.
-    static constexpr int CHAINS = T::SHARERS > 1 ? 1 : T::TOKEN_TILES == 1 ? 4 : T::TOKEN_TILES == 2 && !KEEPS_MANY ? 2 : 1;
-    float sums[CHAINS][T::SHARERS][T::TOKEN_TILES][4] = {};
-
-    template <class Meanwhile>
-    DEVICE void add(const Queries<T>& queries, u32 stage, u32 first_token, u32 sharer, Meanwhile meanwhile) {
-        using Order = Swizzle<T::ROW_BYTES>;
-        const u32 lane = threadIdx.x % LANES;
-        // A load takes four chunks of 8 tokens, or two of 16.
-        constexpr bool LONG = T::CACHE == E4M3 ? T::SHARERS == 1 : T::TOKEN_TILES == 1;
-        constexpr int CHUNKS = LONG ? 4 : 2, STEP_CHUNKS = T::CACHE == E4M3 ? 1 : 2, LOAD_STEPS = CHUNKS / STEP_CHUNKS;
-        const u32 row = first_token + lane % 8 + (LONG ? 0 : lane / 16 * 8), chunk = LONG ? lane / 8 : lane / 8 % 2;
-        const u32 at = stage + Order::at(row, sharer * 2 + chunk);
-        // Pragmas leave this loop as it is where its body is large.
-        unrolled<(T::WARP_STEPS + LOAD_STEPS - 1) / LOAD_STEPS>([&](auto load) {
-            constexpr int step = decltype(load)::value * LOAD_STEPS;
-            u32 a[LOAD_STEPS][T::PARTS][T::SHARERS][4];
-#pragma unroll
-            for (int i = 0; i < LOAD_STEPS; i++)
-#pragma unroll
-                for (int part = 0; part < T::PARTS; part++)
-#pragma unroll
-                    for (int r = 0; r < T::SHARERS; r++)
-                        if (step + i < T::WARP_STEPS) queries.get(a[i][part][r], part, r, step + i);
-            // The last load takes chunks twice if there are no more.
-            const int first = step * STEP_CHUNKS * T::SHARERS;
-            const u32 place = step + LOAD_STEPS <= T::WARP_STEPS ? Order::from(at, first) : stage + Order::at(row, min(first + chunk, T::STEPS * STEP_CHUNKS - 1));
-#pragma unroll
-            for (int j = 0; j < T::TOKEN_TILES; j += LONG ? 1 : 2) {
-                u32 b[4];
-                load_matrices(b, place + j * 8 * T::ROW_BYTES);
-#pragma unroll
-                for (int s = 0; s < LOAD_STEPS; s++) {
-                    if (step + s < T::WARP_STEPS) {
-                        const int i = s * STEP_CHUNKS;
-                        multiply_rows(s, j, a[s], b[i], b[i + STEP_CHUNKS - 1]);
-                        if (!LONG) multiply_rows(s, j + 1, a[s], b[2 + i], b[2 + i + STEP_CHUNKS - 1]);
-                        if (j + (LONG ? 1 : 2) >= T::TOKEN_TILES) meanwhile(step + s);
-                    }
-                }
-            }
-        });
-#pragma unroll
-        for (int j = 0; j < T::TOKEN_TILES; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-#pragma unroll
-                for (int c = 1; c < CHAINS; c++) sums[0][0][j][e] += sums[c][0][j][e];
-    }
-
-    DEVICE void multiply_rows(int step, int j, const u32 (&a)[T::PARTS][T::SHARERS][4], u32 first, u32 last) {
-        u32 b[2] = {first, last};
-        if constexpr (T::CACHE == E4M3) e4m3_to_f16(first, b[0], b[1]);
-#pragma unroll
-        for (int part = 0; part < T::PARTS; part++)
-#pragma unroll
-            for (int r = 0; r < T::SHARERS; r++) multiply<T>(sums[step % CHAINS][r][j], a[part][r], b[0], b[1]);
-    }
-
-    // Both sharers have the scores of their own rows then. What one takes lies where its weights will: `own`.
-    DEVICE void exchange(u32 own, u32 other, u32 barrier) {
-        if constexpr (T::SHARERS == 2) {
-            const u32 lane = threadIdx.x % LANES * 16;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if (half == 1) wait_for_partner(barrier);
-#pragma unroll
-                for (int j = 0; j < T::TOKEN_TILES / 2; j++) {
-                    const float(&sum)[4] = sums[0][T::SHARERS - 1][half * T::TOKEN_TILES / 2 + j];
-                    store_16(other + lane + j * LANES * 16, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
-                }
-                wait_for_partner(barrier);
-#pragma unroll
-                for (int j = 0; j < T::TOKEN_TILES / 2; j++) {
-                    u32 words[4];
-                    load_16(words, own + lane + j * LANES * 16);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) sums[0][0][half * T::TOKEN_TILES / 2 + j][e] += __uint_as_float(words[e]);
-                }
-            }
-            // Its lanes have read before they write weights there.
-            __syncwarp();
-        }
-    }
-};
 
 // The output of all rows in a warp's columns.
 template <class T>
@@ -148,7 +43,7 @@ struct Output {
         const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
         using WeightOrder = Swizzle<T::WEIGHT_BYTES>;
         // A chunk of 8 tokens is one of a warp's, or all that it has.
-        const u32 weight_at = weights + (T::TOKEN_TILES == 1 ? WeightOrder::at(lane % 16, 0) + lane / 16 * T::WEIGHTS_BYTES : WeightOrder::at(lane % 16, lane / 16));
+        const u32 weight_at = weights + (T::TOKEN_TILES == 1 ? WeightOrder::at(lane % 16, 0) + lane / 16 * T::WEIGHTS_STRIDE : WeightOrder::at(lane % 16, lane / 16));
         constexpr int CHUNKS = T::COLUMN_TILES * T::ELEMENT_BYTES / 2; // of a warp's columns
         static_assert(CHUNKS % Order::GROUP == 0, "whole groups");
         const u32 at = stage + Order::at(lane % 16, warp * CHUNKS + lane / 16);
@@ -265,75 +160,85 @@ DEVICE void decode(const Args& args) {
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
+    u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT); // keys that a row sees
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS, sharer = row_warp % T::SHARERS;
+    const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
 
-    const u32 tiles = (item.kv_end - item.kv_begin + T::TOKENS - 1) / T::TOKENS;
     // Tables are the host's, but page lists may be a kernel's.
     if (args.clamp_pages) wait_for_kernel_before();
     Loader<T> loader(args, item);
     wait_for_kernel_before();
 #pragma unroll
     for (int i = 0; i < T::STAGES - 1; i++) {
-        if (i < tiles) loader.load(stages + i * T::STAGE_BYTES);
+        if (item.kv_begin + i * T::TOKENS < item.kv_end) loader.load(stages + i * T::STAGE_BYTES);
         end_of_group();
     }
     const u32 staged = shared_address(shared + T::QUERIES_AT);
     QueryRows<T> rows;
-    for (u32 row = warp; row < T::ROWS; row += rows.BATCH * T::WARPS) {
-        rows.ask(args, item, row);
-        rows.store(args, row, staged, scales);
+    Queries<T> queries(staged, shared_address(shared + T::REST_AT), row_warp, token_warp);
+    for (u32 first = 0; first < T::ROWS; first += T::STAGED_ROWS) {
+        if (first > 0) __syncthreads();
+        for (u32 row = first + warp; row < first + T::STAGED_ROWS; row += rows.BATCH * T::WARPS) {
+            rows.ask(args, item, row);
+            rows.store(args, row, staged - first * T::QUERY_BYTES, scales);
+        }
+        if constexpr (T::KEPT > 0) {
+            __syncthreads();
+            queries.keep(first / 16, row_warp, token_warp);
+        }
     }
-    if constexpr (T::KEPT > 0) __syncthreads();
-    const Queries<T> queries(staged, shared_address(shared + T::REST_AT), row_warp, token_warp);
 
     // A lane has rows lane / 4 and 8 further, and of each two neighbouring tokens of every eight.
     float top[2], sum[2];
-    u32 seen[2];
+    u32 seen_by_all = ~0u;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const u32 row = row_warp * 16 + h * 8 + lane / 4;
         const u32 index = item.first_row + min(row, item.num_rows - 1);
-        seen[h] = min(args.queries[index / args.num_heads].visible, item.kv_end);
+        const u32 seen_here = min(args.queries[index / args.num_heads].visible, item.kv_end);
+        seen_by_all = min(seen_by_all, seen_here);
+        if (token_warp == 0 && lane % 4 == 0) seen[row] = seen_here;
         top[h] = EMPTY;
         sum[h] = 0.0f;
     }
-    const u32 seen_by_all = __reduce_min_sync(~0u, min(seen[0], seen[1]));
+    seen_by_all = __reduce_min_sync(~0u, seen_by_all);
     Output<T> output;
 
-    for (u32 tile = 0, stage = 0; tile < tiles; tile++) {
+    for (u32 tile_begin = item.kv_begin, stage = 0; tile_begin < item.kv_end; tile_begin += T::TOKENS) {
         wait_for_all_but<T::STAGES - 2>();
         __syncthreads();
-        const u32 tokens = stages + stage * T::STAGE_BYTES, free = stage == 0 ? T::STAGES - 1 : stage - 1;
-        const bool more = tile + T::STAGES - 1 < tiles;
-        if (more && loader.by_8()) loader.load(stages + free * T::STAGE_BYTES);
+        const u32 tokens = stages + stage * T::STAGE_BYTES, free = stages + (stage == 0 ? T::STAGES - 1 : stage - 1) * T::STAGE_BYTES;
+        const bool more = tile_begin + (T::STAGES - 1) * T::TOKENS < item.kv_end;
+        if (more && loader.by_8()) loader.load(free);
 
         // 1. scores, with the copies of a later tile between them: many at once would wait for each other
-        Scores<T> scores;
+        ScoresOf<T> scores;
         const bool copies = more && !loader.by_8();
-        loader.begin(stages + free * T::STAGE_BYTES);
-        scores.add(queries, tokens, token_warp * (T::TOKEN_TILES * 8), sharer, [&](int step) { loader.copies_of(step, copies); });
+        loader.begin(free);
+        scores.add(queries, tokens, weights, row_warp, token_warp, [&](int step) { loader.copies_of(step, copies); });
         if (copies) loader.end();
         end_of_group();
-        const u32 own = weights + weights_of<T>(row_warp, token_warp), other = weights + weights_of<T>(row_warp ^ 1, token_warp);
-        scores.exchange(own, other, 1 + row_warp / 2 * T::TOKEN_WARPS + token_warp);
-        float(&logits)[T::TOKEN_TILES][4] = scores.sums[0][0];
+        const u32 own = weights + weights_of<T>(row_warp, token_warp);
+        scores.exchange(weights, row_warp, token_warp);
+        float(&logits)[T::TOKEN_TILES][4] = scores.logits();
 
         // 2. softmax
-        const u32 tile_begin = item.kv_begin + tile * T::TOKENS;
         const u32 first = tile_begin + token_warp * (T::TOKEN_TILES * 8) + lane % 4 * 2;
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
         bool grows = false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float scale = scales[row_warp * 16 + h * 8 + lane / 4];
+            const u32 row = row_warp * 16 + h * 8 + lane / 4;
+            const float scale = scales[row];
+            // Looked up anew: it is needed for few tiles.
+            const u32 limit = masks ? seen[row] : ~0u;
 #pragma unroll
             for (int j = 0; j < T::TOKEN_TILES; j++) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& logit = logits[j][2 * h + e];
                     logit *= scale;
-                    if (masks && first + j * 8 + e >= seen[h]) logit = EMPTY;
+                    if (masks && first + j * 8 + e >= limit) logit = EMPTY;
                     grows |= logit > top[h] + LAZY;
                 }
             }

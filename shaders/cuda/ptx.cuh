@@ -40,9 +40,10 @@ DEVICE u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Two warps wait for each other at one of the block's 16 barriers; __syncthreads is barrier 0.
-DEVICE void wait_for_partner(u32 barrier) {
-    asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
+// Some warps wait for each other at one of the block's 16 barriers; __syncthreads is barrier 0.
+template <int WARPS>
+DEVICE void wait_for_warps(u32 barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(WARPS * LANES) : "memory");
 }
 
 // As __syncthreads; whether it is so for any thread.

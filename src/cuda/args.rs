@@ -86,6 +86,6 @@ mod tests {
                 entries += 1;
             }
         }
-        assert_eq!(entries, 55);
+        assert_eq!(entries, 61);
     }
 }

@@ -18,9 +18,11 @@ pub(super) struct Row {
 }
 
 /// The rows, best first. The last one runs everywhere.
-pub(super) const ROWS: [Row; 5] = [
+pub(super) const ROWS: [Row; 7] = [
     Row { name: "rows64", rows: 64, deepseek_only: true, matrices: true },
     Row { name: "rows32", rows: 32, deepseek_only: true, matrices: true },
+    Row { name: "rows64_small", rows: 64, deepseek_only: true, matrices: true },
+    Row { name: "rows32_small", rows: 32, deepseek_only: true, matrices: true },
     Row { name: "rows16", rows: 16, deepseek_only: false, matrices: true },
     Row { name: "rows16_small", rows: 16, deepseek_only: true, matrices: true },
     Row { name: "simple", rows: 8, deepseek_only: false, matrices: false },
@@ -156,7 +158,10 @@ mod tests {
         assert_eq!(name(&H200, 20, Dtype::Bf16), Some("rows32"));
         assert_eq!(name(&H200, 128, Dtype::Bf16), Some("rows64"));
         assert_eq!(name(&H200, 128, Dtype::F32), Some("rows16"));
-        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), Some("rows16_small"));
+        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), Some("rows64_small"));
+        assert_eq!(name(&RTX_5090, 20, Dtype::Bf16), Some("rows32_small"));
+        assert_eq!(name(&RTX_5090, 16, Dtype::Bf16), Some("rows16_small"));
+        assert_eq!(name(&RTX_5090, 128, Dtype::F32), Some("rows16_small"));
         assert_eq!(name(&RTX_5090, 16, Dtype::F32), Some("rows16_small"));
     }
 }

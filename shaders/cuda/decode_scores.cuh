@@ -1,0 +1,210 @@
+// What a warp of mla_decode adds to the scores of a tile, and how warps that share columns put theirs together.
+#pragma once
+
+#include "decode_queries.cuh"
+
+// Four FP8 codes as f16: exact, NaN stays NaN.
+DEVICE void e4m3_to_f16(u32 codes, u32& low, u32& high) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(codes));
+}
+
+template <class T>
+DEVICE void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (T::CACHE == BF16) {
+        multiply_bf16(sum, a, b0, b1);
+    } else {
+        multiply_f16(sum, a, b0, b1);
+    }
+}
+
+// Products of a warp's steps: of TOKEN_TILES x 8 tokens with its own 16 rows, and with those of the warp that it shares with. `meanwhile` is called
+// for each step.
+template <class T>
+struct Scores {
+    static constexpr bool KEEPS_MANY = T::PARTS * T::KEPT + T::ROW_TILES * T::COLUMN_TILES > 44; // in registers, by fours
+    // A multiplication waits for the one before it with the same sums. Few tokens have several sums at a time, if registers are left.
+    static constexpr int CHAINS = T::SHARERS > 1 ? 1 : T::TOKEN_TILES == 1 ? 4 : T::TOKEN_TILES == 2 && !KEEPS_MANY ? 2 : 1;
+    float sums[CHAINS][T::SHARERS][T::TOKEN_TILES][4] = {};
+
+    template <class Meanwhile>
+    DEVICE void add(const Queries<T>& queries, u32 stage, u32, u32 row_warp, u32 token_warp, Meanwhile meanwhile) {
+        using Order = Swizzle<T::ROW_BYTES>;
+        const u32 lane = threadIdx.x % LANES, first_token = token_warp * (T::TOKEN_TILES * 8), sharer = row_warp % T::SHARERS;
+        // A load takes four chunks of 8 tokens, or two of 16.
+        constexpr bool LONG = T::CACHE == E4M3 ? T::SHARERS == 1 : T::TOKEN_TILES == 1;
+        constexpr int CHUNKS = LONG ? 4 : 2, STEP_CHUNKS = T::CACHE == E4M3 ? 1 : 2, LOAD_STEPS = CHUNKS / STEP_CHUNKS;
+        const u32 row = first_token + lane % 8 + (LONG ? 0 : lane / 16 * 8), chunk = LONG ? lane / 8 : lane / 8 % 2;
+        const u32 at = stage + Order::at(row, sharer * 2 + chunk);
+        // Pragmas leave this loop as it is where its body is large.
+        unrolled<(T::WARP_STEPS + LOAD_STEPS - 1) / LOAD_STEPS>([&](auto load) {
+            constexpr int step = decltype(load)::value * LOAD_STEPS;
+            u32 a[LOAD_STEPS][T::PARTS][T::SHARERS][4];
+#pragma unroll
+            for (int i = 0; i < LOAD_STEPS; i++)
+#pragma unroll
+                for (int part = 0; part < T::PARTS; part++)
+#pragma unroll
+                    for (int r = 0; r < T::SHARERS; r++)
+                        if (step + i < T::WARP_STEPS) queries.get(a[i][part][r], part, r, step + i);
+            // The last load takes chunks twice if there are no more.
+            const int first = step * STEP_CHUNKS * T::SHARERS;
+            const u32 place = step + LOAD_STEPS <= T::WARP_STEPS ? Order::from(at, first) : stage + Order::at(row, min(first + chunk, T::STEPS * STEP_CHUNKS - 1));
+#pragma unroll
+            for (int j = 0; j < T::TOKEN_TILES; j += LONG ? 1 : 2) {
+                u32 b[4];
+                load_matrices(b, place + j * 8 * T::ROW_BYTES);
+#pragma unroll
+                for (int s = 0; s < LOAD_STEPS; s++) {
+                    if (step + s < T::WARP_STEPS) {
+                        const int i = s * STEP_CHUNKS;
+                        multiply_rows(s, j, a[s], b[i], b[i + STEP_CHUNKS - 1]);
+                        if (!LONG) multiply_rows(s, j + 1, a[s], b[2 + i], b[2 + i + STEP_CHUNKS - 1]);
+                        if (j + (LONG ? 1 : 2) >= T::TOKEN_TILES) meanwhile(step + s);
+                    }
+                }
+            }
+        });
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int c = 1; c < CHAINS; c++) sums[0][0][j][e] += sums[c][0][j][e];
+    }
+
+    DEVICE void multiply_rows(int step, int j, const u32 (&a)[T::PARTS][T::SHARERS][4], u32 first, u32 last) {
+        u32 b[2] = {first, last};
+        if constexpr (T::CACHE == E4M3) e4m3_to_f16(first, b[0], b[1]);
+#pragma unroll
+        for (int part = 0; part < T::PARTS; part++)
+#pragma unroll
+            for (int r = 0; r < T::SHARERS; r++) multiply<T>(sums[step % CHAINS][r][j], a[part][r], b[0], b[1]);
+    }
+
+    DEVICE float (&logits())[T::TOKEN_TILES][4] { return sums[0][0]; }
+
+    // Both sharers have the scores of their own rows then. What one takes lies where its weights will: `own`.
+    DEVICE void exchange(u32 weights, u32 row_warp, u32 token_warp) {
+        if constexpr (T::SHARERS == 2) {
+            const u32 lane = threadIdx.x % LANES * 16, barrier = 1 + row_warp / 2 * T::TOKEN_WARPS + token_warp;
+            const u32 own = weights + weights_of<T>(row_warp, token_warp), other = weights + weights_of<T>(row_warp ^ 1, token_warp);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (half == 1) wait_for_warps<2>(barrier);
+#pragma unroll
+                for (int j = 0; j < T::TOKEN_TILES / 2; j++) {
+                    const float(&sum)[4] = sums[0][T::SHARERS - 1][half * T::TOKEN_TILES / 2 + j];
+                    store_16(other + lane + j * LANES * 16, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
+                }
+                wait_for_warps<2>(barrier);
+#pragma unroll
+                for (int j = 0; j < T::TOKEN_TILES / 2; j++) {
+                    u32 words[4];
+                    load_16(words, own + lane + j * LANES * 16);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[0][0][half * T::TOKEN_TILES / 2 + j][e] += __uint_as_float(words[e]);
+                }
+            }
+            // Its lanes have read before they write weights there.
+            __syncwarp();
+        }
+    }
+};
+
+// The same where four warps, of two row tiles and twice a warp's tokens, share the columns of a score: each multiplies its quarter of them for the
+// rows and tokens of all four, with queries that stay in registers, and gives the others what is theirs.
+template <class T>
+struct QuarterScores {
+    static constexpr int CHUNKS = T::CACHE == E4M3 ? 1 : 2; // of a step
+    float own[T::TOKEN_TILES][4];
+
+    // Row and token tile of the four that a warp's place names, by bits.
+    DEVICE static u32 place_of(u32 row_warp, u32 token_warp) { return row_warp % 2 * 2 + token_warp % 2; }
+    // Where a warp finds what the one whose place differs in `bits` gives it.
+    DEVICE static u32 piece(u32 weights, u32 row_warp, u32 token_warp, u32 bits) {
+        return weights + weights_of<T>(row_warp, token_warp) + (bits - 1) * T::PIECE_BYTES + threadIdx.x % LANES * 16;
+    }
+
+    template <class Meanwhile>
+    DEVICE void add(const Queries<T>& queries, u32 stage, u32 weights, u32 row_warp, u32 token_warp, Meanwhile meanwhile) {
+        using Order = Swizzle<T::ROW_BYTES>;
+        static_assert(Order::GROUP == 4 * CHUNKS, "a quarter of each group");
+        const u32 lane = threadIdx.x % LANES;
+        // A load takes two token tiles: of two steps, or of both halves of one.
+        constexpr int LOAD_STEPS = 2 / CHUNKS, PAIRS = T::TOKEN_TILES, SIDE = (T::TOKEN_TILES + 1) / 2;
+        const u32 tile = lane / 16, half = lane / 8 % 2;
+        const u32 chunk = place_of(row_warp, token_warp) * CHUNKS + (CHUNKS == 2 ? half : 0);
+        // The other's tokens first, which it waits for; a single tile of each is one pair.
+        const u32 begin = stage + token_warp / 2 * (T::TOKEN_TILES * 16) * T::ROW_BYTES;
+        u32 at[2];
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+            const u32 token = T::TOKEN_TILES == 1 ? (token_warp % 2 ^ tile) * 8 : (token_warp % 2 ^ side) * (T::TOKEN_TILES * 8) + tile * 8;
+            at[side] = begin + Order::at(token + lane % 8, chunk) + (CHUNKS == 1 ? half * 64 : 0);
+        }
+        unrolled<PAIRS>([&](auto pair_) {
+            constexpr int pair = decltype(pair_)::value, side = T::TOKEN_TILES == 1 ? 0 : 1 - pair / SIDE, first = pair % SIDE * 2;
+            float sums[2][2][4] = {};
+            unrolled<(T::WARP_STEPS + LOAD_STEPS - 1) / LOAD_STEPS>([&](auto load) {
+                constexpr int step = decltype(load)::value * LOAD_STEPS;
+                u32 b[4];
+                // The last load has one step less, if they are odd: it takes that step twice.
+                const bool twice = step + LOAD_STEPS > T::WARP_STEPS;
+                load_matrices(b, at[side] + first * 8 * T::ROW_BYTES + step * Order::GROUP * 16 - (twice ? half * 64 : 0));
+#pragma unroll
+                for (int s = 0; s < LOAD_STEPS; s++) {
+                    if (step + s >= T::WARP_STEPS) break;
+#pragma unroll
+                    for (int t = 0; t < 2; t++) {
+                        u32 keys[2] = {b[2 * t + s], b[2 * t + 1]};
+                        if constexpr (T::CACHE == E4M3) e4m3_to_f16(b[2 * t + s], keys[0], keys[1]);
+#pragma unroll
+                        for (int r = 0; r < 2; r++) {
+                            u32 a[4];
+                            queries.get(a, 0, r, step + s);
+                            multiply<T>(sums[r][t], a, keys[0], keys[1]);
+                        }
+                    }
+                    meanwhile(pair * T::WARP_STEPS + step + s);
+                }
+            });
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+#pragma unroll
+                for (int t = 0; t < 2; t++) {
+                    const int other = r * 2 + (T::TOKEN_TILES == 1 ? t : side), index = T::TOKEN_TILES == 1 ? 0 : first + t;
+                    const float(&sum)[4] = sums[r][t];
+                    if (other == 0) {
+#pragma unroll
+                        for (int e = 0; e < 4; e++) own[index][e] = sum[e];
+                    } else {
+                        store_16(piece(weights, row_warp ^ (other >> 1), token_warp ^ (other & 1), max(other, 1)) + index * LANES * 16,
+                                 {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
+                    }
+                }
+        });
+    }
+
+    DEVICE float (&logits())[T::TOKEN_TILES][4] { return own; }
+
+    // In an order of additions that gives all four the same bits.
+    DEVICE void exchange(u32 weights, u32 row_warp, u32 token_warp) {
+        wait_for_warps<4>(1 + row_warp / 2 * (T::TOKEN_WARPS / 2) + token_warp / 2);
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++) {
+            u32 given[3][4];
+            // Not all at once: registers are few.
+            if (j > 0) __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 3; i++) load_16(given[i], piece(weights, row_warp, token_warp, i + 1) + j * LANES * 16);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                own[j][e] = (own[j][e] + __uint_as_float(given[0][e])) + (__uint_as_float(given[1][e]) + __uint_as_float(given[2][e]));
+        }
+        // Its lanes have read before they write weights there.
+        __syncwarp();
+    }
+};
+
+template <class T>
+using ScoresOf = typename Either<T::SHARERS == 4, QuarterScores<T>, Scores<T>>::Type;
