@@ -41,7 +41,7 @@ MLA_CHECKED_SHADERS=1 cargo test --locked --features cuda
 step "conformance of the kernels as they are shipped, without these checks"
 cargo test --locked --features cuda --test conformance_wgpu
 step "benches, tiny"
-cargo test --locked --features cuda --bench decode --bench merge --bench append -- --test
+cargo test --locked --features cuda --bench decode --bench merge --bench append --bench prefill -- --test
 step "tests without wgpu"
 cargo test --locked --no-default-features --lib --test any --test plan --test pages --test tables
 step "docs"

@@ -32,9 +32,10 @@ use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{AppendLayer, AppendSpec, CopySpec, MergeStates, MergeStatesSpec};
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
-use crate::{KvSpec, MlaSpec, Result};
-use ops::{AppendStep, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use crate::{Error, KvSpec, MlaSpec, Result};
+use ops::{AppendStep, CopyStep, KvAppend, KvCopyPages, MergeAttnStates, MlaPrefill, PrefillStep};
 
 impl Cuda {
     /// Whether a row on tensor cores serves a spec.
@@ -133,5 +134,26 @@ impl Backend for Cuda {
         let mut step = CopyStep::default();
         copy.prepare(&mut step, copies)?;
         copy.record(&step, &copy.bind(view)?)
+    }
+
+    fn prefill_variants(&self, _: &PrefillSpec) -> Vec<PrefillVariant> {
+        vec![PrefillVariant { name: "simple", rounds_weights: false }]
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Buffer>,
+    ) -> Result<()> {
+        if let Some(name) = variant.filter(|&name| name != "simple") {
+            let why = "there is no such row; the row is simple".into();
+            return Err(Error::VariantUnavailable { name: name.into(), why });
+        }
+        let prefill = MlaPrefill::new(self, *spec)?;
+        let mut step = PrefillStep::default();
+        prefill.prepare(&mut step, sequences)?;
+        prefill.record(&step, &prefill.bind(args, step.extent())?)
     }
 }

@@ -1,4 +1,4 @@
-//! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`].
+//! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`]; and [`MlaPrefill`].
 //!
 //! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
 //! `bind` checks one layer's buffers, once; `record` launches on the stream, making nothing, so that a graph may capture it and replay
@@ -7,12 +7,14 @@
 mod kv_append;
 mod kv_copy_pages;
 mod merge_attn_states;
+mod prefill;
 mod table;
 
 pub use crate::ops::CopySpec;
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+pub use prefill::{MlaPrefill, PrefillBinding, PrefillStep};
 
 use super::Buffer;
 use crate::layer::KvView;
@@ -103,7 +105,21 @@ mod tests {
         }
         let copy = size_of::<CopyArgs>();
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
-        let mut got = [&ptx::MERGE_ATTN_STATES, &ptx::KV_APPEND, &ptx::KV_COPY_PAGES]
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            for v_head_dim in [128, 256] {
+                let (qk_nope_head_dim, qk_rope_head_dim, out) = (128, 64, dtype);
+                let dims = crate::PrefillSpec {
+                    num_heads: 1,
+                    qk_nope_head_dim,
+                    qk_rope_head_dim,
+                    v_head_dim,
+                    dtype,
+                    out,
+                };
+                want.push((prefill::entry(&dims), size_of::<prefill::PrefillArgs>()));
+            }
+        }
+        let mut got = [&ptx::MERGE_ATTN_STATES, &ptx::KV_APPEND, &ptx::KV_COPY_PAGES, &ptx::MLA_PREFILL]
             .map(|ptx| entries(ptx.text()))
             .concat();
         got.sort_unstable();

@@ -30,6 +30,7 @@ pub(super) static MLA_DECODE_E4M3: Ptx = ptx!("mla_decode_e4m3");
 pub(super) static MLA_DECODE_F16: Ptx = ptx!("mla_decode_f16");
 pub(super) static MLA_DECODE_SIMPLE: Ptx = ptx!("mla_decode_simple");
 pub(super) static MLA_MERGE: Ptx = ptx!("mla_merge");
+pub(super) static MLA_PREFILL: Ptx = ptx!("mla_prefill");
 
 impl Ptx {
     pub fn text(&self) -> &str {
@@ -47,7 +48,7 @@ impl std::fmt::Debug for Ptx {
 }
 
 #[cfg(test)]
-pub(super) static ALL: [&Ptx; 8] = [
+pub(super) static ALL: [&Ptx; 9] = [
     &KV_APPEND,
     &KV_COPY_PAGES,
     &MERGE_ATTN_STATES,
@@ -56,6 +57,7 @@ pub(super) static ALL: [&Ptx; 8] = [
     &MLA_DECODE_F16,
     &MLA_DECODE_SIMPLE,
     &MLA_MERGE,
+    &MLA_PREFILL,
 ];
 
 #[cfg(test)]
