@@ -38,6 +38,8 @@ cargo clippy --locked --no-default-features --features cuda --all-targets -- -D 
 # Tests keep wgpu's run-time checks of indices and loops in kernels that do without: a wrong index is then a wrong result.
 step "tests"
 MLA_CHECKED_SHADERS=1 cargo test --locked --features cuda
+step "a model"
+MLA_CHECKED_SHADERS=1 cargo test --locked -p generate --features wgpu-mla/cuda
 step "conformance of the kernels as they are shipped, without these checks"
 cargo test --locked --features cuda --test conformance_wgpu
 step "benches, tiny"

@@ -1,4 +1,4 @@
-//! Attention in MLA's expanded form: arguments and checks of `mla_prefill`, and its work list in [`plan`]. Pure.
+//! Attention in MLA's expanded form: arguments and checks of `mla_prefill`, and its work list. Pure.
 
 use crate::layer::{View, distinct, fits, no_aliases};
 use crate::{Dtype, Error, Result};

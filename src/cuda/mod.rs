@@ -37,11 +37,12 @@ use crate::ops::{
     MergeStates, MergeStatesSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
+use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
-use crate::{KvSpec, MlaSpec, Result};
+use crate::{Error, KvSpec, MlaSpec, Result};
 use ops::{
     AppendStep, CalibrateStep, CopyStep, GatherStep, KvAppend, KvCalibrate, KvCopyPages, KvGather,
-    MergeAttnStates, Rotate, RotateAppend, RotateStep,
+    MergeAttnStates, MlaPrefill, PrefillStep, Rotate, RotateAppend, RotateStep,
 };
 
 impl Cuda {
@@ -187,5 +188,26 @@ impl Backend for Cuda {
         let mut step = CalibrateStep::default();
         calibrate.prepare(&mut step, tokens.clone())?;
         calibrate.record(&step, &calibrate.bind(args, tokens.end)?)
+    }
+
+    fn prefill_variants(&self, _: &PrefillSpec) -> Vec<PrefillVariant> {
+        vec![PrefillVariant { name: "simple", rounds_weights: false }]
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Buffer>,
+    ) -> Result<()> {
+        if let Some(name) = variant.filter(|&name| name != "simple") {
+            let why = "there is no such row; the row is simple".into();
+            return Err(Error::VariantUnavailable { name: name.into(), why });
+        }
+        let prefill = MlaPrefill::new(self, *spec)?;
+        let mut step = PrefillStep::default();
+        prefill.prepare(&mut step, sequences)?;
+        prefill.record(&step, &prefill.bind(args, step.extent())?)
     }
 }

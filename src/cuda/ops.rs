@@ -1,5 +1,5 @@
 //! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`], [`KvGather`], [`Rotate`],
-//! [`RotateAppend`].
+//! [`RotateAppend`]; and [`MlaPrefill`].
 //!
 //! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
 //! `bind` checks one layer's buffers, once; `record` launches on the stream, making nothing, so that a graph may capture it and replay
@@ -10,6 +10,7 @@ mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
 mod merge_attn_states;
+mod prefill;
 mod rope;
 mod rope_append;
 mod table;
@@ -20,6 +21,7 @@ pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+pub use prefill::{MlaPrefill, PrefillBinding, PrefillStep};
 pub use rope::{Rotate, RotateBinding, RotateStep};
 pub use rope_append::{RotateAppend, RotateAppendBinding};
 
@@ -127,6 +129,20 @@ mod tests {
         want.push(("kv_gather_e4m3_e4m3", size_of::<GatherArgs>()));
         let copy = size_of::<CopyArgs>();
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            for v_head_dim in [128, 256] {
+                let (qk_nope_head_dim, qk_rope_head_dim, out) = (128, 64, dtype);
+                let dims = crate::PrefillSpec {
+                    num_heads: 1,
+                    qk_nope_head_dim,
+                    qk_rope_head_dim,
+                    v_head_dim,
+                    dtype,
+                    out,
+                };
+                want.push((prefill::entry(&dims), size_of::<prefill::PrefillArgs>()));
+            }
+        }
         let texts = [
             &ptx::MERGE_ATTN_STATES,
             &ptx::KV_APPEND,
@@ -135,6 +151,7 @@ mod tests {
             &ptx::KV_GATHER,
             &ptx::ROPE,
             &ptx::ROPE_APPEND,
+            &ptx::MLA_PREFILL,
         ];
         let mut got = texts.map(|ptx| entries(ptx.text())).concat();
         got.sort_unstable();

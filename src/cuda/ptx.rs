@@ -32,6 +32,7 @@ pub(super) static MLA_DECODE_E4M3: Ptx = ptx!("mla_decode_e4m3");
 pub(super) static MLA_DECODE_F16: Ptx = ptx!("mla_decode_f16");
 pub(super) static MLA_DECODE_SIMPLE: Ptx = ptx!("mla_decode_simple");
 pub(super) static MLA_MERGE: Ptx = ptx!("mla_merge");
+pub(super) static MLA_PREFILL: Ptx = ptx!("mla_prefill");
 pub(super) static ROPE: Ptx = ptx!("rope");
 pub(super) static ROPE_APPEND: Ptx = ptx!("rope_append");
 
@@ -62,6 +63,7 @@ pub(super) static ALL: &[&Ptx] = &[
     &MLA_DECODE_F16,
     &MLA_DECODE_SIMPLE,
     &MLA_MERGE,
+    &MLA_PREFILL,
     &ROPE,
     &ROPE_APPEND,
 ];
