@@ -22,6 +22,7 @@ macro_rules! ptx {
     };
 }
 
+pub(super) static HEAD_PROJECT: Ptx = ptx!("head_project");
 pub(super) static KV_APPEND: Ptx = ptx!("kv_append");
 pub(super) static KV_CALIBRATE: Ptx = ptx!("kv_calibrate");
 pub(super) static KV_COPY_PAGES: Ptx = ptx!("kv_copy_pages");
@@ -32,6 +33,7 @@ pub(super) static MLA_DECODE_E4M3: Ptx = ptx!("mla_decode_e4m3");
 pub(super) static MLA_DECODE_F16: Ptx = ptx!("mla_decode_f16");
 pub(super) static MLA_DECODE_SIMPLE: Ptx = ptx!("mla_decode_simple");
 pub(super) static MLA_MERGE: Ptx = ptx!("mla_merge");
+pub(super) static MLA_PREFILL: Ptx = ptx!("mla_prefill");
 pub(super) static ROPE: Ptx = ptx!("rope");
 pub(super) static ROPE_APPEND: Ptx = ptx!("rope_append");
 
@@ -52,6 +54,7 @@ impl std::fmt::Debug for Ptx {
 
 #[cfg(test)]
 pub(super) static ALL: &[&Ptx] = &[
+    &HEAD_PROJECT,
     &KV_APPEND,
     &KV_CALIBRATE,
     &KV_COPY_PAGES,
@@ -62,6 +65,7 @@ pub(super) static ALL: &[&Ptx] = &[
     &MLA_DECODE_F16,
     &MLA_DECODE_SIMPLE,
     &MLA_MERGE,
+    &MLA_PREFILL,
     &ROPE,
     &ROPE_APPEND,
 ];

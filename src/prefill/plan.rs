@@ -18,11 +18,11 @@ pub(crate) struct PrefillTile {
 }
 
 /// Words of a tile in a table.
-#[cfg(feature = "wgpu")]
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) const TILE_WORDS: u32 = 5;
 
 impl PrefillTile {
-    #[cfg(feature = "wgpu")]
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn words(&self) -> [u32; TILE_WORDS as usize] {
         let Self { first_token, num_rows, kv_begin, num_keys, first_visible } = *self;
         [first_token, num_rows, kv_begin, num_keys, first_visible as u32]
