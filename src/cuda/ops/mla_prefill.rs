@@ -111,6 +111,21 @@ impl MlaPrefill {
         &self.spec
     }
 
+    /// Query rows of a tile: a sequence has a tile for each so many of its query tokens, and one for the rest.
+    pub fn tile_rows(&self) -> u32 {
+        self.rows
+    }
+
+    /// A step with room for `max_tiles`, and no query yet; [`PrefillStep::default`] makes room as needed.
+    ///
+    /// # Errors
+    /// [`Error::Limit`], [`Error::OutOfMemory`] and [`Error::Cuda`].
+    pub fn step(&self, max_tiles: u32) -> Result<PrefillStep> {
+        self.blocks(max_tiles.into())?;
+        let table = Table::new(&self.cuda, u64::from(max_tiles) * u64::from(TILE_WORDS))?;
+        Ok(PrefillStep { table, rows: self.rows, ..PrefillStep::default() })
+    }
+
     /// Checks a step's sequences, cuts them into tiles and uploads those.
     ///
     /// # Errors
