@@ -141,7 +141,7 @@ pub struct LayerArgs<'a, B> {
     pub kv: KvView<'a, B>,
     /// `[H, P + V, L]` as [`crate::KvBProj`] prepares it.
     pub kv_b_proj: &'a B,
-    /// f32 `[max_position, R]`, as [`crate::RopeTable`] makes it.
+    /// f32 `[max_position, R]`, as [`crate::RopeFrequencies::cos_sin`] makes it.
     pub cos_sin: &'a B,
     /// Positions in `cos_sin`.
     pub max_position: u32,

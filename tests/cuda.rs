@@ -6,13 +6,16 @@ use common::close::{Tolerance, close};
 use common::paint::{Make, POISON, Problem, Rng, sequences};
 use common::suite::run::dense_table;
 use wgpu_mla::cuda::cudarc::driver::{CudaGraph, sys};
-use wgpu_mla::cuda::ops::{CopySpec, KvAppend, KvCopyPages, MergeAttnStates, Rotate, RotateAppend};
+use wgpu_mla::cuda::ops::{
+    CopySpec, HeadProject, KvAppend, KvCopyPages, MergeAttnStates, MlaPrefill, Rotate, RotateAppend,
+};
 use wgpu_mla::cuda::{Buffer, Cuda, Decode, Options};
-use wgpu_mla::reference::{State, copy_pages, merge_attn_states};
+use wgpu_mla::prefill::{PrefillExtent, PrefillVisible};
+use wgpu_mla::reference::{Expanded, State, copy_pages, merge_attn_states, mla_prefill};
 use wgpu_mla::{
     AppendLayer, AppendSpec, Backend, Batch, Capacity, Dtype, Error, KvSpec, KvView, Layer, MergeStates,
-    MergeStatesSpec, MlaShape, PageTable, Plan, Policy, Rope, RopeAppend, RopeAppendSpec, RopeLayout,
-    RopeSpec, View,
+    MergeStatesSpec, MlaShape, PageTable, Plan, Policy, Prefill, PrefillSequence, PrefillSpec, Project,
+    ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, View, WeightOrder, WeightView,
 };
 
 /// A card, or `None` once it has said why there is none here.
@@ -403,6 +406,138 @@ fn captured_rotations_replay_with_new_slots_and_ranges() {
             assert_eq!(got, want, "slot {slot} of {slot_mapping:?}");
         }
     }
+}
+
+/// One graph of both ops: queries are twice `x`, and then attend. Each replay has other tokens and sequences.
+#[test]
+fn captured_projections_and_prefills_replay_with_new_tokens() {
+    let Some(cuda) = cuda() else { return };
+    let (tokens, keys, heads) = (80, 90, 2);
+    let dims = [16u32, 8, 24];
+    let [nope, rope, value] = dims.map(|dim| dim as usize);
+    let f32s = Dtype::F32;
+    let to_queries = ProjectSpec {
+        input: f32s,
+        weight: f32s,
+        output: f32s,
+        num_heads: heads,
+        k: dims[0],
+        n: dims[0],
+        order: WeightOrder::Kn,
+    };
+    let attention = PrefillSpec {
+        num_heads: heads,
+        qk_nope_head_dim: dims[0],
+        qk_rope_head_dim: dims[1],
+        v_head_dim: dims[2],
+        dtype: f32s,
+        out: f32s,
+    };
+    let project = HeadProject::new(&cuda, to_queries).expect("loads");
+    let prefill = MlaPrefill::new(&cuda, attention).expect("loads");
+    let mut rng = Rng(3);
+    let mut draw = |count: usize| (0..count).map(|_| rng.randn()).collect::<Vec<f32>>();
+    let h = heads as usize;
+    let (x, q_pe) = (draw(tokens * h * nope), draw(tokens * h * rope));
+    let (k_nope, k_pe, v) = (draw(keys * h * nope), draw(keys * rope), draw(keys * h * value));
+    let weight: Vec<f32> =
+        (0..h * nope * nope).map(|i| if i / nope % nope == i % nope { 2.0 } else { 0.0 }).collect();
+    let q_nope: Vec<f32> = x.iter().map(|x| 2.0 * x).collect();
+    let [x, weight, q_pe_buffer, k_nope_buffer, k_pe_buffer, v_buffer] =
+        [&x, &weight, &q_pe, &k_nope, &k_pe, &v].map(|array| uploaded(&cuda, &f32s.encode_all(array)));
+    let poison = |rows: usize| vec![POISON; rows * 4];
+    let (queries, outs, lses) = (poison(tokens * h * nope), poison(tokens * h * value), poison(tokens * h));
+    let [q, out, lse] = [&queries, &outs, &lses].map(|bytes| uploaded(&cuda, bytes));
+    let projected = Project {
+        x: View::dense(&x, heads, dims[0]),
+        weight: WeightView {
+            buffer: &weight,
+            offset: 0,
+            head_stride: (nope * nope) as u64,
+            row_stride: nope as u64,
+        },
+        y: View::dense(&q, heads, dims[0]),
+        num_tokens: tokens as u32,
+    };
+    let attended = Prefill {
+        q_nope: View::dense(&q, heads, dims[0]),
+        q_pe: View::dense(&q_pe_buffer, heads, dims[1]),
+        k_nope: View::dense(&k_nope_buffer, heads, dims[0]),
+        k_pe: View { head_stride: 0, ..View::dense(&k_pe_buffer, 1, dims[1]) },
+        v: View::dense(&v_buffer, heads, dims[2]),
+        out: View::dense(&out, heads, dims[2]),
+        lse: View::dense(&lse, heads, 1),
+        softmax_scale: 0.2,
+    };
+    let max = PrefillExtent { tokens: tokens as u32, keys: keys as u32 };
+    let (to_queries, layer) =
+        (project.bind(&projected).expect("binds"), prefill.bind(&attended, max).expect("binds"));
+    let (mut range, mut list) =
+        (project.step(tokens as u32).expect("a step"), prefill.step(8).expect("a step"));
+    // Captured before anything is prepared: the grids are those of the capacities.
+    let graph = captured(&cuda, || {
+        project.record(&range, &to_queries)?;
+        prefill.record(&list, &layer)
+    });
+
+    let all = PrefillSequence { visible: PrefillVisible::All, ..PrefillSequence::causal(2, 2, 10, 77) };
+    let long = [PrefillSequence::causal(0, 70, 0, 70), PrefillSequence::causal(70, 3, 70, 8)];
+    for (first, count, sequences) in [
+        (0, 5, &[PrefillSequence::causal(0, 5, 0, 9)][..]),
+        (0, 73, &long),
+        (0, 0, &[]),
+        (2, 2, &[all]),
+        (0, 80, &[PrefillSequence::causal(0, 80, 0, 90)]),
+    ] {
+        for (buffer, bytes) in [(&q, &queries), (&out, &outs), (&lse, &lses)] {
+            cuda.upload(buffer, 0, bytes).expect("uploaded");
+        }
+        project.prepare(&mut range, first, count).expect("prepared");
+        prefill.prepare(&mut list, sequences).expect("prepared");
+        assert_eq!((range.max_tokens(), list.max_tiles()), (tokens as u32, 8));
+        graph.launch().expect("launched");
+
+        let read = |buffer, bytes: &[u8]| cuda.download(buffer, bytes.len() as u64).expect("read");
+        let (mut want_q, mut rest, mut rest_lse) = (queries.clone(), read(&out, &outs), read(&lse, &lses));
+        let some = first as usize * h * nope..(first + count) as usize * h * nope;
+        want_q[some.start * 4..some.end * 4].copy_from_slice(&f32s.encode_all(&q_nope[some]));
+        assert!(read(&q, &queries) == want_q, "queries {first} {count}");
+        let arrays = Expanded {
+            num_heads: h,
+            qk_nope_head_dim: nope,
+            qk_rope_head_dim: rope,
+            v_head_dim: value,
+            q_nope: &q_nope,
+            q_pe: &q_pe,
+            k_nope: &k_nope,
+            k_pe: &k_pe,
+            v: &v,
+            softmax_scale: 0.2f32.into(),
+        };
+        let (mut got, mut want, mut got_lse, mut want_lse) = (vec![], vec![], vec![], vec![]);
+        for (token, head, row, row_lse) in mla_prefill(&arrays, sequences) {
+            let at = token * h + head;
+            let (row_bytes, lse_bytes) = (at * value * 4..(at + 1) * value * 4, at * 4..(at + 1) * 4);
+            got.extend(f32s.decode_all(&rest[row_bytes.clone()]));
+            got_lse.extend(f32s.decode_all(&rest_lse[lse_bytes.clone()]));
+            rest[row_bytes].fill(POISON);
+            rest_lse[lse_bytes].fill(POISON);
+            want.extend(row);
+            want_lse.push(row_lse);
+        }
+        assert!(rest == outs && rest_lse == lses, "what is in no sequence was written");
+        let tolerance = Tolerance::decode(f32s, f32s, f32s, false, 1.0, value);
+        close("out", &got, &want, &tolerance).into_result().expect("right");
+        close("lse", &got_lse, &want_lse, &Tolerance::lse()).into_result().expect("right");
+    }
+
+    // What does not fit the bindings is refused before anything is launched.
+    project.prepare(&mut range, 1, tokens as u32).expect("prepared");
+    let refused = project.record(&range, &to_queries);
+    assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+    prefill.prepare(&mut list, &[PrefillSequence::causal(0, 1, 90, 1)]).expect("prepared");
+    let refused = prefill.record(&list, &layer);
+    assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
 }
 
 #[test]

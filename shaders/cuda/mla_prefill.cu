@@ -1,135 +1,59 @@
-// Attention of a tile of query rows of one head over the keys that they see, in f32: the twin of shaders/mla_prefill.wgsl.
+// Attention of new tokens over keys and values that are there for each head: MLA's expanded form, in f32. The twin of ../mla_prefill.wgsl: the
+// same tiles of query rows.
 //
-// The threads are 16 x 16: a thread owns 4 rows (`ty` says which) and, of each block of TOKENS keys, two quads of them, later CQ quads of
-// columns of the output (`tx`). Everything that threads share goes through one array of shared memory, in turns:
-//   1. scores   slices of DEPTH columns of queries and keys, transposed, so that a float4 is four rows, or four keys, of one column. Where
-//               inputs are f32, the sums of eight columns are added up apart: large logits need all their digits
-//   2. softmax  each thread's maxima; every thread then knows its rows' maxima, and keeps sums over its own keys until the end
-//   3. values   slices of SLICE keys: the weights, again four rows a float4, and the values
-// Keys past the last one that the tile sees repeat it and weigh 0.
+//   1. scores   ROWS x KEYS dot products; a slice of DEPTH of both is in shared memory at a time
+//   2. softmax  online: the 16 threads of a row are neighbours in a warp
+//   3. values   times the weights, some keys at a time, where the slices were
 //
-// A grid is for max_tiles, so that a captured one serves every table that fits: blocks past its tiles leave early.
+// A thread has some rows, 16 apart; of them four keys, 16 apart, and some quads of columns. Keys past the last one that the tile sees repeat
+// it and weigh 0.
+//
+// A grid is for max_tiles, so that a captured one serves every work list that fits: blocks past its tiles leave early.
 
-// limits: mla_prefill_f32_128 registers=176 threads=256
-// limits: mla_prefill_f16_128 registers=168 threads=256
-// limits: mla_prefill_bf16_128 registers=168 threads=256
-// limits: mla_prefill_f32_256 registers=232 threads=256
-// limits: mla_prefill_f16_256 registers=208 threads=256
-// limits: mla_prefill_bf16_256 registers=208 threads=256
+// limits: mla_prefill_128 registers=128 threads=256
+// limits: mla_prefill_256 registers=128 threads=256
+// limits: mla_prefill_exact registers=128 threads=256
 
-#include "global.cuh"
-#include "round.cuh"
+#include "divisor.cuh"
+#include "quads.cuh"
 
 #define THREADS 256u
-#define ROW_QUADS 16u // of a tile
-#define KEY_QUADS 32u // of a block
-#define TOKENS 128u
-#define DEPTH 16u
-#define EMPTY -1.0e38f // a finite stand-in for the -inf of a row that has seen no key
-
-// An array [tokens, heads, dim]: address of its first element, and strides in bytes.
-struct Rows {
-    u64 address;
-    u64 token_stride;
-    u64 head_stride;
-};
+#define KEYS 64u
+#define DEPTH_QUADS 8u
+// In float4: of neighbouring rows, 8 lanes then read different banks.
+#define SLICE_PITCH (DEPTH_QUADS + 1)
+#define WEIGHT_PITCH (KEYS / 4 + 1)
+// A finite stand-in for the -inf of a row that has seen no key.
+#define EMPTY (-1.0e38f)
 
 struct Args {
-    u64 table; // u32: the number of tiles, then TILE_WORDS of each
-    Rows q_nope;
-    Rows q_pe;
-    Rows k_nope;
-    Rows k_pe;
-    Rows v;
-    Rows out;
-    Rows lse;
+    Place q_nope;
+    Place q_pe;
+    Place k_nope;
+    Place k_pe;
+    Place v;
+    Place out;
+    Place lse;
+    u64 table; // u32: the number of tiles, then five words of each
     float logit_scale; // softmax_scale * log2(e)
-    u32 max_tokens;    // query tokens and keys that the buffers hold, each at least 1
+    u32 max_tokens;
     u32 max_keys;
     u32 max_tiles; // for which the table has room
     u32 num_heads;
     u32 nope_quads;
-    u32 rope_quads;
+    u32 quads; // of both parts
     u32 value_quads;
-    u32 out_dtype; // 0 f32, 1 f16, 2 bf16
-    u32 reserved;
+    u32 dtype;
+    u32 out_dtype;
+    Divisor by_num_heads;
 };
 
-// PrefillTile of src/prefill/plan.rs.
-#define TILE_WORDS 5u
-
+// `PrefillTile` of src/prefill/plan.rs, of one head.
 struct Tile {
-    u32 head;
-    u32 first_token;
-    u32 num_rows;
-    u32 kv_begin;
-    u32 num_keys;
+    u32 first_token, num_rows, kv_begin, num_keys;
     int first_visible;
+    u32 head;
 };
-
-// Rows and keys past the tile's last one stand for the last. A table of another step may say more than the buffers hold: the bounds keep it
-// harmless.
-__device__ __forceinline__ u32 token_of(const Args &args, const Tile &tile, u32 row) {
-    return min(tile.first_token + min(row, tile.num_rows - 1), args.max_tokens - 1);
-}
-
-__device__ __forceinline__ u32 key_of(const Args &args, const Tile &tile, u32 key) {
-    return min(tile.kv_begin + min(key, tile.num_keys - 1), args.max_keys - 1);
-}
-
-__device__ __forceinline__ u32 visible_to(const Tile &tile, u32 row) {
-    return (u32)min(max(tile.first_visible + (int)row, 0), (int)tile.num_keys);
-}
-
-// Four neighbouring elements as f32.
-struct F32 {
-    static const u32 BYTES = 4;
-    static const bool SUMS_APART = true;
-    static __device__ __forceinline__ float4 quad(u64 at) {
-        uint4 x = read_16(at);
-        return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
-    }
-};
-
-struct F16 {
-    static const u32 BYTES = 2;
-    static const bool SUMS_APART = false;
-    static __device__ __forceinline__ float4 quad(u64 at) {
-        uint2 x = read_8(at);
-        return make_float4(f32_of_f16(x.x & 0xFFFFu), f32_of_f16(x.x >> 16), f32_of_f16(x.y & 0xFFFFu), f32_of_f16(x.y >> 16));
-    }
-};
-
-struct Bf16 {
-    static const u32 BYTES = 2;
-    static const bool SUMS_APART = false;
-    static __device__ __forceinline__ float4 quad(u64 at) {
-        uint2 x = read_8(at);
-        return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xFFFF0000u), __uint_as_float(x.y << 16),
-                           __uint_as_float(x.y & 0xFFFF0000u));
-    }
-};
-
-// A quad of the row of a token or key: of the first part, of the second, or zeros behind both.
-template <class In>
-__device__ __forceinline__ float4 row_quad(const Args &args, const Rows &nope, const Rows &pe, u32 head, u32 row, u32 quad) {
-    if (quad < args.nope_quads) {
-        return In::quad(nope.address + row * nope.token_stride + head * nope.head_stride + quad * (4 * In::BYTES));
-    }
-    quad -= args.nope_quads;
-    if (quad < args.rope_quads) {
-        return In::quad(pe.address + row * pe.token_stride + head * pe.head_stride + quad * (4 * In::BYTES));
-    }
-    return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-}
-
-// Four columns of four rows, turned around.
-__device__ __forceinline__ void stage_turned(float4 *to, u32 pitch, const float4 *x) {
-    to[0] = make_float4(x[0].x, x[1].x, x[2].x, x[3].x);
-    to[pitch] = make_float4(x[0].y, x[1].y, x[2].y, x[3].y);
-    to[2 * pitch] = make_float4(x[0].z, x[1].z, x[2].z, x[3].z);
-    to[3 * pitch] = make_float4(x[0].w, x[1].w, x[2].w, x[3].w);
-}
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -143,251 +67,247 @@ __device__ __forceinline__ float log2_fast(float x) {
     return y;
 }
 
-__device__ __forceinline__ float &at(float4 &x, u32 i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-
-// sum += x * y, four rows.
-__device__ __forceinline__ void add_product(float4 &sum, const float4 &x, float y) {
-    sum.x = fmaf(x.x, y, sum.x);
-    sum.y = fmaf(x.y, y, sum.y);
-    sum.z = fmaf(x.z, y, sum.z);
-    sum.w = fmaf(x.w, y, sum.w);
+// A step may be prepared again, with more than the binding has, after its graph was captured: these keep it inside of the arrays.
+__device__ __forceinline__ u32 token_of(const Args &args, const Tile &tile, u32 row) {
+    return min(tile.first_token + min(row, tile.num_rows - 1), args.max_tokens - 1);
 }
 
-// CQ: quads of columns of a thread, for V up to 64 * CQ. SLICE: keys whose values are staged at a time.
-template <class In, u32 CQ, u32 SLICE>
-__device__ __forceinline__ void prefill(const Args &args) {
-    const u32 VALUE_QUADS = 16 * CQ; // of a row of staged values, the columns past V zeros
-    const u32 SLICES_AT = SLICE * (ROW_QUADS + VALUE_QUADS), SCORES_AT = DEPTH * (ROW_QUADS + KEY_QUADS);
-    __shared__ float4 staged[SLICES_AT > SCORES_AT ? SLICES_AT : SCORES_AT];
-    let_next_kernel_begin();
-    wait_for_kernel_before();
-    u32 number = blockIdx.x;
-    u32 index = number / args.num_heads;
-    if (index >= args.max_tiles || index >= read_4(args.table)) {
-        return;
-    }
-    u64 words = args.table + 4ull + 4ull * TILE_WORDS * index;
-    Tile tile;
-    tile.head = number % args.num_heads;
-    tile.first_token = read_4(words);
-    tile.num_rows = read_4(words + 4);
-    tile.kv_begin = read_4(words + 8);
-    tile.num_keys = read_4(words + 12);
-    tile.first_visible = (int)read_4(words + 16);
+__device__ __forceinline__ u32 key_of(const Args &args, const Tile &tile, u32 key) {
+    return min(tile.kv_begin + min(key, tile.num_keys - 1), args.max_keys - 1);
+}
 
-    // Eight by four of them side by side, so that a warp reads few different places of `staged` at once.
-    u32 lane = threadIdx.x;
-    u32 tx = lane % 8 + lane / 32 % 2 * 8;
-    u32 ty = lane / 8 % 4 + lane / 64 * 4;
-    u32 visible[4];
-    float row_max[4], row_sum[4]; // the sum is over this thread's keys only
+// Keys that a row sees.
+__device__ __forceinline__ u32 visible_to(const Tile &tile, u32 row) {
+    return (u32)min(max(tile.first_visible + (int)row, 0), (int)tile.num_keys);
+}
+
+// A slice of queries, then of keys, zeros past their last quad.
+template <u32 ROWS>
+__device__ __forceinline__ void stage_slice(const Args &args, const Tile &tile, u32 block, u32 slice, float4 *staged) {
+    constexpr u32 LOADS = (ROWS + KEYS) * DEPTH_QUADS / THREADS;
+    u32 quad = slice * DEPTH_QUADS + threadIdx.x % DEPTH_QUADS;
+    u32 near = min(quad, args.quads - 1);
+    bool is_nope = near < args.nope_quads;
+    u32 column = (is_nope ? near : near - args.nope_quads) * quad_bytes(args.dtype);
+    u64 at[LOADS];
+    float4 loaded[LOADS];
+#pragma unroll
+    for (u32 i = 0; i < LOADS; i++) {
+        u32 row = (i * THREADS + threadIdx.x) / DEPTH_QUADS;
+        // Of one kind for all threads: ROWS of them are a whole number of turns.
+        if (i * THREADS / DEPTH_QUADS < ROWS) {
+            at[i] = row_of(is_nope ? args.q_nope : args.q_pe, token_of(args, tile, row), tile.head) + column;
+        } else {
+            at[i] = row_of(is_nope ? args.k_nope : args.k_pe, key_of(args, tile, block + row - ROWS), tile.head) + column;
+        }
+    }
+    read_quads(at, args.dtype, loaded);
+#pragma unroll
+    for (u32 i = 0; i < LOADS; i++) {
+        u32 row = (i * THREADS + threadIdx.x) / DEPTH_QUADS;
+        staged[row * SLICE_PITCH + threadIdx.x % DEPTH_QUADS] = quad < args.quads ? loaded[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+// [VALUE_KEYS, ROW_QUADS]; columns past the last one repeat it, for sums that nobody stores.
+template <u32 ROW_QUADS>
+__device__ __forceinline__ void stage_values(const Args &args, const Tile &tile, u32 first_key, float4 *staged) {
+    u64 at[4];
+    float4 loaded[4];
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        visible[i] = visible_to(tile, ty * 4 + i);
+        u32 index = i * THREADS + threadIdx.x;
+        u32 quad = min(index % ROW_QUADS, args.value_quads - 1);
+        at[i] = row_of(args.v, key_of(args, tile, first_key + index / ROW_QUADS), tile.head) + quad * quad_bytes(args.dtype);
+    }
+    read_quads(at, args.dtype, loaded);
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        staged[i * THREADS + threadIdx.x] = loaded[i];
+    }
+}
+
+__device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// Over the 16 threads of a row.
+__device__ __forceinline__ float largest_of_row(float x) {
+#pragma unroll
+    for (u32 lanes = 1; lanes < 16; lanes *= 2) {
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+    }
+    return x;
+}
+
+__device__ __forceinline__ float sum_of_row(float x) {
+#pragma unroll
+    for (u32 lanes = 1; lanes < 16; lanes *= 2) {
+        x += __shfl_xor_sync(~0u, x, lanes);
+    }
+    return x;
+}
+
+template <u32 ROWS, u32 COLUMN_QUADS, bool IS_EXACT>
+__device__ __forceinline__ void attend(const Args &args) {
+    constexpr u32 ROWS_OF_THREAD = ROWS / 16;
+    constexpr u32 ROW_QUADS = 16 * COLUMN_QUADS;
+    constexpr u32 VALUE_KEYS = 4 * THREADS / ROW_QUADS;
+    constexpr u32 TURN = IS_EXACT ? 1 : 2;
+    constexpr u32 SLICES = (ROWS + KEYS) * SLICE_PITCH;
+    __shared__ float4 staged[SLICES > 4 * THREADS ? SLICES : 4 * THREADS];
+    __shared__ float4 weights[ROWS * WEIGHT_PITCH];
+
+    u32 number = divide(blockIdx.x, args.by_num_heads);
+    let_next_kernel_begin();
+    wait_for_kernel_before();
+    if (number >= min(read_4(args.table), args.max_tiles)) {
+        return;
+    }
+    u64 at = args.table + 4 + 20ull * number;
+    Tile tile = {read_4(at), read_4(at + 4), read_4(at + 8), read_4(at + 12), (int)read_4(at + 16), blockIdx.x - number * args.num_heads};
+    tile.num_keys = args.max_keys > 0 ? tile.num_keys : 0;
+    u32 tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+
+    float row_max[ROWS_OF_THREAD], row_sum[ROWS_OF_THREAD]; // the sum is over this thread's keys only
+    float4 out[ROWS_OF_THREAD][COLUMN_QUADS];
+#pragma unroll
+    for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
         row_max[i] = EMPTY;
         row_sum[i] = 0.0f;
-    }
-    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float4 acc[4 * CQ]; // four rows of a column
 #pragma unroll
-    for (u32 c = 0; c < 4 * CQ; c++) {
-        acc[c] = zero;
+        for (u32 c = 0; c < COLUMN_QUADS; c++) {
+            out[i][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
     }
-    u32 slices = (args.nope_quads + args.rope_quads + DEPTH / 4 - 1) / (DEPTH / 4);
 
 #pragma unroll 1
-    for (u32 block = 0; block < tile.num_keys; block += TOKENS) {
+    for (u32 block = 0; block < tile.num_keys; block += KEYS) {
         // 1. scores
-        float4 score[8]; // four rows of a key
-#pragma unroll
-        for (u32 k = 0; k < 8; k++) {
-            score[k] = zero;
-        }
+        float score[ROWS_OF_THREAD][4] = {}, rest[ROWS_OF_THREAD][4] = {};
 #pragma unroll 1
-        for (u32 slice = 0; slice < slices; slice++) {
+        for (u32 slice = 0; slice * DEPTH_QUADS < args.quads; slice++) {
             __syncthreads();
-            // Neighbours take neighbouring rows: what they store lies side by side.
-            for (u32 i = lane; i < (ROW_QUADS + KEY_QUADS) * (DEPTH / 4); i += THREADS) {
-                float4 x[4];
-                if (i < ROW_QUADS * (DEPTH / 4)) {
-                    u32 row = i % ROW_QUADS * 4, column = i / ROW_QUADS;
-#pragma unroll
-                    for (u32 r = 0; r < 4; r++) {
-                        x[r] = row_quad<In>(args, args.q_nope, args.q_pe, tile.head, token_of(args, tile, row + r), slice * (DEPTH / 4) + column);
-                    }
-                    stage_turned(staged + column * 4 * ROW_QUADS + row / 4, ROW_QUADS, x);
-                } else {
-                    u32 k = i - ROW_QUADS * (DEPTH / 4);
-                    u32 row = k % KEY_QUADS * 4, column = k / KEY_QUADS;
-#pragma unroll
-                    for (u32 r = 0; r < 4; r++) {
-                        x[r] = row_quad<In>(args, args.k_nope, args.k_pe, tile.head, key_of(args, tile, block + row + r), slice * (DEPTH / 4) + column);
-                    }
-                    stage_turned(staged + DEPTH * ROW_QUADS + column * 4 * KEY_QUADS + row / 4, KEY_QUADS, x);
-                }
-            }
+            stage_slice<ROWS>(args, tile, block, slice, staged);
             __syncthreads();
 #pragma unroll 1
-            for (u32 d = 0; d < DEPTH; d += 8) {
-                float4 before[8];
-                if (In::SUMS_APART) {
+            for (u32 turn = 0; turn < DEPTH_QUADS; turn += TURN) {
+                // Summed apart: of large logits a long sum would lose more.
+                float part[ROWS_OF_THREAD][4] = {};
 #pragma unroll
-                    for (u32 k = 0; k < 8; k++) {
-                        before[k] = score[k];
-                        score[k] = zero;
+                for (u32 quad = turn; quad < turn + TURN; quad++) {
+                    float4 query[ROWS_OF_THREAD];
+#pragma unroll
+                    for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                        query[i] = staged[(i * 16 + ty) * SLICE_PITCH + quad];
+                    }
+#pragma unroll
+                    for (u32 j = 0; j < 4; j++) {
+                        float4 key = staged[(ROWS + j * 16 + tx) * SLICE_PITCH + quad];
+#pragma unroll
+                        for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                            part[i][j] = dot(query[i], key, part[i][j]);
+                        }
                     }
                 }
 #pragma unroll
-                for (u32 e = 0; e < 8; e++) {
-                    float4 query = staged[(d + e) * ROW_QUADS + ty];
+                for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
 #pragma unroll
-                    for (u32 k = 0; k < 2; k++) {
-                        float4 key = staged[DEPTH * ROW_QUADS + (d + e) * KEY_QUADS + k * 16 + tx];
-                        add_product(score[4 * k], query, key.x);
-                        add_product(score[4 * k + 1], query, key.y);
-                        add_product(score[4 * k + 2], query, key.z);
-                        add_product(score[4 * k + 3], query, key.w);
-                    }
-                }
-                if (In::SUMS_APART) {
-#pragma unroll
-                    for (u32 k = 0; k < 8; k++) {
-                        add_product(score[k], before[k], 1.0f);
+                    for (u32 j = 0; j < 4; j++) {
+                        float sum = score[i][j] + part[i][j];
+                        if (IS_EXACT) {
+                            // What the rounding lost.
+                            float added = sum - score[i][j];
+                            rest[i][j] += (score[i][j] - (sum - added)) + (part[i][j] - added);
+                        }
+                        score[i][j] = sum;
                     }
                 }
             }
         }
 
         // 2. softmax
-        float4 tops;
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) {
+        for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+            u32 visible = visible_to(tile, i * 16 + ty);
             float top = row_max[i];
 #pragma unroll
-            for (u32 k = 0; k < 8; k++) {
-                bool seen = block + (k / 4 * 16 + tx) * 4 + k % 4 < visible[i];
-                top = fmaxf(top, seen ? at(score[k], i) * args.logit_scale : EMPTY);
+            for (u32 j = 0; j < 4; j++) {
+                top = block + j * 16 + tx < visible ? fmaxf(top, score[i][j] * args.logit_scale) : top;
             }
-            at(tops, i) = top;
-        }
-        __syncthreads();
-        staged[ty * 16 + tx] = tops;
-        __syncthreads();
-#pragma unroll
-        for (u32 x = 0; x < 16; x++) {
-            float4 other = staged[ty * 16 + x];
-            tops = make_float4(fmaxf(tops.x, other.x), fmaxf(tops.y, other.y), fmaxf(tops.z, other.z), fmaxf(tops.w, other.w));
-        }
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            float top = at(tops, i);
-            // An unchanged maximum rescales by exactly 1, as 2^0 is.
+            top = largest_of_row(top);
             float factor = exp2_fast(row_max[i] - top);
             row_max[i] = top;
             row_sum[i] *= factor;
 #pragma unroll
-            for (u32 c = 0; c < 4 * CQ; c++) {
-                at(acc[c], i) *= factor;
+            for (u32 c = 0; c < COLUMN_QUADS; c++) {
+                out[i][c] = plus_product(factor, out[i][c], make_float4(0.0f, 0.0f, 0.0f, 0.0f));
             }
 #pragma unroll
-            for (u32 k = 0; k < 8; k++) {
-                bool seen = block + (k / 4 * 16 + tx) * 4 + k % 4 < visible[i];
+            for (u32 j = 0; j < 4; j++) {
                 // The product is not rounded before the subtraction: large logits lose nothing more than the dot has lost.
-                float weight = seen ? exp2_fast(fmaf(at(score[k], i), args.logit_scale, -top)) : 0.0f;
-                at(score[k], i) = weight;
+                float exponent = fmaf(score[i][j], args.logit_scale, -top);
+                exponent = IS_EXACT ? fmaf(rest[i][j], args.logit_scale, exponent) : exponent;
+                float weight = block + j * 16 + tx < visible ? exp2_fast(exponent) : 0.0f;
                 row_sum[i] += weight;
+                ((float *)weights)[(i * 16 + ty) * (4 * WEIGHT_PITCH) + j * 16 + tx] = weight;
             }
         }
 
         // 3. values
-#pragma unroll
-        for (u32 k = 0; k < 2; k++) {
 #pragma unroll 1
-            for (u32 part = 0; part < 64 / SLICE; part++) {
-                __syncthreads();
-                if (tx / (SLICE / 4) == part) {
+        for (u32 first = 0; first < KEYS && block + first < tile.num_keys; first += VALUE_KEYS) {
+            __syncthreads();
+            stage_values<ROW_QUADS>(args, tile, block + first, staged);
+            __syncthreads();
+#pragma unroll 1
+            for (u32 key = 0; key < VALUE_KEYS; key += 4) {
+                float4 weight[ROWS_OF_THREAD];
 #pragma unroll
-                    for (u32 i = 0; i < 4; i++) {
-                        staged[(tx % (SLICE / 4) * 4 + i) * ROW_QUADS + ty] = score[4 * k + i];
-                    }
+                for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                    weight[i] = weights[(i * 16 + ty) * WEIGHT_PITCH + (first + key) / 4];
                 }
-                for (u32 i = lane; i < SLICE * VALUE_QUADS; i += THREADS) {
-                    u32 quad = i % VALUE_QUADS;
-                    float4 value = zero;
-                    if (quad < args.value_quads) {
-                        u32 key = key_of(args, tile, block + k * 64 + part * SLICE + i / VALUE_QUADS);
-                        value = In::quad(args.v.address + key * args.v.token_stride + tile.head * args.v.head_stride + quad * (4 * In::BYTES));
-                    }
-                    staged[SLICE * ROW_QUADS + i] = value;
-                }
-                __syncthreads();
-#pragma unroll 4
-                for (u32 key = 0; key < SLICE; key++) {
-                    float4 weight = staged[key * ROW_QUADS + ty];
 #pragma unroll
-                    for (u32 c = 0; c < CQ; c++) {
-                        float4 value = staged[SLICE * ROW_QUADS + key * VALUE_QUADS + c * 16 + tx];
-                        add_product(acc[4 * c], weight, value.x);
-                        add_product(acc[4 * c + 1], weight, value.y);
-                        add_product(acc[4 * c + 2], weight, value.z);
-                        add_product(acc[4 * c + 3], weight, value.w);
+                for (u32 j = 0; j < 4; j++) {
+#pragma unroll
+                    for (u32 c = 0; c < COLUMN_QUADS; c++) {
+                        float4 value = staged[(key + j) * ROW_QUADS + c * 16 + tx];
+#pragma unroll
+                        for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                            float w = j == 0 ? weight[i].x : j == 1 ? weight[i].y : j == 2 ? weight[i].z : weight[i].w;
+                            out[i][c] = plus_product(w, value, out[i][c]);
+                        }
                     }
                 }
             }
         }
     }
 
-    // Each row's sum, for all threads that have columns of it.
-    __syncthreads();
-    staged[ty * 16 + tx] = make_float4(row_sum[0], row_sum[1], row_sum[2], row_sum[3]);
-    __syncthreads();
-    float4 sums = zero;
 #pragma unroll
-    for (u32 x = 0; x < 16; x++) {
-        add_product(sums, staged[ty * 16 + x], 1.0f);
-    }
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        u32 row = ty * 4 + i;
-        if (row >= tile.num_rows) {
+    for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+        float sum = sum_of_row(row_sum[i]);
+        u32 row = i * 16 + ty, token = tile.first_token + row;
+        if (row >= tile.num_rows || token >= args.max_tokens) {
             continue;
         }
-        float sum = at(sums, i);
         bool any = sum > 0.0f;
         float factor = any ? 1.0f / sum : 0.0f;
-        u64 token = token_of(args, tile, row);
-        u64 out = args.out.address + token * args.out.token_stride + tile.head * args.out.head_stride;
 #pragma unroll
-        for (u32 c = 0; c < CQ; c++) {
-            u32 quad = c * 16 + tx;
-            if (quad < args.value_quads) {
-                float x[4];
-#pragma unroll
-                for (u32 j = 0; j < 4; j++) {
-                    x[j] = at(acc[4 * c + j], i) * factor;
-                }
-                if (args.out_dtype == 0) {
-                    store_16(out + quad * 16, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
-                } else if (args.out_dtype == 1) {
-                    store_8(out + quad * 8, make_uint2(f16_pair(x[0], x[1]), f16_pair(x[2], x[3])));
-                } else {
-                    store_8(out + quad * 8, make_uint2(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3])));
-                }
+        for (u32 c = 0; c < COLUMN_QUADS; c++) {
+            if (c * 16 + tx < args.value_quads) {
+                float4 x = out[i][c];
+                x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+                store_quad(row_of(args.out, token, tile.head) + (c * 16 + tx) * quad_bytes(args.out_dtype), args.out_dtype, x);
             }
         }
         if (tx == 0) {
-            float lse = (row_max[i] + log2_fast(any ? sum : 1.0f)) * 0.6931471805599453f;
-            store_4(args.lse.address + token * args.lse.token_stride + tile.head * args.lse.head_stride, any ? __float_as_uint(lse) : 0xFF800000u);
+            float lse = (row_max[i] + log2_fast(sum)) * 0.693147182f;
+            store_4(row_of(args.lse, token, tile.head), any ? __float_as_uint(lse) : 0xFF800000u);
         }
     }
 }
 
-#define MLA_PREFILL(NAME, IN, CQ, SLICE) \
-    extern "C" __global__ void __launch_bounds__(THREADS) mla_prefill_##NAME(const Args args) { prefill<IN, CQ, SLICE>(args); }
-
-MLA_PREFILL(f32_128, F32, 2, 16)
-MLA_PREFILL(f16_128, F16, 2, 16)
-MLA_PREFILL(bf16_128, Bf16, 2, 16)
-MLA_PREFILL(f32_256, F32, 4, 8)
-MLA_PREFILL(f16_256, F16, 4, 8)
-MLA_PREFILL(bf16_256, Bf16, 4, 8)
+// Of 16 bits, with values of up to so many columns; and of f32, whose errors may be smaller.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_128(const Args args) { attend<64, 2, false>(args); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_256(const Args args) { attend<32, 4, false>(args); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_exact(const Args args) { attend<32, 4, true>(args); }

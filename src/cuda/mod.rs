@@ -34,15 +34,16 @@ use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CopySpec, Gather, GatherRange, GatherSpec,
-    MergeStates, MergeStatesSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, MlaSpec, Result};
 use ops::{
-    AppendStep, CalibrateStep, CopyStep, GatherStep, KvAppend, KvCalibrate, KvCopyPages, KvGather,
-    MergeAttnStates, MlaPrefill, PrefillStep, Rotate, RotateAppend, RotateStep,
+    AppendStep, CalibrateStep, CopyStep, GatherStep, HeadProject, KvAppend, KvCalibrate, KvCopyPages,
+    KvGather, MergeAttnStates, MlaPrefill, PREFILL_VARIANT, PrefillStep, ProjectStep, Rotate, RotateAppend,
+    RotateStep,
 };
 
 impl Cuda {
@@ -178,6 +179,35 @@ impl Backend for Cuda {
         gather.record(&step, &gather.bind(args, step.num_rows())?)
     }
 
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+        let project = HeadProject::new(self, *spec)?;
+        let binding = project.bind(args)?;
+        let mut step = ProjectStep::default();
+        project.prepare(&mut step, 0, args.num_tokens)?;
+        project.record(&step, &binding)
+    }
+
+    fn prefill_variants(&self, _: &PrefillSpec) -> Vec<PrefillVariant> {
+        vec![PREFILL_VARIANT]
+    }
+
+    fn prefill_with(
+        &self,
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Buffer>,
+    ) -> Result<()> {
+        if let Some(name) = variant.filter(|&name| name != PREFILL_VARIANT.name) {
+            let why = format!("there is no such row; the only one is {}", PREFILL_VARIANT.name);
+            return Err(Error::VariantUnavailable { name: name.to_owned(), why });
+        }
+        let prefill = MlaPrefill::new(self, *spec)?;
+        let mut step = PrefillStep::default();
+        prefill.prepare(&mut step, sequences)?;
+        prefill.record(&step, &prefill.bind(args, step.extent())?)
+    }
+
     fn kv_calibrate(
         &self,
         spec: &CalibrateSpec,
@@ -188,26 +218,5 @@ impl Backend for Cuda {
         let mut step = CalibrateStep::default();
         calibrate.prepare(&mut step, tokens.clone())?;
         calibrate.record(&step, &calibrate.bind(args, tokens.end)?)
-    }
-
-    fn prefill_variants(&self, _: &PrefillSpec) -> Vec<PrefillVariant> {
-        vec![PrefillVariant { name: "simple", rounds_weights: false }]
-    }
-
-    fn prefill_with(
-        &self,
-        spec: &PrefillSpec,
-        variant: Option<&str>,
-        sequences: &[PrefillSequence],
-        args: &Prefill<'_, Buffer>,
-    ) -> Result<()> {
-        if let Some(name) = variant.filter(|&name| name != "simple") {
-            let why = "there is no such row; the row is simple".into();
-            return Err(Error::VariantUnavailable { name: name.into(), why });
-        }
-        let prefill = MlaPrefill::new(self, *spec)?;
-        let mut step = PrefillStep::default();
-        prefill.prepare(&mut step, sequences)?;
-        prefill.record(&step, &prefill.bind(args, step.extent())?)
     }
 }

@@ -1,27 +1,31 @@
-//! The small ops on CUDA: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`], [`KvGather`], [`Rotate`],
-//! [`RotateAppend`]; and [`MlaPrefill`].
+//! The small ops on CUDA: [`HeadProject`], [`MlaPrefill`], [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
+//! [`KvGather`], [`Rotate`], [`RotateAppend`].
 //!
 //! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
 //! `bind` checks one layer's buffers, once; `record` launches on the stream, making nothing, so that a graph may capture it and replay
 //! it after another `prepare`.
 
+mod head_project;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
 mod merge_attn_states;
-mod prefill;
+mod mla_prefill;
+mod place;
 mod rope;
 mod rope_append;
 mod table;
 
 pub use crate::ops::CopySpec;
+pub use head_project::{HeadProject, ProjectBinding, ProjectStep};
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
-pub use prefill::{MlaPrefill, PrefillBinding, PrefillStep};
+pub(super) use mla_prefill::VARIANT as PREFILL_VARIANT;
+pub use mla_prefill::{MlaPrefill, PrefillBinding, PrefillStep};
 pub use rope::{Rotate, RotateBinding, RotateStep};
 pub use rope_append::{RotateAppend, RotateAppendBinding};
 
@@ -78,11 +82,13 @@ fn block_stride(kv: &KvSpec, view: &KvView<'_, Buffer>) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::head_project::{self, ProjectArgs};
     use super::kv_append::{AppendArgs, append_entry};
     use super::kv_calibrate::{CalibrateArgs, calibrate_entry};
     use super::kv_copy_pages::CopyArgs;
     use super::kv_gather::{GatherArgs, gather_entry};
     use super::merge_attn_states::MergeArgs;
+    use super::mla_prefill::{self, PrefillArgs};
     use super::rope::{RopeArgs, rope_entry};
     use super::rope_append::{RopeAppendArgs, rope_append_entry};
     use super::*;
@@ -129,21 +135,11 @@ mod tests {
         want.push(("kv_gather_e4m3_e4m3", size_of::<GatherArgs>()));
         let copy = size_of::<CopyArgs>();
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
-        for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-            for v_head_dim in [128, 256] {
-                let (qk_nope_head_dim, qk_rope_head_dim, out) = (128, 64, dtype);
-                let dims = crate::PrefillSpec {
-                    num_heads: 1,
-                    qk_nope_head_dim,
-                    qk_rope_head_dim,
-                    v_head_dim,
-                    dtype,
-                    out,
-                };
-                want.push((prefill::entry(&dims), size_of::<prefill::PrefillArgs>()));
-            }
-        }
+        want.extend(head_project::ENTRIES.map(|entry| (entry, size_of::<ProjectArgs>())));
+        want.extend(mla_prefill::ENTRIES.map(|entry| (entry, size_of::<PrefillArgs>())));
         let texts = [
+            &ptx::HEAD_PROJECT,
+            &ptx::MLA_PREFILL,
             &ptx::MERGE_ATTN_STATES,
             &ptx::KV_APPEND,
             &ptx::KV_CALIBRATE,
@@ -151,7 +147,6 @@ mod tests {
             &ptx::KV_GATHER,
             &ptx::ROPE,
             &ptx::ROPE_APPEND,
-            &ptx::MLA_PREFILL,
         ];
         let mut got = texts.map(|ptx| entries(ptx.text())).concat();
         got.sort_unstable();

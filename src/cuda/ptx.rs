@@ -22,6 +22,7 @@ macro_rules! ptx {
     };
 }
 
+pub(super) static HEAD_PROJECT: Ptx = ptx!("head_project");
 pub(super) static KV_APPEND: Ptx = ptx!("kv_append");
 pub(super) static KV_CALIBRATE: Ptx = ptx!("kv_calibrate");
 pub(super) static KV_COPY_PAGES: Ptx = ptx!("kv_copy_pages");
@@ -53,6 +54,7 @@ impl std::fmt::Debug for Ptx {
 
 #[cfg(test)]
 pub(super) static ALL: &[&Ptx] = &[
+    &HEAD_PROJECT,
     &KV_APPEND,
     &KV_CALIBRATE,
     &KV_COPY_PAGES,

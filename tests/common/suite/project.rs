@@ -130,31 +130,8 @@ pub fn check<B: Backend>(
     close("y", &got, &want, &tolerance(spec.output, n)).into_result().map(drop)
 }
 
-/// Whether the backend has the op; says so where it has not.
-fn is_served<B: Backend>(session: &Session<'_, B>) -> bool {
-    let probe = || -> Result<()> {
-        let [x, w, y] = [(); 3].map(|()| session.backend.buffer(256));
-        let (x, w, y) = (x?, w?, y?);
-        let weight = WeightView { buffer: &w, offset: 0, head_stride: 64, row_stride: 8 };
-        let [x, y] = [&x, &y].map(|buffer| Strides::dense(1, 8).view(buffer));
-        let spec = spec([Dtype::F32; 3], 1, (8, 8), WeightOrder::Kn);
-        session.backend.project(&spec, &Project { x, weight, y, num_tokens: 1 })
-    };
-    match probe() {
-        Err(error @ Error::OpUnavailable { .. }) => {
-            println!("NOT RUN: {error}");
-            session.leave_out();
-            false
-        }
-        _ => true,
-    }
-}
-
 /// Every dtype, both orders, tokens from one to more than a tile, odd sizes, all layouts.
 pub fn projections<B: Backend>(session: &Session<'_, B>) {
-    if !is_served(session) {
-        return session.finish("projections");
-    }
     use Dtype::{Bf16, F16, F32};
     use WeightOrder::{Kn, Nk};
     let dtypes = [[F32; 3], [F16; 3], [Bf16; 3], [Bf16, F16, F32], [F32, Bf16, Bf16], [F16, F32, F16]];
@@ -185,9 +162,6 @@ pub fn projections<B: Backend>(session: &Session<'_, B>) {
 
 /// absorb, k_up and v_up read the three parts of one prepared `kv_b_proj`, from FP8 with block scales too.
 pub fn kv_b_proj<B: Backend>(session: &Session<'_, B>) {
-    if !is_served(session) {
-        return session.finish("kv_b_proj");
-    }
     for from in [Dtype::Bf16, Dtype::E4m3] {
         session.note(&format!("kv_b_proj of {from}"), check_kv_b_proj(session.backend, from));
     }
@@ -265,9 +239,6 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
 
 /// What a projection must refuse.
 pub fn refusals<B: Backend>(session: &Session<'_, B>) {
-    if !is_served(session) {
-        return session.finish("refusals of projections");
-    }
     let result = || -> Result<(), Error> {
         let backend = session.backend;
         let good = spec([Dtype::F32, Dtype::Bf16, Dtype::F32], 2, (16, 24), WeightOrder::Kn);

@@ -1,0 +1,169 @@
+"""head_project and mla_prefill against f64."""
+
+import struct
+
+import numpy as np
+
+from kernels_rope import CODES, Rows, size_of
+from kernels_small_ops import divisor, encoded, f32_bits
+from launch import Device, kernels
+
+# Of a row's largest magnitude: f32 sums, and half a unit in the last place.
+ERROR = {"f32": 1e-5, "f16": 2.0**-10, "bf16": 2.0**-7}
+POISON = 0xFF
+
+
+def codes(dtype, x):
+    return encoded(dtype, np.asarray(x, np.float32).view(np.uint32))
+
+
+def wide(dtype, array):
+    return f32_bits(dtype, array).view(np.float32).astype(np.float64)
+
+
+def place(rows, address):
+    return struct.pack("<3Q", rows.first(address), *rows.steps())
+
+
+def near(what, dtype, got, want, share=1.0):
+    """Elements of rows; the last axis is a row's."""
+    allowed = ERROR[dtype] * share * np.abs(want).max(-1, keepdims=True) + (1e-7 if dtype == "f16" else 0)
+    wrong = ~(np.abs(got - want) <= allowed)
+    assert not wrong.any(), f"{what}: {wrong.sum()} of {wrong.size}, the first at {np.argwhere(wrong)[0]}"
+
+
+def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=False, entry=None, pads=(8, 16)):
+    rng = np.random.default_rng(tokens * 100 + k + n)
+    count = tokens if count is None else count
+    x_dtype, w_dtype, y_dtype = dtypes
+    device = Device()
+    x = Rows(rng, x_dtype, (tokens, 1 if shared else heads, k), 8, pads)
+    w = Rows(rng, w_dtype, (k if is_kn else n, heads, n if is_kn else k), 16, pads)
+    y = Rows(rng, y_dtype, (tokens, heads, n), 8, pads)
+    x_codes = codes(x_dtype, rng.standard_normal((tokens, 1 if shared else heads, k)))
+    w_codes = codes(w_dtype, rng.standard_normal((k if is_kn else n, heads, n if is_kn else k)))
+    for rows in (x, w):
+        rows.before[:] = np.frombuffer(bytes([POISON]) * rows.before.nbytes, rows.before.dtype)
+    out = device.buffer(y.before)
+    args = place(x, device.buffer(x.holding(x_codes), False)) + place(w, device.buffer(w.holding(w_codes), False)) + place(y, out)
+    name, block = ("head_project_few", 16) if tokens <= 16 else ("head_project_many", 64)
+    if entry:
+        name, block = entry
+    columns, tiles = -(-n // 64), -(-tokens // block)
+    args += struct.pack("<Q", device.buffer(np.array([count, first], np.uint32), False))
+    args += struct.pack("<10I", tokens, k // 4, n // 4, *(CODES[dtype] for dtype in dtypes), is_kn, columns, tiles, 0)
+    args += struct.pack("<4I", *divisor(columns), *divisor(tiles))
+    device.launch(kernels("shaders/cuda/head_project.ptx")[name], (columns * tiles * heads, 1, 1), [args])
+
+    got = device.read(out)
+    some = slice(first, min(first + count, tokens))
+    want = np.einsum("thk,khn->thn" if is_kn else "thk,nhk->thn", np.broadcast_to(wide(x_dtype, x_codes), (tokens, heads, k)), wide(w_dtype, w_codes))
+    near(f"{dtypes} {tokens} {k} {n}", y_dtype, wide(y_dtype, got[y.at[some]]), want[some])
+    kept = y.before.copy()
+    kept[y.at[some]] = got[y.at[some]]
+    assert (got == kept).all(), "written outside of the range"
+    return got[y.at[some]]
+
+
+def test_project():
+    project(("f32", "f32", "f32"), 3, 2, 40, 72, 1)
+    project(("f16", "bf16", "f32"), 5, 2, 24, 136, 0, shared=True)
+    project(("bf16", "f16", "bf16"), 17, 2, 64, 64, 1)
+    project(("f32", "bf16", "f16"), 70, 1, 8, 8, 0)
+
+
+def test_project_of_a_range():
+    project(("bf16", "bf16", "bf16"), 9, 2, 40, 24, 1, first=2, count=3)
+    project(("bf16", "bf16", "f32"), 20, 1, 16, 8, 0, first=18, count=9)
+    project(("f32", "f16", "f16"), 4, 2, 8, 16, 0, count=0)
+
+
+def test_project_of_few_and_many_gives_the_same_bits():
+    few = project(("f16", "f16", "f32"), 11, 2, 72, 72, 1)
+    many = project(("f16", "f16", "f32"), 11, 2, 72, 72, 1, entry=("head_project_many", 64))
+    assert (few == many).all()
+
+
+def tiles(sequences, rows):
+    """As src/prefill/plan.rs cuts them: (q_begin, q_len, kv_begin, kv_len, first or None)."""
+    for q_begin, q_len, kv_begin, kv_len, first in sequences:
+        for begin in range(0, q_len, rows):
+            count = min(rows, q_len - begin)
+            keys = kv_len if first is None else min(max(first + begin + count - 1, 0), kv_len)
+            seen = keys if first is None else min(max(first + begin, -rows), keys)
+            yield q_begin + begin, count, kv_begin, keys, seen & 0xFFFFFFFF
+
+
+SEQUENCES = [(1, 5, 2, 9, 5), (7, 3, 12, 67, None), (10, 4, 80, 3, -2), (14, 2, 3, 0, None), (17, 40, 83, 40, 1)]
+
+
+def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, room=1, size=1.0, max_tokens=None):
+    rng = np.random.default_rng(nope + value)
+    name, block = ("mla_prefill_exact", 32) if dtype == "f32" else ("mla_prefill_128", 64) if value <= 128 else ("mla_prefill_256", 32)
+    tokens = max(q + n for q, n, *_ in sequences) + 1
+    keys = max(begin + n for _, _, begin, n, _ in sequences) + 1
+    limit = tokens if max_tokens is None else max_tokens
+    scale, device = 0.1147, Device()
+    seen = {s: (k, min(max(k if f is None else f + i, 0), k)) for b, n, s0, k, f in sequences for i in range(n) for s in [(b + i, s0)]}
+    queried, used = np.zeros(tokens, bool), np.zeros(keys, bool)
+    for (token, begin), (_, visible) in seen.items():
+        queried[token] = True
+        used[begin : begin + visible] = True
+
+    def array(flags, shared, dim, factor):
+        rows = Rows(rng, dtype, (len(flags), 1 if shared else heads, dim), 8, (8, 16))
+        rows.before[:] = np.frombuffer(bytes([POISON]) * rows.before.nbytes, rows.before.dtype)
+        values = codes(dtype, rng.standard_normal((len(flags), 1 if shared else heads, dim)) * factor)
+        holding = rows.before.copy()
+        holding[rows.at[flags]] = values[flags]
+        return place(rows, device.buffer(holding, False)), np.broadcast_to(wide(dtype, values), (len(flags), heads, dim))
+
+    q_nope, k_nope, v = array(queried, False, nope, size), array(used, False, nope, 1.0), array(used, False, value, 0.3)
+    q_pe, k_pe = (array(queried, False, rope, size), array(used, True, rope, 1.0)) if rope else (q_nope, k_nope)
+    out, lse = Rows(rng, out_dtype, (tokens, heads, value), 8, (8, 0)), Rows(rng, "f32", (tokens, heads, 1), 1, (0, 3))
+    out_at, lse_at = device.buffer(out.before), device.buffer(lse.before)
+    work = list(tiles(sequences, block))
+    words = np.array([len(work), *np.ravel(work), *[0] * (5 * room)], np.uint32)
+    args = q_nope[0] + q_pe[0] + k_nope[0] + k_pe[0] + v[0] + place(out, out_at) + place(lse, lse_at)
+    args += struct.pack("<Qf", device.buffer(words, False), np.float32(scale * np.log2(np.e)))
+    args += struct.pack("<4I", limit, keys, len(work) + room, heads)
+    args += struct.pack("<5I", nope // 4, (nope + rope) // 4, value // 4, CODES[dtype], CODES[out_dtype])
+    args += struct.pack("<2I", *divisor(heads))
+    device.launch(kernels("shaders/cuda/mla_prefill.ptx")[name], ((len(work) + room) * heads, 1, 1), [args])
+
+    got, got_lse = device.read(out_at), device.read(lse_at)
+    kept, kept_lse = out.before.copy(), lse.before.copy()
+    for (token, begin), (_, visible) in seen.items():
+        if token >= limit:
+            continue
+        kept[out.at[token]], kept_lse[lse.at[token]] = got[out.at[token]], got_lse[lse.at[token]]
+        if visible == 0:
+            assert (got[out.at[token]] == 0).all() and (got_lse[lse.at[token]] == 0xFF800000).all(), f"token {token} sees no key"
+            continue
+        some = slice(begin, begin + visible)
+        logits = np.einsum("hd,shd->hs", q_nope[1][token], k_nope[1][some])
+        if rope:
+            logits += np.einsum("hd,shd->hs", q_pe[1][token], k_pe[1][some])
+        logits *= np.float32(scale)
+        top = logits.max(-1, keepdims=True)
+        powers = np.exp(logits - top)
+        want = np.einsum("hs,shd->hd", powers / powers.sum(-1, keepdims=True), v[1][some])
+        near(f"token {token}", out_dtype, wide(out_dtype, got[out.at[token]]), want)
+        want_lse = top[:, 0] + np.log(powers.sum(-1))
+        error = np.abs(got_lse[lse.at[token]].view(np.float32)[:, 0] - want_lse)
+        assert (error <= 1e-5 + 2e-6 * np.abs(want_lse)).all(), f"token {token}: lse off by {error.max()}"
+    assert (got == kept).all() and (got_lse == kept_lse).all(), "written outside of the sequences"
+
+
+def test_prefill():
+    prefill("f32", "f32", 2, 16, 32, 16)
+    prefill("bf16", "bf16", 2, 24, 0, 72)
+    prefill("f16", "f32", 1, 40, 8, 136)
+
+
+def test_prefill_of_large_logits():
+    prefill("f32", "f32", 3, 16, 32, 16, size=40.0)
+
+
+def test_prefill_of_a_binding_for_less():
+    prefill("f16", "f16", 1, 8, 8, 8, max_tokens=12, sequences=SEQUENCES[:3])
