@@ -8,7 +8,7 @@
 #   scripts/check.sh --vendors      12 minutes: every kernel through the compilers of seven other GPUs (scripts/vendors.sh)
 #   scripts/check.sh --mesa26       15 minutes: the GPU tests of the rows on matrices, on Mesa 26's software driver
 #   scripts/check.sh --web          15 minutes: the tests in a browser (scripts/web.sh)
-#   scripts/check.sh --ptx          12 minutes: the CUDA kernels' PTX is what the compiler gives, three assemblers take it
+#   scripts/check.sh --ptx          15 minutes: the CUDA kernels' PTX is what the compiler gives, three assemblers take it
 #                                   within its limits, and it runs in an interpreter (scripts/ptx.sh)
 #   scripts/check.sh --full ...     the slow suites whole (MLA_FULL=1), ten times the budgets
 # Switches may be combined. Two parts run at a time, and what each says is printed when it ends; one alone runs as it is.
@@ -36,7 +36,7 @@ part() {
         vendors) within 12 "other vendors' compilers" scripts/vendors.sh compile all ;;
         mesa26) within 15 "Mesa 26's software driver" scripts/vendors.sh mesa26 ;;
         web) within 15 "a browser" scripts/web.sh ;;
-        ptx) within 12 "CUDA kernels" bash -c 'scripts/ptx.sh --check && scripts/ptx.sh emulate' ;;
+        ptx) within 15 "CUDA kernels" bash -c 'scripts/ptx.sh --check && scripts/ptx.sh emulate' ;;
     esac
 }
 

@@ -85,8 +85,16 @@ impl<B: Backend> MlaLayer<B> {
     /// # Errors
     /// Those of [`MlaLayerSpec::check`] and [`Backend::decode`].
     pub fn new(backend: &B, spec: &MlaLayerSpec) -> Result<Self> {
+        Self::with_variant(backend, spec, None)
+    }
+
+    /// As [`MlaLayer::new`]; `variant` forces one of [`Backend::variants`] for the decode, such as one that rounds no softmax weights.
+    ///
+    /// # Errors
+    /// Those of [`MlaLayer::new`], and [`Error::VariantUnavailable`].
+    pub fn with_variant(backend: &B, spec: &MlaLayerSpec, variant: Option<&str>) -> Result<Self> {
         spec.check()?;
-        let decode = backend.decode_for(&spec.mla(), None, spec.decode_threshold)?;
+        let decode = backend.decode_for(&spec.mla(), variant, spec.decode_threshold)?;
         let step = backend.step(&decode, Capacity::default())?;
         Ok(Self {
             spec: *spec,

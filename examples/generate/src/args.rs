@@ -17,6 +17,7 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
          [--kv-dtype f32|f16|bf16|e4m3]  of the cache; default: f16
          [--page-size N]                 tokens of a page, 1 to 256; default: 64
          [--backend auto|cuda|wgpu|cpu]  default: auto, the best that is here
+         [--exact]                       attention rounds nothing but the cache: no tensor cores for decodes
          [--evaluate FILE]               foretells the text in it instead, in windows, and shows perplexity and accuracy
          [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all
          [--help]                        this text";
@@ -40,6 +41,7 @@ pub struct Args {
     pub kv: Dtype,
     pub page_size: u32,
     pub backend: Where,
+    pub exact: bool,
     pub evaluate: Option<PathBuf>,
     pub window: usize,
     pub windows: usize,
@@ -57,6 +59,7 @@ impl Default for Args {
             kv: Dtype::F16,
             page_size: 64,
             backend: Where::Auto,
+            exact: false,
             evaluate: None,
             window: 512,
             windows: usize::MAX,
@@ -81,6 +84,7 @@ impl Args {
                 "--kv-dtype" => args.kv = dtype(&value()?)?,
                 "--page-size" => args.page_size = number(&word, &value()?)?,
                 "--backend" => args.backend = value()?.parse()?,
+                "--exact" => args.exact = true,
                 "--evaluate" => args.evaluate = Some(value()?.into()),
                 "--window" => args.window = number(&word, &value()?)?,
                 "--windows" => args.windows = number(&word, &value()?)?,

@@ -72,6 +72,7 @@ fn setup(args: &Args, checkpoint: &Checkpoint) -> Setup {
         backend: args.backend,
         kv: args.kv,
         page_size: args.page_size,
+        exact: args.exact,
         k_scales: checkpoint.k_scales.clone(),
         ..Setup::default()
     }

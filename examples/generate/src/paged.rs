@@ -3,7 +3,7 @@
 use wgpu_mla::any::{AnyBackend, Buffer};
 use wgpu_mla::ops::HeadDims;
 use wgpu_mla::{
-    Backend, Dtype, KvBProj, KvSpec, KvView, LayerArgs, LayerBatch, MlaLayer, MlaLayerSpec, Policy,
+    Backend, Dtype, KvBProj, KvSpec, KvView, LayerArgs, LayerBatch, MlaLayer, MlaLayerSpec, MlaSpec, Policy,
     RopeLayout, SeqId, View,
 };
 
@@ -27,6 +27,8 @@ pub struct Setup {
     pub step_tokens: u32,
     /// Bytes that the keys and values of a prompt may take at a time.
     pub workspace_bytes: u64,
+    /// Takes the best row of the decode that rounds no softmax weights, as rows on tensor cores do.
+    pub exact: bool,
     /// `k_scale` of each layer of an e4m3 cache; where there is none it is 1.
     pub k_scales: Vec<f32>,
 }
@@ -41,6 +43,7 @@ impl Default for Setup {
             sequences: 1,
             step_tokens: 256,
             workspace_bytes: 64 << 20,
+            exact: false,
             k_scales: Vec::new(),
         }
     }
@@ -98,7 +101,8 @@ struct Buffers {
 impl Paged {
     fn new(backend: AnyBackend, model: &Model, setup: &Setup) -> Result<Self> {
         let (config, spec) = (&model.config, setup.spec(model));
-        let layer = MlaLayer::new(&backend, &spec)?;
+        let variant = if setup.exact { exact_row(&backend, &spec.mla())? } else { None };
+        let layer = MlaLayer::with_variant(&backend, &spec, variant)?;
         let max_tokens = setup.step_tokens.max(setup.sequences).max(1);
         let CosSin { table, rope_dim, .. } =
             config.rope.cos_sin(spec.shape.qk_rope_head_dim as usize, config.max_position_embeddings);
@@ -157,6 +161,16 @@ impl Paged {
         let dense = KvView::dense(&self.buffers.kv, &spec.mla());
         KvView { layer_stride: layer_stride(spec), layer: layer as u32, ..dense }
     }
+}
+
+/// The best row that rounds no softmax weights.
+fn exact_row(backend: &AnyBackend, spec: &MlaSpec) -> Result<Option<&'static str>> {
+    for row in backend.variants(spec) {
+        if !backend.rounds_weights(&backend.decode(spec, Some(row))?) {
+            return Ok(Some(row));
+        }
+    }
+    Ok(None)
 }
 
 fn uploaded(backend: &AnyBackend, bytes: &[u8]) -> Result<Buffer> {

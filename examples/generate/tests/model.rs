@@ -57,6 +57,22 @@ fn logits_equal_those_of_transformers() {
     }
 }
 
+/// The row that a device chooses may round softmax weights to f16, which moves logits by more than a cache of f16 does.
+#[test]
+fn logits_of_the_chosen_row_are_near() {
+    let (checkpoint, golden) = (checkpoint("model"), Golden::open("tests/goldens"));
+    for backend in backends() {
+        for (name, dtype) in DTYPES {
+            let run = golden.run(name);
+            let setup = generate::Setup { exact: false, ..setup(&golden, backend, dtype) };
+            let mut attention = generate::paged(&checkpoint.model, &setup).expect("an attention");
+            let apart = furthest(&run.follow(&checkpoint.model, attention.as_mut()), &run.logits);
+            println!("{}, {name}: at most {apart:.1e} apart", attention.describe());
+            assert!(apart <= bound_of_a_run(dtype).max(1e-2), "{backend:?}, {name}: {apart}");
+        }
+    }
+}
+
 #[test]
 fn logits_of_tiny_models_equal_those_of_transformers() {
     for name in ["v2-lite", "v2-groups", "v3-halves", "v3-dense"] {

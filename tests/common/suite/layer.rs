@@ -26,6 +26,8 @@ pub trait Runs<B: Backend> {
     ) -> wgpu_mla::Result<()>;
 
     fn workspace_bytes(&self) -> u64;
+
+    fn rounds_weights(&self, backend: &B) -> bool;
 }
 
 impl<B: Backend> Runs<B> for MlaLayer<B> {
@@ -42,6 +44,10 @@ impl<B: Backend> Runs<B> for MlaLayer<B> {
 
     fn workspace_bytes(&self) -> u64 {
         MlaLayer::workspace_bytes(self)
+    }
+
+    fn rounds_weights(&self, backend: &B) -> bool {
+        backend.rounds_weights(self.decode())
     }
 }
 
@@ -81,7 +87,17 @@ pub struct Rig<'a, B: Backend> {
 }
 
 /// The output of a step, and what the oracle says of it.
-pub type Step = (Vec<f32>, Vec<f64>);
+pub struct Step {
+    pub got: Vec<f32>,
+    pub want: Vec<f64>,
+    pub tolerance: Tolerance,
+}
+
+impl Step {
+    pub fn check(&self) -> Result<(), String> {
+        close("out", &self.got, &self.want, &self.tolerance).into_result().map(drop)
+    }
+}
 
 /// Random values as a dtype holds them, and their bytes.
 fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec<u8>) {
@@ -104,7 +120,7 @@ impl<'a, B: Backend> Rig<'a, B> {
             cos_sin.extend((0..rope / 2).map(|i| angle(i).cos() as f32));
             cos_sin.extend((0..rope / 2).map(|i| angle(i).sin() as f32));
         }
-        let cos_sin_buffer = uploaded(backend, bytemuck::cast_slice(&cos_sin))?;
+        let cos_sin_buffer = uploaded(backend, &Dtype::F32.encode_all(&cos_sin))?;
         // Rows that were never written hold NaN.
         let elems = spec.kv.num_slots() as usize * shape.row_elems() as usize;
         let kv = uploaded(backend, &spec.kv.dtype.encode_all(&vec![f32::NAN; elems]))?;
@@ -221,7 +237,8 @@ impl<'a, B: Backend> Rig<'a, B> {
                 softmax_scale: softmax_scale.into(),
             }));
         }
-        Ok((got, want))
+        let tolerance = tolerance(&spec, layer.rounds_weights(backend));
+        Ok(Step { got, want, tolerance })
     }
 
     fn rotated(&self, x: &[f64], position: usize) -> Vec<f64> {
@@ -262,9 +279,10 @@ fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer, wgpu_mla
     Ok(buffer)
 }
 
-pub fn tolerance(spec: &MlaLayerSpec) -> Tolerance {
+/// `rounds_weights`: see [`Backend::rounds_weights`], of the layer's decode.
+fn tolerance(spec: &MlaLayerSpec, rounds_weights: bool) -> Tolerance {
     match spec.dtype {
-        Dtype::F32 => {
+        Dtype::F32 if !rounds_weights => {
             Tolerance { abs: 0.0, rel: 0.0, row: Some((spec.v_head_dim as usize, 2e-5)), cos: 1e-9 }
         }
         // As a decode that rounds its weights.
@@ -285,9 +303,8 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
             .and_then(|mut layer| Rig::new(session.backend, spec, 7)?.life(&mut layer, Policy::Auto));
         match steps {
             Ok(steps) => {
-                for (index, (got, want)) in steps.iter().enumerate() {
-                    let report = close("out", got, want, &tolerance(&spec)).into_result().map(drop);
-                    session.note(&format!("{dtype} over {cache}, step {index}"), report);
+                for (index, step) in steps.iter().enumerate() {
+                    session.note(&format!("{dtype} over {cache}, step {index}"), step.check());
                 }
             }
             Err(error) => session.note(&format!("{dtype} over {cache}"), Err(error.to_string())),
@@ -306,15 +323,12 @@ pub fn layer_workspaces<B: Backend>(session: &Session<'_, B>) {
         };
         match (life(rows[0]), life(rows[1])) {
             (Ok(small), Ok(large)) => {
-                let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 8);
                 for (index, (small, large)) in small.iter().zip(&large).enumerate() {
                     let name = format!("{policy:?}, step {index}");
-                    let report = close("out", &small.0, &small.1, &tolerance(&spec)).into_result().map(drop);
-                    session.note(&format!("{name}: small"), report);
-                    let report = close("out", &large.0, &large.1, &tolerance(&spec)).into_result().map(drop);
-                    session.note(&format!("{name}: large"), report);
+                    session.note(&format!("{name}: small"), small.check());
+                    session.note(&format!("{name}: large"), large.check());
                     if policy != Policy::Auto {
-                        let same = small.0.iter().zip(&large.0).all(|(a, b)| a.to_bits() == b.to_bits());
+                        let same = small.got.iter().zip(&large.got).all(|(a, b)| a.to_bits() == b.to_bits());
                         let what =
                             if same { Ok(()) } else { Err("bits differ with the workspace".to_owned()) };
                         session.note(&format!("{name}: bits"), what);

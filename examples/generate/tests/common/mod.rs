@@ -42,6 +42,7 @@ pub fn setup(golden: &Golden, backend: Where, kv: Dtype) -> Setup {
         kv,
         page_size: 16,
         step_tokens: 100,
+        exact: true,
         k_scales: golden.k_scales.clone(),
         ..Setup::default()
     }
