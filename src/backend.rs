@@ -172,8 +172,8 @@ pub trait Backend: sealed::Sealed {
     /// a NaN code becomes a quiet NaN of its sign. Other pairs of dtypes are rounded once.
     ///
     /// # Errors
-    /// [`crate::Error::GatherRange`], [`crate::Error::GatherOverlap`], [`crate::Error::PageOutOfRange`], those of [`Gather`]'s
-    /// checks, and [`crate::Error::OpUnavailable`].
+    /// [`crate::Error::GatherRange`], [`crate::Error::GatherOverlap`], [`crate::Error::PageOutOfRange`], and those of
+    /// [`Gather`]'s checks.
     fn kv_gather(
         &self,
         spec: &GatherSpec,
@@ -181,29 +181,21 @@ pub trait Backend: sealed::Sealed {
         seq_lens: &[i32],
         ranges: &[GatherRange],
         args: &Gather<'_, Self::Buffer>,
-    ) -> Result<()> {
-        let _ = (spec, pages, seq_lens, ranges, args);
-        Err(crate::Error::OpUnavailable { op: "kv_gather" })
-    }
+    ) -> Result<()>;
 
     /// Each token's rows times the matrix of their head: `absorb`, `v_up` and `k_up`. See [`Project`].
     ///
     /// # Errors
-    /// Those of [`Project`]'s checks, and [`crate::Error::OpUnavailable`].
-    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Self::Buffer>) -> Result<()> {
-        let _ = (spec, args);
-        Err(crate::Error::OpUnavailable { op: "project" })
-    }
+    /// Those of [`Project`]'s checks.
+    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Self::Buffer>) -> Result<()>;
 
     /// The rows that [`Backend::prefill`] has here for a spec, best first.
-    fn prefill_variants(&self, _spec: &PrefillSpec) -> Vec<PrefillVariant> {
-        Vec::new()
-    }
+    fn prefill_variants(&self, spec: &PrefillSpec) -> Vec<PrefillVariant>;
 
     /// Attention over expanded keys: see [`Prefill`].
     ///
     /// # Errors
-    /// Those of [`Prefill`]'s checks, and [`crate::Error::OpUnavailable`].
+    /// Those of [`Prefill`]'s checks.
     fn prefill(
         &self,
         spec: &PrefillSpec,
@@ -219,21 +211,18 @@ pub trait Backend: sealed::Sealed {
     /// Those of [`Backend::prefill`], and [`crate::Error::VariantUnavailable`].
     fn prefill_with(
         &self,
-        _spec: &PrefillSpec,
-        _variant: Option<&str>,
-        _sequences: &[PrefillSequence],
-        _args: &Prefill<'_, Self::Buffer>,
-    ) -> Result<()> {
-        Err(crate::Error::OpUnavailable { op: "prefill" })
-    }
+        spec: &PrefillSpec,
+        variant: Option<&str>,
+        sequences: &[PrefillSequence],
+        args: &Prefill<'_, Self::Buffer>,
+    ) -> Result<()>;
 
     /// Looks at the rows that `kv_append` would write, and adds to the counters of [`CalibrationStats`] in a buffer: the largest
     /// finite magnitude, how many elements an e4m3 cache with that `k_scale` would saturate, and how many are not finite. The host
     /// downloads [`CalibrationStats::BYTES`] when it likes, and makes a `k_scale` of them.
     ///
     /// # Errors
-    /// Those of [`Calibrate`]'s checks, [`crate::Error::Shape`] for a range of tokens that ends before it begins, and
-    /// [`crate::Error::OpUnavailable`].
+    /// Those of [`Calibrate`]'s checks, and [`crate::Error::Shape`] for a range of tokens that ends before it begins.
     ///
     /// [`CalibrationStats`]: crate::CalibrationStats
     /// [`CalibrationStats::BYTES`]: crate::CalibrationStats::BYTES
@@ -242,8 +231,5 @@ pub trait Backend: sealed::Sealed {
         spec: &CalibrateSpec,
         tokens: Range<u32>,
         args: &Calibrate<'_, Self::Buffer>,
-    ) -> Result<()> {
-        let _ = (spec, tokens, args);
-        Err(crate::Error::OpUnavailable { op: "kv_calibrate" })
-    }
+    ) -> Result<()>;
 }

@@ -88,12 +88,6 @@ pub enum Error {
         /// The dtype that was asked for.
         dtype: Dtype,
     },
-    /// An op that a backend cannot run.
-    #[error("`{op}` has no kernel on this backend yet: use the wgpu or the CPU backend for it")]
-    OpUnavailable {
-        /// Name of the op.
-        op: &'static str,
-    },
     /// A page id in the used part of a block table that is not in the pool.
     #[error(
         "sequence {seq}, block {block}: page {page} is not in the pool of {num_pages} pages: rebuild the block table from the pool"

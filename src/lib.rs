@@ -89,8 +89,8 @@ pub use kv_b_proj::KvBProj;
 pub use layer::{KvView, Layer, LseBase, Query, View};
 pub use mla_layer::{LayerArgs, LayerBatch, LayerPlan, MlaLayer, MlaLayerSpec};
 pub use ops::{
-    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CalibrationStats, CopySpec, Gather, GatherRange,
-    GatherSpec, HeadDims, MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend,
+    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CalibrationStats, CopySpec, DeviceBatch, Gather,
+    GatherRange, GatherSpec, HeadDims, MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend,
     RopeAppendSpec, RopeLayout, RopeSpec, WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
@@ -100,8 +100,6 @@ pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
 
-#[cfg(feature = "wgpu")]
-pub use ops::DeviceBatch;
 #[cfg(feature = "wgpu")]
 pub use wgpu;
 

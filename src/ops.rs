@@ -4,13 +4,14 @@ mod rope;
 
 pub use rope::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 
-#[cfg(feature = "wgpu")]
 mod batch_tables;
 mod kv_calibrate;
 mod kv_gather;
 
-#[cfg(feature = "wgpu")]
 pub use batch_tables::DeviceBatch;
+pub(crate) use batch_tables::Sequences;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use batch_tables::template;
 pub(crate) use kv_calibrate::check_tokens;
 pub use kv_calibrate::{Calibrate, CalibrateSpec, CalibrationStats};
 pub use kv_gather::{Gather, GatherRange, GatherSpec};

@@ -29,6 +29,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+mod batch_tables;
 mod bind;
 mod buffer;
 mod decode;
@@ -43,6 +44,7 @@ mod rope;
 mod step;
 mod widen;
 
+pub use batch_tables::BatchTables;
 pub use bind::Binding;
 pub use buffer::Buffer;
 pub use decode::Decode;

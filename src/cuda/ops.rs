@@ -1,10 +1,11 @@
 //! The small ops on CUDA: [`HeadProject`], [`MlaPrefill`], [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
-//! [`KvGather`], [`Rotate`], [`RotateAppend`].
+//! [`KvGather`], [`Rotate`], [`RotateAppend`]; and [`BatchTables`], which makes tables for them and for decodes on the card.
 //!
 //! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
 //! `bind` checks one layer's buffers, once; `record` launches on the stream, making nothing, so that a graph may capture it and replay
 //! it after another `prepare`.
 
+mod batch_tables;
 mod head_project;
 mod kv_append;
 mod kv_calibrate;
@@ -18,6 +19,7 @@ mod rope_append;
 mod table;
 
 pub use crate::ops::CopySpec;
+pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 pub use head_project::{HeadProject, ProjectBinding, ProjectStep};
 pub use kv_append::{AppendBinding, AppendStep, KvAppend};
 pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
@@ -82,6 +84,7 @@ fn block_stride(kv: &KvSpec, view: &KvView<'_, Buffer>) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::batch_tables::{self, BatchArgs};
     use super::head_project::{self, ProjectArgs};
     use super::kv_append::{AppendArgs, append_entry};
     use super::kv_calibrate::{CalibrateArgs, calibrate_entry};
@@ -135,9 +138,11 @@ mod tests {
         want.push(("kv_gather_e4m3_e4m3", size_of::<GatherArgs>()));
         let copy = size_of::<CopyArgs>();
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
+        want.extend(batch_tables::ENTRIES.map(|entry| (entry, size_of::<BatchArgs>())));
         want.extend(head_project::ENTRIES.map(|entry| (entry, size_of::<ProjectArgs>())));
         want.extend(mla_prefill::ENTRIES.map(|entry| (entry, size_of::<PrefillArgs>())));
         let texts = [
+            &ptx::BATCH_TABLES,
             &ptx::HEAD_PROJECT,
             &ptx::MLA_PREFILL,
             &ptx::MERGE_ATTN_STATES,

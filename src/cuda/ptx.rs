@@ -22,6 +22,7 @@ macro_rules! ptx {
     };
 }
 
+pub(super) static BATCH_TABLES: Ptx = ptx!("batch_tables");
 pub(super) static HEAD_PROJECT: Ptx = ptx!("head_project");
 pub(super) static KV_APPEND: Ptx = ptx!("kv_append");
 pub(super) static KV_CALIBRATE: Ptx = ptx!("kv_calibrate");
@@ -54,6 +55,7 @@ impl std::fmt::Debug for Ptx {
 
 #[cfg(test)]
 pub(super) static ALL: &[&Ptx] = &[
+    &BATCH_TABLES,
     &HEAD_PROJECT,
     &KV_APPEND,
     &KV_CALIBRATE,

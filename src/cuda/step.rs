@@ -20,6 +20,8 @@ pub struct Step {
     pub(super) header: Header,
     /// Whether the host may write the page list itself.
     device_page_list: bool,
+    /// Counts calls of `prepare`.
+    generation: u64,
     words: Vec<u32>,
 }
 
@@ -46,6 +48,7 @@ impl Step {
             partials: Buffer::zeroed(cuda, u64::from(capacity.slots) * partial * 4)?,
             header,
             device_page_list,
+            generation: 0,
             words: Vec::new(),
         })
     }
@@ -70,6 +73,21 @@ impl Step {
         Ok(self.tables.part(u64::from(begin) * 4, u64::from(end - begin) * 4))
     }
 
+    /// Which `prepare` made what the step holds.
+    pub(super) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// The tables, the page list included.
+    pub(super) fn tables(&self) -> &Buffer {
+        &self.tables
+    }
+
+    /// Where the page list is.
+    pub(super) fn pages(&self) -> u64 {
+        self.tables.ptr() + u64::from(self.header.pages) * 4
+    }
+
     /// With a plan that [`crate::plan::check_plan`] let pass.
     pub(super) fn prepare(
         &mut self,
@@ -82,9 +100,14 @@ impl Step {
         // Checked in full before anything on the card changes.
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
         if capacity != self.capacity {
-            let words = std::mem::take(&mut self.words);
-            *self = Self { words, ..Self::new(cuda, spec, self.owner, self.device_page_list, capacity)? };
+            let (words, generation) = (std::mem::take(&mut self.words), self.generation);
+            *self = Self {
+                words,
+                generation,
+                ..Self::new(cuda, spec, self.owner, self.device_page_list, capacity)?
+            };
         }
+        self.generation += 1;
         let used = match pages {
             // The card writes the page list itself.
             PageTable::Device => header.pages,

@@ -1,5 +1,11 @@
 //! A batch whose lengths and pages are known on the device only.
 
+mod template;
+
+pub(crate) use template::Sequences;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use template::template;
+
 use crate::layer::fits;
 use crate::{Error, Result};
 
@@ -26,7 +32,7 @@ impl<B> Clone for DeviceBatch<'_, B> {
 }
 impl<B> Copy for DeviceBatch<'_, B> {}
 
-impl<B> DeviceBatch<'_, B> {
+impl<'a, B> DeviceBatch<'a, B> {
     /// # Errors
     /// [`Error::Shape`], and [`Error::BufferTooSmall`], given each buffer's bytes.
     pub(crate) fn check(&self, size: impl Fn(&B) -> u64) -> Result<()> {
@@ -41,7 +47,7 @@ impl<B> DeviceBatch<'_, B> {
         Ok(())
     }
 
-    pub(crate) fn arrays(&self) -> [(&'static str, &B); 3] {
+    pub(crate) fn arrays(&self) -> [(&'static str, &'a B); 3] {
         [
             ("seq_lens", self.seq_lens),
             ("query_start_loc", self.query_start_loc),

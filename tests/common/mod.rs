@@ -4,6 +4,8 @@
 pub mod cache;
 pub mod case;
 pub mod close;
+#[cfg(feature = "cuda")]
+pub mod graph;
 pub mod paint;
 #[cfg(feature = "wgpu")]
 pub mod rig;

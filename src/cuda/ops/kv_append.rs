@@ -165,6 +165,16 @@ impl AppendStep {
         Ok(())
     }
 
+    /// A table that a kernel on the card fills: `max_tokens` tokens, without a slot until then.
+    pub(super) fn for_device(append: &KvAppend, max_tokens: u32) -> Result<Self> {
+        items(&append.spec, max_tokens)?;
+        let mut step = append.step(max_tokens)?;
+        let none = std::iter::repeat_n(u32::MAX, max_tokens as usize);
+        step.table.upload(&append.cuda, max_tokens, none)?;
+        step.tokens = max_tokens;
+        Ok(step)
+    }
+
     /// Where the table is, if it has room for anything.
     pub(super) fn ptr(&self) -> Option<u64> {
         self.table.ptr()

@@ -1,9 +1,5 @@
 //! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch that only the device knows.
 
-mod template;
-
-use template::{Sequences, template};
-
 use super::args::{Slot, bind_group, layout};
 use super::table::Table;
 use super::{AppendStep, GROUP, KvAppend, grid, pipeline};
@@ -11,7 +7,7 @@ use crate::compose::Source;
 use crate::gpu::scope::scoped;
 use crate::gpu::window::Window;
 use crate::gpu::{MlaDecode, Pipelines, Step};
-use crate::ops::DeviceBatch;
+use crate::ops::{DeviceBatch, Sequences, template};
 use crate::plan::Plan;
 use crate::tables::PageTable;
 use crate::{Error, KvSpec, Result};

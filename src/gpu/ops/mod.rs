@@ -1,9 +1,5 @@
-//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`KvGather`].
-//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`]; and [`MlaPrefill`].
-//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
-//! [`KvGather`].
-//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCopyPages`], [`Rotate`], [`RotateAppend`].
-//! [`KvGather`]; and [`BatchTables`], which makes tables for them and for decodes on the device.
+//! The small ops on wgpu: [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`], [`KvGather`], [`Rotate`], [`RotateAppend`],
+//! [`HeadProject`], [`MlaPrefill`]; and [`BatchTables`], which makes tables for them and for decodes on the device.
 //!
 //! Each has the same verbs. `new` compiles; `prepare` uploads what changes with a step; `bind` checks one layer's
 //! buffers, once; `record` adds dispatches to a pass of the host, making nothing. The host submits.

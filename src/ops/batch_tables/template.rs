@@ -1,19 +1,22 @@
-//! What `batch_lists.wgsl` makes a step's tables of: a checked plan, and whose its items and query tokens are.
+//! What a device makes a step's tables of: a checked plan, and whose its items and query tokens are.
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use crate::KvSpec;
 use crate::plan::Plan;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 use crate::tables::Capacity;
-use crate::{Error, KvSpec, Result};
+use crate::{Error, Result};
 
 /// Whose each item and each query token is.
-pub(super) struct Sequences {
-    items: Vec<u32>,
-    queries: Vec<u32>,
+pub(crate) struct Sequences {
+    pub(crate) items: Vec<u32>,
+    pub(crate) queries: Vec<u32>,
 }
 
 impl Sequences {
     /// # Errors
     /// [`Error::Shape`] for a plan that the device cannot cut down.
-    pub(super) fn of(plan: &Plan, num_heads: u32) -> Result<Self> {
+    pub(crate) fn of(plan: &Plan, num_heads: u32) -> Result<Self> {
         let bad = |what, got: usize, cure| Err(Error::Shape { what, got: got as u64, cure });
         if !plan.shared.is_empty() {
             let cure = "plan a batch of the device without shared_prefixes";
@@ -48,9 +51,10 @@ impl Sequences {
     }
 }
 
-/// The words of `plan` in `batch_lists.wgsl` behind the first. Their number is the capacity's, so that a table is replaced only where the
+/// The words of `plan` in `batch_lists.wgsl` and `batch_tables.cu` behind the first. Their number is the capacity's, so that a table is replaced only where the
 /// step's buffers are: a sequence has at least 32 words of the page list.
-pub(super) fn template(
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) fn template(
     plan: &Plan,
     sequences: &Sequences,
     capacity: &Capacity,

@@ -1,0 +1,228 @@
+//! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch that only the card knows.
+
+use cudarc::driver::DeviceRepr;
+
+use super::table::Table;
+use super::{AppendStep, KvAppend, THREADS};
+use crate::cuda::driver::Kernel;
+use crate::cuda::ptx::BATCH_TABLES;
+use crate::cuda::{Buffer, Cuda, Decode, Step};
+use crate::ops::{DeviceBatch, Sequences, template};
+use crate::plan::Plan;
+use crate::tables::PageTable;
+use crate::{Error, KvSpec, Result};
+
+/// Makes tables on the card from `seq_lens`, `query_start_loc` and `block_table` that the host never reads back: batches may be
+/// padded to a fixed size, and a step is planned once for the longest that its sequences may become.
+///
+/// ```text
+/// once      tables = BatchTables::new(&cuda, kv), batch = tables.bind(&DeviceBatch { .. })
+///           slots = tables.slots(&append, max_tokens)
+///           tables.prepare(&mut lists, &mla, &mut step, &plan)     a plan of upper bounds
+/// a step    tables.record_slots(&slots, &batch), append.record(slots.step(), ..) for each layer
+///           tables.record_lists(&lists, &step, &batch), mla.record(&step, ..) for each layer
+/// ```
+/// All of a step may be one graph, which then replays with whatever the arrays hold.
+#[derive(Debug, Clone)]
+pub struct BatchTables {
+    cuda: Cuda,
+    kv: KvSpec,
+    slots: Kernel,
+    items: Kernel,
+    pages: Kernel,
+}
+
+/// A batch's arrays, checked and held.
+#[derive(Debug, Clone)]
+pub struct BatchBinding {
+    args: BatchArgs,
+    kv: KvSpec,
+    _buffers: [Buffer; 3],
+}
+
+/// Slots that the card writes and `kv_append` reads.
+#[derive(Debug)]
+pub struct DeviceSlots {
+    step: AppendStep,
+    kv: KvSpec,
+}
+
+/// What a decode's step is made of anew for each batch: the plan of its upper bounds.
+#[derive(Debug, Default)]
+pub struct DecodeLists {
+    plan: Table,
+    batch: u32,
+    /// Which `prepare` of which step it belongs to. The buffer is held, so that no other has its address.
+    prepared: Option<(u64, Buffer)>,
+}
+
+/// `Args` of batch_tables.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BatchArgs {
+    seq_lens: u64,
+    query_start_loc: u64,
+    block_table: u64,
+    slots: u64,
+    plan: u64,
+    tables: u64,
+    pages: u64,
+    batch: u32,
+    max_pages: u32,
+    page_size: u32,
+    num_pages: u32,
+    max_tokens: u32,
+    reserved: u32,
+}
+
+// SAFETY: plain data without padding, as the kernels have it.
+unsafe impl DeviceRepr for BatchArgs {}
+
+pub(super) const ENTRIES: [&str; 3] = ["batch_slots", "batch_items", "batch_pages"];
+
+impl DeviceSlots {
+    /// What [`KvAppend::record`] takes: of `max_tokens` tokens, those without a slot skipped.
+    pub fn step(&self) -> &AppendStep {
+        &self.step
+    }
+}
+
+impl BatchTables {
+    /// Loads the kernels for a cache; its dtype does not matter.
+    ///
+    /// # Errors
+    /// Those of [`KvSpec::check`], and [`Error::Cuda`].
+    pub fn new(cuda: &Cuda, kv: KvSpec) -> Result<Self> {
+        kv.check()?;
+        // Every address is in its buffer, whatever the batch's arrays hold, and whichever step, plan and binding are recorded, as
+        // src/gpu/ops/batch_tables.rs lists: `DeviceBatch::check` for the arrays, `max_tokens` of the step's room for its slots, and
+        // a template of the capacity whose tables it is written to.
+        let [slots, items, pages] = ENTRIES.map(|entry| cuda.kernel(&BATCH_TABLES, entry));
+        Ok(Self { cuda: cuda.clone(), kv, slots: slots?, items: items?, pages: pages? })
+    }
+
+    /// Checks and binds a batch's arrays. They are read when the kernels run.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] and [`Error::BufferTooSmall`].
+    pub fn bind(&self, batch: &DeviceBatch<'_, Buffer>) -> Result<BatchBinding> {
+        batch.check(Buffer::bytes)?;
+        let args = BatchArgs {
+            seq_lens: batch.seq_lens.ptr(),
+            query_start_loc: batch.query_start_loc.ptr(),
+            block_table: batch.block_table.ptr(),
+            slots: 0,
+            plan: 0,
+            tables: 0,
+            pages: 0,
+            batch: batch.batch,
+            max_pages: batch.max_pages,
+            page_size: self.kv.page_size,
+            num_pages: self.kv.num_pages,
+            max_tokens: 0,
+            reserved: 0,
+        };
+        let buffers = batch.arrays().map(|(_, buffer)| buffer.clone());
+        Ok(BatchBinding { args, kv: self.kv, _buffers: buffers })
+    }
+
+    /// Slots for up to `max_tokens` new tokens, for an append of the same cache. All are skipped until
+    /// [`BatchTables::record_slots`] has run.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::Cuda`].
+    pub fn slots(&self, append: &KvAppend, max_tokens: u32) -> Result<DeviceSlots> {
+        if !self.serves(&append.spec().kv) {
+            return Err(Error::LayoutMismatch { detail: "the append is of another pool of pages" });
+        }
+        Ok(DeviceSlots { step: AppendStep::for_device(append, max_tokens)?, kv: self.kv })
+    }
+
+    /// Prepares a decode's step with a plan for the longest that each sequence may be, [`PageTable::Device`], and keeps what
+    /// [`BatchTables::record_lists`] needs of the plan.
+    ///
+    /// The plan has the batch's sequences, those of padding included, with `seq_lens` that no batch passes, and
+    /// [`crate::Visibility::Full`] (or one query token a sequence): the card finds what each query token sees, causal and
+    /// bottom-right. A sequence's query tokens begin where the plan has them; those that the batch has not, by `query_start_loc`, see
+    /// nothing: out is 0 and LSE -inf. Sequences longer than planned are cut off.
+    ///
+    /// A `prepare` that does not fit the step's capacity replaces buffers: graphs captured before must be captured again.
+    ///
+    /// # Errors
+    /// Those of [`Decode::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
+    /// [`crate::cuda::Options::device_page_list`]; [`Error::Shape`] for a plan with shared prefixes or with other bounds.
+    pub fn prepare(&self, lists: &mut DecodeLists, mla: &Decode, step: &mut Step, plan: &Plan) -> Result<()> {
+        if !self.serves(&mla.spec().kv) {
+            return Err(Error::LayoutMismatch { detail: "the decode is of another pool of pages" });
+        }
+        let sequences = Sequences::of(plan, mla.spec().shape.num_heads)?;
+        mla.prepare(step, plan, PageTable::Device)?;
+        let is_same = lists.prepared.take().is_some_and(|(_, tables)| tables.ptr() == step.tables().ptr());
+        if !is_same {
+            // A template serves the tables of one capacity, in which its places are.
+            lists.plan = Table::default();
+        }
+        let words = template(plan, &sequences, &step.capacity(), &self.kv);
+        lists.plan.upload(&self.cuda, plan.items.len() as u32, words)?;
+        lists.batch = plan.seq_lens.len() as u32;
+        lists.prepared = Some((step.generation(), step.tables().clone()));
+        Ok(())
+    }
+
+    /// Whether these can be recorded together.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
+    pub fn check(&self, lists: &DecodeLists, step: &Step, batch: &BatchBinding) -> Result<()> {
+        let is_of = |(generation, tables): &(u64, Buffer)| {
+            *generation == step.generation() && tables.ptr() == step.tables().ptr()
+        };
+        if !lists.prepared.as_ref().is_some_and(is_of) {
+            let detail =
+                "the step was prepared by another call than the last BatchTables::prepare of these lists";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        if lists.batch != batch.args.batch || !self.serves(&batch.kv) {
+            let detail = "the plan has another number of sequences than the batch, or another pool";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        Ok(())
+    }
+
+    /// Launches what writes the slots of the batch's new tokens. Allocates nothing, waits for nothing, and may be captured in a graph.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] and [`Error::Cuda`].
+    pub fn record_slots(&self, slots: &DeviceSlots, batch: &BatchBinding) -> Result<()> {
+        if !self.serves(&slots.kv) || !self.serves(&batch.kv) {
+            return Err(Error::LayoutMismatch { detail: "slots and batch are of different pools" });
+        }
+        let max_tokens = slots.step.max_tokens();
+        let Some(table) = slots.step.ptr().filter(|_| max_tokens > 0) else { return Ok(()) };
+        let args = BatchArgs { slots: table, max_tokens, ..batch.args };
+        self.cuda.launch(&self.slots, max_tokens.div_ceil(THREADS), THREADS, 0, &args)
+    }
+
+    /// Launches what cuts the step's tables down to the batch, and writes its page list: two kernels. Allocates nothing, waits for
+    /// nothing, and may be captured in a graph.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] and [`Error::Cuda`].
+    pub fn record_lists(&self, lists: &DecodeLists, step: &Step, batch: &BatchBinding) -> Result<()> {
+        self.check(lists, step, batch)?;
+        let Some(plan) = lists.plan.ptr() else { return Ok(()) };
+        let (tables, pages) = (step.tables().ptr(), step.pages());
+        let args = BatchArgs { plan, tables, pages, ..batch.args };
+        // The capacity, as a decode's grids: a replay has the plan that was prepared last.
+        let capacity = step.capacity();
+        let items = capacity.items.max(capacity.queries);
+        self.cuda.launch(&self.items, items.div_ceil(THREADS), THREADS, 0, &args)?;
+        // In this order: see batch_tables.cu.
+        self.cuda.launch(&self.pages, capacity.pages.div_ceil(THREADS), THREADS, 0, &args)
+    }
+
+    /// Pages of other elements are the same to it.
+    fn serves(&self, kv: &KvSpec) -> bool {
+        (kv.page_size, kv.num_pages) == (self.kv.page_size, self.kv.num_pages)
+    }
+}

@@ -1,0 +1,45 @@
+//! What was launched on a stream, as a graph that can be launched again.
+
+use wgpu_mla::cuda::Cuda;
+use wgpu_mla::cuda::cudarc::driver::{CudaGraph, sys};
+
+/// A card with a stream of its own, so that nothing of another test gets into a capture; or `None` once it was said why there is none.
+pub fn cuda() -> Option<Cuda> {
+    match Cuda::new(0) {
+        Ok(cuda) => Some(cuda),
+        Err(error) => {
+            assert!(std::env::var("MLA_REQUIRE_CUDA").is_err(), "{error}");
+            eprintln!("NOT RUN: {error}");
+            None
+        }
+    }
+}
+
+/// A graph of what `record` launches: kernels and nothing else, so no memory is made and no host is waited for.
+pub fn captured(cuda: &Cuda, record: impl Fn() -> wgpu_mla::Result<()>) -> CudaGraph {
+    let stream = cuda.stream();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    stream.begin_capture(mode).expect("a capture");
+    let recorded = record();
+    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let graph = stream.end_capture(flags).expect("captured").expect("a graph");
+    recorded.expect("recorded");
+
+    let mut count = 0;
+    // SAFETY: the graph is alive; without an array only the count is written.
+    let status = unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut count) };
+    assert_eq!(status, sys::CUresult::CUDA_SUCCESS);
+    let mut nodes = vec![std::ptr::null_mut(); count];
+    // SAFETY: there is room for as many nodes as the graph has.
+    let status = unsafe { sys::cuGraphGetNodes(graph.cu_graph(), nodes.as_mut_ptr(), &mut count) };
+    assert_eq!(status, sys::CUresult::CUDA_SUCCESS);
+    assert!(count > 0);
+    for node in nodes {
+        let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
+        // SAFETY: a node of a graph that is alive.
+        let status = unsafe { sys::cuGraphNodeGetType(node, &mut kind) };
+        assert_eq!(status, sys::CUresult::CUDA_SUCCESS);
+        assert_eq!(kind, sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL);
+    }
+    graph
+}
