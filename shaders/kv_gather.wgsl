@@ -7,7 +7,8 @@
 // words on both sides, and no two invocations share a word. A place is a token that a piece could have, PAGE_SIZE of them each.
 // An item is the same quad of PLACES_PER_LANE places: all are loaded before the first is converted.
 //
-// Prelude: GROUP, PAGE_SIZE, NUM_SLOTS, ROW_QUADS, PLACES_PER_LANE. Libs: grid, round, in_*, out_*, convert_*.
+// Prelude: GROUP, PAGE_SIZE, NUM_SLOTS, ROW_QUADS, PLACES_PER_LANE. Libs: grid, round, in_*, out_*, convert_*, and pack_* or
+// convert_begin_nothing.
 
 struct GatherParams {
     scale: E4m3Scale,
@@ -38,7 +39,8 @@ fn kv_gather(
     let quad = item % ROW_QUADS;
     let first = item / ROW_QUADS * PLACES_PER_LANE;
     let num_places = table[0] * PAGE_SIZE;
-    if first >= num_places {
+    // Asked for the whole workgroup, which makes a table together.
+    if item_of(group, groups, 0u) / ROW_QUADS * PLACES_PER_LANE >= num_places {
         return;
     }
     var rows: array<u32, PLACES_PER_LANE>;
@@ -54,6 +56,7 @@ fn kv_gather(
         let row = params.kv_base_quads + slot / PAGE_SIZE * params.kv_block_stride_quads + slot % PAGE_SIZE * ROW_QUADS;
         quads[i] = kv[row + quad];
     }
+    begin_convert(lane, params.scale);
     for (var i = 0u; i < PLACES_PER_LANE; i++) { // unroll
         // A table that was prepared again after this was recorded may hold more rows than the binding.
         if rows[i] < params.max_rows {

@@ -83,7 +83,7 @@ impl KvGather {
         //   the `min` keeps them in this one;
         // - row < max_rows is asked in the shader: `prepare` may have been called again since `record`. `bind` refuses an
         //   output that ends before max_rows rows (`Gather::check`), and `window_of` binds up to there;
-        // - quad < ROW_QUADS.
+        // - quad < ROW_QUADS; the table of results has an entry a code, and as many as invocations.
         // All loops are unrolled.
         let pipeline = pipeline(pipelines, &source(&spec), &[&step_layout, &layer_layout])?;
         let max_groups = device.limits().max_compute_workgroups_per_dimension;
@@ -226,19 +226,25 @@ fn source(spec: &GatherSpec) -> Source {
         ("ROW_QUADS", spec.shape.row_elems() / 4),
         ("PLACES_PER_LANE", PLACES_PER_LANE),
     ];
+    let nothing = include_str!("../../../shaders/lib/convert_begin_nothing.wgsl");
     let convert = if spec.dequantises() {
-        include_str!("../../../shaders/lib/convert_scaled.wgsl")
+        let pack = match spec.output {
+            Dtype::F32 => include_str!("../../../shaders/lib/pack_words.wgsl"),
+            _ => include_str!("../../../shaders/lib/pack_halves.wgsl"),
+        };
+        [pack, include_str!("../../../shaders/lib/convert_table.wgsl")]
     } else if spec.kv.dtype == spec.output {
-        include_str!("../../../shaders/lib/convert_copy.wgsl")
+        [nothing, include_str!("../../../shaders/lib/convert_copy.wgsl")]
     } else {
-        include_str!("../../../shaders/lib/convert_round.wgsl")
+        [nothing, include_str!("../../../shaders/lib/convert_round.wgsl")]
     };
     let files = [
         include_str!("../../../shaders/lib/grid.wgsl"),
         include_str!("../../../shaders/lib/round.wgsl"),
         lib_cache(spec.kv.dtype),
         super::lib_out(spec.output),
-        convert,
+        convert[0],
+        convert[1],
         include_str!("../../../shaders/kv_gather.wgsl"),
     ];
     super::unrolled("kv_gather", &format!("from_{}.{}", spec.kv.dtype, spec.output), &consts, &files)
