@@ -178,12 +178,13 @@ mesa26() {
         coop_small::shared_prefixes coop_small::empty_batches coop_small::a_step_serves coop_small::bits_of coop_small::rising)
     [[ -z $full ]] || matrix=() conformance=()
     step "tests on lavapipe"
-    cargo test --locked --no-run --test matrix_wgpu --test conformance_wgpu --test project_wgpu
+    cargo test --locked --no-run --test matrix_wgpu --test conformance_wgpu --test project_wgpu --test batch_tables
     local matrix_job status=0
     mesa26_tests matrix_wgpu "${matrix[@]}" &
     matrix_job=$!
     mesa26_tests conformance_wgpu "${conformance[@]}" || status=$?
     mesa26_tests project_wgpu coop || status=$?
+    mesa26_tests batch_tables on_wgpu || status=$?
     wait "$matrix_job" || status=$?
     return "$status"
 }
