@@ -171,7 +171,7 @@ mesa26_tests() {
 # smallest dims with each dtype of the cache and all head counts; and of the conformance suite, at 512/64, the groups
 # that share the kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the row on
 # matrices: the others run on this machine's own driver.
-# The row `coop` needs 48 KiB of workgroup memory, and lavapipe has 32.
+# The row `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on matrices take it minutes: only --full has them.
 mesa26() {
     local matrix=(coop_small_256_32)
     local conformance=(coop_small::page_sizes coop_small::varlen coop_small::visibility coop_small::policies
