@@ -103,8 +103,7 @@ fn coop_dims_of_models() {
     cases("coop", &some);
 }
 
-#[test]
-fn plain_dtypes() {
+fn dtypes(row: &str) {
     let mut all = Vec::new();
     for (turn, dtypes) in [[F32; 3], [Bf16; 3], [F16, Bf16, F32]].into_iter().enumerate() {
         for order in [Kn, Nk] {
@@ -112,7 +111,22 @@ fn plain_dtypes() {
             all.push(Case { layout: [Layout::HeadMajor, Layout::Gaps][turn % 2], ..case });
         }
     }
-    cases("plain", &all);
+    cases(row, &all);
+}
+
+#[test]
+fn plain_dtypes() {
+    dtypes("plain");
+}
+
+#[test]
+fn direct_dtypes() {
+    dtypes("direct");
+    let hard = |order| Case { data: Data::Hard, ..Case::new(spec([Bf16; 3], 2, (64, 32), order), 9) };
+    cases(
+        "direct",
+        &[hard(Kn), hard(Nk), Case { shared: true, ..Case::new(spec([F32; 3], 3, (64, 40), Nk), 6) }],
+    );
 }
 
 /// A binding serves any range of its tokens; the others keep their bytes.
@@ -152,8 +166,10 @@ fn rows_are_chosen_and_forced_by_name() {
     let Some(gpu) = common::gpu_or_say_why() else { return };
     let spec = spec([F32; 3], 2, (16, 16), Nk);
     let project = HeadProject::new(&gpu.pipelines, spec).expect("some row runs");
-    assert_eq!(project.variant(), "plain", "{}: f32 weights", project.why());
-    for (name, why) in [("coop", "coop"), ("none such", "coop, plain")] {
+    let software = gpu.adapter.get_info().device_type == wgpu::DeviceType::Cpu;
+    let row = if software { "direct" } else { "plain" };
+    assert_eq!(project.variant(), row, "{}: f32 weights", project.why());
+    for (name, why) in [("coop", "coop"), ("none such", "coop, direct, plain")] {
         let error = HeadProject::with_variant(&gpu.pipelines, spec, Some(name)).expect_err("does not run");
         assert!(
             matches!(error, Error::VariantUnavailable { .. }) && error.to_string().contains(why),

@@ -107,13 +107,28 @@ impl MlaLayer {
     /// Those of [`MlaLayerSpec::check`] and of the ops; [`Error::Limit`] and [`Error::OutOfMemory`] for a workspace that the device
     /// does not hold.
     pub fn new(pipelines: &Pipelines, spec: &MlaLayerSpec, capacity: LayerCapacity) -> Result<Self> {
+        Self::with_variant(pipelines, spec, capacity, None)
+    }
+
+    /// As [`MlaLayer::new`]; `variant` forces a row for the decode, as [`Options::variant`] does, such as one that rounds no softmax
+    /// weights.
+    ///
+    /// # Errors
+    /// Those of [`MlaLayer::new`], and [`Error::VariantUnavailable`].
+    pub fn with_variant(
+        pipelines: &Pipelines,
+        spec: &MlaLayerSpec,
+        capacity: LayerCapacity,
+        variant: Option<&str>,
+    ) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         spec.check()?;
         let capacity =
             LayerCapacity { decode_tokens: capacity.decode_tokens.min(capacity.tokens), ..capacity };
         let project = |project| HeadProject::new(pipelines, project);
         let (dims, dtype, weight) = (spec.dims(), spec.dtype, spec.weight);
-        let options = Options { query_tokens: spec.decode_threshold, ..Options::default() };
+        let variant = variant.map(Into::into);
+        let options = Options { variant, query_tokens: spec.decode_threshold, ..Options::default() };
         let append = spec.append();
         Ok(Self {
             append: if spec.shape.qk_rope_head_dim == 0 {

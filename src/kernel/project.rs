@@ -8,13 +8,15 @@ use crate::unroll::unroll;
 use crate::{Dtype, Error, ProjectSpec, Result, WeightOrder};
 
 /// The rows, best first. The last one runs everywhere.
-pub const ROWS: [&str; 2] = ["coop", "plain"];
+pub const ROWS: [&str; 3] = ["coop", "direct", "plain"];
 
 /// A row as it is made for a spec and a device: what its workgroups take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tile {
     /// `head_project.wgsl`, with so many tokens a thread.
     Plain { rows: u32 },
+    /// `head_project_direct.wgsl`, likewise.
+    Direct { rows: u32 },
     /// `head_project_coop.wgsl`.
     Coop(Coop),
 }
@@ -36,6 +38,8 @@ pub struct Coop {
 const TOKENS: u32 = 64;
 /// Threads of the plain row.
 const GROUP: u32 = 256;
+/// Threads of the direct row: lavapipe's lanes.
+pub const DIRECT_GROUP: u32 = 8;
 /// Workgroups that a device should have: about one for each of an H200's 132 multiprocessors.
 pub const TARGET_GROUPS: u32 = 128;
 /// Words of rows and weights that a thread of a card may hold.
@@ -46,6 +50,7 @@ impl Tile {
     pub const fn tokens(&self) -> u32 {
         match self {
             Self::Plain { rows } => 16 * *rows,
+            Self::Direct { rows } => *rows,
             Self::Coop(_) => TOKENS,
         }
     }
@@ -54,6 +59,7 @@ impl Tile {
     pub const fn column_groups(&self, spec: &ProjectSpec) -> u32 {
         match self {
             Self::Plain { .. } => spec.n.div_ceil(64),
+            Self::Direct { .. } => direct_parts(spec).div_ceil(DIRECT_GROUP),
             Self::Coop(tile) => spec.n / tile.columns,
         }
     }
@@ -62,6 +68,7 @@ impl Tile {
     pub fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
         match self {
             Self::Plain { rows } => plain(*rows, spec),
+            Self::Direct { rows } => direct(*rows, spec),
             Self::Coop(tile) => tile.source(caps, spec),
         }
     }
@@ -77,16 +84,18 @@ pub fn choose(
     spec: &ProjectSpec,
 ) -> Result<(&'static str, [Tile; 2], String)> {
     let plain = [Tile::Plain { rows: 1 }, Tile::Plain { rows: 4 }];
+    let direct = [Tile::Direct { rows: 1 }, Tile::Direct { rows: 4 }];
     let coop = Coop::pair(caps, spec);
     match forced {
         None if caps.kind == DeviceKind::Software => {
-            Ok(("plain", plain, "row plain; not coop: a software device only imitates matrices".into()))
+            Ok(("direct", direct, "row direct; not coop: a software device only imitates matrices".into()))
         }
         None => Ok(match coop {
             Ok(tiles) => ("coop", tiles, "row coop".into()),
             Err(why) => ("plain", plain, format!("row plain; not coop: {why}")),
         }),
         Some("plain") => Ok(("plain", plain, "row plain, forced".into())),
+        Some("direct") => Ok(("direct", direct, "row direct, forced".into())),
         Some("coop") => match coop {
             Ok(tiles) => Ok(("coop", tiles, "row coop, forced".into())),
             Err(why) => Err(Error::VariantUnavailable { name: "coop".into(), why }),
@@ -312,6 +321,38 @@ fn plain(rows: u32, spec: &ProjectSpec) -> Source {
         ("N_OCTS", spec.n / 8),
         ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
     ];
+    let body = include_str!("../../shaders/head_project.wgsl");
+    summed_in_f32("plain", 16 * rows, spec, &consts, body)
+}
+
+/// Threads of the direct row for a head's columns.
+const fn direct_parts(spec: &ProjectSpec) -> u32 {
+    match spec.order {
+        WeightOrder::Kn => spec.n / 8,
+        WeightOrder::Nk => spec.n / 4,
+    }
+}
+
+fn direct(rows: u32, spec: &ProjectSpec) -> Source {
+    let consts = [
+        ("GROUP", DIRECT_GROUP),
+        ("ROWS", rows),
+        ("K_OCTS", spec.k / 8),
+        ("PARTS", direct_parts(spec)),
+        ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
+    ];
+    let body = include_str!("../../shaders/head_project_direct.wgsl");
+    summed_in_f32("direct", rows, spec, &consts, body)
+}
+
+/// A kernel that reads octs of rows and weights as f32.
+fn summed_in_f32(
+    row: &str,
+    tile: u32,
+    spec: &ProjectSpec,
+    consts: &[(&'static str, u32)],
+    body: &str,
+) -> Source {
     let aliases = [("XOct", oct_type(spec.input)), ("WOct", oct_type(spec.weight))];
     let decoders = format!(
         "fn read_x(oct: XOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\
@@ -322,12 +363,8 @@ fn plain(rows: u32, spec: &ProjectSpec) -> Source {
     if spec.weight != spec.input {
         files.push(oct_file(spec.weight, false));
     }
-    files.extend([
-        include_str!("../../shaders/lib/round.wgsl"),
-        out_file(spec.output),
-        include_str!("../../shaders/head_project.wgsl"),
-    ]);
-    module("plain", 16 * rows, spec, &consts, &aliases, &files)
+    files.extend([include_str!("../../shaders/lib/round.wgsl"), out_file(spec.output), body]);
+    module(row, tile, spec, consts, &aliases, &files)
 }
 
 const fn out_file(dtype: Dtype) -> &'static str {

@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use generate::{Error, Result, Where};
@@ -69,7 +70,10 @@ impl Default for Args {
 
 impl Args {
     /// `None` where help is wanted.
-    pub fn parse(mut words: impl Iterator<Item = String>) -> Result<Option<Self>> {
+    pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Option<Self>> {
+        let text =
+            |word: OsString| word.into_string().map_err(|word| wrong(format!("{word:?}: must be UTF-8")));
+        let mut words = words.map(text).collect::<Result<Vec<_>>>()?.into_iter();
         let mut args = Self::default();
         let mut dirs = 0;
         while let Some(word) = words.next() {

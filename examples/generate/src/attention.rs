@@ -1,5 +1,7 @@
 //! The seam between a model and what attends.
 
+use std::time::{Duration, Instant};
+
 use wgpu_mla::SeqId;
 
 use crate::{Pages, Result};
@@ -39,4 +41,54 @@ pub trait Attention {
     /// # Errors
     /// Those of the backend.
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>>;
+}
+
+/// An attention that knows how long it took.
+pub struct Timed<'a> {
+    inner: &'a mut dyn Attention,
+    spent: Duration,
+}
+
+impl<'a> Timed<'a> {
+    pub fn new(inner: &'a mut dyn Attention) -> Self {
+        Self { inner, spent: Duration::ZERO }
+    }
+
+    /// Since it was last asked.
+    pub fn take(&mut self) -> Duration {
+        std::mem::take(&mut self.spent)
+    }
+
+    fn timed<T>(&mut self, call: impl FnOnce(&mut dyn Attention) -> T) -> T {
+        let start = Instant::now();
+        let result = call(self.inner);
+        self.spent += start.elapsed();
+        result
+    }
+}
+
+impl Attention for Timed<'_> {
+    fn describe(&self) -> String {
+        self.inner.describe()
+    }
+
+    fn max_tokens(&self) -> usize {
+        self.inner.max_tokens()
+    }
+
+    fn pages(&self) -> &Pages {
+        self.inner.pages()
+    }
+
+    fn pages_mut(&mut self) -> &mut Pages {
+        self.inner.pages_mut()
+    }
+
+    fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
+        self.timed(|attention| attention.begin(batch))
+    }
+
+    fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>> {
+        self.timed(|attention| attention.attend(layer, rows))
+    }
 }

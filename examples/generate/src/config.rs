@@ -150,8 +150,14 @@ impl Config {
             return Err("qk_rope_head_dim 0: this program serves models with a rotary part".into());
         }
         let interleaved = !is_v3 || raw.rope_interleave.unwrap_or(true);
-        let scaled = raw.rope_parameters.or(raw.rope_scaling);
-        let rope = RopeConfig::new(scaled, raw.rope_theta, interleaved, raw.max_position_embeddings)?;
+        let (rope, most) = (raw.rope_parameters.or(raw.rope_scaling), raw.max_position_embeddings);
+        let rope = RopeConfig::new(
+            rope.unwrap_or_default(),
+            raw.rope_theta,
+            interleaved,
+            shape.qk_rope_head_dim,
+            most,
+        )?;
         let eos = match raw.eos_token_id {
             None => Vec::new(),
             Some(OneOrMore::One(id)) => vec![id],
@@ -177,8 +183,16 @@ impl Config {
 
     /// The factor of the attention's logits.
     pub fn softmax_scale(&self) -> f32 {
-        let (factor, m) = self.rope.softmax_mscale();
+        let (factor, m) = self.rope.softmax_mscale;
         wgpu_mla::softmax_scale(self.qk_nope_head_dim as u32, self.shape.qk_rope_head_dim, factor, m)
+    }
+
+    /// Cosines and sines of all positions, `[max_position_embeddings, R]`.
+    ///
+    /// # Errors
+    /// [`wgpu_mla::Error::Shape`].
+    pub fn cos_sin(&self) -> crate::Result<Vec<f32>> {
+        Ok(self.rope.cos_sin(u32::try_from(self.max_position_embeddings).unwrap_or(u32::MAX))?)
     }
 
     /// Whether a layer has experts.

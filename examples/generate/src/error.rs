@@ -12,6 +12,9 @@ pub enum Error {
     /// A prompt or an option that cannot be served.
     #[error("{0}")]
     Input(String),
+    /// Standard output, such as one that was closed.
+    #[error("standard output: {0}")]
+    Output(std::io::Error),
     /// From the attention.
     #[error(transparent)]
     Mla(#[from] wgpu_mla::Error),

@@ -15,6 +15,7 @@
 //!
 //! The seam is [`attention::Attention`]: what is before it are projections, what is behind it is `o_proj`.
 
+mod arrays;
 pub mod attention;
 mod backend;
 mod checkpoint;
@@ -26,9 +27,12 @@ mod layer;
 mod model;
 mod paged;
 mod pages;
+mod prefill;
+mod recorded;
 mod rope;
 mod sample;
 mod session;
+mod setup;
 mod text;
 mod weights;
 
@@ -38,9 +42,10 @@ pub use config::Config;
 pub use error::{Error, Result};
 pub use evaluate::{Score, evaluate};
 pub use model::Model;
-pub use paged::{Setup, paged};
+pub use paged::paged;
 pub use pages::Pages;
-pub use rope::{CosSin, RopeConfig};
+pub use rope::RopeConfig;
 pub use sample::{Sampler, Sampling};
 pub use session::{Done, Options, Stats, generate};
+pub use setup::Setup;
 pub use text::Text;

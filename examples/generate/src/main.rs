@@ -6,31 +6,34 @@
 mod args;
 mod print;
 
+use std::io::ErrorKind;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use args::Args;
 use generate::attention::Attention;
 use generate::{Checkpoint, Error, Options, Result, Sampling, Setup, Stats};
-use print::{Printer, say};
+use print::{Printer, say, tell};
 
 fn main() -> ExitCode {
-    let args = match Args::parse(std::env::args().skip(1)) {
-        Ok(Some(args)) => args,
-        Ok(None) => {
-            say(&format!("{}\n", args::HELP));
-            return ExitCode::SUCCESS;
-        }
+    let args = match Args::parse(std::env::args_os().skip(1)) {
+        Ok(args) => args,
         Err(error) => {
-            eprintln!("{error}\n{}", args::HELP);
+            tell(&format!("generate: {error}\n\n{}\n", args::HELP));
             return ExitCode::from(2);
         }
     };
-    let result = if args.evaluate.is_some() { evaluate(&args) } else { continue_text(&args) };
+    let result = match &args {
+        None => say(&format!("{}\n", args::HELP)),
+        Some(args) if args.evaluate.is_some() => evaluate(args),
+        Some(args) => continue_text(args),
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
+        // A reader that has seen enough, such as `head`.
+        Err(Error::Output(error)) if error.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("generate: {error}");
+            tell(&format!("generate: {error}\n"));
             ExitCode::FAILURE
         }
     }
@@ -45,24 +48,21 @@ fn continue_text(args: &Args) -> Result<()> {
     let context = checkpoint.model.config.max_position_embeddings;
     // Pages for the longest that each sequence may become.
     let tokens = prompts.iter().map(|prompt| prompt.len().saturating_add(args.max_tokens).min(context));
-    let (tokens, sequences) = (tokens.sum::<usize>() as u32, texts.len() as u32);
-    let setup = Setup { tokens, sequences, ..setup(args, &checkpoint) };
+    let tokens = u32::try_from(tokens.sum::<usize>()).unwrap_or(u32::MAX);
+    let setup = Setup { tokens, sequences: texts.len() as u32, ..setup(args, &checkpoint) };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     warm_up(&checkpoint, attention.as_mut())?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
 
-    let mut printer = Printer::new(&texts);
+    let mut printer = Printer::new(&texts)?;
     let mut streams: Vec<_> = texts.iter().map(|_| tokenizer.stream()).collect();
     let options = Options {
         max_tokens: args.max_tokens,
         sampling: Sampling { temperature: args.temperature, seed: args.seed },
     };
-    let mut on_token = |sequence: usize, token: u32| {
-        printer.add(sequence, &streams[sequence](token)?);
-        Ok(())
-    };
+    let mut on_token = |sequence: usize, token: u32| printer.add(sequence, &streams[sequence](token)?);
     let done = generate::generate(&checkpoint.model, attention.as_mut(), &prompts, &options, &mut on_token)?;
-    printer.finish();
+    printer.finish()?;
     summarise(&done.stats, attention.as_ref());
     Ok(())
 }
@@ -90,22 +90,29 @@ fn describe(args: &Args, checkpoint: &Checkpoint, attention: &dyn Attention, rea
     let config = &checkpoint.model.config;
     let (layers, shape) = (config.num_layers, config.shape);
     let (heads, latent, rope) = (shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim);
-    eprintln!("{}: {layers} layers, {heads} heads of {latent}+{rope}", args.dir.display());
-    eprintln!(
-        "attention: {}, {} cache; ready in {:.1} s\n",
-        attention.describe(),
-        args.kv,
-        ready.as_secs_f64()
-    );
+    tell(&format!("{}: {layers} layers, {heads} heads of {latent}+{rope}\n", args.dir.display()));
+    let (who, seconds) = (attention.describe(), ready.as_secs_f64());
+    tell(&format!("attention: {who}, {} cache; ready in {seconds:.1} s\n\n", args.kv));
 }
 
 fn summarise(stats: &Stats, attention: &dyn Attention) {
-    let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
-    let (prefill, decode) = (stats.prefill_tokens, stats.decode_tokens);
-    let (_, most, all) = attention.pages().used();
-    eprintln!("\nprefill: {prefill} tokens, {:.0} tokens/s", rate(prefill, stats.prefill));
-    eprintln!("decode: {decode} tokens, {:.0} tokens/s", rate(decode, stats.decode));
-    eprintln!("cache: at most {most} of {all} pages of {} tokens in use", attention.pages().spec().page_size);
+    let speed = |tokens: usize, time: Duration, attention: Duration| {
+        let seconds = time.as_secs_f64().max(1e-9);
+        let (rate, share) = (tokens as f64 / seconds, 100.0 * attention.as_secs_f64() / seconds);
+        format!("{rate:.0} tokens/s, {share:.0} % of the time attention")
+    };
+    let shared = match stats.prompt_tokens - stats.prefill_tokens {
+        0 => String::new(),
+        shared => format!(" and {shared} shared with another prompt"),
+    };
+    let (computed, decoded) = (stats.prefill_tokens, stats.decode_tokens);
+    let (prefill, decode) = (
+        speed(computed, stats.prefill, stats.prefill_attention),
+        speed(decoded, stats.decode, stats.decode_attention),
+    );
+    tell(&format!("\nprefill: {computed} tokens{shared}, {prefill}\ndecode: {decoded} tokens, {decode}\n"));
+    let ((_, most, all), page) = (attention.pages().used(), attention.pages().spec().page_size);
+    tell(&format!("cache: at most {most} of {all} pages of {page} tokens in use\n"));
 }
 
 fn evaluate(args: &Args) -> Result<()> {
@@ -114,11 +121,12 @@ fn evaluate(args: &Args) -> Result<()> {
     let begin = Instant::now();
     let checkpoint = Checkpoint::open(&args.dir)?;
     let tokens = checkpoint.tokenizer()?.encode(&text)?;
-    let setup = Setup { tokens: args.window.try_into().unwrap_or(u32::MAX), ..setup(args, &checkpoint) };
+    let window = args.window.min(checkpoint.model.config.max_position_embeddings);
+    let setup = Setup { tokens: window as u32, ..setup(args, &checkpoint) };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
     let all = args.windows.min((tokens.len().saturating_sub(1)) / args.window);
-    let mut progress = |window: usize| eprint!("\rwindow {} of {all}", window + 1);
+    let mut progress = |window: usize| tell(&format!("\rwindow {} of {all}", window + 1));
     let score = generate::evaluate(
         &checkpoint.model,
         attention.as_mut(),
@@ -127,12 +135,11 @@ fn evaluate(args: &Args) -> Result<()> {
         args.windows,
         &mut progress,
     )?;
-    eprintln!();
+    tell("\n");
     let (tokens, perplexity) = (score.loss.len() * score.window, score.perplexity());
     let accuracy = 100.0 * score.accuracy();
     say(&format!(
         "{}: {tokens} tokens, perplexity {perplexity:.4}, next token right {accuracy:.3} %\n",
         args.kv
-    ));
-    Ok(())
+    ))
 }

@@ -1,8 +1,8 @@
 //! The pages of all sequences, and a step's tables: what any attention over a paged cache needs on the host.
 
-use wgpu_mla::{AppendBatch, BlockTable, KvSpec, PagePool, SeqId};
+use wgpu_mla::{AppendBatch, BlockTable, KvSpec, LayerBatch, PagePool, SeqId};
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// A page pool and the tables of the step that was begun last.
 pub struct Pages {
@@ -20,10 +20,12 @@ pub struct Pages {
     /// Pages of each sequence.
     pub table: BlockTable,
     most_used: usize,
+    max_position: usize,
 }
 
 impl Pages {
-    pub fn new(spec: KvSpec) -> Result<Self> {
+    /// An empty pool for sequences of at most `max_position` tokens.
+    pub fn new(spec: KvSpec, max_position: usize) -> Result<Self> {
         Ok(Self {
             pool: PagePool::new(spec)?,
             append: AppendBatch::default(),
@@ -33,6 +35,7 @@ impl Pages {
             positions: Vec::new(),
             table: BlockTable::default(),
             most_used: 0,
+            max_position,
         })
     }
 
@@ -44,6 +47,11 @@ impl Pages {
     /// A new sequence that shares all pages of another until one of them writes.
     pub fn fork(&mut self, sequence: SeqId) -> Result<SeqId> {
         Ok(self.pool.fork(sequence)?)
+    }
+
+    /// A new sequence with the first `tokens` tokens of another, in the same pages.
+    pub fn fork_prefix(&mut self, sequence: SeqId, tokens: u32) -> Result<SeqId> {
+        Ok(self.pool.fork_prefix(sequence, tokens)?)
     }
 
     pub fn free(&mut self, sequence: SeqId) -> Result<()> {
@@ -65,7 +73,28 @@ impl Pages {
             self.positions.extend(tokens.clone().map(|position| position as i32));
             self.query_start_loc.push(self.positions.len() as i32);
         }
+        self.check_positions()
+    }
+
+    /// Every position has a row of cosines and sines.
+    fn check_positions(&self) -> Result<()> {
+        let most = self.max_position;
+        if let Some(position) = self.positions.iter().find(|&&position| position as usize >= most) {
+            let cure = "end the sequence before it";
+            return Err(Error::Input(format!("position {position}: the model has {most}; {cure}")));
+        }
         Ok(())
+    }
+
+    /// The step's tables as a layer takes them.
+    pub fn batch(&self) -> LayerBatch<'_> {
+        LayerBatch {
+            seq_lens: &self.seq_lens,
+            query_start_loc: &self.query_start_loc,
+            slot_mapping: &self.slot_mapping,
+            pages: self.table.page_table(),
+            shared_prefixes: &[],
+        }
     }
 
     /// Pages in use now, the most so far, and all there are.

@@ -1,6 +1,8 @@
 //! Text on its way to a terminal: at once where there is one sequence, line by line where there are several.
 
-use std::io::{Write, stdout};
+use std::io::{Write, stderr, stdout};
+
+use generate::{Error, Result};
 
 pub struct Printer {
     /// The unfinished line of each sequence.
@@ -8,36 +10,42 @@ pub struct Printer {
 }
 
 impl Printer {
-    pub fn new(prompts: &[&str]) -> Self {
+    pub fn new(prompts: &[&str]) -> Result<Self> {
         let mut printer = Self { lines: vec![String::new(); prompts.len()] };
         for (sequence, prompt) in prompts.iter().enumerate() {
-            printer.add(sequence, prompt);
+            printer.add(sequence, prompt)?;
         }
-        printer
+        Ok(printer)
     }
 
-    pub fn add(&mut self, sequence: usize, text: &str) {
+    pub fn add(&mut self, sequence: usize, text: &str) -> Result<()> {
         if self.lines.len() == 1 {
-            say(text);
-            return;
+            return say(text);
         }
         self.lines[sequence].push_str(text);
         while let Some(end) = self.lines[sequence].find('\n') {
             let line: String = self.lines[sequence].drain(..=end).collect();
-            say(&format!("[{}] {line}", sequence + 1));
+            say(&format!("[{}] {line}", sequence + 1))?;
         }
+        Ok(())
     }
 
     /// Ends every sequence's line.
-    pub fn finish(&mut self) {
-        for sequence in 0..self.lines.len() {
-            self.add(sequence, "\n");
-        }
+    pub fn finish(&mut self) -> Result<()> {
+        (0..self.lines.len()).try_for_each(|sequence| self.add(sequence, "\n"))
     }
 }
 
-/// A reader that went away, such as `head`, is no reason to panic.
-pub fn say(text: &str) {
+/// Writes to standard output.
+///
+/// # Errors
+/// [`Error::Output`], such as for a reader that went away.
+pub fn say(text: &str) -> Result<()> {
     let mut out = stdout().lock();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::Output)
+}
+
+/// Writes to standard error, if anybody reads it: `eprintln!` panics where nobody does.
+pub fn tell(text: &str) {
+    let _ = stderr().lock().write_all(text.as_bytes());
 }

@@ -1,11 +1,11 @@
 //! A batch of prompts from its first token to its last: prefill in pieces, then all sequences a token at a time.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use wgpu_mla::SeqId;
 
-use crate::attention::Attention;
+use crate::attention::{Attention, Timed};
+use crate::prefill::{Prefilled, prefill};
 use crate::{Error, Model, Result, Sampler, Sampling};
 
 /// What is asked.
@@ -27,11 +27,16 @@ pub struct Done {
 /// Tokens and times.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Stats {
-    /// Prompt tokens that were computed; equal prompts are computed once.
+    /// Tokens of all prompts.
+    pub prompt_tokens: usize,
+    /// Those that were computed: what prompts begin with alike is computed once.
     pub prefill_tokens: usize,
     pub prefill: Duration,
+    /// The part of it that the attention took.
+    pub prefill_attention: Duration,
     pub decode_tokens: usize,
     pub decode: Duration,
+    pub decode_attention: Duration,
 }
 
 struct Sequence {
@@ -55,11 +60,13 @@ pub fn generate(
 ) -> Result<Done> {
     check(model, prompts)?;
     let mut done = Done { tokens: vec![Vec::new(); prompts.len()], ..Done::default() };
-    let begin = Instant::now();
-    let mut sequences = prefill(model, attention, prompts, options, &mut done.stats)?;
-    done.stats.prefill = begin.elapsed();
+    let attention = &mut Timed::new(attention);
+    let start = Instant::now();
+    let mut sequences = begin(model, attention, prompts, options, &mut done.stats)?;
+    done.stats.prefill = start.elapsed();
+    done.stats.prefill_attention = attention.take();
 
-    let begin = Instant::now();
+    let start = Instant::now();
     let mut alive: Vec<usize> = (0..sequences.len()).collect();
     loop {
         let mut staying = Vec::new();
@@ -83,7 +90,8 @@ pub fn generate(
         decode(model, attention, &mut sequences, &alive)?;
         done.stats.decode_tokens += alive.len();
     }
-    done.stats.decode = begin.elapsed();
+    done.stats.decode = start.elapsed();
+    done.stats.decode_attention = attention.take();
     Ok(done)
 }
 
@@ -106,70 +114,24 @@ fn check(model: &Model, prompts: &[Vec<u32>]) -> Result<()> {
     Ok(())
 }
 
-/// Computes each different prompt once; equal ones are forks that share its pages.
-fn prefill(
+/// The prompts in the cache, and the first new token of each.
+fn begin(
     model: &Model,
     attention: &mut dyn Attention,
     prompts: &[Vec<u32>],
     options: &Options,
     stats: &mut Stats,
 ) -> Result<Vec<Sequence>> {
-    let mut firsts: Vec<usize> = Vec::new();
-    let mut first_of: HashMap<&[u32], usize> = HashMap::new();
-    for (index, prompt) in prompts.iter().enumerate() {
-        first_of.entry(prompt).or_insert_with(|| {
-            firsts.push(index);
-            firsts.len() - 1
-        });
-    }
-    let ids: Vec<SeqId> = firsts.iter().map(|_| attention.pages_mut().add()).collect();
-    let unique: Vec<&[u32]> = firsts.iter().map(|&index| prompts[index].as_slice()).collect();
-    let logits = last_logits(model, attention, &ids, &unique)?;
-    stats.prefill_tokens = unique.iter().map(|prompt| prompt.len()).sum();
-
-    let mut sequences = Vec::new();
-    for (index, prompt) in prompts.iter().enumerate() {
-        let first = first_of[prompt.as_slice()];
-        let id = if firsts[first] == index { ids[first] } else { attention.pages_mut().fork(ids[first])? };
+    let (prefilled, computed) = prefill(model, attention, prompts)?;
+    stats.prefill_tokens = computed;
+    stats.prompt_tokens = prompts.iter().map(Vec::len).sum();
+    let sequence = |(index, Prefilled { id, logits }): (usize, Prefilled)| {
         let mut sampler = Sampler::new(options.sampling, index);
-        let next = sampler.next(&logits[first]);
-        let room = options.max_tokens.min(model.config.max_position_embeddings - prompt.len());
-        sequences.push(Sequence { id, sampler, next, room });
-    }
-    Ok(sequences)
-}
-
-/// The logits that follow each prompt, all computed in steps of as many tokens as the attention takes.
-fn last_logits(
-    model: &Model,
-    attention: &mut dyn Attention,
-    ids: &[SeqId],
-    prompts: &[&[u32]],
-) -> Result<Vec<Vec<f32>>> {
-    let mut logits = vec![Vec::new(); prompts.len()];
-    let mut at = vec![0; prompts.len()];
-    while at.iter().zip(prompts).any(|(&at, prompt)| at < prompt.len()) {
-        let (mut batch, mut tokens, mut ends, mut wanted) = (vec![], vec![], vec![], vec![]);
-        for (index, prompt) in prompts.iter().enumerate() {
-            let piece = (prompt.len() - at[index]).min(attention.max_tokens() - tokens.len());
-            if piece == 0 {
-                continue;
-            }
-            tokens.extend_from_slice(&prompt[at[index]..][..piece]);
-            batch.push((ids[index], piece as u32));
-            at[index] += piece;
-            if at[index] == prompt.len() {
-                ends.push(index);
-                wanted.push(tokens.len() as u32 - 1);
-            }
-        }
-        attention.begin(&batch)?;
-        let rows = model.step(&tokens, &wanted, attention)?;
-        for (index, row) in ends.into_iter().zip(rows.chunks_exact(model.config.vocab_size)) {
-            logits[index] = row.to_vec();
-        }
-    }
-    Ok(logits)
+        let next = sampler.next(&logits);
+        let room = options.max_tokens.min(model.config.max_position_embeddings - prompts[index].len());
+        Sequence { id, sampler, next, room }
+    };
+    Ok(prefilled.into_iter().enumerate().map(sequence).collect())
 }
 
 /// One more token for each of these.

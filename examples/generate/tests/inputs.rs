@@ -4,7 +4,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{Golden, checkpoint, path, setup};
+use common::{Golden, backends, checkpoint, path, setup};
 use generate::{Checkpoint, Config, Options, Sampling, Setup, Where, generate};
 use wgpu_mla::Dtype;
 
@@ -31,21 +31,53 @@ fn run(checkpoint: &Checkpoint, setup: &Setup, prompts: &[Vec<u32>], sampling: S
 
 #[test]
 fn a_batch_is_the_sequences_that_it_is_made_of() {
+    backends().into_iter().for_each(batch_on);
+}
+
+fn batch_on(backend: Where) {
     let tiny = checkpoint("tests/tiny/v2-lite");
+    let setup = || Setup { backend, ..cpu() };
     let a: Vec<u32> = (0..21).map(|i| i * 7 % 96).collect();
     let b: Vec<u32> = (0..37).map(|i| i * 5 % 96).collect();
-    let alone = [&a, &b].map(|prompt| run(&tiny, &cpu(), std::slice::from_ref(prompt), GREEDY).remove(0));
+    let alone = [&a, &b].map(|prompt| run(&tiny, &setup(), std::slice::from_ref(prompt), GREEDY).remove(0));
     // Equal prompts are forks; pages of 16 are shared in part, and copied when they are written.
-    let batch = run(&tiny, &cpu(), &[a.clone(), b.clone(), a.clone()], GREEDY);
+    let batch = run(&tiny, &setup(), &[a.clone(), b.clone(), a.clone()], GREEDY);
     assert_eq!(batch, [alone[0].clone(), alone[1].clone(), alone[0].clone()]);
     // In pieces that end anywhere.
-    let pieces = Setup { step_tokens: 5, ..cpu() };
+    let pieces = Setup { step_tokens: 5, ..setup() };
     assert_eq!(run(&tiny, &pieces, &[a.clone(), b], GREEDY), alone);
 
     let warm = Sampling { temperature: 1.5, seed: 7 };
-    let sampled = run(&tiny, &cpu(), &[a.clone(), a.clone()], warm);
+    let sampled = run(&tiny, &setup(), &[a.clone(), a.clone()], warm);
     assert_ne!(sampled[0], sampled[1], "each sequence has a seed of its own");
-    assert_eq!(run(&tiny, &cpu(), &[a.clone(), a], warm), sampled, "and a seed gives the same text again");
+    assert_eq!(run(&tiny, &setup(), &[a.clone(), a], warm), sampled, "and a seed gives the same text again");
+}
+
+#[test]
+fn what_prompts_begin_with_alike_is_in_the_cache_once() {
+    backends().into_iter().for_each(sharing_on);
+}
+
+fn sharing_on(backend: Where) {
+    let tiny = checkpoint("tests/tiny/v2-lite");
+    let tokens = |count: u32, last: u32| (0..count).map(|i| i * 7 % 96).chain([last]).collect::<Vec<u32>>();
+    // 40 tokens alike with the first: two whole pages of 16. 32 are two pages, of which the last token is computed. The last is a fork.
+    let prompts = [tokens(40, 1), tokens(40, 2), tokens(31, 25), tokens(20, 3), tokens(40, 2)];
+    assert_eq!(prompts[0][..32], prompts[2]);
+    for step_tokens in [256, 7] {
+        let setup = Setup { backend, step_tokens, sequences: 5, ..cpu() };
+        let mut attention = generate::paged(&tiny.model, &setup).expect("an attention");
+        let options = Options { max_tokens: 12, sampling: GREEDY };
+        let done = generate(&tiny.model, attention.as_mut(), &prompts, &options, &mut |_, _| Ok(()));
+        let done = done.expect("tokens");
+        for (prompt, tokens) in prompts.iter().zip(&done.tokens) {
+            let alone = run(&tiny, &Setup { backend, ..cpu() }, std::slice::from_ref(prompt), GREEDY);
+            assert_eq!(&alone[0], tokens);
+        }
+        assert_eq!((done.stats.prompt_tokens, done.stats.prefill_tokens), (176, 41 + 9 + 16 + 5));
+        // By themselves they would have 4, 4, 3, 2 and 4 pages for 41, 41, 32, 21 and 41 tokens and 11 more.
+        assert_eq!(attention.pages().used().1, 4 + 2 + 2 + 1 + 2, "{step_tokens}");
+    }
 }
 
 #[test]

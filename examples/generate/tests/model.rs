@@ -1,6 +1,7 @@
 //! The checkpoint in the repo, and tiny models of other kinds, against what transformers computed with them (`scripts/train.sh`).
 //!
-//! On the CPU and on a wgpu adapter. With `MLA_REQUIRE_GPU=1` no adapter is a failure, else it is said and that part is left out.
+//! On the CPU, on a wgpu adapter and, with the feature `cuda`, on an NVIDIA card. With `MLA_REQUIRE_GPU=1` no adapter is a failure, with
+//! `MLA_REQUIRE_CUDA=1` no card; else it is said and that part is left out.
 
 mod common;
 
@@ -76,12 +77,15 @@ fn logits_of_the_chosen_row_are_near() {
 
 #[test]
 fn logits_of_tiny_models_equal_those_of_transformers() {
+    let backends = backends();
     for name in ["v2-lite", "v2-groups", "v3-halves", "v3-dense"] {
         let dir = format!("tests/tiny/{name}");
         let (checkpoint, golden) = (checkpoint(&dir), Golden::open(&dir));
         for dtype in &DTYPES[..2] {
             println!("{name}:");
-            logits_equal(&checkpoint.model, &golden, Where::Cpu, *dtype);
+            for &backend in &backends {
+                logits_equal(&checkpoint.model, &golden, backend, *dtype);
+            }
         }
     }
 }

@@ -13,7 +13,8 @@ use crate::{Error, Project, ProjectSpec, Result};
 ///
 /// The row `coop` multiplies on cooperative matrices: f16 and bf16 weights, where the device has matrices and its compiler is not
 /// software. f32 rows are then split in two parts that f16 holds, and bf16 rows and weights are scaled by powers of two, so that
-/// nothing is lost that an f32 sum keeps. The row `plain` runs everywhere.
+/// nothing is lost that an f32 sum keeps. The row `direct` is for devices in software, and the row `plain` for all others; both run
+/// everywhere.
 #[derive(Debug)]
 pub struct HeadProject {
     spec: ProjectSpec,
@@ -93,7 +94,7 @@ impl HeadProject {
         Self::with_variant(pipelines, spec, None)
     }
 
-    /// As [`HeadProject::new`], on the row of that name: `coop` or `plain`.
+    /// As [`HeadProject::new`], on the row of that name: `coop`, `direct` or `plain`.
     ///
     /// # Errors
     /// Those of [`HeadProject::new`], and [`Error::VariantUnavailable`].
@@ -110,7 +111,7 @@ impl HeadProject {
         //   `record`; rows past the last token read that one's, or nothing, and write nothing. `bind` refuses rows that end past the buffer for
         //   max_tokens tokens (`Project::check`), and `window_of` binds up to there;
         // - head < num_heads: the grid's second dimension;
-        // - `plain` asks k < K and n < 8 * N_OCTS of what it stages and writes; in `coop` K is CHUNKS * CHUNK and N a multiple of
+        // - `plain` asks k < K and n < 8 * N_OCTS of what it stages and writes, and `direct` part < PARTS, which are all columns; in `coop` K is CHUNKS * CHUNK and N a multiple of
         //   COLUMNS, whose groups are the grid's first dimension (`Coop::of`). `Project::check` found the end of the last matrix
         //   inside the buffer;
         // - no sum of offset and strides wraps: a window has less than 2^32 bytes, and a stride that is used is less than that;
@@ -241,7 +242,7 @@ impl HeadProject {
     /// The tile for many tokens where they fill its device, or one of the other tile's.
     fn kernel_for<'a>(&self, [few, many]: &'a [Kernel; 2], count: u32) -> &'a Kernel {
         let fills = match many.tile {
-            Tile::Plain { .. } => count > few.tile.tokens(),
+            Tile::Plain { .. } | Tile::Direct { .. } => count > few.tile.tokens(),
             Tile::Coop(_) => {
                 let groups = self.spec.num_heads * many.tile.column_groups(&self.spec);
                 u64::from(groups) * u64::from(count.div_ceil(many.tile.tokens())) >= TARGET_GROUPS.into()
@@ -322,6 +323,7 @@ pub(super) fn every_source() -> Vec<crate::compose::Source> {
                     let spec = ProjectSpec { input, weight, output, num_heads: 3, k: 40, n: 72, order };
                     let caps = crate::Caps::WEBGPU;
                     all.extend([1, 4].map(|rows| Tile::Plain { rows }.source(&caps, &spec)));
+                    all.extend([1, 4].map(|rows| Tile::Direct { rows }.source(&caps, &spec)));
                 }
             }
         }

@@ -124,6 +124,7 @@ pub(crate) fn every_source() -> Vec<Source> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::project::DIRECT_GROUP;
 
     fn parse(source: &Source) -> naga::Module {
         naga::front::wgsl::parse_str(&source.text)
@@ -151,8 +152,8 @@ mod tests {
         let want = [
             ("batch_lists", 1),
             ("batch_slots", 1),
-            ("head_project", 27 * 2 * 2), // dtypes, tiles, orders
-            ("kv_append", 3 * 4),         // inputs into caches
+            ("head_project", 27 * 2 * 2 * 2), // dtypes, rows, tiles, orders
+            ("kv_append", 3 * 4),             // inputs into caches
             ("kv_calibrate", 3),
             ("kv_copy_pages", 2 * Dtype::ALL.len()), // two widths
             ("kv_gather", 13),                       // all pairs but three into e4m3
@@ -172,7 +173,8 @@ mod tests {
             }
             let entry = &module.entry_points[0];
             assert_eq!((entry.name.as_str(), module.entry_points.len()), (source.entry, 1));
-            assert_eq!(entry.workgroup_size, [GROUP, 1, 1]);
+            let group = if source.label.contains("direct") { DIRECT_GROUP } else { GROUP };
+            assert_eq!(entry.workgroup_size, [group, 1, 1]);
         }
     }
 

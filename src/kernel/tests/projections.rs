@@ -74,5 +74,5 @@ fn few_tokens_get_narrow_tiles_that_fill_a_card() {
     }
     let software = devices()[1];
     let (row, _, why) = choose(None, &software, &spec(128, 512, 16, WeightOrder::Kn)).expect("some row runs");
-    assert_eq!(row, "plain", "{why}");
+    assert_eq!(row, "direct", "{why}");
 }

@@ -5,7 +5,7 @@
 //! what follows from the same rows, closely, and what a whole run gives, by how far such codes can take it.
 
 use generate::attention::{Attention, Rows};
-use generate::{CosSin, Model, Pages, Result};
+use generate::{Model, Pages, Result};
 use wgpu_mla::{Dtype, SeqId};
 
 pub struct Given<'a> {
@@ -18,24 +18,31 @@ pub struct StoredRows {
     values: Vec<f32>,
     tokens: usize,
     latent: usize,
-    cos_sin: CosSin,
+    rope: usize,
+    /// `[positions, R]`.
+    cos_sin: Vec<f32>,
 }
 
 impl StoredRows {
     pub fn new(bytes: &[u8], dtype: Dtype, k_scale: f32, tokens: usize, model: &Model) -> Self {
         let scale = if dtype == Dtype::E4m3 { k_scale } else { 1.0 };
         let values = dtype.decode_all(bytes).into_iter().map(|x| x * scale).collect();
-        let (shape, most) = (model.config.shape, model.config.max_position_embeddings);
-        let cos_sin = model.config.rope.cos_sin(shape.qk_rope_head_dim as usize, most);
-        Self { values, tokens, latent: shape.kv_lora_rank as usize, cos_sin }
+        let shape = model.config.shape;
+        Self {
+            values,
+            tokens,
+            latent: shape.kv_lora_rank as usize,
+            rope: shape.qk_rope_head_dim as usize,
+            cos_sin: model.config.cos_sin().expect("a table"),
+        }
     }
 
     /// A row's two parts, its rotation undone and its pairs together.
     fn row(&self, layer: usize, position: usize) -> (&[f32], Vec<f32>) {
-        let (rope, elems) = (self.cos_sin.rope_dim, self.latent + self.cos_sin.rope_dim);
+        let (rope, elems) = (self.rope, self.latent + self.rope);
         let row = &self.values[(layer * self.tokens + position) * elems..][..elems];
         let (latent, rotated) = row.split_at(self.latent);
-        let (cos, sin) = self.cos_sin.table[position * rope..][..rope].split_at(rope / 2);
+        let (cos, sin) = self.cos_sin[position * rope..][..rope].split_at(rope / 2);
         let mut k_pe = Vec::new();
         for pair in 0..rope / 2 {
             let (x, y) = (rotated[pair], rotated[pair + rope / 2]);

@@ -23,16 +23,20 @@ pub fn checkpoint(dir: &str) -> Checkpoint {
     Checkpoint::open(&path(dir)).expect("a checkpoint")
 }
 
-/// The CPU, and wgpu where it has an adapter.
+/// The CPU, wgpu where it has an adapter, and CUDA where it is built in and has a card.
 pub fn backends() -> Vec<Where> {
-    match wgpu_mla::gpu::Gpu::new() {
-        Ok(_) => vec![Where::Cpu, Where::Wgpu],
+    let mut all = vec![Where::Cpu];
+    let mut add = |backend, here: Result<(), wgpu_mla::Error>, required: &str| match here {
+        Ok(()) => all.push(backend),
         Err(error) => {
-            assert!(std::env::var("MLA_REQUIRE_GPU").as_deref() != Ok("1"), "{error}");
-            eprintln!("NOT TESTED on wgpu: {error}");
-            vec![Where::Cpu]
+            assert!(std::env::var(required).as_deref() != Ok("1"), "{error}");
+            eprintln!("NOT TESTED: {backend:?}: {error}");
         }
-    }
+    };
+    add(Where::Wgpu, wgpu_mla::gpu::Gpu::new().map(|_| ()), "MLA_REQUIRE_GPU");
+    #[cfg(feature = "cuda")]
+    add(Where::Cuda, wgpu_mla::cuda::Cuda::new(0).map(|_| ()), "MLA_REQUIRE_CUDA");
+    all
 }
 
 /// Small pages, so that sequences have several; pieces that end within one.

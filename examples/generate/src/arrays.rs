@@ -1,0 +1,136 @@
+//! A model's cache, weights and activations in a backend's memory, as its layers take them.
+
+use wgpu_mla::ops::HeadDims;
+use wgpu_mla::{Backend, Dtype, KvBProj, KvView, LayerArgs, MlaLayerSpec, View};
+
+use crate::attention::Rows;
+use crate::layer::values;
+use crate::{Model, Result, Setup};
+
+pub struct Arrays<B> {
+    spec: MlaLayerSpec,
+    kv: B,
+    /// `[T, H * (P + R) + L + R]`: a token's query, latent and rotary key together, so that a step's are one copy.
+    rows: B,
+    /// `[T, H, V]`.
+    out: B,
+    cos_sin: B,
+    max_position: u32,
+    softmax_scale: f32,
+    /// `kv_b_proj` and `k_scale` of each layer.
+    layers: Vec<(B, f32)>,
+}
+
+impl<B> Arrays<B> {
+    pub fn new(backend: &impl Backend<Buffer = B>, model: &Model, setup: &Setup) -> Result<Self> {
+        let (config, spec) = (&model.config, setup.spec(model));
+        let uploaded = |bytes: &[u8]| -> Result<B> {
+            let buffer = backend.buffer(bytes.len() as u64)?;
+            backend.upload(&buffer, 0, bytes)?;
+            Ok(buffer)
+        };
+        let floats =
+            |per_token: u32| backend.buffer(u64::from(setup.max_tokens()) * u64::from(per_token) * 4);
+        let dims = HeadDims {
+            num_heads: spec.shape.num_heads,
+            kv_lora_rank: spec.shape.kv_lora_rank,
+            qk_nope_head_dim: spec.qk_nope_head_dim,
+            v_head_dim: spec.v_head_dim,
+        };
+        let mut layers = Vec::new();
+        for (index, kv_b) in model.kv_b.iter().enumerate() {
+            let weights = Dtype::F32.encode_all(&values(kv_b)?);
+            let weights = KvBProj::new(dims, Dtype::F32, &weights)?.prepare(spec.weight)?;
+            layers.push((uploaded(&weights)?, setup.k_scale(index)));
+        }
+        let cache = layer_stride(&spec) * config.num_layers as u64 * spec.kv.dtype.bytes() as u64;
+        Ok(Self {
+            kv: backend.buffer(cache)?,
+            rows: floats(row_elems(&spec))?,
+            out: floats(spec.shape.num_heads * spec.v_head_dim)?,
+            cos_sin: uploaded(&Dtype::F32.encode_all(&config.cos_sin()?))?,
+            max_position: config.max_position_embeddings as u32,
+            softmax_scale: config.softmax_scale(),
+            layers,
+            spec,
+        })
+    }
+
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// What the attention reads.
+    pub fn rows(&self) -> &B {
+        &self.rows
+    }
+
+    /// What it writes.
+    pub fn out(&self) -> &B {
+        &self.out
+    }
+
+    /// Bytes of `out` that so many tokens have.
+    pub fn out_bytes(&self, tokens: usize) -> u64 {
+        tokens as u64 * u64::from(self.spec.shape.num_heads * self.spec.v_head_dim) * 4
+    }
+
+    /// A step's rows as they lie in `rows`.
+    pub fn packed(&self, rows: &Rows) -> Vec<u8> {
+        let (shape, each) = (self.spec.shape, row_elems(&self.spec));
+        let (latent, rope) = (shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize);
+        let query = each as usize - latent - rope;
+        let mut packed = Vec::with_capacity((rows.q.len() + rows.kv_c.len() + rows.k_pe.len()) * 4);
+        let keys = rows.kv_c.chunks_exact(latent).zip(rows.k_pe.chunks_exact(rope));
+        for (q, (kv_c, k_pe)) in rows.q.chunks_exact(query).zip(keys) {
+            for part in [q, kv_c, k_pe] {
+                packed.extend(part.iter().flat_map(|x| x.to_le_bytes()));
+            }
+        }
+        packed
+    }
+
+    /// One layer's cache.
+    pub fn kv(&self, layer: usize) -> KvView<'_, B> {
+        let dense = KvView::dense(&self.kv, &self.spec.mla());
+        KvView { layer_stride: layer_stride(&self.spec), layer: layer as u32, ..dense }
+    }
+
+    /// One layer.
+    pub fn args(&self, layer: usize) -> LayerArgs<'_, B> {
+        let (spec, each) = (&self.spec, row_elems(&self.spec));
+        let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
+        let part = |offset: u32, head_stride: u32| View {
+            buffer: &self.rows,
+            offset: offset.into(),
+            token_stride: each.into(),
+            head_stride: head_stride.into(),
+        };
+        let head = spec.qk_nope_head_dim + rope;
+        let (kv_b_proj, k_scale) = &self.layers[layer];
+        LayerArgs {
+            q_nope: part(0, head),
+            q_pe: part(spec.qk_nope_head_dim, head),
+            kv_c: part(each - rope - latent, latent),
+            k_pe: part(each - rope, rope),
+            kv: self.kv(layer),
+            kv_b_proj,
+            cos_sin: &self.cos_sin,
+            max_position: self.max_position,
+            out: View::dense(&self.out, spec.shape.num_heads, spec.v_head_dim),
+            softmax_scale: self.softmax_scale,
+            k_scale: *k_scale,
+        }
+    }
+}
+
+/// Elements of a token's row of activations.
+fn row_elems(spec: &MlaLayerSpec) -> u32 {
+    let rope = spec.shape.qk_rope_head_dim;
+    spec.shape.num_heads * (spec.qk_nope_head_dim + rope) + spec.shape.kv_lora_rank + rope
+}
+
+/// Elements from one layer's cache to the next.
+fn layer_stride(spec: &MlaLayerSpec) -> u64 {
+    spec.kv.num_slots() * u64::from(spec.shape.row_elems())
+}

@@ -1,0 +1,73 @@
+//! What is asked of a cache and of who attends it.
+
+use wgpu_mla::{Dtype, KvSpec, MlaLayerSpec, RopeLayout};
+
+use crate::backend::Where;
+use crate::{Config, Model};
+
+#[derive(Debug, Clone)]
+pub struct Setup {
+    pub backend: Where,
+    /// Dtype of the cache.
+    pub kv: Dtype,
+    pub page_size: u32,
+    /// Tokens that the cache has room for; each sequence may fill its last page only in part.
+    pub tokens: u32,
+    /// Sequences at a time.
+    pub sequences: u32,
+    /// Tokens of a step: a longer prompt is computed in pieces.
+    pub step_tokens: u32,
+    /// Bytes that the keys and values of a prompt may take at a time.
+    pub workspace_bytes: u64,
+    /// Takes the best row of the decode that rounds no softmax weights, as rows on tensor cores do.
+    pub exact: bool,
+    /// `k_scale` of each layer of an e4m3 cache; where there is none it is 1.
+    pub k_scales: Vec<f32>,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            backend: Where::Auto,
+            kv: Dtype::F16,
+            page_size: 64,
+            tokens: 1024,
+            sequences: 1,
+            step_tokens: 256,
+            workspace_bytes: 64 << 20,
+            exact: false,
+            k_scales: Vec::new(),
+        }
+    }
+}
+
+impl Setup {
+    pub(crate) fn spec(&self, model: &Model) -> MlaLayerSpec {
+        let num_pages = self.tokens.div_ceil(self.page_size.max(1)).saturating_add(self.sequences);
+        let Config { shape, qk_nope_head_dim, v_head_dim, ref rope, .. } = model.config;
+        MlaLayerSpec {
+            shape,
+            qk_nope_head_dim: qk_nope_head_dim as u32,
+            v_head_dim: v_head_dim as u32,
+            kv: KvSpec { dtype: self.kv, page_size: self.page_size, num_pages },
+            // Nothing beyond the cache is rounded.
+            dtype: Dtype::F32,
+            weight: Dtype::F32,
+            rope: if rope.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
+            decode_threshold: 1,
+            workspace_bytes: self.workspace_bytes,
+        }
+    }
+
+    /// Tokens of a step; a decode has one of each sequence.
+    pub(crate) fn max_tokens(&self) -> u32 {
+        self.step_tokens.max(self.sequences).max(1)
+    }
+
+    pub(crate) fn k_scale(&self, layer: usize) -> f32 {
+        match self.kv {
+            Dtype::E4m3 => self.k_scales.get(layer).copied().unwrap_or(1.0),
+            _ => 1.0,
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! The program as a person meets it: what it prints, and what it says to wrong words.
+
+use std::process::{Command, Output, Stdio};
+
+fn generate(words: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_generate"));
+    command.args(["--backend", "cpu", "--max-tokens", "4"]).args(words);
+    command
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+fn output(words: &[&str]) -> Output {
+    generate(words).output().expect("it runs")
+}
+
+#[test]
+fn it_says_what_it_did() {
+    let output = output(&["--prompt", "KING HENRY:", "--temperature", "0"]);
+    assert!(output.status.success());
+    assert!(text(&output.stdout).starts_with("KING HENRY:\n"), "{}", text(&output.stdout));
+    let told = text(&output.stderr);
+    for what in
+        ["4 layers, 8 heads of 512+64", "attention: CPU", "f16 cache", "prefill: ", "decode: 3 tokens, "]
+    {
+        assert!(told.contains(what), "{told}\nlacks {what}");
+    }
+    assert!(told.contains("cache: at most 1 of 2 pages of 64 tokens in use"), "{told}");
+}
+
+#[test]
+fn prompts_that_begin_alike_share_pages() {
+    let scene = "First Citizen:\nGood morrow, neighbour. Have you heard the news?\n\n";
+    let [a, b, c] = ["Second Citizen:\n", "Third Citizen:\n", ""].map(|who| format!("{scene}{who}"));
+    let words = ["--page-size", "8", "--prompt", &a, "--prompt", &b, "--prompt", &c, "--batch", "5"];
+    let output = output(&words);
+    let (said, told) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{told}");
+    assert!((1..=5).all(|sequence| said.contains(&format!("[{sequence}] First Citizen:\n"))), "{said}");
+    assert!(told.contains("shared with another prompt"), "{told}");
+}
+
+#[test]
+fn odd_characters_are_written_as_they_came() {
+    let prompt = "\u{1F3AD} na\u{EF}ve \u{4F60}\u{597D} \u{0}x";
+    // No shell passes a NUL on.
+    let prompt = prompt.replace('\u{0}', "\u{7}");
+    let output = output(&["--prompt", &prompt]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).starts_with(&prompt));
+}
+
+#[test]
+fn wrong_words_are_refused_with_the_cure() {
+    let long = "word ".repeat(2000);
+    for (words, status, cure) in [
+        (&["--kv-dtype", "fp8"][..], 2, "must be f32, f16, bf16 or e4m3"),
+        (&["--temperature", "-1"], 2, "must be 0 or more"),
+        (&["--temperature", "nan"], 2, "must be 0 or more"),
+        (&["--max-tokens", "0"], 2, "must be at least 1"),
+        (&["--max-tokens", "some"], 2, "must be a number"),
+        (&["--batch", "0"], 2, "must be at least 1"),
+        (&["--prompt", "a", "--prompt", "b", "--batch", "1"], 2, "must be 2, the prompts, to 4096"),
+        (&["--page-size", "0"], 2, "must be 1 to 256"),
+        (&["--backend", "vulkan"], 2, "must be auto, cuda, wgpu or cpu"),
+        (&["--backend"], 2, "needs a value"),
+        (&["--verbose"], 2, "no such option"),
+        (&["a", "b"], 2, "one directory at a time"),
+        (&["nowhere"], 1, "name the directory of a checkpoint"),
+        (&["--prompt", ""], 1, "give it at least one character"),
+        (&["--prompt", &long], 1, "shorten it"),
+        (&["--evaluate", "nowhere"], 1, "nowhere"),
+        (&["--evaluate", "Cargo.toml", "--window", "4000000000"], 1, "must be 1 to 1024"),
+        (&["--evaluate", "Cargo.toml", "--window", "1024"], 1, "use a longer text"),
+    ] {
+        let output = output(words);
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{words:?}: {told}");
+        assert!(told.contains(cure), "{words:?}: {told}\nlacks: {cure}");
+        assert!(!told.contains("panicked"), "{words:?}: {told}");
+    }
+}
+
+/// As under `| head -1` and `2>&1 | head -1`: it ends, and does not panic.
+#[cfg(unix)]
+#[test]
+fn readers_may_go_away() {
+    for both in [false, true] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        let mut command = generate(&["--max-tokens", "900"]);
+        command.stdout(writer.try_clone().expect("a handle"));
+        if both {
+            command.stderr(writer);
+        } else {
+            drop(writer);
+            command.stderr(Stdio::piped());
+        }
+        let child = command.spawn().expect("it runs");
+        drop((reader, command));
+        let output = child.wait_with_output().expect("it ends");
+        assert!(output.status.success(), "{output:?}");
+        let told = text(&output.stderr);
+        assert!(!told.contains("decode:") && !told.contains("panicked"), "{told}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn words_that_are_not_utf8_are_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let output = generate(&[]).arg(std::ffi::OsStr::from_bytes(b"\xff")).output().expect("it runs");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("must be UTF-8"));
+}

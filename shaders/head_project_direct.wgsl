@@ -1,0 +1,96 @@
+// Each token's rows times the matrix of their head, for devices in software: a barrier costs them more than reading from memory again.
+//
+//   for token, head: y[token][head][:] = x[token][head][:] . W[head]
+//
+// A thread has ROWS tokens of a head, and 8 columns where W is [k, n] or 4 where it is [n, k]; it goes through all of k. An oct is 8
+// elements of one row: k, n and all offsets and strides are multiples of 8.
+//
+// Prelude: GROUP, ROWS, K_OCTS, PARTS (threads that a head's columns take), K_FIRST (1: W is [k, n], 0: [n, k]).
+// Libs: oct_*, read_*, round, out_*.
+
+struct ProjectParams {
+    x_base: u32, // octs, as all
+    x_token_stride: u32,
+    x_head_stride: u32,
+    y_base: u32,
+    y_token_stride: u32,
+    y_head_stride: u32,
+    w_base: u32,
+    w_head_stride: u32,
+    w_row_stride: u32,
+    max_tokens: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+}
+
+struct TokenRange {
+    first: u32,
+    count: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+}
+
+@group(0) @binding(0) var<uniform> range: TokenRange;
+@group(1) @binding(0) var<uniform> params: ProjectParams;
+@group(1) @binding(1) var<storage, read> x: array<XOct>; // [tokens, H, k / 8], strided
+@group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
+@group(1) @binding(3) var<storage, read_write> y: array<OutQuad>; // [tokens, H, n / 4], strided
+
+@compute @workgroup_size(GROUP)
+fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    // A step that was prepared again after this was recorded may hold more than the binding.
+    let begin = min(range.first, params.max_tokens);
+    let end = begin + min(range.count, params.max_tokens - begin);
+    let first = begin + group.z * ROWS;
+    let part = group.x * GROUP + lane;
+    if first >= end || part >= PARTS {
+        return;
+    }
+    let w_head = params.w_base + group.y * params.w_head_stride;
+    let x_head = params.x_base + group.y * params.x_head_stride;
+    var low: array<vec4<f32>, ROWS>;
+    var high: array<vec4<f32>, ROWS>; // where W is [k, n]
+    for (var r = 0u; r < ROWS; r++) { // unroll
+        low[r] = vec4<f32>(0.0);
+        high[r] = vec4<f32>(0.0);
+    }
+    for (var k = 0u; k < K_OCTS; k++) {
+        if K_FIRST == 1u {
+            for (var half = 0u; half < 2u; half++) { // unroll
+                let w_at = w_head + (k * 8u + half * 4u) * params.w_row_stride + part;
+                let w_0 = read_w(weight[w_at]);
+                let w_1 = read_w(weight[w_at + params.w_row_stride]);
+                let w_2 = read_w(weight[w_at + 2u * params.w_row_stride]);
+                let w_3 = read_w(weight[w_at + 3u * params.w_row_stride]);
+                for (var r = 0u; r < ROWS; r++) { // unroll
+                    // Past the last token this is the last one again, which goes nowhere.
+                    let v = read_x(x[x_head + min(first + r, end - 1u) * params.x_token_stride + k])[half];
+                    low[r] += mat4x4<f32>(w_0[0], w_1[0], w_2[0], w_3[0]) * v;
+                    high[r] += mat4x4<f32>(w_0[1], w_1[1], w_2[1], w_3[1]) * v;
+                }
+            }
+        } else {
+            let w_at = w_head + part * 4u * params.w_row_stride + k;
+            let w_0 = read_w(weight[w_at]);
+            let w_1 = read_w(weight[w_at + params.w_row_stride]);
+            let w_2 = read_w(weight[w_at + 2u * params.w_row_stride]);
+            let w_3 = read_w(weight[w_at + 3u * params.w_row_stride]);
+            for (var r = 0u; r < ROWS; r++) { // unroll
+                let v = read_x(x[x_head + min(first + r, end - 1u) * params.x_token_stride + k]);
+                low[r] += v[0] * mat4x4<f32>(w_0[0], w_1[0], w_2[0], w_3[0]);
+                low[r] += v[1] * mat4x4<f32>(w_0[1], w_1[1], w_2[1], w_3[1]);
+            }
+        }
+    }
+    for (var r = 0u; r < ROWS; r++) { // unroll
+        if first + r < end {
+            let at = 2u * (params.y_base + (first + r) * params.y_token_stride + group.y * params.y_head_stride);
+            if K_FIRST == 1u {
+                y[at + 2u * part] = out_quad(bitcast<vec4<u32>>(low[r]), UNSCALED);
+                y[at + 2u * part + 1u] = out_quad(bitcast<vec4<u32>>(high[r]), UNSCALED);
+            } else {
+                y[at + part] = out_quad(bitcast<vec4<u32>>(low[r]), UNSCALED);
+            }
+        }
+    }
+}
