@@ -146,7 +146,12 @@ fn read_once(gpu: &Gpu, weights: &wgpu::Buffer, bytes: u64, args: &Args) -> Resu
     let parts = weights.size() / bytes;
     let mut best = f64::INFINITY;
     for loads in [1u32, 2, 4, 8, 16] {
-        let text = format!("const LOADS = {loads}u;\n{}", include_str!("support/read_once.wgsl"));
+        let read = |i| format!("let quad_{i} = source[first + {i}u * GROUP];\n");
+        let quads: Vec<_> = (0..loads).map(|i| format!("quad_{i}")).collect();
+        let text = include_str!("support/read_once.wgsl")
+            .replace("LOAD_QUADS", &(0..loads).map(read).collect::<String>())
+            .replace("SUM_OF_QUADS", &quads.join(" ^ "));
+        let text = format!("const LOADS = {loads}u;\n{text}");
         let descriptor =
             wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(text.into()) };
         // SAFETY: each binding has as many quads as its grid's invocations read.

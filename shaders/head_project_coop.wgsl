@@ -5,20 +5,20 @@
 // A workgroup has TOKENS tokens of a head and COLUMNS columns, so that the grid reads the weights of TOKENS tokens once. All that it
 // reads is asked for at the beginning and waits in registers. Then, in chunks of k:
 //
-//   stage     rows of x and of W become f16 in workgroup memory, scaled by powers of two: a row of x by its own largest element, the
-//             workgroup's part of W by its largest; an f32 row in two parts
+//   stage     rows of x and of W become f16 in workgroup memory, scaled by powers of two: a row of x by its own largest element, W by
+//             one that suits a model's weights; an f32 row in two parts
 //   multiply  subgroups share the tile by row and column tiles, and each chunk's columns by K_SPLIT
 //
-// and the sums go to workgroup memory, K_SPLIT shares one after the other, and from there to y, unscaled.
+// and the sums go to workgroup memory, each of K_SPLIT shares to its own part, and from there to y, unscaled. Where W's largest element
+// turns out not to suit, all is done again with the power of two that it asks for.
 //
-// Tried on an H200, and no faster: strides as constants, x and weight declared as if they were written, all of k in one chunk, the
-// loop over a chunk's tiles written out. What it takes beyond a kernel that only reads, 2 to 3 us, is its instructions: 0.4 us less
-// where it neither reads x nor writes y.
+// Tried on an H200, and no faster: benches/results/h200-project-2026-11-22.md.
 // An oct is 8 elements of one row: all offsets and strides are multiples of 8. k is a multiple of CHUNK, n of COLUMNS.
 //
 // Prelude: TILE, TILE_OCTS, SUBGROUP, SUBGROUPS, THREADS, TOKENS, COLUMNS, COLUMN_OCTS, CHUNK, CHUNK_OCTS, CHUNKS, COLUMN_SPLIT,
 // K_SPLIT, ROW_TILES, COLUMN_TILES, SHARE_TILES, ACC_TILES, X_PARTS, X_ROWS, X_PITCH, X_TILE, X_SCALED, X_LOADS, CHUNK_X_LOADS,
-// ROW_LANES, W_PITCH, W_TILE, W_SCALED, W_LOADS, CHUNK_W_LOADS, K_FIRST, SUM_PITCH, SUMS.
+// ROW_LANES, W_PITCH, W_TILE, W_SCALED, W_LOADS, CHUNK_W_LOADS, K_FIRST, SUM_QUADS,
+// SHARE_QUADS, SUMS, ATTEMPTS, GUESS.
 // Libs: half_oct, oct_*, part_*, store_*.
 
 struct ProjectParams {
@@ -51,9 +51,15 @@ struct TokenRange {
 
 var<workgroup> x_tile: array<HalfOct, X_TILE>; // [X_PARTS, TOKENS, X_PITCH]
 var<workgroup> w_tile: array<HalfOct, W_TILE>; // [CHUNK or COLUMNS, W_PITCH]
-var<workgroup> sums: array<f32, SUMS>; // [TOKENS, SUM_PITCH]
+var<workgroup> sums: array<vec4<f32>, SUMS>; // [K_SPLIT, TOKENS, SUM_QUADS]
 var<workgroup> factors: array<f32, TOKENS>; // what a row's sums have to be multiplied with
 var<workgroup> tops: array<u32, SUBGROUPS>; // each subgroup's largest weight
+
+// bf16 weights of a workgroup whose largest is from LEAST_GUESSED up to below MOST_GUESSED are scaled by 2^14, whose exponent as f32
+// GUESS is: f16 then holds all that are at least 2^-31, and the others within 2^-39, 2^-33 of the largest. Where a device has no
+// subnormals, 2^-22.
+const LEAST_GUESSED = 0x3C800000u; // 2^-6, as the bits of an f32
+const MOST_GUESSED = 0x40800000u; // 4
 
 // The power of two that brings a largest magnitude to 2^14 and up, as the exponent of an f32; its inverse is one too.
 fn exponent_for(top: u32) -> u32 {
@@ -109,117 +115,112 @@ fn head_project(
     } else {
         w_at += group.x * COLUMNS * params.w_row_stride;
     }
-    var ws: array<WOct, W_LOADS>;
-    for (var i = 0u; i < W_LOADS; i++) { // unroll on cards
-        ws[i] = weight[w_at + weight_place(i, thread)];
-    }
-    // Rows past the last token are zeros: read, they would be one row that all workgroups of a head ask for at once.
-    var xs: array<XOct, X_LOADS>;
-    if (first + row < end) {
-        let x_at = params.x_base + (first + row) * params.x_token_stride + head * params.x_head_stride + column;
-        for (var i = 0u; i < X_LOADS; i++) { // unroll on cards
-            xs[i] = x[x_at + i * ROW_LANES];
-        }
-    }
-
-    var x_exponent = 127u;
-    if (X_SCALED == 1u) {
-        var top = 0u;
-        for (var i = 0u; i < X_LOADS; i++) { // unroll on cards
-            top = max(top, top_x(xs[i]));
-        }
-        for (var lanes = 1u; lanes < ROW_LANES; lanes *= 2u) {
-            top = max(top, subgroupShuffleXor(top, lanes));
-        }
-        x_exponent = exponent_for(top);
-    }
-    if (column == 0u) {
-        factors[row] = power_of_two(254u - x_exponent);
-    }
-    for (var i = 0u; i < CHUNK_X_LOADS; i++) { // unroll on cards
-        for (var part = 0u; part < X_PARTS; part++) { // unroll
-            let at = (part * TOKENS + row) * X_PITCH + i * ROW_LANES + column;
-            x_tile[at] = half_x(xs[i], part, power_of_two(x_exponent));
-        }
-    }
-    var w_exponent = 127u;
-    if (W_SCALED == 1u) {
-        var top = 0u;
+    var w_exponent = GUESS;
+    for (var attempt = 0u; attempt < ATTEMPTS; attempt++) {
+        var ws: array<WOct, W_LOADS>;
         for (var i = 0u; i < W_LOADS; i++) { // unroll on cards
-            top = max(top, top_w(ws[i]));
+            ws[i] = weight[w_at + weight_place(i, thread)];
         }
-        top = subgroupMax(top);
-        if (lane == 0u) {
-            tops[subgroup] = top;
+        // Rows past the last token are zeros: read, they would be one row that all workgroups of a head ask for at once.
+        var xs: array<XOct, X_LOADS>;
+        if (first + row < end) {
+            let x_at = params.x_base + (first + row) * params.x_token_stride + head * params.x_head_stride + column;
+            for (var i = 0u; i < X_LOADS; i++) { // unroll on cards
+                xs[i] = x[x_at + i * ROW_LANES];
+            }
         }
-        workgroupBarrier();
-        for (var i = 0u; i < SUBGROUPS; i++) { // unroll
-            top = max(top, tops[i]);
-        }
-        w_exponent = exponent_for(top);
-    }
 
-    var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, COLUMN_TILES]
-    for (var chunk = 0u; chunk < CHUNKS; chunk++) { // unroll on cards
-        if (chunk > 0u) {
-            workgroupBarrier();
+        var x_exponent = 127u;
+        if (X_SCALED == 1u) {
+            var top = 0u;
+            for (var i = 0u; i < X_LOADS; i++) { // unroll on cards
+                top = max(top, top_x(xs[i]));
+            }
+            for (var lanes = 1u; lanes < ROW_LANES; lanes *= 2u) {
+                top = max(top, subgroupShuffleXor(top, lanes));
+            }
+            x_exponent = exponent_for(top);
+        }
+        if (column == 0u) {
+            factors[row] = power_of_two(254u - x_exponent);
+        }
+        var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, COLUMN_TILES]
+        var top = 0u;
+        for (var chunk = 0u; chunk < CHUNKS; chunk++) { // unroll on cards
+            if (chunk > 0u) {
+                workgroupBarrier();
+            }
             for (var i = 0u; i < CHUNK_X_LOADS; i++) { // unroll on cards
                 for (var part = 0u; part < X_PARTS; part++) { // unroll
                     let at = (part * TOKENS + row) * X_PITCH + i * ROW_LANES + column;
                     x_tile[at] = half_x(xs[chunk * CHUNK_X_LOADS + i], part, power_of_two(x_exponent));
                 }
             }
-        }
-        for (var i = 0u; i < CHUNK_W_LOADS; i++) { // unroll on cards
-            w_tile[staged_place(i, thread)] = half_w(ws[chunk * CHUNK_W_LOADS + i], 0u, power_of_two(w_exponent));
-        }
-        workgroupBarrier();
-        for (var t = 0u; t < SHARE_TILES; t++) {
-            let k = k_share * SHARE_TILES + t;
-            var rows: array<MatrixA, X_ROWS>; // [X_PARTS, ROW_TILES]
-            for (var r = 0u; r < X_ROWS; r++) { // unroll
-                let x_row = r / ROW_TILES * TOKENS + (first_row + r % ROW_TILES) * TILE;
-                rows[r] = coopLoadT<MatrixA>(&x_tile[x_row * X_PITCH + k * TILE_OCTS].low, X_PITCH * 2u);
-            }
-            for (var c = 0u; c < COLUMN_TILES; c++) { // unroll
-                var columns: MatrixB;
-                if (K_FIRST == 1u) {
-                    columns = coopLoadT<MatrixB>(&w_tile[k * TILE * W_PITCH + (first_column + c) * TILE_OCTS].low, W_PITCH * 2u);
-                } else {
-                    columns = coopLoad<MatrixB>(&w_tile[(first_column + c) * TILE * W_PITCH + k * TILE_OCTS].low, W_PITCH * 2u);
+            for (var i = 0u; i < CHUNK_W_LOADS; i++) { // unroll on cards
+                if (W_SCALED == 1u) {
+                    top = max(top, top_w(ws[chunk * CHUNK_W_LOADS + i]));
                 }
+                w_tile[staged_place(i, thread)] = half_w(ws[chunk * CHUNK_W_LOADS + i], 0u, power_of_two(w_exponent));
+            }
+            if (W_SCALED == 1u && chunk + 1u == CHUNKS) {
+                top = subgroupMax(top);
+                if (lane == 0u) {
+                    tops[subgroup] = top;
+                }
+            }
+            workgroupBarrier();
+            for (var t = 0u; t < SHARE_TILES; t++) {
+                let k = k_share * SHARE_TILES + t;
+                var rows: array<MatrixA, X_ROWS>; // [X_PARTS, ROW_TILES]
                 for (var r = 0u; r < X_ROWS; r++) { // unroll
-                    acc[r % ROW_TILES * COLUMN_TILES + c] = coopMultiplyAdd(rows[r], columns, acc[r % ROW_TILES * COLUMN_TILES + c]);
+                    let x_row = r / ROW_TILES * TOKENS + (first_row + r % ROW_TILES) * TILE;
+                    rows[r] = coopLoadT<MatrixA>(&x_tile[x_row * X_PITCH + k * TILE_OCTS].low, X_PITCH * 2u);
+                }
+                for (var c = 0u; c < COLUMN_TILES; c++) { // unroll
+                    var columns: MatrixB;
+                    if (K_FIRST == 1u) {
+                        columns = coopLoadT<MatrixB>(&w_tile[k * TILE * W_PITCH + (first_column + c) * TILE_OCTS].low, W_PITCH * 2u);
+                    } else {
+                        columns = coopLoad<MatrixB>(&w_tile[(first_column + c) * TILE * W_PITCH + k * TILE_OCTS].low, W_PITCH * 2u);
+                    }
+                    for (var r = 0u; r < X_ROWS; r++) { // unroll
+                        acc[r % ROW_TILES * COLUMN_TILES + c] = coopMultiplyAdd(rows[r], columns, acc[r % ROW_TILES * COLUMN_TILES + c]);
+                    }
                 }
             }
         }
-    }
-
-    for (var share = 0u; share < K_SPLIT; share++) { // unroll
-        if (k_share == share) {
-            for (var i = 0u; i < ACC_TILES; i++) { // unroll
-                let at = (first_row + i / COLUMN_TILES) * TILE * SUM_PITCH + (first_column + i % COLUMN_TILES) * TILE;
-                if (share > 0u) {
-                    acc[i] = acc[i] + coopLoadT<MatrixC>(&sums[at], SUM_PITCH);
-                }
-                coopStoreT(acc[i], &sums[at], SUM_PITCH);
+        // The last chunk's barrier is behind all subgroups' tops.
+        if (W_SCALED == 1u && attempt == 0u) {
+            for (var i = 0u; i < SUBGROUPS; i++) { // unroll
+                top = max(top, tops[i]);
             }
+            if (top > 0u && (top < LEAST_GUESSED || top >= MOST_GUESSED)) {
+                w_exponent = exponent_for(top);
+                workgroupBarrier();
+                continue;
+            }
+        }
+        let w_factor = power_of_two(254u - w_exponent);
+        for (var i = 0u; i < ACC_TILES; i++) { // unroll
+            let at = k_share * SHARE_QUADS + (first_row + i / COLUMN_TILES) * TILE * SUM_QUADS + (first_column + i % COLUMN_TILES) * (TILE / 4u);
+            coopStoreT(acc[i], &sums[at], SUM_QUADS);
         }
         workgroupBarrier();
-    }
-    let w_factor = power_of_two(254u - w_exponent);
-    for (var item = thread; item < TOKENS * COLUMN_OCTS; item += THREADS) {
-        let out_row = item / COLUMN_OCTS;
-        let oct = item % COLUMN_OCTS;
-        let at = out_row * SUM_PITCH + oct * 8u;
-        // One factor after the other: both at once may be past f32's range where their product with the sum is not.
-        let value = mat2x4<f32>(
-            vec4<f32>(sums[at], sums[at + 1u], sums[at + 2u], sums[at + 3u]),
-            vec4<f32>(sums[at + 4u], sums[at + 5u], sums[at + 6u], sums[at + 7u]),
-        ) * w_factor * factors[out_row];
-        if (first + out_row < end) {
-            let to = params.y_base + (first + out_row) * params.y_token_stride + head * params.y_head_stride;
-            y[to + group.x * COLUMN_OCTS + oct] = encode_out(value);
+        for (var item = thread; item < TOKENS * COLUMN_OCTS; item += THREADS) {
+            let out_row = item / COLUMN_OCTS;
+            let oct = item % COLUMN_OCTS;
+            let at = out_row * SUM_QUADS + oct * 2u;
+            var value = mat2x4<f32>(sums[at], sums[at + 1u]);
+            for (var share = 1u; share < K_SPLIT; share++) {
+                value += mat2x4<f32>(sums[share * SHARE_QUADS + at], sums[share * SHARE_QUADS + at + 1u]);
+            }
+            // One factor after the other: both at once may be past f32's range where their product with the sum is not.
+            value = value * w_factor * factors[out_row];
+            if (first + out_row < end) {
+                let to = params.y_base + (first + out_row) * params.y_token_stride + head * params.y_head_stride;
+                y[to + group.x * COLUMN_OCTS + oct] = encode_out(value);
+            }
         }
+        break;
     }
 }

@@ -83,8 +83,10 @@ fn coop_dtypes() {
 
 #[test]
 fn coop_hard_data() {
-    let hard = |dtypes, order| Case { data: Data::Hard, ..Case::new(spec(dtypes, 2, (64, 32), order), 9) };
-    cases("coop", &[hard([Bf16; 3], Kn), hard([F32, Bf16, F32], Nk)]);
+    let case = |data, dtypes, order| Case { data, ..Case::new(spec(dtypes, 2, (64, 32), order), 9) };
+    let some = [[Bf16; 3], [F32, Bf16, F32]].into_iter().zip([Kn, Nk]);
+    let all = some.flat_map(|(dtypes, order)| [Data::Hard, Data::Tiny].map(|data| case(data, dtypes, order)));
+    cases("coop", &all.collect::<Vec<_>>());
 }
 
 /// The dims of DeepSeek-V3, whose chunks and splits differ from those of small ones; layouts.

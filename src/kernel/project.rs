@@ -27,6 +27,7 @@ pub struct Coop {
     /// Side of a matrix.
     side: u32,
     subgroup: u32,
+    tokens: u32,
     columns: u32,
     chunk: u32,
     row_split: u32,
@@ -34,8 +35,9 @@ pub struct Coop {
     k_split: u32,
 }
 
-/// Tokens of a tile on matrices.
-const TOKENS: u32 = 64;
+/// Tokens and columns of the tiles on matrices. The first reads least in all, where there are enough of it to fill a card; the second
+/// where there are not; the last where neither divides the columns.
+const SHAPES: [[u32; 2]; 3] = [[64, 64], [32, 32], [64, 16]];
 /// Threads of the plain row.
 const GROUP: u32 = 256;
 /// Threads of the direct row: lavapipe's lanes.
@@ -51,7 +53,7 @@ impl Tile {
         match self {
             Self::Plain { rows } => 16 * *rows,
             Self::Direct { rows } => *rows,
-            Self::Coop(_) => TOKENS,
+            Self::Coop(tile) => tile.tokens,
         }
     }
 
@@ -123,12 +125,12 @@ impl Coop {
         if spec.weight == Dtype::F32 {
             return Err("f32 weights do not fit f16 matrices".into());
         }
-        let tiles: Vec<Self> =
-            [64, 32, 16].into_iter().filter_map(|columns| Self::of(columns, caps, spec)).collect();
+        let [wide, square, narrow] = SHAPES.map(|shape| Self::of(shape, caps, spec));
+        let many = wide.or(square).or(narrow);
         let groups = |tile: &Self| spec.num_heads * (spec.n / tile.columns);
-        let few = tiles.iter().find(|tile| groups(tile) >= TARGET_GROUPS).or(tiles.last());
-        match (few, tiles.first()) {
-            (Some(&few), Some(&many)) => Ok([Self::into(few), Self::into(many)]),
+        let few = wide.filter(|tile| groups(tile) >= TARGET_GROUPS).or(square).or(many);
+        match (few, many) {
+            (Some(few), Some(many)) => Ok([Self::into(few), Self::into(many)]),
             _ => Err(format!("no tile of k {} and n {} fits the device", spec.k, spec.n)),
         }
     }
@@ -137,17 +139,17 @@ impl Coop {
         Tile::Coop(self)
     }
 
-    /// A tile of so many columns, where it fits: with the longest chunk.
-    fn of(columns: u32, caps: &Caps, spec: &ProjectSpec) -> Option<Self> {
+    /// A tile of so many tokens and columns, where it fits: with the longest chunk.
+    fn of([tokens, columns]: [u32; 2], caps: &Caps, spec: &ProjectSpec) -> Option<Self> {
         let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
+        // Each with fewer threads, where the device or the chunk has no room for more.
         let splits: &[[u32; 3]] = match columns {
-            // More threads hide more of what each of them waits for.
-            16 if caps.kind != DeviceKind::Software => &[[4, 1, 4], [4, 1, 2], [4, 1, 1]],
             16 => &[[4, 1, 2], [4, 1, 1]],
+            32 => &[[2, 2, 2], [2, 2, 1]],
             _ => &[[4, 2, 1], [4, 1, 1]],
         };
         let tile = |[row_split, column_split, k_split]: [u32; 3], chunk: u32| {
-            let tile = Self { side, subgroup, columns, chunk, row_split, column_split, k_split };
+            let tile = Self { side, subgroup, tokens, columns, chunk, row_split, column_split, k_split };
             tile.fits(caps, spec).then_some(tile)
         };
         splits.iter().find_map(|&splits| (1..=spec.k / side).find_map(|parts| tile(splits, spec.k / parts)))
@@ -157,7 +159,7 @@ impl Coop {
     fn fits(&self, caps: &Caps, spec: &ProjectSpec) -> bool {
         let threads = self.threads();
         threads <= caps.max_invocations
-            && threads.is_multiple_of(TOKENS)
+            && threads.is_multiple_of(self.tokens)
             && spec.n.is_multiple_of(self.columns)
             && spec.k.is_multiple_of(self.chunk)
             && self.chunk.is_multiple_of(self.side * self.k_split)
@@ -173,7 +175,7 @@ impl Coop {
     }
 
     const fn row_lanes(&self) -> u32 {
-        self.threads() / TOKENS
+        self.threads() / self.tokens
     }
 
     /// Words of rows and weights that a thread holds.
@@ -207,8 +209,8 @@ impl Coop {
     }
 
     const fn workgroup_bytes(&self, spec: &ProjectSpec) -> u32 {
-        let octs = x_parts(spec) * TOKENS * self.x_pitch() + self.w_rows(spec) * self.w_pitch(spec);
-        octs * 16 + TOKENS * self.sum_pitch() * 4 + TOKENS * 4 + 64
+        let octs = x_parts(spec) * self.tokens * self.x_pitch() + self.w_rows(spec) * self.w_pitch(spec);
+        octs * 16 + self.k_split * self.tokens * self.sum_pitch() * 4 + self.tokens * 4 + 64
     }
 
     fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
@@ -253,16 +255,18 @@ impl Coop {
 
     fn consts(&self, spec: &ProjectSpec) -> Vec<(&'static str, u32)> {
         let (threads, row_lanes) = (self.threads(), self.row_lanes());
-        let row_tiles = TOKENS / self.side / self.row_split;
+        let row_tiles = self.tokens / self.side / self.row_split;
         let column_tiles = self.columns / self.side / self.column_split;
         let parts = x_parts(spec);
+        // f16 weights are what they are; bf16 ones are scaled, and scaled again where that did not suit them.
+        let [attempts, guess] = if spec.weight == Dtype::F16 { [1, 127] } else { [2, 127 + 14] };
         vec![
             ("TILE", self.side),
             ("TILE_OCTS", self.side / 8),
             ("SUBGROUP", self.subgroup),
             ("SUBGROUPS", threads / self.subgroup),
             ("THREADS", threads),
-            ("TOKENS", TOKENS),
+            ("TOKENS", self.tokens),
             ("COLUMNS", self.columns),
             ("COLUMN_OCTS", self.columns / 8),
             ("CHUNK", self.chunk),
@@ -277,7 +281,7 @@ impl Coop {
             ("X_PARTS", parts),
             ("X_ROWS", parts * row_tiles),
             ("X_PITCH", self.x_pitch()),
-            ("X_TILE", parts * TOKENS * self.x_pitch()),
+            ("X_TILE", parts * self.tokens * self.x_pitch()),
             ("X_SCALED", (spec.input != Dtype::F16).into()),
             ("X_LOADS", spec.k / 8 / row_lanes),
             ("CHUNK_X_LOADS", self.chunk / 8 / row_lanes),
@@ -288,8 +292,11 @@ impl Coop {
             ("W_LOADS", spec.k * self.columns / 8 / threads),
             ("CHUNK_W_LOADS", self.chunk * self.columns / 8 / threads),
             ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
-            ("SUM_PITCH", self.sum_pitch()),
-            ("SUMS", TOKENS * self.sum_pitch()),
+            ("SUM_QUADS", self.sum_pitch() / 4),
+            ("SHARE_QUADS", self.tokens * self.sum_pitch() / 4),
+            ("SUMS", self.k_split * self.tokens * self.sum_pitch() / 4),
+            ("ATTEMPTS", attempts),
+            ("GUESS", guess),
         ]
     }
 }

@@ -117,8 +117,9 @@ impl HeadProject {
         // - no sum of offset and strides wraps: a window has less than 2^32 bytes, and a stride that is used is less than that;
         // - workgroup arrays: a thread of `coop` stages octs of row thread / ROW_LANES < TOKENS at i * ROW_LANES + thread % ROW_LANES
         //   < CHUNK_OCTS <= X_PITCH, and W's items are below CHUNK * COLUMN_OCTS; matrices lie in [TOKENS, CHUNK] and
-        //   [CHUNK, COLUMNS], as their splits divide them.
-        // Loops end: their bounds are constants, and what they count up by is at least 1.
+        //   [CHUNK, COLUMNS], as their splits divide them, and sums in a share's [TOKENS, SUM_QUADS].
+        // Loops end: their bounds are constants, and what they count up by is at least 1. What a second attempt hangs on is the same for
+        // all invocations of a workgroup, which have read all subgroups' tops.
         let compile = |tile: Tile| -> Result<Kernel> {
             let source = tile.source(pipelines.caps(), &spec);
             Ok(Kernel { tile, pipeline: pipeline(pipelines, &source, &[&step_layout, &layer_layout])? })

@@ -65,7 +65,7 @@ fn few_tokens_get_narrow_tiles_that_fill_a_card() {
     };
     for (spec, want) in [
         (spec(128, 512, 16, WeightOrder::Kn), [8, 8]),
-        (spec(512, 128, 16, WeightOrder::Nk), [8, 2]),
+        (spec(512, 128, 16, WeightOrder::Nk), [4, 2]),
         (spec(512, 128, 128, WeightOrder::Nk), [2, 2]),
     ] {
         let (row, tiles, why) = choose(None, &card, &spec).expect("some row runs");

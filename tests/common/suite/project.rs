@@ -25,6 +25,8 @@ pub enum Data {
     Randn,
     /// Rows of very different sizes, whose elements are too: 1e5 beside 1e-4, and rows of 1e-6. Weights of 300 beside 1e-4.
     Hard,
+    /// Small weights, as no model has them.
+    Tiny,
 }
 
 /// A projection to check.
@@ -68,6 +70,7 @@ fn tolerance(output: Dtype, n: usize) -> Tolerance {
 fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bool) -> Vec<f32> {
     let value = |at: usize, rng: &mut Rng| match data {
         Data::Randn => rng.randn(),
+        Data::Tiny => rng.randn() * if is_weight { 1e-5 } else { 1.0 },
         Data::Hard if is_weight => rng.randn() * [1e-4, 1.0, 75.0][rng.below(3)],
         Data::Hard => match at / columns % 3 {
             0 => rng.randn() * [1e-4, 1.0, 2e4][rng.below(3)],
