@@ -32,14 +32,14 @@ step "format"
 cargo fmt --all --check
 step "lints"
 # Without `cuda` the other parts of the check build it.
-cargo clippy --locked --workspace --all-targets --features wgpu-mla/cuda -- -D warnings
+cargo clippy --locked --workspace --all-targets --features wgpu-mla/cuda,generate/cuda -- -D warnings
 cargo clippy --locked --no-default-features --all-targets -- -D warnings
 cargo clippy --locked --no-default-features --features cuda --all-targets -- -D warnings
 # Tests keep wgpu's run-time checks of indices and loops in kernels that do without: a wrong index is then a wrong result.
 step "tests"
 MLA_CHECKED_SHADERS=1 cargo test --locked --features cuda
 step "a model"
-MLA_CHECKED_SHADERS=1 cargo test --locked -p generate --features wgpu-mla/cuda
+MLA_CHECKED_SHADERS=1 cargo test --locked -p generate --features cuda
 step "conformance of the kernels as they are shipped, without these checks"
 cargo test --locked --features cuda --test conformance_wgpu
 step "benches, tiny"

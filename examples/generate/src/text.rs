@@ -17,7 +17,8 @@ impl Text {
         if !path.exists() {
             return Err(Error::file(&path, "not there; download the checkpoint's tokenizer.json"));
         }
-        Ok(Self(Tokenizer::from_file(&path).map_err(|error| Error::file(&path, error))?))
+        let text = Tokenizer::from_file(&path);
+        Ok(Self(text.map_err(|error| Error::file(&path, format!("{error}; download it again")))?))
     }
 
     /// # Errors

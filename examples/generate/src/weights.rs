@@ -23,7 +23,7 @@ impl Weights {
         for path in files(dir)? {
             tensors.extend(
                 candle_core::safetensors::load(&path, &Device::Cpu)
-                    .map_err(|error| Error::file(&path, error))?,
+                    .map_err(|error| Error::file(&path, format!("{error}; download it again")))?,
             );
         }
         Ok(Self { dir: dir.into(), tensors })

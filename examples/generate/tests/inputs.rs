@@ -161,6 +161,9 @@ fn bad_checkpoints_are_refused() {
     let lost =
         changed("lost", "model.safetensors.index.json", |text| text.replace("model-00001", "model-00009"));
     must_refuse(Checkpoint::open(&lost), "download all files");
+    let short = changed("short", "config.json", |text| text);
+    std::fs::write(short.join("model-00001-of-00006.safetensors"), b"cut off").expect("a file");
+    must_refuse(Checkpoint::open(&short), "download it again");
     let none = changed("none", "config.json", |text| text);
     must_refuse(Checkpoint::open(&none).and_then(|checkpoint| checkpoint.tokenizer()), "tokenizer.json");
 }

@@ -5,12 +5,14 @@ pub mod given;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use generate::attention::Attention;
 use generate::{Checkpoint, Model, Score, Setup, Where};
 use given::StoredRows;
 use safetensors::SafeTensors;
 use wgpu_mla::Dtype;
+use wgpu_mla::gpu::Gpu;
 
 pub const DTYPES: [(&str, Dtype); 4] =
     [("f32", Dtype::F32), ("f16", Dtype::F16), ("bf16", Dtype::Bf16), ("e4m3", Dtype::E4m3)];
@@ -26,16 +28,26 @@ pub fn checkpoint(dir: &str) -> Checkpoint {
 /// The CPU, wgpu where it has an adapter, and CUDA where it is built in and has a card.
 pub fn backends() -> Vec<Where> {
     let mut all = vec![Where::Cpu];
-    let mut add = |backend, here: Result<(), wgpu_mla::Error>, required: &str| match here {
+    let mut add = |backend, here: Result<(), String>, required: &str| match here {
         Ok(()) => all.push(backend),
         Err(error) => {
             assert!(std::env::var(required).as_deref() != Ok("1"), "{error}");
             eprintln!("NOT TESTED: {backend:?}: {error}");
         }
     };
-    add(Where::Wgpu, wgpu_mla::gpu::Gpu::new().map(|_| ()), "MLA_REQUIRE_GPU");
+    // Kept to the end: where NVIDIA's drivers for Vulkan and CUDA are in one process and the first is unloaded, a thread that used both
+    // crashes when it ends.
+    static KEPT: OnceLock<wgpu_mla::Result<Gpu>> = OnceLock::new();
+    add(
+        Where::Wgpu,
+        KEPT.get_or_init(Gpu::new).as_ref().map(|_| ()).map_err(ToString::to_string),
+        "MLA_REQUIRE_GPU",
+    );
     #[cfg(feature = "cuda")]
-    add(Where::Cuda, wgpu_mla::cuda::Cuda::new(0).map(|_| ()), "MLA_REQUIRE_CUDA");
+    {
+        let here = wgpu_mla::cuda::Cuda::new(0).map(|_| ()).map_err(|error| error.to_string());
+        add(Where::Cuda, here, "MLA_REQUIRE_CUDA");
+    }
     all
 }
 
