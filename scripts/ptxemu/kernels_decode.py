@@ -5,6 +5,7 @@ writes its output itself. Then a row that sees nothing. Unused rows of the cache
 one block has no item.
 """
 
+import re
 import struct
 
 import numpy as np
@@ -225,16 +226,21 @@ def test_simple_e4m3():
 
 
 def without_each_barrier(ptx, name, rows, chosen):
-    text, cache = (ROOT / ptx).read_text(), ptx.removesuffix(".ptx").rsplit("_")[-1]
+    text = (ROOT / ptx).read_text()
     places = [index for index, (start, end) in enumerate(barriers(text, name)) if chosen(text[start:end])]
     assert places
     for index in places:
-        entry = parse(without_barrier(text, name, index))[name]
-        try:
-            run(ptx, name, 512, 64, cache, "bf16", rows, 32, entry=entry, orders=("forward",))
-        except (Fault, AssertionError):
-            continue
-        raise AssertionError(f"{name} needs no barrier {index}")
+        must_fail(ptx, name, rows, 32, without_barrier(text, name, index), f"barrier {index}")
+
+
+def must_fail(ptx, name, rows, tokens, text, lack):
+    """Runs an entry of a text that lacks something."""
+    cache = ptx.removesuffix(".ptx").rsplit("_")[-1]
+    try:
+        run(ptx, name, 512, 64, cache, "bf16", rows, tokens, entry=parse(text)[name], orders=("forward",))
+    except (Fault, AssertionError):
+        return
+    raise AssertionError(f"{name} needs no {lack}")
 
 
 def test_a_barrier_that_decode_lacks_is_found():
@@ -247,3 +253,15 @@ def test_a_barrier_that_sharers_lack_is_found():
 
 def test_a_barrier_that_four_sharers_lack_is_found():
     without_each_barrier("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows32_small", 32, lambda text: "sync 0" not in text)
+
+
+def test_a_wait_for_arrivals_that_decode_lacks_is_found():
+    """Without one a warp reads what is on its way, or fills what others still read."""
+    ptx, name = "shaders/cuda/mla_decode_bf16.ptx", "mla_decode_512_64_rows64"
+    before, after = (ROOT / ptx).read_text().split(f".entry {name}(")
+    waits = list(re.finditer(r"mbarrier\.test_wait\S* p, [^;]*;", after.split(".entry ")[0]))
+    assert len(waits) == 2
+    for wait in waits:
+        start, end = wait.span()
+        text = f"{before}.entry {name}({after[:start]}setp.eq.u32 p, 0, 0;{after[end:]}"
+        must_fail(ptx, name, 64, 64, text, wait[0])

@@ -11,6 +11,7 @@ import numpy as np
 
 import access
 import alu
+import arrivals
 import convert
 import tensor
 from memory import Fault, Shared
@@ -137,6 +138,7 @@ class Machine:
         self.register_dtypes = [DTYPES["pred" if kind == "pred" else int(kind[1:]) // 8] for kind in entry.registers]
         self.register_types = entry.registers
         self.code = [(decode(self, instruction, at), instruction) for at, instruction in enumerate(entry.code)]
+        self.arrivals = arrivals.Arrivals(self)
         self.teams = [Team(self, number, blocks) for number in range(self.warps)]
         # What parked at a barrier of a block: (block, barrier) to its state.
         self.barriers = {}
@@ -145,9 +147,12 @@ class Machine:
     def run(self):
         while True:
             moved = [self.teams[number].run() for number in self.turns]
-            released = self.release()
+            released = self.release() | self.arrivals.release()
             if not any(moved) and not released:
                 break
+        if self.arrivals.parked:
+            (block, at), parity, team, _, _ = self.arrivals.parked[0]
+            raise Fault(f"{self.entry.name}: warp {team.number} of block {block} waits for ever for parity {parity} of the mbarrier at {at - block * self.shared.size}")
         if self.barriers:
             (block, number), state = next(iter(self.barriers.items()))
             raise Fault(f"{self.entry.name}: {state['threads']} threads of block {block} wait for ever at barrier {number}")
@@ -197,7 +202,7 @@ class Machine:
 
 def decode(machine, instruction, at):
     """An instruction as a function of (team, mask)."""
-    step = control(instruction, at, machine)
+    step = control(instruction, at, machine) or arrivals.decode(machine, instruction, at)
     for family in (access, convert, tensor, alu):
         step = step or family.decode(machine, instruction)
     if step is None:

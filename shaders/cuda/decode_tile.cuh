@@ -4,7 +4,7 @@
 #include "mla.cuh"
 
 // How a block cuts an item.
-template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, int SHARERS_, int KEPT_>
+template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, int SHARERS_, int KEPT_, bool PACED_ = false>
 struct Tile {
     static constexpr int LATENT = LATENT_, DIM = LATENT_ + ROPE_, ROWS = ROWS_, TOKENS = TOKENS_, WARPS = WARPS_, STAGES = STAGES_;
     static constexpr int PARTS = PARTS_; // that a query is split in
@@ -14,6 +14,7 @@ struct Tile {
     static constexpr int SHARERS = SHARERS_;
     static constexpr int SCORE_ROWS = SHARERS == 1 ? 1 : 2; // row tiles of a warp's scores
     static constexpr int KEPT = KEPT_; // steps of a warp's scores whose queries stay in registers; the others' are read from shared memory for each tile
+    static constexpr bool PACED = PACED_; // warps wait for copies and for each other by arrivals, not at one of the block's barriers
     static constexpr int THREADS = WARPS * LANES;
     static constexpr int ROW_WARPS = ROWS / 16, TOKEN_WARPS = WARPS / ROW_WARPS;
     static constexpr int TOKEN_TILES = TOKENS / TOKEN_WARPS / 8; // of a warp's scores
@@ -35,7 +36,8 @@ struct Tile {
     static constexpr int FACTORS_AT = MAXIMA_AT + TOKEN_WARPS * ROWS * 4; // [ROWS]
     static constexpr int SCALES_AT = FACTORS_AT + ROWS * 4; // [ROWS]
     static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]
-    static constexpr int REST_AT = SEEN_AT + ROWS * 4; // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
+    static constexpr int BARRIERS_AT = SEEN_AT + ROWS * 4; // [STAGES + 1], of 8 bytes
+    static constexpr int REST_AT = BARRIERS_AT + (PACED ? (STAGES + 2) / 2 * 16 : 0); // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
     static constexpr int REST_WARPS = SHARERS == 4 ? WARPS : ROW_WARPS;
     static constexpr int SHARED_BYTES = REST_AT + (KEPT > 0 ? REST_WARPS * PARTS * SCORE_ROWS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
     static_assert(TOKEN_TILES >= 1 && COLUMN_TILES % 2 == 0 && TOKENS % 16 == 0 && DIM % 32 == 0, "shape");
@@ -170,5 +172,51 @@ struct Loader {
             if (by_8()) copy<8>(i, true);
         }
         end();
+    }
+};
+
+// When a tile's copies are there for all of the block, and when all are done with the tile before, whose stage is filled next. By copies' groups and
+// a barrier of the block; or by arrivals in shared memory, so that no warp waits for more than these two.
+template <class T>
+struct Pace {
+    u32 copied, done; // a barrier for each stage; one
+    u32 parity = 0, done_parity = 1; // of the next wait
+
+    // All of the block's threads wait for each other before the first copy.
+    DEVICE Pace(u32 barriers) : copied(barriers), done(barriers + T::STAGES * 8) {
+        if constexpr (T::PACED) {
+            if (threadIdx.x != 0) return;
+#pragma unroll
+            for (int i = 0; i < T::STAGES; i++) begin_barrier(copied + i * 8, T::THREADS);
+            begin_barrier(done, T::WARPS);
+        }
+    }
+
+    // All copies of a tile were asked for, or it has none.
+    DEVICE void asked(u32 stage, bool any) {
+        if constexpr (T::PACED) {
+            if (any) arrive_with_copies(copied + stage * 8);
+        } else {
+            end_of_group();
+        }
+    }
+
+    DEVICE void wait(u32 stage) {
+        if constexpr (T::PACED) {
+            wait_for_arrivals(copied + stage * 8, parity);
+            wait_for_arrivals(done, done_parity);
+            done_parity ^= 1;
+            if (stage == T::STAGES - 1) parity ^= 1;
+        } else {
+            wait_for_all_but<T::STAGES - 2>();
+            __syncthreads();
+        }
+    }
+
+    DEVICE void done_with_tile() {
+        if constexpr (T::PACED) {
+            __syncwarp();
+            if (threadIdx.x % LANES == 0) arrive(done);
+        }
     }
 };

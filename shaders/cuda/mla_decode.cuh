@@ -167,11 +167,14 @@ DEVICE void decode(const Args& args) {
     // Tables are the host's, but page lists may be a kernel's.
     if (args.clamp_pages) wait_for_kernel_before();
     Loader<T> loader(args, item);
+    Pace<T> pace(shared_address(shared + T::BARRIERS_AT));
+    if (T::PACED) __syncthreads();
     wait_for_kernel_before();
 #pragma unroll
     for (int i = 0; i < T::STAGES - 1; i++) {
-        if (item.kv_begin + i * T::TOKENS < item.kv_end) loader.load(stages + i * T::STAGE_BYTES);
-        end_of_group();
+        const bool any = item.kv_begin + i * T::TOKENS < item.kv_end;
+        if (any) loader.load(stages + i * T::STAGE_BYTES);
+        pace.asked(i, any);
     }
     const u32 staged = shared_address(shared + T::QUERIES_AT);
     QueryRows<T> rows;
@@ -203,11 +206,12 @@ DEVICE void decode(const Args& args) {
     }
     seen_by_all = __reduce_min_sync(~0u, seen_by_all);
     Output<T> output;
+    if (T::PACED) __syncthreads();
 
     for (u32 tile_begin = item.kv_begin, stage = 0; tile_begin < item.kv_end; tile_begin += T::TOKENS) {
-        wait_for_all_but<T::STAGES - 2>();
-        __syncthreads();
-        const u32 tokens = stages + stage * T::STAGE_BYTES, free = stages + (stage == 0 ? T::STAGES - 1 : stage - 1) * T::STAGE_BYTES;
+        pace.wait(stage);
+        const u32 free_stage = stage == 0 ? T::STAGES - 1 : stage - 1;
+        const u32 tokens = stages + stage * T::STAGE_BYTES, free = stages + free_stage * T::STAGE_BYTES;
         const bool more = tile_begin + (T::STAGES - 1) * T::TOKENS < item.kv_end;
         if (more && loader.by_8()) loader.load(free);
 
@@ -217,7 +221,7 @@ DEVICE void decode(const Args& args) {
         loader.begin(free);
         scores.add(queries, tokens, weights, row_warp, token_warp, [&](int step) { loader.copies_of(step, copies); });
         if (copies) loader.end();
-        end_of_group();
+        pace.asked(free_stage, more);
         const u32 own = weights + weights_of<T>(row_warp, token_warp);
         scores.exchange(weights, row_warp, token_warp);
         float(&logits)[T::TOKEN_TILES][4] = scores.logits();
@@ -279,9 +283,10 @@ DEVICE void decode(const Args& args) {
 
         // 3. values
         output.add(weights, tokens);
+        pace.done_with_tile();
         stage = stage + 1 == T::STAGES ? 0 : stage + 1;
     }
-    wait_for_all_but<0>();
+    if (!T::PACED) wait_for_all_but<0>();
 
     // The rows' sums, then the output.
 #pragma unroll

@@ -73,6 +73,33 @@ DEVICE void wait_for_all_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
+// A barrier in shared memory, 8 bytes, for so many arrivals: a thread that arrives need not wait. Its uses have parities 0, 1, 0 and so on.
+DEVICE void begin_barrier(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+DEVICE void arrive(u32 barrier) {
+    asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier) : "memory");
+}
+
+// As soon as what this thread copies is there.
+DEVICE void arrive_with_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Until the use of this parity is over; the one before the first is. Cards that can sleep meanwhile.
+DEVICE void wait_for_arrivals(u32 barrier, u32 parity) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "AGAIN:\n"
+        "// sm_90: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
+        "// sm_90: @p bra DONE;\n"
+        "mbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n"
+        "@!p bra AGAIN;\n"
+        "DONE:\n"
+        "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
 DEVICE void store_4(u32 to, u32 word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }

@@ -1,0 +1,165 @@
+"""Barriers in shared memory (`mbarrier`), where a warp that arrives need not wait.
+
+A test of a phase that is not over parks its lanes until it is, so it never says no. Copies that a thread's arrival waits
+for land as late as they may: when warps wait and nothing else is missing.
+"""
+
+import numpy as np
+
+from access import Place
+from memory import READ, WRITE, Fault
+from operands import register, source
+
+BYTES = 8
+
+
+class Barrier:
+    """One of a block: arrivals that a phase takes and that it still lacks, phases that are over, and what those who arrived knew."""
+
+    def __init__(self, want, warps):
+        self.want = self.missing = want
+        self.phases = 0
+        self.nothing = np.zeros(warps, np.int32)
+        self.joined = self.released = self.nothing
+        # Arrivals that copies hold up: (how many, their copies).
+        self.held = []
+
+    def is_over(self, parity):
+        return self.phases & 1 != parity
+
+    def arrive(self, threads, joined):
+        self.joined = np.maximum(self.joined, joined)
+        self.missing -= threads
+        if self.missing < 0:
+            raise Fault(f"more than {self.want} arrivals at a barrier in one phase")
+        if self.missing == 0:
+            self.missing, self.released, self.joined = self.want, self.joined, self.nothing
+            self.phases += 1
+
+
+class Arrivals:
+    """Those of a machine's blocks, by (block, offset), and who waits: (barrier, parity, team, address, lanes)."""
+
+    def __init__(self, machine):
+        self.machine, self.barriers, self.parked = machine, {}, []
+
+    def find(self, team, place, mask, right):
+        """For each block that takes part: its number, its lanes, and the key of the one barrier that they name."""
+        active = np.ones(team.lanes, bool) if mask is None else mask
+        _, offsets = place.locate(team, active, BYTES, BYTES, right)
+        for block in np.unique(team.block[active]):
+            mine = active & (team.block == block)
+            named = np.unique(offsets[team.block[active] == block])
+            if len(named) > 1:
+                raise Fault("lanes at different barriers")
+            yield int(block), mine, (int(block), int(named[0]))
+
+    def get(self, key):
+        if key not in self.barriers:
+            raise Fault("an mbarrier that nothing has begun")
+        return self.barriers[key]
+
+    def known(self, block, team):
+        """What a warp knows when it arrives; it begins a new count of its steps."""
+        races = self.machine.shared.races
+        return races.arrive(block, team.number, np.zeros(self.machine.warps, np.int32)) if races else 0
+
+    def leave(self, block, team, barrier):
+        if self.machine.shared.races:
+            self.machine.shared.races.leave(block, team.number, barrier.released)
+
+    def release(self):
+        """Lets copies land that are all that a phase lacks, and lets go whose phase is over."""
+        for key in {parked[0] for parked in self.parked}:
+            barrier = self.barriers[key]
+            if barrier.held and sum(threads for threads, _, _ in barrier.held) == barrier.missing:
+                held, barrier.held = barrier.held, []
+                for threads, joined, flights in held:
+                    for offsets, data in flights:
+                        self.machine.shared.bytes[offsets[:, None] + np.arange(data.shape[1])] = data
+                    barrier.arrive(threads, joined)
+        waiting, self.parked = self.parked, []
+        for key, parity, team, address, mine in waiting:
+            if self.barriers[key].is_over(parity):
+                team.wait(address, mine)
+            else:
+                self.parked.append((key, parity, team, address, mine))
+        return len(self.parked) < len(waiting)
+
+
+def decode(machine, instruction, at):
+    if instruction.name == "cp" and instruction.has("mbarrier"):
+        return arrive_with_copies(machine, instruction) if instruction.has("noinc") else None
+    if instruction.name != "mbarrier":
+        return None
+    if instruction.has("init"):
+        return begin(machine, instruction)
+    if instruction.has("arrive") and len(instruction.operands) == 2:
+        return arrive(machine, instruction)
+    if instruction.has("test_wait", "try_wait") and instruction.has("parity"):
+        return wait(machine, instruction, at)
+    return None
+
+
+def begin(machine, instruction):
+    place, want = Place(machine, instruction, instruction.operands[0]), source(machine, instruction.operands[1], "u32")
+
+    def run(team, mask):
+        for _, mine, key in machine.arrivals.find(team, place, mask, WRITE):
+            if mine.sum() > 1:
+                raise Fault("several lanes begin one mbarrier")
+            machine.arrivals.barriers[key] = Barrier(int(np.broadcast_to(want(team), team.lanes)[mine][0]), machine.warps)
+
+    return run
+
+
+def arrive(machine, instruction):
+    state, place = register(instruction.operands[0]), Place(machine, instruction, instruction.operands[1])
+
+    def run(team, mask):
+        for block, mine, key in machine.arrivals.find(team, place, mask, READ):
+            machine.arrivals.get(key).arrive(int(mine.sum()), machine.arrivals.known(block, team))
+        team.put(state, np.zeros(team.lanes, np.uint64), mask)
+
+    return run
+
+
+def arrive_with_copies(machine, instruction):
+    place = Place(machine, instruction, instruction.operands[0])
+
+    def run(team, mask):
+        for block, mine, key in machine.arrivals.find(team, place, mask, READ):
+            flights, left = [], []
+            for group, lane, offsets, data in team.flying:
+                own = mine[lane]
+                flights.append((offsets[own], data[own]))
+                left.append((group[~own], lane[~own], offsets[~own], data[~own]))
+            team.flying = [flight for flight in left if len(flight[1])]
+            machine.arrivals.get(key).held.append((int(mine.sum()), machine.arrivals.known(block, team), flights))
+
+    return run
+
+
+def wait(machine, instruction, at):
+    target, place = register(instruction.operands[0]), Place(machine, instruction, instruction.operands[1])
+    parity = source(machine, instruction.operands[2], "u32")
+
+    def run(team, mask):
+        gone, parked = np.zeros(team.lanes, bool), False
+        for block, mine, key in machine.arrivals.find(team, place, mask, READ):
+            barrier, wanted = machine.arrivals.get(key), np.unique(np.broadcast_to(parity(team), team.lanes)[mine])
+            if len(wanted) > 1:
+                raise Fault("lanes that wait for different phases")
+            if barrier.is_over(int(wanted[0])):
+                machine.arrivals.leave(block, team, barrier)
+                gone |= mine
+            else:
+                machine.arrivals.parked.append((key, int(wanted[0]), team, at, mine))
+                parked = True
+        team.put(target, np.ones(team.lanes, bool), gone)
+        if not parked:
+            return None
+        team.go_on = gone
+        return True
+
+    return run
