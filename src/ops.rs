@@ -8,12 +8,14 @@ pub use rope::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 mod batch_tables;
 mod kv_calibrate;
 mod kv_gather;
+mod merge_states;
 
 #[cfg(feature = "wgpu")]
 pub use batch_tables::DeviceBatch;
 pub(crate) use kv_calibrate::check_tokens;
 pub use kv_calibrate::{Calibrate, CalibrateSpec, CalibrationStats};
 pub use kv_gather::{Gather, GatherRange, GatherSpec};
+pub use merge_states::StateSets;
 
 mod project;
 

@@ -1,4 +1,4 @@
-//! The small ops on CUDA: [`HeadProject`], [`MlaPrefill`], [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
+//! The small ops on CUDA: [`HeadProject`], [`MlaPrefill`], [`MergeAttnStates`], [`MergeStateSets`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
 //! [`KvGather`], [`Rotate`], [`RotateAppend`].
 //!
 //! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
@@ -11,6 +11,7 @@ mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
 mod merge_attn_states;
+mod merge_states;
 mod mla_prefill;
 mod place;
 mod rope;
@@ -24,6 +25,7 @@ pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+pub use merge_states::{MergeSetsBinding, MergeStateSets};
 pub(super) use mla_prefill::VARIANT as PREFILL_VARIANT;
 pub use mla_prefill::{MlaPrefill, PrefillBinding, PrefillStep};
 pub use rope::{Rotate, RotateBinding, RotateStep};
@@ -88,6 +90,7 @@ mod tests {
     use super::kv_copy_pages::CopyArgs;
     use super::kv_gather::{GatherArgs, gather_entry};
     use super::merge_attn_states::MergeArgs;
+    use super::merge_states::{self, MergeSetsArgs};
     use super::mla_prefill::{self, PrefillArgs};
     use super::rope::{RopeArgs, rope_entry};
     use super::rope_append::{RopeAppendArgs, rope_append_entry};
@@ -136,11 +139,13 @@ mod tests {
         let copy = size_of::<CopyArgs>();
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
         want.extend(head_project::ENTRIES.map(|entry| (entry, size_of::<ProjectArgs>())));
+        want.push((merge_states::ENTRY, size_of::<MergeSetsArgs>()));
         want.extend(mla_prefill::ENTRIES.map(|entry| (entry, size_of::<PrefillArgs>())));
         let texts = [
             &ptx::HEAD_PROJECT,
             &ptx::MLA_PREFILL,
             &ptx::MERGE_ATTN_STATES,
+            &ptx::MERGE_STATES,
             &ptx::KV_APPEND,
             &ptx::KV_CALIBRATE,
             &ptx::KV_COPY_PAGES,
