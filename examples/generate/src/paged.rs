@@ -210,6 +210,7 @@ impl Attention for Paged {
             slot_mapping: &self.pages.slot_mapping,
             pages: self.pages.table.page_table(),
             shared_prefixes: &[],
+            expanded: &[],
         };
         Ok(self.layer.prepare(&self.backend, &batch, Policy::Auto)?)
     }
@@ -242,6 +243,7 @@ impl Attention for Paged {
                 out: View::dense(&buffers.out, spec.shape.num_heads, spec.v_head_dim),
                 softmax_scale: self.softmax_scale,
                 k_scale: *k_scale,
+                expanded: None,
             },
         )?;
         let values = self.pages.positions.len() as u64 * u64::from(spec.shape.num_heads * spec.v_head_dim);
