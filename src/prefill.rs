@@ -187,6 +187,7 @@ impl PrefillSpec {
 
 impl PrefillExtent {
     /// Whether arrays for `max` hold it.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn is_within(&self, max: &Self) -> bool {
         self.tokens <= max.tokens && self.keys <= max.keys && self.rows <= max.rows
     }

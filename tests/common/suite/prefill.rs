@@ -26,7 +26,9 @@ fn spec(heads: u32, [nope, rope, value]: [u32; 3], dtype: Dtype, out: Dtype) -> 
 
 /// The rows that a session runs: the forced one, or all.
 fn variants<B: Backend>(session: &Session<'_, B>, spec: &PrefillSpec) -> Vec<PrefillVariant> {
-    let wanted = |row: &PrefillVariant| session.variant.is_none_or(|name| name == row.name);
+    // A row for few queries, which no decode has, goes with the one that asks as much of a device.
+    let name = |row: &PrefillVariant| if row.name == "coop_few" { "coop_small" } else { row.name };
+    let wanted = |row: &PrefillVariant| session.variant.is_none_or(|wanted| wanted == name(row));
     let rows: Vec<_> = session.backend.prefill_variants(spec).into_iter().filter(wanted).collect();
     if rows.is_empty() {
         session.leave_out();
