@@ -148,7 +148,7 @@ fn time(gpu: &Gpu, shape: &Shape, row: PrefillVariant, args: &Args) -> Result<se
     let prefill = MlaPrefill::with_variant(&gpu.pipelines, spec, Some(row.name))?;
     let mut step = PrefillStep::default();
     prefill.prepare(&gpu.device, &gpu.queue, &mut step, &shape.sequences)?;
-    let PrefillExtent { tokens, keys } = step.extent();
+    let PrefillExtent { tokens, keys, .. } = step.extent();
     let (heads, dtype) = (u64::from(spec.num_heads), spec.dtype);
     let (query, paint) = (Paint::query(dtype), Paint::new(dtype));
     let elems = |rows: u32, dim: u32| u64::from(rows) * heads * u64::from(dim);

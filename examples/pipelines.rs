@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use wgpu_mla::gpu::ops::{
     BatchTables, CopySpec, HeadProject, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeAttnStates,
-    MlaPrefill, Rotate, RotateAppend,
+    MergeStateSets, MlaPrefill, Rotate, RotateAppend,
 };
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options};
 use wgpu_mla::{
@@ -29,6 +29,7 @@ const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 enum Job {
     Decode { spec: MlaSpec, variant: &'static str, chosen: bool, device_page_list: bool },
     MergeStates(MergeStatesSpec),
+    MergeSets(MergeStatesSpec),
     Append(AppendSpec),
     Copy(CopySpec),
     Rope(RopeSpec),
@@ -50,6 +51,7 @@ impl Job {
                 MlaDecode::new(pipelines, spec, &options).map(drop)
             }
             Self::MergeStates(spec) => MergeAttnStates::new(pipelines, *spec).map(drop),
+            Self::MergeSets(spec) => MergeStateSets::new(pipelines, *spec).map(drop),
             Self::Append(spec) => KvAppend::new(pipelines, *spec).map(drop),
             Self::Copy(spec) => KvCopyPages::new(pipelines, *spec).map(drop),
             Self::Rope(spec) => Rotate::new(pipelines, *spec).map(drop),
@@ -77,6 +79,9 @@ impl Job {
                     "{chosen} {kv_lora_rank}/{qk_rope_head_dim}x{num_heads} {variant} q_{}.kv_{}.out_{}{clamp}",
                     spec.query, spec.kv.dtype, spec.out
                 )
+            }
+            Self::MergeSets(spec) => {
+                format!("chosen any merge_states {} head_size {}", spec.dtype, spec.head_size)
             }
             Self::MergeStates(spec) => {
                 format!("chosen any merge_attn_states {} head_size {}", spec.dtype, spec.head_size)
@@ -172,6 +177,7 @@ fn small_ops() -> Vec<Job> {
     for dtype in FLOATS {
         // Rows of whole words only, and rows that end in half a word.
         jobs.extend([128, 33].map(|head_size| Job::MergeStates(MergeStatesSpec { dtype, head_size })));
+        jobs.push(Job::MergeSets(MergeStatesSpec { dtype, head_size: 128 }));
         let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
         let append = |cache| Job::Append(AppendSpec { shape, kv: kv(cache), input: dtype });
         jobs.extend(Dtype::ALL.map(append));

@@ -34,7 +34,7 @@ add() { # FOLDER EXECUTABLE..
     done
 }
 
-mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench gather --bench prefill --bench project --bench rope)
+mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench gather --bench prefill --bench cascade --bench project --bench rope)
 add bin "${benches[@]}"
 if [ ${#tests[@]} -gt 0 ]; then
     mapfile -t binaries < <(built test --release "${tests[@]/#/--test=}")
@@ -75,7 +75,7 @@ bench() {
 
 all() {
     local name failed=
-    for name in decode merge append gather prefill project rope; do
+    for name in decode merge append gather prefill cascade project rope; do
         bench $name "$@" || failed+=" $name"
         echo
     done

@@ -37,6 +37,11 @@ fn load_at(thread: u32, i: u32, octs: u32) -> u32 {
     return min(i * THREADS + thread, TOKENS * octs - 1u);
 }
 
+// Of a thread's load `i` of the queries of a chunk: row * ROW_OCTS + oct, the last one more than once.
+fn query_at(thread: u32, i: u32) -> u32 {
+    return min(i * THREADS + thread, CHUNK_ROWS * ROW_OCTS - 1u);
+}
+
 fn load_block(tile: Tile, block: u32, thread: u32) -> Block {
     var loaded: Block;
     let k_nope_at = params.k_nope_at + tile.head * params.k_nope_head_stride;
@@ -128,10 +133,16 @@ fn mla_prefill(
         atomicStore(&notes[thread], 0u);
     }
 
-    // The first block sets out, then the queries, into registers by way of the staging buffer, as many rows as it holds at a time.
+    // The first block sets out, then all queries, which come into registers by way of the staging buffer, as many rows as it holds at a
+    // time.
     var first: Block;
     if (tile.num_keys > 0u) {
         first = load_block(tile, 0u, thread);
+    }
+    var loaded: array<Unit, QUERY_LOADS>; // [QUERY_CHUNKS, CHUNK_LOADS]
+    for (var i = 0u; i < QUERY_LOADS; i++) { // unroll on cards
+        let at = query_at(thread, i % CHUNK_LOADS);
+        loaded[i] = query_oct(tile, i / CHUNK_LOADS * CHUNK_ROWS + at / ROW_OCTS, at % ROW_OCTS);
     }
     var logit_scale = params.logit_scale * KEY_UNIT;
     if (SCALES_QUERIES) {
@@ -148,9 +159,10 @@ fn mla_prefill(
     }
     var queries: array<MatrixA, QUERY_TILES>; // [ROW_TILES, KEY_TILES]
     for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
-        for (var i = thread; i < CHUNK_ROWS * ROW_OCTS; i += THREADS) {
-            let chunk_row = chunk * CHUNK_ROWS + i / ROW_OCTS;
-            staged[i / ROW_OCTS * KEY_PITCH + i % ROW_OCTS] = half_query(query_oct(tile, chunk_row, i % ROW_OCTS), factors[chunk_row]);
+        for (var i = 0u; i < CHUNK_LOADS; i++) { // unroll
+            let at = query_at(thread, i);
+            let factor = factors[chunk * CHUNK_ROWS + at / ROW_OCTS];
+            staged[at / ROW_OCTS * KEY_PITCH + at % ROW_OCTS] = half_query(loaded[chunk * CHUNK_LOADS + i], factor);
         }
         workgroupBarrier();
         for (var r = 0u; r < ROW_TILES; r++) { // unroll

@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::layer::Layer;
 use crate::ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
-    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec, StateSets,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -123,6 +123,12 @@ pub trait Backend: sealed::Sealed {
     /// # Errors
     /// Those of [`MergeStates`]'s checks.
     fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Self::Buffer>) -> Result<()>;
+
+    /// Merges any number of partial attention states: FlashInfer's `merge_states`. See [`StateSets`].
+    ///
+    /// # Errors
+    /// Those of [`StateSets`]'s checks.
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, Self::Buffer>) -> Result<()>;
 
     /// Writes new tokens into the cache: the field's `concat_and_cache_mla`. See [`AppendLayer`].
     ///

@@ -87,11 +87,11 @@ pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated
 pub use error::{Error, Result};
 pub use kv_b_proj::KvBProj;
 pub use layer::{KvView, Layer, LseBase, Query, View};
-pub use mla_layer::{LayerArgs, LayerBatch, LayerPlan, MlaLayer, MlaLayerSpec};
+pub use mla_layer::{Expanded, ExpandedPrefix, LayerArgs, LayerBatch, LayerPlan, MlaLayer, MlaLayerSpec};
 pub use ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CalibrationStats, CopySpec, DeviceBatch, Gather,
     GatherRange, GatherSpec, HeadDims, MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend,
-    RopeAppendSpec, RopeLayout, RopeSpec, WeightOrder, WeightView, check_copies,
+    RopeAppendSpec, RopeLayout, RopeSpec, StateSets, WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};

@@ -9,12 +9,22 @@
 //!                attention over k, v; merged with that of the chunks before, by LSE              mla_prefill, merge_attn_states
 //! ```
 //!
+//! A prefix that many decodes share may be kept expanded for as long as they do: [`ExpandedPrefix`]. They then attend it as prefills do, all at
+//! once and in parts of its keys, and what is theirs alone as decodes do; one merge makes one of all parts:
+//!
+//! ```text
+//! decodes        sets[0] = what is theirs: absorb, mla_decode, v_up; sets[1..] = the prefix                         mla_prefill
+//!                out = merged by LSE                                                                              merge_states
+//! ```
+//!
 //! Both halves compute the same (DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C): the first reads the fewest bytes a
 //! token of the cache, the second does the least arithmetic a pair of tokens.
 
+mod expanded;
 mod plan;
 mod run;
 
+pub use expanded::{Expanded, ExpandedPrefix};
 pub use plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
 pub use run::MlaLayer;
 
@@ -151,4 +161,6 @@ pub struct LayerArgs<'a, B> {
     pub softmax_scale: f32,
     /// Factor of every cache element; 1 unless the cache is e4m3.
     pub k_scale: f32,
+    /// The layer's keys and values of prefixes that decodes share, if the batch names any: see [`LayerBatch::expanded`].
+    pub expanded: Option<Expanded<'a, B>>,
 }

@@ -7,6 +7,7 @@ pub use rope::{Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 mod batch_tables;
 mod kv_calibrate;
 mod kv_gather;
+mod merge_states;
 
 pub use batch_tables::DeviceBatch;
 pub(crate) use batch_tables::Sequences;
@@ -15,6 +16,7 @@ pub(crate) use batch_tables::template;
 pub(crate) use kv_calibrate::check_tokens;
 pub use kv_calibrate::{Calibrate, CalibrateSpec, CalibrationStats};
 pub use kv_gather::{Gather, GatherRange, GatherSpec};
+pub use merge_states::StateSets;
 
 mod project;
 

@@ -35,10 +35,10 @@ pub enum PrefillVisible {
     },
 }
 
-/// A sequence's part of the queries and of the keys. Several may share keys, none shares queries with another.
+/// A sequence's part of the queries and of the keys. Several may share keys or queries; each has rows of the output of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PrefillSequence {
-    /// Its first query token in `q_nope`, `q_pe`, `out` and `lse`.
+    /// Its first query token in `q_nope` and `q_pe`.
     pub q_begin: u32,
     /// Its query tokens.
     pub q_len: u32,
@@ -48,13 +48,47 @@ pub struct PrefillSequence {
     pub kv_len: u32,
     /// Which of them a query sees.
     pub visible: PrefillVisible,
+    /// Its first row in `out` and `lse`: `q_begin`, unless several sequences have the same queries and other keys, whose partial
+    /// results are merged later: see [`crate::ops::StateSets`].
+    pub out_begin: u32,
 }
 
 impl PrefillSequence {
     /// A sequence whose last query sees all keys, the one before it all but the last, and so on.
     pub fn causal(q_begin: u32, q_len: u32, kv_begin: u32, kv_len: u32) -> Self {
         let first = i64::from(kv_len) - i64::from(q_len) + 1;
-        Self { q_begin, q_len, kv_begin, kv_len, visible: PrefillVisible::Causal { first } }
+        let visible = PrefillVisible::Causal { first };
+        Self { q_begin, q_len, kv_begin, kv_len, visible, out_begin: q_begin }
+    }
+
+    /// A sequence whose queries all see all of its keys.
+    pub fn all(q_begin: u32, q_len: u32, kv_begin: u32, kv_len: u32) -> Self {
+        Self { q_begin, q_len, kv_begin, kv_len, visible: PrefillVisible::All, out_begin: q_begin }
+    }
+
+    /// The same queries over `num_parts` parts of the keys, as alike as whole blocks of 64 keys allow: some have none where there are few.
+    /// Part `i` has the rows of the output from `out_begin + i * row_stride` on. A step that has few queries and many keys fills a
+    /// device only so; [`crate::ops::StateSets`] says how the parts are merged.
+    pub fn split_keys(self, num_parts: u32, row_stride: u32) -> impl Iterator<Item = Self> {
+        let (sequence, parts) = (self, u64::from(num_parts));
+        let blocks = u64::from(self.kv_len).div_ceil(64);
+        let edge = move |part: u64| (part * blocks / parts * 64).min(sequence.kv_len.into()) as u32;
+        (0..parts).map(move |part| {
+            let (begin, end) = (edge(part), edge(part + 1));
+            let visible = match sequence.visible {
+                PrefillVisible::All => PrefillVisible::All,
+                PrefillVisible::Causal { first } => {
+                    PrefillVisible::Causal { first: first.saturating_sub(begin.into()) }
+                }
+            };
+            Self {
+                kv_begin: sequence.kv_begin.saturating_add(begin),
+                kv_len: end - begin,
+                visible,
+                out_begin: sequence.out_begin.saturating_add(row_stride.saturating_mul(part as u32)),
+                ..sequence
+            }
+        })
     }
 
     /// Keys that query `i` sees, whatever `i` is.
@@ -70,7 +104,7 @@ impl PrefillSequence {
 /// One layer's queries, keys and values, and where the result goes.
 ///
 /// Head `h` of query `t` attends the keys `k_nope[s, h, :] ++ k_pe[s, h, :]` with the logits `softmax_scale * (q . k)`, and
-/// `out[t, h, :]` is the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Queries of no
+/// `out[t, h, :]` is the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Rows of no
 /// sequence are left as they are. Offsets and strides are multiples of 8 elements, but for the LSE's; `k_nope` and `v` may be parts of
 /// one array, and `k_pe` is shared by all heads with `head_stride` 0.
 #[derive(Debug)]
@@ -85,9 +119,9 @@ pub struct Prefill<'a, B> {
     pub k_pe: View<'a, B>,
     /// `[S, H, V]`.
     pub v: View<'a, B>,
-    /// `[T, H, V]`.
+    /// `[rows, H, V]`: as many rows as query tokens, or more, see [`PrefillSequence::out_begin`].
     pub out: View<'a, B>,
-    /// Natural log-sum-exp of the scaled logits, f32 `[T, H]`.
+    /// Natural log-sum-exp of the scaled logits, f32 `[rows, H]`.
     pub lse: View<'a, B>,
     /// Factor of the logits; see [`crate::softmax_scale`].
     pub softmax_scale: f32,
@@ -100,13 +134,15 @@ impl<B> Clone for Prefill<'_, B> {
 }
 impl<B> Copy for Prefill<'_, B> {}
 
-/// How far a batch reaches: query tokens and keys that the arrays must have.
+/// How far a batch reaches: query tokens, keys and rows of the output that the arrays must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PrefillExtent {
     /// Query tokens: the largest `q_begin + q_len`.
     pub tokens: u32,
     /// Keys: the largest `kv_begin + kv_len`.
     pub keys: u32,
+    /// Rows of `out` and `lse`: the largest `out_begin + q_len`.
+    pub rows: u32,
 }
 
 /// A row of the ladder of kernels, for tests and benches.
@@ -150,10 +186,16 @@ impl PrefillSpec {
 }
 
 impl PrefillExtent {
+    /// Whether arrays for `max` hold it.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub(crate) fn is_within(&self, max: &Self) -> bool {
+        self.tokens <= max.tokens && self.keys <= max.keys && self.rows <= max.rows
+    }
+
     /// Checks a batch, and says how far it reaches.
     ///
     /// # Errors
-    /// [`Error::Limit`] for tokens beyond 2^30, [`Error::Shape`] where two sequences have a query token in common.
+    /// [`Error::Limit`] for tokens beyond 2^30, [`Error::Shape`] where two sequences have a row of the output in common.
     pub fn of(sequences: &[PrefillSequence]) -> Result<Self> {
         let end = |what, begin: u32, len: u32| {
             let need = u64::from(begin) + u64::from(len);
@@ -164,17 +206,22 @@ impl PrefillExtent {
             Ok(need as u32)
         };
         let mut extent = Self::default();
-        let mut queries = Vec::with_capacity(sequences.len());
+        let mut written = Vec::with_capacity(sequences.len());
         for sequence in sequences.iter().filter(|sequence| sequence.q_len > 0) {
             let tokens = end("query tokens", sequence.q_begin, sequence.q_len)?;
             let keys = end("keys", sequence.kv_begin, sequence.kv_len)?;
-            extent = Self { tokens: extent.tokens.max(tokens), keys: extent.keys.max(keys) };
-            queries.push(sequence.q_begin..tokens);
+            let rows = end("rows of out", sequence.out_begin, sequence.q_len)?;
+            extent = Self {
+                tokens: extent.tokens.max(tokens),
+                keys: extent.keys.max(keys),
+                rows: extent.rows.max(rows),
+            };
+            written.push(sequence.out_begin..rows);
         }
-        queries.sort_unstable_by_key(|range| range.start);
-        if let Some(pair) = queries.windows(2).find(|pair| pair[1].start < pair[0].end) {
-            let cure = "is in two sequences: give each query token to one of them";
-            return Err(Error::Shape { what: "query token", got: pair[1].start.into(), cure });
+        written.sort_unstable_by_key(|range| range.start);
+        if let Some(pair) = written.windows(2).find(|pair| pair[1].start < pair[0].end) {
+            let cure = "is in two sequences: give each of them an `out_begin` of its own";
+            return Err(Error::Shape { what: "row of out", got: pair[1].start.into(), cure });
         }
         Ok(extent)
     }
@@ -208,7 +255,8 @@ impl<'a, B> Prefill<'a, B> {
         if !(self.softmax_scale.is_finite() && self.softmax_scale > 0.0) {
             return Err(Error::Scale { what: "softmax_scale", got: self.softmax_scale });
         }
-        let (tokens, keys, heads) = (extent.tokens.into(), extent.keys.into(), u64::from(spec.num_heads));
+        let (tokens, keys) = (extent.tokens.into(), extent.keys.into());
+        let (out_rows, heads) = (extent.rows.into(), u64::from(spec.num_heads));
         for (i, (what, view, dim)) in self.read_views(spec).into_iter().enumerate() {
             aligned(what, &view)?;
             let rows = if i < 2 { tokens } else { keys };
@@ -220,8 +268,8 @@ impl<'a, B> Prefill<'a, B> {
         for (what, view, dim, bytes) in
             [("out", self.out, dim, spec.out.bytes() as u64), ("lse", self.lse, 1, 4)]
         {
-            distinct(what, &view, tokens, heads, dim)?;
-            fits(what, view.end(tokens, heads, dim).saturating_mul(bytes), size(view.buffer))?;
+            distinct(what, &view, out_rows, heads, dim)?;
+            fits(what, view.end(out_rows, heads, dim).saturating_mul(bytes), size(view.buffer))?;
         }
         Ok(())
     }

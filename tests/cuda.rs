@@ -10,7 +10,7 @@ use wgpu_mla::cuda::ops::{
     CopySpec, HeadProject, KvAppend, KvCopyPages, MergeAttnStates, MlaPrefill, Rotate, RotateAppend,
 };
 use wgpu_mla::cuda::{Buffer, Cuda, Decode, Options};
-use wgpu_mla::prefill::{PrefillExtent, PrefillVisible};
+use wgpu_mla::prefill::PrefillExtent;
 use wgpu_mla::reference::{Expanded, State, copy_pages, merge_attn_states, mla_prefill};
 use wgpu_mla::{
     AppendLayer, AppendSpec, Backend, Batch, Capacity, Dtype, Error, KvSpec, KvView, Layer, MergeStates,
@@ -428,7 +428,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() {
         lse: View::dense(&lse, heads, 1),
         softmax_scale: 0.2,
     };
-    let max = PrefillExtent { tokens: tokens as u32, keys: keys as u32 };
+    let max = PrefillExtent { tokens: tokens as u32, keys: keys as u32, rows: tokens as u32 };
     let (to_queries, layer) =
         (project.bind(&projected).expect("binds"), prefill.bind(&attended, max).expect("binds"));
     let (mut range, mut list) =
@@ -439,7 +439,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() {
         prefill.record(&list, &layer)
     });
 
-    let all = PrefillSequence { visible: PrefillVisible::All, ..PrefillSequence::causal(2, 2, 10, 77) };
+    let all = PrefillSequence::all(2, 2, 10, 77);
     let long = [PrefillSequence::causal(0, 70, 0, 70), PrefillSequence::causal(70, 3, 70, 8)];
     for (first, count, sequences) in [
         (0, 5, &[PrefillSequence::causal(0, 5, 0, 9)][..]),

@@ -68,6 +68,7 @@ impl Arrays {
             slot_mapping: &self.slot_mapping,
             pages: PageTable::Dense { block_table: &self.block_table, max_pages: MAX_PAGES },
             shared_prefixes: &[],
+            expanded: &[],
         }
     }
 }

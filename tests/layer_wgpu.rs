@@ -83,6 +83,7 @@ fn a_batch_beyond_the_capacity_is_an_error() {
             slot_mapping: &vec![-1; tokens],
             pages: PageTable::Dense { block_table: &block_table, max_pages: 8 },
             shared_prefixes: &[],
+            expanded: &[],
         };
         layer.prepare(&gpu.queue, &mut step, &batch, Policy::Auto)
     };
@@ -101,6 +102,7 @@ fn a_batch_beyond_the_capacity_is_an_error() {
         slot_mapping: &[],
         pages: PageTable::Dense { block_table: &[], max_pages: 0 },
         shared_prefixes: &[],
+        expanded: &[],
     };
     let other = layer.prepare(&gpu.queue, &mut other, &batch, Policy::Auto);
     assert!(matches!(other, Err(Error::LayoutMismatch { .. })), "{other:?}");

@@ -18,9 +18,9 @@ pub struct Timing {
     pub host: f64,
 }
 
-/// Replays before those that count: a card's clocks come back from idle, where the check before leaves them, 4 times slower for 150 ms on
-/// an H200.
-const WARM_UP_SECONDS: f64 = 0.25;
+/// Whole replays before those that count: a card's clocks come back from idle, where the check before leaves them, 4 times slower for 150 ms
+/// on an H200, and not at all while it has less work than pauses.
+const WARM_UP_SECONDS: f64 = 0.4;
 /// A slow device has fewer replays.
 const MOST_SECONDS: f64 = 3.0;
 
@@ -69,14 +69,14 @@ impl<'a> Clock<'a> {
     /// calls as make its time worth measuring.
     pub fn time(&self, passes: Passes, record: impl Fn(&mut wgpu::ComputePass<'_>, usize)) -> Result<Timing> {
         // The first replay also brings shaders and memory to life.
-        let begin = Instant::now();
         self.replay(passes, 2, &record)?;
+        let least = if self.aim > 0.0 { 4 } else { 1 };
+        let fitting = |each: f64| ((self.aim / each.max(1e-7)).ceil() as usize).clamp(least, 512);
+        let mut calls = fitting(self.replay(passes, 4, &record)?.0);
+        let begin = Instant::now();
         while self.aim > 0.0 && begin.elapsed().as_secs_f64() < WARM_UP_SECONDS {
-            self.replay(passes, 4, &record)?;
+            calls = fitting(self.replay(passes, calls, &record)?.0);
         }
-        let guess = self.replay(passes, 4, &record)?.0;
-        let calls =
-            ((self.aim / guess.max(1e-7)).ceil() as usize).clamp(if self.aim > 0.0 { 4 } else { 1 }, 512);
         let (mut device, mut host) = (Vec::new(), Vec::new());
         let begin = Instant::now();
         for turn in 0..self.replays {

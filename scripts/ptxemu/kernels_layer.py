@@ -84,20 +84,20 @@ def test_project_of_few_and_many_gives_the_same_bits():
     assert (few == many).all()
 
 
-def tiles(sequences, rows):
-    """As src/prefill/plan.rs cuts them: (q_begin, q_len, kv_begin, kv_len, first or None)."""
+def tiles(sequences, rows, shift):
+    """As src/prefill/plan.rs cuts them: (q_begin, q_len, kv_begin, kv_len, first or None); their rows are `shift` further."""
     for q_begin, q_len, kv_begin, kv_len, first in sequences:
         for begin in range(0, q_len, rows):
             count = min(rows, q_len - begin)
             keys = kv_len if first is None else min(max(first + begin + count - 1, 0), kv_len)
             seen = keys if first is None else min(max(first + begin, -rows), keys)
-            yield q_begin + begin, count, kv_begin, keys, seen & 0xFFFFFFFF
+            yield q_begin + begin, count, kv_begin, keys, seen & 0xFFFFFFFF, q_begin + begin + shift
 
 
 SEQUENCES = [(1, 5, 2, 9, 5), (7, 3, 12, 67, None), (10, 4, 80, 3, -2), (14, 2, 3, 0, None), (17, 40, 83, 40, 1)]
 
 
-def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, room=1, size=1.0, max_tokens=None):
+def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, room=1, size=1.0, max_tokens=None, shift=0):
     rng = np.random.default_rng(nope + value)
     name, block = ("mla_prefill_exact", 32) if dtype == "f32" else ("mla_prefill_128", 64) if value <= 128 else ("mla_prefill_256", 32)
     tokens = max(q + n for q, n, *_ in sequences) + 1
@@ -120,14 +120,14 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
 
     q_nope, k_nope, v = array(queried, False, nope, size), array(used, False, nope, 1.0), array(used, False, value, 0.3)
     q_pe, k_pe = (array(queried, False, rope, size), array(used, True, rope, 1.0)) if rope else (q_nope, k_nope)
-    out, lse = Rows(rng, out_dtype, (tokens, heads, value), 8, (8, 0)), Rows(rng, "f32", (tokens, heads, 1), 1, (0, 3))
+    out, lse = Rows(rng, out_dtype, (tokens + shift, heads, value), 8, (8, 0)), Rows(rng, "f32", (tokens + shift, heads, 1), 1, (0, 3))
     out_at, lse_at = device.buffer(out.before), device.buffer(lse.before)
-    work = list(tiles(sequences, block))
-    words = np.array([len(work), *np.ravel(work), *[0] * (5 * room)], np.uint32)
+    work = list(tiles(sequences, block, shift))
+    words = np.array([len(work), *np.ravel(work), *[0] * (6 * room)], np.uint32)
     args = q_nope[0] + q_pe[0] + k_nope[0] + k_pe[0] + v[0] + place(out, out_at) + place(lse, lse_at)
     args += struct.pack("<Qf", device.buffer(words, False), np.float32(scale * np.log2(np.e)))
-    args += struct.pack("<4I", limit, keys, len(work) + room, heads)
-    args += struct.pack("<5I", nope // 4, (nope + rope) // 4, value // 4, CODES[dtype], CODES[out_dtype])
+    args += struct.pack("<5I", limit, keys, limit + shift, len(work) + room, heads)
+    args += struct.pack("<6I", nope // 4, (nope + rope) // 4, value // 4, CODES[dtype], CODES[out_dtype], 0)
     args += struct.pack("<2I", *divisor(heads))
     device.launch(kernels("shaders/cuda/mla_prefill.ptx")[name], ((len(work) + room) * heads, 1, 1), [args])
 
@@ -136,9 +136,9 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
     for (token, begin), (_, visible) in seen.items():
         if token >= limit:
             continue
-        kept[out.at[token]], kept_lse[lse.at[token]] = got[out.at[token]], got_lse[lse.at[token]]
+        kept[out.at[token + shift]], kept_lse[lse.at[token + shift]] = got[out.at[token + shift]], got_lse[lse.at[token + shift]]
         if visible == 0:
-            assert (got[out.at[token]] == 0).all() and (got_lse[lse.at[token]] == 0xFF800000).all(), f"token {token} sees no key"
+            assert (got[out.at[token + shift]] == 0).all() and (got_lse[lse.at[token + shift]] == 0xFF800000).all(), f"token {token} sees no key"
             continue
         some = slice(begin, begin + visible)
         logits = np.einsum("hd,shd->hs", q_nope[1][token], k_nope[1][some])
@@ -148,16 +148,16 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
         top = logits.max(-1, keepdims=True)
         powers = np.exp(logits - top)
         want = np.einsum("hs,shd->hd", powers / powers.sum(-1, keepdims=True), v[1][some])
-        near(f"token {token}", out_dtype, wide(out_dtype, got[out.at[token]]), want)
+        near(f"token {token}", out_dtype, wide(out_dtype, got[out.at[token + shift]]), want)
         want_lse = top[:, 0] + np.log(powers.sum(-1))
-        error = np.abs(got_lse[lse.at[token]].view(np.float32)[:, 0] - want_lse)
+        error = np.abs(got_lse[lse.at[token + shift]].view(np.float32)[:, 0] - want_lse)
         assert (error <= 1e-5 + 2e-6 * np.abs(want_lse)).all(), f"token {token}: lse off by {error.max()}"
     assert (got == kept).all() and (got_lse == kept_lse).all(), "written outside of the sequences"
 
 
 def test_prefill():
     prefill("f32", "f32", 2, 16, 32, 16)
-    prefill("bf16", "bf16", 2, 24, 0, 72)
+    prefill("bf16", "bf16", 2, 24, 0, 72, shift=5)
     prefill("f16", "f32", 1, 40, 8, 136)
 
 

@@ -10,7 +10,7 @@
 //
 // A grid is for max_tiles, so that a captured one serves every work list that fits: blocks past its tiles leave early.
 
-// limits: mla_prefill_128 registers=128 threads=256
+// limits: mla_prefill_128 registers=168 threads=256
 // limits: mla_prefill_256 registers=128 threads=256
 // limits: mla_prefill_exact registers=128 threads=256
 
@@ -34,10 +34,11 @@ struct Args {
     Place v;
     Place out;
     Place lse;
-    u64 table; // u32: the number of tiles, then five words of each
+    u64 table; // u32: the number of tiles, then six words of each
     float logit_scale; // softmax_scale * log2(e)
     u32 max_tokens;
     u32 max_keys;
+    u32 max_rows; // of the output and the LSE
     u32 max_tiles; // for which the table has room
     u32 num_heads;
     u32 nope_quads;
@@ -45,6 +46,7 @@ struct Args {
     u32 value_quads;
     u32 dtype;
     u32 out_dtype;
+    u32 reserved;
     Divisor by_num_heads;
 };
 
@@ -52,6 +54,7 @@ struct Args {
 struct Tile {
     u32 first_token, num_rows, kv_begin, num_keys;
     int first_visible;
+    u32 first_row; // of the output
     u32 head;
 };
 
@@ -164,8 +167,8 @@ __device__ __forceinline__ void attend(const Args &args) {
     if (number >= min(read_4(args.table), args.max_tiles)) {
         return;
     }
-    u64 at = args.table + 4 + 20ull * number;
-    Tile tile = {read_4(at), read_4(at + 4), read_4(at + 8), read_4(at + 12), (int)read_4(at + 16), blockIdx.x - number * args.num_heads};
+    u64 at = args.table + 4 + 24ull * number;
+    Tile tile = {read_4(at), read_4(at + 4), read_4(at + 8), read_4(at + 12), (int)read_4(at + 16), read_4(at + 20), blockIdx.x - number * args.num_heads};
     tile.num_keys = args.max_keys > 0 ? tile.num_keys : 0;
     u32 tx = threadIdx.x % 16, ty = threadIdx.x / 16;
 
@@ -286,8 +289,8 @@ __device__ __forceinline__ void attend(const Args &args) {
 #pragma unroll
     for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
         float sum = sum_of_row(row_sum[i]);
-        u32 row = i * 16 + ty, token = tile.first_token + row;
-        if (row >= tile.num_rows || token >= args.max_tokens) {
+        u32 row = i * 16 + ty, to = tile.first_row + row;
+        if (row >= tile.num_rows || to >= args.max_rows) {
             continue;
         }
         bool any = sum > 0.0f;
@@ -297,17 +300,18 @@ __device__ __forceinline__ void attend(const Args &args) {
             if (c * 16 + tx < args.value_quads) {
                 float4 x = out[i][c];
                 x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
-                store_quad(row_of(args.out, token, tile.head) + (c * 16 + tx) * quad_bytes(args.out_dtype), args.out_dtype, x);
+                store_quad(row_of(args.out, to, tile.head) + (c * 16 + tx) * quad_bytes(args.out_dtype), args.out_dtype, x);
             }
         }
         if (tx == 0) {
             float lse = (row_max[i] + log2_fast(sum)) * 0.693147182f;
-            store_4(row_of(args.lse, token, tile.head), any ? __float_as_uint(lse) : 0xFF800000u);
+            store_4(row_of(args.lse, to, tile.head), any ? __float_as_uint(lse) : 0xFF800000u);
         }
     }
 }
 
 // Of 16 bits, with values of up to so many columns; and of f32, whose errors may be smaller.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_128(const Args args) { attend<64, 2, false>(args); }
+// The first one needs some registers more than two blocks of a multiprocessor leave it.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_prefill_128(const Args args) { attend<64, 2, false>(args); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_256(const Args args) { attend<32, 4, false>(args); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_exact(const Args args) { attend<32, 4, true>(args); }

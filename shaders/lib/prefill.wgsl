@@ -1,8 +1,9 @@
 // What an mla_prefill is bound with (src/gpu/ops/prefill.rs). A Unit is what a row is read by: a quad or an oct of its elements.
 struct PrefillParams {
     logit_scale: f32, // softmax_scale * log2(e)
-    max_tokens: u32, // query tokens and keys that the buffers hold, each at least 1
+    max_tokens: u32, // query tokens, keys and rows that the buffers hold, each at least 1
     max_keys: u32,
+    max_rows: u32, // of the output and the LSE
     q_nope_at: u32, // units, as all places and strides below but those of the output and the LSE
     q_nope_token_stride: u32,
     q_nope_head_stride: u32,
@@ -29,10 +30,10 @@ struct PrefillParams {
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tiles * TILE_WORDS]
 @group(1) @binding(0) var<uniform> params: PrefillParams;
 // bindings 1 to 5 are what is read: lib/prefill_read.wgsl or lib/prefill_pinned.wgsl
-@group(1) @binding(6) var<storage, read_write> out: array<OutQuad>; // [T, H, V]
-@group(1) @binding(7) var<storage, read_write> lse: array<u32>; // f32 bits, [T, H]
+@group(1) @binding(6) var<storage, read_write> out: array<OutQuad>; // [rows, H, V]
+@group(1) @binding(7) var<storage, read_write> lse: array<u32>; // f32 bits, [rows, H]
 
-const TILE_WORDS = 5u;
+const TILE_WORDS = 6u;
 const EMPTY = -1.0e38; // a finite stand-in for the -inf of a row that has seen no key
 const MINUS_INFINITY = 0xFF800000u;
 
@@ -44,23 +45,28 @@ struct Tile {
     kv_begin: u32,
     num_keys: u32,
     first_visible: i32,
+    first_row: u32, // of the output
 }
 
 // Workgroups are numbered by tiles, then heads: the long tiles of all heads come first, so that the device ends on short ones. By heads, then
 // tiles, which share keys, an H200 took 11 % longer for 16 heads and 1 % less for 128.
 fn tile_of(number: u32) -> Tile {
     let at = 1u + number / NUM_HEADS * TILE_WORDS;
-    return Tile(number % NUM_HEADS, table[at], table[at + 1u], table[at + 2u], table[at + 3u], bitcast<i32>(table[at + 4u]));
+    return Tile(number % NUM_HEADS, table[at], table[at + 1u], table[at + 2u], table[at + 3u], bitcast<i32>(table[at + 4u]), table[at + 5u]);
 }
 
 // A step may be prepared again, with more tokens than the binding has, after its commands were recorded: no host check can see that,
-// and these two keep it inside of the buffers. Rows and keys past the tile's last one stand for the last.
+// and these keep it inside of the buffers. Rows and keys past the tile's last one stand for the last.
 fn token_of(tile: Tile, row: u32) -> u32 {
     return min(tile.first_token + min(row, tile.num_rows - 1u), params.max_tokens - 1u);
 }
 
 fn key_of(tile: Tile, key: u32) -> u32 {
     return min(tile.kv_begin + min(key, tile.num_keys - 1u), params.max_keys - 1u);
+}
+
+fn output_row(tile: Tile, row: u32) -> u32 {
+    return min(tile.first_row + min(row, tile.num_rows - 1u), params.max_rows - 1u);
 }
 
 // Keys that a row sees.
@@ -70,13 +76,13 @@ fn visible_to(tile: Tile, row: u32) -> u32 {
 
 // Four neighbouring elements of an output row.
 fn store_quad(tile: Tile, row: u32, column_quad: u32, value: vec4<f32>) {
-    let at = params.out_at + token_of(tile, row) * params.out_token_stride + tile.head * params.out_head_stride;
+    let at = params.out_at + output_row(tile, row) * params.out_token_stride + tile.head * params.out_head_stride;
     out[at + column_quad] = out_quad(bitcast<vec4<u32>>(value), UNSCALED);
 }
 
 // A row's LSE from base 2; `any` is false for a row that sees no key.
 fn store_lse(tile: Tile, row: u32, base_2: f32, any: bool) {
-    let at = params.lse_at + token_of(tile, row) * params.lse_token_stride + tile.head * params.lse_head_stride;
+    let at = params.lse_at + output_row(tile, row) * params.lse_token_stride + tile.head * params.lse_head_stride;
     lse[at] = select(MINUS_INFINITY, bitcast<u32>(base_2 * LN_2), any);
 }
 

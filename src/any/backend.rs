@@ -8,7 +8,7 @@ use crate::backend::{Backend, sealed::Sealed};
 use crate::layer::{KvView, Layer};
 use crate::ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
-    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec, StateSets,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -112,6 +112,10 @@ impl Backend for AnyBackend {
 
     fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
         on!(self, b => b.merge_attn_states(spec, &views::merge_states(args, &|any| own(b, any))?))
+    }
+
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, Buffer>) -> Result<()> {
+        on!(self, b => b.merge_states(spec, &views::state_sets(args, &|any| own(b, any))?))
     }
 
     fn kv_append(

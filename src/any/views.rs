@@ -2,7 +2,9 @@
 
 use crate::Result;
 use crate::layer::{KvView, Layer, Query, View};
-use crate::ops::{AppendLayer, Calibrate, Gather, MergeStates, Project, Rope, RopeAppend, WeightView};
+use crate::ops::{
+    AppendLayer, Calibrate, Gather, MergeStates, Project, Rope, RopeAppend, StateSets, WeightView,
+};
 use crate::prefill::Prefill;
 
 fn view<'a, B, C>(view: &View<'a, B>, own: &impl Fn(&'a B) -> Result<&'a C>) -> Result<View<'a, C>> {
@@ -65,6 +67,24 @@ pub(super) fn merge_states<'a, B, C>(
         output_lse: states.output_lse.as_ref().map(|lse| view(lse, own)).transpose()?,
         num_tokens: states.num_tokens,
         num_heads: states.num_heads,
+    })
+}
+
+pub(super) fn state_sets<'a, B, C>(
+    sets: &StateSets<'a, B>,
+    own: &impl Fn(&'a B) -> Result<&'a C>,
+) -> Result<StateSets<'a, C>> {
+    let StateSets { set_stride, lse_set_stride, num_sets, num_tokens, num_heads, .. } = *sets;
+    Ok(StateSets {
+        states: view(&sets.states, own)?,
+        set_stride,
+        lse: view(&sets.lse, own)?,
+        lse_set_stride,
+        output: view(&sets.output, own)?,
+        output_lse: sets.output_lse.as_ref().map(|lse| view(lse, own)).transpose()?,
+        num_sets,
+        num_tokens,
+        num_heads,
     })
 }
 

@@ -57,6 +57,7 @@ use crate::layer::{KvView, Layer};
 use crate::ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CopySpec, Gather, GatherRange, GatherSpec,
     MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    StateSets,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -164,6 +165,10 @@ impl Backend for Cpu {
 
     fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
         ops::merge_attn_states(&self.pool, spec, args)
+    }
+
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, Buffer>) -> Result<()> {
+        ops::merge_states(&self.pool, spec, args)
     }
 
     fn kv_append(

@@ -2,9 +2,11 @@
 
 mod kv_calibrate;
 mod kv_gather;
+mod merge_states;
 
 pub(super) use kv_calibrate::kv_calibrate;
 pub(super) use kv_gather::kv_gather;
+pub(super) use merge_states::merge_states;
 
 use std::sync::atomic::Ordering;
 

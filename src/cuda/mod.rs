@@ -35,6 +35,7 @@ use crate::layer::{KvView, Layer};
 use crate::ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CopySpec, Gather, GatherRange, GatherSpec,
     MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    StateSets,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -42,8 +43,8 @@ use crate::tables::{Capacity, PageTable};
 use crate::{Error, KvSpec, MlaSpec, Result};
 use ops::{
     AppendStep, CalibrateStep, CopyStep, GatherStep, HeadProject, KvAppend, KvCalibrate, KvCopyPages,
-    KvGather, MergeAttnStates, MlaPrefill, PREFILL_VARIANT, PrefillStep, ProjectStep, Rotate, RotateAppend,
-    RotateStep,
+    KvGather, MergeAttnStates, MergeStateSets, MlaPrefill, PREFILL_VARIANT, PrefillStep, ProjectStep, Rotate,
+    RotateAppend, RotateStep,
 };
 
 impl Cuda {
@@ -117,6 +118,11 @@ impl Backend for Cuda {
 
     fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
         let merge = MergeAttnStates::new(self, *spec)?;
+        merge.record(&merge.bind(args)?)
+    }
+
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, Buffer>) -> Result<()> {
+        let merge = MergeStateSets::new(self, *spec)?;
         merge.record(&merge.bind(args)?)
     }
 

@@ -1,4 +1,4 @@
-//! The small ops on CUDA: [`HeadProject`], [`MlaPrefill`], [`MergeAttnStates`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
+//! The small ops on CUDA: [`HeadProject`], [`MlaPrefill`], [`MergeAttnStates`], [`MergeStateSets`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
 //! [`KvGather`], [`Rotate`], [`RotateAppend`]; and [`BatchTables`], which makes tables for them and for decodes on the card.
 //!
 //! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
@@ -12,6 +12,7 @@ mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
 mod merge_attn_states;
+mod merge_states;
 mod mla_prefill;
 mod place;
 mod rope;
@@ -26,6 +27,7 @@ pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+pub use merge_states::{MergeSetsBinding, MergeStateSets};
 pub(super) use mla_prefill::VARIANT as PREFILL_VARIANT;
 pub use mla_prefill::{MlaPrefill, PrefillBinding, PrefillStep};
 pub use rope::{Rotate, RotateBinding, RotateStep};
@@ -91,6 +93,7 @@ mod tests {
     use super::kv_copy_pages::CopyArgs;
     use super::kv_gather::{GatherArgs, gather_entry};
     use super::merge_attn_states::MergeArgs;
+    use super::merge_states::{self, MergeSetsArgs};
     use super::mla_prefill::{self, PrefillArgs};
     use super::rope::{RopeArgs, rope_entry};
     use super::rope_append::{RopeAppendArgs, rope_append_entry};
@@ -140,12 +143,14 @@ mod tests {
         want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
         want.extend(batch_tables::ENTRIES.map(|entry| (entry, size_of::<BatchArgs>())));
         want.extend(head_project::ENTRIES.map(|entry| (entry, size_of::<ProjectArgs>())));
+        want.push((merge_states::ENTRY, size_of::<MergeSetsArgs>()));
         want.extend(mla_prefill::ENTRIES.map(|entry| (entry, size_of::<PrefillArgs>())));
         let texts = [
             &ptx::BATCH_TABLES,
             &ptx::HEAD_PROJECT,
             &ptx::MLA_PREFILL,
             &ptx::MERGE_ATTN_STATES,
+            &ptx::MERGE_STATES,
             &ptx::KV_APPEND,
             &ptx::KV_CALIBRATE,
             &ptx::KV_COPY_PAGES,

@@ -29,6 +29,7 @@ pub(super) static KV_CALIBRATE: Ptx = ptx!("kv_calibrate");
 pub(super) static KV_COPY_PAGES: Ptx = ptx!("kv_copy_pages");
 pub(super) static KV_GATHER: Ptx = ptx!("kv_gather");
 pub(super) static MERGE_ATTN_STATES: Ptx = ptx!("merge_attn_states");
+pub(super) static MERGE_STATES: Ptx = ptx!("merge_states");
 pub(super) static MLA_DECODE_BF16: Ptx = ptx!("mla_decode_bf16");
 pub(super) static MLA_DECODE_E4M3: Ptx = ptx!("mla_decode_e4m3");
 pub(super) static MLA_DECODE_F16: Ptx = ptx!("mla_decode_f16");
@@ -62,6 +63,7 @@ pub(super) static ALL: &[&Ptx] = &[
     &KV_COPY_PAGES,
     &KV_GATHER,
     &MERGE_ATTN_STATES,
+    &MERGE_STATES,
     &MLA_DECODE_BF16,
     &MLA_DECODE_E4M3,
     &MLA_DECODE_F16,

@@ -4,15 +4,15 @@ use std::ops::Range;
 
 use super::ops::{
     AppendStep, CalibrateStep, CopySpec, CopyStep, GatherStep, HeadProject, KvAppend, KvCalibrate,
-    KvCopyPages, KvGather, MergeAttnStates, MlaPrefill, PrefillStep, ProjectStep, Rotate, RotateAppend,
-    RotateStep,
+    KvCopyPages, KvGather, MergeAttnStates, MergeSetsStep, MergeStateSets, MlaPrefill, PrefillStep,
+    ProjectStep, Rotate, RotateAppend, RotateStep,
 };
 use super::read::{check_range, read};
 use super::{Gpu, LayerBinding, MlaDecode, Options, Step, scope::scoped};
 use crate::backend::{Backend, sealed::Sealed};
 use crate::ops::{
     AppendLayer, AppendSpec, Calibrate, CalibrateSpec, Gather, GatherRange, GatherSpec, MergeStates,
-    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec,
+    MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeSpec, StateSets,
 };
 use crate::plan::{Plan, Tiling};
 use crate::prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -113,6 +113,15 @@ impl Backend for Gpu {
         let merge = MergeAttnStates::new(&self.pipelines, *spec)?;
         let binding = merge.bind(&self.device, args)?;
         self.submit(|encoder| merge.record(encoder, &binding))
+    }
+
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, wgpu::Buffer>) -> Result<()> {
+        let merge = MergeStateSets::new(&self.pipelines, *spec)?;
+        let mut step = MergeSetsStep::default();
+        merge.prepare(&self.device, &self.queue, &mut step, 0..args.num_tokens, args.num_sets)?;
+        let binding = merge.bind(&self.device, args)?;
+        merge.check(&step, &binding)?;
+        self.submit(|encoder| merge.record(encoder, &step, &binding))
     }
 
     fn kv_append(

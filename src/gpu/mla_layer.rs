@@ -202,6 +202,10 @@ impl MlaLayer {
             return Err(Error::LayoutMismatch { detail: "the step was made by another layer" });
         }
         step.plan = LayerPlan::default();
+        if !batch.expanded.is_empty() {
+            let detail = "a recorded layer attends no expanded prefix: record its ops, as benches/cascade does, or use mla_layer::MlaLayer";
+            return Err(Error::LayoutMismatch { detail });
+        }
         let plan = LayerPlan::new(&self.spec, &self.decode.tiling(), batch, policy)?;
         self.check_capacity(&plan)?;
         let device = self.pipelines.device();
@@ -336,7 +340,7 @@ impl MlaLayer {
         };
         // Without rows there is nothing to attend, and no step does.
         let tokens = if space.num_rows > 0 { self.capacity.tokens } else { 0 };
-        let extent = PrefillExtent { tokens, keys: space.num_rows };
+        let extent = PrefillExtent { tokens, keys: space.num_rows, rows: tokens };
         self.prefill.bind(self.pipelines.device(), &args, extent)
     }
 

@@ -10,6 +10,7 @@
 use std::ops::Range;
 
 use super::MlaLayerSpec;
+use super::expanded::{ExpandedPrefix, over_prefixes, prefixes};
 use crate::ops::GatherRange;
 use crate::prefill::{PrefillSequence, PrefillVisible};
 use crate::tables::{check_rows, row_of};
@@ -28,6 +29,9 @@ pub struct LayerBatch<'a> {
     pub pages: PageTable<'a>,
     /// Groups that share a prefix, for those of its sequences that are decoded.
     pub shared_prefixes: &'a [SharedPrefix],
+    /// Prefixes that are kept as keys and values, for those of their sequences that are decoded; these have no part in
+    /// `shared_prefixes` then.
+    pub expanded: &'a [ExpandedPrefix],
 }
 
 /// Where a part of attention goes.
@@ -83,6 +87,8 @@ pub struct LayerPlan {
     pub decoded: Vec<Range<u32>>,
     /// The page list of the sequences that are decoded, in CSR form.
     pub(crate) decode_pages: (Vec<i32>, Vec<i32>),
+    /// What decoded tokens attend of expanded prefixes, before the keys are split; empty where no prefix is expanded.
+    pub(crate) over_prefixes: Vec<PrefillSequence>,
     /// What the others attend.
     pub chunks: Vec<Chunk>,
     /// Position of each query token in its sequence.
@@ -129,6 +135,7 @@ impl LayerPlan {
         Plan::default().check_batch(&mla, &all)?;
         check_rows(batch.pages, batch.seq_lens.len())?;
         check_groups(batch)?;
+        let expanded = prefixes(spec, batch)?;
         let num_queries = batch.query_start_loc.last().copied().unwrap_or(0) as u32;
         let (got, want) = (batch.slot_mapping.len() as u64, u64::from(num_queries));
         if got != want {
@@ -152,7 +159,7 @@ impl LayerPlan {
                 _ => prompts.push(prompt),
             }
         }
-        plan.plan_decodes(spec, tiling, batch, policy, &decodes)?;
+        plan.plan_decodes(spec, tiling, batch, policy, &decodes, &expanded)?;
         plan.plan_chunks(spec, policy, &prompts)?;
         Ok(plan)
     }
@@ -165,11 +172,15 @@ impl LayerPlan {
         batch: &LayerBatch<'_>,
         policy: Policy,
         decodes: &[Prompt],
+        expanded: &[Option<&ExpandedPrefix>],
     ) -> Result<()> {
+        let prefix = |decode: &Prompt| expanded.get(decode.sequence as usize).copied().flatten();
+        // Tokens that the absorbed decode has no part in.
+        let skipped = |decode: &Prompt| prefix(decode).map_or(0, |prefix| prefix.tokens);
         let (mut seq_lens, mut loc, mut tokens) = (Vec::new(), vec![0i32], Vec::new());
         for decode in decodes {
             let range = decode.q_begin..decode.q_begin + decode.q_len;
-            seq_lens.push(decode.len as i32);
+            seq_lens.push((decode.len - skipped(decode)) as i32);
             tokens.extend(range.clone());
             loc.push(tokens.len() as i32);
             match self.decoded.last_mut() {
@@ -178,7 +189,7 @@ impl LayerPlan {
             }
         }
         let shared: Vec<SharedPrefix> =
-            batch.shared_prefixes.iter().map(|group| group.among(decodes)).collect();
+            batch.shared_prefixes.iter().map(|group| group.among(decodes, expanded)).collect();
         let compact = Batch { shared_prefixes: &shared, ..Batch::new(&seq_lens, &loc) };
         self.decode = Plan::new(&spec.mla(), tiling, &compact, policy)?;
         for query in &mut self.decode.queries {
@@ -188,8 +199,11 @@ impl LayerPlan {
             merge.token = tokens[merge.token as usize];
         }
         self.decode.num_queries = self.decoded.last().map_or(0, |run| run.end);
-        let sequences = decodes.iter().map(|decode| (decode.sequence as usize, decode.len));
+        let sequences = decodes.iter().map(|decode| (decode.sequence as usize, skipped(decode)..decode.len));
         self.decode_pages = pages_of(batch.pages, spec, sequences)?;
+        let tokens: Vec<_> =
+            decodes.iter().map(|decode| (decode.q_begin, decode.q_len, prefix(decode))).collect();
+        self.over_prefixes = over_prefixes(&tokens);
         Ok(())
     }
 
@@ -268,13 +282,7 @@ impl LayerPlan {
                 let goes_on: Vec<u32> =
                     more.iter().map(|sequence: &PrefillSequence| sequence.q_begin).collect();
                 let others = all.iter().filter(|(q_begin, _)| !goes_on.contains(q_begin));
-                more.extend(others.map(|&(q_begin, q_len)| PrefillSequence {
-                    q_begin,
-                    q_len,
-                    kv_begin: 0,
-                    kv_len: 0,
-                    visible: PrefillVisible::All,
-                }));
+                more.extend(others.map(|&(q_begin, q_len)| PrefillSequence::all(q_begin, q_len, 0, 0)));
             }
             rounds.push(Round { first, more, state: Target::Out });
         }
@@ -293,14 +301,18 @@ impl Prompt {
             kv_begin: row,
             kv_len: keys.end - keys.start,
             visible: PrefillVisible::Causal { first },
+            out_begin: self.q_begin,
         }
     }
 }
 
 impl SharedPrefix {
-    /// Those of a group that are decoded, numbered as decodes.
-    fn among(&self, decodes: &[Prompt]) -> Self {
-        let place = |sequence: &u32| decodes.iter().position(|decode| decode.sequence == *sequence);
+    /// Those of a group that are decoded over all of their tokens, numbered as decodes.
+    fn among(&self, decodes: &[Prompt], expanded: &[Option<&ExpandedPrefix>]) -> Self {
+        let is_whole = |sequence: u32| expanded.get(sequence as usize).copied().flatten().is_none();
+        let place = |sequence: &u32| {
+            decodes.iter().position(|decode| decode.sequence == *sequence && is_whole(*sequence))
+        };
         let sequences = self.sequences.iter().filter_map(place).map(|place| place as u32).collect();
         Self { sequences, tokens: self.tokens }
     }
@@ -322,26 +334,27 @@ fn check_groups(batch: &LayerBatch<'_>) -> Result<()> {
 
 /// The pages of all sequences, as `(kv_indptr, kv_indices)`.
 pub(super) fn csr(spec: &MlaLayerSpec, batch: &LayerBatch<'_>) -> Result<(Vec<i32>, Vec<i32>)> {
-    let lens = batch.seq_lens.iter().map(|&len| len as u32).enumerate();
+    let lens = batch.seq_lens.iter().map(|&len| 0..len as u32).enumerate();
     pages_of(batch.pages, spec, lens)
 }
 
-/// The pages of some sequences and their tokens, as `(kv_indptr, kv_indices)`.
+/// The pages of some sequences and their tokens, which begin where a page does, as `(kv_indptr, kv_indices)`.
 fn pages_of(
     pages: PageTable<'_>,
     spec: &MlaLayerSpec,
-    sequences: impl Iterator<Item = (usize, u32)>,
+    sequences: impl Iterator<Item = (usize, Range<u32>)>,
 ) -> Result<(Vec<i32>, Vec<i32>)> {
     if matches!(pages, PageTable::Device) {
         let detail = "a layer gathers pages by a list of the host: give PageTable::Dense or Csr";
         return Err(Error::LayoutMismatch { detail });
     }
     let (mut indptr, mut indices) = (vec![0i32], Vec::new());
-    for (seq, len) in sequences {
+    for (seq, tokens) in sequences {
         let row = row_of(pages, seq);
-        let Some(row) = row.get(..spec.kv.pages_for(len) as usize) else {
+        let used = (tokens.start / spec.kv.page_size) as usize..spec.kv.pages_for(tokens.end) as usize;
+        let Some(row) = row.get(used) else {
             let max = row.len() as i64 * i64::from(spec.kv.page_size);
-            return Err(Error::SeqLen { seq, got: len.into(), max });
+            return Err(Error::SeqLen { seq, got: tokens.end.into(), max });
         };
         indices.extend_from_slice(row);
         indptr.push(indices.len() as i32);

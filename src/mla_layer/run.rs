@@ -1,9 +1,11 @@
 //! The layer on any backend, verb by verb.
 
 use super::plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
-use super::{LayerArgs, MlaLayerSpec};
+use super::{Expanded, LayerArgs, MlaLayerSpec};
 use crate::layer::{Query, View};
-use crate::ops::{AppendLayer, Gather, MergeStates, Project, ProjectSpec, RopeAppend, WeightView};
+use crate::ops::{
+    AppendLayer, Gather, GatherRange, MergeStates, Project, ProjectSpec, RopeAppend, StateSets, WeightView,
+};
 use crate::prefill::{Prefill, PrefillSequence};
 use crate::tables::{Capacity, PageTable};
 use crate::{Backend, Error, Layer, LseBase, Policy, Result};
@@ -23,6 +25,8 @@ pub struct MlaLayer<B: Backend> {
     /// The page table of the step, in CSR form.
     pages: (Vec<i32>, Vec<i32>),
     space: Workspace<B::Buffer>,
+    /// Parts that the keys of expanded prefixes are split into; 0 without any.
+    num_parts: u32,
 }
 
 /// What lies between the ops. `T` query tokens, `S` rows of the workspace.
@@ -45,6 +49,9 @@ struct Workspace<T> {
     partial: Room<T>,
     /// f32 `[T, H]`, of out, other and partial
     lse: [Room<T>; 3],
+    /// `[sets, T, H, V]` and f32 `[sets, T, H]` of the tokens up to the last that is decoded, with expanded prefixes
+    sets: Room<T>,
+    set_lse: Room<T>,
 }
 
 /// A buffer that is made, or made anew, where it is too small.
@@ -105,6 +112,7 @@ impl<B: Backend> MlaLayer<B> {
             seq_lens: Vec::new(),
             pages: Default::default(),
             space: Workspace::default(),
+            num_parts: 0,
         })
     }
 
@@ -140,7 +148,8 @@ impl<B: Backend> MlaLayer<B> {
             let pages = PageTable::Csr { kv_indptr, kv_indices };
             backend.prepare(&self.decode, &mut self.step, &plan.decode, pages)?;
         }
-        self.space.grow(backend, &self.spec, &plan)?;
+        self.num_parts = prefix_parts(&self.spec, &plan, backend.tiling(&self.decode).target_items);
+        self.space.grow(backend, &self.spec, &plan, self.num_parts)?;
         if let Some((positions, _)) = &self.space.positions.0 {
             backend.upload(positions, 0, bytemuck::cast_slice(&plan.positions))?;
         }
@@ -151,6 +160,24 @@ impl<B: Backend> MlaLayer<B> {
         self.pages = super::plan::csr(&self.spec, batch)?;
         self.plan = plan;
         Ok(())
+    }
+
+    /// Fills one layer's [`super::Expanded`] arrays with a prefix, rows `first_row` to `first_row + tokens`, from its pages in the
+    /// layer's cache, which hold it by now. Its keys and values serve every step until the pages change; other layers have arrays of
+    /// their own.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] without [`LayerArgs::expanded`], and those of `kv_gather` and the projections: pages, sizes, aliases.
+    pub fn expand_prefix(
+        &self,
+        backend: &B,
+        pages: &[i32],
+        tokens: u32,
+        first_row: u32,
+        args: &LayerArgs<'_, B::Buffer>,
+    ) -> Result<()> {
+        let ops = Ops { layer: self, backend, args };
+        ops.expand_prefix(pages, tokens, first_row)
     }
 
     /// Runs one layer of the step.
@@ -227,11 +254,16 @@ impl<'a, B: Backend> Ops<'a, B> {
         let absorb = ProjectSpec::absorb(&dims, spec.dtype, spec.weight, spec.dtype);
         self.project(&absorb, WeightView::w_uk(&dims, args.kv_b_proj), args.q_nope, ql_nope)?;
 
+        let set = if self.layer.num_parts > 0 { Some(self.sets()?) } else { None };
+        let (lse, value) = match set {
+            Some(set) => (set.lse, set.out),
+            None => (self.dense(&space.lse[1], heads, 1)?, args.out),
+        };
         let layer = Layer {
             query: Query::Split { q_nope: ql_nope, q_pe: self.q_pe()? },
             kv: args.kv,
             out: latent_out,
-            lse: self.dense(&space.lse[1], heads, 1)?,
+            lse,
             lse_base: LseBase::E,
             softmax_scale: args.softmax_scale,
             k_scale: args.k_scale,
@@ -242,7 +274,115 @@ impl<'a, B: Backend> Ops<'a, B> {
         self.backend.run(&self.layer.decode, &self.layer.step, &binding)?;
 
         let v_up = ProjectSpec::v_up(&dims, spec.dtype, spec.weight, spec.dtype);
-        self.project(&v_up, WeightView::w_uv(&dims, args.kv_b_proj), latent_out, args.out)
+        self.project(&v_up, WeightView::w_uv(&dims, args.kv_b_proj), latent_out, value)?;
+        set.map_or(Ok(()), |set| self.attend_prefixes(set))
+    }
+
+    /// Set 0 of what decoded tokens have attended.
+    fn sets(&self) -> Result<Attended<'a, B::Buffer>> {
+        let (spec, space) = (self.spec(), &self.layer.space);
+        let heads = spec.shape.num_heads;
+        Ok(Attended {
+            out: self.dense(&space.sets, heads, spec.v_head_dim)?,
+            lse: self.dense(&space.set_lse, heads, 1)?,
+        })
+    }
+
+    /// Decoded tokens over the expanded prefixes, in parts of their keys, and all sets into the output.
+    fn attend_prefixes(&self, set: Attended<'a, B::Buffer>) -> Result<()> {
+        let (spec, args, plan, num_parts) = (self.spec(), self.args, &self.layer.plan, self.layer.num_parts);
+        let tokens = plan.decode.num_queries;
+        let split = |sequence: &PrefillSequence| {
+            // Set 0 is that of the decodes.
+            let first = PrefillSequence { out_begin: sequence.out_begin.saturating_add(tokens), ..*sequence };
+            first.split_keys(num_parts, tokens)
+        };
+        let parts: Vec<_> = plan.over_prefixes.iter().flat_map(split).collect();
+        let expanded = self.expanded()?;
+        let k_pe = View {
+            offset: expanded.rows.offset.saturating_add(spec.shape.kv_lora_rank.into()),
+            head_stride: 0,
+            ..expanded.rows
+        };
+        let prefill = Prefill {
+            q_nope: args.q_nope,
+            q_pe: if spec.shape.qk_rope_head_dim > 0 { self.q_pe()? } else { args.q_nope },
+            k_nope: expanded.k_nope,
+            k_pe,
+            v: expanded.v,
+            out: set.out,
+            lse: set.lse,
+            softmax_scale: args.softmax_scale,
+        };
+        self.backend.prefill(&spec.prefill(), &parts, &prefill)?;
+        for run in &plan.decoded {
+            let from = |view: View<'a, B::Buffer>| View {
+                offset: view.offset.saturating_add(view.token_stride.saturating_mul(run.start.into())),
+                ..view
+            };
+            let sets = StateSets {
+                states: from(set.out),
+                set_stride: set.out.token_stride.saturating_mul(tokens.into()),
+                lse: from(set.lse),
+                lse_set_stride: set.lse.token_stride.saturating_mul(tokens.into()),
+                output: from(args.out),
+                output_lse: None,
+                num_sets: num_parts + 1,
+                num_tokens: run.end - run.start,
+                num_heads: spec.shape.num_heads,
+            };
+            self.backend.merge_states(&spec.merge(), &sets)?;
+        }
+        Ok(())
+    }
+
+    fn expanded(&self) -> Result<Expanded<'a, B::Buffer>> {
+        let detail = "an expanded prefix has keys and values: give LayerArgs::expanded";
+        self.args.expanded.ok_or(Error::LayoutMismatch { detail })
+    }
+
+    /// See [`MlaLayer::expand_prefix`].
+    fn expand_prefix(&self, pages: &[i32], tokens: u32, first_row: u32) -> Result<()> {
+        let (spec, args, expanded) = (self.spec(), self.args, self.expanded()?);
+        if tokens == 0 {
+            return Ok(());
+        }
+        let kv_indptr = [0, i32::try_from(pages.len()).unwrap_or(i32::MAX)];
+        let seq_len = i32::try_from(tokens).unwrap_or(i32::MAX);
+        self.backend.kv_gather(
+            &spec.gather(),
+            PageTable::Csr { kv_indptr: &kv_indptr, kv_indices: pages },
+            &[seq_len],
+            &[GatherRange { sequence: 0, begin: 0, tokens, out_row: first_row }],
+            &Gather { kv: args.kv, k_scale: args.k_scale, out: expanded.rows },
+        )?;
+        let from = |view: View<'a, B::Buffer>| View {
+            offset: view.offset.saturating_add(view.token_stride.saturating_mul(first_row.into())),
+            ..view
+        };
+        self.up(
+            View { head_stride: 0, ..from(expanded.rows) },
+            from(expanded.k_nope),
+            from(expanded.v),
+            tokens,
+        )
+    }
+
+    /// Rows of the cache as the keys and values of each head.
+    fn up(
+        &self,
+        x: View<'a, B::Buffer>,
+        k_nope: View<'a, B::Buffer>,
+        v: View<'a, B::Buffer>,
+        num_tokens: u32,
+    ) -> Result<()> {
+        let (spec, dims) = (self.spec(), self.spec().dims());
+        let k_up = ProjectSpec::k_up(&dims, spec.dtype, spec.weight, spec.dtype);
+        let weight = WeightView::w_uk(&dims, self.args.kv_b_proj);
+        self.backend.project(&k_up, &Project { x, weight, y: k_nope, num_tokens })?;
+        let v_up = ProjectSpec::v_up(&dims, spec.dtype, spec.weight, spec.dtype);
+        let weight = WeightView::w_uv(&dims, self.args.kv_b_proj);
+        self.backend.project(&v_up, &Project { x, weight, y: v, num_tokens })
     }
 
     /// For the tokens that are decoded.
@@ -276,16 +416,9 @@ impl<'a, B: Backend> Ops<'a, B> {
             &Gather { kv: args.kv, k_scale: args.k_scale, out: rows },
         )?;
         // All heads read the same row.
-        let (dims, x) = (spec.dims(), View { head_stride: 0, ..rows });
-        let num_tokens = chunk.rows;
-        let y = self.dense(&layer.space.k_nope, spec.shape.num_heads, spec.qk_nope_head_dim)?;
-        let k_up = ProjectSpec::k_up(&dims, spec.dtype, spec.weight, spec.dtype);
-        let weight = WeightView::w_uk(&dims, args.kv_b_proj);
-        self.backend.project(&k_up, &Project { x, weight, y, num_tokens })?;
-        let y = self.dense(&layer.space.v, spec.shape.num_heads, spec.v_head_dim)?;
-        let v_up = ProjectSpec::v_up(&dims, spec.dtype, spec.weight, spec.dtype);
-        let weight = WeightView::w_uv(&dims, args.kv_b_proj);
-        self.backend.project(&v_up, &Project { x, weight, y, num_tokens })
+        let k_nope = self.dense(&layer.space.k_nope, spec.shape.num_heads, spec.qk_nope_head_dim)?;
+        let v = self.dense(&layer.space.v, spec.shape.num_heads, spec.v_head_dim)?;
+        self.up(View { head_stride: 0, ..rows }, k_nope, v, chunk.rows)
     }
 
     fn attend(&self, round: &Round) -> Result<()> {
@@ -346,6 +479,14 @@ impl<'a, B: Backend> Ops<'a, B> {
     }
 }
 
+/// Parts for the keys of expanded prefixes, so that a device of so many workers has something for each; 0 where the plan has no prefix.
+fn prefix_parts(spec: &MlaLayerSpec, plan: &LayerPlan, workers: u32) -> u32 {
+    let longest = plan.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
+    // A part of fewer keys costs more than it brings.
+    let most = longest.div_ceil(256);
+    most.min(workers.div_ceil(spec.shape.num_heads).max(1))
+}
+
 /// Where attention is written.
 struct Attended<'a, T> {
     out: View<'a, T>,
@@ -372,6 +513,8 @@ impl<T> Default for Workspace<T> {
             other: Room::default(),
             partial: Room::default(),
             lse: Default::default(),
+            sets: Room::default(),
+            set_lse: Room::default(),
         }
     }
 }
@@ -383,6 +526,7 @@ impl<T> Workspace<T> {
         backend: &impl Backend<Buffer = T>,
         spec: &MlaLayerSpec,
         plan: &LayerPlan,
+        num_parts: u32,
     ) -> Result<()> {
         let (heads, bytes) = (u64::from(spec.shape.num_heads), spec.dtype.bytes() as u64);
         let (latent, rope) = (u64::from(spec.shape.kv_lora_rank), u64::from(spec.shape.qk_rope_head_dim));
@@ -391,6 +535,7 @@ impl<T> Workspace<T> {
         let rows = plan.chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0).into();
         let decodes = u64::from(plan.decode.num_queries);
         let merges = if plan.num_merges > 0 { tokens } else { 0 };
+        let sets = if num_parts > 0 { decodes * (u64::from(num_parts) + 1) } else { 0 };
         let [lse_out, lse_other, lse_partial] = &mut self.lse;
         for (room, count, row_bytes) in [
             (&mut self.positions, tokens, 4),
@@ -405,6 +550,8 @@ impl<T> Workspace<T> {
             (lse_out, tokens, heads * 4),
             (lse_other, tokens, heads * 4),
             (lse_partial, merges, heads * 4),
+            (&mut self.sets, sets, heads * value * bytes),
+            (&mut self.set_lse, sets, heads * 4),
         ] {
             room.grow(backend, count * row_bytes)?;
         }

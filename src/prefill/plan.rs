@@ -15,17 +15,19 @@ pub(crate) struct PrefillTile {
     pub num_keys: u32,
     /// Row `i` sees the first `clamp(first_visible + i, 0, num_keys)`.
     pub first_visible: i32,
+    /// Row of the output of the first query token.
+    pub first_row: u32,
 }
 
 /// Words of a tile in a table.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub(crate) const TILE_WORDS: u32 = 5;
+pub(crate) const TILE_WORDS: u32 = 6;
 
 impl PrefillTile {
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn words(&self) -> [u32; TILE_WORDS as usize] {
-        let Self { first_token, num_rows, kv_begin, num_keys, first_visible } = *self;
-        [first_token, num_rows, kv_begin, num_keys, first_visible as u32]
+        let Self { first_token, num_rows, kv_begin, num_keys, first_visible, first_row } = *self;
+        [first_token, num_rows, kv_begin, num_keys, first_visible as u32, first_row]
     }
 
     /// Keys that a row sees.
@@ -53,6 +55,7 @@ pub(crate) fn tiles(sequences: &[PrefillSequence], rows: u32) -> Vec<PrefillTile
                 num_keys,
                 // Below -rows no row sees a key, and from num_keys on each sees all.
                 first_visible: first.clamp(-i64::from(rows), num_keys.into()) as i32,
+                first_row: sequence.out_begin + begin,
             });
             begin += num_rows;
         }
@@ -75,7 +78,8 @@ mod tests {
             let last = i64::from(kv_len) - i64::from(q_len) + 1;
             for first in [None, Some(last), Some(1), Some(-40), Some(500), Some(i64::MIN), Some(i64::MAX)] {
                 let visible = first.map_or(PrefillVisible::All, |first| PrefillVisible::Causal { first });
-                sequences.push(PrefillSequence { q_begin, q_len, kv_begin, kv_len, visible });
+                let out_begin = q_begin;
+                sequences.push(PrefillSequence { q_begin, q_len, kv_begin, kv_len, visible, out_begin });
                 q_begin += q_len + 2;
                 kv_begin += kv_len;
             }
@@ -86,7 +90,7 @@ mod tests {
             assert!(tiles.is_sorted_by_key(|tile| std::cmp::Reverse(tile.num_keys)));
             let mut seen = vec![None; extent.tokens as usize];
             for tile in &tiles {
-                assert!((1..=rows).contains(&tile.num_rows));
+                assert!((1..=rows).contains(&tile.num_rows) && tile.first_row == tile.first_token);
                 assert!(tile.num_keys == 0 || tile.kv_begin + tile.num_keys <= extent.keys);
                 for row in 0..tile.num_rows {
                     let old =
@@ -104,13 +108,42 @@ mod tests {
         }
     }
 
+    /// The parts of a sequence see together what it sees.
     #[test]
-    fn sequences_that_share_queries_are_refused() {
+    fn parts_of_keys_are_all_keys() {
+        for (q_len, kv_len) in [(1, 0), (3, 5), (9, 64), (64, 8192), (70, 1000)] {
+            for whole in
+                [PrefillSequence::all(2, q_len, 7, kv_len), PrefillSequence::causal(2, q_len, 7, kv_len)]
+            {
+                for num_parts in [1, 2, 7, 16] {
+                    let parts: Vec<_> = whole.split_keys(num_parts, 100).collect();
+                    assert_eq!(parts.len(), num_parts as usize);
+                    assert!(PrefillExtent::of(&parts).is_ok());
+                    let mut kv_begin = 7;
+                    for (i, part) in parts.iter().enumerate() {
+                        assert_eq!((part.kv_begin, part.out_begin), (kv_begin, 2 + 100 * i as u32));
+                        assert!(part.kv_len.is_multiple_of(64) || kv_begin + part.kv_len == 7 + kv_len);
+                        kv_begin += part.kv_len;
+                    }
+                    assert_eq!(kv_begin, 7 + kv_len);
+                    for i in 0..i64::from(q_len) {
+                        assert_eq!(parts.iter().map(|part| part.visible(i)).sum::<u32>(), whole.visible(i));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sequences_that_share_rows_are_refused() {
         let one = PrefillSequence::causal(0, 8, 0, 8);
-        let empty = PrefillSequence { q_begin: 4, q_len: 0, ..one };
-        assert!(PrefillExtent::of(&[one, empty, PrefillSequence { q_begin: 8, ..one }]).is_ok());
-        let error = PrefillExtent::of(&[PrefillSequence { q_begin: 7, ..one }, one]).unwrap_err();
-        assert!(error.to_string().contains("query token 7"), "{error}");
+        let empty = PrefillSequence { out_begin: 4, q_len: 0, ..one };
+        let next = PrefillSequence { out_begin: 8, ..one };
+        let extent = PrefillExtent::of(&[one, empty, next]).unwrap();
+        assert_eq!(extent, PrefillExtent { tokens: 8, keys: 8, rows: 16 });
+        let error = PrefillExtent::of(&[PrefillSequence { out_begin: 7, ..one }, one]).unwrap_err();
+        assert!(error.to_string().contains("row of out 7"), "{error}");
+        assert_eq!(tiles(&[next], 5).iter().map(|tile| tile.first_row).sum::<u32>(), 8 + 13);
         let far = PrefillSequence { kv_begin: u32::MAX, ..one };
         assert!(PrefillExtent::of(&[far]).is_err());
     }

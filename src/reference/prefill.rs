@@ -61,7 +61,7 @@ pub fn mla_prefill_row(
     (out, lse)
 }
 
-/// All rows of a batch: `(token, head, out, lse)` for each query token of each sequence and each head.
+/// All rows of a batch: `(row, head, out, lse)`, `row` that of the output, for each query token of each sequence and each head.
 ///
 /// # Panics
 /// Where the arrays are shorter than the sequences say.
@@ -77,7 +77,7 @@ pub fn mla_prefill(args: &Expanded<'_>, sequences: &[PrefillSequence]) -> Vec<(u
             let (token, begin) = ((sequence.q_begin + i) as usize, sequence.kv_begin as usize);
             for head in 0..args.num_heads {
                 let (out, lse) = mla_prefill_row(args, token, head, begin..begin + sees);
-                rows.push((token, head, out, lse));
+                rows.push(((sequence.out_begin + i) as usize, head, out, lse));
             }
         }
     }

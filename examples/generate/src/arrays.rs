@@ -120,6 +120,7 @@ impl<B> Arrays<B> {
             out: View::dense(&self.out, spec.shape.num_heads, spec.v_head_dim),
             softmax_scale: self.softmax_scale,
             k_scale: *k_scale,
+            expanded: None,
         }
     }
 }

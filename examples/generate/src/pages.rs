@@ -94,6 +94,7 @@ impl Pages {
             slot_mapping: &self.slot_mapping,
             pages: self.table.page_table(),
             shared_prefixes: &[],
+            expanded: &[],
         }
     }
 

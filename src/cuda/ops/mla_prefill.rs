@@ -39,6 +39,7 @@ pub(super) struct PrefillArgs {
     logit_scale: f32,
     max_tokens: u32,
     max_keys: u32,
+    max_rows: u32,
     max_tiles: u32,
     num_heads: u32,
     nope_quads: u32,
@@ -46,6 +47,7 @@ pub(super) struct PrefillArgs {
     value_quads: u32,
     dtype: u32,
     out_dtype: u32,
+    reserved: u32,
     by_num_heads: Divisor,
 }
 
@@ -84,7 +86,7 @@ pub struct PrefillBinding {
 }
 
 impl PrefillStep {
-    /// Query tokens and keys that the last [`MlaPrefill::prepare`] reaches: a binding needs as many.
+    /// Query tokens, keys and rows that the last [`MlaPrefill::prepare`] reaches: a binding needs as many.
     pub fn extent(&self) -> PrefillExtent {
         self.extent
     }
@@ -129,7 +131,7 @@ impl MlaPrefill {
     /// Checks a step's sequences, cuts them into tiles and uploads those.
     ///
     /// # Errors
-    /// [`Error::Shape`] where two sequences share a query token, [`Error::Limit`]: with these the step still holds what it held.
+    /// [`Error::Shape`] where two sequences share a row of the output, [`Error::Limit`]: with these the step still holds what it held.
     /// [`Error::OutOfMemory`], [`Error::Cuda`].
     pub fn prepare(&self, step: &mut PrefillStep, sequences: &[PrefillSequence]) -> Result<()> {
         let extent = PrefillExtent::of(sequences)?;
@@ -152,6 +154,7 @@ impl MlaPrefill {
         args.check_aliases(spec, Buffer::same_as)?;
         let read = args.read_views(spec).map(|(_, view, _)| view);
         let (queries, keys) = ([max.tokens, spec.num_heads], [max.keys, spec.num_heads]);
+        let rows = [max.rows, spec.num_heads];
         let place = |view, rows| Place::new(view, spec.dtype.bytes(), rows);
         let bound = PrefillArgs {
             q_nope: place(&read[0], queries),
@@ -159,12 +162,13 @@ impl MlaPrefill {
             k_nope: place(&read[2], keys),
             k_pe: place(&read[3], keys),
             v: place(&read[4], keys),
-            out: Place::new(&args.out, spec.out.bytes(), queries),
-            lse: Place::new(&args.lse, 4, queries),
+            out: Place::new(&args.out, spec.out.bytes(), rows),
+            lse: Place::new(&args.lse, 4, rows),
             table: 0,
             logit_scale: (f64::from(args.softmax_scale) * std::f64::consts::LOG2_E) as f32,
             max_tokens: max.tokens,
             max_keys: max.keys,
+            max_rows: max.rows,
             max_tiles: 0,
             num_heads: spec.num_heads,
             nope_quads: spec.qk_nope_head_dim / 4,
@@ -172,6 +176,7 @@ impl MlaPrefill {
             value_quads: spec.v_head_dim / 4,
             dtype: code(spec.dtype),
             out_dtype: code(spec.out),
+            reserved: 0,
             by_num_heads: Divisor::new(spec.num_heads),
         };
         let [a, b, c, d, e] = read.map(|view| view.buffer.clone());
@@ -190,8 +195,8 @@ impl MlaPrefill {
     /// # Errors
     /// [`Error::LayoutMismatch`].
     pub fn check(&self, step: &PrefillStep, binding: &PrefillBinding) -> Result<()> {
-        if step.extent.tokens > binding.max.tokens || step.extent.keys > binding.max.keys {
-            let detail = "the step reaches further than the binding's query tokens or keys";
+        if !step.extent.is_within(&binding.max) {
+            let detail = "the step reaches further than the binding's query tokens, keys or rows";
             return Err(Error::LayoutMismatch { detail });
         }
         if step.num_tiles > 0 && step.rows != binding.rows {
@@ -212,14 +217,16 @@ impl MlaPrefill {
         let heads = binding.args.num_heads;
         // A table may have room for more than a grid can have; `prepare` lets no more pass.
         let max_tiles = step.max_tiles().min(super::MAX_ITEMS / heads);
-        let Some(table) = step.table.ptr().filter(|_| max_tiles > 0 && binding.max.tokens > 0) else {
+        let Some(table) =
+            step.table.ptr().filter(|_| max_tiles > 0 && binding.max.tokens > 0 && binding.max.rows > 0)
+        else {
             return Ok(());
         };
         // Every place is in its buffer, whichever pair is recorded and whatever the table holds:
         // - the kernels read tiles below max_tiles, for which the table has room, and take those below the table's count; heads are the
         //   rest of a division by num_heads;
-        // - query tokens that are read are below max_tokens and keys below max_keys by `min`, and where that is 0 no key is read; tokens
-        //   that are written, by comparison. `bind` checked where views end for so many;
+        // - query tokens that are read are below max_tokens and keys below max_keys by `min`, and where that is 0 no key is read; rows
+        //   that are written are below max_rows by comparison. `bind` checked where views end for so many;
         // - quads are below P, R and V by `min`, and those that are stored by comparison;
         // - places in shared memory are sums of thread numbers and loop counters below what the arrays have.
         // A tile's `num_keys` is below 2^30, which bounds the only loop that the table bounds.

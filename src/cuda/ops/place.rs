@@ -13,6 +13,9 @@ pub(super) struct Place {
 }
 
 impl Place {
+    /// Of an array that is not wanted.
+    pub(super) const NONE: Self = Self { address: 0, token_stride: 0, head_stride: 0 };
+
     /// Of `[tokens, heads]` rows; `bytes` is an element's. The stride of a dimension of one is unused and may be anything.
     pub(super) fn new(view: &View<'_, Buffer>, bytes: usize, [tokens, heads]: [u32; 2]) -> Self {
         let bytes = bytes as u64;

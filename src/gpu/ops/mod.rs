@@ -13,6 +13,7 @@ mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
 mod merge_attn_states;
+mod merge_states;
 mod prefill;
 mod rope;
 mod rope_append;
@@ -26,6 +27,7 @@ pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
 pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
 pub use kv_gather::{GatherBinding, GatherStep, KvGather};
 pub use merge_attn_states::{MergeAttnStates, MergeBinding};
+pub use merge_states::{MergeSetsBinding, MergeSetsStep, MergeStateSets};
 pub use rope::{Rotate, RotateBinding, RotateStep};
 pub use rope_append::{RotateAppend, RotateAppendBinding};
 
@@ -109,6 +111,7 @@ fn lib_out(dtype: Dtype) -> &'static str {
 #[cfg(test)]
 pub(crate) fn every_source() -> Vec<Source> {
     let mut all = merge_attn_states::every_source();
+    all.extend(merge_states::every_source());
     all.extend(kv_append::every_source());
     all.extend(kv_copy_pages::every_source());
     all.extend(kv_gather::every_source());
@@ -158,9 +161,10 @@ mod tests {
             ("kv_copy_pages", 2 * Dtype::ALL.len()), // two widths
             ("kv_gather", 13),                       // all pairs but three into e4m3
             ("merge_attn_states", 3 * 2),            // units and words
-            ("mla_prefill", 5 * 3 * 3),              // dims, inputs to outputs
-            ("rope", 2 * 2 * 3),                     // layouts, places, dtypes
-            ("rope_append", 2 * 2 * 3 * 3 * 4),      // the same, and inputs into caches
+            ("merge_states", 3),
+            ("mla_prefill", 5 * 3 * 3),         // dims, inputs to outputs
+            ("rope", 2 * 2 * 3),                // layouts, places, dtypes
+            ("rope_append", 2 * 2 * 3 * 3 * 4), // the same, and inputs into caches
         ];
         assert_eq!(counts, want);
         for source in every_source() {
@@ -190,6 +194,7 @@ mod tests {
                 "kv_calibrate" => vec![kv_calibrate::host_layout()],
                 "kv_gather" => vec![kv_gather::host_layout(), scale],
                 "merge_attn_states" => vec![merge_attn_states::host_layout()],
+                "merge_states" => vec![merge_states::host_layout()],
                 "mla_prefill" => vec![prefill::host_layout()],
                 "rope" => vec![rope::host_layout()],
                 "rope_append" => [&append[..], &[rope::host_layout(), rope_append::host_layout()]].concat(),

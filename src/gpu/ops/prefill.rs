@@ -34,10 +34,18 @@ struct Row {
     kernel: fn(&Caps, &PrefillSpec) -> std::result::Result<Kernel, String>,
 }
 
+/// Query tokens of a sequence for which [`FEW_ROW`] is best.
+const FEW: u32 = 64;
+const FEW_ROW: &str = "coop_few";
+
+/// A part of fewer keys costs more than it brings.
+const LEAST_KEYS: u64 = 256;
+
 /// Best first; the last runs everywhere.
-const ROWS: [Row; 3] = [
+const ROWS: [Row; 4] = [
     Row { name: "coop", rounds_weights: true, kernel: coop::kernel },
     Row { name: "coop_small", rounds_weights: true, kernel: coop::small_kernel },
+    Row { name: "coop_few", rounds_weights: true, kernel: coop::few_kernel },
     Row { name: "shared", rounds_weights: false, kernel: plain::kernel },
 ];
 
@@ -52,6 +60,8 @@ pub struct MlaPrefill {
     step_layout: wgpu::BindGroupLayout,
     layer_layout: wgpu::BindGroupLayout,
     max_groups: u32,
+    /// Workgroups that fill the device.
+    target_groups: u32,
 }
 
 /// A step's work list on the device. It grows as needed and serves every layer of the model.
@@ -81,6 +91,7 @@ struct Params {
     logit_scale: f32,
     max_tokens: u32,
     max_keys: u32,
+    max_rows: u32,
     q_nope: Place,
     q_pe: Place,
     k_nope: Place,
@@ -119,7 +130,7 @@ impl Place {
 }
 
 impl PrefillStep {
-    /// Query tokens and keys that the last [`MlaPrefill::prepare`] reaches: a binding needs as many.
+    /// Query tokens, keys and rows that the last [`MlaPrefill::prepare`] reaches: a binding needs as many.
     pub fn extent(&self) -> PrefillExtent {
         self.extent
     }
@@ -132,6 +143,25 @@ impl MlaPrefill {
     /// Those of [`PrefillSpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
     pub fn new(pipelines: &Pipelines, spec: PrefillSpec) -> Result<Self> {
         Self::with_variant(pipelines, spec, None)
+    }
+
+    /// As [`MlaPrefill::new`], made for sequences of at most so many query tokens: up to 64, such as those of decodes that share a
+    /// prefix, have a row of their own. Others stay right.
+    ///
+    /// # Errors
+    /// Those of [`MlaPrefill::new`].
+    pub fn for_queries(pipelines: &Pipelines, spec: PrefillSpec, query_tokens: u32) -> Result<Self> {
+        let few = query_tokens <= FEW && choose(pipelines.caps(), &spec, Some(FEW_ROW)).is_ok();
+        let runs = pipelines.caps().kind != DeviceKind::Software;
+        Self::with_variant(pipelines, spec, (few && runs).then_some(FEW_ROW))
+    }
+
+    /// Parts into which to split the keys of sequences that have `query_tokens` query tokens in all, so that they fill the device: see
+    /// [`PrefillSequence::split_keys`].
+    pub fn key_parts(&self, query_tokens: u32, keys: u32) -> u32 {
+        let tiles = u64::from(query_tokens.div_ceil(self.rows).max(1)) * u64::from(self.spec.num_heads);
+        let parts = (u64::from(self.target_groups) / tiles).min(u64::from(keys).div_ceil(LEAST_KEYS));
+        parts.max(1) as u32
     }
 
     /// As [`MlaPrefill::new`]; `variant` forces one of [`MlaPrefill::ladder`].
@@ -149,8 +179,8 @@ impl MlaPrefill {
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table holds its count and as many tiles (`Table`, which nobody else writes); a workgroup whose number is not below tiles
         //   times heads leaves, and the others read the tile that their number divided by NUM_HEADS says, for the head that is left;
-        // - query tokens and keys go through `token_of` and `key_of`, which are below `max_tokens` and `max_keys` whatever the table
-        //   says: `bind` refuses views that end past their buffers for so many (`Prefill::check`), and `window_of` binds up to there;
+        // - query tokens, keys and rows of the output go through `token_of`, `key_of` and `output_row`, which are below `max_tokens`,
+        //   `max_keys` and `max_rows` whatever the table says: `bind` refuses views that end past their buffers for so many (`Prefill::check`), and `window_of` binds up to there;
         // - columns are below P, R and V by comparison with them, or by the loops' bounds, which are constants;
         // - places in workgroup memory are sums of constants, thread numbers and loop counters below what the array was sized for
         //   (`plain.rs`, `coop.rs`).
@@ -158,7 +188,13 @@ impl MlaPrefill {
         let pipeline = pipeline(pipelines, &kernel.source, &[&step_layout, &layer_layout])?;
         let max_groups = device.limits().max_compute_workgroups_per_dimension;
         let (variant, rows, unit) = (row.name, kernel.rows, kernel.unit);
-        Ok(Self { spec, variant, rows, unit, pipeline, step_layout, layer_layout, max_groups })
+        let target_groups = match pipelines.caps().kind {
+            DeviceKind::Software => 8,
+            DeviceKind::Integrated => 32,
+            // A workgroup for each multiprocessor of an H200: more run one after the other, since one's memory fills it.
+            _ => 132,
+        };
+        Ok(Self { spec, variant, rows, unit, pipeline, step_layout, layer_layout, max_groups, target_groups })
     }
 
     /// Every row there is, best first, and what keeps it from running on this device for a spec, if anything does.
@@ -182,7 +218,7 @@ impl MlaPrefill {
     /// The upload takes effect before the next submit: give each step that shares a submit a [`PrefillStep`] of its own.
     ///
     /// # Errors
-    /// [`Error::Shape`] where two sequences share a query token, [`Error::Limit`], [`Error::OutOfMemory`].
+    /// [`Error::Shape`] where two sequences share a row of the output, [`Error::Limit`], [`Error::OutOfMemory`].
     pub fn prepare(
         &self,
         device: &wgpu::Device,
@@ -224,7 +260,8 @@ impl MlaPrefill {
     ) -> Result<PrefillBinding> {
         args.check(&self.spec, max, wgpu::Buffer::size)?;
         args.check_aliases(&self.spec, |a, b| a == b)?;
-        let group = if max.tokens == 0 { None } else { Some(self.group(device, args, max)?) };
+        let group =
+            if max.tokens == 0 || max.rows == 0 { None } else { Some(self.group(device, args, max)?) };
         let (pipeline, num_heads, rows) = (self.pipeline.clone(), self.spec.num_heads, self.rows);
         Ok(PrefillBinding { group, pipeline, num_heads, rows, max })
     }
@@ -234,8 +271,8 @@ impl MlaPrefill {
     /// # Errors
     /// [`Error::LayoutMismatch`].
     pub fn check(&self, step: &PrefillStep, binding: &PrefillBinding) -> Result<()> {
-        if step.extent.tokens > binding.max.tokens || step.extent.keys > binding.max.keys {
-            let detail = "the step reaches further than the binding's query tokens or keys";
+        if !step.extent.is_within(&binding.max) {
+            let detail = "the step reaches further than the binding's query tokens, keys or rows";
             return Err(Error::LayoutMismatch { detail });
         }
         if step.num_tiles > 0 && step.rows != binding.rows {
@@ -291,15 +328,15 @@ impl MlaPrefill {
             places[i] = Place::new(&view, &window, bytes, self.unit, [rows, heads]);
             windows.push(window);
         }
-        let rows = [max.tokens, heads];
-        let out =
-            window_of(&limits, "out", &args.out, [max.tokens, heads, spec.v_head_dim], spec.out.bytes())?;
-        let lse = window_of(&limits, "lse", &args.lse, [max.tokens, heads, 1], 4)?;
+        let rows = [max.rows, heads];
+        let out = window_of(&limits, "out", &args.out, [max.rows, heads, spec.v_head_dim], spec.out.bytes())?;
+        let lse = window_of(&limits, "lse", &args.lse, [max.rows, heads, 1], 4)?;
         let [q_nope, q_pe, k_nope, k_pe, v] = places;
         let params = Params {
             logit_scale: (f64::from(args.softmax_scale) * std::f64::consts::LOG2_E) as f32,
             max_tokens: max.tokens,
             max_keys: max.keys.max(1),
+            max_rows: max.rows,
             q_nope,
             q_pe,
             k_nope,
@@ -369,6 +406,7 @@ pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize)
         ("logit_scale", offset_of!(Params, logit_scale)),
         ("max_tokens", offset_of!(Params, max_tokens)),
         ("max_keys", offset_of!(Params, max_keys)),
+        ("max_rows", offset_of!(Params, max_rows)),
     ];
     let places = [
         (offset_of!(Params, q_nope), ["q_nope_at", "q_nope_token_stride", "q_nope_head_stride"]),

@@ -4,7 +4,8 @@ use wgpu_mla::layer::{KvView, View};
 use wgpu_mla::ops::RopeLayout;
 use wgpu_mla::reference::{LayerSequence, mla_layer};
 use wgpu_mla::{
-    Backend, Dtype, KvSpec, LayerArgs, LayerBatch, MlaLayer, MlaLayerSpec, MlaShape, PagePool, Policy, SeqId,
+    Backend, Dtype, Error, Expanded, ExpandedPrefix, KvSpec, LayerArgs, LayerBatch, MlaLayer, MlaLayerSpec,
+    MlaShape, PagePool, Policy, SeqId,
 };
 
 use super::Session;
@@ -25,6 +26,18 @@ pub trait Runs<B: Backend> {
         args: &LayerArgs<'_, B::Buffer>,
     ) -> wgpu_mla::Result<()>;
 
+    /// Expands each prefix from the pages of its first sequence.
+    fn expand(
+        &self,
+        _: &B,
+        _: &PagePool,
+        _: &[SeqId],
+        _: &[ExpandedPrefix],
+        _: &LayerArgs<'_, B::Buffer>,
+    ) -> wgpu_mla::Result<()> {
+        Ok(())
+    }
+
     fn workspace_bytes(&self) -> u64;
 
     fn rounds_weights(&self, backend: &B) -> bool;
@@ -42,6 +55,22 @@ impl<B: Backend> Runs<B> for MlaLayer<B> {
         MlaLayer::run(self, backend, args)
     }
 
+    fn expand(
+        &self,
+        backend: &B,
+        pool: &PagePool,
+        seqs: &[SeqId],
+        prefixes: &[ExpandedPrefix],
+        args: &LayerArgs<'_, B::Buffer>,
+    ) -> wgpu_mla::Result<()> {
+        prefixes.iter().try_for_each(|prefix| {
+            // One that is not in the batch is for the layer to refuse.
+            let Some(&first) = seqs.get(prefix.sequences[0] as usize) else { return Ok(()) };
+            let pages: Vec<i32> = pool.pages(first)?.iter().map(|&page| page as i32).collect();
+            self.expand_prefix(backend, &pages, prefix.tokens, prefix.first_row, args)
+        })
+    }
+
     fn workspace_bytes(&self) -> u64 {
         MlaLayer::workspace_bytes(self)
     }
@@ -55,6 +84,7 @@ impl<B: Backend> Runs<B> for MlaLayer<B> {
 pub fn all<B: Backend>(session: &Session<'_, B>) {
     layers(session);
     layer_workspaces(session);
+    cascades(session);
 }
 
 pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> MlaLayerSpec {
@@ -84,6 +114,12 @@ pub struct Rig<'a, B: Backend> {
     kv: B::Buffer,
     weight_buffer: B::Buffer,
     cos_sin_buffer: B::Buffer,
+}
+
+/// A layer's expanded prefixes: rows, keys and values.
+struct Cascade<B: Backend> {
+    arrays: [B::Buffer; 3],
+    prefixes: Vec<ExpandedPrefix>,
 }
 
 /// The output of a step, and what the oracle says of it.
@@ -145,6 +181,16 @@ impl<'a, B: Backend> Rig<'a, B> {
         requests: &[(SeqId, u32)],
         policy: Policy,
     ) -> Result<Step, wgpu_mla::Error> {
+        self.step_with(layer, requests, policy, None)
+    }
+
+    fn step_with(
+        &mut self,
+        layer: &mut dyn Runs<B>,
+        requests: &[(SeqId, u32)],
+        policy: Policy,
+        cascade: Option<&Cascade<B>>,
+    ) -> Result<Step, wgpu_mla::Error> {
         let (spec, backend) = (self.spec, self.backend);
         let (heads, nope) = (spec.shape.num_heads as usize, spec.qk_nope_head_dim as usize);
         let (latent, rope) = (spec.shape.kv_lora_rank as usize, spec.shape.qk_rope_head_dim as usize);
@@ -181,6 +227,7 @@ impl<'a, B: Backend> Rig<'a, B> {
             slot_mapping: &slots,
             pages: table.page_table(),
             shared_prefixes: &shared,
+            expanded: cascade.map_or(&[][..], |cascade| &cascade.prefixes),
         };
         let q_nope = View::dense(&q_buffer, heads as u32, (nope + rope) as u32);
         let softmax_scale = wgpu_mla::softmax_scale(nope as u32, rope as u32, 1.0, 1.0);
@@ -196,7 +243,11 @@ impl<'a, B: Backend> Rig<'a, B> {
             out: View::dense(&out, heads as u32, value as u32),
             softmax_scale,
             k_scale: self.k_scale,
+            expanded: cascade.map(|Cascade { arrays: [a, b, c], .. }| Expanded::dense(&spec, [a, b, c])),
         };
+        if let Some(cascade) = cascade {
+            layer.expand(backend, &self.pool, &seqs, &cascade.prefixes, &args)?;
+        }
         layer.run(backend, &batch, policy, &args)?;
         assert!(layer.workspace_bytes() <= spec.workspace_bytes, "the workspace is over its budget");
 
@@ -288,6 +339,64 @@ fn tolerance(spec: &MlaLayerSpec, rounds_weights: bool) -> Tolerance {
         // As a decode that rounds its weights.
         dtype => Tolerance::decode(dtype, dtype, dtype, true, 1.0, 1),
     }
+}
+
+/// Decodes over two prefixes that are kept expanded, beside sequences that have none and one that is prefilled; and what is refused.
+pub fn cascades<B: Backend>(session: &Session<'_, B>) {
+    for (dtype, cache) in [(Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Bf16)] {
+        match cascade(session.backend, dtype, cache) {
+            Ok(steps) => {
+                for (name, step) in &steps {
+                    session.note(&format!("{dtype} over {cache}, {name}"), step.check());
+                }
+            }
+            Err(error) => session.note(&format!("{dtype} over {cache}"), Err(error.to_string())),
+        }
+    }
+    session.finish("expanded prefixes");
+}
+
+fn cascade<B: Backend>(
+    backend: &B,
+    dtype: Dtype,
+    cache: Dtype,
+) -> Result<Vec<(&'static str, Step)>, wgpu_mla::Error> {
+    let spec = spec(dtype, cache, RopeLayout::Interleaved, 64);
+    let mut layer = MlaLayer::new(backend, &spec)?;
+    let mut rig = Rig::new(backend, spec, 11)?;
+    let [a, b, c] = [(); 3].map(|()| rig.pool.add());
+    let mut steps = vec![("prompts", rig.step(&mut layer, &[(a, 40), (c, 9)], Policy::Auto)?)];
+    steps.push(("more of them", rig.step(&mut layer, &[(a, 21), (b, 19)], Policy::Auto)?));
+    let (d, e, f) = (rig.pool.fork(a)?, rig.pool.fork(a)?, rig.pool.fork(b)?);
+    let bytes = spec.expanded_bytes(80);
+    let array = |bytes: u64| backend.buffer(bytes.next_multiple_of(4));
+    let arrays = [array(bytes[0])?, array(bytes[1])?, array(bytes[2])?];
+    let of = |sequences: &[u32], tokens, first_row| ExpandedPrefix {
+        sequences: sequences.to_vec(),
+        tokens,
+        first_row,
+    };
+    let mut both = Cascade { arrays, prefixes: vec![of(&[0, 2, 1], 56, 24), of(&[3, 5], 16, 3)] };
+    let requests = [(a, 1), (d, 2), (e, 1), (b, 1), (c, 1), (f, 1)];
+    steps.push(("two prefixes", rig.step_with(&mut layer, &requests, Policy::Auto, Some(&both))?));
+    both.prefixes = vec![of(&[3, 0, 4], 56, 24)];
+    let requests = [(a, 1), (b, 1), (c, 7), (d, 1), (e, 1)];
+    steps.push(("beside a prompt", rig.step_with(&mut layer, &requests, Policy::Auto, Some(&both))?));
+    for (prefix, why) in [
+        (of(&[0], 20, 0), "whole pages"),
+        (of(&[0], 72, 0), "before its query tokens"),
+        (of(&[7], 16, 0), "in the batch"),
+        (of(&[0, 0], 16, 0), "in one expanded prefix only"),
+        (of(&[0], 56, 64), "out"),
+    ] {
+        both.prefixes = vec![prefix];
+        match rig.step_with(&mut layer, &[(a, 1)], Policy::Auto, Some(&both)) {
+            Err(error) if why == "out" || error.to_string().contains(why) => {}
+            Err(error) => return Err(error),
+            Ok(_) => return Err(Error::LayoutMismatch { detail: "a wrong prefix was attended" }),
+        }
+    }
+    Ok(steps)
 }
 
 /// Dtypes and rotary layouts.

@@ -10,6 +10,7 @@ pub mod kv_calibrate;
 pub mod kv_gather;
 pub mod layer;
 pub mod memory;
+pub mod merge_states;
 pub mod ops;
 pub mod prefill;
 pub mod project;
@@ -195,6 +196,7 @@ pub fn conformance<B: Backend>(backend: &B) {
     decode::all(&session);
     invariance::all(&session);
     ops::all(&session);
+    merge_states::all(&session);
     kv_gather::all(&session);
     project::all(&session);
     prefill::all(&session);
@@ -239,6 +241,8 @@ macro_rules! conformance_tests {
             bits_of_tile_mates: invariance::tile_mates,
             bits_of_shared_prefixes: invariance::shared_prefixes,
             merges: ops::merges,
+            state_merges: merge_states::state_merges,
+            refuses_state_merges: merge_states::refuses_state_merges,
             appends: ops::appends,
             page_copies: ops::page_copies,
             gathers: kv_gather::gathers,
@@ -253,6 +257,7 @@ macro_rules! conformance_tests {
             refuses_calibrations: kv_calibrate::refuses_calibrations,
             layers: layer::layers,
             layer_workspaces: layer::layer_workspaces,
+            cascades: layer::cascades,
             rotations: rope::rotations,
             rotated_appends: rope::rotated_appends,
             refuses_specs: errors::specs,

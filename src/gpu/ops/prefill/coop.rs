@@ -24,9 +24,38 @@ struct Cut {
     tokens: u32,
 }
 
+/// The rows of the ladder on matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Row {
+    /// In about 48 KiB of workgroup memory.
+    Large,
+    /// In 32 KiB.
+    Small,
+    /// In 32 KiB, for tiles of up to 64 query rows: a matrix of rows a subgroup, so that many subgroups are at work on few rows.
+    Few,
+}
+
+impl Row {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Large => "coop",
+            Self::Small => "coop_small",
+            Self::Few => "coop_few",
+        }
+    }
+
+    /// Bytes of workgroup memory.
+    const fn memory(self) -> u32 {
+        match self {
+            Self::Large => 48 << 10,
+            Self::Small | Self::Few => 32 << 10,
+        }
+    }
+}
+
 impl Cut {
     /// Best first.
-    fn all(small: bool, tile: u32, subgroup: u32) -> Vec<Self> {
+    fn all(row: Row, tile: u32, subgroup: u32) -> Vec<Self> {
         let cut = |row_tiles, row_groups, column_split, tokens| Self {
             tile,
             subgroup,
@@ -35,10 +64,10 @@ impl Cut {
             column_split,
             tokens,
         };
-        if small {
-            vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)]
-        } else {
-            vec![cut(2, 4, 2, 32), cut(1, 4, 2, 32), cut(1, 8, 1, 32)]
+        match row {
+            Row::Large => vec![cut(2, 4, 2, 32), cut(1, 4, 2, 32), cut(1, 8, 1, 32)],
+            Row::Small => vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)],
+            Row::Few => vec![cut(1, 4, 2, 32), cut(1, 4, 1, 16), cut(2, 4, 1, 32)],
         }
     }
 
@@ -122,6 +151,7 @@ fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
     let loads = |octs: u32| (cut.tokens * octs).div_ceil(threads);
     let token_tiles = cut.tokens / side / cut.column_split;
     let chunk = rows.min(cut.tokens);
+    let chunk_loads = (chunk * (nope + rope)).div_ceil(threads);
     vec![
         ("NUM_HEADS", spec.num_heads),
         ("TILE", side),
@@ -139,6 +169,8 @@ fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
         ("QUERY_TILES", queries),
         ("QUERY_CHUNKS", rows / chunk),
         ("CHUNK_ROWS", chunk),
+        ("CHUNK_LOADS", chunk_loads),
+        ("QUERY_LOADS", rows / chunk * chunk_loads),
         ("VALUE_TILES", spec.v_head_dim / side / cut.column_split),
         ("ACC_TILES", outputs),
         ("NOPE_OCTS", nope),
@@ -167,22 +199,22 @@ fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
 /// whole subgroup, and where there are barriers under it for a whole workgroup.
 const DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
 
-/// The row in about 48 KiB of workgroup memory.
+/// [`Row::Large`].
 pub(super) fn kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Kernel, String> {
-    on_matrices("coop", false, caps, spec)
+    on_matrices(Row::Large, caps, spec)
 }
 
-/// The row in 32 KiB.
+/// [`Row::Small`].
 pub(super) fn small_kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Kernel, String> {
-    on_matrices("coop_small", true, caps, spec)
+    on_matrices(Row::Small, caps, spec)
 }
 
-fn on_matrices(
-    name: &str,
-    small: bool,
-    caps: &Caps,
-    spec: &PrefillSpec,
-) -> std::result::Result<Kernel, String> {
+/// [`Row::Few`].
+pub(super) fn few_kernel(caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Kernel, String> {
+    on_matrices(Row::Few, caps, spec)
+}
+
+fn on_matrices(row: Row, caps: &Caps, spec: &PrefillSpec) -> std::result::Result<Kernel, String> {
     let half_file = half_file(spec.dtype)?;
     if caps.cooperative_tile == 0 {
         return Err("no cooperative matrices f16 x f16 + f32 of 16x16 or 8x8".into());
@@ -197,17 +229,17 @@ fn on_matrices(
     if caps.max_storage_buffers < 8 {
         return Err("8 storage buffers are needed".into());
     }
-    let memory = if small { 32 << 10 } else { 48 << 10 };
+    let memory = row.memory();
     if caps.workgroup_memory_bytes < memory {
         let has = caps.workgroup_memory_bytes;
         return Err(format!("{memory} bytes of workgroup memory are needed, the device was made with {has}"));
     }
-    let cut = Cut::all(small, caps.cooperative_tile, subgroup)
+    let cut = Cut::all(row, caps.cooperative_tile, subgroup)
         .into_iter()
         .filter(|cut| cut.serves(spec) && cut.threads() <= caps.max_invocations)
         .find(|cut| cut.workgroup_bytes(spec) <= memory)
         .ok_or_else(|| format!("no cut of these dims fits {memory} bytes of workgroup memory"))?;
-    let source = source(name, half_file, &cut, caps, spec);
+    let source = source(row.name(), half_file, &cut, caps, spec);
     Ok(Kernel { source, rows: cut.rows(), unit: 8, pins_loads: true })
 }
 
@@ -282,19 +314,19 @@ mod tests {
         let apple = Caps { cooperative_tile: 8, workgroup_memory_bytes: 32 << 10, ..card };
         let lavapipe =
             Caps { kind: DeviceKind::Software, min_subgroup_size: 8, max_subgroup_size: 8, ..apple };
-        for (caps, names) in
-            [(card, &["coop", "coop_small"][..]), (apple, &["coop_small"]), (lavapipe, &["coop_small"])]
+        let less = [Row::Small, Row::Few];
+        for (caps, rows) in
+            [(card, &[Row::Large, Row::Small, Row::Few][..]), (apple, &less), (lavapipe, &less)]
         {
             for spec in super::super::specs() {
-                for name in names {
-                    let small = *name == "coop_small";
-                    let Ok(kernel) = on_matrices(name, small, &caps, &spec) else { continue };
+                for row in rows {
+                    let Ok(kernel) = on_matrices(*row, &caps, &spec) else { continue };
                     check(&kernel.source);
                 }
             }
             let usual = PrefillSpec { dtype: Dtype::F16, ..super::super::specs()[0] };
-            for name in names {
-                assert!(on_matrices(name, *name == "coop_small", &caps, &usual).is_ok(), "{name}");
+            for row in rows {
+                assert!(on_matrices(*row, &caps, &usual).is_ok(), "{row:?}");
             }
         }
     }
