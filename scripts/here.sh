@@ -43,7 +43,7 @@ MLA_CHECKED_SHADERS=1 cargo test --locked -p generate --features cuda
 step "conformance of the kernels as they are shipped, without these checks"
 cargo test --locked --features cuda --test conformance_wgpu
 step "benches, tiny"
-cargo test --locked --features cuda --bench decode --bench merge --bench append --bench gather --bench prefill --bench project --bench rope -- --test
+cargo test --locked --features cuda --bench decode --bench merge --bench append --bench gather --bench prefill --bench project --bench rope --bench cascade -- --test
 step "tests without wgpu"
 cargo test --locked --no-default-features --lib --test any --test plan --test pages --test tables
 step "docs"
