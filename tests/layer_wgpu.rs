@@ -3,12 +3,16 @@
 
 mod common;
 
-use common::suite::layer::{MAX_TOKENS, Rig, Runs, spec};
-use wgpu_mla::gpu::{Gpu, LayerCapacity, MlaLayer, MlaLayerStep};
+use common::suite::layer::{MAX_TOKENS, PREFIX_ROWS, Rig, Runs, spec};
+use wgpu_mla::gpu::{Gpu, LayerCapacity, MlaLayer, MlaLayerStep, PrefixStep};
 use wgpu_mla::ops::RopeLayout;
-use wgpu_mla::{Dtype, Error, LayerArgs, LayerBatch, MlaLayerSpec, PageTable, Policy, Result, wgpu};
+use wgpu_mla::{
+    Dtype, Error, ExpandedPrefix, LayerArgs, LayerBatch, MlaLayerSpec, PagePool, PageTable, Policy, Result,
+    SeqId, wgpu,
+};
 
-const CAPACITY: LayerCapacity = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS };
+const CAPACITY: LayerCapacity =
+    LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows: PREFIX_ROWS };
 
 struct Recorded {
     layer: MlaLayer,
@@ -40,6 +44,28 @@ impl Runs<Gpu> for Recorded {
         Ok(())
     }
 
+    fn expand(
+        &self,
+        gpu: &Gpu,
+        pool: &PagePool,
+        seqs: &[SeqId],
+        prefixes: &[ExpandedPrefix],
+        args: &LayerArgs<'_, wgpu::Buffer>,
+    ) -> Result<()> {
+        let binding = self.layer.bind(args)?;
+        for prefix in prefixes {
+            // One that is not in the batch is for the layer to refuse.
+            let Some(&first) = seqs.get(prefix.sequences[0] as usize) else { continue };
+            let pages: Vec<i32> = pool.pages(first)?.iter().map(|&page| page as i32).collect();
+            let mut step = PrefixStep::default();
+            self.layer.prepare_prefix(&gpu.queue, &mut step, &pages, prefix.tokens, prefix.first_row)?;
+            let mut encoder = gpu.device.create_command_encoder(&Default::default());
+            self.layer.record_prefix(&mut encoder, &step, &binding);
+            gpu.queue.submit([encoder.finish()]);
+        }
+        Ok(())
+    }
+
     fn workspace_bytes(&self) -> u64 {
         self.layer.workspace_bytes()
     }
@@ -68,10 +94,23 @@ fn recorded_layers_equal_the_oracle() {
 }
 
 #[test]
+fn recorded_decodes_attend_expanded_prefixes() {
+    let Some(gpu) = common::gpu_or_say_why() else { return };
+    for (dtype, cache) in [(Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3)] {
+        let spec = spec(dtype, cache, RopeLayout::Interleaved, 64);
+        let mut layer = Recorded::new(&gpu, &spec).expect("a layer");
+        let steps = Rig::new(&gpu, spec, 11).and_then(|mut rig| rig.cascade(&mut layer)).expect("steps");
+        for (name, step) in &steps {
+            step.check().unwrap_or_else(|error| panic!("{dtype} over {cache}, {name}: {error}"));
+        }
+    }
+}
+
+#[test]
 fn a_batch_beyond_the_capacity_is_an_error() {
     let Some(gpu) = common::gpu_or_say_why() else { return };
     let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 64);
-    let capacity = LayerCapacity { tokens: 20, decode_tokens: 2 };
+    let capacity = LayerCapacity { tokens: 20, decode_tokens: 2, prefix_rows: 0 };
     let layer = MlaLayer::new(&gpu.pipelines, &spec, capacity).expect("a layer");
     let mut step = layer.step().expect("a step");
     let mut prepare = |seq_lens: &[i32], query_start_loc: &[i32]| {

@@ -1,9 +1,13 @@
 //! The whole attention layer, recorded: see [`crate::mla_layer`].
 
+mod prefixes;
 mod space;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use prefixes::PrefixStep;
+
+use prefixes::{BoundPrefixes, Prefixes, PrefixesStep};
 use space::Space;
 
 use super::ops::{
@@ -13,7 +17,7 @@ use super::ops::{
 };
 use super::{LayerBinding, MlaDecode, Options, Pipelines, Step};
 use crate::layer::{LseBase, Query, View};
-use crate::mla_layer::{Chunk, LayerArgs, LayerBatch, LayerPlan, MlaLayerSpec, Target};
+use crate::mla_layer::{Chunk, ExpandedPrefix, LayerArgs, LayerBatch, LayerPlan, MlaLayerSpec, Target};
 use crate::ops::{AppendLayer, Gather, MergeStates, Project, ProjectSpec, RopeAppend, WeightView};
 use crate::prefill::{Prefill, PrefillExtent};
 use crate::tables::{Capacity, PageTable};
@@ -37,17 +41,21 @@ pub struct MlaLayer {
     gather: KvGather,
     prefill: MlaPrefill,
     merge: MergeAttnStates,
+    /// `None` without room for any.
+    prefixes: Option<Prefixes>,
     space: Space,
     id: u64,
 }
 
-/// How many query tokens a step may have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// How much a step may have.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct LayerCapacity {
-    /// In all.
+    /// Query tokens in all.
     pub tokens: u32,
     /// Those that are decoded have to be among the first so many of a batch: they take `2 * H * L` elements of workspace each.
     pub decode_tokens: u32,
+    /// Rows of [`LayerArgs::expanded`], the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
+    pub prefix_rows: u32,
 }
 
 #[derive(Debug)]
@@ -66,6 +74,7 @@ pub struct MlaLayerStep {
     /// As many as there are runs of decoded tokens, or more from an earlier step.
     decoded: Vec<ProjectStep>,
     chunks: Vec<ChunkStep>,
+    prefixes: PrefixesStep,
     owner: u64,
 }
 
@@ -91,6 +100,7 @@ pub struct MlaLayerBinding {
     prefill: [PrefillBinding; 3],
     /// From the output, and from what takes turns with it.
     merge: [MergeBinding; 2],
+    prefixes: Option<BoundPrefixes>,
     owner: u64,
 }
 
@@ -130,6 +140,8 @@ impl MlaLayer {
         let variant = variant.map(Into::into);
         let options = Options { variant, query_tokens: spec.decode_threshold, ..Options::default() };
         let append = spec.append();
+        let has_prefixes = capacity.prefix_rows > 0 && capacity.decode_tokens > 0;
+        let prefixes = has_prefixes.then(|| Prefixes::new(pipelines, spec, &capacity)).transpose()?;
         Ok(Self {
             append: if spec.shape.qk_rope_head_dim == 0 {
                 Append::Plain(KvAppend::new(pipelines, append)?)
@@ -143,7 +155,8 @@ impl MlaLayer {
             gather: KvGather::new(pipelines, spec.gather())?,
             prefill: MlaPrefill::new(pipelines, spec.prefill())?,
             merge: MergeAttnStates::new(pipelines, spec.merge())?,
-            space: Space::new(pipelines, spec, &capacity)?,
+            space: Space::new(pipelines, spec, &capacity, prefixes.as_ref().map_or(0, Prefixes::num_sets))?,
+            prefixes,
             pipelines: pipelines.clone(),
             spec: *spec,
             capacity,
@@ -182,6 +195,7 @@ impl MlaLayer {
             plan: LayerPlan::default(),
             decoded: Vec::new(),
             chunks: Vec::new(),
+            prefixes: PrefixesStep::default(),
             owner: self.id,
         })
     }
@@ -202,12 +216,10 @@ impl MlaLayer {
             return Err(Error::LayoutMismatch { detail: "the step was made by another layer" });
         }
         step.plan = LayerPlan::default();
-        if !batch.expanded.is_empty() {
-            let detail = "a recorded layer attends no expanded prefix: record its ops, as benches/cascade does, or use mla_layer::MlaLayer";
-            return Err(Error::LayoutMismatch { detail });
-        }
         let plan = LayerPlan::new(&self.spec, &self.decode.tiling(), batch, policy)?;
         self.check_capacity(&plan)?;
+        let prefix_rows = |prefix: &ExpandedPrefix| u64::from(prefix.first_row) + u64::from(prefix.tokens);
+        self.check_prefix_rows(batch.expanded.iter().map(prefix_rows).max().unwrap_or(0))?;
         let device = self.pipelines.device();
         match &self.append {
             Append::Rotated(append) => append.prepare(device, queue, &mut step.append, batch.slot_mapping)?,
@@ -223,6 +235,7 @@ impl MlaLayer {
         for (step, tokens) in step.decoded.iter_mut().zip(&plan.decoded) {
             self.absorb.prepare(device, queue, step, tokens.start, tokens.end - tokens.start)?;
         }
+        self.prepare_prefixes(queue, &mut step.prefixes, &plan)?;
         step.chunks.resize_with(plan.chunks.len().max(step.chunks.len()), ChunkStep::default);
         for (step, chunk) in step.chunks.iter_mut().zip(&plan.chunks) {
             self.gather.prepare(
@@ -269,7 +282,7 @@ impl MlaLayer {
     /// Those of the ops: scales, strides, sizes, usages, aliases, limits.
     pub fn bind(&self, args: &LayerArgs<'_, wgpu::Buffer>) -> Result<MlaLayerBinding> {
         let (spec, space, device) = (&self.spec, &self.space, self.pipelines.device());
-        let LayerCapacity { tokens, decode_tokens } = self.capacity;
+        let LayerCapacity { tokens, decode_tokens, .. } = self.capacity;
         let dims = spec.dims();
         let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
         let (rows, heads) = (space.rows(spec), spec.shape.num_heads);
@@ -294,7 +307,12 @@ impl MlaLayer {
             query: Query::Split { q_nope: ql_nope, q_pe: space.q_pe(spec) },
             kv: args.kv,
             out: latent_out,
-            lse: View::dense(&space.lse[1], heads, 1),
+            // Nobody reads it but the merge with prefixes.
+            lse: if self.prefixes.is_some() {
+                space.sets(spec).1
+            } else {
+                View::dense(&space.lse[1], heads, 1)
+            },
             lse_base: LseBase::E,
             softmax_scale: args.softmax_scale,
             k_scale: args.k_scale,
@@ -319,6 +337,10 @@ impl MlaLayer {
             ],
             prefill: [attends(Target::Out)?, attends(Target::Other)?, attends(Target::Partial)?],
             merge: [merges(Target::Out)?, merges(Target::Other)?],
+            prefixes: match &args.expanded {
+                Some(expanded) => self.bind_prefixes(args, expanded)?,
+                None => None,
+            },
             owner: self.id,
         })
     }
@@ -372,6 +394,10 @@ impl MlaLayer {
         if step.owner != self.id || binding.owner != self.id {
             return Err(Error::LayoutMismatch { detail: "one of them was made by another layer" });
         }
+        if !step.plan.over_prefixes.is_empty() && binding.prefixes.is_none() {
+            let detail = "the step attends expanded prefixes: bind the layer with LayerArgs::expanded";
+            return Err(Error::LayoutMismatch { detail });
+        }
         Ok(())
     }
 
@@ -412,7 +438,12 @@ impl MlaLayer {
         let decoded = &step.decoded[..step.plan.decoded.len()];
         decoded.iter().for_each(|tokens| self.absorb.record_in(pass, tokens, &binding.absorb));
         self.decode.record_in(pass, &step.decode, &binding.decode);
-        decoded.iter().for_each(|tokens| self.v_up.record_in(pass, tokens, &binding.v_up));
+        match &binding.prefixes {
+            Some(bound) if !step.plan.over_prefixes.is_empty() => {
+                self.record_prefixes(pass, &step.prefixes, decoded, bound);
+            }
+            _ => decoded.iter().for_each(|tokens| self.v_up.record_in(pass, tokens, &binding.v_up)),
+        }
     }
 
     fn record_chunk(

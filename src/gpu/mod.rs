@@ -34,7 +34,7 @@ pub use binding::LayerBinding;
 pub(crate) use binding::LayerUniform;
 pub use decode::{MlaDecode, Options};
 pub use device::Gpu;
-pub use mla_layer::{LayerCapacity, MlaLayer, MlaLayerBinding, MlaLayerStep};
+pub use mla_layer::{LayerCapacity, MlaLayer, MlaLayerBinding, MlaLayerStep, PrefixStep};
 pub use pipelines::{Pipelines, Setup};
 pub use read::read;
 pub use scope::checked;

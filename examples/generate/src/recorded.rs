@@ -30,7 +30,7 @@ impl Recorded {
         let (spec, max_tokens) = (setup.spec(model), setup.max_tokens());
         let variant = variant(&gpu, &spec.mla(), setup.exact)?;
         // A prompt's last piece may be one token: that is decoded, wherever it stands in a batch.
-        let capacity = LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens };
+        let capacity = LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, prefix_rows: 0 };
         let mla = MlaLayer::with_variant(&gpu.pipelines, &spec, capacity, variant)?;
         let copy = CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() };
         let copy = KvCopyPages::new(&gpu.pipelines, copy)?;

@@ -25,13 +25,20 @@ pub(super) struct Space {
     v: wgpu::Buffer,
     other: wgpu::Buffer,
     partial: wgpu::Buffer,
+    sets: wgpu::Buffer,
+    set_lse: wgpu::Buffer,
     chunk_bytes: u64,
 }
 
 impl Space {
     /// # Errors
     /// [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`].
-    pub(super) fn new(pipelines: &Pipelines, spec: &MlaLayerSpec, capacity: &LayerCapacity) -> Result<Self> {
+    pub(super) fn new(
+        pipelines: &Pipelines,
+        spec: &MlaLayerSpec,
+        capacity: &LayerCapacity,
+        num_sets: u32,
+    ) -> Result<Self> {
         let caps = pipelines.caps();
         let limit = caps.max_buffer_bytes.min(caps.max_binding_bytes);
         let buffer = |what: &'static str, count: u32, row_bytes: u64| {
@@ -51,7 +58,8 @@ impl Space {
         };
         let (heads, bytes) = (u64::from(spec.shape.num_heads), spec.dtype.bytes() as u64);
         let row = |elems: u32| u64::from(elems) * bytes;
-        let LayerCapacity { tokens, decode_tokens } = *capacity;
+        let LayerCapacity { tokens, decode_tokens, .. } = *capacity;
+        let set_rows = decode_tokens.saturating_mul(num_sets);
         // No more than the pool has, if that is less.
         let num_rows = u64::from(spec.workspace_rows()).min(spec.kv.num_slots()) as u32;
         let latent = heads * row(spec.shape.kv_lora_rank);
@@ -72,6 +80,8 @@ impl Space {
             v: buffer("mla.layer.v", num_rows, value)?,
             other: buffer("mla.layer.other", tokens, value)?,
             partial: buffer("mla.layer.partial", tokens, value)?,
+            sets: buffer("mla.layer.sets", set_rows, value)?,
+            set_lse: buffer("mla.layer.set_lse", set_rows, heads * 4)?,
             chunk_bytes: u64::from(num_rows) * spec.workspace_row_bytes(),
         })
     }
@@ -109,6 +119,12 @@ impl Space {
     /// `[S, H, V]`.
     pub(super) fn v(&self, spec: &MlaLayerSpec) -> Array<'_> {
         View::dense(&self.v, spec.shape.num_heads, spec.v_head_dim)
+    }
+
+    /// `[sets, D, H, V]` and its LSE: what decodes attend alone, and parts of the prefixes that they share.
+    pub(super) fn sets(&self, spec: &MlaLayerSpec) -> (Array<'_>, Array<'_>) {
+        let heads = spec.shape.num_heads;
+        (View::dense(&self.sets, heads, spec.v_head_dim), View::dense(&self.set_lse, heads, 1))
     }
 
     /// `[T, H, V]` and its LSE.

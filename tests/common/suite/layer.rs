@@ -16,6 +16,9 @@ const MAX_POSITION: u32 = 128;
 /// Query tokens that arrays have room for.
 pub const MAX_TOKENS: u32 = 64;
 
+/// Rows that arrays of expanded prefixes have.
+pub const PREFIX_ROWS: u32 = 80;
+
 /// A layer under test.
 pub trait Runs<B: Backend> {
     fn run(
@@ -320,6 +323,43 @@ impl<'a, B: Backend> Rig<'a, B> {
         steps.push(self.step(layer, &[(a, 1), (c, 1), (d, 1)], policy)?);
         Ok(steps)
     }
+
+    /// Prompts, then decodes over two prefixes that are kept expanded; then what is refused.
+    pub fn cascade(&mut self, layer: &mut dyn Runs<B>) -> Result<Vec<(&'static str, Step)>, wgpu_mla::Error> {
+        let [a, b, c] = [(); 3].map(|()| self.pool.add());
+        let mut steps = vec![("prompts", self.step(layer, &[(a, 40), (c, 9)], Policy::Auto)?)];
+        steps.push(("more of them", self.step(layer, &[(a, 21), (b, 19)], Policy::Auto)?));
+        let (d, e, f) = (self.pool.fork(a)?, self.pool.fork(a)?, self.pool.fork(b)?);
+        let bytes = self.spec.expanded_bytes(PREFIX_ROWS);
+        let array = |bytes: u64| self.backend.buffer(bytes.next_multiple_of(4));
+        let arrays = [array(bytes[0])?, array(bytes[1])?, array(bytes[2])?];
+        let of = |sequences: &[u32], tokens, first_row| ExpandedPrefix {
+            sequences: sequences.to_vec(),
+            tokens,
+            first_row,
+        };
+        let mut both = Cascade { arrays, prefixes: vec![of(&[0, 2, 1], 56, 24), of(&[3, 5], 16, 3)] };
+        let requests = [(a, 1), (d, 2), (e, 1), (b, 1), (c, 1), (f, 1)];
+        steps.push(("two prefixes", self.step_with(layer, &requests, Policy::Auto, Some(&both))?));
+        both.prefixes = vec![of(&[3, 0, 4], 56, 24)];
+        let requests = [(a, 1), (b, 1), (c, 7), (d, 1), (e, 1)];
+        steps.push(("beside a prompt", self.step_with(layer, &requests, Policy::Auto, Some(&both))?));
+        for (prefix, why) in [
+            (of(&[0], 20, 0), "whole pages"),
+            (of(&[0], 72, 0), "before its query tokens"),
+            (of(&[7], 16, 0), "in the batch"),
+            (of(&[0, 0], 16, 0), "in one expanded prefix only"),
+            (of(&[0], 56, 64), "out"),
+        ] {
+            both.prefixes = vec![prefix];
+            match self.step_with(layer, &[(a, 1)], Policy::Auto, Some(&both)) {
+                Err(error) if why == "out" || error.to_string().contains(why) => {}
+                Err(error) => return Err(error),
+                Ok(_) => return Err(Error::LayoutMismatch { detail: "a wrong prefix was attended" }),
+            }
+        }
+        Ok(steps)
+    }
 }
 
 fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer, wgpu_mla::Error> {
@@ -344,7 +384,10 @@ fn tolerance(spec: &MlaLayerSpec, rounds_weights: bool) -> Tolerance {
 /// Decodes over two prefixes that are kept expanded, beside sequences that have none and one that is prefilled; and what is refused.
 pub fn cascades<B: Backend>(session: &Session<'_, B>) {
     for (dtype, cache) in [(Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Bf16)] {
-        match cascade(session.backend, dtype, cache) {
+        let spec = spec(dtype, cache, RopeLayout::Interleaved, 64);
+        let steps = MlaLayer::new(session.backend, &spec)
+            .and_then(|mut layer| Rig::new(session.backend, spec, 11)?.cascade(&mut layer));
+        match steps {
             Ok(steps) => {
                 for (name, step) in &steps {
                     session.note(&format!("{dtype} over {cache}, {name}"), step.check());
@@ -354,49 +397,6 @@ pub fn cascades<B: Backend>(session: &Session<'_, B>) {
         }
     }
     session.finish("expanded prefixes");
-}
-
-fn cascade<B: Backend>(
-    backend: &B,
-    dtype: Dtype,
-    cache: Dtype,
-) -> Result<Vec<(&'static str, Step)>, wgpu_mla::Error> {
-    let spec = spec(dtype, cache, RopeLayout::Interleaved, 64);
-    let mut layer = MlaLayer::new(backend, &spec)?;
-    let mut rig = Rig::new(backend, spec, 11)?;
-    let [a, b, c] = [(); 3].map(|()| rig.pool.add());
-    let mut steps = vec![("prompts", rig.step(&mut layer, &[(a, 40), (c, 9)], Policy::Auto)?)];
-    steps.push(("more of them", rig.step(&mut layer, &[(a, 21), (b, 19)], Policy::Auto)?));
-    let (d, e, f) = (rig.pool.fork(a)?, rig.pool.fork(a)?, rig.pool.fork(b)?);
-    let bytes = spec.expanded_bytes(80);
-    let array = |bytes: u64| backend.buffer(bytes.next_multiple_of(4));
-    let arrays = [array(bytes[0])?, array(bytes[1])?, array(bytes[2])?];
-    let of = |sequences: &[u32], tokens, first_row| ExpandedPrefix {
-        sequences: sequences.to_vec(),
-        tokens,
-        first_row,
-    };
-    let mut both = Cascade { arrays, prefixes: vec![of(&[0, 2, 1], 56, 24), of(&[3, 5], 16, 3)] };
-    let requests = [(a, 1), (d, 2), (e, 1), (b, 1), (c, 1), (f, 1)];
-    steps.push(("two prefixes", rig.step_with(&mut layer, &requests, Policy::Auto, Some(&both))?));
-    both.prefixes = vec![of(&[3, 0, 4], 56, 24)];
-    let requests = [(a, 1), (b, 1), (c, 7), (d, 1), (e, 1)];
-    steps.push(("beside a prompt", rig.step_with(&mut layer, &requests, Policy::Auto, Some(&both))?));
-    for (prefix, why) in [
-        (of(&[0], 20, 0), "whole pages"),
-        (of(&[0], 72, 0), "before its query tokens"),
-        (of(&[7], 16, 0), "in the batch"),
-        (of(&[0, 0], 16, 0), "in one expanded prefix only"),
-        (of(&[0], 56, 64), "out"),
-    ] {
-        both.prefixes = vec![prefix];
-        match rig.step_with(&mut layer, &[(a, 1)], Policy::Auto, Some(&both)) {
-            Err(error) if why == "out" || error.to_string().contains(why) => {}
-            Err(error) => return Err(error),
-            Ok(_) => return Err(Error::LayoutMismatch { detail: "a wrong prefix was attended" }),
-        }
-    }
-    Ok(steps)
 }
 
 /// Dtypes and rotary layouts.
