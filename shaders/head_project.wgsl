@@ -6,34 +6,8 @@
 // ROWS tokens by 4 columns. An oct is 8 elements of one row: k, n and all offsets and strides are multiples of 8.
 //
 // Prelude: GROUP, TOKENS = 16 * ROWS, ROWS, K, N_OCTS, K_FIRST (1: W is [k, n], 0: [n, k]).
-// Libs: oct_*, read_*, round, out_*.
+// Libs: project, oct_*, read_*, round, out_*.
 
-struct ProjectParams {
-    x_base: u32, // octs, as all
-    x_token_stride: u32,
-    x_head_stride: u32,
-    y_base: u32,
-    y_token_stride: u32,
-    y_head_stride: u32,
-    w_base: u32,
-    w_head_stride: u32,
-    w_row_stride: u32,
-    max_tokens: u32,
-    reserved_0: u32,
-    reserved_1: u32,
-}
-
-struct TokenRange {
-    first: u32,
-    count: u32,
-    reserved_0: u32,
-    reserved_1: u32,
-}
-
-@group(0) @binding(0) var<uniform> range: TokenRange;
-@group(1) @binding(0) var<uniform> params: ProjectParams;
-@group(1) @binding(1) var<storage, read> x: array<XOct>; // [tokens, H, k / 8], strided
-@group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
 @group(1) @binding(3) var<storage, read_write> y: array<OutQuad>; // [tokens, H, n / 4], strided
 
 const COLUMNS = 64u;
@@ -91,10 +65,9 @@ fn stage_w(item: u32, head: u32, first: u32, chunk: u32) {
 
 @compute @workgroup_size(GROUP)
 fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    // A step that was prepared again after this was recorded may hold more than the binding.
-    let begin = min(range.first, params.max_tokens);
-    let end = begin + min(range.count, params.max_tokens - begin);
-    let first = begin + group.z * TOKENS;
+    let tokens = step_tokens();
+    let end = tokens.y;
+    let first = tokens.x + group.z * TOKENS;
     if first >= end {
         return;
     }

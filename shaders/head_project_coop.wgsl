@@ -19,34 +19,8 @@
 // K_SPLIT, ROW_TILES, COLUMN_TILES, SHARE_TILES, ACC_TILES, X_PARTS, X_ROWS, X_PITCH, X_TILE, X_SCALED, X_LOADS, CHUNK_X_LOADS,
 // ROW_LANES, W_PITCH, W_TILE, W_SCALED, W_LOADS, CHUNK_W_LOADS, K_FIRST, SUM_QUADS,
 // SHARE_QUADS, SUMS, ATTEMPTS, GUESS.
-// Libs: half_oct, oct_*, part_*, store_*.
+// Libs: project, half_oct, oct_*, part_*, store_*.
 
-struct ProjectParams {
-    x_base: u32, // octs, as all
-    x_token_stride: u32,
-    x_head_stride: u32,
-    y_base: u32,
-    y_token_stride: u32,
-    y_head_stride: u32,
-    w_base: u32,
-    w_head_stride: u32,
-    w_row_stride: u32,
-    max_tokens: u32,
-    reserved_0: u32,
-    reserved_1: u32,
-}
-
-struct TokenRange {
-    first: u32,
-    count: u32,
-    reserved_0: u32,
-    reserved_1: u32,
-}
-
-@group(0) @binding(0) var<uniform> range: TokenRange;
-@group(1) @binding(0) var<uniform> params: ProjectParams;
-@group(1) @binding(1) var<storage, read> x: array<XOct>; // [tokens, H, k / 8], strided
-@group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
 @group(1) @binding(3) var<storage, read_write> y: array<OutOct>; // [tokens, H, n / 8], strided
 
 var<workgroup> x_tile: array<HalfOct, X_TILE>; // [X_PARTS, TOKENS, X_PITCH]
@@ -94,10 +68,9 @@ fn head_project(
     @builtin(subgroup_id) subgroup: u32,
     @builtin(subgroup_invocation_id) lane: u32,
 ) {
-    // A step that was prepared again after this was recorded may hold more than the binding.
-    let begin = min(range.first, params.max_tokens);
-    let end = begin + min(range.count, params.max_tokens - begin);
-    let first = begin + group.z * TOKENS;
+    let tokens = step_tokens();
+    let end = tokens.y;
+    let first = tokens.x + group.z * TOKENS;
     if (first >= end) {
         return;
     }

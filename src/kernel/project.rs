@@ -38,6 +38,8 @@ pub struct Coop {
 /// Tokens and columns of the tiles on matrices. The first reads least in all, where there are enough of it to fill a card; the second
 /// where there are not; the last where neither divides the columns.
 const SHAPES: [[u32; 2]; 3] = [[64, 64], [32, 32], [64, 16]];
+/// What all rows are bound to.
+const PARAMS: &str = include_str!("../../shaders/lib/project.wgsl");
 /// Threads of the plain row.
 const GROUP: u32 = 256;
 /// Threads of the direct row: lavapipe's lanes.
@@ -248,7 +250,7 @@ impl Coop {
             files.extend([oct_file(spec.weight, false), part_file(spec.weight)]);
         }
         files.extend(store_files(spec.output));
-        files.push(&body);
+        files.extend([PARAMS, &body]);
         let source = module("coop", self.columns, spec, &self.consts(spec), &aliases, &files);
         Source { text: format!("{DIRECTIVES}{}", source.text), ..source }
     }
@@ -370,7 +372,7 @@ fn summed_in_f32(
     if spec.weight != spec.input {
         files.push(oct_file(spec.weight, false));
     }
-    files.extend([include_str!("../../shaders/lib/round.wgsl"), out_file(spec.output), body]);
+    files.extend([include_str!("../../shaders/lib/round.wgsl"), out_file(spec.output), PARAMS, body]);
     module(row, tile, spec, consts, &aliases, &files)
 }
 

@@ -1,0 +1,34 @@
+// What every row of `head_project` is bound to, but for the output.
+
+struct ProjectParams {
+    x_base: u32, // octs, as all
+    x_token_stride: u32,
+    x_head_stride: u32,
+    y_base: u32,
+    y_token_stride: u32,
+    y_head_stride: u32,
+    w_base: u32,
+    w_head_stride: u32,
+    w_row_stride: u32,
+    max_tokens: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+}
+
+struct TokenRange {
+    first: u32,
+    count: u32,
+    reserved_0: u32,
+    reserved_1: u32,
+}
+
+@group(0) @binding(0) var<uniform> range: TokenRange;
+@group(1) @binding(0) var<uniform> params: ProjectParams;
+@group(1) @binding(1) var<storage, read> x: array<XOct>; // [tokens, H, k / 8], strided
+@group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
+
+// Begin and end of the step's tokens. A step that was prepared again after this was recorded may hold more than the binding.
+fn step_tokens() -> vec2<u32> {
+    let begin = min(range.first, params.max_tokens);
+    return vec2<u32>(begin, begin + min(range.count, params.max_tokens - begin));
+}
