@@ -80,15 +80,7 @@ struct Bound {
 }
 
 fn main() {
-    let args = Args::parse();
-    let done = match args.backend.as_str() {
-        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
-        other => Err(format!("--backend {other}: wgpu").into()),
-    };
-    if let Err(error) = done {
-        eprintln!("error: {error}");
-        std::process::exit(1);
-    }
+    support::on_wgpu(run);
 }
 
 fn run(gpu: &Gpu, args: &Args) -> Result<()> {

@@ -32,6 +32,12 @@ impl<'a, B> View<'a, B> {
         Self { buffer, offset: 0, token_stride: u64::from(heads) * head_stride, head_stride }
     }
 
+    /// The same array without its first tokens.
+    pub(crate) fn skip_tokens(&self, tokens: u32) -> Self {
+        let skipped = self.token_stride.saturating_mul(tokens.into());
+        Self { offset: self.offset.saturating_add(skipped), ..*self }
+    }
+
     /// Elements from the buffer's front to the end of the view.
     pub(crate) fn end(&self, tokens: u64, heads: u64, dim: u64) -> u64 {
         if tokens == 0 || dim == 0 {

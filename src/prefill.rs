@@ -35,6 +35,9 @@ pub enum PrefillVisible {
     },
 }
 
+/// A part of fewer keys costs more than it brings: see [`PrefillSequence::split_keys`].
+pub(crate) const LEAST_PART_KEYS: u32 = 256;
+
 /// A sequence's part of the queries and of the keys. Several may share keys or queries; each has rows of the output of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PrefillSequence {
@@ -186,10 +189,17 @@ impl PrefillSpec {
 }
 
 impl PrefillExtent {
-    /// Whether arrays for `max` hold it.
+    /// Whether a step that reaches so far fits a binding for `max`.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
-    pub(crate) fn is_within(&self, max: &Self) -> bool {
-        self.tokens <= max.tokens && self.keys <= max.keys && self.rows <= max.rows
+    pub(crate) fn check_within(&self, max: &Self) -> Result<()> {
+        if self.tokens > max.tokens || self.keys > max.keys || self.rows > max.rows {
+            let detail = "the step reaches further than the binding's query tokens, keys or rows";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        Ok(())
     }
 
     /// Checks a batch, and says how far it reaches.

@@ -46,15 +46,7 @@ fn shapes(test: bool, small: bool) -> Vec<Shape> {
 }
 
 fn main() {
-    let args = Args::parse();
-    let done = match args.backend.as_str() {
-        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
-        other => Err(format!("--backend {other}: there is wgpu").into()),
-    };
-    if let Err(error) = done {
-        eprintln!("error: {error}");
-        std::process::exit(1);
-    }
+    support::on_wgpu(run);
 }
 
 fn run(gpu: &Gpu, args: &Args) -> Result<()> {

@@ -1,4 +1,4 @@
-//! What the three benches share.
+//! What the benches share.
 
 pub mod args;
 pub mod ceiling;
@@ -10,7 +10,23 @@ pub mod paint;
 pub mod peers;
 pub mod record;
 
+use args::Args;
+use wgpu_mla::gpu::Gpu;
+
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Runs a bench that is of wgpu alone; an error is printed, and the status 1.
+pub fn on_wgpu(run: impl FnOnce(&Gpu, &Args) -> Result<()>) {
+    let args = Args::parse();
+    let done = match args.backend.as_str() {
+        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
+        other => Err(format!("--backend {other}: there is wgpu").into()),
+    };
+    if let Err(error) = done {
+        eprintln!("error: {error}");
+        std::process::exit(1);
+    }
+}
 
 pub fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);

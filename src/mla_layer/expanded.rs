@@ -1,7 +1,7 @@
 //! Prefixes that decodes share, kept as keys and values of each head.
 
 use super::MlaLayerSpec;
-use super::plan::LayerBatch;
+use super::plan::{LayerBatch, LayerPlan};
 use crate::layer::View;
 use crate::prefill::PrefillSequence;
 use crate::{Error, Result};
@@ -46,6 +46,30 @@ impl<'a, B> Expanded<'a, B> {
             k_nope: View::dense(k_nope, heads, spec.qk_nope_head_dim),
             v: View::dense(v, heads, spec.v_head_dim),
         }
+    }
+
+    /// `[S, R]`, the rotary keys, which all heads share.
+    pub(crate) fn k_pe(&self, spec: &MlaLayerSpec) -> View<'a, B> {
+        let offset = self.rows.offset.saturating_add(spec.shape.kv_lora_rank.into());
+        View { offset, head_stride: 0, ..self.rows }
+    }
+}
+
+impl LayerPlan {
+    /// Keys of the longest expanded prefix; 0 without any.
+    pub(crate) fn longest_prefix(&self) -> u32 {
+        self.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
+    }
+
+    /// What decoded tokens attend of expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is that of the
+    /// decodes.
+    pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Vec<PrefillSequence> {
+        let split = |sequence: &PrefillSequence| {
+            let first =
+                PrefillSequence { out_begin: sequence.out_begin.saturating_add(set_stride), ..*sequence };
+            first.split_keys(num_parts, set_stride)
+        };
+        self.over_prefixes.iter().flat_map(split).collect()
     }
 }
 

@@ -21,9 +21,6 @@ pub trait Attention {
     /// For a person: the adapter, and how it attends.
     fn describe(&self) -> String;
 
-    /// Tokens that one step may have.
-    fn max_tokens(&self) -> usize;
-
     /// Who has which pages.
     fn pages(&self) -> &Pages;
 
@@ -70,10 +67,6 @@ impl<'a> Timed<'a> {
 impl Attention for Timed<'_> {
     fn describe(&self) -> String {
         self.inner.describe()
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.inner.max_tokens()
     }
 
     fn pages(&self) -> &Pages {

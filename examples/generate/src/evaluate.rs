@@ -70,8 +70,8 @@ fn one(model: &Model, attention: &mut dyn Attention, tokens: &[u32]) -> Result<(
     let sequence = attention.pages_mut().add();
     let (mut loss, mut right) = (0.0, 0);
     let inputs = &tokens[..tokens.len() - 1];
-    for (index, piece) in inputs.chunks(attention.max_tokens()).enumerate() {
-        let targets = &tokens[index * attention.max_tokens() + 1..];
+    for (index, piece) in inputs.chunks(attention.pages().max_tokens()).enumerate() {
+        let targets = &tokens[index * attention.pages().max_tokens() + 1..];
         attention.begin(&[(sequence, piece.len() as u32)])?;
         let wanted: Vec<u32> = (0..piece.len() as u32).collect();
         let logits = model.step(piece, &wanted, attention)?;

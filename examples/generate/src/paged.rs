@@ -25,7 +25,6 @@ struct Paged {
     layer: MlaLayer<AnyBackend>,
     arrays: Arrays<Buffer>,
     pages: Pages,
-    max_tokens: usize,
 }
 
 impl Paged {
@@ -35,8 +34,7 @@ impl Paged {
         Ok(Self {
             layer: MlaLayer::with_variant(&backend, &spec, variant)?,
             arrays: Arrays::new(&backend, model, setup)?,
-            pages: Pages::new(spec.kv, model.config.max_position_embeddings)?,
-            max_tokens: setup.max_tokens() as usize,
+            pages: Pages::new(spec.kv, model.config.max_position_embeddings, setup.max_tokens())?,
             backend,
         })
     }
@@ -57,10 +55,6 @@ pub fn variant(backend: &impl Backend, spec: &MlaSpec, exact: bool) -> Result<Op
 impl Attention for Paged {
     fn describe(&self) -> String {
         format!("{}, row {}", self.backend.name(), self.layer.decode().variant())
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.max_tokens
     }
 
     fn pages(&self) -> &Pages {

@@ -21,11 +21,12 @@ pub struct Pages {
     pub table: BlockTable,
     most_used: usize,
     max_position: usize,
+    max_tokens: u32,
 }
 
 impl Pages {
-    /// An empty pool for sequences of at most `max_position` tokens.
-    pub fn new(spec: KvSpec, max_position: usize) -> Result<Self> {
+    /// An empty pool for sequences of at most `max_position` tokens, and steps of at most `max_tokens`.
+    pub fn new(spec: KvSpec, max_position: usize, max_tokens: u32) -> Result<Self> {
         Ok(Self {
             pool: PagePool::new(spec)?,
             append: AppendBatch::default(),
@@ -36,6 +37,7 @@ impl Pages {
             table: BlockTable::default(),
             most_used: 0,
             max_position,
+            max_tokens,
         })
     }
 
@@ -101,6 +103,11 @@ impl Pages {
     /// Pages in use now, the most so far, and all there are.
     pub fn used(&self) -> (usize, usize, usize) {
         (self.pool.used_pages(), self.most_used, self.pool.spec().num_pages as usize)
+    }
+
+    /// Tokens that one step may have.
+    pub fn max_tokens(&self) -> usize {
+        self.max_tokens as usize
     }
 
     pub fn spec(&self) -> &KvSpec {

@@ -109,7 +109,8 @@ impl<'a> Prompts<'a> {
         let mut step = Step::default();
         for (index, prompt) in self.0.iter_mut().enumerate() {
             let Some(id) = prompt.id else { continue };
-            let piece = (prompt.tokens.len() - prompt.at).min(attention.max_tokens() - step.tokens.len());
+            let piece =
+                (prompt.tokens.len() - prompt.at).min(attention.pages().max_tokens() - step.tokens.len());
             if piece == 0 {
                 continue;
             }

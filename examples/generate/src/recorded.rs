@@ -22,7 +22,6 @@ pub struct Recorded {
     /// What the host reads `arrays.out()` from.
     staging: wgpu::Buffer,
     pages: Pages,
-    max_tokens: usize,
 }
 
 impl Recorded {
@@ -46,8 +45,7 @@ impl Recorded {
             }),
             step: mla.step()?,
             copy_step: CopyStep::default(),
-            pages: Pages::new(spec.kv, model.config.max_position_embeddings)?,
-            max_tokens: max_tokens as usize,
+            pages: Pages::new(spec.kv, model.config.max_position_embeddings, max_tokens)?,
             arrays,
             copy,
             mla,
@@ -77,10 +75,6 @@ impl Recorded {
 impl Attention for Recorded {
     fn describe(&self) -> String {
         format!("{}, row {}", self.gpu.name(), self.mla.decode().variant())
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.max_tokens
     }
 
     fn pages(&self) -> &Pages {

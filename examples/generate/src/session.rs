@@ -141,7 +141,7 @@ fn decode(
     sequences: &mut [Sequence],
     alive: &[usize],
 ) -> Result<()> {
-    for alive in alive.chunks(attention.max_tokens()) {
+    for alive in alive.chunks(attention.pages().max_tokens()) {
         let batch: Vec<(SeqId, u32)> = alive.iter().map(|&at| (sequences[at].id, 1)).collect();
         let tokens: Vec<u32> = alive.iter().map(|&at| sequences[at].next).collect();
         let wanted: Vec<u32> = (0..tokens.len() as u32).collect();

@@ -195,10 +195,7 @@ impl MlaPrefill {
     /// # Errors
     /// [`Error::LayoutMismatch`].
     pub fn check(&self, step: &PrefillStep, binding: &PrefillBinding) -> Result<()> {
-        if !step.extent.is_within(&binding.max) {
-            let detail = "the step reaches further than the binding's query tokens, keys or rows";
-            return Err(Error::LayoutMismatch { detail });
-        }
+        step.extent.check_within(&binding.max)?;
         if step.num_tiles > 0 && step.rows != binding.rows {
             return Err(Error::LayoutMismatch {
                 detail: "the step was prepared for a kernel with other tiles",

@@ -9,7 +9,7 @@ use crate::gpu::ops::{
 use crate::layer::View;
 use crate::mla_layer::{Expanded, LayerArgs, LayerPlan, MlaLayerSpec};
 use crate::ops::{Gather, GatherRange, Project, StateSets, WeightView};
-use crate::prefill::{Prefill, PrefillExtent, PrefillSequence};
+use crate::prefill::{Prefill, PrefillExtent};
 use crate::tables::PageTable;
 use crate::{Error, Result};
 
@@ -140,15 +140,10 @@ impl MlaLayer {
         let Some(prefixes) = self.prefixes.as_ref().filter(|_| !plan.over_prefixes.is_empty()) else {
             return Ok(());
         };
-        let longest = plan.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
+        let longest = plan.longest_prefix();
         let num_parts =
             prefixes.prefill.key_parts(plan.decode.num_queries, longest).min(prefixes.num_sets - 1);
-        // Set 0 is that of the decodes.
-        let stride = self.capacity.decode_tokens;
-        let parts: Vec<_> = (plan.over_prefixes.iter())
-            .map(|sequence| PrefillSequence { out_begin: sequence.out_begin + stride, ..*sequence })
-            .flat_map(|sequence| sequence.split_keys(num_parts, stride))
-            .collect();
+        let parts = plan.prefix_parts(num_parts, self.capacity.decode_tokens);
         let device = self.pipelines.device();
         prefixes.prefill.prepare(device, queue, &mut step.parts, &parts)?;
         step.merges.resize_with(plan.decoded.len().max(step.merges.len()), MergeSetsStep::default);
@@ -175,13 +170,12 @@ impl MlaLayer {
         let rows = View { head_stride: 0, ..expanded.rows };
         let up = |weight, y| Project { x: rows, weight, y, num_tokens: prefix_rows };
         let gathered = Gather { kv: args.kv, k_scale: args.k_scale, out: expanded.rows };
-        let k_pe = View { offset: rows.offset.saturating_add(spec.shape.kv_lora_rank.into()), ..rows };
         let has_rope = spec.shape.qk_rope_head_dim > 0;
         let parts = Prefill {
             q_nope: args.q_nope,
             q_pe: if has_rope { space.q_pe(spec) } else { args.q_nope },
             k_nope: expanded.k_nope,
-            k_pe,
+            k_pe: expanded.k_pe(spec),
             v: expanded.v,
             out: states,
             lse,

@@ -12,7 +12,7 @@ use crate::gpu::Pipelines;
 use crate::gpu::window::Window;
 use crate::layer::View;
 use crate::prefill::plan::tiles;
-use crate::prefill::{Prefill, PrefillExtent, PrefillSequence, PrefillSpec, PrefillVariant};
+use crate::prefill::{LEAST_PART_KEYS, Prefill, PrefillExtent, PrefillSequence, PrefillSpec, PrefillVariant};
 use crate::{Error, Result};
 
 /// A kernel for a spec on a device, ready to compile.
@@ -37,9 +37,6 @@ struct Row {
 /// Query tokens of a sequence for which [`FEW_ROW`] is best.
 const FEW: u32 = 64;
 const FEW_ROW: &str = "coop_few";
-
-/// A part of fewer keys costs more than it brings.
-const LEAST_KEYS: u64 = 256;
 
 /// Best first; the last runs everywhere.
 const ROWS: [Row; 4] = [
@@ -160,7 +157,7 @@ impl MlaPrefill {
     /// [`PrefillSequence::split_keys`].
     pub fn key_parts(&self, query_tokens: u32, keys: u32) -> u32 {
         let tiles = u64::from(query_tokens.div_ceil(self.rows).max(1)) * u64::from(self.spec.num_heads);
-        let parts = (u64::from(self.target_groups) / tiles).min(u64::from(keys).div_ceil(LEAST_KEYS));
+        let parts = (u64::from(self.target_groups) / tiles).min(keys.div_ceil(LEAST_PART_KEYS).into());
         parts.max(1) as u32
     }
 
@@ -271,10 +268,7 @@ impl MlaPrefill {
     /// # Errors
     /// [`Error::LayoutMismatch`].
     pub fn check(&self, step: &PrefillStep, binding: &PrefillBinding) -> Result<()> {
-        if !step.extent.is_within(&binding.max) {
-            let detail = "the step reaches further than the binding's query tokens, keys or rows";
-            return Err(Error::LayoutMismatch { detail });
-        }
+        step.extent.check_within(&binding.max)?;
         if step.num_tiles > 0 && step.rows != binding.rows {
             return Err(Error::LayoutMismatch {
                 detail: "the step was prepared for a kernel with other tiles",

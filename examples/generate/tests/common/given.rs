@@ -57,10 +57,6 @@ impl Attention for Given<'_> {
         self.inner.describe()
     }
 
-    fn max_tokens(&self) -> usize {
-        self.inner.max_tokens()
-    }
-
     fn pages(&self) -> &Pages {
         self.inner.pages()
     }
