@@ -43,7 +43,7 @@ impl<B: Backend> MlaLayer<B> {
     /// As [`MlaLayer::new`]; `variant` forces one of [`Backend::variants`] for the decode, such as one that rounds no softmax weights.
     ///
     /// # Errors
-    /// Those of [`MlaLayer::new`], and [`Error::VariantUnavailable`].
+    /// Those of [`MlaLayer::new`], and [`crate::Error::VariantUnavailable`].
     pub fn with_variant(backend: &B, spec: &MlaLayerSpec, variant: Option<&str>) -> Result<Self> {
         spec.check()?;
         let decode = backend.decode_for(&spec.mla(), variant, spec.decode_threshold)?;
@@ -112,7 +112,7 @@ impl<B: Backend> MlaLayer<B> {
     /// their own.
     ///
     /// # Errors
-    /// [`Error::LayoutMismatch`] without [`LayerArgs::expanded`], and those of `kv_gather` and the projections: pages, sizes, aliases.
+    /// [`crate::Error::LayoutMismatch`] without [`LayerArgs::expanded`], and those of `kv_gather` and the projections: pages, sizes, aliases.
     pub fn expand_prefix(
         &self,
         backend: &B,
