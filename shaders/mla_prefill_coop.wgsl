@@ -2,20 +2,20 @@
 //
 // The twin of mla_prefill.wgsl: the same tiles and arguments. A matrix has TILE x TILE elements, spread over the lanes of a subgroup. The
 // subgroups are ROW_GROUPS x COLUMN_SPLIT: each keeps ROW_TILES * TILE query rows in registers, and of their output, in accumulators, its
-// share of the columns. Keys and values of TOKENS tokens at a time are staged in workgroup memory as f16:
+// share of the columns. Keys and values of TOKENS tokens at a time are staged in workgroup memory as f16, in turns:
 //   1. scores   each subgroup multiplies its rows with its share of the block's keys
-//   2. softmax  SOFTMAX_LANES lanes a row turn scores into weights, which lie where the keys were. A row's maximum moves only when it grew
-//               by more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
+//   2. softmax  SOFTMAX_LANES lanes a row turn scores into weights, which take the keys' place, as the values do. A row's maximum moves
+//               only when it grew by more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
 //   3. values   each subgroup multiplies its rows of weights with its share of the values' columns
-// Meanwhile the next block is on its way from memory, in registers. It is staged in the same iteration: NVIDIA's compiler copies what is
-// carried into the next one, and would wait for it there.
+// Meanwhile the next block is on its way from memory, in registers. NVIDIA's compiler copies what is carried into the next iteration, and
+// waits for it there: keys are staged in the same one, and values have had two steps to arrive.
 //
 // f16 ends at 65504: what bf16 holds beyond it is noticed, and the tile done again in f32 (lib/prefill_half_bf16.wgsl).
 //
 // Keys past the last one that the tile sees repeat it and weigh 0. Every workgroup variable is a multiple of 16 bytes long, and so is every
 // pitch: on NVIDIA matrices are read wrongly otherwise.
 
-var<workgroup> staged: array<HalfOct, STAGED>; // keys [TOKENS, KEY_PITCH], then weights [ROWS, WEIGHT_PITCH]; from VALUES_AT values [TOKENS, VALUE_PITCH]
+var<workgroup> staged: array<HalfOct, STAGED>; // keys [TOKENS, KEY_PITCH]; then weights [ROWS, WEIGHT_PITCH], and from VALUES_AT values [TOKENS, VALUE_PITCH]
 var<workgroup> scores: array<vec4<f32>, SCORES>; // [ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
 var<workgroup> factors: array<f32, ROWS>; // what to multiply a row with
 var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
@@ -25,11 +25,14 @@ const LAZY = 14.0;
 const MOVED = 0u; // whether a maximum moved in this block
 const ODD = 1u; // whether f16 does not hold a key or a value
 
-// What a thread holds of a block on its way from memory to the staging buffer.
-struct Block {
+// What a thread holds of a block's keys on their way from memory to the staging buffer, and of its values.
+struct Keys {
     nope: array<Unit, NOPE_LOADS>,
     rope: array<Unit, ROPE_LOADS_PADDED>,
-    values: array<Unit, VALUE_LOADS>,
+}
+
+struct Values {
+    octs: array<Unit, VALUE_LOADS>,
 }
 
 // Of a thread's load `i` of `octs` octs of each of TOKENS rows: row * octs + oct, the last one more than once.
@@ -42,8 +45,8 @@ fn query_at(thread: u32, i: u32) -> u32 {
     return min(i * THREADS + thread, CHUNK_ROWS * ROW_OCTS - 1u);
 }
 
-fn load_block(tile: Tile, block: u32, thread: u32) -> Block {
-    var loaded: Block;
+fn load_keys(tile: Tile, block: u32, thread: u32) -> Keys {
+    var loaded: Keys;
     let k_nope_at = params.k_nope_at + tile.head * params.k_nope_head_stride;
     for (var i = 0u; i < NOPE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, NOPE_OCTS);
@@ -54,31 +57,41 @@ fn load_block(tile: Tile, block: u32, thread: u32) -> Block {
         let at = load_at(thread, i, max(ROPE_OCTS, 1u));
         loaded.rope[i] = k_pe[k_pe_at + key_of(tile, block + at / max(ROPE_OCTS, 1u)) * params.k_pe_token_stride + at % max(ROPE_OCTS, 1u)];
     }
+    return loaded;
+}
+
+fn load_values(tile: Tile, block: u32, thread: u32) -> Values {
+    var loaded: Values;
     let v_at = params.v_at + tile.head * params.v_head_stride;
     for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, V_OCTS);
-        loaded.values[i] = v[v_at + key_of(tile, block + at / V_OCTS) * params.v_token_stride + at % V_OCTS];
+        loaded.octs[i] = v[v_at + key_of(tile, block + at / V_OCTS) * params.v_token_stride + at % V_OCTS];
     }
     return loaded;
 }
 
-// Not 0 if the thread met what f16 does not hold.
-fn stage_block(thread: u32, block: Block) -> u32 {
+// Not 0 if the thread met what f16 does not hold, as below.
+fn stage_keys(thread: u32, keys: Keys) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < NOPE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, NOPE_OCTS);
-        staged[at / NOPE_OCTS * KEY_PITCH + at % NOPE_OCTS] = half_key(block.nope[i]);
-        odd |= odd_key(block.nope[i]);
+        staged[at / NOPE_OCTS * KEY_PITCH + at % NOPE_OCTS] = half_key(keys.nope[i]);
+        odd |= odd_key(keys.nope[i]);
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, max(ROPE_OCTS, 1u));
-        staged[at / max(ROPE_OCTS, 1u) * KEY_PITCH + NOPE_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
-        odd |= odd_key(block.rope[i]);
+        staged[at / max(ROPE_OCTS, 1u) * KEY_PITCH + NOPE_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(keys.rope[i]);
+        odd |= odd_key(keys.rope[i]);
     }
+    return odd;
+}
+
+fn stage_values(thread: u32, values: Values) -> u32 {
+    var odd = 0u;
     for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, V_OCTS);
-        staged[VALUES_AT + at / V_OCTS * VALUE_PITCH + at % V_OCTS] = half_value(block.values[i]);
-        odd |= odd_value(block.values[i]);
+        staged[VALUES_AT + at / V_OCTS * VALUE_PITCH + at % V_OCTS] = half_value(values.octs[i]);
+        odd |= odd_value(values.octs[i]);
     }
     return odd;
 }
@@ -135,9 +148,11 @@ fn mla_prefill(
 
     // The first block sets out, then all queries, which come into registers by way of the staging buffer, as many rows as it holds at a
     // time.
-    var first: Block;
+    var first: Keys;
+    var values: Values;
     if (tile.num_keys > 0u) {
-        first = load_block(tile, 0u, thread);
+        first = load_keys(tile, 0u, thread);
+        values = load_values(tile, 0u, thread);
     }
     var loaded: array<Unit, QUERY_LOADS>; // [QUERY_CHUNKS, CHUNK_LOADS]
     for (var i = 0u; i < QUERY_LOADS; i++) { // unroll on cards
@@ -181,11 +196,11 @@ fn mla_prefill(
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, VALUE_TILES]
     var odd = 0u;
     if (tile.num_keys > 0u) {
-        odd = stage_block(thread, first);
+        odd = stage_keys(thread, first);
     }
 
     for (var block = 0u; block < tile.num_keys; block += TOKENS) {
-        let ahead = load_block(tile, block + TOKENS, thread);
+        let ahead = load_keys(tile, block + TOKENS, thread);
         workgroupBarrier();
 
         // 1. scores
@@ -208,6 +223,8 @@ fn mla_prefill(
         workgroupBarrier();
 
         // 2. softmax
+        odd |= stage_values(thread, values);
+        values = load_values(tile, block + TOKENS, thread);
         var logit: array<vec4<f32>, SOFTMAX_QUADS>;
         var tops = vec4<f32>(EMPTY);
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
@@ -272,7 +289,7 @@ fn mla_prefill(
             }
         }
         workgroupBarrier();
-        odd |= stage_block(thread, ahead);
+        odd |= stage_keys(thread, ahead);
     }
 
     if (NOTICES_ODD) {

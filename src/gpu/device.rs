@@ -92,8 +92,18 @@ impl Gpu {
     }
 }
 
+/// NVIDIA's drivers for Vulkan and CUDA in one process: once the last Vulkan instance is gone and its driver unloaded, a thread that used
+/// both crashes as it ends.
+#[cfg(feature = "cuda")]
+fn keep_loaded(instance: &wgpu::Instance) {
+    static KEPT: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();
+    KEPT.get_or_init(|| instance.clone());
+}
+
 async fn pick_adapter() -> Result<wgpu::Adapter> {
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
+    #[cfg(feature = "cuda")]
+    keep_loaded(&instance);
     let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
     let Ok(name) = std::env::var("WGPU_ADAPTER_NAME") else {
         let options = wgpu::RequestAdapterOptions {

@@ -5,7 +5,6 @@ pub mod given;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
 use generate::attention::Attention;
 use generate::{Checkpoint, Model, Score, Setup, Where};
@@ -35,14 +34,7 @@ pub fn backends() -> Vec<Where> {
             eprintln!("NOT TESTED: {backend:?}: {error}");
         }
     };
-    // Kept to the end: where NVIDIA's drivers for Vulkan and CUDA are in one process and the first is unloaded, a thread that used both
-    // crashes when it ends.
-    static KEPT: OnceLock<wgpu_mla::Result<Gpu>> = OnceLock::new();
-    add(
-        Where::Wgpu,
-        KEPT.get_or_init(Gpu::new).as_ref().map(|_| ()).map_err(ToString::to_string),
-        "MLA_REQUIRE_GPU",
-    );
+    add(Where::Wgpu, Gpu::new().map(|_| ()).map_err(|error| error.to_string()), "MLA_REQUIRE_GPU");
     #[cfg(feature = "cuda")]
     {
         let here = wgpu_mla::cuda::Cuda::new(0).map(|_| ()).map_err(|error| error.to_string());

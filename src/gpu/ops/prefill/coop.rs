@@ -31,7 +31,7 @@ enum Row {
     Large,
     /// In 32 KiB.
     Small,
-    /// In 32 KiB, for tiles of up to 64 query rows: a matrix of rows a subgroup, so that many subgroups are at work on few rows.
+    /// In 48 KiB where there are as many, or in 32: for tiles of up to 64 query rows, many subgroups at work on few of them.
     Few,
 }
 
@@ -44,11 +44,12 @@ impl Row {
         }
     }
 
-    /// Bytes of workgroup memory.
-    const fn memory(self) -> u32 {
+    /// Bytes of workgroup memory that it takes on a device.
+    fn memory(self, caps: &Caps) -> u32 {
         match self {
             Self::Large => 48 << 10,
-            Self::Small | Self::Few => 32 << 10,
+            Self::Small => 32 << 10,
+            Self::Few => caps.workgroup_memory_bytes.clamp(32 << 10, 48 << 10),
         }
     }
 }
@@ -67,7 +68,7 @@ impl Cut {
         match row {
             Row::Large => vec![cut(2, 4, 2, 32), cut(1, 4, 2, 32), cut(1, 8, 1, 32)],
             Row::Small => vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)],
-            Row::Few => vec![cut(1, 4, 2, 32), cut(1, 4, 1, 16), cut(2, 4, 1, 32)],
+            Row::Few => vec![cut(2, 2, 4, 64), cut(1, 4, 2, 32), cut(1, 4, 1, 16), cut(2, 4, 1, 32)],
         }
     }
 
@@ -93,14 +94,15 @@ impl Cut {
         (columns / 8) | 1
     }
 
-    /// Octs of staged keys, which weights take the place of.
-    fn keys(&self, spec: &PrefillSpec) -> u32 {
-        let keys = self.tokens * Self::key_pitch(key_columns(spec));
-        keys.max(self.rows() * Self::key_pitch(self.tokens))
+    /// Octs of weights, which values are staged after.
+    const fn weights(&self) -> u32 {
+        self.rows() * Self::key_pitch(self.tokens)
     }
 
+    /// Octs of the staging buffer: keys, then weights and values in their place.
     fn staged(&self, spec: &PrefillSpec) -> u32 {
-        self.keys(spec) + self.tokens * Self::key_pitch(spec.v_head_dim)
+        let keys = self.tokens * Self::key_pitch(key_columns(spec));
+        keys.max(self.weights() + self.tokens * Self::key_pitch(spec.v_head_dim))
     }
 
     /// Quads from one row of scores to the next.
@@ -184,7 +186,7 @@ fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
         ("VALUE_LOADS", loads(value)),
         ("KEY_PITCH", Cut::key_pitch(key_columns(spec))),
         ("WEIGHT_PITCH", Cut::key_pitch(cut.tokens)),
-        ("VALUES_AT", cut.keys(spec)),
+        ("VALUES_AT", cut.weights()),
         ("VALUE_PITCH", Cut::key_pitch(spec.v_head_dim)),
         ("STAGED", cut.staged(spec)),
         ("SCORE_PITCH", cut.score_pitch()),
@@ -229,7 +231,7 @@ fn on_matrices(row: Row, caps: &Caps, spec: &PrefillSpec) -> std::result::Result
     if caps.max_storage_buffers < 8 {
         return Err("8 storage buffers are needed".into());
     }
-    let memory = row.memory();
+    let memory = row.memory(caps);
     if caps.workgroup_memory_bytes < memory {
         let has = caps.workgroup_memory_bytes;
         return Err(format!("{memory} bytes of workgroup memory are needed, the device was made with {has}"));
