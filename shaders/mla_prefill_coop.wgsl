@@ -142,6 +142,7 @@ fn mla_prefill(
     let row = thread / SOFTMAX_LANES;
     let first_quad = thread % SOFTMAX_LANES * SOFTMAX_QUADS;
     let visible = visible_to(tile, row);
+    let seen_by_all = visible_to(tile, 0u);
     if (thread < 4u) {
         atomicStore(&notes[thread], 0u);
     }
@@ -228,8 +229,11 @@ fn mla_prefill(
         var logit: array<vec4<f32>, SOFTMAX_QUADS>;
         var tops = vec4<f32>(EMPTY);
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
-            let key = vec4<u32>(block + (first_quad + i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
-            logit[i] = select(vec4<f32>(EMPTY), scores[row * SCORE_PITCH + first_quad + i] * logit_scale, key < vec4<u32>(visible));
+            logit[i] = scores[row * SCORE_PITCH + first_quad + i] * logit_scale;
+            if (block + TOKENS > seen_by_all) {
+                let key = vec4<u32>(block + (first_quad + i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
+                logit[i] = select(vec4<f32>(EMPTY), logit[i], key < vec4<u32>(visible));
+            }
             tops = max(tops, logit[i]);
         }
         let top = row_largest(max(max(tops.x, tops.y), max(tops.z, tops.w)));

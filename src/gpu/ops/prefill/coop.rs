@@ -105,9 +105,9 @@ impl Cut {
         keys.max(self.weights() + self.tokens * Self::key_pitch(spec.v_head_dim))
     }
 
-    /// Quads from one row of scores to the next.
+    /// Quads from one row of scores to the next: two more than a multiple of 4, so that a matrix's rows are stored to different banks.
     const fn score_pitch(&self) -> u32 {
-        self.tokens / 4 + 1
+        self.tokens / 4 + 2
     }
 
     fn scores(&self) -> u32 {
