@@ -209,17 +209,7 @@ mod on_cuda {
 }
 
 fn main() {
-    let args = Args::parse();
-    let done = match args.backend.as_str() {
-        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
-        #[cfg(feature = "cuda")]
-        "cuda" => wgpu_mla::cuda::Cuda::new(0).map_err(Into::into).and_then(|cuda| run(&cuda, &args)),
-        other => Err(format!("--backend {other}: wgpu, or cuda with that feature").into()),
-    };
-    if let Err(error) = done {
-        eprintln!("error: {error}");
-        std::process::exit(1);
-    }
+    support::on_cards!(run);
 }
 
 fn run<D: Rotates>(gpu: &D, args: &Args) -> Result<()> {

@@ -26,14 +26,10 @@ mod workload;
 
 fn main() {
     let args = support::args::Args::parse();
-    let done = match (&args.startup, &args.startup_child) {
+    support::end(match (&args.startup, &args.startup_child) {
         (Some(directory), _) => startup::run(directory, &args.backend),
         (_, Some(directory)) => startup::child(directory, &args.backend),
         _ if args.host => host::run(),
         _ => run::run(&args),
-    };
-    if let Err(error) = done {
-        eprintln!("error: {error}");
-        std::process::exit(1);
-    }
+    });
 }

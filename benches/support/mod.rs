@@ -18,10 +18,29 @@ pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Runs a bench that is of wgpu alone; an error is printed, and the status 1.
 pub fn on_wgpu(run: impl FnOnce(&Gpu, &Args) -> Result<()>) {
     let args = Args::parse();
-    let done = match args.backend.as_str() {
+    end(match args.backend.as_str() {
         "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
         other => Err(format!("--backend {other}: there is wgpu").into()),
-    };
+    });
+}
+
+/// The same for a bench of wgpu and CUDA: `$run` is generic over what a device is to it.
+#[allow(unused_macros)]
+macro_rules! on_cards {
+    ($run:ident) => {{
+        let args = $crate::support::args::Args::parse();
+        $crate::support::end(match args.backend.as_str() {
+            "wgpu" => wgpu_mla::gpu::Gpu::new().map_err(Into::into).and_then(|gpu| $run(&gpu, &args)),
+            #[cfg(feature = "cuda")]
+            "cuda" => wgpu_mla::cuda::Cuda::new(0).map_err(Into::into).and_then(|cuda| $run(&cuda, &args)),
+            other => Err(format!("--backend {other}: wgpu, or cuda with that feature").into()),
+        });
+    }};
+}
+#[allow(unused_imports)]
+pub(crate) use on_cards;
+
+pub fn end(done: Result<()>) {
     if let Err(error) = done {
         eprintln!("error: {error}");
         std::process::exit(1);
