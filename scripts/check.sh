@@ -3,12 +3,12 @@
 # part beside it.
 #
 #   scripts/check.sh                all five, each slow suite with one representative of each row, dtype and dims
-#   scripts/check.sh --here         60 minutes: format, lints, every test on a GPU adapter (lavapipe where there is no card),
+#   scripts/check.sh --here         40 minutes: format, lints, every test on a GPU adapter (lavapipe where there is no card),
 #                                   docs, a window (scripts/here.sh)
-#   scripts/check.sh --vendors      30 minutes: every kernel through the compilers of seven other GPUs (scripts/vendors.sh)
-#   scripts/check.sh --mesa26       30 minutes: the GPU tests of the rows on matrices, on Mesa 26's software driver
-#   scripts/check.sh --web          30 minutes: the tests in a browser (scripts/web.sh)
-#   scripts/check.sh --ptx          30 minutes: the CUDA kernels' PTX is what the compiler gives, three assemblers take it
+#   scripts/check.sh --vendors      20 minutes: every kernel through the compilers of seven other GPUs (scripts/vendors.sh)
+#   scripts/check.sh --mesa26       20 minutes: the GPU tests of the rows on matrices, on Mesa 26's software driver
+#   scripts/check.sh --web          20 minutes: the tests in a browser (scripts/web.sh)
+#   scripts/check.sh --ptx          20 minutes: the CUDA kernels' PTX is what the compiler gives, three assemblers take it
 #                                   within its limits, and it runs in an interpreter (scripts/ptx.sh)
 #   scripts/check.sh --full ...     the slow suites whole (MLA_FULL=1), ten times the budgets
 # Switches may be combined. Two parts run at a time, and what each says is printed when it ends; one alone runs as it is.
@@ -32,11 +32,11 @@ done
 
 part() {
     case $1 in
-        here) within 60 "the tests here" scripts/here.sh ;;
-        vendors) within 30 "other vendors' compilers" scripts/vendors.sh compile all ;;
-        mesa26) within 30 "Mesa 26's software driver" scripts/vendors.sh mesa26 ;;
-        web) within 30 "a browser" scripts/web.sh ;;
-        ptx) within 30 "CUDA kernels" bash -c 'scripts/ptx.sh --check && scripts/ptx.sh emulate' ;;
+        here) within 40 "the tests here" scripts/here.sh ;;
+        vendors) within 20 "other vendors' compilers" scripts/vendors.sh compile all ;;
+        mesa26) within 20 "Mesa 26's software driver" scripts/vendors.sh mesa26 ;;
+        web) within 20 "a browser" scripts/web.sh ;;
+        ptx) within 20 "CUDA kernels" bash -c 'scripts/ptx.sh --check && scripts/ptx.sh emulate' ;;
     esac
 }
 

@@ -70,7 +70,7 @@ fn load_values(tile: Tile, block: u32, thread: u32) -> Values {
     return loaded;
 }
 
-// Not 0 if the thread met what f16 does not hold, as below.
+// Not 0 if the thread met what f16 does not hold.
 fn stage_keys(thread: u32, keys: Keys) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < NOPE_LOADS; i++) { // unroll on cards
@@ -86,6 +86,7 @@ fn stage_keys(thread: u32, keys: Keys) -> u32 {
     return odd;
 }
 
+// As above.
 fn stage_values(thread: u32, values: Values) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards

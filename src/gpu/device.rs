@@ -26,6 +26,8 @@ impl Gpu {
     /// Picks an adapter and makes a device, waiting for both. `WGPU_BACKEND` restricts the APIs, `WGPU_ADAPTER_NAME`
     /// (a part of the name, in any case) the adapters.
     ///
+    /// With the feature `cuda` the first instance is kept to the end of the process, so that no driver is unloaded.
+    ///
     /// # Errors
     /// [`Error::NoAdapter`] and [`Error::Device`].
     #[cfg(not(target_arch = "wasm32"))]
