@@ -21,6 +21,10 @@ var<workgroup> factors: array<f32, ROWS>; // what to multiply a row with
 var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
 
 const LAZY = 14.0;
+// The score of a key that a row does not see: at any scale from LEAST_SCALE on it weighs 0. Others are below 2^43, so that a scale is as good
+// as a smaller one.
+const MASKED = -1.0e30;
+const LEAST_SCALE = 1.0e-26;
 // Places in `notes`.
 const MOVED = 0u; // whether a maximum moved in this block
 const ODD = 1u; // whether f16 does not hold a key or a value
@@ -130,10 +134,10 @@ fn mla_prefill(
     @builtin(subgroup_invocation_id) lane: u32,
 ) {
     let number = group.y * groups.x + group.x;
+    let tile = tile_of(number);
     if (number >= table[0] * NUM_HEADS) {
         return;
     }
-    let tile = tile_of(number);
     let thread = subgroup * SUBGROUP + lane;
     let share = subgroup % COLUMN_SPLIT;
     let first_row = subgroup / COLUMN_SPLIT * (ROW_TILES * TILE);
@@ -148,19 +152,14 @@ fn mla_prefill(
         atomicStore(&notes[thread], 0u);
     }
 
-    // The first block sets out, then all queries, which come into registers by way of the staging buffer, as many rows as it holds at a
-    // time.
-    var first: Keys;
-    var values: Values;
-    if (tile.num_keys > 0u) {
-        first = load_keys(tile, 0u, thread);
-        values = load_values(tile, 0u, thread);
-    }
+    // All queries set out, then the first block. They come into registers by way of the staging buffer, as many rows as it holds at a time.
     var loaded: array<Unit, QUERY_LOADS>; // [QUERY_CHUNKS, CHUNK_LOADS]
     for (var i = 0u; i < QUERY_LOADS; i++) { // unroll on cards
         let at = query_at(thread, i % CHUNK_LOADS);
         loaded[i] = query_oct(tile, i / CHUNK_LOADS * CHUNK_ROWS + at / ROW_OCTS, at % ROW_OCTS);
     }
+    let first = load_keys(tile, 0u, thread);
+    var values = load_values(tile, 0u, thread);
     var logit_scale = params.logit_scale * KEY_UNIT;
     if (SCALES_QUERIES) {
         var largest = 0.0;
@@ -174,6 +173,7 @@ fn mla_prefill(
         }
         workgroupBarrier();
     }
+    logit_scale = max(logit_scale, LEAST_SCALE);
     var queries: array<MatrixA, QUERY_TILES>; // [ROW_TILES, KEY_TILES]
     for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
         for (var i = 0u; i < CHUNK_LOADS; i++) { // unroll
@@ -196,10 +196,7 @@ fn mla_prefill(
     var row_max = EMPTY;
     var row_sum = 0.0; // over this lane's keys only
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, VALUE_TILES]
-    var odd = 0u;
-    if (tile.num_keys > 0u) {
-        odd = stage_keys(thread, first);
-    }
+    var odd = stage_keys(thread, first);
 
     for (var block = 0u; block < tile.num_keys; block += TOKENS) {
         let ahead = load_keys(tile, block + TOKENS, thread);
@@ -225,38 +222,50 @@ fn mla_prefill(
         workgroupBarrier();
 
         // 2. softmax
+        var score_quad: array<vec4<f32>, SOFTMAX_QUADS>; // on their way while values go the other
+        for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
+            score_quad[i] = scores[row * SCORE_PITCH + first_quad + i];
+        }
         odd |= stage_values(thread, values);
         values = load_values(tile, block + TOKENS, thread);
-        var logit: array<vec4<f32>, SOFTMAX_QUADS>;
-        var tops = vec4<f32>(EMPTY);
+        var tops = vec4<f32>(MASKED);
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
-            logit[i] = scores[row * SCORE_PITCH + first_quad + i] * logit_scale;
             if (block + TOKENS > seen_by_all) {
                 let key = vec4<u32>(block + (first_quad + i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
-                logit[i] = select(vec4<f32>(EMPTY), logit[i], key < vec4<u32>(visible));
+                score_quad[i] = select(vec4<f32>(MASKED), score_quad[i], key < vec4<u32>(visible));
             }
-            tops = max(tops, logit[i]);
+            tops = max(tops, score_quad[i]);
         }
-        let top = row_largest(max(max(tops.x, tops.y), max(tops.z, tops.w)));
+        let top = max(max(tops.x, tops.y), max(tops.z, tops.w)); // this lane's
         let old_max = row_max;
-        if (top > row_max + LAZY) {
-            row_max = top;
-            if (old_max > EMPTY) {
-                atomicStore(&notes[MOVED], 1u);
+        // Lanes of a row look at each other's only where one of them has something new.
+        if (subgroupAny(top * logit_scale > row_max + LAZY)) {
+            let row_top = row_largest(top);
+            let logit = select(EMPTY, row_top * logit_scale, row_top > MASKED);
+            if (logit > row_max + LAZY) {
+                row_max = logit;
+                if (old_max > EMPTY) {
+                    atomicStore(&notes[MOVED], 1u);
+                }
             }
         }
-        // A row that has seen nothing yet must not weigh what is masked.
-        let base = max(row_max, 0.1 * EMPTY);
+        let base = select(row_max, 0.0, row_max == EMPTY); // a row that has seen nothing yet weighs nothing
+        var weights: array<vec4<f32>, SOFTMAX_QUADS>;
         var sums = vec4<f32>(0.0);
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
-            logit[i] = exp2(logit[i] - base);
-            sums += logit[i];
+            weights[i] = exp2(fma(score_quad[i], vec4<f32>(logit_scale), vec4<f32>(-base)));
+            sums += weights[i];
         }
         for (var i = 0u; i < SOFTMAX_OCTS; i++) { // unroll
-            staged[row * WEIGHT_PITCH + first_quad / 2u + i] = HalfOct(vec4<f16>(logit[2u * i]), vec4<f16>(logit[2u * i + 1u]));
+            staged[row * WEIGHT_PITCH + first_quad / 2u + i] = HalfOct(vec4<f16>(weights[2u * i]), vec4<f16>(weights[2u * i + 1u]));
         }
         workgroupBarrier();
 
+        // 3. values, whose first weights set out before it is known whether the output has to be rescaled
+        var weight: array<MatrixA, ROW_TILES>;
+        for (var r = 0u; r < ROW_TILES; r++) { // unroll
+            weight[r] = coopLoadT<MatrixA>(&staged[(first_row + r * TILE) * WEIGHT_PITCH].low, WEIGHT_PITCH * 2u);
+        }
         if (atomicLoad(&notes[MOVED]) != 0u) {
             let factor = select(1.0, exp2(old_max - base), old_max > EMPTY && old_max != row_max);
             row_sum *= factor;
@@ -279,11 +288,12 @@ fn mla_prefill(
         }
         row_sum += (sums.x + sums.y) + (sums.z + sums.w);
 
-        // 3. values
         for (var t = 0u; t < BLOCK_TILES; t++) { // unroll
-            var weight: array<MatrixA, ROW_TILES>;
             for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                weight[r] = coopLoadT<MatrixA>(&staged[(first_row + r * TILE) * WEIGHT_PITCH + t * TILE_OCTS].low, WEIGHT_PITCH * 2u);
+                if (t > 0u) {
+                    let at = (first_row + r * TILE) * WEIGHT_PITCH + t * TILE_OCTS;
+                    weight[r] = coopLoadT<MatrixA>(&staged[at].low, WEIGHT_PITCH * 2u);
+                }
             }
             for (var c = 0u; c < VALUE_TILES; c++) { // unroll
                 let at = VALUES_AT + t * TILE * VALUE_PITCH + (share * VALUE_TILES + c) * TILE_OCTS;

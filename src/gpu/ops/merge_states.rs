@@ -12,8 +12,8 @@ use crate::layer::View;
 use crate::ops::{MergeStatesSpec, StateSets};
 use crate::{Dtype, Error, Result};
 
-/// Sets that an invocation has loads in flight for: those of a prefix in 16 parts and what is merged with it.
-const TURN: u32 = 17;
+/// Sets that an invocation has loads in flight for: those of a prefix in 8 parts and what is merged with it.
+const TURN: u32 = 9;
 
 /// Merges sets of partial attention results: see [`StateSets`].
 #[derive(Debug)]

@@ -174,8 +174,9 @@ impl MlaPrefill {
         let slots = [Slot::Uniform, read, read, read, read, read, Slot::Write, Slot::Write];
         let layer_layout = layout(device, "mla.prefill.layer", &slots)?;
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds its count and as many tiles (`Table`, which nobody else writes); a workgroup whose number is not below tiles
-        //   times heads leaves, and the others read the tile that their number divided by NUM_HEADS says, for the head that is left;
+        // - the table holds its count and as many tiles (`Table`, which nobody else writes, at least 64 words); `tile_of` reads inside of it
+        //   whatever the number; a workgroup whose number is not below tiles times heads then leaves, and the others have read the tile
+        //   that their number divided by NUM_HEADS says, for the head that is left;
         // - query tokens, keys and rows of the output go through `token_of`, `key_of` and `output_row`, which are below `max_tokens`,
         //   `max_keys` and `max_rows` whatever the table says: `bind` refuses views that end past their buffers for so many (`Prefill::check`), and `window_of` binds up to there;
         // - columns are below P, R and V by comparison with them, or by the loops' bounds, which are constants;
