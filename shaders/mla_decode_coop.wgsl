@@ -282,12 +282,15 @@ fn mla_decode(
                     logit[i] = select(EMPTY, sum * query_scale, seen);
                     top = max(top, logit[i]);
                 }
-                top = row_largest(top);
                 old_max = row_max;
-                if (top > row_max + LAZY) {
-                    row_max = top;
-                    if (old_max > EMPTY) {
-                        atomicStore(&notes[MOVED], 1u);
+                // Lanes of a row look at each other's only where one of them has something new.
+                if (subgroupAny(top > row_max + LAZY)) {
+                    top = row_largest(top);
+                    if (top > row_max + LAZY) {
+                        row_max = top;
+                        if (old_max > EMPTY) {
+                            atomicStore(&notes[MOVED], 1u);
+                        }
                     }
                 }
                 var block_sum = 0.0;
