@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The check, in five parts. Each has a switch, and a budget of minutes on 2 cores beyond which it fails, also with others
-# beside it.
+# The check, in five parts. Each has a switch, and a budget of minutes on 2 cores beyond which it fails, also with another
+# part beside it.
 #
 #   scripts/check.sh                all five, each slow suite with one representative of each row, dtype and dims
 #   scripts/check.sh --here         40 minutes: format, lints, every test on a GPU adapter (lavapipe where there is no card),
@@ -11,7 +11,7 @@
 #   scripts/check.sh --ptx          20 minutes: the CUDA kernels' PTX is what the compiler gives, three assemblers take it
 #                                   within its limits, and it runs in an interpreter (scripts/ptx.sh)
 #   scripts/check.sh --full ...     the slow suites whole (MLA_FULL=1), ten times the budgets
-# Switches may be combined. Three parts run at a time, and what each says is printed when it ends; one alone runs as it is.
+# Switches may be combined. Two parts run at a time, and what each says is printed when it ends; one alone runs as it is.
 # On Debian and Ubuntu it installs what is missing, if it may. What cannot be had is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -78,11 +78,11 @@ reap() {
     running=$((running - 1))
 }
 
-# One part alone leaves much of two cores idle, and two some: they fetch, link, or wait for one test.
+# One part alone leaves much of two cores idle: it fetches, links, or waits for one test.
 declare -A names
 running=0
 for name in "${parts[@]}"; do
-    ((running < 3)) || reap
+    ((running < 2)) || reap
     echo "check.sh: $name begins (after $SECONDS s)"
     part "$name" >"$logs/$name" 2>&1 &
     names[$!]=$name

@@ -54,7 +54,7 @@ pub struct LayerCapacity {
     pub tokens: u32,
     /// Those that are decoded have to be among the first so many of a batch: they take `2 * H * L` elements of workspace each.
     pub decode_tokens: u32,
-    /// Rows of [`LayerArgs::expanded`], the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
+    /// Rows of [`LayerArgs::expanded`](crate::LayerArgs::expanded), the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
     pub prefix_rows: u32,
 }
 
