@@ -9,6 +9,7 @@ use super::table::Table;
 use crate::caps::{Caps, DeviceKind};
 use crate::compose::Source;
 use crate::gpu::Pipelines;
+use crate::gpu::scope::scoped;
 use crate::gpu::window::Window;
 use crate::layer::View;
 use crate::prefill::plan::tiles;
@@ -56,6 +57,8 @@ pub struct MlaPrefill {
     pipeline: wgpu::ComputePipeline,
     step_layout: wgpu::BindGroupLayout,
     layer_layout: wgpu::BindGroupLayout,
+    /// Bound where there is room for no key: a row of the longest of keys and values, which a kernel may ask for.
+    no_keys: wgpu::Buffer,
     max_groups: u32,
     /// Workgroups that fill the device.
     target_groups: u32,
@@ -178,12 +181,22 @@ impl MlaPrefill {
         //   whatever the number; a workgroup whose number is not below tiles times heads then leaves, and the others have read the tile
         //   that their number divided by NUM_HEADS says, for the head that is left;
         // - query tokens, keys and rows of the output go through `token_of`, `key_of` and `output_row`, which are below `max_tokens`,
-        //   `max_keys` and `max_rows` whatever the table says: `bind` refuses views that end past their buffers for so many (`Prefill::check`), and `window_of` binds up to there;
+        //   `max_keys` and `max_rows` whatever the table says, also for a tile without keys; where there is room for none, `no_keys` is
+        //   bound, one row with strides of 0. `bind` refuses views that end past their buffers for so many (`Prefill::check`), and `window_of` binds up to there;
         // - columns are below P, R and V by comparison with them, or by the loops' bounds, which are constants;
         // - places in workgroup memory are sums of constants, thread numbers and loop counters below what the array was sized for
         //   (`plain.rs`, `coop.rs`).
         // Loops count up to constants, or in blocks to a tile's `num_keys`, which is below 2^30.
         let pipeline = pipeline(pipelines, &kernel.source, &[&step_layout, &layer_layout])?;
+        let longest = spec.qk_nope_head_dim.max(spec.qk_rope_head_dim).max(spec.v_head_dim);
+        let no_keys = scoped(device, "a row of keys", || {
+            device.create_buffer(&wgpu::BufferDescriptor {
+                label: Some("mla.prefill.no_keys"),
+                size: u64::from(longest) * spec.dtype.bytes() as u64,
+                usage: wgpu::BufferUsages::STORAGE,
+                mapped_at_creation: false,
+            })
+        })?;
         let max_groups = device.limits().max_compute_workgroups_per_dimension;
         let (variant, rows, unit) = (row.name, kernel.rows, kernel.unit);
         let target_groups = match pipelines.caps().kind {
@@ -192,7 +205,18 @@ impl MlaPrefill {
             // A workgroup for each multiprocessor of an H200: more run one after the other, since one's memory fills it.
             _ => 132,
         };
-        Ok(Self { spec, variant, rows, unit, pipeline, step_layout, layer_layout, max_groups, target_groups })
+        Ok(Self {
+            spec,
+            variant,
+            rows,
+            unit,
+            pipeline,
+            step_layout,
+            layer_layout,
+            no_keys,
+            max_groups,
+            target_groups,
+        })
     }
 
     /// Every row there is, best first, and what keeps it from running on this device for a spec, if anything does.
@@ -315,8 +339,7 @@ impl MlaPrefill {
             let rows = if i < 2 { max.tokens } else { max.keys };
             let bytes = spec.dtype.bytes();
             if rows == 0 {
-                // No key is read, but something has to be bound.
-                windows.push(Window::new(&limits, what, view.buffer, 0..4)?);
+                windows.push(Window::new(&limits, what, &self.no_keys, 0..self.no_keys.size())?);
                 continue;
             }
             let window = window_of(&limits, what, &view, [rows, heads, dim], bytes)?;

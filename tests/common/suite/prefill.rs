@@ -252,7 +252,7 @@ pub fn shapes<B: Backend>(session: &Session<'_, B>) {
             continue;
         }
         let scale = [1.0, 1.0, 0.1];
-        let problem = Problem::new(spec, |rng, kind| rng.randn() * scale[kind]);
+        let mut problem = Problem::new(spec, |rng, kind| rng.randn() * scale[kind]);
         let layouts = [Layout::Dense, Layout::Gaps, Layout::HeadMajor];
         for row in rows {
             for layout in if i < 2 { &layouts[..] } else { &layouts[1..2] } {
@@ -267,6 +267,12 @@ pub fn shapes<B: Backend>(session: &Session<'_, B>) {
                 }
                 session.note(&what, result.map(drop));
             }
+            // Nothing to see at all: there is room for no key.
+            let unseeing = vec![PrefillSequence::all(3, 4, 0, 0)];
+            let batch = std::mem::replace(&mut problem.sequences, unseeing);
+            let result = problem.check(session.backend, row, Layout::Dense, &problem.sequences);
+            session.note(&format!("{} {spec:?} without keys", row.name), result.map(drop));
+            problem.sequences = batch;
         }
     }
     session.finish("prefill: shapes");
