@@ -14,6 +14,14 @@ mod rows64 {
     crate::common::suite::conformance_tests!(crate::cuda, Some("rows64"), true);
 }
 
+mod rows16 {
+    crate::common::suite::conformance_tests!(crate::cuda, Some("rows16"), true);
+}
+
+mod rows16_tma {
+    crate::common::suite::conformance_tests!(crate::cuda, Some("rows16_tma"), true);
+}
+
 mod rows64_small {
     crate::common::suite::conformance_tests!(crate::cuda, Some("rows64_small"), true);
 }

@@ -1,7 +1,7 @@
 """Barriers in shared memory (`mbarrier`), where a warp that arrives need not wait.
 
 A test of a phase that is not over parks its lanes until it is, so it never says no. Copies that a thread's arrival waits
-for land as late as they may: when warps wait and nothing else is missing.
+for, and tensor copies, land as late as they may: when warps wait and nothing else is missing.
 """
 
 import numpy as np
@@ -23,6 +23,8 @@ class Barrier:
         self.joined = self.released = self.nothing
         # Arrivals that copies hold up: (how many, their copies).
         self.held = []
+        # Bytes that a phase still lacks, and tensor copies that bring them: (what their warp knew, where to, the bytes).
+        self.bytes, self.coming = 0, []
 
     def is_over(self, parity):
         return self.phases & 1 != parity
@@ -32,7 +34,17 @@ class Barrier:
         self.missing -= threads
         if self.missing < 0:
             raise Fault(f"more than {self.want} arrivals at a barrier in one phase")
-        if self.missing == 0:
+        self.end_if_complete()
+
+    def land(self, joined, size):
+        self.joined = np.maximum(self.joined, joined)
+        self.bytes -= size
+        if self.bytes < 0:
+            raise Fault("more bytes arrive at a barrier than it expects")
+        self.end_if_complete()
+
+    def end_if_complete(self):
+        if self.missing == 0 and self.bytes == 0:
             self.missing, self.released, self.joined = self.want, self.joined, self.nothing
             self.phases += 1
 
@@ -78,6 +90,11 @@ class Arrivals:
                     for offsets, data in flights:
                         self.machine.shared.bytes[offsets[:, None] + np.arange(data.shape[1])] = data
                     barrier.arrive(threads, joined)
+            if barrier.missing == 0:
+                coming, barrier.coming = barrier.coming, []
+                for joined, offsets, data in coming:
+                    self.machine.shared.bytes[offsets] = data
+                    barrier.land(joined, len(data))
         waiting, self.parked = self.parked, []
         for key, parity, team, address, mine in waiting:
             if self.barriers[key].is_over(parity):
@@ -94,7 +111,7 @@ def decode(machine, instruction, at):
         return None
     if instruction.has("init"):
         return begin(machine, instruction)
-    if instruction.has("arrive") and len(instruction.operands) == 2:
+    if instruction.has("arrive") and len(instruction.operands) == (3 if instruction.has("expect_tx") else 2):
         return arrive(machine, instruction)
     if instruction.has("test_wait", "try_wait") and instruction.has("parity"):
         return wait(machine, instruction, at)
@@ -115,9 +132,12 @@ def begin(machine, instruction):
 
 def arrive(machine, instruction):
     state, place = register(instruction.operands[0]), Place(machine, instruction, instruction.operands[1])
+    expects = source(machine, instruction.operands[2], "u32") if instruction.has("expect_tx") else None
 
     def run(team, mask):
         for block, mine, key in machine.arrivals.find(team, place, mask, READ):
+            if expects:
+                machine.arrivals.get(key).bytes += int(np.broadcast_to(expects(team), team.lanes)[mine].sum())
             machine.arrivals.get(key).arrive(int(mine.sum()), machine.arrivals.known(block, team))
         team.put(state, np.zeros(team.lanes, np.uint64), mask)
 

@@ -13,11 +13,13 @@ import numpy as np
 from convert import E4M3, bf16_bits, bf16_value
 from launch import ROOT, Device, barriers, kernels, parse, without_barrier
 from memory import Fault
+from tma import tensor_map
 
 DIRECT = 0xFFFFFFFF
 EMPTY = np.float32(-1.0e38)
 CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
-PAGE, GAP = 24, 16
+# Tokens of a page, and of one that boxes of 16 tokens fill; elements between pages.
+PAGE, BOXED_PAGE, GAP = 24, 48, 16
 # How far a result may be from the oracle's: what the weights are rounded to, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
 
@@ -40,21 +42,22 @@ NAN = {"bf16": np.uint16(0x7FFF), "e4m3": np.uint8(0x7F), "f16": np.float16("nan
 class Case:
     """The arrays of one launch, and what is expected of it."""
 
-    def __init__(self, latent, rope, cache, query, heads, length):
+    def __init__(self, latent, rope, cache, query, heads, length, page):
         random = np.random.default_rng(latent + rope + heads)
-        self.latent, self.dim, self.heads, self.length, self.cache, self.query = latent, latent + rope, heads, length, cache, query
+        self.latent, self.dim, self.heads, self.length, self.page = latent, latent + rope, heads, length, page
+        self.cache, self.query = cache, query
         self.q_stored, self.q = encode(random.standard_normal((4, heads, self.dim)).astype(np.float32), query)
         rows = random.uniform(-1, 1, (length, self.dim)).astype(np.float32)
         # Logits that rise again and again move the maximum of the softmax.
         rows[:: max(length // 5, 1)] += 0.1 * self.q[0, 0]
         stored, self.rows = encode(rows, cache)
-        pages = -(-length // PAGE)
+        pages = -(-length // page)
         ids = random.permutation(pages + 2)[:pages].astype(np.uint32)
-        self.stride = PAGE * self.dim + GAP
+        self.stride = page * self.dim + GAP
         self.kv = np.full((pages + 2, self.stride), NAN[cache])
         for token in range(length):
-            at = token % PAGE * self.dim
-            self.kv[ids[token // PAGE], at : at + self.dim] = stored[token]
+            at = token % page * self.dim
+            self.kv[ids[token // page], at : at + self.dim] = stored[token]
         self.pages = np.concatenate([np.full(3, 0xFFFFFFF0, np.uint32), ids, np.full(2, 0xFFFFFFF0, np.uint32)])
         # The last query token is of another sequence, which is empty.
         self.visible = [length - 2, length - 1, length, 0]
@@ -73,20 +76,37 @@ class Case:
         return weights @ keys[:, : self.latent] / weights.sum(), logits.max() + np.log2(weights.sum())
 
 
-def pack(case, address, heads, copies_16=1, tokens=1):
+def pack(case, address, heads, copies_16=1, tokens=1, multiprocessors=0):
     """`struct Args` of shaders/cuda/mla.cuh, with f32 outputs."""
     latent, rope = case.latent, case.dim - case.latent
     strides = [heads * latent, latent, heads * rope, rope, case.stride, heads * latent, latent, heads, 1]
     names = "header items queries merges merge_slots pages partials q_nope q_pe kv out lse".split()
     floats = [case.scale, case.out_scale, np.float32(np.log(2))]
-    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies_16, 0, PAGE, len(case.kv), *divmod(tokens, PAGE), 0)
+    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies_16, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
 
 
-def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, entry=None, orders=("forward", "reverse")):
+def boxes(case, address):
+    """The cache as boxes of 16 tokens: see src/cuda/tensor_map.rs."""
+    element = case.kv.itemsize
+    group = 128 if case.dim * element % 128 == 0 else 64
+    columns, groups = group // element, case.dim * element // group
+    return tensor_map(
+        address,
+        element,
+        dims=[columns, case.page, groups, len(case.kv)],
+        strides=[case.dim * element, group, case.stride * element],
+        box=[columns, 16, groups, 1],
+        swizzle=group,
+    )
+
+
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, mode=None, entry=None, orders=("forward", "reverse")):
     """One entry of a file, or `entry` in its place, on tiles of `rows` rows, and about twice `tokens` tokens."""
     heads = rows // 2 + 1
-    case = Case(latent, rope, cache, query, heads, 2 * tokens + 21)
-    middle, length = tokens + 8, case.length
+    page = BOXED_PAGE if name.endswith("tma") else PAGE
+    case = Case(latent, rope, cache, query, heads, 2 * tokens + 21, page)
+    alone, beyond = mode or (False, 8)
+    middle, length = tokens + beyond, case.length
     items = [
         (0, rows, 3, 0, middle, 0),
         (0, rows, 3, middle, length, rows),
@@ -97,7 +117,7 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, entry=
     entry = entry or kernels(ptx)[name]
     shared, tile = (int.from_bytes(entry.data.get(f"{name}_{what}", b""), "little") for what in ("shared_bytes", "tokens"))
     only_read = {
-        "header": np.array([len(items), 0, PAGE, len(case.kv)], np.uint32),
+        "header": np.array([len(items), 0, page, len(case.kv)], np.uint32),
         # One more than there are: a step has room for an item of each block.
         "items": np.array([(*item, 0, 0) for item in [*items, (0,) * 6]], np.uint32),
         "queries": np.array(list(zip(case.tokens, case.visible)), np.uint32),
@@ -112,7 +132,10 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, entry=
     address["partials"] = device.buffer(np.full((2 * rows, latent + 4), np.nan, np.float32))
     address["out"] = device.buffer(np.full((4, heads, latent), np.nan, np.float32))
     address["lse"] = device.buffer(np.full((4, heads), np.nan, np.float32))
-    device.launch(entry, (len(items) + 1, 1, 1), [pack(case, address, heads, copies_16, tile)], shared=shared, orders=orders)
+    args = [pack(case, address, heads, copies_16, tile, len(items) + alone)]
+    if len(entry.params) > 1:
+        args.append(boxes(case, address["kv"]))
+    device.launch(entry, (len(items) + 1, 1, 1), args, shared=shared, orders=orders)
     check(case, items, device.read(address["partials"]), device.read(address["out"]), device.read(address["lse"]), name)
 
 
@@ -200,6 +223,29 @@ def test_e4m3_rows_at_multiples_of_8_bytes():
     run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies_16=0)
 
 
+# Whether each block is alone on its multiprocessor, and how far from a multiple of 16 tokens an item begins.
+TMA_MODES = ((False, 16), (True, 16), (False, 8))
+
+
+def tma(cache, query):
+    ptx = f"shaders/cuda/mla_decode_tma_{cache}.ptx"
+    for name in kernels(ptx):
+        for mode in TMA_MODES:
+            run(ptx, name, *shape_of(name)[:2], cache, query, shape_of(name)[2], 64, mode=mode)
+
+
+def test_tma_bf16():
+    tma("bf16", "bf16")
+
+
+def test_tma_f16():
+    tma("f16", "e4m3")
+
+
+def test_tma_e4m3():
+    tma("e4m3", "f16")
+
+
 def simple(cache):
     ptx = "shaders/cuda/mla_decode_simple.ptx"
     for name in kernels(ptx):
@@ -233,13 +279,14 @@ def without_each_barrier(ptx, name, rows, chosen):
         must_fail(ptx, name, rows, 32, without_barrier(text, name, index), f"barrier {index}")
 
 
-def must_fail(ptx, name, rows, tokens, text, lack):
-    """Runs an entry of a text that lacks something."""
+def must_fail(ptx, name, rows, tokens, text, lack, modes=(None,)):
+    """Runs an entry of a text that lacks something: it is found in one of the modes."""
     cache = ptx.removesuffix(".ptx").rsplit("_")[-1]
-    try:
-        run(ptx, name, 512, 64, cache, "bf16", rows, tokens, entry=parse(text)[name], orders=("forward",))
-    except (Fault, AssertionError):
-        return
+    for mode in modes:
+        try:
+            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, mode=mode, entry=parse(text)[name], orders=("forward",))
+        except (Fault, AssertionError):
+            return
     raise AssertionError(f"{name} needs no {lack}")
 
 
@@ -265,3 +312,16 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
         start, end = wait.span()
         text = f"{before}.entry {name}({after[:start]}setp.eq.u32 p, 0, 0;{after[end:]}"
         must_fail(ptx, name, 64, 64, text, wait[0])
+
+
+def test_what_tensor_copies_lack_is_found():
+    """A barrier, the wait for what they bring, or the fence behind what was in their place."""
+    ptx, name = "shaders/cuda/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_rows16_tma"
+    text = (ROOT / ptx).read_text()
+    for index in range(len(barriers(text, name))):
+        must_fail(ptx, name, 16, 64, without_barrier(text, name, index), f"barrier {index}", TMA_MODES)
+    for part in (r"mbarrier\.test_wait\S* p, [^;]*;", r"fence\.proxy\.async[^;]*;"):
+        for found in re.finditer(part, text):
+            less = "setp.eq.u32 p, 0, 0;" if "test_wait" in found[0] else ""
+            changed = text[: found.start()] + less + text[found.end() :]
+            must_fail(ptx, name, 16, 64, changed, f"{found[0]} at {found.start()}", TMA_MODES)

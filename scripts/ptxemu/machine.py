@@ -14,6 +14,7 @@ import alu
 import arrivals
 import convert
 import tensor
+import tma
 from memory import Fault, Shared
 from operands import source
 from parse import Unsupported
@@ -202,7 +203,7 @@ class Machine:
 
 def decode(machine, instruction, at):
     """An instruction as a function of (team, mask)."""
-    step = control(instruction, at, machine) or arrivals.decode(machine, instruction, at)
+    step = control(instruction, at, machine) or arrivals.decode(machine, instruction, at) or tma.decode(machine, instruction)
     for family in (access, convert, tensor, alu):
         step = step or family.decode(machine, instruction)
     if step is None:

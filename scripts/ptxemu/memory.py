@@ -95,6 +95,8 @@ class Races:
         self.writer = np.zeros(cells, np.int16)
         self.written = np.zeros(cells, np.int32)
         self.read_at = np.zeros((warps, cells), np.int32)
+        # Written, and no fence since that tensor copies see.
+        self.unfenced = np.zeros(cells, bool)
 
     def access(self, warp, offsets, blocks, size, write):
         """Notes accesses of one warp in several blocks; a fault if another warp's is not ordered before them."""
@@ -115,6 +117,22 @@ class Races:
             self.fault("write", warp, "read", int(np.argwhere(unseen)[0][0]))
         self.writer[cells] = warp
         self.written[cells] = now
+        self.unfenced[cells] = True
+
+    def fence(self, warp):
+        """A warp's writes so far are written for tensor copies too."""
+        self.unfenced[self.writer == warp] = False
+
+    def check_fenced(self, cells):
+        if self.unfenced[cells].any():
+            raise Fault("a tensor copy to what a warp has written with no fence since")
+
+    def copied(self, warp, offsets, block):
+        """Notes a tensor copy that a warp asks for, byte by byte: a write, which other writes come before only behind a fence."""
+        cells = offsets[::CELL] // CELL
+        self.check_fenced(cells)
+        self.access(warp, cells * CELL, np.full(len(cells), block), CELL, True)
+        self.unfenced[cells] = False
 
     @staticmethod
     def fault(what, warp, other, whose):

@@ -28,7 +28,7 @@ struct Scores {
 
     template <class Meanwhile>
     DEVICE void add(const Queries<T>& queries, u32 stage, u32, u32 row_warp, u32 token_warp, Meanwhile meanwhile) {
-        using Order = Swizzle<T::ROW_BYTES>;
+        using Order = typename T::Order;
         const u32 lane = threadIdx.x % LANES, first_token = token_warp * (T::TOKEN_TILES * 8), sharer = row_warp % T::SHARERS;
         // A load takes four chunks of 8 tokens, or two of 16.
         constexpr bool LONG = T::CACHE == E4M3 ? T::SHARERS == 1 : T::TOKEN_TILES == 1;
@@ -52,7 +52,7 @@ struct Scores {
 #pragma unroll
             for (int j = 0; j < T::TOKEN_TILES; j += LONG ? 1 : 2) {
                 u32 b[4];
-                load_matrices(b, place + j * 8 * T::ROW_BYTES);
+                load_matrices(b, place + Order::rows(j * 8));
 #pragma unroll
                 for (int s = 0; s < LOAD_STEPS; s++) {
                     if (step + s < T::WARP_STEPS) {
@@ -127,7 +127,7 @@ struct QuarterScores {
 
     template <class Meanwhile>
     DEVICE void add(const Queries<T>& queries, u32 stage, u32 weights, u32 row_warp, u32 token_warp, Meanwhile meanwhile) {
-        using Order = Swizzle<T::ROW_BYTES>;
+        using Order = typename T::Order;
         static_assert(Order::GROUP == 4 * CHUNKS, "a quarter of each group");
         const u32 lane = threadIdx.x % LANES;
         // A load takes two token tiles: of two steps, or of both halves of one.

@@ -1,10 +1,19 @@
 // How a block of mla_decode cuts an item, how cache rows lie in its shared memory, and how they get there.
 #pragma once
 
+#include "decode_order.cuh"
 #include "mla.cuh"
+#include "tma.cuh"
+
+// How a tile gets to shared memory, and how warps learn that it is there, and that nobody needs the one whose place is to be filled.
+enum Copies {
+    GROUPS, // each thread asks for chunks of 16 bytes and waits for its own, then for the block
+    ARRIVALS, // the same chunks arrive at a barrier in shared memory; warps that are done with a tile at another
+    TENSORS, // a lane asks for 16 tokens, which arrive so; done are all whom the block's vote on the next tile has heard
+};
 
 // How a block cuts an item.
-template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, int SHARERS_, int KEPT_, bool PACED_ = false>
+template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, int SHARERS_, int KEPT_, Copies COPIES_ = GROUPS>
 struct Tile {
     static constexpr int LATENT = LATENT_, DIM = LATENT_ + ROPE_, ROWS = ROWS_, TOKENS = TOKENS_, WARPS = WARPS_, STAGES = STAGES_;
     static constexpr int PARTS = PARTS_; // that a query is split in
@@ -14,7 +23,8 @@ struct Tile {
     static constexpr int SHARERS = SHARERS_;
     static constexpr int SCORE_ROWS = SHARERS == 1 ? 1 : 2; // row tiles of a warp's scores
     static constexpr int KEPT = KEPT_; // steps of a warp's scores whose queries stay in registers; the others' are read from shared memory for each tile
-    static constexpr bool PACED = PACED_; // warps wait for copies and for each other by arrivals, not at one of the block's barriers
+    static constexpr Copies COPIES = COPIES_;
+    static constexpr bool PACED = COPIES == ARRIVALS, BOXED = COPIES == TENSORS;
     static constexpr int THREADS = WARPS * LANES;
     static constexpr int ROW_WARPS = ROWS / 16, TOKEN_WARPS = WARPS / ROW_WARPS;
     static constexpr int TOKEN_TILES = TOKENS / TOKEN_WARPS / 8; // of a warp's scores
@@ -24,6 +34,7 @@ struct Tile {
     static constexpr int RUN = CACHE == E4M3 && SHARERS == 2 ? 2 : 1; // steps that a sharer has one after the other
     static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
     static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's rows
+    using Order = typename Either<BOXED, BoxOrder<ROW_BYTES>, Swizzle<ROW_BYTES>>::Type; // of the cache's rows
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
     // Queries that stay in registers pass through the last stage, so many rows at a time; what does not fit them lies at the end as a lane takes it.
     static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
@@ -32,12 +43,14 @@ struct Tile {
     // What three others give a warp of four lies where its weights will.
     static constexpr int PIECE_BYTES = TOKEN_TILES * LANES * 16, WEIGHTS_STRIDE = SHARERS == 4 ? 3 * PIECE_BYTES : WEIGHTS_BYTES;
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
-    static constexpr int MAXIMA_AT = WEIGHTS_AT + WARPS * WEIGHTS_STRIDE; // [TOKEN_WARPS, ROWS]
+    // Where no barrier of the block stands between two tiles, their weights take turns.
+    static constexpr int WEIGHTS_TURN = WARPS * WEIGHTS_STRIDE;
+    static constexpr int MAXIMA_AT = WEIGHTS_AT + WEIGHTS_TURN * (BOXED ? 2 : 1); // [TOKEN_WARPS, ROWS]
     static constexpr int FACTORS_AT = MAXIMA_AT + TOKEN_WARPS * ROWS * 4; // [ROWS]
     static constexpr int SCALES_AT = FACTORS_AT + ROWS * 4; // [ROWS]
     static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]
     static constexpr int BARRIERS_AT = SEEN_AT + ROWS * 4; // [STAGES + 1], of 8 bytes
-    static constexpr int REST_AT = BARRIERS_AT + (PACED ? (STAGES + 2) / 2 * 16 : 0); // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
+    static constexpr int REST_AT = BARRIERS_AT + (COPIES == GROUPS ? 0 : (STAGES + 2) / 2 * 16); // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
     static constexpr int REST_WARPS = SHARERS == 4 ? WARPS : ROW_WARPS;
     static constexpr int SHARED_BYTES = REST_AT + (KEPT > 0 ? REST_WARPS * PARTS * SCORE_ROWS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
     static_assert(TOKEN_TILES >= 1 && COLUMN_TILES % 2 == 0 && TOKENS % 16 == 0 && DIM % 32 == 0, "shape");
@@ -53,22 +66,6 @@ DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
     if (T::SHARERS != 2) return (row_warp * T::TOKEN_WARPS + token_warp) * T::WEIGHTS_STRIDE;
     return ((row_warp / T::SHARERS * T::TOKEN_WARPS + token_warp) * T::SHARERS + (T::SHARERS - 1 - row_warp % T::SHARERS)) * T::WEIGHTS_BYTES;
 }
-
-// The order of a row's 16-byte chunks: neighbouring rows use other banks.
-template <int ROW_BYTES>
-struct Swizzle {
-    // Chunks that change places, and rows that share an order.
-    static constexpr int GROUP = ROW_BYTES % 128 == 0 ? 8 : ROW_BYTES % 64 == 0 ? 4 : ROW_BYTES % 32 == 0 ? 2 : 1;
-    static constexpr int SHIFT = GROUP == 8 ? 0 : GROUP == 4 ? 1 : 2;
-    static_assert(ROW_BYTES % (GROUP * 16) == 0, "whole groups");
-    // Rows that are a multiple of 8 apart share it.
-    DEVICE static u32 of(u32 row) { return (row >> SHIFT) & (GROUP - 1); }
-    DEVICE static u32 at(u32 row, u32 chunk) {
-        return row * ROW_BYTES + chunk / GROUP * (GROUP * 16) + ((chunk % GROUP ^ of(row)) << 4);
-    }
-    // The place `further` chunks on from an `at`, whose chunk has none of its bits: a constant costs an instruction, or none.
-    DEVICE static u32 from(u32 place, u32 further) { return (place ^ (further % GROUP << 4)) + further / GROUP * (GROUP * 16); }
-};
 
 // Where a thread's rows of the cache are: those of the next tile to load.
 template <class T>
@@ -164,8 +161,8 @@ struct Loader {
     // FP8 rows may begin between multiples of 16 bytes.
     DEVICE bool by_8() const { return T::CACHE == E4M3 && !args.copies_16; }
 
-    DEVICE void load(u32 stage) {
-        begin(stage);
+    DEVICE void load(u32 to, u32) {
+        begin(to);
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             if (!by_8()) copy<16>(i, true);
@@ -175,8 +172,7 @@ struct Loader {
     }
 };
 
-// When a tile's copies are there for all of the block, and when all are done with the tile before, whose stage is filled next. By copies' groups and
-// a barrier of the block; or by arrivals in shared memory, so that no warp waits for more than these two.
+// When a tile's copies are there for all of the block, and when all are done with the tile before, whose stage is filled next: see Copies.
 template <class T>
 struct Pace {
     u32 copied, done; // a barrier for each stage; one
@@ -184,11 +180,12 @@ struct Pace {
 
     // All of the block's threads wait for each other before the first copy.
     DEVICE Pace(u32 barriers) : copied(barriers), done(barriers + T::STAGES * 8) {
-        if constexpr (T::PACED) {
+        if constexpr (T::COPIES != GROUPS) {
             if (threadIdx.x != 0) return;
 #pragma unroll
-            for (int i = 0; i < T::STAGES; i++) begin_barrier(copied + i * 8, T::THREADS);
-            begin_barrier(done, T::WARPS);
+            for (int i = 0; i < T::STAGES; i++) begin_barrier(copied + i * 8, T::BOXED ? T::TOKENS / 16 : T::THREADS);
+            if constexpr (T::PACED) begin_barrier(done, T::WARPS);
+            if constexpr (T::BOXED) before_tensor_copies();
         }
     }
 
@@ -196,7 +193,7 @@ struct Pace {
     DEVICE void asked(u32 stage, bool any) {
         if constexpr (T::PACED) {
             if (any) arrive_with_copies(copied + stage * 8);
-        } else {
+        } else if constexpr (T::COPIES == GROUPS) {
             end_of_group();
         }
     }
@@ -206,11 +203,13 @@ struct Pace {
             wait_for_arrivals(copied + stage * 8, parity);
             wait_for_arrivals(done, done_parity);
             done_parity ^= 1;
-            if (stage == T::STAGES - 1) parity ^= 1;
+        } else if constexpr (T::BOXED) {
+            wait_for_arrivals(copied + stage * 8, parity);
         } else {
             wait_for_all_but<T::STAGES - 2>();
             __syncthreads();
         }
+        if (T::COPIES != GROUPS && stage == T::STAGES - 1) parity ^= 1;
     }
 
     DEVICE void done_with_tile() {

@@ -14,6 +14,7 @@
 // rows share its tile.
 #pragma once
 
+#include "decode_boxes.cuh"
 #include "decode_scores.cuh"
 
 constexpr float LAZY = 12.0f;
@@ -39,7 +40,7 @@ struct Output {
     }
 
     DEVICE void add(u32 weights, u32 stage) {
-        using Order = Swizzle<T::ROW_BYTES>;
+        using Order = typename T::Order;
         const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
         using WeightOrder = Swizzle<T::WEIGHT_BYTES>;
         // A chunk of 8 tokens is one of a warp's, or all that it has.
@@ -52,7 +53,7 @@ struct Output {
             u32 a[T::ROW_TILES][4];
 #pragma unroll
             for (int r = 0; r < T::ROW_TILES; r++) load_matrices(a[r], WeightOrder::from(weight_at, step * 2 % T::TOKEN_TILES) + weights_of<T>(r, step * 2 / T::TOKEN_TILES));
-            const u32 row = at + step * 16 * T::ROW_BYTES;
+            const u32 row = at + Order::rows(step * 16);
             if constexpr (T::CACHE == E4M3) {
                 // A chunk is 16 columns: a tile of the even ones and a tile of the odd ones.
 #pragma unroll
@@ -150,13 +151,14 @@ DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2
 }
 
 template <class T>
-DEVICE void decode(const Args& args) {
+DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     extern __shared__ __align__(1024) u8 shared[];
     // Both are asked for at once: there are as many items as blocks, used or not.
     const WorkItem item = args.items[blockIdx.x];
     let_next_kernel_begin();
-    if (blockIdx.x >= args.header->num_items) return wait_for_kernel_before();
-    const u32 stages = shared_address(shared + T::STAGES_AT), weights = shared_address(shared + T::WEIGHTS_AT);
+    const u32 num_items = args.header->num_items;
+    if (blockIdx.x >= num_items) return wait_for_kernel_before();
+    const u32 stages = shared_address(shared + T::STAGES_AT);
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
@@ -166,14 +168,15 @@ DEVICE void decode(const Args& args) {
 
     // Tables are the host's, but page lists may be a kernel's.
     if (args.clamp_pages) wait_for_kernel_before();
-    Loader<T> loader(args, item);
-    Pace<T> pace(shared_address(shared + T::BARRIERS_AT));
-    if (T::PACED) __syncthreads();
+    const u32 barriers = shared_address(shared + T::BARRIERS_AT);
+    auto loader = loader_of<T>(args, map, item, barriers);
+    Pace<T> pace(barriers);
+    if (T::COPIES != GROUPS) __syncthreads();
     wait_for_kernel_before();
 #pragma unroll
     for (int i = 0; i < T::STAGES - 1; i++) {
         const bool any = item.kv_begin + i * T::TOKENS < item.kv_end;
-        if (any) loader.load(stages + i * T::STAGE_BYTES);
+        if (any) loader.load(stages + i * T::STAGE_BYTES, i);
         pace.asked(i, any);
     }
     const u32 staged = shared_address(shared + T::QUERIES_AT);
@@ -206,21 +209,41 @@ DEVICE void decode(const Args& args) {
     }
     seen_by_all = __reduce_min_sync(~0u, seen_by_all);
     Output<T> output;
-    if (T::PACED) __syncthreads();
+    if (T::BOXED) before_tensor_copies();
+    if (T::COPIES != GROUPS) __syncthreads();
+    // A block that has its multiprocessor alone asks for a tile as early as it may. Two of them, or one with three stages, are faster if they ask
+    // half a tile later and spare themselves a barrier.
+    const bool in_boxes = !T::BOXED || item.kv_begin % 16 == 0, early = T::BOXED && num_items < args.multiprocessors;
+    u32 weights = shared_address(shared + T::WEIGHTS_AT);
 
     for (u32 tile_begin = item.kv_begin, stage = 0; tile_begin < item.kv_end; tile_begin += T::TOKENS) {
-        pace.wait(stage);
+        if (in_boxes) pace.wait(stage);
         const u32 free_stage = stage == 0 ? T::STAGES - 1 : stage - 1;
         const u32 tokens = stages + stage * T::STAGE_BYTES, free = stages + free_stage * T::STAGE_BYTES;
         const bool more = tile_begin + (T::STAGES - 1) * T::TOKENS < item.kv_end;
-        if (more && loader.by_8()) loader.load(free);
 
-        // 1. scores, with the copies of a later tile between them: many at once would wait for each other
+        if constexpr (T::BOXED) {
+            if (early) {
+                __syncthreads();
+                if (more) loader.load(free, free_stage);
+            }
+            if (!in_boxes) load_inside_boxes<T>(args, item, tile_begin, tokens);
+            if (tile_begin + T::TOKENS > item.kv_end) clear_rest<T>(item, tile_begin, tokens);
+        } else {
+            if (more && loader.by_8()) loader.load(free, free_stage);
+        }
+
+        // 1. scores
         ScoresOf<T> scores;
-        const bool copies = more && !loader.by_8();
-        loader.begin(free);
-        scores.add(queries, tokens, weights, row_warp, token_warp, [&](int step) { loader.copies_of(step, copies); });
-        if (copies) loader.end();
+        if constexpr (T::BOXED) {
+            scores.add(queries, tokens, weights, row_warp, token_warp, [](int) {});
+        } else {
+            // The copies of a later tile stand between: many at once would wait for each other.
+            const bool copies = more && !loader.by_8();
+            loader.begin(free);
+            scores.add(queries, tokens, weights, row_warp, token_warp, [&](int step) { loader.copies_of(step, copies); });
+            if (copies) loader.end();
+        }
         pace.asked(free_stage, more);
         const u32 own = weights + weights_of<T>(row_warp, token_warp);
         scores.exchange(weights, row_warp, token_warp);
@@ -278,15 +301,20 @@ DEVICE void decode(const Args& args) {
             __syncthreads();
             output.rescale(factors);
         }
+        // All are done with the tile before: they have voted on this one.
+        if constexpr (T::BOXED) {
+            if (more && !early) loader.load(free, free_stage);
+        }
         sum[0] += fresh[0];
         sum[1] += fresh[1];
 
         // 3. values
         output.add(weights, tokens);
         pace.done_with_tile();
+        if (T::BOXED) weights = shared_address(shared + T::WEIGHTS_AT) * 2 + T::WEIGHTS_TURN - weights;
         stage = stage + 1 == T::STAGES ? 0 : stage + 1;
     }
-    if (!T::PACED) wait_for_all_but<0>();
+    if (T::COPIES == GROUPS) wait_for_all_but<0>();
 
     // The rows' sums, then the output.
 #pragma unroll
@@ -324,6 +352,16 @@ DEVICE void decode(const Args& args) {
     extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, 1) name(const __grid_constant__ Args args) { \
         decode<Tile<__VA_ARGS__>>(args); \
     } \
+    NUMBERS_OF(name, __VA_ARGS__)
+
+#define DECODE_TMA(name, ...) \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__, TENSORS>::THREADS, 1) name(const __grid_constant__ Args args, const __grid_constant__ TensorMap map) { \
+        decode<Tile<__VA_ARGS__, TENSORS>>(args, &map); \
+    } \
+    NUMBERS_OF(name, __VA_ARGS__, TENSORS)
+
+// What the host reads.
+#define NUMBERS_OF(name, ...) \
     extern "C" __device__ const u32 name##_threads = Tile<__VA_ARGS__>::THREADS; \
     extern "C" __device__ const u32 name##_tokens = Tile<__VA_ARGS__>::TOKENS; \
     extern "C" __device__ const u32 name##_shared_bytes = Tile<__VA_ARGS__>::SHARED_BYTES;

@@ -13,10 +13,10 @@
 // limits: mla_decode_512_0_rows16_split registers=255 threads=64 shared=101376
 // limits: mla_decode_512_0_rows16 registers=255 threads=128 shared=101376
 #define DECODES_16_BIT(CACHE) \
-    /*     entry                               L    R          rows tokens warps stages parts sharers kept paced */ \
+    /*     entry                               L    R          rows tokens warps stages parts sharers kept copies */ \
     DECODE(mla_decode_512_64_rows16,          512, 64, CACHE, 16, 64, 8, 3, 1, 1, 36) \
     DECODE(mla_decode_512_64_rows32,          512, 64, CACHE, 32, 64, 8, 3, 1, 2, 16) \
-    DECODE(mla_decode_512_64_rows64,          512, 64, CACHE, 64, 64, 8, 2, 1, 2, 0, true) \
+    DECODE(mla_decode_512_64_rows64,          512, 64, CACHE, 64, 64, 8, 2, 1, 2, 0, ARRIVALS) \
     DECODE(mla_decode_512_64_rows16_split,    512, 64, CACHE, 16, 64, 8, 2, 2, 1, 0) \
     DECODE(mla_decode_512_64_rows64_small,    512, 64, CACHE, 64, 16, 8, 3, 1, 4, 7) \
     DECODE(mla_decode_512_64_rows32_small,    512, 64, CACHE, 32, 32, 8, 2, 1, 4, 9) \

@@ -8,10 +8,10 @@
 // limits: mla_decode_512_64_rows* registers=255 threads=256 shared=232448
 // limits: mla_decode_256_* registers=255 threads=128 shared=101376
 // limits: mla_decode_512_0_* registers=255 threads=128 shared=101376
-//     entry                               L    R         rows tokens warps stages parts sharers kept paced
+//     entry                               L    R         rows tokens warps stages parts sharers kept copies
 DECODE(mla_decode_512_64_rows16,          512, 64, E4M3, 16, 64, 4, 2, 1, 1, 18)
 DECODE(mla_decode_512_64_rows32,          512, 64, E4M3, 32, 64, 8, 3, 1, 4, 9)
-DECODE(mla_decode_512_64_rows64,          512, 64, E4M3, 64, 64, 8, 3, 1, 2, 0, true)
+DECODE(mla_decode_512_64_rows64,          512, 64, E4M3, 64, 64, 8, 3, 1, 2, 0, ARRIVALS)
 DECODE(mla_decode_512_64_rows16_split,    512, 64, E4M3, 16, 64, 8, 3, 2, 1, 0)
 DECODE(mla_decode_512_64_rows64_small,    512, 64, E4M3, 64, 32, 8, 3, 1, 4, 8)
 DECODE(mla_decode_512_64_rows32_small,    512, 64, E4M3, 32, 32, 8, 4, 1, 4, 9)

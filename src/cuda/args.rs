@@ -42,7 +42,7 @@ pub(super) struct Args {
     pub num_pages: u32,
     pub tile_pages: u32,
     pub tile_rest: u32,
-    pub reserved: u32,
+    pub multiprocessors: u32,
 }
 
 // SAFETY: plain data without padding, whose layout the kernels share.
@@ -71,6 +71,9 @@ mod tests {
             &ptx::MLA_DECODE_F16,
             &ptx::MLA_DECODE_E4M3,
             &ptx::MLA_DECODE_SIMPLE,
+            &ptx::MLA_DECODE_TMA_BF16,
+            &ptx::MLA_DECODE_TMA_E4M3,
+            &ptx::MLA_DECODE_TMA_F16,
             &ptx::MLA_MERGE,
         ];
         let mut entries = 0;
@@ -86,6 +89,6 @@ mod tests {
                 entries += 1;
             }
         }
-        assert_eq!(entries, 61);
+        assert_eq!(entries, 64);
     }
 }

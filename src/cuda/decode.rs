@@ -8,6 +8,7 @@ use super::driver::{Cuda, Kernel};
 use super::ladder::{self, Compiled, ROWS, Row};
 use super::ptx::MLA_MERGE;
 use super::step::Step;
+use super::tensor_map::TensorMap;
 use crate::layer::{Layer, kernel_scales, no_aliases};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
@@ -30,12 +31,18 @@ pub struct Decode {
     cuda: Cuda,
     spec: MlaSpec,
     row: &'static Row,
-    compiled: Compiled,
-    split: Kernel,
+    split: Split,
     /// For few rows, and for many: the same bits.
     merges: [Kernel; 2],
     device_page_list: bool,
     id: u64,
+}
+
+/// The kernel that takes one item a block, and its numbers.
+#[derive(Debug, Clone)]
+struct Split {
+    compiled: Compiled,
+    kernel: Kernel,
 }
 
 /// A layer's buffers, checked and held.
@@ -44,6 +51,9 @@ pub struct Binding {
     owner: u64,
     max_queries: u32,
     args: Args,
+    split: Split,
+    /// Of a split by tensor copies.
+    map: Option<TensorMap>,
     _buffers: [Buffer; 5],
 }
 
@@ -73,10 +83,7 @@ impl Decode {
                 row.ok_or_else(|| unavailable(name, format!("there is no such row; the rows are {known}")))?
             }
         };
-        row.runs_on(cuda.card(), spec).map_err(|why| unavailable(row.name, why))?;
-        let compiled = row.compiled(spec).map_err(|why| unavailable(row.name, why))?;
-        let split = cuda.kernel(compiled.ptx, compiled.entry)?;
-        split.allow_shared(compiled.shared_bytes)?;
+        let split = Split::new(cuda, spec, row)?;
         let merges = match spec.shape.kv_lora_rank {
             512 => ["mla_merge_few_512", "mla_merge_many_512"],
             _ => ["mla_merge_few_256", "mla_merge_many_256"],
@@ -86,7 +93,7 @@ impl Decode {
         log::info!("mla.decode: row {}", row.name);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let device_page_list = options.device_page_list;
-        Ok(Self { cuda: cuda.clone(), spec: *spec, row, compiled, split, merges, device_page_list, id })
+        Ok(Self { cuda: cuda.clone(), spec: *spec, row, split, merges, device_page_list, id })
     }
 
     /// What it was made for.
@@ -108,8 +115,9 @@ impl Decode {
     pub fn tiling(&self) -> Tiling {
         let card = self.cuda.card();
         // Blocks that run at a time on a multiprocessor, by shared memory and by registers, of which a thread may have 256.
-        let by_shared = (card.shared_bytes + 1024) / (self.compiled.shared_bytes + 1024);
-        let by_registers = 65536 / (256 * self.compiled.threads);
+        let Compiled { threads, shared_bytes, .. } = self.split.compiled;
+        let by_shared = (card.shared_bytes + 1024) / (shared_bytes + 1024);
+        let by_registers = 65536 / (256 * threads);
         let blocks = if self.row.matrices { by_shared.min(by_registers) } else { 8 };
         let blocks = blocks.max(1);
         Tiling {
@@ -185,6 +193,13 @@ impl Decode {
         let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype.bytes() as u64;
         let block_bytes = kv.block_stride * spec.kv.dtype.bytes() as u64;
         let aligned = [kv_at, row_bytes, block_bytes].iter().all(|bytes| bytes % 16 == 0);
+        // Tensor copies take a cache whose rows and pages all begin at multiples of 16 bytes; e4m3 may have others.
+        let (split, map) = match self.row.without_tma {
+            Some(name) if !aligned => (self.other_split(name)?, None),
+            Some(_) => (self.split.clone(), Some(TensorMap::of_cache(spec, kv_at, block_bytes)?)),
+            None => (self.split.clone(), None),
+        };
+        let tokens = split.compiled.tokens;
         let args = Args {
             q_nope: at(q_nope.buffer, q_nope.offset, spec.query),
             q_pe: at(q_pe.buffer, q_pe.offset, spec.query),
@@ -210,13 +225,14 @@ impl Decode {
             copies_16: aligned.into(),
             page_size: spec.kv.page_size,
             num_pages: spec.kv.num_pages,
-            tile_pages: self.compiled.tokens / spec.kv.page_size,
-            tile_rest: self.compiled.tokens % spec.kv.page_size,
+            tile_pages: tokens / spec.kv.page_size,
+            tile_rest: tokens % spec.kv.page_size,
             clamp_pages: self.device_page_list.into(),
+            multiprocessors: self.cuda.card().multiprocessors,
             ..Args::default()
         };
         let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer];
-        Ok(Binding { owner: self.id, max_queries, args, _buffers: buffers.map(Buffer::clone) })
+        Ok(Binding { owner: self.id, max_queries, args, split, map, _buffers: buffers.map(Buffer::clone) })
     }
 
     /// Whether a step and a binding can be recorded together.
@@ -256,8 +272,9 @@ impl Decode {
             partials: step.partials.ptr(),
             ..binding.args
         };
-        let Compiled { threads, shared_bytes, .. } = self.compiled;
-        self.cuda.launch(&self.split, step.capacity.items, threads, shared_bytes, &args)?;
+        let Split { compiled: Compiled { threads, shared_bytes, .. }, kernel } = &binding.split;
+        let items = step.capacity.items;
+        self.cuda.launch_with_map(kernel, items, *threads, *shared_bytes, &args, binding.map.as_ref())?;
         let units = |columns| {
             step.capacity.merges * self.spec.shape.num_heads * (self.spec.shape.kv_lora_rank / columns)
         };
@@ -267,5 +284,21 @@ impl Decode {
         } else {
             self.cuda.launch(many, units(MANY.0).div_ceil(MANY.1 / 32), MANY.1, 0, &args)
         }
+    }
+    /// That of another row with the same tiles, loaded when it is first needed.
+    fn other_split(&self, name: &str) -> Result<Split> {
+        let row = ROWS.iter().find(|row| row.name == name).unwrap_or(self.row);
+        Split::new(&self.cuda, &self.spec, row)
+    }
+}
+
+impl Split {
+    fn new(cuda: &Cuda, spec: &MlaSpec, row: &Row) -> Result<Self> {
+        let unavailable = |why: String| Error::VariantUnavailable { name: row.name.to_owned(), why };
+        row.runs_on(cuda.card(), spec).map_err(unavailable)?;
+        let compiled = row.compiled(spec).map_err(unavailable)?;
+        let kernel = cuda.kernel(compiled.ptx, compiled.entry)?;
+        kernel.allow_shared(compiled.shared_bytes)?;
+        Ok(Self { compiled, kernel })
     }
 }

@@ -10,6 +10,7 @@ use cudarc::nvrtc;
 
 use super::library;
 use super::ptx::Ptx;
+use super::tensor_map::TensorMap;
 use crate::{Error, Result};
 
 /// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
@@ -29,6 +30,8 @@ pub(super) struct Card {
     pub multiprocessors: u32,
     /// Largest dynamic shared memory of a block, in bytes.
     pub shared_bytes: u32,
+    /// Tensor copies (TMA), and a driver that describes tensors for them.
+    pub tma: bool,
 }
 
 impl std::fmt::Debug for Cuda {
@@ -125,11 +128,13 @@ impl Cuda {
             let value = stream.context().attribute(what).map_err(failed("to ask the card"))?;
             Ok::<_, Error>(value.max(0) as u32)
         };
+        let capability = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? * 10
+            + attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let card = Card {
-            capability: attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? * 10
-                + attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            capability,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            tma: capability >= 90 && library::describes_tensors(),
         };
         if card.capability < 80 {
             let detail = format!("compute capability {}: 80 is needed", card.capability);
@@ -169,7 +174,7 @@ impl Cuda {
         Ok(kernel)
     }
 
-    /// One block for each of `grid`. `args` is the kernel's only argument.
+    /// One block for each of `grid`. `args` is the kernel's only parameter.
     pub(super) fn launch<A: DeviceRepr>(
         &self,
         kernel: &Kernel,
@@ -177,6 +182,19 @@ impl Cuda {
         threads: u32,
         shared_bytes: u32,
         args: &A,
+    ) -> Result<()> {
+        self.launch_with_map(kernel, grid, threads, shared_bytes, args, None)
+    }
+
+    /// The same with a map, the second parameter of the kernels that copy boxes.
+    pub(super) fn launch_with_map<A: DeviceRepr>(
+        &self,
+        kernel: &Kernel,
+        grid: u32,
+        threads: u32,
+        shared_bytes: u32,
+        args: &A,
+        map: Option<&TensorMap>,
     ) -> Result<()> {
         if grid == 0 {
             return Ok(());
@@ -198,10 +216,11 @@ impl Cuda {
             attrs: &raw mut early,
             numAttrs: kernel.waits.into(),
         };
-        let mut args = [std::ptr::from_ref(args).cast_mut().cast()];
+        let map = map.map_or(std::ptr::null_mut(), TensorMap::as_param);
+        let mut args = [std::ptr::from_ref(args).cast_mut().cast(), map];
         self.stream.context().bind_to_thread().map_err(failed("to launch a kernel"))?;
         // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/args.rs has a test of the layout), and its
-        // callers have checked every place that it names. The driver copies the struct.
+        // callers have checked every place that it names; those of the rows `tma` take a map too, and only they. The driver copies both.
         unsafe {
             sys::cuLaunchKernelEx(
                 &raw const config,

@@ -1,7 +1,11 @@
 //! The rows of the CUDA ladder, best first, and which of them runs where. Pure.
 
 use super::driver::Card;
-use super::ptx::{MLA_DECODE_BF16, MLA_DECODE_E4M3, MLA_DECODE_F16, MLA_DECODE_SIMPLE, Ptx};
+use super::ptx::{
+    MLA_DECODE_BF16, MLA_DECODE_E4M3, MLA_DECODE_F16, MLA_DECODE_SIMPLE, MLA_DECODE_TMA_BF16,
+    MLA_DECODE_TMA_E4M3, MLA_DECODE_TMA_F16, Ptx,
+};
+use super::tensor_map::BOX_TOKENS;
 use crate::{Dtype, MlaSpec};
 
 /// One row: a tile, compiled for each cache dtype and dims that it serves.
@@ -15,18 +19,28 @@ pub(super) struct Row {
     deepseek_only: bool,
     /// On tensor cores.
     pub matrices: bool,
+    /// By tensor copies (TMA), and the row of the same tiles for a cache that they cannot take.
+    pub without_tma: Option<&'static str>,
 }
 
 /// The rows, best first. The last one runs everywhere.
-pub(super) const ROWS: [Row; 7] = [
-    Row { name: "rows64", rows: 64, deepseek_only: true, matrices: true },
-    Row { name: "rows32", rows: 32, deepseek_only: true, matrices: true },
-    Row { name: "rows64_small", rows: 64, deepseek_only: true, matrices: true },
-    Row { name: "rows32_small", rows: 32, deepseek_only: true, matrices: true },
-    Row { name: "rows16", rows: 16, deepseek_only: false, matrices: true },
-    Row { name: "rows16_small", rows: 16, deepseek_only: true, matrices: true },
-    Row { name: "simple", rows: 8, deepseek_only: false, matrices: false },
+pub(super) const ROWS: [Row; 8] = [
+    matrices("rows64", 64, true),
+    matrices("rows32", 32, true),
+    matrices("rows64_small", 64, true),
+    matrices("rows32_small", 32, true),
+    Row { without_tma: Some("rows16"), ..matrices("rows16_tma", 16, true) },
+    matrices("rows16", 16, false),
+    matrices("rows16_small", 16, true),
+    Row { matrices: false, ..matrices("simple", 8, false) },
 ];
+
+const fn matrices(name: &'static str, rows: u32, deepseek_only: bool) -> Row {
+    Row { name, rows, deepseek_only, matrices: true, without_tma: None }
+}
+
+/// What a card has for the rows by tensor copies: where there is less, a block is alone and waits for its copies. Not made for it.
+const TMA_SHARED_BYTES: u32 = 200 << 10;
 
 /// A compiled row.
 #[derive(Debug, Clone)]
@@ -46,6 +60,17 @@ impl Row {
     /// A sentence that names what is missing.
     pub fn runs_on(&self, card: &Card, spec: &MlaSpec) -> Result<(), String> {
         let compiled = self.compiled(spec)?;
+        if self.without_tma.is_some() {
+            if !card.tma || card.shared_bytes < TMA_SHARED_BYTES {
+                return Err("no tensor copies (TMA), or too little shared memory: H100 and B100 have both, with a driver of 525 or later".into());
+            }
+            if !spec.kv.page_size.is_multiple_of(BOX_TOKENS) {
+                return Err(format!(
+                    "pages of {} tokens: tensor copies take a multiple of {BOX_TOKENS}",
+                    spec.kv.page_size
+                ));
+            }
+        }
         if compiled.shared_bytes > card.shared_bytes {
             let (need, has) = (compiled.shared_bytes, card.shared_bytes);
             return Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"));
@@ -70,8 +95,11 @@ impl Row {
         }
         let ptx = match spec.kv.dtype {
             Dtype::F32 => return Err("an f32 cache is not multiplied by tensor cores".into()),
+            Dtype::F16 if self.without_tma.is_some() => &MLA_DECODE_TMA_F16,
             Dtype::F16 => &MLA_DECODE_F16,
+            Dtype::Bf16 if self.without_tma.is_some() => &MLA_DECODE_TMA_BF16,
             Dtype::Bf16 => &MLA_DECODE_BF16,
+            Dtype::E4m3 if self.without_tma.is_some() => &MLA_DECODE_TMA_E4M3,
             Dtype::E4m3 => &MLA_DECODE_E4M3,
         };
         let text = ptx.text();
@@ -118,9 +146,9 @@ mod tests {
     use super::*;
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
-    const H200: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448 };
-    const RTX_5090: Card = Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376 };
-    const A100: Card = Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912 };
+    const H200: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
+    const RTX_5090: Card = Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376, tma: true };
+    const A100: Card = Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912, tma: false };
 
     fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaSpec {
         MlaSpec {
@@ -154,7 +182,8 @@ mod tests {
         let name = |card, heads, query| {
             choose(card, &spec((512, 64), heads, Dtype::Bf16, query), heads).map(|row| row.name)
         };
-        assert_eq!(name(&H200, 16, Dtype::Bf16), Some("rows16"));
+        assert_eq!(name(&H200, 16, Dtype::Bf16), Some("rows16_tma"));
+        assert_eq!(name(&Card { tma: false, ..H200 }, 16, Dtype::Bf16), Some("rows16"));
         assert_eq!(name(&H200, 20, Dtype::Bf16), Some("rows32"));
         assert_eq!(name(&H200, 128, Dtype::Bf16), Some("rows64"));
         assert_eq!(name(&H200, 128, Dtype::F32), Some("rows16"));

@@ -4,8 +4,8 @@ use cudarc::driver::sys;
 
 use crate::{Error, Result};
 
-/// Every function that this backend reaches, most of them through cudarc, which panics where one is missing. `cuLaunchKernelEx`
-/// is the newest, of CUDA 11.8.
+/// Every function that this backend cannot do without, most of them reached through cudarc, which panics where one is missing.
+/// `cuLaunchKernelEx` is the newest, of CUDA 11.8.
 const CALLED: [&str; 29] = [
     "cuInit",
     "cuGetErrorString",
@@ -49,6 +49,12 @@ pub(super) fn check() -> Result<()> {
     }
     // SAFETY: it is there, and what is found in it is not called here.
     has_all(|name| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok())
+}
+
+/// Whether it has what [`super::tensor_map`] calls, of CUDA 12.0. Only after [`check`].
+pub(super) fn describes_tensors() -> bool {
+    // SAFETY: the library is there, and what is found in it is not called here.
+    unsafe { sys::culib().get::<unsafe extern "C" fn()>(b"cuTensorMapEncodeTiled") }.is_ok()
 }
 
 fn has_all(has: impl Fn(&str) -> bool) -> Result<()> {

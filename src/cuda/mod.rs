@@ -21,6 +21,7 @@ mod library;
 pub mod ops;
 mod ptx;
 mod step;
+mod tensor_map;
 
 pub use buffer::Buffer;
 pub use decode::{Binding, Decode, Options};

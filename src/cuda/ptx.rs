@@ -34,6 +34,9 @@ pub(super) static MLA_DECODE_BF16: Ptx = ptx!("mla_decode_bf16");
 pub(super) static MLA_DECODE_E4M3: Ptx = ptx!("mla_decode_e4m3");
 pub(super) static MLA_DECODE_F16: Ptx = ptx!("mla_decode_f16");
 pub(super) static MLA_DECODE_SIMPLE: Ptx = ptx!("mla_decode_simple");
+pub(super) static MLA_DECODE_TMA_BF16: Ptx = ptx!("mla_decode_tma_bf16");
+pub(super) static MLA_DECODE_TMA_E4M3: Ptx = ptx!("mla_decode_tma_e4m3");
+pub(super) static MLA_DECODE_TMA_F16: Ptx = ptx!("mla_decode_tma_f16");
 pub(super) static MLA_MERGE: Ptx = ptx!("mla_merge");
 pub(super) static MLA_PREFILL: Ptx = ptx!("mla_prefill");
 pub(super) static ROPE: Ptx = ptx!("rope");
@@ -68,6 +71,9 @@ pub(super) static ALL: &[&Ptx] = &[
     &MLA_DECODE_E4M3,
     &MLA_DECODE_F16,
     &MLA_DECODE_SIMPLE,
+    &MLA_DECODE_TMA_BF16,
+    &MLA_DECODE_TMA_E4M3,
+    &MLA_DECODE_TMA_F16,
     &MLA_MERGE,
     &MLA_PREFILL,
     &ROPE,

@@ -1,0 +1,84 @@
+// How a block of mla_decode loads its cache by tensor copies: 16 tokens, a box, at a time. A page is a multiple of 16 tokens then, and so are nearly
+// all beginnings of items.
+#pragma once
+
+#include "decode_tile.cuh"
+
+// Tokens past the item's end weigh 0, and what lies in their place must not make more of it.
+template <class T>
+DEVICE void clear_rest(const WorkItem& item, u32 tile_begin, u32 to) {
+    constexpr int CHUNKS = T::ROW_BYTES / 16;
+    for (u32 i = (item.kv_end - tile_begin) * CHUNKS + threadIdx.x; i < T::TOKENS * CHUNKS; i += T::THREADS) store_16(to + T::Order::at(i / CHUNKS, i % CHUNKS), {0, 0, 0, 0});
+    __syncthreads();
+}
+
+// A tile of an item that begins inside of a box, which the planner makes only where a caller fixes such splits: it is waited for. A tile that
+// began with the box would add its tokens up in another order. Who used its place before has voted since.
+template <class T>
+DEVICE void load_inside_boxes(const Args& args, const WorkItem& item, u32 tile_begin, u32 to) {
+    constexpr int CHUNKS = T::ROW_BYTES / 16;
+    for (u32 i = threadIdx.x; i < T::TOKENS * CHUNKS; i += T::THREADS) {
+        const u32 token = tile_begin + i / CHUNKS;
+        if (token >= item.kv_end) break;
+        const u32 page = token / args.page_size, id = args.pages[item.page_begin + page];
+        const u64 element = (args.clamp_pages ? min(id, args.num_pages - 1) : id) * args.kv_block_stride + static_cast<u64>(token - page * args.page_size) * T::DIM;
+        const uint4 chunk = reinterpret_cast<const uint4*>(args.kv + element * T::ELEMENT_BYTES)[i % CHUNKS];
+        store_16(to + T::Order::at(i / CHUNKS, i % CHUNKS), {chunk.x, chunk.y, chunk.z, chunk.w});
+    }
+    __syncthreads();
+}
+
+// The boxes of the next tile: the first lane of as many warps asks for one each.
+template <class T>
+struct BoxLoader {
+    static constexpr int BOXES = T::TOKENS / 16, BYTES = T::Order::BYTES;
+    static_assert(BOXES <= T::WARPS, "one for a warp");
+
+    const Args& args;
+    const TensorMap& map;
+    const u32 barriers; // of the stages
+    const bool asks;
+    int left; // tokens from this box on
+    u32 page, offset, id;
+
+    DEVICE BoxLoader(const Args& args, const TensorMap& map, const WorkItem& item, u32 barriers)
+        : args(args), map(map), barriers(barriers), asks(item.kv_begin % 16 == 0 && threadIdx.x % LANES == 0 && threadIdx.x / LANES < BOXES) {
+        const u32 token = item.kv_begin + threadIdx.x / LANES * 16;
+        left = item.kv_end - token;
+        page = token / args.page_size;
+        offset = token - page * args.page_size;
+        page += item.page_begin;
+        look_up();
+        if (asks) prefetch_map(map);
+    }
+
+    // The page id is asked for a tile ahead.
+    DEVICE void look_up() {
+        id = 0;
+        if (asks && left > 0) id = args.pages[page];
+    }
+
+    DEVICE void load(u32 to, u32 stage) {
+        if (!asks) return;
+        const u32 known = args.clamp_pages ? min(id, args.num_pages - 1) : id, barrier = barriers + stage * 8;
+        arrive_and_expect(barrier, left > 0 ? BYTES : 0);
+        if (left > 0) copy_box(to + threadIdx.x / LANES * BYTES, map, offset, known, barrier);
+        left -= T::TOKENS;
+        page += args.tile_pages;
+        offset += args.tile_rest;
+        if (offset >= args.page_size) {
+            offset -= args.page_size;
+            page++;
+        }
+        look_up();
+    }
+};
+
+template <class T>
+DEVICE auto loader_of(const Args& args, const TensorMap* map, const WorkItem& item, u32 barriers) {
+    if constexpr (T::BOXED) {
+        return BoxLoader<T>(args, *map, item, barriers);
+    } else {
+        return Loader<T>(args, item);
+    }
+}

@@ -1,0 +1,35 @@
+// Where the 16-byte chunks of a row of the cache lie in shared memory: the rows of a matrix are in different banks.
+#pragma once
+
+#include "ptx.cuh"
+
+// The order of a row's 16-byte chunks: neighbouring rows use other banks.
+template <int ROW_BYTES>
+struct Swizzle {
+    // Chunks that change places, and rows that share an order.
+    static constexpr int GROUP = ROW_BYTES % 128 == 0 ? 8 : ROW_BYTES % 64 == 0 ? 4 : ROW_BYTES % 32 == 0 ? 2 : 1;
+    static constexpr int SHIFT = GROUP == 8 ? 0 : GROUP == 4 ? 1 : 2;
+    static_assert(ROW_BYTES % (GROUP * 16) == 0, "whole groups");
+    // Rows that are a multiple of 8 apart share it.
+    DEVICE static u32 of(u32 row) { return (row >> SHIFT) & (GROUP - 1); }
+    DEVICE static u32 at(u32 row, u32 chunk) {
+        return row * ROW_BYTES + chunk / GROUP * (GROUP * 16) + ((chunk % GROUP ^ of(row)) << 4);
+    }
+    // The place `further` chunks on from an `at`, whose chunk has none of its bits: a constant costs an instruction, or none.
+    DEVICE static u32 from(u32 place, u32 further) { return (place ^ (further % GROUP << 4)) + further / GROUP * (GROUP * 16); }
+    // So many rows on, a multiple of 8.
+    DEVICE static constexpr u32 rows(u32 further) { return further * ROW_BYTES; }
+};
+
+// The order in which tensor copies put them: of each 16 rows [groups, rows], a group's 8 or 4 chunks swizzled as the hardware does it.
+template <int ROW_BYTES>
+struct BoxOrder {
+    static constexpr int ROWS = 16, BYTES = ROWS * ROW_BYTES;
+    static constexpr int GROUP = ROW_BYTES % 128 == 0 ? 8 : 4, GROUP_BYTES = GROUP * 16;
+    static_assert(ROW_BYTES % GROUP_BYTES == 0, "whole groups");
+    DEVICE static u32 at(u32 row, u32 chunk) {
+        return row / ROWS * BYTES + chunk / GROUP * (ROWS * GROUP_BYTES) + row % ROWS * GROUP_BYTES + ((chunk % GROUP ^ row * GROUP / 8 % GROUP) << 4);
+    }
+    DEVICE static u32 from(u32 place, u32 further) { return (place ^ (further % GROUP << 4)) + further / GROUP * (ROWS * GROUP_BYTES); }
+    DEVICE static constexpr u32 rows(u32 further) { return further / ROWS * BYTES + further % ROWS * GROUP_BYTES; }
+};

@@ -1,0 +1,64 @@
+//! A layer's cache as tensor copies (TMA) take it: boxes of 16 tokens.
+
+use cudarc::driver::sys;
+
+use super::driver::failed;
+use crate::{Dtype, MlaSpec, Result};
+
+/// Tokens of a box. Pages are a multiple of it.
+pub(super) const BOX_TOKENS: u32 = 16;
+
+/// What the driver makes of a tensor: a parameter of the kernels that copy boxes of it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TensorMap(sys::CUtensorMap);
+
+impl TensorMap {
+    /// Of the cache at `address`, whose pages are `block_bytes` apart: [pages, groups, tokens, columns], groups being the 128 bytes that the
+    /// hardware swizzles, or 64 where rows are no multiple of that. All of it is a multiple of 16 bytes (`BoxOrder` of
+    /// shaders/cuda/decode_order.cuh is the same order).
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn of_cache(spec: &MlaSpec, address: u64, block_bytes: u64) -> Result<Self> {
+        let element = spec.kv.dtype.bytes() as u64;
+        let row = u64::from(spec.shape.row_elems()) * element;
+        let (group, swizzle) = if row.is_multiple_of(128) {
+            (128, sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
+        } else {
+            (64, sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B)
+        };
+        let dtype = match spec.kv.dtype {
+            Dtype::E4m3 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        };
+        let dims = [group / element, spec.kv.page_size.into(), row / group, spec.kv.num_pages.into()];
+        let strides = [row, group, block_bytes];
+        let sides = [(group / element) as u32, BOX_TOKENS, (row / group) as u32, 1];
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        // SAFETY: each array has as many numbers as the rank says, one stride less; the driver writes the map and keeps nothing.
+        unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &raw mut map,
+                dtype,
+                dims.len() as u32,
+                address as *mut std::ffi::c_void,
+                dims.as_ptr(),
+                strides.as_ptr(),
+                sides.as_ptr(),
+                [1; 4].as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        }
+        .result()
+        .map_err(failed("to describe a cache"))?;
+        Ok(Self(map))
+    }
+
+    /// Where a launch finds it.
+    pub fn as_param(&self) -> *mut std::ffi::c_void {
+        (&raw const self.0).cast_mut().cast()
+    }
+}
