@@ -211,9 +211,9 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     Output<T> output;
     if (T::BOXED) before_tensor_copies();
     if (T::COPIES != GROUPS) __syncthreads();
-    // A block that has its multiprocessor alone asks for a tile as early as it may. Two of them, or one with three stages, are faster if they ask
-    // half a tile later and spare themselves a barrier.
-    const bool in_boxes = !T::BOXED || item.kv_begin % 16 == 0, early = T::BOXED && num_items < args.multiprocessors;
+    // With two stages a block that has its multiprocessor alone asks for a tile as early as it may. Two of them, or one with three stages, are
+    // faster if they ask half a tile later and spare themselves a barrier.
+    const bool in_boxes = !T::BOXED || item.kv_begin % 16 == 0, early = T::BOXED && T::STAGES == 2 && num_items < args.multiprocessors;
     u32 weights = shared_address(shared + T::WEIGHTS_AT);
 
     for (u32 tile_begin = item.kv_begin, stage = 0; tile_begin < item.kv_end; tile_begin += T::TOKENS) {
