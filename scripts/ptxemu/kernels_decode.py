@@ -76,13 +76,13 @@ class Case:
         return weights @ keys[:, : self.latent] / weights.sum(), logits.max() + np.log2(weights.sum())
 
 
-def pack(case, address, heads, copies_16=1, tokens=1, multiprocessors=0):
+def pack(case, address, heads, copies_16=1, tokens=1):
     """`struct Args` of shaders/cuda/mla.cuh, with f32 outputs."""
     latent, rope = case.latent, case.dim - case.latent
     strides = [heads * latent, latent, heads * rope, rope, case.stride, heads * latent, latent, heads, 1]
     names = "header items queries merges merge_slots pages partials q_nope q_pe kv out lse".split()
     floats = [case.scale, case.out_scale, np.float32(np.log(2))]
-    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies_16, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
+    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies_16, 0, case.page, len(case.kv), *divmod(tokens, case.page), 0)
 
 
 def boxes(case, address):
@@ -100,12 +100,11 @@ def boxes(case, address):
     )
 
 
-def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, mode=None, entry=None, orders=("forward", "reverse")):
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, beyond=8, entry=None, orders=("forward", "reverse")):
     """One entry of a file, or `entry` in its place, on tiles of `rows` rows, and about twice `tokens` tokens."""
     heads = rows // 2 + 1
     page = BOXED_PAGE if name.endswith("tma") else PAGE
     case = Case(latent, rope, cache, query, heads, 2 * tokens + 21, page)
-    alone, beyond = mode or (False, 8)
     middle, length = tokens + beyond, case.length
     items = [
         (0, rows, 3, 0, middle, 0),
@@ -132,7 +131,7 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, mode=N
     address["partials"] = device.buffer(np.full((2 * rows, latent + 4), np.nan, np.float32))
     address["out"] = device.buffer(np.full((4, heads, latent), np.nan, np.float32))
     address["lse"] = device.buffer(np.full((4, heads), np.nan, np.float32))
-    args = [pack(case, address, heads, copies_16, tile, len(items) + alone)]
+    args = [pack(case, address, heads, copies_16, tile)]
     if len(entry.params) > 1:
         args.append(boxes(case, address["kv"]))
     device.launch(entry, (len(items) + 1, 1, 1), args, shared=shared, orders=orders)
@@ -223,27 +222,24 @@ def test_e4m3_rows_at_multiples_of_8_bytes():
     run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies_16=0)
 
 
-# Whether each block is alone on its multiprocessor, and how far from a multiple of 16 tokens an item begins.
-TMA_MODES = ((False, 16), (True, 16), (False, 8))
-
-
-def tma(cache, query):
+def tma(cache, query, tokens):
+    """Items that begin with a box, and one that does not; twice the tokens are more tiles than stages."""
     ptx = f"shaders/cuda/mla_decode_tma_{cache}.ptx"
     for name in kernels(ptx):
-        for mode in TMA_MODES:
-            run(ptx, name, *shape_of(name)[:2], cache, query, shape_of(name)[2], 64, mode=mode)
+        for beyond in (16, 8):
+            run(ptx, name, *shape_of(name)[:2], cache, query, shape_of(name)[2], tokens, beyond=beyond)
 
 
 def test_tma_bf16():
-    tma("bf16", "bf16")
+    tma("bf16", "bf16", 128)
 
 
 def test_tma_f16():
-    tma("f16", "e4m3")
+    tma("f16", "e4m3", 128)
 
 
 def test_tma_e4m3():
-    tma("e4m3", "f16")
+    tma("e4m3", "f16", 256)
 
 
 def simple(cache):
@@ -276,15 +272,15 @@ def without_each_barrier(ptx, name, rows, chosen):
     places = [index for index, (start, end) in enumerate(barriers(text, name)) if chosen(text[start:end])]
     assert places
     for index in places:
-        must_fail(ptx, name, rows, 32, without_barrier(text, name, index), f"barrier {index}")
+        must_fail(ptx, name, rows, without_barrier(text, name, index), f"barrier {index}", [(32, 8)])
 
 
-def must_fail(ptx, name, rows, tokens, text, lack, modes=(None,)):
-    """Runs an entry of a text that lacks something: it is found in one of the modes."""
+def must_fail(ptx, name, rows, text, lack, lengths):
+    """Runs an entry of a text that lacks something: it is found with some length, (tokens, beyond) of `run`."""
     cache = ptx.removesuffix(".ptx").rsplit("_")[-1]
-    for mode in modes:
+    for tokens, beyond in lengths:
         try:
-            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, mode=mode, entry=parse(text)[name], orders=("forward",))
+            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, beyond=beyond, entry=parse(text)[name], orders=("forward",))
         except (Fault, AssertionError):
             return
     raise AssertionError(f"{name} needs no {lack}")
@@ -311,17 +307,17 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
     for wait in waits:
         start, end = wait.span()
         text = f"{before}.entry {name}({after[:start]}setp.eq.u32 p, 0, 0;{after[end:]}"
-        must_fail(ptx, name, 64, 64, text, wait[0])
+        must_fail(ptx, name, 64, text, wait[0], [(64, 8)])
 
 
 def test_what_tensor_copies_lack_is_found():
     """A barrier, the wait for what they bring, or the fence behind what was in their place."""
-    ptx, name = "shaders/cuda/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_rows16_tma"
-    text = (ROOT / ptx).read_text()
+    ptx, name = "shaders/cuda/mla_decode_tma_bf16.ptx", "mla_decode_512_64_rows16_tma"
+    text, lengths = (ROOT / ptx).read_text(), ((128, 16), (128, 8), (32, 16))
     for index in range(len(barriers(text, name))):
-        must_fail(ptx, name, 16, 64, without_barrier(text, name, index), f"barrier {index}", TMA_MODES)
+        must_fail(ptx, name, 16, without_barrier(text, name, index), f"barrier {index}", lengths)
     for part in (r"mbarrier\.test_wait\S* p, [^;]*;", r"fence\.proxy\.async[^;]*;"):
         for found in re.finditer(part, text):
             less = "setp.eq.u32 p, 0, 0;" if "test_wait" in found[0] else ""
             changed = text[: found.start()] + less + text[found.end() :]
-            must_fail(ptx, name, 16, 64, changed, f"{found[0]} at {found.start()}", TMA_MODES)
+            must_fail(ptx, name, 16, changed, f"{found[0]} at {found.start()}", lengths)

@@ -55,7 +55,7 @@ struct Args {
     u32 page_size;
     u32 num_pages;
     u32 tile_pages, tile_rest; // a tile's tokens by the page size
-    u32 multiprocessors;
+    u32 reserved;
 };
 
 __host__ __device__ constexpr int bytes_of(Dtype dtype) {

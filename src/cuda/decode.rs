@@ -228,7 +228,6 @@ impl Decode {
             tile_pages: tokens / spec.kv.page_size,
             tile_rest: tokens % spec.kv.page_size,
             clamp_pages: self.device_page_list.into(),
-            multiprocessors: self.cuda.card().multiprocessors,
             ..Args::default()
         };
         let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer];
