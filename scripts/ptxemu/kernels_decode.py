@@ -100,11 +100,11 @@ def boxes(case, address):
     )
 
 
-def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, beyond=8, entry=None, orders=("forward", "reverse")):
-    """One entry of a file, or `entry` in its place, on tiles of `rows` rows, and about twice `tokens` tokens."""
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, beyond=8, rest=21, entry=None, orders=("forward", "reverse")):
+    """One entry of a file, or `entry` in its place, on tiles of `rows` rows, and twice `tokens` tokens and `rest`; the first tile is cut `beyond` half of them."""
     heads = rows // 2 + 1
     page = BOXED_PAGE if name.endswith("tma") else PAGE
-    case = Case(latent, rope, cache, query, heads, 2 * tokens + 21, page)
+    case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page)
     middle, length = tokens + beyond, case.length
     items = [
         (0, rows, 3, 0, middle, 0),
@@ -272,15 +272,15 @@ def without_each_barrier(ptx, name, rows, chosen):
     places = [index for index, (start, end) in enumerate(barriers(text, name)) if chosen(text[start:end])]
     assert places
     for index in places:
-        must_fail(ptx, name, rows, without_barrier(text, name, index), f"barrier {index}", [(32, 8)])
+        must_fail(ptx, name, rows, without_barrier(text, name, index), f"barrier {index}", [(32, 8, 21)])
 
 
 def must_fail(ptx, name, rows, text, lack, lengths):
-    """Runs an entry of a text that lacks something: it is found with some length, (tokens, beyond) of `run`."""
+    """Runs an entry of a text that lacks something: it is found with some length, (tokens, beyond, rest) of `run`."""
     cache = ptx.removesuffix(".ptx").rsplit("_")[-1]
-    for tokens, beyond in lengths:
+    for tokens, beyond, rest in lengths:
         try:
-            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, beyond=beyond, entry=parse(text)[name], orders=("forward",))
+            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, beyond=beyond, rest=rest, entry=parse(text)[name], orders=("forward",))
         except (Fault, AssertionError):
             return
     raise AssertionError(f"{name} needs no {lack}")
@@ -307,13 +307,13 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
     for wait in waits:
         start, end = wait.span()
         text = f"{before}.entry {name}({after[:start]}setp.eq.u32 p, 0, 0;{after[end:]}"
-        must_fail(ptx, name, 64, text, wait[0], [(64, 8)])
+        must_fail(ptx, name, 64, text, wait[0], [(64, 8, 21)])
 
 
 def test_what_tensor_copies_lack_is_found():
     """A barrier, the wait for what they bring, or the fence behind what was in their place."""
     ptx, name = "shaders/cuda/mla_decode_tma_bf16.ptx", "mla_decode_512_64_rows16_tma"
-    text, lengths = (ROOT / ptx).read_text(), ((128, 16), (128, 8), (32, 16))
+    text, lengths = (ROOT / ptx).read_text(), ((128, 16, 21), (128, 8, 21), (32, 16, 0))
     for index in range(len(barriers(text, name))):
         must_fail(ptx, name, 16, without_barrier(text, name, index), f"barrier {index}", lengths)
     for part in (r"mbarrier\.test_wait\S* p, [^;]*;", r"fence\.proxy\.async[^;]*;"):
