@@ -239,7 +239,7 @@ def test_tma_f16():
 
 
 def test_tma_e4m3():
-    tma("e4m3", "f16", 256)
+    tma("e4m3", "f16", 160)
 
 
 def simple(cache):

@@ -4,4 +4,4 @@
 
 // limits: mla_decode_512_64_rows16_tma registers=255 threads=256 shared=232448
 //         entry                        L    R   cache rows tokens warps stages parts sharers kept
-DECODE_TMA(mla_decode_512_64_rows16_tma, 512, 64, E4M3, 16, 128, 8, 3, 1, 1, 36)
+DECODE_TMA(mla_decode_512_64_rows16_tma, 512, 64, E4M3, 16, 64, 8, 4, 1, 1, 36)
