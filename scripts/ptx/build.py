@@ -54,7 +54,7 @@ def declared(ptxs):
 
 def excess(limits, usage, target):
     """Complaints about what a function takes. What it spills is no matter on a card that cannot launch it."""
-    launches = usage.dynamic <= SHARED_OF_A_CARD.get(target, MOST_SHARED)
+    launches = max(usage.dynamic, limits.card if limits else 0) <= SHARED_OF_A_CARD.get(target, MOST_SHARED)
     checks = [
         (usage.spills == 0 or not launches, f"spills {usage.spills} bytes"),
         (usage.stack == 0 or not launches, f"has a stack frame of {usage.stack} bytes"),

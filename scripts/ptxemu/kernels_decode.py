@@ -76,13 +76,13 @@ class Case:
         return weights @ keys[:, : self.latent] / weights.sum(), logits.max() + np.log2(weights.sum())
 
 
-def pack(case, address, heads, copies_16=1, tokens=1):
+def pack(case, address, heads, copies_16=1, tokens=1, multiprocessors=0):
     """`struct Args` of shaders/cuda/mla.cuh, with f32 outputs."""
     latent, rope = case.latent, case.dim - case.latent
     strides = [heads * latent, latent, heads * rope, rope, case.stride, heads * latent, latent, heads, 1]
     names = "header items queries merges merge_slots pages partials q_nope q_pe kv out lse".split()
     floats = [case.scale, case.out_scale, np.float32(np.log(2))]
-    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies_16, 0, case.page, len(case.kv), *divmod(tokens, case.page), 0)
+    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies_16, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
 
 
 def boxes(case, address):
@@ -100,10 +100,9 @@ def boxes(case, address):
     )
 
 
-def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, beyond=8, rest=21, entry=None, orders=("forward", "reverse")):
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse")):
     """One entry of a file, or `entry` in its place, on tiles of `rows` rows, and twice `tokens` tokens and `rest`; the first tile is cut `beyond` half of them."""
     heads = rows // 2 + 1
-    page = BOXED_PAGE if name.endswith("tma") else PAGE
     case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page)
     middle, length = tokens + beyond, case.length
     items = [
@@ -131,11 +130,13 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, beyond
     address["partials"] = device.buffer(np.full((2 * rows, latent + 4), np.nan, np.float32))
     address["out"] = device.buffer(np.full((4, heads, latent), np.nan, np.float32))
     address["lse"] = device.buffer(np.full((4, heads), np.nan, np.float32))
-    args = [pack(case, address, heads, copies_16, tile)]
+    args = [pack(case, address, heads, copies_16, tile, len(items) + alone)]
     if len(entry.params) > 1:
         args.append(boxes(case, address["kv"]))
     device.launch(entry, (len(items) + 1, 1, 1), args, shared=shared, orders=orders)
-    check(case, items, device.read(address["partials"]), device.read(address["out"]), device.read(address["lse"]), name)
+    results = [device.read(address[key]) for key in ("partials", "out", "lse")]
+    check(case, items, *results, name)
+    return results
 
 
 def check(case, items, partials, out, lse, name):
@@ -222,24 +223,29 @@ def test_e4m3_rows_at_multiples_of_8_bytes():
     run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies_16=0)
 
 
-def tma(cache, query, tokens):
-    """Items that begin with a box, and one that does not; twice the tokens are more tiles than stages."""
-    ptx = f"shaders/cuda/mla_decode_tma_{cache}.ptx"
-    for name in kernels(ptx):
-        for beyond in (16, 8):
-            run(ptx, name, *shape_of(name)[:2], cache, query, shape_of(name)[2], tokens, beyond=beyond)
+def tma(cache, query):
+    """The bits of the row without tensor copies, by items that begin with a box and one that does not, by blocks that are alone or not."""
+    rows = {path: f"shaders/cuda/mla_decode_{path}{cache}.ptx" for path in ("", "tma_")}
+    for beyond, alone in ((16, False), (16, True), (8, False)):
+        # More tiles than stages.
+        both = [
+            run(ptx, f"mla_decode_512_64_rows16{'_tma' if path else ''}", 512, 64, cache, query, 16, 128, beyond=beyond, alone=alone, page=BOXED_PAGE)
+            for path, ptx in rows.items()
+        ]
+        for plain, boxed in zip(*both):
+            assert (plain.view(np.uint32) == boxed.view(np.uint32)).all(), "other bits"
 
 
 def test_tma_bf16():
-    tma("bf16", "bf16", 128)
+    tma("bf16", "bf16")
 
 
 def test_tma_f16():
-    tma("f16", "e4m3", 128)
+    tma("f16", "e4m3")
 
 
 def test_tma_e4m3():
-    tma("e4m3", "f16", 160)
+    tma("e4m3", "f16")
 
 
 def simple(cache):
@@ -272,15 +278,16 @@ def without_each_barrier(ptx, name, rows, chosen):
     places = [index for index, (start, end) in enumerate(barriers(text, name)) if chosen(text[start:end])]
     assert places
     for index in places:
-        must_fail(ptx, name, rows, without_barrier(text, name, index), f"barrier {index}", [(32, 8, 21)])
+        must_fail(ptx, name, rows, without_barrier(text, name, index), f"barrier {index}", [(32, 8, 21, False)])
 
 
-def must_fail(ptx, name, rows, text, lack, lengths):
-    """Runs an entry of a text that lacks something: it is found with some length, (tokens, beyond, rest) of `run`."""
+def must_fail(ptx, name, rows, text, lack, cases):
+    """Runs an entry of a text that lacks something: it is found in some case, (tokens, beyond, rest, alone) of `run`."""
     cache = ptx.removesuffix(".ptx").rsplit("_")[-1]
-    for tokens, beyond, rest in lengths:
+    page = BOXED_PAGE if name.endswith("tma") else PAGE
+    for tokens, beyond, rest, alone in cases:
         try:
-            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, beyond=beyond, rest=rest, entry=parse(text)[name], orders=("forward",))
+            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, beyond=beyond, rest=rest, alone=alone, page=page, entry=parse(text)[name], orders=("forward",))
         except (Fault, AssertionError):
             return
     raise AssertionError(f"{name} needs no {lack}")
@@ -307,17 +314,18 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
     for wait in waits:
         start, end = wait.span()
         text = f"{before}.entry {name}({after[:start]}setp.eq.u32 p, 0, 0;{after[end:]}"
-        must_fail(ptx, name, 64, text, wait[0], [(64, 8, 21)])
+        must_fail(ptx, name, 64, text, wait[0], [(64, 8, 21, False)])
 
 
 def test_what_tensor_copies_lack_is_found():
     """A barrier, the wait for what they bring, or the fence behind what was in their place."""
-    ptx, name = "shaders/cuda/mla_decode_tma_bf16.ptx", "mla_decode_512_64_rows16_tma"
-    text, lengths = (ROOT / ptx).read_text(), ((128, 16, 21), (128, 8, 21), (32, 16, 0))
+    ptx, name = "shaders/cuda/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_rows16_tma"
+    text = (ROOT / ptx).read_text()
+    cases = ((128, 16, 21, False), (128, 16, 21, True), (128, 8, 21, False), (32, 16, 0, False))
     for index in range(len(barriers(text, name))):
-        must_fail(ptx, name, 16, without_barrier(text, name, index), f"barrier {index}", lengths)
+        must_fail(ptx, name, 16, without_barrier(text, name, index), f"barrier {index}", cases)
     for part in (r"mbarrier\.test_wait\S* p, [^;]*;", r"fence\.proxy\.async[^;]*;"):
         for found in re.finditer(part, text):
             less = "setp.eq.u32 p, 0, 0;" if "test_wait" in found[0] else ""
             changed = text[: found.start()] + less + text[found.end() :]
-            must_fail(ptx, name, 16, changed, f"{found[0]} at {found.start()}", lengths)
+            must_fail(ptx, name, 16, changed, f"{found[0]} at {found.start()}", cases)

@@ -55,7 +55,7 @@ struct Args {
     u32 page_size;
     u32 num_pages;
     u32 tile_pages, tile_rest; // a tile's tokens by the page size
-    u32 reserved;
+    u32 multiprocessors;
 };
 
 __host__ __device__ constexpr int bytes_of(Dtype dtype) {

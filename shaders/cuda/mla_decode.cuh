@@ -156,7 +156,8 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     // Both are asked for at once: there are as many items as blocks, used or not.
     const WorkItem item = args.items[blockIdx.x];
     let_next_kernel_begin();
-    if (blockIdx.x >= args.header->num_items) return wait_for_kernel_before();
+    const u32 num_items = args.header->num_items;
+    if (blockIdx.x >= num_items) return wait_for_kernel_before();
     const u32 stages = shared_address(shared + T::STAGES_AT);
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
@@ -210,7 +211,9 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     Output<T> output;
     if (T::BOXED) before_tensor_copies();
     if (T::COPIES != GROUPS) __syncthreads();
-    const bool in_boxes = !T::BOXED || item.kv_begin % 16 == 0;
+    // With two stages a block that has its multiprocessor alone asks for a tile as early as it may. Two of them, or one with three stages, are
+    // faster if they ask half a tile later and spare themselves a barrier.
+    const bool in_boxes = !T::BOXED || item.kv_begin % 16 == 0, early = T::BOXED && T::STAGES == 2 && num_items < args.multiprocessors;
     u32 weights = shared_address(shared + T::WEIGHTS_AT);
 
     for (u32 tile_begin = item.kv_begin, stage = 0; tile_begin < item.kv_end; tile_begin += T::TOKENS) {
@@ -220,6 +223,10 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         const bool more = tile_begin + (T::STAGES - 1) * T::TOKENS < item.kv_end;
 
         if constexpr (T::BOXED) {
+            if (early) {
+                __syncthreads();
+                if (more) loader.load(free, free_stage);
+            }
             if (!in_boxes) load_inside_boxes<T>(args, item, tile_begin, tokens);
             if (tile_begin + T::TOKENS > item.kv_end) clear_rest<T>(item, tile_begin, tokens);
         } else {
@@ -294,9 +301,9 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
             __syncthreads();
             output.rescale(factors);
         }
-        // All are done with the tile before: they have voted on this one. To ask at the tile's begin would take a barrier more, and is slower.
+        // All are done with the tile before: they have voted on this one.
         if constexpr (T::BOXED) {
-            if (more) loader.load(free, free_stage);
+            if (more && !early) loader.load(free, free_stage);
         }
         sum[0] += fresh[0];
         sum[1] += fresh[1];

@@ -42,7 +42,7 @@ pub(super) struct Args {
     pub num_pages: u32,
     pub tile_pages: u32,
     pub tile_rest: u32,
-    pub reserved: u32,
+    pub multiprocessors: u32,
 }
 
 // SAFETY: plain data without padding, whose layout the kernels share.

@@ -8,7 +8,7 @@ use super::driver::{Cuda, Kernel};
 use super::ladder::{self, Compiled, ROWS, Row};
 use super::ptx::MLA_MERGE;
 use super::step::Step;
-use super::tensor_map::TensorMap;
+use super::tensor_map::{MOST_STRIDE, TensorMap};
 use crate::layer::{Layer, kernel_scales, no_aliases};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
@@ -193,9 +193,10 @@ impl Decode {
         let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype.bytes() as u64;
         let block_bytes = kv.block_stride * spec.kv.dtype.bytes() as u64;
         let aligned = [kv_at, row_bytes, block_bytes].iter().all(|bytes| bytes % 16 == 0);
-        // Tensor copies take a cache whose rows and pages all begin at multiples of 16 bytes; e4m3 may have others.
+        // Tensor copies take a cache whose rows and pages all begin at multiples of 16 bytes; e4m3 may have others. A stride that a lone page has no
+        // use for may be anything.
         let (split, map) = match self.row.without_tma {
-            Some(name) if !aligned => (self.other_split(name)?, None),
+            Some(name) if !aligned || block_bytes >= MOST_STRIDE => (self.other_split(name)?, None),
             Some(_) => (self.split.clone(), Some(TensorMap::of_cache(spec, kv_at, block_bytes)?)),
             None => (self.split.clone(), None),
         };
@@ -228,6 +229,7 @@ impl Decode {
             tile_pages: tokens / spec.kv.page_size,
             tile_rest: tokens % spec.kv.page_size,
             clamp_pages: self.device_page_list.into(),
+            multiprocessors: self.cuda.card().multiprocessors,
             ..Args::default()
         };
         let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer];

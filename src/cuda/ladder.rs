@@ -39,6 +39,9 @@ const fn matrices(name: &'static str, rows: u32, deepseek_only: bool) -> Row {
     Row { name, rows, deepseek_only, matrices: true, without_tma: None }
 }
 
+/// What a card has for the rows by tensor copies: where there is less, a block is alone and waits for its copies. Not made for it.
+const TMA_SHARED_BYTES: u32 = 200 << 10;
+
 /// A compiled row.
 #[derive(Debug, Clone)]
 pub(super) struct Compiled {
@@ -58,11 +61,8 @@ impl Row {
     pub fn runs_on(&self, card: &Card, spec: &MlaSpec) -> Result<(), String> {
         let compiled = self.compiled(spec)?;
         if self.without_tma.is_some() {
-            if !card.tma {
-                return Err(
-                    "no tensor copies (TMA): cards since Hopper have them, with a driver of 525 or later"
-                        .into(),
-                );
+            if !card.tma || card.shared_bytes < TMA_SHARED_BYTES {
+                return Err("no tensor copies (TMA), or too little shared memory: H100 and B100 have both, with a driver of 525 or later".into());
             }
             if !spec.kv.page_size.is_multiple_of(BOX_TOKENS) {
                 return Err(format!(

@@ -8,14 +8,17 @@ use crate::{Dtype, MlaSpec, Result};
 /// Tokens of a box. Pages are a multiple of it.
 pub(super) const BOX_TOKENS: u32 = 16;
 
+/// What a stride of a tensor stays below, in bytes.
+pub(super) const MOST_STRIDE: u64 = 1 << 40;
+
 /// What the driver makes of a tensor: a parameter of the kernels that copy boxes of it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TensorMap(sys::CUtensorMap);
 
 impl TensorMap {
     /// Of the cache at `address`, whose pages are `block_bytes` apart: [pages, groups, tokens, columns], groups being the 128 bytes that the
-    /// hardware swizzles, or 64 where rows are no multiple of that. All of it is a multiple of 16 bytes (`BoxOrder` of
-    /// shaders/cuda/decode_order.cuh is the same order).
+    /// hardware swizzles, or 64 where rows are no multiple of that. Address and strides are multiples of 16, strides below [`MOST_STRIDE`].
+    /// `BoxOrder` of shaders/cuda/decode_order.cuh is the same order.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
