@@ -91,7 +91,8 @@ pub enum Policy {
     #[default]
     Auto,
     /// Cuts at the multiples of this many tokens. The result of a row then depends on nothing but the row: not
-    /// on the batch, its order or shared prefixes, bit for bit. Multiples of 16 are fast everywhere.
+    /// on the batch, its order or shared prefixes, bit for bit. CUDA's row by tensor copies
+    /// loads splits that are no multiple of 16 slowly.
     FixedTokens(u32),
     /// No cuts and no merge.
     OneSplit,

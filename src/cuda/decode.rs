@@ -196,7 +196,7 @@ impl Decode {
         // Tensor copies take a cache whose rows and pages all begin at multiples of 16 bytes; e4m3 may have others. A stride that a lone page has no
         // use for may be anything.
         let (split, map) = match self.row.without_tma {
-            Some(name) if !aligned || block_bytes >= MOST_STRIDE => (self.other_split(name)?, None),
+            Some(row) if !aligned || block_bytes >= MOST_STRIDE => (Split::new(&self.cuda, spec, row)?, None),
             Some(_) => (self.split.clone(), Some(TensorMap::of_cache(spec, kv_at, block_bytes)?)),
             None => (self.split.clone(), None),
         };
@@ -286,14 +286,10 @@ impl Decode {
             self.cuda.launch(many, units(MANY.0).div_ceil(MANY.1 / 32), MANY.1, 0, &args)
         }
     }
-    /// That of another row with the same tiles, loaded when it is first needed.
-    fn other_split(&self, name: &str) -> Result<Split> {
-        let row = ROWS.iter().find(|row| row.name == name).unwrap_or(self.row);
-        Split::new(&self.cuda, &self.spec, row)
-    }
 }
 
 impl Split {
+    /// Loads it, once for each of a row's kernels.
     fn new(cuda: &Cuda, spec: &MlaSpec, row: &Row) -> Result<Self> {
         let unavailable = |why: String| Error::VariantUnavailable { name: row.name.to_owned(), why };
         row.runs_on(cuda.card(), spec).map_err(unavailable)?;

@@ -20,7 +20,7 @@ pub(super) struct Row {
     /// On tensor cores.
     pub matrices: bool,
     /// By tensor copies (TMA), and the row of the same tiles for a cache that they cannot take.
-    pub without_tma: Option<&'static str>,
+    pub without_tma: Option<&'static Row>,
 }
 
 /// The rows, best first. The last one runs everywhere.
@@ -29,11 +29,13 @@ pub(super) const ROWS: [Row; 8] = [
     matrices("rows32", 32, true),
     matrices("rows64_small", 64, true),
     matrices("rows32_small", 32, true),
-    Row { without_tma: Some("rows16"), ..matrices("rows16_tma", 16, true) },
-    matrices("rows16", 16, false),
+    Row { without_tma: Some(&ROWS16), ..matrices("rows16_tma", 16, true) },
+    ROWS16,
     matrices("rows16_small", 16, true),
     Row { matrices: false, ..matrices("simple", 8, false) },
 ];
+
+const ROWS16: Row = matrices("rows16", 16, false);
 
 const fn matrices(name: &'static str, rows: u32, deepseek_only: bool) -> Row {
     Row { name, rows, deepseek_only, matrices: true, without_tma: None }
@@ -93,14 +95,14 @@ impl Row {
             let entry = entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?;
             return Ok(Compiled { ptx, entry, threads: self.rows * 32, shared_bytes: 0, tokens: 1 });
         }
-        let ptx = match spec.kv.dtype {
-            Dtype::F32 => return Err("an f32 cache is not multiplied by tensor cores".into()),
-            Dtype::F16 if self.without_tma.is_some() => &MLA_DECODE_TMA_F16,
-            Dtype::F16 => &MLA_DECODE_F16,
-            Dtype::Bf16 if self.without_tma.is_some() => &MLA_DECODE_TMA_BF16,
-            Dtype::Bf16 => &MLA_DECODE_BF16,
-            Dtype::E4m3 if self.without_tma.is_some() => &MLA_DECODE_TMA_E4M3,
-            Dtype::E4m3 => &MLA_DECODE_E4M3,
+        let ptx = match (spec.kv.dtype, self.without_tma) {
+            (Dtype::F32, _) => return Err("an f32 cache is not multiplied by tensor cores".into()),
+            (Dtype::F16, None) => &MLA_DECODE_F16,
+            (Dtype::F16, Some(_)) => &MLA_DECODE_TMA_F16,
+            (Dtype::Bf16, None) => &MLA_DECODE_BF16,
+            (Dtype::Bf16, Some(_)) => &MLA_DECODE_TMA_BF16,
+            (Dtype::E4m3, None) => &MLA_DECODE_E4M3,
+            (Dtype::E4m3, Some(_)) => &MLA_DECODE_TMA_E4M3,
         };
         let text = ptx.text();
         let parts = if splits_queries(spec) { "_split" } else { "" };
