@@ -14,6 +14,10 @@ mod rows64 {
     crate::common::suite::conformance_tests!(crate::cuda, Some("rows64"), true);
 }
 
+mod rows64_wgmma {
+    crate::common::suite::conformance_tests!(crate::cuda, Some("rows64_wgmma"), true);
+}
+
 mod rows16 {
     crate::common::suite::conformance_tests!(crate::cuda, Some("rows16"), true);
 }

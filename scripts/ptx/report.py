@@ -12,8 +12,8 @@ HEAD = """# CUDA kernels: what the assemblers give
 Written by `scripts/ptx.sh`: nvcc 13.0.88, then ptxas of CUDA 12.4, 12.8 and 13.0 for each card. Assembled, not run. No
 entry spills or has a stack frame; one that did, or took more registers than `limit`, would fail the check.
 
-Registers are a thread's; where the three assemblers differ, the lowest and the highest. `-`: not for this card, or more
-shared memory than a block has there. Shared memory is static + dynamic bytes of a block, code is bytes for sm_90 by
+Registers are a thread's; where the three assemblers differ, the lowest and the highest. A kernel for one card alone (`sm_90a`) stands in that
+card's column. `-`: not for this card, or more shared memory than a block has there. Shared memory is static + dynamic bytes of a block, code is bytes for sm_90 by
 ptxas 13.0 (or the newest card that it serves). [ptx.tsv](ptx.tsv) has every assembler and card.
 """
 
@@ -32,7 +32,7 @@ def row(file, entry, limits, results):
     """One line of the table. `results` maps (assembler, card) to a usage."""
     cells = []
     for card in CARDS:
-        seen = [usage for (_, target), usage in results.items() if target == card]
+        seen = [usage for (_, target), usage in results.items() if target in (card, f"{card}a")]
         seen = [usage for usage in seen if fits(card, usage)]
         cells.append(span([usage.registers for usage in seen]) if seen else "-")
     newest = ASSEMBLERS[-1].name

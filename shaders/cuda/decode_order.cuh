@@ -19,6 +19,7 @@ struct Swizzle {
     DEVICE static u32 from(u32 place, u32 further) { return (place ^ (further % GROUP << 4)) + further / GROUP * (GROUP * 16); }
     // So many rows on, a multiple of 8.
     DEVICE static constexpr u32 rows(u32 further) { return further * ROW_BYTES; }
+    DEVICE static constexpr u32 groups(u32 further) { return further * GROUP * 16; }
 };
 
 // The order in which tensor copies put them: of each 16 rows [groups, rows], a group's 8 or 4 chunks swizzled as the hardware does it.
@@ -32,4 +33,13 @@ struct BoxOrder {
     }
     DEVICE static u32 from(u32 place, u32 further) { return (place ^ (further % GROUP << 4)) + further / GROUP * (ROWS * GROUP_BYTES); }
     DEVICE static constexpr u32 rows(u32 further) { return further / ROWS * BYTES + further % ROWS * GROUP_BYTES; }
+};
+
+// The order in which matrices of a warpgroup take ROWS rows: [groups, rows, 128 bytes], a group's chunks swizzled as the hardware does it. A tensor
+// copy of ROWS rows puts them so.
+template <int ROWS>
+struct GroupOrder {
+    static constexpr int GROUP = 8, GROUP_BYTES = ROWS * 128;
+    DEVICE static u32 at(u32 row, u32 chunk) { return chunk / GROUP * GROUP_BYTES + row * 128 + ((chunk % GROUP ^ row % 8) << 4); }
+    DEVICE static constexpr u32 groups(u32 further) { return further * GROUP_BYTES; }
 };

@@ -20,7 +20,7 @@ DEVICE float2 pair_of(float2 pair) {
 // Query rows on their way to shared memory, two of a warp at a time. What a lane asks for it takes only when all is asked for.
 template <class T>
 struct QueryRows {
-    using Order = Swizzle<T::QUERY_BYTES>;
+    using Order = typename T::QueryOrder;
     // In two parts: those that the matrices' type does not hold, f32 and f16 on bf16.
     using Pair = typename Either<T::PARTS == 2, float2, u32>::Type;
     static constexpr int PAIRS = (T::DIM + 63) / 64; // of a lane

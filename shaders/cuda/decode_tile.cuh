@@ -5,6 +5,15 @@
 #include "mla.cuh"
 #include "tma.cuh"
 
+// A row's maximum moves only when it grew by more than this.
+constexpr float LAZY = 12.0f;
+
+// What the host reads of an entry.
+#define NUMBERS_OF(name, ...) \
+    extern "C" __device__ const u32 name##_threads = __VA_ARGS__::THREADS; \
+    extern "C" __device__ const u32 name##_tokens = __VA_ARGS__::TOKENS; \
+    extern "C" __device__ const u32 name##_shared_bytes = __VA_ARGS__::SHARED_BYTES;
+
 // How a tile gets to shared memory, and how warps learn that it is there, and that nobody needs the one whose place is to be filled.
 enum Copies {
     GROUPS, // each thread asks for chunks of 16 bytes and waits for its own, then for the block
@@ -35,6 +44,7 @@ struct Tile {
     static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
     static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's rows
     using Order = typename Either<BOXED, BoxOrder<ROW_BYTES>, Swizzle<ROW_BYTES>>::Type; // of the cache's rows
+    using QueryOrder = Swizzle<QUERY_BYTES>;
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
     // Queries that stay in registers pass through the last stage, so many rows at a time; what does not fit them lies at the end as a lane takes it.
     static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
@@ -70,7 +80,7 @@ DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
 // Where a thread's rows of the cache are: those of the next tile to load.
 template <class T>
 struct Loader {
-    using Order = Swizzle<T::ROW_BYTES>;
+    using Order = typename T::Order;
     static constexpr int ROW_LANES = Order::GROUP, PASS_ROWS = T::THREADS / ROW_LANES;
     static constexpr int PASSES = (T::TOKENS + PASS_ROWS - 1) / PASS_ROWS;
     static constexpr int CHUNKS = T::ROW_BYTES / 16 / ROW_LANES; // of a thread's share of a row
@@ -121,7 +131,7 @@ struct Loader {
             from = args.kv + element * T::ELEMENT_BYTES + threadIdx.x % ROW_LANES * 16;
         }
         if (T::TOKENS % PASS_ROWS != 0 && threadIdx.x / ROW_LANES + pass * PASS_ROWS >= T::TOKENS) return;
-        const u32 place = to + pass * PASS_ROWS * T::ROW_BYTES + chunk * ROW_LANES * 16;
+        const u32 place = to + Order::rows(pass * PASS_ROWS) + Order::groups(chunk);
         const u8* row = from + chunk * ROW_LANES * 16;
         if constexpr (BYTES == 16) {
             copy_16(place, row, is_there, wanted);
@@ -159,7 +169,7 @@ struct Loader {
     }
 
     // FP8 rows may begin between multiples of 16 bytes.
-    DEVICE bool by_8() const { return T::CACHE == E4M3 && !args.copies_16; }
+    DEVICE bool by_8() const { return T::CACHE == E4M3 && args.copies == CHUNKS_8; }
 
     DEVICE void load(u32 to, u32) {
         begin(to);

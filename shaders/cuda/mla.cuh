@@ -8,6 +8,9 @@ constexpr float EMPTY = -1.0e38f; // a finite stand-in for the -inf of a row tha
 
 enum Dtype : u32 { F32, F16, BF16, E4M3 };
 
+// How a cache may be copied: all of its rows begin at multiples of 8 bytes, or of 16, or tensor copies take it in boxes of a tile.
+enum Copying : u32 { CHUNKS_8, CHUNKS_16, BOXES };
+
 struct WorkItem {
     u32 first_row, num_rows, page_begin, kv_begin, kv_end, slot, pool, reserved;
 };
@@ -50,7 +53,7 @@ struct Args {
     u32 num_heads;
     u32 max_queries; // query tokens that q, out and lse hold, at least 1
     u32 query_dtype, out_dtype;
-    u32 copies_16; // whether each row of the cache begins at a multiple of 16 bytes
+    u32 copies; // see Copying
     u32 clamp_pages; // whether page ids may lie outside the pool
     u32 page_size;
     u32 num_pages;

@@ -17,8 +17,6 @@
 #include "decode_boxes.cuh"
 #include "decode_scores.cuh"
 
-constexpr float LAZY = 12.0f;
-
 // The output of all rows in a warp's columns.
 template <class T>
 struct Output {
@@ -352,16 +350,10 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, 1) name(const __grid_constant__ Args args) { \
         decode<Tile<__VA_ARGS__>>(args); \
     } \
-    NUMBERS_OF(name, __VA_ARGS__)
+    NUMBERS_OF(name, Tile<__VA_ARGS__>)
 
 #define DECODE_TMA(name, ...) \
     extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__, TENSORS>::THREADS, 1) name(const __grid_constant__ Args args, const __grid_constant__ TensorMap map) { \
         decode<Tile<__VA_ARGS__, TENSORS>>(args, &map); \
     } \
-    NUMBERS_OF(name, __VA_ARGS__, TENSORS)
-
-// What the host reads.
-#define NUMBERS_OF(name, ...) \
-    extern "C" __device__ const u32 name##_threads = Tile<__VA_ARGS__>::THREADS; \
-    extern "C" __device__ const u32 name##_tokens = Tile<__VA_ARGS__>::TOKENS; \
-    extern "C" __device__ const u32 name##_shared_bytes = Tile<__VA_ARGS__>::SHARED_BYTES;
+    NUMBERS_OF(name, Tile<__VA_ARGS__, TENSORS>)

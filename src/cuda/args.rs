@@ -36,7 +36,7 @@ pub(super) struct Args {
     pub max_queries: u32,
     pub query_dtype: u32,
     pub out_dtype: u32,
-    pub copies_16: u32,
+    pub copies: u32,
     pub clamp_pages: u32,
     pub page_size: u32,
     pub num_pages: u32,
@@ -47,6 +47,17 @@ pub(super) struct Args {
 
 // SAFETY: plain data without padding, whose layout the kernels share.
 unsafe impl DeviceRepr for Args {}
+
+/// `enum Copying` of `shaders/cuda/mla.cuh`: how a cache may be copied.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Copying {
+    /// Rows begin at multiples of 8 bytes.
+    Chunks8 = 0,
+    /// Of 16.
+    Chunks16 = 1,
+    /// Tensor copies take it.
+    Boxes = 2,
+}
 
 /// `enum Dtype` of `shaders/cuda/mla.cuh`.
 pub(super) const fn code(dtype: Dtype) -> u32 {
@@ -74,6 +85,8 @@ mod tests {
             &ptx::MLA_DECODE_TMA_BF16,
             &ptx::MLA_DECODE_TMA_E4M3,
             &ptx::MLA_DECODE_TMA_F16,
+            &ptx::MLA_DECODE_WGMMA_BF16,
+            &ptx::MLA_DECODE_WGMMA_F16,
             &ptx::MLA_MERGE,
         ];
         let mut entries = 0;
@@ -89,6 +102,6 @@ mod tests {
                 entries += 1;
             }
         }
-        assert_eq!(entries, 64);
+        assert_eq!(entries, 66);
     }
 }

@@ -2,10 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::args::{Args, code};
+use super::args::{Args, Copying, code};
 use super::buffer::Buffer;
 use super::driver::{Cuda, Kernel};
-use super::ladder::{self, Compiled, ROWS, Row};
+use super::ladder::{self, Body, Compiled, ROWS, Row};
 use super::ptx::MLA_MERGE;
 use super::step::Step;
 use super::tensor_map::{MOST_STRIDE, TensorMap};
@@ -52,7 +52,7 @@ pub struct Binding {
     max_queries: u32,
     args: Args,
     split: Split,
-    /// Of a split by tensor copies.
+    /// Of a split that may copy by tensor.
     map: Option<TensorMap>,
     _buffers: [Buffer; 5],
 }
@@ -108,7 +108,7 @@ impl Decode {
 
     /// Whether that row rounds the softmax weights to 16 bits, as tensor cores take them.
     pub fn rounds_weights(&self) -> bool {
-        self.row.matrices
+        self.row.on_matrices()
     }
 
     /// How the planner is to cut work for it.
@@ -118,11 +118,13 @@ impl Decode {
         let Compiled { threads, shared_bytes, .. } = self.split.compiled;
         let by_shared = (card.shared_bytes + 1024) / (shared_bytes + 1024);
         let by_registers = 65536 / (256 * threads);
-        let blocks = if self.row.matrices { by_shared.min(by_registers) } else { 8 };
+        let blocks = if self.row.on_matrices() { by_shared.min(by_registers) } else { 8 };
         let blocks = blocks.max(1);
+        // Where an item begins, a box of a tile does.
+        let tokens_per_block = if let Body::Warpgroups { tokens } = self.row.body { tokens } else { 16 };
         Tiling {
             rows_per_tile: self.row.rows,
-            tokens_per_block: 16,
+            tokens_per_block,
             target_items: card.multiprocessors * blocks,
             min_split_tokens: 64,
             // On an H200 the merge of a lone sequence waits where the split leaves it no room: a third of the multiprocessors, or the
@@ -190,16 +192,8 @@ impl Decode {
         let (logit_scale, out_scale, lse_scale) = kernel_scales(layer);
         let at = |buffer: &Buffer, offset: u64, dtype: Dtype| buffer.ptr() + offset * dtype.bytes() as u64;
         let kv_at = at(kv.buffer, kv.base(), spec.kv.dtype);
-        let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype.bytes() as u64;
         let block_bytes = kv.block_stride * spec.kv.dtype.bytes() as u64;
-        let aligned = [kv_at, row_bytes, block_bytes].iter().all(|bytes| bytes % 16 == 0);
-        // Tensor copies take a cache whose rows and pages all begin at multiples of 16 bytes; e4m3 may have others. A stride that a lone page has no
-        // use for may be anything.
-        let (split, map) = match self.row.without_tma {
-            Some(row) if !aligned || block_bytes >= MOST_STRIDE => (Split::new(&self.cuda, spec, row)?, None),
-            Some(_) => (self.split.clone(), Some(TensorMap::of_cache(spec, kv_at, block_bytes)?)),
-            None => (self.split.clone(), None),
-        };
+        let (split, map, copies) = self.copies_of(kv_at, block_bytes)?;
         let tokens = split.compiled.tokens;
         let args = Args {
             q_nope: at(q_nope.buffer, q_nope.offset, spec.query),
@@ -223,7 +217,7 @@ impl Decode {
             max_queries: max_queries.max(1),
             query_dtype: code(spec.query),
             out_dtype: code(spec.out),
-            copies_16: aligned.into(),
+            copies: copies as u32,
             page_size: spec.kv.page_size,
             num_pages: spec.kv.num_pages,
             tile_pages: tokens / spec.kv.page_size,
@@ -234,6 +228,29 @@ impl Decode {
         };
         let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer];
         Ok(Binding { owner: self.id, max_queries, args, split, map, _buffers: buffers.map(Buffer::clone) })
+    }
+
+    /// The kernel for the cache at an address, and how it copies.
+    fn copies_of(&self, address: u64, block_bytes: u64) -> Result<(Split, Option<TensorMap>, Copying)> {
+        let spec = &self.spec;
+        let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype.bytes() as u64;
+        // Rows of e4m3 may begin between multiples of 16 bytes.
+        let aligned = [address, row_bytes, block_bytes].iter().all(|bytes| bytes % 16 == 0);
+        let chunks = if aligned { Copying::Chunks16 } else { Copying::Chunks8 };
+        // A stride that a lone page has no use for may be anything.
+        let boxes = aligned && block_bytes < MOST_STRIDE;
+        let map = |tokens| TensorMap::of_cache(spec, address, block_bytes, tokens);
+        Ok(match self.row.body {
+            Body::TensorCopies { tokens, .. } if boxes => {
+                (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
+            }
+            Body::TensorCopies { otherwise, .. } => (Split::new(&self.cuda, spec, otherwise)?, None, chunks),
+            Body::Warpgroups { tokens } if boxes && spec.kv.page_size.is_multiple_of(tokens) => {
+                (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
+            }
+            Body::Warpgroups { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
+            Body::Matrices | Body::Simple => (self.split.clone(), None, chunks),
+        })
     }
 
     /// Whether a step and a binding can be recorded together.

@@ -3,9 +3,8 @@
 use super::driver::Card;
 use super::ptx::{
     MLA_DECODE_BF16, MLA_DECODE_E4M3, MLA_DECODE_F16, MLA_DECODE_SIMPLE, MLA_DECODE_TMA_BF16,
-    MLA_DECODE_TMA_E4M3, MLA_DECODE_TMA_F16, Ptx,
+    MLA_DECODE_TMA_E4M3, MLA_DECODE_TMA_F16, MLA_DECODE_WGMMA_BF16, MLA_DECODE_WGMMA_F16, Ptx,
 };
-use super::tensor_map::BOX_TOKENS;
 use crate::{Dtype, MlaSpec};
 
 /// One row: a tile, compiled for each cache dtype and dims that it serves.
@@ -17,28 +16,39 @@ pub(super) struct Row {
     pub rows: u32,
     /// Only 512/64 is compiled.
     deepseek_only: bool,
-    /// On tensor cores.
-    pub matrices: bool,
-    /// By tensor copies (TMA), and the row of the same tiles for a cache that they cannot take.
-    pub without_tma: Option<&'static Row>,
+    pub body: Body,
+}
+
+/// How a row multiplies, and reads the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Body {
+    /// On tensor cores (`mma`), by copies of 16 bytes.
+    Matrices,
+    /// The same by tensor copies (TMA) of boxes of so many tokens; `otherwise` has the same tiles, for a cache that they cannot take.
+    TensorCopies { tokens: u32, otherwise: &'static Row },
+    /// On Hopper's tensor cores (`wgmma`), which no other card has, by tensor copies of boxes of so many tokens where pages are a multiple of them.
+    Warpgroups { tokens: u32 },
+    /// On no tensor cores.
+    Simple,
 }
 
 /// The rows, best first. The last one runs everywhere.
-pub(super) const ROWS: [Row; 8] = [
+pub(super) const ROWS: [Row; 9] = [
+    Row { body: Body::Warpgroups { tokens: 32 }, ..matrices("rows64_wgmma", 64, true) },
     matrices("rows64", 64, true),
     matrices("rows32", 32, true),
     matrices("rows64_small", 64, true),
     matrices("rows32_small", 32, true),
-    Row { without_tma: Some(&ROWS16), ..matrices("rows16_tma", 16, true) },
+    Row { body: Body::TensorCopies { tokens: 16, otherwise: &ROWS16 }, ..matrices("rows16_tma", 16, true) },
     ROWS16,
     matrices("rows16_small", 16, true),
-    Row { matrices: false, ..matrices("simple", 8, false) },
+    Row { body: Body::Simple, ..matrices("simple", 8, false) },
 ];
 
 const ROWS16: Row = matrices("rows16", 16, false);
 
 const fn matrices(name: &'static str, rows: u32, deepseek_only: bool) -> Row {
-    Row { name, rows, deepseek_only, matrices: true, without_tma: None }
+    Row { name, rows, deepseek_only, body: Body::Matrices }
 }
 
 /// What a card has for the rows by tensor copies: where there is less, a block is alone and waits for its copies. Not made for it.
@@ -62,25 +72,34 @@ impl Row {
     /// A sentence that names what is missing.
     pub fn runs_on(&self, card: &Card, spec: &MlaSpec) -> Result<(), String> {
         let compiled = self.compiled(spec)?;
-        if self.without_tma.is_some() {
-            if !card.tma || card.shared_bytes < TMA_SHARED_BYTES {
+        match self.body {
+            Body::TensorCopies { .. } if !card.tma || card.shared_bytes < TMA_SHARED_BYTES => {
                 return Err("no tensor copies (TMA), or too little shared memory: H100 and B100 have both, with a driver of 525 or later".into());
             }
-            if !spec.kv.page_size.is_multiple_of(BOX_TOKENS) {
+            Body::TensorCopies { tokens, .. } if !spec.kv.page_size.is_multiple_of(tokens) => {
+                let page_size = spec.kv.page_size;
                 return Err(format!(
-                    "pages of {} tokens: tensor copies take a multiple of {BOX_TOKENS}",
-                    spec.kv.page_size
+                    "pages of {page_size} tokens: tensor copies take a multiple of {tokens}"
                 ));
             }
+            Body::Warpgroups { .. } if card.capability != 90 || !card.tma => {
+                return Err("no matrices of warpgroups (wgmma): H100 and H200 have them, with a driver of 525 or later".into());
+            }
+            _ => {}
         }
         if compiled.shared_bytes > card.shared_bytes {
             let (need, has) = (compiled.shared_bytes, card.shared_bytes);
             return Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"));
         }
-        if self.matrices && spec.kv.dtype == Dtype::E4m3 && card.capability < 89 {
+        if self.on_matrices() && spec.kv.dtype == Dtype::E4m3 && card.capability < 89 {
             return Err(format!("compute capability {} converts no FP8: 89 does", card.capability));
         }
         Ok(())
+    }
+
+    /// Whether it is on tensor cores.
+    pub fn on_matrices(&self) -> bool {
+        self.body != Body::Simple
     }
 
     /// Its kernel for a spec.
@@ -89,20 +108,25 @@ impl Row {
     /// A sentence about why there is none.
     pub fn compiled(&self, spec: &MlaSpec) -> Result<Compiled, String> {
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
-        if !self.matrices {
-            let ptx = &MLA_DECODE_SIMPLE;
-            let entry = find(ptx.text(), &format!("mla_decode_{}_{latent}_{rope}", spec.kv.dtype));
-            let entry = entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?;
-            return Ok(Compiled { ptx, entry, threads: self.rows * 32, shared_bytes: 0, tokens: 1 });
-        }
-        let ptx = match (spec.kv.dtype, self.without_tma) {
-            (Dtype::F32, _) => return Err("an f32 cache is not multiplied by tensor cores".into()),
-            (Dtype::F16, None) => &MLA_DECODE_F16,
-            (Dtype::F16, Some(_)) => &MLA_DECODE_TMA_F16,
-            (Dtype::Bf16, None) => &MLA_DECODE_BF16,
-            (Dtype::Bf16, Some(_)) => &MLA_DECODE_TMA_BF16,
-            (Dtype::E4m3, None) => &MLA_DECODE_E4M3,
-            (Dtype::E4m3, Some(_)) => &MLA_DECODE_TMA_E4M3,
+        let ptx = match (self.body, spec.kv.dtype) {
+            (Body::Simple, dtype) => {
+                let ptx = &MLA_DECODE_SIMPLE;
+                let entry = find(ptx.text(), &format!("mla_decode_{dtype}_{latent}_{rope}"));
+                let entry = entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?;
+                return Ok(Compiled { ptx, entry, threads: self.rows * 32, shared_bytes: 0, tokens: 1 });
+            }
+            (_, Dtype::F32) => return Err("an f32 cache is not multiplied by tensor cores".into()),
+            (Body::Matrices, Dtype::F16) => &MLA_DECODE_F16,
+            (Body::Matrices, Dtype::Bf16) => &MLA_DECODE_BF16,
+            (Body::Matrices, Dtype::E4m3) => &MLA_DECODE_E4M3,
+            (Body::TensorCopies { .. }, Dtype::F16) => &MLA_DECODE_TMA_F16,
+            (Body::TensorCopies { .. }, Dtype::Bf16) => &MLA_DECODE_TMA_BF16,
+            (Body::TensorCopies { .. }, Dtype::E4m3) => &MLA_DECODE_TMA_E4M3,
+            (Body::Warpgroups { .. }, Dtype::F16) => &MLA_DECODE_WGMMA_F16,
+            (Body::Warpgroups { .. }, Dtype::Bf16) => &MLA_DECODE_WGMMA_BF16,
+            (Body::Warpgroups { .. }, Dtype::E4m3) => {
+                return Err("an e4m3 cache is not multiplied by matrices of warpgroups".into());
+            }
         };
         let text = ptx.text();
         let parts = if splits_queries(spec) { "_split" } else { "" };
@@ -135,11 +159,13 @@ fn splits_queries(spec: &MlaSpec) -> bool {
     matches!((spec.kv.dtype, spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
 }
 
-/// The row for so many query rows a sequence: each tile reads the cache once more, which is worth about 16 rows of arithmetic.
+/// The row for so many query rows a sequence: each tile reads the cache once more, which is worth about 16 rows of arithmetic. Matrices of
+/// warpgroups multiply their 64 as fast as others do 36.
 pub(super) fn choose(card: &Card, spec: &MlaSpec, query_rows: u32) -> Option<&'static Row> {
-    let cost = |row: &&Row| query_rows.div_ceil(row.rows) * (row.rows + 16);
+    let arithmetic = |row: &Row| if matches!(row.body, Body::Warpgroups { .. }) { 36 } else { row.rows };
+    let cost = |row: &&Row| query_rows.div_ceil(row.rows) * (arithmetic(row) + 16);
     let runs = |row: &&Row| row.runs_on(card, spec).is_ok();
-    let matrices = ROWS.iter().filter(|row| row.matrices).filter(runs).min_by_key(cost);
+    let matrices = ROWS.iter().filter(|row| row.on_matrices()).filter(runs).min_by_key(cost);
     matrices.or_else(|| ROWS.iter().find(runs))
 }
 
@@ -171,7 +197,7 @@ mod tests {
                         let row = choose(&card, &spec, 16).expect("a row");
                         let on_matrices =
                             cache != Dtype::F32 && (cache != Dtype::E4m3 || card.capability >= 89);
-                        assert_eq!(row.matrices, on_matrices, "{card:?} {spec:?}: {}", row.name);
+                        assert_eq!(row.on_matrices(), on_matrices, "{card:?} {spec:?}: {}", row.name);
                         row.compiled(&spec).expect("its kernel");
                     }
                 }
@@ -187,7 +213,11 @@ mod tests {
         assert_eq!(name(&H200, 16, Dtype::Bf16), Some("rows16_tma"));
         assert_eq!(name(&Card { tma: false, ..H200 }, 16, Dtype::Bf16), Some("rows16"));
         assert_eq!(name(&H200, 20, Dtype::Bf16), Some("rows32"));
-        assert_eq!(name(&H200, 128, Dtype::Bf16), Some("rows64"));
+        assert_eq!(name(&H200, 32, Dtype::Bf16), Some("rows32"));
+        assert_eq!(name(&H200, 40, Dtype::Bf16), Some("rows64_wgmma"));
+        assert_eq!(name(&H200, 128, Dtype::Bf16), Some("rows64_wgmma"));
+        assert_eq!(name(&Card { tma: false, ..H200 }, 128, Dtype::Bf16), Some("rows64"));
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 128, Dtype::Bf16), Some("rows64"));
         assert_eq!(name(&H200, 128, Dtype::F32), Some("rows16"));
         assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), Some("rows64_small"));
         assert_eq!(name(&RTX_5090, 20, Dtype::Bf16), Some("rows32_small"));

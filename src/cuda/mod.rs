@@ -51,7 +51,7 @@ use ops::{
 impl Cuda {
     /// Whether a row on tensor cores serves a spec.
     pub(crate) fn has_matrices_for(&self, spec: &MlaSpec) -> bool {
-        ladder::choose(self.card(), spec, spec.shape.num_heads).is_some_and(|row| row.matrices)
+        ladder::choose(self.card(), spec, spec.shape.num_heads).is_some_and(ladder::Row::on_matrices)
     }
 }
 

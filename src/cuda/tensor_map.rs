@@ -1,12 +1,9 @@
-//! A layer's cache as tensor copies (TMA) take it: boxes of 16 tokens.
+//! A layer's cache as tensor copies (TMA) take it, in boxes of some tokens.
 
 use cudarc::driver::sys;
 
 use super::driver::failed;
 use crate::{Dtype, MlaSpec, Result};
-
-/// Tokens of a box. Pages are a multiple of it.
-pub(super) const BOX_TOKENS: u32 = 16;
 
 /// What a stride of a tensor stays below, in bytes.
 pub(super) const MOST_STRIDE: u64 = 1 << 40;
@@ -16,13 +13,13 @@ pub(super) const MOST_STRIDE: u64 = 1 << 40;
 pub(super) struct TensorMap(sys::CUtensorMap);
 
 impl TensorMap {
-    /// Of the cache at `address`, whose pages are `block_bytes` apart: [pages, groups, tokens, columns], groups being the 128 bytes that the
+    /// Of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, groups, tokens, columns], groups being the 128 bytes that the
     /// hardware swizzles, or 64 where rows are no multiple of that. Address and strides are multiples of 16, strides below [`MOST_STRIDE`].
-    /// `BoxOrder` of shaders/cuda/decode_order.cuh is the same order.
+    /// `BoxOrder` and `GroupOrder` of shaders/cuda/decode_order.cuh are the same order.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn of_cache(spec: &MlaSpec, address: u64, block_bytes: u64) -> Result<Self> {
+    pub fn of_cache(spec: &MlaSpec, address: u64, block_bytes: u64, tokens: u32) -> Result<Self> {
         let element = spec.kv.dtype.bytes() as u64;
         let row = u64::from(spec.shape.row_elems()) * element;
         let (group, swizzle) = if row.is_multiple_of(128) {
@@ -36,7 +33,7 @@ impl TensorMap {
         };
         let dims = [group / element, spec.kv.page_size.into(), row / group, spec.kv.num_pages.into()];
         let strides = [row, group, block_bytes];
-        let sides = [(group / element) as u32, BOX_TOKENS, (row / group) as u32, 1];
+        let sides = [(group / element) as u32, tokens, (row / group) as u32, 1];
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         // SAFETY: each array has as many numbers as the rank says, one stride less; the driver writes the map and keeps nothing.
         unsafe {
@@ -58,6 +55,11 @@ impl TensorMap {
         .result()
         .map_err(failed("to describe a cache"))?;
         Ok(Self(map))
+    }
+
+    /// For a launch whose kernel looks at none.
+    pub fn none() -> Self {
+        Self(sys::CUtensorMap { opaque: [0; 16] })
     }
 
     /// Where a launch finds it.

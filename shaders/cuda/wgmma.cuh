@@ -1,0 +1,104 @@
+// Hopper's matrices of a warpgroup (`wgmma`): four warps multiply 64 rows at once, out of shared memory, while they go on.
+#pragma once
+
+#include "ptx.cuh"
+
+// What lies in shared memory in groups of 128 bytes, [groups, rows, 128 bytes], whose 16-byte chunks are swizzled: where it begins, and how far
+// apart in bytes two groups are and two times 8 rows. Constants may be added to it, in units of 16 bytes.
+DEVICE u64 matrix_at(u32 begin, u32 group_stride, u32 rows_8_stride) {
+    return u64(begin >> 4) | u64(group_stride >> 4) << 16 | u64(rows_8_stride >> 4) << 32 | u64(1) << 62;
+}
+
+// What comes before stays before and what comes after stays after, as far as these sums are concerned: the compiler does not know that a
+// multiplication goes on after its instruction.
+template <int TILES>
+DEVICE void pin(float (&sums)[TILES][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; i++) asm volatile("" : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])::"memory");
+}
+
+// Before the first multiplication after sums were touched.
+template <int TILES>
+DEVICE void begin_multiplications(float (&sums)[TILES][4]) {
+    pin(sums);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+template <int TILES>
+DEVICE void end_of_multiplications(float (&sums)[TILES][4]) {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    pin(sums);
+}
+
+// For all but so many that were asked for last; those of these sums are among them.
+template <int LEFT>
+DEVICE void wait_for_multiplications() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// A warpgroup's registers, so many a thread from here on: those that one gives up another may take.
+template <int REGISTERS>
+DEVICE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");
+}
+
+template <int REGISTERS>
+DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");
+}
+
+#define SUMS_8(s, i) "+f"(s[(i) / 4][0]), "+f"(s[(i) / 4][1]), "+f"(s[(i) / 4][2]), "+f"(s[(i) / 4][3]), "+f"(s[(i) / 4 + 1][0]), "+f"(s[(i) / 4 + 1][1]), "+f"(s[(i) / 4 + 1][2]), "+f"(s[(i) / 4 + 1][3])
+#define SUMS_32(s, i) SUMS_8(s, i), SUMS_8(s, (i) + 8), SUMS_8(s, (i) + 16), SUMS_8(s, (i) + 24)
+
+#define PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define PLACES_128 \
+    PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
+    "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, " \
+    "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
+    "%120, %121, %122, %123, %124, %125, %126, %127"
+
+// sums [64, 32] = or += a [64, 16] x b, whose 32 rows have 16 columns each.
+#define MULTIPLY_32(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, %16, %17, p, 1, 1, 0, 0;}" \
+                 : SUMS_8(sums, 0), SUMS_8(sums, 8) \
+                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
+
+template <bool IS_BF16>
+DEVICE void multiply_32(float (&sums)[4][4], u64 a, u64 b, bool adds) {
+    if constexpr (IS_BF16) {
+        MULTIPLY_32("bf16");
+    } else {
+        MULTIPLY_32("f16");
+    }
+}
+
+// The same with a in registers, as `mma` takes it.
+#define MULTIPLY_32_KEPT(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}" \
+                 : SUMS_8(sums, 0), SUMS_8(sums, 8) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)))
+
+template <bool IS_BF16>
+DEVICE void multiply_32(float (&sums)[4][4], const u32 (&a)[4], u64 b, bool adds) {
+    if constexpr (IS_BF16) {
+        MULTIPLY_32_KEPT("bf16");
+    } else {
+        MULTIPLY_32_KEPT("f16");
+    }
+}
+
+// sums [64, 256] += a [64, 16], in registers, x b, whose 16 rows have 256 columns each.
+#define MULTIPLY_256(type) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" PLACES_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;" \
+                 : SUMS_32(sums, 0), SUMS_32(sums, 32), SUMS_32(sums, 64), SUMS_32(sums, 96) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+template <bool IS_BF16>
+DEVICE void multiply_256(float (&sums)[32][4], const u32 (&a)[4], u64 b) {
+    if constexpr (IS_BF16) {
+        MULTIPLY_256("bf16");
+    } else {
+        MULTIPLY_256("f16");
+    }
+}
