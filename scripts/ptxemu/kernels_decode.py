@@ -19,7 +19,8 @@ DIRECT = 0xFFFFFFFF
 EMPTY = np.float32(-1.0e38)
 CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
 # Tokens of a page, and of one that boxes of 16 tokens fill; elements between pages.
-PAGE, BOXED_PAGE, GAP = 24, 48, 16
+PAGE, BOXED_PAGE, GROUPS_PAGE, GAP = 24, 48, 64, 16
+BOXES = 2  # `Copying` of shaders/cuda/mla.cuh
 # How far a result may be from the oracle's: what the weights are rounded to, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
 
@@ -76,17 +77,17 @@ class Case:
         return weights @ keys[:, : self.latent] / weights.sum(), logits.max() + np.log2(weights.sum())
 
 
-def pack(case, address, heads, copies_16=1, tokens=1, multiprocessors=0):
+def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
     """`struct Args` of shaders/cuda/mla.cuh, with f32 outputs."""
     latent, rope = case.latent, case.dim - case.latent
     strides = [heads * latent, latent, heads * rope, rope, case.stride, heads * latent, latent, heads, 1]
     names = "header items queries merges merge_slots pages partials q_nope q_pe kv out lse".split()
     floats = [case.scale, case.out_scale, np.float32(np.log(2))]
-    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies_16, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
+    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
 
 
-def boxes(case, address):
-    """The cache as boxes of 16 tokens: see src/cuda/tensor_map.rs."""
+def boxes(case, address, tokens):
+    """The cache as boxes of so many tokens: see src/cuda/tensor_map.rs."""
     element = case.kv.itemsize
     group = 128 if case.dim * element % 128 == 0 else 64
     columns, groups = group // element, case.dim * element // group
@@ -95,12 +96,12 @@ def boxes(case, address):
         element,
         dims=[columns, case.page, groups, len(case.kv)],
         strides=[case.dim * element, group, case.stride * element],
-        box=[columns, 16, groups, 1],
+        box=[columns, tokens, groups, 1],
         swizzle=group,
     )
 
 
-def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse")):
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse")):
     """One entry of a file, or `entry` in its place, on tiles of `rows` rows, and twice `tokens` tokens and `rest`; the first tile is cut `beyond` half of them."""
     heads = rows // 2 + 1
     case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page)
@@ -130,9 +131,9 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies_16=1, beyond
     address["partials"] = device.buffer(np.full((2 * rows, latent + 4), np.nan, np.float32))
     address["out"] = device.buffer(np.full((4, heads, latent), np.nan, np.float32))
     address["lse"] = device.buffer(np.full((4, heads), np.nan, np.float32))
-    args = [pack(case, address, heads, copies_16, tile, len(items) + alone)]
+    args = [pack(case, address, heads, copies, tile, len(items) + alone)]
     if len(entry.params) > 1:
-        args.append(boxes(case, address["kv"]))
+        args.append(boxes(case, address["kv"], 32 if "wgmma" in name else 16))
     device.launch(entry, (len(items) + 1, 1, 1), args, shared=shared, orders=orders)
     results = [device.read(address[key]) for key in ("partials", "out", "lse")]
     check(case, items, *results, name)
@@ -220,7 +221,7 @@ def test_e4m3_other_dims():
 
 
 def test_e4m3_rows_at_multiples_of_8_bytes():
-    run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies_16=0)
+    run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies=0)
 
 
 def tma(cache, query):
@@ -246,6 +247,24 @@ def test_tma_f16():
 
 def test_tma_e4m3():
     tma("e4m3", "f16")
+
+
+def wgmma(cache, query):
+    """Pages that boxes take and others, items that begin with a box and one that does not: the same bits, but for where the items are cut."""
+    ptx, name = f"shaders/cuda/mla_decode_wgmma_{cache}.ptx", "mla_decode_512_64_rows64_wgmma"
+    for tokens, rest, beyond in ((96, 21, 32), (96, 21, 8), (32, 0, -24), (64, 1, 0)):
+        both = [run(ptx, name, 512, 64, cache, query, 64, tokens, copies=copies, rest=rest, beyond=beyond, page=GROUPS_PAGE) for copies in (BOXES, 1)]
+        for boxed, chunks in zip(*both):
+            assert (boxed.view(np.uint32) == chunks.view(np.uint32)).all(), "other bits"
+    run(ptx, name, 512, 64, cache, query, 64, 64)
+
+
+def test_wgmma_bf16():
+    wgmma("bf16", "bf16")
+
+
+def test_wgmma_f16():
+    wgmma("f16", "e4m3")
 
 
 def simple(cache):
@@ -284,10 +303,11 @@ def without_each_barrier(ptx, name, rows, chosen):
 def must_fail(ptx, name, rows, text, lack, cases):
     """Runs an entry of a text that lacks something: it is found in some case, (tokens, beyond, rest, alone) of `run`."""
     cache = ptx.removesuffix(".ptx").rsplit("_")[-1]
-    page = BOXED_PAGE if name.endswith("tma") else PAGE
-    for tokens, beyond, rest, alone in cases:
+    page = BOXED_PAGE if name.endswith("tma") else GROUPS_PAGE if name.endswith("wgmma") else PAGE
+    for tokens, beyond, rest, alone, *more in cases:
+        copies, order = more or (1, "forward")
         try:
-            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, beyond=beyond, rest=rest, alone=alone, page=page, entry=parse(text)[name], orders=("forward",))
+            run(ptx, name, 512, 64, cache, "bf16", rows, tokens, copies=copies, beyond=beyond, rest=rest, alone=alone, page=page, entry=parse(text)[name], orders=(order,))
         except (Fault, AssertionError):
             return
     raise AssertionError(f"{name} needs no {lack}")
@@ -329,3 +349,20 @@ def test_what_tensor_copies_lack_is_found():
             less = "setp.eq.u32 p, 0, 0;" if "test_wait" in found[0] else ""
             changed = text[: found.start()] + less + text[found.end() :]
             must_fail(ptx, name, 16, changed, f"{found[0]} at {found.start()}", cases)
+
+
+def test_what_warpgroups_lack_is_found():
+    """A barrier, a wait, or the fence behind what the matrices take. Whose turn it is changes no result, and two waits are the compiler's."""
+    ptx, name = "shaders/cuda/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_rows64_wgmma"
+    text, unneeded = (ROOT / ptx).read_text(), []
+    lacks = [(f"barrier {index}", without_barrier(text, name, index)) for index in range(len(barriers(text, name)))]
+    for part in (r"mbarrier\.test_wait\S* p, [^;]*;", r"fence\.proxy\.async[^;]*;", r"wgmma\.wait_group[^;]*;"):
+        for found in re.finditer(part, text):
+            less = "setp.eq.u32 p, 0, 0;" if "test_wait" in found[0] else ""
+            lacks.append((found[0], text[: found.start()] + less + text[found.end() :]))
+    for lack, changed in lacks:
+        try:
+            must_fail(ptx, name, 64, changed, lack, [(96, 32, 21, False, BOXES, "reverse"), (96, 32, 21, False, 1, "forward")])
+        except AssertionError:
+            unneeded.append(lack.split(".")[1].split()[0])
+    assert unneeded == ["test_wait", "wait_group", "wait_group"], unneeded

@@ -15,6 +15,7 @@ import arrivals
 import convert
 import tensor
 import tma
+import wgmma
 from memory import Fault, Shared
 from operands import source
 from parse import Unsupported
@@ -203,7 +204,7 @@ class Machine:
 
 def decode(machine, instruction, at):
     """An instruction as a function of (team, mask)."""
-    step = control(instruction, at, machine) or arrivals.decode(machine, instruction, at) or tma.decode(machine, instruction)
+    step = control(instruction, at, machine) or arrivals.decode(machine, instruction, at) or tma.decode(machine, instruction) or wgmma.decode(machine, instruction)
     for family in (access, convert, tensor, alu):
         step = step or family.decode(machine, instruction)
     if step is None:

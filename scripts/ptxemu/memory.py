@@ -95,7 +95,7 @@ class Races:
         self.writer = np.zeros(cells, np.int16)
         self.written = np.zeros(cells, np.int32)
         self.read_at = np.zeros((warps, cells), np.int32)
-        # Written, and no fence since that tensor copies see.
+        # Written, and no fence since that tensor copies and matrices of warpgroups see.
         self.unfenced = np.zeros(cells, bool)
 
     def access(self, warp, offsets, blocks, size, write):
@@ -125,7 +125,7 @@ class Races:
 
     def check_fenced(self, cells):
         if self.unfenced[cells].any():
-            raise Fault("a tensor copy to what a warp has written with no fence since")
+            raise Fault("a tensor copy, or a matrix of a warpgroup, where a warp has written with no fence since")
 
     def copied(self, warp, offsets, block):
         """Notes a tensor copy that a warp asks for, byte by byte: a write, which other writes come before only behind a fence."""

@@ -1,0 +1,148 @@
+"""Matrices of a warpgroup (`wgmma`): each warp multiplies its 16 of 64 rows.
+
+What is multiplied is read, from shared memory and registers, and the sums are written as late as may be: when the warp waits. Both ends are
+noted for races, so a barrier that comes too late on either side is found. Descriptors are those of groups of 128 bytes, swizzled by 128.
+"""
+
+import numpy as np
+
+from memory import CELL, READ, Fault
+from operands import elements, register, source
+from parse import Unsupported
+from tensor import COLUMN, DECODERS, ROW, fragments
+
+DEPTH = 16
+CHUNK = 16  # bytes, 8 elements
+SWIZZLE_128 = 1
+
+
+class Multiplications:
+    """Those of a team that are on their way: (group of each lane, lanes, what to do), and each lane's groups so far."""
+
+    def __init__(self, lanes):
+        self.groups, self.flying = np.zeros(lanes, np.int64), []
+
+    def finish(self, team, lanes, left):
+        flying = []
+        for group, mine, run in self.flying:
+            done = mine & lanes & (group < self.groups - left)
+            if done.any():
+                run(team, done)
+            if (mine & ~done).any():
+                flying.append((group, mine & ~done, run))
+        self.flying = flying
+
+
+def decode(machine, instruction):
+    if instruction.name == "setmaxnreg":
+        return lambda team, mask: team.whole_warps(mask, "setmaxnreg")
+    if instruction.name != "wgmma":
+        return None
+    if instruction.has("fence"):
+        return lambda team, mask: team.whole_warps(mask, "wgmma")
+    if instruction.has("commit_group"):
+        return commit
+    if instruction.has("wait_group"):
+        left = int(instruction.operands[0], 0)
+        return lambda team, mask: state(team).finish(team, lanes_of(team, mask), left)
+    return multiply(machine, instruction) if instruction.has("mma_async") else None
+
+
+def state(team):
+    if not hasattr(team, "multiplications"):
+        team.multiplications = Multiplications(team.lanes)
+    return team.multiplications
+
+
+def lanes_of(team, mask):
+    return np.ones(team.lanes, bool) if mask is None else mask
+
+
+def commit(team, mask):
+    state(team).groups = state(team).groups + lanes_of(team, mask)
+
+
+class Matrix:
+    """One in shared memory, which a descriptor names. `by_depth`: its rows go along the depth, and hold what is not."""
+
+    def __init__(self, descriptors, rows, columns, by_depth):
+        self.start, self.groups, self.eights = (((descriptors >> np.uint64(at)) & np.uint64(0x3FFF)).astype(np.int64) << 4 for at in (0, 16, 32))
+        if (descriptors >> np.uint64(62) != SWIZZLE_128).any():
+            raise Unsupported("a descriptor with another swizzle than 128 bytes")
+        row, chunk = np.meshgrid(np.arange(rows), np.arange(columns // 8), indexing="ij")
+        place = (chunk // 8)[None] * self.groups[:, None, None] if by_depth else 0
+        place = place + self.start[:, None, None] + (row // 8) * self.eights[:, None, None] + row % 8 * 128 + (chunk % 8 if by_depth else chunk) * CHUNK
+        self.addresses = place ^ (place >> 7 & 7) << 4
+        self.shape = (rows, columns)
+
+    def read(self, machine, team, blocks):
+        count = self.addresses[0].size
+        repeated = np.repeat(blocks, count)
+        memory = machine.shared
+        offsets = memory.locate(self.addresses.reshape(-1).astype(np.uint64), repeated, CHUNK, CHUNK)
+        if memory.races:
+            memory.races.check_fenced((offsets[:, None] // CELL + np.arange(CHUNK // CELL)).reshape(-1))
+            memory.races.access(team.number, offsets, repeated, CHUNK, False)
+        return memory.bytes.view(np.uint16)[(offsets // 2)[:, None] + np.arange(8)].reshape(len(blocks), *self.shape)
+
+
+def multiply(machine, instruction):
+    shape, d_type, a_type, b_type = (mod for mod in instruction.mods if mod not in ("mma_async", "sync", "aligned"))
+    columns = int(shape.removeprefix("m64n").removesuffix(f"k{DEPTH}"))
+    if d_type != "f32" or a_type != b_type or a_type not in ("bf16", "f16"):
+        raise Unsupported(f"wgmma `{instruction.text}`")
+    values = DECODERS[a_type][1]
+    sums, a, b, adds, scale_a, scale_b, *transposed = instruction.operands
+    in_registers = a[0] == "{"
+    if (scale_a, scale_b) != ("1", "1") or (not in_registers and transposed[0] != "0") or len(elements(sums)) != columns // 2:
+        raise Unsupported(f"wgmma `{instruction.text}`")
+    targets, by_depth = [register(text) for text in elements(sums)], transposed[-1] == "1"
+    gets_sum = [source(machine, text, "f32") for text in elements(sums)]
+    gets_a = [source(machine, text, "u32") for text in elements(a)] if in_registers else source(machine, a, "u64")
+    get_b, get_adds = source(machine, b, "u64"), source(machine, adds, "pred")
+    at_a = fragments(4, 16, True)
+
+    def run(team, mask):
+        team.whole_warps(mask, "wgmma")
+        lanes = lanes_of(team, mask)
+        first = np.flatnonzero(lanes)[::32]
+        of = lambda get: np.broadcast_to(get(team), team.lanes)[first]  # noqa: E731
+        adding = np.zeros(team.lanes, bool)
+        adding[first] = of(get_adds)
+        rows, place = None, np.zeros(team.blocks, np.int64)
+        place[team.block[first]] = np.arange(len(first))
+        if not in_registers:
+            # Eight rows further for each half of the 16 that are this warp's.
+            descriptors = of(gets_a)
+            further = (descriptors >> np.uint64(32) & np.uint64(0x3FFF)) * np.uint64(2 * (team.number % 4))
+            rows = Matrix(descriptors + further, 16, DEPTH, False)
+        b_matrix = Matrix(of(get_b), *((DEPTH, columns, True) if by_depth else (columns, DEPTH, False)))
+        matrices = [matrix for matrix in (rows, b_matrix) if matrix]
+        for matrix in matrices:
+            matrix.read(machine, team, team.block[first])
+
+        def finish(team, done):
+            blocks = team.block[np.flatnonzero(done)[::32]]
+            for matrix in matrices:
+                matrix.chosen = Matrix.__new__(Matrix)
+                matrix.chosen.addresses, matrix.chosen.shape = matrix.addresses[place[blocks]], matrix.shape
+            right = values(b_matrix.chosen.read(machine, team, blocks))
+            right = right if by_depth else right.swapaxes(1, 2)
+            if rows:
+                left = values(rows.chosen.read(machine, team, blocks))
+            else:
+                words = np.stack([np.broadcast_to(get(team), team.lanes).reshape(-1, 32)[blocks] for get in gets_a], 1)
+                left = np.empty((len(blocks), 16, DEPTH))
+                left[:, at_a[0], at_a[1]] = values(np.ascontiguousarray(words).view(np.uint16).reshape(len(blocks), 4, 32, 2))
+            product = left @ right
+            for index, target in enumerate(targets):
+                row, column = ROW + (index >> 1 & 1) * 8, index // 4 * 8 + COLUMN * 2 + (index & 1)
+                value = np.zeros((team.blocks, 32), np.float64)
+                value[blocks] = product[:, row, column]
+                before = np.broadcast_to(gets_sum[index](team), team.lanes).reshape(-1, 32)
+                value += np.where(adding.reshape(-1, 32)[:, :1], before, 0.0)
+                team.put(target, value.astype(np.float32).reshape(-1), done)
+
+        state(team).flying.append((state(team).groups.copy(), lanes.copy(), finish))
+
+    return run
