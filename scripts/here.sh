@@ -35,15 +35,15 @@ step "lints"
 cargo clippy --locked --workspace --all-targets --features wgpu-mla/cuda,generate/cuda -- -D warnings
 cargo clippy --locked --no-default-features --all-targets -- -D warnings
 cargo clippy --locked --no-default-features --features cuda --all-targets -- -D warnings
-# One command for both packages: its dependencies have one set of features, and are built once.
-together=(--locked -p wgpu-mla -p generate --features wgpu-mla/cuda,generate/cuda)
 # Tests keep wgpu's run-time checks of indices and loops in kernels that do without: a wrong index is then a wrong result.
-step "tests, and a model's"
-MLA_CHECKED_SHADERS=1 cargo test "${together[@]}"
+step "tests"
+MLA_CHECKED_SHADERS=1 cargo test --locked --features cuda
+step "a model"
+MLA_CHECKED_SHADERS=1 cargo test --locked -p generate --features cuda
 step "conformance of the kernels as they are shipped, without these checks"
-cargo test "${together[@]}" --test conformance_wgpu
+cargo test --locked --features cuda --test conformance_wgpu
 step "benches, tiny"
-cargo test "${together[@]}" --bench decode --bench merge --bench append --bench gather --bench prefill --bench project --bench rope --bench cascade -- --test
+cargo test --locked --features cuda --bench decode --bench merge --bench append --bench gather --bench prefill --bench project --bench rope --bench cascade -- --test
 step "tests without wgpu"
 cargo test --locked --no-default-features --lib --test any --test plan --test pages --test tables
 step "docs"

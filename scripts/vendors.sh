@@ -158,7 +158,7 @@ NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_cop
 mesa26_tests() {
     local test=$1 begin=$SECONDS status=0 binary
     shift
-    binary=$(cargo test "${together[@]}" --no-run --test "$test" --message-format json 2>/dev/null |
+    binary=$(cargo test --locked --features cuda --no-run --test "$test" --message-format json 2>/dev/null |
         sed -n "s/.*\"name\":\"$test\".*\"executable\":\"\([^\"]*\)\".*/\1/p")
     MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1 on lavapipe "$binary" "$@" >"$logs/mesa26-$test.log" 2>&1 || status=$?
     step "$test $* ($((SECONDS - begin)) s)"
@@ -178,7 +178,8 @@ mesa26() {
         coop_small::shared_prefixes coop_small::empty_batches coop_small::a_step_serves coop_small::bits_of coop_small::rising)
     [[ -z $full ]] || matrix=() conformance=()
     step "tests on lavapipe"
-    cargo test "${together[@]}" --no-run --test matrix_wgpu --test conformance_wgpu --test project_wgpu --test batch_tables
+    # With the feature `cuda` they are those of scripts/here.sh, built once.
+    cargo test --locked --features cuda --no-run --test matrix_wgpu --test conformance_wgpu --test project_wgpu --test batch_tables
     local matrix_job status=0
     mesa26_tests matrix_wgpu "${matrix[@]}" &
     matrix_job=$!
@@ -189,8 +190,6 @@ mesa26() {
     return "$status"
 }
 
-# As scripts/here.sh builds its tests, so that nothing is built twice.
-together=(--locked -p wgpu-mla -p generate --features wgpu-mla/cuda,generate/cuda)
 full=''
 [[ ${MLA_FULL:-} != 1 ]] || full=yes
 if [[ ${1:-} == --full ]]; then
@@ -209,7 +208,8 @@ case $verb in
         ;;
     compile)
         setup
-        cargo build "${together[@]}" --profile test --example pipelines
+        # The profile of the tests, so that what they are built from is not built again.
+        cargo build --locked --profile test --features cuda --example pipelines
         mkdir -p "$logs"
         step "compile"
         out=()
