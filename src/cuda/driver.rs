@@ -220,7 +220,7 @@ impl Cuda {
         let mut args = [std::ptr::from_ref(args).cast_mut().cast(), map];
         self.stream.context().bind_to_thread().map_err(failed("to launch a kernel"))?;
         // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/args.rs has a test of the layout), and its
-        // callers have checked every place that it names; those of the rows `tma` take a map too, and only they. The driver copies both.
+        // callers have checked every place that it names; those of the rows `tma` and `wgmma` take a map too, and only they. The driver copies both.
         unsafe {
             sys::cuLaunchKernelEx(
                 &raw const config,
