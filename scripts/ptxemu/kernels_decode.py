@@ -18,7 +18,7 @@ from tma import tensor_map
 DIRECT = 0xFFFFFFFF
 EMPTY = np.float32(-1.0e38)
 CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
-# Tokens of a page, and of one that boxes of 16 tokens fill; elements between pages.
+# Tokens of a page, of one that boxes of 16 tokens fill, of 32; elements between pages.
 PAGE, BOXED_PAGE, GROUPS_PAGE, GAP = 24, 48, 64, 16
 BOXES = 2  # `Copying` of shaders/cuda/mla.cuh
 # How far a result may be from the oracle's: what the weights are rounded to, times the largest value.

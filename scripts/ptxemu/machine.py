@@ -40,6 +40,7 @@ class Team:
         self.waiting, self.count = [], 0
         self.committed = np.zeros(self.lanes, np.int64)
         self.flying = []
+        self.multiplications = wgmma.Multiplications(self.lanes)
         self.wait(0, self.alive)
 
     def specials(self, machine, blocks):

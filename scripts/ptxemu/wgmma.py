@@ -44,14 +44,8 @@ def decode(machine, instruction):
         return commit
     if instruction.has("wait_group"):
         left = int(instruction.operands[0], 0)
-        return lambda team, mask: state(team).finish(team, lanes_of(team, mask), left)
+        return lambda team, mask: team.multiplications.finish(team, lanes_of(team, mask), left)
     return multiply(machine, instruction) if instruction.has("mma_async") else None
-
-
-def state(team):
-    if not hasattr(team, "multiplications"):
-        team.multiplications = Multiplications(team.lanes)
-    return team.multiplications
 
 
 def lanes_of(team, mask):
@@ -59,7 +53,7 @@ def lanes_of(team, mask):
 
 
 def commit(team, mask):
-    state(team).groups = state(team).groups + lanes_of(team, mask)
+    team.multiplications.groups = team.multiplications.groups + lanes_of(team, mask)
 
 
 class Matrix:
@@ -75,11 +69,11 @@ class Matrix:
         self.addresses = place ^ (place >> 7 & 7) << 4
         self.shape = (rows, columns)
 
-    def read(self, machine, team, blocks):
-        count = self.addresses[0].size
-        repeated = np.repeat(blocks, count)
-        memory = machine.shared
-        offsets = memory.locate(self.addresses.reshape(-1).astype(np.uint64), repeated, CHUNK, CHUNK)
+    def read(self, machine, team, blocks, which):
+        """Of some blocks, whose descriptors are at `which` of those that were given."""
+        addresses, memory = self.addresses[which], machine.shared
+        repeated = np.repeat(blocks, addresses[0].size)
+        offsets = memory.locate(addresses.reshape(-1).astype(np.uint64), repeated, CHUNK, CHUNK)
         if memory.races:
             memory.races.check_fenced((offsets[:, None] // CELL + np.arange(CHUNK // CELL)).reshape(-1))
             memory.races.access(team.number, offsets, repeated, CHUNK, False)
@@ -106,43 +100,38 @@ def multiply(machine, instruction):
         team.whole_warps(mask, "wgmma")
         lanes = lanes_of(team, mask)
         first = np.flatnonzero(lanes)[::32]
-        of = lambda get: np.broadcast_to(get(team), team.lanes)[first]  # noqa: E731
-        adding = np.zeros(team.lanes, bool)
-        adding[first] = of(get_adds)
-        rows, place = None, np.zeros(team.blocks, np.int64)
+        adding = np.broadcast_to(get_adds(team), team.lanes)[::32]
+        left, place = None, np.zeros(team.blocks, np.int64)
         place[team.block[first]] = np.arange(len(first))
         if not in_registers:
             # Eight rows further for each half of the 16 that are this warp's.
-            descriptors = of(gets_a)
+            descriptors = np.broadcast_to(gets_a(team), team.lanes)[first]
             further = (descriptors >> np.uint64(32) & np.uint64(0x3FFF)) * np.uint64(2 * (team.number % 4))
-            rows = Matrix(descriptors + further, 16, DEPTH, False)
-        b_matrix = Matrix(of(get_b), *((DEPTH, columns, True) if by_depth else (columns, DEPTH, False)))
-        matrices = [matrix for matrix in (rows, b_matrix) if matrix]
-        for matrix in matrices:
-            matrix.read(machine, team, team.block[first])
+            left = Matrix(descriptors + further, 16, DEPTH, False)
+        right = Matrix(np.broadcast_to(get_b(team), team.lanes)[first], *((DEPTH, columns, True) if by_depth else (columns, DEPTH, False)))
+        for matrix in (left, right):
+            if matrix:
+                matrix.read(machine, team, team.block[first], place[team.block[first]])
 
         def finish(team, done):
             blocks = team.block[np.flatnonzero(done)[::32]]
-            for matrix in matrices:
-                matrix.chosen = Matrix.__new__(Matrix)
-                matrix.chosen.addresses, matrix.chosen.shape = matrix.addresses[place[blocks]], matrix.shape
-            right = values(b_matrix.chosen.read(machine, team, blocks))
-            right = right if by_depth else right.swapaxes(1, 2)
-            if rows:
-                left = values(rows.chosen.read(machine, team, blocks))
+            b = values(right.read(machine, team, blocks, place[blocks]))
+            b = b if by_depth else b.swapaxes(1, 2)
+            if left:
+                a = values(left.read(machine, team, blocks, place[blocks]))
             else:
                 words = np.stack([np.broadcast_to(get(team), team.lanes).reshape(-1, 32)[blocks] for get in gets_a], 1)
-                left = np.empty((len(blocks), 16, DEPTH))
-                left[:, at_a[0], at_a[1]] = values(np.ascontiguousarray(words).view(np.uint16).reshape(len(blocks), 4, 32, 2))
-            product = left @ right
+                a = np.empty((len(blocks), 16, DEPTH))
+                a[:, at_a[0], at_a[1]] = values(np.ascontiguousarray(words).view(np.uint16).reshape(len(blocks), 4, 32, 2))
+            product = a @ b
             for index, target in enumerate(targets):
                 row, column = ROW + (index >> 1 & 1) * 8, index // 4 * 8 + COLUMN * 2 + (index & 1)
                 value = np.zeros((team.blocks, 32), np.float64)
                 value[blocks] = product[:, row, column]
                 before = np.broadcast_to(gets_sum[index](team), team.lanes).reshape(-1, 32)
-                value += np.where(adding.reshape(-1, 32)[:, :1], before, 0.0)
+                value += np.where(adding[:, None], before, 0.0)
                 team.put(target, value.astype(np.float32).reshape(-1), done)
 
-        state(team).flying.append((state(team).groups.copy(), lanes.copy(), finish))
+        team.multiplications.flying.append((team.multiplications.groups, lanes, finish))
 
     return run

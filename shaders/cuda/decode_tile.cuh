@@ -8,6 +8,21 @@
 // A row's maximum moves only when it grew by more than this.
 constexpr float LAZY = 12.0f;
 
+// What a row's logits are weighed by. A masked logit weighs 0, also in a row that has seen none.
+DEVICE float base_of(float top) {
+    return top == EMPTY ? 0.0f : top;
+}
+
+// The weights of two neighbouring tokens as the matrices take them, added to a lane's sum.
+template <class T>
+DEVICE u32 weigh_two(float first, float second, float base, float& sum) {
+    const float low = exp2_fast(first - base);
+    sum += low;
+    const float high = exp2_fast(second - base);
+    sum += high;
+    return T::CACHE == BF16 ? pack_bf16(low, high) : pack_f16(low, high);
+}
+
 // What the host reads of an entry.
 #define NUMBERS_OF(name, ...) \
     extern "C" __device__ const u32 name##_threads = __VA_ARGS__::THREADS; \

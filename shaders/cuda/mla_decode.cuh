@@ -131,18 +131,11 @@ DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2
     const u32 lane = threadIdx.x % LANES, at = weights + Order::at(lane / 4, 0) + lane % 4 * 4;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        // A masked logit weighs 0, also in a row that has seen none.
-        const float base = top[h] == EMPTY ? 0.0f : top[h];
+        const float base = base_of(top[h]);
         sum[h] = 0.0f;
 #pragma unroll
         for (int j = 0; j < T::TOKEN_TILES; j++) {
-            float weight[2];
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                weight[e] = exp2_fast(logits[j][2 * h + e] - base);
-                sum[h] += weight[e];
-            }
-            const u32 word = T::CACHE == BF16 ? pack_bf16(weight[0], weight[1]) : pack_f16(weight[0], weight[1]);
+            const u32 word = weigh_two<T>(logits[j][2 * h], logits[j][2 * h + 1], base, sum[h]);
             store_4(Order::from(at, j) + h * 8 * T::WEIGHT_BYTES, word);
         }
     }

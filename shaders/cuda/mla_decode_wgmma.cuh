@@ -128,19 +128,10 @@ template <class T>
 DEVICE void weigh_in_registers(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2], float (&sum)[2], u32 (&words)[2][T::TOKEN_TILES]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        // A masked logit weighs 0, also in a row that has seen none.
-        const float base = top[h] == EMPTY ? 0.0f : top[h];
+        const float base = base_of(top[h]);
         sum[h] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < T::TOKEN_TILES; j++) {
-            float weight[2];
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                weight[e] = exp2_fast(logits[j][2 * h + e] - base);
-                sum[h] += weight[e];
-            }
-            words[h][j] = T::CACHE == BF16 ? pack_bf16(weight[0], weight[1]) : pack_f16(weight[0], weight[1]);
-        }
+        for (int j = 0; j < T::TOKEN_TILES; j++) words[h][j] = weigh_two<T>(logits[j][2 * h], logits[j][2 * h + 1], base, sum[h]);
     }
 }
 
@@ -158,7 +149,7 @@ struct HalfOutput {
 
     // Of a tile at `stage`; on its way then.
     DEVICE void add(const u32 (&words)[2][T::TOKEN_TILES], u32 stage, u32 group) {
-        const u64 values = matrix_at(stage + T::Order::groups(group * 4), T::Order::GROUP_BYTES, 1024);
+        const u64 values = matrix_at(stage + T::Order::groups(group * 4), T::Order::GROUP_BYTES);
         begin_multiplications(sums);
 #pragma unroll
         for (int step = 0; step < T::TOKENS / 16; step++) {
@@ -233,7 +224,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     }
     seen_by_all = __reduce_min_sync(~0u, seen_by_all);
     HalfOutput<T> output;
-    const u64 queries = matrix_at(staged, 0, 1024);
+    const u64 queries = matrix_at(staged);
     u32 kept[T::KEPT][4];
 #pragma unroll
     for (int step = 0; step < T::KEPT; step++) load_matrices(kept[step], staged + T::QueryOrder::at(warp % 4 * 16 + lane % 16, step * 2 + lane / 16));
@@ -277,7 +268,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         wait_for_arrivals(full + tile % T::STAGES * 8, tile / T::STAGES % 2);
         if (tile > 0) wait_for_arrivals(own_turn, (tile - 1) / 2 % 2);
         float logits[T::TOKEN_TILES][4];
-        const u64 keys = matrix_at(stage_of(tile), 0, 1024);
+        const u64 keys = matrix_at(stage_of(tile));
         begin_multiplications(logits);
 #pragma unroll
         for (int step = 0; step < T::STEPS; step++) {

@@ -3,10 +3,11 @@
 
 #include "ptx.cuh"
 
-// What lies in shared memory in groups of 128 bytes, [groups, rows, 128 bytes], whose 16-byte chunks are swizzled: where it begins, and how far
-// apart in bytes two groups are and two times 8 rows. Constants may be added to it, in units of 16 bytes.
-DEVICE u64 matrix_at(u32 begin, u32 group_stride, u32 rows_8_stride) {
-    return u64(begin >> 4) | u64(group_stride >> 4) << 16 | u64(rows_8_stride >> 4) << 32 | u64(1) << 62;
+// What lies in shared memory in a GroupOrder: where it begins, and for a matrix of several groups how far apart they are, in bytes. Constants may be
+// added to it, in units of 16 bytes.
+DEVICE u64 matrix_at(u32 begin, u32 group_stride = 0) {
+    constexpr u64 EIGHT_ROWS = 8 * 128, SWIZZLE_128 = 1;
+    return u64(begin >> 4) | u64(group_stride >> 4) << 16 | EIGHT_ROWS >> 4 << 32 | SWIZZLE_128 << 62;
 }
 
 // What comes before stays before and what comes after stays after, as far as these sums are concerned: the compiler does not know that a
@@ -30,7 +31,7 @@ DEVICE void end_of_multiplications(float (&sums)[TILES][4]) {
     pin(sums);
 }
 
-// For all but so many that were asked for last; those of these sums are among them.
+// For all but so many that were asked for last. What they summed is to be pinned then.
 template <int LEFT>
 DEVICE void wait_for_multiplications() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
@@ -58,6 +59,13 @@ DEVICE void take_registers() {
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
     "%120, %121, %122, %123, %124, %125, %126, %127"
 
+#define OF_TYPE(multiply) \
+    if constexpr (IS_BF16) { \
+        multiply("bf16"); \
+    } else { \
+        multiply("f16"); \
+    }
+
 // sums [64, 32] = or += a [64, 16] x b, whose 32 rows have 16 columns each.
 #define MULTIPLY_32(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, %16, %17, p, 1, 1, 0, 0;}" \
@@ -66,11 +74,7 @@ DEVICE void take_registers() {
 
 template <bool IS_BF16>
 DEVICE void multiply_32(float (&sums)[4][4], u64 a, u64 b, bool adds) {
-    if constexpr (IS_BF16) {
-        MULTIPLY_32("bf16");
-    } else {
-        MULTIPLY_32("f16");
-    }
+    OF_TYPE(MULTIPLY_32)
 }
 
 // The same with a in registers, as `mma` takes it.
@@ -81,11 +85,7 @@ DEVICE void multiply_32(float (&sums)[4][4], u64 a, u64 b, bool adds) {
 
 template <bool IS_BF16>
 DEVICE void multiply_32(float (&sums)[4][4], const u32 (&a)[4], u64 b, bool adds) {
-    if constexpr (IS_BF16) {
-        MULTIPLY_32_KEPT("bf16");
-    } else {
-        MULTIPLY_32_KEPT("f16");
-    }
+    OF_TYPE(MULTIPLY_32_KEPT)
 }
 
 // sums [64, 256] += a [64, 16], in registers, x b, whose 16 rows have 256 columns each.
@@ -96,9 +96,5 @@ DEVICE void multiply_32(float (&sums)[4][4], const u32 (&a)[4], u64 b, bool adds
 
 template <bool IS_BF16>
 DEVICE void multiply_256(float (&sums)[32][4], const u32 (&a)[4], u64 b) {
-    if constexpr (IS_BF16) {
-        MULTIPLY_256("bf16");
-    } else {
-        MULTIPLY_256("f16");
-    }
+    OF_TYPE(MULTIPLY_256)
 }

@@ -13,8 +13,8 @@ pub(super) const MOST_STRIDE: u64 = 1 << 40;
 pub(super) struct TensorMap(sys::CUtensorMap);
 
 impl TensorMap {
-    /// Of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, groups, tokens, columns], groups being the 128 bytes that the
-    /// hardware swizzles, or 64 where rows are no multiple of that. Address and strides are multiples of 16, strides below [`MOST_STRIDE`].
+    /// Of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, groups, tokens, columns],
+    /// groups being the 128 bytes that the hardware swizzles, or 64 where rows are no multiple of that. Address and strides are multiples of 16, strides below [`MOST_STRIDE`].
     /// `BoxOrder` and `GroupOrder` of shaders/cuda/decode_order.cuh are the same order.
     ///
     /// # Errors
