@@ -18,6 +18,14 @@ mod rows64_wgmma {
     crate::common::suite::conformance_tests!(crate::cuda, Some("rows64_wgmma"), true);
 }
 
+mod rows32_wgmma {
+    crate::common::suite::conformance_tests!(crate::cuda, Some("rows32_wgmma"), true);
+}
+
+mod rows16_wgmma {
+    crate::common::suite::conformance_tests!(crate::cuda, Some("rows16_wgmma"), true);
+}
+
 mod rows16 {
     crate::common::suite::conformance_tests!(crate::cuda, Some("rows16"), true);
 }

@@ -86,11 +86,12 @@ def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
     return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
 
 
-def boxes(case, address, tokens):
-    """The cache as boxes of so many tokens: see src/cuda/tensor_map.rs."""
+def boxes(case, address, name, tile):
+    """The cache as boxes: see src/cuda/tensor_map.rs."""
     element = case.kv.itemsize
     group = 128 if case.dim * element % 128 == 0 else 64
     columns, groups = group // element, case.dim * element // group
+    tokens = 16 if name.endswith("tma") else tile if name.endswith("rows64_wgmma") else 8
     return tensor_map(
         address,
         element,
@@ -133,7 +134,7 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8,
     address["lse"] = device.buffer(np.full((4, heads), np.nan, np.float32))
     args = [pack(case, address, heads, copies, tile, len(items) + alone)]
     if len(entry.params) > 1:
-        args.append(boxes(case, address["kv"], 32 if "wgmma" in name else 16))
+        args.append(boxes(case, address["kv"], name, tile))
     device.launch(entry, (len(items) + 1, 1, 1), args, shared=shared, orders=orders)
     results = [device.read(address[key]) for key in ("partials", "out", "lse")]
     check(case, items, *results, name)
@@ -249,14 +250,14 @@ def test_tma_e4m3():
     tma("e4m3", "f16")
 
 
-def wgmma(cache, query, cases):
+def wgmma(cache, query, cases, rows=64, text="wgmma", page=GROUPS_PAGE):
     """Pages that boxes take, and others: the same bits. Items that begin with a box, and one that does not; more tiles than stages, and a few."""
-    ptx, name = f"shaders/cuda/mla_decode_wgmma_{cache}.ptx", "mla_decode_512_64_rows64_wgmma"
+    ptx, name = f"shaders/cuda/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_rows{rows}_wgmma"
     for tokens, rest, beyond in cases:
-        both = [run(ptx, name, 512, 64, cache, query, 64, tokens, copies=copies, rest=rest, beyond=beyond, page=GROUPS_PAGE) for copies in (BOXES, 1)]
+        both = [run(ptx, name, 512, 64, cache, query, rows, tokens, copies=copies, rest=rest, beyond=beyond, page=page) for copies in (BOXES, 1)]
         for boxed, chunks in zip(*both):
             assert (boxed.view(np.uint32) == chunks.view(np.uint32)).all(), "other bits"
-    run(ptx, name, 512, 64, cache, query, 64, 64)
+    run(ptx, name, 512, 64, cache, query, rows, 64)
 
 
 def test_wgmma_bf16():
@@ -265,6 +266,15 @@ def test_wgmma_bf16():
 
 def test_wgmma_f16():
     wgmma("f16", "e4m3", ((96, 21, 8),))
+
+
+def test_swap_bf16():
+    wgmma("bf16", "bf16", ((192, 21, 64), (64, 0, -40), (128, 1, 0)), 32, "swap")
+    wgmma("bf16", "bf16", ((128, 21, 16),), 32, "swap", PAGE)
+
+
+def test_swap_f16():
+    wgmma("f16", "e4m3", ((192, 21, 8),), 16, "swap")
 
 
 def simple(cache):
@@ -351,18 +361,33 @@ def test_what_tensor_copies_lack_is_found():
             must_fail(ptx, name, 16, changed, f"{found[0]} at {found.start()}", cases)
 
 
-def test_what_warpgroups_lack_is_found():
-    """A barrier, a wait, or the fence behind what the matrices take. Whose turn it is changes no result, and two waits are the compiler's."""
-    ptx, name = "shaders/cuda/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_rows64_wgmma"
-    text, unneeded = (ROOT / ptx).read_text(), []
-    lacks = [(f"barrier {index}", without_barrier(text, name, index)) for index in range(len(barriers(text, name)))]
+def lacks_of_warpgroups(ptx, name, rows, cases):
+    """What an entry does without in all cases, of its barriers, waits, and fences behind what the matrices take."""
+    before, after = (ROOT / ptx).read_text().split(f".entry {name}(")
+    before, (entry, *rest) = f"{before}.entry {name}(", after.split(".entry ", 1)
+    rest, unneeded = "".join(f".entry {others}" for others in rest), []
+    text = before + entry + rest
+    lacks = [("barrier", without_barrier(text, name, index)) for index in range(len(barriers(text, name)))]
     for part in (r"mbarrier\.test_wait\S* p, [^;]*;", r"fence\.proxy\.async[^;]*;", r"wgmma\.wait_group[^;]*;"):
-        for found in re.finditer(part, text):
+        for found in re.finditer(part, entry):
             less = "setp.eq.u32 p, 0, 0;" if "test_wait" in found[0] else ""
-            lacks.append((found[0], text[: found.start()] + less + text[found.end() :]))
+            lacks.append((found[0].split(".")[1].split()[0], before + entry[: found.start()] + less + entry[found.end() :] + rest))
     for lack, changed in lacks:
         try:
-            must_fail(ptx, name, 64, changed, lack, [(96, 32, 21, False, BOXES, "reverse"), (96, 32, 21, False, 1, "forward")])
+            must_fail(ptx, name, rows, changed, lack, cases)
         except AssertionError:
-            unneeded.append(lack.split(".")[1].split()[0])
+            unneeded.append(lack)
+    return unneeded
+
+
+def test_what_warpgroups_lack_is_found():
+    """Whose turn it is changes no result, and two waits are the compiler's."""
+    cases = [(96, 32, 21, False, BOXES, "reverse"), (96, 32, 21, False, 1, "forward")]
+    unneeded = lacks_of_warpgroups("shaders/cuda/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_rows64_wgmma", 64, cases)
     assert unneeded == ["test_wait", "wait_group", "wait_group"], unneeded
+
+
+def test_what_swapped_warpgroups_lack_is_found():
+    cases = [(192, 64, 21, False, BOXES, "reverse"), (192, 64, 21, False, 1, "forward")]
+    unneeded = lacks_of_warpgroups("shaders/cuda/mla_decode_swap_bf16.ptx", "mla_decode_512_64_rows16_wgmma", 16, cases)
+    assert unneeded == [], unneeded

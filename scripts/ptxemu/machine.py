@@ -262,31 +262,11 @@ def control(instruction, at, machine):
 
         return leave
     if name in ("bar", "barrier") and instruction.has("sync", "arrive") and not instruction.has("warp"):
-        number = source(machine, instruction.operands[0], "u32")
-        threads = int(instruction.operands[1], 0) if len(instruction.operands) > 1 else 0
-        goes_on = instruction.has("arrive")
-
-        def barrier(team, mask):
-            numbers = np.unique(np.broadcast_to(number(team), team.lanes)[slice(None) if mask is None else mask])
-            if len(numbers) > 1:
-                raise Fault(f"lanes at different barriers: {numbers}")
-            machine.arrive(team, mask, int(numbers[0]), threads, None if goes_on else at + 1)
-            if goes_on:
-                return None
-            team.go_on = np.zeros(team.lanes, bool)
-            return True
-
-        return barrier
+        number, threads = instruction.operands[0], instruction.operands[1:]
+        return barrier(machine, number, threads, None if instruction.has("arrive") else at + 1)
     if name in ("bar", "barrier") and instruction.has("red") and instruction.has("or"):
-        target, number, said = instruction.operands
-        target, number, said = int(target[1:]), int(number, 0), int(said[1:])
-
-        def vote(team, mask):
-            machine.arrive(team, mask, number, 0, at + 1, (target, np.broadcast_to(team.regs[said], team.lanes)))
-            team.go_on = np.zeros(team.lanes, bool)
-            return True
-
-        return vote
+        target, number, *threads, said = instruction.operands
+        return barrier(machine, number, threads, at + 1, (int(target[1:]), int(said[1:])))
     if name == "trap":
 
         def trap(team, mask):
@@ -294,3 +274,21 @@ def control(instruction, at, machine):
 
         return trap
     return None
+
+
+def barrier(machine, number, threads, address, vote=None):
+    """Lanes come to a barrier and go on at `address`, or where they are if it is None. A vote is where what all say goes, and what a lane says."""
+    number, threads = source(machine, number, "u32"), int(threads[0], 0) if threads else 0
+
+    def come(team, mask):
+        numbers = np.unique(np.broadcast_to(number(team), team.lanes)[slice(None) if mask is None else mask])
+        if len(numbers) > 1:
+            raise Fault(f"lanes at different barriers: {numbers}")
+        said = vote and (vote[0], np.broadcast_to(team.regs[vote[1]], team.lanes))
+        machine.arrive(team, mask, int(numbers[0]), threads, address, said)
+        if address is None:
+            return None
+        team.go_on = np.zeros(team.lanes, bool)
+        return True
+
+    return come

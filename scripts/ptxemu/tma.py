@@ -11,7 +11,7 @@ import numpy as np
 from access import Place
 from arrivals import BYTES
 from memory import CELL, POISON, READ, WRITE, Fault
-from operands import elements, source
+from operands import elements, register, source
 from parse import split_operands
 
 RANK, WORDS = 4, 16
@@ -26,6 +26,8 @@ def tensor_map(address, element, dims, strides, box, swizzle):
 def decode(machine, instruction):
     if instruction.name == "cp" and instruction.has("tensor") and instruction.has(f"{RANK}d") and instruction.has("mbarrier::complete_tx::bytes"):
         return copy(machine, instruction)
+    if instruction.name == "createpolicy":
+        return policy(machine, instruction)
     if instruction.name == "fence" and instruction.has("proxy") and instruction.has("async"):
         return fence(machine)
     return None
@@ -41,6 +43,12 @@ def fence(machine):
     return run
 
 
+def policy(machine, instruction):
+    """How long the L2 cache keeps something: nothing here depends on it."""
+    target = register(instruction.operands[0])
+    return lambda team, mask: team.put(target, np.zeros(team.lanes, np.uint64), mask)
+
+
 def copy(machine, instruction):
     target, barrier = (Place(machine, instruction, instruction.operands[at]) for at in (0, 2))
     name, coordinates = split_operands(instruction.operands[1][1:-1])
@@ -49,20 +57,19 @@ def copy(machine, instruction):
 
     def run(team, mask):
         for block, mine, key in machine.arrivals.find(team, barrier, mask, READ):
-            if mine.sum() > 1:
-                raise Fault("several lanes ask for tensor copies at once")
-            lane = int(np.flatnonzero(mine)[0])
-            at = [int(np.broadcast_to(get(team), team.lanes)[lane]) for get in gets]
-            described, data = box_of(machine, int(np.broadcast_to(where(team), team.lanes)[lane]), at)
-            memory, start = target.locate(team, mine, 1, ALIGN, WRITE, note=False)
-            offsets = start[0] + swizzled(len(data), described)
-            if offsets.max() + 1 > (block + 1) * machine.shared.size:
-                raise Fault("a tensor copy past the end of shared memory")
+            lanes, (memory, starts) = np.flatnonzero(mine), target.locate(team, mine, 1, ALIGN, WRITE, note=False)
             if machine.shared.races:
                 machine.shared.races.check_fenced(np.arange(key[1], key[1] + BYTES, CELL) // CELL)
-                machine.shared.races.copied(team.number, offsets, block)
-            memory[offsets] = POISON
-            machine.arrivals.get(key).coming.append((machine.arrivals.known(block, team), offsets, data))
+            for lane, start in zip(lanes, starts):
+                at = [int(np.broadcast_to(get(team), team.lanes)[lane]) for get in gets]
+                described, data = box_of(machine, int(np.broadcast_to(where(team), team.lanes)[lane]), at)
+                offsets = start + swizzled(len(data), described)
+                if offsets.max() + 1 > (block + 1) * machine.shared.size:
+                    raise Fault("a tensor copy past the end of shared memory")
+                if machine.shared.races:
+                    machine.shared.races.copied(team.number, offsets, block)
+                memory[offsets] = POISON
+                machine.arrivals.get(key).coming.append((machine.arrivals.known(block, team), offsets, data))
 
     return run
 

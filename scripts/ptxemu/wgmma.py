@@ -57,13 +57,13 @@ def commit(team, mask):
 
 
 class Matrix:
-    """One in shared memory, which a descriptor names. `by_depth`: its rows go along the depth, and hold what is not."""
+    """One in shared memory, which a descriptor names. `by_depth`: its rows go along the depth, and hold what is not. Of its columns those from `first` on."""
 
-    def __init__(self, descriptors, rows, columns, by_depth):
+    def __init__(self, descriptors, rows, columns, by_depth, first=0):
         self.start, self.groups, self.eights = (((descriptors >> np.uint64(at)) & np.uint64(0x3FFF)).astype(np.int64) << 4 for at in (0, 16, 32))
         if (descriptors >> np.uint64(62) != SWIZZLE_128).any():
             raise Unsupported("a descriptor with another swizzle than 128 bytes")
-        row, chunk = np.meshgrid(np.arange(rows), np.arange(columns // 8), indexing="ij")
+        row, chunk = np.meshgrid(np.arange(rows), np.arange(first // 8, (first + columns) // 8), indexing="ij")
         place = (chunk // 8)[None] * self.groups[:, None, None] if by_depth else 0
         place = place + self.start[:, None, None] + (row // 8) * self.eights[:, None, None] + row % 8 * 128 + (chunk % 8 if by_depth else chunk) * CHUNK
         self.addresses = place ^ (place >> 7 & 7) << 4
@@ -88,9 +88,9 @@ def multiply(machine, instruction):
     values = DECODERS[a_type][1]
     sums, a, b, adds, scale_a, scale_b, *transposed = instruction.operands
     in_registers = a[0] == "{"
-    if (scale_a, scale_b) != ("1", "1") or (not in_registers and transposed[0] != "0") or len(elements(sums)) != columns // 2:
+    if (scale_a, scale_b) != ("1", "1") or len(elements(sums)) != columns // 2:
         raise Unsupported(f"wgmma `{instruction.text}`")
-    targets, by_depth = [register(text) for text in elements(sums)], transposed[-1] == "1"
+    targets, by_depth, a_by_depth = [register(text) for text in elements(sums)], transposed[-1] == "1", not in_registers and transposed[0] == "1"
     gets_sum = [source(machine, text, "f32") for text in elements(sums)]
     gets_a = [source(machine, text, "u32") for text in elements(a)] if in_registers else source(machine, a, "u64")
     get_b, get_adds = source(machine, b, "u64"), source(machine, adds, "pred")
@@ -103,7 +103,9 @@ def multiply(machine, instruction):
         adding = np.broadcast_to(get_adds(team), team.lanes)[::32]
         left, place = None, np.zeros(team.blocks, np.int64)
         place[team.block[first]] = np.arange(len(first))
-        if not in_registers:
+        if a_by_depth:
+            left = Matrix(np.broadcast_to(gets_a(team), team.lanes)[first], DEPTH, 16, True, team.number % 4 * 16)
+        elif not in_registers:
             # Eight rows further for each half of the 16 that are this warp's.
             descriptors = np.broadcast_to(gets_a(team), team.lanes)[first]
             further = (descriptors >> np.uint64(32) & np.uint64(0x3FFF)) * np.uint64(2 * (team.number % 4))
@@ -119,6 +121,7 @@ def multiply(machine, instruction):
             b = b if by_depth else b.swapaxes(1, 2)
             if left:
                 a = values(left.read(machine, team, blocks, place[blocks]))
+                a = a.swapaxes(1, 2) if a_by_depth else a
             else:
                 words = np.stack([np.broadcast_to(get(team), team.lanes).reshape(-1, 32)[blocks] for get in gets_a], 1)
                 a = np.empty((len(blocks), 16, DEPTH))

@@ -62,7 +62,7 @@ struct BoxLoader {
         if (!asks) return;
         const u32 known = args.clamp_pages ? min(id, args.num_pages - 1) : id, barrier = barriers + stage * 8;
         arrive_and_expect(barrier, left > 0 ? BYTES : 0);
-        if (left > 0) copy_box(to + threadIdx.x / LANES * BYTES, map, offset, known, barrier);
+        if (left > 0) copy_box_once(to + threadIdx.x / LANES * BYTES, map, offset, known, barrier);
         left -= T::TOKENS;
         page += args.tile_pages;
         offset += args.tile_rest;

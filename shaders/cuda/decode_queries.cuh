@@ -17,14 +17,14 @@ DEVICE float2 pair_of(float2 pair) {
     return DTYPE == F32 ? pair : pair_of<F16>(__float_as_uint(pair.x));
 }
 
-// Query rows on their way to shared memory, two of a warp at a time. What a lane asks for it takes only when all is asked for.
+// Query rows on their way to shared memory, a few of a warp at a time. What a lane asks for it takes only when all is asked for.
 template <class T>
 struct QueryRows {
     using Order = typename T::QueryOrder;
     // In two parts: those that the matrices' type does not hold, f32 and f16 on bf16.
     using Pair = typename Either<T::PARTS == 2, float2, u32>::Type;
     static constexpr int PAIRS = (T::DIM + 63) / 64; // of a lane
-    static constexpr int BATCH = 2;
+    static constexpr int BATCH = T::QUERY_BATCH;
     static_assert(T::STAGED_ROWS % (BATCH * T::WARPS) == 0, "whole batches");
     Pair pairs[BATCH][PAIRS];
 

@@ -62,6 +62,7 @@ struct Tile {
     using QueryOrder = Swizzle<QUERY_BYTES>;
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
     // Queries that stay in registers pass through the last stage, so many rows at a time; what does not fit them lies at the end as a lane takes it.
+    static constexpr int QUERY_BATCH = 2; // rows of a warp at a time
     static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
     static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
     static constexpr int QUERIES_AT = KEPT > 0 ? (STAGES - 1) * STAGE_BYTES : 0;

@@ -24,7 +24,7 @@ struct GroupTile {
     static constexpr int WARPS = 8, LOADERS = 4, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply, that load
     static constexpr int STEPS = DIM / 16, KEPT = 8; // of a score; those whose queries stay in registers
     static constexpr int TOKEN_TILES = TOKENS / 8, COLUMN_TILES = LATENT / 2 / 8; // of a warpgroup's scores, of its output
-    static constexpr int ROW_BYTES = DIM * 2, QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, STAGE_BYTES = TOKENS * ROW_BYTES;
+    static constexpr int ROW_BYTES = DIM * 2, QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = 2, STAGE_BYTES = TOKENS * ROW_BYTES;
     using Order = GroupOrder<TOKENS>; // of the cache's rows
     using QueryOrder = GroupOrder<ROWS>;
     static constexpr int QUERIES_AT = 0, STAGES_AT = ROWS * QUERY_BYTES;

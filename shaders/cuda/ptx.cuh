@@ -53,6 +53,17 @@ DEVICE bool any_of_block(bool value) {
     return any != 0;
 }
 
+// As `wait_for_warps`; whether it is so for any thread.
+template <int WARPS>
+DEVICE bool any_of_warps(u32 barrier, bool value) {
+    u32 any;
+    asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
+                 : "=r"(any)
+                 : "r"(static_cast<u32>(value)), "r"(barrier), "n"(WARPS * LANES)
+                 : "memory");
+    return any != 0;
+}
+
 // 16 bytes to shared memory, if they are wanted, on their way until `wait_for_all_but`; zeros where `is_there` is false, and nothing is read then.
 DEVICE void copy_16(u32 to, const void* from, bool is_there, bool wanted) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0), "r"(static_cast<u32>(wanted))

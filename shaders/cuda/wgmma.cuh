@@ -3,11 +3,11 @@
 
 #include "ptx.cuh"
 
-// What lies in shared memory in a GroupOrder: where it begins, and for a matrix of several groups how far apart they are, in bytes. Constants may be
-// added to it, in units of 16 bytes.
-DEVICE u64 matrix_at(u32 begin, u32 group_stride = 0) {
-    constexpr u64 EIGHT_ROWS = 8 * 128, SWIZZLE_128 = 1;
-    return u64(begin >> 4) | u64(group_stride >> 4) << 16 | EIGHT_ROWS >> 4 << 32 | SWIZZLE_128 << 62;
+// What lies in shared memory in a GroupOrder: where it begins, and for a matrix of several groups how far apart they are, in bytes; how far apart each
+// eight rows are. Constants may be added to it, in units of 16 bytes.
+DEVICE u64 matrix_at(u32 begin, u32 group_stride = 0, u64 eight_rows = 8 * 128) {
+    constexpr u64 SWIZZLE_128 = 1;
+    return u64(begin >> 4) | u64(group_stride >> 4) << 16 | eight_rows >> 4 << 32 | SWIZZLE_128 << 62;
 }
 
 // What comes before stays before and what comes after stays after, as far as these sums are concerned: the compiler does not know that a
@@ -18,16 +18,25 @@ DEVICE void pin(float (&sums)[TILES][4]) {
     for (int i = 0; i < TILES; i++) asm volatile("" : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])::"memory");
 }
 
-// Before the first multiplication after sums were touched.
+// Before the first multiplication after sums were touched, which are pinned before it.
+DEVICE void before_multiplications() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Those since the last time are a group. Their sums are pinned then.
+DEVICE void commit_multiplications() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
 template <int TILES>
 DEVICE void begin_multiplications(float (&sums)[TILES][4]) {
     pin(sums);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    before_multiplications();
 }
 
 template <int TILES>
 DEVICE void end_of_multiplications(float (&sums)[TILES][4]) {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    commit_multiplications();
     pin(sums);
 }
 
@@ -51,6 +60,7 @@ DEVICE void take_registers() {
 #define SUMS_8(s, i) "+f"(s[(i) / 4][0]), "+f"(s[(i) / 4][1]), "+f"(s[(i) / 4][2]), "+f"(s[(i) / 4][3]), "+f"(s[(i) / 4 + 1][0]), "+f"(s[(i) / 4 + 1][1]), "+f"(s[(i) / 4 + 1][2]), "+f"(s[(i) / 4 + 1][3])
 #define SUMS_32(s, i) SUMS_8(s, i), SUMS_8(s, (i) + 8), SUMS_8(s, (i) + 16), SUMS_8(s, (i) + 24)
 
+#define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define PLACES_128 \
     PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
@@ -97,4 +107,36 @@ DEVICE void multiply_32(float (&sums)[4][4], const u32 (&a)[4], u64 b, bool adds
 template <bool IS_BF16>
 DEVICE void multiply_256(float (&sums)[32][4], const u32 (&a)[4], u64 b) {
     OF_TYPE(MULTIPLY_256)
+}
+
+// The same with as many rows of b as sums have columns, 16 or 32.
+#define MULTIPLY_16(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, %8, %9, p, 1, 1, 0, 0;}" \
+                 : SUMS_8(sums, 0) \
+                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
+
+template <bool IS_BF16>
+DEVICE void multiply_columns(float (&sums)[2][4], u64 a, u64 b, bool adds) {
+    OF_TYPE(MULTIPLY_16)
+}
+
+template <bool IS_BF16>
+DEVICE void multiply_columns(float (&sums)[4][4], u64 a, u64 b, bool adds) {
+    multiply_32<IS_BF16>(sums, a, b, adds);
+}
+
+// sums [64, 16 or 32] += a x b, both turned: their 16 rows have 64 columns, and 16 or 32.
+#define MULTIPLY_TURNED_16(type) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, %8, %9, 1, 1, 1, 1, 1;" : SUMS_8(sums, 0) : "l"(a), "l"(b))
+#define MULTIPLY_TURNED_32(type) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, %16, %17, 1, 1, 1, 1, 1;" : SUMS_8(sums, 0), SUMS_8(sums, 8) : "l"(a), "l"(b))
+
+template <bool IS_BF16>
+DEVICE void multiply_turned(float (&sums)[2][4], u64 a, u64 b) {
+    OF_TYPE(MULTIPLY_TURNED_16)
+}
+
+template <bool IS_BF16>
+DEVICE void multiply_turned(float (&sums)[4][4], u64 a, u64 b) {
+    OF_TYPE(MULTIPLY_TURNED_32)
 }

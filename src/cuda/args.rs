@@ -85,6 +85,8 @@ mod tests {
             &ptx::MLA_DECODE_TMA_BF16,
             &ptx::MLA_DECODE_TMA_E4M3,
             &ptx::MLA_DECODE_TMA_F16,
+            &ptx::MLA_DECODE_SWAP_BF16,
+            &ptx::MLA_DECODE_SWAP_F16,
             &ptx::MLA_DECODE_WGMMA_BF16,
             &ptx::MLA_DECODE_WGMMA_F16,
             &ptx::MLA_MERGE,

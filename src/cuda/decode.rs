@@ -121,18 +121,22 @@ impl Decode {
         let blocks = if self.row.on_matrices() { by_shared.min(by_registers) } else { 8 };
         let blocks = blocks.max(1);
         // Where an item begins, a box of a tile does.
-        let tokens_per_block = if let Body::Warpgroups { tokens } = self.row.body { tokens } else { 16 };
+        let tokens_per_block = match self.row.body {
+            Body::Warpgroups { .. } | Body::Swapped { .. } => self.split.compiled.tokens,
+            _ => 16,
+        };
         Tiling {
             rows_per_tile: self.row.rows,
             tokens_per_block,
             target_items: card.multiprocessors * blocks,
             min_split_tokens: 64,
             // On an H200 the merge of a lone sequence waits where the split leaves it no room: a third of the multiprocessors, or the
-            // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with 256).
-            lone_items: if blocks == 1 {
-                card.multiprocessors * 2 / 3
-            } else {
-                card.multiprocessors * blocks / 2
+            // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with
+            // 256). Beside `rows16_wgmma` there is room (1 x 131072: 45.8 with 86, 43.8 with 114).
+            lone_items: match self.row.body {
+                Body::Swapped { .. } => card.multiprocessors * 7 / 8,
+                _ if blocks == 1 => card.multiprocessors * 2 / 3,
+                _ => card.multiprocessors * blocks / 2,
             },
             // On an H200 80 to 160 tokens of a block alone. Where two share a multiprocessor, so much that 64 ragged sequences stay equal
             // shares: 96 us with 263 of them, 102 with 291 pieces.
@@ -245,10 +249,14 @@ impl Decode {
                 (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
             }
             Body::TensorCopies { otherwise, .. } => (Split::new(&self.cuda, spec, otherwise)?, None, chunks),
-            Body::Warpgroups { tokens } if boxes && spec.kv.page_size.is_multiple_of(tokens) => {
+            Body::Warpgroups { tokens } | Body::Swapped { tokens }
+                if boxes && spec.kv.page_size.is_multiple_of(tokens) =>
+            {
                 (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
             }
-            Body::Warpgroups { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
+            Body::Warpgroups { .. } | Body::Swapped { .. } => {
+                (self.split.clone(), Some(TensorMap::none()), chunks)
+            }
             Body::Matrices | Body::Simple => (self.split.clone(), None, chunks),
         })
     }

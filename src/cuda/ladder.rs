@@ -2,8 +2,9 @@
 
 use super::driver::Card;
 use super::ptx::{
-    MLA_DECODE_BF16, MLA_DECODE_E4M3, MLA_DECODE_F16, MLA_DECODE_SIMPLE, MLA_DECODE_TMA_BF16,
-    MLA_DECODE_TMA_E4M3, MLA_DECODE_TMA_F16, MLA_DECODE_WGMMA_BF16, MLA_DECODE_WGMMA_F16, Ptx,
+    MLA_DECODE_BF16, MLA_DECODE_E4M3, MLA_DECODE_F16, MLA_DECODE_SIMPLE, MLA_DECODE_SWAP_BF16,
+    MLA_DECODE_SWAP_F16, MLA_DECODE_TMA_BF16, MLA_DECODE_TMA_E4M3, MLA_DECODE_TMA_F16, MLA_DECODE_WGMMA_BF16,
+    MLA_DECODE_WGMMA_F16, Ptx,
 };
 use crate::{Dtype, MlaSpec};
 
@@ -28,13 +29,17 @@ pub(super) enum Body {
     TensorCopies { tokens: u32, otherwise: &'static Row },
     /// On Hopper's tensor cores (`wgmma`), which no other card has, by tensor copies of boxes of so many tokens where pages are a multiple of them.
     Warpgroups { tokens: u32 },
+    /// The same with query rows as columns of the matrices (`swap AB`).
+    Swapped { tokens: u32 },
     /// On no tensor cores.
     Simple,
 }
 
 /// The rows, best first. The last one runs everywhere.
-pub(super) const ROWS: [Row; 9] = [
+pub(super) const ROWS: [Row; 11] = [
     Row { body: Body::Warpgroups { tokens: 32 }, ..matrices("rows64_wgmma", 64, true) },
+    Row { body: Body::Swapped { tokens: 8 }, ..matrices("rows32_wgmma", 32, true) },
+    Row { body: Body::Swapped { tokens: 8 }, ..matrices("rows16_wgmma", 16, true) },
     matrices("rows64", 64, true),
     matrices("rows32", 32, true),
     matrices("rows64_small", 64, true),
@@ -82,7 +87,7 @@ impl Row {
                     "pages of {page_size} tokens: tensor copies take a multiple of {tokens}"
                 ));
             }
-            Body::Warpgroups { .. } if card.capability != 90 || !card.tma => {
+            Body::Warpgroups { .. } | Body::Swapped { .. } if card.capability != 90 || !card.tma => {
                 return Err("no matrices of warpgroups (wgmma): H100 and H200 have them, with a driver of 525 or later".into());
             }
             _ => {}
@@ -124,7 +129,9 @@ impl Row {
             (Body::TensorCopies { .. }, Dtype::E4m3) => &MLA_DECODE_TMA_E4M3,
             (Body::Warpgroups { .. }, Dtype::F16) => &MLA_DECODE_WGMMA_F16,
             (Body::Warpgroups { .. }, Dtype::Bf16) => &MLA_DECODE_WGMMA_BF16,
-            (Body::Warpgroups { .. }, Dtype::E4m3) => {
+            (Body::Swapped { .. }, Dtype::F16) => &MLA_DECODE_SWAP_F16,
+            (Body::Swapped { .. }, Dtype::Bf16) => &MLA_DECODE_SWAP_BF16,
+            (Body::Warpgroups { .. } | Body::Swapped { .. }, Dtype::E4m3) => {
                 return Err("an e4m3 cache is not multiplied by matrices of warpgroups".into());
             }
         };
@@ -210,10 +217,12 @@ mod tests {
         let name = |card, heads, query| {
             choose(card, &spec((512, 64), heads, Dtype::Bf16, query), heads).map(|row| row.name)
         };
-        assert_eq!(name(&H200, 16, Dtype::Bf16), Some("rows16_tma"));
+        assert_eq!(name(&H200, 16, Dtype::Bf16), Some("rows16_wgmma"));
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 16, Dtype::Bf16), Some("rows16_tma"));
         assert_eq!(name(&Card { tma: false, ..H200 }, 16, Dtype::Bf16), Some("rows16"));
-        assert_eq!(name(&H200, 20, Dtype::Bf16), Some("rows32"));
-        assert_eq!(name(&H200, 32, Dtype::Bf16), Some("rows32"));
+        assert_eq!(name(&H200, 20, Dtype::Bf16), Some("rows32_wgmma"));
+        assert_eq!(name(&H200, 32, Dtype::Bf16), Some("rows32_wgmma"));
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 32, Dtype::Bf16), Some("rows32"));
         assert_eq!(name(&H200, 40, Dtype::Bf16), Some("rows64_wgmma"));
         assert_eq!(name(&H200, 128, Dtype::Bf16), Some("rows64_wgmma"));
         assert_eq!(name(&Card { tma: false, ..H200 }, 128, Dtype::Bf16), Some("rows64"));

@@ -37,6 +37,8 @@ pub(super) static MLA_DECODE_SIMPLE: Ptx = ptx!("mla_decode_simple");
 pub(super) static MLA_DECODE_TMA_BF16: Ptx = ptx!("mla_decode_tma_bf16");
 pub(super) static MLA_DECODE_TMA_E4M3: Ptx = ptx!("mla_decode_tma_e4m3");
 pub(super) static MLA_DECODE_TMA_F16: Ptx = ptx!("mla_decode_tma_f16");
+pub(super) static MLA_DECODE_SWAP_BF16: Ptx = ptx!("mla_decode_swap_bf16");
+pub(super) static MLA_DECODE_SWAP_F16: Ptx = ptx!("mla_decode_swap_f16");
 pub(super) static MLA_DECODE_WGMMA_BF16: Ptx = ptx!("mla_decode_wgmma_bf16");
 pub(super) static MLA_DECODE_WGMMA_F16: Ptx = ptx!("mla_decode_wgmma_f16");
 pub(super) static MLA_MERGE: Ptx = ptx!("mla_merge");
@@ -76,6 +78,8 @@ pub(super) static ALL: &[&Ptx] = &[
     &MLA_DECODE_TMA_BF16,
     &MLA_DECODE_TMA_E4M3,
     &MLA_DECODE_TMA_F16,
+    &MLA_DECODE_SWAP_BF16,
+    &MLA_DECODE_SWAP_F16,
     &MLA_DECODE_WGMMA_BF16,
     &MLA_DECODE_WGMMA_F16,
     &MLA_MERGE,

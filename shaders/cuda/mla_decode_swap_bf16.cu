@@ -1,0 +1,8 @@
+// ptx: compute_90a version=8.0
+// The rows of the ladder for Hopper's warpgroups whose query rows are the columns of matrices.
+#include "mla_decode_swap.cuh"
+
+// limits: mla_decode_512_64_rows16_wgmma registers=80 threads=384 shared=232448
+DECODE_SWAPPED(mla_decode_512_64_rows16_wgmma, BF16, 16)
+// limits: mla_decode_512_64_rows32_wgmma registers=168 threads=384 shared=232448
+DECODE_SWAPPED(mla_decode_512_64_rows32_wgmma, BF16, 32)
