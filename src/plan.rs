@@ -92,7 +92,7 @@ pub enum Policy {
     Auto,
     /// Cuts at the multiples of this many tokens. The result of a row then depends on nothing but the row: not
     /// on the batch, its order or shared prefixes, bit for bit. CUDA's rows by tensor copies load splits slowly
-    /// that are no multiple of 16, or on Hopper, with more than 32 query rows, of 32.
+    /// that are no multiple of 16, or on Hopper, with a 16-bit cache and more than 32 query rows, of 32.
     FixedTokens(u32),
     /// No cuts and no merge.
     OneSplit,

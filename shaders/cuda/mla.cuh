@@ -8,7 +8,7 @@ constexpr float EMPTY = -1.0e38f; // a finite stand-in for the -inf of a row tha
 
 enum Dtype : u32 { F32, F16, BF16, E4M3 };
 
-// How a cache may be copied: all of its rows begin at multiples of 8 bytes, or of 16, or tensor copies take it in boxes of a tile.
+// How a cache may be copied: all of its rows begin at multiples of 8 bytes, or of 16, or tensor copies take it in boxes.
 enum Copying : u32 { CHUNKS_8, CHUNKS_16, BOXES };
 
 struct WorkItem {
