@@ -269,12 +269,14 @@ def test_wgmma_f16():
 
 
 def test_swap_bf16():
-    wgmma("bf16", "bf16", ((192, 21, 64), (64, 0, -40), (128, 1, 0)), 32, "swap")
+    wgmma("bf16", "bf16", ((192, 21, 64), (64, 0, -40)), 32, "swap")
     wgmma("bf16", "bf16", ((128, 21, 16),), 32, "swap", PAGE)
+    wgmma("bf16", "bf16", ((128, 1, 0),), 16, "swap")
 
 
 def test_swap_f16():
     wgmma("f16", "e4m3", ((192, 21, 8),), 16, "swap")
+    wgmma("f16", "f16", ((64, 21, 8),), 32, "swap")
 
 
 def simple(cache):

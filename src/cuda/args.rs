@@ -104,6 +104,6 @@ mod tests {
                 entries += 1;
             }
         }
-        assert_eq!(entries, 66);
+        assert_eq!(entries, 70);
     }
 }
