@@ -20,8 +20,7 @@ DEVICE void load_inside_boxes(const Args& args, const WorkItem& item, u32 tile_b
     for (u32 i = threadIdx.x; i < T::TOKENS * CHUNKS; i += T::THREADS) {
         const u32 token = tile_begin + i / CHUNKS;
         if (token >= item.kv_end) break;
-        const u32 page = token / args.page_size, id = args.pages[item.page_begin + page];
-        const u64 element = (args.clamp_pages ? min(id, args.num_pages - 1) : id) * args.kv_block_stride + static_cast<u64>(token - page * args.page_size) * T::DIM;
+        const u64 element = row_of_token<T::DIM>(args, item, token);
         const uint4 chunk = reinterpret_cast<const uint4*>(args.kv + element * T::ELEMENT_BYTES)[i % CHUNKS];
         store_16(to + T::Order::at(i / CHUNKS, i % CHUNKS), {chunk.x, chunk.y, chunk.z, chunk.w});
     }
@@ -60,7 +59,7 @@ struct BoxLoader {
 
     DEVICE void load(u32 to, u32 stage) {
         if (!asks) return;
-        const u32 known = args.clamp_pages ? min(id, args.num_pages - 1) : id, barrier = barriers + stage * 8;
+        const u32 known = bound_page(args, id), barrier = barriers + stage * 8;
         arrive_and_expect(barrier, left > 0 ? BYTES : 0);
         if (left > 0) copy_box_once(to + threadIdx.x / LANES * BYTES, map, offset, known, barrier);
         left -= T::TOKENS;

@@ -93,6 +93,17 @@ DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
     return ((row_warp / T::SHARERS * T::TOKEN_WARPS + token_warp) * T::SHARERS + (T::SHARERS - 1 - row_warp % T::SHARERS)) * T::WEIGHTS_BYTES;
 }
 
+DEVICE u32 page_id(const Args& args, const WorkItem& item, u32 page) {
+    return bound_page(args, args.pages[item.page_begin + page]);
+}
+
+// Where the cache has the row of an item's token, in elements.
+template <int DIM>
+DEVICE u64 row_of_token(const Args& args, const WorkItem& item, u32 token) {
+    const u32 page = token / args.page_size;
+    return page_id(args, item, page) * args.kv_block_stride + static_cast<u64>(token - page * args.page_size) * DIM;
+}
+
 // Where a thread's rows of the cache are: those of the next tile to load.
 template <class T>
 struct Loader {
@@ -142,7 +153,7 @@ struct Loader {
         const int pass = i / CHUNKS, chunk = i % CHUNKS;
         if (chunk == 0) {
             is_there = left > pass * PASS_ROWS;
-            const u32 known = args.clamp_pages ? min(id[pass], args.num_pages - 1) : id[pass];
+            const u32 known = bound_page(args, id[pass]);
             const u64 element = known * args.kv_block_stride + static_cast<u64>(offset[pass]) * T::DIM;
             from = args.kv + element * T::ELEMENT_BYTES + threadIdx.x % ROW_LANES * 16;
         }

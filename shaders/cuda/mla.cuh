@@ -81,6 +81,11 @@ DEVICE u32 bound_token(const Args& args, u32 token) {
     return min(token, args.max_queries - 1);
 }
 
+// A page id as a kernel may follow it: the host checks its own lists, not one that was written on the card.
+DEVICE u32 bound_page(const Args& args, u32 id) {
+    return args.clamp_pages ? min(id, args.num_pages - 1) : id;
+}
+
 // Two neighbours of an output row; `column` is even.
 DEVICE void store_out(const Args& args, u32 token, u32 head, u32 column, float first, float second) {
     const u64 at = token * args.out_token_stride + head * args.out_head_stride + column;

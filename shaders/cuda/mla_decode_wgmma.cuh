@@ -53,7 +53,7 @@ struct GroupLoader {
         const bool boxes = args.copies == BOXES && item.kv_begin % T::TOKENS == 0;
         u32 stage = 0, parity = 1;
         u32 page = item.kv_begin / args.page_size, offset = item.kv_begin - page * args.page_size, id = 0;
-        if (item.kv_begin < item.kv_end) id = page_id(page);
+        if (item.kv_begin < item.kv_end) id = page_id(args, item, page);
         if (boxes) prefetch_map(map);
         for (u32 tile_begin = item.kv_begin; tile_begin < item.kv_end; tile_begin += T::TOKENS) {
             wait_for_arrivals(empty + stage * 8, parity);
@@ -71,7 +71,7 @@ struct GroupLoader {
                 if (offset >= args.page_size) {
                     offset -= args.page_size;
                     page++;
-                    if (tile_begin + T::TOKENS < item.kv_end) id = page_id(page);
+                    if (tile_begin + T::TOKENS < item.kv_end) id = page_id(args, item, page);
                 }
             } else {
                 by_chunks(tile_begin, to);
@@ -86,11 +86,6 @@ struct GroupLoader {
         finish<0>();
     }
 
-    DEVICE u32 page_id(u32 page) const {
-        const u32 id = args.pages[item.page_begin + page];
-        return args.clamp_pages ? min(id, args.num_pages - 1) : id;
-    }
-
     DEVICE void by_chunks(u32 tile_begin, u32 to) const {
         constexpr int PASS_ROWS = T::LOADERS * LANES / Order::GROUP;
         const u32 lane = threadIdx.x % LANES, first = warp * (LANES / Order::GROUP) + lane / Order::GROUP;
@@ -99,10 +94,7 @@ struct GroupLoader {
             const u32 token = tile_begin + row;
             const bool is_there = token < item.kv_end;
             u64 element = 0;
-            if (is_there) {
-                const u32 page = token / args.page_size;
-                element = page_id(page) * args.kv_block_stride + static_cast<u64>(token - page * args.page_size) * T::DIM;
-            }
+            if (is_there) element = row_of_token<T::DIM>(args, item, token);
             const u8* from = args.kv + element * 2 + lane % Order::GROUP * 16;
             const u32 place = to + Order::at(row, lane % Order::GROUP);
 #pragma unroll

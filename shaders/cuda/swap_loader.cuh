@@ -25,7 +25,7 @@ struct PartLoader {
             if (boxes && begin + 16 <= item.kv_end) {
                 const u32 token = begin + lane * 8, page = token / args.page_size;
                 u32 id = 0;
-                if (asks) id = page_id(page);
+                if (asks) id = page_id(args, item, page);
                 wait_for_arrivals(empty, parity);
                 if (lane == 0) arrive_and_expect(full, T::PLACE_BYTES);
                 __syncwarp();
@@ -43,19 +43,14 @@ struct PartLoader {
         }
     }
 
-    DEVICE u32 page_id(u32 page) const {
-        const u32 id = args.pages[item.page_begin + page];
-        return args.clamp_pages ? min(id, args.num_pages - 1) : id;
-    }
-
     DEVICE static u32 row_of(int pass) { return threadIdx.x % LANES / 8 + pass * PASS_ROWS; }
 
     DEVICE void find_rows(const u8* (&from)[PASSES], u32 begin) const {
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
-            const u32 token = begin + row_of(i), page = token / args.page_size;
+            const u32 token = begin + row_of(i);
             u64 element = 0;
-            if (token < item.kv_end) element = page_id(page) * args.kv_block_stride + static_cast<u64>(token - page * args.page_size) * T::DIM;
+            if (token < item.kv_end) element = row_of_token<T::DIM>(args, item, token);
             from[i] = args.kv + element * 2;
         }
     }

@@ -109,7 +109,7 @@ DEVICE void multiply_256(float (&sums)[32][4], const u32 (&a)[4], u64 b) {
     OF_TYPE(MULTIPLY_256)
 }
 
-// The same with as many rows of b as sums have columns, 16 or 32.
+// sums [64, 16 or 32] = or += a [64, 16] x b, which has a row for each of their columns.
 #define MULTIPLY_16(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, %8, %9, p, 1, 1, 0, 0;}" \
                  : SUMS_8(sums, 0) \

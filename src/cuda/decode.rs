@@ -122,7 +122,7 @@ impl Decode {
         let blocks = blocks.max(1);
         // Where an item begins, a box of a tile does.
         let tokens_per_block = match self.row.body {
-            Body::Warpgroups { .. } | Body::Swapped { .. } => self.split.compiled.tokens,
+            Body::Warpgroups { .. } => self.split.compiled.tokens,
             _ => 16,
         };
         Tiling {
@@ -134,7 +134,7 @@ impl Decode {
             // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with
             // 256). Beside `rows16_wgmma` there is room (1 x 131072: 45.8 with 86, 43.8 with 114).
             lone_items: match self.row.body {
-                Body::Swapped { .. } => card.multiprocessors * 7 / 8,
+                Body::Warpgroups { swapped: true, .. } => card.multiprocessors * 7 / 8,
                 _ if blocks == 1 => card.multiprocessors * 2 / 3,
                 _ => card.multiprocessors * blocks / 2,
             },
@@ -249,14 +249,10 @@ impl Decode {
                 (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
             }
             Body::TensorCopies { otherwise, .. } => (Split::new(&self.cuda, spec, otherwise)?, None, chunks),
-            Body::Warpgroups { tokens } | Body::Swapped { tokens }
-                if boxes && spec.kv.page_size.is_multiple_of(tokens) =>
-            {
+            Body::Warpgroups { tokens, .. } if boxes && spec.kv.page_size.is_multiple_of(tokens) => {
                 (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
             }
-            Body::Warpgroups { .. } | Body::Swapped { .. } => {
-                (self.split.clone(), Some(TensorMap::none()), chunks)
-            }
+            Body::Warpgroups { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
             Body::Matrices | Body::Simple => (self.split.clone(), None, chunks),
         })
     }

@@ -28,18 +28,17 @@ pub(super) enum Body {
     /// The same by tensor copies (TMA) of boxes of so many tokens; `otherwise` has the same tiles, for a cache that they cannot take.
     TensorCopies { tokens: u32, otherwise: &'static Row },
     /// On Hopper's tensor cores (`wgmma`), which no other card has, by tensor copies of boxes of so many tokens where pages are a multiple of them.
-    Warpgroups { tokens: u32 },
-    /// The same with query rows as columns of the matrices (`swap AB`).
-    Swapped { tokens: u32 },
+    /// `swapped`: query rows are columns of the matrices (`swap AB`).
+    Warpgroups { tokens: u32, swapped: bool },
     /// On no tensor cores.
     Simple,
 }
 
 /// The rows, best first. The last one runs everywhere.
 pub(super) const ROWS: [Row; 11] = [
-    Row { body: Body::Warpgroups { tokens: 32 }, ..matrices("rows64_wgmma", 64, true) },
-    Row { body: Body::Swapped { tokens: 8 }, ..matrices("rows32_wgmma", 32, true) },
-    Row { body: Body::Swapped { tokens: 8 }, ..matrices("rows16_wgmma", 16, true) },
+    Row { body: Body::Warpgroups { tokens: 32, swapped: false }, ..matrices("rows64_wgmma", 64, true) },
+    Row { body: Body::Warpgroups { tokens: 8, swapped: true }, ..matrices("rows32_wgmma", 32, true) },
+    Row { body: Body::Warpgroups { tokens: 8, swapped: true }, ..matrices("rows16_wgmma", 16, true) },
     matrices("rows64", 64, true),
     matrices("rows32", 32, true),
     matrices("rows64_small", 64, true),
@@ -87,7 +86,7 @@ impl Row {
                     "pages of {page_size} tokens: tensor copies take a multiple of {tokens}"
                 ));
             }
-            Body::Warpgroups { .. } | Body::Swapped { .. } if card.capability != 90 || !card.tma => {
+            Body::Warpgroups { .. } if card.capability != 90 || !card.tma => {
                 return Err("no matrices of warpgroups (wgmma): H100 and H200 have them, with a driver of 525 or later".into());
             }
             _ => {}
@@ -127,11 +126,11 @@ impl Row {
             (Body::TensorCopies { .. }, Dtype::F16) => &MLA_DECODE_TMA_F16,
             (Body::TensorCopies { .. }, Dtype::Bf16) => &MLA_DECODE_TMA_BF16,
             (Body::TensorCopies { .. }, Dtype::E4m3) => &MLA_DECODE_TMA_E4M3,
-            (Body::Warpgroups { .. }, Dtype::F16) => &MLA_DECODE_WGMMA_F16,
-            (Body::Warpgroups { .. }, Dtype::Bf16) => &MLA_DECODE_WGMMA_BF16,
-            (Body::Swapped { .. }, Dtype::F16) => &MLA_DECODE_SWAP_F16,
-            (Body::Swapped { .. }, Dtype::Bf16) => &MLA_DECODE_SWAP_BF16,
-            (Body::Warpgroups { .. } | Body::Swapped { .. }, Dtype::E4m3) => {
+            (Body::Warpgroups { swapped: false, .. }, Dtype::F16) => &MLA_DECODE_WGMMA_F16,
+            (Body::Warpgroups { swapped: false, .. }, Dtype::Bf16) => &MLA_DECODE_WGMMA_BF16,
+            (Body::Warpgroups { swapped: true, .. }, Dtype::F16) => &MLA_DECODE_SWAP_F16,
+            (Body::Warpgroups { swapped: true, .. }, Dtype::Bf16) => &MLA_DECODE_SWAP_BF16,
+            (Body::Warpgroups { .. }, Dtype::E4m3) => {
                 return Err("an e4m3 cache is not multiplied by matrices of warpgroups".into());
             }
         };
@@ -167,9 +166,10 @@ fn splits_queries(spec: &MlaSpec) -> bool {
 }
 
 /// The row for so many query rows a sequence: each tile reads the cache once more, which is worth about 16 rows of arithmetic. Matrices of
-/// warpgroups multiply their 64 as fast as others do 36.
+/// warpgroups multiply 64 as fast as others do 36.
 pub(super) fn choose(card: &Card, spec: &MlaSpec, query_rows: u32) -> Option<&'static Row> {
-    let arithmetic = |row: &Row| if matches!(row.body, Body::Warpgroups { .. }) { 36 } else { row.rows };
+    let arithmetic =
+        |row: &Row| if matches!(row.body, Body::Warpgroups { swapped: false, .. }) { 36 } else { row.rows };
     let cost = |row: &&Row| query_rows.div_ceil(row.rows) * (arithmetic(row) + 16);
     let runs = |row: &&Row| row.runs_on(card, spec).is_ok();
     let matrices = ROWS.iter().filter(|row| row.on_matrices()).filter(runs).min_by_key(cost);
