@@ -20,6 +20,7 @@ EMPTY = np.float32(-1.0e38)
 CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
 # Tokens of a page, of one that boxes of 16 tokens fill, of 32; elements between pages.
 PAGE, BOXED_PAGE, GROUPS_PAGE, GAP = 24, 48, 64, 16
+LINE = 128  # bytes that tensor copies swizzle
 BOXES = 2  # `Copying` of shaders/cuda/mla.cuh
 # How far a result may be from the oracle's: what the weights are rounded to, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
@@ -89,16 +90,16 @@ def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
 def boxes(case, address, name, tile):
     """The cache as boxes: see src/cuda/tensor_map.rs."""
     element = case.kv.itemsize
-    group = 128 if case.dim * element % 128 == 0 else 64
-    columns, groups = group // element, case.dim * element // group
+    together = 1 if case.dim * element % LINE == 0 else 2
+    row = together * case.dim * element
     tokens = 16 if name.endswith("tma") else tile if name.endswith("rows64_wgmma") else 8
     return tensor_map(
         address,
         element,
-        dims=[columns, case.page, groups, len(case.kv)],
-        strides=[case.dim * element, group, case.stride * element],
-        box=[columns, tokens, groups, 1],
-        swizzle=group,
+        dims=[LINE // element, case.page // together, row // LINE, len(case.kv)],
+        strides=[row, LINE, case.stride * element],
+        box=[LINE // element, tokens // together, row // LINE, 1],
+        swizzle=LINE,
     )
 
 

@@ -1,7 +1,7 @@
 """Tensor copies (`cp.async.bulk.tensor`) from global to shared memory, by maps of the interpreter's own.
 
 A map is 16 words: the tensor's address, bytes of an element, four dims (the innermost first), three strides in bytes, four sides
-of the box, and the bytes of the swizzle (64 or 128, as many as a row of the box has). What a box takes from outside of the dims is 0.
+of the box, and the bytes of the swizzle (as many as a row of the box has). What a box takes from outside of the dims is 0.
 """
 
 import struct

@@ -61,7 +61,7 @@ struct BoxLoader {
         if (!asks) return;
         const u32 known = bound_page(args, id), barrier = barriers + stage * 8;
         arrive_and_expect(barrier, left > 0 ? BYTES : 0);
-        if (left > 0) copy_box_once(to + threadIdx.x / LANES * BYTES, map, offset, known, barrier);
+        if (left > 0) copy_box_once(to + threadIdx.x / LANES * BYTES, map, offset / T::Order::TOGETHER, known, barrier);
         left -= T::TOKENS;
         page += args.tile_pages;
         offset += args.tile_rest;

@@ -18,21 +18,36 @@ struct Swizzle {
     // The place `further` chunks on from an `at`, whose chunk has none of its bits: a constant costs an instruction, or none.
     DEVICE static u32 from(u32 place, u32 further) { return (place ^ (further % GROUP << 4)) + further / GROUP * (GROUP * 16); }
     // So many rows on, a multiple of 8.
-    DEVICE static constexpr u32 rows(u32 further) { return further * ROW_BYTES; }
+    DEVICE static constexpr u32 rows(u32 place, u32 further) { return place + further * ROW_BYTES; }
     DEVICE static constexpr u32 groups(u32 further) { return further * GROUP * 16; }
 };
 
-// The order in which tensor copies put them: of each 16 rows [groups, rows], a group's 8 or 4 chunks swizzled as the hardware does it.
+// The order in which tensor copies put them, 16 rows in a box: [lines, rows, 128 bytes], the chunks of a line swizzled as the hardware does it. Rows that
+// are no multiple of 128 bytes are copied by twos, as one.
 template <int ROW_BYTES>
 struct BoxOrder {
     static constexpr int ROWS = 16, BYTES = ROWS * ROW_BYTES;
-    static constexpr int GROUP = ROW_BYTES % 128 == 0 ? 8 : 4, GROUP_BYTES = GROUP * 16;
-    static_assert(ROW_BYTES % GROUP_BYTES == 0, "whole groups");
+    static constexpr int TOGETHER = ROW_BYTES % 128 == 0 ? 1 : 2, LINES = ROWS / TOGETHER, LINE_BYTES = LINES * 128;
+    static constexpr int GROUP = 8 / TOGETHER; // chunks that change places
+    static_assert(TOGETHER * ROW_BYTES % 128 == 0, "whole lines");
     DEVICE static u32 at(u32 row, u32 chunk) {
-        return row / ROWS * BYTES + chunk / GROUP * (ROWS * GROUP_BYTES) + row % ROWS * GROUP_BYTES + ((chunk % GROUP ^ row * GROUP / 8 % GROUP) << 4);
+        const u32 line = row % ROWS / TOGETHER;
+        chunk += row % TOGETHER * (ROW_BYTES / 16);
+        return row / ROWS * BYTES + chunk / 8 * LINE_BYTES + line * 128 + ((chunk % 8 ^ line % 8) << 4);
     }
-    DEVICE static u32 from(u32 place, u32 further) { return (place ^ (further % GROUP << 4)) + further / GROUP * (ROWS * GROUP_BYTES); }
-    DEVICE static constexpr u32 rows(u32 further) { return further / ROWS * BYTES + further % ROWS * GROUP_BYTES; }
+    // `place` is in an even group.
+    DEVICE static u32 from(u32 place, u32 further) {
+        const u32 groups = further / GROUP;
+        place ^= further % GROUP << 4;
+        if (TOGETHER == 1) return place + groups * LINE_BYTES;
+        if (groups % 2 == 0) return place + groups / 2 * LINE_BYTES;
+        // The other half of a line: of the same one in even rows, of the next one in odd rows, whose groups begin in the second half.
+        return (place ^ 64) + (groups / 2 + (place >> 6 ^ place >> 9) % 2) * LINE_BYTES;
+    }
+    DEVICE static u32 rows(u32 place, u32 further) {
+        const u32 on = place + further / ROWS * BYTES + further % ROWS / TOGETHER * 128;
+        return TOGETHER == 2 && further % ROWS / 8 == 1 ? on ^ 64 : on;
+    }
 };
 
 // The order in which matrices of a warpgroup take ROWS rows: [groups, rows, 128 bytes], a group's chunks swizzled as the hardware does it. A tensor

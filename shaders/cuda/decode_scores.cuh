@@ -52,7 +52,7 @@ struct Scores {
 #pragma unroll
             for (int j = 0; j < T::TOKEN_TILES; j += LONG ? 1 : 2) {
                 u32 b[4];
-                load_matrices(b, place + Order::rows(j * 8));
+                load_matrices(b, Order::rows(place, j * 8));
 #pragma unroll
                 for (int s = 0; s < LOAD_STEPS; s++) {
                     if (step + s < T::WARP_STEPS) {

@@ -158,7 +158,7 @@ struct Loader {
             from = args.kv + element * T::ELEMENT_BYTES + threadIdx.x % ROW_LANES * 16;
         }
         if (T::TOKENS % PASS_ROWS != 0 && threadIdx.x / ROW_LANES + pass * PASS_ROWS >= T::TOKENS) return;
-        const u32 place = to + Order::rows(pass * PASS_ROWS) + Order::groups(chunk);
+        const u32 place = Order::rows(to, pass * PASS_ROWS) + Order::groups(chunk);
         const u8* row = from + chunk * ROW_LANES * 16;
         if constexpr (BYTES == 16) {
             copy_16(place, row, is_there, wanted);

@@ -51,7 +51,7 @@ struct Output {
             u32 a[T::ROW_TILES][4];
 #pragma unroll
             for (int r = 0; r < T::ROW_TILES; r++) load_matrices(a[r], WeightOrder::from(weight_at, step * 2 % T::TOKEN_TILES) + weights_of<T>(r, step * 2 / T::TOKEN_TILES));
-            const u32 row = at + Order::rows(step * 16);
+            const u32 row = Order::rows(at, step * 16);
             if constexpr (T::CACHE == E4M3) {
                 // A chunk is 16 columns: a tile of the even ones and a tile of the odd ones.
 #pragma unroll

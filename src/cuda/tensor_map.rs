@@ -8,13 +8,16 @@ use crate::{Dtype, MlaSpec, Result};
 /// What a stride of a tensor stays below, in bytes.
 pub(super) const MOST_STRIDE: u64 = 1 << 40;
 
+/// Bytes that the hardware swizzles.
+const LINE: u64 = 128;
+
 /// What the driver makes of a tensor: a parameter of the kernels that copy boxes of it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TensorMap(sys::CUtensorMap);
 
 impl TensorMap {
-    /// Of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, groups, tokens, columns],
-    /// groups being the 128 bytes that the hardware swizzles, or 64 where rows are no multiple of that. Address and strides are multiples of 16, strides below [`MOST_STRIDE`].
+    /// Of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, lines, tokens, columns],
+    /// lines being the 128 bytes that the hardware swizzles, which memory likes too: where rows are no multiple of that, two tokens are one row. Address and strides are multiples of 16, strides below [`MOST_STRIDE`].
     /// `BoxOrder` and `GroupOrder` of shaders/cuda/decode_order.cuh are the same order.
     ///
     /// # Errors
@@ -22,18 +25,16 @@ impl TensorMap {
     pub fn of_cache(spec: &MlaSpec, address: u64, block_bytes: u64, tokens: u32) -> Result<Self> {
         let element = spec.kv.dtype.bytes() as u64;
         let row = u64::from(spec.shape.row_elems()) * element;
-        let (group, swizzle) = if row.is_multiple_of(128) {
-            (128, sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
-        } else {
-            (64, sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B)
-        };
+        let together = if row.is_multiple_of(LINE) { 1 } else { 2 };
+        let row = row * u64::from(together);
         let dtype = match spec.kv.dtype {
             Dtype::E4m3 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
         };
-        let dims = [group / element, spec.kv.page_size.into(), row / group, spec.kv.num_pages.into()];
-        let strides = [row, group, block_bytes];
-        let sides = [(group / element) as u32, tokens, (row / group) as u32, 1];
+        let tokens_of_page = u64::from(spec.kv.page_size / together);
+        let dims = [LINE / element, tokens_of_page, row / LINE, spec.kv.num_pages.into()];
+        let strides = [row, LINE, block_bytes];
+        let sides = [(LINE / element) as u32, tokens / together, (row / LINE) as u32, 1];
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         // SAFETY: each array has as many numbers as the rank says, one stride less; the driver writes the map and keeps nothing.
         unsafe {
@@ -47,7 +48,7 @@ impl TensorMap {
                 sides.as_ptr(),
                 [1; 4].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
