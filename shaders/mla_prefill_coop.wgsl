@@ -4,8 +4,9 @@
 // subgroups are ROW_GROUPS x COLUMN_SPLIT: each keeps ROW_TILES * TILE query rows in registers, and of their output, in accumulators, its
 // share of the columns. Keys and values of TOKENS tokens at a time are staged in workgroup memory as f16, in turns:
 //   1. scores   each subgroup multiplies its rows with its share of the block's keys
-//   2. softmax  SOFTMAX_LANES lanes a row turn scores into weights, which take the keys' place, as the values do. A row's maximum moves
-//               only when it grew by more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
+//   2. softmax  SOFTMAX_LANES lanes a row turn scores into weights, which take the keys' place, as the values do: both in an order of the
+//               keys by which these lanes read other banks than those of the next row (`quad_of`). A row's maximum moves only when it grew
+//               by more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
 //   3. values   each subgroup multiplies its rows of weights with its share of the values' columns
 // Meanwhile the next block is on its way from memory, in registers. NVIDIA's compiler copies what is carried into the next iteration, and
 // waits for it there: keys are staged in the same one, and values have had two steps to arrive.
@@ -16,7 +17,7 @@
 // pitch: on NVIDIA matrices are read wrongly otherwise.
 
 var<workgroup> staged: array<HalfOct, STAGED>; // keys [TOKENS, KEY_PITCH]; then weights [ROWS, WEIGHT_PITCH], and from VALUES_AT values [TOKENS, VALUE_PITCH]
-var<workgroup> scores: array<vec4<f32>, SCORES>; // [ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
+var<workgroup> scores: array<vec4<f32>, SCORES>; // [ROWS, SCORE_PITCH]; at times OUT_TILES tiles of the output for each subgroup
 var<workgroup> factors: array<f32, ROWS>; // what to multiply a row with
 var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
 
@@ -47,6 +48,26 @@ fn load_at(thread: u32, i: u32, octs: u32) -> u32 {
 // Of a thread's load `i` of the queries of a chunk: row * ROW_OCTS + oct, the last one more than once.
 fn query_at(thread: u32, i: u32) -> u32 {
     return min(i * THREADS + thread, CHUNK_ROWS * ROW_OCTS - 1u);
+}
+
+// Which quad of a block's keys is quad `i` of a lane of the softmax. SOFTMAX_LANES neighbours read 16 bytes each at places 0, 1, 4, 5, .. of
+// their row, and so on; the next row begins two places further.
+fn quad_of(lane: u32, i: u32) -> u32 {
+    if (SOFTMAX_LANES == 1u) {
+        return i;
+    }
+    return lane % 2u + i % 2u * 2u + lane / 2u * 4u + i / 2u * (2u * SOFTMAX_LANES);
+}
+
+// Where the weights and values of a key are staged: a lane's quads lie one after the other.
+fn place_of(key: u32) -> u32 {
+    if (SOFTMAX_LANES == 1u) {
+        return key;
+    }
+    let quad = key / 4u;
+    let lane = quad % 2u + quad / 4u % max(SOFTMAX_LANES / 2u, 1u) * 2u;
+    let i = quad / 2u % 2u + quad / (2u * SOFTMAX_LANES) * 2u;
+    return (lane * SOFTMAX_QUADS + i) * 4u + key % 4u;
 }
 
 fn load_keys(tile: Tile, block: u32, thread: u32) -> Keys {
@@ -95,7 +116,7 @@ fn stage_values(thread: u32, values: Values) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards
         let at = load_at(thread, i, V_OCTS);
-        staged[VALUES_AT + at / V_OCTS * VALUE_PITCH + at % V_OCTS] = half_value(values.octs[i]);
+        staged[VALUES_AT + place_of(at / V_OCTS) * VALUE_PITCH + at % V_OCTS] = half_value(values.octs[i]);
         odd |= odd_value(values.octs[i]);
     }
     return odd;
@@ -141,11 +162,12 @@ fn mla_prefill(
     let thread = subgroup * SUBGROUP + lane;
     let share = subgroup % COLUMN_SPLIT;
     let first_row = subgroup / COLUMN_SPLIT * (ROW_TILES * TILE);
-    let scratch = subgroup * (TILE * TILE / 4u); // in `scores`, for a tile of the output
+    let scratch = subgroup * (OUT_TILES * TILE * TILE / 4u); // in `scores`, for tiles of the output
 
-    // The softmax's row that this lane works on, and its keys of a block: SOFTMAX_QUADS quads from `first_quad` on.
+    // The softmax's row that this lane works on, and where its SOFTMAX_QUADS quads of weights are staged.
     let row = thread / SOFTMAX_LANES;
-    let first_quad = thread % SOFTMAX_LANES * SOFTMAX_QUADS;
+    let softmax_lane = thread % SOFTMAX_LANES;
+    let first_quad = softmax_lane * SOFTMAX_QUADS;
     let visible = visible_to(tile, row);
     let seen_by_all = visible_to(tile, 0u);
     if (thread < 4u) {
@@ -224,14 +246,14 @@ fn mla_prefill(
         // 2. softmax
         var score_quad: array<vec4<f32>, SOFTMAX_QUADS>; // on their way while values go the other
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
-            score_quad[i] = scores[row * SCORE_PITCH + first_quad + i];
+            score_quad[i] = scores[row * SCORE_PITCH + quad_of(softmax_lane, i)];
         }
         odd |= stage_values(thread, values);
         values = load_values(tile, block + TOKENS, thread);
         var tops = vec4<f32>(MASKED);
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
             if (block + TOKENS > seen_by_all) {
-                let key = vec4<u32>(block + (first_quad + i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
+                let key = vec4<u32>(block + quad_of(softmax_lane, i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
                 score_quad[i] = select(vec4<f32>(MASKED), score_quad[i], key < vec4<u32>(visible));
             }
             tops = max(tops, score_quad[i]);
@@ -327,13 +349,17 @@ fn mla_prefill(
             store_lse(tile, row, select(EMPTY, row_max + log2(divisor), any), any);
         }
     }
-    for (var c = 0u; c < ACC_TILES; c++) { // unroll
+    for (var turn = 0u; turn < OUT_TURNS; turn++) { // unroll
         workgroupBarrier();
-        coopStoreT(acc[c], &scores[scratch], TILE / 4u);
+        for (var c = 0u; c < OUT_TILES; c++) { // unroll
+            coopStoreT(acc[turn * OUT_TILES + c], &scores[scratch + c * (TILE * TILE / 4u)], TILE / 4u);
+        }
         workgroupBarrier();
-        for (var i = lane; i < TILE * TILE / 4u; i += SUBGROUP) {
-            let out_row = first_row + c / VALUE_TILES * TILE + i / (TILE / 4u);
-            let quad = (share * VALUE_TILES + c % VALUE_TILES) * (TILE / 4u) + i % (TILE / 4u);
+        for (var i = lane; i < OUT_TILES * TILE * TILE / 4u; i += SUBGROUP) {
+            let c = turn * OUT_TILES + i / (TILE * TILE / 4u);
+            let at = i % (TILE * TILE / 4u);
+            let out_row = first_row + c / VALUE_TILES * TILE + at / (TILE / 4u);
+            let quad = (share * VALUE_TILES + c % VALUE_TILES) * (TILE / 4u) + at % (TILE / 4u);
             if (out_row < tile.num_rows) {
                 store_quad(tile, out_row, quad, scores[scratch + i] * factors[out_row]);
             }

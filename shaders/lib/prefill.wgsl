@@ -46,6 +46,7 @@ struct Tile {
     num_keys: u32,
     first_visible: i32,
     first_row: u32, // of the output
+    last_key: u32, // that may be read
 }
 
 // Workgroups are numbered by tiles, then heads: the long tiles of all heads come first, so that the device ends on short ones. By heads, then
@@ -53,7 +54,10 @@ struct Tile {
 // A number past the last tile is given something else of the table, so that this need not wait for the number of tiles.
 fn tile_of(number: u32) -> Tile {
     let at = min(1u + number / NUM_HEADS * TILE_WORDS, arrayLength(&table) - TILE_WORDS);
-    return Tile(number % NUM_HEADS, table[at], table[at + 1u], table[at + 2u], table[at + 3u], bitcast<i32>(table[at + 4u]), table[at + 5u]);
+    let kv_begin = table[at + 2u];
+    let num_keys = table[at + 3u];
+    let last_key = min(kv_begin + max(num_keys, 1u) - 1u, params.max_keys - 1u);
+    return Tile(number % NUM_HEADS, table[at], table[at + 1u], kv_begin, num_keys, bitcast<i32>(table[at + 4u]), table[at + 5u], last_key);
 }
 
 // A step may be prepared again, with more tokens than the binding has, after its commands were recorded: no host check can see that,
@@ -63,7 +67,7 @@ fn token_of(tile: Tile, row: u32) -> u32 {
 }
 
 fn key_of(tile: Tile, key: u32) -> u32 {
-    return min(tile.kv_begin + min(key, tile.num_keys - 1u), params.max_keys - 1u);
+    return min(tile.kv_begin + key, tile.last_key);
 }
 
 fn output_row(tile: Tile, row: u32) -> u32 {

@@ -110,12 +110,19 @@ impl Cut {
         self.tokens / 4 + 2
     }
 
-    fn scores(&self) -> u32 {
-        (self.rows() * self.score_pitch()).max(self.subgroups() * self.tile * self.tile / 4)
+    /// Matrices of the output that a subgroup writes at a time.
+    const fn out_tiles(&self, spec: &PrefillSpec) -> u32 {
+        let [_, outputs] = self.held(spec);
+        if outputs.is_multiple_of(2) { 2 } else { 1 }
+    }
+
+    fn scores(&self, spec: &PrefillSpec) -> u32 {
+        let outputs = self.subgroups() * self.out_tiles(spec) * self.tile * self.tile / 4;
+        outputs.max(self.rows() * self.score_pitch())
     }
 
     fn workgroup_bytes(&self, spec: &PrefillSpec) -> u32 {
-        16 * (self.staged(spec) + self.scores()) + 4 * self.rows() + 16
+        16 * (self.staged(spec) + self.scores(spec)) + 4 * self.rows() + 16
     }
 
     /// Matrices that a subgroup holds of queries and of the output.
@@ -175,6 +182,8 @@ fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
         ("QUERY_LOADS", rows / chunk * chunk_loads),
         ("VALUE_TILES", spec.v_head_dim / side / cut.column_split),
         ("ACC_TILES", outputs),
+        ("OUT_TILES", cut.out_tiles(spec)),
+        ("OUT_TURNS", outputs / cut.out_tiles(spec)),
         ("NOPE_OCTS", nope),
         ("ROPE_OCTS", rope),
         ("ROW_OCTS", nope + rope),
@@ -190,7 +199,7 @@ fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
         ("VALUE_PITCH", Cut::key_pitch(spec.v_head_dim)),
         ("STAGED", cut.staged(spec)),
         ("SCORE_PITCH", cut.score_pitch()),
-        ("SCORES", cut.scores()),
+        ("SCORES", cut.scores(spec)),
         ("SOFTMAX_LANES", cut.softmax_lanes()),
         ("SOFTMAX_QUADS", cut.tokens / 4 / cut.softmax_lanes()),
         ("SOFTMAX_OCTS", cut.tokens / 8 / cut.softmax_lanes()),
