@@ -8,8 +8,8 @@
 #   scripts/vendors.sh mesa26                 the GPU tests of the row on matrices on Mesa 26's lavapipe, which has 8x8
 #   scripts/vendors.sh run DRIVER COMMAND...  any command; DRIVER is a vendor, or lavapipe, which alone executes shaders
 #   scripts/vendors.sh setup                  only makes the tree
-# --full in front, or MLA_FULL=1: every output dtype, and NVK's statistics of everything that is chosen; all GPU tests,
-# of every row (long).
+# --full in front, or MLA_FULL=1: every output dtype, also of rows that are not chosen on NVK, and NVK's statistics of everything
+# that is chosen; all GPU tests, of every row (long).
 #
 # Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
 # in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
@@ -139,8 +139,9 @@ compile_all() {
             beside part "$vendor.1" --only offered
             STATS=1 beside part "$vendor.0" --only chosen
         else
-            # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: ten seconds each. So only of some.
-            beside part "$vendor.1"
+            # It is the slowest compiler, and its statistics come with six megabytes of listings a kernel, in tiny writes: ten seconds
+            # each. So it gets what is chosen there, and statistics of some; the other rows go through the other compilers.
+            beside part "$vendor.1" --only chosen
             STATS=1 beside part "$vendor.0" --only chosen --only "$NVK_STATS"
         fi
     done
@@ -150,9 +151,8 @@ compile_all() {
     done
 }
 
-# The largest kernel of each row on matrices, with 16 heads and with more, and of each other kernel.
-NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
-NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
+# The largest kernels of the row on matrices, with 16 heads and with more, and some that are not on matrices.
+NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,kv_append bf16 into e4m3,kv_gather e4m3 to f16'
 
 # One process of tests on lavapipe; what it says goes to $logs/mesa26-TEST.log, and here when it ends.
 mesa26_tests() {
@@ -167,23 +167,28 @@ mesa26_tests() {
     return "$status"
 }
 
-# A kernel on matrices costs it 10 to 50 s of compiling on one core, kept in $logs/lavapipe. So without --full: the
-# smallest dims with each dtype of the cache and all head counts; and of the conformance suite, at 512/64, the groups
-# that share the kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the row on
-# matrices: the others run on this machine's own driver.
+# A kernel on matrices costs it 10 to 60 s of compiling on one core, kept in $logs/lavapipe. So without --full: the smallest dims
+# with each dtype of the cache and all head counts; of the conformance suite, also at the smallest dims, the groups that share the
+# kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the row on matrices: the others
+# run on this machine's own driver; and one group at 512/64.
 # The row `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on matrices take it minutes: only --full has them.
 mesa26() {
     local matrix=(coop_small_256_32)
     local conformance=(coop_small::page_sizes coop_small::varlen coop_small::visibility coop_small::policies
         coop_small::shared_prefixes coop_small::empty_batches coop_small::a_step_serves coop_small::bits_of coop_small::rising)
-    [[ -z $full ]] || matrix=() conformance=()
     step "tests on lavapipe"
     # With the feature `cuda` they are those of scripts/here.sh, built once.
     cargo test --locked --features cuda --no-run --test matrix_wgpu --test conformance_wgpu --test project_wgpu --test batch_tables
+    if [[ -n $full ]]; then
+        matrix=() conformance=()
+    else
+        export MLA_DIMS=256/32
+    fi
     local matrix_job status=0
     mesa26_tests matrix_wgpu "${matrix[@]}" &
     matrix_job=$!
     mesa26_tests conformance_wgpu "${conformance[@]}" || status=$?
+    [[ -n $full ]] || MLA_DIMS=512/64 mesa26_tests conformance_wgpu coop_small::varlen || status=$?
     mesa26_tests project_wgpu coop || status=$?
     mesa26_tests batch_tables on_wgpu || status=$?
     wait "$matrix_job" || status=$?

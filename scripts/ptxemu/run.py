@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the tests of the interpreter (tests/test_*.py) and those of the kernels (kernels_*.py) on it.
 
-    run.py [NAME...]      all, or those whose `module.test` contains a name; MLA_FULL=1: modules may do more
+    run.py [NAME...]      all, or those whose `module.test` contains a name; MLA_FULL=1: long ones too, and modules may do more
 
 A test is a function `test_*` without arguments; it fails by raising. scripts/ptx.sh emulate calls this with the right
 Python. As many run at a time as there are cores, in processes of their own.
@@ -29,8 +29,10 @@ def modules():
 
 
 def found(wanted):
-    tests = [(module.__name__, name) for module in modules() for name in vars(module) if name.startswith("test_")]
-    return [test for test in tests if not wanted or any(part in ".".join(test) for part in wanted)]
+    tests = {(module.__name__, name): test for module in modules() for name, test in vars(module).items() if name.startswith("test_")}
+    tests = {place: test for place, test in tests.items() if not wanted or any(part in ".".join(place) for part in wanted)}
+    full = os.environ.get("MLA_FULL") == "1"
+    return [place for place, test in tests.items() if full or not hasattr(test, "long")]
 
 
 def run(module, name):

@@ -199,6 +199,13 @@ pub enum Sees {
     Bounds(Vec<u32>),
 }
 
+/// The dims of a problem that names none: 512/64, or what `MLA_DIMS` says, for a driver that compiles slowly.
+fn usual_dims() -> (u32, u32) {
+    let Ok(dims) = std::env::var("MLA_DIMS") else { return (512, 64) };
+    let pair = dims.split_once('/').and_then(|(l, r)| Some((l.parse().ok()?, r.parse().ok()?)));
+    pair.unwrap_or_else(|| panic!("MLA_DIMS={dims} is no pair of dims like 256/32"))
+}
+
 /// A recipe for a [`Problem`].
 #[derive(Debug, Clone)]
 pub struct Make {
@@ -231,7 +238,7 @@ pub struct Make {
 impl Default for Make {
     fn default() -> Self {
         Self {
-            dims: (512, 64),
+            dims: usual_dims(),
             heads: 16,
             page_size: 16,
             cache: Dtype::Bf16,
