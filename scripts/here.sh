@@ -33,8 +33,8 @@ cargo fmt --all --check
 step "lints"
 # Without `cuda` the other parts of the check build it.
 cargo clippy --locked --workspace --all-targets --features wgpu-mla/cuda,generate/cuda -- -D warnings
-cargo clippy --locked --no-default-features --lib -- -D warnings
-cargo clippy --locked --no-default-features --features cuda --lib --tests -- -D warnings
+cargo clippy --locked --no-default-features --all-targets -- -D warnings
+cargo clippy --locked --no-default-features --features cuda --all-targets -- -D warnings
 # Tests keep wgpu's run-time checks of indices and loops in kernels that do without: a wrong index is then a wrong result.
 step "tests"
 MLA_CHECKED_SHADERS=1 cargo test --locked --features cuda

@@ -8,8 +8,8 @@
 #   scripts/vendors.sh mesa26                 the GPU tests of the row on matrices on Mesa 26's lavapipe, which has 8x8
 #   scripts/vendors.sh run DRIVER COMMAND...  any command; DRIVER is a vendor, or lavapipe, which alone executes shaders
 #   scripts/vendors.sh setup                  only makes the tree
-# --full in front, or MLA_FULL=1: every output dtype, also of rows that are not chosen on NVK, and NVK's statistics of everything
-# that is chosen; all GPU tests, of every row (long).
+# --full in front, or MLA_FULL=1: every output dtype, and NVK's statistics of everything that is chosen; all GPU tests,
+# of every row (long).
 #
 # Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
 # in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
@@ -139,9 +139,8 @@ compile_all() {
             beside part "$vendor.1" --only offered
             STATS=1 beside part "$vendor.0" --only chosen
         else
-            # It is the slowest compiler, and its statistics come with six megabytes of listings a kernel, in tiny writes: ten seconds
-            # each. So it gets what is chosen there, and statistics of some; the other rows go through the other compilers.
-            beside part "$vendor.1" --only chosen
+            # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: ten seconds each. So only of some.
+            beside part "$vendor.1"
             STATS=1 beside part "$vendor.0" --only chosen --only "$NVK_STATS"
         fi
     done
@@ -151,8 +150,9 @@ compile_all() {
     done
 }
 
-# The largest kernels of the row on matrices, with 16 heads and with more, and some that are not on matrices.
-NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,kv_append bf16 into e4m3,kv_gather e4m3 to f16'
+# The largest kernel of each row on matrices, with 16 heads and with more, and of each other kernel.
+NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
+NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
 
 # One process of tests on lavapipe; what it says goes to $logs/mesa26-TEST.log, and here when it ends.
 mesa26_tests() {

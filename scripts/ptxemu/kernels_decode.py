@@ -2,17 +2,17 @@
 
 One sequence with three query tokens whose rows fill a tile and a part of another: the first is split in two, the second
 writes its output itself. Then a row that sees nothing. Unused rows of the cache hold NaN, unused page ids are wild, and
-one block has no item.
+one block has no item. Without MLA_FULL=1 a text that stands in several files, alike but for a dtype, goes through all of its cases
+in one of them.
 """
 
-import os
 import re
 import struct
 
 import numpy as np
 
 from convert import E4M3, bf16_bits, bf16_value
-from launch import ROOT, Device, barriers, kernels, parse, without_barrier
+from launch import FULL, ROOT, Device, barriers, kernels, long, parse, without_barrier
 from memory import Fault
 from tma import tensor_map
 
@@ -25,14 +25,6 @@ LINE = 128  # bytes that tensor copies swizzle
 BOXES = 2  # `Copying` of shaders/cuda/mla.cuh
 # How far a result may be from the oracle's: what the weights are rounded to, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
-# Without it a text that stands in several files, alike but for a dtype, is walked through in one of them.
-FULL = os.environ.get("MLA_FULL") == "1"
-
-
-def long(test):
-    """A test that run.py leaves to MLA_FULL=1."""
-    test.long = True
-    return test
 
 
 def encode(values, dtype):
@@ -280,15 +272,14 @@ def test_wgmma_f16():
 
 def test_swap_bf16():
     wgmma("bf16", "bf16", ((192, 21, 64), (64, 0, -40)) if FULL else ((192, 21, 64),), 32, "swap")
+    wgmma("bf16", "bf16", ((128, 1, 0),) if FULL else (), 16, "swap")
     if FULL:
         wgmma("bf16", "bf16", ((128, 21, 16),), 32, "swap", PAGE)
-        wgmma("bf16", "bf16", ((128, 1, 0),), 16, "swap")
 
 
 def test_swap_f16():
     wgmma("f16", "e4m3", ((192, 21, 8),), 16, "swap")
-    if FULL:
-        wgmma("f16", "f16", ((64, 21, 8),), 32, "swap")
+    wgmma("f16", "f16", ((64, 21, 8),) if FULL else (), 32, "swap")
 
 
 def simple(cache):
@@ -297,7 +288,7 @@ def simple(cache):
         if f"_{cache}_" in name:
             latent, rope = map(int, name.rsplit("_", 2)[1:])
             queries = ("f32", "bf16") if latent == 512 else ("f16", "e4m3")
-            for query in queries if FULL else queries[cache in ("f16", "e4m3") :][:1]:
+            for query in queries if FULL else [queries[cache in ("f16", "e4m3")]]:
                 run(ptx, name, latent, rope, cache, query, kernels(ptx)[name].threads // 32, 12)
 
 

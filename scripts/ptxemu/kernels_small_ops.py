@@ -1,13 +1,11 @@
 """kv_append, kv_copy_pages and merge_attn_states against numpy: bytes where bytes are promised, f64 where not."""
 
-import os
 import struct
 
 import numpy as np
 
-from launch import Device, kernels
+from launch import FULL, Device, kernels
 
-FULL = os.environ.get("MLA_FULL") == "1"
 BITS = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16, "e4m3": np.uint8}
 TOLERANCE = {"f32": 2e-6, "f16": 1e-3, "bf16": 2e-2}
 # Every finite e4m3 magnitude, and what lies halfway between it and the next.

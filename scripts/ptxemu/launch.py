@@ -8,6 +8,7 @@
 A launch runs with its warps first to last and again last to first, from the same memory, and both must give the same bits.
 """
 
+import os
 import re
 import sys
 from functools import cache
@@ -22,6 +23,13 @@ from parse import matching_brace, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDERS = {"forward": lambda turns: turns, "reverse": lambda turns: turns[::-1]}
+FULL = os.environ.get("MLA_FULL") == "1"
+
+
+def long(test):
+    """A test that run.py leaves to MLA_FULL=1."""
+    test.long = True
+    return test
 
 
 class Device:

@@ -31,7 +31,7 @@ def modules():
 def found(wanted):
     tests = {(module.__name__, name): test for module in modules() for name, test in vars(module).items() if name.startswith("test_")}
     tests = {place: test for place, test in tests.items() if not wanted or any(part in ".".join(place) for part in wanted)}
-    full = os.environ.get("MLA_FULL") == "1"
+    full = import_module("launch").FULL
     return [place for place, test in tests.items() if full or not hasattr(test, "long")]
 
 

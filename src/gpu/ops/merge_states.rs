@@ -82,9 +82,10 @@ impl MergeStateSets {
         let step_layout = layout(device, "mla.merge_states.step", &[Read])?;
         let layer_layout = layout(device, "mla.merge_states.layer", &[Uniform, Read, Read, Write, Write])?;
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds three words (`prepare`, and nobody else writes it); tokens are below max_tokens and sets below max_sets, each at
-        //   least 1 where there is a group, by `min` and comparison in the shader, heads are the rest of a division by num_heads, which is at least 1 where there is a group. `bind`
-        //   refuses views and sets that end past their buffers for so many (`StateSets::check`), and `window_of` binds up to there;
+        // - the table holds three words (`prepare`, and nobody else writes it); tokens are below max_tokens and sets below max_sets by `min`
+        //   in the shader, each at least 1 where there is a group, and what is written is so by comparison too; heads are the rest of a
+        //   division by num_heads, which is at least 1 where there is a group. `bind` refuses views and sets that end past their buffers
+        //   for so many (`StateSets::check`), and `window_of` binds up to there;
         // - a quad is below HEAD_QUADS, the rest of a division by it;
         // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
         // Loops count up by TURN to the number of sets, at most 2^16.
