@@ -1,0 +1,63 @@
+"""What a part of scripts/verify.sh is, and what its `run` may use."""
+
+import os
+import subprocess
+from dataclasses import dataclass, field
+
+from records import ROOT, Failed, digest
+
+
+@dataclass
+class Passed:
+    """A unit that passed: the cases that ran, and inputs that only the run could tell (see `Part.digest`)."""
+
+    cases: int
+    inputs: list = field(default_factory=list)
+
+
+@dataclass
+class Part:
+    """A part of the check.
+
+    `units()` gives the inputs of each unit by its name, in under a second and without any tool; see `records.digest`.
+    `tools()` gives the versions of the tools that are installed here, which must not install any.
+    `run(stale, full, log)` runs units and returns `Passed` by unit; a unit that it leaves out has failed, and the log says why.
+    """
+
+    name: str
+    about: str
+    minutes: int
+    units: object
+    run: object
+    tools: object = dict
+
+    def digest(self, inputs, traced):
+        """The digest of a unit whose run named further inputs: paths, which may have an entry behind a `:`."""
+        return digest(inputs)
+
+
+def run(log, *command, env=None, minutes=60):
+    """Runs a command in the repository's root; all it says goes to the log. Returns its status and what it said."""
+    log.write(f"\n$ {' '.join(map(str, command))}\n")
+    log.flush()
+    said = []
+    process = subprocess.Popen(
+        ["timeout", f"{minutes}m", *map(str, command)], cwd=ROOT, env=os.environ | (env or {}),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )
+    for line in process.stdout:
+        said.append(line)
+        log.write(line)
+        log.flush()
+    status = process.wait()
+    if status == 124:
+        log.write(f"not done within {minutes} minutes\n")
+    return status, "".join(said)
+
+
+def must(log, *command, **options):
+    """As `run`, but a failure is the part's."""
+    status, said = run(log, *command, **options)
+    if status:
+        raise Failed(f"status {status} of {' '.join(map(str, command))}")
+    return said
