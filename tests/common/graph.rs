@@ -1,18 +1,12 @@
 //! What was launched on a stream, as a graph that can be launched again.
 
+use super::{Ignored, ignored_unless_required};
 use wgpu_mla::cuda::Cuda;
 use wgpu_mla::cuda::cudarc::driver::{CudaGraph, sys};
 
-/// A card with a stream of its own, so that nothing of another test gets into a capture; or `None` once it was said why there is none.
-pub fn cuda() -> Option<Cuda> {
-    match Cuda::new(0) {
-        Ok(cuda) => Some(cuda),
-        Err(error) => {
-            assert!(std::env::var("MLA_REQUIRE_CUDA").is_err(), "{error}");
-            eprintln!("NOT RUN: {error}");
-            None
-        }
-    }
+/// A card with a stream of its own, so that nothing of another test gets into a capture.
+pub fn cuda() -> Result<Cuda, Ignored> {
+    Cuda::new(0).map_err(|error| ignored_unless_required("MLA_REQUIRE_CUDA", error))
 }
 
 /// A graph of what `record` launches: kernels and nothing else, so no memory is made and no host is waited for.

@@ -1,40 +1,46 @@
 //! What the tests share: case files, the accuracy check, test problems and the conformance suite.
-#![allow(dead_code)] // Each test binary uses a part.
+#![allow(dead_code)] // Without the features `wgpu` and `cuda` some of it has no user.
 
 pub mod cache;
 pub mod case;
 pub mod close;
 #[cfg(feature = "cuda")]
 pub mod graph;
+#[cfg(feature = "wgpu")]
+pub mod logged;
 pub mod paint;
 #[cfg(feature = "wgpu")]
 pub mod rig;
 pub mod suite;
 
-/// A device, or `None` once it was said why there is none. With `MLA_REQUIRE_GPU=1` that is a failure.
-#[cfg(feature = "wgpu")]
-pub fn gpu_or_say_why() -> Option<wgpu_mla::gpu::Gpu> {
-    match wgpu_mla::gpu::Gpu::new() {
-        Ok(gpu) => Some(gpu),
-        Err(error) => {
-            assert!(std::env::var("MLA_REQUIRE_GPU").as_deref() != Ok("1"), "{error}");
-            eprintln!("NOT TESTED: {error}");
-            None
-        }
-    }
+/// Why a test cannot run here: no device, or one that lacks something. The runner counts it as ignored, never as passed.
+#[derive(Debug, Clone)]
+pub struct Ignored(pub String);
+
+/// What a test ends with that may not be able to run here. A failure panics.
+pub type Outcome = Result<(), Ignored>;
+
+/// Panics where a variable of the environment is 1 (`MLA_REQUIRE_GPU`, `MLA_REQUIRE_CUDA`), and otherwise gives the reason back.
+pub fn ignored_unless_required(variable: &str, why: impl ToString) -> Ignored {
+    let why = why.to_string();
+    assert!(std::env::var(variable).as_deref() != Ok("1"), "{variable}=1, but: {why}");
+    Ignored(why)
 }
 
-/// A card, or `None` once it was said why there is none. With `MLA_REQUIRE_CUDA=1` that is a failure.
+/// The device that all tests share, so that each pipeline is compiled once. With `MLA_REQUIRE_GPU=1` its lack is a failure.
+#[cfg(feature = "wgpu")]
+pub fn gpu() -> Result<wgpu_mla::gpu::Gpu, Ignored> {
+    use wgpu_mla::gpu::Gpu;
+    static GPU: std::sync::OnceLock<Result<Gpu, String>> = std::sync::OnceLock::new();
+    let open = || Gpu::new().map_err(|error| error.to_string());
+    GPU.get_or_init(open).clone().map_err(|why| ignored_unless_required("MLA_REQUIRE_GPU", why))
+}
+
+/// The card that all tests share. With `MLA_REQUIRE_CUDA=1` its lack is a failure.
 #[cfg(feature = "cuda")]
-pub fn cuda_or_say_why() -> Option<wgpu_mla::cuda::Cuda> {
-    static CUDA: std::sync::OnceLock<Option<wgpu_mla::cuda::Cuda>> = std::sync::OnceLock::new();
-    let open = || match wgpu_mla::cuda::Cuda::new(0) {
-        Ok(cuda) => Some(cuda),
-        Err(error) => {
-            assert!(std::env::var("MLA_REQUIRE_CUDA").is_err(), "{error}");
-            eprintln!("NOT RUN: {error}");
-            None
-        }
-    };
-    CUDA.get_or_init(open).clone()
+pub fn cuda() -> Result<wgpu_mla::cuda::Cuda, Ignored> {
+    use wgpu_mla::cuda::Cuda;
+    static CUDA: std::sync::OnceLock<Result<Cuda, String>> = std::sync::OnceLock::new();
+    let open = || Cuda::new(0).map_err(|error| error.to_string());
+    CUDA.get_or_init(open).clone().map_err(|why| ignored_unless_required("MLA_REQUIRE_CUDA", why))
 }

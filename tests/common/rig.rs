@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use wgpu_mla::gpu::{Gpu, LayerBinding, MlaDecode, Options, Step};
 use wgpu_mla::{Backend, Batch, Capacity, Dtype, Layer, MlaSpec, PageTable, Plan, Policy, wgpu};
 
+use super::Ignored;
 use super::close::{Tolerance, close};
 use super::paint::{Make, POISON, Problem, sequences};
 
@@ -53,11 +54,11 @@ pub fn pages(problem: &Problem) -> PageTable<'_> {
 }
 
 impl Rig {
-    /// The device and decode that a test binary shares; `None` once it was said why there is no device.
-    pub fn shared() -> Option<&'static Self> {
-        static RIG: OnceLock<Option<Rig>> = OnceLock::new();
-        let make = || super::gpu_or_say_why().map(|gpu| Self::on(gpu, &small(&[(1, 1)]).spec));
-        RIG.get_or_init(make).as_ref()
+    /// The device and decode that tests share.
+    pub fn shared() -> Result<&'static Self, Ignored> {
+        static RIG: OnceLock<Result<Rig, Ignored>> = OnceLock::new();
+        let make = || super::gpu().map(|gpu| Self::on(gpu, &small(&[(1, 1)]).spec));
+        RIG.get_or_init(make).as_ref().map_err(Ignored::clone)
     }
 
     pub fn on(gpu: Gpu, spec: &MlaSpec) -> Self {

@@ -11,5 +11,7 @@ fn runs_where_there_is_no_gpu() {
     let session = Session::new(&backend);
     decode::shared_prefixes(&session);
     decode::layouts(&session);
-    ops::all(&session);
+    ops::merges(&session);
+    ops::appends(&session);
+    ops::page_copies(&session);
 }

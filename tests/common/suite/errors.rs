@@ -8,14 +8,6 @@ use super::memory::{Pages, Strides};
 use super::run::dense_table;
 use crate::common::paint::{Make, Problem};
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    specs(session);
-    pages(session);
-    layers(session);
-    ops(session);
-}
-
 /// Notes whether a result is an error whose text contains `why`.
 fn refuses<B: Backend, T>(session: &Session<'_, B>, what: &str, result: Result<T, Error>, why: &str) {
     let checked = match result {
@@ -27,7 +19,7 @@ fn refuses<B: Backend, T>(session: &Session<'_, B>, what: &str, result: Result<T
 }
 
 /// Dims and dtypes that nothing serves.
-pub fn specs<B: Backend>(session: &Session<'_, B>) {
+pub fn refuses_specs<B: Backend>(session: &Session<'_, B>) {
     let good = Make::default().build().spec;
     let with_shape = |shape: MlaShape| wgpu_mla::MlaSpec { shape, ..good };
     let with_kv = |kv: KvSpec| wgpu_mla::MlaSpec { kv, ..good };
@@ -49,7 +41,7 @@ pub fn specs<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Wild pages among those in use.
-pub fn pages<B: Backend>(session: &Session<'_, B>) {
+pub fn refuses_pages<B: Backend>(session: &Session<'_, B>) {
     let good = Make::default().build();
     if session.serves(&good.spec) {
         for wild in [good.spec.kv.num_pages as i32, -1, i32::MIN, i32::MAX] {
@@ -78,7 +70,7 @@ fn prepare<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<()
 }
 
 /// Scales, strides and sizes.
-pub fn layers<B: Backend>(session: &Session<'_, B>) {
+pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
     let problem = Make { heads: 2, ..Make::default() }.build();
     if session.serves(&problem.spec) {
         let result = || -> Result<(), Error> {
@@ -132,7 +124,7 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Slots, scales, pages and sizes of the small ops.
-pub fn ops<B: Backend>(session: &Session<'_, B>) {
+pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let backend = session.backend;
         let kv = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };

@@ -6,15 +6,6 @@ use super::Session;
 use super::run::{Answer, How};
 use crate::common::paint::{Make, Problem, Sequence, sequences};
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    pages(session);
-    tables(session);
-    batch_position(session);
-    tile_mates(session);
-    shared_prefixes(session);
-}
-
 const FIXED: How = How {
     policy: Policy::FixedTokens(32),
     slicing: super::run::Slicing::Whole,
@@ -31,8 +22,8 @@ const PAIRS: [(Dtype, Dtype); 3] =
     [(Dtype::F32, Dtype::F32), (Dtype::Bf16, Dtype::Bf16), (Dtype::E4m3, Dtype::Bf16)];
 
 /// The order of pages and their size; and nothing at all.
-pub fn pages<B: Backend>(session: &Session<'_, B>) {
-    for (cache, query) in PAIRS {
+pub fn bits_of_pages<B: Backend>(session: &Session<'_, B>) {
+    for (cache, query) in session.one_in(2, PAIRS) {
         let make = Make { cache, query, ..Make::default() };
         for how in [How::default(), FIXED] {
             let problem = make.build();
@@ -47,7 +38,7 @@ pub fn pages<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// The width of the block table, its unused entries, and its form.
-pub fn tables<B: Backend>(session: &Session<'_, B>) {
+pub fn bits_of_tables<B: Backend>(session: &Session<'_, B>) {
     let make = Make { spare_entries: 0, ..Make::default() };
     for how in [How::default(), FIXED] {
         let problem = make.build();
@@ -60,8 +51,8 @@ pub fn tables<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Other sequences of the batch and their order, with fixed splits.
-pub fn batch_position<B: Backend>(session: &Session<'_, B>) {
-    for (cache, query) in PAIRS {
+pub fn bits_of_batch_position<B: Backend>(session: &Session<'_, B>) {
+    for (cache, query) in session.one_in(2, PAIRS) {
         for heads in [6, 16] {
             let make = Make { cache, query, heads, ..Make::default() };
             let batch = sequences(&[(37, 1), (90, 2), (0, 1), (150, 1), (64, 3)]);
@@ -89,8 +80,8 @@ pub fn batch_position<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// A token of a long query, and the same token as a query of its own.
-pub fn tile_mates<B: Backend>(session: &Session<'_, B>) {
-    for (cache, query) in PAIRS {
+pub fn bits_of_tile_mates<B: Backend>(session: &Session<'_, B>) {
+    for (cache, query) in session.one_in(2, PAIRS) {
         for (heads, query_tokens) in [(1, 1), (16, 1), (16, 2)] {
             let how = How { query_tokens, ..FIXED };
             let make = Make { cache, query, heads, ..Make::default() };
@@ -109,8 +100,8 @@ pub fn tile_mates<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// A prefix that is attended once for all, with fixed splits.
-pub fn shared_prefixes<B: Backend>(session: &Session<'_, B>) {
-    for (cache, query) in PAIRS {
+pub fn bits_of_shared_prefixes<B: Backend>(session: &Session<'_, B>) {
+    for (cache, query) in session.one_in(2, PAIRS) {
         let lens = [(100, 1), (90, 2), (64, 1), (150, 1)];
         let make = Make { cache, query, prefix: 64, sequences: sequences(&lens), ..Make::default() };
         let problem = make.build();

@@ -13,12 +13,6 @@ use super::memory::{Strides, download, gather, scatter, upload};
 use super::run::Layout;
 use crate::common::paint::Rng;
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    calibrations(session);
-    refuses_calibrations(session);
-}
-
 const TOKENS: usize = 41;
 
 /// Every input dtype, ordinary values and any bits, several calls that add up.

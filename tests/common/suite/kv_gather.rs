@@ -10,12 +10,6 @@ use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload
 use super::run::Layout;
 use crate::common::paint::{POISON, Rng};
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    gathers(session);
-    refuses_gathers(session);
-}
-
 /// A cache of any bits, tables with wild entries where no one may look, and ranges that begin and end anywhere.
 struct Case {
     spec: GatherSpec,

@@ -83,13 +83,6 @@ impl<B: Backend> Runs<B> for MlaLayer<B> {
     }
 }
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    layers(session);
-    layer_workspaces(session);
-    cascades(session);
-}
-
 pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> MlaLayerSpec {
     let spec = MlaLayerSpec {
         shape: MlaShape { num_heads: 3, kv_lora_rank: 256, qk_rope_head_dim: 32 },

@@ -11,12 +11,6 @@ use super::run::{Layout, Output};
 use crate::common::close::{Tolerance, close};
 use crate::common::paint::{POISON, Rng};
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    state_merges(session);
-    refuses_state_merges(session);
-}
-
 fn text(error: Error) -> String {
     error.to_string()
 }

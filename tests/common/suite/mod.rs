@@ -1,7 +1,7 @@
 //! One conformance suite for every backend.
 //!
-//! Each `pub fn` of [`decode`], [`invariance`], [`ops`], [`rope`] and [`errors`] that takes a [`Session`] is one group of
-//! checks; it runs all of them and then panics with every failure. [`conformance`] runs all groups.
+//! A group is a function that takes a [`Session`]: it runs all of its checks and then panics with every failure. [`groups`] lists
+//! them by op.
 
 pub mod decode;
 pub mod errors;
@@ -36,11 +36,15 @@ pub struct Session<'a, B: Backend> {
     pub backend: &'a B,
     /// Forces a decode variant. Specs that it does not serve are left out, and counted.
     pub variant: Option<&'a str>,
-    /// Whether the groups of dtypes take every pair of a cache and a query dtype, or one for each cache dtype.
-    pub every_pair: bool,
+    /// How much of each group is taken.
+    pub cases: Cases,
+    /// The variant's place among those of the backend: representatives of one are not those of the next.
+    pub place: usize,
     decodes: RefCell<HashMap<Compiled, Rc<B::Decode>>>,
     checks: Cell<usize>,
     left_out: Cell<usize>,
+    /// Of all groups: checks, and those left out.
+    totals: Cell<(usize, usize)>,
     failures: RefCell<Vec<String>>,
 }
 
@@ -49,23 +53,40 @@ impl<'a, B: Backend> Session<'a, B> {
         Self {
             backend,
             variant: None,
-            every_pair: true,
+            cases: Cases::Full,
+            place: 0,
             decodes: RefCell::default(),
             checks: Cell::default(),
             left_out: Cell::default(),
+            totals: Cell::default(),
             failures: RefCell::default(),
         }
-    }
-
-    /// A session that forces a variant.
-    pub fn forced(backend: &'a B, variant: &'a str) -> Self {
-        Self { variant: Some(variant), ..Self::new(backend) }
     }
 
     /// Whether a group takes a pair of a cache and a query dtype, by their places in [`Dtype::ALL`]. One that does not take
     /// every pair meets each cache dtype with one query dtype, another one for each `turn`.
     pub fn takes(&self, turn: usize, cache: usize, query: usize) -> bool {
-        self.every_pair || (cache + query + turn).is_multiple_of(Dtype::ALL.len())
+        let all = Dtype::ALL.len();
+        match self.cases {
+            Cases::Full => true,
+            Cases::Product => (cache + query + turn).is_multiple_of(all),
+            // One pair: over the dims, which are the turns, each dtype of a cache and of a query is taken once.
+            Cases::Representative => cache == (turn + self.place) % all && query == (3 * turn + 1) % all,
+        }
+    }
+
+    /// All of a list, each of which costs a kernel; as representatives every `n`th, other ones for the next variant.
+    pub fn one_in<T>(&self, n: usize, list: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+        let (n, first) = match self.cases {
+            Cases::Representative => (n, self.place % n),
+            _ => (1, 0),
+        };
+        list.into_iter().skip(first).step_by(n)
+    }
+
+    /// Checks that ran since the session began, and that were left out as not served.
+    pub fn totals(&self) -> (usize, usize) {
+        self.totals.get()
     }
 
     /// The decode of a spec, compiled once.
@@ -135,12 +156,13 @@ impl<'a, B: Backend> Session<'a, B> {
         }
     }
 
-    /// Says what ran, and panics if something failed.
+    /// Counts what ran, and panics if something failed.
     pub fn finish(&self, group: &str) {
         let (checks, left_out) = (self.checks.take(), self.left_out.take());
         let failures = self.failures.take();
         let (name, variant) = (self.backend.name(), self.variant.unwrap_or("best variant"));
-        println!("{name}, {variant}, {group}: {checks} checks, {left_out} left out as not served");
+        let (ran, not_served) = self.totals.get();
+        self.totals.set((ran + checks, not_served + left_out));
         assert!(
             failures.is_empty(),
             "{name}, {variant}, {group}: {} of {checks} failed\n{}",
@@ -150,9 +172,27 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 }
 
-/// Whether `MLA_FULL=1` asks for the slow suites whole.
-pub fn full() -> bool {
-    std::env::var("MLA_FULL").as_deref() == Ok("1")
+/// How much of a group is taken where kernels take seconds to compile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cases {
+    /// Each variant, dtype and dims at least once.
+    Representative,
+    /// Each variant by each group; of the pairs of a cache and a query dtype one for each cache dtype.
+    Product,
+    /// Every pair of dtypes too.
+    Full,
+}
+
+impl Cases {
+    /// What `MLA_FULL=1` or `MLA_CASES=product` asks for; representatives without them.
+    pub fn asked_for() -> Self {
+        let is = |name: &str, value: &str| std::env::var(name).as_deref() == Ok(value);
+        match (is("MLA_FULL", "1"), is("MLA_CASES", "product")) {
+            (true, _) => Self::Full,
+            (_, true) => Self::Product,
+            _ => Self::Representative,
+        }
+    }
 }
 
 /// Runs a case file and compares with what it expects.
@@ -189,95 +229,50 @@ pub fn case_files<B: Backend>(session: &Session<'_, B>) {
     session.finish("case files");
 }
 
-/// Every group, one after the other.
-pub fn conformance<B: Backend>(backend: &B) {
-    let session = Session::new(backend);
-    case_files(&session);
-    decode::all(&session);
-    invariance::all(&session);
-    ops::all(&session);
-    merge_states::all(&session);
-    kv_gather::all(&session);
-    project::all(&session);
-    prefill::all(&session);
-    kv_calibrate::all(&session);
-    layer::all(&session);
-    rope::all(&session);
-    errors::all(&session);
+/// A group of checks of an op.
+pub struct Group<B: Backend> {
+    pub op: &'static str,
+    pub name: &'static str,
+    /// Whether the forced variant changes what runs.
+    pub by_variant: bool,
+    pub run: fn(&Session<'_, B>),
 }
 
-/// One `#[test]` for each group, so that they run side by side and fail one by one.
-///
-/// `$backend` is a function that gives a backend, or `None` once it has said why there is none here. The second
-/// form forces a variant and says whether to take every pair of dtypes.
-#[allow(unused_macros)]
-macro_rules! conformance_tests {
-    ($backend:expr) => {
-        $crate::common::suite::conformance_tests!($backend, None, true);
-    };
-    ($backend:expr, $variant:expr, $every_pair:expr) => {
-        $crate::common::suite::conformance_tests!(@groups $backend, $variant, $every_pair,
-            case_files: case_files,
-            dtypes_of_512_64: decode::dtypes_of_512_64,
-            dtypes_of_256_64: decode::dtypes_of_256_64,
-            dtypes_of_256_32: decode::dtypes_of_256_32,
-            dtypes_of_512_0: decode::dtypes_of_512_0,
-            heads: decode::heads,
-            page_sizes: decode::page_sizes,
-            lengths: decode::lengths,
-            varlen: decode::varlen,
-            query_tokens: decode::query_tokens,
-            visibility: decode::visibility,
-            policies: decode::policies,
-            layouts: decode::layouts,
-            hard_data: decode::hard_data,
-            rising_logits: decode::rising_logits,
-            shared_prefixes: decode::shared_prefixes,
-            empty_batches: decode::empty_batches,
-            a_step_serves_batch_after_batch: decode::a_step_serves_batch_after_batch,
-            bits_of_pages: invariance::pages,
-            bits_of_tables: invariance::tables,
-            bits_of_batch_position: invariance::batch_position,
-            bits_of_tile_mates: invariance::tile_mates,
-            bits_of_shared_prefixes: invariance::shared_prefixes,
-            merges: ops::merges,
-            state_merges: merge_states::state_merges,
-            refuses_state_merges: merge_states::refuses_state_merges,
-            appends: ops::appends,
-            page_copies: ops::page_copies,
-            gathers: kv_gather::gathers,
-            refuses_gathers: kv_gather::refuses_gathers,
-            projections: project::projections,
-            kv_b_proj: project::kv_b_proj,
-            refuses_projections: project::refusals,
-            prefill_shapes: prefill::shapes,
-            prefill_hard_data: prefill::hard_data,
-            prefill_errors: prefill::errors,
-            calibrations: kv_calibrate::calibrations,
-            refuses_calibrations: kv_calibrate::refuses_calibrations,
-            layers: layer::layers,
-            layer_workspaces: layer::layer_workspaces,
-            cascades: layer::cascades,
-            rotations: rope::rotations,
-            rotated_appends: rope::rotated_appends,
-            refuses_specs: errors::specs,
-            refuses_pages: errors::pages,
-            refuses_layers: errors::layers,
-            refuses_ops: errors::ops,
-            refuses_rotations: rope::refusals,
-        );
-    };
-    (@groups $backend:expr, $variant:expr, $every_pair:expr, $($name:ident: $($group:ident)::+,)*) => {$(
-        #[test]
-        fn $name() {
-            if let Some(backend) = $backend() {
-                let mut session = $crate::common::suite::Session::new(&backend);
-                session.variant = $variant;
-                session.every_pair = $every_pair;
-                $crate::common::suite::$($group)::+(&session);
-            }
+/// Every group there is.
+pub fn groups<B: Backend>() -> Vec<Group<B>> {
+    macro_rules! groups {
+        ($($op:literal $by_variant:literal: $module:ident { $($name:ident),* })*) => {
+            vec![$($(Group {
+                op: $op,
+                name: stringify!($name),
+                by_variant: $by_variant,
+                run: $module::$name,
+            }),*),*]
+        };
+    }
+    let mut all = groups! {
+        "decode" true: decode {
+            dtypes_of_512_64, dtypes_of_256_64, dtypes_of_256_32, dtypes_of_512_0, heads, page_sizes, lengths, varlen,
+            query_tokens, visibility, policies, layouts, hard_data, rising_logits, shared_prefixes, empty_batches,
+            a_step_serves_batch_after_batch
         }
-    )*};
+        "decode" true: invariance {
+            bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
+        }
+        "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
+        "merge_attn_states" false: ops { merges }
+        "merge_states" false: merge_states { state_merges, refuses_state_merges }
+        "kv_append" false: ops { appends }
+        "kv_append" false: errors { refuses_ops }
+        "kv_copy_pages" false: ops { page_copies }
+        "kv_gather" false: kv_gather { gathers, refuses_gathers }
+        "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
+        "head_project" false: project { projections, kv_b_proj, refuses_projections }
+        "mla_prefill" true: prefill { prefill_shapes, prefill_hard_data, prefill_errors }
+        "rope" false: rope { rotations, refuses_rotations }
+        "rope_append" false: rope { rotated_appends }
+        "layer" false: layer { layers, layer_workspaces, cascades }
+    };
+    all.insert(0, Group { op: "decode", name: "case_files", by_variant: true, run: case_files });
+    all
 }
-#[allow(unused_imports)]
-pub(crate) use conformance_tests;

@@ -12,13 +12,6 @@ use crate::common::case::{AppendCase, MergeCase};
 use crate::common::close::{Tolerance, close};
 use crate::common::paint::{POISON, Rng};
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    merges(session);
-    appends(session);
-    page_copies(session);
-}
-
 fn text(error: wgpu_mla::Error) -> String {
     error.to_string()
 }

@@ -12,13 +12,6 @@ use crate::common::paint::{POISON, Rng};
 
 const SCALE: f32 = 0.114_721;
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    shapes(session);
-    hard_data(session);
-    errors(session);
-}
-
 fn spec(heads: u32, [nope, rope, value]: [u32; 3], dtype: Dtype, out: Dtype) -> PrefillSpec {
     let (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) = (nope, rope, value);
     PrefillSpec { num_heads: heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, out }
@@ -238,7 +231,7 @@ impl Problem {
 }
 
 /// Dims of models, with and without a rotary part, every dtype, layouts; the order of sequences changes no bit.
-pub fn shapes<B: Backend>(session: &Session<'_, B>) {
+pub fn prefill_shapes<B: Backend>(session: &Session<'_, B>) {
     let specs = [
         spec(3, [16, 32, 16], Dtype::F32, Dtype::F32),
         spec(2, [64, 32, 64], Dtype::F16, Dtype::F16),
@@ -249,6 +242,7 @@ pub fn shapes<B: Backend>(session: &Session<'_, B>) {
     for (i, spec) in specs.into_iter().enumerate() {
         let rows = variants(session, &spec);
         if rows.is_empty() {
+            session.leave_out();
             continue;
         }
         let scale = [1.0, 1.0, 0.1];
@@ -279,7 +273,7 @@ pub fn shapes<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Logits beyond 100, values that a sum must not lose, what f16 does not hold in bf16, subnormals and zeros.
-pub fn hard_data<B: Backend>(session: &Session<'_, B>) {
+pub fn prefill_hard_data<B: Backend>(session: &Session<'_, B>) {
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         let spec = match dtype {
             Dtype::F16 => spec(2, [64, 32, 64], dtype, Dtype::F16),
@@ -287,6 +281,9 @@ pub fn hard_data<B: Backend>(session: &Session<'_, B>) {
             _ => spec(3, [16, 32, 16], dtype, Dtype::F32),
         };
         let rows = variants(session, &spec);
+        if rows.is_empty() {
+            session.leave_out();
+        }
         for row in rows {
             let note = |what: &str, value: &mut dyn FnMut(&mut Rng, usize) -> f32| {
                 let problem = Problem::new(spec, value);
@@ -323,10 +320,11 @@ pub fn hard_data<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// What is wrong is refused, and nothing runs.
-pub fn errors<B: Backend>(session: &Session<'_, B>) {
+pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
     let backend = session.backend;
     let good = spec(2, [16, 32, 16], Dtype::F32, Dtype::F32);
     if variants(session, &good).is_empty() {
+        session.leave_out();
         return session.finish("prefill: errors");
     }
     let result = || -> Result<(), Error> {

@@ -11,13 +11,6 @@ use super::run::{Layout, Output};
 use crate::common::close::{Tolerance, close};
 use crate::common::paint::{POISON, Rng};
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    projections(session);
-    kv_b_proj(session);
-    refusals(session);
-}
-
 /// What the elements are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Data {
@@ -241,7 +234,7 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
 }
 
 /// What a projection must refuse.
-pub fn refusals<B: Backend>(session: &Session<'_, B>) {
+pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let backend = session.backend;
         let good = spec([Dtype::F32, Dtype::Bf16, Dtype::F32], 2, (16, 24), WeightOrder::Kn);

@@ -15,13 +15,6 @@ const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 const LAYOUTS: [RopeLayout; 2] = [RopeLayout::Interleaved, RopeLayout::HalfSplit];
 const MAX_POSITION: u32 = 4999;
 
-/// Every group of this file.
-pub fn all<B: Backend>(session: &Session<'_, B>) {
-    rotations(session);
-    rotated_appends(session);
-    refusals(session);
-}
-
 fn text(error: Error) -> String {
     error.to_string()
 }
@@ -301,7 +294,7 @@ pub fn check_rotated_append<B: Backend>(
 }
 
 /// What both ops must refuse before a kernel sees it.
-pub fn refusals<B: Backend>(session: &Session<'_, B>) {
+pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let backend = session.backend;
         let refuses = |what: &str, result: Result<(), Error>, why: &str| {

@@ -1,0 +1,212 @@
+//! The backend that is chosen while the program runs: it computes what the chosen one does, and keeps their memory apart.
+
+use crate::common::Outcome;
+use crate::common::paint::Make;
+use wgpu_mla::any::{self, AnyBackend, Chosen};
+use wgpu_mla::cpu::Cpu;
+use wgpu_mla::{
+    AppendLayer, AppendSpec, Backend, Dtype, Error, KvView, Layer, MergeStates, MergeStatesSpec, Rope,
+    RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, View,
+};
+
+fn best_is_here_and_says_why() {
+    let spec = Make::default().build().spec;
+    let best = AnyBackend::best(&spec);
+    println!("{}: {}", best.name(), best.why());
+    match best.chosen() {
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(_) => assert!(best.why().starts_with("CUDA"), "{}", best.why()),
+        #[cfg(feature = "wgpu")]
+        Chosen::Wgpu(_) => assert!(best.why().contains("not CUDA: "), "{}", best.why()),
+        Chosen::Cpu(_) => {
+            assert!(best.why().contains("not CUDA: ") && best.why().contains("not wgpu: "), "{}", best.why())
+        }
+        _ => unreachable!("there are three"),
+    }
+    for (built, feature) in [(cfg!(feature = "cuda"), "cuda"), (cfg!(feature = "wgpu"), "wgpu")] {
+        let lacks = best.why().contains(&format!("built without the feature `{feature}`"));
+        assert!(!(built && lacks), "{}", best.why());
+    }
+    assert_eq!(AnyBackend::from(Cpu::new()).why(), "the caller's choice");
+}
+
+/// A host may keep it where several threads find it, if it may keep each backend there.
+fn it_is_shared_between_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<AnyBackend>();
+    shared::<any::Buffer>();
+    shared::<any::Decode>();
+    shared::<any::Step>();
+    shared::<any::Binding>();
+}
+
+/// With a card CUDA is taken; without one, or without its driver, what else there is, and it says why.
+#[cfg(feature = "cuda")]
+fn cuda_is_taken_where_there_is_a_card() {
+    let make = Make { cache: Dtype::Bf16, query: Dtype::Bf16, ..Make::default() };
+    let best = AnyBackend::best(&make.build().spec);
+    match crate::common::cuda() {
+        Ok(_) => {
+            assert!(matches!(best.chosen(), Chosen::Cuda(_)), "{}", best.why());
+            let buffer = best.buffer(64).expect("memory");
+            assert!(matches!(buffer, any::Buffer::Cuda(_)), "{buffer:?}");
+        }
+        Err(_) => {
+            assert!(!matches!(best.chosen(), Chosen::Cuda(_)));
+            assert!(best.why().contains("not CUDA: no device: "), "{}", best.why());
+        }
+    }
+}
+
+/// Any adapter is taken before the CPU, one in software too.
+#[cfg(feature = "wgpu")]
+fn the_cpu_is_for_where_wgpu_finds_no_adapter() {
+    let best = AnyBackend::best(&Make::default().build().spec);
+    match (crate::common::gpu(), best.chosen()) {
+        (Ok(gpu), Chosen::Wgpu(chosen)) => assert_eq!(chosen.describe(), gpu.describe()),
+        (Ok(_), Chosen::Cpu(_)) => panic!("an adapter was passed over: {}", best.why()),
+        (Err(_), Chosen::Wgpu(_)) => panic!("there is no adapter: {}", best.why()),
+        _ => {}
+    }
+}
+
+/// Buffers of other backends, as far as they can be had without a card.
+fn foreign_buffers() -> Vec<any::Buffer> {
+    Vec::from([
+        #[cfg(feature = "wgpu")]
+        {
+            use wgpu_mla::wgpu::{BufferDescriptor, BufferUsages, Device};
+            let (device, _) = Device::noop(&Default::default());
+            let usage = BufferUsages::STORAGE;
+            let about = BufferDescriptor { label: None, size: 1 << 20, usage, mapped_at_creation: false };
+            any::Buffer::from(device.create_buffer(&about))
+        },
+        #[cfg(feature = "cuda")]
+        {
+            // SAFETY: it is refused, so that nothing looks there.
+            any::Buffer::from(unsafe { wgpu_mla::cuda::Buffer::from_raw(1 << 32, 1 << 20) })
+        },
+    ])
+}
+
+fn must_refuse<T>(what: &'static str, result: wgpu_mla::Result<T>) {
+    match result {
+        Ok(_) => panic!("a foreign {what} was taken"),
+        Err(error) => {
+            assert!(
+                matches!(error, Error::OtherBackend { what: named, here: "the CPU", .. } if named == what)
+            );
+            assert!(error.to_string().contains("copy by `download` and `upload`"), "{error}");
+        }
+    }
+}
+
+fn a_buffer_of_another_backend_is_refused_by_every_verb() {
+    let cpu = AnyBackend::from(Cpu::with_threads(1));
+    let spec = Make::default().build().spec;
+    let mla = cpu.decode(&spec, None).expect("a decode");
+    let own: [any::Buffer; 6] = std::array::from_fn(|_| cpu.buffer(1 << 20).expect("memory"));
+    for foreign in &foreign_buffers() {
+        must_refuse("buffer", cpu.upload(foreign, 0, &[0; 4]));
+        must_refuse("buffer", cpu.download(foreign, 4));
+        // Each place in turn.
+        for place in 0..6 {
+            let buffer = |at: usize| if at == place { foreign } else { &own[at] };
+            let [a, b, c, d, e, f] = std::array::from_fn(buffer);
+            let whole = Layer::dense(&spec, a, b, c, d, 0.1);
+            if place < 4 {
+                must_refuse("buffer", cpu.bind(&mla, 1, &whole));
+            }
+            let states = MergeStates {
+                prefix_output: View::dense(a, 1, 8),
+                prefix_lse: View::dense(b, 1, 1),
+                suffix_output: View::dense(c, 1, 8),
+                suffix_lse: View::dense(d, 1, 1),
+                output: View::dense(e, 1, 8),
+                output_lse: Some(View::dense(f, 1, 1)),
+                num_tokens: 1,
+                num_heads: 1,
+            };
+            let of = MergeStatesSpec { dtype: Dtype::F32, head_size: 8 };
+            must_refuse("buffer", cpu.merge_attn_states(&of, &states));
+            if place < 3 {
+                let kv = KvView::dense(c, &spec);
+                let rows =
+                    AppendLayer { kv_c: View::dense(a, 1, 8), k_pe: View::dense(b, 1, 8), kv, k_scale: 1.0 };
+                let of = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+                must_refuse("buffer", cpu.kv_append(&of, &[0], &rows));
+            }
+            let rope = Rope {
+                x: View::dense(a, 1, 64),
+                y: View::dense(b, 1, 64),
+                positions: c,
+                cos_sin: d,
+                max_position: 1,
+                num_tokens: 1,
+            };
+            let layout = RopeLayout::Interleaved;
+            let of = RopeSpec { dtype: Dtype::F32, num_heads: 1, rope_dim: 64, layout };
+            if place < 4 {
+                must_refuse("buffer", cpu.rope(&of, &rope));
+            }
+            let args = RopeAppend {
+                q_pe: rope.x,
+                q_pe_out: rope.y,
+                layer: AppendLayer {
+                    kv_c: View::dense(e, 1, 512),
+                    k_pe: View::dense(e, 1, 64),
+                    kv: KvView::dense(f, &spec),
+                    k_scale: 1.0,
+                },
+                positions: c,
+                cos_sin: d,
+                max_position: 1,
+            };
+            let append = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+            let of = RopeAppendSpec { append, query: Dtype::F32, num_heads: 1, layout };
+            must_refuse("buffer", cpu.rope_append(&of, &[0], &args));
+        }
+        let kv = KvView::dense(foreign, &spec);
+        must_refuse("buffer", cpu.kv_copy_pages(&spec.kv, spec.shape.row_elems(), &[], &kv));
+    }
+}
+
+/// Also decodes, steps and bindings.
+#[cfg(feature = "wgpu")]
+fn what_another_backend_compiled_is_refused() -> Outcome {
+    use wgpu_mla::{Batch, Capacity, PageTable, Plan, Policy};
+    let gpu = crate::common::gpu()?;
+    let (cpu, gpu) = (AnyBackend::from(Cpu::with_threads(1)), AnyBackend::from(gpu));
+    let spec = Make::default().build().spec;
+    let (mla, foreign) =
+        (cpu.decode(&spec, None).expect("a row"), gpu.decode(&spec, Some("shared")).expect("a row"));
+    must_refuse("decode", cpu.step(&foreign, Capacity::default()));
+    assert!(!cpu.rounds_weights(&foreign));
+
+    let plan =
+        Plan::new(&spec, &cpu.tiling(&foreign), &Batch::new(&[1], &[0, 1]), Policy::Auto).expect("a plan");
+    let pages = PageTable::Dense { block_table: &[0], max_pages: 1 };
+    let mut step = gpu.step(&foreign, Capacity::of(&plan)).expect("a step");
+    must_refuse("decode", cpu.prepare(&foreign, &mut step, &plan, pages));
+    must_refuse("step", cpu.prepare(&mla, &mut step, &plan, pages));
+
+    let own = cpu.step(&mla, Capacity::of(&plan)).expect("a step");
+    let [q, kv, out, lse] = std::array::from_fn(|_| gpu.buffer(2 << 20).expect("memory"));
+    let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
+    let binding = gpu.bind(&foreign, 1, &layer).expect("a binding");
+    must_refuse("step", cpu.run(&mla, &step, &binding));
+    must_refuse("binding", cpu.run(&mla, &own, &binding));
+    Ok(())
+}
+
+crate::tests![
+    best_is_here_and_says_why,
+    it_is_shared_between_threads,
+    #[cfg(feature = "cuda")]
+    cuda_is_taken_where_there_is_a_card,
+    #[cfg(feature = "wgpu")]
+    the_cpu_is_for_where_wgpu_finds_no_adapter,
+    a_buffer_of_another_backend_is_refused_by_every_verb,
+    #[cfg(feature = "wgpu")]
+    what_another_backend_compiled_is_refused,
+];

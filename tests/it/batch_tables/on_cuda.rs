@@ -1,0 +1,114 @@
+//! On CUDA, where all of a step is one graph: what changes between its replays is what the card has in memory.
+
+use wgpu_mla::cuda::cudarc::driver::CudaGraph;
+use wgpu_mla::cuda::ops::{AppendBinding, BatchBinding, BatchTables, DecodeLists, DeviceSlots, KvAppend};
+use wgpu_mla::cuda::{Binding, Buffer, Cuda, Decode, Options, Step};
+use wgpu_mla::{Backend, Capacity, DeviceBatch, Error, KvSpec, MlaSpec, PageTable, Plan, Result, Tiling};
+
+use super::serving::{Arrays, Serves, TOKENS, append_spec};
+use crate::common::graph::{captured, cuda};
+
+pub struct Made {
+    tables: BatchTables,
+    batch: BatchBinding,
+    append: KvAppend,
+    appends: AppendBinding,
+    slots: DeviceSlots,
+    decode: Decode,
+    step: Step,
+    lists: DecodeLists,
+    binding: Binding,
+    /// For a capacity.
+    graph: Option<(CudaGraph, Capacity)>,
+}
+
+impl Made {
+    fn record(&self) -> Result<()> {
+        self.tables.record_slots(&self.slots, &self.batch)?;
+        self.append.record(self.slots.step(), &self.appends)?;
+        self.tables.record_lists(&self.lists, &self.step, &self.batch)?;
+        self.decode.record(&self.step, &self.binding)
+    }
+}
+
+impl Serves for Cuda {
+    const PLAIN: &'static str = "simple";
+    type Made = Made;
+
+    fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<Buffer>) -> Made {
+        let variant = variant.map(str::to_owned);
+        let options = Options { variant, query_tokens: 1, device_page_list: true };
+        let decode = Decode::new(self, spec, &options).expect("a decode");
+        let append = KvAppend::new(self, append_spec(spec)).expect("an append");
+        let tables = BatchTables::new(self, spec.kv).expect("tables");
+        Made {
+            batch: tables.bind(&arrays.batch()).expect("binds"),
+            appends: append.bind(&arrays.new_rows(spec), TOKENS).expect("binds"),
+            slots: tables.slots(&append, TOKENS).expect("slots"),
+            step: decode.step(Capacity::default()).expect("a step"),
+            lists: DecodeLists::default(),
+            binding: decode.bind(TOKENS, &arrays.layer(spec)).expect("a binding"),
+            graph: None,
+            tables,
+            append,
+            decode,
+        }
+    }
+
+    fn tiling_of(made: &Made) -> Tiling {
+        made.decode.tiling()
+    }
+
+    fn rounds_weights_of(made: &Made) -> bool {
+        made.decode.rounds_weights()
+    }
+
+    fn prepare_bounds(&self, made: &mut Made, plan: &Plan) -> Result<()> {
+        made.tables.prepare(&mut made.lists, &made.decode, &mut made.step, plan)?;
+        let capacity = made.step.capacity();
+        if made.graph.as_ref().is_none_or(|(_, of)| *of != capacity) {
+            made.graph = Some((captured(self, || made.record()), capacity));
+        }
+        Ok(())
+    }
+
+    fn prepare_of_host(&self, made: &mut Made, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
+        made.decode.prepare(&mut made.step, plan, pages)
+    }
+
+    fn serve(&self, made: &mut Made, arrays: &Arrays<Buffer>, seq_lens: &[i32], query_start_loc: &[i32]) {
+        self.upload(&arrays.seq_lens, 0, bytemuck::cast_slice(seq_lens)).expect("uploaded");
+        self.upload(&arrays.query_start_loc, 0, bytemuck::cast_slice(query_start_loc)).expect("uploaded");
+        made.graph.as_ref().expect("captured").0.launch().expect("launched");
+    }
+
+    fn run_stale(&self, made: &mut Made) {
+        let refused = made.tables.record_lists(&made.lists, &made.step, &made.batch);
+        assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+        made.decode.record(&made.step, &made.binding).expect("launched");
+    }
+
+    fn bind_batch(&self, made: &Made, batch: &DeviceBatch<'_, Buffer>) -> Result<()> {
+        made.tables.bind(batch).map(drop)
+    }
+
+    fn more_refusals(&self, made: &mut Made, arrays: &Arrays<Buffer>, plan: &Plan) {
+        let kv = KvSpec { num_pages: 3, ..made.decode.spec().kv };
+        let other = BatchTables::new(self, kv).expect("tables");
+        let refused = other.slots(&made.append, TOKENS).map(drop).expect_err("refused");
+        assert!(matches!(refused, Error::LayoutMismatch { .. }), "{refused}");
+        let refused = other.record_slots(&made.slots, &made.batch).expect_err("refused");
+        assert!(matches!(refused, Error::LayoutMismatch { .. }), "{refused}");
+        let trusting = Decode::new(self, made.decode.spec(), &Options::default()).expect("a decode");
+        let mut step = trusting.step(Capacity::default()).expect("a step");
+        let refused = made.tables.prepare(&mut made.lists, &trusting, &mut step, plan).expect_err("refused");
+        assert!(matches!(refused, Error::LayoutMismatch { .. }), "{refused}");
+
+        let five = made.tables.bind(&DeviceBatch { batch: 5, ..arrays.batch() }).expect("binds");
+        made.tables.prepare(&mut made.lists, &made.decode, &mut made.step, plan).expect("prepares");
+        let refused = made.tables.check(&made.lists, &made.step, &five);
+        assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+    }
+}
+
+super::serving_tests!(cuda);

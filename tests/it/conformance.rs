@@ -1,0 +1,116 @@
+//! The conformance suite on each backend and each decode variant of it, a test a group: `conformance::wgpu::shared::decode::heads`.
+//!
+//! Groups that a decode variant changes nothing of run once a backend on wgpu, where kernels take seconds to compile, unless
+//! `MLA_CASES=product` asks for the product.
+
+use wgpu_mla::cpu::Cpu;
+use wgpu_mla::{AnyBackend, Backend};
+
+use crate::common::suite::{Cases, Group, Session, groups};
+use crate::common::{Ignored, Outcome};
+use crate::harness::{Test, count};
+
+pub fn tests() -> Vec<Test> {
+    let here = || Ok(Cpu::new());
+    let mut tests = of_backend("cpu", here, &[None, Some("portable")], Cases::Full, |_, _| true);
+    let any = || Ok(AnyBackend::from(Cpu::new()));
+    tests.extend(of_backend("any_cpu", any, &[None], Cases::Full, |_, _| true));
+    #[cfg(feature = "wgpu")]
+    tests.extend(on_wgpu());
+    #[cfg(feature = "cuda")]
+    tests.extend(on_cuda());
+    tests
+}
+
+/// The decode variants on wgpu, in dispatch order.
+#[cfg(feature = "wgpu")]
+pub const WGPU_VARIANTS: [&str; 4] = ["coop", "coop_small", "subgroup", "shared"];
+
+#[cfg(feature = "wgpu")]
+fn the_lists_name_every_variant() -> Outcome {
+    let ladder = crate::common::gpu()?.ladder(&crate::common::paint::Make::default().build().spec);
+    assert_eq!(ladder.into_iter().map(|(name, _)| name).collect::<Vec<_>>(), WGPU_VARIANTS);
+    Ok(())
+}
+
+#[cfg(feature = "wgpu")]
+fn on_wgpu() -> Vec<Test> {
+    use crate::common::gpu;
+    let cases = Cases::asked_for();
+    let variants = WGPU_VARIANTS.map(Some);
+    let by_variant = move |_: usize, group: &Group<_>| group.by_variant || cases != Cases::Representative;
+    let mut tests = of_backend("wgpu", gpu, &variants, cases, by_variant);
+    if cases == Cases::Representative {
+        tests.extend(of_backend("wgpu", gpu, &[None], cases, |_, group| !group.by_variant));
+    }
+    // A part: the tests above take wgpu through every group.
+    let some = |_: usize, group: &Group<_>| {
+        ["varlen", "merges", "page_copies", "refuses_layers", "refuses_ops"].contains(&group.name)
+    };
+    tests.push(Test::new("conformance::wgpu::the_lists_name_every_variant", the_lists_name_every_variant));
+    let any = || gpu().map(AnyBackend::from);
+    tests.extend(of_backend("any_wgpu", any, &[Some("shared")], cases, some));
+    tests
+}
+
+/// A card compiles nothing, so that all of it runs there, except what is asked to be left out of a run under a sanitizer.
+#[cfg(feature = "cuda")]
+fn on_cuda() -> Vec<Test> {
+    use crate::common::cuda;
+    const VARIANTS: [Option<&str>; 12] = [
+        None,
+        Some("rows16_wgmma"),
+        Some("rows32_wgmma"),
+        Some("rows64_wgmma"),
+        Some("rows16_tma"),
+        Some("rows16"),
+        Some("rows32"),
+        Some("rows64"),
+        Some("rows16_small"),
+        Some("rows32_small"),
+        Some("rows64_small"),
+        Some("simple"),
+    ];
+    let mut tests = of_backend("cuda", cuda, &VARIANTS, Cases::Full, |_, _| true);
+    let any = || cuda().map(AnyBackend::from);
+    tests.extend(of_backend("any_cuda", any, &[None], Cases::Full, |_, _| true));
+    tests
+}
+
+fn of_backend<B: Backend + 'static>(
+    name: &'static str,
+    open: impl Fn() -> Result<B, Ignored> + Copy + Send + 'static,
+    variants: &[Option<&'static str>],
+    cases: Cases,
+    wanted: impl Fn(usize, &Group<B>) -> bool,
+) -> Vec<Test> {
+    let mut tests = Vec::new();
+    for (place, &variant) in variants.iter().enumerate() {
+        for group in groups::<B>().into_iter().filter(|group| wanted(place, group)) {
+            let Group { op, name: group_name, run, .. } = group;
+            let test = format!("conformance::{name}::{}::{op}::{group_name}", variant.unwrap_or("best"));
+            tests.push(Test::new(test, move || {
+                let backend = open()?;
+                let mut session = Session::new(&backend);
+                (session.variant, session.place, session.cases) = (variant, place, cases);
+                run(&session);
+                ended(name, &session)
+            }));
+        }
+    }
+    tests
+}
+
+/// Counts what a session ran. One that ran nothing, as its variant is not served here, is ignored; if nothing was left out
+/// either, the test has no case, which is a failure.
+pub fn ended<B: Backend>(backend: &str, session: &Session<'_, B>) -> Outcome {
+    let (checks, left_out) = session.totals();
+    let variant = session.variant.unwrap_or("best");
+    count(&format!("{backend} {variant}"), checks, left_out);
+    assert!(checks + left_out > 0, "no case ran");
+    if checks > 0 {
+        Ok(())
+    } else {
+        Err(Ignored(format!("{variant} serves none of its {left_out} checks here")))
+    }
+}

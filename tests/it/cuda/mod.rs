@@ -1,0 +1,47 @@
+//! What only the CUDA backend promises: an error without a driver, and graphs that replay with new lengths, slots and copies.
+
+mod decodes;
+mod ops;
+
+use wgpu_mla::cuda::{Buffer, Cuda};
+use wgpu_mla::{Backend, Error};
+
+/// A buffer of bytes, whole words.
+fn uploaded(cuda: &Cuda, bytes: &[u8]) -> Buffer {
+    let buffer = cuda.buffer(bytes.len() as u64).expect("memory");
+    cuda.upload(&buffer, 0, bytes).expect("uploaded");
+    buffer
+}
+
+fn no_card_is_an_error_that_names_the_cure() {
+    // There is none of that number, with a driver or without.
+    let error = Cuda::new(1_000).expect_err("no machine has so many cards");
+    assert!(matches!(error, Error::NoCuda { .. }), "{error:?}");
+    assert!(error.to_string().contains("install NVIDIA's driver"), "{error}");
+    println!("{error}");
+}
+
+/// Instead of a driver of long ago, a library that has nothing of one. This program runs itself with it.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn a_driver_without_what_is_called_is_an_error_too() {
+    use std::{path::Path, process::Command};
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("a list of what is mapped");
+    let other =
+        maps.lines().filter_map(|line| line.split_whitespace().nth(5)).find(|path| path.contains("libgcc_s"));
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-not-a-driver");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    std::fs::copy(other.expect("every program has it"), folder.join("libcuda.so")).expect("a copy");
+
+    let mut again = Command::new(std::env::current_exe().expect("a path"));
+    again.args(["--exact", "cuda::no_card_is_an_error_that_names_the_cure", "--nocapture"]);
+    let ran = again.env("LD_LIBRARY_PATH", folder).output().expect("it runs");
+    let text = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success(), "{text}{}", String::from_utf8_lossy(&ran.stderr));
+    assert!(text.contains("no CUDA device: the driver's library has no cuInit; install"), "{text}");
+}
+
+crate::tests![
+    (in decodes, ops)
+    no_card_is_an_error_that_names_the_cure,
+    #[cfg(all(target_os = "linux", target_env = "gnu"))] a_driver_without_what_is_called_is_an_error_too,
+];

@@ -1,0 +1,462 @@
+//! Weaker devices, lost ones, limits, a device that computes nothing, and what a layer must not be.
+
+use crate::common::paint::{Make, sequences};
+use crate::common::rig::{Rig, pages, plan, small};
+use crate::common::{Ignored, Outcome};
+use wgpu_mla::gpu::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
+use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Pipelines, wanted};
+use wgpu_mla::layer::View;
+use wgpu_mla::ops::{AppendLayer, AppendSpec, MergeStatesSpec};
+use wgpu_mla::{Backend, Capacity, Caps, Dtype, Error, KvView, Layer, MlaSpec, Policy, Query, wgpu};
+
+const FIXED: Policy = Policy::FixedTokens(32);
+
+/// A device of its own, with features and limits changed from what `wanted` would ask for.
+fn device(change: impl FnOnce(&mut wgpu::Features, &mut wgpu::Limits)) -> Result<Gpu, Ignored> {
+    let rig = Rig::shared()?;
+    let mut wanted = wanted(&rig.gpu.adapter);
+    change(&mut wanted.features, &mut wanted.limits);
+    let made = Gpu::from_adapter(rig.gpu.adapter.clone(), wanted.features, wanted.limits);
+    Ok(pollster::block_on(made).expect("a weaker device"))
+}
+
+fn runs_right(rig: &Rig) {
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let step = rig.step(&loaded.problem, FIXED);
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &loaded.problem);
+}
+
+fn spec() -> MlaSpec {
+    small(&[(1, 1)]).spec
+}
+
+/// As an application that asks for nothing makes it.
+fn a_default_device_works_and_says_what_it_lacks() -> Outcome {
+    let defaults = |features: &mut wgpu::Features, limits: &mut wgpu::Limits| {
+        (*features, *limits) = (wgpu::Features::empty(), wgpu::Limits::default());
+    };
+    let gpu = device(defaults)?;
+    let rig = Rig::on(gpu, &spec());
+    assert_eq!(rig.mla.variant(), "shared");
+    assert!(
+        rig.mla.why().contains("not subgroup: ") && rig.mla.why().contains("SUBGROUP"),
+        "{}",
+        rig.mla.why()
+    );
+    runs_right(&rig);
+
+    let forced = Options { variant: Some("subgroup".into()), ..Options::default() };
+    let error = MlaDecode::new(&rig.gpu.pipelines, &spec(), &forced).expect_err("no subgroups");
+    assert!(
+        matches!(&error, Error::VariantUnavailable { name, why } if name == "subgroup" && why.contains("SUBGROUP")),
+        "{error}"
+    );
+    let forced = Options { variant: Some("shared".into()), ..Options::default() };
+    let mla = MlaDecode::new(&rig.gpu.pipelines, &spec(), &forced).expect("runs everywhere");
+    assert!(mla.why().contains("forced"), "{}", mla.why());
+    Ok(())
+}
+
+/// Each weaker set of capabilities, as a real device where one can be made.
+fn every_downgrade_runs() -> Outcome {
+    let shared = Rig::shared()?;
+    let (mut ran, mut left_out) = (0, 0);
+    for (name, weaker) in shared.gpu.pipelines.caps().downgrades() {
+        let gpu = device(|features, limits| weaken(&weaker, features, limits))?;
+        let made = *gpu.pipelines.caps();
+        if made != weaker {
+            println!("{name}: no device can be made with {weaker:?}");
+            left_out += 1;
+            continue;
+        }
+        ran += 1;
+        runs_right(&Rig::on(gpu, &spec()));
+    }
+    assert!(ran >= 4, "only {ran} devices");
+    crate::harness::count("wgpu weaker devices", ran, left_out);
+    Ok(())
+}
+
+fn weaken(to: &Caps, features: &mut wgpu::Features, limits: &mut wgpu::Limits) {
+    for (feature, kept) in [
+        (wgpu::Features::SUBGROUP, to.subgroups),
+        (wgpu::Features::SHADER_F16, to.shader_f16),
+        (wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, to.cooperative_tile > 0),
+    ] {
+        if !kept {
+            features.remove(feature);
+        }
+    }
+    limits.max_compute_workgroup_storage_size = to.workgroup_memory_bytes;
+    limits.max_compute_invocations_per_workgroup = to.max_invocations;
+    limits.max_compute_workgroup_size_x = to.max_invocations;
+    limits.max_storage_buffers_per_shader_stage = to.max_storage_buffers;
+    limits.max_storage_buffer_binding_size = to.max_binding_bytes;
+    limits.max_buffer_size = to.max_buffer_bytes;
+    limits.max_compute_workgroups_per_dimension = to.max_workgroups;
+}
+
+/// A grid of few workgroups a dimension is folded in two.
+fn a_folded_grid() -> Outcome {
+    let gpu = device(|_, limits| limits.max_compute_workgroups_per_dimension = 24)?;
+    let rig = Rig::on(gpu, &spec());
+    let loaded = rig.load(small(&[(300, 1), (90, 2)]));
+    let step = rig.step(&loaded.problem, Policy::FixedTokens(16));
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &loaded.problem);
+    // 576 workgroups in all.
+    let error = rig.mla.step(Capacity { items: 577, ..Capacity::default() }).expect_err("too many");
+    assert!(
+        matches!(error, Error::Limit { what: "workgroups of a step", need: 577, limit: 576, .. }),
+        "{error}"
+    );
+    let few = Capacity { merges: 97, ..Capacity::default() };
+    let error = rig.mla.step(few).expect_err("97 tokens of 6 heads");
+    assert!(matches!(error, Error::Limit { what: "workgroups of a step", need: 582, .. }), "{error}");
+    Ok(())
+}
+
+/// Every verb on a lost device is an error, and recording is still not a panic.
+fn a_lost_device() -> Outcome {
+    let gpu = device(|_, _| ())?;
+    let rig = Rig::on(gpu, &spec());
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let mut step = rig.step(&loaded.problem, FIXED);
+    let mut before = rig.encoder();
+    rig.mla.record(&mut before, &step, &loaded.binding);
+
+    rig.gpu.device.destroy();
+
+    let lost = |what: &str, error: Option<Error>| {
+        assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
+    };
+    let new = |spec: MlaSpec| MlaDecode::new(&rig.gpu.pipelines, &spec, &Options::default()).err();
+    lost("new, compiled before", new(spec()));
+    lost("new", new(MlaSpec { out: Dtype::F16, ..spec() }));
+    lost("step", rig.mla.step(Capacity::default()).err());
+    let mut prepare = |problem| {
+        let plan = plan(&rig.mla, problem, FIXED);
+        rig.mla.prepare(&rig.gpu.queue, &mut step, &plan, pages(problem)).err()
+    };
+    lost("prepare", prepare(&loaded.problem));
+    lost("prepare that grows", prepare(&small(&[(400, 30)])));
+    let layer = Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+    lost("bind", rig.mla.bind(3, &layer).err());
+
+    let mut after = rig.encoder();
+    rig.mla.record(&mut before, &step, &loaded.binding);
+    rig.mla.record(&mut after, &step, &loaded.binding);
+    rig.mla.record_slice(&mut after, &step, &loaded.binding, 0);
+    rig.submit(before);
+    rig.submit(after);
+    // The callback has been called by now.
+    rig.gpu.device.poll(wgpu::PollType::Poll).ok();
+    lost("buffer", rig.gpu.buffer(16).err());
+    lost("run", rig.gpu.run(&rig.mla, &step, &loaded.binding).err());
+    Ok(())
+}
+
+/// The small ops on a lost device, by the verbs that make something.
+fn small_ops_on_a_lost_device() -> Outcome {
+    let gpu = device(|_, _| ())?;
+    let spec = spec();
+    let (device, queue, pipelines) = (&gpu.device, &gpu.queue, &gpu.pipelines);
+    let append_spec = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+    let copy_spec = CopySpec { kv: spec.kv, row_elems: 288 };
+    let append = KvAppend::new(pipelines, append_spec).expect("compiles");
+    let copy = KvCopyPages::new(pipelines, copy_spec).expect("compiles");
+    let [rows, cache] =
+        [4096, spec.kv.num_slots() * 288 * 2].map(|bytes| gpu.buffer(bytes).expect("a buffer"));
+
+    device.destroy();
+
+    let lost = |what: &str, error: Option<Error>| {
+        assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
+    };
+    lost("new append", KvAppend::new(pipelines, append_spec).err());
+    lost("new copy", KvCopyPages::new(pipelines, copy_spec).err());
+    let merge_spec = MergeStatesSpec { dtype: Dtype::F32, head_size: 64 };
+    lost("new merge", MergeAttnStates::new(pipelines, merge_spec).err());
+    lost("prepare append", append.prepare(device, queue, &mut AppendStep::default(), &[0, 1]).err());
+    lost("prepare copy", copy.prepare(device, queue, &mut CopyStep::default(), &[(0, 1)]).err());
+    let kv = KvView::dense(&cache, &spec);
+    let layer = AppendLayer {
+        kv_c: View::dense(&rows, 1, 256),
+        k_pe: View { offset: 512, ..View::dense(&rows, 1, 32) },
+        kv,
+        k_scale: 1.0,
+    };
+    lost("bind append", append.bind(device, &layer, 2).err());
+    lost("bind copy", copy.bind(device, &kv).err());
+    Ok(())
+}
+
+/// What no device holds is an error before anything is made of it.
+fn absurd_capacities() -> Outcome {
+    let rig = Rig::shared()?;
+    let all = |n| Capacity { items: n, queries: n, pages: n, merges: n, merge_slots: n, slots: n };
+    for capacity in [
+        Capacity { items: u32::MAX, ..Capacity::default() },
+        Capacity { queries: u32::MAX, ..Capacity::default() },
+        Capacity { pages: u32::MAX, ..Capacity::default() },
+        Capacity { merges: u32::MAX, ..Capacity::default() },
+        Capacity { merge_slots: u32::MAX, ..Capacity::default() },
+        Capacity { slots: u32::MAX, ..Capacity::default() },
+        Capacity { pages: 1 << 30, ..Capacity::default() },
+        all(u32::MAX),
+        all(1 << 29),
+    ] {
+        let error = rig.mla.step(capacity).expect_err("absurd");
+        assert!(matches!(error, Error::Limit { .. }), "{capacity:?}: {error}");
+    }
+    Ok(())
+}
+
+/// A step that would have to grow past a limit stays as it was.
+fn growth_past_a_limit() -> Outcome {
+    let small_bindings = |_: &mut wgpu::Features, limits: &mut wgpu::Limits| {
+        limits.max_storage_buffer_binding_size = 1 << 20;
+    };
+    let gpu = device(small_bindings)?;
+    let rig = Rig::on(gpu, &spec());
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let mut step = rig.step(&loaded.problem, FIXED);
+    let large = small(&[(500, 3)]);
+    let refused = rig.mla.prepare(
+        &rig.gpu.queue,
+        &mut step,
+        &plan(&rig.mla, &large, Policy::FixedTokens(1)),
+        pages(&large),
+    );
+    assert!(matches!(refused, Err(Error::Limit { what: "a step's partial results", .. })), "{refused:?}");
+    rig.run(&step, &loaded);
+    rig.check(&loaded, &loaded.problem);
+    Ok(())
+}
+
+/// Everything but the numbers works without a GPU.
+fn a_device_that_computes_nothing() {
+    let (device, queue) = wgpu::Device::noop(&wgpu::DeviceDescriptor::default());
+    let pipelines = Pipelines::new(&device);
+    let problem = small(&[(37, 1), (90, 2)]);
+    let mla = MlaDecode::new(&pipelines, &problem.spec, &Options::default()).expect("a decode");
+    let mut step = mla.step(Capacity::default()).expect("a step");
+    mla.prepare(&queue, &mut step, &plan(&mla, &problem, FIXED), pages(&problem)).expect("prepared");
+    let buffer = |size: usize| {
+        let (size, usage) = (size as u64, wgpu::BufferUsages::STORAGE);
+        let descriptor = wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false };
+        device.create_buffer(&descriptor)
+    };
+    let (q, kv) = (buffer(problem.q.len()), buffer(problem.kv.len()));
+    let (out, lse) = (buffer(3 * 6 * 256 * 4), buffer(3 * 6 * 4));
+    let binding = mla.bind(3, &Layer::dense(mla.spec(), &q, &kv, &out, &lse, 0.1)).expect("a binding");
+    let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+    let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    mla.record(&mut encoder, &step, &binding);
+    queue.submit([encoder.finish()]);
+    assert_eq!(pollster::block_on(scope.pop()).map(|error| error.to_string()), None);
+}
+
+/// Each wrong layer by the error that names it.
+fn wrong_layers() -> Outcome {
+    let rig = Rig::shared()?;
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let good = Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+    let refused = |layer: &Layer<'_, wgpu::Buffer>| rig.mla.bind(3, layer).expect_err("a wrong layer");
+    assert!(rig.mla.bind(3, &good).is_ok());
+
+    for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for (name, layer) in [
+            ("softmax_scale", Layer { softmax_scale: bad, ..good }),
+            ("k_scale", Layer { k_scale: bad, ..good }),
+            ("q_scale", Layer { q_scale: bad, ..good }),
+        ] {
+            let error = refused(&layer);
+            assert!(matches!(error, Error::Scale { what, .. } if what == name), "{name} {bad}: {error}");
+        }
+    }
+
+    // What is written must be no buffer that is read, nor the other that is written.
+    let in_buffer = |view: View<'_, wgpu::Buffer>, buffer| View { buffer, ..view };
+    let large = rig.gpu.buffer(1 << 20).expect("a buffer");
+    let (out, lse) = (in_buffer(good.out, &large), in_buffer(good.lse, &large));
+    let (nope, rope) = (View::dense(&loaded.q, 6, 256), View::dense(&loaded.q, 6, 32));
+    let large_nope = Query::Split { q_nope: in_buffer(nope, &large), q_pe: rope };
+    let large_rope = Query::Split { q_nope: nope, q_pe: in_buffer(rope, &large) };
+    let large_kv = KvView { buffer: &large, ..good.kv };
+    for (names, layer) in [
+        (("out", "q_nope"), Layer { out, query: large_nope, ..good }),
+        (("out", "q_pe"), Layer { out, query: large_rope, ..good }),
+        (("out", "kv"), Layer { out, kv: large_kv, ..good }),
+        (("lse", "q_nope"), Layer { lse, query: large_nope, ..good }),
+        (("lse", "q_pe"), Layer { lse, query: large_rope, ..good }),
+        (("lse", "kv"), Layer { lse, kv: large_kv, ..good }),
+        (("out", "lse"), Layer { out, lse, ..good }),
+    ] {
+        let (a, b) = names;
+        assert_eq!(refused(&layer), Error::Aliased { a, b });
+    }
+
+    let no_storage = rig.gpu.device.create_buffer(&wgpu::BufferDescriptor {
+        label: None,
+        size: 1 << 20,
+        usage: wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::UNIFORM,
+        mapped_at_creation: false,
+    });
+    for (name, layer) in [
+        ("q_nope", Layer { query: Query::Whole(View::dense(&no_storage, 6, 288)), ..good }),
+        ("kv", Layer { kv: KvView { buffer: &no_storage, ..good.kv }, ..good }),
+        ("out", Layer { out: in_buffer(good.out, &no_storage), ..good }),
+        ("lse", Layer { lse: in_buffer(good.lse, &no_storage), ..good }),
+    ] {
+        let error = refused(&layer);
+        assert!(
+            matches!(error, Error::BufferUsage { what, usage: "STORAGE" } if what == name),
+            "{name}: {error}"
+        );
+    }
+
+    let tiny = rig.gpu.buffer(4).expect("a buffer");
+    for (name, layer) in [
+        ("q_nope", Layer { query: Query::Whole(View::dense(&tiny, 6, 288)), ..good }),
+        ("kv", Layer { kv: KvView { buffer: &tiny, ..good.kv }, ..good }),
+        ("out", Layer { out: in_buffer(good.out, &tiny), ..good }),
+        ("lse", Layer { lse: in_buffer(good.lse, &tiny), ..good }),
+        ("out", Layer { out: View { offset: 8, ..good.out }, ..good }),
+        ("kv", Layer { kv: KvView { layer: 1, layer_stride: 8, ..good.kv }, ..good }),
+    ] {
+        let error = refused(&layer);
+        assert!(matches!(error, Error::BufferTooSmall { what, .. } if what == name), "{name}: {error}");
+    }
+
+    let whole = View::dense(&loaded.q, 6, 288);
+    for (name, layer) in [
+        ("q_nope", Layer { query: Query::Whole(View { offset: 4, ..whole }), ..good }),
+        ("q_nope", Layer { query: Query::Whole(View { token_stride: 6 * 288 - 1, ..whole }), ..good }),
+        ("kv offset", Layer { kv: KvView { offset: 1, ..good.kv }, ..good }),
+        ("kv layer_stride", Layer { kv: KvView { layer_stride: 12, ..good.kv }, ..good }),
+        ("kv block_stride", Layer { kv: KvView { block_stride: 16 * 288 + 4, ..good.kv }, ..good }),
+        ("out", Layer { out: View { head_stride: 260, ..good.out }, ..good }),
+    ] {
+        let error = refused(&layer);
+        assert!(matches!(error, Error::Alignment { what, of: 8, .. } if what == name), "{name}: {error}");
+    }
+    Ok(())
+}
+
+/// A layer of a cache that is larger than a binding is reached through a window; a layer that is itself larger is not.
+fn a_window_into_a_large_cache() -> Outcome {
+    let problem = small(&[(37, 1), (90, 2)]);
+    let layer_bytes = problem.kv.len();
+    let limit = layer_bytes as u64 + 4096;
+    let gpu = device(|_, limits| limits.max_storage_buffer_binding_size = limit)?;
+    let rig = Rig::on(gpu, &problem.spec);
+    let loaded = rig.load(problem.clone());
+    // The second of three layers, poison in the others; an odd number of octs in front of it.
+    let gap = 24 * 2;
+    let mut bytes = vec![0xFF; gap + 3 * layer_bytes];
+    bytes[gap + layer_bytes..][..layer_bytes].copy_from_slice(&problem.kv);
+    let cache = rig.buffer(&bytes);
+    assert!(cache.size() > limit);
+    let layer_stride = layer_bytes as u64 / 2;
+    let dense =
+        Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
+    let kv = KvView { buffer: &cache, offset: gap as u64 / 2, layer_stride, layer: 1, ..dense.kv };
+    let binding = rig.mla.bind(3, &Layer { kv, ..dense }).expect("a window");
+    let step = rig.step(&problem, FIXED);
+    let mut encoder = rig.encoder();
+    rig.mla.record(&mut encoder, &step, &binding);
+    rig.submit(encoder);
+    rig.check(&loaded, &problem);
+
+    // Pages spread over all three layers.
+    let wide = KvView { block_stride: dense.kv.block_stride * 3, layer: 0, offset: 0, ..kv };
+    let error = rig.mla.bind(3, &Layer { kv: wide, ..dense }).expect_err("no window is that wide");
+    assert!(matches!(error, Error::Limit { what: "kv", .. }), "{error}");
+    Ok(())
+}
+
+/// Arrays that are not used, in buffers that no binding covers: no rotary part, and no query tokens.
+fn unused_arrays_in_large_buffers() -> Outcome {
+    let gpu = device(|_, limits| limits.max_storage_buffer_binding_size = 2 << 20)?;
+    let problem = Make {
+        dims: (512, 0),
+        heads: 6,
+        cache: Dtype::F16,
+        query: Dtype::F16,
+        sequences: sequences(&[(20, 1), (40, 2)]),
+        ..Make::default()
+    }
+    .build();
+    let rig = Rig::on(gpu, &problem.spec);
+    let loaded = rig.load(problem.clone());
+    let offset = 1 << 20;
+    let mut bytes = vec![0xFF; 4 << 20];
+    bytes[offset * 2..][..problem.q.len()].copy_from_slice(&problem.q);
+    let large = rig.buffer(&bytes);
+    let dense =
+        Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
+    let at = View { offset: offset as u64, ..View::dense(&large, 6, 512) };
+    for query in [Query::Whole(at), Query::Split { q_nope: at, q_pe: at }] {
+        let binding = rig.mla.bind(3, &Layer { query, ..dense }).expect("a window");
+        let step = rig.step(&problem, FIXED);
+        rig.poison(&loaded);
+        let mut encoder = rig.encoder();
+        rig.mla.record(&mut encoder, &step, &binding);
+        rig.submit(encoder);
+        rig.check(&loaded, &problem);
+        // A batch that may be empty: no token of the large array is used.
+        for offset in [at.offset, large.size() / 2, u64::MAX / 8 * 8] {
+            let query = Query::Whole(View { offset, ..at });
+            let bound = rig.mla.bind(0, &Layer { query, ..dense });
+            assert!(matches!(bound, Ok(_) | Err(Error::BufferTooSmall { .. })), "{offset}: {bound:?}");
+        }
+    }
+    Ok(())
+}
+
+/// An empty batch needs no rows, but a binding has to hold an element: too small is an error, not a failed submit.
+fn empty_batches_in_tiny_buffers() -> Outcome {
+    let rig = Rig::shared()?;
+    let loaded = rig.load(small(&[(37, 1)]));
+    let tiny = [4, 16, 32].map(|bytes| rig.gpu.buffer(bytes).expect("a buffer"));
+    // A grid of some items, all of which find that there is nothing to do.
+    let mut step = rig.step(&loaded.problem, FIXED);
+    rig.prepare(&mut step, &small(&[(37, 0)]), FIXED);
+    for buffer in &tiny {
+        let layer = Layer::dense(rig.mla.spec(), buffer, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+        let out = View::dense(buffer, 6, 256);
+        let query = Query::Whole(View::dense(&loaded.q, 6, 288));
+        for layer in [layer, Layer { out, query, ..layer }] {
+            match rig.mla.bind(0, &layer) {
+                Err(Error::BufferTooSmall { .. }) => assert!(buffer.size() < 32),
+                Err(error) => panic!("{error}"),
+                Ok(binding) => {
+                    let scope = rig.gpu.device.push_error_scope(wgpu::ErrorFilter::Validation);
+                    let mut encoder = rig.encoder();
+                    rig.mla.record(&mut encoder, &step, &binding);
+                    rig.submit(encoder);
+                    let error = pollster::block_on(scope.pop()).map(|error| error.to_string());
+                    assert_eq!(error, None, "{} bytes", buffer.size());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+crate::tests![
+    a_default_device_works_and_says_what_it_lacks,
+    every_downgrade_runs,
+    a_folded_grid,
+    a_lost_device,
+    small_ops_on_a_lost_device,
+    absurd_capacities,
+    growth_past_a_limit,
+    a_device_that_computes_nothing,
+    wrong_layers,
+    a_window_into_a_large_cache,
+    unused_arrays_in_large_buffers,
+    empty_batches_in_tiny_buffers,
+];

@@ -1,0 +1,83 @@
+//! All tests but the unit tests beside the code: one program, since each links wgpu, and since pipelines are compiled once for all.
+//!
+//! ```text
+//! cargo test --test it -- [TEXT]...        the tests whose names contain one of the texts; --list names all
+//! ```
+//! A kernel takes seconds to compile on a software device, so the tests on wgpu take one representative of each variant, dtype and
+//! dims; `MLA_CASES=product` takes every variant by every group, `MLA_FULL=1` every pair of dtypes too. A test that cannot run
+//! here is ignored, with its reason; `MLA_REQUIRE_GPU=1` and `MLA_REQUIRE_CUDA=1` make the lack of a device a failure.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod harness;
+
+mod any;
+mod batch_tables;
+mod codes;
+mod conformance;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "wgpu")]
+mod devices;
+#[cfg(feature = "wgpu")]
+mod disk_cache;
+mod examples;
+#[cfg(feature = "wgpu")]
+mod head_project;
+mod layer_plan;
+#[cfg(feature = "wgpu")]
+mod layer_wgpu;
+#[cfg(feature = "wgpu")]
+mod matrix;
+mod no_alloc;
+mod oracle;
+#[cfg(feature = "wgpu")]
+mod page_list;
+mod pages;
+mod plan;
+mod problems;
+#[cfg(feature = "wgpu")]
+mod record;
+mod tables;
+#[cfg(feature = "wgpu")]
+mod wgpu_ops;
+
+use harness::tests;
+
+fn main() -> std::process::ExitCode {
+    let mut tests = [
+        any::tests(),
+        batch_tables::tests(),
+        codes::tests(),
+        conformance::tests(),
+        cpu::tests(),
+        examples::tests(),
+        layer_plan::tests(),
+        no_alloc::tests(),
+        oracle::tests(),
+        pages::tests(),
+        plan::tests(),
+        problems::tests(),
+        tables::tests(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect::<Vec<_>>();
+    #[cfg(feature = "cuda")]
+    tests.extend(cuda::tests());
+    #[cfg(feature = "wgpu")]
+    for module in [
+        devices::tests,
+        disk_cache::tests,
+        head_project::tests,
+        layer_wgpu::tests,
+        matrix::tests,
+        page_list::tests,
+        record::tests,
+        wgpu_ops::tests,
+    ] {
+        tests.extend(module());
+    }
+    harness::run(tests)
+}
