@@ -14,13 +14,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v python3 >/dev/null || scripts/apt.sh python3
 
-# Nobody steps through what is built here: what cargo would keep for the next time, or for a debugger, costs more than it brings.
-export CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
-export CARGO_PROFILE_DEV_DEBUG=${CARGO_PROFILE_DEV_DEBUG:-0} CARGO_PROFILE_TEST_DEBUG=${CARGO_PROFILE_TEST_DEBUG:-0}
-if [[ -z ${XDG_RUNTIME_DIR:-} ]]; then
-    XDG_RUNTIME_DIR=$(mktemp -d)
-    export XDG_RUNTIME_DIR
-    trap 'rm -rf "$XDG_RUNTIME_DIR"' EXIT
-fi
+source scripts/environment.sh
 export MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1
 python3 scripts/verify/main.py "$@"
