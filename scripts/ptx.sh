@@ -5,6 +5,7 @@
 #                                   benches/results/ptx.{md,tsv}; fails as --check does
 #   scripts/ptx.sh --check          writes nothing; fails where a committed file differs from what the compiler gives,
 #                                   or an entry passes its limits with some ptxas: registers, shared memory, no spill
+#   scripts/ptx.sh --check --only NAME...   of some sources, by their stems; --check --list: only that files and reports are of one list
 #   scripts/ptx.sh emulate [NAME]   the interpreter's tests and the kernels' on the CPU (scripts/ptxemu/run.py); MLA_FULL=1: all
 #   scripts/ptx.sh setup            only installs
 #

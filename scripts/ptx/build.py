@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Compiles and proves the kernels; scripts/ptx.sh calls it and tells how.
 
-    build.py [--check] [--kernels DIRECTORY] [--report DIRECTORY]
+    build.py [--check [--only NAME... | --list]] [--kernels DIRECTORY] [--report DIRECTORY]
 """
 
 import argparse
 import difflib
 import os
+import re
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +26,9 @@ MOST_SHARED = 232448
 SHARED_OF_A_CARD = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376}
 
 
-def compiled(pool, kernels):
-    """The sources, and pairs of (source, arch, PTX text) in order."""
-    found = [sources.read(path) for path in sorted(kernels.glob("*.cu"))]
+def compiled(pool, kernels, only):
+    """Triples of (source, arch, PTX text) in order, of all sources or of those whose stems are named."""
+    found = [sources.read(path) for path in sorted(kernels.glob("*.cu")) if path.stem in only or not only]
     if not found:
         raise sources.Wrong(f"no kernels: {kernels}/*.cu")
     pairs = [(source, arch) for source in found for arch in source.archs]
@@ -36,7 +37,7 @@ def compiled(pool, kernels):
 
 
 def declared(ptxs):
-    """Complaints about limits that are missing, stale, or not what the PTX says."""
+    """Complaints about limits that are missing, not what the PTX says or, given all sources, of no entry."""
     wrong, used, known = [], set(), set()
     for source, arch, text in ptxs:
         known |= {(limits.file, entry) for entry, limits in source.limits.items()}
@@ -109,15 +110,75 @@ def holds(path, text):
         return False
 
 
+def rows_of(path, files):
+    """The lines of a committed report that are about some PTX files."""
+    rows = [line.removeprefix("| ") for line in path.read_text().splitlines()]
+    return [row for row in rows if row.split("\t")[0].split(" |")[0] in files]
+
+
+def check_some(args, ptxs, table, wrong):
+    """As --check of some sources: their files and their lines of the reports. Says which passed, one by one."""
+    status = 0
+    for source in {source.path: source for source, _, _ in ptxs}.values():
+        texts = {source.output(arch): text for other, arch, text in ptxs if other is source}
+        own = {key: value for key, value in table.items() if key[0] in texts}
+        complaints = [line for line in wrong if re.search(rf"\b{re.escape(source.path.stem)}\.(ptx|cu|compute)", line)]
+        for name, text in texts.items():
+            complaints += compare(args.kernels / name, text)
+            if not holds(args.kernels / f"{name}.z", text):
+                complaints.append(f"{name}.z does not inflate to what is compiled: run scripts/ptx.sh and commit it")
+        for path, text in ((args.report / "ptx.md", report.markdown(own)), (args.report / "ptx.tsv", report.tsv(own))):
+            rows = [line.removeprefix("| ") for line in text.splitlines() if line.removeprefix("| ").startswith(tuple(texts))]
+            if rows != rows_of(path, texts):
+                complaints.append(f"{path} says something else of {source.path.name}: run scripts/ptx.sh and commit it")
+        for line in complaints:
+            print(f"ptx: {line}", file=sys.stderr)
+        if not complaints:
+            print(f"ptx: {source.path.stem} passed: {len(own)} entries, assembled {sum(len(results) for _, results in own.values())} times")
+        status |= bool(complaints)
+    return status
+
+
+def check_list(args):
+    """That each source has its PTX files and no other is there, and that the reports name all entries; compiles nothing."""
+    expected, ptxs = {}, []
+    for path in sorted(args.kernels.glob("*.cu")):
+        source = sources.read(path)
+        for arch in source.archs:
+            ptx = args.kernels / source.output(arch)
+            text = ptx.read_text() if ptx.exists() else ""
+            ptxs.append((source, arch, text))
+            expected |= {ptx.name: list(entries(text)), f"{ptx.name}.z": []}
+    wrong = list(dict.fromkeys(declared(ptxs)))
+    there = {path.name for path in args.kernels.glob("*.ptx*")}
+    wrong += [f"{name} has no source, or is missing: run scripts/ptx.sh" for name in sorted(there ^ set(expected))]
+    pairs = {(file, entry) for file, names in expected.items() for entry in names}
+    for path, pattern in ((args.report / "ptx.md", r"^\| (\S+\.ptx) \| (\w+) \|"), (args.report / "ptx.tsv", r"^(\S+\.ptx)\t(\w+)\t")):
+        told = set(re.findall(pattern, path.read_text(), re.M))
+        wrong += [f"{path}: {file} {entry} is in only one of the report and the PTX" for file, entry in sorted(told ^ pairs)]
+    for line in wrong:
+        print(f"ptx: {line}", file=sys.stderr)
+    print(f"ptx: {len(pairs)} entries are reported")
+    return 1 if wrong else 0
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--list", action="store_true")
     parser.add_argument("--kernels", type=Path, default=Path("shaders/cuda"))
     parser.add_argument("--report", type=Path, default=Path("benches/results"))
     args = parser.parse_args()
+    if (args.only or args.list) and not args.check:
+        parser.error("--only and --list belong to --check")
+    if args.list:
+        return check_list(args)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        ptxs = compiled(pool, args.kernels)
+        ptxs = compiled(pool, args.kernels, args.only)
         table, wrong = assembled(pool, ptxs)
+    if args.only:
+        return check_some(args, ptxs, table, [*dict.fromkeys(declared(ptxs)), *wrong])
     wrong = list(dict.fromkeys(declared(ptxs))) + wrong
 
     files = {args.kernels / source.output(arch): text for source, arch, text in ptxs}

@@ -12,7 +12,7 @@ import struct
 import numpy as np
 
 from convert import E4M3, bf16_bits, bf16_value
-from launch import FULL, ROOT, Device, barriers, kernels, long, parse, without_barrier
+from launch import FULL, Device, barriers, kernels, long, parse, text_with, without_barrier
 from memory import Fault
 from tma import tensor_map
 
@@ -309,7 +309,7 @@ def test_simple_e4m3():
 
 
 def without_each_barrier(ptx, name, rows, chosen):
-    text = (ROOT / ptx).read_text()
+    text = text_with(ptx, name)
     places = [index for index, (start, end) in enumerate(barriers(text, name)) if chosen(text[start:end])]
     assert places
     for index in places:
@@ -346,7 +346,7 @@ def test_a_barrier_that_four_sharers_lack_is_found():
 def test_a_wait_for_arrivals_that_decode_lacks_is_found():
     """Without one a warp reads what is on its way, or fills what others still read."""
     ptx, name = "shaders/cuda/mla_decode_bf16.ptx", "mla_decode_512_64_rows64"
-    before, after = (ROOT / ptx).read_text().split(f".entry {name}(")
+    before, after = text_with(ptx, name).split(f".entry {name}(")
     waits = list(re.finditer(r"mbarrier\.test_wait\S* p, [^;]*;", after.split(".entry ")[0]))
     assert len(waits) == 2
     for wait in waits:
@@ -358,7 +358,7 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
 def test_what_tensor_copies_lack_is_found():
     """A barrier, the wait for what they bring, or the fence behind what was in their place."""
     ptx, name = "shaders/cuda/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_rows16_tma"
-    text = (ROOT / ptx).read_text()
+    text = text_with(ptx, name)
     cases = ((128, 16, 21, False), (128, 16, 21, True), (128, 8, 21, False), (32, 16, 0, False))
     for index in range(len(barriers(text, name))):
         must_fail(ptx, name, 16, without_barrier(text, name, index), f"barrier {index}", cases)
@@ -371,7 +371,7 @@ def test_what_tensor_copies_lack_is_found():
 
 def lacks_of_warpgroups(ptx, name, rows, cases):
     """What an entry does without in all cases, of its barriers, waits, and fences behind what the matrices take."""
-    before, after = (ROOT / ptx).read_text().split(f".entry {name}(")
+    before, after = text_with(ptx, name).split(f".entry {name}(")
     before, (entry, *rest) = f"{before}.entry {name}(", after.split(".entry ", 1)
     rest, unneeded = "".join(f".entry {others}" for others in rest), []
     text = before + entry + rest

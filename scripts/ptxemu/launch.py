@@ -86,10 +86,45 @@ class Device:
                 self.steps += machine.run()
 
 
+# What the test that runs has read: `PATH:ENTRY`, or `PATH:` for the names of a file's entries. See entries.py.
+TRACED = set()
+
+
+class Entries(dict):
+    """The entries of a file, which note who asks for which."""
+
+    def __init__(self, path, entries):
+        super().__init__(entries)
+        self.path = path
+
+    def __getitem__(self, name):
+        TRACED.add(f"{self.path}:{name}")
+        return super().__getitem__(name)
+
+    def __iter__(self):
+        TRACED.add(f"{self.path}:")
+        return super().__iter__()
+
+    def all_of_it(self, *_):
+        raise NotImplementedError("iterate over the names, and take entries by name: what a test reads is noted")
+
+    values = items = get = pop = all_of_it
+
+
 @cache
+def parsed(path):
+    return Entries(path, parse((ROOT / path).read_text()))
+
+
 def kernels(path):
     """The entries of a committed PTX file, by its path in the repository."""
-    return parse((ROOT / path).read_text())
+    return parsed(path)
+
+
+def text_with(path, entry):
+    """The text of a committed PTX file, of which a test changes an entry."""
+    TRACED.add(f"{path}:{entry}")
+    return (ROOT / path).read_text()
 
 
 @cache

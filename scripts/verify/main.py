@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE / "parts")]
+sys.path += [str(HERE), str(HERE / "parts"), str(HERE.parent / "ptxemu")]
 sys.dont_write_bytecode = True
 
 import records

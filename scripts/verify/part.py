@@ -1,6 +1,7 @@
 """What a part of scripts/verify.sh is, and what its `run` may use."""
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass, field
 
@@ -61,3 +62,33 @@ def must(log, *command, **options):
     if status:
         raise Failed(f"status {status} of {' '.join(map(str, command))}")
     return said
+
+
+def tests_in(said):
+    """How many tests passed by a runner's closing lines."""
+    return sum(int(count) for count in re.findall(r"^test result: ok\. (\d+) passed", said, re.M))
+
+
+def version_of(command, pattern=r"(\d+(?:\.\d+)+\S*)"):
+    """The version that a tool which is here prints, or None."""
+    try:
+        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(pattern, said)
+    return found and found[1]
+
+
+def versions(**commands):
+    """The versions of tools by name; one that is not here is left out."""
+    found = {name: version_of(command) for name, command in commands.items()}
+    return {name: version for name, version in found.items() if version}
+
+
+RUSTC = ["rustc", "--version"]
+
+
+def locked(*names):
+    """Versions in Cargo.lock, as inputs of a digest."""
+    text = (ROOT / "Cargo.lock").read_text()
+    return [(name, " ".join(re.findall(rf'^name = "{name}"\nversion = "([^"]+)"', text, re.M))) for name in names]

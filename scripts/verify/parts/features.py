@@ -1,0 +1,31 @@
+"""Lints of the other packages and of other sets of features, and the tests without wgpu."""
+
+from part import RUSTC, Part, Passed, must, tests_in, versions
+from records import files
+
+SOURCES = ["Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "tests/**/*.rs", "benches/**/*.rs"]
+CLIPPY = ["cargo", "clippy", "--locked", "--all-targets"]
+DENY = ["--", "-D", "warnings"]
+
+COMMANDS = {
+    "lints of the examples' packages": [*CLIPPY, "-p", "generate", "-p", "host_encoder", "--features", "generate/cuda", *DENY],
+    "lints without features": [*CLIPPY, "--no-default-features", *DENY],
+    "lints with cuda alone": [*CLIPPY, "--no-default-features", "--features", "cuda", *DENY],
+    "tests without features": ["cargo", "test", "--locked", "--no-default-features", "--lib", "--test", "it"],
+}
+
+
+def units():
+    inputs = files(*SOURCES, "examples/**/*.rs", "examples/*/Cargo.toml", "scripts/verify/parts/features.py")
+    return {name: inputs for name in COMMANDS}
+
+
+def run(stale, _full, log):
+    passed = {}
+    for name in stale:
+        said = must(log, *COMMANDS[name])
+        passed[name] = Passed(tests_in(said) if "test" in COMMANDS[name] else 1)
+    return passed
+
+
+PART = Part("features", "lints and tests of other sets of features", 10, units, run, lambda: versions(rustc=RUSTC))

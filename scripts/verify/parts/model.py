@@ -1,0 +1,17 @@
+"""examples/generate: its tests with the model that it carries."""
+
+from part import RUSTC, Part, Passed, must, tests_in, versions
+from records import files
+
+
+def units():
+    sources = ["Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "shaders/cuda/*.ptx.z", "examples/generate/**/*"]
+    return {"generate": files(*sources, "scripts/verify/parts/model.py")}
+
+
+def run(_stale, _full, log):
+    said = must(log, "cargo", "test", "--locked", "-p", "generate", "--features", "cuda", env={"MLA_CHECKED_SHADERS": "1"})
+    return {"generate": Passed(tests_in(said))}
+
+
+PART = Part("model", "a model that writes text", 10, units, run, lambda: versions(rustc=RUSTC))
