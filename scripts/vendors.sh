@@ -4,8 +4,10 @@
 #   scripts/vendors.sh                        compiles all for each vendor, writes benches/results/vendors.{md,tsv};
 #                                             fails where one does not compile, or spills and is the row that is chosen
 #   scripts/vendors.sh compile VENDOR...      some vendors, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
-#                                             adreno740 nvk-turing; or `all`
-#   scripts/vendors.sh mesa26                 the GPU tests of the row on matrices on Mesa 26's lavapipe, which has 8x8
+#                                             adreno740 nvk-turing; or `all`. ONLY=TEXT,TEXT...: the pipelines whose names,
+#                                             in `examples/pipelines --list`, have one of the texts
+#   scripts/vendors.sh mesa26 [OP...]         the GPU tests of matrix variants on Mesa 26's lavapipe, which has 8x8: of all,
+#                                             or of some of decode, head_project, batch_tables
 #   scripts/vendors.sh run DRIVER COMMAND...  any command; DRIVER is a vendor, or lavapipe, which alone executes shaders
 #   scripts/vendors.sh setup                  only makes the tree
 # --full in front, or MLA_FULL=1: every output dtype, and NVK's statistics of everything that is chosen; all GPU tests,
@@ -97,6 +99,9 @@ on() {
     [[ $driver == lavapipe ]] || env+=(MESA_SHADER_CACHE_DISABLE=true)
     env+=(WGPU_BACKEND=vulkan XDG_RUNTIME_DIR=/tmp
         "VK_DRIVER_FILES=/usr/share/vulkan/icd.d/${icd}_icd.json")
+    # sudo hands on nothing.
+    local name
+    for name in "${!MLA_@}"; do env+=("$name=${!name}"); done
     [[ -z ${STATS:-} ]] || env+=("${stats[@]}")
     [[ -z $shim ]] || env+=("LD_PRELOAD=/usr/lib/x86_64-linux-gnu/lib${shim}_noop_drm_shim.so")
     inside /usr/bin/env --chdir="$root" "${env[@]}" "$@"
@@ -130,18 +135,19 @@ beside() {
 
 # The slow ones come first.
 compile_all() {
-    local vendor
+    local vendor only=()
+    [[ -z ${ONLY:-} ]] || only=(--only "$ONLY")
     rm -f "$logs"/*.{out,stats}
     for vendor in "$@"; do
         if [[ $vendor != nvk-turing ]]; then
-            STATS=1 beside part "$vendor.0"
+            STATS=1 beside part "$vendor.0" "${only[@]}"
         elif [[ -n $full ]]; then
-            beside part "$vendor.1" --only offered
-            STATS=1 beside part "$vendor.0" --only chosen
+            beside part "$vendor.1" --only offered "${only[@]}"
+            STATS=1 beside part "$vendor.0" --only chosen "${only[@]}"
         else
             # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: ten seconds each. So only of some.
-            beside part "$vendor.1"
-            STATS=1 beside part "$vendor.0" --only chosen --only "$NVK_STATS"
+            beside part "$vendor.1" "${only[@]}"
+            STATS=1 beside part "$vendor.0" --only chosen --only "$NVK_STATS" "${only[@]}"
         fi
     done
     wait
@@ -154,51 +160,60 @@ compile_all() {
 NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
 NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
 
-# One process of tests on lavapipe; what it says goes to $logs/mesa26-TEST.log, and here when it ends.
+# Tests on lavapipe; what they say goes to $logs/mesa26-JOB.log, and here when they end. JOB is a number.
 mesa26_tests() {
-    local test=$1 begin=$SECONDS status=0 binary
+    local job=$1 begin=$SECONDS status=0
     shift
-    binary=$(cargo test --locked --features cuda --no-run --test "$test" --message-format json 2>/dev/null |
-        sed -n "s/.*\"name\":\"$test\".*\"executable\":\"\([^\"]*\)\".*/\1/p")
-    MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1 on lavapipe "$binary" "$@" >"$logs/mesa26-$test.log" 2>&1 || status=$?
-    step "$test $* ($((SECONDS - begin)) s)"
-    cat "$logs/mesa26-$test.log"
-    grep -qE '^test result: ok\. [1-9][0-9]* passed' "$logs/mesa26-$test.log" || status=1
+    MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1 on lavapipe "$binary" "$@" >"$logs/mesa26-$job.log" 2>&1 || status=$?
+    step "$* ($((SECONDS - begin)) s)"
+    cat "$logs/mesa26-$job.log"
+    # Tests of what this driver does not offer are ignored; some must run.
+    grep -qE '^test result: ok\. [1-9][0-9]* passed' "$logs/mesa26-$job.log" || status=1
     return "$status"
 }
 
 # A kernel on matrices costs it 10 to 60 s of compiling on one core, kept in $logs/lavapipe. So without --full: the smallest dims
 # with each dtype of the cache and all head counts; of the conformance suite, also at the smallest dims, the groups that share the
-# kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the row on matrices: the others
+# kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the variant on matrices: the others
 # run on this machine's own driver; and one group at 512/64.
-# The row `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on matrices take it minutes: only --full has them.
+# The variant `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on matrices take it minutes: only --full has them.
 mesa26() {
-    local matrix=(coop_small_256_32)
-    local conformance=(coop_small::page_sizes coop_small::varlen coop_small::visibility coop_small::policies
-        coop_small::shared_prefixes coop_small::empty_batches coop_small::a_step_serves coop_small::bits_of coop_small::rising)
+    local group decode=conformance::wgpu::coop_small::decode status=0 job
+    local matrix=(matrix::coop_small::256_32) conformance=()
+    for group in page_sizes varlen visibility policies shared_prefixes empty_batches a_step_serves bits_of rising; do
+        conformance+=("$decode::$group")
+    done
     step "tests on lavapipe"
-    # With the feature `cuda` they are those of scripts/here.sh, built once.
-    cargo test --locked --features cuda --no-run --test matrix_wgpu --test conformance_wgpu --test project_wgpu --test batch_tables
+    # With the feature `cuda` they are those of scripts/check.sh, built once.
+    binary=$(cargo test --locked --features cuda --no-run --test it --message-format json |
+        sed -n 's/.*"name":"it".*"executable":"\([^"]*\)".*/\1/p')
+    [[ -x $binary ]] || { echo "vendors.sh: the tests were not built" >&2; return 1; }
+    export MLA_CASES=product
     if [[ -n $full ]]; then
-        matrix=() conformance=()
+        matrix=(matrix::) conformance=(conformance::wgpu::)
     else
         export MLA_DIMS=256/32
     fi
-    local matrix_job status=0
-    mesa26_tests matrix_wgpu "${matrix[@]}" &
-    matrix_job=$!
-    mesa26_tests conformance_wgpu "${conformance[@]}" || status=$?
-    [[ -n $full ]] || MLA_DIMS=512/64 mesa26_tests conformance_wgpu coop_small::varlen || status=$?
-    mesa26_tests project_wgpu coop || status=$?
-    mesa26_tests batch_tables on_wgpu || status=$?
-    wait "$matrix_job" || status=$?
+    if wanted decode; then
+        mesa26_tests 1 "${matrix[@]}" &
+        job=$!
+        mesa26_tests 2 "${conformance[@]}" || status=$?
+        [[ -n $full ]] || MLA_DIMS=512/64 mesa26_tests 3 "$decode::varlen" || status=$?
+        wait "$job" || status=$?
+    fi
+    if wanted head_project; then mesa26_tests 4 head_project::coop || status=$?; fi
+    if wanted batch_tables; then mesa26_tests 5 batch_tables::on_wgpu || status=$?; fi
     return "$status"
 }
+
+# Whether a part of mesa26 is asked for, by name or with all.
+wanted() { [[ ${#names[@]} == 0 || " ${names[*]} " == *" $1 "* ]]; }
 
 full=''
 [[ ${MLA_FULL:-} != 1 ]] || full=yes
 if [[ ${1:-} == --full ]]; then
     full=yes
+    export MLA_FULL=1
     shift
 fi
 verb=${1:-compile}
@@ -207,6 +222,7 @@ case $verb in
     setup) setup ;;
     run) setup && on "$@" ;;
     mesa26)
+        names=("$@")
         setup
         mkdir -p "$logs"
         mesa26
@@ -223,6 +239,7 @@ case $verb in
             out=(--out benches/results)
         fi
         if [[ $* == all ]]; then set -- "${VENDORS[@]}"; fi
+        [[ -z ${ONLY:-} ]] || out=(--partial)
         compile_all "$@"
         step "report"
         python3 scripts/vendors_report.py "$logs" "$@" "${out[@]}"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The check in a browser: the crate builds for wasm32, and tests/web runs in headless Chromium on SwiftShader, so that
 # Chromium's own compiler takes every shader that a browser would get. Then it proves that a failing test is noticed.
-#   scripts/web.sh [TEST]          all tests, or those whose name contains TEST
+#   scripts/web.sh [TEST...]       all tests, or those whose names contain a TEST, which takes one page each
+#   scripts/web.sh --lints         only that it builds for wasm32 without a warning
 # What is fetched and built is kept in WEB_DIR (default target/web) and in cargo's target folder.
 #   CHROMIUM, CHROMEDRIVER         these instead of the system's
 #   WEB_BUILD_STD=1                build std for wasm32 even where the toolchain has it
@@ -169,12 +170,18 @@ in_browser() {
 
 # A run without tests would be no failure to the runner.
 conformance() {
+    if (($# == 0)); then one_page; fi
+    local name
+    for name in "$@"; do one_page "$name"; done
+}
+
+one_page() {
     local begin=$SECONDS
-    in_browser --nocapture "$@" | tee "$web/tests.log" | while IFS= read -r line; do
+    in_browser --nocapture "$@" | tee "$web/page.log" | while IFS= read -r line; do
         case $line in 'Invoking test'* | *'deprecated parameters'* | '') continue ;; esac
         printf '%4s s  %s\n' "$((SECONDS - begin))" "$line"
     done || die "a test failed in the browser"
-    grep -qE '^test result: ok\. [1-9][0-9]* passed; 0 failed' "$web/tests.log" || die "no test ran"
+    grep -qE '^test result: ok\. [1-9][0-9]* passed; 0 failed' "$web/page.log" || die "no test ran"
 }
 
 must_fail() {
@@ -190,13 +197,22 @@ must_fail() {
     done
 }
 
+finish() {
+    printf '\n== all is well after %s s\n' "$SECONDS"
+    printf '%s\n' "${times[@]}"
+    exit
+}
+
+if [[ ${1:-} == --lints ]]; then
+    step "std for $wasm" wasm_std
+    step "lints for $wasm" lints
+    finish
+fi
 step "browser" browser
 step "std for $wasm" wasm_std
 step "test runner" runner
-step "lints for $wasm" lints
 step "build for $wasm" build
 capabilities
 step "tests in the browser" conformance "$@"
 step "tests that must fail" must_fail
-printf '\n== all is well after %s s\n' "$SECONDS"
-printf '%s\n' "${times[@]}"
+finish

@@ -122,7 +122,7 @@ def check_some(args, ptxs, table, wrong):
     for source in {source.path: source for source, _, _ in ptxs}.values():
         texts = {source.output(arch): text for other, arch, text in ptxs if other is source}
         own = {key: value for key, value in table.items() if key[0] in texts}
-        complaints = [line for line in wrong if re.search(rf"\b{re.escape(source.path.stem)}\.(ptx|cu|compute)", line)]
+        complaints = [line for line in wrong if re.search(rf"\b{re.escape(source.path.stem)}\.(ptx|cu|compute_\w+)\b", line)]
         for name, text in texts.items():
             complaints += compare(args.kernels / name, text)
             if not holds(args.kernels / f"{name}.z", text):

@@ -12,7 +12,11 @@ def names():
 
 def units():
     shared = files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "benches/support/**/*.rs", "scripts/verify/parts/benches.py")
-    return {name: [*shared, *files(f"benches/{name}*", f"benches/{name}/**/*.rs") if (ROOT / f"benches/{name}").is_dir() else files(f"benches/{name}.rs")] for name in names()}
+    found = {}
+    for name in names():
+        folder = (ROOT / f"benches/{name}").is_dir()
+        found[name] = [*shared, *files(f"benches/{name}/**/*.rs" if folder else f"benches/{name}.rs")]
+    return found
 
 
 def run(stale, _full, log):

@@ -1,0 +1,74 @@
+"""Each decode variant by each group of the conformance suite on this machine's adapter, a unit an op; scripts/check.sh takes
+representatives. The host's side of an op is its business too: here an op runs again when a kernel or its test has changed."""
+
+import re
+
+import kernels
+from part import Part, Passed, run as run_command, version_of
+from records import Failed, files
+
+VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
+# Kernels and files of tests of each op; what all tests are made of comes in addition.
+SUITE = "tests/common/suite"
+OPS = {
+    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", "tests/it/matrix.rs", "src/reference.rs"]),
+    "merge_attn_states": (["merge_attn_states"], [f"{SUITE}/ops.rs"]),
+    "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs"]),
+    "kv_append": (["kv_append"], [f"{SUITE}/ops.rs"]),
+    "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),
+    "kv_gather": (["kv_gather"], [f"{SUITE}/kv_gather.rs", "src/reference/kv_gather.rs"]),
+    "kv_calibrate": (["kv_calibrate"], [f"{SUITE}/kv_calibrate.rs", "src/reference/kv_calibrate.rs"]),
+    "head_project": (["head_project"], [f"{SUITE}/project.rs", "src/reference/project.rs"]),
+    "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", "src/reference/prefill.rs"]),
+    "rope": (["rope"], [f"{SUITE}/rope.rs", "src/reference/rope.rs"]),
+    "rope_append": (["rope_append"], [f"{SUITE}/rope.rs", "src/reference/rope.rs"]),
+    "layer": (list(kernels.RUST), [f"{SUITE}/layer.rs", "src/reference/layer.rs"]),
+}
+COMMON = [f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/memory.rs", "tests/common/*.rs", "tests/it/harness.rs", "tests/it/conformance.rs"]
+TEST = re.compile(r"^test (?:conformance::\w+::\w+::(\w+)|(matrix))::\S+\s+\.\.\. (ok|FAILED|ignored)", re.M)
+
+
+def inputs(ops, more):
+    """The files of some kernels and of their tests."""
+    return sorted({path for op in ops for path in kernels.inputs_of(op)} | set(files(*COMMON, *more)))
+
+
+def units():
+    if kernels.unclaimed():
+        raise Failed(f"no op in scripts/verify/kernels.py has {' '.join(kernels.unclaimed())}")
+    own = files("scripts/verify/parts/lavapipe.py")
+    return {op: [*own, *inputs(*of)] for op, of in OPS.items()}
+
+
+def texts(op, matrix):
+    """The texts that name an op's tests."""
+    names = [f"conformance::wgpu::{variant}::{op}::" for variant in VARIANTS] + [f"conformance::any_wgpu::shared::{op}::"]
+    return names + ["matrix::"] if matrix and op == "decode" else names
+
+
+def run(stale, full, log):
+    ok, failed = {}, set()
+    # With wgpu's run-time checks of indices and loops, then as they are shipped.
+    for checks in ({"MLA_CHECKED_SHADERS": "1"}, {}):
+        names = [text for op in stale for text in texts(op, bool(checks))]
+        command = ["cargo", "test", "--locked", "--features", "cuda", "--test", "it", "--", *names]
+        _, said = run_command(log, *command, env=checks | {"MLA_CASES": "product"}, minutes=600 if full else 60)
+        seen = set()
+        for op, matrix, how in TEST.findall(said):
+            op = op or "decode"
+            seen.add(op)
+            ok[op] = ok.get(op, 0) + (how == "ok")
+            if how == "FAILED":
+                failed.add(op)
+        # A program that ended early says nothing of what it left.
+        finished = re.search(r"^test result: ", said, re.M)
+        failed |= set(stale) if not finished else set(stale) - seen
+    return {op: Passed(ok[op]) for op in stale if op not in failed}
+
+
+def tools():
+    version = version_of(["dpkg-query", "-W", "-f", "${Version}", "mesa-vulkan-drivers"])
+    return {"mesa": version} if version else {}
+
+
+PART = Part("lavapipe", "each decode variant by each group of the conformance suite", 20, units, run, tools)

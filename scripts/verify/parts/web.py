@@ -1,0 +1,50 @@
+"""The crate in a browser: lints for wasm32, and the tests of tests/web, a unit a module."""
+
+import re
+
+import kernels
+from part import RUSTC, Part, Passed, locked, run as run_command, version_of, versions
+from records import files
+
+SMALL = ["merge_attn_states", "kv_append", "kv_copy_pages"]
+# What a module runs: kernels, and other files.
+MODULES = {
+    "case_files": (["decode_plain", *SMALL], ["cases/*"]),
+    "decode": (["decode_plain"], []),
+    "ops": (SMALL, ["tests/common/suite/ops.rs"]),
+    "shaders": (list(kernels.RUST), []),
+    "cpu": ([], ["src/cpu/**/*.rs", "tests/common/suite/decode.rs", "tests/common/suite/ops.rs"]),
+}
+COMMON = ["scripts/web.sh", "scripts/verify/parts/web.py", "tests/web/web.rs", "tests/web/common.rs", "tests/web/page.rs", "tests/web/must_fail.rs", "tests/web/Cargo.toml", "tests/common/*.rs"]
+
+
+def units():
+    found = {"lints": files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "tests/web/*.rs", "tests/common/**/*.rs", *COMMON)}
+    for module, (ops, more) in MODULES.items():
+        paths = {path for op in ops for path in kernels.inputs_of(op)} | set(files(f"tests/web/{module}.rs", *COMMON, *more))
+        found[module] = [*sorted(paths), *locked("naga", "wgpu", "wasm-bindgen")]
+    return found
+
+
+def run(stale, _full, log):
+    passed = {}
+    if "lints" in stale:
+        status, _ = run_command(log, "scripts/web.sh", "--lints")
+        if status == 0:
+            passed["lints"] = Passed(1)
+    modules = [module for module in MODULES if module in stale]
+    if modules:
+        # All of them share one page, and so its pipelines.
+        texts = [] if len(modules) == len(MODULES) else [f"{module}::" for module in modules]
+        status, said = run_command(log, "scripts/web.sh", *texts)
+        for module in modules if status == 0 else []:
+            passed[module] = Passed(len(set(re.findall(rf"test ({module}::\w+) \.\.\. ok", said))))
+    return passed
+
+
+def tools():
+    chromium = version_of(["dpkg-query", "-W", "-f", "${Version}", "chromium"])
+    return versions(rustc=RUSTC) | ({"chromium": chromium} if chromium else {})
+
+
+PART = Part("web", "the crate in a browser", 20, units, run, tools)
