@@ -6,10 +6,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tests=() loader= out=target/bench-device.tgz
+tests= loader= out=target/bench-device.tgz
 for arg in "$@"; do
     case $arg in
-        --tests) tests=(codes conformance_wgpu record page_list devices wgpu_ops matrix_wgpu conformance_cuda cuda) ;;
+        --tests) tests=1 ;;
         --loader) loader=1 ;;
         -*) sed -n '2,5s/^# //p' "$0"; exit 2 ;;
         *) out=$arg ;;
@@ -36,8 +36,8 @@ add() { # FOLDER EXECUTABLE..
 
 mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench gather --bench prefill --bench cascade --bench project --bench rope)
 add bin "${benches[@]}"
-if [ ${#tests[@]} -gt 0 ]; then
-    mapfile -t binaries < <(built test --release "${tests[@]/#/--test=}")
+if [ -n "$tests" ]; then
+    mapfile -t binaries < <(built test --release --test it)
     add tests "${binaries[@]}"
     cp -r cases "$dir/cases"
 fi
@@ -54,7 +54,8 @@ cat >"$dir/run.sh" <<'RUN'
 # usage: ./run.sh                       all benches; tables and JSON into results/ (or $OUT)
 #        ./run.sh cuda [ARGS..]         the same through CUDA
 #        ./run.sh decode|merge|append|gather|prefill|project|rope ARGS..   one of them with its arguments: see BENCHMARKS.md
-#        ./run.sh tests [NAME..]        the tests that were packed; a card that is not there is a failure
+#        ./run.sh tests [cuda|TEXT..]   the GPU tests, those through CUDA, or those whose names have one of the texts; a card that
+#                                       is not there is a failure
 set -euo pipefail
 cd "$(dirname "$0")"
 results=${OUT:-results}
@@ -87,16 +88,16 @@ case ${1:-all} in
     cuda) shift && all --backend cuda "$@" ;;
     tests)
         shift
-        export MLA_REQUIRE_GPU=1
-        # Elsewhere those of CUDA say that they were not run.
-        if [ $# -gt 0 ] || command -v nvidia-smi >/dev/null; then export MLA_REQUIRE_CUDA=1; fi
-        [ $# -gt 0 ] || set -- $(ls tests)
-        failed=
-        for name in "$@"; do
-            echo "== $name"
-            "tests/$name" 2>&1 | tee "$results/test-$name.log" | grep -v '^test .* ok$' || failed+=" $name"
-        done
-        [ -z "$failed" ] || { echo "FAILED:$failed"; exit 1; } ;;
+        # A card compiles quickly: every variant by every group.
+        export MLA_REQUIRE_GPU=1 MLA_CASES=product
+        # Elsewhere those of CUDA are ignored.
+        if [ "${1:-}" = cuda ] || command -v nvidia-smi >/dev/null; then export MLA_REQUIRE_CUDA=1; fi
+        if [ "${1:-}" = cuda ]; then unset MLA_REQUIRE_GPU && set -- conformance::cuda conformance::any_cuda cuda:: batch_tables::on_cuda; fi
+        if [ $# -eq 0 ]; then
+            set -- conformance::wgpu conformance::any_wgpu matrix:: head_project:: layer_wgpu:: record:: page_list:: devices:: wgpu_ops:: codes:: batch_tables::
+            [ -z "${MLA_REQUIRE_CUDA:-}" ] || set -- "$@" conformance::cuda conformance::any_cuda cuda::
+        fi
+        tests/it "$@" 2>&1 | tee "$results/tests.log" | grep -v '^test .* ok$' ;;
     *) bench "$@" ;;
 esac
 RUN
