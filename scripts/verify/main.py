@@ -22,6 +22,9 @@ from records import ROOT, Failed, Record
 NAMES = ["lavapipe", "emulate", "vendors", "web", "mesa26", "model", "ptx", "window", "features", "benches"]
 LOGS = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "verify"
 
+# How much of what a part said is shown where it failed and others ran beside it.
+LAST_LINES = 60
+
 
 class State:
     """A part, its units as they are now, and which of them are to run."""
@@ -138,7 +141,9 @@ def run_all(states):
         state, log = running[done], done.result()
         with lock:
             if state.failed or alone:
-                print(f"\n=== {state.part.name} (after {time.monotonic() - begin:.0f} s)\n{log.read_text()}")
+                said = log.read_text().splitlines()
+                shown = said if alone else said[-LAST_LINES:]
+                print(f"\n=== {state.part.name} (after {time.monotonic() - begin:.0f} s)", *shown, sep="\n")
             for unit in state.failed:
                 print(f"verify.sh: {state.part.name}: {unit} FAILED: see {log}", flush=True)
 

@@ -1,5 +1,6 @@
 //! The backend that is chosen while the program runs: it computes what the chosen one does, and keeps their memory apart.
 
+#[cfg(feature = "wgpu")]
 use crate::common::Outcome;
 use crate::common::paint::Make;
 use wgpu_mla::any::{self, AnyBackend, Chosen};

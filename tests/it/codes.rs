@@ -3,6 +3,7 @@
 
 #[cfg(feature = "wgpu")]
 use crate::common::Outcome;
+#[cfg(feature = "wgpu")]
 use wgpu_mla::wgpu;
 use wgpu_mla::{
     Backend, Batch, Capacity, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy, cpu::Cpu,

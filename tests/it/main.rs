@@ -45,29 +45,31 @@ mod wgpu_ops;
 
 use harness::tests;
 
+/// What gives the tests of a module.
+type Tests = fn() -> Vec<harness::Test>;
+
 fn main() -> std::process::ExitCode {
-    let mut tests = [
-        any::tests(),
-        batch_tables::tests(),
-        codes::tests(),
-        conformance::tests(),
-        cpu::tests(),
-        examples::tests(),
-        layer_plan::tests(),
-        no_alloc::tests(),
-        oracle::tests(),
-        pages::tests(),
-        plan::tests(),
-        problems::tests(),
-        tables::tests(),
-    ]
-    .into_iter()
-    .flatten()
-    .collect::<Vec<_>>();
+    let everywhere: &[Tests] = &[
+        any::tests,
+        batch_tables::tests,
+        codes::tests,
+        conformance::tests,
+        cpu::tests,
+        examples::tests,
+        layer_plan::tests,
+        no_alloc::tests,
+        oracle::tests,
+        pages::tests,
+        plan::tests,
+        problems::tests,
+        tables::tests,
+    ];
     #[cfg(feature = "cuda")]
-    tests.extend(cuda::tests());
+    let on_cuda: &[Tests] = &[cuda::tests];
+    #[cfg(not(feature = "cuda"))]
+    let on_cuda: &[Tests] = &[];
     #[cfg(feature = "wgpu")]
-    for module in [
+    let on_wgpu: &[Tests] = &[
         devices::tests,
         disk_cache::tests,
         head_project::tests,
@@ -76,8 +78,9 @@ fn main() -> std::process::ExitCode {
         page_list::tests,
         record::tests,
         wgpu_ops::tests,
-    ] {
-        tests.extend(module());
-    }
-    harness::run(tests)
+    ];
+    #[cfg(not(feature = "wgpu"))]
+    let on_wgpu: &[Tests] = &[];
+    let modules = [everywhere, on_cuda, on_wgpu].concat();
+    harness::run(modules.into_iter().flat_map(|tests| tests()).collect())
 }

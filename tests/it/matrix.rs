@@ -9,13 +9,15 @@ use crate::common::suite::{Cases, Session};
 use crate::common::{Outcome, gpu};
 use crate::conformance::{WGPU_VARIANTS, ended};
 use crate::harness::Test;
+use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{Dtype, Policy, SUPPORTED_DIMS};
 
 const HEADS: [u32; 6] = [1, 6, 16, 20, 40, 128];
 
 /// One test a variant and dims: `matrix::subgroup::512_64`.
 pub fn tests() -> Vec<Test> {
-    let mut tests = Vec::new();
+    let name = "matrix::representatives_take_every_dims_and_dtype";
+    let mut tests = vec![Test::new(name, representatives_take_every_dims_and_dtype)];
     for (place, variant) in WGPU_VARIANTS.into_iter().enumerate() {
         for (turn, (latent, rope, _)) in SUPPORTED_DIMS.into_iter().enumerate() {
             let name = format!("matrix::{variant}::{latent}_{rope}");
@@ -23,6 +25,25 @@ pub fn tests() -> Vec<Test> {
         }
     }
     tests
+}
+
+/// What `scripts/check.sh` promises of the representatives: each variant meets every dims, and every dtype of a cache and of a query.
+fn representatives_take_every_dims_and_dtype() {
+    let cpu = Cpu::new();
+    let all = 0..Dtype::ALL.len();
+    for place in 0..WGPU_VARIANTS.len() {
+        let mut session = Session::new(&cpu);
+        (session.place, session.cases) = (place, Cases::Representative);
+        let mut taken = [vec![false; SUPPORTED_DIMS.len()], vec![false; 4], vec![false; 4]];
+        for turn in 0..SUPPORTED_DIMS.len() {
+            for (cache, query) in all.clone().flat_map(|cache| all.clone().map(move |query| (cache, query))) {
+                if session.takes(turn, cache, query) {
+                    (taken[0][turn], taken[1][cache], taken[2][query]) = (true, true, true);
+                }
+            }
+        }
+        assert!(taken.iter().flatten().all(|&is| is), "variant {place}: dims, caches, queries: {taken:?}");
+    }
 }
 
 fn matrix((place, variant): (usize, &'static str), (turn, dims): (usize, (u32, u32))) -> Outcome {

@@ -31,7 +31,7 @@ def tests_of(path):
 
 
 def units():
-    scripts = files("scripts/ptxemu/run.py", "scripts/ptxemu/launch.py", "scripts/ptx/numpy.txt", "scripts/verify/parts/emulate.py")
+    scripts = files("scripts/ptxemu/run.py", "scripts/ptxemu/launch.py", "scripts/ptxemu/entries.py", "scripts/ptx/numpy.txt", "scripts/verify/parts/emulate.py")
     found = {}
     for path in files(*TESTS):
         inputs = [*scripts, *local_imports(path)]

@@ -4,17 +4,17 @@ representatives. The host's side of an op is its business too: here an op runs a
 import re
 
 import kernels
-from part import Part, Passed, run as run_command, version_of
+from part import Part, Passed, locked, run as run_command, version_of
 from records import Failed, files
 
 VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
 # Kernels and files of tests of each op; what all tests are made of comes in addition.
 SUITE = "tests/common/suite"
 OPS = {
-    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", "tests/it/matrix.rs", "src/reference.rs"]),
+    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", "tests/it/matrix.rs", "src/reference.rs"]),
     "merge_attn_states": (["merge_attn_states"], [f"{SUITE}/ops.rs"]),
     "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs"]),
-    "kv_append": (["kv_append"], [f"{SUITE}/ops.rs"]),
+    "kv_append": (["kv_append"], [f"{SUITE}/ops.rs", f"{SUITE}/errors.rs"]),
     "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),
     "kv_gather": (["kv_gather"], [f"{SUITE}/kv_gather.rs", "src/reference/kv_gather.rs"]),
     "kv_calibrate": (["kv_calibrate"], [f"{SUITE}/kv_calibrate.rs", "src/reference/kv_calibrate.rs"]),
@@ -36,7 +36,7 @@ def inputs(ops, more):
 def units():
     if kernels.unclaimed():
         raise Failed(f"no op in scripts/verify/kernels.py has {' '.join(kernels.unclaimed())}")
-    own = files("scripts/verify/parts/lavapipe.py")
+    own = [*files("scripts/verify/parts/lavapipe.py"), *locked("naga", "wgpu")]
     return {op: [*own, *inputs(*of)] for op, of in OPS.items()}
 
 

@@ -13,7 +13,7 @@ def units():
 
 def run(_stale, _full, log):
     said = must(log, "scripts/host_encoder.sh")
-    decodes = re.search(r"decodes:?\s+(\d+) in", said)
+    decodes = re.search(r"^host_encoder: .* (\d+) decodes", said, re.M)
     if not decodes:
         raise Failed("host_encoder did not say how many decodes it ran")
     return {"host_encoder": Passed(int(decodes[1]))}

@@ -43,7 +43,9 @@ pub fn refuses_specs<B: Backend>(session: &Session<'_, B>) {
 /// Wild pages among those in use.
 pub fn refuses_pages<B: Backend>(session: &Session<'_, B>) {
     let good = Make::default().build();
-    if session.serves(&good.spec) {
+    if !session.serves(&good.spec) {
+        session.leave_out();
+    } else {
         for wild in [good.spec.kv.num_pages as i32, -1, i32::MIN, i32::MAX] {
             let mut problem = good.clone();
             problem.block_table[1] = wild;
@@ -72,7 +74,9 @@ fn prepare<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<()
 /// Scales, strides and sizes.
 pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
     let problem = Make { heads: 2, ..Make::default() }.build();
-    if session.serves(&problem.spec) {
+    if !session.serves(&problem.spec) {
+        session.leave_out();
+    } else {
         let result = || -> Result<(), Error> {
             let (backend, spec) = (session.backend, &problem.spec);
             let decode = session.decode(spec)?;
