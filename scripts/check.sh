@@ -31,12 +31,24 @@ export MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1
 # Tests keep wgpu's run-time checks of indices and loops in kernels that do without: a wrong index is then a wrong result.
 export MLA_CHECKED_SHADERS=1
 
+# The tests of some names, which may all be unit tests, or none of them.
+some() {
+    local log status=0 unit_tests
+    log=$(mktemp)
+    cargo test --locked --features cuda --lib -- "$@" | tee "$log" || status=$?
+    unit_tests=$(sed -n 's/^test result: .* \([0-9]*\) passed.*/\1/p' "$log")
+    rm "$log"
+    if ((${unit_tests:-0} == 0)) || names "$@" >/dev/null; then
+        cargo test --locked --features cuda --test it -- "$@" || status=$?
+    fi
+    return "$status"
+}
+
+names() { cargo test --quiet --locked --features cuda --test it -- --list "$@"; }
+
 if (($# > 0)); then
-    # Both programs, though one of them may have no such test.
-    status=0
-    cargo test --locked --features cuda --no-fail-fast --lib -- "$@" || status=$?
-    cargo test --locked --features cuda --test it -- "$@" || status=$?
-    exit "$status"
+    some "$@"
+    exit
 fi
 
 # A tree is warm where this has passed with the same dependencies.

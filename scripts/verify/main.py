@@ -114,6 +114,8 @@ def show(states):
         print(f"{state.part.name:10} {len(state.inputs):4} units, {len(state.stale):4} to run: {state.part.about}")
         for unit in state.stale:
             print(f"{'':11}{unit}: {state.why(unit) or 'as asked'}")
+        for unit in state.gone:
+            print(f"{'':11}{unit}: recorded, but not there any more, which is a failure: scripts/verify.sh --prune")
 
 
 def prune(states):

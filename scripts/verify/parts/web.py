@@ -19,7 +19,7 @@ COMMON = ["scripts/web.sh", "scripts/verify/parts/web.py", "tests/web/web.rs", "
 
 
 def units():
-    found = {"lints": files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "tests/web/*.rs", "tests/common/**/*.rs", *COMMON)}
+    found = {"lints": files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "tests/web/*.rs", "tests/common/**/*.rs", *COMMON)}
     for module, (ops, more) in MODULES.items():
         paths = {path for op in ops for path in kernels.inputs_of(op)} | set(files(f"tests/web/{module}.rs", *COMMON, *more))
         found[module] = [*sorted(paths), *locked("naga", "wgpu", "wasm-bindgen")]
