@@ -71,18 +71,18 @@ pub fn count(of: &str, checks: usize, left_out: usize) {
     *entry = (entry.0 + checks, entry.1 + left_out);
 }
 
-/// Runs the tests whose name contains one of the texts on the command line, or all. `--help` tells of the options.
+/// Runs the tests whose name contains one of the filters on the command line, or all. `--help` tells of the options.
 pub fn run(tests: Vec<Test>) -> ExitCode {
-    let (words, texts) = texts_of(std::env::args());
+    let (words, filters) = filters_of(std::env::args());
     let args = Arguments::from_iter(words);
     let chosen = |test: &Test| {
-        let is = |text: &String| if args.exact { test.name == *text } else { test.name.contains(text) };
-        texts.is_empty() || texts.iter().any(is)
+        let is = |filter: &String| if args.exact { test.name == *filter } else { test.name.contains(filter) };
+        filters.is_empty() || filters.iter().any(is)
     };
     let count = tests.len();
     let trials: Vec<Trial> = tests.into_iter().filter(chosen).map(Test::trial).collect();
     if trials.is_empty() {
-        eprintln!("none of {count} tests is named {}: --list names them", texts.join(" or "));
+        eprintln!("none of {count} tests is named {}: --list names them", filters.join(" or "));
         return ExitCode::FAILURE;
     }
     let conclusion = libtest_mimic::run(&args, trials);
@@ -92,17 +92,17 @@ pub fn run(tests: Vec<Test>) -> ExitCode {
     conclusion.exit_code()
 }
 
-/// libtest takes several texts, libtest-mimic one: what is neither an option nor an option's value is a text.
-fn texts_of(words: impl Iterator<Item = String>) -> (Vec<String>, Vec<String>) {
+/// libtest takes several filters, libtest-mimic one: what is neither an option nor an option's value is a filter.
+fn filters_of(words: impl Iterator<Item = String>) -> (Vec<String>, Vec<String>) {
     const WITH_VALUE: [&str; 6] = ["-Z", "--test-threads", "--logfile", "--skip", "--color", "--format"];
-    let (mut options, mut texts) = (Vec::new(), Vec::new());
+    let (mut options, mut filters) = (Vec::new(), Vec::new());
     for (at, word) in words.enumerate() {
         let is_value = options.last().is_some_and(|last: &String| WITH_VALUE.contains(&last.as_str()));
         if at == 0 || is_value || word.starts_with('-') {
             options.push(word);
         } else {
-            texts.push(word);
+            filters.push(word);
         }
     }
-    (options, texts)
+    (options, filters)
 }

@@ -1,7 +1,7 @@
 //! All tests but the unit tests beside the code: one program, since each links wgpu, and since pipelines are compiled once for all.
 //!
 //! ```text
-//! cargo test --test it -- [TEXT]...        the tests whose names contain one of the texts; --list names all
+//! cargo test --test it -- [FILTER]...      the tests whose names contain one of the filters; --list names all
 //! ```
 //! A kernel takes seconds to compile on a software device, so the tests on wgpu take one representative of each variant, dtype and
 //! dims; `MLA_CASES=product` takes every variant by every group, `MLA_FULL=1` every pair of dtypes too. A test that cannot run
