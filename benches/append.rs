@@ -88,7 +88,7 @@ trait Appends: Device {
     fn bound(
         &self,
         append: &Self::Append,
-        layer: &AppendLayer<'_, Self::Buffer>,
+        layer: &AppendLayer<&Self::Buffer>,
         tokens: u32,
     ) -> Result<Self::Bound>;
     fn record(append: &Self::Append, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
@@ -108,7 +108,7 @@ impl Appends for Gpu {
     fn bound(
         &self,
         (append, _): &Self::Append,
-        layer: &AppendLayer<'_, wgpu::Buffer>,
+        layer: &AppendLayer<&wgpu::Buffer>,
         tokens: u32,
     ) -> Result<AppendBinding> {
         Ok(append.bind(&self.device, layer, tokens)?)
@@ -139,7 +139,7 @@ mod on_cuda {
         fn bound(
             &self,
             (append, _): &Self::Append,
-            layer: &AppendLayer<'_, Buffer>,
+            layer: &AppendLayer<&Buffer>,
             tokens: u32,
         ) -> Result<AppendBinding> {
             Ok(append.bind(layer, tokens)?)

@@ -78,7 +78,7 @@ trait Gathers: Device {
     type Made;
     type Bound;
     fn gather(&self, shape: &Shape) -> Result<Self::Made>;
-    fn bound(&self, made: &Self::Made, args: &Gather<'_, Self::Buffer>, tokens: u32) -> Result<Self::Bound>;
+    fn bound(&self, made: &Self::Made, args: &Gather<&Self::Buffer>, tokens: u32) -> Result<Self::Bound>;
     fn record(made: &Self::Made, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
 }
 
@@ -98,7 +98,7 @@ impl Gathers for Gpu {
     fn bound(
         &self,
         (gather, _): &Self::Made,
-        args: &Gather<'_, wgpu::Buffer>,
+        args: &Gather<&wgpu::Buffer>,
         tokens: u32,
     ) -> Result<GatherBinding> {
         Ok(gather.bind(&self.device, args, tokens)?)
@@ -131,7 +131,7 @@ mod on_cuda {
         fn bound(
             &self,
             (gather, _): &Self::Made,
-            args: &Gather<'_, Buffer>,
+            args: &Gather<&Buffer>,
             tokens: u32,
         ) -> Result<GatherBinding> {
             Ok(gather.bind(args, tokens)?)

@@ -62,7 +62,7 @@ trait Merges: Device {
     type Merge;
     type Bound;
     fn merge(&self, spec: MergeStatesSpec) -> Result<Self::Merge>;
-    fn bound(&self, merge: &Self::Merge, args: &MergeStates<'_, Self::Buffer>) -> Result<Self::Bound>;
+    fn bound(&self, merge: &Self::Merge, args: &MergeStates<&Self::Buffer>) -> Result<Self::Bound>;
     fn record(merge: &Self::Merge, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
 }
 
@@ -74,7 +74,7 @@ impl Merges for Gpu {
         Ok(MergeAttnStates::new(&self.pipelines, spec)?)
     }
 
-    fn bound(&self, merge: &MergeAttnStates, args: &MergeStates<'_, wgpu::Buffer>) -> Result<MergeBinding> {
+    fn bound(&self, merge: &MergeAttnStates, args: &MergeStates<&wgpu::Buffer>) -> Result<MergeBinding> {
         Ok(merge.bind(&self.device, args)?)
     }
 
@@ -97,7 +97,7 @@ mod on_cuda {
             Ok(MergeAttnStates::new(self, spec)?)
         }
 
-        fn bound(&self, merge: &MergeAttnStates, args: &MergeStates<'_, Buffer>) -> Result<MergeBinding> {
+        fn bound(&self, merge: &MergeAttnStates, args: &MergeStates<&Buffer>) -> Result<MergeBinding> {
             Ok(merge.bind(args)?)
         }
 

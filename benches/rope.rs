@@ -94,8 +94,8 @@ impl Shape {
 
 /// A layer of either op.
 enum Call<'a, B> {
-    Rope(Rope<'a, B>),
-    Fused(RopeAppend<'a, B>),
+    Rope(Rope<&'a B>),
+    Fused(RopeAppend<&'a B>),
 }
 
 /// A device's own ops, with their steps.
@@ -282,12 +282,12 @@ impl<B> Arrays<B> {
         })
     }
 
-    fn rows<'a>(&self, buffer: &'a B, shape: &Shape, copy: u64, dim: u32) -> View<'a, B> {
+    fn rows<'a>(&self, buffer: &'a B, shape: &Shape, copy: u64, dim: u32) -> View<&'a B> {
         View { offset: copy * u64::from(shape.tokens) * u64::from(dim), ..View::dense(buffer, 1, dim) }
     }
 
     /// The queries of a layer, in place.
-    fn rope(&self, shape: &Shape, copy: u64) -> Rope<'_, B> {
+    fn rope(&self, shape: &Shape, copy: u64) -> Rope<&B> {
         let x = View { offset: copy * shape.query_elems(), ..View::dense(&self.queries, shape.heads, ROPE) };
         Rope {
             x,
@@ -299,7 +299,7 @@ impl<B> Arrays<B> {
         }
     }
 
-    fn layer<'a>(&'a self, shape: &Shape, copy: u64, cache: &'a B) -> AppendLayer<'a, B> {
+    fn layer<'a>(&'a self, shape: &Shape, copy: u64, cache: &'a B) -> AppendLayer<&'a B> {
         AppendLayer {
             kv_c: self.rows(&self.latents, shape, copy, LATENT),
             k_pe: self.rows(&self.ropes, shape, copy, ROPE),

@@ -109,7 +109,7 @@ pub trait Backend: sealed::Sealed {
         &self,
         decode: &Self::Decode,
         max_queries: u32,
-        layer: &Layer<'_, Self::Buffer>,
+        layer: &Layer<&Self::Buffer>,
     ) -> Result<Self::Binding>;
 
     /// Records and submits one layer's decode.
@@ -122,13 +122,13 @@ pub trait Backend: sealed::Sealed {
     ///
     /// # Errors
     /// Those of [`MergeStates`]'s checks.
-    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Self::Buffer>) -> Result<()>;
+    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<&Self::Buffer>) -> Result<()>;
 
     /// Merges any number of partial attention states: FlashInfer's `merge_states`. See [`StateSets`].
     ///
     /// # Errors
     /// Those of [`StateSets`]'s checks.
-    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, Self::Buffer>) -> Result<()>;
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<&Self::Buffer>) -> Result<()>;
 
     /// Writes new tokens into the cache: the field's `concat_and_cache_mla`. See [`AppendLayer`].
     ///
@@ -138,14 +138,14 @@ pub trait Backend: sealed::Sealed {
         &self,
         spec: &AppendSpec,
         slot_mapping: &[i64],
-        layer: &AppendLayer<'_, Self::Buffer>,
+        layer: &AppendLayer<&Self::Buffer>,
     ) -> Result<()>;
 
     /// Rotates rows by their positions. See [`Rope`].
     ///
     /// # Errors
     /// Those of [`Rope`]'s checks.
-    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, Self::Buffer>) -> Result<()>;
+    fn rope(&self, spec: &RopeSpec, args: &Rope<&Self::Buffer>) -> Result<()>;
 
     /// Rotates queries and new keys, and appends the keys: what comes before a decode, in one dispatch. See [`RopeAppend`].
     ///
@@ -155,7 +155,7 @@ pub trait Backend: sealed::Sealed {
         &self,
         spec: &RopeAppendSpec,
         slot_mapping: &[i64],
-        args: &RopeAppend<'_, Self::Buffer>,
+        args: &RopeAppend<&Self::Buffer>,
     ) -> Result<()>;
 
     /// Copies whole pages inside one layer's pool, `(from, to)` each.
@@ -167,7 +167,7 @@ pub trait Backend: sealed::Sealed {
         kv: &KvSpec,
         row_elems: u32,
         copies: &[(u32, u32)],
-        view: &crate::layer::KvView<'_, Self::Buffer>,
+        view: &crate::layer::KvView<&Self::Buffer>,
     ) -> Result<()>;
 
     /// Copies tokens of the paged cache to rows of a workspace `[rows, L + R]`: the field's `cp_gather_cache`, and with an e4m3
@@ -186,14 +186,14 @@ pub trait Backend: sealed::Sealed {
         pages: PageTable<'_>,
         seq_lens: &[i32],
         ranges: &[GatherRange],
-        args: &Gather<'_, Self::Buffer>,
+        args: &Gather<&Self::Buffer>,
     ) -> Result<()>;
 
     /// Each token's rows times the matrix of their head: `absorb`, `v_up` and `k_up`. See [`Project`].
     ///
     /// # Errors
     /// Those of [`Project`]'s checks.
-    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Self::Buffer>) -> Result<()>;
+    fn project(&self, spec: &ProjectSpec, args: &Project<&Self::Buffer>) -> Result<()>;
 
     /// The rows that [`Backend::prefill`] has here for a spec, best first.
     fn prefill_variants(&self, spec: &PrefillSpec) -> Vec<PrefillVariant>;
@@ -206,7 +206,7 @@ pub trait Backend: sealed::Sealed {
         &self,
         spec: &PrefillSpec,
         sequences: &[PrefillSequence],
-        args: &Prefill<'_, Self::Buffer>,
+        args: &Prefill<&Self::Buffer>,
     ) -> Result<()> {
         self.prefill_with(spec, None, sequences, args)
     }
@@ -220,7 +220,7 @@ pub trait Backend: sealed::Sealed {
         spec: &PrefillSpec,
         variant: Option<&str>,
         sequences: &[PrefillSequence],
-        args: &Prefill<'_, Self::Buffer>,
+        args: &Prefill<&Self::Buffer>,
     ) -> Result<()>;
 
     /// Looks at the rows that `kv_append` would write, and adds to the counters of [`CalibrationStats`] in a buffer: the largest
@@ -236,6 +236,6 @@ pub trait Backend: sealed::Sealed {
         &self,
         spec: &CalibrateSpec,
         tokens: Range<u32>,
-        args: &Calibrate<'_, Self::Buffer>,
+        args: &Calibrate<&Self::Buffer>,
     ) -> Result<()>;
 }

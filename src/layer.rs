@@ -6,10 +6,10 @@ use crate::{Error, MlaSpec, Result};
 ///
 /// Offset and strides count elements, not bytes. Those of a query, a cache and an output must be multiples of
 /// 8 elements; those of an LSE are free.
-#[derive(Debug)]
-pub struct View<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct View<B> {
     /// The buffer.
-    pub buffer: &'a B,
+    pub buffer: B,
     /// Elements before the first one.
     pub offset: u64,
     /// Elements from a token to the next.
@@ -18,14 +18,7 @@ pub struct View<'a, B> {
     pub head_stride: u64,
 }
 
-impl<B> Clone for View<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for View<'_, B> {}
-
-impl<'a, B> View<'a, B> {
+impl<'a, B> View<&'a B> {
     /// A dense `[tokens, heads, dim]` array that starts at the front of its buffer.
     pub fn dense(buffer: &'a B, heads: u32, dim: u32) -> Self {
         let head_stride = u64::from(dim);
@@ -50,29 +43,22 @@ impl<'a, B> View<'a, B> {
 }
 
 /// The query of a layer, already absorbed into the latent space.
-#[derive(Debug)]
-pub enum Query<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub enum Query<B> {
     /// One array `[total_q, H, L + R]`.
-    Whole(View<'a, B>),
+    Whole(View<B>),
     /// Two arrays `[total_q, H, L]` and `[total_q, H, R]`, never concatenated. With `R` 0 the second is unread.
     Split {
         /// The part that meets the latent.
-        q_nope: View<'a, B>,
+        q_nope: View<B>,
         /// The rotary part.
-        q_pe: View<'a, B>,
+        q_pe: View<B>,
     },
 }
 
-impl<B> Clone for Query<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for Query<'_, B> {}
-
-impl<'a, B> Query<'a, B> {
+impl<'a, B> Query<&'a B> {
     /// Both parts as views; a whole query is two views of one buffer.
-    pub(crate) fn parts(&self, latent: u32) -> (View<'a, B>, View<'a, B>) {
+    pub(crate) fn parts(&self, latent: u32) -> (View<&'a B>, View<&'a B>) {
         match *self {
             Self::Whole(q) => (q, View { offset: q.offset.saturating_add(latent.into()), ..q }),
             Self::Split { q_nope, q_pe } => (q_nope, q_pe),
@@ -81,10 +67,10 @@ impl<'a, B> Query<'a, B> {
 }
 
 /// The cache of a layer: `[num_pages, page_size, L + R]` somewhere in a buffer.
-#[derive(Debug)]
-pub struct KvView<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct KvView<B> {
     /// The buffer; it may hold the caches of many layers.
-    pub buffer: &'a B,
+    pub buffer: B,
     /// Elements before layer 0's first page; a multiple of 8.
     pub offset: u64,
     /// Elements from a layer to the next; a multiple of 8.
@@ -95,14 +81,7 @@ pub struct KvView<'a, B> {
     pub block_stride: u64,
 }
 
-impl<B> Clone for KvView<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for KvView<'_, B> {}
-
-impl<'a, B> KvView<'a, B> {
+impl<'a, B> KvView<&'a B> {
     /// A buffer that holds one layer's pages and nothing else.
     pub fn dense(buffer: &'a B, spec: &MlaSpec) -> Self {
         let block_stride = u64::from(spec.kv.page_size) * u64::from(spec.shape.row_elems());
@@ -151,16 +130,16 @@ pub enum LseBase {
 }
 
 /// One layer of a model as a decode reads and writes it.
-#[derive(Debug)]
-pub struct Layer<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct Layer<B> {
     /// The absorbed query, `[total_q, H, L + R]` or in two parts.
-    pub query: Query<'a, B>,
+    pub query: Query<B>,
     /// The paged cache.
-    pub kv: KvView<'a, B>,
+    pub kv: KvView<B>,
     /// Output `[total_q, H, L]`.
-    pub out: View<'a, B>,
+    pub out: View<B>,
     /// Log-sum-exp of the scaled logits, f32 `[total_q, H]`; strides in f32 elements.
-    pub lse: View<'a, B>,
+    pub lse: View<B>,
     /// Base of `lse`.
     pub lse_base: LseBase,
     /// Factor of the logits; see [`crate::softmax_scale`].
@@ -171,14 +150,7 @@ pub struct Layer<'a, B> {
     pub q_scale: f32,
 }
 
-impl<B> Clone for Layer<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for Layer<'_, B> {}
-
-impl<'a, B> Layer<'a, B> {
+impl<'a, B> Layer<&'a B> {
     /// A layer whose arrays are dense, each at the front of a buffer of its own, with natural LSE and scales of 1.
     pub fn dense(spec: &MlaSpec, q: &'a B, kv: &'a B, out: &'a B, lse: &'a B, softmax_scale: f32) -> Self {
         let heads = spec.shape.num_heads;
@@ -254,7 +226,7 @@ pub(crate) fn fits(what: &'static str, end: u64, size: u64) -> Result<()> {
 /// [`Error::Shape`].
 pub(crate) fn distinct<B>(
     what: &'static str,
-    view: &View<'_, B>,
+    view: &View<&B>,
     tokens: u64,
     heads: u64,
     dim: u64,
@@ -288,7 +260,7 @@ pub(crate) fn no_aliases<B>(
 }
 
 /// Scales as the kernels use them: `(logits to base-2 units, latent to output, base-2 LSE to its base)`.
-pub(crate) fn kernel_scales<B>(layer: &Layer<'_, B>) -> (f32, f32, f32) {
+pub(crate) fn kernel_scales<B>(layer: &Layer<&B>) -> (f32, f32, f32) {
     let logits = f64::from(layer.softmax_scale) * f64::from(layer.k_scale) * f64::from(layer.q_scale);
     let lse = match layer.lse_base {
         LseBase::E => std::f32::consts::LN_2,

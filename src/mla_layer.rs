@@ -137,30 +137,30 @@ impl MlaLayerSpec {
 }
 
 /// One layer of a model: what its attention reads and writes. `T` is the number of query tokens of a batch.
-#[derive(Debug)]
-pub struct LayerArgs<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct LayerArgs<B> {
     /// `[T, H, P]`, the part of the query that does not rotate.
-    pub q_nope: View<'a, B>,
+    pub q_nope: View<B>,
     /// `[T, H, R]`, not yet rotated; usually of the same buffer.
-    pub q_pe: View<'a, B>,
+    pub q_pe: View<B>,
     /// `[T, L]`, normed: the latent rows of the new tokens.
-    pub kv_c: View<'a, B>,
+    pub kv_c: View<B>,
     /// `[T, R]`, not yet rotated.
-    pub k_pe: View<'a, B>,
+    pub k_pe: View<B>,
     /// The layer's cache.
-    pub kv: KvView<'a, B>,
+    pub kv: KvView<B>,
     /// `[H, P + V, L]` as [`crate::KvBProj`] prepares it.
-    pub kv_b_proj: &'a B,
+    pub kv_b_proj: B,
     /// f32 `[max_position, R]`, as [`crate::RopeFrequencies::cos_sin`] makes it.
-    pub cos_sin: &'a B,
+    pub cos_sin: B,
     /// Positions in `cos_sin`.
     pub max_position: u32,
     /// `[T, H, V]`, the output.
-    pub out: View<'a, B>,
+    pub out: View<B>,
     /// Factor of the logits; see [`crate::softmax_scale`].
     pub softmax_scale: f32,
     /// Factor of every cache element; 1 unless the cache is e4m3.
     pub k_scale: f32,
     /// The layer's keys and values of prefixes that decodes share, if the batch names any: see [`LayerBatch::expanded`].
-    pub expanded: Option<Expanded<'a, B>>,
+    pub expanded: Option<Expanded<B>>,
 }

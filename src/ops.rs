@@ -40,20 +40,20 @@ pub struct MergeStatesSpec {
 /// as empty, and what it holds is ignored. Strides are never inferred from each other: outputs are
 /// `[tokens, heads, head_size]` and LSEs f32 `[heads, tokens]` as users of vLLM know them, but any strides do.
 /// LSEs are natural logarithms.
-#[derive(Debug)]
-pub struct MergeStates<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct MergeStates<B> {
     /// `prefix_output`.
-    pub prefix_output: View<'a, B>,
+    pub prefix_output: View<B>,
     /// `prefix_lse`.
-    pub prefix_lse: View<'a, B>,
+    pub prefix_lse: View<B>,
     /// `suffix_output`.
-    pub suffix_output: View<'a, B>,
+    pub suffix_output: View<B>,
     /// `suffix_lse`.
-    pub suffix_lse: View<'a, B>,
+    pub suffix_lse: View<B>,
     /// Where the merged output goes.
-    pub output: View<'a, B>,
+    pub output: View<B>,
     /// Where the merged LSE goes, if it is wanted.
-    pub output_lse: Option<View<'a, B>>,
+    pub output_lse: Option<View<B>>,
     /// Query tokens.
     pub num_tokens: u32,
     /// Heads.
@@ -75,7 +75,7 @@ impl MergeStatesSpec {
     }
 }
 
-impl<B> MergeStates<'_, B> {
+impl<B> MergeStates<&B> {
     /// # Errors
     /// [`Error::BufferTooSmall`], given each buffer's bytes, and [`Error::Shape`] where written rows overlap.
     pub(crate) fn check(&self, spec: &MergeStatesSpec, size: impl Fn(&B) -> u64) -> Result<()> {
@@ -139,14 +139,14 @@ pub struct AppendSpec {
 }
 
 /// One layer's new rows and the cache they go into.
-#[derive(Debug)]
-pub struct AppendLayer<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct AppendLayer<B> {
     /// Latent rows `[tokens, L]`; `head_stride` is unread.
-    pub kv_c: View<'a, B>,
+    pub kv_c: View<B>,
     /// Rotary rows `[tokens, R]`; `head_stride` is unread.
-    pub k_pe: View<'a, B>,
+    pub k_pe: View<B>,
     /// The cache.
-    pub kv: KvView<'a, B>,
+    pub kv: KvView<B>,
     /// An e4m3 cache holds `x / k_scale`; 1 for others.
     pub k_scale: f32,
 }
@@ -197,7 +197,7 @@ impl AppendSpec {
     }
 }
 
-impl<'a, B> AppendLayer<'a, B> {
+impl<'a, B> AppendLayer<&'a B> {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::BufferTooSmall`], given each buffer's bytes.
     pub(crate) fn check(&self, spec: &AppendSpec, tokens: u32, size: impl Fn(&B) -> u64) -> Result<()> {
@@ -224,7 +224,7 @@ impl<'a, B> AppendLayer<'a, B> {
     }
 
     /// The rotary rows. Without a rotary part they are unread, whatever they are, and the latent ones stand in for them.
-    pub(crate) fn rotary(&self, spec: &AppendSpec) -> View<'a, B> {
+    pub(crate) fn rotary(&self, spec: &AppendSpec) -> View<&'a B> {
         if spec.shape.qk_rope_head_dim == 0 { self.kv_c } else { self.k_pe }
     }
 
@@ -261,7 +261,7 @@ impl CopySpec {
     ///
     /// # Errors
     /// [`Error::Alignment`], [`Error::Shape`] where pages would overlap, [`Error::BufferTooSmall`] for a buffer of `size` bytes.
-    pub(crate) fn check_view<B>(&self, view: &KvView<'_, B>, size: u64) -> Result<()> {
+    pub(crate) fn check_view<B>(&self, view: &KvView<&B>, size: u64) -> Result<()> {
         view.check(&self.mla(), size)
     }
 

@@ -110,32 +110,25 @@ impl PrefillSequence {
 /// `out[t, h, :]` is the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Rows of no
 /// sequence are left as they are. Offsets and strides are multiples of 8 elements, but for the LSE's; `k_nope` and `v` may be parts of
 /// one array, and `k_pe` is shared by all heads with `head_stride` 0.
-#[derive(Debug)]
-pub struct Prefill<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct Prefill<B> {
     /// `[T, H, P]`.
-    pub q_nope: View<'a, B>,
+    pub q_nope: View<B>,
     /// `[T, H, R]`; unread where `R` is 0.
-    pub q_pe: View<'a, B>,
+    pub q_pe: View<B>,
     /// `[S, H, P]`.
-    pub k_nope: View<'a, B>,
+    pub k_nope: View<B>,
     /// `[S, H, R]`; unread where `R` is 0.
-    pub k_pe: View<'a, B>,
+    pub k_pe: View<B>,
     /// `[S, H, V]`.
-    pub v: View<'a, B>,
+    pub v: View<B>,
     /// `[rows, H, V]`: as many rows as query tokens, or more, see [`PrefillSequence::out_begin`].
-    pub out: View<'a, B>,
+    pub out: View<B>,
     /// Natural log-sum-exp of the scaled logits, f32 `[rows, H]`.
-    pub lse: View<'a, B>,
+    pub lse: View<B>,
     /// Factor of the logits; see [`crate::softmax_scale`].
     pub softmax_scale: f32,
 }
-
-impl<B> Clone for Prefill<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for Prefill<'_, B> {}
 
 /// How far a batch reaches: query tokens, keys and rows of the output that the arrays must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -237,9 +230,9 @@ impl PrefillExtent {
     }
 }
 
-impl<'a, B> Prefill<'a, B> {
+impl<'a, B> Prefill<&'a B> {
     /// The arguments with what stands in for views that are unread: without a rotary part, what is not rotary.
-    pub(crate) fn read_views(&self, spec: &PrefillSpec) -> [(&'static str, View<'a, B>, u32); 5] {
+    pub(crate) fn read_views(&self, spec: &PrefillSpec) -> [(&'static str, View<&'a B>, u32); 5] {
         let (q_pe, k_pe) =
             if spec.qk_rope_head_dim == 0 { (self.q_nope, self.k_nope) } else { (self.q_pe, self.k_pe) };
         let rope = if spec.qk_rope_head_dim == 0 { spec.qk_nope_head_dim } else { spec.qk_rope_head_dim };
@@ -293,7 +286,7 @@ impl<'a, B> Prefill<'a, B> {
     }
 }
 
-fn aligned<B>(what: &'static str, view: &View<'_, B>) -> Result<()> {
+fn aligned<B>(what: &'static str, view: &View<&B>) -> Result<()> {
     match [view.offset, view.token_stride, view.head_stride].into_iter().find(|got| !got.is_multiple_of(8)) {
         Some(got) => Err(Error::Alignment { what, got, of: 8, unit: "elements" }),
         None => Ok(()),

@@ -50,7 +50,7 @@ impl<'a> AnyRunner<'a> {
 }
 
 /// One layer's part of the caches.
-fn view<'b>(model: &Model, kv: &'b Buffer, layer: usize) -> KvView<'b, Buffer> {
+fn view<'b>(model: &Model, kv: &'b Buffer, layer: usize) -> KvView<&'b Buffer> {
     KvView { layer_stride: model.layer_stride(), layer: layer as u32, ..KvView::dense(kv, &model.spec) }
 }
 

@@ -41,7 +41,7 @@ pub trait Engine: Backend {
     ) -> Job<'a>;
 
     /// One `merge_attn_states`.
-    fn merge_job<'a>(&'a self, spec: MergeStatesSpec, args: MergeStates<'a, Self::Buffer>)
+    fn merge_job<'a>(&'a self, spec: MergeStatesSpec, args: MergeStates<&'a Self::Buffer>)
     -> Result<Job<'a>>;
 
     /// One `kv_append`.
@@ -49,7 +49,7 @@ pub trait Engine: Backend {
         &'a self,
         spec: AppendSpec,
         slot_mapping: &'a [i64],
-        layer: AppendLayer<'a, Self::Buffer>,
+        layer: AppendLayer<&'a Self::Buffer>,
     ) -> Result<Job<'a>>;
 }
 
@@ -70,7 +70,7 @@ impl Engine for Cpu {
     fn merge_job<'a>(
         &'a self,
         spec: MergeStatesSpec,
-        args: MergeStates<'a, Self::Buffer>,
+        args: MergeStates<&'a Self::Buffer>,
     ) -> Result<Job<'a>> {
         Ok(Box::new(move || self.merge_attn_states(&spec, &args)))
     }
@@ -79,7 +79,7 @@ impl Engine for Cpu {
         &'a self,
         spec: AppendSpec,
         slot_mapping: &'a [i64],
-        layer: AppendLayer<'a, Self::Buffer>,
+        layer: AppendLayer<&'a Self::Buffer>,
     ) -> Result<Job<'a>> {
         Ok(Box::new(move || self.kv_append(&spec, slot_mapping, &layer)))
     }
@@ -103,7 +103,7 @@ impl Engine for Cuda {
     fn merge_job<'a>(
         &'a self,
         spec: MergeStatesSpec,
-        args: MergeStates<'a, Self::Buffer>,
+        args: MergeStates<&'a Self::Buffer>,
     ) -> Result<Job<'a>> {
         Ok(Box::new(move || self.merge_attn_states(&spec, &args).and_then(|()| wait(self))))
     }
@@ -112,7 +112,7 @@ impl Engine for Cuda {
         &'a self,
         spec: AppendSpec,
         slot_mapping: &'a [i64],
-        layer: AppendLayer<'a, Self::Buffer>,
+        layer: AppendLayer<&'a Self::Buffer>,
     ) -> Result<Job<'a>> {
         // It uploads its slots each time.
         Ok(Box::new(move || self.kv_append(&spec, slot_mapping, &layer).and_then(|()| wait(self))))
@@ -151,7 +151,7 @@ impl Engine for Gpu {
     fn merge_job<'a>(
         &'a self,
         spec: MergeStatesSpec,
-        args: MergeStates<'a, Self::Buffer>,
+        args: MergeStates<&'a Self::Buffer>,
     ) -> Result<Job<'a>> {
         let merge = MergeAttnStates::new(&self.pipelines, spec)?;
         let binding = merge.bind(&self.device, &args)?;
@@ -162,7 +162,7 @@ impl Engine for Gpu {
         &'a self,
         spec: AppendSpec,
         slot_mapping: &'a [i64],
-        layer: AppendLayer<'a, Self::Buffer>,
+        layer: AppendLayer<&'a Self::Buffer>,
     ) -> Result<Job<'a>> {
         let append = KvAppend::new(&self.pipelines, spec)?;
         let mut step = AppendStep::default();

@@ -184,7 +184,7 @@ fn run_merge<E: Engine>(engine: &E, case: &MergeCase) -> Result<Ran> {
 }
 
 /// An LSE of `[heads, tokens]`.
-fn by_head<B>(buffer: &B, tokens: usize) -> View<'_, B> {
+fn by_head<B>(buffer: &B, tokens: usize) -> View<&B> {
     View { buffer, offset: 0, token_stride: 1, head_stride: tokens as u64 }
 }
 

@@ -99,7 +99,7 @@ impl Backend for AnyBackend {
         on!(self, b => b.prepare(own(b, decode)?, own_mut(b, step)?, plan, pages))
     }
 
-    fn bind(&self, decode: &Decode, max_queries: u32, layer: &Layer<'_, Buffer>) -> Result<Binding> {
+    fn bind(&self, decode: &Decode, max_queries: u32, layer: &Layer<&Buffer>) -> Result<Binding> {
         on!(self, b => {
             let layer = views::layer(layer, &|any| own(b, any))?;
             b.bind(own(b, decode)?, max_queries, &layer).map(Binding::from)
@@ -110,24 +110,19 @@ impl Backend for AnyBackend {
         on!(self, b => b.run(own(b, decode)?, own(b, step)?, own(b, binding)?))
     }
 
-    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
+    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<&Buffer>) -> Result<()> {
         on!(self, b => b.merge_attn_states(spec, &views::merge_states(args, &|any| own(b, any))?))
     }
 
-    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, Buffer>) -> Result<()> {
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<&Buffer>) -> Result<()> {
         on!(self, b => b.merge_states(spec, &views::state_sets(args, &|any| own(b, any))?))
     }
 
-    fn kv_append(
-        &self,
-        spec: &AppendSpec,
-        slot_mapping: &[i64],
-        layer: &AppendLayer<'_, Buffer>,
-    ) -> Result<()> {
+    fn kv_append(&self, spec: &AppendSpec, slot_mapping: &[i64], layer: &AppendLayer<&Buffer>) -> Result<()> {
         on!(self, b => b.kv_append(spec, slot_mapping, &views::append_layer(layer, &|any| own(b, any))?))
     }
 
-    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, Buffer>) -> Result<()> {
+    fn rope(&self, spec: &RopeSpec, args: &Rope<&Buffer>) -> Result<()> {
         on!(self, b => b.rope(spec, &views::rope(args, &|any| own(b, any))?))
     }
 
@@ -135,7 +130,7 @@ impl Backend for AnyBackend {
         &self,
         spec: &RopeAppendSpec,
         slot_mapping: &[i64],
-        args: &RopeAppend<'_, Buffer>,
+        args: &RopeAppend<&Buffer>,
     ) -> Result<()> {
         on!(self, b => b.rope_append(spec, slot_mapping, &views::rope_append(args, &|any| own(b, any))?))
     }
@@ -145,7 +140,7 @@ impl Backend for AnyBackend {
         kv: &KvSpec,
         row_elems: u32,
         copies: &[(u32, u32)],
-        view: &KvView<'_, Buffer>,
+        view: &KvView<&Buffer>,
     ) -> Result<()> {
         on!(self, b => b.kv_copy_pages(kv, row_elems, copies, &views::kv_view(view, &|any| own(b, any))?))
     }
@@ -156,14 +151,14 @@ impl Backend for AnyBackend {
         pages: PageTable<'_>,
         seq_lens: &[i32],
         ranges: &[GatherRange],
-        args: &Gather<'_, Buffer>,
+        args: &Gather<&Buffer>,
     ) -> Result<()> {
         on!(self, b => {
             b.kv_gather(spec, pages, seq_lens, ranges, &views::gather(args, &|any| own(b, any))?)
         })
     }
 
-    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+    fn project(&self, spec: &ProjectSpec, args: &Project<&Buffer>) -> Result<()> {
         on!(self, b => b.project(spec, &views::project(args, &|any| own(b, any))?))
     }
 
@@ -176,7 +171,7 @@ impl Backend for AnyBackend {
         spec: &PrefillSpec,
         variant: Option<&str>,
         sequences: &[PrefillSequence],
-        args: &Prefill<'_, Buffer>,
+        args: &Prefill<&Buffer>,
     ) -> Result<()> {
         on!(self, b => b.prefill_with(spec, variant, sequences, &views::prefill(args, &|any| own(b, any))?))
     }
@@ -185,7 +180,7 @@ impl Backend for AnyBackend {
         &self,
         spec: &CalibrateSpec,
         tokens: Range<u32>,
-        args: &Calibrate<'_, Buffer>,
+        args: &Calibrate<&Buffer>,
     ) -> Result<()> {
         on!(self, b => b.kv_calibrate(spec, tokens, &views::calibrate(args, &|any| own(b, any))?))
     }

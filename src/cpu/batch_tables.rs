@@ -35,7 +35,7 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::Shape`] and [`Error::BufferTooSmall`].
-    pub fn slot_mapping(&self, batch: &DeviceBatch<'_, Buffer>, max_tokens: u32) -> Result<Vec<i64>> {
+    pub fn slot_mapping(&self, batch: &DeviceBatch<&Buffer>, max_tokens: u32) -> Result<Vec<i64>> {
         let arrays = Arrays::of(batch)?;
         Ok((0..max_tokens).map(|token| self.slot(&arrays, token).map_or(-1, i64::from)).collect())
     }
@@ -55,7 +55,7 @@ impl BatchTables {
         mla: &Decode,
         step: &mut Step,
         plan: &Plan,
-        batch: &DeviceBatch<'_, Buffer>,
+        batch: &DeviceBatch<&Buffer>,
     ) -> Result<()> {
         let kv = &mla.spec.kv;
         if (kv.page_size, kv.num_pages) != (self.kv.page_size, self.kv.num_pages) {
@@ -115,7 +115,7 @@ struct Arrays<'a> {
 }
 
 impl<'a> Arrays<'a> {
-    fn of(batch: &DeviceBatch<'a, Buffer>) -> Result<Self> {
+    fn of(batch: &DeviceBatch<&'a Buffer>) -> Result<Self> {
         batch.check(Buffer::bytes)?;
         let locked = lock(batch.arrays().map(|(_, buffer)| (buffer, Access::Read)));
         Ok(Self { locked, batch: batch.batch as usize, max_pages: batch.max_pages as usize })

@@ -32,7 +32,7 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    pub(super) fn of(view: &View<'_, Buffer>) -> Self {
+    pub(super) fn of(view: &View<&Buffer>) -> Self {
         Self {
             offset: view.offset as usize,
             token_stride: view.token_stride as usize,
@@ -55,7 +55,7 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    pub(super) fn of(view: &crate::KvView<'_, Buffer>, page_size: u32, row_elems: u32) -> Self {
+    pub(super) fn of(view: &crate::KvView<&Buffer>, page_size: u32, row_elems: u32) -> Self {
         Self {
             base: view.base() as usize,
             block_stride: view.block_stride as usize,
@@ -83,7 +83,7 @@ pub(super) const OUT: usize = 3;
 pub(super) const LSE: usize = 4;
 
 impl Binding {
-    pub(super) fn new(spec: &MlaSpec, max_queries: u32, layer: &Layer<'_, Buffer>) -> Result<Self> {
+    pub(super) fn new(spec: &MlaSpec, max_queries: u32, layer: &Layer<&Buffer>) -> Result<Self> {
         layer.check(spec, max_queries, Buffer::bytes)?;
         let (q_nope, mut q_pe) = layer.query.parts(spec.shape.kv_lora_rank);
         if spec.shape.qk_rope_head_dim == 0 {
@@ -94,7 +94,7 @@ impl Binding {
         no_aliases(&inputs, &[("out", out.buffer), ("lse", lse.buffer)], Buffer::same_as)?;
 
         let (tokens, heads) = (u64::from(max_queries), u64::from(spec.shape.num_heads));
-        let bytes = |view: &View<'_, Buffer>, dim: u32, element: u64| {
+        let bytes = |view: &View<&Buffer>, dim: u32, element: u64| {
             view.offset * element..view.end(tokens, heads, dim.into()) * element
         };
         let (a, b) = (bytes(&out, spec.shape.kv_lora_rank, spec.out.bytes() as u64), bytes(&lse, 1, 4));

@@ -155,7 +155,7 @@ impl Backend for Cpu {
         step.prepare(decode, plan, pages)
     }
 
-    fn bind(&self, decode: &Decode, max_queries: u32, layer: &Layer<'_, Buffer>) -> Result<Binding> {
+    fn bind(&self, decode: &Decode, max_queries: u32, layer: &Layer<&Buffer>) -> Result<Binding> {
         Binding::new(&decode.spec, max_queries, layer)
     }
 
@@ -163,24 +163,19 @@ impl Backend for Cpu {
         decode.run(&self.pool, step, binding)
     }
 
-    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
+    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<&Buffer>) -> Result<()> {
         ops::merge_attn_states(&self.pool, spec, args)
     }
 
-    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, Buffer>) -> Result<()> {
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<&Buffer>) -> Result<()> {
         ops::merge_states(&self.pool, spec, args)
     }
 
-    fn kv_append(
-        &self,
-        spec: &AppendSpec,
-        slot_mapping: &[i64],
-        layer: &AppendLayer<'_, Buffer>,
-    ) -> Result<()> {
+    fn kv_append(&self, spec: &AppendSpec, slot_mapping: &[i64], layer: &AppendLayer<&Buffer>) -> Result<()> {
         ops::kv_append(&self.pool, spec, slot_mapping, layer)
     }
 
-    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, Buffer>) -> Result<()> {
+    fn rope(&self, spec: &RopeSpec, args: &Rope<&Buffer>) -> Result<()> {
         rope::rope(&self.pool, spec, args)
     }
 
@@ -188,7 +183,7 @@ impl Backend for Cpu {
         &self,
         spec: &RopeAppendSpec,
         slot_mapping: &[i64],
-        args: &RopeAppend<'_, Buffer>,
+        args: &RopeAppend<&Buffer>,
     ) -> Result<()> {
         rope::rope_append(&self.pool, spec, slot_mapping, args)
     }
@@ -198,7 +193,7 @@ impl Backend for Cpu {
         kv: &KvSpec,
         row_elems: u32,
         copies: &[(u32, u32)],
-        view: &KvView<'_, Buffer>,
+        view: &KvView<&Buffer>,
     ) -> Result<()> {
         ops::kv_copy_pages(&CopySpec { kv: *kv, row_elems }, copies, view)
     }
@@ -209,12 +204,12 @@ impl Backend for Cpu {
         pages: PageTable<'_>,
         seq_lens: &[i32],
         ranges: &[GatherRange],
-        args: &Gather<'_, Buffer>,
+        args: &Gather<&Buffer>,
     ) -> Result<()> {
         ops::kv_gather(&self.pool, spec, pages, seq_lens, ranges, args)
     }
 
-    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+    fn project(&self, spec: &ProjectSpec, args: &Project<&Buffer>) -> Result<()> {
         project::project(&self.pool, spec, args)
     }
 
@@ -228,7 +223,7 @@ impl Backend for Cpu {
         spec: &PrefillSpec,
         variant: Option<&str>,
         sequences: &[PrefillSequence],
-        args: &Prefill<'_, Buffer>,
+        args: &Prefill<&Buffer>,
     ) -> Result<()> {
         prefill::prefill(&self.pool, spec, decode::variant(variant)?, sequences, args)
     }
@@ -237,7 +232,7 @@ impl Backend for Cpu {
         &self,
         spec: &CalibrateSpec,
         tokens: Range<u32>,
-        args: &Calibrate<'_, Buffer>,
+        args: &Calibrate<&Buffer>,
     ) -> Result<()> {
         ops::kv_calibrate(&self.pool, spec, tokens, args)
     }

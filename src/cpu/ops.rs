@@ -28,7 +28,7 @@ fn raw(bytes: &[u8], element_bytes: usize, index: usize) -> u32 {
 pub(super) fn merge_attn_states(
     pool: &Pool,
     spec: &MergeStatesSpec,
-    args: &MergeStates<'_, Buffer>,
+    args: &MergeStates<&Buffer>,
 ) -> Result<()> {
     args.check(spec, Buffer::bytes)?;
     if args.num_tokens == 0 || args.num_heads == 0 {
@@ -98,7 +98,7 @@ pub(super) fn kv_append(
     pool: &Pool,
     spec: &AppendSpec,
     slot_mapping: &[i64],
-    layer: &AppendLayer<'_, Buffer>,
+    layer: &AppendLayer<&Buffer>,
 ) -> Result<()> {
     let slots = spec.slots(slot_mapping)?;
     layer.check(spec, slots.len() as u32, Buffer::bytes)?;
@@ -139,7 +139,7 @@ pub(super) fn kv_append(
 }
 
 /// See [`crate::Backend::kv_copy_pages`].
-pub(super) fn kv_copy_pages(spec: &CopySpec, copies: &[(u32, u32)], view: &KvView<'_, Buffer>) -> Result<()> {
+pub(super) fn kv_copy_pages(spec: &CopySpec, copies: &[(u32, u32)], view: &KvView<&Buffer>) -> Result<()> {
     spec.check()?;
     check_copies(&spec.kv, copies)?;
     spec.check_view(view, view.buffer.bytes())?;

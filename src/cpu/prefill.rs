@@ -27,7 +27,7 @@ pub(super) fn prefill(
     spec: &PrefillSpec,
     variant: &'static Variant,
     sequences: &[PrefillSequence],
-    args: &Prefill<'_, Buffer>,
+    args: &Prefill<&Buffer>,
 ) -> Result<()> {
     args.check(spec, PrefillExtent::of(sequences)?, Buffer::bytes)?;
     args.check_aliases(spec, Buffer::same_as)?;

@@ -12,7 +12,7 @@ const COLUMNS: usize = 16;
 const TOKENS: usize = 4;
 
 /// See [`crate::Backend::project`].
-pub(super) fn project(pool: &Pool, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+pub(super) fn project(pool: &Pool, spec: &ProjectSpec, args: &Project<&Buffer>) -> Result<()> {
     args.check(spec, Buffer::bytes)?;
     args.check_aliases(Buffer::same_as)?;
     let (tokens, k, n) = (args.num_tokens as usize, spec.k as usize, spec.n as usize);
@@ -59,7 +59,7 @@ pub(super) fn project(pool: &Pool, spec: &ProjectSpec, args: &Project<'_, Buffer
 /// `[k][COLUMNS]` of a head's matrix in f32, zeros past its end.
 fn columns_of(
     spec: &ProjectSpec,
-    args: &Project<'_, Buffer>,
+    args: &Project<&Buffer>,
     bytes: &[u8],
     head: usize,
     first: usize,

@@ -11,7 +11,7 @@ use crate::layer::View;
 use crate::ops::{AppendLayer, Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
 
 /// See [`crate::Backend::rope`].
-pub(super) fn rope(pool: &Pool, spec: &RopeSpec, args: &Rope<'_, Buffer>) -> Result<()> {
+pub(super) fn rope(pool: &Pool, spec: &RopeSpec, args: &Rope<&Buffer>) -> Result<()> {
     args.check(spec, Buffer::bytes)?;
     let in_place = args.is_in_place(spec, Buffer::same_as)?;
     let (dim, dtype) = (spec.rope_dim as usize, spec.dtype);
@@ -72,7 +72,7 @@ pub(super) fn rope_append(
     pool: &Pool,
     spec: &RopeAppendSpec,
     slot_mapping: &[i64],
-    args: &RopeAppend<'_, Buffer>,
+    args: &RopeAppend<&Buffer>,
 ) -> Result<()> {
     let tokens = spec.append.slots(slot_mapping)?.len() as u32;
     args.check(spec, tokens, Buffer::bytes)?;

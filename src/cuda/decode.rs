@@ -173,7 +173,7 @@ impl Decode {
     ///
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`].
-    pub fn bind(&self, max_queries: u32, layer: &Layer<'_, Buffer>) -> Result<Binding> {
+    pub fn bind(&self, max_queries: u32, layer: &Layer<&Buffer>) -> Result<Binding> {
         let spec = &self.spec;
         layer.check(spec, max_queries, Buffer::bytes)?;
         let (q_nope, mut q_pe) = layer.query.parts(spec.shape.kv_lora_rank);
@@ -184,7 +184,7 @@ impl Decode {
         let inputs = [("q_nope", q_nope.buffer), ("q_pe", q_pe.buffer), ("kv", kv.buffer)];
         no_aliases(&inputs, &[("out", out.buffer), ("lse", lse.buffer)], Buffer::same_as)?;
         let (tokens, heads) = (u64::from(max_queries), u64::from(spec.shape.num_heads));
-        let range = |view: &crate::View<'_, Buffer>, dim: u32, element: u64| {
+        let range = |view: &crate::View<&Buffer>, dim: u32, element: u64| {
             let first = view.buffer.ptr();
             first + view.offset * element..first + view.end(tokens, heads, dim.into()) * element
         };

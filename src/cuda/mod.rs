@@ -109,7 +109,7 @@ impl Backend for Cuda {
         decode.prepare(step, plan, pages)
     }
 
-    fn bind(&self, decode: &Decode, max_queries: u32, layer: &Layer<'_, Buffer>) -> Result<Binding> {
+    fn bind(&self, decode: &Decode, max_queries: u32, layer: &Layer<&Buffer>) -> Result<Binding> {
         decode.bind(max_queries, layer)
     }
 
@@ -117,29 +117,24 @@ impl Backend for Cuda {
         decode.record(step, binding)
     }
 
-    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>) -> Result<()> {
+    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<&Buffer>) -> Result<()> {
         let merge = MergeAttnStates::new(self, *spec)?;
         merge.record(&merge.bind(args)?)
     }
 
-    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, Buffer>) -> Result<()> {
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<&Buffer>) -> Result<()> {
         let merge = MergeStateSets::new(self, *spec)?;
         merge.record(&merge.bind(args)?)
     }
 
-    fn kv_append(
-        &self,
-        spec: &AppendSpec,
-        slot_mapping: &[i64],
-        layer: &AppendLayer<'_, Buffer>,
-    ) -> Result<()> {
+    fn kv_append(&self, spec: &AppendSpec, slot_mapping: &[i64], layer: &AppendLayer<&Buffer>) -> Result<()> {
         let append = KvAppend::new(self, *spec)?;
         let mut step = AppendStep::default();
         append.prepare(&mut step, slot_mapping)?;
         append.record(&step, &append.bind(layer, step.num_tokens())?)
     }
 
-    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, Buffer>) -> Result<()> {
+    fn rope(&self, spec: &RopeSpec, args: &Rope<&Buffer>) -> Result<()> {
         let rotate = Rotate::new(self, *spec)?;
         let binding = rotate.bind(args)?;
         let mut step = RotateStep::default();
@@ -151,7 +146,7 @@ impl Backend for Cuda {
         &self,
         spec: &RopeAppendSpec,
         slot_mapping: &[i64],
-        args: &RopeAppend<'_, Buffer>,
+        args: &RopeAppend<&Buffer>,
     ) -> Result<()> {
         let rotate = RotateAppend::new(self, *spec)?;
         let mut step = AppendStep::default();
@@ -164,7 +159,7 @@ impl Backend for Cuda {
         kv: &KvSpec,
         row_elems: u32,
         copies: &[(u32, u32)],
-        view: &KvView<'_, Buffer>,
+        view: &KvView<&Buffer>,
     ) -> Result<()> {
         let copy = KvCopyPages::new(self, CopySpec { kv: *kv, row_elems })?;
         let mut step = CopyStep::default();
@@ -178,7 +173,7 @@ impl Backend for Cuda {
         pages: PageTable<'_>,
         seq_lens: &[i32],
         ranges: &[GatherRange],
-        args: &Gather<'_, Buffer>,
+        args: &Gather<&Buffer>,
     ) -> Result<()> {
         let gather = KvGather::new(self, *spec)?;
         let mut step = GatherStep::default();
@@ -186,7 +181,7 @@ impl Backend for Cuda {
         gather.record(&step, &gather.bind(args, step.num_rows())?)
     }
 
-    fn project(&self, spec: &ProjectSpec, args: &Project<'_, Buffer>) -> Result<()> {
+    fn project(&self, spec: &ProjectSpec, args: &Project<&Buffer>) -> Result<()> {
         let project = HeadProject::new(self, *spec)?;
         let binding = project.bind(args)?;
         let mut step = ProjectStep::default();
@@ -203,7 +198,7 @@ impl Backend for Cuda {
         spec: &PrefillSpec,
         variant: Option<&str>,
         sequences: &[PrefillSequence],
-        args: &Prefill<'_, Buffer>,
+        args: &Prefill<&Buffer>,
     ) -> Result<()> {
         if let Some(name) = variant.filter(|&name| name != PREFILL_VARIANT.name) {
             let why = format!("there is no such row; the only one is {}", PREFILL_VARIANT.name);
@@ -219,7 +214,7 @@ impl Backend for Cuda {
         &self,
         spec: &CalibrateSpec,
         tokens: Range<u32>,
-        args: &Calibrate<'_, Buffer>,
+        args: &Calibrate<&Buffer>,
     ) -> Result<()> {
         let calibrate = KvCalibrate::new(self, *spec)?;
         let mut step = CalibrateStep::default();

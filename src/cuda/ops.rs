@@ -80,7 +80,7 @@ fn checked_items(what: &'static str, items: u64, cure: &'static str) -> Result<u
 }
 
 /// Bytes from a page to the next. With one page the stride is unused and may be anything.
-fn block_stride(kv: &KvSpec, view: &KvView<'_, Buffer>) -> u64 {
+fn block_stride(kv: &KvSpec, view: &KvView<&Buffer>) -> u64 {
     if kv.num_pages > 1 { view.block_stride * kv.dtype.bytes() as u64 } else { 0 }
 }
 

@@ -99,7 +99,7 @@ impl Backend for Gpu {
         &self,
         decode: &MlaDecode,
         max_queries: u32,
-        layer: &Layer<'_, wgpu::Buffer>,
+        layer: &Layer<&wgpu::Buffer>,
     ) -> Result<LayerBinding> {
         decode.bind(max_queries, layer)
     }
@@ -109,13 +109,13 @@ impl Backend for Gpu {
         self.submit(|encoder| decode.record(encoder, step, binding))
     }
 
-    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<'_, wgpu::Buffer>) -> Result<()> {
+    fn merge_attn_states(&self, spec: &MergeStatesSpec, args: &MergeStates<&wgpu::Buffer>) -> Result<()> {
         let merge = MergeAttnStates::new(&self.pipelines, *spec)?;
         let binding = merge.bind(&self.device, args)?;
         self.submit(|encoder| merge.record(encoder, &binding))
     }
 
-    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<'_, wgpu::Buffer>) -> Result<()> {
+    fn merge_states(&self, spec: &MergeStatesSpec, args: &StateSets<&wgpu::Buffer>) -> Result<()> {
         let merge = MergeStateSets::new(&self.pipelines, *spec)?;
         let mut step = MergeSetsStep::default();
         merge.prepare(&self.device, &self.queue, &mut step, 0..args.num_tokens, args.num_sets)?;
@@ -128,7 +128,7 @@ impl Backend for Gpu {
         &self,
         spec: &AppendSpec,
         slot_mapping: &[i64],
-        layer: &AppendLayer<'_, wgpu::Buffer>,
+        layer: &AppendLayer<&wgpu::Buffer>,
     ) -> Result<()> {
         let append = KvAppend::new(&self.pipelines, *spec)?;
         let mut step = AppendStep::default();
@@ -138,7 +138,7 @@ impl Backend for Gpu {
         self.submit(|encoder| append.record(encoder, &step, &binding))
     }
 
-    fn rope(&self, spec: &RopeSpec, args: &Rope<'_, wgpu::Buffer>) -> Result<()> {
+    fn rope(&self, spec: &RopeSpec, args: &Rope<&wgpu::Buffer>) -> Result<()> {
         let rotate = Rotate::new(&self.pipelines, *spec)?;
         let binding = rotate.bind(&self.device, args)?;
         let mut step = RotateStep::default();
@@ -151,7 +151,7 @@ impl Backend for Gpu {
         &self,
         spec: &RopeAppendSpec,
         slot_mapping: &[i64],
-        args: &RopeAppend<'_, wgpu::Buffer>,
+        args: &RopeAppend<&wgpu::Buffer>,
     ) -> Result<()> {
         let rotate = RotateAppend::new(&self.pipelines, *spec)?;
         let mut step = AppendStep::default();
@@ -166,7 +166,7 @@ impl Backend for Gpu {
         kv: &KvSpec,
         row_elems: u32,
         copies: &[(u32, u32)],
-        view: &KvView<'_, wgpu::Buffer>,
+        view: &KvView<&wgpu::Buffer>,
     ) -> Result<()> {
         let copy = KvCopyPages::new(&self.pipelines, CopySpec { kv: *kv, row_elems })?;
         let mut step = CopyStep::default();
@@ -182,7 +182,7 @@ impl Backend for Gpu {
         pages: PageTable<'_>,
         seq_lens: &[i32],
         ranges: &[GatherRange],
-        args: &Gather<'_, wgpu::Buffer>,
+        args: &Gather<&wgpu::Buffer>,
     ) -> Result<()> {
         let gather = KvGather::new(&self.pipelines, *spec)?;
         let mut step = GatherStep::default();
@@ -192,7 +192,7 @@ impl Backend for Gpu {
         self.submit(|encoder| gather.record(encoder, &step, &binding))
     }
 
-    fn project(&self, spec: &ProjectSpec, args: &Project<'_, wgpu::Buffer>) -> Result<()> {
+    fn project(&self, spec: &ProjectSpec, args: &Project<&wgpu::Buffer>) -> Result<()> {
         let project = HeadProject::new(&self.pipelines, *spec)?;
         let mut step = ProjectStep::default();
         project.prepare(&self.device, &self.queue, &mut step, 0, args.num_tokens)?;
@@ -211,7 +211,7 @@ impl Backend for Gpu {
         spec: &PrefillSpec,
         variant: Option<&str>,
         sequences: &[PrefillSequence],
-        args: &Prefill<'_, wgpu::Buffer>,
+        args: &Prefill<&wgpu::Buffer>,
     ) -> Result<()> {
         let prefill = MlaPrefill::with_variant(&self.pipelines, *spec, variant)?;
         let mut step = PrefillStep::default();
@@ -225,7 +225,7 @@ impl Backend for Gpu {
         &self,
         spec: &CalibrateSpec,
         tokens: Range<u32>,
-        args: &Calibrate<'_, wgpu::Buffer>,
+        args: &Calibrate<&wgpu::Buffer>,
     ) -> Result<()> {
         let calibrate = KvCalibrate::new(&self.pipelines, *spec)?;
         let mut step = CalibrateStep::default();

@@ -51,7 +51,7 @@ pub(crate) fn bind(
     spec: &MlaSpec,
     owner: u64,
     max_queries: u32,
-    layer: &Layer<'_, wgpu::Buffer>,
+    layer: &Layer<&wgpu::Buffer>,
 ) -> Result<LayerBinding> {
     layer.check(spec, max_queries, wgpu::Buffer::size)?;
     let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);

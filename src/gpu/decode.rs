@@ -181,7 +181,7 @@ impl MlaDecode {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`],
     /// [`Error::Aliased`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`].
-    pub fn bind(&self, max_queries: u32, layer: &Layer<'_, wgpu::Buffer>) -> Result<LayerBinding> {
+    pub fn bind(&self, max_queries: u32, layer: &Layer<&wgpu::Buffer>) -> Result<LayerBinding> {
         binding::bind(&self.pipelines, &self.layouts, &self.spec, self.id, max_queries, layer)
     }
 

@@ -20,24 +20,17 @@ pub struct ExpandedPrefix {
 
 /// One layer's keys and values of prefixes, in the caller's buffers; [`super::MlaLayer::expand_prefix`] fills them. `S` rows, as many as
 /// prefixes have tokens in all.
-#[derive(Debug)]
-pub struct Expanded<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct Expanded<B> {
     /// `[S, L + R]`, rows of the cache; `head_stride` is unread.
-    pub rows: View<'a, B>,
+    pub rows: View<B>,
     /// `[S, H, P]`.
-    pub k_nope: View<'a, B>,
+    pub k_nope: View<B>,
     /// `[S, H, V]`.
-    pub v: View<'a, B>,
+    pub v: View<B>,
 }
 
-impl<B> Clone for Expanded<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for Expanded<'_, B> {}
-
-impl<'a, B> Expanded<'a, B> {
+impl<'a, B> Expanded<&'a B> {
     /// Dense arrays, each at the front of a buffer of [`MlaLayerSpec::expanded_bytes`].
     pub fn dense(spec: &MlaLayerSpec, [rows, k_nope, v]: [&'a B; 3]) -> Self {
         let heads = spec.shape.num_heads;
@@ -49,7 +42,7 @@ impl<'a, B> Expanded<'a, B> {
     }
 
     /// `[S, R]`, the rotary keys, which all heads share.
-    pub(crate) fn k_pe(&self, spec: &MlaLayerSpec) -> View<'a, B> {
+    pub(crate) fn k_pe(&self, spec: &MlaLayerSpec) -> View<&'a B> {
         let offset = self.rows.offset.saturating_add(spec.shape.kv_lora_rank.into());
         View { offset, head_stride: 0, ..self.rows }
     }

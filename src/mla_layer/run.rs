@@ -119,7 +119,7 @@ impl<B: Backend> MlaLayer<B> {
         pages: &[i32],
         tokens: u32,
         first_row: u32,
-        args: &LayerArgs<'_, B::Buffer>,
+        args: &LayerArgs<&B::Buffer>,
     ) -> Result<()> {
         let ops = Ops { layer: self, backend, args };
         ops.expand_prefix(pages, tokens, first_row)
@@ -129,7 +129,7 @@ impl<B: Backend> MlaLayer<B> {
     ///
     /// # Errors
     /// Those of the ops: scales, strides, sizes, aliases, limits.
-    pub fn run(&self, backend: &B, args: &LayerArgs<'_, B::Buffer>) -> Result<()> {
+    pub fn run(&self, backend: &B, args: &LayerArgs<&B::Buffer>) -> Result<()> {
         if self.plan.positions.is_empty() {
             return Ok(());
         }

@@ -11,28 +11,21 @@ use crate::{Error, Result};
 
 /// The arrays of a batch as the device has them, each i32, dense and at the front of its buffer. What is in them is not known to the
 /// host: kernels that read them skip or clamp what leads out of the pool.
-#[derive(Debug)]
-pub struct DeviceBatch<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceBatch<B> {
     /// `[batch]`: tokens in the cache, this step's new ones included; 0 or less for a sequence that is only padding.
-    pub seq_lens: &'a B,
+    pub seq_lens: B,
     /// `[batch + 1]`: where each sequence's query tokens begin. Tokens from the last entry on are padding.
-    pub query_start_loc: &'a B,
+    pub query_start_loc: B,
     /// `[batch, max_pages]`. Entries at or past `ceil(seq_len / page_size)` may hold anything.
-    pub block_table: &'a B,
+    pub block_table: B,
     /// Sequences, those that are padding included: at least 1.
     pub batch: u32,
     /// Entries in a row of `block_table`: at least 1.
     pub max_pages: u32,
 }
 
-impl<B> Clone for DeviceBatch<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for DeviceBatch<'_, B> {}
-
-impl<'a, B> DeviceBatch<'a, B> {
+impl<'a, B> DeviceBatch<&'a B> {
     /// # Errors
     /// [`Error::Shape`], and [`Error::BufferTooSmall`], given each buffer's bytes.
     pub(crate) fn check(&self, size: impl Fn(&B) -> u64) -> Result<()> {

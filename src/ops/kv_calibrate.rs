@@ -16,16 +16,16 @@ pub struct CalibrateSpec {
 }
 
 /// One layer's new rows, as `kv_append` gets them, and where what is in them is counted.
-#[derive(Debug)]
-pub struct Calibrate<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct Calibrate<B> {
     /// Latent rows `[tokens, L]`; offset and `token_stride` are multiples of 4 elements, `head_stride` is unread.
-    pub kv_c: View<'a, B>,
+    pub kv_c: View<B>,
     /// Rotary rows `[tokens, R]`, the same; unread where `R` is 0.
-    pub k_pe: View<'a, B>,
+    pub k_pe: View<B>,
     /// The scale in use: elements above `448 * k_scale` count as saturated. Finite and above 0.
     pub k_scale: f32,
     /// [`CalibrationStats::BYTES`] at the front of a buffer, zeros before the first call. Every call adds to them.
-    pub stats: &'a B,
+    pub stats: B,
 }
 
 /// What `kv_calibrate` has counted since its buffer was zeroed.
@@ -95,7 +95,7 @@ pub(crate) fn check_tokens(tokens: &Range<u32>) -> Result<u32> {
     })
 }
 
-impl<'a, B> Calibrate<'a, B> {
+impl<'a, B> Calibrate<&'a B> {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::BufferTooSmall`], given each buffer's bytes.
     pub(crate) fn check(&self, spec: &CalibrateSpec, tokens: u32, size: impl Fn(&B) -> u64) -> Result<()> {
@@ -118,7 +118,7 @@ impl<'a, B> Calibrate<'a, B> {
     }
 
     /// The rotary rows. Without a rotary part they are unread, whatever they are, and the latent ones stand in for them.
-    pub(crate) fn rotary(&self, spec: &CalibrateSpec) -> View<'a, B> {
+    pub(crate) fn rotary(&self, spec: &CalibrateSpec) -> View<&'a B> {
         if spec.shape.qk_rope_head_dim == 0 { self.kv_c } else { self.k_pe }
     }
 

@@ -29,23 +29,16 @@ pub struct GatherRange {
 }
 
 /// One layer's cache and the workspace that its rows go to.
-#[derive(Debug)]
-pub struct Gather<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct Gather<B> {
     /// The cache.
-    pub kv: KvView<'a, B>,
+    pub kv: KvView<B>,
     /// Factor of an e4m3 cache's elements where the output is wider; unread for others. Finite and above 0.
     pub k_scale: f32,
     /// `[rows, L + R]`, latent first; offset and `token_stride` are multiples of 4 elements, `head_stride` is unread. Rows that no
     /// range names are left as they are.
-    pub out: View<'a, B>,
+    pub out: View<B>,
 }
-
-impl<B> Clone for Gather<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for Gather<'_, B> {}
 
 /// Neighbouring tokens of one page.
 #[repr(C)]
@@ -182,7 +175,7 @@ fn check_overlaps(ranges: &[GatherRange]) -> Result<()> {
     Ok(())
 }
 
-impl<B> Gather<'_, B> {
+impl<B> Gather<&B> {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], given each buffer's bytes.
     pub(crate) fn check(&self, spec: &GatherSpec, rows: u32, size: impl Fn(&B) -> u64) -> Result<()> {

@@ -13,20 +13,20 @@ use crate::{Error, Result};
 ///
 /// Sets lie as their strides say, `[sets, tokens, heads, head_size]` or `[tokens, sets, heads, head_size]`. `head_size`, offsets and
 /// strides are multiples of 8 elements, but for those of the LSEs.
-#[derive(Debug)]
-pub struct StateSets<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct StateSets<B> {
     /// `[tokens, heads, head_size]` of set 0.
-    pub states: View<'a, B>,
+    pub states: View<B>,
     /// Elements from a set to the next.
     pub set_stride: u64,
     /// f32 `[tokens, heads]` of set 0.
-    pub lse: View<'a, B>,
+    pub lse: View<B>,
     /// Elements from a set's LSEs to the next set's.
     pub lse_set_stride: u64,
     /// `[tokens, heads, head_size]`, where the merged output goes.
-    pub output: View<'a, B>,
+    pub output: View<B>,
     /// f32 `[tokens, heads]`, where the merged LSE goes, if it is wanted.
-    pub output_lse: Option<View<'a, B>>,
+    pub output_lse: Option<View<B>>,
     /// Sets: from 1 to 65,536.
     pub num_sets: u32,
     /// Query tokens.
@@ -35,18 +35,11 @@ pub struct StateSets<'a, B> {
     pub num_heads: u32,
 }
 
-impl<B> Clone for StateSets<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for StateSets<'_, B> {}
-
-impl<'a, B> StateSets<'a, B> {
+impl<'a, B> StateSets<&'a B> {
     /// The last set, which ends furthest back.
-    pub(crate) fn last(&self) -> (View<'a, B>, View<'a, B>) {
+    pub(crate) fn last(&self) -> (View<&'a B>, View<&'a B>) {
         let last = u64::from(self.num_sets.saturating_sub(1));
-        let at = |view: View<'a, B>, stride: u64| View {
+        let at = |view: View<&'a B>, stride: u64| View {
             offset: view.offset.saturating_add(last.saturating_mul(stride)),
             ..view
         };

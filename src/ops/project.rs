@@ -110,10 +110,10 @@ impl ProjectSpec {
 }
 
 /// The matrices of all heads somewhere in a buffer. Offset and strides count elements and are multiples of 8.
-#[derive(Debug)]
-pub struct WeightView<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct WeightView<B> {
     /// The buffer; it may hold the weights of many layers.
-    pub buffer: &'a B,
+    pub buffer: B,
     /// Elements before the first head's matrix.
     pub offset: u64,
     /// Elements from a head's matrix to the next.
@@ -122,14 +122,7 @@ pub struct WeightView<'a, B> {
     pub row_stride: u64,
 }
 
-impl<B> Clone for WeightView<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for WeightView<'_, B> {}
-
-impl<'a, B> WeightView<'a, B> {
+impl<'a, B> WeightView<&'a B> {
     /// `W_UK` of a prepared `kv_b_proj` `[H, P + V, L]` that begins at the front of its buffer: a head's first `P` rows.
     pub fn w_uk(dims: &HeadDims, buffer: &'a B) -> Self {
         let row_stride = u64::from(dims.kv_lora_rank);
@@ -153,19 +146,19 @@ impl<'a, B> WeightView<'a, B> {
 }
 
 /// Tokens, their heads' matrices, and where the products go. Offsets and strides are multiples of 8 elements.
-#[derive(Debug)]
-pub struct Project<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct Project<B> {
     /// `[tokens, H, k]`. A `head_stride` of 0 gives all heads the same row.
-    pub x: View<'a, B>,
+    pub x: View<B>,
     /// The matrix of each head.
-    pub weight: WeightView<'a, B>,
+    pub weight: WeightView<B>,
     /// `[tokens, H, n]`.
-    pub y: View<'a, B>,
+    pub y: View<B>,
     /// Tokens in `x` and `y`.
     pub num_tokens: u32,
 }
 
-impl<B> Project<'_, B> {
+impl<B> Project<&B> {
     /// # Errors
     /// Those of [`ProjectSpec::check`], [`Error::Alignment`], [`Error::BufferTooSmall`], given each buffer's bytes, and
     /// [`Error::Shape`] where rows of `y` overlap.

@@ -34,16 +34,16 @@ pub struct RopeSpec {
 ///
 /// Computed in f32 and rounded once to the dtype. A pair that holds an infinity or a NaN becomes two NaNs, whatever its angle; results
 /// past f32's range are anything. Offsets and strides are multiples of 4 elements; a stride of a dimension of 1 is unread.
-#[derive(Debug)]
-pub struct Rope<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct Rope<B> {
     /// `[tokens, heads, R]`.
-    pub x: View<'a, B>,
+    pub x: View<B>,
     /// `[tokens, heads, R]`: the same view as `x` to rotate in place, or one that shares no element with it.
-    pub y: View<'a, B>,
+    pub y: View<B>,
     /// i32 `[tokens]`, on the device. A position outside of `0..max_position` counts as the nearest inside.
-    pub positions: &'a B,
+    pub positions: B,
     /// f32 `[max_position, R]`, in each row `R / 2` cosines, then `R / 2` sines: [`crate::RopeFrequencies::cos_sin`].
-    pub cos_sin: &'a B,
+    pub cos_sin: B,
     /// Rows of `cos_sin`.
     pub max_position: u32,
     /// Tokens.
@@ -67,28 +67,21 @@ pub struct RopeAppendSpec {
 ///
 /// The bits are those of `rope` of `q_pe`, `rope` of `k_pe` and `kv_append` one after the other. Queries of tokens that the slot mapping
 /// skips are rotated too.
-#[derive(Debug)]
-pub struct RopeAppend<'a, B> {
+#[derive(Debug, Clone, Copy)]
+pub struct RopeAppend<B> {
     /// `[tokens, heads, R]`; see [`Rope::x`].
-    pub q_pe: View<'a, B>,
+    pub q_pe: View<B>,
     /// `[tokens, heads, R]`; see [`Rope::y`].
-    pub q_pe_out: View<'a, B>,
+    pub q_pe_out: View<B>,
     /// The new rows, `k_pe` not yet rotated, and the cache.
-    pub layer: AppendLayer<'a, B>,
+    pub layer: AppendLayer<B>,
     /// i32 `[tokens]`; see [`Rope::positions`].
-    pub positions: &'a B,
+    pub positions: B,
     /// f32 `[max_position, R]`; see [`Rope::cos_sin`].
-    pub cos_sin: &'a B,
+    pub cos_sin: B,
     /// Rows of `cos_sin`.
     pub max_position: u32,
 }
-
-impl<B> Clone for Rope<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<B> Copy for Rope<'_, B> {}
 
 impl RopeSpec {
     /// # Errors
@@ -114,7 +107,7 @@ impl RopeSpec {
     }
 }
 
-impl<B> Rope<'_, B> {
+impl<B> Rope<&B> {
     /// Checks all but aliases, given each buffer's bytes.
     ///
     /// # Errors
@@ -166,7 +159,7 @@ impl<B> Rope<'_, B> {
             return Ok(false);
         }
         let (tokens, heads) = (u64::from(self.num_tokens), u64::from(spec.num_heads));
-        let end = |view: &View<'_, B>| view.end(tokens, heads, spec.rope_dim.into());
+        let end = |view: &View<&B>| view.end(tokens, heads, spec.rope_dim.into());
         let (x, y) = (&self.x, &self.y);
         let is_one_view = x.offset == y.offset
             && (tokens <= 1 || x.token_stride == y.token_stride)
@@ -197,9 +190,9 @@ impl RopeAppendSpec {
     }
 }
 
-impl<'a, B> RopeAppend<'a, B> {
+impl<'a, B> RopeAppend<&'a B> {
     /// The rotation of the queries.
-    pub(crate) fn rope(&self, num_tokens: u32) -> Rope<'a, B> {
+    pub(crate) fn rope(&self, num_tokens: u32) -> Rope<&'a B> {
         Rope {
             x: self.q_pe,
             y: self.q_pe_out,

@@ -263,7 +263,7 @@ fn wrong_layers() -> Outcome {
     let rig = Rig::shared()?;
     let loaded = rig.load(small(&[(37, 1), (90, 2)]));
     let good = Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
-    let refused = |layer: &Layer<'_, wgpu::Buffer>| rig.mla.bind(3, layer).expect_err("a wrong layer");
+    let refused = |layer: &Layer<&wgpu::Buffer>| rig.mla.bind(3, layer).expect_err("a wrong layer");
     assert!(rig.mla.bind(3, &good).is_ok());
 
     for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
@@ -278,7 +278,7 @@ fn wrong_layers() -> Outcome {
     }
 
     // What is written must be no buffer that is read, nor the other that is written.
-    let in_buffer = |view: View<'_, wgpu::Buffer>, buffer| View { buffer, ..view };
+    let in_buffer = |view: View<&wgpu::Buffer>, buffer| View { buffer, ..view };
     let large = rig.gpu.buffer(1 << 20).expect("a buffer");
     let (out, lse) = (in_buffer(good.out, &large), in_buffer(good.lse, &large));
     let (nope, rope) = (View::dense(&loaded.q, 6, 256), View::dense(&loaded.q, 6, 32));

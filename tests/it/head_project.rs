@@ -27,7 +27,7 @@ fn run(gpu: &Gpu, row: &str, case: &Case) -> Result<(), String> {
 fn record(
     gpu: &Gpu,
     project: &HeadProject,
-    args: &Project<'_, wgpu::Buffer>,
+    args: &Project<&wgpu::Buffer>,
     first: u32,
     count: u32,
 ) -> Result<(), Error> {

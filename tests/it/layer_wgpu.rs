@@ -31,7 +31,7 @@ impl Runs<Gpu> for Recorded {
         gpu: &Gpu,
         batch: &LayerBatch<'_>,
         policy: Policy,
-        args: &LayerArgs<'_, wgpu::Buffer>,
+        args: &LayerArgs<&wgpu::Buffer>,
     ) -> Result<()> {
         self.layer.prepare(&gpu.queue, &mut self.step, batch, policy)?;
         let binding = self.layer.bind(args)?;
@@ -48,7 +48,7 @@ impl Runs<Gpu> for Recorded {
         pool: &PagePool,
         seqs: &[SeqId],
         prefixes: &[ExpandedPrefix],
-        args: &LayerArgs<'_, wgpu::Buffer>,
+        args: &LayerArgs<&wgpu::Buffer>,
     ) -> Result<()> {
         let binding = self.layer.bind(args)?;
         for prefix in prefixes {

@@ -91,13 +91,13 @@ impl<B> Arrays<B> {
     }
 
     /// One layer's cache.
-    pub fn kv(&self, layer: usize) -> KvView<'_, B> {
+    pub fn kv(&self, layer: usize) -> KvView<&B> {
         let dense = KvView::dense(&self.kv, &self.spec.mla());
         KvView { layer_stride: layer_stride(&self.spec), layer: layer as u32, ..dense }
     }
 
     /// One layer.
-    pub fn args(&self, layer: usize) -> LayerArgs<'_, B> {
+    pub fn args(&self, layer: usize) -> LayerArgs<&B> {
         let (spec, each) = (&self.spec, row_elems(&self.spec));
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
         let part = |offset: u32, head_stride: u32| View {

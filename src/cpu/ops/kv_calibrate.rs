@@ -14,7 +14,7 @@ pub(in crate::cpu) fn kv_calibrate(
     pool: &Pool,
     spec: &CalibrateSpec,
     tokens: Range<u32>,
-    args: &Calibrate<'_, Buffer>,
+    args: &Calibrate<&Buffer>,
 ) -> Result<()> {
     spec.check()?;
     let count = check_tokens(&tokens)?;

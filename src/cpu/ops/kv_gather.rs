@@ -15,7 +15,7 @@ pub(in crate::cpu) fn kv_gather(
     pages: PageTable<'_>,
     seq_lens: &[i32],
     ranges: &[GatherRange],
-    args: &Gather<'_, Buffer>,
+    args: &Gather<&Buffer>,
 ) -> Result<()> {
     spec.check()?;
     let all = spec.pieces(pages, seq_lens, ranges)?;

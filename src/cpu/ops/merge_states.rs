@@ -16,7 +16,7 @@ const COLUMNS: usize = 256;
 pub(in crate::cpu) fn merge_states(
     pool: &Pool,
     spec: &MergeStatesSpec,
-    args: &StateSets<'_, Buffer>,
+    args: &StateSets<&Buffer>,
 ) -> Result<()> {
     args.check(spec, Buffer::bytes)?;
     if args.num_tokens == 0 || args.num_heads == 0 {

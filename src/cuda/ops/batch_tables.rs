@@ -105,7 +105,7 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::Shape`] and [`Error::BufferTooSmall`].
-    pub fn bind(&self, batch: &DeviceBatch<'_, Buffer>) -> Result<BatchBinding> {
+    pub fn bind(&self, batch: &DeviceBatch<&Buffer>) -> Result<BatchBinding> {
         batch.check(Buffer::bytes)?;
         let args = BatchArgs {
             seq_lens: batch.seq_lens.ptr(),

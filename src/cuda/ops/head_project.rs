@@ -130,7 +130,7 @@ impl HeadProject {
     ///
     /// # Errors
     /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`] where `y` is an input too, [`Error::Limit`].
-    pub fn bind(&self, args: &Project<'_, Buffer>) -> Result<ProjectBinding> {
+    pub fn bind(&self, args: &Project<&Buffer>) -> Result<ProjectBinding> {
         let spec = &self.spec;
         args.check(spec, Buffer::bytes)?;
         args.check_aliases(Buffer::same_as)?;

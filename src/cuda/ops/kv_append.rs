@@ -70,12 +70,12 @@ unsafe impl DeviceRepr for AppendArgs {}
 
 impl AppendArgs {
     /// One checked layer, for up to `max_tokens` tokens; without a table.
-    pub(super) fn new(spec: &AppendSpec, layer: &AppendLayer<'_, Buffer>, max_tokens: u32) -> Self {
+    pub(super) fn new(spec: &AppendSpec, layer: &AppendLayer<&Buffer>, max_tokens: u32) -> Self {
         let (shape, kv, k_pe) = (&spec.shape, &layer.kv, layer.rotary(spec));
         let (input, cache) = (spec.input.bytes() as u64, spec.kv.dtype.bytes() as u64);
         // With one token the stride is unused and may be anything.
-        let stride = |view: &View<'_, Buffer>| if max_tokens > 1 { view.token_stride * input } else { 0 };
-        let address = |view: &View<'_, Buffer>| view.buffer.ptr() + view.offset * input;
+        let stride = |view: &View<&Buffer>| if max_tokens > 1 { view.token_stride * input } else { 0 };
+        let address = |view: &View<&Buffer>| view.buffer.ptr() + view.offset * input;
         let is_wide =
             [&layer.kv_c, &k_pe].iter().all(|view| (address(view) | stride(view)).is_multiple_of(16));
         let row_octs = shape.row_elems() / 8;
@@ -231,7 +231,7 @@ impl KvAppend {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`] where the cache is an
     /// input too, [`Error::Limit`].
-    pub fn bind(&self, layer: &AppendLayer<'_, Buffer>, max_tokens: u32) -> Result<AppendBinding> {
+    pub fn bind(&self, layer: &AppendLayer<&Buffer>, max_tokens: u32) -> Result<AppendBinding> {
         let spec = &self.spec;
         layer.check(spec, max_tokens, Buffer::bytes)?;
         layer.check_aliases(spec, Buffer::same_as)?;

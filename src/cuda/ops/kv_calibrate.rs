@@ -96,15 +96,15 @@ impl KvCalibrate {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::BufferTooSmall`], [`Error::Aliased`] where the counters are in an input,
     /// [`Error::Limit`].
-    pub fn bind(&self, args: &Calibrate<'_, Buffer>, max_tokens: u32) -> Result<CalibrateBinding> {
+    pub fn bind(&self, args: &Calibrate<&Buffer>, max_tokens: u32) -> Result<CalibrateBinding> {
         let spec = &self.spec;
         args.check(spec, max_tokens, Buffer::bytes)?;
         args.check_aliases(spec, Buffer::same_as)?;
         items(spec, max_tokens)?;
         let (k_pe, bytes) = (args.rotary(spec), spec.input.bytes() as u64);
         // With one token the stride is unused and may be anything.
-        let stride = |view: &View<'_, Buffer>| if max_tokens > 1 { view.token_stride * bytes } else { 0 };
-        let address = |view: &View<'_, Buffer>| view.buffer.ptr() + view.offset * bytes;
+        let stride = |view: &View<&Buffer>| if max_tokens > 1 { view.token_stride * bytes } else { 0 };
+        let address = |view: &View<&Buffer>| view.buffer.ptr() + view.offset * bytes;
         let row_quads = spec.shape.row_elems() / 4;
         let bound = CalibrateArgs {
             kv_c: address(&args.kv_c),

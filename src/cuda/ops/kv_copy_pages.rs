@@ -115,7 +115,7 @@ impl KvCopyPages {
     ///
     /// # Errors
     /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`].
-    pub fn bind(&self, view: &KvView<'_, Buffer>) -> Result<CopyBinding> {
+    pub fn bind(&self, view: &KvView<&Buffer>) -> Result<CopyBinding> {
         let spec = &self.spec;
         spec.check_view(view, view.buffer.bytes())?;
         let first = view.buffer.ptr() + view.base() * spec.kv.dtype.bytes() as u64;

@@ -134,7 +134,7 @@ impl KvGather {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`] where the output is the
     /// cache's buffer.
-    pub fn bind(&self, args: &Gather<'_, Buffer>, max_rows: u32) -> Result<GatherBinding> {
+    pub fn bind(&self, args: &Gather<&Buffer>, max_rows: u32) -> Result<GatherBinding> {
         let spec = &self.spec;
         args.check(spec, max_rows, Buffer::bytes)?;
         args.check_aliases(Buffer::same_as)?;

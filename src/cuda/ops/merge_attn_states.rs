@@ -106,7 +106,7 @@ impl MergeAttnStates {
     ///
     /// # Errors
     /// [`Error::BufferTooSmall`], [`Error::Shape`] where output rows overlap, [`Error::Aliased`], [`Error::Limit`].
-    pub fn bind(&self, args: &MergeStates<'_, Buffer>) -> Result<MergeBinding> {
+    pub fn bind(&self, args: &MergeStates<&Buffer>) -> Result<MergeBinding> {
         args.check(&self.spec, Buffer::bytes)?;
         let output_lse = args.output_lse.unwrap_or(args.output);
         let views = [args.prefix_output, args.prefix_lse, args.suffix_output, args.suffix_lse, args.output];
@@ -131,7 +131,7 @@ impl MergeAttnStates {
         }
     }
 
-    fn work(&self, args: &MergeStates<'_, Buffer>) -> Result<Work> {
+    fn work(&self, args: &MergeStates<&Buffer>) -> Result<Work> {
         // Every place is in its buffer: rows are of tokens and heads below the counts, whose last row's end was just checked, and
         // items past the end are read as the last one.
         let (spec, [one, two]) = (&self.spec, &self.units);
@@ -156,21 +156,21 @@ impl MergeAttnStates {
     }
 }
 
-fn merge_items(spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>, unit: u32) -> u64 {
+fn merge_items(spec: &MergeStatesSpec, args: &MergeStates<&Buffer>, unit: u32) -> u64 {
     let rows = u64::from(args.num_tokens).saturating_mul(args.num_heads.into());
     rows.saturating_mul((spec.head_size / unit).into())
 }
 
 impl<Stride: TryFrom<u64> + Default> MergeArgs<Stride> {
     /// With items of `unit` elements. `None` where something is no multiple of that or too large for its type.
-    fn new(spec: &MergeStatesSpec, args: &MergeStates<'_, Buffer>, unit: u32) -> Option<Self> {
+    fn new(spec: &MergeStatesSpec, args: &MergeStates<&Buffer>, unit: u32) -> Option<Self> {
         // The stride of a dimension of one is unused and may be anything.
         let stride = |count: u32, elems: u64, unit: u32| match count {
             0 | 1 => Some(Stride::default()),
             _ if elems.is_multiple_of(unit.into()) => Stride::try_from(elems / u64::from(unit)).ok(),
             _ => None,
         };
-        let rows = |view: View<'_, Buffer>, bytes: u64, unit: u32| {
+        let rows = |view: View<&Buffer>, bytes: u64, unit: u32| {
             let address = view.buffer.ptr() + view.offset * bytes;
             Some(Rows {
                 address: address.is_multiple_of(bytes * u64::from(unit)).then_some(address)?,

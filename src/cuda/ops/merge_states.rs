@@ -73,7 +73,7 @@ impl MergeStateSets {
     /// # Errors
     /// [`crate::Error::Shape`], [`crate::Error::Alignment`], [`crate::Error::BufferTooSmall`], [`crate::Error::Aliased`],
     /// [`crate::Error::Limit`].
-    pub fn bind(&self, args: &StateSets<'_, Buffer>) -> Result<MergeSetsBinding> {
+    pub fn bind(&self, args: &StateSets<&Buffer>) -> Result<MergeSetsBinding> {
         let spec = &self.spec;
         args.check(spec, Buffer::bytes)?;
         args.check_aliases(Buffer::same_as)?;

@@ -148,7 +148,7 @@ impl MlaPrefill {
     /// # Errors
     /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`] where an output is an
     /// input too, or both are one.
-    pub fn bind(&self, args: &Prefill<'_, Buffer>, max: PrefillExtent) -> Result<PrefillBinding> {
+    pub fn bind(&self, args: &Prefill<&Buffer>, max: PrefillExtent) -> Result<PrefillBinding> {
         let spec = &self.spec;
         args.check(spec, max, Buffer::bytes)?;
         args.check_aliases(spec, Buffer::same_as)?;

@@ -17,7 +17,7 @@ impl Place {
     pub(super) const NONE: Self = Self { address: 0, token_stride: 0, head_stride: 0 };
 
     /// Of `[tokens, heads]` rows; `bytes` is an element's. The stride of a dimension of one is unused and may be anything.
-    pub(super) fn new(view: &View<'_, Buffer>, bytes: usize, [tokens, heads]: [u32; 2]) -> Self {
+    pub(super) fn new(view: &View<&Buffer>, bytes: usize, [tokens, heads]: [u32; 2]) -> Self {
         let bytes = bytes as u64;
         // Nor were those of no row checked: nobody follows them.
         let used = |count: u32, stride: u64| if count > 1 { stride.wrapping_mul(bytes) } else { 0 };

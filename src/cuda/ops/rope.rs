@@ -49,7 +49,7 @@ unsafe impl DeviceRepr for RopeArgs {}
 
 impl Rows {
     /// Checked rows.
-    pub(super) fn new(spec: &RopeSpec, args: &Rope<'_, Buffer>) -> Self {
+    pub(super) fn new(spec: &RopeSpec, args: &Rope<&Buffer>) -> Self {
         let bytes = spec.dtype.bytes() as u64;
         let units = spec.rope_dim / 8;
         // The stride of a dimension of one is unused and may be anything.
@@ -153,7 +153,7 @@ impl Rotate {
     ///
     /// # Errors
     /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`], [`Error::Limit`].
-    pub fn bind(&self, args: &Rope<'_, Buffer>) -> Result<RotateBinding> {
+    pub fn bind(&self, args: &Rope<&Buffer>) -> Result<RotateBinding> {
         args.check(&self.spec, Buffer::bytes)?;
         args.is_in_place(&self.spec, Buffer::same_as)?;
         self.items(args.num_tokens.into())?;

@@ -85,7 +85,7 @@ impl RotateAppend {
     ///
     /// # Errors
     /// Those of [`super::KvAppend::bind`] and [`super::Rotate::bind`].
-    pub fn bind(&self, args: &RopeAppend<'_, Buffer>, max_tokens: u32) -> Result<RotateAppendBinding> {
+    pub fn bind(&self, args: &RopeAppend<&Buffer>, max_tokens: u32) -> Result<RotateAppendBinding> {
         let (spec, layer) = (&self.spec, &args.layer);
         args.check(spec, max_tokens, Buffer::bytes)?;
         args.is_in_place(spec, max_tokens, Buffer::same_as)?;

@@ -40,7 +40,7 @@ impl MlaLayer {
     ///
     /// # Errors
     /// Those of the ops: scales, strides, sizes, usages, aliases, limits.
-    pub fn bind(&self, args: &LayerArgs<'_, wgpu::Buffer>) -> Result<MlaLayerBinding> {
+    pub fn bind(&self, args: &LayerArgs<&wgpu::Buffer>) -> Result<MlaLayerBinding> {
         let (spec, space, device) = (&self.spec, &self.space, self.pipelines.device());
         let LayerCapacity { tokens, decode_tokens, .. } = self.capacity;
         let dims = spec.dims();
@@ -105,7 +105,7 @@ impl MlaLayer {
         })
     }
 
-    fn bind_prefill(&self, args: &LayerArgs<'_, wgpu::Buffer>, target: Target) -> Result<PrefillBinding> {
+    fn bind_prefill(&self, args: &LayerArgs<&wgpu::Buffer>, target: Target) -> Result<PrefillBinding> {
         let (spec, space) = (&self.spec, &self.space);
         let rows = space.rows(spec);
         let (out, lse) = space.target(spec, args.out, target);
@@ -127,7 +127,7 @@ impl MlaLayer {
     }
 
     /// From `state` to what takes turns with it.
-    fn bind_merge(&self, args: &LayerArgs<'_, wgpu::Buffer>, state: Target) -> Result<MergeBinding> {
+    fn bind_merge(&self, args: &LayerArgs<&wgpu::Buffer>, state: Target) -> Result<MergeBinding> {
         let target = |target| self.space.target(&self.spec, args.out, target);
         let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) =
             (target(state), target(Target::Partial));

@@ -157,8 +157,8 @@ impl MlaLayer {
     /// Those of the ops.
     pub(super) fn bind_prefixes(
         &self,
-        args: &LayerArgs<'_, wgpu::Buffer>,
-        expanded: &Expanded<'_, wgpu::Buffer>,
+        args: &LayerArgs<&wgpu::Buffer>,
+        expanded: &Expanded<&wgpu::Buffer>,
     ) -> Result<Option<BoundPrefixes>> {
         let Some(prefixes) = &self.prefixes else { return Ok(None) };
         let (spec, space, device) = (&self.spec, &self.space, self.pipelines.device());

@@ -7,7 +7,7 @@ use crate::layer::View;
 use crate::mla_layer::{MlaLayerSpec, Target};
 use crate::{Error, Result};
 
-type Array<'a> = View<'a, wgpu::Buffer>;
+type Array<'a> = View<&'a wgpu::Buffer>;
 
 #[derive(Debug)]
 pub(super) struct Space {

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 pub(super) fn window_of<'a>(
     limits: &wgpu::Limits,
     what: &'static str,
-    view: &View<'a, wgpu::Buffer>,
+    view: &View<&'a wgpu::Buffer>,
     [tokens, heads, dim]: [u32; 3],
     bytes: usize,
 ) -> Result<Window<'a>> {

@@ -121,7 +121,7 @@ impl BatchTables {
     /// # Errors
     /// [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without `STORAGE`, [`Error::Limit`],
     /// [`Error::OutOfMemory`].
-    pub fn bind(&self, device: &wgpu::Device, batch: &DeviceBatch<'_, wgpu::Buffer>) -> Result<BatchBinding> {
+    pub fn bind(&self, device: &wgpu::Device, batch: &DeviceBatch<&wgpu::Buffer>) -> Result<BatchBinding> {
         batch.check(wgpu::Buffer::size)?;
         let limits = device.limits();
         let mut windows = Vec::new();

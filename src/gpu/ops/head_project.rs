@@ -189,7 +189,7 @@ impl HeadProject {
     /// # Errors
     /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without `STORAGE`,
     /// [`Error::Aliased`] where `y` is an input too, [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn bind(&self, device: &wgpu::Device, args: &Project<'_, wgpu::Buffer>) -> Result<ProjectBinding> {
+    pub fn bind(&self, device: &wgpu::Device, args: &Project<&wgpu::Buffer>) -> Result<ProjectBinding> {
         args.check(&self.spec, wgpu::Buffer::size)?;
         let group = if args.num_tokens == 0 { None } else { Some(self.group(device, args)?) };
         Ok(ProjectBinding {
@@ -269,7 +269,7 @@ impl HeadProject {
         })
     }
 
-    fn group(&self, device: &wgpu::Device, args: &Project<'_, wgpu::Buffer>) -> Result<wgpu::BindGroup> {
+    fn group(&self, device: &wgpu::Device, args: &Project<&wgpu::Buffer>) -> Result<wgpu::BindGroup> {
         let (spec, limits) = (&self.spec, device.limits());
         let [input, weight, output] = [spec.input, spec.weight, spec.output].map(crate::Dtype::bytes);
         let dims = |dim| [args.num_tokens, spec.num_heads, dim];
@@ -282,7 +282,7 @@ impl HeadProject {
         let base = |offset: u64, window: &Window<'_>, bytes| ((offset - window.skipped(bytes)) / 8) as u32;
         // The stride of a dimension of one is unused and may be anything.
         let used = |count: u32, stride: u64| if count > 1 { (stride / 8) as u32 } else { 0 };
-        let strides = |view: &View<'_, _>| {
+        let strides = |view: &View<&_>| {
             [used(args.num_tokens, view.token_stride), used(spec.num_heads, view.head_stride)]
         };
         let ([x_token_stride, x_head_stride], [y_token_stride, y_head_stride]) =

@@ -194,7 +194,7 @@ impl KvAppend {
     pub fn bind(
         &self,
         device: &wgpu::Device,
-        layer: &AppendLayer<'_, wgpu::Buffer>,
+        layer: &AppendLayer<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<AppendBinding> {
         let spec = &self.spec;
@@ -255,7 +255,7 @@ impl KvAppend {
     fn group(
         &self,
         device: &wgpu::Device,
-        layer: &AppendLayer<'_, wgpu::Buffer>,
+        layer: &AppendLayer<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<wgpu::BindGroup> {
         let (params, windows) = Params::new(&device.limits(), &self.spec, layer, max_tokens)?;
@@ -270,7 +270,7 @@ impl Params {
     pub(super) fn new<'a>(
         limits: &wgpu::Limits,
         spec: &AppendSpec,
-        layer: &AppendLayer<'a, wgpu::Buffer>,
+        layer: &AppendLayer<&'a wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<(Self, [Window<'a>; 3])> {
         let (shape, input, cache) = (&spec.shape, spec.input.bytes(), spec.kv.dtype.bytes());
@@ -286,7 +286,7 @@ impl Params {
         let inputs = [("kv_c", layer.kv_c.buffer), ("k_pe", k_pe_view.buffer)];
         distinct_buffers(("kv", layer.kv.buffer), &inputs)?;
 
-        let base = |view: &View<'_, wgpu::Buffer>, window: &Window<'_>| {
+        let base = |view: &View<&wgpu::Buffer>, window: &Window<'_>| {
             ((view.offset - window.skipped(input)) / 4) as u32
         };
         // With one token the stride is unused and may be anything.

@@ -113,7 +113,7 @@ impl KvCalibrate {
     pub fn bind(
         &self,
         device: &wgpu::Device,
-        args: &Calibrate<'_, wgpu::Buffer>,
+        args: &Calibrate<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<CalibrateBinding> {
         args.check(&self.spec, max_tokens, wgpu::Buffer::size)?;
@@ -182,7 +182,7 @@ impl KvCalibrate {
     fn group(
         &self,
         device: &wgpu::Device,
-        args: &Calibrate<'_, wgpu::Buffer>,
+        args: &Calibrate<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<wgpu::BindGroup> {
         let (shape, input, limits) = (&self.spec.shape, self.spec.input.bytes(), device.limits());
@@ -194,7 +194,7 @@ impl KvCalibrate {
         let inputs = [("kv_c", args.kv_c.buffer), ("k_pe", k_pe_view.buffer)];
         distinct_buffers(("stats", args.stats), &inputs)?;
 
-        let base = |view: &View<'_, wgpu::Buffer>, window: &Window<'_>| {
+        let base = |view: &View<&wgpu::Buffer>, window: &Window<'_>| {
             ((view.offset - window.skipped(input)) / 4) as u32
         };
         // With one token the stride is unused and may be anything.

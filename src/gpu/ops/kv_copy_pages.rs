@@ -122,7 +122,7 @@ impl KvCopyPages {
     /// # Errors
     /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without
     /// `STORAGE`, [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn bind(&self, device: &wgpu::Device, view: &KvView<'_, wgpu::Buffer>) -> Result<CopyBinding> {
+    pub fn bind(&self, device: &wgpu::Device, view: &KvView<&wgpu::Buffer>) -> Result<CopyBinding> {
         let spec = &self.spec;
         spec.check_view(view, view.buffer.size())?;
         let bytes = spec.kv.dtype.bytes() as u64;

@@ -139,7 +139,7 @@ impl KvGather {
     pub fn bind(
         &self,
         device: &wgpu::Device,
-        args: &Gather<'_, wgpu::Buffer>,
+        args: &Gather<&wgpu::Buffer>,
         max_rows: u32,
     ) -> Result<GatherBinding> {
         args.check(&self.spec, max_rows, wgpu::Buffer::size)?;
@@ -192,7 +192,7 @@ impl KvGather {
     fn group(
         &self,
         device: &wgpu::Device,
-        args: &Gather<'_, wgpu::Buffer>,
+        args: &Gather<&wgpu::Buffer>,
         max_rows: u32,
     ) -> Result<wgpu::BindGroup> {
         let (spec, limits) = (&self.spec, device.limits());

@@ -71,7 +71,7 @@ struct Params {
     outer_stride: u32,
 }
 
-type Args<'a> = MergeStates<'a, wgpu::Buffer>;
+type Args<'a> = MergeStates<&'a wgpu::Buffer>;
 
 impl MergeAttnStates {
     /// Compiles the merge of a spec.
@@ -148,7 +148,7 @@ impl MergeAttnStates {
             Some(units) if in_units(args, unit_elems.into()) => (Body::Units, units, u64::from(unit_elems)),
             _ => (Body::Words, &self.words, 1),
         };
-        let strides_lse = |view: &View<'_, _>, window: &Window<'_>| strides(args, view, window, 4, 1);
+        let strides_lse = |view: &View<&_>, window: &Window<'_>| strides(args, view, window, 4, 1);
         let mut params = Params {
             prefix: strides(args, &args.prefix_output, &prefix, bytes, unit),
             suffix: strides(args, &args.suffix_output, &suffix, bytes, unit),
@@ -249,7 +249,7 @@ fn in_units(args: &Args<'_>, unit: u64) -> bool {
 /// A view as the shader counts it: in units of `unit` elements of `bytes` bytes, from the front of its window.
 fn strides(
     args: &Args<'_>,
-    view: &View<'_, wgpu::Buffer>,
+    view: &View<&wgpu::Buffer>,
     window: &Window<'_>,
     bytes: usize,
     unit: u64,

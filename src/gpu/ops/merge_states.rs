@@ -134,11 +134,7 @@ impl MergeStateSets {
     /// # Errors
     /// [`Error::Shape`], [`Error::Alignment`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without `STORAGE`,
     /// [`Error::Aliased`] where an output is an input too or both outputs are one, [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn bind(
-        &self,
-        device: &wgpu::Device,
-        args: &StateSets<'_, wgpu::Buffer>,
-    ) -> Result<MergeSetsBinding> {
+    pub fn bind(&self, device: &wgpu::Device, args: &StateSets<&wgpu::Buffer>) -> Result<MergeSetsBinding> {
         args.check(&self.spec, wgpu::Buffer::size)?;
         args.check_aliases(|a, b| a == b)?;
         let is_empty = args.num_tokens == 0 || args.num_heads == 0;
@@ -201,13 +197,13 @@ impl MergeStateSets {
         self.record_in(&mut super::pass(encoder, "mla.merge_states"), step, binding);
     }
 
-    fn group(&self, device: &wgpu::Device, args: &StateSets<'_, wgpu::Buffer>) -> Result<wgpu::BindGroup> {
+    fn group(&self, device: &wgpu::Device, args: &StateSets<&wgpu::Buffer>) -> Result<wgpu::BindGroup> {
         let limits = device.limits();
         let (dim, bytes) = (self.spec.head_size, self.spec.dtype.bytes());
         let (tokens, heads) = (args.num_tokens, args.num_heads);
         // From the first set to the end of the last.
         let (last, last_lse) = args.last();
-        let sets = |what, first: View<'_, _>, last: View<'_, _>, dim: u32, bytes: usize| {
+        let sets = |what, first: View<&_>, last: View<&_>, dim: u32, bytes: usize| {
             let end = last.end(tokens.into(), heads.into(), dim.into());
             let bytes = bytes as u64;
             (what, first.offset.saturating_mul(bytes)..end.saturating_mul(bytes))
@@ -221,7 +217,7 @@ impl MergeStateSets {
             Some(view) => window_of(&limits, "output_lse", view, [tokens, heads, 1], 4)?,
             None => Window::new(&limits, "output_lse", &self.no_lse, 0..16)?,
         };
-        let strides = |view: &View<'_, _>, window: &Window<'_>, set_stride: u64, bytes: usize, unit: u64| {
+        let strides = |view: &View<&_>, window: &Window<'_>, set_stride: u64, bytes: usize, unit: u64| {
             // The stride of an axis of one is unused, and may be anything.
             let used = |count: u32, stride: u64| if count > 1 { (stride / unit) as u32 } else { 0 };
             SetStrides {

@@ -113,7 +113,7 @@ struct Place {
 impl Place {
     /// In units of `unit` elements. The stride of an axis of one is unused, and may be anything.
     fn new(
-        view: &View<'_, wgpu::Buffer>,
+        view: &View<&wgpu::Buffer>,
         window: &Window<'_>,
         bytes: usize,
         unit: u32,
@@ -277,7 +277,7 @@ impl MlaPrefill {
     pub fn bind(
         &self,
         device: &wgpu::Device,
-        args: &Prefill<'_, wgpu::Buffer>,
+        args: &Prefill<&wgpu::Buffer>,
         max: PrefillExtent,
     ) -> Result<PrefillBinding> {
         args.check(&self.spec, max, wgpu::Buffer::size)?;
@@ -329,7 +329,7 @@ impl MlaPrefill {
     fn group(
         &self,
         device: &wgpu::Device,
-        args: &Prefill<'_, wgpu::Buffer>,
+        args: &Prefill<&wgpu::Buffer>,
         max: PrefillExtent,
     ) -> Result<wgpu::BindGroup> {
         let (spec, limits, heads) = (&self.spec, device.limits(), self.spec.num_heads);

@@ -124,7 +124,7 @@ impl Rotate {
     /// # Errors
     /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without `STORAGE`,
     /// [`Error::Aliased`], [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn bind(&self, device: &wgpu::Device, args: &Rope<'_, wgpu::Buffer>) -> Result<RotateBinding> {
+    pub fn bind(&self, device: &wgpu::Device, args: &Rope<&wgpu::Buffer>) -> Result<RotateBinding> {
         args.check(&self.spec, wgpu::Buffer::size)?;
         let in_place = args.is_in_place(&self.spec, |a, b| a == b)?;
         checked_items(args.num_tokens.into(), token_units(&self.spec))?;
@@ -171,7 +171,7 @@ impl Rotate {
     fn group(
         &self,
         device: &wgpu::Device,
-        args: &Rope<'_, wgpu::Buffer>,
+        args: &Rope<&wgpu::Buffer>,
         in_place: bool,
     ) -> Result<wgpu::BindGroup> {
         let (params, windows) = Params::new(&device.limits(), &self.spec, args, in_place, ["x", "y"])?;
@@ -193,7 +193,7 @@ impl Params {
     pub(super) fn new<'a>(
         limits: &wgpu::Limits,
         spec: &RopeSpec,
-        args: &Rope<'a, wgpu::Buffer>,
+        args: &Rope<&'a wgpu::Buffer>,
         in_place: bool,
         [x_name, y_name]: [&'static str; 2],
     ) -> Result<(Self, Windows<'a>)> {
@@ -202,7 +202,7 @@ impl Params {
         let (x_window, y_window) = if in_place {
             // One binding for both.
             let [heads, dim] = [spec.num_heads, spec.rope_dim].map(u64::from);
-            let end = |view: &View<'_, wgpu::Buffer>| view.end(num_tokens.into(), heads, dim) * bytes as u64;
+            let end = |view: &View<&wgpu::Buffer>| view.end(num_tokens.into(), heads, dim) * bytes as u64;
             let range = x.offset.min(y.offset) * bytes as u64..end(&x).max(end(&y));
             (None, Window::new(limits, y_name, y.buffer, range)?)
         } else {
@@ -216,7 +216,7 @@ impl Params {
             y: y_window,
             x: x_window,
         };
-        let base = |view: &View<'_, wgpu::Buffer>, window: &Window<'_>| {
+        let base = |view: &View<&wgpu::Buffer>, window: &Window<'_>| {
             ((view.offset - window.skipped(bytes)) / 4) as u32
         };
         // The stride of a dimension of one is unused and may be anything; every other is less than the window.

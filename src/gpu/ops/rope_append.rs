@@ -103,7 +103,7 @@ impl RotateAppend {
     pub fn bind(
         &self,
         device: &wgpu::Device,
-        args: &RopeAppend<'_, wgpu::Buffer>,
+        args: &RopeAppend<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<RotateAppendBinding> {
         let spec = &self.spec;
@@ -162,7 +162,7 @@ impl RotateAppend {
     fn group(
         &self,
         device: &wgpu::Device,
-        args: &RopeAppend<'_, wgpu::Buffer>,
+        args: &RopeAppend<&wgpu::Buffer>,
         max_tokens: u32,
         in_place: bool,
     ) -> Result<wgpu::BindGroup> {

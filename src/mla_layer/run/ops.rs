@@ -16,7 +16,7 @@ use crate::{Backend, Error, Layer, LseBase, Result};
 pub(super) struct Ops<'a, B: Backend> {
     pub(super) layer: &'a MlaLayer<B>,
     pub(super) backend: &'a B,
-    pub(super) args: &'a LayerArgs<'a, B::Buffer>,
+    pub(super) args: &'a LayerArgs<&'a B::Buffer>,
 }
 
 impl<'a, B: Backend> Ops<'a, B> {
@@ -25,7 +25,7 @@ impl<'a, B: Backend> Ops<'a, B> {
     }
 
     /// A dense array of the workspace, `[rows, heads, dim]`.
-    fn dense(&self, room: &'a Room<B::Buffer>, heads: u32, dim: u32) -> Result<View<'a, B::Buffer>> {
+    fn dense(&self, room: &'a Room<B::Buffer>, heads: u32, dim: u32) -> Result<View<&'a B::Buffer>> {
         Ok(View::dense(room.buffer()?, heads, dim))
     }
 
@@ -48,7 +48,7 @@ impl<'a, B: Backend> Ops<'a, B> {
     }
 
     /// The rotated part of the query.
-    fn q_pe(&self) -> Result<View<'a, B::Buffer>> {
+    fn q_pe(&self) -> Result<View<&'a B::Buffer>> {
         let shape = self.spec().shape;
         self.dense(&self.layer.space.q_pe, shape.num_heads, shape.qk_rope_head_dim)
     }
@@ -91,7 +91,7 @@ impl<'a, B: Backend> Ops<'a, B> {
     }
 
     /// Set 0 of what decoded tokens have attended.
-    fn sets(&self) -> Result<Attended<'a, B::Buffer>> {
+    fn sets(&self) -> Result<Attended<&'a B::Buffer>> {
         let (spec, space) = (self.spec(), &self.layer.space);
         let heads = spec.shape.num_heads;
         Ok(Attended {
@@ -101,7 +101,7 @@ impl<'a, B: Backend> Ops<'a, B> {
     }
 
     /// Decoded tokens over the expanded prefixes, in parts of their keys, and all sets into the output.
-    fn attend_prefixes(&self, set: Attended<'a, B::Buffer>) -> Result<()> {
+    fn attend_prefixes(&self, set: Attended<&'a B::Buffer>) -> Result<()> {
         let (spec, args, plan, num_parts) = (self.spec(), self.args, &self.layer.plan, self.layer.num_parts);
         let tokens = plan.decode.num_queries;
         let parts = plan.prefix_parts(num_parts, tokens);
@@ -134,7 +134,7 @@ impl<'a, B: Backend> Ops<'a, B> {
         Ok(())
     }
 
-    fn expanded(&self) -> Result<Expanded<'a, B::Buffer>> {
+    fn expanded(&self) -> Result<Expanded<&'a B::Buffer>> {
         let detail = "an expanded prefix has keys and values: give LayerArgs::expanded";
         self.args.expanded.ok_or(Error::LayoutMismatch { detail })
     }
@@ -165,9 +165,9 @@ impl<'a, B: Backend> Ops<'a, B> {
     /// Rows of the cache as the keys and values of each head.
     fn up(
         &self,
-        x: View<'a, B::Buffer>,
-        k_nope: View<'a, B::Buffer>,
-        v: View<'a, B::Buffer>,
+        x: View<&'a B::Buffer>,
+        k_nope: View<&'a B::Buffer>,
+        v: View<&'a B::Buffer>,
         num_tokens: u32,
     ) -> Result<()> {
         let (spec, dims) = (self.spec(), self.spec().dims());
@@ -183,9 +183,9 @@ impl<'a, B: Backend> Ops<'a, B> {
     fn project(
         &self,
         spec: &ProjectSpec,
-        weight: WeightView<'a, B::Buffer>,
-        x: View<'a, B::Buffer>,
-        y: View<'a, B::Buffer>,
+        weight: WeightView<&'a B::Buffer>,
+        x: View<&'a B::Buffer>,
+        y: View<&'a B::Buffer>,
     ) -> Result<()> {
         self.layer.plan.decoded.iter().try_for_each(|tokens| {
             let num_tokens = tokens.end - tokens.start;
@@ -243,7 +243,7 @@ impl<'a, B: Backend> Ops<'a, B> {
         self.backend.merge_attn_states(&spec.merge(), &args)
     }
 
-    fn target(&self, target: Target) -> Result<Attended<'a, B::Buffer>> {
+    fn target(&self, target: Target) -> Result<Attended<&'a B::Buffer>> {
         let (spec, space) = (self.spec(), &self.layer.space);
         let heads = spec.shape.num_heads;
         let (out, lse) = match target {
@@ -254,7 +254,7 @@ impl<'a, B: Backend> Ops<'a, B> {
         Ok(Attended { out, lse: self.dense(lse, heads, 1)? })
     }
 
-    fn prefill(&self, sequences: &[PrefillSequence], into: Attended<'a, B::Buffer>) -> Result<()> {
+    fn prefill(&self, sequences: &[PrefillSequence], into: Attended<&'a B::Buffer>) -> Result<()> {
         if sequences.is_empty() {
             return Ok(());
         }
@@ -278,14 +278,8 @@ impl<'a, B: Backend> Ops<'a, B> {
 }
 
 /// Where attention is written.
-struct Attended<'a, T> {
-    out: View<'a, T>,
-    lse: View<'a, T>,
+#[derive(Debug, Clone, Copy)]
+struct Attended<T> {
+    out: View<T>,
+    lse: View<T>,
 }
-
-impl<T> Clone for Attended<'_, T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<T> Copy for Attended<'_, T> {}

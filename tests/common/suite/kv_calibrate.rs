@@ -116,7 +116,7 @@ pub fn refuses_calibrations<B: Backend>(session: &Session<'_, B>) {
             k_scale: 1.0,
             stats: &stats,
         };
-        let run = |spec: &CalibrateSpec, tokens, args: Calibrate<'_, B::Buffer>| {
+        let run = |spec: &CalibrateSpec, tokens, args: Calibrate<&B::Buffer>| {
             backend.kv_calibrate(spec, tokens, &args)
         };
         session.note("a good one", run(&spec, 0..2, good()).map_err(|e| e.to_string()));

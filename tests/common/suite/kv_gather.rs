@@ -172,7 +172,7 @@ pub fn refuses_gathers<B: Backend>(session: &Session<'_, B>) {
         };
         let table = PageTable::Dense { block_table: &[2, 0, 1, 3], max_pages: 2 };
         let range = |sequence, begin, tokens, out_row| GatherRange { sequence, begin, tokens, out_row };
-        let run = |spec: &GatherSpec, ranges: &[GatherRange], args: &Gather<'_, B::Buffer>| {
+        let run = |spec: &GatherSpec, ranges: &[GatherRange], args: &Gather<&B::Buffer>| {
             backend.kv_gather(spec, table, &[8, 5], ranges, args)
         };
         session.note("a good gather", run(&spec, &[range(0, 0, 8, 0)], &good).map_err(|e| e.to_string()));

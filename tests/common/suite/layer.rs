@@ -26,7 +26,7 @@ pub trait Runs<B: Backend> {
         backend: &B,
         batch: &LayerBatch<'_>,
         policy: Policy,
-        args: &LayerArgs<'_, B::Buffer>,
+        args: &LayerArgs<&B::Buffer>,
     ) -> wgpu_mla::Result<()>;
 
     /// Expands each prefix from the pages of its first sequence.
@@ -36,7 +36,7 @@ pub trait Runs<B: Backend> {
         _: &PagePool,
         _: &[SeqId],
         _: &[ExpandedPrefix],
-        _: &LayerArgs<'_, B::Buffer>,
+        _: &LayerArgs<&B::Buffer>,
     ) -> wgpu_mla::Result<()> {
         Ok(())
     }
@@ -52,7 +52,7 @@ impl<B: Backend> Runs<B> for MlaLayer<B> {
         backend: &B,
         batch: &LayerBatch<'_>,
         policy: Policy,
-        args: &LayerArgs<'_, B::Buffer>,
+        args: &LayerArgs<&B::Buffer>,
     ) -> wgpu_mla::Result<()> {
         self.prepare(backend, batch, policy)?;
         MlaLayer::run(self, backend, args)
@@ -64,7 +64,7 @@ impl<B: Backend> Runs<B> for MlaLayer<B> {
         pool: &PagePool,
         seqs: &[SeqId],
         prefixes: &[ExpandedPrefix],
-        args: &LayerArgs<'_, B::Buffer>,
+        args: &LayerArgs<&B::Buffer>,
     ) -> wgpu_mla::Result<()> {
         prefixes.iter().try_for_each(|prefix| {
             // One that is not in the batch is for the layer to refuse.

@@ -26,7 +26,7 @@ impl Strides {
         self.offset + (tokens - 1) * self.token + (heads - 1) * self.head + dim
     }
 
-    pub fn view<'a, T>(&self, buffer: &'a T) -> View<'a, T> {
+    pub fn view<'a, T>(&self, buffer: &'a T) -> View<&'a T> {
         let [offset, token_stride, head_stride] = [self.offset, self.token, self.head].map(|x| x as u64);
         View { buffer, offset, token_stride, head_stride }
     }
@@ -102,7 +102,7 @@ impl Pages {
         Strides { offset, token: self.block_stride, head: self.block_stride }
     }
 
-    pub fn view<'a, T>(&self, buffer: &'a T) -> KvView<'a, T> {
+    pub fn view<'a, T>(&self, buffer: &'a T) -> KvView<&'a T> {
         let [offset, layer_stride, block_stride] =
             [self.offset, self.layer_stride, self.block_stride].map(|x| x as u64);
         KvView { buffer, offset, layer_stride, layer: self.layer as u32, block_stride }

@@ -190,7 +190,7 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
         session.note("good", backend.merge_states(&good, &args).map_err(text));
         let none = StateSets { num_tokens: 0, ..args };
         session.note("no token", backend.merge_states(&good, &none).map_err(text));
-        let refuses = |spec: MergeStatesSpec, args: StateSets<'_, B::Buffer>, why: &str| {
+        let refuses = |spec: MergeStatesSpec, args: StateSets<&B::Buffer>, why: &str| {
             let noted = match backend.merge_states(&spec, &args) {
                 Err(error) if error.to_string().contains(why) => Ok(()),
                 other => Err(format!("{other:?} says nothing of {why}")),

@@ -78,7 +78,7 @@ fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bo
 pub fn check<B: Backend>(
     backend: &B,
     case: &Case,
-    run: impl Fn(&ProjectSpec, &Project<'_, B::Buffer>) -> Result<()>,
+    run: impl Fn(&ProjectSpec, &Project<&B::Buffer>) -> Result<()>,
 ) -> Result<(), String> {
     let text = |error: Error| error.to_string();
     let Case { spec, tokens, layout, shared, data } = *case;

@@ -177,7 +177,7 @@ struct QueryArray {
 }
 
 impl QueryArray {
-    fn view<'a, T>(&self, buffer: &'a T) -> View<'a, T> {
+    fn view<'a, T>(&self, buffer: &'a T) -> View<&'a T> {
         self.strides.view(buffer)
     }
 }

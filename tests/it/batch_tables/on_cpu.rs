@@ -75,7 +75,7 @@ impl Serves for Cpu {
         self.run(&made.decode, &made.step, &made.binding).expect("decoded");
     }
 
-    fn bind_batch(&self, made: &Made, batch: &DeviceBatch<'_, Buffer>) -> Result<()> {
+    fn bind_batch(&self, made: &Made, batch: &DeviceBatch<&Buffer>) -> Result<()> {
         made.tables.slot_mapping(batch, TOKENS).map(drop)
     }
 

@@ -88,7 +88,7 @@ impl Serves for Cuda {
         made.decode.record(&made.step, &made.binding).expect("launched");
     }
 
-    fn bind_batch(&self, made: &Made, batch: &DeviceBatch<'_, Buffer>) -> Result<()> {
+    fn bind_batch(&self, made: &Made, batch: &DeviceBatch<&Buffer>) -> Result<()> {
         made.tables.bind(batch).map(drop)
     }
 

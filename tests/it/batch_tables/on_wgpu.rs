@@ -102,7 +102,7 @@ impl Serves for Gpu {
         self.queue.submit([encoder.finish()]);
     }
 
-    fn bind_batch(&self, made: &Made, batch: &DeviceBatch<'_, wgpu::Buffer>) -> Result<()> {
+    fn bind_batch(&self, made: &Made, batch: &DeviceBatch<&wgpu::Buffer>) -> Result<()> {
         made.tables.bind(&self.device, batch).map(drop)
     }
 

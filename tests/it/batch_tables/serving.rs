@@ -40,7 +40,7 @@ pub trait Serves: Backend + Sized {
     );
     /// The decode alone. What would write the tables of another `prepare` is recorded too, and must not.
     fn run_stale(&self, made: &mut Self::Made);
-    fn bind_batch(&self, made: &Self::Made, batch: &DeviceBatch<'_, Self::Buffer>) -> Result<()>;
+    fn bind_batch(&self, made: &Self::Made, batch: &DeviceBatch<&Self::Buffer>) -> Result<()>;
     /// What only this backend refuses, of a step that is prepared for the full batch.
     fn more_refusals(&self, made: &mut Self::Made, arrays: &Arrays<Self::Buffer>, plan: &Plan);
 }
@@ -61,7 +61,7 @@ pub struct Arrays<B> {
 }
 
 impl<B> Arrays<B> {
-    pub fn batch(&self) -> DeviceBatch<'_, B> {
+    pub fn batch(&self) -> DeviceBatch<&B> {
         DeviceBatch {
             seq_lens: &self.seq_lens,
             query_start_loc: &self.query_start_loc,
@@ -71,11 +71,11 @@ impl<B> Arrays<B> {
         }
     }
 
-    pub fn layer(&self, spec: &MlaSpec) -> Layer<'_, B> {
+    pub fn layer(&self, spec: &MlaSpec) -> Layer<&B> {
         Layer::dense(spec, &self.q, &self.kv, &self.out, &self.lse, self.softmax_scale)
     }
 
-    pub fn new_rows(&self, spec: &MlaSpec) -> AppendLayer<'_, B> {
+    pub fn new_rows(&self, spec: &MlaSpec) -> AppendLayer<&B> {
         let view = |offset| View { offset, ..View::dense(&self.rows, 1, spec.shape.row_elems()) };
         AppendLayer {
             kv_c: view(0),

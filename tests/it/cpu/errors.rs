@@ -33,7 +33,7 @@ fn errors_of_decode_and_bind() {
     let mla = cpu.decode(&spec, None).unwrap();
     assert_eq!(mla.variant(), cpu.variants(&spec)[0]);
     let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
-    let error = |layer: Layer<'_, Buffer>| cpu.bind(&mla, 2, &layer).unwrap_err();
+    let error = |layer: Layer<&Buffer>| cpu.bind(&mla, 2, &layer).unwrap_err();
     assert!(cpu.bind(&mla, 2, &layer).is_ok());
     assert!(matches!(error(Layer { k_scale: f32::NAN, ..layer }), Error::Scale { what: "k_scale", .. }));
     assert!(matches!(cpu.bind(&mla, 100, &layer), Err(Error::BufferTooSmall { .. })));

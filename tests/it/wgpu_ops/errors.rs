@@ -16,7 +16,7 @@ fn every_refusal_names_its_cure() -> Outcome {
     let layer =
         || AppendLayer { kv_c: rows(&a, 0), k_pe: rows(&a, 256), kv: KvView::dense(&b, &mla), k_scale: 1.0 };
 
-    let refused = |layer: AppendLayer<'_, wgpu::Buffer>| append.bind(device, &layer, 4).expect_err("refused");
+    let refused = |layer: AppendLayer<&wgpu::Buffer>| append.bind(device, &layer, 4).expect_err("refused");
     let error = refused(AppendLayer { kv: KvView::dense(&a, &mla), ..layer() });
     assert_eq!(error, Error::Aliased { a: "kv", b: "kv_c" });
     let error = refused(AppendLayer { kv: KvView::dense(&no_storage, &mla), ..layer() });

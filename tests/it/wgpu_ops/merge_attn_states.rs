@@ -21,7 +21,7 @@ impl Rows {
     fn end(&self, tokens: usize, heads: usize, dim: usize) -> usize {
         self.at(tokens - 1, heads - 1) + dim
     }
-    fn view<'a>(&self, buffer: &'a wgpu::Buffer) -> View<'a, wgpu::Buffer> {
+    fn view<'a>(&self, buffer: &'a wgpu::Buffer) -> View<&'a wgpu::Buffer> {
         View {
             buffer,
             offset: self.offset as u64,
