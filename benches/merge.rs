@@ -6,14 +6,10 @@
 //! ```
 //! BENCHMARKS.md says what the figures mean.
 
-#[path = "../tests/common/close.rs"]
-#[allow(dead_code)]
-mod close;
-#[path = "support/mod.rs"]
 #[allow(dead_code)]
 mod support;
 
-use close::{Tolerance, close};
+use mla_support::close::{Tolerance, close};
 use serde_json::json;
 use support::args::Args;
 use support::ceiling::Kind;

@@ -5,14 +5,10 @@
 //! ```
 //! TFLOP/s counts `2 * (P + R + V)` for each head and each pair of a query and a key that it sees.
 
-#[path = "../tests/common/close.rs"]
-#[allow(dead_code)]
-mod close;
-#[path = "support/mod.rs"]
 #[allow(dead_code)]
 mod support;
 
-use close::{Tolerance, close};
+use mla_support::close::{Tolerance, close};
 use serde_json::json;
 use support::Result;
 use support::args::Args;

@@ -6,7 +6,6 @@
 //! ```
 //! Layers' weights are rotated past the card's L2; rows go in and out of the same buffers, as between the kernels of a layer.
 
-#[path = "support/mod.rs"]
 #[allow(dead_code)]
 mod support;
 

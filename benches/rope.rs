@@ -7,7 +7,6 @@
 //! ```
 //! BENCHMARKS.md says what the figures mean.
 
-#[path = "support/mod.rs"]
 #[allow(dead_code)]
 mod support;
 

@@ -12,9 +12,9 @@ use wgpu_mla::{
     PrefillSpec, Project, ProjectSpec, Query, SharedPrefix, StateSets, View, WeightView, wgpu,
 };
 
-use crate::close::{Tolerance, close};
 use crate::support::Result;
 use crate::support::paint::{Canvas, Paint};
+use mla_support::close::{Tolerance, close};
 
 const SCALE: f32 = 0.072_168_78;
 const PAGE_SIZE: u32 = 64;

@@ -6,9 +6,9 @@ use wgpu_mla::{
 };
 
 use super::workload::{PAGE_SIZE, Workload};
-use crate::close::{Tolerance, close};
 use crate::support::Result;
 use crate::support::paint::{CYCLE, Canvas, Paint};
+use mla_support::close::{Tolerance, close};
 
 pub const SOFTMAX_SCALE: f32 = 0.114_721;
 

@@ -9,9 +9,6 @@
 
 mod any;
 mod args;
-#[path = "../../tests/common/close.rs"]
-#[allow(dead_code)]
-mod close;
 #[cfg(feature = "wgpu")]
 mod gpu;
 mod model;

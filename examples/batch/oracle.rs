@@ -3,10 +3,10 @@
 use wgpu_mla::reference::{self, Decode};
 use wgpu_mla::{Dtype, Visibility};
 
-use crate::close::{Tolerance, close};
 use crate::model::Model;
 use crate::traffic::{Sequence, Traffic};
 use crate::{Result, Runner};
+use mla_support::close::{Tolerance, close};
 
 pub struct Oracle<'a> {
     model: &'a Model,

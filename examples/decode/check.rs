@@ -2,9 +2,9 @@
 
 use wgpu_mla::Dtype;
 
-use crate::cache::same_cache;
-use crate::case::{AppendCase, DecodeCase, MergeCase};
-use crate::close::{Report, Tolerance, close};
+use mla_support::cache::same_cache;
+use mla_support::case::{AppendCase, DecodeCase, MergeCase};
+use mla_support::close::{Report, Tolerance, close};
 
 /// How far off the result is, for a person, and what is wrong with it.
 pub struct Verdict {

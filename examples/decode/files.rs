@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::case::Case;
+use mla_support::case::Case;
 
 /// Larger than any case: a pipe, a device or a file of holes would fill the memory.
 const MAX_BYTES: u64 = 4 << 30;

@@ -9,14 +9,7 @@
 //! 2: bad arguments.
 
 mod args;
-#[path = "../../tests/common/cache.rs"]
-mod cache;
-#[path = "../../tests/common/case.rs"]
-mod case;
 mod check;
-#[path = "../../tests/common/close.rs"]
-#[allow(dead_code)]
-mod close;
 mod engine;
 mod files;
 mod list;

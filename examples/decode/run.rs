@@ -10,11 +10,11 @@ use wgpu_mla::{
     Result, View, Visibility,
 };
 
-use crate::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 use crate::check::{self, Verdict, dtypes};
 use crate::engine::{Engine, Job};
 use crate::files;
 use crate::report::{End, Row};
+use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 
 /// Runs cases and keeps what they can share.
 pub struct Runner<'a, E: Engine> {

@@ -7,8 +7,6 @@
 //! dims; `MLA_CASES=product` takes every variant by every group, `MLA_FULL=1` every pair of dtypes too. A test that cannot run
 //! here is ignored, with its reason; `MLA_REQUIRE_GPU=1` and `MLA_REQUIRE_CUDA=1` make the lack of a device a failure.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod harness;
 
 mod any;
@@ -44,6 +42,7 @@ mod tables;
 mod wgpu_ops;
 
 use harness::tests;
+use mla_support as common;
 
 /// What gives the tests of a module.
 type Tests = fn() -> Vec<harness::Test>;

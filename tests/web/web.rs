@@ -2,12 +2,13 @@
 #![cfg(target_arch = "wasm32")]
 
 mod case_files;
-mod common;
 mod cpu;
 mod decode;
 mod must_fail;
 mod ops;
 mod page;
 mod shaders;
+
+use mla_support as common;
 
 wasm_bindgen_test::wasm_bindgen_test_configure!(run_in_browser);

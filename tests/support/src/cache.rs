@@ -1,6 +1,4 @@
 //! Compares the cache that an append wrote with what is expected.
-//!
-//! Needs nothing but std, `wgpu_mla` and a `case` module beside it, so that an example can include it with `#[path]`.
 
 use wgpu_mla::{AppendSpec, Dtype};
 

@@ -1,15 +1,16 @@
-//! What the tests share: case files, the accuracy check, test problems and the conformance suite.
-#![allow(dead_code)] // Without the features `wgpu` and `cuda` some of it has no user.
+//! What tests, benches and examples share: case files, the accuracy check, test problems and the conformance suite.
+
+use crate as common;
 
 pub mod cache;
 pub mod case;
 pub mod close;
 #[cfg(feature = "cuda")]
 pub mod graph;
-#[cfg(feature = "wgpu")]
+#[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub mod logged;
 pub mod paint;
-#[cfg(feature = "wgpu")]
+#[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub mod rig;
 pub mod suite;
 
@@ -28,7 +29,7 @@ pub fn ignored_unless_required(variable: &str, why: impl ToString) -> Ignored {
 }
 
 /// The device that all tests share, so that each pipeline is compiled once. With `MLA_REQUIRE_GPU=1` its lack is a failure.
-#[cfg(feature = "wgpu")]
+#[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub fn gpu() -> Result<wgpu_mla::gpu::Gpu, Ignored> {
     use wgpu_mla::gpu::Gpu;
     static GPU: std::sync::OnceLock<Result<Gpu, String>> = std::sync::OnceLock::new();

@@ -9,20 +9,22 @@
 //! ```
 //! BENCHMARKS.md says what the figures mean.
 
-#[path = "../../tests/common/close.rs"]
-#[allow(dead_code)]
-mod close;
-#[cfg(feature = "cuda")]
-mod cuda;
-mod host;
-mod problem;
-mod run;
-mod serving;
-mod startup;
-#[path = "../support/mod.rs"]
 #[allow(dead_code)]
 mod support;
-mod workload;
+
+/// Its files are in `benches/decode`.
+mod decode {
+    #[cfg(feature = "cuda")]
+    mod cuda;
+    pub mod host;
+    mod problem;
+    pub mod run;
+    mod serving;
+    pub mod startup;
+    mod workload;
+}
+
+use decode::{host, run, startup};
 
 fn main() {
     let args = support::args::Args::parse();

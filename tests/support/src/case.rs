@@ -1,6 +1,4 @@
 //! Reads the case files of the spec, trusting nothing in them: a broken file is an `Err` that names what is wrong.
-//!
-//! Needs nothing but std, `safetensors` and `wgpu_mla`, so that an example can include it with `#[path]`.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -1,7 +1,5 @@
 //! The three-way check of the spec's accuracy table: the pattern of non-finite values must match, each element must
-//! be within abs OR rel, and the cosine distance of the whole case must be small.
-//!
-//! Needs nothing but std and `wgpu_mla`, so that an example can include it with `#[path]`. Never panics.
+//! be within abs OR rel, and the cosine distance of the whole case must be small. Never panics.
 
 use std::fmt;
 

@@ -6,16 +6,15 @@
 //! ```
 //! `--variant` forces a row of `mla_prefill`, `--items` the parts that its keys are cut into.
 
-#[path = "../../tests/common/close.rs"]
-#[allow(dead_code)]
-mod close;
-#[path = "../support/mod.rs"]
 #[allow(dead_code)]
 mod support;
 
-mod problem;
+/// Its file is in `benches/cascade`.
+mod cascade {
+    pub mod problem;
+}
 
-use problem::{Problem, Shape};
+use cascade::problem::{Problem, Shape};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
@@ -74,7 +73,7 @@ fn time(gpu: &Gpu, shape: &Shape, args: &Args, records: &mut Records) -> Result<
     let (checked, about) = (problem.check(gpu)?, problem.describe());
     println!("\n{}: {about}; {checked}\n\n| what | us | min | |\n|---|---|---|---|", shape.name());
     let mut medians = Vec::new();
-    for (what, base) in problem::TIMED {
+    for (what, base) in cascade::problem::TIMED {
         let [together, _] = gpu.time(args.replays(), |pass, call| problem.record(what, pass, call))?;
         let us = together.median * 1e6;
         medians.push((what, us));
