@@ -9,6 +9,7 @@
 #[allow(dead_code)]
 mod support;
 
+use mla_support::reference::{Concat, concat_and_cache};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
@@ -18,7 +19,6 @@ use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{AppendBinding, AppendStep, KvAppend};
-use wgpu_mla::reference::{Concat, concat_and_cache};
 use wgpu_mla::{AppendLayer, AppendSpec, Dtype, KvSpec, KvView, MlaShape, View, wgpu};
 
 const PAGE_SIZE: u32 = 64;

@@ -9,6 +9,7 @@
 #[allow(dead_code)]
 mod support;
 
+use mla_support::reference::{GatherPages, kv_gather};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
@@ -18,7 +19,6 @@ use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{GatherBinding, GatherStep, KvGather};
-use wgpu_mla::reference::{GatherPages, kv_gather};
 use wgpu_mla::{Dtype, Gather, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, PageTable, View, wgpu};
 
 const PAGE_SIZE: u32 = 64;

@@ -10,6 +10,7 @@
 mod support;
 
 use mla_support::close::{Tolerance, close};
+use mla_support::reference::{State, merge_attn_states};
 use serde_json::json;
 use support::args::Args;
 use support::ceiling::Kind;
@@ -19,7 +20,6 @@ use support::record::{Records, figure, micros, timing_fields};
 use support::{Result, peers};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{MergeAttnStates, MergeBinding};
-use wgpu_mla::reference::{State, merge_attn_states};
 use wgpu_mla::{Dtype, MergeStates, MergeStatesSpec, View, wgpu};
 
 const HEAD_SIZE: u32 = 128;

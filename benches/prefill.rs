@@ -9,6 +9,7 @@
 mod support;
 
 use mla_support::close::{Tolerance, close};
+use mla_support::reference::{Expanded, mla_prefill_row};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
@@ -18,7 +19,6 @@ use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{MlaPrefill, PrefillStep};
 use wgpu_mla::prefill::{PrefillExtent, PrefillVariant, PrefillVisible};
-use wgpu_mla::reference::{Expanded, mla_prefill_row};
 use wgpu_mla::{Backend, Dtype, Prefill, PrefillSequence, PrefillSpec, View, wgpu};
 
 const SCALE: f32 = 0.072_168_78;

@@ -9,6 +9,7 @@
 #[allow(dead_code)]
 mod support;
 
+use mla_support::reference::{HeadProject as Oracle, head_project};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
@@ -17,7 +18,6 @@ use support::paint::{Canvas, Paint};
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{HeadProject, ProjectBinding, ProjectStep};
-use wgpu_mla::reference::{HeadProject as Oracle, head_project};
 use wgpu_mla::{Backend, Dtype, HeadDims, Project, ProjectSpec, View, WeightView, wgpu};
 
 /// DeepSeek-V2-Lite's, and what a device has of DeepSeek-V3 on 8 devices.

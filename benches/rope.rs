@@ -10,6 +10,7 @@
 #[allow(dead_code)]
 mod support;
 
+use mla_support::reference::{Rotation, rope};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
@@ -18,7 +19,6 @@ use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{AppendStep, Rotate, RotateAppend, RotateAppendBinding, RotateBinding, RotateStep};
-use wgpu_mla::reference::{Rotation, rope};
 use wgpu_mla::{
     AppendLayer, AppendSpec, Dtype, KvSpec, KvView, MlaShape, Rope, RopeAppend, RopeAppendSpec,
     RopeFrequencies, RopeLayout, RopeSpec, View, Yarn, wgpu,

@@ -9,7 +9,7 @@
 //! - `cuda` is the CUDA backend, on the host's stream; [`cpu`] is the same on host memory.
 //! - `AnyBackend::best` finds the best of them that is here.
 //! - [`PagePool`] owns page ids; [`Plan`] turns a batch into work items; [`Layer`] describes one layer's buffers.
-//! - [`Backend`] is what all backends have in common; [`mod@reference`] is the f64 oracle that they are tested against.
+//! - [`Backend`] is what all backends have in common.
 //!
 //! ```
 //! use wgpu_mla::{Backend, Batch, Capacity, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PagePool, Plan, Policy, cpu::Cpu};
@@ -72,7 +72,6 @@ pub mod ops;
 mod pages;
 pub mod plan;
 pub mod prefill;
-pub mod reference;
 mod rope;
 mod shape;
 pub mod tables;

@@ -1,11 +1,11 @@
 //! The buffers of a workload, each way to attend it, and their check against the oracle.
 
+use mla_support::reference::{LayerSequence, mla_layer};
 use wgpu_mla::gpu::ops::{
     HeadProject, MergeSetsBinding, MergeSetsStep, MergeStateSets, MlaPrefill, PrefillBinding, PrefillStep,
     ProjectBinding, ProjectStep,
 };
 use wgpu_mla::gpu::{Gpu, LayerBinding, MlaDecode, Options, Step};
-use wgpu_mla::reference::{LayerSequence, mla_layer};
 use wgpu_mla::{
     Backend, Batch, Capacity, Dtype, Gather, GatherRange, GatherSpec, HeadDims, KvSpec, KvView, Layer,
     LseBase, MergeStatesSpec, MlaShape, MlaSpec, PageTable, Plan, Policy, Prefill, PrefillSequence,

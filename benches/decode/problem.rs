@@ -1,6 +1,6 @@
 //! A workload's buffers on a backend, and their check against the oracle.
 
-use wgpu_mla::reference::{self, Decode};
+use mla_support::reference::{self, Decode};
 use wgpu_mla::{
     Backend, Batch, Capacity, Dtype, KvView, Layer, MlaSpec, PageTable, Plan, Policy, Visibility,
 };

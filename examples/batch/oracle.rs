@@ -1,6 +1,6 @@
 //! Checks a step's outputs against the f64 oracle, from the tokens alone: it knows nothing of pages.
 
-use wgpu_mla::reference::{self, Decode};
+use mla_support::reference::{self, Decode};
 use wgpu_mla::{Dtype, Visibility};
 
 use crate::model::Model;

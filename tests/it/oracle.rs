@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::common::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 use crate::common::close::{Tolerance, close};
-use wgpu_mla::reference::{Concat, Decode, State, concat_and_cache, merge_attn_states, mla_decode};
+use mla_support::reference::{Concat, Decode, State, concat_and_cache, merge_attn_states, mla_decode};
 use wgpu_mla::{Dtype, Visibility};
 
 fn case_files() -> Vec<PathBuf> {

@@ -1,10 +1,10 @@
 //! The small ops in the browser against the oracle.
 
+use mla_support::reference::copy_pages;
 use wasm_bindgen_test::wasm_bindgen_test;
 use wgpu_mla::gpu::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
 use wgpu_mla::gpu::{Gpu, checked};
 use wgpu_mla::ops::{AppendLayer, MergeStates};
-use wgpu_mla::reference::copy_pages;
 use wgpu_mla::{Dtype, KvSpec};
 
 use crate::common::cache::same_cache;

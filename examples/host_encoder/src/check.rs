@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::{Receiver, channel};
 
-use wgpu_mla::reference::{Decode, mla_decode};
+use mla_support::reference::{Decode, mla_decode};
 use wgpu_mla::{Dtype, Result, Visibility, wgpu};
 
 use crate::model::{self, Model, SPEC};

@@ -1,6 +1,6 @@
 //! What every backend's tables of batches have to do.
 
-use wgpu_mla::reference::slot_mapping;
+use mla_support::reference::slot_mapping;
 use wgpu_mla::{
     AppendLayer, AppendSpec, Backend, Batch, DeviceBatch, Dtype, Error, KvView, Layer, MlaSpec, PageTable,
     Plan, Policy, Result, SharedPrefix, Tiling, View, Visibility,

@@ -5,12 +5,12 @@ use crate::common::Outcome;
 use crate::common::close::{Tolerance, close};
 use crate::common::graph::{captured, cuda};
 use crate::common::paint::{POISON, Rng};
+use mla_support::reference::{Expanded, State, copy_pages, merge_attn_states, mla_prefill};
 use wgpu_mla::cuda::Buffer;
 use wgpu_mla::cuda::ops::{
     CopySpec, HeadProject, KvCopyPages, MergeAttnStates, MlaPrefill, Rotate, RotateAppend,
 };
 use wgpu_mla::prefill::PrefillExtent;
-use wgpu_mla::reference::{Expanded, State, copy_pages, merge_attn_states, mla_prefill};
 use wgpu_mla::{
     AppendLayer, AppendSpec, Backend, Dtype, Error, KvSpec, KvView, MergeStates, MergeStatesSpec, MlaShape,
     Prefill, PrefillSequence, PrefillSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec,

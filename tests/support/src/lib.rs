@@ -10,6 +10,7 @@ pub mod graph;
 #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub mod logged;
 pub mod paint;
+pub mod reference;
 #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub mod rig;
 pub mod suite;

@@ -1,6 +1,6 @@
 //! Test problems: painted or random data that does not depend on how it is paged, and poison everywhere else.
 
-use wgpu_mla::reference::{Decode, mla_decode};
+use crate::reference::{Decode, mla_decode};
 use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec, SharedPrefix, Visibility};
 
 use super::case::DecodeCase;

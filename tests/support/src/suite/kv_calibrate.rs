@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use wgpu_mla::reference::kv_calibrate;
+use crate::reference::kv_calibrate;
 use wgpu_mla::{
     Backend, Calibrate, CalibrateSpec, CalibrationStats, Dtype, Error, MlaShape, View, calibrate_k_scale,
     count_saturated,

@@ -1,6 +1,6 @@
 //! `kv_gather` against the oracle: every pair of dtypes, every byte.
 
-use wgpu_mla::reference::{GatherPages, kv_gather};
+use crate::reference::{GatherPages, kv_gather};
 use wgpu_mla::{
     Backend, Dtype, Error, Gather, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, PageTable, View,
 };

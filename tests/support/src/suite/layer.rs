@@ -1,8 +1,8 @@
 //! The whole layer against its f64 oracle, over several steps of sequences that grow, fork and share pages.
 
+use crate::reference::{LayerSequence, mla_layer};
 use wgpu_mla::layer::{KvView, View};
 use wgpu_mla::ops::RopeLayout;
-use wgpu_mla::reference::{LayerSequence, mla_layer};
 use wgpu_mla::{
     Backend, Dtype, Error, Expanded, ExpandedPrefix, KvSpec, LayerArgs, LayerBatch, MlaLayer, MlaLayerSpec,
     MlaShape, PagePool, Policy, SeqId,

@@ -1,8 +1,8 @@
 //! `merge_states` against the oracle.
 
+use crate::reference::merge_states;
 use wgpu_mla::layer::View;
 use wgpu_mla::ops::{MergeStatesSpec, StateSets};
-use wgpu_mla::reference::merge_states;
 use wgpu_mla::{Backend, Dtype, Error};
 
 use super::Session;

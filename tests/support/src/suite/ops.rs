@@ -1,7 +1,7 @@
 //! The small ops against the oracle: merges of attention states, appends, page copies.
 
+use crate::reference::{Concat, State, concat_and_cache, copy_pages, merge_attn_states};
 use wgpu_mla::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
-use wgpu_mla::reference::{Concat, State, concat_and_cache, copy_pages, merge_attn_states};
 use wgpu_mla::{Backend, Dtype, KvSpec, MlaShape};
 
 use super::Session;

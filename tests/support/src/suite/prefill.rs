@@ -1,7 +1,7 @@
 //! Attention over expanded keys (`mla_prefill`) against the oracle.
 
+use crate::reference::{Expanded, mla_prefill};
 use wgpu_mla::prefill::{PrefillVariant, PrefillVisible};
-use wgpu_mla::reference::{Expanded, mla_prefill};
 use wgpu_mla::{Backend, Dtype, Error, Prefill, PrefillSequence, PrefillSpec, View};
 
 use super::Session;

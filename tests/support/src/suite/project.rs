@@ -1,6 +1,6 @@
 //! `head_project` against the oracle: absorb, v_up and k_up from one `kv_b_proj`, any strides, hard data.
 
-use wgpu_mla::reference::{HeadProject, head_project};
+use crate::reference::{HeadProject, head_project};
 use wgpu_mla::{
     Backend, Dtype, Error, HeadDims, KvBProj, Project, ProjectSpec, Result, WeightOrder, WeightView,
 };

@@ -1,7 +1,7 @@
 //! The rotary ops: `rope` against the oracle, `rope_append` against the three ops that it stands for.
 
+use crate::reference::{Rotation, rope};
 use wgpu_mla::ops::{AppendLayer, AppendSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
-use wgpu_mla::reference::{Rotation, rope};
 use wgpu_mla::{Backend, Dtype, Error, KvSpec, MlaShape, RopeFrequencies, View, Yarn};
 
 use super::Session;

@@ -19,7 +19,7 @@ pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
 pub use project::{HeadProject, head_project};
 pub use rope::{Rotation, rope};
 
-use crate::{Dtype, Visibility};
+use wgpu_mla::{Dtype, Visibility};
 
 /// Arguments of [`mla_decode`], dense arrays in the shapes of the README.
 #[derive(Debug, Clone, Copy)]

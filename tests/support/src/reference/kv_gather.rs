@@ -1,6 +1,6 @@
 //! `kv_gather`, the field's `gather_and_maybe_dequant_cache`.
 
-use crate::{Dtype, GatherRange, e4m3_decode};
+use wgpu_mla::{Dtype, GatherRange, e4m3_decode};
 
 /// Arguments of [`kv_gather`]: encoded, little-endian and dense.
 #[derive(Debug, Clone, Copy)]

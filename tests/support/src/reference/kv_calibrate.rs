@@ -1,6 +1,6 @@
 //! `kv_calibrate`: what an e4m3 cache with a scale would make of data.
 
-use crate::CalibrationStats;
+use wgpu_mla::CalibrationStats;
 
 /// The largest finite magnitude, how many finite elements are above `448 * k_scale`, how many are not finite, and how many
 /// there are.

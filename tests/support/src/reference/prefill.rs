@@ -1,8 +1,8 @@
 //! The oracle of `mla_prefill`.
 
 use super::{dot, log_sum_exp};
-use crate::PrefillSequence;
-use crate::prefill::PrefillVisible;
+use wgpu_mla::PrefillSequence;
+use wgpu_mla::prefill::PrefillVisible;
 
 /// Arguments of [`mla_prefill`], dense arrays.
 #[derive(Debug, Clone, Copy)]

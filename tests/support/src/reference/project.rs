@@ -1,6 +1,6 @@
 //! What a head's matrix does to its rows.
 
-use crate::WeightOrder;
+use wgpu_mla::WeightOrder;
 
 /// Arguments of [`head_project`], dense arrays.
 #[derive(Debug, Clone, Copy)]

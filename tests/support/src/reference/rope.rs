@@ -1,6 +1,6 @@
 //! The oracle of rotary embeddings.
 
-use crate::RopeLayout;
+use wgpu_mla::RopeLayout;
 
 /// Arguments of [`rope`], dense arrays.
 #[derive(Debug, Clone, Copy)]
