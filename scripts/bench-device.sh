@@ -39,7 +39,7 @@ add bin "${benches[@]}"
 if [ -n "$tests" ]; then
     mapfile -t binaries < <(built test --release --test it)
     add tests "${binaries[@]}"
-    cp -r cases "$dir/cases"
+    cp -r tests/cases "$dir/tests/cases"
 fi
 if [ -n "$loader" ]; then
     mkdir "$dir/lib"

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 pub const HELP: &str = "\
 Runs conformance cases of wgpu-mla and checks every result.
 
-decode [FILE | DIRECTORY]...     case files; without any, the repository's cases/
+decode [FILE | DIRECTORY]...     case files; without any, the repository's tests/cases
   --backend cuda|wgpu|cpu        default: the best that is here, as AnyBackend::best finds it:
                                  cuda (feature `cuda`) on NVIDIA cards since Ampere, wgpu on
                                  other adapters, also in software, cpu where there is none

@@ -44,10 +44,10 @@ impl Found {
 pub fn find(paths: &[PathBuf]) -> Result<Found, String> {
     let mut found = Found::default();
     if paths.is_empty() {
-        let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("cases");
-        let folders = [repository, PathBuf::from("cases")];
+        let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
+        let folders = [repository, PathBuf::from("tests/cases")];
         let folder = folders.iter().find(|folder| folder.is_dir());
-        found.add(folder.ok_or("there is no cases/ here: name case files or directories")?);
+        found.add(folder.ok_or("there is no tests/cases here: name case files or directories")?);
     }
     paths.iter().for_each(|path| found.add(path));
     Ok(found)

@@ -5,7 +5,7 @@
 //!                                         [--variant NAME] [--list] [--save DIRECTORY]
 //! ```
 //! `--backend cuda` is there with `--features cuda`.
-//! Without files it runs the repository's `cases/`. Status 0: all passed; 1: one failed or could not be read;
+//! Without files it runs the repository's `tests/cases`. Status 0: all passed; 1: one failed or could not be read;
 //! 2: bad arguments.
 
 mod args;

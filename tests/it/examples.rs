@@ -75,7 +75,7 @@ fn folder(name: &str, cases: &[&str]) -> PathBuf {
 }
 
 fn case_file(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("cases").join(format!("{name}.safetensors"))
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases").join(format!("{name}.safetensors"))
 }
 
 /// Changes a tensor of a file in place.

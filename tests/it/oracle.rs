@@ -9,8 +9,8 @@ use mla_support::reference::{Concat, Decode, State, concat_and_cache, merge_attn
 use wgpu_mla::{Dtype, Visibility};
 
 fn case_files() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("cases");
-    let entries = std::fs::read_dir(&folder).expect("cases/ is part of the repository");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
+    let entries = std::fs::read_dir(&folder).expect("tests/cases is part of the repository");
     let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("readable").path()).collect();
     files.retain(|path| path.extension().is_some_and(|ext| ext == "safetensors"));
     files.sort();
@@ -19,7 +19,7 @@ fn case_files() -> Vec<PathBuf> {
 }
 
 fn load(name: &str) -> Vec<u8> {
-    std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("cases").join(name)).expect(name)
+    std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases").join(name)).expect(name)
 }
 
 fn decode_oracle(case: &DecodeCase) -> (Vec<f64>, Vec<f64>) {

@@ -1,4 +1,4 @@
-//! The case files of `cases/`, which carry what is expected.
+//! The case files of `tests/cases`, which carry what is expected.
 
 use wasm_bindgen_test::wasm_bindgen_test;
 
@@ -12,7 +12,7 @@ use crate::page::gpu;
 /// A file and its bytes: a page has no file system.
 macro_rules! files {
     ($($name:literal),+ $(,)?) => {
-        [$(($name, include_bytes!(concat!("../../cases/", $name, ".safetensors")).as_slice())),+]
+        [$(($name, include_bytes!(concat!("../cases/", $name, ".safetensors")).as_slice())),+]
     };
 }
 

@@ -9,7 +9,7 @@ from records import files
 SMALL = ["merge_attn_states", "kv_append", "kv_copy_pages"]
 # What a module runs: kernels, and other files.
 MODULES = {
-    "case_files": (["decode_plain", *SMALL], ["cases/*"]),
+    "case_files": (["decode_plain", *SMALL], ["tests/cases/*"]),
     "decode": (["decode_plain"], []),
     "ops": (SMALL, ["tests/common/suite/ops.rs"]),
     "shaders": (list(kernels.RUST), []),

@@ -208,12 +208,12 @@ pub fn run_case<B: Backend>(session: &Session<'_, B>, name: &str, case: &Case) -
     }
 }
 
-/// Runs every file of `cases/`.
+/// Runs every file of `tests/cases`.
 pub fn case_files<B: Backend>(session: &Session<'_, B>) {
     // cargo runs tests in the package's root, scripts/bench-device.sh in a folder that holds the same.
-    let folder = std::path::Path::new("cases");
+    let folder = std::path::Path::new("tests/cases");
     let mut ran = 0;
-    for entry in std::fs::read_dir(folder).expect("cases/ is part of the repository") {
+    for entry in std::fs::read_dir(folder).expect("tests/cases is part of the repository") {
         let path = entry.expect("readable").path();
         if path.extension().is_some_and(|ext| ext == "safetensors") {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
