@@ -1,0 +1,53 @@
+//! What must hold of the oracle whatever the data.
+
+use mla_support::reference::{Decode, HeadProject, head_project, merge_states, mla_decode};
+use wgpu_mla::{Visibility, WeightOrder};
+
+fn merging_splits_gives_the_whole() {
+    // One head, L 2, R 0: keys are (logit, value) with q = (1, 0).
+    let cache: Vec<f32> = (0..12).map(|i| (i * 7 % 5) as f32 - 2.0).collect();
+    let part = |bound: u32, table: &[i32], len: i32| {
+        mla_decode(&Decode {
+            num_heads: 1,
+            kv_lora_rank: 2,
+            qk_rope_head_dim: 0,
+            page_size: 1,
+            q: &[1.0, 0.0],
+            kv_cache: &cache,
+            block_table: table,
+            max_pages: table.len(),
+            seq_lens: &[len],
+            query_start_loc: &[0, 1],
+            visibility: Visibility::Bounds(&[bound]),
+            softmax_scale: 1.0,
+            k_scale: 1.0,
+            q_scale: 1.0,
+        })
+    };
+    let whole = part(6, &[0, 1, 2, 3, 4, 5], 6);
+    let (a, b) = (part(4, &[0, 1, 2, 3, i32::MAX], 4), part(2, &[4, 5], 2));
+    let (out, lse) = merge_states(&[(&a.0, a.1[0]), (&[f64::NAN; 2], f64::INFINITY), (&b.0, b.1[0])]);
+    assert!((lse - whole.1[0]).abs() < 1e-14);
+    assert!(out.iter().zip(&whole.0).all(|(a, b)| (a - b).abs() < 1e-14));
+    assert_eq!(part(0, &[i32::MIN], 1), (vec![0.0; 2], vec![f64::NEG_INFINITY]));
+}
+
+fn empty_sides_are_ignored() {
+    let nan = [f64::NAN; 2];
+    let one = [-0.0, 1.5];
+    for empty in [f64::NEG_INFINITY, f64::INFINITY, f64::NAN] {
+        let (out, lse) = merge_states(&[(&nan, empty), (&one, 3.0)]);
+        assert_eq!((out[0].to_bits(), out[1], lse), ((-0f64).to_bits(), 1.5, 3.0));
+        assert_eq!(merge_states(&[(&nan, empty), (&nan, empty)]), (vec![0.0; 2], f64::NEG_INFINITY));
+    }
+}
+
+fn both_orders_are_one_matrix() {
+    let (x, kn, nk) = ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+    for (order, weight) in [(WeightOrder::Kn, kn), (WeightOrder::Nk, nk)] {
+        let args = HeadProject { num_heads: 1, k: 2, n: 3, order, x: &x, weight: &weight };
+        assert_eq!(head_project(&args), [9.0, 12.0, 15.0, 19.0, 26.0, 33.0]);
+    }
+}
+
+crate::tests![merging_splits_gives_the_whole, empty_sides_are_ignored, both_orders_are_one_matrix];
