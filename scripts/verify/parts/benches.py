@@ -11,11 +11,12 @@ def names():
 
 
 def units():
-    shared = files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "benches/support/**/*.rs", "scripts/verify/parts/benches.py")
+    oracle = ["tests/support/Cargo.toml", "tests/support/src/lib.rs", "tests/support/src/close.rs", "tests/support/src/reference.rs", "tests/support/src/reference/*.rs"]
+    shared = files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "benches/support/**/*.rs", *oracle, "scripts/verify/parts/benches.py")
     found = {}
     for name in names():
         folder = (ROOT / f"benches/{name}").is_dir()
-        found[name] = [*shared, *files(f"benches/{name}/**/*.rs" if folder else f"benches/{name}.rs")]
+        found[name] = [*shared, *files(f"benches/{name}.rs", *([f"benches/{name}/**/*.rs"] if folder else []))]
     return found
 
 

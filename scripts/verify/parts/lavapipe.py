@@ -9,22 +9,22 @@ from records import Failed, files
 
 VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
 # Kernels and files of tests of each op; what all tests are made of comes in addition.
-SUITE = "tests/common/suite"
+SUITE = "tests/support/src/suite"
 OPS = {
-    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", "tests/it/matrix.rs", "src/reference.rs"]),
+    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
     "merge_attn_states": (["merge_attn_states"], [f"{SUITE}/ops.rs"]),
     "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs"]),
     "kv_append": (["kv_append"], [f"{SUITE}/ops.rs", f"{SUITE}/errors.rs"]),
     "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),
-    "kv_gather": (["kv_gather"], [f"{SUITE}/kv_gather.rs", "src/reference/kv_gather.rs"]),
-    "kv_calibrate": (["kv_calibrate"], [f"{SUITE}/kv_calibrate.rs", "src/reference/kv_calibrate.rs"]),
-    "head_project": (["head_project"], [f"{SUITE}/project.rs", "src/reference/project.rs"]),
-    "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", "src/reference/prefill.rs"]),
-    "rope": (["rope"], [f"{SUITE}/rope.rs", "src/reference/rope.rs"]),
-    "rope_append": (["rope_append"], [f"{SUITE}/rope.rs", "src/reference/rope.rs"]),
-    "layer": (list(kernels.RUST), [f"{SUITE}/layer.rs", "src/reference/layer.rs"]),
+    "kv_gather": (["kv_gather"], [f"{SUITE}/kv_gather.rs", "tests/support/src/reference/kv_gather.rs"]),
+    "kv_calibrate": (["kv_calibrate"], [f"{SUITE}/kv_calibrate.rs", "tests/support/src/reference/kv_calibrate.rs"]),
+    "head_project": (["head_project"], [f"{SUITE}/project.rs", "tests/support/src/reference/project.rs"]),
+    "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", "tests/support/src/reference/prefill.rs"]),
+    "rope": (["rope"], [f"{SUITE}/rope.rs", "tests/support/src/reference/rope.rs"]),
+    "rope_append": (["rope_append"], [f"{SUITE}/rope.rs", "tests/support/src/reference/rope.rs"]),
+    "layer": (list(kernels.RUST), [f"{SUITE}/layer.rs", "tests/support/src/reference/layer.rs"]),
 }
-COMMON = [f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/memory.rs", "tests/common/*.rs", "tests/it/harness.rs", "tests/it/conformance.rs"]
+COMMON = [f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/memory.rs", "tests/support/src/*.rs", "tests/it/harness.rs", "tests/it/conformance.rs"]
 TEST = re.compile(r"^test (?:conformance::\w+::\w+::(\w+)|(matrix))::\S+\s+\.\.\. (ok|FAILED|ignored)", re.M)
 
 

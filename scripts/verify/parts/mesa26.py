@@ -7,7 +7,7 @@ from part import Part, Passed, locked, run as run_command
 from records import files
 from tree import tools
 
-BATCH_TABLES = (["batch_tables"], ["tests/it/batch_tables/*.rs", "src/reference/batch_tables.rs"])
+BATCH_TABLES = (["batch_tables"], ["tests/it/batch_tables/*.rs", "tests/support/src/reference/batch_tables.rs"])
 PROJECT = (OPS["head_project"][0], [*OPS["head_project"][1], "tests/it/head_project.rs"])
 
 

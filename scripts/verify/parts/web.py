@@ -11,15 +11,15 @@ SMALL = ["merge_attn_states", "kv_append", "kv_copy_pages"]
 MODULES = {
     "case_files": (["decode_plain", *SMALL], ["tests/cases/*"]),
     "decode": (["decode_plain"], []),
-    "ops": (SMALL, ["tests/common/suite/ops.rs"]),
+    "ops": (SMALL, ["tests/support/src/suite/ops.rs"]),
     "shaders": (list(kernels.RUST), []),
-    "cpu": ([], ["src/cpu/**/*.rs", "tests/common/suite/decode.rs", "tests/common/suite/ops.rs"]),
+    "cpu": ([], ["src/cpu/**/*.rs", "tests/support/src/suite/decode.rs", "tests/support/src/suite/ops.rs"]),
 }
-COMMON = ["scripts/web.sh", "scripts/verify/parts/web.py", "tests/web/web.rs", "tests/web/common.rs", "tests/web/page.rs", "tests/web/must_fail.rs", "tests/web/Cargo.toml", "tests/common/*.rs"]
+COMMON = ["scripts/web.sh", "scripts/verify/parts/web.py", "tests/web/web.rs", "tests/web/page.rs", "tests/web/must_fail.rs", "tests/web/Cargo.toml", "tests/support/Cargo.toml", "tests/support/src/*.rs"]
 
 
 def units():
-    found = {"lints": files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "tests/web/*.rs", "tests/common/**/*.rs", *COMMON)}
+    found = {"lints": files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "tests/web/*.rs", "tests/support/**/*.rs", *COMMON)}
     for module, (ops, more) in MODULES.items():
         paths = {path for op in ops for path in kernels.inputs_of(op)} | set(files(f"tests/web/{module}.rs", *COMMON, *more))
         found[module] = [*sorted(paths), *locked("naga", "wgpu", "wasm-bindgen")]
