@@ -1,8 +1,8 @@
 //! The backend that is chosen while the program runs: it computes what the chosen one does, and keeps their memory apart.
 
 #[cfg(feature = "wgpu")]
-use crate::common::Outcome;
-use crate::common::paint::Make;
+use mla_support::Outcome;
+use mla_support::paint::Make;
 use wgpu_mla::any::{self, AnyBackend, Chosen};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{
@@ -46,7 +46,7 @@ fn it_is_shared_between_threads() {
 fn cuda_is_taken_where_there_is_a_card() {
     let make = Make { cache: Dtype::Bf16, query: Dtype::Bf16, ..Make::default() };
     let best = AnyBackend::best(&make.build().spec);
-    match crate::common::cuda() {
+    match mla_support::cuda() {
         Ok(_) => {
             assert!(matches!(best.chosen(), Chosen::Cuda(_)), "{}", best.why());
             let buffer = best.buffer(64).expect("memory");
@@ -63,7 +63,7 @@ fn cuda_is_taken_where_there_is_a_card() {
 #[cfg(feature = "wgpu")]
 fn the_cpu_is_for_where_wgpu_finds_no_adapter() {
     let best = AnyBackend::best(&Make::default().build().spec);
-    match (crate::common::gpu(), best.chosen()) {
+    match (mla_support::gpu(), best.chosen()) {
         (Ok(gpu), Chosen::Wgpu(chosen)) => assert_eq!(chosen.describe(), gpu.describe()),
         (Ok(_), Chosen::Cpu(_)) => panic!("an adapter was passed over: {}", best.why()),
         (Err(_), Chosen::Wgpu(_)) => panic!("there is no adapter: {}", best.why()),
@@ -176,7 +176,7 @@ fn a_buffer_of_another_backend_is_refused_by_every_verb() {
 #[cfg(feature = "wgpu")]
 fn what_another_backend_compiled_is_refused() -> Outcome {
     use wgpu_mla::{Batch, Capacity, PageTable, Plan, Policy};
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     let (cpu, gpu) = (AnyBackend::from(Cpu::with_threads(1)), AnyBackend::from(gpu));
     let spec = Make::default().build().spec;
     let (mla, foreign) =

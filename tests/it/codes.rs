@@ -2,7 +2,7 @@
 //! latent as output, whatever the query.
 
 #[cfg(feature = "wgpu")]
-use crate::common::Outcome;
+use mla_support::Outcome;
 #[cfg(feature = "wgpu")]
 use wgpu_mla::wgpu;
 use wgpu_mla::{
@@ -103,14 +103,14 @@ fn cpu() {
 
 #[cfg(feature = "wgpu")]
 fn gpu() -> Outcome {
-    check_all(&crate::common::gpu()?);
+    check_all(&mla_support::gpu()?);
     Ok(())
 }
 
 /// As an application that asks for nothing makes it: there e4m3 is not read through f16.
 #[cfg(feature = "wgpu")]
 fn gpu_without_features() -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     let (features, limits) = (wgpu::Features::empty(), wgpu::Limits::default());
     let made = wgpu_mla::gpu::Gpu::from_adapter(gpu.adapter, features, limits);
     let gpu = pollster::block_on(made).expect("a default device");

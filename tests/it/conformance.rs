@@ -6,9 +6,9 @@
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{AnyBackend, Backend};
 
-use crate::common::suite::{Cases, Group, Session, groups};
-use crate::common::{Ignored, Outcome};
 use crate::harness::{Test, count};
+use mla_support::suite::{Cases, Group, Session, groups};
+use mla_support::{Ignored, Outcome};
 
 pub fn tests() -> Vec<Test> {
     let here = || Ok(Cpu::new());
@@ -28,14 +28,14 @@ pub const WGPU_VARIANTS: [&str; 4] = ["coop", "coop_small", "subgroup", "shared"
 
 #[cfg(feature = "wgpu")]
 fn the_lists_name_every_variant() -> Outcome {
-    let ladder = crate::common::gpu()?.ladder(&crate::common::paint::Make::default().build().spec);
+    let ladder = mla_support::gpu()?.ladder(&mla_support::paint::Make::default().build().spec);
     assert_eq!(ladder.into_iter().map(|(name, _)| name).collect::<Vec<_>>(), WGPU_VARIANTS);
     Ok(())
 }
 
 #[cfg(feature = "wgpu")]
 fn on_wgpu() -> Vec<Test> {
-    use crate::common::gpu;
+    use mla_support::gpu;
     let cases = Cases::asked_for();
     let variants = WGPU_VARIANTS.map(Some);
     let by_variant = move |_: usize, group: &Group<_>| group.by_variant || cases != Cases::Representative;
@@ -56,7 +56,7 @@ fn on_wgpu() -> Vec<Test> {
 /// A card compiles nothing, so that all of it runs there, except what is asked to be left out of a run under a sanitizer.
 #[cfg(feature = "cuda")]
 fn on_cuda() -> Vec<Test> {
-    use crate::common::cuda;
+    use mla_support::cuda;
     const VARIANTS: [Option<&str>; 12] = [
         None,
         Some("rows16_wgmma"),

@@ -1,8 +1,8 @@
 //! Weaker devices, lost ones, limits, a device that computes nothing, and what a layer must not be.
 
-use crate::common::paint::{Make, sequences};
-use crate::common::rig::{Rig, pages, plan, small};
-use crate::common::{Ignored, Outcome};
+use mla_support::paint::{Make, sequences};
+use mla_support::rig::{Rig, pages, plan, small};
+use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Pipelines, wanted};
 use wgpu_mla::layer::View;

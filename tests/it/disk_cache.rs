@@ -1,5 +1,5 @@
 //! The pipeline cache on disk, on a real driver: kept, checked, and never in the way.
-use crate::common::{Ignored, Outcome, ignored_unless_required, logged};
+use mla_support::{Ignored, Outcome, ignored_unless_required, logged};
 use std::fs;
 use std::path::{Path, PathBuf};
 use wgpu_mla::gpu::disk_cache::{DiskCache, MAX_FILE_BYTES, Rejection, Status};

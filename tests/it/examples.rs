@@ -6,10 +6,10 @@ use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 #[cfg(feature = "wgpu")]
-use crate::common::Outcome;
-use crate::common::case::Case;
-use crate::common::paint::{Data, Make, Sees, sequences};
-use crate::common::suite::ops::{random_append, random_merge};
+use mla_support::Outcome;
+use mla_support::case::Case;
+use mla_support::paint::{Data, Make, Sees, sequences};
+use mla_support::suite::ops::{random_append, random_merge};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as FileDtype, TensorView};
 use wgpu_mla::any::{AnyBackend, Chosen};
@@ -99,7 +99,7 @@ fn the_repositorys_cases_pass_on_the_cpu() {
 
 #[cfg(feature = "wgpu")]
 fn the_repositorys_cases_pass_on_wgpu() -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     run("decode", &["--backend=wgpu"]).must(0, &[&gpu.describe(), "variant:  row", "11 PASS, 0 FAIL"]);
     run("decode", &["--backend", "wgpu", "--variant", "shared"])
         .must(0, &["row shared, forced", "11 PASS, 0 FAIL"]);
@@ -109,7 +109,7 @@ fn the_repositorys_cases_pass_on_wgpu() -> Outcome {
 #[cfg(feature = "cuda")]
 fn the_repositorys_cases_pass_on_cuda_or_it_says_that_there_is_none() {
     let ran = run("decode", &["--backend", "cuda"]);
-    match crate::common::cuda() {
+    match mla_support::cuda() {
         Ok(cuda) => ran.must(0, &[&cuda.name(), "variant:  row", "11 PASS, 0 FAIL"]),
         Err(_) => ran.must(
             1,
@@ -216,7 +216,7 @@ fn the_batch_is_right_on_the_cpu() {
 
 #[cfg(feature = "wgpu")]
 fn the_batch_is_right_on_wgpu() -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     let ran = run("batch", &["--backend", "wgpu", "--steps", "20"]);
     ran.must(0, &[&gpu.describe(), "20 steps", "PASS"]);
     Ok(())
@@ -225,7 +225,7 @@ fn the_batch_is_right_on_wgpu() -> Outcome {
 #[cfg(feature = "cuda")]
 fn the_batch_is_right_on_cuda_or_it_says_that_there_is_none() {
     let ran = run("batch", &["--backend", "cuda", "--steps", "60"]);
-    match crate::common::cuda() {
+    match mla_support::cuda() {
         Ok(cuda) => ran.must(0, &[&cuda.name(), "60 steps", "PASS"]),
         Err(_) => ran.must(1, &["no CUDA device: ", "install NVIDIA's driver"]),
     }
@@ -358,11 +358,11 @@ fn every_kind_of_case_passes() {
     let from = from.to_str().expect("text");
     run("decode", &["--backend", "cpu", from]).must(0, &[&passed]);
     #[cfg(feature = "cuda")]
-    if crate::common::cuda().is_ok() {
+    if mla_support::cuda().is_ok() {
         run("decode", &["--backend", "cuda", from]).must(0, &[&passed]);
     }
     #[cfg(feature = "wgpu")]
-    if crate::common::gpu().is_ok() {
+    if mla_support::gpu().is_ok() {
         run("decode", &["--backend", "wgpu", from]).must(0, &[&passed]);
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use libtest_mimic::{Arguments, Completion, Trial};
 
-use crate::common::{Ignored, Outcome};
+use mla_support::{Ignored, Outcome};
 
 /// A test by its name, `module::function`.
 pub struct Test {

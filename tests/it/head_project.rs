@@ -2,11 +2,11 @@
 //!
 //! The row on matrices runs on a card, and on Mesa 26's software driver: `scripts/vendors.sh mesa26`.
 
-use crate::common::suite::memory::{download, scatter, upload};
-use crate::common::suite::project::{Case, Data, check, spec};
-use crate::common::suite::run::Layout;
-use crate::common::{Ignored, Outcome};
 use crate::harness::count;
+use mla_support::suite::memory::{download, scatter, upload};
+use mla_support::suite::project::{Case, Data, check, spec};
+use mla_support::suite::run::Layout;
+use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{HeadProject, ProjectStep};
 use wgpu_mla::{Backend, Dtype, Error, Project, ProjectSpec, WeightOrder, WeightView, wgpu};
@@ -51,7 +51,7 @@ fn lacks(gpu: &Gpu, variant: &str, spec: ProjectSpec) -> Option<String> {
 }
 
 fn cases(variant: &str, cases: &[Case]) -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     let (mut failures, mut not_served) = (Vec::new(), Vec::new());
     for case in cases {
         match lacks(&gpu, variant, case.spec) {
@@ -134,7 +134,7 @@ fn direct_dtypes() -> Outcome {
 
 /// A binding serves any range of its tokens; the others keep their bytes.
 fn a_step_names_its_tokens() -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     let spec = spec([F32; 3], 2, (16, 8), Kn);
     let (heads, tokens) = (2, 40);
     let x: Vec<f32> = (0..tokens * heads * 16).map(|i| (i % 97) as f32).collect();
@@ -143,7 +143,7 @@ fn a_step_names_its_tokens() -> Outcome {
     let y_bytes = tokens * heads * 8 * 4;
     let project = HeadProject::new(&gpu.pipelines, spec).expect("compiles");
     for (first, count) in [(0, 40), (39, 1), (3, 30), (7, 0)] {
-        let y = upload(&gpu, &vec![crate::common::paint::POISON; y_bytes]).expect("uploads");
+        let y = upload(&gpu, &vec![mla_support::paint::POISON; y_bytes]).expect("uploads");
         let args = Project {
             x: wgpu_mla::View::dense(&x_buffer, 2, 16),
             weight: WeightView { buffer: &ones, offset: 0, head_stride: 128, row_stride: 8 },
@@ -153,8 +153,8 @@ fn a_step_names_its_tokens() -> Outcome {
         record(&gpu, &project, &args, first, count).expect("runs");
         let sums: Vec<f32> = x.chunks(16).flat_map(|row| [row.iter().sum::<f32>(); 8]).collect();
         let row = heads * 8 * 4;
-        let mut want = scatter(&[], [0, 1, 8], 4, crate::common::suite::memory::Strides::dense(1, 8));
-        want.resize(y_bytes, crate::common::paint::POISON);
+        let mut want = scatter(&[], [0, 1, 8], 4, mla_support::suite::memory::Strides::dense(1, 8));
+        want.resize(y_bytes, mla_support::paint::POISON);
         let range = first as usize * row..(first + count) as usize * row;
         want[range.clone()].copy_from_slice(&F32.encode_all(&sums)[range]);
         assert!(download(&gpu, &y, y_bytes).expect("downloads")[..y_bytes] == want, "{first} + {count}");
@@ -165,7 +165,7 @@ fn a_step_names_its_tokens() -> Outcome {
 }
 
 fn rows_are_chosen_and_forced_by_name() -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     let spec = spec([F32; 3], 2, (16, 16), Nk);
     let project = HeadProject::new(&gpu.pipelines, spec).expect("some row runs");
     let software = gpu.adapter.get_info().device_type == wgpu::DeviceType::Cpu;

@@ -1,7 +1,7 @@
 //! The whole layer as a host records it: bound once, its steps prepared and recorded one after the other.
 
-use crate::common::Outcome;
-use crate::common::suite::layer::{MAX_TOKENS, PREFIX_ROWS, Rig, Runs, spec};
+use mla_support::Outcome;
+use mla_support::suite::layer::{MAX_TOKENS, PREFIX_ROWS, Rig, Runs, spec};
 use wgpu_mla::gpu::{Gpu, LayerCapacity, MlaLayer, MlaLayerStep, PrefixStep};
 use wgpu_mla::ops::RopeLayout;
 use wgpu_mla::{
@@ -74,7 +74,7 @@ impl Runs<Gpu> for Recorded {
 }
 
 fn recorded_layers_equal_the_oracle() -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     for (dtype, cache, policy, rows) in [
         (Dtype::F32, Dtype::F16, Policy::Auto, 24),
         (Dtype::F32, Dtype::F16, Policy::FixedTokens(8), 41),
@@ -92,7 +92,7 @@ fn recorded_layers_equal_the_oracle() -> Outcome {
 }
 
 fn recorded_decodes_attend_expanded_prefixes() -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     for (dtype, cache) in [(Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3)] {
         let spec = spec(dtype, cache, RopeLayout::Interleaved, 64);
         let mut layer = Recorded::new(&gpu, &spec).expect("a layer");
@@ -105,7 +105,7 @@ fn recorded_decodes_attend_expanded_prefixes() -> Outcome {
 }
 
 fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
-    let gpu = crate::common::gpu()?;
+    let gpu = mla_support::gpu()?;
     let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 64);
     let capacity = LayerCapacity { tokens: 20, decode_tokens: 2, prefix_rows: 0 };
     let layer = MlaLayer::new(&gpu.pipelines, &spec, capacity).expect("a layer");

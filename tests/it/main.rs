@@ -42,7 +42,6 @@ mod tables;
 mod wgpu_ops;
 
 use harness::tests;
-use mla_support as common;
 
 /// What gives the tests of a module.
 type Tests = fn() -> Vec<harness::Test>;

@@ -3,12 +3,12 @@
 //! The conformance suite goes deep on a few shapes; this goes wide. What costs is the compile of each pipeline on a
 //! software device, so the head counts of one tile share it, and not every pair of dtypes is taken: see [`Session::takes`].
 
-use crate::common::paint::{Make, sequences};
-use crate::common::suite::run::{How, Slicing};
-use crate::common::suite::{Cases, Session};
-use crate::common::{Outcome, gpu};
 use crate::conformance::{WGPU_VARIANTS, ended};
 use crate::harness::Test;
+use mla_support::paint::{Make, sequences};
+use mla_support::suite::run::{How, Slicing};
+use mla_support::suite::{Cases, Session};
+use mla_support::{Outcome, gpu};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{Dtype, Policy, SUPPORTED_DIMS};
 

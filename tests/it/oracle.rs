@@ -5,8 +5,8 @@ mod identities;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::common::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
-use crate::common::close::{Tolerance, close};
+use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
+use mla_support::close::{Tolerance, close};
 use mla_support::reference::{Concat, Decode, State, concat_and_cache, merge_attn_states, mla_decode};
 use wgpu_mla::{Dtype, Visibility};
 

@@ -1,7 +1,7 @@
 //! Page lists written on the device.
 
-use crate::common::Outcome;
-use crate::common::rig::{Loaded, Rig, plan, shortened, small};
+use mla_support::Outcome;
+use mla_support::rig::{Loaded, Rig, plan, shortened, small};
 use wgpu_mla::gpu::{MlaDecode, Options, Step};
 use wgpu_mla::{Capacity, Dtype, Error, PageTable, Policy, wgpu};
 

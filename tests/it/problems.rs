@@ -1,6 +1,6 @@
 //! The test problems are what they claim: distinct answers, finite results, poison where nobody may look.
 
-use crate::common::paint::{Data, Make, sequences};
+use mla_support::paint::{Data, Make, sequences};
 use wgpu_mla::Dtype;
 
 fn painted_heads_tokens_and_sequences_have_answers_of_their_own() {

@@ -1,8 +1,8 @@
 //! Recording on wgpu: what a step holds and when, slices, the host's pass.
 
-use crate::common::paint::POISON;
-use crate::common::rig::{Rig, pages, plan, shortened, small};
-use crate::common::{Outcome, logged};
+use mla_support::paint::POISON;
+use mla_support::rig::{Rig, pages, plan, shortened, small};
+use mla_support::{Outcome, logged};
 use wgpu_mla::gpu::{MAX_SLICES, MlaDecode, Options, SliceBudget};
 use wgpu_mla::{Backend, Capacity, Error, Layer, Plan, Policy, wgpu};
 

@@ -2,12 +2,12 @@
 
 use wasm_bindgen_test::wasm_bindgen_test;
 
-use crate::common::case::Case;
-use crate::common::paint::Problem;
-use crate::common::suite::run::Layout;
 use crate::decode::run_expecting;
 use crate::ops::{check_append, check_merge};
 use crate::page::gpu;
+use mla_support::case::Case;
+use mla_support::paint::Problem;
+use mla_support::suite::run::Layout;
 
 /// A file and its bytes: a page has no file system.
 macro_rules! files {

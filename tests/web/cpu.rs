@@ -3,7 +3,7 @@
 use wasm_bindgen_test::wasm_bindgen_test;
 use wgpu_mla::cpu::Cpu;
 
-use crate::common::suite::{Session, decode, ops};
+use mla_support::suite::{Session, decode, ops};
 
 #[wasm_bindgen_test]
 fn runs_where_there_is_no_gpu() {

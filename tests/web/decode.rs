@@ -4,11 +4,11 @@ use wasm_bindgen_test::wasm_bindgen_test;
 use wgpu_mla::gpu::{Gpu, MlaDecode, Options, checked};
 use wgpu_mla::{Batch, Capacity, Dtype, Layer, LseBase, Plan, Policy, Query};
 
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::{Data, Make, POISON, Problem, sequences};
-use crate::common::suite::memory::{Pages, gather, page_dims, scatter};
-use crate::common::suite::run::{Layout, Output, dense_table};
 use crate::page::{download, gpu, submit, upload};
+use mla_support::close::{Tolerance, close};
+use mla_support::paint::{Data, Make, POISON, Problem, sequences};
+use mla_support::suite::memory::{Pages, gather, page_dims, scatter};
+use mla_support::suite::run::{Layout, Output, dense_table};
 
 /// What must not change the result.
 #[derive(Debug, Clone, Copy, Default)]

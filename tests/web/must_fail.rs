@@ -6,9 +6,9 @@ use wgpu_mla::Dtype;
 use wgpu_mla::gpu::checked;
 use wgpu_mla::wgpu;
 
-use crate::common::paint::Make;
 use crate::decode::run_expecting;
 use crate::page::gpu;
+use mla_support::paint::Make;
 
 /// One element of the expected output is off by more than is allowed.
 #[wasm_bindgen_test]

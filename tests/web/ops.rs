@@ -7,14 +7,14 @@ use wgpu_mla::gpu::{Gpu, checked};
 use wgpu_mla::ops::{AppendLayer, MergeStates};
 use wgpu_mla::{Dtype, KvSpec};
 
-use crate::common::cache::same_cache;
-use crate::common::case::{AppendCase, MergeCase};
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::{POISON, Rng};
-use crate::common::suite::memory::{Pages, Strides, gather, page_dims, scatter};
-use crate::common::suite::ops::{random_append, random_merge};
-use crate::common::suite::run::Layout;
 use crate::page::{download, gpu, submit, upload};
+use mla_support::cache::same_cache;
+use mla_support::case::{AppendCase, MergeCase};
+use mla_support::close::{Tolerance, close};
+use mla_support::paint::{POISON, Rng};
+use mla_support::suite::memory::{Pages, Strides, gather, page_dims, scatter};
+use mla_support::suite::ops::{random_append, random_merge};
+use mla_support::suite::run::Layout;
 
 fn wrong(error: wgpu_mla::Error) -> String {
     error.to_string()

@@ -7,7 +7,7 @@ use wgpu_mla::Result;
 use wgpu_mla::gpu::{Gpu, read};
 use wgpu_mla::wgpu::{self, BufferUsages};
 
-use crate::common::paint::POISON;
+use mla_support::paint::POISON;
 
 /// Bytes of poison behind every array.
 const GUARD: usize = 64;

@@ -9,6 +9,4 @@ mod ops;
 mod page;
 mod shaders;
 
-use mla_support as common;
-
 wasm_bindgen_test::wasm_bindgen_test_configure!(run_in_browser);

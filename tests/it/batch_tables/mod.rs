@@ -11,7 +11,7 @@ mod serving;
 /// The checks of [`serving`] as tests of one backend; `$backend` gives one, or why there is none here.
 macro_rules! serving_tests {
     (@of $backend:expr; $($name:ident)*) => {
-        $(fn $name() -> $crate::common::Outcome {
+        $(fn $name() -> mla_support::Outcome {
             super::serving::$name(&$backend()?);
             Ok(())
         })*

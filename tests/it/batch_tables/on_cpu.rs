@@ -4,7 +4,7 @@ use wgpu_mla::cpu::{BatchTables, Binding, Buffer, Cpu, Decode, Step};
 use wgpu_mla::{Backend, Capacity, DeviceBatch, Error, KvSpec, MlaSpec, PageTable, Plan, Result, Tiling};
 
 use super::serving::{Arrays, Serves, TOKENS, append_spec};
-use crate::common::Ignored;
+use mla_support::Ignored;
 
 pub struct Made {
     tables: BatchTables,

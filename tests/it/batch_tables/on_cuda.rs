@@ -6,7 +6,7 @@ use wgpu_mla::cuda::{Binding, Buffer, Cuda, Decode, Options, Step};
 use wgpu_mla::{Backend, Capacity, DeviceBatch, Error, KvSpec, MlaSpec, PageTable, Plan, Result, Tiling};
 
 use super::serving::{Arrays, Serves, TOKENS, append_spec};
-use crate::common::graph::{captured, cuda};
+use mla_support::graph::{captured, cuda};
 
 pub struct Made {
     tables: BatchTables,

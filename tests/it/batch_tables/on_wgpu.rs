@@ -133,4 +133,4 @@ impl Serves for Gpu {
     }
 }
 
-super::serving_tests!(crate::common::gpu);
+super::serving_tests!(mla_support::gpu);

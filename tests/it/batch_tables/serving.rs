@@ -6,8 +6,8 @@ use wgpu_mla::{
     Plan, Policy, Result, SharedPrefix, Tiling, View, Visibility,
 };
 
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::{Make, POISON, Problem, Sees, sequences};
+use mla_support::close::{Tolerance, close};
+use mla_support::paint::{Make, POISON, Problem, Sees, sequences};
 
 /// Sequences and query tokens that every batch is padded to. The last two have never more.
 const PADDED: [(u32, u32); 6] = [(37, 1), (300, 2), (64, 2), (90, 1), (0, 1), (0, 1)];

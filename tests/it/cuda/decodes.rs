@@ -1,11 +1,11 @@
 //! Decodes as graphs: new lengths, slots and page lists.
 
 use super::uploaded;
-use crate::common::Outcome;
-use crate::common::close::{Tolerance, close};
-use crate::common::graph::{captured, cuda};
-use crate::common::paint::{Make, POISON, Problem, sequences};
-use crate::common::suite::run::dense_table;
+use mla_support::Outcome;
+use mla_support::close::{Tolerance, close};
+use mla_support::graph::{captured, cuda};
+use mla_support::paint::{Make, POISON, Problem, sequences};
+use mla_support::suite::run::dense_table;
 use wgpu_mla::cuda::ops::KvAppend;
 use wgpu_mla::cuda::{Buffer, Cuda, Decode, Options};
 use wgpu_mla::{

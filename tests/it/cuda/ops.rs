@@ -1,10 +1,10 @@
 //! The small ops as graphs: new slots, ranges, tokens, lists and states.
 
 use super::uploaded;
-use crate::common::Outcome;
-use crate::common::close::{Tolerance, close};
-use crate::common::graph::{captured, cuda};
-use crate::common::paint::{POISON, Rng};
+use mla_support::Outcome;
+use mla_support::close::{Tolerance, close};
+use mla_support::graph::{captured, cuda};
+use mla_support::paint::{POISON, Rng};
 use mla_support::reference::{Expanded, State, copy_pages, merge_attn_states, mla_prefill};
 use wgpu_mla::cuda::Buffer;
 use wgpu_mla::cuda::ops::{

@@ -1,7 +1,7 @@
 //! What the small ops refuse.
 
 use super::*;
-use crate::common::Outcome;
+use mla_support::Outcome;
 
 fn every_refusal_names_its_cure() -> Outcome {
     let gpu = gpu()?;

@@ -1,7 +1,7 @@
 //! `kv_append`: every byte, with every other byte of the buffer where it was.
 
 use super::*;
-use crate::common::Outcome;
+use mla_support::Outcome;
 
 /// Bytes of `count` input elements that are hard for every dtype.
 fn hard_inputs(dtype: Dtype, count: usize, random: &mut Random, hard: &[u32]) -> Vec<u8> {

@@ -1,7 +1,7 @@
 //! `kv_copy_pages`.
 
 use super::*;
-use crate::common::Outcome;
+use mla_support::Outcome;
 
 fn pages_are_copied_bit_for_bit() -> Outcome {
     let gpu = gpu()?;

@@ -1,7 +1,7 @@
 //! `kv_gather`: scales of every kind, and tables that change under a binding.
 
 use super::*;
-use crate::common::Outcome;
+use mla_support::Outcome;
 
 const KV: KvSpec = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };
 

@@ -1,7 +1,7 @@
 //! `merge_attn_states`.
 
 use super::*;
-use crate::common::Outcome;
+use mla_support::Outcome;
 
 /// Where rows of `[tokens, heads, dim]` lie, in elements.
 #[derive(Debug, Clone, Copy)]

@@ -1,8 +1,8 @@
 //! The small ops on wgpu, on a device with WebGPU's default limits and no features.
 use std::sync::OnceLock;
 
-use crate::common::{Ignored, ignored_unless_required};
 use half::{bf16, f16};
+use mla_support::{Ignored, ignored_unless_required};
 use wgpu_mla::gpu::Pipelines;
 use wgpu_mla::gpu::ops::{
     AppendStep, CopySpec, CopyStep, GatherStep, KvAppend, KvCopyPages, KvGather, MergeAttnStates,

@@ -1,7 +1,7 @@
 //! `rope` and `rope_append` verb by verb: ranges of tokens, steps that outgrow a binding, windows, refusals.
 
 use super::*;
-use crate::common::Outcome;
+use mla_support::Outcome;
 use wgpu_mla::gpu::ops::{Rotate, RotateAppend, RotateStep};
 use wgpu_mla::{Rope, RopeAppend, RopeAppendSpec, RopeFrequencies, RopeLayout, RopeSpec};
 

@@ -1,7 +1,7 @@
 //! Rounding, every 16-bit code and hard f32 patterns.
 
 use super::*;
-use crate::common::Outcome;
+use mla_support::Outcome;
 
 const ROUND_TEST: &str = "
 @group(0) @binding(0) var<storage, read> x: array<u32>; // [n] f32 bits, or a 16-bit code

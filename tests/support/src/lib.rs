@@ -1,7 +1,5 @@
 //! What tests, benches and examples share: case files, the accuracy check, test problems and the conformance suite.
 
-use crate as common;
-
 pub mod cache;
 pub mod case;
 pub mod close;

@@ -5,8 +5,8 @@ use wgpu_mla::{Backend, Batch, Capacity, Dtype, Layer, LseBase, Plan, Policy};
 use super::Session;
 use super::memory::upload;
 use super::run::{How, Layout, Slicing, dense_table};
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::{Data, Make, POISON, Sees, sequences};
+use crate::close::{Tolerance, close};
+use crate::paint::{Data, Make, POISON, Sees, sequences};
 
 /// Every cache dtype with every query dtype, or with some: see [`Session::takes`].
 pub fn dtypes_of_512_64<B: Backend>(session: &Session<'_, B>) {

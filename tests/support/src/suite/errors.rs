@@ -6,7 +6,7 @@ use wgpu_mla::{Backend, Batch, Capacity, Dtype, Error, KvSpec, Layer, MlaShape, 
 use super::Session;
 use super::memory::{Pages, Strides};
 use super::run::dense_table;
-use crate::common::paint::{Make, Problem};
+use crate::paint::{Make, Problem};
 
 /// Notes whether a result is an error whose text contains `why`.
 fn refuses<B: Backend, T>(session: &Session<'_, B>, what: &str, result: Result<T, Error>, why: &str) {

@@ -4,7 +4,7 @@ use wgpu_mla::{Backend, Dtype, Policy};
 
 use super::Session;
 use super::run::{Answer, How};
-use crate::common::paint::{Make, Problem, Sequence, sequences};
+use crate::paint::{Make, Problem, Sequence, sequences};
 
 const FIXED: How = How {
     policy: Policy::FixedTokens(32),

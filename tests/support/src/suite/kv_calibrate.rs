@@ -11,7 +11,7 @@ use wgpu_mla::{
 use super::Session;
 use super::memory::{Strides, download, gather, scatter, upload};
 use super::run::Layout;
-use crate::common::paint::Rng;
+use crate::paint::Rng;
 
 const TOKENS: usize = 41;
 

@@ -8,7 +8,7 @@ use wgpu_mla::{
 use super::Session;
 use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
 use super::run::Layout;
-use crate::common::paint::{POISON, Rng};
+use crate::paint::{POISON, Rng};
 
 /// A cache of any bits, tables with wild entries where no one may look, and ranges that begin and end anywhere.
 struct Case {

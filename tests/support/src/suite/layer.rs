@@ -9,8 +9,8 @@ use wgpu_mla::{
 };
 
 use super::Session;
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::Rng;
+use crate::close::{Tolerance, close};
+use crate::paint::Rng;
 
 const MAX_POSITION: u32 = 128;
 /// Query tokens that arrays have room for.

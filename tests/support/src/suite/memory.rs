@@ -3,7 +3,7 @@
 use wgpu_mla::layer::View;
 use wgpu_mla::{Backend, KvSpec, KvView, Result};
 
-use crate::common::paint::POISON;
+use crate::paint::POISON;
 
 /// Where the elements of a `[tokens, heads, dim]` array are, in elements.
 #[derive(Debug, Clone, Copy)]

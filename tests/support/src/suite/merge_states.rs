@@ -8,8 +8,8 @@ use wgpu_mla::{Backend, Dtype, Error};
 use super::Session;
 use super::memory::{Strides, download, gather, scatter, upload};
 use super::run::{Layout, Output};
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::{POISON, Rng};
+use crate::close::{Tolerance, close};
+use crate::paint::{POISON, Rng};
 
 fn text(error: Error) -> String {
     error.to_string()

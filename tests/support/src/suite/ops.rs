@@ -7,10 +7,10 @@ use wgpu_mla::{Backend, Dtype, KvSpec, MlaShape};
 use super::Session;
 use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
 use super::run::{Layout, Output};
-use crate::common::cache::same_cache;
-use crate::common::case::{AppendCase, MergeCase};
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::{POISON, Rng};
+use crate::cache::same_cache;
+use crate::case::{AppendCase, MergeCase};
+use crate::close::{Tolerance, close};
+use crate::paint::{POISON, Rng};
 
 fn text(error: wgpu_mla::Error) -> String {
     error.to_string()

@@ -7,8 +7,8 @@ use wgpu_mla::{Backend, Dtype, Error, Prefill, PrefillSequence, PrefillSpec, Vie
 use super::Session;
 use super::memory::{Strides, scatter, upload};
 use super::run::{Layout, Output};
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::{POISON, Rng};
+use crate::close::{Tolerance, close};
+use crate::paint::{POISON, Rng};
 
 const SCALE: f32 = 0.114_721;
 

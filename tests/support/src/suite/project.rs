@@ -8,8 +8,8 @@ use wgpu_mla::{
 use super::Session;
 use super::memory::{Strides, scatter, upload};
 use super::run::{Layout, Output};
-use crate::common::close::{Tolerance, close};
-use crate::common::paint::{POISON, Rng};
+use crate::close::{Tolerance, close};
+use crate::paint::{POISON, Rng};
 
 /// What the elements are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

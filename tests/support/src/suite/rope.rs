@@ -8,8 +8,8 @@ use super::Session;
 use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
 use super::ops::random_append;
 use super::run::Layout;
-use crate::common::case::AppendCase;
-use crate::common::paint::{POISON, Rng};
+use crate::case::AppendCase;
+use crate::paint::{POISON, Rng};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 const LAYOUTS: [RopeLayout; 2] = [RopeLayout::Interleaved, RopeLayout::HalfSplit];

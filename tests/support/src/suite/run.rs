@@ -7,7 +7,7 @@ use wgpu_mla::{
 
 use super::Session;
 use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
-use crate::common::paint::{POISON, Problem};
+use crate::paint::{POISON, Problem};
 
 /// How the arrays lie in their buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
