@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compiles and proves the kernels; scripts/ptx.sh calls it and tells how.
 
-    build.py [--check [--only NAME... | --list]] [--kernels DIRECTORY] [--report DIRECTORY]
+    build.py [--check [--only NAME... | --list]] [--crate DIRECTORY] [--report DIRECTORY]
 """
 
 import argparse
@@ -9,14 +9,14 @@ import difflib
 import os
 import re
 import sys
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import assembler
+import manifest
 import report
 import sources
-from compiler import compile_cu, dynamic_shared, entries
+from compiler import compile_cu, constants, entries
 
 STATIC_SHARED = 48 * 1024
 REGISTERS_OF_A_BLOCK = 64 * 1024
@@ -26,13 +26,21 @@ MOST_SHARED = 232448
 SHARED_OF_A_CARD = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376}
 
 
+def sources_in(kernels, only=()):
+    """All sources, or those whose stems are named, by their stems: PTX files and modules have the same."""
+    paths = sorted(kernels.glob("**/*.cu"), key=lambda path: path.stem)
+    if len({path.stem for path in paths}) < len(paths):
+        raise sources.Wrong(f"two of {kernels}/**/*.cu have one name")
+    return [sources.read(path, kernels) for path in paths if path.stem in only or not only]
+
+
 def compiled(pool, kernels, only):
     """Triples of (source, arch, PTX text) in order, of all sources or of those whose stems are named."""
-    found = [sources.read(path) for path in sorted(kernels.glob("*.cu")) if path.stem in only or not only]
+    found = sources_in(kernels, only)
     if not found:
-        raise sources.Wrong(f"no kernels: {kernels}/*.cu")
+        raise sources.Wrong(f"no kernels: {kernels}/**/*.cu")
     pairs = [(source, arch) for source in found for arch in source.archs]
-    texts = pool.map(lambda pair: compile_cu(pair[0].path, pair[1]), pairs)
+    texts = pool.map(lambda pair: compile_cu(pair[0].path, pair[1], kernels), pairs)
     return [(source, arch, text) for (source, arch), text in zip(pairs, texts)]
 
 
@@ -77,7 +85,7 @@ def assembled(pool, ptxs):
     for job, (usages, complaints) in zip(jobs, pool.map(assembler.assemble, jobs)):
         for what in complaints:
             where.setdefault(f"{job.source.output(job.arch)}: {what}", []).append(job.place)
-        shared = dynamic_shared(job.ptx)
+        shared = constants(job.ptx, "shared_bytes")
         for name, usage in sorted(usages.items()):
             key, found = (job.source.output(job.arch), name), job.source.limits_of(name)
             limits = found and found[1]
@@ -102,14 +110,6 @@ def compare(path, text):
     return [f"{path} differs in {len(lines) - 2} lines: run scripts/ptx.sh and commit it\n    {shown}"]
 
 
-def holds(path, text):
-    """Whether a file inflates to a text. Its own bytes depend on who deflated."""
-    try:
-        return zlib.decompress(path.read_bytes()) == text.encode()
-    except (OSError, zlib.error):
-        return False
-
-
 def rows_of(path, files):
     """The lines of a committed report that are about some PTX files."""
     rows = [line.removeprefix("| ") for line in path.read_text().splitlines()]
@@ -124,13 +124,13 @@ def check_some(args, ptxs, table, wrong):
         own = {key: value for key, value in table.items() if key[0] in texts}
         complaints = [line for line in wrong if re.search(rf"\b{re.escape(source.path.stem)}\.(ptx|cu|compute_\w+)\b", line)]
         for name, text in texts.items():
-            complaints += compare(args.kernels / name, text)
-            if not holds(args.kernels / f"{name}.z", text):
-                complaints.append(f"{name}.z does not inflate to what is compiled: run scripts/ptx.sh and commit it")
+            complaints += compare(args.ptx / name, text)
         for path, text in ((args.report / "ptx.md", report.markdown(own)), (args.report / "ptx.tsv", report.tsv(own))):
             rows = [line.removeprefix("| ") for line in text.splitlines() if line.removeprefix("| ").startswith(tuple(texts))]
             if rows != rows_of(path, texts):
                 complaints.append(f"{path} says something else of {source.path.name}: run scripts/ptx.sh and commit it")
+        if not complaints and not all(manifest.has(args.manifest, args.kernels, *ptx, own) for ptx in ptxs if ptx[0] is source):
+            complaints.append(f"{args.manifest} says something else of {source.path.name}: run scripts/ptx.sh and commit it")
         for line in complaints:
             print(f"ptx: {line}", file=sys.stderr)
         if not complaints:
@@ -140,22 +140,26 @@ def check_some(args, ptxs, table, wrong):
 
 
 def check_list(args):
-    """That each source has its PTX files and no other is there, and that the reports name all entries; compiles nothing."""
+    """That each source has its PTX files and no other is there, and that manifest and reports name all entries; compiles nothing."""
     expected, ptxs = {}, []
-    for path in sorted(args.kernels.glob("*.cu")):
-        source = sources.read(path)
+    for source in sources_in(args.kernels):
         for arch in source.archs:
-            ptx = args.kernels / source.output(arch)
+            ptx = args.ptx / source.output(arch)
             text = ptx.read_text() if ptx.exists() else ""
             ptxs.append((source, arch, text))
-            expected |= {ptx.name: list(entries(text)), f"{ptx.name}.z": []}
+            expected[ptx.name] = list(entries(text))
     wrong = list(dict.fromkeys(declared(ptxs)))
-    there = {path.name for path in args.kernels.glob("*.ptx*")}
+    there = {path.name for path in args.ptx.iterdir()}
     wrong += [f"{name} has no source, or is missing: run scripts/ptx.sh" for name in sorted(there ^ set(expected))]
     pairs = {(file, entry) for file, names in expected.items() for entry in names}
-    for path, pattern in ((args.report / "ptx.md", r"^\| (\S+\.ptx) \| (\w+) \|"), (args.report / "ptx.tsv", r"^(\S+\.ptx)\t(\w+)\t")):
-        told = set(re.findall(pattern, path.read_text(), re.M))
-        wrong += [f"{path}: {file} {entry} is in only one of the report and the PTX" for file, entry in sorted(told ^ pairs)]
+    tables = {
+        args.manifest: r'^ *Entry { module: "(\w+)", name: "(\w+)"',
+        args.report / "ptx.md": r"^\| (\S+)\.ptx \| (\w+) \|",
+        args.report / "ptx.tsv": r"^(\S+)\.ptx\t(\w+)\t",
+    }
+    for path, pattern in tables.items():
+        told = {(f"{module}.ptx", entry) for module, entry in re.findall(pattern, path.read_text(), re.M)}
+        wrong += [f"{path}: {file} {entry} is in only one of this file and the PTX" for file, entry in sorted(told ^ pairs)]
     for line in wrong:
         print(f"ptx: {line}", file=sys.stderr)
     print(f"ptx: {len(pairs)} entries are reported")
@@ -167,11 +171,12 @@ def main():
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--kernels", type=Path, default=Path("shaders/cuda"))
+    parser.add_argument("--crate", type=Path, default=Path("shaders/cuda"))
     parser.add_argument("--report", type=Path, default=Path("benches/results"))
     args = parser.parse_args()
     if (args.only or args.list) and not args.check:
         parser.error("--only and --list belong to --check")
+    args.kernels, args.ptx, args.manifest = args.crate / "kernels", args.crate / "ptx", args.crate / "src/manifest.rs"
     if args.list:
         return check_list(args)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -181,22 +186,17 @@ def main():
         return check_some(args, ptxs, table, [*dict.fromkeys(declared(ptxs)), *wrong])
     wrong = list(dict.fromkeys(declared(ptxs))) + wrong
 
-    files = {args.kernels / source.output(arch): text for source, arch, text in ptxs}
-    # What the crate carries.
-    deflated = {path.with_suffix(".ptx.z"): text for path, text in files.items()}
-    stale = [path for path in sorted(args.kernels.glob("*.ptx*")) if path not in files | deflated]
-    deflated = {path: text for path, text in deflated.items() if not holds(path, text)}
+    files = {args.ptx / source.output(arch): text for source, arch, text in ptxs}
+    stale = [path for path in sorted(args.ptx.iterdir()) if path not in files]
     if not wrong:
+        files[args.manifest] = manifest.text(args.kernels, ptxs, table)
         files |= {args.report / "ptx.md": report.markdown(table), args.report / "ptx.tsv": report.tsv(table)}
     if args.check:
         wrong = [line for path, text in files.items() for line in compare(path, text)] + wrong
-        wrong += [f"{path} does not inflate to what is compiled: run scripts/ptx.sh and commit it" for path in deflated]
         wrong += [f"{path} has no source: run scripts/ptx.sh" for path in stale]
     else:
         for path, text in files.items():
             path.write_text(text)
-        for path, text in deflated.items():
-            path.write_bytes(zlib.compress(text.encode(), 9))
         for path in stale:
             path.unlink()
     for line in wrong:

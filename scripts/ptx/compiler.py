@@ -8,12 +8,16 @@ from pathlib import Path
 TOOLS = Path(os.environ.get("CUDA_TOOLS", "target/cuda")).resolve()
 NVCC = TOOLS / "nvcc-13.0/nvidia/cu13/bin/nvcc"
 FLAGS = ["-O3", "-std=c++17", "-Werror", "all-warnings"]
+# What is behind it is an instruction on cards since Hopper: how a kernel waits for the one before it.
+WAITS = "// sm_90: "
 
 
-def compile_cu(path, arch, defines=()):
-    """The PTX of a .cu for a virtual architecture, in the form in which it is committed. Raises RuntimeError."""
+def compile_cu(path, arch, include=None):
+    """The PTX of a .cu for a virtual architecture, in the form in which it is committed. `include` is where the paths begin that it
+    includes from other folders. Raises RuntimeError."""
     # The folder is nvcc's own, so that the path in its messages, and in what it derives from it, is the name alone.
-    command = [NVCC, "-ptx", f"-arch={arch.name}", *FLAGS, *(f"-D{name}" for name in defines), path.name, "-o", "-"]
+    includes = ["-I", include.resolve()] if include else []
+    command = [NVCC, "-ptx", f"-arch={arch.name}", *FLAGS, *includes, path.name, "-o", "-"]
     done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvcc of {path.name} for {arch.name}:\n{done.stderr or done.stdout}")
@@ -30,17 +34,17 @@ def normal(text, name, arch):
         raise RuntimeError(f"nvcc of {name}: no `.version`")
     # A path would differ elsewhere; so does the hash in the names of static device variables.
     for unwanted in ("/", "_INTERNAL_", ".loc", ".file"):
-        if unwanted in text.replace("// sm_90: ", ""):
+        if unwanted in text.replace(WAITS, ""):
             line = next(line for line in text.splitlines() if unwanted in line)
             raise RuntimeError(f"nvcc of {name}: `{unwanted}` in its PTX: {line.strip()}")
     return f"// Written by scripts/ptx.sh from {name}: nvcc 13.0.88, {arch.name}.\n{text}\n"
 
 
 def for_card(ptx, number):
-    """What the host hands to the driver of a card: from sm_90 on, the instructions behind `// sm_90: ` too. See src/cuda/driver.rs."""
-    if number < 90 or "// sm_90: " not in ptx:
+    """What the host hands to the driver of a card: from sm_90 on, the instructions behind `// sm_90: ` too. See src/cuda/ptx.rs."""
+    if number < 90 or WAITS not in ptx:
         return ptx
-    ptx = ptx.replace("// sm_90: ", "").replace(".target sm_80", ".target sm_90").replace(".target sm_89", ".target sm_90")
+    ptx = ptx.replace(WAITS, "").replace(".target sm_80", ".target sm_90").replace(".target sm_89", ".target sm_90")
     return ptx.replace(".version 7.0", ".version 7.8")
 
 
@@ -53,6 +57,6 @@ def entries(ptx):
     return found
 
 
-def dynamic_shared(ptx):
-    """Bytes of dynamic shared memory, of those entries that have a constant `ENTRY_shared_bytes` beside them."""
-    return {name: int(size) for name, size in re.findall(r"\b(\w+)_shared_bytes = (\d+);", ptx)}
+def constants(ptx, what):
+    """By entry: the constant `ENTRY_what`, of those that have one beside them."""
+    return {name: int(value) for name, value in re.findall(rf"\b(\w+)_{what} = (\d+);", ptx)}

@@ -70,8 +70,8 @@ def default_version(number):
     return (8, 4) if number < 100 else (8, 7)
 
 
-def read(path):
-    """Reads the comments of a .cu."""
+def read(path, root):
+    """Reads the comments of a .cu. `root` is where the paths begin that it includes from other folders."""
     text = path.read_text()
     archs = []
     for named in re.findall(r"^// ptx:(.*)$", text, re.M):
@@ -82,17 +82,20 @@ def read(path):
             version = (int(found[3]), int(found[4])) if found[3] else default_version(int(found[2]))
             archs.append(Arch(found[1], version))
     limits = {}
-    for file in included(path):
+    for file in included(path, root):
         limits = limits_of(file) | limits
     return Source(path, archs or [Arch("compute_80", default_version(80))], limits)
 
 
-def included(path):
-    """A file, then those that it includes from its own folder."""
+def included(path, root):
+    """A file, then those that it includes, and so on: from its own folder, or by their paths from `root`."""
     files = [path]
     for file in files:
         names = re.findall(r'^\s*#include "([^"]+)"', file.read_text(), re.M)
-        files += [file.parent / name for name in names if file.parent / name not in files]
+        for name in names:
+            found = file.parent / name if (file.parent / name).exists() else root / name
+            if found not in files:
+                files.append(found)
     return files
 
 

@@ -6,7 +6,6 @@ use super::args::{Args, Copying, code};
 use super::buffer::Buffer;
 use super::driver::{Cuda, Kernel};
 use super::ladder::{self, Body, Compiled, ROWS, Row};
-use super::ptx::MLA_MERGE;
 use super::step::Step;
 use super::tensor_map::{MOST_STRIDE, TensorMap};
 use crate::layer::{Layer, kernel_scales, no_aliases};
@@ -88,7 +87,7 @@ impl Decode {
             512 => ["mla_merge_few_512", "mla_merge_many_512"],
             _ => ["mla_merge_few_256", "mla_merge_many_256"],
         };
-        let merge = |entry| cuda.kernel(&MLA_MERGE, entry);
+        let merge = |entry| cuda.kernel(entry);
         let merges = [merge(merges[0])?, merge(merges[1])?];
         log::info!("mla.decode: row {}", row.name);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -315,7 +314,7 @@ impl Split {
         let unavailable = |why: String| Error::VariantUnavailable { name: row.name.to_owned(), why };
         row.runs_on(cuda.card(), spec).map_err(unavailable)?;
         let compiled = row.compiled(spec).map_err(unavailable)?;
-        let kernel = cuda.kernel(compiled.ptx, compiled.entry)?;
+        let kernel = cuda.load(compiled.entry)?;
         kernel.allow_shared(compiled.shared_bytes)?;
         Ok(Self { compiled, kernel })
     }

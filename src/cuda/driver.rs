@@ -7,9 +7,10 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, sys};
 use cudarc::nvrtc;
+use wgpu_mla_ptx::Entry;
 
 use super::library;
-use super::ptx::Ptx;
+use super::ptx;
 use super::tensor_map::TensorMap;
 use crate::{Error, Result};
 
@@ -18,7 +19,7 @@ use crate::{Error, Result};
 pub struct Cuda {
     stream: Arc<CudaStream>,
     card: Card,
-    /// By the names of their text, and their own in it.
+    /// By their modules and names.
     kernels: Arc<Mutex<HashMap<(&'static str, &'static str), Kernel>>>,
 }
 
@@ -46,48 +47,6 @@ pub(super) struct Kernel {
     function: CudaFunction,
     /// It waits itself for the kernel before it, and may be launched before that has ended.
     waits: bool,
-}
-
-/// Before an instruction for cards since Hopper, in the PTX of older ones a comment: how a kernel waits for the one before it.
-const SINCE_HOPPER: &str = "// sm_90: ";
-
-/// A PTX text without its other entry points: the driver would translate them too, for some tenths of a second each.
-pub(super) fn with_only(ptx: &str, entry: &str) -> String {
-    const HEAD: &str = ".visible .entry ";
-    let (mut out, mut rest) = (String::new(), ptx);
-    while let Some(at) = rest.find(HEAD) {
-        let (before, found) = rest.split_at(at);
-        let (block, after) = found.split_at(end_of_block(found));
-        out.push_str(before);
-        if block[HEAD.len()..].strip_prefix(entry).is_some_and(|rest| rest.starts_with('(')) {
-            out.push_str(block);
-        }
-        rest = after;
-    }
-    out + rest
-}
-
-/// A text as a card takes it. `scripts/ptx.sh` has the assemblers read both.
-fn for_card(ptx: String, card: &Card) -> String {
-    if card.capability < 90 || !ptx.contains(SINCE_HOPPER) {
-        return ptx;
-    }
-    let ptx = ptx.replace(SINCE_HOPPER, "").replace(".version 7.0", ".version 7.8");
-    ptx.replace(".target sm_80", ".target sm_90").replace(".target sm_89", ".target sm_90")
-}
-
-/// Where the first block in braces ends.
-fn end_of_block(text: &str) -> usize {
-    let mut depth = 0;
-    for (at, byte) in text.bytes().enumerate() {
-        match byte {
-            b'{' => depth += 1,
-            b'}' if depth == 1 => return at + 1,
-            b'}' => depth -= 1,
-            _ => {}
-        }
-    }
-    text.len()
 }
 
 /// What the driver says of an error.
@@ -157,19 +116,24 @@ impl Cuda {
         format!("{name} (CUDA, compute capability {})", self.card.capability)
     }
 
-    /// A kernel of a PTX text, loaded once.
-    pub(super) fn kernel(&self, ptx: &Ptx, entry: &'static str) -> Result<Kernel> {
+    /// The kernel that has a name for itself, loaded once.
+    pub(super) fn kernel(&self, name: &'static str) -> Result<Kernel> {
+        let missing = || Error::Cuda { what: "to find a kernel", detail: format!("none is called {name}") };
+        self.load(ptx::named(name).ok_or_else(missing)?)
+    }
+
+    /// The kernel of an entry, loaded once.
+    pub(super) fn load(&self, entry: &'static Entry) -> Result<Kernel> {
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (ptx.name, entry);
+        let key = (entry.module, entry.name);
         if let Some(kernel) = kernels.get(&key) {
             return Ok(kernel.clone());
         }
-        let text = with_only(ptx.text(), entry);
-        let waits = self.card.capability >= 90 && text.contains(SINCE_HOPPER);
-        let loaded = self.stream.context().load_module(nvrtc::Ptx::from_src(for_card(text, &self.card)));
+        let text = nvrtc::Ptx::from_src(ptx::for_card(entry, &self.card));
+        let loaded = self.stream.context().load_module(text);
         let module = loaded.map_err(failed("to load a module"))?;
-        let function = module.load_function(entry).map_err(failed("to find a kernel"))?;
-        let kernel = Kernel { function, waits };
+        let function = module.load_function(entry.name).map_err(failed("to find a kernel"))?;
+        let kernel = Kernel { function, waits: entry.waits && self.card.capability >= ptx::HOPPER };
         kernels.insert(key, kernel.clone());
         Ok(kernel)
     }
@@ -219,7 +183,7 @@ impl Cuda {
         let map = map.map_or(std::ptr::null_mut(), TensorMap::as_param);
         let mut args = [std::ptr::from_ref(args).cast_mut().cast(), map];
         self.stream.context().bind_to_thread().map_err(failed("to launch a kernel"))?;
-        // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/args.rs has a test of the layout), and its
+        // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/manifest_test.rs compares all fields), and its
         // callers have checked every place that it names; those of the rows `tma` and `wgmma` take a map too, and only they. The driver copies both.
         unsafe {
             sys::cuLaunchKernelEx(
@@ -239,31 +203,5 @@ impl Kernel {
     pub(super) fn allow_shared(&self, bytes: u32) -> Result<()> {
         let what = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         self.function.set_attribute(what, bytes as i32).map_err(failed("to ask for shared memory"))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cuda::ptx;
-
-    /// Folder for the texts: `MLA_PTX_OUT`, for a look at them with ptxas.
-    #[test]
-    fn a_text_is_cut_to_one_entry() {
-        for text in ptx::ALL.iter().map(|ptx| ptx.text()) {
-            let mut bytes = 0;
-            for block in text.split(".visible .entry ").skip(1) {
-                let entry = block.split('(').next().expect("a name");
-                let cut = with_only(text, entry);
-                assert_eq!(cut.matches(".visible .entry ").count(), 1);
-                assert!(cut.contains(&format!(".visible .entry {entry}(")), "{entry}");
-                assert!(cut.contains("\n.version ") && cut.matches('{').count() == cut.matches('}').count());
-                bytes += cut.len();
-                if let Ok(folder) = std::env::var("MLA_PTX_OUT") {
-                    std::fs::write(format!("{folder}/{entry}.ptx"), cut).expect("written");
-                }
-            }
-            assert!(bytes >= text.len(), "nothing is lost");
-        }
     }
 }

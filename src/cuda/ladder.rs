@@ -1,11 +1,8 @@
 //! The rows of the CUDA ladder, best first, and which of them runs where. Pure.
 
+use wgpu_mla_ptx::{Entry, find};
+
 use super::driver::Card;
-use super::ptx::{
-    MLA_DECODE_BF16, MLA_DECODE_E4M3, MLA_DECODE_F16, MLA_DECODE_SIMPLE, MLA_DECODE_SWAP_BF16,
-    MLA_DECODE_SWAP_F16, MLA_DECODE_TMA_BF16, MLA_DECODE_TMA_E4M3, MLA_DECODE_TMA_F16, MLA_DECODE_WGMMA_BF16,
-    MLA_DECODE_WGMMA_F16, Ptx,
-};
 use crate::{Dtype, MlaSpec};
 
 /// One row: a tile, compiled for each cache dtype and dims that it serves.
@@ -61,8 +58,7 @@ const TMA_SHARED_BYTES: u32 = 200 << 10;
 /// A compiled row.
 #[derive(Debug, Clone)]
 pub(super) struct Compiled {
-    pub ptx: &'static Ptx,
-    pub entry: &'static str,
+    pub entry: &'static Entry,
     pub threads: u32,
     pub shared_bytes: u32,
     /// Tokens of the cache that it takes at a time.
@@ -112,52 +108,41 @@ impl Row {
     /// A sentence about why there is none.
     pub fn compiled(&self, spec: &MlaSpec) -> Result<Compiled, String> {
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
-        let ptx = match (self.body, spec.kv.dtype) {
+        let module = match (self.body, spec.kv.dtype) {
             (Body::Simple, dtype) => {
-                let ptx = &MLA_DECODE_SIMPLE;
-                let entry = find(ptx.text(), &format!("mla_decode_{dtype}_{latent}_{rope}"));
-                let entry = entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?;
-                return Ok(Compiled { ptx, entry, threads: self.rows * 32, shared_bytes: 0, tokens: 1 });
+                let entry = find("mla_decode_simple", &format!("mla_decode_{dtype}_{latent}_{rope}"));
+                return Ok(entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?.into());
             }
             (_, Dtype::F32) => return Err("an f32 cache is not multiplied by tensor cores".into()),
-            (Body::Matrices, Dtype::F16) => &MLA_DECODE_F16,
-            (Body::Matrices, Dtype::Bf16) => &MLA_DECODE_BF16,
-            (Body::Matrices, Dtype::E4m3) => &MLA_DECODE_E4M3,
-            (Body::TensorCopies { .. }, Dtype::F16) => &MLA_DECODE_TMA_F16,
-            (Body::TensorCopies { .. }, Dtype::Bf16) => &MLA_DECODE_TMA_BF16,
-            (Body::TensorCopies { .. }, Dtype::E4m3) => &MLA_DECODE_TMA_E4M3,
-            (Body::Warpgroups { swapped: false, .. }, Dtype::F16) => &MLA_DECODE_WGMMA_F16,
-            (Body::Warpgroups { swapped: false, .. }, Dtype::Bf16) => &MLA_DECODE_WGMMA_BF16,
-            (Body::Warpgroups { swapped: true, .. }, Dtype::F16) => &MLA_DECODE_SWAP_F16,
-            (Body::Warpgroups { swapped: true, .. }, Dtype::Bf16) => &MLA_DECODE_SWAP_BF16,
+            (Body::Matrices, Dtype::F16) => "mla_decode_f16",
+            (Body::Matrices, Dtype::Bf16) => "mla_decode_bf16",
+            (Body::Matrices, Dtype::E4m3) => "mla_decode_e4m3",
+            (Body::TensorCopies { .. }, Dtype::F16) => "mla_decode_tma_f16",
+            (Body::TensorCopies { .. }, Dtype::Bf16) => "mla_decode_tma_bf16",
+            (Body::TensorCopies { .. }, Dtype::E4m3) => "mla_decode_tma_e4m3",
+            (Body::Warpgroups { swapped: false, .. }, Dtype::F16) => "mla_decode_wgmma_f16",
+            (Body::Warpgroups { swapped: false, .. }, Dtype::Bf16) => "mla_decode_wgmma_bf16",
+            (Body::Warpgroups { swapped: true, .. }, Dtype::F16) => "mla_decode_swap_f16",
+            (Body::Warpgroups { swapped: true, .. }, Dtype::Bf16) => "mla_decode_swap_bf16",
             (Body::Warpgroups { .. }, Dtype::E4m3) => {
                 return Err("an e4m3 cache is not multiplied by matrices of warpgroups".into());
             }
         };
-        let text = ptx.text();
         let parts = if splits_queries(spec) { "_split" } else { "" };
         let name = format!("mla_decode_{latent}_{rope}_{}{parts}", self.name);
-        let entry = find(text, &name).ok_or_else(|| {
+        let entry = find(module, &name).ok_or_else(|| {
             let parts = if parts.is_empty() { "" } else { " with a query in two parts" };
             format!("no kernel for {latent}/{rope}{parts}")
         })?;
-        let number = |what: &str| {
-            let after = text.split_once(&format!(" {entry}_{what} = "))?.1;
-            after.split(';').next()?.trim().parse().ok()
-        };
-        let numbers = (number("threads"), number("shared_bytes"), number("tokens"));
-        let (Some(threads), Some(shared_bytes), Some(tokens)) = numbers else {
-            return Err(format!("{entry} does not say what it needs"));
-        };
-        Ok(Compiled { ptx, entry, threads, shared_bytes, tokens })
+        Ok(entry.into())
     }
 }
 
-/// The name of an entry point, as it stands in the text.
-fn find(text: &'static str, name: &str) -> Option<&'static str> {
-    let head = format!(".entry {name}(");
-    let at = text.find(&head)? + ".entry ".len();
-    Some(&text[at..at + name.len()])
+impl From<&'static Entry> for Compiled {
+    fn from(entry: &'static Entry) -> Self {
+        let Entry { threads, shared_bytes, tokens, .. } = *entry;
+        Self { entry, threads, shared_bytes, tokens: tokens.unwrap_or(1) }
+    }
 }
 
 /// Whether the matrices' type does not hold a query, after it was scaled by a power of two.

@@ -18,6 +18,8 @@ mod decode;
 mod driver;
 mod ladder;
 mod library;
+#[cfg(test)]
+mod manifest_test;
 pub mod ops;
 mod ptx;
 mod step;

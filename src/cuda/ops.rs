@@ -85,7 +85,9 @@ fn block_stride(kv: &KvSpec, view: &KvView<&Buffer>) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use wgpu_mla_ptx::Entry;
+
     use super::batch_tables::{self, BatchArgs};
     use super::head_project::{self, ProjectArgs};
     use super::kv_append::{AppendArgs, append_entry};
@@ -98,70 +100,41 @@ mod tests {
     use super::rope::{RopeArgs, rope_entry};
     use super::rope_append::{RopeAppendArgs, rope_append_entry};
     use super::*;
-    use crate::cuda::ptx;
+    use crate::cuda::manifest_test::takes;
     use crate::{AppendSpec, CalibrateSpec, Dtype, GatherSpec, MlaShape, RopeAppendSpec, RopeLayout};
 
-    /// Bytes of the only parameter of each entry of a PTX text.
-    fn entries(ptx: &'static str) -> Vec<(&'static str, usize)> {
-        let entry = |text: &'static str| {
-            let (name, rest) = text.split_once('(')?;
-            let size = rest.split_once("_param_0[")?.1.split_once(']')?.0;
-            Some((name.trim(), size.parse().ok()?))
-        };
-        ptx.split(".entry").skip(1).map(|text| entry(text).expect("an entry with one struct")).collect()
-    }
-
-    #[test]
-    fn every_entry_is_there_and_takes_the_struct_of_the_host() {
-        let mut want = Vec::new();
+    /// The entries that these ops launch, each compared with the struct that it is given.
+    pub(in crate::cuda) fn entries() -> Vec<&'static Entry> {
+        let mut found = Vec::new();
         for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-            for (entry, size) in [
-                (entry_of!("merge_attn_states_units1", input), size_of::<MergeArgs<u32>>()),
-                (entry_of!("merge_attn_states_units2", input), size_of::<MergeArgs<u32>>()),
-                (entry_of!("merge_attn_states_elements", input), size_of::<MergeArgs<u64>>()),
-            ] {
-                want.push((entry, size));
-            }
+            found.extend([
+                takes::<MergeArgs<u32>>(entry_of!("merge_attn_states_units1", input)),
+                takes::<MergeArgs<u32>>(entry_of!("merge_attn_states_units2", input)),
+                takes::<MergeArgs<u64>>(entry_of!("merge_attn_states_elements", input)),
+            ]);
             let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-            want.push((calibrate_entry(&CalibrateSpec { shape, input }), size_of::<CalibrateArgs>()));
+            found.push(takes::<CalibrateArgs>(calibrate_entry(&CalibrateSpec { shape, input })));
             for dtype in Dtype::ALL {
                 let kv = KvSpec { dtype, page_size: 64, num_pages: 1 };
                 let append = AppendSpec { shape, kv, input };
-                want.push((append_entry(&append), size_of::<AppendArgs>()));
+                found.push(takes::<AppendArgs>(append_entry(&append)));
                 let layout = RopeLayout::Interleaved;
                 let rope = RopeAppendSpec { append, query: input, num_heads: 1, layout };
-                want.push((rope_append_entry(&rope), size_of::<RopeAppendArgs>()));
+                found.push(takes::<RopeAppendArgs>(rope_append_entry(&rope)));
                 if dtype == Dtype::F32 {
-                    want.push((rope_entry(&rope.rope()), size_of::<RopeArgs>()));
+                    found.push(takes::<RopeArgs>(rope_entry(&rope.rope())));
                 }
                 let gather = GatherSpec { shape, kv, output: input };
-                want.push((gather_entry(&gather), size_of::<GatherArgs>()));
+                found.push(takes::<GatherArgs>(gather_entry(&gather)));
             }
         }
-        want.push(("kv_gather_e4m3_e4m3", size_of::<GatherArgs>()));
-        let copy = size_of::<CopyArgs>();
-        want.extend([("kv_copy_pages_wide", copy), ("kv_copy_pages_words", copy)]);
-        want.extend(batch_tables::ENTRIES.map(|entry| (entry, size_of::<BatchArgs>())));
-        want.extend(head_project::ENTRIES.map(|entry| (entry, size_of::<ProjectArgs>())));
-        want.push((merge_states::ENTRY, size_of::<MergeSetsArgs>()));
-        want.extend(mla_prefill::ENTRIES.map(|entry| (entry, size_of::<PrefillArgs>())));
-        let texts = [
-            &ptx::BATCH_TABLES,
-            &ptx::HEAD_PROJECT,
-            &ptx::MLA_PREFILL,
-            &ptx::MERGE_ATTN_STATES,
-            &ptx::MERGE_STATES,
-            &ptx::KV_APPEND,
-            &ptx::KV_CALIBRATE,
-            &ptx::KV_COPY_PAGES,
-            &ptx::KV_GATHER,
-            &ptx::ROPE,
-            &ptx::ROPE_APPEND,
-        ];
-        let mut got = texts.map(|ptx| entries(ptx.text())).concat();
-        got.sort_unstable();
-        want.sort_unstable();
-        assert_eq!(got, want);
+        found.push(takes::<GatherArgs>("kv_gather_e4m3_e4m3"));
+        found.extend(["kv_copy_pages_wide", "kv_copy_pages_words"].map(takes::<CopyArgs>));
+        found.extend(batch_tables::ENTRIES.map(takes::<BatchArgs>));
+        found.extend(head_project::ENTRIES.map(takes::<ProjectArgs>));
+        found.push(takes::<MergeSetsArgs>(merge_states::ENTRY));
+        found.extend(mla_prefill::ENTRIES.map(takes::<PrefillArgs>));
+        found
     }
 
     #[test]

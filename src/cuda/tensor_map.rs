@@ -18,7 +18,7 @@ pub(super) struct TensorMap(sys::CUtensorMap);
 impl TensorMap {
     /// Of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, lines, tokens, columns],
     /// lines being the 128 bytes that the hardware swizzles, which memory likes too: where rows are no multiple of that, two tokens are one row. Address and strides are multiples of 16, strides below [`MOST_STRIDE`].
-    /// `BoxOrder` and `GroupOrder` of shaders/cuda/decode_order.cuh are the same order.
+    /// `BoxOrder` and `GroupOrder` of shaders/cuda/kernels/decode/decode_order.cuh are the same order.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].

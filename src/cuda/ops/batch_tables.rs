@@ -5,7 +5,6 @@ use cudarc::driver::DeviceRepr;
 use super::table::Table;
 use super::{AppendStep, KvAppend, THREADS};
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::BATCH_TABLES;
 use crate::cuda::{Buffer, Cuda, Decode, Step};
 use crate::ops::{DeviceBatch, Sequences, template};
 use crate::plan::Plan;
@@ -97,7 +96,7 @@ impl BatchTables {
         // Every address is in its buffer, whatever the batch's arrays hold, and whichever step, plan and binding are recorded, as
         // src/gpu/ops/batch_tables.rs lists: `DeviceBatch::check` for the arrays, `max_tokens` of the step's room for its slots, and
         // a template of the capacity whose tables it is written to.
-        let [slots, items, pages] = ENTRIES.map(|entry| cuda.kernel(&BATCH_TABLES, entry));
+        let [slots, items, pages] = ENTRIES.map(|entry| cuda.kernel(entry));
         Ok(Self { cuda: cuda.clone(), kv, slots: slots?, items: items?, pages: pages? })
     }
 

@@ -7,7 +7,6 @@ use super::table::Table;
 use super::{Divisor, THREADS, checked_items};
 use crate::cuda::args::code;
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::HEAD_PROJECT;
 use crate::cuda::{Buffer, Cuda};
 use crate::layer::View;
 use crate::ops::{Project, ProjectSpec, WeightOrder};
@@ -96,7 +95,7 @@ impl HeadProject {
     /// Those of [`ProjectSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: ProjectSpec) -> Result<Self> {
         spec.check()?;
-        let load = |(name, _): Entry| cuda.kernel(&HEAD_PROJECT, name);
+        let load = |(name, _): Entry| cuda.kernel(name);
         Ok(Self { cuda: cuda.clone(), spec, kernels: [load(FEW)?, load(MANY)?] })
     }
 

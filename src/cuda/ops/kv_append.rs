@@ -5,7 +5,6 @@ use cudarc::driver::DeviceRepr;
 use super::table::Table;
 use super::{Divisor, THREADS, block_stride, checked_items, entry_of};
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::KV_APPEND;
 use crate::cuda::{Buffer, Cuda};
 use crate::layer::View;
 use crate::ops::{AppendLayer, AppendSpec};
@@ -200,7 +199,7 @@ impl KvAppend {
     /// Those of [`AppendSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: AppendSpec) -> Result<Self> {
         spec.check()?;
-        let kernel = cuda.kernel(&KV_APPEND, append_entry(&spec))?;
+        let kernel = cuda.kernel(append_entry(&spec))?;
         Ok(Self { cuda: cuda.clone(), spec, kernel })
     }
 

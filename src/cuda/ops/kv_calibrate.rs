@@ -7,7 +7,6 @@ use cudarc::driver::DeviceRepr;
 use super::table::Table;
 use super::{Divisor, THREADS, checked_items, entry_of};
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::KV_CALIBRATE;
 use crate::cuda::{Buffer, Cuda};
 use crate::layer::View;
 use crate::ops::{Calibrate, CalibrateSpec, check_tokens};
@@ -70,7 +69,7 @@ impl KvCalibrate {
     /// Those of [`CalibrateSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: CalibrateSpec) -> Result<Self> {
         spec.check()?;
-        let kernel = cuda.kernel(&KV_CALIBRATE, calibrate_entry(&spec))?;
+        let kernel = cuda.kernel(calibrate_entry(&spec))?;
         Ok(Self { cuda: cuda.clone(), spec, kernel })
     }
 

@@ -5,7 +5,6 @@ use cudarc::driver::DeviceRepr;
 use super::table::Table;
 use super::{THREADS, block_stride, checked_items};
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::KV_COPY_PAGES;
 use crate::cuda::{Buffer, Cuda};
 use crate::layer::KvView;
 use crate::ops::{CopySpec, check_copies};
@@ -78,8 +77,8 @@ impl KvCopyPages {
     /// Those of [`CopySpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: CopySpec) -> Result<Self> {
         spec.check()?;
-        let wide = cuda.kernel(&KV_COPY_PAGES, "kv_copy_pages_wide")?;
-        let words = cuda.kernel(&KV_COPY_PAGES, "kv_copy_pages_words")?;
+        let wide = cuda.kernel("kv_copy_pages_wide")?;
+        let words = cuda.kernel("kv_copy_pages_words")?;
         Ok(Self { cuda: cuda.clone(), spec, wide, words })
     }
 

@@ -5,7 +5,6 @@ use cudarc::driver::DeviceRepr;
 use super::table::Table;
 use super::{Divisor, MAX_ITEMS, THREADS, block_stride, entry_of};
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::KV_GATHER;
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::{Gather, GatherRange, GatherSpec};
 use crate::tables::PageTable;
@@ -85,7 +84,7 @@ impl KvGather {
     /// Those of [`GatherSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: GatherSpec) -> Result<Self> {
         spec.check()?;
-        let kernel = cuda.kernel(&KV_GATHER, gather_entry(&spec))?;
+        let kernel = cuda.kernel(gather_entry(&spec))?;
         Ok(Self { cuda: cuda.clone(), spec, kernel })
     }
 

@@ -4,7 +4,6 @@ use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, MAX_ITEMS, THREADS, entry_of};
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::MERGE_ATTN_STATES;
 use crate::cuda::{Buffer, Cuda};
 use crate::layer::View;
 use crate::ops::{MergeStates, MergeStatesSpec};
@@ -87,7 +86,7 @@ impl MergeAttnStates {
     /// Those of [`MergeStatesSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: MergeStatesSpec) -> Result<Self> {
         spec.check()?;
-        let kernel = |entry| cuda.kernel(&MERGE_ATTN_STATES, entry);
+        let kernel = |entry| cuda.kernel(entry);
         let one = kernel(entry_of!("merge_attn_states_units1", spec.dtype))?;
         let two = kernel(entry_of!("merge_attn_states_units2", spec.dtype))?;
         let elements = kernel(entry_of!("merge_attn_states_elements", spec.dtype))?;

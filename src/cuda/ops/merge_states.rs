@@ -7,7 +7,6 @@ use super::{Divisor, THREADS, checked_items};
 use crate::Result;
 use crate::cuda::args::code;
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::MERGE_STATES;
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::{MergeStatesSpec, StateSets};
 
@@ -60,7 +59,7 @@ impl MergeStateSets {
     /// Those of [`MergeStatesSpec::check`], and [`crate::Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: MergeStatesSpec) -> Result<Self> {
         spec.check()?;
-        Ok(Self { cuda: cuda.clone(), spec, kernel: cuda.kernel(&MERGE_STATES, ENTRY)? })
+        Ok(Self { cuda: cuda.clone(), spec, kernel: cuda.kernel(ENTRY)? })
     }
 
     /// What this merge was made for.

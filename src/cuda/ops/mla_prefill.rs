@@ -7,7 +7,6 @@ use super::table::Table;
 use super::{Divisor, THREADS, checked_items};
 use crate::cuda::args::code;
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::MLA_PREFILL;
 use crate::cuda::{Buffer, Cuda};
 use crate::prefill::plan::{PrefillTile, TILE_WORDS, tiles};
 use crate::prefill::{Prefill, PrefillExtent, PrefillSequence, PrefillSpec, PrefillVariant};
@@ -105,7 +104,7 @@ impl MlaPrefill {
     pub fn new(cuda: &Cuda, spec: PrefillSpec) -> Result<Self> {
         spec.check()?;
         let (entry, rows) = entry_of(&spec);
-        Ok(Self { cuda: cuda.clone(), spec, kernel: cuda.kernel(&MLA_PREFILL, entry)?, rows })
+        Ok(Self { cuda: cuda.clone(), spec, kernel: cuda.kernel(entry)?, rows })
     }
 
     /// What this was made for.

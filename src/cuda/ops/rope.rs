@@ -5,7 +5,6 @@ use cudarc::driver::DeviceRepr;
 use super::table::Table;
 use super::{Divisor, checked_items, entry_of};
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::ROPE;
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::{Rope, RopeLayout, RopeSpec};
 use crate::{Error, Result};
@@ -119,7 +118,7 @@ impl Rotate {
     /// Those of [`RopeSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: RopeSpec) -> Result<Self> {
         spec.check()?;
-        let kernel = cuda.kernel(&ROPE, rope_entry(&spec))?;
+        let kernel = cuda.kernel(rope_entry(&spec))?;
         Ok(Self { cuda: cuda.clone(), spec, kernel })
     }
 

@@ -7,7 +7,6 @@ use super::rope::{CURE, Rows, THREADS};
 use super::{Divisor, checked_items, entry_of};
 use crate::cuda::args::code;
 use crate::cuda::driver::Kernel;
-use crate::cuda::ptx::ROPE_APPEND;
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::{RopeAppend, RopeAppendSpec};
 use crate::{Dtype, Result};
@@ -56,7 +55,7 @@ impl RotateAppend {
     /// Those of [`RopeAppendSpec::check`], and [`crate::Error::Cuda`].
     pub fn new(cuda: &Cuda, spec: RopeAppendSpec) -> Result<Self> {
         spec.check()?;
-        let kernel = cuda.kernel(&ROPE_APPEND, rope_append_entry(&spec))?;
+        let kernel = cuda.kernel(rope_append_entry(&spec))?;
         Ok(Self { cuda: cuda.clone(), spec, kernel })
     }
 

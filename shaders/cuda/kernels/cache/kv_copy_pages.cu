@@ -1,0 +1,75 @@
+// Copies whole pages inside one layer's pool, as raw bits.
+//
+//   for (from, to) of the table: kv[to] = kv[from]
+//
+// The host proved that no page is both read and written, and none written twice, so the order cannot matter.
+// A grid is for max_copies, so that a captured one serves every table that fits: blocks past its copies leave early.
+// A block copies one part of one page; a thread UNITS_PER_THREAD units of it, all loaded before the first is stored.
+
+// limits: kv_copy_pages_wide registers=32 threads=256
+// limits: kv_copy_pages_words registers=24 threads=256
+
+#include "lib/global.cuh"
+
+#define THREADS 256u
+#define UNITS_PER_THREAD 4u
+
+struct Args {
+    u64 kv;     // address of the layer's first page
+    u64 table;  // u32: the number of copies, then of each from and to
+    u64 block_stride; // bytes
+    u32 num_pages;
+    u32 page_units;
+    u32 blocks_per_page;
+    u32 max_copies; // for which the table has room
+};
+
+struct Wide {
+    typedef uint4 Unit;
+    static __device__ __forceinline__ uint4 load(u64 at) { return load_16(at); }
+    static __device__ __forceinline__ void store(u64 at, uint4 x) { store_16(at, x); }
+};
+
+struct Word {
+    typedef u32 Unit;
+    static __device__ __forceinline__ u32 load(u64 at) { return load_4(at); }
+    static __device__ __forceinline__ void store(u64 at, u32 x) { store_4(at, x); }
+};
+
+template <class Access>
+__device__ __forceinline__ void copy_pages(const Args &args) {
+    typedef typename Access::Unit Unit;
+    u32 copy = blockIdx.x / args.blocks_per_page;
+    u32 part = blockIdx.x % args.blocks_per_page;
+    u32 first = part * THREADS * UNITS_PER_THREAD + threadIdx.x;
+    if (copy >= args.max_copies) {
+        return;
+    }
+    u32 num_copies = read_4(args.table);
+    u32 from = read_4(args.table + 4ull + 8ull * copy);
+    u32 to = read_4(args.table + 8ull + 8ull * copy);
+    // The host proved that pages are of the pool; the bound keeps a wild table harmless too.
+    if (copy >= num_copies || from >= args.num_pages || to >= args.num_pages) {
+        return;
+    }
+    u64 source = args.kv + from * args.block_stride + (u64)first * sizeof(Unit);
+    u64 target = args.kv + to * args.block_stride + (u64)first * sizeof(Unit);
+    Unit units[UNITS_PER_THREAD];
+#pragma unroll
+    for (u32 i = 0; i < UNITS_PER_THREAD; i++) {
+        if (first + i * THREADS < args.page_units) {
+            units[i] = Access::load(source + i * THREADS * sizeof(Unit));
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < UNITS_PER_THREAD; i++) {
+        if (first + i * THREADS < args.page_units) {
+            Access::store(target + i * THREADS * sizeof(Unit), units[i]);
+        }
+    }
+}
+
+// 16 bytes at a time: pages, their stride and the first one's address are multiples of that.
+extern "C" __global__ void __launch_bounds__(THREADS) kv_copy_pages_wide(const Args args) { copy_pages<Wide>(args); }
+
+extern "C" __global__ void __launch_bounds__(THREADS) kv_copy_pages_words(const Args args) { copy_pages<Word>(args); }

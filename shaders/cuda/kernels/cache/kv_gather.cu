@@ -1,0 +1,213 @@
+// Gathers rows of the paged cache into a contiguous workspace.
+//
+//   for (slot, out_row, tokens) of the table, each in one page: for t < tokens:
+//     out[out_row + t] = convert(kv[slot / page_size][slot % page_size + t])
+//
+// A quad is 4 elements of one row; L + R and all offsets and strides are multiples of that. A place is a token that a piece could have,
+// page_size of them each. An item is the same quad of PLACES_PER_THREAD places: all are loaded before the first is converted.
+//
+// A grid is for max_pieces, so that a captured one serves every table that fits: threads past its pieces leave early.
+
+// limits: kv_gather_* registers=64 threads=256
+
+#include "lib/divisor.cuh"
+#include "lib/global.cuh"
+#include "lib/round.cuh"
+
+#define THREADS 256u
+#define PLACES_PER_THREAD 8u
+#define NO_ROW 0xFFFFFFFFu
+
+struct Args {
+    u64 kv;    // address of the layer's first page
+    u64 out;   // address of row 0
+    u64 table; // u32: the number of pieces, then (slot, out_row, tokens) of each
+    u64 block_stride; // bytes, as the other
+    u64 out_stride;
+    u32 max_rows;   // for which the output has room
+    u32 max_pieces; // for which the table has room
+    u32 num_slots;
+    u32 page_size;
+    u32 row_quads;
+    float k_scale;
+    Divisor by_row_quads;
+    Divisor by_page_size;
+};
+
+// How quads of a dtype are loaded, widened to f32 bits, narrowed from them and stored: BYTES words, as 4 elements have. `round` narrows what is
+// no NaN.
+struct F32 {
+    static const u32 BYTES = 4;
+    static __device__ __forceinline__ void load(u64 at, u32 *words) {
+        uint4 x = read_16(at);
+        words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+    }
+    static __device__ __forceinline__ void store(u64 at, const u32 *words) {
+        store_16(at, make_uint4(words[0], words[1], words[2], words[3]));
+    }
+    static __device__ __forceinline__ void round(const float *x, u32 *words) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            words[i] = __float_as_uint(x[i]);
+        }
+    }
+    static __device__ __forceinline__ void widen(const u32 *words, float, u32 *bits) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            bits[i] = words[i];
+        }
+    }
+    static __device__ __forceinline__ void narrow(const u32 *bits, u32 *words) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            words[i] = f32_quiet(bits[i]);
+        }
+    }
+};
+
+struct Half {
+    static const u32 BYTES = 2;
+    static __device__ __forceinline__ void load(u64 at, u32 *words) {
+        uint2 x = read_8(at);
+        words[0] = x.x, words[1] = x.y;
+    }
+    static __device__ __forceinline__ void store(u64 at, const u32 *words) { store_8(at, make_uint2(words[0], words[1])); }
+};
+
+struct F16 : Half {
+    static __device__ __forceinline__ void round(const float *x, u32 *words) { words[0] = f16_pair(x[0], x[1]), words[1] = f16_pair(x[2], x[3]); }
+    static __device__ __forceinline__ void widen(const u32 *words, float, u32 *bits) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            bits[i] = f32_bits_of_f16(words[i / 2] >> 16 * (i % 2) & 0xFFFFu);
+        }
+    }
+    static __device__ __forceinline__ void narrow(const u32 *bits, u32 *words) {
+        words[0] = f16_bits(bits[0]) | f16_bits(bits[1]) << 16;
+        words[1] = f16_bits(bits[2]) | f16_bits(bits[3]) << 16;
+    }
+};
+
+// A signalling NaN stays one in f32: `narrow` of the output's dtype makes it quiet.
+struct Bf16 : Half {
+    static __device__ __forceinline__ void round(const float *x, u32 *words) { words[0] = bf16_pair(x[0], x[1]), words[1] = bf16_pair(x[2], x[3]); }
+    static __device__ __forceinline__ void widen(const u32 *words, float, u32 *bits) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            bits[i] = words[i / 2] >> 16 * (i % 2) << 16;
+        }
+    }
+    static __device__ __forceinline__ void narrow(const u32 *bits, u32 *words) {
+        words[0] = bf16_bits(bits[0]) | bf16_bits(bits[1]) << 16;
+        words[1] = bf16_bits(bits[2]) | bf16_bits(bits[3]) << 16;
+    }
+};
+
+struct E4m3 {
+    static const u32 BYTES = 1;
+    static __device__ __forceinline__ void load(u64 at, u32 *words) { words[0] = read_4(at); }
+    static __device__ __forceinline__ void store(u64 at, const u32 *words) { store_4(at, words[0]); }
+    // Whether one of the 4 codes is a NaN.
+    static __device__ __forceinline__ bool any_nan(u32 codes) { return ((codes & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u) != 0; }
+    // Times k_scale, rounded once: a code is an f16 whose exponent is 8 too small, and 2^8 times that is exact. Of no NaN.
+    static __device__ __forceinline__ void scaled(u32 codes, float k_scale, float *x) {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            // Codes i and i + 2 at the tops of the halves.
+            u32 tops = i == 0 ? codes << 8 : codes;
+            u32 halves = (tops & 0x80008000u) | (tops >> 1 & 0x3F803F80u);
+            x[i] = __fmul_rn(f32_of_f16(halves & 0xFFFFu) * 256.0f, k_scale);
+            x[i + 2] = __fmul_rn(f32_of_f16(halves >> 16) * 256.0f, k_scale);
+        }
+    }
+    // The same, one by one, NaN codes too.
+    static __device__ __forceinline__ void widen(const u32 *words, float k_scale, u32 *bits) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u32 code = words[0] >> 8 * i;
+            float value = f32_of_f16((code & 0x7Fu) << 7) * 256.0f;
+            u32 magnitude = (code & 0x7Fu) == 0x7Fu ? 0x7FC00000u : __float_as_uint(__fmul_rn(value, k_scale));
+            bits[i] = magnitude | (code & 0x80u) << 24;
+        }
+    }
+};
+
+template <class A, class B> struct Same { static const bool VALUE = false; };
+template <class A> struct Same<A, A> { static const bool VALUE = true; };
+
+template <class In, class Out>
+__device__ __forceinline__ void convert(const u32 *words, float k_scale, u32 *codes) {
+    if constexpr (Same<In, E4m3>::VALUE) {
+        // Nearly always: a fifth of the instructions.
+        if (!E4m3::any_nan(words[0])) {
+            float x[4];
+            E4m3::scaled(words[0], k_scale, x);
+            return Out::round(x, codes);
+        }
+    }
+    u32 bits[4];
+    In::widen(words, k_scale, bits);
+    Out::narrow(bits, codes);
+}
+
+template <class In, class Out>
+__device__ __forceinline__ void gather(const Args &args) {
+    u32 item = blockIdx.x * THREADS + threadIdx.x;
+    u32 block = divide(item, args.by_row_quads);
+    u32 quad = item - block * args.row_quads;
+    u32 first = block * PLACES_PER_THREAD;
+    if (first >= args.max_pieces * args.page_size) {
+        return;
+    }
+    u32 num_places = min(read_4(args.table), args.max_pieces) * args.page_size;
+    if (first >= num_places) {
+        return;
+    }
+    u32 rows[PLACES_PER_THREAD];
+    u32 words[PLACES_PER_THREAD][In::BYTES];
+#pragma unroll
+    for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
+        u32 place = min(first + i, num_places - 1);
+        u32 piece = divide(place, args.by_page_size);
+        u32 t = place - piece * args.page_size;
+        u64 at = args.table + 4ull + 12ull * piece;
+        // The host proved that slots are of the pool; the bound keeps a wild table harmless too.
+        u32 slot = min(read_4(at) + t, args.num_slots - 1);
+        bool is_used = first + i < num_places && t < read_4(at + 8);
+        rows[i] = is_used ? read_4(at + 4) + t : NO_ROW;
+        u32 page = divide(slot, args.by_page_size);
+        u32 row = slot - page * args.page_size;
+        In::load(args.kv + page * args.block_stride + (u64)(row * args.row_quads + quad) * (4 * In::BYTES), words[i]);
+    }
+#pragma unroll
+    for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
+        if (rows[i] < args.max_rows) {
+            u64 to = args.out + rows[i] * args.out_stride + (u64)quad * (4 * Out::BYTES);
+            if constexpr (Same<In, Out>::VALUE) {
+                Out::store(to, words[i]);
+            } else {
+                u32 codes[Out::BYTES];
+                convert<In, Out>(words[i], args.k_scale, codes);
+                Out::store(to, codes);
+            }
+        }
+    }
+}
+
+#define KV_GATHER(NAME, IN, OUT) \
+    extern "C" __global__ void __launch_bounds__(THREADS) kv_gather_##NAME(const Args args) { gather<IN, OUT>(args); }
+
+// Equal dtypes are copied bit for bit, signalling NaNs included.
+KV_GATHER(f32_f32, F32, F32)
+KV_GATHER(f32_f16, F32, F16)
+KV_GATHER(f32_bf16, F32, Bf16)
+KV_GATHER(f16_f32, F16, F32)
+KV_GATHER(f16_f16, F16, F16)
+KV_GATHER(f16_bf16, F16, Bf16)
+KV_GATHER(bf16_f32, Bf16, F32)
+KV_GATHER(bf16_f16, Bf16, F16)
+KV_GATHER(bf16_bf16, Bf16, Bf16)
+KV_GATHER(e4m3_f32, E4m3, F32)
+KV_GATHER(e4m3_f16, E4m3, F16)
+KV_GATHER(e4m3_bf16, E4m3, Bf16)
+KV_GATHER(e4m3_e4m3, E4m3, E4m3)

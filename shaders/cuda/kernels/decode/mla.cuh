@@ -1,0 +1,105 @@
+// What mla_decode and mla_merge are given, and what they ask of it: src/cuda/args.rs, src/plan.rs and src/tables.rs.
+#pragma once
+
+#include "lib/ptx.cuh"
+
+constexpr u32 DIRECT = 0xFFFFFFFFu; // the slot of an item that writes its output itself
+constexpr float EMPTY = -1.0e38f; // a finite stand-in for the -inf of a row that has seen no key
+
+enum Dtype : u32 { F32, F16, BF16, E4M3 };
+
+// How a cache may be copied: all of its rows begin at multiples of 8 bytes, or of 16, or tensor copies take it in boxes.
+enum Copying : u32 { CHUNKS_8, CHUNKS_16, BOXES };
+
+struct WorkItem {
+    u32 first_row, num_rows, page_begin, kv_begin, kv_end, slot, pool, reserved;
+};
+
+struct QueryToken {
+    u32 token, visible;
+};
+
+struct Merge {
+    u32 token, begin, end;
+};
+
+// The front of the tables.
+struct Header {
+    u32 num_items, num_merges, page_size, num_pages;
+};
+
+// One step and one layer. Strides and places count elements.
+struct Args {
+    const Header* header;
+    const WorkItem* items;
+    const QueryToken* queries;
+    const Merge* merges;
+    const u32* merge_slots;
+    const u32* pages; // the flat page list
+    float* partials; // [slots, L + 4]: a row, then its base-2 LSE
+    const u8* q_nope; // [total_q, H, L]
+    const u8* q_pe; // [total_q, H, R]
+    const u8* kv; // [num_pages, page_size, L + R], the layer's first page
+    u8* out; // [total_q, H, L]
+    float* lse; // [total_q, H]
+    u64 q_nope_token_stride, q_nope_head_stride;
+    u64 q_pe_token_stride, q_pe_head_stride;
+    u64 kv_block_stride;
+    u64 out_token_stride, out_head_stride;
+    u64 lse_token_stride, lse_head_stride;
+    float logit_scale; // softmax_scale * q_scale * k_scale * log2(e)
+    float out_scale; // k_scale: the value is the latent
+    float lse_scale; // base-2 LSE to the base asked for
+    u32 num_heads;
+    u32 max_queries; // query tokens that q, out and lse hold, at least 1
+    u32 query_dtype, out_dtype;
+    u32 copies; // see Copying
+    u32 clamp_pages; // whether page ids may lie outside the pool
+    u32 page_size;
+    u32 num_pages;
+    u32 tile_pages, tile_rest; // a tile's tokens by the page size
+    u32 multiprocessors;
+};
+
+__host__ __device__ constexpr int bytes_of(Dtype dtype) {
+    return dtype == F32 ? 4 : dtype == E4M3 ? 1 : 2;
+}
+
+// An element of a query.
+DEVICE float element(const u8* row, u32 dtype, u32 column) {
+    switch (dtype) {
+        case F32: return reinterpret_cast<const float*>(row)[column];
+        case F16: return f16_to_float(reinterpret_cast<const u16*>(row)[column]);
+        case BF16: return bf16_to_float(reinterpret_cast<const u16*>(row)[column]);
+        default: return e4m3_to_float(row[column]);
+    }
+}
+
+// A step may be prepared again, with more query tokens than the binding has, after its graph was captured: no host check
+// can see that, and this keeps it inside of q, out and lse.
+DEVICE u32 bound_token(const Args& args, u32 token) {
+    return min(token, args.max_queries - 1);
+}
+
+// A page id as a kernel may follow it: the host checks its own lists, not one that was written on the card.
+DEVICE u32 bound_page(const Args& args, u32 id) {
+    return args.clamp_pages ? min(id, args.num_pages - 1) : id;
+}
+
+// Two neighbours of an output row; `column` is even.
+DEVICE void store_out(const Args& args, u32 token, u32 head, u32 column, float first, float second) {
+    const u64 at = token * args.out_token_stride + head * args.out_head_stride + column;
+    first *= args.out_scale;
+    second *= args.out_scale;
+    switch (args.out_dtype) {
+        case F32: reinterpret_cast<float2*>(args.out)[at / 2] = make_float2(first, second); break;
+        case F16: reinterpret_cast<u32*>(args.out)[at / 2] = pack_f16(first, second); break;
+        default: reinterpret_cast<u32*>(args.out)[at / 2] = pack_bf16(first, second);
+    }
+}
+
+// A row's LSE from base 2; `seen` is false for a row that sees no key.
+DEVICE void store_lse(const Args& args, u32 token, u32 head, float base_2, bool seen) {
+    args.lse[token * args.lse_token_stride + head * args.lse_head_stride] =
+        seen ? base_2 * args.lse_scale : __uint_as_float(0xFF800000u);
+}

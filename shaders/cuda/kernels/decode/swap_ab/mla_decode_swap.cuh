@@ -1,0 +1,328 @@
+// mla_decode for Hopper's warpgroup matrices (`wgmma`), where 16 or 32 query rows share a block: those are the columns of each product (`swap AB`),
+// as a matrix of a warpgroup has 64 rows, and tokens and latent columns there are enough of.
+//
+// The work items, tables and sums of mla_decode.cuh. A warpgroup multiplies, other warps load: tiles of TOKENS cache rows, of which shared memory has room
+// for two, each warp 16 rows of every second. For each tile:
+//   1. scores   [tokens, query rows] = keys x queries, both from shared memory
+//   2. softmax  by the maxima so far, while the block votes whether one of them grew by more than LAZY; if so, once more by the new ones
+//   3. values   [latent columns, query rows] += values, turned, x weights, which lie in shared memory in two turns. After each 16 tokens their place is
+//               filled again
+//
+// Tokens past the item's end are zeros and weigh 0. Weights, maxima and the order of sums do not depend on which rows share a block, nor on how
+// a tile was copied.
+#pragma once
+
+#include "decode/decode_queries.cuh"
+#include "swap_loader.cuh"
+#include "lib/wgmma.cuh"
+
+// How a block cuts an item.
+template <Dtype CACHE_, int ROWS_>
+struct SwapTile {
+    static constexpr Dtype CACHE = CACHE_;
+    static constexpr int LATENT = 512, DIM = 576, ROWS = ROWS_, TOKENS = 64, PARTS = 1;
+    static constexpr int PARTS_OF_TILE = TOKENS / 16;
+    static constexpr int WARPS = 4, LOADERS = 2 * PARTS_OF_TILE, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply, that load
+    // Of a thread that multiplies; and blocks whose threads would find room for theirs, so that some is left for a merge's blocks.
+    static constexpr int REGISTERS = ROWS == 16 ? 128 : 216, BLOCKS = ROWS == 16 ? 2 : 1;
+    static constexpr int STEPS = DIM / 16; // of a score
+    static constexpr int ROW_TILES = ROWS / 8, COLUMN_TILES = LATENT / 64; // of a warpgroup's sums
+    static constexpr int QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = ROWS / WARPS / (CACHE == BF16 ? 1 : 2);
+    using Order = GroupOrder<8>; // of a box
+    using QueryOrder = GroupOrder<ROWS>;
+    static constexpr int BOX_BYTES = 8 * DIM * 2, PLACE_BYTES = 2 * BOX_BYTES; // of a loader: a part of every second tile
+    static constexpr int QUERIES_AT = 0, PLACES_AT = ROWS * QUERY_BYTES;
+    static constexpr int WEIGHTS_AT = PLACES_AT + LOADERS * PLACE_BYTES, WEIGHTS_BYTES = TOKENS * 128, TURN_BYTES = ROWS * 2; // [TOKENS, 64 of which 2 turns of ROWS]
+    static constexpr int MAXIMA_AT = WEIGHTS_AT + WEIGHTS_BYTES; // [WARPS, ROWS], sums in the end
+    static constexpr int SCALES_AT = MAXIMA_AT + WARPS * ROWS * 4; // [ROWS]
+    static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]
+    static constexpr int LSE_AT = SEEN_AT + ROWS * 4; // [ROWS]
+    static constexpr int FULL_AT = LSE_AT + ROWS * 4; // [LOADERS] barriers, of 8 bytes
+    static constexpr int EMPTY_AT = FULL_AT + LOADERS * 8; // [LOADERS]
+    static constexpr int STAGED_AT = EMPTY_AT + LOADERS * 8; // a barrier
+    static constexpr int SHARED_BYTES = STAGED_AT + 8;
+    // The output on its way out, where the cache was: lanes of 4 pairs of rows use other banks.
+    static constexpr int OUTPUT_PITCH = LATENT + 4;
+    static_assert(ROWS * OUTPUT_PITCH * 4 <= LOADERS * PLACE_BYTES, "fits");
+};
+
+// A lane's sums: [8 rows, 64 in a warpgroup] x [8 query rows], of which it has two and two.
+template <class T>
+using Sums = float[T::ROW_TILES][4];
+
+// The output of a block, of which a warp has 16 of each 64 columns.
+template <class T>
+struct TurnedOutput {
+    Sums<T> sums[T::COLUMN_TILES] = {};
+
+    // By a factor for each query row.
+    DEVICE void rescale(const float (&factor)[T::ROW_TILES][2]) {
+#pragma unroll
+        for (int c = 0; c < T::COLUMN_TILES; c++)
+#pragma unroll
+            for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[c][j][e] *= factor[j][e % 2];
+    }
+
+    // 16 tokens; on their way then.
+    DEVICE void add(u32 place, u32 weights) {
+        const u64 values = matrix_at(place, 0, T::BOX_BYTES), b = matrix_at(weights);
+#pragma unroll
+        for (int c = 0; c < T::COLUMN_TILES; c++) multiply_turned<T::CACHE == BF16>(sums[c], values + T::Order::groups(c) / 16, b);
+        commit_multiplications();
+    }
+
+    DEVICE void pin_all() {
+#pragma unroll
+        for (int c = 0; c < T::COLUMN_TILES; c++) pin(sums[c]);
+    }
+};
+
+// The weights of a lane's scores, two query rows a word, and their sums by row.
+template <class T>
+DEVICE void weigh_turned(const Sums<T>& logits, const float (&top)[T::ROW_TILES][2], float (&sum)[T::ROW_TILES][2], u32 to) {
+#pragma unroll
+    for (int j = 0; j < T::ROW_TILES; j++) {
+        const float base[2] = {base_of(top[j][0]), base_of(top[j][1])};
+        sum[j][0] = sum[j][1] = 0.0f;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float low = exp2_fast(logits[j][2 * h] - base[0]), high = exp2_fast(logits[j][2 * h + 1] - base[1]);
+            sum[j][0] += low;
+            sum[j][1] += high;
+            store_4((to ^ j << 4) + h * (8 * 128), T::CACHE == BF16 ? pack_bf16(low, high) : pack_f16(low, high));
+        }
+    }
+}
+
+// The output, once all of it lies in shared memory: all warps of the block.
+template <class T>
+DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared, u32 warp) {
+    wait_for_arrivals(shared_address(shared + T::STAGED_AT), 0);
+    const float* staged = reinterpret_cast<const float*>(shared + T::PLACES_AT);
+    const float* lse = reinterpret_cast<const float*>(shared + T::LSE_AT);
+    const u32 lane = threadIdx.x % LANES;
+    for (u32 row = warp; row < item.num_rows; row += T::WARPS + T::LOADERS) {
+        const u32 index = item.first_row + row, token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
+        float* partial = args.partials + (static_cast<u64>(item.slot) + row) * (T::LATENT + 4);
+        if (lane == 0) {
+            if (item.slot == DIRECT) {
+                store_lse(args, token, head, lse[row], lse[row] != EMPTY);
+            } else {
+                partial[T::LATENT] = lse[row];
+            }
+        }
+#pragma unroll
+        for (u32 column = lane * 4; column < T::LATENT; column += LANES * 4) {
+            const float4 out = *reinterpret_cast<const float4*>(staged + row * T::OUTPUT_PITCH + column);
+            if (item.slot == DIRECT) {
+                store_out(args, token, head, column, out.x, out.y);
+                store_out(args, token, head, column + 2, out.z, out.w);
+            } else {
+                *reinterpret_cast<float4*>(partial + column) = out;
+            }
+        }
+    }
+}
+
+template <class T>
+DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const WorkItem item = args.items[blockIdx.x];
+    let_next_kernel_begin();
+    const u32 num_items = args.header->num_items;
+    if (blockIdx.x >= num_items) return wait_for_kernel_before();
+    const u32 base = shared_address(shared), places = base + T::PLACES_AT, full = base + T::FULL_AT, empty = base + T::EMPTY_AT;
+    float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
+    float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
+    u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT);
+    float* lse = reinterpret_cast<float*>(shared + T::LSE_AT);
+    // The same for all of a warp, as the compiler has to know.
+    const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
+
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < T::LOADERS; i++) {
+            begin_barrier(full + i * 8, 1);
+            begin_barrier(empty + i * 8, T::WARPS);
+        }
+        begin_barrier(base + T::STAGED_AT, T::WARPS * LANES);
+        before_tensor_copies();
+    }
+    __syncthreads();
+    wait_for_kernel_before();
+    if (warp >= T::WARPS) {
+        give_registers<40>();
+        const u32 loader = warp - T::WARPS;
+        PartLoader<T>{args, map, item, places + loader * T::PLACE_BYTES, full + loader * 8, empty + loader * 8}.run(loader / T::PARTS_OF_TILE, loader % T::PARTS_OF_TILE * 16);
+        return write_rows<T>(args, item, shared, warp);
+    }
+    take_registers<T::REGISTERS>();
+
+    const u32 staged = base + T::QUERIES_AT;
+    QueryRows<T> rows;
+    for (u32 row = warp; row < T::ROWS; row += rows.BATCH * T::WARPS) {
+        rows.ask(args, item, row);
+        rows.store(args, row, staged, scales);
+    }
+    u32 seen_by_all = ~0u; // keys
+    if (lane < T::ROWS) {
+        const u32 index = item.first_row + min(lane, item.num_rows - 1);
+        seen_by_all = min(args.queries[index / args.num_heads].visible, item.kv_end);
+        if (warp == 0) seen[lane] = seen_by_all;
+    }
+    seen_by_all = __reduce_min_sync(~0u, seen_by_all);
+    before_tensor_copies();
+    wait_for_warps<T::WARPS>(1);
+
+    // A lane has tokens lane / 4 and 8 further of its warp's 16, and two neighbouring query rows of every eight.
+    const u32 first_row = lane % 4 * 2, first_token = warp * 16 + lane / 4;
+    float top[T::ROW_TILES][2], sum[T::ROW_TILES][2];
+#pragma unroll
+    for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            top[j][e] = EMPTY;
+            sum[j][e] = 0.0f;
+        }
+    TurnedOutput<T> output;
+    const u64 queries = matrix_at(staged);
+    const u32 weights = base + T::WEIGHTS_AT, own_weights = weights + first_token * 128 + (lane / 4 << 4) + lane % 4 * 4;
+    auto done_with = [&](u32 barrier) {
+        __syncwarp();
+        if (lane == 0) arrive(barrier);
+    };
+
+    Sums<T> logits;
+    // 1. scores of a tile; on their way then.
+    auto score = [&](u32 tile) {
+        const u32 first = tile % 2 * T::PARTS_OF_TILE;
+#pragma unroll
+        for (int i = 0; i < T::PARTS_OF_TILE; i++) wait_for_arrivals(full + (first + i) * 8, tile / 2 % 2);
+        const u64 keys = matrix_at(places + first * T::PLACE_BYTES, 0, T::BOX_BYTES);
+        begin_multiplications(logits);
+#pragma unroll
+        for (int step = 0; step < T::STEPS; step++)
+            multiply_columns<T::CACHE == BF16>(logits, keys + (T::Order::groups(step / 4) + step % 4 * 32) / 16, queries + (T::QueryOrder::groups(step / 4) + step % 4 * 32) / 16, step > 0);
+        end_of_multiplications(logits);
+    };
+    const u32 num_tiles = (item.kv_end - item.kv_begin + T::TOKENS - 1) / T::TOKENS;
+    if (num_tiles > 0) {
+        score(0);
+        wait_for_multiplications<0>();
+        pin(logits);
+    }
+    for (u32 tile = 0; tile < num_tiles; tile++) {
+        const u32 tile_begin = item.kv_begin + tile * T::TOKENS;
+        // 2. softmax
+        const bool masks = tile_begin + T::TOKENS > seen_by_all;
+        bool grows = false;
+#pragma unroll
+        for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const u32 row = first_row + j * 8 + e % 2;
+                float& logit = logits[j][e];
+                logit *= scales[row];
+                if (masks && tile_begin + first_token + e / 2 * 8 >= seen[row]) logit = EMPTY;
+                grows |= logit > top[j][e % 2] + LAZY;
+            }
+        float fresh[T::ROW_TILES][2];
+        const u32 turn = tile % 2 * T::TURN_BYTES, to = own_weights ^ turn;
+        weigh_turned<T>(logits, top, fresh, to);
+        before_tensor_copies();
+        if (any_of_warps<T::WARPS>(1, grows)) {
+            float factor[T::ROW_TILES][2];
+#pragma unroll
+            for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float largest = fmaxf(logits[j][e], logits[j][e + 2]);
+#pragma unroll
+                    for (int lanes = 4; lanes < LANES; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+                    if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = largest;
+                }
+            wait_for_warps<T::WARPS>(1);
+#pragma unroll
+            for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float largest = EMPTY;
+#pragma unroll
+                    for (int w = 0; w < T::WARPS; w++) largest = fmaxf(largest, maxima[w * T::ROWS + first_row + j * 8 + e]);
+                    factor[j][e] = 1.0f;
+                    if (largest > top[j][e] + LAZY) {
+                        factor[j][e] = exp2_fast(top[j][e] - largest);
+                        top[j][e] = largest;
+                    }
+                    sum[j][e] *= factor[j][e];
+                }
+            output.rescale(factor);
+            weigh_turned<T>(logits, top, fresh, to);
+            before_tensor_copies();
+            wait_for_warps<T::WARPS>(1);
+        }
+#pragma unroll
+        for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) sum[j][e] += fresh[j][e];
+
+        // 3. values, then the next tile's scores
+        const u32 first = tile % 2 * T::PARTS_OF_TILE;
+        output.pin_all();
+        before_multiplications();
+#pragma unroll
+        for (int i = 0; i < T::PARTS_OF_TILE; i++) output.add(places + (first + i) * T::PLACE_BYTES, weights + turn + i * (16 * 128));
+        output.pin_all();
+        unrolled<T::PARTS_OF_TILE - 1>([&](auto i) {
+            wait_for_multiplications<T::PARTS_OF_TILE - 1 - i.value>();
+            done_with(empty + (first + i.value) * 8);
+        });
+        if (tile + 1 < num_tiles) {
+            score(tile + 1);
+            wait_for_multiplications<1>();
+            done_with(empty + (first + T::PARTS_OF_TILE - 1) * 8);
+        }
+        wait_for_multiplications<0>();
+        output.pin_all();
+        pin(logits);
+    }
+
+    // The rows' sums, then the output, by rows.
+#pragma unroll
+    for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int lanes = 4; lanes < LANES; lanes *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], lanes);
+            if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = sum[j][e];
+        }
+    wait_for_warps<T::WARPS>(1);
+    float* staged_out = reinterpret_cast<float*>(shared + T::PLACES_AT);
+#pragma unroll
+    for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const u32 row = first_row + j * 8 + e;
+            float total = 0.0f;
+#pragma unroll
+            for (int w = 0; w < T::WARPS; w++) total += maxima[w * T::ROWS + row];
+            const bool any = total > 0.0f;
+            const float share = any ? 1.0f / total : 1.0f;
+            if (warp == 0 && lane < 4) lse[row] = any ? top[j][e] + log2_fast(total) : EMPTY;
+#pragma unroll
+            for (int c = 0; c < T::COLUMN_TILES; c++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) staged_out[row * T::OUTPUT_PITCH + c * 64 + first_token + h * 8] = output.sums[c][j][2 * h + e] * share;
+        }
+    // Each thread: compute-sanitizer sees no order through a barrier of the block's threads in two places.
+    arrive(base + T::STAGED_AT);
+    write_rows<T>(args, item, shared, warp);
+}
+
+#define DECODE_SWAPPED(name, ...) \
+    extern "C" __global__ void __launch_bounds__(SwapTile<__VA_ARGS__>::THREADS, SwapTile<__VA_ARGS__>::BLOCKS) name(const __grid_constant__ Args args, const __grid_constant__ TensorMap map) { \
+        decode_swapped<SwapTile<__VA_ARGS__>>(args, map); \
+    } \
+    NUMBERS_OF(name, SwapTile<__VA_ARGS__>)

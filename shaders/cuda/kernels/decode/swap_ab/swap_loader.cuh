@@ -1,0 +1,69 @@
+// How a block of mla_decode_swap.cuh gets its cache to shared memory, while others multiply.
+#pragma once
+
+#include "decode/decode_tile.cuh"
+
+// A warp that loads: 16 tokens of every second tile. In boxes of 8, or, where a page is no multiple of them, the item does not begin with one, or it ends,
+// in chunks of 16 bytes.
+template <class T>
+struct PartLoader {
+    static constexpr int PASS_ROWS = LANES / 8, PASSES = 16 / PASS_ROWS;
+    const Args& args;
+    const TensorMap& map;
+    const WorkItem& item;
+    const u32 place, full, empty; // where they go; its barriers
+
+    // From token `first` of the item's first or second tile on.
+    DEVICE void run(u32 tile, u32 first) const {
+        const u32 lane = threadIdx.x % LANES;
+        const bool boxes = args.copies == BOXES && item.kv_begin % 8 == 0, asks = lane < 2;
+        u32 parity = 1;
+        if (boxes) prefetch_map(map);
+        for (u32 tile_begin = item.kv_begin + tile * T::TOKENS; tile_begin < item.kv_end; tile_begin += 2 * T::TOKENS) {
+            const u32 begin = tile_begin + first;
+            // What copies need is asked for before there is room for them.
+            if (boxes && begin + 16 <= item.kv_end) {
+                const u32 token = begin + lane * 8, page = token / args.page_size;
+                u32 id = 0;
+                if (asks) id = page_id(args, item, page);
+                wait_for_arrivals(empty, parity);
+                if (lane == 0) arrive_and_expect(full, T::PLACE_BYTES);
+                __syncwarp();
+                if (asks) copy_box_once(place + lane * T::BOX_BYTES, map, token - page * args.page_size, id, full);
+            } else {
+                const u8* from[PASSES];
+                find_rows(from, begin);
+                wait_for_arrivals(empty, parity);
+                copy_rows(from, begin);
+                before_tensor_copies();
+                __syncwarp();
+                if (lane == 0) arrive(full);
+            }
+            parity ^= 1;
+        }
+    }
+
+    DEVICE static u32 row_of(int pass) { return threadIdx.x % LANES / 8 + pass * PASS_ROWS; }
+
+    DEVICE void find_rows(const u8* (&from)[PASSES], u32 begin) const {
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            const u32 token = begin + row_of(i);
+            u64 element = 0;
+            if (token < item.kv_end) element = row_of_token<T::DIM>(args, item, token);
+            from[i] = args.kv + element * 2;
+        }
+    }
+
+    DEVICE void copy_rows(const u8* const (&from)[PASSES], u32 begin) const {
+        const u32 chunk = threadIdx.x % 8;
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            const u32 row = row_of(i), to = place + row / 8 * T::BOX_BYTES + T::Order::at(row % 8, chunk);
+#pragma unroll
+            for (int group = 0; group < T::DIM / 64; group++) copy_16(to + T::Order::groups(group), from[i] + (group * 8 + chunk) * 16, begin + row < item.kv_end, true);
+        }
+        end_of_group();
+        wait_for_all_but<0>();
+    }
+};

@@ -1,0 +1,317 @@
+// Attention of new tokens over keys and values that are there for each head: MLA's expanded form, in f32. The twin of shaders/mla_prefill.wgsl: the
+// same tiles of query rows.
+//
+//   1. scores   ROWS x KEYS dot products; a slice of DEPTH of both is in shared memory at a time
+//   2. softmax  online: the 16 threads of a row are neighbours in a warp
+//   3. values   times the weights, some keys at a time, where the slices were
+//
+// A thread has some rows, 16 apart; of them four keys, 16 apart, and some quads of columns. Keys past the last one that the tile sees repeat
+// it and weigh 0.
+//
+// A grid is for max_tiles, so that a captured one serves every work list that fits: blocks past its tiles leave early.
+
+// limits: mla_prefill_128 registers=168 threads=256
+// limits: mla_prefill_256 registers=128 threads=256
+// limits: mla_prefill_exact registers=128 threads=256
+
+#include "lib/divisor.cuh"
+#include "lib/quads.cuh"
+
+#define THREADS 256u
+#define KEYS 64u
+#define DEPTH_QUADS 8u
+// In float4: of neighbouring rows, 8 lanes then read different banks.
+#define SLICE_PITCH (DEPTH_QUADS + 1)
+#define WEIGHT_PITCH (KEYS / 4 + 1)
+// A finite stand-in for the -inf of a row that has seen no key.
+#define EMPTY (-1.0e38f)
+
+struct Args {
+    Place q_nope;
+    Place q_pe;
+    Place k_nope;
+    Place k_pe;
+    Place v;
+    Place out;
+    Place lse;
+    u64 table; // u32: the number of tiles, then six words of each
+    float logit_scale; // softmax_scale * log2(e)
+    u32 max_tokens;
+    u32 max_keys;
+    u32 max_rows; // of the output and the LSE
+    u32 max_tiles; // for which the table has room
+    u32 num_heads;
+    u32 nope_quads;
+    u32 quads; // of both parts
+    u32 value_quads;
+    u32 dtype;
+    u32 out_dtype;
+    u32 reserved;
+    Divisor by_num_heads;
+};
+
+// `PrefillTile` of src/prefill/plan.rs, of one head.
+struct Tile {
+    u32 first_token, num_rows, kv_begin, num_keys;
+    int first_visible;
+    u32 first_row; // of the output
+    u32 head;
+};
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A step may be prepared again, with more than the binding has, after its graph was captured: these keep it inside of the arrays.
+__device__ __forceinline__ u32 token_of(const Args &args, const Tile &tile, u32 row) {
+    return min(tile.first_token + min(row, tile.num_rows - 1), args.max_tokens - 1);
+}
+
+__device__ __forceinline__ u32 key_of(const Args &args, const Tile &tile, u32 key) {
+    return min(tile.kv_begin + min(key, tile.num_keys - 1), args.max_keys - 1);
+}
+
+// Keys that a row sees.
+__device__ __forceinline__ u32 visible_to(const Tile &tile, u32 row) {
+    return (u32)min(max(tile.first_visible + (int)row, 0), (int)tile.num_keys);
+}
+
+// A slice of queries, then of keys, zeros past their last quad.
+template <u32 ROWS>
+__device__ __forceinline__ void stage_slice(const Args &args, const Tile &tile, u32 block, u32 slice, float4 *staged) {
+    constexpr u32 LOADS = (ROWS + KEYS) * DEPTH_QUADS / THREADS;
+    u32 quad = slice * DEPTH_QUADS + threadIdx.x % DEPTH_QUADS;
+    u32 near = min(quad, args.quads - 1);
+    bool is_nope = near < args.nope_quads;
+    u32 column = (is_nope ? near : near - args.nope_quads) * quad_bytes(args.dtype);
+    u64 at[LOADS];
+    float4 loaded[LOADS];
+#pragma unroll
+    for (u32 i = 0; i < LOADS; i++) {
+        u32 row = (i * THREADS + threadIdx.x) / DEPTH_QUADS;
+        // Of one kind for all threads: ROWS of them are a whole number of turns.
+        if (i * THREADS / DEPTH_QUADS < ROWS) {
+            at[i] = row_of(is_nope ? args.q_nope : args.q_pe, token_of(args, tile, row), tile.head) + column;
+        } else {
+            at[i] = row_of(is_nope ? args.k_nope : args.k_pe, key_of(args, tile, block + row - ROWS), tile.head) + column;
+        }
+    }
+    read_quads(at, args.dtype, loaded);
+#pragma unroll
+    for (u32 i = 0; i < LOADS; i++) {
+        u32 row = (i * THREADS + threadIdx.x) / DEPTH_QUADS;
+        staged[row * SLICE_PITCH + threadIdx.x % DEPTH_QUADS] = quad < args.quads ? loaded[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+// [VALUE_KEYS, ROW_QUADS]; columns past the last one repeat it, for sums that nobody stores.
+template <u32 ROW_QUADS>
+__device__ __forceinline__ void stage_values(const Args &args, const Tile &tile, u32 first_key, float4 *staged) {
+    u64 at[4];
+    float4 loaded[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        u32 index = i * THREADS + threadIdx.x;
+        u32 quad = min(index % ROW_QUADS, args.value_quads - 1);
+        at[i] = row_of(args.v, key_of(args, tile, first_key + index / ROW_QUADS), tile.head) + quad * quad_bytes(args.dtype);
+    }
+    read_quads(at, args.dtype, loaded);
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        staged[i * THREADS + threadIdx.x] = loaded[i];
+    }
+}
+
+__device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// Over the 16 threads of a row.
+__device__ __forceinline__ float largest_of_row(float x) {
+#pragma unroll
+    for (u32 lanes = 1; lanes < 16; lanes *= 2) {
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+    }
+    return x;
+}
+
+__device__ __forceinline__ float sum_of_row(float x) {
+#pragma unroll
+    for (u32 lanes = 1; lanes < 16; lanes *= 2) {
+        x += __shfl_xor_sync(~0u, x, lanes);
+    }
+    return x;
+}
+
+template <u32 ROWS, u32 COLUMN_QUADS, bool IS_EXACT>
+__device__ __forceinline__ void attend(const Args &args) {
+    constexpr u32 ROWS_OF_THREAD = ROWS / 16;
+    constexpr u32 ROW_QUADS = 16 * COLUMN_QUADS;
+    constexpr u32 VALUE_KEYS = 4 * THREADS / ROW_QUADS;
+    constexpr u32 TURN = IS_EXACT ? 1 : 2;
+    constexpr u32 SLICES = (ROWS + KEYS) * SLICE_PITCH;
+    __shared__ float4 staged[SLICES > 4 * THREADS ? SLICES : 4 * THREADS];
+    __shared__ float4 weights[ROWS * WEIGHT_PITCH];
+
+    u32 number = divide(blockIdx.x, args.by_num_heads);
+    let_next_kernel_begin();
+    wait_for_kernel_before();
+    if (number >= min(read_4(args.table), args.max_tiles)) {
+        return;
+    }
+    u64 at = args.table + 4 + 24ull * number;
+    Tile tile = {read_4(at), read_4(at + 4), read_4(at + 8), read_4(at + 12), (int)read_4(at + 16), read_4(at + 20), blockIdx.x - number * args.num_heads};
+    tile.num_keys = args.max_keys > 0 ? tile.num_keys : 0;
+    u32 tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+
+    float row_max[ROWS_OF_THREAD], row_sum[ROWS_OF_THREAD]; // the sum is over this thread's keys only
+    float4 out[ROWS_OF_THREAD][COLUMN_QUADS];
+#pragma unroll
+    for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+        row_max[i] = EMPTY;
+        row_sum[i] = 0.0f;
+#pragma unroll
+        for (u32 c = 0; c < COLUMN_QUADS; c++) {
+            out[i][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+
+#pragma unroll 1
+    for (u32 block = 0; block < tile.num_keys; block += KEYS) {
+        // 1. scores
+        float score[ROWS_OF_THREAD][4] = {}, rest[ROWS_OF_THREAD][4] = {};
+#pragma unroll 1
+        for (u32 slice = 0; slice * DEPTH_QUADS < args.quads; slice++) {
+            __syncthreads();
+            stage_slice<ROWS>(args, tile, block, slice, staged);
+            __syncthreads();
+#pragma unroll 1
+            for (u32 turn = 0; turn < DEPTH_QUADS; turn += TURN) {
+                // Summed apart: of large logits a long sum would lose more.
+                float part[ROWS_OF_THREAD][4] = {};
+#pragma unroll
+                for (u32 quad = turn; quad < turn + TURN; quad++) {
+                    float4 query[ROWS_OF_THREAD];
+#pragma unroll
+                    for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                        query[i] = staged[(i * 16 + ty) * SLICE_PITCH + quad];
+                    }
+#pragma unroll
+                    for (u32 j = 0; j < 4; j++) {
+                        float4 key = staged[(ROWS + j * 16 + tx) * SLICE_PITCH + quad];
+#pragma unroll
+                        for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                            part[i][j] = dot(query[i], key, part[i][j]);
+                        }
+                    }
+                }
+#pragma unroll
+                for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+#pragma unroll
+                    for (u32 j = 0; j < 4; j++) {
+                        float sum = score[i][j] + part[i][j];
+                        if (IS_EXACT) {
+                            // What the rounding lost.
+                            float added = sum - score[i][j];
+                            rest[i][j] += (score[i][j] - (sum - added)) + (part[i][j] - added);
+                        }
+                        score[i][j] = sum;
+                    }
+                }
+            }
+        }
+
+        // 2. softmax
+#pragma unroll
+        for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+            u32 visible = visible_to(tile, i * 16 + ty);
+            float top = row_max[i];
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                top = block + j * 16 + tx < visible ? fmaxf(top, score[i][j] * args.logit_scale) : top;
+            }
+            top = largest_of_row(top);
+            float factor = exp2_fast(row_max[i] - top);
+            row_max[i] = top;
+            row_sum[i] *= factor;
+#pragma unroll
+            for (u32 c = 0; c < COLUMN_QUADS; c++) {
+                out[i][c] = plus_product(factor, out[i][c], make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+            }
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                // The product is not rounded before the subtraction: large logits lose nothing more than the dot has lost.
+                float exponent = fmaf(score[i][j], args.logit_scale, -top);
+                exponent = IS_EXACT ? fmaf(rest[i][j], args.logit_scale, exponent) : exponent;
+                float weight = block + j * 16 + tx < visible ? exp2_fast(exponent) : 0.0f;
+                row_sum[i] += weight;
+                ((float *)weights)[(i * 16 + ty) * (4 * WEIGHT_PITCH) + j * 16 + tx] = weight;
+            }
+        }
+
+        // 3. values
+#pragma unroll 1
+        for (u32 first = 0; first < KEYS && block + first < tile.num_keys; first += VALUE_KEYS) {
+            __syncthreads();
+            stage_values<ROW_QUADS>(args, tile, block + first, staged);
+            __syncthreads();
+#pragma unroll 1
+            for (u32 key = 0; key < VALUE_KEYS; key += 4) {
+                float4 weight[ROWS_OF_THREAD];
+#pragma unroll
+                for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                    weight[i] = weights[(i * 16 + ty) * WEIGHT_PITCH + (first + key) / 4];
+                }
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) {
+#pragma unroll
+                    for (u32 c = 0; c < COLUMN_QUADS; c++) {
+                        float4 value = staged[(key + j) * ROW_QUADS + c * 16 + tx];
+#pragma unroll
+                        for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                            float w = j == 0 ? weight[i].x : j == 1 ? weight[i].y : j == 2 ? weight[i].z : weight[i].w;
+                            out[i][c] = plus_product(w, value, out[i][c]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+#pragma unroll
+    for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+        float sum = sum_of_row(row_sum[i]);
+        u32 row = i * 16 + ty, to = tile.first_row + row;
+        if (row >= tile.num_rows || to >= args.max_rows) {
+            continue;
+        }
+        bool any = sum > 0.0f;
+        float factor = any ? 1.0f / sum : 0.0f;
+#pragma unroll
+        for (u32 c = 0; c < COLUMN_QUADS; c++) {
+            if (c * 16 + tx < args.value_quads) {
+                float4 x = out[i][c];
+                x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+                store_quad(row_of(args.out, to, tile.head) + (c * 16 + tx) * quad_bytes(args.out_dtype), args.out_dtype, x);
+            }
+        }
+        if (tx == 0) {
+            float lse = (row_max[i] + log2_fast(sum)) * 0.693147182f;
+            store_4(row_of(args.lse, to, tile.head), any ? __float_as_uint(lse) : 0xFF800000u);
+        }
+    }
+}
+
+// Of 16 bits, with values of up to so many columns; and of f32, whose errors may be smaller.
+// The first one needs some registers more than two blocks of a multiprocessor leave it.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_prefill_128(const Args args) { attend<64, 2, false>(args); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_256(const Args args) { attend<32, 4, false>(args); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_exact(const Args args) { attend<32, 4, true>(args); }

@@ -1,0 +1,186 @@
+// Each token's rows times the matrix of their head, in f32.
+//
+//   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
+//
+// A block makes TOKENS x COLUMNS of one head's products. A slice of DEPTH of k at a time is in shared memory, and the next one on its way in
+// registers; a thread has four columns of some tokens. A slice is summed by itself and then added: the same bits, however many tokens
+// there are.
+//
+// A grid is for max_tokens, so that a captured one serves every range that fits: blocks past its tokens leave early.
+
+// limits: head_project_few registers=64 threads=256
+// limits: head_project_many registers=128 threads=256
+
+#include "lib/divisor.cuh"
+#include "lib/quads.cuh"
+
+#define THREADS 256u
+#define COLUMNS 64u
+#define DEPTH 32u
+#define DEPTH_QUADS (DEPTH / 4)
+// In float4: of neighbouring rows, 8 lanes then read different banks.
+#define X_PITCH (DEPTH_QUADS + 1)
+#define W_PITCH (COLUMNS / 4 + 1)
+
+struct Args {
+    Place x;
+    Place weight; // a row's stride stands where a token's does
+    Place y;
+    u64 table; // u32: the number of tokens, the first of them
+    u32 max_tokens;
+    u32 k_quads;
+    u32 n_quads;
+    u32 x_dtype;
+    u32 weight_dtype;
+    u32 y_dtype;
+    u32 is_kn; // rows of a matrix are k, else n
+    u32 column_tiles;
+    u32 token_tiles;
+    u32 reserved;
+    Divisor by_column_tiles;
+    Divisor by_token_tiles;
+};
+
+// A thread's share of a slice.
+template <u32 X_LOADS> struct Slice {
+    float4 x[X_LOADS];
+    float4 weight[2];
+};
+
+// What is past the end of k is 0; past the last token or column the last one is there again, for products that nobody stores.
+template <u32 X_LOADS>
+__device__ __forceinline__ void load_slice(const Args &args, u32 head, u32 first_token, u32 last_token, u32 first_column, u32 slice, Slice<X_LOADS> &to) {
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    u64 at[X_LOADS];
+    u32 quad = slice * DEPTH_QUADS + threadIdx.x % DEPTH_QUADS;
+    u32 near = min(quad, args.k_quads - 1);
+#pragma unroll
+    for (u32 i = 0; i < X_LOADS; i++) {
+        u32 token = min(first_token + (i * THREADS + threadIdx.x) / DEPTH_QUADS, last_token);
+        at[i] = row_of(args.x, token, head) + near * quad_bytes(args.x_dtype);
+    }
+    read_quads(at, args.x_dtype, to.x);
+#pragma unroll
+    for (u32 i = 0; i < X_LOADS; i++) {
+        to.x[i] = quad < args.k_quads ? to.x[i] : zero;
+    }
+    u64 weight_at[2];
+    bool is_used[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        u32 index = i * THREADS + threadIdx.x;
+        u32 row, column;
+        if (args.is_kn) {
+            row = slice * DEPTH + index / (COLUMNS / 4);
+            column = min(first_column / 4 + index % (COLUMNS / 4), args.n_quads - 1);
+            is_used[i] = row < 4 * args.k_quads;
+            row = min(row, 4 * args.k_quads - 1);
+        } else {
+            row = min(first_column + index / DEPTH_QUADS, 4 * args.n_quads - 1);
+            column = near;
+            is_used[i] = quad < args.k_quads;
+        }
+        weight_at[i] = row_of(args.weight, row, head) + column * quad_bytes(args.weight_dtype);
+    }
+    read_quads(weight_at, args.weight_dtype, to.weight);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        to.weight[i] = is_used[i] ? to.weight[i] : zero;
+    }
+}
+
+template <u32 ROWS>
+__device__ __forceinline__ void project(const Args &args) {
+    constexpr u32 TOKENS = 16 * ROWS;
+    constexpr u32 X_QUADS = TOKENS * DEPTH_QUADS;
+    constexpr u32 X_LOADS = (X_QUADS + THREADS - 1) / THREADS;
+    __shared__ float4 x_tile[TOKENS * X_PITCH];
+    __shared__ float4 weight_tile[DEPTH * W_PITCH];
+
+    u32 rest = divide(blockIdx.x, args.by_column_tiles);
+    u32 first_column = (blockIdx.x - rest * args.column_tiles) * COLUMNS;
+    u32 head = divide(rest, args.by_token_tiles);
+    u32 begin = (rest - head * args.token_tiles) * TOKENS;
+    let_next_kernel_begin();
+    wait_for_kernel_before();
+    uint2 range = read_8(args.table);
+    u32 first = min(range.y, args.max_tokens);
+    u32 count = min(range.x, args.max_tokens - first);
+    if (begin >= count) {
+        return;
+    }
+    u32 tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 sums[ROWS];
+#pragma unroll
+    for (u32 i = 0; i < ROWS; i++) {
+        sums[i] = zero;
+    }
+    Slice<X_LOADS> next;
+    load_slice(args, head, first + begin, first + count - 1, first_column, 0, next);
+#pragma unroll 1
+    for (u32 slice = 0; slice * DEPTH_QUADS < args.k_quads; slice++) {
+        __syncthreads();
+#pragma unroll
+        for (u32 i = 0; i < X_LOADS; i++) {
+            u32 index = i * THREADS + threadIdx.x;
+            if (X_QUADS % THREADS == 0 || index < X_QUADS) {
+                x_tile[index / DEPTH_QUADS * X_PITCH + index % DEPTH_QUADS] = next.x[i];
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            u32 index = i * THREADS + threadIdx.x;
+            if (args.is_kn) {
+                weight_tile[index / (COLUMNS / 4) * W_PITCH + index % (COLUMNS / 4)] = next.weight[i];
+            } else {
+                float *to = (float *)weight_tile + index % DEPTH_QUADS * 4 * (4 * W_PITCH) + index / DEPTH_QUADS;
+                to[0] = next.weight[i].x;
+                to[4 * W_PITCH] = next.weight[i].y;
+                to[2 * 4 * W_PITCH] = next.weight[i].z;
+                to[3 * 4 * W_PITCH] = next.weight[i].w;
+            }
+        }
+        __syncthreads();
+        if ((slice + 1) * DEPTH_QUADS < args.k_quads) {
+            load_slice(args, head, first + begin, first + count - 1, first_column, slice + 1, next);
+        }
+        float4 part[ROWS];
+#pragma unroll
+        for (u32 i = 0; i < ROWS; i++) {
+            part[i] = zero;
+        }
+#pragma unroll 2
+        for (u32 quad = 0; quad < DEPTH_QUADS; quad++) {
+            float4 weight[4];
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                weight[j] = weight_tile[(quad * 4 + j) * W_PITCH + tx];
+            }
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i++) {
+                float4 x = x_tile[(i * 16 + ty) * X_PITCH + quad];
+                part[i] = plus_product(x.x, weight[0], part[i]);
+                part[i] = plus_product(x.y, weight[1], part[i]);
+                part[i] = plus_product(x.z, weight[2], part[i]);
+                part[i] = plus_product(x.w, weight[3], part[i]);
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < ROWS; i++) {
+            sums[i] = plus_product(1.0f, part[i], sums[i]);
+        }
+    }
+    u32 column = first_column / 4 + tx;
+#pragma unroll
+    for (u32 i = 0; i < ROWS; i++) {
+        u32 token = begin + i * 16 + ty;
+        if (token < count && column < args.n_quads) {
+            store_quad(row_of(args.y, first + token, head) + column * quad_bytes(args.y_dtype), args.y_dtype, sums[i]);
+        }
+    }
+}
+
+// For up to 16 tokens, and for more.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) head_project_few(const Args args) { project<1>(args); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) head_project_many(const Args args) { project<4>(args); }

@@ -1,0 +1,118 @@
+// How four pairs of a row are rotated: the same text for both kernels that do, so that they give the same bits.
+//
+// A unit of a row is the two quads, of 4 elements each, that hold its pairs 4u to 4u + 3: neighbours where pairs are interleaved, else
+// half a row apart. Offsets and strides are multiples of a quad.
+#pragma once
+
+#include "cache/append.cuh"
+
+// Rows, and the angles of their tokens: `RopeArgs` of src/cuda/ops/rope.rs.
+struct RopeArgs {
+    u64 x;              // address of the first row
+    u64 y;              // may be that of x
+    u64 x_token_stride; // bytes, as the others
+    u64 x_head_stride;
+    u64 y_token_stride;
+    u64 y_head_stride;
+    u64 positions; // i32 a token
+    u64 cos_sin;   // f32 [max_position, 8 * units]: cosines, then sines
+    u32 max_position;
+    u32 units;      // of a row
+    u32 head_units; // of all rows of a token
+    u32 is_interleaved;
+    Divisor by_units;
+};
+
+struct Angles {
+    uint4 cos, sin;
+};
+
+// A position from the device may be anything; the table has rows 0 to max_position - 1.
+__device__ __forceinline__ u32 position_of(const RopeArgs &args, u32 token) {
+    int position = max((int)load_4(args.positions + 4ull * token), 0);
+    return min((u32)position, args.max_position - 1);
+}
+
+__device__ __forceinline__ Angles angles_of(const RopeArgs &args, u32 position, u32 unit) {
+    u64 at = args.cos_sin + ((u64)position * (2 * args.units) + unit) * 16;
+    return Angles{read_16(at), read_16(at + 16ull * args.units)};
+}
+
+// The quads of a unit.
+__device__ __forceinline__ u32 first_quad(const RopeArgs &args, u32 unit) { return args.is_interleaved ? 2 * unit : unit; }
+__device__ __forceinline__ u32 second_quad(const RopeArgs &args, u32 unit) { return args.is_interleaved ? 2 * unit + 1 : args.units + unit; }
+
+// By plain loads: a row may be rotated where it is.
+template <class T>
+__device__ __forceinline__ void load_quad(u64 row, u32 quad, u32 *words) {
+    u64 at = row + quad * (4 * T::BYTES);
+    if constexpr (T::BYTES == 4) {
+        uint4 x = load_16(at);
+        words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+    } else {
+        uint2 x = load_8(at);
+        words[0] = x.x, words[1] = x.y;
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void store_quad(u64 row, u32 quad, const u32 *words) {
+    u64 at = row + quad * (4 * T::BYTES);
+    if constexpr (T::BYTES == 4) {
+        store_16(at, make_uint4(words[0], words[1], words[2], words[3]));
+    } else if constexpr (T::BYTES == 2) {
+        store_8(at, make_uint2(words[0], words[1]));
+    } else {
+        store_4(at, words[0]);
+    }
+}
+
+__device__ __forceinline__ bool is_number(u32 bits) { return (bits & F32_INF) != F32_INF; }
+
+// f32 bits of both quads. The product inside is rounded and the one outside is not: left to the compiler, two kernels may differ.
+__device__ __forceinline__ void rotate(u32 *bits, const Angles &angles, bool is_interleaved) {
+    const u32 cos[4] = {angles.cos.x, angles.cos.y, angles.cos.z, angles.cos.w};
+    const u32 sin[4] = {angles.sin.x, angles.sin.y, angles.sin.z, angles.sin.w};
+    u32 turned[8];
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        u32 x_bits = is_interleaved ? bits[2 * i] : bits[i];
+        u32 y_bits = is_interleaved ? bits[2 * i + 1] : bits[4 + i];
+        float x = __uint_as_float(x_bits), y = __uint_as_float(y_bits);
+        float c = __uint_as_float(cos[i]), s = __uint_as_float(sin[i]);
+        bool both = is_number(x_bits) && is_number(y_bits);
+        u32 x_new = __float_as_uint(__fmaf_rn(x, c, -__fmul_rn(y, s)));
+        u32 y_new = __float_as_uint(__fmaf_rn(y, c, __fmul_rn(x, s)));
+        turned[2 * i] = both ? x_new : 0x7FC00000u;
+        turned[2 * i + 1] = both ? y_new : 0x7FC00000u;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        bits[i] = is_interleaved ? turned[i] : turned[2 * i];
+        bits[4 + i] = is_interleaved ? turned[4 + i] : turned[2 * i + 1];
+    }
+}
+
+// The words of both quads, rotated and rounded.
+template <class T>
+__device__ __forceinline__ void rotated(const RopeArgs &args, u64 row, u32 unit, const Angles &angles, u32 *words) {
+    u32 bits[8];
+    load_quad<T>(row, first_quad(args, unit), words);
+    load_quad<T>(row, second_quad(args, unit), words + T::BYTES);
+    T::widen(words, bits);
+    rotate(bits, angles, args.is_interleaved);
+    T::narrow(bits, words);
+}
+
+// `unit` counts those of all heads of the token.
+template <class T>
+__device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 token, u32 position, u32 unit) {
+    u32 head = divide(unit, args.by_units);
+    unit -= head * args.units;
+    u32 words[2 * T::BYTES];
+    u64 x_row = args.x + token * args.x_token_stride + head * args.x_head_stride;
+    u64 y_row = args.y + token * args.y_token_stride + head * args.y_head_stride;
+    rotated<T>(args, x_row, unit, angles_of(args, position, unit), words);
+    store_quad<T>(y_row, first_quad(args, unit), words);
+    store_quad<T>(y_row, second_quad(args, unit), words + T::BYTES);
+}

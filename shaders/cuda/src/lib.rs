@@ -1,0 +1,105 @@
+//! The CUDA kernels of `wgpu-mla` as PTX, and what a host has to know of each: [`ENTRIES`].
+//!
+//! `kernels/` has their sources, `ptx/` what nvcc made of them, and `src/manifest.rs` what is said here, written with the PTX by the
+//! repository's `scripts/ptx.sh`. The texts are carried deflated, so that a build needs no compiler but Rust's.
+//!
+//! ```
+//! let entry = wgpu_mla_ptx::find("kv_append", "kv_append_bf16_e4m3").expect("a kernel");
+//! assert_eq!((entry.threads, entry.args.bytes), (256, 112));
+//! assert!(entry.text().contains(".visible .entry kv_append_bf16_e4m3("));
+//! ```
+
+/// What `build.rs` made of an entry.
+macro_rules! deflated {
+    ($module:literal, $name:literal) => {
+        include_bytes!(concat!(env!("OUT_DIR"), "/", $module, ".", $name, ".z"))
+    };
+}
+
+#[rustfmt::skip]
+mod manifest;
+
+pub use manifest::ENTRIES;
+
+/// An entry point, which is a module of its own for the driver.
+pub struct Entry {
+    /// The source that it is of, `kernels/**/MODULE.cu`. Entries of two modules may have one name.
+    pub module: &'static str,
+    /// Its name in the PTX.
+    pub name: &'static str,
+    /// Compute capability that it was compiled for: 80 for 8.0.
+    pub capability: u32,
+    /// Whether cards of a later compute capability take it too. None does that has instructions of one card alone (`sm_90a`).
+    pub later_cards: bool,
+    /// Threads of a block, at most where a launch may have fewer.
+    pub threads: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Tokens of the cache that a block takes at a time, where an entry says so.
+    pub tokens: Option<u32>,
+    /// Registers of a thread: the most that any of the assemblers gave it for any card.
+    pub registers: u32,
+    /// Whether it waits itself for the kernel before it, on cards since compute capability 90, where the text has the instructions
+    /// behind `// sm_90: `: it may then begin before that has ended.
+    pub waits: bool,
+    /// Whether a tensor map (`CUtensorMap`) is its second parameter.
+    pub tensor_map: bool,
+    /// Its first parameter.
+    pub args: &'static Layout,
+    deflated: &'static [u8],
+}
+
+/// A struct that kernels are given.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Where it is declared, from `kernels/` on.
+    pub file: &'static str,
+    /// Its name there.
+    pub name: &'static str,
+    /// Bytes of it, with what fills its end.
+    pub bytes: u32,
+    /// All its numbers, in order.
+    pub fields: &'static [Field],
+}
+
+/// A number in a struct.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Field {
+    /// Its name; in a struct inside, `name.name`.
+    pub name: &'static str,
+    /// Where it begins, in bytes.
+    pub offset: u32,
+    /// What it is.
+    pub kind: Kind,
+}
+
+/// The kinds of numbers in structs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// 4 bytes.
+    U32,
+    /// 8 bytes: a stride, or an address.
+    U64,
+    /// 4 bytes.
+    F32,
+}
+
+impl Entry {
+    /// The PTX of this entry alone, inflated: some milliseconds.
+    pub fn text(&self) -> String {
+        let bytes =
+            miniz_oxide::inflate::decompress_to_vec_zlib(self.deflated).expect("build.rs deflated it");
+        String::from_utf8(bytes).expect("build.rs read a text")
+    }
+}
+
+impl std::fmt::Debug for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.module, self.name)
+    }
+}
+
+/// An entry of a module.
+pub fn find(module: &str, name: &str) -> Option<&'static Entry> {
+    ENTRIES.iter().find(|entry| entry.module == module && entry.name == name)
+}

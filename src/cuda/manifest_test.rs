@@ -1,0 +1,122 @@
+//! What the host launches against what the crate `wgpu-mla-ptx` says of it: the entries, and every field of what they are given.
+
+use std::fmt::Debug;
+
+use cudarc::driver::DeviceRepr;
+use wgpu_mla_ptx::{ENTRIES, Entry, Kind};
+
+use super::args::Args;
+use super::ladder::{Body, ROWS};
+use super::{ops, ptx};
+use crate::{Dtype, KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS};
+
+/// The entry of a name, whose struct the host's is.
+pub(super) fn takes<T: DeviceRepr + Debug>(name: &str) -> &'static Entry {
+    let entry = ptx::named(name).unwrap_or_else(|| panic!("{name} is not one entry"));
+    compare::<T>(entry);
+    entry
+}
+
+fn compare<T: DeviceRepr + Debug>(entry: &Entry) {
+    let of = entry.args;
+    let fields: Vec<_> =
+        of.fields.iter().map(|field| (field.name.to_owned(), field.offset, field.kind)).collect();
+    assert_eq!(fields_of::<T>(), fields, "{entry:?}: {} of {} (right)", of.name, of.file);
+    assert_eq!(size_of::<T>(), of.bytes as usize, "{entry:?}: bytes");
+}
+
+/// All numbers of a struct, as a manifest has them. No list of them is kept: each word of one holds its own number, and Debug prints what
+/// is there by its names.
+fn fields_of<T: DeviceRepr + Debug>() -> Vec<(String, u32, Kind)> {
+    let words: Vec<u32> = (1..).take(size_of::<T>() / 4).collect();
+    // SAFETY: as many bytes as are read; arguments of kernels are numbers, which any bits are.
+    let value: T = unsafe { words.as_ptr().cast::<T>().read_unaligned() };
+    let (mut names, mut fields) = (Vec::new(), Vec::new());
+    for part in format!("{value:?}").split_whitespace() {
+        if let Some(name) = part.strip_suffix(':') {
+            names.push(name);
+        } else if part.starts_with('}') {
+            names.pop();
+        } else if let Some((word, kind)) = number(part.trim_end_matches(',')) {
+            fields.push((names.join("."), (word - 1) * 4, kind));
+            names.pop();
+        }
+    }
+    fields
+}
+
+/// The first word of a printed number.
+fn number(printed: &str) -> Option<(u32, Kind)> {
+    match printed.parse::<u64>() {
+        Ok(bits) if bits >> 32 == 0 => Some((bits as u32, Kind::U32)),
+        Ok(bits) => Some((bits as u32, Kind::U64)),
+        Err(_) => Some((printed.parse::<f32>().ok()?.to_bits(), Kind::F32)),
+    }
+}
+
+/// The kernels of decodes that a spec can ask for, and the merges.
+fn decodes() -> Vec<&'static Entry> {
+    let mut found: Vec<_> =
+        ["mla_merge_few_256", "mla_merge_few_512", "mla_merge_many_256", "mla_merge_many_512"]
+            .map(takes::<Args>)
+            .into();
+    for (kv_lora_rank, qk_rope_head_dim, _) in SUPPORTED_DIMS {
+        for dtype in Dtype::ALL {
+            for query in Dtype::ALL {
+                let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
+                let kv = KvSpec { dtype, page_size: 64, num_pages: 4 };
+                let spec = MlaSpec { shape, kv, query, out: Dtype::F32 };
+                for (row, compiled) in ROWS.iter().filter_map(|row| Some((row, row.compiled(&spec).ok()?))) {
+                    let entry = compiled.entry;
+                    compare::<Args>(entry);
+                    let by_map = matches!(row.body, Body::TensorCopies { .. } | Body::Warpgroups { .. });
+                    assert_eq!(entry.tensor_map, by_map, "{entry:?}");
+                    assert_eq!(entry.tokens.is_some(), row.on_matrices(), "{entry:?}");
+                    found.push(entry);
+                }
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn every_entry_is_launched_and_takes_the_struct_of_the_host() {
+    let mut launched: Vec<_> =
+        [decodes(), ops::tests::entries()].concat().iter().map(|e| (e.module, e.name)).collect();
+    launched.sort_unstable();
+    launched.dedup();
+    let mut all: Vec<_> = ENTRIES.iter().map(|entry| (entry.module, entry.name)).collect();
+    all.sort_unstable();
+    assert_eq!(launched, all);
+}
+
+/// `MLA_PTX_OUT` is a folder for the texts, for a look at them with ptxas.
+#[test]
+fn each_text_is_an_entry_as_it_was_compiled() {
+    const HEAD: &str = ".visible .entry ";
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/shaders/cuda/ptx");
+    let mut found = 0;
+    for file in std::fs::read_dir(folder).expect("the kernels") {
+        let path = file.expect("a file").path();
+        let module = path.file_stem().expect("a name").to_string_lossy();
+        let whole = std::fs::read_to_string(&path).expect("a text");
+        let mut parts = whole.split(HEAD);
+        let head = parts.next().expect("what is before the first");
+        for part in parts {
+            let name = part.split('(').next().expect("a name");
+            let entry = wgpu_mla_ptx::find(&module, name)
+                .unwrap_or_else(|| panic!("{module}:{name} is not in the manifest"));
+            let text = entry.text();
+            assert!(text.starts_with(head) && text.contains(part), "{entry:?}");
+            assert_eq!(text.matches(HEAD).count(), 1, "{entry:?}");
+            assert_eq!(text.matches('{').count(), text.matches('}').count(), "{entry:?}");
+            assert_eq!(text.contains("// sm_90: "), entry.waits, "{entry:?}");
+            if let Ok(folder) = std::env::var("MLA_PTX_OUT") {
+                std::fs::write(format!("{folder}/{module}.{name}.ptx"), text).expect("written");
+            }
+            found += 1;
+        }
+    }
+    assert_eq!(found, ENTRIES.len());
+}
