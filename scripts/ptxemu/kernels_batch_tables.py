@@ -45,7 +45,7 @@ class Batch:
         device = Device()
         before = np.concatenate([[count], np.full(room, POISON)]).astype(np.uint32)
         slots = device.buffer(before)
-        device.launch(kernels("shaders/cuda/batch_tables.ptx")["batch_slots"], (1, 1, 1), [self.args(device, slots=slots, max_tokens=room)])
+        device.launch(kernels("shaders/cuda/ptx/batch_tables.ptx")["batch_slots"], (1, 1, 1), [self.args(device, slots=slots, max_tokens=room)])
         want = before.copy()
         for token in range(count):
             sequence = found(self.starts[: len(self.lens)], token)
@@ -71,7 +71,7 @@ class Batch:
         device = Device()
         plan = device.buffer(template.astype(np.uint32), False)
         tables, pages = device.buffer(np.full(words, POISON, np.uint32)), device.buffer(np.full(100, POISON, np.uint32))
-        entries = kernels("shaders/cuda/batch_tables.ptx")
+        entries = kernels("shaders/cuda/ptx/batch_tables.ptx")
         for entry in ("batch_items", "batch_pages"):
             device.launch(entries[entry], (1, 1, 1), [self.args(device, plan=plan, tables=tables, pages=pages)])
 

@@ -22,7 +22,7 @@ CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
 # Tokens of a page, of one that boxes of 16 tokens fill, of 32; elements between pages.
 PAGE, BOXED_PAGE, GROUPS_PAGE, GAP = 24, 48, 64, 16
 LINE = 128  # bytes that tensor copies swizzle
-BOXES = 2  # `Copying` of shaders/cuda/mla.cuh
+BOXES = 2  # `Copying` of shaders/cuda/kernels/decode/mla.cuh
 # How far a result may be from the oracle's: what the weights are rounded to, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
 
@@ -80,7 +80,7 @@ class Case:
 
 
 def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
-    """`struct Args` of shaders/cuda/mla.cuh, with f32 outputs."""
+    """`struct Args` of shaders/cuda/kernels/decode/mla.cuh, with f32 outputs."""
     latent, rope = case.latent, case.dim - case.latent
     strides = [heads * latent, latent, heads * rope, rope, case.stride, heads * latent, latent, heads, 1]
     names = "header items queries merges merge_slots pages partials q_nope q_pe kv out lse".split()
@@ -167,7 +167,7 @@ def shape_of(name):
 
 
 def every(cache, query, split_query, chosen):
-    ptx = f"shaders/cuda/mla_decode_{cache}.ptx"
+    ptx = f"shaders/cuda/ptx/mla_decode_{cache}.ptx"
     names = [name for name in kernels(ptx) if chosen(name)]
     assert names, ptx
     for name in names:
@@ -224,12 +224,12 @@ def test_e4m3_other_dims():
 
 
 def test_e4m3_rows_at_multiples_of_8_bytes():
-    run("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies=0)
+    run("shaders/cuda/ptx/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies=0)
 
 
 def tma(cache, query):
     """The bits of the row without tensor copies, by items that begin with a box and one that does not, by blocks that are alone or not."""
-    rows = {path: f"shaders/cuda/mla_decode_{path}{cache}.ptx" for path in ("", "tma_")}
+    rows = {path: f"shaders/cuda/ptx/mla_decode_{path}{cache}.ptx" for path in ("", "tma_")}
     for beyond, alone in ((16, False), (16, True), (8, False)) if FULL or cache == "e4m3" else ((16, True),):
         # More tiles than stages.
         both = [
@@ -254,7 +254,7 @@ def test_tma_e4m3():
 
 def wgmma(cache, query, cases, rows=64, text="wgmma", page=GROUPS_PAGE):
     """Pages that boxes take, and others: the same bits. Items that begin with a box, and one that does not; more tiles than stages, and a few."""
-    ptx, name = f"shaders/cuda/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_rows{rows}_wgmma"
+    ptx, name = f"shaders/cuda/ptx/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_rows{rows}_wgmma"
     for tokens, rest, beyond in cases:
         both = [run(ptx, name, 512, 64, cache, query, rows, tokens, copies=copies, rest=rest, beyond=beyond, page=page) for copies in (BOXES, 1)]
         for boxed, chunks in zip(*both):
@@ -283,7 +283,7 @@ def test_swap_f16():
 
 
 def simple(cache):
-    ptx = "shaders/cuda/mla_decode_simple.ptx"
+    ptx = "shaders/cuda/ptx/mla_decode_simple.ptx"
     for name in kernels(ptx):
         if f"_{cache}_" in name:
             latent, rope = map(int, name.rsplit("_", 2)[1:])
@@ -330,22 +330,22 @@ def must_fail(ptx, name, rows, text, lack, cases):
 
 
 def test_a_barrier_that_decode_lacks_is_found():
-    without_each_barrier("shaders/cuda/mla_decode_bf16.ptx", "mla_decode_512_64_rows16_small", 16, lambda _: True)
+    without_each_barrier("shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_rows16_small", 16, lambda _: True)
 
 
 @long
 def test_a_barrier_that_sharers_lack_is_found():
-    without_each_barrier("shaders/cuda/mla_decode_bf16.ptx", "mla_decode_512_64_rows32", 32, lambda text: "sync 0" not in text)
+    without_each_barrier("shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_rows32", 32, lambda text: "sync 0" not in text)
 
 
 @long
 def test_a_barrier_that_four_sharers_lack_is_found():
-    without_each_barrier("shaders/cuda/mla_decode_e4m3.ptx", "mla_decode_512_64_rows32_small", 32, lambda text: "sync 0" not in text)
+    without_each_barrier("shaders/cuda/ptx/mla_decode_e4m3.ptx", "mla_decode_512_64_rows32_small", 32, lambda text: "sync 0" not in text)
 
 
 def test_a_wait_for_arrivals_that_decode_lacks_is_found():
     """Without one a warp reads what is on its way, or fills what others still read."""
-    ptx, name = "shaders/cuda/mla_decode_bf16.ptx", "mla_decode_512_64_rows64"
+    ptx, name = "shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_rows64"
     before, after = text_with(ptx, name).split(f".entry {name}(")
     waits = list(re.finditer(r"mbarrier\.test_wait\S* p, [^;]*;", after.split(".entry ")[0]))
     assert len(waits) == 2
@@ -357,7 +357,7 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
 
 def test_what_tensor_copies_lack_is_found():
     """A barrier, the wait for what they bring, or the fence behind what was in their place."""
-    ptx, name = "shaders/cuda/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_rows16_tma"
+    ptx, name = "shaders/cuda/ptx/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_rows16_tma"
     text = text_with(ptx, name)
     cases = ((128, 16, 21, False), (128, 16, 21, True), (128, 8, 21, False), (32, 16, 0, False))
     for index in range(len(barriers(text, name))):
@@ -392,11 +392,11 @@ def lacks_of_warpgroups(ptx, name, rows, cases):
 def test_what_warpgroups_lack_is_found():
     """Whose turn it is changes no result, and two waits are the compiler's."""
     cases = [(96, 32, 21, False, BOXES, "reverse"), (96, 32, 21, False, 1, "forward")]
-    unneeded = lacks_of_warpgroups("shaders/cuda/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_rows64_wgmma", 64, cases)
+    unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_rows64_wgmma", 64, cases)
     assert unneeded == ["test_wait", "wait_group", "wait_group"], unneeded
 
 
 def test_what_swapped_warpgroups_lack_is_found():
     cases = [(192, 64, 21, False, BOXES, "reverse"), (192, 64, 21, False, 1, "forward")]
-    unneeded = lacks_of_warpgroups("shaders/cuda/mla_decode_swap_bf16.ptx", "mla_decode_512_64_rows16_wgmma", 16, cases)
+    unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_swap_bf16.ptx", "mla_decode_512_64_rows16_wgmma", 16, cases)
     assert unneeded == [], unneeded

@@ -36,7 +36,7 @@ def gather(dtype, output, row=288, page_size=16, k_scale=1.0, pad=0, room=0, max
     args = struct.pack("<5Q", at + 8 * size, to + 4 * out, table, stride * size, out_stride * out)
     args += struct.pack("<5If", max_rows, len(pieces) + room, num_pages * page_size, page_size, row // 4, np.float32(k_scale))
     args += struct.pack("<4I", *divisor(row // 4), *divisor(page_size))
-    entry = kernels("shaders/cuda/kv_gather.ptx")[f"kv_gather_{dtype}_{output}"]
+    entry = kernels("shaders/cuda/ptx/kv_gather.ptx")[f"kv_gather_{dtype}_{output}"]
     items = -(-(len(pieces) + room) * page_size // 8) * (row // 4)
     device.launch(entry, (-(-items // 256), 1, 1), [args])
 
@@ -92,7 +92,7 @@ def calibrate(dtype, tokens, first=0, latent=256, rope=32, k_scale=1.0, pad=0, r
     args += struct.pack("<4I", most, latent // 4, (latent + rope) // 4, int(limit.view(np.uint32)))
     args += struct.pack("<2I", *divisor((latent + rope) // 4))
     items = -(-most // 8) * ((latent + rope) // 4)
-    entry = kernels("shaders/cuda/kv_calibrate.ptx")[f"kv_calibrate_{dtype}"]
+    entry = kernels("shaders/cuda/ptx/kv_calibrate.ptx")[f"kv_calibrate_{dtype}"]
     device.launch(entry, (-(-items // 256), 1, 1), [args])
 
     seen = np.concatenate([part[first : first + tokens, :dim].ravel() for part, dim in ((kv_c, latent), (k_pe, rope))])

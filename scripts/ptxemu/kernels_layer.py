@@ -53,7 +53,7 @@ def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=Fals
     args += struct.pack("<Q", device.buffer(np.array([count, first], np.uint32), False))
     args += struct.pack("<10I", tokens, k // 4, n // 4, *(CODES[dtype] for dtype in dtypes), is_kn, columns, tiles, 0)
     args += struct.pack("<4I", *divisor(columns), *divisor(tiles))
-    device.launch(kernels("shaders/cuda/head_project.ptx")[name], (columns * tiles * heads, 1, 1), [args])
+    device.launch(kernels("shaders/cuda/ptx/head_project.ptx")[name], (columns * tiles * heads, 1, 1), [args])
 
     got = device.read(out)
     some = slice(first, min(first + count, tokens))
@@ -129,7 +129,7 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
     args += struct.pack("<5I", limit, keys, limit + shift, len(work) + room, heads)
     args += struct.pack("<6I", nope // 4, (nope + rope) // 4, value // 4, CODES[dtype], CODES[out_dtype], 0)
     args += struct.pack("<2I", *divisor(heads))
-    device.launch(kernels("shaders/cuda/mla_prefill.ptx")[name], ((len(work) + room) * heads, 1, 1), [args])
+    device.launch(kernels("shaders/cuda/ptx/mla_prefill.ptx")[name], ((len(work) + room) * heads, 1, 1), [args])
 
     got, got_lse = device.read(out_at), device.read(lse_at)
     kept, kept_lse = out.before.copy(), lse.before.copy()

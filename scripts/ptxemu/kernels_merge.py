@@ -11,7 +11,7 @@ from launch import Device, kernels
 
 EMPTY = np.float32(-1.0e38)
 HEADS, TOKENS = 3, 5
-PTX = "shaders/cuda/mla_merge.ptx"
+PTX = "shaders/cuda/ptx/mla_merge.ptx"
 
 
 def merge(name, latent, out_dtype, counts, seed):

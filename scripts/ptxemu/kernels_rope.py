@@ -105,7 +105,7 @@ def rope(dtype, tokens, heads, dim, interleaved, in_place, first=0, count=None, 
     ranges = device.buffer(np.array([count, first], np.uint32), False)
     args += struct.pack("<Q4I", ranges, *divisor(dim // 8 * heads), tokens, 0)
     grid = -(-tokens * (dim // 8 * heads) // 128)
-    device.launch(kernels("shaders/cuda/rope.ptx")[f"rope_{dtype}"], (grid, 1, 1), [args])
+    device.launch(kernels("shaders/cuda/ptx/rope.ptx")[f"rope_{dtype}"], (grid, 1, 1), [args])
     some = slice(first, min(first + count, tokens))
     before[y.at[some]] = rotated(dtype, codes[some], places[some], table, interleaved)
     wrong = np.flatnonzero(device.read(y_address) != before)
@@ -160,7 +160,7 @@ def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, 
     items = [-(-units // 32) * 32 for units in (rope // 8 * heads, rope // 8)]
     items.append(sum(items) + latent // 8)
     args += struct.pack("<4I2I", CODES[query], *items, *divisor(items[2]))
-    entry = kernels("shaders/cuda/rope_append.ptx")[f"rope_append_{dtype}_{cache}"]
+    entry = kernels("shaders/cuda/ptx/rope_append.ptx")[f"rope_append_{dtype}_{cache}"]
     device.launch(entry, (-(-most * items[2] // 128), 1, 1), [args])
 
     want_out[y.at[:tokens]] = rotated(query, codes[:tokens], places[:tokens], table, interleaved)

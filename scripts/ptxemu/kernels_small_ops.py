@@ -97,7 +97,7 @@ def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, 
     args = struct.pack("<7Q", kv_c, k_pe, kv + 8 * out, table, *steps, stride * out)
     args += struct.pack("<6I", most, num_pages * page_size, page_size, latent // 8, row // 8, is_wide)
     args += struct.pack("<4I3fI", *divisor(row // 8), *divisor(page_size), *e4m3_scale(k_scale))
-    entry = kernels("shaders/cuda/kv_append.ptx")[f"kv_append_{dtype}_{cache}"]
+    entry = kernels("shaders/cuda/ptx/kv_append.ptx")[f"kv_append_{dtype}_{cache}"]
     device.launch(entry, (-(-(-(-most // 4) * (row // 8)) // 256), 1, 1), [args])
 
     want = before.copy()
@@ -207,7 +207,7 @@ def merge(dtype, body, tokens, heads, dim, offset=0, pads=(0, 0), by_head=False,
     for address in [device.buffer(array, False) for _, _, array, _ in sides] + [output]:
         args += rows(address, offset, strides, unit, size)
     args += rows(output_lse, 1, (1, tokens + 1), 1, 4) if wants_lse else struct.pack(form, 0, 0, 0)
-    entry = kernels("shaders/cuda/merge_attn_states.ptx")[f"merge_attn_states_{body}_{dtype}"]
+    entry = kernels("shaders/cuda/ptx/merge_attn_states.ptx")[f"merge_attn_states_{body}_{dtype}"]
     grid = -(-items // (threads * (2 if body == "units2" else 1)))
     device.launch(entry, (grid, 1, 1), [args], block=(threads, 1, 1))
 
@@ -270,7 +270,7 @@ def copy_pages(dtype, body, row, page_size, pad):
     units = page_size * row * size // (16 if body == "wide" else 4)
     blocks = -(-units // 1024)
     args = struct.pack("<3Q4I", kv + 8 * size, table, stride * size, num_pages, units, blocks, len(used) + 2)
-    entry = kernels("shaders/cuda/kv_copy_pages.ptx")[f"kv_copy_pages_{body}"]
+    entry = kernels("shaders/cuda/ptx/kv_copy_pages.ptx")[f"kv_copy_pages_{body}"]
     # a block more than there is work for
     device.launch(entry, ((len(used) + 2) * blocks + 1, 1, 1), [args])
     want = before.copy()

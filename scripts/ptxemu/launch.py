@@ -2,7 +2,7 @@
 
     device = Device()
     x = device.buffer(array)                                    copied in; reads past its end are faults
-    device.launch(kernels("shaders/cuda/a.ptx")["name"], (grid, 1, 1), [struct.pack("<QI4x", x, n)], shared=1024)
+    device.launch(kernels("shaders/cuda/ptx/a.ptx")["name"], (grid, 1, 1), [struct.pack("<QI4x", x, n)], shared=1024)
     device.read(x)
 
 A launch runs with its warps first to last and again last to first, from the same memory, and both must give the same bits.

@@ -3,7 +3,10 @@
 from part import RUSTC, Part, Passed, run as run_command, tests_in, versions
 from records import files
 
-SOURCES = ["Cargo.toml", "Cargo.lock", "src/**/*.rs", "tests/*/Cargo.toml", "tests/**/*.rs", "benches/**/*.rs"]
+SOURCES = [
+    "Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/cuda/**/*.rs", "shaders/cuda/Cargo.toml",
+    "tests/*/Cargo.toml", "tests/**/*.rs", "benches/**/*.rs",
+]
 CLIPPY = ["cargo", "clippy", "--locked", "--all-targets"]
 DENY = ["--", "-D", "warnings"]
 

@@ -5,7 +5,7 @@ from records import files
 
 
 def units():
-    sources = ["Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "shaders/cuda/*.ptx.z", "examples/generate/**/*"]
+    sources = ["Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/**/*.wgsl", "shaders/cuda/**/*.rs", "shaders/cuda/Cargo.toml", "shaders/cuda/ptx/*.ptx", "examples/generate/**/*"]
     return {"generate": files(*sources, "scripts/verify/parts/model.py")}
 
 

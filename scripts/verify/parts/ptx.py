@@ -5,6 +5,8 @@ import re
 from part import Part, Passed, run as run_command
 from records import ROOT, files
 
+CRATE = "shaders/cuda"
+MANIFEST = f"{CRATE}/src/manifest.rs"
 SCRIPTS = ["scripts/ptx.sh", "scripts/ptx/*", "scripts/verify/parts/ptx.py"]
 
 
@@ -13,27 +15,29 @@ def sources_of(path):
     found = [path]
     for file in found:
         for name in re.findall(r'^\s*#include "([^"]+)"', (ROOT / file).read_text(), re.M):
-            other = f"shaders/cuda/{name}"
-            if other not in found and (ROOT / other).exists():
+            beside = f"{file.rpartition('/')[0]}/{name}"
+            other = beside if (ROOT / beside).exists() else f"{CRATE}/kernels/{name}"
+            if other not in found:
                 found.append(other)
     return found
 
 
-def reported(file):
-    """What the report says of a PTX file."""
-    name = re.escape(file)
-    return [(report, "\n".join(line for line in (ROOT / report).read_text().splitlines() if re.match(rf"(\| )?{name}\b", line))) for report in ("benches/results/ptx.md", "benches/results/ptx.tsv")]
+def reported(module):
+    """What the manifest and the reports say of a PTX file."""
+    pattern = re.compile(rf'(\| )?{module}\.ptx\b| *Entry {{ module: "{module}"')
+    told = lambda path: "\n".join(line for line in (ROOT / path).read_text().splitlines() if pattern.match(line))
+    return [(path, told(path)) for path in (MANIFEST, "benches/results/ptx.md", "benches/results/ptx.tsv")]
 
 
 def units():
     scripts = files(*SCRIPTS)
     found = {}
-    for path in files("shaders/cuda/*.cu"):
-        stem = path.removesuffix(".cu")
-        made = files(f"{stem}.ptx", f"{stem}.ptx.z")
-        found[stem.split("/")[-1]] = [*scripts, *sources_of(path), *made, *reported(f"{stem.split('/')[-1]}.ptx")]
-    # The list of files and of entries, apart from what is in them.
-    return found | {"report": [*scripts, ("files", "\n".join(files("shaders/cuda/*.cu", "shaders/cuda/*.ptx*"))), *files("benches/results/ptx.md", "benches/results/ptx.tsv")]}
+    for path in files(f"{CRATE}/kernels/**/*.cu"):
+        module = path.split("/")[-1].removesuffix(".cu")
+        found[module] = [*scripts, *sources_of(path), *files(f"{CRATE}/ptx/{module}.ptx"), *reported(module)]
+    # The list of files and of entries; and the manifest, made of PTX, sources and reports.
+    made_of = files(f"{CRATE}/kernels/**/*", f"{CRATE}/ptx/*", MANIFEST, "benches/results/ptx.md", "benches/results/ptx.tsv")
+    return found | {"report": [*scripts, *made_of]}
 
 
 def run(stale, _full, log):
