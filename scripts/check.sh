@@ -65,13 +65,16 @@ step() {
     table+=$(printf '%6s s  %s' "$((SECONDS - since))" "$name")$'\n'
 }
 
+# What is published. The features are those of the first.
+crates=(-p wgpu-mla -p wgpu-mla-ptx)
+
 step "format" cargo fmt --all --check
-step "lints" cargo clippy --locked --all-targets --features cuda -- -D warnings
-step "tests: build" cargo test --locked --features cuda --no-run
-step "unit tests" cargo test --locked --features cuda --lib
+step "lints" cargo clippy --locked "${crates[@]}" --all-targets --features cuda -- -D warnings
+step "tests: build" cargo test --locked "${crates[@]}" --features cuda --no-run
+step "unit tests" cargo test --locked "${crates[@]}" --features cuda --lib
 step "tests" cargo test --locked --features cuda --test it
-step "examples in the docs" cargo test --locked --features cuda --doc
-step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --features cuda
+step "examples in the docs" cargo test --locked "${crates[@]}" --features cuda --doc
+step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc --locked "${crates[@]}" --no-deps --features cuda
 
 total=$((SECONDS - begin))
 printf '\n== where the time went\n%s%6s s  in all, of a budget of %s s\n' "$table" "$total" "$budget"

@@ -103,3 +103,40 @@ impl std::fmt::Debug for Entry {
 pub fn find(module: &str, name: &str) -> Option<&'static Entry> {
     ENTRIES.iter().find(|entry| entry.module == module && entry.name == name)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `MLA_PTX_OUT` is a folder for the texts, for a look at them with ptxas.
+    #[test]
+    fn each_text_is_an_entry_as_it_was_compiled() {
+        const HEAD: &str = ".visible .entry ";
+        let mut found = 0;
+        for file in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/ptx")).expect("the kernels") {
+            let path = file.expect("a file").path();
+            let module = path.file_stem().expect("a name").to_string_lossy();
+            let whole = std::fs::read_to_string(&path).expect("a text");
+            let mut parts = whole.split(HEAD);
+            let head = parts.next().expect("what is before the first");
+            for part in parts {
+                let name = part.split('(').next().expect("a name");
+                let entry =
+                    find(&module, name).unwrap_or_else(|| panic!("the manifest lacks {module}:{name}"));
+                let text = entry.text();
+                assert!(text.starts_with(head) && text.contains(part), "{entry:?}");
+                assert_eq!(text.matches(HEAD).count(), 1, "{entry:?}");
+                assert_eq!(text.matches('{').count(), text.matches('}').count(), "{entry:?}");
+                assert_eq!(text.contains("// sm_90: "), entry.waits, "{entry:?}");
+                assert!(text.contains(&format!("{name}_param_0[{}]", entry.args.bytes)), "{entry:?}");
+                assert_eq!(text.contains("_param_1["), entry.tensor_map, "{entry:?}");
+                assert!(text.contains(&format!(".target sm_{}", entry.capability)), "{entry:?}");
+                if let Ok(folder) = std::env::var("MLA_PTX_OUT") {
+                    std::fs::write(format!("{folder}/{module}.{name}.ptx"), text).expect("written");
+                }
+                found += 1;
+            }
+        }
+        assert_eq!(found, ENTRIES.len());
+    }
+}
