@@ -106,7 +106,7 @@ def compare(path, text):
     if old == text:
         return []
     lines = [line for line in difflib.unified_diff(old.splitlines(), text.splitlines(), "committed", "compiled", n=0, lineterm="")]
-    shown = "\n    ".join(lines[:12])
+    shown = "\n    ".join(line[:200] for line in lines[:12])
     return [f"{path} differs in {len(lines) - 2} lines: run scripts/ptx.sh and commit it\n    {shown}"]
 
 
@@ -140,7 +140,8 @@ def check_some(args, ptxs, table, wrong):
 
 
 def check_list(args):
-    """That each source has its PTX files and no other is there, and that manifest and reports name all entries; compiles nothing."""
+    """That each source has its PTX files and no other is there, that the reports name all entries, and that the manifest is made of them
+    and of the sources; compiles nothing."""
     expected, ptxs = {}, []
     for source in sources_in(args.kernels):
         for arch in source.archs:
@@ -152,14 +153,12 @@ def check_list(args):
     there = {path.name for path in args.ptx.iterdir()}
     wrong += [f"{name} has no source, or is missing: run scripts/ptx.sh" for name in sorted(there ^ set(expected))]
     pairs = {(file, entry) for file, names in expected.items() for entry in names}
-    tables = {
-        args.manifest: r'^ *Entry { module: "(\w+)", name: "(\w+)"',
-        args.report / "ptx.md": r"^\| (\S+)\.ptx \| (\w+) \|",
-        args.report / "ptx.tsv": r"^(\S+)\.ptx\t(\w+)\t",
-    }
-    for path, pattern in tables.items():
-        told = {(f"{module}.ptx", entry) for module, entry in re.findall(pattern, path.read_text(), re.M)}
-        wrong += [f"{path}: {file} {entry} is in only one of this file and the PTX" for file, entry in sorted(told ^ pairs)]
+    for path, pattern in ((args.report / "ptx.md", r"^\| (\S+\.ptx) \| (\w+) \|"), (args.report / "ptx.tsv", r"^(\S+\.ptx)\t(\w+)\t")):
+        told = set(re.findall(pattern, path.read_text(), re.M))
+        wrong += [f"{path}: {file} {entry} is in only one of the report and the PTX" for file, entry in sorted(told ^ pairs)]
+    if not wrong:
+        table = report.read_tsv(args.report / "ptx.tsv", {source.output(arch): source for source, arch, _ in ptxs})
+        wrong = compare(args.manifest, manifest.text(args.kernels, ptxs, table))
     for line in wrong:
         print(f"ptx: {line}", file=sys.stderr)
     print(f"ptx: {len(pairs)} entries are reported")

@@ -1,6 +1,6 @@
 """What the assemblers said, as benches/results/ptx.md, and all of it as ptx.tsv."""
 
-from assembler import ASSEMBLERS
+from assembler import ASSEMBLERS, Usage
 
 CARDS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"]
 # Shared memory that a block may have, in bytes, and what the system keeps of it for itself.
@@ -57,3 +57,14 @@ def tsv(table):
             numbers = f"{usage.registers}\t{usage.static}\t{usage.code}"
             lines.append(f"{file}\t{entry}\t{name}\t{card}\t{numbers}")
     return "\n".join(lines) + "\n"
+
+
+def read_tsv(path, sources):
+    """The table that a committed tsv was made of. `sources` has those of the PTX files, by their names."""
+    table = {}
+    for line in path.read_text().splitlines()[1:]:
+        file, entry, name, card, registers, static, code = line.split("\t")
+        if file in sources and (limits := sources[file].limits_of(entry)):
+            usage = Usage(registers=int(registers), static=int(static), code=int(code))
+            table.setdefault((file, entry), (limits[1], {}))[1][name, card] = usage
+    return table
