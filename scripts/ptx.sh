@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The CUDA kernels: PTX from shaders/cuda/*.cu with a pinned compiler, proved by three assemblers and an interpreter.
+# The CUDA kernels: PTX from shaders/cuda/kernels/**/*.cu with a pinned compiler, proved by three assemblers and an interpreter.
 #
-#   scripts/ptx.sh                  writes shaders/cuda/*.ptx, the same deflated (*.ptx.z, which the crate carries) and
-#                                   benches/results/ptx.{md,tsv}; fails as --check does
+#   scripts/ptx.sh                  writes shaders/cuda/ptx/*.ptx, shaders/cuda/src/manifest.rs (what each entry needs and is given)
+#                                   and benches/results/ptx.{md,tsv}; fails as --check does
 #   scripts/ptx.sh --check          writes nothing; fails where a committed file differs from what the compiler gives,
 #                                   or an entry passes its limits with some ptxas: registers, shared memory, no spill
-#   scripts/ptx.sh --check --only NAME...   of some sources, by their stems; --check --list: only that files and reports are of one list
+#   scripts/ptx.sh --check --only NAME...   of some sources, by their stems; --check --list: only that files, reports and manifest belong together
 #   scripts/ptx.sh emulate [NAME]   the interpreter's tests and the kernels' on the CPU (scripts/ptxemu/run.py); MLA_FULL=1: all
 #   scripts/ptx.sh setup            only installs
 #
@@ -16,6 +16,9 @@
 # `threads` is its __launch_bounds__; ENTRY may have a `*`, and a line of its own comes first. `shared` is the most dynamic
 # shared memory that it is launched with, in bytes; a constant ENTRY_shared_bytes in the .cu says how much it is. `card` is the
 # least that a block may have on the cards that src/cuda launches it on.
+#
+# A kernel's first parameter is `const TYPE args`, a struct of numbers, pointers and such structs: scripts/ptx/layout.py reads it.
+# `#include` looks in the source's own folder, then in shaders/cuda/kernels.
 #
 # nvcc 13.0, and ptxas of CUDA 12.4 and 12.8, come from PyPI by their hashes (150 MB) into target/cuda. nvcc needs g++.
 # On Debian and Ubuntu it installs what is missing, if it may.
