@@ -25,8 +25,8 @@ fn compare<T: DeviceRepr + Debug>(entry: &Entry) {
     assert_eq!(size_of::<T>(), of.bytes as usize, "{entry:?}: bytes");
 }
 
-/// All numbers of a struct, as a manifest has them. No list of them is kept: each word of one holds its own number, and Debug prints what
-/// is there by its names.
+/// All numbers of a struct, as the manifest has them, without a second list of its fields: its words are filled with 1, 2, 3 and so on,
+/// and Debug prints each field by its name and what its words hold. `offset_of!` does not see other modules' private fields.
 fn fields_of<T: DeviceRepr + Debug>() -> Vec<(String, u32, Kind)> {
     let words: Vec<u32> = (1..).take(size_of::<T>() / 4).collect();
     // SAFETY: as many bytes as are read; arguments of kernels are numbers, which any bits are.
@@ -45,7 +45,7 @@ fn fields_of<T: DeviceRepr + Debug>() -> Vec<(String, u32, Kind)> {
     fields
 }
 
-/// The first word of a printed number.
+/// The first word of a printed number, and its kind: one of 8 bytes has a second word, above the first.
 fn number(printed: &str) -> Option<(u32, Kind)> {
     match printed.parse::<u64>() {
         Ok(bits) if bits >> 32 == 0 => Some((bits as u32, Kind::U32)),
