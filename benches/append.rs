@@ -14,12 +14,10 @@ use serde_json::json;
 use support::Result;
 use support::args::Args;
 use support::ceiling::Kind;
-use support::device::Device;
+use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::gpu::Gpu;
-use wgpu_mla::gpu::ops::{AppendBinding, AppendStep, KvAppend};
-use wgpu_mla::{AppendLayer, AppendSpec, Dtype, KvSpec, KvView, MlaShape, View, wgpu};
+use wgpu_mla::{AppendLayer, AppendSpec, Dtype, KvSpec, KvView, MlaShape, View};
 
 const PAGE_SIZE: u32 = 64;
 const LATENT: u32 = 512;
@@ -79,82 +77,11 @@ impl Shape {
     }
 }
 
-/// A device's own append, with its step.
-trait Appends: Device {
-    type Append;
-    type Bound;
-    fn append(&self, spec: AppendSpec, slot_mapping: &[i64]) -> Result<Self::Append>;
-    fn bound(
-        &self,
-        append: &Self::Append,
-        layer: &AppendLayer<&Self::Buffer>,
-        tokens: u32,
-    ) -> Result<Self::Bound>;
-    fn record(append: &Self::Append, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
-}
-
-impl Appends for Gpu {
-    type Append = (KvAppend, AppendStep);
-    type Bound = AppendBinding;
-
-    fn append(&self, spec: AppendSpec, slot_mapping: &[i64]) -> Result<Self::Append> {
-        let append = KvAppend::new(&self.pipelines, spec)?;
-        let mut step = AppendStep::default();
-        append.prepare(&self.device, &self.queue, &mut step, slot_mapping)?;
-        Ok((append, step))
-    }
-
-    fn bound(
-        &self,
-        (append, _): &Self::Append,
-        layer: &AppendLayer<&wgpu::Buffer>,
-        tokens: u32,
-    ) -> Result<AppendBinding> {
-        Ok(append.bind(&self.device, layer, tokens)?)
-    }
-
-    fn record((append, step): &Self::Append, pass: &mut wgpu::ComputePass<'_>, bound: &AppendBinding) {
-        append.record_in(pass, step, bound);
-    }
-}
-
-#[cfg(feature = "cuda")]
-mod on_cuda {
-    use super::{AppendLayer, AppendSpec, Appends, Result, support::cuda::Launches};
-    use wgpu_mla::cuda::ops::{AppendBinding, AppendStep, KvAppend};
-    use wgpu_mla::cuda::{Buffer, Cuda};
-
-    impl Appends for Cuda {
-        type Append = (KvAppend, AppendStep);
-        type Bound = AppendBinding;
-
-        fn append(&self, spec: AppendSpec, slot_mapping: &[i64]) -> Result<Self::Append> {
-            let append = KvAppend::new(self, spec)?;
-            let mut step = append.step(slot_mapping.len() as u32)?;
-            append.prepare(&mut step, slot_mapping)?;
-            Ok((append, step))
-        }
-
-        fn bound(
-            &self,
-            (append, _): &Self::Append,
-            layer: &AppendLayer<&Buffer>,
-            tokens: u32,
-        ) -> Result<AppendBinding> {
-            Ok(append.bind(layer, tokens)?)
-        }
-
-        fn record((append, step): &Self::Append, launches: &mut Launches, bound: &AppendBinding) {
-            launches.add(append.record(step, bound));
-        }
-    }
-}
-
 fn main() {
     support::on_cards!(run);
 }
 
-fn run<D: Appends>(gpu: &D, args: &Args) -> Result<()> {
+fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     let tokens: &[u32] = match (args.test, gpu.is_small() && !args.full) {
         (true, _) => &[5, 128],
         (_, true) => &[64, 4096],
@@ -189,18 +116,16 @@ fn run<D: Appends>(gpu: &D, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-fn time<D: Appends>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_json::Value> {
-    let spec = shape.spec();
+fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_json::Value> {
     let (tokens, paint) = (u64::from(shape.tokens), Paint::new(INPUT));
     let copies = if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) };
     let latents = gpu.painted(&paint, copies * tokens * u64::from(LATENT))?;
     let ropes = gpu.painted(&paint, copies * tokens * u64::from(ROPE))?;
     let cache = gpu.buffer(copies * shape.layer_elems() * shape.cache.bytes() as u64)?;
-    let append = gpu.append(spec, &shape.slots())?;
-    let bind = |copy: u64| {
+    let layer = |copy: u64| {
         let rows =
             |buffer, dim: u32| View { offset: copy * tokens * u64::from(dim), ..View::dense(buffer, 1, dim) };
-        let layer = AppendLayer {
+        AppendLayer {
             kv_c: rows(&latents, LATENT),
             k_pe: rows(&ropes, ROPE),
             kv: KvView {
@@ -211,15 +136,14 @@ fn time<D: Appends>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result
                 block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)),
             },
             k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
-        };
-        gpu.bound(&append, &layer, shape.tokens)
+        }
     };
-    let bindings = (0..copies).map(bind).collect::<Result<Vec<_>>>()?;
-    let right = check(gpu, shape, &append, &bindings[0], &paint, &cache)?;
+    let append = gpu.compile(shape.spec())?;
+    let append = Layers::new(append, shape.tokens, &shape.slots(), (0..copies).map(layer))?;
+    append.run_first()?;
+    let right = check(gpu, shape, &paint, &cache)?;
 
-    let [together, alone] = gpu.time(args.replays(), |pass, call| {
-        D::record(&append, pass, &bindings[call % bindings.len()]);
-    })?;
+    let [together, alone] = gpu.time_both(args.replays(), |recorder, call| append.record(recorder, call))?;
     let rate = shape.bytes() as f64 / together.median / 1e9;
     let us = |seconds: f64| seconds * 1e6;
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
@@ -236,15 +160,7 @@ fn time<D: Appends>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result
 }
 
 /// Compares the bytes of the first and the last tokens of the first append.
-fn check<D: Appends>(
-    gpu: &D,
-    shape: &Shape,
-    append: &D::Append,
-    first: &D::Bound,
-    paint: &Paint,
-    cache: &D::Buffer,
-) -> Result<String> {
-    gpu.once(|pass| D::record(append, pass, first))?;
+fn check<D: Timed>(gpu: &D, shape: &Shape, paint: &Paint, cache: &D::Buffer) -> Result<String> {
     let row_bytes = (LATENT + ROPE) as usize * shape.cache.bytes();
     let got = gpu.download(cache, shape.layer_elems() * shape.cache.bytes() as u64)?;
     let slots = shape.slots();

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! cargo bench --bench cascade -- [--only TEXT].. [--variant NAME] [--items PARTS] [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench cascade --features cuda -- --backend cuda
 //! ```
 //! `--variant` forces a row of `mla_prefill`, `--items` the parts that its keys are cut into.
 
@@ -18,10 +19,9 @@ use cascade::problem::{Problem, Shape};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
-use support::device::Device;
+use support::device::Timed;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Backend, Dtype};
+use wgpu_mla::Dtype;
 
 fn shapes(test: bool, small: bool) -> Vec<Shape> {
     let card = Shape {
@@ -45,10 +45,10 @@ fn shapes(test: bool, small: bool) -> Vec<Shape> {
 }
 
 fn main() {
-    support::on_wgpu(run);
+    support::on_cards!(run);
 }
 
-fn run(gpu: &Gpu, args: &Args) -> Result<()> {
+fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     let mut shapes = shapes(args.test, gpu.is_small() && !args.full);
     shapes.retain(|shape| args.wants(&shape.name()));
     if args.list {
@@ -57,7 +57,7 @@ fn run(gpu: &Gpu, args: &Args) -> Result<()> {
     }
     let mut records = Records::new("cascade", gpu.facts());
     println!(
-        "# A shared prefix on {}\n\nus: device time, many calls in a pass, over several layers in turn.\n",
+        "# A shared prefix on {}\n\nus: device time, many calls in a pass or graph, over several layers in turn.\n",
         gpu.name()
     );
     for shape in &shapes {
@@ -68,13 +68,13 @@ fn run(gpu: &Gpu, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-fn time(gpu: &Gpu, shape: &Shape, args: &Args, records: &mut Records) -> Result<()> {
+fn time<D: Timed>(gpu: &D, shape: &Shape, args: &Args, records: &mut Records) -> Result<()> {
     let problem = Problem::new(gpu, shape, args.variant.as_deref(), args.items)?;
     let (checked, about) = (problem.check(gpu)?, problem.describe());
     println!("\n{}: {about}; {checked}\n\n| what | us | min | |\n|---|---|---|---|", shape.name());
     let mut medians = Vec::new();
     for (what, base) in cascade::problem::TIMED {
-        let [together, _] = gpu.time(args.replays(), |pass, call| problem.record(what, pass, call))?;
+        let together = gpu.time(args.replays(), |recorder, call| problem.record(what, recorder, call))?;
         let us = together.median * 1e6;
         medians.push((what, us));
         let base = base.and_then(|base| medians.iter().find(|(what, _)| *what == base));

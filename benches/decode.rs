@@ -4,7 +4,7 @@
 //! cargo bench --bench decode -- [--only TEXT].. [--variant NAME] [--items N] [--replays N] [--json FILE] [--full | --test] [--list]
 //! cargo bench --bench decode -- --backend cpu [--threads N]
 //! cargo bench --bench decode --features cuda -- --backend cuda
-//! cargo bench --bench decode -- --host            host time of plan, prepare and record
+//! cargo bench --bench decode -- --host            host time of plan, prepare and record, of a decode and a whole layer
 //! cargo bench --bench decode -- --startup DIR     first and second start with a pipeline cache in DIR
 //! ```
 //! BENCHMARKS.md says what the figures mean.
@@ -14,8 +14,6 @@ mod support;
 
 /// Its files are in `benches/decode`.
 mod decode {
-    #[cfg(feature = "cuda")]
-    mod cuda;
     pub mod host;
     mod problem;
     pub mod run;

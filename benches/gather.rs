@@ -14,12 +14,12 @@ use serde_json::json;
 use support::Result;
 use support::args::Args;
 use support::ceiling::Kind;
-use support::device::Device;
+use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::gpu::Gpu;
-use wgpu_mla::gpu::ops::{GatherBinding, GatherStep, KvGather};
-use wgpu_mla::{Dtype, Gather, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, PageTable, View, wgpu};
+use wgpu_mla::{
+    Dtype, Gather, GatherBatch, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, PageTable, View,
+};
 
 const PAGE_SIZE: u32 = 64;
 const LATENT: u32 = 512;
@@ -72,81 +72,11 @@ impl Shape {
     }
 }
 
-/// A device's own gather, with its step.
-trait Gathers: Device {
-    type Made;
-    type Bound;
-    fn gather(&self, shape: &Shape) -> Result<Self::Made>;
-    fn bound(&self, made: &Self::Made, args: &Gather<&Self::Buffer>, tokens: u32) -> Result<Self::Bound>;
-    fn record(made: &Self::Made, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
-}
-
-impl Gathers for Gpu {
-    type Made = (KvGather, GatherStep);
-    type Bound = GatherBinding;
-
-    fn gather(&self, shape: &Shape) -> Result<Self::Made> {
-        let gather = KvGather::new(&self.pipelines, shape.spec())?;
-        let (mut step, table) = (GatherStep::default(), shape.block_table());
-        let pages = PageTable::Dense { block_table: &table, max_pages: table.len() };
-        let len = (shape.tokens + BEGIN) as i32;
-        gather.prepare(&self.device, &self.queue, &mut step, pages, &[len], &[shape.range()])?;
-        Ok((gather, step))
-    }
-
-    fn bound(
-        &self,
-        (gather, _): &Self::Made,
-        args: &Gather<&wgpu::Buffer>,
-        tokens: u32,
-    ) -> Result<GatherBinding> {
-        Ok(gather.bind(&self.device, args, tokens)?)
-    }
-
-    fn record((gather, step): &Self::Made, pass: &mut wgpu::ComputePass<'_>, bound: &GatherBinding) {
-        gather.record_in(pass, step, bound);
-    }
-}
-
-#[cfg(feature = "cuda")]
-mod on_cuda {
-    use super::{BEGIN, Gather, Gathers, PageTable, Result, Shape, support::cuda::Launches};
-    use wgpu_mla::cuda::ops::{GatherBinding, GatherStep, KvGather};
-    use wgpu_mla::cuda::{Buffer, Cuda};
-
-    impl Gathers for Cuda {
-        type Made = (KvGather, GatherStep);
-        type Bound = GatherBinding;
-
-        fn gather(&self, shape: &Shape) -> Result<Self::Made> {
-            let gather = KvGather::new(self, shape.spec())?;
-            let table = shape.block_table();
-            let mut step = gather.step(table.len() as u32)?;
-            let pages = PageTable::Dense { block_table: &table, max_pages: table.len() };
-            gather.prepare(&mut step, pages, &[(shape.tokens + BEGIN) as i32], &[shape.range()])?;
-            Ok((gather, step))
-        }
-
-        fn bound(
-            &self,
-            (gather, _): &Self::Made,
-            args: &Gather<&Buffer>,
-            tokens: u32,
-        ) -> Result<GatherBinding> {
-            Ok(gather.bind(args, tokens)?)
-        }
-
-        fn record((gather, step): &Self::Made, launches: &mut Launches, bound: &GatherBinding) {
-            launches.add(gather.record(step, bound));
-        }
-    }
-}
-
 fn main() {
     support::on_cards!(run);
 }
 
-fn run<D: Gathers>(gpu: &D, args: &Args) -> Result<()> {
+fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     let tokens: &[u32] = match (args.test, gpu.is_small() && !args.full) {
         (true, _) => &[5, 128],
         (_, true) => &[4096],
@@ -187,34 +117,36 @@ fn run<D: Gathers>(gpu: &D, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-fn time<D: Gathers>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_json::Value> {
+fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<serde_json::Value> {
     let paint = Paint::new(shape.cache);
     let copies = if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) };
     let row = u64::from(LATENT + ROPE);
     let cache = gpu.painted(&paint, copies * shape.layer_elems())?;
     let out_elems = u64::from(shape.tokens) * row;
     let out = gpu.buffer(copies * out_elems * shape.output.bytes() as u64)?;
-    let made = gpu.gather(shape)?;
-    let bind = |copy: u64| {
-        let args = Gather {
-            kv: KvView {
-                buffer: &cache,
-                offset: 0,
-                layer_stride: shape.layer_elems(),
-                layer: copy as u32,
-                block_stride: u64::from(PAGE_SIZE) * row,
-            },
-            k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
-            out: View { offset: copy * out_elems, ..View::dense(&out, 1, LATENT + ROPE) },
-        };
-        gpu.bound(&made, &args, shape.tokens)
+    let layer = |copy: u64| Gather {
+        kv: KvView {
+            buffer: &cache,
+            offset: 0,
+            layer_stride: shape.layer_elems(),
+            layer: copy as u32,
+            block_stride: u64::from(PAGE_SIZE) * row,
+        },
+        k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
+        out: View { offset: copy * out_elems, ..View::dense(&out, 1, LATENT + ROPE) },
     };
-    let bindings = (0..copies).map(bind).collect::<Result<Vec<_>>>()?;
-    let right = check(gpu, shape, &made, &bindings[0], &paint, &out)?;
+    let table = shape.block_table();
+    let batch = GatherBatch {
+        pages: PageTable::Dense { block_table: &table, max_pages: table.len() },
+        seq_lens: &[(shape.tokens + BEGIN) as i32],
+        ranges: &[shape.range()],
+    };
+    let gather = gpu.compile(shape.spec())?;
+    let gather = Layers::new(gather, table.len() as u32, batch, (0..copies).map(layer))?;
+    gather.run_first()?;
+    let right = check(gpu, shape, &paint, &out)?;
 
-    let [together, alone] = gpu.time(args.replays(), |pass, call| {
-        D::record(&made, pass, &bindings[call % bindings.len()]);
-    })?;
+    let [together, alone] = gpu.time_both(args.replays(), |recorder, call| gather.record(recorder, call))?;
     let rate = shape.bytes() as f64 / together.median / 1e9;
     let us = |seconds: f64| seconds * 1e6;
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
@@ -231,15 +163,7 @@ fn time<D: Gathers>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result
 }
 
 /// Compares the bytes of every row of the first gather.
-fn check<D: Gathers>(
-    gpu: &D,
-    shape: &Shape,
-    made: &D::Made,
-    first: &D::Bound,
-    paint: &Paint,
-    out: &D::Buffer,
-) -> Result<String> {
-    gpu.once(|pass| D::record(made, pass, first))?;
+fn check<D: Timed>(gpu: &D, shape: &Shape, paint: &Paint, out: &D::Buffer) -> Result<String> {
     let row_elems = (LATENT + ROPE) as usize;
     let bytes = shape.tokens as usize * row_elems * shape.output.bytes();
     let (table, mut want) = (shape.block_table(), vec![0; bytes]);

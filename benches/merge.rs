@@ -14,13 +14,11 @@ use mla_support::reference::{State, merge_attn_states};
 use serde_json::json;
 use support::args::Args;
 use support::ceiling::Kind;
-use support::device::Device;
+use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use support::{Result, peers};
-use wgpu_mla::gpu::Gpu;
-use wgpu_mla::gpu::ops::{MergeAttnStates, MergeBinding};
-use wgpu_mla::{Dtype, MergeStates, MergeStatesSpec, View, wgpu};
+use wgpu_mla::{Dtype, MergeAttnStatesSpec, MergeStates, View};
 
 const HEAD_SIZE: u32 = 128;
 
@@ -53,56 +51,6 @@ impl Shape {
     }
 }
 
-/// A device's own merge.
-trait Merges: Device {
-    type Merge;
-    type Bound;
-    fn merge(&self, spec: MergeStatesSpec) -> Result<Self::Merge>;
-    fn bound(&self, merge: &Self::Merge, args: &MergeStates<&Self::Buffer>) -> Result<Self::Bound>;
-    fn record(merge: &Self::Merge, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
-}
-
-impl Merges for Gpu {
-    type Merge = MergeAttnStates;
-    type Bound = MergeBinding;
-
-    fn merge(&self, spec: MergeStatesSpec) -> Result<MergeAttnStates> {
-        Ok(MergeAttnStates::new(&self.pipelines, spec)?)
-    }
-
-    fn bound(&self, merge: &MergeAttnStates, args: &MergeStates<&wgpu::Buffer>) -> Result<MergeBinding> {
-        Ok(merge.bind(&self.device, args)?)
-    }
-
-    fn record(merge: &MergeAttnStates, pass: &mut wgpu::ComputePass<'_>, bound: &MergeBinding) {
-        merge.record_in(pass, bound);
-    }
-}
-
-#[cfg(feature = "cuda")]
-mod on_cuda {
-    use super::{MergeStates, MergeStatesSpec, Merges, Result, support::cuda::Launches};
-    use wgpu_mla::cuda::ops::{MergeAttnStates, MergeBinding};
-    use wgpu_mla::cuda::{Buffer, Cuda};
-
-    impl Merges for Cuda {
-        type Merge = MergeAttnStates;
-        type Bound = MergeBinding;
-
-        fn merge(&self, spec: MergeStatesSpec) -> Result<MergeAttnStates> {
-            Ok(MergeAttnStates::new(self, spec)?)
-        }
-
-        fn bound(&self, merge: &MergeAttnStates, args: &MergeStates<&Buffer>) -> Result<MergeBinding> {
-            Ok(merge.bind(args)?)
-        }
-
-        fn record(merge: &MergeAttnStates, launches: &mut Launches, bound: &MergeBinding) {
-            launches.add(merge.record(bound));
-        }
-    }
-}
-
 /// The arrays of a dtype's merges, each with room for all that are rotated.
 struct Arrays<B> {
     paint: Paint,
@@ -121,7 +69,7 @@ fn main() {
     support::on_cards!(run);
 }
 
-fn run<D: Merges>(gpu: &D, args: &Args) -> Result<()> {
+fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     let (tokens, heads): (&[u32], &[u32]) = match (args.test, gpu.is_small() && !args.full) {
         (true, _) => (&[37], &[16]),
         (_, true) => (&[256, 613], &[16]),
@@ -155,10 +103,8 @@ fn run<D: Merges>(gpu: &D, args: &Args) -> Result<()> {
     println!("|{}", "---|".repeat(12));
     for shapes in shapes.chunk_by(|a, b| a.dtype == b.dtype) {
         let arrays = Arrays::new(gpu, shapes)?;
-        let spec = MergeStatesSpec { dtype: shapes[0].dtype, head_size: HEAD_SIZE };
-        let merge = gpu.merge(spec)?;
         for shape in shapes {
-            match time(gpu, &merge, &arrays, shape, ceiling, args) {
+            match time(gpu, &arrays, shape, ceiling, args) {
                 Ok(record) => records.add(record),
                 Err(error) => records.fail(&shape.name(), error.as_ref()),
             }
@@ -167,20 +113,19 @@ fn run<D: Merges>(gpu: &D, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-fn time<D: Merges>(
+fn time<D: Timed>(
     gpu: &D,
-    merge: &D::Merge,
     arrays: &Arrays<D::Buffer>,
     shape: &Shape,
     ceiling: f64,
     args: &Args,
 ) -> Result<serde_json::Value> {
-    let bindings = (0..copies(gpu, shape)).map(|copy| arrays.bind(gpu, merge, shape, copy));
-    let bindings = bindings.collect::<Result<Vec<_>>>()?;
-    let right = arrays.check(gpu, merge, shape, &bindings[0])?;
-    let [together, alone] = gpu.time(args.replays(), |pass, call| {
-        D::record(merge, pass, &bindings[call % bindings.len()]);
-    })?;
+    let merge = gpu.compile(MergeAttnStatesSpec { dtype: shape.dtype, head_size: HEAD_SIZE })?;
+    let layers = (0..copies(gpu, shape)).map(|copy| arrays.layer(shape, copy));
+    let merge = Layers::new(merge, (), (), layers)?;
+    merge.run_first()?;
+    let right = arrays.check(gpu, shape)?;
+    let [together, alone] = gpu.time_both(args.replays(), |recorder, call| merge.record(recorder, call))?;
     let peers = peers::merge_of(shape.dtype, shape.tokens, shape.heads);
     let (triton, cuda) = peers.unwrap_or((f64::NAN, f64::NAN));
     let us = together.median * 1e6;
@@ -200,12 +145,12 @@ fn time<D: Merges>(
     Ok(row)
 }
 
-fn copies(gpu: &impl Device, shape: &Shape) -> u64 {
+fn copies(gpu: &impl Timed, shape: &Shape) -> u64 {
     if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) }
 }
 
 impl<B> Arrays<B> {
-    fn new<D: Merges<Buffer = B>>(gpu: &D, shapes: &[Shape]) -> Result<Self> {
+    fn new<D: Timed<Buffer = B>>(gpu: &D, shapes: &[Shape]) -> Result<Self> {
         let skew = 8 * 10_007;
         let most =
             |size: fn(&Shape) -> u64| shapes.iter().map(|s| size(s) * copies(gpu, s)).max().unwrap_or(0);
@@ -224,13 +169,7 @@ impl<B> Arrays<B> {
         })
     }
 
-    fn bind<D: Merges<Buffer = B>>(
-        &self,
-        gpu: &D,
-        merge: &D::Merge,
-        shape: &Shape,
-        copy: u64,
-    ) -> Result<D::Bound> {
+    fn layer(&self, shape: &Shape, copy: u64) -> MergeStates<&B> {
         let state = |buffer, skew: u64| {
             let offset = copy * shape.elems() + skew;
             View { offset, ..View::dense(buffer, shape.heads, HEAD_SIZE) }
@@ -240,7 +179,7 @@ impl<B> Arrays<B> {
             let offset = copy * shape.rows() + skew;
             View { buffer, offset, token_stride: 1, head_stride: shape.tokens.into() }
         };
-        let args = MergeStates {
+        MergeStates {
             prefix_output: state(&self.prefix, 0),
             prefix_lse: lse(&self.prefix_lse, 0),
             suffix_output: state(&self.suffix, self.skew),
@@ -249,19 +188,11 @@ impl<B> Arrays<B> {
             output_lse: Some(lse(&self.output_lse, 0)),
             num_tokens: shape.tokens,
             num_heads: shape.heads,
-        };
-        gpu.bound(merge, &args)
+        }
     }
 
     /// Compares the first and the last tokens of the first merge with the oracle.
-    fn check<D: Merges<Buffer = B>>(
-        &self,
-        gpu: &D,
-        merge: &D::Merge,
-        shape: &Shape,
-        first: &D::Bound,
-    ) -> Result<String> {
-        gpu.once(|pass| D::record(merge, pass, first))?;
+    fn check<D: Timed<Buffer = B>>(&self, gpu: &D, shape: &Shape) -> Result<String> {
         let (tokens, heads) = (shape.tokens as usize, shape.heads as usize);
         let some: Vec<usize> = (0..8.min(tokens)).chain(tokens.saturating_sub(8).max(8)..tokens).collect();
         let width = heads * HEAD_SIZE as usize;

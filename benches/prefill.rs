@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo bench --bench prefill -- [--only TEXT].. [--variant NAME] [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench prefill --features cuda -- --backend cuda
 //! ```
 //! TFLOP/s counts `2 * (P + R + V)` for each head and each pair of a query and a key that it sees.
 
@@ -13,13 +14,13 @@ use mla_support::reference::{Expanded, mla_prefill_row};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
-use support::device::Device;
-use support::paint::{Canvas, Paint};
+use support::device::{Layers, Timed};
+use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::gpu::Gpu;
-use wgpu_mla::gpu::ops::{MlaPrefill, PrefillStep};
-use wgpu_mla::prefill::{PrefillExtent, PrefillVariant, PrefillVisible};
-use wgpu_mla::{Backend, Dtype, Prefill, PrefillSequence, PrefillSpec, View, wgpu};
+use wgpu_mla::{
+    Candidate, Dtype, Prefill, PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec, PrefillVisible,
+    View,
+};
 
 const SCALE: f32 = 0.072_168_78;
 
@@ -100,10 +101,10 @@ fn shapes(test: bool, small: bool) -> Vec<Shape> {
 }
 
 fn main() {
-    support::on_wgpu(run);
+    support::on_cards!(run);
 }
 
-fn run(gpu: &Gpu, args: &Args) -> Result<()> {
+fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     let mut shapes = shapes(args.test, gpu.is_small() && !args.full);
     shapes.retain(|shape| args.wants(&shape.what));
     if args.list {
@@ -112,7 +113,7 @@ fn run(gpu: &Gpu, args: &Args) -> Result<()> {
     }
     let mut records = Records::new("prefill", gpu.facts());
     println!(
-        "# mla_prefill on {}\n\nus: device time, many calls in a pass. TFLOP/s: 2 * (P + R + V) * heads * pairs of a query and a key that \
+        "# mla_prefill on {}\n\nus: device time, many calls in a pass or graph. TFLOP/s: 2 * (P + R + V) * heads * pairs of a query and a key that \
          it sees; share: of {H200_GEMM} TFLOP/s, an H200's GEMM.\n",
         gpu.name(),
     );
@@ -120,9 +121,9 @@ fn run(gpu: &Gpu, args: &Args) -> Result<()> {
         "| shape | row | us | min | TFLOP/s | share | host | check |\n|---|---|---|---|---|---|---|---|"
     );
     for shape in &shapes {
-        let rows = gpu.prefill_variants(&shape.spec).into_iter();
+        let rows = gpu.variants(&shape.spec).into_iter().filter(|row| row.lacks.is_none());
         for row in rows.filter(|row| args.variant.as_deref().is_none_or(|name| name == row.name)) {
-            match time(gpu, shape, row, args) {
+            match time(gpu, shape, &row, args) {
                 Ok(record) => records.add(record),
                 Err(error) => records.fail(&format!("{} {}", shape.what, row.name), error.as_ref()),
             }
@@ -131,12 +132,11 @@ fn run(gpu: &Gpu, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-fn time(gpu: &Gpu, shape: &Shape, row: PrefillVariant, args: &Args) -> Result<serde_json::Value> {
+fn time<D: Timed>(gpu: &D, shape: &Shape, row: &Candidate, args: &Args) -> Result<serde_json::Value> {
     let spec = shape.spec;
-    let prefill = MlaPrefill::with_variant(&gpu.pipelines, spec, Some(row.name))?;
-    let mut step = PrefillStep::default();
-    prefill.prepare(&gpu.device, &gpu.queue, &mut step, &shape.sequences)?;
-    let PrefillExtent { tokens, keys, .. } = step.extent();
+    let options = PrefillOptions { variant: Some(row.name.into()), ..Default::default() };
+    let prefill = gpu.compile_with(spec, &options)?;
+    let PrefillExtent { tokens, keys, .. } = PrefillExtent::of(&shape.sequences)?;
     let (heads, dtype) = (u64::from(spec.num_heads), spec.dtype);
     let (query, paint) = (Paint::query(dtype), Paint::new(dtype));
     let elems = |rows: u32, dim: u32| u64::from(rows) * heads * u64::from(dim);
@@ -147,25 +147,22 @@ fn time(gpu: &Gpu, shape: &Shape, row: PrefillVariant, args: &Args) -> Result<se
     let v = gpu.painted(&paint, elems(keys, spec.v_head_dim))?;
     let out = gpu.buffer(elems(tokens, spec.v_head_dim) * spec.out.bytes() as u64)?;
     let lse = gpu.buffer(elems(tokens, 1) * 4)?;
-    let binding = prefill.bind(
-        &gpu.device,
-        &Prefill {
-            q_nope: View::dense(&q_nope, spec.num_heads, spec.qk_nope_head_dim),
-            q_pe: View::dense(&q_pe, spec.num_heads, spec.qk_rope_head_dim),
-            k_nope: View::dense(&k_nope, spec.num_heads, spec.qk_nope_head_dim),
-            k_pe: View { head_stride: 0, ..View::dense(&k_pe, 1, spec.qk_rope_head_dim) },
-            v: View::dense(&v, spec.num_heads, spec.v_head_dim),
-            out: View::dense(&out, spec.num_heads, spec.v_head_dim),
-            lse: View::dense(&lse, spec.num_heads, 1),
-            softmax_scale: SCALE,
-        },
-        step.extent(),
-    )?;
-    prefill.check(&step, &binding)?;
-    gpu.once(|pass| prefill.record_in(pass, &step, &binding))?;
+    let layer = Prefill {
+        q_nope: View::dense(&q_nope, spec.num_heads, spec.qk_nope_head_dim),
+        q_pe: View::dense(&q_pe, spec.num_heads, spec.qk_rope_head_dim),
+        k_nope: View::dense(&k_nope, spec.num_heads, spec.qk_nope_head_dim),
+        k_pe: View { head_stride: 0, ..View::dense(&k_pe, 1, spec.qk_rope_head_dim) },
+        v: View::dense(&v, spec.num_heads, spec.v_head_dim),
+        out: View::dense(&out, spec.num_heads, spec.v_head_dim),
+        lse: View::dense(&lse, spec.num_heads, 1),
+        softmax_scale: SCALE,
+    };
+    let tiles = shape.sequences.iter().map(|sequence| sequence.q_len.div_ceil(prefill.facts().rows)).sum();
+    let prefill = Layers::new(prefill, tiles, &shape.sequences, [layer])?;
+    prefill.run_first()?;
     let right = check(gpu, shape, row, &out, &lse)?;
 
-    let [together, _] = gpu.time(args.replays(), |pass, _| prefill.record_in(pass, &step, &binding))?;
+    let together = gpu.time(args.replays(), |recorder, call| prefill.record(recorder, call))?;
     let rate = shape.flops() / together.median / 1e12;
     let us = |seconds: f64| seconds * 1e6;
     print!(
@@ -185,12 +182,12 @@ fn time(gpu: &Gpu, shape: &Shape, row: PrefillVariant, args: &Args) -> Result<se
 }
 
 /// Compares some rows of some heads with the oracle: the first and last of each sequence, and one in between.
-fn check(
-    gpu: &Gpu,
+fn check<D: Timed>(
+    gpu: &D,
     shape: &Shape,
-    row: PrefillVariant,
-    out: &wgpu::Buffer,
-    lse: &wgpu::Buffer,
+    row: &Candidate,
+    out: &D::Buffer,
+    lse: &D::Buffer,
 ) -> Result<String> {
     let (spec, query, paint) = (shape.spec, Paint::query(shape.spec.dtype), Paint::new(shape.spec.dtype));
     let [nope, rope, dim] =

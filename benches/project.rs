@@ -13,12 +13,11 @@ use mla_support::reference::{HeadProject as Oracle, head_project};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
-use support::device::Device;
+use support::device::{Layers, Timed};
 use support::paint::{Canvas, Paint};
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::gpu::ops::{HeadProject, ProjectBinding, ProjectStep};
-use wgpu_mla::{Backend, Dtype, HeadDims, Project, ProjectSpec, View, WeightView, wgpu};
+use wgpu_mla::{Device, Dtype, HeadDims, OpOptions, Project, ProjectSpec, View, WeightView, wgpu};
 
 /// DeepSeek-V2-Lite's, and what a device has of DeepSeek-V3 on 8 devices.
 const DIMS: HeadDims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
@@ -69,12 +68,9 @@ impl Shape {
     }
 }
 
-/// A projection with a binding for each layer.
+/// A projection of layers that take turns, and where all of them write.
 struct Bound {
-    spec: ProjectSpec,
-    project: HeadProject,
-    step: ProjectStep,
-    layers: Vec<ProjectBinding>,
+    project: Layers<ProjectSpec, Gpu>,
     y: wgpu::Buffer,
 }
 
@@ -147,9 +143,9 @@ fn read_once(gpu: &Gpu, weights: &wgpu::Buffer, bytes: u64, args: &Args) -> Resu
             wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(text.into()) };
         // SAFETY: each binding has as many quads as its grid's invocations read.
         let module = unsafe {
-            gpu.device.create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
+            gpu.device().create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
         };
-        let pipeline = gpu.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+        let pipeline = gpu.device().create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
             label: Some("read_once"),
             layout: None,
             module: &module,
@@ -160,7 +156,7 @@ fn read_once(gpu: &Gpu, weights: &wgpu::Buffer, bytes: u64, args: &Args) -> Resu
         let group = |part: u64| {
             let size = wgpu::BufferSize::new(bytes);
             let source = wgpu::BufferBinding { buffer: weights, offset: part * bytes, size };
-            gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+            gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
                 label: None,
                 layout: &pipeline.get_bind_group_layout(0),
                 entries: &[
@@ -171,10 +167,11 @@ fn read_once(gpu: &Gpu, weights: &wgpu::Buffer, bytes: u64, args: &Args) -> Resu
         };
         let groups: Vec<_> = (0..parts).map(group).collect();
         let grid = (bytes / (256 * 16 * u64::from(loads))) as u32;
-        let [together, _] = gpu.time(args.replays(), |pass, call| {
+        let together = gpu.time(args.replays(), |pass, call| {
             pass.set_pipeline(&pipeline);
             pass.set_bind_group(0, &groups[call % groups.len()], &[]);
             pass.dispatch_workgroups(grid, 1, 1);
+            Ok(())
         })?;
         best = best.min(together.median);
     }
@@ -194,19 +191,17 @@ fn bound(
         Op::VUp => (ProjectSpec::v_up(&DIMS, dtype, dtype, dtype), WeightView::w_uv(&DIMS, weights)),
         _ => (ProjectSpec::absorb(&DIMS, dtype, dtype, dtype), WeightView::w_uk(&DIMS, weights)),
     };
-    let project = HeadProject::with_variant(&gpu.pipelines, spec, args.variant.as_deref())?;
-    let mut step = ProjectStep::default();
-    project.prepare(&gpu.device, &gpu.queue, &mut step, 0, tokens)?;
     let rows = u64::from(tokens * DIMS.num_heads);
     let x = gpu.painted(paint, rows * u64::from(spec.k))?;
     let y = gpu.buffer(rows * u64::from(spec.n) * dtype.bytes() as u64)?;
     let layer = |layer: u64| {
         let weight = WeightView { offset: view.offset + layer * DIMS.elements(), ..view };
         let (x, y) = (View::dense(&x, DIMS.num_heads, spec.k), View::dense(&y, DIMS.num_heads, spec.n));
-        project.bind(&gpu.device, &Project { x, weight, y, num_tokens: tokens })
+        Project { x, weight, y }
     };
-    let layers = (0..copies).map(layer).collect::<wgpu_mla::Result<Vec<_>>>()?;
-    Ok(Bound { spec, project, step, layers, y })
+    let project = gpu.compile_with(spec, &OpOptions { variant: args.variant.clone() })?;
+    let project = Layers::new(project, tokens, 0..tokens, (0..copies).map(layer))?;
+    Ok(Bound { project, y })
 }
 
 fn time(
@@ -224,22 +219,20 @@ fn time(
     for op in &ops {
         worst = worst.max(check(gpu, op, shape.tokens, paint)?);
     }
-    let [together, alone] = gpu.time(args.replays(), |pass, call| {
-        for op in &ops {
-            op.project.record_in(pass, &op.step, &op.layers[call % op.layers.len()]);
-        }
-    })?;
+    let record =
+        |pass: &mut wgpu::ComputePass<'_>, call| ops.iter().try_for_each(|op| op.project.record(pass, call));
+    let [together, alone] = gpu.time_both(args.replays(), record)?;
     let us = |seconds: f64| seconds * 1e6;
     let rate = shape.bytes() as f64 / together.median / 1e9;
     let tflops = shape.flops() / together.median / 1e12;
     let read = together.median / (half * ops.len() as f64);
     let at_once = (shape.op == Op::Both).then_some(together.median / whole);
-    print!("| {} | {} | {} ", shape.name(), ops[0].project.variant(), micros(us(together.median)));
+    print!("| {} | {} | {} ", shape.name(), ops[0].project.op.variant(), micros(us(together.median)));
     print!("| {} | {} | {} ", micros(us(together.min)), micros(us(alone.median)), figure(rate));
     print!("| {} | {} | {} ", figure(tflops), figure(read), figure(at_once.unwrap_or(f64::NAN)));
     println!("| {} | {worst:.2} |", figure(us(together.host)));
     let mut row = json!({
-        "workload": shape.name(), "row": ops[0].project.variant(), "tokens": shape.tokens,
+        "workload": shape.name(), "row": ops[0].project.op.variant(), "tokens": shape.tokens,
         "us_alone": us(alone.median), "gb_s": rate, "tflop_s": tflops, "times_read": read, "times_read_at_once": at_once,
     });
     if let Some(fields) = row.as_object_mut() {
@@ -250,13 +243,14 @@ fn time(
 
 /// Compares the first and the last tokens of the first layer with the oracle: the largest error as a share of what is allowed.
 fn check(gpu: &Gpu, op: &Bound, tokens: u32, paint: &Paint) -> Result<f64> {
-    gpu.once(|pass| op.project.record_in(pass, &op.step, &op.layers[0]))?;
-    let ProjectSpec { k, n, order, .. } = op.spec;
+    op.project.run_first()?;
+    let spec = *op.project.op.op();
+    let ProjectSpec { k, n, order, .. } = spec;
     let (heads, k, n) = (DIMS.num_heads as usize, k as usize, n as usize);
     let dtype = paint.dtype;
     let got = dtype.decode_all(&gpu.download(&op.y, (tokens as usize * heads * n * dtype.bytes()) as u64)?);
     let (latent, rows) = (DIMS.kv_lora_rank as usize, DIMS.qk_nope_head_dim as usize);
-    let skip = if op.spec == ProjectSpec::v_up(&DIMS, dtype, dtype, dtype) { rows } else { 0 };
+    let skip = if spec == ProjectSpec::v_up(&DIMS, dtype, dtype, dtype) { rows } else { 0 };
     let element = |head: usize, at: usize| (head * (rows + DIMS.v_head_dim as usize) + skip) * latent + at;
     let weight: Vec<f32> =
         (0..heads * k * n).map(|at| paint.at(element(at / (k * n), at % (k * n)) as u64)).collect();

@@ -14,14 +14,12 @@ use mla_support::reference::{Rotation, rope};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
-use support::device::Device;
+use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::gpu::Gpu;
-use wgpu_mla::gpu::ops::{AppendStep, Rotate, RotateAppend, RotateAppendBinding, RotateBinding, RotateStep};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Dtype, KvSpec, KvView, MlaShape, Rope, RopeAppend, RopeAppendSpec,
-    RopeFrequencies, RopeLayout, RopeSpec, View, Yarn, wgpu,
+    AppendLayer, AppendSpec, Dtype, Kernel, KvSpec, KvView, MlaShape, Op, Rope, RopeAppend, RopeAppendSpec,
+    RopeFrequencies, RopeLayout, RopeSpec, View, Yarn,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -91,127 +89,11 @@ impl Shape {
     }
 }
 
-/// A layer of either op.
-enum Call<'a, B> {
-    Rope(Rope<&'a B>),
-    Fused(RopeAppend<&'a B>),
-}
-
-/// A device's own ops, with their steps.
-trait Rotates: Device {
-    type Op;
-    type Bound;
-    fn op(&self, shape: &Shape) -> Result<Self::Op>;
-    fn bound(&self, op: &Self::Op, call: &Call<'_, Self::Buffer>, tokens: u32) -> Result<Self::Bound>;
-    fn record(op: &Self::Op, pass: &mut Self::Pass<'_>, bound: &Self::Bound);
-}
-
-enum GpuOp {
-    Rope(Rotate, RotateStep),
-    Fused(RotateAppend, AppendStep),
-}
-
-enum GpuBound {
-    Rope(RotateBinding),
-    Fused(RotateAppendBinding),
-}
-
-impl Rotates for Gpu {
-    type Op = GpuOp;
-    type Bound = GpuBound;
-
-    fn op(&self, shape: &Shape) -> Result<GpuOp> {
-        let (device, queue) = (&self.device, &self.queue);
-        let Some(cache) = shape.cache else {
-            let (rotate, mut step) = (Rotate::new(&self.pipelines, shape.rope())?, RotateStep::default());
-            rotate.prepare(device, queue, &mut step, 0, shape.tokens)?;
-            return Ok(GpuOp::Rope(rotate, step));
-        };
-        let rotate = RotateAppend::new(&self.pipelines, shape.fused(cache))?;
-        let mut step = AppendStep::default();
-        rotate.prepare(device, queue, &mut step, &shape.slots())?;
-        Ok(GpuOp::Fused(rotate, step))
-    }
-
-    fn bound(&self, op: &GpuOp, call: &Call<'_, wgpu::Buffer>, tokens: u32) -> Result<GpuBound> {
-        match (op, call) {
-            (GpuOp::Rope(rotate, _), Call::Rope(args)) => {
-                Ok(GpuBound::Rope(rotate.bind(&self.device, args)?))
-            }
-            (GpuOp::Fused(rotate, _), Call::Fused(args)) => {
-                Ok(GpuBound::Fused(rotate.bind(&self.device, args, tokens)?))
-            }
-            _ => Err("an op and a call of another".into()),
-        }
-    }
-
-    fn record(op: &GpuOp, pass: &mut wgpu::ComputePass<'_>, bound: &GpuBound) {
-        match (op, bound) {
-            (GpuOp::Rope(rotate, step), GpuBound::Rope(bound)) => rotate.record_in(pass, step, bound),
-            (GpuOp::Fused(rotate, step), GpuBound::Fused(bound)) => rotate.record_in(pass, step, bound),
-            _ => {}
-        }
-    }
-}
-
-#[cfg(feature = "cuda")]
-mod on_cuda {
-    use super::{Call, Result, Rotates, Shape, support::cuda::Launches};
-    use wgpu_mla::cuda::ops::{
-        AppendStep, Rotate, RotateAppend, RotateAppendBinding, RotateBinding, RotateStep,
-    };
-    use wgpu_mla::cuda::{Buffer, Cuda};
-
-    pub enum Op {
-        Rope(Rotate, RotateStep),
-        Fused(RotateAppend, AppendStep),
-    }
-
-    pub enum Bound {
-        Rope(RotateBinding),
-        Fused(RotateAppendBinding),
-    }
-
-    impl Rotates for Cuda {
-        type Op = Op;
-        type Bound = Bound;
-
-        fn op(&self, shape: &Shape) -> Result<Op> {
-            let Some(cache) = shape.cache else {
-                let rotate = Rotate::new(self, shape.rope())?;
-                let mut step = rotate.step(shape.tokens)?;
-                rotate.prepare(&mut step, 0, shape.tokens)?;
-                return Ok(Op::Rope(rotate, step));
-            };
-            let rotate = RotateAppend::new(self, shape.fused(cache))?;
-            let mut step = rotate.step(shape.tokens)?;
-            rotate.prepare(&mut step, &shape.slots())?;
-            Ok(Op::Fused(rotate, step))
-        }
-
-        fn bound(&self, op: &Op, call: &Call<'_, Buffer>, tokens: u32) -> Result<Bound> {
-            match (op, call) {
-                (Op::Rope(rotate, _), Call::Rope(args)) => Ok(Bound::Rope(rotate.bind(args)?)),
-                (Op::Fused(rotate, _), Call::Fused(args)) => Ok(Bound::Fused(rotate.bind(args, tokens)?)),
-                _ => Err("an op and a call of another".into()),
-            }
-        }
-
-        fn record(op: &Op, launches: &mut Launches, bound: &Bound) {
-            match (op, bound) {
-                (Op::Rope(rotate, step), Bound::Rope(bound)) => launches.add(rotate.record(step, bound)),
-                (Op::Fused(rotate, step), Bound::Fused(bound)) => launches.add(rotate.record(step, bound)),
-                _ => {}
-            }
-        }
-    }
-}
-
 fn main() {
     support::on_cards!(run);
 }
 
-fn run<D: Rotates>(gpu: &D, args: &Args) -> Result<()> {
+fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     let sizes: &[(u32, u32)] = match (args.test, gpu.is_small() && !args.full) {
         (true, _) => &[(5, 3)],
         (_, true) => &[(64, 16)],
@@ -256,7 +138,7 @@ struct Arrays<B> {
 }
 
 impl<B> Arrays<B> {
-    fn new<D: Rotates<Buffer = B>>(gpu: &D, shape: &Shape) -> Result<Self> {
+    fn new<D: Timed<Buffer = B>>(gpu: &D, shape: &Shape) -> Result<Self> {
         let (tokens, paint) = (u64::from(shape.tokens), Paint::new(INPUT));
         let copies = if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) };
         let yarn = Yarn { mscale: 1.0, mscale_all_dim: 1.0, ..Yarn::new(40.0, 4096.0) };
@@ -288,14 +170,7 @@ impl<B> Arrays<B> {
     /// The queries of a layer, in place.
     fn rope(&self, shape: &Shape, copy: u64) -> Rope<&B> {
         let x = View { offset: copy * shape.query_elems(), ..View::dense(&self.queries, shape.heads, ROPE) };
-        Rope {
-            x,
-            y: x,
-            positions: &self.positions,
-            cos_sin: &self.cos_sin,
-            max_position: MAX_POSITION,
-            num_tokens: shape.tokens,
-        }
+        Rope { x, y: x, positions: &self.positions, cos_sin: &self.cos_sin, max_position: MAX_POSITION }
     }
 
     fn layer<'a>(&'a self, shape: &Shape, copy: u64, cache: &'a B) -> AppendLayer<&'a B> {
@@ -313,33 +188,47 @@ impl<B> Arrays<B> {
         }
     }
 
-    fn call(&self, shape: &Shape, copy: u64) -> Call<'_, B> {
+    fn fused(&self, shape: &Shape, copy: u64) -> RopeAppend<&B> {
         let queries = self.rope(shape, copy);
-        if shape.cache.is_none() {
-            return Call::Rope(queries);
-        }
-        Call::Fused(RopeAppend {
+        RopeAppend {
             q_pe: queries.x,
             q_pe_out: View { buffer: &self.rotated, ..queries.x },
             layer: self.layer(shape, copy, &self.cache),
             positions: queries.positions,
             cos_sin: queries.cos_sin,
             max_position: MAX_POSITION,
-        })
+        }
     }
 }
 
-fn time<D: Rotates>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Value> {
+fn time<D: Timed>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Value> {
     let arrays = Arrays::new(gpu, shape)?;
-    let op = gpu.op(shape)?;
-    let bind = |copy| gpu.bound(&op, &arrays.call(shape, copy), shape.tokens);
-    let bindings = (0..arrays.copies).map(bind).collect::<Result<Vec<_>>>()?;
-    gpu.once(|pass| D::record(&op, pass, &bindings[0]))?;
-    let right = check(gpu, shape, &arrays)?;
+    let (tokens, copies) = (shape.tokens, 0..arrays.copies);
+    match shape.cache {
+        Some(cache) => {
+            let layers = copies.map(|copy| arrays.fused(shape, copy));
+            let op = gpu.compile(shape.fused(cache))?;
+            time_op(gpu, shape, &arrays, &Layers::new(op, tokens, &shape.slots(), layers)?, args)
+        }
+        None => {
+            let layers = copies.map(|copy| arrays.rope(shape, copy));
+            let op = gpu.compile(shape.rope())?;
+            time_op(gpu, shape, &arrays, &Layers::new(op, tokens, 0..tokens, layers)?, args)
+        }
+    }
+}
 
-    let [together, alone] = gpu.time(args.replays(), |pass, call| {
-        D::record(&op, pass, &bindings[call % bindings.len()]);
-    })?;
+fn time_op<O: Op, D: Timed + Kernel<O>>(
+    gpu: &D,
+    shape: &Shape,
+    arrays: &Arrays<D::Buffer>,
+    op: &Layers<O, D>,
+    args: &Args,
+) -> Result<serde_json::Value> {
+    op.run_first()?;
+    let right = check(gpu, shape, arrays)?;
+
+    let [together, alone] = gpu.time_both(args.replays(), |recorder, call| op.record(recorder, call))?;
     let rate = shape.bytes() as f64 / together.median / 1e9;
     let us = |seconds: f64| seconds * 1e6;
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
@@ -356,7 +245,7 @@ fn time<D: Rotates>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::V
 }
 
 /// Looks at what the first layer's call wrote.
-fn check<D: Rotates>(gpu: &D, shape: &Shape, arrays: &Arrays<D::Buffer>) -> Result<String> {
+fn check<D: Timed>(gpu: &D, shape: &Shape, arrays: &Arrays<D::Buffer>) -> Result<String> {
     let elems = shape.query_elems();
     let rotated = if shape.cache.is_some() { &arrays.rotated } else { &arrays.queries };
     let got = INPUT.decode_all(&gpu.download(rotated, elems * INPUT.bytes() as u64)?);
@@ -380,11 +269,11 @@ fn check<D: Rotates>(gpu: &D, shape: &Shape, arrays: &Arrays<D::Buffer>) -> Resu
     let turned = gpu.buffer(u64::from(shape.tokens * ROPE) * INPUT.bytes() as u64)?;
     let k_pe = View::dense(&turned, 1, ROPE);
     let keys = Rope { x: arrays.rows(&arrays.ropes, shape, 0, ROPE), y: k_pe, ..arrays.rope(shape, 0) };
-    gpu.rope(&RopeSpec { num_heads: 1, ..shape.rope() }, &keys)?;
+    gpu.once(RopeSpec { num_heads: 1, ..shape.rope() }, 0..shape.tokens, &keys)?;
     let cache_bytes = shape.cache_elems() * cache.bytes() as u64;
     let other = gpu.buffer(cache_bytes)?;
     let layer = AppendLayer { k_pe, ..arrays.layer(shape, 0, &other) };
-    gpu.kv_append(&spec.append, &shape.slots(), &layer)?;
+    gpu.once(spec.append, &shape.slots(), &layer)?;
     let [got, want] = [gpu.download(&arrays.cache, cache_bytes)?, gpu.download(&other, cache_bytes)?];
     if got != want || got.iter().all(|byte| *byte == 0) {
         return Err("the cache does not hold the bytes of rope and kv_append".into());

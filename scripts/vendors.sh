@@ -2,7 +2,7 @@
 # Every kernel through the real compilers of GPUs that are not here, and the tests on a newer software driver.
 #
 #   scripts/vendors.sh                        compiles all for each vendor, writes benches/results/vendors.{md,tsv};
-#                                             fails where one does not compile, or spills and is the row that is chosen
+#                                             fails where one does not compile, or spills and is the variant that is chosen
 #   scripts/vendors.sh compile VENDOR...      some vendors, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
 #                                             adreno740 nvk-turing; or `all`. ONLY=TEXT,TEXT...: the pipelines whose names,
 #                                             in `examples/pipelines --list`, have one of the texts
@@ -11,7 +11,7 @@
 #   scripts/vendors.sh run DRIVER COMMAND...  any command; DRIVER is a vendor, or lavapipe, which alone executes shaders
 #   scripts/vendors.sh setup                  only makes the tree
 # --full in front, or MLA_FULL=1: every output dtype, and NVK's statistics of everything that is chosen; all GPU tests,
-# of every row (long).
+# of every variant (long).
 #
 # Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
 # in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
@@ -156,7 +156,7 @@ compile_all() {
     done
 }
 
-# The largest kernel of each row on matrices, with 16 heads and with more, and of each other kernel.
+# The largest kernel of each variant on matrices, with 16 heads and with more, and of each other kernel.
 NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
 NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
 

@@ -2,7 +2,7 @@
 //!
 //! ```no_run
 //! use wgpu_mla::any::AnyBackend;
-//! use wgpu_mla::{Backend, Dtype, KvSpec, MlaShape, MlaSpec};
+//! use wgpu_mla::{Device, Dtype, KvSpec, MlaShape, MlaSpec};
 //!
 //! # fn main() -> wgpu_mla::Result<()> {
 //! let spec = MlaSpec {
@@ -16,28 +16,29 @@
 //!
 //! // From here on the program is the same on each.
 //! let kv = backend.buffer(1024 * 64 * 576 * 2)?;
-//! let mla = backend.decode(&spec, None)?;
+//! let mla = backend.compile(spec)?;
 //! # Ok(()) }
 //! ```
 //!
 //! What it makes lives in that backend: a [`Buffer`] is memory of the card, of the wgpu device or of the host, and nothing moves between
-//! them but by [`crate::Backend::upload`] and [`crate::Backend::download`]. What another backend made is refused with
+//! them but by [`crate::Device::upload`] and [`crate::Device::download`]. What another backend made is refused with
 //! [`crate::Error::OtherBackend`].
 
-mod backend;
+mod absent;
+mod ops;
 mod parts;
-mod views;
 
-pub use parts::{Binding, Buffer, Chosen, Decode, Step};
+pub use ops::OneOf;
+pub use parts::{Buffer, Chosen};
 
 use crate::MlaSpec;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 #[cfg(feature = "wgpu")]
-use crate::{gpu::Gpu, kernel};
+use crate::gpu::Gpu;
 
-/// A backend that was chosen while the program runs.
-#[derive(Debug)]
+/// A backend that was chosen while the program runs. A clone is another handle.
+#[derive(Debug, Clone)]
 pub struct AnyBackend {
     chosen: Chosen,
     why: String,
@@ -46,10 +47,10 @@ pub struct AnyBackend {
 impl AnyBackend {
     /// The best backend here for the decode that matters most to the program; it serves other specs too. In this order:
     ///
-    /// 1. CUDA, with the feature `cuda`, on the driver's first card, if it is an Ampere or later, where a row on tensor cores serves
+    /// 1. CUDA, with the feature `cuda`, on the driver's first card, if it is an Ampere or later, where a variant on tensor cores serves
     ///    the spec;
-    /// 2. wgpu, with the feature `wgpu`, on the adapter that `Gpu::new` picks, where a row on its matrices does;
-    /// 3. CUDA on any other row, then wgpu on any other row: also on an adapter in software, such as lavapipe;
+    /// 2. wgpu, with the feature `wgpu`, on the adapter that `Gpu::new` picks, where a variant on its matrices does;
+    /// 3. CUDA on any other variant, then wgpu on any other: also on an adapter in software, such as lavapipe;
     /// 4. the CPU, where wgpu finds no adapter at all.
     ///
     /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To leave the choice to nobody, use `From`:
@@ -71,7 +72,7 @@ impl AnyBackend {
         &self.chosen
     }
 
-    /// The backend itself, for a program that has more to do with it than what [`crate::Backend`] offers.
+    /// The backend itself, for a program that has more to do with it than what [`crate::Device`] offers.
     pub fn into_chosen(self) -> Chosen {
         self.chosen
     }
@@ -104,8 +105,7 @@ impl Found<Chosen> {
     #[cfg(feature = "wgpu")]
     fn wgpu(spec: &MlaSpec) -> Result<Self, String> {
         let gpu = Gpu::new().map_err(lack)?;
-        let row = spec.check().and_then(|()| kernel::choose(None, gpu.pipelines.caps(), spec));
-        Ok(Self { matrices: row.is_ok_and(|(row, _)| row.rounds_weights()), backend: gpu.into() })
+        Ok(Self { matrices: gpu.has_matrices_for(spec), backend: gpu.into() })
     }
 
     #[cfg(not(feature = "wgpu"))]
@@ -134,10 +134,10 @@ fn choose<T>(
     let (backend, why) = match (cuda, wgpu) {
         (Ok(cuda), _) if cuda.matrices => (cuda.backend, "CUDA, on tensor cores".into()),
         (Ok(_), Ok(wgpu)) if wgpu.matrices => {
-            (wgpu.backend, "wgpu, on matrices; not CUDA: no row on tensor cores serves this".into())
+            (wgpu.backend, "wgpu, on matrices; not CUDA: no variant on tensor cores serves this".into())
         }
         (Ok(cuda), _) => {
-            (cuda.backend, "CUDA; neither it nor wgpu has a row on tensor cores for this".into())
+            (cuda.backend, "CUDA; neither it nor wgpu has a variant on tensor cores for this".into())
         }
         (Err(no_cuda), Ok(wgpu)) => (wgpu.backend, format!("wgpu; not CUDA: {no_cuda}")),
         (Err(no_cuda), Err(no_wgpu)) => {

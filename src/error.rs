@@ -242,10 +242,8 @@ pub enum Error {
         /// The missing flag.
         usage: &'static str,
     },
-    /// A step and a binding that were not made for each other.
-    #[error(
-        "step and binding have different layouts: bind with the layout of the step that is recorded ({detail})"
-    )]
+    /// What is given to a call was not made for each other, such as a step and a binding.
+    #[error("what is given does not go together: {detail}")]
     LayoutMismatch {
         /// What differs.
         detail: &'static str,
@@ -298,6 +296,15 @@ pub enum Error {
         /// What wgpu said.
         detail: String,
     },
+    /// What would wait for the device, where nothing may.
+    #[error("{what} would wait for the device, which a browser does not allow: {cure}")]
+    Waits {
+        /// What was called.
+        what: &'static str,
+        /// What to do.
+        cure: &'static str,
+    },
+
     /// The device has no memory left for this call.
     #[error("out of device memory for {what}: use a smaller pool, batch or context")]
     OutOfMemory {

@@ -1,270 +1,316 @@
-//! What one layer of a model hands over: buffers, strides and scales. Generic over the backend's buffer.
+//! The whole attention layer: what a model's MLA layer does between its projections and `o_proj`.
+//!
+//! ```text
+//! q [T, H, P + R], kv_c [T, L] (normed), k_pe [T, R]  ->  out [T, H, V]
+//!
+//! all tokens     q_pe, k_pe = rope(q_pe, k_pe); kv_cache[slot_mapping] = kv_c ++ k_pe            rope_append
+//! decodes        ql = q_nope . W_UK; o = attention over the cache; out = o . W_UV                absorb, mla_decode, v_up
+//! prefills       by chunks: rows = kv_cache[pages]; k, v = rows . W_UK, rows . W_UV;             kv_gather, k_up, v_up
+//!                attention over k, v; merged with that of the chunks before, by LSE              mla_prefill, merge_attn_states
+//! ```
+//!
+//! A prefix that many decodes share may be kept expanded for as long as they do: [`ExpandedPrefix`]. They then attend it as prefills do, all at
+//! once and in parts of its keys, and what is theirs alone as decodes do; one merge makes one of all parts:
+//!
+//! ```text
+//! decodes        sets[0] = what is theirs: absorb, mla_decode, v_up; sets[1..] = the prefix                         mla_prefill
+//!                out = merged by LSE                                                                              merge_states
+//! ```
+//!
+//! Both halves compute the same (DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C): the first reads the fewest bytes a
+//! token of the cache, the second does the least arithmetic a pair of tokens.
 
-use crate::{Error, MlaSpec, Result};
+mod expanded;
+mod plan;
+mod prefix;
+mod recorded;
+mod workspace;
 
-/// A strided view of `[tokens, heads, dim]` (or `[tokens, heads]`) elements in a buffer.
-///
-/// Offset and strides count elements, not bytes. Those of a query, a cache and an output must be multiples of
-/// 8 elements; those of an LSE are free.
-#[derive(Debug, Clone, Copy)]
-pub struct View<B> {
-    /// The buffer.
-    pub buffer: B,
-    /// Elements before the first one.
-    pub offset: u64,
-    /// Elements from a token to the next.
-    pub token_stride: u64,
-    /// Elements from a head to the next.
-    pub head_stride: u64,
+pub use expanded::{Expanded, ExpandedPrefix};
+pub use plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
+pub use prefix::{ExpandArgs, ExpandBatch, ExpandSpec};
+
+use crate::ops::op::{Op, Use};
+use crate::ops::{
+    AppendSpec, GatherSpec, HeadDims, MergeAttnStatesSpec, MergeStatesSpec, PrefillSpec, RopeAppendSpec,
+    RopeLayout,
+};
+use crate::tables::Capacity;
+use crate::view::{KvView, View};
+use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Policy, Result, Tiling};
+
+/// What a layer is compiled for: the same for all layers of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MlaLayerSpec {
+    /// Heads and the dims of the cache.
+    pub shape: MlaShape,
+    /// `P`, elements of a head's query that do not rotate.
+    pub qk_nope_head_dim: u32,
+    /// `V`, elements of a head's value.
+    pub v_head_dim: u32,
+    /// The paged cache.
+    pub kv: KvSpec,
+    /// Dtype of queries, new rows and output, and of everything between: f32, f16 or bf16.
+    pub dtype: Dtype,
+    /// Dtype of `kv_b_proj` as it was prepared: f32, f16 or bf16.
+    pub weight: Dtype,
+    /// Which elements rotate together.
+    pub rope: RopeLayout,
+    /// Sequences of at most so many query tokens are decoded in absorbed form, the others prefilled. 1 is usual; 2 or more with
+    /// speculative tokens.
+    pub decode_threshold: u32,
+    /// Bytes that the keys and values of prefills may take: at least [`MlaLayerSpec::workspace_row_bytes`] times a page.
+    pub workspace_bytes: u64,
 }
 
-impl<'a, B> View<&'a B> {
-    /// A dense `[tokens, heads, dim]` array that starts at the front of its buffer.
-    pub fn dense(buffer: &'a B, heads: u32, dim: u32) -> Self {
-        let head_stride = u64::from(dim);
-        Self { buffer, offset: 0, token_stride: u64::from(heads) * head_stride, head_stride }
+impl MlaLayerSpec {
+    /// Bytes of one token in the workspace: its row of the cache and, for each head, its key and value.
+    pub const fn workspace_row_bytes(&self) -> u64 {
+        let heads = self.shape.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64);
+        (self.shape.row_elems() as u64 + heads) * self.dtype.bytes() as u64
     }
 
-    /// The same array without its first tokens.
-    pub(crate) fn skip_tokens(&self, tokens: u32) -> Self {
-        let skipped = self.token_stride.saturating_mul(tokens.into());
-        Self { offset: self.offset.saturating_add(skipped), ..*self }
+    /// Rows that the workspace holds.
+    pub(crate) fn workspace_rows(&self) -> u32 {
+        // Kernels count its elements in 32 bits.
+        let most = i32::MAX as u64 / (self.workspace_row_bytes() / self.dtype.bytes() as u64);
+        (self.workspace_bytes / self.workspace_row_bytes()).min(most) as u32
     }
 
-    /// Elements from the buffer's front to the end of the view.
-    pub(crate) fn end(&self, tokens: u64, heads: u64, dim: u64) -> u64 {
-        if tokens == 0 || dim == 0 {
-            return 0;
+    /// The dims of `kv_b_proj`.
+    pub(crate) const fn dims(&self) -> HeadDims {
+        HeadDims {
+            num_heads: self.shape.num_heads,
+            kv_lora_rank: self.shape.kv_lora_rank,
+            qk_nope_head_dim: self.qk_nope_head_dim,
+            v_head_dim: self.v_head_dim,
         }
-        let last = (tokens - 1).saturating_mul(self.token_stride);
-        let last = last.saturating_add((heads - 1).saturating_mul(self.head_stride));
-        self.offset.saturating_add(last).saturating_add(dim)
-    }
-}
-
-/// The query of a layer, already absorbed into the latent space.
-#[derive(Debug, Clone, Copy)]
-pub enum Query<B> {
-    /// One array `[total_q, H, L + R]`.
-    Whole(View<B>),
-    /// Two arrays `[total_q, H, L]` and `[total_q, H, R]`, never concatenated. With `R` 0 the second is unread.
-    Split {
-        /// The part that meets the latent.
-        q_nope: View<B>,
-        /// The rotary part.
-        q_pe: View<B>,
-    },
-}
-
-impl<'a, B> Query<&'a B> {
-    /// Both parts as views; a whole query is two views of one buffer.
-    pub(crate) fn parts(&self, latent: u32) -> (View<&'a B>, View<&'a B>) {
-        match *self {
-            Self::Whole(q) => (q, View { offset: q.offset.saturating_add(latent.into()), ..q }),
-            Self::Split { q_nope, q_pe } => (q_nope, q_pe),
-        }
-    }
-}
-
-/// The cache of a layer: `[num_pages, page_size, L + R]` somewhere in a buffer.
-#[derive(Debug, Clone, Copy)]
-pub struct KvView<B> {
-    /// The buffer; it may hold the caches of many layers.
-    pub buffer: B,
-    /// Elements before layer 0's first page; a multiple of 8.
-    pub offset: u64,
-    /// Elements from a layer to the next; a multiple of 8.
-    pub layer_stride: u64,
-    /// This layer's index.
-    pub layer: u32,
-    /// Elements from a page to the next, at least `page_size * (L + R)`; a multiple of 8.
-    pub block_stride: u64,
-}
-
-impl<'a, B> KvView<&'a B> {
-    /// A buffer that holds one layer's pages and nothing else.
-    pub fn dense(buffer: &'a B, spec: &MlaSpec) -> Self {
-        let block_stride = u64::from(spec.kv.page_size) * u64::from(spec.shape.row_elems());
-        Self { buffer, offset: 0, layer_stride: 0, layer: 0, block_stride }
     }
 
-    /// Elements before this layer's first page.
-    pub(crate) fn base(&self) -> u64 {
-        self.offset.saturating_add(self.layer_stride.saturating_mul(self.layer.into()))
-    }
-
-    /// Elements from the buffer's front to the end of this layer's last page.
-    pub(crate) fn end(&self, spec: &MlaSpec) -> u64 {
-        let pages = u64::from(spec.kv.num_pages) - 1;
-        let page = u64::from(spec.kv.page_size) * u64::from(spec.shape.row_elems());
-        self.base().saturating_add(pages.saturating_mul(self.block_stride)).saturating_add(page)
+    /// The decode in absorbed form.
+    pub const fn mla(&self) -> MlaSpec {
+        MlaSpec { shape: self.shape, kv: self.kv, query: self.dtype, out: self.dtype }
     }
 
     /// # Errors
-    /// [`Error::Alignment`], [`Error::Shape`] where pages would overlap, [`Error::BufferTooSmall`].
-    pub(crate) fn check(&self, spec: &MlaSpec, size: u64) -> Result<()> {
-        for (what, got) in [
-            ("kv offset", self.offset),
-            ("kv layer_stride", self.layer_stride),
-            ("kv block_stride", self.block_stride),
-        ] {
-            aligned(what, got)?;
+    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
+    pub fn check(&self) -> Result<()> {
+        self.mla().check()?;
+        for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
+            if got == Dtype::E4m3 {
+                return Err(Error::DtypeUnsupported { what, got, cure: "use f32, f16 or bf16" });
+            }
         }
-        if self.block_stride < u64::from(spec.kv.page_size) * u64::from(spec.shape.row_elems()) {
-            let got = self.block_stride;
-            let cure = "must be at least page_size * (kv_lora_rank + qk_rope_head_dim) elements";
-            return Err(Error::Shape { what: "kv block_stride", got, cure });
+        for (what, got) in [("qk_nope_head_dim", self.qk_nope_head_dim), ("v_head_dim", self.v_head_dim)] {
+            if !(8..=256).contains(&got) || !got.is_multiple_of(8) {
+                let got = got.into();
+                return Err(Error::Shape { what, got, cure: "must be a multiple of 8 in 8..=256" });
+            }
         }
-        fits("kv", self.end(spec).saturating_mul(spec.kv.dtype.bytes() as u64), size)
+        Ok(())
     }
 }
 
-/// The base of the logarithm that an LSE is in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum LseBase {
-    /// Natural logarithm, as everywhere in this crate's own ops.
-    #[default]
-    E,
-    /// Base 2, as FlashInfer's.
-    Two,
+/// Its ops.
+impl MlaLayerSpec {
+    pub(crate) fn append(&self) -> AppendSpec {
+        AppendSpec { shape: self.shape, kv: self.kv, input: self.dtype }
+    }
+
+    pub(crate) fn rope_append(&self) -> RopeAppendSpec {
+        let (query, num_heads, layout) = (self.dtype, self.shape.num_heads, self.rope);
+        RopeAppendSpec { append: self.append(), query, num_heads, layout }
+    }
+
+    pub(crate) fn gather(&self) -> GatherSpec {
+        GatherSpec { shape: self.shape, kv: self.kv, output: self.dtype }
+    }
+
+    pub(crate) fn prefill(&self) -> PrefillSpec {
+        PrefillSpec {
+            num_heads: self.shape.num_heads,
+            qk_nope_head_dim: self.qk_nope_head_dim,
+            qk_rope_head_dim: self.shape.qk_rope_head_dim,
+            v_head_dim: self.v_head_dim,
+            dtype: self.dtype,
+            out: self.dtype,
+        }
+    }
+
+    pub(crate) fn merge(&self) -> MergeAttnStatesSpec {
+        MergeAttnStatesSpec { dtype: self.dtype, head_size: self.v_head_dim }
+    }
+
+    pub(crate) fn merge_sets(&self) -> MergeStatesSpec {
+        MergeStatesSpec { dtype: self.dtype, head_size: self.v_head_dim }
+    }
 }
 
-/// One layer of a model as a decode reads and writes it.
+/// How much a step may have, or a binding has room for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct LayerCapacity {
+    /// Query tokens in all.
+    pub tokens: u32,
+    /// Those that are decoded have to be among the first so many of a batch: they take `2 * H * L` elements of workspace each.
+    pub decode_tokens: u32,
+    /// Rows of [`LayerArgs::expanded`], the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
+    pub prefix_rows: u32,
+}
+
+impl LayerCapacity {
+    /// # Errors
+    /// [`Error::Limit`] that says what is too much.
+    fn check_holds(&self, used: &Self) -> Result<()> {
+        for (what, need, limit, cure) in [
+            (
+                "query tokens of a layer",
+                used.tokens,
+                self.tokens,
+                "compile the layer with more LayerCapacity::tokens",
+            ),
+            (
+                "tokens up to the last that is decoded",
+                used.decode_tokens,
+                self.decode_tokens,
+                "put decodes first in a batch, or compile the layer with more LayerCapacity::decode_tokens",
+            ),
+            (
+                "rows of expanded prefixes",
+                used.prefix_rows,
+                self.prefix_rows,
+                "compile the layer with more LayerCapacity::prefix_rows",
+            ),
+        ] {
+            if need > limit {
+                return Err(Error::Limit { what, need: need.into(), limit: limit.into(), cure });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Choices of a layer. It owns a workspace for its capacity, which all layers of the model share, and the positions of the step that
+/// was prepared last: submit what was recorded for a step before another is prepared.
+#[derive(Debug, Clone, Default)]
+pub struct LayerOptions {
+    /// Forces a kernel variant of the decode by name, such as one that rounds no softmax weights.
+    pub variant: Option<String>,
+    /// What the workspace is for.
+    pub capacity: LayerCapacity,
+}
+
+/// What a host has to know of a compiled layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerFacts {
+    /// How its decode cuts work.
+    pub tiling: Tiling,
+    /// Bytes of the keys and values of prefills: never more than [`MlaLayerSpec::workspace_bytes`].
+    pub workspace_bytes: u64,
+}
+
+/// One layer of a model: what its attention reads and writes. `T` is the number of query tokens of a batch.
 #[derive(Debug, Clone, Copy)]
-pub struct Layer<B> {
-    /// The absorbed query, `[total_q, H, L + R]` or in two parts.
-    pub query: Query<B>,
-    /// The paged cache.
+pub struct LayerArgs<B> {
+    /// `[T, H, P]`, the part of the query that does not rotate.
+    pub q_nope: View<B>,
+    /// `[T, H, R]`, not yet rotated; usually of the same buffer.
+    pub q_pe: View<B>,
+    /// `[T, L]`, normed: the latent rows of the new tokens.
+    pub kv_c: View<B>,
+    /// `[T, R]`, not yet rotated.
+    pub k_pe: View<B>,
+    /// The layer's cache.
     pub kv: KvView<B>,
-    /// Output `[total_q, H, L]`.
+    /// `[H, P + V, L]` as [`crate::KvBProj`] prepares it.
+    pub kv_b_proj: B,
+    /// f32 `[max_position, R]`, as [`crate::RopeFrequencies::cos_sin`] makes it.
+    pub cos_sin: B,
+    /// Positions in `cos_sin`.
+    pub max_position: u32,
+    /// `[T, H, V]`, the output.
     pub out: View<B>,
-    /// Log-sum-exp of the scaled logits, f32 `[total_q, H]`; strides in f32 elements.
-    pub lse: View<B>,
-    /// Base of `lse`.
-    pub lse_base: LseBase,
     /// Factor of the logits; see [`crate::softmax_scale`].
     pub softmax_scale: f32,
     /// Factor of every cache element; 1 unless the cache is e4m3.
     pub k_scale: f32,
-    /// Factor of every query element; 1 unless the query is e4m3.
-    pub q_scale: f32,
+    /// The layer's keys and values of prefixes that decodes share, if the batch names any: see [`LayerBatch::expanded`].
+    pub expanded: Option<Expanded<B>>,
 }
 
-impl<'a, B> Layer<&'a B> {
-    /// A layer whose arrays are dense, each at the front of a buffer of its own, with natural LSE and scales of 1.
-    pub fn dense(spec: &MlaSpec, q: &'a B, kv: &'a B, out: &'a B, lse: &'a B, softmax_scale: f32) -> Self {
-        let heads = spec.shape.num_heads;
-        Self {
-            query: Query::Whole(View::dense(q, heads, spec.shape.row_elems())),
-            kv: KvView::dense(kv, spec),
-            out: View::dense(out, heads, spec.shape.kv_lora_rank),
-            lse: View::dense(lse, heads, 1),
-            lse_base: LseBase::E,
-            softmax_scale,
-            k_scale: 1.0,
-            q_scale: 1.0,
+impl Op for MlaLayerSpec {
+    const NAME: &'static str = "mla_layer";
+    type Options = LayerOptions;
+    type Facts = LayerFacts;
+    type Input<'a> = (&'a LayerBatch<'a>, Policy);
+    type Args<B> = LayerArgs<B>;
+    type Extent = LayerCapacity;
+    /// Of its decode.
+    type Capacity = Capacity;
+
+    fn check(&self) -> Result<()> {
+        self.check()
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a LayerArgs<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<LayerArgs<C>> {
+        Ok(LayerArgs {
+            q_nope: args.q_nope.map(|buffer| f(Use::Read("q_nope"), buffer))?,
+            q_pe: args.q_pe.map(|buffer| f(Use::Read("q_pe"), buffer))?,
+            kv_c: args.kv_c.map(|buffer| f(Use::Read("kv_c"), buffer))?,
+            k_pe: args.k_pe.map(|buffer| f(Use::Read("k_pe"), buffer))?,
+            kv: args.kv.map(|buffer| f(Use::Write("kv"), buffer))?,
+            kv_b_proj: f(Use::Read("kv_b_proj"), &args.kv_b_proj)?,
+            cos_sin: f(Use::Read("cos_sin"), &args.cos_sin)?,
+            max_position: args.max_position,
+            out: args.out.map(|buffer| f(Use::Write("out"), buffer))?,
+            softmax_scale: args.softmax_scale,
+            k_scale: args.k_scale,
+            expanded: match &args.expanded {
+                Some(expanded) => Some(expanded.map(Use::Read, f)?),
+                None => None,
+            },
+        })
+    }
+
+    /// Its ops check the rest.
+    fn check_args<B>(
+        &self,
+        args: &LayerArgs<&B>,
+        room: LayerCapacity,
+        _: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
+        if room.prefix_rows > 0 && args.expanded.is_none() {
+            let detail = "room for expanded prefixes needs LayerArgs::expanded";
+            return Err(Error::LayoutMismatch { detail });
         }
+        Ok(())
     }
 
-    /// Checks everything that does not depend on the backend, given a buffer's size in bytes.
-    ///
-    /// # Errors
-    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`] and [`Error::BufferTooSmall`].
-    pub(crate) fn check(&self, spec: &MlaSpec, max_queries: u32, size: impl Fn(&B) -> u64) -> Result<()> {
-        for (what, got) in
-            [("softmax_scale", self.softmax_scale), ("k_scale", self.k_scale), ("q_scale", self.q_scale)]
-        {
-            if !(got.is_finite() && got > 0.0) {
-                return Err(Error::Scale { what, got });
-            }
+    fn fits(used: LayerCapacity, room: LayerCapacity) -> Result<(), &'static str> {
+        if used.tokens > room.tokens {
+            return Err("the step has more query tokens than the binding");
         }
-        self.kv.check(spec, size(self.kv.buffer))?;
-
-        let (heads, latent) = (u64::from(spec.shape.num_heads), u64::from(spec.shape.kv_lora_rank));
-        let rope = u64::from(spec.shape.qk_rope_head_dim);
-        let (q_nope, q_pe) = self.query.parts(spec.shape.kv_lora_rank);
-        let tokens = u64::from(max_queries);
-        let views = [
-            ("q_nope", q_nope, latent, spec.query),
-            ("q_pe", q_pe, rope, spec.query),
-            ("out", self.out, latent, spec.out),
-        ];
-        for (what, view, dim, dtype) in views {
-            if dim == 0 {
-                continue;
-            }
-            for got in [view.offset, view.token_stride, view.head_stride] {
-                aligned(what, got)?;
-            }
-            let end = view.end(tokens, heads, dim).saturating_mul(dtype.bytes() as u64);
-            fits(what, end, size(view.buffer))?;
+        if used.decode_tokens > room.decode_tokens {
+            return Err("the step decodes tokens past the binding's decode_tokens");
         }
-        for (what, view, dim) in [("out", self.out, latent), ("lse", self.lse, 1)] {
-            distinct(what, &view, tokens, heads, dim)?;
+        if used.prefix_rows > room.prefix_rows {
+            return Err(
+                "the step attends expanded prefixes past the binding's prefix_rows, which need LayerArgs::expanded",
+            );
         }
-        fits("lse", self.lse.end(tokens, heads, 1).saturating_mul(4), size(self.lse.buffer))
+        Ok(())
     }
-}
 
-pub(crate) fn aligned(what: &'static str, got: u64) -> Result<()> {
-    if !got.is_multiple_of(8) {
-        return Err(Error::Alignment { what, got, of: 8, unit: "elements" });
+    /// Its ops check them, one after the other.
+    fn check_aliases<B>(
+        &self,
+        _: &LayerArgs<&B>,
+        _: LayerCapacity,
+        _: impl Fn(&B, &B) -> Option<i64> + Copy,
+    ) -> Result<()> {
+        Ok(())
     }
-    Ok(())
-}
-
-pub(crate) fn fits(what: &'static str, end: u64, size: u64) -> Result<()> {
-    if end > size {
-        return Err(Error::BufferTooSmall { what, end, size });
-    }
-    Ok(())
-}
-
-/// Rows that are written must not overlap, or the result would depend on timing.
-///
-/// # Errors
-/// [`Error::Shape`].
-pub(crate) fn distinct<B>(
-    what: &'static str,
-    view: &View<&B>,
-    tokens: u64,
-    heads: u64,
-    dim: u64,
-) -> Result<()> {
-    let (t, h) = (view.token_stride, view.head_stride);
-    let by_token = h >= dim && (tokens <= 1 || t >= h.saturating_mul(heads - 1).saturating_add(dim));
-    let by_head = (tokens <= 1 || t >= dim)
-        && (heads <= 1 || h >= t.saturating_mul(tokens.saturating_sub(1)).saturating_add(dim));
-    if heads > 1 && !(by_token || by_head) || heads == 1 && tokens > 1 && t < dim {
-        let cure = "token and head strides make rows overlap: nest one inside the other";
-        return Err(Error::Shape { what, got: t.min(h), cure });
-    }
-    Ok(())
-}
-
-/// No buffer may be both read and written.
-///
-/// # Errors
-/// [`Error::Aliased`].
-pub(crate) fn no_aliases<B>(
-    inputs: &[(&'static str, &B)],
-    outputs: &[(&'static str, &B)],
-    is_same: impl Fn(&B, &B) -> bool,
-) -> Result<()> {
-    for &(a, input) in inputs {
-        if let Some(&(b, _)) = outputs.iter().find(|(_, output)| is_same(input, output)) {
-            return Err(Error::Aliased { a, b });
-        }
-    }
-    Ok(())
-}
-
-/// Scales as the kernels use them: `(logits to base-2 units, latent to output, base-2 LSE to its base)`.
-pub(crate) fn kernel_scales<B>(layer: &Layer<&B>) -> (f32, f32, f32) {
-    let logits = f64::from(layer.softmax_scale) * f64::from(layer.k_scale) * f64::from(layer.q_scale);
-    let lse = match layer.lse_base {
-        LseBase::E => std::f32::consts::LN_2,
-        LseBase::Two => 1.0,
-    };
-    ((logits * std::f64::consts::LOG2_E) as f32, layer.k_scale, lse)
 }

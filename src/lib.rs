@@ -5,14 +5,14 @@
 //! the key (DeepSeek-V2, arXiv:2405.04434). This crate runs that step over a paged cache, for a ragged batch, with the keys of
 //! a sequence split over workgroups and the partial results merged by their log-sum-exp (FlashDecoding).
 //!
-//! - `gpu` is the wgpu backend: `MlaDecode::{new, step, prepare, bind, record}` on the host's own device and encoder.
-//! - `cuda` is the CUDA backend, on the host's stream; [`cpu`] is the same on host memory.
-//! - `AnyBackend::best` finds the best of them that is here.
+//! - `gpu` is the wgpu backend, on the host's own device and encoder; `cuda` the CUDA backend, on the host's stream; [`cpu`] is the
+//!   same on host memory. `AnyBackend::best` finds the best of them that is here.
+//! - [`Device::compile`] makes a [`Compiled`] of an op, such as a decode ([`MlaSpec`]): `prepare` a step, `bind` a layer, `record` it.
+//!   These are the same for every op of [`ops`] and every backend.
 //! - [`PagePool`] owns page ids; [`Plan`] turns a batch into work items; [`Layer`] describes one layer's buffers.
-//! - [`Backend`] is what all backends have in common.
 //!
 //! ```
-//! use wgpu_mla::{Backend, Batch, Capacity, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PagePool, Plan, Policy, cpu::Cpu};
+//! use wgpu_mla::{Batch, Capacity, Device, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PagePool, Plan, Policy, cpu::Cpu};
 //!
 //! # fn main() -> wgpu_mla::Result<()> {
 //! let spec = MlaSpec {
@@ -33,12 +33,12 @@
 //! pool.append(seq, 40)?;
 //! let (table, lens) = (pool.block_table(&[seq], -1)?, pool.seq_lens(&[seq])?);
 //!
-//! let mla = backend.decode(&spec, None)?;
-//! let plan = Plan::new(&spec, &backend.tiling(&mla), &Batch::new(&lens, &[0, 1]), Policy::Auto)?;
-//! let mut step = backend.step(&mla, Capacity::default())?;
-//! backend.prepare(&mla, &mut step, &plan, table.page_table())?;
-//! let binding = backend.bind(&mla, 1, &Layer::dense(&spec, &q, &kv, &out, &lse, 0.1))?;
-//! backend.run(&mla, &step, &binding)?;
+//! let mla = backend.compile(spec)?;
+//! let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&lens, &[0, 1]), Policy::Auto)?;
+//! let mut step = mla.step(Capacity::default())?;
+//! mla.prepare(&mut step, (&plan, table.page_table()))?;
+//! let binding = mla.bind(&Layer::dense(&spec, &q, &kv, &out, &lse, 0.1), 1)?;
+//! mla.run(&step, &binding)?;
 //!
 //! // All values are 0.5, so their average is; 40 equal logits of 0 have a log-sum-exp of ln 40.
 //! let lse = Dtype::F32.decode_all(&backend.download(&lse, 6 * 4)?);
@@ -49,13 +49,10 @@
 //! ```
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
-// Its verbs wait, which a browser does not allow.
+// It waits for its device, which a browser does not allow.
 #[cfg(not(target_arch = "wasm32"))]
 pub mod any;
-pub mod backend;
-pub mod caps;
-#[cfg(feature = "wgpu")]
-mod compose;
+mod backend;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -63,41 +60,42 @@ mod dtype;
 mod error;
 #[cfg(feature = "wgpu")]
 pub mod gpu;
-#[cfg(feature = "wgpu")]
-mod kernel;
 mod kv_b_proj;
 pub mod layer;
-pub mod mla_layer;
 pub mod ops;
 mod pages;
 pub mod plan;
-pub mod prefill;
 mod rope;
 mod shape;
 pub mod tables;
-#[cfg(feature = "wgpu")]
-mod unroll;
+mod view;
 
 #[cfg(not(target_arch = "wasm32"))]
 pub use any::AnyBackend;
 pub use backend::Backend;
-pub use caps::{Caps, DeviceKind};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
 pub use error::{Error, Result};
+#[cfg(feature = "wgpu")]
+pub use gpu::{Caps, DeviceKind};
 pub use kv_b_proj::KvBProj;
-pub use layer::{KvView, Layer, LseBase, Query, View};
-pub use mla_layer::{Expanded, ExpandedPrefix, LayerArgs, LayerBatch, LayerPlan, MlaLayer, MlaLayerSpec};
+pub use layer::{
+    ExpandArgs, ExpandBatch, ExpandSpec, Expanded, ExpandedPrefix, LayerArgs, LayerBatch, LayerCapacity,
+    LayerFacts, LayerOptions, LayerPlan, MlaLayerSpec,
+};
 pub use ops::{
-    AppendLayer, AppendSpec, Calibrate, CalibrateSpec, CalibrationStats, CopySpec, DeviceBatch, Gather,
-    GatherRange, GatherSpec, HeadDims, MergeStates, MergeStatesSpec, Project, ProjectSpec, Rope, RopeAppend,
-    RopeAppendSpec, RopeLayout, RopeSpec, StateSets, WeightOrder, WeightView, check_copies,
+    AppendLayer, AppendSpec, Binding, Calibrate, CalibrateSpec, CalibrationStats, Candidate, Compiled,
+    CopySpec, DecodeOptions, Device, DeviceBatch, Gather, GatherBatch, GatherRange, GatherSpec, HeadDims,
+    Kernel, Layer, LseBase, MergeAttnStatesSpec, MergeStates, MergeStatesSpec, Op, OpOptions, Prefill,
+    PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec, PrefillVisible, Project, ProjectSpec, Query,
+    Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, SetsExtent, StateSets, Step, WeightOrder,
+    WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};
-pub use prefill::{Prefill, PrefillSequence, PrefillSpec, PrefillVisible};
 pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
+pub use view::{KvView, View};
 
 #[cfg(feature = "wgpu")]
 pub use wgpu;

@@ -77,7 +77,7 @@ pub struct Tiling {
     pub min_split_tokens: u32,
     /// Work items of a batch that is one tile, such as one sequence of few heads: it makes the most partial results a row, whose merge
     /// may find room beside fewer items. 0 where that is `target_items` too.
-    pub lone_items: u32,
+    pub single_sequence_items: u32,
     /// Tokens that a worker would attend in the time that an item costs beyond its tokens: to begin, and to leave a partial result. The
     /// automatic policy weighs the ways to cut a ragged batch with it. 0 where it is not known.
     pub item_overhead_tokens: u32,

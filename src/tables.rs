@@ -27,8 +27,21 @@ pub enum PageTable<'a> {
         kv_indices: &'a [i32],
     },
     /// The page list is written on the device, into what `Step::page_list` of wgpu or CUDA gives. Only a decode that was
-    /// made with clamped pages takes it.
+    /// made with [`crate::DecodeOptions::device_page_list`] takes it.
     Device,
+}
+
+impl PageTable<'_> {
+    /// # Errors
+    /// [`Error::LayoutMismatch`] for pages of the device where kernels trust them.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub(crate) fn check_device(self, clamps: bool) -> Result<()> {
+        if matches!(self, Self::Device) && !clamps {
+            let detail = "PageTable::Device needs a decode made with DecodeOptions::device_page_list";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        Ok(())
+    }
 }
 
 /// `seq_lens` of a batch in CSR form.

@@ -1,19 +1,15 @@
 //! The buffers of a workload, each way to attend it, and their check against the oracle.
 
 use mla_support::reference::{LayerSequence, mla_layer};
-use wgpu_mla::gpu::ops::{
-    HeadProject, MergeSetsBinding, MergeSetsStep, MergeStateSets, MlaPrefill, PrefillBinding, PrefillStep,
-    ProjectBinding, ProjectStep,
-};
-use wgpu_mla::gpu::{Gpu, LayerBinding, MlaDecode, Options, Step};
 use wgpu_mla::{
-    Backend, Batch, Capacity, Dtype, Gather, GatherRange, GatherSpec, HeadDims, KvSpec, KvView, Layer,
-    LseBase, MergeStatesSpec, MlaShape, MlaSpec, PageTable, Plan, Policy, Prefill, PrefillSequence,
-    PrefillSpec, Project, ProjectSpec, Query, SharedPrefix, StateSets, View, WeightView, wgpu,
+    Batch, Capacity, Dtype, Gather, GatherBatch, GatherRange, GatherSpec, HeadDims, KvSpec, KvView, Layer,
+    LseBase, MergeStatesSpec, MlaShape, MlaSpec, PageTable, Plan, Policy, Prefill, PrefillOptions,
+    PrefillSequence, PrefillSpec, Project, ProjectSpec, Query, SharedPrefix, StateSets, View, WeightView,
 };
 
 use crate::support::Result;
-use crate::support::paint::{Canvas, Paint};
+use crate::support::device::{Layers, Timed};
+use crate::support::paint::Paint;
 use mla_support::close::{Tolerance, close};
 
 const SCALE: f32 = 0.072_168_78;
@@ -36,6 +32,11 @@ impl Shape {
     pub fn name(&self) -> String {
         let Self { sequences, prefix, context, heads, dtype, .. } = self;
         format!("{sequences} sequences sharing {prefix} of {context}, {heads} heads, {dtype}")
+    }
+
+    fn head_dims(&self) -> HeadDims {
+        let [kv_lora_rank, _, qk_nope_head_dim, v_head_dim] = self.dims;
+        HeadDims { num_heads: self.heads, kv_lora_rank, qk_nope_head_dim, v_head_dim }
     }
 
     fn shared_pages(&self) -> u32 {
@@ -111,55 +112,104 @@ pub const TIMED: [(What, Option<What>); 12] = [
     (StepCascade, Some(StepPerSequence)),
 ];
 
-/// A plan of decodes.
-struct Decodes {
-    decode: MlaDecode,
-    step: Step,
+/// A layer's buffers.
+struct Arrays<B> {
+    q: B,
+    kv: B,
+    weight: B,
+    ql_nope: B,
+    latent: B,
+    lse: B,
+    /// Partial results and their LSEs: of the suffixes, then of each part of the prefix.
+    sets: B,
+    set_lse: B,
+    /// The prefix, expanded: its rows, keys and values.
+    rows: B,
+    k_nope: B,
+    v: B,
 }
 
-impl Decodes {
-    fn new(gpu: &Gpu, shape: &Shape, first: u32, end: u32, shared: &[SharedPrefix]) -> Result<Self> {
-        let spec = shape.spec();
-        let decode = MlaDecode::new(&gpu.pipelines, &spec, &Options::default())?;
-        let lens = vec![(end - first) as i32; shape.sequences as usize];
-        let starts: Vec<i32> = (0..=shape.sequences as i32).collect();
-        let batch = Batch { shared_prefixes: shared, ..Batch::new(&lens, &starts) };
-        let plan = Plan::new(&spec, &decode.tiling(), &batch, Policy::Auto)?;
-        let mut step = decode.step(Capacity::of(&plan))?;
-        let pages: Vec<_> =
-            (0..shape.sequences).map(|sequence| shape.pages(sequence, first / PAGE_SIZE)).collect();
-        let (max_pages, table) = (pages[0].len(), pages.concat());
-        decode.prepare(&gpu.queue, &mut step, &plan, PageTable::Dense { block_table: &table, max_pages })?;
-        Ok(Self { decode, step })
+impl<B> Arrays<B> {
+    fn new<D: Timed<Buffer = B>>(device: &D, shape: &Shape, num_parts: u32, paints: &Paints) -> Result<Self> {
+        let Shape { sequences, prefix, heads, dims: [latent, rope, nope, value], dtype, .. } = *shape;
+        let (spec, dims, bytes) = (shape.spec(), shape.head_dims(), dtype.bytes() as u64);
+        let elems = |rows: u32, dim: u32| u64::from(rows) * u64::from(heads) * u64::from(dim);
+        let room = |rows: u32, dim: u32| device.buffer(elems(rows, dim) * bytes);
+        let sets = sequences * (num_parts + 1);
+        let cache_elems = spec.kv.num_slots() * u64::from(latent + rope);
+        let arrays = Self {
+            q: device.painted(&paints.query, elems(sequences, nope + rope))?,
+            kv: device.painted(&paints.cache, cache_elems)?,
+            weight: device.painted(&paints.weight, elems(nope + value, latent))?,
+            ql_nope: room(sequences, latent)?,
+            latent: room(sequences, latent)?,
+            lse: device.buffer(elems(sequences, 1) * 4)?,
+            sets: room(sets, value)?,
+            set_lse: device.buffer(elems(sets, 1) * 4)?,
+            rows: device.buffer(u64::from(prefix) * u64::from(latent + rope) * bytes)?,
+            k_nope: room(prefix, nope)?,
+            v: room(prefix, value)?,
+        };
+
+        let batch = GatherBatch {
+            pages: PageTable::Csr {
+                kv_indptr: &[0, shape.shared_pages() as i32],
+                kv_indices: &shape.pages(0, 0),
+            },
+            seq_lens: &[prefix as i32],
+            ranges: &[GatherRange { sequence: 0, begin: 0, tokens: prefix, out_row: 0 }],
+        };
+        let kv = KvView::dense(&arrays.kv, &spec);
+        device.once(
+            GatherSpec { shape: spec.shape, kv: spec.kv, output: dtype },
+            batch,
+            &Gather { kv, k_scale: 1.0, out: arrays.rows(shape) },
+        )?;
+        let x = View { head_stride: 0, ..arrays.rows(shape) };
+        let up = |weight, y| Project { x, weight, y };
+        device.once(
+            ProjectSpec::k_up(&dims, dtype, dtype, dtype),
+            0..prefix,
+            &up(WeightView::w_uk(&dims, &arrays.weight), View::dense(&arrays.k_nope, heads, nope)),
+        )?;
+        device.once(
+            ProjectSpec::v_up(&dims, dtype, dtype, dtype),
+            0..prefix,
+            &up(WeightView::w_uv(&dims, &arrays.weight), View::dense(&arrays.v, heads, value)),
+        )?;
+        Ok(arrays)
+    }
+
+    fn q_nope(&self, shape: &Shape) -> View<&B> {
+        let [_, rope, nope, _] = shape.dims;
+        View::dense(&self.q, shape.heads, nope + rope)
+    }
+
+    fn q_pe(&self, shape: &Shape) -> View<&B> {
+        View { offset: shape.dims[2].into(), ..self.q_nope(shape) }
+    }
+
+    fn rows(&self, shape: &Shape) -> View<&B> {
+        View::dense(&self.rows, 1, shape.dims[0] + shape.dims[1])
     }
 }
 
-/// A layer of the model.
-struct Bound {
-    absorb: ProjectBinding,
+pub struct Problem<D: Timed> {
+    shape: Shape,
+    /// Over the prefix, the suffixes, the whole context, and the same with a shared prefix.
+    decodes: [Layers<MlaSpec, D>; 4],
+    absorb: Layers<ProjectSpec, D>,
     /// From latent outputs into the output, and into the sets.
-    v_up: [ProjectBinding; 2],
-    /// Of each plan, in the order of [`Problem::decodes`].
-    decodes: Vec<LayerBinding>,
-    prefill: PrefillBinding,
+    v_up: [Layers<ProjectSpec, D>; 2],
+    prefill: Layers<PrefillSpec, D>,
+    num_parts: u32,
     /// Of all sets, and of those of the prefix.
-    merges: [MergeSetsBinding; 2],
-    _buffers: Vec<wgpu::Buffer>,
+    merges: [Layers<MergeStatesSpec, D>; 2],
+    out: D::Buffer,
+    paints: Paints,
 }
 
-pub struct Problem {
-    shape: Shape,
-    decodes: [Decodes; 4],
-    absorb: HeadProject,
-    v_up: HeadProject,
-    tokens: ProjectStep,
-    prefill: MlaPrefill,
-    parts: PrefillStep,
-    num_parts: u32,
-    merge: MergeStateSets,
-    merges: [MergeSetsStep; 2],
-    layers: Vec<Bound>,
-    out: wgpu::Buffer,
+struct Paints {
     query: Paint,
     cache: Paint,
     weight: Paint,
@@ -170,19 +220,11 @@ const SUFFIX: usize = 1;
 const WHOLE: usize = 2;
 const SHARED: usize = 3;
 
-impl Problem {
-    pub fn new(gpu: &Gpu, shape: &Shape, row: Option<&str>, parts: Option<u32>) -> Result<Self> {
+impl<D: Timed> Problem<D> {
+    pub fn new(device: &D, shape: &Shape, row: Option<&str>, parts: Option<u32>) -> Result<Self> {
         let Shape { sequences, prefix, context, heads, dims: [latent, rope, nope, value], dtype, .. } =
             *shape;
-        let dims =
-            HeadDims { num_heads: heads, kv_lora_rank: latent, qk_nope_head_dim: nope, v_head_dim: value };
-        let group = SharedPrefix { sequences: (0..sequences).collect(), tokens: prefix };
-        let decodes = [
-            Decodes::new(gpu, shape, 0, prefix, &[])?,
-            Decodes::new(gpu, shape, prefix, context, &[])?,
-            Decodes::new(gpu, shape, 0, context, &[])?,
-            Decodes::new(gpu, shape, 0, context, &[group])?,
-        ];
+        let dims = shape.head_dims();
         let prefill_spec = PrefillSpec {
             num_heads: heads,
             qk_nope_head_dim: nope,
@@ -191,202 +233,140 @@ impl Problem {
             dtype,
             out: dtype,
         };
-        let prefill = match row {
-            Some(row) => MlaPrefill::with_variant(&gpu.pipelines, prefill_spec, Some(row))?,
-            None => MlaPrefill::for_queries(&gpu.pipelines, prefill_spec, sequences)?,
+        let options = match row {
+            Some(row) => PrefillOptions { variant: Some(row.into()), ..Default::default() },
+            None => PrefillOptions { query_tokens: sequences, ..Default::default() },
         };
-        let num_parts = parts.unwrap_or(prefill.key_parts(sequences, prefix));
+        let prefill = device.compile_with(prefill_spec, &options)?;
+        let num_parts = parts.unwrap_or(prefill.facts().key_parts(sequences, prefix));
+
+        let elems = |rows: u32, dim: u32| u64::from(rows) * u64::from(heads) * u64::from(dim);
+        let out = device.buffer(elems(sequences, value) * dtype.bytes() as u64)?;
+        let (query, cache, weight) = (Paint::query(dtype), Paint::new(dtype), Paint::new(dtype));
+        let paints = Paints { query, cache, weight };
+        let arrays = (0..shape.layers).map(|_| Arrays::new(device, shape, num_parts, &paints));
+        let arrays = arrays.collect::<Result<Vec<_>>>()?;
+
+        let view = |buffer, dim: u32| View::dense(buffer, heads, dim);
+        let out_view = view(&out, value);
+        let spec = shape.spec();
+        let decodes = |first: u32, end: u32, shared: &[SharedPrefix]| -> Result<Layers<MlaSpec, D>> {
+            let decode = device.compile(spec)?;
+            let lens = vec![(end - first) as i32; sequences as usize];
+            let starts: Vec<i32> = (0..=sequences as i32).collect();
+            let batch = Batch { shared_prefixes: shared, ..Batch::new(&lens, &starts) };
+            let plan = Plan::new(&spec, &decode.tiling(), &batch, Policy::Auto)?;
+            let pages: Vec<_> =
+                (0..sequences).map(|sequence| shape.pages(sequence, first / PAGE_SIZE)).collect();
+            let (max_pages, table) = (pages[0].len(), pages.concat());
+            let pages = PageTable::Dense { block_table: &table, max_pages };
+            let layers = arrays.iter().map(|layer| Layer {
+                query: Query::Split { q_nope: view(&layer.ql_nope, latent), q_pe: layer.q_pe(shape) },
+                kv: KvView::dense(&layer.kv, &spec),
+                out: view(&layer.latent, latent),
+                lse: view(if first > 0 { &layer.set_lse } else { &layer.lse }, 1),
+                lse_base: LseBase::E,
+                softmax_scale: SCALE,
+                k_scale: 1.0,
+                q_scale: 1.0,
+            });
+            Ok(Layers::new(decode, Capacity::of(&plan), (&plan, pages), layers)?)
+        };
+        let group = SharedPrefix { sequences: (0..sequences).collect(), tokens: prefix };
+        let decodes = [
+            decodes(0, prefix, &[])?,
+            decodes(prefix, context, &[])?,
+            decodes(0, context, &[])?,
+            decodes(0, context, &[group])?,
+        ];
+
+        let absorb = arrays.iter().map(|layer| Project {
+            x: layer.q_nope(shape),
+            weight: WeightView::w_uk(&dims, &layer.weight),
+            y: view(&layer.ql_nope, latent),
+        });
+        let absorb_spec = ProjectSpec::absorb(&dims, dtype, dtype, dtype);
+        let absorb = Layers::new(device.compile(absorb_spec)?, sequences, 0..sequences, absorb)?;
+        let v_up = |into_sets: bool| {
+            let layers = arrays.iter().map(|layer| Project {
+                x: view(&layer.latent, latent),
+                weight: WeightView::w_uv(&dims, &layer.weight),
+                y: if into_sets { view(&layer.sets, value) } else { out_view },
+            });
+            let v_up = device.compile(ProjectSpec::v_up(&dims, dtype, dtype, dtype))?;
+            Layers::new(v_up, sequences, 0..sequences, layers)
+        };
+        let v_up = [v_up(false)?, v_up(true)?];
+
         // Set 0 is for the suffixes.
         let all = PrefillSequence { out_begin: sequences, ..PrefillSequence::all(0, sequences, 0, prefix) };
         let split: Vec<_> = all.split_keys(num_parts, sequences).collect();
-        let mut parts = PrefillStep::default();
-        prefill.prepare(&gpu.device, &gpu.queue, &mut parts, &split)?;
-        let merge = MergeStateSets::new(&gpu.pipelines, MergeStatesSpec { dtype, head_size: value })?;
-        let mut merges = [MergeSetsStep::default(), MergeSetsStep::default()];
-        for (step, sets) in merges.iter_mut().zip([num_parts + 1, num_parts]) {
-            merge.prepare(&gpu.device, &gpu.queue, step, 0..sequences, sets)?;
-        }
-        let project = |spec| HeadProject::new(&gpu.pipelines, spec);
-        let absorb = project(ProjectSpec::absorb(&dims, dtype, dtype, dtype))?;
-        let v_up = project(ProjectSpec::v_up(&dims, dtype, dtype, dtype))?;
-        let mut tokens = ProjectStep::default();
-        absorb.prepare(&gpu.device, &gpu.queue, &mut tokens, 0, sequences)?;
-        let rows = u64::from(sequences) * u64::from(heads);
-        let out = gpu.buffer(rows * u64::from(value) * dtype.bytes() as u64)?;
-        let (query, cache, weight) = (Paint::query(dtype), Paint::new(dtype), Paint::new(dtype));
-        let mut problem = Self {
-            shape: *shape,
-            decodes,
-            absorb,
-            v_up,
-            tokens,
-            prefill,
-            parts,
-            num_parts,
-            merge,
-            merges,
-            layers: Vec::new(),
-            out,
-            query,
-            cache,
-            weight,
-        };
-        for _ in 0..shape.layers {
-            let layer = problem.layer(gpu, &dims)?;
-            problem.layers.push(layer);
-        }
-        Ok(problem)
-    }
-
-    fn layer(&self, gpu: &Gpu, dims: &HeadDims) -> Result<Bound> {
-        let Shape { sequences, prefix, heads, dims: [latent, rope, nope, value], dtype, .. } = self.shape;
-        let (spec, device, bytes) = (self.shape.spec(), &gpu.device, dtype.bytes() as u64);
-        let elems = |rows: u32, dim: u32| u64::from(rows) * u64::from(heads) * u64::from(dim);
-        let room = |rows: u32, dim: u32| gpu.buffer(elems(rows, dim) * bytes);
-        let q = gpu.painted(&self.query, elems(sequences, nope + rope))?;
-        let cache_elems = spec.kv.num_slots() * u64::from(latent + rope);
-        let kv = gpu.painted(&self.cache, cache_elems)?;
-        let weight = gpu.painted(&self.weight, elems(nope + value, latent))?;
-        let (ql_nope, latent_out) = (room(sequences, latent)?, room(sequences, latent)?);
-        let sets = room(sequences * (self.num_parts + 1), value)?;
-        let (lse, set_lse) = (
-            gpu.buffer(elems(sequences, 1) * 4)?,
-            gpu.buffer(elems(sequences * (self.num_parts + 1), 1) * 4)?,
-        );
-
-        // The prefix, expanded.
-        let rows = gpu.buffer(u64::from(prefix) * u64::from(latent + rope) * bytes)?;
-        let (k_nope, v) = (room(prefix, nope)?, room(prefix, value)?);
-        let rows_view = View::dense(&rows, 1, latent + rope);
-        gpu.kv_gather(
-            &GatherSpec { shape: spec.shape, kv: spec.kv, output: dtype },
-            PageTable::Csr {
-                kv_indptr: &[0, self.shape.shared_pages() as i32],
-                kv_indices: &self.shape.pages(0, 0),
-            },
-            &[prefix as i32],
-            &[GatherRange { sequence: 0, begin: 0, tokens: prefix, out_row: 0 }],
-            &Gather { kv: KvView::dense(&kv, &spec), k_scale: 1.0, out: rows_view },
-        )?;
-        let (w_uk, w_uv) = (WeightView::w_uk(dims, &weight), WeightView::w_uv(dims, &weight));
-        let x = View { head_stride: 0, ..rows_view };
-        let up = |weight, y| Project { x, weight, y, num_tokens: prefix };
-        gpu.project(
-            &ProjectSpec::k_up(dims, dtype, dtype, dtype),
-            &up(w_uk, View::dense(&k_nope, heads, nope)),
-        )?;
-        gpu.project(&ProjectSpec::v_up(dims, dtype, dtype, dtype), &up(w_uv, View::dense(&v, heads, value)))?;
-
-        let q_nope = View::dense(&q, heads, nope + rope);
-        let q_pe = View { offset: nope.into(), ..q_nope };
-        let latent_view = View::dense(&latent_out, heads, latent);
-        let decode = |lse| Layer {
-            query: Query::Split { q_nope: View::dense(&ql_nope, heads, latent), q_pe },
-            kv: KvView::dense(&kv, &spec),
-            out: latent_view,
-            lse: View::dense(lse, heads, 1),
-            lse_base: LseBase::E,
+        let tiles = num_parts * sequences.div_ceil(prefill.facts().rows);
+        let layers = arrays.iter().map(|layer| Prefill {
+            q_nope: layer.q_nope(shape),
+            q_pe: layer.q_pe(shape),
+            k_nope: view(&layer.k_nope, nope),
+            k_pe: View { offset: latent.into(), head_stride: 0, ..layer.rows(shape) },
+            v: view(&layer.v, value),
+            out: view(&layer.sets, value),
+            lse: view(&layer.set_lse, 1),
             softmax_scale: SCALE,
-            k_scale: 1.0,
-            q_scale: 1.0,
-        };
-        let decodes = self.decodes.iter().enumerate().map(|(i, decodes)| {
-            decodes.decode.bind(sequences, &decode(if i == SUFFIX { &set_lse } else { &lse }))
         });
-        let (states, set_view) = (View::dense(&sets, heads, value), View::dense(&set_lse, heads, 1));
-        let project = |x, weight, y| Project { x, weight, y, num_tokens: sequences };
-        let out = View::dense(&self.out, heads, value);
-        let merges = |first: u64, num_sets| {
+        let prefill = Layers::new(prefill, tiles, &split, layers)?;
+        let merge = |first: u64, num_sets: u32| {
             let (set_stride, lse_set_stride) = (elems(sequences, value), elems(sequences, 1));
-            let args = StateSets {
-                states: View { offset: first * set_stride, ..states },
+            let layers = arrays.iter().map(|layer| StateSets {
+                states: View { offset: first * set_stride, ..view(&layer.sets, value) },
                 set_stride,
-                lse: View { offset: first * lse_set_stride, ..set_view },
+                lse: View { offset: first * lse_set_stride, ..view(&layer.set_lse, 1) },
                 lse_set_stride,
-                output: out,
+                output: out_view,
                 output_lse: None,
-                num_sets,
-                num_tokens: sequences,
                 num_heads: heads,
-            };
-            self.merge.bind(device, &args)
+            });
+            let merge = device.compile(MergeStatesSpec { dtype, head_size: value })?;
+            Layers::new(merge, sequences, (0..sequences, num_sets), layers)
         };
-        let prefill = Prefill {
-            q_nope,
-            q_pe,
-            k_nope: View::dense(&k_nope, heads, nope),
-            k_pe: View { offset: latent.into(), head_stride: 0, ..rows_view },
-            v: View::dense(&v, heads, value),
-            out: states,
-            lse: set_view,
-            softmax_scale: SCALE,
-        };
-        Ok(Bound {
-            absorb: self.absorb.bind(device, &project(q_nope, w_uk, View::dense(&ql_nope, heads, latent)))?,
-            v_up: [
-                self.v_up.bind(device, &project(latent_view, w_uv, out))?,
-                self.v_up.bind(device, &project(latent_view, w_uv, states))?,
-            ],
-            decodes: decodes.collect::<std::result::Result<_, _>>()?,
-            prefill: self.prefill.bind(device, &prefill, self.parts.extent())?,
-            merges: [merges(0, self.num_parts + 1)?, merges(1, self.num_parts)?],
-            _buffers: vec![q, kv, weight, ql_nope, latent_out, sets, lse, set_lse, rows, k_nope, v],
-        })
+        let merges = [merge(0, num_parts + 1)?, merge(1, num_parts)?];
+        Ok(Self { shape: *shape, decodes, absorb, v_up, prefill, num_parts, merges, out, paints })
     }
 
     pub fn describe(&self) -> String {
-        let (row, parts) = (self.prefill.variant(), self.num_parts);
-        format!(
-            "prefix by row {row} in {parts} parts, decodes by row {}",
-            self.decodes[WHOLE].decode.variant()
-        )
+        let (row, parts) = (self.prefill.op.variant(), self.num_parts);
+        format!("prefix by row {row} in {parts} parts, decodes by row {}", self.decodes[WHOLE].op.variant())
     }
 
-    pub fn record(&self, what: What, pass: &mut wgpu::ComputePass<'_>, call: usize) {
-        let layer = &self.layers[call % self.layers.len()];
-        let decode = |pass: &mut wgpu::ComputePass<'_>, plan: usize| {
-            self.decodes[plan].decode.record_in(pass, &self.decodes[plan].step, &layer.decodes[plan]);
-        };
-        let parts =
-            |pass: &mut wgpu::ComputePass<'_>| self.prefill.record_in(pass, &self.parts, &layer.prefill);
-        let merge = |pass: &mut wgpu::ComputePass<'_>, i: usize| {
-            self.merge.record_in(pass, &self.merges[i], &layer.merges[i])
-        };
-        let absorb =
-            |pass: &mut wgpu::ComputePass<'_>| self.absorb.record_in(pass, &self.tokens, &layer.absorb);
-        let v_up = |pass: &mut wgpu::ComputePass<'_>, to: usize| {
-            self.v_up.record_in(pass, &self.tokens, &layer.v_up[to])
-        };
+    pub fn record(&self, what: What, recorder: &mut D::Recorder<'_>, call: usize) -> wgpu_mla::Result<()> {
         match what {
-            PrefixPerSequence => decode(pass, PREFIX),
-            PrefixParts => parts(pass),
-            Merge => merge(pass, 0),
+            PrefixPerSequence => self.decodes[PREFIX].record(recorder, call),
+            PrefixParts => self.prefill.record(recorder, call),
+            Merge => self.merges[0].record(recorder, call),
             PrefixOnce => {
-                parts(pass);
-                merge(pass, 1);
+                self.prefill.record(recorder, call)?;
+                self.merges[1].record(recorder, call)
             }
-            Suffixes => decode(pass, SUFFIX),
-            DecodePerSequence => decode(pass, WHOLE),
-            DecodeShared => decode(pass, SHARED),
-            Absorb => absorb(pass),
-            ValueUp => v_up(pass, 0),
+            Suffixes => self.decodes[SUFFIX].record(recorder, call),
+            DecodePerSequence => self.decodes[WHOLE].record(recorder, call),
+            DecodeShared => self.decodes[SHARED].record(recorder, call),
+            Absorb => self.absorb.record(recorder, call),
+            ValueUp => self.v_up[0].record(recorder, call),
             StepPerSequence | StepShared => {
-                absorb(pass);
-                decode(pass, if what == StepShared { SHARED } else { WHOLE });
-                v_up(pass, 0);
+                self.absorb.record(recorder, call)?;
+                self.decodes[if what == StepShared { SHARED } else { WHOLE }].record(recorder, call)?;
+                self.v_up[0].record(recorder, call)
             }
             StepCascade => {
-                absorb(pass);
-                parts(pass);
-                decode(pass, SUFFIX);
-                v_up(pass, 1);
-                merge(pass, 0);
+                self.absorb.record(recorder, call)?;
+                self.prefill.record(recorder, call)?;
+                self.decodes[SUFFIX].record(recorder, call)?;
+                self.v_up[1].record(recorder, call)?;
+                self.merges[0].record(recorder, call)
             }
         }
     }
 
     /// Compares some rows of each way with the oracle.
-    pub fn check(&self, gpu: &Gpu) -> Result<String> {
+    pub fn check(&self, device: &D) -> Result<String> {
         let Shape { sequences, heads, dims: [.., value], dtype, .. } = self.shape;
         let rows = [(0, 0), (sequences as usize - 1, heads as usize - 1)];
         let value = value as usize;
@@ -394,13 +374,11 @@ impl Problem {
         let prefix: Vec<f64> = rows.iter().flat_map(|&row| self.expected(row, self.shape.prefix)).collect();
         let mut worst = 0f64;
         for what in [StepPerSequence, StepShared, StepCascade, PrefixOnce] {
-            for layer in 0..self.layers.len() {
-                let mut encoder = gpu.device.create_command_encoder(&Default::default());
-                encoder.clear_buffer(&self.out, 0, None);
-                self.record(what, &mut encoder.begin_compute_pass(&Default::default()), layer);
-                gpu.queue.submit([encoder.finish()]);
+            for layer in 0..self.shape.layers as usize {
                 let bytes = u64::from(sequences * heads) * value as u64 * dtype.bytes() as u64;
-                let out = dtype.decode_all(&gpu.download(&self.out, bytes)?);
+                device.upload(&self.out, 0, &vec![0; bytes as usize])?;
+                device.submit(|mut recorder| self.record(what, &mut recorder, layer))?;
+                let out = dtype.decode_all(&device.download(&self.out, bytes)?);
                 let got: Vec<f32> = rows
                     .iter()
                     .flat_map(|&(token, head)| &out[(token * heads as usize + head) * value..][..value])
@@ -422,11 +400,11 @@ impl Problem {
             (at..at + count).map(|i| f64::from(paint.at(i as u64))).collect()
         };
         let query =
-            some(&self.query, (token * self.shape.heads as usize + head) * (nope + rope), nope + rope);
+            some(&self.paints.query, (token * self.shape.heads as usize + head) * (nope + rope), nope + rope);
         let pages = self.shape.pages(token as u32, 0);
         let page = PAGE_SIZE as usize * (latent + rope);
         let rows: Vec<f64> =
-            pages.iter().flat_map(|&id| some(&self.cache, id as usize * page, page)).collect();
+            pages.iter().flat_map(|&id| some(&self.paints.cache, id as usize * page, page)).collect();
         mla_layer(&LayerSequence {
             num_heads: 1,
             kv_lora_rank: latent,
@@ -436,7 +414,7 @@ impl Problem {
             q_nope: &query[..nope],
             q_pe: &query[nope..],
             rows: &rows,
-            kv_b_proj: &some(&self.weight, head * (nope + value) * latent, (nope + value) * latent),
+            kv_b_proj: &some(&self.paints.weight, head * (nope + value) * latent, (nope + value) * latent),
             visible: &[visible as usize],
             softmax_scale: SCALE.into(),
         })

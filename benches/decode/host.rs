@@ -1,10 +1,12 @@
-//! Host time of a decode step: plan, prepare, and record with its share of `finish`.
+//! Host time of a step, of a decode alone and of the whole layer: plan, prepare, and record with its share of `finish`.
 
 use std::time::Instant;
 
-use wgpu_mla::gpu::{Gpu, LayerBinding, MlaDecode, Step};
+use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    Backend, Batch, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy, Tiling, wgpu,
+    Batch, Binding, Compiled, Device, Dtype, Kernel, KvSpec, KvView, Layer, LayerArgs, LayerBatch,
+    LayerCapacity, LayerOptions, MlaLayerSpec, MlaShape, MlaSpec, Op, PageTable, Plan, Policy, RopeLayout,
+    Step, Tiling, View, wgpu,
 };
 
 use crate::support::{Result, median};
@@ -12,81 +14,173 @@ use crate::support::{Result, median};
 const BATCH: usize = 64;
 const LAYERS: usize = 61;
 const STEPS: usize = 300;
-const MAX_PAGES: usize = 8192 / 64;
+const PAGE_SIZE: usize = 64;
+const MAX_PAGES: usize = 8192 / PAGE_SIZE;
+const MAX_POSITION: u32 = 8192;
+
+const SPEC: MlaSpec = MlaSpec {
+    shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
+    // Small enough for one binding of any device: nothing is attended here, so sequences may share pages.
+    kv: KvSpec { dtype: Dtype::Bf16, page_size: PAGE_SIZE as u32, num_pages: 1024 },
+    query: Dtype::Bf16,
+    out: Dtype::Bf16,
+};
+
+/// Of DeepSeek-V2-Lite.
+const LAYER_SPEC: MlaLayerSpec = MlaLayerSpec {
+    shape: SPEC.shape,
+    qk_nope_head_dim: 128,
+    v_head_dim: 128,
+    kv: SPEC.kv,
+    dtype: Dtype::Bf16,
+    weight: Dtype::Bf16,
+    rope: RopeLayout::Interleaved,
+    decode_threshold: 1,
+    workspace_bytes: 16 << 20,
+};
 
 pub fn run() -> Result<()> {
     let gpu = Gpu::new()?;
-    println!("# {}: batch {BATCH}, page 64, ctx up to 8192, {LAYERS} layers", gpu.name());
-    let spec = MlaSpec {
-        shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-        // Small enough for one binding of any device: nothing is attended here, so sequences may share pages.
-        kv: KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 1024 },
-        query: Dtype::Bf16,
-        out: Dtype::Bf16,
-    };
-    let kv = gpu.buffer(spec.kv.num_slots() * u64::from(spec.shape.row_elems()) * 2)?;
+    println!("# {}: batch {BATCH}, page {PAGE_SIZE}, ctx up to 8192, {LAYERS} layers", gpu.name());
+    let kv = gpu.buffer(SPEC.kv.num_slots() * u64::from(SPEC.shape.row_elems()) * 2)?;
     let q = gpu.buffer((BATCH * 16 * 576 * 2) as u64)?;
     let out = gpu.buffer((BATCH * 16 * 512 * 2) as u64)?;
     let lse = gpu.buffer((BATCH * 16 * 4) as u64)?;
-    let mla = gpu.decode(&spec, None)?;
-    let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
-    let bindings =
-        (0..LAYERS).map(|_| mla.bind(BATCH as u32, &layer)).collect::<std::result::Result<Vec<_>, _>>()?;
+    let mla = gpu.compile(SPEC)?;
+    let args = Layer::dense(&SPEC, &q, &kv, &out, &lse, 0.1);
+    let bindings = bind(&mla, &args, BATCH as u32)?;
+    let capacity = LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, prefix_rows: 0 };
+    let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { variant: None, capacity })?;
+    let layer_bindings = bind_layers(&gpu, &layer, &kv, capacity)?;
 
     // Planned as for a large card, so that the figure means the same on every machine.
     let tiling = Tiling { target_items: 512, min_split_tokens: 32, ..mla.tiling() };
     let block_table: Vec<i32> = (0..BATCH * MAX_PAGES).map(|i| (i * 7919 % 1024) as i32).collect();
+    let pages = PageTable::Dense { block_table: &block_table, max_pages: MAX_PAGES };
     let starts: Vec<i32> = (0..=BATCH as i32).collect();
     let (mut plan, mut step) = (Plan::default(), mla.step(Default::default())?);
-    let [mut plans, mut prepares, mut records, mut passes] = [const { Vec::new() }; 4];
+    let mut layer_step = layer.step(Default::default())?;
+    let mut times = [const { Vec::new() }; 6];
     for turn in 0..STEPS {
         let lens: Vec<i32> = (0..BATCH).map(|i| (8192 - STEPS - i + turn) as i32).collect();
-
-        let begin = Instant::now();
-        plan.update(&spec, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?;
-        plans.push(begin.elapsed().as_secs_f64());
-
-        let begin = Instant::now();
-        let pages = PageTable::Dense { block_table: &block_table, max_pages: MAX_PAGES };
-        mla.prepare(&gpu.queue, &mut step, &plan, pages)?;
-        prepares.push(begin.elapsed().as_secs_f64());
-
-        records.push(record(&gpu, |encoder| {
-            bindings.iter().for_each(|binding| mla.record(encoder, &step, binding));
-        }));
-        passes.push(record(&gpu, |encoder| one_pass(encoder, &mla, &step, &bindings)));
+        // Each sequence's last token: pages are shared, but no two of these lie at the same place of one.
+        let slot = |(seq, &len): (usize, &i32)| {
+            let (page, place) = ((len as usize - 1) / PAGE_SIZE, (len as usize - 1) % PAGE_SIZE);
+            i64::from(block_table[seq * MAX_PAGES + page]) * PAGE_SIZE as i64 + place as i64
+        };
+        let slot_mapping: Vec<i64> = lens.iter().enumerate().map(slot).collect();
+        let batch = LayerBatch {
+            seq_lens: &lens,
+            query_start_loc: &starts,
+            slot_mapping: &slot_mapping,
+            pages,
+            shared_prefixes: &[],
+            expanded: &[],
+        };
+        let took = [
+            seconds(|| Ok(plan.update(&SPEC, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?))?,
+            seconds(|| Ok(mla.prepare(&mut step, (&plan, pages))?))?,
+            record(&gpu, |encoder| {
+                bindings.iter().try_for_each(|binding| mla.record(encoder, &step, binding))
+            })?,
+            record(&gpu, |encoder| one_pass(encoder, &mla, &step, &bindings))?,
+            seconds(|| Ok(layer.prepare(&mut layer_step, (&batch, Policy::Auto))?))?,
+            record(&gpu, |encoder| one_pass(encoder, &layer, &layer_step, &layer_bindings))?,
+        ];
+        times.iter_mut().zip(took).for_each(|(times, took)| times.push(took));
         // Only the uploads are submitted.
-        gpu.queue.submit([]);
+        gpu.queue().submit([]);
         if turn % 16 == 15 {
-            gpu.device.poll(wgpu::PollType::wait_indefinitely())?;
+            gpu.device().poll(wgpu::PollType::wait_indefinitely())?;
         }
     }
     println!("{} work items, {} partial results", plan.items.len(), plan.num_slots);
     println!("| what | us, median | us, p99 |\n|---|---|---|");
-    for (what, times) in [
-        ("plan", &mut plans),
-        ("prepare", &mut prepares),
-        ("record, a pass a layer: a layer", &mut records),
-        ("record, one pass: a layer", &mut passes),
-    ] {
+    let names = [
+        "plan",
+        "prepare",
+        "record, a pass a layer: a layer",
+        "record, one pass: a layer",
+        "whole layer, plan and prepare",
+        "whole layer, record, one pass: a layer",
+    ];
+    for (what, times) in names.iter().zip(&mut times) {
         let middle = median(times);
         println!("| {what} | {:.1} | {:.1} |", middle * 1e6, times[times.len() * 99 / 100] * 1e6);
     }
     Ok(())
 }
 
-fn one_pass(encoder: &mut wgpu::CommandEncoder, mla: &MlaDecode, step: &Step, bindings: &[LayerBinding]) {
+/// As many bindings as the model has layers.
+fn bind<O: Op>(
+    op: &Compiled<O, Gpu>,
+    args: &O::Args<&wgpu::Buffer>,
+    room: O::Extent,
+) -> Result<Vec<Binding<O, Gpu>>>
+where
+    Gpu: Kernel<O>,
+{
+    Ok((0..LAYERS).map(|_| op.bind(args, room)).collect::<wgpu_mla::Result<_>>()?)
+}
+
+fn bind_layers(
+    gpu: &Gpu,
+    layer: &Compiled<MlaLayerSpec, Gpu>,
+    kv: &wgpu::Buffer,
+    capacity: LayerCapacity,
+) -> Result<Vec<Binding<MlaLayerSpec, Gpu>>> {
+    let MlaLayerSpec { shape, qk_nope_head_dim: nope, v_head_dim: value, .. } = LAYER_SPEC;
+    let MlaShape { num_heads: heads, kv_lora_rank: latent, qk_rope_head_dim: rope } = shape;
+    let buffer = |rows: u32, elems: u32| gpu.buffer(u64::from(rows) * u64::from(elems) * 2);
+    let q = buffer(capacity.tokens, heads * (nope + rope))?;
+    let (kv_c, k_pe) = (buffer(capacity.tokens, latent)?, buffer(capacity.tokens, rope)?);
+    let kv_b_proj = buffer(heads * (nope + value), latent)?;
+    let cos_sin = buffer(MAX_POSITION, 2 * rope)?;
+    let out = buffer(capacity.tokens, heads * value)?;
+    let q_nope = View::dense(&q, heads, nope + rope);
+    let args = LayerArgs {
+        q_nope,
+        q_pe: View { offset: nope.into(), ..q_nope },
+        kv_c: View::dense(&kv_c, 1, latent),
+        k_pe: View::dense(&k_pe, 1, rope),
+        kv: KvView::dense(kv, &SPEC),
+        kv_b_proj: &kv_b_proj,
+        cos_sin: &cos_sin,
+        max_position: MAX_POSITION,
+        out: View::dense(&out, heads, value),
+        softmax_scale: 0.1,
+        k_scale: 1.0,
+        expanded: None,
+    };
+    bind(layer, &args, capacity)
+}
+
+fn one_pass<O: Op>(
+    encoder: &mut wgpu::CommandEncoder,
+    op: &Compiled<O, Gpu>,
+    step: &Step<O, Gpu>,
+    bindings: &[Binding<O, Gpu>],
+) -> wgpu_mla::Result<()>
+where
+    Gpu: Kernel<O>,
+{
     let mut pass = encoder.begin_compute_pass(&Default::default());
-    bindings.iter().for_each(|binding| mla.record_in(&mut pass, step, binding));
+    bindings.iter().try_for_each(|binding| op.record_on(&mut pass, step, binding))
+}
+
+fn seconds(run: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let begin = Instant::now();
+    run()?;
+    Ok(begin.elapsed().as_secs_f64())
 }
 
 /// Seconds a layer to record and finish; the commands are dropped.
-fn record(gpu: &Gpu, record: impl FnOnce(&mut wgpu::CommandEncoder)) -> f64 {
+fn record(gpu: &Gpu, record: impl FnOnce(&mut wgpu::CommandEncoder) -> wgpu_mla::Result<()>) -> Result<f64> {
     let begin = Instant::now();
-    let mut encoder = gpu.device.create_command_encoder(&Default::default());
-    record(&mut encoder);
+    let mut encoder = gpu.device().create_command_encoder(&Default::default());
+    record(&mut encoder)?;
     let commands = encoder.finish();
     let seconds = begin.elapsed().as_secs_f64() / LAYERS as f64;
     drop(commands);
-    seconds
+    Ok(seconds)
 }

@@ -1,50 +1,49 @@
-//! A workload's buffers on a backend, and their check against the oracle.
+//! A workload's buffers on a device, and their check against the oracle.
 
 use mla_support::reference::{self, Decode};
 use wgpu_mla::{
-    Backend, Batch, Capacity, Dtype, KvView, Layer, MlaSpec, PageTable, Plan, Policy, Visibility,
+    Batch, Capacity, DecodeOptions, Device, Dtype, KvView, Layer, MlaSpec, PageTable, Plan, Policy,
+    Visibility,
 };
 
 use super::workload::{PAGE_SIZE, Workload};
 use crate::support::Result;
+use crate::support::device::{Layers, Timed};
 use crate::support::paint::{CYCLE, Canvas, Paint};
 use mla_support::close::{Tolerance, close};
 
 pub const SOFTMAX_SCALE: f32 = 0.114_721;
 
 /// Painted memory that holds the caches of many layers.
-pub struct Pool<B: Backend> {
-    pub buffer: B::Buffer,
+pub struct Pool<B> {
+    pub buffer: B,
     pub paint: Paint,
 }
 
-impl<B: Canvas> Pool<B> {
-    pub fn new(backend: &B, dtype: Dtype, elems: u64) -> Result<Self> {
+impl<B> Pool<B> {
+    pub fn new<D: Canvas<Buffer = B>>(device: &D, dtype: Dtype, elems: u64) -> Result<Self> {
         let paint = Paint::new(dtype);
-        let buffer = backend.painted(&paint, elems)?;
+        let buffer = device.painted(&paint, elems)?;
         Ok(Self { buffer, paint })
     }
 }
 
 /// A workload with as many layers as the pool holds, each with a cache of its own.
-pub struct Problem<'a, B: Backend> {
+pub struct Problem<'a, D: Timed> {
     pub spec: MlaSpec,
-    pub decode: B::Decode,
-    pub step: B::Step,
-    pub bindings: Vec<B::Binding>,
+    pub layers: Layers<MlaSpec, D>,
     pub plan: Plan,
     workload: Workload,
-    pool: &'a Pool<B>,
-    out: B::Buffer,
-    lse: B::Buffer,
+    pool: &'a Pool<D::Buffer>,
+    out: D::Buffer,
+    lse: D::Buffer,
     q: Vec<f32>,
-    _q_buffer: B::Buffer,
 }
 
-impl<'a, B: Canvas> Problem<'a, B> {
+impl<'a, D: Timed> Problem<'a, D> {
     pub fn new(
-        backend: &B,
-        pool: &'a Pool<B>,
+        device: &D,
+        pool: &'a Pool<D::Buffer>,
         workload: &Workload,
         variant: Option<&str>,
         items: Option<u32>,
@@ -54,36 +53,36 @@ impl<'a, B: Canvas> Problem<'a, B> {
         let lens = workload.seq_lens();
         let total_q = lens.len() as u32 * workload.q_len;
         let rows = u64::from(total_q * workload.heads);
-        let (q, q_buffer) = query(backend, &spec, rows)?;
-        let out = backend.buffer(rows * u64::from(spec.shape.kv_lora_rank) * spec.out.bytes() as u64)?;
-        let lse = backend.buffer(rows * 4)?;
+        let (q, q_buffer) = query(device, &spec, rows)?;
+        let out = device.buffer(rows * u64::from(spec.shape.kv_lora_rank) * spec.out.bytes() as u64)?;
+        let lse = device.buffer(rows * 4)?;
 
-        let decode = backend.decode_for(&spec, variant, workload.q_len)?;
+        let variant = variant.map(Into::into);
+        let options = DecodeOptions { variant, query_tokens: workload.q_len, ..Default::default() };
+        let decode = device.compile_with(spec, &options)?;
         let layer_stride = workload.layer_elems();
-        let bindings = (0..copies).map(|layer| {
+        let layers = (0..copies).map(|layer| {
             let dense = Layer::dense(&spec, &q_buffer, &pool.buffer, &out, &lse, SOFTMAX_SCALE);
             let kv = KvView { layer_stride, layer, ..dense.kv };
-            backend.bind(&decode, total_q, &Layer { kv, ..dense })
+            Layer { kv, ..dense }
         });
-        let bindings = bindings.collect::<std::result::Result<Vec<_>, _>>()?;
 
         let starts: Vec<i32> = (0..=lens.len() as u32).map(|i| (i * workload.q_len) as i32).collect();
-        let mut tiling = backend.tiling(&decode);
+        let mut tiling = decode.tiling();
         tiling.target_items = items.unwrap_or(tiling.target_items);
         let shared = workload.shared_prefixes();
         let batch = Batch { shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
         let plan = Plan::new(&spec, &tiling, &batch, Policy::Auto)?;
-        let mut step = backend.step(&decode, Capacity::of(&plan))?;
         let (table, max_pages) = workload.block_table();
         let pages = PageTable::Dense { block_table: &table, max_pages };
-        backend.prepare(&decode, &mut step, &plan, pages)?;
+        let layers = Layers::new(decode, Capacity::of(&plan), (&plan, pages), layers)?;
         let workload = workload.clone();
-        Ok(Self { spec, decode, step, bindings, plan, workload, pool, out, lse, q, _q_buffer: q_buffer })
+        Ok(Self { spec, layers, plan, workload, pool, out, lse, q })
     }
 
     /// Compares the last sequence of the first cache with the oracle, over some heads, the outermost among them.
-    pub fn check(&self, backend: &B) -> Result<String> {
-        backend.run(&self.decode, &self.step, &self.bindings[0])?;
+    pub fn check(&self, device: &D) -> Result<String> {
+        self.layers.run_first()?;
         let (w, latent) = (&self.workload, self.spec.shape.kv_lora_rank as usize);
         let (heads, row_elems) = (w.heads as usize, self.spec.shape.row_elems() as usize);
         let lens = w.seq_lens();
@@ -114,17 +113,11 @@ impl<'a, B: Canvas> Problem<'a, B> {
             q_scale: 1.0,
         });
         let rows = lens.len() * w.q_len as usize * heads;
-        let out = backend.download(&self.out, (rows * latent * self.spec.out.bytes()) as u64)?;
-        let lse = backend.download(&self.lse, rows as u64 * 4)?;
+        let out = device.download(&self.out, (rows * latent * self.spec.out.bytes()) as u64)?;
+        let lse = device.download(&self.lse, rows as u64 * 4)?;
         let (out, lse) = (self.spec.out.decode_all(&out), Dtype::F32.decode_all(&lse));
-        let tolerance = Tolerance::decode(
-            w.kv,
-            w.query,
-            self.spec.out,
-            backend.rounds_weights(&self.decode),
-            1.0,
-            latent,
-        );
+        let tolerance =
+            Tolerance::decode(w.kv, w.query, self.spec.out, self.layers.op.rounds_weights(), 1.0, latent);
         let report = close("out", &pick(&out, latent), &want_out, &tolerance).into_result()?;
         close("lse", &pick(&lse, 1), &want_lse, &Tolerance::lse()).into_result()?;
         Ok(format!("{:.1e} ({:.1} %)", report.worst_abs, 100.0 * report.worst_ratio))
@@ -149,13 +142,13 @@ fn picked_heads(heads: usize, context: usize) -> Vec<usize> {
 }
 
 /// Query values as the device has them, and their buffer.
-fn query<B: Backend>(backend: &B, spec: &MlaSpec, rows: u64) -> Result<(Vec<f32>, B::Buffer)> {
+fn query<D: Device>(device: &D, spec: &MlaSpec, rows: u64) -> Result<(Vec<f32>, D::Buffer)> {
     let paint = Paint::query(spec.query);
     let count = rows * u64::from(spec.shape.row_elems());
     let at = |i: u64| ((i * 5 + 77) % CYCLE as u64) as usize;
     let size = spec.query.bytes();
     let codes: Vec<u8> = (0..count).flat_map(|i| &paint.codes[at(i) * size..][..size]).copied().collect();
-    let buffer = backend.buffer(codes.len() as u64)?;
-    backend.upload(&buffer, 0, &codes)?;
+    let buffer = device.buffer(codes.len() as u64)?;
+    device.upload(&buffer, 0, &codes)?;
     Ok(((0..count).map(|i| paint.values[at(i)]).collect(), buffer))
 }

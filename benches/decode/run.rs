@@ -5,113 +5,79 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Backend, Batch, Dtype, PageTable, Plan, Policy};
+use wgpu_mla::{Batch, Dtype, PageTable, Plan, Policy};
 
 use super::problem::{Pool, Problem};
 use super::serving;
 use super::workload::{Ratio, Workload, full, small, tiny};
 use crate::support::args::Args;
 use crate::support::ceiling::Kind;
-use crate::support::clock::{Clock, Passes, Timing, is_small, is_software};
-use crate::support::device::Device;
-use crate::support::paint::Canvas;
+use crate::support::clock::Timing;
+use crate::support::device::Timed;
 use crate::support::record::{Records, figure, micros, timing_fields};
 use crate::support::{Result, median, peers};
 
 /// Bytes that the caches of all layers have together, at least: more than any card's L2.
-pub const ROTATED_BYTES: f64 = 600e6;
+const ROTATED_BYTES: f64 = 600e6;
 
 pub fn run(args: &Args) -> Result<()> {
-    let gpu = match args.backend.as_str() {
-        "wgpu" => Some(Gpu::new()?),
-        "cpu" => None,
-        "cuda" if cfg!(feature = "cuda") => None,
-        other => return Err(format!("--backend {other}: wgpu or cpu, or cuda with that feature").into()),
+    match args.backend.as_str() {
+        "wgpu" => table(&Gpu::new()?, args),
+        "cpu" => table(&args.threads.map_or_else(Cpu::new, Cpu::with_threads), args),
+        #[cfg(feature = "cuda")]
+        "cuda" => table(&wgpu_mla::cuda::Cuda::new(0)?, args),
+        other => Err(format!("--backend {other}: wgpu or cpu, or cuda with that feature").into()),
+    }
+}
+
+fn table<D: Timed>(device: &D, args: &Args) -> Result<()> {
+    let workloads = match () {
+        () if args.test => tiny(),
+        () if args.full || !device.is_small() => full(),
+        () => small(),
     };
-    let table = match &gpu {
-        _ if args.test => tiny(),
-        None if args.backend == "cuda" => full(),
-        Some(gpu) if args.full || !is_small(gpu) => full(),
-        _ => small(),
-    };
-    let table: Vec<Workload> = table.into_iter().filter(|w| args.wants(&w.name())).collect();
+    let mut workloads: Vec<Workload> = workloads.into_iter().filter(|w| args.wants(&w.name())).collect();
+    // Each of these two is in the tables of wgpu alone.
+    let on_wgpu = args.backend == "wgpu";
+    workloads.retain(|workload| on_wgpu || !workload.plain);
+    let shapes = if on_wgpu { serving::shapes(device, args) } else { Vec::new() };
     if args.list {
-        table.iter().for_each(|workload| println!("{}", workload.name()));
-        serving::shapes(gpu.as_ref(), args).iter().for_each(|shape| println!("{}", shape.name()));
+        workloads.iter().for_each(|workload| println!("{}", workload.name()));
+        shapes.iter().for_each(|shape| println!("{}", shape.name()));
         return Ok(());
     }
-    match &gpu {
-        Some(gpu) => run_gpu(gpu, &table, args),
-        #[cfg(feature = "cuda")]
-        None if args.backend == "cuda" => super::cuda::run(&table, args),
-        None => run_cpu(&table, args),
-    }
-}
-
-fn run_cpu(table: &[Workload], args: &Args) -> Result<()> {
-    let cpu = args.threads.map_or_else(Cpu::new, Cpu::with_threads);
-    let mut report = Report::new(&cpu.name(), json!({ "name": "CPU" }), f64::NAN);
-    for workload in table.iter().filter(|workload| !workload.plain) {
-        let pool = Pool::new(&cpu, workload.kv, workload.layer_elems())?;
-        let problem = Problem::new(&cpu, &pool, workload, args.variant.as_deref(), args.items, 1)?;
-        let row = args.variant.clone().unwrap_or_else(|| cpu.variants(&problem.spec)[0].into());
-        let right = problem.check(&cpu)?;
-        let mut times = Vec::new();
-        for _ in 0..args.replays.unwrap_or(if args.test { 3 } else { 201 }) {
-            let begin = Instant::now();
-            cpu.run(&problem.decode, &problem.step, &problem.bindings[0])?;
-            times.push(begin.elapsed().as_secs_f64());
-        }
-        let median = median(&mut times);
-        let timing = Timing { median, min: times[0], host: f64::NAN };
-        report.add(workload, &row, &timing, f64::NAN, problem.plan.items.len(), &right);
-    }
-    report.records.save(args.json.as_deref())
-}
-
-fn run_gpu(gpu: &Gpu, table: &[Workload], args: &Args) -> Result<()> {
-    let (ceiling, bytes) = gpu.ceiling(Kind::Read, args.test)?;
-    let mut report = Report::new(&gpu.name(), gpu.facts(), ceiling);
+    let (ceiling, bytes) = device.ceiling(Kind::Read, args.test)?;
+    let mut report = Report::new(&device.name(), device.facts(), ceiling);
     report.records.note("read_ceiling_bytes", bytes);
     // One pool for neighbours in the table that share a dtype.
-    for group in table.chunk_by(|a, b| a.kv == b.kv) {
-        let elems = group.iter().map(|w| w.layer_elems() * u64::from(copies(gpu, w))).max().unwrap_or(0);
-        let pool = Pool::new(gpu, group[0].kv, elems)?;
+    for group in workloads.chunk_by(|a, b| a.kv == b.kv) {
+        let elems = group.iter().map(|w| w.layer_elems() * u64::from(copies(device, w))).max().unwrap_or(0);
+        let pool = Pool::new(device, group[0].kv, elems)?;
         for workload in group {
-            if let Err(error) = time_gpu(gpu, &pool, workload, args, &mut report) {
-                // A lost device fails everything after it.
-                gpu.check_lost()?;
+            if let Err(error) = time(device, &pool, workload, args, &mut report) {
+                // A lost device fails everything after it, and says so here.
+                device.buffer(4)?;
                 report.records.fail(&workload.name(), error.as_ref());
             }
         }
     }
-    serving::run(gpu, args, ceiling, &mut report.records)?;
+    serving::run(device, &shapes, args, ceiling, &mut report.records)?;
     report.records.save(args.json.as_deref())
 }
 
 /// Layers whose caches are rotated.
-fn copies(gpu: &Gpu, workload: &Workload) -> u32 {
-    if is_software(gpu) {
+fn copies(device: &impl Timed, workload: &Workload) -> u32 {
+    if device.is_software() {
         return 1;
     }
     let layer = workload.layer_elems() * workload.kv.bytes() as u64;
-    let fit = (gpu.pipelines.caps().max_buffer_bytes / layer).max(1) as f64;
+    let fit = (device.largest_buffer() / layer).max(1) as f64;
     (ROTATED_BYTES / layer as f64).ceil().clamp(2.0, 128.0).min(fit) as u32
 }
 
-/// The first row that rounds no softmax weights.
-fn plain_row(gpu: &Gpu, workload: &Workload) -> Result<&'static str> {
-    for row in gpu.variants(&workload.spec()) {
-        if !gpu.decode(&workload.spec(), Some(row))?.rounds_weights() {
-            return Ok(row);
-        }
-    }
-    Err("every row rounds the softmax weights".into())
-}
-
-fn time_gpu(
-    gpu: &Gpu,
-    pool: &Pool<Gpu>,
+fn time<D: Timed>(
+    device: &D,
+    pool: &Pool<D::Buffer>,
     workload: &Workload,
     args: &Args,
     report: &mut Report,
@@ -120,34 +86,36 @@ fn time_gpu(
         println!("| {} | skipped: {why} |", workload.name());
         Ok(())
     };
-    if workload.layer_elems() * workload.kv.bytes() as u64 > gpu.pipelines.caps().max_binding_bytes {
+    if workload.layer_elems() * workload.kv.bytes() as u64 > device.largest_binding() {
         return skip("its cache does not fit one binding of this device");
     }
-    let ladder = gpu.ladder(&workload.spec());
-    let variant = if workload.plain { Some(plain_row(gpu, workload)?) } else { args.variant.as_deref() };
-    if let Some((_, Some(lack))) = ladder.iter().find(|(row, _)| Some(*row) == variant) {
+    let candidates = device.variants(&workload.spec());
+    let variant = if workload.plain {
+        let plain =
+            candidates.iter().find(|candidate| !candidate.rounds_weights && candidate.lacks.is_none());
+        Some(plain.ok_or("every row rounds the softmax weights")?.name)
+    } else {
+        args.variant.as_deref()
+    };
+    let named = candidates.iter().find(|candidate| Some(candidate.name) == variant);
+    if let Some(lack) = named.and_then(|candidate| candidate.lacks.as_deref()) {
         return skip(lack);
     }
-    let problem = Problem::new(gpu, pool, workload, variant, args.items, copies(gpu, workload))?;
-    let row = problem.decode.variant();
-    let right = problem.check(gpu).map_err(|error| format!("{}: {row}: {error}", workload.name()))?;
-    let clock = Clock::new(gpu, args.replays());
-    let timing = clock.time(Passes::One, |pass, call| {
-        let binding = &problem.bindings[call % problem.bindings.len()];
-        problem.decode.record_in(pass, &problem.step, binding);
-    })?;
-    let step = host_step(gpu, workload, &problem)?;
-    gpu.queue.submit([]);
+    let problem = Problem::new(device, pool, workload, variant, args.items, copies(device, workload))?;
+    let row = problem.layers.op.variant();
+    let right = problem.check(device).map_err(|error| format!("{}: {row}: {error}", workload.name()))?;
+    let timing = device.time(args.replays(), |recorder, call| problem.layers.record(recorder, call))?;
+    let step = host_step(device, workload, &problem)?;
     report.add(workload, row, &timing, step, problem.plan.items.len(), &right);
     Ok(())
 }
 
 /// Seconds of host time that a step costs before its layers: plan and prepare, with one token more each time.
-pub fn host_step<B: Canvas>(backend: &B, workload: &Workload, problem: &Problem<'_, B>) -> Result<f64> {
-    let mut step = backend.step(&problem.decode, Default::default())?;
-    let mut plan = Plan::default();
+fn host_step<D: Timed>(device: &D, workload: &Workload, problem: &Problem<'_, D>) -> Result<f64> {
+    let decode = &problem.layers.op;
+    let (mut plan, mut step) = (Plan::default(), decode.step(Default::default())?);
     let (table, max_pages) = workload.block_table();
-    let (lens, tiling) = (workload.seq_lens(), backend.tiling(&problem.decode));
+    let (lens, tiling) = (workload.seq_lens(), decode.tiling());
     let starts: Vec<i32> = (0..=lens.len() as u32).map(|i| (i * workload.q_len) as i32).collect();
     let shared = workload.shared_prefixes();
     let mut times = Vec::new();
@@ -157,9 +125,11 @@ pub fn host_step<B: Canvas>(backend: &B, workload: &Workload, problem: &Problem<
         let batch = Batch { shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
         plan.update(&problem.spec, &tiling, &batch, Policy::Auto)?;
         let pages = PageTable::Dense { block_table: &table, max_pages };
-        backend.prepare(&problem.decode, &mut step, &plan, pages)?;
+        decode.prepare(&mut step, (&plan, pages))?;
         times.push(begin.elapsed().as_secs_f64());
     }
+    // Only the uploads are submitted.
+    device.submit(|_| Ok(()))?;
     Ok(median(&mut times))
 }
 

@@ -1,15 +1,16 @@
 //! A serving shape: a batch that decodes from 1024 tokens to 8192, sampled on the way.
 
 use serde_json::json;
-use wgpu_mla::gpu::{Gpu, LayerBinding, MlaDecode, Step};
-use wgpu_mla::{Backend, Batch, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy};
+use wgpu_mla::{
+    Batch, Capacity, DecodeOptions, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy,
+};
 
 use super::problem::{Pool, SOFTMAX_SCALE};
 use super::workload::PAGE_SIZE;
 use crate::support::Result;
 use crate::support::args::Args;
-use crate::support::clock::{Clock, Passes, is_small};
-use crate::support::paint::{Canvas, Paint};
+use crate::support::device::{Layers, Timed};
+use crate::support::paint::Paint;
 use crate::support::record::{Records, figure, micros};
 
 /// Layers of DeepSeek-V3: tokens a second are those of a model that does nothing but this attention.
@@ -38,14 +39,13 @@ impl Shape {
     }
 }
 
-pub fn shapes(gpu: Option<&Gpu>, args: &Args) -> Vec<Shape> {
-    let all = match gpu {
-        None => vec![],
-        Some(_) if args.test => vec![Shape { concurrency: 3, from: 64, to: 256, every: 96 }],
-        Some(gpu) if is_small(gpu) && !args.full => {
+pub fn shapes(device: &impl Timed, args: &Args) -> Vec<Shape> {
+    let all = match () {
+        () if args.test => vec![Shape { concurrency: 3, from: 64, to: 256, every: 96 }],
+        () if device.is_small() && !args.full => {
             vec![Shape { concurrency: 1, from: 1024, to: 4096, every: 1024 }]
         }
-        Some(_) => vec![
+        () => vec![
             Shape { concurrency: 1, from: 1024, to: 8192, every: 64 },
             Shape { concurrency: 512, from: 1024, to: 8192, every: 256 },
         ],
@@ -55,18 +55,21 @@ pub fn shapes(gpu: Option<&Gpu>, args: &Args) -> Vec<Shape> {
 
 /// Sequences whose caches share a buffer and a binding. A batch with more than a binding holds is several of them, decoded
 /// one after the other as a host would.
-struct Part {
-    sequences: u32,
-    spec: MlaSpec,
-    decode: MlaDecode,
-    step: Step,
+struct Part<D: Timed> {
+    layers: Layers<MlaSpec, D>,
     plan: Plan,
     table: Vec<i32>,
-    bindings: Vec<LayerBinding>,
+    /// Where each sequence's query token is.
+    starts: Vec<i32>,
 }
 
-pub fn run(gpu: &Gpu, args: &Args, ceiling: f64, records: &mut Records) -> Result<()> {
-    let shapes = shapes(Some(gpu), args);
+pub fn run(
+    device: &impl Timed,
+    shapes: &[Shape],
+    args: &Args,
+    ceiling: f64,
+    records: &mut Records,
+) -> Result<()> {
     if shapes.is_empty() {
         return Ok(());
     }
@@ -75,17 +78,15 @@ pub fn run(gpu: &Gpu, args: &Args, ceiling: f64, records: &mut Records) -> Resul
          | shape | row | samples | parts | us first, last | KV GB/s | ceiling | tokens/s |\n|---|---|---|---|---|---|---|---|"
     );
     for shape in shapes {
-        let mut parts = parts(gpu, &shape, args)?;
-        let clock = Clock::new(gpu, if args.test { 2 } else { args.replays().min(7) });
+        let mut parts = parts(device, shape, args)?;
+        let replays = if args.test { 2 } else { args.replays().min(7) };
         let (mut seconds, mut bytes, mut points) = (0.0, 0.0, Vec::new());
         for context in (shape.from..=shape.to).step_by(shape.every as usize) {
             for part in &mut parts {
-                part.prepare(gpu, context, args)?;
+                part.prepare(context, args)?;
             }
-            let timing = clock.time(Passes::One, |pass, call| {
-                for part in &parts {
-                    part.decode.record_in(pass, &part.step, &part.bindings[call % part.bindings.len()]);
-                }
+            let timing = device.time(replays, |recorder, call| {
+                parts.iter().try_for_each(|part| part.layers.record(recorder, call))
             })?;
             seconds += timing.median;
             bytes += f64::from(shape.concurrency) * f64::from(context) * ROW_BYTES as f64;
@@ -93,7 +94,7 @@ pub fn run(gpu: &Gpu, args: &Args, ceiling: f64, records: &mut Records) -> Resul
         }
         let rate = bytes / seconds / 1e9;
         let tokens = f64::from(shape.concurrency) * points.len() as f64 / (seconds * LAYERS);
-        let row = parts[0].decode.variant();
+        let row = parts[0].layers.op.variant();
         let (first, last) = (points[0].1, points[points.len() - 1].1);
         print!("| {} | {row} | {} | {} ", shape.name(), points.len(), parts.len());
         print!("| {}, {} | {} ", micros(first), micros(last), figure(rate));
@@ -106,18 +107,18 @@ pub fn run(gpu: &Gpu, args: &Args, ceiling: f64, records: &mut Records) -> Resul
     Ok(())
 }
 
-fn parts(gpu: &Gpu, shape: &Shape, args: &Args) -> Result<Vec<Part>> {
+fn parts<D: Timed>(device: &D, shape: &Shape, args: &Args) -> Result<Vec<Part<D>>> {
     let sequence_bytes = u64::from(shape.max_pages() * PAGE_SIZE) * ROW_BYTES;
-    let caps = gpu.pipelines.caps();
-    let fit = (caps.max_binding_bytes.min(caps.max_buffer_bytes) / sequence_bytes).max(1) as u32;
+    let fit = u32::try_from(device.largest_binding() / sequence_bytes).unwrap_or(u32::MAX).max(1);
     let most = if args.test { 2 } else { fit };
     let count = shape.concurrency.div_ceil(most);
     let cut = |part: u32| shape.concurrency * part / count;
-    (0..count).map(|part| Part::new(gpu, shape, cut(part + 1) - cut(part), args)).collect()
+    (0..count).map(|part| Part::new(device, shape, [cut(part), cut(part + 1)], args)).collect()
 }
 
-impl Part {
-    fn new(gpu: &Gpu, shape: &Shape, sequences: u32, args: &Args) -> Result<Self> {
+impl<D: Timed> Part<D> {
+    fn new(device: &D, shape: &Shape, [begin, end]: [u32; 2], args: &Args) -> Result<Self> {
+        let sequences = end - begin;
         let num_pages = sequences * shape.max_pages();
         let spec = MlaSpec {
             shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
@@ -128,35 +129,39 @@ impl Part {
         let layer_stride = spec.kv.num_slots() * u64::from(spec.shape.row_elems());
         // Even the shortest contexts are to come from memory.
         let used = u64::from(shape.concurrency) * u64::from(shape.from) * ROW_BYTES;
-        let copies = if is_small(gpu) { 1 } else { ROTATED_BYTES.div_ceil(used).clamp(1, 64) };
-        let pool = Pool::new(gpu, Dtype::Bf16, layer_stride * copies)?;
+        let copies = if device.is_small() { 1 } else { ROTATED_BYTES.div_ceil(used).clamp(1, 64) };
+        let pool = Pool::new(device, Dtype::Bf16, layer_stride * copies)?;
         let paint = Paint::query(spec.query);
         let rows = u64::from(sequences * spec.shape.num_heads);
-        let q = gpu.painted(&paint, rows * u64::from(spec.shape.row_elems()))?;
-        let out = gpu.buffer(rows * u64::from(spec.shape.kv_lora_rank) * 2)?;
-        let lse = gpu.buffer(rows * 4)?;
-        let decode = gpu.decode(&spec, args.variant.as_deref())?;
-        let bindings = (0..copies as u32).map(|layer| {
+        let q = device.painted(&paint, rows * u64::from(spec.shape.row_elems()))?;
+        let out = device.buffer(rows * u64::from(spec.shape.kv_lora_rank) * 2)?;
+        let lse = device.buffer(rows * 4)?;
+        let options = DecodeOptions { variant: args.variant.clone(), ..Default::default() };
+        let decode = device.compile_with(spec, &options)?;
+        let layers = (0..copies as u32).map(|layer| {
             let dense = Layer::dense(&spec, &q, &pool.buffer, &out, &lse, SOFTMAX_SCALE);
-            decode.bind(sequences, &Layer { kv: KvView { layer_stride, layer, ..dense.kv }, ..dense })
+            Layer { kv: KvView { layer_stride, layer, ..dense.kv }, ..dense }
         });
-        let bindings = bindings.collect::<std::result::Result<Vec<_>, _>>()?;
-        let step = decode.step(Default::default())?;
         // Multiples of a prime: no neighbours stay neighbours.
         let stride = if num_pages.is_multiple_of(7919) { 1 } else { 7919 };
-        let table = (0..u64::from(num_pages)).map(|i| (i * stride % u64::from(num_pages)) as i32).collect();
-        Ok(Self { sequences, spec, decode, step, plan: Plan::default(), table, bindings })
+        let table: Vec<i32> =
+            (0..u64::from(num_pages)).map(|i| (i * stride % u64::from(num_pages)) as i32).collect();
+        let starts: Vec<i32> = (0..=sequences as i32).collect();
+        let lens = vec![shape.from as i32; sequences as usize];
+        let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&lens, &starts), Policy::Auto)?;
+        let pages = PageTable::Dense { block_table: &table, max_pages: shape.max_pages() as usize };
+        let layers = Layers::new(decode, Capacity::default(), (&plan, pages), layers)?;
+        Ok(Self { layers, plan, table, starts })
     }
 
-    fn prepare(&mut self, gpu: &Gpu, context: u32, args: &Args) -> Result<()> {
-        let lens = vec![context as i32; self.sequences as usize];
-        let starts: Vec<i32> = (0..=self.sequences as i32).collect();
-        let mut tiling = self.decode.tiling();
+    fn prepare(&mut self, context: u32, args: &Args) -> Result<()> {
+        let Layers { op, step, .. } = &mut self.layers;
+        let lens = vec![context as i32; self.starts.len() - 1];
+        let mut tiling = op.tiling();
         tiling.target_items = args.items.unwrap_or(tiling.target_items);
-        self.plan.update(&self.spec, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?;
-        let max_pages = self.table.len() / self.sequences as usize;
-        let pages = PageTable::Dense { block_table: &self.table, max_pages };
-        self.decode.prepare(&gpu.queue, &mut self.step, &self.plan, pages)?;
+        self.plan.update(op.op(), &tiling, &Batch::new(&lens, &self.starts), Policy::Auto)?;
+        let max_pages = self.table.len() / lens.len();
+        op.prepare(step, (&self.plan, PageTable::Dense { block_table: &self.table, max_pages }))?;
         Ok(())
     }
 }

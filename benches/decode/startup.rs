@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-use wgpu_mla::gpu::{Gpu, MlaDecode, Pipelines, Setup};
-use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec};
+use wgpu_mla::gpu::{Gpu, Setup};
+use wgpu_mla::{Device, Dtype, KvSpec, MlaShape, MlaSpec};
 
 use crate::support::Result;
 
@@ -33,38 +33,39 @@ pub fn run(directory: &Path, backend: &str) -> Result<()> {
 }
 
 pub fn child(directory: &Path, backend: &str) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if backend == "cuda" {
-        return cuda();
+    match backend {
+        "wgpu" => wgpu(directory),
+        #[cfg(feature = "cuda")]
+        "cuda" => cuda(),
+        _ => Err(format!("--backend {backend} has no start that is timed").into()),
     }
-    if backend != "wgpu" {
-        return Err(format!("--backend {backend} has no start that is timed").into());
-    }
-    let gpu = Gpu::new()?;
+}
+
+fn wgpu(directory: &Path) -> Result<()> {
+    let made = Gpu::new()?;
     let begin = Instant::now();
-    let setup = Setup { adapter: Some(&gpu.adapter), disk_cache: Some(directory), ..Default::default() };
-    let pipelines = Pipelines::open(&gpu.device, &setup);
-    let status = pipelines.disk().map(|disk| disk.status().clone());
+    let setup = Setup { disk_cache: Some(directory), ..Default::default() };
+    let adapter = made.adapter().ok_or("the device has no adapter")?;
+    let gpu = Gpu::with(adapter, made.device(), made.queue(), &setup);
+    let status = gpu.disk().map(|disk| disk.status().clone());
     let specs = specs();
     for spec in &specs {
-        MlaDecode::new(&pipelines, spec, &Default::default())?;
+        gpu.compile(*spec)?;
     }
     let took = begin.elapsed().as_secs_f64() * 1e3;
     println!("{} decodes in {took:.1} ms, cache {status:?}", specs.len());
-    pipelines.save()?;
+    gpu.save()?;
     Ok(())
 }
 
 /// The first decode, and all.
 #[cfg(feature = "cuda")]
 fn cuda() -> Result<()> {
-    use wgpu_mla::Backend;
-
     let cuda = wgpu_mla::cuda::Cuda::new(0)?;
     let begin = Instant::now();
     let specs = specs();
     for (i, spec) in specs.iter().enumerate() {
-        cuda.decode(spec, None)?;
+        cuda.compile(*spec)?;
         let took = begin.elapsed().as_secs_f64() * 1e3;
         if i == 0 {
             print!("one decode in {took:.1} ms, ");

@@ -7,7 +7,7 @@ pub struct Args {
     /// `wgpu` or `cpu`, or `cuda` with that feature.
     pub backend: String,
     pub variant: Option<String>,
-    /// Texts; a workload whose name holds one of them is run. None: all are.
+    /// A workload whose name holds one of these is run; all are if there is none.
     pub only: Vec<String>,
     pub threads: Option<usize>,
     pub items: Option<u32>,
@@ -56,9 +56,14 @@ impl Args {
         self.only.is_empty() || self.only.iter().any(|only| name.contains(only.as_str()))
     }
 
-    /// Submits that a median is taken over.
+    /// Submits, or calls on the CPU, that a median is taken over.
     pub fn replays(&self) -> usize {
-        self.replays.unwrap_or(if self.test { 3 } else { 31 }).max(1)
+        let usual = match self.backend.as_str() {
+            _ if self.test => 3,
+            "cpu" => 201,
+            _ => 31,
+        };
+        self.replays.unwrap_or(usual).max(1)
     }
 }
 

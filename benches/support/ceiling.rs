@@ -4,7 +4,8 @@ use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Dtype, wgpu};
 
 use super::Result;
-use super::clock::{Clock, Passes, is_software};
+use super::clock::{Clock, Passes};
+use super::device::Timed;
 use super::paint::{Canvas, Paint};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,9 +18,9 @@ pub enum Kind {
 
 /// GB/s, the best over some numbers of workgroups, and the bytes it was measured over.
 pub fn measure(gpu: &Gpu, kind: Kind, test: bool) -> Result<(f64, u64)> {
-    let limits = gpu.device.limits();
+    let limits = gpu.device().limits();
     let largest = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
-    let wanted: u64 = match (test, is_software(gpu), kind) {
+    let wanted: u64 = match (test, gpu.is_software(), kind) {
         (true, ..) => 4 << 20,
         (_, true, _) => 64 << 20,
         (.., Kind::Read) => (1 << 30) + (128 << 20),
@@ -33,11 +34,11 @@ pub fn measure(gpu: &Gpu, kind: Kind, test: bool) -> Result<(f64, u64)> {
         Kind::Read => ("read_all", 8),
         Kind::Copy => ("copy_all", 4),
     };
-    let module = gpu.device.create_shader_module(wgpu::ShaderModuleDescriptor {
+    let module = gpu.device().create_shader_module(wgpu::ShaderModuleDescriptor {
         label: Some("ceiling"),
         source: wgpu::ShaderSource::Wgsl(include_str!("ceiling.wgsl").into()),
     });
-    let pipeline = gpu.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+    let pipeline = gpu.device().create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
         label: Some(entry),
         layout: None,
         module: &module,
@@ -46,7 +47,7 @@ pub fn measure(gpu: &Gpu, kind: Kind, test: bool) -> Result<(f64, u64)> {
         cache: None,
     });
     let clock = Clock::new(gpu, if test { 1 } else { 9 });
-    let grids: &[u32] = if is_software(gpu) { &[16, 64] } else { &[264, 528, 1056, 2112, 4224, 16_896] };
+    let grids: &[u32] = if gpu.is_software() { &[16, 64] } else { &[264, 528, 1056, 2112, 4224, 16_896] };
     let mut best = (0.0, 0);
     for &groups in grids {
         let turn_bytes = u64::from(groups) * 256 * 16 * turn;
@@ -58,7 +59,7 @@ pub fn measure(gpu: &Gpu, kind: Kind, test: bool) -> Result<(f64, u64)> {
             let size = wgpu::BufferSize::new(size);
             wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset: 0, size })
         };
-        let group = gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+        let group = gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
             label: None,
             layout: &pipeline.get_bind_group_layout(0),
             entries: &[
@@ -70,6 +71,7 @@ pub fn measure(gpu: &Gpu, kind: Kind, test: bool) -> Result<(f64, u64)> {
             pass.set_pipeline(&pipeline);
             pass.set_bind_group(0, &group, &[]);
             pass.dispatch_workgroups(groups, 1, 1);
+            Ok(())
         })?;
         let moved = if kind == Kind::Copy { 2 * walked } else { walked };
         let rate = moved as f64 / timing.median / 1e9;

@@ -4,8 +4,9 @@ use std::cell::Cell;
 use std::time::Instant;
 
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Backend, wgpu};
+use wgpu_mla::{Device, wgpu};
 
+use super::device::Timed;
 use super::{Result, median};
 
 /// Seconds that one call took.
@@ -46,7 +47,7 @@ pub enum Passes {
 
 impl<'a> Clock<'a> {
     pub fn new(gpu: &'a Gpu, replays: usize) -> Self {
-        let device = &gpu.device;
+        let device = gpu.device();
         let timestamps = device.features().contains(wgpu::Features::TIMESTAMP_QUERY);
         let queries = timestamps.then(|| {
             device.create_query_set(&wgpu::QuerySetDescriptor {
@@ -61,13 +62,17 @@ impl<'a> Clock<'a> {
             usage: wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC,
             mapped_at_creation: false,
         });
-        let aim = if is_software(gpu) { 0.0 } else { 3e-3 };
+        let aim = if gpu.is_software() { 0.0 } else { 3e-3 };
         Self { gpu, queries, resolved, replays, aim, calls: Cell::new(0) }
     }
 
     /// Times `record`, which is given the number of the call: with it a bench rotates its buffers. A replay holds as many
     /// calls as make its time worth measuring.
-    pub fn time(&self, passes: Passes, record: impl Fn(&mut wgpu::ComputePass<'_>, usize)) -> Result<Timing> {
+    pub fn time(
+        &self,
+        passes: Passes,
+        record: impl Fn(&mut wgpu::ComputePass<'_>, usize) -> wgpu_mla::Result<()>,
+    ) -> Result<Timing> {
         // The first replay also brings shaders and memory to life.
         self.replay(passes, 2, &record)?;
         let least = if self.aim > 0.0 { 4 } else { 1 };
@@ -96,9 +101,9 @@ impl<'a> Clock<'a> {
         &self,
         passes: Passes,
         calls: usize,
-        record: &impl Fn(&mut wgpu::ComputePass<'_>, usize),
+        record: &impl Fn(&mut wgpu::ComputePass<'_>, usize) -> wgpu_mla::Result<()>,
     ) -> Result<(f64, f64)> {
-        let device = &self.gpu.device;
+        let device = self.gpu.device();
         let first = self.calls.get();
         self.calls.set(first + calls);
         let begin = Instant::now();
@@ -112,12 +117,12 @@ impl<'a> Clock<'a> {
                 label: None,
                 timestamp_writes: self.stamps(number == 0, number + 1 == count),
             });
-            (0..each).for_each(|call| record(&mut pass, first + number + call));
+            (0..each).try_for_each(|call| record(&mut pass, first + number + call))?;
         }
         let commands = encoder.finish();
         let host = begin.elapsed().as_secs_f64();
         let begin = Instant::now();
-        self.gpu.queue.submit([commands]);
+        self.gpu.queue().submit([commands]);
         device.poll(wgpu::PollType::wait_indefinitely())?;
         let wall = begin.elapsed().as_secs_f64();
         Ok((self.stamped()?.unwrap_or(wall) / calls as f64, host / calls as f64))
@@ -135,22 +140,12 @@ impl<'a> Clock<'a> {
     /// Seconds between both stamps of the last submit.
     fn stamped(&self) -> Result<Option<f64>> {
         let Some(queries) = &self.queries else { return Ok(None) };
-        let mut encoder = self.gpu.device.create_command_encoder(&Default::default());
+        let mut encoder = self.gpu.device().create_command_encoder(&Default::default());
         encoder.resolve_query_set(queries, 0..2, &self.resolved, 0);
-        self.gpu.queue.submit([encoder.finish()]);
+        self.gpu.queue().submit([encoder.finish()]);
         let bytes = self.gpu.download(&self.resolved, 16)?;
         let stamp = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default());
         let ticks = stamp(8).saturating_sub(stamp(0)) as f64;
-        Ok(Some(ticks * f64::from(self.gpu.queue.get_timestamp_period()) * 1e-9))
+        Ok(Some(ticks * f64::from(self.gpu.queue().get_timestamp_period()) * 1e-9))
     }
-}
-
-pub fn is_software(gpu: &Gpu) -> bool {
-    gpu.adapter.get_info().device_type == wgpu::DeviceType::Cpu
-}
-
-/// Whether the table for cards is too much for this device.
-pub fn is_small(gpu: &Gpu) -> bool {
-    let kind = gpu.adapter.get_info().device_type;
-    matches!(kind, wgpu::DeviceType::Cpu | wgpu::DeviceType::IntegratedGpu)
 }

@@ -1,4 +1,4 @@
-//! The CUDA backend as a [`Device`]: a graph of many calls, replayed.
+//! The CUDA backend, [`Timed`]: a graph of many calls, replayed.
 
 use std::time::{Duration, Instant};
 
@@ -6,11 +6,11 @@ use serde_json::{Value, json};
 use wgpu_mla::cuda::Cuda;
 use wgpu_mla::cuda::cudarc::driver::{CudaFunction, CudaGraph, LaunchConfig, PushKernelArg, result, sys};
 use wgpu_mla::cuda::cudarc::nvrtc::Ptx;
-use wgpu_mla::{Backend, Dtype};
+use wgpu_mla::{Device, DeviceKind, Dtype};
 
 use super::ceiling::Kind;
 use super::clock::Timing;
-use super::device::Device;
+use super::device::Timed;
 use super::paint::{Canvas, Paint};
 use super::{Result, median};
 
@@ -23,26 +23,7 @@ const AIM: f64 = 3e-3;
 const THREADS: u32 = 256;
 const TURN_BYTES: u64 = 4 * 16;
 
-/// The first error of calls on the stream.
-pub struct Launches(Result<()>);
-
-impl Launches {
-    pub fn add(&mut self, launched: wgpu_mla::Result<()>) {
-        if self.0.is_ok() {
-            self.0 = launched.map_err(Into::into);
-        }
-    }
-
-    fn of(record: impl FnOnce(&mut Self)) -> Result<()> {
-        let mut launches = Self(Ok(()));
-        record(&mut launches);
-        launches.0
-    }
-}
-
-impl Device for Cuda {
-    type Pass<'a> = Launches;
-
+impl Timed for Cuda {
     fn facts(&self) -> Value {
         let mut version = 0;
         // SAFETY: it writes one number.
@@ -50,8 +31,8 @@ impl Device for Cuda {
         json!({ "name": self.name(), "api": "CUDA", "cuda_version": known.then_some(version) })
     }
 
-    fn is_small(&self) -> bool {
-        false
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Discrete
     }
 
     fn ceiling(&self, kind: Kind, test: bool) -> Result<(f64, u64)> {
@@ -86,13 +67,21 @@ impl Device for Cuda {
         Ok(best)
     }
 
-    fn once(&self, record: impl Fn(&mut Launches)) -> Result<()> {
-        Launches::of(record)
+    fn time(
+        &self,
+        replays: usize,
+        record: impl Fn(&mut (), usize) -> wgpu_mla::Result<()>,
+    ) -> Result<Timing> {
+        Ok(graphs(self, replays, |call| Ok(record(&mut (), call)?))?.0)
     }
 
     /// Alone is a launch on the stream, without a graph.
-    fn time(&self, replays: usize, record: impl Fn(&mut Launches, usize)) -> Result<[Timing; 2]> {
-        let record = |call| Launches::of(|launches| record(launches, call));
+    fn time_both(
+        &self,
+        replays: usize,
+        record: impl Fn(&mut (), usize) -> wgpu_mla::Result<()>,
+    ) -> Result<[Timing; 2]> {
+        let record = |call| Ok(record(&mut (), call)?);
         let (together, calls) = graphs(self, replays, record)?;
         let all = || (0..calls).try_for_each(record);
         Ok([together, timing(self, replays, calls, together.host, &all)?])

@@ -1,39 +1,58 @@
 //! A device that work is recorded for once and replayed many times: what a table of figures is made on.
 
+use std::time::Instant;
+
 use serde_json::{Value, json};
+use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::wgpu;
+use wgpu_mla::{Binding, Compiled, DeviceKind, Kernel, Op, Step, wgpu};
 
-use super::Result;
 use super::ceiling::{self, Kind};
-use super::clock::{Clock, Passes, Timing, is_small};
+use super::clock::{Clock, Passes, Timing};
 use super::paint::Canvas;
+use super::{Result, median};
 
-pub trait Device: Canvas {
-    /// What calls are recorded into.
-    type Pass<'a>;
-
+pub trait Timed: Canvas {
     /// The device of a run's JSON.
     fn facts(&self) -> Value;
 
-    /// Whether the table for cards is too much for it.
-    fn is_small(&self) -> bool;
+    fn kind(&self) -> DeviceKind;
+
+    /// Bytes of the largest buffer.
+    fn largest_buffer(&self) -> u64 {
+        u64::MAX
+    }
 
     /// GB/s of a kernel that only reads or only copies, and the bytes it was measured over.
     fn ceiling(&self, kind: Kind, test: bool) -> Result<(f64, u64)>;
 
-    /// Runs what is recorded, once.
-    fn once(&self, record: impl Fn(&mut Self::Pass<'_>)) -> Result<()>;
+    /// Times what is recorded, which is given the number of the call: many calls in one replay.
+    fn time(
+        &self,
+        replays: usize,
+        record: impl Fn(&mut Self::Recorder<'_>, usize) -> wgpu_mla::Result<()>,
+    ) -> Result<Timing>;
 
-    /// Times what is recorded, which is given the number of the call: many calls in one replay, and each alone.
-    fn time(&self, replays: usize, record: impl Fn(&mut Self::Pass<'_>, usize)) -> Result<[Timing; 2]>;
+    /// As [`Timed::time`], then each call alone.
+    fn time_both(
+        &self,
+        replays: usize,
+        record: impl Fn(&mut Self::Recorder<'_>, usize) -> wgpu_mla::Result<()>,
+    ) -> Result<[Timing; 2]>;
+
+    fn is_software(&self) -> bool {
+        self.kind() == DeviceKind::Software
+    }
+
+    /// Whether the table for cards is too much for it.
+    fn is_small(&self) -> bool {
+        matches!(self.kind(), DeviceKind::Software | DeviceKind::Integrated)
+    }
 }
 
-impl Device for Gpu {
-    type Pass<'a> = wgpu::ComputePass<'a>;
-
+impl Timed for Gpu {
     fn facts(&self) -> Value {
-        let info = self.adapter.get_info();
+        let info = self.device().adapter_info();
         json!({
             "name": info.name,
             "driver": info.driver,
@@ -43,23 +62,107 @@ impl Device for Gpu {
         })
     }
 
-    fn is_small(&self) -> bool {
-        is_small(self)
+    fn kind(&self) -> DeviceKind {
+        self.caps().kind
+    }
+
+    fn largest_buffer(&self) -> u64 {
+        self.caps().max_buffer_bytes
     }
 
     fn ceiling(&self, kind: Kind, test: bool) -> Result<(f64, u64)> {
         ceiling::measure(self, kind, test)
     }
 
-    fn once(&self, record: impl Fn(&mut Self::Pass<'_>)) -> Result<()> {
-        let mut encoder = self.device.create_command_encoder(&Default::default());
-        record(&mut encoder.begin_compute_pass(&Default::default()));
-        self.queue.submit([encoder.finish()]);
-        Ok(())
+    fn time(
+        &self,
+        replays: usize,
+        record: impl Fn(&mut wgpu::ComputePass<'_>, usize) -> wgpu_mla::Result<()>,
+    ) -> Result<Timing> {
+        Clock::new(self, replays).time(Passes::One, record)
     }
 
-    fn time(&self, replays: usize, record: impl Fn(&mut Self::Pass<'_>, usize)) -> Result<[Timing; 2]> {
+    fn time_both(
+        &self,
+        replays: usize,
+        record: impl Fn(&mut wgpu::ComputePass<'_>, usize) -> wgpu_mla::Result<()>,
+    ) -> Result<[Timing; 2]> {
         let clock = Clock::new(self, replays);
         Ok([clock.time(Passes::One, &record)?, clock.time(Passes::Each, &record)?])
+    }
+}
+
+/// By the host's clock, and each call alone: what is recorded has run.
+impl Timed for Cpu {
+    fn facts(&self) -> Value {
+        json!({ "name": "CPU" })
+    }
+
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Software
+    }
+
+    /// Nothing that a share could be of.
+    fn ceiling(&self, _: Kind, _: bool) -> Result<(f64, u64)> {
+        Ok((f64::NAN, 0))
+    }
+
+    fn time(
+        &self,
+        replays: usize,
+        record: impl Fn(&mut (), usize) -> wgpu_mla::Result<()>,
+    ) -> Result<Timing> {
+        let mut times = Vec::new();
+        for call in 0..replays {
+            let begin = Instant::now();
+            record(&mut (), call)?;
+            times.push(begin.elapsed().as_secs_f64());
+        }
+        let median = median(&mut times);
+        Ok(Timing { median, min: times[0], host: f64::NAN })
+    }
+
+    fn time_both(
+        &self,
+        replays: usize,
+        record: impl Fn(&mut (), usize) -> wgpu_mla::Result<()>,
+    ) -> Result<[Timing; 2]> {
+        Ok([self.time(replays, record)?; 2])
+    }
+}
+
+/// A compiled op, a step, and the layers that take turns in it.
+pub struct Layers<O: Op, D: Kernel<O>> {
+    pub op: Compiled<O, D>,
+    pub step: Step<O, D>,
+    bindings: Vec<Binding<O, D>>,
+}
+
+impl<O: Op, D: Kernel<O>> Layers<O, D> {
+    /// Prepares a step and binds the layers, with room for this step.
+    pub fn new<'a>(
+        op: Compiled<O, D>,
+        capacity: O::Capacity,
+        input: O::Input<'_>,
+        layers: impl IntoIterator<Item = O::Args<&'a D::Buffer>>,
+    ) -> wgpu_mla::Result<Self>
+    where
+        D::Buffer: 'a,
+    {
+        let mut step = op.step(capacity)?;
+        op.prepare(&mut step, input)?;
+        let bindings = layers.into_iter().map(|args| op.bind(&args, step.used()));
+        let bindings = bindings.collect::<wgpu_mla::Result<_>>()?;
+        Ok(Self { op, step, bindings })
+    }
+
+    /// Records the layer whose turn it is.
+    pub fn record(&self, recorder: &mut D::Recorder<'_>, call: usize) -> wgpu_mla::Result<()> {
+        self.op.record_on(recorder, &self.step, &self.bindings[call % self.bindings.len()])
+    }
+
+    /// Runs the first layer.
+    pub fn run_first(&self) -> wgpu_mla::Result<()> {
+        self.op.run(&self.step, &self.bindings[0])
     }
 }

@@ -24,7 +24,7 @@ pub fn on_wgpu(run: impl FnOnce(&Gpu, &Args) -> Result<()>) {
     });
 }
 
-/// The same for a bench of wgpu and CUDA: `$run` is generic over what a device is to it.
+/// The same for a bench of wgpu and CUDA: `$run` is generic over the device.
 #[allow(unused_macros)]
 macro_rules! on_cards {
     ($run:ident) => {{

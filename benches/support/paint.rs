@@ -1,7 +1,7 @@
 //! Buffers full of the same cycle of values, filled by copies on the device.
 
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Backend, Dtype, wgpu};
+use wgpu_mla::{Backend, Device, Dtype, wgpu};
 
 use super::{Draws, Result};
 
@@ -81,13 +81,13 @@ impl Canvas for Gpu {
         let stage = paint.codes.repeat(cycles.min(bytes as usize / paint.codes.len() + 1));
         let staged = self.buffer(stage.len() as u64)?;
         self.upload(&staged, 0, &stage)?;
-        let mut encoder = self.device.create_command_encoder(&Default::default());
+        let mut encoder = self.device().create_command_encoder(&Default::default());
         for begin in (0..bytes).step_by(stage.len()) {
             let length = (bytes - begin).min(stage.len() as u64);
             encoder.copy_buffer_to_buffer(&staged, 0, &buffer, begin, length);
         }
-        self.queue.submit([encoder.finish()]);
-        self.device.poll(wgpu::PollType::wait_indefinitely())?;
+        self.queue().submit([encoder.finish()]);
+        self.device().poll(wgpu::PollType::wait_indefinitely())?;
         Ok(buffer)
     }
 }

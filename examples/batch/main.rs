@@ -4,16 +4,14 @@
 //! ```text
 //! cargo run --release --example batch -- [--backend cuda|wgpu|cpu] [--steps N] [--seed N]
 //! ```
-//! What to copy from here: `gpu.rs` runs a step on wgpu, in one encoder and one submit; `traffic.rs` keeps the pages;
-//! `any.rs` runs the same step on any backend, by their common verbs. Status 0: all right; 1: a mismatch or an error; 2: bad arguments.
+//! What to copy from here: `step.rs` runs a step on any backend, in one submit; `traffic.rs` keeps the pages.
+//! Status 0: all right; 1: a mismatch or an error; 2: bad arguments.
 
-mod any;
 mod args;
-#[cfg(feature = "wgpu")]
-mod gpu;
 mod model;
 mod oracle;
 mod progress;
+mod step;
 mod traffic;
 
 use std::process::ExitCode;
@@ -23,9 +21,10 @@ use args::{Args, Where};
 use model::{Model, StepData};
 use oracle::Oracle;
 use progress::Progress;
+use step::Runner;
 use traffic::Traffic;
 use wgpu_mla::any::{AnyBackend, Chosen};
-use wgpu_mla::{Batch, PageTable, Plan, Policy, SharedPrefix, Tiling};
+use wgpu_mla::{Backend, Batch, PageTable, Plan, Policy, SharedPrefix};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -41,24 +40,6 @@ pub struct Work<'a> {
     pub pages: PageTable<'a>,
     /// Queries and new rows, a layer.
     pub layers: &'a [StepData],
-}
-
-/// Where a step runs.
-pub trait Runner {
-    /// For a person.
-    fn describe(&self) -> String;
-
-    /// Whether it rounds the softmax weights, for which the check allows more.
-    fn rounds_weights(&self) -> bool;
-
-    /// How plans are to be cut.
-    fn tiling(&self) -> Tiling;
-
-    /// Runs a step, all layers, and waits for it as a sampler would.
-    fn step(&mut self, work: &Work<'_>) -> Result<()>;
-
-    /// `out` and `lse` of the first `tokens` query tokens of the last step, as bytes.
-    fn read(&self, layer: usize, tokens: usize) -> Result<[Vec<u8>; 2]>;
 }
 
 fn main() -> ExitCode {
@@ -84,29 +65,22 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let model = Model::small();
-    let mut runner = runner(args, &model)?;
+    let mut runner = Runner::new(backend(args, &model)?, &model)?;
     progress::say(&format!("{} on {}", model.describe(), runner.describe()));
-    serve(args, &model, runner.as_mut())
+    serve(args, &model, &mut runner)
 }
 
-/// What runs a step on the backend that was asked for; without a wish, on the best one.
-fn runner<'a>(args: &Args, model: &'a Model) -> Result<Box<dyn Runner + 'a>> {
-    let backend = match args.backend {
-        Some(wish) => wanted(wish)?.into(),
-        None => {
-            let best = AnyBackend::best(&model.spec);
-            progress::say(&format!("backend: {}", best.why()));
-            if matches!(best.chosen(), Chosen::Cpu(_)) {
-                progress::say("notice: running on the CPU path instead");
-            }
-            best
-        }
-    };
-    match backend.chosen() {
-        #[cfg(feature = "wgpu")]
-        Chosen::Wgpu(gpu) => Ok(Box::new(gpu::GpuRunner::new(gpu.clone(), model)?)),
-        _ => Ok(Box::new(any::AnyRunner::new(backend, model)?)),
+/// The backend that was asked for; without a wish, the best one.
+fn backend(args: &Args, model: &Model) -> Result<AnyBackend> {
+    if let Some(wish) = args.backend {
+        return Ok(wanted(wish)?.into());
     }
+    let best = AnyBackend::best(&model.spec);
+    progress::say(&format!("backend: {}", best.why()));
+    if matches!(best.chosen(), Chosen::Cpu(_)) {
+        progress::say("notice: running on the CPU path instead");
+    }
+    Ok(best)
 }
 
 fn wanted(wish: Where) -> Result<Chosen> {
@@ -123,7 +97,7 @@ fn wanted(wish: Where) -> Result<Chosen> {
     }
 }
 
-fn serve(args: &Args, model: &Model, runner: &mut dyn Runner) -> Result<()> {
+fn serve(args: &Args, model: &Model, runner: &mut Runner<'_, impl Backend>) -> Result<()> {
     let mut traffic = Traffic::new(model, args.seed)?;
     let mut oracle = Oracle::new(model);
     let mut progress = Progress::new(args.steps);

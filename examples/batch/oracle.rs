@@ -1,11 +1,12 @@
 //! Checks a step's outputs against the f64 oracle, from the tokens alone: it knows nothing of pages.
 
 use mla_support::reference::{self, Decode};
-use wgpu_mla::{Dtype, Visibility};
+use wgpu_mla::{Backend, Dtype, Visibility};
 
+use crate::Result;
 use crate::model::Model;
+use crate::step::Runner;
 use crate::traffic::{Sequence, Traffic};
-use crate::{Result, Runner};
 use mla_support::close::{Tolerance, close};
 
 pub struct Oracle<'a> {
@@ -22,7 +23,12 @@ impl<'a> Oracle<'a> {
     }
 
     /// Compares the last step's outputs of the sequences at these places of the batch.
-    pub fn check(&mut self, runner: &dyn Runner, traffic: &Traffic, places: &[usize]) -> Result<()> {
+    pub fn check(
+        &mut self,
+        runner: &Runner<'_, impl Backend>,
+        traffic: &Traffic,
+        places: &[usize],
+    ) -> Result<()> {
         if places.is_empty() {
             return Ok(());
         }

@@ -10,7 +10,7 @@ decode [FILE | DIRECTORY]...     case files; without any, the repository's tests
   --backend cuda|wgpu|cpu        default: the best that is here, as AnyBackend::best finds it:
                                  cuda (feature `cuda`) on NVIDIA cards since Ampere, wgpu on
                                  other adapters, also in software, cpu where there is none
-  --variant NAME                 forces a row of the ladder; --list names them
+  --variant NAME                 forces a kernel variant; --list names them
   --list                         lists backends, adapters, variants and case files, and ends
   --save DIRECTORY               writes what was computed to DIRECTORY/<case>.safetensors
   --help                         this text

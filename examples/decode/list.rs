@@ -1,7 +1,7 @@
 //! `--list`: what there is to run on, and what to run.
 
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{Backend, Dtype};
+use wgpu_mla::{Device, Dtype, Kernel, MlaSpec};
 #[cfg(feature = "wgpu")]
 use wgpu_mla::{gpu::Gpu, wgpu};
 
@@ -34,7 +34,7 @@ fn list_wgpu(out: &mut Output) {
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
     let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
     let adapters = pollster::block_on(instance.enumerate_adapters(backends));
-    let chosen = gpu.as_ref().ok().map(|gpu| gpu.adapter.get_info());
+    let chosen = gpu.as_ref().ok().and_then(Gpu::adapter).map(wgpu::Adapter::get_info);
     out.line(&format!("  adapters: {}", adapters.len()));
     for info in adapters.iter().map(wgpu::Adapter::get_info) {
         let mark = if chosen.as_ref() == Some(&info) { "*" } else { " " };
@@ -67,23 +67,22 @@ fn list_cuda(out: &mut Output) {
     out.line("backend cuda: not built in (feature `cuda`)");
 }
 
-/// The ladder for the common shape; by cache dtype where they differ.
-fn list_variants<B: Backend>(out: &mut Output, backend: &B) {
+/// The variants for the common shape; by cache dtype where they differ.
+fn list_variants<D: Kernel<MlaSpec>>(out: &mut Output, device: &D) {
     out.line("  variants, best first, for 16 heads of 512+64:");
-    let ladders = Dtype::ALL.map(|cache| (cache, backend.ladder(&common_spec(cache))));
-    for (at, &(name, _)) in ladders[0].1.iter().enumerate() {
-        let state = |ladder: &[(&str, Option<String>)]| match ladder.get(at) {
-            Some((_, None)) => "runs".to_owned(),
-            Some((_, Some(why))) => format!("does not run: {why}"),
-            None => "unknown".to_owned(),
-        };
-        let first = state(&ladders[0].1);
-        if ladders.iter().all(|(_, ladder)| state(ladder) == first) {
-            out.line(&format!("    {name}: {first}"));
+    let by_cache = Dtype::ALL.map(|cache| (cache, device.variants(&common_spec(cache))));
+    for (at, first) in by_cache[0].1.iter().enumerate() {
+        let states = by_cache.each_ref().map(|(cache, variants)| match variants.get(at).map(|v| &v.lacks) {
+            Some(None) => (cache, "runs".to_owned()),
+            Some(Some(why)) => (cache, format!("does not run: {why}")),
+            None => (cache, "unknown".to_owned()),
+        });
+        if states.iter().all(|(_, state)| *state == states[0].1) {
+            out.line(&format!("    {}: {}", first.name, states[0].1));
             continue;
         }
-        for (cache, ladder) in &ladders {
-            out.line(&format!("    {name}, {cache} cache: {}", state(ladder)));
+        for (cache, state) in states {
+            out.line(&format!("    {}, {cache} cache: {state}", first.name));
         }
     }
 }

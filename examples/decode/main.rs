@@ -10,7 +10,6 @@
 
 mod args;
 mod check;
-mod engine;
 mod files;
 mod list;
 mod report;
@@ -19,12 +18,11 @@ mod run;
 use std::process::ExitCode;
 
 use args::{Args, Parsed, Where};
-use engine::Engine;
 use files::Found;
 use report::{Output, Row, Tally};
 use run::Runner;
 use wgpu_mla::any::{AnyBackend, Chosen};
-use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec, cpu::Cpu};
+use wgpu_mla::{Device, Dtype, KvSpec, MlaShape, MlaSpec, cpu::Cpu};
 
 const FAILED: ExitCode = ExitCode::FAILURE;
 
@@ -47,15 +45,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     match backend(&args, &mut out) {
-        #[cfg(feature = "cuda")]
-        Ok(Chosen::Cuda(cuda)) => run_all(&cuda, &args, &found, &mut out),
-        #[cfg(feature = "wgpu")]
-        Ok(Chosen::Wgpu(gpu)) => run_all(&gpu, &args, &found, &mut out),
-        Ok(Chosen::Cpu(cpu)) => run_all(&cpu, &args, &found, &mut out),
-        Ok(other) => {
-            report::complain(&format!("this program does not know the backend {other:?}"));
-            FAILED
-        }
+        Ok(backend) => run_all(&backend, &args, &found, &mut out),
         Err(error) => {
             report::complain(&error);
             FAILED
@@ -69,16 +59,16 @@ fn bad_arguments(error: &str) -> ExitCode {
 }
 
 /// The backend that was asked for; without a wish, the best for the common shape.
-fn backend(args: &Args, out: &mut Output) -> Result<Chosen, String> {
+fn backend(args: &Args, out: &mut Output) -> Result<AnyBackend, String> {
     if let Some(wish) = args.backend {
-        return wanted(wish);
+        return wanted(wish).map(AnyBackend::from);
     }
     let best = AnyBackend::best(&common_spec(Dtype::Bf16));
     out.line(&format!("backend:  {}", best.why()));
     if matches!(best.chosen(), Chosen::Cpu(_)) {
         out.line("notice:   running on the CPU path instead");
     }
-    Ok(best.into_chosen())
+    Ok(best)
 }
 
 fn wanted(wish: Where) -> Result<Chosen, String> {
@@ -95,8 +85,9 @@ fn wanted(wish: Where) -> Result<Chosen, String> {
     }
 }
 
-fn run_all<E: Engine>(engine: &E, args: &Args, found: &Found, out: &mut Output) -> ExitCode {
-    let known: Vec<_> = engine.ladder(&common_spec(Dtype::Bf16)).into_iter().map(|(name, _)| name).collect();
+fn run_all(backend: &AnyBackend, args: &Args, found: &Found, out: &mut Output) -> ExitCode {
+    let known: Vec<_> =
+        backend.variants(&common_spec(Dtype::Bf16)).iter().map(|variant| variant.name).collect();
     if let Some(name) = args.variant.as_deref().filter(|name| !known.contains(name)) {
         return bad_arguments(&format!("--variant {name}: must be one of {}", known.join(", ")));
     }
@@ -105,8 +96,8 @@ fn run_all<E: Engine>(engine: &E, args: &Args, found: &Found, out: &mut Output) 
     {
         return bad_arguments(&format!("--save {}: {error}", directory.display()));
     }
-    let mut runner = Runner::new(engine, args.variant.as_deref(), args.save.as_deref());
-    out.line(&format!("adapter:  {}", engine.name()));
+    let mut runner = Runner::new(backend, args.variant.as_deref(), args.save.as_deref());
+    out.line(&format!("adapter:  {}", backend.name()));
     let mut why = runner.why_of_first_decode(&found.files);
     out.line(&format!("variant:  {}", why.as_deref().unwrap_or("no decode case to choose one for")));
     out.line("time:     median of up to 9 runs after a warm-up, host clock, from submit to done");

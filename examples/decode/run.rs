@@ -5,25 +5,25 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use wgpu_mla::any::{AnyBackend, Buffer};
 use wgpu_mla::{
-    AppendLayer, Batch, Capacity, Dtype, KvView, Layer, MergeStates, MlaSpec, PageTable, Plan, Policy,
-    Result, View, Visibility,
+    AppendLayer, Batch, Binding, Capacity, Compiled, DecodeOptions, Device, Dtype, Kernel, KvView, Layer,
+    MergeStates, MlaSpec, Op, PageTable, Plan, Policy, Result, Step, View, Visibility,
 };
 
 use crate::check::{self, Verdict, dtypes};
-use crate::engine::{Engine, Job};
 use crate::files;
 use crate::report::{End, Row};
 use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 
 /// Runs cases and keeps what they can share.
-pub struct Runner<'a, E: Engine> {
-    engine: &'a E,
+pub struct Runner<'a> {
+    backend: &'a AnyBackend,
     variant: Option<&'a str>,
     save: Option<&'a Path>,
     /// Compiled once a spec.
-    decodes: HashMap<MlaSpec, Rc<E::Decode>>,
-    /// Why the last decode's row was chosen.
+    decodes: HashMap<MlaSpec, Rc<Compiled<MlaSpec, AnyBackend>>>,
+    /// Why the last decode's variant was chosen.
     why: Option<String>,
     saved: HashSet<PathBuf>,
 }
@@ -36,17 +36,17 @@ struct Ran {
     computed: Vec<Saved>,
 }
 
-impl<'a, E: Engine> Runner<'a, E> {
-    pub fn new(engine: &'a E, variant: Option<&'a str>, save: Option<&'a Path>) -> Self {
-        Self { engine, variant, save, decodes: HashMap::new(), why: None, saved: HashSet::new() }
+impl<'a> Runner<'a> {
+    pub fn new(backend: &'a AnyBackend, variant: Option<&'a str>, save: Option<&'a Path>) -> Self {
+        Self { backend, variant, save, decodes: HashMap::new(), why: None, saved: HashSet::new() }
     }
 
-    /// Why the row of the last decode that ran was chosen.
+    /// Why the variant of the last decode that ran was chosen.
     pub fn why(&self) -> Option<&str> {
         self.why.as_deref()
     }
 
-    /// Compiles the first decode ahead of its turn, to say which row it gets.
+    /// Compiles the first decode ahead of its turn, to say which variant it gets.
     pub fn why_of_first_decode(&mut self, files: &[PathBuf]) -> Option<String> {
         let first = files.iter().find_map(|file| match files::load(file) {
             Ok(Case::Decode(case)) => Some(case),
@@ -67,10 +67,10 @@ impl<'a, E: Engine> Runner<'a, E> {
         let (kind, shape, bytes, ran) = match &case {
             Case::Decode(case) => ("decode", decode_shape(case), decode_bytes(case), self.run_decode(case)),
             Case::Merge(case) => {
-                ("merge", merge_shape(case), merge_bytes(case), run_merge(self.engine, case))
+                ("merge", merge_shape(case), merge_bytes(case), run_merge(self.backend, case))
             }
             Case::Append(case) => {
-                ("append", append_shape(case), append_bytes(case), run_append(self.engine, case))
+                ("append", append_shape(case), append_bytes(case), run_append(self.backend, case))
             }
         };
         let mut row = Row {
@@ -109,39 +109,42 @@ impl<'a, E: Engine> Runner<'a, E> {
         save(&path, computed).map_err(|error| format!("not saved: {error}"))
     }
 
-    fn decode(&mut self, spec: &MlaSpec) -> Result<Rc<E::Decode>> {
+    fn decode(&mut self, spec: &MlaSpec) -> Result<Rc<Compiled<MlaSpec, AnyBackend>>> {
         let decode = match self.decodes.get(spec) {
             Some(decode) => decode.clone(),
-            None => Rc::new(self.engine.decode(spec, self.variant)?),
+            None => {
+                let options = DecodeOptions { variant: self.variant.map(Into::into), ..Default::default() };
+                Rc::new(self.backend.compile_with(*spec, &options)?)
+            }
         };
-        self.why = Some(self.engine.why(spec, &decode));
+        self.why = Some(format!("variant {}", decode.why()));
         self.decodes.insert(*spec, decode.clone());
         Ok(decode)
     }
 
     fn run_decode(&mut self, case: &DecodeCase) -> Result<Ran> {
-        let (engine, spec) = (self.engine, &case.spec);
+        let (backend, spec) = (self.backend, &case.spec);
         let decode = self.decode(spec)?;
         let batch = Batch {
             visibility: if case.causal { Visibility::Causal } else { Visibility::Full },
             ..Batch::new(&case.seq_lens, &case.query_start_loc)
         };
-        let plan = Plan::new(spec, &engine.tiling(&decode), &batch, Policy::Auto)?;
-        let mut step = engine.step(&decode, Capacity::of(&plan))?;
+        let plan = Plan::new(spec, &decode.tiling(), &batch, Policy::Auto)?;
+        let mut step = decode.step(Capacity::of(&plan))?;
         let pages = PageTable::Dense { block_table: &case.block_table, max_pages: case.max_pages };
-        engine.prepare(&decode, &mut step, &plan, pages)?;
+        decode.prepare(&mut step, (&plan, pages))?;
 
-        let (q, kv) = (upload(engine, &case.q)?, upload(engine, &case.kv_cache)?);
-        let (out, lse) = (poisoned(engine, case.out.len() * 4)?, poisoned(engine, case.lse.len() * 4)?);
+        let (q, kv) = (upload(backend, &case.q)?, upload(backend, &case.kv_cache)?);
+        let (out, lse) = (poisoned(backend, case.out.len() * 4)?, poisoned(backend, case.lse.len() * 4)?);
         let dense = Layer::dense(spec, &q, &kv, &out, &lse, case.softmax_scale);
         let layer = Layer { k_scale: case.k_scale, q_scale: case.q_scale, ..dense };
-        let binding = engine.bind(&decode, plan.num_queries, &layer)?;
-        let seconds = time(&engine.decode_job(&decode, &step, &binding))?;
+        let binding = decode.bind(&layer, plan.num_queries)?;
+        let seconds = time(&decode, &step, &binding)?;
 
-        let out = Dtype::F32.decode_all(&engine.download(&out, case.out.len() as u64 * 4)?);
-        let lse = Dtype::F32.decode_all(&engine.download(&lse, case.lse.len() as u64 * 4)?);
-        let variant = E::variant(&decode);
-        let verdict = check::decode(case, engine.rounds_weights(&decode), &out, &lse);
+        let out = Dtype::F32.decode_all(&backend.download(&out, case.out.len() as u64 * 4)?);
+        let lse = Dtype::F32.decode_all(&backend.download(&lse, case.lse.len() as u64 * 4)?);
+        let variant = decode.variant();
+        let verdict = check::decode(case, decode.rounds_weights(), &out, &lse);
         let (tokens, heads) = (plan.num_queries as usize, spec.shape.num_heads as usize);
         let computed = vec![
             Saved::f32s("out", &[tokens, heads, spec.shape.kv_lora_rank as usize], &out),
@@ -151,14 +154,14 @@ impl<'a, E: Engine> Runner<'a, E> {
     }
 }
 
-fn run_merge<E: Engine>(engine: &E, case: &MergeCase) -> Result<Ran> {
+fn run_merge(backend: &AnyBackend, case: &MergeCase) -> Result<Ran> {
     let (tokens, heads, size) = (case.num_tokens, case.num_heads, case.spec.head_size);
-    let logs = |lse: &[f32]| upload(engine, &Dtype::F32.encode_all(lse));
-    let (prefix, suffix) = (upload(engine, &case.prefix_output)?, upload(engine, &case.suffix_output)?);
+    let logs = |lse: &[f32]| upload(backend, &Dtype::F32.encode_all(lse));
+    let (prefix, suffix) = (upload(backend, &case.prefix_output)?, upload(backend, &case.suffix_output)?);
     let (prefix_lse, suffix_lse) = (logs(&case.prefix_lse)?, logs(&case.suffix_lse)?);
     let output_bytes = case.prefix_output.len();
-    let output = poisoned(engine, output_bytes)?;
-    let output_lse = poisoned(engine, tokens * heads * 4)?;
+    let output = poisoned(backend, output_bytes)?;
+    let output_lse = poisoned(backend, tokens * heads * 4)?;
     let args = MergeStates {
         prefix_output: View::dense(&prefix, heads as u32, size),
         prefix_lse: by_head(&prefix_lse, tokens),
@@ -169,10 +172,11 @@ fn run_merge<E: Engine>(engine: &E, case: &MergeCase) -> Result<Ran> {
         num_tokens: tokens as u32,
         num_heads: heads as u32,
     };
-    let seconds = time(&engine.merge_job(case.spec, args)?)?;
+    let merge = backend.compile(case.spec)?;
+    let seconds = time(&merge, &merge.step(())?, &merge.bind(&args, ())?)?;
 
-    let bytes = download(engine, &output, output_bytes)?;
-    let lse = Dtype::F32.decode_all(&download(engine, &output_lse, tokens * heads * 4)?);
+    let bytes = download(backend, &output, output_bytes)?;
+    let lse = Dtype::F32.decode_all(&download(backend, &output_lse, tokens * heads * 4)?);
     let verdict = check::merge(case, &bytes, &lse);
     // As f32, which holds every f16 and bf16, like the expected output.
     let values = case.spec.dtype.decode_all(&bytes);
@@ -188,10 +192,10 @@ fn by_head<B>(buffer: &B, tokens: usize) -> View<&B> {
     View { buffer, offset: 0, token_stride: 1, head_stride: tokens as u64 }
 }
 
-fn run_append<E: Engine>(engine: &E, case: &AppendCase) -> Result<Ran> {
+fn run_append(backend: &AnyBackend, case: &AppendCase) -> Result<Ran> {
     let (shape, kv) = (case.spec.shape, case.spec.kv);
-    let (kv_c, k_pe) = (upload(engine, &case.kv_c)?, upload(engine, &case.k_pe)?);
-    let cache = upload(engine, &case.kv_cache_before)?;
+    let (kv_c, k_pe) = (upload(backend, &case.kv_c)?, upload(backend, &case.k_pe)?);
+    let cache = upload(backend, &case.kv_cache_before)?;
     let spec = MlaSpec { shape, kv, query: case.spec.input, out: Dtype::F32 };
     let layer = AppendLayer {
         kv_c: View::dense(&kv_c, 1, shape.kv_lora_rank),
@@ -199,10 +203,13 @@ fn run_append<E: Engine>(engine: &E, case: &AppendCase) -> Result<Ran> {
         kv: KvView::dense(&cache, &spec),
         k_scale: case.k_scale,
     };
+    let append = backend.compile(case.spec)?;
+    let mut step = append.step(0)?;
+    append.prepare(&mut step, &case.slot_mapping)?;
     // Another run writes the same bytes again.
-    let seconds = time(&engine.append_job(case.spec, &case.slot_mapping, layer)?)?;
+    let seconds = time(&append, &step, &append.bind(&layer, step.used())?)?;
 
-    let bytes = download(engine, &cache, case.kv_cache.len())?;
+    let bytes = download(backend, &cache, case.kv_cache.len())?;
     let verdict = check::append(case, &bytes);
     let dims = [kv.num_pages, kv.page_size, shape.row_elems()].map(|dim| dim as usize);
     let computed = vec![Saved { name: "kv_cache", dtype: kv.dtype, shape: dims.to_vec(), bytes }];
@@ -210,42 +217,68 @@ fn run_append<E: Engine>(engine: &E, case: &AppendCase) -> Result<Ran> {
 }
 
 /// A buffer that holds `bytes`.
-fn upload<E: Engine>(engine: &E, bytes: &[u8]) -> Result<E::Buffer> {
-    let buffer = engine.buffer(bytes.len() as u64)?;
+fn upload(backend: &AnyBackend, bytes: &[u8]) -> Result<Buffer> {
+    let buffer = backend.buffer(bytes.len() as u64)?;
     let whole = bytes.len() / 4 * 4;
-    engine.upload(&buffer, 0, &bytes[..whole])?;
+    backend.upload(&buffer, 0, &bytes[..whole])?;
     let mut rest = bytes[whole..].to_vec();
     if !rest.is_empty() {
         // Transfers are in words.
         rest.resize(4, 0);
-        engine.upload(&buffer, whole as u64, &rest)?;
+        backend.upload(&buffer, whole as u64, &rest)?;
     }
     Ok(buffer)
 }
 
 /// A buffer of NaN, so that an element that is not written is found.
-fn poisoned<E: Engine>(engine: &E, bytes: usize) -> Result<E::Buffer> {
-    upload(engine, &vec![0xFF; bytes])
+fn poisoned(backend: &AnyBackend, bytes: usize) -> Result<Buffer> {
+    upload(backend, &vec![0xFF; bytes])
 }
 
-fn download<E: Engine>(engine: &E, buffer: &E::Buffer, bytes: usize) -> Result<Vec<u8>> {
-    let mut all = engine.download(buffer, bytes.next_multiple_of(4) as u64)?;
+fn download(backend: &AnyBackend, buffer: &Buffer, bytes: usize) -> Result<Vec<u8>> {
+    let mut all = backend.download(buffer, bytes.next_multiple_of(4) as u64)?;
     all.truncate(bytes);
     Ok(all)
 }
 
 /// Median seconds of up to 9 runs after a warm-up; fewer, but at least 3, where they take long.
-fn time(job: &Job<'_>) -> Result<f64> {
-    job()?;
+fn time<O: Op>(
+    op: &Compiled<O, AnyBackend>,
+    step: &Step<O, AnyBackend>,
+    binding: &Binding<O, AnyBackend>,
+) -> Result<f64>
+where
+    AnyBackend: Kernel<O>,
+{
+    let run = || op.run(step, binding).and_then(|()| wait(op.device()));
+    run()?;
     let begin = Instant::now();
     let mut times = Vec::new();
     while times.len() < 3 || times.len() < 9 && begin.elapsed() < Duration::from_millis(500) {
         let begin = Instant::now();
-        job()?;
+        run()?;
         times.push(begin.elapsed().as_secs_f64());
     }
     times.sort_by(f64::total_cmp);
     Ok(times[times.len() / 2])
+}
+
+/// Waits until everything that was submitted is done, and copies nothing.
+fn wait(backend: &AnyBackend) -> Result<()> {
+    match backend.chosen() {
+        #[cfg(feature = "cuda")]
+        wgpu_mla::any::Chosen::Cuda(cuda) => cuda.stream().synchronize().map_err(|error| {
+            wgpu_mla::Error::Cuda { what: "to wait for the card", detail: error.to_string() }
+        }),
+        #[cfg(feature = "wgpu")]
+        wgpu_mla::any::Chosen::Wgpu(gpu) => {
+            let done = gpu.device().poll(wgpu_mla::wgpu::PollType::wait_indefinitely());
+            done.map_err(|error| wgpu_mla::Error::DeviceLost { detail: error.to_string() })?;
+            gpu.check_lost()
+        }
+        // The CPU is done when its calls return.
+        _ => Ok(()),
+    }
 }
 
 fn decode_shape(case: &DecodeCase) -> String {

@@ -41,7 +41,7 @@ def normal(text, name, arch):
 
 
 def for_card(ptx, number):
-    """What the host hands to the driver of a card: from sm_90 on, the instructions behind `// sm_90: ` too. See src/cuda/ptx.rs."""
+    """What the host hands to the driver of a card: from sm_90 on, the instructions behind `// sm_90: ` too. See src/cuda/kernels/ptx.rs."""
     if number < 90 or WAITS not in ptx:
         return ptx
     ptx = ptx.replace(WAITS, "").replace(".target sm_80", ".target sm_90").replace(".target sm_89", ".target sm_90")

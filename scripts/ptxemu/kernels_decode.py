@@ -89,7 +89,7 @@ def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
 
 
 def boxes(case, address, name, tile):
-    """The cache as boxes: see src/cuda/tensor_map.rs."""
+    """The cache as boxes: see src/cuda/kernels/tensor_map.rs."""
     element = case.kv.itemsize
     together = 1 if case.dim * element % LINE == 0 else 2
     row = together * case.dim * element

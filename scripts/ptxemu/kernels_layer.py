@@ -85,7 +85,7 @@ def test_project_of_few_and_many_gives_the_same_bits():
 
 
 def tiles(sequences, rows, shift):
-    """As src/prefill/plan.rs cuts them: (q_begin, q_len, kv_begin, kv_len, first or None); their rows are `shift` further."""
+    """As src/ops/mla_prefill/tiles.rs cuts them: (q_begin, q_len, kv_begin, kv_len, first or None); their rows are `shift` further."""
     for q_begin, q_len, kv_begin, kv_len, first in sequences:
         for begin in range(0, q_len, rows):
             count = min(rows, q_len - begin)

@@ -8,26 +8,32 @@ import re
 
 from records import ROOT, Failed, files
 
+GPU = "src/gpu"
 # What every kernel passes through.
-COMMON = ["src/caps.rs", "src/compose.rs", "src/unroll.rs", "src/gpu/pipelines.rs", "src/gpu/wanted.rs"]
-SMALL = [*COMMON, "src/gpu/ops/mod.rs", "src/gpu/ops/args.rs", "src/gpu/ops/table.rs"]
-DECODE = [*COMMON, "src/kernel.rs", "src/gpu/decode.rs", "src/gpu/step.rs", "src/gpu/binding.rs", "src/tables.rs"]
+COMMON = [f"{GPU}/{name}.rs" for name in ("caps", "device", "kernels", "kernels/compose", "kernels/unroll", "pipelines", "wanted")]
+COMMON += ["src/ops/op.rs", "src/ops/variants.rs"]
+DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/decode.rs", "src/ops/decode.rs", "src/tables.rs"]
+
+
+def small(op, *others):
+    return [*COMMON, f"{GPU}/ops.rs", f"{GPU}/ops/table.rs", f"{GPU}/ops/{op}.rs", f"src/ops/{op}.rs", *(f"{GPU}/{name}.rs" for name in others)]
+
 
 # By op: the Rust files that compose and dispatch its kernels.
 RUST = {
-    "decode_plain": [*DECODE, "src/kernel/plain.rs"],
-    "decode_coop": [*DECODE, "src/kernel/coop.rs", "src/kernel/plain.rs"],
-    "merge_attn_states": [*SMALL, "src/gpu/ops/merge_attn_states.rs"],
-    "merge_states": [*SMALL, "src/gpu/ops/merge_states.rs"],
-    "kv_append": [*SMALL, "src/gpu/ops/kv_append.rs", "src/gpu/ops/e4m3_scale.rs"],
-    "kv_copy_pages": [*SMALL, "src/gpu/ops/kv_copy_pages.rs"],
-    "kv_gather": [*SMALL, "src/gpu/ops/kv_gather.rs", "src/gpu/ops/e4m3_scale.rs"],
-    "kv_calibrate": [*SMALL, "src/gpu/ops/kv_calibrate.rs"],
-    "rope": [*SMALL, "src/gpu/ops/rope.rs"],
-    "rope_append": [*SMALL, "src/gpu/ops/rope_append.rs", "src/gpu/ops/rope.rs", "src/gpu/ops/kv_append.rs", "src/gpu/ops/e4m3_scale.rs"],
-    "head_project": [*SMALL, "src/gpu/ops/head_project.rs", "src/kernel/project.rs", "src/kernel/coop.rs", "src/kernel/plain.rs"],
-    "mla_prefill": [*SMALL, "src/gpu/ops/prefill.rs", "src/gpu/ops/prefill/*.rs"],
-    "batch_tables": [*SMALL, "src/gpu/ops/batch_tables.rs"],
+    "decode_plain": [*DECODE, f"{GPU}/kernels/decode/plain.rs"],
+    "decode_coop": [*DECODE, f"{GPU}/kernels/decode/coop.rs", f"{GPU}/kernels/decode/plain.rs"],
+    "merge_attn_states": small("merge_attn_states"),
+    "merge_states": small("merge_states"),
+    "kv_append": small("kv_append", "ops/e4m3_scale"),
+    "kv_copy_pages": small("kv_copy_pages"),
+    "kv_gather": small("kv_gather", "ops/e4m3_scale"),
+    "kv_calibrate": small("kv_calibrate"),
+    "rope": small("rope"),
+    "rope_append": small("rope_append", "ops/rope", "ops/kv_append", "ops/e4m3_scale"),
+    "head_project": small("head_project", "kernels/project", "kernels/decode/coop", "kernels/decode/plain"),
+    "mla_prefill": [*small("mla_prefill", "kernels/prefill", "kernels/prefill/*"), "src/ops/mla_prefill/*.rs"],
+    "batch_tables": [*small("batch_tables"), "src/ops/batch_tables/*.rs"],
 }
 
 

@@ -9,20 +9,14 @@ pub(super) trait Part<T> {
     /// # Errors
     /// [`Error::OtherBackend`].
     fn own(any: &T) -> Result<&Self::Own>;
-
-    /// # Errors
-    /// [`Error::OtherBackend`].
-    fn own_mut(any: &mut T) -> Result<&mut Self::Own>;
 }
 
 /// An enum over the backends that were built in, with `From` and [`Part`] for each.
 macro_rules! one_of {
     ($(#[$about:meta])* $name:ident, $what:literal: $cuda:ty, $wgpu:ty, $cpu:ty) => {
         $(#[$about])*
-        #[derive(Debug)]
+        #[derive(Debug, Clone)]
         #[non_exhaustive]
-        // A program has few of them, and a box would be one more step to each.
-        #[allow(clippy::large_enum_variant)]
         pub enum $name {
             /// An NVIDIA card's.
             #[cfg(feature = "cuda")]
@@ -71,13 +65,6 @@ macro_rules! one_of {
                 }
             }
 
-            fn own_mut(any: &mut $name) -> Result<&mut $own> {
-                match any {
-                    $name::$variant(own) => Ok(own),
-                    #[allow(unreachable_patterns)]
-                    other => Err(Error::OtherBackend { what: $what, of: other.of(), here: $here }),
-                }
-            }
         }
     };
 }
@@ -90,29 +77,4 @@ one_of! {
     /// Memory of one of the backends. A host that launches kernels of its own on it finds the native buffer inside, and one that
     /// has a native buffer hands it over by `From`.
     Buffer, "buffer": crate::cuda::Buffer, wgpu::Buffer, crate::cpu::Buffer
-}
-one_of! {
-    /// Compiled kernels for one [`crate::MlaSpec`].
-    Decode, "decode": crate::cuda::Decode, crate::gpu::MlaDecode, crate::cpu::Decode
-}
-one_of! {
-    /// A step's uploaded tables and scratch.
-    Step, "step": crate::cuda::Step, crate::gpu::Step, crate::cpu::Step
-}
-one_of! {
-    /// A layer's buffers, checked and bound.
-    Binding, "binding": crate::cuda::Binding, crate::gpu::LayerBinding, crate::cpu::Binding
-}
-
-impl Decode {
-    /// The name of the row that was chosen.
-    pub fn variant(&self) -> &'static str {
-        match self {
-            #[cfg(feature = "cuda")]
-            Self::Cuda(decode) => decode.variant(),
-            #[cfg(feature = "wgpu")]
-            Self::Wgpu(decode) => decode.variant(),
-            Self::Cpu(decode) => decode.variant(),
-        }
-    }
 }

@@ -1,79 +1,82 @@
-//! One decode call: work items over the pool, then merges.
+//! The decode: work items over the pool, then merges.
+
+mod binding;
+mod merge;
+mod step;
 
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::bind::{Binding, KV, LSE, OUT, Q_NOPE, Q_PE};
-use super::buffer::{bits_of, exclusive, store_elements};
-use super::kernel::{BLOCK, MAX_ROWS, Tile, VARIANTS, Variant};
-use super::merge;
-use super::pool::Pool;
-use super::step::{Step, Tables};
-use crate::plan::{DIRECT, QueryToken, Tiling, WorkItem};
-use crate::{Dtype, Error, MlaSpec, Result};
+pub(super) use binding::{Pages, Rows};
+pub(super) use step::Scratch;
 
-/// A decode for one spec, with the chosen variant.
-pub struct Decode {
-    pub(super) spec: MlaSpec,
-    variant: &'static Variant,
-}
+use binding::{Bound, KV, LSE, OUT, Q_NOPE, Q_PE};
+use step::{Prepared, Tables};
 
-impl std::fmt::Debug for Decode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Decode").field("spec", &self.spec).field("variant", &self.variant.name).finish()
-    }
-}
+use super::buffer::{Buffer, bits_of, exclusive, store_elements};
+use super::device::Cpu;
+use super::kernels::attend::{BLOCK, MAX_ROWS, Tile};
+use super::kernels::{Kernels, VARIANTS};
+use crate::ops::variants::{candidates, choose};
+use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, Layer};
+use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem};
+use crate::tables::{Capacity, PageTable};
+use crate::{Dtype, MlaSpec, Result};
 
-impl Decode {
-    pub(super) fn new(spec: &MlaSpec, forced: Option<&str>) -> Result<Self> {
-        spec.check()?;
-        let variant = variant(forced)?;
-        log::debug!("mla.decode.{}.{} on the CPU", variant.name, spec.kv.dtype);
-        Ok(Self { spec: *spec, variant })
+impl Kernel<MlaSpec> for Cpu {
+    type Kernels = Kernels;
+    type Step = Prepared;
+    type Binding = Bound;
+
+    fn kernel_variants(&self, _: &MlaSpec) -> Vec<Candidate> {
+        candidates(VARIANTS, &(), &())
     }
 
-    /// The name of the chosen variant.
-    pub fn variant(&self) -> &'static str {
-        self.variant.name
+    /// Its tiles hold several tokens of a sequence whatever they are made for.
+    fn kernel_compile(&self, spec: &MlaSpec, options: &DecodeOptions) -> Result<(Kernels, Tiling, Choice)> {
+        let (kernels, choice) = choose(VARIANTS, &(), &(), options.variant.as_deref())?;
+        Ok((kernels, options.tiling.unwrap_or(tiling(spec, self)), choice))
     }
 
-    /// Whole tokens in a tile where they fit, equal parts of a token where not, so that no tile is a small rest.
-    pub(super) fn rows_per_tile(&self) -> u32 {
-        let (heads, most) = (self.spec.shape.num_heads, MAX_ROWS as u32);
-        if heads <= most { most / heads * heads } else { heads.div_ceil(heads.div_ceil(most)) }
+    fn kernel_step(&self, spec: &MlaSpec, _: &Kernels, capacity: Capacity) -> Result<Prepared> {
+        Prepared::new(*spec, capacity, self.threads())
     }
 
-    pub(super) fn tiling(&self, threads: usize) -> Tiling {
-        Tiling {
-            rows_per_tile: self.rows_per_tile(),
-            tokens_per_block: BLOCK as u32,
-            // A few items a thread, so that a late thread leaves little for the others to wait for.
-            target_items: u32::try_from(threads).unwrap_or(u32::MAX).saturating_mul(4),
-            min_split_tokens: 256,
-            lone_items: 0,
-            // By its arithmetic: queries and sums of a tile are read and written about as often as four tokens are multiplied.
-            item_overhead_tokens: 4,
-        }
+    fn kernel_capacity(step: &Prepared) -> Capacity {
+        step.capacity()
     }
 
-    pub(super) fn run(&self, pool: &Pool, step: &Step, binding: &Binding) -> Result<()> {
-        let mismatch = |detail| Err(Error::LayoutMismatch { detail });
-        if step.spec != self.spec || binding.spec != self.spec {
-            return mismatch("the decode has another spec");
-        }
-        if step.num_queries > binding.max_queries {
-            return mismatch("the step has more query tokens than the binding was checked for");
-        }
-        if step.scratch.len() < pool.threads() {
-            return mismatch("the step was made by a Cpu of fewer threads");
-        }
-        let tables = step.tables()?;
+    fn kernel_prepare(
+        &self,
+        spec: &MlaSpec,
+        _: &Kernels,
+        step: &mut Prepared,
+        (plan, pages): (&Plan, PageTable<'_>),
+    ) -> Result<u32> {
+        step.prepare(rows_per_tile(spec), plan, pages)?;
+        Ok(plan.num_queries)
+    }
+
+    fn kernel_bind(&self, spec: &MlaSpec, _: &Kernels, args: &Layer<&Buffer>, _: u32) -> Result<Bound> {
+        Ok(Bound::new(spec, args))
+    }
+
+    fn kernel_record(
+        &self,
+        spec: &MlaSpec,
+        kernels: &Kernels,
+        (): &mut (),
+        step: &Prepared,
+        binding: &Bound,
+    ) -> Result<()> {
+        let Some(tables) = step.tables() else { return Ok(()) };
         let locked = binding.lock();
         let mut partials = step.partials.lock().unwrap_or_else(PoisonError::into_inner);
-        let slots_at = step.num_slots() * self.spec.shape.kv_lora_rank as usize;
+        let slots_at = step.num_slots() * spec.shape.kv_lora_rank as usize;
         let (outs, lses) = partials.split_at_mut(slots_at);
         let call = Call {
-            decode: self,
+            spec,
+            kernels,
             binding,
             tables,
             queries: tables.queries(),
@@ -86,43 +89,39 @@ impl Decode {
         };
         let (partial_outs, partial_lses) = (&*outs, &*lses);
         let items = tables.items();
-        pool.for_each(items.len(), |thread, unit| {
+        self.pool.for_each(items.len(), |thread, unit| {
             let mut scratch = step.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
             call.attend(&mut scratch.tile(), &items[unit], partial_outs, partial_lses);
         });
-        merge::run(pool, &call, exclusive(outs), exclusive(lses));
+        merge::run(&self.pool, &call, exclusive(outs), exclusive(lses));
         Ok(())
     }
 }
 
-/// The forced row of the CPU's kernels, or the best.
-///
-/// # Errors
-/// [`Error::VariantUnavailable`].
-pub(super) fn variant(forced: Option<&str>) -> Result<&'static Variant> {
-    let unavailable = |why: String| {
-        let name = forced.unwrap_or("of the CPU").to_owned();
-        Error::VariantUnavailable { name, why }
-    };
-    let known = || {
-        let names: Vec<_> = VARIANTS.iter().map(|variant| variant.name).collect();
-        format!("there is no such row; the CPU's rows are {}", names.join(", "))
-    };
-    let variant = VARIANTS
-        .iter()
-        .find(|variant| forced.map_or((variant.runs_here)(), |name| name == variant.name))
-        .ok_or_else(|| unavailable(known()))?;
-    if !(variant.runs_here)() {
-        return Err(unavailable("the processor lacks its instructions; see Backend::variants".into()));
+/// Whole tokens in a tile where they fit, equal parts of a token where not, so that no tile is a small rest.
+fn rows_per_tile(spec: &MlaSpec) -> u32 {
+    let (heads, most) = (spec.shape.num_heads, MAX_ROWS as u32);
+    if heads <= most { most / heads * heads } else { heads.div_ceil(heads.div_ceil(most)) }
+}
+
+fn tiling(spec: &MlaSpec, cpu: &Cpu) -> Tiling {
+    Tiling {
+        rows_per_tile: rows_per_tile(spec),
+        tokens_per_block: BLOCK as u32,
+        target_items: cpu.target_items(),
+        min_split_tokens: 256,
+        single_sequence_items: 0,
+        // By its arithmetic: queries and sums of a tile are read and written about as often as four tokens are multiplied.
+        item_overhead_tokens: 4,
     }
-    Ok(variant)
 }
 
 /// Everything that the threads of one call share.
-pub(super) struct Call<'a> {
-    pub decode: &'a Decode,
-    pub binding: &'a Binding,
-    pub tables: Tables<'a>,
+struct Call<'a> {
+    spec: &'a MlaSpec,
+    kernels: &'a Kernels,
+    binding: &'a Bound,
+    tables: Tables<'a>,
     queries: &'a [QueryToken],
     pages: &'a [u32],
     q_nope: &'a [u8],
@@ -158,14 +157,9 @@ impl Call<'_> {
                 let tokens = visible(r);
                 let next = (r + 1..num_rows).find(|&next| visible(next) != tokens).unwrap_or(num_rows);
                 if tokens > 0 {
-                    // SAFETY: `Decode::new` has chosen a variant that runs here.
+                    // SAFETY: the table of variants gives only what runs here.
                     unsafe {
-                        (self.decode.variant.attend)(
-                            tile,
-                            r..next,
-                            tokens as usize,
-                            self.binding.logit_scale,
-                        );
+                        (self.kernels.attend)(tile, r..next, tokens as usize, self.binding.logit_scale);
                     }
                 }
                 r = next;
@@ -194,7 +188,7 @@ impl Call<'_> {
 
     /// `(index in the queries, head)` of a row of an item.
     fn row(&self, item: &WorkItem, r: usize) -> (usize, usize) {
-        let heads = self.decode.spec.shape.num_heads as usize;
+        let heads = self.spec.shape.num_heads as usize;
         let row = item.first_row as usize + r;
         (row / heads, row % heads)
     }
@@ -202,7 +196,7 @@ impl Call<'_> {
     fn load_query(&self, tile: &mut Tile<'_>, item: &WorkItem, r: usize) {
         let (query, head) = self.row(item, r);
         let token = self.queries[query].token as usize;
-        let (dtype, binding) = (self.decode.spec.query, self.binding);
+        let (dtype, binding) = (self.spec.query, self.binding);
         let (nope, pe) = tile.q[r * tile.stride..][..tile.dim].split_at_mut(tile.latent);
         self.widen(dtype, self.q_nope, binding.q_nope.at(token, head), nope);
         if !pe.is_empty() {
@@ -211,26 +205,26 @@ impl Call<'_> {
     }
 
     fn load_block(&self, tile: &mut Tile<'_>, item: &WorkItem, begin: u32, end: u32) {
-        let page_size = self.decode.spec.kv.page_size;
+        let page_size = self.spec.kv.page_size;
         let pages = &self.pages[item.page_begin as usize..];
         for (token, row) in (begin..end).zip(tile.kv.chunks_exact_mut(tile.stride)) {
             let page = pages[(token / page_size) as usize] as usize;
             let at = self.binding.kv.at(page, (token % page_size) as usize);
-            self.widen(self.decode.spec.kv.dtype, self.kv, at, &mut row[..tile.dim]);
+            self.widen(self.spec.kv.dtype, self.kv, at, &mut row[..tile.dim]);
         }
     }
 
     /// The elements from `first` on as f32.
     fn widen(&self, dtype: Dtype, bytes: &[u8], first: usize, to: &mut [f32]) {
         let bytes = &bytes[first * dtype.bytes()..][..to.len() * dtype.bytes()];
-        // SAFETY: `Decode::new` has chosen a variant that runs here.
-        unsafe { (self.decode.variant.widen)(dtype, bytes, to) }
+        // SAFETY: the table of variants gives only what runs here.
+        unsafe { (self.kernels.widen)(dtype, bytes, to) }
     }
 
     /// Writes a finished row: its normalised output, not yet scaled, and its LSE in base 2.
-    pub(super) fn store(&self, token: usize, head: usize, out: &[f32], lse: f32) {
-        let Binding { out_scale, lse_scale, .. } = *self.binding;
-        let (dtype, first) = (self.decode.spec.out, self.binding.out.at(token, head));
+    fn store(&self, token: usize, head: usize, out: &[f32], lse: f32) {
+        let Bound { out_scale, lse_scale, .. } = *self.binding;
+        let (dtype, first) = (self.spec.out, self.binding.out.at(token, head));
         store_elements(self.out, dtype.bytes(), first, out.len(), |i| bits_of(dtype, out[i] * out_scale));
         let lse = (lse * lse_scale).to_bits();
         self.lse[self.binding.lse.at(token, head)].store(lse, Ordering::Relaxed);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 /// Threads beside the caller's.
-pub(super) struct Pool {
+pub struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// Held by the call that has the threads.

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, DevicePtr, result};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 
-use super::driver::{Cuda, failed};
+use super::library::failed;
 use crate::{Error, Result};
 
 /// Memory that the CUDA backend's kernels read and write. Clones share it.
@@ -23,22 +23,21 @@ impl std::fmt::Debug for Buffer {
 }
 
 impl Buffer {
-    pub(super) fn zeroed(cuda: &Cuda, bytes: u64) -> Result<Self> {
-        let buffer = Self::uninitialized(cuda, bytes.next_multiple_of(16).max(16))?;
+    pub(super) fn zeroed(stream: &Arc<CudaStream>, bytes: u64) -> Result<Self> {
+        let buffer = Self::uninitialized(stream, bytes.next_multiple_of(16).max(16))?;
         // SAFETY: the memory was just made, with this many bytes, on this stream.
-        let set = unsafe {
-            result::memset_d8_async(buffer.address, 0, buffer.bytes as usize, cuda.stream().cu_stream())
-        };
+        let set =
+            unsafe { result::memset_d8_async(buffer.address, 0, buffer.bytes as usize, stream.cu_stream()) };
         set.map_err(failed("to clear a buffer")).map(|()| buffer)
     }
 
-    pub(super) fn uninitialized(cuda: &Cuda, bytes: u64) -> Result<Self> {
-        cuda.stream().context().bind_to_thread().map_err(failed("a buffer"))?;
+    pub(super) fn uninitialized(stream: &Arc<CudaStream>, bytes: u64) -> Result<Self> {
+        stream.context().bind_to_thread().map_err(failed("a buffer"))?;
         let out_of_memory = Error::OutOfMemory { what: "a buffer" };
         let len = usize::try_from(bytes).map_err(|_| out_of_memory)?;
         // SAFETY: every byte is a value of u8; what is not written is not read.
-        let slice = unsafe { cuda.stream().alloc::<u8>(len) }.map_err(failed("a buffer"))?;
-        let address = slice.device_ptr(cuda.stream()).0;
+        let slice = unsafe { stream.alloc::<u8>(len) }.map_err(failed("a buffer"))?;
+        let address = slice.device_ptr(stream).0;
         Ok(Self { address, bytes, _owner: Some(Arc::new(slice)) })
     }
 
@@ -70,25 +69,23 @@ impl Buffer {
         self.address < other.address + other.bytes && other.address < self.address + self.bytes
     }
 
-    pub(super) fn upload(&self, cuda: &Cuda, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub(super) fn upload(&self, stream: &Arc<CudaStream>, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check("upload", offset, bytes.len() as u64)?;
         if bytes.is_empty() {
             return Ok(());
         }
-        let stream = cuda.stream();
         stream.context().bind_to_thread().map_err(failed("an upload"))?;
         // SAFETY: inside of the buffer, as was just checked. From pageable memory the call has read all of `bytes` when it returns.
         unsafe { result::memcpy_htod_async(self.address + offset, bytes, stream.cu_stream()) }
             .map_err(failed("an upload"))
     }
 
-    pub(super) fn download(&self, cuda: &Cuda, bytes: u64) -> Result<Vec<u8>> {
+    pub(super) fn download(&self, stream: &Arc<CudaStream>, bytes: u64) -> Result<Vec<u8>> {
         self.check("download", 0, bytes)?;
         let mut out = Vec::new();
         let out_of_memory = |_| Error::OutOfMemory { what: "a download" };
         out.try_reserve_exact(bytes as usize).map_err(out_of_memory)?;
         out.resize(bytes as usize, 0u8);
-        let stream = cuda.stream();
         stream.context().bind_to_thread().map_err(failed("a download"))?;
         if bytes > 0 {
             // SAFETY: inside of the buffer, as was just checked; `out` is kept until the stream has written it.
@@ -105,6 +102,6 @@ impl Buffer {
                 return Err(Error::Alignment { what, got, of: 4, unit: "bytes" });
             }
         }
-        crate::layer::fits(what, offset.saturating_add(bytes), self.bytes)
+        crate::view::fits(what, offset.saturating_add(bytes), self.bytes)
     }
 }

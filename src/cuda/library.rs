@@ -1,6 +1,6 @@
-//! The driver's library: whether it is here, and has what is called in it.
+//! The driver's library: whether it is here and has what is called in it, and its errors.
 
-use cudarc::driver::sys;
+use cudarc::driver::{DriverError, sys};
 
 use crate::{Error, Result};
 
@@ -51,7 +51,7 @@ pub(super) fn check() -> Result<()> {
     has_all(|name| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok())
 }
 
-/// Whether it has what [`super::tensor_map`] calls, of CUDA 12.0. Only after [`check`].
+/// Whether it has what [`super::kernels::TensorMap`] calls, of CUDA 12.0. Only after [`check`].
 pub(super) fn describes_tensors() -> bool {
     // SAFETY: the library is there, and what is found in it is not called here.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(b"cuTensorMapEncodeTiled") }.is_ok()
@@ -61,6 +61,22 @@ fn has_all(has: impl Fn(&str) -> bool) -> Result<()> {
     match CALLED.into_iter().find(|name| !has(name)) {
         None => Ok(()),
         Some(name) => Err(Error::NoCuda { detail: format!("the driver's library has no {name}") }),
+    }
+}
+
+/// What the driver says of an error.
+pub(super) fn said(error: DriverError) -> String {
+    let DriverError(code) = error;
+    error
+        .error_string()
+        .map_or_else(|_| format!("{code:?}"), |text| format!("{} ({code:?})", text.to_string_lossy()))
+}
+
+/// An error of the driver.
+pub(super) fn failed(what: &'static str) -> impl Fn(DriverError) -> Error {
+    move |error| match error.0 {
+        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::OutOfMemory { what },
+        _ => Error::Cuda { what, detail: said(error) },
     }
 }
 

@@ -5,10 +5,8 @@ use std::fmt::Debug;
 use cudarc::driver::DeviceRepr;
 use wgpu_mla_ptx::{ENTRIES, Entry, Kind};
 
-use super::args::Args;
-use super::ladder::{Body, ROWS};
-use super::{ops, ptx};
-use crate::{Dtype, KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS};
+use super::kernels::ptx;
+use super::{decode, ops};
 
 /// The entry of a name, whose struct the host's is.
 pub(super) fn takes<T: DeviceRepr + Debug>(name: &str) -> &'static Entry {
@@ -17,7 +15,7 @@ pub(super) fn takes<T: DeviceRepr + Debug>(name: &str) -> &'static Entry {
     entry
 }
 
-fn compare<T: DeviceRepr + Debug>(entry: &Entry) {
+pub(super) fn compare<T: DeviceRepr + Debug>(entry: &Entry) {
     let of = entry.args;
     let fields: Vec<_> =
         of.fields.iter().map(|field| (field.name.to_owned(), field.offset, field.kind)).collect();
@@ -54,36 +52,13 @@ fn number(printed: &str) -> Option<(u32, Kind)> {
     }
 }
 
-/// The kernels of decodes that a spec can ask for, and the merges.
-fn decodes() -> Vec<&'static Entry> {
-    let mut found: Vec<_> =
-        ["mla_merge_few_256", "mla_merge_few_512", "mla_merge_many_256", "mla_merge_many_512"]
-            .map(takes::<Args>)
-            .into();
-    for (kv_lora_rank, qk_rope_head_dim, _) in SUPPORTED_DIMS {
-        for dtype in Dtype::ALL {
-            for query in Dtype::ALL {
-                let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
-                let kv = KvSpec { dtype, page_size: 64, num_pages: 4 };
-                let spec = MlaSpec { shape, kv, query, out: Dtype::F32 };
-                for (row, compiled) in ROWS.iter().filter_map(|row| Some((row, row.compiled(&spec).ok()?))) {
-                    let entry = compiled.entry;
-                    compare::<Args>(entry);
-                    let by_map = matches!(row.body, Body::TensorCopies { .. } | Body::Warpgroups { .. });
-                    assert_eq!(entry.tensor_map, by_map, "{entry:?}");
-                    assert_eq!(entry.tokens.is_some(), row.on_matrices(), "{entry:?}");
-                    found.push(entry);
-                }
-            }
-        }
-    }
-    found
-}
-
 #[test]
 fn every_entry_is_launched_and_takes_the_struct_of_the_host() {
-    let mut launched: Vec<_> =
-        [decodes(), ops::tests::entries()].concat().iter().map(|e| (e.module, e.name)).collect();
+    let mut launched: Vec<_> = [decode::tests::entries(), ops::tests::entries()]
+        .concat()
+        .iter()
+        .map(|e| (e.module, e.name))
+        .collect();
     launched.sort_unstable();
     launched.dedup();
     let mut all: Vec<_> = ENTRIES.iter().map(|entry| (entry.module, entry.name)).collect();

@@ -1,10 +1,6 @@
-//! The small ops on CUDA: [`HeadProject`], [`MlaPrefill`], [`MergeAttnStates`], [`MergeStateSets`], [`KvAppend`], [`KvCalibrate`], [`KvCopyPages`],
-//! [`KvGather`], [`Rotate`], [`RotateAppend`]; and [`BatchTables`], which makes tables for them and for decodes on the card.
-//!
-//! Each has the same verbs, those of the other backends. `new` loads; `step` makes room; `prepare` uploads what changes with a step;
-//! `bind` checks one layer's buffers, once; `record` launches on the stream, making nothing, so that a graph may capture it and replay
-//! it after another `prepare`.
+//! The ops besides the decode on CUDA, a file each; and [`BatchTables`], which makes tables for them and for decodes on the card.
 
+mod array;
 mod batch_tables;
 mod head_project;
 mod kv_append;
@@ -14,28 +10,15 @@ mod kv_gather;
 mod merge_attn_states;
 mod merge_states;
 mod mla_prefill;
-mod place;
+mod range;
 mod rope;
 mod rope_append;
 mod table;
 
-pub use crate::ops::CopySpec;
 pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
-pub use head_project::{HeadProject, ProjectBinding, ProjectStep};
-pub use kv_append::{AppendBinding, AppendStep, KvAppend};
-pub use kv_calibrate::{CalibrateBinding, CalibrateStep, KvCalibrate};
-pub use kv_copy_pages::{CopyBinding, CopyStep, KvCopyPages};
-pub use kv_gather::{GatherBinding, GatherStep, KvGather};
-pub use merge_attn_states::{MergeAttnStates, MergeBinding};
-pub use merge_states::{MergeSetsBinding, MergeStateSets};
-pub(super) use mla_prefill::VARIANT as PREFILL_VARIANT;
-pub use mla_prefill::{MlaPrefill, PrefillBinding, PrefillStep};
-pub use rope::{Rotate, RotateBinding, RotateStep};
-pub use rope_append::{RotateAppend, RotateAppendBinding};
 
-use super::Buffer;
-use crate::layer::KvView;
-use crate::{Error, KvSpec, Result};
+use super::kernels::{address, code};
+use crate::{Error, Result};
 
 /// `THREADS` of the kernels.
 const THREADS: u32 = 256;
@@ -79,9 +62,9 @@ fn checked_items(what: &'static str, items: u64, cure: &'static str) -> Result<u
     Ok(items as u32)
 }
 
-/// Bytes from a page to the next. With one page the stride is unused and may be anything.
-fn block_stride(kv: &KvSpec, view: &KvView<&Buffer>) -> u64 {
-    if kv.num_pages > 1 { view.block_stride * kv.dtype.bytes() as u64 } else { 0 }
+/// A stride in bytes. That of a dimension of one is unused and may be anything.
+fn stride(count: u32, stride: u64, bytes: usize) -> u64 {
+    if count > 1 { stride * bytes as u64 } else { 0 }
 }
 
 #[cfg(test)]
@@ -101,7 +84,7 @@ pub(super) mod tests {
     use super::rope_append::{RopeAppendArgs, rope_append_entry};
     use super::*;
     use crate::cuda::manifest_test::takes;
-    use crate::{AppendSpec, CalibrateSpec, Dtype, GatherSpec, MlaShape, RopeAppendSpec, RopeLayout};
+    use crate::{AppendSpec, CalibrateSpec, Dtype, GatherSpec, KvSpec, MlaShape, RopeAppendSpec, RopeLayout};
 
     /// The entries that these ops launch, each compared with the struct that it is given.
     pub(in crate::cuda) fn entries() -> Vec<&'static Entry> {

@@ -1,129 +1,232 @@
-//! A device for programs that have none of their own. It stands on top of the verbs, not underneath.
+//! A wgpu device as this crate uses it: the host's handles, what the card can do, and what was compiled on it.
 
+use std::collections::HashMap;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use super::pipelines::{Pipelines, Setup};
-use super::wanted::{experimental, wanted};
+use super::caps::Caps;
+use super::disk_cache::DiskCache;
+use super::read::check_range;
+use super::scope::{alive, scoped};
+use super::wanted::caps_on;
+use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
 use crate::{Error, Result};
 
-/// An adapter, a device made from [`wanted`], its queue, and the pipelines compiled on it.
-///
-/// A clone is another handle on the same device.
+/// A device, its queue, and what was compiled on them. A clone is another handle; the device stays the host's.
 #[derive(Debug, Clone)]
 pub struct Gpu {
-    /// The adapter that was picked.
-    pub adapter: wgpu::Adapter,
-    /// The device.
-    pub device: wgpu::Device,
-    /// Its queue.
-    pub queue: wgpu::Queue,
-    /// What was compiled so far.
-    pub pipelines: Pipelines,
-    lost: Arc<Mutex<Option<String>>>,
+    pub(super) shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+pub(super) struct Shared {
+    adapter: Option<wgpu::Adapter>,
+    pub(super) device: wgpu::Device,
+    pub(super) queue: wgpu::Queue,
+    caps: Caps,
+    /// By their text.
+    pub(super) pipelines: Mutex<HashMap<String, wgpu::ComputePipeline>>,
+    pub(super) disk: Option<DiskCache>,
+    pub(super) checked_shaders: bool,
+    /// Why the device was lost, where this crate made it.
+    pub(super) lost: Option<Arc<Mutex<Option<String>>>>,
+    id: u64,
+}
+
+/// Choices of [`Gpu::with`].
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Setup<'a> {
+    /// Where to keep what the driver compiled, if the device was made with [`wgpu::Features::PIPELINE_CACHE`]: see
+    /// [`DiskCache`]. Call [`Gpu::save`] once all is compiled.
+    pub disk_cache: Option<&'a Path>,
+    /// Keeps wgpu's run-time checks of every index and loop in kernels that do without, since the host has proved them.
+    /// The environment variable `MLA_CHECKED_SHADERS` does the same.
+    pub checked_shaders: bool,
 }
 
 impl Gpu {
-    /// Picks an adapter and makes a device, waiting for both. `WGPU_BACKEND` restricts the APIs, `WGPU_ADAPTER_NAME`
-    /// (a part of the name, in any case) the adapters.
-    ///
-    /// With the feature `cuda` the first instance is kept to the end of the process, so that no driver is unloaded.
-    ///
-    /// # Errors
-    /// [`Error::NoAdapter`] and [`Error::Device`].
-    #[cfg(not(target_arch = "wasm32"))]
-    pub fn new() -> Result<Self> {
-        pollster::block_on(Self::request())
+    /// On the host's device and queue, and the adapter that the device was made from: only it tells of cooperative matrices.
+    pub fn on(adapter: &wgpu::Adapter, device: &wgpu::Device, queue: &wgpu::Queue) -> Self {
+        Self::with(adapter, device, queue, &Setup::default())
     }
 
-    /// As `Gpu::new`, without waiting.
-    ///
-    /// # Errors
-    /// [`Error::NoAdapter`] and [`Error::Device`].
-    pub async fn request() -> Result<Self> {
-        let adapter = pick_adapter().await?;
-        let wanted = wanted(&adapter);
-        Self::from_adapter(adapter, wanted.features, wanted.limits).await
+    /// As [`Gpu::on`], with other choices than the defaults.
+    pub fn with(
+        adapter: &wgpu::Adapter,
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        setup: &Setup<'_>,
+    ) -> Self {
+        Self::open(Some(adapter), device, queue, setup, None)
     }
 
-    /// A device with chosen features and limits, such as a test that plays a weaker one needs.
+    /// For a host that has no adapter at hand: variants on cooperative matrices are then not selected.
+    pub fn without_adapter(device: &wgpu::Device, queue: &wgpu::Queue, setup: &Setup<'_>) -> Self {
+        Self::open(None, device, queue, setup, None)
+    }
+
+    // In a browser wgpu's objects stay on their thread, and so does what holds them.
+    #[cfg_attr(target_arch = "wasm32", allow(clippy::arc_with_non_send_sync))]
+    pub(super) fn open(
+        adapter: Option<&wgpu::Adapter>,
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        setup: &Setup<'_>,
+        lost: Option<Arc<Mutex<Option<String>>>>,
+    ) -> Self {
+        let shared = Shared {
+            adapter: adapter.cloned(),
+            device: device.clone(),
+            queue: queue.clone(),
+            caps: caps_on(adapter, device),
+            pipelines: Mutex::default(),
+            disk: setup.disk_cache.map(|directory| DiskCache::open(device, directory)),
+            checked_shaders: setup.checked_shaders || std::env::var_os("MLA_CHECKED_SHADERS").is_some(),
+            lost,
+            id: next_id(),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// The adapter, if it was given.
+    pub fn adapter(&self) -> Option<&wgpu::Adapter> {
+        self.shared.adapter.as_ref()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &wgpu::Device {
+        &self.shared.device
+    }
+
+    /// Its queue.
+    pub fn queue(&self) -> &wgpu::Queue {
+        &self.shared.queue
+    }
+
+    /// What the device can do.
+    pub fn caps(&self) -> &Caps {
+        &self.shared.caps
+    }
+
+    /// Writes the file of [`Setup::disk_cache`], if what was compiled changed it. True if it was written.
     ///
     /// # Errors
-    /// [`Error::Device`].
-    pub async fn from_adapter(
-        adapter: wgpu::Adapter,
-        features: wgpu::Features,
-        limits: wgpu::Limits,
-    ) -> Result<Self> {
-        let (device, queue) = adapter
-            .request_device(&wgpu::DeviceDescriptor {
-                label: Some("wgpu-mla"),
-                required_features: features,
-                required_limits: limits,
-                experimental_features: experimental(features),
-                ..Default::default()
-            })
-            .await
-            .map_err(|error| Error::Device { detail: error.to_string() })?;
-        let lost = Arc::new(Mutex::new(None));
-        let note = lost.clone();
-        device.set_device_lost_callback(move |reason, message| {
-            if let Ok(mut note) = note.lock() {
-                *note = Some(format!("{reason:?}: {message}"));
-            }
-        });
-        let info = adapter.get_info();
-        log::info!("{} ({}, {:?}), features {features:?}", info.name, info.driver_info, info.backend);
-        let setup = Setup { adapter: Some(&adapter), ..Default::default() };
-        let pipelines = Pipelines::open(&device, &setup);
-        Ok(Self { adapter, device, queue, pipelines, lost })
+    /// Those of the file system.
+    pub fn save(&self) -> std::io::Result<bool> {
+        self.disk().map_or(Ok(false), DiskCache::save)
+    }
+
+    /// What [`Setup::disk_cache`] asked for.
+    pub fn disk(&self) -> Option<&DiskCache> {
+        self.shared.disk.as_ref()
     }
 
     /// The adapter's name, driver and API, for a person.
     pub fn describe(&self) -> String {
-        let info = self.adapter.get_info();
+        let info = self.device().adapter_info();
         format!("{} ({} {}, {:?})", info.name, info.driver, info.driver_info, info.backend)
     }
 
     /// # Errors
     /// [`Error::DeviceLost`] once the device has said so.
     pub fn check_lost(&self) -> Result<()> {
-        match self.lost.lock().ok().and_then(|lost| lost.clone()) {
+        let Some(lost) = &self.shared.lost else { return alive(self.device()) };
+        match lost.lock().ok().and_then(|lost| lost.clone()) {
             Some(detail) => Err(Error::DeviceLost { detail }),
             None => Ok(()),
         }
     }
 }
 
-/// NVIDIA's drivers for Vulkan and CUDA in one process: once the last Vulkan instance is gone and its driver unloaded, a thread that used
-/// both crashes as it ends.
-#[cfg(feature = "cuda")]
-fn keep_loaded(instance: &wgpu::Instance) {
-    static KEPT: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();
-    KEPT.get_or_init(|| instance.clone());
+impl Sealed for Gpu {}
+
+impl Device for Gpu {
+    type Buffer = wgpu::Buffer;
+    type Recorder<'r> = wgpu::ComputePass<'r>;
+
+    fn name(&self) -> String {
+        self.describe()
+    }
+
+    fn id(&self) -> u64 {
+        self.shared.id
+    }
+
+    fn buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
+        let limit = self.caps().max_buffer_bytes;
+        if bytes > limit {
+            let cure = "split it into several buffers, or make the device with `wanted`'s limits";
+            return Err(Error::Limit { what: "max_buffer_size", need: bytes, limit, cure });
+        }
+        self.check_lost()?;
+        scoped(self.device(), "a buffer", || {
+            self.device().create_buffer(&wgpu::BufferDescriptor {
+                label: None,
+                size: bytes.next_multiple_of(4).max(4),
+                usage: wgpu::BufferUsages::STORAGE
+                    | wgpu::BufferUsages::COPY_DST
+                    | wgpu::BufferUsages::COPY_SRC,
+                mapped_at_creation: false,
+            })
+        })
+    }
+
+    fn upload(&self, buffer: &wgpu::Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
+        check_range(offset, bytes.len() as u64, buffer)?;
+        self.check_lost()?;
+        self.queue().write_buffer(buffer, offset, bytes);
+        Ok(())
+    }
+
+    #[cfg(not(target_arch = "wasm32"))]
+    fn download(&self, buffer: &wgpu::Buffer, bytes: u64) -> Result<Vec<u8>> {
+        self.check_lost()?;
+        let bytes = pollster::block_on(super::read(self.device(), self.queue(), buffer, bytes))?;
+        self.check_lost().map(|()| bytes)
+    }
+
+    #[cfg(target_arch = "wasm32")]
+    fn download(&self, _: &wgpu::Buffer, _: u64) -> Result<Vec<u8>> {
+        Err(Error::Waits { what: "download", cure: "await `gpu::read`" })
+    }
+
+    fn submit(&self, record: impl FnOnce(wgpu::ComputePass<'_>) -> Result<()>) -> Result<()> {
+        self.check_lost()?;
+        let mut encoder = self.device().create_command_encoder(&Default::default());
+        record(encoder.begin_compute_pass(&Default::default()))?;
+        self.queue().submit([encoder.finish()]);
+        Ok(())
+    }
+
+    fn largest_binding(&self) -> u64 {
+        self.caps().max_binding_bytes.min(self.caps().max_buffer_bytes)
+    }
+
+    fn size(buffer: &wgpu::Buffer) -> u64 {
+        buffer.size()
+    }
+
+    fn offset(a: &wgpu::Buffer, b: &wgpu::Buffer) -> Option<i64> {
+        (a == b).then_some(0)
+    }
 }
 
-async fn pick_adapter() -> Result<wgpu::Adapter> {
-    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
-    #[cfg(feature = "cuda")]
-    keep_loaded(&instance);
-    let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
-    let Ok(name) = std::env::var("WGPU_ADAPTER_NAME") else {
-        let options = wgpu::RequestAdapterOptions {
-            power_preference: wgpu::PowerPreference::from_env()
-                .unwrap_or(wgpu::PowerPreference::HighPerformance),
-            ..Default::default()
-        };
-        return instance
-            .request_adapter(&options)
-            .await
-            .map_err(|error| Error::NoAdapter { detail: error.to_string() });
-    };
-    let adapters = instance.enumerate_adapters(backends).await;
-    let names: Vec<_> = adapters.iter().map(|adapter| adapter.get_info().name).collect();
-    adapters
-        .into_iter()
-        .find(|adapter| adapter.get_info().name.to_lowercase().contains(&name.to_lowercase()))
-        .ok_or_else(|| Error::NoAdapter {
-            detail: format!("WGPU_ADAPTER_NAME={name} matches none of {names:?}"),
-        })
+impl<O: Op> Compiled<O, Gpu>
+where
+    Gpu: Kernel<O>,
+{
+    /// Records one layer in a compute pass of its own. Creates nothing; the host submits.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`], before anything is recorded.
+    pub fn record(
+        &self,
+        encoder: &mut wgpu::CommandEncoder,
+        step: &Step<O, Gpu>,
+        binding: &Binding<O, Gpu>,
+    ) -> Result<()> {
+        self.check(step, binding)?;
+        let descriptor = wgpu::ComputePassDescriptor { label: Some(O::NAME), timestamp_writes: None };
+        self.record_on(&mut encoder.begin_compute_pass(&descriptor), step, binding)
+    }
 }

@@ -1,210 +1,241 @@
-//! Compiled pipelines, kept by their text, and the bind group layouts that all of a decode's pipelines share.
+//! From WGSL to compiled pipelines, kept by their text, and from a caller's buffers to bind groups.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::num::NonZero;
+use std::sync::PoisonError;
 
+use super::device::Gpu;
 use super::disk_cache::DiskCache;
-use super::scope::scoped;
-use super::wanted::caps_on;
-use crate::caps::Caps;
-use crate::compose::Source;
-use crate::kernel::VARIANTS;
-use crate::{MlaSpec, Result};
+use super::kernels::GROUP;
+use super::kernels::compose::Source;
+use super::scope::{scoped, uniform};
+use crate::Result;
 
-/// A device's pipelines: two decodes with the same shaders compile them once. Cheap to clone.
-#[derive(Debug, Clone)]
-pub struct Pipelines {
-    shared: Arc<Shared>,
+/// What a binding is to a shader.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Slot {
+    Uniform,
+    /// At an offset that is given as it is recorded, and of so many bytes, which a dispatch then need not check.
+    UniformAt(u64),
+    Read,
+    Write,
 }
 
-/// What [`Pipelines::open`] may know or be asked beyond a device.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Setup<'a> {
-    /// The adapter that the device was made from: only it tells of cooperative matrices. Rows on tensor cores are not
-    /// chosen without it.
-    pub adapter: Option<&'a wgpu::Adapter>,
-    /// Where to keep what the driver compiled, if the device was made with [`wgpu::Features::PIPELINE_CACHE`]: see
-    /// [`DiskCache`]. Call [`Pipelines::save`] once all is compiled.
-    pub disk_cache: Option<&'a std::path::Path>,
-    /// Keeps wgpu's run-time checks of every index and loop in kernels that do without, since the host has proved them.
-    /// The environment variable `MLA_CHECKED_SHADERS` does the same.
-    pub checked_shaders: bool,
-}
-
-#[derive(Debug)]
-struct Shared {
-    device: wgpu::Device,
-    caps: Caps,
-    /// By text.
-    compiled: Mutex<HashMap<String, wgpu::ComputePipeline>>,
-    disk: Option<DiskCache>,
-    checked_shaders: bool,
-}
-
-impl Pipelines {
-    /// An empty store on a device. The device is only referred to: it stays the host's.
-    pub fn new(device: &wgpu::Device) -> Self {
-        Self::open(device, &Setup::default())
-    }
-
-    /// As [`Pipelines::new`], knowing more. Give it the adapter, or rows on tensor cores are not chosen.
-    // In a browser wgpu's objects stay on their thread, and so does what holds them.
-    #[cfg_attr(target_arch = "wasm32", allow(clippy::arc_with_non_send_sync))]
-    pub fn open(device: &wgpu::Device, setup: &Setup<'_>) -> Self {
-        let shared = Shared {
-            device: device.clone(),
-            caps: caps_on(setup.adapter, device),
-            compiled: Mutex::default(),
-            disk: setup.disk_cache.map(|directory| DiskCache::open(device, directory)),
-            checked_shaders: setup.checked_shaders || std::env::var_os("MLA_CHECKED_SHADERS").is_some(),
+/// The layout of a bind group, its bindings in order.
+///
+/// # Errors
+/// Those of [`scoped`].
+pub(super) fn layout(gpu: &Gpu, label: &'static str, slots: &[Slot]) -> Result<wgpu::BindGroupLayout> {
+    let entry = |(binding, slot): (u32, &Slot)| {
+        let (ty, size) = match *slot {
+            Slot::Uniform => (wgpu::BufferBindingType::Uniform, None),
+            Slot::UniformAt(bytes) => (wgpu::BufferBindingType::Uniform, NonZero::new(bytes)),
+            Slot::Read => (wgpu::BufferBindingType::Storage { read_only: true }, None),
+            Slot::Write => (wgpu::BufferBindingType::Storage { read_only: false }, None),
         };
-        Self { shared: Arc::new(shared) }
-    }
+        wgpu::BindGroupLayoutEntry {
+            binding,
+            visibility: wgpu::ShaderStages::COMPUTE,
+            ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset: size.is_some(), min_binding_size: size },
+            count: None,
+        }
+    };
+    let entries: Vec<_> = (0..).zip(slots).map(entry).collect();
+    let label = Some(label);
+    scoped(gpu.device(), "a bind group layout", || {
+        gpu.device().create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label, entries: &entries })
+    })
+}
 
-    /// Writes the file of [`Setup::disk_cache`], if what was compiled changed it. True if it was written.
+/// A bind group of these resources in order.
+///
+/// # Errors
+/// Those of [`scoped`].
+pub(super) fn group<'a>(
+    gpu: &Gpu,
+    label: &'static str,
+    layout: &wgpu::BindGroupLayout,
+    resources: impl IntoIterator<Item = wgpu::BindingResource<'a>>,
+) -> Result<wgpu::BindGroup> {
+    let resources = (0..).zip(resources);
+    let entries: Vec<_> =
+        resources.map(|(binding, resource)| wgpu::BindGroupEntry { binding, resource }).collect();
+    scoped(gpu.device(), label, || {
+        gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
+            label: Some(label),
+            layout,
+            entries: &entries,
+        })
+    })
+}
+
+/// A bind group whose binding 0 is a uniform buffer of `params` and whose others are `resources`.
+///
+/// # Errors
+/// Those of [`scoped`].
+pub(super) fn group_with_params<'a>(
+    gpu: &Gpu,
+    label: &'static str,
+    layout: &wgpu::BindGroupLayout,
+    params: &impl bytemuck::NoUninit,
+    resources: impl IntoIterator<Item = wgpu::BindingResource<'a>>,
+) -> Result<wgpu::BindGroup> {
+    let uniform = scoped(gpu.device(), label, || uniform(gpu.device(), label, bytemuck::bytes_of(params)))?;
+    // Not `once(uniform).chain(resources)`: that would have to live as long as the resources do.
+    let mut all = vec![uniform.as_entire_binding()];
+    for resource in resources {
+        all.push(resource);
+    }
+    group(gpu, label, layout, all)
+}
+
+/// A buffer that shaders read and the host may write, of at least a word.
+///
+/// # Errors
+/// Those of [`scoped`].
+pub(super) fn storage(gpu: &Gpu, label: &'static str, bytes: u64) -> Result<wgpu::Buffer> {
+    buffer(gpu, label, bytes, wgpu::BufferUsages::STORAGE)
+}
+
+/// As [`storage`], for another usage.
+///
+/// # Errors
+/// Those of [`scoped`].
+pub(super) fn buffer(
+    gpu: &Gpu,
+    label: &'static str,
+    bytes: u64,
+    usage: wgpu::BufferUsages,
+) -> Result<wgpu::Buffer> {
+    scoped(gpu.device(), label, || {
+        gpu.device().create_buffer(&wgpu::BufferDescriptor {
+            label: Some(label),
+            size: bytes.next_multiple_of(4).max(4),
+            usage: usage | wgpu::BufferUsages::COPY_DST,
+            mapped_at_creation: false,
+        })
+    })
+}
+
+/// A pipeline, and the layouts of what it is bound with: group 0 a step, group 1 a layer.
+#[derive(Debug)]
+pub struct Pipe {
+    pub(super) pipeline: wgpu::ComputePipeline,
+    pub(super) step: wgpu::BindGroupLayout,
+    pub(super) layer: wgpu::BindGroupLayout,
+}
+
+impl Pipe {
+    /// Labels are those of a step and of a layer.
     ///
     /// # Errors
-    /// Those of the file system.
-    pub fn save(&self) -> std::io::Result<bool> {
-        self.shared.disk.as_ref().map_or(Ok(false), DiskCache::save)
+    /// Those of [`Gpu::pipeline`].
+    pub(super) fn new(
+        gpu: &Gpu,
+        [step, layer]: [&'static str; 2],
+        step_slot: Slot,
+        layer_slots: &[Slot],
+        source: &Source,
+    ) -> Result<Self> {
+        let (step, layer) = (layout(gpu, step, &[step_slot])?, layout(gpu, layer, layer_slots)?);
+        Ok(Self { pipeline: gpu.pipeline(source, &[&step, &layer])?, step, layer })
     }
+}
 
-    /// The file behind the store.
-    pub fn disk(&self) -> Option<&DiskCache> {
-        self.shared.disk.as_ref()
-    }
-
-    /// The device.
-    pub fn device(&self) -> &wgpu::Device {
-        &self.shared.device
-    }
-
-    /// What the device can do.
-    pub fn caps(&self) -> &Caps {
-        &self.shared.caps
-    }
-
-    /// Every decode variant there is, best first, and what keeps it from running on this device for a spec, if anything does.
-    pub fn ladder(&self, spec: &MlaSpec) -> Vec<(&'static str, Option<String>)> {
-        VARIANTS.iter().map(|variant| (variant.name, variant.runs_on(self.caps(), spec).err())).collect()
-    }
-
-    /// The pipeline of a source over a layout, compiled now if it is not yet. One text has one layout. wgpu's run-time checks
-    /// are left out: whoever calls this writes down beside the call why every index is inside its array and every loop ends.
+impl Gpu {
+    /// The pipeline of a source over explicit layouts, so that a bind group fits every pipeline of its op; compiled now if it is not yet.
+    /// One text has one layout. wgpu's run-time checks are left out: whoever calls this writes down beside the call why every index is
+    /// inside its array and every loop ends.
     ///
     /// # Errors
     /// [`crate::Error::Internal`] where the driver refuses it, [`crate::Error::OutOfMemory`], [`crate::Error::DeviceLost`].
-    pub(crate) fn get(
+    pub(super) fn pipeline(
         &self,
         source: &Source,
-        layout: &wgpu::PipelineLayout,
+        groups: &[&wgpu::BindGroupLayout],
     ) -> Result<wgpu::ComputePipeline> {
-        let mut compiled = self.shared.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut compiled = self.shared.pipelines.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pipeline) = compiled.get(&source.text) {
             return Ok(pipeline.clone());
         }
-        let device = &self.shared.device;
+        let (device, label) = (self.device(), Some(source.label.as_str()));
+        let groups: Vec<_> = groups.iter().map(|&group| Some(group)).collect();
         let pipeline = scoped(device, source.entry, || {
             log::debug!("compiling {}", source.label);
-            let label = Some(source.label.as_str());
-            let descriptor = wgpu::ShaderModuleDescriptor {
+            let layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
                 label,
-                source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
-            };
-            let module = if self.shared.checked_shaders {
-                device.create_shader_module(descriptor)
-            } else {
-                // SAFETY: the text is this crate's own, and whoever calls this has written down beside the call which check
-                // of the host bounds which index, and why every loop ends.
-                unsafe {
-                    let checks = wgpu::ShaderRuntimeChecks::unchecked();
-                    device.create_shader_module_trusted(descriptor, checks)
-                }
-            };
+                bind_group_layouts: &groups,
+                immediate_size: 0,
+            });
             device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
                 label,
-                layout: Some(layout),
-                module: &module,
+                layout: Some(&layout),
+                module: &self.module(source),
                 entry_point: Some(source.entry),
                 compilation_options: wgpu::PipelineCompilationOptions {
                     // Every shader writes its workgroup memory before it reads it.
                     zero_initialize_workgroup_memory: false,
                     ..Default::default()
                 },
-                cache: self.shared.disk.as_ref().and_then(DiskCache::as_wgpu),
+                cache: self.disk().and_then(DiskCache::as_wgpu),
             })
         })?;
         compiled.insert(source.text.clone(), pipeline.clone());
         Ok(pipeline)
     }
-}
 
-/// The bind group layouts of a step's kernels: group 0 a layer, group 1 a step.
-#[derive(Debug, Clone)]
-pub(crate) struct Layouts {
-    pub(crate) layer: wgpu::BindGroupLayout,
-    pub(crate) step: wgpu::BindGroupLayout,
-    pub(crate) pipeline: wgpu::PipelineLayout,
-}
+    fn module(&self, source: &Source) -> wgpu::ShaderModule {
+        let descriptor = wgpu::ShaderModuleDescriptor {
+            label: Some(source.label.as_str()),
+            source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
+        };
+        if self.shared.checked_shaders {
+            return self.device().create_shader_module(descriptor);
+        }
+        // SAFETY: the text is this crate's own, and whoever calls `pipeline` has written down beside the call which check of the host
+        // bounds which index, and why every loop ends.
+        unsafe {
+            self.device().create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
+        }
+    }
 
-impl Layouts {
-    pub(crate) fn new(device: &wgpu::Device, pins_loads: bool) -> Result<Self> {
-        scoped(device, "bind group layouts", || {
-            let layer = bind_group_layout(
-                device,
-                "mla.layer",
-                &[
-                    storage(true),
-                    storage(true),
-                    storage(!pins_loads),
-                    storage(false),
-                    storage(false),
-                    uniform(false),
-                ],
-            );
-            let step = bind_group_layout(
-                device,
-                "mla.step",
-                &[storage(!pins_loads), storage(false), uniform(true), storage(!pins_loads)],
-            );
-            let pipeline = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-                label: Some("mla"),
-                bind_group_layouts: &[Some(&layer), Some(&step)],
-                immediate_size: 0,
-            });
-            Self { layer, step, pipeline }
-        })
+    /// Workgroups for `items` items, folded in two: a dimension is limited.
+    pub(super) fn grid(&self, items: u64) -> [u32; 2] {
+        grid(items, self.caps().max_workgroups)
     }
 }
 
-pub(crate) fn bind_group_layout(
-    device: &wgpu::Device,
-    label: &str,
-    types: &[wgpu::BindingType],
-) -> wgpu::BindGroupLayout {
-    let entries: Vec<_> = types
-        .iter()
-        .zip(0..)
-        .map(|(&ty, binding)| wgpu::BindGroupLayoutEntry {
-            binding,
-            visibility: wgpu::ShaderStages::COMPUTE,
-            ty,
-            count: None,
-        })
-        .collect();
-    device
-        .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(label), entries: &entries })
+/// A shader numbers the lanes in a `u32`. They are at most twice the items and a workgroup, and every op's items are at
+/// most 2^30: words, or more bytes, of a binding of at most 4 GiB.
+fn grid(items: u64, limit: u32) -> [u32; 2] {
+    let groups = items.div_ceil(u64::from(GROUP));
+    let x = groups.min(u64::from(limit)).max(1);
+    [x as u32, groups.div_ceil(x) as u32]
 }
 
-pub(crate) const fn storage(read_only: bool) -> wgpu::BindingType {
-    let ty = wgpu::BufferBindingType::Storage { read_only };
-    wgpu::BindingType::Buffer { ty, has_dynamic_offset: false, min_binding_size: None }
+/// Adds a dispatch with its bind groups, from group 0 on.
+pub(super) fn dispatch(
+    pass: &mut wgpu::ComputePass<'_>,
+    pipeline: &wgpu::ComputePipeline,
+    groups: &[&wgpu::BindGroup],
+    [x, y]: [u32; 2],
+) {
+    pass.set_pipeline(pipeline);
+    for (index, &group) in (0..).zip(groups) {
+        pass.set_bind_group(index, group, &[]);
+    }
+    pass.dispatch_workgroups(x, y, 1);
 }
 
-pub(crate) const fn uniform(has_dynamic_offset: bool) -> wgpu::BindingType {
-    let ty = wgpu::BufferBindingType::Uniform;
-    // Known, so that a dispatch has nothing left to check.
-    let bytes = size_of::<super::step::SliceUniform>() as u64;
-    let min_binding_size = if has_dynamic_offset { std::num::NonZero::new(bytes) } else { None };
-    wgpu::BindingType::Buffer { ty, has_dynamic_offset, min_binding_size }
+#[cfg(test)]
+mod tests {
+    use super::grid;
+
+    #[test]
+    fn a_grid_covers_its_items() {
+        for items in [0, 1, 256, 257, 65_535 * 256, 65_535 * 256 + 1, u64::from(u32::MAX)] {
+            let [x, y] = grid(items, 65_535);
+            assert!(u64::from(x) * u64::from(y) * 256 >= items && x <= 65_535 && y <= 65_535);
+            assert_eq!(y == 0, items == 0);
+        }
+    }
 }

@@ -21,16 +21,15 @@ pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -
     Ok(make())
 }
 
-/// Runs `make`, such as [`super::MlaDecode::new`] or a `bind`, and awaits what the device has against it.
+/// Runs `make`, such as [`crate::Device::compile`] or a `bind`, and awaits what the device has against it.
 ///
 /// It is for browsers, which compile and check after the call returned: without it their errors reach only the device's
-/// own handler. Elsewhere the verbs report all that themselves. `what` names it in the error.
+/// own handler. Elsewhere the calls report all that themselves. `what` names it in the error.
 ///
 /// ```no_run
-/// # async fn f(pipelines: &wgpu_mla::gpu::Pipelines, spec: &wgpu_mla::MlaSpec) -> wgpu_mla::Result<()> {
-/// use wgpu_mla::gpu::{MlaDecode, checked};
-/// let make = || MlaDecode::new(pipelines, spec, &Default::default());
-/// let mla = checked(pipelines.device(), "a decode", make).await?;
+/// # async fn f(gpu: &wgpu_mla::gpu::Gpu, spec: wgpu_mla::MlaSpec) -> wgpu_mla::Result<()> {
+/// use wgpu_mla::{Device, gpu::checked};
+/// let mla = checked(gpu.device(), "a decode", || gpu.compile(spec)).await?;
 /// # Ok(()) }
 /// ```
 ///

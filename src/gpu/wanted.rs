@@ -1,15 +1,15 @@
 //! What a host should ask for when it makes its device, and what a device can do.
 
-use crate::caps::{Caps, DeviceKind};
+use super::caps::{Caps, DeviceKind};
 
-/// The part of a `wgpu::DeviceDescriptor` that this crate's better rows need.
+/// The part of a `wgpu::DeviceDescriptor` that this crate's better variants need.
 #[derive(Debug, Clone)]
 pub struct Wanted {
-    /// Features that the adapter has and a row uses.
+    /// Features that the adapter has and a variant uses.
     pub features: wgpu::Features,
     /// WebGPU's defaults, raised where it helps to what the adapter has.
     pub limits: wgpu::Limits,
-    /// Token for experimental features: disabled while no row needs one.
+    /// Token for experimental features: disabled while no variant needs one.
     pub experimental: wgpu::ExperimentalFeatures,
 }
 
@@ -69,14 +69,11 @@ pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
     let (info, limits, features) = (device.adapter_info(), device.limits(), device.features());
     let subgroups = features.contains(wgpu::Features::SUBGROUP);
     let size = |lanes: u32| if subgroups { lanes } else { 0 };
+    // The kernels on matrices build halves from integers.
+    let matrices =
+        features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_I16);
     let cooperative_tile = match adapter {
-        // The kernels on matrices build halves from integers.
-        Some(adapter)
-            if features
-                .contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_I16) =>
-        {
-            cooperative_tile(&adapter.cooperative_matrix_properties())
-        }
+        Some(adapter) if matrices => cooperative_tile(&adapter.cooperative_matrix_properties()),
         _ => 0,
     };
     Caps {
@@ -90,6 +87,7 @@ pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
         min_subgroup_size: size(info.subgroup_min_size),
         max_subgroup_size: size(info.subgroup_max_size),
         cooperative_tile,
+        matrices_unknown: matrices && adapter.is_none(),
         // NVIDIA's own driver on an H200. NVK spills.
         deep_loads: cooperative_tile > 0 && info.backend == wgpu::Backend::Vulkan && info.driver == "NVIDIA",
         shader_f16: features.contains(wgpu::Features::SHADER_F16),

@@ -6,8 +6,10 @@ pub(crate) use template::Sequences;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use template::template;
 
-use crate::layer::fits;
-use crate::{Error, Result};
+use super::op::{Op, sealed};
+use super::{AppendSpec, RopeAppendSpec};
+use crate::view::fits;
+use crate::{Error, KvSpec, Result};
 
 /// The arrays of a batch as the device has them, each i32, dense and at the front of its buffer. What is in them is not known to the
 /// host: kernels that read them skip or clamp what leads out of the pool.
@@ -52,5 +54,25 @@ impl<'a, B> DeviceBatch<&'a B> {
     pub(crate) fn words(&self) -> [u64; 3] {
         let batch = u64::from(self.batch);
         [batch, batch + 1, batch * u64::from(self.max_pages)]
+    }
+}
+
+/// An op that writes new tokens to slots of a cache, which may be written on the device.
+pub trait AppendsSlots: Op<Capacity = u32> + for<'a> Op<Input<'a> = &'a [i64]> + sealed::Sealed {
+    /// The cache.
+    fn cache(&self) -> &KvSpec;
+}
+
+impl sealed::Sealed for AppendSpec {}
+impl AppendsSlots for AppendSpec {
+    fn cache(&self) -> &KvSpec {
+        &self.kv
+    }
+}
+
+impl sealed::Sealed for RopeAppendSpec {}
+impl AppendsSlots for RopeAppendSpec {
+    fn cache(&self) -> &KvSpec {
+        &self.append.kv
     }
 }

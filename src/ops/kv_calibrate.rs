@@ -1,12 +1,17 @@
-//! Arguments, checks and results of `kv_calibrate`.
+//! `kv_calibrate`: what an e4m3 cache would make of new rows, counted on the device. Arguments, checks and results.
 
 use std::ops::Range;
 
+use super::op::{Op, Use};
+use super::variants::OpOptions;
 use crate::dtype::k_scale_of;
-use crate::layer::{View, fits, no_aliases};
+use crate::view::{View, fits, positive, wide};
 use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaShape, MlaSpec, Result};
 
 /// What a `kv_calibrate` is compiled for.
+///
+/// It looks at the rows that a `kv_append` would write, and adds to the counters of [`CalibrationStats`] in a buffer. Nothing is read
+/// back before the host downloads those 32 bytes, of which it makes a `k_scale`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CalibrateSpec {
     /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
@@ -71,67 +76,65 @@ impl CalibrationStats {
     }
 }
 
-impl CalibrateSpec {
-    /// # Errors
-    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
-    pub fn check(&self) -> Result<()> {
-        let kv = KvSpec { dtype: Dtype::E4m3, page_size: 1, num_pages: 1 };
-        MlaSpec { shape: self.shape, kv, query: self.input, out: Dtype::F32 }.check()?;
-        if self.input == Dtype::E4m3 {
-            let cure = "use f32, f16 or bf16";
-            return Err(Error::DtypeUnsupported { what: "kv_c and k_pe", got: self.input, cure });
-        }
-        Ok(())
-    }
-}
-
-/// # Errors
-/// [`Error::Shape`] for a range that ends before it begins.
-pub(crate) fn check_tokens(tokens: &Range<u32>) -> Result<u32> {
-    tokens.end.checked_sub(tokens.start).ok_or(Error::Shape {
-        what: "the end of a token range",
-        got: tokens.end.into(),
-        cure: "must not be before its start",
-    })
-}
-
-impl<'a, B> Calibrate<&'a B> {
-    /// # Errors
-    /// [`Error::Scale`], [`Error::Alignment`], [`Error::BufferTooSmall`], given each buffer's bytes.
-    pub(crate) fn check(&self, spec: &CalibrateSpec, tokens: u32, size: impl Fn(&B) -> u64) -> Result<()> {
-        spec.check()?;
-        if !(self.k_scale.is_finite() && self.k_scale > 0.0) {
-            return Err(Error::Scale { what: "k_scale", got: self.k_scale });
-        }
-        let rows =
-            [("kv_c", self.kv_c, spec.shape.kv_lora_rank), ("k_pe", self.k_pe, spec.shape.qk_rope_head_dim)];
-        for (what, view, dim) in rows.into_iter().filter(|(.., dim)| *dim > 0) {
-            for got in [view.offset, view.token_stride] {
-                if got % 4 != 0 {
-                    return Err(Error::Alignment { what, got, of: 4, unit: "elements" });
-                }
-            }
-            let end = view.end(tokens.into(), 1, dim.into()).saturating_mul(spec.input.bytes() as u64);
-            fits(what, end, size(view.buffer))?;
-        }
-        fits("stats", CalibrationStats::BYTES, size(self.stats))
-    }
-
+impl<B: Copy> Calibrate<B> {
     /// The rotary rows. Without a rotary part they are unread, whatever they are, and the latent ones stand in for them.
-    pub(crate) fn rotary(&self, spec: &CalibrateSpec) -> View<&'a B> {
+    pub(crate) fn rotary(&self, spec: &CalibrateSpec) -> View<B> {
         if spec.shape.qk_rope_head_dim == 0 { self.kv_c } else { self.k_pe }
-    }
-
-    /// # Errors
-    /// [`Error::Aliased`].
-    pub(crate) fn check_aliases(&self, spec: &CalibrateSpec, is_same: impl Fn(&B, &B) -> bool) -> Result<()> {
-        let inputs = [("kv_c", self.kv_c.buffer), ("k_pe", self.rotary(spec).buffer)];
-        no_aliases(&inputs, &[("stats", self.stats)], is_same)
     }
 
     /// The largest magnitude that does not saturate; infinite where none does.
     pub(crate) fn limit(&self) -> f32 {
         E4M3_MAX * self.k_scale
+    }
+}
+
+impl Op for CalibrateSpec {
+    const NAME: &'static str = "kv_calibrate";
+    type Options = OpOptions;
+    type Facts = ();
+    /// Which tokens are looked at: those of a padded batch that are real.
+    type Input<'a> = Range<u32>;
+    type Args<B> = Calibrate<B>;
+    /// Where the tokens end.
+    type Extent = u32;
+    type Capacity = ();
+
+    fn check(&self) -> Result<()> {
+        let kv = KvSpec { dtype: Dtype::E4m3, page_size: 1, num_pages: 1 };
+        MlaSpec { shape: self.shape, kv, query: self.input, out: Dtype::F32 }.check()?;
+        wide("kv_c and k_pe", self.input)
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a Calibrate<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<Calibrate<C>> {
+        let rotary = if self.shape.qk_rope_head_dim > 0 { Use::Read("k_pe") } else { Use::Unread("k_pe") };
+        Ok(Calibrate {
+            kv_c: args.kv_c.map(|buffer| f(Use::Read("kv_c"), buffer))?,
+            k_pe: args.k_pe.map(|buffer| f(rotary, buffer))?,
+            k_scale: args.k_scale,
+            stats: f(Use::Write("stats"), &args.stats)?,
+        })
+    }
+
+    fn check_args<B>(
+        &self,
+        args: &Calibrate<&B>,
+        max_tokens: u32,
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
+        positive("k_scale", args.k_scale)?;
+        let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = self.shape;
+        for (what, view, dim) in [("kv_c", args.kv_c, kv_lora_rank), ("k_pe", args.k_pe, qk_rope_head_dim)] {
+            view.check(what, [max_tokens, 1, dim], self.input.bytes(), 4, size(view.buffer))?;
+        }
+        fits("stats", CalibrationStats::BYTES, size(args.stats))
+    }
+
+    fn fits(end: u32, max_tokens: u32) -> Result<(), &'static str> {
+        if end > max_tokens { Err("the step's tokens end after the binding's max_tokens") } else { Ok(()) }
     }
 }
 

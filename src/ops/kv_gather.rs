@@ -1,10 +1,17 @@
-//! Arguments and checks of `kv_gather`.
+//! `kv_gather`: tokens of the paged cache to rows of a contiguous workspace, the field's `cp_gather_cache`, and with an e4m3 cache and a
+//! wider output its `gather_and_maybe_dequant_cache`. Arguments and checks.
 
-use crate::layer::{KvView, View, distinct, fits, no_aliases};
+use super::op::{Op, Use};
+use super::variants::OpOptions;
 use crate::tables::{PageTable, check_rows, row_of};
+use crate::view::{KvView, View, aligned, distinct, positive};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 
 /// What a `kv_gather` is compiled for.
+///
+/// Bits are copied where the dtypes agree. An e4m3 code becomes the f32 product of its value and `k_scale`, then an element of the output:
+/// rounded to nearest even both times, on every device; a NaN code becomes a quiet NaN of its sign. Other pairs of dtypes are rounded
+/// once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GatherSpec {
     /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
@@ -40,10 +47,21 @@ pub struct Gather<B> {
     pub out: View<B>,
 }
 
+/// What a step gathers. Ranges may begin and end anywhere in a page.
+#[derive(Debug, Clone, Copy)]
+pub struct GatherBatch<'a> {
+    /// The pages of each sequence, from the host: not [`PageTable::Device`].
+    pub pages: PageTable<'a>,
+    /// Tokens of each sequence in the cache.
+    pub seq_lens: &'a [i32],
+    /// What becomes which rows.
+    pub ranges: &'a [GatherRange],
+}
+
 /// Neighbouring tokens of one page.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(crate) struct Piece {
+pub struct Piece {
     /// `page * page_size + offset` of the first.
     pub slot: u32,
     /// Row of the first.
@@ -61,25 +79,6 @@ pub(crate) struct Pieces {
 }
 
 impl GatherSpec {
-    /// # Errors
-    /// [`Error::Shape`], and [`Error::DtypeUnsupported`] for e4m3 rows of another cache.
-    pub fn check(&self) -> Result<()> {
-        self.mla().check()?;
-        if self.output == Dtype::E4m3 && self.kv.dtype != Dtype::E4m3 {
-            let cure = "use f32, f16 or bf16; `kv_append` is what makes e4m3 codes";
-            return Err(Error::DtypeUnsupported {
-                what: "the output of this gather",
-                got: self.output,
-                cure,
-            });
-        }
-        Ok(())
-    }
-
-    pub(crate) fn mla(&self) -> MlaSpec {
-        MlaSpec { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }
-    }
-
     /// Whether codes become what they stand for.
     pub(crate) fn dequantises(&self) -> bool {
         self.kv.dtype == Dtype::E4m3 && self.output != Dtype::E4m3
@@ -90,12 +89,8 @@ impl GatherSpec {
     /// # Errors
     /// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::GatherRange`], [`Error::GatherOverlap`], and
     /// [`Error::LayoutMismatch`] for [`PageTable::Device`].
-    pub(crate) fn pieces(
-        &self,
-        pages: PageTable<'_>,
-        seq_lens: &[i32],
-        ranges: &[GatherRange],
-    ) -> Result<Pieces> {
+    pub(crate) fn pieces(&self, batch: GatherBatch<'_>) -> Result<Pieces> {
+        let GatherBatch { pages, seq_lens, ranges } = batch;
         if matches!(pages, PageTable::Device) {
             let detail = "kv_gather takes its pages from the host: PageTable::Dense or PageTable::Csr";
             return Err(Error::LayoutMismatch { detail });
@@ -175,30 +170,53 @@ fn check_overlaps(ranges: &[GatherRange]) -> Result<()> {
     Ok(())
 }
 
-impl<B> Gather<&B> {
-    /// # Errors
-    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], given each buffer's bytes.
-    pub(crate) fn check(&self, spec: &GatherSpec, rows: u32, size: impl Fn(&B) -> u64) -> Result<()> {
-        spec.check()?;
-        if !(self.k_scale.is_finite() && self.k_scale > 0.0) {
-            return Err(Error::Scale { what: "k_scale", got: self.k_scale });
+impl Op for GatherSpec {
+    const NAME: &'static str = "kv_gather";
+    type Options = OpOptions;
+    type Facts = ();
+    type Input<'a> = GatherBatch<'a>;
+    type Args<B> = Gather<B>;
+    /// Rows of the output: the end of the last range's.
+    type Extent = u32;
+    /// Pages, those in part included.
+    type Capacity = u32;
+
+    fn check(&self) -> Result<()> {
+        MlaSpec { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }.check()?;
+        if self.output == Dtype::E4m3 && self.kv.dtype != Dtype::E4m3 {
+            let cure = "use f32, f16 or bf16; `kv_append` is what makes e4m3 codes";
+            return Err(Error::DtypeUnsupported {
+                what: "the output of this gather",
+                got: self.output,
+                cure,
+            });
         }
-        self.kv.check(&spec.mla(), size(self.kv.buffer))?;
-        for got in [self.out.offset, self.out.token_stride] {
-            if got % 4 != 0 {
-                return Err(Error::Alignment { what: "out", got, of: 4, unit: "elements" });
-            }
-        }
-        let (rows, dim) = (u64::from(rows), u64::from(spec.shape.row_elems()));
-        distinct("out", &self.out, rows, 1, dim)?;
-        let end = self.out.end(rows, 1, dim).saturating_mul(spec.output.bytes() as u64);
-        fits("out", end, size(self.out.buffer))
+        Ok(())
     }
 
-    /// # Errors
-    /// [`Error::Aliased`].
-    pub(crate) fn check_aliases(&self, is_same: impl Fn(&B, &B) -> bool) -> Result<()> {
-        no_aliases(&[("kv", self.kv.buffer)], &[("out", self.out.buffer)], is_same)
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a Gather<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<Gather<C>> {
+        Ok(Gather {
+            kv: args.kv.map(|buffer| f(Use::Read("kv"), buffer))?,
+            k_scale: args.k_scale,
+            out: args.out.map(|buffer| f(Use::Write("out"), buffer))?,
+        })
+    }
+
+    fn check_args<B>(&self, args: &Gather<&B>, rows: u32, size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+        positive("k_scale", args.k_scale)?;
+        let row_elems = self.shape.row_elems();
+        args.kv.check(&self.kv, row_elems, size(args.kv.buffer))?;
+        aligned("out", args.out.token_stride, 4)?;
+        distinct("out", &args.out, rows.into(), 1, row_elems.into())?;
+        args.out.check("out", [rows, 1, row_elems], self.output.bytes(), 4, size(args.out.buffer))
+    }
+
+    fn fits(rows: u32, max_rows: u32) -> Result<(), &'static str> {
+        if rows > max_rows { Err("the step gathers to rows past the binding's max_rows") } else { Ok(()) }
     }
 }
 
@@ -220,10 +238,14 @@ mod tests {
     const TABLE: PageTable<'_> =
         PageTable::Dense { block_table: &[5, 3, 8, i32::MIN, 2, 0, i32::MAX, -1], max_pages: 4 };
 
+    fn batch<'a>(seq_lens: &'a [i32], ranges: &'a [GatherRange]) -> GatherBatch<'a> {
+        GatherBatch { pages: TABLE, seq_lens, ranges }
+    }
+
     #[test]
     fn ranges_are_cut_at_the_ends_of_pages() {
         let pieces = |ranges: &[GatherRange]| {
-            let all = spec(4).pieces(TABLE, &[11, 6], ranges).expect("good ranges");
+            let all = spec(4).pieces(batch(&[11, 6], ranges)).expect("good ranges");
             let pieces = all.pieces.iter().map(|piece| (piece.slot, piece.out_row, piece.tokens));
             (pieces.collect::<Vec<_>>(), all.rows)
         };
@@ -236,7 +258,7 @@ mod tests {
     #[test]
     fn every_refusal_says_which_range() {
         let refused = |lens: &[i32], ranges: &[GatherRange]| {
-            spec(4).pieces(TABLE, lens, ranges).map(|_| ()).expect_err("refused")
+            spec(4).pieces(batch(lens, ranges)).map(|_| ()).expect_err("refused")
         };
         let good = range(0, 0, 4, 0);
         let at = |error| match error {
@@ -257,7 +279,7 @@ mod tests {
         );
         let overlap = refused(&[11, 6], &[range(0, 0, 4, 3), range(1, 2, 0, 4), range(1, 0, 2, 2)]);
         assert_eq!(overlap, Error::GatherOverlap { first: 2, second: 0, row: 3 });
-        let device = spec(4).pieces(PageTable::Device, &[], &[]).map(|_| ());
+        let device = spec(4).pieces(GatherBatch { pages: PageTable::Device, ..batch(&[], &[]) }).map(|_| ());
         assert!(matches!(device, Err(Error::LayoutMismatch { .. })));
     }
 }

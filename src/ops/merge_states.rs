@@ -1,8 +1,21 @@
-//! Arguments and checks of `merge_states`: any number of partial attention results into one.
+//! `merge_states`: any number of partial attention results into one. Arguments and checks.
 
-use super::MergeStatesSpec;
-use crate::layer::{View, aligned, distinct, fits, no_aliases};
-use crate::{Error, Result};
+use std::ops::Range;
+
+use super::merge_attn_states::check_states;
+use super::op::{Op, Use};
+use super::variants::OpOptions;
+use crate::view::{View, aligned, check_tokens, distinct};
+use crate::{Dtype, Error, Result};
+
+/// What a `merge_states` is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MergeStatesSpec {
+    /// Dtype of the inputs and of the output: f32, f16 or bf16.
+    pub dtype: Dtype,
+    /// Elements of a head: a multiple of 8.
+    pub head_size: u32,
+}
 
 /// Sets of partial attention results of the same queries, each over other keys, and where their merge goes: FlashInfer's
 /// `merge_states`.
@@ -27,78 +40,124 @@ pub struct StateSets<B> {
     pub output: View<B>,
     /// f32 `[tokens, heads]`, where the merged LSE goes, if it is wanted.
     pub output_lse: Option<View<B>>,
-    /// Sets: from 1 to 65,536.
-    pub num_sets: u32,
-    /// Query tokens.
-    pub num_tokens: u32,
     /// Heads.
     pub num_heads: u32,
 }
 
-impl<'a, B> StateSets<&'a B> {
-    /// The last set, which ends furthest back.
-    pub(crate) fn last(&self) -> (View<&'a B>, View<&'a B>) {
-        let last = u64::from(self.num_sets.saturating_sub(1));
-        let at = |view: View<&'a B>, stride: u64| View {
+/// How many tokens and sets a merge reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SetsExtent {
+    /// Tokens, up to the last that is merged.
+    pub tokens: u32,
+    /// Sets: from 1 to 65,536.
+    pub sets: u32,
+}
+
+impl<B: Copy> StateSets<B> {
+    /// The last of so many sets, which ends furthest back.
+    pub(crate) fn last(&self, sets: u32) -> (View<B>, View<B>) {
+        let last = u64::from(sets.saturating_sub(1));
+        let at = |view: View<B>, stride: u64| View {
             offset: view.offset.saturating_add(last.saturating_mul(stride)),
             ..view
         };
         (at(self.states, self.set_stride), at(self.lse, self.lse_set_stride))
     }
+}
 
+/// # Errors
+/// [`Error::Shape`] for no or too many sets.
+fn check_sets(sets: u32) -> Result<()> {
+    if !(1..=1 << 16).contains(&sets) {
+        let cure = "must be from 1 to 65,536: merge what comes of several such merges after that";
+        return Err(Error::Shape { what: "num_sets", got: sets.into(), cure });
+    }
+    Ok(())
+}
+
+impl MergeStatesSpec {
+    /// How far a step of so many tokens and sets reaches.
+    ///
     /// # Errors
-    /// [`Error::Shape`] for a head that is no multiple of 8 elements, for no or too many sets, and where written rows overlap,
-    /// [`Error::Alignment`], [`Error::BufferTooSmall`], given each buffer's bytes.
-    pub(crate) fn check(&self, spec: &MergeStatesSpec, size: impl Fn(&B) -> u64) -> Result<()> {
-        spec.check()?;
-        if !spec.head_size.is_multiple_of(8) {
-            let got = spec.head_size.into();
-            return Err(Error::Shape {
-                what: "head_size of merge_states",
-                got,
-                cure: "must be a multiple of 8",
-            });
+    /// [`Error::Shape`] for a range that ends before it begins, and for no or too many sets.
+    pub(crate) fn extent(&self, tokens: &Range<u32>, sets: u32) -> Result<SetsExtent> {
+        check_sets(sets)?;
+        Ok(SetsExtent { tokens: check_tokens(tokens)?.1, sets })
+    }
+}
+
+impl Op for MergeStatesSpec {
+    const NAME: &'static str = "merge_states";
+    type Options = OpOptions;
+    type Facts = ();
+    /// Which tokens are merged, and how many of the sets.
+    type Input<'a> = (Range<u32>, u32);
+    type Args<B> = StateSets<B>;
+    type Extent = SetsExtent;
+    /// Tokens.
+    type Capacity = u32;
+
+    fn check(&self) -> Result<()> {
+        check_states("merge_states", self.dtype, self.head_size)?;
+        if !self.head_size.is_multiple_of(8) {
+            let (what, got) = ("head_size of merge_states", self.head_size.into());
+            return Err(Error::Shape { what, got, cure: "must be a multiple of 8" });
         }
-        if !(1..=1 << 16).contains(&self.num_sets) {
-            let cure = "must be from 1 to 65,536: merge what comes of several such merges after that";
-            return Err(Error::Shape { what: "num_sets", got: self.num_sets.into(), cure });
-        }
-        let (tokens, heads) = (u64::from(self.num_tokens), u64::from(self.num_heads));
+        Ok(())
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a StateSets<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<StateSets<C>> {
+        Ok(StateSets {
+            states: args.states.map(|buffer| f(Use::Read("states"), buffer))?,
+            set_stride: args.set_stride,
+            lse: args.lse.map(|buffer| f(Use::Read("lse"), buffer))?,
+            lse_set_stride: args.lse_set_stride,
+            output: args.output.map(|buffer| f(Use::Write("output"), buffer))?,
+            output_lse: match &args.output_lse {
+                Some(view) => Some(view.map(|buffer| f(Use::Write("output_lse"), buffer))?),
+                None => None,
+            },
+            num_heads: args.num_heads,
+        })
+    }
+
+    fn check_args<B>(
+        &self,
+        args: &StateSets<&B>,
+        room: SetsExtent,
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
+        check_sets(room.sets)?;
+        let (tokens, heads, dim) = (room.tokens, args.num_heads, self.head_size);
         if tokens == 0 || heads == 0 {
             return Ok(());
         }
-        for (what, view) in [("states", self.states), ("output", self.output)] {
-            for got in [view.offset, view.token_stride, view.head_stride] {
-                aligned(what, got)?;
-            }
-        }
-        aligned("states set_stride", self.set_stride)?;
-        let (dim, bytes) = (u64::from(spec.head_size), spec.dtype.bytes() as u64);
-        let (states, lse) = self.last();
-        for (what, view, dim, bytes) in [
-            ("states", Some(states), dim, bytes),
-            ("lse", Some(lse), 1, 4),
-            ("output", Some(self.output), dim, bytes),
-            ("output_lse", self.output_lse, 1, 4),
+        aligned("states set_stride", args.set_stride, 8)?;
+        let (states, lse) = args.last(room.sets);
+        let bytes = self.dtype.bytes();
+        for (what, view, dim, bytes, unit) in [
+            ("states", Some(args.states), dim, bytes, 8),
+            ("states", Some(states), dim, bytes, 8),
+            ("lse", Some(lse), 1, 4, 1),
+            ("output", Some(args.output), dim, bytes, 8),
+            ("output_lse", args.output_lse, 1, 4, 1),
         ] {
             if let Some(view) = view {
-                fits(what, view.end(tokens, heads, dim).saturating_mul(bytes), size(view.buffer))?;
+                view.check(what, [tokens, heads, dim], bytes, unit, size(view.buffer))?;
             }
         }
-        distinct("output", &self.output, tokens, heads, dim)?;
-        self.output_lse.map_or(Ok(()), |lse| distinct("output_lse", &lse, tokens, heads, 1))
+        distinct("output", &args.output, tokens.into(), heads.into(), dim.into())?;
+        let lse = args.output_lse;
+        lse.map_or(Ok(()), |lse| distinct("output_lse", &lse, tokens.into(), heads.into(), 1))
     }
 
-    /// # Errors
-    /// [`Error::Aliased`].
-    pub(crate) fn check_aliases(&self, is_same: impl Fn(&B, &B) -> bool) -> Result<()> {
-        let inputs = [("states", self.states.buffer), ("lse", self.lse.buffer)];
-        let output = [("output", self.output.buffer)];
-        no_aliases(&inputs, &output, &is_same)?;
-        if let Some(lse) = self.output_lse {
-            let lse = [("output_lse", lse.buffer)];
-            no_aliases(&inputs, &lse, &is_same)?;
-            no_aliases(&output, &lse, &is_same)?;
+    fn fits(used: SetsExtent, room: SetsExtent) -> Result<(), &'static str> {
+        if used.tokens > room.tokens || used.sets > room.sets {
+            return Err("the step merges more tokens or sets than the binding has");
         }
         Ok(())
     }

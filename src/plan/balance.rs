@@ -7,7 +7,6 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::cut::{Cut, Pieces};
 use super::{Run, Tiling};
 
 /// A whole number of cache pages, and of the blocks of any kernel.
@@ -16,6 +15,69 @@ const LONG_PIECE_STEP: u64 = 64;
 const LONG_PIECE: u64 = 1024;
 /// Lengths of pieces that are tried at most.
 const TRIALS: u32 = 6;
+
+/// Where runs are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cut {
+    /// Into equal shares of at most `chunk` tokens on block boundaries, so that no split is a short remainder.
+    Shares { chunk: u32, block: u32 },
+    /// Into pieces of one length and a remainder.
+    Pieces(Pieces),
+}
+
+/// Pieces of `tokens` and a remainder. One shorter than `least` halves the last piece with it, on a block boundary: it is
+/// then neither all overhead nor does it make a longer piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Pieces {
+    /// A multiple of `block`, or `least` is 0.
+    pub tokens: u32,
+    pub least: u32,
+    pub block: u32,
+}
+
+impl Pieces {
+    /// Whole pieces of a run, and the tokens of up to two others after them.
+    pub(super) fn of(self, tokens: u32) -> (u32, [u32; 2]) {
+        let (whole, rest) = (tokens / self.tokens, tokens % self.tokens);
+        if whole == 0 || rest == 0 || rest >= self.least {
+            return (whole, [rest, 0]);
+        }
+        let both = self.tokens + rest;
+        let first = both.div_ceil(2).next_multiple_of(self.block);
+        (whole - 1, [first, both - first])
+    }
+}
+
+impl Cut {
+    /// Splits of a run that has some tokens.
+    pub(super) fn splits(self, tokens: u32) -> u32 {
+        match self {
+            Self::Shares { chunk, .. } => tokens.div_ceil(chunk),
+            Self::Pieces(pieces) => {
+                let (whole, others) = pieces.of(tokens);
+                whole + others.iter().filter(|&&other| other > 0).count() as u32
+            }
+        }
+    }
+
+    /// Where split `k` of a run begins, from the run's first token; for `k == splits` where the last one ends.
+    pub(super) fn at(self, tokens: u32, splits: u32, k: u32) -> u32 {
+        if k == 0 || k >= splits {
+            return if k == 0 { 0 } else { tokens };
+        }
+        match self {
+            Self::Shares { block, .. } => {
+                let blocks = u64::from(tokens.div_ceil(block));
+                let at = blocks * u64::from(k) / u64::from(splits) * u64::from(block);
+                at.min(tokens.into()) as u32
+            }
+            Self::Pieces(pieces) => {
+                let (whole, [other, _]) = pieces.of(tokens);
+                if k <= whole { k * pieces.tokens } else { whole * pieces.tokens + other }
+            }
+        }
+    }
+}
 
 #[derive(Debug, Clone, Default)]
 pub(super) struct Scratch {
@@ -65,9 +127,13 @@ impl Load<'_> {
 
     /// Items that equal shares may make.
     fn most_items(&self) -> u64 {
-        let Tiling { target_items, lone_items, .. } = *self.tiling;
-        let is_lone = self.parts().map(|(_, tiles)| tiles).sum::<u64>() == 1;
-        if is_lone && lone_items > 0 { lone_items.min(target_items).into() } else { target_items.into() }
+        let Tiling { target_items, single_sequence_items, .. } = *self.tiling;
+        let is_single = self.parts().map(|(_, tiles)| tiles).sum::<u64>() == 1;
+        if is_single && single_sequence_items > 0 {
+            single_sequence_items.min(target_items).into()
+        } else {
+            target_items.into()
+        }
     }
 
     /// The shortest equal shares, in tokens, with which the batch makes no more items than it may.

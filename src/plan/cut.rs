@@ -1,71 +1,8 @@
 //! Runs are cut into splits, each split into tiles, and what the splits of a row give is merged.
 
-use super::balance::balanced;
+use super::balance::{Cut, Pieces, balanced};
 use super::{DIRECT, Merge, Plan, Policy, Run, Tiling, WorkItem, countable};
 use crate::Result;
-
-/// Where runs are cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Cut {
-    /// Into equal shares of at most `chunk` tokens on block boundaries, so that no split is a short remainder.
-    Shares { chunk: u32, block: u32 },
-    /// Into pieces of one length and a remainder.
-    Pieces(Pieces),
-}
-
-/// Pieces of `tokens` and a remainder. One shorter than `least` halves the last piece with it, on a block boundary: it is
-/// then neither all overhead nor does it make a longer piece.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Pieces {
-    /// A multiple of `block`, or `least` is 0.
-    pub tokens: u32,
-    pub least: u32,
-    pub block: u32,
-}
-
-impl Pieces {
-    /// Whole pieces of a run, and the tokens of up to two others after them.
-    pub(super) fn of(self, tokens: u32) -> (u32, [u32; 2]) {
-        let (whole, rest) = (tokens / self.tokens, tokens % self.tokens);
-        if whole == 0 || rest == 0 || rest >= self.least {
-            return (whole, [rest, 0]);
-        }
-        let both = self.tokens + rest;
-        let first = both.div_ceil(2).next_multiple_of(self.block);
-        (whole - 1, [first, both - first])
-    }
-}
-
-impl Cut {
-    /// Splits of a run that has some tokens.
-    pub(super) fn splits(self, tokens: u32) -> u32 {
-        match self {
-            Self::Shares { chunk, .. } => tokens.div_ceil(chunk),
-            Self::Pieces(pieces) => {
-                let (whole, others) = pieces.of(tokens);
-                whole + others.iter().filter(|&&other| other > 0).count() as u32
-            }
-        }
-    }
-
-    /// Where split `k` of a run begins, from the run's first token; for `k == splits` where the last one ends.
-    fn at(self, tokens: u32, splits: u32, k: u32) -> u32 {
-        if k == 0 || k >= splits {
-            return if k == 0 { 0 } else { tokens };
-        }
-        match self {
-            Self::Shares { block, .. } => {
-                let blocks = u64::from(tokens.div_ceil(block));
-                let at = blocks * u64::from(k) / u64::from(splits) * u64::from(block);
-                at.min(tokens.into()) as u32
-            }
-            Self::Pieces(pieces) => {
-                let (whole, [other, _]) = pieces.of(tokens);
-                if k <= whole { k * pieces.tokens } else { whole * pieces.tokens + other }
-            }
-        }
-    }
-}
 
 impl Plan {
     /// Cuts each run into splits and each split into tiles.

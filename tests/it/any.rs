@@ -6,8 +6,9 @@ use mla_support::paint::Make;
 use wgpu_mla::any::{self, AnyBackend, Chosen};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Dtype, Error, KvView, Layer, MergeStates, MergeStatesSpec, Rope,
-    RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, View,
+    AppendLayer, AppendSpec, Binding, Compiled, CopySpec, Device, Dtype, Error, KvView, Layer,
+    MergeAttnStatesSpec, MergeStates, MlaLayerSpec, MlaSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout,
+    RopeSpec, Step, View,
 };
 
 fn best_is_here_and_says_why() {
@@ -36,9 +37,9 @@ fn it_is_shared_between_threads() {
     fn shared<T: Send + Sync>() {}
     shared::<AnyBackend>();
     shared::<any::Buffer>();
-    shared::<any::Decode>();
-    shared::<any::Step>();
-    shared::<any::Binding>();
+    shared::<(Compiled<MlaSpec, AnyBackend>, Compiled<MlaLayerSpec, AnyBackend>)>();
+    shared::<(Step<MlaSpec, AnyBackend>, Step<MlaLayerSpec, AnyBackend>)>();
+    shared::<(Binding<MlaSpec, AnyBackend>, Binding<MlaLayerSpec, AnyBackend>)>();
 }
 
 /// With a card CUDA is taken; without one, or without its driver, what else there is, and it says why.
@@ -90,33 +91,31 @@ fn foreign_buffers() -> Vec<any::Buffer> {
     ])
 }
 
-fn must_refuse<T>(what: &'static str, result: wgpu_mla::Result<T>) {
+fn must_refuse<T>(result: wgpu_mla::Result<T>) {
     match result {
-        Ok(_) => panic!("a foreign {what} was taken"),
+        Ok(_) => panic!("a foreign buffer was taken"),
         Err(error) => {
-            assert!(
-                matches!(error, Error::OtherBackend { what: named, here: "the CPU", .. } if named == what)
-            );
+            assert!(matches!(error, Error::OtherBackend { what: "buffer", here: "the CPU", .. }), "{error}");
             assert!(error.to_string().contains("copy by `download` and `upload`"), "{error}");
         }
     }
 }
 
-fn a_buffer_of_another_backend_is_refused_by_every_verb() {
+fn a_buffer_of_another_backend_is_refused_by_every_op() {
     let cpu = AnyBackend::from(Cpu::with_threads(1));
     let spec = Make::default().build().spec;
-    let mla = cpu.decode(&spec, None).expect("a decode");
+    let mla = cpu.compile(spec).expect("a decode");
     let own: [any::Buffer; 6] = std::array::from_fn(|_| cpu.buffer(1 << 20).expect("memory"));
     for foreign in &foreign_buffers() {
-        must_refuse("buffer", cpu.upload(foreign, 0, &[0; 4]));
-        must_refuse("buffer", cpu.download(foreign, 4));
+        must_refuse(cpu.upload(foreign, 0, &[0; 4]));
+        must_refuse(cpu.download(foreign, 4));
         // Each place in turn.
         for place in 0..6 {
             let buffer = |at: usize| if at == place { foreign } else { &own[at] };
             let [a, b, c, d, e, f] = std::array::from_fn(buffer);
             let whole = Layer::dense(&spec, a, b, c, d, 0.1);
             if place < 4 {
-                must_refuse("buffer", cpu.bind(&mla, 1, &whole));
+                must_refuse(mla.bind(&whole, 1));
             }
             let states = MergeStates {
                 prefix_output: View::dense(a, 1, 8),
@@ -128,14 +127,14 @@ fn a_buffer_of_another_backend_is_refused_by_every_verb() {
                 num_tokens: 1,
                 num_heads: 1,
             };
-            let of = MergeStatesSpec { dtype: Dtype::F32, head_size: 8 };
-            must_refuse("buffer", cpu.merge_attn_states(&of, &states));
+            let of = MergeAttnStatesSpec { dtype: Dtype::F32, head_size: 8 };
+            must_refuse(cpu.once(of, (), &states));
             if place < 3 {
                 let kv = KvView::dense(c, &spec);
                 let rows =
                     AppendLayer { kv_c: View::dense(a, 1, 8), k_pe: View::dense(b, 1, 8), kv, k_scale: 1.0 };
                 let of = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
-                must_refuse("buffer", cpu.kv_append(&of, &[0], &rows));
+                must_refuse(cpu.once(of, &[0], &rows));
             }
             let rope = Rope {
                 x: View::dense(a, 1, 64),
@@ -143,12 +142,11 @@ fn a_buffer_of_another_backend_is_refused_by_every_verb() {
                 positions: c,
                 cos_sin: d,
                 max_position: 1,
-                num_tokens: 1,
             };
             let layout = RopeLayout::Interleaved;
             let of = RopeSpec { dtype: Dtype::F32, num_heads: 1, rope_dim: 64, layout };
             if place < 4 {
-                must_refuse("buffer", cpu.rope(&of, &rope));
+                must_refuse(cpu.once(of, 0..1, &rope));
             }
             let args = RopeAppend {
                 q_pe: rope.x,
@@ -165,38 +163,41 @@ fn a_buffer_of_another_backend_is_refused_by_every_verb() {
             };
             let append = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
             let of = RopeAppendSpec { append, query: Dtype::F32, num_heads: 1, layout };
-            must_refuse("buffer", cpu.rope_append(&of, &[0], &args));
+            must_refuse(cpu.once(of, &[0], &args));
         }
         let kv = KvView::dense(foreign, &spec);
-        must_refuse("buffer", cpu.kv_copy_pages(&spec.kv, spec.shape.row_elems(), &[], &kv));
+        must_refuse(cpu.once(CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() }, &[], &kv));
     }
 }
 
-/// Also decodes, steps and bindings.
+/// Also steps and bindings.
 #[cfg(feature = "wgpu")]
-fn what_another_backend_compiled_is_refused() -> Outcome {
-    use wgpu_mla::{Batch, Capacity, PageTable, Plan, Policy};
+fn what_another_backend_made_is_refused() -> Outcome {
+    use wgpu_mla::{Batch, Capacity, DecodeOptions, PageTable, Plan, Policy};
     let gpu = mla_support::gpu()?;
     let (cpu, gpu) = (AnyBackend::from(Cpu::with_threads(1)), AnyBackend::from(gpu));
     let spec = Make::default().build().spec;
+    let shared = DecodeOptions { variant: Some("shared".into()), ..DecodeOptions::default() };
     let (mla, foreign) =
-        (cpu.decode(&spec, None).expect("a row"), gpu.decode(&spec, Some("shared")).expect("a row"));
-    must_refuse("decode", cpu.step(&foreign, Capacity::default()));
-    assert!(!cpu.rounds_weights(&foreign));
+        (cpu.compile(spec).expect("a decode"), gpu.compile_with(spec, &shared).expect("a decode"));
+    let refused = |result: wgpu_mla::Result<()>| {
+        let error = result.expect_err("what another backend made was taken");
+        assert!(matches!(error, Error::LayoutMismatch { .. }), "{error}");
+        assert!(error.to_string().contains("another device"), "{error}");
+    };
 
-    let plan =
-        Plan::new(&spec, &cpu.tiling(&foreign), &Batch::new(&[1], &[0, 1]), Policy::Auto).expect("a plan");
-    let pages = PageTable::Dense { block_table: &[0], max_pages: 1 };
-    let mut step = gpu.step(&foreign, Capacity::of(&plan)).expect("a step");
-    must_refuse("decode", cpu.prepare(&foreign, &mut step, &plan, pages));
-    must_refuse("step", cpu.prepare(&mla, &mut step, &plan, pages));
+    let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&[1], &[0, 1]), Policy::Auto).expect("a plan");
+    let input = (&plan, PageTable::Dense { block_table: &[0], max_pages: 1 });
+    let mut step = foreign.step(Capacity::of(&plan)).expect("a step");
+    refused(mla.prepare(&mut step, input));
 
-    let own = cpu.step(&mla, Capacity::of(&plan)).expect("a step");
+    let mut own = mla.step(Capacity::of(&plan)).expect("a step");
+    mla.prepare(&mut own, input).expect("prepared");
     let [q, kv, out, lse] = std::array::from_fn(|_| gpu.buffer(2 << 20).expect("memory"));
     let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
-    let binding = gpu.bind(&foreign, 1, &layer).expect("a binding");
-    must_refuse("step", cpu.run(&mla, &step, &binding));
-    must_refuse("binding", cpu.run(&mla, &own, &binding));
+    let binding = foreign.bind(&layer, 1).expect("a binding");
+    refused(mla.run(&step, &binding));
+    refused(mla.run(&own, &binding));
     Ok(())
 }
 
@@ -207,7 +208,7 @@ crate::tests![
     cuda_is_taken_where_there_is_a_card,
     #[cfg(feature = "wgpu")]
     the_cpu_is_for_where_wgpu_finds_no_adapter,
-    a_buffer_of_another_backend_is_refused_by_every_verb,
+    a_buffer_of_another_backend_is_refused_by_every_op,
     #[cfg(feature = "wgpu")]
-    what_another_backend_compiled_is_refused,
+    what_another_backend_made_is_refused,
 ];

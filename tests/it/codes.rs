@@ -6,7 +6,8 @@ use mla_support::Outcome;
 #[cfg(feature = "wgpu")]
 use wgpu_mla::wgpu;
 use wgpu_mla::{
-    Backend, Batch, Capacity, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy, cpu::Cpu,
+    Backend, Batch, Capacity, DecodeOptions, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PageTable, Plan,
+    Policy, cpu::Cpu,
 };
 
 const LATENT: usize = 512;
@@ -71,22 +72,23 @@ fn read_back<B: Backend>(
     let (q, kv) = (backend.buffer(out_bytes)?, backend.buffer(codes.len() as u64)?);
     let (out, lse) = (backend.buffer(out_bytes)?, backend.buffer(tokens as u64 * 4)?);
     backend.upload(&kv, 0, codes)?;
-    let mla = backend.decode(&spec, Some(variant))?;
+    let options = DecodeOptions { variant: Some(variant.to_owned()), ..DecodeOptions::default() };
+    let mla = backend.compile_with(spec, &options)?;
     let pages: Vec<i32> = (0..tokens as i32).collect();
     let starts: Vec<i32> = (0..=tokens as i32).collect();
     let lens = vec![1; tokens];
-    let plan = Plan::new(&spec, &backend.tiling(&mla), &Batch::new(&lens, &starts), Policy::OneSplit)?;
-    let mut step = backend.step(&mla, Capacity::default())?;
-    backend.prepare(&mla, &mut step, &plan, PageTable::Dense { block_table: &pages, max_pages: 1 })?;
+    let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&lens, &starts), Policy::OneSplit)?;
+    let mut step = mla.step(Capacity::default())?;
+    mla.prepare(&mut step, (&plan, PageTable::Dense { block_table: &pages, max_pages: 1 }))?;
     let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 1.0);
-    backend.run(&mla, &step, &backend.bind(&mla, tokens as u32, &layer)?)?;
+    mla.run(&step, &mla.bind(&layer, tokens as u32)?)?;
     Ok(Dtype::F32.decode_all(&backend.download(&out, out_bytes)?))
 }
 
 fn check_all<B: Backend>(backend: &B) {
     for dtype in [Dtype::E4m3, Dtype::F16, Dtype::Bf16] {
         for variant in ["avx2", "portable", "subgroup", "shared"] {
-            // Only the rows that this backend has.
+            // Only the variants that this backend has.
             let nan = || if dtype == Dtype::E4m3 { check_nan(backend, variant) } else { Ok(()) };
             match check(backend, variant, dtype).and_then(|()| nan()) {
                 Ok(()) => println!("{}: {variant} {dtype} exact", backend.name()),
@@ -112,9 +114,10 @@ fn gpu() -> Outcome {
 fn gpu_without_features() -> Outcome {
     let gpu = mla_support::gpu()?;
     let (features, limits) = (wgpu::Features::empty(), wgpu::Limits::default());
-    let made = wgpu_mla::gpu::Gpu::from_adapter(gpu.adapter, features, limits);
+    let adapter = gpu.adapter().expect("it was made from one").clone();
+    let made = wgpu_mla::gpu::Gpu::from_adapter(adapter, features, limits);
     let gpu = pollster::block_on(made).expect("a default device");
-    assert!(!gpu.pipelines.caps().f16_subnormals);
+    assert!(!gpu.caps().f16_subnormals);
     check_all(&gpu);
     Ok(())
 }

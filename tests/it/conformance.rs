@@ -28,8 +28,9 @@ pub const WGPU_VARIANTS: [&str; 4] = ["coop", "coop_small", "subgroup", "shared"
 
 #[cfg(feature = "wgpu")]
 fn the_lists_name_every_variant() -> Outcome {
-    let ladder = mla_support::gpu()?.ladder(&mla_support::paint::Make::default().build().spec);
-    assert_eq!(ladder.into_iter().map(|(name, _)| name).collect::<Vec<_>>(), WGPU_VARIANTS);
+    use wgpu_mla::Device;
+    let variants = mla_support::gpu()?.variants(&mla_support::paint::Make::default().build().spec);
+    assert_eq!(variants.iter().map(|variant| variant.name).collect::<Vec<_>>(), WGPU_VARIANTS);
     Ok(())
 }
 

@@ -3,20 +3,24 @@
 use mla_support::paint::{Make, sequences};
 use mla_support::rig::{Rig, pages, plan, small};
 use mla_support::{Ignored, Outcome};
-use wgpu_mla::gpu::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
-use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Pipelines, wanted};
-use wgpu_mla::layer::View;
-use wgpu_mla::ops::{AppendLayer, AppendSpec, MergeStatesSpec};
-use wgpu_mla::{Backend, Capacity, Caps, Dtype, Error, KvView, Layer, MlaSpec, Policy, Query, wgpu};
+use wgpu_mla::gpu::{Gpu, Setup, wanted};
+use wgpu_mla::{
+    AppendLayer, AppendSpec, Capacity, Caps, CopySpec, DecodeOptions, Device, Dtype, Error, KvView, Layer,
+    MergeAttnStatesSpec, MlaSpec, Policy, ProjectSpec, Query, View, WeightOrder, wgpu,
+};
 
 const FIXED: Policy = Policy::FixedTokens(32);
 
+fn adapter(gpu: &Gpu) -> wgpu::Adapter {
+    gpu.adapter().expect("of a device that this crate made").clone()
+}
+
 /// A device of its own, with features and limits changed from what `wanted` would ask for.
 fn device(change: impl FnOnce(&mut wgpu::Features, &mut wgpu::Limits)) -> Result<Gpu, Ignored> {
-    let rig = Rig::shared()?;
-    let mut wanted = wanted(&rig.gpu.adapter);
+    let adapter = adapter(&mla_support::gpu()?);
+    let mut wanted = wanted(&adapter);
     change(&mut wanted.features, &mut wanted.limits);
-    let made = Gpu::from_adapter(rig.gpu.adapter.clone(), wanted.features, wanted.limits);
+    let made = Gpu::from_adapter(adapter, wanted.features, wanted.limits);
     Ok(pollster::block_on(made).expect("a weaker device"))
 }
 
@@ -30,6 +34,16 @@ fn runs_right(rig: &Rig) {
 fn spec() -> MlaSpec {
     small(&[(1, 1)]).spec
 }
+
+const PROJECT: ProjectSpec = ProjectSpec {
+    input: Dtype::F16,
+    weight: Dtype::F16,
+    output: Dtype::F16,
+    num_heads: 2,
+    k: 64,
+    n: 64,
+    order: WeightOrder::Kn,
+};
 
 /// As an application that asks for nothing makes it.
 fn a_default_device_works_and_says_what_it_lacks() -> Outcome {
@@ -46,25 +60,66 @@ fn a_default_device_works_and_says_what_it_lacks() -> Outcome {
     );
     runs_right(&rig);
 
-    let forced = Options { variant: Some("subgroup".into()), ..Options::default() };
-    let error = MlaDecode::new(&rig.gpu.pipelines, &spec(), &forced).expect_err("no subgroups");
+    let forced = |name: &str| DecodeOptions { variant: Some(name.into()), ..Default::default() };
+    let error = rig.gpu.compile_with(spec(), &forced("subgroup")).expect_err("no subgroups");
     assert!(
         matches!(&error, Error::VariantUnavailable { name, why } if name == "subgroup" && why.contains("SUBGROUP")),
         "{error}"
     );
-    let forced = Options { variant: Some("shared".into()), ..Options::default() };
-    let mla = MlaDecode::new(&rig.gpu.pipelines, &spec(), &forced).expect("runs everywhere");
+    let mla = rig.gpu.compile_with(spec(), &forced("shared")).expect("runs everywhere");
     assert!(mla.why().contains("forced"), "{}", mla.why());
     Ok(())
+}
+
+/// The same choice on a host's own device as on one that this crate makes.
+fn a_hosts_device_gets_the_same_variant() -> Outcome {
+    let made = mla_support::gpu()?;
+    let hosts = Gpu::on(&adapter(&made), made.device(), made.queue());
+    assert_eq!(hosts.caps(), made.caps());
+    let choices = |gpu: &Gpu| {
+        let mla = gpu.compile(spec()).expect("a decode");
+        let project = gpu.compile(PROJECT).expect("a projection");
+        [(mla.variant(), mla.why().to_owned()), (project.variant(), project.why().to_owned())]
+    };
+    assert_eq!(choices(&hosts), choices(&made));
+    let unknown = Gpu::without_adapter(made.device(), made.queue(), &Setup::default());
+    assert!(unknown.adapter().is_none());
+    for (variant, why) in choices(&unknown) {
+        assert!(!variant.starts_with("coop"), "{why}");
+    }
+    Ok(())
+}
+
+/// Only an adapter tells of cooperative matrices: where it was not given, that is the reason, and not that the card has none.
+fn a_device_without_its_adapter_says_so() {
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor {
+        backends: wgpu::Backends::NOOP,
+        backend_options: wgpu::BackendOptions {
+            noop: wgpu::NoopBackendOptions { enable: true, ..Default::default() },
+            ..Default::default()
+        },
+        ..wgpu::InstanceDescriptor::new_without_display_handle()
+    });
+    let adapter = pollster::block_on(instance.request_adapter(&Default::default())).expect("needs no GPU");
+    let wanted = wanted(&adapter);
+    assert!(wanted.features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX));
+    let gpu =
+        pollster::block_on(Gpu::from_adapter(adapter, wanted.features, wanted.limits)).expect("a device");
+    let why = |gpu: &Gpu| gpu.variants(&PROJECT).swap_remove(0).lacks.expect("it has no matrices");
+    assert!(why(&gpu).contains("no cooperative matrices"), "{}", why(&gpu));
+    let unknown = Gpu::without_adapter(gpu.device(), gpu.queue(), &Setup::default());
+    assert!(why(&unknown).contains("adapter"), "{}", why(&unknown));
+    let project = unknown.compile(PROJECT).expect("some variant runs");
+    assert!(project.why().contains(&why(&unknown)), "{}", project.why());
 }
 
 /// Each weaker set of capabilities, as a real device where one can be made.
 fn every_downgrade_runs() -> Outcome {
     let shared = Rig::shared()?;
     let (mut ran, mut left_out) = (0, 0);
-    for (name, weaker) in shared.gpu.pipelines.caps().downgrades() {
+    for (name, weaker) in shared.gpu.caps().downgrades() {
         let gpu = device(|features, limits| weaken(&weaker, features, limits))?;
-        let made = *gpu.pipelines.caps();
+        let made = *gpu.caps();
         if made != weaker {
             println!("{name}: no device can be made with {weaker:?}");
             left_out += 1;
@@ -117,69 +172,68 @@ fn a_folded_grid() -> Outcome {
     Ok(())
 }
 
-/// Every verb on a lost device is an error, and recording is still not a panic.
+/// Every call on a lost device is an error, and recording is still not a panic.
 fn a_lost_device() -> Outcome {
     let gpu = device(|_, _| ())?;
     let rig = Rig::on(gpu, &spec());
     let loaded = rig.load(small(&[(37, 1), (90, 2)]));
-    let mut step = rig.step(&loaded.problem, FIXED);
+    let [step, mut again] = [(); 2].map(|()| rig.step(&loaded.problem, FIXED));
     let mut before = rig.encoder();
-    rig.mla.record(&mut before, &step, &loaded.binding);
+    rig.mla.record(&mut before, &step, &loaded.binding).expect("recorded");
 
-    rig.gpu.device.destroy();
+    rig.gpu.device().destroy();
 
     let lost = |what: &str, error: Option<Error>| {
         assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
     };
-    let new = |spec: MlaSpec| MlaDecode::new(&rig.gpu.pipelines, &spec, &Options::default()).err();
-    lost("new, compiled before", new(spec()));
-    lost("new", new(MlaSpec { out: Dtype::F16, ..spec() }));
+    lost("compiled before", rig.gpu.compile(spec()).err());
+    lost("compile", rig.gpu.compile(MlaSpec { out: Dtype::F16, ..spec() }).err());
     lost("step", rig.mla.step(Capacity::default()).err());
     let mut prepare = |problem| {
         let plan = plan(&rig.mla, problem, FIXED);
-        rig.mla.prepare(&rig.gpu.queue, &mut step, &plan, pages(problem)).err()
+        rig.mla.prepare(&mut again, (&plan, pages(problem))).err()
     };
     lost("prepare", prepare(&loaded.problem));
     lost("prepare that grows", prepare(&small(&[(400, 30)])));
-    let layer = Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
-    lost("bind", rig.mla.bind(3, &layer).err());
+    let layer = Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+    lost("bind", rig.mla.bind(&layer, 3).err());
 
     let mut after = rig.encoder();
-    rig.mla.record(&mut before, &step, &loaded.binding);
-    rig.mla.record(&mut after, &step, &loaded.binding);
-    rig.mla.record_slice(&mut after, &step, &loaded.binding, 0);
+    rig.mla.record(&mut before, &step, &loaded.binding).expect("recorded");
+    rig.mla.record(&mut after, &step, &loaded.binding).expect("recorded");
+    rig.mla.record_slice(&mut after, &step, &loaded.binding, 0).expect("recorded");
     rig.submit(before);
     rig.submit(after);
     // The callback has been called by now.
-    rig.gpu.device.poll(wgpu::PollType::Poll).ok();
+    rig.gpu.device().poll(wgpu::PollType::Poll).ok();
     lost("buffer", rig.gpu.buffer(16).err());
-    lost("run", rig.gpu.run(&rig.mla, &step, &loaded.binding).err());
+    lost("run", rig.mla.run(&step, &loaded.binding).err());
     Ok(())
 }
 
-/// The small ops on a lost device, by the verbs that make something.
+/// The small ops on a lost device, by the calls that make something.
 fn small_ops_on_a_lost_device() -> Outcome {
     let gpu = device(|_, _| ())?;
     let spec = spec();
-    let (device, queue, pipelines) = (&gpu.device, &gpu.queue, &gpu.pipelines);
     let append_spec = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
     let copy_spec = CopySpec { kv: spec.kv, row_elems: 288 };
-    let append = KvAppend::new(pipelines, append_spec).expect("compiles");
-    let copy = KvCopyPages::new(pipelines, copy_spec).expect("compiles");
+    let append = gpu.compile(append_spec).expect("compiles");
+    let copy = gpu.compile(copy_spec).expect("compiles");
     let [rows, cache] =
         [4096, spec.kv.num_slots() * 288 * 2].map(|bytes| gpu.buffer(bytes).expect("a buffer"));
 
-    device.destroy();
+    gpu.device().destroy();
 
     let lost = |what: &str, error: Option<Error>| {
         assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
     };
-    lost("new append", KvAppend::new(pipelines, append_spec).err());
-    lost("new copy", KvCopyPages::new(pipelines, copy_spec).err());
-    let merge_spec = MergeStatesSpec { dtype: Dtype::F32, head_size: 64 };
-    lost("new merge", MergeAttnStates::new(pipelines, merge_spec).err());
-    lost("prepare append", append.prepare(device, queue, &mut AppendStep::default(), &[0, 1]).err());
-    lost("prepare copy", copy.prepare(device, queue, &mut CopyStep::default(), &[(0, 1)]).err());
+    lost("compile append", gpu.compile(append_spec).err());
+    lost("compile copy", gpu.compile(copy_spec).err());
+    lost("compile merge", gpu.compile(MergeAttnStatesSpec { dtype: Dtype::F32, head_size: 64 }).err());
+    let append_step = append.step(0).and_then(|mut step| append.prepare(&mut step, &[0, 1]));
+    lost("prepare append", append_step.err());
+    let copy_step = copy.step(0).and_then(|mut step| copy.prepare(&mut step, &[(0, 1)]));
+    lost("prepare copy", copy_step.err());
     let kv = KvView::dense(&cache, &spec);
     let layer = AppendLayer {
         kv_c: View::dense(&rows, 1, 256),
@@ -187,8 +241,8 @@ fn small_ops_on_a_lost_device() -> Outcome {
         kv,
         k_scale: 1.0,
     };
-    lost("bind append", append.bind(device, &layer, 2).err());
-    lost("bind copy", copy.bind(device, &kv).err());
+    lost("bind append", append.bind(&layer, 2).err());
+    lost("bind copy", copy.bind(&kv, ()).err());
     Ok(())
 }
 
@@ -213,7 +267,7 @@ fn absurd_capacities() -> Outcome {
     Ok(())
 }
 
-/// A step that would have to grow past a limit stays as it was.
+/// A step that would have to grow past a limit keeps its buffers: what was recorded runs, and a batch that fits is prepared again.
 fn growth_past_a_limit() -> Outcome {
     let small_bindings = |_: &mut wgpu::Features, limits: &mut wgpu::Limits| {
         limits.max_storage_buffer_binding_size = 1 << 20;
@@ -222,14 +276,18 @@ fn growth_past_a_limit() -> Outcome {
     let rig = Rig::on(gpu, &spec());
     let loaded = rig.load(small(&[(37, 1), (90, 2)]));
     let mut step = rig.step(&loaded.problem, FIXED);
+    let before = step.capacity();
+    let mut encoder = rig.encoder();
+    rig.mla.record(&mut encoder, &step, &loaded.binding).expect("recorded");
     let large = small(&[(500, 3)]);
-    let refused = rig.mla.prepare(
-        &rig.gpu.queue,
-        &mut step,
-        &plan(&rig.mla, &large, Policy::FixedTokens(1)),
-        pages(&large),
-    );
+    let plan = plan(&rig.mla, &large, Policy::FixedTokens(1));
+    let refused = rig.mla.prepare(&mut step, (&plan, pages(&large)));
     assert!(matches!(refused, Err(Error::Limit { what: "a step's partial results", .. })), "{refused:?}");
+    rig.submit(encoder);
+    rig.check(&loaded, &loaded.problem);
+    rig.prepare(&mut step, &loaded.problem, FIXED);
+    assert_eq!(step.capacity(), before);
+    rig.poison(&loaded);
     rig.run(&step, &loaded);
     rig.check(&loaded, &loaded.problem);
     Ok(())
@@ -238,23 +296,12 @@ fn growth_past_a_limit() -> Outcome {
 /// Everything but the numbers works without a GPU.
 fn a_device_that_computes_nothing() {
     let (device, queue) = wgpu::Device::noop(&wgpu::DeviceDescriptor::default());
-    let pipelines = Pipelines::new(&device);
     let problem = small(&[(37, 1), (90, 2)]);
-    let mla = MlaDecode::new(&pipelines, &problem.spec, &Options::default()).expect("a decode");
-    let mut step = mla.step(Capacity::default()).expect("a step");
-    mla.prepare(&queue, &mut step, &plan(&mla, &problem, FIXED), pages(&problem)).expect("prepared");
-    let buffer = |size: usize| {
-        let (size, usage) = (size as u64, wgpu::BufferUsages::STORAGE);
-        let descriptor = wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false };
-        device.create_buffer(&descriptor)
-    };
-    let (q, kv) = (buffer(problem.q.len()), buffer(problem.kv.len()));
-    let (out, lse) = (buffer(3 * 6 * 256 * 4), buffer(3 * 6 * 4));
-    let binding = mla.bind(3, &Layer::dense(mla.spec(), &q, &kv, &out, &lse, 0.1)).expect("a binding");
-    let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+    let rig = Rig::on(Gpu::without_adapter(&device, &queue, &Setup::default()), &problem.spec);
+    let loaded = rig.load(problem);
+    let step = rig.step(&loaded.problem, FIXED);
     let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
-    mla.record(&mut encoder, &step, &binding);
-    queue.submit([encoder.finish()]);
+    rig.run(&step, &loaded);
     assert_eq!(pollster::block_on(scope.pop()).map(|error| error.to_string()), None);
 }
 
@@ -262,9 +309,9 @@ fn a_device_that_computes_nothing() {
 fn wrong_layers() -> Outcome {
     let rig = Rig::shared()?;
     let loaded = rig.load(small(&[(37, 1), (90, 2)]));
-    let good = Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
-    let refused = |layer: &Layer<&wgpu::Buffer>| rig.mla.bind(3, layer).expect_err("a wrong layer");
-    assert!(rig.mla.bind(3, &good).is_ok());
+    let good = Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+    let refused = |layer: &Layer<&wgpu::Buffer>| rig.mla.bind(layer, 3).expect_err("a wrong layer");
+    assert!(rig.mla.bind(&good, 3).is_ok());
 
     for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for (name, layer) in [
@@ -286,19 +333,19 @@ fn wrong_layers() -> Outcome {
     let large_rope = Query::Split { q_nope: nope, q_pe: in_buffer(rope, &large) };
     let large_kv = KvView { buffer: &large, ..good.kv };
     for (names, layer) in [
-        (("out", "q_nope"), Layer { out, query: large_nope, ..good }),
-        (("out", "q_pe"), Layer { out, query: large_rope, ..good }),
-        (("out", "kv"), Layer { out, kv: large_kv, ..good }),
-        (("lse", "q_nope"), Layer { lse, query: large_nope, ..good }),
-        (("lse", "q_pe"), Layer { lse, query: large_rope, ..good }),
-        (("lse", "kv"), Layer { lse, kv: large_kv, ..good }),
+        (("q_nope", "out"), Layer { out, query: large_nope, ..good }),
+        (("q_pe", "out"), Layer { out, query: large_rope, ..good }),
+        (("kv", "out"), Layer { out, kv: large_kv, ..good }),
+        (("q_nope", "lse"), Layer { lse, query: large_nope, ..good }),
+        (("q_pe", "lse"), Layer { lse, query: large_rope, ..good }),
+        (("kv", "lse"), Layer { lse, kv: large_kv, ..good }),
         (("out", "lse"), Layer { out, lse, ..good }),
     ] {
         let (a, b) = names;
         assert_eq!(refused(&layer), Error::Aliased { a, b });
     }
 
-    let no_storage = rig.gpu.device.create_buffer(&wgpu::BufferDescriptor {
+    let no_storage = rig.gpu.device().create_buffer(&wgpu::BufferDescriptor {
         label: None,
         size: 1 << 20,
         usage: wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::UNIFORM,
@@ -361,18 +408,18 @@ fn a_window_into_a_large_cache() -> Outcome {
     assert!(cache.size() > limit);
     let layer_stride = layer_bytes as u64 / 2;
     let dense =
-        Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
+        Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
     let kv = KvView { buffer: &cache, offset: gap as u64 / 2, layer_stride, layer: 1, ..dense.kv };
-    let binding = rig.mla.bind(3, &Layer { kv, ..dense }).expect("a window");
+    let binding = rig.mla.bind(&Layer { kv, ..dense }, 3).expect("a window");
     let step = rig.step(&problem, FIXED);
     let mut encoder = rig.encoder();
-    rig.mla.record(&mut encoder, &step, &binding);
+    rig.mla.record(&mut encoder, &step, &binding).expect("recorded");
     rig.submit(encoder);
     rig.check(&loaded, &problem);
 
     // Pages spread over all three layers.
     let wide = KvView { block_stride: dense.kv.block_stride * 3, layer: 0, offset: 0, ..kv };
-    let error = rig.mla.bind(3, &Layer { kv: wide, ..dense }).expect_err("no window is that wide");
+    let error = rig.mla.bind(&Layer { kv: wide, ..dense }, 3).expect_err("no window is that wide");
     assert!(matches!(error, Error::Limit { what: "kv", .. }), "{error}");
     Ok(())
 }
@@ -396,20 +443,20 @@ fn unused_arrays_in_large_buffers() -> Outcome {
     bytes[offset * 2..][..problem.q.len()].copy_from_slice(&problem.q);
     let large = rig.buffer(&bytes);
     let dense =
-        Layer::dense(rig.mla.spec(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
+        Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
     let at = View { offset: offset as u64, ..View::dense(&large, 6, 512) };
     for query in [Query::Whole(at), Query::Split { q_nope: at, q_pe: at }] {
-        let binding = rig.mla.bind(3, &Layer { query, ..dense }).expect("a window");
+        let binding = rig.mla.bind(&Layer { query, ..dense }, 3).expect("a window");
         let step = rig.step(&problem, FIXED);
         rig.poison(&loaded);
         let mut encoder = rig.encoder();
-        rig.mla.record(&mut encoder, &step, &binding);
+        rig.mla.record(&mut encoder, &step, &binding).expect("recorded");
         rig.submit(encoder);
         rig.check(&loaded, &problem);
         // A batch that may be empty: no token of the large array is used.
         for offset in [at.offset, large.size() / 2, u64::MAX / 8 * 8] {
             let query = Query::Whole(View { offset, ..at });
-            let bound = rig.mla.bind(0, &Layer { query, ..dense });
+            let bound = rig.mla.bind(&Layer { query, ..dense }, 0);
             assert!(matches!(bound, Ok(_) | Err(Error::BufferTooSmall { .. })), "{offset}: {bound:?}");
         }
     }
@@ -425,17 +472,17 @@ fn empty_batches_in_tiny_buffers() -> Outcome {
     let mut step = rig.step(&loaded.problem, FIXED);
     rig.prepare(&mut step, &small(&[(37, 0)]), FIXED);
     for buffer in &tiny {
-        let layer = Layer::dense(rig.mla.spec(), buffer, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+        let layer = Layer::dense(rig.mla.op(), buffer, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
         let out = View::dense(buffer, 6, 256);
         let query = Query::Whole(View::dense(&loaded.q, 6, 288));
         for layer in [layer, Layer { out, query, ..layer }] {
-            match rig.mla.bind(0, &layer) {
+            match rig.mla.bind(&layer, 0) {
                 Err(Error::BufferTooSmall { .. }) => assert!(buffer.size() < 32),
                 Err(error) => panic!("{error}"),
                 Ok(binding) => {
-                    let scope = rig.gpu.device.push_error_scope(wgpu::ErrorFilter::Validation);
+                    let scope = rig.gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
                     let mut encoder = rig.encoder();
-                    rig.mla.record(&mut encoder, &step, &binding);
+                    rig.mla.record(&mut encoder, &step, &binding).expect("recorded");
                     rig.submit(encoder);
                     let error = pollster::block_on(scope.pop()).map(|error| error.to_string());
                     assert_eq!(error, None, "{} bytes", buffer.size());
@@ -448,6 +495,8 @@ fn empty_batches_in_tiny_buffers() -> Outcome {
 
 crate::tests![
     a_default_device_works_and_says_what_it_lacks,
+    a_hosts_device_gets_the_same_variant,
+    a_device_without_its_adapter_says_so,
     every_downgrade_runs,
     a_folded_grid,
     a_lost_device,

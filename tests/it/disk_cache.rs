@@ -3,6 +3,8 @@ use mla_support::{Ignored, Outcome, ignored_unless_required, logged};
 use std::fs;
 use std::path::{Path, PathBuf};
 use wgpu_mla::gpu::disk_cache::{DiskCache, MAX_FILE_BYTES, Rejection, Status};
+use wgpu_mla::gpu::{self, Setup};
+use wgpu_mla::{CopySpec, Device, Dtype, KvSpec, KvView};
 
 /// The adapter, unless there is none that keeps pipelines.
 fn adapter() -> Result<wgpu::Adapter, Ignored> {
@@ -157,6 +159,34 @@ fn round_trip() -> Outcome {
     assert_pipelines_work(&next, &again, 7);
     assert_eq!(fs::read_dir(scratch.0.join("made/on/demand")).expect("made").count(), 1);
     assert!(again.save().is_ok());
+    Ok(())
+}
+
+fn what_a_device_compiles_is_kept() -> Outcome {
+    let adapter = adapter()?;
+    let scratch = Scratch::new("compiled");
+    let setup = Setup { disk_cache: Some(&scratch.0), ..Default::default() };
+    let made = |kept: bool| {
+        let (device, queue) = gpu_with(&adapter, wgpu::Features::PIPELINE_CACHE);
+        let gpu = gpu::Gpu::with(&adapter, &device, &queue, &setup);
+        let status = gpu.disk().expect("asked for").status();
+        assert_eq!(matches!(status, Status::Loaded { .. }), kept, "{status:?}");
+        let kv = KvSpec { dtype: Dtype::F32, page_size: 1, num_pages: 2 };
+        let cache = gpu.buffer(2 * 8 * 4).expect("a buffer");
+        gpu.upload(&cache, 0, &[7; 32]).expect("uploads");
+        let view = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 8 };
+        gpu.once(CopySpec { kv, row_elems: 8 }, &[(0, 1)], &view).expect("copies");
+        assert_eq!(gpu.download(&cache, 64).expect("downloads"), [7; 64]);
+        gpu
+    };
+    let first = made(false);
+    assert!(first.save().expect("writable"));
+    assert!(!first.clone().save().expect("writable"), "nothing changed");
+    scratch.assert_only(first.disk().expect("asked for"));
+    made(true).save().expect("writable");
+    let (device, queue) = gpu_with(&adapter, wgpu::Features::PIPELINE_CACHE);
+    let without = gpu::Gpu::on(&adapter, &device, &queue);
+    assert!(without.disk().is_none() && !without.save().expect("nothing to write"));
     Ok(())
 }
 
@@ -399,6 +429,7 @@ fn lost_device_saves_nothing() -> Outcome {
 
 crate::tests![
     round_trip,
+    what_a_device_compiles_is_kept,
     unchanged_since_load_is_not_written,
     truncated_files_are_rejected,
     flipped_bits_are_rejected_with_a_warning,

@@ -1,50 +1,32 @@
-//! Each row of `head_project` on the adapter that `Gpu::new` picks, forced by name, and the verbs of the op.
+//! Each variant of `head_project` on the adapter that `Gpu::new` picks, forced by name, and ranges of tokens.
 //!
-//! The row on matrices runs on a card, and on Mesa 26's software driver: `scripts/vendors.sh mesa26`.
+//! The variant on matrices runs on a card, and on Mesa 26's software driver: `scripts/vendors.sh mesa26`.
 
 use crate::harness::count;
-use mla_support::suite::memory::{download, scatter, upload};
+use mla_support::paint::POISON;
+use mla_support::suite::memory::{download, upload};
 use mla_support::suite::project::{Case, Data, check, spec};
 use mla_support::suite::run::Layout;
 use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::gpu::ops::{HeadProject, ProjectStep};
-use wgpu_mla::{Backend, Dtype, Error, Project, ProjectSpec, WeightOrder, WeightView, wgpu};
+use wgpu_mla::{
+    Device, DeviceKind, Dtype, Error, OpOptions, Project, ProjectSpec, View, WeightOrder, WeightView,
+};
 
 use Dtype::{Bf16, F16, F32};
 use WeightOrder::{Kn, Nk};
 
-/// Runs a case on a row, in one submit; an error where the row does not serve it.
-fn run(gpu: &Gpu, row: &str, case: &Case) -> Result<(), String> {
-    check(gpu, case, |spec, args| {
-        let project = HeadProject::with_variant(&gpu.pipelines, *spec, Some(row))?;
-        assert_eq!(project.variant(), row);
-        record(gpu, &project, args, 0, args.num_tokens)
-    })
-    .map_err(|error| format!("{row} {case:?}: {error}"))
-}
-
-fn record(
-    gpu: &Gpu,
-    project: &HeadProject,
-    args: &Project<&wgpu::Buffer>,
-    first: u32,
-    count: u32,
-) -> Result<(), Error> {
-    let mut step = ProjectStep::default();
-    project.prepare(&gpu.device, &gpu.queue, &mut step, first, count)?;
-    let binding = project.bind(&gpu.device, args)?;
-    project.check(&step, &binding)?;
-    let mut encoder = gpu.device.create_command_encoder(&Default::default());
-    project.record(&mut encoder, &step, &binding);
-    gpu.queue.submit([encoder.finish()]);
-    Ok(())
+fn forced(variant: &str) -> OpOptions {
+    OpOptions { variant: Some(variant.into()) }
 }
 
 /// Why a variant does not serve a spec here, if so.
 fn lacks(gpu: &Gpu, variant: &str, spec: ProjectSpec) -> Option<String> {
-    match HeadProject::with_variant(&gpu.pipelines, spec, Some(variant)) {
-        Ok(_) => None,
+    match gpu.compile_with(spec, &forced(variant)) {
+        Ok(project) => {
+            assert_eq!(project.variant(), variant);
+            None
+        }
         Err(Error::VariantUnavailable { why, .. }) => Some(why),
         Err(error) => panic!("{variant} of {spec:?}: {error}"),
     }
@@ -56,7 +38,10 @@ fn cases(variant: &str, cases: &[Case]) -> Outcome {
     for case in cases {
         match lacks(&gpu, variant, case.spec) {
             Some(why) => not_served.push(why),
-            None => failures.extend(run(&gpu, variant, case).err()),
+            None => {
+                let wrong = check(&gpu, case, Some(variant)).err();
+                failures.extend(wrong.map(|error| format!("{variant} {case:?}: {error}")));
+            }
         }
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
@@ -141,38 +126,40 @@ fn a_step_names_its_tokens() -> Outcome {
     let x_buffer = upload(&gpu, &F32.encode_all(&x)).expect("uploads");
     let ones = upload(&gpu, &F32.encode_all(&[1.0; 2 * 16 * 8])).expect("uploads");
     let y_bytes = tokens * heads * 8 * 4;
-    let project = HeadProject::new(&gpu.pipelines, spec).expect("compiles");
-    for (first, count) in [(0, 40), (39, 1), (3, 30), (7, 0)] {
-        let y = upload(&gpu, &vec![mla_support::paint::POISON; y_bytes]).expect("uploads");
+    let project = gpu.compile(spec).expect("compiles");
+    let mut step = project.step(0).expect("a step");
+    for tokens in [0..40, 39..40, 3..33, 7..7] {
+        let y = upload(&gpu, &vec![POISON; y_bytes]).expect("uploads");
         let args = Project {
-            x: wgpu_mla::View::dense(&x_buffer, 2, 16),
+            x: View::dense(&x_buffer, 2, 16),
             weight: WeightView { buffer: &ones, offset: 0, head_stride: 128, row_stride: 8 },
-            y: wgpu_mla::View::dense(&y, 2, 8),
-            num_tokens: 40,
+            y: View::dense(&y, 2, 8),
         };
-        record(&gpu, &project, &args, first, count).expect("runs");
+        let binding = project.bind(&args, 40).expect("binds");
+        project.prepare(&mut step, tokens.clone()).expect("prepares");
+        project.run(&step, &binding).expect("runs");
         let sums: Vec<f32> = x.chunks(16).flat_map(|row| [row.iter().sum::<f32>(); 8]).collect();
         let row = heads * 8 * 4;
-        let mut want = scatter(&[], [0, 1, 8], 4, mla_support::suite::memory::Strides::dense(1, 8));
-        want.resize(y_bytes, mla_support::paint::POISON);
-        let range = first as usize * row..(first + count) as usize * row;
+        let mut want = vec![POISON; y_bytes];
+        let range = tokens.start as usize * row..tokens.end as usize * row;
         want[range.clone()].copy_from_slice(&F32.encode_all(&sums)[range]);
-        assert!(download(&gpu, &y, y_bytes).expect("downloads")[..y_bytes] == want, "{first} + {count}");
-        let error = record(&gpu, &project, &args, 1, 40).expect_err("one too many");
+        assert!(download(&gpu, &y, y_bytes).expect("downloads")[..y_bytes] == want, "{tokens:?}");
+        project.prepare(&mut step, 1..41).expect("prepares");
+        let error = project.run(&step, &binding).expect_err("one too many");
         assert!(matches!(error, Error::LayoutMismatch { .. }), "{error}");
     }
     Ok(())
 }
 
-fn rows_are_chosen_and_forced_by_name() -> Outcome {
+fn variants_are_chosen_and_forced_by_name() -> Outcome {
     let gpu = mla_support::gpu()?;
     let spec = spec([F32; 3], 2, (16, 16), Nk);
-    let project = HeadProject::new(&gpu.pipelines, spec).expect("some row runs");
-    let software = gpu.adapter.get_info().device_type == wgpu::DeviceType::Cpu;
-    let row = if software { "direct" } else { "plain" };
-    assert_eq!(project.variant(), row, "{}: f32 weights", project.why());
+    let project = gpu.compile(spec).expect("some variant runs");
+    let software = gpu.caps().kind == DeviceKind::Software;
+    let variant = if software { "direct" } else { "plain" };
+    assert_eq!(project.variant(), variant, "{}: f32 weights", project.why());
     for (name, why) in [("coop", "coop"), ("none such", "coop, direct, plain")] {
-        let error = HeadProject::with_variant(&gpu.pipelines, spec, Some(name)).expect_err("does not run");
+        let error = gpu.compile_with(spec, &forced(name)).expect_err("does not run");
         assert!(
             matches!(error, Error::VariantUnavailable { .. }) && error.to_string().contains(why),
             "{error}"
@@ -189,5 +176,5 @@ crate::tests![
     plain_dtypes,
     direct_dtypes,
     a_step_names_its_tokens,
-    rows_are_chosen_and_forced_by_name,
+    variants_are_chosen_and_forced_by_name,
 ];

@@ -4,11 +4,10 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
-use wgpu_mla::mla_layer::{LayerPlan, Target};
-use wgpu_mla::ops::RopeLayout;
-use wgpu_mla::prefill::{PrefillSequence, PrefillVisible};
+use wgpu_mla::layer::Target;
 use wgpu_mla::{
-    Dtype, Error, KvSpec, LayerBatch, MlaLayerSpec, MlaShape, PageTable, Policy, SharedPrefix, Tiling,
+    Dtype, Error, GatherRange, KvSpec, LayerBatch, LayerPlan, MlaLayerSpec, MlaShape, PageTable, Policy,
+    PrefillSequence, PrefillVisible, RopeLayout, SharedPrefix, Tiling,
 };
 
 const TILING: Tiling = Tiling {
@@ -16,7 +15,7 @@ const TILING: Tiling = Tiling {
     tokens_per_block: 16,
     target_items: 12,
     min_split_tokens: 16,
-    lone_items: 0,
+    single_sequence_items: 0,
     item_overhead_tokens: 0,
 };
 
@@ -199,7 +198,7 @@ proptest! {
             for chunk in &plan.chunks {
                 for round in &chunk.rounds {
                     for part in round.first.iter().chain(&round.more).filter(|part| part.kv_len > 0) {
-                        let inside = |range: &&wgpu_mla::ops::GatherRange| {
+                        let inside = |range: &&GatherRange| {
                             (range.out_row..range.out_row + range.tokens).contains(&part.kv_begin)
                         };
                         let range = chunk.ranges.iter().find(inside).expect("rows that were gathered");

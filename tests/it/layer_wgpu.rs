@@ -1,75 +1,25 @@
-//! The whole layer as a host records it: bound once, its steps prepared and recorded one after the other.
+//! The whole layer as a host records it, in passes of its own.
 
 use mla_support::Outcome;
-use mla_support::suite::layer::{MAX_TOKENS, PREFIX_ROWS, Rig, Runs, spec};
-use wgpu_mla::gpu::{Gpu, LayerCapacity, MlaLayer, MlaLayerStep, PrefixStep};
-use wgpu_mla::ops::RopeLayout;
+use mla_support::suite::layer::{PREFIX_ROWS, Rig, Runs, spec};
+use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    Dtype, Error, ExpandedPrefix, LayerArgs, LayerBatch, MlaLayerSpec, PagePool, PageTable, Policy, Result,
-    SeqId, wgpu,
+    Binding, Capacity, Compiled, Device, Dtype, Error, Kernel, LayerBatch, LayerCapacity, LayerOptions, Op,
+    PageTable, Policy, Result, RopeLayout, Step,
 };
 
-const CAPACITY: LayerCapacity =
-    LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows: PREFIX_ROWS };
-
-struct Recorded {
-    layer: MlaLayer,
-    step: MlaLayerStep,
-}
-
-impl Recorded {
-    fn new(gpu: &Gpu, spec: &MlaLayerSpec) -> Result<Self> {
-        let layer = MlaLayer::new(&gpu.pipelines, spec, CAPACITY)?;
-        let step = layer.step()?;
-        Ok(Self { layer, step })
-    }
-}
+struct Recorded;
 
 impl Runs<Gpu> for Recorded {
-    fn run(
-        &mut self,
-        gpu: &Gpu,
-        batch: &LayerBatch<'_>,
-        policy: Policy,
-        args: &LayerArgs<&wgpu::Buffer>,
-    ) -> Result<()> {
-        self.layer.prepare(&gpu.queue, &mut self.step, batch, policy)?;
-        let binding = self.layer.bind(args)?;
-        self.layer.check(&self.step, &binding)?;
-        let mut encoder = gpu.device.create_command_encoder(&Default::default());
-        self.layer.record(&mut encoder, &self.step, &binding);
-        gpu.queue.submit([encoder.finish()]);
+    fn run<O: Op>(&self, op: &Compiled<O, Gpu>, step: &Step<O, Gpu>, binding: &Binding<O, Gpu>) -> Result<()>
+    where
+        Gpu: Kernel<O>,
+    {
+        let gpu = op.device();
+        let mut encoder = gpu.device().create_command_encoder(&Default::default());
+        op.record(&mut encoder, step, binding)?;
+        gpu.queue().submit([encoder.finish()]);
         Ok(())
-    }
-
-    fn expand(
-        &self,
-        gpu: &Gpu,
-        pool: &PagePool,
-        seqs: &[SeqId],
-        prefixes: &[ExpandedPrefix],
-        args: &LayerArgs<&wgpu::Buffer>,
-    ) -> Result<()> {
-        let binding = self.layer.bind(args)?;
-        for prefix in prefixes {
-            // One that is not in the batch is for the layer to refuse.
-            let Some(&first) = seqs.get(prefix.sequences[0] as usize) else { continue };
-            let pages: Vec<i32> = pool.pages(first)?.iter().map(|&page| page as i32).collect();
-            let mut step = PrefixStep::default();
-            self.layer.prepare_prefix(&gpu.queue, &mut step, &pages, prefix.tokens, prefix.first_row)?;
-            let mut encoder = gpu.device.create_command_encoder(&Default::default());
-            self.layer.record_prefix(&mut encoder, &step, &binding);
-            gpu.queue.submit([encoder.finish()]);
-        }
-        Ok(())
-    }
-
-    fn workspace_bytes(&self) -> u64 {
-        self.layer.workspace_bytes()
-    }
-
-    fn rounds_weights(&self, _: &Gpu) -> bool {
-        self.layer.decode().rounds_weights()
     }
 }
 
@@ -81,8 +31,9 @@ fn recorded_layers_equal_the_oracle() -> Outcome {
         (Dtype::F16, Dtype::E4m3, Policy::Auto, 64),
     ] {
         let spec = spec(dtype, cache, RopeLayout::Interleaved, rows);
-        let mut layer = Recorded::new(&gpu, &spec).expect("a layer");
-        let steps = Rig::new(&gpu, spec, 9).and_then(|mut rig| rig.life(&mut layer, policy)).expect("steps");
+        let steps = Rig::new(&gpu, spec, PREFIX_ROWS, Recorded, 9)
+            .and_then(|mut rig| rig.life(policy))
+            .expect("steps");
         for (index, step) in steps.iter().enumerate() {
             step.check()
                 .unwrap_or_else(|error| panic!("{dtype} over {cache}, {policy:?}, step {index}: {error}"));
@@ -95,8 +46,8 @@ fn recorded_decodes_attend_expanded_prefixes() -> Outcome {
     let gpu = mla_support::gpu()?;
     for (dtype, cache) in [(Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3)] {
         let spec = spec(dtype, cache, RopeLayout::Interleaved, 64);
-        let mut layer = Recorded::new(&gpu, &spec).expect("a layer");
-        let steps = Rig::new(&gpu, spec, 11).and_then(|mut rig| rig.cascade(&mut layer)).expect("steps");
+        let rig = Rig::new(&gpu, spec, PREFIX_ROWS, Recorded, 11);
+        let steps = rig.and_then(|mut rig| rig.cascade()).expect("steps");
         for (name, step) in &steps {
             step.check().unwrap_or_else(|error| panic!("{dtype} over {cache}, {name}: {error}"));
         }
@@ -108,8 +59,9 @@ fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
     let gpu = mla_support::gpu()?;
     let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 64);
     let capacity = LayerCapacity { tokens: 20, decode_tokens: 2, prefix_rows: 0 };
-    let layer = MlaLayer::new(&gpu.pipelines, &spec, capacity).expect("a layer");
-    let mut step = layer.step().expect("a step");
+    let options = LayerOptions { capacity, ..Default::default() };
+    let layer = gpu.compile_with(spec, &options).expect("a layer");
+    let mut step = layer.step(Capacity::default()).expect("a step");
     let mut prepare = |seq_lens: &[i32], query_start_loc: &[i32]| {
         let tokens = query_start_loc[seq_lens.len()] as usize;
         let block_table: Vec<i32> = (0..seq_lens.len() as i32 * 8).collect();
@@ -121,7 +73,7 @@ fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
             shared_prefixes: &[],
             expanded: &[],
         };
-        layer.prepare(&gpu.queue, &mut step, &batch, Policy::Auto)
+        layer.prepare(&mut step, (&batch, Policy::Auto))
     };
     assert_eq!(prepare(&[30, 40], &[0, 1, 20]), Ok(()));
     let many = prepare(&[30, 40], &[0, 1, 21]);
@@ -130,8 +82,8 @@ fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
     assert!(matches!(late, Err(Error::Limit { need: 11, limit: 2, .. })), "{late:?}");
     assert!(late.is_err_and(|error| error.to_string().contains("put decodes first")));
 
-    let other = MlaLayer::new(&gpu.pipelines, &spec, capacity).expect("a layer").step().expect("a step");
-    let mut other = other;
+    let other = gpu.compile_with(spec, &options).expect("a layer");
+    let mut other = other.step(Capacity::default()).expect("a step");
     let batch = LayerBatch {
         seq_lens: &[],
         query_start_loc: &[0],
@@ -140,7 +92,7 @@ fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
         shared_prefixes: &[],
         expanded: &[],
     };
-    let other = layer.prepare(&gpu.queue, &mut other, &batch, Policy::Auto);
+    let other = layer.prepare(&mut other, (&batch, Policy::Auto));
     assert!(matches!(other, Err(Error::LayoutMismatch { .. })), "{other:?}");
     Ok(())
 }

@@ -1,12 +1,20 @@
-//! A steady decode loop allocates nothing on the host: plans and tables are made in memory that is there already.
+//! A steady decode loop allocates nothing on the host: plans and tables are made in memory that is there already, and no op
+//! makes any as it is recorded.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
+use wgpu_mla::cpu::{Buffer, Cpu};
 use wgpu_mla::{
-    Batch, Capacity, Dtype, KvSpec, MlaShape, MlaSpec, PageTable, Plan, Policy, SharedPrefix, Tiling,
-    write_tables,
+    AppendLayer, AppendSpec, Batch, Calibrate, CalibrateSpec, Capacity, CopySpec, DecodeOptions, Device,
+    Dtype, ExpandArgs, ExpandBatch, ExpandSpec, ExpandedPrefix, Gather, GatherBatch, GatherRange, GatherSpec,
+    Kernel, KvSpec, KvView, Layer, LayerBatch, LayerCapacity, LayerOptions, MergeAttnStatesSpec, MergeStates,
+    MergeStatesSpec, MlaShape, MlaSpec, Op, OpOptions, PageTable, Plan, Policy, Prefill, PrefillOptions,
+    PrefillSequence, PrefillSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout,
+    RopeSpec, SharedPrefix, StateSets, Tiling, View, WeightOrder, WeightView, write_tables,
 };
+
+use crate::cpu::layer_args;
 
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
@@ -46,7 +54,7 @@ fn a_hundred_steps_without_an_allocation() {
         tokens_per_block: 32,
         target_items: 128,
         min_split_tokens: 64,
-        lone_items: 0,
+        single_sequence_items: 0,
         item_overhead_tokens: 16,
     };
     let starts: Vec<i32> = (0..=SEQUENCES as i32).collect();
@@ -85,4 +93,153 @@ fn a_hundred_steps_without_an_allocation() {
     }
 }
 
-crate::tests![a_hundred_steps_without_an_allocation,];
+/// Records and runs a prepared op again and again.
+fn runs_without_an_allocation<O: Op>(
+    op: O,
+    options: &O::Options,
+    input: O::Input<'_>,
+    args: &O::Args<&Buffer>,
+) where
+    Cpu: Kernel<O>,
+{
+    // One thread, so that all that it does is counted.
+    let op = Cpu::with_threads(1).compile_with(op, options).expect("compiles");
+    let mut step = op.step(O::Capacity::default()).expect("a step");
+    op.prepare(&mut step, input).expect("prepared");
+    let binding = op.bind(args, step.used()).expect("binds");
+    let run = || {
+        op.record_on(&mut (), &step, &binding).expect("recorded");
+        op.run(&step, &binding).expect("runs");
+    };
+    run();
+    let before = ALLOCATIONS.get();
+    (0..5).for_each(|_| run());
+    assert_eq!(ALLOCATIONS.get() - before, 0, "{}", O::NAME);
+}
+
+fn every_op_runs_without_an_allocation() {
+    let cpu = Cpu::with_threads(1);
+    let buffers: [Buffer; 10] = std::array::from_fn(|_| cpu.buffer(1 << 20).expect("memory"));
+    let [a, b, c, d, e, f, g, ..] = &buffers;
+    let one = OpOptions::default();
+    let (dtype, num_heads) = (Dtype::F32, 2);
+    let layout = RopeLayout::HalfSplit;
+
+    let shape = MlaShape { num_heads, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+    let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 40 };
+    let spec = MlaSpec { shape, kv, query: dtype, out: dtype };
+    let decode = cpu.compile(spec).expect("compiles");
+    // Split, so that partial results are merged.
+    let batch = Batch::new(&[200, 77], &[0, 1, 3]);
+    let plan = Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan");
+    let block_table: Vec<i32> = (0..26).collect();
+    let pages = PageTable::Dense { block_table: &block_table, max_pages: 13 };
+    let layer = Layer::dense(&spec, a, b, c, d, 0.1);
+    runs_without_an_allocation(spec, &DecodeOptions::default(), (&plan, pages), &layer);
+
+    let append = AppendSpec { shape, kv, input: dtype };
+    let cache = KvView::dense(c, &spec);
+    let (kv_c, k_pe) = (View::dense(a, 1, 256), View::dense(b, 1, 32));
+    let rows = AppendLayer { kv_c, k_pe, kv: cache, k_scale: 1.0 };
+    runs_without_an_allocation(append, &one, &[3, -1, 70], &rows);
+    let calibrate = Calibrate { kv_c, k_pe, k_scale: 1.0, stats: c };
+    runs_without_an_allocation(CalibrateSpec { shape, input: dtype }, &one, 0..9, &calibrate);
+    runs_without_an_allocation(CopySpec { kv, row_elems: 288 }, &one, &[(0, 3), (1, 2)], &cache);
+    let gather = GatherSpec { shape, kv, output: dtype };
+    let ranges = &[GatherRange { sequence: 1, begin: 5, tokens: 60, out_row: 2 }];
+    let gathered = Gather { kv: cache, k_scale: 1.0, out: View::dense(a, 1, 288) };
+    let batch = GatherBatch { pages, seq_lens: &[200, 77], ranges };
+    runs_without_an_allocation(gather, &one, batch, &gathered);
+
+    let rope = RopeSpec { dtype, num_heads, rope_dim: 32, layout };
+    let (x, y) = (View::dense(d, 2, 32), View::dense(e, 2, 32));
+    let rotated = Rope { x, y, positions: f, cos_sin: g, max_position: 4 };
+    runs_without_an_allocation(rope, &one, 1..9, &rotated);
+    let both = RopeAppendSpec { append, query: dtype, num_heads, layout };
+    let args = RopeAppend { q_pe: x, q_pe_out: y, layer: rows, positions: f, cos_sin: g, max_position: 4 };
+    runs_without_an_allocation(both, &one, &[3, -1, 70], &args);
+
+    let order = WeightOrder::Kn;
+    let project = ProjectSpec { input: dtype, weight: dtype, output: dtype, num_heads, k: 64, n: 48, order };
+    let weight = WeightView { buffer: b, offset: 0, head_stride: 64 * 48, row_stride: 48 };
+    let projected = Project { x: View::dense(a, 2, 64), weight, y: View::dense(c, 2, 48) };
+    runs_without_an_allocation(project, &one, 0..70, &projected);
+
+    let (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) = (16, 32, 24);
+    let prefill =
+        PrefillSpec { num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, out: dtype };
+    let attended = Prefill {
+        q_nope: View::dense(a, 2, 16),
+        q_pe: View::dense(b, 2, 32),
+        k_nope: View::dense(c, 2, 16),
+        k_pe: View { head_stride: 0, ..View::dense(d, 1, 32) },
+        v: View::dense(e, 2, 24),
+        out: View::dense(f, 2, 24),
+        lse: View::dense(g, 2, 1),
+        softmax_scale: 0.1,
+    };
+    let sequences = &[PrefillSequence::causal(0, 70, 0, 90), PrefillSequence::all(70, 3, 90, 200)];
+    runs_without_an_allocation(prefill, &PrefillOptions::default(), sequences, &attended);
+
+    let (states, lse) = (|buffer| View::dense(buffer, 2, 24), |buffer| View::dense(buffer, 2, 1));
+    let merged = MergeStates {
+        prefix_output: states(a),
+        prefix_lse: lse(b),
+        suffix_output: states(c),
+        suffix_lse: lse(d),
+        output: states(e),
+        output_lse: Some(lse(f)),
+        num_tokens: 50,
+        num_heads,
+    };
+    runs_without_an_allocation(MergeAttnStatesSpec { dtype, head_size: 24 }, &one, (), &merged);
+    let sets = StateSets {
+        states: states(a),
+        set_stride: 50 * 48,
+        lse: lse(b),
+        lse_set_stride: 50 * 2,
+        output: states(c),
+        output_lse: Some(lse(d)),
+        num_heads,
+    };
+    runs_without_an_allocation(MergeStatesSpec { dtype, head_size: 24 }, &one, (0..50, 3), &sets);
+}
+
+/// Decodes, one run of them over a prefix that is kept expanded, and a prompt in chunks that are merged.
+fn a_layer_runs_without_an_allocation() {
+    let spec = mla_support::suite::layer::spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);
+    let buffers = std::array::from_fn(|_| Cpu::with_threads(1).buffer(1 << 20).expect("memory"));
+    let args = layer_args(&spec, &buffers);
+    let expanded = [ExpandedPrefix { sequences: vec![0, 1], tokens: 16, first_row: 3 }];
+    let batch = LayerBatch {
+        seq_lens: &[20, 30, 50],
+        query_start_loc: &[0, 1, 3, 13],
+        slot_mapping: &[-1; 13],
+        pages: PageTable::Dense {
+            block_table: &std::array::from_fn::<i32, 21, _>(|i| i as i32),
+            max_pages: 7,
+        },
+        shared_prefixes: &[],
+        expanded: &expanded,
+    };
+    let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, prefix_rows: 32 };
+    let options = LayerOptions { capacity, ..LayerOptions::default() };
+    runs_without_an_allocation(spec, &options, (&batch, Policy::Auto), &args);
+    let plain = LayerBatch { expanded: &[], ..batch };
+    runs_without_an_allocation(spec, &options, (&plain, Policy::FixedTokens(8)), &args);
+
+    let expand = ExpandArgs {
+        kv: args.kv,
+        k_scale: 1.0,
+        kv_b_proj: args.kv_b_proj,
+        expanded: args.expanded.expect("it has them"),
+    };
+    let prefix = ExpandBatch { pages: &[3, 1, 2], tokens: 20, first_row: 5 };
+    runs_without_an_allocation(ExpandSpec(spec), &OpOptions::default(), prefix, &expand);
+}
+
+crate::tests![
+    a_hundred_steps_without_an_allocation,
+    every_op_runs_without_an_allocation,
+    a_layer_runs_without_an_allocation,
+];

@@ -2,38 +2,38 @@
 
 use mla_support::Outcome;
 use mla_support::rig::{Loaded, Rig, plan, shortened, small};
-use wgpu_mla::gpu::{MlaDecode, Options, Step};
-use wgpu_mla::{Capacity, Dtype, Error, PageTable, Policy, wgpu};
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::{Capacity, DecodeOptions, Device, Dtype, Error, MlaSpec, PageTable, Policy, Step};
 
 const FIXED: Policy = Policy::FixedTokens(32);
 
-/// A decode that takes page lists from the device, on the kernels of a second text.
+/// A decode that takes page lists from the device, on kernels of its own.
 fn device_lists(rig: &Rig) -> Rig {
-    let options = Options { device_page_list: true, ..Options::default() };
-    let mla = MlaDecode::new(&rig.gpu.pipelines, rig.mla.spec(), &options).expect("a decode");
+    let options = DecodeOptions { device_page_list: true, ..Default::default() };
+    let mla = rig.gpu.compile_with(*rig.mla.op(), &options).expect("a decode");
     Rig { gpu: rig.gpu.clone(), mla }
 }
 
-fn prepare_device(rig: &Rig, step: &mut Step, loaded: &Loaded) {
+fn prepare_device(rig: &Rig, step: &mut Step<MlaSpec, Gpu>, loaded: &Loaded) {
     let plan = plan(&rig.mla, &loaded.problem, FIXED);
-    rig.mla.prepare(&rig.gpu.queue, step, &plan, PageTable::Device).expect("prepared");
+    rig.mla.prepare(step, (&plan, PageTable::Device)).expect("prepared");
 }
 
 /// Writes the page list of a problem where the step has it.
-fn write_list(rig: &Rig, step: &Step, loaded: &Loaded, by_copy: bool) {
+fn write_list(rig: &Rig, step: &Step<MlaSpec, Gpu>, loaded: &Loaded, by_copy: bool) {
     let problem = &loaded.problem;
     let plan = plan(&rig.mla, problem, FIXED);
-    let (list, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
+    let list = step.page_list().expect("a list of the device");
     for (seq, &len) in plan.seq_lens.iter().enumerate() {
         let used = problem.spec.kv.pages_for(len) as usize;
         let row: &[u8] = bytemuck::cast_slice(&problem.block_table[seq * problem.max_pages..][..used]);
-        let at = range.start + u64::from(plan.page_begin[seq]) * 4;
+        let at = u64::from(plan.page_begin[seq]) * 4;
         if by_copy && !row.is_empty() {
             let mut encoder = rig.encoder();
             encoder.copy_buffer_to_buffer(&rig.buffer(row), 0, list, at, row.len() as u64);
             rig.submit(encoder);
         } else {
-            rig.gpu.queue.write_buffer(list, at, row);
+            rig.gpu.upload(list, at, row).expect("uploaded");
         }
     }
 }
@@ -53,14 +53,14 @@ fn page_lists_written_on_the_device() -> Outcome {
     // The next token of a sequence needs no new list.
     let shorter = shortened(&loaded.problem, &[36, 89, 0]);
     let plan = plan(&rig.mla, &shorter, FIXED);
-    rig.mla.prepare(&rig.gpu.queue, &mut step, &plan, PageTable::Device).expect("prepared");
+    rig.mla.prepare(&mut step, (&plan, PageTable::Device)).expect("prepared");
     rig.run(&step, &loaded);
     rig.check(&loaded, &shorter);
 
     let mut other = shared.mla.step(Capacity::default()).expect("a step");
-    let refused = other.page_list(shared.mla.spec()).map(|_| ());
+    let refused = other.page_list().map(|_| ());
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
-    let refused = shared.mla.prepare(&shared.gpu.queue, &mut other, &plan, PageTable::Device);
+    let refused = shared.mla.prepare(&mut other, (&plan, PageTable::Device));
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
     Ok(())
 }
@@ -75,13 +75,13 @@ fn wild_pages_of_a_device_list_stay_in_the_pool() -> Outcome {
     let loaded = rig.load(problem);
     let mut step = rig.mla.step(Capacity::default()).expect("a step");
     prepare_device(&rig, &mut step, &loaded);
-    let (list, _) = step.page_list(rig.mla.spec()).expect("a list of the device");
-    let pages = rig.mla.spec().kv.num_pages;
+    let list = step.page_list().expect("a list of the device");
+    let pages = rig.mla.op().kv.num_pages;
     for wild in [u32::MAX, pages, 1 << 31, 0x7FFF_FFFF] {
         let words = vec![wild; (list.size() / 4) as usize];
-        rig.gpu.queue.write_buffer(list, 0, bytemuck::cast_slice(&words));
+        rig.gpu.upload(list, 0, bytemuck::cast_slice(&words)).expect("uploaded");
         rig.poison(&loaded);
-        let scope = rig.gpu.device.push_error_scope(wgpu::ErrorFilter::Validation);
+        let scope = rig.gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
         rig.run(&step, &loaded);
         assert_eq!(pollster::block_on(scope.pop()).map(|error| error.to_string()), None);
         for bytes in rig.bits(&loaded) {
@@ -99,15 +99,14 @@ fn the_buffer_of_a_device_list_holds_nothing_else() -> Outcome {
     let loaded = rig.load(small(&[(37, 1), (90, 2), (300, 1)]));
     let mut step = rig.mla.step(Capacity { pages: 5, ..Capacity::default() }).expect("a step");
     for _ in 0..2 {
-        let (list, range) = step.page_list(rig.mla.spec()).expect("a list of the device");
-        assert_eq!((range.start, range.end), (0, list.size()));
+        let list = step.page_list().expect("a list of the device");
         assert_eq!(list.size(), u64::from(step.capacity().pages).next_multiple_of(4) * 4);
         // The second time it is another buffer, as the step grew.
         prepare_device(&rig, &mut step, &loaded);
     }
-    let (list, _) = step.page_list(rig.mla.spec()).expect("a list of the device");
+    let list = step.page_list().expect("a list of the device");
     for byte in [0xFF, 0x00, 0x7F] {
-        rig.gpu.queue.write_buffer(list, 0, &vec![byte; list.size() as usize]);
+        rig.gpu.upload(list, 0, &vec![byte; list.size() as usize]).expect("uploaded");
         write_list(&rig, &step, &loaded, false);
         rig.poison(&loaded);
         rig.run(&step, &loaded);
@@ -126,8 +125,8 @@ fn a_host_list_after_a_device_list() -> Outcome {
     rig.check(&loaded, &loaded.problem);
 
     prepare_device(&rig, &mut step, &loaded);
-    let (list, _) = step.page_list(rig.mla.spec()).expect("a list of the device");
-    rig.gpu.queue.write_buffer(list, 0, &vec![0xFF; list.size() as usize]);
+    let list = step.page_list().expect("a list of the device");
+    rig.gpu.upload(list, 0, &vec![0xFF; list.size() as usize]).expect("uploaded");
 
     rig.prepare(&mut step, &loaded.problem, FIXED);
     rig.poison(&loaded);

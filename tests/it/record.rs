@@ -1,10 +1,13 @@
 //! Recording on wgpu: what a step holds and when, slices, the host's pass.
 
+use mla_support::Outcome;
 use mla_support::paint::POISON;
-use mla_support::rig::{Rig, pages, plan, shortened, small};
-use mla_support::{Outcome, logged};
-use wgpu_mla::gpu::{MAX_SLICES, MlaDecode, Options, SliceBudget};
-use wgpu_mla::{Backend, Capacity, Error, Layer, Plan, Policy, wgpu};
+use mla_support::rig::{Loaded, Rig, pages, plan, shortened, small};
+use wgpu_mla::gpu::{Gpu, MAX_SLICES, Setup, SliceBudget};
+use wgpu_mla::{
+    Binding, Capacity, Compiled, Device, Dtype, Error, Layer, MlaSpec, Plan, Policy, Rope, RopeLayout,
+    RopeSpec, Step, View, wgpu,
+};
 
 const FIXED: Policy = Policy::FixedTokens(32);
 
@@ -15,9 +18,9 @@ fn two_steps_in_one_submit() -> Outcome {
     let second = rig.load(small(&[(5, 1), (0, 1), (71, 3)]));
     let mut encoder = rig.encoder();
     let first_step = rig.step(&first.problem, FIXED);
-    rig.mla.record(&mut encoder, &first_step, &first.binding);
+    rig.mla.record(&mut encoder, &first_step, &first.binding).expect("recorded");
     let second_step = rig.step(&second.problem, FIXED);
-    rig.mla.record(&mut encoder, &second_step, &second.binding);
+    rig.mla.record(&mut encoder, &second_step, &second.binding).expect("recorded");
     rig.submit(encoder);
     rig.check(&first, &first.problem);
     rig.check(&second, &second.problem);
@@ -33,7 +36,7 @@ fn a_replay_sees_the_new_lengths() -> Outcome {
     let mut step = rig.mla.step(room).expect("a step");
     rig.prepare(&mut step, &short, FIXED);
     let mut encoder = rig.encoder();
-    rig.mla.record(&mut encoder, &step, &long.binding);
+    rig.mla.record(&mut encoder, &step, &long.binding).expect("recorded");
     rig.prepare(&mut step, &long.problem, FIXED);
     assert_eq!(step.capacity(), room, "the grid that was recorded");
     rig.submit(encoder);
@@ -50,14 +53,14 @@ fn a_replay_stays_inside_of_its_binding() -> Outcome {
     let rig = Rig::shared()?;
     let wide = rig.load(small(&[(90, 1), (150, 2)]));
     let narrow = small(&[(90, 1), (150, 0)]);
-    let layer = Layer::dense(rig.mla.spec(), &wide.q, &wide.kv, &wide.out, &wide.lse, 1.0);
-    let binding = rig.mla.bind(1, &layer).expect("a binding of one token");
+    let layer = Layer::dense(rig.mla.op(), &wide.q, &wide.kv, &wide.out, &wide.lse, 1.0);
+    let binding = rig.mla.bind(&layer, 1).expect("a binding of one token");
     for policy in [FIXED, Policy::OneSplit] {
         let room = Capacity::of(&plan(&rig.mla, &wide.problem, policy));
         let mut step = rig.mla.step(room).expect("a step");
         rig.prepare(&mut step, &narrow, policy);
         let mut encoder = rig.encoder();
-        rig.mla.record(&mut encoder, &step, &binding);
+        rig.mla.record(&mut encoder, &step, &binding).expect("recorded");
         rig.prepare(&mut step, &wide.problem, policy);
         rig.submit(encoder);
         for bytes in rig.bits(&wide) {
@@ -93,9 +96,10 @@ fn a_changed_plan_is_refused() -> Outcome {
     for (what, change) in changes {
         let mut changed = plan(&rig.mla, &good.problem, FIXED);
         change(&mut changed);
-        let refused = rig.mla.prepare(&rig.gpu.queue, &mut step, &changed, pages(&good.problem));
+        let refused = rig.mla.prepare(&mut step, (&changed, pages(&good.problem)));
         assert!(matches!(refused, Err(Error::Shape { what: "plan of items", .. })), "{what}: {refused:?}");
     }
+    rig.prepare(&mut step, &good.problem, FIXED);
     rig.run(&step, &good);
     rig.check(&good, &good.problem);
     Ok(())
@@ -109,7 +113,7 @@ fn growth_leaves_recorded_commands_alone() -> Outcome {
     let mut step = rig.step(&short, Policy::OneSplit);
     let before = step.capacity();
     let mut encoder = rig.encoder();
-    rig.mla.record(&mut encoder, &step, &long.binding);
+    rig.mla.record(&mut encoder, &step, &long.binding).expect("recorded");
     rig.prepare(&mut step, &long.problem, Policy::FixedTokens(16));
     assert!(!before.holds(step.capacity()));
     rig.submit(encoder);
@@ -119,15 +123,23 @@ fn growth_leaves_recorded_commands_alone() -> Outcome {
     Ok(())
 }
 
-/// A refused plan leaves the step as it was.
+/// A refused plan leaves what is on the device: commands that were recorded before run, new ones wait for another prepare.
 fn a_refused_plan_changes_nothing() -> Outcome {
     let rig = Rig::shared()?;
     let good = rig.load(small(&[(37, 1), (90, 2)]));
     let mut step = rig.step(&good.problem, FIXED);
+    let mut encoder = rig.encoder();
+    rig.mla.record(&mut encoder, &step, &good.binding).expect("recorded");
     let mut bad = shortened(&good.problem, &[37, 60]);
     bad.block_table[1] = -5;
-    let refused = rig.mla.prepare(&rig.gpu.queue, &mut step, &plan(&rig.mla, &bad, FIXED), pages(&bad));
+    let refused = rig.mla.prepare(&mut step, (&plan(&rig.mla, &bad, FIXED), pages(&bad)));
     assert!(matches!(refused, Err(Error::PageOutOfRange { seq: 0, block: 1, page: -5, .. })), "{refused:?}");
+    rig.submit(encoder);
+    rig.check(&good, &good.problem);
+
+    rig.poison(&good);
+    assert_refused(rig, &rig.mla, &step, &good, &good.binding, "its last prepare failed");
+    rig.prepare(&mut step, &good.problem, FIXED);
     rig.run(&step, &good);
     rig.check(&good, &good.problem);
     Ok(())
@@ -159,14 +171,16 @@ fn slices_give_the_bits_of_the_whole() -> Outcome {
         rig.poison(&loaded);
         for index in 0..slices {
             let mut encoder = rig.encoder();
-            rig.mla.record_slice(&mut encoder, &step, &loaded.binding, index);
+            rig.mla.record_slice(&mut encoder, &step, &loaded.binding, index).expect("recorded");
             rig.submit(encoder);
         }
         assert_eq!(rig.bits(&loaded), whole, "{slices} slices of {items} items");
     }
     let mut encoder = rig.encoder();
     rig.poison(&loaded);
-    rig.mla.record_slice(&mut encoder, &step, &loaded.binding, step.num_slices());
+    let error = rig.mla.record_slice(&mut encoder, &step, &loaded.binding, step.num_slices());
+    let error = error.expect_err("there is no such slice");
+    assert!(error.to_string().contains("Step::num_slices"), "{error}");
     rig.submit(encoder);
     assert!(rig.untouched(&loaded), "there is no such slice");
 
@@ -187,7 +201,7 @@ fn odd_budgets_make_slices_that_run() -> Outcome {
         rig.poison(&loaded);
         let mut encoder = rig.encoder();
         for index in 0..step.num_slices() {
-            rig.mla.record_slice(&mut encoder, &step, &loaded.binding, index);
+            rig.mla.record_slice(&mut encoder, &step, &loaded.binding, index).expect("recorded");
         }
         rig.submit(encoder);
         rig.check(&loaded, &loaded.problem);
@@ -210,7 +224,7 @@ fn host_copy(
     from: &wgpu::Buffer,
     to: &wgpu::Buffer,
 ) -> wgpu::BindGroup {
-    rig.gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+    rig.gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
         label: None,
         layout: &pipeline.get_bind_group_layout(0),
         entries: &[
@@ -225,7 +239,7 @@ fn a_decode_in_the_hosts_pass() -> Outcome {
     let rig = Rig::shared()?;
     let loaded = rig.load(small(&[(37, 1), (90, 2)]));
     let step = rig.step(&loaded.problem, FIXED);
-    let device = &rig.gpu.device;
+    let device = rig.gpu.device();
     let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
         label: None,
         source: wgpu::ShaderSource::Wgsl(HOST_WGSL.into()),
@@ -251,7 +265,7 @@ fn a_decode_in_the_hosts_pass() -> Outcome {
         pass.set_pipeline(&pipeline);
         pass.set_bind_group(0, &before, &[]);
         pass.dispatch_workgroups(loaded.q.size().div_ceil(256) as u32, 1, 1);
-        rig.mla.record_in(&mut pass, &step, &loaded.binding);
+        rig.mla.record_on(&mut pass, &step, &loaded.binding).expect("recorded");
         pass.set_pipeline(&pipeline);
         pass.set_bind_group(0, &after, &[]);
         pass.dispatch_workgroups(loaded.out.size().div_ceil(256) as u32, 1, 1);
@@ -263,47 +277,110 @@ fn a_decode_in_the_hosts_pass() -> Outcome {
     Ok(())
 }
 
-/// A step and a binding that do not belong together: nothing is recorded, a line says so, and `check` names it.
+/// Each way to record or run a step is the same error, before anything is recorded.
+fn assert_refused(
+    rig: &Rig,
+    mla: &Compiled<MlaSpec, Gpu>,
+    step: &Step<MlaSpec, Gpu>,
+    loaded: &Loaded,
+    binding: &Binding<MlaSpec, Gpu>,
+    why: &str,
+) {
+    let error = mla.check(step, binding).expect_err(why);
+    assert!(matches!(error, Error::LayoutMismatch { detail } if detail.contains(why)), "{why}: {error}");
+    let mut encoder = rig.encoder();
+    assert_eq!(mla.record(&mut encoder, step, binding), Err(error.clone()));
+    assert_eq!(mla.record_slice(&mut encoder, step, binding, 0), Err(error.clone()));
+    {
+        let mut pass = encoder.begin_compute_pass(&Default::default());
+        assert_eq!(mla.record_on(&mut pass, step, binding), Err(error.clone()));
+        assert_eq!(mla.record_slice_on(&mut pass, step, binding, 0), Err(error.clone()));
+    }
+    rig.submit(encoder);
+    assert_eq!(mla.run(step, binding), Err(error));
+    assert!(rig.untouched(loaded), "{why}");
+}
+
+/// A step and a binding that do not belong together: another compiled op's, or one too small for the other.
 fn what_does_not_belong_together_records_nothing() -> Outcome {
     let rig = Rig::shared()?;
-    logged::start();
     let loaded = rig.load(small(&[(37, 1), (90, 2)]));
     let step = rig.step(&loaded.problem, FIXED);
-    let other =
-        MlaDecode::new(&rig.gpu.pipelines, rig.mla.spec(), &Options::default()).expect("the same kernels");
-    let more = small(&[(37, 1), (90, 3)]);
-    let more_step = rig.step(&more, FIXED);
+    let other = rig.gpu.compile(*rig.mla.op()).expect("the same kernels");
+    let layer = Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 1.0);
+    let other_binding = other.bind(&layer, 3).expect("a binding");
+    let mut other_step = other.step(Capacity::default()).expect("a step");
+    let plan = plan(&other, &loaded.problem, FIXED);
+    other.prepare(&mut other_step, (&plan, pages(&loaded.problem))).expect("prepared");
+    let more_step = rig.step(&small(&[(37, 1), (90, 3)]), FIXED);
 
-    for (mla, step, why) in [(&other, &step, "another decode"), (&rig.mla, &more_step, "more query tokens")] {
-        let error = mla.check(step, &loaded.binding).expect_err(why);
-        assert!(matches!(error, Error::LayoutMismatch { detail } if detail.contains(why)), "{error}");
-        let mut encoder = rig.encoder();
-        mla.record(&mut encoder, step, &loaded.binding);
-        mla.record_slice(&mut encoder, step, &loaded.binding, 0);
-        rig.submit(encoder);
-        assert!(rig.untouched(&loaded), "{why}");
-        assert!(logged::about(why) > 0, "{why} was not logged");
+    for (mla, step, binding, why) in [
+        (&other, &step, &loaded.binding, "made by another op"),
+        (&rig.mla, &other_step, &loaded.binding, "made by another op"),
+        (&rig.mla, &step, &other_binding, "made by another op"),
+        (&rig.mla, &more_step, &loaded.binding, "more query tokens"),
+    ] {
+        assert_refused(rig, mla, step, &loaded, binding, why);
     }
-    assert_eq!(rig.mla.check(&step, &loaded.binding), Ok(()));
-    let refused = other.prepare(
-        &rig.gpu.queue,
-        &mut rig.step(&loaded.problem, FIXED),
-        &plan(&other, &loaded.problem, FIXED),
-        pages(&loaded.problem),
-    );
+    // It is refused before the step changes, which stays prepared for the op that made it.
+    let refused = rig.mla.prepare(&mut other_step, (&plan, pages(&loaded.problem)));
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+    for (mla, step, binding) in [(&rig.mla, &step, &loaded.binding), (&other, &other_step, &other_binding)] {
+        assert_eq!(mla.check(step, binding), Ok(()));
+    }
     Ok(())
 }
 
-/// A step that was never prepared attends nothing, and says nothing wrong.
-fn a_step_that_holds_no_plan_does_nothing() -> Outcome {
+/// A step that was never prepared, with room or without.
+fn a_step_that_was_not_prepared_records_nothing() -> Outcome {
     let rig = Rig::shared()?;
     let loaded = rig.load(small(&[(37, 1)]));
     for capacity in [Capacity::default(), Capacity { items: 4, merges: 4, ..Capacity::default() }] {
         let step = rig.mla.step(capacity).expect("a step");
-        rig.run(&step, &loaded);
-        assert!(rig.untouched(&loaded));
+        assert_refused(rig, &rig.mla, &step, &loaded, &loaded.binding, "the step was not prepared");
     }
+    Ok(())
+}
+
+/// A step that is a range of tokens depends on no spec: any op of the type may record it, but only on the device that made it.
+fn steps_of_a_range_serve_every_op_of_their_device() -> Outcome {
+    let rig = Rig::shared()?;
+    let spec = RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::Interleaved };
+    let keys = RopeSpec { num_heads: 1, layout: RopeLayout::HalfSplit, ..spec };
+    let (queries, keys) =
+        (rig.gpu.compile(spec).expect("compiles"), rig.gpu.compile(keys).expect("compiles"));
+    // Turned by half a circle at each position.
+    let turns = [[-1f32; 4], [0.0; 4]].concat();
+    let cos_sin = rig.buffer(bytemuck::cast_slice(&turns));
+    let positions = rig.buffer(&[0; 4 * 4]);
+    let x = rig.buffer(bytemuck::cast_slice(&[1f32; 4 * 2 * 8]));
+    let [many, one] = [2, 1].map(|heads| rig.gpu.buffer(4 * heads * 8 * 4).expect("a buffer"));
+    let args = |y, heads| Rope {
+        x: View::dense(&x, heads, 8),
+        y: View::dense(y, heads, 8),
+        positions: &positions,
+        cos_sin: &cos_sin,
+        max_position: 1,
+    };
+    let of_queries = queries.bind(&args(&many, 2), 4).expect("binds");
+    let of_keys = keys.bind(&args(&one, 1), 4).expect("binds");
+    let mut step = queries.step(0).expect("a step");
+    for refused in [queries.run(&step, &of_queries), keys.run(&step, &of_keys)] {
+        assert!(matches!(refused, Err(Error::LayoutMismatch { detail }) if detail.contains("not prepared")));
+    }
+    queries.prepare(&mut step, 1..3).expect("prepares");
+    queries.run(&step, &of_queries).expect("runs");
+    keys.run(&step, &of_keys).expect("runs");
+    for (y, row) in [(&many, 16), (&one, 8)] {
+        let got = Dtype::F32.decode_all(&rig.gpu.download(y, y.size()).expect("downloads"));
+        assert_eq!(got, [vec![0.0; row], vec![-1.0; 2 * row], vec![0.0; row]].concat());
+    }
+    // Bindings hold what the spec says.
+    assert!(matches!(keys.run(&step, &of_queries), Err(Error::LayoutMismatch { .. })));
+    let (device, queue) = wgpu::Device::noop(&wgpu::DeviceDescriptor::default());
+    let elsewhere = Gpu::without_adapter(&device, &queue, &Setup::default()).compile(spec).expect("compiles");
+    let refused = elsewhere.prepare(&mut step, 0..1).expect_err("of another device");
+    assert!(refused.to_string().contains("another device"), "{refused}");
     Ok(())
 }
 
@@ -357,7 +434,8 @@ crate::tests![
     odd_budgets_make_slices_that_run,
     a_decode_in_the_hosts_pass,
     what_does_not_belong_together_records_nothing,
-    a_step_that_holds_no_plan_does_nothing,
+    a_step_that_was_not_prepared_records_nothing,
+    steps_of_a_range_serve_every_op_of_their_device,
     the_room_for_merges_changes_no_bit,
     a_steady_loop_makes_no_buffers,
 ];

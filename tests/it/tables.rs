@@ -25,7 +25,7 @@ const TILING: Tiling = Tiling {
     tokens_per_block: 16,
     target_items: 8,
     min_split_tokens: 16,
-    lone_items: 0,
+    single_sequence_items: 0,
     item_overhead_tokens: 8,
 };
 

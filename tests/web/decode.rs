@@ -1,10 +1,10 @@
 //! Decodes in the browser against the oracle.
 
 use wasm_bindgen_test::wasm_bindgen_test;
-use wgpu_mla::gpu::{Gpu, MlaDecode, Options, checked};
-use wgpu_mla::{Batch, Capacity, Dtype, Layer, LseBase, Plan, Policy, Query};
+use wgpu_mla::gpu::{Gpu, checked};
+use wgpu_mla::{Batch, Capacity, DecodeOptions, Device, Dtype, Layer, LseBase, Plan, Policy, Query};
 
-use crate::page::{download, gpu, submit, upload};
+use crate::page::{download, gpu, upload};
 use mla_support::close::{Tolerance, close};
 use mla_support::paint::{Data, Make, POISON, Problem, sequences};
 use mla_support::suite::memory::{Pages, gather, page_dims, scatter};
@@ -21,34 +21,32 @@ struct How {
 const ONE_SPLIT: How = How { policy: Policy::OneSplit, layout: Layout::Dense, lse_base: LseBase::E };
 const SPLITS: How = How { policy: Policy::FixedTokens(32), layout: Layout::Dense, lse_base: LseBase::E };
 
-/// Runs a problem on every row of the ladder that this browser gets, and compares with the oracle.
+/// Runs a problem on every variant that this browser gets, and compares with the oracle.
 async fn check(make: &Make, hows: &[How]) {
     let (gpu, problem) = (gpu().await, make.build());
     let (out, lse) = problem.expected();
-    for (variant, lacks) in gpu.pipelines.ladder(&problem.spec) {
-        if lacks.is_none() {
-            for how in hows {
-                let result = run(&gpu, &problem, variant, how, &out, &lse).await;
-                assert_eq!(result, Ok(()), "{variant}, {how:?}: {}", problem.name);
-            }
+    for candidate in gpu.variants(&problem.spec).into_iter().filter(|candidate| candidate.lacks.is_none()) {
+        for how in hows {
+            let result = run(&gpu, &problem, Some(candidate.name), how, &out, &lse).await;
+            assert_eq!(result, Ok(()), "{}, {how:?}: {}", candidate.name, problem.name);
         }
     }
 }
 
-/// Runs a problem once and compares with what is expected.
+/// Runs a problem once, on a variant or on the best, and compares with what is expected.
 async fn run(
     gpu: &Gpu,
     problem: &Problem,
-    variant: &str,
+    variant: Option<&str>,
     how: &How,
     want_out: &[f64],
     want_lse: &[f64],
 ) -> Result<(), String> {
     let wrong = |error: wgpu_mla::Error| error.to_string();
     let spec = &problem.spec;
-    let options = Options { variant: Some(variant.into()), ..Default::default() };
-    let make = || MlaDecode::new(&gpu.pipelines, spec, &options);
-    let mla = checked(&gpu.device, "a decode", make).await.map_err(wrong)?;
+    let options = DecodeOptions { variant: variant.map(str::to_owned), ..Default::default() };
+    let make = || gpu.compile_with(*spec, &options);
+    let mla = checked(gpu.device(), "a decode", make).await.map_err(wrong)?;
     let batch = Batch {
         seq_lens: &problem.seq_lens,
         query_start_loc: &problem.query_start_loc,
@@ -83,13 +81,10 @@ async fn run(
     // All that the browser has against the step, the binding and the commands.
     let record = || {
         let mut step = mla.step(Capacity::default())?;
-        mla.prepare(&gpu.queue, &mut step, &plan, dense_table(problem))?;
-        let binding = mla.bind(tokens as u32, &layer)?;
-        mla.check(&step, &binding)?;
-        submit(gpu, |encoder| mla.record(encoder, &step, &binding));
-        Ok(())
+        mla.prepare(&mut step, (&plan, dense_table(problem)))?;
+        mla.run(&step, &mla.bind(&layer, tokens as u32)?)
     };
-    checked(&gpu.device, "a step", record).await.map_err(wrong)?;
+    checked(gpu.device(), "a step", record).await.map_err(wrong)?;
 
     let dense = async |output: &Output, buffer| {
         let bytes = download(gpu, buffer, output.len).await.map_err(wrong)?;
@@ -179,7 +174,5 @@ async fn shared_prefix() {
 /// A problem's expected results, each of which a run must be able to miss.
 pub async fn run_expecting(problem: &Problem, out: &[f64], lse: &[f64]) -> Result<(), String> {
     let gpu = gpu().await;
-    let ladder = gpu.pipelines.ladder(&problem.spec);
-    let best = ladder.into_iter().find(|(_, lacks)| lacks.is_none()).expect("a row for every device").0;
-    run(&gpu, problem, best, &How::default(), out, lse).await
+    run(&gpu, problem, None, &How::default(), out, lse).await
 }

@@ -29,7 +29,7 @@ async fn a_wrong_shader() {
     let text = "@compute @workgroup_size(32) fn main() { _ = subgroupAdd(1u); }";
     let make = || {
         let source = wgpu::ShaderSource::Wgsl(text.into());
-        Ok(gpu.device.create_shader_module(wgpu::ShaderModuleDescriptor { label: None, source }))
+        Ok(gpu.device().create_shader_module(wgpu::ShaderModuleDescriptor { label: None, source }))
     };
-    checked(&gpu.device, "a shader", make).await.expect("deliberate: a wrong shader");
+    checked(gpu.device(), "a shader", make).await.expect("deliberate: a wrong shader");
 }

@@ -2,12 +2,10 @@
 
 use mla_support::reference::copy_pages;
 use wasm_bindgen_test::wasm_bindgen_test;
-use wgpu_mla::gpu::ops::{AppendStep, CopySpec, CopyStep, KvAppend, KvCopyPages, MergeAttnStates};
 use wgpu_mla::gpu::{Gpu, checked};
-use wgpu_mla::ops::{AppendLayer, MergeStates};
-use wgpu_mla::{Dtype, KvSpec};
+use wgpu_mla::{AppendLayer, CopySpec, Device, Dtype, KvSpec, MergeStates};
 
-use crate::page::{download, gpu, submit, upload};
+use crate::page::{download, gpu, upload};
 use mla_support::cache::same_cache;
 use mla_support::case::{AppendCase, MergeCase};
 use mla_support::close::{Tolerance, close};
@@ -61,13 +59,7 @@ pub async fn check_merge(gpu: &Gpu, case: &MergeCase, layout: Layout) -> Result<
         num_tokens: num_tokens as u32,
         num_heads: num_heads as u32,
     };
-    let run = || {
-        let merge = MergeAttnStates::new(&gpu.pipelines, spec)?;
-        let binding = merge.bind(&gpu.device, &args)?;
-        submit(gpu, |encoder| merge.record(encoder, &binding));
-        Ok(())
-    };
-    checked(&gpu.device, "a merge", run).await.map_err(wrong)?;
+    checked(gpu.device(), "a merge", || gpu.once(spec, (), &args)).await.map_err(wrong)?;
 
     let compare = async |what, buffer, len, (dims, strides), dtype: Dtype, want: &[f32], tolerance| {
         let bytes = download(gpu, buffer, len).await.map_err(wrong)?;
@@ -120,16 +112,8 @@ pub async fn check_append(gpu: &Gpu, case: &AppendCase, gaps: bool) -> Result<()
         kv: pages.view(&cache),
         k_scale: case.k_scale,
     };
-    let run = || {
-        let append = KvAppend::new(&gpu.pipelines, spec)?;
-        let mut step = AppendStep::default();
-        append.prepare(&gpu.device, &gpu.queue, &mut step, &case.slot_mapping)?;
-        let binding = append.bind(&gpu.device, &layer, step.num_tokens())?;
-        append.check(&step, &binding)?;
-        submit(gpu, |encoder| append.record(encoder, &step, &binding));
-        Ok(())
-    };
-    checked(&gpu.device, "an append", run).await.map_err(wrong)?;
+    let run = || gpu.once(spec, &case.slot_mapping, &layer);
+    checked(gpu.device(), "an append", run).await.map_err(wrong)?;
     let bytes = download(gpu, &cache, before.len()).await.map_err(wrong)?;
     let (got, intact) = gather(&bytes, dims, elem, pages.strides());
     intact?;
@@ -160,17 +144,9 @@ async fn check_copies(gpu: &Gpu, kv: &KvSpec, row: usize, gaps: bool) -> Result<
     let mut cache: Vec<u8> = (0..dims[0] * page_bytes).map(|_| rng.next() as u8).collect();
     let before = scatter(&cache, dims, elem, pages.strides());
     let buffer = upload(gpu, &before);
-    let view = pages.view(&buffer);
-    let run = || {
-        let copy = KvCopyPages::new(&gpu.pipelines, CopySpec { kv: *kv, row_elems: row as u32 })?;
-        let mut step = CopyStep::default();
-        copy.prepare(&gpu.device, &gpu.queue, &mut step, &copies)?;
-        let binding = copy.bind(&gpu.device, &view)?;
-        copy.check(&step, &binding)?;
-        submit(gpu, |encoder| copy.record(encoder, &step, &binding));
-        Ok(())
-    };
-    checked(&gpu.device, "a copy", run).await.map_err(wrong)?;
+    let spec = CopySpec { kv: *kv, row_elems: row as u32 };
+    let run = || gpu.once(spec, &copies, &pages.view(&buffer));
+    checked(gpu.device(), "a copy", run).await.map_err(wrong)?;
     copy_pages(&mut cache, page_bytes, &copies);
     let bytes = download(gpu, &buffer, before.len()).await.map_err(wrong)?;
     let (got, intact) = gather(&bytes, dims, elem, pages.strides());

@@ -3,9 +3,8 @@
 use std::cell::RefCell;
 
 use wasm_bindgen_test::console_log;
-use wgpu_mla::Result;
 use wgpu_mla::gpu::{Gpu, read};
-use wgpu_mla::wgpu::{self, BufferUsages};
+use wgpu_mla::{Device, Result, wgpu};
 
 use mla_support::paint::POISON;
 
@@ -19,7 +18,7 @@ pub async fn gpu() -> Gpu {
         return gpu;
     }
     let gpu = Gpu::request().await.expect("a browser with WebGPU");
-    console_log!("{}, features {:?}, {:?}", gpu.describe(), gpu.device.features(), gpu.pipelines.caps());
+    console_log!("{}, features {:?}, {:?}", gpu.describe(), gpu.device().features(), gpu.caps());
     GPU.set(Some(gpu.clone()));
     gpu
 }
@@ -28,24 +27,12 @@ pub async fn gpu() -> Gpu {
 pub fn upload(gpu: &Gpu, bytes: &[u8]) -> wgpu::Buffer {
     let mut padded = bytes.to_vec();
     padded.resize((bytes.len() + GUARD).next_multiple_of(4), POISON);
-    let buffer = gpu.device.create_buffer(&wgpu::BufferDescriptor {
-        label: None,
-        size: padded.len() as u64,
-        usage: BufferUsages::STORAGE | BufferUsages::COPY_DST | BufferUsages::COPY_SRC,
-        mapped_at_creation: false,
-    });
-    gpu.queue.write_buffer(&buffer, 0, &padded);
+    let buffer = gpu.buffer(padded.len() as u64).expect("a buffer");
+    gpu.upload(&buffer, 0, &padded).expect("uploads");
     buffer
 }
 
 /// What [`upload`] of `len` bytes has become, its guard included.
 pub async fn download(gpu: &Gpu, buffer: &wgpu::Buffer, len: usize) -> Result<Vec<u8>> {
-    read(&gpu.device, &gpu.queue, buffer, (len + GUARD).next_multiple_of(4) as u64).await
-}
-
-/// Submits what `record` records.
-pub fn submit(gpu: &Gpu, record: impl FnOnce(&mut wgpu::CommandEncoder)) {
-    let mut encoder = gpu.device.create_command_encoder(&Default::default());
-    record(&mut encoder);
-    gpu.queue.submit([encoder.finish()]);
+    read(gpu.device(), gpu.queue(), buffer, (len + GUARD).next_multiple_of(4) as u64).await
 }

@@ -5,15 +5,12 @@
 use std::collections::HashSet;
 
 use wasm_bindgen_test::{console_log, wasm_bindgen_test};
-use wgpu_mla::gpu::ops::{
-    BatchTables, CopySpec, HeadProject, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeAttnStates,
-    MlaPrefill, Rotate, RotateAppend,
-};
-use wgpu_mla::gpu::{Gpu, MlaDecode, Options, Source, checked};
-use wgpu_mla::ops::HeadDims;
+use wgpu_mla::gpu::ops::BatchTables;
+use wgpu_mla::gpu::{Gpu, Source, checked, decode_sources};
 use wgpu_mla::{
-    AppendSpec, CalibrateSpec, Caps, Dtype, GatherSpec, KvSpec, MergeStatesSpec, MlaShape, MlaSpec,
-    PrefillSpec, ProjectSpec, Result, RopeAppendSpec, RopeLayout, RopeSpec, SUPPORTED_DIMS, wgpu,
+    AppendSpec, CalibrateSpec, Caps, CopySpec, DecodeOptions, Device, Dtype, GatherSpec, HeadDims, Kernel,
+    KvSpec, MergeAttnStatesSpec, MlaShape, MlaSpec, Op, PrefillSpec, ProjectSpec, Result, RopeAppendSpec,
+    RopeLayout, RopeSpec, SUPPORTED_DIMS, wgpu,
 };
 
 use crate::page::gpu;
@@ -33,37 +30,45 @@ fn all_dims() -> impl Iterator<Item = (u32, u32)> + Clone {
 }
 
 /// Makes something, and panics with what the browser has against it.
-async fn compile<T>(gpu: &Gpu, what: &str, make: impl FnOnce() -> Result<T>) {
-    if let Err(error) = checked(&gpu.device, "a pipeline", make).await {
+async fn make<T>(gpu: &Gpu, what: &str, make: impl FnOnce() -> Result<T>) {
+    if let Err(error) = checked(gpu.device(), "a pipeline", make).await {
         panic!("{what}: {error}");
     }
 }
 
-/// Options for each row that runs here, with page lists of the host and of the device.
-fn rows(gpu: &Gpu, spec: &MlaSpec) -> Vec<Options> {
-    let runs = gpu.pipelines.ladder(spec).into_iter().filter(|(_, lacks)| lacks.is_none());
-    let options = |variant: &str, device_page_list| Options {
+/// Compiles an op.
+async fn compile<O: Op>(gpu: &Gpu, spec: O)
+where
+    Gpu: Kernel<O>,
+{
+    make(gpu, &format!("{spec:?}"), || gpu.compile(spec)).await;
+}
+
+/// Options for each variant that runs here, with page lists of the host and of the device.
+fn options(gpu: &Gpu, spec: &MlaSpec) -> Vec<DecodeOptions> {
+    let runs = gpu.variants(spec).into_iter().filter(|candidate| candidate.lacks.is_none());
+    let options = |variant: &str, device_page_list| DecodeOptions {
         variant: Some(variant.into()),
         device_page_list,
         ..Default::default()
     };
-    runs.flat_map(|(variant, _)| [false, true].map(|device| options(variant, device))).collect()
+    runs.flat_map(|candidate| [false, true].map(|device| options(candidate.name, device))).collect()
 }
 
-/// Texts that were compiled.
+/// Modules that were compiled, by their source.
 #[derive(Default)]
 struct Modules(HashSet<String>);
 
 impl Modules {
     async fn compile(&mut self, gpu: &Gpu, caps: &Caps, spec: &MlaSpec) {
-        for options in rows(gpu, spec) {
-            match MlaDecode::sources(caps, spec, &options) {
+        for options in options(gpu, spec) {
+            match decode_sources(caps, spec, &options) {
                 Ok(sources) => {
                     for source in sources {
                         self.compile_one(gpu, source, spec).await;
                     }
                 }
-                Err(error) => assert_ne!(caps, gpu.pipelines.caps(), "{options:?}, {spec:?}: {error}"),
+                Err(error) => assert_ne!(caps, gpu.caps(), "{options:?}, {spec:?}: {error}"),
             }
         }
     }
@@ -72,23 +77,23 @@ impl Modules {
         if self.0.contains(&source.text) {
             return;
         }
-        let make = || {
-            Ok(gpu.device.create_shader_module(wgpu::ShaderModuleDescriptor {
+        let module = || {
+            Ok(gpu.device().create_shader_module(wgpu::ShaderModuleDescriptor {
                 label: Some(&source.label),
                 source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
             }))
         };
-        compile(gpu, &format!("{}, {spec:?}", source.label), make).await;
+        make(gpu, &format!("{}, {spec:?}", source.label), module).await;
         self.0.insert(source.text);
     }
 }
 
-/// Every tile and every triple of dtypes of every shape, on every row that runs here, for this device, weaker ones and a
+/// Every tile and every triple of dtypes of every shape, on every variant that runs here, for this device, weaker ones and a
 /// larger one.
 #[wasm_bindgen_test]
 async fn every_module_compiles() {
     let gpu = gpu().await;
-    let own = *gpu.pipelines.caps();
+    let own = *gpu.caps();
     let large = Caps { workgroup_memory_bytes: 48 << 10, max_invocations: 1024, ..own };
     let mut modules = Modules::default();
     for caps in own.downgrades().into_iter().map(|(_, caps)| caps).chain([large]) {
@@ -106,7 +111,7 @@ async fn every_module_compiles() {
             }
         }
     }
-    console_log!("{} modules of decodes; {:?}", modules.0.len(), gpu.pipelines.ladder(&ANY));
+    console_log!("{} modules of decodes; {:?}", modules.0.len(), gpu.variants(&ANY));
     assert!(modules.0.len() > 500, "only {} modules", modules.0.len());
 }
 
@@ -114,54 +119,46 @@ async fn every_module_compiles() {
 #[wasm_bindgen_test]
 async fn every_small_op_compiles() {
     let gpu = gpu().await;
-    let pipelines = &gpu.pipelines;
     for dtype in OUTS {
         for head_size in [64, 96, 127, 128, 512] {
-            let spec = MergeStatesSpec { dtype, head_size };
-            compile(&gpu, &format!("{spec:?}"), || MergeAttnStates::new(pipelines, spec)).await;
+            compile(&gpu, MergeAttnStatesSpec { dtype, head_size }).await;
         }
     }
     for cache in Dtype::ALL {
         for (latent, rope) in all_dims() {
             let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
-            let spec = CopySpec { kv, row_elems: latent + rope };
-            compile(&gpu, &format!("{spec:?}"), || KvCopyPages::new(pipelines, spec)).await;
+            compile(&gpu, CopySpec { kv, row_elems: latent + rope }).await;
             for input in INPUTS {
                 let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
                 let spec = AppendSpec { shape, kv, input };
-                compile(&gpu, &format!("{spec:?}"), || KvAppend::new(pipelines, spec)).await;
+                compile(&gpu, spec).await;
                 if rope == 0 {
                     continue;
                 }
                 for layout in [RopeLayout::Interleaved, RopeLayout::HalfSplit] {
                     let query = if latent == 512 { input } else { Dtype::Bf16 };
-                    let spec = RopeAppendSpec { append: spec, query, num_heads: 16, layout };
-                    compile(&gpu, &format!("{spec:?}"), || RotateAppend::new(pipelines, spec)).await;
-                    let spec = RopeSpec { dtype: input, num_heads: 16, rope_dim: rope, layout };
-                    compile(&gpu, &format!("{spec:?}"), || Rotate::new(pipelines, spec)).await;
+                    compile(&gpu, RopeAppendSpec { append: spec, query, num_heads: 16, layout }).await;
+                    compile(&gpu, RopeSpec { dtype: input, num_heads: 16, rope_dim: rope, layout }).await;
                 }
             }
         }
     }
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     for input in INPUTS {
-        let spec = CalibrateSpec { shape, input };
-        compile(&gpu, &format!("{spec:?}"), || KvCalibrate::new(pipelines, spec)).await;
+        compile(&gpu, CalibrateSpec { shape, input }).await;
     }
     for cache in Dtype::ALL {
         let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
         for output in Dtype::ALL.into_iter().filter(|&output| output != Dtype::E4m3 || cache == output) {
-            let spec = GatherSpec { shape, kv, output };
-            compile(&gpu, &format!("{spec:?}"), || KvGather::new(pipelines, spec)).await;
+            compile(&gpu, GatherSpec { shape, kv, output }).await;
         }
     }
     let kv = KvSpec { dtype: Dtype::F16, page_size: 48, num_pages: 7 };
-    compile(&gpu, "tables of a batch", || BatchTables::new(pipelines, kv)).await;
+    make(&gpu, "tables of a batch", || BatchTables::new(&gpu, kv)).await;
     for dtype in OUTS {
         let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
         for of in [ProjectSpec::absorb, ProjectSpec::v_up] {
-            let spec = of(&dims, dtype, dtype, dtype);
-            compile(&gpu, &format!("{spec:?}"), || HeadProject::new(pipelines, spec)).await;
+            compile(&gpu, of(&dims, dtype, dtype, dtype)).await;
         }
         let spec = PrefillSpec {
             num_heads: 16,
@@ -171,6 +168,6 @@ async fn every_small_op_compiles() {
             dtype,
             out: dtype,
         };
-        compile(&gpu, &format!("{spec:?}"), || MlaPrefill::new(pipelines, spec)).await;
+        compile(&gpu, spec).await;
     }
 }

@@ -1,7 +1,6 @@
-//! A model's cache, weights and activations in a backend's memory, as its layers take them.
+//! A model's cache, weights and activations in a device's memory, as its layers take them.
 
-use wgpu_mla::ops::HeadDims;
-use wgpu_mla::{Backend, Dtype, KvBProj, KvView, LayerArgs, MlaLayerSpec, View};
+use wgpu_mla::{Device, Dtype, HeadDims, KvBProj, KvView, LayerArgs, MlaLayerSpec, View};
 
 use crate::attention::Rows;
 use crate::layer::values;
@@ -22,15 +21,14 @@ pub struct Arrays<B> {
 }
 
 impl<B> Arrays<B> {
-    pub fn new(backend: &impl Backend<Buffer = B>, model: &Model, setup: &Setup) -> Result<Self> {
+    pub fn new(device: &impl Device<Buffer = B>, model: &Model, setup: &Setup) -> Result<Self> {
         let (config, spec) = (&model.config, setup.spec(model));
         let uploaded = |bytes: &[u8]| -> Result<B> {
-            let buffer = backend.buffer(bytes.len() as u64)?;
-            backend.upload(&buffer, 0, bytes)?;
+            let buffer = device.buffer(bytes.len() as u64)?;
+            device.upload(&buffer, 0, bytes)?;
             Ok(buffer)
         };
-        let floats =
-            |per_token: u32| backend.buffer(u64::from(setup.max_tokens()) * u64::from(per_token) * 4);
+        let floats = |per_token: u32| device.buffer(u64::from(setup.max_tokens()) * u64::from(per_token) * 4);
         let dims = HeadDims {
             num_heads: spec.shape.num_heads,
             kv_lora_rank: spec.shape.kv_lora_rank,
@@ -45,7 +43,7 @@ impl<B> Arrays<B> {
         }
         let cache = layer_stride(&spec) * config.num_layers as u64 * spec.kv.dtype.bytes() as u64;
         Ok(Self {
-            kv: backend.buffer(cache)?,
+            kv: device.buffer(cache)?,
             rows: floats(row_elems(&spec))?,
             out: floats(spec.shape.num_heads * spec.v_head_dim)?,
             cos_sin: uploaded(&Dtype::F32.encode_all(&config.cos_sin()?))?,

@@ -1,7 +1,7 @@
 //! Where attention runs.
 
 use wgpu_mla::MlaSpec;
-use wgpu_mla::any::{AnyBackend, Chosen};
+use wgpu_mla::any::AnyBackend;
 
 use crate::{Error, Result};
 
@@ -35,8 +35,8 @@ impl std::str::FromStr for Where {
 /// # Errors
 /// [`wgpu_mla::Error::NoAdapter`] and the like, [`Error::Input`] for CUDA without the feature `cuda`.
 pub fn open(wish: Where, spec: &MlaSpec) -> Result<AnyBackend> {
-    let chosen: Chosen = match wish {
-        Where::Auto => return Ok(default_backend(spec)),
+    Ok(match wish {
+        Where::Auto => AnyBackend::best(spec),
         #[cfg(feature = "cuda")]
         Where::Cuda => wgpu_mla::cuda::Cuda::new(0)?.into(),
         #[cfg(not(feature = "cuda"))]
@@ -46,11 +46,5 @@ pub fn open(wish: Where, spec: &MlaSpec) -> Result<AnyBackend> {
         }
         Where::Wgpu => wgpu_mla::gpu::Gpu::new()?.into(),
         Where::Cpu => wgpu_mla::cpu::Cpu::new().into(),
-    };
-    Ok(chosen.into())
-}
-
-/// The best backend that is here, as [`AnyBackend::best`] finds it.
-pub fn default_backend(spec: &MlaSpec) -> AnyBackend {
-    AnyBackend::best(spec)
+    })
 }

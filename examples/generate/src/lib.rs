@@ -28,7 +28,6 @@ mod model;
 mod paged;
 mod pages;
 mod prefill;
-mod recorded;
 mod rope;
 mod sample;
 mod session;
@@ -36,7 +35,7 @@ mod setup;
 mod text;
 mod weights;
 
-pub use backend::{Where, default_backend, open as open_backend};
+pub use backend::Where;
 pub use checkpoint::Checkpoint;
 pub use config::Config;
 pub use error::{Error, Result};

@@ -55,19 +55,19 @@ fn continue_text(args: &Args) -> Result<()> {
     let begin = Instant::now();
     let checkpoint = Checkpoint::open(&args.dir)?;
     let tokenizer = checkpoint.tokenizer()?;
-    let texts = args.sequences();
-    let prompts = texts.iter().map(|text| tokenizer.encode(text)).collect::<Result<Vec<_>>>()?;
+    let sequences = args.sequences();
+    let prompts = sequences.iter().map(|text| tokenizer.encode(text)).collect::<Result<Vec<_>>>()?;
     let context = checkpoint.model.config.max_position_embeddings;
     // Pages for the longest that each sequence may become.
     let tokens = prompts.iter().map(|prompt| prompt.len().saturating_add(args.max_tokens).min(context));
     let tokens = u32::try_from(tokens.sum::<usize>()).unwrap_or(u32::MAX);
-    let setup = Setup { tokens, sequences: texts.len() as u32, ..setup(args, &checkpoint) };
+    let setup = Setup { tokens, sequences: sequences.len() as u32, ..setup(args, &checkpoint) };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     warm_up(&checkpoint, attention.as_mut())?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
 
-    let mut printer = Printer::new(&texts)?;
-    let mut streams: Vec<_> = texts.iter().map(|_| tokenizer.stream()).collect();
+    let mut printer = Printer::new(&sequences)?;
+    let mut streams: Vec<_> = sequences.iter().map(|_| tokenizer.stream()).collect();
     let options = Options {
         max_tokens: args.max_tokens,
         sampling: Sampling { temperature: args.temperature, seed: args.seed },

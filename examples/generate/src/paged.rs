@@ -1,60 +1,67 @@
-//! Attention by `wgpu_mla::MlaLayer`, on any backend: what a model does between its projections and `o_proj`.
+//! Attention by [`MlaLayerSpec`], an op of every backend: what a model does between its projections and `o_proj`.
 
-use wgpu_mla::any::{AnyBackend, Buffer, Chosen};
-use wgpu_mla::{Backend, Dtype, MlaLayer, MlaSpec, Policy, SeqId};
+use wgpu_mla::{
+    Backend, Binding, Compiled, CopySpec, Dtype, LayerCapacity, LayerOptions, MlaLayerSpec, Policy, SeqId,
+    Step,
+};
 
 use crate::arrays::Arrays;
 use crate::attention::{Attention, Rows};
-use crate::recorded::Recorded;
 use crate::{Model, Pages, Result, Setup, backend};
 
-/// An attention for a model: recorded on wgpu, verb by verb elsewhere.
+/// An attention for a model, on the backend that is asked for.
 ///
 /// # Errors
 /// Those of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large.
 pub fn paged(model: &Model, setup: &Setup) -> Result<Box<dyn Attention>> {
-    Ok(match backend::open(setup.backend, &setup.spec(model).mla())?.into_chosen() {
-        Chosen::Wgpu(gpu) => Box::new(Recorded::new(gpu, model, setup)?),
-        other => Box::new(Paged::new(other.into(), model, setup)?),
-    })
+    let device = backend::open(setup.backend, &setup.spec(model).mla())?;
+    Ok(Box::new(Paged::new(&device, model, setup)?))
 }
 
-/// Each op runs as it comes.
-struct Paged {
-    backend: AnyBackend,
-    layer: MlaLayer<AnyBackend>,
-    arrays: Arrays<Buffer>,
+/// The ops are compiled once, prepared once a step, and bound once a layer.
+struct Paged<D: Backend> {
+    device: D,
+    copy: Compiled<CopySpec, D>,
+    copy_step: Step<CopySpec, D>,
+    mla: Compiled<MlaLayerSpec, D>,
+    step: Step<MlaLayerSpec, D>,
+    layers: Vec<(Binding<CopySpec, D>, Binding<MlaLayerSpec, D>)>,
+    arrays: Arrays<D::Buffer>,
     pages: Pages,
 }
 
-impl Paged {
-    fn new(backend: AnyBackend, model: &Model, setup: &Setup) -> Result<Self> {
-        let spec = setup.spec(model);
-        let variant = variant(&backend, &spec.mla(), setup.exact)?;
+impl<D: Backend> Paged<D> {
+    fn new(device: &D, model: &Model, setup: &Setup) -> Result<Self> {
+        let (spec, max_tokens) = (setup.spec(model), setup.max_tokens());
+        // A prompt's last piece may be one token: that is decoded, wherever it stands in a batch.
+        let capacity = LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, prefix_rows: 0 };
+        let variant = if setup.exact { exact_variant(device, &spec) } else { None };
+        let mla = device.compile_with(spec, &LayerOptions { variant, capacity })?;
+        let copy = device.compile(CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
+        let arrays = Arrays::new(device, model, setup)?;
+        let bind = |layer| Ok((copy.bind(&arrays.kv(layer), ())?, mla.bind(&arrays.args(layer), capacity)?));
         Ok(Self {
-            layer: MlaLayer::with_variant(&backend, &spec, variant)?,
-            arrays: Arrays::new(&backend, model, setup)?,
-            pages: Pages::new(spec.kv, model.config.max_position_embeddings, setup.max_tokens())?,
-            backend,
+            layers: (0..arrays.num_layers()).map(bind).collect::<Result<_>>()?,
+            step: mla.step(Default::default())?,
+            copy_step: copy.step(0)?,
+            pages: Pages::new(spec.kv, model.config.max_position_embeddings, max_tokens)?,
+            device: device.clone(),
+            arrays,
+            copy,
+            mla,
         })
     }
 }
 
-/// The row of the decode: the backend's choice, or the best that rounds no softmax weights.
-pub fn variant(backend: &impl Backend, spec: &MlaSpec, exact: bool) -> Result<Option<&'static str>> {
-    if exact {
-        for row in backend.variants(spec) {
-            if !backend.rounds_weights(&backend.decode(spec, Some(row))?) {
-                return Ok(Some(row));
-            }
-        }
-    }
-    Ok(None)
+/// The best variant of the decode that runs here and rounds no softmax weights.
+fn exact_variant<D: Backend>(device: &D, spec: &MlaLayerSpec) -> Option<String> {
+    let mut variants = device.variants(spec).into_iter();
+    variants.find(|one| one.lacks.is_none() && !one.rounds_weights).map(|one| one.name.into())
 }
 
-impl Attention for Paged {
+impl<D: Backend> Attention for Paged<D> {
     fn describe(&self) -> String {
-        format!("{}, row {}", self.backend.name(), self.layer.decode().variant())
+        format!("{}, variant {}", self.device.name(), self.mla.variant())
     }
 
     fn pages(&self) -> &Pages {
@@ -67,18 +74,18 @@ impl Attention for Paged {
 
     fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
         self.pages.begin(batch)?;
-        Ok(self.layer.prepare(&self.backend, &self.pages.batch(), Policy::Auto)?)
+        self.copy.prepare(&mut self.copy_step, &self.pages.append.copies)?;
+        Ok(self.mla.prepare(&mut self.step, (&self.pages.batch(), Policy::Auto))?)
     }
 
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>> {
-        let (backend, arrays, spec) = (&self.backend, &self.arrays, self.layer.spec());
-        backend.upload(arrays.rows(), 0, &arrays.packed(rows))?;
-        let copies = &self.pages.append.copies;
-        if !copies.is_empty() {
-            backend.kv_copy_pages(&spec.kv, spec.shape.row_elems(), copies, &arrays.kv(layer))?;
-        }
-        self.layer.run(backend, &arrays.args(layer))?;
+        let (device, arrays, (copies, binding)) = (&self.device, &self.arrays, &self.layers[layer]);
+        device.upload(arrays.rows(), 0, &arrays.packed(rows))?;
+        device.submit(|mut recorder| {
+            self.copy.record_on(&mut recorder, &self.copy_step, copies)?;
+            self.mla.record_on(&mut recorder, &self.step, binding)
+        })?;
         let bytes = arrays.out_bytes(self.pages.positions.len());
-        Ok(Dtype::F32.decode_all(&backend.download(arrays.out(), bytes)?))
+        Ok(Dtype::F32.decode_all(&device.download(arrays.out(), bytes)?))
     }
 }

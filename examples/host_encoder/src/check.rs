@@ -29,7 +29,7 @@ impl Check {
         });
         let ends: Vec<u64> = ends.collect();
         let usage = wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::MAP_READ;
-        let copy = model::buffer(&model.device, "host.check", ends[2], usage);
+        let copy = model::buffer(model.gpu.device(), "host.check", ends[2], usage);
         for (source, end) in sources.into_iter().zip(&ends) {
             encoder.copy_buffer_to_buffer(source, 0, &copy, end - source.size(), source.size());
         }

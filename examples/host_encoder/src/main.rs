@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use eframe::egui;
 use eframe::egui_wgpu::{self, CallbackResources, ScreenDescriptor, WgpuSetup, WgpuSetupCreateNew};
-use wgpu_mla::wgpu;
+use wgpu_mla::{gpu::Gpu, wgpu};
 
 use check::Verdict;
 use model::Model;
@@ -74,7 +74,7 @@ fn frames(mut args: impl Iterator<Item = String>) -> Result<u64, String> {
     }
 }
 
-/// egui's own descriptor, and on top of it what wgpu-mla's better rows need.
+/// egui's own descriptor, and on top of it what wgpu-mla's better kernel variants need.
 fn device_setup() -> WgpuSetup {
     let mut setup = WgpuSetupCreateNew::without_display_handle();
     let egui_needs = setup.device_descriptor.clone();
@@ -109,7 +109,7 @@ impl Window {
         frames: u64,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let state = context.wgpu_render_state.as_ref().ok_or("eframe runs without wgpu")?;
-        let model = Model::new(&state.adapter, &state.device, &state.queue)?;
+        let model = Model::new(Gpu::on(&state.adapter, &state.device, &state.queue))?;
         let module = state.device.create_shader_module(wgpu::include_wgsl!("picture.wgsl"));
         let picture = state.device.create_render_pipeline(&wgpu::RenderPipelineDescriptor {
             label: Some("host.picture"),
@@ -218,7 +218,7 @@ fn closing_line(scene: &Scene) -> Result<String, String> {
     }
     let mut model = lock(&scene.model);
     let check = model.check.take().ok_or("no decode finished: give it more --frames")?;
-    let verdict: Verdict = check.wait(&model.device);
+    let verdict: Verdict = check.wait(model.gpu.device());
     let error = verdict.map_err(|message| format!("wrong: {message}"))?;
     let (stats, seconds) = (&model.stats, model.stats.seconds().max(1e-9));
     let tokens = stats.decodes as f64 * f64::from(model::SEQUENCES);

@@ -2,11 +2,10 @@
 
 use std::time::Instant;
 
-use wgpu_mla::gpu::ops::{AppendBinding, AppendStep, KvAppend};
-use wgpu_mla::gpu::{LayerBinding, MlaDecode, Options, Pipelines, Setup, Step};
+use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Batch, Capacity, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PagePool,
-    Plan, Policy, Result, SeqId, View, wgpu,
+    AppendLayer, AppendSpec, Batch, Binding, Capacity, Compiled, Device, Dtype, KvSpec, KvView, Layer,
+    MlaShape, MlaSpec, PagePool, Plan, Policy, Result, SeqId, Step, View, wgpu,
 };
 
 use crate::check::Check;
@@ -27,19 +26,19 @@ pub const SPEC: MlaSpec = MlaSpec {
 };
 
 pub struct Model {
-    pub device: wgpu::Device,
-    queue: wgpu::Queue,
+    /// egui's device and queue.
+    pub gpu: Gpu,
     // The cache's book-keeping.
     pool: PagePool,
     sequences: Vec<SeqId>,
     // The two ops: compiled once, prepared once a step, bound once a layer.
-    append: KvAppend,
-    append_step: AppendStep,
-    append_binding: AppendBinding,
-    pub mla: MlaDecode,
+    append: Compiled<AppendSpec, Gpu>,
+    append_step: Step<AppendSpec, Gpu>,
+    append_binding: Binding<AppendSpec, Gpu>,
+    pub mla: Compiled<MlaSpec, Gpu>,
     plan: Plan,
-    pub step: Step,
-    binding: LayerBinding,
+    pub step: Step<MlaSpec, Gpu>,
+    binding: Binding<MlaSpec, Gpu>,
     // The host's own pass.
     token: wgpu::ComputePipeline,
     token_group: wgpu::BindGroup,
@@ -78,22 +77,22 @@ pub struct Stats {
 }
 
 impl Model {
-    pub fn new(adapter: &wgpu::Adapter, device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
-        let pipelines = Pipelines::open(device, &Setup { adapter: Some(adapter), ..Setup::default() });
+    pub fn new(gpu: Gpu) -> Result<Self> {
+        let device = gpu.device();
         let buffers = Buffers::new(device);
         let (shape, latent) = (SPEC.shape, SPEC.shape.kv_lora_rank);
 
-        let append = KvAppend::new(&pipelines, AppendSpec { shape, kv: SPEC.kv, input: Dtype::F32 })?;
+        let append = gpu.compile(AppendSpec { shape, kv: SPEC.kv, input: Dtype::F32 })?;
         let kv_c = View::dense(&buffers.rows, 1, shape.row_elems());
         let k_pe = View { offset: latent.into(), ..kv_c };
         let kv = KvView::dense(&buffers.cache, &SPEC);
         let layer = AppendLayer { kv_c, k_pe, kv, k_scale: 1.0 };
-        let append_binding = append.bind(device, &layer, PROMPTS.iter().sum())?;
+        let append_binding = append.bind(&layer, PROMPTS.iter().sum())?;
 
-        let mla = MlaDecode::new(&pipelines, &SPEC, &Options::default())?;
+        let mla = gpu.compile(SPEC)?;
         let Buffers { query, cache, out, lse, .. } = &buffers;
         let layer = Layer::dense(&SPEC, query, cache, out, lse, softmax_scale());
-        let binding = mla.bind(SEQUENCES, &layer)?;
+        let binding = mla.bind(&layer, SEQUENCES)?;
         let step = mla.step(Capacity::default())?;
 
         let mut pool = PagePool::new(SPEC.kv)?;
@@ -112,12 +111,10 @@ impl Model {
         let token_group =
             bind(device, &token.get_bind_group_layout(0), &[&token_params, &buffers.rows, &buffers.query]);
         Ok(Self {
-            device: device.clone(),
-            queue: queue.clone(),
             pool,
             sequences,
+            append_step: append.step(0)?,
             append,
-            append_step: AppendStep::default(),
             append_binding,
             mla,
             plan: Plan::default(),
@@ -128,9 +125,10 @@ impl Model {
             token_params,
             buffers,
             next_slice: 0,
-            pace: Pace::new(device, queue),
+            pace: Pace::new(device, gpu.queue()),
             check: None,
             stats: Stats::default(),
+            gpu,
         })
     }
 
@@ -147,7 +145,7 @@ impl Model {
         pass.set_bind_group(0, &self.token_group, &[]);
         pass.dispatch_workgroups(256, 1, 1);
         if self.next_slice == 0 {
-            self.append.record_in(&mut pass, &self.append_step, &self.append_binding);
+            self.append.record_on(&mut pass, &self.append_step, &self.append_binding)?;
         }
         drop(pass);
 
@@ -155,7 +153,7 @@ impl Model {
             label: Some("host.slice"),
             timestamp_writes: self.pace.timestamps(),
         });
-        self.mla.record_slice_in(&mut pass, &self.step, &self.binding, self.next_slice);
+        self.mla.record_slice_on(&mut pass, &self.step, &self.binding, self.next_slice)?;
         drop(pass);
         // Slices are about equal, whole splits that they are.
         self.pace.measure(encoder, self.plan.work() as f64 / self.step.num_slices() as f64);
@@ -183,16 +181,16 @@ impl Model {
         // No sequence was forked, so there are no pages to copy.
         let new = self.pool.append_batch(&requests)?;
         let slots = self.pool.slot_mapping(&new.tokens)?;
-        self.append.prepare(&self.device, &self.queue, &mut self.append_step, &slots)?;
+        self.append.prepare(&mut self.append_step, &slots)?;
         let params = [self.stats.decodes as u32, slots.len() as u32];
-        self.queue.write_buffer(&self.token_params, 0, bytemuck::bytes_of(&params));
+        self.gpu.queue().write_buffer(&self.token_params, 0, bytemuck::bytes_of(&params));
 
         let (seq_lens, starts) = (self.seq_lens()?, query_start_loc());
         let batch = Batch::new(&seq_lens, &starts);
         self.plan.update(&SPEC, &self.mla.tiling(), &batch, Policy::FixedTokens(SPLIT_TOKENS))?;
         self.step.set_slice_budget(Some(self.pace.budget()));
         let table = self.block_table()?;
-        self.mla.prepare(&self.queue, &mut self.step, &self.plan, table.page_table())
+        self.mla.prepare(&mut self.step, (&self.plan, table.page_table()))
     }
 
     pub fn seq_lens(&self) -> Result<Vec<i32>> {

@@ -7,7 +7,7 @@ from records import Failed, files
 
 
 def units():
-    sources = ["Cargo.toml", "Cargo.lock", "src/*.rs", "src/gpu/**/*.rs", "src/plan/**/*.rs", "src/pages/**/*.rs", "src/kernel/*.rs", "tests/support/src/reference.rs", "tests/support/src/reference/*.rs"]
+    sources = ["Cargo.toml", "Cargo.lock", "src/*.rs", "src/gpu/**/*.rs", "src/ops/**/*.rs", "src/plan/**/*.rs", "src/pages/**/*.rs", "tests/support/src/reference.rs", "tests/support/src/reference/*.rs"]
     return {"host_encoder": files(*sources, "shaders/*.wgsl", "examples/host_encoder/**/*", "scripts/host_encoder.sh", "scripts/verify/parts/window.py")}
 
 

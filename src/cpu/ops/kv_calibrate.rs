@@ -4,52 +4,52 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::Result;
-use crate::cpu::bind::Rows;
 use crate::cpu::buffer::{Access, Buffer, lock};
+use crate::cpu::decode::Rows;
+use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{Calibrate, CalibrateSpec, check_tokens};
+use crate::ops::{Calibrate, CalibrateSpec};
+use crate::view::check_tokens;
 
-/// See [`crate::Backend::kv_calibrate`].
-pub(in crate::cpu) fn kv_calibrate(
-    pool: &Pool,
-    spec: &CalibrateSpec,
-    tokens: Range<u32>,
-    args: &Calibrate<&Buffer>,
-) -> Result<()> {
-    spec.check()?;
-    let count = check_tokens(&tokens)?;
-    args.check(spec, tokens.end, Buffer::bytes)?;
-    args.check_aliases(spec, Buffer::same_as)?;
+impl HostOp for CalibrateSpec {
+    type Prepared = Range<u32>;
 
-    let k_pe = args.rotary(spec);
-    let (read, write) = (Access::Read, Access::Write);
-    let locked = lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.stats, write)]);
-    let parts = [
-        (locked.bytes(0), Rows::of(&args.kv_c), spec.shape.kv_lora_rank as usize),
-        (locked.bytes(1), Rows::of(&k_pe), spec.shape.qk_rope_head_dim as usize),
-    ];
-    let (words, limit) = (locked.words(2), args.limit());
-    pool.for_each(count as usize, |_, token| {
-        let (mut amax, mut saturated, mut non_finite, mut elements) = (0f32, 0, 0, 0);
-        for (from, rows, dim) in parts {
-            let at = rows.at(tokens.start as usize + token, 0);
-            for x in (0..dim).map(|i| spec.input.decode_at(from, at + i).abs()) {
-                if x.is_finite() {
-                    amax = amax.max(x);
-                    saturated += u32::from(x > limit);
-                } else {
-                    non_finite += 1;
+    fn prepare(&self, tokens: Range<u32>) -> Result<(Range<u32>, u32)> {
+        let (_, end) = check_tokens(&tokens)?;
+        Ok((tokens, end))
+    }
+
+    fn run(&self, pool: &Pool, tokens: &Range<u32>, args: &Calibrate<&Buffer>) -> Result<()> {
+        let k_pe = args.rotary(self);
+        let (read, write) = (Access::Read, Access::Write);
+        let locked = lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.stats, write)]);
+        let parts = [
+            (locked.bytes(0), Rows::of(&args.kv_c), self.shape.kv_lora_rank as usize),
+            (locked.bytes(1), Rows::of(&k_pe), self.shape.qk_rope_head_dim as usize),
+        ];
+        let (words, limit) = (locked.words(2), args.limit());
+        pool.for_each(tokens.len(), |_, token| {
+            let (mut amax, mut saturated, mut non_finite, mut elements) = (0f32, 0, 0, 0);
+            for (from, rows, dim) in parts {
+                let at = rows.at(tokens.start as usize + token, 0);
+                for x in (0..dim).map(|i| self.input.decode_at(from, at + i).abs()) {
+                    if x.is_finite() {
+                        amax = amax.max(x);
+                        saturated += u32::from(x > limit);
+                    } else {
+                        non_finite += 1;
+                    }
                 }
+                elements += dim as u32;
             }
-            elements += dim as u32;
-        }
-        // The bits of numbers from 0 up are in their order.
-        words[0].fetch_max(amax.to_bits(), Ordering::Relaxed);
-        for (at, n) in [(2, saturated), (4, non_finite), (6, elements)] {
-            add(&words[at..at + 2], n);
-        }
-    });
-    Ok(())
+            // The bits of numbers from 0 up are in their order.
+            words[0].fetch_max(amax.to_bits(), Ordering::Relaxed);
+            for (at, n) in [(2, saturated), (4, non_finite), (6, elements)] {
+                add(&words[at..at + 2], n);
+            }
+        });
+        Ok(())
+    }
 }
 
 /// Adds to a count in two words.

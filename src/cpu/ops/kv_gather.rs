@@ -1,56 +1,53 @@
 //! `kv_gather` on host memory.
 
 use super::raw;
-use crate::cpu::bind::{Pages, Rows};
 use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
+use crate::cpu::decode::{Pages, Rows};
+use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{Gather, GatherRange, GatherSpec};
-use crate::tables::PageTable;
+use crate::ops::{Gather, GatherBatch, GatherSpec, Piece};
 use crate::{Result, e4m3_decode};
 
-/// See [`crate::Backend::kv_gather`].
-pub(in crate::cpu) fn kv_gather(
-    pool: &Pool,
-    spec: &GatherSpec,
-    pages: PageTable<'_>,
-    seq_lens: &[i32],
-    ranges: &[GatherRange],
-    args: &Gather<&Buffer>,
-) -> Result<()> {
-    spec.check()?;
-    let all = spec.pieces(pages, seq_lens, ranges)?;
-    args.check(spec, all.rows, Buffer::bytes)?;
-    args.check_aliases(Buffer::same_as)?;
-    if all.pieces.is_empty() {
-        return Ok(());
+impl HostOp for GatherSpec {
+    type Prepared = Vec<Piece>;
+
+    fn prepare(&self, batch: GatherBatch<'_>) -> Result<(Vec<Piece>, u32)> {
+        let all = self.pieces(batch)?;
+        Ok((all.pieces, all.rows))
     }
 
-    let locked = lock([(args.kv.buffer, Access::Read), (args.out.buffer, Access::Write)]);
-    let (cache, out) = (spec.kv.dtype, spec.output);
-    let (places, rows) =
-        (Pages::of(&args.kv, spec.kv.page_size, spec.shape.row_elems()), Rows::of(&args.out));
-    let dim = spec.shape.row_elems() as usize;
-    // A byte has few values.
-    let codes: Vec<u32> = (0..=255).map(|code| bits_of(out, dequantised(code, args.k_scale))).collect();
-    let from = locked.bytes(0);
-    pool.for_each(all.pieces.len(), |_, piece| {
-        let piece = all.pieces[piece];
-        for token in 0..piece.tokens as usize {
-            let at = places.slot(piece.slot as usize + token);
-            let to = rows.at(piece.out_row as usize + token, 0);
-            let store = |bits: &dyn Fn(usize) -> u32| {
-                store_elements(locked.words(1), out.bytes(), to, dim, bits);
-            };
-            if cache == out {
-                store(&|i| raw(from, cache.bytes(), at + i));
-            } else if spec.dequantises() {
-                store(&|i| codes[from[at + i] as usize]);
-            } else {
-                store(&|i| bits_of(out, cache.decode_at(from, at + i)));
-            }
+    fn run(&self, pool: &Pool, pieces: &Vec<Piece>, args: &Gather<&Buffer>) -> Result<()> {
+        if pieces.is_empty() {
+            return Ok(());
         }
-    });
-    Ok(())
+        let locked = lock([(args.kv.buffer, Access::Read), (args.out.buffer, Access::Write)]);
+        let (cache, out) = (self.kv.dtype, self.output);
+        let (places, rows) =
+            (Pages::of(&args.kv, self.kv.page_size, self.shape.row_elems()), Rows::of(&args.out));
+        let dim = self.shape.row_elems() as usize;
+        // A byte has few values.
+        let codes: [u32; 256] =
+            std::array::from_fn(|code| bits_of(out, dequantised(code as u8, args.k_scale)));
+        let from = locked.bytes(0);
+        pool.for_each(pieces.len(), |_, piece| {
+            let piece = pieces[piece];
+            for token in 0..piece.tokens as usize {
+                let at = places.slot(piece.slot as usize + token);
+                let to = rows.at(piece.out_row as usize + token, 0);
+                let store = |bits: &dyn Fn(usize) -> u32| {
+                    store_elements(locked.words(1), out.bytes(), to, dim, bits);
+                };
+                if cache == out {
+                    store(&|i| raw(from, cache.bytes(), at + i));
+                } else if self.dequantises() {
+                    store(&|i| codes[from[at + i] as usize]);
+                } else {
+                    store(&|i| bits_of(out, cache.decode_at(from, at + i)));
+                }
+            }
+        });
+        Ok(())
+    }
 }
 
 /// The f32 product, or the code's NaN with its sign.

@@ -2,14 +2,13 @@
 
 use cudarc::driver::DeviceRepr;
 
+use super::THREADS;
 use super::table::Table;
-use super::{AppendStep, KvAppend, THREADS};
-use crate::cuda::driver::Kernel;
-use crate::cuda::{Buffer, Cuda, Decode, Step};
-use crate::ops::{DeviceBatch, Sequences, template};
+use crate::cuda::{Buffer, Cuda, Function};
+use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
 use crate::plan::Plan;
 use crate::tables::PageTable;
-use crate::{Error, KvSpec, Result};
+use crate::{Error, KvSpec, MlaSpec, Result};
 
 /// Makes tables on the card from `seq_lens`, `query_start_loc` and `block_table` that the host never reads back: batches may be
 /// padded to a fixed size, and a step is planned once for the longest that its sequences may become.
@@ -26,9 +25,9 @@ use crate::{Error, KvSpec, Result};
 pub struct BatchTables {
     cuda: Cuda,
     kv: KvSpec,
-    slots: Kernel,
-    items: Kernel,
-    pages: Kernel,
+    slots: Function,
+    items: Function,
+    pages: Function,
 }
 
 /// A batch's arrays, checked and held.
@@ -39,10 +38,16 @@ pub struct BatchBinding {
     _buffers: [Buffer; 3],
 }
 
-/// Slots that the card writes and `kv_append` reads.
+/// Slots that the card writes, and an append of new tokens, [`crate::AppendSpec`] or [`crate::RopeAppendSpec`], reads.
 #[derive(Debug)]
-pub struct DeviceSlots {
-    step: AppendStep,
+pub struct DeviceSlots<O: AppendsSlots>
+where
+    Cuda: Kernel<O>,
+{
+    step: Step<O, Cuda>,
+    /// Where the table is, if it has room for a token.
+    table: Option<u64>,
+    max_tokens: u32,
     kv: KvSpec,
 }
 
@@ -79,9 +84,12 @@ unsafe impl DeviceRepr for BatchArgs {}
 
 pub(super) const ENTRIES: [&str; 3] = ["batch_slots", "batch_items", "batch_pages"];
 
-impl DeviceSlots {
-    /// What [`KvAppend::record`] takes: of `max_tokens` tokens, those without a slot skipped.
-    pub fn step(&self) -> &AppendStep {
+impl<O: AppendsSlots> DeviceSlots<O>
+where
+    Cuda: Kernel<O>,
+{
+    /// What [`Compiled::record`] takes: of `max_tokens` tokens, those without a slot skipped.
+    pub fn step(&self) -> &Step<O, Cuda> {
         &self.step
     }
 }
@@ -130,11 +138,23 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::Cuda`].
-    pub fn slots(&self, append: &KvAppend, max_tokens: u32) -> Result<DeviceSlots> {
-        if !self.serves(&append.spec().kv) {
-            return Err(Error::LayoutMismatch { detail: "the append is of another pool of pages" });
+    pub fn slots<O: AppendsSlots>(
+        &self,
+        append: &Compiled<O, Cuda>,
+        max_tokens: u32,
+    ) -> Result<DeviceSlots<O>>
+    where
+        Cuda: Kernel<O, Step = Table>,
+    {
+        if !self.serves(append.op().cache()) || append.device().id() != self.cuda.id() {
+            return Err(Error::LayoutMismatch { detail: "the append is of another pool of pages or device" });
         }
-        Ok(DeviceSlots { step: AppendStep::for_device(append, max_tokens)?, kv: self.kv })
+        // All without a slot, until the card has written them.
+        let none = vec![-1i64; max_tokens as usize];
+        let mut step = append.step(max_tokens)?;
+        append.prepare(&mut step, &none)?;
+        let table = step.raw.ptr().filter(|_| max_tokens > 0);
+        Ok(DeviceSlots { step, table, max_tokens, kv: self.kv })
     }
 
     /// Prepares a decode's step with a plan for the longest that each sequence may be, [`PageTable::Device`], and keeps what
@@ -148,15 +168,22 @@ impl BatchTables {
     /// A `prepare` that does not fit the step's capacity replaces buffers: graphs captured before must be captured again.
     ///
     /// # Errors
-    /// Those of [`Decode::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
-    /// [`crate::cuda::Options::device_page_list`]; [`Error::Shape`] for a plan with shared prefixes or with other bounds.
-    pub fn prepare(&self, lists: &mut DecodeLists, mla: &Decode, step: &mut Step, plan: &Plan) -> Result<()> {
-        if !self.serves(&mla.spec().kv) {
-            return Err(Error::LayoutMismatch { detail: "the decode is of another pool of pages" });
+    /// Those of [`Compiled::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
+    /// [`crate::DecodeOptions::device_page_list`]; [`Error::Shape`] for a plan with shared prefixes or with other bounds.
+    pub fn prepare(
+        &self,
+        lists: &mut DecodeLists,
+        mla: &Compiled<MlaSpec, Cuda>,
+        step: &mut Step<MlaSpec, Cuda>,
+        plan: &Plan,
+    ) -> Result<()> {
+        if !self.serves(&mla.op().kv) || mla.device().id() != self.cuda.id() {
+            return Err(Error::LayoutMismatch { detail: "the decode is of another pool of pages or device" });
         }
-        let sequences = Sequences::of(plan, mla.spec().shape.num_heads)?;
-        mla.prepare(step, plan, PageTable::Device)?;
-        let is_same = lists.prepared.take().is_some_and(|(_, tables)| tables.ptr() == step.tables().ptr());
+        let sequences = Sequences::of(plan, mla.op().shape.num_heads)?;
+        mla.prepare(step, (plan, PageTable::Device))?;
+        let tables = step.raw.buffer();
+        let is_same = lists.prepared.take().is_some_and(|(_, prepared)| prepared.ptr() == tables.ptr());
         if !is_same {
             // A template serves the tables of one capacity, in which its places are.
             lists.plan = Table::default();
@@ -164,7 +191,7 @@ impl BatchTables {
         let words = template(plan, &sequences, &step.capacity(), &self.kv);
         lists.plan.upload(&self.cuda, plan.items.len() as u32, words)?;
         lists.batch = plan.seq_lens.len() as u32;
-        lists.prepared = Some((step.generation(), step.tables().clone()));
+        lists.prepared = Some((step.raw.generation(), tables.clone()));
         Ok(())
     }
 
@@ -172,9 +199,9 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`].
-    pub fn check(&self, lists: &DecodeLists, step: &Step, batch: &BatchBinding) -> Result<()> {
+    pub fn check(&self, lists: &DecodeLists, step: &Step<MlaSpec, Cuda>, batch: &BatchBinding) -> Result<()> {
         let is_of = |(generation, tables): &(u64, Buffer)| {
-            *generation == step.generation() && tables.ptr() == step.tables().ptr()
+            *generation == step.raw.generation() && tables.ptr() == step.raw.buffer().ptr()
         };
         if !lists.prepared.as_ref().is_some_and(is_of) {
             let detail =
@@ -192,12 +219,14 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`] and [`Error::Cuda`].
-    pub fn record_slots(&self, slots: &DeviceSlots, batch: &BatchBinding) -> Result<()> {
+    pub fn record_slots<O: AppendsSlots>(&self, slots: &DeviceSlots<O>, batch: &BatchBinding) -> Result<()>
+    where
+        Cuda: Kernel<O>,
+    {
         if !self.serves(&slots.kv) || !self.serves(&batch.kv) {
             return Err(Error::LayoutMismatch { detail: "slots and batch are of different pools" });
         }
-        let max_tokens = slots.step.max_tokens();
-        let Some(table) = slots.step.ptr().filter(|_| max_tokens > 0) else { return Ok(()) };
+        let (max_tokens, Some(table)) = (slots.max_tokens, slots.table) else { return Ok(()) };
         let args = BatchArgs { slots: table, max_tokens, ..batch.args };
         self.cuda.launch(&self.slots, max_tokens.div_ceil(THREADS), THREADS, 0, &args)
     }
@@ -207,10 +236,15 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`] and [`Error::Cuda`].
-    pub fn record_lists(&self, lists: &DecodeLists, step: &Step, batch: &BatchBinding) -> Result<()> {
+    pub fn record_lists(
+        &self,
+        lists: &DecodeLists,
+        step: &Step<MlaSpec, Cuda>,
+        batch: &BatchBinding,
+    ) -> Result<()> {
         self.check(lists, step, batch)?;
         let Some(plan) = lists.plan.ptr() else { return Ok(()) };
-        let (tables, pages) = (step.tables().ptr(), step.pages());
+        let (tables, pages) = (step.raw.buffer().ptr(), step.raw.pages());
         let args = BatchArgs { plan, tables, pages, ..batch.args };
         // The capacity, as a decode's grids: a replay has the plan that was prepared last.
         let capacity = step.capacity();

@@ -3,12 +3,11 @@
 use cudarc::driver::DeviceRepr;
 
 use super::table::Table;
-use super::{Divisor, THREADS, block_stride, checked_items, entry_of};
-use crate::cuda::driver::Kernel;
-use crate::cuda::{Buffer, Cuda};
-use crate::layer::View;
-use crate::ops::{AppendLayer, AppendSpec};
-use crate::{Dtype, Error, Result};
+use super::{Divisor, THREADS, address, checked_items, entry_of, stride};
+use crate::cuda::{Buffer, Cuda, Function};
+use crate::ops::variants::only;
+use crate::ops::{AppendLayer, AppendSpec, Choice, Kernel, OpOptions};
+use crate::{Dtype, Result};
 
 /// `TOKENS_PER_THREAD` of kv_append.cu.
 const TOKENS_PER_THREAD: u32 = 4;
@@ -45,7 +44,7 @@ impl Scale {
 /// `AppendArgs` of append.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(super) struct AppendArgs {
+pub struct AppendArgs {
     kv_c: u64,
     k_pe: u64,
     kv: u64,
@@ -67,25 +66,31 @@ pub(super) struct AppendArgs {
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for AppendArgs {}
 
+/// One layer's buffers, held.
+#[derive(Debug)]
+pub struct Layer {
+    args: AppendArgs,
+    _buffers: [Buffer; 3],
+}
+
 impl AppendArgs {
     /// One checked layer, for up to `max_tokens` tokens; without a table.
-    pub(super) fn new(spec: &AppendSpec, layer: &AppendLayer<&Buffer>, max_tokens: u32) -> Self {
-        let (shape, kv, k_pe) = (&spec.shape, &layer.kv, layer.rotary(spec));
-        let (input, cache) = (spec.input.bytes() as u64, spec.kv.dtype.bytes() as u64);
-        // With one token the stride is unused and may be anything.
-        let stride = |view: &View<&Buffer>| if max_tokens > 1 { view.token_stride * input } else { 0 };
-        let address = |view: &View<&Buffer>| view.buffer.ptr() + view.offset * input;
-        let is_wide =
-            [&layer.kv_c, &k_pe].iter().all(|view| (address(view) | stride(view)).is_multiple_of(16));
-        let row_octs = shape.row_elems() / 8;
+    pub(super) fn new(spec: &AppendSpec, args: &AppendLayer<&Buffer>, max_tokens: u32) -> Self {
+        let (shape, kv, k_pe) = (&spec.shape, &args.kv, args.rotary(spec));
+        let (input, cache, row_octs) = (spec.input.bytes(), spec.kv.dtype.bytes(), shape.row_elems() / 8);
+        let rows = [&args.kv_c, &k_pe].map(|view| {
+            let first = address(view.buffer, view.offset, input);
+            (first, stride(max_tokens, view.token_stride, input))
+        });
+        let is_wide = rows.iter().all(|(first, stride)| (first | stride).is_multiple_of(16));
         Self {
-            kv_c: address(&layer.kv_c),
-            k_pe: address(&k_pe),
-            kv: kv.buffer.ptr() + kv.base() * cache,
+            kv_c: rows[0].0,
+            k_pe: rows[1].0,
+            kv: address(kv.buffer, kv.base(), cache),
             table: 0,
-            kv_c_stride: stride(&layer.kv_c),
-            k_pe_stride: stride(&k_pe),
-            block_stride: block_stride(&spec.kv, kv),
+            kv_c_stride: rows[0].1,
+            k_pe_stride: rows[1].1,
+            block_stride: stride(spec.kv.num_pages, kv.block_stride, cache),
             max_tokens,
             num_slots: spec.kv.num_slots() as u32,
             page_size: spec.kv.page_size,
@@ -94,177 +99,80 @@ impl AppendArgs {
             is_wide: is_wide.into(),
             by_row_octs: Divisor::new(row_octs),
             by_page_size: Divisor::new(spec.kv.page_size),
-            scale: Scale::new(layer.k_scale),
+            scale: Scale::new(args.k_scale),
         }
     }
 
-    /// For another table, and as many tokens.
-    pub(super) fn of_table(self, table: u64, max_tokens: u32) -> Self {
-        Self { table, max_tokens, ..self }
+    /// For a table, and as many tokens as it and the layer have room for; `None` for none.
+    pub(super) fn for_table(self, table: &Table) -> Option<Self> {
+        let max_tokens = table.room(1).min(self.max_tokens);
+        table.ptr().filter(|_| max_tokens > 0).map(|table| Self { table, max_tokens, ..self })
+    }
+
+    pub(super) fn max_tokens(&self) -> u32 {
+        self.max_tokens
     }
 }
 
-/// Writes new tokens into the cache, converted to its dtype.
-///
-/// The bytes are those of the host's conversions: equal dtypes are copied bit for bit; other pairs go through f32 and
-/// round to nearest even, NaN, infinities and subnormals included. For e4m3 the exact quotient `x / k_scale` is
-/// rounded once.
-#[derive(Debug, Clone)]
-pub struct KvAppend {
-    cuda: Cuda,
-    spec: AppendSpec,
-    kernel: Kernel,
-}
+impl Kernel<AppendSpec> for Cuda {
+    type Kernels = Function;
+    type Step = Table;
+    type Binding = Layer;
 
-/// A step's slots on the card. It grows as needed and serves every layer of the model.
-///
-/// A [`KvAppend::prepare`] that fits [`AppendStep::max_tokens`] rewrites them in place, in the stream's order: a captured graph then
-/// replays with the new ones, be they more or fewer. One that does not fit replaces the buffer; graphs captured before must be
-/// captured again.
-#[derive(Debug, Default)]
-pub struct AppendStep {
-    table: Table,
-    tokens: u32,
-    num_slots: u64,
-}
-
-/// One layer's buffers, checked and held, for up to a number of tokens.
-#[derive(Debug, Clone)]
-pub struct AppendBinding {
-    kernel: Kernel,
-    args: AppendArgs,
-    num_slots: u64,
-    _buffers: [Buffer; 3],
-}
-
-impl AppendStep {
-    /// Tokens of the last [`KvAppend::prepare`], skipped ones included.
-    pub fn num_tokens(&self) -> u32 {
-        self.tokens
+    fn kernel_compile(&self, spec: &AppendSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+        let kernel = self.kernel(append_entry(spec))?;
+        Ok((kernel, (), only(options)?))
     }
 
-    /// Tokens that fit without a new buffer: a graph's grid is sized by them.
-    pub fn max_tokens(&self) -> u32 {
-        u32::try_from(self.table.room()).unwrap_or(u32::MAX)
+    fn kernel_step(&self, _: &AppendSpec, _: &Function, max_tokens: u32) -> Result<Table> {
+        Table::new(self, max_tokens.into())
     }
 
-    /// With room for `max_tokens`, and no token yet.
-    pub(super) fn new(cuda: &Cuda, spec: &AppendSpec, max_tokens: u32) -> Result<Self> {
-        let table = Table::new(cuda, max_tokens.into())?;
-        Ok(Self { table, tokens: 0, num_slots: spec.kv.num_slots() })
+    fn kernel_capacity(step: &Table) -> u32 {
+        step.room(1)
     }
 
-    /// Checks a `slot_mapping` and uploads it.
-    pub(super) fn prepare(&mut self, cuda: &Cuda, spec: &AppendSpec, slot_mapping: &[i64]) -> Result<()> {
+    fn kernel_prepare(
+        &self,
+        spec: &AppendSpec,
+        _: &Function,
+        step: &mut Table,
+        slot_mapping: &[i64],
+    ) -> Result<u32> {
         let slots = spec.slots(slot_mapping)?;
         let tokens = slots.len() as u32;
-        self.table.upload(cuda, tokens, slots)?;
-        self.tokens = tokens;
-        self.num_slots = spec.kv.num_slots();
-        Ok(())
+        step.upload(self, tokens, slots)?;
+        Ok(tokens)
     }
 
-    /// A table that a kernel on the card fills: `max_tokens` tokens, without a slot until then.
-    pub(super) fn for_device(append: &KvAppend, max_tokens: u32) -> Result<Self> {
-        items(&append.spec, max_tokens)?;
-        let mut step = append.step(max_tokens)?;
-        let none = std::iter::repeat_n(u32::MAX, max_tokens as usize);
-        step.table.upload(&append.cuda, max_tokens, none)?;
-        step.tokens = max_tokens;
-        Ok(step)
-    }
-
-    /// Where the table is, if it has room for anything.
-    pub(super) fn ptr(&self) -> Option<u64> {
-        self.table.ptr()
-    }
-
-    /// Whether it may be recorded with a binding of so many tokens and slots.
-    pub(super) fn check(&self, max_tokens: u32, num_slots: u64) -> Result<()> {
-        if self.tokens > max_tokens {
-            let detail = "the step appends more tokens than the binding's max_tokens";
-            return Err(Error::LayoutMismatch { detail });
-        }
-        if self.num_slots > num_slots {
-            return Err(Error::LayoutMismatch { detail: "the step was prepared for a larger pool of pages" });
-        }
-        Ok(())
-    }
-}
-
-impl KvAppend {
-    /// Loads the append of a spec.
-    ///
-    /// # Errors
-    /// Those of [`AppendSpec::check`], and [`Error::Cuda`].
-    pub fn new(cuda: &Cuda, spec: AppendSpec) -> Result<Self> {
-        spec.check()?;
-        let kernel = cuda.kernel(append_entry(&spec))?;
-        Ok(Self { cuda: cuda.clone(), spec, kernel })
-    }
-
-    /// What this append was made for.
-    pub fn spec(&self) -> &AppendSpec {
-        &self.spec
-    }
-
-    /// A step with room for `max_tokens`, and no token yet; [`AppendStep::default`] leaves it to the first `prepare`.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] and [`Error::Cuda`].
-    pub fn step(&self, max_tokens: u32) -> Result<AppendStep> {
-        AppendStep::new(&self.cuda, &self.spec, max_tokens)
-    }
-
-    /// Checks a step's `slot_mapping` (`page * page_size + offset` a token, negative: skip it) and uploads it.
-    ///
-    /// # Errors
-    /// [`Error::SlotOutOfRange`], [`Error::SlotOverlap`], [`Error::Length`], [`Error::OutOfMemory`], [`Error::Cuda`]. With the first three
-    /// the step still holds what it held.
-    pub fn prepare(&self, step: &mut AppendStep, slot_mapping: &[i64]) -> Result<()> {
-        step.prepare(&self.cuda, &self.spec, slot_mapping)
-    }
-
-    /// Checks and binds one layer for steps of at most `max_tokens` tokens.
-    ///
-    /// # Errors
-    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`] where the cache is an
-    /// input too, [`Error::Limit`].
-    pub fn bind(&self, layer: &AppendLayer<&Buffer>, max_tokens: u32) -> Result<AppendBinding> {
-        let spec = &self.spec;
-        layer.check(spec, max_tokens, Buffer::bytes)?;
-        layer.check_aliases(spec, Buffer::same_as)?;
+    fn kernel_bind(
+        &self,
+        spec: &AppendSpec,
+        _: &Function,
+        args: &AppendLayer<&Buffer>,
+        max_tokens: u32,
+    ) -> Result<Layer> {
         items(spec, max_tokens)?;
-        let args = AppendArgs::new(spec, layer, max_tokens);
-        let buffers = [layer.kv_c.buffer, layer.rotary(spec).buffer, layer.kv.buffer].map(Buffer::clone);
-        let num_slots = spec.kv.num_slots();
-        Ok(AppendBinding { kernel: self.kernel.clone(), args, num_slots, _buffers: buffers })
+        let buffers = [args.kv_c.buffer, args.rotary(spec).buffer, args.kv.buffer].map(Buffer::clone);
+        Ok(Layer { args: AppendArgs::new(spec, args, max_tokens), _buffers: buffers })
     }
 
-    /// Whether a step and a binding can be recorded together.
-    ///
-    /// # Errors
-    /// [`Error::LayoutMismatch`].
-    pub fn check(&self, step: &AppendStep, binding: &AppendBinding) -> Result<()> {
-        step.check(binding.args.max_tokens, binding.num_slots)
-    }
-
-    /// Launches one layer's append on the stream. Allocates nothing, waits for nothing, and may be captured in a graph: its grid is
-    /// what fits both the step and the binding, and a replay appends what the step then holds.
-    ///
-    /// # Errors
-    /// [`Error::LayoutMismatch`] and [`Error::Cuda`].
-    pub fn record(&self, step: &AppendStep, binding: &AppendBinding) -> Result<()> {
-        self.check(step, binding)?;
-        let max_tokens = step.max_tokens().min(binding.args.max_tokens);
-        let Some(table) = step.ptr().filter(|_| max_tokens > 0) else { return Ok(()) };
-        // Every place is in its buffer, whichever pair is recorded and whatever the table holds:
-        // - the kernel reads slots and rows of tokens below max_tokens, for which the table has room and whose last row's end `bind`
-        //   checked, and takes those below the table's count;
-        // - it writes slots below num_slots only, of pages whose last one's end `bind` checked.
-        let items = items(&self.spec, max_tokens)?;
-        let args = binding.args.of_table(table, max_tokens);
-        self.cuda.launch(&binding.kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+    /// The grid is what fits both the step and the binding: a replay appends what the step then holds.
+    fn kernel_record(
+        &self,
+        spec: &AppendSpec,
+        kernel: &Function,
+        (): &mut (),
+        step: &Table,
+        layer: &Layer,
+    ) -> Result<()> {
+        let Some(args) = layer.args.for_table(step) else { return Ok(()) };
+        // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
+        // - the kernel reads slots and rows of tokens below max_tokens, for which the table has room and whose last row's end
+        //   `check_args` found inside, and takes those below the table's count;
+        // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
+        let items = items(spec, args.max_tokens)?;
+        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
 }
 

@@ -3,10 +3,10 @@
 use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, MAX_ITEMS, THREADS, entry_of};
-use crate::cuda::driver::Kernel;
-use crate::cuda::{Buffer, Cuda};
-use crate::layer::View;
-use crate::ops::{MergeStates, MergeStatesSpec};
+use crate::cuda::{Buffer, Cuda, Function};
+use crate::ops::variants::only;
+use crate::ops::{Choice, Kernel, MergeAttnStatesSpec, MergeStates, OpOptions};
+use crate::view::View;
 use crate::{Error, Result};
 
 /// Threads of a block of a merge that is too small to fill the card.
@@ -46,28 +46,26 @@ unsafe impl DeviceRepr for MergeArgs<u32> {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for MergeArgs<u64> {}
 
-/// Merges two attention states: see [`MergeStates`].
-#[derive(Debug, Clone)]
-pub struct MergeAttnStates {
-    cuda: Cuda,
-    spec: MergeStatesSpec,
-    /// 16 bytes at a time: one or two of them a thread.
-    units: [Kernel; 2],
+/// The same merge by 16 bytes and by elements, of which an alignment allows one.
+#[derive(Debug)]
+pub struct Functions {
+    /// One or two units of 16 bytes a thread.
+    units: [Function; 2],
     /// Any size, offset and stride.
-    elements: Kernel,
+    elements: Function,
 }
 
-/// The buffers of one merge, checked and held.
-#[derive(Debug, Clone)]
-pub struct MergeBinding {
+/// The buffers of one merge, held.
+#[derive(Debug)]
+pub struct Layer {
     /// `None` where there is nothing to merge.
     work: Option<Work>,
     _buffers: [Buffer; 6],
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Work {
-    kernel: Kernel,
+    kernel: Function,
     grid: u32,
     threads: u32,
     args: Items,
@@ -79,90 +77,98 @@ enum Items {
     Elements(MergeArgs<u64>),
 }
 
-impl MergeAttnStates {
-    /// Loads the merge of a spec.
-    ///
-    /// # Errors
-    /// Those of [`MergeStatesSpec::check`], and [`Error::Cuda`].
-    pub fn new(cuda: &Cuda, spec: MergeStatesSpec) -> Result<Self> {
-        spec.check()?;
-        let kernel = |entry| cuda.kernel(entry);
+impl Kernel<MergeAttnStatesSpec> for Cuda {
+    type Kernels = Functions;
+    type Step = ();
+    type Binding = Layer;
+
+    fn kernel_compile(
+        &self,
+        spec: &MergeAttnStatesSpec,
+        options: &OpOptions,
+    ) -> Result<(Functions, (), Choice)> {
+        let kernel = |entry| self.kernel(entry);
         let one = kernel(entry_of!("merge_attn_states_units1", spec.dtype))?;
         let two = kernel(entry_of!("merge_attn_states_units2", spec.dtype))?;
         let elements = kernel(entry_of!("merge_attn_states_elements", spec.dtype))?;
-        Ok(Self { cuda: cuda.clone(), spec, units: [one, two], elements })
+        Ok((Functions { units: [one, two], elements }, (), only(options)?))
     }
 
-    /// What this merge was made for.
-    pub fn spec(&self) -> &MergeStatesSpec {
-        &self.spec
+    fn kernel_step(&self, _: &MergeAttnStatesSpec, _: &Functions, (): ()) -> Result<()> {
+        Ok(())
     }
 
-    /// Checks and binds the arrays of a merge.
-    ///
-    /// Both inputs may be one buffer; an output may not be an input or the other output. Heads, offsets and strides that are
-    /// multiples of 16 bytes are the fast way.
-    ///
-    /// # Errors
-    /// [`Error::BufferTooSmall`], [`Error::Shape`] where output rows overlap, [`Error::Aliased`], [`Error::Limit`].
-    pub fn bind(&self, args: &MergeStates<&Buffer>) -> Result<MergeBinding> {
-        args.check(&self.spec, Buffer::bytes)?;
-        let output_lse = args.output_lse.unwrap_or(args.output);
+    fn kernel_prepare(&self, _: &MergeAttnStatesSpec, _: &Functions, (): &mut (), (): ()) -> Result<()> {
+        Ok(())
+    }
+
+    fn kernel_bind(
+        &self,
+        spec: &MergeAttnStatesSpec,
+        kernels: &Functions,
+        args: &MergeStates<&Buffer>,
+        (): (),
+    ) -> Result<Layer> {
+        let work = if args.is_empty() { None } else { Some(work(self, kernels, spec, args)?) };
         let views = [args.prefix_output, args.prefix_lse, args.suffix_output, args.suffix_lse, args.output];
         let [a, b, c, d, e] = views.map(|view| view.buffer.clone());
-        let buffers = [a, b, c, d, e, output_lse.buffer.clone()];
-        if args.num_tokens == 0 || args.num_heads == 0 {
-            return Ok(MergeBinding { work: None, _buffers: buffers });
-        }
-        args.check_aliases(Buffer::same_as)?;
-        Ok(MergeBinding { work: Some(self.work(args)?), _buffers: buffers })
+        let last = args.output_lse.unwrap_or(args.output).buffer.clone();
+        Ok(Layer { work, _buffers: [a, b, c, d, e, last] })
     }
 
-    /// Launches a merge on the stream. Allocates nothing, waits for nothing, and may be captured in a graph.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    pub fn record(&self, binding: &MergeBinding) -> Result<()> {
-        let Some(Work { kernel, grid, threads, args }) = &binding.work else { return Ok(()) };
+    fn kernel_record(
+        &self,
+        _: &MergeAttnStatesSpec,
+        _: &Functions,
+        (): &mut (),
+        (): &(),
+        layer: &Layer,
+    ) -> Result<()> {
+        let Some(Work { kernel, grid, threads, args }) = &layer.work else { return Ok(()) };
         match args {
-            Items::Units(args) => self.cuda.launch(kernel, *grid, *threads, 0, args),
-            Items::Elements(args) => self.cuda.launch(kernel, *grid, *threads, 0, args),
+            Items::Units(args) => self.launch(kernel, *grid, *threads, 0, args),
+            Items::Elements(args) => self.launch(kernel, *grid, *threads, 0, args),
         }
-    }
-
-    fn work(&self, args: &MergeStates<&Buffer>) -> Result<Work> {
-        // Every place is in its buffer: rows are of tokens and heads below the counts, whose last row's end was just checked, and
-        // items past the end are read as the last one.
-        let (spec, [one, two]) = (&self.spec, &self.units);
-        if let Some(in_units) = MergeArgs::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
-            // With few items each thread takes one, so that all multiprocessors have some.
-            let fills = self.cuda.card().multiprocessors * THREADS_AT_A_TIME;
-            let (kernel, per_thread, threads) = match in_units.num_items / fills {
-                0 => (one, 1, FEW_THREADS),
-                1 => (one, 1, THREADS),
-                _ => (two, 2, THREADS),
-            };
-            let grid = in_units.num_items.div_ceil(threads * per_thread);
-            return Ok(Work { kernel: kernel.clone(), grid, threads, args: Items::Units(in_units) });
-        }
-        let Some(in_elements) = MergeArgs::<u64>::new(spec, args, 1) else {
-            let need = merge_items(spec, args, 1);
-            let cure = "merge fewer tokens a call";
-            return Err(Error::Limit { what: "elements of a merge", need, limit: MAX_ITEMS.into(), cure });
-        };
-        let (kernel, grid) = (self.elements.clone(), in_elements.num_items.div_ceil(THREADS));
-        Ok(Work { kernel, grid, threads: THREADS, args: Items::Elements(in_elements) })
     }
 }
 
-fn merge_items(spec: &MergeStatesSpec, args: &MergeStates<&Buffer>, unit: u32) -> u64 {
+fn work(
+    cuda: &Cuda,
+    kernels: &Functions,
+    spec: &MergeAttnStatesSpec,
+    args: &MergeStates<&Buffer>,
+) -> Result<Work> {
+    // Every place is in its buffer: rows are of tokens and heads below the counts, whose last row's end was checked, and
+    // items past the end are read as the last one.
+    let [one, two] = &kernels.units;
+    if let Some(in_units) = MergeArgs::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
+        // With few items each thread takes one, so that all multiprocessors have some.
+        let fills = cuda.card().multiprocessors * THREADS_AT_A_TIME;
+        let (kernel, per_thread, threads) = match in_units.num_items / fills {
+            0 => (one, 1, FEW_THREADS),
+            1 => (one, 1, THREADS),
+            _ => (two, 2, THREADS),
+        };
+        let grid = in_units.num_items.div_ceil(threads * per_thread);
+        return Ok(Work { kernel: kernel.clone(), grid, threads, args: Items::Units(in_units) });
+    }
+    let Some(in_elements) = MergeArgs::<u64>::new(spec, args, 1) else {
+        let need = merge_items(spec, args, 1);
+        let cure = "merge fewer tokens a call";
+        return Err(Error::Limit { what: "elements of a merge", need, limit: MAX_ITEMS.into(), cure });
+    };
+    let (kernel, grid) = (kernels.elements.clone(), in_elements.num_items.div_ceil(THREADS));
+    Ok(Work { kernel, grid, threads: THREADS, args: Items::Elements(in_elements) })
+}
+
+fn merge_items(spec: &MergeAttnStatesSpec, args: &MergeStates<&Buffer>, unit: u32) -> u64 {
     let rows = u64::from(args.num_tokens).saturating_mul(args.num_heads.into());
     rows.saturating_mul((spec.head_size / unit).into())
 }
 
 impl<Stride: TryFrom<u64> + Default> MergeArgs<Stride> {
     /// With items of `unit` elements. `None` where something is no multiple of that or too large for its type.
-    fn new(spec: &MergeStatesSpec, args: &MergeStates<&Buffer>, unit: u32) -> Option<Self> {
+    fn new(spec: &MergeAttnStatesSpec, args: &MergeStates<&Buffer>, unit: u32) -> Option<Self> {
         // The stride of a dimension of one is unused and may be anything.
         let stride = |count: u32, elems: u64, unit: u32| match count {
             0 | 1 => Some(Stride::default()),

@@ -1,29 +1,32 @@
 //! `merge_states`: any number of partial attention results into one.
 
+use std::ops::Range;
+
 use cudarc::driver::DeviceRepr;
 
-use super::place::Place;
-use super::{Divisor, THREADS, checked_items};
+use super::array::Array;
+use super::range::TokenTable;
+use super::{Divisor, THREADS, checked_items, code};
 use crate::Result;
-use crate::cuda::args::code;
-use crate::cuda::driver::Kernel;
-use crate::cuda::{Buffer, Cuda};
-use crate::ops::{MergeStatesSpec, StateSets};
+use crate::cuda::{Buffer, Cuda, Function};
+use crate::ops::variants::only;
+use crate::ops::{Choice, Kernel, MergeStatesSpec, OpOptions, SetsExtent, StateSets};
 
 pub(super) const ENTRY: &str = "merge_states";
 
 /// `Args` of merge_states.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(super) struct MergeSetsArgs {
-    states: Place,
-    lse: Place,
-    output: Place,
-    output_lse: Place,
+pub struct MergeSetsArgs {
+    states: Array,
+    lse: Array,
+    output: Array,
+    output_lse: Array,
+    table: u64,
     set_stride: u64,
     lse_set_stride: u64,
-    num_items: u32,
-    num_sets: u32,
+    max_tokens: u32,
+    max_sets: u32,
     num_heads: u32,
     head_quads: u32,
     dtype: u32,
@@ -32,93 +35,101 @@ pub(super) struct MergeSetsArgs {
     by_num_heads: Divisor,
 }
 
-// SAFETY: plain data without padding, as the kernel has it.
+// SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for MergeSetsArgs {}
 
-/// Merges sets of partial attention results: see [`StateSets`].
-#[derive(Debug, Clone)]
-pub struct MergeStateSets {
-    cuda: Cuda,
-    spec: MergeStatesSpec,
-    kernel: Kernel,
-}
-
-/// The arrays of one merge, checked and held.
-#[derive(Debug, Clone)]
-pub struct MergeSetsBinding {
-    kernel: Kernel,
-    /// `None` where there is nothing to merge.
-    args: Option<MergeSetsArgs>,
+/// One layer's sets, held.
+#[derive(Debug)]
+pub struct Layer {
+    args: MergeSetsArgs,
     _buffers: [Buffer; 4],
 }
 
-impl MergeStateSets {
-    /// Loads the merge of a spec.
-    ///
-    /// # Errors
-    /// Those of [`MergeStatesSpec::check`], and [`crate::Error::Cuda`].
-    pub fn new(cuda: &Cuda, spec: MergeStatesSpec) -> Result<Self> {
-        spec.check()?;
-        Ok(Self { cuda: cuda.clone(), spec, kernel: cuda.kernel(ENTRY)? })
+impl Kernel<MergeStatesSpec> for Cuda {
+    type Kernels = Function;
+    type Step = TokenTable;
+    type Binding = Layer;
+
+    fn kernel_compile(&self, _: &MergeStatesSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+        Ok((self.kernel(ENTRY)?, (), only(options)?))
     }
 
-    /// What this merge was made for.
-    pub fn spec(&self) -> &MergeStatesSpec {
-        &self.spec
+    fn kernel_step(&self, _: &MergeStatesSpec, _: &Function, max_tokens: u32) -> Result<TokenTable> {
+        TokenTable::new(self, max_tokens)
     }
 
-    /// Checks and binds the arrays of a merge of all `num_tokens` and `num_sets`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Shape`], [`crate::Error::Alignment`], [`crate::Error::BufferTooSmall`], [`crate::Error::Aliased`],
-    /// [`crate::Error::Limit`].
-    pub fn bind(&self, args: &StateSets<&Buffer>) -> Result<MergeSetsBinding> {
-        let spec = &self.spec;
-        args.check(spec, Buffer::bytes)?;
-        args.check_aliases(Buffer::same_as)?;
-        let (rows, head_quads) = ([args.num_tokens, args.num_heads], spec.head_size / 4);
-        let items = u64::from(args.num_tokens) * u64::from(args.num_heads);
-        let num_items = checked_items(
-            "items of a merge",
-            items.saturating_mul(head_quads.into()),
-            "merge the states of fewer tokens a call",
-        )?;
-        let output_lse = args.output_lse.unwrap_or(args.lse);
+    fn kernel_capacity(step: &TokenTable) -> u32 {
+        step.max_tokens()
+    }
+
+    fn kernel_prepare(
+        &self,
+        spec: &MergeStatesSpec,
+        _: &Function,
+        step: &mut TokenTable,
+        (tokens, num_sets): (Range<u32>, u32),
+    ) -> Result<SetsExtent> {
+        let extent = spec.extent(&tokens, num_sets)?;
+        step.upload_with(self, &tokens, Some(num_sets))?;
+        Ok(extent)
+    }
+
+    fn kernel_bind(
+        &self,
+        spec: &MergeStatesSpec,
+        _: &Function,
+        args: &StateSets<&Buffer>,
+        room: SetsExtent,
+    ) -> Result<Layer> {
+        items(spec, room.tokens, args.num_heads)?;
+        let (rows, head_quads, bytes) =
+            ([room.tokens, args.num_heads], spec.head_size / 4, spec.dtype.bytes());
         // The stride of one set is unused and may be anything.
-        let sets = |stride: u64, bytes: u64| if args.num_sets > 1 { stride * bytes } else { 0 };
-        let bytes = spec.dtype.bytes();
-        let bound = (num_items > 0).then(|| MergeSetsArgs {
-            states: Place::new(&args.states, bytes, rows),
-            lse: Place::new(&args.lse, 4, rows),
-            output: Place::new(&args.output, bytes, rows),
-            output_lse: args.output_lse.map_or(Place::NONE, |view| Place::new(&view, 4, rows)),
+        let sets = |stride: u64, bytes: u64| if room.sets > 1 { stride * bytes } else { 0 };
+        let bound = MergeSetsArgs {
+            states: Array::new(&args.states, bytes, rows),
+            lse: Array::new(&args.lse, 4, rows),
+            output: Array::new(&args.output, bytes, rows),
+            output_lse: args.output_lse.map_or(Array::NONE, |view| Array::new(&view, 4, rows)),
+            table: 0,
             set_stride: sets(args.set_stride, bytes as u64),
             lse_set_stride: sets(args.lse_set_stride, 4),
-            num_items,
-            num_sets: args.num_sets,
+            max_tokens: room.tokens,
+            max_sets: room.sets,
             num_heads: args.num_heads,
             head_quads,
             dtype: code(spec.dtype),
             reserved: 0,
             by_head_quads: Divisor::new(head_quads),
-            by_num_heads: Divisor::new(args.num_heads),
-        });
+            by_num_heads: Divisor::new(args.num_heads.max(1)),
+        };
+        let output_lse = args.output_lse.unwrap_or(args.lse);
         let buffers = [args.states.buffer, args.lse.buffer, args.output.buffer, output_lse.buffer];
-        Ok(MergeSetsBinding {
-            kernel: self.kernel.clone(),
-            args: bound,
-            _buffers: buffers.map(Buffer::clone),
-        })
+        Ok(Layer { args: bound, _buffers: buffers.map(Buffer::clone) })
     }
 
-    /// Launches a merge on the stream. Allocates nothing, waits for nothing, and may be captured in a graph.
-    ///
-    /// # Errors
-    /// [`crate::Error::Cuda`].
-    pub fn record(&self, binding: &MergeSetsBinding) -> Result<()> {
-        let Some(args) = &binding.args else { return Ok(()) };
-        // Every place is in its buffer: the kernel takes items below num_items only, whose quotients and rests by head_quads and num_heads
-        // are tokens, heads and quads of the rows, and sets below num_sets; `bind` checked where the last set's rows end.
-        self.cuda.launch(&binding.kernel, args.num_items.div_ceil(THREADS), THREADS, 0, args)
+    /// The grid is for what both the step and the binding have: a replay merges what the step then holds.
+    fn kernel_record(
+        &self,
+        spec: &MergeStatesSpec,
+        kernel: &Function,
+        (): &mut (),
+        step: &TokenTable,
+        layer: &Layer,
+    ) -> Result<()> {
+        // Every address is in its buffer, whichever pair is recorded and whatever the table holds: the kernel takes tokens below the
+        // binding's max_tokens only, quotients and rests by head_quads and num_heads are heads and quads of the rows, and sets are below
+        // max_sets by `min`; `check_args` found where the last set's rows end.
+        let max_tokens = step.max_tokens().min(layer.args.max_tokens);
+        let items = items(spec, max_tokens, layer.args.num_heads)?;
+        let args = MergeSetsArgs { table: step.ptr(), ..layer.args };
+        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
+}
+
+/// Quads of the output of so many tokens.
+fn items(spec: &MergeStatesSpec, tokens: u32, heads: u32) -> Result<u32> {
+    let items = u64::from(tokens) * u64::from(heads);
+    let cure = "merge the states of fewer tokens a call";
+    checked_items("items of a merge", items.saturating_mul((spec.head_size / 4).into()), cure)
 }

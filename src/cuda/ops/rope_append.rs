@@ -2,13 +2,13 @@
 
 use cudarc::driver::DeviceRepr;
 
-use super::kv_append::{AppendArgs, AppendStep};
+use super::kv_append::AppendArgs;
 use super::rope::{CURE, Rows, THREADS};
-use super::{Divisor, checked_items, entry_of};
-use crate::cuda::args::code;
-use crate::cuda::driver::Kernel;
-use crate::cuda::{Buffer, Cuda};
-use crate::ops::{RopeAppend, RopeAppendSpec};
+use super::table::Table;
+use super::{Divisor, checked_items, code, entry_of};
+use crate::cuda::{Buffer, Cuda, Function};
+use crate::ops::variants::only;
+use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendSpec};
 use crate::{Dtype, Result};
 
 /// Lanes of a warp, of which a token's items begin at multiples.
@@ -17,7 +17,7 @@ const LANES: u32 = 32;
 /// `Args` of rope_append.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(super) struct RopeAppendArgs {
+pub struct RopeAppendArgs {
     query: Rows,
     append: AppendArgs,
     query_dtype: u32,
@@ -30,127 +30,94 @@ pub(super) struct RopeAppendArgs {
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for RopeAppendArgs {}
 
-/// Rotates queries and new keys, and writes the keys into the cache: see [`RopeAppend`].
-#[derive(Debug, Clone)]
-pub struct RotateAppend {
-    cuda: Cuda,
-    spec: RopeAppendSpec,
-    kernel: Kernel,
-}
-
-/// One layer's buffers, checked and held, for up to a number of tokens.
-#[derive(Debug, Clone)]
-pub struct RotateAppendBinding {
-    kernel: Kernel,
+/// One layer's buffers, held.
+#[derive(Debug)]
+pub struct Layer {
     args: RopeAppendArgs,
-    max_tokens: u32,
-    num_slots: u64,
     _buffers: [Buffer; 7],
 }
 
-impl RotateAppend {
-    /// Loads the kernel of a spec.
-    ///
-    /// # Errors
-    /// Those of [`RopeAppendSpec::check`], and [`crate::Error::Cuda`].
-    pub fn new(cuda: &Cuda, spec: RopeAppendSpec) -> Result<Self> {
-        spec.check()?;
-        let kernel = cuda.kernel(rope_append_entry(&spec))?;
-        Ok(Self { cuda: cuda.clone(), spec, kernel })
+impl Kernel<RopeAppendSpec> for Cuda {
+    type Kernels = Function;
+    type Step = Table;
+    type Binding = Layer;
+
+    fn kernel_compile(&self, spec: &RopeAppendSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+        let kernel = self.kernel(rope_append_entry(spec))?;
+        Ok((kernel, (), only(options)?))
     }
 
-    /// What this was made for.
-    pub fn spec(&self) -> &RopeAppendSpec {
-        &self.spec
+    fn kernel_step(&self, _: &RopeAppendSpec, _: &Function, max_tokens: u32) -> Result<Table> {
+        Table::new(self, max_tokens.into())
     }
 
-    /// As [`super::KvAppend::step`]: the step serves both ops.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`] and [`crate::Error::Cuda`].
-    pub fn step(&self, max_tokens: u32) -> Result<AppendStep> {
-        AppendStep::new(&self.cuda, &self.spec.append, max_tokens)
+    fn kernel_capacity(step: &Table) -> u32 {
+        step.room(1)
     }
 
-    /// As [`super::KvAppend::prepare`].
-    ///
-    /// # Errors
-    /// Those of [`super::KvAppend::prepare`].
-    pub fn prepare(&self, step: &mut AppendStep, slot_mapping: &[i64]) -> Result<()> {
-        step.prepare(&self.cuda, &self.spec.append, slot_mapping)
+    fn kernel_prepare(
+        &self,
+        spec: &RopeAppendSpec,
+        _: &Function,
+        step: &mut Table,
+        slot_mapping: &[i64],
+    ) -> Result<u32> {
+        let slots = spec.append.slots(slot_mapping)?;
+        let tokens = slots.len() as u32;
+        step.upload(self, tokens, slots)?;
+        Ok(tokens)
     }
 
-    /// Checks and binds one layer for steps of at most `max_tokens` tokens.
-    ///
-    /// # Errors
-    /// Those of [`super::KvAppend::bind`] and [`super::Rotate::bind`].
-    pub fn bind(&self, args: &RopeAppend<&Buffer>, max_tokens: u32) -> Result<RotateAppendBinding> {
-        let (spec, layer) = (&self.spec, &args.layer);
-        args.check(spec, max_tokens, Buffer::bytes)?;
-        args.is_in_place(spec, max_tokens, Buffer::same_as)?;
-        self.items(max_tokens)?;
-        let rope = spec.rope();
+    fn kernel_bind(
+        &self,
+        spec: &RopeAppendSpec,
+        _: &Function,
+        args: &RopeAppend<&Buffer>,
+        max_tokens: u32,
+    ) -> Result<Layer> {
+        items(spec, max_tokens)?;
         let token_items = Items::of(spec);
-        let kernel_args = RopeAppendArgs {
-            query: Rows::new(&rope, &args.rope(max_tokens)),
-            append: AppendArgs::new(&spec.append, layer, max_tokens),
+        let bound = RopeAppendArgs {
+            query: Rows::new(&spec.rope(), &args.rope(), max_tokens),
+            append: AppendArgs::new(&spec.append, &args.layer, max_tokens),
             query_dtype: code(spec.query),
             query_items: token_items.query,
             key_items: token_items.key,
             token_items: token_items.all(),
             by_token_items: Divisor::new(token_items.all()),
         };
-        let buffers = [
-            args.q_pe.buffer,
-            args.q_pe_out.buffer,
-            args.positions,
-            args.cos_sin,
-            layer.kv_c.buffer,
-            layer.k_pe.buffer,
-            layer.kv.buffer,
-        ];
-        Ok(RotateAppendBinding {
-            kernel: self.kernel.clone(),
-            args: kernel_args,
-            max_tokens,
-            num_slots: spec.append.kv.num_slots(),
-            _buffers: buffers.map(Buffer::clone),
-        })
+        let (queries, layer) = ([args.q_pe.buffer, args.q_pe_out.buffer], &args.layer);
+        let [a, b] = queries.map(Buffer::clone);
+        let [c, d] = [args.positions, args.cos_sin].map(Buffer::clone);
+        let [e, f, g] = [layer.kv_c.buffer, layer.k_pe.buffer, layer.kv.buffer].map(Buffer::clone);
+        Ok(Layer { args: bound, _buffers: [a, b, c, d, e, f, g] })
     }
 
-    /// Whether a step and a binding can be recorded together.
-    ///
-    /// # Errors
-    /// [`crate::Error::LayoutMismatch`].
-    pub fn check(&self, step: &AppendStep, binding: &RotateAppendBinding) -> Result<()> {
-        step.check(binding.max_tokens, binding.num_slots)
-    }
-
-    /// Launches one layer on the stream. Allocates nothing, waits for nothing, and may be captured in a graph: its grid is what fits both
-    /// the step and the binding, and a replay rotates and appends what the step then holds.
-    ///
-    /// # Errors
-    /// [`crate::Error::LayoutMismatch`] and [`crate::Error::Cuda`].
-    pub fn record(&self, step: &AppendStep, binding: &RotateAppendBinding) -> Result<()> {
-        self.check(step, binding)?;
-        let max_tokens = step.max_tokens().min(binding.max_tokens);
-        let Some(table) = step.ptr().filter(|_| max_tokens > 0) else { return Ok(()) };
-        // Every place is in its buffer, whichever pair is recorded and whatever the table holds:
+    /// The grid is what fits both the step and the binding: a replay rotates and appends what the step then holds.
+    fn kernel_record(
+        &self,
+        spec: &RopeAppendSpec,
+        kernel: &Function,
+        (): &mut (),
+        step: &Table,
+        layer: &Layer,
+    ) -> Result<()> {
+        let Some(append) = layer.args.append.for_table(step) else { return Ok(()) };
+        // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
         // - the kernel reads slots, positions and rows of tokens below max_tokens, for which the table has room and up to whose last
-        //   `bind` checked rows and positions, and takes those below the table's count;
+        //   `check_args` found rows and positions, and takes those below the table's count;
         // - inside a row: part < head_units, units or latent_octs, by their shares of token_items;
-        // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`RopeAppend::check`);
-        // - it writes slots below num_slots only, of pages whose last one's end `bind` checked.
-        let items = self.items(max_tokens)?;
-        let append = binding.args.append.of_table(table, max_tokens);
-        let args = RopeAppendArgs { append, ..binding.args };
-        self.cuda.launch(&binding.kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+        // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`);
+        // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
+        let items = items(spec, append.max_tokens())?;
+        let args = RopeAppendArgs { append, ..layer.args };
+        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
+}
 
-    fn items(&self, tokens: u32) -> Result<u32> {
-        let items = u64::from(tokens) * u64::from(Items::of(&self.spec).all());
-        checked_items("items of a rotation", items, CURE)
-    }
+fn items(spec: &RopeAppendSpec, tokens: u32) -> Result<u32> {
+    let items = u64::from(tokens) * u64::from(Items::of(spec).all());
+    checked_items("items of a rotation", items, CURE)
 }
 
 /// A token's items: `query_items`, `key_items` and octs of the latent.

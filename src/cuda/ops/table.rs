@@ -5,7 +5,7 @@ use crate::cuda::{Buffer, Cuda};
 
 /// Word 0 is a count, which kernels read, the rest is the op's.
 #[derive(Debug, Default)]
-pub(super) struct Table {
+pub struct Table {
     staged: Vec<u32>,
     buffer: Option<Buffer>,
     /// Words that fit behind the count.
@@ -14,24 +14,24 @@ pub(super) struct Table {
 
 impl Table {
     /// With a count of 0.
-    pub(super) fn new(cuda: &Cuda, room: u64) -> Result<Self> {
-        let buffer = if room == 0 { None } else { Some(Buffer::zeroed(cuda, (room + 1) * 4)?) };
+    pub(crate) fn new(cuda: &Cuda, room: u64) -> Result<Self> {
+        let buffer = if room == 0 { None } else { Some(Buffer::zeroed(cuda.stream(), (room + 1) * 4)?) };
         Ok(Self { staged: Vec::new(), buffer, room })
     }
 
-    /// Words that fit behind the count.
-    pub(super) fn room(&self) -> u64 {
-        self.room
+    /// Entries of so many words that fit behind the count.
+    pub(crate) fn room(&self, words: u64) -> u32 {
+        u32::try_from(self.room / words).unwrap_or(u32::MAX)
     }
 
     /// Where it is, if it has room for anything.
-    pub(super) fn ptr(&self) -> Option<u64> {
+    pub(crate) fn ptr(&self) -> Option<u64> {
         self.buffer.as_ref().map(Buffer::ptr)
     }
 
     /// Writes `count` and `words` in the stream's order: what was launched before still reads the old ones. Makes a new buffer only
     /// where they do not fit, with room to grow.
-    pub(super) fn upload(
+    pub(crate) fn upload(
         &mut self,
         cuda: &Cuda,
         count: u32,
@@ -46,7 +46,7 @@ impl Table {
             (self.buffer, self.room) = (grown.buffer, grown.room);
         }
         match &self.buffer {
-            Some(buffer) => buffer.upload(cuda, 0, bytemuck::cast_slice(&self.staged)),
+            Some(buffer) => buffer.upload(cuda.stream(), 0, bytemuck::cast_slice(&self.staged)),
             None => Ok(()),
         }
     }

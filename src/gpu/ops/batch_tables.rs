@@ -1,29 +1,29 @@
 //! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch that only the device knows.
 
-use super::args::{Slot, bind_group, layout};
 use super::table::Table;
-use super::{AppendStep, GROUP, KvAppend, grid, pipeline};
-use crate::compose::Source;
-use crate::gpu::scope::scoped;
-use crate::gpu::window::Window;
-use crate::gpu::{MlaDecode, Pipelines, Step};
-use crate::ops::{DeviceBatch, Sequences, template};
+use crate::gpu::Gpu;
+use crate::gpu::buffer::Window;
+use crate::gpu::kernels::compose::Source;
+use crate::gpu::kernels::{GROUP, unrolled};
+use crate::gpu::pipelines::{Slot, dispatch, group, group_with_params, layout};
+use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
 use crate::plan::Plan;
 use crate::tables::PageTable;
-use crate::{Error, KvSpec, Result};
+use crate::{Error, KvSpec, MlaSpec, Result};
 
 /// Makes tables on the device from `seq_lens`, `query_start_loc` and `block_table` that the host never reads back: batches may be
 /// padded to a fixed size, and a step is planned once for the longest that its sequences may become.
 ///
 /// ```text
-/// once      tables = BatchTables::new(&pipelines, kv), batch = tables.bind(device, &DeviceBatch { .. })
-///           slots = tables.slots(device, queue, &append, max_tokens)
-///           tables.prepare(device, queue, &mut lists, &mla, &mut step, &plan)     a plan of upper bounds
-/// a step    tables.record_slots_in(pass, &slots, &batch), append.record_in(pass, slots.step(), ..) for each layer
-///           tables.record_lists_in(pass, &lists, &step, &batch), mla.record_in(pass, &step, ..) for each layer
+/// once      tables = BatchTables::new(&gpu, kv), batch = tables.bind(&DeviceBatch { .. })
+///           slots = tables.slots(&append, max_tokens)
+///           tables.prepare(&mut lists, &mla, &mut step, &plan)     a plan of upper bounds
+/// a step    tables.record_slots(pass, &slots, &batch), append.record_on(pass, slots.step(), ..) for each layer
+///           tables.record_lists(pass, &lists, &step, &batch), mla.record_on(pass, &step, ..) for each layer
 /// ```
 #[derive(Debug)]
 pub struct BatchTables {
+    gpu: Gpu,
     kv: KvSpec,
     slots: wgpu::ComputePipeline,
     lists: wgpu::ComputePipeline,
@@ -31,7 +31,6 @@ pub struct BatchTables {
     batch_layout: wgpu::BindGroupLayout,
     plan_layout: wgpu::BindGroupLayout,
     step_layout: wgpu::BindGroupLayout,
-    max_groups: u32,
 }
 
 /// A batch's arrays, checked and bound.
@@ -42,12 +41,15 @@ pub struct BatchBinding {
     batch: u32,
 }
 
-/// Slots that the device writes and `kv_append` reads.
+/// Slots that the device writes, and an append of new tokens, [`crate::AppendSpec`] or [`crate::RopeAppendSpec`], reads.
 #[derive(Debug)]
-pub struct DeviceSlots {
-    step: AppendStep,
-    /// `None` without a token.
-    group: Option<wgpu::BindGroup>,
+pub struct DeviceSlots<O: AppendsSlots>
+where
+    Gpu: Kernel<O>,
+{
+    step: Step<O, Gpu>,
+    group: wgpu::BindGroup,
+    max_tokens: u32,
     kv: KvSpec,
 }
 
@@ -76,9 +78,12 @@ struct Params {
     reserved: [u32; 2],
 }
 
-impl DeviceSlots {
-    /// What [`KvAppend::record_in`] takes: of `max_tokens` tokens, those without a slot skipped.
-    pub fn step(&self) -> &AppendStep {
+impl<O: AppendsSlots> DeviceSlots<O>
+where
+    Gpu: Kernel<O, Step = Table>,
+{
+    /// What [`Compiled::record_on`] takes: of `max_tokens` tokens, those without a slot skipped.
+    pub fn step(&self) -> &Step<O, Gpu> {
         &self.step
     }
 }
@@ -88,32 +93,30 @@ impl BatchTables {
     ///
     /// # Errors
     /// Those of [`KvSpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
-    pub fn new(pipelines: &Pipelines, kv: KvSpec) -> Result<Self> {
+    pub fn new(gpu: &Gpu, kv: KvSpec) -> Result<Self> {
         kv.check()?;
-        let device = pipelines.device();
-        let slots_layout = layout(device, "mla.batch_slots.step", &[Slot::Write])?;
+        let slots_layout = layout(gpu, "mla.batch_slots.step", &[Slot::Write])?;
         let batch = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Read];
-        let batch_layout = layout(device, "mla.batch", &batch)?;
-        let plan_layout = layout(device, "mla.batch_lists.plan", &[Slot::Read])?;
-        let step_layout = layout(device, "mla.batch_lists.step", &[Slot::Write, Slot::Write])?;
+        let batch_layout = layout(gpu, "mla.batch", &batch)?;
+        let plan_layout = layout(gpu, "mla.batch_lists.plan", &[Slot::Read])?;
+        let step_layout = layout(gpu, "mla.batch_lists.step", &[Slot::Write, Slot::Write])?;
         // Every index is in bounds, whatever the batch's arrays hold, and whichever step, plan and binding are recorded:
         // - the batch: sequence < params.batch and block < max_pages are asked in the shaders, and `bind` found that many words in
         //   each buffer (`DeviceBatch::check`);
-        // - `batch_slots`: word 0 of the table is its number of tokens, which `AppendStep::for_device` wrote and the shader leaves;
+        // - `batch_slots`: word 0 of the table is its number of tokens, which `slots` wrote and the shader leaves;
         //   token < that. What it writes is a slot of the pool or none;
         // - `batch_lists`: the template is ours alone (`Table`), its sections follow from the counts in front; `prepare` made the
-        //   places in `tables` and the counts from a plan that fits the step's capacity (`MlaDecode::prepare` checked it just before).
+        //   places in `tables` and the counts from a plan that fits the step's capacity (its prepare checked it just before).
         //   A template serves the buffers of one step, and so one capacity, whenever it is written again. What it writes to `tables` are whole items and query tokens of
         //   that plan with ranges and bounds no longer than there: in bounds for `mla_decode` beside the rest of any plan of the
         //   same capacity, as `check_plan` and `write_tables` bound each item and query token by itself. An item's `page_begin` and
         //   pages are below the plan's list, its slots below the plan's slots, and so below the capacity's;
         // - page list: index < num_words, the plan's, which the capacity holds.
         // Loops halve a range of at most `batch` until it is 1.
-        let slots = pipeline(pipelines, &source("batch_slots", &kv), &[&slots_layout, &batch_layout])?;
+        let slots = gpu.pipeline(&source("batch_slots", &kv), &[&slots_layout, &batch_layout])?;
         let groups = [&plan_layout, &batch_layout, &step_layout];
-        let lists = pipeline(pipelines, &source("batch_lists", &kv), &groups)?;
-        let max_groups = device.limits().max_compute_workgroups_per_dimension;
-        Ok(Self { kv, slots, lists, slots_layout, batch_layout, plan_layout, step_layout, max_groups })
+        let lists = gpu.pipeline(&source("batch_lists", &kv), &groups)?;
+        Ok(Self { gpu: gpu.clone(), kv, slots, lists, slots_layout, batch_layout, plan_layout, step_layout })
     }
 
     /// Checks and binds a batch's arrays. They are read when the commands run.
@@ -121,45 +124,42 @@ impl BatchTables {
     /// # Errors
     /// [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without `STORAGE`, [`Error::Limit`],
     /// [`Error::OutOfMemory`].
-    pub fn bind(&self, device: &wgpu::Device, batch: &DeviceBatch<&wgpu::Buffer>) -> Result<BatchBinding> {
+    pub fn bind(&self, batch: &DeviceBatch<&wgpu::Buffer>) -> Result<BatchBinding> {
         batch.check(wgpu::Buffer::size)?;
-        let limits = device.limits();
         let mut windows = Vec::new();
         for ((what, buffer), words) in batch.arrays().into_iter().zip(batch.words()) {
-            windows.push(Window::new(&limits, what, buffer, 0..words * 4)?);
+            windows.push(Window::new(&self.gpu, what, buffer, 0..words * 4)?);
         }
         let params = Params { batch: batch.batch, max_pages: batch.max_pages, reserved: [0; 2] };
-        let params = bytemuck::bytes_of(&params);
         let resources = windows.iter().map(Window::resource);
-        let group = bind_group(device, "mla.batch", &self.batch_layout, params, resources)?;
+        let group = group_with_params(&self.gpu, "mla.batch", &self.batch_layout, &params, resources)?;
         Ok(BatchBinding { group, kv: self.kv, batch: batch.batch })
     }
 
     /// Slots for up to `max_tokens` new tokens, for an append of the same cache. All are skipped until
-    /// [`BatchTables::record_slots_in`] has run.
+    /// [`BatchTables::record_slots`] has run.
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn slots(
-        &self,
-        device: &wgpu::Device,
-        queue: &wgpu::Queue,
-        append: &KvAppend,
-        max_tokens: u32,
-    ) -> Result<DeviceSlots> {
-        if !self.serves(&append.spec().kv) {
-            return Err(Error::LayoutMismatch { detail: "the append is of another pool of pages" });
+    pub fn slots<O: AppendsSlots>(&self, append: &Compiled<O, Gpu>, max_tokens: u32) -> Result<DeviceSlots<O>>
+    where
+        Gpu: Kernel<O, Step = Table>,
+    {
+        if !self.serves(append.op().cache()) || append.device().id() != self.gpu.id() {
+            return Err(Error::LayoutMismatch { detail: "the append is of another pool of pages or device" });
         }
-        let step = AppendStep::for_device(append, device, queue, max_tokens)?;
-        let group = match step.table_buffer() {
-            Some(table) => Some(self.group(device, &self.slots_layout, &[table])?),
-            None => None,
-        };
-        Ok(DeviceSlots { step, group, kv: self.kv })
+        // All without a slot, until the device has written them.
+        let none = vec![-1i64; max_tokens as usize];
+        let mut step = append.step(0)?;
+        append.prepare(&mut step, &none)?;
+        let detail = "an append's step has a table once it was prepared";
+        let table = step.raw.buffer().ok_or(Error::LayoutMismatch { detail })?;
+        let group = group(&self.gpu, "mla.batch_tables", &self.slots_layout, [table.as_entire_binding()])?;
+        Ok(DeviceSlots { step, group, max_tokens, kv: self.kv })
     }
 
     /// Prepares a decode's step with a plan for the longest that each sequence may be, [`PageTable::Device`], and keeps what
-    /// [`BatchTables::record_lists_in`] needs of the plan.
+    /// [`BatchTables::record_lists`] needs of the plan.
     ///
     /// The plan has the batch's sequences, those of padding included, with `seq_lens` that no batch passes, and
     /// [`crate::Visibility::Full`] (or one query token a sequence): the device finds what each query token sees, causal and
@@ -170,36 +170,35 @@ impl BatchTables {
     /// are then recorded again.
     ///
     /// # Errors
-    /// Those of [`MlaDecode::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
-    /// [`crate::gpu::Options::device_page_list`]; [`Error::Shape`] for a plan with shared prefixes or with other bounds.
+    /// Those of [`Compiled::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
+    /// [`crate::DecodeOptions::device_page_list`]; [`Error::Shape`] for a plan with shared prefixes or with other bounds.
     pub fn prepare(
         &self,
-        device: &wgpu::Device,
-        queue: &wgpu::Queue,
         lists: &mut DecodeLists,
-        mla: &MlaDecode,
-        step: &mut Step,
+        mla: &Compiled<MlaSpec, Gpu>,
+        step: &mut Step<MlaSpec, Gpu>,
         plan: &Plan,
     ) -> Result<()> {
-        if !self.serves(&mla.spec().kv) {
-            return Err(Error::LayoutMismatch { detail: "the decode is of another pool of pages" });
+        if !self.serves(&mla.op().kv) || mla.device().id() != self.gpu.id() {
+            return Err(Error::LayoutMismatch { detail: "the decode is of another pool of pages or device" });
         }
-        let sequences = Sequences::of(plan, mla.spec().shape.num_heads)?;
-        mla.prepare(queue, step, plan, PageTable::Device)?;
-        let generation = step.written_by_device();
-        let (tables, pages) = step.table_buffers();
+        let sequences = Sequences::of(plan, mla.op().shape.num_heads)?;
+        mla.prepare(step, (plan, PageTable::Device))?;
+        let generation = step.raw.written_by_device();
+        let (tables, pages) = step.raw.buffers();
         let same = |old: &(u64, StepTables)| old.1.tables == *tables && old.1.pages == *pages;
         let bound = match lists.prepared.take().filter(same) {
             Some((_, bound)) => bound,
             None => {
                 // Commands recorded for other buffers keep the template that was made for their capacity.
                 lists.plan = Table::default();
-                let group = self.group(device, &self.step_layout, &[tables, pages])?;
+                let resources = [tables.as_entire_binding(), pages.as_entire_binding()];
+                let group = group(&self.gpu, "mla.batch_tables", &self.step_layout, resources)?;
                 StepTables { group, tables: tables.clone(), pages: pages.clone() }
             }
         };
         let words = template(plan, &sequences, &step.capacity(), &self.kv);
-        lists.plan.upload(device, queue, &self.plan_layout, plan.items.len() as u32, words)?;
+        lists.plan.upload(&self.gpu, &self.plan_layout, plan.items.len() as u32, words)?;
         lists.batch = plan.seq_lens.len() as u32;
         lists.prepared = Some((generation, bound));
         Ok(())
@@ -209,10 +208,10 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`].
-    pub fn check(&self, lists: &DecodeLists, step: &Step, batch: &BatchBinding) -> Result<()> {
-        let (tables, pages) = step.table_buffers();
+    pub fn check(&self, lists: &DecodeLists, step: &Step<MlaSpec, Gpu>, batch: &BatchBinding) -> Result<()> {
+        let (tables, pages) = step.raw.buffers();
         let is_of = |(generation, bound): &(u64, StepTables)| {
-            *generation == step.generation() && bound.tables == *tables && bound.pages == *pages
+            *generation == step.raw.generation() && bound.tables == *tables && bound.pages == *pages
         };
         if !lists.prepared.as_ref().is_some_and(is_of) {
             let detail =
@@ -226,72 +225,53 @@ impl BatchTables {
         Ok(())
     }
 
-    /// Adds one dispatch that writes the slots of the batch's new tokens. Creates nothing and cannot fail: a pair that does not
-    /// belong together records nothing and logs an error.
-    pub fn record_slots_in(
+    /// Adds one dispatch that writes the slots of the batch's new tokens. Creates nothing.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`], before anything is recorded.
+    pub fn record_slots<O: AppendsSlots>(
         &self,
         pass: &mut wgpu::ComputePass<'_>,
-        slots: &DeviceSlots,
+        slots: &DeviceSlots<O>,
         batch: &BatchBinding,
-    ) {
+    ) -> Result<()>
+    where
+        Gpu: Kernel<O>,
+    {
         if !self.serves(&slots.kv) || !self.serves(&batch.kv) {
-            log::error!("nothing recorded: slots and batch are of different pools");
-            return;
+            return Err(Error::LayoutMismatch { detail: "slots and batch are of different pools" });
         }
-        let Some(group) = &slots.group else { return };
-        let (x, y) = grid(slots.step.num_tokens().into(), self.max_groups);
-        pass.set_pipeline(&self.slots);
-        pass.set_bind_group(0, group, &[]);
-        pass.set_bind_group(1, &batch.group, &[]);
-        pass.dispatch_workgroups(x, y, 1);
+        if slots.max_tokens > 0 {
+            let grid = self.gpu.grid(slots.max_tokens.into());
+            dispatch(pass, &self.slots, &[&slots.group, &batch.group], grid);
+        }
+        Ok(())
     }
 
-    /// Adds one dispatch that cuts the step's tables down to the batch, and writes its page list. Creates nothing and cannot fail: what
-    /// [`BatchTables::check`] refuses records nothing and logs an error.
-    pub fn record_lists_in(
+    /// Adds one dispatch that cuts the step's tables down to the batch, and writes its page list. Creates nothing.
+    ///
+    /// # Errors
+    /// Those of [`BatchTables::check`], before anything is recorded.
+    pub fn record_lists(
         &self,
         pass: &mut wgpu::ComputePass<'_>,
         lists: &DecodeLists,
-        step: &Step,
+        step: &Step<MlaSpec, Gpu>,
         batch: &BatchBinding,
-    ) {
-        if let Err(error) = self.check(lists, step, batch) {
-            log::error!("nothing recorded: {error}");
-            return;
+    ) -> Result<()> {
+        self.check(lists, step, batch)?;
+        if let (Some(plan), Some((_, bound))) = (lists.plan.group(), &lists.prepared) {
+            // The capacity, as a decode's grids: a replay has the plan that was prepared last.
+            let capacity = step.capacity();
+            let items = capacity.items.max(capacity.queries).max(capacity.pages);
+            dispatch(pass, &self.lists, &[plan, &batch.group, &bound.group], self.gpu.grid(items.into()));
         }
-        let (Some(plan), Some((_, bound))) = (lists.plan.group(), &lists.prepared) else { return };
-        // The capacity, as a decode's grids: a replay has the plan that was prepared last.
-        let capacity = step.capacity();
-        let items = capacity.items.max(capacity.queries).max(capacity.pages);
-        let (x, y) = grid(items.into(), self.max_groups);
-        pass.set_pipeline(&self.lists);
-        pass.set_bind_group(0, plan, &[]);
-        pass.set_bind_group(1, &batch.group, &[]);
-        pass.set_bind_group(2, &bound.group, &[]);
-        pass.dispatch_workgroups(x, y, 1);
+        Ok(())
     }
 
     /// Pages of other elements are the same to it.
     fn serves(&self, kv: &KvSpec) -> bool {
         (kv.page_size, kv.num_pages) == (self.kv.page_size, self.kv.num_pages)
-    }
-
-    /// Whole buffers of ours.
-    fn group<'a>(
-        &self,
-        device: &wgpu::Device,
-        layout: &wgpu::BindGroupLayout,
-        buffers: &[&'a wgpu::Buffer],
-    ) -> Result<wgpu::BindGroup> {
-        let entry = |(buffer, binding): (&&'a wgpu::Buffer, u32)| wgpu::BindGroupEntry {
-            binding,
-            resource: buffer.as_entire_binding(),
-        };
-        let entries: Vec<_> = buffers.iter().zip(0..).map(entry).collect();
-        scoped(device, "a batch's tables", || {
-            let label = Some("mla.batch_tables");
-            device.create_bind_group(&wgpu::BindGroupDescriptor { label, layout, entries: &entries })
-        })
     }
 }
 
@@ -306,7 +286,7 @@ fn source(entry: &'static str, kv: &KvSpec) -> Source {
         include_str!("../../../shaders/lib/device_batch.wgsl"),
         body,
     ];
-    super::unrolled(entry, &format!("page_{}", kv.page_size), &consts, &files)
+    unrolled(entry, &format!("page_{}", kv.page_size), &consts, &[], &files)
 }
 
 #[cfg(test)]
@@ -316,14 +296,6 @@ pub(super) fn every_source() -> Vec<Source> {
 }
 
 #[cfg(test)]
-pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
-    use std::mem::offset_of;
-    let reserved = offset_of!(Params, reserved);
-    let fields = vec![
-        ("batch", offset_of!(Params, batch)),
-        ("max_pages", offset_of!(Params, max_pages)),
-        ("reserved_0", reserved),
-        ("reserved_1", reserved + 4),
-    ];
-    ("BatchParams", fields, size_of::<Params>())
+pub(super) fn host_layout() -> super::HostLayout {
+    super::layout_of!("BatchParams", Params: batch, max_pages; reserved: reserved_0, reserved_1)
 }

@@ -40,19 +40,8 @@ impl Scale {
 }
 
 #[cfg(test)]
-pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
-    use std::mem::offset_of;
-    let fields = vec![
-        ("inv_mantissa", offset_of!(Scale, inv_mantissa)),
-        ("exponent", offset_of!(Scale, exponent)),
-        ("mantissa", offset_of!(Scale, mantissa)),
-        ("max_bits", offset_of!(Scale, max_bits)),
-        ("inv_low", offset_of!(Scale, inv_low)),
-        ("inv_high", offset_of!(Scale, inv_high)),
-        ("two_to_24", offset_of!(Scale, two_to_24)),
-        ("pad", offset_of!(Scale, pad)),
-    ];
-    ("E4m3Scale", fields, size_of::<Scale>())
+pub(super) fn host_layout() -> super::HostLayout {
+    super::layout_of!("E4m3Scale", Scale: inv_mantissa, exponent, mantissa, max_bits, inv_low, inv_high, two_to_24, pad)
 }
 
 #[cfg(test)]

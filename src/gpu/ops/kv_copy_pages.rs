@@ -1,41 +1,30 @@
 //! `kv_copy_pages`: whole pages inside one layer's pool, for a sequence that forks.
 
-use super::args::{Slot, bind_group, layout};
 use super::table::Table;
-use super::{GROUP, grid, pipeline};
-use crate::compose::{Const, Source, compose};
-use crate::gpu::{Pipelines, window::Window};
-use crate::layer::KvView;
-use crate::ops::CopySpec;
-use crate::{Error, Result, check_copies};
+use crate::Result;
+use crate::gpu::Gpu;
+use crate::gpu::buffer::Window;
+use crate::gpu::kernels::GROUP;
+use crate::gpu::kernels::compose::{Const, Source, compose};
+use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
+use crate::ops::variants::only;
+use crate::ops::{Choice, CopySpec, Kernel, OpOptions, check_copies};
+use crate::view::KvView;
 
-/// Copies pages of the pool bit for bit.
+/// The same copy by units of both sizes, of which an alignment allows one.
 #[derive(Debug)]
-pub struct KvCopyPages {
-    spec: CopySpec,
-    /// 16 bytes an invocation, where a page is a multiple of that.
-    wide: Option<wgpu::ComputePipeline>,
-    words: wgpu::ComputePipeline,
-    step_layout: wgpu::BindGroupLayout,
-    layer_layout: wgpu::BindGroupLayout,
-    max_groups: u32,
+pub struct Pipes {
+    /// Where a page is a multiple of it.
+    wide: Option<Pipe>,
+    words: Pipe,
 }
 
-/// A list of copies on the device. It grows as needed and serves every layer of the model.
-#[derive(Debug, Default)]
-pub struct CopyStep {
-    table: Table,
-    copies: u32,
-    num_pages: u32,
-}
-
-/// One layer's cache, checked and bound.
+/// A layer's cache, and the unit that its alignment allows.
 #[derive(Debug)]
-pub struct CopyBinding {
+pub struct Layer {
     group: wgpu::BindGroup,
     pipeline: wgpu::ComputePipeline,
     page_units: u64,
-    num_pages: u32,
 }
 
 /// `CopyParams` of the shader.
@@ -63,121 +52,81 @@ impl Unit {
     }
 }
 
-impl KvCopyPages {
-    /// Compiles the copy of a spec.
-    ///
-    /// # Errors
-    /// Those of [`CopySpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
-    pub fn new(pipelines: &Pipelines, spec: CopySpec) -> Result<Self> {
-        spec.check()?;
-        let device = pipelines.device();
-        let step_layout = layout(device, "mla.kv_copy_pages.step", &[Slot::Read])?;
-        let layer_layout = layout(device, "mla.kv_copy_pages.layer", &[Slot::Uniform, Slot::Write])?;
+impl Kernel<CopySpec> for Gpu {
+    type Kernels = Pipes;
+    type Step = Table;
+    type Binding = Layer;
+
+    fn kernel_compile(&self, spec: &CopySpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
+        let labels = ["mla.kv_copy_pages.step", "mla.kv_copy_pages.layer"];
+        let slots = [Slot::Uniform, Slot::Write];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table holds its count and as many pairs (`Table`, which nobody else writes), and the shader reads pairs
         //   below that count only;
-        // - both pages < NUM_PAGES is asked in the shader, and `bind` found the pool's last page inside the buffer
+        // - both pages < NUM_PAGES is asked in the shader, and `check_args` found the pool's last page inside the buffer
         //   (`KvView::check`); unit < PAGE_UNITS.
         // There is no loop.
-        let compile = |unit| pipeline(pipelines, &source(&spec, unit), &[&step_layout, &layer_layout]);
+        let compile = |unit| Pipe::new(self, labels, Slot::Read, &slots, &source(spec, unit));
         let wide = if spec.page_bytes().is_multiple_of(16) { Some(compile(Unit::Wide)?) } else { None };
-        let words = compile(Unit::Word)?;
-        let max_groups = device.limits().max_compute_workgroups_per_dimension;
-        Ok(Self { spec, wide, words, step_layout, layer_layout, max_groups })
+        Ok((Pipes { wide, words: compile(Unit::Word)? }, (), only(options)?))
     }
 
-    /// What this copy is compiled for.
-    pub fn spec(&self) -> &CopySpec {
-        &self.spec
+    fn kernel_step(&self, _: &CopySpec, _: &Pipes, _: u32) -> Result<Table> {
+        Ok(Table::default())
     }
 
-    /// Checks copies `(from, to)` of pages and uploads them.
-    ///
-    /// The upload takes effect before the next submit: give each list that shares a submit a [`CopyStep`] of its own.
-    ///
-    /// # Errors
-    /// [`Error::CopyConflict`], [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn prepare(
+    fn kernel_prepare(
         &self,
-        device: &wgpu::Device,
-        queue: &wgpu::Queue,
-        step: &mut CopyStep,
+        spec: &CopySpec,
+        pipes: &Pipes,
+        step: &mut Table,
         copies: &[(u32, u32)],
     ) -> Result<()> {
-        check_copies(&self.spec.kv, copies)?;
-        step.copies = 0;
-        step.num_pages = self.spec.kv.num_pages;
+        check_copies(&spec.kv, copies)?;
         // Each copy writes a page of its own, so there are fewer than pages.
-        let count = copies.len() as u32;
-        if count > 0 {
-            let words = copies.iter().flat_map(|&(from, to)| [from, to]);
-            step.table.upload(device, queue, &self.step_layout, count, words)?;
-        }
-        step.copies = count;
-        Ok(())
+        let words = copies.iter().flat_map(|&(from, to)| [from, to]);
+        step.upload(self, &pipes.words.step, copies.len() as u32, words)
     }
 
-    /// Checks and binds one layer's cache.
-    ///
-    /// # Errors
-    /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without
-    /// `STORAGE`, [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn bind(&self, device: &wgpu::Device, view: &KvView<&wgpu::Buffer>) -> Result<CopyBinding> {
-        let spec = &self.spec;
-        spec.check_view(view, view.buffer.size())?;
+    fn kernel_bind(
+        &self,
+        spec: &CopySpec,
+        pipes: &Pipes,
+        view: &KvView<&wgpu::Buffer>,
+        (): (),
+    ) -> Result<Layer> {
+        let window = Window::of_cache(self, view, &spec.kv, spec.row_elems)?;
         let bytes = spec.kv.dtype.bytes() as u64;
-        let (start, end) = (view.base() * bytes, view.end(&spec.mla()) * bytes);
-        let kv = Window::new(&device.limits(), "kv", view.buffer, start..end)?;
-        let base = start - kv.skipped(1);
+        let base = u64::from(window.at(view.base() * bytes, 1, 1));
         let stride = if spec.kv.num_pages > 1 { view.block_stride * bytes } else { 0 };
-        let (unit, pipeline) = match &self.wide {
-            Some(wide) if base.is_multiple_of(16) && stride.is_multiple_of(16) => (Unit::Wide, wide),
-            _ => (Unit::Word, &self.words),
+        let (unit, pipe) = match &pipes.wide {
+            Some(wide) if (base | stride).is_multiple_of(16) => (Unit::Wide, wide),
+            _ => (Unit::Word, &pipes.words),
         };
         let params = Params {
             kv_base_units: (base / unit.bytes()) as u32,
             kv_block_stride_units: (stride / unit.bytes()) as u32,
             pad: [0; 2],
         };
-        let params = bytemuck::bytes_of(&params);
         let label = "mla.kv_copy_pages.layer";
-        let group = bind_group(device, label, &self.layer_layout, params, [kv.resource()])?;
+        let group = group_with_params(self, label, &pipe.layer, &params, [window.resource()])?;
         let page_units = spec.page_bytes() / unit.bytes();
-        Ok(CopyBinding { group, pipeline: pipeline.clone(), page_units, num_pages: spec.kv.num_pages })
+        Ok(Layer { group, pipeline: pipe.pipeline.clone(), page_units })
     }
 
-    /// Whether a step and a binding can be recorded together.
-    ///
-    /// # Errors
-    /// [`Error::LayoutMismatch`].
-    pub fn check(&self, step: &CopyStep, binding: &CopyBinding) -> Result<()> {
-        if step.num_pages > binding.num_pages {
-            return Err(Error::LayoutMismatch { detail: "the step was prepared for a larger pool of pages" });
+    fn kernel_record(
+        &self,
+        _: &CopySpec,
+        _: &Pipes,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &Table,
+        layer: &Layer,
+    ) -> Result<()> {
+        if let (Some(table), copies @ 1..) = (step.group(), step.count()) {
+            let grid = self.grid(u64::from(copies) * layer.page_units);
+            dispatch(pass, &layer.pipeline, &[table, &layer.group], grid);
         }
         Ok(())
-    }
-
-    /// Adds one dispatch to the pass. Creates nothing and cannot fail: a pair that [`KvCopyPages::check`] refuses records
-    /// nothing and logs an error.
-    pub fn record_in(&self, pass: &mut wgpu::ComputePass<'_>, step: &CopyStep, binding: &CopyBinding) {
-        if let Err(error) = self.check(step, binding) {
-            log::error!("nothing recorded: {error}");
-            return;
-        }
-        let Some(table) = step.table.group() else { return };
-        if step.copies == 0 {
-            return;
-        }
-        let (x, y) = grid(u64::from(step.copies) * binding.page_units, self.max_groups);
-        pass.set_pipeline(&binding.pipeline);
-        pass.set_bind_group(0, table, &[]);
-        pass.set_bind_group(1, &binding.group, &[]);
-        pass.dispatch_workgroups(x, y, 1);
-    }
-
-    /// [`KvCopyPages::record_in`] in a pass of its own.
-    pub fn record(&self, encoder: &mut wgpu::CommandEncoder, step: &CopyStep, binding: &CopyBinding) {
-        self.record_in(&mut super::pass(encoder, "mla.kv_copy_pages"), step, binding);
     }
 }
 
@@ -205,14 +154,6 @@ pub(super) fn every_source() -> Vec<Source> {
 }
 
 #[cfg(test)]
-pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
-    use std::mem::offset_of;
-    let pad = offset_of!(Params, pad);
-    let fields = vec![
-        ("kv_base_units", offset_of!(Params, kv_base_units)),
-        ("kv_block_stride_units", offset_of!(Params, kv_block_stride_units)),
-        ("pad0", pad),
-        ("pad1", pad + 4),
-    ];
-    ("CopyParams", fields, size_of::<Params>())
+pub(super) fn host_layout() -> super::HostLayout {
+    super::layout_of!("CopyParams", Params: kv_base_units, kv_block_stride_units; pad: pad0, pad1)
 }

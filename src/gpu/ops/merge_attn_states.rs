@@ -1,44 +1,38 @@
 //! `merge_attn_states`: two partial attention results into one.
 
-use super::args::{Slot, bind_group, distinct_buffers, layout, window_of};
-use super::{GROUP, grid, pipeline};
-use crate::compose::Source;
-use crate::gpu::scope::scoped;
-use crate::gpu::{Pipelines, window::Window};
-use crate::layer::View;
-use crate::{Dtype, MergeStates, MergeStatesSpec, Result};
+use crate::gpu::Gpu;
+use crate::gpu::buffer::{Window, stride};
+use crate::gpu::kernels::compose::Source;
+use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
+use crate::gpu::pipelines::{Slot, dispatch, group_with_params, layout, storage};
+use crate::ops::variants::only;
+use crate::ops::{Choice, Kernel, MergeAttnStatesSpec, MergeStates, OpOptions};
+use crate::view::View;
+use crate::{Dtype, Result};
 
 /// Rows that an invocation works on, and units of 16 bytes of each at most: for loads in flight, and so that what is done
 /// once a row is done for several units.
 const ROWS_PER_LANE: u32 = 1;
 const UNITS_PER_LANE: u32 = 1;
 
-/// Merges two attention states: see [`MergeStates`].
+/// The same merge by 16 bytes and by words, of which an alignment allows one.
 #[derive(Debug)]
-pub struct MergeAttnStates {
-    spec: MergeStatesSpec,
-    /// 16 bytes at a time, where a head is a multiple of that.
+pub struct Pipes {
+    /// Where a head is a multiple of 16 bytes.
     units: Option<wgpu::ComputePipeline>,
     /// Any size, offset and stride.
     words: wgpu::ComputePipeline,
     layout: wgpu::BindGroupLayout,
     /// Bound where the caller wants no LSE.
     no_lse: wgpu::Buffer,
-    max_groups: u32,
 }
 
-/// The buffers of one merge, checked and bound.
+/// One merge's dispatch.
 #[derive(Debug)]
-pub struct MergeBinding {
-    /// `None` where there is nothing to merge.
-    work: Option<Work>,
-}
-
-#[derive(Debug)]
-struct Work {
+pub struct Work {
     pipeline: wgpu::ComputePipeline,
     group: wgpu::BindGroup,
-    grid: (u32, u32),
+    grid: [u32; 2],
 }
 
 /// `Strides` of the shader.
@@ -73,82 +67,68 @@ struct Params {
 
 type Args<'a> = MergeStates<&'a wgpu::Buffer>;
 
-impl MergeAttnStates {
-    /// Compiles the merge of a spec.
-    ///
-    /// # Errors
-    /// Those of [`MergeStatesSpec::check`], [`crate::Error::OutOfMemory`] and [`crate::Error::Internal`].
-    pub fn new(pipelines: &Pipelines, spec: MergeStatesSpec) -> Result<Self> {
-        spec.check()?;
-        let device = pipelines.device();
+impl Kernel<MergeAttnStatesSpec> for Gpu {
+    type Kernels = Pipes;
+    type Step = ();
+    /// `None` where there is nothing to merge.
+    type Binding = Option<Work>;
+
+    fn kernel_compile(&self, spec: &MergeAttnStatesSpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         use Slot::{Read, Uniform, Write};
-        let slots = [Uniform, Read, Read, Write, Read, Read, Write];
-        let layout = layout(device, "mla.merge_attn_states", &slots)?;
+        let layout = layout(self, "mla.merge_attn_states", &[Uniform, Read, Read, Write, Read, Read, Write])?;
         // Every index is in bounds, for each binding that `bind` makes:
         // - both bodies address rows (token, head) with token < num_tokens and head < num_heads, the units body by a `min`
-        //   and by counting heads up to num_heads, the words body by asking each element for its row. `bind` refuses views
-        //   whose last row ends past the buffer (`MergeStates::check`), and `window_of` binds at least up to there;
+        //   and by counting heads up to num_heads, the words body by asking each element for its row. `check_args` refuses views
+        //   whose last row ends past the buffer, and `Window::of` binds at least up to there;
         // - inside a row the units body adds unit + j * ROW_LANES < HEAD_UNITS, the words body d < HEAD_SIZE;
         // - the words body writes first_word + item, item < num_items: the words from the first row to the last;
         // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
         // No loop depends on data: unrolled ones have a constant bound, the words body's is PER_WORD. num_heads and both
         // strides that the shader divides by are at least 1.
-        let compile = |body| pipeline(pipelines, &source(&spec, body), &[&layout]);
+        let compile = |body| self.pipeline(&source(spec, body), &[&layout]);
         let has_units = spec.head_size.is_multiple_of(unit_elems(spec.dtype));
         let units = if has_units { Some(compile(Body::Units)?) } else { None };
-        let words = compile(Body::Words)?;
-        let no_lse = scoped(device, "a buffer of 16 bytes", || {
-            device.create_buffer(&wgpu::BufferDescriptor {
-                label: Some("mla.merge_attn_states.no_lse"),
-                size: 16,
-                usage: wgpu::BufferUsages::STORAGE,
-                mapped_at_creation: false,
-            })
-        })?;
-        let max_groups = device.limits().max_compute_workgroups_per_dimension;
-        Ok(Self { spec, units, words, layout, no_lse, max_groups })
+        let (words, no_lse) = (compile(Body::Words)?, storage(self, "mla.merge_attn_states.no_lse", 16)?);
+        Ok((Pipes { units, words, layout, no_lse }, (), only(options)?))
     }
 
-    /// What this merge is compiled for.
-    pub fn spec(&self) -> &MergeStatesSpec {
-        &self.spec
+    fn kernel_step(&self, _: &MergeAttnStatesSpec, _: &Pipes, (): ()) -> Result<()> {
+        Ok(())
     }
 
-    /// Checks and binds the arrays of a merge.
-    ///
-    /// Both inputs may be one buffer; an output may not be an input or the other output. Heads, offsets and
-    /// strides that are multiples of 16 bytes are the fast way.
-    ///
-    /// # Errors
-    /// [`crate::Error::BufferTooSmall`], [`crate::Error::Shape`] where output rows overlap,
-    /// [`crate::Error::BufferUsage`] for a buffer without `STORAGE`, [`crate::Error::Aliased`],
-    /// [`crate::Error::Limit`], [`crate::Error::OutOfMemory`].
-    pub fn bind(&self, device: &wgpu::Device, args: &Args<'_>) -> Result<MergeBinding> {
-        args.check(&self.spec, wgpu::Buffer::size)?;
-        if args.num_tokens == 0 || args.num_heads == 0 {
-            return Ok(MergeBinding { work: None });
+    fn kernel_prepare(&self, _: &MergeAttnStatesSpec, _: &Pipes, (): &mut (), (): ()) -> Result<()> {
+        Ok(())
+    }
+
+    fn kernel_bind(
+        &self,
+        spec: &MergeAttnStatesSpec,
+        pipes: &Pipes,
+        args: &Args<'_>,
+        (): (),
+    ) -> Result<Option<Work>> {
+        if args.is_empty() {
+            return Ok(None);
         }
-        check_aliases(args)?;
-        let limits = device.limits();
-        let (dims, bytes) = ([args.num_tokens, args.num_heads, self.spec.head_size], self.spec.dtype.bytes());
+        let (dims, bytes) = ([args.num_tokens, args.num_heads, spec.head_size], spec.dtype.bytes());
         let dims_lse = [args.num_tokens, args.num_heads, 1];
-        let prefix = window_of(&limits, "prefix_output", &args.prefix_output, dims, bytes)?;
-        let suffix = window_of(&limits, "suffix_output", &args.suffix_output, dims, bytes)?;
-        let output = window_of(&limits, "output", &args.output, dims, bytes)?;
-        let prefix_lse = window_of(&limits, "prefix_lse", &args.prefix_lse, dims_lse, 4)?;
-        let suffix_lse = window_of(&limits, "suffix_lse", &args.suffix_lse, dims_lse, 4)?;
+        let prefix = Window::of(self, "prefix_output", &args.prefix_output, dims, bytes)?;
+        let suffix = Window::of(self, "suffix_output", &args.suffix_output, dims, bytes)?;
+        let output = Window::of(self, "output", &args.output, dims, bytes)?;
+        let prefix_lse = Window::of(self, "prefix_lse", &args.prefix_lse, dims_lse, 4)?;
+        let suffix_lse = Window::of(self, "suffix_lse", &args.suffix_lse, dims_lse, 4)?;
         let output_lse = match &args.output_lse {
-            Some(view) => window_of(&limits, "output_lse", view, dims_lse, 4)?,
-            None => Window::new(&limits, "output_lse", &self.no_lse, 0..16)?,
+            Some(view) => Window::of(self, "output_lse", view, dims_lse, 4)?,
+            None => Window::new(self, "output_lse", &pipes.no_lse, 0..16)?,
         };
 
-        let unit_elems = unit_elems(self.spec.dtype);
+        let unit_elems = unit_elems(spec.dtype);
         // The unit in which the shader counts offsets and strides.
-        let (body, pipeline, unit) = match &self.units {
+        let (body, pipeline, unit) = match &pipes.units {
             Some(units) if in_units(args, unit_elems.into()) => (Body::Units, units, u64::from(unit_elems)),
-            _ => (Body::Words, &self.words, 1),
+            _ => (Body::Words, &pipes.words, 1),
         };
-        let strides_lse = |view: &View<&_>, window: &Window<'_>| strides(args, view, window, 4, 1);
+        let strides_lse = |view: &View<_>, window: &Window<'_>| strides(args, view, window, 4, 1);
         let mut params = Params {
             prefix: strides(args, &args.prefix_output, &prefix, bytes, unit),
             suffix: strides(args, &args.suffix_output, &suffix, bytes, unit),
@@ -165,43 +145,43 @@ impl MergeAttnStates {
             Body::Units => {
                 // Output rows do not overlap and are in a window of at most 4 GiB, so this fits.
                 params.num_items = args.num_tokens * args.num_heads;
-                let row_lanes = self.spec.head_size / unit_elems / units_per_lane(&self.spec);
+                let row_lanes = spec.head_size / unit_elems / units_per_lane(spec);
                 u64::from(params.num_items.div_ceil(ROWS_PER_LANE)) * u64::from(row_lanes)
             }
             Body::Words => {
-                self.span_of_words(args, &output, &mut params);
+                params.span_of_words(spec, args, &output);
                 params.num_items.into()
             }
         };
-        let resources = [prefix, suffix, output, prefix_lse, suffix_lse, output_lse];
-        let resources = resources.iter().map(Window::resource);
-        let bytes = bytemuck::bytes_of(&params);
-        let group = bind_group(device, "mla.merge_attn_states", &self.layout, bytes, resources)?;
-        let grid = grid(lanes, self.max_groups);
-        Ok(MergeBinding { work: Some(Work { pipeline: pipeline.clone(), group, grid }) })
+        let windows = [prefix, suffix, output, prefix_lse, suffix_lse, output_lse];
+        let (label, resources) = ("mla.merge_attn_states", windows.iter().map(Window::resource));
+        let group = group_with_params(self, label, &pipes.layout, &params, resources)?;
+        Ok(Some(Work { pipeline: pipeline.clone(), group, grid: self.grid(lanes) }))
     }
 
-    /// Adds one dispatch to the pass. Creates nothing and cannot fail.
-    pub fn record_in(&self, pass: &mut wgpu::ComputePass<'_>, binding: &MergeBinding) {
-        if let Some(work) = &binding.work {
-            pass.set_pipeline(&work.pipeline);
-            pass.set_bind_group(0, &work.group, &[]);
-            pass.dispatch_workgroups(work.grid.0, work.grid.1, 1);
+    fn kernel_record(
+        &self,
+        _: &MergeAttnStatesSpec,
+        _: &Pipes,
+        pass: &mut wgpu::ComputePass<'_>,
+        (): &(),
+        work: &Option<Work>,
+    ) -> Result<()> {
+        if let Some(work) = work {
+            dispatch(pass, &work.pipeline, &[&work.group], work.grid);
         }
+        Ok(())
     }
+}
 
-    /// [`MergeAttnStates::record_in`] in a pass of its own.
-    pub fn record(&self, encoder: &mut wgpu::CommandEncoder, binding: &MergeBinding) {
-        self.record_in(&mut super::pass(encoder, "mla.merge_attn_states"), binding);
-    }
-
+impl Params {
     /// The words that the output touches, and how an element in them is traced back to its row.
-    fn span_of_words(&self, args: &Args<'_>, output: &Window<'_>, params: &mut Params) {
+    fn span_of_words(&mut self, spec: &MergeAttnStatesSpec, args: &Args<'_>, output: &Window<'_>) {
         let (tokens, heads) = (u64::from(args.num_tokens), u64::from(args.num_heads));
-        let (dim, view) = (u64::from(self.spec.head_size), &args.output);
+        let (dim, view) = (u64::from(spec.head_size), &args.output);
         let (t, h) = (view.token_stride, view.head_stride);
-        let start = u64::from(params.output.offset);
-        let end = view.end(tokens, heads, dim) - output.skipped(self.spec.dtype.bytes());
+        let start = u64::from(self.output.offset);
+        let end = u64::from(output.at(view.end(tokens, heads, dim), spec.dtype.bytes(), 1));
         // A dimension of one row has no stride of its own: it gets one that keeps the division an inverse.
         let (inner_is_token, inner, outer) = match (tokens, heads) {
             (1, 1) => (false, dim, end - start),
@@ -210,12 +190,12 @@ impl MergeAttnStates {
             _ if t >= h.saturating_mul(heads - 1).saturating_add(dim) => (false, h, t),
             _ => (true, t, h),
         };
-        let per_word = per_word(self.spec.dtype).into();
-        params.first_word = (start / per_word) as u32;
-        params.num_items = end.div_ceil(per_word) as u32 - params.first_word;
-        params.inner_is_token = inner_is_token.into();
-        params.inner_stride = inner as u32;
-        params.outer_stride = outer as u32;
+        let per_word = per_word(spec.dtype).into();
+        self.first_word = (start / per_word) as u32;
+        self.num_items = end.div_ceil(per_word) as u32 - self.first_word;
+        self.inner_is_token = inner_is_token.into();
+        self.inner_stride = inner as u32;
+        self.outer_stride = outer as u32;
     }
 }
 
@@ -232,7 +212,7 @@ fn unit_elems(dtype: Dtype) -> u32 {
 }
 
 /// The largest power of two up to [`UNITS_PER_LANE`] that divides the units of a head.
-fn units_per_lane(spec: &MergeStatesSpec) -> u32 {
+fn units_per_lane(spec: &MergeAttnStatesSpec) -> u32 {
     let head_units = spec.head_size / unit_elems(spec.dtype);
     UNITS_PER_LANE.min(1 << head_units.trailing_zeros().min(31))
 }
@@ -254,36 +234,19 @@ fn strides(
     bytes: usize,
     unit: u64,
 ) -> Strides {
-    // The stride of a dimension of one is unused and may be anything; every other is less than the window.
-    let used = |count: u32, stride: u64| if count > 1 { (stride / unit) as u32 } else { 0 };
     Strides {
-        offset: ((view.offset - window.skipped(bytes)) / unit) as u32,
-        token_stride: used(args.num_tokens, view.token_stride),
-        head_stride: used(args.num_heads, view.head_stride),
+        offset: window.at(view.offset, bytes, unit),
+        token_stride: stride(args.num_tokens, view.token_stride, unit),
+        head_stride: stride(args.num_heads, view.head_stride, unit),
         pad: 0,
     }
-}
-
-fn check_aliases(args: &Args<'_>) -> Result<()> {
-    let inputs = [
-        ("prefix_output", args.prefix_output.buffer),
-        ("suffix_output", args.suffix_output.buffer),
-        ("prefix_lse", args.prefix_lse.buffer),
-        ("suffix_lse", args.suffix_lse.buffer),
-    ];
-    distinct_buffers(("output", args.output.buffer), &inputs)?;
-    if let Some(lse) = args.output_lse {
-        distinct_buffers(("output_lse", lse.buffer), &inputs)?;
-        distinct_buffers(("output", args.output.buffer), &[("output_lse", lse.buffer)])?;
-    }
-    Ok(())
 }
 
 fn per_word(dtype: Dtype) -> u32 {
     4 / dtype.bytes() as u32
 }
 
-fn source(spec: &MergeStatesSpec, body: Body) -> Source {
+fn source(spec: &MergeAttnStatesSpec, body: Body) -> Source {
     let mut consts = vec![("GROUP", GROUP)];
     let (variant, files) = match body {
         Body::Units => {
@@ -299,7 +262,7 @@ fn source(spec: &MergeStatesSpec, body: Body) -> Source {
             consts.push(("PER_WORD", per_word(spec.dtype)));
             consts.push(("CODE_MASK", mask));
             let file = include_str!("../../../shaders/merge_attn_states.wgsl");
-            ("words", vec![super::lib_in(spec.dtype), super::lib_out(spec.dtype), file])
+            ("words", vec![lib_in(spec.dtype), lib_out(spec.dtype), file])
         }
     };
     let mut all = vec![
@@ -308,7 +271,7 @@ fn source(spec: &MergeStatesSpec, body: Body) -> Source {
         include_str!("../../../shaders/lib/merge_weights.wgsl"),
     ];
     all.extend(files);
-    super::unrolled("merge_attn_states", &format!("{variant}.{}", spec.dtype), &consts, &all)
+    unrolled("merge_attn_states", &format!("{variant}.{}", spec.dtype), &consts, &[], &all)
 }
 
 /// How 16 bytes of both sides are weighted and added. The spec refuses e4m3.
@@ -325,30 +288,13 @@ fn merge_unit(dtype: Dtype) -> &'static str {
 pub(super) fn every_source() -> Vec<Source> {
     let dtypes = [Dtype::F32, Dtype::F16, Dtype::Bf16];
     let both = |dtype| {
-        let spec = MergeStatesSpec { dtype, head_size: 96 };
+        let spec = MergeAttnStatesSpec { dtype, head_size: 96 };
         [source(&spec, Body::Units), source(&spec, Body::Words)]
     };
     dtypes.into_iter().flat_map(both).collect()
 }
 
 #[cfg(test)]
-pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
-    use std::mem::offset_of;
-    let fields = vec![
-        ("prefix", offset_of!(Params, prefix)),
-        ("suffix", offset_of!(Params, suffix)),
-        ("output", offset_of!(Params, output)),
-        ("prefix_lse", offset_of!(Params, prefix_lse)),
-        ("suffix_lse", offset_of!(Params, suffix_lse)),
-        ("output_lse", offset_of!(Params, output_lse)),
-        ("num_tokens", offset_of!(Params, num_tokens)),
-        ("num_heads", offset_of!(Params, num_heads)),
-        ("num_items", offset_of!(Params, num_items)),
-        ("writes_lse", offset_of!(Params, writes_lse)),
-        ("first_word", offset_of!(Params, first_word)),
-        ("inner_is_token", offset_of!(Params, inner_is_token)),
-        ("inner_stride", offset_of!(Params, inner_stride)),
-        ("outer_stride", offset_of!(Params, outer_stride)),
-    ];
-    ("MergeParams", fields, size_of::<Params>())
+pub(super) fn host_layout() -> super::HostLayout {
+    super::layout_of!("MergeParams", Params: prefix, suffix, output, prefix_lse, suffix_lse, output_lse, num_tokens, num_heads, num_items, writes_lse, first_word, inner_is_token, inner_stride, outer_stride)
 }

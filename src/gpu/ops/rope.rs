@@ -1,42 +1,34 @@
 //! `rope`: rows rotated by their positions.
 
-use super::args::{Slot, bind_group, layout, window_of};
+use std::ops::Range;
+
 use super::table::Table;
-use super::{GROUP, grid, pipeline};
-use crate::compose::{Const, Source, compose};
-use crate::gpu::{Pipelines, window::Window};
-use crate::layer::View;
-use crate::{Dtype, Error, Result, Rope, RopeLayout, RopeSpec};
+use crate::gpu::Gpu;
+use crate::gpu::buffer::{Window, stride};
+use crate::gpu::kernels::GROUP;
+use crate::gpu::kernels::compose::{Const, Source, compose};
+use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
+use crate::ops::variants::only;
+use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeLayout, RopeSpec};
+use crate::view::{View, check_tokens};
+use crate::{Dtype, Error, Result};
 
-/// More would not fit the numbers of a grid: see [`grid`].
-pub(super) const MAX_ITEMS: u64 = 1 << 30;
+/// More would not fit the numbers of a grid.
+const MAX_ITEMS: u64 = 1 << 30;
 
-/// Rotates rows by their tokens' positions: see [`Rope`].
+/// Of an input with a buffer of its own, and in place.
 #[derive(Debug)]
-pub struct Rotate {
-    spec: RopeSpec,
-    apart: wgpu::ComputePipeline,
-    in_place: wgpu::ComputePipeline,
-    step_layout: wgpu::BindGroupLayout,
-    layer_layout: wgpu::BindGroupLayout,
-    max_groups: u32,
+pub struct Pipes {
+    pub(super) apart: Pipe,
+    pub(super) in_place: Pipe,
 }
 
-/// A step's tokens on the device. It serves every layer of the model, queries and keys alike.
-#[derive(Debug, Default)]
-pub struct RotateStep {
-    table: Table,
-    first: u32,
-    tokens: u32,
-}
-
-/// One layer's buffers, checked and bound for up to a number of tokens.
+/// A layer's buffers, and the kernel for them.
 #[derive(Debug)]
-pub struct RotateBinding {
+pub struct Layer {
     /// `None` where there is room for no token.
-    group: Option<wgpu::BindGroup>,
-    pipeline: wgpu::ComputePipeline,
-    max_tokens: u32,
+    pub(super) group: Option<wgpu::BindGroup>,
+    pub(super) pipeline: wgpu::ComputePipeline,
 }
 
 /// `RopeParams` of the shaders.
@@ -62,121 +54,87 @@ pub(super) struct Windows<'a> {
     x: Option<Window<'a>>,
 }
 
-impl RotateStep {
-    /// Tokens of the last [`Rotate::prepare`].
-    pub fn num_tokens(&self) -> u32 {
-        self.tokens
+impl Pipes {
+    /// For each of both.
+    ///
+    /// # Errors
+    /// Those of `compile`.
+    pub(super) fn new(compile: impl Fn(Place) -> Result<Pipe>) -> Result<Self> {
+        Ok(Self { apart: compile(Place::Apart)?, in_place: compile(Place::InPlace)? })
+    }
+
+    pub(super) fn of(&self, in_place: bool) -> &Pipe {
+        if in_place { &self.in_place } else { &self.apart }
     }
 }
 
-impl Rotate {
-    /// Compiles the rotation of a spec.
-    ///
-    /// # Errors
-    /// Those of [`RopeSpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
-    pub fn new(pipelines: &Pipelines, spec: RopeSpec) -> Result<Self> {
-        spec.check()?;
-        let device = pipelines.device();
-        let step_layout = layout(device, "mla.rope.step", &[Slot::Read])?;
+impl Kernel<RopeSpec> for Gpu {
+    type Kernels = Pipes;
+    type Step = Table;
+    type Binding = Layer;
+
+    fn kernel_compile(&self, spec: &RopeSpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
+        let labels = ["mla.rope.step", "mla.rope.layer"];
         let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write, Slot::Read];
-        let layer_layout = layout(device, "mla.rope.layer", &slots)?;
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table always has two words (`Table`, which nobody else writes);
-        // - token < max_tokens, by a `min` in the shader, and head < num_heads as HEAD_UNITS counts units: `bind` refuses views whose
-        //   last row ends past the buffer (`Rope::check`), positions that are fewer, and the windows reach at least up to there. What is
+        // - token < max_tokens, by a `min` in the shader, and head < num_heads as HEAD_UNITS counts units: `check_args` refuses views whose
+        //   last row ends past the buffer, positions that are fewer, and the windows reach at least up to there. What is
         //   written is asked for with the table's numbers, which may wrap: the `min` is after that;
-        // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`Rope::check`).
+        // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`).
         // There are no loops.
-        let compile = |place| pipeline(pipelines, &source(&spec, place), &[&step_layout, &layer_layout]);
-        let (apart, in_place) = (compile(Place::Apart)?, compile(Place::InPlace)?);
-        let max_groups = device.limits().max_compute_workgroups_per_dimension;
-        Ok(Self { spec, apart, in_place, step_layout, layer_layout, max_groups })
+        let compile = |place| Pipe::new(self, labels, Slot::Read, &slots, &source(spec, place));
+        Ok((Pipes::new(compile)?, (), only(options)?))
     }
 
-    /// What this rotation is compiled for.
-    pub fn spec(&self) -> &RopeSpec {
-        &self.spec
+    fn kernel_step(&self, _: &RopeSpec, _: &Pipes, _: u32) -> Result<Table> {
+        Ok(Table::default())
     }
 
-    /// Says which tokens a step rotates: `num_tokens` from `first_token` on, in `x`, `y` and `positions` alike.
-    ///
-    /// The upload takes effect before the next submit: give each step that shares a submit a [`RotateStep`] of its own.
-    ///
-    /// # Errors
-    /// [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn prepare(
+    fn kernel_prepare(
         &self,
-        device: &wgpu::Device,
-        queue: &wgpu::Queue,
-        step: &mut RotateStep,
-        first_token: u32,
-        num_tokens: u32,
-    ) -> Result<()> {
-        checked_items(u64::from(first_token) + u64::from(num_tokens), token_units(&self.spec))?;
-        step.tokens = 0;
-        step.table.upload(device, queue, &self.step_layout, num_tokens, [first_token])?;
-        (step.first, step.tokens) = (first_token, num_tokens);
-        Ok(())
+        _: &RopeSpec,
+        pipes: &Pipes,
+        step: &mut Table,
+        tokens: Range<u32>,
+    ) -> Result<u32> {
+        let (count, end) = check_tokens(&tokens)?;
+        step.upload(self, &pipes.apart.step, count, [tokens.start])?;
+        Ok(end)
     }
 
-    /// Checks and binds one layer; `num_tokens` is the most that a step may reach.
-    ///
-    /// # Errors
-    /// [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::BufferUsage`] for a buffer without `STORAGE`,
-    /// [`Error::Aliased`], [`Error::Limit`], [`Error::OutOfMemory`].
-    pub fn bind(&self, device: &wgpu::Device, args: &Rope<&wgpu::Buffer>) -> Result<RotateBinding> {
-        args.check(&self.spec, wgpu::Buffer::size)?;
-        let in_place = args.is_in_place(&self.spec, |a, b| a == b)?;
-        checked_items(args.num_tokens.into(), token_units(&self.spec))?;
-        let group = if args.num_tokens == 0 { None } else { Some(self.group(device, args, in_place)?) };
-        let pipeline = if in_place { &self.in_place } else { &self.apart };
-        Ok(RotateBinding { group, pipeline: pipeline.clone(), max_tokens: args.num_tokens })
-    }
-
-    /// Whether a step and a binding can be recorded together.
-    ///
-    /// # Errors
-    /// [`Error::LayoutMismatch`].
-    pub fn check(&self, step: &RotateStep, binding: &RotateBinding) -> Result<()> {
-        if step.tokens > 0 && u64::from(step.first) + u64::from(step.tokens) > binding.max_tokens.into() {
-            let detail = "the step rotates tokens past the binding's num_tokens";
-            return Err(Error::LayoutMismatch { detail });
-        }
-        Ok(())
-    }
-
-    /// Adds one dispatch to the pass. Creates nothing and cannot fail: a pair that [`Rotate::check`] refuses records nothing and logs
-    /// an error.
-    pub fn record_in(&self, pass: &mut wgpu::ComputePass<'_>, step: &RotateStep, binding: &RotateBinding) {
-        if let Err(error) = self.check(step, binding) {
-            log::error!("nothing recorded: {error}");
-            return;
-        }
-        let (Some(table), Some(layer)) = (step.table.group(), &binding.group) else { return };
-        if step.tokens == 0 {
-            return;
-        }
-        let (x, y) = grid(u64::from(step.tokens) * token_units(&self.spec), self.max_groups);
-        pass.set_pipeline(&binding.pipeline);
-        pass.set_bind_group(0, table, &[]);
-        pass.set_bind_group(1, layer, &[]);
-        pass.dispatch_workgroups(x, y, 1);
-    }
-
-    /// [`Rotate::record_in`] in a pass of its own.
-    pub fn record(&self, encoder: &mut wgpu::CommandEncoder, step: &RotateStep, binding: &RotateBinding) {
-        self.record_in(&mut super::pass(encoder, "mla.rope"), step, binding);
-    }
-
-    fn group(
+    fn kernel_bind(
         &self,
-        device: &wgpu::Device,
+        spec: &RopeSpec,
+        pipes: &Pipes,
         args: &Rope<&wgpu::Buffer>,
-        in_place: bool,
-    ) -> Result<wgpu::BindGroup> {
-        let (params, windows) = Params::new(&device.limits(), &self.spec, args, in_place, ["x", "y"])?;
-        let params = bytemuck::bytes_of(&params);
-        bind_group(device, "mla.rope.layer", &self.layer_layout, params, windows.resources())
+        max_tokens: u32,
+    ) -> Result<Layer> {
+        checked_items(max_tokens.into(), token_units(spec))?;
+        let in_place = args.is_in_place(|a, b| a == b);
+        let pipe = pipes.of(in_place);
+        let mut group = None;
+        if max_tokens > 0 {
+            let (params, windows) = Params::new(self, spec, args, max_tokens, in_place, ["x", "y"])?;
+            let resources = windows.resources();
+            group = Some(group_with_params(self, "mla.rope.layer", &pipe.layer, &params, resources)?);
+        }
+        Ok(Layer { group, pipeline: pipe.pipeline.clone() })
+    }
+
+    fn kernel_record(
+        &self,
+        spec: &RopeSpec,
+        _: &Pipes,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &Table,
+        layer: &Layer,
+    ) -> Result<()> {
+        if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
+            let grid = self.grid(u64::from(tokens) * token_units(spec));
+            dispatch(pass, &layer.pipeline, &[table, group], grid);
+        }
+        Ok(())
     }
 }
 
@@ -189,47 +147,42 @@ impl<'a> Windows<'a> {
 }
 
 impl Params {
-    /// Rows of at least one token, checked; `names` are those of `x` and `y` for errors.
+    /// Rows of at least one token, checked; the names are those of `x` and `y` for errors.
     pub(super) fn new<'a>(
-        limits: &wgpu::Limits,
+        gpu: &Gpu,
         spec: &RopeSpec,
         args: &Rope<&'a wgpu::Buffer>,
+        max_tokens: u32,
         in_place: bool,
         [x_name, y_name]: [&'static str; 2],
     ) -> Result<(Self, Windows<'a>)> {
-        let Rope { x, y, num_tokens, max_position, .. } = *args;
-        let (dims, bytes) = ([num_tokens, spec.num_heads, spec.rope_dim], spec.dtype.bytes());
+        let Rope { x, y, max_position, .. } = *args;
+        let (dims, bytes) = ([max_tokens, spec.num_heads, spec.rope_dim], spec.dtype.bytes());
         let (x_window, y_window) = if in_place {
             // One binding for both.
-            let [heads, dim] = [spec.num_heads, spec.rope_dim].map(u64::from);
-            let end = |view: &View<&wgpu::Buffer>| view.end(num_tokens.into(), heads, dim) * bytes as u64;
+            let [tokens, heads, dim] = dims.map(u64::from);
+            let end = |view: &View<_>| view.end(tokens, heads, dim) * bytes as u64;
             let range = x.offset.min(y.offset) * bytes as u64..end(&x).max(end(&y));
-            (None, Window::new(limits, y_name, y.buffer, range)?)
+            (None, Window::new(gpu, y_name, y.buffer, range)?)
         } else {
-            let x_window = window_of(limits, x_name, &x, dims, bytes)?;
-            (Some(x_window), window_of(limits, y_name, &y, dims, bytes)?)
+            (Some(Window::of(gpu, x_name, &x, dims, bytes)?), Window::of(gpu, y_name, &y, dims, bytes)?)
         };
         let table_bytes = u64::from(max_position) * u64::from(spec.rope_dim) * 4;
         let windows = Windows {
-            positions: Window::new(limits, "positions", args.positions, 0..u64::from(num_tokens) * 4)?,
-            cos_sin: Window::new(limits, "cos_sin", args.cos_sin, 0..table_bytes)?,
+            positions: Window::new(gpu, "positions", args.positions, 0..u64::from(max_tokens) * 4)?,
+            cos_sin: Window::new(gpu, "cos_sin", args.cos_sin, 0..table_bytes)?,
             y: y_window,
             x: x_window,
         };
-        let base = |view: &View<&wgpu::Buffer>, window: &Window<'_>| {
-            ((view.offset - window.skipped(bytes)) / 4) as u32
-        };
-        // The stride of a dimension of one is unused and may be anything; every other is less than the window.
-        let used = |count: u32, stride: u64| if count > 1 { (stride / 4) as u32 } else { 0 };
         let params = Self {
-            x_base_quads: base(&x, &x_window.unwrap_or(y_window)),
-            x_token_stride_quads: used(num_tokens, x.token_stride),
-            x_head_stride_quads: used(spec.num_heads, x.head_stride),
+            x_base_quads: x_window.unwrap_or(y_window).at(x.offset, bytes, 4),
+            x_token_stride_quads: stride(max_tokens, x.token_stride, 4),
+            x_head_stride_quads: stride(spec.num_heads, x.head_stride, 4),
             max_position,
-            y_base_quads: base(&y, &y_window),
-            y_token_stride_quads: used(num_tokens, y.token_stride),
-            y_head_stride_quads: used(spec.num_heads, y.head_stride),
-            max_tokens: num_tokens,
+            y_base_quads: y_window.at(y.offset, bytes, 4),
+            y_token_stride_quads: stride(max_tokens, y.token_stride, 4),
+            y_head_stride_quads: stride(spec.num_heads, y.head_stride, 4),
+            max_tokens,
         };
         Ok((params, windows))
     }
@@ -348,17 +301,6 @@ pub(super) fn every_source() -> Vec<Source> {
 }
 
 #[cfg(test)]
-pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
-    use std::mem::offset_of;
-    let fields = vec![
-        ("x_base_quads", offset_of!(Params, x_base_quads)),
-        ("x_token_stride_quads", offset_of!(Params, x_token_stride_quads)),
-        ("x_head_stride_quads", offset_of!(Params, x_head_stride_quads)),
-        ("max_position", offset_of!(Params, max_position)),
-        ("y_base_quads", offset_of!(Params, y_base_quads)),
-        ("y_token_stride_quads", offset_of!(Params, y_token_stride_quads)),
-        ("y_head_stride_quads", offset_of!(Params, y_head_stride_quads)),
-        ("max_tokens", offset_of!(Params, max_tokens)),
-    ];
-    ("RopeParams", fields, size_of::<Params>())
+pub(super) fn host_layout() -> super::HostLayout {
+    super::layout_of!("RopeParams", Params: x_base_quads, x_token_stride_quads, x_head_stride_quads, max_position, y_base_quads, y_token_stride_quads, y_head_stride_quads, max_tokens)
 }

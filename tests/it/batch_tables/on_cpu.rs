@@ -1,18 +1,19 @@
-//! On host memory, where every verb runs at once.
+//! On host memory, where everything runs at once.
 
-use wgpu_mla::cpu::{BatchTables, Binding, Buffer, Cpu, Decode, Step};
-use wgpu_mla::{Backend, Capacity, DeviceBatch, Error, KvSpec, MlaSpec, PageTable, Plan, Result, Tiling};
+use wgpu_mla::cpu::{BatchTables, Buffer, Cpu};
+use wgpu_mla::{
+    Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvSpec, MlaSpec, PageTable, Plan,
+    Result, Step,
+};
 
 use super::serving::{Arrays, Serves, TOKENS, append_spec};
 use mla_support::Ignored;
 
 pub struct Made {
     tables: BatchTables,
-    decode: Decode,
-    tiling: Tiling,
-    step: Step,
-    binding: Binding,
-    spec: MlaSpec,
+    decode: Compiled<MlaSpec, Cpu>,
+    step: Step<MlaSpec, Cpu>,
+    binding: Binding<MlaSpec, Cpu>,
     plan: Plan,
 }
 
@@ -21,24 +22,19 @@ impl Serves for Cpu {
     type Made = Made;
 
     fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<Buffer>) -> Made {
-        let decode = self.decode(spec, variant).expect("a decode");
+        let options = DecodeOptions { variant: variant.map(str::to_owned), ..DecodeOptions::default() };
+        let decode = self.compile_with(*spec, &options).expect("a decode");
         Made {
             tables: BatchTables::new(spec.kv).expect("tables"),
-            tiling: self.tiling(&decode),
-            step: self.step(&decode, Capacity::default()).expect("a step"),
-            binding: self.bind(&decode, TOKENS, &arrays.layer(spec)).expect("a binding"),
+            step: decode.step(Capacity::default()).expect("a step"),
+            binding: decode.bind(&arrays.layer(spec), TOKENS).expect("a binding"),
             decode,
-            spec: *spec,
             plan: Plan::default(),
         }
     }
 
-    fn tiling_of(made: &Made) -> Tiling {
-        made.tiling
-    }
-
-    fn rounds_weights_of(_: &Made) -> bool {
-        false
+    fn decode_of(made: &Made) -> &Compiled<MlaSpec, Self> {
+        &made.decode
     }
 
     /// There is nothing to prepare before the batch is there; what is wrong with a plan shows on the first.
@@ -57,7 +53,7 @@ impl Serves for Cpu {
     }
 
     fn prepare_of_host(&self, made: &mut Made, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
-        self.prepare(&made.decode, &mut made.step, plan, pages)
+        made.decode.prepare(&mut made.step, (plan, pages))
     }
 
     fn serve(&self, made: &mut Made, arrays: &Arrays<Buffer>, seq_lens: &[i32], query_start_loc: &[i32]) {
@@ -65,14 +61,14 @@ impl Serves for Cpu {
         self.upload(&arrays.query_start_loc, 0, bytemuck::cast_slice(query_start_loc)).expect("uploaded");
         let batch = arrays.batch();
         let slots = made.tables.slot_mapping(&batch, TOKENS).expect("slots");
-        let new_rows = arrays.new_rows(&made.spec);
-        self.kv_append(&append_spec(&made.spec), &slots, &new_rows).expect("appended");
+        let spec = made.decode.op();
+        self.once(append_spec(spec), &slots, &arrays.new_rows(spec)).expect("appended");
         made.tables.prepare(&made.decode, &mut made.step, &made.plan, &batch).expect("prepared");
-        self.run(&made.decode, &made.step, &made.binding).expect("decoded");
+        made.decode.run(&made.step, &made.binding).expect("decoded");
     }
 
     fn run_stale(&self, made: &mut Made) {
-        self.run(&made.decode, &made.step, &made.binding).expect("decoded");
+        made.decode.run(&made.step, &made.binding).expect("decoded");
     }
 
     fn bind_batch(&self, made: &Made, batch: &DeviceBatch<&Buffer>) -> Result<()> {
@@ -81,7 +77,7 @@ impl Serves for Cpu {
 
     fn more_refusals(&self, made: &mut Made, arrays: &Arrays<Buffer>, plan: &Plan) {
         let five = DeviceBatch { batch: 5, ..arrays.batch() };
-        let other = BatchTables::new(KvSpec { num_pages: 3, ..made.spec.kv }).expect("tables");
+        let other = BatchTables::new(KvSpec { num_pages: 3, ..made.decode.op().kv }).expect("tables");
         for (tables, batch) in [(&made.tables, &five), (&other, &arrays.batch())] {
             let refused = tables.prepare(&made.decode, &mut made.step, plan, batch);
             assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");

@@ -1,9 +1,12 @@
 //! On CUDA, where all of a step is one graph: what changes between its replays is what the card has in memory.
 
 use wgpu_mla::cuda::cudarc::driver::CudaGraph;
-use wgpu_mla::cuda::ops::{AppendBinding, BatchBinding, BatchTables, DecodeLists, DeviceSlots, KvAppend};
-use wgpu_mla::cuda::{Binding, Buffer, Cuda, Decode, Options, Step};
-use wgpu_mla::{Backend, Capacity, DeviceBatch, Error, KvSpec, MlaSpec, PageTable, Plan, Result, Tiling};
+use wgpu_mla::cuda::ops::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
+use wgpu_mla::cuda::{Buffer, Cuda};
+use wgpu_mla::{
+    AppendSpec, Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvSpec, MlaSpec,
+    PageTable, Plan, Result, Step,
+};
 
 use super::serving::{Arrays, Serves, TOKENS, append_spec};
 use mla_support::graph::{captured, cuda};
@@ -11,13 +14,13 @@ use mla_support::graph::{captured, cuda};
 pub struct Made {
     tables: BatchTables,
     batch: BatchBinding,
-    append: KvAppend,
-    appends: AppendBinding,
-    slots: DeviceSlots,
-    decode: Decode,
-    step: Step,
+    append: Compiled<AppendSpec, Cuda>,
+    appends: Binding<AppendSpec, Cuda>,
+    slots: DeviceSlots<AppendSpec>,
+    decode: Compiled<MlaSpec, Cuda>,
+    step: Step<MlaSpec, Cuda>,
     lists: DecodeLists,
-    binding: Binding,
+    binding: Binding<MlaSpec, Cuda>,
     /// For a capacity.
     graph: Option<(CudaGraph, Capacity)>,
 }
@@ -37,9 +40,9 @@ impl Serves for Cuda {
 
     fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<Buffer>) -> Made {
         let variant = variant.map(str::to_owned);
-        let options = Options { variant, query_tokens: 1, device_page_list: true };
-        let decode = Decode::new(self, spec, &options).expect("a decode");
-        let append = KvAppend::new(self, append_spec(spec)).expect("an append");
+        let options = DecodeOptions { variant, device_page_list: true, ..DecodeOptions::default() };
+        let decode = self.compile_with(*spec, &options).expect("a decode");
+        let append = self.compile(append_spec(spec)).expect("an append");
         let tables = BatchTables::new(self, spec.kv).expect("tables");
         Made {
             batch: tables.bind(&arrays.batch()).expect("binds"),
@@ -47,7 +50,7 @@ impl Serves for Cuda {
             slots: tables.slots(&append, TOKENS).expect("slots"),
             step: decode.step(Capacity::default()).expect("a step"),
             lists: DecodeLists::default(),
-            binding: decode.bind(TOKENS, &arrays.layer(spec)).expect("a binding"),
+            binding: decode.bind(&arrays.layer(spec), TOKENS).expect("a binding"),
             graph: None,
             tables,
             append,
@@ -55,12 +58,8 @@ impl Serves for Cuda {
         }
     }
 
-    fn tiling_of(made: &Made) -> Tiling {
-        made.decode.tiling()
-    }
-
-    fn rounds_weights_of(made: &Made) -> bool {
-        made.decode.rounds_weights()
+    fn decode_of(made: &Made) -> &Compiled<MlaSpec, Self> {
+        &made.decode
     }
 
     fn prepare_bounds(&self, made: &mut Made, plan: &Plan) -> Result<()> {
@@ -73,7 +72,7 @@ impl Serves for Cuda {
     }
 
     fn prepare_of_host(&self, made: &mut Made, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
-        made.decode.prepare(&mut made.step, plan, pages)
+        made.decode.prepare(&mut made.step, (plan, pages))
     }
 
     fn serve(&self, made: &mut Made, arrays: &Arrays<Buffer>, seq_lens: &[i32], query_start_loc: &[i32]) {
@@ -93,13 +92,13 @@ impl Serves for Cuda {
     }
 
     fn more_refusals(&self, made: &mut Made, arrays: &Arrays<Buffer>, plan: &Plan) {
-        let kv = KvSpec { num_pages: 3, ..made.decode.spec().kv };
+        let kv = KvSpec { num_pages: 3, ..made.decode.op().kv };
         let other = BatchTables::new(self, kv).expect("tables");
         let refused = other.slots(&made.append, TOKENS).map(drop).expect_err("refused");
         assert!(matches!(refused, Error::LayoutMismatch { .. }), "{refused}");
         let refused = other.record_slots(&made.slots, &made.batch).expect_err("refused");
         assert!(matches!(refused, Error::LayoutMismatch { .. }), "{refused}");
-        let trusting = Decode::new(self, made.decode.spec(), &Options::default()).expect("a decode");
+        let trusting = self.compile(*made.decode.op()).expect("a decode");
         let mut step = trusting.step(Capacity::default()).expect("a step");
         let refused = made.tables.prepare(&mut made.lists, &trusting, &mut step, plan).expect_err("refused");
         assert!(matches!(refused, Error::LayoutMismatch { .. }), "{refused}");

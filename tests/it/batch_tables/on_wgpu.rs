@@ -1,9 +1,10 @@
 //! On wgpu, where all of a step is one pass of the host's encoder.
 
-use wgpu_mla::gpu::ops::{AppendBinding, BatchBinding, BatchTables, DecodeLists, DeviceSlots, KvAppend};
-use wgpu_mla::gpu::{Gpu, LayerBinding, MlaDecode, Options, Step};
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::gpu::ops::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 use wgpu_mla::{
-    Backend, Capacity, DeviceBatch, Error, KvSpec, MlaSpec, PageTable, Plan, Result, Tiling, wgpu,
+    AppendSpec, Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvSpec, MlaSpec,
+    PageTable, Plan, Result, Step, wgpu,
 };
 
 use super::serving::{Arrays, Serves, TOKENS, append_spec};
@@ -11,13 +12,13 @@ use super::serving::{Arrays, Serves, TOKENS, append_spec};
 pub struct Made {
     tables: BatchTables,
     batch: BatchBinding,
-    append: KvAppend,
-    appends: AppendBinding,
-    slots: DeviceSlots,
-    decode: MlaDecode,
-    step: Step,
+    append: Compiled<AppendSpec, Gpu>,
+    appends: Binding<AppendSpec, Gpu>,
+    slots: DeviceSlots<AppendSpec>,
+    decode: Compiled<MlaSpec, Gpu>,
+    step: Step<MlaSpec, Gpu>,
     lists: DecodeLists,
-    binding: LayerBinding,
+    binding: Binding<MlaSpec, Gpu>,
 }
 
 impl Serves for Gpu {
@@ -25,39 +26,34 @@ impl Serves for Gpu {
     type Made = Made;
 
     fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<wgpu::Buffer>) -> Made {
-        let options =
-            Options { device_page_list: true, variant: variant.map(Into::into), ..Options::default() };
-        let decode = MlaDecode::new(&self.pipelines, spec, &options).expect("a decode");
-        let append = KvAppend::new(&self.pipelines, append_spec(spec)).expect("compiles");
-        let tables = BatchTables::new(&self.pipelines, spec.kv).expect("compiles");
+        let variant = variant.map(str::to_owned);
+        let options = DecodeOptions { variant, device_page_list: true, ..DecodeOptions::default() };
+        let decode = self.compile_with(*spec, &options).expect("a decode");
+        let append = self.compile(append_spec(spec)).expect("compiles");
+        let tables = BatchTables::new(self, spec.kv).expect("compiles");
         Made {
-            batch: tables.bind(&self.device, &arrays.batch()).expect("binds"),
-            appends: append.bind(&self.device, &arrays.new_rows(spec), TOKENS).expect("binds"),
-            slots: tables.slots(&self.device, &self.queue, &append, TOKENS).expect("slots"),
+            batch: tables.bind(&arrays.batch()).expect("binds"),
+            appends: append.bind(&arrays.new_rows(spec), TOKENS).expect("binds"),
+            slots: tables.slots(&append, TOKENS).expect("slots"),
             step: decode.step(Capacity::default()).expect("a step"),
             lists: DecodeLists::default(),
-            binding: decode.bind(TOKENS, &arrays.layer(spec)).expect("a binding"),
+            binding: decode.bind(&arrays.layer(spec), TOKENS).expect("a binding"),
             tables,
             append,
             decode,
         }
     }
 
-    fn tiling_of(made: &Made) -> Tiling {
-        made.decode.tiling()
-    }
-
-    fn rounds_weights_of(made: &Made) -> bool {
-        made.decode.rounds_weights()
+    fn decode_of(made: &Made) -> &Compiled<MlaSpec, Self> {
+        &made.decode
     }
 
     fn prepare_bounds(&self, made: &mut Made, plan: &Plan) -> Result<()> {
-        let Made { tables, lists, decode, step, .. } = made;
-        tables.prepare(&self.device, &self.queue, lists, decode, step, plan)
+        made.tables.prepare(&mut made.lists, &made.decode, &mut made.step, plan)
     }
 
     fn prepare_of_host(&self, made: &mut Made, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
-        made.decode.prepare(&self.queue, &mut made.step, plan, pages)
+        made.decode.prepare(&mut made.step, (plan, pages))
     }
 
     /// One submit, in which lengths arrive on the device.
@@ -68,8 +64,8 @@ impl Serves for Gpu {
         seq_lens: &[i32],
         query_start_loc: &[i32],
     ) {
-        let scope = self.device.push_error_scope(wgpu::ErrorFilter::Validation);
-        let mut encoder = self.device.create_command_encoder(&Default::default());
+        let scope = self.device().push_error_scope(wgpu::ErrorFilter::Validation);
+        let mut encoder = self.device().create_command_encoder(&Default::default());
         let arrive = [(seq_lens, &arrays.seq_lens), (query_start_loc, &arrays.query_start_loc)];
         let sent = arrive.map(|(values, to)| {
             let bytes: &[u8] = bytemuck::cast_slice(values);
@@ -80,12 +76,12 @@ impl Serves for Gpu {
         });
         {
             let mut pass = encoder.begin_compute_pass(&Default::default());
-            made.tables.record_slots_in(&mut pass, &made.slots, &made.batch);
-            made.append.record_in(&mut pass, made.slots.step(), &made.appends);
-            made.tables.record_lists_in(&mut pass, &made.lists, &made.step, &made.batch);
-            made.decode.record_in(&mut pass, &made.step, &made.binding);
+            made.tables.record_slots(&mut pass, &made.slots, &made.batch).expect("recorded");
+            made.append.record_on(&mut pass, made.slots.step(), &made.appends).expect("recorded");
+            made.tables.record_lists(&mut pass, &made.lists, &made.step, &made.batch).expect("recorded");
+            made.decode.record_on(&mut pass, &made.step, &made.binding).expect("recorded");
         }
-        self.queue.submit([encoder.finish()]);
+        self.queue().submit([encoder.finish()]);
         drop(sent);
         assert_eq!(pollster::block_on(scope.pop()).map(|error| error.to_string()), None);
     }
@@ -93,41 +89,42 @@ impl Serves for Gpu {
     fn run_stale(&self, made: &mut Made) {
         let refused = made.tables.check(&made.lists, &made.step, &made.batch);
         assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
-        let mut encoder = self.device.create_command_encoder(&Default::default());
+        let mut encoder = self.device().create_command_encoder(&Default::default());
         {
             let mut pass = encoder.begin_compute_pass(&Default::default());
-            made.tables.record_lists_in(&mut pass, &made.lists, &made.step, &made.batch);
-            made.decode.record_in(&mut pass, &made.step, &made.binding);
+            let refused = made.tables.record_lists(&mut pass, &made.lists, &made.step, &made.batch);
+            assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+            made.decode.record_on(&mut pass, &made.step, &made.binding).expect("recorded");
         }
-        self.queue.submit([encoder.finish()]);
+        self.queue().submit([encoder.finish()]);
     }
 
     fn bind_batch(&self, made: &Made, batch: &DeviceBatch<&wgpu::Buffer>) -> Result<()> {
-        made.tables.bind(&self.device, batch).map(drop)
+        made.tables.bind(batch).map(drop)
     }
 
     fn more_refusals(&self, made: &mut Made, arrays: &Arrays<wgpu::Buffer>, plan: &Plan) {
-        let (device, queue, spec) = (&self.device, &self.queue, *made.decode.spec());
-        let other = BatchTables::new(&self.pipelines, KvSpec { num_pages: 3, ..spec.kv }).expect("compiles");
-        let refused = other.slots(device, queue, &made.append, TOKENS).map(drop).expect_err("refused");
+        let spec = *made.decode.op();
+        let other = BatchTables::new(self, KvSpec { num_pages: 3, ..spec.kv }).expect("compiles");
+        let refused = other.slots(&made.append, TOKENS).map(drop).expect_err("refused");
         assert!(matches!(refused, Error::LayoutMismatch { .. }), "{refused}");
-        let trusting = MlaDecode::new(&self.pipelines, &spec, &Options::default()).expect("a decode");
+        let trusting = self.compile(spec).expect("a decode");
         let mut step = trusting.step(Capacity::default()).expect("a step");
         let Made { tables, lists, decode, .. } = made;
-        let refused = tables.prepare(device, queue, lists, &trusting, &mut step, plan).expect_err("refused");
+        let refused = tables.prepare(lists, &trusting, &mut step, plan).expect_err("refused");
         assert!(matches!(refused, Error::LayoutMismatch { .. }), "{refused}");
 
-        let uniform = device.create_buffer(&wgpu::BufferDescriptor {
+        let uniform = self.device().create_buffer(&wgpu::BufferDescriptor {
             label: None,
             size: 4096,
             usage: wgpu::BufferUsages::UNIFORM,
             mapped_at_creation: false,
         });
         let batch = DeviceBatch { seq_lens: &uniform, ..arrays.batch() };
-        let refused = tables.bind(device, &batch).map(drop).expect_err("refused").to_string();
+        let refused = tables.bind(&batch).map(drop).expect_err("refused").to_string();
         assert!(refused.contains("seq_lens"), "{refused}");
-        let five = tables.bind(device, &DeviceBatch { batch: 5, ..arrays.batch() }).expect("binds");
-        tables.prepare(device, queue, lists, decode, &mut made.step, plan).expect("prepares");
+        let five = tables.bind(&DeviceBatch { batch: 5, ..arrays.batch() }).expect("binds");
+        tables.prepare(lists, decode, &mut made.step, plan).expect("prepares");
         let refused = made.tables.check(&made.lists, &made.step, &five);
         assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
     }

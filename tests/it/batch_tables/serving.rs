@@ -2,8 +2,8 @@
 
 use mla_support::reference::slot_mapping;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Batch, DeviceBatch, Dtype, Error, KvView, Layer, MlaSpec, PageTable,
-    Plan, Policy, Result, SharedPrefix, Tiling, View, Visibility,
+    AppendLayer, AppendSpec, Backend, Batch, Compiled, DeviceBatch, Dtype, Error, KvView, Layer, MlaSpec,
+    PageTable, Plan, Policy, Result, SharedPrefix, View, Visibility,
 };
 
 use mla_support::close::{Tolerance, close};
@@ -18,14 +18,13 @@ pub const TOKENS: u32 = 8;
 
 /// A backend's own types that serve batch after batch.
 pub trait Serves: Backend + Sized {
-    /// The name of a row that needs nothing.
+    /// The name of a decode variant that needs nothing.
     const PLAIN: &'static str;
     /// A decode and an append, the tables of both, and everything bound.
     type Made;
 
     fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<Self::Buffer>) -> Self::Made;
-    fn tiling_of(made: &Self::Made) -> Tiling;
-    fn rounds_weights_of(made: &Self::Made) -> bool;
+    fn decode_of(made: &Self::Made) -> &Compiled<MlaSpec, Self>;
     /// Prepares the step for whatever the arrays will hold, up to the plan's bounds.
     fn prepare_bounds(&self, made: &mut Self::Made, plan: &Plan) -> Result<()>;
     /// Prepares the step with tables of the host.
@@ -38,7 +37,7 @@ pub trait Serves: Backend + Sized {
         seq_lens: &[i32],
         query_start_loc: &[i32],
     );
-    /// The decode alone. What would write the tables of another `prepare` is recorded too, and must not.
+    /// The decode alone. What would write the tables of another `prepare` is refused.
     fn run_stale(&self, made: &mut Self::Made);
     fn bind_batch(&self, made: &Self::Made, batch: &DeviceBatch<&Self::Buffer>) -> Result<()>;
     /// What only this backend refuses, of a step that is prepared for the full batch.
@@ -90,11 +89,6 @@ pub fn append_spec(spec: &MlaSpec) -> AppendSpec {
     AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F16 }
 }
 
-fn plan(spec: &MlaSpec, tiling: &Tiling, bounds: &[i32], visibility: Visibility<'_>, policy: Policy) -> Plan {
-    let batch = Batch { visibility, ..Batch::new(bounds, &[0, 1, 3, 5, 6, 7, 8]) };
-    Plan::new(spec, tiling, &batch, policy).expect("a plan")
-}
-
 /// Everything that serves batch after batch.
 struct Serving<'a, D: Serves> {
     backend: &'a D,
@@ -141,7 +135,9 @@ impl<'a, D: Serves> Serving<'a, D> {
     }
 
     fn plan(&self, bounds: &[i32], visibility: Visibility<'_>, policy: Policy) -> Plan {
-        plan(&self.problem.spec, &D::tiling_of(&self.made), bounds, visibility, policy)
+        let decode = D::decode_of(&self.made);
+        let batch = Batch { visibility, ..Batch::new(bounds, &[0, 1, 3, 5, 6, 7, 8]) };
+        Plan::new(decode.op(), &decode.tiling(), &batch, policy).expect("a plan")
     }
 
     fn upload(&self, buffer: &D::Buffer, bytes: &[u8]) {
@@ -171,7 +167,7 @@ impl<'a, D: Serves> Serving<'a, D> {
         let [out, lse] = self.answer();
         let (want_out, want_lse) = problem.expected();
         let (spec, latent) = (problem.spec, problem.spec.shape.kv_lora_rank as usize);
-        let (rounds_p, largest) = (D::rounds_weights_of(&self.made), problem.largest_latent());
+        let (rounds_p, largest) = (D::decode_of(&self.made).rounds_weights(), problem.largest_latent());
         let tolerance = Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, largest, latent);
         for report in
             [close("lse", &lse, &want_lse, &Tolerance::lse()), close("out", &out, &want_out, &tolerance)]
@@ -262,7 +258,7 @@ pub fn host_tables_after_device_tables<D: Serves>(backend: &D) {
     let plan = serving.plan(&lens, Visibility::Full, Policy::FixedTokens(32));
     let pages = PageTable::Dense { block_table: &host.block_table, max_pages: host.max_pages };
     backend.prepare_of_host(&mut serving.made, &plan, pages).expect("prepares");
-    // The lists are of another prepare: they record nothing, and the step decodes what it has.
+    // The lists are of another prepare: they are refused, and the step decodes what it has.
     for _ in 0..2 {
         serving.poison();
         backend.run_stale(&mut serving.made);
@@ -275,7 +271,7 @@ pub fn host_tables_after_device_tables<D: Serves>(backend: &D) {
 
 pub fn every_refusal_of_device_tables<D: Serves>(backend: &D) {
     let mut serving = Serving::new(backend, None, &BOUNDS, Policy::OneSplit);
-    let (spec, tiling) = (serving.problem.spec, D::tiling_of(&serving.made));
+    let (spec, tiling) = (serving.problem.spec, D::decode_of(&serving.made).tiling());
     let causal = serving.plan(&BOUNDS, Visibility::Causal, Policy::Auto);
     let refused = backend.prepare_bounds(&mut serving.made, &causal).expect_err("refused");
     assert!(matches!(refused, Error::Shape { what: "visible keys of a query token", .. }), "{refused}");

@@ -114,15 +114,15 @@ impl Case {
         let out_bytes = rows * latent as usize * spec.out.bytes();
         let (out, lse) = (filled(&vec![0xFF; out_bytes]), filled(&vec![0xFF; rows * 4]));
 
-        let mla = cpu.decode(&spec, self.variant).unwrap();
+        let mla = cpu.compile_with(spec, &self.variant.map(forced).unwrap_or_default()).unwrap();
         let batch = Batch {
             visibility: self.visibility,
             shared_prefixes: &self.shared,
             ..Batch::new(&lens, &starts)
         };
-        let plan = Plan::new(&spec, &cpu.tiling(&mla), &batch, self.policy).unwrap();
-        let mut step = cpu.step(&mla, Capacity::default()).unwrap();
-        cpu.prepare(&mla, &mut step, &plan, PageTable::Dense { block_table: &table, max_pages }).unwrap();
+        let plan = Plan::new(&spec, &mla.tiling(), &batch, self.policy).unwrap();
+        let mut step = mla.step(Capacity::default()).unwrap();
+        mla.prepare(&mut step, (&plan, PageTable::Dense { block_table: &table, max_pages })).unwrap();
         let mut layer = Layer {
             lse_base: self.lse_base,
             k_scale: self.k_scale,
@@ -134,8 +134,7 @@ impl Case {
             let q_pe = View { offset: latent.into(), ..whole };
             layer.query = Query::Split { q_nope: whole, q_pe };
         }
-        let binding = cpu.bind(&mla, total, &layer).unwrap();
-        cpu.run(&mla, &step, &binding).unwrap();
+        mla.run(&step, &mla.bind(&layer, total).unwrap()).unwrap();
         let lse = cpu.download(&lse, rows as u64 * 4).unwrap();
         let out = cpu.download(&out, out_bytes as u64).unwrap();
         (spec.out.decode_all(&out), Dtype::F32.decode_all(&lse))

@@ -9,9 +9,10 @@ mod steps;
 
 use wgpu_mla::cpu::{Buffer, Cpu};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Batch, Capacity, Dtype, Error, KvSpec, KvView, Layer, LseBase,
-    MergeStates, MergeStatesSpec, MlaShape, MlaSpec, PageTable, Plan, Policy, Query, SharedPrefix, View,
-    Visibility, plan,
+    AppendLayer, AppendSpec, Batch, Capacity, CopySpec, DecodeOptions, Device, Dtype, Error, Expanded,
+    Kernel, KvSpec, KvView, Layer, LayerArgs, LayerBatch, LayerCapacity, LayerOptions, LseBase,
+    MergeAttnStatesSpec, MergeStates, MlaLayerSpec, MlaShape, MlaSpec, Op, OpOptions, PageTable, Plan,
+    Policy, Query, Rope, RopeLayout, RopeSpec, SharedPrefix, Step, Tiling, View, Visibility,
 };
 
 use case::{Case, Seq, bits, shape};
@@ -33,6 +34,32 @@ fn noise(stream: u64, index: u64) -> f32 {
 
 /// Element `index` of a stream.
 type Data = fn(stream: u64, index: u64) -> f32;
+
+/// A layer's arrays, each at the front of a buffer of its own; the last three are for prefixes that are kept expanded.
+pub fn layer_args<'a>(spec: &MlaLayerSpec, buffers: &'a [Buffer; 10]) -> LayerArgs<&'a Buffer> {
+    let [q, kv_c, k_pe, kv, kv_b_proj, cos_sin, out, rows, k_nope, v] = buffers;
+    let (heads, rope) = (spec.shape.num_heads, spec.shape.qk_rope_head_dim);
+    let q_nope = View::dense(q, heads, spec.qk_nope_head_dim + rope);
+    LayerArgs {
+        q_nope,
+        q_pe: View { offset: spec.qk_nope_head_dim.into(), ..q_nope },
+        kv_c: View::dense(kv_c, 1, spec.shape.kv_lora_rank),
+        k_pe: View::dense(k_pe, 1, rope),
+        kv: KvView::dense(kv, &spec.mla()),
+        kv_b_proj,
+        cos_sin,
+        max_position: 128,
+        out: View::dense(out, heads, spec.v_head_dim),
+        softmax_scale: 0.1,
+        k_scale: 1.0,
+        expanded: Some(Expanded::dense(spec, [rows, k_nope, v])),
+    }
+}
+
+/// A decode of this variant.
+fn forced(variant: &str) -> DecodeOptions {
+    DecodeOptions { variant: Some(variant.to_owned()), ..DecodeOptions::default() }
+}
 
 fn small_spec() -> MlaSpec {
     let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 4 };

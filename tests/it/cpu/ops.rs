@@ -32,7 +32,7 @@ fn merge_attn_states_follows_the_spec() {
         let (output, output_lse) = (cpu.buffer(count as u64 * 4 + 8).unwrap(), cpu.buffer(64).unwrap());
         let rows = |buffer| View::dense(buffer, heads, head_size);
         let by_head = |buffer| View { buffer, offset: 0, token_stride: 1, head_stride: tokens.into() };
-        let spec = MergeStatesSpec { dtype, head_size };
+        let spec = MergeAttnStatesSpec { dtype, head_size };
         let args = MergeStates {
             prefix_output: rows(&outs[0]),
             prefix_lse: by_head(&lse_buffers[0]),
@@ -43,7 +43,7 @@ fn merge_attn_states_follows_the_spec() {
             num_tokens: tokens,
             num_heads: heads,
         };
-        cpu.merge_attn_states(&spec, &args).unwrap();
+        cpu.once(spec, (), &args).unwrap();
         let got = cpu.download(&output, count as u64 * 4 + 8).unwrap();
         let got_lse = Dtype::F32.decode_all(&cpu.download(&output_lse, 60).unwrap());
         assert_eq!(dtype.decode_at(&got, 0).to_bits(), 0);
@@ -80,12 +80,12 @@ fn merge_attn_states_follows_the_spec() {
         }
         // In place is an error, and so is one buffer for both outputs.
         let in_place = MergeStates { output: rows(&outs[0]), ..args };
-        let aliased = cpu.merge_attn_states(&spec, &in_place);
+        let aliased = cpu.once(spec, (), &in_place);
         assert!(matches!(aliased, Err(Error::Aliased { a: "prefix_output", b: "output" })));
         let both = MergeStates { output_lse: Some(by_head(&output)), ..in_place };
-        assert!(cpu.merge_attn_states(&spec, &both).is_err());
+        assert!(cpu.once(spec, (), &both).is_err());
         let no_lse = MergeStates { output_lse: None, output: rows(&output), ..both };
-        cpu.merge_attn_states(&spec, &no_lse).unwrap();
+        cpu.once(spec, (), &no_lse).unwrap();
     }
 }
 
@@ -130,7 +130,7 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
                     ),
                     k_scale,
                 };
-                cpu.kv_append(&spec, &slots, &layer).unwrap();
+                cpu.once(spec, &slots, &layer).unwrap();
                 for (row, &slot) in rows.iter().zip(&slots).filter(|(_, slot)| **slot >= 0) {
                     let encoded = if input == kv_dtype {
                         row.clone()
@@ -145,11 +145,11 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
                     "{l}/{r} {input} to {kv_dtype}"
                 );
 
-                let out_of_range = cpu.kv_append(&spec, &[12], &layer);
+                let out_of_range = cpu.once(spec, &[12], &layer);
                 assert!(matches!(out_of_range, Err(Error::SlotOutOfRange { .. })));
-                assert!(matches!(cpu.kv_append(&spec, &[1, 1], &layer), Err(Error::SlotOverlap { .. })));
+                assert!(matches!(cpu.once(spec, &[1, 1], &layer), Err(Error::SlotOverlap { .. })));
                 let aliased = AppendLayer { kv_c: View { buffer: &cache, ..layer.kv_c }, ..layer };
-                let aliased = cpu.kv_append(&spec, &[1], &aliased);
+                let aliased = cpu.once(spec, &[1], &aliased);
                 assert!(matches!(aliased, Err(Error::Aliased { a: "kv_c", b: "kv" })), "{aliased:?}");
             }
         }
@@ -172,20 +172,21 @@ fn pages_are_copied_whole_and_alone() {
         layer: 1,
         block_stride: stride as u64,
     };
-    cpu.kv_copy_pages(&kv, spec.shape.row_elems(), &[(0, 3), (1, 2)], &view).unwrap();
+    let row_elems = spec.shape.row_elems();
+    let copy = CopySpec { kv, row_elems };
+    cpu.once(copy, &[(0, 3), (1, 2)], &view).unwrap();
     let mut want = before;
     for (from, to) in [(0, 3), (1, 2)] {
         let at = |p: usize| 4 * stride + p * stride;
         want.copy_within(at(from)..at(from) + page, at(to));
     }
     assert!(cpu.download(&buffer, want.len() as u64).unwrap() == want);
-    let row = spec.shape.row_elems();
     for copies in [&[(0, 4)][..], &[(0, 1), (1, 2)], &[(0, 2), (1, 2)]] {
-        assert!(matches!(cpu.kv_copy_pages(&kv, row, copies, &view), Err(Error::CopyConflict { .. })));
+        assert!(matches!(cpu.once(copy, copies, &view), Err(Error::CopyConflict { .. })));
     }
-    assert!(matches!(cpu.kv_copy_pages(&kv, 5, &[], &view), Err(Error::Shape { .. })));
+    assert!(matches!(cpu.once(CopySpec { kv, row_elems: 5 }, &[], &view), Err(Error::Shape { .. })));
     let long = KvView { layer: 9, ..view };
-    assert!(matches!(cpu.kv_copy_pages(&kv, row, &[(0, 1)], &long), Err(Error::BufferTooSmall { .. })));
+    assert!(matches!(cpu.once(copy, &[(0, 1)], &long), Err(Error::BufferTooSmall { .. })));
 }
 
 crate::tests![

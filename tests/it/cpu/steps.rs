@@ -5,21 +5,21 @@ use super::*;
 fn a_step_serves_many_batches_and_layers() {
     let Small { cpu, q, kv, out, lse } = small();
     let spec = small_spec();
-    let mla = cpu.decode(&spec, None).unwrap();
-    let binding = cpu.bind(&mla, 2, &Layer::dense(&spec, &q, &kv, &out, &lse, 0.1)).unwrap();
-    let mut step = cpu.step(&mla, Capacity::default()).unwrap();
+    let mla = cpu.compile(spec).unwrap();
+    let binding = mla.bind(&Layer::dense(&spec, &q, &kv, &out, &lse, 0.1), 2).unwrap();
+    let mut step = mla.step(Capacity::default()).unwrap();
     for len in [1, 64, 3, 40, 0] {
         let policy = if len == 40 { Policy::FixedTokens(8) } else { Policy::Auto };
-        let plan = Plan::new(&spec, &cpu.tiling(&mla), &Batch::new(&[len], &[0, 1]), policy).unwrap();
+        let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&[len], &[0, 1]), policy).unwrap();
         let csr = PageTable::Csr {
             kv_indptr: &[0, spec.kv.pages_for(len as u32) as i32],
             kv_indices: &[3, 1, 0, 2],
         };
-        cpu.prepare(&mla, &mut step, &plan, csr).unwrap();
+        mla.prepare(&mut step, (&plan, csr)).unwrap();
         // Two layers at once from two threads, with outputs of their own.
         std::thread::scope(|scope| {
-            scope.spawn(|| cpu.run(&mla, &step, &binding).unwrap());
-            cpu.run(&mla, &step, &binding).unwrap();
+            scope.spawn(|| mla.run(&step, &binding).unwrap());
+            mla.run(&step, &binding).unwrap();
         });
         let got = Dtype::F32.decode_all(&cpu.download(&lse, 8).unwrap());
         let want = (len as f32).ln();
@@ -36,14 +36,13 @@ fn strides_move_rows_only() {
     let (queries, pages) = (values(1, 2 * 2 * 288), values(2, 4 * 16 * 288));
     cpu.upload(&q, 0, &queries).unwrap();
     cpu.upload(&kv, 0, &pages).unwrap();
-    let mla = cpu.decode(&spec, None).unwrap();
-    let plan =
-        Plan::new(&spec, &cpu.tiling(&mla), &Batch::new(&[33], &[0, 2]), Policy::FixedTokens(20)).unwrap();
-    let mut step = cpu.step(&mla, Capacity::of(&plan)).unwrap();
+    let mla = cpu.compile(spec).unwrap();
+    let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&[33], &[0, 2]), Policy::FixedTokens(20)).unwrap();
+    let mut step = mla.step(Capacity::of(&plan)).unwrap();
     let table = PageTable::Dense { block_table: &[2, 0, 3], max_pages: 3 };
-    cpu.prepare(&mla, &mut step, &plan, table).unwrap();
+    mla.prepare(&mut step, (&plan, table)).unwrap();
     let dense = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
-    cpu.run(&mla, &step, &cpu.bind(&mla, 2, &dense).unwrap()).unwrap();
+    mla.run(&step, &mla.bind(&dense, 2).unwrap()).unwrap();
 
     // Queries apart, pages 8 elements apart in the second layer of a buffer, rows of the output by head.
     let [q_nope, q_pe, kv2, out2, lse2] =
@@ -67,7 +66,7 @@ fn strides_move_rows_only() {
         lse: View { buffer: &lse2, offset: 3, token_stride: 1, head_stride: 5 },
         ..dense
     };
-    cpu.run(&mla, &step, &cpu.bind(&mla, 2, &strided).unwrap()).unwrap();
+    mla.run(&step, &mla.bind(&strided, 2).unwrap()).unwrap();
     let (a, b) = (cpu.download(&out, 2048).unwrap(), cpu.download(&out2, 1 << 13).unwrap());
     let (c, d) = (cpu.download(&lse, 16).unwrap(), cpu.download(&lse2, 1 << 8).unwrap());
     let mut want = vec![0xA5; 1 << 13];

@@ -6,11 +6,10 @@ use mla_support::close::{Tolerance, close};
 use mla_support::graph::{captured, cuda};
 use mla_support::paint::{Make, POISON, Problem, sequences};
 use mla_support::suite::run::dense_table;
-use wgpu_mla::cuda::ops::KvAppend;
-use wgpu_mla::cuda::{Buffer, Cuda, Decode, Options};
+use wgpu_mla::cuda::{Buffer, Cuda};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Batch, Capacity, Dtype, Error, KvView, Layer, PageTable, Plan, Policy,
-    View,
+    AppendLayer, AppendSpec, Batch, Capacity, DecodeOptions, Device, Dtype, Error, KvView, Layer, PageTable,
+    Plan, Policy, View,
 };
 
 /// The graph is captured with the first batch, and replayed with others that fit the step: longer and shorter sequences, more and fewer splits.
@@ -22,13 +21,13 @@ fn a_captured_graph_replays_with_new_lengths() -> Outcome {
         let problems =
             batches.map(|lens| Make { cache, sequences: sequences(lens), ..Make::default() }.build());
         let spec = problems[0].spec;
-        let decode = cuda.decode(&spec, None).expect("a row");
+        let decode = cuda.compile(spec).expect("a decode");
         let plans = problems.each_ref().map(|problem| {
             let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
-            Plan::new(&spec, &cuda.tiling(&decode), &batch, Policy::FixedTokens(32)).expect("a plan")
+            Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan")
         });
         let capacity = plans.iter().map(Capacity::of).fold(Capacity::default(), Capacity::max);
-        let mut step = cuda.step(&decode, capacity).expect("a step");
+        let mut step = decode.step(capacity).expect("a step");
         let (heads, latent) = (spec.shape.num_heads as usize, spec.shape.kv_lora_rank as usize);
         let most = |bytes: fn(&Problem) -> usize| problems.iter().map(bytes).max().unwrap_or(0) as u64;
         let q = cuda.buffer(most(|problem| problem.q.len())).expect("memory");
@@ -39,12 +38,12 @@ fn a_captured_graph_replays_with_new_lengths() -> Outcome {
             k_scale: problems[0].k_scale,
             ..Layer::dense(&spec, &q, &kv, &out, &lse, problems[0].softmax_scale)
         };
-        let binding = cuda.bind(&decode, 3, &layer).expect("a binding");
+        let binding = decode.bind(&layer, 3).expect("a binding");
 
         let prepare = |step: &mut _, i: usize| {
             cuda.upload(&q, 0, &problems[i].q).expect("uploaded");
             cuda.upload(&kv, 0, &problems[i].kv).expect("uploaded");
-            cuda.prepare(&decode, step, &plans[i], dense_table(&problems[i])).expect("prepared");
+            decode.prepare(step, (&plans[i], dense_table(&problems[i]))).expect("prepared");
         };
         prepare(&mut step, 0);
         let graph = captured(&cuda, || decode.record(&step, &binding));
@@ -54,7 +53,7 @@ fn a_captured_graph_replays_with_new_lengths() -> Outcome {
             prepare(&mut step, turn);
             assert_eq!(step.capacity(), capacity);
             graph.launch().expect("launched");
-            check_decode(&cuda, problem, cuda.rounds_weights(&decode), [&out, &lse]);
+            check_decode(&cuda, problem, decode.rounds_weights(), [&out, &lse]);
         }
     }
     Ok(())
@@ -76,15 +75,16 @@ fn check_decode(cuda: &Cuda, problem: &Problem, rounds_weights: bool, [out, lse]
 /// In a graph, so that a list which the card wrote is all that differs between replays.
 fn page_lists_written_on_the_card() -> Outcome {
     let cuda = cuda()?;
-    for (cache, row) in [(Dtype::Bf16, None), (Dtype::E4m3, None), (Dtype::F32, Some("simple"))] {
+    for (cache, variant) in [(Dtype::Bf16, None), (Dtype::E4m3, None), (Dtype::F32, Some("simple"))] {
         let mut problem =
             Make { cache, sequences: sequences(&[(37, 1), (90, 2)]), ..Make::default() }.build();
         // A pool without poison: whatever page is read, the output is finite.
         let elements = problem.kv.chunks_exact_mut(cache.bytes());
         elements.filter(|code| code.iter().all(|&byte| byte == POISON)).for_each(|code| code.fill(0));
         let spec = problem.spec;
-        let options = Options { device_page_list: true, variant: row.map(str::to_owned), query_tokens: 1 };
-        let decode = Decode::new(&cuda, &spec, &options).expect("a row");
+        let variant = variant.map(str::to_owned);
+        let options = DecodeOptions { variant, device_page_list: true, ..DecodeOptions::default() };
+        let decode = cuda.compile_with(spec, &options).expect("a decode");
         let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
         let plan = Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan");
         let mut step = decode.step(Capacity::of(&plan)).expect("a step");
@@ -96,9 +96,9 @@ fn page_lists_written_on_the_card() -> Outcome {
             k_scale: problem.k_scale,
             ..Layer::dense(&spec, &q, &kv, &out, &lse, problem.softmax_scale)
         };
-        let binding = decode.bind(problem.total_q() as u32, &layer).expect("a binding");
+        let binding = decode.bind(&layer, problem.total_q() as u32).expect("a binding");
+        decode.prepare(&mut step, (&plan, PageTable::Device)).expect("prepared");
         let graph = captured(&cuda, || decode.record(&step, &binding));
-        decode.prepare(&mut step, &plan, PageTable::Device).expect("prepared");
 
         let list = step.page_list().expect("a list of the card");
         assert!(list.bytes() >= u64::from(step.capacity().pages) * 4);
@@ -120,17 +120,17 @@ fn page_lists_written_on_the_card() -> Outcome {
 
         // The host's lists are uploaded again, over whatever the card wrote.
         cuda.upload(&list, 0, &vec![0; list.bytes() as usize]).expect("uploaded");
-        decode.prepare(&mut step, &plan, dense_table(&problem)).expect("prepared");
+        decode.prepare(&mut step, (&plan, dense_table(&problem))).expect("prepared");
         graph.launch().expect("launched");
         check_decode(&cuda, &problem, decode.rounds_weights(), [&out, &lse]);
     }
     let spec = Make::default().build().spec;
-    let decode = Decode::new(&cuda, &spec, &Options::default()).expect("a row");
+    let decode = cuda.compile(spec).expect("a decode");
     let mut step = decode.step(Capacity::default()).expect("a step");
     let refused = step.page_list().map(|_| ());
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
     let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&[], &[0]), Policy::Auto).expect("a plan");
-    let refused = decode.prepare(&mut step, &plan, PageTable::Device);
+    let refused = decode.prepare(&mut step, (&plan, PageTable::Device));
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
     Ok(())
 }
@@ -189,15 +189,14 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
         });
         let first = &cut[0].0;
         let spec = first.spec;
-        let decode = cuda.decode(&spec, None).expect("a row");
+        let decode = cuda.compile(spec).expect("a decode");
         let plans = cut.each_ref().map(|(problem, ..)| {
             let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
-            Plan::new(&spec, &cuda.tiling(&decode), &batch, Policy::FixedTokens(32)).expect("a plan")
+            Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan")
         });
         let capacity = plans.iter().map(Capacity::of).fold(Capacity::default(), Capacity::max);
-        let mut step = cuda.step(&decode, capacity).expect("a step");
-        let append =
-            KvAppend::new(&cuda, AppendSpec { shape: spec.shape, kv: spec.kv, input }).expect("append");
+        let mut step = decode.step(capacity).expect("a step");
+        let append = cuda.compile(AppendSpec { shape: spec.shape, kv: spec.kv, input }).expect("an append");
         let most = cut.iter().map(|(.., tail)| tail.slot_mapping.len()).max().unwrap_or(0) as u32;
         let mut slots = append.step(most).expect("a step");
 
@@ -217,9 +216,13 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
             kv: KvView::dense(&kv, &spec),
             k_scale: first.k_scale,
         };
-        let binding = cuda.bind(&decode, 3, &layer).expect("a binding");
+        let binding = decode.bind(&layer, 3).expect("a binding");
         let appends = append.bind(&new_rows, most).expect("a binding");
-        // Captured before anything is prepared: the grids are those of the capacities.
+        // Captured with a step of nothing: the grids are those of the capacities.
+        let none = Plan::new(&spec, &decode.tiling(), &Batch::new(&[], &[0]), Policy::Auto).expect("a plan");
+        let no_pages = PageTable::Dense { block_table: &[], max_pages: 0 };
+        append.prepare(&mut slots, &[]).expect("prepared");
+        decode.prepare(&mut step, (&none, no_pages)).expect("prepared");
         let graph = captured(&cuda, || {
             append.record(&slots, &appends)?;
             decode.record(&step, &binding)
@@ -233,22 +236,26 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
                 cuda.upload(buffer, 0, bytes).expect("uploaded");
             }
             append.prepare(&mut slots, &tail.slot_mapping).expect("prepared");
-            cuda.prepare(&decode, &mut step, &plans[turn], dense_table(whole)).expect("prepared");
-            assert_eq!((slots.max_tokens(), step.capacity()), (most, capacity));
+            decode.prepare(&mut step, (&plans[turn], dense_table(whole))).expect("prepared");
+            assert_eq!((slots.capacity(), step.capacity()), (most, capacity));
             graph.launch().expect("launched");
             let cache = cuda.download(&kv, whole.kv.len() as u64).expect("read");
             assert!(cache == whole.kv, "{cache}, turn {turn}: the cache", cache = spec.kv.dtype);
-            check_decode(&cuda, whole, cuda.rounds_weights(&decode), [&out, &lse]);
+            check_decode(&cuda, whole, decode.rounds_weights(), [&out, &lse]);
         }
 
         // What does not fit the binding is refused before anything is launched.
         append.prepare(&mut slots, &vec![-1; most as usize + 1]).expect("prepared");
         let refused = append.record(&slots, &appends);
         assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
-        // A slot that is wrong is found before the step changes.
+        assert_eq!(slots.used(), most + 1);
+        // So is a step with a slot that is wrong, until it is prepared again.
         let wrong = append.prepare(&mut slots, &[0, spec.kv.num_slots() as i64]);
         assert!(matches!(wrong, Err(Error::SlotOutOfRange { index: 1, .. })), "{wrong:?}");
-        assert_eq!(slots.num_tokens(), most + 1);
+        let refused = append.record(&slots, &appends);
+        assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+        append.prepare(&mut slots, &[0]).expect("prepared");
+        append.record(&slots, &appends).expect("launched");
     }
     Ok(())
 }

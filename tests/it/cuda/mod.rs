@@ -1,10 +1,11 @@
 //! What only the CUDA backend promises: an error without a driver, and graphs that replay with new lengths, slots and copies.
 
 mod decodes;
+mod layers;
 mod ops;
 
 use wgpu_mla::cuda::{Buffer, Cuda};
-use wgpu_mla::{Backend, Error};
+use wgpu_mla::{Device, Error};
 
 /// A buffer of bytes, whole words.
 fn uploaded(cuda: &Cuda, bytes: &[u8]) -> Buffer {
@@ -41,7 +42,7 @@ fn a_driver_without_what_is_called_is_an_error_too() {
 }
 
 crate::tests![
-    (in decodes, ops)
+    (in decodes, layers, ops)
     no_card_is_an_error_that_names_the_cure,
     #[cfg(all(target_os = "linux", target_env = "gnu"))] a_driver_without_what_is_called_is_an_error_too,
 ];

@@ -7,14 +7,10 @@ use mla_support::graph::{captured, cuda};
 use mla_support::paint::{POISON, Rng};
 use mla_support::reference::{Expanded, State, copy_pages, merge_attn_states, mla_prefill};
 use wgpu_mla::cuda::Buffer;
-use wgpu_mla::cuda::ops::{
-    CopySpec, HeadProject, KvCopyPages, MergeAttnStates, MlaPrefill, Rotate, RotateAppend,
-};
-use wgpu_mla::prefill::PrefillExtent;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Dtype, Error, KvSpec, KvView, MergeStates, MergeStatesSpec, MlaShape,
-    Prefill, PrefillSequence, PrefillSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec,
-    RopeLayout, RopeSpec, View, WeightOrder, WeightView,
+    AppendLayer, AppendSpec, CopySpec, Device, Dtype, Error, KvSpec, KvView, MergeAttnStatesSpec,
+    MergeStates, MlaShape, Prefill, PrefillExtent, PrefillSequence, PrefillSpec, Project, ProjectSpec, Rope,
+    RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, View, WeightOrder, WeightView,
 };
 
 /// One graph of both ops; each replay has other slots, as many tokens as fit, and another range of queries to rotate in place.
@@ -26,8 +22,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let layout = RopeLayout::HalfSplit;
     let spec = RopeAppendSpec { append, query: Dtype::F32, num_heads: 2, layout };
     let of = RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout };
-    let (fused, rotate) =
-        (RotateAppend::new(&cuda, spec).expect("loads"), Rotate::new(&cuda, of).expect("loads"));
+    let (fused, rotate) = (cuda.compile(spec).expect("loads"), cuda.compile(of).expect("loads"));
     // Nothing but the first pair of a row is not 0, and each call turns it by a quarter.
     let row = |x: f32| [&[x][..], &[0.0; 31]].concat();
     let queries = Dtype::F32.encode_all(&row(3.0).repeat(4 * 2));
@@ -52,22 +47,24 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 1,
-        num_tokens: 4,
     };
     let (mut slots, mut range) = (fused.step(4).expect("a step"), rotate.step(4).expect("a step"));
-    let (layer, in_place) = (fused.bind(&args, 4).expect("binds"), rotate.bind(&again).expect("binds"));
+    let (layer, in_place) = (fused.bind(&args, 4).expect("binds"), rotate.bind(&again, 4).expect("binds"));
+    fused.prepare(&mut slots, &[]).expect("prepared");
+    rotate.prepare(&mut range, 0..0).expect("prepared");
+    // The grids are those of the capacities.
     let graph = captured(&cuda, || {
         fused.record(&slots, &layer)?;
         rotate.record(&range, &in_place)
     });
     let turned = [&[0.0; 16][..], &[1.0], &[0.0; 15]].concat();
-    for (slot_mapping, first, count) in
-        [(&[5, 0, -1, 7][..], 1, 2), (&[3], 0, 1), (&[], 0, 0), (&[1, 2, 6], 2, 2), (&[4, -1, 2], 0, 4)]
+    for (slot_mapping, tokens) in
+        [(&[5, 0, -1, 7][..], 1..3), (&[3], 0..1), (&[], 0..0), (&[1, 2, 6], 2..4), (&[4, -1, 2], 0..4)]
     {
         cuda.upload(&q_out, 0, &queries).expect("uploaded");
         cuda.upload(&cache, 0, &vec![0; 8 * 288 * 4]).expect("cleared");
         fused.prepare(&mut slots, slot_mapping).expect("prepared");
-        rotate.prepare(&mut range, first, count).expect("prepared");
+        rotate.prepare(&mut range, tokens.clone()).expect("prepared");
         graph.launch().expect("launched");
         let read = |buffer, bytes| Dtype::F32.decode_all(&cuda.download(buffer, bytes).expect("read"));
         // By no quarter, one, or two.
@@ -75,8 +72,8 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
         for (at, got) in read(&q_out, 4 * 2 * 32 * 4).chunks(32).enumerate() {
             let token = at as u32 / 2;
             let fused = usize::from(at / 2 < slot_mapping.len());
-            let turns = fused + usize::from((first..first + count).contains(&token));
-            assert_eq!(got, quarters[turns], "token {token} of {slot_mapping:?}, from {first} {count}");
+            let turns = fused + usize::from(tokens.contains(&token));
+            assert_eq!(got, quarters[turns], "token {token} of {slot_mapping:?}, {tokens:?}");
         }
         let key: Vec<f32> = turned.iter().map(|x| 7.0 * x).collect();
         for (slot, got) in read(&cache, 8 * 288 * 4).chunks(288).enumerate() {
@@ -112,8 +109,8 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         dtype: f32s,
         out: f32s,
     };
-    let project = HeadProject::new(&cuda, to_queries).expect("loads");
-    let prefill = MlaPrefill::new(&cuda, attention).expect("loads");
+    let project = cuda.compile(to_queries).expect("loads");
+    let prefill = cuda.compile(attention).expect("loads");
     let mut rng = Rng(3);
     let mut draw = |count: usize| (0..count).map(|_| rng.randn()).collect::<Vec<f32>>();
     let h = heads as usize;
@@ -136,7 +133,6 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
             row_stride: nope as u64,
         },
         y: View::dense(&q, heads, dims[0]),
-        num_tokens: tokens as u32,
     };
     let attended = Prefill {
         q_nope: View::dense(&q, heads, dims[0]),
@@ -149,11 +145,15 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         softmax_scale: 0.2,
     };
     let max = PrefillExtent { tokens: tokens as u32, keys: keys as u32, rows: tokens as u32 };
-    let (to_queries, layer) =
-        (project.bind(&projected).expect("binds"), prefill.bind(&attended, max).expect("binds"));
+    let (to_queries, layer) = (
+        project.bind(&projected, tokens as u32).expect("binds"),
+        prefill.bind(&attended, max).expect("binds"),
+    );
     let (mut range, mut list) =
         (project.step(tokens as u32).expect("a step"), prefill.step(8).expect("a step"));
-    // Captured before anything is prepared: the grids are those of the capacities.
+    // Captured with a step of nothing: the grids are those of the capacities.
+    project.prepare(&mut range, 0..0).expect("prepared");
+    prefill.prepare(&mut list, &[]).expect("prepared");
     let graph = captured(&cuda, || {
         project.record(&range, &to_queries)?;
         prefill.record(&list, &layer)
@@ -161,26 +161,26 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
 
     let all = PrefillSequence::all(2, 2, 10, 77);
     let long = [PrefillSequence::causal(0, 70, 0, 70), PrefillSequence::causal(70, 3, 70, 8)];
-    for (first, count, sequences) in [
-        (0, 5, &[PrefillSequence::causal(0, 5, 0, 9)][..]),
-        (0, 73, &long),
-        (0, 0, &[]),
-        (2, 2, &[all]),
-        (0, 80, &[PrefillSequence::causal(0, 80, 0, 90)]),
+    for (projects, sequences) in [
+        (0..5, &[PrefillSequence::causal(0, 5, 0, 9)][..]),
+        (0..73, &long),
+        (0..0, &[]),
+        (2..4, &[all]),
+        (0..80, &[PrefillSequence::causal(0, 80, 0, 90)]),
     ] {
         for (buffer, bytes) in [(&q, &queries), (&out, &outs), (&lse, &lses)] {
             cuda.upload(buffer, 0, bytes).expect("uploaded");
         }
-        project.prepare(&mut range, first, count).expect("prepared");
+        project.prepare(&mut range, projects.clone()).expect("prepared");
         prefill.prepare(&mut list, sequences).expect("prepared");
-        assert_eq!((range.max_tokens(), list.max_tiles()), (tokens as u32, 8));
+        assert_eq!((range.capacity(), list.capacity()), (tokens as u32, 8));
         graph.launch().expect("launched");
 
         let read = |buffer, bytes: &[u8]| cuda.download(buffer, bytes.len() as u64).expect("read");
         let (mut want_q, mut rest, mut rest_lse) = (queries.clone(), read(&out, &outs), read(&lse, &lses));
-        let some = first as usize * h * nope..(first + count) as usize * h * nope;
+        let some = projects.start as usize * h * nope..projects.end as usize * h * nope;
         want_q[some.start * 4..some.end * 4].copy_from_slice(&f32s.encode_all(&q_nope[some]));
-        assert!(read(&q, &queries) == want_q, "queries {first} {count}");
+        assert!(read(&q, &queries) == want_q, "queries {projects:?}");
         let arrays = Expanded {
             num_heads: h,
             qk_nope_head_dim: nope,
@@ -211,7 +211,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
     }
 
     // What does not fit the bindings is refused before anything is launched.
-    project.prepare(&mut range, 1, tokens as u32).expect("prepared");
+    project.prepare(&mut range, 1..tokens as u32 + 1).expect("prepared");
     let refused = project.record(&range, &to_queries);
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
     prefill.prepare(&mut list, &[PrefillSequence::causal(0, 1, 90, 1)]).expect("prepared");
@@ -225,7 +225,7 @@ fn captured_copies_replay_with_a_new_list() -> Outcome {
     let lists: [&[(u32, u32)]; 4] = [&[(0, 3)], &[(1, 4), (2, 5), (1, 0)], &[], &[(5, 0), (4, 1)]];
     for (dtype, page_size, row_elems) in [(Dtype::Bf16, 16, 576), (Dtype::E4m3, 1, 36)] {
         let kv = KvSpec { dtype, page_size, num_pages: 6 };
-        let copy = KvCopyPages::new(&cuda, CopySpec { kv, row_elems }).expect("a copy");
+        let copy = cuda.compile(CopySpec { kv, row_elems }).expect("a copy");
         let page_bytes = page_size as usize * row_elems as usize * dtype.bytes();
         let mut rng = Rng(7);
         let mut cache: Vec<u8> = (0..6 * page_bytes).map(|_| rng.next() as u8).collect();
@@ -239,11 +239,12 @@ fn captured_copies_replay_with_a_new_list() -> Outcome {
         let buffer = uploaded(&cuda, &spread(&cache));
         let view = KvView { buffer: &buffer, offset: 0, block_stride, layer_stride: 0, layer: 0 };
         let mut step = copy.step(3).expect("a step");
-        let binding = copy.bind(&view).expect("a binding");
+        let binding = copy.bind(&view, ()).expect("a binding");
+        copy.prepare(&mut step, &[]).expect("prepared");
         let graph = captured(&cuda, || copy.record(&step, &binding));
         for list in lists {
             copy.prepare(&mut step, list).expect("prepared");
-            assert_eq!((step.max_copies(), step.num_copies()), (3, list.len() as u32));
+            assert_eq!(step.capacity(), 3);
             graph.launch().expect("launched");
             copy_pages(&mut cache, page_bytes, list);
             let want = spread(&cache);
@@ -258,7 +259,7 @@ fn a_captured_merge_replays_with_new_states() -> Outcome {
     let cuda = cuda()?;
     let (tokens, heads) = (5, 3);
     for (head_size, dtype) in [(128, Dtype::Bf16), (33, Dtype::F32)] {
-        let merge = MergeAttnStates::new(&cuda, MergeStatesSpec { dtype, head_size }).expect("a merge");
+        let merge = cuda.compile(MergeAttnStatesSpec { dtype, head_size }).expect("a merge");
         let (rows, width) = (tokens * heads, head_size as usize);
         let buffer = |bytes: usize| cuda.buffer(bytes as u64).expect("memory");
         let [prefix, suffix, output] = [(); 3].map(|()| buffer(rows * width * dtype.bytes()));
@@ -276,8 +277,9 @@ fn a_captured_merge_replays_with_new_states() -> Outcome {
             num_tokens: tokens as u32,
             num_heads: heads as u32,
         };
-        let binding = merge.bind(&args).expect("a binding");
-        let graph = captured(&cuda, || merge.record(&binding));
+        let binding = merge.bind(&args, ()).expect("a binding");
+        let step = merge.step(()).expect("a step");
+        let graph = captured(&cuda, || merge.record(&step, &binding));
         for seed in [1, 2] {
             let mut rng = Rng(seed);
             let mut side = |to: &Buffer, to_lse: &Buffer| {

@@ -1,4 +1,4 @@
-//! Any sequence of verbs, against the model.
+//! Any sequence of operations, against the model.
 
 use super::*;
 

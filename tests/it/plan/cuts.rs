@@ -31,10 +31,11 @@ fn equal_shares(runs: &[Run], tiling: &Tiling) -> (u32, u32) {
     let blocks = |run: &Run| (run.end - run.begin).div_ceil(block);
     let items =
         |chunk: u32| -> u32 { runs.iter().map(|run| run.tiles * blocks(run).div_ceil(chunk).max(1)).sum() };
-    let is_lone =
+    let is_single =
         runs.iter().filter(|run| run.end > run.begin || !run.partial).map(|run| run.tiles).sum::<u32>() == 1;
-    let lone = if tiling.lone_items > 0 { tiling.lone_items } else { tiling.target_items };
-    let most = if is_lone { lone.min(tiling.target_items) } else { tiling.target_items };
+    let single =
+        if tiling.single_sequence_items > 0 { tiling.single_sequence_items } else { tiling.target_items };
+    let most = if is_single { single.min(tiling.target_items) } else { tiling.target_items };
     let longest = runs.iter().map(blocks).max().unwrap_or(1).max(1);
     let least = tiling.min_split_tokens.div_ceil(block).clamp(1, longest);
     let chunk = (least..longest).find(|&chunk| items(chunk) <= most).unwrap_or(longest);
@@ -132,7 +133,7 @@ fn h200(blocks: u32) -> Tiling {
         tokens_per_block: 16,
         target_items: 132 * blocks,
         min_split_tokens: 64,
-        lone_items: if blocks == 1 { 88 } else { 132 },
+        single_sequence_items: if blocks == 1 { 88 } else { 132 },
         item_overhead_tokens: 128 / blocks,
     }
 }
@@ -215,7 +216,7 @@ fn long_sequences_are_cut_though_there_are_many() {
 }
 
 /// As measured: its merge wants room.
-fn a_lone_sequence_leaves_a_part_of_the_device_free() {
+fn a_single_sequence_leaves_a_part_of_the_device_free() {
     let items_of = |lens: &[i32], tiling: &Tiling| {
         let lengths = lengths(&plan(lens, 16, tiling));
         (lengths.len(), *lengths.iter().max().unwrap())
@@ -224,7 +225,7 @@ fn a_lone_sequence_leaves_a_part_of_the_device_free() {
     assert_eq!(items_of(&[131_072], &tiling), (131, 1008));
     assert_eq!(items_of(&[8192; 64], &tiling), (256, 2048));
     assert_eq!(items_of(&[4096], &tiling), (64, 64));
-    let all = Tiling { lone_items: 0, ..tiling };
+    let all = Tiling { single_sequence_items: 0, ..tiling };
     assert_eq!(items_of(&[131_072], &all), (256, 512));
     assert_eq!(items_of(&[131_072], &h200(1)), (88, 1504));
     assert_eq!(items_of(&[32_768], &h200(1)), (86, 384));
@@ -237,5 +238,5 @@ crate::tests![
     uniform_batches_are_cut_into_equal_shares,
     ragged_batches_wait_for_no_longest_item,
     long_sequences_are_cut_though_there_are_many,
-    a_lone_sequence_leaves_a_part_of_the_device_free,
+    a_single_sequence_leaves_a_part_of_the_device_free,
 ];

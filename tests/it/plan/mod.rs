@@ -121,20 +121,20 @@ const TILING: Tiling = Tiling {
     tokens_per_block: 32,
     target_items: 8,
     min_split_tokens: 64,
-    lone_items: 0,
+    single_sequence_items: 0,
     item_overhead_tokens: 0,
 };
 
 fn recipes() -> impl Strategy<Value = Recipe> {
     let min_tokens = prop_oneof![1 => Just(0u32), 1 => 0..=40u32, 2 => 0..=200u32];
-    let lone = prop_oneof![1 => Just(0u32), 1 => 0..=60u32];
-    let tiling = (1..=40u32, 1..=64u32, 1..=60u32, min_tokens, lone, 0..=100u32).prop_map(
-        |(rows, block, items, min_split_tokens, lone_items, item_overhead_tokens)| Tiling {
+    let single = prop_oneof![1 => Just(0u32), 1 => 0..=60u32];
+    let tiling = (1..=40u32, 1..=64u32, 1..=60u32, min_tokens, single, 0..=100u32).prop_map(
+        |(rows, block, items, min_split_tokens, single_sequence_items, item_overhead_tokens)| Tiling {
             rows_per_tile: rows,
             tokens_per_block: block,
             target_items: items,
             min_split_tokens,
-            lone_items,
+            single_sequence_items,
             item_overhead_tokens,
         },
     );

@@ -1,25 +1,26 @@
 //! What the small ops refuse.
 
 use super::*;
-use mla_support::Outcome;
 
 fn every_refusal_names_its_cure() -> Outcome {
     let gpu = gpu()?;
-    let device = &gpu.device;
     let kv = KvSpec { dtype: Dtype::F16, page_size: 4, num_pages: 2 };
     let spec = AppendSpec { shape: SHAPE, kv, input: Dtype::F32 };
-    let mla = wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
-    let append = KvAppend::new(&Pipelines::new(device), spec).expect("compiles");
-    let (a, b) = (gpu.buffer(&[0; 8192]), gpu.buffer(&[0; 8192]));
-    let no_storage = gpu.buffer_with(&[0; 8192], wgpu::BufferUsages::UNIFORM);
+    let append = gpu.compile(spec).expect("compiles");
+    let (a, b) = (upload(gpu, &[0; 8192]), upload(gpu, &[0; 8192]));
+    let no_storage = without_storage(gpu);
     let rows = |buffer, offset| View { buffer, offset, token_stride: 288, head_stride: 0 };
-    let layer =
-        || AppendLayer { kv_c: rows(&a, 0), k_pe: rows(&a, 256), kv: KvView::dense(&b, &mla), k_scale: 1.0 };
+    let layer = || AppendLayer {
+        kv_c: rows(&a, 0),
+        k_pe: rows(&a, 256),
+        kv: KvView::dense(&b, &decode(kv)),
+        k_scale: 1.0,
+    };
 
-    let refused = |layer: AppendLayer<&wgpu::Buffer>| append.bind(device, &layer, 4).expect_err("refused");
-    let error = refused(AppendLayer { kv: KvView::dense(&a, &mla), ..layer() });
-    assert_eq!(error, Error::Aliased { a: "kv", b: "kv_c" });
-    let error = refused(AppendLayer { kv: KvView::dense(&no_storage, &mla), ..layer() });
+    let refused = |layer: AppendLayer<&wgpu::Buffer>| append.bind(&layer, 4).expect_err("refused");
+    let error = refused(AppendLayer { kv: KvView::dense(&a, &decode(kv)), ..layer() });
+    assert_eq!(error, Error::Aliased { a: "kv_c", b: "kv" });
+    let error = refused(AppendLayer { kv: KvView::dense(&no_storage, &decode(kv)), ..layer() });
     assert_eq!(error, Error::BufferUsage { what: "kv", usage: "STORAGE" });
     let error = refused(AppendLayer { kv_c: rows(&no_storage, 0), ..layer() });
     assert_eq!(error, Error::BufferUsage { what: "kv_c", usage: "STORAGE" });
@@ -28,44 +29,37 @@ fn every_refusal_names_its_cure() -> Outcome {
     }
     let error = refused(AppendLayer { k_pe: rows(&a, 255), ..layer() });
     assert!(matches!(error, Error::Alignment { what: "k_pe", got: 255, .. }));
-    assert!(matches!(
-        append.bind(device, &layer(), 8),
-        Err(Error::BufferTooSmall { what: "kv_c" | "k_pe", .. })
-    ));
+    assert!(matches!(append.bind(&layer(), 8), Err(Error::BufferTooSmall { what: "kv_c" | "k_pe", .. })));
 
-    let mut step = AppendStep::default();
-    let mut prepare = |slots: &[i64]| append.prepare(device, &gpu.queue, &mut step, slots);
+    let mut step = append.step(0).expect("a step");
+    let mut prepare = |slots: &[i64]| append.prepare(&mut step, slots);
     assert!(matches!(prepare(&[0, 8]), Err(Error::SlotOutOfRange { index: 1, slot: 8, num_slots: 8 })));
     assert!(matches!(prepare(&[5, -1, 5]), Err(Error::SlotOverlap { first: 0, second: 2, slot: 5 })));
     prepare(&[0, 1, 2]).expect("fits");
-    let binding = append.bind(device, &layer(), 2).expect("binds");
+    let binding = append.bind(&layer(), 2).expect("binds");
     assert!(matches!(append.check(&step, &binding), Err(Error::LayoutMismatch { .. })));
-    // Recorded all the same it does nothing.
-    gpu.submit(|encoder| append.record(encoder, &step, &binding));
-    let nothing = append.bind(device, &layer(), 0).expect("room for no token");
-    append.prepare(device, &gpu.queue, &mut step, &[]).expect("no token");
-    gpu.submit(|encoder| append.record(encoder, &step, &nothing));
+    assert_eq!(append.run(&step, &binding), append.check(&step, &binding));
+    let nothing = append.bind(&layer(), 0).expect("room for no token");
+    append.prepare(&mut step, &[]).expect("no token");
+    append.run(&step, &nothing).expect("runs");
 
     let e4m3 = AppendSpec { input: Dtype::E4m3, ..spec };
-    assert!(matches!(KvAppend::new(&Pipelines::new(device), e4m3), Err(Error::DtypeUnsupported { .. })));
+    assert!(matches!(gpu.compile(e4m3), Err(Error::DtypeUnsupported { .. })));
     let odd = CopySpec { kv, row_elems: 6 };
-    assert!(matches!(
-        KvCopyPages::new(&Pipelines::new(device), odd),
-        Err(Error::Shape { what: "row_elems", got: 6, .. })
-    ));
+    assert!(matches!(gpu.compile(odd), Err(Error::Shape { what: "row_elems", got: 6, .. })));
 
-    let copy = KvCopyPages::new(&Pipelines::new(device), CopySpec { kv, row_elems: 288 }).expect("compiles");
-    let mut step = CopyStep::default();
+    let copy = gpu.compile(CopySpec { kv, row_elems: 288 }).expect("compiles");
+    let mut step = copy.step(0).expect("a step");
     for copies in [&[(0, 2)][..], &[(0, 1), (1, 0)], &[(0, 0)]] {
-        let error = copy.prepare(device, &gpu.queue, &mut step, copies).expect_err("refused");
+        let error = copy.prepare(&mut step, copies).expect_err("refused");
         assert!(matches!(error, Error::CopyConflict { .. }), "{error}");
     }
-    let error = copy.bind(device, &KvView::dense(&no_storage, &mla)).expect_err("refused");
+    let error = copy.bind(&KvView::dense(&no_storage, &decode(kv)), ()).expect_err("refused");
     assert_eq!(error, Error::BufferUsage { what: "kv", usage: "STORAGE" });
 
-    let spec = MergeStatesSpec { dtype: Dtype::Bf16, head_size: 8 };
-    let merge = MergeAttnStates::new(&Pipelines::new(device), spec).expect("compiles");
-    let (c, d, e) = (gpu.buffer(&[0; 256]), gpu.buffer(&[0; 256]), gpu.buffer(&[0; 256]));
+    let spec = MergeAttnStatesSpec { dtype: Dtype::Bf16, head_size: 8 };
+    let merge = gpu.compile(spec).expect("compiles");
+    let (c, d, e) = (upload(gpu, &[0; 256]), upload(gpu, &[0; 256]), upload(gpu, &[0; 256]));
     let heads = |buffer| View::dense(buffer, 2, 8);
     let args = |output, output_lse| MergeStates {
         prefix_output: heads(&c),
@@ -77,20 +71,17 @@ fn every_refusal_names_its_cure() -> Outcome {
         num_tokens: 2,
         num_heads: 2,
     };
-    merge.bind(device, &args(heads(&d), &e)).expect("one buffer for every input");
-    let error = merge.bind(device, &args(heads(&c), &e)).expect_err("refused");
-    assert_eq!(error, Error::Aliased { a: "output", b: "prefix_output" });
-    let error = merge.bind(device, &args(heads(&d), &d)).expect_err("refused");
+    merge.bind(&args(heads(&d), &e), ()).expect("one buffer for every input");
+    let error = merge.bind(&args(heads(&c), &e), ()).expect_err("refused");
+    assert_eq!(error, Error::Aliased { a: "prefix_output", b: "output" });
+    let error = merge.bind(&args(heads(&d), &d), ()).expect_err("refused");
     assert_eq!(error, Error::Aliased { a: "output", b: "output_lse" });
-    let error = merge.bind(device, &args(View { head_stride: 7, ..heads(&d) }, &e)).expect_err("refused");
+    let error = merge.bind(&args(View { head_stride: 7, ..heads(&d) }, &e), ()).expect_err("refused");
     assert!(matches!(error, Error::Shape { what: "output", .. }), "{error}");
-    let error = merge.bind(device, &args(View { offset: 120, ..heads(&d) }, &e)).expect_err("refused");
+    let error = merge.bind(&args(View { offset: 120, ..heads(&d) }, &e), ()).expect_err("refused");
     assert!(matches!(error, Error::BufferTooSmall { what: "output", .. }), "{error}");
-    let e4m3 = MergeStatesSpec { dtype: Dtype::E4m3, ..spec };
-    assert!(matches!(
-        MergeAttnStates::new(&Pipelines::new(device), e4m3),
-        Err(Error::DtypeUnsupported { .. })
-    ));
+    let e4m3 = MergeAttnStatesSpec { dtype: Dtype::E4m3, ..spec };
+    assert!(matches!(gpu.compile(e4m3), Err(Error::DtypeUnsupported { .. })));
     Ok(())
 }
 

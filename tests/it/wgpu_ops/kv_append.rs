@@ -1,7 +1,6 @@
 //! `kv_append`: every byte, with every other byte of the buffer where it was.
 
 use super::*;
-use mla_support::Outcome;
 
 /// Bytes of `count` input elements that are hard for every dtype.
 fn hard_inputs(dtype: Dtype, count: usize, random: &mut Random, hard: &[u32]) -> Vec<u8> {
@@ -54,7 +53,7 @@ impl AppendCase {
         let slots: Vec<i64> =
             (0..tokens).map(|t| if t % 5 == 3 { -1 } else { ((t * 7 + 3) % num_slots) as i64 }).collect();
 
-        let (rows_buffer, kv_buffer) = (gpu.buffer(&rows), gpu.buffer(&before));
+        let (rows_buffer, kv_buffer) = (upload(gpu, &rows), upload(gpu, &before));
         let view = |offset: usize| View {
             buffer: &rows_buffer,
             offset: offset as u64,
@@ -73,13 +72,13 @@ impl AppendCase {
             },
             k_scale,
         };
-        let op = KvAppend::new(&Pipelines::new(&gpu.device), spec).expect("compiles");
-        let mut step = AppendStep::default();
-        let binding = op.bind(&gpu.device, &layer, tokens as u32).expect("binds");
+        let op = gpu.compile(spec).expect("compiles");
+        let mut step = op.step(0).expect("a step");
+        let binding = op.bind(&layer, tokens as u32).expect("binds");
         // a first upload that is too small, so that the table grows
-        op.prepare(&gpu.device, &gpu.queue, &mut step, &slots[..1]).expect("prepares");
-        op.prepare(&gpu.device, &gpu.queue, &mut step, &slots).expect("prepares");
-        gpu.submit(|encoder| op.record(encoder, &step, &binding));
+        op.prepare(&mut step, &slots[..1]).expect("prepares");
+        op.prepare(&mut step, &slots).expect("prepares");
+        op.run(&step, &binding).expect("runs");
 
         let mut want = before;
         for (t, &slot) in slots.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
@@ -90,7 +89,7 @@ impl AppendCase {
             let at = (8 + layer_stride + slot_page * block_stride + in_page * row) * cache;
             want[at..at + row * cache].copy_from_slice(&bytes);
         }
-        let got = gpu.read(&kv_buffer);
+        let got = download(gpu, &kv_buffer);
         let wrong = (0..want.len()).find(|&i| got[i] != want[i]);
         assert_eq!(wrong, None, "first wrong byte; {spec:?}, k_scale {k_scale}");
     }
@@ -138,7 +137,7 @@ fn e4m3_ties() -> Vec<f64> {
 
 fn append_divides_exactly_by_any_scale() -> Outcome {
     let gpu = gpu()?;
-    let (pipelines, ties, mut random) = (Pipelines::new(&gpu.device), e4m3_ties(), Random(5));
+    let (ties, mut random) = (e4m3_ties(), Random(5));
     let row = SHAPE.row_elems() as usize;
     let every_code: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     let usual = (0..1 << 16).map(|_| (random.unit() * 20.0).to_bits());
@@ -150,13 +149,12 @@ fn append_divides_exactly_by_any_scale() -> Outcome {
         let tokens = bytes.len() / (row * input.bytes());
         let kv = KvSpec { dtype: Dtype::E4m3, page_size: 64, num_pages: tokens.div_ceil(64) as u32 };
         let spec = AppendSpec { shape: SHAPE, kv, input };
-        let (rows, cache) = (gpu.buffer(&bytes), gpu.buffer(&vec![0; kv.num_slots() as usize * row]));
+        let (rows, cache) = (upload(gpu, &bytes), upload(gpu, &vec![0; kv.num_slots() as usize * row]));
         let view = |offset| View { buffer: &rows, offset, token_stride: row as u64, head_stride: 1 };
-        let op = KvAppend::new(&pipelines, spec).expect("compiles");
-        let mla = wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
-        let mut step = AppendStep::default();
+        let op = gpu.compile(spec).expect("compiles");
+        let mut step = op.step(0).expect("a step");
         let slots: Vec<i64> = (0..tokens as i64).collect();
-        op.prepare(&gpu.device, &gpu.queue, &mut step, &slots).expect("prepares");
+        op.prepare(&mut step, &slots).expect("prepares");
         // 1.75 and 0.4375 put many 16-bit values exactly on ties; 448 and 0.01 reach both ends of the range; the rest is
         // on both sides of where the shader goes over to integers alone, powers of two among them.
         for k_scale in [1.0, 1.75, 0.4375, 1.375, 0.037, 448.0, 0.01]
@@ -164,11 +162,15 @@ fn append_divides_exactly_by_any_scale() -> Outcome {
             .chain([-101f32, -100., -99.5, 99.5, 100., 100.5].map(f32::exp2))
             .chain([4e-38, 3e38])
         {
-            let layer =
-                AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &mla), k_scale };
-            let binding = op.bind(&gpu.device, &layer, tokens as u32).expect("binds");
-            gpu.submit(|encoder| op.record(encoder, &step, &binding));
-            for (got, x) in gpu.read(&cache).into_iter().zip(input.decode_all(&bytes)) {
+            let layer = AppendLayer {
+                kv_c: view(0),
+                k_pe: view(256),
+                kv: KvView::dense(&cache, &decode(kv)),
+                k_scale,
+            };
+            let binding = op.bind(&layer, tokens as u32).expect("binds");
+            op.run(&step, &binding).expect("runs");
+            for (got, x) in download(gpu, &cache).into_iter().zip(input.decode_all(&bytes)) {
                 let want = nearest_code(f64::from(x) / f64::from(k_scale), &ties);
                 assert_eq!(got, want, "{input} {x} / {k_scale}");
             }
@@ -179,30 +181,30 @@ fn append_divides_exactly_by_any_scale() -> Outcome {
 
 fn append_binds_a_window_of_a_buffer_that_is_too_large() -> Outcome {
     let limits = wgpu::Limits { max_storage_buffer_binding_size: 1 << 18, ..wgpu::Limits::default() };
-    let gpu = open(limits)?;
+    let gpu = &open(limits)?;
     let kv = KvSpec { dtype: Dtype::Bf16, page_size: 16, num_pages: 13 };
     let spec = AppendSpec { shape: SHAPE, kv, input: Dtype::Bf16 };
-    let mla = wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
     let row = [3u16, 5, 7, 11].repeat(72);
-    let (rows, cache) = (gpu.buffer(bytemuck::cast_slice(&row)), gpu.buffer(&vec![0; 1 << 20]));
+    let (rows, cache) = (upload(gpu, bytemuck::cast_slice(&row)), upload(gpu, &vec![0; 1 << 20]));
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
     let layer_elems = 16 * 288 * 13 + 8;
-    let kv_view = KvView { offset: 8, layer_stride: layer_elems, layer: 3, ..KvView::dense(&cache, &mla) };
+    let kv_view =
+        KvView { offset: 8, layer_stride: layer_elems, layer: 3, ..KvView::dense(&cache, &decode(kv)) };
     let layer = AppendLayer { kv_c: view(0), k_pe: view(256), kv: kv_view, k_scale: 1.0 };
-    let op = KvAppend::new(&Pipelines::new(&gpu.device), spec).expect("compiles");
-    let binding = op.bind(&gpu.device, &layer, 1).expect("a window of 120 KB fits");
-    let mut step = AppendStep::default();
-    op.prepare(&gpu.device, &gpu.queue, &mut step, &[207]).expect("prepares");
-    gpu.submit(|encoder| op.record(encoder, &step, &binding));
-    let got = gpu.read(&cache);
+    let op = gpu.compile(spec).expect("compiles");
+    let binding = op.bind(&layer, 1).expect("a window of 120 KB fits");
+    let mut step = op.step(0).expect("a step");
+    op.prepare(&mut step, &[207]).expect("prepares");
+    op.run(&step, &binding).expect("runs");
+    let got = download(gpu, &cache);
     let got: &[u16] = bytemuck::cast_slice(&got);
     let at = 8 + 3 * layer_elems as usize + 207 * 288;
     assert_eq!(got[at..at + 288], row);
     assert_eq!(got.iter().filter(|x| **x != 0).count(), 288, "nothing else was written");
 
     let kv = KvSpec { num_pages: 40, ..kv };
-    let op = KvAppend::new(&Pipelines::new(&gpu.device), AppendSpec { kv, ..spec }).expect("compiles");
-    let error = op.bind(&gpu.device, &layer, 1).expect_err("a layer of 368 KB does not fit");
+    let op = gpu.compile(AppendSpec { kv, ..spec }).expect("compiles");
+    let error = op.bind(&layer, 1).expect_err("a layer of 368 KB does not fit");
     assert!(matches!(error, Error::Limit { what: "kv", limit: 0x40000, .. }), "{error}");
     Ok(())
 }
@@ -211,21 +213,22 @@ fn a_table_prepared_again_after_record_stays_inside_the_binding() -> Outcome {
     let gpu = gpu()?;
     let kv = KvSpec { dtype: Dtype::F16, page_size: 8, num_pages: 5 };
     let spec = AppendSpec { shape: SHAPE, kv, input: Dtype::F16 };
-    let mla = wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
-    let (rows, cache) = (gpu.buffer(&[1; 40 * 288 * 2]), gpu.buffer(&[0; 40 * 288 * 2]));
+    let (rows, cache) = (upload(gpu, &[1; 40 * 288 * 2]), upload(gpu, &[0; 40 * 288 * 2]));
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
-    let layer = AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &mla), k_scale: 1.0 };
-    let op = KvAppend::new(&Pipelines::new(&gpu.device), spec).expect("compiles");
-    let binding = op.bind(&gpu.device, &layer, 2).expect("binds");
-    let mut step = AppendStep::default();
-    op.prepare(&gpu.device, &gpu.queue, &mut step, &[30, 31]).expect("prepares");
-    gpu.submit(|encoder| {
-        op.record(encoder, &step, &binding);
+    let layer =
+        AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &decode(kv)), k_scale: 1.0 };
+    let op = gpu.compile(spec).expect("compiles");
+    let binding = op.bind(&layer, 2).expect("binds");
+    let mut step = op.step(0).expect("a step");
+    op.prepare(&mut step, &[30, 31]).expect("prepares");
+    gpu.submit(|mut pass| {
+        op.record_on(&mut pass, &step, &binding)?;
         // Wrong: the same step's table is uploaded before the submit. It fits, so the recorded commands see it.
         let slots: Vec<i64> = (0..40).collect();
-        op.prepare(&gpu.device, &gpu.queue, &mut step, &slots).expect("prepares");
-    });
-    let written = gpu.read(&cache).iter().filter(|byte| **byte == 1).count();
+        op.prepare(&mut step, &slots)
+    })
+    .expect("runs");
+    let written = download(gpu, &cache).iter().filter(|byte| **byte == 1).count();
     assert_eq!(written, 2 * 288 * 2, "only the binding's two tokens");
     Ok(())
 }

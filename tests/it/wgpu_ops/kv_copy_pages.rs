@@ -1,7 +1,6 @@
 //! `kv_copy_pages`.
 
 use super::*;
-use mla_support::Outcome;
 
 fn pages_are_copied_bit_for_bit() -> Outcome {
     let gpu = gpu()?;
@@ -17,25 +16,25 @@ fn pages_are_copied_bit_for_bit() -> Outcome {
         let stride = page + gap * dtype.bytes();
         let base = offset * dtype.bytes();
         let before: Vec<u8> = (0..base + 9 * stride).map(|i| (i * i % 251) as u8).collect();
-        let kv = gpu.buffer(&before);
+        let kv = upload(gpu, &before);
         let block_stride = (stride / dtype.bytes()) as u64;
         let view = KvView { buffer: &kv, offset: offset as u64, layer_stride: 0, layer: 0, block_stride };
-        let op = KvCopyPages::new(&Pipelines::new(&gpu.device), spec).expect("compiles");
-        let binding = op.bind(&gpu.device, &view).expect("binds");
-        let mut step = CopyStep::default();
+        let op = gpu.compile(spec).expect("compiles");
+        let binding = op.bind(&view, ()).expect("binds");
+        let mut step = op.step(0).expect("a step");
         let copies = [(0u32, 8u32), (3, 1), (0, 5)];
-        op.prepare(&gpu.device, &gpu.queue, &mut step, &copies).expect("prepares");
-        gpu.submit(|encoder| op.record(encoder, &step, &binding));
+        op.prepare(&mut step, &copies).expect("prepares");
+        op.run(&step, &binding).expect("runs");
         let mut want = before;
         for (from, to) in copies {
             let from = base + from as usize * stride;
             want.copy_within(from..from + page, base + to as usize * stride);
         }
-        assert!(gpu.read(&kv)[..want.len()] == want, "{spec:?}");
+        assert!(download(gpu, &kv)[..want.len()] == want, "{spec:?}");
         // an empty list is no work
-        op.prepare(&gpu.device, &gpu.queue, &mut step, &[]).expect("prepares");
-        gpu.submit(|encoder| op.record(encoder, &step, &binding));
-        assert!(gpu.read(&kv)[..want.len()] == want, "{spec:?}");
+        op.prepare(&mut step, &[]).expect("prepares");
+        op.run(&step, &binding).expect("runs");
+        assert!(download(gpu, &kv)[..want.len()] == want, "{spec:?}");
     }
     Ok(())
 }

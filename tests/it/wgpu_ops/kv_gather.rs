@@ -1,13 +1,8 @@
 //! `kv_gather`: scales of every kind, and tables that change under a binding.
 
 use super::*;
-use mla_support::Outcome;
 
 const KV: KvSpec = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };
-
-fn dense(kv: KvSpec) -> wgpu_mla::MlaSpec {
-    wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 }
-}
 
 fn range(begin: u32, tokens: u32, out_row: u32) -> GatherRange {
     GatherRange { sequence: 0, begin, tokens, out_row }
@@ -17,7 +12,7 @@ fn range(begin: u32, tokens: u32, out_row: u32) -> GatherRange {
 fn gather_multiplies_as_the_host_does() -> Outcome {
     let gpu = gpu()?;
     let codes: Vec<u8> = (0..12 * 288).map(|i| (i * 5 + i / 288) as u8).collect();
-    let cache = gpu.buffer(&codes);
+    let cache = upload(gpu, &codes);
     let mut random = Random(9);
     let mut scales =
         vec![1.0, 0.37, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), f32::from_bits(0x7F_FFFF), 1.5, 0.75];
@@ -27,16 +22,17 @@ fn gather_multiplies_as_the_host_does() -> Outcome {
     scales.extend((0..60).map(|_| f32::from_bits(random.bits() >> 9 | 1)));
     for output in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         let spec = GatherSpec { shape: SHAPE, kv: KV, output };
-        let op = KvGather::new(&Pipelines::new(&gpu.device), spec).expect("compiles");
-        let out = gpu.buffer(&vec![0; 288 * output.bytes()]);
-        let mut step = GatherStep::default();
-        let table = PageTable::Dense { block_table: &[0], max_pages: 1 };
-        op.prepare(&gpu.device, &gpu.queue, &mut step, table, &[1], &[range(0, 1, 0)]).expect("prepares");
+        let op = gpu.compile(spec).expect("compiles");
+        let out = upload(gpu, &vec![0; 288 * output.bytes()]);
+        let mut step = op.step(0).expect("a step");
+        let pages = PageTable::Dense { block_table: &[0], max_pages: 1 };
+        let batch = GatherBatch { pages, seq_lens: &[1], ranges: &[range(0, 1, 0)] };
+        op.prepare(&mut step, batch).expect("prepares");
         for &k_scale in &scales {
             let args =
-                Gather { kv: KvView::dense(&cache, &dense(KV)), k_scale, out: View::dense(&out, 1, 288) };
-            let binding = op.bind(&gpu.device, &args, 1).expect("binds");
-            gpu.submit(|encoder| op.record(encoder, &step, &binding));
+                Gather { kv: KvView::dense(&cache, &decode(KV)), k_scale, out: View::dense(&out, 1, 288) };
+            let binding = op.bind(&args, 1).expect("binds");
+            op.run(&step, &binding).expect("runs");
             let mut want = Vec::new();
             for &code in &codes[..288] {
                 match code & 0x7F {
@@ -46,7 +42,7 @@ fn gather_multiplies_as_the_host_does() -> Outcome {
                     _ => output.encode(e4m3_decode(code) * k_scale, &mut want),
                 }
             }
-            let got = gpu.read(&out);
+            let got = download(gpu, &out);
             let wrong = got.chunks(output.bytes()).zip(want.chunks(output.bytes())).position(|(a, b)| a != b);
             assert_eq!(wrong.map(|at| codes[at]), None, "{output}, k_scale {k_scale:e}");
         }
@@ -60,46 +56,47 @@ fn one_binding_of_a_gather_serves_every_step() -> Outcome {
     let spec = GatherSpec { shape: SHAPE, kv, output: Dtype::F32 };
     // A row holds its slot.
     let values: Vec<f32> = (0..12 * 288).map(|i| (i / 288) as f32).collect();
-    let (cache, out) = (gpu.buffer(bytemuck::cast_slice(&values)), gpu.buffer(&[0; 6 * 288 * 4]));
-    let args = Gather { kv: KvView::dense(&cache, &dense(kv)), k_scale: 1.0, out: View::dense(&out, 1, 288) };
-    let op = KvGather::new(&Pipelines::new(&gpu.device), spec).expect("compiles");
-    let binding = op.bind(&gpu.device, &args, 4).expect("binds");
-    let mut step = GatherStep::default();
-    let prepare = |step: &mut GatherStep, table: &[i32], len: i32, ranges: &[GatherRange]| {
+    let (cache, out) = (upload(gpu, bytemuck::cast_slice(&values)), upload(gpu, &[0; 6 * 288 * 4]));
+    let args =
+        Gather { kv: KvView::dense(&cache, &decode(kv)), k_scale: 1.0, out: View::dense(&out, 1, 288) };
+    let op = gpu.compile(spec).expect("compiles");
+    let binding = op.bind(&args, 4).expect("binds");
+    let mut step = op.step(0).expect("a step");
+    let prepare = |step: &mut Step<_, _>, table: &[i32], len: i32, ranges: &[GatherRange]| {
         let pages = PageTable::Dense { block_table: table, max_pages: table.len() };
-        op.prepare(&gpu.device, &gpu.queue, step, pages, &[len], ranges)
+        op.prepare(step, GatherBatch { pages, seq_lens: &[len], ranges })
     };
     let first_of_rows = || -> Vec<f32> {
-        let bytes = gpu.read(&out);
+        let bytes = download(gpu, &out);
         bytemuck::cast_slice::<_, f32>(&bytes).iter().step_by(288).copied().collect()
     };
     prepare(&mut step, &[2], 3, &[range(1, 2, 0)]).expect("prepares");
-    gpu.submit(|encoder| op.record(encoder, &step, &binding));
+    op.run(&step, &binding).expect("runs");
     assert_eq!(first_of_rows(), [9.0, 10.0, 0.0, 0.0, 0.0, 0.0]);
     // A second one that does not fit the table of the first.
     let many: Vec<GatherRange> = (0..4).map(|i| range(i * 3, 1, 3 - i)).collect();
     prepare(&mut step, &[1, 0, 2], 12, &many).expect("prepares");
-    assert_eq!(step.num_rows(), 4);
-    gpu.submit(|encoder| op.record(encoder, &step, &binding));
+    assert_eq!(step.used(), 4);
+    op.run(&step, &binding).expect("runs");
     assert_eq!(first_of_rows(), [9.0, 2.0, 7.0, 4.0, 0.0, 0.0]);
 
     // Wrong: a step with more rows than the binding has, prepared after it was recorded.
     prepare(&mut step, &[0], 4, &[range(0, 1, 0)]).expect("prepares");
-    gpu.submit(|encoder| {
-        op.record(encoder, &step, &binding);
-        prepare(&mut step, &[0, 1], 8, &[range(0, 1, 2), range(6, 2, 3)]).expect("prepares");
-    });
+    gpu.submit(|mut pass| {
+        op.record_on(&mut pass, &step, &binding)?;
+        prepare(&mut step, &[0, 1], 8, &[range(0, 1, 2), range(6, 2, 3)])
+    })
+    .expect("runs");
     assert_eq!(first_of_rows(), [9.0, 2.0, 0.0, 6.0, 0.0, 0.0], "rows 4 and 5 are not the binding's");
-    assert!(matches!(op.check(&step, &binding), Err(Error::LayoutMismatch { .. })));
-    gpu.submit(|encoder| op.record(encoder, &step, &binding));
+    assert!(matches!(op.run(&step, &binding), Err(Error::LayoutMismatch { .. })));
     assert_eq!(first_of_rows(), [9.0, 2.0, 0.0, 6.0, 0.0, 0.0], "nothing is recorded");
 
-    let no_storage = gpu.buffer_with(&[0; 8192], wgpu::BufferUsages::UNIFORM);
-    let refused = op.bind(&gpu.device, &Gather { out: View::dense(&no_storage, 1, 288), ..args }, 4);
+    let no_storage = without_storage(gpu);
+    let refused = op.bind(&Gather { out: View::dense(&no_storage, 1, 288), ..args }, 4);
     assert_eq!(refused.expect_err("refused"), Error::BufferUsage { what: "out", usage: "STORAGE" });
-    let nothing = op.bind(&gpu.device, &args, 0).expect("room for no row");
+    let nothing = op.bind(&args, 0).expect("room for no row");
     prepare(&mut step, &[0], 4, &[]).expect("no range");
-    gpu.submit(|encoder| op.record(encoder, &step, &nothing));
+    op.run(&step, &nothing).expect("runs");
     Ok(())
 }
 

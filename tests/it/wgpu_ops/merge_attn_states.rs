@@ -1,7 +1,6 @@
 //! `merge_attn_states`.
 
 use super::*;
-use mla_support::Outcome;
 
 /// Where rows of `[tokens, heads, dim]` lie, in elements.
 #[derive(Debug, Clone, Copy)]
@@ -64,7 +63,8 @@ impl MergeCase {
         }
     }
 
-    fn run(&self, gpu: &Gpu, op: &MergeAttnStates) {
+    fn run(&self, op: &Compiled<MergeAttnStatesSpec, Gpu>) {
+        let gpu = op.device();
         let MergeCase { dtype, tokens, heads, dim, inputs, output } = *self;
         let mut random = Random((dim * 31 + tokens) as u64);
         let elem = dtype.bytes();
@@ -89,9 +89,9 @@ impl MergeCase {
         }
         let before: Vec<u8> =
             (0..(output.end(tokens, heads, dim) + 3) * elem).map(|i| (i % 241) as u8 + 7).collect();
-        let [p, s, o] = [&prefix, &suffix, &before].map(|bytes| gpu.buffer(bytes));
-        let [pl, sl] = [&prefix_lse, &suffix_lse].map(|lse| gpu.buffer(bytemuck::cast_slice(lse)));
-        let ol = gpu.buffer(&vec![0x55; heads * tokens * 4]);
+        let [p, s, o] = [&prefix, &suffix, &before].map(|bytes| upload(gpu, bytes));
+        let [pl, sl] = [&prefix_lse, &suffix_lse].map(|lse| upload(gpu, bytemuck::cast_slice(lse)));
+        let ol = upload(gpu, &vec![0x55; heads * tokens * 4]);
         let by_head = Rows { offset: 0, token: 1, head: tokens };
         let args = MergeStates {
             prefix_output: inputs.view(&p),
@@ -103,10 +103,11 @@ impl MergeCase {
             num_tokens: tokens as u32,
             num_heads: heads as u32,
         };
-        let binding = op.bind(&gpu.device, &args).expect("binds");
-        let without_lse = op.bind(&gpu.device, &MergeStates { output_lse: None, ..args }).expect("binds");
-        gpu.submit(|encoder| op.record(encoder, &binding));
-        let (got, got_lse) = (gpu.read(&o), gpu.read(&ol));
+        let binding = op.bind(&args, ()).expect("binds");
+        let without_lse = op.bind(&MergeStates { output_lse: None, ..args }, ()).expect("binds");
+        let step = op.step(()).expect("a step");
+        op.run(&step, &binding).expect("runs");
+        let (got, got_lse) = (download(gpu, &o), download(gpu, &ol));
         let got_lse: &[f32] = bytemuck::cast_slice(&got_lse);
 
         let label =
@@ -160,11 +161,11 @@ impl MergeCase {
             assert_eq!(got[i], before[i], "byte {i} is in no row: {}", label(0, 0));
         }
 
-        gpu.queue.write_buffer(&o, 0, &vec![0; o.size() as usize]);
-        gpu.queue.write_buffer(&ol, 0, &vec![0x55; ol.size() as usize]);
-        gpu.submit(|encoder| op.record(encoder, &without_lse));
-        assert!(gpu.read(&ol).iter().all(|b| *b == 0x55), "no LSE was asked for");
-        let again = gpu.read(&o);
+        gpu.upload(&o, 0, &vec![0; o.size() as usize]).expect("uploads");
+        gpu.upload(&ol, 0, &vec![0x55; ol.size() as usize]).expect("uploads");
+        op.run(&step, &without_lse).expect("runs");
+        assert!(download(gpu, &ol).iter().all(|b| *b == 0x55), "no LSE was asked for");
+        let again = download(gpu, &o);
         assert!((0..before.len()).all(|i| !written[i] || again[i] == got[i]));
     }
 }
@@ -173,13 +174,9 @@ fn merge_is_right_for_any_head_size() -> Outcome {
     let gpu = gpu()?;
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         for dim in [1, 3, 4, 63, 96, 128, 200] {
-            let op = MergeAttnStates::new(
-                &Pipelines::new(&gpu.device),
-                MergeStatesSpec { dtype, head_size: dim as u32 },
-            );
-            let op = op.expect("compiles");
+            let op = gpu.compile(MergeAttnStatesSpec { dtype, head_size: dim as u32 }).expect("compiles");
             for (tokens, heads) in [(13, 5), (1, 16), (27, 1), (1, 1)] {
-                MergeCase::dense(dtype, tokens, heads, dim).run(gpu, &op);
+                MergeCase::dense(dtype, tokens, heads, dim).run(&op);
             }
             // odd strides and offsets on both sides; heads outside; gaps that must stay as they are
             for (inputs, output) in [
@@ -194,16 +191,16 @@ fn merge_is_right_for_any_head_size() -> Outcome {
                 ),
                 (Rows::dense(5, dim), Rows { offset: 4, token: 5 * (dim + 8), head: dim + 8 }),
             ] {
-                MergeCase { dtype, tokens: 13, heads: 5, dim, inputs, output }.run(gpu, &op);
+                MergeCase { dtype, tokens: 13, heads: 5, dim, inputs, output }.run(&op);
             }
             // even, but no multiple of 4; and one head or one token, whose unused stride holds anything
             let (inputs, unused) = (Rows::dense(5, dim), usize::MAX / 2);
             let even = Rows { offset: 2, token: 5 * dim + 6, head: dim };
-            MergeCase { dtype, tokens: 13, heads: 5, dim, inputs, output: even }.run(gpu, &op);
+            MergeCase { dtype, tokens: 13, heads: 5, dim, inputs, output: even }.run(&op);
             let one_head = Rows { offset: 1, token: dim + 5, head: unused };
-            MergeCase { dtype, tokens: 13, heads: 1, dim, inputs, output: one_head }.run(gpu, &op);
+            MergeCase { dtype, tokens: 13, heads: 1, dim, inputs, output: one_head }.run(&op);
             let one_token = Rows { offset: 1, token: unused, head: dim + 3 };
-            MergeCase { dtype, tokens: 1, heads: 5, dim, inputs, output: one_token }.run(gpu, &op);
+            MergeCase { dtype, tokens: 1, heads: 5, dim, inputs, output: one_token }.run(&op);
         }
     }
     Ok(())

@@ -2,14 +2,12 @@
 use std::sync::OnceLock;
 
 use half::{bf16, f16};
-use mla_support::{Ignored, ignored_unless_required};
-use wgpu_mla::gpu::Pipelines;
-use wgpu_mla::gpu::ops::{
-    AppendStep, CopySpec, CopyStep, GatherStep, KvAppend, KvCopyPages, KvGather, MergeAttnStates,
-};
+use mla_support::{Ignored, Outcome};
+use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Dtype, Error, Gather, GatherRange, GatherSpec, KvSpec, KvView, MergeStates,
-    MergeStatesSpec, MlaShape, PageTable, View, e4m3_decode, e4m3_encode,
+    AppendLayer, AppendSpec, Compiled, CopySpec, Device, Dtype, Error, Gather, GatherBatch, GatherRange,
+    GatherSpec, KvSpec, KvView, MergeAttnStatesSpec, MergeStates, MlaShape, MlaSpec, PageTable, Step, View,
+    e4m3_decode, e4m3_encode, wgpu,
 };
 
 mod errors;
@@ -22,20 +20,16 @@ mod round;
 
 const SHAPE: MlaShape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
 
-struct Gpu {
-    device: wgpu::Device,
-    queue: wgpu::Queue,
+/// The shapes of a decode that has the same cache.
+fn decode(kv: KvSpec) -> MlaSpec {
+    MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 }
 }
 
+/// A device without features, on the adapter that all tests share.
 fn open(limits: wgpu::Limits) -> Result<Gpu, Ignored> {
-    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
-    let adapter = match pollster::block_on(instance.request_adapter(&Default::default())) {
-        Ok(adapter) => adapter,
-        Err(e) => return Err(ignored_unless_required("MLA_REQUIRE_GPU", format!("no adapter: {e}"))),
-    };
-    let descriptor = wgpu::DeviceDescriptor { required_limits: limits, ..Default::default() };
-    let (device, queue) = pollster::block_on(adapter.request_device(&descriptor)).expect("a device");
-    Ok(Gpu { device, queue })
+    let adapter = mla_support::gpu()?.adapter().expect("of a device that this crate made").clone();
+    let made = Gpu::from_adapter(adapter, wgpu::Features::empty(), limits);
+    Ok(pollster::block_on(made).expect("a device"))
 }
 
 fn gpu() -> Result<&'static Gpu, Ignored> {
@@ -43,42 +37,27 @@ fn gpu() -> Result<&'static Gpu, Ignored> {
     GPU.get_or_init(|| open(wgpu::Limits::default())).as_ref().map_err(Ignored::clone)
 }
 
-impl Gpu {
-    fn buffer(&self, bytes: &[u8]) -> wgpu::Buffer {
-        self.buffer_with(bytes, wgpu::BufferUsages::STORAGE)
-    }
+/// A buffer of these bytes, up to whole words.
+fn upload(gpu: &Gpu, bytes: &[u8]) -> wgpu::Buffer {
+    let mut bytes = bytes.to_vec();
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    let buffer = gpu.buffer(bytes.len() as u64).expect("a buffer");
+    gpu.upload(&buffer, 0, &bytes).expect("uploads");
+    buffer
+}
 
-    fn buffer_with(&self, bytes: &[u8], usage: wgpu::BufferUsages) -> wgpu::Buffer {
-        let mut bytes = bytes.to_vec();
-        bytes.resize(bytes.len().next_multiple_of(4).max(4), 0);
-        let buffer = self.device.create_buffer(&wgpu::BufferDescriptor {
-            label: None,
-            size: bytes.len() as u64,
-            usage: usage | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC,
-            mapped_at_creation: false,
-        });
-        self.queue.write_buffer(&buffer, 0, &bytes);
-        buffer
-    }
+/// A buffer of 8 KB that no kernel may read or write.
+fn without_storage(gpu: &Gpu) -> wgpu::Buffer {
+    gpu.device().create_buffer(&wgpu::BufferDescriptor {
+        label: None,
+        size: 8192,
+        usage: wgpu::BufferUsages::UNIFORM,
+        mapped_at_creation: false,
+    })
+}
 
-    fn submit(&self, record: impl FnOnce(&mut wgpu::CommandEncoder)) {
-        let mut encoder = self.device.create_command_encoder(&Default::default());
-        record(&mut encoder);
-        self.queue.submit([encoder.finish()]);
-    }
-
-    fn read(&self, buffer: &wgpu::Buffer) -> Vec<u8> {
-        let staging = self.device.create_buffer(&wgpu::BufferDescriptor {
-            label: None,
-            size: buffer.size(),
-            usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
-            mapped_at_creation: false,
-        });
-        self.submit(|encoder| encoder.copy_buffer_to_buffer(buffer, 0, &staging, 0, buffer.size()));
-        staging.map_async(wgpu::MapMode::Read, .., |result| result.expect("mapped"));
-        self.device.poll(wgpu::PollType::wait_indefinitely()).expect("polled");
-        staging.get_mapped_range(..).expect("mapped").to_vec()
-    }
+fn download(gpu: &Gpu, buffer: &wgpu::Buffer) -> Vec<u8> {
+    gpu.download(buffer, buffer.size()).expect("downloads")
 }
 
 /// A fixed pseudo-random sequence.

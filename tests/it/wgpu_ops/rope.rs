@@ -1,8 +1,6 @@
-//! `rope` and `rope_append` verb by verb: ranges of tokens, steps that outgrow a binding, windows, refusals.
+//! `rope` and `rope_append`, one call at a time: ranges of tokens, steps that outgrow a binding, windows, refusals.
 
 use super::*;
-use mla_support::Outcome;
-use wgpu_mla::gpu::ops::{Rotate, RotateAppend, RotateStep};
 use wgpu_mla::{Rope, RopeAppend, RopeAppendSpec, RopeFrequencies, RopeLayout, RopeSpec};
 
 const SPEC: RopeSpec =
@@ -32,7 +30,7 @@ fn a_binding_serves_steps_of_any_range() -> Outcome {
     let mut random = Random(3);
     let x: Vec<f32> = (0..9 * ROW).map(|_| random.unit()).collect();
     let (table, positions) = (angles(8), [3i32, 99, 0, 17, 5, 5, 64, 1, 42]);
-    let buffer = |words: &[u8]| gpu.buffer(words);
+    let buffer = |words: &[u8]| upload(gpu, words);
     let (cos_sin, places) = (buffer(bytemuck::cast_slice(&table)), buffer(bytemuck::cast_slice(&positions)));
     let (input, output) = (buffer(bytemuck::cast_slice(&x)), buffer(&[0; 9 * ROW * 4]));
     let args = |x, y| Rope {
@@ -41,25 +39,25 @@ fn a_binding_serves_steps_of_any_range() -> Outcome {
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 100,
-        num_tokens: 9,
     };
-    let op = Rotate::new(&Pipelines::new(&gpu.device), SPEC).expect("compiles");
-    let apart = op.bind(&gpu.device, &args(&input, &output)).expect("binds");
-    let in_place = op.bind(&gpu.device, &args(&input, &input)).expect("binds in place");
+    let op = gpu.compile(SPEC).expect("compiles");
+    let apart = op.bind(&args(&input, &output), 9).expect("binds");
+    let in_place = op.bind(&args(&input, &input), 9).expect("binds in place");
     let row = |token: usize| turned(&x[token * ROW..][..ROW], positions[token] as usize, &table);
 
-    let step = |first, tokens| {
-        let mut step = RotateStep::default();
-        op.prepare(&gpu.device, &gpu.queue, &mut step, first, tokens).expect("prepares");
+    let step = |tokens| {
+        let mut step = op.step(0).expect("a step");
+        op.prepare(&mut step, tokens).expect("prepares");
         step
     };
-    let (middle, none) = (step(2, 3), step(9, 0));
-    gpu.submit(|encoder| {
-        op.record(encoder, &none, &apart);
-        op.record(encoder, &middle, &apart);
-        op.record(encoder, &middle, &in_place);
-    });
-    let read = |buffer| bytemuck::cast_slice::<u8, f32>(&gpu.read(buffer)).to_vec();
+    let (middle, none) = (step(2..5), step(9..9));
+    gpu.submit(|mut pass| {
+        op.record_on(&mut pass, &none, &apart)?;
+        op.record_on(&mut pass, &middle, &apart)?;
+        op.record_on(&mut pass, &middle, &in_place)
+    })
+    .expect("runs");
+    let read = |buffer| bytemuck::cast_slice::<u8, f32>(&download(gpu, buffer)).to_vec();
     for (got, before) in [(read(&output), vec![0.0; 9 * ROW]), (read(&input), x.clone())] {
         for token in 0..9 {
             let at = token * ROW..(token + 1) * ROW;
@@ -68,44 +66,47 @@ fn a_binding_serves_steps_of_any_range() -> Outcome {
         }
     }
 
-    let past = step(7, 3);
-    assert!(matches!(op.check(&past, &apart), Err(Error::LayoutMismatch { .. })));
-    gpu.submit(|encoder| op.record(encoder, &past, &in_place));
-    assert_eq!(read(&input)[7 * ROW..], x[7 * ROW..], "recorded all the same it does nothing");
+    let past = step(7..10);
+    assert!(matches!(op.run(&past, &in_place), Err(Error::LayoutMismatch { .. })));
+    assert_eq!(read(&input)[7 * ROW..], x[7 * ROW..], "nothing ran");
 
     // Wrong: a step that is prepared again between its record and the submit, for tokens that the binding has not.
-    let mut again = step(8, 1);
-    gpu.submit(|encoder| {
-        op.record(encoder, &again, &apart);
-        op.prepare(&gpu.device, &gpu.queue, &mut again, u32::MAX - 3, 3).expect_err("a limit");
-        op.prepare(&gpu.device, &gpu.queue, &mut again, 1 << 20, 3).expect("prepares");
-    });
-    assert_eq!(read(&output)[5 * ROW..], [0.0; 4 * ROW], "nothing in the binding's reach");
+    for far in [1 << 20..(1 << 20) + 3, u32::MAX - 3..u32::MAX] {
+        let mut again = step(8..9);
+        gpu.submit(|mut pass| {
+            op.record_on(&mut pass, &again, &apart)?;
+            op.prepare(&mut again, far)
+        })
+        .expect("runs");
+        assert_eq!(read(&output)[5 * ROW..], [0.0; 4 * ROW], "nothing in the binding's reach");
+    }
+    #[allow(clippy::reversed_empty_ranges)]
+    let error = op.prepare(&mut step(8..9), 9..8).expect_err("it ends before it begins");
+    assert!(matches!(error, Error::Shape { what: "the end of a token range", got: 8, .. }), "{error}");
     Ok(())
 }
 
 fn a_rotation_in_place_binds_one_window() -> Outcome {
     let limits = wgpu::Limits { max_storage_buffer_binding_size: 1 << 16, ..wgpu::Limits::default() };
-    let gpu = open(limits)?;
+    let gpu = &open(limits)?;
     let (table, mut random) = (angles(8), Random(8));
     let x: Vec<f32> = (0..3 * ROW).map(|_| random.unit()).collect();
     let first = 50_000;
     let mut bytes = vec![0; 1 << 20];
     bytes[first * 4..][..x.len() * 4].copy_from_slice(bytemuck::cast_slice(&x));
-    let (rows, cos_sin) = (gpu.buffer(&bytes), gpu.buffer(bytemuck::cast_slice(&table)));
-    let places = gpu.buffer(bytemuck::cast_slice(&[7i32, 0, 31]));
+    let (rows, cos_sin) = (upload(gpu, &bytes), upload(gpu, bytemuck::cast_slice(&table)));
+    let places = upload(gpu, bytemuck::cast_slice(&[7i32, 0, 31]));
     let view = |offset: usize| View { offset: offset as u64, ..View::dense(&rows, 2, 8) };
-    let op = Rotate::new(&Pipelines::new(&gpu.device), SPEC).expect("compiles");
+    let op = gpu.compile(SPEC).expect("compiles");
     let args = |y: usize| Rope {
         x: view(first),
         y: view(y),
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 100,
-        num_tokens: 3,
     };
-    let mut step = RotateStep::default();
-    op.prepare(&gpu.device, &gpu.queue, &mut step, 0, 3).expect("prepares");
+    let mut step = op.step(0).expect("a step");
+    op.prepare(&mut step, 0..3).expect("prepares");
     let want: Vec<f32> = [7, 0, 31]
         .iter()
         .enumerate()
@@ -113,71 +114,73 @@ fn a_rotation_in_place_binds_one_window() -> Outcome {
         .collect();
     // In front of the input, behind it, then where it is.
     for y in [first - 4096, first + 4096, first] {
-        let binding = op.bind(&gpu.device, &args(y)).expect("a window of 16 KB and the rows fits");
-        gpu.submit(|encoder| op.record(encoder, &step, &binding));
-        let got = gpu.read(&rows);
+        let binding = op.bind(&args(y), 3).expect("a window of 16 KB and the rows fits");
+        op.run(&step, &binding).expect("runs");
+        let got = download(gpu, &rows);
         assert!(near(&bytemuck::cast_slice(&got)[y..y + x.len()], &want), "at {y}");
     }
-    let error = op.bind(&gpu.device, &args(200_000)).expect_err("600 KB do not fit");
+    let error = op.bind(&args(200_000), 3).expect_err("600 KB do not fit");
     assert!(matches!(error, Error::Limit { what: "y", limit: 0x10000, .. }), "{error}");
     Ok(())
 }
 
-fn one_step_serves_both_appends_and_never_leaves_the_binding() -> Outcome {
+fn a_rotated_append_never_leaves_its_binding() -> Outcome {
     let gpu = gpu()?;
-    let pipelines = Pipelines::new(&gpu.device);
     let kv = KvSpec { dtype: Dtype::F32, page_size: 8, num_pages: 5 };
     let append = AppendSpec { shape: SHAPE, kv, input: Dtype::F32 };
     let layout = RopeLayout::HalfSplit;
     let spec = RopeAppendSpec { append, query: Dtype::Bf16, num_heads: 3, layout };
-    let mla = wgpu_mla::MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
-    let rows = gpu.buffer(bytemuck::cast_slice(&[1f32; 40 * 288]));
-    let (cache, q) = (gpu.buffer(&[0; 40 * 288 * 4]), gpu.buffer(&[0x3F; 2 * 3 * 32 * 2]));
-    let q_out = gpu.buffer(&[0; 2 * 3 * 32 * 2 + 64]);
-    let (places, cos_sin) = (gpu.buffer(&[0; 8]), gpu.buffer(bytemuck::cast_slice(&angles(32))));
+    let rows = upload(gpu, bytemuck::cast_slice(&[1f32; 40 * 288]));
+    let (cache, q) = (upload(gpu, &[0; 40 * 288 * 4]), upload(gpu, &[0x3F; 2 * 3 * 32 * 2]));
+    let q_out = upload(gpu, &[0; 2 * 3 * 32 * 2 + 64]);
+    let (places, cos_sin) = (upload(gpu, &[0; 8]), upload(gpu, bytemuck::cast_slice(&angles(32))));
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 0 };
     let args = |places, q_pe| RopeAppend {
         q_pe: View::dense(q_pe, 3, 32),
         q_pe_out: View::dense(&q_out, 3, 32),
-        layer: AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &mla), k_scale: 1.0 },
+        layer: AppendLayer {
+            kv_c: view(0),
+            k_pe: view(256),
+            kv: KvView::dense(&cache, &decode(kv)),
+            k_scale: 1.0,
+        },
         positions: places,
         cos_sin: &cos_sin,
         max_position: 100,
     };
-    let op = RotateAppend::new(&pipelines, spec).expect("compiles");
-    let binding = op.bind(&gpu.device, &args(&places, &q), 2).expect("binds");
-    let plain = KvAppend::new(&pipelines, append).expect("compiles");
-    let mut step = AppendStep::default();
-    plain.prepare(&gpu.device, &gpu.queue, &mut step, &[30, -1]).expect("prepares");
-    gpu.submit(|encoder| op.record(encoder, &step, &binding));
+    let op = gpu.compile(spec).expect("compiles");
+    let binding = op.bind(&args(&places, &q), 2).expect("binds");
+    let mut step = op.step(0).expect("a step");
+    op.prepare(&mut step, &[30, -1]).expect("prepares");
+    op.run(&step, &binding).expect("runs");
     // At position 0 nothing turns.
     let ones = |bytes: &[u8]| bytemuck::cast_slice(bytes).iter().filter(|x: &&f32| **x == 1.0).count();
-    let got = gpu.read(&cache);
+    let got = download(gpu, &cache);
     assert_eq!((ones(&got[30 * 288 * 4..31 * 288 * 4]), ones(&got)), (288, 288), "one row");
-    let got = gpu.read(&q_out);
+    let got = download(gpu, &q_out);
     assert!(got[..384].iter().all(|byte| *byte == 0x3F), "queries of skipped tokens too");
     assert!(got[384..].iter().all(|byte| *byte == 0), "and no more");
 
-    op.prepare(&gpu.device, &gpu.queue, &mut step, &[30, 31]).expect("prepares");
-    gpu.submit(|encoder| {
-        op.record(encoder, &step, &binding);
+    op.prepare(&mut step, &[30, 31]).expect("prepares");
+    gpu.submit(|mut pass| {
+        op.record_on(&mut pass, &step, &binding)?;
         // Wrong: the same step's table is uploaded before the submit. It fits, so the recorded commands see it.
         let slots: Vec<i64> = (0..40).collect();
-        op.prepare(&gpu.device, &gpu.queue, &mut step, &slots).expect("prepares");
-    });
-    let got = gpu.read(&cache);
+        op.prepare(&mut step, &slots)
+    })
+    .expect("runs");
+    let got = download(gpu, &cache);
     assert_eq!((ones(&got[..2 * 288 * 4]), ones(&got)), (576, 3 * 288), "only the binding's two tokens");
-    assert!(gpu.read(&q_out)[384..].iter().all(|byte| *byte == 0));
+    assert!(download(gpu, &q_out)[384..].iter().all(|byte| *byte == 0));
 
-    assert!(matches!(op.check(&step, &binding), Err(Error::LayoutMismatch { .. })));
-    gpu.submit(|encoder| op.record(encoder, &step, &binding));
-    let nothing = op.bind(&gpu.device, &args(&places, &q), 0).expect("room for no token");
-    op.prepare(&gpu.device, &gpu.queue, &mut step, &[]).expect("no token");
-    gpu.submit(|encoder| op.record(encoder, &step, &nothing));
+    assert!(matches!(op.run(&step, &binding), Err(Error::LayoutMismatch { .. })));
+    let nothing = op.bind(&args(&places, &q), 0).expect("room for no token");
+    op.prepare(&mut step, &[]).expect("no token");
+    op.run(&step, &nothing).expect("runs");
 
-    let no_storage = gpu.buffer_with(&[0; 8192], wgpu::BufferUsages::UNIFORM);
+    let no_storage = without_storage(gpu);
     for (args, what) in [(args(&no_storage, &q), "positions"), (args(&places, &no_storage), "q_pe")] {
-        let error = op.bind(&gpu.device, &args, 2).expect_err("refused");
+        let error = op.bind(&args, 2).expect_err("refused");
         assert_eq!(error, Error::BufferUsage { what, usage: "STORAGE" });
     }
     Ok(())
@@ -186,5 +189,5 @@ fn one_step_serves_both_appends_and_never_leaves_the_binding() -> Outcome {
 crate::tests![
     a_binding_serves_steps_of_any_range,
     a_rotation_in_place_binds_one_window,
-    one_step_serves_both_appends_and_never_leaves_the_binding,
+    a_rotated_append_never_leaves_its_binding,
 ];

@@ -1,7 +1,6 @@
 //! Rounding, every 16-bit code and hard f32 patterns.
 
 use super::*;
-use mla_support::Outcome;
 
 const ROUND_TEST: &str = "
 @group(0) @binding(0) var<storage, read> x: array<u32>; // [n] f32 bits, or a 16-bit code
@@ -44,11 +43,11 @@ fn every_rounding_is_that_of_the_host() -> Outcome {
     patterns.extend((0..1 << 20).map(|_| random.bits()));
 
     let text = [include_str!("../../../shaders/lib/round.wgsl"), ROUND_TEST].concat();
-    let module = gpu.device.create_shader_module(wgpu::ShaderModuleDescriptor {
+    let module = gpu.device().create_shader_module(wgpu::ShaderModuleDescriptor {
         label: None,
         source: wgpu::ShaderSource::Wgsl(text.into()),
     });
-    let pipeline = gpu.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+    let pipeline = gpu.device().create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
         label: None,
         layout: None,
         module: &module,
@@ -56,9 +55,9 @@ fn every_rounding_is_that_of_the_host() -> Outcome {
         compilation_options: Default::default(),
         cache: None,
     });
-    let x = gpu.buffer(bytemuck::cast_slice(&patterns));
-    let y = gpu.buffer(&vec![0; patterns.len() * 16]);
-    let group = gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+    let x = upload(gpu, bytemuck::cast_slice(&patterns));
+    let y = upload(gpu, &vec![0; patterns.len() * 16]);
+    let group = gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
         label: None,
         layout: &pipeline.get_bind_group_layout(0),
         entries: &[
@@ -66,13 +65,14 @@ fn every_rounding_is_that_of_the_host() -> Outcome {
             wgpu::BindGroupEntry { binding: 1, resource: y.as_entire_binding() },
         ],
     });
-    gpu.submit(|encoder| {
-        let mut pass = encoder.begin_compute_pass(&Default::default());
+    gpu.submit(|mut pass| {
         pass.set_pipeline(&pipeline);
         pass.set_bind_group(0, &group, &[]);
         pass.dispatch_workgroups(1024, 1, 1);
-    });
-    let got = gpu.read(&y);
+        Ok(())
+    })
+    .expect("runs");
+    let got = download(gpu, &y);
     let got: &[[u32; 4]] = bytemuck::cast_slice(&got);
     for (&bits, got) in patterns.iter().zip(got) {
         let value = f32::from_bits(bits);

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as FileDtype, Metadata, TensorView};
-use wgpu_mla::{AppendSpec, Dtype, KvSpec, MergeStatesSpec, MlaShape, MlaSpec};
+use wgpu_mla::{AppendSpec, Dtype, KvSpec, MergeAttnStatesSpec, MlaShape, MlaSpec, Op};
 
 /// One conformance case.
 #[derive(Debug, Clone)]
@@ -53,7 +53,7 @@ pub struct DecodeCase {
 #[derive(Debug, Clone)]
 pub struct MergeCase {
     /// Dtype and head size.
-    pub spec: MergeStatesSpec,
+    pub spec: MergeAttnStatesSpec,
     /// Query tokens.
     pub num_tokens: usize,
     /// Heads.
@@ -227,7 +227,7 @@ fn merge(file: &File<'_>) -> Result<MergeCase, String> {
     }
     narrow("tokens", tokens)?;
     narrow("heads", heads)?;
-    let spec = MergeStatesSpec { dtype: prefix.dtype, head_size: narrow("head_size", head_size)? };
+    let spec = MergeAttnStatesSpec { dtype: prefix.dtype, head_size: narrow("head_size", head_size)? };
     spec.check().map_err(|error| error.to_string())?;
     Ok(MergeCase {
         spec,

@@ -1,9 +1,11 @@
-//! Problems on a wgpu device, one verb at a time: for tests of recording, where a `Backend` would submit too early.
+//! Problems on a wgpu device, one call at a time: for tests of recording.
 
 use std::sync::OnceLock;
 
-use wgpu_mla::gpu::{Gpu, LayerBinding, MlaDecode, Options, Step};
-use wgpu_mla::{Backend, Batch, Capacity, Dtype, Layer, MlaSpec, PageTable, Plan, Policy, wgpu};
+use wgpu_mla::gpu::Gpu;
+use wgpu_mla::{
+    Batch, Binding, Capacity, Compiled, Device, Dtype, Layer, MlaSpec, PageTable, Plan, Policy, Step, wgpu,
+};
 
 use super::Ignored;
 use super::close::{Tolerance, close};
@@ -12,7 +14,7 @@ use super::paint::{Make, POISON, Problem, sequences};
 /// A device and a decode on it.
 pub struct Rig {
     pub gpu: Gpu,
-    pub mla: MlaDecode,
+    pub mla: Compiled<MlaSpec, Gpu>,
 }
 
 /// A problem's arrays on the device, bound.
@@ -22,7 +24,7 @@ pub struct Loaded {
     pub kv: wgpu::Buffer,
     pub out: wgpu::Buffer,
     pub lse: wgpu::Buffer,
-    pub binding: LayerBinding,
+    pub binding: Binding<MlaSpec, Gpu>,
 }
 
 /// A problem of the one spec that these tests use: kernels are what costs on a software device.
@@ -43,10 +45,10 @@ pub fn shortened(problem: &Problem, seq_lens: &[i32]) -> Problem {
     Problem { seq_lens: seq_lens.to_vec(), ..problem.clone() }
 }
 
-pub fn plan(mla: &MlaDecode, problem: &Problem, policy: Policy) -> Plan {
+pub fn plan(mla: &Compiled<MlaSpec, Gpu>, problem: &Problem, policy: Policy) -> Plan {
     let batch =
         Batch { visibility: problem.visibility(), ..Batch::new(&problem.seq_lens, &problem.query_start_loc) };
-    Plan::new(mla.spec(), &mla.tiling(), &batch, policy).expect("a plan")
+    Plan::new(mla.op(), &mla.tiling(), &batch, policy).expect("a plan")
 }
 
 pub fn pages(problem: &Problem) -> PageTable<'_> {
@@ -62,7 +64,7 @@ impl Rig {
     }
 
     pub fn on(gpu: Gpu, spec: &MlaSpec) -> Self {
-        let mla = MlaDecode::new(&gpu.pipelines, spec, &Options::default()).expect("a decode");
+        let mla = gpu.compile(*spec).expect("a decode");
         Self { gpu, mla }
     }
 
@@ -78,35 +80,35 @@ impl Rig {
         let latent = problem.spec.shape.kv_lora_rank as usize;
         let [q, kv] = [&problem.q, &problem.kv].map(|bytes| self.buffer(bytes));
         let [out, lse] = [latent, 1].map(|dim| self.buffer(&vec![POISON; rows * dim * 4]));
-        let layer = Layer::dense(self.mla.spec(), &q, &kv, &out, &lse, problem.softmax_scale);
-        let binding = self.mla.bind(problem.total_q() as u32, &layer).expect("a binding");
+        let layer = Layer::dense(self.mla.op(), &q, &kv, &out, &lse, problem.softmax_scale);
+        let binding = self.mla.bind(&layer, problem.total_q() as u32).expect("a binding");
         Loaded { problem, q, kv, out, lse, binding }
     }
 
     /// A step that holds the problem's plan.
-    pub fn step(&self, problem: &Problem, policy: Policy) -> Step {
+    pub fn step(&self, problem: &Problem, policy: Policy) -> Step<MlaSpec, Gpu> {
         let mut step = self.mla.step(Capacity::default()).expect("a step");
         self.prepare(&mut step, problem, policy);
         step
     }
 
-    pub fn prepare(&self, step: &mut Step, problem: &Problem, policy: Policy) {
+    pub fn prepare(&self, step: &mut Step<MlaSpec, Gpu>, problem: &Problem, policy: Policy) {
         let plan = plan(&self.mla, problem, policy);
-        self.mla.prepare(&self.gpu.queue, step, &plan, pages(problem)).expect("prepared");
+        self.mla.prepare(step, (&plan, pages(problem))).expect("prepared");
     }
 
     pub fn encoder(&self) -> wgpu::CommandEncoder {
-        self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default())
+        self.gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default())
     }
 
     pub fn submit(&self, encoder: wgpu::CommandEncoder) {
-        self.gpu.queue.submit([encoder.finish()]);
+        self.gpu.queue().submit([encoder.finish()]);
     }
 
     /// Records and submits one decode.
-    pub fn run(&self, step: &Step, loaded: &Loaded) {
+    pub fn run(&self, step: &Step<MlaSpec, Gpu>, loaded: &Loaded) {
         let mut encoder = self.encoder();
-        self.mla.record(&mut encoder, step, &loaded.binding);
+        self.mla.record(&mut encoder, step, &loaded.binding).expect("recorded");
         self.submit(encoder);
     }
 

@@ -1,5 +1,7 @@
 // Merges any number of partial attention states of the same queries: the twin of shaders/merge_states.wgsl. A thread makes a quad of a row of the
 // output; sets are added in their order, and one that has a larger LSE rescales what is summed.
+//
+// A grid is for max_tokens, so that a captured one serves every range that fits: blocks past its tokens leave early.
 
 // limits: merge_states registers=64 threads=256
 
@@ -16,10 +18,11 @@ struct Args {
     Place lse;
     Place output;
     Place output_lse; // its address is 0 where it is not wanted
+    u64 table; // u32: the number of tokens, the first of them, the number of sets
     u64 set_stride;
     u64 lse_set_stride;
-    u32 num_items; // quads of the output
-    u32 num_sets;
+    u32 max_tokens;
+    u32 max_sets;
     u32 num_heads;
     u32 head_quads;
     u32 dtype;
@@ -38,13 +41,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_states(const Args ar
     let_next_kernel_begin();
     wait_for_kernel_before();
     u32 item = blockIdx.x * THREADS + threadIdx.x;
-    if (item >= args.num_items) {
-        return;
-    }
     u32 row = divide(item, args.by_head_quads);
     u32 quad = item - row * args.head_quads;
-    u32 token = divide(row, args.by_num_heads);
-    u32 head = row - token * args.num_heads;
+    u32 index = divide(row, args.by_num_heads);
+    u32 head = row - index * args.num_heads;
+    u32 count = read_4(args.table), first = read_4(args.table + 4);
+    u32 num_sets = min(read_4(args.table + 8), args.max_sets);
+    // Neither sum wraps past the second: the host bounds the range.
+    if (index >= count || first + index >= args.max_tokens) {
+        return;
+    }
+    u32 token = first + index;
     u64 column = (u64)quad * quad_bytes(args.dtype);
     u64 states = row_of(args.states, token, head) + column, lses = row_of(args.lse, token, head);
 
@@ -52,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_states(const Args ar
     float4 merged = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     u32 some = 0, only = 0;
 #pragma unroll 4
-    for (u32 set = 0; set < args.num_sets; set++) {
+    for (u32 set = 0; set < num_sets; set++) {
         u32 bits = read_4(lses + set * args.lse_set_stride);
         u64 at[1] = {states + set * args.set_stride};
         float4 state[1];

@@ -1,8 +1,7 @@
 //! The oracle of `mla_prefill`.
 
 use super::{dot, log_sum_exp};
-use wgpu_mla::PrefillSequence;
-use wgpu_mla::prefill::PrefillVisible;
+use wgpu_mla::{PrefillSequence, PrefillVisible};
 
 /// Arguments of [`mla_prefill`], dense arrays.
 #[derive(Debug, Clone, Copy)]

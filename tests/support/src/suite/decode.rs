@@ -268,7 +268,7 @@ pub fn a_step_serves_batch_after_batch<B: Backend>(session: &Session<'_, B>) {
                 let wrong = |error: wgpu_mla::Error| error.to_string();
                 let backend = session.backend;
                 let decode = session.decode(&spec).map_err(wrong)?;
-                let mut step = backend.step(&decode, Capacity::default()).map_err(wrong)?;
+                let mut step = decode.step(Capacity::default()).map_err(wrong)?;
                 let (heads, latent) = (spec.shape.num_heads as usize, spec.shape.kv_lora_rank as usize);
                 let poison = |bytes: usize| upload(backend, &vec![POISON; bytes]);
                 let q = poison(problems.iter().map(|p| p.q.len()).max().unwrap_or(0)).map_err(wrong)?;
@@ -276,14 +276,14 @@ pub fn a_step_serves_batch_after_batch<B: Backend>(session: &Session<'_, B>) {
                 let out = poison(4 * heads * latent * 4).map_err(wrong)?;
                 let lse = poison(4 * heads * 4).map_err(wrong)?;
                 let layer = Layer::dense(&spec, &q, &kv, &out, &lse, problems[0].softmax_scale);
-                let binding = backend.bind(&decode, 4, &layer).map_err(wrong)?;
+                let binding = decode.bind(&layer, 4).map_err(wrong)?;
                 for problem in &problems {
                     backend.upload(&q, 0, &problem.q).map_err(wrong)?;
                     backend.upload(&kv, 0, &problem.kv).map_err(wrong)?;
                     let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
-                    let plan = Plan::new(&spec, &backend.tiling(&decode), &batch, policy).map_err(wrong)?;
-                    backend.prepare(&decode, &mut step, &plan, dense_table(problem)).map_err(wrong)?;
-                    backend.run(&decode, &step, &binding).map_err(wrong)?;
+                    let plan = Plan::new(&spec, &decode.tiling(), &batch, policy).map_err(wrong)?;
+                    decode.prepare(&mut step, (&plan, dense_table(problem))).map_err(wrong)?;
+                    decode.run(&step, &binding).map_err(wrong)?;
                     let rows = problem.total_q() * heads;
                     let got = |buffer, elems: usize| -> Result<Vec<f32>, String> {
                         let bytes = backend.download(buffer, elems as u64 * 4).map_err(wrong)?;

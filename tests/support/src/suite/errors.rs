@@ -1,7 +1,9 @@
 //! What a backend must refuse before a kernel can see it. The cases are those that corrupt memory or results.
 
-use wgpu_mla::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
-use wgpu_mla::{Backend, Batch, Capacity, Dtype, Error, KvSpec, Layer, MlaShape, Plan, Policy, View};
+use wgpu_mla::{
+    AppendLayer, AppendSpec, Backend, Batch, Capacity, CopySpec, DecodeOptions, Dtype, Error, KvSpec, Layer,
+    MergeAttnStatesSpec, MergeStates, MlaShape, Plan, Policy, View,
+};
 
 use super::Session;
 use super::memory::{Pages, Strides};
@@ -33,10 +35,11 @@ pub fn refuses_specs<B: Backend>(session: &Session<'_, B>) {
         (with_kv(KvSpec { num_pages: 0, ..good.kv }), "num_pages"),
         (wgpu_mla::MlaSpec { out: Dtype::E4m3, ..good }, "out"),
     ] {
-        refuses(session, &format!("{spec:?}"), session.backend.decode(&spec, None), why);
+        refuses(session, &format!("{spec:?}"), session.backend.compile(spec), why);
     }
-    let unknown = session.backend.decode(&good, Some("no such variant"));
-    refuses(session, "an unknown variant", unknown, "no such variant");
+    let unknown = DecodeOptions { variant: Some("no such variant".into()), ..DecodeOptions::default() };
+    let compiled = session.backend.compile_with(good, &unknown);
+    refuses(session, "an unknown variant", compiled, "no such variant");
     session.finish("refuses specs");
 }
 
@@ -63,12 +66,11 @@ pub fn refuses_pages<B: Backend>(session: &Session<'_, B>) {
 }
 
 fn prepare<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<(), Error> {
-    let backend = session.backend;
     let decode = session.decode(&problem.spec)?;
     let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
-    let plan = Plan::new(&problem.spec, &backend.tiling(&decode), &batch, Policy::Auto)?;
-    let mut step = backend.step(&decode, Capacity::of(&plan))?;
-    backend.prepare(&decode, &mut step, &plan, dense_table(problem))
+    let plan = Plan::new(&problem.spec, &decode.tiling(), &batch, Policy::Auto)?;
+    let mut step = decode.step(Capacity::of(&plan))?;
+    decode.prepare(&mut step, (&plan, dense_table(problem)))
 }
 
 /// Scales, strides and sizes.
@@ -85,17 +87,14 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
             let [out, lse] = [3 * 2 * 512 * 4, 3 * 2 * 4].map(|bytes| backend.buffer(bytes));
             let (out, lse) = (out?, lse?);
             let good = Layer::dense(spec, &q, &kv, &out, &lse, 0.1);
-            session.note(
-                "a good layer",
-                backend.bind(&decode, tokens, &good).map(drop).map_err(|e| e.to_string()),
-            );
+            session.note("a good layer", decode.bind(&good, tokens).map(drop).map_err(|e| e.to_string()));
             for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
                 for (layer, why) in [
                     (Layer { softmax_scale: bad, ..good }, "softmax_scale"),
                     (Layer { k_scale: bad, ..good }, "k_scale"),
                     (Layer { q_scale: bad, ..good }, "q_scale"),
                 ] {
-                    refuses(session, &format!("{why} {bad}"), backend.bind(&decode, tokens, &layer), why);
+                    refuses(session, &format!("{why} {bad}"), decode.bind(&layer, tokens), why);
                 }
             }
             let far = View { offset: 1 << 20, ..good.out };
@@ -117,9 +116,9 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
                     "kv",
                 ),
             ] {
-                refuses(session, what, backend.bind(&decode, tokens, &layer), why);
+                refuses(session, what, decode.bind(&layer, tokens), why);
             }
-            refuses(session, "too many queries", backend.bind(&decode, 1 << 20, &good), "q");
+            refuses(session, "too many queries", decode.bind(&good, 1 << 20), "q");
             Ok(())
         }();
         session.note("layers", result.map_err(|error| error.to_string()));
@@ -142,25 +141,21 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
             kv: Pages::dense(&kv, 288).view(&cache),
             k_scale: 0.5,
         };
-        refuses(session, "slot 12 of 12", backend.kv_append(&spec, &[0, 12], &good), "12");
-        refuses(session, "a slot twice", backend.kv_append(&spec, &[7, 7], &good), "7");
-        refuses(session, "rows past their buffer", backend.kv_append(&spec, &[0, 1, 2], &good), "kv_c");
+        refuses(session, "slot 12 of 12", backend.once(spec, &[0, 12], &good), "12");
+        refuses(session, "a slot twice", backend.once(spec, &[7, 7], &good), "7");
+        refuses(session, "rows past their buffer", backend.once(spec, &[0, 1, 2], &good), "kv_c");
         for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-39] {
             let layer = AppendLayer { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv };
-            refuses(
-                session,
-                &format!("k_scale {k_scale}"),
-                backend.kv_append(&spec, &[0], &layer),
-                "k_scale",
-            );
+            refuses(session, &format!("k_scale {k_scale}"), backend.once(spec, &[0], &layer), "k_scale");
         }
         let wrong = AppendSpec { input: Dtype::E4m3, ..spec };
-        refuses(session, "an e4m3 input", backend.kv_append(&wrong, &[0], &good), "e4m3");
+        refuses(session, "an e4m3 input", backend.once(wrong, &[0], &good), "e4m3");
 
+        let copy = CopySpec { kv, row_elems: 288 };
         for (copies, why) in
             [(&[(0, 3)][..], "3"), (&[(9, 0)], "9"), (&[(0, 1), (1, 2)], "1"), (&[(0, 2), (1, 2)], "2")]
         {
-            refuses(session, &format!("{copies:?}"), backend.kv_copy_pages(&kv, 288, copies, &good.kv), why);
+            refuses(session, &format!("{copies:?}"), backend.once(copy, copies, &good.kv), why);
         }
 
         let state = Strides::dense(2, 8).view(&rows);
@@ -178,8 +173,8 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         for (dtype, head_size, why) in
             [(Dtype::F32, 8, "output"), (Dtype::E4m3, 8, "e4m3"), (Dtype::F32, 0, "head_size")]
         {
-            let spec = MergeStatesSpec { dtype, head_size };
-            refuses(session, "a merge", backend.merge_attn_states(&spec, &merge), why);
+            let spec = MergeAttnStatesSpec { dtype, head_size };
+            refuses(session, "a merge", backend.once(spec, (), &merge), why);
         }
         Ok(())
     }();

@@ -74,7 +74,7 @@ fn check<B: Backend>(
     for (tokens, k_scale) in [(3..20, 0.5), (0..TOKENS - 4, 0.003), (7..7, 1e-9), (2..3, 1e37)] {
         let args =
             Calibrate { kv_c: kv_c.2.view(&kv_c.1), k_pe: k_pe.2.view(&k_pe.1), k_scale, stats: &stats };
-        backend.kv_calibrate(&spec, tokens.start as u32..tokens.end as u32, &args).map_err(text)?;
+        backend.once(spec, tokens.start as u32..tokens.end as u32, &args).map_err(text)?;
         let one = kv_calibrate(&values(tokens), k_scale);
         want = CalibrationStats {
             amax: want.amax.max(one.amax),
@@ -116,9 +116,8 @@ pub fn refuses_calibrations<B: Backend>(session: &Session<'_, B>) {
             k_scale: 1.0,
             stats: &stats,
         };
-        let run = |spec: &CalibrateSpec, tokens, args: Calibrate<&B::Buffer>| {
-            backend.kv_calibrate(spec, tokens, &args)
-        };
+        let run =
+            |spec: &CalibrateSpec, tokens, args: Calibrate<&B::Buffer>| backend.once(*spec, tokens, &args);
         session.note("a good one", run(&spec, 0..2, good()).map_err(|e| e.to_string()));
         let e4m3 = CalibrateSpec { input: Dtype::E4m3, ..spec };
         #[allow(clippy::reversed_empty_ranges)]

@@ -2,7 +2,8 @@
 
 use crate::reference::{GatherPages, kv_gather};
 use wgpu_mla::{
-    Backend, Dtype, Error, Gather, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, PageTable, View,
+    Backend, Dtype, Error, Gather, GatherBatch, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, Op,
+    PageTable, View,
 };
 
 use super::Session;
@@ -108,12 +109,13 @@ impl Case {
         let args = Gather { kv: pages.view(&cache_buffer), k_scale, out: strides.view(&out_buffer) };
         // Both forms of one table.
         let (indptr, indices) = self.csr();
-        let table = if gaps {
+        let pages = if gaps {
             PageTable::Csr { kv_indptr: &indptr, kv_indices: &indices }
         } else {
             PageTable::Dense { block_table: &self.block_table, max_pages: self.max_pages }
         };
-        backend.kv_gather(&self.spec, table, &self.seq_lens, &self.ranges, &args).map_err(text)?;
+        let batch = GatherBatch { pages, seq_lens: &self.seq_lens, ranges: &self.ranges };
+        backend.once(self.spec, batch, &args).map_err(text)?;
 
         let bytes = download(backend, &out_buffer, before.len()).map_err(text)?;
         let (got, intact) = gather(&bytes, dims, output.bytes(), strides);
@@ -170,10 +172,10 @@ pub fn refuses_gathers<B: Backend>(session: &Session<'_, B>) {
             k_scale: 0.5,
             out: Strides::dense(1, 288).view(&rows),
         };
-        let table = PageTable::Dense { block_table: &[2, 0, 1, 3], max_pages: 2 };
+        let pages = PageTable::Dense { block_table: &[2, 0, 1, 3], max_pages: 2 };
         let range = |sequence, begin, tokens, out_row| GatherRange { sequence, begin, tokens, out_row };
         let run = |spec: &GatherSpec, ranges: &[GatherRange], args: &Gather<&B::Buffer>| {
-            backend.kv_gather(spec, table, &[8, 5], ranges, args)
+            backend.once(*spec, GatherBatch { pages, seq_lens: &[8, 5], ranges }, args)
         };
         session.note("a good gather", run(&spec, &[range(0, 0, 8, 0)], &good).map_err(|e| e.to_string()));
         session.note("none", run(&spec, &[], &good).map_err(|e| e.to_string()));
@@ -184,8 +186,8 @@ pub fn refuses_gathers<B: Backend>(session: &Session<'_, B>) {
         let overlap = [range(0, 0, 4, 0), range(1, 0, 2, 3)];
         refuses("a row twice", run(&spec, &overlap, &good), "both write row 3");
         refuses("rows past the buffer", run(&spec, &[range(0, 0, 1, 8)], &good), "out");
-        let device = backend.kv_gather(&spec, PageTable::Device, &[8], &[], &good);
-        refuses("a device table", device, "Dense");
+        let device = GatherBatch { pages: PageTable::Device, seq_lens: &[8], ranges: &[] };
+        refuses("a device table", backend.once(spec, device, &good), "Dense");
         for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
             let args = Gather { k_scale, ..good };
             refuses(&format!("k_scale {k_scale}"), run(&spec, &[range(0, 0, 1, 0)], &args), "k_scale");

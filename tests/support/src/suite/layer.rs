@@ -1,11 +1,10 @@
 //! The whole layer against its f64 oracle, over several steps of sequences that grow, fork and share pages.
 
 use crate::reference::{LayerSequence, mla_layer};
-use wgpu_mla::layer::{KvView, View};
-use wgpu_mla::ops::RopeLayout;
 use wgpu_mla::{
-    Backend, Dtype, Error, Expanded, ExpandedPrefix, KvSpec, LayerArgs, LayerBatch, MlaLayer, MlaLayerSpec,
-    MlaShape, PagePool, Policy, SeqId,
+    Backend, Binding, Capacity, Compiled, CopySpec, Device, Dtype, Error, ExpandArgs, ExpandBatch,
+    ExpandSpec, Expanded, ExpandedPrefix, Kernel, KvSpec, KvView, LayerArgs, LayerBatch, LayerCapacity,
+    LayerOptions, MlaLayerSpec, MlaShape, Op, PagePool, Policy, Result, RopeLayout, SeqId, Step, View,
 };
 
 use super::Session;
@@ -14,72 +13,27 @@ use crate::paint::Rng;
 
 const MAX_POSITION: u32 = 128;
 /// Query tokens that arrays have room for.
-pub const MAX_TOKENS: u32 = 64;
+const MAX_TOKENS: u32 = 64;
 
 /// Rows that arrays of expanded prefixes have.
 pub const PREFIX_ROWS: u32 = 80;
 
-/// A layer under test.
-pub trait Runs<B: Backend> {
-    fn run(
-        &mut self,
-        backend: &B,
-        batch: &LayerBatch<'_>,
-        policy: Policy,
-        args: &LayerArgs<&B::Buffer>,
-    ) -> wgpu_mla::Result<()>;
-
-    /// Expands each prefix from the pages of its first sequence.
-    fn expand(
-        &self,
-        _: &B,
-        _: &PagePool,
-        _: &[SeqId],
-        _: &[ExpandedPrefix],
-        _: &LayerArgs<&B::Buffer>,
-    ) -> wgpu_mla::Result<()> {
-        Ok(())
-    }
-
-    fn workspace_bytes(&self) -> u64;
-
-    fn rounds_weights(&self, backend: &B) -> bool;
+/// How a test runs an op that is prepared and bound.
+pub trait Runs<B: Device> {
+    fn run<O: Op>(&self, op: &Compiled<O, B>, step: &Step<O, B>, binding: &Binding<O, B>) -> Result<()>
+    where
+        B: Kernel<O>;
 }
 
-impl<B: Backend> Runs<B> for MlaLayer<B> {
-    fn run(
-        &mut self,
-        backend: &B,
-        batch: &LayerBatch<'_>,
-        policy: Policy,
-        args: &LayerArgs<&B::Buffer>,
-    ) -> wgpu_mla::Result<()> {
-        self.prepare(backend, batch, policy)?;
-        MlaLayer::run(self, backend, args)
-    }
+/// By [`Compiled::run`].
+pub struct Submitted;
 
-    fn expand(
-        &self,
-        backend: &B,
-        pool: &PagePool,
-        seqs: &[SeqId],
-        prefixes: &[ExpandedPrefix],
-        args: &LayerArgs<&B::Buffer>,
-    ) -> wgpu_mla::Result<()> {
-        prefixes.iter().try_for_each(|prefix| {
-            // One that is not in the batch is for the layer to refuse.
-            let Some(&first) = seqs.get(prefix.sequences[0] as usize) else { return Ok(()) };
-            let pages: Vec<i32> = pool.pages(first)?.iter().map(|&page| page as i32).collect();
-            self.expand_prefix(backend, &pages, prefix.tokens, prefix.first_row, args)
-        })
-    }
-
-    fn workspace_bytes(&self) -> u64 {
-        MlaLayer::workspace_bytes(self)
-    }
-
-    fn rounds_weights(&self, backend: &B) -> bool {
-        backend.rounds_weights(self.decode())
+impl<B: Device> Runs<B> for Submitted {
+    fn run<O: Op>(&self, op: &Compiled<O, B>, step: &Step<O, B>, binding: &Binding<O, B>) -> Result<()>
+    where
+        B: Kernel<O>,
+    {
+        op.run(step, binding)
     }
 }
 
@@ -98,10 +52,11 @@ pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -
     MlaLayerSpec { workspace_bytes: workspace_rows * spec.workspace_row_bytes(), ..spec }
 }
 
-/// A layer's weights and cache on a backend, and what the oracle needs to know of them.
-pub struct Rig<'a, B: Backend> {
-    backend: &'a B,
-    spec: MlaLayerSpec,
+/// A compiled layer, its weights and cache on a backend, and what the oracle needs to know of them.
+pub struct Rig<B: Backend, R: Runs<B>> {
+    layer: Compiled<MlaLayerSpec, B>,
+    step: Step<MlaLayerSpec, B>,
+    runs: R,
     pool: PagePool,
     rng: Rng,
     k_scale: f32,
@@ -119,13 +74,13 @@ struct Cascade<B: Backend> {
 }
 
 /// The output of a step, and what the oracle says of it.
-pub struct Step {
+pub struct StepOutput {
     pub got: Vec<f32>,
     pub want: Vec<f64>,
     pub tolerance: Tolerance,
 }
 
-impl Step {
+impl StepOutput {
     pub fn check(&self) -> Result<(), String> {
         close("out", &self.got, &self.want, &self.tolerance).into_result().map(drop)
     }
@@ -138,8 +93,12 @@ fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec
     (dtype.decode_all(&bytes).into_iter().map(f64::from).collect(), bytes)
 }
 
-impl<'a, B: Backend> Rig<'a, B> {
-    pub fn new(backend: &'a B, spec: MlaLayerSpec, seed: u64) -> Result<Self, wgpu_mla::Error> {
+impl<B: Backend, R: Runs<B>> Rig<B, R> {
+    /// `prefix_rows` is 0 or [`PREFIX_ROWS`].
+    pub fn new(backend: &B, spec: MlaLayerSpec, prefix_rows: u32, runs: R, seed: u64) -> Result<Self> {
+        let capacity = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows };
+        let layer = backend.compile_with(spec, &LayerOptions { capacity, ..LayerOptions::default() })?;
+        assert!(layer.facts().workspace_bytes <= spec.workspace_bytes, "the workspace is over its budget");
         let mut rng = Rng(seed);
         let shape = spec.shape;
         let (latent, rope) = (shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize);
@@ -157,8 +116,9 @@ impl<'a, B: Backend> Rig<'a, B> {
         let elems = spec.kv.num_slots() as usize * shape.row_elems() as usize;
         let kv = uploaded(backend, &spec.kv.dtype.encode_all(&vec![f32::NAN; elems]))?;
         Ok(Self {
-            backend,
-            spec,
+            step: layer.step(Capacity::default())?,
+            layer,
+            runs,
             pool: PagePool::new(spec.kv)?,
             rng,
             k_scale: if spec.kv.dtype == Dtype::E4m3 { 1.0 / 128.0 } else { 1.0 },
@@ -170,24 +130,14 @@ impl<'a, B: Backend> Rig<'a, B> {
         })
     }
 
-    /// One step: `new` tokens a sequence. The output `[T, H, V]` and what the oracle says of it.
+    /// One step: so many new tokens of each sequence, appended, attended, and compared with what the oracle says.
     fn step(
         &mut self,
-        layer: &mut dyn Runs<B>,
-        requests: &[(SeqId, u32)],
-        policy: Policy,
-    ) -> Result<Step, wgpu_mla::Error> {
-        self.step_with(layer, requests, policy, None)
-    }
-
-    fn step_with(
-        &mut self,
-        layer: &mut dyn Runs<B>,
         requests: &[(SeqId, u32)],
         policy: Policy,
         cascade: Option<&Cascade<B>>,
-    ) -> Result<Step, wgpu_mla::Error> {
-        let (spec, backend) = (self.spec, self.backend);
+    ) -> Result<StepOutput> {
+        let (spec, backend) = (*self.layer.op(), self.layer.device());
         let (heads, nope) = (spec.shape.num_heads as usize, spec.qk_nope_head_dim as usize);
         let (latent, rope) = (spec.shape.kv_lora_rank as usize, spec.shape.qk_rope_head_dim as usize);
         let (value, row_elems) = (spec.v_head_dim as usize, latent + rope);
@@ -198,7 +148,8 @@ impl<'a, B: Backend> Rig<'a, B> {
         for &(seq, count) in requests {
             let append = self.pool.append(seq, count)?;
             let view = KvView::dense(&self.kv, &spec.mla());
-            backend.kv_copy_pages(&spec.kv, spec.shape.row_elems(), append.copies(), &view)?;
+            let copy = CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() };
+            backend.once(copy, append.copies(), &view)?;
             tokens.push((seq, append.tokens));
             loc.push(loc[loc.len() - 1] + count as i32);
         }
@@ -241,11 +192,15 @@ impl<'a, B: Backend> Rig<'a, B> {
             k_scale: self.k_scale,
             expanded: cascade.map(|Cascade { arrays: [a, b, c], .. }| Expanded::dense(&spec, [a, b, c])),
         };
-        if let Some(cascade) = cascade {
-            layer.expand(backend, &self.pool, &seqs, &cascade.prefixes, &args)?;
+        if let Some(expanded) = args.expanded {
+            let LayerArgs { kv, k_scale, kv_b_proj, .. } = args;
+            self.expand(&seqs, batch.expanded, &ExpandArgs { kv, k_scale, kv_b_proj, expanded })?;
         }
-        layer.run(backend, &batch, policy, &args)?;
-        assert!(layer.workspace_bytes() <= spec.workspace_bytes, "the workspace is over its budget");
+        self.layer.prepare(&mut self.step, (&batch, policy))?;
+        let prefix_rows = if cascade.is_some() { PREFIX_ROWS } else { 0 };
+        let room = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows };
+        let binding = self.layer.bind(&args, room)?;
+        self.runs.run(&self.layer, &self.step, &binding)?;
 
         let got = spec.dtype.decode_all(&backend.download(&out, out_bytes.next_multiple_of(4) as u64)?);
         let size = spec.kv.num_slots() as usize * row_elems * spec.kv.dtype.bytes();
@@ -284,8 +239,27 @@ impl<'a, B: Backend> Rig<'a, B> {
                 softmax_scale: softmax_scale.into(),
             }));
         }
-        let tolerance = tolerance(&spec, layer.rounds_weights(backend));
-        Ok(Step { got, want, tolerance })
+        let tolerance = tolerance(&spec, self.layer.rounds_weights());
+        Ok(StepOutput { got, want, tolerance })
+    }
+
+    /// Expands each prefix from the pages of its first sequence.
+    fn expand(
+        &self,
+        seqs: &[SeqId],
+        prefixes: &[ExpandedPrefix],
+        args: &ExpandArgs<&B::Buffer>,
+    ) -> Result<()> {
+        let op = self.layer.device().compile(ExpandSpec(*self.layer.op()))?;
+        for ExpandedPrefix { sequences, tokens, first_row } in prefixes {
+            // One that is not in the batch is for the layer to refuse.
+            let Some(&first) = seqs.get(sequences[0] as usize) else { continue };
+            let pages: Vec<i32> = self.pool.pages(first)?.iter().map(|&page| page as i32).collect();
+            let mut step = op.step(())?;
+            op.prepare(&mut step, ExpandBatch { pages: &pages, tokens: *tokens, first_row: *first_row })?;
+            self.runs.run(&op, &step, &op.bind(args, step.used())?)?;
+        }
+        Ok(())
     }
 
     fn rotated(&self, x: &[f64], position: usize) -> Vec<f64> {
@@ -293,7 +267,7 @@ impl<'a, B: Backend> Rig<'a, B> {
         let table = &self.cos_sin[position * rope..][..rope];
         let mut y = vec![0.0; rope];
         for i in 0..rope / 2 {
-            let (a, b) = match self.spec.rope {
+            let (a, b) = match self.layer.op().rope {
                 RopeLayout::Interleaved => (2 * i, 2 * i + 1),
                 RopeLayout::HalfSplit => (i, i + rope / 2),
             };
@@ -305,26 +279,26 @@ impl<'a, B: Backend> Rig<'a, B> {
     }
 
     /// A life: prompts, a prompt in parts beside decodes, a fork that diverges. The outputs of all steps.
-    pub fn life(&mut self, layer: &mut dyn Runs<B>, policy: Policy) -> Result<Vec<Step>, wgpu_mla::Error> {
+    pub fn life(&mut self, policy: Policy) -> Result<Vec<StepOutput>> {
         let [a, b, c] = [(); 3].map(|()| self.pool.add());
-        let mut steps = vec![self.step(layer, &[(a, 37), (b, 1), (c, 20)], policy)?];
-        steps.push(self.step(layer, &[(b, 18), (a, 1), (c, 2)], policy)?);
+        let mut steps = vec![self.step(&[(a, 37), (b, 1), (c, 20)], policy, None)?];
+        steps.push(self.step(&[(b, 18), (a, 1), (c, 2)], policy, None)?);
         // They share pages, the last of which only in part: the first to write it copies it.
         let d = self.pool.fork(a)?;
-        steps.push(self.step(layer, &[(a, 1), (d, 1), (c, 1), (b, 7)], policy)?);
-        steps.push(self.step(layer, &[(d, 5), (a, 1), (c, 0)], policy)?);
-        steps.push(self.step(layer, &[(a, 1), (c, 1), (d, 1)], policy)?);
+        steps.push(self.step(&[(a, 1), (d, 1), (c, 1), (b, 7)], policy, None)?);
+        steps.push(self.step(&[(d, 5), (a, 1), (c, 0)], policy, None)?);
+        steps.push(self.step(&[(a, 1), (c, 1), (d, 1)], policy, None)?);
         Ok(steps)
     }
 
     /// Prompts, then decodes over two prefixes that are kept expanded; then what is refused.
-    pub fn cascade(&mut self, layer: &mut dyn Runs<B>) -> Result<Vec<(&'static str, Step)>, wgpu_mla::Error> {
+    pub fn cascade(&mut self) -> Result<Vec<(&'static str, StepOutput)>> {
         let [a, b, c] = [(); 3].map(|()| self.pool.add());
-        let mut steps = vec![("prompts", self.step(layer, &[(a, 40), (c, 9)], Policy::Auto)?)];
-        steps.push(("more of them", self.step(layer, &[(a, 21), (b, 19)], Policy::Auto)?));
+        let mut steps = vec![("prompts", self.step(&[(a, 40), (c, 9)], Policy::Auto, None)?)];
+        steps.push(("more of them", self.step(&[(a, 21), (b, 19)], Policy::Auto, None)?));
         let (d, e, f) = (self.pool.fork(a)?, self.pool.fork(a)?, self.pool.fork(b)?);
-        let bytes = self.spec.expanded_bytes(PREFIX_ROWS);
-        let array = |bytes: u64| self.backend.buffer(bytes.next_multiple_of(4));
+        let bytes = self.layer.op().expanded_bytes(PREFIX_ROWS);
+        let array = |bytes: u64| self.layer.device().buffer(bytes.next_multiple_of(4));
         let arrays = [array(bytes[0])?, array(bytes[1])?, array(bytes[2])?];
         let of = |sequences: &[u32], tokens, first_row| ExpandedPrefix {
             sequences: sequences.to_vec(),
@@ -333,10 +307,10 @@ impl<'a, B: Backend> Rig<'a, B> {
         };
         let mut both = Cascade { arrays, prefixes: vec![of(&[0, 2, 1], 56, 24), of(&[3, 5], 16, 3)] };
         let requests = [(a, 1), (d, 2), (e, 1), (b, 1), (c, 1), (f, 1)];
-        steps.push(("two prefixes", self.step_with(layer, &requests, Policy::Auto, Some(&both))?));
+        steps.push(("two prefixes", self.step(&requests, Policy::Auto, Some(&both))?));
         both.prefixes = vec![of(&[3, 0, 4], 56, 24)];
         let requests = [(a, 1), (b, 1), (c, 7), (d, 1), (e, 1)];
-        steps.push(("beside a prompt", self.step_with(layer, &requests, Policy::Auto, Some(&both))?));
+        steps.push(("beside a prompt", self.step(&requests, Policy::Auto, Some(&both))?));
         for (prefix, why) in [
             (of(&[0], 20, 0), "whole pages"),
             (of(&[0], 72, 0), "before its query tokens"),
@@ -345,8 +319,8 @@ impl<'a, B: Backend> Rig<'a, B> {
             (of(&[0], 56, 64), "out"),
         ] {
             both.prefixes = vec![prefix];
-            match self.step_with(layer, &[(a, 1)], Policy::Auto, Some(&both)) {
-                Err(error) if why == "out" || error.to_string().contains(why) => {}
+            match self.step(&[(a, 1)], Policy::Auto, Some(&both)) {
+                Err(error) if error.to_string().contains(why) => {}
                 Err(error) => return Err(error),
                 Ok(_) => return Err(Error::LayoutMismatch { detail: "a wrong prefix was attended" }),
             }
@@ -355,7 +329,7 @@ impl<'a, B: Backend> Rig<'a, B> {
     }
 }
 
-fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer, wgpu_mla::Error> {
+fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer> {
     let mut padded = bytes.to_vec();
     padded.resize(bytes.len().next_multiple_of(4), 0);
     let buffer = backend.buffer(padded.len() as u64)?;
@@ -363,7 +337,7 @@ fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer, wgpu_mla
     Ok(buffer)
 }
 
-/// `rounds_weights`: see [`Backend::rounds_weights`], of the layer's decode.
+/// `rounds_weights`: see [`Compiled::rounds_weights`].
 fn tolerance(spec: &MlaLayerSpec, rounds_weights: bool) -> Tolerance {
     match spec.dtype {
         Dtype::F32 if !rounds_weights => {
@@ -378,8 +352,8 @@ fn tolerance(spec: &MlaLayerSpec, rounds_weights: bool) -> Tolerance {
 pub fn cascades<B: Backend>(session: &Session<'_, B>) {
     for (dtype, cache) in [(Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Bf16)] {
         let spec = spec(dtype, cache, RopeLayout::Interleaved, 64);
-        let steps = MlaLayer::new(session.backend, &spec)
-            .and_then(|mut layer| Rig::new(session.backend, spec, 11)?.cascade(&mut layer));
+        let steps =
+            Rig::new(session.backend, spec, PREFIX_ROWS, Submitted, 11).and_then(|mut rig| rig.cascade());
         match steps {
             Ok(steps) => {
                 for (name, step) in &steps {
@@ -401,8 +375,8 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
         (Dtype::Bf16, Dtype::Bf16, interleaved),
     ] {
         let spec = spec(dtype, cache, rope, 64);
-        let steps = MlaLayer::new(session.backend, &spec)
-            .and_then(|mut layer| Rig::new(session.backend, spec, 7)?.life(&mut layer, Policy::Auto));
+        let steps =
+            Rig::new(session.backend, spec, 0, Submitted, 7).and_then(|mut rig| rig.life(Policy::Auto));
         match steps {
             Ok(steps) => {
                 for (index, step) in steps.iter().enumerate() {
@@ -420,8 +394,7 @@ pub fn layer_workspaces<B: Backend>(session: &Session<'_, B>) {
     for (policy, rows) in [(Policy::Auto, [8, 24]), (Policy::FixedTokens(8), [8, 41])] {
         let life = |rows: u64| {
             let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, rows);
-            let mut layer = MlaLayer::new(session.backend, &spec)?;
-            Rig::new(session.backend, spec, 9)?.life(&mut layer, policy)
+            Rig::new(session.backend, spec, 0, Submitted, 9)?.life(policy)
         };
         match (life(rows[0]), life(rows[1])) {
             (Ok(small), Ok(large)) => {

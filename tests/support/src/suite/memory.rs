@@ -1,7 +1,6 @@
 //! Arrays inside buffers: strides, gaps that are poisoned, and guards that must survive.
 
-use wgpu_mla::layer::View;
-use wgpu_mla::{Backend, KvSpec, KvView, Result};
+use wgpu_mla::{Device, KvSpec, KvView, Result, View};
 
 use crate::paint::POISON;
 
@@ -118,7 +117,7 @@ pub fn page_dims(kv: &KvSpec, row_elems: usize) -> [usize; 3] {
 const GUARD: usize = 64;
 
 /// A buffer that holds `bytes` and a guard of poison.
-pub fn upload<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer> {
+pub fn upload<B: Device>(backend: &B, bytes: &[u8]) -> Result<B::Buffer> {
     let mut padded = bytes.to_vec();
     padded.resize((bytes.len() + GUARD).next_multiple_of(4), POISON);
     let buffer = backend.buffer(padded.len() as u64)?;
@@ -127,6 +126,6 @@ pub fn upload<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer> {
 }
 
 /// What [`upload`] of `len` bytes has become, its guard included.
-pub fn download<B: Backend>(backend: &B, buffer: &B::Buffer, len: usize) -> Result<Vec<u8>> {
+pub fn download<B: Device>(backend: &B, buffer: &B::Buffer, len: usize) -> Result<Vec<u8>> {
     backend.download(buffer, (len + GUARD).next_multiple_of(4) as u64)
 }

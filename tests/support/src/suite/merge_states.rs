@@ -1,9 +1,7 @@
 //! `merge_states` against the oracle.
 
 use crate::reference::merge_states;
-use wgpu_mla::layer::View;
-use wgpu_mla::ops::{MergeStatesSpec, StateSets};
-use wgpu_mla::{Backend, Dtype, Error};
+use wgpu_mla::{Backend, Dtype, Error, MergeStatesSpec, StateSets, View};
 
 use super::Session;
 use super::memory::{Strides, download, gather, scatter, upload};
@@ -121,11 +119,9 @@ impl Case {
             lse_set_stride,
             output: out.strides.view(&out_buffer),
             output_lse: with_lse.then(|| log_at.view(&log_buffer)),
-            num_sets: sets as u32,
-            num_tokens: tokens as u32,
             num_heads: heads as u32,
         };
-        backend.merge_states(&spec, &args).map_err(text)?;
+        backend.once(spec, (0..tokens as u32, sets as u32), &args).map_err(text)?;
 
         let bytes = out.read(backend, &out_buffer).map_err(|error| format!("output: {error}"))?;
         let logs = download(backend, &log_buffer, log_bytes).map_err(text)?;
@@ -183,26 +179,23 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
             lse_set_stride: 4 * 2,
             output: View::dense(&output, 2, 16),
             output_lse: Some(View::dense(&output_lse, 2, 1)),
-            num_sets: 3,
-            num_tokens: 4,
             num_heads: 2,
         };
-        session.note("good", backend.merge_states(&good, &args).map_err(text));
-        let none = StateSets { num_tokens: 0, ..args };
-        session.note("no token", backend.merge_states(&good, &none).map_err(text));
-        let refuses = |spec: MergeStatesSpec, args: StateSets<&B::Buffer>, why: &str| {
-            let noted = match backend.merge_states(&spec, &args) {
+        session.note("good", backend.once(good, (0..4, 3), &args).map_err(text));
+        session.note("no token", backend.once(good, (0..0, 3), &args).map_err(text));
+        let refuses = |spec: MergeStatesSpec, sets: u32, args: StateSets<&B::Buffer>, why: &str| {
+            let noted = match backend.once(spec, (0..4, sets), &args) {
                 Err(error) if error.to_string().contains(why) => Ok(()),
                 other => Err(format!("{other:?} says nothing of {why}")),
             };
             session.note(why, noted);
         };
-        refuses(MergeStatesSpec { dtype: Dtype::E4m3, ..good }, args, "e4m3");
-        refuses(MergeStatesSpec { head_size: 12, ..good }, args, "head_size");
+        refuses(MergeStatesSpec { dtype: Dtype::E4m3, ..good }, 3, args, "e4m3");
+        refuses(MergeStatesSpec { head_size: 12, ..good }, 3, args, "head_size");
+        for (sets, why) in [(0, "num_sets"), (1 << 17, "num_sets"), (4, "states")] {
+            refuses(good, sets, args, why);
+        }
         for (args, why) in [
-            (StateSets { num_sets: 0, ..args }, "num_sets"),
-            (StateSets { num_sets: 1 << 17, ..args }, "num_sets"),
-            (StateSets { num_sets: 4, ..args }, "states"),
             (StateSets { set_stride: 132, ..args }, "set_stride"),
             (StateSets { set_stride: u64::MAX - 7, ..args }, "states"),
             (StateSets { lse_set_stride: 9, ..args }, "lse"),
@@ -213,7 +206,7 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
             (StateSets { output_lse: Some(View::dense(&lse, 2, 1)), ..args }, "lse"),
             (StateSets { output_lse: Some(View::dense(&output, 2, 1)), ..args }, "output"),
         ] {
-            refuses(good, args, why);
+            refuses(good, 3, args, why);
         }
         Ok(())
     }();

@@ -21,15 +21,15 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use wgpu_mla::{Backend, Dtype, MlaSpec, Result};
+use wgpu_mla::{Backend, Compiled, DecodeOptions, Dtype, MlaSpec, Result};
 
 use super::case::Case;
 use super::close::{Report, Tolerance, close};
 use super::paint::Problem;
 use run::How;
 
-/// What a decode is compiled for: a spec, and query tokens of a sequence.
-type Compiled = (MlaSpec, u32);
+/// Decodes by their spec, and the query tokens of a sequence that they are made for.
+type Decodes<B> = HashMap<(MlaSpec, u32), Rc<Compiled<MlaSpec, B>>>;
 
 /// A backend under test, with the kernels that it has compiled so far: on a software device they are what costs.
 pub struct Session<'a, B: Backend> {
@@ -40,7 +40,7 @@ pub struct Session<'a, B: Backend> {
     pub cases: Cases,
     /// The variant's place among those of the backend: representatives of one are not those of the next.
     pub place: usize,
-    decodes: RefCell<HashMap<Compiled, Rc<B::Decode>>>,
+    decodes: RefCell<Decodes<B>>,
     checks: Cell<usize>,
     left_out: Cell<usize>,
     /// Of all groups: checks, and those left out.
@@ -90,31 +90,39 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 
     /// The decode of a spec, compiled once.
-    pub fn decode(&self, spec: &MlaSpec) -> Result<Rc<B::Decode>> {
+    pub fn decode(&self, spec: &MlaSpec) -> Result<Rc<Compiled<MlaSpec, B>>> {
         self.decode_for(spec, 1)
     }
 
     /// As [`Session::decode`], made for that many query tokens a sequence.
-    pub fn decode_for(&self, spec: &MlaSpec, query_tokens: u32) -> Result<Rc<B::Decode>> {
+    pub fn decode_for(&self, spec: &MlaSpec, query_tokens: u32) -> Result<Rc<Compiled<MlaSpec, B>>> {
         let key = (*spec, query_tokens.max(1));
         if let Some(decode) = self.decodes.borrow().get(&key) {
             return Ok(decode.clone());
         }
-        let decode = Rc::new(self.backend.decode_for(spec, self.variant, query_tokens)?);
+        let options = DecodeOptions {
+            variant: self.variant.map(str::to_owned),
+            query_tokens,
+            ..DecodeOptions::default()
+        };
+        let decode = Rc::new(self.backend.compile_with(*spec, &options)?);
         self.decodes.borrow_mut().insert(key, decode.clone());
         Ok(decode)
     }
 
     /// Whether the forced variant serves a spec.
     pub fn serves(&self, spec: &MlaSpec) -> bool {
-        self.variant.is_none_or(|variant| self.backend.variants(spec).contains(&variant))
+        let runs = |variant: &str| {
+            let all = self.backend.variants(spec);
+            all.iter().any(|candidate| candidate.name == variant && candidate.lacks.is_none())
+        };
+        self.variant.is_none_or(runs)
     }
 
     /// The allowed error of a problem's output on the variant that runs it.
     pub fn tolerance(&self, problem: &Problem, query_tokens: u32) -> Tolerance {
         let spec = problem.spec;
-        let rounds_p =
-            self.decode_for(&spec, query_tokens).is_ok_and(|decode| self.backend.rounds_weights(&decode));
+        let rounds_p = self.decode_for(&spec, query_tokens).is_ok_and(|decode| decode.rounds_weights());
         let latent = spec.shape.kv_lora_rank as usize;
         Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, problem.largest_latent(), latent)
     }

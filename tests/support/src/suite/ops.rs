@@ -1,8 +1,9 @@
 //! The small ops against the oracle: merges of attention states, appends, page copies.
 
 use crate::reference::{Concat, State, concat_and_cache, copy_pages, merge_attn_states};
-use wgpu_mla::ops::{AppendLayer, AppendSpec, MergeStates, MergeStatesSpec};
-use wgpu_mla::{Backend, Dtype, KvSpec, MlaShape};
+use wgpu_mla::{
+    AppendLayer, AppendSpec, Backend, CopySpec, Dtype, KvSpec, MergeAttnStatesSpec, MergeStates, MlaShape,
+};
 
 use super::Session;
 use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
@@ -72,7 +73,7 @@ pub fn random_merge(dtype: Dtype, num_tokens: usize, num_heads: usize, head_size
     );
     let narrow = |xs: Vec<f64>| xs.into_iter().map(|x| x as f32).collect();
     MergeCase {
-        spec: MergeStatesSpec { dtype, head_size: head_size as u32 },
+        spec: MergeAttnStatesSpec { dtype, head_size: head_size as u32 },
         num_tokens,
         num_heads,
         prefix_output,
@@ -128,7 +129,7 @@ pub fn check_merge<B: Backend>(
         num_tokens: num_tokens as u32,
         num_heads: num_heads as u32,
     };
-    backend.merge_attn_states(&spec, &args).map_err(text)?;
+    backend.once(spec, (), &args).map_err(text)?;
 
     let bytes = out.read(backend, &out_buffer).map_err(|error| format!("output: {error}"))?;
     let log_rest = download(backend, &log_buffer, log_bytes).map_err(text)?;
@@ -261,7 +262,7 @@ pub fn check_append<B: Backend>(backend: &B, case: &AppendCase, gaps: bool) -> R
         kv: pages.view(&cache),
         k_scale: case.k_scale,
     };
-    backend.kv_append(&case.spec, &case.slot_mapping, &layer).map_err(text)?;
+    backend.once(case.spec, &case.slot_mapping, &layer).map_err(text)?;
     let bytes = download(backend, &cache, before.len()).map_err(text)?;
     let (got, intact) = gather(&bytes, dims, elem, pages.strides());
     intact?;
@@ -273,10 +274,10 @@ pub fn page_copies<B: Backend>(session: &Session<'_, B>) {
     for (dtype, page_size, row) in
         [(Dtype::F32, 16, 576), (Dtype::Bf16, 3, 288), (Dtype::F16, 64, 576), (Dtype::E4m3, 1, 288)]
     {
-        let kv = KvSpec { dtype, page_size, num_pages: 12 };
+        let spec = CopySpec { kv: KvSpec { dtype, page_size, num_pages: 12 }, row_elems: row };
         for copies in [&[(0, 11), (3, 7), (0, 2), (10, 1)][..], &[(5, 4)], &[]] {
             for gaps in [false, true] {
-                let result = check_page_copies(session.backend, &kv, row, copies, gaps);
+                let result = check_page_copies(session.backend, &spec, copies, gaps);
                 session.note(&format!("{dtype} page {page_size} {copies:?} gaps {gaps}"), result);
             }
         }
@@ -287,11 +288,11 @@ pub fn page_copies<B: Backend>(session: &Session<'_, B>) {
 /// Copies pages of a cache of random bytes and compares every byte.
 pub fn check_page_copies<B: Backend>(
     backend: &B,
-    kv: &KvSpec,
-    row: usize,
+    spec: &CopySpec,
     copies: &[(u32, u32)],
     gaps: bool,
 ) -> Result<(), String> {
+    let (kv, row) = (&spec.kv, spec.row_elems as usize);
     let pages = if gaps { Pages::gaps(kv, row) } else { Pages::dense(kv, row) };
     let (dims, elem) = (page_dims(kv, row), kv.dtype.bytes());
     let page_bytes = dims[2] * elem;
@@ -299,7 +300,7 @@ pub fn check_page_copies<B: Backend>(
     let mut cache: Vec<u8> = (0..dims[0] * page_bytes).map(|_| rng.next() as u8).collect();
     let before = scatter(&cache, dims, elem, pages.strides());
     let buffer = upload(backend, &before).map_err(text)?;
-    backend.kv_copy_pages(kv, row as u32, copies, &pages.view(&buffer)).map_err(text)?;
+    backend.once(*spec, copies, &pages.view(&buffer)).map_err(text)?;
     copy_pages(&mut cache, page_bytes, copies);
     let bytes = download(backend, &buffer, before.len()).map_err(text)?;
     let (got, intact) = gather(&bytes, dims, elem, pages.strides());

@@ -1,8 +1,10 @@
 //! Attention over expanded keys (`mla_prefill`) against the oracle.
 
 use crate::reference::{Expanded, mla_prefill};
-use wgpu_mla::prefill::{PrefillVariant, PrefillVisible};
-use wgpu_mla::{Backend, Dtype, Error, Prefill, PrefillSequence, PrefillSpec, View};
+use wgpu_mla::{
+    Backend, Candidate, Dtype, Error, Prefill, PrefillOptions, PrefillSequence, PrefillSpec, PrefillVisible,
+    View,
+};
 
 use super::Session;
 use super::memory::{Strides, scatter, upload};
@@ -17,16 +19,21 @@ fn spec(heads: u32, [nope, rope, value]: [u32; 3], dtype: Dtype, out: Dtype) -> 
     PrefillSpec { num_heads: heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, out }
 }
 
-/// The rows that a session runs: the forced one, or all.
-fn variants<B: Backend>(session: &Session<'_, B>, spec: &PrefillSpec) -> Vec<PrefillVariant> {
-    // A row for few queries, which no decode has, goes with the one that asks as much of a device.
-    let name = |row: &PrefillVariant| if row.name == "coop_few" { "coop_small" } else { row.name };
-    let wanted = |row: &PrefillVariant| session.variant.is_none_or(|wanted| wanted == name(row));
-    let rows: Vec<_> = session.backend.prefill_variants(spec).into_iter().filter(wanted).collect();
-    if rows.is_empty() {
+/// The variants that a session runs: the forced one, or all that run here.
+fn variants<B: Backend>(session: &Session<'_, B>, spec: &PrefillSpec) -> Vec<Candidate> {
+    // One for few queries, which no decode has, goes with the one that asks as much of a device.
+    let name = |found: &Candidate| if found.name == "coop_few" { "coop_small" } else { found.name };
+    let wanted = |found: &Candidate| session.variant.is_none_or(|wanted| wanted == name(found));
+    let all = session.backend.variants(spec).into_iter();
+    let runs: Vec<_> = all.filter(|found| found.lacks.is_none() && wanted(found)).collect();
+    if runs.is_empty() {
         session.leave_out();
     }
-    rows
+    runs
+}
+
+fn forced(variant: &str) -> PrefillOptions {
+    PrefillOptions { variant: Some(variant.to_owned()), ..PrefillOptions::default() }
 }
 
 /// Lengths around blocks and tiles, every kind of visibility, rows that see nothing, gaps between sequences.
@@ -125,7 +132,7 @@ impl Problem {
     fn check<B: Backend>(
         &self,
         backend: &B,
-        row: PrefillVariant,
+        variant: &Candidate,
         layout: Layout,
         sequences: &[PrefillSequence],
     ) -> Result<[Vec<u8>; 2], String> {
@@ -173,14 +180,14 @@ impl Problem {
             lse: lse.strides.view(&lse_buffer),
             softmax_scale: SCALE,
         };
-        backend.prefill_with(&spec, Some(row.name), sequences, &args).map_err(text)?;
+        backend.once_with(spec, &forced(variant.name), sequences, &args).map_err(text)?;
         let out_bytes = out.read(backend, &out_buffer).map_err(|error| format!("out: {error}"))?;
         let lse_bytes = lse.read(backend, &lse_buffer).map_err(|error| format!("lse: {error}"))?;
-        self.compare(row, &out_bytes, &lse_bytes)?;
+        self.compare(variant, &out_bytes, &lse_bytes)?;
         Ok([out_bytes, lse_bytes])
     }
 
-    fn compare(&self, row: PrefillVariant, out_bytes: &[u8], lse_bytes: &[u8]) -> Result<(), String> {
+    fn compare(&self, variant: &Candidate, out_bytes: &[u8], lse_bytes: &[u8]) -> Result<(), String> {
         let spec = self.spec;
         let (heads, dim) = (spec.num_heads as usize, spec.v_head_dim as usize);
         let [q_nope, q_pe, k_nope, k_pe, v] = [0, 1, 2, 3, 4].map(|i| spec.dtype.decode_all(&self.arrays[i]));
@@ -224,7 +231,8 @@ impl Problem {
             }
         }
         let largest = v.iter().filter(|x| x.is_finite()).fold(0f64, |max, x| max.max(x.abs().into()));
-        let tolerance = Tolerance::decode(spec.dtype, spec.dtype, spec.out, row.rounds_weights, largest, dim);
+        let tolerance =
+            Tolerance::decode(spec.dtype, spec.dtype, spec.out, variant.rounds_weights, largest, dim);
         close("lse", &got_lse, &want_lse, &Tolerance::lse()).into_result()?;
         close("out", &got, &want, &tolerance).into_result().map(drop)
     }
@@ -240,22 +248,22 @@ pub fn prefill_shapes<B: Backend>(session: &Session<'_, B>) {
         spec(1, [192, 64, 256], Dtype::F16, Dtype::F32),
     ];
     for (i, spec) in specs.into_iter().enumerate() {
-        let rows = variants(session, &spec);
-        if rows.is_empty() {
+        let variants = variants(session, &spec);
+        if variants.is_empty() {
             session.leave_out();
             continue;
         }
         let scale = [1.0, 1.0, 0.1];
         let mut problem = Problem::new(spec, |rng, kind| rng.randn() * scale[kind]);
         let layouts = [Layout::Dense, Layout::Gaps, Layout::HeadMajor];
-        for row in rows {
+        for variant in &variants {
             for layout in if i < 2 { &layouts[..] } else { &layouts[1..2] } {
-                let what = format!("{} {spec:?} {layout:?}", row.name);
-                let result = problem.check(session.backend, row, *layout, &problem.sequences);
+                let what = format!("{} {spec:?} {layout:?}", variant.name);
+                let result = problem.check(session.backend, variant, *layout, &problem.sequences);
                 if let (Ok(bits), Layout::Gaps) = (&result, layout) {
                     let reversed: Vec<_> = problem.sequences.iter().rev().copied().collect();
                     let again = problem
-                        .check(session.backend, row, *layout, &reversed)
+                        .check(session.backend, variant, *layout, &reversed)
                         .and_then(|again| if again == *bits { Ok(()) } else { Err("other bits".to_owned()) });
                     session.note(&format!("{what}, in reverse"), again);
                 }
@@ -264,8 +272,8 @@ pub fn prefill_shapes<B: Backend>(session: &Session<'_, B>) {
             // Nothing to see at all: there is room for no key.
             let unseeing = vec![PrefillSequence::all(3, 4, 0, 0)];
             let batch = std::mem::replace(&mut problem.sequences, unseeing);
-            let result = problem.check(session.backend, row, Layout::Dense, &problem.sequences);
-            session.note(&format!("{} {spec:?} without keys", row.name), result.map(drop));
+            let result = problem.check(session.backend, variant, Layout::Dense, &problem.sequences);
+            session.note(&format!("{} {spec:?} without keys", variant.name), result.map(drop));
             problem.sequences = batch;
         }
     }
@@ -280,15 +288,16 @@ pub fn prefill_hard_data<B: Backend>(session: &Session<'_, B>) {
             Dtype::Bf16 => spec(2, [128, 64, 128], dtype, Dtype::Bf16),
             _ => spec(3, [16, 32, 16], dtype, Dtype::F32),
         };
-        let rows = variants(session, &spec);
-        if rows.is_empty() {
+        let variants = variants(session, &spec);
+        if variants.is_empty() {
             session.leave_out();
         }
-        for row in rows {
+        for variant in &variants {
             let note = |what: &str, value: &mut dyn FnMut(&mut Rng, usize) -> f32| {
                 let problem = Problem::new(spec, value);
-                let result = problem.check(session.backend, row, Layout::Dense, &problem.sequences).map(drop);
-                session.note(&format!("{} {dtype} {what}", row.name), result);
+                let result =
+                    problem.check(session.backend, variant, Layout::Dense, &problem.sequences).map(drop);
+                session.note(&format!("{} {dtype} {what}", variant.name), result);
             };
             note("large logits", &mut |rng, kind| rng.randn() * [12.0, 4.0, 0.1][kind]);
             note("one key takes all", &mut |rng, kind| match kind {
@@ -348,8 +357,7 @@ pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
             };
             session.note(what, noted);
         };
-        let run =
-            |spec: &PrefillSpec, batch: &[PrefillSequence], args: &_| backend.prefill(spec, batch, args);
+        let run = |spec: &PrefillSpec, batch: &[PrefillSequence], args: &_| backend.once(*spec, batch, args);
         session.note("good", run(&good, &one, &args).map_err(|error| error.to_string()));
         session.note("no sequence", run(&good, &[], &args).map_err(|error| error.to_string()));
         for (spec, why) in [
@@ -386,7 +394,7 @@ pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
         refuses("too long", run(&good, &long, &args), "keys");
         let long = [PrefillSequence { kv_len: 4096, ..one[0] }];
         refuses("past the keys", run(&good, &long, &args), "k_nope");
-        refuses("a row", backend.prefill_with(&good, Some("none"), &one, &args), "none");
+        refuses("a variant", backend.once_with(good, &forced("none"), &one, &args), "none");
         Ok(())
     }();
     session.note("prefill errors", result.map_err(|error| error.to_string()));

@@ -2,7 +2,8 @@
 
 use crate::reference::{HeadProject, head_project};
 use wgpu_mla::{
-    Backend, Dtype, Error, HeadDims, KvBProj, Project, ProjectSpec, Result, WeightOrder, WeightView,
+    Backend, Dtype, Error, HeadDims, KvBProj, OpOptions, Project, ProjectSpec, Result, WeightOrder,
+    WeightView,
 };
 
 use super::Session;
@@ -74,12 +75,8 @@ fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bo
     (0..count).map(|at| value(at, rng)).collect()
 }
 
-/// Runs a case by `run` and compares it with the oracle; gaps and tails hold NaN, and those of `y` must after.
-pub fn check<B: Backend>(
-    backend: &B,
-    case: &Case,
-    run: impl Fn(&ProjectSpec, &Project<&B::Buffer>) -> Result<()>,
-) -> Result<(), String> {
+/// Runs a case on a variant, or on the best, and compares it with the oracle; gaps and tails hold NaN, and those of `y` must after.
+pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Result<(), String> {
     let text = |error: Error| error.to_string();
     let Case { spec, tokens, layout, shared, data } = *case;
     let (heads, k, n) = (spec.num_heads as usize, spec.k as usize, spec.n as usize);
@@ -111,9 +108,9 @@ pub fn check<B: Backend>(
         x: x_view,
         weight: WeightView { buffer: &w_buffer, offset, head_stride, row_stride },
         y: y.strides.view(&y_buffer),
-        num_tokens: tokens as u32,
     };
-    run(&spec, &args).map_err(text)?;
+    let options = OpOptions { variant: variant.map(str::to_owned) };
+    backend.once_with(spec, &options, 0..tokens as u32, &args).map_err(text)?;
 
     let got = spec.output.decode_all(&y.read(backend, &y_buffer)?);
     let mut x = spec.input.decode_all(&x);
@@ -140,7 +137,7 @@ pub fn projections<B: Backend>(session: &Session<'_, B>) {
             for shared in [false, true] {
                 let spec = spec(dtypes, 3, dims, order);
                 let case = Case { layout, shared, ..Case::new(spec, tokens) };
-                let result = check(session.backend, &case, |spec, args| session.backend.project(spec, args));
+                let result = check(session.backend, &case, None);
                 session.note(&format!("{case:?}"), result);
             }
         }
@@ -150,7 +147,7 @@ pub fn projections<B: Backend>(session: &Session<'_, B>) {
             *dtype = if *dtype == F16 { Bf16 } else { *dtype };
         }
         let case = Case { data: Data::Hard, ..Case::new(spec, 7) };
-        let result = check(session.backend, &case, |spec, args| session.backend.project(spec, args));
+        let result = check(session.backend, &case, None);
         session.note(&format!("{case:?}"), result);
     }
     session.finish("projections");
@@ -222,9 +219,8 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
             x: Strides::dense(heads, k).view(&x_buffer),
             weight: view,
             y: y.strides.view(&y_buffer),
-            num_tokens: tokens as u32,
         };
-        backend.project(&spec, &args).map_err(text)?;
+        backend.once(spec, 0..tokens as u32, &args).map_err(text)?;
         let got = output.decode_all(&y.read(backend, &y_buffer)?);
         let x = input.decode_all(&x);
         let args = HeadProject { num_heads: heads, k, n, order: spec.order, x: &x, weight: &want_weight };
@@ -241,12 +237,8 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         let [x, w, y] = [4 * 2 * 16 * 4, 2 * 16 * 24 * 2, 4 * 2 * 24 * 4].map(|bytes| backend.buffer(bytes));
         let (x, w, y) = (x?, w?, y?);
         let weight = WeightView { buffer: &w, offset: 0, head_stride: 384, row_stride: 24 };
-        let args = |weight| Project {
-            x: Strides::dense(2, 16).view(&x),
-            weight,
-            y: Strides::dense(2, 24).view(&y),
-            num_tokens: 4,
-        };
+        let args =
+            |weight| Project { x: Strides::dense(2, 16).view(&x), weight, y: Strides::dense(2, 24).view(&y) };
         let refuses = |what: &str, result: Result<()>, why: &str| {
             let checked = match result {
                 Ok(()) => Err("was accepted".to_owned()),
@@ -255,7 +247,7 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
             };
             session.note(what, checked);
         };
-        session.note("a good one", backend.project(&good, &args(weight)).map_err(|e| e.to_string()));
+        session.note("a good one", backend.once(good, 0..4, &args(weight)).map_err(|e| e.to_string()));
         for (what, spec, why) in [
             ("an e4m3 weight", ProjectSpec { weight: Dtype::E4m3, ..good }, "KvBProj"),
             ("no head", ProjectSpec { num_heads: 0, ..good }, "num_heads"),
@@ -264,7 +256,7 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
             ("n 0", ProjectSpec { n: 0, ..good }, "n 0"),
             ("more columns", ProjectSpec { n: 32, ..good }, "y"),
         ] {
-            refuses(what, backend.project(&spec, &args(weight)), why);
+            refuses(what, backend.once(spec, 0..4, &args(weight)), why);
         }
         for (what, weight, why) in [
             ("weights past their buffer", WeightView { offset: 8, ..weight }, "weight"),
@@ -276,20 +268,20 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
             ),
             ("misaligned weights", WeightView { head_stride: 380, ..weight }, "weight 380"),
         ] {
-            refuses(what, backend.project(&good, &args(weight)), why);
+            refuses(what, backend.once(good, 0..4, &args(weight)), why);
         }
         let mut bad = args(weight);
         bad.x.token_stride = 1 << 30;
-        refuses("x past its buffer", backend.project(&good, &bad), "x");
+        refuses("x past its buffer", backend.once(good, 0..4, &bad), "x");
         let mut bad = args(weight);
         bad.y.head_stride = 16;
-        refuses("rows of y that overlap", backend.project(&good, &bad), "y");
+        refuses("rows of y that overlap", backend.once(good, 0..4, &bad), "y");
         let mut bad = args(weight);
         bad.y.offset = 4;
-        refuses("a misaligned y", backend.project(&good, &bad), "y 4");
+        refuses("a misaligned y", backend.once(good, 0..4, &bad), "y 4");
         let bad = Project { y: Strides::dense(2, 16).view(&x), ..args(weight) };
         let spec = ProjectSpec { n: 16, ..good };
-        refuses("y in x", backend.project(&spec, &bad), "same buffer");
+        refuses("y in x", backend.once(spec, 0..4, &bad), "same buffer");
         Ok(())
     }();
     session.note("refusals", result.map_err(|error| error.to_string()));

@@ -1,8 +1,10 @@
 //! The rotary ops: `rope` against the oracle, `rope_append` against the three ops that it stands for.
 
 use crate::reference::{Rotation, rope};
-use wgpu_mla::ops::{AppendLayer, AppendSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec};
-use wgpu_mla::{Backend, Dtype, Error, KvSpec, MlaShape, RopeFrequencies, View, Yarn};
+use wgpu_mla::{
+    AppendLayer, AppendSpec, Backend, Dtype, Error, KvSpec, MlaShape, Rope, RopeAppend, RopeAppendSpec,
+    RopeFrequencies, RopeLayout, RopeSpec, View, Yarn,
+};
 
 use super::Session;
 use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
@@ -130,9 +132,8 @@ pub fn check_rotation<B: Backend>(
         positions: &places,
         cos_sin: &angles,
         max_position: MAX_POSITION,
-        num_tokens: tokens as u32,
     };
-    backend.rope(spec, &args).map_err(text)?;
+    backend.once(*spec, 0..tokens as u32, &args).map_err(text)?;
 
     let mut got = download(backend, y_buffer, y_len).map_err(text)?;
     if place == Place::Behind {
@@ -260,7 +261,7 @@ pub fn check_rotated_append<B: Backend>(
                 cos_sin: &angles,
                 max_position: MAX_POSITION,
             };
-            backend.rope_append(spec, &case.slot_mapping, &args).map_err(text)?;
+            backend.once(*spec, &case.slot_mapping, &args).map_err(text)?;
         } else {
             let queries = Rope {
                 x: q_strides.view(&q),
@@ -268,15 +269,15 @@ pub fn check_rotated_append<B: Backend>(
                 positions: &places,
                 cos_sin: &angles,
                 max_position: MAX_POSITION,
-                num_tokens: tokens as u32,
             };
             let keys = Rope { x: k_pe_strides.view(&k_pe), y: k_pe_strides.view(&turned), ..queries };
             let query =
                 RopeSpec { dtype: spec.query, num_heads: spec.num_heads, rope_dim, layout: spec.layout };
-            backend.rope(&query, &queries).map_err(text)?;
-            backend.rope(&RopeSpec { dtype: input, num_heads: 1, ..query }, &keys).map_err(text)?;
+            let key = RopeSpec { dtype: input, num_heads: 1, ..query };
+            backend.once(query, 0..tokens as u32, &queries).map_err(text)?;
+            backend.once(key, 0..tokens as u32, &keys).map_err(text)?;
             let layer = layer(k_pe_strides.view(&turned));
-            backend.kv_append(&case.spec, &case.slot_mapping, &layer).map_err(text)?;
+            backend.once(case.spec, &case.slot_mapping, &layer).map_err(text)?;
         }
         let downloaded = |buffer, len| download(backend, buffer, len).map_err(text);
         Ok([downloaded(q_out, q_len)?, downloaded(&cache, before.len())?])
@@ -316,21 +317,19 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             positions: &places,
             cos_sin: &angles,
             max_position: 5,
-            num_tokens: 3,
         };
-        session.note("a good rotation", backend.rope(&spec, &good).map_err(text));
-        let nothing = Rope { num_tokens: 0, ..good };
-        session.note("no token", backend.rope(&spec, &nothing).map_err(text));
+        session.note("a good rotation", backend.once(spec, 0..3, &good).map_err(text));
+        session.note("no token", backend.once(spec, 0..0, &good).map_err(text));
+        refuses("too many tokens", backend.once(spec, 0..4, &good), "x");
         for (wrong, why) in [
             (RopeSpec { dtype: Dtype::E4m3, ..spec }, "e4m3"),
             (RopeSpec { num_heads: 0, ..spec }, "num_heads"),
             (RopeSpec { rope_dim: 12, ..spec }, "qk_rope_head_dim"),
             (RopeSpec { rope_dim: 0, ..spec }, "qk_rope_head_dim"),
         ] {
-            refuses(&format!("{wrong:?}"), backend.rope(&wrong, &good), why);
+            refuses(&format!("{wrong:?}"), backend.once(wrong, 0..3, &good), why);
         }
         for (what, args, why) in [
-            ("too many tokens", Rope { num_tokens: 4, ..good }, "x"),
             ("an input past its buffer", Rope { x: View { offset: 4, ..good.x }, ..good }, "x"),
             ("an output past its buffer", Rope { y: View { offset: 52, ..good.y }, ..good }, "y"),
             ("a misaligned input", Rope { x: View { token_stride: 18, ..good.x }, ..good }, "x 18"),
@@ -357,7 +356,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
                 "x and y",
             ),
         ] {
-            refuses(what, backend.rope(&spec, &args), why);
+            refuses(what, backend.once(spec, 0..3, &args), why);
         }
 
         let kv = KvSpec { dtype: Dtype::Bf16, page_size: 4, num_pages: 2 };
@@ -382,11 +381,11 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             cos_sin: &angles,
             max_position: 5,
         };
-        session.note("a good append", backend.rope_append(&spec, &[0, -1], &good()).map_err(text));
-        session.note("nothing to append", backend.rope_append(&spec, &[], &good()).map_err(text));
-        refuses("slot 8 of 8", backend.rope_append(&spec, &[0, 8], &good()), "8");
-        refuses("a slot twice", backend.rope_append(&spec, &[7, 7], &good()), "7");
-        refuses("too many tokens", backend.rope_append(&spec, &[0, 1, 2], &good()), "kv_c");
+        session.note("a good append", backend.once(spec, &[0, -1], &good()).map_err(text));
+        session.note("nothing to append", backend.once(spec, &[], &good()).map_err(text));
+        refuses("slot 8 of 8", backend.once(spec, &[0, 8], &good()), "8");
+        refuses("a slot twice", backend.once(spec, &[7, 7], &good()), "7");
+        refuses("too many tokens", backend.once(spec, &[0, 1, 2], &good()), "kv_c");
         let no_rope = MlaShape { qk_rope_head_dim: 0, kv_lora_rank: 512, ..shape };
         for (wrong, why) in [
             (RopeAppendSpec { query: Dtype::E4m3, ..spec }, "q_pe"),
@@ -394,7 +393,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             (RopeAppendSpec { append: AppendSpec { shape: no_rope, ..append }, ..spec }, "qk_rope_head_dim"),
             (RopeAppendSpec { num_heads: 0, ..spec }, "num_heads"),
         ] {
-            refuses(&format!("{wrong:?}"), backend.rope_append(&wrong, &[0], &good()), why);
+            refuses(&format!("{wrong:?}"), backend.once(wrong, &[0], &good()), why);
         }
         let far = View { offset: 4, ..View::dense(&q, 2, 32) };
         for (what, args, why) in [
@@ -415,7 +414,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
                 "k_scale",
             ),
         ] {
-            refuses(what, backend.rope_append(&spec, &[0, 1], &args), why);
+            refuses(what, backend.once(spec, &[0, 1], &args), why);
         }
         Ok(())
     }();

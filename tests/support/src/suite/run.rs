@@ -1,8 +1,8 @@
 //! One decode through a backend: upload, plan, prepare, bind, run, download.
 
-use wgpu_mla::layer::View;
 use wgpu_mla::{
     Backend, Batch, Capacity, Dtype, Layer, LseBase, PageTable, Plan, Policy, Query, Result, SharedPrefix,
+    View,
 };
 
 use super::Session;
@@ -84,12 +84,12 @@ impl<B: Backend> Session<'_, B> {
             visibility: problem.visibility(),
             shared_prefixes: shared,
         };
-        let plan = Plan::new(spec, &backend.tiling(&decode), &batch, how.policy).map_err(wrong)?;
+        let plan = Plan::new(spec, &decode.tiling(), &batch, how.policy).map_err(wrong)?;
         let capacity = if how.grow { Capacity::default() } else { Capacity::of(&plan) };
-        let mut step = backend.step(&decode, capacity).map_err(wrong)?;
+        let mut step = decode.step(capacity).map_err(wrong)?;
         let csr = Csr::of(problem);
         let pages = if how.csr { csr.table() } else { dense_table(problem) };
-        backend.prepare(&decode, &mut step, &plan, pages).map_err(wrong)?;
+        decode.prepare(&mut step, (&plan, pages)).map_err(wrong)?;
 
         let (heads, tokens) = (spec.shape.num_heads as usize, problem.total_q());
         let (latent, row) = (spec.shape.kv_lora_rank as usize, spec.shape.row_elems() as usize);
@@ -121,8 +121,8 @@ impl<B: Backend> Session<'_, B> {
             k_scale: problem.k_scale,
             q_scale: problem.q_scale,
         };
-        let binding = backend.bind(&decode, tokens as u32, &layer).map_err(wrong)?;
-        backend.run(&decode, &step, &binding).map_err(wrong)?;
+        let binding = decode.bind(&layer, tokens as u32).map_err(wrong)?;
+        decode.run(&step, &binding).map_err(wrong)?;
         let out_bits = out.read(backend, &out_buffer).map_err(|error| format!("out: {error}"))?;
         let lse_bits = lse.read(backend, &lse_buffer).map_err(|error| format!("lse: {error}"))?;
 

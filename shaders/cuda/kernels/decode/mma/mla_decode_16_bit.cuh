@@ -1,4 +1,4 @@
-// The rows of the ladder for caches of 16-bit elements; the host's table of them is src/cuda/ladder.rs.
+// The variants for caches of 16-bit elements; the host's table of them is src/cuda/decode/variants.rs.
 //
 // `split` queries have two parts: f32 ones, and f16 ones on bf16 matrices. `small` ones fit the 99 KB of shared memory of a desktop card.
 #pragma once

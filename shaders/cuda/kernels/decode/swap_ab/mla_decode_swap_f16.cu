@@ -1,5 +1,5 @@
 // ptx: compute_90a version=8.0
-// The rows of the ladder for Hopper's warpgroups whose query rows are the columns of matrices.
+// The variants for Hopper's warpgroups whose query rows are the columns of matrices.
 #include "mla_decode_swap.cuh"
 
 // limits: mla_decode_512_64_rows16_wgmma registers=80 threads=384 shared=232448

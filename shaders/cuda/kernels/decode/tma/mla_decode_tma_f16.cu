@@ -1,5 +1,5 @@
 // ptx: compute_90 version=8.0
-// The rows of the ladder by tensor copies, for cards since Hopper and pages of a multiple of 16 tokens.
+// The variants by tensor copies, for cards since Hopper and pages of a multiple of 16 tokens.
 #include "decode/mla_decode.cuh"
 
 // limits: mla_decode_512_64_rows16_tma registers=255 threads=256 shared=232448

@@ -1,5 +1,5 @@
 // ptx: compute_90a version=8.0
-// The row of the ladder for Hopper's warpgroups, of whose 168 registers a thread those that load give 144 up.
+// The variant for Hopper's warpgroups, of whose 168 registers a thread those that load give 144 up.
 #include "mla_decode_wgmma.cuh"
 
 // limits: mla_decode_512_64_rows64_wgmma registers=168 threads=384 shared=232448

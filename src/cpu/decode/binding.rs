@@ -1,0 +1,108 @@
+//! A layer's buffers, checked and held.
+
+use crate::MlaSpec;
+use crate::cpu::buffer::{Access, Buffer, Locked, lock};
+use crate::ops::Layer;
+use crate::view::{KvView, View};
+
+/// A layer of a model, checked: its buffers, strides and scales. It keeps the buffers alive.
+#[derive(Debug)]
+pub struct Bound {
+    buffers: [Buffer; 5],
+    pub(super) q_nope: Rows,
+    pub(super) q_pe: Rows,
+    pub(super) kv: Pages,
+    pub(super) out: Rows,
+    pub(super) lse: Rows,
+    /// Dot products to logits in base 2.
+    pub(super) logit_scale: f32,
+    /// Latent to output.
+    pub(super) out_scale: f32,
+    /// Base-2 LSE to the one that is wanted.
+    pub(super) lse_scale: f32,
+}
+
+/// Where the rows of a `[tokens, heads, dim]` array are, in elements.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cpu) struct Rows {
+    offset: usize,
+    token_stride: usize,
+    head_stride: usize,
+}
+
+impl Rows {
+    pub(in crate::cpu) fn of<B>(view: &View<B>) -> Self {
+        Self {
+            offset: view.offset as usize,
+            token_stride: view.token_stride as usize,
+            head_stride: view.head_stride as usize,
+        }
+    }
+
+    pub(in crate::cpu) fn at(&self, token: usize, head: usize) -> usize {
+        self.offset + token * self.token_stride + head * self.head_stride
+    }
+}
+
+/// Where the pages of a layer are, in elements.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cpu) struct Pages {
+    base: usize,
+    block_stride: usize,
+    page_size: usize,
+    row_elems: usize,
+}
+
+impl Pages {
+    pub(in crate::cpu) fn of<B>(view: &KvView<B>, page_size: u32, row_elems: u32) -> Self {
+        Self {
+            base: view.base() as usize,
+            block_stride: view.block_stride as usize,
+            page_size: page_size as usize,
+            row_elems: row_elems as usize,
+        }
+    }
+
+    /// The row of a token in a page.
+    pub(in crate::cpu) fn at(&self, page: usize, token: usize) -> usize {
+        self.base + page * self.block_stride + token * self.row_elems
+    }
+
+    /// The row of a slot: `page * page_size + token`.
+    pub(in crate::cpu) fn slot(&self, slot: usize) -> usize {
+        self.at(slot / self.page_size, slot % self.page_size)
+    }
+}
+
+/// The arguments of a decode, in the order in which they are locked.
+pub(super) const Q_NOPE: usize = 0;
+pub(super) const Q_PE: usize = 1;
+pub(super) const KV: usize = 2;
+pub(super) const OUT: usize = 3;
+pub(super) const LSE: usize = 4;
+
+impl Bound {
+    pub(super) fn new(spec: &MlaSpec, layer: &Layer<&Buffer>) -> Self {
+        let [q_nope, q_pe] = layer.query_parts(spec);
+        let (out, lse) = (layer.out, layer.lse);
+        let (logit_scale, out_scale, lse_scale) = layer.kernel_scales();
+        let buffers = [q_nope.buffer, q_pe.buffer, layer.kv.buffer, out.buffer, lse.buffer];
+        Self {
+            buffers: buffers.map(Buffer::clone),
+            q_nope: Rows::of(&q_nope),
+            q_pe: Rows::of(&q_pe),
+            kv: Pages::of(&layer.kv, spec.kv.page_size, spec.shape.row_elems()),
+            out: Rows::of(&out),
+            lse: Rows::of(&lse),
+            logit_scale,
+            out_scale,
+            lse_scale,
+        }
+    }
+
+    pub(super) fn lock(&self) -> Locked<'_, 5> {
+        let [q_nope, q_pe, kv, out, lse] = &self.buffers;
+        let (read, write) = (Access::Read, Access::Write);
+        lock([(q_nope, read), (q_pe, read), (kv, read), (out, write), (lse, write)])
+    }
+}

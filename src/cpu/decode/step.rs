@@ -1,0 +1,183 @@
+//! A step's tables and scratch, kept from step to step.
+
+use std::sync::Mutex;
+use std::sync::atomic::AtomicU32;
+
+use bytemuck::{Pod, cast_slice};
+
+use crate::cpu::buffer::{Line, zeroed};
+use crate::cpu::kernels::attend::{BLOCK, MAX_ROWS, Tile};
+use crate::plan::{Merge, Plan, QueryToken, WorkItem, check_plan};
+use crate::tables::{Capacity, Header, PageTable, write_tables};
+use crate::{Error, MlaSpec, Result};
+
+/// A step's tables, room for its partial results, and each thread's scratch.
+#[derive(Debug)]
+pub struct Prepared {
+    spec: MlaSpec,
+    capacity: Capacity,
+    words: Vec<u32>,
+    /// None until a plan was prepared.
+    header: Option<Header>,
+    /// Partial outputs `[slots, L]`, then their LSEs `[slots]`. Locked by a run.
+    pub(super) partials: Mutex<Vec<AtomicU32>>,
+    /// One a thread, taken by the thread of that index only.
+    pub(super) scratch: Vec<Mutex<Scratch>>,
+}
+
+impl Prepared {
+    pub(super) fn new(spec: MlaSpec, capacity: Capacity, threads: usize) -> Result<Self> {
+        let mut step = Self {
+            spec,
+            capacity: Capacity::default(),
+            words: Vec::new(),
+            header: None,
+            partials: Mutex::default(),
+            scratch: (0..threads)
+                .map(|_| Scratch::of_decode(&spec).map(Mutex::new))
+                .collect::<Result<_>>()?,
+        };
+        step.grow(capacity)?;
+        Ok(step)
+    }
+
+    /// Makes room; what the step held is lost where it had to grow.
+    fn grow(&mut self, need: Capacity) -> Result<()> {
+        if self.capacity.holds(need) && !self.words.is_empty() {
+            return Ok(());
+        }
+        let capacity = self.capacity.grown_to(need);
+        let out_of_memory = |_| Error::OutOfMemory { what: "a step's tables" };
+        let Some(words) = table_words(&capacity) else {
+            return Err(Error::OutOfMemory { what: "a step's tables" });
+        };
+        self.words.try_reserve_exact(words.saturating_sub(self.words.len())).map_err(out_of_memory)?;
+        self.words.resize(words, 0);
+        if capacity.slots > self.capacity.slots {
+            let per_slot = self.spec.shape.kv_lora_rank as usize + 1;
+            let partials = zeroed((capacity.slots as usize).saturating_mul(per_slot), "partial results")?;
+            self.partials = Mutex::new(partials);
+        }
+        self.capacity = capacity;
+        Ok(())
+    }
+
+    pub(super) fn prepare(&mut self, rows_per_tile: u32, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
+        self.header = None;
+        if matches!(pages, PageTable::Device) {
+            let cure = "there is no device to write the page list here: pass PageTable::Dense or Csr";
+            return Err(Error::Shape {
+                what: "PageTable::Device pages",
+                got: plan.page_list_len().into(),
+                cure,
+            });
+        }
+        check_plan(plan, &self.spec, rows_per_tile)?;
+        self.grow(Capacity::of(plan))?;
+        self.header = Some(write_tables(&mut self.words, &self.capacity, plan, pages, &self.spec.kv)?);
+        Ok(())
+    }
+
+    /// `None` where no plan was prepared.
+    pub(super) fn tables(&self) -> Option<Tables<'_>> {
+        Some(Tables { words: &self.words, header: self.header.as_ref()? })
+    }
+
+    pub(super) fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    pub(super) fn num_slots(&self) -> usize {
+        self.capacity.slots as usize
+    }
+}
+
+/// Words of the tables, if they can be counted at all: places in them are `u32`.
+fn table_words(capacity: &Capacity) -> Option<usize> {
+    let Capacity { items, queries, pages, merges, merge_slots, .. } = *capacity;
+    let sizes = [(items, 8), (queries, 2), (pages, 1), (merges, 3), (merge_slots, 1)];
+    let words = sizes.iter().map(|&(count, words)| u64::from(count) * words + 4).sum::<u64>() + 16;
+    (words <= u32::MAX.into()).then_some(words as usize)
+}
+
+/// A plan as the kernels read it.
+#[derive(Clone, Copy)]
+pub(super) struct Tables<'a> {
+    words: &'a [u32],
+    header: &'a Header,
+}
+
+impl<'a> Tables<'a> {
+    pub(super) fn items(&self) -> &'a [WorkItem] {
+        self.section(self.header.items, self.header.num_items as usize)
+    }
+
+    pub(super) fn queries(&self) -> &'a [QueryToken] {
+        let count = (self.header.merges - self.header.queries) as usize / 2;
+        self.section(self.header.queries, count)
+    }
+
+    pub(super) fn merges(&self) -> &'a [Merge] {
+        self.section(self.header.merges, self.header.num_merges as usize)
+    }
+
+    pub(super) fn merge_slots(&self) -> &'a [u32] {
+        &self.words[self.header.merge_slots as usize..self.header.pages as usize]
+    }
+
+    pub(super) fn pages(&self) -> &'a [u32] {
+        &self.words[self.header.pages as usize..self.header.end as usize]
+    }
+
+    fn section<T: Pod>(&self, at: u32, count: usize) -> &'a [T] {
+        cast_slice(&self.words[at as usize..][..count * size_of::<T>() / 4])
+    }
+}
+
+/// One thread's scratch: the arrays of a [`Tile`].
+pub(in crate::cpu) struct Scratch {
+    lines: Vec<Line>,
+    stride: usize,
+    dim: usize,
+    latent: usize,
+    value_at: usize,
+}
+
+impl std::fmt::Debug for Scratch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scratch").field("lines", &self.lines.len()).finish()
+    }
+}
+
+impl Scratch {
+    fn of_decode(spec: &MlaSpec) -> Result<Self> {
+        Self::new(spec.shape.row_elems() as usize, spec.shape.kv_lora_rank as usize, 0)
+    }
+
+    /// For keys of `dim` elements and values of `latent`, from `value_at` on in a row.
+    pub(in crate::cpu) fn new(dim: usize, latent: usize, value_at: usize) -> Result<Self> {
+        // An odd number of cache lines, so that a column of a block is spread over every set of the cache.
+        let stride = dim.max(value_at + latent).next_multiple_of(32) + 16;
+        let floats = (MAX_ROWS + BLOCK) * stride + MAX_ROWS * (BLOCK + latent + 3);
+        Ok(Self { lines: zeroed(floats.div_ceil(16), "a thread's scratch")?, stride, dim, latent, value_at })
+    }
+
+    pub(in crate::cpu) fn tile(&mut self) -> Tile<'_> {
+        let Self { stride, dim, latent, value_at, .. } = *self;
+        let mut rest: &mut [f32] = bytemuck::cast_slice_mut(&mut self.lines);
+        let mut take = |floats: usize| rest.split_off_mut(..floats).unwrap_or_default();
+        Tile {
+            q: take(MAX_ROWS * stride),
+            kv: take(BLOCK * stride),
+            p: take(MAX_ROWS * BLOCK),
+            o: take(MAX_ROWS * latent),
+            max: take(MAX_ROWS),
+            sum: take(MAX_ROWS),
+            rescale: take(MAX_ROWS),
+            stride,
+            dim,
+            latent,
+            value_at,
+        }
+    }
+}

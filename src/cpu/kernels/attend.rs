@@ -1,0 +1,241 @@
+//! The decode kernel: one block of the cache against a tile of query rows, in f32.
+//!
+//! ```text
+//! S = Q K^T            register tiles of 4 rows x 3 tokens, 8 lanes over the dims
+//! m' = max(m, scale * max S);  a = 2^(m - m');  P = 2^(scale * S - m');  l = l * a + sum P
+//! O = O * a + P V      register tiles of 4 rows x 3 vectors, over the tokens
+//! ```
+//! A row's numbers do not depend on its neighbours: a tile of another shape does the same operations in the same
+//! order for each of its elements.
+
+use std::ops::Range;
+
+use super::lanes::{LANES, Lanes, exp2};
+
+/// Tokens that are widened and attended at a time.
+pub(in crate::cpu) const BLOCK: usize = 32;
+
+/// Query rows of the largest tile.
+pub(in crate::cpu) const MAX_ROWS: usize = 32;
+
+/// The state of one tile: its query rows, the block of the cache at hand, and what each row has so far.
+pub(in crate::cpu) struct Tile<'a> {
+    /// `[rows, stride]`, of which `dim` are used.
+    pub q: &'a mut [f32],
+    /// `[BLOCK, stride]`: a key of `dim` elements at the front, and its value of `latent` from `value_at` on.
+    pub kv: &'a mut [f32],
+    /// `[rows, BLOCK]`: dot products, then weights.
+    pub p: &'a mut [f32],
+    /// `[rows, latent]`, not yet divided by `sum`.
+    pub o: &'a mut [f32],
+    /// `[rows]`: the largest logit, base 2.
+    pub max: &'a mut [f32],
+    /// `[rows]`: the sum of the weights, relative to `max`.
+    pub sum: &'a mut [f32],
+    /// `[rows]`: the factor that brings `o` to a new `max`.
+    pub rescale: &'a mut [f32],
+    /// Floats from a row of `q` or `kv` to the next.
+    pub stride: usize,
+    /// Elements of a row: `L + R`.
+    pub dim: usize,
+    /// Elements of a value: `L` in a decode.
+    pub latent: usize,
+    /// Where in a row of `kv` the value is: at 0 it is part of the key.
+    pub value_at: usize,
+}
+
+impl Tile<'_> {
+    /// What the kernels' pointers rely on.
+    fn check(&self, rows: &Range<usize>, tokens: usize) {
+        let Self { stride, dim, latent, value_at, .. } = *self;
+        assert!(dim % LANES == 0 && latent % LANES == 0 && value_at + latent <= stride && dim <= stride);
+        assert!(tokens <= BLOCK && self.kv.len() >= BLOCK * stride);
+        assert!(self.q.len() >= rows.end * stride && self.p.len() >= rows.end * BLOCK);
+        assert!(self.o.len() >= rows.end * latent);
+        assert!(self.max.len().min(self.sum.len()).min(self.rescale.len()) >= rows.end);
+    }
+}
+
+/// Lets `rows` of a tile attend the first `tokens` tokens of its block. `scale` brings dot products to base 2.
+#[inline(always)]
+pub(in crate::cpu) fn attend<V: Lanes>(tile: &mut Tile<'_>, rows: Range<usize>, tokens: usize, scale: f32) {
+    tile.check(&rows, tokens);
+    let mut row = rows.start;
+    while row < rows.end {
+        let many = rows.end - row;
+        // SAFETY: `check` has found every array long enough for `rows` and a block, and the match takes no more
+        // rows than are left.
+        unsafe {
+            match many {
+                1 => band::<V, 1>(tile, row, tokens, scale),
+                2 => band::<V, 2>(tile, row, tokens, scale),
+                3 => band::<V, 3>(tile, row, tokens, scale),
+                _ => band::<V, 4>(tile, row, tokens, scale),
+            }
+        }
+        row += many.min(4);
+    }
+}
+
+/// `R` rows against the whole block.
+///
+/// # Safety
+/// The tile passes [`Tile::check`] for rows up to `row + R`.
+#[inline(always)]
+unsafe fn band<V: Lanes, const R: usize>(tile: &mut Tile<'_>, row: usize, tokens: usize, scale: f32) {
+    let Tile { stride, dim, latent, value_at, .. } = *tile;
+    // SAFETY: every pointer below stays in its array: rows < row + R, tokens < BLOCK, dims < dim <= stride and
+    // columns < latent, from value_at on < stride. `p` is `BLOCK` floats a row, a multiple of the lanes.
+    unsafe {
+        let (q, kv) = (tile.q.as_ptr().add(row * stride), tile.kv.as_ptr());
+        let p = tile.p.as_mut_ptr().add(row * BLOCK);
+        let mut token = 0;
+        while token < tokens {
+            let (k, p) = (kv.add(token * stride), p.add(token));
+            match tokens - token {
+                1 => dots::<V, R, 1>(q, k, p, stride, dim),
+                2 => dots::<V, R, 2>(q, k, p, stride, dim),
+                _ => dots::<V, R, 3>(q, k, p, stride, dim),
+            }
+            token += 3;
+        }
+        for r in row..row + R {
+            weights::<V>(tile, r, tokens, scale);
+        }
+        let (p, rescale) = (tile.p.as_ptr().add(row * BLOCK), tile.rescale.as_ptr().add(row));
+        let o = tile.o.as_mut_ptr().add(row * latent);
+        let mut column = 0;
+        while column < latent {
+            let (v, o) = (kv.add(value_at + column), o.add(column));
+            match (latent - column) / LANES {
+                1 => values::<V, R, 1>(p, rescale, v, o, tokens, stride, latent),
+                2 => values::<V, R, 2>(p, rescale, v, o, tokens, stride, latent),
+                _ => values::<V, R, 3>(p, rescale, v, o, tokens, stride, latent),
+            }
+            column += 3 * LANES;
+        }
+    }
+}
+
+/// `p[r][t] = q[r] . k[t]`.
+///
+/// # Safety
+/// `q` and `k` are readable for `R` and `T` rows, `p` is writable for `R` rows of `BLOCK`.
+#[inline(always)]
+unsafe fn dots<V: Lanes, const R: usize, const T: usize>(
+    q: *const f32,
+    k: *const f32,
+    p: *mut f32,
+    stride: usize,
+    dim: usize,
+) {
+    let mut sums = [[V::splat(0.0); T]; R];
+    let mut d = 0;
+    while d < dim {
+        let mut keys = [V::splat(0.0); T];
+        for (t, key) in keys.iter_mut().enumerate() {
+            // SAFETY: row t of `k`, in its `dim`.
+            *key = unsafe { V::load(k.add(t * stride + d)) };
+        }
+        for (r, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: row r of `q`, in its `dim`.
+            let query = unsafe { V::load(q.add(r * stride + d)) };
+            for (sum, key) in sums.iter_mut().zip(&keys) {
+                *sum = query.mul_add(*key, *sum);
+            }
+        }
+        d += LANES;
+    }
+    for (r, sums) in sums.iter().enumerate() {
+        for (t, sum) in sums.iter().enumerate() {
+            // SAFETY: row r of `p`, one of its tokens.
+            unsafe { *p.add(r * BLOCK + t) = sum.sum() }
+        }
+    }
+}
+
+/// One row's online softmax over a block: dot products to weights.
+///
+/// # Safety
+/// As [`band`].
+#[inline(always)]
+unsafe fn weights<V: Lanes>(tile: &mut Tile<'_>, row: usize, tokens: usize, scale: f32) {
+    let p = &mut tile.p[row * BLOCK..][..BLOCK];
+    let end = tokens.next_multiple_of(LANES);
+    // Lanes past the last token weigh exactly nothing, and lose every comparison.
+    p[tokens..end].fill(f32::NEG_INFINITY);
+    let p = p.as_mut_ptr();
+
+    let mut largest = V::splat(f32::NEG_INFINITY);
+    let mut t = 0;
+    while t < end {
+        // SAFETY: `end` is at most BLOCK.
+        largest = unsafe { V::load(p.add(t)) }.max(largest);
+        t += LANES;
+    }
+    let (old, here) = (tile.max[row], largest.largest() * scale);
+    let max = if here > old { here } else { old };
+
+    // The product is not rounded before the subtraction: large logits lose nothing more than the dot has lost.
+    let (factor, minus_max) = (V::splat(scale), V::splat(-max));
+    let mut sum = V::splat(0.0);
+    let mut t = 0;
+    while t < end {
+        // SAFETY: `end` is at most BLOCK.
+        unsafe {
+            let weight = exp2(V::load(p.add(t)).mul_add(factor, minus_max));
+            weight.store(p.add(t));
+            sum = sum.add(weight);
+        }
+        t += LANES;
+    }
+    let rescale = exp2(V::splat(old - max)).largest();
+    tile.max[row] = max;
+    tile.sum[row] = tile.sum[row] * rescale + sum.sum();
+    tile.rescale[row] = rescale;
+}
+
+/// `o[r][c] = o[r][c] * rescale[r] + sum over t of p[r][t] * v[t][c]`, for `C` vectors of columns.
+///
+/// # Safety
+/// `p` is readable for `R` rows of `BLOCK`, `rescale` for `R`, `v` for `tokens` rows, `o` is writable for `R` rows.
+#[inline(always)]
+unsafe fn values<V: Lanes, const R: usize, const C: usize>(
+    p: *const f32,
+    rescale: *const f32,
+    v: *const f32,
+    o: *mut f32,
+    tokens: usize,
+    stride: usize,
+    latent: usize,
+) {
+    let mut sums = [[V::splat(0.0); C]; R];
+    for (r, sums) in sums.iter_mut().enumerate() {
+        for (c, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: row r of `rescale` and of `o`, in its columns.
+            *sum = unsafe { V::load(o.add(r * latent + c * LANES)).mul(V::splat(*rescale.add(r))) };
+        }
+    }
+    let mut t = 0;
+    while t < tokens {
+        let mut row = [V::splat(0.0); C];
+        for (c, value) in row.iter_mut().enumerate() {
+            // SAFETY: row t of `v`, in its columns.
+            *value = unsafe { V::load(v.add(t * stride + c * LANES)) };
+        }
+        for (r, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: row r of `p`, one of its tokens.
+            let weight = V::splat(unsafe { *p.add(r * BLOCK + t) });
+            for (sum, value) in sums.iter_mut().zip(&row) {
+                *sum = weight.mul_add(*value, *sum);
+            }
+        }
+        t += 1;
+    }
+    for (r, sums) in sums.iter().enumerate() {
+        for (c, sum) in sums.iter().enumerate() {
+            // SAFETY: row r of `o`, in its columns.
+            unsafe { sum.store(o.add(r * latent + c * LANES)) }
+        }
+    }
+}

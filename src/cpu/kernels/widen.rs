@@ -1,0 +1,87 @@
+//! Cache and query elements to f32, without branches, so that the loops become vectors.
+
+use crate::Dtype;
+
+/// Every element of `bytes`, little-endian, into `out`, which has one float an element.
+#[inline(always)]
+pub(in crate::cpu) fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
+    match dtype {
+        Dtype::F32 => {
+            for (to, from) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+                *to = f32::from_le_bytes([from[0], from[1], from[2], from[3]]);
+            }
+        }
+        Dtype::F16 => {
+            for (to, from) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                *to = f16_value(u16::from_le_bytes([from[0], from[1]]));
+            }
+        }
+        Dtype::Bf16 => {
+            for (to, from) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                *to = f32::from_bits(u32::from(u16::from_le_bytes([from[0], from[1]])) << 16);
+            }
+        }
+        Dtype::E4m3 => {
+            for (to, from) in out.iter_mut().zip(bytes) {
+                *to = e4m3_value(*from);
+            }
+        }
+    }
+}
+
+/// A small float's magnitude, its exponent moved to f32's place, as an f32: `bias` is the difference of the two
+/// exponent biases, `hidden` the first bit above the mantissa.
+#[inline(always)]
+fn rebias(magnitude: u32, bias: u32, hidden: u32) -> f32 {
+    // A subnormal gets the exponent of the smallest normal and its hidden bit, which a subtraction takes away
+    // again: no f32 subnormal is ever computed with, as some processors are slow at that.
+    let subnormal = magnitude < hidden;
+    let bits = magnitude + (bias << 23) + if subnormal { 1 << 23 } else { 0 };
+    let hidden_value = if subnormal { f32::from_bits((bias + 1) << 23) } else { 0.0 };
+    f32::from_bits(bits) - hidden_value
+}
+
+#[inline(always)]
+fn f16_value(code: u16) -> f32 {
+    // Sign-extended and shifted at once: masks on the narrow code would make the compiler load it byte by byte.
+    let shifted = (i32::from(code as i16) << 13) as u32;
+    let (sign, magnitude) = (shifted & 0x8000_0000, shifted & 0x0FFF_FFFF);
+    let finite = rebias(magnitude, 112, 1 << 23).to_bits();
+    let special = 0x7F80_0000 | magnitude;
+    f32::from_bits(sign | if magnitude >= 0x7C00 << 13 { special } else { finite })
+}
+
+#[inline(always)]
+fn e4m3_value(code: u8) -> f32 {
+    let (sign, magnitude) = (u32::from(code & 0x80) << 24, u32::from(code & 0x7F));
+    let finite = rebias(magnitude << 20, 120, 1 << 23).to_bits();
+    f32::from_bits(sign | if magnitude == 0x7F { 0x7FC0_0000 } else { finite })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::e4m3_decode;
+
+    /// Checks one form of [`widen`] on every code of the small dtypes.
+    pub(in crate::cpu) fn check_widen(widen: impl Fn(Dtype, &[u8], &mut [f32])) {
+        let codes: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        for dtype in [Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::F32] {
+            let mut got = vec![0.0; codes.len() / dtype.bytes()];
+            widen(dtype, &codes, &mut got);
+            for (i, got) in got.iter().enumerate() {
+                let want = dtype.decode_at(&codes, i);
+                let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+                assert!(same, "{dtype} element {i}: {got} instead of {want}");
+            }
+        }
+        let mut ten = [0.0; 10];
+        widen(Dtype::E4m3, &(0..10).collect::<Vec<u8>>(), &mut ten);
+        assert_eq!(ten, std::array::from_fn(|i| e4m3_decode(i as u8)));
+    }
+
+    #[test]
+    fn plain_widen_is_exact() {
+        check_widen(widen);
+    }
+}

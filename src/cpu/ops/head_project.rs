@@ -1,0 +1,127 @@
+//! `head_project` on host memory.
+
+use std::cell::Cell;
+use std::ops::Range;
+
+use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
+use crate::cpu::decode::Rows;
+use crate::cpu::device::HostOp;
+use crate::cpu::kernels::widen::widen;
+use crate::cpu::pool::Pool;
+use crate::ops::{Project, ProjectSpec, WeightOrder};
+use crate::view::check_tokens;
+use crate::{Error, Result};
+
+/// Columns and tokens whose sums are in registers together.
+const COLUMNS: usize = 16;
+const TOKENS: usize = 4;
+
+thread_local! {
+    /// A call's rows in f32, kept for the next: only a larger call makes memory.
+    static ROWS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    /// The same of a unit's columns, and of one column.
+    static BLOCK: Cell<Vec<[f32; COLUMNS]>> = const { Cell::new(Vec::new()) };
+    static COLUMN: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+impl HostOp for ProjectSpec {
+    type Prepared = Range<u32>;
+
+    fn prepare(&self, tokens: Range<u32>) -> Result<(Range<u32>, u32)> {
+        let (_, end) = check_tokens(&tokens)?;
+        Ok((tokens, end))
+    }
+
+    fn run(&self, pool: &Pool, range: &Range<u32>, args: &Project<&Buffer>) -> Result<()> {
+        let (first_token, tokens) = (range.start as usize, range.len());
+        let (k, n) = (self.k as usize, self.n as usize);
+        if tokens == 0 {
+            return Ok(());
+        }
+        // All rows as f32, so that each is converted once and not once for every block of columns.
+        let heads = if args.x.head_stride == 0 { 1 } else { self.num_heads as usize };
+        let out_of_memory = Error::OutOfMemory { what: "a projection's rows in f32" };
+        let mut rows = ROWS.take();
+        rows.clear();
+        rows.try_reserve_exact(tokens * heads * k).map_err(|_| out_of_memory)?;
+        rows.resize(tokens * heads * k, 0.0);
+
+        let (read, write) = (Access::Read, Access::Write);
+        let locked = lock([(args.x.buffer, read), (args.weight.buffer, read), (args.y.buffer, write)]);
+        let (x_at, y_at) = (Rows::of(&args.x), Rows::of(&args.y));
+        for (row, into) in rows.chunks_exact_mut(k).enumerate() {
+            let at = x_at.at(first_token + row / heads, row % heads) * self.input.bytes();
+            widen(self.input, &locked.bytes(0)[at..][..k * self.input.bytes()], into);
+        }
+
+        // A unit is some columns of a head's result.
+        let blocks = n.div_ceil(COLUMNS);
+        pool.for_each(self.num_heads as usize * blocks, |_, unit| {
+            let (head, first) = (unit / blocks, unit % blocks * COLUMNS);
+            let weight = columns_of(self, args, locked.bytes(1), head, first);
+            for token in (0..tokens).step_by(TOKENS) {
+                // The last token again where there are fewer.
+                let x: [&[f32]; TOKENS] = std::array::from_fn(|i| {
+                    let row = (token + i).min(tokens - 1) * heads + head % heads;
+                    &rows[row * k..][..k]
+                });
+                let sums = products(x, &weight);
+                for (i, sums) in sums.iter().enumerate().take(tokens - token) {
+                    let at = y_at.at(first_token + token + i, head) + first;
+                    let bits = |column: usize| bits_of(self.output, sums[column]);
+                    store_elements(locked.words(2), self.output.bytes(), at, COLUMNS.min(n - first), bits);
+                }
+            }
+            BLOCK.set(weight);
+        });
+        ROWS.set(rows);
+        Ok(())
+    }
+}
+
+/// `[k][COLUMNS]` of a head's matrix in f32, zeros past its end.
+fn columns_of(
+    spec: &ProjectSpec,
+    args: &Project<&Buffer>,
+    bytes: &[u8],
+    head: usize,
+    first: usize,
+) -> Vec<[f32; COLUMNS]> {
+    let (k, width) = (spec.k as usize, COLUMNS.min(spec.n as usize - first));
+    let view = &args.weight;
+    let base = view.offset as usize + head * view.head_stride as usize;
+    let row = |row: usize, skip: usize, into: &mut [f32]| {
+        let at = (base + row * view.row_stride as usize + skip) * spec.weight.bytes();
+        widen(spec.weight, &bytes[at..][..into.len() * spec.weight.bytes()], into);
+    };
+    let mut block = BLOCK.take();
+    block.clear();
+    block.resize(k, [0.0; COLUMNS]);
+    match spec.order {
+        WeightOrder::Kn => {
+            block.iter_mut().enumerate().for_each(|(i, columns)| row(i, first, &mut columns[..width]));
+        }
+        WeightOrder::Nk => {
+            let mut one = COLUMN.take();
+            one.resize(k, 0.0);
+            for column in 0..width {
+                row(first + column, 0, &mut one);
+                block.iter_mut().zip(&one).for_each(|(columns, &w)| columns[column] = w);
+            }
+            COLUMN.set(one);
+        }
+    }
+    block
+}
+
+fn products(x: [&[f32]; TOKENS], weight: &[[f32; COLUMNS]]) -> [[f32; COLUMNS]; TOKENS] {
+    let mut sums = [[0.0; COLUMNS]; TOKENS];
+    for (i, w) in weight.iter().enumerate() {
+        for (sums, x) in sums.iter_mut().zip(x) {
+            for (sum, w) in sums.iter_mut().zip(w) {
+                *sum += x[i] * w;
+            }
+        }
+    }
+    sums
+}

@@ -1,0 +1,56 @@
+//! `kv_append` on host memory.
+
+use super::raw;
+use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
+use crate::cpu::decode::{Pages, Rows};
+use crate::cpu::device::HostOp;
+use crate::cpu::pool::Pool;
+use crate::ops::{AppendLayer, AppendSpec};
+use crate::{Dtype, Result};
+
+impl HostOp for AppendSpec {
+    /// Slots, `u32::MAX` for a token that is skipped.
+    type Prepared = Vec<u32>;
+
+    fn prepare(&self, slot_mapping: &[i64]) -> Result<(Vec<u32>, u32)> {
+        let slots = self.slots(slot_mapping)?;
+        let tokens = slots.len() as u32;
+        Ok((slots, tokens))
+    }
+
+    fn run(&self, pool: &Pool, slots: &Vec<u32>, args: &AppendLayer<&Buffer>) -> Result<()> {
+        let (latent, rope) = (self.shape.kv_lora_rank as usize, self.shape.qk_rope_head_dim as usize);
+        let k_pe = args.rotary(self);
+
+        let (read, write) = (Access::Read, Access::Write);
+        let locked = lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.kv.buffer, write)]);
+        let pages = Pages::of(&args.kv, self.kv.page_size, self.shape.row_elems());
+        let parts = [
+            (locked.bytes(0), Rows::of(&args.kv_c), 0, latent),
+            (locked.bytes(1), Rows::of(&k_pe), latent, rope),
+        ];
+        let (input, cache) = (self.input, self.kv.dtype);
+        pool.for_each(slots.len(), |_, token| {
+            if slots[token] == u32::MAX {
+                return;
+            }
+            let row = pages.slot(slots[token] as usize);
+            for (from, rows, column, dim) in parts {
+                let at = rows.at(token, 0);
+                if input == cache {
+                    // Rows begin and end on multiples of 4 elements, so they are whole words.
+                    let words = |elements: usize| elements * cache.bytes() / 4;
+                    let bits = |i: usize| raw(from, 4, words(at) + i);
+                    store_elements(locked.words(2), 4, words(row + column), words(dim), bits);
+                    continue;
+                }
+                let bits = |i: usize| match cache {
+                    Dtype::E4m3 => bits_of(cache, input.decode_at(from, at + i) / args.k_scale),
+                    _ => bits_of(cache, input.decode_at(from, at + i)),
+                };
+                store_elements(locked.words(2), cache.bytes(), row + column, dim, bits);
+            }
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,35 @@
+//! `kv_copy_pages` on host memory.
+
+use std::sync::atomic::Ordering;
+
+use crate::Result;
+use crate::cpu::buffer::{Access, Buffer, lock};
+use crate::cpu::decode::Pages;
+use crate::cpu::device::HostOp;
+use crate::cpu::pool::Pool;
+use crate::ops::{CopySpec, check_copies};
+use crate::view::KvView;
+
+impl HostOp for CopySpec {
+    type Prepared = Vec<(u32, u32)>;
+
+    fn prepare(&self, copies: &[(u32, u32)]) -> Result<(Vec<(u32, u32)>, ())> {
+        check_copies(&self.kv, copies)?;
+        Ok((copies.to_vec(), ()))
+    }
+
+    fn run(&self, _: &Pool, copies: &Vec<(u32, u32)>, view: &KvView<&Buffer>) -> Result<()> {
+        let locked = lock([(view.buffer, Access::Write)]);
+        let words = locked.words(0);
+        let pages = Pages::of(view, self.kv.page_size, self.row_elems);
+        let word = |page: u32| pages.at(page as usize, 0) * self.kv.dtype.bytes() / 4;
+        let page_words = self.page_bytes() as usize / 4;
+        for &(from, to) in copies {
+            let (from, to) = (&words[word(from)..][..page_words], &words[word(to)..][..page_words]);
+            for (from, to) in from.iter().zip(to) {
+                to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,42 @@
+//! `rope_append` on host memory: `rope` of the queries and of the keys, and `kv_append`.
+
+use std::cell::Cell;
+
+use crate::Result;
+use crate::cpu::buffer::Buffer;
+use crate::cpu::device::HostOp;
+use crate::cpu::pool::Pool;
+use crate::ops::{AppendLayer, Rope, RopeAppend, RopeAppendSpec, RopeSpec};
+use crate::view::View;
+
+thread_local! {
+    /// A call's rotated keys, kept for the next: only a larger call makes memory.
+    static KEYS: Cell<Option<Buffer>> = const { Cell::new(None) };
+}
+
+impl HostOp for RopeAppendSpec {
+    /// Slots, `u32::MAX` for a token that is skipped.
+    type Prepared = Vec<u32>;
+
+    fn prepare(&self, slot_mapping: &[i64]) -> Result<(Vec<u32>, u32)> {
+        HostOp::prepare(&self.append, slot_mapping)
+    }
+
+    fn run(&self, pool: &Pool, slots: &Vec<u32>, args: &RopeAppend<&Buffer>) -> Result<()> {
+        let (tokens, query) = (0..slots.len() as u32, self.rope());
+        let key = RopeSpec { dtype: self.append.input, num_heads: 1, ..query };
+        let row_bytes = u64::from(key.rope_dim) * key.dtype.bytes() as u64;
+        let key_bytes = u64::from(tokens.end) * row_bytes;
+        let keys = match KEYS.take() {
+            Some(kept) if kept.bytes() >= key_bytes => kept,
+            _ => Buffer::new(key_bytes)?,
+        };
+        let k_pe = View::dense(&keys, 1, key.rope_dim);
+        let queries = args.rope();
+        HostOp::run(&query, pool, &tokens, &queries)?;
+        HostOp::run(&key, pool, &tokens, &Rope { x: args.layer.k_pe, y: k_pe, ..queries })?;
+        HostOp::run(&self.append, pool, slots, &AppendLayer { k_pe, ..args.layer })?;
+        KEYS.set(Some(keys));
+        Ok(())
+    }
+}

@@ -1,0 +1,106 @@
+//! A step's tables and scratch on the card.
+
+use crate::cuda::{Buffer, Cuda};
+use crate::ops::Step;
+use crate::plan::Plan;
+use crate::tables::{Capacity, Header, PageTable, write_tables};
+use crate::{Error, MlaSpec, Result};
+
+/// A step's tables and scratch. A prepare that fits the capacity rewrites the tables in place, in the stream's order.
+#[derive(Debug)]
+pub struct Tables {
+    pub(super) capacity: Capacity,
+    pub(super) tables: Buffer,
+    pub(super) partials: Buffer,
+    pub(super) header: Header,
+    /// Whether the host may write the page list itself.
+    device_page_list: bool,
+    /// Counts calls of `prepare`.
+    generation: u64,
+    words: Vec<u32>,
+}
+
+impl Step<MlaSpec, Cuda> {
+    /// The card's copy of the flat page list, for a host that writes it on the card: [`Capacity::pages`] words, or up to three more, of
+    /// the tables, which a prepare beyond the capacity replaces. Sequence `i` begins at word [`Plan::page_begin`]`[i]`.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] for a step of a decode made without [`crate::DecodeOptions::device_page_list`]: its kernels trust the
+    /// page list, which only a prepare writes.
+    pub fn page_list(&self) -> Result<Buffer> {
+        if !self.raw.device_page_list {
+            let detail = "Step::page_list needs a decode made with DecodeOptions::device_page_list";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        let (begin, end) = (self.raw.header.pages, self.raw.header.end);
+        Ok(self.raw.tables.part(u64::from(begin) * 4, u64::from(end - begin) * 4))
+    }
+}
+
+impl Tables {
+    pub(super) fn new(
+        cuda: &Cuda,
+        spec: &MlaSpec,
+        device_page_list: bool,
+        capacity: Capacity,
+    ) -> Result<Self> {
+        let header = capacity.header(&spec.kv);
+        if header.end == u32::MAX {
+            let cure = "use a smaller batch, or fewer or longer splits";
+            let (need, limit) = (u64::from(header.end), u64::from(u32::MAX - 1));
+            return Err(Error::Limit { what: "words of a step's tables", need, limit, cure });
+        }
+        let partial = u64::from(spec.shape.kv_lora_rank) + 4;
+        Ok(Self {
+            capacity,
+            tables: Buffer::zeroed(cuda.stream(), u64::from(header.end) * 4)?,
+            partials: Buffer::zeroed(cuda.stream(), u64::from(capacity.slots) * partial * 4)?,
+            header,
+            device_page_list,
+            generation: 0,
+            words: Vec::new(),
+        })
+    }
+
+    /// Which `prepare` made what the step holds.
+    pub(in crate::cuda) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// The tables, the page list included.
+    pub(in crate::cuda) fn buffer(&self) -> &Buffer {
+        &self.tables
+    }
+
+    /// Where the page list is.
+    pub(in crate::cuda) fn pages(&self) -> u64 {
+        self.tables.ptr() + u64::from(self.header.pages) * 4
+    }
+
+    /// With a plan that [`crate::plan::check_plan`] let pass.
+    pub(super) fn prepare(
+        &mut self,
+        cuda: &Cuda,
+        spec: &MlaSpec,
+        plan: &Plan,
+        pages: PageTable<'_>,
+    ) -> Result<()> {
+        let capacity = self.capacity.grown_to(Capacity::of(plan));
+        // Checked in full before anything on the card changes.
+        let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
+        if capacity != self.capacity {
+            let (words, generation) = (std::mem::take(&mut self.words), self.generation);
+            *self = Self { words, generation, ..Self::new(cuda, spec, self.device_page_list, capacity)? };
+        }
+        self.generation += 1;
+        let used = match pages {
+            // The card writes the page list itself.
+            PageTable::Device => header.pages,
+            _ => header.pages + plan.page_list_len(),
+        };
+        let used = used as usize;
+        self.tables.upload(cuda.stream(), 0, bytemuck::cast_slice(&self.words[..used]))?;
+        self.header = header;
+        Ok(())
+    }
+}

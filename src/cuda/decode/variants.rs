@@ -1,0 +1,259 @@
+//! The variants of the decode in dispatch order, and which of them runs where. Pure.
+
+use wgpu_mla_ptx::{Entry, find};
+
+use crate::cuda::caps::Card;
+use crate::ops::variants::Variant;
+use crate::{Dtype, MlaSpec};
+
+/// What a decode is asked for: its spec, and query rows of a sequence.
+pub(super) type Request = (MlaSpec, u32);
+
+/// A variant for a request on a card.
+#[derive(Debug, Clone)]
+pub(super) struct Kernel {
+    pub tile: &'static Tile,
+    pub compiled: Compiled,
+}
+
+/// In dispatch order: of those on tensor cores that run the cheapest is taken, else the last, which runs everywhere.
+pub(super) const VARIANTS: [Variant<Card, Request, Kernel>; 11] = [
+    on_matrices::<0>(),
+    on_matrices::<1>(),
+    on_matrices::<2>(),
+    on_matrices::<3>(),
+    on_matrices::<4>(),
+    on_matrices::<5>(),
+    on_matrices::<6>(),
+    on_matrices::<7>(),
+    on_matrices::<8>(),
+    on_matrices::<9>(),
+    Variant::new(TILES[10].name, kernel::<10>).costing(|_, _| u32::MAX),
+];
+
+const fn on_matrices<const N: usize>() -> Variant<Card, Request, Kernel> {
+    Variant::new(TILES[N].name, kernel::<N>).rounding_weights().costing(cost)
+}
+
+fn kernel<const N: usize>(card: &Card, (spec, _): &Request) -> Result<Kernel, String> {
+    let tile = &TILES[N];
+    tile.runs_on(card, spec)?;
+    Ok(Kernel { tile, compiled: tile.compiled(spec)? })
+}
+
+/// Each tile reads the cache once more, which is worth about 16 rows of arithmetic. Matrices of warpgroups multiply 64 rows as fast as
+/// others do 36.
+fn cost(&(_, query_rows): &Request, kernel: &Kernel) -> u32 {
+    let tile = kernel.tile;
+    let arithmetic =
+        if matches!(tile.body, Body::Warpgroups { swapped: false, .. }) { 36 } else { tile.rows };
+    query_rows.div_ceil(tile.rows) * (arithmetic + 16)
+}
+
+/// A variant's tile, compiled for each cache dtype and dims that it serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Tile {
+    /// What callers see and force.
+    pub name: &'static str,
+    /// Query rows of a tile.
+    pub rows: u32,
+    /// Only 512/64 is compiled.
+    deepseek_only: bool,
+    pub body: Body,
+}
+
+/// How a variant multiplies, and reads the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Body {
+    /// On tensor cores (`mma`), by copies of 16 bytes.
+    Matrices,
+    /// The same by tensor copies (TMA) of boxes of so many tokens; `otherwise` has the same tiles, for a cache that they cannot take.
+    TensorCopies { tokens: u32, otherwise: &'static Tile },
+    /// On Hopper's tensor cores (`wgmma`), which no other card has, by tensor copies of boxes of so many tokens where pages are a multiple of them.
+    /// `swapped`: query rows are columns of the matrices (`swap AB`).
+    Warpgroups { tokens: u32, swapped: bool },
+    /// On no tensor cores.
+    Simple,
+}
+
+/// What [`VARIANTS`] are made of, in their order.
+pub(super) static TILES: [Tile; 11] = [
+    Tile { body: Body::Warpgroups { tokens: 32, swapped: false }, ..matrices("rows64_wgmma", 64, true) },
+    Tile { body: Body::Warpgroups { tokens: 8, swapped: true }, ..matrices("rows32_wgmma", 32, true) },
+    Tile { body: Body::Warpgroups { tokens: 8, swapped: true }, ..matrices("rows16_wgmma", 16, true) },
+    matrices("rows64", 64, true),
+    matrices("rows32", 32, true),
+    matrices("rows64_small", 64, true),
+    matrices("rows32_small", 32, true),
+    Tile { body: Body::TensorCopies { tokens: 16, otherwise: &ROWS16 }, ..matrices("rows16_tma", 16, true) },
+    matrices("rows16", 16, false),
+    matrices("rows16_small", 16, true),
+    Tile { body: Body::Simple, ..matrices("simple", 8, false) },
+];
+
+static ROWS16: Tile = matrices("rows16", 16, false);
+
+const fn matrices(name: &'static str, rows: u32, deepseek_only: bool) -> Tile {
+    Tile { name, rows, deepseek_only, body: Body::Matrices }
+}
+
+/// What a card has for the variants by tensor copies: where there is less, a block is alone and waits for its copies. Not made for it.
+const TMA_SHARED_BYTES: u32 = 200 << 10;
+
+/// A compiled variant.
+#[derive(Debug, Clone)]
+pub(super) struct Compiled {
+    pub entry: &'static Entry,
+    pub threads: u32,
+    pub shared_bytes: u32,
+    /// Tokens of the cache that it takes at a time.
+    pub tokens: u32,
+}
+
+impl Tile {
+    /// What keeps it from running; `Ok` where nothing does.
+    ///
+    /// # Errors
+    /// A sentence that names what is missing.
+    pub fn runs_on(&self, card: &Card, spec: &MlaSpec) -> Result<(), String> {
+        let compiled = self.compiled(spec)?;
+        match self.body {
+            Body::TensorCopies { .. } if !card.tma || card.shared_bytes < TMA_SHARED_BYTES => {
+                return Err("no tensor copies (TMA), or too little shared memory: H100 and B100 have both, with a driver of 525 or later".into());
+            }
+            Body::TensorCopies { tokens, .. } if !spec.kv.page_size.is_multiple_of(tokens) => {
+                let page_size = spec.kv.page_size;
+                return Err(format!(
+                    "pages of {page_size} tokens: tensor copies take a multiple of {tokens}"
+                ));
+            }
+            Body::Warpgroups { .. } if card.capability != 90 || !card.tma => {
+                return Err("no matrices of warpgroups (wgmma): H100 and H200 have them, with a driver of 525 or later".into());
+            }
+            _ => {}
+        }
+        if compiled.shared_bytes > card.shared_bytes {
+            let (need, has) = (compiled.shared_bytes, card.shared_bytes);
+            return Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"));
+        }
+        if self.on_matrices() && spec.kv.dtype == Dtype::E4m3 && card.capability < 89 {
+            return Err(format!("compute capability {} converts no FP8: 89 does", card.capability));
+        }
+        Ok(())
+    }
+
+    /// Whether it is on tensor cores.
+    pub fn on_matrices(&self) -> bool {
+        self.body != Body::Simple
+    }
+
+    /// Its kernel for a spec.
+    ///
+    /// # Errors
+    /// A sentence about why there is none.
+    pub fn compiled(&self, spec: &MlaSpec) -> Result<Compiled, String> {
+        let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
+        let module = match (self.body, spec.kv.dtype) {
+            (Body::Simple, dtype) => {
+                let entry = find("mla_decode_simple", &format!("mla_decode_{dtype}_{latent}_{rope}"));
+                return Ok(entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?.into());
+            }
+            (_, Dtype::F32) => return Err("an f32 cache is not multiplied by tensor cores".into()),
+            (Body::Matrices, Dtype::F16) => "mla_decode_f16",
+            (Body::Matrices, Dtype::Bf16) => "mla_decode_bf16",
+            (Body::Matrices, Dtype::E4m3) => "mla_decode_e4m3",
+            (Body::TensorCopies { .. }, Dtype::F16) => "mla_decode_tma_f16",
+            (Body::TensorCopies { .. }, Dtype::Bf16) => "mla_decode_tma_bf16",
+            (Body::TensorCopies { .. }, Dtype::E4m3) => "mla_decode_tma_e4m3",
+            (Body::Warpgroups { swapped: false, .. }, Dtype::F16) => "mla_decode_wgmma_f16",
+            (Body::Warpgroups { swapped: false, .. }, Dtype::Bf16) => "mla_decode_wgmma_bf16",
+            (Body::Warpgroups { swapped: true, .. }, Dtype::F16) => "mla_decode_swap_f16",
+            (Body::Warpgroups { swapped: true, .. }, Dtype::Bf16) => "mla_decode_swap_bf16",
+            (Body::Warpgroups { .. }, Dtype::E4m3) => {
+                return Err("an e4m3 cache is not multiplied by matrices of warpgroups".into());
+            }
+        };
+        let parts = if splits_queries(spec) { "_split" } else { "" };
+        let name = format!("mla_decode_{latent}_{rope}_{}{parts}", self.name);
+        let entry = find(module, &name).ok_or_else(|| {
+            let parts = if parts.is_empty() { "" } else { " with a query in two parts" };
+            format!("no kernel for {latent}/{rope}{parts}")
+        })?;
+        Ok(entry.into())
+    }
+}
+
+impl From<&'static Entry> for Compiled {
+    fn from(entry: &'static Entry) -> Self {
+        let Entry { threads, shared_bytes, tokens, .. } = *entry;
+        Self { entry, threads, shared_bytes, tokens: tokens.unwrap_or(1) }
+    }
+}
+
+/// Whether the matrices' type does not hold a query, after it was scaled by a power of two.
+fn splits_queries(spec: &MlaSpec) -> bool {
+    matches!((spec.kv.dtype, spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::variants::choose;
+    use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
+
+    fn chosen(card: &Card, spec: &MlaSpec, query_rows: u32) -> &'static Tile {
+        choose(&VARIANTS, card, &(*spec, query_rows), None).expect("some variant runs everywhere").0.tile
+    }
+
+    const H200: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
+    const RTX_5090: Card = Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376, tma: true };
+    const A100: Card = Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912, tma: false };
+
+    fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaSpec {
+        MlaSpec {
+            shape: MlaShape { num_heads, kv_lora_rank: latent, qk_rope_head_dim: rope },
+            kv: KvSpec { dtype: cache, page_size: 64, num_pages: 4 },
+            query,
+            out: Dtype::F32,
+        }
+    }
+
+    #[test]
+    fn each_spec_has_a_variant_on_each_card() {
+        for card in [H200, RTX_5090, A100] {
+            for (latent, rope, _) in SUPPORTED_DIMS {
+                for cache in Dtype::ALL {
+                    for query in Dtype::ALL {
+                        let spec = spec((latent, rope), 16, cache, query);
+                        let tile = chosen(&card, &spec, 16);
+                        let on_matrices =
+                            cache != Dtype::F32 && (cache != Dtype::E4m3 || card.capability >= 89);
+                        assert_eq!(tile.on_matrices(), on_matrices, "{card:?} {spec:?}: {}", tile.name);
+                        tile.compiled(&spec).expect("its kernel");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_suit_card_and_heads() {
+        let name = |card, heads, query| chosen(card, &spec((512, 64), heads, Dtype::Bf16, query), heads).name;
+        assert_eq!(name(&H200, 16, Dtype::Bf16), "rows16_wgmma");
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 16, Dtype::Bf16), "rows16_tma");
+        assert_eq!(name(&Card { tma: false, ..H200 }, 16, Dtype::Bf16), "rows16");
+        assert_eq!(name(&H200, 20, Dtype::Bf16), "rows32_wgmma");
+        assert_eq!(name(&H200, 32, Dtype::Bf16), "rows32_wgmma");
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 32, Dtype::Bf16), "rows32");
+        assert_eq!(name(&H200, 40, Dtype::Bf16), "rows64_wgmma");
+        assert_eq!(name(&H200, 128, Dtype::Bf16), "rows64_wgmma");
+        assert_eq!(name(&Card { tma: false, ..H200 }, 128, Dtype::Bf16), "rows64");
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 128, Dtype::Bf16), "rows64");
+        assert_eq!(name(&H200, 128, Dtype::F32), "rows16");
+        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), "rows64_small");
+        assert_eq!(name(&RTX_5090, 20, Dtype::Bf16), "rows32_small");
+        assert_eq!(name(&RTX_5090, 16, Dtype::Bf16), "rows16_small");
+        assert_eq!(name(&RTX_5090, 128, Dtype::F32), "rows16_small");
+        assert_eq!(name(&RTX_5090, 16, Dtype::F32), "rows16_small");
+    }
+}

@@ -1,0 +1,236 @@
+//! A card and a stream as a device, and the kernels that were loaded on it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, sys};
+use cudarc::nvrtc;
+use wgpu_mla_ptx::Entry;
+
+use super::buffer::Buffer;
+use super::caps::Card;
+use super::kernels::{TensorMap, ptx};
+use super::library::{self, failed, said};
+use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
+use crate::{Error, Result};
+
+/// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
+#[derive(Clone)]
+pub struct Cuda {
+    stream: Arc<CudaStream>,
+    card: Card,
+    /// By their modules and names.
+    kernels: Arc<Mutex<HashMap<(&'static str, &'static str), Function>>>,
+    id: u64,
+}
+
+impl std::fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cuda").field("card", &self.card).finish_non_exhaustive()
+    }
+}
+
+/// A kernel that was loaded.
+#[derive(Debug, Clone)]
+pub struct Function {
+    function: CudaFunction,
+    /// It waits itself for the kernel before it, and may be launched before that has ended.
+    waits: bool,
+}
+
+impl Cuda {
+    /// The card of this number, with a stream of its own.
+    ///
+    /// # Errors
+    /// [`Error::NoCuda`] where there is no driver, one older than 520, no such card, or one older than Ampere.
+    pub fn new(ordinal: usize) -> Result<Self> {
+        library::check()?;
+        let missing = |error: DriverError| Error::NoCuda { detail: said(error) };
+        let context = CudaContext::new(ordinal).map_err(missing)?;
+        Self::on_stream(context.new_stream().map_err(missing)?)
+    }
+
+    /// On the host's stream. The caller keeps work on other streams from touching buffers in use.
+    ///
+    /// # Errors
+    /// [`Error::NoCuda`] for a card older than Ampere, or a driver older than 520.
+    pub fn on_stream(stream: Arc<CudaStream>) -> Result<Self> {
+        library::check()?;
+        let attribute = |what| {
+            let value = stream.context().attribute(what).map_err(failed("to ask the card"))?;
+            Ok::<_, Error>(value.max(0) as u32)
+        };
+        let capability = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? * 10
+            + attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let card = Card {
+            capability,
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            tma: capability >= 90 && library::describes_tensors(),
+        };
+        if card.capability < 80 {
+            let detail = format!("compute capability {}: 80 is needed", card.capability);
+            return Err(Error::NoCuda { detail });
+        }
+        Ok(Self { stream, card, kernels: Arc::default(), id: next_id() })
+    }
+
+    /// The stream that everything is launched on.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    pub(super) fn card(&self) -> &Card {
+        &self.card
+    }
+
+    pub(super) fn describe(&self) -> String {
+        let name = self.stream.context().name().unwrap_or_else(|_| "an NVIDIA card".into());
+        format!("{name} (CUDA, compute capability {})", self.card.capability)
+    }
+
+    /// The kernel that has a name for itself, loaded once.
+    pub(super) fn kernel(&self, name: &'static str) -> Result<Function> {
+        let missing = || Error::Cuda { what: "to find a kernel", detail: format!("none is called {name}") };
+        self.load(ptx::named(name).ok_or_else(missing)?)
+    }
+
+    /// The kernel of an entry, loaded once.
+    pub(super) fn load(&self, entry: &'static Entry) -> Result<Function> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (entry.module, entry.name);
+        if let Some(kernel) = kernels.get(&key) {
+            return Ok(kernel.clone());
+        }
+        let text = nvrtc::Ptx::from_src(ptx::for_card(entry, &self.card));
+        let loaded = self.stream.context().load_module(text);
+        let module = loaded.map_err(failed("to load a module"))?;
+        let function = module.load_function(entry.name).map_err(failed("to find a kernel"))?;
+        let kernel = Function { function, waits: entry.waits && self.card.capability >= ptx::HOPPER };
+        kernels.insert(key, kernel.clone());
+        Ok(kernel)
+    }
+
+    /// One block for each of `grid`. `args` is the kernel's only parameter.
+    pub(super) fn launch<A: DeviceRepr>(
+        &self,
+        kernel: &Function,
+        grid: u32,
+        threads: u32,
+        shared_bytes: u32,
+        args: &A,
+    ) -> Result<()> {
+        self.launch_with_map(kernel, grid, threads, shared_bytes, args, None)
+    }
+
+    /// The same with a map, the second parameter of the kernels that copy boxes.
+    pub(super) fn launch_with_map<A: DeviceRepr>(
+        &self,
+        kernel: &Function,
+        grid: u32,
+        threads: u32,
+        shared_bytes: u32,
+        args: &A,
+        map: Option<&TensorMap>,
+    ) -> Result<()> {
+        if grid == 0 {
+            return Ok(());
+        }
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: &raw mut early,
+            numAttrs: kernel.waits.into(),
+        };
+        let map = map.map_or(std::ptr::null_mut(), TensorMap::as_param);
+        let mut args = [std::ptr::from_ref(args).cast_mut().cast(), map];
+        self.stream.context().bind_to_thread().map_err(failed("to launch a kernel"))?;
+        // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/manifest_test.rs compares all fields), and its
+        // callers have checked every address that it names; those of the variants `tma` and `wgmma` take a map too, and only they. The driver copies both.
+        unsafe {
+            sys::cuLaunchKernelEx(
+                &raw const config,
+                kernel.function.cu_function(),
+                args.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+        .result()
+        .map_err(failed("to launch a kernel"))
+    }
+}
+
+impl Sealed for Cuda {}
+
+impl Device for Cuda {
+    type Buffer = Buffer;
+    type Recorder<'r> = ();
+
+    fn name(&self) -> String {
+        self.describe()
+    }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn buffer(&self, bytes: u64) -> Result<Buffer> {
+        Buffer::zeroed(&self.stream, bytes)
+    }
+
+    fn upload(&self, buffer: &Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
+        buffer.upload(&self.stream, offset, bytes)
+    }
+
+    fn download(&self, buffer: &Buffer, bytes: u64) -> Result<Vec<u8>> {
+        buffer.download(&self.stream, bytes)
+    }
+
+    /// What is recorded here is launched on the stream.
+    fn submit(&self, record: impl FnOnce(()) -> Result<()>) -> Result<()> {
+        record(())
+    }
+
+    fn size(buffer: &Buffer) -> u64 {
+        buffer.bytes()
+    }
+
+    fn offset(a: &Buffer, b: &Buffer) -> Option<i64> {
+        a.same_as(b).then(|| b.ptr().wrapping_sub(a.ptr()) as i64)
+    }
+}
+
+impl<O: Op> Compiled<O, Cuda>
+where
+    Cuda: Kernel<O>,
+{
+    /// Launches one layer on the stream. Allocates nothing, waits for nothing, and may be captured in a graph, which replays with what
+    /// the step holds then.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`], before anything is launched, and [`Error::Cuda`].
+    pub fn record(&self, step: &Step<O, Cuda>, binding: &Binding<O, Cuda>) -> Result<()> {
+        self.record_on(&mut (), step, binding)
+    }
+}
+
+impl Function {
+    /// Lets its blocks have this much dynamic shared memory.
+    pub(super) fn allow_shared(&self, bytes: u32) -> Result<()> {
+        let what = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        self.function.set_attribute(what, bytes as i32).map_err(failed("to ask for shared memory"))
+    }
+}

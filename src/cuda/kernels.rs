@@ -1,0 +1,25 @@
+//! The PTX kernels, and what all of them are given alike.
+
+pub(super) mod ptx;
+mod tensor_map;
+
+pub(super) use tensor_map::MOST_STRIDE;
+pub use tensor_map::TensorMap;
+
+use super::buffer::Buffer;
+use crate::Dtype;
+
+/// `enum Dtype` of `shaders/cuda/kernels/decode/mla.cuh`.
+pub(super) const fn code(dtype: Dtype) -> u32 {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::F16 => 1,
+        Dtype::Bf16 => 2,
+        Dtype::E4m3 => 3,
+    }
+}
+
+/// Where an element of `bytes` bytes is on the card.
+pub(super) fn address(buffer: &Buffer, offset: u64, bytes: usize) -> u64 {
+    buffer.ptr() + offset * bytes as u64
+}

@@ -1,0 +1,30 @@
+//! Where an array's rows are on the card.
+
+use crate::cuda::Buffer;
+use crate::view::View;
+
+/// `Place` of quads.cuh: strides count bytes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Array {
+    address: u64,
+    token_stride: u64,
+    head_stride: u64,
+}
+
+impl Array {
+    /// Of an array that is not wanted.
+    pub(super) const NONE: Self = Self { address: 0, token_stride: 0, head_stride: 0 };
+
+    /// Of `[tokens, heads]` rows; `bytes` is an element's. The stride of a dimension of one is unused and may be anything.
+    pub(super) fn new(view: &View<&Buffer>, bytes: usize, [tokens, heads]: [u32; 2]) -> Self {
+        let bytes = bytes as u64;
+        // Nor were those of no row checked: nobody follows them.
+        let used = |count: u32, stride: u64| if count > 1 { stride.wrapping_mul(bytes) } else { 0 };
+        Self {
+            address: view.buffer.ptr().wrapping_add(view.offset.wrapping_mul(bytes)),
+            token_stride: used(tokens, view.token_stride),
+            head_stride: used(heads, view.head_stride),
+        }
+    }
+}

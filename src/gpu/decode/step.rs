@@ -1,0 +1,327 @@
+//! A step's tables, page list and scratch on the device.
+
+use std::num::NonZero;
+use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable};
+
+use super::Pipes;
+use crate::gpu::Gpu;
+use crate::gpu::caps::Caps;
+use crate::gpu::kernels::decode::Merging;
+use crate::gpu::pipelines::{buffer, group, storage};
+use crate::gpu::scope::alive;
+use crate::ops::Step;
+use crate::plan::Plan;
+use crate::tables::{Capacity, HEADER_WORDS, Header, PageTable, changed_runs, write_tables};
+use crate::{Error, MlaSpec, Result};
+
+/// Slices that one step can be recorded in.
+pub const MAX_SLICES: usize = 64;
+
+/// How long one slice of a step may keep the device busy.
+///
+/// The estimate is a rate, measured by the host or taken from [`SliceBudget::DESKTOP`]; an item is never cut, so plan
+/// with [`crate::Policy::FixedTokens`] where sequences are long and the budget is small.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SliceBudget {
+    /// Milliseconds that a slice may take.
+    pub milliseconds: f64,
+    /// Query rows times tokens that the device attends in a millisecond.
+    pub work_per_millisecond: f64,
+}
+
+impl SliceBudget {
+    /// A quarter of a 60 Hz frame on a device that does 5e6 query rows times tokens in a millisecond: at 512/64 about
+    /// 11 TFLOP/s. A slow device needs its own, measured rate, or one slice holds the whole step.
+    pub const DESKTOP: Self = Self { milliseconds: 4.0, work_per_millisecond: 5e6 };
+}
+
+/// A step's tables, page list and scratch. It owns its upload buffers, so preparing another step never disturbs one that was recorded.
+#[derive(Debug)]
+pub struct Tables {
+    pub(super) capacity: Capacity,
+    pub(super) group: wgpu::BindGroup,
+    /// Whether the host may write the page list itself.
+    device_page_list: bool,
+    /// Whether a kernel of ours writes the tables too, which are then not what was uploaded.
+    device_tables: bool,
+    /// Counts calls of `prepare`.
+    generation: u64,
+    tables: wgpu::Buffer,
+    /// Nothing but the page list: a host that writes it may write all of it.
+    pages: wgpu::Buffer,
+    slices_buffer: wgpu::Buffer,
+    slice_stride: u32,
+    slices: Vec<Range<u32>>,
+    budget: Option<SliceBudget>,
+    /// What the next upload would be, and what the device has.
+    words: Vec<u32>,
+    uploaded: Vec<u32>,
+    slice_words: Vec<u32>,
+    uploaded_slices: Vec<u32>,
+}
+
+impl Step<MlaSpec, Gpu> {
+    /// Cuts the step at the next prepare into slices of at most this long each; `None` records it in one piece.
+    pub fn set_slice_budget(&mut self, budget: Option<SliceBudget>) {
+        self.raw.budget = budget;
+    }
+
+    /// Slices that the prepared step has: 1 without a budget.
+    pub fn num_slices(&self) -> usize {
+        self.raw.slices.len().max(1)
+    }
+
+    /// The device's copy of the flat page list, for a host that writes it on the device: a buffer of nothing else, which a
+    /// prepare beyond the capacity replaces, and holds [`Capacity::pages`] words or up to three more. Sequence `i` begins at word
+    /// [`Plan::page_begin`]`[i]`.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] for a step of a decode made without [`crate::DecodeOptions::device_page_list`]: its kernels trust
+    /// the page list, which only a prepare writes.
+    pub fn page_list(&self) -> Result<&wgpu::Buffer> {
+        if !self.raw.device_page_list {
+            let detail = "Step::page_list needs a decode made with DecodeOptions::device_page_list";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        Ok(&self.raw.pages)
+    }
+}
+
+impl Tables {
+    pub(super) fn new(gpu: &Gpu, pipes: &Pipes, spec: &MlaSpec, capacity: Capacity) -> Result<Self> {
+        let bytes = Bytes::within_limits(gpu.caps(), spec, &capacity)?;
+        let slice_stride = gpu.device().limits().min_uniform_buffer_offset_alignment.max(64);
+        let tables = storage(gpu, "mla.tables", bytes.tables)?;
+        let pages = storage(gpu, "mla.pages", bytes.pages)?;
+        let partials = storage(gpu, "mla.partials", bytes.partials)?;
+        let slices_bytes = u64::from(slice_stride) * (MAX_SLICES as u64 + 1);
+        let slices = buffer(gpu, "mla.slices", slices_bytes, wgpu::BufferUsages::UNIFORM)?;
+        let slice = wgpu::BufferBinding {
+            buffer: &slices,
+            offset: 0,
+            size: NonZero::new(size_of::<SliceUniform>() as u64),
+        };
+        let resources = [
+            tables.as_entire_binding(),
+            partials.as_entire_binding(),
+            wgpu::BindingResource::Buffer(slice),
+            pages.as_entire_binding(),
+        ];
+        let group = group(gpu, "mla.step", &pipes.step, resources)?;
+        Ok(Self {
+            capacity,
+            group,
+            device_page_list: pipes.device_page_list,
+            device_tables: false,
+            generation: 0,
+            tables,
+            pages,
+            slices_buffer: slices,
+            slice_stride,
+            slices: Vec::new(),
+            budget: None,
+            words: Vec::new(),
+            uploaded: Vec::new(),
+            slice_words: Vec::new(),
+            uploaded_slices: Vec::new(),
+        })
+    }
+
+    /// Says that `batch_lists` may write the tables from now on. Returns the [`Tables::generation`].
+    pub(in crate::gpu) fn written_by_device(&mut self) -> u64 {
+        self.device_tables = true;
+        self.generation
+    }
+
+    /// Which `prepare` made what the step holds.
+    pub(in crate::gpu) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// The tables without the page list, and the page list.
+    pub(in crate::gpu) fn buffers(&self) -> (&wgpu::Buffer, &wgpu::Buffer) {
+        (&self.tables, &self.pages)
+    }
+
+    /// With a plan that [`crate::plan::check_plan`] let pass.
+    pub(super) fn prepare(
+        &mut self,
+        gpu: &Gpu,
+        pipes: &Pipes,
+        spec: &MlaSpec,
+        plan: &Plan,
+        pages: PageTable<'_>,
+    ) -> Result<()> {
+        let need = Capacity::of(plan);
+        let capacity = self.capacity.grown_to(need);
+        Bytes::within_limits(gpu.caps(), spec, &capacity)?;
+        // Checked in full before anything on the device changes.
+        let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
+        if capacity == self.capacity {
+            alive(gpu.device())?;
+        } else {
+            let grown = Self::new(gpu, pipes, spec, capacity)?;
+            let (words, budget) = (std::mem::take(&mut self.words), self.budget);
+            *self = Self { words, budget, generation: self.generation, ..grown };
+        }
+        self.generation += 1;
+        if self.device_tables {
+            self.uploaded.clear();
+        }
+        self.cut_slices(plan, &header);
+
+        // Words of the tables' buffer, and with those of the page list's.
+        let own = header.pages as usize;
+        let used = match pages {
+            // The device writes the page list itself.
+            PageTable::Device => own,
+            _ => own + plan.page_list_len() as usize,
+        };
+        let (words, uploaded) = (&self.words[..used], &mut self.uploaded);
+        let (old, new) = (uploaded.split_at(own.min(uploaded.len())), words.split_at(own));
+        for (buffer, old, new) in [(&self.tables, old.0, new.0), (&self.pages, old.1, new.1)] {
+            changed_runs(old, new, |run| {
+                gpu.queue().write_buffer(buffer, run.start as u64 * 4, bytemuck::cast_slice(&new[run]));
+            });
+        }
+        // Words past `used` are left as they are, so that they need not be sent again when the batch grows back.
+        // A list that the device wrote is not known here.
+        if uploaded.len() < used || matches!(pages, PageTable::Device) {
+            uploaded.resize(used, 0);
+        }
+        uploaded[..used].copy_from_slice(words);
+        debug_assert!(used >= HEADER_WORDS as usize);
+
+        if self.slice_words != self.uploaded_slices {
+            gpu.queue().write_buffer(&self.slices_buffer, 0, bytemuck::cast_slice(&self.slice_words));
+            self.uploaded_slices.clone_from(&self.slice_words);
+        }
+        Ok(())
+    }
+
+    /// Slice 0 of the buffer is the whole step; the others follow.
+    fn cut_slices(&mut self, plan: &Plan, header: &Header) {
+        self.slices.clear();
+        if let Some(budget) = self.budget {
+            let most = (budget.milliseconds * budget.work_per_millisecond).max(1.0) as u64;
+            // Never more slices than there is room for.
+            let most = most.max(plan.work().div_ceil(MAX_SLICES as u64 / 2));
+            let (mut begin, mut work) = (0, 0);
+            for (item, at) in plan.items.iter().zip(0..) {
+                if work > 0 && work + item.work() > most && self.slices.len() < MAX_SLICES - 1 {
+                    self.slices.push(begin..at);
+                    (begin, work) = (at, 0);
+                }
+                work += item.work();
+            }
+            self.slices.push(begin..plan.items.len() as u32);
+        }
+        let stride = self.slice_stride as usize / 4;
+        self.slice_words.clear();
+        // Those of the last prepare that this one has not are emptied, should they be replayed.
+        self.slice_words.resize((stride * (self.slices.len() + 1)).max(self.uploaded_slices.len()), 0);
+        let whole = 0..header.num_items;
+        for (slice, words) in
+            std::iter::once(&whole).chain(&self.slices).zip(self.slice_words.chunks_mut(stride))
+        {
+            let uniform = SliceUniform::new(slice, header);
+            words[..size_of::<SliceUniform>() / 4].copy_from_slice(bytemuck::cast_slice(&[uniform]));
+        }
+    }
+
+    /// Dynamic offset and work items of a slice; `None` for the whole step.
+    pub(super) fn slice(&self, index: Option<usize>) -> (u32, u32) {
+        match index.and_then(|index| Some((index, self.slices.get(index)?))) {
+            Some((index, slice)) => ((index as u32 + 1) * self.slice_stride, slice.len() as u32),
+            None => (0, self.capacity.items),
+        }
+    }
+}
+
+/// What the shaders ask of a slice and of the tables' header. Each load that waits for another delays a launch's start, and a uniform
+/// is there at once.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+pub(crate) struct SliceUniform {
+    pub(crate) first_item: u32,
+    pub(crate) end_item: u32,
+    pub(crate) num_merges: u32,
+    pub(crate) page_size: u32,
+    pub(crate) num_pages: u32,
+    pub(crate) items_at: u32,
+    pub(crate) queries_at: u32,
+    pub(crate) merges_at: u32,
+    pub(crate) merge_slots_at: u32,
+    pub(crate) reserved_0: u32,
+    pub(crate) reserved_1: u32,
+    pub(crate) reserved_2: u32,
+}
+
+impl SliceUniform {
+    fn new(slice: &Range<u32>, header: &Header) -> Self {
+        Self {
+            first_item: slice.start,
+            end_item: slice.end,
+            num_merges: header.num_merges,
+            page_size: header.page_size,
+            num_pages: header.num_pages,
+            items_at: header.items,
+            queries_at: header.queries,
+            merges_at: header.merges,
+            merge_slots_at: header.merge_slots,
+            reserved_0: 0,
+            reserved_1: 0,
+            reserved_2: 0,
+        }
+    }
+}
+
+/// Bytes of a step's buffers.
+struct Bytes {
+    tables: u64,
+    pages: u64,
+    partials: u64,
+}
+
+impl Bytes {
+    /// # Errors
+    /// [`Error::Limit`].
+    fn within_limits(caps: &Caps, spec: &MlaSpec, capacity: &Capacity) -> Result<Self> {
+        let header = capacity.header(&spec.kv);
+        let words = |count: u32| u64::from(count) * 4;
+        let tables = words(header.pages);
+        // A binding is never empty.
+        let pages = words(header.end - header.pages).max(16);
+        let partials =
+            (u64::from(capacity.slots) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
+        let limit = caps.max_binding_bytes.min(caps.max_buffer_bytes);
+        for (what, need, limit) in [
+            // The header's end says so where it could not be counted.
+            ("a step's tables and page list", words(header.end), words(u32::MAX - 1)),
+            ("a step's tables", tables, limit),
+            ("a step's page list", pages, limit),
+            ("a step's partial results", partials, limit),
+        ] {
+            if need > limit {
+                let cure = "use a smaller batch, fewer or longer splits, or `wanted`'s limits";
+                return Err(Error::Limit { what, need, limit, cure });
+            }
+        }
+        let (rows, parts) = merge_rows(spec, capacity);
+        let groups = u64::from(capacity.items).max(rows * u64::from(parts));
+        let limit = u64::from(caps.max_workgroups).pow(2);
+        if groups > limit {
+            let cure = "use a smaller batch, or fewer or longer splits";
+            return Err(Error::Limit { what: "workgroups of a step", need: groups, limit, cure });
+        }
+        Ok(Self { tables, pages, partials })
+    }
+}
+
+/// Rows that a step may have to merge, and the merge's workgroups for each.
+fn merge_rows(spec: &MlaSpec, capacity: &Capacity) -> (u64, u32) {
+    let rows = u64::from(capacity.merges) * u64::from(spec.shape.num_heads);
+    (rows, Merging::of(rows).parts(&spec.shape))
+}

@@ -1,0 +1,96 @@
+//! A device for programs that have none of their own.
+
+use std::sync::{Arc, Mutex};
+
+use super::device::{Gpu, Setup};
+use super::wanted::{experimental, wanted};
+use crate::{Error, Result};
+
+impl Gpu {
+    /// Picks an adapter and makes a device as [`wanted`] says, waiting for both. `WGPU_BACKEND` restricts the APIs, `WGPU_ADAPTER_NAME`
+    /// (a part of the name, in any case) the adapters.
+    ///
+    /// With the feature `cuda` the first instance is kept to the end of the process, so that no driver is unloaded.
+    ///
+    /// # Errors
+    /// [`Error::NoAdapter`] and [`Error::Device`].
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn new() -> Result<Self> {
+        pollster::block_on(Self::request())
+    }
+
+    /// As `Gpu::new`, without waiting.
+    ///
+    /// # Errors
+    /// [`Error::NoAdapter`] and [`Error::Device`].
+    pub async fn request() -> Result<Self> {
+        let adapter = pick_adapter().await?;
+        let wanted = wanted(&adapter);
+        Self::from_adapter(adapter, wanted.features, wanted.limits).await
+    }
+
+    /// A device with chosen features and limits, such as a test that plays a weaker one needs.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub async fn from_adapter(
+        adapter: wgpu::Adapter,
+        features: wgpu::Features,
+        limits: wgpu::Limits,
+    ) -> Result<Self> {
+        let (device, queue) = adapter
+            .request_device(&wgpu::DeviceDescriptor {
+                label: Some("wgpu-mla"),
+                required_features: features,
+                required_limits: limits,
+                experimental_features: experimental(features),
+                ..Default::default()
+            })
+            .await
+            .map_err(|error| Error::Device { detail: error.to_string() })?;
+        let lost = Arc::new(Mutex::new(None));
+        let note = lost.clone();
+        device.set_device_lost_callback(move |reason, message| {
+            if let Ok(mut note) = note.lock() {
+                *note = Some(format!("{reason:?}: {message}"));
+            }
+        });
+        let info = adapter.get_info();
+        log::info!("{} ({}, {:?}), features {features:?}", info.name, info.driver_info, info.backend);
+        Ok(Self::open(Some(&adapter), &device, &queue, &Setup::default(), Some(lost)))
+    }
+}
+
+/// NVIDIA's drivers for Vulkan and CUDA in one process: once the last Vulkan instance is gone and its driver unloaded, a thread that used
+/// both crashes as it ends.
+#[cfg(feature = "cuda")]
+fn keep_loaded(instance: &wgpu::Instance) {
+    static KEPT: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();
+    KEPT.get_or_init(|| instance.clone());
+}
+
+async fn pick_adapter() -> Result<wgpu::Adapter> {
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
+    #[cfg(feature = "cuda")]
+    keep_loaded(&instance);
+    let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
+    let Ok(name) = std::env::var("WGPU_ADAPTER_NAME") else {
+        let options = wgpu::RequestAdapterOptions {
+            power_preference: wgpu::PowerPreference::from_env()
+                .unwrap_or(wgpu::PowerPreference::HighPerformance),
+            ..Default::default()
+        };
+        return instance
+            .request_adapter(&options)
+            .await
+            .map_err(|error| Error::NoAdapter { detail: error.to_string() });
+    };
+    let adapters = instance.enumerate_adapters(backends).await;
+    let names: Vec<_> = adapters.iter().map(|adapter| adapter.get_info().name).collect();
+    adapters
+        .into_iter()
+        .find(|adapter| adapter.get_info().name.to_lowercase().contains(&name.to_lowercase()))
+        .ok_or_else(|| Error::NoAdapter {
+            detail: format!("WGPU_ADAPTER_NAME={name} matches none of {names:?}"),
+        })
+}

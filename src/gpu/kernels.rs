@@ -1,0 +1,102 @@
+//! WGSL kernels: how each is put together for a spec and a device, and the variants of each op in dispatch order. Pure.
+//!
+//! A module is a prelude of constants followed by whole files: WGSL's module scope has no order, so nothing needs a preprocessor.
+
+pub(crate) mod compose;
+pub(crate) mod decode;
+pub(crate) mod prefill;
+pub(crate) mod project;
+mod unroll;
+
+use super::caps::Caps;
+use crate::Dtype;
+use compose::{Const, Source, compose};
+use unroll::unroll;
+
+/// Invocations in a workgroup of most kernels: WebGPU's default limit.
+pub(crate) const GROUP: u32 = 256;
+
+/// What modules on cooperative matrices begin with. Matrices under an `if` need the diagnostic off; each such condition is the same for a
+/// whole subgroup, and where there are barriers under it for a whole workgroup.
+const MATRIX_DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
+
+/// # Errors
+/// Why there are no cooperative matrices here.
+fn matrices(caps: &Caps) -> Result<u32, String> {
+    match caps.cooperative_tile {
+        0 if caps.matrices_unknown => {
+            Err("the adapter was not given, which alone tells of cooperative matrices: use `Gpu::on`".into())
+        }
+        0 => Err("no cooperative matrices f16 x f16 + f32 of 16x16 or 8x8".into()),
+        side => Ok(side),
+    }
+}
+
+/// The types of matrices of a side: f16 times f16 added to f32.
+const fn matrix_aliases(side: u32) -> [(&'static str, Const); 3] {
+    if side == 8 {
+        [
+            ("MatrixA", Const::Alias("coop_mat8x8<f16, A>")),
+            ("MatrixB", Const::Alias("coop_mat8x8<f16, B>")),
+            ("MatrixC", Const::Alias("coop_mat8x8<f32, C>")),
+        ]
+    } else {
+        [
+            ("MatrixA", Const::Alias("coop_mat16x16<f16, A>")),
+            ("MatrixB", Const::Alias("coop_mat16x16<f16, B>")),
+            ("MatrixC", Const::Alias("coop_mat16x16<f32, C>")),
+        ]
+    }
+}
+
+/// A module of constants, types and files whose marked loops are unrolled.
+pub(crate) fn unrolled(
+    entry: &'static str,
+    variant: &str,
+    consts: &[(&str, u32)],
+    types: &[(&str, Const)],
+    files: &[&str],
+) -> Source {
+    let mut prelude: Vec<_> = consts.iter().map(|&(name, value)| (name, Const::U32(value))).collect();
+    prelude.extend(types);
+    let value = |name: &str| consts.iter().find(|(known, _)| *known == name).map(|&(_, value)| value);
+    let mut source = compose(entry, variant, &prelude, files);
+    // A marked loop with an unknown bound would be left rolled, which is right and slow; a test walks all kernels.
+    if let Ok(text) = unroll(&source.text, &value) {
+        source.text = text;
+    }
+    source
+}
+
+/// How an input of f32, f16 or bf16 is read. No op reads e4m3: their specs refuse it, and tests compile all others.
+pub(crate) fn lib_in(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../shaders/lib/in_f32.wgsl"),
+        Dtype::F16 => include_str!("../../shaders/lib/in_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../shaders/lib/in_bf16.wgsl"),
+        Dtype::E4m3 => "",
+    }
+}
+
+/// How an output is rounded and written.
+pub(crate) fn lib_out(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../shaders/lib/out_f32.wgsl"),
+        Dtype::F16 => include_str!("../../shaders/lib/out_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../shaders/lib/out_bf16.wgsl"),
+        Dtype::E4m3 => include_str!("../../shaders/lib/out_e4m3.wgsl"),
+    }
+}
+
+/// How four elements at a time are read. The specs refuse e4m3.
+pub(crate) fn lib_quad(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../shaders/lib/quad_f32.wgsl"),
+        Dtype::F16 => include_str!("../../shaders/lib/quad_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../shaders/lib/quad_bf16.wgsl"),
+        Dtype::E4m3 => "",
+    }
+}
+
+#[cfg(test)]
+mod tests;

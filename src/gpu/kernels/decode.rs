@@ -1,0 +1,340 @@
+//! The decode: its variants in dispatch order, which of them runs where, and the WGSL of each.
+
+use super::compose::{Const, Source};
+use super::unrolled;
+use crate::gpu::caps::{Caps, DeviceKind};
+use crate::ops::variants::Variant;
+use crate::{Dtype, MlaShape, MlaSpec, Tiling};
+
+pub(super) mod coop;
+pub(super) mod plain;
+
+use plain::{LANES, Tile};
+
+/// What a decode is asked for: its spec, and query tokens of a sequence, 0 or 1 for one, which size the tile.
+pub(crate) type Request = (MlaSpec, u32);
+
+/// How a variant multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Body {
+    /// `mla_decode.wgsl`, and how partial sums are joined.
+    Plain(Sum),
+    /// `mla_decode_coop.wgsl`, in 32 KiB of workgroup memory or in 48.
+    Coop { small: bool },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sum {
+    Subgroup,
+    Shared,
+}
+
+/// A variant for a request on a device.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kernel {
+    pub(crate) body: Body,
+    pub(crate) tiling: Tiling,
+}
+
+/// In dispatch order; the last runs everywhere.
+pub(crate) const VARIANTS: [Variant<Caps, Request, Kernel>; 4] = [
+    Variant::new(Body::COOP.name(), |caps, asked| Body::COOP.kernel(caps, asked))
+        .rounding_weights()
+        .unless(slow),
+    Variant::new(Body::COOP_SMALL.name(), |caps, asked| Body::COOP_SMALL.kernel(caps, asked))
+        .rounding_weights()
+        .unless(slow),
+    Variant::new(Body::SUBGROUP.name(), |caps, asked| Body::SUBGROUP.kernel(caps, asked)),
+    Variant::new(Body::SHARED.name(), |caps, asked| Body::SHARED.kernel(caps, asked)),
+];
+
+/// Mesa 26.1's lavapipe: half as fast as `subgroup`, and half a minute of compiling.
+fn slow(caps: &Caps, _: &Request) -> Result<(), String> {
+    if caps.kind == DeviceKind::Software {
+        Err("a software device only imitates matrices".into())
+    } else {
+        Ok(())
+    }
+}
+
+impl Body {
+    const COOP: Self = Self::Coop { small: false };
+    const COOP_SMALL: Self = Self::Coop { small: true };
+    const SUBGROUP: Self = Self::Plain(Sum::Subgroup);
+    const SHARED: Self = Self::Plain(Sum::Shared);
+    #[cfg(test)]
+    pub(super) const ALL: [Self; 4] = [Self::COOP, Self::COOP_SMALL, Self::SUBGROUP, Self::SHARED];
+
+    /// In labels, logs and on command lines.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Coop { small: false } => "coop",
+            Self::Coop { small: true } => "coop_small",
+            Self::Plain(Sum::Subgroup) => "subgroup",
+            Self::Plain(Sum::Shared) => "shared",
+        }
+    }
+
+    fn kernel(self, caps: &Caps, &(spec, query_tokens): &Request) -> Result<Kernel, String> {
+        self.runs_on(caps, &spec)?;
+        let tiling = self.tiling(caps, &spec, query_tokens).ok_or("it fits no tile here")?;
+        Ok(Kernel { body: self, tiling })
+    }
+
+    /// Whether its split kernel declares the cache, the tables and the page list as if it wrote them: see `shaders/lib/pinned.wgsl`.
+    pub(crate) const fn pins_loads(self) -> bool {
+        matches!(self, Self::Coop { .. })
+    }
+
+    /// What keeps this variant from running; `Ok` where nothing does.
+    ///
+    /// # Errors
+    /// A sentence that names what is missing.
+    pub(super) fn runs_on(self, caps: &Caps, spec: &MlaSpec) -> Result<(), String> {
+        if self != Self::SHARED {
+            if !caps.subgroups {
+                return Err("the device was made without Features::SUBGROUP".into());
+            }
+            if caps.min_subgroup_size < LANES {
+                return Err(format!(
+                    "subgroups may have {} lanes, {LANES} are needed",
+                    caps.min_subgroup_size
+                ));
+            }
+        }
+        if let Self::Coop { small } = self {
+            coop::runs_on(small, caps, spec)?;
+        }
+        if STORAGE_BUFFERS > caps.max_storage_buffers {
+            let has = caps.max_storage_buffers;
+            return Err(format!(
+                "{STORAGE_BUFFERS} storage buffers are needed, the device was made with {has}"
+            ));
+        }
+        let threads = Merging::FewRows.threads(&spec.shape).max(Merging::ManyRows.threads(&spec.shape));
+        if threads > caps.max_invocations {
+            let has = caps.max_invocations;
+            return Err(format!(
+                "workgroups of {threads} invocations are needed, the device was made with {has}"
+            ));
+        }
+        match self {
+            Self::Plain(sum) if Tile::balanced(sum, caps, spec, spec.shape.num_heads).is_none() => {
+                Err("the device was made with less workgroup memory than WebGPU's default 16 KiB".into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// How this variant cuts work on a device; `None` where it does not run.
+    pub(super) fn tiling(self, caps: &Caps, spec: &MlaSpec, query_tokens: u32) -> Option<Tiling> {
+        let rows = query_rows(spec, query_tokens);
+        match self {
+            Self::Coop { small } => {
+                coop::CoopTile::for_device(small, caps, spec, rows).map(|tile| tile.tiling(caps))
+            }
+            Self::Plain(sum) => Tile::balanced(sum, caps, spec, rows).map(|tile| tile.tiling(caps)),
+        }
+    }
+}
+
+/// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
+pub(super) const STORAGE_BUFFERS: u32 = 8;
+
+/// Query rows of a sequence, which a tile is sized for: what shares a tile reads the cache once. More tokens than 64 fill
+/// many tiles of any size.
+pub(super) fn query_rows(spec: &MlaSpec, query_tokens: u32) -> u32 {
+    spec.shape.num_heads * query_tokens.clamp(1, 64)
+}
+
+/// The split kernel of a decode, `None` where the variant does not run. `clamp_pages` keeps page ids written on the
+/// device inside the pool.
+pub(crate) fn split(
+    body: Body,
+    caps: &Caps,
+    &(ref spec, query_tokens): &Request,
+    clamp_pages: bool,
+) -> Option<Source> {
+    let rows = query_rows(spec, query_tokens);
+    let mut source = match body {
+        Body::Coop { small } => coop::decode(body.name(), small, caps, spec, rows)?,
+        Body::Plain(sum) => {
+            plain::decode(body.name(), sum, &Tile::balanced(sum, caps, spec, rows)?, caps, spec)
+        }
+    };
+    source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
+    Some(source)
+}
+
+const PINNED: &str = include_str!("../../../shaders/lib/pinned.wgsl");
+/// What both bodies of the split ask of the tables.
+const QUERY: &str = include_str!("../../../shaders/lib/query.wgsl");
+const READ: &str = include_str!("../../../shaders/lib/read.wgsl");
+
+/// How a workgroup of the merge is shaped: see the head of `shaders/mla_merge.wgsl`. Both shapes give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Merging {
+    /// Many workgroups a row, whose threads share its partial results.
+    FewRows,
+    /// One workgroup a row.
+    ManyRows,
+}
+
+impl Merging {
+    /// Both.
+    pub(crate) const ALL: [Self; 2] = [Self::FewRows, Self::ManyRows];
+    /// Groups of partial results, each added up on its own.
+    const GROUPS: u32 = 16;
+    /// Partial results whose ends a workgroup holds.
+    const CHUNK: u32 = 512;
+
+    /// For so many rows: one workgroup each would leave an H200's 132 multiprocessors idle below 128.
+    pub(crate) const fn of(rows: u64) -> Self {
+        if rows <= 128 { Self::FewRows } else { Self::ManyRows }
+    }
+
+    /// Octs of columns that a workgroup takes.
+    const fn octs(self, shape: &MlaShape) -> u32 {
+        match self {
+            Self::FewRows => 8,
+            Self::ManyRows => shape.kv_lora_rank / 8,
+        }
+    }
+
+    const fn teams(self) -> u32 {
+        match self {
+            Self::FewRows => Self::GROUPS,
+            Self::ManyRows => 2,
+        }
+    }
+
+    const fn threads(self, shape: &MlaShape) -> u32 {
+        self.teams() * self.octs(shape)
+    }
+
+    /// Workgroups for each query row.
+    pub(crate) const fn parts(self, shape: &MlaShape) -> u32 {
+        shape.kv_lora_rank / 8 / self.octs(shape)
+    }
+
+    /// The kernel that merges a row's partial results. It does not read the cache, but is bound with it, and a step has one
+    /// layout.
+    pub(crate) fn source(self, spec: &MlaSpec, pins_loads: bool) -> Source {
+        let files = [if pins_loads { PINNED } else { READ }, include_str!("../../../shaders/mla_merge.wgsl")];
+        // Partial results on their way to a thread.
+        let batch = match self {
+            Self::FewRows => 8,
+            Self::ManyRows => 4,
+        };
+        let mut consts = shape_consts(spec);
+        consts.extend([
+            ("MERGE_OCTS", self.octs(&spec.shape)),
+            ("MERGE_PARTS", self.parts(&spec.shape)),
+            ("MERGE_GROUPS", Self::GROUPS),
+            ("MERGE_TEAMS", self.teams()),
+            ("HALF_TEAMS", self.teams() / 2),
+            ("MERGE_THREADS", self.threads(&spec.shape)),
+            ("MERGE_SIXTEENTHS", self.threads(&spec.shape) / 16),
+            ("MERGE_CHUNK", Self::CHUNK),
+            ("TEAM_GROUPS", Self::GROUPS / self.teams()),
+            ("BATCH", batch),
+        ]);
+        let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read
+        compose_step("mla_merge", spec.out.name(), spec, &consts, &types, &files)
+    }
+}
+
+fn dtypes(spec: &MlaSpec) -> String {
+    format!("q_{}.kv_{}.out_{}", spec.query, spec.kv.dtype, spec.out)
+}
+
+fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
+    vec![
+        ("LATENT_OCTS", spec.shape.kv_lora_rank / 8),
+        ("ROPE_OCTS", spec.shape.qk_rope_head_dim / 8),
+        ("ROW_OCTS", spec.shape.row_elems() / 8),
+    ]
+}
+
+/// A kernel of a decode step that reads queries as what they are, whatever factor their decoder leaves to others.
+fn compose_step(
+    entry: &'static str,
+    variant: &str,
+    spec: &MlaSpec,
+    consts: &[(&'static str, u32)],
+    types: &[(&'static str, Const)],
+    op: &[&str],
+) -> Source {
+    let (query, scale) = (spec.query, scale(spec.query));
+    let decoder = format!(
+        "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return {scale} * decode_{query}(oct);\n}}\n"
+    );
+    let files = [&[decoder.as_str(), oct_file(query, false)], op].concat();
+    compose_module(entry, variant, spec, consts, types, &files)
+}
+
+/// A kernel of a decode step: constants, how the output is written, the step's tables, the layer, the op.
+fn compose_module(
+    entry: &'static str,
+    variant: &str,
+    spec: &MlaSpec,
+    consts: &[(&'static str, u32)],
+    types: &[(&'static str, Const)],
+    op: &[&str],
+) -> Source {
+    let mut all_types = vec![("QueryOct", Const::Alias(oct_type(spec.query)))];
+    all_types.extend(types);
+    let mut files = store_files(spec.out);
+    files.extend([
+        include_str!("../../../shaders/lib/tables.wgsl"),
+        include_str!("../../../shaders/lib/layer.wgsl"),
+    ]);
+    files.extend(op);
+    unrolled(entry, variant, consts, &all_types, &files)
+}
+
+/// How an output is rounded and stored. e4m3 is refused by [`MlaSpec::check`].
+pub(super) fn store_files(out: Dtype) -> Vec<&'static str> {
+    match out {
+        Dtype::F16 => {
+            vec![
+                include_str!("../../../shaders/lib/store_f16.wgsl"),
+                include_str!("../../../shaders/lib/round.wgsl"),
+            ]
+        }
+        Dtype::Bf16 => {
+            vec![
+                include_str!("../../../shaders/lib/store_bf16.wgsl"),
+                include_str!("../../../shaders/lib/round.wgsl"),
+            ]
+        }
+        Dtype::F32 | Dtype::E4m3 => vec![include_str!("../../../shaders/lib/store_f32.wgsl")],
+    }
+}
+
+/// What a decoded element is to be multiplied by.
+const fn scale(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::E4m3 => "SCALE_E4M3",
+        Dtype::F32 | Dtype::F16 | Dtype::Bf16 => "1.0",
+    }
+}
+
+pub(super) const fn oct_type(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "OctF32",
+        Dtype::F16 => "OctF16",
+        Dtype::Bf16 => "OctBf16",
+        Dtype::E4m3 => "OctE4m3",
+    }
+}
+
+pub(super) const fn oct_file(dtype: Dtype, f16_subnormals: bool) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../../shaders/lib/oct_f32.wgsl"),
+        Dtype::F16 => include_str!("../../../shaders/lib/oct_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../../shaders/lib/oct_bf16.wgsl"),
+        Dtype::E4m3 if f16_subnormals => include_str!("../../../shaders/lib/oct_e4m3_f16.wgsl"),
+        Dtype::E4m3 => include_str!("../../../shaders/lib/oct_e4m3.wgsl"),
+    }
+}

@@ -1,0 +1,279 @@
+//! The variants on cooperative matrices: how a workgroup cuts a tile, and the WGSL text. Pure.
+
+use super::{QUERY, compose_step, dtypes, shape_consts};
+use crate::gpu::caps::{Caps, DeviceKind};
+use crate::gpu::kernels::compose::Source;
+use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases};
+use crate::{Dtype, MlaSpec, Tiling};
+
+/// How a workgroup cuts a tile: see the head of `shaders/mla_decode_coop.wgsl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::gpu::kernels) struct CoopTile {
+    /// Side of a matrix.
+    tile: u32,
+    /// Lanes of a subgroup.
+    subgroup: u32,
+    rows: u32,
+    tokens: u32,
+    /// How the scores are divided among subgroups.
+    key_split: u32,
+    token_split: u32,
+    row_split: u32,
+    /// Floats that part two rows of scores.
+    score_pad: u32,
+}
+
+impl CoopTile {
+    /// The tile that costs least over a sequence's query rows, of those that fit the device; `None` where none does,
+    /// however many rows there are.
+    pub(in crate::gpu::kernels) fn for_device(
+        small: bool,
+        caps: &Caps,
+        spec: &MlaSpec,
+        query_rows: u32,
+    ) -> Option<Self> {
+        let (tile, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
+        let limit = caps.workgroup_memory_bytes;
+        let least_bytes = if small { 0 } else { 48 << 10 };
+        if tile == 0 || subgroup < 8 || limit < least_bytes {
+            return None;
+        }
+        let low = Self {
+            tile,
+            subgroup,
+            rows: 16,
+            tokens: 16,
+            key_split: 4,
+            token_split: 1,
+            row_split: 1,
+            score_pad: 0,
+        };
+        let middle = Self { rows: 32, tokens: 32, key_split: 2, token_split: 2, row_split: 2, ..low };
+        let high = Self { rows: 64, key_split: 2, row_split: 4, score_pad: 4, ..low };
+        // Each tile stages the cache once more, which on an H200 is worth about 16 rows of arithmetic.
+        let cost = |tile: &Self| query_rows.div_ceil(tile.rows) * (tile.rows + 16);
+        let tiles = if small { vec![low] } else { vec![low, middle, high] };
+        tiles
+            .into_iter()
+            .filter(|tile| tile.workgroup_bytes(spec) <= limit)
+            .filter(|tile| tile.threads() <= caps.max_invocations)
+            .min_by_key(cost)
+    }
+
+    /// The planner's targets.
+    pub(in crate::gpu::kernels) fn tiling(&self, caps: &Caps) -> Tiling {
+        let (target_items, min_split_tokens, item_overhead_tokens) = match caps.kind {
+            DeviceKind::Software => (8, 512, 0),
+            // One workgroup for each of an H200's 132 multiprocessors, whose driver grants all workgroups of one together
+            // about 48 KiB, and two where they are low enough. The last is what an item of the CUDA backend costs there.
+            _ if self.rows == 16 => (264, 32, 64),
+            _ => (132, 32, 128),
+        };
+        Tiling {
+            rows_per_tile: self.rows,
+            tokens_per_block: self.tokens,
+            target_items,
+            min_split_tokens,
+            single_sequence_items: 0,
+            item_overhead_tokens,
+        }
+    }
+
+    const fn subgroups(&self) -> u32 {
+        self.key_split * self.token_split * self.row_split
+    }
+
+    pub(in crate::gpu::kernels) const fn threads(&self) -> u32 {
+        self.subgroup * self.subgroups()
+    }
+
+    /// Tiles of the latent's columns in a subgroup's share of the scores.
+    const fn latent_key_tiles(&self, spec: &MlaSpec) -> u32 {
+        spec.shape.kv_lora_rank / self.tile / self.key_split
+    }
+
+    /// Tiles of the rotary columns in such a share, of those that have any.
+    const fn rope_key_tiles(&self, spec: &MlaSpec) -> u32 {
+        (spec.shape.qk_rope_head_dim / self.tile).div_ceil(self.key_split)
+    }
+
+    /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
+    const fn key_pitch(&self, spec: &MlaSpec) -> u32 {
+        ((spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8) | 1
+    }
+
+    /// Floats from one row of scores to the next.
+    const fn score_pitch(&self) -> u32 {
+        self.tile + self.score_pad
+    }
+
+    /// Tokens whose rows lie one after the other in the cache wherever they begin: all of a block, or one.
+    const fn run(&self, spec: &MlaSpec) -> u32 {
+        if spec.kv.page_size.is_multiple_of(self.tokens) { self.tokens } else { 1 }
+    }
+
+    /// Runs whose places in the cache are found at a time.
+    const fn places(&self) -> u32 {
+        if self.threads() > 128 { 128 } else { self.threads() }
+    }
+
+    const fn scores(&self) -> u32 {
+        let (scores, tiles) = (
+            self.key_split * (self.tokens / self.tile) * self.rows * self.score_pitch(),
+            self.subgroups() * self.tile * self.tile,
+        );
+        if scores > tiles { scores } else { tiles }
+    }
+
+    /// Halves from one row of weights to the next.
+    const fn weight_pitch(&self) -> u32 {
+        self.tokens + 8
+    }
+
+    pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, spec: &MlaSpec) -> u32 {
+        let keys = self.tokens * self.key_pitch(spec) * 16;
+        let weights = self.rows * self.weight_pitch() * 2;
+        keys + self.scores() * 4 + weights + self.rows * 4 + self.places() * 4 + 16
+    }
+}
+
+/// Parts that a query is split into so that f16 holds it.
+const fn query_parts(query: Dtype) -> u32 {
+    match query {
+        Dtype::F32 => 2,
+        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => 1,
+    }
+}
+
+fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
+    let (threads, rows, tokens, side) = (tile.threads(), tile.rows, tile.tokens, tile.tile);
+    let latent_octs = spec.shape.kv_lora_rank / 8;
+    let rope_octs = spec.shape.qk_rope_head_dim / 8;
+    let rope_loads = (tokens * rope_octs).div_ceil(threads);
+    let key_tiles = tile.latent_key_tiles(spec) + tile.rope_key_tiles(spec);
+    let latent_tiles = spec.shape.kv_lora_rank / side / tile.subgroups();
+    let score_row_tiles = rows / side / tile.row_split;
+    let query_rows = query_parts(spec.query) * score_row_tiles;
+    // Independent sums of a score, as a multiplication waits for the one before it; one where registers are short.
+    let chains = if rows > 16 || spec.kv.dtype == Dtype::E4m3 { 1 } else { 2 };
+    // Blocks for which the loop over them is written out.
+    let turn = if caps.kind == DeviceKind::Software { 1 } else { 2 };
+    let softmax_lanes = (threads / rows).min(tile.subgroup);
+    vec![
+        ("TILE", side),
+        ("TILE_OCTS", side / 8),
+        ("SUBGROUP", tile.subgroup),
+        ("THREADS", threads),
+        ("ROWS", rows),
+        ("ROW_TILES", rows / side),
+        ("TOKENS", tokens),
+        ("TOKEN_TILES", tokens / side),
+        ("KEY_SPLIT", tile.key_split),
+        ("TOKEN_SPLIT", tile.token_split),
+        ("ROW_SPLIT", tile.row_split),
+        ("SCORE_TOKEN_TILES", tokens / side / tile.token_split),
+        ("WEIGHT_TILES", tokens / side * (rows / side)),
+        ("SCORE_ROW_TILES", score_row_tiles),
+        ("LATENT_KEY_TILES", tile.latent_key_tiles(spec)),
+        ("ROPE_KEY_TILES", tile.rope_key_tiles(spec)),
+        ("ROPE_SHARES", (spec.shape.qk_rope_head_dim / side) / tile.rope_key_tiles(spec).max(1)),
+        ("KEY_TILES", key_tiles),
+        ("QUERY_PARTS", query_parts(spec.query)),
+        ("QUERY_CHUNKS", rows.div_ceil(tokens)),
+        ("QUERY_CHUNK_ROWS", rows.min(tokens)),
+        ("LANE_OCTS", latent_octs / tile.subgroup),
+        ("QUERY_ROWS", query_rows),
+        ("QUERY_TILES", query_rows * key_tiles),
+        ("LATENT_TILES", latent_tiles),
+        ("ACC_TILES", rows / side * latent_tiles),
+        ("KEY_PITCH", tile.key_pitch(spec)),
+        ("KEYS", tokens * tile.key_pitch(spec)),
+        ("PLACES", tile.places()),
+        ("RUN", tile.run(spec)),
+        ("BLOCKS", tile.places() * tile.run(spec) / tokens),
+        ("TURN", turn),
+        ("AHEAD", if rows == 16 || (rows == 32 && caps.deep_loads) { turn } else { 1 }),
+        ("SCORE_PITCH", tile.score_pitch()),
+        ("SCORES", tile.scores()),
+        ("WEIGHT_PITCH", tile.weight_pitch()),
+        ("WEIGHTS", rows * tile.weight_pitch()),
+        ("SOFTMAX_LANES", softmax_lanes),
+        ("LANE_QUERY_OCTS", (latent_octs + rope_octs).div_ceil(softmax_lanes)),
+        ("SCORE_CHAINS", chains * score_row_tiles),
+        ("CHAINS", chains),
+        ("MORE_CHAINS", chains - 1),
+        ("SOFTMAX_TOKENS", tokens / softmax_lanes),
+        ("LATENT_LOADS", tokens * latent_octs / threads),
+        ("ROPE_LOADS", rope_loads),
+        ("ROPE_LOADS_PADDED", rope_loads.max(1)),
+    ]
+}
+
+/// How keys become f16; `None` for a dtype that f16 cannot hold.
+fn key_file(dtype: Dtype) -> Option<&'static str> {
+    match dtype {
+        Dtype::F16 => Some(include_str!("../../../../shaders/lib/key_f16.wgsl")),
+        Dtype::Bf16 => Some(concat!(
+            include_str!("../../../../shaders/lib/key_bf16.wgsl"),
+            "\n",
+            include_str!("../../../../shaders/lib/wide_rows.wgsl")
+        )),
+        Dtype::E4m3 => Some(concat!(
+            include_str!("../../../../shaders/lib/key_e4m3.wgsl"),
+            "\n",
+            include_str!("../../../../shaders/lib/wide_rows.wgsl")
+        )),
+        Dtype::F32 => None,
+    }
+}
+
+/// The split kernel.
+pub(in crate::gpu::kernels) fn decode(
+    name: &str,
+    small: bool,
+    caps: &Caps,
+    spec: &MlaSpec,
+    query_rows: u32,
+) -> Option<Source> {
+    let tile = CoopTile::for_device(small, caps, spec, query_rows)?;
+    let mut all = shape_consts(spec);
+    all.extend(consts(&tile, caps, spec));
+    // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for a minute.
+    let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
+    let marked = |text: &str| text.replace("// unroll on cards", marker);
+    let files = [
+        super::PINNED,
+        key_file(spec.kv.dtype)?,
+        QUERY,
+        &marked(include_str!("../../../../shaders/lib/cache_block.wgsl")),
+        &marked(include_str!("../../../../shaders/mla_decode_coop.wgsl")),
+    ];
+    let source = compose_step(
+        "mla_decode",
+        &format!("{name}.{}", dtypes(spec)),
+        spec,
+        &all,
+        &matrix_aliases(tile.tile),
+        &files,
+    );
+    Some(Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source })
+}
+
+/// What keeps these rows from running.
+pub(in crate::gpu::kernels) fn runs_on(small: bool, caps: &Caps, spec: &MlaSpec) -> Result<(), String> {
+    crate::gpu::kernels::matrices(caps)?;
+    if !caps.shader_f16 {
+        return Err("the device was made without Features::SHADER_F16".into());
+    }
+    if caps.min_subgroup_size != caps.max_subgroup_size {
+        let (min, max) = (caps.min_subgroup_size, caps.max_subgroup_size);
+        return Err(format!("subgroups vary from {min} to {max} lanes, and lanes own columns here"));
+    }
+    if key_file(spec.kv.dtype).is_none() {
+        return Err("an f32 cache does not fit f16 matrices".into());
+    }
+    match CoopTile::for_device(small, caps, spec, spec.shape.num_heads) {
+        Some(_) => Ok(()),
+        None => Err(format!("no tile fits {} bytes of workgroup memory", caps.workgroup_memory_bytes)),
+    }
+}

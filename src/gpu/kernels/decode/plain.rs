@@ -1,0 +1,185 @@
+//! The plain rows: how a workgroup cuts a tile, and the WGSL text. Pure.
+
+use super::{QUERY, READ, Sum, compose_module, dtypes, oct_file, oct_type, scale, shape_consts};
+use crate::gpu::caps::{Caps, DeviceKind};
+use crate::gpu::kernels::compose::{Const, Source};
+use crate::{Dtype, MlaSpec, Tiling};
+
+/// Lanes that share a score: a subgroup must have as many.
+pub(in crate::gpu::kernels) const LANES: u32 = 8;
+
+/// How a workgroup cuts a tile: see the head of `shaders/mla_decode.wgsl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::gpu::kernels) struct Tile {
+    /// Threads of a row group, each with 8 output columns.
+    pub(in crate::gpu::kernels) group_threads: u32,
+    pub(in crate::gpu::kernels) rows_per_group: u32,
+    pub(in crate::gpu::kernels) row_groups: u32,
+}
+
+impl Tile {
+    /// The tile that wastes the least over a sequence's query rows, of those that fit the device: all 20 rows for 20, 16 for
+    /// 16 or 128, 6 for 6. `None` where even a tile of 4 rows does not fit.
+    pub(in crate::gpu::kernels) fn balanced(
+        sum: Sum,
+        caps: &Caps,
+        spec: &MlaSpec,
+        query_rows: u32,
+    ) -> Option<Self> {
+        let group_threads = spec.shape.kv_lora_rank / 8;
+        let (most_rows, most_threads) = Self::most_rows_and_threads(caps.kind);
+        // Rows computed, twice: once as arithmetic, which row groups without rows are spared, and once as time, which they
+        // are not. Each tile reads the cache once more, which is worth about three rows.
+        let cost = |tile: &Self| {
+            let tiles = query_rows.div_ceil(tile.rows());
+            query_rows.next_multiple_of(tile.rows_per_group) + tiles * (tile.rows() + 2 * 3)
+        };
+        (1..=4)
+            .flat_map(|row_groups| (1..=most_rows).map(move |rows_per_group| (rows_per_group, row_groups)))
+            .map(|(rows_per_group, row_groups)| Self { group_threads, rows_per_group, row_groups })
+            .filter(|tile| tile.workgroup_bytes(sum) <= caps.workgroup_memory_bytes)
+            .filter(|tile| tile.threads() <= caps.max_invocations.min(most_threads))
+            .min_by_key(|tile| (cost(tile), tile.row_groups))
+    }
+
+    /// The planner's targets. `Options::tiling` replaces these, for a card whose best was measured.
+    pub(in crate::gpu::kernels) fn tiling(&self, caps: &Caps) -> Tiling {
+        let (target_items, min_split_tokens, item_overhead_tokens) = match caps.kind {
+            // Measured: about two workgroups of 256 threads on each of an H200's 132 multiprocessors, one full wave. The last is
+            // reckoned: what an item of the CUDA backend costs there, in tokens that take ten times as long.
+            DeviceKind::Discrete => (65_536 / self.threads(), 32, 12),
+            // Not measured: by its compiler an M1 holds 24 workgroups of 128 threads, so these are five waves.
+            DeviceKind::Integrated | DeviceKind::Other => (128, 256, 0),
+            // Enough for the threads of a CPU; a longer split costs nothing there.
+            DeviceKind::Software => (8, 512, 0),
+        };
+        Tiling {
+            rows_per_tile: self.rows(),
+            tokens_per_block: self.tokens(),
+            target_items,
+            min_split_tokens,
+            single_sequence_items: 0,
+            item_overhead_tokens,
+        }
+    }
+
+    /// Rows of a thread and threads of a workgroup, as many as are good for a kind of device: by what the compilers of AMD,
+    /// Apple M1 and Adreno say of registers. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three
+    /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128.
+    const fn most_rows_and_threads(kind: DeviceKind) -> (u32, u32) {
+        match kind {
+            DeviceKind::Discrete | DeviceKind::Software => (5, 256),
+            DeviceKind::Integrated | DeviceKind::Other => (4, 192),
+        }
+    }
+
+    pub(in crate::gpu::kernels) const fn threads(&self) -> u32 {
+        self.group_threads * self.row_groups
+    }
+
+    pub(in crate::gpu::kernels) const fn rows(&self) -> u32 {
+        self.rows_per_group * self.row_groups
+    }
+
+    /// Quads of tokens in a block.
+    const fn token_quads(&self) -> u32 {
+        self.group_threads / LANES
+    }
+
+    pub(in crate::gpu::kernels) const fn tokens(&self) -> u32 {
+        4 * self.token_quads()
+    }
+
+    const fn tile_quads(&self) -> u32 {
+        self.rows() * self.token_quads()
+    }
+
+    pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, sum: Sum) -> u32 {
+        let partials = match sum {
+            Sum::Subgroup => 1,
+            Sum::Shared => LANES,
+        };
+        let quads = self.tile_quads() * 16 * (partials + 1);
+        quads
+            + 2 * self.tokens() * 4
+            + 4 * self.tile_quads().next_multiple_of(4)
+            + 12 * self.rows().next_multiple_of(4)
+    }
+}
+
+/// In how many parts a score takes an oct: what registers allow, by the same compilers as [`Tile::most_rows_and_threads`].
+///
+/// Whole keys of f32, four at a time, just fit the registers of an Apple M1 next to its 4 rows, and spill where wgpu's run-time
+/// checks are asked for. Keys of f16 and e4m3 are unpacked as they are multiplied: halves of them take more registers, not less. So do
+/// halves of f32 on RDNA2 and Vega, whose 5 rows then no longer fit in 128.
+const fn dot_parts(kind: DeviceKind, query: Dtype, cache: Dtype) -> u32 {
+    match (kind, query, cache) {
+        (DeviceKind::Discrete, ..) => 1,
+        (_, _, Dtype::F32) | (_, Dtype::F32, Dtype::Bf16) => 2,
+        _ => 1,
+    }
+}
+
+/// The split kernel.
+pub(in crate::gpu::kernels) fn decode(
+    name: &str,
+    sum: Sum,
+    tile: &Tile,
+    caps: &Caps,
+    spec: &MlaSpec,
+) -> Source {
+    let sum = match sum {
+        Sum::Subgroup => include_str!("../../../../shaders/lib/sum_subgroup.wgsl"),
+        Sum::Shared => include_str!("../../../../shaders/lib/sum_shared.wgsl"),
+    };
+    let parts = dot_parts(caps.kind, spec.query, spec.kv.dtype);
+    let dot = match parts {
+        1 => include_str!("../../../../shaders/lib/dot_whole.wgsl"),
+        _ => include_str!("../../../../shaders/lib/dot_halves.wgsl"),
+    };
+    let mut consts = shape_consts(spec);
+    consts.extend([
+        ("LANES", LANES),
+        ("PARTS", parts),
+        ("ROPE_STEPS", (spec.shape.qk_rope_head_dim / 8).div_ceil(LANES)),
+        ("THREADS", tile.threads()),
+        ("ROWS_PER_GROUP", tile.rows_per_group),
+        ("ROWS", tile.rows()),
+        ("ROWS_PADDED", tile.rows().next_multiple_of(4)),
+        ("TOKEN_QUADS", tile.token_quads()),
+        ("TOKENS", tile.tokens()),
+        ("TOKEN_SLOTS", 2 * tile.tokens()),
+        ("TILE_QUADS", tile.tile_quads()),
+        ("TILE_TOKENS", 4 * tile.tile_quads()),
+        ("TILE_QUADS_PADDED", tile.tile_quads().next_multiple_of(4)),
+        ("SCORE_PARTIALS", tile.tile_quads() * LANES),
+    ]);
+    let kv = spec.kv.dtype;
+    let decoders = format!(
+        "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
+         fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{kv}(oct);\n}}\n\n\
+         fn decode_value(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
+         const QUERY_SCALE = {};\nconst KV_SCALE = {};\n",
+        spec.query,
+        finite(kv),
+        scale(spec.query),
+        scale(kv)
+    );
+    let mut files = vec![decoders.as_str(), oct_file(spec.query, caps.f16_subnormals)];
+    if kv != spec.query {
+        files.push(oct_file(kv, caps.f16_subnormals));
+    }
+    files.extend([READ, QUERY, sum, dot, include_str!("../../../../shaders/mla_decode.wgsl")]);
+    let types = [("KvOct", Const::Alias(oct_type(kv)))];
+    compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
+}
+
+/// The decoder for values, whose NaN codes need not be told apart: the scores have met them.
+const fn finite(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::E4m3 => "finite_e4m3",
+        Dtype::F32 => "f32",
+        Dtype::F16 => "f16",
+        Dtype::Bf16 => "bf16",
+    }
+}

@@ -1,0 +1,341 @@
+//! The rows on cooperative matrices: how a workgroup cuts a tile, and the WGSL text. Pure.
+
+use super::{Kernel, Request};
+use crate::Dtype;
+use crate::gpu::caps::{Caps, DeviceKind};
+use crate::gpu::kernels::compose::{Const, Source};
+use crate::gpu::kernels::{MATRIX_DIRECTIVES, lib_out, matrix_aliases, unrolled};
+use crate::ops::PrefillSpec;
+
+/// How a workgroup cuts a tile: see the head of `shaders/mla_prefill_coop.wgsl`.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    /// Side of a matrix.
+    tile: u32,
+    /// Lanes of a subgroup.
+    subgroup: u32,
+    /// Matrices of rows of a subgroup.
+    row_tiles: u32,
+    row_groups: u32,
+    /// Subgroups that share rows.
+    column_split: u32,
+    /// Keys of a block.
+    tokens: u32,
+}
+
+/// The variants on matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Row {
+    /// In about 48 KiB of workgroup memory.
+    Large,
+    /// In 32 KiB.
+    Small,
+    /// In 48 KiB where there are as many, or in 32: for tiles of up to 64 query rows, many subgroups at work on few of them.
+    Few,
+}
+
+impl Row {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Large => "coop",
+            Self::Small => "coop_small",
+            Self::Few => "coop_few",
+        }
+    }
+
+    /// Bytes of workgroup memory that it takes on a device.
+    fn memory(self, caps: &Caps) -> u32 {
+        match self {
+            Self::Large => 48 << 10,
+            Self::Small => 32 << 10,
+            Self::Few => caps.workgroup_memory_bytes.clamp(32 << 10, 48 << 10),
+        }
+    }
+}
+
+impl Cut {
+    /// Best first.
+    fn all(row: Row, tile: u32, subgroup: u32) -> Vec<Self> {
+        let cut = |row_tiles, row_groups, column_split, tokens| Self {
+            tile,
+            subgroup,
+            row_tiles,
+            row_groups,
+            column_split,
+            tokens,
+        };
+        match row {
+            Row::Large => vec![cut(2, 4, 2, 32), cut(1, 4, 2, 32), cut(1, 8, 1, 32)],
+            Row::Small => vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)],
+            Row::Few => vec![cut(2, 2, 4, 64), cut(1, 4, 2, 32), cut(1, 4, 1, 16), cut(2, 4, 1, 32)],
+        }
+    }
+
+    const fn rows(&self) -> u32 {
+        self.tile * self.row_tiles * self.row_groups
+    }
+
+    const fn subgroups(&self) -> u32 {
+        self.row_groups * self.column_split
+    }
+
+    const fn threads(&self) -> u32 {
+        self.subgroup * self.subgroups()
+    }
+
+    /// Lanes that share a row in the softmax.
+    const fn softmax_lanes(&self) -> u32 {
+        self.threads() / self.rows()
+    }
+
+    /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
+    const fn key_pitch(columns: u32) -> u32 {
+        (columns / 8) | 1
+    }
+
+    /// Octs of weights, which values are staged after.
+    const fn weights(&self) -> u32 {
+        self.rows() * Self::key_pitch(self.tokens)
+    }
+
+    /// Octs of the staging buffer: keys, then weights and values in their place.
+    fn staged(&self, spec: &PrefillSpec) -> u32 {
+        let keys = self.tokens * Self::key_pitch(key_columns(spec));
+        keys.max(self.weights() + self.tokens * Self::key_pitch(spec.v_head_dim))
+    }
+
+    /// Quads from one row of scores to the next: two more than a multiple of 4, so that a matrix's rows are stored to different banks.
+    const fn score_pitch(&self) -> u32 {
+        self.tokens / 4 + 2
+    }
+
+    /// Matrices of the output that a subgroup writes at a time.
+    const fn out_tiles(&self, spec: &PrefillSpec) -> u32 {
+        let [_, outputs] = self.held(spec);
+        if outputs.is_multiple_of(2) { 2 } else { 1 }
+    }
+
+    fn scores(&self, spec: &PrefillSpec) -> u32 {
+        let outputs = self.subgroups() * self.out_tiles(spec) * self.tile * self.tile / 4;
+        outputs.max(self.rows() * self.score_pitch())
+    }
+
+    fn workgroup_bytes(&self, spec: &PrefillSpec) -> u32 {
+        16 * (self.staged(spec) + self.scores(spec)) + 4 * self.rows() + 16
+    }
+
+    /// Matrices that a subgroup holds of queries and of the output.
+    const fn held(&self, spec: &PrefillSpec) -> [u32; 2] {
+        let keys = key_columns(spec) / self.tile;
+        let values = spec.v_head_dim / self.tile / self.column_split;
+        [self.row_tiles * keys, self.row_tiles * values]
+    }
+
+    /// Whether the dims fall on whole matrices, and registers hold what a subgroup keeps: 16 accumulators of 16 x 16 are 128 of a lane's 255.
+    fn serves(&self, spec: &PrefillSpec) -> bool {
+        let Self { tile, column_split, tokens, .. } = *self;
+        let [queries, outputs] = self.held(spec);
+        let words = (queries * tile * tile / 2 + outputs * tile * tile) / self.subgroup;
+        key_columns(spec).is_multiple_of(tile)
+            && spec.v_head_dim.is_multiple_of(tile * column_split)
+            && tokens.is_multiple_of(tile * column_split)
+            && self.threads().is_multiple_of(self.rows())
+            && self.softmax_lanes().is_power_of_two()
+            && self.softmax_lanes() <= self.subgroup
+            && tokens.is_multiple_of(8 * self.softmax_lanes())
+            && (self.subgroup < 32 || words <= 168)
+    }
+}
+
+const fn key_columns(spec: &PrefillSpec) -> u32 {
+    spec.qk_nope_head_dim + spec.qk_rope_head_dim
+}
+
+fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
+    let (threads, rows, side) = (cut.threads(), cut.rows(), cut.tile);
+    let [queries, outputs] = cut.held(spec);
+    let [nope, rope, value] =
+        [spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim].map(|dim| dim / 8);
+    let loads = |octs: u32| (cut.tokens * octs).div_ceil(threads);
+    let token_tiles = cut.tokens / side / cut.column_split;
+    let chunk = rows.min(cut.tokens);
+    let chunk_loads = (chunk * (nope + rope)).div_ceil(threads);
+    vec![
+        ("NUM_HEADS", spec.num_heads),
+        ("TILE", side),
+        ("TILE_OCTS", side / 8),
+        ("SUBGROUP", cut.subgroup),
+        ("THREADS", threads),
+        ("ROWS", rows),
+        ("ROW_TILES", cut.row_tiles),
+        ("COLUMN_SPLIT", cut.column_split),
+        ("TOKENS", cut.tokens),
+        ("TOKEN_TILES", token_tiles),
+        ("BLOCK_TILES", cut.tokens / side),
+        ("SCORE_TILES", token_tiles * cut.row_tiles),
+        ("KEY_TILES", key_columns(spec) / side),
+        ("QUERY_TILES", queries),
+        ("QUERY_CHUNKS", rows / chunk),
+        ("CHUNK_ROWS", chunk),
+        ("CHUNK_LOADS", chunk_loads),
+        ("QUERY_LOADS", rows / chunk * chunk_loads),
+        ("VALUE_TILES", spec.v_head_dim / side / cut.column_split),
+        ("ACC_TILES", outputs),
+        ("OUT_TILES", cut.out_tiles(spec)),
+        ("OUT_TURNS", outputs / cut.out_tiles(spec)),
+        ("NOPE_OCTS", nope),
+        ("ROPE_OCTS", rope),
+        ("ROW_OCTS", nope + rope),
+        ("V_OCTS", value),
+        ("LANE_OCTS", value.div_ceil(cut.subgroup)),
+        ("NOPE_LOADS", loads(nope)),
+        ("ROPE_LOADS", loads(rope)),
+        ("ROPE_LOADS_PADDED", loads(rope).max(1)),
+        ("VALUE_LOADS", loads(value)),
+        ("KEY_PITCH", Cut::key_pitch(key_columns(spec))),
+        ("WEIGHT_PITCH", Cut::key_pitch(cut.tokens)),
+        ("VALUES_AT", cut.weights()),
+        ("VALUE_PITCH", Cut::key_pitch(spec.v_head_dim)),
+        ("STAGED", cut.staged(spec)),
+        ("SCORE_PITCH", cut.score_pitch()),
+        ("SCORES", cut.scores(spec)),
+        ("SOFTMAX_LANES", cut.softmax_lanes()),
+        ("SOFTMAX_QUADS", cut.tokens / 4 / cut.softmax_lanes()),
+        ("SOFTMAX_OCTS", cut.tokens / 8 / cut.softmax_lanes()),
+    ]
+}
+
+/// [`Row::Large`].
+pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String> {
+    on_matrices(Row::Large, caps, spec)
+}
+
+/// [`Row::Small`].
+pub(super) fn small_kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String> {
+    on_matrices(Row::Small, caps, spec)
+}
+
+/// [`Row::Few`].
+pub(super) fn few_kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String> {
+    on_matrices(Row::Few, caps, spec)
+}
+
+fn on_matrices(row: Row, caps: &Caps, spec: &PrefillSpec) -> Result<Kernel, String> {
+    let half_file = half_file(spec.dtype)?;
+    crate::gpu::kernels::matrices(caps)?;
+    if !caps.shader_f16 {
+        return Err("the device was made without Features::SHADER_F16".into());
+    }
+    let (least, subgroup) = (caps.min_subgroup_size, caps.max_subgroup_size);
+    if least != subgroup || subgroup < 8 {
+        return Err(format!("subgroups vary from {least} to {subgroup} lanes, or are too small"));
+    }
+    if caps.max_storage_buffers < 8 {
+        return Err("8 storage buffers are needed".into());
+    }
+    let memory = row.memory(caps);
+    if caps.workgroup_memory_bytes < memory {
+        let has = caps.workgroup_memory_bytes;
+        return Err(format!("{memory} bytes of workgroup memory are needed, the device was made with {has}"));
+    }
+    let cut = Cut::all(row, caps.cooperative_tile, subgroup)
+        .into_iter()
+        .filter(|cut| cut.serves(spec) && cut.threads() <= caps.max_invocations)
+        .find(|cut| cut.workgroup_bytes(spec) <= memory)
+        .ok_or_else(|| format!("no cut of these dims fits {memory} bytes of workgroup memory"))?;
+    let source = source(row.name(), half_file, &cut, caps, spec);
+    Ok(Kernel { source, rows: cut.rows(), unit: 8, pins_loads: true })
+}
+
+/// How octs become f16.
+fn half_file(dtype: Dtype) -> Result<&'static str, String> {
+    match dtype {
+        Dtype::F16 => Ok(include_str!("../../../../shaders/lib/prefill_half_f16.wgsl")),
+        Dtype::Bf16 => Ok(concat!(
+            include_str!("../../../../shaders/lib/oct_bf16.wgsl"),
+            "\n",
+            include_str!("../../../../shaders/lib/prefill_half_bf16.wgsl")
+        )),
+        Dtype::F32 | Dtype::E4m3 => Err(format!("{dtype} does not fit f16 matrices")),
+    }
+}
+
+fn source(name: &str, half_file: &str, cut: &Cut, caps: &Caps, spec: &PrefillSpec) -> Source {
+    let consts = consts(cut, spec);
+    let mut types = matrix_aliases(cut.tile).to_vec();
+    types.push(("Unit", Const::Alias("vec4<u32>")));
+    // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for long.
+    let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
+    let text =
+        include_str!("../../../../shaders/mla_prefill_coop.wgsl").replace("// unroll on cards", marker);
+    let files = [
+        include_str!("../../../../shaders/lib/round.wgsl"),
+        include_str!("../../../../shaders/lib/half_oct.wgsl"),
+        half_file,
+        lib_out(spec.out),
+        include_str!("../../../../shaders/lib/prefill.wgsl"),
+        include_str!("../../../../shaders/lib/prefill_pinned.wgsl"),
+        &text,
+    ];
+    let dims = format!("{}.{}.{}", spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim);
+    let variant = format!("{name}.{}.out_{}.{dims}", spec.dtype, spec.out);
+    let source = unrolled("mla_prefill", &variant, &consts, &types, &files);
+    Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every kernel of every kind of device is valid, fits it, and has no loop left rolled that was to be unrolled.
+    #[test]
+    fn kernels_are_valid() {
+        let card = Caps {
+            kind: DeviceKind::Discrete,
+            subgroups: true,
+            min_subgroup_size: 32,
+            max_subgroup_size: 32,
+            shader_f16: true,
+            cooperative_tile: 16,
+            workgroup_memory_bytes: 48 << 10,
+            max_invocations: 1024,
+            ..Caps::WEBGPU
+        };
+        let apple = Caps { cooperative_tile: 8, workgroup_memory_bytes: 32 << 10, ..card };
+        let lavapipe =
+            Caps { kind: DeviceKind::Software, min_subgroup_size: 8, max_subgroup_size: 8, ..apple };
+        let less = [Row::Small, Row::Few];
+        for (caps, rows) in
+            [(card, &[Row::Large, Row::Small, Row::Few][..]), (apple, &less), (lavapipe, &less)]
+        {
+            for spec in super::super::specs() {
+                for row in rows {
+                    let Ok(kernel) = on_matrices(*row, &caps, &spec) else { continue };
+                    check(&kernel.source);
+                }
+            }
+            let usual = PrefillSpec { dtype: Dtype::F16, ..super::super::specs()[0] };
+            for row in rows {
+                assert!(on_matrices(*row, &caps, &usual).is_ok(), "{row:?}");
+            }
+        }
+    }
+
+    fn check(source: &Source) {
+        assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
+        let module = naga::front::wgsl::parse_str(&source.text)
+            .unwrap_or_else(|e| panic!("{}:\n{}", source.label, e.emit_to_string(&source.text)));
+        let flags = naga::valid::ValidationFlags::all();
+        let all = naga::valid::Capabilities::all();
+        let mut validator = naga::valid::Validator::new(flags, all);
+        if let Err(e) = validator.validate(&module) {
+            panic!("{}:\n{}", source.label, e.emit_to_string(&source.text));
+        }
+        for (_, variable) in module.global_variables.iter() {
+            if variable.space == naga::AddressSpace::WorkGroup {
+                let size = module.types[variable.ty].inner.size(module.to_ctx());
+                assert_eq!(size % 16, 0, "{}: {:?}", source.label, variable.name);
+            }
+        }
+    }
+}

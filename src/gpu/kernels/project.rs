@@ -1,0 +1,360 @@
+//! `head_project`: its variants in dispatch order, which of them runs where, and the WGSL of each.
+
+use super::compose::{Const, Source};
+use super::decode::{oct_file, oct_type, store_files};
+use super::{GROUP, MATRIX_DIRECTIVES, lib_out, matrix_aliases, unrolled};
+use crate::gpu::caps::{Caps, DeviceKind};
+use crate::ops::variants::Variant;
+use crate::{Dtype, ProjectSpec, WeightOrder};
+
+/// In dispatch order; the last runs everywhere. Each with tiles for few tokens and for many.
+pub(crate) const VARIANTS: [Variant<Caps, ProjectSpec, [Tile; 2]>; 3] = [
+    Variant::new("coop", Coop::pair).unless(|caps, _| match caps.kind {
+        DeviceKind::Software => Err("a software device only imitates matrices".into()),
+        _ => Ok(()),
+    }),
+    Variant::new("direct", |_, _| Ok([Tile::Direct { rows: 1 }, Tile::Direct { rows: 4 }])).unless(
+        |caps, _| match caps.kind {
+            DeviceKind::Software => Ok(()),
+            _ => Err("it is for the few lanes of a software device".into()),
+        },
+    ),
+    Variant::new("plain", |_, _| Ok([Tile::Plain { rows: 1 }, Tile::Plain { rows: 4 }])),
+];
+
+/// A variant as it is made for a spec and a device: what its workgroups take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tile {
+    /// `head_project.wgsl`, with so many tokens a thread.
+    Plain { rows: u32 },
+    /// `head_project_direct.wgsl`, likewise.
+    Direct { rows: u32 },
+    /// `head_project_coop.wgsl`.
+    Coop(Coop),
+}
+
+/// How a workgroup on matrices cuts its tile: see the head of `shaders/head_project_coop.wgsl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Coop {
+    /// Side of a matrix.
+    side: u32,
+    subgroup: u32,
+    tokens: u32,
+    columns: u32,
+    chunk: u32,
+    row_split: u32,
+    column_split: u32,
+    k_split: u32,
+}
+
+/// Tokens and columns of the tiles on matrices. The first reads least in all, where there are enough of it to fill a card; the second
+/// where there are not; the last where neither divides the columns.
+const SHAPES: [[u32; 2]; 3] = [[64, 64], [32, 32], [64, 16]];
+/// What all rows are bound to.
+const PARAMS: &str = include_str!("../../../shaders/lib/project.wgsl");
+/// Threads of the direct row: lavapipe's lanes.
+pub(crate) const DIRECT_GROUP: u32 = 8;
+/// Workgroups that a device should have: about one for each of an H200's 132 multiprocessors.
+pub(crate) const TARGET_GROUPS: u32 = 128;
+/// Words of rows and weights that a thread of a card may hold.
+const MOST_WORDS: u32 = 144;
+
+impl Tile {
+    /// Tokens of a workgroup.
+    pub(crate) const fn tokens(&self) -> u32 {
+        match self {
+            Self::Plain { rows } => 16 * *rows,
+            Self::Direct { rows } => *rows,
+            Self::Coop(tile) => tile.tokens,
+        }
+    }
+
+    /// Workgroups for a head's columns.
+    pub(crate) const fn column_groups(&self, spec: &ProjectSpec) -> u32 {
+        match self {
+            Self::Plain { .. } => spec.n.div_ceil(64),
+            Self::Direct { .. } => direct_parts(spec).div_ceil(DIRECT_GROUP),
+            Self::Coop(tile) => spec.n / tile.columns,
+        }
+    }
+
+    /// Its text.
+    pub(crate) fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
+        match self {
+            Self::Plain { rows } => plain(*rows, spec),
+            Self::Direct { rows } => direct(*rows, spec),
+            Self::Coop(tile) => tile.source(caps, spec),
+        }
+    }
+}
+
+impl Coop {
+    /// Tiles for few tokens and for many; they may be the same.
+    fn pair(caps: &Caps, spec: &ProjectSpec) -> Result<[Tile; 2], String> {
+        super::matrices(caps)?;
+        if !(caps.shader_f16 && caps.subgroups) {
+            return Err("the device was made without Features::SHADER_F16 or SUBGROUP".into());
+        }
+        if caps.min_subgroup_size != caps.max_subgroup_size {
+            let (min, max) = (caps.min_subgroup_size, caps.max_subgroup_size);
+            return Err(format!("subgroups vary from {min} to {max} lanes, and subgroups own tiles here"));
+        }
+        if spec.weight == Dtype::F32 {
+            return Err("f32 weights do not fit f16 matrices".into());
+        }
+        let [wide, square, narrow] = SHAPES.map(|shape| Self::of(shape, caps, spec));
+        let many = wide.or(square).or(narrow);
+        let groups = |tile: &Self| spec.num_heads * (spec.n / tile.columns);
+        let few = wide.filter(|tile| groups(tile) >= TARGET_GROUPS).or(square).or(many);
+        match (few, many) {
+            (Some(few), Some(many)) => Ok([Self::into(few), Self::into(many)]),
+            _ => Err(format!("no tile of k {} and n {} fits the device", spec.k, spec.n)),
+        }
+    }
+
+    fn into(self) -> Tile {
+        Tile::Coop(self)
+    }
+
+    /// A tile of so many tokens and columns, where it fits: with the longest chunk.
+    fn of([tokens, columns]: [u32; 2], caps: &Caps, spec: &ProjectSpec) -> Option<Self> {
+        let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
+        // Each with fewer threads, where the device or the chunk has no room for more.
+        let splits: &[[u32; 3]] = match columns {
+            16 => &[[4, 1, 2], [4, 1, 1]],
+            32 => &[[2, 2, 2], [2, 2, 1]],
+            _ => &[[4, 2, 1], [4, 1, 1]],
+        };
+        let tile = |[row_split, column_split, k_split]: [u32; 3], chunk: u32| {
+            let tile = Self { side, subgroup, tokens, columns, chunk, row_split, column_split, k_split };
+            tile.fits(caps, spec).then_some(tile)
+        };
+        splits.iter().find_map(|&splits| (1..=spec.k / side).find_map(|parts| tile(splits, spec.k / parts)))
+    }
+
+    /// Whether the work is divided without a rest, and the device has room for it.
+    fn fits(&self, caps: &Caps, spec: &ProjectSpec) -> bool {
+        let threads = self.threads();
+        threads <= caps.max_invocations
+            && threads.is_multiple_of(self.tokens)
+            && spec.n.is_multiple_of(self.columns)
+            && spec.k.is_multiple_of(self.chunk)
+            && self.chunk.is_multiple_of(self.side * self.k_split)
+            && (self.chunk / 8).is_multiple_of(self.row_lanes().max(1))
+            && (self.chunk * self.columns / 8).is_multiple_of(threads)
+            && self.workgroup_bytes(spec) <= caps.workgroup_memory_bytes
+            // A software device keeps such arrays in memory.
+            && (caps.kind == DeviceKind::Software || self.words(spec) <= MOST_WORDS)
+    }
+
+    const fn threads(&self) -> u32 {
+        self.row_split * self.column_split * self.k_split * self.subgroup
+    }
+
+    const fn row_lanes(&self) -> u32 {
+        self.threads() / self.tokens
+    }
+
+    /// Words of rows and weights that a thread holds.
+    const fn words(&self, spec: &ProjectSpec) -> u32 {
+        let oct_words = 2 * spec.input.bytes() as u32;
+        spec.k / 8 / self.row_lanes() * oct_words + spec.k * self.columns / 8 / self.threads() * 4
+    }
+
+    /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
+    const fn x_pitch(&self) -> u32 {
+        (self.chunk / 8) | 1
+    }
+
+    const fn w_pitch(&self, spec: &ProjectSpec) -> u32 {
+        match spec.order {
+            WeightOrder::Kn => (self.columns / 8) | 1,
+            WeightOrder::Nk => (self.chunk / 8) | 1,
+        }
+    }
+
+    const fn w_rows(&self, spec: &ProjectSpec) -> u32 {
+        match spec.order {
+            WeightOrder::Kn => self.chunk,
+            WeightOrder::Nk => self.columns,
+        }
+    }
+
+    /// Floats from one row of sums to the next.
+    const fn sum_pitch(&self) -> u32 {
+        self.columns + 4
+    }
+
+    const fn workgroup_bytes(&self, spec: &ProjectSpec) -> u32 {
+        let octs = x_parts(spec) * self.tokens * self.x_pitch() + self.w_rows(spec) * self.w_pitch(spec);
+        octs * 16 + self.k_split * self.tokens * self.sum_pitch() * 4 + self.tokens * 4 + 64
+    }
+
+    fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
+        let octs = |dtype| Const::Alias(oct_type(dtype));
+        let mut aliases = matrix_aliases(self.side).to_vec();
+        aliases.extend([("XOct", octs(spec.input)), ("WOct", octs(spec.weight))]);
+        let decoders = format!(
+            "fn top_x(oct: XOct) -> u32 {{\n    return top_{x}(oct);\n}}\n\
+             fn half_x(oct: XOct, part: u32, factor: f32) -> HalfOct {{\n    return part_{x}(oct, part, factor);\n}}\n\
+             fn top_w(oct: WOct) -> u32 {{\n    return top_{w}(oct);\n}}\n\
+             fn half_w(oct: WOct, part: u32, factor: f32) -> HalfOct {{\n    return part_{w}(oct, part, factor);\n}}\n",
+            x = spec.input,
+            w = spec.weight,
+        );
+        // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for a minute.
+        let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
+        let body =
+            include_str!("../../../shaders/head_project_coop.wgsl").replace("// unroll on cards", marker);
+        let mut files = vec![
+            include_str!("../../../shaders/lib/half_oct.wgsl"),
+            decoders.as_str(),
+            oct_file(spec.input, false),
+            part_file(spec.input),
+        ];
+        if spec.weight != spec.input {
+            files.extend([oct_file(spec.weight, false), part_file(spec.weight)]);
+        }
+        files.extend(store_files(spec.output));
+        files.extend([PARAMS, &body]);
+        let source = module("coop", self.columns, spec, &self.consts(spec), &aliases, &files);
+        Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source }
+    }
+
+    fn consts(&self, spec: &ProjectSpec) -> Vec<(&'static str, u32)> {
+        let (threads, row_lanes) = (self.threads(), self.row_lanes());
+        let row_tiles = self.tokens / self.side / self.row_split;
+        let column_tiles = self.columns / self.side / self.column_split;
+        let parts = x_parts(spec);
+        // f16 weights are what they are; bf16 ones are scaled, and scaled again where that did not suit them.
+        let [attempts, guess] = if spec.weight == Dtype::F16 { [1, 127] } else { [2, 127 + 14] };
+        vec![
+            ("TILE", self.side),
+            ("TILE_OCTS", self.side / 8),
+            ("SUBGROUP", self.subgroup),
+            ("SUBGROUPS", threads / self.subgroup),
+            ("THREADS", threads),
+            ("TOKENS", self.tokens),
+            ("COLUMNS", self.columns),
+            ("COLUMN_OCTS", self.columns / 8),
+            ("CHUNK", self.chunk),
+            ("CHUNK_OCTS", self.chunk / 8),
+            ("CHUNKS", spec.k / self.chunk),
+            ("COLUMN_SPLIT", self.column_split),
+            ("K_SPLIT", self.k_split),
+            ("ROW_TILES", row_tiles),
+            ("COLUMN_TILES", column_tiles),
+            ("SHARE_TILES", self.chunk / self.side / self.k_split),
+            ("ACC_TILES", row_tiles * column_tiles),
+            ("X_PARTS", parts),
+            ("X_ROWS", parts * row_tiles),
+            ("X_PITCH", self.x_pitch()),
+            ("X_TILE", parts * self.tokens * self.x_pitch()),
+            ("X_SCALED", (spec.input != Dtype::F16).into()),
+            ("X_LOADS", spec.k / 8 / row_lanes),
+            ("CHUNK_X_LOADS", self.chunk / 8 / row_lanes),
+            ("ROW_LANES", row_lanes),
+            ("W_PITCH", self.w_pitch(spec)),
+            ("W_TILE", self.w_rows(spec) * self.w_pitch(spec)),
+            ("W_SCALED", (spec.weight != Dtype::F16).into()),
+            ("W_LOADS", spec.k * self.columns / 8 / threads),
+            ("CHUNK_W_LOADS", self.chunk * self.columns / 8 / threads),
+            ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
+            ("SUM_QUADS", self.sum_pitch() / 4),
+            ("SHARE_QUADS", self.tokens * self.sum_pitch() / 4),
+            ("SUMS", self.k_split * self.tokens * self.sum_pitch() / 4),
+            ("ATTEMPTS", attempts),
+            ("GUESS", guess),
+        ]
+    }
+}
+
+/// Parts that a row is split into so that f16 holds it.
+const fn x_parts(spec: &ProjectSpec) -> u32 {
+    match spec.input {
+        Dtype::F32 => 2,
+        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => 1,
+    }
+}
+
+/// How octs become f16; the spec refuses e4m3, and [`Coop::pair`] f32 weights.
+const fn part_file(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => include_str!("../../../shaders/lib/part_f32.wgsl"),
+        Dtype::F16 => include_str!("../../../shaders/lib/part_f16.wgsl"),
+        Dtype::Bf16 => include_str!("../../../shaders/lib/part_bf16.wgsl"),
+        Dtype::E4m3 => "",
+    }
+}
+
+fn plain(rows: u32, spec: &ProjectSpec) -> Source {
+    let consts = [
+        ("GROUP", GROUP),
+        ("ROWS", rows),
+        ("TOKENS", 16 * rows),
+        ("K", spec.k),
+        ("N_OCTS", spec.n / 8),
+        ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
+    ];
+    let body = include_str!("../../../shaders/head_project.wgsl");
+    summed_in_f32("plain", 16 * rows, spec, &consts, body)
+}
+
+/// Threads of the direct row for a head's columns.
+const fn direct_parts(spec: &ProjectSpec) -> u32 {
+    match spec.order {
+        WeightOrder::Kn => spec.n / 8,
+        WeightOrder::Nk => spec.n / 4,
+    }
+}
+
+fn direct(rows: u32, spec: &ProjectSpec) -> Source {
+    let consts = [
+        ("GROUP", DIRECT_GROUP),
+        ("ROWS", rows),
+        ("K_OCTS", spec.k / 8),
+        ("PARTS", direct_parts(spec)),
+        ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
+    ];
+    let body = include_str!("../../../shaders/head_project_direct.wgsl");
+    summed_in_f32("direct", rows, spec, &consts, body)
+}
+
+/// A kernel that reads octs of rows and weights as f32.
+fn summed_in_f32(
+    row: &str,
+    tile: u32,
+    spec: &ProjectSpec,
+    consts: &[(&'static str, u32)],
+    body: &str,
+) -> Source {
+    let aliases = [("XOct", spec.input), ("WOct", spec.weight)]
+        .map(|(name, dtype)| (name, Const::Alias(oct_type(dtype))));
+    let decoders = format!(
+        "fn read_x(oct: XOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\
+         fn read_w(oct: WOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n",
+        spec.input, spec.weight
+    );
+    let mut files = vec![decoders.as_str(), oct_file(spec.input, false)];
+    if spec.weight != spec.input {
+        files.push(oct_file(spec.weight, false));
+    }
+    files.extend([include_str!("../../../shaders/lib/round.wgsl"), lib_out(spec.output), PARAMS, body]);
+    module(row, tile, spec, consts, &aliases, &files)
+}
+
+fn module(
+    row: &str,
+    tile: u32,
+    spec: &ProjectSpec,
+    consts: &[(&'static str, u32)],
+    aliases: &[(&'static str, Const)],
+    files: &[&str],
+) -> Source {
+    let order = match spec.order {
+        WeightOrder::Kn => "kn",
+        WeightOrder::Nk => "nk",
+    };
+    let variant = format!("{row}{tile}.{order}.x_{}.w_{}.y_{}", spec.input, spec.weight, spec.output);
+    unrolled("head_project", &variant, consts, aliases, files)
+}

@@ -1,0 +1,228 @@
+//! `mla_prefill`: attention over expanded keys and values.
+
+use super::table::Table;
+use crate::gpu::Gpu;
+use crate::gpu::buffer::{Window, stride};
+use crate::gpu::caps::DeviceKind;
+use crate::gpu::kernels::prefill::VARIANTS;
+use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params, storage};
+use crate::ops::mla_prefill::tiles::{PrefillTile, tiles};
+use crate::ops::variants::{candidates, choose};
+use crate::ops::{
+    Candidate, Choice, Kernel, Prefill, PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec,
+    PrefillTiling,
+};
+use crate::view::View;
+use crate::{Error, Result};
+
+/// The kernel, and how it reads.
+#[derive(Debug)]
+pub struct Pipes {
+    pipe: Pipe,
+    /// Query rows of a tile.
+    rows: u32,
+    /// Elements that queries, keys and values are read by.
+    unit: u64,
+    /// Bound where there is room for no key: a row of the longest of keys and values, which a kernel may ask for.
+    no_keys: wgpu::Buffer,
+}
+
+/// `PrefillParams` of the shader.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+struct Params {
+    logit_scale: f32,
+    max_tokens: u32,
+    max_keys: u32,
+    max_rows: u32,
+    q_nope: Array,
+    q_pe: Array,
+    k_nope: Array,
+    k_pe: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+}
+
+/// Where an array begins, and its strides.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+struct Array {
+    at: u32,
+    token_stride: u32,
+    head_stride: u32,
+}
+
+impl Array {
+    /// In units of `unit` elements.
+    fn new(
+        view: &View<&wgpu::Buffer>,
+        window: &Window<'_>,
+        bytes: usize,
+        unit: u64,
+        [rows, heads]: [u32; 2],
+    ) -> Self {
+        Self {
+            at: window.at(view.offset, bytes, unit),
+            token_stride: stride(rows, view.token_stride, unit),
+            head_stride: stride(heads, view.head_stride, unit),
+        }
+    }
+}
+
+impl Kernel<PrefillSpec> for Gpu {
+    type Kernels = Pipes;
+    type Step = Table;
+    /// `None` where there is room for no token.
+    type Binding = Option<wgpu::BindGroup>;
+
+    fn kernel_variants(&self, spec: &PrefillSpec) -> Vec<Candidate> {
+        candidates(&VARIANTS, self.caps(), &(*spec, 0))
+    }
+
+    fn kernel_compile(
+        &self,
+        spec: &PrefillSpec,
+        options: &PrefillOptions,
+    ) -> Result<(Pipes, PrefillTiling, Choice)> {
+        let request = (*spec, options.query_tokens);
+        let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
+        let read = if kernel.pins_loads { Slot::Write } else { Slot::Read };
+        let slots = [Slot::Uniform, read, read, read, read, read, Slot::Write, Slot::Write];
+        // Every index is in bounds, for each table and binding, whichever pair is recorded:
+        // - the table holds its count and as many tiles (`Table`, which nobody else writes, at least 64 words); `tile_of` reads inside of it
+        //   whatever the number; a workgroup whose number is not below tiles times heads then leaves, and the others have read the tile
+        //   that their number divided by NUM_HEADS says, for the head that is left;
+        // - query tokens, keys and rows of the output go through `token_of`, `key_of` and `output_row`, which are below `max_tokens`,
+        //   `max_keys` and `max_rows` whatever the table says, also for a tile without keys; where there is room for none, `no_keys` is
+        //   bound, one row with strides of 0. `check_args` refuses views that end past their buffers for so many, and `Window::of` binds up to there;
+        // - columns are below P, R and V by comparison with them, or by the loops' bounds, which are constants;
+        // - places in workgroup memory are sums of constants, thread numbers and loop counters below what the array was sized for
+        //   (`plain.rs`, `coop.rs`).
+        // Loops count up to constants, or in blocks to a tile's `num_keys`, which is below 2^30.
+        let labels = ["mla.prefill.step", "mla.prefill.layer"];
+        let pipe = Pipe::new(self, labels, Slot::Read, &slots, &kernel.source)?;
+        let longest = spec.qk_nope_head_dim.max(spec.qk_rope_head_dim).max(spec.v_head_dim);
+        let no_keys = storage(self, "mla.prefill.no_keys", u64::from(longest) * spec.dtype.bytes() as u64)?;
+        let target_groups = match self.caps().kind {
+            DeviceKind::Software => 8,
+            DeviceKind::Integrated => 32,
+            // A workgroup for each multiprocessor of an H200: more run one after the other, since one's memory fills it.
+            _ => 132,
+        };
+        let tiling = PrefillTiling { rows: kernel.rows, target_groups, num_heads: spec.num_heads };
+        Ok((Pipes { pipe, rows: kernel.rows, unit: kernel.unit.into(), no_keys }, tiling, choice))
+    }
+
+    fn kernel_step(&self, _: &PrefillSpec, _: &Pipes, _: u32) -> Result<Table> {
+        Ok(Table::default())
+    }
+
+    fn kernel_prepare(
+        &self,
+        spec: &PrefillSpec,
+        pipes: &Pipes,
+        step: &mut Table,
+        sequences: &[PrefillSequence],
+    ) -> Result<PrefillExtent> {
+        let extent = PrefillExtent::of(sequences)?;
+        let tiles = tiles(sequences, pipes.rows);
+        let need = tiles.len() as u64 * u64::from(spec.num_heads);
+        let limit = u64::from(self.caps().max_workgroups).pow(2).min(1 << 31);
+        if need > limit {
+            let cure = "attend fewer query tokens a step";
+            return Err(Error::Limit { what: "workgroups of a prefill", need, limit, cure });
+        }
+        let words = tiles.iter().flat_map(PrefillTile::words);
+        step.upload(self, &pipes.pipe.step, tiles.len() as u32, words)?;
+        Ok(extent)
+    }
+
+    fn kernel_bind(
+        &self,
+        spec: &PrefillSpec,
+        pipes: &Pipes,
+        args: &Prefill<&wgpu::Buffer>,
+        room: PrefillExtent,
+    ) -> Result<Option<wgpu::BindGroup>> {
+        if room.tokens == 0 || room.rows == 0 {
+            return Ok(None);
+        }
+        let heads = spec.num_heads;
+        let mut windows = Vec::with_capacity(7);
+        let mut arrays = [Array::default(); 5];
+        for (i, (what, view, dim)) in args.read_views(spec).into_iter().enumerate() {
+            let rows = if i < 2 { room.tokens } else { room.keys };
+            let bytes = spec.dtype.bytes();
+            if rows == 0 {
+                windows.push(Window::new(self, what, &pipes.no_keys, 0..pipes.no_keys.size())?);
+                continue;
+            }
+            let window = Window::of(self, what, &view, [rows, heads, dim], bytes)?;
+            arrays[i] = Array::new(&view, &window, bytes, pipes.unit, [rows, heads]);
+            windows.push(window);
+        }
+        let rows = [room.rows, heads];
+        let out = Window::of(self, "out", &args.out, [room.rows, heads, spec.v_head_dim], spec.out.bytes())?;
+        let lse = Window::of(self, "lse", &args.lse, [room.rows, heads, 1], 4)?;
+        let [q_nope, q_pe, k_nope, k_pe, v] = arrays;
+        let params = Params {
+            logit_scale: (f64::from(args.softmax_scale) * std::f64::consts::LOG2_E) as f32,
+            max_tokens: room.tokens,
+            max_keys: room.keys.max(1),
+            max_rows: room.rows,
+            q_nope,
+            q_pe,
+            k_nope,
+            k_pe,
+            v,
+            out: Array::new(&args.out, &out, spec.out.bytes(), 4, rows),
+            lse: Array::new(&args.lse, &lse, 4, 1, rows),
+        };
+        windows.extend([out, lse]);
+        let resources = windows.iter().map(Window::resource);
+        group_with_params(self, "mla.prefill.layer", &pipes.pipe.layer, &params, resources).map(Some)
+    }
+
+    fn kernel_record(
+        &self,
+        spec: &PrefillSpec,
+        pipes: &Pipes,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &Table,
+        binding: &Option<wgpu::BindGroup>,
+    ) -> Result<()> {
+        if let (Some(table), Some(layer), tiles @ 1..) = (step.group(), binding, step.count()) {
+            let groups = tiles * spec.num_heads;
+            let x = groups.min(self.caps().max_workgroups);
+            dispatch(pass, &pipes.pipe.pipeline, &[table, layer], [x, groups.div_ceil(x)]);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
+    use std::mem::offset_of;
+    let mut fields = vec![
+        ("logit_scale", offset_of!(Params, logit_scale)),
+        ("max_tokens", offset_of!(Params, max_tokens)),
+        ("max_keys", offset_of!(Params, max_keys)),
+        ("max_rows", offset_of!(Params, max_rows)),
+    ];
+    let places = [
+        (offset_of!(Params, q_nope), ["q_nope_at", "q_nope_token_stride", "q_nope_head_stride"]),
+        (offset_of!(Params, q_pe), ["q_pe_at", "q_pe_token_stride", "q_pe_head_stride"]),
+        (offset_of!(Params, k_nope), ["k_nope_at", "k_nope_token_stride", "k_nope_head_stride"]),
+        (offset_of!(Params, k_pe), ["k_pe_at", "k_pe_token_stride", "k_pe_head_stride"]),
+        (offset_of!(Params, v), ["v_at", "v_token_stride", "v_head_stride"]),
+        (offset_of!(Params, out), ["out_at", "out_token_stride", "out_head_stride"]),
+        (offset_of!(Params, lse), ["lse_at", "lse_token_stride", "lse_head_stride"]),
+    ];
+    for (at, [a, b, c]) in places {
+        fields.push((a, at + offset_of!(Array, at)));
+        fields.push((b, at + offset_of!(Array, token_stride)));
+        fields.push((c, at + offset_of!(Array, head_stride)));
+    }
+    ("PrefillParams", fields, size_of::<Params>())
+}

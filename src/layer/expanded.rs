@@ -1,0 +1,76 @@
+//! Prefixes that decodes share, kept as keys and values of each head.
+
+use super::MlaLayerSpec;
+use crate::Result;
+use crate::ops::Use;
+use crate::view::View;
+
+/// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. Worth it from some ten sequences
+/// on, since one reads `H * (P + V)` elements a token of it in place of `L + R`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpandedPrefix {
+    /// Sequences of the batch that begin with it; each has one such prefix.
+    pub sequences: Vec<u32>,
+    /// Its tokens: whole pages, which none of these sequences' query tokens is in.
+    pub tokens: u32,
+    /// Its first row in the arrays.
+    pub first_row: u32,
+}
+
+/// One layer's keys and values of prefixes, in the caller's buffers; [`super::ExpandSpec`] is the op that fills them. `S` rows, as many as
+/// prefixes have tokens in all.
+#[derive(Debug, Clone, Copy)]
+pub struct Expanded<B> {
+    /// `[S, L + R]`, rows of the cache; `head_stride` is unread.
+    pub rows: View<B>,
+    /// `[S, H, P]`.
+    pub k_nope: View<B>,
+    /// `[S, H, V]`.
+    pub v: View<B>,
+}
+
+impl<B> Expanded<B> {
+    /// Dense arrays, each at the front of a buffer of [`MlaLayerSpec::expanded_bytes`].
+    pub fn dense(spec: &MlaLayerSpec, [rows, k_nope, v]: [B; 3]) -> Self {
+        let heads = spec.shape.num_heads;
+        Self {
+            rows: View::dense(rows, 1, spec.shape.row_elems()),
+            k_nope: View::dense(k_nope, heads, spec.qk_nope_head_dim),
+            v: View::dense(v, heads, spec.v_head_dim),
+        }
+    }
+
+    /// The same arrays of other handles.
+    pub(super) fn map<'a, C>(
+        &'a self,
+        how: fn(&'static str) -> Use,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<Expanded<C>> {
+        Ok(Expanded {
+            rows: self.rows.map(|buffer| f(how("rows"), buffer))?,
+            k_nope: self.k_nope.map(|buffer| f(how("k_nope"), buffer))?,
+            v: self.v.map(|buffer| f(how("v"), buffer))?,
+        })
+    }
+}
+
+impl<B: Copy> Expanded<B> {
+    /// `[S, R]`, the rotary keys, which all heads share.
+    pub(super) fn k_pe(&self, spec: &MlaLayerSpec) -> View<B> {
+        let offset = self.rows.offset.saturating_add(spec.shape.kv_lora_rank.into());
+        View { offset, head_stride: 0, ..self.rows }
+    }
+}
+
+impl MlaLayerSpec {
+    /// Bytes of the arrays of [`Expanded`] for prefixes of so many tokens in all: together [`MlaLayerSpec::workspace_row_bytes`] each.
+    pub const fn expanded_bytes(&self, tokens: u32) -> [u64; 3] {
+        let row = tokens as u64 * self.dtype.bytes() as u64;
+        let heads = row * self.shape.num_heads as u64;
+        [
+            row * self.shape.row_elems() as u64,
+            heads * self.qk_nope_head_dim as u64,
+            heads * self.v_head_dim as u64,
+        ]
+    }
+}

@@ -1,0 +1,435 @@
+//! How a mixed batch is worked off: which tokens are decoded, and in which chunks the others attend. Pure.
+//!
+//! Sequences of at most `decode_threshold` query tokens are decoded in absorbed form. Those of the others are prefilled: their keys, old and
+//! new, are gathered from the cache chunk by chunk, expanded through `kv_b_proj` and attended. A chunk holds as many rows as the
+//! workspace; it may hold several sequences, and a long sequence lies in several chunks. What a sequence's tokens have attended in a later
+//! chunk is merged, by LSE, into what they have from the earlier ones.
+//!
+//! Everything that is attended comes from the cache, a step's new rows too: cutting a prompt into steps or chunks changes no key.
+
+use std::ops::Range;
+
+use super::expanded::ExpandedPrefix;
+use super::{LayerCapacity, MlaLayerSpec};
+use crate::ops::GatherRange;
+use crate::ops::{PrefillSequence, PrefillVisible};
+use crate::tables::{check_rows, row_of};
+use crate::{Batch, Error, PageTable, Plan, Policy, Result, SharedPrefix, Tiling};
+
+/// One step's batch for a whole layer.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerBatch<'a> {
+    /// Tokens of each sequence in the cache, this step's new ones included.
+    pub seq_lens: &'a [i32],
+    /// Where each sequence's query tokens begin; one entry more than `seq_lens`. A sequence's query tokens are its last ones.
+    pub query_start_loc: &'a [i32],
+    /// Where each query token's row goes: `page * page_size + offset`. Negative: it is in the cache already.
+    pub slot_mapping: &'a [i64],
+    /// The pages of each sequence.
+    pub pages: PageTable<'a>,
+    /// Groups that share a prefix, for those of its sequences that are decoded.
+    pub shared_prefixes: &'a [SharedPrefix],
+    /// Prefixes that are kept as keys and values, for those of their sequences that are decoded; these have no part in
+    /// `shared_prefixes` then.
+    pub expanded: &'a [ExpandedPrefix],
+}
+
+/// Where a part of attention goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// The output.
+    Out,
+    /// What takes turns with it: a merge reads one and writes the other.
+    Other,
+    /// What is merged into them.
+    Partial,
+}
+
+impl Target {
+    /// The other of the two that take turns.
+    pub(crate) fn turned(self) -> Self {
+        match self {
+            Self::Out => Self::Other,
+            _ => Self::Out,
+        }
+    }
+}
+
+/// One attention over rows of the workspace, each sequence at most once, and what is merged after it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Round {
+    /// Sequences that begin: they write [`Round::state`].
+    pub first: Vec<PrefillSequence>,
+    /// Sequences that go on: they write [`Target::Partial`]. All other query tokens stand in it too, with no keys, so that they
+    /// merge to what they were. Empty: nothing is merged.
+    pub more: Vec<PrefillSequence>,
+    /// What all tokens have so far: [`Target::Out`] or [`Target::Other`]. The merge turns it.
+    pub state: Target,
+}
+
+/// Rows that are in the workspace at one time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chunk {
+    /// What is gathered.
+    pub ranges: Vec<GatherRange>,
+    /// Rows in use.
+    pub rows: u32,
+    /// What is attended, in order.
+    pub rounds: Vec<Round>,
+}
+
+/// A step's work, the same for each layer of a model.
+#[derive(Debug, Clone, Default)]
+pub struct LayerPlan {
+    /// The decode of the short sequences. Its tokens are numbered as in the whole batch, up to the last that is decoded.
+    pub decode: Plan,
+    /// Runs of query tokens that are decoded.
+    pub decoded: Vec<Range<u32>>,
+    /// The page list of the sequences that are decoded, in CSR form.
+    pub(crate) decode_pages: (Vec<i32>, Vec<i32>),
+    /// What decoded tokens attend of expanded prefixes, before the keys are split; empty where no prefix is expanded.
+    pub(crate) over_prefixes: Vec<PrefillSequence>,
+    /// What the others attend.
+    pub chunks: Vec<Chunk>,
+    /// Position of each query token in its sequence.
+    pub positions: Vec<i32>,
+    /// Merges of the whole step.
+    pub num_merges: u32,
+}
+
+/// A sequence that is prefilled.
+#[derive(Debug, Clone, Copy)]
+struct Prompt {
+    sequence: u32,
+    q_begin: u32,
+    q_len: u32,
+    len: u32,
+}
+
+/// Keys of a prompt that lie together in a chunk.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    prompt: Prompt,
+    keys: Range2,
+    row: u32,
+}
+
+/// `Range` is not `Copy`.
+#[derive(Debug, Clone, Copy)]
+struct Range2 {
+    begin: u32,
+    end: u32,
+}
+
+impl LayerPlan {
+    /// Plans a step.
+    ///
+    /// # Errors
+    /// Those of [`Plan::new`]; [`Error::SeqLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
+    /// `slot_mapping` or page table of another batch; [`Error::Shape`] for a workspace that holds not even one page, or one split
+    /// of [`Policy::FixedTokens`].
+    pub fn new(spec: &MlaLayerSpec, tiling: &Tiling, batch: &LayerBatch<'_>, policy: Policy) -> Result<Self> {
+        // It checks what the rest relies on: lengths, order, signs.
+        let all = Batch::new(batch.seq_lens, batch.query_start_loc);
+        let mla = spec.mla();
+        Plan::default().check_batch(&mla, &all)?;
+        check_rows(batch.pages, batch.seq_lens.len())?;
+        check_groups(batch)?;
+        let expanded = prefixes(spec, batch)?;
+        let num_queries = batch.query_start_loc.last().copied().unwrap_or(0) as u32;
+        let (got, want) = (batch.slot_mapping.len() as u64, u64::from(num_queries));
+        if got != want {
+            let cure = "one slot a query token, negative for one whose row is in the cache already";
+            return Err(Error::Length { what: "slot_mapping", got, want, cure });
+        }
+
+        let mut plan = Self::default();
+        let (mut decodes, mut prompts) = (Vec::new(), Vec::new());
+        for (sequence, (&len, loc)) in batch.seq_lens.iter().zip(batch.query_start_loc.windows(2)).enumerate()
+        {
+            let (q_begin, q_len, len) = (loc[0] as u32, (loc[1] - loc[0]) as u32, len as u32);
+            if q_len > len {
+                return Err(Error::SeqLen { seq: sequence, got: len.into(), max: i64::from(i32::MAX) });
+            }
+            plan.positions.extend((len - q_len..len).map(|position| position as i32));
+            let prompt = Prompt { sequence: sequence as u32, q_begin, q_len, len };
+            match q_len {
+                0 => {}
+                _ if q_len <= spec.decode_threshold => decodes.push(prompt),
+                _ => prompts.push(prompt),
+            }
+        }
+        plan.plan_decodes(spec, tiling, batch, policy, &decodes, &expanded)?;
+        plan.plan_chunks(spec, policy, &prompts)?;
+        Ok(plan)
+    }
+
+    /// How much of a layer's capacity it takes.
+    pub(super) fn used(&self, batch: &LayerBatch<'_>) -> LayerCapacity {
+        let rows = |prefix: &ExpandedPrefix| prefix.first_row.saturating_add(prefix.tokens);
+        LayerCapacity {
+            tokens: self.positions.len() as u32,
+            decode_tokens: self.decoded.last().map_or(0, |tokens| tokens.end),
+            prefix_rows: batch.expanded.iter().map(rows).max().unwrap_or(0),
+        }
+    }
+
+    /// The decodes as a batch of their own, whose tokens are then numbered as in the whole batch.
+    fn plan_decodes(
+        &mut self,
+        spec: &MlaLayerSpec,
+        tiling: &Tiling,
+        batch: &LayerBatch<'_>,
+        policy: Policy,
+        decodes: &[Prompt],
+        expanded: &[Option<&ExpandedPrefix>],
+    ) -> Result<()> {
+        let prefix = |decode: &Prompt| expanded.get(decode.sequence as usize).copied().flatten();
+        // Tokens that the absorbed decode has no part in.
+        let skipped = |decode: &Prompt| prefix(decode).map_or(0, |prefix| prefix.tokens);
+        let (mut seq_lens, mut loc, mut tokens) = (Vec::new(), vec![0i32], Vec::new());
+        for decode in decodes {
+            let range = decode.q_begin..decode.q_begin + decode.q_len;
+            seq_lens.push((decode.len - skipped(decode)) as i32);
+            tokens.extend(range.clone());
+            loc.push(tokens.len() as i32);
+            match self.decoded.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => self.decoded.push(range),
+            }
+        }
+        let shared: Vec<SharedPrefix> =
+            batch.shared_prefixes.iter().map(|group| group.among(decodes, expanded)).collect();
+        let compact = Batch { shared_prefixes: &shared, ..Batch::new(&seq_lens, &loc) };
+        self.decode = Plan::new(&spec.mla(), tiling, &compact, policy)?;
+        for query in &mut self.decode.queries {
+            query.token = tokens[query.token as usize];
+        }
+        for merge in &mut self.decode.merges {
+            merge.token = tokens[merge.token as usize];
+        }
+        self.decode.num_queries = self.decoded.last().map_or(0, |run| run.end);
+        let sequences = decodes.iter().map(|decode| (decode.sequence as usize, skipped(decode)..decode.len));
+        self.decode_pages = pages_of(batch.pages, spec, sequences)?;
+        let tokens: Vec<_> =
+            decodes.iter().map(|decode| (decode.q_begin, decode.q_len, prefix(decode))).collect();
+        self.over_prefixes = over_prefixes(&tokens);
+        Ok(())
+    }
+
+    fn plan_chunks(&mut self, spec: &MlaLayerSpec, policy: Policy, prompts: &[Prompt]) -> Result<()> {
+        if prompts.is_empty() {
+            return Ok(());
+        }
+        // A sequence is cut where a page ends, or where a split of fixed length does.
+        let (unit, split) = match policy {
+            Policy::FixedTokens(n) => (n, n),
+            Policy::Auto | Policy::OneSplit => (spec.kv.page_size, u32::MAX),
+        };
+        let longest: u32 = prompts.iter().map(|prompt| prompt.len).max().unwrap_or(0);
+        let room = spec.workspace_rows();
+        if room < unit.min(longest) {
+            let cure =
+                "must hold a page, and a split of Policy::FixedTokens: see MlaLayerSpec::workspace_row_bytes";
+            return Err(Error::Shape { what: "workspace_bytes", got: spec.workspace_bytes, cure });
+        }
+        let mut chunks: Vec<Vec<Piece>> = vec![Vec::new()];
+        let mut used = 0;
+        for &prompt in prompts {
+            let mut begin = 0;
+            while begin < prompt.len {
+                // All that is left, or whole units.
+                let left = prompt.len - begin;
+                let fits = if left <= room - used { left } else { (room - used) / unit * unit };
+                if fits == 0 {
+                    chunks.push(Vec::new());
+                    used = 0;
+                    continue;
+                }
+                let keys = Range2 { begin, end: begin + fits };
+                if let Some(chunk) = chunks.last_mut() {
+                    chunk.push(Piece { prompt, keys, row: used });
+                }
+                begin += fits;
+                used += fits;
+            }
+        }
+        let all: Vec<_> = prompts.iter().map(|prompt| (prompt.q_begin, prompt.q_len)).collect();
+        self.chunks = chunks.iter().map(|pieces| self.chunk(pieces, split, &all)).collect();
+        // Each merge turns the state, and the last one has to leave it in the output.
+        let mut state = if self.num_merges.is_multiple_of(2) { Target::Out } else { Target::Other };
+        for round in self.chunks.iter_mut().flat_map(|chunk| &mut chunk.rounds) {
+            round.state = state;
+            if !round.more.is_empty() {
+                state = state.turned();
+            }
+        }
+        Ok(())
+    }
+
+    /// Splits the pieces of a chunk into rounds, in each of which a sequence attends once.
+    fn chunk(&mut self, pieces: &[Piece], split: u32, all: &[(u32, u32)]) -> Chunk {
+        let ranges = pieces.iter().map(|piece| GatherRange {
+            sequence: piece.prompt.sequence,
+            begin: piece.keys.begin,
+            tokens: piece.keys.end - piece.keys.begin,
+            out_row: piece.row,
+        });
+        let rows = pieces.last().map_or(0, |piece| piece.row + piece.keys.end - piece.keys.begin);
+        let splits = |piece: &Piece| (piece.keys.end - piece.keys.begin).div_ceil(split);
+        let num_rounds = pieces.iter().map(splits).max().unwrap_or(0);
+        let mut rounds = Vec::new();
+        for turn in 0..num_rounds {
+            let (mut first, mut more) = (Vec::new(), Vec::new());
+            for piece in pieces.iter().filter(|piece| turn < splits(piece)) {
+                let begin = piece.keys.begin.saturating_add(turn.saturating_mul(split));
+                let end = begin.saturating_add(split).min(piece.keys.end);
+                let attends = piece.prompt.over(begin..end, piece.row + begin - piece.keys.begin);
+                if begin == 0 { first.push(attends) } else { more.push(attends) }
+            }
+            if !more.is_empty() {
+                self.num_merges += 1;
+                let goes_on: Vec<u32> =
+                    more.iter().map(|sequence: &PrefillSequence| sequence.q_begin).collect();
+                let others = all.iter().filter(|(q_begin, _)| !goes_on.contains(q_begin));
+                more.extend(others.map(|&(q_begin, q_len)| PrefillSequence::all(q_begin, q_len, 0, 0)));
+            }
+            rounds.push(Round { first, more, state: Target::Out });
+        }
+        Chunk { ranges: ranges.collect(), rows, rounds }
+    }
+}
+
+impl Prompt {
+    /// Its query tokens over a range of its keys, which lie in the workspace from `row` on.
+    fn over(&self, keys: Range<u32>, row: u32) -> PrefillSequence {
+        // Token i sees the keys up to its own position.
+        let first = i64::from(self.len - self.q_len) + 1 - i64::from(keys.start);
+        PrefillSequence {
+            q_begin: self.q_begin,
+            q_len: self.q_len,
+            kv_begin: row,
+            kv_len: keys.end - keys.start,
+            visible: PrefillVisible::Causal { first },
+            out_begin: self.q_begin,
+        }
+    }
+}
+
+impl SharedPrefix {
+    /// Those of a group that are decoded over all of their tokens, numbered as decodes.
+    fn among(&self, decodes: &[Prompt], expanded: &[Option<&ExpandedPrefix>]) -> Self {
+        let is_whole = |sequence: u32| expanded.get(sequence as usize).copied().flatten().is_none();
+        let place = |sequence: &u32| {
+            decodes.iter().position(|decode| decode.sequence == *sequence && is_whole(*sequence))
+        };
+        let sequences = self.sequences.iter().filter_map(place).map(|place| place as u32).collect();
+        Self { sequences, tokens: self.tokens }
+    }
+}
+
+/// # Errors
+/// [`Error::Shape`] for a sequence that is not in the batch.
+fn check_groups(batch: &LayerBatch<'_>) -> Result<()> {
+    let num_sequences = batch.seq_lens.len();
+    let sequences = batch.shared_prefixes.iter().flat_map(|group| &group.sequences);
+    match sequences.copied().find(|&sequence| sequence as usize >= num_sequences) {
+        Some(sequence) => {
+            let cure = "must be in the batch, and in one shared prefix only";
+            Err(Error::Shape { what: "SharedPrefix sequence", got: sequence.into(), cure })
+        }
+        None => Ok(()),
+    }
+}
+
+/// The pages of some sequences and their tokens, which begin where a page does, as `(kv_indptr, kv_indices)`.
+fn pages_of(
+    pages: PageTable<'_>,
+    spec: &MlaLayerSpec,
+    sequences: impl Iterator<Item = (usize, Range<u32>)>,
+) -> Result<(Vec<i32>, Vec<i32>)> {
+    if matches!(pages, PageTable::Device) {
+        let detail = "a layer gathers pages by a list of the host: give PageTable::Dense or Csr";
+        return Err(Error::LayoutMismatch { detail });
+    }
+    let (mut indptr, mut indices) = (vec![0i32], Vec::new());
+    for (seq, tokens) in sequences {
+        let row = row_of(pages, seq);
+        let used = (tokens.start / spec.kv.page_size) as usize..spec.kv.pages_for(tokens.end) as usize;
+        let Some(row) = row.get(used) else {
+            let max = row.len() as i64 * i64::from(spec.kv.page_size);
+            return Err(Error::SeqLen { seq, got: tokens.end.into(), max });
+        };
+        indices.extend_from_slice(row);
+        indptr.push(indices.len() as i32);
+    }
+    Ok((indptr, indices))
+}
+
+impl LayerPlan {
+    /// Keys of the longest expanded prefix; 0 without any.
+    pub(crate) fn longest_prefix(&self) -> u32 {
+        self.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
+    }
+
+    /// What decoded tokens attend of expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is that of the
+    /// decodes.
+    pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Vec<PrefillSequence> {
+        let split = |sequence: &PrefillSequence| {
+            let first =
+                PrefillSequence { out_begin: sequence.out_begin.saturating_add(set_stride), ..*sequence };
+            first.split_keys(num_parts, set_stride)
+        };
+        self.over_prefixes.iter().flat_map(split).collect()
+    }
+}
+
+/// Of each sequence of a batch the expanded prefix that it begins with.
+///
+/// # Errors
+/// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page.
+fn prefixes<'a>(spec: &MlaLayerSpec, batch: &LayerBatch<'a>) -> Result<Vec<Option<&'a ExpandedPrefix>>> {
+    let mut of = vec![None; batch.seq_lens.len()];
+    for prefix in batch.expanded {
+        let refuse = |what, got: u32, cure| Err(Error::Shape { what, got: got.into(), cure });
+        if !prefix.tokens.is_multiple_of(spec.kv.page_size) {
+            return refuse("ExpandedPrefix tokens", prefix.tokens, "must be whole pages");
+        }
+        for &sequence in &prefix.sequences {
+            let place = of.get_mut(sequence as usize).filter(|place| place.is_none());
+            let Some(place) = place else {
+                let cure = "must be in the batch, and in one expanded prefix only";
+                return refuse("ExpandedPrefix sequence", sequence, cure);
+            };
+            let at = sequence as usize;
+            let query_tokens = batch.query_start_loc[at + 1] - batch.query_start_loc[at];
+            if i64::from(prefix.tokens) > i64::from(batch.seq_lens[at]) - i64::from(query_tokens) {
+                let cure = "must be no more than a sequence has before its query tokens";
+                return refuse("ExpandedPrefix tokens", prefix.tokens, cure);
+            }
+            *place = Some(prefix);
+        }
+    }
+    Ok(of)
+}
+
+/// What decoded tokens attend of prefixes: neighbours that share one together, and no keys for those that have none, so that each has
+/// rows in every part. Empty where none has a prefix.
+fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> Vec<PrefillSequence> {
+    let mut all: Vec<PrefillSequence> = Vec::new();
+    for &(q_begin, q_len, prefix) in tokens {
+        let (kv_begin, kv_len) = prefix.map_or((0, 0), |prefix| (prefix.first_row, prefix.tokens));
+        match all.last_mut() {
+            Some(last)
+                if (last.q_begin + last.q_len, last.kv_begin, last.kv_len) == (q_begin, kv_begin, kv_len) =>
+            {
+                last.q_len += q_len;
+            }
+            _ => all.push(PrefillSequence::all(q_begin, q_len, kv_begin, kv_len)),
+        }
+    }
+    if all.iter().all(|sequence| sequence.kv_len == 0) {
+        all.clear();
+    }
+    all
+}

@@ -1,0 +1,171 @@
+//! The expansion of a prefix as an op made of ops: rows of the cache as the keys and values of each head.
+
+use super::recorded::Composes;
+use super::{Expanded, MlaLayerSpec};
+use crate::Result;
+use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
+use crate::ops::variants::{Choice, OpOptions};
+use crate::ops::{Gather, GatherBatch, GatherRange, GatherSpec, Project, ProjectSpec, WeightView};
+use crate::tables::PageTable;
+use crate::view::{KvView, View};
+
+/// What an expansion of prefixes is compiled for: the spec of the layer that attends them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ExpandSpec(pub MlaLayerSpec);
+
+/// A prefix in its pages, and where its rows go.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpandBatch<'a> {
+    /// Its pages.
+    pub pages: &'a [i32],
+    /// Its tokens.
+    pub tokens: u32,
+    /// Its first row in the arrays; the others follow.
+    pub first_row: u32,
+}
+
+/// One layer's cache, which holds the prefix, and the arrays for it. They serve every step until the pages change.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpandArgs<B> {
+    /// The layer's cache.
+    pub kv: KvView<B>,
+    /// Factor of every cache element; 1 unless the cache is e4m3.
+    pub k_scale: f32,
+    /// `[H, P + V, L]` as [`crate::KvBProj`] prepares it.
+    pub kv_b_proj: B,
+    /// Where rows, keys and values go.
+    pub expanded: Expanded<B>,
+}
+
+/// The ops of an expansion.
+#[derive(Debug)]
+pub struct Ops<D: Composes> {
+    gather: Compiled<GatherSpec, D>,
+    k_up: Compiled<ProjectSpec, D>,
+    v_up: Compiled<ProjectSpec, D>,
+}
+
+/// Which prefix is expanded.
+#[derive(Debug)]
+pub struct Steps<D: Composes> {
+    gather: Step<GatherSpec, D>,
+    rows: Step<ProjectSpec, D>,
+}
+
+/// One layer's buffers, bound to each op.
+#[derive(Debug)]
+pub struct Bindings<D: Composes> {
+    gather: Binding<GatherSpec, D>,
+    k_up: Binding<ProjectSpec, D>,
+    v_up: Binding<ProjectSpec, D>,
+}
+
+impl Op for ExpandSpec {
+    const NAME: &'static str = "mla_expand";
+    type Options = OpOptions;
+    type Facts = ();
+    type Input<'a> = ExpandBatch<'a>;
+    type Args<B> = ExpandArgs<B>;
+    /// Rows of the arrays.
+    type Extent = u32;
+    type Capacity = ();
+
+    fn check(&self) -> Result<()> {
+        self.0.check()
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a ExpandArgs<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<ExpandArgs<C>> {
+        Ok(ExpandArgs {
+            kv: args.kv.map(|buffer| f(Use::Read("kv"), buffer))?,
+            k_scale: args.k_scale,
+            kv_b_proj: f(Use::Read("kv_b_proj"), &args.kv_b_proj)?,
+            expanded: args.expanded.map(Use::Write, f)?,
+        })
+    }
+
+    /// Its ops do.
+    fn check_args<B>(&self, _: &ExpandArgs<&B>, _: u32, _: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+        Ok(())
+    }
+
+    fn fits(rows: u32, max_rows: u32) -> Result<(), &'static str> {
+        if rows > max_rows { Err("the step expands to rows past the binding's") } else { Ok(()) }
+    }
+}
+
+impl<D: Composes> Kernel<ExpandSpec> for D {
+    type Kernels = Ops<D>;
+    type Step = Steps<D>;
+    type Binding = Bindings<D>;
+
+    fn kernel_compile(
+        &self,
+        ExpandSpec(spec): &ExpandSpec,
+        options: &OpOptions,
+    ) -> Result<(Ops<D>, (), Choice)> {
+        let (dims, dtype, weight) = (spec.dims(), spec.dtype, spec.weight);
+        let gather = self.compile_with(spec.gather(), options)?;
+        let choice = gather.choice.clone();
+        let k_up = self.compile(ProjectSpec::k_up(&dims, dtype, weight, dtype))?;
+        let v_up = self.compile(ProjectSpec::v_up(&dims, dtype, weight, dtype))?;
+        Ok((Ops { gather, k_up, v_up }, (), choice))
+    }
+
+    fn kernel_step(&self, _: &ExpandSpec, ops: &Ops<D>, (): ()) -> Result<Steps<D>> {
+        Ok(Steps { gather: ops.gather.step(0)?, rows: ops.k_up.step(0)? })
+    }
+
+    fn kernel_prepare(
+        &self,
+        _: &ExpandSpec,
+        ops: &Ops<D>,
+        step: &mut Steps<D>,
+        batch: ExpandBatch<'_>,
+    ) -> Result<u32> {
+        let ExpandBatch { pages, tokens, first_row } = batch;
+        let kv_indptr = [0, i32::try_from(pages.len()).unwrap_or(i32::MAX)];
+        let pages = PageTable::Csr { kv_indptr: &kv_indptr, kv_indices: pages };
+        let seq_lens = &[i32::try_from(tokens).unwrap_or(i32::MAX)];
+        let ranges = &[GatherRange { sequence: 0, begin: 0, tokens, out_row: first_row }];
+        ops.gather.prepare(&mut step.gather, GatherBatch { pages, seq_lens, ranges })?;
+        let end = first_row.saturating_add(tokens);
+        ops.k_up.prepare(&mut step.rows, first_row..end)?;
+        Ok(if tokens > 0 { end } else { 0 })
+    }
+
+    fn kernel_bind(
+        &self,
+        ExpandSpec(spec): &ExpandSpec,
+        ops: &Ops<D>,
+        args: &ExpandArgs<&D::Buffer>,
+        rows: u32,
+    ) -> Result<Bindings<D>> {
+        let (dims, expanded) = (spec.dims(), &args.expanded);
+        let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
+        // All heads read the same row.
+        let x = View { head_stride: 0, ..expanded.rows };
+        let gathered = Gather { kv: args.kv, k_scale: args.k_scale, out: expanded.rows };
+        Ok(Bindings {
+            gather: ops.gather.bind(&gathered, rows)?,
+            k_up: ops.k_up.bind(&Project { x, weight: w_uk, y: expanded.k_nope }, rows)?,
+            v_up: ops.v_up.bind(&Project { x, weight: w_uv, y: expanded.v }, rows)?,
+        })
+    }
+
+    fn kernel_record(
+        &self,
+        _: &ExpandSpec,
+        ops: &Ops<D>,
+        recorder: &mut D::Recorder<'_>,
+        step: &Steps<D>,
+        binding: &Bindings<D>,
+    ) -> Result<()> {
+        ops.gather.record_on(recorder, &step.gather, &binding.gather)?;
+        ops.k_up.record_on(recorder, &step.rows, &binding.k_up)?;
+        ops.v_up.record_on(recorder, &step.rows, &binding.v_up)
+    }
+}

@@ -1,0 +1,225 @@
+//! Paged, split-KV decode in the latent space: arguments and checks.
+
+use super::op::{Compiled, Kernel, Op, Use};
+use crate::plan::{Plan, Tiling};
+use crate::tables::{Capacity, PageTable};
+use crate::view::{KvView, View, distinct, positive};
+use crate::{Error, MlaSpec, Result};
+
+/// The query of a layer, already absorbed into the latent space.
+#[derive(Debug, Clone, Copy)]
+pub enum Query<B> {
+    /// One array `[total_q, H, L + R]`.
+    Whole(View<B>),
+    /// Two arrays `[total_q, H, L]` and `[total_q, H, R]`, never concatenated. With `R` 0 the second is unread.
+    Split {
+        /// The part that meets the latent.
+        q_nope: View<B>,
+        /// The rotary part.
+        q_pe: View<B>,
+    },
+}
+
+impl<B: Copy> Query<B> {
+    /// Both parts as views; a whole query is two views of one buffer.
+    pub(crate) fn parts(&self, latent: u32) -> (View<B>, View<B>) {
+        match *self {
+            Self::Whole(q) => (q, View { offset: q.offset.saturating_add(latent.into()), ..q }),
+            Self::Split { q_nope, q_pe } => (q_nope, q_pe),
+        }
+    }
+}
+
+/// The base of the logarithm that an LSE is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LseBase {
+    /// Natural logarithm, as everywhere in this crate's own ops.
+    #[default]
+    E,
+    /// Base 2, as FlashInfer's.
+    Two,
+}
+
+/// One layer of a model as a decode reads and writes it.
+#[derive(Debug, Clone, Copy)]
+pub struct Layer<B> {
+    /// The absorbed query, `[total_q, H, L + R]` or in two parts.
+    pub query: Query<B>,
+    /// The paged cache.
+    pub kv: KvView<B>,
+    /// Output `[total_q, H, L]`.
+    pub out: View<B>,
+    /// Log-sum-exp of the scaled logits, f32 `[total_q, H]`; strides in f32 elements.
+    pub lse: View<B>,
+    /// Base of `lse`.
+    pub lse_base: LseBase,
+    /// Factor of the logits; see [`crate::softmax_scale`].
+    pub softmax_scale: f32,
+    /// Factor of every cache element; 1 unless the cache is e4m3.
+    pub k_scale: f32,
+    /// Factor of every query element; 1 unless the query is e4m3.
+    pub q_scale: f32,
+}
+
+/// Choices of a decode that have a default.
+#[derive(Debug, Clone, Default)]
+pub struct DecodeOptions {
+    /// Forces a kernel variant by name.
+    pub variant: Option<String>,
+    /// Query tokens of a sequence that the decode is made for, such as 2 with one speculative token; 0 is 1. Sizes the tile,
+    /// so that a sequence's tokens read the cache once where all their heads fit one tile. Other lengths stay right.
+    pub query_tokens: u32,
+    /// Page lists are written on the device ([`PageTable::Device`]): kernels clamp every page id to the pool. Not on the CPU.
+    pub device_page_list: bool,
+    /// Replaces how the planner cuts work, such as for a card whose best [`Tiling::target_items`] was measured:
+    /// `cargo bench --bench decode -- --items N`. Tiles may be smaller than the kernel's, not larger: a prepare refuses such a plan.
+    pub tiling: Option<Tiling>,
+}
+
+impl<B> Layer<B> {
+    /// A layer whose arrays are dense, each at the front of a buffer of its own, with natural LSE and scales of 1.
+    pub fn dense(spec: &MlaSpec, q: B, kv: B, out: B, lse: B, softmax_scale: f32) -> Self {
+        let heads = spec.shape.num_heads;
+        Self {
+            query: Query::Whole(View::dense(q, heads, spec.shape.row_elems())),
+            kv: KvView::dense(kv, spec),
+            out: View::dense(out, heads, spec.shape.kv_lora_rank),
+            lse: View::dense(lse, heads, 1),
+            lse_base: LseBase::E,
+            softmax_scale,
+            k_scale: 1.0,
+            q_scale: 1.0,
+        }
+    }
+}
+
+impl<B: Copy> Layer<B> {
+    /// Both parts of the query. Without a rotary part the second is unread, whatever it is, and the first stands in for it.
+    pub(crate) fn query_parts(&self, spec: &MlaSpec) -> [View<B>; 2] {
+        let (q_nope, q_pe) = self.query.parts(spec.shape.kv_lora_rank);
+        [q_nope, if spec.shape.qk_rope_head_dim == 0 { q_nope } else { q_pe }]
+    }
+
+    /// Scales as the kernels use them: `(logits to base-2 units, latent to output, base-2 LSE to its base)`.
+    pub(crate) fn kernel_scales(&self) -> (f32, f32, f32) {
+        let logits = f64::from(self.softmax_scale) * f64::from(self.k_scale) * f64::from(self.q_scale);
+        let lse = match self.lse_base {
+            LseBase::E => std::f32::consts::LN_2,
+            LseBase::Two => 1.0,
+        };
+        ((logits * std::f64::consts::LOG2_E) as f32, self.k_scale, lse)
+    }
+}
+
+impl Op for MlaSpec {
+    const NAME: &'static str = "mla_decode";
+    type Options = DecodeOptions;
+    /// How the planner is to cut work for it.
+    type Facts = Tiling;
+    type Input<'a> = (&'a Plan, PageTable<'a>);
+    type Args<B> = Layer<B>;
+    /// Query tokens.
+    type Extent = u32;
+    type Capacity = Capacity;
+
+    fn check(&self) -> Result<()> {
+        self.check()
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a Layer<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<Layer<C>> {
+        let rotary = if self.shape.qk_rope_head_dim > 0 { Use::Read("q_pe") } else { Use::Unread("q_pe") };
+        Ok(Layer {
+            query: match &args.query {
+                Query::Whole(q) => Query::Whole(q.map(|buffer| f(Use::Read("q_nope"), buffer))?),
+                Query::Split { q_nope, q_pe } => Query::Split {
+                    q_nope: q_nope.map(|buffer| f(Use::Read("q_nope"), buffer))?,
+                    q_pe: q_pe.map(|buffer| f(rotary, buffer))?,
+                },
+            },
+            kv: args.kv.map(|buffer| f(Use::Read("kv"), buffer))?,
+            out: args.out.map(|buffer| f(Use::Write("out"), buffer))?,
+            lse: args.lse.map(|buffer| f(Use::Write("lse"), buffer))?,
+            lse_base: args.lse_base,
+            softmax_scale: args.softmax_scale,
+            k_scale: args.k_scale,
+            q_scale: args.q_scale,
+        })
+    }
+
+    fn check_args<B>(
+        &self,
+        args: &Layer<&B>,
+        max_queries: u32,
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
+        positive("softmax_scale", args.softmax_scale)?;
+        positive("k_scale", args.k_scale)?;
+        positive("q_scale", args.q_scale)?;
+        args.kv.check(&self.kv, self.shape.row_elems(), size(args.kv.buffer))?;
+        let (heads, latent) = (self.shape.num_heads, self.shape.kv_lora_rank);
+        let (q_nope, q_pe) = args.query.parts(latent);
+        for (what, view, dim, bytes, unit) in [
+            ("q_nope", q_nope, latent, self.query.bytes(), 8),
+            ("q_pe", q_pe, self.shape.qk_rope_head_dim, self.query.bytes(), 8),
+            ("out", args.out, latent, self.out.bytes(), 8),
+            ("lse", args.lse, 1, 4, 1),
+        ] {
+            view.check(what, [max_queries, heads, dim], bytes, unit, size(view.buffer))?;
+        }
+        let (tokens, heads) = (max_queries.into(), heads.into());
+        distinct("out", &args.out, tokens, heads, latent.into())?;
+        distinct("lse", &args.lse, tokens, heads, 1)
+    }
+
+    fn fits(queries: u32, max_queries: u32) -> Result<(), &'static str> {
+        if queries > max_queries { Err("the step has more query tokens than the binding") } else { Ok(()) }
+    }
+
+    /// Output and LSE may be parts of one memory, except on wgpu.
+    fn check_aliases<B>(
+        &self,
+        args: &Layer<&B>,
+        max_queries: u32,
+        offset: impl Fn(&B, &B) -> Option<i64> + Copy,
+    ) -> Result<()> {
+        let [q_nope, q_pe] = self.query_buffers(args);
+        for (a, read) in [("q_nope", q_nope), ("q_pe", q_pe), ("kv", args.kv.buffer)] {
+            for (b, written) in [("out", args.out.buffer), ("lse", args.lse.buffer)] {
+                if offset(read, written).is_some() {
+                    return Err(Error::Aliased { a, b });
+                }
+            }
+        }
+        let (tokens, heads) = (max_queries.into(), self.shape.num_heads.into());
+        let bytes = |view: &View<&B>, dim: u32, element: usize, from: i64| {
+            let [begin, end] = [view.offset, view.end(tokens, heads, dim.into())]
+                .map(|at| i64::try_from(at.saturating_mul(element as u64)).unwrap_or(i64::MAX));
+            from.saturating_add(begin)..from.saturating_add(end)
+        };
+        if let Some(from) = offset(args.out.buffer, args.lse.buffer) {
+            let out = bytes(&args.out, self.shape.kv_lora_rank, self.out.bytes(), 0);
+            let lse = bytes(&args.lse, 1, 4, from);
+            if out.start < lse.end && lse.start < out.end {
+                return Err(Error::Aliased { a: "out", b: "lse" });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl MlaSpec {
+    fn query_buffers<'a, B>(&self, args: &Layer<&'a B>) -> [&'a B; 2] {
+        args.query_parts(self).map(|view| view.buffer)
+    }
+}
+
+impl<D: Kernel<MlaSpec>> Compiled<MlaSpec, D> {
+    /// How the planner is to cut work for it.
+    pub fn tiling(&self) -> Tiling {
+        *self.facts()
+    }
+}

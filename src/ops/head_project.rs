@@ -1,0 +1,230 @@
+//! `head_project`: each token's rows times the matrix of their head, as before and after an absorbed decode. Arguments and checks.
+
+use std::ops::Range;
+
+use super::op::{Op, Use};
+use super::variants::OpOptions;
+use crate::view::{View, aligned, distinct, fits};
+use crate::{Dtype, Error, Result};
+
+/// Dims of a model's heads, as its `kv_b_proj` has them: `[H, P + V, L]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct HeadDims {
+    /// `H`, heads on this device: 1 to 128.
+    pub num_heads: u32,
+    /// `L`, elements of the latent.
+    pub kv_lora_rank: u32,
+    /// `P`, elements of a head's key without its rotary part.
+    pub qk_nope_head_dim: u32,
+    /// `V`, elements of a head's value.
+    pub v_head_dim: u32,
+}
+
+impl HeadDims {
+    /// Rows of `kv_b_proj`: `H * (P + V)`.
+    pub const fn rows(&self) -> u64 {
+        self.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64)
+    }
+
+    /// Elements of `kv_b_proj`: `H * (P + V) * L`.
+    pub const fn elements(&self) -> u64 {
+        self.rows() * self.kv_lora_rank as u64
+    }
+
+    /// # Errors
+    /// [`Error::Shape`].
+    pub fn check(&self) -> Result<()> {
+        check_heads(self.num_heads)?;
+        check_dim("kv_lora_rank", self.kv_lora_rank)?;
+        check_dim("qk_nope_head_dim", self.qk_nope_head_dim)?;
+        check_dim("v_head_dim", self.v_head_dim)
+    }
+}
+
+/// How a head's matrix lies in its buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum WeightOrder {
+    /// `[k, n]`, `n` contiguous.
+    Kn,
+    /// `[n, k]`, `k` contiguous.
+    Nk,
+}
+
+/// What a `head_project` is compiled for: `y[t,h,:] = x[t,h,:] . W[h]`, summed in f32. [`ProjectSpec::absorb`], [`ProjectSpec::v_up`] and
+/// [`ProjectSpec::k_up`] are the three of MLA.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ProjectSpec {
+    /// Dtype of `x`: f32, f16 or bf16.
+    pub input: Dtype,
+    /// Dtype of the weights: f32, f16 or bf16.
+    pub weight: Dtype,
+    /// Dtype of `y`: f32, f16 or bf16.
+    pub output: Dtype,
+    /// `H`: 1 to 128.
+    pub num_heads: u32,
+    /// Elements of a row of `x`: a multiple of 8 up to 65,536.
+    pub k: u32,
+    /// Elements of a row of `y`: a multiple of 8 up to 65,536.
+    pub n: u32,
+    /// How each `W[h]` lies.
+    pub order: WeightOrder,
+}
+
+impl ProjectSpec {
+    /// `ql_nope[t,h,:] = q_nope[t,h,:] . W_UK[h]`: queries into the latent space. The weights are [`WeightView::w_uk`].
+    pub fn absorb(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
+        let (k, n) = (dims.qk_nope_head_dim, dims.kv_lora_rank);
+        Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Kn }
+    }
+
+    /// `o[t,h,:] = attn[t,h,:] . W_UV[h]^T`: latents to values. The weights are [`WeightView::w_uv`].
+    pub fn v_up(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
+        let (k, n) = (dims.kv_lora_rank, dims.v_head_dim);
+        Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
+    }
+
+    /// `k_nope[s,h,:] = kv_c[s,:] . W_UK[h]^T`: latents to keys, for a prefill. The weights are [`WeightView::w_uk`].
+    pub fn k_up(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
+        let (k, n) = (dims.kv_lora_rank, dims.qk_nope_head_dim);
+        Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
+    }
+
+    /// Rows of a head's matrix and elements of each, as they lie.
+    pub(crate) const fn matrix(&self) -> (u32, u32) {
+        match self.order {
+            WeightOrder::Kn => (self.k, self.n),
+            WeightOrder::Nk => (self.n, self.k),
+        }
+    }
+}
+
+/// The matrices of all heads somewhere in a buffer. Offset and strides count elements and are multiples of 8.
+#[derive(Debug, Clone, Copy)]
+pub struct WeightView<B> {
+    /// The buffer; it may hold the weights of many layers.
+    pub buffer: B,
+    /// Elements before the first head's matrix.
+    pub offset: u64,
+    /// Elements from a head's matrix to the next.
+    pub head_stride: u64,
+    /// Elements from a row of a matrix to the next.
+    pub row_stride: u64,
+}
+
+impl<B> WeightView<B> {
+    /// `W_UK` of a prepared `kv_b_proj` `[H, P + V, L]` that begins at the front of its buffer: a head's first `P` rows.
+    pub fn w_uk(dims: &HeadDims, buffer: B) -> Self {
+        let row_stride = u64::from(dims.kv_lora_rank);
+        let rows = u64::from(dims.qk_nope_head_dim) + u64::from(dims.v_head_dim);
+        Self { buffer, offset: 0, head_stride: rows * row_stride, row_stride }
+    }
+
+    /// `W_UV` of the same: a head's last `V` rows.
+    pub fn w_uv(dims: &HeadDims, buffer: B) -> Self {
+        let w_uk = Self::w_uk(dims, buffer);
+        Self { offset: u64::from(dims.qk_nope_head_dim) * w_uk.row_stride, ..w_uk }
+    }
+
+    /// Elements from the buffer's front to the end of the last matrix.
+    pub(crate) fn end(&self, spec: &ProjectSpec) -> u64 {
+        let (rows, columns) = spec.matrix();
+        let last = (u64::from(spec.num_heads) - 1).saturating_mul(self.head_stride);
+        let last = last.saturating_add((u64::from(rows) - 1).saturating_mul(self.row_stride));
+        self.offset.saturating_add(last).saturating_add(columns.into())
+    }
+}
+
+/// Tokens, their heads' matrices, and where the products go. Offsets and strides are multiples of 8 elements.
+#[derive(Debug, Clone, Copy)]
+pub struct Project<B> {
+    /// `[tokens, H, k]`. A `head_stride` of 0 gives all heads the same row.
+    pub x: View<B>,
+    /// The matrix of each head.
+    pub weight: WeightView<B>,
+    /// `[tokens, H, n]`.
+    pub y: View<B>,
+}
+
+impl Op for ProjectSpec {
+    const NAME: &'static str = "head_project";
+    /// A step is a range of tokens: `absorb` and `v_up` share one.
+    const SHARES_STEPS: bool = true;
+    type Options = OpOptions;
+    type Facts = ();
+    /// Which tokens are projected, of `x` and of `y`.
+    type Input<'a> = Range<u32>;
+    type Args<B> = Project<B>;
+    /// Where the tokens end.
+    type Extent = u32;
+    /// Tokens that a launch's grid is for.
+    type Capacity = u32;
+
+    fn check(&self) -> Result<()> {
+        let cure = "use f32, f16 or bf16; `KvBProj` dequantises e4m3 weights";
+        for (what, got) in
+            [("a projection's input", self.input), ("its weight", self.weight), ("its output", self.output)]
+        {
+            if got == Dtype::E4m3 {
+                return Err(Error::DtypeUnsupported { what, got, cure });
+            }
+        }
+        check_heads(self.num_heads)?;
+        check_dim("k", self.k)?;
+        check_dim("n", self.n)
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a Project<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<Project<C>> {
+        let WeightView { offset, head_stride, row_stride, .. } = args.weight;
+        Ok(Project {
+            x: args.x.map(|buffer| f(Use::Read("x"), buffer))?,
+            weight: WeightView {
+                buffer: f(Use::Read("weight"), &args.weight.buffer)?,
+                offset,
+                head_stride,
+                row_stride,
+            },
+            y: args.y.map(|buffer| f(Use::Write("y"), buffer))?,
+        })
+    }
+
+    fn check_args<B>(
+        &self,
+        args: &Project<&B>,
+        max_tokens: u32,
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
+        let heads = self.num_heads;
+        args.x.check("x", [max_tokens, heads, self.k], self.input.bytes(), 8, size(args.x.buffer))?;
+        args.y.check("y", [max_tokens, heads, self.n], self.output.bytes(), 8, size(args.y.buffer))?;
+        let weight = &args.weight;
+        for got in [weight.offset, weight.head_stride, weight.row_stride] {
+            aligned("weight", got, 8)?;
+        }
+        let end = weight.end(self).saturating_mul(self.weight.bytes() as u64);
+        fits("weight", end, size(weight.buffer))?;
+        distinct("y", &args.y, max_tokens.into(), heads.into(), self.n.into())
+    }
+
+    fn fits(end: u32, max_tokens: u32) -> Result<(), &'static str> {
+        if end > max_tokens { Err("the step's tokens end past the binding's max_tokens") } else { Ok(()) }
+    }
+}
+
+fn check_heads(num_heads: u32) -> Result<()> {
+    if !(1..=128).contains(&num_heads) {
+        return Err(Error::Shape { what: "num_heads", got: num_heads.into(), cure: "must be 1..=128" });
+    }
+    Ok(())
+}
+
+fn check_dim(what: &'static str, dim: u32) -> Result<()> {
+    if !dim.is_multiple_of(8) || !(8..=65_536).contains(&dim) {
+        let cure = "must be a multiple of 8 in 8..=65536";
+        return Err(Error::Shape { what, got: dim.into(), cure });
+    }
+    Ok(())
+}

@@ -1,0 +1,129 @@
+//! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`. Arguments and checks.
+
+use super::op::{Op, Use};
+use super::variants::OpOptions;
+use crate::view::{KvView, View, wide};
+use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
+
+/// What a `kv_append` is compiled for.
+///
+/// The bytes are those of the host's conversions: equal dtypes are copied bit for bit; other pairs go through f32 and
+/// round to nearest even, NaN, infinities and subnormals included. For e4m3 the exact quotient `x / k_scale` is
+/// rounded once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AppendSpec {
+    /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
+    pub shape: MlaShape,
+    /// The cache.
+    pub kv: KvSpec,
+    /// Dtype of `kv_c` and `k_pe`: f32, f16 or bf16.
+    pub input: Dtype,
+}
+
+/// One layer's new rows and the cache they go into.
+#[derive(Debug, Clone, Copy)]
+pub struct AppendLayer<B> {
+    /// Latent rows `[tokens, L]`; `head_stride` is unread.
+    pub kv_c: View<B>,
+    /// Rotary rows `[tokens, R]`; `head_stride` is unread. Unread where `R` is 0.
+    pub k_pe: View<B>,
+    /// The cache.
+    pub kv: KvView<B>,
+    /// An e4m3 cache holds `x / k_scale`; 1 for others.
+    pub k_scale: f32,
+}
+
+impl AppendSpec {
+    /// Checks a slot mapping and turns it into words: `u32::MAX` for a token that is skipped.
+    ///
+    /// # Errors
+    /// [`Error::SlotOutOfRange`] and [`Error::SlotOverlap`]; [`Error::Length`] for more tokens than 32 bits count.
+    pub fn slots(&self, slot_mapping: &[i64]) -> Result<Vec<u32>> {
+        if u32::try_from(slot_mapping.len()).is_err() {
+            let (got, want) = (slot_mapping.len() as u64, u64::from(u32::MAX));
+            let cure = "append fewer tokens a call";
+            return Err(Error::Length { what: "slot_mapping", got, want, cure });
+        }
+        let num_slots = self.kv.num_slots();
+        let mut taken: Vec<(i64, usize)> = Vec::with_capacity(slot_mapping.len());
+        let mut words = Vec::with_capacity(slot_mapping.len());
+        for (index, &slot) in slot_mapping.iter().enumerate() {
+            if slot >= 0 && slot as u64 >= num_slots {
+                return Err(Error::SlotOutOfRange { index, slot, num_slots });
+            }
+            if slot >= 0 {
+                taken.push((slot, index));
+            }
+            words.push(if slot < 0 { u32::MAX } else { slot as u32 });
+        }
+        taken.sort_unstable();
+        if let Some(pair) = taken.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            return Err(Error::SlotOverlap { first: pair[0].1, second: pair[1].1, slot: pair[0].0 });
+        }
+        Ok(words)
+    }
+}
+
+impl<B: Copy> AppendLayer<B> {
+    /// The rotary rows. Without a rotary part they are unread, whatever they are, and the latent ones stand in for them.
+    pub(crate) fn rotary(&self, spec: &AppendSpec) -> View<B> {
+        if spec.shape.qk_rope_head_dim == 0 { self.kv_c } else { self.k_pe }
+    }
+}
+
+impl Op for AppendSpec {
+    const NAME: &'static str = "kv_append";
+    type Options = OpOptions;
+    type Facts = ();
+    /// `slot_mapping`, `page * page_size + offset` a token; negative: it is skipped.
+    type Input<'a> = &'a [i64];
+    type Args<B> = AppendLayer<B>;
+    /// Tokens, skipped ones included.
+    type Extent = u32;
+    /// Tokens.
+    type Capacity = u32;
+
+    fn check(&self) -> Result<()> {
+        MlaSpec { shape: self.shape, kv: self.kv, query: self.input, out: Dtype::F32 }.check()?;
+        wide("kv_c and k_pe", self.input)
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a AppendLayer<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<AppendLayer<C>> {
+        let rotary = if self.shape.qk_rope_head_dim > 0 { Use::Read("k_pe") } else { Use::Unread("k_pe") };
+        Ok(AppendLayer {
+            kv_c: args.kv_c.map(|buffer| f(Use::Read("kv_c"), buffer))?,
+            k_pe: args.k_pe.map(|buffer| f(rotary, buffer))?,
+            kv: args.kv.map(|buffer| f(Use::Write("kv"), buffer))?,
+            k_scale: args.k_scale,
+        })
+    }
+
+    fn check_args<B>(
+        &self,
+        args: &AppendLayer<&B>,
+        max_tokens: u32,
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
+        if !(args.k_scale.is_finite() && args.k_scale > 0.0 && (1.0 / args.k_scale).is_finite()) {
+            return Err(Error::Scale { what: "k_scale", got: args.k_scale });
+        }
+        args.kv.check(&self.kv, self.shape.row_elems(), size(args.kv.buffer))?;
+        let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = self.shape;
+        for (what, view, dim) in [("kv_c", args.kv_c, kv_lora_rank), ("k_pe", args.k_pe, qk_rope_head_dim)] {
+            view.check(what, [max_tokens, 1, dim], self.input.bytes(), 4, size(view.buffer))?;
+        }
+        Ok(())
+    }
+
+    fn fits(tokens: u32, max_tokens: u32) -> Result<(), &'static str> {
+        if tokens > max_tokens {
+            Err("the step appends more tokens than the binding's max_tokens")
+        } else {
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! `merge_attn_states`: two partial attention results into one. Arguments and checks.
+
+use super::op::{Op, Use};
+use super::variants::OpOptions;
+use crate::view::{View, distinct, wide};
+use crate::{Dtype, Error, Result};
+
+/// What a `merge_attn_states` is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MergeAttnStatesSpec {
+    /// Dtype of both inputs and of the output: f32, f16 or bf16.
+    pub dtype: Dtype,
+    /// Elements of a head: any.
+    pub head_size: u32,
+}
+
+/// Two partial attention results of the same queries over different keys, and where their merge goes.
+///
+/// `lse = ln(sum exp(lse_i))`, `out = sum exp(lse_i - lse) * out_i`. An input whose LSE is -inf, +inf or NaN counts
+/// as empty, and what it holds is ignored. Strides are never inferred from each other: outputs are
+/// `[tokens, heads, head_size]` and LSEs f32 `[heads, tokens]` as users of vLLM know them, but any strides do.
+/// LSEs are natural logarithms. Both inputs may be one buffer. Heads, offsets and strides that are multiples of 16 bytes are the fast way.
+#[derive(Debug, Clone, Copy)]
+pub struct MergeStates<B> {
+    /// `prefix_output`.
+    pub prefix_output: View<B>,
+    /// `prefix_lse`.
+    pub prefix_lse: View<B>,
+    /// `suffix_output`.
+    pub suffix_output: View<B>,
+    /// `suffix_lse`.
+    pub suffix_lse: View<B>,
+    /// Where the merged output goes.
+    pub output: View<B>,
+    /// Where the merged LSE goes, if it is wanted.
+    pub output_lse: Option<View<B>>,
+    /// Query tokens.
+    pub num_tokens: u32,
+    /// Heads.
+    pub num_heads: u32,
+}
+
+/// # Errors
+/// [`Error::DtypeUnsupported`] for e4m3, [`Error::Shape`] for an empty head.
+pub(super) fn check_states(what: &'static str, dtype: Dtype, head_size: u32) -> Result<()> {
+    wide(what, dtype)?;
+    if head_size == 0 {
+        return Err(Error::Shape { what: "head_size", got: 0, cure: "must be at least 1" });
+    }
+    Ok(())
+}
+
+impl<B> MergeStates<B> {
+    /// Whether there is nothing to merge.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.num_tokens == 0 || self.num_heads == 0
+    }
+}
+
+impl Op for MergeAttnStatesSpec {
+    const NAME: &'static str = "merge_attn_states";
+    type Options = OpOptions;
+    type Facts = ();
+    type Input<'a> = ();
+    type Args<B> = MergeStates<B>;
+    type Extent = ();
+    type Capacity = ();
+
+    fn check(&self) -> Result<()> {
+        check_states("merge_attn_states", self.dtype, self.head_size)
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a MergeStates<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<MergeStates<C>> {
+        Ok(MergeStates {
+            prefix_output: args.prefix_output.map(|buffer| f(Use::Read("prefix_output"), buffer))?,
+            prefix_lse: args.prefix_lse.map(|buffer| f(Use::Read("prefix_lse"), buffer))?,
+            suffix_output: args.suffix_output.map(|buffer| f(Use::Read("suffix_output"), buffer))?,
+            suffix_lse: args.suffix_lse.map(|buffer| f(Use::Read("suffix_lse"), buffer))?,
+            output: args.output.map(|buffer| f(Use::Write("output"), buffer))?,
+            output_lse: match &args.output_lse {
+                Some(view) => Some(view.map(|buffer| f(Use::Write("output_lse"), buffer))?),
+                None => None,
+            },
+            num_tokens: args.num_tokens,
+            num_heads: args.num_heads,
+        })
+    }
+
+    fn check_args<B>(&self, args: &MergeStates<&B>, (): (), size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+        if args.is_empty() {
+            return Ok(());
+        }
+        let (tokens, heads, dim) = (args.num_tokens, args.num_heads, self.head_size);
+        for (what, view, dim, bytes) in [
+            ("prefix_output", Some(args.prefix_output), dim, self.dtype.bytes()),
+            ("suffix_output", Some(args.suffix_output), dim, self.dtype.bytes()),
+            ("output", Some(args.output), dim, self.dtype.bytes()),
+            ("prefix_lse", Some(args.prefix_lse), 1, 4),
+            ("suffix_lse", Some(args.suffix_lse), 1, 4),
+            ("output_lse", args.output_lse, 1, 4),
+        ] {
+            if let Some(view) = view {
+                view.check(what, [tokens, heads, dim], bytes, 1, size(view.buffer))?;
+            }
+        }
+        distinct("output", &args.output, tokens.into(), heads.into(), dim.into())?;
+        let lse = args.output_lse;
+        lse.map_or(Ok(()), |lse| distinct("output_lse", &lse, tokens.into(), heads.into(), 1))
+    }
+
+    fn fits((): (), (): ()) -> Result<(), &'static str> {
+        Ok(())
+    }
+
+    fn unprepared() -> Option<()> {
+        Some(())
+    }
+}

@@ -1,0 +1,143 @@
+//! `rope_append`: what comes before a decode, in one dispatch: queries rotated, new keys rotated and appended. Arguments and checks.
+
+use super::kv_append::{AppendLayer, AppendSpec};
+use super::op::{Op, Use};
+use super::rope::{Rope, RopeLayout, RopeSpec};
+use super::variants::OpOptions;
+use crate::view::View;
+use crate::{Dtype, Error, Result};
+
+/// What a `rope_append` is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RopeAppendSpec {
+    /// The rows to append and the cache. `qk_rope_head_dim` is what is rotated: 0 is refused.
+    pub append: AppendSpec,
+    /// Dtype of `q_pe` and `q_pe_out`: f32, f16 or bf16.
+    pub query: Dtype,
+    /// Query heads: at most 1024.
+    pub num_heads: u32,
+    /// Which elements make a pair, in queries and keys.
+    pub layout: RopeLayout,
+}
+
+/// What a decode needs before it: queries rotated, new keys rotated and appended, in one dispatch.
+///
+/// The bits are those of `rope` of `q_pe`, `rope` of `k_pe` and `kv_append` one after the other. Queries of tokens that the slot mapping
+/// skips are rotated too.
+#[derive(Debug, Clone, Copy)]
+pub struct RopeAppend<B> {
+    /// `[tokens, heads, R]`; see [`Rope::x`].
+    pub q_pe: View<B>,
+    /// `[tokens, heads, R]`; see [`Rope::y`].
+    pub q_pe_out: View<B>,
+    /// The new rows, `k_pe` not yet rotated, and the cache.
+    pub layer: AppendLayer<B>,
+    /// i32 `[tokens]`; see [`Rope::positions`].
+    pub positions: B,
+    /// f32 `[max_position, R]`; see [`Rope::cos_sin`].
+    pub cos_sin: B,
+    /// Rows of `cos_sin`.
+    pub max_position: u32,
+}
+
+impl RopeAppendSpec {
+    /// The rotation of the queries.
+    pub(crate) fn rope(&self) -> RopeSpec {
+        RopeSpec {
+            dtype: self.query,
+            num_heads: self.num_heads,
+            rope_dim: self.append.shape.qk_rope_head_dim,
+            layout: self.layout,
+        }
+    }
+}
+
+impl<B: Copy> RopeAppend<B> {
+    /// The rotation of the queries.
+    pub(crate) fn rope(&self) -> Rope<B> {
+        Rope {
+            x: self.q_pe,
+            y: self.q_pe_out,
+            positions: self.positions,
+            cos_sin: self.cos_sin,
+            max_position: self.max_position,
+        }
+    }
+}
+
+const NAMES: [&str; 2] = ["q_pe", "q_pe_out"];
+
+impl Op for RopeAppendSpec {
+    const NAME: &'static str = "rope_append";
+    type Options = OpOptions;
+    type Facts = ();
+    /// `slot_mapping`, as that of [`AppendSpec`].
+    type Input<'a> = &'a [i64];
+    type Args<B> = RopeAppend<B>;
+    /// Tokens, skipped ones included.
+    type Extent = u32;
+    /// Tokens.
+    type Capacity = u32;
+
+    fn check(&self) -> Result<()> {
+        self.append.check()?;
+        self.rope().check_as("q_pe")
+    }
+
+    fn map<'a, B: 'a, C>(
+        &self,
+        args: &'a RopeAppend<B>,
+        mut f: impl FnMut(Use, &'a B) -> Result<C>,
+    ) -> Result<RopeAppend<C>> {
+        Ok(RopeAppend {
+            q_pe: args.q_pe.map(|buffer| f(Use::Read(NAMES[0]), buffer))?,
+            q_pe_out: args.q_pe_out.map(|buffer| f(Use::Write(NAMES[1]), buffer))?,
+            layer: self.append.map(&args.layer, &mut f)?,
+            positions: f(Use::Read("positions"), &args.positions)?,
+            cos_sin: f(Use::Read("cos_sin"), &args.cos_sin)?,
+            max_position: args.max_position,
+        })
+    }
+
+    fn check_args<B>(
+        &self,
+        args: &RopeAppend<&B>,
+        max_tokens: u32,
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
+        self.append.check_args(&args.layer, max_tokens, size)?;
+        args.rope().check_as(&self.rope(), NAMES, max_tokens, size)
+    }
+
+    fn fits(tokens: u32, max_tokens: u32) -> Result<(), &'static str> {
+        AppendSpec::fits(tokens, max_tokens)
+    }
+
+    fn check_aliases<B>(
+        &self,
+        args: &RopeAppend<&B>,
+        max_tokens: u32,
+        offset: impl Fn(&B, &B) -> Option<i64> + Copy,
+    ) -> Result<()> {
+        let AppendLayer { kv_c, k_pe, kv, .. } = args.layer;
+        let inputs = [
+            ("kv_c", kv_c.buffer),
+            ("k_pe", k_pe.buffer),
+            (NAMES[0], args.q_pe.buffer),
+            (NAMES[1], args.q_pe_out.buffer),
+            ("positions", args.positions),
+            ("cos_sin", args.cos_sin),
+        ];
+        for (a, input) in inputs {
+            if offset(input, kv.buffer).is_some() {
+                return Err(Error::Aliased { a, b: "kv" });
+            }
+        }
+        for (a, input) in &inputs[..2] {
+            if offset(input, args.q_pe_out.buffer).is_some() {
+                return Err(Error::Aliased { a, b: NAMES[1] });
+            }
+        }
+        args.rope().check_aliases_as(&self.rope(), NAMES, max_tokens, offset)
+    }
+}

@@ -1,0 +1,200 @@
+//! Kernel variants of an op on a backend: one type of table, and one way to choose from it. Pure.
+
+use crate::{Error, Result};
+
+/// One kernel variant. `C` is what a device can do, `R` what is asked for, `K` what is to be compiled.
+pub(crate) struct Variant<C, R, K> {
+    pub(crate) name: &'static str,
+    rounds_weights: bool,
+    build: fn(&C, &R) -> Result<K, String>,
+    pays: fn(&C, &R) -> Result<(), String>,
+    cost: fn(&R, &K) -> u32,
+}
+
+/// A kernel variant, and whether it runs here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Candidate {
+    /// Its name, by which it can be forced.
+    pub name: &'static str,
+    /// Whether it rounds softmax weights to 16 bits, as tensor cores take them.
+    pub rounds_weights: bool,
+    /// What keeps it from running here, if anything does.
+    pub lacks: Option<String>,
+    /// Whether it is the one that is taken if none is forced.
+    pub chosen: bool,
+}
+
+/// The variant that was selected.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    pub(crate) variant: &'static str,
+    pub(crate) why: String,
+    pub(crate) rounds_weights: bool,
+}
+
+/// Choices of an op that has none but its kernel variant.
+#[derive(Debug, Clone, Default)]
+pub struct OpOptions {
+    /// Forces a kernel variant by name.
+    pub variant: Option<String>,
+}
+
+#[cfg_attr(not(feature = "wgpu"), allow(dead_code, reason = "not every backend's tables use all"))]
+impl<C, R, K> Variant<C, R, K> {
+    /// `build` gives the kernel for what is asked, or a sentence about what is missing.
+    pub(crate) const fn new(name: &'static str, build: fn(&C, &R) -> Result<K, String>) -> Self {
+        Self { name, rounds_weights: false, build, pays: |_, _| Ok(()), cost: |_, _| 0 }
+    }
+
+    /// It rounds softmax weights to 16 bits.
+    pub(crate) const fn rounding_weights(self) -> Self {
+        Self { rounds_weights: true, ..self }
+    }
+
+    /// What speaks against it where it runs, unless it is forced.
+    pub(crate) const fn unless(self, pays: fn(&C, &R) -> Result<(), String>) -> Self {
+        Self { pays, ..self }
+    }
+
+    /// What it costs, next to those of the same table that run: the first of the cheapest is taken.
+    pub(crate) const fn costing(self, cost: fn(&R, &K) -> u32) -> Self {
+        Self { cost, ..self }
+    }
+}
+
+/// The table of an op that has one kernel here, which runs everywhere.
+const ONLY: [Variant<(), (), ()>; 1] = [Variant::new("plain", |(), ()| Ok(()))];
+
+/// The choice of an op that has one kernel here.
+///
+/// # Errors
+/// [`Error::VariantUnavailable`] for a forced variant of another name.
+pub(crate) fn only(options: &OpOptions) -> Result<Choice> {
+    choose(&ONLY, &(), &(), options.variant.as_deref()).map(|(_, choice)| choice)
+}
+
+/// The candidates of an op that has one kernel here.
+pub(crate) fn only_candidate() -> Vec<Candidate> {
+    candidates(&ONLY, &(), &())
+}
+
+/// Every variant of a table, and what keeps each from running.
+pub(crate) fn candidates<C, R, K>(table: &[Variant<C, R, K>], device: &C, request: &R) -> Vec<Candidate> {
+    let chosen = choose(table, device, request, None).map(|(_, choice)| choice.variant);
+    let candidate = |variant: &Variant<C, R, K>| Candidate {
+        name: variant.name,
+        rounds_weights: variant.rounds_weights,
+        lacks: (variant.build)(device, request).err(),
+        chosen: chosen.as_ref().is_ok_and(|&name| name == variant.name),
+    };
+    table.iter().map(candidate).collect()
+}
+
+/// The forced variant, or the first of those that cost least.
+///
+/// # Errors
+/// [`Error::VariantUnavailable`] where the forced one is unknown or cannot run, or where none can.
+pub(crate) fn choose<C, R, K>(
+    table: &[Variant<C, R, K>],
+    device: &C,
+    request: &R,
+    forced: Option<&str>,
+) -> Result<(K, Choice)> {
+    if let Some(name) = forced {
+        let unavailable = |why| Error::VariantUnavailable { name: name.to_owned(), why };
+        let Some(variant) = table.iter().find(|variant| variant.name == name) else {
+            let names: Vec<_> = table.iter().map(|variant| variant.name).collect();
+            return Err(unavailable(format!("there is no such variant; there are {}", names.join(", "))));
+        };
+        let kernel = (variant.build)(device, request).map_err(unavailable)?;
+        return Ok((kernel, variant.choice(format!("{name}, forced"))));
+    }
+    let mut best: Option<(usize, K, u32)> = None;
+    let mut lacking = Vec::new();
+    for (place, variant) in table.iter().enumerate() {
+        let kernel = (variant.build)(device, request);
+        match kernel.and_then(|kernel| (variant.pays)(device, request).map(|()| kernel)) {
+            Ok(kernel) => {
+                let cost = (variant.cost)(request, &kernel);
+                if best.as_ref().is_none_or(|(.., least)| cost < *least) {
+                    best = Some((place, kernel, cost));
+                }
+            }
+            Err(why) => lacking.push((place, format!("not {}: {why}", variant.name))),
+        }
+    }
+    let Some((place, kernel, _)) = best else {
+        let reasons: Vec<_> = lacking.into_iter().map(|(_, why)| why).collect();
+        return Err(Error::VariantUnavailable { name: "of any name".to_owned(), why: reasons.join("; ") });
+    };
+    let mut why = table[place].name.to_owned();
+    for (_, reason) in lacking.iter().filter(|(lacks, _)| *lacks < place) {
+        why = why + "; " + reason;
+    }
+    Ok((kernel, table[place].choice(why)))
+}
+
+impl<C, R, K> Variant<C, R, K> {
+    fn choice(&self, why: String) -> Choice {
+        Choice { variant: self.name, why, rounds_weights: self.rounds_weights }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Number = Variant<u32, u32, u32>;
+
+    fn at_least<const N: u32>(has: &u32, _: &u32) -> Result<u32, String> {
+        if *has >= N { Ok(N) } else { Err(format!("{N} is more than {has}")) }
+    }
+
+    const TABLE: [Number; 4] = [
+        Number::new("eight", at_least::<8>).rounding_weights(),
+        Number::new("four", at_least::<4>).unless(|_, asked| match asked {
+            3 => Err("3 is asked for".into()),
+            _ => Ok(()),
+        }),
+        Number::new("two", at_least::<2>).costing(|asked, _| if *asked == 2 { 0 } else { 1 }),
+        Number::new("zero", at_least::<0>).costing(|_, _| 2),
+    ];
+
+    #[test]
+    fn the_first_of_the_cheapest_that_run_is_taken() {
+        let chosen = |has: u32, asked: u32| {
+            let (kernel, choice) = choose(&TABLE, &has, &asked, None).expect("zero runs everywhere");
+            (kernel, choice.why, choice.rounds_weights)
+        };
+        assert_eq!(chosen(9, 0), (8, "eight".into(), true));
+        assert_eq!(chosen(5, 0), (4, "four; not eight: 8 is more than 5".into(), false));
+        assert_eq!(
+            chosen(5, 3),
+            (2, "two; not eight: 8 is more than 5; not four: 3 is asked for".into(), false)
+        );
+        assert_eq!(chosen(5, 2).0, 4, "the first of two that cost the same");
+        assert_eq!(chosen(1, 2).0, 0);
+    }
+
+    #[test]
+    fn a_forced_one_runs_or_says_what_it_lacks() {
+        let forced = |has: u32, name| choose(&TABLE, &has, &3, Some(name)).map(|(kernel, _)| kernel);
+        assert_eq!(forced(4, "four"), Ok(4), "what speaks against it does not count");
+        let error = forced(3, "four").expect_err("too few");
+        assert_eq!(error.to_string(), "variant four cannot run here: 4 is more than 3");
+        let error = forced(3, "five").expect_err("unknown");
+        assert!(error.to_string().ends_with("no such variant; there are eight, four, two, zero"), "{error}");
+        let none = choose(&TABLE[..1], &3, &3, None).map(|_| ()).expect_err("nothing runs");
+        assert!(none.to_string().contains("not eight: 8 is more than 3"), "{none}");
+    }
+
+    #[test]
+    fn candidates_say_what_they_lack() {
+        let all = candidates(&TABLE, &4, &0);
+        let lacks: Vec<_> = all.iter().map(|c| (c.name, c.lacks.is_none())).collect();
+        assert_eq!(lacks, [("eight", false), ("four", true), ("two", true), ("zero", true)]);
+        let chosen: Vec<_> = all.iter().filter(|c| c.chosen).map(|c| c.name).collect();
+        assert_eq!(chosen, [choose(&TABLE, &4, &0, None).expect("one runs").1.variant]);
+    }
+}

@@ -1,0 +1,200 @@
+//! Strided views of buffers, and their checks. Generic over a handle `B` on a buffer: `&Buffer` where a caller hands it over.
+
+use crate::{Dtype, Error, KvSpec, MlaSpec, Result};
+
+/// A strided view of `[tokens, heads, dim]` (or `[tokens, heads]`) elements in a buffer.
+///
+/// Offset and strides count elements, not bytes. Those of a query, a cache and an output must be multiples of
+/// 8 elements; those of an LSE are free.
+#[derive(Debug, Clone, Copy)]
+pub struct View<B> {
+    /// The buffer.
+    pub buffer: B,
+    /// Elements before the first one.
+    pub offset: u64,
+    /// Elements from a token to the next.
+    pub token_stride: u64,
+    /// Elements from a head to the next.
+    pub head_stride: u64,
+}
+
+impl<B> View<B> {
+    /// A dense `[tokens, heads, dim]` array that starts at the front of its buffer.
+    pub fn dense(buffer: B, heads: u32, dim: u32) -> Self {
+        let head_stride = u64::from(dim);
+        Self { buffer, offset: 0, token_stride: u64::from(heads) * head_stride, head_stride }
+    }
+
+    /// The same view of another handle.
+    pub(crate) fn map<'a, C>(&'a self, f: impl FnOnce(&'a B) -> Result<C>) -> Result<View<C>> {
+        let Self { offset, token_stride, head_stride, .. } = *self;
+        Ok(View { buffer: f(&self.buffer)?, offset, token_stride, head_stride })
+    }
+
+    /// Checks `[tokens, heads, dim]` elements of `bytes` bytes: offset and strides in multiples of `unit` elements, and the end inside a
+    /// buffer of `size` bytes. The stride of a dimension of 1 is unread, and may be anything.
+    ///
+    /// # Errors
+    /// [`Error::Alignment`] and [`Error::BufferTooSmall`].
+    pub(crate) fn check(
+        &self,
+        what: &'static str,
+        [tokens, heads, dim]: [u32; 3],
+        bytes: usize,
+        unit: u64,
+        size: u64,
+    ) -> Result<()> {
+        let [tokens, heads, dim] = [tokens, heads, dim].map(u64::from);
+        if dim == 0 {
+            return Ok(());
+        }
+        let used = |count: u64, stride: u64| if count > 1 { stride } else { 0 };
+        for got in [self.offset, used(tokens, self.token_stride), used(heads, self.head_stride)] {
+            aligned(what, got, unit)?;
+        }
+        fits(what, self.end(tokens, heads, dim).saturating_mul(bytes as u64), size)
+    }
+
+    /// Elements from the buffer's front to the end of the view.
+    pub(crate) fn end(&self, tokens: u64, heads: u64, dim: u64) -> u64 {
+        if tokens == 0 || dim == 0 {
+            return 0;
+        }
+        let last = (tokens - 1).saturating_mul(self.token_stride);
+        let last = last.saturating_add((heads - 1).saturating_mul(self.head_stride));
+        self.offset.saturating_add(last).saturating_add(dim)
+    }
+}
+
+/// The cache of a layer: `[num_pages, page_size, L + R]` somewhere in a buffer.
+#[derive(Debug, Clone, Copy)]
+pub struct KvView<B> {
+    /// The buffer; it may hold the caches of many layers.
+    pub buffer: B,
+    /// Elements before layer 0's first page; a multiple of 8.
+    pub offset: u64,
+    /// Elements from a layer to the next; a multiple of 8.
+    pub layer_stride: u64,
+    /// This layer's index.
+    pub layer: u32,
+    /// Elements from a page to the next, at least `page_size * (L + R)`; a multiple of 8.
+    pub block_stride: u64,
+}
+
+impl<B> KvView<B> {
+    /// A buffer that holds one layer's pages and nothing else.
+    pub fn dense(buffer: B, spec: &MlaSpec) -> Self {
+        let block_stride = u64::from(spec.kv.page_size) * u64::from(spec.shape.row_elems());
+        Self { buffer, offset: 0, layer_stride: 0, layer: 0, block_stride }
+    }
+
+    /// Elements before this layer's first page.
+    pub(crate) fn base(&self) -> u64 {
+        self.offset.saturating_add(self.layer_stride.saturating_mul(self.layer.into()))
+    }
+
+    /// The same view of another handle.
+    pub(crate) fn map<'a, C>(&'a self, f: impl FnOnce(&'a B) -> Result<C>) -> Result<KvView<C>> {
+        let Self { offset, layer_stride, layer, block_stride, .. } = *self;
+        Ok(KvView { buffer: f(&self.buffer)?, offset, layer_stride, layer, block_stride })
+    }
+
+    /// Elements from the buffer's front to the end of this layer's last page, of rows of `row_elems` elements.
+    pub(crate) fn end(&self, kv: &KvSpec, row_elems: u32) -> u64 {
+        let pages = u64::from(kv.num_pages) - 1;
+        let page = u64::from(kv.page_size) * u64::from(row_elems);
+        self.base().saturating_add(pages.saturating_mul(self.block_stride)).saturating_add(page)
+    }
+
+    /// # Errors
+    /// [`Error::Alignment`], [`Error::Shape`] where pages would overlap, [`Error::BufferTooSmall`] for a buffer of `size` bytes.
+    pub(crate) fn check(&self, kv: &KvSpec, row_elems: u32, size: u64) -> Result<()> {
+        for (what, got) in [
+            ("kv offset", self.offset),
+            ("kv layer_stride", self.layer_stride),
+            ("kv block_stride", self.block_stride),
+        ] {
+            aligned(what, got, 8)?;
+        }
+        if self.block_stride < u64::from(kv.page_size) * u64::from(row_elems) {
+            let got = self.block_stride;
+            let cure = "must be at least page_size * (kv_lora_rank + qk_rope_head_dim) elements";
+            return Err(Error::Shape { what: "kv block_stride", got, cure });
+        }
+        fits("kv", self.end(kv, row_elems).saturating_mul(kv.dtype.bytes() as u64), size)
+    }
+}
+
+/// # Errors
+/// [`Error::Alignment`].
+pub(crate) fn aligned(what: &'static str, got: u64, of: u64) -> Result<()> {
+    if !got.is_multiple_of(of) {
+        return Err(Error::Alignment { what, got, of, unit: "elements" });
+    }
+    Ok(())
+}
+
+/// # Errors
+/// [`Error::BufferTooSmall`].
+pub(crate) fn fits(what: &'static str, end: u64, size: u64) -> Result<()> {
+    if end > size {
+        return Err(Error::BufferTooSmall { what, end, size });
+    }
+    Ok(())
+}
+
+/// Rows that are written must not overlap, or the result would depend on timing.
+///
+/// # Errors
+/// [`Error::Shape`].
+pub(crate) fn distinct<B>(
+    what: &'static str,
+    view: &View<B>,
+    tokens: u64,
+    heads: u64,
+    dim: u64,
+) -> Result<()> {
+    let (t, h) = (view.token_stride, view.head_stride);
+    let by_token = h >= dim && (tokens <= 1 || t >= h.saturating_mul(heads - 1).saturating_add(dim));
+    let by_head = (tokens <= 1 || t >= dim)
+        && (heads <= 1 || h >= t.saturating_mul(tokens.saturating_sub(1)).saturating_add(dim));
+    if heads > 1 && !(by_token || by_head) || heads == 1 && tokens > 1 && t < dim {
+        let cure = "token and head strides make rows overlap: nest one inside the other";
+        return Err(Error::Shape { what, got: t.min(h), cure });
+    }
+    Ok(())
+}
+
+/// # Errors
+/// [`Error::Scale`] for a factor that is not finite and above 0.
+pub(crate) fn positive(what: &'static str, got: f32) -> Result<()> {
+    if !(got.is_finite() && got > 0.0) {
+        return Err(Error::Scale { what, got });
+    }
+    Ok(())
+}
+
+/// The number of tokens in a range, and how far it reaches: not at all without a token.
+///
+/// # Errors
+/// [`Error::Shape`] for a range that ends before it begins.
+pub(crate) fn check_tokens(tokens: &std::ops::Range<u32>) -> Result<(u32, u32)> {
+    match tokens.end.checked_sub(tokens.start) {
+        Some(0) => Ok((0, 0)),
+        Some(count) => Ok((count, tokens.end)),
+        None => Err(Error::Shape {
+            what: "the end of a token range",
+            got: tokens.end.into(),
+            cure: "must not be before its start",
+        }),
+    }
+}
+
+/// # Errors
+/// [`Error::DtypeUnsupported`] for e4m3.
+pub(crate) fn wide(what: &'static str, got: Dtype) -> Result<()> {
+    if got == Dtype::E4m3 {
+        return Err(Error::DtypeUnsupported { what, got, cure: "use f32, f16 or bf16" });
+    }
+    Ok(())
+}
