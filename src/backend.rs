@@ -7,41 +7,19 @@ use crate::ops::{
     PrefillSpec, ProjectSpec, RopeAppendSpec, RopeSpec,
 };
 
-/// A device that runs every op, for code that is generic over backends: one conformance suite runs on all of them.
-///
-/// Memory of different backends is never shared silently: [`Device::upload`] and `Device::download` are the copies.
-pub trait Backend:
-    Device
-    + Kernel<MlaSpec>
-    + Kernel<MergeAttnStatesSpec>
-    + Kernel<MergeStatesSpec>
-    + Kernel<AppendSpec>
-    + Kernel<CopySpec>
-    + Kernel<GatherSpec>
-    + Kernel<CalibrateSpec>
-    + Kernel<RopeSpec>
-    + Kernel<RopeAppendSpec>
-    + Kernel<ProjectSpec>
-    + Kernel<PrefillSpec>
-    + Kernel<MlaLayerSpec>
-    + Kernel<ExpandSpec>
-{
+macro_rules! backend {
+    ($(#[$doc:meta])* $($op:ty),*) => {
+        $(#[$doc])*
+        pub trait Backend: Device $(+ Kernel<$op>)* {}
+
+        impl<D: Device $(+ Kernel<$op>)*> Backend for D {}
+    };
 }
 
-impl<D> Backend for D where
-    D: Device
-        + Kernel<MlaSpec>
-        + Kernel<MergeAttnStatesSpec>
-        + Kernel<MergeStatesSpec>
-        + Kernel<AppendSpec>
-        + Kernel<CopySpec>
-        + Kernel<GatherSpec>
-        + Kernel<CalibrateSpec>
-        + Kernel<RopeSpec>
-        + Kernel<RopeAppendSpec>
-        + Kernel<ProjectSpec>
-        + Kernel<PrefillSpec>
-        + Kernel<MlaLayerSpec>
-        + Kernel<ExpandSpec>
-{
+backend! {
+    /// A device that runs every op, for code that is generic over backends: one conformance suite runs on all of them.
+    ///
+    /// Memory of different backends is never shared silently: [`Device::upload`] and `Device::download` are the copies.
+    MlaSpec, MergeAttnStatesSpec, MergeStatesSpec, AppendSpec, CopySpec, GatherSpec, CalibrateSpec, RopeSpec, RopeAppendSpec,
+    ProjectSpec, PrefillSpec, MlaLayerSpec, ExpandSpec
 }

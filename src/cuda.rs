@@ -23,6 +23,7 @@ mod manifest_test;
 pub mod ops;
 
 pub use buffer::Buffer;
+pub use decode::decode_variants;
 pub use device::Cuda;
 pub use {cudarc, cudarc::driver::CudaStream};
 

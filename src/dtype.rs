@@ -29,6 +29,11 @@ impl Dtype {
         }
     }
 
+    /// Whether its elements are 8-bit codes, which need a scale beside them.
+    pub const fn is_fp8(self) -> bool {
+        matches!(self, Self::E4m3)
+    }
+
     /// Bytes of an element.
     pub const fn bytes(self) -> usize {
         match self {

@@ -35,7 +35,7 @@ impl<'a> KvBProj<'a> {
     /// # Errors
     /// [`Error::Shape`], [`Error::Length`] in elements, [`Error::DtypeUnsupported`] for e4m3, which has scales.
     pub fn new(dims: HeadDims, dtype: Dtype, weight: &'a [u8]) -> Result<Self> {
-        if dtype == Dtype::E4m3 {
+        if dtype.is_fp8() {
             let cure = "hand over its scales too: `KvBProj::with_block_scales`";
             return Err(Error::DtypeUnsupported {
                 what: "kv_b_proj.weight without scales",
@@ -74,7 +74,7 @@ impl<'a> KvBProj<'a> {
     /// [`Error::DtypeUnsupported`] for e4m3; [`Error::WeightRange`] for a weight that is not finite, or that `dtype` has no finite
     /// number for, as f16 for those from 65,520 up; [`Error::OutOfMemory`].
     pub fn prepare(&self, dtype: Dtype) -> Result<Vec<u8>> {
-        if dtype == Dtype::E4m3 {
+        if dtype.is_fp8() {
             let cure = "use f32, f16 or bf16: they hold every e4m3 weight";
             return Err(Error::DtypeUnsupported { what: "a prepared kv_b_proj", got: dtype, cure });
         }

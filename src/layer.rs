@@ -36,7 +36,7 @@ use crate::ops::{
     RopeLayout,
 };
 use crate::tables::Capacity;
-use crate::view::{KvView, View};
+use crate::view::{KvView, View, wide};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Policy, Result, Tiling};
 
 /// What a layer is compiled for: the same for all layers of a model.
@@ -97,9 +97,7 @@ impl MlaLayerSpec {
     pub fn check(&self) -> Result<()> {
         self.mla().check()?;
         for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
-            if got == Dtype::E4m3 {
-                return Err(Error::DtypeUnsupported { what, got, cure: "use f32, f16 or bf16" });
-            }
+            wide(what, got)?;
         }
         for (what, got) in [("qk_nope_head_dim", self.qk_nope_head_dim), ("v_head_dim", self.v_head_dim)] {
             if !(8..=256).contains(&got) || !got.is_multiple_of(8) {

@@ -107,7 +107,7 @@ impl MlaSpec {
     pub fn check(&self) -> Result<()> {
         self.shape.check()?;
         self.kv.check()?;
-        if self.out == Dtype::E4m3 {
+        if self.out.is_fp8() {
             return Err(Error::DtypeUnsupported { what: "out", got: self.out, cure: "use f32, f16 or bf16" });
         }
         Ok(())

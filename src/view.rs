@@ -191,9 +191,9 @@ pub(crate) fn check_tokens(tokens: &std::ops::Range<u32>) -> Result<(u32, u32)> 
 }
 
 /// # Errors
-/// [`Error::DtypeUnsupported`] for e4m3.
+/// [`Error::DtypeUnsupported`] for FP8.
 pub(crate) fn wide(what: &'static str, got: Dtype) -> Result<()> {
-    if got == Dtype::E4m3 {
+    if got.is_fp8() {
         return Err(Error::DtypeUnsupported { what, got, cure: "use f32, f16 or bf16" });
     }
     Ok(())

@@ -15,25 +15,26 @@ COMMON += ["src/ops/op.rs", "src/ops/variants.rs"]
 DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/decode.rs", "src/ops/decode.rs", "src/tables.rs"]
 
 
-def small(op, *others):
-    return [*COMMON, f"{GPU}/ops.rs", f"{GPU}/ops/table.rs", f"{GPU}/ops/{op}.rs", f"src/ops/{op}.rs", *(f"{GPU}/{name}.rs" for name in others)]
+# What small ops are made of beside what all are: files of src/gpu, and patterns of src.
+MORE = {
+    "kv_append": ["gpu/ops/e4m3_scale"],
+    "kv_gather": ["gpu/ops/e4m3_scale"],
+    "rope_append": ["gpu/ops/rope", "gpu/ops/kv_append", "gpu/ops/e4m3_scale"],
+    "head_project": ["gpu/kernels/project", "gpu/kernels/decode/coop", "gpu/kernels/decode/plain"],
+    "mla_prefill": ["gpu/kernels/prefill", "gpu/kernels/prefill/*", "ops/mla_prefill/*"],
+    "batch_tables": ["ops/batch_tables/*"],
+}
 
 
-# By op: the Rust files that compose and dispatch its kernels.
+def small(op):
+    return [*COMMON, f"{GPU}/ops.rs", f"{GPU}/ops/table.rs", f"{GPU}/ops/{op}.rs", f"src/ops/{op}.rs", *(f"src/{name}.rs" for name in MORE.get(op, []))]
+
+
+# By op: the Rust files that compose and dispatch its kernels. Each file of src/gpu/ops that has one of this name in src/ops is one.
 RUST = {
     "decode_plain": [*DECODE, f"{GPU}/kernels/decode/plain.rs"],
     "decode_coop": [*DECODE, f"{GPU}/kernels/decode/coop.rs", f"{GPU}/kernels/decode/plain.rs"],
-    "merge_attn_states": small("merge_attn_states"),
-    "merge_states": small("merge_states"),
-    "kv_append": small("kv_append", "ops/e4m3_scale"),
-    "kv_copy_pages": small("kv_copy_pages"),
-    "kv_gather": small("kv_gather", "ops/e4m3_scale"),
-    "kv_calibrate": small("kv_calibrate"),
-    "rope": small("rope"),
-    "rope_append": small("rope_append", "ops/rope", "ops/kv_append", "ops/e4m3_scale"),
-    "head_project": small("head_project", "kernels/project", "kernels/decode/coop", "kernels/decode/plain"),
-    "mla_prefill": [*small("mla_prefill", "kernels/prefill", "kernels/prefill/*"), "src/ops/mla_prefill/*.rs"],
-    "batch_tables": [*small("batch_tables"), "src/ops/batch_tables/*.rs"],
+    **{path.stem: small(path.stem) for path in sorted((ROOT / GPU / "ops").glob("*.rs")) if (ROOT / "src/ops" / path.name).exists()},
 }
 
 

@@ -8,13 +8,18 @@ use args::{Args, Copying};
 use step::Tables;
 use variants::{Body, Compiled, Kernel as Chosen, Tile, VARIANTS};
 
+/// The names of the variants, in dispatch order.
+pub fn decode_variants() -> impl Iterator<Item = &'static str> {
+    VARIANTS.iter().map(|variant| variant.name)
+}
+
 use super::kernels::{MOST_STRIDE, TensorMap, address, code};
 use super::{Buffer, Cuda, Function};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, Layer};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
-use crate::{Dtype, Error, MlaSpec, Result};
+use crate::{Dtype, MlaSpec, Result};
 
 /// The kernels of a decode.
 #[derive(Debug)]
@@ -57,12 +62,12 @@ impl Kernel<MlaSpec> for Cuda {
     type Binding = Bound;
 
     fn kernel_variants(&self, spec: &MlaSpec) -> Vec<Candidate> {
-        candidates(&VARIANTS, self.card(), &(*spec, spec.shape.num_heads))
+        candidates(VARIANTS, self.card(), &(*spec, spec.shape.num_heads))
     }
 
     fn kernel_compile(&self, spec: &MlaSpec, options: &DecodeOptions) -> Result<(Functions, Tiling, Choice)> {
         let request = (*spec, spec.shape.num_heads * options.query_tokens.clamp(1, 64));
-        let (chosen, choice) = choose(&VARIANTS, self.card(), &request, options.variant.as_deref())?;
+        let (chosen, choice) = choose(VARIANTS, self.card(), &request, options.variant.as_deref())?;
         let tiling = options.tiling.unwrap_or(tiling(self, &chosen));
         let merges = match spec.shape.kv_lora_rank {
             512 => ["mla_merge_few_512", "mla_merge_many_512"],
@@ -224,7 +229,7 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
 impl Cuda {
     /// Whether a variant on tensor cores is selected for a spec.
     pub(crate) fn has_matrices_for(&self, spec: &MlaSpec) -> bool {
-        let choice = choose(&VARIANTS, self.card(), &(*spec, spec.shape.num_heads), None);
+        let choice = choose(VARIANTS, self.card(), &(*spec, spec.shape.num_heads), None);
         choice.is_ok_and(|(_, choice)| choice.rounds_weights)
     }
 }
@@ -249,7 +254,11 @@ impl Functions {
             Body::TensorCopies { tokens, .. } if boxes => {
                 (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
             }
-            Body::TensorCopies { otherwise, .. } => (Split::of_tile(cuda, spec, otherwise)?, None, chunks),
+            Body::TensorCopies { otherwise, .. } => {
+                let request = (*spec, spec.shape.num_heads);
+                let (kernel, _) = choose(VARIANTS, cuda.card(), &request, Some(otherwise))?;
+                (Split::new(cuda, kernel.compiled)?, None, chunks)
+            }
             Body::Warpgroups { tokens, .. } if boxes && spec.kv.page_size.is_multiple_of(tokens) => {
                 (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
             }
@@ -265,22 +274,19 @@ impl Split {
         kernel.allow_shared(compiled.shared_bytes)?;
         Ok(Self { compiled, kernel })
     }
-
-    fn of_tile(cuda: &Cuda, spec: &MlaSpec, tile: &Tile) -> Result<Self> {
-        let unavailable = |why: String| Error::VariantUnavailable { name: tile.name.to_owned(), why };
-        tile.runs_on(cuda.card(), spec).map_err(unavailable)?;
-        Self::new(cuda, tile.compiled(spec).map_err(unavailable)?)
-    }
 }
 
 #[cfg(test)]
 pub(super) mod tests {
     use wgpu_mla_ptx::Entry;
 
-    use super::variants::TILES;
     use super::*;
+    use crate::cuda::caps::Card;
     use crate::cuda::manifest_test::{compare, takes};
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
+
+    /// Every variant runs there.
+    const HOPPER: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
 
     /// The kernels of decodes that a spec can ask for, and the merges.
     pub(in crate::cuda) fn entries() -> Vec<&'static Entry> {
@@ -294,9 +300,10 @@ pub(super) mod tests {
                     let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
                     let kv = KvSpec { dtype, page_size: 64, num_pages: 4 };
                     let spec = MlaSpec { shape, kv, query, out: Dtype::F32 };
-                    for (tile, compiled) in
-                        TILES.iter().filter_map(|tile| Some((tile, tile.compiled(&spec).ok()?)))
-                    {
+                    let all = candidates(VARIANTS, &HOPPER, &(spec, 16));
+                    for name in all.iter().filter(|one| one.lacks.is_none()).map(|one| one.name) {
+                        let (Chosen { tile, compiled }, _) =
+                            choose(VARIANTS, &HOPPER, &(spec, 16), Some(name)).expect("it runs");
                         let entry = compiled.entry;
                         compare::<Args>(entry);
                         let by_map = matches!(tile.body, Body::TensorCopies { .. } | Body::Warpgroups { .. });

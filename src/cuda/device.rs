@@ -92,7 +92,7 @@ impl Cuda {
     }
 
     /// The kernel that has a name for itself, loaded once.
-    pub(super) fn kernel(&self, name: &'static str) -> Result<Function> {
+    pub(super) fn kernel(&self, name: &str) -> Result<Function> {
         let missing = || Error::Cuda { what: "to find a kernel", detail: format!("none is called {name}") };
         self.load(ptx::named(name).ok_or_else(missing)?)
     }

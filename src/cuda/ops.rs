@@ -25,19 +25,6 @@ const THREADS: u32 = 256;
 /// The kernels divide numbers below 2^31, those of the last block's idle threads included.
 const MAX_ITEMS: u32 = (1 << 31) - 1024;
 
-/// The entry of a dtype. The specs refuse e4m3 where no entry has its name.
-macro_rules! entry_of {
-    ($prefix:literal, $dtype:expr) => {
-        match $dtype {
-            crate::Dtype::F32 => concat!($prefix, "_f32"),
-            crate::Dtype::F16 => concat!($prefix, "_f16"),
-            crate::Dtype::Bf16 => concat!($prefix, "_bf16"),
-            crate::Dtype::E4m3 => concat!($prefix, "_e4m3"),
-        }
-    };
-}
-use entry_of;
-
 /// `Divisor` of divisor.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -91,24 +78,24 @@ pub(super) mod tests {
         let mut found = Vec::new();
         for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
             found.extend([
-                takes::<MergeArgs<u32>>(entry_of!("merge_attn_states_units1", input)),
-                takes::<MergeArgs<u32>>(entry_of!("merge_attn_states_units2", input)),
-                takes::<MergeArgs<u64>>(entry_of!("merge_attn_states_elements", input)),
+                takes::<MergeArgs<u32>>(&format!("merge_attn_states_units1_{input}")),
+                takes::<MergeArgs<u32>>(&format!("merge_attn_states_units2_{input}")),
+                takes::<MergeArgs<u64>>(&format!("merge_attn_states_elements_{input}")),
             ]);
             let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-            found.push(takes::<CalibrateArgs>(calibrate_entry(&CalibrateSpec { shape, input })));
+            found.push(takes::<CalibrateArgs>(&calibrate_entry(&CalibrateSpec { shape, input })));
             for dtype in Dtype::ALL {
                 let kv = KvSpec { dtype, page_size: 64, num_pages: 1 };
                 let append = AppendSpec { shape, kv, input };
-                found.push(takes::<AppendArgs>(append_entry(&append)));
+                found.push(takes::<AppendArgs>(&append_entry(&append)));
                 let layout = RopeLayout::Interleaved;
                 let rope = RopeAppendSpec { append, query: input, num_heads: 1, layout };
-                found.push(takes::<RopeAppendArgs>(rope_append_entry(&rope)));
+                found.push(takes::<RopeAppendArgs>(&rope_append_entry(&rope)));
                 if dtype == Dtype::F32 {
-                    found.push(takes::<RopeArgs>(rope_entry(&rope.rope())));
+                    found.push(takes::<RopeArgs>(&rope_entry(&rope.rope())));
                 }
                 let gather = GatherSpec { shape, kv, output: input };
-                found.push(takes::<GatherArgs>(gather_entry(&gather)));
+                found.push(takes::<GatherArgs>(&gather_entry(&gather)));
             }
         }
         found.push(takes::<GatherArgs>("kv_gather_e4m3_e4m3"));

@@ -130,7 +130,8 @@ mod tests {
                 "mla_prefill" => vec![mla_prefill::host_layout()],
                 "rope" => vec![rope::host_layout()],
                 "rope_append" => [&append[..], &[rope::host_layout(), rope_append::host_layout()]].concat(),
-                _ => vec![kv_copy_pages::host_layout()],
+                "kv_copy_pages" => vec![kv_copy_pages::host_layout()],
+                other => panic!("{other} has no layout here"),
             };
             for (name, host, size) in layouts {
                 let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();

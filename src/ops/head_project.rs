@@ -164,7 +164,7 @@ impl Op for ProjectSpec {
         for (what, got) in
             [("a projection's input", self.input), ("its weight", self.weight), ("its output", self.output)]
         {
-            if got == Dtype::E4m3 {
+            if got.is_fp8() {
                 return Err(Error::DtypeUnsupported { what, got, cure });
             }
         }

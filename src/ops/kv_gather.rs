@@ -81,7 +81,7 @@ pub(crate) struct Pieces {
 impl GatherSpec {
     /// Whether codes become what they stand for.
     pub(crate) fn dequantises(&self) -> bool {
-        self.kv.dtype == Dtype::E4m3 && self.output != Dtype::E4m3
+        self.kv.dtype.is_fp8() && !self.output.is_fp8()
     }
 
     /// Checks ranges, and the page ids that they need, and cuts them at the ends of pages.
@@ -183,7 +183,7 @@ impl Op for GatherSpec {
 
     fn check(&self) -> Result<()> {
         MlaSpec { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }.check()?;
-        if self.output == Dtype::E4m3 && self.kv.dtype != Dtype::E4m3 {
+        if self.output.is_fp8() && self.kv.dtype != self.output {
             let cure = "use f32, f16 or bf16; `kv_append` is what makes e4m3 codes";
             return Err(Error::DtypeUnsupported {
                 what: "the output of this gather",

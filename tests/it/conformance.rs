@@ -58,21 +58,8 @@ fn on_wgpu() -> Vec<Test> {
 #[cfg(feature = "cuda")]
 fn on_cuda() -> Vec<Test> {
     use mla_support::cuda;
-    const VARIANTS: [Option<&str>; 12] = [
-        None,
-        Some("rows16_wgmma"),
-        Some("rows32_wgmma"),
-        Some("rows64_wgmma"),
-        Some("rows16_tma"),
-        Some("rows16"),
-        Some("rows32"),
-        Some("rows64"),
-        Some("rows16_small"),
-        Some("rows32_small"),
-        Some("rows64_small"),
-        Some("simple"),
-    ];
-    let mut tests = of_backend("cuda", cuda, &VARIANTS, Cases::Full, |_, _| true);
+    let variants: Vec<_> = [None].into_iter().chain(wgpu_mla::cuda::decode_variants().map(Some)).collect();
+    let mut tests = of_backend("cuda", cuda, &variants, Cases::Full, |_, _| true);
     let any = || cuda().map(AnyBackend::from);
     tests.extend(of_backend("any_cuda", any, &[None], Cases::Full, |_, _| true));
     tests

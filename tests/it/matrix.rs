@@ -34,7 +34,8 @@ fn representatives_take_every_dims_and_dtype() {
     for place in 0..WGPU_VARIANTS.len() {
         let mut session = Session::new(&cpu);
         (session.place, session.cases) = (place, Cases::Representative);
-        let mut taken = [vec![false; SUPPORTED_DIMS.len()], vec![false; 4], vec![false; 4]];
+        let mut taken =
+            [vec![false; SUPPORTED_DIMS.len()], vec![false; Dtype::ALL.len()], vec![false; Dtype::ALL.len()]];
         for turn in 0..SUPPORTED_DIMS.len() {
             for (cache, query) in all.clone().flat_map(|cache| all.clone().map(move |query| (cache, query))) {
                 if session.takes(turn, cache, query) {
@@ -57,7 +58,7 @@ fn matrix((place, variant): (usize, &'static str), (turn, dims): (usize, (u32, u
             }
             for heads in session.one_in(2, HEADS) {
                 let policy = [Policy::FixedTokens(32), Policy::OneSplit][cache_turn % 2];
-                let slicing = [Slicing::Split, Slicing::Whole][cache_turn / 2];
+                let slicing = [Slicing::Split, Slicing::Whole][cache_turn / 2 % 2];
                 let sequences = sequences(&[(45, 1), (7, 2)]);
                 let problem = Make { dims, cache, query, heads, sequences, ..Make::default() }.build();
                 session.check(&problem, &How { policy, slicing, ..How::default() });

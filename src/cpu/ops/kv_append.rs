@@ -1,12 +1,12 @@
 //! `kv_append` on host memory.
 
 use super::raw;
+use crate::Result;
 use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
 use crate::ops::{AppendLayer, AppendSpec};
-use crate::{Dtype, Result};
 
 impl HostOp for AppendSpec {
     /// Slots, `u32::MAX` for a token that is skipped.
@@ -44,9 +44,9 @@ impl HostOp for AppendSpec {
                     store_elements(locked.words(2), 4, words(row + column), words(dim), bits);
                     continue;
                 }
-                let bits = |i: usize| match cache {
-                    Dtype::E4m3 => bits_of(cache, input.decode_at(from, at + i) / args.k_scale),
-                    _ => bits_of(cache, input.decode_at(from, at + i)),
+                let bits = |i: usize| {
+                    let element = input.decode_at(from, at + i);
+                    bits_of(cache, if cache.is_fp8() { element / args.k_scale } else { element })
                 };
                 store_elements(locked.words(2), cache.bytes(), row + column, dim, bits);
             }

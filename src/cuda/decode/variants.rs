@@ -1,6 +1,6 @@
 //! The variants of the decode in dispatch order, and which of them runs where. Pure.
 
-use wgpu_mla_ptx::{Entry, find};
+use wgpu_mla_ptx::{ENTRIES, Entry, find};
 
 use crate::cuda::caps::Card;
 use crate::ops::variants::Variant;
@@ -16,35 +16,37 @@ pub(super) struct Kernel {
     pub compiled: Compiled,
 }
 
+/// A variant of a name, which is in its entries' names too: query rows of a tile, and how it multiplies.
+macro_rules! variant {
+    ($name:literal, $rows:literal, $body:expr) => {{
+        const TILE: &Tile = &Tile { name: $name, rows: $rows, body: $body };
+        let variant = Variant::new($name, |card, (spec, _)| TILE.kernel(card, spec)).costing(cost);
+        if TILE.on_matrices() { variant.rounding_weights() } else { variant }
+    }};
+}
+
 /// In dispatch order: of those on tensor cores that run the cheapest is taken, else the last, which runs everywhere.
-pub(super) const VARIANTS: [Variant<Card, Request, Kernel>; 11] = [
-    on_matrices::<0>(),
-    on_matrices::<1>(),
-    on_matrices::<2>(),
-    on_matrices::<3>(),
-    on_matrices::<4>(),
-    on_matrices::<5>(),
-    on_matrices::<6>(),
-    on_matrices::<7>(),
-    on_matrices::<8>(),
-    on_matrices::<9>(),
-    Variant::new(TILES[10].name, kernel::<10>).costing(|_, _| u32::MAX),
+pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
+    variant!("rows64_wgmma", 64, Body::Warpgroups { tokens: 32, swapped: false }),
+    variant!("rows32_wgmma", 32, Body::Warpgroups { tokens: 8, swapped: true }),
+    variant!("rows16_wgmma", 16, Body::Warpgroups { tokens: 8, swapped: true }),
+    variant!("rows64", 64, Body::Matrices),
+    variant!("rows32", 32, Body::Matrices),
+    variant!("rows64_small", 64, Body::Matrices),
+    variant!("rows32_small", 32, Body::Matrices),
+    variant!("rows16_tma", 16, Body::TensorCopies { tokens: 16, otherwise: "rows16" }),
+    variant!("rows16", 16, Body::Matrices),
+    variant!("rows16_small", 16, Body::Matrices),
+    variant!("simple", 8, Body::Simple),
 ];
-
-const fn on_matrices<const N: usize>() -> Variant<Card, Request, Kernel> {
-    Variant::new(TILES[N].name, kernel::<N>).rounding_weights().costing(cost)
-}
-
-fn kernel<const N: usize>(card: &Card, (spec, _): &Request) -> Result<Kernel, String> {
-    let tile = &TILES[N];
-    tile.runs_on(card, spec)?;
-    Ok(Kernel { tile, compiled: tile.compiled(spec)? })
-}
 
 /// Each tile reads the cache once more, which is worth about 16 rows of arithmetic. Matrices of warpgroups multiply 64 rows as fast as
 /// others do 36.
 fn cost(&(_, query_rows): &Request, kernel: &Kernel) -> u32 {
     let tile = kernel.tile;
+    if !tile.on_matrices() {
+        return u32::MAX;
+    }
     let arithmetic =
         if matches!(tile.body, Body::Warpgroups { swapped: false, .. }) { 36 } else { tile.rows };
     query_rows.div_ceil(tile.rows) * (arithmetic + 16)
@@ -57,8 +59,6 @@ pub(super) struct Tile {
     pub name: &'static str,
     /// Query rows of a tile.
     pub rows: u32,
-    /// Only 512/64 is compiled.
-    deepseek_only: bool,
     pub body: Body,
 }
 
@@ -67,34 +67,14 @@ pub(super) struct Tile {
 pub(super) enum Body {
     /// On tensor cores (`mma`), by copies of 16 bytes.
     Matrices,
-    /// The same by tensor copies (TMA) of boxes of so many tokens; `otherwise` has the same tiles, for a cache that they cannot take.
-    TensorCopies { tokens: u32, otherwise: &'static Tile },
+    /// The same by tensor copies (TMA) of boxes of so many tokens; the variant `otherwise` has the same tiles, for a cache that they
+    /// cannot take.
+    TensorCopies { tokens: u32, otherwise: &'static str },
     /// On Hopper's tensor cores (`wgmma`), which no other card has, by tensor copies of boxes of so many tokens where pages are a multiple of them.
     /// `swapped`: query rows are columns of the matrices (`swap AB`).
     Warpgroups { tokens: u32, swapped: bool },
     /// On no tensor cores.
     Simple,
-}
-
-/// What [`VARIANTS`] are made of, in their order.
-pub(super) static TILES: [Tile; 11] = [
-    Tile { body: Body::Warpgroups { tokens: 32, swapped: false }, ..matrices("rows64_wgmma", 64, true) },
-    Tile { body: Body::Warpgroups { tokens: 8, swapped: true }, ..matrices("rows32_wgmma", 32, true) },
-    Tile { body: Body::Warpgroups { tokens: 8, swapped: true }, ..matrices("rows16_wgmma", 16, true) },
-    matrices("rows64", 64, true),
-    matrices("rows32", 32, true),
-    matrices("rows64_small", 64, true),
-    matrices("rows32_small", 32, true),
-    Tile { body: Body::TensorCopies { tokens: 16, otherwise: &ROWS16 }, ..matrices("rows16_tma", 16, true) },
-    matrices("rows16", 16, false),
-    matrices("rows16_small", 16, true),
-    Tile { body: Body::Simple, ..matrices("simple", 8, false) },
-];
-
-static ROWS16: Tile = matrices("rows16", 16, false);
-
-const fn matrices(name: &'static str, rows: u32, deepseek_only: bool) -> Tile {
-    Tile { name, rows, deepseek_only, body: Body::Matrices }
 }
 
 /// What a card has for the variants by tensor copies: where there is less, a block is alone and waits for its copies. Not made for it.
@@ -111,11 +91,16 @@ pub(super) struct Compiled {
 }
 
 impl Tile {
+    fn kernel(&'static self, card: &Card, spec: &MlaSpec) -> Result<Kernel, String> {
+        self.runs_on(card, spec)?;
+        Ok(Kernel { tile: self, compiled: self.compiled(spec)? })
+    }
+
     /// What keeps it from running; `Ok` where nothing does.
     ///
     /// # Errors
     /// A sentence that names what is missing.
-    pub fn runs_on(&self, card: &Card, spec: &MlaSpec) -> Result<(), String> {
+    fn runs_on(&self, card: &Card, spec: &MlaSpec) -> Result<(), String> {
         let compiled = self.compiled(spec)?;
         match self.body {
             Body::TensorCopies { .. } if !card.tma || card.shared_bytes < TMA_SHARED_BYTES => {
@@ -136,46 +121,41 @@ impl Tile {
             let (need, has) = (compiled.shared_bytes, card.shared_bytes);
             return Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"));
         }
-        if self.on_matrices() && spec.kv.dtype == Dtype::E4m3 && card.capability < 89 {
+        if self.on_matrices() && spec.kv.dtype.is_fp8() && card.capability < 89 {
             return Err(format!("compute capability {} converts no FP8: 89 does", card.capability));
         }
         Ok(())
     }
 
     /// Whether it is on tensor cores.
-    pub fn on_matrices(&self) -> bool {
-        self.body != Body::Simple
+    pub const fn on_matrices(&self) -> bool {
+        !matches!(self.body, Body::Simple)
     }
 
     /// Its kernel for a spec.
     ///
     /// # Errors
     /// A sentence about why there is none.
-    pub fn compiled(&self, spec: &MlaSpec) -> Result<Compiled, String> {
+    fn compiled(&self, spec: &MlaSpec) -> Result<Compiled, String> {
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
-        let module = match (self.body, spec.kv.dtype) {
-            (Body::Simple, dtype) => {
+        let (dtype, has) = (spec.kv.dtype, |module: &str| ENTRIES.iter().any(|entry| entry.module == module));
+        let body = match self.body {
+            Body::Simple => {
                 let entry = find("mla_decode_simple", &format!("mla_decode_{dtype}_{latent}_{rope}"));
                 return Ok(entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?.into());
             }
-            (_, Dtype::F32) => return Err("an f32 cache is not multiplied by tensor cores".into()),
-            (Body::Matrices, Dtype::F16) => "mla_decode_f16",
-            (Body::Matrices, Dtype::Bf16) => "mla_decode_bf16",
-            (Body::Matrices, Dtype::E4m3) => "mla_decode_e4m3",
-            (Body::TensorCopies { .. }, Dtype::F16) => "mla_decode_tma_f16",
-            (Body::TensorCopies { .. }, Dtype::Bf16) => "mla_decode_tma_bf16",
-            (Body::TensorCopies { .. }, Dtype::E4m3) => "mla_decode_tma_e4m3",
-            (Body::Warpgroups { swapped: false, .. }, Dtype::F16) => "mla_decode_wgmma_f16",
-            (Body::Warpgroups { swapped: false, .. }, Dtype::Bf16) => "mla_decode_wgmma_bf16",
-            (Body::Warpgroups { swapped: true, .. }, Dtype::F16) => "mla_decode_swap_f16",
-            (Body::Warpgroups { swapped: true, .. }, Dtype::Bf16) => "mla_decode_swap_bf16",
-            (Body::Warpgroups { .. }, Dtype::E4m3) => {
-                return Err("an e4m3 cache is not multiplied by matrices of warpgroups".into());
-            }
+            Body::Matrices => "",
+            Body::TensorCopies { .. } => "tma_",
+            Body::Warpgroups { swapped: false, .. } => "wgmma_",
+            Body::Warpgroups { swapped: true, .. } => "swap_",
         };
+        let module = format!("mla_decode_{body}{dtype}");
+        if !has(&module) {
+            return Err(format!("no such kernel for tensor cores reads an {dtype} cache"));
+        }
         let parts = if splits_queries(spec) { "_split" } else { "" };
         let name = format!("mla_decode_{latent}_{rope}_{}{parts}", self.name);
-        let entry = find(module, &name).ok_or_else(|| {
+        let entry = find(&module, &name).ok_or_else(|| {
             let parts = if parts.is_empty() { "" } else { " with a query in two parts" };
             format!("no kernel for {latent}/{rope}{parts}")
         })?;
@@ -202,7 +182,7 @@ mod tests {
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
     fn chosen(card: &Card, spec: &MlaSpec, query_rows: u32) -> &'static Tile {
-        choose(&VARIANTS, card, &(*spec, query_rows), None).expect("some variant runs everywhere").0.tile
+        choose(VARIANTS, card, &(*spec, query_rows), None).expect("some variant runs everywhere").0.tile
     }
 
     const H200: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
@@ -229,7 +209,6 @@ mod tests {
                         let on_matrices =
                             cache != Dtype::F32 && (cache != Dtype::E4m3 || card.capability >= 89);
                         assert_eq!(tile.on_matrices(), on_matrices, "{card:?} {spec:?}: {}", tile.name);
-                        tile.compiled(&spec).expect("its kernel");
                     }
                 }
             }

@@ -3,11 +3,11 @@
 use cudarc::driver::DeviceRepr;
 
 use super::table::Table;
-use super::{Divisor, THREADS, address, checked_items, entry_of, stride};
+use super::{Divisor, THREADS, address, checked_items, stride};
+use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{AppendLayer, AppendSpec, Choice, Kernel, OpOptions};
-use crate::{Dtype, Result};
 
 /// `TOKENS_PER_THREAD` of kv_append.cu.
 const TOKENS_PER_THREAD: u32 = 4;
@@ -120,7 +120,7 @@ impl Kernel<AppendSpec> for Cuda {
     type Binding = Layer;
 
     fn kernel_compile(&self, spec: &AppendSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
-        let kernel = self.kernel(append_entry(spec))?;
+        let kernel = self.kernel(&append_entry(spec))?;
         Ok((kernel, (), only(options)?))
     }
 
@@ -183,13 +183,8 @@ fn items(spec: &AppendSpec, tokens: u32) -> Result<u32> {
     checked_items("items of an append", items, "append in several steps")
 }
 
-pub(super) fn append_entry(spec: &AppendSpec) -> &'static str {
-    match spec.input {
-        Dtype::F32 => entry_of!("kv_append_f32", spec.kv.dtype),
-        Dtype::F16 => entry_of!("kv_append_f16", spec.kv.dtype),
-        Dtype::Bf16 => entry_of!("kv_append_bf16", spec.kv.dtype),
-        Dtype::E4m3 => entry_of!("kv_append_e4m3", spec.kv.dtype),
-    }
+pub(super) fn append_entry(spec: &AppendSpec) -> String {
+    format!("kv_append_{}_{}", spec.input, spec.kv.dtype)
 }
 
 #[cfg(test)]

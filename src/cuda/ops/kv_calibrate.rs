@@ -5,7 +5,7 @@ use std::ops::Range;
 use cudarc::driver::DeviceRepr;
 
 use super::table::Table;
-use super::{Divisor, THREADS, address, checked_items, entry_of, stride};
+use super::{Divisor, THREADS, address, checked_items, stride};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
@@ -48,7 +48,7 @@ impl Kernel<CalibrateSpec> for Cuda {
     type Binding = Layer;
 
     fn kernel_compile(&self, spec: &CalibrateSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
-        let kernel = self.kernel(calibrate_entry(spec))?;
+        let kernel = self.kernel(&calibrate_entry(spec))?;
         Ok((kernel, (), only(options)?))
     }
 
@@ -118,6 +118,6 @@ fn items(spec: &CalibrateSpec, tokens: u32) -> Result<u32> {
     checked_items("items of a calibration", items, "calibrate in several steps")
 }
 
-pub(super) fn calibrate_entry(spec: &CalibrateSpec) -> &'static str {
-    entry_of!("kv_calibrate", spec.input)
+pub(super) fn calibrate_entry(spec: &CalibrateSpec) -> String {
+    format!("kv_calibrate_{}", spec.input)
 }

@@ -3,11 +3,11 @@
 use cudarc::driver::DeviceRepr;
 
 use super::table::Table;
-use super::{Divisor, MAX_ITEMS, THREADS, address, entry_of, stride};
+use super::{Divisor, MAX_ITEMS, THREADS, address, stride};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Gather, GatherBatch, GatherSpec, Kernel, OpOptions};
-use crate::{Dtype, Error, Result};
+use crate::{Error, Result};
 
 /// `PLACES_PER_THREAD` of kv_gather.cu.
 const PLACES_PER_THREAD: u32 = 8;
@@ -47,7 +47,7 @@ impl Kernel<GatherSpec> for Cuda {
     type Binding = Layer;
 
     fn kernel_compile(&self, spec: &GatherSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
-        let kernel = self.kernel(gather_entry(spec))?;
+        let kernel = self.kernel(&gather_entry(spec))?;
         Ok((kernel, (), only(options)?))
     }
 
@@ -134,11 +134,6 @@ fn max_pieces(spec: &GatherSpec) -> u32 {
     places / spec.kv.page_size
 }
 
-pub(super) fn gather_entry(spec: &GatherSpec) -> &'static str {
-    match spec.kv.dtype {
-        Dtype::F32 => entry_of!("kv_gather_f32", spec.output),
-        Dtype::F16 => entry_of!("kv_gather_f16", spec.output),
-        Dtype::Bf16 => entry_of!("kv_gather_bf16", spec.output),
-        Dtype::E4m3 => entry_of!("kv_gather_e4m3", spec.output),
-    }
+pub(super) fn gather_entry(spec: &GatherSpec) -> String {
+    format!("kv_gather_{}_{}", spec.kv.dtype, spec.output)
 }

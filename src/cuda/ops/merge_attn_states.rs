@@ -2,7 +2,7 @@
 
 use cudarc::driver::DeviceRepr;
 
-use super::{Divisor, MAX_ITEMS, THREADS, entry_of};
+use super::{Divisor, MAX_ITEMS, THREADS};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeAttnStatesSpec, MergeStates, OpOptions};
@@ -87,10 +87,10 @@ impl Kernel<MergeAttnStatesSpec> for Cuda {
         spec: &MergeAttnStatesSpec,
         options: &OpOptions,
     ) -> Result<(Functions, (), Choice)> {
-        let kernel = |entry| self.kernel(entry);
-        let one = kernel(entry_of!("merge_attn_states_units1", spec.dtype))?;
-        let two = kernel(entry_of!("merge_attn_states_units2", spec.dtype))?;
-        let elements = kernel(entry_of!("merge_attn_states_elements", spec.dtype))?;
+        let kernel = |entry: &str| self.kernel(entry);
+        let one = kernel(&format!("merge_attn_states_units1_{}", spec.dtype))?;
+        let two = kernel(&format!("merge_attn_states_units2_{}", spec.dtype))?;
+        let elements = kernel(&format!("merge_attn_states_elements_{}", spec.dtype))?;
         Ok((Functions { units: [one, two], elements }, (), only(options)?))
     }
 

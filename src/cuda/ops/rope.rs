@@ -5,7 +5,7 @@ use std::ops::Range;
 use cudarc::driver::DeviceRepr;
 
 use super::range::TokenTable;
-use super::{Divisor, address, checked_items, entry_of, stride};
+use super::{Divisor, address, checked_items, stride};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
@@ -83,7 +83,7 @@ impl Kernel<RopeSpec> for Cuda {
     type Binding = Layer;
 
     fn kernel_compile(&self, spec: &RopeSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
-        Ok((self.kernel(rope_entry(spec))?, (), only(options)?))
+        Ok((self.kernel(&rope_entry(spec))?, (), only(options)?))
     }
 
     fn kernel_step(&self, _: &RopeSpec, _: &Function, max_tokens: u32) -> Result<TokenTable> {
@@ -144,6 +144,6 @@ fn items(spec: &RopeSpec, tokens: u32) -> Result<u32> {
     checked_items("items of a rotation", u64::from(tokens).saturating_mul(units), CURE)
 }
 
-pub(super) fn rope_entry(spec: &RopeSpec) -> &'static str {
-    entry_of!("rope", spec.dtype)
+pub(super) fn rope_entry(spec: &RopeSpec) -> String {
+    format!("rope_{}", spec.dtype)
 }

@@ -5,11 +5,11 @@ use cudarc::driver::DeviceRepr;
 use super::kv_append::AppendArgs;
 use super::rope::{CURE, Rows, THREADS};
 use super::table::Table;
-use super::{Divisor, checked_items, code, entry_of};
+use super::{Divisor, checked_items, code};
+use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendSpec};
-use crate::{Dtype, Result};
 
 /// Lanes of a warp, of which a token's items begin at multiples.
 const LANES: u32 = 32;
@@ -43,7 +43,7 @@ impl Kernel<RopeAppendSpec> for Cuda {
     type Binding = Layer;
 
     fn kernel_compile(&self, spec: &RopeAppendSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
-        let kernel = self.kernel(rope_append_entry(spec))?;
+        let kernel = self.kernel(&rope_append_entry(spec))?;
         Ok((kernel, (), only(options)?))
     }
 
@@ -142,11 +142,6 @@ impl Items {
     }
 }
 
-pub(super) fn rope_append_entry(spec: &RopeAppendSpec) -> &'static str {
-    match spec.append.input {
-        Dtype::F32 => entry_of!("rope_append_f32", spec.append.kv.dtype),
-        Dtype::F16 => entry_of!("rope_append_f16", spec.append.kv.dtype),
-        Dtype::Bf16 => entry_of!("rope_append_bf16", spec.append.kv.dtype),
-        Dtype::E4m3 => entry_of!("rope_append_e4m3", spec.append.kv.dtype),
-    }
+pub(super) fn rope_append_entry(spec: &RopeAppendSpec) -> String {
+    format!("rope_append_{}_{}", spec.append.input, spec.append.kv.dtype)
 }

@@ -10,7 +10,7 @@ use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{AppendLayer, AppendSpec, Choice, Kernel, OpOptions};
 use crate::view::View;
-use crate::{Dtype, Error, Result};
+use crate::{Error, Result};
 
 /// Tokens of which an invocation converts a quad each, so that enough loads are in flight: fastest on an H200.
 const TOKENS_PER_LANE: u32 = 8;
@@ -125,7 +125,7 @@ impl Params {
         let kv = Window::of_cache(gpu, &args.kv, &spec.kv, shape.row_elems())?;
         let token_stride = |view: &View<_>| stride(max_tokens, view.token_stride, 4);
         let params = Self {
-            scale: Scale::new(if spec.kv.dtype == Dtype::E4m3 { args.k_scale } else { 1.0 }),
+            scale: Scale::new(if spec.kv.dtype.is_fp8() { args.k_scale } else { 1.0 }),
             kv_base_quads: kv.at(args.kv.base(), spec.kv.dtype.bytes(), 4),
             kv_block_stride_quads: stride(spec.kv.num_pages, args.kv.block_stride, 4),
             kv_c_base_quads: kv_c.at(args.kv_c.offset, bytes, 4),
@@ -172,6 +172,7 @@ fn source(spec: &AppendSpec) -> Source {
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
+    use crate::Dtype;
     let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     let kv = |dtype| crate::KvSpec { dtype, page_size: 48, num_pages: 7 };
     let inputs = [Dtype::F32, Dtype::F16, Dtype::Bf16];
