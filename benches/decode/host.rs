@@ -49,9 +49,6 @@ pub fn run() -> Result<()> {
     let mla = gpu.compile(SPEC)?;
     let args = Layer::dense(&SPEC, &q, &kv, &out, &lse, 0.1);
     let bindings = bind(&mla, &args, BATCH as u32)?;
-    let capacity = LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, prefix_rows: 0 };
-    let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { variant: None, capacity })?;
-    let layer_bindings = bind_layers(&gpu, &layer, &kv, capacity)?;
 
     // Planned as for a large card, so that the figure means the same on every machine.
     let tiling = Tiling { target_items: 512, min_split_tokens: 32, ..mla.tiling() };
@@ -59,10 +56,28 @@ pub fn run() -> Result<()> {
     let pages = PageTable::Dense { block_table: &block_table, max_pages: MAX_PAGES };
     let starts: Vec<i32> = (0..=BATCH as i32).collect();
     let (mut plan, mut step) = (Plan::default(), mla.step(Default::default())?);
-    let mut layer_step = layer.step(Default::default())?;
-    let mut times = [const { Vec::new() }; 6];
-    for turn in 0..STEPS {
-        let lens: Vec<i32> = (0..BATCH).map(|i| (8192 - STEPS - i + turn) as i32).collect();
+    let lens_of = |turn: usize| (0..BATCH).map(|i| (8192 - STEPS - i + turn) as i32).collect::<Vec<_>>();
+    println!("| what | us, median | us, p99 |\n|---|---|---|");
+    let names = ["plan", "prepare", "record, a pass a layer: a layer", "record, one pass: a layer"];
+    table(&gpu, names, |turn| {
+        let lens = lens_of(turn);
+        Ok([
+            seconds(|| Ok(plan.update(&SPEC, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?))?,
+            seconds(|| Ok(mla.prepare(&mut step, (&plan, pages))?))?,
+            record(&gpu, |encoder| {
+                bindings.iter().try_for_each(|binding| mla.record(encoder, &step, binding))
+            })?,
+            record(&gpu, |encoder| one_pass(encoder, &mla, &step, &bindings))?,
+        ])
+    })?;
+    println!("| ({} work items, {} partial results) | | |", plan.items.len(), plan.num_slots);
+    // Only now: wgpu tracks all that there is, so that more of it costs every pass.
+    let capacity = LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, prefix_rows: 0 };
+    let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { variant: None, capacity })?;
+    let layer_bindings = bind_layers(&gpu, &layer, &kv, capacity)?;
+    let mut step = layer.step(Default::default())?;
+    table(&gpu, ["whole layer, plan and prepare", "whole layer, record, one pass: a layer"], |turn| {
+        let lens = lens_of(turn);
         // Each sequence's last token: pages are shared, but no two of these lie at the same place of one.
         let slot = |(seq, &len): (usize, &i32)| {
             let (page, place) = ((len as usize - 1) / PAGE_SIZE, (len as usize - 1) % PAGE_SIZE);
@@ -77,33 +92,29 @@ pub fn run() -> Result<()> {
             shared_prefixes: &[],
             expanded: &[],
         };
-        let took = [
-            seconds(|| Ok(plan.update(&SPEC, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?))?,
-            seconds(|| Ok(mla.prepare(&mut step, (&plan, pages))?))?,
-            record(&gpu, |encoder| {
-                bindings.iter().try_for_each(|binding| mla.record(encoder, &step, binding))
-            })?,
-            record(&gpu, |encoder| one_pass(encoder, &mla, &step, &bindings))?,
-            seconds(|| Ok(layer.prepare(&mut layer_step, (&batch, Policy::Auto))?))?,
-            record(&gpu, |encoder| one_pass(encoder, &layer, &layer_step, &layer_bindings))?,
-        ];
-        times.iter_mut().zip(took).for_each(|(times, took)| times.push(took));
+        Ok([
+            seconds(|| Ok(layer.prepare(&mut step, (&batch, Policy::Auto))?))?,
+            record(&gpu, |encoder| one_pass(encoder, &layer, &step, &layer_bindings))?,
+        ])
+    })?;
+    Ok(())
+}
+
+/// Medians over many steps of what a step's parts take, in seconds.
+fn table<const N: usize>(
+    gpu: &Gpu,
+    names: [&str; N],
+    mut step: impl FnMut(usize) -> Result<[f64; N]>,
+) -> Result<()> {
+    let mut times = [const { Vec::new() }; N];
+    for turn in 0..STEPS {
+        times.iter_mut().zip(step(turn)?).for_each(|(times, took)| times.push(took));
         // Only the uploads are submitted.
         gpu.queue().submit([]);
         if turn % 16 == 15 {
             gpu.device().poll(wgpu::PollType::wait_indefinitely())?;
         }
     }
-    println!("{} work items, {} partial results", plan.items.len(), plan.num_slots);
-    println!("| what | us, median | us, p99 |\n|---|---|---|");
-    let names = [
-        "plan",
-        "prepare",
-        "record, a pass a layer: a layer",
-        "record, one pass: a layer",
-        "whole layer, plan and prepare",
-        "whole layer, record, one pass: a layer",
-    ];
     for (what, times) in names.iter().zip(&mut times) {
         let middle = median(times);
         println!("| {what} | {:.1} | {:.1} |", middle * 1e6, times[times.len() * 99 / 100] * 1e6);

@@ -1,11 +1,10 @@
 //! What this device's memory gives to a shader that only reads, or only copies: the yardstick of every other figure.
 
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Dtype, wgpu};
+use wgpu_mla::{DeviceKind, Dtype, wgpu};
 
 use super::Result;
 use super::clock::{Clock, Passes};
-use super::device::Timed;
 use super::paint::{Canvas, Paint};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,9 +17,10 @@ pub enum Kind {
 
 /// GB/s, the best over some numbers of workgroups, and the bytes it was measured over.
 pub fn measure(gpu: &Gpu, kind: Kind, test: bool) -> Result<(f64, u64)> {
+    let is_software = gpu.caps().kind == DeviceKind::Software;
     let limits = gpu.device().limits();
     let largest = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
-    let wanted: u64 = match (test, gpu.is_software(), kind) {
+    let wanted: u64 = match (test, is_software, kind) {
         (true, ..) => 4 << 20,
         (_, true, _) => 64 << 20,
         (.., Kind::Read) => (1 << 30) + (128 << 20),
@@ -47,7 +47,7 @@ pub fn measure(gpu: &Gpu, kind: Kind, test: bool) -> Result<(f64, u64)> {
         cache: None,
     });
     let clock = Clock::new(gpu, if test { 1 } else { 9 });
-    let grids: &[u32] = if gpu.is_software() { &[16, 64] } else { &[264, 528, 1056, 2112, 4224, 16_896] };
+    let grids: &[u32] = if is_software { &[16, 64] } else { &[264, 528, 1056, 2112, 4224, 16_896] };
     let mut best = (0.0, 0);
     for &groups in grids {
         let turn_bytes = u64::from(groups) * 256 * 16 * turn;

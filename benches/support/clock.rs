@@ -4,9 +4,8 @@ use std::cell::Cell;
 use std::time::Instant;
 
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Device, wgpu};
+use wgpu_mla::{Device, DeviceKind, wgpu};
 
-use super::device::Timed;
 use super::{Result, median};
 
 /// Seconds that one call took.
@@ -62,7 +61,7 @@ impl<'a> Clock<'a> {
             usage: wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC,
             mapped_at_creation: false,
         });
-        let aim = if gpu.is_software() { 0.0 } else { 3e-3 };
+        let aim = if gpu.caps().kind == DeviceKind::Software { 0.0 } else { 3e-3 };
         Self { gpu, queries, resolved, replays, aim, calls: Cell::new(0) }
     }
 
