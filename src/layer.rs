@@ -20,6 +20,8 @@
 //! Both halves compute the same (DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C): the first reads the fewest bytes a
 //! token of the cache, the second does the least arithmetic a pair of tokens.
 
+mod bound;
+mod composed;
 mod expanded;
 mod plan;
 mod prefix;

@@ -1,6 +1,6 @@
 //! The expansion of a prefix as an op made of ops: rows of the cache as the keys and values of each head.
 
-use super::recorded::Composes;
+use super::composed::Composes;
 use super::{Expanded, MlaLayerSpec};
 use crate::Result;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};

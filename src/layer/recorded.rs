@@ -1,73 +1,16 @@
 //! The layer as an op made of ops: the same for every device that has them, recorded.
 
+use super::bound::{Bind, Bindings};
+use super::composed::{Append, Composes, Ops};
 use super::plan::{Chunk, LayerBatch, LayerPlan, Target};
-use super::workspace::Workspace;
-use super::{Expanded, LayerArgs, LayerCapacity, LayerFacts, LayerOptions, MlaLayerSpec};
-use crate::ops::op::{Binding, Compiled, Device, Kernel, Step};
+use super::{LayerArgs, LayerCapacity, LayerFacts, LayerOptions, MlaLayerSpec};
+use crate::ops::op::{Kernel, Step};
 use crate::ops::variants::{Candidate, Choice};
 use crate::ops::{
-    AppendLayer, AppendSpec, DecodeOptions, Gather, GatherBatch, GatherSpec, Layer, LseBase,
-    MergeAttnStatesSpec, MergeStates, MergeStatesSpec, Prefill, PrefillExtent, PrefillOptions, PrefillSpec,
-    Project, ProjectSpec, Query, RopeAppend, RopeAppendSpec, SetsExtent, StateSets, WeightView,
+    AppendSpec, GatherBatch, GatherSpec, MergeStatesSpec, PrefillSpec, ProjectSpec, RopeAppendSpec,
 };
 use crate::tables::{Capacity, PageTable};
-use crate::view::View;
 use crate::{Error, MlaSpec, Policy, Result};
-
-/// A device that runs the ops of a layer itself.
-pub trait Composes:
-    Device
-    + Kernel<AppendSpec>
-    + Kernel<RopeAppendSpec>
-    + Kernel<ProjectSpec>
-    + Kernel<MlaSpec>
-    + Kernel<GatherSpec>
-    + Kernel<PrefillSpec>
-    + Kernel<MergeAttnStatesSpec>
-    + Kernel<MergeStatesSpec>
-{
-}
-
-impl Composes for crate::cpu::Cpu {}
-#[cfg(feature = "cuda")]
-impl Composes for crate::cuda::Cuda {}
-#[cfg(feature = "wgpu")]
-impl Composes for crate::gpu::Gpu {}
-
-/// With a rotary part, or without.
-#[derive(Debug)]
-enum Append<R, P> {
-    Rotated(R),
-    Plain(P),
-}
-
-/// The ops of a layer, and what lies between them. All layers of a model share it.
-#[derive(Debug)]
-pub struct Ops<D: Composes> {
-    append: Append<Compiled<RopeAppendSpec, D>, Compiled<AppendSpec, D>>,
-    absorb: Compiled<ProjectSpec, D>,
-    k_up: Compiled<ProjectSpec, D>,
-    v_up: Compiled<ProjectSpec, D>,
-    decode: Compiled<MlaSpec, D>,
-    gather: Compiled<GatherSpec, D>,
-    prefill: Compiled<PrefillSpec, D>,
-    merge: Compiled<MergeAttnStatesSpec, D>,
-    /// `None` without room for any.
-    prefixes: Option<Prefixes<D>>,
-    /// What a merge of two states is recorded with: it has nothing that changes with a step.
-    merge_step: Step<MergeAttnStatesSpec, D>,
-    space: Workspace<D::Buffer>,
-    capacity: LayerCapacity,
-}
-
-/// The ops of decodes that attend expanded prefixes.
-#[derive(Debug)]
-struct Prefixes<D: Composes> {
-    prefill: Compiled<PrefillSpec, D>,
-    merge: Compiled<MergeStatesSpec, D>,
-    /// What the decodes attend alone, and as many parts of a prefix as there is room for.
-    num_sets: u32,
-}
 
 /// A step's tables. They grow as needed.
 #[derive(Debug)]
@@ -99,29 +42,6 @@ struct PrefixesStep<D: Composes> {
     parts: Step<PrefillSpec, D>,
     /// As many as there are runs of decoded tokens, or more from an earlier step.
     merges: Vec<Step<MergeStatesSpec, D>>,
-}
-
-/// One layer's buffers, bound to each op.
-#[derive(Debug)]
-pub struct Bindings<D: Composes> {
-    append: Append<Binding<RopeAppendSpec, D>, Binding<AppendSpec, D>>,
-    absorb: Binding<ProjectSpec, D>,
-    decode: Binding<MlaSpec, D>,
-    v_up: Binding<ProjectSpec, D>,
-    gather: Binding<GatherSpec, D>,
-    rows: [Binding<ProjectSpec, D>; 2],
-    /// Into the output, what takes turns with it, and what is merged.
-    prefill: [Binding<PrefillSpec, D>; 3],
-    /// From the output, and from what takes turns with it.
-    merge: [Binding<MergeAttnStatesSpec, D>; 2],
-    prefixes: Option<BoundPrefixes<D>>,
-}
-
-#[derive(Debug)]
-struct BoundPrefixes<D: Composes> {
-    v_up: Binding<ProjectSpec, D>,
-    parts: Binding<PrefillSpec, D>,
-    merge: Binding<MergeStatesSpec, D>,
 }
 
 impl<D: Composes> Kernel<MlaLayerSpec> for D {
@@ -238,39 +158,6 @@ impl<D: Composes> Kernel<MlaLayerSpec> for D {
 const MIXED: Error = Error::LayoutMismatch { detail: "a layer has one kind of append" };
 
 impl<D: Composes> Ops<D> {
-    fn new(device: &D, spec: &MlaLayerSpec, options: &LayerOptions) -> Result<Self> {
-        let capacity = options.capacity;
-        let capacity =
-            LayerCapacity { decode_tokens: capacity.decode_tokens.min(capacity.tokens), ..capacity };
-        let (dims, dtype, weight) = (spec.dims(), spec.dtype, spec.weight);
-        let decode = DecodeOptions {
-            variant: options.variant.clone(),
-            query_tokens: spec.decode_threshold,
-            ..DecodeOptions::default()
-        };
-        let has_prefixes = capacity.prefix_rows > 0 && capacity.decode_tokens > 0;
-        let prefixes = if has_prefixes { Some(Prefixes::new(device, spec, &capacity)?) } else { None };
-        let merge = device.compile(spec.merge())?;
-        Ok(Self {
-            append: if spec.shape.qk_rope_head_dim == 0 {
-                Append::Plain(device.compile(spec.append())?)
-            } else {
-                Append::Rotated(device.compile(spec.rope_append())?)
-            },
-            absorb: device.compile(ProjectSpec::absorb(&dims, dtype, weight, dtype))?,
-            k_up: device.compile(ProjectSpec::k_up(&dims, dtype, weight, dtype))?,
-            v_up: device.compile(ProjectSpec::v_up(&dims, dtype, weight, dtype))?,
-            decode: device.compile_with(spec.mla(), &decode)?,
-            gather: device.compile(spec.gather())?,
-            prefill: device.compile(spec.prefill())?,
-            merge_step: merge.step(())?,
-            merge,
-            space: Workspace::new(device, spec, &capacity, prefixes.as_ref().map_or(0, |all| all.num_sets))?,
-            prefixes,
-            capacity,
-        })
-    }
-
     fn record_chunk(
         &self,
         recorder: &mut D::Recorder<'_>,
@@ -314,16 +201,6 @@ impl<D: Composes> Ops<D> {
             }
             _ => decoded.iter().try_for_each(|tokens| self.v_up.record_on(recorder, tokens, &binding.v_up)),
         }
-    }
-}
-
-impl<D: Composes> Prefixes<D> {
-    fn new(device: &D, spec: &MlaLayerSpec, capacity: &LayerCapacity) -> Result<Self> {
-        let options = PrefillOptions { query_tokens: capacity.decode_tokens, ..PrefillOptions::default() };
-        let prefill = device.compile_with(spec.prefill(), &options)?;
-        // Fewer query tokens are fewer tiles, and leave room for more parts.
-        let num_sets = prefill.facts().key_parts(1, capacity.prefix_rows) + 1;
-        Ok(Self { prefill, merge: device.compile(spec.merge_sets())?, num_sets })
     }
 }
 
@@ -420,170 +297,5 @@ impl<D: Composes> Step<MlaLayerSpec, D> {
     /// How the step is worked off.
     pub fn plan(&self) -> &LayerPlan {
         &self.raw.plan
-    }
-}
-
-/// What a layer's arrays are bound with.
-struct Bind<'a, D: Composes> {
-    spec: &'a MlaLayerSpec,
-    ops: &'a Ops<D>,
-    args: &'a LayerArgs<&'a D::Buffer>,
-    room: LayerCapacity,
-}
-
-impl<D: Composes> Bind<'_, D> {
-    fn all(&self) -> Result<Bindings<D>> {
-        let (ops, args, space) = (self.ops, self.args, &self.ops.space);
-        let LayerCapacity { decode_tokens, .. } = self.room;
-        let dims = self.spec.dims();
-        let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
-        let (rows, num_rows) = (space.rows(), space.num_rows);
-        let gathered = Gather { kv: args.kv, k_scale: args.k_scale, out: rows };
-        // All heads read the same row.
-        let shared = View { head_stride: 0, ..rows };
-        let project = |x, weight, y| Project { x, weight, y };
-        Ok(Bindings {
-            append: self.append()?,
-            absorb: ops.absorb.bind(&project(args.q_nope, w_uk, space.ql_nope()), decode_tokens)?,
-            decode: self.decode()?,
-            v_up: ops.v_up.bind(&project(space.latent_out(), w_uv, args.out), decode_tokens)?,
-            gather: ops.gather.bind(&gathered, num_rows)?,
-            rows: [
-                ops.k_up.bind(&project(shared, w_uk, space.k_nope()), num_rows)?,
-                ops.v_up.bind(&project(shared, w_uv, space.v()), num_rows)?,
-            ],
-            prefill: [
-                self.prefill(Target::Out)?,
-                self.prefill(Target::Other)?,
-                self.prefill(Target::Partial)?,
-            ],
-            merge: [self.merge(Target::Out)?, self.merge(Target::Other)?],
-            prefixes: match (&ops.prefixes, &args.expanded) {
-                (Some(prefixes), Some(expanded)) => Some(self.prefixes(prefixes, expanded)?),
-                _ => None,
-            },
-        })
-    }
-
-    fn append(&self) -> Result<Append<Binding<RopeAppendSpec, D>, Binding<AppendSpec, D>>> {
-        let (args, space, tokens) = (self.args, &self.ops.space, self.room.tokens);
-        let layer = AppendLayer { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv, k_scale: args.k_scale };
-        Ok(match &self.ops.append {
-            Append::Plain(append) => Append::Plain(append.bind(&layer, tokens)?),
-            Append::Rotated(append) => {
-                let args = RopeAppend {
-                    q_pe: args.q_pe,
-                    q_pe_out: space.q_pe(),
-                    layer,
-                    positions: &space.positions,
-                    cos_sin: args.cos_sin,
-                    max_position: args.max_position,
-                };
-                Append::Rotated(append.bind(&args, tokens)?)
-            }
-        })
-    }
-
-    fn decode(&self) -> Result<Binding<MlaSpec, D>> {
-        let (args, space) = (self.args, &self.ops.space);
-        // Nobody reads the LSE but the merge with prefixes.
-        let lse = match self.ops.prefixes {
-            Some(_) => space.sets().1,
-            None => space.target(args.out, Target::Other).1,
-        };
-        let layer = Layer {
-            query: Query::Split { q_nope: space.ql_nope(), q_pe: space.q_pe() },
-            kv: args.kv,
-            out: space.latent_out(),
-            lse,
-            lse_base: LseBase::E,
-            softmax_scale: args.softmax_scale,
-            k_scale: args.k_scale,
-            q_scale: 1.0,
-        };
-        self.ops.decode.bind(&layer, self.room.decode_tokens)
-    }
-
-    /// The rotated part of the query, if it has one.
-    fn q_pe(&self) -> View<&D::Buffer> {
-        if self.spec.shape.qk_rope_head_dim > 0 { self.ops.space.q_pe() } else { self.args.q_nope }
-    }
-
-    fn prefill(&self, target: Target) -> Result<Binding<PrefillSpec, D>> {
-        let (args, space) = (self.args, &self.ops.space);
-        let (out, lse) = space.target(args.out, target);
-        let rows = space.rows();
-        let prefill = Prefill {
-            q_nope: args.q_nope,
-            q_pe: self.q_pe(),
-            k_nope: space.k_nope(),
-            k_pe: View { offset: self.spec.shape.kv_lora_rank.into(), head_stride: 0, ..rows },
-            v: space.v(),
-            out,
-            lse,
-            softmax_scale: args.softmax_scale,
-        };
-        // Without rows there is nothing to attend, and no step does.
-        let tokens = if space.num_rows > 0 { self.room.tokens } else { 0 };
-        self.ops.prefill.bind(&prefill, PrefillExtent { tokens, keys: space.num_rows, rows: tokens })
-    }
-
-    /// From `state` to what takes turns with it.
-    fn merge(&self, state: Target) -> Result<Binding<MergeAttnStatesSpec, D>> {
-        let target = |target| self.ops.space.target(self.args.out, target);
-        let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) =
-            (target(state), target(Target::Partial));
-        let (output, output_lse) = target(state.turned());
-        // The op's LSEs are [heads, tokens] by name only: any strides do.
-        let args = MergeStates {
-            prefix_output,
-            prefix_lse,
-            suffix_output,
-            suffix_lse,
-            output,
-            output_lse: Some(output_lse),
-            num_tokens: self.room.tokens,
-            num_heads: self.spec.shape.num_heads,
-        };
-        self.ops.merge.bind(&args, ())
-    }
-
-    fn prefixes(&self, prefixes: &Prefixes<D>, expanded: &Expanded<&D::Buffer>) -> Result<BoundPrefixes<D>> {
-        let (spec, args, ops) = (self.spec, self.args, self.ops);
-        let LayerCapacity { decode_tokens, prefix_rows, .. } = self.room;
-        let (states, lse) = ops.space.sets();
-        // From a set to the next: of the workspace, whatever the binding has room for.
-        let set_rows = u64::from(ops.capacity.decode_tokens);
-        let sets = StateSets {
-            states,
-            set_stride: states.token_stride * set_rows,
-            lse,
-            lse_set_stride: lse.token_stride * set_rows,
-            output: args.out,
-            output_lse: None,
-            num_heads: spec.shape.num_heads,
-        };
-        let parts = Prefill {
-            q_nope: args.q_nope,
-            q_pe: self.q_pe(),
-            k_nope: expanded.k_nope,
-            k_pe: expanded.k_pe(spec),
-            v: expanded.v,
-            out: states,
-            lse,
-            softmax_scale: args.softmax_scale,
-        };
-        let rows = ops.capacity.decode_tokens * prefixes.num_sets;
-        let w_uv = WeightView::w_uv(&spec.dims(), args.kv_b_proj);
-        let own = Project { x: ops.space.latent_out(), weight: w_uv, y: states };
-        Ok(BoundPrefixes {
-            v_up: ops.v_up.bind(&own, decode_tokens)?,
-            parts: prefixes
-                .prefill
-                .bind(&parts, PrefillExtent { tokens: decode_tokens, keys: prefix_rows, rows })?,
-            merge: prefixes
-                .merge
-                .bind(&sets, SetsExtent { tokens: decode_tokens, sets: prefixes.num_sets })?,
-        })
     }
 }

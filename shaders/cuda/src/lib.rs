@@ -1,7 +1,7 @@
 //! The CUDA kernels of `wgpu-mla` as PTX, and what a host has to know of each: [`ENTRIES`].
 //!
 //! `kernels/` has their sources, `ptx/` what nvcc made of them, and `src/manifest.rs` what is said here, written with the PTX by the
-//! repository's `scripts/ptx.sh`. The texts are carried deflated, so that a build needs no compiler but Rust's.
+//! repository's `scripts/ptx.sh`. Each entry's PTX is carried deflated, so that a build needs no compiler but Rust's.
 //!
 //! ```
 //! let entry = wgpu_mla_ptx::find("kv_append", "kv_append_bf16_e4m3").expect("a kernel");
@@ -108,7 +108,7 @@ pub fn find(module: &str, name: &str) -> Option<&'static Entry> {
 mod tests {
     use super::*;
 
-    /// `MLA_PTX_OUT` is a folder for the texts, for a look at them with ptxas.
+    /// `MLA_PTX_OUT` is a folder to write them to, for a look with ptxas.
     #[test]
     fn each_text_is_an_entry_as_it_was_compiled() {
         const HEAD: &str = ".visible .entry ";

@@ -1,0 +1,201 @@
+//! One layer's arrays, bound to each of its ops.
+
+use super::composed::{Append, Composes, Ops, Prefixes};
+use super::plan::Target;
+use super::{Expanded, LayerArgs, LayerCapacity, MlaLayerSpec};
+use crate::ops::op::Binding;
+use crate::ops::{
+    AppendLayer, AppendSpec, Gather, GatherSpec, Layer, LseBase, MergeAttnStatesSpec, MergeStates,
+    MergeStatesSpec, Prefill, PrefillExtent, PrefillSpec, Project, ProjectSpec, Query, RopeAppend,
+    RopeAppendSpec, SetsExtent, StateSets, WeightView,
+};
+use crate::view::View;
+use crate::{MlaSpec, Result};
+
+/// One layer's buffers, bound to each op.
+#[derive(Debug)]
+pub struct Bindings<D: Composes> {
+    pub(super) append: Append<Binding<RopeAppendSpec, D>, Binding<AppendSpec, D>>,
+    pub(super) absorb: Binding<ProjectSpec, D>,
+    pub(super) decode: Binding<MlaSpec, D>,
+    pub(super) v_up: Binding<ProjectSpec, D>,
+    pub(super) gather: Binding<GatherSpec, D>,
+    pub(super) rows: [Binding<ProjectSpec, D>; 2],
+    /// Into the output, what takes turns with it, and what is merged.
+    pub(super) prefill: [Binding<PrefillSpec, D>; 3],
+    /// From the output, and from what takes turns with it.
+    pub(super) merge: [Binding<MergeAttnStatesSpec, D>; 2],
+    pub(super) prefixes: Option<BoundPrefixes<D>>,
+}
+
+#[derive(Debug)]
+pub(super) struct BoundPrefixes<D: Composes> {
+    pub(super) v_up: Binding<ProjectSpec, D>,
+    pub(super) parts: Binding<PrefillSpec, D>,
+    pub(super) merge: Binding<MergeStatesSpec, D>,
+}
+
+/// What a layer's arrays are bound with.
+pub(super) struct Bind<'a, D: Composes> {
+    pub(super) spec: &'a MlaLayerSpec,
+    pub(super) ops: &'a Ops<D>,
+    pub(super) args: &'a LayerArgs<&'a D::Buffer>,
+    pub(super) room: LayerCapacity,
+}
+
+impl<D: Composes> Bind<'_, D> {
+    pub(super) fn all(&self) -> Result<Bindings<D>> {
+        let (ops, args, space) = (self.ops, self.args, &self.ops.space);
+        let LayerCapacity { decode_tokens, .. } = self.room;
+        let dims = self.spec.dims();
+        let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
+        let (rows, num_rows) = (space.rows(), space.num_rows);
+        let gathered = Gather { kv: args.kv, k_scale: args.k_scale, out: rows };
+        // All heads read the same row.
+        let shared = View { head_stride: 0, ..rows };
+        let project = |x, weight, y| Project { x, weight, y };
+        Ok(Bindings {
+            append: self.append()?,
+            absorb: ops.absorb.bind(&project(args.q_nope, w_uk, space.ql_nope()), decode_tokens)?,
+            decode: self.decode()?,
+            v_up: ops.v_up.bind(&project(space.latent_out(), w_uv, args.out), decode_tokens)?,
+            gather: ops.gather.bind(&gathered, num_rows)?,
+            rows: [
+                ops.k_up.bind(&project(shared, w_uk, space.k_nope()), num_rows)?,
+                ops.v_up.bind(&project(shared, w_uv, space.v()), num_rows)?,
+            ],
+            prefill: [
+                self.prefill(Target::Out)?,
+                self.prefill(Target::Other)?,
+                self.prefill(Target::Partial)?,
+            ],
+            merge: [self.merge(Target::Out)?, self.merge(Target::Other)?],
+            prefixes: match (&ops.prefixes, &args.expanded) {
+                (Some(prefixes), Some(expanded)) => Some(self.prefixes(prefixes, expanded)?),
+                _ => None,
+            },
+        })
+    }
+
+    fn append(&self) -> Result<Append<Binding<RopeAppendSpec, D>, Binding<AppendSpec, D>>> {
+        let (args, space, tokens) = (self.args, &self.ops.space, self.room.tokens);
+        let layer = AppendLayer { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv, k_scale: args.k_scale };
+        Ok(match &self.ops.append {
+            Append::Plain(append) => Append::Plain(append.bind(&layer, tokens)?),
+            Append::Rotated(append) => {
+                let args = RopeAppend {
+                    q_pe: args.q_pe,
+                    q_pe_out: space.q_pe(),
+                    layer,
+                    positions: &space.positions,
+                    cos_sin: args.cos_sin,
+                    max_position: args.max_position,
+                };
+                Append::Rotated(append.bind(&args, tokens)?)
+            }
+        })
+    }
+
+    fn decode(&self) -> Result<Binding<MlaSpec, D>> {
+        let (args, space) = (self.args, &self.ops.space);
+        // Nobody reads the LSE but the merge with prefixes.
+        let lse = match self.ops.prefixes {
+            Some(_) => space.sets().1,
+            None => space.target(args.out, Target::Other).1,
+        };
+        let layer = Layer {
+            query: Query::Split { q_nope: space.ql_nope(), q_pe: space.q_pe() },
+            kv: args.kv,
+            out: space.latent_out(),
+            lse,
+            lse_base: LseBase::E,
+            softmax_scale: args.softmax_scale,
+            k_scale: args.k_scale,
+            q_scale: 1.0,
+        };
+        self.ops.decode.bind(&layer, self.room.decode_tokens)
+    }
+
+    /// The rotated part of the query, if it has one.
+    fn q_pe(&self) -> View<&D::Buffer> {
+        if self.spec.shape.qk_rope_head_dim > 0 { self.ops.space.q_pe() } else { self.args.q_nope }
+    }
+
+    fn prefill(&self, target: Target) -> Result<Binding<PrefillSpec, D>> {
+        let (args, space) = (self.args, &self.ops.space);
+        let (out, lse) = space.target(args.out, target);
+        let rows = space.rows();
+        let prefill = Prefill {
+            q_nope: args.q_nope,
+            q_pe: self.q_pe(),
+            k_nope: space.k_nope(),
+            k_pe: View { offset: self.spec.shape.kv_lora_rank.into(), head_stride: 0, ..rows },
+            v: space.v(),
+            out,
+            lse,
+            softmax_scale: args.softmax_scale,
+        };
+        // Without rows there is nothing to attend, and no step does.
+        let tokens = if space.num_rows > 0 { self.room.tokens } else { 0 };
+        self.ops.prefill.bind(&prefill, PrefillExtent { tokens, keys: space.num_rows, rows: tokens })
+    }
+
+    /// From `state` to what takes turns with it.
+    fn merge(&self, state: Target) -> Result<Binding<MergeAttnStatesSpec, D>> {
+        let target = |target| self.ops.space.target(self.args.out, target);
+        let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) =
+            (target(state), target(Target::Partial));
+        let (output, output_lse) = target(state.turned());
+        // The op's LSEs are [heads, tokens] by name only: any strides do.
+        let args = MergeStates {
+            prefix_output,
+            prefix_lse,
+            suffix_output,
+            suffix_lse,
+            output,
+            output_lse: Some(output_lse),
+            num_tokens: self.room.tokens,
+            num_heads: self.spec.shape.num_heads,
+        };
+        self.ops.merge.bind(&args, ())
+    }
+
+    fn prefixes(&self, prefixes: &Prefixes<D>, expanded: &Expanded<&D::Buffer>) -> Result<BoundPrefixes<D>> {
+        let (spec, args, ops) = (self.spec, self.args, self.ops);
+        let LayerCapacity { decode_tokens, prefix_rows, .. } = self.room;
+        let (states, lse) = ops.space.sets();
+        // From a set to the next: of the workspace, whatever the binding has room for.
+        let set_rows = u64::from(ops.capacity.decode_tokens);
+        let sets = StateSets {
+            states,
+            set_stride: states.token_stride * set_rows,
+            lse,
+            lse_set_stride: lse.token_stride * set_rows,
+            output: args.out,
+            output_lse: None,
+            num_heads: spec.shape.num_heads,
+        };
+        let parts = Prefill {
+            q_nope: args.q_nope,
+            q_pe: self.q_pe(),
+            k_nope: expanded.k_nope,
+            k_pe: expanded.k_pe(spec),
+            v: expanded.v,
+            out: states,
+            lse,
+            softmax_scale: args.softmax_scale,
+        };
+        let rows = ops.capacity.decode_tokens * prefixes.num_sets;
+        let w_uv = WeightView::w_uv(&spec.dims(), args.kv_b_proj);
+        let own = Project { x: ops.space.latent_out(), weight: w_uv, y: states };
+        Ok(BoundPrefixes {
+            v_up: ops.v_up.bind(&own, decode_tokens)?,
+            parts: prefixes
+                .prefill
+                .bind(&parts, PrefillExtent { tokens: decode_tokens, keys: prefix_rows, rows })?,
+            merge: prefixes
+                .merge
+                .bind(&sets, SetsExtent { tokens: decode_tokens, sets: prefixes.num_sets })?,
+        })
+    }
+}
