@@ -76,6 +76,16 @@ pub enum Error {
         /// Its value.
         got: f32,
     },
+    /// A scale of codes for elements that are none.
+    #[error("{what} {got}: {dtype} elements have no scale: pass 1, or use e4m3")]
+    ScaleWithoutCodes {
+        /// Which scale.
+        what: &'static str,
+        /// What it was.
+        got: f32,
+        /// What the elements are.
+        dtype: Dtype,
+    },
     /// A weight that is not finite, or that a dtype has no finite number for.
     #[error(
         "kv_b_proj.weight[{index}] = {value} is no finite {dtype}: prepare it in bf16 or f32, or correct the checkpoint where it is not finite"

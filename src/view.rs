@@ -73,7 +73,7 @@ pub struct KvView<B> {
     pub buffer: B,
     /// Elements before layer 0's first page; a multiple of 8.
     pub offset: u64,
-    /// Elements from a layer to the next; a multiple of 8.
+    /// Elements from a layer to the next, at least a page where `layer` is not 0; a multiple of 8.
     pub layer_stride: u64,
     /// This layer's index.
     pub layer: u32,
@@ -116,7 +116,12 @@ impl<B> KvView<B> {
         ] {
             aligned(what, got, 8)?;
         }
-        if self.block_stride < u64::from(kv.page_size) * u64::from(row_elems) {
+        let page = u64::from(kv.page_size) * u64::from(row_elems);
+        if self.layer > 0 && self.layer_stride < page {
+            let cure = "must be at least a page in elements where `layer` is not 0: `KvView::dense` is of one layer alone";
+            return Err(Error::Shape { what: "kv layer_stride", got: self.layer_stride, cure });
+        }
+        if self.block_stride < page {
             let got = self.block_stride;
             let cure = "must be at least page_size * (kv_lora_rank + qk_rope_head_dim) elements";
             return Err(Error::Shape { what: "kv block_stride", got, cure });
@@ -170,6 +175,18 @@ pub(crate) fn distinct<B>(
 pub(crate) fn positive(what: &'static str, got: f32) -> Result<()> {
     if !(got.is_finite() && got > 0.0) {
         return Err(Error::Scale { what, got });
+    }
+    Ok(())
+}
+
+/// The scale of elements of a dtype, which is 1 unless they are FP8 codes.
+///
+/// # Errors
+/// [`Error::Scale`] and [`Error::ScaleWithoutCodes`].
+pub(crate) fn scale_of(what: &'static str, dtype: Dtype, got: f32) -> Result<()> {
+    positive(what, got)?;
+    if !dtype.is_fp8() && got != 1.0 {
+        return Err(Error::ScaleWithoutCodes { what, got, dtype });
     }
     Ok(())
 }

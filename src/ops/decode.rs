@@ -3,7 +3,7 @@
 use super::op::{Compiled, Kernel, Op, Use};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
-use crate::view::{KvView, View, distinct, positive};
+use crate::view::{KvView, View, distinct, positive, scale_of};
 use crate::{Error, MlaSpec, Result};
 
 /// The query of a layer, already absorbed into the latent space.
@@ -157,8 +157,8 @@ impl Op for MlaSpec {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         positive("softmax_scale", args.softmax_scale)?;
-        positive("k_scale", args.k_scale)?;
-        positive("q_scale", args.q_scale)?;
+        scale_of("k_scale", self.kv.dtype, args.k_scale)?;
+        scale_of("q_scale", self.query, args.q_scale)?;
         args.kv.check(&self.kv, self.shape.row_elems(), size(args.kv.buffer))?;
         let (heads, latent) = (self.shape.num_heads, self.shape.kv_lora_rank);
         let (q_nope, q_pe) = args.query.parts(latent);

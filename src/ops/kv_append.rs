@@ -2,7 +2,7 @@
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{KvView, View, wide};
+use crate::view::{KvView, View, scale_of, wide};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 
 /// What a `kv_append` is compiled for.
@@ -108,7 +108,8 @@ impl Op for AppendSpec {
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        if !(args.k_scale.is_finite() && args.k_scale > 0.0 && (1.0 / args.k_scale).is_finite()) {
+        scale_of("k_scale", self.kv.dtype, args.k_scale)?;
+        if !(1.0 / args.k_scale).is_finite() {
             return Err(Error::Scale { what: "k_scale", got: args.k_scale });
         }
         args.kv.check(&self.kv, self.shape.row_elems(), size(args.kv.buffer))?;

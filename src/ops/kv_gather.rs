@@ -4,7 +4,7 @@
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::tables::{PageTable, check_rows, row_of};
-use crate::view::{KvView, View, aligned, distinct, positive};
+use crate::view::{KvView, View, aligned, distinct, scale_of};
 use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 
 /// What a `kv_gather` is compiled for.
@@ -207,7 +207,7 @@ impl Op for GatherSpec {
     }
 
     fn check_args<B>(&self, args: &Gather<&B>, rows: u32, size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
-        positive("k_scale", args.k_scale)?;
+        scale_of("k_scale", self.kv.dtype, args.k_scale)?;
         let row_elems = self.shape.row_elems();
         args.kv.check(&self.kv, row_elems, size(args.kv.buffer))?;
         aligned("out", args.out.token_stride, 4)?;

@@ -371,7 +371,7 @@ fn wrong_layers() -> Outcome {
         ("out", Layer { out: in_buffer(good.out, &tiny), ..good }),
         ("lse", Layer { lse: in_buffer(good.lse, &tiny), ..good }),
         ("out", Layer { out: View { offset: 8, ..good.out }, ..good }),
-        ("kv", Layer { kv: KvView { layer: 1, layer_stride: 8, ..good.kv }, ..good }),
+        ("kv", Layer { kv: KvView { layer: 1, layer_stride: good.kv.block_stride, ..good.kv }, ..good }),
     ] {
         let error = refused(&layer);
         assert!(matches!(error, Error::BufferTooSmall { what, .. } if what == name), "{name}: {error}");

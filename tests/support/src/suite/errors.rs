@@ -1,8 +1,8 @@
 //! What a backend must refuse before a kernel can see it. The cases are those that corrupt memory or results.
 
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Batch, Capacity, CopySpec, DecodeOptions, Dtype, Error, KvSpec, Layer,
-    MergeAttnStatesSpec, MergeStates, MlaShape, Plan, Policy, View,
+    AppendLayer, AppendSpec, Backend, Batch, Capacity, CopySpec, DecodeOptions, Dtype, Error, KvSpec, KvView,
+    Layer, MergeAttnStatesSpec, MergeStates, MlaShape, Plan, Policy, View,
 };
 
 use super::Session;
@@ -97,6 +97,14 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
                     refuses(session, &format!("{why} {bad}"), decode.bind(&layer, tokens), why);
                 }
             }
+            // The problem's cache and queries are no codes, which alone have scales.
+            for (layer, why) in [
+                (Layer { k_scale: 0.5, ..good }, "k_scale 0.5"),
+                (Layer { q_scale: 2.0, ..good }, "q_scale 2"),
+                (Layer { kv: KvView { layer: 3, ..good.kv }, ..good }, "layer_stride"),
+            ] {
+                refuses(session, &format!("{why} without effect"), decode.bind(&layer, tokens), why);
+            }
             let far = View { offset: 1 << 20, ..good.out };
             for (what, layer, why) in [
                 ("out past its buffer", Layer { out: far, ..good }, "out"),
@@ -107,12 +115,12 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
                 ("overlap", Layer { out: View { head_stride: 4, ..good.out }, ..good }, "out"),
                 (
                     "pages that overlap",
-                    Layer { kv: wgpu_mla::KvView { block_stride: 4, ..good.kv }, ..good },
+                    Layer { kv: KvView { block_stride: 4, ..good.kv }, ..good },
                     "block_stride",
                 ),
                 (
                     "a layer past the buffer",
-                    Layer { kv: wgpu_mla::KvView { layer: 1, layer_stride: 1 << 30, ..good.kv }, ..good },
+                    Layer { kv: KvView { layer: 1, layer_stride: 1 << 30, ..good.kv }, ..good },
                     "kv",
                 ),
             ] {
@@ -148,6 +156,10 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
             let layer = AppendLayer { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv };
             refuses(session, &format!("k_scale {k_scale}"), backend.once(spec, &[0], &layer), "k_scale");
         }
+        let wide = AppendSpec { kv: KvSpec { dtype: Dtype::F16, num_pages: 1, ..kv }, ..spec };
+        refuses(session, "a scale of f16 rows", backend.once(wide, &[0], &good), "k_scale 0.5");
+        let third = AppendLayer { kv: KvView { layer: 3, ..good.kv }, ..good };
+        refuses(session, "a layer without a stride", backend.once(spec, &[0], &third), "layer_stride");
         let wrong = AppendSpec { input: Dtype::E4m3, ..spec };
         refuses(session, "an e4m3 input", backend.once(wrong, &[0], &good), "e4m3");
 
