@@ -17,7 +17,7 @@ use support::ceiling::Kind;
 use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::{AppendLayer, AppendSpec, Dtype, KvSpec, KvView, MlaShape, View};
+use wgpu_mla::{Dtype, KvAppend, KvAppendArgs, KvSpec, KvView, MlaShape, View};
 
 const PAGE_SIZE: u32 = 64;
 const LATENT: u32 = 512;
@@ -40,10 +40,10 @@ impl Shape {
         format!("{} tokens {INPUT} to {}", self.tokens, self.cache)
     }
 
-    fn spec(&self) -> AppendSpec {
+    fn spec(&self) -> KvAppend {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let num_pages = if self.decodes() { self.tokens } else { self.tokens.div_ceil(PAGE_SIZE) };
-        AppendSpec { shape, kv: KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages }, input: INPUT }
+        KvAppend { shape, kv: KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages }, input: INPUT }
     }
 
     /// A token for each sequence, not the tokens of a prompt.
@@ -125,7 +125,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
     let layer = |copy: u64| {
         let rows =
             |buffer, dim: u32| View { offset: copy * tokens * u64::from(dim), ..View::dense(buffer, 1, dim) };
-        AppendLayer {
+        KvAppendArgs {
             kv_c: rows(&latents, LATENT),
             k_pe: rows(&ropes, ROPE),
             kv: KvView {

@@ -18,7 +18,7 @@ use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::{
-    Dtype, Gather, GatherBatch, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, PageTable, View,
+    Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, KvSpec, KvView, MlaShape, PageTable, View,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -44,11 +44,11 @@ impl Shape {
         format!("{} tokens {} to {}", self.tokens, self.cache, self.output)
     }
 
-    fn spec(&self) -> GatherSpec {
+    fn spec(&self) -> KvGather {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let num_pages = (self.tokens + BEGIN).div_ceil(PAGE_SIZE);
         let kv = KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages };
-        GatherSpec { shape, kv, output: self.output }
+        KvGather { shape, kv, output: self.output }
     }
 
     /// Pages in no order.
@@ -124,7 +124,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
     let cache = gpu.painted(&paint, copies * shape.layer_elems())?;
     let out_elems = u64::from(shape.tokens) * row;
     let out = gpu.buffer(copies * out_elems * shape.output.bytes() as u64)?;
-    let layer = |copy: u64| Gather {
+    let layer = |copy: u64| KvGatherArgs {
         kv: KvView {
             buffer: &cache,
             offset: 0,

@@ -1,4 +1,4 @@
-//! Times `merge_attn_states`. Each shape is checked against the oracle first; a wrong one is not timed, and the run ends with status 1.
+//! Times `merge_state`. Each shape is checked against the oracle first; a wrong one is not timed, and the run ends with status 1.
 //!
 //! ```text
 //! cargo bench --bench merge -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
@@ -10,7 +10,7 @@
 mod support;
 
 use mla_support::close::{Tolerance, close};
-use mla_support::reference::{State, merge_attn_states};
+use mla_support::reference::{State, merge_state};
 use serde_json::json;
 use support::args::Args;
 use support::ceiling::Kind;
@@ -18,7 +18,7 @@ use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use support::{Result, peers};
-use wgpu_mla::{Dtype, MergeAttnStatesSpec, MergeStates, View};
+use wgpu_mla::{Dtype, MergeState, MergeStateArgs, View};
 
 const HEAD_SIZE: u32 = 128;
 
@@ -90,7 +90,7 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     records.note("copy_ceiling_bytes", 2 * bytes);
     records.note("peers_device", peers::DEVICE);
     println!(
-        "# merge_attn_states on {}\n\nus: device time, many merges in a pass or graph; alone: a pass or launch for each. \
+        "# merge_state on {}\n\nus: device time, many merges in a pass or graph; alone: a pass or launch for each. \
          GB/s: read and written; ceiling: share of this run's copy ceiling, {} GB/s. \
          Peers: us on one {}, not on this device.\n",
         gpu.name(),
@@ -120,7 +120,7 @@ fn time<D: Timed>(
     ceiling: f64,
     args: &Args,
 ) -> Result<serde_json::Value> {
-    let merge = gpu.compile(MergeAttnStatesSpec { dtype: shape.dtype, head_size: HEAD_SIZE })?;
+    let merge = gpu.compile(MergeState { dtype: shape.dtype, head_size: HEAD_SIZE })?;
     let layers = (0..copies(gpu, shape)).map(|copy| arrays.layer(shape, copy));
     let merge = Layers::new(merge, (), (), layers)?;
     merge.run_first()?;
@@ -169,7 +169,7 @@ impl<B> Arrays<B> {
         })
     }
 
-    fn layer(&self, shape: &Shape, copy: u64) -> MergeStates<&B> {
+    fn layer(&self, shape: &Shape, copy: u64) -> MergeStateArgs<&B> {
         let state = |buffer, skew: u64| {
             let offset = copy * shape.elems() + skew;
             View { offset, ..View::dense(buffer, shape.heads, HEAD_SIZE) }
@@ -179,7 +179,7 @@ impl<B> Arrays<B> {
             let offset = copy * shape.rows() + skew;
             View { buffer, offset, token_stride: 1, head_stride: shape.tokens.into() }
         };
-        MergeStates {
+        MergeStateArgs {
             prefix_output: state(&self.prefix, 0),
             prefix_lse: lse(&self.prefix_lse, 0),
             suffix_output: state(&self.suffix, self.skew),
@@ -207,7 +207,7 @@ impl<B> Arrays<B> {
             let (output, lse): &(Vec<f32>, Vec<f32>) = side;
             State { output, lse }
         };
-        let (want, want_lse) = merge_attn_states(state(&prefix), state(&suffix), heads, HEAD_SIZE as usize);
+        let (want, want_lse) = merge_state(state(&prefix), state(&suffix), heads, HEAD_SIZE as usize);
         let got = gpu.download(&self.output, self.paint.bytes(shape.elems()))?;
         let got: Vec<f32> = elements().map(|i| shape.dtype.decode_at(&got, i)).collect();
         let got_lse = gpu.download(&self.output_lse, shape.rows() * 4)?;

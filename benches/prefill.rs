@@ -18,8 +18,7 @@ use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::{
-    Candidate, Dtype, Prefill, PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec, PrefillVisible,
-    View,
+    Candidate, Dtype, Mask, MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, View,
 };
 
 const SCALE: f32 = 0.072_168_78;
@@ -31,7 +30,7 @@ const H200_GEMM: f64 = 266.0;
 struct Shape {
     what: String,
     sequences: Vec<PrefillSequence>,
-    spec: PrefillSpec,
+    spec: MlaPrefill,
 }
 
 impl Shape {
@@ -41,13 +40,13 @@ impl Shape {
         for &(q_len, kv_len, causal) in batch {
             let mut sequence = PrefillSequence::causal(q_begin, q_len, kv_begin, kv_len);
             if !causal {
-                sequence.visible = PrefillVisible::All;
+                sequence.mask = Mask::Full;
             }
             sequences.push(sequence);
             q_begin += q_len;
             kv_begin += kv_len;
         }
-        let spec = PrefillSpec {
+        let spec = MlaPrefill {
             num_heads: heads,
             qk_nope_head_dim: dims[0],
             qk_rope_head_dim: dims[1],
@@ -61,11 +60,9 @@ impl Shape {
 
     /// Keys that a query of a sequence sees.
     fn sees(sequence: &PrefillSequence, i: u32) -> u32 {
-        match sequence.visible {
-            PrefillVisible::All => sequence.kv_len,
-            PrefillVisible::Causal { first } => {
-                (first + i64::from(i)).clamp(0, sequence.kv_len.into()) as u32
-            }
+        match sequence.mask {
+            Mask::Causal => (sequence.kv_len + i + 1).saturating_sub(sequence.q_len),
+            _ => sequence.kv_len,
         }
     }
 
@@ -147,7 +144,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, row: &Candidate, args: &Args) -> Resul
     let v = gpu.painted(&paint, elems(keys, spec.v_head_dim))?;
     let out = gpu.buffer(elems(tokens, spec.v_head_dim) * spec.out.bytes() as u64)?;
     let lse = gpu.buffer(elems(tokens, 1) * 4)?;
-    let layer = Prefill {
+    let layer = MlaPrefillArgs {
         q_nope: View::dense(&q_nope, spec.num_heads, spec.qk_nope_head_dim),
         q_pe: View::dense(&q_pe, spec.num_heads, spec.qk_rope_head_dim),
         k_nope: View::dense(&k_nope, spec.num_heads, spec.qk_nope_head_dim),

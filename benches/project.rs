@@ -9,7 +9,7 @@
 #[allow(dead_code)]
 mod support;
 
-use mla_support::reference::{HeadProject as Oracle, head_project};
+use mla_support::reference::{Projection as Oracle, head_project};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
@@ -17,7 +17,7 @@ use support::device::{Layers, Timed};
 use support::paint::{Canvas, Paint};
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Device, Dtype, HeadDims, OpOptions, Project, ProjectSpec, View, WeightView, wgpu};
+use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions, View, WeightView, wgpu};
 
 /// DeepSeek-V2-Lite's, and what a device has of DeepSeek-V3 on 8 devices.
 const DIMS: HeadDims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
@@ -70,7 +70,7 @@ impl Shape {
 
 /// A projection of layers that take turns, and where all of them write.
 struct Bound {
-    project: Layers<ProjectSpec, Gpu>,
+    project: Layers<HeadProject, Gpu>,
     y: wgpu::Buffer,
 }
 
@@ -188,8 +188,8 @@ fn bound(
 ) -> Result<Bound> {
     let dtype = paint.dtype;
     let (spec, view) = match op {
-        Op::VUp => (ProjectSpec::v_up(&DIMS, dtype, dtype, dtype), WeightView::w_uv(&DIMS, weights)),
-        _ => (ProjectSpec::absorb(&DIMS, dtype, dtype, dtype), WeightView::w_uk(&DIMS, weights)),
+        Op::VUp => (HeadProject::v_up(&DIMS, dtype, dtype, dtype), WeightView::w_uv(&DIMS, weights)),
+        _ => (HeadProject::absorb(&DIMS, dtype, dtype, dtype), WeightView::w_uk(&DIMS, weights)),
     };
     let rows = u64::from(tokens * DIMS.num_heads);
     let x = gpu.painted(paint, rows * u64::from(spec.k))?;
@@ -197,7 +197,7 @@ fn bound(
     let layer = |layer: u64| {
         let weight = WeightView { offset: view.offset + layer * DIMS.elements(), ..view };
         let (x, y) = (View::dense(&x, DIMS.num_heads, spec.k), View::dense(&y, DIMS.num_heads, spec.n));
-        Project { x, weight, y }
+        HeadProjectArgs { x, weight, y }
     };
     let project = gpu.compile_with(spec, &OpOptions { variant: args.variant.clone() })?;
     let project = Layers::new(project, tokens, 0..tokens, (0..copies).map(layer))?;
@@ -245,12 +245,12 @@ fn time(
 fn check(gpu: &Gpu, op: &Bound, tokens: u32, paint: &Paint) -> Result<f64> {
     op.project.run_first()?;
     let spec = *op.project.op.op();
-    let ProjectSpec { k, n, order, .. } = spec;
+    let HeadProject { k, n, order, .. } = spec;
     let (heads, k, n) = (DIMS.num_heads as usize, k as usize, n as usize);
     let dtype = paint.dtype;
     let got = dtype.decode_all(&gpu.download(&op.y, (tokens as usize * heads * n * dtype.bytes()) as u64)?);
     let (latent, rows) = (DIMS.kv_lora_rank as usize, DIMS.qk_nope_head_dim as usize);
-    let skip = if spec == ProjectSpec::v_up(&DIMS, dtype, dtype, dtype) { rows } else { 0 };
+    let skip = if spec == HeadProject::v_up(&DIMS, dtype, dtype, dtype) { rows } else { 0 };
     let element = |head: usize, at: usize| (head * (rows + DIMS.v_head_dim as usize) + skip) * latent + at;
     let weight: Vec<f32> =
         (0..heads * k * n).map(|at| paint.at(element(at / (k * n), at % (k * n)) as u64)).collect();

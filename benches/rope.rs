@@ -18,8 +18,8 @@ use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Dtype, Kernel, KvSpec, KvView, MlaShape, Op, Rope, RopeAppend, RopeAppendSpec,
-    RopeFrequencies, RopeLayout, RopeSpec, View, Yarn,
+    Dtype, Kernel, KvAppend, KvAppendArgs, KvSpec, KvView, MlaShape, Op, Rope, RopeAppend, RopeAppendArgs,
+    RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -50,15 +50,15 @@ impl Shape {
         }
     }
 
-    fn rope(&self) -> RopeSpec {
-        RopeSpec { dtype: INPUT, num_heads: self.heads, rope_dim: ROPE, layout: LAYOUT }
+    fn rope(&self) -> Rope {
+        Rope { dtype: INPUT, num_heads: self.heads, rope_dim: ROPE, layout: LAYOUT }
     }
 
-    fn fused(&self, cache: Dtype) -> RopeAppendSpec {
+    fn fused(&self, cache: Dtype) -> RopeAppend {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let kv = KvSpec { dtype: cache, page_size: PAGE_SIZE, num_pages: self.tokens };
-        let append = AppendSpec { shape, kv, input: INPUT };
-        RopeAppendSpec { append, query: INPUT, num_heads: self.heads, layout: LAYOUT }
+        let append = KvAppend { shape, kv, input: INPUT };
+        RopeAppend { append, query: INPUT, num_heads: self.heads, layout: LAYOUT }
     }
 
     /// Each in a page of its own.
@@ -168,13 +168,13 @@ impl<B> Arrays<B> {
     }
 
     /// The queries of a layer, in place.
-    fn rope(&self, shape: &Shape, copy: u64) -> Rope<&B> {
+    fn rope(&self, shape: &Shape, copy: u64) -> RopeArgs<&B> {
         let x = View { offset: copy * shape.query_elems(), ..View::dense(&self.queries, shape.heads, ROPE) };
-        Rope { x, y: x, positions: &self.positions, cos_sin: &self.cos_sin, max_position: MAX_POSITION }
+        RopeArgs { x, y: x, positions: &self.positions, cos_sin: &self.cos_sin, max_position: MAX_POSITION }
     }
 
-    fn layer<'a>(&'a self, shape: &Shape, copy: u64, cache: &'a B) -> AppendLayer<&'a B> {
-        AppendLayer {
+    fn layer<'a>(&'a self, shape: &Shape, copy: u64, cache: &'a B) -> KvAppendArgs<&'a B> {
+        KvAppendArgs {
             kv_c: self.rows(&self.latents, shape, copy, LATENT),
             k_pe: self.rows(&self.ropes, shape, copy, ROPE),
             kv: KvView {
@@ -188,9 +188,9 @@ impl<B> Arrays<B> {
         }
     }
 
-    fn fused(&self, shape: &Shape, copy: u64) -> RopeAppend<&B> {
+    fn fused(&self, shape: &Shape, copy: u64) -> RopeAppendArgs<&B> {
         let queries = self.rope(shape, copy);
-        RopeAppend {
+        RopeAppendArgs {
             q_pe: queries.x,
             q_pe_out: View { buffer: &self.rotated, ..queries.x },
             layer: self.layer(shape, copy, &self.cache),
@@ -268,11 +268,11 @@ fn check<D: Timed>(gpu: &D, shape: &Shape, arrays: &Arrays<D::Buffer>) -> Result
     let spec = shape.fused(cache);
     let turned = gpu.buffer(u64::from(shape.tokens * ROPE) * INPUT.bytes() as u64)?;
     let k_pe = View::dense(&turned, 1, ROPE);
-    let keys = Rope { x: arrays.rows(&arrays.ropes, shape, 0, ROPE), y: k_pe, ..arrays.rope(shape, 0) };
-    gpu.once(RopeSpec { num_heads: 1, ..shape.rope() }, 0..shape.tokens, &keys)?;
+    let keys = RopeArgs { x: arrays.rows(&arrays.ropes, shape, 0, ROPE), y: k_pe, ..arrays.rope(shape, 0) };
+    gpu.once(Rope { num_heads: 1, ..shape.rope() }, 0..shape.tokens, &keys)?;
     let cache_bytes = shape.cache_elems() * cache.bytes() as u64;
     let other = gpu.buffer(cache_bytes)?;
-    let layer = AppendLayer { k_pe, ..arrays.layer(shape, 0, &other) };
+    let layer = KvAppendArgs { k_pe, ..arrays.layer(shape, 0, &other) };
     gpu.once(spec.append, &shape.slots(), &layer)?;
     let [got, want] = [gpu.download(&arrays.cache, cache_bytes)?, gpu.download(&other, cache_bytes)?];
     if got != want || got.iter().all(|byte| *byte == 0) {

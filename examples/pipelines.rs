@@ -14,9 +14,9 @@ use std::time::Instant;
 
 use wgpu_mla::gpu::{Gpu, ops::BatchTables};
 use wgpu_mla::{
-    AppendSpec, CalibrateSpec, Candidate, CopySpec, DecodeOptions, Device, Dtype, GatherSpec, HeadDims,
-    Kernel, KvSpec, MergeAttnStatesSpec, MergeStatesSpec, MlaShape, MlaSpec, Op, OpOptions, PrefillOptions,
-    PrefillSpec, ProjectSpec, RopeAppendSpec, RopeLayout, RopeSpec, SUPPORTED_DIMS,
+    Candidate, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend, KvCalibrate,
+    KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op, OpOptions,
+    PrefillOptions, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -70,7 +70,7 @@ fn decodes(gpu: &Gpu, all: bool) -> Vec<Job> {
             for cache in Dtype::ALL {
                 let usual = if query == Dtype::E4m3 { Dtype::Bf16 } else { query };
                 for out in FLOATS.into_iter().filter(|&out| all || out == usual) {
-                    let spec = MlaSpec {
+                    let spec = MlaDecode {
                         shape: MlaShape { num_heads: heads, kv_lora_rank: dims.0, qk_rope_head_dim: dims.1 },
                         kv: kv(cache),
                         query,
@@ -87,7 +87,7 @@ fn decodes(gpu: &Gpu, all: bool) -> Vec<Job> {
     jobs
 }
 
-fn decode(gpu: &Gpu, spec: MlaSpec, device_page_list: bool) -> impl Iterator<Item = Job> {
+fn decode(gpu: &Gpu, spec: MlaDecode, device_page_list: bool) -> impl Iterator<Item = Job> {
     variants(gpu, spec).map(move |(variant, chosen)| {
         let MlaShape { num_heads, kv_lora_rank, qk_rope_head_dim } = spec.shape;
         let clamp = if device_page_list { " device_page_list" } else { "" };
@@ -105,7 +105,7 @@ fn prefills(gpu: &Gpu, all: bool) -> Vec<Job> {
     let mut jobs = Vec::new();
     for [p, r, v] in [[128, 64, 128], [192, 64, 256]].into_iter().take(if all { 2 } else { 1 }) {
         for dtype in FLOATS {
-            let spec = PrefillSpec {
+            let spec = MlaPrefill {
                 num_heads: 16,
                 qk_nope_head_dim: p,
                 qk_rope_head_dim: r,
@@ -130,21 +130,21 @@ fn small_ops() -> Vec<Job> {
         // Rows of whole words only, and rows that end in half a word.
         for head_size in [128, 33] {
             let about = format!("{dtype} head_size {head_size}");
-            jobs.push(Job::of(about, MergeAttnStatesSpec { dtype, head_size }));
+            jobs.push(Job::of(about, MergeState { dtype, head_size }));
         }
         let about = format!("{dtype} head_size 128");
-        jobs.push(Job::of(about, MergeStatesSpec { dtype, head_size: 128 }));
-        let append = |cache| AppendSpec { shape, kv: kv(cache), input: dtype };
+        jobs.push(Job::of(about, MergeStates { dtype, head_size: 128 }));
+        let append = |cache| KvAppend { shape, kv: kv(cache), input: dtype };
         jobs.extend(Dtype::ALL.map(|cache| Job::of(format!("{dtype} into {cache}"), append(cache))));
         // In place and not.
         let layout = RopeLayout::Interleaved;
-        jobs.push(Job::of(dtype.to_string(), RopeSpec { dtype, num_heads: 16, rope_dim: 64, layout }));
+        jobs.push(Job::of(dtype.to_string(), Rope { dtype, num_heads: 16, rope_dim: 64, layout }));
         jobs.extend([dtype, Dtype::E4m3].map(|cache| {
-            let spec = RopeAppendSpec { append: append(cache), query: dtype, num_heads: 16, layout };
+            let spec = RopeAppend { append: append(cache), query: dtype, num_heads: 16, layout };
             Job::of(format!("{dtype} into {cache}"), spec)
         }));
         jobs.extend(Dtype::ALL.map(|cache| gather(shape, cache, dtype)));
-        jobs.push(Job::of(dtype.to_string(), CalibrateSpec { shape, input: dtype }));
+        jobs.push(Job::of(dtype.to_string(), KvCalibrate { shape, input: dtype }));
     }
     jobs.push(gather(shape, Dtype::E4m3, Dtype::E4m3));
     let cache = kv(Dtype::E4m3);
@@ -153,14 +153,14 @@ fn small_ops() -> Vec<Job> {
         compile: Box::new(move |gpu| BatchTables::new(gpu, cache).map(drop)),
     });
     jobs.extend(Dtype::ALL.map(|cache| {
-        let spec = CopySpec { kv: kv(cache), row_elems: shape.row_elems() };
+        let spec = KvCopyPages { kv: kv(cache), row_elems: shape.row_elems() };
         Job::of(format!("{cache} rows of {}", spec.row_elems), spec)
     }));
     jobs
 }
 
 fn gather(shape: MlaShape, cache: Dtype, output: Dtype) -> Job {
-    Job::of(format!("{cache} to {output}"), GatherSpec { shape, kv: kv(cache), output })
+    Job::of(format!("{cache} to {output}"), KvGather { shape, kv: kv(cache), output })
 }
 
 /// absorb and v_up of DeepSeek-V3's dims on 8 devices, on every variant that runs.
@@ -169,8 +169,8 @@ fn projections(gpu: &Gpu) -> Vec<Job> {
     let mut jobs = Vec::new();
     for input in FLOATS {
         for weight in FLOATS {
-            for spec in [ProjectSpec::absorb, ProjectSpec::v_up].map(|of| of(&dims, input, weight, input)) {
-                let ProjectSpec { k, n, order, .. } = spec;
+            for spec in [HeadProject::absorb, HeadProject::v_up].map(|of| of(&dims, input, weight, input)) {
+                let HeadProject { k, n, order, .. } = spec;
                 jobs.extend(variants(gpu, spec).map(|(variant, chosen)| {
                     let dtypes = format!("x_{input}.w_{weight}.y_{input}");
                     let name = format!("{chosen} any head_project {variant} {k}x{n} {order:?} {dtypes}");
@@ -292,7 +292,7 @@ fn main() -> ExitCode {
 /// Which variant a decode of 16 heads with an f16 query and that cache gets, and what better ones lack.
 fn why(gpu: &Gpu, cache: Dtype) -> String {
     let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    let spec = MlaSpec { shape, kv: kv(cache), query: Dtype::F16, out: Dtype::F16 };
+    let spec = MlaDecode { shape, kv: kv(cache), query: Dtype::F16, out: Dtype::F16 };
     let told = |Candidate { name, lacks, .. }| lacks.map_or(name.into(), |why| format!("not {name}: {why}"));
     gpu.variants(&spec).into_iter().map(told).collect::<Vec<String>>().join("; ")
 }

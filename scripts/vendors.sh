@@ -158,7 +158,7 @@ compile_all() {
 
 # The largest kernel of each variant on matrices, with 16 heads and with more, and of each other kernel.
 NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
-NVK_STATS+=',merge_attn_states bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
+NVK_STATS+=',merge_state bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
 
 # Tests on lavapipe; what they say goes to $logs/mesa26-JOB.log, and here when they end. JOB is a number.
 mesa26_tests() {
@@ -180,7 +180,7 @@ mesa26_tests() {
 mesa26() {
     local group decode=conformance::wgpu::coop_small::decode status=0 job
     local matrix=(matrix::coop_small::256_32) conformance=()
-    for group in page_sizes varlen visibility policies shared_prefixes empty_batches a_step_serves bits_of rising; do
+    for group in page_sizes varlen masks policies shared_prefixes empty_batches a_step_serves bits_of rising; do
         conformance+=("$decode::$group")
     done
     step "tests on lavapipe"

@@ -12,7 +12,7 @@ import re
 import sys
 
 SMALL_OPS = (
-    "batch_lists", "batch_slots", "head_project", "kv_append", "kv_calibrate", "kv_copy_pages", "kv_gather", "merge_attn_states",
+    "batch_lists", "batch_slots", "head_project", "kv_append", "kv_calibrate", "kv_copy_pages", "kv_gather", "merge_state",
     "mla_merge", "mla_prefill", "rope", "rope_append",
 )
 from pathlib import Path

@@ -11,7 +11,7 @@
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile.
 
-var<workgroup> token_at: array<u32, TOKEN_SLOTS>; // [2, TOKENS]: first oct of each token's cache row, this block and the next
+var<workgroup> token_at: array<u32, TOKEN_PLACES>; // [2, TOKENS]: first oct of each token's cache row, this block and the next
 var<workgroup> quad_max: array<f32, TILE_QUADS_PADDED>; // [ROWS, TOKEN_QUADS]
 var<workgroup> weights: array<vec4<f32>, TILE_QUADS>; // [ROWS, TOKEN_QUADS], four tokens each
 var<workgroup> rescale: array<f32, ROWS_PADDED>; // [ROWS]
@@ -33,7 +33,7 @@ fn mla_decode(
     let page_begin = tables[item_at + 2u];
     let kv_begin = tables[item_at + 3u];
     let kv_end = tables[item_at + 4u];
-    let slot = tables[item_at + 5u];
+    let partial = tables[item_at + 5u];
 
     // This thread's rows, its oct of columns, and for the scores its lane and tokens.
     let group_row = (thread / LATENT_OCTS) * ROWS_PER_GROUP;
@@ -188,14 +188,14 @@ fn mla_decode(
             let divisor = select(1.0, sum, any);
             let value = mat2x4<f32>(acc_low[r], acc_high[r]) * (KV_SCALE * (1.0 / divisor));
             let base_2 = select(EMPTY, rescale[row] + log2(divisor), any);
-            if (slot == DIRECT) {
+            if (partial == DIRECT) {
                 let query = query_of(first_row, row);
                 store_out(query.token, query.head, column_oct, value);
                 if (column_oct == 0u) {
                     store_lse(query.token, query.head, base_2, any);
                 }
             } else {
-                let at = (slot + row) * PARTIAL_QUADS;
+                let at = (partial + row) * PARTIAL_QUADS;
                 partials[at + 2u * column_oct] = value[0];
                 partials[at + 2u * column_oct + 1u] = value[1];
                 if (column_oct == 0u) {

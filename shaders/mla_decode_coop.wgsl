@@ -92,22 +92,22 @@ fn row_total(x: f32) -> f32 {
 }
 
 // An oct of a row's output, or of its partial result.
-fn write_oct(first_row: u32, row: u32, slot: u32, oct: u32, value: mat2x4<f32>) {
-    if (slot == DIRECT) {
+fn write_oct(first_row: u32, row: u32, partial: u32, oct: u32, value: mat2x4<f32>) {
+    if (partial == DIRECT) {
         let query = query_of(first_row, row);
         store_out(query.token, query.head, oct, value);
     } else {
-        partials[(slot + row) * PARTIAL_QUADS + 2u * oct] = value[0];
-        partials[(slot + row) * PARTIAL_QUADS + 2u * oct + 1u] = value[1];
+        partials[(partial + row) * PARTIAL_QUADS + 2u * oct] = value[0];
+        partials[(partial + row) * PARTIAL_QUADS + 2u * oct + 1u] = value[1];
     }
 }
 
 // A row's LSE in base 2. A partial result is yet to be multiplied with `scale`.
-fn write_lse(query: Query, row: u32, slot: u32, base_2: f32, any: bool, scale: f32) {
-    if (slot == DIRECT) {
+fn write_lse(query: Query, row: u32, partial: u32, base_2: f32, any: bool, scale: f32) {
+    if (partial == DIRECT) {
         store_lse(query.token, query.head, base_2, any);
     } else {
-        partials[(slot + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(base_2, scale, 0.0, 0.0);
+        partials[(partial + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(base_2, scale, 0.0, 0.0);
     }
 }
 
@@ -128,7 +128,7 @@ fn mla_decode(
     let page_begin = tables[item_at + 2u];
     let kv_begin = tables[item_at + 3u];
     let kv_end = tables[item_at + 4u];
-    let slot = tables[item_at + 5u];
+    let partial = tables[item_at + 5u];
     let thread = subgroup * SUBGROUP + lane;
     // This subgroup's share of the scores: which columns, tokens and rows.
     let key_share = subgroup % KEY_SPLIT;
@@ -364,7 +364,7 @@ fn mla_decode(
         }
         workgroupBarrier();
         if (atomicLoad(&notes[ODD_KEYS]) != 0u) {
-            wide_rows(first_row, num_rows, page_begin, kv_begin, kv_end, slot, subgroup, lane);
+            wide_rows(first_row, num_rows, page_begin, kv_begin, kv_end, partial, subgroup, lane);
             return;
         }
     }
@@ -375,17 +375,17 @@ fn mla_decode(
     let any = sum > 0.0;
     let divisor = select(1.0, sum, any);
     let factor = KEY_UNIT / divisor;
-    let is_partial = slot != DIRECT;
+    let is_partial = partial != DIRECT;
     if (column == 0u) {
         factors[row] = select(factor, 1.0, is_partial);
         if (row < num_rows) {
-            write_lse(query, row, slot, select(EMPTY, row_max + log2(divisor), any), any, factor);
+            write_lse(query, row, partial, select(EMPTY, row_max + log2(divisor), any), any, factor);
         }
     }
     if (is_partial && num_rows == ROWS) {
         for (var c = 0u; c < ACC_TILES; c++) { // unroll
             let quad = (subgroup * LATENT_TILES + c % LATENT_TILES) * (TILE / 4u);
-            coopStoreT(acc[c], &partials[(slot + c / LATENT_TILES * TILE) * PARTIAL_QUADS + quad], PARTIAL_QUADS);
+            coopStoreT(acc[c], &partials[(partial + c / LATENT_TILES * TILE) * PARTIAL_QUADS + quad], PARTIAL_QUADS);
         }
         return;
     }
@@ -402,7 +402,7 @@ fn mla_decode(
                 vec4<f32>(scores[at + 4u], scores[at + 5u], scores[at + 6u], scores[at + 7u]),
             ) * factors[out_row];
             if (out_row < num_rows) {
-                write_oct(first_row, out_row, slot, oct, value);
+                write_oct(first_row, out_row, partial, oct, value);
             }
         }
     }

@@ -17,7 +17,7 @@ var<workgroup> ends: array<vec2<f32>, MERGE_CHUNK>; // of each partial its LSE, 
 var<workgroup> team_sum: array<f32, MERGE_GROUPS>; // of MERGE_TEAMS
 var<workgroup> team_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_TEAMS, MERGE_OCTS]
 
-// Where the partial result begins that entry `i` of the merge slots names.
+// Where the partial result begins that entry `i` of the merged partial results names.
 fn partial_at(i: u32, head: u32) -> u32 {
     return (tables[i] + head) * PARTIAL_QUADS;
 }
@@ -74,8 +74,8 @@ fn mla_merge(
     }
     let merge_at = slice.merges_at + merge * 3u;
     let token = bound_token(tables[merge_at]);
-    let begin = slice.merge_slots_at + tables[merge_at + 1u];
-    let end = slice.merge_slots_at + tables[merge_at + 2u];
+    let begin = slice.merge_partials_at + tables[merge_at + 1u];
+    let end = slice.merge_partials_at + tables[merge_at + 2u];
     let count = end - begin;
     let team = thread / MERGE_OCTS;
     let column_oct = index % MERGE_PARTS * MERGE_OCTS + thread % MERGE_OCTS;

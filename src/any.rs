@@ -2,10 +2,10 @@
 //!
 //! ```no_run
 //! use wgpu_mla::any::AnyBackend;
-//! use wgpu_mla::{Device, Dtype, KvSpec, MlaShape, MlaSpec};
+//! use wgpu_mla::{Device, Dtype, KvSpec, MlaShape, MlaDecode};
 //!
 //! # fn main() -> wgpu_mla::Result<()> {
-//! let spec = MlaSpec {
+//! let spec = MlaDecode {
 //!     shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
 //!     kv: KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 1024 },
 //!     query: Dtype::Bf16,
@@ -31,7 +31,7 @@ mod parts;
 pub use ops::OneOf;
 pub use parts::{Buffer, Chosen};
 
-use crate::MlaSpec;
+use crate::MlaDecode;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 #[cfg(feature = "wgpu")]
@@ -55,7 +55,7 @@ impl AnyBackend {
     ///
     /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To leave the choice to nobody, use `From`:
     /// `AnyBackend::from(Gpu::new()?)`, or `Cuda::on_stream(stream)?` with the host's own stream.
-    pub fn best(spec: &MlaSpec) -> Self {
+    pub fn best(spec: &MlaDecode) -> Self {
         let (found, why) = choose(Found::cuda(spec), || Found::wgpu(spec));
         let chosen = found.unwrap_or_else(|| crate::cpu::Cpu::new().into());
         log::info!("{why}");
@@ -92,24 +92,24 @@ struct Found<T> {
 
 impl Found<Chosen> {
     #[cfg(feature = "cuda")]
-    fn cuda(spec: &MlaSpec) -> Result<Self, String> {
+    fn cuda(spec: &MlaDecode) -> Result<Self, String> {
         let cuda = Cuda::new(0).map_err(lack)?;
         Ok(Self { matrices: cuda.has_matrices_for(spec), backend: cuda.into() })
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn cuda(_: &MlaSpec) -> Result<Self, String> {
+    fn cuda(_: &MlaDecode) -> Result<Self, String> {
         Err("built without the feature `cuda`".into())
     }
 
     #[cfg(feature = "wgpu")]
-    fn wgpu(spec: &MlaSpec) -> Result<Self, String> {
+    fn wgpu(spec: &MlaDecode) -> Result<Self, String> {
         let gpu = Gpu::new().map_err(lack)?;
         Ok(Self { matrices: gpu.has_matrices_for(spec), backend: gpu.into() })
     }
 
     #[cfg(not(feature = "wgpu"))]
-    fn wgpu(_: &MlaSpec) -> Result<Self, String> {
+    fn wgpu(_: &MlaDecode) -> Result<Self, String> {
         Err("built without the feature `wgpu`".into())
     }
 }

@@ -1,10 +1,10 @@
 //! A device that runs every op.
 
-use crate::MlaSpec;
-use crate::layer::{ExpandSpec, MlaLayerSpec};
+use crate::MlaDecode;
+use crate::layer::{MlaExpand, MlaLayer};
 use crate::ops::{
-    AppendSpec, CalibrateSpec, CopySpec, Device, GatherSpec, Kernel, MergeAttnStatesSpec, MergeStatesSpec,
-    PrefillSpec, ProjectSpec, RopeAppendSpec, RopeSpec,
+    Device, HeadProject, Kernel, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeState, MergeStates,
+    MlaPrefill, Rope, RopeAppend,
 };
 
 macro_rules! backend {
@@ -20,6 +20,6 @@ backend! {
     /// A device that runs every op, for code that is generic over backends: one conformance suite runs on all of them.
     ///
     /// Memory of different backends is never shared silently: [`Device::upload`] and `Device::download` are the copies.
-    MlaSpec, MergeAttnStatesSpec, MergeStatesSpec, AppendSpec, CopySpec, GatherSpec, CalibrateSpec, RopeSpec, RopeAppendSpec,
-    ProjectSpec, PrefillSpec, MlaLayerSpec, ExpandSpec
+    MlaDecode, MergeState, MergeStates, KvAppend, KvCopyPages, KvGather, KvCalibrate, Rope, RopeAppend,
+    HeadProject, MlaPrefill, MlaLayer, MlaExpand
 }

@@ -1,4 +1,4 @@
-//! A checkpoint's `kv_b_proj.weight` as the bytes that a [`crate::Project`] reads.
+//! A checkpoint's `kv_b_proj.weight` as the bytes that a [`crate::HeadProjectArgs`] reads.
 
 use crate::{Dtype, Error, HeadDims, Result};
 
@@ -8,7 +8,7 @@ const BLOCK: usize = 128;
 /// A layer's `kv_b_proj.weight`, `[H * (P + V), L]`, as a checkpoint has it: little-endian and dense.
 ///
 /// [`KvBProj::prepare`] gives the bytes to upload, `[H, P + V, L]` in the dtype of choice. One buffer of them serves
-/// [`crate::ProjectSpec::absorb`], `k_up` and `v_up`, through [`crate::WeightView::w_uk`] and `w_uv`.
+/// [`crate::HeadProject::absorb`], `k_up` and `v_up`, through [`crate::WeightView::w_uk`] and `w_uv`.
 ///
 /// ```
 /// use wgpu_mla::{Dtype, HeadDims, KvBProj};

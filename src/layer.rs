@@ -6,7 +6,7 @@
 //! all tokens     q_pe, k_pe = rope(q_pe, k_pe); kv_cache[slot_mapping] = kv_c ++ k_pe            rope_append
 //! decodes        ql = q_nope . W_UK; o = attention over the cache; out = o . W_UV                absorb, mla_decode, v_up
 //! prefills       by chunks: rows = kv_cache[pages]; k, v = rows . W_UK, rows . W_UV;             kv_gather, k_up, v_up
-//!                attention over k, v; merged with that of the chunks before, by LSE              mla_prefill, merge_attn_states
+//!                attention over k, v; merged with that of the chunks before, by LSE              mla_prefill, merge_state
 //! ```
 //!
 //! A prefix that many decodes share may be kept expanded for as long as they do: [`ExpandedPrefix`]. They then attend it as prefills do, all at
@@ -30,20 +30,17 @@ mod workspace;
 
 pub use expanded::{Expanded, ExpandedPrefix};
 pub use plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
-pub use prefix::{ExpandArgs, ExpandBatch, ExpandSpec};
+pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
 
 use crate::ops::op::{Op, Use};
-use crate::ops::{
-    AppendSpec, GatherSpec, HeadDims, MergeAttnStatesSpec, MergeStatesSpec, PrefillSpec, RopeAppendSpec,
-    RopeLayout,
-};
+use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
 use crate::tables::Capacity;
 use crate::view::{KvView, View, wide};
-use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Policy, Result, Tiling};
+use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SplitPolicy, Tiling};
 
 /// What a layer is compiled for: the same for all layers of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct MlaLayerSpec {
+pub struct MlaLayer {
     /// Heads and the dims of the cache.
     pub shape: MlaShape,
     /// `P`, elements of a head's query that do not rotate.
@@ -61,11 +58,11 @@ pub struct MlaLayerSpec {
     /// Sequences of at most so many query tokens are decoded in absorbed form, the others prefilled. 1 is usual; 2 or more with
     /// speculative tokens.
     pub decode_threshold: u32,
-    /// Bytes that the keys and values of prefills may take: at least [`MlaLayerSpec::workspace_row_bytes`] times a page.
+    /// Bytes that the keys and values of prefills may take: at least [`MlaLayer::workspace_row_bytes`] times a page.
     pub workspace_bytes: u64,
 }
 
-impl MlaLayerSpec {
+impl MlaLayer {
     /// Bytes of one token in the workspace: its row of the cache and, for each head, its key and value.
     pub const fn workspace_row_bytes(&self) -> u64 {
         let heads = self.shape.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64);
@@ -90,8 +87,8 @@ impl MlaLayerSpec {
     }
 
     /// The decode in absorbed form.
-    pub const fn mla(&self) -> MlaSpec {
-        MlaSpec { shape: self.shape, kv: self.kv, query: self.dtype, out: self.dtype }
+    pub const fn mla(&self) -> MlaDecode {
+        MlaDecode { shape: self.shape, kv: self.kv, query: self.dtype, out: self.dtype }
     }
 
     /// # Errors
@@ -112,22 +109,22 @@ impl MlaLayerSpec {
 }
 
 /// Its ops.
-impl MlaLayerSpec {
-    pub(crate) fn append(&self) -> AppendSpec {
-        AppendSpec { shape: self.shape, kv: self.kv, input: self.dtype }
+impl MlaLayer {
+    pub(crate) fn append(&self) -> KvAppend {
+        KvAppend { shape: self.shape, kv: self.kv, input: self.dtype }
     }
 
-    pub(crate) fn rope_append(&self) -> RopeAppendSpec {
+    pub(crate) fn rope_append(&self) -> RopeAppend {
         let (query, num_heads, layout) = (self.dtype, self.shape.num_heads, self.rope);
-        RopeAppendSpec { append: self.append(), query, num_heads, layout }
+        RopeAppend { append: self.append(), query, num_heads, layout }
     }
 
-    pub(crate) fn gather(&self) -> GatherSpec {
-        GatherSpec { shape: self.shape, kv: self.kv, output: self.dtype }
+    pub(crate) fn gather(&self) -> KvGather {
+        KvGather { shape: self.shape, kv: self.kv, output: self.dtype }
     }
 
-    pub(crate) fn prefill(&self) -> PrefillSpec {
-        PrefillSpec {
+    pub(crate) fn prefill(&self) -> MlaPrefill {
+        MlaPrefill {
             num_heads: self.shape.num_heads,
             qk_nope_head_dim: self.qk_nope_head_dim,
             qk_rope_head_dim: self.shape.qk_rope_head_dim,
@@ -137,12 +134,12 @@ impl MlaLayerSpec {
         }
     }
 
-    pub(crate) fn merge(&self) -> MergeAttnStatesSpec {
-        MergeAttnStatesSpec { dtype: self.dtype, head_size: self.v_head_dim }
+    pub(crate) fn merge(&self) -> MergeState {
+        MergeState { dtype: self.dtype, head_size: self.v_head_dim }
     }
 
-    pub(crate) fn merge_sets(&self) -> MergeStatesSpec {
-        MergeStatesSpec { dtype: self.dtype, head_size: self.v_head_dim }
+    pub(crate) fn merge_sets(&self) -> MergeStates {
+        MergeStates { dtype: self.dtype, head_size: self.v_head_dim }
     }
 }
 
@@ -153,7 +150,7 @@ pub struct LayerCapacity {
     pub tokens: u32,
     /// Those that are decoded have to be among the first so many of a batch: they take `2 * H * L` elements of workspace each.
     pub decode_tokens: u32,
-    /// Rows of [`LayerArgs::expanded`], the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
+    /// Rows of [`MlaLayerArgs::expanded`], the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
     pub prefix_rows: u32,
 }
 
@@ -204,13 +201,13 @@ pub struct LayerOptions {
 pub struct LayerFacts {
     /// How its decode cuts work.
     pub tiling: Tiling,
-    /// Bytes of the keys and values of prefills: never more than [`MlaLayerSpec::workspace_bytes`].
+    /// Bytes of the keys and values of prefills: never more than [`MlaLayer::workspace_bytes`].
     pub workspace_bytes: u64,
 }
 
 /// One layer of a model: what its attention reads and writes. `T` is the number of query tokens of a batch.
 #[derive(Debug, Clone, Copy)]
-pub struct LayerArgs<B> {
+pub struct MlaLayerArgs<B> {
     /// `[T, H, P]`, the part of the query that does not rotate.
     pub q_nope: View<B>,
     /// `[T, H, R]`, not yet rotated; usually of the same buffer.
@@ -237,12 +234,12 @@ pub struct LayerArgs<B> {
     pub expanded: Option<Expanded<B>>,
 }
 
-impl Op for MlaLayerSpec {
+impl Op for MlaLayer {
     const NAME: &'static str = "mla_layer";
     type Options = LayerOptions;
     type Facts = LayerFacts;
-    type Input<'a> = (&'a LayerBatch<'a>, Policy);
-    type Args<B> = LayerArgs<B>;
+    type Input<'a> = (&'a LayerBatch<'a>, SplitPolicy);
+    type Args<B> = MlaLayerArgs<B>;
     type Extent = LayerCapacity;
     /// Of its decode.
     type Capacity = Capacity;
@@ -253,10 +250,10 @@ impl Op for MlaLayerSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a LayerArgs<B>,
+        args: &'a MlaLayerArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<LayerArgs<C>> {
-        Ok(LayerArgs {
+    ) -> Result<MlaLayerArgs<C>> {
+        Ok(MlaLayerArgs {
             q_nope: args.q_nope.map(|buffer| f(Use::Read("q_nope"), buffer))?,
             q_pe: args.q_pe.map(|buffer| f(Use::Read("q_pe"), buffer))?,
             kv_c: args.kv_c.map(|buffer| f(Use::Read("kv_c"), buffer))?,
@@ -278,12 +275,12 @@ impl Op for MlaLayerSpec {
     /// Its ops check the rest.
     fn check_args<B>(
         &self,
-        args: &LayerArgs<&B>,
+        args: &MlaLayerArgs<&B>,
         room: LayerCapacity,
         _: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         if room.prefix_rows > 0 && args.expanded.is_none() {
-            let detail = "room for expanded prefixes needs LayerArgs::expanded";
+            let detail = "room for expanded prefixes needs MlaLayerArgs::expanded";
             return Err(Error::LayoutMismatch { detail });
         }
         Ok(())
@@ -298,7 +295,7 @@ impl Op for MlaLayerSpec {
         }
         if used.prefix_rows > room.prefix_rows {
             return Err(
-                "the step attends expanded prefixes past the binding's prefix_rows, which need LayerArgs::expanded",
+                "the step attends expanded prefixes past the binding's prefix_rows, which need MlaLayerArgs::expanded",
             );
         }
         Ok(())
@@ -307,7 +304,7 @@ impl Op for MlaLayerSpec {
     /// Its ops check them, one after the other.
     fn check_aliases<B>(
         &self,
-        _: &LayerArgs<&B>,
+        _: &MlaLayerArgs<&B>,
         _: LayerCapacity,
         _: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {

@@ -7,15 +7,15 @@
 //!
 //! - `gpu` is the wgpu backend, on the host's own device and encoder; `cuda` the CUDA backend, on the host's stream; [`cpu`] is the
 //!   same on host memory. `AnyBackend::best` finds the best of them that is here.
-//! - [`Device::compile`] makes a [`Compiled`] of an op, such as a decode ([`MlaSpec`]): `prepare` a step, `bind` a layer, `record` it.
+//! - [`Device::compile`] makes a [`Compiled`] of an op, such as a decode ([`MlaDecode`]): `prepare` a step, `bind` a layer, `record` it.
 //!   These are the same for every op of [`ops`] and every backend.
-//! - [`PagePool`] owns page ids; [`Plan`] turns a batch into work items; [`Layer`] describes one layer's buffers.
+//! - [`PagePool`] owns page ids; [`Plan`] turns a batch into work items; [`MlaDecodeArgs`] describes one layer's buffers.
 //!
 //! ```
-//! use wgpu_mla::{Batch, Capacity, Device, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PagePool, Plan, Policy, cpu::Cpu};
+//! use wgpu_mla::{Batch, Capacity, Device, Dtype, KvSpec, MlaDecodeArgs, MlaShape, MlaDecode, PagePool, Plan, SplitPolicy, cpu::Cpu};
 //!
 //! # fn main() -> wgpu_mla::Result<()> {
-//! let spec = MlaSpec {
+//! let spec = MlaDecode {
 //!     shape: MlaShape { num_heads: 6, kv_lora_rank: 256, qk_rope_head_dim: 32 },
 //!     kv: KvSpec { dtype: Dtype::F32, page_size: 16, num_pages: 4 },
 //!     query: Dtype::F32,
@@ -34,10 +34,10 @@
 //! let (table, lens) = (pool.block_table(&[seq], -1)?, pool.seq_lens(&[seq])?);
 //!
 //! let mla = backend.compile(spec)?;
-//! let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&lens, &[0, 1]), Policy::Auto)?;
+//! let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&lens, &[0, 1]), SplitPolicy::Auto)?;
 //! let mut step = mla.step(Capacity::default())?;
 //! mla.prepare(&mut step, (&plan, table.page_table()))?;
-//! let binding = mla.bind(&Layer::dense(&spec, &q, &kv, &out, &lse, 0.1), 1)?;
+//! let binding = mla.bind(&MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, 0.1), 1)?;
 //! mla.run(&step, &binding)?;
 //!
 //! // All values are 0.5, so their average is; 40 equal logits of 0 have a log-sum-exp of ln 40.
@@ -62,6 +62,7 @@ mod error;
 pub mod gpu;
 mod kv_b_proj;
 pub mod layer;
+mod mask;
 pub mod ops;
 mod pages;
 pub mod plan;
@@ -79,21 +80,22 @@ pub use error::{Error, Result};
 pub use gpu::{Caps, DeviceKind};
 pub use kv_b_proj::KvBProj;
 pub use layer::{
-    ExpandArgs, ExpandBatch, ExpandSpec, Expanded, ExpandedPrefix, LayerArgs, LayerBatch, LayerCapacity,
-    LayerFacts, LayerOptions, LayerPlan, MlaLayerSpec,
+    ExpandBatch, Expanded, ExpandedPrefix, LayerBatch, LayerCapacity, LayerFacts, LayerOptions, LayerPlan,
+    MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs,
 };
+pub use mask::Mask;
 pub use ops::{
-    AppendLayer, AppendSpec, Binding, Calibrate, CalibrateSpec, CalibrationStats, Candidate, Compiled,
-    CopySpec, DecodeOptions, Device, DeviceBatch, Gather, GatherBatch, GatherRange, GatherSpec, HeadDims,
-    Kernel, Layer, LseBase, MergeAttnStatesSpec, MergeStates, MergeStatesSpec, Op, OpOptions, Prefill,
-    PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec, PrefillVisible, Project, ProjectSpec, Query,
-    Rope, RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, SetsExtent, StateSets, Step, WeightOrder,
-    WeightView, check_copies,
+    Binding, CalibrationStats, Candidate, Compiled, DecodeOptions, Device, DeviceBatch, GatherBatch,
+    GatherRange, HeadDims, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate,
+    KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, LseBase, MergeState, MergeStateArgs, MergeStates,
+    MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, Op, OpOptions,
+    PrefillExtent, PrefillOptions, PrefillSequence, Query, Rope, RopeAppend, RopeAppendArgs, RopeArgs,
+    RopeLayout, Step, WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
-pub use plan::{Batch, Plan, Policy, SharedPrefix, Tiling, Visibility};
+pub use plan::{Batch, Plan, SharedPrefix, SplitPolicy, Tiling};
 pub use rope::{RopeFrequencies, Yarn};
-pub use shape::{KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS, softmax_scale};
+pub use shape::{KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
 pub use view::{KvView, View};
 

@@ -8,7 +8,7 @@ mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
-mod merge_attn_states;
+mod merge_state;
 mod merge_states;
 pub(crate) mod mla_prefill;
 pub(crate) mod op;
@@ -20,19 +20,19 @@ pub(crate) use batch_tables::Sequences;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use batch_tables::template;
 pub use batch_tables::{AppendsSlots, DeviceBatch};
-pub use decode::{DecodeOptions, Layer, LseBase, Query};
-pub use head_project::{HeadDims, Project, ProjectSpec, WeightOrder, WeightView};
-pub use kv_append::{AppendLayer, AppendSpec};
-pub use kv_calibrate::{Calibrate, CalibrateSpec, CalibrationStats};
-pub use kv_copy_pages::{CopySpec, check_copies};
+pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};
+pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
+pub use kv_append::{KvAppend, KvAppendArgs};
+pub use kv_calibrate::{CalibrationStats, KvCalibrate, KvCalibrateArgs};
+pub use kv_copy_pages::{KvCopyPages, check_copies};
 pub(crate) use kv_gather::Piece;
-pub use kv_gather::{Gather, GatherBatch, GatherRange, GatherSpec};
-pub use merge_attn_states::{MergeAttnStatesSpec, MergeStates};
-pub use merge_states::{MergeStatesSpec, SetsExtent, StateSets};
+pub use kv_gather::{GatherBatch, GatherRange, KvGather, KvGatherArgs};
+pub use merge_state::{MergeState, MergeStateArgs};
+pub use merge_states::{MergeStates, MergeStatesArgs, MergeStatesExtent};
 pub use mla_prefill::{
-    Prefill, PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec, PrefillTiling, PrefillVisible,
+    MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, PrefillTiling,
 };
 pub use op::{Binding, Compiled, Device, Kernel, Op, Step, Use};
-pub use rope::{Rope, RopeLayout, RopeSpec};
-pub use rope_append::{RopeAppend, RopeAppendSpec};
+pub use rope::{Rope, RopeArgs, RopeLayout};
+pub use rope_append::{RopeAppend, RopeAppendArgs};
 pub use variants::{Candidate, Choice, OpOptions};

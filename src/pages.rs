@@ -131,12 +131,12 @@ struct Store {
 }
 
 impl Store {
-    fn free_pages(&self) -> usize {
+    fn num_free_pages(&self) -> usize {
         self.total - self.owners.len() + self.freed.len()
     }
 
     fn check_room(&self, wanted: u64) -> Result<()> {
-        let free = self.free_pages();
+        let free = self.num_free_pages();
         if wanted > free as u64 {
             let wanted = usize::try_from(wanted).unwrap_or(usize::MAX);
             return Err(Error::OutOfPages { wanted, free, total: self.total });
@@ -146,7 +146,7 @@ impl Store {
 
     /// A page for one owner. [`Self::check_room`] comes first.
     fn take(&mut self) -> u32 {
-        debug_assert!(self.free_pages() > 0, "check_room must come before take");
+        debug_assert!(self.num_free_pages() > 0, "check_room must come before take");
         let page = self.freed.pop().unwrap_or_else(|| {
             self.owners.push(0);
             (self.owners.len() - 1) as u32
@@ -310,13 +310,13 @@ impl PagePool {
     }
 
     /// Pages that no sequence has.
-    pub fn free_pages(&self) -> usize {
-        self.store.free_pages()
+    pub fn num_free_pages(&self) -> usize {
+        self.store.num_free_pages()
     }
 
     /// Pages that at least one sequence has. A shared page counts once.
-    pub fn used_pages(&self) -> usize {
-        self.store.total - self.store.free_pages()
+    pub fn num_used_pages(&self) -> usize {
+        self.store.total - self.store.num_free_pages()
     }
 
     /// Sequences that have a page: 0 for a free page and for an id that is not in the pool.

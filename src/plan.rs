@@ -3,12 +3,12 @@
 //!
 //! A *query row* is one head of one query token. A *tile* is up to `rows_per_tile` rows of one sequence (of
 //! several, over a shared prefix), numbered `token * H + head`, so that a tile may hold several tokens of few
-//! heads. A *work item* is a tile over a range of tokens; a row that needs several items leaves partial results
-//! in *slots*, which a merge combines.
+//! heads. A *work item* is a tile over a range of tokens; a row that needs several items leaves one *partial result* (its output and LSE over a range of tokens) an item,
+//! which a merge combines.
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::{Error, MlaSpec, Result};
+use crate::{Error, Mask, MlaDecode, Result};
 
 mod balance;
 mod check;
@@ -29,15 +29,15 @@ pub struct WorkItem {
     pub kv_begin: u32,
     /// One past the last token attended; equal to `kv_begin` where nothing is visible.
     pub kv_end: u32,
-    /// Slot of the first row's partial result, or [`DIRECT`].
-    pub slot: u32,
+    /// Index of the first row's partial result, or [`DIRECT`].
+    pub partial: u32,
     /// Which buffer of the pool holds the pages: 0 until pools have several.
     pub pool: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-/// The [`WorkItem::slot`] of an item that writes its output itself, with no merge.
+/// The [`WorkItem::partial`] of an item that writes its output itself, with no merge.
 pub const DIRECT: u32 = u32::MAX;
 
 /// A query token as the kernels see it.
@@ -56,7 +56,7 @@ pub struct QueryToken {
 pub struct Merge {
     /// Its row in the output arrays.
     pub token: u32,
-    /// First of its entries in [`Plan::merge_slots`].
+    /// First of its entries in [`Plan::merge_partials`].
     pub begin: u32,
     /// One past its last entry.
     pub end: u32,
@@ -85,7 +85,7 @@ pub struct Tiling {
 
 /// Where sequences are cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Policy {
+pub enum SplitPolicy {
     /// Enough splits to fill the device: equal shares of each sequence, or pieces of one length and what remains of each sequence
     /// where a device is done sooner with those.
     #[default]
@@ -96,18 +96,6 @@ pub enum Policy {
     FixedTokens(u32),
     /// No cuts and no merge.
     OneSplit,
-}
-
-/// Which keys a query token sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Visibility<'a> {
-    /// Bottom-right: token `i` of `q_len` sees key `j` where `j <= seq_len - q_len + i`.
-    #[default]
-    Causal,
-    /// Every key of its sequence.
-    Full,
-    /// The keys before `bounds[token]`, one bound a query token of the batch.
-    Bounds(&'a [u32]),
 }
 
 /// Sequences whose first tokens are the same pages, attended once for all of them.
@@ -127,7 +115,7 @@ pub struct Batch<'a> {
     /// Where each sequence's query tokens begin; one entry more than `seq_lens`.
     pub query_start_loc: &'a [i32],
     /// Which keys a query token sees.
-    pub visibility: Visibility<'a>,
+    pub mask: Mask<'a>,
     /// Groups that share a prefix.
     pub shared_prefixes: &'a [SharedPrefix],
 }
@@ -135,7 +123,7 @@ pub struct Batch<'a> {
 impl<'a> Batch<'a> {
     /// A causal batch with no shared prefixes.
     pub fn new(seq_lens: &'a [i32], query_start_loc: &'a [i32]) -> Self {
-        Self { seq_lens, query_start_loc, visibility: Visibility::Causal, shared_prefixes: &[] }
+        Self { seq_lens, query_start_loc, mask: Mask::Causal, shared_prefixes: &[] }
     }
 }
 
@@ -148,10 +136,10 @@ pub struct Plan {
     pub queries: Vec<QueryToken>,
     /// The query tokens with several partial results.
     pub merges: Vec<Merge>,
-    /// Slots of head 0 of each merge's partial results, in token order. Head `h` is `h` slots further.
-    pub merge_slots: Vec<u32>,
-    /// Slots in use: one a row and split.
-    pub num_slots: u32,
+    /// Indices of the partial results of head 0 that each merge combines, in token order. That of head `h` is `h` further.
+    pub merge_partials: Vec<u32>,
+    /// Partial results: one for each query row and split.
+    pub num_partials: u32,
     /// Query tokens in the batch.
     pub num_queries: u32,
     /// Tokens of each sequence.
@@ -170,7 +158,7 @@ struct Scratch {
     own_begin: Vec<u32>,
     /// Runs of work before they are cut into splits.
     runs: Vec<Run>,
-    /// `(query token, slot of its head 0)` in the order in which merges sum.
+    /// `(query token, index of its head 0's partial result)` in the order in which merges sum.
     partials: Vec<(u32, u32)>,
     balance: balance::Scratch,
 }
@@ -206,7 +194,7 @@ impl Plan {
     /// # Errors
     /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that
     /// contradicts itself.
-    pub fn new(spec: &MlaSpec, tiling: &Tiling, batch: &Batch<'_>, policy: Policy) -> Result<Self> {
+    pub fn new(spec: &MlaDecode, tiling: &Tiling, batch: &Batch<'_>, policy: SplitPolicy) -> Result<Self> {
         let mut plan = Self::default();
         plan.update(spec, tiling, batch, policy)?;
         Ok(plan)
@@ -218,10 +206,10 @@ impl Plan {
     /// As [`Plan::new`]; the plan is then empty.
     pub fn update(
         &mut self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         tiling: &Tiling,
         batch: &Batch<'_>,
-        policy: Policy,
+        policy: SplitPolicy,
     ) -> Result<()> {
         self.clear();
         let done = self.build(spec, tiling, batch, policy);
@@ -242,23 +230,29 @@ impl Plan {
     }
 
     fn clear(&mut self) {
-        let Self { items, queries, merges, merge_slots, seq_lens, page_begin, shared, scratch, .. } = self;
+        let Self { items, queries, merges, merge_partials, seq_lens, page_begin, shared, scratch, .. } = self;
         items.clear();
         queries.clear();
         merges.clear();
-        merge_slots.clear();
+        merge_partials.clear();
         seq_lens.clear();
         page_begin.clear();
         shared.clear();
         scratch.own_begin.clear();
         scratch.runs.clear();
         scratch.partials.clear();
-        self.num_slots = 0;
+        self.num_partials = 0;
         self.num_queries = 0;
     }
 
-    fn build(&mut self, spec: &MlaSpec, tiling: &Tiling, batch: &Batch<'_>, policy: Policy) -> Result<()> {
-        if policy == Policy::FixedTokens(0) {
+    fn build(
+        &mut self,
+        spec: &MlaDecode,
+        tiling: &Tiling,
+        batch: &Batch<'_>,
+        policy: SplitPolicy,
+    ) -> Result<()> {
+        if policy == SplitPolicy::FixedTokens(0) {
             return Err(Error::Shape { what: "tokens per split", got: 0, cure: "must be at least 1" });
         }
         self.check_batch(spec, batch)?;
@@ -290,7 +284,7 @@ impl Plan {
         }
     }
 
-    fn lay_out_pages(&mut self, spec: &MlaSpec) -> Result<()> {
+    fn lay_out_pages(&mut self, spec: &MlaDecode) -> Result<()> {
         let mut at = 0u32;
         self.page_begin.push(at);
         for &len in &self.seq_lens {
@@ -303,12 +297,12 @@ impl Plan {
     }
 
     /// One run for each group's prefix, ahead of the sequences' own.
-    fn share_prefixes(&mut self, batch: &Batch<'_>, policy: Policy, tiling: &Tiling) -> Result<()> {
+    fn share_prefixes(&mut self, batch: &Batch<'_>, policy: SplitPolicy, tiling: &Tiling) -> Result<()> {
         for group in batch.shared_prefixes {
             let unit = match policy {
-                Policy::FixedTokens(n) => n,
-                Policy::Auto => tiling.tokens_per_block.max(1),
-                Policy::OneSplit => continue,
+                SplitPolicy::FixedTokens(n) => n,
+                SplitPolicy::Auto => tiling.tokens_per_block.max(1),
+                SplitPolicy::OneSplit => continue,
             };
             let shortest = group.sequences.iter().map(|&s| self.seq_lens[s as usize]).min().unwrap_or(0);
             let tokens = group.tokens.min(shortest) / unit * unit;
@@ -356,11 +350,7 @@ impl Plan {
         let (first, last) = (batch.query_start_loc[seq] as u32, batch.query_start_loc[seq + 1] as u32);
         let len = self.seq_lens[seq];
         for token in first..last {
-            let visible = match batch.visibility {
-                Visibility::Causal => (len + (token - first) + 1).saturating_sub(last - first),
-                Visibility::Full => len,
-                Visibility::Bounds(bounds) => bounds[token as usize],
-            };
+            let visible = batch.mask.visible(i64::from(token - first), last - first, len, token as usize);
             if visible > len {
                 let cure = "must be at most its sequence's seq_len";
                 return Err(Error::Shape {

@@ -156,7 +156,7 @@ impl RopeFrequencies {
         self.attention_factor
     }
 
-    /// The table that [`crate::Rope`] and [`crate::RopeAppend`] read: `[max_position, R]`, in each row `R / 2` cosines, then `R / 2`
+    /// The table that [`crate::RopeArgs`] and [`crate::RopeAppendArgs`] read: `[max_position, R]`, in each row `R / 2` cosines, then `R / 2`
     /// sines, both times the attention factor. vLLM's `cos_sin_cache` has this layout.
     ///
     /// Computed in f64 and rounded once. Implementations that multiply positions by frequencies in f32, as transformers does, are off by

@@ -90,7 +90,7 @@ impl KvSpec {
 
 /// Everything that decides which shaders a decode needs: dims and dtypes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct MlaSpec {
+pub struct MlaDecode {
     /// Dims of the attention.
     pub shape: MlaShape,
     /// The paged cache.
@@ -101,7 +101,7 @@ pub struct MlaSpec {
     pub out: Dtype,
 }
 
-impl MlaSpec {
+impl MlaDecode {
     /// # Errors
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
     pub fn check(&self) -> Result<()> {

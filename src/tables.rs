@@ -79,10 +79,10 @@ pub struct Capacity {
     pub pages: u32,
     /// Entries of [`Plan::merges`].
     pub merges: u32,
-    /// Entries of [`Plan::merge_slots`].
-    pub merge_slots: u32,
+    /// Entries of [`Plan::merge_partials`].
+    pub merge_partials: u32,
     /// Partial results, one a row and split.
-    pub slots: u32,
+    pub partials: u32,
 }
 
 impl Capacity {
@@ -93,8 +93,8 @@ impl Capacity {
             queries: plan.queries.len() as u32,
             pages: plan.page_list_len(),
             merges: plan.merges.len() as u32,
-            merge_slots: plan.merge_slots.len() as u32,
-            slots: plan.num_slots,
+            merge_partials: plan.merge_partials.len() as u32,
+            partials: plan.num_partials,
         }
     }
 
@@ -123,8 +123,8 @@ impl Capacity {
             ("Capacity::queries", self.queries, need.queries),
             ("Capacity::pages", self.pages, need.pages),
             ("Capacity::merges", self.merges, need.merges),
-            ("Capacity::merge_slots", self.merge_slots, need.merge_slots),
-            ("Capacity::slots", self.slots, need.slots),
+            ("Capacity::merge_partials", self.merge_partials, need.merge_partials),
+            ("Capacity::partials", self.partials, need.partials),
         ] {
             if got < want {
                 let cure = "use `Capacity::of` the plan, or `grown_to` it";
@@ -140,8 +140,8 @@ impl Capacity {
             queries: f(self.queries, other.queries),
             pages: f(self.pages, other.pages),
             merges: f(self.merges, other.merges),
-            merge_slots: f(self.merge_slots, other.merge_slots),
-            slots: f(self.slots, other.slots),
+            merge_partials: f(self.merge_partials, other.merge_partials),
+            partials: f(self.partials, other.partials),
         }
     }
 
@@ -155,8 +155,8 @@ impl Capacity {
         let items = HEADER_WORDS;
         let queries = after(items, self.items, size_of::<WorkItem>());
         let merges = after(queries, self.queries, size_of::<QueryToken>());
-        let merge_slots = after(merges, self.merges, size_of::<Merge>());
-        let pages = after(merge_slots, self.merge_slots, 4);
+        let merge_partials = after(merges, self.merges, size_of::<Merge>());
+        let pages = after(merge_partials, self.merge_partials, 4);
         Header {
             num_items: 0,
             num_merges: 0,
@@ -165,7 +165,7 @@ impl Capacity {
             items,
             queries,
             merges,
-            merge_slots,
+            merge_partials,
             pages,
             end: after(pages, self.pages, 4),
             reserved: [0; 6],
@@ -191,8 +191,8 @@ pub struct Header {
     pub queries: u32,
     /// Place of the [`Merge`]s.
     pub merges: u32,
-    /// Place of the merge slots.
-    pub merge_slots: u32,
+    /// Place of the merged partial results.
+    pub merge_partials: u32,
     /// Place of the flat page list: on wgpu the words of the buffer without it.
     pub pages: u32,
     /// Words in all.
@@ -237,7 +237,7 @@ pub fn write_tables(
     put(words, header.items, &plan.items);
     put(words, header.queries, &plan.queries);
     put(words, header.merges, &plan.merges);
-    put(words, header.merge_slots, &plan.merge_slots);
+    put(words, header.merge_partials, &plan.merge_partials);
     if !matches!(pages, PageTable::Device) {
         write_pages(&mut words[header.pages as usize..], plan, pages, kv)?;
     }

@@ -1,6 +1,6 @@
 //! Strided views of buffers, and their checks. Generic over a handle `B` on a buffer: `&Buffer` where a caller hands it over.
 
-use crate::{Dtype, Error, KvSpec, MlaSpec, Result};
+use crate::{Dtype, Error, KvSpec, MlaDecode, Result};
 
 /// A strided view of `[tokens, heads, dim]` (or `[tokens, heads]`) elements in a buffer.
 ///
@@ -83,7 +83,7 @@ pub struct KvView<B> {
 
 impl<B> KvView<B> {
     /// A buffer that holds one layer's pages and nothing else.
-    pub fn dense(buffer: B, spec: &MlaSpec) -> Self {
+    pub fn dense(buffer: B, spec: &MlaDecode) -> Self {
         let block_stride = u64::from(spec.kv.page_size) * u64::from(spec.shape.row_elems());
         Self { buffer, offset: 0, layer_stride: 0, layer: 0, block_stride }
     }

@@ -2,9 +2,10 @@
 
 use mla_support::reference::{LayerSequence, mla_layer};
 use wgpu_mla::{
-    Batch, Capacity, Dtype, Gather, GatherBatch, GatherRange, GatherSpec, HeadDims, KvSpec, KvView, Layer,
-    LseBase, MergeStatesSpec, MlaShape, MlaSpec, PageTable, Plan, Policy, Prefill, PrefillOptions,
-    PrefillSequence, PrefillSpec, Project, ProjectSpec, Query, SharedPrefix, StateSets, View, WeightView,
+    Batch, Capacity, Dtype, GatherBatch, GatherRange, HeadDims, HeadProject, HeadProjectArgs, KvGather,
+    KvGatherArgs, KvSpec, KvView, LseBase, MergeStates, MergeStatesArgs, MlaDecode, MlaDecodeArgs,
+    MlaPrefill, MlaPrefillArgs, MlaShape, PageTable, Plan, PrefillOptions, PrefillSequence, Query,
+    SharedPrefix, SplitPolicy, View, WeightView,
 };
 
 use crate::support::Result;
@@ -47,10 +48,10 @@ impl Shape {
         self.context.div_ceil(PAGE_SIZE) - self.shared_pages()
     }
 
-    fn spec(&self) -> MlaSpec {
+    fn spec(&self) -> MlaDecode {
         let [latent, rope, ..] = self.dims;
         let num_pages = self.shared_pages() + self.sequences * self.own_pages();
-        MlaSpec {
+        MlaDecode {
             shape: MlaShape { num_heads: self.heads, kv_lora_rank: latent, qk_rope_head_dim: rope },
             kv: KvSpec { dtype: self.dtype, page_size: PAGE_SIZE, num_pages },
             query: self.dtype,
@@ -161,19 +162,19 @@ impl<B> Arrays<B> {
         };
         let kv = KvView::dense(&arrays.kv, &spec);
         device.once(
-            GatherSpec { shape: spec.shape, kv: spec.kv, output: dtype },
+            KvGather { shape: spec.shape, kv: spec.kv, output: dtype },
             batch,
-            &Gather { kv, k_scale: 1.0, out: arrays.rows(shape) },
+            &KvGatherArgs { kv, k_scale: 1.0, out: arrays.rows(shape) },
         )?;
         let x = View { head_stride: 0, ..arrays.rows(shape) };
-        let up = |weight, y| Project { x, weight, y };
+        let up = |weight, y| HeadProjectArgs { x, weight, y };
         device.once(
-            ProjectSpec::k_up(&dims, dtype, dtype, dtype),
+            HeadProject::k_up(&dims, dtype, dtype, dtype),
             0..prefix,
             &up(WeightView::w_uk(&dims, &arrays.weight), View::dense(&arrays.k_nope, heads, nope)),
         )?;
         device.once(
-            ProjectSpec::v_up(&dims, dtype, dtype, dtype),
+            HeadProject::v_up(&dims, dtype, dtype, dtype),
             0..prefix,
             &up(WeightView::w_uv(&dims, &arrays.weight), View::dense(&arrays.v, heads, value)),
         )?;
@@ -197,14 +198,14 @@ impl<B> Arrays<B> {
 pub struct Problem<D: Timed> {
     shape: Shape,
     /// Over the prefix, the suffixes, the whole context, and the same with a shared prefix.
-    decodes: [Layers<MlaSpec, D>; 4],
-    absorb: Layers<ProjectSpec, D>,
+    decodes: [Layers<MlaDecode, D>; 4],
+    absorb: Layers<HeadProject, D>,
     /// From latent outputs into the output, and into the sets.
-    v_up: [Layers<ProjectSpec, D>; 2],
-    prefill: Layers<PrefillSpec, D>,
+    v_up: [Layers<HeadProject, D>; 2],
+    prefill: Layers<MlaPrefill, D>,
     num_parts: u32,
     /// Of all sets, and of those of the prefix.
-    merges: [Layers<MergeStatesSpec, D>; 2],
+    merges: [Layers<MergeStates, D>; 2],
     out: D::Buffer,
     paints: Paints,
 }
@@ -225,7 +226,7 @@ impl<D: Timed> Problem<D> {
         let Shape { sequences, prefix, context, heads, dims: [latent, rope, nope, value], dtype, .. } =
             *shape;
         let dims = shape.head_dims();
-        let prefill_spec = PrefillSpec {
+        let prefill_spec = MlaPrefill {
             num_heads: heads,
             qk_nope_head_dim: nope,
             qk_rope_head_dim: rope,
@@ -250,17 +251,17 @@ impl<D: Timed> Problem<D> {
         let view = |buffer, dim: u32| View::dense(buffer, heads, dim);
         let out_view = view(&out, value);
         let spec = shape.spec();
-        let decodes = |first: u32, end: u32, shared: &[SharedPrefix]| -> Result<Layers<MlaSpec, D>> {
+        let decodes = |first: u32, end: u32, shared: &[SharedPrefix]| -> Result<Layers<MlaDecode, D>> {
             let decode = device.compile(spec)?;
             let lens = vec![(end - first) as i32; sequences as usize];
             let starts: Vec<i32> = (0..=sequences as i32).collect();
             let batch = Batch { shared_prefixes: shared, ..Batch::new(&lens, &starts) };
-            let plan = Plan::new(&spec, &decode.tiling(), &batch, Policy::Auto)?;
+            let plan = Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::Auto)?;
             let pages: Vec<_> =
                 (0..sequences).map(|sequence| shape.pages(sequence, first / PAGE_SIZE)).collect();
             let (max_pages, table) = (pages[0].len(), pages.concat());
             let pages = PageTable::Dense { block_table: &table, max_pages };
-            let layers = arrays.iter().map(|layer| Layer {
+            let layers = arrays.iter().map(|layer| MlaDecodeArgs {
                 query: Query::Split { q_nope: view(&layer.ql_nope, latent), q_pe: layer.q_pe(shape) },
                 kv: KvView::dense(&layer.kv, &spec),
                 out: view(&layer.latent, latent),
@@ -280,29 +281,29 @@ impl<D: Timed> Problem<D> {
             decodes(0, context, &[group])?,
         ];
 
-        let absorb = arrays.iter().map(|layer| Project {
+        let absorb = arrays.iter().map(|layer| HeadProjectArgs {
             x: layer.q_nope(shape),
             weight: WeightView::w_uk(&dims, &layer.weight),
             y: view(&layer.ql_nope, latent),
         });
-        let absorb_spec = ProjectSpec::absorb(&dims, dtype, dtype, dtype);
+        let absorb_spec = HeadProject::absorb(&dims, dtype, dtype, dtype);
         let absorb = Layers::new(device.compile(absorb_spec)?, sequences, 0..sequences, absorb)?;
         let v_up = |into_sets: bool| {
-            let layers = arrays.iter().map(|layer| Project {
+            let layers = arrays.iter().map(|layer| HeadProjectArgs {
                 x: view(&layer.latent, latent),
                 weight: WeightView::w_uv(&dims, &layer.weight),
                 y: if into_sets { view(&layer.sets, value) } else { out_view },
             });
-            let v_up = device.compile(ProjectSpec::v_up(&dims, dtype, dtype, dtype))?;
+            let v_up = device.compile(HeadProject::v_up(&dims, dtype, dtype, dtype))?;
             Layers::new(v_up, sequences, 0..sequences, layers)
         };
         let v_up = [v_up(false)?, v_up(true)?];
 
         // Set 0 is for the suffixes.
-        let all = PrefillSequence { out_begin: sequences, ..PrefillSequence::all(0, sequences, 0, prefix) };
+        let all = PrefillSequence { out_begin: sequences, ..PrefillSequence::full(0, sequences, 0, prefix) };
         let split: Vec<_> = all.split_keys(num_parts, sequences).collect();
         let tiles = num_parts * sequences.div_ceil(prefill.facts().rows);
-        let layers = arrays.iter().map(|layer| Prefill {
+        let layers = arrays.iter().map(|layer| MlaPrefillArgs {
             q_nope: layer.q_nope(shape),
             q_pe: layer.q_pe(shape),
             k_nope: view(&layer.k_nope, nope),
@@ -315,7 +316,7 @@ impl<D: Timed> Problem<D> {
         let prefill = Layers::new(prefill, tiles, &split, layers)?;
         let merge = |first: u64, num_sets: u32| {
             let (set_stride, lse_set_stride) = (elems(sequences, value), elems(sequences, 1));
-            let layers = arrays.iter().map(|layer| StateSets {
+            let layers = arrays.iter().map(|layer| MergeStatesArgs {
                 states: View { offset: first * set_stride, ..view(&layer.sets, value) },
                 set_stride,
                 lse: View { offset: first * lse_set_stride, ..view(&layer.set_lse, 1) },
@@ -324,7 +325,7 @@ impl<D: Timed> Problem<D> {
                 output_lse: None,
                 num_heads: heads,
             });
-            let merge = device.compile(MergeStatesSpec { dtype, head_size: value })?;
+            let merge = device.compile(MergeStates { dtype, head_size: value })?;
             Layers::new(merge, sequences, (0..sequences, num_sets), layers)
         };
         let merges = [merge(0, num_parts + 1)?, merge(1, num_parts)?];

@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    Batch, Binding, Compiled, Device, Dtype, Kernel, KvSpec, KvView, Layer, LayerArgs, LayerBatch,
-    LayerCapacity, LayerOptions, MlaLayerSpec, MlaShape, MlaSpec, Op, PageTable, Plan, Policy, RopeLayout,
+    Batch, Binding, Compiled, Device, Dtype, Kernel, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions,
+    MlaDecode, MlaDecodeArgs, MlaLayer, MlaLayerArgs, MlaShape, Op, PageTable, Plan, RopeLayout, SplitPolicy,
     Step, Tiling, View, wgpu,
 };
 
@@ -18,7 +18,7 @@ const PAGE_SIZE: usize = 64;
 const MAX_PAGES: usize = 8192 / PAGE_SIZE;
 const MAX_POSITION: u32 = 8192;
 
-const SPEC: MlaSpec = MlaSpec {
+const SPEC: MlaDecode = MlaDecode {
     shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
     // Small enough for one binding of any device: nothing is attended here, so sequences may share pages.
     kv: KvSpec { dtype: Dtype::Bf16, page_size: PAGE_SIZE as u32, num_pages: 1024 },
@@ -27,7 +27,7 @@ const SPEC: MlaSpec = MlaSpec {
 };
 
 /// Of DeepSeek-V2-Lite.
-const LAYER_SPEC: MlaLayerSpec = MlaLayerSpec {
+const LAYER_SPEC: MlaLayer = MlaLayer {
     shape: SPEC.shape,
     qk_nope_head_dim: 128,
     v_head_dim: 128,
@@ -47,7 +47,7 @@ pub fn run() -> Result<()> {
     let out = gpu.buffer((BATCH * 16 * 512 * 2) as u64)?;
     let lse = gpu.buffer((BATCH * 16 * 4) as u64)?;
     let mla = gpu.compile(SPEC)?;
-    let args = Layer::dense(&SPEC, &q, &kv, &out, &lse, 0.1);
+    let args = MlaDecodeArgs::dense(&SPEC, &q, &kv, &out, &lse, 0.1);
     let bindings = bind(&mla, &args, BATCH as u32)?;
 
     // Planned as for a large card, so that the figure means the same on every machine.
@@ -62,7 +62,7 @@ pub fn run() -> Result<()> {
     table(&gpu, names, |turn| {
         let lens = lens_of(turn);
         Ok([
-            seconds(|| Ok(plan.update(&SPEC, &tiling, &Batch::new(&lens, &starts), Policy::Auto)?))?,
+            seconds(|| Ok(plan.update(&SPEC, &tiling, &Batch::new(&lens, &starts), SplitPolicy::Auto)?))?,
             seconds(|| Ok(mla.prepare(&mut step, (&plan, pages))?))?,
             record(&gpu, |encoder| {
                 bindings.iter().try_for_each(|binding| mla.record(encoder, &step, binding))
@@ -70,7 +70,7 @@ pub fn run() -> Result<()> {
             record(&gpu, |encoder| one_pass(encoder, &mla, &step, &bindings))?,
         ])
     })?;
-    println!("| ({} work items, {} partial results) | | |", plan.items.len(), plan.num_slots);
+    println!("| ({} work items, {} partial results) | | |", plan.items.len(), plan.num_partials);
     // Only now: wgpu tracks all that there is, so that more of it costs every pass.
     let capacity = LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, prefix_rows: 0 };
     let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { variant: None, capacity })?;
@@ -93,7 +93,7 @@ pub fn run() -> Result<()> {
             expanded: &[],
         };
         Ok([
-            seconds(|| Ok(layer.prepare(&mut step, (&batch, Policy::Auto))?))?,
+            seconds(|| Ok(layer.prepare(&mut step, (&batch, SplitPolicy::Auto))?))?,
             record(&gpu, |encoder| one_pass(encoder, &layer, &step, &layer_bindings))?,
         ])
     })?;
@@ -136,11 +136,11 @@ where
 
 fn bind_layers(
     gpu: &Gpu,
-    layer: &Compiled<MlaLayerSpec, Gpu>,
+    layer: &Compiled<MlaLayer, Gpu>,
     kv: &wgpu::Buffer,
     capacity: LayerCapacity,
-) -> Result<Vec<Binding<MlaLayerSpec, Gpu>>> {
-    let MlaLayerSpec { shape, qk_nope_head_dim: nope, v_head_dim: value, .. } = LAYER_SPEC;
+) -> Result<Vec<Binding<MlaLayer, Gpu>>> {
+    let MlaLayer { shape, qk_nope_head_dim: nope, v_head_dim: value, .. } = LAYER_SPEC;
     let MlaShape { num_heads: heads, kv_lora_rank: latent, qk_rope_head_dim: rope } = shape;
     let buffer = |rows: u32, elems: u32| gpu.buffer(u64::from(rows) * u64::from(elems) * 2);
     let q = buffer(capacity.tokens, heads * (nope + rope))?;
@@ -149,7 +149,7 @@ fn bind_layers(
     let cos_sin = buffer(MAX_POSITION, 2 * rope)?;
     let out = buffer(capacity.tokens, heads * value)?;
     let q_nope = View::dense(&q, heads, nope + rope);
-    let args = LayerArgs {
+    let args = MlaLayerArgs {
         q_nope,
         q_pe: View { offset: nope.into(), ..q_nope },
         kv_c: View::dense(&kv_c, 1, latent),

@@ -2,8 +2,8 @@
 
 use mla_support::reference::{self, Decode};
 use wgpu_mla::{
-    Batch, Capacity, DecodeOptions, Device, Dtype, KvView, Layer, MlaSpec, PageTable, Plan, Policy,
-    Visibility,
+    Batch, Capacity, DecodeOptions, Device, Dtype, KvView, Mask, MlaDecode, MlaDecodeArgs, PageTable, Plan,
+    SplitPolicy,
 };
 
 use super::workload::{PAGE_SIZE, Workload};
@@ -30,8 +30,8 @@ impl<B> Pool<B> {
 
 /// A workload with as many layers as the pool holds, each with a cache of its own.
 pub struct Problem<'a, D: Timed> {
-    pub spec: MlaSpec,
-    pub layers: Layers<MlaSpec, D>,
+    pub spec: MlaDecode,
+    pub layers: Layers<MlaDecode, D>,
     pub plan: Plan,
     workload: Workload,
     pool: &'a Pool<D::Buffer>,
@@ -62,9 +62,9 @@ impl<'a, D: Timed> Problem<'a, D> {
         let decode = device.compile_with(spec, &options)?;
         let layer_stride = workload.layer_elems();
         let layers = (0..copies).map(|layer| {
-            let dense = Layer::dense(&spec, &q_buffer, &pool.buffer, &out, &lse, SOFTMAX_SCALE);
+            let dense = MlaDecodeArgs::dense(&spec, &q_buffer, &pool.buffer, &out, &lse, SOFTMAX_SCALE);
             let kv = KvView { layer_stride, layer, ..dense.kv };
-            Layer { kv, ..dense }
+            MlaDecodeArgs { kv, ..dense }
         });
 
         let starts: Vec<i32> = (0..=lens.len() as u32).map(|i| (i * workload.q_len) as i32).collect();
@@ -72,7 +72,7 @@ impl<'a, D: Timed> Problem<'a, D> {
         tiling.target_items = items.unwrap_or(tiling.target_items);
         let shared = workload.shared_prefixes();
         let batch = Batch { shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
-        let plan = Plan::new(&spec, &tiling, &batch, Policy::Auto)?;
+        let plan = Plan::new(&spec, &tiling, &batch, SplitPolicy::Auto)?;
         let (table, max_pages) = workload.block_table();
         let pages = PageTable::Dense { block_table: &table, max_pages };
         let layers = Layers::new(decode, Capacity::of(&plan), (&plan, pages), layers)?;
@@ -107,7 +107,7 @@ impl<'a, D: Timed> Problem<'a, D> {
             max_pages: num_pages as usize,
             seq_lens: &[lens[seq]],
             query_start_loc: &[0, w.q_len as i32],
-            visibility: Visibility::Causal,
+            mask: Mask::Causal,
             softmax_scale: SOFTMAX_SCALE.into(),
             k_scale: 1.0,
             q_scale: 1.0,
@@ -142,7 +142,7 @@ fn picked_heads(heads: usize, context: usize) -> Vec<usize> {
 }
 
 /// Query values as the device has them, and their buffer.
-fn query<D: Device>(device: &D, spec: &MlaSpec, rows: u64) -> Result<(Vec<f32>, D::Buffer)> {
+fn query<D: Device>(device: &D, spec: &MlaDecode, rows: u64) -> Result<(Vec<f32>, D::Buffer)> {
     let paint = Paint::query(spec.query);
     let count = rows * u64::from(spec.shape.row_elems());
     let at = |i: u64| ((i * 5 + 77) % CYCLE as u64) as usize;

@@ -5,7 +5,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Batch, Dtype, PageTable, Plan, Policy};
+use wgpu_mla::{Batch, Dtype, PageTable, Plan, SplitPolicy};
 
 use super::problem::{Pool, Problem};
 use super::serving;
@@ -123,7 +123,7 @@ fn host_step<D: Timed>(device: &D, workload: &Workload, problem: &Problem<'_, D>
         let lens: Vec<i32> = lens.iter().map(|&len| (len - 16 + turn).max(1)).collect();
         let begin = Instant::now();
         let batch = Batch { shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
-        plan.update(&problem.spec, &tiling, &batch, Policy::Auto)?;
+        plan.update(&problem.spec, &tiling, &batch, SplitPolicy::Auto)?;
         let pages = PageTable::Dense { block_table: &table, max_pages };
         decode.prepare(&mut step, (&plan, pages))?;
         times.push(begin.elapsed().as_secs_f64());

@@ -2,7 +2,8 @@
 
 use serde_json::json;
 use wgpu_mla::{
-    Batch, Capacity, DecodeOptions, Dtype, KvSpec, KvView, Layer, MlaShape, MlaSpec, PageTable, Plan, Policy,
+    Batch, Capacity, DecodeOptions, Dtype, KvSpec, KvView, MlaDecode, MlaDecodeArgs, MlaShape, PageTable,
+    Plan, SplitPolicy,
 };
 
 use super::problem::{Pool, SOFTMAX_SCALE};
@@ -56,7 +57,7 @@ pub fn shapes(device: &impl Timed, args: &Args) -> Vec<Shape> {
 /// Sequences whose caches share a buffer and a binding. A batch with more than a binding holds is several of them, decoded
 /// one after the other as a host would.
 struct Part<D: Timed> {
-    layers: Layers<MlaSpec, D>,
+    layers: Layers<MlaDecode, D>,
     plan: Plan,
     table: Vec<i32>,
     /// Where each sequence's query token is.
@@ -120,7 +121,7 @@ impl<D: Timed> Part<D> {
     fn new(device: &D, shape: &Shape, [begin, end]: [u32; 2], args: &Args) -> Result<Self> {
         let sequences = end - begin;
         let num_pages = sequences * shape.max_pages();
-        let spec = MlaSpec {
+        let spec = MlaDecode {
             shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
             kv: KvSpec { dtype: Dtype::Bf16, page_size: PAGE_SIZE, num_pages },
             query: Dtype::Bf16,
@@ -139,8 +140,8 @@ impl<D: Timed> Part<D> {
         let options = DecodeOptions { variant: args.variant.clone(), ..Default::default() };
         let decode = device.compile_with(spec, &options)?;
         let layers = (0..copies as u32).map(|layer| {
-            let dense = Layer::dense(&spec, &q, &pool.buffer, &out, &lse, SOFTMAX_SCALE);
-            Layer { kv: KvView { layer_stride, layer, ..dense.kv }, ..dense }
+            let dense = MlaDecodeArgs::dense(&spec, &q, &pool.buffer, &out, &lse, SOFTMAX_SCALE);
+            MlaDecodeArgs { kv: KvView { layer_stride, layer, ..dense.kv }, ..dense }
         });
         // Multiples of a prime: no neighbours stay neighbours.
         let stride = if num_pages.is_multiple_of(7919) { 1 } else { 7919 };
@@ -148,7 +149,7 @@ impl<D: Timed> Part<D> {
             (0..u64::from(num_pages)).map(|i| (i * stride % u64::from(num_pages)) as i32).collect();
         let starts: Vec<i32> = (0..=sequences as i32).collect();
         let lens = vec![shape.from as i32; sequences as usize];
-        let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&lens, &starts), Policy::Auto)?;
+        let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&lens, &starts), SplitPolicy::Auto)?;
         let pages = PageTable::Dense { block_table: &table, max_pages: shape.max_pages() as usize };
         let layers = Layers::new(decode, Capacity::default(), (&plan, pages), layers)?;
         Ok(Self { layers, plan, table, starts })
@@ -159,7 +160,7 @@ impl<D: Timed> Part<D> {
         let lens = vec![context as i32; self.starts.len() - 1];
         let mut tiling = op.tiling();
         tiling.target_items = args.items.unwrap_or(tiling.target_items);
-        self.plan.update(op.op(), &tiling, &Batch::new(&lens, &self.starts), Policy::Auto)?;
+        self.plan.update(op.op(), &tiling, &Batch::new(&lens, &self.starts), SplitPolicy::Auto)?;
         let max_pages = self.table.len() / lens.len();
         op.prepare(step, (&self.plan, PageTable::Dense { block_table: &self.table, max_pages }))?;
         Ok(())

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use wgpu_mla::gpu::{Gpu, Setup};
-use wgpu_mla::{Device, Dtype, KvSpec, MlaShape, MlaSpec};
+use wgpu_mla::{Device, Dtype, KvSpec, MlaDecode, MlaShape};
 
 use crate::support::Result;
 
@@ -76,8 +76,8 @@ fn cuda() -> Result<()> {
     Ok(())
 }
 
-fn specs() -> Vec<MlaSpec> {
-    let spec = |(num_heads, dtype)| MlaSpec {
+fn specs() -> Vec<MlaDecode> {
+    let spec = |(num_heads, dtype)| MlaDecode {
         shape: MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
         kv: KvSpec { dtype, page_size: 64, num_pages: 64 },
         query: Dtype::Bf16,

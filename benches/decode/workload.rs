@@ -1,6 +1,6 @@
 //! What is decoded: the tables of workloads.
 
-use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec, SharedPrefix};
+use wgpu_mla::{Dtype, KvSpec, MlaDecode, MlaShape, SharedPrefix};
 
 use crate::support::Draws;
 
@@ -210,8 +210,8 @@ impl Workload {
         }
     }
 
-    pub fn spec(&self) -> MlaSpec {
-        MlaSpec {
+    pub fn spec(&self) -> MlaDecode {
+        MlaDecode {
             shape: MlaShape {
                 num_heads: self.heads,
                 kv_lora_rank: self.dims.0,

@@ -24,7 +24,7 @@ use progress::Progress;
 use step::Runner;
 use traffic::Traffic;
 use wgpu_mla::any::{AnyBackend, Chosen};
-use wgpu_mla::{Backend, Batch, PageTable, Plan, Policy, SharedPrefix};
+use wgpu_mla::{Backend, Batch, PageTable, Plan, SharedPrefix, SplitPolicy};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -113,7 +113,7 @@ fn serve(args: &Args, model: &Model, runner: &mut Runner<'_, impl Backend>) -> R
         let csr = traffic.pool.csr(&ids)?;
         let shared: Vec<SharedPrefix> = traffic.pool.shared_prefixes(&ids)?;
         let batch = Batch { shared_prefixes: &shared, ..Batch::new(&seq_lens, &starts) };
-        plan.update(&model.spec, &runner.tiling(), &batch, Policy::Auto)?;
+        plan.update(&model.spec, &runner.tiling(), &batch, SplitPolicy::Auto)?;
         model.fill(&traffic.new_tokens(), &mut layers);
 
         let work = Work {

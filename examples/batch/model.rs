@@ -1,10 +1,10 @@
 //! What stands for a model: dims, and activations that are a function of a token, so that the oracle can make them again.
 
-use wgpu_mla::{AppendSpec, Dtype, KvSpec, MlaShape, MlaSpec, softmax_scale};
+use wgpu_mla::{Dtype, KvAppend, KvSpec, MlaDecode, MlaShape, softmax_scale};
 
 /// Two layers of a small MLA model.
 pub struct Model {
-    pub spec: MlaSpec,
+    pub spec: MlaDecode,
     pub layers: usize,
     pub softmax_scale: f32,
     /// Query tokens of a step.
@@ -35,7 +35,7 @@ impl Model {
         let mut state = 0x9E37_79B9_7F4A_7C15;
         let paint = (0..PAINT).map(|_| (0..4).map(|_| uniform(&mut state) - 0.5).sum::<f32>() * 0.173);
         Self {
-            spec: MlaSpec {
+            spec: MlaDecode {
                 shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
                 kv: KvSpec { dtype: Dtype::Bf16, page_size: 16, num_pages: 128 },
                 query: Dtype::Bf16,
@@ -59,8 +59,8 @@ impl Model {
     }
 
     /// What new rows are appended as.
-    pub fn append_spec(&self) -> AppendSpec {
-        AppendSpec { shape: self.spec.shape, kv: self.spec.kv, input: self.spec.query }
+    pub fn append_spec(&self) -> KvAppend {
+        KvAppend { shape: self.spec.shape, kv: self.spec.kv, input: self.spec.query }
     }
 
     /// Elements from one layer's cache to the next.

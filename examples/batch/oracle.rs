@@ -1,7 +1,7 @@
 //! Checks a step's outputs against the f64 oracle, from the tokens alone: it knows nothing of pages.
 
 use mla_support::reference::{self, Decode};
-use wgpu_mla::{Backend, Dtype, Visibility};
+use wgpu_mla::{Backend, Dtype, Mask};
 
 use crate::Result;
 use crate::model::Model;
@@ -83,7 +83,7 @@ impl<'a> Oracle<'a> {
             max_pages: 1,
             seq_lens: &[len as i32],
             query_start_loc: &[0, (q.len() / row / spec.shape.num_heads as usize) as i32],
-            visibility: Visibility::Causal,
+            mask: Mask::Causal,
             softmax_scale: model.softmax_scale.into(),
             k_scale: 1.0,
             q_scale: 1.0,

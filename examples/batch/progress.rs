@@ -49,7 +49,7 @@ impl Progress {
         self.done += 1;
         self.tokens += u64::from(plan.num_queries);
         self.most_sequences = self.most_sequences.max(traffic.batch.len());
-        self.most_pages = self.most_pages.max(traffic.pool.used_pages());
+        self.most_pages = self.most_pages.max(traffic.pool.num_used_pages());
         self.shared_steps += u32::from(!plan.shared.is_empty());
         self.busy += time;
     }
@@ -60,7 +60,7 @@ impl Progress {
 
     pub fn show(&self, traffic: &Traffic) {
         if self.terminal {
-            let (sequences, pages) = (traffic.batch.len(), traffic.pool.used_pages());
+            let (sequences, pages) = (traffic.batch.len(), traffic.pool.num_used_pages());
             let line = format!(
                 "step {}/{}: {sequences} sequences, {pages} pages, {:.0} tokens/s",
                 self.done,
@@ -89,8 +89,8 @@ impl Progress {
         ));
         say(&format!(
             "pages: {} in use of {}, at most {}; {} copied on write; a prefix attended once for several in {} steps",
-            traffic.pool.used_pages(),
-            traffic.pool.used_pages() + traffic.pool.free_pages(),
+            traffic.pool.num_used_pages(),
+            traffic.pool.num_used_pages() + traffic.pool.num_free_pages(),
             self.most_pages,
             counts.copied_pages,
             self.shared_steps

@@ -1,8 +1,8 @@
 //! A step on any backend: what a server does, in one submit.
 
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Binding, Capacity, Compiled, CopySpec, KvView, Layer, MlaSpec, Step,
-    Tiling, View,
+    Backend, Binding, Capacity, Compiled, KvAppend, KvAppendArgs, KvCopyPages, KvView, MlaDecode,
+    MlaDecodeArgs, Step, Tiling, View,
 };
 
 use crate::model::Model;
@@ -13,13 +13,13 @@ pub struct Runner<'a, D: Backend> {
     device: D,
     model: &'a Model,
     // Compiled once.
-    copy: Compiled<CopySpec, D>,
-    append: Compiled<AppendSpec, D>,
-    mla: Compiled<MlaSpec, D>,
+    copy: Compiled<KvCopyPages, D>,
+    append: Compiled<KvAppend, D>,
+    mla: Compiled<MlaDecode, D>,
     // Filled at each step, and read by every layer.
-    copy_step: Step<CopySpec, D>,
-    append_step: Step<AppendSpec, D>,
-    mla_step: Step<MlaSpec, D>,
+    copy_step: Step<KvCopyPages, D>,
+    append_step: Step<KvAppend, D>,
+    mla_step: Step<MlaDecode, D>,
     layers: Vec<LayerState<D>>,
 }
 
@@ -30,15 +30,15 @@ struct LayerState<D: Backend> {
     k_pe: D::Buffer,
     out: D::Buffer,
     lse: D::Buffer,
-    copies: Binding<CopySpec, D>,
-    rows: Binding<AppendSpec, D>,
-    attention: Binding<MlaSpec, D>,
+    copies: Binding<KvCopyPages, D>,
+    rows: Binding<KvAppend, D>,
+    attention: Binding<MlaDecode, D>,
 }
 
 impl<'a, D: Backend> Runner<'a, D> {
     pub fn new(device: D, model: &'a Model) -> Result<Self> {
         let spec = model.spec;
-        let copy = device.compile(CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
+        let copy = device.compile(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
         let append = device.compile(model.append_spec())?;
         let mla = device.compile(spec)?;
         let (copy_step, append_step) = (copy.step(0)?, append.step(model.max_tokens)?);
@@ -67,15 +67,15 @@ impl<'a, D: Backend> Runner<'a, D> {
         let dense = KvView::dense(kv, spec);
         let kv = KvView { layer_stride: model.layer_stride(), layer: layer as u32, ..dense };
         let copies = self.copy.bind(&kv, ())?;
-        let new_rows = AppendLayer {
+        let new_rows = KvAppendArgs {
             kv_c: View::dense(&kv_c, 1, latent),
             k_pe: View::dense(&k_pe, 1, rope),
             kv,
             k_scale: 1.0,
         };
         let rows = self.append.bind(&new_rows, tokens)?;
-        let dense = Layer::dense(spec, &q, kv.buffer, &out, &lse, model.softmax_scale);
-        let attention = self.mla.bind(&Layer { kv, ..dense }, tokens)?;
+        let dense = MlaDecodeArgs::dense(spec, &q, kv.buffer, &out, &lse, model.softmax_scale);
+        let attention = self.mla.bind(&MlaDecodeArgs { kv, ..dense }, tokens)?;
         Ok(LayerState { q, kv_c, k_pe, out, lse, copies, rows, attention })
     }
 

@@ -1,7 +1,7 @@
 //! `--list`: what there is to run on, and what to run.
 
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{Device, Dtype, Kernel, MlaSpec};
+use wgpu_mla::{Device, Dtype, Kernel, MlaDecode};
 #[cfg(feature = "wgpu")]
 use wgpu_mla::{gpu::Gpu, wgpu};
 
@@ -68,7 +68,7 @@ fn list_cuda(out: &mut Output) {
 }
 
 /// The variants for the common shape; by cache dtype where they differ.
-fn list_variants<D: Kernel<MlaSpec>>(out: &mut Output, device: &D) {
+fn list_variants<D: Kernel<MlaDecode>>(out: &mut Output, device: &D) {
     out.line("  variants, best first, for 16 heads of 512+64:");
     let by_cache = Dtype::ALL.map(|cache| (cache, device.variants(&common_spec(cache))));
     for (at, first) in by_cache[0].1.iter().enumerate() {

@@ -22,7 +22,7 @@ use files::Found;
 use report::{Output, Row, Tally};
 use run::Runner;
 use wgpu_mla::any::{AnyBackend, Chosen};
-use wgpu_mla::{Device, Dtype, KvSpec, MlaShape, MlaSpec, cpu::Cpu};
+use wgpu_mla::{Device, Dtype, KvSpec, MlaDecode, MlaShape, cpu::Cpu};
 
 const FAILED: ExitCode = ExitCode::FAILURE;
 
@@ -124,8 +124,8 @@ fn run_all(backend: &AnyBackend, args: &Args, found: &Found, out: &mut Output) -
 }
 
 /// What most released models need.
-fn common_spec(cache: Dtype) -> MlaSpec {
-    MlaSpec {
+fn common_spec(cache: Dtype) -> MlaDecode {
+    MlaDecode {
         shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
         kv: KvSpec { dtype: cache, page_size: 64, num_pages: 64 },
         query: if cache == Dtype::E4m3 { Dtype::Bf16 } else { cache },

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use wgpu_mla::any::{AnyBackend, Buffer};
 use wgpu_mla::{
-    AppendLayer, Batch, Binding, Capacity, Compiled, DecodeOptions, Device, Dtype, Kernel, KvView, Layer,
-    MergeStates, MlaSpec, Op, PageTable, Plan, Policy, Result, Step, View, Visibility,
+    Batch, Binding, Capacity, Compiled, DecodeOptions, Device, Dtype, Kernel, KvAppendArgs, KvView, Mask,
+    MergeStateArgs, MlaDecode, MlaDecodeArgs, Op, PageTable, Plan, Result, SplitPolicy, Step, View,
 };
 
 use crate::check::{self, Verdict, dtypes};
@@ -22,7 +22,7 @@ pub struct Runner<'a> {
     variant: Option<&'a str>,
     save: Option<&'a Path>,
     /// Compiled once a spec.
-    decodes: HashMap<MlaSpec, Rc<Compiled<MlaSpec, AnyBackend>>>,
+    decodes: HashMap<MlaDecode, Rc<Compiled<MlaDecode, AnyBackend>>>,
     /// Why the last decode's variant was chosen.
     why: Option<String>,
     saved: HashSet<PathBuf>,
@@ -109,7 +109,7 @@ impl<'a> Runner<'a> {
         save(&path, computed).map_err(|error| format!("not saved: {error}"))
     }
 
-    fn decode(&mut self, spec: &MlaSpec) -> Result<Rc<Compiled<MlaSpec, AnyBackend>>> {
+    fn decode(&mut self, spec: &MlaDecode) -> Result<Rc<Compiled<MlaDecode, AnyBackend>>> {
         let decode = match self.decodes.get(spec) {
             Some(decode) => decode.clone(),
             None => {
@@ -126,18 +126,18 @@ impl<'a> Runner<'a> {
         let (backend, spec) = (self.backend, &case.spec);
         let decode = self.decode(spec)?;
         let batch = Batch {
-            visibility: if case.causal { Visibility::Causal } else { Visibility::Full },
+            mask: if case.causal { Mask::Causal } else { Mask::Full },
             ..Batch::new(&case.seq_lens, &case.query_start_loc)
         };
-        let plan = Plan::new(spec, &decode.tiling(), &batch, Policy::Auto)?;
+        let plan = Plan::new(spec, &decode.tiling(), &batch, SplitPolicy::Auto)?;
         let mut step = decode.step(Capacity::of(&plan))?;
         let pages = PageTable::Dense { block_table: &case.block_table, max_pages: case.max_pages };
         decode.prepare(&mut step, (&plan, pages))?;
 
         let (q, kv) = (upload(backend, &case.q)?, upload(backend, &case.kv_cache)?);
         let (out, lse) = (poisoned(backend, case.out.len() * 4)?, poisoned(backend, case.lse.len() * 4)?);
-        let dense = Layer::dense(spec, &q, &kv, &out, &lse, case.softmax_scale);
-        let layer = Layer { k_scale: case.k_scale, q_scale: case.q_scale, ..dense };
+        let dense = MlaDecodeArgs::dense(spec, &q, &kv, &out, &lse, case.softmax_scale);
+        let layer = MlaDecodeArgs { k_scale: case.k_scale, q_scale: case.q_scale, ..dense };
         let binding = decode.bind(&layer, plan.num_queries)?;
         let seconds = time(&decode, &step, &binding)?;
 
@@ -162,7 +162,7 @@ fn run_merge(backend: &AnyBackend, case: &MergeCase) -> Result<Ran> {
     let output_bytes = case.prefix_output.len();
     let output = poisoned(backend, output_bytes)?;
     let output_lse = poisoned(backend, tokens * heads * 4)?;
-    let args = MergeStates {
+    let args = MergeStateArgs {
         prefix_output: View::dense(&prefix, heads as u32, size),
         prefix_lse: by_head(&prefix_lse, tokens),
         suffix_output: View::dense(&suffix, heads as u32, size),
@@ -196,8 +196,8 @@ fn run_append(backend: &AnyBackend, case: &AppendCase) -> Result<Ran> {
     let (shape, kv) = (case.spec.shape, case.spec.kv);
     let (kv_c, k_pe) = (upload(backend, &case.kv_c)?, upload(backend, &case.k_pe)?);
     let cache = upload(backend, &case.kv_cache_before)?;
-    let spec = MlaSpec { shape, kv, query: case.spec.input, out: Dtype::F32 };
-    let layer = AppendLayer {
+    let spec = MlaDecode { shape, kv, query: case.spec.input, out: Dtype::F32 };
+    let layer = KvAppendArgs {
         kv_c: View::dense(&kv_c, 1, shape.kv_lora_rank),
         k_pe: View::dense(&k_pe, 1, shape.qk_rope_head_dim),
         kv: KvView::dense(&cache, &spec),

@@ -83,7 +83,7 @@ def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
     """`struct Args` of shaders/cuda/kernels/decode/mla.cuh, with f32 outputs."""
     latent, rope = case.latent, case.dim - case.latent
     strides = [heads * latent, latent, heads * rope, rope, case.stride, heads * latent, latent, heads, 1]
-    names = "header items queries merges merge_slots pages partials q_nope q_pe kv out lse".split()
+    names = "header items queries merges merge_partials pages partials q_nope q_pe kv out lse".split()
     floats = [case.scale, case.out_scale, np.float32(np.log(2))]
     return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
 
@@ -93,7 +93,7 @@ def boxes(case, address, name, tile):
     element = case.kv.itemsize
     together = 1 if case.dim * element % LINE == 0 else 2
     row = together * case.dim * element
-    tokens = 16 if name.endswith("tma") else tile if name.endswith("rows64_wgmma") else 8
+    tokens = 16 if "_tma_" in name else tile if "_wgmma_m" in name else 8
     return tensor_map(
         address,
         element,
@@ -124,7 +124,7 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8,
         "items": np.array([(*item, 0, 0) for item in [*items, (0,) * 6]], np.uint32),
         "queries": np.array(list(zip(case.tokens, case.visible)), np.uint32),
         "merges": np.zeros(4, np.uint32),
-        "merge_slots": np.zeros(4, np.uint32),
+        "merge_partials": np.zeros(4, np.uint32),
         "pages": case.pages,
         "q_nope": np.ascontiguousarray(case.q_stored[..., :latent]),
         "q_pe": np.ascontiguousarray(case.q_stored[..., latent:]) if rope else np.zeros(4, np.uint32),
@@ -145,16 +145,16 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8,
 
 def check(case, items, partials, out, lse, name):
     largest, near = np.abs(case.rows).max(), NEAR[case.cache]
-    for first, count, _, begin, end, slot in items:
+    for first, count, _, begin, end, partial in items:
         for row in range(count):
             want, base_2 = case.expected(first + row, begin, end)
             index, head = divmod(first + row, case.heads)
             token = case.tokens[index]
-            if slot == DIRECT:
+            if partial == DIRECT:
                 got, got_lse = out[token, head] / case.out_scale, lse[token, head] / np.float32(np.log(2))
                 base_2 = -np.inf if base_2 == EMPTY else base_2
             else:
-                got, got_lse = partials[slot + row, : case.latent], partials[slot + row, case.latent]
+                got, got_lse = partials[partial + row, : case.latent], partials[partial + row, case.latent]
             worst = np.abs(got - want).max()
             assert worst <= near * largest, f"{name}: row {first + row} from {begin}: off by {worst:.2e} of {largest:.2f}"
             assert got_lse == base_2 or abs(got_lse - base_2) <= 2e-3, f"{name}: row {first + row}: LSE {got_lse}, not {base_2}"
@@ -162,8 +162,8 @@ def check(case, items, partials, out, lse, name):
 
 def shape_of(name):
     """Dims and rows, as the entry's name says them."""
-    latent, rope, rows = name.removeprefix("mla_decode_").split("_")[:3]
-    return int(latent), int(rope), int(rows.removeprefix("rows"))
+    latent, rope, _, rows = name.removeprefix("mla_decode_").split("_")[:4]
+    return int(latent), int(rope), int(rows.removeprefix("m"))
 
 
 def every(cache, query, split_query, chosen):
@@ -171,7 +171,7 @@ def every(cache, query, split_query, chosen):
     names = [name for name in kernels(ptx) if chosen(name)]
     assert names, ptx
     for name in names:
-        tokens = 128 if cache == "e4m3" and name.endswith("64_rows16") else 64
+        tokens = 128 if cache == "e4m3" and name.endswith("64_mma_m16") else 64
         run(ptx, name, *shape_of(name)[:2], cache, split_query if name.endswith("split") else query, shape_of(name)[2], tokens)
 
 
@@ -224,7 +224,7 @@ def test_e4m3_other_dims():
 
 
 def test_e4m3_rows_at_multiples_of_8_bytes():
-    run("shaders/cuda/ptx/mla_decode_e4m3.ptx", "mla_decode_512_64_rows16", 512, 64, "e4m3", "bf16", 16, 64, copies=0)
+    run("shaders/cuda/ptx/mla_decode_e4m3.ptx", "mla_decode_512_64_mma_m16", 512, 64, "e4m3", "bf16", 16, 64, copies=0)
 
 
 def tma(cache, query):
@@ -233,7 +233,7 @@ def tma(cache, query):
     for beyond, alone in ((16, False), (16, True), (8, False)) if FULL or cache == "e4m3" else ((16, True),):
         # More tiles than stages.
         both = [
-            run(ptx, f"mla_decode_512_64_rows16{'_tma' if path else ''}", 512, 64, cache, query, 16, 128, beyond=beyond, alone=alone, page=BOXED_PAGE)
+            run(ptx, f"mla_decode_512_64_mma_{'tma_' if path else ''}m16", 512, 64, cache, query, 16, 128, beyond=beyond, alone=alone, page=BOXED_PAGE)
             for path, ptx in rows.items()
         ]
         for plain, boxed in zip(*both):
@@ -254,7 +254,7 @@ def test_tma_e4m3():
 
 def wgmma(cache, query, cases, rows=64, text="wgmma", page=GROUPS_PAGE):
     """Pages that boxes take, and others: the same bits. Items that begin with a box, and one that does not; more tiles than stages, and a few."""
-    ptx, name = f"shaders/cuda/ptx/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_rows{rows}_wgmma"
+    ptx, name = f"shaders/cuda/ptx/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_wgmma_{'m64' if rows == 64 else f'swap_ab_n{rows}'}"
     for tokens, rest, beyond in cases:
         both = [run(ptx, name, 512, 64, cache, query, rows, tokens, copies=copies, rest=rest, beyond=beyond, page=page) for copies in (BOXES, 1)]
         for boxed, chunks in zip(*both):
@@ -319,7 +319,7 @@ def without_each_barrier(ptx, name, rows, chosen):
 def must_fail(ptx, name, rows, text, lack, cases):
     """Runs an entry of a text that lacks something: it is found in some case, (tokens, beyond, rest, alone) of `run`."""
     cache = ptx.removesuffix(".ptx").rsplit("_")[-1]
-    page = BOXED_PAGE if name.endswith("tma") else GROUPS_PAGE if name.endswith("wgmma") else PAGE
+    page = BOXED_PAGE if "_tma_" in name else GROUPS_PAGE if "_wgmma_" in name else PAGE
     for tokens, beyond, rest, alone, *more in cases:
         copies, order = more or (1, "forward")
         try:
@@ -330,22 +330,22 @@ def must_fail(ptx, name, rows, text, lack, cases):
 
 
 def test_a_barrier_that_decode_lacks_is_found():
-    without_each_barrier("shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_rows16_small", 16, lambda _: True)
+    without_each_barrier("shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_mma_m16_small", 16, lambda _: True)
 
 
 @long
 def test_a_barrier_that_sharers_lack_is_found():
-    without_each_barrier("shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_rows32", 32, lambda text: "sync 0" not in text)
+    without_each_barrier("shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_mma_m32", 32, lambda text: "sync 0" not in text)
 
 
 @long
 def test_a_barrier_that_four_sharers_lack_is_found():
-    without_each_barrier("shaders/cuda/ptx/mla_decode_e4m3.ptx", "mla_decode_512_64_rows32_small", 32, lambda text: "sync 0" not in text)
+    without_each_barrier("shaders/cuda/ptx/mla_decode_e4m3.ptx", "mla_decode_512_64_mma_m32_small", 32, lambda text: "sync 0" not in text)
 
 
 def test_a_wait_for_arrivals_that_decode_lacks_is_found():
     """Without one a warp reads what is on its way, or fills what others still read."""
-    ptx, name = "shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_rows64"
+    ptx, name = "shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_mma_m64"
     before, after = text_with(ptx, name).split(f".entry {name}(")
     waits = list(re.finditer(r"mbarrier\.test_wait\S* p, [^;]*;", after.split(".entry ")[0]))
     assert len(waits) == 2
@@ -357,7 +357,7 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
 
 def test_what_tensor_copies_lack_is_found():
     """A barrier, the wait for what they bring, or the fence behind what was in their place."""
-    ptx, name = "shaders/cuda/ptx/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_rows16_tma"
+    ptx, name = "shaders/cuda/ptx/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_mma_tma_m16"
     text = text_with(ptx, name)
     cases = ((128, 16, 21, False), (128, 16, 21, True), (128, 8, 21, False), (32, 16, 0, False))
     for index in range(len(barriers(text, name))):
@@ -392,11 +392,11 @@ def lacks_of_warpgroups(ptx, name, rows, cases):
 def test_what_warpgroups_lack_is_found():
     """Whose turn it is changes no result, and two waits are the compiler's."""
     cases = [(96, 32, 21, False, BOXES, "reverse"), (96, 32, 21, False, 1, "forward")]
-    unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_rows64_wgmma", 64, cases)
+    unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_wgmma_m64", 64, cases)
     assert unneeded == ["test_wait", "wait_group", "wait_group"], unneeded
 
 
 def test_what_swapped_warpgroups_lack_is_found():
     cases = [(192, 64, 21, False, BOXES, "reverse"), (192, 64, 21, False, 1, "forward")]
-    unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_swap_bf16.ptx", "mla_decode_512_64_rows16_wgmma", 16, cases)
+    unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_swap_bf16.ptx", "mla_decode_512_64_wgmma_swap_ab_n16", 16, cases)
     assert unneeded == [], unneeded

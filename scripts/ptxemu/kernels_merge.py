@@ -16,16 +16,16 @@ PTX = "shaders/cuda/ptx/mla_merge.ptx"
 
 def merge(name, latent, out_dtype, counts, seed):
     random = np.random.default_rng(seed)
-    slots = random.permutation(sum(counts)).astype(np.uint32) * HEADS
-    partials = np.full((len(slots) * HEADS, latent + 4), np.nan, np.float32)
+    indices = random.permutation(sum(counts)).astype(np.uint32) * HEADS
+    partials = np.full((len(indices) * HEADS, latent + 4), np.nan, np.float32)
     partials[:, :latent] = random.standard_normal((len(partials), latent))
     partials[:, latent] = random.standard_normal(len(partials)) * 30
     # Of the third row all, of others some are empty; an empty one has zeros.
     ends = np.cumsum(counts)
-    empty = np.zeros(len(slots), bool)
+    empty = np.zeros(len(indices), bool)
     empty[ends[1] : ends[2]] = True
     empty[1::4] = True
-    rows = (slots[empty, None] + np.arange(HEADS)).reshape(-1)
+    rows = (indices[empty, None] + np.arange(HEADS)).reshape(-1)
     partials[rows, :latent], partials[rows, latent] = 0, EMPTY
     tokens = [4, 0, 3, 1]
     merges = np.array([(token, end - count, end) for token, count, end in zip(tokens, counts, ends)], np.uint32)
@@ -34,7 +34,7 @@ def merge(name, latent, out_dtype, counts, seed):
     header = np.array([0, len(merges), 16, 1], np.uint32)
     out, lse = device.buffer(np.full((TOKENS, HEADS, latent), np.nan, dtype)), device.buffer(np.full((TOKENS, HEADS), np.nan, np.float32))
     unused = np.zeros(8, np.uint32)
-    read = [device.buffer(array, False) for array in (header, unused, unused, merges, slots, unused, partials)]
+    read = [device.buffer(array, False) for array in (header, unused, unused, merges, indices, unused, partials)]
     strides = [0, 0, 0, 0, 0, HEADS * latent, latent, HEADS, 1]
     args = struct.pack("<12Q9Q3f11I", *read, 0, 0, 0, out, lse, *strides, 1, 0.5, np.log(2), HEADS, TOKENS, 0, out_dtype, 0, 0, 1, 1, 0, 0, 0)
     # One merge more than there are, of which nothing comes.
@@ -44,7 +44,7 @@ def merge(name, latent, out_dtype, counts, seed):
     got, got_lse = device.read(out).astype(np.float64) / 0.5, device.read(lse) / np.log(2)
     for token, (begin, end) in zip(tokens, merges[:, 1:]):
         for head in range(HEADS):
-            part = partials[slots[begin:end] + head].astype(np.float64)
+            part = partials[indices[begin:end] + head].astype(np.float64)
             part = part[part[:, latent] > EMPTY]
             if len(part) == 0:
                 assert (got[token, head] == 0).all() and np.isneginf(got_lse[token, head])

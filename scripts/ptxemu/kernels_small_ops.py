@@ -1,4 +1,4 @@
-"""kv_append, kv_copy_pages and merge_attn_states against numpy: bytes where bytes are promised, f64 where not."""
+"""kv_append, kv_copy_pages and merge_state against numpy: bytes where bytes are promised, f64 where not."""
 
 import struct
 
@@ -207,7 +207,7 @@ def merge(dtype, body, tokens, heads, dim, offset=0, pads=(0, 0), by_head=False,
     for address in [device.buffer(array, False) for _, _, array, _ in sides] + [output]:
         args += rows(address, offset, strides, unit, size)
     args += rows(output_lse, 1, (1, tokens + 1), 1, 4) if wants_lse else struct.pack(form, 0, 0, 0)
-    entry = kernels("shaders/cuda/ptx/merge_attn_states.ptx")[f"merge_attn_states_{body}_{dtype}"]
+    entry = kernels("shaders/cuda/ptx/merge_state.ptx")[f"merge_state_{body}_{dtype}"]
     grid = -(-items // (threads * (2 if body == "units2" else 1)))
     device.launch(entry, (grid, 1, 1), [args], block=(threads, 1, 1))
 

@@ -1,4 +1,4 @@
-// What both bodies of merge_attn_states share: parameters, LSEs and the weights of a row.
+// What both bodies of merge_state share: parameters, LSEs and the weights of a row.
 
 // element (token, head, 0) of an array is at offset + token * token_stride + head * head_stride
 struct Strides {

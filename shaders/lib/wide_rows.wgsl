@@ -1,6 +1,6 @@
 // The rows of an item some of whose keys f16 cannot hold, in f32: right for every bf16 and e4m3, and slow. A subgroup takes a row, a
 // lane LANE_OCTS octs of its columns.
-fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {
+fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, partial: u32, subgroup: u32, lane: u32) {
     for (var row = subgroup; row < num_rows; row += THREADS / SUBGROUP) {
         let query = query_of(first_row, row);
         let end = min(kv_end, query.visible);
@@ -28,10 +28,10 @@ fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_e
         let any = row_sum > 0.0;
         let divisor = select(1.0, row_sum, any);
         for (var i = 0u; i < LANE_OCTS; i++) { // unroll
-            write_oct(first_row, row, slot, i * SUBGROUP + lane, acc[i] * (1.0 / divisor));
+            write_oct(first_row, row, partial, i * SUBGROUP + lane, acc[i] * (1.0 / divisor));
         }
         if (lane == 0u) {
-            write_lse(query, row, slot, select(EMPTY, row_max + log2(divisor), any), any, 1.0);
+            write_lse(query, row, partial, select(EMPTY, row_max + log2(divisor), any), any, 1.0);
         }
     }
 }

@@ -18,27 +18,27 @@ use super::device::Cpu;
 use super::kernels::attend::{BLOCK, MAX_ROWS, Tile};
 use super::kernels::{Kernels, VARIANTS};
 use crate::ops::variants::{candidates, choose};
-use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, Layer};
+use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
 use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem};
 use crate::tables::{Capacity, PageTable};
-use crate::{Dtype, MlaSpec, Result};
+use crate::{Dtype, MlaDecode, Result};
 
-impl Kernel<MlaSpec> for Cpu {
+impl Kernel<MlaDecode> for Cpu {
     type Kernels = Kernels;
     type Step = Prepared;
     type Binding = Bound;
 
-    fn kernel_variants(&self, _: &MlaSpec) -> Vec<Candidate> {
+    fn kernel_variants(&self, _: &MlaDecode) -> Vec<Candidate> {
         candidates(VARIANTS, &(), &())
     }
 
     /// Its tiles hold several tokens of a sequence whatever they are made for.
-    fn kernel_compile(&self, spec: &MlaSpec, options: &DecodeOptions) -> Result<(Kernels, Tiling, Choice)> {
+    fn kernel_compile(&self, spec: &MlaDecode, options: &DecodeOptions) -> Result<(Kernels, Tiling, Choice)> {
         let (kernels, choice) = choose(VARIANTS, &(), &(), options.variant.as_deref())?;
         Ok((kernels, options.tiling.unwrap_or(tiling(spec, self)), choice))
     }
 
-    fn kernel_step(&self, spec: &MlaSpec, _: &Kernels, capacity: Capacity) -> Result<Prepared> {
+    fn kernel_step(&self, spec: &MlaDecode, _: &Kernels, capacity: Capacity) -> Result<Prepared> {
         Prepared::new(*spec, capacity, self.threads())
     }
 
@@ -48,7 +48,7 @@ impl Kernel<MlaSpec> for Cpu {
 
     fn kernel_prepare(
         &self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         _: &Kernels,
         step: &mut Prepared,
         (plan, pages): (&Plan, PageTable<'_>),
@@ -57,13 +57,19 @@ impl Kernel<MlaSpec> for Cpu {
         Ok(plan.num_queries)
     }
 
-    fn kernel_bind(&self, spec: &MlaSpec, _: &Kernels, args: &Layer<&Buffer>, _: u32) -> Result<Bound> {
+    fn kernel_bind(
+        &self,
+        spec: &MlaDecode,
+        _: &Kernels,
+        args: &MlaDecodeArgs<&Buffer>,
+        _: u32,
+    ) -> Result<Bound> {
         Ok(Bound::new(spec, args))
     }
 
     fn kernel_record(
         &self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         kernels: &Kernels,
         (): &mut (),
         step: &Prepared,
@@ -72,8 +78,8 @@ impl Kernel<MlaSpec> for Cpu {
         let Some(tables) = step.tables() else { return Ok(()) };
         let locked = binding.lock();
         let mut partials = step.partials.lock().unwrap_or_else(PoisonError::into_inner);
-        let slots_at = step.num_slots() * spec.shape.kv_lora_rank as usize;
-        let (outs, lses) = partials.split_at_mut(slots_at);
+        let lses_at = step.num_partials() * spec.shape.kv_lora_rank as usize;
+        let (outs, lses) = partials.split_at_mut(lses_at);
         let call = Call {
             spec,
             kernels,
@@ -99,12 +105,12 @@ impl Kernel<MlaSpec> for Cpu {
 }
 
 /// Whole tokens in a tile where they fit, equal parts of a token where not, so that no tile is a small rest.
-fn rows_per_tile(spec: &MlaSpec) -> u32 {
+fn rows_per_tile(spec: &MlaDecode) -> u32 {
     let (heads, most) = (spec.shape.num_heads, MAX_ROWS as u32);
     if heads <= most { most / heads * heads } else { heads.div_ceil(heads.div_ceil(most)) }
 }
 
-fn tiling(spec: &MlaSpec, cpu: &Cpu) -> Tiling {
+fn tiling(spec: &MlaDecode, cpu: &Cpu) -> Tiling {
     Tiling {
         rows_per_tile: rows_per_tile(spec),
         tokens_per_block: BLOCK as u32,
@@ -118,7 +124,7 @@ fn tiling(spec: &MlaSpec, cpu: &Cpu) -> Tiling {
 
 /// Everything that the threads of one call share.
 struct Call<'a> {
-    spec: &'a MlaSpec,
+    spec: &'a MlaDecode,
     kernels: &'a Kernels,
     binding: &'a Bound,
     tables: Tables<'a>,
@@ -174,13 +180,13 @@ impl Call<'_> {
                 lse = tile.max[r] + tile.sum[r].log2();
                 out.iter_mut().for_each(|x| *x /= tile.sum[r]);
             }
-            if item.slot == DIRECT {
+            if item.partial == DIRECT {
                 self.store(query.token as usize, self.row(item, r).1, out, lse);
                 continue;
             }
-            let slot = item.slot as usize + r;
-            lses[slot].store(lse.to_bits(), Ordering::Relaxed);
-            for (to, x) in outs[slot * latent..][..latent].iter().zip(&*out) {
+            let partial = item.partial as usize + r;
+            lses[partial].store(lse.to_bits(), Ordering::Relaxed);
+            for (to, x) in outs[partial * latent..][..latent].iter().zip(&*out) {
                 to.store(x.to_bits(), Ordering::Relaxed);
             }
         }

@@ -12,7 +12,7 @@ use crate::ops::{Choice, OpOptions};
 
 /// The host's processor and memory, with a pool of threads that sleep between calls. A clone is another handle on the pool.
 ///
-/// With [`crate::Policy::FixedTokens`] the number of threads changes no bit of a result; the automatic policy
+/// With [`crate::SplitPolicy::FixedTokens`] the number of threads changes no bit of a result; the automatic policy
 /// makes more splits for more threads.
 #[derive(Clone)]
 pub struct Cpu {

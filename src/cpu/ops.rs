@@ -6,7 +6,7 @@ mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
-mod merge_attn_states;
+mod merge_state;
 mod merge_states;
 mod mla_prefill;
 mod rope;

@@ -16,10 +16,10 @@ pub fn decode_variants() -> impl Iterator<Item = &'static str> {
 use super::kernels::{MOST_STRIDE, TensorMap, address, code};
 use super::{Buffer, Cuda, Function};
 use crate::ops::variants::{candidates, choose};
-use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, Layer};
+use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
-use crate::{Dtype, MlaSpec, Result};
+use crate::{Dtype, MlaDecode, Result};
 
 /// The kernels of a decode.
 #[derive(Debug)]
@@ -56,16 +56,20 @@ const MANY: (u32, u32) = (128, 256);
 /// Blocks of the first for each multiprocessor, beyond which the other is faster.
 const FEW_BLOCKS: u32 = 16;
 
-impl Kernel<MlaSpec> for Cuda {
+impl Kernel<MlaDecode> for Cuda {
     type Kernels = Functions;
     type Step = Tables;
     type Binding = Bound;
 
-    fn kernel_variants(&self, spec: &MlaSpec) -> Vec<Candidate> {
+    fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
         candidates(VARIANTS, self.card(), &(*spec, spec.shape.num_heads))
     }
 
-    fn kernel_compile(&self, spec: &MlaSpec, options: &DecodeOptions) -> Result<(Functions, Tiling, Choice)> {
+    fn kernel_compile(
+        &self,
+        spec: &MlaDecode,
+        options: &DecodeOptions,
+    ) -> Result<(Functions, Tiling, Choice)> {
         let request = (*spec, spec.shape.num_heads * options.query_tokens.clamp(1, 64));
         let (chosen, choice) = choose(VARIANTS, self.card(), &request, options.variant.as_deref())?;
         let tiling = options.tiling.unwrap_or(tiling(self, &chosen));
@@ -83,7 +87,7 @@ impl Kernel<MlaSpec> for Cuda {
         Ok((functions, tiling, choice))
     }
 
-    fn kernel_step(&self, spec: &MlaSpec, kernels: &Functions, capacity: Capacity) -> Result<Tables> {
+    fn kernel_step(&self, spec: &MlaDecode, kernels: &Functions, capacity: Capacity) -> Result<Tables> {
         Tables::new(self, spec, kernels.device_page_list, capacity)
     }
 
@@ -93,7 +97,7 @@ impl Kernel<MlaSpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         kernels: &Functions,
         step: &mut Tables,
         (plan, pages): (&Plan, PageTable<'_>),
@@ -106,9 +110,9 @@ impl Kernel<MlaSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         kernels: &Functions,
-        args: &Layer<&Buffer>,
+        args: &MlaDecodeArgs<&Buffer>,
         max_queries: u32,
     ) -> Result<Bound> {
         let [q_nope, q_pe] = args.query_parts(spec);
@@ -156,7 +160,7 @@ impl Kernel<MlaSpec> for Cuda {
 
     fn kernel_record(
         &self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         kernels: &Functions,
         (): &mut (),
         step: &Tables,
@@ -174,7 +178,7 @@ impl Kernel<MlaSpec> for Cuda {
             items: at(header.items),
             queries: at(header.queries),
             merges: at(header.merges),
-            merge_slots: at(header.merge_slots),
+            merge_partials: at(header.merge_partials),
             pages: at(header.pages),
             partials: step.partials.ptr(),
             ..layer.args
@@ -214,7 +218,7 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
         min_split_tokens: 64,
         // On an H200 the merge of a single sequence waits where the split leaves it no room: a third of the multiprocessors, or the
         // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with
-        // 256). Beside `rows16_wgmma` there is room (1 x 131072: 45.8 with 86, 43.8 with 114).
+        // 256). Beside `wgmma_swap_ab_n16` there is room (1 x 131072: 45.8 with 86, 43.8 with 114).
         single_sequence_items: match kernel.tile.body {
             Body::Warpgroups { swapped: true, .. } => card.multiprocessors * 7 / 8,
             _ if blocks == 1 => card.multiprocessors * 2 / 3,
@@ -228,7 +232,7 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
 
 impl Cuda {
     /// Whether a variant on tensor cores is selected for a spec.
-    pub(crate) fn has_matrices_for(&self, spec: &MlaSpec) -> bool {
+    pub(crate) fn has_matrices_for(&self, spec: &MlaDecode) -> bool {
         let choice = choose(VARIANTS, self.card(), &(*spec, spec.shape.num_heads), None);
         choice.is_ok_and(|(_, choice)| choice.rounds_weights)
     }
@@ -239,7 +243,7 @@ impl Functions {
     fn copies_of(
         &self,
         cuda: &Cuda,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         address: u64,
         block_bytes: u64,
     ) -> Result<(Split, Option<TensorMap>, Copying)> {
@@ -299,7 +303,7 @@ pub(super) mod tests {
                 for query in Dtype::ALL {
                     let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
                     let kv = KvSpec { dtype, page_size: 64, num_pages: 4 };
-                    let spec = MlaSpec { shape, kv, query, out: Dtype::F32 };
+                    let spec = MlaDecode { shape, kv, query, out: Dtype::F32 };
                     let all = candidates(VARIANTS, &HOPPER, &(spec, 16));
                     for name in all.iter().filter(|one| one.lacks.is_none()).map(|one| one.name) {
                         let (Chosen { tile, compiled }, _) =

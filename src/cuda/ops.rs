@@ -7,7 +7,7 @@ mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
-mod merge_attn_states;
+mod merge_state;
 mod merge_states;
 mod mla_prefill;
 mod range;
@@ -58,52 +58,52 @@ fn stride(count: u32, stride: u64, bytes: usize) -> u64 {
 pub(super) mod tests {
     use wgpu_mla_ptx::Entry;
 
-    use super::batch_tables::{self, BatchArgs};
-    use super::head_project::{self, ProjectArgs};
-    use super::kv_append::{AppendArgs, append_entry};
-    use super::kv_calibrate::{CalibrateArgs, calibrate_entry};
-    use super::kv_copy_pages::CopyArgs;
-    use super::kv_gather::{GatherArgs, gather_entry};
-    use super::merge_attn_states::MergeArgs;
-    use super::merge_states::{self, MergeSetsArgs};
-    use super::mla_prefill::{self, PrefillArgs};
-    use super::rope::{RopeArgs, rope_entry};
-    use super::rope_append::{RopeAppendArgs, rope_append_entry};
+    use super::batch_tables::{self, BatchParams};
+    use super::head_project::{self, ProjectParams};
+    use super::kv_append::{AppendParams, append_entry};
+    use super::kv_calibrate::{CalibrateParams, calibrate_entry};
+    use super::kv_copy_pages::CopyParams;
+    use super::kv_gather::{GatherParams, gather_entry};
+    use super::merge_state::MergeStateParams;
+    use super::merge_states::{self, MergeStatesParams};
+    use super::mla_prefill::{self, PrefillParams};
+    use super::rope::{RopeParams, rope_entry};
+    use super::rope_append::{RopeAppendParams, rope_append_entry};
     use super::*;
     use crate::cuda::manifest_test::takes;
-    use crate::{AppendSpec, CalibrateSpec, Dtype, GatherSpec, KvSpec, MlaShape, RopeAppendSpec, RopeLayout};
+    use crate::{Dtype, KvAppend, KvCalibrate, KvGather, KvSpec, MlaShape, RopeAppend, RopeLayout};
 
     /// The entries that these ops launch, each compared with the struct that it is given.
     pub(in crate::cuda) fn entries() -> Vec<&'static Entry> {
         let mut found = Vec::new();
         for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
             found.extend([
-                takes::<MergeArgs<u32>>(&format!("merge_attn_states_units1_{input}")),
-                takes::<MergeArgs<u32>>(&format!("merge_attn_states_units2_{input}")),
-                takes::<MergeArgs<u64>>(&format!("merge_attn_states_elements_{input}")),
+                takes::<MergeStateParams<u32>>(&format!("merge_state_units1_{input}")),
+                takes::<MergeStateParams<u32>>(&format!("merge_state_units2_{input}")),
+                takes::<MergeStateParams<u64>>(&format!("merge_state_elements_{input}")),
             ]);
             let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-            found.push(takes::<CalibrateArgs>(&calibrate_entry(&CalibrateSpec { shape, input })));
+            found.push(takes::<CalibrateParams>(&calibrate_entry(&KvCalibrate { shape, input })));
             for dtype in Dtype::ALL {
                 let kv = KvSpec { dtype, page_size: 64, num_pages: 1 };
-                let append = AppendSpec { shape, kv, input };
-                found.push(takes::<AppendArgs>(&append_entry(&append)));
+                let append = KvAppend { shape, kv, input };
+                found.push(takes::<AppendParams>(&append_entry(&append)));
                 let layout = RopeLayout::Interleaved;
-                let rope = RopeAppendSpec { append, query: input, num_heads: 1, layout };
-                found.push(takes::<RopeAppendArgs>(&rope_append_entry(&rope)));
+                let rope = RopeAppend { append, query: input, num_heads: 1, layout };
+                found.push(takes::<RopeAppendParams>(&rope_append_entry(&rope)));
                 if dtype == Dtype::F32 {
-                    found.push(takes::<RopeArgs>(&rope_entry(&rope.rope())));
+                    found.push(takes::<RopeParams>(&rope_entry(&rope.rope())));
                 }
-                let gather = GatherSpec { shape, kv, output: input };
-                found.push(takes::<GatherArgs>(&gather_entry(&gather)));
+                let gather = KvGather { shape, kv, output: input };
+                found.push(takes::<GatherParams>(&gather_entry(&gather)));
             }
         }
-        found.push(takes::<GatherArgs>("kv_gather_e4m3_e4m3"));
-        found.extend(["kv_copy_pages_wide", "kv_copy_pages_words"].map(takes::<CopyArgs>));
-        found.extend(batch_tables::ENTRIES.map(takes::<BatchArgs>));
-        found.extend(head_project::ENTRIES.map(takes::<ProjectArgs>));
-        found.push(takes::<MergeSetsArgs>(merge_states::ENTRY));
-        found.extend(mla_prefill::ENTRIES.map(takes::<PrefillArgs>));
+        found.push(takes::<GatherParams>("kv_gather_e4m3_e4m3"));
+        found.extend(["kv_copy_pages_wide", "kv_copy_pages_words"].map(takes::<CopyParams>));
+        found.extend(batch_tables::ENTRIES.map(takes::<BatchParams>));
+        found.extend(head_project::ENTRIES.map(takes::<ProjectParams>));
+        found.push(takes::<MergeStatesParams>(merge_states::ENTRY));
+        found.extend(mla_prefill::ENTRIES.map(takes::<PrefillParams>));
         found
     }
 

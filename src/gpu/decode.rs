@@ -15,12 +15,12 @@ use super::Gpu;
 use super::caps::Caps;
 use super::kernels::compose::Source;
 use super::kernels::decode::{Kernel as Chosen, Merging, Request, VARIANTS, split};
-use super::pipelines::{Slot, layout};
+use super::pipelines::{Access, layout};
 use crate::ops::variants::{candidates, choose};
-use crate::ops::{Binding, Candidate, Choice, Compiled, DecodeOptions, Kernel, Layer, Step};
+use crate::ops::{Binding, Candidate, Choice, Compiled, DecodeOptions, Kernel, MlaDecodeArgs, Step};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
-use crate::{Error, MlaSpec, Result};
+use crate::{Error, MlaDecode, Result};
 
 /// The kernels of a decode, and what they are bound with: group 0 a layer, group 1 a step.
 #[derive(Debug)]
@@ -35,23 +35,24 @@ pub struct Pipes {
     device_page_list: bool,
 }
 
-impl Kernel<MlaSpec> for Gpu {
+impl Kernel<MlaDecode> for Gpu {
     type Kernels = Pipes;
     type Step = Tables;
     /// `None` where there is room for no query token.
     type Binding = Option<wgpu::BindGroup>;
 
-    fn kernel_variants(&self, spec: &MlaSpec) -> Vec<Candidate> {
+    fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
         candidates(&VARIANTS, self.caps(), &(*spec, 1))
     }
 
-    fn kernel_compile(&self, spec: &MlaSpec, options: &DecodeOptions) -> Result<(Pipes, Tiling, Choice)> {
+    fn kernel_compile(&self, spec: &MlaDecode, options: &DecodeOptions) -> Result<(Pipes, Tiling, Choice)> {
         let (request, clamp_pages) = ((*spec, options.query_tokens), options.device_page_list);
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
-        let (read, write) = (if kernel.body.pins_loads() { Slot::Write } else { Slot::Read }, Slot::Write);
-        let layer_slots = [Slot::Read, Slot::Read, read, write, write, Slot::Uniform];
-        let layer = layout(self, "mla.layer", &layer_slots)?;
-        let slice = Slot::UniformAt(size_of::<step::SliceUniform>() as u64);
+        let (read, write) =
+            (if kernel.body.pins_loads() { Access::Write } else { Access::Read }, Access::Write);
+        let layer_entries = [Access::Read, Access::Read, read, write, write, Access::Uniform];
+        let layer = layout(self, "mla.layer", &layer_entries)?;
+        let slice = Access::UniformAt(size_of::<step::SliceUniform>() as u64);
         let step = layout(self, "mla.step", &[read, write, slice, read])?;
         let [split, few, many] = sources_of(&kernel, self.caps(), &request, clamp_pages)?;
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
@@ -60,7 +61,7 @@ impl Kernel<MlaSpec> for Gpu {
         //               `header.pages` words); shaders get them as a uniform of each slice (`SliceUniform`), with the ends of items
         //               and merges; a new step holds zeros. Only `prepare` writes these, and the kernel of
         //               `ops::batch_tables`, items and queries of a checked plan: no host ever holds the buffers.
-        //               What items, merges and slots name: `check_plan` in `prepare`
+        //               What items, merges and partials name: `check_plan` in `prepare`
         //   query rows  first_row + num_rows <= queries * H: `check_plan`
         //   page list   page_begin + pages of kv_end <= its length: `check_plan`; its length <= the capacity, by which the
         //               buffer was made; an item's blocks and `run_token` look for tokens under kv_end only. Each word is a
@@ -72,7 +73,7 @@ impl Kernel<MlaSpec> for Gpu {
         //               found in the buffer; `Window` binds all of it, and its bytes fit u32
         //   q, out, lse token < max_queries (`bound_token`, also for a replay), head < H: inside of what `check_args` found.
         //               A stride too large for u32 has nothing to stride to: one token, head or page, whose index is 0
-        //   partials    slot + num_rows <= num_slots, and slot + H <= num_slots in a merge: `check_plan`; num_slots <= the
+        //   partials    partial + num_rows <= num_partials, and partial + H <= num_partials in a merge: `check_plan`; num_partials <= the
         //               capacity, by which the buffer was made
         //   slice       cut from the plan's items; those that an earlier prepare had more are emptied
         //   workgroup   by constants: thread < THREADS, group_row + r < ROWS, token_quad < TOKEN_QUADS, lane < LANES. Every
@@ -81,7 +82,7 @@ impl Kernel<MlaSpec> for Gpu {
         //               KEY_PITCH, score rows and tokens by the splits; `scores` holds a tile for each subgroup); a subgroup has
         //               SUBGROUP lanes as `runs_on` asks for one size; row_at < PLACES, whose tokens `run_token` keeps under
         //               kv_end; tiles are stored to partials only where num_rows == ROWS; `wide_rows` reads rows under kv_end
-        //   loops       over blocks, to kv_end < 2^31, of which each begins again once at most: no maximum moves then; over merge slots, to fewer than 2^30 words; all others are constant
+        //   loops       over blocks, to kv_end < 2^31, of which each begins again once at most: no maximum moves then; over merged partial results, to fewer than 2^30 words; all others are constant
         //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
         let compile = |source: &Source| self.pipeline(source, &[&layer, &step]);
         let (split, merges) = (compile(&split)?, [compile(&few)?, compile(&many)?]);
@@ -90,7 +91,7 @@ impl Kernel<MlaSpec> for Gpu {
         Ok((pipes, options.tiling.unwrap_or(kernel.tiling), choice))
     }
 
-    fn kernel_step(&self, spec: &MlaSpec, pipes: &Pipes, capacity: Capacity) -> Result<Tables> {
+    fn kernel_step(&self, spec: &MlaDecode, pipes: &Pipes, capacity: Capacity) -> Result<Tables> {
         Tables::new(self, pipes, spec, capacity)
     }
 
@@ -100,7 +101,7 @@ impl Kernel<MlaSpec> for Gpu {
 
     fn kernel_prepare(
         &self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         pipes: &Pipes,
         step: &mut Tables,
         (plan, pages): (&Plan, PageTable<'_>),
@@ -113,9 +114,9 @@ impl Kernel<MlaSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         pipes: &Pipes,
-        args: &Layer<&wgpu::Buffer>,
+        args: &MlaDecodeArgs<&wgpu::Buffer>,
         max_queries: u32,
     ) -> Result<Option<wgpu::BindGroup>> {
         let bind = || binding::bind(self, &pipes.layer, spec, max_queries, args);
@@ -124,7 +125,7 @@ impl Kernel<MlaSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         pipes: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Tables,
@@ -139,7 +140,7 @@ impl Kernel<MlaSpec> for Gpu {
     }
 }
 
-impl Compiled<MlaSpec, Gpu> {
+impl Compiled<MlaDecode, Gpu> {
     /// Records slice `index` of [`Step::num_slices`], the merge with the last. The slices of one step and layer are
     /// submitted in order, in as many frames as the host likes, before the step is prepared again.
     ///
@@ -148,8 +149,8 @@ impl Compiled<MlaSpec, Gpu> {
     pub fn record_slice(
         &self,
         encoder: &mut wgpu::CommandEncoder,
-        step: &Step<MlaSpec, Gpu>,
-        binding: &Binding<MlaSpec, Gpu>,
+        step: &Step<MlaDecode, Gpu>,
+        binding: &Binding<MlaDecode, Gpu>,
         index: usize,
     ) -> Result<()> {
         self.check(step, binding)?;
@@ -165,8 +166,8 @@ impl Compiled<MlaSpec, Gpu> {
     pub fn record_slice_on(
         &self,
         pass: &mut wgpu::ComputePass<'_>,
-        step: &Step<MlaSpec, Gpu>,
-        binding: &Binding<MlaSpec, Gpu>,
+        step: &Step<MlaDecode, Gpu>,
+        binding: &Binding<MlaDecode, Gpu>,
         index: usize,
     ) -> Result<()> {
         self.check(step, binding)?;
@@ -189,7 +190,7 @@ impl Compiled<MlaSpec, Gpu> {
 impl Gpu {
     /// Whether a variant on cooperative matrices is selected for a spec.
     #[cfg(not(target_arch = "wasm32"))]
-    pub(crate) fn has_matrices_for(&self, spec: &MlaSpec) -> bool {
+    pub(crate) fn has_matrices_for(&self, spec: &MlaDecode) -> bool {
         let choice = choose(&VARIANTS, self.caps(), &(*spec, 1), None);
         spec.check().is_ok() && choice.is_ok_and(|(_, choice)| choice.rounds_weights)
     }
@@ -210,7 +211,13 @@ impl Gpu {
     }
 
     /// After the split, whose groups it shares.
-    fn dispatch_merge(&self, spec: &MlaSpec, pipes: &Pipes, pass: &mut wgpu::ComputePass<'_>, step: &Tables) {
+    fn dispatch_merge(
+        &self,
+        spec: &MlaDecode,
+        pipes: &Pipes,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &Tables,
+    ) {
         let rows = step.capacity.merges * spec.shape.num_heads;
         if rows > 0 {
             let merging = Merging::of(rows.into());
@@ -229,8 +236,8 @@ impl Gpu {
 /// compile them elsewhere.
 ///
 /// # Errors
-/// Those of [`MlaSpec::check`], [`Error::VariantUnavailable`].
-pub fn decode_sources(caps: &Caps, spec: &MlaSpec, options: &DecodeOptions) -> Result<[Source; 3]> {
+/// Those of [`MlaDecode::check`], [`Error::VariantUnavailable`].
+pub fn decode_sources(caps: &Caps, spec: &MlaDecode, options: &DecodeOptions) -> Result<[Source; 3]> {
     spec.check()?;
     let request = (*spec, options.query_tokens);
     let (kernel, _) = choose(&VARIANTS, caps, &request, options.variant.as_deref())?;

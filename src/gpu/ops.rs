@@ -7,7 +7,7 @@ mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
-mod merge_attn_states;
+mod merge_state;
 mod merge_states;
 mod mla_prefill;
 mod rope;
@@ -22,7 +22,7 @@ use super::kernels::compose::Source;
 #[cfg(test)]
 /// Every kernel of every small op.
 pub(crate) fn every_source() -> Vec<Source> {
-    let mut all = merge_attn_states::every_source();
+    let mut all = merge_state::every_source();
     all.extend(merge_states::every_source());
     all.extend(kv_append::every_source());
     all.extend(kv_copy_pages::every_source());
@@ -92,7 +92,7 @@ mod tests {
             ("kv_calibrate", 3),
             ("kv_copy_pages", 2 * Dtype::ALL.len()), // two widths
             ("kv_gather", 13),                       // all pairs but three into e4m3
-            ("merge_attn_states", 3 * 2),            // units and words
+            ("merge_state", 3 * 2),                  // units and words
             ("merge_states", 3),
             ("mla_prefill", 5 * 3 * 3),         // dims, inputs to outputs
             ("rope", 2 * 2 * 3),                // layouts, places, dtypes
@@ -125,7 +125,7 @@ mod tests {
                 "kv_append" => append.into(),
                 "kv_calibrate" => vec![kv_calibrate::host_layout()],
                 "kv_gather" => vec![kv_gather::host_layout(), scale],
-                "merge_attn_states" => vec![merge_attn_states::host_layout()],
+                "merge_state" => vec![merge_state::host_layout()],
                 "merge_states" => vec![merge_states::host_layout()],
                 "mla_prefill" => vec![mla_prefill::host_layout()],
                 "rope" => vec![rope::host_layout()],

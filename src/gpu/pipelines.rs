@@ -12,7 +12,7 @@ use crate::Result;
 
 /// What a binding is to a shader.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Slot {
+pub(super) enum Access {
     Uniform,
     /// At an offset that is given as it is recorded, and of so many bytes, which a dispatch then need not check.
     UniformAt(u64),
@@ -24,13 +24,13 @@ pub(super) enum Slot {
 ///
 /// # Errors
 /// Those of [`scoped`].
-pub(super) fn layout(gpu: &Gpu, label: &'static str, slots: &[Slot]) -> Result<wgpu::BindGroupLayout> {
-    let entry = |(binding, slot): (u32, &Slot)| {
-        let (ty, size) = match *slot {
-            Slot::Uniform => (wgpu::BufferBindingType::Uniform, None),
-            Slot::UniformAt(bytes) => (wgpu::BufferBindingType::Uniform, NonZero::new(bytes)),
-            Slot::Read => (wgpu::BufferBindingType::Storage { read_only: true }, None),
-            Slot::Write => (wgpu::BufferBindingType::Storage { read_only: false }, None),
+pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Result<wgpu::BindGroupLayout> {
+    let entry = |(binding, access): (u32, &Access)| {
+        let (ty, size) = match *access {
+            Access::Uniform => (wgpu::BufferBindingType::Uniform, None),
+            Access::UniformAt(bytes) => (wgpu::BufferBindingType::Uniform, NonZero::new(bytes)),
+            Access::Read => (wgpu::BufferBindingType::Storage { read_only: true }, None),
+            Access::Write => (wgpu::BufferBindingType::Storage { read_only: false }, None),
         };
         wgpu::BindGroupLayoutEntry {
             binding,
@@ -39,7 +39,7 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, slots: &[Slot]) -> Result<w
             count: None,
         }
     };
-    let entries: Vec<_> = (0..).zip(slots).map(entry).collect();
+    let entries: Vec<_> = (0..).zip(accesses).map(entry).collect();
     let label = Some(label);
     scoped(gpu.device(), "a bind group layout", || {
         gpu.device().create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label, entries: &entries })
@@ -132,8 +132,8 @@ impl Pipe {
     pub(super) fn new(
         gpu: &Gpu,
         [step, layer]: [&'static str; 2],
-        step_slot: Slot,
-        layer_slots: &[Slot],
+        step_slot: Access,
+        layer_slots: &[Access],
         source: &Source,
     ) -> Result<Self> {
         let (step, layer) = (layout(gpu, step, &[step_slot])?, layout(gpu, layer, layer_slots)?);

@@ -27,7 +27,7 @@ pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -
 /// own handler. Elsewhere the calls report all that themselves. `what` names it in the error.
 ///
 /// ```no_run
-/// # async fn f(gpu: &wgpu_mla::gpu::Gpu, spec: wgpu_mla::MlaSpec) -> wgpu_mla::Result<()> {
+/// # async fn f(gpu: &wgpu_mla::gpu::Gpu, spec: wgpu_mla::MlaDecode) -> wgpu_mla::Result<()> {
 /// use wgpu_mla::{Device, gpu::checked};
 /// let mla = checked(gpu.device(), "a decode", || gpu.compile(spec)).await?;
 /// # Ok(()) }

@@ -2,44 +2,44 @@
 
 use super::composed::{Append, Composes, Ops, Prefixes};
 use super::plan::Target;
-use super::{Expanded, LayerArgs, LayerCapacity, MlaLayerSpec};
+use super::{Expanded, LayerCapacity, MlaLayer, MlaLayerArgs};
 use crate::ops::op::Binding;
 use crate::ops::{
-    AppendLayer, AppendSpec, Gather, GatherSpec, Layer, LseBase, MergeAttnStatesSpec, MergeStates,
-    MergeStatesSpec, Prefill, PrefillExtent, PrefillSpec, Project, ProjectSpec, Query, RopeAppend,
-    RopeAppendSpec, SetsExtent, StateSets, WeightView,
+    HeadProject, HeadProjectArgs, KvAppend, KvAppendArgs, KvGather, KvGatherArgs, LseBase, MergeState,
+    MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
+    MlaPrefillArgs, PrefillExtent, Query, RopeAppend, RopeAppendArgs, WeightView,
 };
 use crate::view::View;
-use crate::{MlaSpec, Result};
+use crate::{MlaDecode, Result};
 
 /// One layer's buffers, bound to each op.
 #[derive(Debug)]
 pub struct Bindings<D: Composes> {
-    pub(super) append: Append<Binding<RopeAppendSpec, D>, Binding<AppendSpec, D>>,
-    pub(super) absorb: Binding<ProjectSpec, D>,
-    pub(super) decode: Binding<MlaSpec, D>,
-    pub(super) v_up: Binding<ProjectSpec, D>,
-    pub(super) gather: Binding<GatherSpec, D>,
-    pub(super) rows: [Binding<ProjectSpec, D>; 2],
+    pub(super) append: Append<Binding<RopeAppend, D>, Binding<KvAppend, D>>,
+    pub(super) absorb: Binding<HeadProject, D>,
+    pub(super) decode: Binding<MlaDecode, D>,
+    pub(super) v_up: Binding<HeadProject, D>,
+    pub(super) gather: Binding<KvGather, D>,
+    pub(super) rows: [Binding<HeadProject, D>; 2],
     /// Into the output, what takes turns with it, and what is merged.
-    pub(super) prefill: [Binding<PrefillSpec, D>; 3],
+    pub(super) prefill: [Binding<MlaPrefill, D>; 3],
     /// From the output, and from what takes turns with it.
-    pub(super) merge: [Binding<MergeAttnStatesSpec, D>; 2],
+    pub(super) merge: [Binding<MergeState, D>; 2],
     pub(super) prefixes: Option<BoundPrefixes<D>>,
 }
 
 #[derive(Debug)]
 pub(super) struct BoundPrefixes<D: Composes> {
-    pub(super) v_up: Binding<ProjectSpec, D>,
-    pub(super) parts: Binding<PrefillSpec, D>,
-    pub(super) merge: Binding<MergeStatesSpec, D>,
+    pub(super) v_up: Binding<HeadProject, D>,
+    pub(super) parts: Binding<MlaPrefill, D>,
+    pub(super) merge: Binding<MergeStates, D>,
 }
 
 /// What a layer's arrays are bound with.
 pub(super) struct Bind<'a, D: Composes> {
-    pub(super) spec: &'a MlaLayerSpec,
+    pub(super) spec: &'a MlaLayer,
     pub(super) ops: &'a Ops<D>,
-    pub(super) args: &'a LayerArgs<&'a D::Buffer>,
+    pub(super) args: &'a MlaLayerArgs<&'a D::Buffer>,
     pub(super) room: LayerCapacity,
 }
 
@@ -50,10 +50,10 @@ impl<D: Composes> Bind<'_, D> {
         let dims = self.spec.dims();
         let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
         let (rows, num_rows) = (space.rows(), space.num_rows);
-        let gathered = Gather { kv: args.kv, k_scale: args.k_scale, out: rows };
+        let gathered = KvGatherArgs { kv: args.kv, k_scale: args.k_scale, out: rows };
         // All heads read the same row.
         let shared = View { head_stride: 0, ..rows };
-        let project = |x, weight, y| Project { x, weight, y };
+        let project = |x, weight, y| HeadProjectArgs { x, weight, y };
         Ok(Bindings {
             append: self.append()?,
             absorb: ops.absorb.bind(&project(args.q_nope, w_uk, space.ql_nope()), decode_tokens)?,
@@ -77,13 +77,13 @@ impl<D: Composes> Bind<'_, D> {
         })
     }
 
-    fn append(&self) -> Result<Append<Binding<RopeAppendSpec, D>, Binding<AppendSpec, D>>> {
+    fn append(&self) -> Result<Append<Binding<RopeAppend, D>, Binding<KvAppend, D>>> {
         let (args, space, tokens) = (self.args, &self.ops.space, self.room.tokens);
-        let layer = AppendLayer { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv, k_scale: args.k_scale };
+        let layer = KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv, k_scale: args.k_scale };
         Ok(match &self.ops.append {
             Append::Plain(append) => Append::Plain(append.bind(&layer, tokens)?),
             Append::Rotated(append) => {
-                let args = RopeAppend {
+                let args = RopeAppendArgs {
                     q_pe: args.q_pe,
                     q_pe_out: space.q_pe(),
                     layer,
@@ -96,14 +96,14 @@ impl<D: Composes> Bind<'_, D> {
         })
     }
 
-    fn decode(&self) -> Result<Binding<MlaSpec, D>> {
+    fn decode(&self) -> Result<Binding<MlaDecode, D>> {
         let (args, space) = (self.args, &self.ops.space);
         // Nobody reads the LSE but the merge with prefixes.
         let lse = match self.ops.prefixes {
             Some(_) => space.sets().1,
             None => space.target(args.out, Target::Other).1,
         };
-        let layer = Layer {
+        let layer = MlaDecodeArgs {
             query: Query::Split { q_nope: space.ql_nope(), q_pe: space.q_pe() },
             kv: args.kv,
             out: space.latent_out(),
@@ -121,11 +121,11 @@ impl<D: Composes> Bind<'_, D> {
         if self.spec.shape.qk_rope_head_dim > 0 { self.ops.space.q_pe() } else { self.args.q_nope }
     }
 
-    fn prefill(&self, target: Target) -> Result<Binding<PrefillSpec, D>> {
+    fn prefill(&self, target: Target) -> Result<Binding<MlaPrefill, D>> {
         let (args, space) = (self.args, &self.ops.space);
         let (out, lse) = space.target(args.out, target);
         let rows = space.rows();
-        let prefill = Prefill {
+        let prefill = MlaPrefillArgs {
             q_nope: args.q_nope,
             q_pe: self.q_pe(),
             k_nope: space.k_nope(),
@@ -141,13 +141,13 @@ impl<D: Composes> Bind<'_, D> {
     }
 
     /// From `state` to what takes turns with it.
-    fn merge(&self, state: Target) -> Result<Binding<MergeAttnStatesSpec, D>> {
+    fn merge(&self, state: Target) -> Result<Binding<MergeState, D>> {
         let target = |target| self.ops.space.target(self.args.out, target);
         let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) =
             (target(state), target(Target::Partial));
         let (output, output_lse) = target(state.turned());
         // The op's LSEs are [heads, tokens] by name only: any strides do.
-        let args = MergeStates {
+        let args = MergeStateArgs {
             prefix_output,
             prefix_lse,
             suffix_output,
@@ -166,7 +166,7 @@ impl<D: Composes> Bind<'_, D> {
         let (states, lse) = ops.space.sets();
         // From a set to the next: of the workspace, whatever the binding has room for.
         let set_rows = u64::from(ops.capacity.decode_tokens);
-        let sets = StateSets {
+        let sets = MergeStatesArgs {
             states,
             set_stride: states.token_stride * set_rows,
             lse,
@@ -175,7 +175,7 @@ impl<D: Composes> Bind<'_, D> {
             output_lse: None,
             num_heads: spec.shape.num_heads,
         };
-        let parts = Prefill {
+        let parts = MlaPrefillArgs {
             q_nope: args.q_nope,
             q_pe: self.q_pe(),
             k_nope: expanded.k_nope,
@@ -187,7 +187,7 @@ impl<D: Composes> Bind<'_, D> {
         };
         let rows = ops.capacity.decode_tokens * prefixes.num_sets;
         let w_uv = WeightView::w_uv(&spec.dims(), args.kv_b_proj);
-        let own = Project { x: ops.space.latent_out(), weight: w_uv, y: states };
+        let own = HeadProjectArgs { x: ops.space.latent_out(), weight: w_uv, y: states };
         Ok(BoundPrefixes {
             v_up: ops.v_up.bind(&own, decode_tokens)?,
             parts: prefixes
@@ -195,7 +195,7 @@ impl<D: Composes> Bind<'_, D> {
                 .bind(&parts, PrefillExtent { tokens: decode_tokens, keys: prefix_rows, rows })?,
             merge: prefixes
                 .merge
-                .bind(&sets, SetsExtent { tokens: decode_tokens, sets: prefixes.num_sets })?,
+                .bind(&sets, MergeStatesExtent { tokens: decode_tokens, sets: prefixes.num_sets })?,
         })
     }
 }

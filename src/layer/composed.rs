@@ -1,25 +1,25 @@
 //! The ops that a layer is made of, and what lies between them.
 
 use super::workspace::Workspace;
-use super::{LayerCapacity, LayerOptions, MlaLayerSpec};
+use super::{LayerCapacity, LayerOptions, MlaLayer};
 use crate::ops::op::{Compiled, Device, Kernel, Step};
 use crate::ops::{
-    AppendSpec, DecodeOptions, GatherSpec, MergeAttnStatesSpec, MergeStatesSpec, PrefillOptions, PrefillSpec,
-    ProjectSpec, RopeAppendSpec,
+    DecodeOptions, HeadProject, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, PrefillOptions,
+    RopeAppend,
 };
-use crate::{MlaSpec, Result};
+use crate::{MlaDecode, Result};
 
 /// A device that runs the ops of a layer itself.
 pub trait Composes:
     Device
-    + Kernel<AppendSpec>
-    + Kernel<RopeAppendSpec>
-    + Kernel<ProjectSpec>
-    + Kernel<MlaSpec>
-    + Kernel<GatherSpec>
-    + Kernel<PrefillSpec>
-    + Kernel<MergeAttnStatesSpec>
-    + Kernel<MergeStatesSpec>
+    + Kernel<KvAppend>
+    + Kernel<RopeAppend>
+    + Kernel<HeadProject>
+    + Kernel<MlaDecode>
+    + Kernel<KvGather>
+    + Kernel<MlaPrefill>
+    + Kernel<MergeState>
+    + Kernel<MergeStates>
 {
 }
 
@@ -39,18 +39,18 @@ pub(super) enum Append<R, P> {
 /// The ops of a layer, and what lies between them. All layers of a model share it.
 #[derive(Debug)]
 pub struct Ops<D: Composes> {
-    pub(super) append: Append<Compiled<RopeAppendSpec, D>, Compiled<AppendSpec, D>>,
-    pub(super) absorb: Compiled<ProjectSpec, D>,
-    pub(super) k_up: Compiled<ProjectSpec, D>,
-    pub(super) v_up: Compiled<ProjectSpec, D>,
-    pub(super) decode: Compiled<MlaSpec, D>,
-    pub(super) gather: Compiled<GatherSpec, D>,
-    pub(super) prefill: Compiled<PrefillSpec, D>,
-    pub(super) merge: Compiled<MergeAttnStatesSpec, D>,
+    pub(super) append: Append<Compiled<RopeAppend, D>, Compiled<KvAppend, D>>,
+    pub(super) absorb: Compiled<HeadProject, D>,
+    pub(super) k_up: Compiled<HeadProject, D>,
+    pub(super) v_up: Compiled<HeadProject, D>,
+    pub(super) decode: Compiled<MlaDecode, D>,
+    pub(super) gather: Compiled<KvGather, D>,
+    pub(super) prefill: Compiled<MlaPrefill, D>,
+    pub(super) merge: Compiled<MergeState, D>,
     /// `None` without room for any.
     pub(super) prefixes: Option<Prefixes<D>>,
     /// What a merge of two states is recorded with: it has nothing that changes with a step.
-    pub(super) merge_step: Step<MergeAttnStatesSpec, D>,
+    pub(super) merge_step: Step<MergeState, D>,
     pub(super) space: Workspace<D::Buffer>,
     pub(super) capacity: LayerCapacity,
 }
@@ -58,14 +58,14 @@ pub struct Ops<D: Composes> {
 /// The ops of decodes that attend expanded prefixes.
 #[derive(Debug)]
 pub(super) struct Prefixes<D: Composes> {
-    pub(super) prefill: Compiled<PrefillSpec, D>,
-    pub(super) merge: Compiled<MergeStatesSpec, D>,
+    pub(super) prefill: Compiled<MlaPrefill, D>,
+    pub(super) merge: Compiled<MergeStates, D>,
     /// What the decodes attend alone, and as many parts of a prefix as there is room for.
     pub(super) num_sets: u32,
 }
 
 impl<D: Composes> Ops<D> {
-    pub(super) fn new(device: &D, spec: &MlaLayerSpec, options: &LayerOptions) -> Result<Self> {
+    pub(super) fn new(device: &D, spec: &MlaLayer, options: &LayerOptions) -> Result<Self> {
         let capacity = options.capacity;
         let capacity =
             LayerCapacity { decode_tokens: capacity.decode_tokens.min(capacity.tokens), ..capacity };
@@ -84,9 +84,9 @@ impl<D: Composes> Ops<D> {
             } else {
                 Append::Rotated(device.compile(spec.rope_append())?)
             },
-            absorb: device.compile(ProjectSpec::absorb(&dims, dtype, weight, dtype))?,
-            k_up: device.compile(ProjectSpec::k_up(&dims, dtype, weight, dtype))?,
-            v_up: device.compile(ProjectSpec::v_up(&dims, dtype, weight, dtype))?,
+            absorb: device.compile(HeadProject::absorb(&dims, dtype, weight, dtype))?,
+            k_up: device.compile(HeadProject::k_up(&dims, dtype, weight, dtype))?,
+            v_up: device.compile(HeadProject::v_up(&dims, dtype, weight, dtype))?,
             decode: device.compile_with(spec.mla(), &decode)?,
             gather: device.compile(spec.gather())?,
             prefill: device.compile(spec.prefill())?,
@@ -100,7 +100,7 @@ impl<D: Composes> Ops<D> {
 }
 
 impl<D: Composes> Prefixes<D> {
-    fn new(device: &D, spec: &MlaLayerSpec, capacity: &LayerCapacity) -> Result<Self> {
+    fn new(device: &D, spec: &MlaLayer, capacity: &LayerCapacity) -> Result<Self> {
         let options = PrefillOptions { query_tokens: capacity.decode_tokens, ..PrefillOptions::default() };
         let prefill = device.compile_with(spec.prefill(), &options)?;
         // Fewer query tokens are fewer tiles, and leave room for more parts.

@@ -1,6 +1,6 @@
 //! Prefixes that decodes share, kept as keys and values of each head.
 
-use super::MlaLayerSpec;
+use super::MlaLayer;
 use crate::Result;
 use crate::ops::Use;
 use crate::view::View;
@@ -17,7 +17,7 @@ pub struct ExpandedPrefix {
     pub first_row: u32,
 }
 
-/// One layer's keys and values of prefixes, in the caller's buffers; [`super::ExpandSpec`] is the op that fills them. `S` rows, as many as
+/// One layer's keys and values of prefixes, in the caller's buffers; [`super::MlaExpand`] is the op that fills them. `S` rows, as many as
 /// prefixes have tokens in all.
 #[derive(Debug, Clone, Copy)]
 pub struct Expanded<B> {
@@ -30,8 +30,8 @@ pub struct Expanded<B> {
 }
 
 impl<B> Expanded<B> {
-    /// Dense arrays, each at the front of a buffer of [`MlaLayerSpec::expanded_bytes`].
-    pub fn dense(spec: &MlaLayerSpec, [rows, k_nope, v]: [B; 3]) -> Self {
+    /// Dense arrays, each at the front of a buffer of [`MlaLayer::expanded_bytes`].
+    pub fn dense(spec: &MlaLayer, [rows, k_nope, v]: [B; 3]) -> Self {
         let heads = spec.shape.num_heads;
         Self {
             rows: View::dense(rows, 1, spec.shape.row_elems()),
@@ -56,14 +56,14 @@ impl<B> Expanded<B> {
 
 impl<B: Copy> Expanded<B> {
     /// `[S, R]`, the rotary keys, which all heads share.
-    pub(super) fn k_pe(&self, spec: &MlaLayerSpec) -> View<B> {
+    pub(super) fn k_pe(&self, spec: &MlaLayer) -> View<B> {
         let offset = self.rows.offset.saturating_add(spec.shape.kv_lora_rank.into());
         View { offset, head_stride: 0, ..self.rows }
     }
 }
 
-impl MlaLayerSpec {
-    /// Bytes of the arrays of [`Expanded`] for prefixes of so many tokens in all: together [`MlaLayerSpec::workspace_row_bytes`] each.
+impl MlaLayer {
+    /// Bytes of the arrays of [`Expanded`] for prefixes of so many tokens in all: together [`MlaLayer::workspace_row_bytes`] each.
     pub const fn expanded_bytes(&self, tokens: u32) -> [u64; 3] {
         let row = tokens as u64 * self.dtype.bytes() as u64;
         let heads = row * self.shape.num_heads as u64;

@@ -10,11 +10,12 @@
 use std::ops::Range;
 
 use super::expanded::ExpandedPrefix;
-use super::{LayerCapacity, MlaLayerSpec};
+use super::{LayerCapacity, MlaLayer};
+use crate::Mask;
 use crate::ops::GatherRange;
-use crate::ops::{PrefillSequence, PrefillVisible};
+use crate::ops::PrefillSequence;
 use crate::tables::{check_rows, row_of};
-use crate::{Batch, Error, PageTable, Plan, Policy, Result, SharedPrefix, Tiling};
+use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SplitPolicy, Tiling};
 
 /// One step's batch for a whole layer.
 #[derive(Debug, Clone, Copy)]
@@ -127,8 +128,13 @@ impl LayerPlan {
     /// # Errors
     /// Those of [`Plan::new`]; [`Error::SeqLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
     /// `slot_mapping` or page table of another batch; [`Error::Shape`] for a workspace that holds not even one page, or one split
-    /// of [`Policy::FixedTokens`].
-    pub fn new(spec: &MlaLayerSpec, tiling: &Tiling, batch: &LayerBatch<'_>, policy: Policy) -> Result<Self> {
+    /// of [`SplitPolicy::FixedTokens`].
+    pub fn new(
+        spec: &MlaLayer,
+        tiling: &Tiling,
+        batch: &LayerBatch<'_>,
+        policy: SplitPolicy,
+    ) -> Result<Self> {
         // It checks what the rest relies on: lengths, order, signs.
         let all = Batch::new(batch.seq_lens, batch.query_start_loc);
         let mla = spec.mla();
@@ -177,10 +183,10 @@ impl LayerPlan {
     /// The decodes as a batch of their own, whose tokens are then numbered as in the whole batch.
     fn plan_decodes(
         &mut self,
-        spec: &MlaLayerSpec,
+        spec: &MlaLayer,
         tiling: &Tiling,
         batch: &LayerBatch<'_>,
-        policy: Policy,
+        policy: SplitPolicy,
         decodes: &[Prompt],
         expanded: &[Option<&ExpandedPrefix>],
     ) -> Result<()> {
@@ -217,20 +223,19 @@ impl LayerPlan {
         Ok(())
     }
 
-    fn plan_chunks(&mut self, spec: &MlaLayerSpec, policy: Policy, prompts: &[Prompt]) -> Result<()> {
+    fn plan_chunks(&mut self, spec: &MlaLayer, policy: SplitPolicy, prompts: &[Prompt]) -> Result<()> {
         if prompts.is_empty() {
             return Ok(());
         }
         // A sequence is cut where a page ends, or where a split of fixed length does.
         let (unit, split) = match policy {
-            Policy::FixedTokens(n) => (n, n),
-            Policy::Auto | Policy::OneSplit => (spec.kv.page_size, u32::MAX),
+            SplitPolicy::FixedTokens(n) => (n, n),
+            SplitPolicy::Auto | SplitPolicy::OneSplit => (spec.kv.page_size, u32::MAX),
         };
         let longest: u32 = prompts.iter().map(|prompt| prompt.len).max().unwrap_or(0);
         let room = spec.workspace_rows();
         if room < unit.min(longest) {
-            let cure =
-                "must hold a page, and a split of Policy::FixedTokens: see MlaLayerSpec::workspace_row_bytes";
+            let cure = "must hold a page, and a split of SplitPolicy::FixedTokens: see MlaLayer::workspace_row_bytes";
             return Err(Error::Shape { what: "workspace_bytes", got: spec.workspace_bytes, cure });
         }
         let mut chunks: Vec<Vec<Piece>> = vec![Vec::new()];
@@ -292,7 +297,7 @@ impl LayerPlan {
                 let goes_on: Vec<u32> =
                     more.iter().map(|sequence: &PrefillSequence| sequence.q_begin).collect();
                 let others = all.iter().filter(|(q_begin, _)| !goes_on.contains(q_begin));
-                more.extend(others.map(|&(q_begin, q_len)| PrefillSequence::all(q_begin, q_len, 0, 0)));
+                more.extend(others.map(|&(q_begin, q_len)| PrefillSequence::full(q_begin, q_len, 0, 0)));
             }
             rounds.push(Round { first, more, state: Target::Out });
         }
@@ -310,7 +315,7 @@ impl Prompt {
             q_len: self.q_len,
             kv_begin: row,
             kv_len: keys.end - keys.start,
-            visible: PrefillVisible::Causal { first },
+            mask: Mask::CausalFrom(first),
             out_begin: self.q_begin,
         }
     }
@@ -345,7 +350,7 @@ fn check_groups(batch: &LayerBatch<'_>) -> Result<()> {
 /// The pages of some sequences and their tokens, which begin where a page does, as `(kv_indptr, kv_indices)`.
 fn pages_of(
     pages: PageTable<'_>,
-    spec: &MlaLayerSpec,
+    spec: &MlaLayer,
     sequences: impl Iterator<Item = (usize, Range<u32>)>,
 ) -> Result<(Vec<i32>, Vec<i32>)> {
     if matches!(pages, PageTable::Device) {
@@ -388,7 +393,7 @@ impl LayerPlan {
 ///
 /// # Errors
 /// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page.
-fn prefixes<'a>(spec: &MlaLayerSpec, batch: &LayerBatch<'a>) -> Result<Vec<Option<&'a ExpandedPrefix>>> {
+fn prefixes<'a>(spec: &MlaLayer, batch: &LayerBatch<'a>) -> Result<Vec<Option<&'a ExpandedPrefix>>> {
     let mut of = vec![None; batch.seq_lens.len()];
     for prefix in batch.expanded {
         let refuse = |what, got: u32, cure| Err(Error::Shape { what, got: got.into(), cure });
@@ -425,7 +430,7 @@ fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> Vec<PrefillS
             {
                 last.q_len += q_len;
             }
-            _ => all.push(PrefillSequence::all(q_begin, q_len, kv_begin, kv_len)),
+            _ => all.push(PrefillSequence::full(q_begin, q_len, kv_begin, kv_len)),
         }
     }
     if all.iter().all(|sequence| sequence.kv_len == 0) {

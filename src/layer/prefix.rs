@@ -1,17 +1,19 @@
 //! The expansion of a prefix as an op made of ops: rows of the cache as the keys and values of each head.
 
 use super::composed::Composes;
-use super::{Expanded, MlaLayerSpec};
+use super::{Expanded, MlaLayer};
 use crate::Result;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
 use crate::ops::variants::{Choice, OpOptions};
-use crate::ops::{Gather, GatherBatch, GatherRange, GatherSpec, Project, ProjectSpec, WeightView};
+use crate::ops::{
+    GatherBatch, GatherRange, HeadProject, HeadProjectArgs, KvGather, KvGatherArgs, WeightView,
+};
 use crate::tables::PageTable;
 use crate::view::{KvView, View};
 
 /// What an expansion of prefixes is compiled for: the spec of the layer that attends them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct ExpandSpec(pub MlaLayerSpec);
+pub struct MlaExpand(pub MlaLayer);
 
 /// A prefix in its pages, and where its rows go.
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +28,7 @@ pub struct ExpandBatch<'a> {
 
 /// One layer's cache, which holds the prefix, and the arrays for it. They serve every step until the pages change.
 #[derive(Debug, Clone, Copy)]
-pub struct ExpandArgs<B> {
+pub struct MlaExpandArgs<B> {
     /// The layer's cache.
     pub kv: KvView<B>,
     /// Factor of every cache element; 1 unless the cache is e4m3.
@@ -40,32 +42,32 @@ pub struct ExpandArgs<B> {
 /// The ops of an expansion.
 #[derive(Debug)]
 pub struct Ops<D: Composes> {
-    gather: Compiled<GatherSpec, D>,
-    k_up: Compiled<ProjectSpec, D>,
-    v_up: Compiled<ProjectSpec, D>,
+    gather: Compiled<KvGather, D>,
+    k_up: Compiled<HeadProject, D>,
+    v_up: Compiled<HeadProject, D>,
 }
 
 /// Which prefix is expanded.
 #[derive(Debug)]
 pub struct Steps<D: Composes> {
-    gather: Step<GatherSpec, D>,
-    rows: Step<ProjectSpec, D>,
+    gather: Step<KvGather, D>,
+    rows: Step<HeadProject, D>,
 }
 
 /// One layer's buffers, bound to each op.
 #[derive(Debug)]
 pub struct Bindings<D: Composes> {
-    gather: Binding<GatherSpec, D>,
-    k_up: Binding<ProjectSpec, D>,
-    v_up: Binding<ProjectSpec, D>,
+    gather: Binding<KvGather, D>,
+    k_up: Binding<HeadProject, D>,
+    v_up: Binding<HeadProject, D>,
 }
 
-impl Op for ExpandSpec {
+impl Op for MlaExpand {
     const NAME: &'static str = "mla_expand";
     type Options = OpOptions;
     type Facts = ();
     type Input<'a> = ExpandBatch<'a>;
-    type Args<B> = ExpandArgs<B>;
+    type Args<B> = MlaExpandArgs<B>;
     /// Rows of the arrays.
     type Extent = u32;
     type Capacity = ();
@@ -76,10 +78,10 @@ impl Op for ExpandSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a ExpandArgs<B>,
+        args: &'a MlaExpandArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<ExpandArgs<C>> {
-        Ok(ExpandArgs {
+    ) -> Result<MlaExpandArgs<C>> {
+        Ok(MlaExpandArgs {
             kv: args.kv.map(|buffer| f(Use::Read("kv"), buffer))?,
             k_scale: args.k_scale,
             kv_b_proj: f(Use::Read("kv_b_proj"), &args.kv_b_proj)?,
@@ -88,7 +90,7 @@ impl Op for ExpandSpec {
     }
 
     /// Its ops do.
-    fn check_args<B>(&self, _: &ExpandArgs<&B>, _: u32, _: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+    fn check_args<B>(&self, _: &MlaExpandArgs<&B>, _: u32, _: impl Fn(&B) -> u64 + Copy) -> Result<()> {
         Ok(())
     }
 
@@ -97,31 +99,31 @@ impl Op for ExpandSpec {
     }
 }
 
-impl<D: Composes> Kernel<ExpandSpec> for D {
+impl<D: Composes> Kernel<MlaExpand> for D {
     type Kernels = Ops<D>;
     type Step = Steps<D>;
     type Binding = Bindings<D>;
 
     fn kernel_compile(
         &self,
-        ExpandSpec(spec): &ExpandSpec,
+        MlaExpand(spec): &MlaExpand,
         options: &OpOptions,
     ) -> Result<(Ops<D>, (), Choice)> {
         let (dims, dtype, weight) = (spec.dims(), spec.dtype, spec.weight);
         let gather = self.compile_with(spec.gather(), options)?;
         let choice = gather.choice.clone();
-        let k_up = self.compile(ProjectSpec::k_up(&dims, dtype, weight, dtype))?;
-        let v_up = self.compile(ProjectSpec::v_up(&dims, dtype, weight, dtype))?;
+        let k_up = self.compile(HeadProject::k_up(&dims, dtype, weight, dtype))?;
+        let v_up = self.compile(HeadProject::v_up(&dims, dtype, weight, dtype))?;
         Ok((Ops { gather, k_up, v_up }, (), choice))
     }
 
-    fn kernel_step(&self, _: &ExpandSpec, ops: &Ops<D>, (): ()) -> Result<Steps<D>> {
+    fn kernel_step(&self, _: &MlaExpand, ops: &Ops<D>, (): ()) -> Result<Steps<D>> {
         Ok(Steps { gather: ops.gather.step(0)?, rows: ops.k_up.step(0)? })
     }
 
     fn kernel_prepare(
         &self,
-        _: &ExpandSpec,
+        _: &MlaExpand,
         ops: &Ops<D>,
         step: &mut Steps<D>,
         batch: ExpandBatch<'_>,
@@ -139,26 +141,26 @@ impl<D: Composes> Kernel<ExpandSpec> for D {
 
     fn kernel_bind(
         &self,
-        ExpandSpec(spec): &ExpandSpec,
+        MlaExpand(spec): &MlaExpand,
         ops: &Ops<D>,
-        args: &ExpandArgs<&D::Buffer>,
+        args: &MlaExpandArgs<&D::Buffer>,
         rows: u32,
     ) -> Result<Bindings<D>> {
         let (dims, expanded) = (spec.dims(), &args.expanded);
         let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
         // All heads read the same row.
         let x = View { head_stride: 0, ..expanded.rows };
-        let gathered = Gather { kv: args.kv, k_scale: args.k_scale, out: expanded.rows };
+        let gathered = KvGatherArgs { kv: args.kv, k_scale: args.k_scale, out: expanded.rows };
         Ok(Bindings {
             gather: ops.gather.bind(&gathered, rows)?,
-            k_up: ops.k_up.bind(&Project { x, weight: w_uk, y: expanded.k_nope }, rows)?,
-            v_up: ops.v_up.bind(&Project { x, weight: w_uv, y: expanded.v }, rows)?,
+            k_up: ops.k_up.bind(&HeadProjectArgs { x, weight: w_uk, y: expanded.k_nope }, rows)?,
+            v_up: ops.v_up.bind(&HeadProjectArgs { x, weight: w_uv, y: expanded.v }, rows)?,
         })
     }
 
     fn kernel_record(
         &self,
-        _: &ExpandSpec,
+        _: &MlaExpand,
         ops: &Ops<D>,
         recorder: &mut D::Recorder<'_>,
         step: &Steps<D>,

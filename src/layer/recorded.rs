@@ -3,23 +3,21 @@
 use super::bound::{Bind, Bindings};
 use super::composed::{Append, Composes, Ops};
 use super::plan::{Chunk, LayerBatch, LayerPlan, Target};
-use super::{LayerArgs, LayerCapacity, LayerFacts, LayerOptions, MlaLayerSpec};
+use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
 use crate::ops::op::{Kernel, Step};
 use crate::ops::variants::{Candidate, Choice};
-use crate::ops::{
-    AppendSpec, GatherBatch, GatherSpec, MergeStatesSpec, PrefillSpec, ProjectSpec, RopeAppendSpec,
-};
+use crate::ops::{GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend};
 use crate::tables::{Capacity, PageTable};
-use crate::{Error, MlaSpec, Policy, Result};
+use crate::{Error, MlaDecode, Result, SplitPolicy};
 
 /// A step's tables. They grow as needed.
 #[derive(Debug)]
 pub struct Steps<D: Composes> {
-    append: Append<Step<RopeAppendSpec, D>, Step<AppendSpec, D>>,
-    decode: Step<MlaSpec, D>,
+    append: Append<Step<RopeAppend, D>, Step<KvAppend, D>>,
+    decode: Step<MlaDecode, D>,
     plan: LayerPlan,
     /// As many as there are runs of decoded tokens, or more from an earlier step.
-    decoded: Vec<Step<ProjectSpec, D>>,
+    decoded: Vec<Step<HeadProject, D>>,
     chunks: Vec<ChunkStep<D>>,
     prefixes: Option<PrefixesStep<D>>,
     /// What was recorded before serves as long as these are what they were: runs of decoded tokens, and whether they attend prefixes;
@@ -31,32 +29,32 @@ pub struct Steps<D: Composes> {
 /// Like the plan's chunk of the same index.
 #[derive(Debug)]
 struct ChunkStep<D: Composes> {
-    gather: Step<GatherSpec, D>,
-    rows: Step<ProjectSpec, D>,
+    gather: Step<KvGather, D>,
+    rows: Step<HeadProject, D>,
     /// What a round's sequences attend that begin, and that go on.
-    rounds: Vec<[Step<PrefillSpec, D>; 2]>,
+    rounds: Vec<[Step<MlaPrefill, D>; 2]>,
 }
 
 #[derive(Debug)]
 struct PrefixesStep<D: Composes> {
-    parts: Step<PrefillSpec, D>,
+    parts: Step<MlaPrefill, D>,
     /// As many as there are runs of decoded tokens, or more from an earlier step.
-    merges: Vec<Step<MergeStatesSpec, D>>,
+    merges: Vec<Step<MergeStates, D>>,
 }
 
-impl<D: Composes> Kernel<MlaLayerSpec> for D {
+impl<D: Composes> Kernel<MlaLayer> for D {
     type Kernels = Ops<D>;
     type Step = Steps<D>;
     type Binding = Bindings<D>;
 
     /// Those of its decode.
-    fn kernel_variants(&self, spec: &MlaLayerSpec) -> Vec<Candidate> {
+    fn kernel_variants(&self, spec: &MlaLayer) -> Vec<Candidate> {
         self.variants(&spec.mla())
     }
 
     fn kernel_compile(
         &self,
-        spec: &MlaLayerSpec,
+        spec: &MlaLayer,
         options: &LayerOptions,
     ) -> Result<(Ops<D>, LayerFacts, Choice)> {
         let ops = Ops::new(self, spec, options)?;
@@ -69,7 +67,7 @@ impl<D: Composes> Kernel<MlaLayerSpec> for D {
         Ok((ops, facts, choice))
     }
 
-    fn kernel_step(&self, _: &MlaLayerSpec, ops: &Ops<D>, decode: Capacity) -> Result<Steps<D>> {
+    fn kernel_step(&self, _: &MlaLayer, ops: &Ops<D>, decode: Capacity) -> Result<Steps<D>> {
         Ok(Steps {
             append: match &ops.append {
                 Append::Rotated(append) => Append::Rotated(append.step(ops.capacity.tokens)?),
@@ -94,10 +92,10 @@ impl<D: Composes> Kernel<MlaLayerSpec> for D {
 
     fn kernel_prepare(
         &self,
-        spec: &MlaLayerSpec,
+        spec: &MlaLayer,
         ops: &Ops<D>,
         step: &mut Steps<D>,
-        (batch, policy): (&LayerBatch<'_>, Policy),
+        (batch, policy): (&LayerBatch<'_>, SplitPolicy),
     ) -> Result<LayerCapacity> {
         let plan = LayerPlan::new(spec, &ops.decode.tiling(), batch, policy)?;
         let used = plan.used(batch);
@@ -119,9 +117,9 @@ impl<D: Composes> Kernel<MlaLayerSpec> for D {
 
     fn kernel_bind(
         &self,
-        spec: &MlaLayerSpec,
+        spec: &MlaLayer,
         ops: &Ops<D>,
-        args: &LayerArgs<&D::Buffer>,
+        args: &MlaLayerArgs<&D::Buffer>,
         room: LayerCapacity,
     ) -> Result<Bindings<D>> {
         ops.capacity.check_holds(&room)?;
@@ -130,7 +128,7 @@ impl<D: Composes> Kernel<MlaLayerSpec> for D {
 
     fn kernel_record(
         &self,
-        _: &MlaLayerSpec,
+        _: &MlaLayer,
         ops: &Ops<D>,
         recorder: &mut D::Recorder<'_>,
         step: &Steps<D>,
@@ -262,8 +260,8 @@ impl<D: Composes> Steps<D> {
             Append::Rotated(step) => step.capacity(),
             Append::Plain(step) => step.capacity(),
         };
-        let Capacity { items, queries, pages, merges, merge_slots, slots } = self.decode.capacity();
-        let decode = [items, queries, pages, merges, merge_slots, slots].map(u64::from);
+        let Capacity { items, queries, pages, merges, merge_partials, partials } = self.decode.capacity();
+        let decode = [items, queries, pages, merges, merge_partials, partials].map(u64::from);
         let runs = plan.decoded.len();
         let shape = &mut self.shape;
         shape.extend([u64::from(plan.positions.is_empty()), append.into(), runs as u64]);
@@ -286,7 +284,7 @@ impl<D: Composes> Steps<D> {
     }
 }
 
-impl<D: Composes> Step<MlaLayerSpec, D> {
+impl<D: Composes> Step<MlaLayer, D> {
     /// Grows with each prepare after which what was recorded before, such as a captured graph, no longer serves and must be recorded
     /// again: where the batch has other runs of decodes or other chunks of prefills, or where a table had to grow. Else what was
     /// recorded runs with the lengths, pages and slots that were prepared last.

@@ -1,6 +1,6 @@
 //! What lies between the ops of a layer: `T` query tokens, `D` of them up to the last that is decoded, `S` rows of a chunk.
 
-use super::{LayerCapacity, MlaLayerSpec, Target};
+use super::{LayerCapacity, MlaLayer, Target};
 use crate::ops::Device;
 use crate::view::View;
 use crate::{Error, Result};
@@ -24,7 +24,7 @@ pub struct Workspace<B> {
     partial: B,
     sets: B,
     set_lse: B,
-    spec: MlaLayerSpec,
+    spec: MlaLayer,
 }
 
 impl<B> Workspace<B> {
@@ -34,7 +34,7 @@ impl<B> Workspace<B> {
     /// [`Error::Limit`] and [`Error::OutOfMemory`].
     pub(super) fn new(
         device: &impl Device<Buffer = B>,
-        spec: &MlaLayerSpec,
+        spec: &MlaLayer,
         capacity: &LayerCapacity,
         num_sets: u32,
     ) -> Result<Self> {

@@ -7,7 +7,7 @@ pub(crate) use template::Sequences;
 pub(crate) use template::template;
 
 use super::op::{Op, sealed};
-use super::{AppendSpec, RopeAppendSpec};
+use super::{KvAppend, RopeAppend};
 use crate::view::fits;
 use crate::{Error, KvSpec, Result};
 
@@ -63,15 +63,15 @@ pub trait AppendsSlots: Op<Capacity = u32> + for<'a> Op<Input<'a> = &'a [i64]> +
     fn cache(&self) -> &KvSpec;
 }
 
-impl sealed::Sealed for AppendSpec {}
-impl AppendsSlots for AppendSpec {
+impl sealed::Sealed for KvAppend {}
+impl AppendsSlots for KvAppend {
     fn cache(&self) -> &KvSpec {
         &self.kv
     }
 }
 
-impl sealed::Sealed for RopeAppendSpec {}
-impl AppendsSlots for RopeAppendSpec {
+impl sealed::Sealed for RopeAppend {}
+impl AppendsSlots for RopeAppend {
     fn cache(&self) -> &KvSpec {
         &self.append.kv
     }

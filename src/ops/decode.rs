@@ -4,7 +4,7 @@ use super::op::{Compiled, Kernel, Op, Use};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::view::{KvView, View, distinct, positive, scale_of};
-use crate::{Error, MlaSpec, Result};
+use crate::{Error, MlaDecode, Result};
 
 /// The query of a layer, already absorbed into the latent space.
 #[derive(Debug, Clone, Copy)]
@@ -42,7 +42,7 @@ pub enum LseBase {
 
 /// One layer of a model as a decode reads and writes it.
 #[derive(Debug, Clone, Copy)]
-pub struct Layer<B> {
+pub struct MlaDecodeArgs<B> {
     /// The absorbed query, `[total_q, H, L + R]` or in two parts.
     pub query: Query<B>,
     /// The paged cache.
@@ -76,9 +76,9 @@ pub struct DecodeOptions {
     pub tiling: Option<Tiling>,
 }
 
-impl<B> Layer<B> {
+impl<B> MlaDecodeArgs<B> {
     /// A layer whose arrays are dense, each at the front of a buffer of its own, with natural LSE and scales of 1.
-    pub fn dense(spec: &MlaSpec, q: B, kv: B, out: B, lse: B, softmax_scale: f32) -> Self {
+    pub fn dense(spec: &MlaDecode, q: B, kv: B, out: B, lse: B, softmax_scale: f32) -> Self {
         let heads = spec.shape.num_heads;
         Self {
             query: Query::Whole(View::dense(q, heads, spec.shape.row_elems())),
@@ -93,9 +93,9 @@ impl<B> Layer<B> {
     }
 }
 
-impl<B: Copy> Layer<B> {
+impl<B: Copy> MlaDecodeArgs<B> {
     /// Both parts of the query. Without a rotary part the second is unread, whatever it is, and the first stands in for it.
-    pub(crate) fn query_parts(&self, spec: &MlaSpec) -> [View<B>; 2] {
+    pub(crate) fn query_parts(&self, spec: &MlaDecode) -> [View<B>; 2] {
         let (q_nope, q_pe) = self.query.parts(spec.shape.kv_lora_rank);
         [q_nope, if spec.shape.qk_rope_head_dim == 0 { q_nope } else { q_pe }]
     }
@@ -111,13 +111,13 @@ impl<B: Copy> Layer<B> {
     }
 }
 
-impl Op for MlaSpec {
+impl Op for MlaDecode {
     const NAME: &'static str = "mla_decode";
     type Options = DecodeOptions;
     /// How the planner is to cut work for it.
     type Facts = Tiling;
     type Input<'a> = (&'a Plan, PageTable<'a>);
-    type Args<B> = Layer<B>;
+    type Args<B> = MlaDecodeArgs<B>;
     /// Query tokens.
     type Extent = u32;
     type Capacity = Capacity;
@@ -128,11 +128,11 @@ impl Op for MlaSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a Layer<B>,
+        args: &'a MlaDecodeArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<Layer<C>> {
+    ) -> Result<MlaDecodeArgs<C>> {
         let rotary = if self.shape.qk_rope_head_dim > 0 { Use::Read("q_pe") } else { Use::Unread("q_pe") };
-        Ok(Layer {
+        Ok(MlaDecodeArgs {
             query: match &args.query {
                 Query::Whole(q) => Query::Whole(q.map(|buffer| f(Use::Read("q_nope"), buffer))?),
                 Query::Split { q_nope, q_pe } => Query::Split {
@@ -152,7 +152,7 @@ impl Op for MlaSpec {
 
     fn check_args<B>(
         &self,
-        args: &Layer<&B>,
+        args: &MlaDecodeArgs<&B>,
         max_queries: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
@@ -182,7 +182,7 @@ impl Op for MlaSpec {
     /// Output and LSE may be parts of one memory, except on wgpu.
     fn check_aliases<B>(
         &self,
-        args: &Layer<&B>,
+        args: &MlaDecodeArgs<&B>,
         max_queries: u32,
         offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {
@@ -211,13 +211,13 @@ impl Op for MlaSpec {
     }
 }
 
-impl MlaSpec {
-    fn query_buffers<'a, B>(&self, args: &Layer<&'a B>) -> [&'a B; 2] {
+impl MlaDecode {
+    fn query_buffers<'a, B>(&self, args: &MlaDecodeArgs<&'a B>) -> [&'a B; 2] {
         args.query_parts(self).map(|view| view.buffer)
     }
 }
 
-impl<D: Kernel<MlaSpec>> Compiled<MlaSpec, D> {
+impl<D: Kernel<MlaDecode>> Compiled<MlaDecode, D> {
     /// How the planner is to cut work for it.
     pub fn tiling(&self) -> Tiling {
         *self.facts()

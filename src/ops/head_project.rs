@@ -50,10 +50,10 @@ pub enum WeightOrder {
     Nk,
 }
 
-/// What a `head_project` is compiled for: `y[t,h,:] = x[t,h,:] . W[h]`, summed in f32. [`ProjectSpec::absorb`], [`ProjectSpec::v_up`] and
-/// [`ProjectSpec::k_up`] are the three of MLA.
+/// What a `head_project` is compiled for: `y[t,h,:] = x[t,h,:] . W[h]`, summed in f32. [`HeadProject::absorb`], [`HeadProject::v_up`] and
+/// [`HeadProject::k_up`] are the three of MLA.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct ProjectSpec {
+pub struct HeadProject {
     /// Dtype of `x`: f32, f16 or bf16.
     pub input: Dtype,
     /// Dtype of the weights: f32, f16 or bf16.
@@ -70,7 +70,7 @@ pub struct ProjectSpec {
     pub order: WeightOrder,
 }
 
-impl ProjectSpec {
+impl HeadProject {
     /// `ql_nope[t,h,:] = q_nope[t,h,:] . W_UK[h]`: queries into the latent space. The weights are [`WeightView::w_uk`].
     pub fn absorb(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
         let (k, n) = (dims.qk_nope_head_dim, dims.kv_lora_rank);
@@ -126,7 +126,7 @@ impl<B> WeightView<B> {
     }
 
     /// Elements from the buffer's front to the end of the last matrix.
-    pub(crate) fn end(&self, spec: &ProjectSpec) -> u64 {
+    pub(crate) fn end(&self, spec: &HeadProject) -> u64 {
         let (rows, columns) = spec.matrix();
         let last = (u64::from(spec.num_heads) - 1).saturating_mul(self.head_stride);
         let last = last.saturating_add((u64::from(rows) - 1).saturating_mul(self.row_stride));
@@ -136,7 +136,7 @@ impl<B> WeightView<B> {
 
 /// Tokens, their heads' matrices, and where the products go. Offsets and strides are multiples of 8 elements.
 #[derive(Debug, Clone, Copy)]
-pub struct Project<B> {
+pub struct HeadProjectArgs<B> {
     /// `[tokens, H, k]`. A `head_stride` of 0 gives all heads the same row.
     pub x: View<B>,
     /// The matrix of each head.
@@ -145,7 +145,7 @@ pub struct Project<B> {
     pub y: View<B>,
 }
 
-impl Op for ProjectSpec {
+impl Op for HeadProject {
     const NAME: &'static str = "head_project";
     /// A step is a range of tokens: `absorb` and `v_up` share one.
     const SHARES_STEPS: bool = true;
@@ -153,7 +153,7 @@ impl Op for ProjectSpec {
     type Facts = ();
     /// Which tokens are projected, of `x` and of `y`.
     type Input<'a> = Range<u32>;
-    type Args<B> = Project<B>;
+    type Args<B> = HeadProjectArgs<B>;
     /// Where the tokens end.
     type Extent = u32;
     /// Tokens that a launch's grid is for.
@@ -175,11 +175,11 @@ impl Op for ProjectSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a Project<B>,
+        args: &'a HeadProjectArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<Project<C>> {
+    ) -> Result<HeadProjectArgs<C>> {
         let WeightView { offset, head_stride, row_stride, .. } = args.weight;
-        Ok(Project {
+        Ok(HeadProjectArgs {
             x: args.x.map(|buffer| f(Use::Read("x"), buffer))?,
             weight: WeightView {
                 buffer: f(Use::Read("weight"), &args.weight.buffer)?,
@@ -193,7 +193,7 @@ impl Op for ProjectSpec {
 
     fn check_args<B>(
         &self,
-        args: &Project<&B>,
+        args: &HeadProjectArgs<&B>,
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {

@@ -3,7 +3,7 @@
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::view::{KvView, View, scale_of, wide};
-use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
+use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// What a `kv_append` is compiled for.
 ///
@@ -11,7 +11,7 @@ use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 /// round to nearest even, NaN, infinities and subnormals included. For e4m3 the exact quotient `x / k_scale` is
 /// rounded once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct AppendSpec {
+pub struct KvAppend {
     /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
     pub shape: MlaShape,
     /// The cache.
@@ -22,7 +22,7 @@ pub struct AppendSpec {
 
 /// One layer's new rows and the cache they go into.
 #[derive(Debug, Clone, Copy)]
-pub struct AppendLayer<B> {
+pub struct KvAppendArgs<B> {
     /// Latent rows `[tokens, L]`; `head_stride` is unread.
     pub kv_c: View<B>,
     /// Rotary rows `[tokens, R]`; `head_stride` is unread. Unread where `R` is 0.
@@ -33,7 +33,7 @@ pub struct AppendLayer<B> {
     pub k_scale: f32,
 }
 
-impl AppendSpec {
+impl KvAppend {
     /// Checks a slot mapping and turns it into words: `u32::MAX` for a token that is skipped.
     ///
     /// # Errors
@@ -64,37 +64,37 @@ impl AppendSpec {
     }
 }
 
-impl<B: Copy> AppendLayer<B> {
+impl<B: Copy> KvAppendArgs<B> {
     /// The rotary rows. Without a rotary part they are unread, whatever they are, and the latent ones stand in for them.
-    pub(crate) fn rotary(&self, spec: &AppendSpec) -> View<B> {
+    pub(crate) fn rotary(&self, spec: &KvAppend) -> View<B> {
         if spec.shape.qk_rope_head_dim == 0 { self.kv_c } else { self.k_pe }
     }
 }
 
-impl Op for AppendSpec {
+impl Op for KvAppend {
     const NAME: &'static str = "kv_append";
     type Options = OpOptions;
     type Facts = ();
     /// `slot_mapping`, `page * page_size + offset` a token; negative: it is skipped.
     type Input<'a> = &'a [i64];
-    type Args<B> = AppendLayer<B>;
+    type Args<B> = KvAppendArgs<B>;
     /// Tokens, skipped ones included.
     type Extent = u32;
     /// Tokens.
     type Capacity = u32;
 
     fn check(&self) -> Result<()> {
-        MlaSpec { shape: self.shape, kv: self.kv, query: self.input, out: Dtype::F32 }.check()?;
+        MlaDecode { shape: self.shape, kv: self.kv, query: self.input, out: Dtype::F32 }.check()?;
         wide("kv_c and k_pe", self.input)
     }
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a AppendLayer<B>,
+        args: &'a KvAppendArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<AppendLayer<C>> {
+    ) -> Result<KvAppendArgs<C>> {
         let rotary = if self.shape.qk_rope_head_dim > 0 { Use::Read("k_pe") } else { Use::Unread("k_pe") };
-        Ok(AppendLayer {
+        Ok(KvAppendArgs {
             kv_c: args.kv_c.map(|buffer| f(Use::Read("kv_c"), buffer))?,
             k_pe: args.k_pe.map(|buffer| f(rotary, buffer))?,
             kv: args.kv.map(|buffer| f(Use::Write("kv"), buffer))?,
@@ -104,7 +104,7 @@ impl Op for AppendSpec {
 
     fn check_args<B>(
         &self,
-        args: &AppendLayer<&B>,
+        args: &KvAppendArgs<&B>,
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {

@@ -6,14 +6,14 @@ use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::dtype::k_scale_of;
 use crate::view::{View, fits, positive, wide};
-use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaShape, MlaSpec, Result};
+use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// What a `kv_calibrate` is compiled for.
 ///
 /// It looks at the rows that a `kv_append` would write, and adds to the counters of [`CalibrationStats`] in a buffer. Nothing is read
 /// back before the host downloads those 32 bytes, of which it makes a `k_scale`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct CalibrateSpec {
+pub struct KvCalibrate {
     /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
     pub shape: MlaShape,
     /// Dtype of `kv_c` and `k_pe`: f32, f16 or bf16.
@@ -22,7 +22,7 @@ pub struct CalibrateSpec {
 
 /// One layer's new rows, as `kv_append` gets them, and where what is in them is counted.
 #[derive(Debug, Clone, Copy)]
-pub struct Calibrate<B> {
+pub struct KvCalibrateArgs<B> {
     /// Latent rows `[tokens, L]`; offset and `token_stride` are multiples of 4 elements, `head_stride` is unread.
     pub kv_c: View<B>,
     /// Rotary rows `[tokens, R]`, the same; unread where `R` is 0.
@@ -76,9 +76,9 @@ impl CalibrationStats {
     }
 }
 
-impl<B: Copy> Calibrate<B> {
+impl<B: Copy> KvCalibrateArgs<B> {
     /// The rotary rows. Without a rotary part they are unread, whatever they are, and the latent ones stand in for them.
-    pub(crate) fn rotary(&self, spec: &CalibrateSpec) -> View<B> {
+    pub(crate) fn rotary(&self, spec: &KvCalibrate) -> View<B> {
         if spec.shape.qk_rope_head_dim == 0 { self.kv_c } else { self.k_pe }
     }
 
@@ -88,30 +88,30 @@ impl<B: Copy> Calibrate<B> {
     }
 }
 
-impl Op for CalibrateSpec {
+impl Op for KvCalibrate {
     const NAME: &'static str = "kv_calibrate";
     type Options = OpOptions;
     type Facts = ();
     /// Which tokens are looked at: those of a padded batch that are real.
     type Input<'a> = Range<u32>;
-    type Args<B> = Calibrate<B>;
+    type Args<B> = KvCalibrateArgs<B>;
     /// Where the tokens end.
     type Extent = u32;
     type Capacity = ();
 
     fn check(&self) -> Result<()> {
         let kv = KvSpec { dtype: Dtype::E4m3, page_size: 1, num_pages: 1 };
-        MlaSpec { shape: self.shape, kv, query: self.input, out: Dtype::F32 }.check()?;
+        MlaDecode { shape: self.shape, kv, query: self.input, out: Dtype::F32 }.check()?;
         wide("kv_c and k_pe", self.input)
     }
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a Calibrate<B>,
+        args: &'a KvCalibrateArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<Calibrate<C>> {
+    ) -> Result<KvCalibrateArgs<C>> {
         let rotary = if self.shape.qk_rope_head_dim > 0 { Use::Read("k_pe") } else { Use::Unread("k_pe") };
-        Ok(Calibrate {
+        Ok(KvCalibrateArgs {
             kv_c: args.kv_c.map(|buffer| f(Use::Read("kv_c"), buffer))?,
             k_pe: args.k_pe.map(|buffer| f(rotary, buffer))?,
             k_scale: args.k_scale,
@@ -121,7 +121,7 @@ impl Op for CalibrateSpec {
 
     fn check_args<B>(
         &self,
-        args: &Calibrate<&B>,
+        args: &KvCalibrateArgs<&B>,
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {

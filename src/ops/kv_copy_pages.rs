@@ -7,20 +7,20 @@ use crate::{Error, KvSpec, Result};
 
 /// What a `kv_copy_pages` is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct CopySpec {
+pub struct KvCopyPages {
     /// The cache.
     pub kv: KvSpec,
     /// Elements of a row, `L + R`: a multiple of 4. Where in a row the latent ends does not matter.
     pub row_elems: u32,
 }
 
-impl CopySpec {
+impl KvCopyPages {
     pub(crate) fn page_bytes(&self) -> u64 {
         u64::from(self.kv.page_size) * u64::from(self.row_elems) * self.kv.dtype.bytes() as u64
     }
 }
 
-impl Op for CopySpec {
+impl Op for KvCopyPages {
     const NAME: &'static str = "kv_copy_pages";
     type Options = OpOptions;
     type Facts = ();

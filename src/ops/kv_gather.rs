@@ -5,7 +5,7 @@ use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::tables::{PageTable, check_rows, row_of};
 use crate::view::{KvView, View, aligned, distinct, scale_of};
-use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
+use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// What a `kv_gather` is compiled for.
 ///
@@ -13,7 +13,7 @@ use crate::{Dtype, Error, KvSpec, MlaShape, MlaSpec, Result};
 /// rounded to nearest even both times, on every device; a NaN code becomes a quiet NaN of its sign. Other pairs of dtypes are rounded
 /// once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct GatherSpec {
+pub struct KvGather {
     /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
     pub shape: MlaShape,
     /// The cache.
@@ -37,7 +37,7 @@ pub struct GatherRange {
 
 /// One layer's cache and the workspace that its rows go to.
 #[derive(Debug, Clone, Copy)]
-pub struct Gather<B> {
+pub struct KvGatherArgs<B> {
     /// The cache.
     pub kv: KvView<B>,
     /// Factor of an e4m3 cache's elements where the output is wider; unread for others. Finite and above 0.
@@ -78,7 +78,7 @@ pub(crate) struct Pieces {
     pub rows: u32,
 }
 
-impl GatherSpec {
+impl KvGather {
     /// Whether codes become what they stand for.
     pub(crate) fn dequantises(&self) -> bool {
         self.kv.dtype.is_fp8() && !self.output.is_fp8()
@@ -170,19 +170,19 @@ fn check_overlaps(ranges: &[GatherRange]) -> Result<()> {
     Ok(())
 }
 
-impl Op for GatherSpec {
+impl Op for KvGather {
     const NAME: &'static str = "kv_gather";
     type Options = OpOptions;
     type Facts = ();
     type Input<'a> = GatherBatch<'a>;
-    type Args<B> = Gather<B>;
+    type Args<B> = KvGatherArgs<B>;
     /// Rows of the output: the end of the last range's.
     type Extent = u32;
     /// Pages, those in part included.
     type Capacity = u32;
 
     fn check(&self) -> Result<()> {
-        MlaSpec { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }.check()?;
+        MlaDecode { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }.check()?;
         if self.output.is_fp8() && self.kv.dtype != self.output {
             let cure = "use f32, f16 or bf16; `kv_append` is what makes e4m3 codes";
             return Err(Error::DtypeUnsupported {
@@ -196,17 +196,22 @@ impl Op for GatherSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a Gather<B>,
+        args: &'a KvGatherArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<Gather<C>> {
-        Ok(Gather {
+    ) -> Result<KvGatherArgs<C>> {
+        Ok(KvGatherArgs {
             kv: args.kv.map(|buffer| f(Use::Read("kv"), buffer))?,
             k_scale: args.k_scale,
             out: args.out.map(|buffer| f(Use::Write("out"), buffer))?,
         })
     }
 
-    fn check_args<B>(&self, args: &Gather<&B>, rows: u32, size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+    fn check_args<B>(
+        &self,
+        args: &KvGatherArgs<&B>,
+        rows: u32,
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
         scale_of("k_scale", self.kv.dtype, args.k_scale)?;
         let row_elems = self.shape.row_elems();
         args.kv.check(&self.kv, row_elems, size(args.kv.buffer))?;
@@ -226,9 +231,9 @@ mod tests {
 
     const SHAPE: MlaShape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
 
-    fn spec(page_size: u32) -> GatherSpec {
+    fn spec(page_size: u32) -> KvGather {
         let kv = KvSpec { dtype: Dtype::F16, page_size, num_pages: 9 };
-        GatherSpec { shape: SHAPE, kv, output: Dtype::F32 }
+        KvGather { shape: SHAPE, kv, output: Dtype::F32 }
     }
 
     fn range(sequence: u32, begin: u32, tokens: u32, out_row: u32) -> GatherRange {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::merge_attn_states::check_states;
+use super::merge_state::check_state;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::view::{View, aligned, check_tokens, distinct};
@@ -10,7 +10,7 @@ use crate::{Dtype, Error, Result};
 
 /// What a `merge_states` is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct MergeStatesSpec {
+pub struct MergeStates {
     /// Dtype of the inputs and of the output: f32, f16 or bf16.
     pub dtype: Dtype,
     /// Elements of a head: a multiple of 8.
@@ -27,7 +27,7 @@ pub struct MergeStatesSpec {
 /// Sets lie as their strides say, `[sets, tokens, heads, head_size]` or `[tokens, sets, heads, head_size]`. `head_size`, offsets and
 /// strides are multiples of 8 elements, but for those of the LSEs.
 #[derive(Debug, Clone, Copy)]
-pub struct StateSets<B> {
+pub struct MergeStatesArgs<B> {
     /// `[tokens, heads, head_size]` of set 0.
     pub states: View<B>,
     /// Elements from a set to the next.
@@ -46,14 +46,14 @@ pub struct StateSets<B> {
 
 /// How many tokens and sets a merge reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct SetsExtent {
+pub struct MergeStatesExtent {
     /// Tokens, up to the last that is merged.
     pub tokens: u32,
     /// Sets: from 1 to 65,536.
     pub sets: u32,
 }
 
-impl<B: Copy> StateSets<B> {
+impl<B: Copy> MergeStatesArgs<B> {
     /// The last of so many sets, which ends furthest back.
     pub(crate) fn last(&self, sets: u32) -> (View<B>, View<B>) {
         let last = u64::from(sets.saturating_sub(1));
@@ -75,30 +75,30 @@ fn check_sets(sets: u32) -> Result<()> {
     Ok(())
 }
 
-impl MergeStatesSpec {
+impl MergeStates {
     /// How far a step of so many tokens and sets reaches.
     ///
     /// # Errors
     /// [`Error::Shape`] for a range that ends before it begins, and for no or too many sets.
-    pub(crate) fn extent(&self, tokens: &Range<u32>, sets: u32) -> Result<SetsExtent> {
+    pub(crate) fn extent(&self, tokens: &Range<u32>, sets: u32) -> Result<MergeStatesExtent> {
         check_sets(sets)?;
-        Ok(SetsExtent { tokens: check_tokens(tokens)?.1, sets })
+        Ok(MergeStatesExtent { tokens: check_tokens(tokens)?.1, sets })
     }
 }
 
-impl Op for MergeStatesSpec {
+impl Op for MergeStates {
     const NAME: &'static str = "merge_states";
     type Options = OpOptions;
     type Facts = ();
     /// Which tokens are merged, and how many of the sets.
     type Input<'a> = (Range<u32>, u32);
-    type Args<B> = StateSets<B>;
-    type Extent = SetsExtent;
+    type Args<B> = MergeStatesArgs<B>;
+    type Extent = MergeStatesExtent;
     /// Tokens.
     type Capacity = u32;
 
     fn check(&self) -> Result<()> {
-        check_states("merge_states", self.dtype, self.head_size)?;
+        check_state("merge_states", self.dtype, self.head_size)?;
         if !self.head_size.is_multiple_of(8) {
             let (what, got) = ("head_size of merge_states", self.head_size.into());
             return Err(Error::Shape { what, got, cure: "must be a multiple of 8" });
@@ -108,10 +108,10 @@ impl Op for MergeStatesSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a StateSets<B>,
+        args: &'a MergeStatesArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<StateSets<C>> {
-        Ok(StateSets {
+    ) -> Result<MergeStatesArgs<C>> {
+        Ok(MergeStatesArgs {
             states: args.states.map(|buffer| f(Use::Read("states"), buffer))?,
             set_stride: args.set_stride,
             lse: args.lse.map(|buffer| f(Use::Read("lse"), buffer))?,
@@ -127,8 +127,8 @@ impl Op for MergeStatesSpec {
 
     fn check_args<B>(
         &self,
-        args: &StateSets<&B>,
-        room: SetsExtent,
+        args: &MergeStatesArgs<&B>,
+        room: MergeStatesExtent,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         check_sets(room.sets)?;
@@ -155,7 +155,7 @@ impl Op for MergeStatesSpec {
         lse.map_or(Ok(()), |lse| distinct("output_lse", &lse, tokens.into(), heads.into(), 1))
     }
 
-    fn fits(used: SetsExtent, room: SetsExtent) -> Result<(), &'static str> {
+    fn fits(used: MergeStatesExtent, room: MergeStatesExtent) -> Result<(), &'static str> {
         if used.tokens > room.tokens || used.sets > room.sets {
             return Err("the step merges more tokens or sets than the binding has");
         }

@@ -2,13 +2,13 @@
 
 use super::op::{Op, Use};
 use crate::view::{View, distinct, positive, wide};
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Mask, Result};
 
 pub(crate) mod tiles;
 
 /// What an `mla_prefill` is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct PrefillSpec {
+pub struct MlaPrefill {
     /// `H`, at least 1.
     pub num_heads: u32,
     /// `P`: a multiple of 8 from 8 to 512.
@@ -21,19 +21,6 @@ pub struct PrefillSpec {
     pub dtype: Dtype,
     /// Dtype of the output: f32, f16 or bf16.
     pub out: Dtype,
-}
-
-/// Which of its sequence's keys a query token sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum PrefillVisible {
-    /// All of them.
-    All,
-    /// Query `i` of the sequence sees the first `clamp(first + i, 0, kv_len)`. Bottom-right causal attention, where the last query
-    /// sees all keys, has `first = kv_len - q_len + 1`.
-    Causal {
-        /// Keys that query 0 sees; may be negative.
-        first: i64,
-    },
 }
 
 /// A part of fewer keys costs more than it brings: see [`PrefillSequence::split_keys`].
@@ -50,45 +37,44 @@ pub struct PrefillSequence {
     pub kv_begin: u32,
     /// Its keys.
     pub kv_len: u32,
-    /// Which of them a query sees.
-    pub visible: PrefillVisible,
+    /// Which of them a query sees; [`Mask::Bounds`] is refused.
+    pub mask: Mask<'static>,
     /// Its first row in `out` and `lse`: `q_begin`, unless several sequences have the same queries and other keys, whose partial
-    /// results are merged later: see [`crate::StateSets`].
+    /// results are merged later: see [`crate::MergeStatesArgs`].
     pub out_begin: u32,
 }
 
 impl PrefillSequence {
     /// A sequence whose last query sees all keys, the one before it all but the last, and so on.
     pub fn causal(q_begin: u32, q_len: u32, kv_begin: u32, kv_len: u32) -> Self {
-        let first = i64::from(kv_len) - i64::from(q_len) + 1;
-        let visible = PrefillVisible::Causal { first };
-        Self { q_begin, q_len, kv_begin, kv_len, visible, out_begin: q_begin }
+        Self { q_begin, q_len, kv_begin, kv_len, mask: Mask::Causal, out_begin: q_begin }
     }
 
     /// A sequence whose queries all see all of its keys.
-    pub fn all(q_begin: u32, q_len: u32, kv_begin: u32, kv_len: u32) -> Self {
-        Self { q_begin, q_len, kv_begin, kv_len, visible: PrefillVisible::All, out_begin: q_begin }
+    pub fn full(q_begin: u32, q_len: u32, kv_begin: u32, kv_len: u32) -> Self {
+        Self { q_begin, q_len, kv_begin, kv_len, mask: Mask::Full, out_begin: q_begin }
     }
 
     /// The same queries over `num_parts` parts of the keys, as alike as whole blocks of 64 keys allow: some have none where there are few.
     /// Part `i` has the rows of the output from `out_begin + i * row_stride` on. A step that has few queries and many keys fills a
-    /// device only so; [`crate::StateSets`] says how the parts are merged.
+    /// device only so; [`crate::MergeStatesArgs`] says how the parts are merged.
     pub fn split_keys(self, num_parts: u32, row_stride: u32) -> impl Iterator<Item = Self> {
         let (sequence, parts) = (self, u64::from(num_parts));
         let blocks = u64::from(self.kv_len).div_ceil(64);
         let edge = move |part: u64| (part * blocks / parts * 64).min(sequence.kv_len.into()) as u32;
         (0..parts).map(move |part| {
             let (begin, end) = (edge(part), edge(part + 1));
-            let visible = match sequence.visible {
-                PrefillVisible::All => PrefillVisible::All,
-                PrefillVisible::Causal { first } => {
-                    PrefillVisible::Causal { first: first.saturating_sub(begin.into()) }
+            let mask = match sequence.mask {
+                Mask::Causal | Mask::CausalFrom(_) => {
+                    let first = sequence.mask.first(sequence.q_len, sequence.kv_len);
+                    Mask::CausalFrom(first.saturating_sub(begin.into()))
                 }
+                whole => whole,
             };
             Self {
                 kv_begin: sequence.kv_begin.saturating_add(begin),
                 kv_len: end - begin,
-                visible,
+                mask,
                 out_begin: sequence.out_begin.saturating_add(row_stride.saturating_mul(part as u32)),
                 ..sequence
             }
@@ -97,11 +83,7 @@ impl PrefillSequence {
 
     /// Keys that query `i` sees, whatever `i` is.
     pub(crate) fn visible(&self, i: i64) -> u32 {
-        match self.visible {
-            PrefillVisible::All => self.kv_len,
-            // The clamp leaves what fits.
-            PrefillVisible::Causal { first } => first.saturating_add(i).clamp(0, self.kv_len.into()) as u32,
-        }
+        self.mask.visible(i, self.q_len, self.kv_len, 0)
     }
 }
 
@@ -112,7 +94,7 @@ impl PrefillSequence {
 /// sequence are left as they are. Offsets and strides are multiples of 8 elements, but for the LSE's; `k_nope` and `v` may be parts of
 /// one array, and `k_pe` is shared by all heads with `head_stride` 0.
 #[derive(Debug, Clone, Copy)]
-pub struct Prefill<B> {
+pub struct MlaPrefillArgs<B> {
     /// `[T, H, P]`.
     pub q_nope: View<B>,
     /// `[T, H, R]`; unread where `R` is 0.
@@ -180,7 +162,8 @@ impl PrefillExtent {
     /// Checks a batch, and says how far it reaches.
     ///
     /// # Errors
-    /// [`Error::Limit`] for tokens beyond 2^30, [`Error::Shape`] where two sequences have a row of the output in common.
+    /// [`Error::Limit`] for tokens beyond 2^30, [`Error::Shape`] where two sequences have a row of the output in common and for
+    /// [`Mask::Bounds`].
     pub fn of(sequences: &[PrefillSequence]) -> Result<Self> {
         let end = |what, begin: u32, len: u32| {
             let need = u64::from(begin) + u64::from(len);
@@ -193,6 +176,14 @@ impl PrefillExtent {
         let mut extent = Self::default();
         let mut written = Vec::with_capacity(sequences.len());
         for sequence in sequences.iter().filter(|sequence| sequence.q_len > 0) {
+            if let Mask::Bounds(bounds) = sequence.mask {
+                let cure = "give each query token a sequence of its own, with Mask::CausalFrom its bound";
+                return Err(Error::Shape {
+                    what: "Mask::Bounds of a prefill",
+                    got: bounds.len() as u64,
+                    cure,
+                });
+            }
             let tokens = end("query tokens", sequence.q_begin, sequence.q_len)?;
             let keys = end("keys", sequence.kv_begin, sequence.kv_len)?;
             let rows = end("rows of out", sequence.out_begin, sequence.q_len)?;
@@ -212,9 +203,9 @@ impl PrefillExtent {
     }
 }
 
-impl<B: Copy> Prefill<B> {
+impl<B: Copy> MlaPrefillArgs<B> {
     /// The arguments with what stands in for views that are unread: without a rotary part, what is not rotary.
-    pub(crate) fn read_views(&self, spec: &PrefillSpec) -> [(&'static str, View<B>, u32); 5] {
+    pub(crate) fn read_views(&self, spec: &MlaPrefill) -> [(&'static str, View<B>, u32); 5] {
         let (q_pe, k_pe) =
             if spec.qk_rope_head_dim == 0 { (self.q_nope, self.k_nope) } else { (self.q_pe, self.k_pe) };
         let rope = if spec.qk_rope_head_dim == 0 { spec.qk_nope_head_dim } else { spec.qk_rope_head_dim };
@@ -228,12 +219,12 @@ impl<B: Copy> Prefill<B> {
     }
 }
 
-impl Op for PrefillSpec {
+impl Op for MlaPrefill {
     const NAME: &'static str = "mla_prefill";
     type Options = PrefillOptions;
     type Facts = PrefillTiling;
     type Input<'a> = &'a [PrefillSequence];
-    type Args<B> = Prefill<B>;
+    type Args<B> = MlaPrefillArgs<B>;
     type Extent = PrefillExtent;
     /// Tiles of query rows.
     type Capacity = u32;
@@ -260,11 +251,11 @@ impl Op for PrefillSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a Prefill<B>,
+        args: &'a MlaPrefillArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<Prefill<C>> {
+    ) -> Result<MlaPrefillArgs<C>> {
         let rotary = if self.qk_rope_head_dim > 0 { Use::Read } else { Use::Unread };
-        Ok(Prefill {
+        Ok(MlaPrefillArgs {
             q_nope: args.q_nope.map(|buffer| f(Use::Read("q_nope"), buffer))?,
             q_pe: args.q_pe.map(|buffer| f(rotary("q_pe"), buffer))?,
             k_nope: args.k_nope.map(|buffer| f(Use::Read("k_nope"), buffer))?,
@@ -278,7 +269,7 @@ impl Op for PrefillSpec {
 
     fn check_args<B>(
         &self,
-        args: &Prefill<&B>,
+        args: &MlaPrefillArgs<&B>,
         room: PrefillExtent,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {

@@ -22,7 +22,7 @@ pub enum RopeLayout {
 
 /// What a `rope` is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct RopeSpec {
+pub struct Rope {
     /// Dtype of input and output: f32, f16 or bf16.
     pub dtype: Dtype,
     /// Heads of a token: 1 for `k_pe`. At most 1024.
@@ -38,7 +38,7 @@ pub struct RopeSpec {
 /// Computed in f32 and rounded once to the dtype. A pair that holds an infinity or a NaN becomes two NaNs, whatever its angle; results
 /// past f32's range are anything. Offsets and strides are multiples of 4 elements; a stride of a dimension of 1 is unread.
 #[derive(Debug, Clone, Copy)]
-pub struct Rope<B> {
+pub struct RopeArgs<B> {
     /// `[tokens, heads, R]`.
     pub x: View<B>,
     /// `[tokens, heads, R]`: the same view as `x` to rotate in place, or one that shares no element with it.
@@ -51,7 +51,7 @@ pub struct Rope<B> {
     pub max_position: u32,
 }
 
-impl RopeSpec {
+impl Rope {
     /// The checks of a spec whose rows have that name.
     ///
     /// # Errors
@@ -71,11 +71,11 @@ impl RopeSpec {
     }
 }
 
-impl<B> Rope<&B> {
+impl<B> RopeArgs<&B> {
     /// The checks of arguments whose `x` and `y` have those names.
     pub(super) fn check_as(
         &self,
-        spec: &RopeSpec,
+        spec: &Rope,
         [x, y]: [&'static str; 2],
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
@@ -102,7 +102,7 @@ impl<B> Rope<&B> {
     /// [`Error::Aliased`] where an output is read by other tokens or heads than those that write it.
     pub(super) fn check_aliases_as(
         &self,
-        spec: &RopeSpec,
+        spec: &Rope,
         [x_name, y_name]: [&'static str; 2],
         max_tokens: u32,
         offset: impl Fn(&B, &B) -> Option<i64>,
@@ -128,7 +128,7 @@ impl<B> Rope<&B> {
     }
 }
 
-impl Op for RopeSpec {
+impl Op for Rope {
     const NAME: &'static str = "rope";
     /// A step is a range of tokens: queries and keys share one.
     const SHARES_STEPS: bool = true;
@@ -136,7 +136,7 @@ impl Op for RopeSpec {
     type Facts = ();
     /// Which tokens are rotated, in `x`, `y` and `positions` alike.
     type Input<'a> = Range<u32>;
-    type Args<B> = Rope<B>;
+    type Args<B> = RopeArgs<B>;
     /// Where the tokens end.
     type Extent = u32;
     /// Tokens that a launch's grid is for.
@@ -148,10 +148,10 @@ impl Op for RopeSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a Rope<B>,
+        args: &'a RopeArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<Rope<C>> {
-        Ok(Rope {
+    ) -> Result<RopeArgs<C>> {
+        Ok(RopeArgs {
             x: args.x.map(|buffer| f(Use::Read("x"), buffer))?,
             y: args.y.map(|buffer| f(Use::Write("y"), buffer))?,
             positions: f(Use::Read("positions"), &args.positions)?,
@@ -160,7 +160,12 @@ impl Op for RopeSpec {
         })
     }
 
-    fn check_args<B>(&self, args: &Rope<&B>, max_tokens: u32, size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+    fn check_args<B>(
+        &self,
+        args: &RopeArgs<&B>,
+        max_tokens: u32,
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
         args.check_as(self, ["x", "y"], max_tokens, size)
     }
 
@@ -170,7 +175,7 @@ impl Op for RopeSpec {
 
     fn check_aliases<B>(
         &self,
-        args: &Rope<&B>,
+        args: &RopeArgs<&B>,
         max_tokens: u32,
         offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {

@@ -1,17 +1,17 @@
 //! `rope_append`: what comes before a decode, in one dispatch: queries rotated, new keys rotated and appended. Arguments and checks.
 
-use super::kv_append::{AppendLayer, AppendSpec};
+use super::kv_append::{KvAppend, KvAppendArgs};
 use super::op::{Op, Use};
-use super::rope::{Rope, RopeLayout, RopeSpec};
+use super::rope::{Rope, RopeArgs, RopeLayout};
 use super::variants::OpOptions;
 use crate::view::View;
 use crate::{Dtype, Error, Result};
 
 /// What a `rope_append` is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct RopeAppendSpec {
+pub struct RopeAppend {
     /// The rows to append and the cache. `qk_rope_head_dim` is what is rotated: 0 is refused.
-    pub append: AppendSpec,
+    pub append: KvAppend,
     /// Dtype of `q_pe` and `q_pe_out`: f32, f16 or bf16.
     pub query: Dtype,
     /// Query heads: at most 1024.
@@ -25,25 +25,25 @@ pub struct RopeAppendSpec {
 /// The bits are those of `rope` of `q_pe`, `rope` of `k_pe` and `kv_append` one after the other. Queries of tokens that the slot mapping
 /// skips are rotated too.
 #[derive(Debug, Clone, Copy)]
-pub struct RopeAppend<B> {
-    /// `[tokens, heads, R]`; see [`Rope::x`].
+pub struct RopeAppendArgs<B> {
+    /// `[tokens, heads, R]`; see [`RopeArgs::x`].
     pub q_pe: View<B>,
-    /// `[tokens, heads, R]`; see [`Rope::y`].
+    /// `[tokens, heads, R]`; see [`RopeArgs::y`].
     pub q_pe_out: View<B>,
     /// The new rows, `k_pe` not yet rotated, and the cache.
-    pub layer: AppendLayer<B>,
-    /// i32 `[tokens]`; see [`Rope::positions`].
+    pub layer: KvAppendArgs<B>,
+    /// i32 `[tokens]`; see [`RopeArgs::positions`].
     pub positions: B,
-    /// f32 `[max_position, R]`; see [`Rope::cos_sin`].
+    /// f32 `[max_position, R]`; see [`RopeArgs::cos_sin`].
     pub cos_sin: B,
     /// Rows of `cos_sin`.
     pub max_position: u32,
 }
 
-impl RopeAppendSpec {
+impl RopeAppend {
     /// The rotation of the queries.
-    pub(crate) fn rope(&self) -> RopeSpec {
-        RopeSpec {
+    pub(crate) fn rope(&self) -> Rope {
+        Rope {
             dtype: self.query,
             num_heads: self.num_heads,
             rope_dim: self.append.shape.qk_rope_head_dim,
@@ -52,10 +52,10 @@ impl RopeAppendSpec {
     }
 }
 
-impl<B: Copy> RopeAppend<B> {
+impl<B: Copy> RopeAppendArgs<B> {
     /// The rotation of the queries.
-    pub(crate) fn rope(&self) -> Rope<B> {
-        Rope {
+    pub(crate) fn rope(&self) -> RopeArgs<B> {
+        RopeArgs {
             x: self.q_pe,
             y: self.q_pe_out,
             positions: self.positions,
@@ -67,13 +67,13 @@ impl<B: Copy> RopeAppend<B> {
 
 const NAMES: [&str; 2] = ["q_pe", "q_pe_out"];
 
-impl Op for RopeAppendSpec {
+impl Op for RopeAppend {
     const NAME: &'static str = "rope_append";
     type Options = OpOptions;
     type Facts = ();
-    /// `slot_mapping`, as that of [`AppendSpec`].
+    /// `slot_mapping`, as that of [`KvAppend`].
     type Input<'a> = &'a [i64];
-    type Args<B> = RopeAppend<B>;
+    type Args<B> = RopeAppendArgs<B>;
     /// Tokens, skipped ones included.
     type Extent = u32;
     /// Tokens.
@@ -86,10 +86,10 @@ impl Op for RopeAppendSpec {
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a RopeAppend<B>,
+        args: &'a RopeAppendArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<RopeAppend<C>> {
-        Ok(RopeAppend {
+    ) -> Result<RopeAppendArgs<C>> {
+        Ok(RopeAppendArgs {
             q_pe: args.q_pe.map(|buffer| f(Use::Read(NAMES[0]), buffer))?,
             q_pe_out: args.q_pe_out.map(|buffer| f(Use::Write(NAMES[1]), buffer))?,
             layer: self.append.map(&args.layer, &mut f)?,
@@ -101,7 +101,7 @@ impl Op for RopeAppendSpec {
 
     fn check_args<B>(
         &self,
-        args: &RopeAppend<&B>,
+        args: &RopeAppendArgs<&B>,
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
@@ -110,16 +110,16 @@ impl Op for RopeAppendSpec {
     }
 
     fn fits(tokens: u32, max_tokens: u32) -> Result<(), &'static str> {
-        AppendSpec::fits(tokens, max_tokens)
+        KvAppend::fits(tokens, max_tokens)
     }
 
     fn check_aliases<B>(
         &self,
-        args: &RopeAppend<&B>,
+        args: &RopeAppendArgs<&B>,
         max_tokens: u32,
         offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {
-        let AppendLayer { kv_c, k_pe, kv, .. } = args.layer;
+        let KvAppendArgs { kv_c, k_pe, kv, .. } = args.layer;
         let inputs = [
             ("kv_c", kv_c.buffer),
             ("k_pe", k_pe.buffer),

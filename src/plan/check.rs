@@ -1,10 +1,10 @@
 //! A batch is checked before it is planned, and a plan from outside before a kernel follows its indices.
 
-use super::{Batch, DIRECT, Merge, Plan, Visibility, WorkItem, countable};
-use crate::{Error, MlaSpec, Result};
+use super::{Batch, DIRECT, Merge, Plan, WorkItem, countable};
+use crate::{Error, Mask, MlaDecode, Result};
 
 impl Plan {
-    pub(crate) fn check_batch(&mut self, spec: &MlaSpec, batch: &Batch<'_>) -> Result<()> {
+    pub(crate) fn check_batch(&mut self, spec: &MlaDecode, batch: &Batch<'_>) -> Result<()> {
         let starts = batch.query_start_loc;
         if starts.len() != batch.seq_lens.len() + 1 {
             return Err(Error::Length {
@@ -20,11 +20,11 @@ impl Plan {
             return Err(Error::QueryStartLoc { index, got: starts[index].into() });
         }
         self.num_queries = starts[starts.len() - 1] as u32;
-        if let Visibility::Bounds(bounds) = batch.visibility
+        if let Mask::Bounds(bounds) = batch.mask
             && bounds.len() != self.num_queries as usize
         {
             return Err(Error::Length {
-                what: "Visibility::Bounds",
+                what: "Mask::Bounds",
                 got: bounds.len() as u64,
                 want: self.num_queries.into(),
                 cure: "one bound a query token",
@@ -67,7 +67,7 @@ impl Plan {
 ///
 /// # Errors
 /// [`Error::Shape`].
-pub(crate) fn check_plan(plan: &Plan, spec: &MlaSpec, rows_per_tile: u32) -> Result<()> {
+pub(crate) fn check_plan(plan: &Plan, spec: &MlaDecode, rows_per_tile: u32) -> Result<()> {
     let fits = plan.items.iter().all(item_fits(plan, spec, rows_per_tile))
         && plan.queries.iter().all(|query| query.token < plan.num_queries)
         && merges_fit(plan, spec.shape.num_heads)
@@ -80,9 +80,9 @@ pub(crate) fn check_plan(plan: &Plan, spec: &MlaSpec, rows_per_tile: u32) -> Res
     Ok(())
 }
 
-fn item_fits(plan: &Plan, spec: &MlaSpec, rows_per_tile: u32) -> impl Fn(&WorkItem) -> bool {
+fn item_fits(plan: &Plan, spec: &MlaDecode, rows_per_tile: u32) -> impl Fn(&WorkItem) -> bool {
     let rows = plan.queries.len() as u64 * u64::from(spec.shape.num_heads);
-    let (pages, slots) = (u64::from(plan.page_list_len()), u64::from(plan.num_slots));
+    let (pages, partials) = (u64::from(plan.page_list_len()), u64::from(plan.num_partials));
     let kv = spec.kv;
     move |item| {
         let num_rows = u64::from(item.num_rows);
@@ -92,7 +92,7 @@ fn item_fits(plan: &Plan, spec: &MlaSpec, rows_per_tile: u32) -> impl Fn(&WorkIt
             // A pool holds fewer than 2^31 tokens; a kernel counts some blocks past the end.
             && item.kv_end <= i32::MAX as u32
             && u64::from(item.page_begin) + u64::from(kv.pages_for(item.kv_end)) <= pages
-            && (item.slot == DIRECT || u64::from(item.slot) + num_rows <= slots)
+            && (item.partial == DIRECT || u64::from(item.partial) + num_rows <= partials)
     }
 }
 
@@ -100,14 +100,14 @@ fn merges_fit(plan: &Plan, num_heads: u32) -> bool {
     let merge_fits = |merge: &Merge| {
         merge.token < plan.num_queries
             && merge.begin <= merge.end
-            && merge.end as usize <= plan.merge_slots.len()
+            && merge.end as usize <= plan.merge_partials.len()
     };
-    let slot_fits = |&slot: &u32| u64::from(slot) + u64::from(num_heads) <= plan.num_slots.into();
-    plan.merges.iter().all(merge_fits) && plan.merge_slots.iter().all(slot_fits)
+    let partial_fits = |&partial: &u32| u64::from(partial) + u64::from(num_heads) <= plan.num_partials.into();
+    plan.merges.iter().all(merge_fits) && plan.merge_partials.iter().all(partial_fits)
 }
 
 /// The page list has a place for every sequence, one after the other from its front, and prefixes are parts of sequences.
-fn pages_fit(plan: &Plan, spec: &MlaSpec) -> bool {
+fn pages_fit(plan: &Plan, spec: &MlaDecode) -> bool {
     let room = |(begin, &len): (&[u32], &u32)| {
         u64::from(begin[0]) + u64::from(spec.kv.pages_for(len)) <= begin[1].into()
     };

@@ -1,17 +1,17 @@
 //! Runs are cut into splits, each split into tiles, and what the splits of a row give is merged.
 
 use super::balance::{Cut, Pieces, balanced};
-use super::{DIRECT, Merge, Plan, Policy, Run, Tiling, WorkItem, countable};
+use super::{DIRECT, Merge, Plan, Run, SplitPolicy, Tiling, WorkItem, countable};
 use crate::Result;
 
 impl Plan {
     /// Cuts each run into splits and each split into tiles.
-    pub(super) fn cut(&mut self, heads: u32, tiling: &Tiling, policy: Policy) -> Result<()> {
+    pub(super) fn cut(&mut self, heads: u32, tiling: &Tiling, policy: SplitPolicy) -> Result<()> {
         let pieces = |tokens| Cut::Pieces(Pieces { tokens, least: 0, block: 1 });
         let cut = match policy {
-            Policy::Auto => balanced(&self.scratch.runs, heads, tiling, &mut self.scratch.balance),
-            Policy::FixedTokens(n) => pieces(n),
-            Policy::OneSplit => pieces(u32::MAX),
+            SplitPolicy::Auto => balanced(&self.scratch.runs, heads, tiling, &mut self.scratch.balance),
+            SplitPolicy::FixedTokens(n) => pieces(n),
+            SplitPolicy::OneSplit => pieces(u32::MAX),
         };
         for i in 0..self.scratch.runs.len() {
             let run = self.scratch.runs[i];
@@ -20,19 +20,25 @@ impl Plan {
             // A run with nothing left to attend still owes its rows an output, unless the prefix gives it.
             let splits = if tokens == 0 { u32::from(!run.partial) } else { cut.splits(tokens) };
             let direct = splits == 1 && !run.partial;
-            let slots = if direct { 0 } else { u64::from(splits) * u64::from(rows) };
+            let partials = if direct { 0 } else { u64::from(splits) * u64::from(rows) };
             let cure = "use longer splits or a smaller batch";
-            countable("partial results of one step", u64::from(self.num_slots) + slots, cure)?;
+            countable("partial results of one step", u64::from(self.num_partials) + partials, cure)?;
             for split in 0..splits {
                 let at = |k| run.begin + cut.at(tokens, splits, k);
-                let slot = if direct { DIRECT } else { self.num_slots };
+                let partial = if direct { DIRECT } else { self.num_partials };
                 if !direct {
                     for q in 0..run.num_queries {
-                        self.scratch.partials.push((run.first_query + q, slot + q * heads));
+                        self.scratch.partials.push((run.first_query + q, partial + q * heads));
                     }
-                    self.num_slots += rows;
+                    self.num_partials += rows;
                 }
-                self.push_tiles(&run, heads, tiling.rows_per_tile.max(1), (at(split), at(split + 1)), slot);
+                self.push_tiles(
+                    &run,
+                    heads,
+                    tiling.rows_per_tile.max(1),
+                    (at(split), at(split + 1)),
+                    partial,
+                );
             }
         }
         Ok(())
@@ -45,7 +51,7 @@ impl Plan {
         heads: u32,
         per_tile: u32,
         (kv_begin, kv_end): (u32, u32),
-        slot: u32,
+        partial: u32,
     ) {
         let rows = run.num_queries * heads;
         for tile in (0..rows).step_by(per_tile as usize) {
@@ -63,26 +69,26 @@ impl Plan {
                 page_begin: run.page_begin,
                 kv_begin,
                 kv_end: kv_end.min(visible).max(kv_begin),
-                slot: if slot == DIRECT { DIRECT } else { slot + tile },
+                partial: if partial == DIRECT { DIRECT } else { partial + tile },
                 pool: 0,
                 reserved: 0,
             });
         }
     }
 
-    /// Gathers each token's slots. Slots were given out prefixes first and then in token order: they are the order.
+    /// Gathers the partial results of each token. They were numbered prefixes first and then in token order: their numbers are the order.
     pub(super) fn list_merges(&mut self) {
         let queries = &self.queries;
         let partials = &mut self.scratch.partials;
-        partials.sort_unstable_by_key(|&(query, slot)| (queries[query as usize].token, slot));
-        for &(query, slot) in partials.iter() {
+        partials.sort_unstable_by_key(|&(query, partial)| (queries[query as usize].token, partial));
+        for &(query, partial) in partials.iter() {
             let token = queries[query as usize].token;
-            let at = self.merge_slots.len() as u32;
+            let at = self.merge_partials.len() as u32;
             match self.merges.last_mut() {
                 Some(merge) if merge.token == token => merge.end = at + 1,
                 _ => self.merges.push(Merge { token, begin: at, end: at + 1 }),
             }
-            self.merge_slots.push(slot);
+            self.merge_partials.push(partial);
         }
     }
 }

@@ -6,9 +6,9 @@ use mla_support::paint::Make;
 use wgpu_mla::any::{self, AnyBackend, Chosen};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Binding, Compiled, CopySpec, Device, Dtype, Error, KvView, Layer,
-    MergeAttnStatesSpec, MergeStates, MlaLayerSpec, MlaSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout,
-    RopeSpec, Step, View,
+    Binding, Compiled, Device, Dtype, Error, KvAppend, KvAppendArgs, KvCopyPages, KvView, MergeState,
+    MergeStateArgs, MlaDecode, MlaDecodeArgs, MlaLayer, Rope, RopeAppend, RopeAppendArgs, RopeArgs,
+    RopeLayout, Step, View,
 };
 
 fn best_is_here_and_says_why() {
@@ -37,9 +37,9 @@ fn it_is_shared_between_threads() {
     fn shared<T: Send + Sync>() {}
     shared::<AnyBackend>();
     shared::<any::Buffer>();
-    shared::<(Compiled<MlaSpec, AnyBackend>, Compiled<MlaLayerSpec, AnyBackend>)>();
-    shared::<(Step<MlaSpec, AnyBackend>, Step<MlaLayerSpec, AnyBackend>)>();
-    shared::<(Binding<MlaSpec, AnyBackend>, Binding<MlaLayerSpec, AnyBackend>)>();
+    shared::<(Compiled<MlaDecode, AnyBackend>, Compiled<MlaLayer, AnyBackend>)>();
+    shared::<(Step<MlaDecode, AnyBackend>, Step<MlaLayer, AnyBackend>)>();
+    shared::<(Binding<MlaDecode, AnyBackend>, Binding<MlaLayer, AnyBackend>)>();
 }
 
 /// With a card CUDA is taken; without one, or without its driver, what else there is, and it says why.
@@ -113,11 +113,11 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
         for place in 0..6 {
             let buffer = |at: usize| if at == place { foreign } else { &own[at] };
             let [a, b, c, d, e, f] = std::array::from_fn(buffer);
-            let whole = Layer::dense(&spec, a, b, c, d, 0.1);
+            let whole = MlaDecodeArgs::dense(&spec, a, b, c, d, 0.1);
             if place < 4 {
                 must_refuse(mla.bind(&whole, 1));
             }
-            let states = MergeStates {
+            let states = MergeStateArgs {
                 prefix_output: View::dense(a, 1, 8),
                 prefix_lse: View::dense(b, 1, 1),
                 suffix_output: View::dense(c, 1, 8),
@@ -127,16 +127,16 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                 num_tokens: 1,
                 num_heads: 1,
             };
-            let of = MergeAttnStatesSpec { dtype: Dtype::F32, head_size: 8 };
+            let of = MergeState { dtype: Dtype::F32, head_size: 8 };
             must_refuse(cpu.once(of, (), &states));
             if place < 3 {
                 let kv = KvView::dense(c, &spec);
                 let rows =
-                    AppendLayer { kv_c: View::dense(a, 1, 8), k_pe: View::dense(b, 1, 8), kv, k_scale: 1.0 };
-                let of = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+                    KvAppendArgs { kv_c: View::dense(a, 1, 8), k_pe: View::dense(b, 1, 8), kv, k_scale: 1.0 };
+                let of = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
                 must_refuse(cpu.once(of, &[0], &rows));
             }
-            let rope = Rope {
+            let rope = RopeArgs {
                 x: View::dense(a, 1, 64),
                 y: View::dense(b, 1, 64),
                 positions: c,
@@ -144,14 +144,14 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                 max_position: 1,
             };
             let layout = RopeLayout::Interleaved;
-            let of = RopeSpec { dtype: Dtype::F32, num_heads: 1, rope_dim: 64, layout };
+            let of = Rope { dtype: Dtype::F32, num_heads: 1, rope_dim: 64, layout };
             if place < 4 {
                 must_refuse(cpu.once(of, 0..1, &rope));
             }
-            let args = RopeAppend {
+            let args = RopeAppendArgs {
                 q_pe: rope.x,
                 q_pe_out: rope.y,
-                layer: AppendLayer {
+                layer: KvAppendArgs {
                     kv_c: View::dense(e, 1, 512),
                     k_pe: View::dense(e, 1, 64),
                     kv: KvView::dense(f, &spec),
@@ -161,19 +161,19 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                 cos_sin: d,
                 max_position: 1,
             };
-            let append = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
-            let of = RopeAppendSpec { append, query: Dtype::F32, num_heads: 1, layout };
+            let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+            let of = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout };
             must_refuse(cpu.once(of, &[0], &args));
         }
         let kv = KvView::dense(foreign, &spec);
-        must_refuse(cpu.once(CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() }, &[], &kv));
+        must_refuse(cpu.once(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() }, &[], &kv));
     }
 }
 
 /// Also steps and bindings.
 #[cfg(feature = "wgpu")]
 fn what_another_backend_made_is_refused() -> Outcome {
-    use wgpu_mla::{Batch, Capacity, DecodeOptions, PageTable, Plan, Policy};
+    use wgpu_mla::{Batch, Capacity, DecodeOptions, PageTable, Plan, SplitPolicy};
     let gpu = mla_support::gpu()?;
     let (cpu, gpu) = (AnyBackend::from(Cpu::with_threads(1)), AnyBackend::from(gpu));
     let spec = Make::default().build().spec;
@@ -186,7 +186,8 @@ fn what_another_backend_made_is_refused() -> Outcome {
         assert!(error.to_string().contains("another device"), "{error}");
     };
 
-    let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&[1], &[0, 1]), Policy::Auto).expect("a plan");
+    let plan =
+        Plan::new(&spec, &mla.tiling(), &Batch::new(&[1], &[0, 1]), SplitPolicy::Auto).expect("a plan");
     let input = (&plan, PageTable::Dense { block_table: &[0], max_pages: 1 });
     let mut step = foreign.step(Capacity::of(&plan)).expect("a step");
     refused(mla.prepare(&mut step, input));
@@ -194,7 +195,7 @@ fn what_another_backend_made_is_refused() -> Outcome {
     let mut own = mla.step(Capacity::of(&plan)).expect("a step");
     mla.prepare(&mut own, input).expect("prepared");
     let [q, kv, out, lse] = std::array::from_fn(|_| gpu.buffer(2 << 20).expect("memory"));
-    let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
+    let layer = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, 0.1);
     let binding = foreign.bind(&layer, 1).expect("a binding");
     refused(mla.run(&step, &binding));
     refused(mla.run(&own, &binding));

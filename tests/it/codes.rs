@@ -6,8 +6,8 @@ use mla_support::Outcome;
 #[cfg(feature = "wgpu")]
 use wgpu_mla::wgpu;
 use wgpu_mla::{
-    Backend, Batch, Capacity, DecodeOptions, Dtype, KvSpec, Layer, MlaShape, MlaSpec, PageTable, Plan,
-    Policy, cpu::Cpu,
+    Backend, Batch, Capacity, DecodeOptions, Dtype, KvSpec, MlaDecode, MlaDecodeArgs, MlaShape, PageTable,
+    Plan, SplitPolicy, cpu::Cpu,
 };
 
 const LATENT: usize = 512;
@@ -61,7 +61,7 @@ fn read_back<B: Backend>(
     codes: &[u8],
 ) -> wgpu_mla::Result<Vec<f32>> {
     let tokens = codes.len() / dtype.bytes() / LATENT;
-    let spec = MlaSpec {
+    let spec = MlaDecode {
         shape: MlaShape { num_heads: 1, kv_lora_rank: LATENT as u32, qk_rope_head_dim: 0 },
         kv: KvSpec { dtype, page_size: 1, num_pages: tokens as u32 },
         query: Dtype::F32,
@@ -77,10 +77,10 @@ fn read_back<B: Backend>(
     let pages: Vec<i32> = (0..tokens as i32).collect();
     let starts: Vec<i32> = (0..=tokens as i32).collect();
     let lens = vec![1; tokens];
-    let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&lens, &starts), Policy::OneSplit)?;
+    let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&lens, &starts), SplitPolicy::OneSplit)?;
     let mut step = mla.step(Capacity::default())?;
     mla.prepare(&mut step, (&plan, PageTable::Dense { block_table: &pages, max_pages: 1 }))?;
-    let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 1.0);
+    let layer = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, 1.0);
     mla.run(&step, &mla.bind(&layer, tokens as u32)?)?;
     Ok(Dtype::F32.decode_all(&backend.download(&out, out_bytes)?))
 }

@@ -6,11 +6,11 @@ use mla_support::rig::{Rig, pages, plan, small};
 use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::{Gpu, Setup, wanted};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Capacity, Caps, CopySpec, DecodeOptions, Device, Dtype, Error, KvView, Layer,
-    MergeAttnStatesSpec, MlaSpec, Policy, ProjectSpec, View, WeightOrder, wgpu,
+    Capacity, Caps, DecodeOptions, Device, Dtype, Error, HeadProject, KvAppend, KvAppendArgs, KvCopyPages,
+    KvView, MergeState, MlaDecode, MlaDecodeArgs, SplitPolicy, View, WeightOrder, wgpu,
 };
 
-const FIXED: Policy = Policy::FixedTokens(32);
+const FIXED: SplitPolicy = SplitPolicy::FixedTokens(32);
 
 fn adapter(gpu: &Gpu) -> wgpu::Adapter {
     gpu.adapter().expect("of a device that this crate made").clone()
@@ -32,11 +32,11 @@ fn runs_right(rig: &Rig) {
     rig.check(&loaded, &loaded.problem);
 }
 
-fn spec() -> MlaSpec {
+fn spec() -> MlaDecode {
     small(&[(1, 1)]).spec
 }
 
-const PROJECT: ProjectSpec = ProjectSpec {
+const PROJECT: HeadProject = HeadProject {
     input: Dtype::F16,
     weight: Dtype::F16,
     output: Dtype::F16,
@@ -158,7 +158,7 @@ fn a_folded_grid() -> Outcome {
     let gpu = device(|_, limits| limits.max_compute_workgroups_per_dimension = 24)?;
     let rig = Rig::on(gpu, &spec());
     let loaded = rig.load(small(&[(300, 1), (90, 2)]));
-    let step = rig.step(&loaded.problem, Policy::FixedTokens(16));
+    let step = rig.step(&loaded.problem, SplitPolicy::FixedTokens(16));
     rig.run(&step, &loaded);
     rig.check(&loaded, &loaded.problem);
     // 576 workgroups in all.
@@ -188,7 +188,7 @@ fn a_lost_device() -> Outcome {
         assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
     };
     lost("compiled before", rig.gpu.compile(spec()).err());
-    lost("compile", rig.gpu.compile(MlaSpec { out: Dtype::F16, ..spec() }).err());
+    lost("compile", rig.gpu.compile(MlaDecode { out: Dtype::F16, ..spec() }).err());
     lost("step", rig.mla.step(Capacity::default()).err());
     let mut prepare = |problem| {
         let plan = plan(&rig.mla, problem, FIXED);
@@ -196,7 +196,7 @@ fn a_lost_device() -> Outcome {
     };
     lost("prepare", prepare(&loaded.problem));
     lost("prepare that grows", prepare(&small(&[(400, 30)])));
-    let layer = Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+    let layer = MlaDecodeArgs::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
     lost("bind", rig.mla.bind(&layer, 3).err());
 
     let mut after = rig.encoder();
@@ -216,8 +216,8 @@ fn a_lost_device() -> Outcome {
 fn small_ops_on_a_lost_device() -> Outcome {
     let gpu = device(|_, _| ())?;
     let spec = spec();
-    let append_spec = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
-    let copy_spec = CopySpec { kv: spec.kv, row_elems: 288 };
+    let append_spec = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+    let copy_spec = KvCopyPages { kv: spec.kv, row_elems: 288 };
     let append = gpu.compile(append_spec).expect("compiles");
     let copy = gpu.compile(copy_spec).expect("compiles");
     let [rows, cache] =
@@ -230,13 +230,13 @@ fn small_ops_on_a_lost_device() -> Outcome {
     };
     lost("compile append", gpu.compile(append_spec).err());
     lost("compile copy", gpu.compile(copy_spec).err());
-    lost("compile merge", gpu.compile(MergeAttnStatesSpec { dtype: Dtype::F32, head_size: 64 }).err());
+    lost("compile merge", gpu.compile(MergeState { dtype: Dtype::F32, head_size: 64 }).err());
     let append_step = append.step(0).and_then(|mut step| append.prepare(&mut step, &[0, 1]));
     lost("prepare append", append_step.err());
     let copy_step = copy.step(0).and_then(|mut step| copy.prepare(&mut step, &[(0, 1)]));
     lost("prepare copy", copy_step.err());
     let kv = KvView::dense(&cache, &spec);
-    let layer = AppendLayer {
+    let layer = KvAppendArgs {
         kv_c: View::dense(&rows, 1, 256),
         k_pe: View { offset: 512, ..View::dense(&rows, 1, 32) },
         kv,
@@ -250,14 +250,14 @@ fn small_ops_on_a_lost_device() -> Outcome {
 /// What no device holds is an error before anything is made of it.
 fn absurd_capacities() -> Outcome {
     let rig = Rig::shared()?;
-    let all = |n| Capacity { items: n, queries: n, pages: n, merges: n, merge_slots: n, slots: n };
+    let all = |n| Capacity { items: n, queries: n, pages: n, merges: n, merge_partials: n, partials: n };
     for capacity in [
         Capacity { items: u32::MAX, ..Capacity::default() },
         Capacity { queries: u32::MAX, ..Capacity::default() },
         Capacity { pages: u32::MAX, ..Capacity::default() },
         Capacity { merges: u32::MAX, ..Capacity::default() },
-        Capacity { merge_slots: u32::MAX, ..Capacity::default() },
-        Capacity { slots: u32::MAX, ..Capacity::default() },
+        Capacity { merge_partials: u32::MAX, ..Capacity::default() },
+        Capacity { partials: u32::MAX, ..Capacity::default() },
         Capacity { pages: 1 << 30, ..Capacity::default() },
         all(u32::MAX),
         all(1 << 29),
@@ -281,7 +281,7 @@ fn growth_past_a_limit() -> Outcome {
     let mut encoder = rig.encoder();
     rig.mla.record(&mut encoder, &step, &loaded.binding).expect("recorded");
     let large = small(&[(500, 3)]);
-    let plan = plan(&rig.mla, &large, Policy::FixedTokens(1));
+    let plan = plan(&rig.mla, &large, SplitPolicy::FixedTokens(1));
     let refused = rig.mla.prepare(&mut step, (&plan, pages(&large)));
     assert!(matches!(refused, Err(Error::Limit { what: "a step's partial results", .. })), "{refused:?}");
     rig.submit(encoder);

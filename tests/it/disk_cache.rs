@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use wgpu_mla::gpu::disk_cache::{DiskCache, MAX_FILE_BYTES, Rejection, Status};
 use wgpu_mla::gpu::{self, Setup};
-use wgpu_mla::{CopySpec, Device, Dtype, KvSpec, KvView};
+use wgpu_mla::{Device, Dtype, KvCopyPages, KvSpec, KvView};
 
 /// The adapter, unless there is none that keeps pipelines.
 fn adapter() -> Result<wgpu::Adapter, Ignored> {
@@ -175,7 +175,7 @@ fn what_a_device_compiles_is_kept() -> Outcome {
         let cache = gpu.buffer(2 * 8 * 4).expect("a buffer");
         gpu.upload(&cache, 0, &[7; 32]).expect("uploads");
         let view = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 8 };
-        gpu.once(CopySpec { kv, row_elems: 8 }, &[(0, 1)], &view).expect("copies");
+        gpu.once(KvCopyPages { kv, row_elems: 8 }, &[(0, 1)], &view).expect("copies");
         assert_eq!(gpu.download(&cache, 64).expect("downloads"), [7; 64]);
         gpu
     };

@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as FileDtype, TensorView};
 use wgpu_mla::any::{AnyBackend, Chosen};
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{Candidate, Device, Dtype, Kernel, MlaSpec};
+use wgpu_mla::{Candidate, Device, Dtype, Kernel, MlaDecode};
 
 /// The built example. `cargo test` builds examples too; `cargo test --test examples` alone does not.
 fn example(name: &'static str) -> PathBuf {
@@ -64,7 +64,7 @@ impl Ran {
     }
 
     /// Every case passed, on a decode variant that runs on the device.
-    fn must_pass_on(&self, device: &impl Kernel<MlaSpec>) {
+    fn must_pass_on(&self, device: &impl Kernel<MlaDecode>) {
         self.must(0, &[&format!("adapter:  {}", device.name()), "11 PASS, 0 FAIL"]);
         let variants = device.variants(&Make::default().build().spec);
         let line = self.text.lines().find(|line| line.starts_with("variant: ")).unwrap_or_default();

@@ -10,7 +10,7 @@ use mla_support::suite::run::Layout;
 use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    Device, DeviceKind, Dtype, Error, OpOptions, Project, ProjectSpec, View, WeightOrder, WeightView,
+    Device, DeviceKind, Dtype, Error, HeadProject, HeadProjectArgs, OpOptions, View, WeightOrder, WeightView,
 };
 
 use Dtype::{Bf16, F16, F32};
@@ -21,7 +21,7 @@ fn forced(variant: &str) -> OpOptions {
 }
 
 /// Why a variant does not serve a spec here, if so.
-fn lacks(gpu: &Gpu, variant: &str, spec: ProjectSpec) -> Option<String> {
+fn lacks(gpu: &Gpu, variant: &str, spec: HeadProject) -> Option<String> {
     match gpu.compile_with(spec, &forced(variant)) {
         Ok(project) => {
             assert_eq!(project.variant(), variant);
@@ -130,7 +130,7 @@ fn a_step_names_its_tokens() -> Outcome {
     let mut step = project.step(0).expect("a step");
     for tokens in [0..40, 39..40, 3..33, 7..7] {
         let y = upload(&gpu, &vec![POISON; y_bytes]).expect("uploads");
-        let args = Project {
+        let args = HeadProjectArgs {
             x: View::dense(&x_buffer, 2, 16),
             weight: WeightView { buffer: &ones, offset: 0, head_stride: 128, row_stride: 8 },
             y: View::dense(&y, 2, 8),

@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use wgpu_mla::layer::Target;
 use wgpu_mla::{
-    Dtype, Error, GatherRange, KvSpec, LayerBatch, LayerPlan, MlaLayerSpec, MlaShape, PageTable, Policy,
-    PrefillSequence, PrefillVisible, RopeLayout, SharedPrefix, Tiling,
+    Dtype, Error, GatherRange, KvSpec, LayerBatch, LayerPlan, Mask, MlaLayer, MlaShape, PageTable,
+    PrefillSequence, RopeLayout, SharedPrefix, SplitPolicy, Tiling,
 };
 
 const TILING: Tiling = Tiling {
@@ -19,8 +19,8 @@ const TILING: Tiling = Tiling {
     item_overhead_tokens: 0,
 };
 
-fn spec(page_size: u32, workspace_rows: u32, decode_threshold: u32) -> MlaLayerSpec {
-    let spec = MlaLayerSpec {
+fn spec(page_size: u32, workspace_rows: u32, decode_threshold: u32) -> MlaLayer {
+    let spec = MlaLayer {
         shape: MlaShape { num_heads: 2, kv_lora_rank: 256, qk_rope_head_dim: 32 },
         qk_nope_head_dim: 16,
         v_head_dim: 24,
@@ -32,7 +32,7 @@ fn spec(page_size: u32, workspace_rows: u32, decode_threshold: u32) -> MlaLayerS
         workspace_bytes: 0,
     };
     // A few bytes more than whole rows.
-    MlaLayerSpec { workspace_bytes: u64::from(workspace_rows) * spec.workspace_row_bytes() + 7, ..spec }
+    MlaLayer { workspace_bytes: u64::from(workspace_rows) * spec.workspace_row_bytes() + 7, ..spec }
 }
 
 /// `(seq_len, q_len)` as arrays; a sequence has a row of pages of its own.
@@ -89,9 +89,9 @@ impl State {
 }
 
 fn attended(rows: &[(u32, u32)], sequence: &PrefillSequence, i: u32) -> Keys {
-    let visible = match sequence.visible {
-        PrefillVisible::All => sequence.kv_len,
-        PrefillVisible::Causal { first } => (first + i64::from(i)).clamp(0, sequence.kv_len.into()) as u32,
+    let visible = match sequence.mask {
+        Mask::CausalFrom(first) => (first + i64::from(i)).clamp(0, sequence.kv_len.into()) as u32,
+        _ => sequence.kv_len,
     };
     let begin = sequence.kv_begin as usize;
     rows[begin..begin + visible as usize].iter().copied().collect()
@@ -155,7 +155,7 @@ proptest! {
         fixed in prop::option::of(1u32..50),
     ) {
         let sequences: Vec<_> = sequences.into_iter().map(|(len, q_len)| (len, q_len.min(len))).collect();
-        let policy = fixed.map_or(Policy::Auto, Policy::FixedTokens);
+        let policy = fixed.map_or(SplitPolicy::Auto, SplitPolicy::FixedTokens);
         let rows = extra_rows + page_size.max(fixed.unwrap_or(0));
         let spec = spec(page_size, rows, threshold);
         let arrays = Arrays::new(&sequences);
@@ -193,7 +193,7 @@ proptest! {
         let arrays = Arrays::new(&sequences);
         let attended = |room: u32| {
             let spec = spec(16, room + split, 1);
-            let plan = LayerPlan::new(&spec, &TILING, &arrays.batch(), Policy::FixedTokens(split)).expect("a plan");
+            let plan = LayerPlan::new(&spec, &TILING, &arrays.batch(), SplitPolicy::FixedTokens(split)).expect("a plan");
             let mut lists = vec![Vec::new(); sequences.len()];
             for chunk in &plan.chunks {
                 for round in &chunk.rounds {
@@ -215,26 +215,25 @@ proptest! {
 
 fn wrong_batches_are_errors() {
     let arrays = Arrays::new(&[(40, 20), (30, 1)]);
-    let plan =
-        |spec: &MlaLayerSpec, batch: &LayerBatch<'_>, policy| LayerPlan::new(spec, &TILING, batch, policy);
+    let plan = |spec: &MlaLayer, batch: &LayerBatch<'_>, policy| LayerPlan::new(spec, &TILING, batch, policy);
     let good = spec(16, 16, 1);
-    assert!(plan(&good, &arrays.batch(), Policy::Auto).is_ok());
+    assert!(plan(&good, &arrays.batch(), SplitPolicy::Auto).is_ok());
 
-    let small = plan(&spec(16, 15, 1), &arrays.batch(), Policy::Auto);
+    let small = plan(&spec(16, 15, 1), &arrays.batch(), SplitPolicy::Auto);
     assert!(matches!(small, Err(Error::Shape { what: "workspace_bytes", .. })), "{small:?}");
-    let split = plan(&good, &arrays.batch(), Policy::FixedTokens(17));
+    let split = plan(&good, &arrays.batch(), SplitPolicy::FixedTokens(17));
     assert!(matches!(split, Err(Error::Shape { what: "workspace_bytes", .. })), "{split:?}");
-    let slots = plan(&good, &LayerBatch { slot_mapping: &[-1; 20], ..arrays.batch() }, Policy::Auto);
+    let slots = plan(&good, &LayerBatch { slot_mapping: &[-1; 20], ..arrays.batch() }, SplitPolicy::Auto);
     assert!(matches!(slots, Err(Error::Length { what: "slot_mapping", got: 20, want: 21, .. })), "{slots:?}");
     let table = PageTable::Dense { block_table: &arrays.block_table, max_pages: 3 };
-    let table = plan(&good, &LayerBatch { pages: table, ..arrays.batch() }, Policy::Auto);
+    let table = plan(&good, &LayerBatch { pages: table, ..arrays.batch() }, SplitPolicy::Auto);
     assert!(matches!(table, Err(Error::Length { what: "block_table", .. })), "{table:?}");
-    let device = plan(&good, &LayerBatch { pages: PageTable::Device, ..arrays.batch() }, Policy::Auto);
+    let device = plan(&good, &LayerBatch { pages: PageTable::Device, ..arrays.batch() }, SplitPolicy::Auto);
     assert!(matches!(device, Err(Error::LayoutMismatch { .. })), "{device:?}");
-    let short = plan(&good, &LayerBatch { seq_lens: &[19, 30], ..arrays.batch() }, Policy::Auto);
+    let short = plan(&good, &LayerBatch { seq_lens: &[19, 30], ..arrays.batch() }, SplitPolicy::Auto);
     assert!(matches!(short, Err(Error::SeqLen { seq: 0, got: 19, .. })), "{short:?}");
     let group = [SharedPrefix { sequences: vec![0, 2], tokens: 16 }];
-    let group = plan(&good, &LayerBatch { shared_prefixes: &group, ..arrays.batch() }, Policy::Auto);
+    let group = plan(&good, &LayerBatch { shared_prefixes: &group, ..arrays.batch() }, SplitPolicy::Auto);
     assert!(matches!(group, Err(Error::Shape { what: "SharedPrefix sequence", got: 2, .. })), "{group:?}");
 }
 

@@ -5,7 +5,7 @@ use mla_support::suite::layer::{PREFIX_ROWS, Rig, Runs, spec};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
     Binding, Capacity, Compiled, Device, Dtype, Error, Kernel, LayerBatch, LayerCapacity, LayerOptions, Op,
-    PageTable, Policy, Result, RopeLayout, Step,
+    PageTable, Result, RopeLayout, SplitPolicy, Step,
 };
 
 struct Recorded;
@@ -26,9 +26,9 @@ impl Runs<Gpu> for Recorded {
 fn recorded_layers_equal_the_oracle() -> Outcome {
     let gpu = mla_support::gpu()?;
     for (dtype, cache, policy, rows) in [
-        (Dtype::F32, Dtype::F16, Policy::Auto, 24),
-        (Dtype::F32, Dtype::F16, Policy::FixedTokens(8), 41),
-        (Dtype::F16, Dtype::E4m3, Policy::Auto, 64),
+        (Dtype::F32, Dtype::F16, SplitPolicy::Auto, 24),
+        (Dtype::F32, Dtype::F16, SplitPolicy::FixedTokens(8), 41),
+        (Dtype::F16, Dtype::E4m3, SplitPolicy::Auto, 64),
     ] {
         let spec = spec(dtype, cache, RopeLayout::Interleaved, rows);
         let steps = Rig::new(&gpu, spec, PREFIX_ROWS, Recorded, 9)
@@ -73,7 +73,7 @@ fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
             shared_prefixes: &[],
             expanded: &[],
         };
-        layer.prepare(&mut step, (&batch, Policy::Auto))
+        layer.prepare(&mut step, (&batch, SplitPolicy::Auto))
     };
     assert_eq!(prepare(&[30, 40], &[0, 1, 20]), Ok(()));
     let many = prepare(&[30, 40], &[0, 1, 21]);
@@ -92,7 +92,7 @@ fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
         shared_prefixes: &[],
         expanded: &[],
     };
-    let other = layer.prepare(&mut other, (&batch, Policy::Auto));
+    let other = layer.prepare(&mut other, (&batch, SplitPolicy::Auto));
     assert!(matches!(other, Err(Error::LayoutMismatch { .. })), "{other:?}");
     Ok(())
 }

@@ -10,7 +10,7 @@ use mla_support::suite::run::{How, Slicing};
 use mla_support::suite::{Cases, Session};
 use mla_support::{Outcome, gpu};
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{Dtype, Policy, SUPPORTED_DIMS};
+use wgpu_mla::{Dtype, SUPPORTED_DIMS, SplitPolicy};
 
 const HEADS: [u32; 6] = [1, 6, 16, 20, 40, 128];
 
@@ -57,7 +57,7 @@ fn matrix((place, variant): (usize, &'static str), (turn, dims): (usize, (u32, u
                 continue;
             }
             for heads in session.one_in(2, HEADS) {
-                let policy = [Policy::FixedTokens(32), Policy::OneSplit][cache_turn % 2];
+                let policy = [SplitPolicy::FixedTokens(32), SplitPolicy::OneSplit][cache_turn % 2];
                 let slicing = [Slicing::Split, Slicing::Whole][cache_turn / 2 % 2];
                 let sequences = sequences(&[(45, 1), (7, 2)]);
                 let problem = Make { dims, cache, query, heads, sequences, ..Make::default() }.build();

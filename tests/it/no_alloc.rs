@@ -6,12 +6,13 @@ use std::cell::Cell;
 
 use wgpu_mla::cpu::{Buffer, Cpu};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Batch, Calibrate, CalibrateSpec, Capacity, CopySpec, DecodeOptions, Device,
-    Dtype, ExpandArgs, ExpandBatch, ExpandSpec, ExpandedPrefix, Gather, GatherBatch, GatherRange, GatherSpec,
-    Kernel, KvSpec, KvView, Layer, LayerBatch, LayerCapacity, LayerOptions, MergeAttnStatesSpec, MergeStates,
-    MergeStatesSpec, MlaShape, MlaSpec, Op, OpOptions, PageTable, Plan, Policy, Prefill, PrefillOptions,
-    PrefillSequence, PrefillSpec, Project, ProjectSpec, Rope, RopeAppend, RopeAppendSpec, RopeLayout,
-    RopeSpec, SharedPrefix, StateSets, Tiling, View, WeightOrder, WeightView, write_tables,
+    Batch, Capacity, DecodeOptions, Device, Dtype, ExpandBatch, ExpandedPrefix, GatherBatch, GatherRange,
+    HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages,
+    KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, MergeState,
+    MergeStateArgs, MergeStates, MergeStatesArgs, MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs,
+    MlaPrefill, MlaPrefillArgs, MlaShape, Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence,
+    Rope, RopeAppend, RopeAppendArgs, RopeArgs, RopeLayout, SharedPrefix, SplitPolicy, Tiling, View,
+    WeightOrder, WeightView, write_tables,
 };
 
 use crate::cpu::layer_args;
@@ -43,7 +44,7 @@ static COUNTING: Counting = Counting;
 const SEQUENCES: usize = 40;
 
 fn a_hundred_steps_without_an_allocation() {
-    let spec = MlaSpec {
+    let spec = MlaDecode {
         shape: MlaShape { num_heads: 20, kv_lora_rank: 512, qk_rope_head_dim: 64 },
         kv: KvSpec { dtype: Dtype::Bf16, page_size: 16, num_pages: 4000 },
         query: Dtype::Bf16,
@@ -70,10 +71,10 @@ fn a_hundred_steps_without_an_allocation() {
     // Fewer workers than tiles: the automatic policy then cuts into pieces.
     let few = Tiling { target_items: 30, ..tiling };
     for (policy, tiling) in [
-        (Policy::Auto, tiling),
-        (Policy::Auto, few),
-        (Policy::FixedTokens(64), tiling),
-        (Policy::OneSplit, tiling),
+        (SplitPolicy::Auto, tiling),
+        (SplitPolicy::Auto, few),
+        (SplitPolicy::FixedTokens(64), tiling),
+        (SplitPolicy::OneSplit, tiling),
     ] {
         let (mut plan, mut words) = (Plan::default(), Vec::new());
         let mut run = |step: i32| {
@@ -127,48 +128,48 @@ fn every_op_runs_without_an_allocation() {
 
     let shape = MlaShape { num_heads, kv_lora_rank: 256, qk_rope_head_dim: 32 };
     let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 40 };
-    let spec = MlaSpec { shape, kv, query: dtype, out: dtype };
+    let spec = MlaDecode { shape, kv, query: dtype, out: dtype };
     let decode = cpu.compile(spec).expect("compiles");
     // Split, so that partial results are merged.
     let batch = Batch::new(&[200, 77], &[0, 1, 3]);
-    let plan = Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan");
+    let plan = Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::FixedTokens(32)).expect("a plan");
     let block_table: Vec<i32> = (0..26).collect();
     let pages = PageTable::Dense { block_table: &block_table, max_pages: 13 };
-    let layer = Layer::dense(&spec, a, b, c, d, 0.1);
+    let layer = MlaDecodeArgs::dense(&spec, a, b, c, d, 0.1);
     runs_without_an_allocation(spec, &DecodeOptions::default(), (&plan, pages), &layer);
 
-    let append = AppendSpec { shape, kv, input: dtype };
+    let append = KvAppend { shape, kv, input: dtype };
     let cache = KvView::dense(c, &spec);
     let (kv_c, k_pe) = (View::dense(a, 1, 256), View::dense(b, 1, 32));
-    let rows = AppendLayer { kv_c, k_pe, kv: cache, k_scale: 1.0 };
+    let rows = KvAppendArgs { kv_c, k_pe, kv: cache, k_scale: 1.0 };
     runs_without_an_allocation(append, &one, &[3, -1, 70], &rows);
-    let calibrate = Calibrate { kv_c, k_pe, k_scale: 1.0, stats: c };
-    runs_without_an_allocation(CalibrateSpec { shape, input: dtype }, &one, 0..9, &calibrate);
-    runs_without_an_allocation(CopySpec { kv, row_elems: 288 }, &one, &[(0, 3), (1, 2)], &cache);
-    let gather = GatherSpec { shape, kv, output: dtype };
+    let calibrate = KvCalibrateArgs { kv_c, k_pe, k_scale: 1.0, stats: c };
+    runs_without_an_allocation(KvCalibrate { shape, input: dtype }, &one, 0..9, &calibrate);
+    runs_without_an_allocation(KvCopyPages { kv, row_elems: 288 }, &one, &[(0, 3), (1, 2)], &cache);
+    let gather = KvGather { shape, kv, output: dtype };
     let ranges = &[GatherRange { sequence: 1, begin: 5, tokens: 60, out_row: 2 }];
-    let gathered = Gather { kv: cache, k_scale: 1.0, out: View::dense(a, 1, 288) };
+    let gathered = KvGatherArgs { kv: cache, k_scale: 1.0, out: View::dense(a, 1, 288) };
     let batch = GatherBatch { pages, seq_lens: &[200, 77], ranges };
     runs_without_an_allocation(gather, &one, batch, &gathered);
 
-    let rope = RopeSpec { dtype, num_heads, rope_dim: 32, layout };
+    let rope = Rope { dtype, num_heads, rope_dim: 32, layout };
     let (x, y) = (View::dense(d, 2, 32), View::dense(e, 2, 32));
-    let rotated = Rope { x, y, positions: f, cos_sin: g, max_position: 4 };
+    let rotated = RopeArgs { x, y, positions: f, cos_sin: g, max_position: 4 };
     runs_without_an_allocation(rope, &one, 1..9, &rotated);
-    let both = RopeAppendSpec { append, query: dtype, num_heads, layout };
-    let args = RopeAppend { q_pe: x, q_pe_out: y, layer: rows, positions: f, cos_sin: g, max_position: 4 };
+    let both = RopeAppend { append, query: dtype, num_heads, layout };
+    let args =
+        RopeAppendArgs { q_pe: x, q_pe_out: y, layer: rows, positions: f, cos_sin: g, max_position: 4 };
     runs_without_an_allocation(both, &one, &[3, -1, 70], &args);
 
     let order = WeightOrder::Kn;
-    let project = ProjectSpec { input: dtype, weight: dtype, output: dtype, num_heads, k: 64, n: 48, order };
+    let project = HeadProject { input: dtype, weight: dtype, output: dtype, num_heads, k: 64, n: 48, order };
     let weight = WeightView { buffer: b, offset: 0, head_stride: 64 * 48, row_stride: 48 };
-    let projected = Project { x: View::dense(a, 2, 64), weight, y: View::dense(c, 2, 48) };
+    let projected = HeadProjectArgs { x: View::dense(a, 2, 64), weight, y: View::dense(c, 2, 48) };
     runs_without_an_allocation(project, &one, 0..70, &projected);
 
     let (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) = (16, 32, 24);
-    let prefill =
-        PrefillSpec { num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, out: dtype };
-    let attended = Prefill {
+    let prefill = MlaPrefill { num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, out: dtype };
+    let attended = MlaPrefillArgs {
         q_nope: View::dense(a, 2, 16),
         q_pe: View::dense(b, 2, 32),
         k_nope: View::dense(c, 2, 16),
@@ -178,11 +179,11 @@ fn every_op_runs_without_an_allocation() {
         lse: View::dense(g, 2, 1),
         softmax_scale: 0.1,
     };
-    let sequences = &[PrefillSequence::causal(0, 70, 0, 90), PrefillSequence::all(70, 3, 90, 200)];
+    let sequences = &[PrefillSequence::causal(0, 70, 0, 90), PrefillSequence::full(70, 3, 90, 200)];
     runs_without_an_allocation(prefill, &PrefillOptions::default(), sequences, &attended);
 
     let (states, lse) = (|buffer| View::dense(buffer, 2, 24), |buffer| View::dense(buffer, 2, 1));
-    let merged = MergeStates {
+    let merged = MergeStateArgs {
         prefix_output: states(a),
         prefix_lse: lse(b),
         suffix_output: states(c),
@@ -192,8 +193,8 @@ fn every_op_runs_without_an_allocation() {
         num_tokens: 50,
         num_heads,
     };
-    runs_without_an_allocation(MergeAttnStatesSpec { dtype, head_size: 24 }, &one, (), &merged);
-    let sets = StateSets {
+    runs_without_an_allocation(MergeState { dtype, head_size: 24 }, &one, (), &merged);
+    let sets = MergeStatesArgs {
         states: states(a),
         set_stride: 50 * 48,
         lse: lse(b),
@@ -202,7 +203,7 @@ fn every_op_runs_without_an_allocation() {
         output_lse: Some(lse(d)),
         num_heads,
     };
-    runs_without_an_allocation(MergeStatesSpec { dtype, head_size: 24 }, &one, (0..50, 3), &sets);
+    runs_without_an_allocation(MergeStates { dtype, head_size: 24 }, &one, (0..50, 3), &sets);
 }
 
 /// Decodes, one run of them over a prefix that is kept expanded, and a prompt in chunks that are merged.
@@ -224,18 +225,18 @@ fn a_layer_runs_without_an_allocation() {
     };
     let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, prefix_rows: 32 };
     let options = LayerOptions { capacity, ..LayerOptions::default() };
-    runs_without_an_allocation(spec, &options, (&batch, Policy::Auto), &args);
+    runs_without_an_allocation(spec, &options, (&batch, SplitPolicy::Auto), &args);
     let plain = LayerBatch { expanded: &[], ..batch };
-    runs_without_an_allocation(spec, &options, (&plain, Policy::FixedTokens(8)), &args);
+    runs_without_an_allocation(spec, &options, (&plain, SplitPolicy::FixedTokens(8)), &args);
 
-    let expand = ExpandArgs {
+    let expand = MlaExpandArgs {
         kv: args.kv,
         k_scale: 1.0,
         kv_b_proj: args.kv_b_proj,
         expanded: args.expanded.expect("it has them"),
     };
     let prefix = ExpandBatch { pages: &[3, 1, 2], tokens: 20, first_row: 5 };
-    runs_without_an_allocation(ExpandSpec(spec), &OpOptions::default(), prefix, &expand);
+    runs_without_an_allocation(MlaExpand(spec), &OpOptions::default(), prefix, &expand);
 }
 
 crate::tests![

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 use mla_support::close::{Tolerance, close};
-use mla_support::reference::{Concat, Decode, State, concat_and_cache, merge_attn_states, mla_decode};
-use wgpu_mla::{Dtype, Visibility};
+use mla_support::reference::{Concat, Decode, State, concat_and_cache, merge_state, mla_decode};
+use wgpu_mla::{Dtype, Mask};
 
 fn case_files() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
@@ -37,7 +37,7 @@ fn decode_oracle(case: &DecodeCase) -> (Vec<f64>, Vec<f64>) {
         max_pages: case.max_pages,
         seq_lens: &case.seq_lens,
         query_start_loc: &case.query_start_loc,
-        visibility: if case.causal { Visibility::Causal } else { Visibility::Full },
+        mask: if case.causal { Mask::Causal } else { Mask::Full },
         softmax_scale: case.softmax_scale.into(),
         k_scale: case.k_scale.into(),
         q_scale: case.q_scale.into(),
@@ -77,7 +77,7 @@ fn check_decode(what: &str, case: &DecodeCase) {
 fn check_merge(what: &str, case: &MergeCase) {
     let prefix = case.spec.dtype.decode_all(&case.prefix_output);
     let suffix = case.spec.dtype.decode_all(&case.suffix_output);
-    let (output, lse) = merge_attn_states(
+    let (output, lse) = merge_state(
         State { output: &prefix, lse: &case.prefix_lse },
         State { output: &suffix, lse: &case.suffix_lse },
         case.num_heads,

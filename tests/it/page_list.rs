@@ -3,9 +3,9 @@
 use mla_support::Outcome;
 use mla_support::rig::{Loaded, Rig, plan, shortened, small};
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Capacity, DecodeOptions, Device, Dtype, Error, MlaSpec, PageTable, Policy, Step};
+use wgpu_mla::{Capacity, DecodeOptions, Device, Dtype, Error, MlaDecode, PageTable, SplitPolicy, Step};
 
-const FIXED: Policy = Policy::FixedTokens(32);
+const FIXED: SplitPolicy = SplitPolicy::FixedTokens(32);
 
 /// A decode that takes page lists from the device, on kernels of its own.
 fn device_lists(rig: &Rig) -> Rig {
@@ -14,13 +14,13 @@ fn device_lists(rig: &Rig) -> Rig {
     Rig { gpu: rig.gpu.clone(), mla }
 }
 
-fn prepare_device(rig: &Rig, step: &mut Step<MlaSpec, Gpu>, loaded: &Loaded) {
+fn prepare_device(rig: &Rig, step: &mut Step<MlaDecode, Gpu>, loaded: &Loaded) {
     let plan = plan(&rig.mla, &loaded.problem, FIXED);
     rig.mla.prepare(step, (&plan, PageTable::Device)).expect("prepared");
 }
 
 /// Writes the page list of a problem where the step has it.
-fn write_list(rig: &Rig, step: &Step<MlaSpec, Gpu>, loaded: &Loaded, by_copy: bool) {
+fn write_list(rig: &Rig, step: &Step<MlaDecode, Gpu>, loaded: &Loaded, by_copy: bool) {
     let problem = &loaded.problem;
     let plan = plan(&rig.mla, problem, FIXED);
     let list = step.page_list().expect("a list of the device");

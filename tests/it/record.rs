@@ -5,11 +5,11 @@ use mla_support::paint::POISON;
 use mla_support::rig::{Loaded, Rig, pages, plan, shortened, small};
 use wgpu_mla::gpu::{Gpu, MAX_SLICES, Setup, SliceBudget};
 use wgpu_mla::{
-    Binding, Capacity, Compiled, Device, Dtype, Error, Layer, MlaSpec, Plan, Policy, Rope, RopeLayout,
-    RopeSpec, Step, View, wgpu,
+    Binding, Capacity, Compiled, Device, Dtype, Error, MlaDecode, MlaDecodeArgs, Plan, Rope, RopeArgs,
+    RopeLayout, SplitPolicy, Step, View, wgpu,
 };
 
-const FIXED: Policy = Policy::FixedTokens(32);
+const FIXED: SplitPolicy = SplitPolicy::FixedTokens(32);
 
 /// Preparing a second step must not disturb a first one that is recorded and not yet submitted.
 fn two_steps_in_one_submit() -> Outcome {
@@ -53,9 +53,9 @@ fn a_replay_stays_inside_of_its_binding() -> Outcome {
     let rig = Rig::shared()?;
     let wide = rig.load(small(&[(90, 1), (150, 2)]));
     let narrow = small(&[(90, 1), (150, 0)]);
-    let layer = Layer::dense(rig.mla.op(), &wide.q, &wide.kv, &wide.out, &wide.lse, 1.0);
+    let layer = MlaDecodeArgs::dense(rig.mla.op(), &wide.q, &wide.kv, &wide.out, &wide.lse, 1.0);
     let binding = rig.mla.bind(&layer, 1).expect("a binding of one token");
-    for policy in [FIXED, Policy::OneSplit] {
+    for policy in [FIXED, SplitPolicy::OneSplit] {
         let room = Capacity::of(&plan(&rig.mla, &wide.problem, policy));
         let mut step = rig.mla.step(room).expect("a step");
         rig.prepare(&mut step, &narrow, policy);
@@ -85,11 +85,11 @@ fn a_changed_plan_is_refused() -> Outcome {
         ("page_begin", |plan| plan.items[0].page_begin = 1 << 30),
         ("kv_end", |plan| plan.items[0].kv_end = u32::MAX),
         ("kv_begin", |plan| plan.items[0].kv_begin = plan.items[0].kv_end + 1),
-        ("slot", |plan| plan.items[0].slot = plan.num_slots),
+        ("partial", |plan| plan.items[0].partial = plan.num_partials),
         ("query token", |plan| plan.queries[0].token = plan.num_queries),
         ("merge token", |plan| plan.merges[0].token = plan.num_queries),
         ("merge end", |plan| plan.merges[0].end = 1 << 30),
-        ("merge slot", |plan| plan.merge_slots[0] = plan.num_slots),
+        ("merge partial", |plan| plan.merge_partials[0] = plan.num_partials),
         ("page list", |plan| plan.page_begin[1] = 0),
         ("shared", |plan| plan.shared.push((7, 8, 1))),
     ];
@@ -110,11 +110,11 @@ fn growth_leaves_recorded_commands_alone() -> Outcome {
     let rig = Rig::shared()?;
     let long = rig.load(small(&[(300, 2), (200, 2)]));
     let short = shortened(&long.problem, &[20, 40]);
-    let mut step = rig.step(&short, Policy::OneSplit);
+    let mut step = rig.step(&short, SplitPolicy::OneSplit);
     let before = step.capacity();
     let mut encoder = rig.encoder();
     rig.mla.record(&mut encoder, &step, &long.binding).expect("recorded");
-    rig.prepare(&mut step, &long.problem, Policy::FixedTokens(16));
+    rig.prepare(&mut step, &long.problem, SplitPolicy::FixedTokens(16));
     assert!(!before.holds(step.capacity()));
     rig.submit(encoder);
     rig.check(&long, &short);
@@ -160,7 +160,7 @@ fn slices_give_the_bits_of_the_whole() -> Outcome {
     rig.check(&loaded, &loaded.problem);
 
     // One item a slice; several; more items than there may be slices.
-    for (budget, policy) in [(1.0, FIXED), (500.0, FIXED), (1.0, Policy::FixedTokens(4))] {
+    for (budget, policy) in [(1.0, FIXED), (500.0, FIXED), (1.0, SplitPolicy::FixedTokens(4))] {
         step.set_slice_budget(slice_budget(budget));
         rig.prepare(&mut step, &loaded.problem, policy);
         let (items, slices) = (plan(&rig.mla, &loaded.problem, policy).items.len(), step.num_slices());
@@ -280,10 +280,10 @@ fn a_decode_in_the_hosts_pass() -> Outcome {
 /// Each way to record or run a step is the same error, before anything is recorded.
 fn assert_refused(
     rig: &Rig,
-    mla: &Compiled<MlaSpec, Gpu>,
-    step: &Step<MlaSpec, Gpu>,
+    mla: &Compiled<MlaDecode, Gpu>,
+    step: &Step<MlaDecode, Gpu>,
     loaded: &Loaded,
-    binding: &Binding<MlaSpec, Gpu>,
+    binding: &Binding<MlaDecode, Gpu>,
     why: &str,
 ) {
     let error = mla.check(step, binding).expect_err(why);
@@ -307,7 +307,7 @@ fn what_does_not_belong_together_records_nothing() -> Outcome {
     let loaded = rig.load(small(&[(37, 1), (90, 2)]));
     let step = rig.step(&loaded.problem, FIXED);
     let other = rig.gpu.compile(*rig.mla.op()).expect("the same kernels");
-    let layer = Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 1.0);
+    let layer = MlaDecodeArgs::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 1.0);
     let other_binding = other.bind(&layer, 3).expect("a binding");
     let mut other_step = other.step(Capacity::default()).expect("a step");
     let plan = plan(&other, &loaded.problem, FIXED);
@@ -345,8 +345,8 @@ fn a_step_that_was_not_prepared_records_nothing() -> Outcome {
 /// A step that is a range of tokens depends on no spec: any op of the type may record it, but only on the device that made it.
 fn steps_of_a_range_serve_every_op_of_their_device() -> Outcome {
     let rig = Rig::shared()?;
-    let spec = RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::Interleaved };
-    let keys = RopeSpec { num_heads: 1, layout: RopeLayout::HalfSplit, ..spec };
+    let spec = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::Interleaved };
+    let keys = Rope { num_heads: 1, layout: RopeLayout::HalfSplit, ..spec };
     let (queries, keys) =
         (rig.gpu.compile(spec).expect("compiles"), rig.gpu.compile(keys).expect("compiles"));
     // Turned by half a circle at each position.
@@ -355,7 +355,7 @@ fn steps_of_a_range_serve_every_op_of_their_device() -> Outcome {
     let positions = rig.buffer(&[0; 4 * 4]);
     let x = rig.buffer(bytemuck::cast_slice(&[1f32; 4 * 2 * 8]));
     let [many, one] = [2, 1].map(|heads| rig.gpu.buffer(4 * heads * 8 * 4).expect("a buffer"));
-    let args = |y, heads| Rope {
+    let args = |y, heads| RopeArgs {
         x: View::dense(&x, heads, 8),
         y: View::dense(y, heads, 8),
         positions: &positions,
@@ -388,7 +388,7 @@ fn steps_of_a_range_serve_every_op_of_their_device() -> Outcome {
 /// either goes on differently: 1, fewer than 16 and more, and more than a workgroup holds at a time.
 fn the_room_for_merges_changes_no_bit() -> Outcome {
     let rig = Rig::shared()?;
-    let policy = Policy::FixedTokens(1);
+    let policy = SplitPolicy::FixedTokens(1);
     let loaded = rig.load(small(&[(1, 1), (9, 1), (16, 2), (17, 1), (300, 1), (600, 1)]));
     let few = rig.step(&loaded.problem, policy);
     rig.run(&few, &loaded);

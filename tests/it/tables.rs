@@ -5,14 +5,14 @@ use proptest::test_runner::RngSeed;
 use wgpu_mla::plan::{Merge, QueryToken, WorkItem};
 use wgpu_mla::tables::{HEADER_WORDS, Header};
 use wgpu_mla::{
-    Batch, Capacity, Dtype, Error, KvSpec, MlaShape, MlaSpec, PageTable, Plan, Policy, SharedPrefix, Tiling,
-    csr_seq_lens, write_tables,
+    Batch, Capacity, Dtype, Error, KvSpec, MlaDecode, MlaShape, PageTable, Plan, SharedPrefix, SplitPolicy,
+    Tiling, csr_seq_lens, write_tables,
 };
 
 const NUM_PAGES: u32 = 500;
 
-fn spec(page_size: u32) -> MlaSpec {
-    MlaSpec {
+fn spec(page_size: u32) -> MlaDecode {
+    MlaDecode {
         shape: MlaShape { num_heads: 6, kv_lora_rank: 256, qk_rope_head_dim: 32 },
         kv: KvSpec { dtype: Dtype::F16, page_size, num_pages: NUM_PAGES },
         query: Dtype::F16,
@@ -30,12 +30,12 @@ const TILING: Tiling = Tiling {
 };
 
 /// One query token a sequence.
-fn plan(spec: &MlaSpec, seq_lens: &[i32]) -> Plan {
+fn plan(spec: &MlaDecode, seq_lens: &[i32]) -> Plan {
     let starts: Vec<i32> = (0..=seq_lens.len() as i32).collect();
-    Plan::new(spec, &TILING, &Batch::new(seq_lens, &starts), Policy::Auto).unwrap()
+    Plan::new(spec, &TILING, &Batch::new(seq_lens, &starts), SplitPolicy::Auto).unwrap()
 }
 
-fn tables(plan: &Plan, pages: PageTable<'_>, spec: &MlaSpec) -> Result<(Header, Vec<u32>), Error> {
+fn tables(plan: &Plan, pages: PageTable<'_>, spec: &MlaDecode) -> Result<(Header, Vec<u32>), Error> {
     let mut words = Vec::new();
     write_tables(&mut words, &Capacity::of(plan), plan, pages, &spec.kv).map(|header| (header, words))
 }
@@ -96,16 +96,16 @@ proptest! {
         prop_assert_eq!(section::<WorkItem>(&words, header.items, header.num_items as usize), plan.items);
         prop_assert_eq!(section::<QueryToken>(&words, header.queries, plan.queries.len()), plan.queries);
         prop_assert_eq!(section::<Merge>(&words, header.merges, header.num_merges as usize), plan.merges);
-        let slots: Vec<u32> = section(&words, header.merge_slots, plan.merge_slots.len());
-        prop_assert_eq!(slots, plan.merge_slots);
+        let partials: Vec<u32> = section(&words, header.merge_partials, plan.merge_partials.len());
+        prop_assert_eq!(partials, plan.merge_partials);
     }
 
     fn sections_are_aligned_and_apart(counts in any::<[u16; 6]>()) {
-        let [items, queries, pages, merges, merge_slots, slots] = counts.map(u32::from);
-        let capacity = Capacity { items, queries, pages, merges, merge_slots, slots };
+        let [items, queries, pages, merges, merge_partials, partials] = counts.map(u32::from);
+        let capacity = Capacity { items, queries, pages, merges, merge_partials, partials };
         let header = capacity.header(&spec(16).kv);
-        let begins = [header.items, header.queries, header.merges, header.merge_slots, header.pages, header.end];
-        let words = [items * 8, queries * 2, merges * 3, merge_slots, pages];
+        let begins = [header.items, header.queries, header.merges, header.merge_partials, header.pages, header.end];
+        let words = [items * 8, queries * 2, merges * 3, merge_partials, pages];
         prop_assert_eq!(header.items, HEADER_WORDS);
         for (begin, words) in begins.windows(2).zip(words) {
             prop_assert!(begin[0].is_multiple_of(4), "{:?}", header);
@@ -114,8 +114,8 @@ proptest! {
     }
 
     fn a_grown_capacity_holds_both(have in any::<[u32; 6]>(), want in any::<[u32; 6]>()) {
-        let of = |[items, queries, pages, merges, merge_slots, slots]: [u32; 6]| Capacity {
-            items, queries, pages, merges, merge_slots, slots,
+        let of = |[items, queries, pages, merges, merge_partials, partials]: [u32; 6]| Capacity {
+            items, queries, pages, merges, merge_partials, partials,
         };
         let (have, want) = (of(have), of(want));
         let grown = have.grown_to(want);
@@ -176,8 +176,8 @@ fn a_capacity_that_is_too_small_is_refused() {
         ("Capacity::queries", Capacity { queries: exact.queries - 1, ..exact }),
         ("Capacity::pages", Capacity { pages: exact.pages - 1, ..exact }),
         ("Capacity::merges", Capacity { merges: exact.merges - 1, ..exact }),
-        ("Capacity::merge_slots", Capacity { merge_slots: exact.merge_slots - 1, ..exact }),
-        ("Capacity::slots", Capacity { slots: exact.slots - 1, ..exact }),
+        ("Capacity::merge_partials", Capacity { merge_partials: exact.merge_partials - 1, ..exact }),
+        ("Capacity::partials", Capacity { partials: exact.partials - 1, ..exact }),
         ("Capacity::items", Capacity::default()),
     ] {
         let error = write_tables(&mut Vec::new(), &capacity, &plan, pages, &spec.kv).unwrap_err();
@@ -192,7 +192,7 @@ fn a_capacity_past_32_bits_is_told() {
         Capacity { items: u32::MAX, ..Capacity::default() },
         Capacity { merges: 1 << 31, ..Capacity::default() },
         Capacity { pages: u32::MAX, ..Capacity::default() },
-        Capacity { queries: 1 << 30, merge_slots: 1 << 31, ..Capacity::default() },
+        Capacity { queries: 1 << 30, merge_partials: 1 << 31, ..Capacity::default() },
     ] {
         assert_eq!(capacity.header(&kv).end, u32::MAX, "{capacity:?}");
     }
@@ -202,7 +202,7 @@ fn a_prefix_on_other_pages_is_refused() {
     let spec = spec(16);
     let shared = [SharedPrefix { sequences: vec![0, 1, 2], tokens: 48 }];
     let batch = Batch { shared_prefixes: &shared, ..Batch::new(&[60, 70, 80], &[0, 1, 2, 3]) };
-    let plan = Plan::new(&spec, &TILING, &batch, Policy::FixedTokens(16)).unwrap();
+    let plan = Plan::new(&spec, &TILING, &batch, SplitPolicy::FixedTokens(16)).unwrap();
     let same = [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3, 8, 9];
     assert!(tables(&plan, PageTable::Dense { block_table: &same, max_pages: 5 }, &spec).is_ok());
     let mut other = same;
@@ -210,7 +210,8 @@ fn a_prefix_on_other_pages_is_refused() {
     let error = tables(&plan, PageTable::Dense { block_table: &other, max_pages: 5 }, &spec).unwrap_err();
     assert_eq!(error, Error::PrefixNotShared { first: 0, other: 2, block: 2 });
     // The same plan without a shared prefix takes any pages.
-    let apart = Plan::new(&spec, &TILING, &Batch::new(&[60, 70, 80], &[0, 1, 2, 3]), Policy::Auto).unwrap();
+    let apart =
+        Plan::new(&spec, &TILING, &Batch::new(&[60, 70, 80], &[0, 1, 2, 3]), SplitPolicy::Auto).unwrap();
     assert!(tables(&apart, PageTable::Dense { block_table: &other, max_pages: 5 }, &spec).is_ok());
 }
 

@@ -2,7 +2,9 @@
 
 use wasm_bindgen_test::wasm_bindgen_test;
 use wgpu_mla::gpu::{Gpu, checked};
-use wgpu_mla::{Batch, Capacity, DecodeOptions, Device, Dtype, Layer, LseBase, Plan, Policy, Query};
+use wgpu_mla::{
+    Batch, Capacity, DecodeOptions, Device, Dtype, LseBase, MlaDecodeArgs, Plan, Query, SplitPolicy,
+};
 
 use crate::page::{download, gpu, upload};
 use mla_support::close::{Tolerance, close};
@@ -13,13 +15,13 @@ use mla_support::suite::run::{Layout, Output, dense_table};
 /// What must not change the result.
 #[derive(Debug, Clone, Copy, Default)]
 struct How {
-    policy: Policy,
+    policy: SplitPolicy,
     layout: Layout,
     lse_base: LseBase,
 }
 
-const ONE_SPLIT: How = How { policy: Policy::OneSplit, layout: Layout::Dense, lse_base: LseBase::E };
-const SPLITS: How = How { policy: Policy::FixedTokens(32), layout: Layout::Dense, lse_base: LseBase::E };
+const ONE_SPLIT: How = How { policy: SplitPolicy::OneSplit, layout: Layout::Dense, lse_base: LseBase::E };
+const SPLITS: How = How { policy: SplitPolicy::FixedTokens(32), layout: Layout::Dense, lse_base: LseBase::E };
 
 /// Runs a problem on every variant that this browser gets, and compares with the oracle.
 async fn check(make: &Make, hows: &[How]) {
@@ -50,7 +52,7 @@ async fn run(
     let batch = Batch {
         seq_lens: &problem.seq_lens,
         query_start_loc: &problem.query_start_loc,
-        visibility: problem.visibility(),
+        mask: problem.mask(),
         shared_prefixes: &problem.shared_prefixes,
     };
     let plan = Plan::new(spec, &mla.tiling(), &batch, how.policy).map_err(wrong)?;
@@ -67,7 +69,7 @@ async fn run(
     let out = Output::new([tokens, heads, latent], spec.out, how.layout, 8);
     let lse = Output::new([tokens, heads, 1], Dtype::F32, how.layout, 1);
     let (out_buffer, lse_buffer) = (upload(gpu, &vec![POISON; out.len]), upload(gpu, &vec![POISON; lse.len]));
-    let layer = Layer {
+    let layer = MlaDecodeArgs {
         query: Query::Whole(q_strides.view(&q)),
         kv: pages.view(&kv),
         out: out.strides.view(&out_buffer),
@@ -140,8 +142,8 @@ async fn outputs_and_layouts() {
     for out in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         let make = Make { out, heads: 6, ..Make::default() };
         let hows = [
-            How { policy: Policy::OneSplit, layout: Layout::Gaps, lse_base: LseBase::Two },
-            How { policy: Policy::FixedTokens(32), layout: Layout::HeadMajor, lse_base: LseBase::E },
+            How { policy: SplitPolicy::OneSplit, layout: Layout::Gaps, lse_base: LseBase::Two },
+            How { policy: SplitPolicy::FixedTokens(32), layout: Layout::HeadMajor, lse_base: LseBase::E },
             How { lse_base: LseBase::Two, ..SPLITS },
         ];
         check(&make, &hows).await;

@@ -3,7 +3,7 @@
 use mla_support::reference::copy_pages;
 use wasm_bindgen_test::wasm_bindgen_test;
 use wgpu_mla::gpu::{Gpu, checked};
-use wgpu_mla::{AppendLayer, CopySpec, Device, Dtype, KvSpec, MergeStates};
+use wgpu_mla::{Device, Dtype, KvAppendArgs, KvCopyPages, KvSpec, MergeStateArgs};
 
 use crate::page::{download, gpu, upload};
 use mla_support::cache::same_cache;
@@ -49,7 +49,7 @@ pub async fn check_merge(gpu: &Gpu, case: &MergeCase, layout: Layout) -> Result<
         [&case.prefix_lse, &case.suffix_lse].map(|lse| upload(gpu, &Dtype::F32.encode_all(lse)));
     let (out_len, lse_len) = (strides.end(dims) * elem, num_tokens * num_heads * 4);
     let (output, output_lse) = (upload(gpu, &vec![POISON; out_len]), upload(gpu, &vec![POISON; lse_len]));
-    let args = MergeStates {
+    let args = MergeStateArgs {
         prefix_output: strides.view(&prefix),
         prefix_lse: lse_view.view(&prefix_lse),
         suffix_output: strides.view(&suffix),
@@ -106,7 +106,7 @@ pub async fn check_append(gpu: &Gpu, case: &AppendCase, gaps: bool) -> Result<()
     let (dims, elem) = (page_dims(&kv, row), kv.dtype.bytes());
     let before = scatter(&case.kv_cache_before, dims, elem, pages.strides());
     let cache = upload(gpu, &before);
-    let layer = AppendLayer {
+    let layer = KvAppendArgs {
         kv_c: latent.view(&kv_c),
         k_pe: rope.view(&k_pe),
         kv: pages.view(&cache),
@@ -144,7 +144,7 @@ async fn check_copies(gpu: &Gpu, kv: &KvSpec, row: usize, gaps: bool) -> Result<
     let mut cache: Vec<u8> = (0..dims[0] * page_bytes).map(|_| rng.next() as u8).collect();
     let before = scatter(&cache, dims, elem, pages.strides());
     let buffer = upload(gpu, &before);
-    let spec = CopySpec { kv: *kv, row_elems: row as u32 };
+    let spec = KvCopyPages { kv: *kv, row_elems: row as u32 };
     let run = || gpu.once(spec, &copies, &pages.view(&buffer));
     checked(gpu.device(), "a copy", run).await.map_err(wrong)?;
     copy_pages(&mut cache, page_bytes, &copies);

@@ -8,9 +8,9 @@ use wasm_bindgen_test::{console_log, wasm_bindgen_test};
 use wgpu_mla::gpu::ops::BatchTables;
 use wgpu_mla::gpu::{Gpu, Source, checked, decode_sources};
 use wgpu_mla::{
-    AppendSpec, CalibrateSpec, Caps, CopySpec, DecodeOptions, Device, Dtype, GatherSpec, HeadDims, Kernel,
-    KvSpec, MergeAttnStatesSpec, MlaShape, MlaSpec, Op, PrefillSpec, ProjectSpec, Result, RopeAppendSpec,
-    RopeLayout, RopeSpec, SUPPORTED_DIMS, wgpu,
+    Caps, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend, KvCalibrate, KvCopyPages,
+    KvGather, KvSpec, MergeState, MlaDecode, MlaPrefill, MlaShape, Op, Result, Rope, RopeAppend, RopeLayout,
+    SUPPORTED_DIMS, wgpu,
 };
 
 use crate::page::gpu;
@@ -18,11 +18,11 @@ use crate::page::gpu;
 const OUTS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 const INPUTS: [Dtype; 3] = OUTS;
 
-const ANY: MlaSpec = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::F32);
+const ANY: MlaDecode = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::F32);
 
-const fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaSpec {
+const fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaDecode {
     let shape = MlaShape { num_heads, kv_lora_rank: dims.0, qk_rope_head_dim: dims.1 };
-    MlaSpec { shape, kv: KvSpec { dtype: cache, page_size: 16, num_pages: 64 }, query, out }
+    MlaDecode { shape, kv: KvSpec { dtype: cache, page_size: 16, num_pages: 64 }, query, out }
 }
 
 fn all_dims() -> impl Iterator<Item = (u32, u32)> + Clone {
@@ -45,7 +45,7 @@ where
 }
 
 /// Options for each variant that runs here, with page lists of the host and of the device.
-fn options(gpu: &Gpu, spec: &MlaSpec) -> Vec<DecodeOptions> {
+fn options(gpu: &Gpu, spec: &MlaDecode) -> Vec<DecodeOptions> {
     let runs = gpu.variants(spec).into_iter().filter(|candidate| candidate.lacks.is_none());
     let options = |variant: &str, device_page_list| DecodeOptions {
         variant: Some(variant.into()),
@@ -60,7 +60,7 @@ fn options(gpu: &Gpu, spec: &MlaSpec) -> Vec<DecodeOptions> {
 struct Modules(HashSet<String>);
 
 impl Modules {
-    async fn compile(&mut self, gpu: &Gpu, caps: &Caps, spec: &MlaSpec) {
+    async fn compile(&mut self, gpu: &Gpu, caps: &Caps, spec: &MlaDecode) {
         for options in options(gpu, spec) {
             match decode_sources(caps, spec, &options) {
                 Ok(sources) => {
@@ -73,7 +73,7 @@ impl Modules {
         }
     }
 
-    async fn compile_one(&mut self, gpu: &Gpu, source: Source, spec: &MlaSpec) {
+    async fn compile_one(&mut self, gpu: &Gpu, source: Source, spec: &MlaDecode) {
         if self.0.contains(&source.text) {
             return;
         }
@@ -121,46 +121,46 @@ async fn every_small_op_compiles() {
     let gpu = gpu().await;
     for dtype in OUTS {
         for head_size in [64, 96, 127, 128, 512] {
-            compile(&gpu, MergeAttnStatesSpec { dtype, head_size }).await;
+            compile(&gpu, MergeState { dtype, head_size }).await;
         }
     }
     for cache in Dtype::ALL {
         for (latent, rope) in all_dims() {
             let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
-            compile(&gpu, CopySpec { kv, row_elems: latent + rope }).await;
+            compile(&gpu, KvCopyPages { kv, row_elems: latent + rope }).await;
             for input in INPUTS {
                 let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
-                let spec = AppendSpec { shape, kv, input };
+                let spec = KvAppend { shape, kv, input };
                 compile(&gpu, spec).await;
                 if rope == 0 {
                     continue;
                 }
                 for layout in [RopeLayout::Interleaved, RopeLayout::HalfSplit] {
                     let query = if latent == 512 { input } else { Dtype::Bf16 };
-                    compile(&gpu, RopeAppendSpec { append: spec, query, num_heads: 16, layout }).await;
-                    compile(&gpu, RopeSpec { dtype: input, num_heads: 16, rope_dim: rope, layout }).await;
+                    compile(&gpu, RopeAppend { append: spec, query, num_heads: 16, layout }).await;
+                    compile(&gpu, Rope { dtype: input, num_heads: 16, rope_dim: rope, layout }).await;
                 }
             }
         }
     }
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     for input in INPUTS {
-        compile(&gpu, CalibrateSpec { shape, input }).await;
+        compile(&gpu, KvCalibrate { shape, input }).await;
     }
     for cache in Dtype::ALL {
         let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
         for output in Dtype::ALL.into_iter().filter(|&output| output != Dtype::E4m3 || cache == output) {
-            compile(&gpu, GatherSpec { shape, kv, output }).await;
+            compile(&gpu, KvGather { shape, kv, output }).await;
         }
     }
     let kv = KvSpec { dtype: Dtype::F16, page_size: 48, num_pages: 7 };
     make(&gpu, "tables of a batch", || BatchTables::new(&gpu, kv)).await;
     for dtype in OUTS {
         let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
-        for of in [ProjectSpec::absorb, ProjectSpec::v_up] {
+        for of in [HeadProject::absorb, HeadProject::v_up] {
             compile(&gpu, of(&dims, dtype, dtype, dtype)).await;
         }
-        let spec = PrefillSpec {
+        let spec = MlaPrefill {
             num_heads: 16,
             qk_nope_head_dim: 128,
             qk_rope_head_dim: 64,

@@ -1,13 +1,13 @@
 //! A model's cache, weights and activations in a device's memory, as its layers take them.
 
-use wgpu_mla::{Device, Dtype, HeadDims, KvBProj, KvView, LayerArgs, MlaLayerSpec, View};
+use wgpu_mla::{Device, Dtype, HeadDims, KvBProj, KvView, MlaLayer, MlaLayerArgs, View};
 
 use crate::attention::Rows;
 use crate::layer::values;
 use crate::{Model, Result, Setup};
 
 pub struct Arrays<B> {
-    spec: MlaLayerSpec,
+    spec: MlaLayer,
     kv: B,
     /// `[T, H * (P + R) + L + R]`: a token's query, latent and rotary key together, so that a step's are one copy.
     rows: B,
@@ -95,7 +95,7 @@ impl<B> Arrays<B> {
     }
 
     /// One layer.
-    pub fn args(&self, layer: usize) -> LayerArgs<&B> {
+    pub fn args(&self, layer: usize) -> MlaLayerArgs<&B> {
         let (spec, each) = (&self.spec, row_elems(&self.spec));
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
         let part = |offset: u32, head_stride: u32| View {
@@ -106,7 +106,7 @@ impl<B> Arrays<B> {
         };
         let head = spec.qk_nope_head_dim + rope;
         let (kv_b_proj, k_scale) = &self.layers[layer];
-        LayerArgs {
+        MlaLayerArgs {
             q_nope: part(0, head),
             q_pe: part(spec.qk_nope_head_dim, head),
             kv_c: part(each - rope - latent, latent),
@@ -124,12 +124,12 @@ impl<B> Arrays<B> {
 }
 
 /// Elements of a token's row of activations.
-fn row_elems(spec: &MlaLayerSpec) -> u32 {
+fn row_elems(spec: &MlaLayer) -> u32 {
     let rope = spec.shape.qk_rope_head_dim;
     spec.shape.num_heads * (spec.qk_nope_head_dim + rope) + spec.shape.kv_lora_rank + rope
 }
 
 /// Elements from one layer's cache to the next.
-fn layer_stride(spec: &MlaLayerSpec) -> u64 {
+fn layer_stride(spec: &MlaLayer) -> u64 {
     spec.kv.num_slots() * u64::from(spec.shape.row_elems())
 }

@@ -1,6 +1,6 @@
 //! Where attention runs.
 
-use wgpu_mla::MlaSpec;
+use wgpu_mla::MlaDecode;
 use wgpu_mla::any::AnyBackend;
 
 use crate::{Error, Result};
@@ -34,7 +34,7 @@ impl std::str::FromStr for Where {
 ///
 /// # Errors
 /// [`wgpu_mla::Error::NoAdapter`] and the like, [`Error::Input`] for CUDA without the feature `cuda`.
-pub fn open(wish: Where, spec: &MlaSpec) -> Result<AnyBackend> {
+pub fn open(wish: Where, spec: &MlaDecode) -> Result<AnyBackend> {
     Ok(match wish {
         Where::Auto => AnyBackend::best(spec),
         #[cfg(feature = "cuda")]

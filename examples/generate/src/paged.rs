@@ -1,8 +1,8 @@
-//! Attention by [`MlaLayerSpec`], an op of every backend: what a model does between its projections and `o_proj`.
+//! Attention by [`MlaLayer`], an op of every backend: what a model does between its projections and `o_proj`.
 
 use wgpu_mla::{
-    Backend, Binding, Compiled, CopySpec, Dtype, LayerCapacity, LayerOptions, MlaLayerSpec, Policy, SeqId,
-    Step,
+    Backend, Binding, Compiled, Dtype, KvCopyPages, LayerCapacity, LayerOptions, MlaLayer, SeqId,
+    SplitPolicy, Step,
 };
 
 use crate::arrays::Arrays;
@@ -21,11 +21,11 @@ pub fn paged(model: &Model, setup: &Setup) -> Result<Box<dyn Attention>> {
 /// The ops are compiled once, prepared once a step, and bound once a layer.
 struct Paged<D: Backend> {
     device: D,
-    copy: Compiled<CopySpec, D>,
-    copy_step: Step<CopySpec, D>,
-    mla: Compiled<MlaLayerSpec, D>,
-    step: Step<MlaLayerSpec, D>,
-    layers: Vec<(Binding<CopySpec, D>, Binding<MlaLayerSpec, D>)>,
+    copy: Compiled<KvCopyPages, D>,
+    copy_step: Step<KvCopyPages, D>,
+    mla: Compiled<MlaLayer, D>,
+    step: Step<MlaLayer, D>,
+    layers: Vec<(Binding<KvCopyPages, D>, Binding<MlaLayer, D>)>,
     arrays: Arrays<D::Buffer>,
     pages: Pages,
 }
@@ -37,7 +37,7 @@ impl<D: Backend> Paged<D> {
         let capacity = LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, prefix_rows: 0 };
         let variant = if setup.exact { exact_variant(device, &spec) } else { None };
         let mla = device.compile_with(spec, &LayerOptions { variant, capacity })?;
-        let copy = device.compile(CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
+        let copy = device.compile(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
         let arrays = Arrays::new(device, model, setup)?;
         let bind = |layer| Ok((copy.bind(&arrays.kv(layer), ())?, mla.bind(&arrays.args(layer), capacity)?));
         Ok(Self {
@@ -54,7 +54,7 @@ impl<D: Backend> Paged<D> {
 }
 
 /// The best variant of the decode that runs here and rounds no softmax weights.
-fn exact_variant<D: Backend>(device: &D, spec: &MlaLayerSpec) -> Option<String> {
+fn exact_variant<D: Backend>(device: &D, spec: &MlaLayer) -> Option<String> {
     let mut variants = device.variants(spec).into_iter();
     variants.find(|one| one.lacks.is_none() && !one.rounds_weights).map(|one| one.name.into())
 }
@@ -75,7 +75,7 @@ impl<D: Backend> Attention for Paged<D> {
     fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
         self.pages.begin(batch)?;
         self.copy.prepare(&mut self.copy_step, &self.pages.append.copies)?;
-        Ok(self.mla.prepare(&mut self.step, (&self.pages.batch(), Policy::Auto))?)
+        Ok(self.mla.prepare(&mut self.step, (&self.pages.batch(), SplitPolicy::Auto))?)
     }
 
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>> {

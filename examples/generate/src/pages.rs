@@ -63,7 +63,7 @@ impl Pages {
     /// Grows the sequences and writes the step's tables.
     pub fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
         self.pool.append_batch_into(batch, &mut self.append)?;
-        self.most_used = self.most_used.max(self.pool.used_pages());
+        self.most_used = self.most_used.max(self.pool.num_used_pages());
         let sequences: Vec<SeqId> = batch.iter().map(|&(sequence, _)| sequence).collect();
         self.pool.seq_lens_into(&sequences, &mut self.seq_lens)?;
         self.pool.block_table_into(&sequences, -1, &mut self.table)?;
@@ -102,7 +102,7 @@ impl Pages {
 
     /// Pages in use now, the most so far, and all there are.
     pub fn used(&self) -> (usize, usize, usize) {
-        (self.pool.used_pages(), self.most_used, self.pool.spec().num_pages as usize)
+        (self.pool.num_used_pages(), self.most_used, self.pool.spec().num_pages as usize)
     }
 
     /// Tokens that one step may have.

@@ -1,6 +1,6 @@
 //! What is asked of a cache and of who attends it.
 
-use wgpu_mla::{Dtype, KvSpec, MlaLayerSpec, RopeLayout};
+use wgpu_mla::{Dtype, KvSpec, MlaLayer, RopeLayout};
 
 use crate::backend::Where;
 use crate::{Config, Model};
@@ -42,10 +42,10 @@ impl Default for Setup {
 }
 
 impl Setup {
-    pub(crate) fn spec(&self, model: &Model) -> MlaLayerSpec {
+    pub(crate) fn spec(&self, model: &Model) -> MlaLayer {
         let num_pages = self.tokens.div_ceil(self.page_size.max(1)).saturating_add(self.sequences);
         let Config { shape, qk_nope_head_dim, v_head_dim, ref rope, .. } = model.config;
-        MlaLayerSpec {
+        MlaLayer {
             shape,
             qk_nope_head_dim: qk_nope_head_dim as u32,
             v_head_dim: v_head_dim as u32,

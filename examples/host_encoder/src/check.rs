@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, channel};
 
 use mla_support::reference::{Decode, mla_decode};
-use wgpu_mla::{Dtype, Result, Visibility, wgpu};
+use wgpu_mla::{Dtype, Mask, Result, wgpu};
 
 use crate::model::{self, Model, SPEC};
 
@@ -86,7 +86,7 @@ fn compare(
         max_pages: table.max_pages,
         seq_lens,
         query_start_loc: &model::query_start_loc(),
-        visibility: Visibility::Causal,
+        mask: Mask::Causal,
         softmax_scale: model::softmax_scale().into(),
         k_scale: 1.0,
         q_scale: 1.0,

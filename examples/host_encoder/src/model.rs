@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Batch, Binding, Capacity, Compiled, Device, Dtype, KvSpec, KvView, Layer,
-    MlaShape, MlaSpec, PagePool, Plan, Policy, Result, SeqId, Step, View, wgpu,
+    Batch, Binding, Capacity, Compiled, Device, Dtype, KvAppend, KvAppendArgs, KvSpec, KvView, MlaDecode,
+    MlaDecodeArgs, MlaShape, PagePool, Plan, Result, SeqId, SplitPolicy, Step, View, wgpu,
 };
 
 use crate::check::Check;
@@ -18,7 +18,7 @@ pub const SEQUENCES: u32 = PROMPTS.len() as u32;
 /// A slice is made of whole splits, so they bound how finely a step can be cut.
 const SPLIT_TOKENS: u32 = 64;
 
-pub const SPEC: MlaSpec = MlaSpec {
+pub const SPEC: MlaDecode = MlaDecode {
     shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
     kv: KvSpec { dtype: Dtype::F16, page_size: 64, num_pages: SEQUENCES * FULL_TOKENS / 64 },
     query: Dtype::F32,
@@ -32,13 +32,13 @@ pub struct Model {
     pool: PagePool,
     sequences: Vec<SeqId>,
     // The two ops: compiled once, prepared once a step, bound once a layer.
-    append: Compiled<AppendSpec, Gpu>,
-    append_step: Step<AppendSpec, Gpu>,
-    append_binding: Binding<AppendSpec, Gpu>,
-    pub mla: Compiled<MlaSpec, Gpu>,
+    append: Compiled<KvAppend, Gpu>,
+    append_step: Step<KvAppend, Gpu>,
+    append_binding: Binding<KvAppend, Gpu>,
+    pub mla: Compiled<MlaDecode, Gpu>,
     plan: Plan,
-    pub step: Step<MlaSpec, Gpu>,
-    binding: Binding<MlaSpec, Gpu>,
+    pub step: Step<MlaDecode, Gpu>,
+    binding: Binding<MlaDecode, Gpu>,
     // The host's own pass.
     token: wgpu::ComputePipeline,
     token_group: wgpu::BindGroup,
@@ -82,16 +82,16 @@ impl Model {
         let buffers = Buffers::new(device);
         let (shape, latent) = (SPEC.shape, SPEC.shape.kv_lora_rank);
 
-        let append = gpu.compile(AppendSpec { shape, kv: SPEC.kv, input: Dtype::F32 })?;
+        let append = gpu.compile(KvAppend { shape, kv: SPEC.kv, input: Dtype::F32 })?;
         let kv_c = View::dense(&buffers.rows, 1, shape.row_elems());
         let k_pe = View { offset: latent.into(), ..kv_c };
         let kv = KvView::dense(&buffers.cache, &SPEC);
-        let layer = AppendLayer { kv_c, k_pe, kv, k_scale: 1.0 };
+        let layer = KvAppendArgs { kv_c, k_pe, kv, k_scale: 1.0 };
         let append_binding = append.bind(&layer, PROMPTS.iter().sum())?;
 
         let mla = gpu.compile(SPEC)?;
         let Buffers { query, cache, out, lse, .. } = &buffers;
-        let layer = Layer::dense(&SPEC, query, cache, out, lse, softmax_scale());
+        let layer = MlaDecodeArgs::dense(&SPEC, query, cache, out, lse, softmax_scale());
         let binding = mla.bind(&layer, SEQUENCES)?;
         let step = mla.step(Capacity::default())?;
 
@@ -187,7 +187,7 @@ impl Model {
 
         let (seq_lens, starts) = (self.seq_lens()?, query_start_loc());
         let batch = Batch::new(&seq_lens, &starts);
-        self.plan.update(&SPEC, &self.mla.tiling(), &batch, Policy::FixedTokens(SPLIT_TOKENS))?;
+        self.plan.update(&SPEC, &self.mla.tiling(), &batch, SplitPolicy::FixedTokens(SPLIT_TOKENS))?;
         self.step.set_slice_budget(Some(self.pace.budget()));
         let table = self.block_table()?;
         self.mla.prepare(&mut self.step, (&self.plan, table.page_table()))

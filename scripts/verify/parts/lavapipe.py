@@ -12,7 +12,7 @@ VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
 SUITE = "tests/support/src/suite"
 OPS = {
     "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
-    "merge_attn_states": (["merge_attn_states"], [f"{SUITE}/ops.rs"]),
+    "merge_state": (["merge_state"], [f"{SUITE}/ops.rs"]),
     "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs"]),
     "kv_append": (["kv_append"], [f"{SUITE}/ops.rs", f"{SUITE}/errors.rs"]),
     "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),

@@ -6,7 +6,7 @@ import kernels
 from part import RUSTC, Part, Passed, locked, run as run_command, version_of, versions
 from records import files
 
-SMALL = ["merge_attn_states", "kv_append", "kv_copy_pages"]
+SMALL = ["merge_state", "kv_append", "kv_copy_pages"]
 # What a module runs: kernels, and other files.
 MODULES = {
     "case_files": (["decode_plain", *SMALL], ["tests/cases/*"]),

@@ -1,8 +1,8 @@
 //! A layer's buffers, checked and held.
 
-use crate::MlaSpec;
+use crate::MlaDecode;
 use crate::cpu::buffer::{Access, Buffer, Locked, lock};
-use crate::ops::Layer;
+use crate::ops::MlaDecodeArgs;
 use crate::view::{KvView, View};
 
 /// A layer of a model, checked: its buffers, strides and scales. It keeps the buffers alive.
@@ -82,7 +82,7 @@ pub(super) const OUT: usize = 3;
 pub(super) const LSE: usize = 4;
 
 impl Bound {
-    pub(super) fn new(spec: &MlaSpec, layer: &Layer<&Buffer>) -> Self {
+    pub(super) fn new(spec: &MlaDecode, layer: &MlaDecodeArgs<&Buffer>) -> Self {
         let [q_nope, q_pe] = layer.query_parts(spec);
         let (out, lse) = (layer.out, layer.lse);
         let (logit_scale, out_scale, lse_scale) = layer.kernel_scales();

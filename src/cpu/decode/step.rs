@@ -9,24 +9,24 @@ use crate::cpu::buffer::{Line, zeroed};
 use crate::cpu::kernels::attend::{BLOCK, MAX_ROWS, Tile};
 use crate::plan::{Merge, Plan, QueryToken, WorkItem, check_plan};
 use crate::tables::{Capacity, Header, PageTable, write_tables};
-use crate::{Error, MlaSpec, Result};
+use crate::{Error, MlaDecode, Result};
 
 /// A step's tables, room for its partial results, and each thread's scratch.
 #[derive(Debug)]
 pub struct Prepared {
-    spec: MlaSpec,
+    spec: MlaDecode,
     capacity: Capacity,
     words: Vec<u32>,
     /// None until a plan was prepared.
     header: Option<Header>,
-    /// Partial outputs `[slots, L]`, then their LSEs `[slots]`. Locked by a run.
+    /// Partial outputs `[partials, L]`, then their LSEs `[partials]`. Locked by a run.
     pub(super) partials: Mutex<Vec<AtomicU32>>,
     /// One a thread, taken by the thread of that index only.
     pub(super) scratch: Vec<Mutex<Scratch>>,
 }
 
 impl Prepared {
-    pub(super) fn new(spec: MlaSpec, capacity: Capacity, threads: usize) -> Result<Self> {
+    pub(super) fn new(spec: MlaDecode, capacity: Capacity, threads: usize) -> Result<Self> {
         let mut step = Self {
             spec,
             capacity: Capacity::default(),
@@ -53,9 +53,10 @@ impl Prepared {
         };
         self.words.try_reserve_exact(words.saturating_sub(self.words.len())).map_err(out_of_memory)?;
         self.words.resize(words, 0);
-        if capacity.slots > self.capacity.slots {
-            let per_slot = self.spec.shape.kv_lora_rank as usize + 1;
-            let partials = zeroed((capacity.slots as usize).saturating_mul(per_slot), "partial results")?;
+        if capacity.partials > self.capacity.partials {
+            let per_partial = self.spec.shape.kv_lora_rank as usize + 1;
+            let partials =
+                zeroed((capacity.partials as usize).saturating_mul(per_partial), "partial results")?;
             self.partials = Mutex::new(partials);
         }
         self.capacity = capacity;
@@ -87,15 +88,15 @@ impl Prepared {
         self.capacity
     }
 
-    pub(super) fn num_slots(&self) -> usize {
-        self.capacity.slots as usize
+    pub(super) fn num_partials(&self) -> usize {
+        self.capacity.partials as usize
     }
 }
 
 /// Words of the tables, if they can be counted at all: places in them are `u32`.
 fn table_words(capacity: &Capacity) -> Option<usize> {
-    let Capacity { items, queries, pages, merges, merge_slots, .. } = *capacity;
-    let sizes = [(items, 8), (queries, 2), (pages, 1), (merges, 3), (merge_slots, 1)];
+    let Capacity { items, queries, pages, merges, merge_partials, .. } = *capacity;
+    let sizes = [(items, 8), (queries, 2), (pages, 1), (merges, 3), (merge_partials, 1)];
     let words = sizes.iter().map(|&(count, words)| u64::from(count) * words + 4).sum::<u64>() + 16;
     (words <= u32::MAX.into()).then_some(words as usize)
 }
@@ -121,8 +122,8 @@ impl<'a> Tables<'a> {
         self.section(self.header.merges, self.header.num_merges as usize)
     }
 
-    pub(super) fn merge_slots(&self) -> &'a [u32] {
-        &self.words[self.header.merge_slots as usize..self.header.pages as usize]
+    pub(super) fn merge_partials(&self) -> &'a [u32] {
+        &self.words[self.header.merge_partials as usize..self.header.pages as usize]
     }
 
     pub(super) fn pages(&self) -> &'a [u32] {
@@ -150,7 +151,7 @@ impl std::fmt::Debug for Scratch {
 }
 
 impl Scratch {
-    fn of_decode(spec: &MlaSpec) -> Result<Self> {
+    fn of_decode(spec: &MlaDecode) -> Result<Self> {
         Self::new(spec.shape.row_elems() as usize, spec.shape.kv_lora_rank as usize, 0)
     }
 

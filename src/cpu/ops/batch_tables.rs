@@ -5,7 +5,7 @@ use crate::cpu::buffer::{Access, Buffer, Locked, lock};
 use crate::ops::{Compiled, DeviceBatch, Sequences, Step};
 use crate::plan::Plan;
 use crate::tables::PageTable;
-use crate::{Error, KvSpec, MlaSpec, Result};
+use crate::{Error, KvSpec, MlaDecode, Result};
 
 /// What `gpu::ops::BatchTables` makes on a device, made here, from the same arrays: for a host that runs its steps on either, and keeps
 /// its batches in a backend's buffers, padded to a fixed size. The arrays are read by each call.
@@ -43,7 +43,7 @@ impl BatchTables {
     /// Prepares a decode's step with a plan for the longest that each sequence may be, cut down to the batch.
     ///
     /// The plan has the batch's sequences, those of padding included, with `seq_lens` that no batch passes, and
-    /// [`crate::Visibility::Full`] (or one query token a sequence): what each query token sees is found here, causal and
+    /// [`crate::Mask::Full`] (or one query token a sequence): what each query token sees is found here, causal and
     /// bottom-right. A sequence's query tokens begin where the plan has them; those that the batch has not, by `query_start_loc`, see
     /// nothing: out is 0 and LSE -inf. Sequences longer than planned are cut off.
     ///
@@ -52,8 +52,8 @@ impl BatchTables {
     /// sequences; [`Error::Shape`] for a plan with shared prefixes or with other bounds; [`Error::BufferTooSmall`].
     pub fn prepare(
         &self,
-        mla: &Compiled<MlaSpec, Cpu>,
-        step: &mut Step<MlaSpec, Cpu>,
+        mla: &Compiled<MlaDecode, Cpu>,
+        step: &mut Step<MlaDecode, Cpu>,
         plan: &Plan,
         batch: &DeviceBatch<&Buffer>,
     ) -> Result<()> {

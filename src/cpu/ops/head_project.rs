@@ -8,7 +8,7 @@ use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::widen::widen;
 use crate::cpu::pool::Pool;
-use crate::ops::{Project, ProjectSpec, WeightOrder};
+use crate::ops::{HeadProject, HeadProjectArgs, WeightOrder};
 use crate::view::check_tokens;
 use crate::{Error, Result};
 
@@ -24,7 +24,7 @@ thread_local! {
     static COLUMN: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-impl HostOp for ProjectSpec {
+impl HostOp for HeadProject {
     type Prepared = Range<u32>;
 
     fn prepare(&self, tokens: Range<u32>) -> Result<(Range<u32>, u32)> {
@@ -32,7 +32,7 @@ impl HostOp for ProjectSpec {
         Ok((tokens, end))
     }
 
-    fn run(&self, pool: &Pool, range: &Range<u32>, args: &Project<&Buffer>) -> Result<()> {
+    fn run(&self, pool: &Pool, range: &Range<u32>, args: &HeadProjectArgs<&Buffer>) -> Result<()> {
         let (first_token, tokens) = (range.start as usize, range.len());
         let (k, n) = (self.k as usize, self.n as usize);
         if tokens == 0 {
@@ -81,8 +81,8 @@ impl HostOp for ProjectSpec {
 
 /// `[k][COLUMNS]` of a head's matrix in f32, zeros past its end.
 fn columns_of(
-    spec: &ProjectSpec,
-    args: &Project<&Buffer>,
+    spec: &HeadProject,
+    args: &HeadProjectArgs<&Buffer>,
     bytes: &[u8],
     head: usize,
     first: usize,

@@ -6,9 +6,9 @@ use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{AppendLayer, AppendSpec};
+use crate::ops::{KvAppend, KvAppendArgs};
 
-impl HostOp for AppendSpec {
+impl HostOp for KvAppend {
     /// Slots, `u32::MAX` for a token that is skipped.
     type Prepared = Vec<u32>;
 
@@ -18,7 +18,7 @@ impl HostOp for AppendSpec {
         Ok((slots, tokens))
     }
 
-    fn run(&self, pool: &Pool, slots: &Vec<u32>, args: &AppendLayer<&Buffer>) -> Result<()> {
+    fn run(&self, pool: &Pool, slots: &Vec<u32>, args: &KvAppendArgs<&Buffer>) -> Result<()> {
         let (latent, rope) = (self.shape.kv_lora_rank as usize, self.shape.qk_rope_head_dim as usize);
         let k_pe = args.rotary(self);
 

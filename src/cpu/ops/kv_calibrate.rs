@@ -8,10 +8,10 @@ use crate::cpu::buffer::{Access, Buffer, lock};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{Calibrate, CalibrateSpec};
+use crate::ops::{KvCalibrate, KvCalibrateArgs};
 use crate::view::check_tokens;
 
-impl HostOp for CalibrateSpec {
+impl HostOp for KvCalibrate {
     type Prepared = Range<u32>;
 
     fn prepare(&self, tokens: Range<u32>) -> Result<(Range<u32>, u32)> {
@@ -19,7 +19,7 @@ impl HostOp for CalibrateSpec {
         Ok((tokens, end))
     }
 
-    fn run(&self, pool: &Pool, tokens: &Range<u32>, args: &Calibrate<&Buffer>) -> Result<()> {
+    fn run(&self, pool: &Pool, tokens: &Range<u32>, args: &KvCalibrateArgs<&Buffer>) -> Result<()> {
         let k_pe = args.rotary(self);
         let (read, write) = (Access::Read, Access::Write);
         let locked = lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.stats, write)]);

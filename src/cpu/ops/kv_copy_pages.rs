@@ -7,10 +7,10 @@ use crate::cpu::buffer::{Access, Buffer, lock};
 use crate::cpu::decode::Pages;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{CopySpec, check_copies};
+use crate::ops::{KvCopyPages, check_copies};
 use crate::view::KvView;
 
-impl HostOp for CopySpec {
+impl HostOp for KvCopyPages {
     type Prepared = Vec<(u32, u32)>;
 
     fn prepare(&self, copies: &[(u32, u32)]) -> Result<(Vec<(u32, u32)>, ())> {

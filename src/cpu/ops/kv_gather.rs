@@ -5,10 +5,10 @@ use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{Gather, GatherBatch, GatherSpec, Piece};
+use crate::ops::{GatherBatch, KvGather, KvGatherArgs, Piece};
 use crate::{Result, e4m3_decode};
 
-impl HostOp for GatherSpec {
+impl HostOp for KvGather {
     type Prepared = Vec<Piece>;
 
     fn prepare(&self, batch: GatherBatch<'_>) -> Result<(Vec<Piece>, u32)> {
@@ -16,7 +16,7 @@ impl HostOp for GatherSpec {
         Ok((all.pieces, all.rows))
     }
 
-    fn run(&self, pool: &Pool, pieces: &Vec<Piece>, args: &Gather<&Buffer>) -> Result<()> {
+    fn run(&self, pool: &Pool, pieces: &Vec<Piece>, args: &KvGatherArgs<&Buffer>) -> Result<()> {
         if pieces.is_empty() {
             return Ok(());
         }

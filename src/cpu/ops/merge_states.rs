@@ -8,16 +8,19 @@ use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{MergeStatesSpec, SetsExtent, StateSets};
+use crate::ops::{MergeStates, MergeStatesArgs, MergeStatesExtent};
 use crate::{Dtype, Result};
 
 /// Columns that are summed at a time, on the stack.
 const COLUMNS: usize = 256;
 
-impl HostOp for MergeStatesSpec {
+impl HostOp for MergeStates {
     type Prepared = (Range<u32>, u32);
 
-    fn prepare(&self, (tokens, num_sets): (Range<u32>, u32)) -> Result<((Range<u32>, u32), SetsExtent)> {
+    fn prepare(
+        &self,
+        (tokens, num_sets): (Range<u32>, u32),
+    ) -> Result<((Range<u32>, u32), MergeStatesExtent)> {
         let extent = self.extent(&tokens, num_sets)?;
         Ok(((tokens, num_sets), extent))
     }
@@ -26,7 +29,7 @@ impl HostOp for MergeStatesSpec {
         &self,
         pool: &Pool,
         (tokens, num_sets): &(Range<u32>, u32),
-        args: &StateSets<&Buffer>,
+        args: &MergeStatesArgs<&Buffer>,
     ) -> Result<()> {
         if tokens.is_empty() || args.num_heads == 0 {
             return Ok(());

@@ -12,8 +12,8 @@ use crate::cpu::kernels::{Kernels, VARIANTS};
 use crate::ops::mla_prefill::tiles::{PrefillTile, tiles};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{
-    Candidate, Choice, Kernel, Op, Prefill, PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec,
-    PrefillTiling,
+    Candidate, Choice, Kernel, MlaPrefill, MlaPrefillArgs, Op, PrefillExtent, PrefillOptions,
+    PrefillSequence, PrefillTiling,
 };
 
 /// The arguments in the order in which they are locked.
@@ -34,20 +34,20 @@ pub struct Threads {
 
 /// One layer's arrays.
 #[derive(Debug)]
-pub struct Bound(Prefill<Buffer>);
+pub struct Bound(MlaPrefillArgs<Buffer>);
 
-impl Kernel<PrefillSpec> for Cpu {
+impl Kernel<MlaPrefill> for Cpu {
     type Kernels = Threads;
     type Step = Vec<PrefillTile>;
     type Binding = Bound;
 
-    fn kernel_variants(&self, _: &PrefillSpec) -> Vec<Candidate> {
+    fn kernel_variants(&self, _: &MlaPrefill) -> Vec<Candidate> {
         candidates(VARIANTS, &(), &())
     }
 
     fn kernel_compile(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         options: &PrefillOptions,
     ) -> Result<(Threads, PrefillTiling, Choice)> {
         let (kernels, choice) = choose(VARIANTS, &(), &(), options.variant.as_deref())?;
@@ -62,13 +62,13 @@ impl Kernel<PrefillSpec> for Cpu {
         Ok((Threads { kernels, scratch }, tiling, choice))
     }
 
-    fn kernel_step(&self, _: &PrefillSpec, _: &Threads, _: u32) -> Result<Vec<PrefillTile>> {
+    fn kernel_step(&self, _: &MlaPrefill, _: &Threads, _: u32) -> Result<Vec<PrefillTile>> {
         Ok(Vec::new())
     }
 
     fn kernel_prepare(
         &self,
-        _: &PrefillSpec,
+        _: &MlaPrefill,
         _: &Threads,
         step: &mut Vec<PrefillTile>,
         sequences: &[PrefillSequence],
@@ -80,9 +80,9 @@ impl Kernel<PrefillSpec> for Cpu {
 
     fn kernel_bind(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         _: &Threads,
-        args: &Prefill<&Buffer>,
+        args: &MlaPrefillArgs<&Buffer>,
         _: PrefillExtent,
     ) -> Result<Bound> {
         spec.map(args, |_, buffer| Ok(Buffer::clone(buffer))).map(Bound)
@@ -90,7 +90,7 @@ impl Kernel<PrefillSpec> for Cpu {
 
     fn kernel_record(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         threads: &Threads,
         (): &mut (),
         tiles: &Vec<PrefillTile>,
@@ -118,7 +118,7 @@ impl Kernel<PrefillSpec> for Cpu {
 
 /// Everything that the threads of one call share.
 struct Call<'a> {
-    spec: &'a PrefillSpec,
+    spec: &'a MlaPrefill,
     kernels: &'a Kernels,
     locked: Locked<'a, 7>,
     at: [Rows; 7],

@@ -8,13 +8,13 @@ use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{Rope, RopeLayout, RopeSpec};
+use crate::ops::{Rope, RopeArgs, RopeLayout};
 use crate::view::check_tokens;
 
-/// Of a row: [`RopeSpec::rope_dim`].
+/// Of a row: [`Rope::rope_dim`].
 const MAX_DIM: usize = 1024;
 
-impl HostOp for RopeSpec {
+impl HostOp for Rope {
     type Prepared = Range<u32>;
 
     fn prepare(&self, tokens: Range<u32>) -> Result<(Range<u32>, u32)> {
@@ -22,7 +22,7 @@ impl HostOp for RopeSpec {
         Ok((tokens, end))
     }
 
-    fn run(&self, pool: &Pool, tokens: &Range<u32>, args: &Rope<&Buffer>) -> Result<()> {
+    fn run(&self, pool: &Pool, tokens: &Range<u32>, args: &RopeArgs<&Buffer>) -> Result<()> {
         let in_place = args.is_in_place(Buffer::same_as);
         let (dim, dtype) = (self.rope_dim as usize, self.dtype);
         let half = dim / 2;

@@ -6,7 +6,7 @@ use crate::Result;
 use crate::cpu::buffer::Buffer;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{AppendLayer, Rope, RopeAppend, RopeAppendSpec, RopeSpec};
+use crate::ops::{KvAppendArgs, Rope, RopeAppend, RopeAppendArgs, RopeArgs};
 use crate::view::View;
 
 thread_local! {
@@ -14,7 +14,7 @@ thread_local! {
     static KEYS: Cell<Option<Buffer>> = const { Cell::new(None) };
 }
 
-impl HostOp for RopeAppendSpec {
+impl HostOp for RopeAppend {
     /// Slots, `u32::MAX` for a token that is skipped.
     type Prepared = Vec<u32>;
 
@@ -22,9 +22,9 @@ impl HostOp for RopeAppendSpec {
         HostOp::prepare(&self.append, slot_mapping)
     }
 
-    fn run(&self, pool: &Pool, slots: &Vec<u32>, args: &RopeAppend<&Buffer>) -> Result<()> {
+    fn run(&self, pool: &Pool, slots: &Vec<u32>, args: &RopeAppendArgs<&Buffer>) -> Result<()> {
         let (tokens, query) = (0..slots.len() as u32, self.rope());
-        let key = RopeSpec { dtype: self.append.input, num_heads: 1, ..query };
+        let key = Rope { dtype: self.append.input, num_heads: 1, ..query };
         let row_bytes = u64::from(key.rope_dim) * key.dtype.bytes() as u64;
         let key_bytes = u64::from(tokens.end) * row_bytes;
         let keys = match KEYS.take() {
@@ -34,8 +34,8 @@ impl HostOp for RopeAppendSpec {
         let k_pe = View::dense(&keys, 1, key.rope_dim);
         let queries = args.rope();
         HostOp::run(&query, pool, &tokens, &queries)?;
-        HostOp::run(&key, pool, &tokens, &Rope { x: args.layer.k_pe, y: k_pe, ..queries })?;
-        HostOp::run(&self.append, pool, slots, &AppendLayer { k_pe, ..args.layer })?;
+        HostOp::run(&key, pool, &tokens, &RopeArgs { x: args.layer.k_pe, y: k_pe, ..queries })?;
+        HostOp::run(&self.append, pool, slots, &KvAppendArgs { k_pe, ..args.layer })?;
         KEYS.set(Some(keys));
         Ok(())
     }

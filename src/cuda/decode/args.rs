@@ -10,7 +10,7 @@ pub struct Args {
     pub items: u64,
     pub queries: u64,
     pub merges: u64,
-    pub merge_slots: u64,
+    pub merge_partials: u64,
     pub pages: u64,
     pub partials: u64,
     pub q_nope: u64,

@@ -4,7 +4,7 @@ use crate::cuda::{Buffer, Cuda};
 use crate::ops::Step;
 use crate::plan::Plan;
 use crate::tables::{Capacity, Header, PageTable, write_tables};
-use crate::{Error, MlaSpec, Result};
+use crate::{Error, MlaDecode, Result};
 
 /// A step's tables and scratch. A prepare that fits the capacity rewrites the tables in place, in the stream's order.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub struct Tables {
     words: Vec<u32>,
 }
 
-impl Step<MlaSpec, Cuda> {
+impl Step<MlaDecode, Cuda> {
     /// The card's copy of the flat page list, for a host that writes it on the card: [`Capacity::pages`] words, or up to three more, of
     /// the tables, which a prepare beyond the capacity replaces. Sequence `i` begins at word [`Plan::page_begin`]`[i]`.
     ///
@@ -40,7 +40,7 @@ impl Step<MlaSpec, Cuda> {
 impl Tables {
     pub(super) fn new(
         cuda: &Cuda,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         device_page_list: bool,
         capacity: Capacity,
     ) -> Result<Self> {
@@ -54,7 +54,7 @@ impl Tables {
         Ok(Self {
             capacity,
             tables: Buffer::zeroed(cuda.stream(), u64::from(header.end) * 4)?,
-            partials: Buffer::zeroed(cuda.stream(), u64::from(capacity.slots) * partial * 4)?,
+            partials: Buffer::zeroed(cuda.stream(), u64::from(capacity.partials) * partial * 4)?,
             header,
             device_page_list,
             generation: 0,
@@ -81,7 +81,7 @@ impl Tables {
     pub(super) fn prepare(
         &mut self,
         cuda: &Cuda,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         plan: &Plan,
         pages: PageTable<'_>,
     ) -> Result<()> {

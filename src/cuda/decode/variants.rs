@@ -4,10 +4,10 @@ use wgpu_mla_ptx::{ENTRIES, Entry, find};
 
 use crate::cuda::caps::Card;
 use crate::ops::variants::Variant;
-use crate::{Dtype, MlaSpec};
+use crate::{Dtype, MlaDecode};
 
 /// What a decode is asked for: its spec, and query rows of a sequence.
-pub(super) type Request = (MlaSpec, u32);
+pub(super) type Request = (MlaDecode, u32);
 
 /// A variant for a request on a card.
 #[derive(Debug, Clone)]
@@ -27,16 +27,16 @@ macro_rules! variant {
 
 /// In dispatch order: of those on tensor cores that run the cheapest is taken, else the last, which runs everywhere.
 pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
-    variant!("rows64_wgmma", 64, Body::Warpgroups { tokens: 32, swapped: false }),
-    variant!("rows32_wgmma", 32, Body::Warpgroups { tokens: 8, swapped: true }),
-    variant!("rows16_wgmma", 16, Body::Warpgroups { tokens: 8, swapped: true }),
-    variant!("rows64", 64, Body::Matrices),
-    variant!("rows32", 32, Body::Matrices),
-    variant!("rows64_small", 64, Body::Matrices),
-    variant!("rows32_small", 32, Body::Matrices),
-    variant!("rows16_tma", 16, Body::TensorCopies { tokens: 16, otherwise: "rows16" }),
-    variant!("rows16", 16, Body::Matrices),
-    variant!("rows16_small", 16, Body::Matrices),
+    variant!("wgmma_m64", 64, Body::Warpgroups { tokens: 32, swapped: false }),
+    variant!("wgmma_swap_ab_n32", 32, Body::Warpgroups { tokens: 8, swapped: true }),
+    variant!("wgmma_swap_ab_n16", 16, Body::Warpgroups { tokens: 8, swapped: true }),
+    variant!("mma_m64", 64, Body::Matrices),
+    variant!("mma_m32", 32, Body::Matrices),
+    variant!("mma_m64_small", 64, Body::Matrices),
+    variant!("mma_m32_small", 32, Body::Matrices),
+    variant!("mma_tma_m16", 16, Body::TensorCopies { tokens: 16, otherwise: "mma_m16" }),
+    variant!("mma_m16", 16, Body::Matrices),
+    variant!("mma_m16_small", 16, Body::Matrices),
     variant!("simple", 8, Body::Simple),
 ];
 
@@ -91,7 +91,7 @@ pub(super) struct Compiled {
 }
 
 impl Tile {
-    fn kernel(&'static self, card: &Card, spec: &MlaSpec) -> Result<Kernel, String> {
+    fn kernel(&'static self, card: &Card, spec: &MlaDecode) -> Result<Kernel, String> {
         self.runs_on(card, spec)?;
         Ok(Kernel { tile: self, compiled: self.compiled(spec)? })
     }
@@ -100,7 +100,7 @@ impl Tile {
     ///
     /// # Errors
     /// A sentence that names what is missing.
-    fn runs_on(&self, card: &Card, spec: &MlaSpec) -> Result<(), String> {
+    fn runs_on(&self, card: &Card, spec: &MlaDecode) -> Result<(), String> {
         let compiled = self.compiled(spec)?;
         match self.body {
             Body::TensorCopies { .. } if !card.tma || card.shared_bytes < TMA_SHARED_BYTES => {
@@ -136,7 +136,7 @@ impl Tile {
     ///
     /// # Errors
     /// A sentence about why there is none.
-    fn compiled(&self, spec: &MlaSpec) -> Result<Compiled, String> {
+    fn compiled(&self, spec: &MlaDecode) -> Result<Compiled, String> {
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
         let (dtype, has) = (spec.kv.dtype, |module: &str| ENTRIES.iter().any(|entry| entry.module == module));
         let body = match self.body {
@@ -171,7 +171,7 @@ impl From<&'static Entry> for Compiled {
 }
 
 /// Whether the matrices' type does not hold a query, after it was scaled by a power of two.
-fn splits_queries(spec: &MlaSpec) -> bool {
+fn splits_queries(spec: &MlaDecode) -> bool {
     matches!((spec.kv.dtype, spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
 }
 
@@ -181,7 +181,7 @@ mod tests {
     use crate::ops::variants::choose;
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
-    fn chosen(card: &Card, spec: &MlaSpec, query_rows: u32) -> &'static Tile {
+    fn chosen(card: &Card, spec: &MlaDecode, query_rows: u32) -> &'static Tile {
         choose(VARIANTS, card, &(*spec, query_rows), None).expect("some variant runs everywhere").0.tile
     }
 
@@ -189,8 +189,8 @@ mod tests {
     const RTX_5090: Card = Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376, tma: true };
     const A100: Card = Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912, tma: false };
 
-    fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaSpec {
-        MlaSpec {
+    fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaDecode {
+        MlaDecode {
             shape: MlaShape { num_heads, kv_lora_rank: latent, qk_rope_head_dim: rope },
             kv: KvSpec { dtype: cache, page_size: 64, num_pages: 4 },
             query,
@@ -218,21 +218,21 @@ mod tests {
     #[test]
     fn tiles_suit_card_and_heads() {
         let name = |card, heads, query| chosen(card, &spec((512, 64), heads, Dtype::Bf16, query), heads).name;
-        assert_eq!(name(&H200, 16, Dtype::Bf16), "rows16_wgmma");
-        assert_eq!(name(&Card { capability: 100, ..H200 }, 16, Dtype::Bf16), "rows16_tma");
-        assert_eq!(name(&Card { tma: false, ..H200 }, 16, Dtype::Bf16), "rows16");
-        assert_eq!(name(&H200, 20, Dtype::Bf16), "rows32_wgmma");
-        assert_eq!(name(&H200, 32, Dtype::Bf16), "rows32_wgmma");
-        assert_eq!(name(&Card { capability: 100, ..H200 }, 32, Dtype::Bf16), "rows32");
-        assert_eq!(name(&H200, 40, Dtype::Bf16), "rows64_wgmma");
-        assert_eq!(name(&H200, 128, Dtype::Bf16), "rows64_wgmma");
-        assert_eq!(name(&Card { tma: false, ..H200 }, 128, Dtype::Bf16), "rows64");
-        assert_eq!(name(&Card { capability: 100, ..H200 }, 128, Dtype::Bf16), "rows64");
-        assert_eq!(name(&H200, 128, Dtype::F32), "rows16");
-        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), "rows64_small");
-        assert_eq!(name(&RTX_5090, 20, Dtype::Bf16), "rows32_small");
-        assert_eq!(name(&RTX_5090, 16, Dtype::Bf16), "rows16_small");
-        assert_eq!(name(&RTX_5090, 128, Dtype::F32), "rows16_small");
-        assert_eq!(name(&RTX_5090, 16, Dtype::F32), "rows16_small");
+        assert_eq!(name(&H200, 16, Dtype::Bf16), "wgmma_swap_ab_n16");
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 16, Dtype::Bf16), "mma_tma_m16");
+        assert_eq!(name(&Card { tma: false, ..H200 }, 16, Dtype::Bf16), "mma_m16");
+        assert_eq!(name(&H200, 20, Dtype::Bf16), "wgmma_swap_ab_n32");
+        assert_eq!(name(&H200, 32, Dtype::Bf16), "wgmma_swap_ab_n32");
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 32, Dtype::Bf16), "mma_m32");
+        assert_eq!(name(&H200, 40, Dtype::Bf16), "wgmma_m64");
+        assert_eq!(name(&H200, 128, Dtype::Bf16), "wgmma_m64");
+        assert_eq!(name(&Card { tma: false, ..H200 }, 128, Dtype::Bf16), "mma_m64");
+        assert_eq!(name(&Card { capability: 100, ..H200 }, 128, Dtype::Bf16), "mma_m64");
+        assert_eq!(name(&H200, 128, Dtype::F32), "mma_m16");
+        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), "mma_m64_small");
+        assert_eq!(name(&RTX_5090, 20, Dtype::Bf16), "mma_m32_small");
+        assert_eq!(name(&RTX_5090, 16, Dtype::Bf16), "mma_m16_small");
+        assert_eq!(name(&RTX_5090, 128, Dtype::F32), "mma_m16_small");
+        assert_eq!(name(&RTX_5090, 16, Dtype::F32), "mma_m16_small");
     }
 }

@@ -3,7 +3,7 @@
 use cudarc::driver::sys;
 
 use crate::cuda::library::failed;
-use crate::{Dtype, MlaSpec, Result};
+use crate::{Dtype, MlaDecode, Result};
 
 /// What a stride of a tensor stays below, in bytes.
 pub(in crate::cuda) const MOST_STRIDE: u64 = 1 << 40;
@@ -22,7 +22,7 @@ impl TensorMap {
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn of_cache(spec: &MlaSpec, address: u64, block_bytes: u64, tokens: u32) -> Result<Self> {
+    pub fn of_cache(spec: &MlaDecode, address: u64, block_bytes: u64, tokens: u32) -> Result<Self> {
         let element = spec.kv.dtype.bytes() as u64;
         let row = u64::from(spec.shape.row_elems()) * element;
         let together = if row.is_multiple_of(LINE) { 1 } else { 2 };

@@ -8,7 +8,7 @@ use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
 use crate::plan::Plan;
 use crate::tables::PageTable;
-use crate::{Error, KvSpec, MlaSpec, Result};
+use crate::{Error, KvSpec, MlaDecode, Result};
 
 /// Makes tables on the card from `seq_lens`, `query_start_loc` and `block_table` that the host never reads back: batches may be
 /// padded to a fixed size, and a step is planned once for the longest that its sequences may become.
@@ -33,12 +33,12 @@ pub struct BatchTables {
 /// A batch's arrays, checked and held.
 #[derive(Debug, Clone)]
 pub struct BatchBinding {
-    args: BatchArgs,
+    args: BatchParams,
     kv: KvSpec,
     _buffers: [Buffer; 3],
 }
 
-/// Slots that the card writes, and an append of new tokens, [`crate::AppendSpec`] or [`crate::RopeAppendSpec`], reads.
+/// Slots that the card writes, and an append of new tokens, [`crate::KvAppend`] or [`crate::RopeAppend`], reads.
 #[derive(Debug)]
 pub struct DeviceSlots<O: AppendsSlots>
 where
@@ -63,7 +63,7 @@ pub struct DecodeLists {
 /// `Args` of batch_tables.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(super) struct BatchArgs {
+pub(super) struct BatchParams {
     seq_lens: u64,
     query_start_loc: u64,
     block_table: u64,
@@ -80,7 +80,7 @@ pub(super) struct BatchArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for BatchArgs {}
+unsafe impl DeviceRepr for BatchParams {}
 
 pub(super) const ENTRIES: [&str; 3] = ["batch_slots", "batch_items", "batch_pages"];
 
@@ -114,7 +114,7 @@ impl BatchTables {
     /// [`Error::Shape`] and [`Error::BufferTooSmall`].
     pub fn bind(&self, batch: &DeviceBatch<&Buffer>) -> Result<BatchBinding> {
         batch.check(Buffer::bytes)?;
-        let args = BatchArgs {
+        let args = BatchParams {
             seq_lens: batch.seq_lens.ptr(),
             query_start_loc: batch.query_start_loc.ptr(),
             block_table: batch.block_table.ptr(),
@@ -161,7 +161,7 @@ impl BatchTables {
     /// [`BatchTables::record_lists`] needs of the plan.
     ///
     /// The plan has the batch's sequences, those of padding included, with `seq_lens` that no batch passes, and
-    /// [`crate::Visibility::Full`] (or one query token a sequence): the card finds what each query token sees, causal and
+    /// [`crate::Mask::Full`] (or one query token a sequence): the card finds what each query token sees, causal and
     /// bottom-right. A sequence's query tokens begin where the plan has them; those that the batch has not, by `query_start_loc`, see
     /// nothing: out is 0 and LSE -inf. Sequences longer than planned are cut off.
     ///
@@ -173,8 +173,8 @@ impl BatchTables {
     pub fn prepare(
         &self,
         lists: &mut DecodeLists,
-        mla: &Compiled<MlaSpec, Cuda>,
-        step: &mut Step<MlaSpec, Cuda>,
+        mla: &Compiled<MlaDecode, Cuda>,
+        step: &mut Step<MlaDecode, Cuda>,
         plan: &Plan,
     ) -> Result<()> {
         if !self.serves(&mla.op().kv) || mla.device().id() != self.cuda.id() {
@@ -199,7 +199,12 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`].
-    pub fn check(&self, lists: &DecodeLists, step: &Step<MlaSpec, Cuda>, batch: &BatchBinding) -> Result<()> {
+    pub fn check(
+        &self,
+        lists: &DecodeLists,
+        step: &Step<MlaDecode, Cuda>,
+        batch: &BatchBinding,
+    ) -> Result<()> {
         let is_of = |(generation, tables): &(u64, Buffer)| {
             *generation == step.raw.generation() && tables.ptr() == step.raw.buffer().ptr()
         };
@@ -227,7 +232,7 @@ impl BatchTables {
             return Err(Error::LayoutMismatch { detail: "slots and batch are of different pools" });
         }
         let (max_tokens, Some(table)) = (slots.max_tokens, slots.table) else { return Ok(()) };
-        let args = BatchArgs { slots: table, max_tokens, ..batch.args };
+        let args = BatchParams { slots: table, max_tokens, ..batch.args };
         self.cuda.launch(&self.slots, max_tokens.div_ceil(THREADS), THREADS, 0, &args)
     }
 
@@ -239,13 +244,13 @@ impl BatchTables {
     pub fn record_lists(
         &self,
         lists: &DecodeLists,
-        step: &Step<MlaSpec, Cuda>,
+        step: &Step<MlaDecode, Cuda>,
         batch: &BatchBinding,
     ) -> Result<()> {
         self.check(lists, step, batch)?;
         let Some(plan) = lists.plan.ptr() else { return Ok(()) };
         let (tables, pages) = (step.raw.buffer().ptr(), step.raw.pages());
-        let args = BatchArgs { plan, tables, pages, ..batch.args };
+        let args = BatchParams { plan, tables, pages, ..batch.args };
         // The capacity, as a decode's grids: a replay has the plan that was prepared last.
         let capacity = step.capacity();
         let items = capacity.items.max(capacity.queries);

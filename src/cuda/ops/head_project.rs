@@ -10,7 +10,7 @@ use super::{Divisor, THREADS, checked_items, code};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, OpOptions, Project, ProjectSpec, WeightOrder};
+use crate::ops::{Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
 use crate::view::View;
 
 /// An entry of head_project.cu, and the tokens of its blocks.
@@ -24,7 +24,7 @@ const CURE: &str = "project in several steps, and bind a part of the tokens for 
 /// `Args` of head_project.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct ProjectArgs {
+pub struct ProjectParams {
     x: Array,
     weight: Array,
     y: Array,
@@ -44,7 +44,7 @@ pub struct ProjectArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for ProjectArgs {}
+unsafe impl DeviceRepr for ProjectParams {}
 
 /// For few tokens and for many. Which of them runs changes no bit.
 #[derive(Debug)]
@@ -56,21 +56,21 @@ pub struct Functions {
 /// One layer's buffers, held.
 #[derive(Debug)]
 pub struct Layer {
-    args: ProjectArgs,
+    args: ProjectParams,
     _buffers: [Buffer; 3],
 }
 
-impl Kernel<ProjectSpec> for Cuda {
+impl Kernel<HeadProject> for Cuda {
     type Kernels = Functions;
     type Step = TokenTable;
     type Binding = Layer;
 
-    fn kernel_compile(&self, _: &ProjectSpec, options: &OpOptions) -> Result<(Functions, (), Choice)> {
+    fn kernel_compile(&self, _: &HeadProject, options: &OpOptions) -> Result<(Functions, (), Choice)> {
         let load = |(name, _): Entry| self.kernel(name);
         Ok((Functions { few: load(FEW)?, many: load(MANY)? }, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &ProjectSpec, _: &Functions, max_tokens: u32) -> Result<TokenTable> {
+    fn kernel_step(&self, _: &HeadProject, _: &Functions, max_tokens: u32) -> Result<TokenTable> {
         TokenTable::new(self, max_tokens)
     }
 
@@ -80,7 +80,7 @@ impl Kernel<ProjectSpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        _: &ProjectSpec,
+        _: &HeadProject,
         _: &Functions,
         step: &mut TokenTable,
         tokens: Range<u32>,
@@ -90,9 +90,9 @@ impl Kernel<ProjectSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &ProjectSpec,
+        spec: &HeadProject,
         _: &Functions,
-        args: &Project<&Buffer>,
+        args: &HeadProjectArgs<&Buffer>,
         max_tokens: u32,
     ) -> Result<Layer> {
         grid(spec, max_tokens)?;
@@ -104,7 +104,7 @@ impl Kernel<ProjectSpec> for Cuda {
             head_stride: args.weight.head_stride,
         };
         let column_tiles = spec.n.div_ceil(COLUMNS);
-        let bound = ProjectArgs {
+        let bound = ProjectParams {
             x: Array::new(&args.x, spec.input.bytes(), rows),
             weight: Array::new(&weight, spec.weight.bytes(), [spec.matrix().0, spec.num_heads]),
             y: Array::new(&args.y, spec.output.bytes(), rows),
@@ -129,7 +129,7 @@ impl Kernel<ProjectSpec> for Cuda {
     /// The grid is for what both the step and the binding have: a replay projects what the step then holds.
     fn kernel_record(
         &self,
-        spec: &ProjectSpec,
+        spec: &HeadProject,
         kernels: &Functions,
         (): &mut (),
         step: &TokenTable,
@@ -148,14 +148,14 @@ impl Kernel<ProjectSpec> for Cuda {
         let (tokens_of_block, blocks) = grid(spec, max_tokens)?;
         let token_tiles = max_tokens.div_ceil(tokens_of_block);
         let by_token_tiles = Divisor::new(token_tiles);
-        let args = ProjectArgs { table: step.ptr(), token_tiles, by_token_tiles, ..layer.args };
+        let args = ProjectParams { table: step.ptr(), token_tiles, by_token_tiles, ..layer.args };
         let kernel = if tokens_of_block == FEW.1 { &kernels.few } else { &kernels.many };
         self.launch(kernel, blocks, THREADS, 0, &args)
     }
 }
 
 /// Tokens of a block, and blocks, for so many tokens.
-fn grid(spec: &ProjectSpec, tokens: u32) -> Result<(u32, u32)> {
+fn grid(spec: &HeadProject, tokens: u32) -> Result<(u32, u32)> {
     let (_, tokens_of_block) = if tokens <= FEW.1 { FEW } else { MANY };
     let tiles = u64::from(spec.n.div_ceil(COLUMNS)) * u64::from(tokens.div_ceil(tokens_of_block));
     let blocks = tiles.saturating_mul(spec.num_heads.into());

@@ -7,7 +7,7 @@ use super::{Divisor, THREADS, address, checked_items, stride};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{AppendLayer, AppendSpec, Choice, Kernel, OpOptions};
+use crate::ops::{Choice, Kernel, KvAppend, KvAppendArgs, OpOptions};
 
 /// `TOKENS_PER_THREAD` of kv_append.cu.
 const TOKENS_PER_THREAD: u32 = 4;
@@ -41,10 +41,10 @@ impl Scale {
     }
 }
 
-/// `AppendArgs` of append.cuh.
+/// `AppendParams` of append.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct AppendArgs {
+pub struct AppendParams {
     kv_c: u64,
     k_pe: u64,
     kv: u64,
@@ -64,18 +64,18 @@ pub struct AppendArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for AppendArgs {}
+unsafe impl DeviceRepr for AppendParams {}
 
 /// One layer's buffers, held.
 #[derive(Debug)]
 pub struct Layer {
-    args: AppendArgs,
+    args: AppendParams,
     _buffers: [Buffer; 3],
 }
 
-impl AppendArgs {
+impl AppendParams {
     /// One checked layer, for up to `max_tokens` tokens; without a table.
-    pub(super) fn new(spec: &AppendSpec, args: &AppendLayer<&Buffer>, max_tokens: u32) -> Self {
+    pub(super) fn new(spec: &KvAppend, args: &KvAppendArgs<&Buffer>, max_tokens: u32) -> Self {
         let (shape, kv, k_pe) = (&spec.shape, &args.kv, args.rotary(spec));
         let (input, cache, row_octs) = (spec.input.bytes(), spec.kv.dtype.bytes(), shape.row_elems() / 8);
         let rows = [&args.kv_c, &k_pe].map(|view| {
@@ -114,17 +114,17 @@ impl AppendArgs {
     }
 }
 
-impl Kernel<AppendSpec> for Cuda {
+impl Kernel<KvAppend> for Cuda {
     type Kernels = Function;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &AppendSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+    fn kernel_compile(&self, spec: &KvAppend, options: &OpOptions) -> Result<(Function, (), Choice)> {
         let kernel = self.kernel(&append_entry(spec))?;
         Ok((kernel, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &AppendSpec, _: &Function, max_tokens: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &KvAppend, _: &Function, max_tokens: u32) -> Result<Table> {
         Table::new(self, max_tokens.into())
     }
 
@@ -134,7 +134,7 @@ impl Kernel<AppendSpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        spec: &AppendSpec,
+        spec: &KvAppend,
         _: &Function,
         step: &mut Table,
         slot_mapping: &[i64],
@@ -147,20 +147,20 @@ impl Kernel<AppendSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &AppendSpec,
+        spec: &KvAppend,
         _: &Function,
-        args: &AppendLayer<&Buffer>,
+        args: &KvAppendArgs<&Buffer>,
         max_tokens: u32,
     ) -> Result<Layer> {
         items(spec, max_tokens)?;
         let buffers = [args.kv_c.buffer, args.rotary(spec).buffer, args.kv.buffer].map(Buffer::clone);
-        Ok(Layer { args: AppendArgs::new(spec, args, max_tokens), _buffers: buffers })
+        Ok(Layer { args: AppendParams::new(spec, args, max_tokens), _buffers: buffers })
     }
 
     /// The grid is what fits both the step and the binding: a replay appends what the step then holds.
     fn kernel_record(
         &self,
-        spec: &AppendSpec,
+        spec: &KvAppend,
         kernel: &Function,
         (): &mut (),
         step: &Table,
@@ -177,13 +177,13 @@ impl Kernel<AppendSpec> for Cuda {
 }
 
 /// An item is an oct of some tokens' rows.
-fn items(spec: &AppendSpec, tokens: u32) -> Result<u32> {
+fn items(spec: &KvAppend, tokens: u32) -> Result<u32> {
     let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
     let items = blocks * u64::from(spec.shape.row_elems() / 8);
     checked_items("items of an append", items, "append in several steps")
 }
 
-pub(super) fn append_entry(spec: &AppendSpec) -> String {
+pub(super) fn append_entry(spec: &KvAppend) -> String {
     format!("kv_append_{}_{}", spec.input, spec.kv.dtype)
 }
 

@@ -9,7 +9,7 @@ use super::{Divisor, THREADS, address, checked_items, stride};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Calibrate, CalibrateSpec, Choice, Kernel, OpOptions};
+use crate::ops::{Choice, Kernel, KvCalibrate, KvCalibrateArgs, OpOptions};
 use crate::view::check_tokens;
 
 /// `TOKENS_PER_THREAD` of kv_calibrate.cu.
@@ -18,7 +18,7 @@ const TOKENS_PER_THREAD: u32 = 8;
 /// `Args` of kv_calibrate.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct CalibrateArgs {
+pub struct CalibrateParams {
     kv_c: u64,
     k_pe: u64,
     table: u64,
@@ -33,32 +33,32 @@ pub struct CalibrateArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for CalibrateArgs {}
+unsafe impl DeviceRepr for CalibrateParams {}
 
 /// One layer's rows and counters, held.
 #[derive(Debug)]
 pub struct Layer {
-    args: CalibrateArgs,
+    args: CalibrateParams,
     _buffers: [Buffer; 3],
 }
 
-impl Kernel<CalibrateSpec> for Cuda {
+impl Kernel<KvCalibrate> for Cuda {
     type Kernels = Function;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &CalibrateSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+    fn kernel_compile(&self, spec: &KvCalibrate, options: &OpOptions) -> Result<(Function, (), Choice)> {
         let kernel = self.kernel(&calibrate_entry(spec))?;
         Ok((kernel, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &CalibrateSpec, _: &Function, (): ()) -> Result<Table> {
+    fn kernel_step(&self, _: &KvCalibrate, _: &Function, (): ()) -> Result<Table> {
         Table::new(self, 1)
     }
 
     fn kernel_prepare(
         &self,
-        _: &CalibrateSpec,
+        _: &KvCalibrate,
         _: &Function,
         step: &mut Table,
         tokens: Range<u32>,
@@ -70,14 +70,14 @@ impl Kernel<CalibrateSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &CalibrateSpec,
+        spec: &KvCalibrate,
         _: &Function,
-        args: &Calibrate<&Buffer>,
+        args: &KvCalibrateArgs<&Buffer>,
         max_tokens: u32,
     ) -> Result<Layer> {
         items(spec, max_tokens)?;
         let (k_pe, bytes, row_quads) = (args.rotary(spec), spec.input.bytes(), spec.shape.row_elems() / 4);
-        let bound = CalibrateArgs {
+        let bound = CalibrateParams {
             kv_c: address(args.kv_c.buffer, args.kv_c.offset, bytes),
             k_pe: address(k_pe.buffer, k_pe.offset, bytes),
             table: 0,
@@ -96,7 +96,7 @@ impl Kernel<CalibrateSpec> for Cuda {
     /// The grid is the binding's: a replay looks at the tokens that the step then holds.
     fn kernel_record(
         &self,
-        spec: &CalibrateSpec,
+        spec: &KvCalibrate,
         kernel: &Function,
         (): &mut (),
         step: &Table,
@@ -106,18 +106,18 @@ impl Kernel<CalibrateSpec> for Cuda {
         // Every address is in its buffer, whichever pair is recorded and whatever the table holds: the kernel reads rows of tokens below
         // max_tokens, whose last row's end `check_args` found inside, and adds to 8 words of the counters, which it found there.
         let items = items(spec, layer.args.max_tokens)?;
-        let args = CalibrateArgs { table, ..layer.args };
+        let args = CalibrateParams { table, ..layer.args };
         self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
 }
 
 /// An item is a quad of some tokens' rows.
-fn items(spec: &CalibrateSpec, tokens: u32) -> Result<u32> {
+fn items(spec: &KvCalibrate, tokens: u32) -> Result<u32> {
     let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
     let items = blocks * u64::from(spec.shape.row_elems() / 4);
     checked_items("items of a calibration", items, "calibrate in several steps")
 }
 
-pub(super) fn calibrate_entry(spec: &CalibrateSpec) -> String {
+pub(super) fn calibrate_entry(spec: &KvCalibrate) -> String {
     format!("kv_calibrate_{}", spec.input)
 }

@@ -7,7 +7,7 @@ use super::{THREADS, address, checked_items, stride};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Choice, CopySpec, Kernel, OpOptions, check_copies};
+use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
 use crate::view::KvView;
 
 /// `UNITS_PER_THREAD` of kv_copy_pages.cu.
@@ -16,7 +16,7 @@ const UNITS_PER_THREAD: u32 = 4;
 /// `Args` of kv_copy_pages.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct CopyArgs {
+pub struct CopyParams {
     kv: u64,
     table: u64,
     block_stride: u64,
@@ -27,7 +27,7 @@ pub struct CopyArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for CopyArgs {}
+unsafe impl DeviceRepr for CopyParams {}
 
 /// The same copy by units of both sizes, of which an alignment allows one.
 #[derive(Debug)]
@@ -41,22 +41,22 @@ pub struct Functions {
 #[derive(Debug)]
 pub struct Layer {
     kernel: Function,
-    args: CopyArgs,
+    args: CopyParams,
     _buffer: Buffer,
 }
 
-impl Kernel<CopySpec> for Cuda {
+impl Kernel<KvCopyPages> for Cuda {
     type Kernels = Functions;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, _: &CopySpec, options: &OpOptions) -> Result<(Functions, (), Choice)> {
+    fn kernel_compile(&self, _: &KvCopyPages, options: &OpOptions) -> Result<(Functions, (), Choice)> {
         let wide = self.kernel("kv_copy_pages_wide")?;
         let words = self.kernel("kv_copy_pages_words")?;
         Ok((Functions { wide, words }, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &CopySpec, _: &Functions, max_copies: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &KvCopyPages, _: &Functions, max_copies: u32) -> Result<Table> {
         Table::new(self, u64::from(max_copies) * 2)
     }
 
@@ -66,7 +66,7 @@ impl Kernel<CopySpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        spec: &CopySpec,
+        spec: &KvCopyPages,
         _: &Functions,
         step: &mut Table,
         copies: &[(u32, u32)],
@@ -78,7 +78,7 @@ impl Kernel<CopySpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &CopySpec,
+        spec: &KvCopyPages,
         kernels: &Functions,
         kv: &KvView<&Buffer>,
         (): (),
@@ -89,7 +89,7 @@ impl Kernel<CopySpec> for Cuda {
         let is_wide = (first | block_stride | page_bytes).is_multiple_of(16);
         let (kernel, unit) = if is_wide { (&kernels.wide, 16) } else { (&kernels.words, 4) };
         let page_units = (page_bytes / unit) as u32;
-        let args = CopyArgs {
+        let args = CopyParams {
             kv: first,
             table: 0,
             block_stride,
@@ -104,7 +104,7 @@ impl Kernel<CopySpec> for Cuda {
     /// The grid is what fits the step: a replay copies what the step then holds.
     fn kernel_record(
         &self,
-        _: &CopySpec,
+        _: &KvCopyPages,
         _: &Functions,
         (): &mut (),
         step: &Table,
@@ -114,7 +114,7 @@ impl Kernel<CopySpec> for Cuda {
         // Every address is in its buffer, whichever pair is recorded and whatever the table holds: the kernel reads pairs below
         // max_copies, for which the table has room, and moves units below page_units of pages below num_pages, whose last one's end
         // `check_args` found inside.
-        let args = CopyArgs { table, max_copies: step.room(2), ..layer.args };
+        let args = CopyParams { table, max_copies: step.room(2), ..layer.args };
         let grid = u64::from(args.max_copies) * u64::from(args.blocks_per_page);
         let grid = checked_items("blocks of a copy", grid, "split the list over several steps")?;
         self.launch(&layer.kernel, grid, THREADS, 0, &args)

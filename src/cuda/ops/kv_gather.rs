@@ -6,7 +6,7 @@ use super::table::Table;
 use super::{Divisor, MAX_ITEMS, THREADS, address, stride};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Gather, GatherBatch, GatherSpec, Kernel, OpOptions};
+use crate::ops::{Choice, GatherBatch, Kernel, KvGather, KvGatherArgs, OpOptions};
 use crate::{Error, Result};
 
 /// `PLACES_PER_THREAD` of kv_gather.cu.
@@ -15,7 +15,7 @@ const PLACES_PER_THREAD: u32 = 8;
 /// `Args` of kv_gather.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct GatherArgs {
+pub struct GatherParams {
     kv: u64,
     out: u64,
     table: u64,
@@ -32,26 +32,26 @@ pub struct GatherArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for GatherArgs {}
+unsafe impl DeviceRepr for GatherParams {}
 
 /// One layer's cache and workspace, held.
 #[derive(Debug)]
 pub struct Layer {
-    args: GatherArgs,
+    args: GatherParams,
     _buffers: [Buffer; 2],
 }
 
-impl Kernel<GatherSpec> for Cuda {
+impl Kernel<KvGather> for Cuda {
     type Kernels = Function;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &GatherSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+    fn kernel_compile(&self, spec: &KvGather, options: &OpOptions) -> Result<(Function, (), Choice)> {
         let kernel = self.kernel(&gather_entry(spec))?;
         Ok((kernel, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &GatherSpec, _: &Function, max_pages: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &KvGather, _: &Function, max_pages: u32) -> Result<Table> {
         Table::new(self, u64::from(max_pages) * 3)
     }
 
@@ -61,7 +61,7 @@ impl Kernel<GatherSpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        spec: &GatherSpec,
+        spec: &KvGather,
         _: &Function,
         step: &mut Table,
         batch: GatherBatch<'_>,
@@ -79,14 +79,14 @@ impl Kernel<GatherSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &GatherSpec,
+        spec: &KvGather,
         _: &Function,
-        args: &Gather<&Buffer>,
+        args: &KvGatherArgs<&Buffer>,
         max_rows: u32,
     ) -> Result<Layer> {
         let (cache, output, row_quads) =
             (spec.kv.dtype.bytes(), spec.output.bytes(), spec.shape.row_elems() / 4);
-        let bound = GatherArgs {
+        let bound = GatherParams {
             kv: address(args.kv.buffer, args.kv.base(), cache),
             out: address(args.out.buffer, args.out.offset, output),
             table: 0,
@@ -107,7 +107,7 @@ impl Kernel<GatherSpec> for Cuda {
     /// The grid is what fits the step: a replay gathers what the step then holds.
     fn kernel_record(
         &self,
-        spec: &GatherSpec,
+        spec: &KvGather,
         kernel: &Function,
         (): &mut (),
         step: &Table,
@@ -122,18 +122,18 @@ impl Kernel<GatherSpec> for Cuda {
         // - it writes rows below max_rows only, whose last one's end `check_args` found inside.
         let blocks = (max_pieces * spec.kv.page_size).div_ceil(PLACES_PER_THREAD);
         let items = blocks * (spec.shape.row_elems() / 4);
-        let args = GatherArgs { table, max_pieces, ..layer.args };
+        let args = GatherParams { table, max_pieces, ..layer.args };
         self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
 }
 
 /// An item is a quad of PLACES_PER_THREAD tokens' rows. The kernel divides items and places.
-fn max_pieces(spec: &GatherSpec) -> u32 {
+fn max_pieces(spec: &KvGather) -> u32 {
     let blocks = MAX_ITEMS / (spec.shape.row_elems() / 4);
     let places = blocks.saturating_mul(PLACES_PER_THREAD).min(MAX_ITEMS);
     places / spec.kv.page_size
 }
 
-pub(super) fn gather_entry(spec: &GatherSpec) -> String {
+pub(super) fn gather_entry(spec: &KvGather) -> String {
     format!("kv_gather_{}_{}", spec.kv.dtype, spec.output)
 }

@@ -10,14 +10,14 @@ use super::{Divisor, THREADS, checked_items, code};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, MergeStatesSpec, OpOptions, SetsExtent, StateSets};
+use crate::ops::{Choice, Kernel, MergeStates, MergeStatesArgs, MergeStatesExtent, OpOptions};
 
 pub(super) const ENTRY: &str = "merge_states";
 
 /// `Args` of merge_states.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct MergeSetsArgs {
+pub struct MergeStatesParams {
     states: Array,
     lse: Array,
     output: Array,
@@ -36,25 +36,25 @@ pub struct MergeSetsArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for MergeSetsArgs {}
+unsafe impl DeviceRepr for MergeStatesParams {}
 
 /// One layer's sets, held.
 #[derive(Debug)]
 pub struct Layer {
-    args: MergeSetsArgs,
+    args: MergeStatesParams,
     _buffers: [Buffer; 4],
 }
 
-impl Kernel<MergeStatesSpec> for Cuda {
+impl Kernel<MergeStates> for Cuda {
     type Kernels = Function;
     type Step = TokenTable;
     type Binding = Layer;
 
-    fn kernel_compile(&self, _: &MergeStatesSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+    fn kernel_compile(&self, _: &MergeStates, options: &OpOptions) -> Result<(Function, (), Choice)> {
         Ok((self.kernel(ENTRY)?, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &MergeStatesSpec, _: &Function, max_tokens: u32) -> Result<TokenTable> {
+    fn kernel_step(&self, _: &MergeStates, _: &Function, max_tokens: u32) -> Result<TokenTable> {
         TokenTable::new(self, max_tokens)
     }
 
@@ -64,11 +64,11 @@ impl Kernel<MergeStatesSpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        spec: &MergeStatesSpec,
+        spec: &MergeStates,
         _: &Function,
         step: &mut TokenTable,
         (tokens, num_sets): (Range<u32>, u32),
-    ) -> Result<SetsExtent> {
+    ) -> Result<MergeStatesExtent> {
         let extent = spec.extent(&tokens, num_sets)?;
         step.upload_with(self, &tokens, Some(num_sets))?;
         Ok(extent)
@@ -76,17 +76,17 @@ impl Kernel<MergeStatesSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &MergeStatesSpec,
+        spec: &MergeStates,
         _: &Function,
-        args: &StateSets<&Buffer>,
-        room: SetsExtent,
+        args: &MergeStatesArgs<&Buffer>,
+        room: MergeStatesExtent,
     ) -> Result<Layer> {
         items(spec, room.tokens, args.num_heads)?;
         let (rows, head_quads, bytes) =
             ([room.tokens, args.num_heads], spec.head_size / 4, spec.dtype.bytes());
         // The stride of one set is unused and may be anything.
         let sets = |stride: u64, bytes: u64| if room.sets > 1 { stride * bytes } else { 0 };
-        let bound = MergeSetsArgs {
+        let bound = MergeStatesParams {
             states: Array::new(&args.states, bytes, rows),
             lse: Array::new(&args.lse, 4, rows),
             output: Array::new(&args.output, bytes, rows),
@@ -111,7 +111,7 @@ impl Kernel<MergeStatesSpec> for Cuda {
     /// The grid is for what both the step and the binding have: a replay merges what the step then holds.
     fn kernel_record(
         &self,
-        spec: &MergeStatesSpec,
+        spec: &MergeStates,
         kernel: &Function,
         (): &mut (),
         step: &TokenTable,
@@ -122,13 +122,13 @@ impl Kernel<MergeStatesSpec> for Cuda {
         // max_sets by `min`; `check_args` found where the last set's rows end.
         let max_tokens = step.max_tokens().min(layer.args.max_tokens);
         let items = items(spec, max_tokens, layer.args.num_heads)?;
-        let args = MergeSetsArgs { table: step.ptr(), ..layer.args };
+        let args = MergeStatesParams { table: step.ptr(), ..layer.args };
         self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
 }
 
 /// Quads of the output of so many tokens.
-fn items(spec: &MergeStatesSpec, tokens: u32, heads: u32) -> Result<u32> {
+fn items(spec: &MergeStates, tokens: u32, heads: u32) -> Result<u32> {
     let items = u64::from(tokens) * u64::from(heads);
     let cure = "merge the states of fewer tokens a call";
     checked_items("items of a merge", items.saturating_mul((spec.head_size / 4).into()), cure)

@@ -10,7 +10,7 @@ use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::mla_prefill::tiles::{PrefillTile, TILE_WORDS, tiles};
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{
-    Candidate, Choice, Kernel, Prefill, PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec,
+    Candidate, Choice, Kernel, MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence,
     PrefillTiling,
 };
 use crate::{Dtype, Result};
@@ -24,13 +24,13 @@ const WIDE: Entry = ("mla_prefill_256", 32);
 const EXACT: Entry = ("mla_prefill_exact", 32);
 
 /// In dispatch order.
-const VARIANTS: [Variant<Card, PrefillSpec, Entry>; 1] =
+const VARIANTS: [Variant<Card, MlaPrefill, Entry>; 1] =
     [Variant::new("simple", |_, spec| Ok(entry_of(spec)))];
 
 /// `Args` of mla_prefill.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct PrefillArgs {
+pub struct PrefillParams {
     q_nope: Array,
     q_pe: Array,
     k_nope: Array,
@@ -55,7 +55,7 @@ pub struct PrefillArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for PrefillArgs {}
+unsafe impl DeviceRepr for PrefillParams {}
 
 /// The kernel, and query rows of its tiles.
 #[derive(Debug)]
@@ -67,22 +67,22 @@ pub struct Tiled {
 /// One layer's buffers, held.
 #[derive(Debug)]
 pub struct Layer {
-    args: PrefillArgs,
+    args: PrefillParams,
     _buffers: [Buffer; 7],
 }
 
-impl Kernel<PrefillSpec> for Cuda {
+impl Kernel<MlaPrefill> for Cuda {
     type Kernels = Tiled;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_variants(&self, spec: &PrefillSpec) -> Vec<Candidate> {
+    fn kernel_variants(&self, spec: &MlaPrefill) -> Vec<Candidate> {
         candidates(&VARIANTS, self.card(), spec)
     }
 
     fn kernel_compile(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         options: &PrefillOptions,
     ) -> Result<(Tiled, PrefillTiling, Choice)> {
         let ((entry, rows), choice) = choose(&VARIANTS, self.card(), spec, options.variant.as_deref())?;
@@ -92,7 +92,7 @@ impl Kernel<PrefillSpec> for Cuda {
         Ok((Tiled { kernel, rows }, tiling, choice))
     }
 
-    fn kernel_step(&self, spec: &PrefillSpec, _: &Tiled, max_tiles: u32) -> Result<Table> {
+    fn kernel_step(&self, spec: &MlaPrefill, _: &Tiled, max_tiles: u32) -> Result<Table> {
         blocks(spec, max_tiles.into())?;
         Table::new(self, u64::from(max_tiles) * u64::from(TILE_WORDS))
     }
@@ -103,7 +103,7 @@ impl Kernel<PrefillSpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         tiled: &Tiled,
         step: &mut Table,
         sequences: &[PrefillSequence],
@@ -117,16 +117,16 @@ impl Kernel<PrefillSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         _: &Tiled,
-        args: &Prefill<&Buffer>,
+        args: &MlaPrefillArgs<&Buffer>,
         room: PrefillExtent,
     ) -> Result<Layer> {
         let read = args.read_views(spec).map(|(_, view, _)| view);
         let (queries, keys) = ([room.tokens, spec.num_heads], [room.keys, spec.num_heads]);
         let rows = [room.rows, spec.num_heads];
         let array = |view, rows| Array::new(view, spec.dtype.bytes(), rows);
-        let bound = PrefillArgs {
+        let bound = PrefillParams {
             q_nope: array(&read[0], queries),
             q_pe: array(&read[1], queries),
             k_nope: array(&read[2], keys),
@@ -157,7 +157,7 @@ impl Kernel<PrefillSpec> for Cuda {
     /// The grid is what fits the step: a replay attends what the step then holds.
     fn kernel_record(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         tiled: &Tiled,
         (): &mut (),
         step: &Table,
@@ -175,17 +175,17 @@ impl Kernel<PrefillSpec> for Cuda {
         // - quads are below P, R and V by `min`, and those that are stored by comparison;
         // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have.
         // A tile's `num_keys` is below 2^30, which bounds the only loop that the table bounds.
-        let args = PrefillArgs { table, max_tiles, ..layer.args };
+        let args = PrefillParams { table, max_tiles, ..layer.args };
         self.launch(&tiled.kernel, max_tiles * spec.num_heads, THREADS, 0, &args)
     }
 }
 
-fn blocks(spec: &PrefillSpec, tiles: u64) -> Result<u32> {
+fn blocks(spec: &MlaPrefill, tiles: u64) -> Result<u32> {
     let blocks = tiles.saturating_mul(spec.num_heads.into());
     checked_items("blocks of a prefill", blocks, "attend fewer query tokens a step")
 }
 
-fn entry_of(spec: &PrefillSpec) -> Entry {
+fn entry_of(spec: &MlaPrefill) -> Entry {
     match (spec.dtype, spec.v_head_dim) {
         (Dtype::F32, _) => EXACT,
         (_, ..=128) => NARROW,

@@ -9,13 +9,13 @@ use super::{Divisor, address, checked_items, stride};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeLayout, RopeSpec};
+use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeArgs, RopeLayout};
 
 /// `THREADS` of rope.cu and rope_append.cu: with fewer, a batch of a decode step is on more multiprocessors.
 pub(super) const THREADS: u32 = 128;
 pub(super) const CURE: &str = "rotate in several steps, and bind a part of the tokens for each";
 
-/// `RopeArgs` of rope.cuh.
+/// `RopeParams` of rope.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows {
@@ -37,7 +37,7 @@ pub(super) struct Rows {
 /// `Args` of rope.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct RopeArgs {
+pub struct RopeParams {
     rope: Rows,
     table: u64,
     by_head_units: Divisor,
@@ -46,11 +46,11 @@ pub struct RopeArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for RopeArgs {}
+unsafe impl DeviceRepr for RopeParams {}
 
 impl Rows {
     /// Checked rows of up to `max_tokens` tokens.
-    pub(super) fn new(spec: &RopeSpec, args: &Rope<&Buffer>, max_tokens: u32) -> Self {
+    pub(super) fn new(spec: &Rope, args: &RopeArgs<&Buffer>, max_tokens: u32) -> Self {
         let (bytes, units) = (spec.dtype.bytes(), spec.rope_dim / 8);
         Self {
             x: address(args.x.buffer, args.x.offset, bytes),
@@ -73,20 +73,20 @@ impl Rows {
 /// One layer's buffers, held.
 #[derive(Debug)]
 pub struct Layer {
-    args: RopeArgs,
+    args: RopeParams,
     _buffers: [Buffer; 4],
 }
 
-impl Kernel<RopeSpec> for Cuda {
+impl Kernel<Rope> for Cuda {
     type Kernels = Function;
     type Step = TokenTable;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &RopeSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+    fn kernel_compile(&self, spec: &Rope, options: &OpOptions) -> Result<(Function, (), Choice)> {
         Ok((self.kernel(&rope_entry(spec))?, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &RopeSpec, _: &Function, max_tokens: u32) -> Result<TokenTable> {
+    fn kernel_step(&self, _: &Rope, _: &Function, max_tokens: u32) -> Result<TokenTable> {
         TokenTable::new(self, max_tokens)
     }
 
@@ -96,7 +96,7 @@ impl Kernel<RopeSpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        _: &RopeSpec,
+        _: &Rope,
         _: &Function,
         step: &mut TokenTable,
         tokens: Range<u32>,
@@ -106,23 +106,23 @@ impl Kernel<RopeSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &RopeSpec,
+        spec: &Rope,
         _: &Function,
-        args: &Rope<&Buffer>,
+        args: &RopeArgs<&Buffer>,
         max_tokens: u32,
     ) -> Result<Layer> {
         items(spec, max_tokens)?;
         let rope = Rows::new(spec, args, max_tokens);
         let by_head_units = Divisor::new(rope.head_units);
         let buffers = [args.x.buffer, args.y.buffer, args.positions, args.cos_sin].map(Buffer::clone);
-        let args = RopeArgs { rope, table: 0, by_head_units, max_tokens, reserved: 0 };
+        let args = RopeParams { rope, table: 0, by_head_units, max_tokens, reserved: 0 };
         Ok(Layer { args, _buffers: buffers })
     }
 
     /// The grid is for what both the step and the binding have: a replay rotates what the step then holds.
     fn kernel_record(
         &self,
-        spec: &RopeSpec,
+        spec: &Rope,
         kernel: &Function,
         (): &mut (),
         step: &TokenTable,
@@ -133,17 +133,17 @@ impl Kernel<RopeSpec> for Cuda {
         //   cannot wrap into them, as `TokenTable::upload` bounds their sum;
         // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`).
         let items = items(spec, step.max_tokens().min(layer.args.max_tokens))?;
-        let args = RopeArgs { table: step.ptr(), ..layer.args };
+        let args = RopeParams { table: step.ptr(), ..layer.args };
         self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
 }
 
 /// Units of so many tokens.
-fn items(spec: &RopeSpec, tokens: u32) -> Result<u32> {
+fn items(spec: &Rope, tokens: u32) -> Result<u32> {
     let units = u64::from(spec.rope_dim / 8) * u64::from(spec.num_heads);
     checked_items("items of a rotation", u64::from(tokens).saturating_mul(units), CURE)
 }
 
-pub(super) fn rope_entry(spec: &RopeSpec) -> String {
+pub(super) fn rope_entry(spec: &Rope) -> String {
     format!("rope_{}", spec.dtype)
 }

@@ -2,14 +2,14 @@
 
 use cudarc::driver::DeviceRepr;
 
-use super::kv_append::AppendArgs;
+use super::kv_append::AppendParams;
 use super::rope::{CURE, Rows, THREADS};
 use super::table::Table;
 use super::{Divisor, checked_items, code};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendSpec};
+use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs};
 
 /// Lanes of a warp, of which a token's items begin at multiples.
 const LANES: u32 = 32;
@@ -17,9 +17,9 @@ const LANES: u32 = 32;
 /// `Args` of rope_append.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct RopeAppendArgs {
+pub struct RopeAppendParams {
     query: Rows,
-    append: AppendArgs,
+    append: AppendParams,
     query_dtype: u32,
     query_items: u32,
     key_items: u32,
@@ -28,26 +28,26 @@ pub struct RopeAppendArgs {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for RopeAppendArgs {}
+unsafe impl DeviceRepr for RopeAppendParams {}
 
 /// One layer's buffers, held.
 #[derive(Debug)]
 pub struct Layer {
-    args: RopeAppendArgs,
+    args: RopeAppendParams,
     _buffers: [Buffer; 7],
 }
 
-impl Kernel<RopeAppendSpec> for Cuda {
+impl Kernel<RopeAppend> for Cuda {
     type Kernels = Function;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &RopeAppendSpec, options: &OpOptions) -> Result<(Function, (), Choice)> {
+    fn kernel_compile(&self, spec: &RopeAppend, options: &OpOptions) -> Result<(Function, (), Choice)> {
         let kernel = self.kernel(&rope_append_entry(spec))?;
         Ok((kernel, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &RopeAppendSpec, _: &Function, max_tokens: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &RopeAppend, _: &Function, max_tokens: u32) -> Result<Table> {
         Table::new(self, max_tokens.into())
     }
 
@@ -57,7 +57,7 @@ impl Kernel<RopeAppendSpec> for Cuda {
 
     fn kernel_prepare(
         &self,
-        spec: &RopeAppendSpec,
+        spec: &RopeAppend,
         _: &Function,
         step: &mut Table,
         slot_mapping: &[i64],
@@ -70,16 +70,16 @@ impl Kernel<RopeAppendSpec> for Cuda {
 
     fn kernel_bind(
         &self,
-        spec: &RopeAppendSpec,
+        spec: &RopeAppend,
         _: &Function,
-        args: &RopeAppend<&Buffer>,
+        args: &RopeAppendArgs<&Buffer>,
         max_tokens: u32,
     ) -> Result<Layer> {
         items(spec, max_tokens)?;
         let token_items = Items::of(spec);
-        let bound = RopeAppendArgs {
+        let bound = RopeAppendParams {
             query: Rows::new(&spec.rope(), &args.rope(), max_tokens),
-            append: AppendArgs::new(&spec.append, &args.layer, max_tokens),
+            append: AppendParams::new(&spec.append, &args.layer, max_tokens),
             query_dtype: code(spec.query),
             query_items: token_items.query,
             key_items: token_items.key,
@@ -96,7 +96,7 @@ impl Kernel<RopeAppendSpec> for Cuda {
     /// The grid is what fits both the step and the binding: a replay rotates and appends what the step then holds.
     fn kernel_record(
         &self,
-        spec: &RopeAppendSpec,
+        spec: &RopeAppend,
         kernel: &Function,
         (): &mut (),
         step: &Table,
@@ -110,12 +110,12 @@ impl Kernel<RopeAppendSpec> for Cuda {
         // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`);
         // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
         let items = items(spec, append.max_tokens())?;
-        let args = RopeAppendArgs { append, ..layer.args };
+        let args = RopeAppendParams { append, ..layer.args };
         self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
     }
 }
 
-fn items(spec: &RopeAppendSpec, tokens: u32) -> Result<u32> {
+fn items(spec: &RopeAppend, tokens: u32) -> Result<u32> {
     let items = u64::from(tokens) * u64::from(Items::of(spec).all());
     checked_items("items of a rotation", items, CURE)
 }
@@ -128,7 +128,7 @@ struct Items {
 }
 
 impl Items {
-    fn of(spec: &RopeAppendSpec) -> Self {
+    fn of(spec: &RopeAppend) -> Self {
         let units = spec.append.shape.qk_rope_head_dim / 8;
         Self {
             query: (units * spec.num_heads).next_multiple_of(LANES),
@@ -142,6 +142,6 @@ impl Items {
     }
 }
 
-pub(super) fn rope_append_entry(spec: &RopeAppendSpec) -> String {
+pub(super) fn rope_append_entry(spec: &RopeAppend) -> String {
     format!("rope_append_{}_{}", spec.append.input, spec.append.kv.dtype)
 }

@@ -6,8 +6,8 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::pipelines::group;
 use crate::gpu::scope::{scoped, uniform};
-use crate::ops::Layer;
-use crate::{Error, MlaSpec, Result};
+use crate::ops::MlaDecodeArgs;
+use crate::{Error, MlaDecode, Result};
 
 /// `Layer` of shaders/lib/layer.wgsl; a test compares both. An oct is eight neighbouring elements.
 #[repr(C)]
@@ -39,9 +39,9 @@ pub(crate) struct LayerUniform {
 pub(super) fn bind(
     gpu: &Gpu,
     layout: &wgpu::BindGroupLayout,
-    spec: &MlaSpec,
+    spec: &MlaDecode,
     max_queries: u32,
-    layer: &Layer<&wgpu::Buffer>,
+    layer: &MlaDecodeArgs<&wgpu::Buffer>,
 ) -> Result<wgpu::BindGroup> {
     // Both are bound whole, and one buffer cannot be bound twice to be written.
     if layer.out.buffer == layer.lse.buffer {

@@ -14,7 +14,7 @@ use crate::gpu::scope::alive;
 use crate::ops::Step;
 use crate::plan::Plan;
 use crate::tables::{Capacity, HEADER_WORDS, Header, PageTable, changed_runs, write_tables};
-use crate::{Error, MlaSpec, Result};
+use crate::{Error, MlaDecode, Result};
 
 /// Slices that one step can be recorded in.
 pub const MAX_SLICES: usize = 64;
@@ -22,7 +22,7 @@ pub const MAX_SLICES: usize = 64;
 /// How long one slice of a step may keep the device busy.
 ///
 /// The estimate is a rate, measured by the host or taken from [`SliceBudget::DESKTOP`]; an item is never cut, so plan
-/// with [`crate::Policy::FixedTokens`] where sequences are long and the budget is small.
+/// with [`crate::SplitPolicy::FixedTokens`] where sequences are long and the budget is small.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SliceBudget {
     /// Milliseconds that a slice may take.
@@ -62,7 +62,7 @@ pub struct Tables {
     uploaded_slices: Vec<u32>,
 }
 
-impl Step<MlaSpec, Gpu> {
+impl Step<MlaDecode, Gpu> {
     /// Cuts the step at the next prepare into slices of at most this long each; `None` records it in one piece.
     pub fn set_slice_budget(&mut self, budget: Option<SliceBudget>) {
         self.raw.budget = budget;
@@ -90,7 +90,7 @@ impl Step<MlaSpec, Gpu> {
 }
 
 impl Tables {
-    pub(super) fn new(gpu: &Gpu, pipes: &Pipes, spec: &MlaSpec, capacity: Capacity) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, pipes: &Pipes, spec: &MlaDecode, capacity: Capacity) -> Result<Self> {
         let bytes = Bytes::within_limits(gpu.caps(), spec, &capacity)?;
         let slice_stride = gpu.device().limits().min_uniform_buffer_offset_alignment.max(64);
         let tables = storage(gpu, "mla.tables", bytes.tables)?;
@@ -150,7 +150,7 @@ impl Tables {
         &mut self,
         gpu: &Gpu,
         pipes: &Pipes,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         plan: &Plan,
         pages: PageTable<'_>,
     ) -> Result<()> {
@@ -253,7 +253,7 @@ pub(crate) struct SliceUniform {
     pub(crate) items_at: u32,
     pub(crate) queries_at: u32,
     pub(crate) merges_at: u32,
-    pub(crate) merge_slots_at: u32,
+    pub(crate) merge_partials_at: u32,
     pub(crate) reserved_0: u32,
     pub(crate) reserved_1: u32,
     pub(crate) reserved_2: u32,
@@ -270,7 +270,7 @@ impl SliceUniform {
             items_at: header.items,
             queries_at: header.queries,
             merges_at: header.merges,
-            merge_slots_at: header.merge_slots,
+            merge_partials_at: header.merge_partials,
             reserved_0: 0,
             reserved_1: 0,
             reserved_2: 0,
@@ -288,14 +288,14 @@ struct Bytes {
 impl Bytes {
     /// # Errors
     /// [`Error::Limit`].
-    fn within_limits(caps: &Caps, spec: &MlaSpec, capacity: &Capacity) -> Result<Self> {
+    fn within_limits(caps: &Caps, spec: &MlaDecode, capacity: &Capacity) -> Result<Self> {
         let header = capacity.header(&spec.kv);
         let words = |count: u32| u64::from(count) * 4;
         let tables = words(header.pages);
         // A binding is never empty.
         let pages = words(header.end - header.pages).max(16);
         let partials =
-            (u64::from(capacity.slots) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
+            (u64::from(capacity.partials) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
         let limit = caps.max_binding_bytes.min(caps.max_buffer_bytes);
         for (what, need, limit) in [
             // The header's end says so where it could not be counted.
@@ -321,7 +321,7 @@ impl Bytes {
 }
 
 /// Rows that a step may have to merge, and the merge's workgroups for each.
-fn merge_rows(spec: &MlaSpec, capacity: &Capacity) -> (u64, u32) {
+fn merge_rows(spec: &MlaDecode, capacity: &Capacity) -> (u64, u32) {
     let rows = u64::from(capacity.merges) * u64::from(spec.shape.num_heads);
     (rows, Merging::of(rows).parts(&spec.shape))
 }

@@ -4,7 +4,7 @@ use super::compose::{Const, Source};
 use super::unrolled;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants::Variant;
-use crate::{Dtype, MlaShape, MlaSpec, Tiling};
+use crate::{Dtype, MlaDecode, MlaShape, Tiling};
 
 pub(super) mod coop;
 pub(super) mod plain;
@@ -12,7 +12,7 @@ pub(super) mod plain;
 use plain::{LANES, Tile};
 
 /// What a decode is asked for: its spec, and query tokens of a sequence, 0 or 1 for one, which size the tile.
-pub(crate) type Request = (MlaSpec, u32);
+pub(crate) type Request = (MlaDecode, u32);
 
 /// How a variant multiplies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,7 +90,7 @@ impl Body {
     ///
     /// # Errors
     /// A sentence that names what is missing.
-    pub(super) fn runs_on(self, caps: &Caps, spec: &MlaSpec) -> Result<(), String> {
+    pub(super) fn runs_on(self, caps: &Caps, spec: &MlaDecode) -> Result<(), String> {
         if self != Self::SHARED {
             if !caps.subgroups {
                 return Err("the device was made without Features::SUBGROUP".into());
@@ -127,7 +127,7 @@ impl Body {
     }
 
     /// How this variant cuts work on a device; `None` where it does not run.
-    pub(super) fn tiling(self, caps: &Caps, spec: &MlaSpec, query_tokens: u32) -> Option<Tiling> {
+    pub(super) fn tiling(self, caps: &Caps, spec: &MlaDecode, query_tokens: u32) -> Option<Tiling> {
         let rows = query_rows(spec, query_tokens);
         match self {
             Self::Coop { small } => {
@@ -143,7 +143,7 @@ pub(super) const STORAGE_BUFFERS: u32 = 8;
 
 /// Query rows of a sequence, which a tile is sized for: what shares a tile reads the cache once. More tokens than 64 fill
 /// many tiles of any size.
-pub(super) fn query_rows(spec: &MlaSpec, query_tokens: u32) -> u32 {
+pub(super) fn query_rows(spec: &MlaDecode, query_tokens: u32) -> u32 {
     spec.shape.num_heads * query_tokens.clamp(1, 64)
 }
 
@@ -219,7 +219,7 @@ impl Merging {
 
     /// The kernel that merges a row's partial results. It does not read the cache, but is bound with it, and a step has one
     /// layout.
-    pub(crate) fn source(self, spec: &MlaSpec, pins_loads: bool) -> Source {
+    pub(crate) fn source(self, spec: &MlaDecode, pins_loads: bool) -> Source {
         let files = [if pins_loads { PINNED } else { READ }, include_str!("../../../shaders/mla_merge.wgsl")];
         // Partial results on their way to a thread.
         let batch = match self {
@@ -244,11 +244,11 @@ impl Merging {
     }
 }
 
-fn dtypes(spec: &MlaSpec) -> String {
+fn dtypes(spec: &MlaDecode) -> String {
     format!("q_{}.kv_{}.out_{}", spec.query, spec.kv.dtype, spec.out)
 }
 
-fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
+fn shape_consts(spec: &MlaDecode) -> Vec<(&'static str, u32)> {
     vec![
         ("LATENT_OCTS", spec.shape.kv_lora_rank / 8),
         ("ROPE_OCTS", spec.shape.qk_rope_head_dim / 8),
@@ -260,7 +260,7 @@ fn shape_consts(spec: &MlaSpec) -> Vec<(&'static str, u32)> {
 fn compose_step(
     entry: &'static str,
     variant: &str,
-    spec: &MlaSpec,
+    spec: &MlaDecode,
     consts: &[(&'static str, u32)],
     types: &[(&'static str, Const)],
     op: &[&str],
@@ -277,7 +277,7 @@ fn compose_step(
 fn compose_module(
     entry: &'static str,
     variant: &str,
-    spec: &MlaSpec,
+    spec: &MlaDecode,
     consts: &[(&'static str, u32)],
     types: &[(&'static str, Const)],
     op: &[&str],
@@ -293,7 +293,7 @@ fn compose_module(
     unrolled(entry, variant, consts, &all_types, &files)
 }
 
-/// How an output is rounded and stored. e4m3 is refused by [`MlaSpec::check`].
+/// How an output is rounded and stored. e4m3 is refused by [`MlaDecode::check`].
 pub(super) fn store_files(out: Dtype) -> Vec<&'static str> {
     match out {
         Dtype::F16 => {

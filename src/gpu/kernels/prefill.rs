@@ -5,11 +5,11 @@ mod plain;
 
 use super::compose::Source;
 use crate::gpu::caps::{Caps, DeviceKind};
-use crate::ops::PrefillSpec;
+use crate::ops::MlaPrefill;
 use crate::ops::variants::Variant;
 
 /// What a prefill is asked for: its spec, and the most query tokens of a sequence; 0 for any number.
-pub(crate) type Request = (PrefillSpec, u32);
+pub(crate) type Request = (MlaPrefill, u32);
 
 /// A variant for a request on a device.
 pub(crate) struct Kernel {
@@ -46,11 +46,11 @@ fn slow(caps: &Caps, _: &Request) -> Result<(), String> {
 
 /// The specs that tests compile.
 #[cfg(test)]
-fn specs() -> Vec<PrefillSpec> {
+fn specs() -> Vec<MlaPrefill> {
     use crate::Dtype;
     let dtypes = [Dtype::F32, Dtype::F16, Dtype::Bf16];
     let dims = [[128, 64, 128], [192, 64, 256], [64, 32, 64], [16, 32, 16], [24, 0, 72]];
-    let spec = |[p, r, v]: [u32; 3], dtype, out| PrefillSpec {
+    let spec = |[p, r, v]: [u32; 3], dtype, out| MlaPrefill {
         num_heads: 16,
         qk_nope_head_dim: p,
         qk_rope_head_dim: r,

@@ -5,10 +5,10 @@ use super::decode::{oct_file, oct_type, store_files};
 use super::{GROUP, MATRIX_DIRECTIVES, lib_out, matrix_aliases, unrolled};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants::Variant;
-use crate::{Dtype, ProjectSpec, WeightOrder};
+use crate::{Dtype, HeadProject, WeightOrder};
 
 /// In dispatch order; the last runs everywhere. Each with tiles for few tokens and for many.
-pub(crate) const VARIANTS: [Variant<Caps, ProjectSpec, [Tile; 2]>; 3] = [
+pub(crate) const VARIANTS: [Variant<Caps, HeadProject, [Tile; 2]>; 3] = [
     Variant::new("coop", Coop::pair).unless(|caps, _| match caps.kind {
         DeviceKind::Software => Err("a software device only imitates matrices".into()),
         _ => Ok(()),
@@ -70,7 +70,7 @@ impl Tile {
     }
 
     /// Workgroups for a head's columns.
-    pub(crate) const fn column_groups(&self, spec: &ProjectSpec) -> u32 {
+    pub(crate) const fn column_groups(&self, spec: &HeadProject) -> u32 {
         match self {
             Self::Plain { .. } => spec.n.div_ceil(64),
             Self::Direct { .. } => direct_parts(spec).div_ceil(DIRECT_GROUP),
@@ -79,7 +79,7 @@ impl Tile {
     }
 
     /// Its text.
-    pub(crate) fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
+    pub(crate) fn source(&self, caps: &Caps, spec: &HeadProject) -> Source {
         match self {
             Self::Plain { rows } => plain(*rows, spec),
             Self::Direct { rows } => direct(*rows, spec),
@@ -90,7 +90,7 @@ impl Tile {
 
 impl Coop {
     /// Tiles for few tokens and for many; they may be the same.
-    fn pair(caps: &Caps, spec: &ProjectSpec) -> Result<[Tile; 2], String> {
+    fn pair(caps: &Caps, spec: &HeadProject) -> Result<[Tile; 2], String> {
         super::matrices(caps)?;
         if !(caps.shader_f16 && caps.subgroups) {
             return Err("the device was made without Features::SHADER_F16 or SUBGROUP".into());
@@ -117,7 +117,7 @@ impl Coop {
     }
 
     /// A tile of so many tokens and columns, where it fits: with the longest chunk.
-    fn of([tokens, columns]: [u32; 2], caps: &Caps, spec: &ProjectSpec) -> Option<Self> {
+    fn of([tokens, columns]: [u32; 2], caps: &Caps, spec: &HeadProject) -> Option<Self> {
         let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
         // Each with fewer threads, where the device or the chunk has no room for more.
         let splits: &[[u32; 3]] = match columns {
@@ -133,7 +133,7 @@ impl Coop {
     }
 
     /// Whether the work is divided without a rest, and the device has room for it.
-    fn fits(&self, caps: &Caps, spec: &ProjectSpec) -> bool {
+    fn fits(&self, caps: &Caps, spec: &HeadProject) -> bool {
         let threads = self.threads();
         threads <= caps.max_invocations
             && threads.is_multiple_of(self.tokens)
@@ -156,7 +156,7 @@ impl Coop {
     }
 
     /// Words of rows and weights that a thread holds.
-    const fn words(&self, spec: &ProjectSpec) -> u32 {
+    const fn words(&self, spec: &HeadProject) -> u32 {
         let oct_words = 2 * spec.input.bytes() as u32;
         spec.k / 8 / self.row_lanes() * oct_words + spec.k * self.columns / 8 / self.threads() * 4
     }
@@ -166,14 +166,14 @@ impl Coop {
         (self.chunk / 8) | 1
     }
 
-    const fn w_pitch(&self, spec: &ProjectSpec) -> u32 {
+    const fn w_pitch(&self, spec: &HeadProject) -> u32 {
         match spec.order {
             WeightOrder::Kn => (self.columns / 8) | 1,
             WeightOrder::Nk => (self.chunk / 8) | 1,
         }
     }
 
-    const fn w_rows(&self, spec: &ProjectSpec) -> u32 {
+    const fn w_rows(&self, spec: &HeadProject) -> u32 {
         match spec.order {
             WeightOrder::Kn => self.chunk,
             WeightOrder::Nk => self.columns,
@@ -185,12 +185,12 @@ impl Coop {
         self.columns + 4
     }
 
-    const fn workgroup_bytes(&self, spec: &ProjectSpec) -> u32 {
+    const fn workgroup_bytes(&self, spec: &HeadProject) -> u32 {
         let octs = x_parts(spec) * self.tokens * self.x_pitch() + self.w_rows(spec) * self.w_pitch(spec);
         octs * 16 + self.k_split * self.tokens * self.sum_pitch() * 4 + self.tokens * 4 + 64
     }
 
-    fn source(&self, caps: &Caps, spec: &ProjectSpec) -> Source {
+    fn source(&self, caps: &Caps, spec: &HeadProject) -> Source {
         let octs = |dtype| Const::Alias(oct_type(dtype));
         let mut aliases = matrix_aliases(self.side).to_vec();
         aliases.extend([("XOct", octs(spec.input)), ("WOct", octs(spec.weight))]);
@@ -221,7 +221,7 @@ impl Coop {
         Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source }
     }
 
-    fn consts(&self, spec: &ProjectSpec) -> Vec<(&'static str, u32)> {
+    fn consts(&self, spec: &HeadProject) -> Vec<(&'static str, u32)> {
         let (threads, row_lanes) = (self.threads(), self.row_lanes());
         let row_tiles = self.tokens / self.side / self.row_split;
         let column_tiles = self.columns / self.side / self.column_split;
@@ -270,7 +270,7 @@ impl Coop {
 }
 
 /// Parts that a row is split into so that f16 holds it.
-const fn x_parts(spec: &ProjectSpec) -> u32 {
+const fn x_parts(spec: &HeadProject) -> u32 {
     match spec.input {
         Dtype::F32 => 2,
         Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => 1,
@@ -287,7 +287,7 @@ const fn part_file(dtype: Dtype) -> &'static str {
     }
 }
 
-fn plain(rows: u32, spec: &ProjectSpec) -> Source {
+fn plain(rows: u32, spec: &HeadProject) -> Source {
     let consts = [
         ("GROUP", GROUP),
         ("ROWS", rows),
@@ -301,14 +301,14 @@ fn plain(rows: u32, spec: &ProjectSpec) -> Source {
 }
 
 /// Threads of the direct row for a head's columns.
-const fn direct_parts(spec: &ProjectSpec) -> u32 {
+const fn direct_parts(spec: &HeadProject) -> u32 {
     match spec.order {
         WeightOrder::Kn => spec.n / 8,
         WeightOrder::Nk => spec.n / 4,
     }
 }
 
-fn direct(rows: u32, spec: &ProjectSpec) -> Source {
+fn direct(rows: u32, spec: &HeadProject) -> Source {
     let consts = [
         ("GROUP", DIRECT_GROUP),
         ("ROWS", rows),
@@ -324,7 +324,7 @@ fn direct(rows: u32, spec: &ProjectSpec) -> Source {
 fn summed_in_f32(
     row: &str,
     tile: u32,
-    spec: &ProjectSpec,
+    spec: &HeadProject,
     consts: &[(&'static str, u32)],
     body: &str,
 ) -> Source {
@@ -346,7 +346,7 @@ fn summed_in_f32(
 fn module(
     row: &str,
     tile: u32,
-    spec: &ProjectSpec,
+    spec: &HeadProject,
     consts: &[(&'static str, u32)],
     aliases: &[(&'static str, Const)],
     files: &[&str],

@@ -11,8 +11,8 @@ use super::decode::plain::Tile;
 use super::decode::{Body, Merging, STORAGE_BUFFERS, Sum, VARIANTS, coop, query_rows, split};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants;
-use crate::plan::{Plan, Policy};
-use crate::{Batch, Dtype, KvSpec, MlaShape, MlaSpec, SUPPORTED_DIMS};
+use crate::plan::{Plan, SplitPolicy};
+use crate::{Batch, Dtype, KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS};
 
 mod layouts;
 mod projections;
@@ -53,18 +53,24 @@ fn body(name: &str) -> Body {
     Body::ALL.into_iter().find(|body| body.name() == name).expect("there is such a variant")
 }
 
-fn decode(body: &Body, caps: &Caps, spec: &MlaSpec, query_tokens: u32, clamp_pages: bool) -> Option<Source> {
+fn decode(
+    body: &Body,
+    caps: &Caps,
+    spec: &MlaDecode,
+    query_tokens: u32,
+    clamp_pages: bool,
+) -> Option<Source> {
     split(*body, caps, &(*spec, query_tokens), clamp_pages)
 }
 
 /// The variant that is selected, and why.
-fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaSpec) -> crate::Result<(Body, String)> {
+fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaDecode) -> crate::Result<(Body, String)> {
     let (kernel, choice) = variants::choose(&VARIANTS, caps, &(*spec, 1), forced)?;
     Ok((kernel.body, choice.why))
 }
 
-fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaSpec {
-    MlaSpec {
+fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaDecode {
+    MlaDecode {
         shape: MlaShape { num_heads, kv_lora_rank: dims.0, qk_rope_head_dim: dims.1 },
         kv: KvSpec { dtype: cache, page_size: 16, num_pages: 64 },
         query,
@@ -182,7 +188,7 @@ fn lane_bytes(module: &Module, ty: naga::Handle<naga::Type>, caps: &Caps) -> u32
     }
 }
 
-fn check_decode(variant: &Body, caps: &Caps, spec: &MlaSpec, query_tokens: u32, clamp_pages: bool) {
+fn check_decode(variant: &Body, caps: &Caps, spec: &MlaDecode, query_tokens: u32, clamp_pages: bool) {
     let source = decode(variant, caps, spec, query_tokens, clamp_pages).expect("composed only where it runs");
     let (module, _) = valid(&source, capabilities(variant));
     check_module(&source, &module, caps);
@@ -232,7 +238,7 @@ fn runs_somewhere() -> impl Iterator<Item = (Body, Caps)> {
 
 /// Whether a variant that runs on a device serves a spec there: only rows on matrices do not serve every one. Where the
 /// larger one has no tile, the smaller one serves it.
-fn serves(variant: &Body, caps: &Caps, spec: &MlaSpec) -> bool {
+fn serves(variant: &Body, caps: &Caps, spec: &MlaDecode) -> bool {
     let serves = variant.runs_on(caps, spec);
     let must = match *variant {
         Body::Plain(_) => true,
@@ -294,7 +300,7 @@ fn every_page_size_is_valid_and_fits() {
             [1, 3, 16, 48, 64, 256].into_iter().flat_map(|size| [(size, 16), (size, 20)])
         {
             let spec = spec((512, 64), heads, Dtype::Bf16, Dtype::E4m3, Dtype::Bf16);
-            let spec = MlaSpec { kv: KvSpec { page_size, ..spec.kv }, ..spec };
+            let spec = MlaDecode { kv: KvSpec { page_size, ..spec.kv }, ..spec };
             if serves(&variant, &caps, &spec) {
                 check_decode(&variant, &caps, &spec, 1, false);
             }
@@ -308,17 +314,17 @@ fn two_query_tokens_share_a_tile() {
     let (caps, coop) = (devices()[3], body("coop"));
     let spec = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::Bf16);
     let num_pages = 3 * 4096 / spec.kv.page_size;
-    let spec = MlaSpec { kv: KvSpec { num_pages, ..spec.kv }, ..spec };
+    let spec = MlaDecode { kv: KvSpec { num_pages, ..spec.kv }, ..spec };
     let batch = Batch::new(&[4096; 3], &[0, 2, 4, 6]);
     let plan = |query_tokens, policy| {
         let tiling = coop.tiling(&caps, &spec, query_tokens).expect("it runs");
         (tiling.rows_per_tile, Plan::new(&spec, &tiling, &batch, policy).expect("a good batch"))
     };
     for (query_tokens, rows, items) in [(0, 16, 6), (1, 16, 6), (2, 32, 3)] {
-        let (rows_per_tile, plan) = plan(query_tokens, Policy::OneSplit);
+        let (rows_per_tile, plan) = plan(query_tokens, SplitPolicy::OneSplit);
         assert_eq!((rows_per_tile, plan.items.len()), (rows, items), "{query_tokens} query tokens");
     }
-    let (_, plan) = plan(2, Policy::Auto);
+    let (_, plan) = plan(2, SplitPolicy::Auto);
     let attended: u32 = plan.items.iter().map(|item| item.kv_end - item.kv_begin).sum();
     assert_eq!(attended, 3 * 4096, "each token of the cache is in one item");
     // What a host may have guessed wrong, or meant as `as many as come`.

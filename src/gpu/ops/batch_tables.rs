@@ -5,11 +5,11 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, unrolled};
-use crate::gpu::pipelines::{Slot, dispatch, group, group_with_params, layout};
+use crate::gpu::pipelines::{Access, dispatch, group, group_with_params, layout};
 use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
 use crate::plan::Plan;
 use crate::tables::PageTable;
-use crate::{Error, KvSpec, MlaSpec, Result};
+use crate::{Error, KvSpec, MlaDecode, Result};
 
 /// Makes tables on the device from `seq_lens`, `query_start_loc` and `block_table` that the host never reads back: batches may be
 /// padded to a fixed size, and a step is planned once for the longest that its sequences may become.
@@ -41,7 +41,7 @@ pub struct BatchBinding {
     batch: u32,
 }
 
-/// Slots that the device writes, and an append of new tokens, [`crate::AppendSpec`] or [`crate::RopeAppendSpec`], reads.
+/// Slots that the device writes, and an append of new tokens, [`crate::KvAppend`] or [`crate::RopeAppend`], reads.
 #[derive(Debug)]
 pub struct DeviceSlots<O: AppendsSlots>
 where
@@ -95,11 +95,11 @@ impl BatchTables {
     /// Those of [`KvSpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
     pub fn new(gpu: &Gpu, kv: KvSpec) -> Result<Self> {
         kv.check()?;
-        let slots_layout = layout(gpu, "mla.batch_slots.step", &[Slot::Write])?;
-        let batch = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Read];
+        let slots_layout = layout(gpu, "mla.batch_slots.step", &[Access::Write])?;
+        let batch = [Access::Uniform, Access::Read, Access::Read, Access::Read];
         let batch_layout = layout(gpu, "mla.batch", &batch)?;
-        let plan_layout = layout(gpu, "mla.batch_lists.plan", &[Slot::Read])?;
-        let step_layout = layout(gpu, "mla.batch_lists.step", &[Slot::Write, Slot::Write])?;
+        let plan_layout = layout(gpu, "mla.batch_lists.plan", &[Access::Read])?;
+        let step_layout = layout(gpu, "mla.batch_lists.step", &[Access::Write, Access::Write])?;
         // Every index is in bounds, whatever the batch's arrays hold, and whichever step, plan and binding are recorded:
         // - the batch: sequence < params.batch and block < max_pages are asked in the shaders, and `bind` found that many words in
         //   each buffer (`DeviceBatch::check`);
@@ -162,7 +162,7 @@ impl BatchTables {
     /// [`BatchTables::record_lists`] needs of the plan.
     ///
     /// The plan has the batch's sequences, those of padding included, with `seq_lens` that no batch passes, and
-    /// [`crate::Visibility::Full`] (or one query token a sequence): the device finds what each query token sees, causal and
+    /// [`crate::Mask::Full`] (or one query token a sequence): the device finds what each query token sees, causal and
     /// bottom-right. A sequence's query tokens begin where the plan has them; those that the batch has not, by `query_start_loc`, see
     /// nothing: out is 0 and LSE -inf. Sequences longer than planned are cut off.
     ///
@@ -175,8 +175,8 @@ impl BatchTables {
     pub fn prepare(
         &self,
         lists: &mut DecodeLists,
-        mla: &Compiled<MlaSpec, Gpu>,
-        step: &mut Step<MlaSpec, Gpu>,
+        mla: &Compiled<MlaDecode, Gpu>,
+        step: &mut Step<MlaDecode, Gpu>,
         plan: &Plan,
     ) -> Result<()> {
         if !self.serves(&mla.op().kv) || mla.device().id() != self.gpu.id() {
@@ -208,7 +208,12 @@ impl BatchTables {
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`].
-    pub fn check(&self, lists: &DecodeLists, step: &Step<MlaSpec, Gpu>, batch: &BatchBinding) -> Result<()> {
+    pub fn check(
+        &self,
+        lists: &DecodeLists,
+        step: &Step<MlaDecode, Gpu>,
+        batch: &BatchBinding,
+    ) -> Result<()> {
         let (tables, pages) = step.raw.buffers();
         let is_of = |(generation, bound): &(u64, StepTables)| {
             *generation == step.raw.generation() && bound.tables == *tables && bound.pages == *pages
@@ -256,7 +261,7 @@ impl BatchTables {
         &self,
         pass: &mut wgpu::ComputePass<'_>,
         lists: &DecodeLists,
-        step: &Step<MlaSpec, Gpu>,
+        step: &Step<MlaDecode, Gpu>,
         batch: &BatchBinding,
     ) -> Result<()> {
         self.check(lists, step, batch)?;

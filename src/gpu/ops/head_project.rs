@@ -5,10 +5,10 @@ use std::ops::Range;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::project::{TARGET_GROUPS, Tile, VARIANTS};
-use crate::gpu::pipelines::{Slot, buffer, group, group_with_params, layout};
+use crate::gpu::pipelines::{Access, buffer, group, group_with_params, layout};
 use crate::gpu::scope::scoped;
 use crate::ops::variants::{candidates, choose};
-use crate::ops::{Candidate, Choice, Kernel, OpOptions, Project, ProjectSpec};
+use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions};
 use crate::view::{View, check_tokens};
 use crate::{Error, Result};
 
@@ -59,21 +59,21 @@ struct TokenRange {
     reserved_1: u32,
 }
 
-impl Kernel<ProjectSpec> for Gpu {
+impl Kernel<HeadProject> for Gpu {
     type Kernels = Pipes;
     type Step = Tokens;
     /// `None` where there is room for no token.
     type Binding = Option<wgpu::BindGroup>;
 
-    fn kernel_variants(&self, spec: &ProjectSpec) -> Vec<Candidate> {
+    fn kernel_variants(&self, spec: &HeadProject) -> Vec<Candidate> {
         candidates(&VARIANTS, self.caps(), spec)
     }
 
-    fn kernel_compile(&self, spec: &ProjectSpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
+    fn kernel_compile(&self, spec: &HeadProject, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let (tiles, choice) = choose(&VARIANTS, self.caps(), spec, options.variant.as_deref())?;
-        let step = layout(self, "mla.head_project.step", &[Slot::Uniform])?;
-        let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
-        let layer = layout(self, "mla.head_project.layer", &slots)?;
+        let step = layout(self, "mla.head_project.step", &[Access::Uniform])?;
+        let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
+        let layer = layout(self, "mla.head_project.layer", &entries)?;
         // Every index is in bounds, for each step and binding, whichever pair is recorded:
         // - tokens: `first` and `count` are cut to max_tokens in the shader, since `prepare` may have been called again since
         //   `record`; rows past the last token read that one's, or nothing, and write nothing. `check_args` refuses rows that end past the buffer for
@@ -96,7 +96,7 @@ impl Kernel<ProjectSpec> for Gpu {
         Ok((Pipes { tiles, step, layer }, (), choice))
     }
 
-    fn kernel_step(&self, _: &ProjectSpec, pipes: &Pipes, _: u32) -> Result<Tokens> {
+    fn kernel_step(&self, _: &HeadProject, pipes: &Pipes, _: u32) -> Result<Tokens> {
         let label = "mla.head_project.step";
         let buffer = buffer(self, label, size_of::<TokenRange>() as u64, wgpu::BufferUsages::UNIFORM)?;
         let group = group(self, label, &pipes.step, [buffer.as_entire_binding()])?;
@@ -105,7 +105,7 @@ impl Kernel<ProjectSpec> for Gpu {
 
     fn kernel_prepare(
         &self,
-        _: &ProjectSpec,
+        _: &HeadProject,
         _: &Pipes,
         step: &mut Tokens,
         tokens: Range<u32>,
@@ -120,9 +120,9 @@ impl Kernel<ProjectSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &ProjectSpec,
+        spec: &HeadProject,
         pipes: &Pipes,
-        args: &Project<&wgpu::Buffer>,
+        args: &HeadProjectArgs<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<Option<wgpu::BindGroup>> {
         // The tile for many tokens has most; the other one is taken below it only.
@@ -169,7 +169,7 @@ impl Kernel<ProjectSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &ProjectSpec,
+        spec: &HeadProject,
         pipes: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Tokens,
@@ -189,7 +189,7 @@ impl Kernel<ProjectSpec> for Gpu {
 
 impl Pipes {
     /// The tile for many tokens where they fill its device, or one of the other tile's.
-    fn for_tokens(&self, spec: &ProjectSpec, count: u32) -> &(Tile, wgpu::ComputePipeline) {
+    fn for_tokens(&self, spec: &HeadProject, count: u32) -> &(Tile, wgpu::ComputePipeline) {
         let [few, many] = &self.tiles;
         let fills = match many.0 {
             Tile::Plain { .. } | Tile::Direct { .. } => count > few.0.tokens(),
@@ -211,7 +211,7 @@ pub(super) fn every_source() -> Vec<crate::gpu::kernels::compose::Source> {
         for weight in floats {
             for output in floats {
                 for order in [crate::WeightOrder::Kn, crate::WeightOrder::Nk] {
-                    let spec = ProjectSpec { input, weight, output, num_heads: 3, k: 40, n: 72, order };
+                    let spec = HeadProject { input, weight, output, num_heads: 3, k: 40, n: 72, order };
                     let caps = crate::gpu::caps::Caps::WEBGPU;
                     all.extend([1, 4].map(|rows| Tile::Plain { rows }.source(&caps, &spec)));
                     all.extend([1, 4].map(|rows| Tile::Direct { rows }.source(&caps, &spec)));

@@ -6,9 +6,9 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
-use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
-use crate::ops::{AppendLayer, AppendSpec, Choice, Kernel, OpOptions};
+use crate::ops::{Choice, Kernel, KvAppend, KvAppendArgs, OpOptions};
 use crate::view::View;
 use crate::{Error, Result};
 
@@ -30,15 +30,15 @@ pub(super) struct Params {
     reserved: u32,
 }
 
-impl Kernel<AppendSpec> for Gpu {
+impl Kernel<KvAppend> for Gpu {
     type Kernels = Pipe;
     type Step = Table;
     /// `None` where there is room for no token.
     type Binding = Option<wgpu::BindGroup>;
 
-    fn kernel_compile(&self, spec: &AppendSpec, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
+    fn kernel_compile(&self, spec: &KvAppend, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
         let labels = ["mla.kv_append.step", "mla.kv_append.layer"];
-        let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
+        let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table holds its count and as many slots (`Table`; besides it only `batch_slots` writes slots, and leaves the
         //   count), and the shader reads slots below that count only;
@@ -48,16 +48,16 @@ impl Kernel<AppendSpec> for Gpu {
         // - slot < NUM_SLOTS is asked in the shader, so the page is one of the pool's, whose last `check_args` found inside the
         //   buffer (`KvView::check`).
         // All loops are unrolled.
-        Ok((Pipe::new(self, labels, Slot::Read, &slots, &source(spec))?, (), only(options)?))
+        Ok((Pipe::new(self, labels, Access::Read, &entries, &source(spec))?, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &AppendSpec, _: &Pipe, _: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &KvAppend, _: &Pipe, _: u32) -> Result<Table> {
         Ok(Table::default())
     }
 
     fn kernel_prepare(
         &self,
-        spec: &AppendSpec,
+        spec: &KvAppend,
         pipe: &Pipe,
         step: &mut Table,
         slot_mapping: &[i64],
@@ -69,9 +69,9 @@ impl Kernel<AppendSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &AppendSpec,
+        spec: &KvAppend,
         pipe: &Pipe,
-        args: &AppendLayer<&wgpu::Buffer>,
+        args: &KvAppendArgs<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<Option<wgpu::BindGroup>> {
         checked_tokens(spec, max_tokens.into())?;
@@ -85,7 +85,7 @@ impl Kernel<AppendSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &AppendSpec,
+        spec: &KvAppend,
         pipe: &Pipe,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Table,
@@ -101,7 +101,7 @@ impl Kernel<AppendSpec> for Gpu {
 }
 
 /// The shader numbers its items in a `u32`.
-pub(super) fn checked_tokens(spec: &AppendSpec, tokens: u64) -> Result<u32> {
+pub(super) fn checked_tokens(spec: &KvAppend, tokens: u64) -> Result<u32> {
     let limit = u64::from(u32::MAX / spec.shape.row_elems());
     if tokens > limit {
         let cure = "append in several steps";
@@ -114,8 +114,8 @@ impl Params {
     /// One layer for up to `max_tokens` tokens, at least 1, and what is bound of `kv_c`, `k_pe` and the cache.
     pub(super) fn new<'a>(
         gpu: &Gpu,
-        spec: &AppendSpec,
-        args: &AppendLayer<&'a wgpu::Buffer>,
+        spec: &KvAppend,
+        args: &KvAppendArgs<&'a wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<(Self, [Window<'a>; 3])> {
         let (shape, bytes, k_pe_view) = (&spec.shape, spec.input.bytes(), args.rotary(spec));
@@ -140,7 +140,7 @@ impl Params {
 }
 
 /// How new rows are read, converted and placed.
-pub(super) fn convert_libs(spec: &AppendSpec) -> [&'static str; 5] {
+pub(super) fn convert_libs(spec: &KvAppend) -> [&'static str; 5] {
     let convert = if spec.input == spec.kv.dtype {
         include_str!("../../../shaders/lib/convert_copy.wgsl")
     } else {
@@ -155,7 +155,7 @@ pub(super) fn convert_libs(spec: &AppendSpec) -> [&'static str; 5] {
     ]
 }
 
-fn source(spec: &AppendSpec) -> Source {
+fn source(spec: &KvAppend) -> Source {
     let consts = [
         ("GROUP", GROUP),
         ("PAGE_SIZE", spec.kv.page_size),
@@ -176,7 +176,7 @@ pub(super) fn every_source() -> Vec<Source> {
     let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     let kv = |dtype| crate::KvSpec { dtype, page_size: 48, num_pages: 7 };
     let inputs = [Dtype::F32, Dtype::F16, Dtype::Bf16];
-    let spec = |input| Dtype::ALL.map(|dtype| AppendSpec { shape, kv: kv(dtype), input });
+    let spec = |input| Dtype::ALL.map(|dtype| KvAppend { shape, kv: kv(dtype), input });
     inputs.into_iter().flat_map(spec).map(|spec| source(&spec)).collect()
 }
 

@@ -7,9 +7,9 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_in, unrolled};
-use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
-use crate::ops::{Calibrate, CalibrateSpec, CalibrationStats, Choice, Kernel, OpOptions};
+use crate::ops::{CalibrationStats, Choice, Kernel, KvCalibrate, KvCalibrateArgs, OpOptions};
 use crate::view::{View, check_tokens};
 use crate::{Error, Result};
 
@@ -29,15 +29,15 @@ struct Params {
     reserved: [u32; 2],
 }
 
-impl Kernel<CalibrateSpec> for Gpu {
+impl Kernel<KvCalibrate> for Gpu {
     type Kernels = Pipe;
     type Step = Table;
     /// `None` where there is room for no token.
     type Binding = Option<wgpu::BindGroup>;
 
-    fn kernel_compile(&self, spec: &CalibrateSpec, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
+    fn kernel_compile(&self, spec: &KvCalibrate, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
         let labels = ["mla.kv_calibrate.step", "mla.kv_calibrate.layer"];
-        let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write];
+        let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table has two words (`Table`, which nobody else writes);
         // - token < max_tokens, by both `min`s in the shader: `prepare` may have been called again since `record`. `check_args`
@@ -45,16 +45,16 @@ impl Kernel<CalibrateSpec> for Gpu {
         // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;
         // - `stats` has 8 words (`check_args`), and offsets in it are constants below 8.
         // All loops are unrolled; every workgroup variable is stored to before it is read.
-        Ok((Pipe::new(self, labels, Slot::Read, &slots, &source(spec))?, (), only(options)?))
+        Ok((Pipe::new(self, labels, Access::Read, &entries, &source(spec))?, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &CalibrateSpec, _: &Pipe, (): ()) -> Result<Table> {
+    fn kernel_step(&self, _: &KvCalibrate, _: &Pipe, (): ()) -> Result<Table> {
         Ok(Table::default())
     }
 
     fn kernel_prepare(
         &self,
-        spec: &CalibrateSpec,
+        spec: &KvCalibrate,
         pipe: &Pipe,
         step: &mut Table,
         tokens: Range<u32>,
@@ -67,9 +67,9 @@ impl Kernel<CalibrateSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &CalibrateSpec,
+        spec: &KvCalibrate,
         pipe: &Pipe,
-        args: &Calibrate<&wgpu::Buffer>,
+        args: &KvCalibrateArgs<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<Option<wgpu::BindGroup>> {
         checked_tokens(spec, max_tokens)?;
@@ -99,7 +99,7 @@ impl Kernel<CalibrateSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &CalibrateSpec,
+        spec: &KvCalibrate,
         pipe: &Pipe,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Table,
@@ -115,7 +115,7 @@ impl Kernel<CalibrateSpec> for Gpu {
 }
 
 /// The shader numbers its items in a `u32`.
-fn checked_tokens(spec: &CalibrateSpec, tokens: u32) -> Result<()> {
+fn checked_tokens(spec: &KvCalibrate, tokens: u32) -> Result<()> {
     let (need, limit) = (u64::from(tokens), u64::from(u32::MAX / spec.shape.row_elems()));
     if need > limit {
         let cure = "calibrate in several steps";
@@ -124,7 +124,7 @@ fn checked_tokens(spec: &CalibrateSpec, tokens: u32) -> Result<()> {
     Ok(())
 }
 
-fn source(spec: &CalibrateSpec) -> Source {
+fn source(spec: &KvCalibrate) -> Source {
     let consts = [
         ("GROUP", GROUP),
         ("LATENT_QUADS", spec.shape.kv_lora_rank / 4),
@@ -144,7 +144,7 @@ fn source(spec: &CalibrateSpec) -> Source {
 pub(super) fn every_source() -> Vec<Source> {
     use crate::Dtype;
     let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    [Dtype::F32, Dtype::F16, Dtype::Bf16].map(|input| source(&CalibrateSpec { shape, input })).into()
+    [Dtype::F32, Dtype::F16, Dtype::Bf16].map(|input| source(&KvCalibrate { shape, input })).into()
 }
 
 #[cfg(test)]

@@ -6,9 +6,9 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
-use crate::ops::{Choice, CopySpec, Kernel, OpOptions, check_copies};
+use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
 use crate::view::KvView;
 
 /// The same copy by units of both sizes, of which an alignment allows one.
@@ -52,32 +52,32 @@ impl Unit {
     }
 }
 
-impl Kernel<CopySpec> for Gpu {
+impl Kernel<KvCopyPages> for Gpu {
     type Kernels = Pipes;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &CopySpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
+    fn kernel_compile(&self, spec: &KvCopyPages, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let labels = ["mla.kv_copy_pages.step", "mla.kv_copy_pages.layer"];
-        let slots = [Slot::Uniform, Slot::Write];
+        let entries = [Access::Uniform, Access::Write];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table holds its count and as many pairs (`Table`, which nobody else writes), and the shader reads pairs
         //   below that count only;
         // - both pages < NUM_PAGES is asked in the shader, and `check_args` found the pool's last page inside the buffer
         //   (`KvView::check`); unit < PAGE_UNITS.
         // There is no loop.
-        let compile = |unit| Pipe::new(self, labels, Slot::Read, &slots, &source(spec, unit));
+        let compile = |unit| Pipe::new(self, labels, Access::Read, &entries, &source(spec, unit));
         let wide = if spec.page_bytes().is_multiple_of(16) { Some(compile(Unit::Wide)?) } else { None };
         Ok((Pipes { wide, words: compile(Unit::Word)? }, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &CopySpec, _: &Pipes, _: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &KvCopyPages, _: &Pipes, _: u32) -> Result<Table> {
         Ok(Table::default())
     }
 
     fn kernel_prepare(
         &self,
-        spec: &CopySpec,
+        spec: &KvCopyPages,
         pipes: &Pipes,
         step: &mut Table,
         copies: &[(u32, u32)],
@@ -90,7 +90,7 @@ impl Kernel<CopySpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &CopySpec,
+        spec: &KvCopyPages,
         pipes: &Pipes,
         view: &KvView<&wgpu::Buffer>,
         (): (),
@@ -116,7 +116,7 @@ impl Kernel<CopySpec> for Gpu {
 
     fn kernel_record(
         &self,
-        _: &CopySpec,
+        _: &KvCopyPages,
         _: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Table,
@@ -130,7 +130,7 @@ impl Kernel<CopySpec> for Gpu {
     }
 }
 
-fn source(spec: &CopySpec, unit: Unit) -> Source {
+fn source(spec: &KvCopyPages, unit: Unit) -> Source {
     let (variant, ty) = match unit {
         Unit::Wide => ("wide", "vec4<u32>"),
         Unit::Word => ("words", "u32"),
@@ -148,7 +148,8 @@ fn source(spec: &CopySpec, unit: Unit) -> Source {
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
-    let spec = |dtype| CopySpec { kv: crate::KvSpec { dtype, page_size: 16, num_pages: 7 }, row_elems: 576 };
+    let spec =
+        |dtype| KvCopyPages { kv: crate::KvSpec { dtype, page_size: 16, num_pages: 7 }, row_elems: 576 };
     let both = |dtype| [Unit::Wide, Unit::Word].map(|unit| source(&spec(dtype), unit));
     crate::Dtype::ALL.into_iter().flat_map(both).collect()
 }

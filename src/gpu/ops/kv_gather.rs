@@ -6,9 +6,9 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
-use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Gather, GatherBatch, GatherSpec, Kernel, OpOptions};
+use crate::ops::{Choice, GatherBatch, Kernel, KvGather, KvGatherArgs, OpOptions};
 use crate::{Dtype, Error, Result};
 
 /// Tokens of which an invocation converts a quad each, so that enough loads are in flight.
@@ -27,34 +27,34 @@ struct Params {
     reserved: [u32; 3],
 }
 
-impl Kernel<GatherSpec> for Gpu {
+impl Kernel<KvGather> for Gpu {
     type Kernels = Pipe;
     type Step = Table;
     /// `None` where there is room for no row.
     type Binding = Option<wgpu::BindGroup>;
 
-    fn kernel_compile(&self, spec: &GatherSpec, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
+    fn kernel_compile(&self, spec: &KvGather, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
         let labels = ["mla.kv_gather.step", "mla.kv_gather.layer"];
-        let slots = [Slot::Uniform, Slot::Read, Slot::Write];
+        let entries = [Access::Uniform, Access::Read, Access::Write];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table holds its count and as many triples (`Table`, which nobody else writes), and the shader reads triples
         //   below that count only: place < count * PAGE_SIZE, which `prepare` keeps below 2^32;
         // - slot < NUM_SLOTS, by a `min` in the shader, so the page is one of the pool's, whose last `check_args` found inside the
-        //   buffer (`KvView::check`); a piece's tokens are of one page (`GatherSpec::pieces`);
+        //   buffer (`KvView::check`); a piece's tokens are of one page (`KvGather::pieces`);
         // - row < max_rows is asked in the shader: `prepare` may have been called again since `record`. `check_args` refuses an
         //   output that ends before max_rows rows, and `Window::of` binds up to there;
         // - quad < ROW_QUADS; the table of results has an entry a code, and as many as invocations.
         // All loops are unrolled.
-        Ok((Pipe::new(self, labels, Slot::Read, &slots, &source(spec))?, (), only(options)?))
+        Ok((Pipe::new(self, labels, Access::Read, &entries, &source(spec))?, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &GatherSpec, _: &Pipe, _: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &KvGather, _: &Pipe, _: u32) -> Result<Table> {
         Ok(Table::default())
     }
 
     fn kernel_prepare(
         &self,
-        spec: &GatherSpec,
+        spec: &KvGather,
         pipe: &Pipe,
         step: &mut Table,
         batch: GatherBatch<'_>,
@@ -74,9 +74,9 @@ impl Kernel<GatherSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &GatherSpec,
+        spec: &KvGather,
         pipe: &Pipe,
-        args: &Gather<&wgpu::Buffer>,
+        args: &KvGatherArgs<&wgpu::Buffer>,
         max_rows: u32,
     ) -> Result<Option<wgpu::BindGroup>> {
         if max_rows == 0 {
@@ -100,7 +100,7 @@ impl Kernel<GatherSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &GatherSpec,
+        spec: &KvGather,
         pipe: &Pipe,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Table,
@@ -115,7 +115,7 @@ impl Kernel<GatherSpec> for Gpu {
     }
 }
 
-fn source(spec: &GatherSpec) -> Source {
+fn source(spec: &KvGather) -> Source {
     let consts = [
         ("GROUP", GROUP),
         ("PAGE_SIZE", spec.kv.page_size),
@@ -160,7 +160,7 @@ pub(super) fn every_source() -> Vec<Source> {
     use crate::Op;
     let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     let kv = |dtype| crate::KvSpec { dtype, page_size: 48, num_pages: 7 };
-    let spec = |dtype| Dtype::ALL.map(|output| GatherSpec { shape, kv: kv(dtype), output });
+    let spec = |dtype| Dtype::ALL.map(|output| KvGather { shape, kv: kv(dtype), output });
     let served = Dtype::ALL.into_iter().flat_map(spec).filter(|spec| spec.check().is_ok());
     served.map(|spec| source(&spec)).collect()
 }

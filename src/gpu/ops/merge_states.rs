@@ -8,9 +8,9 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
-use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params, storage};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, MergeStatesSpec, OpOptions, SetsExtent, StateSets};
+use crate::ops::{Choice, Kernel, MergeStates, MergeStatesArgs, MergeStatesExtent, OpOptions};
 use crate::view::View;
 
 /// Sets that an invocation has loads in flight for: those of a prefix in 8 parts and what is merged with it.
@@ -55,13 +55,13 @@ struct Params {
     writes_lse: u32,
 }
 
-impl Kernel<MergeStatesSpec> for Gpu {
+impl Kernel<MergeStates> for Gpu {
     type Kernels = Pipes;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &MergeStatesSpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
-        use Slot::{Read, Uniform, Write};
+    fn kernel_compile(&self, spec: &MergeStates, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
+        use Access::{Read, Uniform, Write};
         let labels = ["mla.merge_states.step", "mla.merge_states.layer"];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table holds three words (`prepare`, and nobody else writes it); tokens are below max_tokens and sets below max_sets by `min`
@@ -75,17 +75,17 @@ impl Kernel<MergeStatesSpec> for Gpu {
         Ok((Pipes { pipe, no_lse: storage(self, "mla.merge_states.no_lse", 16)? }, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &MergeStatesSpec, _: &Pipes, _: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &MergeStates, _: &Pipes, _: u32) -> Result<Table> {
         Ok(Table::default())
     }
 
     fn kernel_prepare(
         &self,
-        spec: &MergeStatesSpec,
+        spec: &MergeStates,
         pipes: &Pipes,
         step: &mut Table,
         (tokens, num_sets): (Range<u32>, u32),
-    ) -> Result<SetsExtent> {
+    ) -> Result<MergeStatesExtent> {
         let extent = spec.extent(&tokens, num_sets)?;
         step.upload(self, &pipes.pipe.step, tokens.len() as u32, [tokens.start, num_sets])?;
         Ok(extent)
@@ -93,10 +93,10 @@ impl Kernel<MergeStatesSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &MergeStatesSpec,
+        spec: &MergeStates,
         pipes: &Pipes,
-        args: &StateSets<&wgpu::Buffer>,
-        room: SetsExtent,
+        args: &MergeStatesArgs<&wgpu::Buffer>,
+        room: MergeStatesExtent,
     ) -> Result<Layer> {
         let (tokens, heads) = (room.tokens, args.num_heads);
         if tokens == 0 || heads == 0 {
@@ -142,7 +142,7 @@ impl Kernel<MergeStatesSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &MergeStatesSpec,
+        spec: &MergeStates,
         pipes: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Table,
@@ -158,7 +158,7 @@ impl Kernel<MergeStatesSpec> for Gpu {
     }
 }
 
-fn source(spec: &MergeStatesSpec) -> Source {
+fn source(spec: &MergeStates) -> Source {
     let consts = [("GROUP", GROUP), ("HEAD_QUADS", spec.head_size / 4), ("TURN", TURN)];
     let files = [
         include_str!("../../../shaders/lib/grid.wgsl"),
@@ -173,7 +173,7 @@ fn source(spec: &MergeStatesSpec) -> Source {
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
     use crate::Dtype;
-    let spec = |dtype| MergeStatesSpec { dtype, head_size: 96 };
+    let spec = |dtype| MergeStates { dtype, head_size: 96 };
     [Dtype::F32, Dtype::F16, Dtype::Bf16].map(|dtype| source(&spec(dtype))).into()
 }
 

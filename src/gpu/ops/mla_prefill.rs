@@ -5,11 +5,11 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::caps::DeviceKind;
 use crate::gpu::kernels::prefill::VARIANTS;
-use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params, storage};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
 use crate::ops::mla_prefill::tiles::{PrefillTile, tiles};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{
-    Candidate, Choice, Kernel, Prefill, PrefillExtent, PrefillOptions, PrefillSequence, PrefillSpec,
+    Candidate, Choice, Kernel, MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence,
     PrefillTiling,
 };
 use crate::view::View;
@@ -70,25 +70,25 @@ impl Array {
     }
 }
 
-impl Kernel<PrefillSpec> for Gpu {
+impl Kernel<MlaPrefill> for Gpu {
     type Kernels = Pipes;
     type Step = Table;
     /// `None` where there is room for no token.
     type Binding = Option<wgpu::BindGroup>;
 
-    fn kernel_variants(&self, spec: &PrefillSpec) -> Vec<Candidate> {
+    fn kernel_variants(&self, spec: &MlaPrefill) -> Vec<Candidate> {
         candidates(&VARIANTS, self.caps(), &(*spec, 0))
     }
 
     fn kernel_compile(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         options: &PrefillOptions,
     ) -> Result<(Pipes, PrefillTiling, Choice)> {
         let request = (*spec, options.query_tokens);
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
-        let read = if kernel.pins_loads { Slot::Write } else { Slot::Read };
-        let slots = [Slot::Uniform, read, read, read, read, read, Slot::Write, Slot::Write];
+        let read = if kernel.pins_loads { Access::Write } else { Access::Read };
+        let entries = [Access::Uniform, read, read, read, read, read, Access::Write, Access::Write];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table holds its count and as many tiles (`Table`, which nobody else writes, at least 64 words); `tile_of` reads inside of it
         //   whatever the number; a workgroup whose number is not below tiles times heads then leaves, and the others have read the tile
@@ -101,7 +101,7 @@ impl Kernel<PrefillSpec> for Gpu {
         //   (`plain.rs`, `coop.rs`).
         // Loops count up to constants, or in blocks to a tile's `num_keys`, which is below 2^30.
         let labels = ["mla.prefill.step", "mla.prefill.layer"];
-        let pipe = Pipe::new(self, labels, Slot::Read, &slots, &kernel.source)?;
+        let pipe = Pipe::new(self, labels, Access::Read, &entries, &kernel.source)?;
         let longest = spec.qk_nope_head_dim.max(spec.qk_rope_head_dim).max(spec.v_head_dim);
         let no_keys = storage(self, "mla.prefill.no_keys", u64::from(longest) * spec.dtype.bytes() as u64)?;
         let target_groups = match self.caps().kind {
@@ -114,13 +114,13 @@ impl Kernel<PrefillSpec> for Gpu {
         Ok((Pipes { pipe, rows: kernel.rows, unit: kernel.unit.into(), no_keys }, tiling, choice))
     }
 
-    fn kernel_step(&self, _: &PrefillSpec, _: &Pipes, _: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &MlaPrefill, _: &Pipes, _: u32) -> Result<Table> {
         Ok(Table::default())
     }
 
     fn kernel_prepare(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         pipes: &Pipes,
         step: &mut Table,
         sequences: &[PrefillSequence],
@@ -140,9 +140,9 @@ impl Kernel<PrefillSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         pipes: &Pipes,
-        args: &Prefill<&wgpu::Buffer>,
+        args: &MlaPrefillArgs<&wgpu::Buffer>,
         room: PrefillExtent,
     ) -> Result<Option<wgpu::BindGroup>> {
         if room.tokens == 0 || room.rows == 0 {
@@ -186,7 +186,7 @@ impl Kernel<PrefillSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &PrefillSpec,
+        spec: &MlaPrefill,
         pipes: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Table,

@@ -7,9 +7,9 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeLayout, RopeSpec};
+use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeArgs, RopeLayout};
 use crate::view::{View, check_tokens};
 use crate::{Dtype, Error, Result};
 
@@ -68,14 +68,14 @@ impl Pipes {
     }
 }
 
-impl Kernel<RopeSpec> for Gpu {
+impl Kernel<Rope> for Gpu {
     type Kernels = Pipes;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &RopeSpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
+    fn kernel_compile(&self, spec: &Rope, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let labels = ["mla.rope.step", "mla.rope.layer"];
-        let slots = [Slot::Uniform, Slot::Read, Slot::Read, Slot::Write, Slot::Read];
+        let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write, Access::Read];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table always has two words (`Table`, which nobody else writes);
         // - token < max_tokens, by a `min` in the shader, and head < num_heads as HEAD_UNITS counts units: `check_args` refuses views whose
@@ -83,21 +83,15 @@ impl Kernel<RopeSpec> for Gpu {
         //   written is asked for with the table's numbers, which may wrap: the `min` is after that;
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`).
         // There are no loops.
-        let compile = |place| Pipe::new(self, labels, Slot::Read, &slots, &source(spec, place));
+        let compile = |place| Pipe::new(self, labels, Access::Read, &entries, &source(spec, place));
         Ok((Pipes::new(compile)?, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &RopeSpec, _: &Pipes, _: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &Rope, _: &Pipes, _: u32) -> Result<Table> {
         Ok(Table::default())
     }
 
-    fn kernel_prepare(
-        &self,
-        _: &RopeSpec,
-        pipes: &Pipes,
-        step: &mut Table,
-        tokens: Range<u32>,
-    ) -> Result<u32> {
+    fn kernel_prepare(&self, _: &Rope, pipes: &Pipes, step: &mut Table, tokens: Range<u32>) -> Result<u32> {
         let (count, end) = check_tokens(&tokens)?;
         step.upload(self, &pipes.apart.step, count, [tokens.start])?;
         Ok(end)
@@ -105,9 +99,9 @@ impl Kernel<RopeSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &RopeSpec,
+        spec: &Rope,
         pipes: &Pipes,
-        args: &Rope<&wgpu::Buffer>,
+        args: &RopeArgs<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<Layer> {
         checked_items(max_tokens.into(), token_units(spec))?;
@@ -124,7 +118,7 @@ impl Kernel<RopeSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &RopeSpec,
+        spec: &Rope,
         _: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Table,
@@ -150,13 +144,13 @@ impl Params {
     /// Rows of at least one token, checked; the names are those of `x` and `y` for errors.
     pub(super) fn new<'a>(
         gpu: &Gpu,
-        spec: &RopeSpec,
-        args: &Rope<&'a wgpu::Buffer>,
+        spec: &Rope,
+        args: &RopeArgs<&'a wgpu::Buffer>,
         max_tokens: u32,
         in_place: bool,
         [x_name, y_name]: [&'static str; 2],
     ) -> Result<(Self, Windows<'a>)> {
-        let Rope { x, y, max_position, .. } = *args;
+        let RopeArgs { x, y, max_position, .. } = *args;
         let (dims, bytes) = ([max_tokens, spec.num_heads, spec.rope_dim], spec.dtype.bytes());
         let (x_window, y_window) = if in_place {
             // One binding for both.
@@ -189,7 +183,7 @@ impl Params {
 }
 
 /// Units of a token: four pairs of a head each.
-pub(super) fn token_units(spec: &RopeSpec) -> u64 {
+pub(super) fn token_units(spec: &Rope) -> u64 {
     u64::from(spec.num_heads) * u64::from(spec.rope_dim / 8)
 }
 
@@ -224,7 +218,7 @@ impl Place {
 }
 
 /// A part of a variant's name.
-pub(super) fn name(spec: &RopeSpec, place: Place) -> String {
+pub(super) fn name(spec: &Rope, place: Place) -> String {
     let layout = match spec.layout {
         RopeLayout::Interleaved => "interleaved",
         RopeLayout::HalfSplit => "half_split",
@@ -237,7 +231,7 @@ pub(super) fn name(spec: &RopeSpec, place: Place) -> String {
 }
 
 /// The lines of a prelude that every rotation has.
-pub(super) fn prelude(spec: &RopeSpec) -> Vec<(&'static str, Const)> {
+pub(super) fn prelude(spec: &Rope) -> Vec<(&'static str, Const)> {
     let is_interleaved = spec.layout == RopeLayout::Interleaved;
     vec![
         ("GROUP", Const::U32(GROUP)),
@@ -276,7 +270,7 @@ pub(super) fn role(part: &str, alias: &str, dtype: Dtype) -> String {
     )
 }
 
-fn source(spec: &RopeSpec, place: Place) -> Source {
+fn source(spec: &Rope, place: Place) -> Source {
     let query = role("query", "QueryQuad", spec.dtype);
     let mut files = vec![include_str!("../../../shaders/lib/round.wgsl"), quad(spec.dtype).1, query.as_str()];
     files.extend(libs(place));
@@ -286,10 +280,10 @@ fn source(spec: &RopeSpec, place: Place) -> Source {
 
 /// The layouts and dtypes of every rotation.
 #[cfg(test)]
-pub(super) fn every_spec() -> Vec<RopeSpec> {
+pub(super) fn every_spec() -> Vec<Rope> {
     let layouts = [RopeLayout::Interleaved, RopeLayout::HalfSplit];
     let spec = |layout| {
-        let of = move |dtype| RopeSpec { dtype, num_heads: 16, rope_dim: 64, layout };
+        let of = move |dtype| Rope { dtype, num_heads: 16, rope_dim: 64, layout };
         [Dtype::F32, Dtype::F16, Dtype::Bf16].map(of)
     };
     layouts.into_iter().flat_map(spec).collect()

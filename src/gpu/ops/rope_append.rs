@@ -6,9 +6,9 @@ use super::table::Table;
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Pipe, Slot, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendSpec};
+use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs};
 
 /// Sections of a token's items begin at multiples of this: the subgroups of most devices.
 const LANES: u32 = 32;
@@ -21,16 +21,16 @@ struct Params {
     query: rope::Params,
 }
 
-impl Kernel<RopeAppendSpec> for Gpu {
+impl Kernel<RopeAppend> for Gpu {
     type Kernels = Pipes;
     type Step = Table;
     type Binding = Layer;
 
-    fn kernel_compile(&self, spec: &RopeAppendSpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
+    fn kernel_compile(&self, spec: &RopeAppend, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let labels = ["mla.rope_append.step", "mla.rope_append.layer"];
-        use Slot::{Read, Uniform, Write};
+        use Access::{Read, Uniform, Write};
         // With the step's table they are all of WebGPU's eight storage buffers.
-        let slots = [Uniform, Read, Read, Write, Read, Read, Read, Write];
+        let entries = [Uniform, Read, Read, Write, Read, Read, Read, Write];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
         // - the table holds its count and as many slots (`Table`; besides it only `batch_slots` writes slots, and leaves the count); the
         //   shader reads a slot below the count, or slot 0, which every table has, and takes it for an item below the count only;
@@ -40,17 +40,17 @@ impl Kernel<RopeAppendSpec> for Gpu {
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`);
         // - slot < NUM_SLOTS is asked in the shader, so the page is one of the pool's, whose last `check_args` found inside the buffer.
         // There are no loops.
-        let compile = |place| Pipe::new(self, labels, Read, &slots, &source(spec, place));
+        let compile = |place| Pipe::new(self, labels, Read, &entries, &source(spec, place));
         Ok((Pipes::new(compile)?, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &RopeAppendSpec, _: &Pipes, _: u32) -> Result<Table> {
+    fn kernel_step(&self, _: &RopeAppend, _: &Pipes, _: u32) -> Result<Table> {
         Ok(Table::default())
     }
 
     fn kernel_prepare(
         &self,
-        spec: &RopeAppendSpec,
+        spec: &RopeAppend,
         pipes: &Pipes,
         step: &mut Table,
         slot_mapping: &[i64],
@@ -63,9 +63,9 @@ impl Kernel<RopeAppendSpec> for Gpu {
 
     fn kernel_bind(
         &self,
-        spec: &RopeAppendSpec,
+        spec: &RopeAppend,
         pipes: &Pipes,
-        args: &RopeAppend<&wgpu::Buffer>,
+        args: &RopeAppendArgs<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<Layer> {
         rope::checked_items(max_tokens.into(), Items::of(spec).token())?;
@@ -87,7 +87,7 @@ impl Kernel<RopeAppendSpec> for Gpu {
 
     fn kernel_record(
         &self,
-        spec: &RopeAppendSpec,
+        spec: &RopeAppend,
         _: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Table,
@@ -109,7 +109,7 @@ struct Items {
 }
 
 impl Items {
-    fn of(spec: &RopeAppendSpec) -> Self {
+    fn of(spec: &RopeAppend) -> Self {
         let query = (rope::token_units(&spec.rope()) as u32).next_multiple_of(LANES);
         let key = (spec.append.shape.qk_rope_head_dim / 8).next_multiple_of(LANES);
         Self { query, key, latent: spec.append.shape.kv_lora_rank / 4 }
@@ -120,7 +120,7 @@ impl Items {
     }
 }
 
-fn source(spec: &RopeAppendSpec, place: Place) -> Source {
+fn source(spec: &RopeAppend, place: Place) -> Source {
     let (append, query) = (&spec.append, spec.rope());
     let items = Items::of(spec);
     let mut consts = rope::prelude(&query);
@@ -151,15 +151,15 @@ fn source(spec: &RopeAppendSpec, place: Place) -> Source {
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
-    use crate::{AppendSpec, Dtype, KvSpec, MlaShape};
+    use crate::{Dtype, KvAppend, KvSpec, MlaShape};
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     let mut all = Vec::new();
     for query in rope::every_spec() {
         for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
             for dtype in Dtype::ALL {
-                let append = AppendSpec { shape, kv: KvSpec { dtype, page_size: 48, num_pages: 7 }, input };
+                let append = KvAppend { shape, kv: KvSpec { dtype, page_size: 48, num_pages: 7 }, input };
                 let (query, layout) = (query.dtype, query.layout);
-                let spec = RopeAppendSpec { append, query, num_heads: 6, layout };
+                let spec = RopeAppend { append, query, num_heads: 6, layout };
                 all.extend(Place::ALL.map(|place| source(&spec, place)));
             }
         }

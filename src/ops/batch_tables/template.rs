@@ -41,7 +41,7 @@ impl Sequences {
             match plan.seq_lens.get(sequence as usize) {
                 None => return bad("query token without a work item", query.token as usize, cure),
                 Some(&len) if query.visible != len => {
-                    let cure = "plan with Visibility::Full: the device finds the causal bounds";
+                    let cure = "plan with Mask::Full: the device finds the causal bounds";
                     return bad("visible keys of a query token", query.visible as usize, cure);
                 }
                 Some(_) => {}

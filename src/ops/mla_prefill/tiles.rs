@@ -44,10 +44,7 @@ pub(crate) fn tiles(sequences: &[PrefillSequence], rows: u32) -> Vec<PrefillTile
         while begin < sequence.q_len {
             let num_rows = rows.min(sequence.q_len - begin);
             let num_keys = sequence.visible(i64::from(begin) + i64::from(num_rows) - 1);
-            let first = match sequence.visible {
-                super::PrefillVisible::All => i64::from(num_keys),
-                super::PrefillVisible::Causal { first } => first.saturating_add(begin.into()),
-            };
+            let first = sequence.mask.first(sequence.q_len, sequence.kv_len).saturating_add(begin.into());
             all.push(PrefillTile {
                 first_token: sequence.q_begin + begin,
                 num_rows,
@@ -66,8 +63,9 @@ pub(crate) fn tiles(sequences: &[PrefillSequence], rows: u32) -> Vec<PrefillTile
 
 #[cfg(test)]
 mod tests {
-    use super::super::{PrefillExtent, PrefillVisible};
+    use super::super::PrefillExtent;
     use super::*;
+    use crate::Mask;
 
     /// Every query is in one tile, which says of it what its sequence says.
     #[test]
@@ -77,9 +75,9 @@ mod tests {
         for (q_len, kv_len) in [(1, 1), (0, 9), (100, 100), (64, 3), (7, 0), (33, 200), (65, 64)] {
             let last = i64::from(kv_len) - i64::from(q_len) + 1;
             for first in [None, Some(last), Some(1), Some(-40), Some(500), Some(i64::MIN), Some(i64::MAX)] {
-                let visible = first.map_or(PrefillVisible::All, |first| PrefillVisible::Causal { first });
+                let mask = first.map_or(Mask::Full, Mask::CausalFrom);
                 let out_begin = q_begin;
-                sequences.push(PrefillSequence { q_begin, q_len, kv_begin, kv_len, visible, out_begin });
+                sequences.push(PrefillSequence { q_begin, q_len, kv_begin, kv_len, mask, out_begin });
                 q_begin += q_len + 2;
                 kv_begin += kv_len;
             }
@@ -113,7 +111,7 @@ mod tests {
     fn parts_of_keys_are_all_keys() {
         for (q_len, kv_len) in [(1, 0), (3, 5), (9, 64), (64, 8192), (70, 1000)] {
             for whole in
-                [PrefillSequence::all(2, q_len, 7, kv_len), PrefillSequence::causal(2, q_len, 7, kv_len)]
+                [PrefillSequence::full(2, q_len, 7, kv_len), PrefillSequence::causal(2, q_len, 7, kv_len)]
             {
                 for num_parts in [1, 2, 7, 16] {
                     let parts: Vec<_> = whole.split_keys(num_parts, 100).collect();

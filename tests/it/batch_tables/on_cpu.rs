@@ -2,8 +2,8 @@
 
 use wgpu_mla::cpu::{BatchTables, Buffer, Cpu};
 use wgpu_mla::{
-    Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvSpec, MlaSpec, PageTable, Plan,
-    Result, Step,
+    Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvSpec, MlaDecode, PageTable,
+    Plan, Result, Step,
 };
 
 use super::serving::{Arrays, Serves, TOKENS, append_spec};
@@ -11,9 +11,9 @@ use mla_support::Ignored;
 
 pub struct Made {
     tables: BatchTables,
-    decode: Compiled<MlaSpec, Cpu>,
-    step: Step<MlaSpec, Cpu>,
-    binding: Binding<MlaSpec, Cpu>,
+    decode: Compiled<MlaDecode, Cpu>,
+    step: Step<MlaDecode, Cpu>,
+    binding: Binding<MlaDecode, Cpu>,
     plan: Plan,
 }
 
@@ -21,7 +21,7 @@ impl Serves for Cpu {
     const PLAIN: &'static str = "portable";
     type Made = Made;
 
-    fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<Buffer>) -> Made {
+    fn make(&self, variant: Option<&str>, spec: &MlaDecode, arrays: &Arrays<Buffer>) -> Made {
         let options = DecodeOptions { variant: variant.map(str::to_owned), ..DecodeOptions::default() };
         let decode = self.compile_with(*spec, &options).expect("a decode");
         Made {
@@ -33,7 +33,7 @@ impl Serves for Cpu {
         }
     }
 
-    fn decode_of(made: &Made) -> &Compiled<MlaSpec, Self> {
+    fn decode_of(made: &Made) -> &Compiled<MlaDecode, Self> {
         &made.decode
     }
 

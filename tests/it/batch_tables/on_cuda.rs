@@ -4,7 +4,7 @@ use wgpu_mla::cuda::cudarc::driver::CudaGraph;
 use wgpu_mla::cuda::ops::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 use wgpu_mla::cuda::{Buffer, Cuda};
 use wgpu_mla::{
-    AppendSpec, Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvSpec, MlaSpec,
+    Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvAppend, KvSpec, MlaDecode,
     PageTable, Plan, Result, Step,
 };
 
@@ -14,13 +14,13 @@ use mla_support::graph::{captured, cuda};
 pub struct Made {
     tables: BatchTables,
     batch: BatchBinding,
-    append: Compiled<AppendSpec, Cuda>,
-    appends: Binding<AppendSpec, Cuda>,
-    slots: DeviceSlots<AppendSpec>,
-    decode: Compiled<MlaSpec, Cuda>,
-    step: Step<MlaSpec, Cuda>,
+    append: Compiled<KvAppend, Cuda>,
+    appends: Binding<KvAppend, Cuda>,
+    slots: DeviceSlots<KvAppend>,
+    decode: Compiled<MlaDecode, Cuda>,
+    step: Step<MlaDecode, Cuda>,
     lists: DecodeLists,
-    binding: Binding<MlaSpec, Cuda>,
+    binding: Binding<MlaDecode, Cuda>,
     /// For a capacity.
     graph: Option<(CudaGraph, Capacity)>,
 }
@@ -38,7 +38,7 @@ impl Serves for Cuda {
     const PLAIN: &'static str = "simple";
     type Made = Made;
 
-    fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<Buffer>) -> Made {
+    fn make(&self, variant: Option<&str>, spec: &MlaDecode, arrays: &Arrays<Buffer>) -> Made {
         let variant = variant.map(str::to_owned);
         let options = DecodeOptions { variant, device_page_list: true, ..DecodeOptions::default() };
         let decode = self.compile_with(*spec, &options).expect("a decode");
@@ -58,7 +58,7 @@ impl Serves for Cuda {
         }
     }
 
-    fn decode_of(made: &Made) -> &Compiled<MlaSpec, Self> {
+    fn decode_of(made: &Made) -> &Compiled<MlaDecode, Self> {
         &made.decode
     }
 

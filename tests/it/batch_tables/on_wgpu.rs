@@ -3,7 +3,7 @@
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 use wgpu_mla::{
-    AppendSpec, Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvSpec, MlaSpec,
+    Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvAppend, KvSpec, MlaDecode,
     PageTable, Plan, Result, Step, wgpu,
 };
 
@@ -12,20 +12,20 @@ use super::serving::{Arrays, Serves, TOKENS, append_spec};
 pub struct Made {
     tables: BatchTables,
     batch: BatchBinding,
-    append: Compiled<AppendSpec, Gpu>,
-    appends: Binding<AppendSpec, Gpu>,
-    slots: DeviceSlots<AppendSpec>,
-    decode: Compiled<MlaSpec, Gpu>,
-    step: Step<MlaSpec, Gpu>,
+    append: Compiled<KvAppend, Gpu>,
+    appends: Binding<KvAppend, Gpu>,
+    slots: DeviceSlots<KvAppend>,
+    decode: Compiled<MlaDecode, Gpu>,
+    step: Step<MlaDecode, Gpu>,
     lists: DecodeLists,
-    binding: Binding<MlaSpec, Gpu>,
+    binding: Binding<MlaDecode, Gpu>,
 }
 
 impl Serves for Gpu {
     const PLAIN: &'static str = "shared";
     type Made = Made;
 
-    fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<wgpu::Buffer>) -> Made {
+    fn make(&self, variant: Option<&str>, spec: &MlaDecode, arrays: &Arrays<wgpu::Buffer>) -> Made {
         let variant = variant.map(str::to_owned);
         let options = DecodeOptions { variant, device_page_list: true, ..DecodeOptions::default() };
         let decode = self.compile_with(*spec, &options).expect("a decode");
@@ -44,7 +44,7 @@ impl Serves for Gpu {
         }
     }
 
-    fn decode_of(made: &Made) -> &Compiled<MlaSpec, Self> {
+    fn decode_of(made: &Made) -> &Compiled<MlaDecode, Self> {
         &made.decode
     }
 

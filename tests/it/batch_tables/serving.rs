@@ -2,8 +2,8 @@
 
 use mla_support::reference::slot_mapping;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Batch, Compiled, DeviceBatch, Dtype, Error, KvView, Layer, MlaSpec,
-    PageTable, Plan, Policy, Result, SharedPrefix, View, Visibility,
+    Backend, Batch, Compiled, DeviceBatch, Dtype, Error, KvAppend, KvAppendArgs, KvView, Mask, MlaDecode,
+    MlaDecodeArgs, PageTable, Plan, Result, SharedPrefix, SplitPolicy, View,
 };
 
 use mla_support::close::{Tolerance, close};
@@ -23,8 +23,8 @@ pub trait Serves: Backend + Sized {
     /// A decode and an append, the tables of both, and everything bound.
     type Made;
 
-    fn make(&self, variant: Option<&str>, spec: &MlaSpec, arrays: &Arrays<Self::Buffer>) -> Self::Made;
-    fn decode_of(made: &Self::Made) -> &Compiled<MlaSpec, Self>;
+    fn make(&self, variant: Option<&str>, spec: &MlaDecode, arrays: &Arrays<Self::Buffer>) -> Self::Made;
+    fn decode_of(made: &Self::Made) -> &Compiled<MlaDecode, Self>;
     /// Prepares the step for whatever the arrays will hold, up to the plan's bounds.
     fn prepare_bounds(&self, made: &mut Self::Made, plan: &Plan) -> Result<()>;
     /// Prepares the step with tables of the host.
@@ -70,13 +70,13 @@ impl<B> Arrays<B> {
         }
     }
 
-    pub fn layer(&self, spec: &MlaSpec) -> Layer<&B> {
-        Layer::dense(spec, &self.q, &self.kv, &self.out, &self.lse, self.softmax_scale)
+    pub fn layer(&self, spec: &MlaDecode) -> MlaDecodeArgs<&B> {
+        MlaDecodeArgs::dense(spec, &self.q, &self.kv, &self.out, &self.lse, self.softmax_scale)
     }
 
-    pub fn new_rows(&self, spec: &MlaSpec) -> AppendLayer<&B> {
+    pub fn new_rows(&self, spec: &MlaDecode) -> KvAppendArgs<&B> {
         let view = |offset| View { offset, ..View::dense(&self.rows, 1, spec.shape.row_elems()) };
-        AppendLayer {
+        KvAppendArgs {
             kv_c: view(0),
             k_pe: view(spec.shape.kv_lora_rank.into()),
             kv: KvView::dense(&self.kv, spec),
@@ -85,8 +85,8 @@ impl<B> Arrays<B> {
     }
 }
 
-pub fn append_spec(spec: &MlaSpec) -> AppendSpec {
-    AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F16 }
+pub fn append_spec(spec: &MlaDecode) -> KvAppend {
+    KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F16 }
 }
 
 /// Everything that serves batch after batch.
@@ -98,7 +98,7 @@ struct Serving<'a, D: Serves> {
 }
 
 impl<'a, D: Serves> Serving<'a, D> {
-    fn new(backend: &'a D, variant: Option<&str>, bounds: &[i32], policy: Policy) -> Self {
+    fn new(backend: &'a D, variant: Option<&str>, bounds: &[i32], policy: SplitPolicy) -> Self {
         let problem = Make {
             dims: (256, 32),
             heads: 6,
@@ -129,14 +129,14 @@ impl<'a, D: Serves> Serving<'a, D> {
         };
         let made = backend.make(variant, &spec, &arrays);
         let mut serving = Self { backend, problem, arrays, made };
-        let plan = serving.plan(bounds, Visibility::Full, policy);
+        let plan = serving.plan(bounds, Mask::Full, policy);
         backend.prepare_bounds(&mut serving.made, &plan).expect("prepares");
         serving
     }
 
-    fn plan(&self, bounds: &[i32], visibility: Visibility<'_>, policy: Policy) -> Plan {
+    fn plan(&self, bounds: &[i32], mask: Mask<'_>, policy: SplitPolicy) -> Plan {
         let decode = D::decode_of(&self.made);
-        let batch = Batch { visibility, ..Batch::new(bounds, &[0, 1, 3, 5, 6, 7, 8]) };
+        let batch = Batch { mask, ..Batch::new(bounds, &[0, 1, 3, 5, 6, 7, 8]) };
         Plan::new(decode.op(), &decode.tiling(), &batch, policy).expect("a plan")
     }
 
@@ -214,9 +214,11 @@ impl<'a, D: Serves> Serving<'a, D> {
 
 /// Lengths that rise and fall under one plan; padding; sequences with fewer query tokens than planned, or none.
 pub fn a_step_of_upper_bounds_decodes_the_true_lengths<D: Serves>(backend: &D) {
-    for (variant, policy) in
-        [(None, Policy::FixedTokens(32)), (Some(D::PLAIN), Policy::Auto), (None, Policy::OneSplit)]
-    {
+    for (variant, policy) in [
+        (None, SplitPolicy::FixedTokens(32)),
+        (Some(D::PLAIN), SplitPolicy::Auto),
+        (None, SplitPolicy::OneSplit),
+    ] {
         let mut serving = Serving::new(backend, variant, &BOUNDS, policy);
         serving.check(&[30, 300, 17, 90, 0, 0], &[0, 1, 3, 5, 6, 6, 6]);
         serving.check(&[1, 150, 2, 0, 0, 0], &[0, 1, 3, 5, 6, 7, 8]);
@@ -229,7 +231,7 @@ pub fn a_step_of_upper_bounds_decodes_the_true_lengths<D: Serves>(backend: &D) {
 
 /// Whatever the arrays hold, reads and writes stay in the pool, and the next batch is right.
 pub fn wild_batches_stay_in_the_pool<D: Serves>(backend: &D) {
-    let mut serving = Serving::new(backend, None, &BOUNDS, Policy::FixedTokens(32));
+    let mut serving = Serving::new(backend, None, &BOUNDS, SplitPolicy::FixedTokens(32));
     serving.upload(&serving.arrays.rows, &vec![0; 8 * 288 * 2]);
     let wild = [i32::MAX, i32::MIN, -1, 2_147_480_000, 1 << 30, 77];
     let table: Vec<i32> = (0..serving.problem.block_table.len()).map(|i| wild[i % 5]).collect();
@@ -250,12 +252,12 @@ pub fn wild_batches_stay_in_the_pool<D: Serves>(backend: &D) {
 /// A step goes back and forth between tables of the host and tables of the device.
 pub fn host_tables_after_device_tables<D: Serves>(backend: &D) {
     let lens = PADDED.map(|(len, _)| len as i32);
-    let mut serving = Serving::new(backend, None, &lens, Policy::FixedTokens(32));
+    let mut serving = Serving::new(backend, None, &lens, SplitPolicy::FixedTokens(32));
     serving.check(&[1, 150, 2, 0, 0, 0], &[0, 1, 3, 5, 6, 7, 8]);
     // The same plan as the device's: nothing of it would be uploaded if it were not known that the device has changed it.
     let host = Problem { sees: Sees::Full, ..serving.problem.clone() };
     serving.upload(&serving.arrays.kv, &host.kv);
-    let plan = serving.plan(&lens, Visibility::Full, Policy::FixedTokens(32));
+    let plan = serving.plan(&lens, Mask::Full, SplitPolicy::FixedTokens(32));
     let pages = PageTable::Dense { block_table: &host.block_table, max_pages: host.max_pages };
     backend.prepare_of_host(&mut serving.made, &plan, pages).expect("prepares");
     // The lists are of another prepare: they are refused, and the step decodes what it has.
@@ -264,27 +266,27 @@ pub fn host_tables_after_device_tables<D: Serves>(backend: &D) {
         backend.run_stale(&mut serving.made);
         serving.check_answer(&host);
     }
-    let plan = serving.plan(&BOUNDS, Visibility::Full, Policy::Auto);
+    let plan = serving.plan(&BOUNDS, Mask::Full, SplitPolicy::Auto);
     backend.prepare_bounds(&mut serving.made, &plan).expect("prepares");
     serving.check(&[30, 300, 17, 90, 0, 0], &[0, 1, 3, 5, 6, 6, 6]);
 }
 
 pub fn every_refusal_of_device_tables<D: Serves>(backend: &D) {
-    let mut serving = Serving::new(backend, None, &BOUNDS, Policy::OneSplit);
+    let mut serving = Serving::new(backend, None, &BOUNDS, SplitPolicy::OneSplit);
     let (spec, tiling) = (serving.problem.spec, D::decode_of(&serving.made).tiling());
-    let causal = serving.plan(&BOUNDS, Visibility::Causal, Policy::Auto);
+    let causal = serving.plan(&BOUNDS, Mask::Causal, SplitPolicy::Auto);
     let refused = backend.prepare_bounds(&mut serving.made, &causal).expect_err("refused");
     assert!(matches!(refused, Error::Shape { what: "visible keys of a query token", .. }), "{refused}");
     let prefixes = [SharedPrefix { sequences: vec![0, 1], tokens: 32 }];
     let batch = Batch {
-        visibility: Visibility::Full,
+        mask: Mask::Full,
         shared_prefixes: &prefixes,
         ..Batch::new(&BOUNDS, &serving.problem.query_start_loc)
     };
-    let prefixed = Plan::new(&spec, &tiling, &batch, Policy::FixedTokens(16)).expect("a plan");
+    let prefixed = Plan::new(&spec, &tiling, &batch, SplitPolicy::FixedTokens(16)).expect("a plan");
     let refused = backend.prepare_bounds(&mut serving.made, &prefixed).expect_err("refused");
     assert!(matches!(refused, Error::Shape { what: "shared prefixes of the plan", .. }), "{refused}");
-    let full = serving.plan(&BOUNDS, Visibility::Full, Policy::Auto);
+    let full = serving.plan(&BOUNDS, Mask::Full, SplitPolicy::Auto);
     let mut wild = full.clone();
     wild.items[0].page_begin = 7;
     let refused = backend.prepare_bounds(&mut serving.made, &wild).expect_err("refused");

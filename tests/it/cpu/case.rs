@@ -7,15 +7,15 @@ use super::*;
 pub struct Seq(pub u64, pub u32, pub u32);
 
 pub struct Case {
-    pub spec: MlaSpec,
+    pub spec: MlaDecode,
     pub seqs: Vec<Seq>,
     pub data: Data,
     pub softmax_scale: f32,
     pub k_scale: f32,
     pub q_scale: f32,
     pub lse_base: LseBase,
-    pub policy: Policy,
-    pub visibility: Visibility<'static>,
+    pub policy: SplitPolicy,
+    pub mask: Mask<'static>,
     pub shared: Vec<SharedPrefix>,
     pub split_query: bool,
     pub variant: Option<&'static str>,
@@ -30,15 +30,15 @@ impl Case {
     pub fn new(shape: MlaShape, kv: Dtype, query: Dtype, seqs: &[Seq]) -> Self {
         let kv = KvSpec { dtype: kv, page_size: 16, num_pages: 1 };
         Self {
-            spec: MlaSpec { shape, kv, query, out: Dtype::F32 },
+            spec: MlaDecode { shape, kv, query, out: Dtype::F32 },
             seqs: seqs.to_vec(),
             data: |stream, index| noise(stream, index) / 10.0,
             softmax_scale: 0.8,
             k_scale: if kv.dtype == Dtype::E4m3 { 0.0078 } else { 1.0 },
             q_scale: if query == Dtype::E4m3 { 0.5 } else { 1.0 },
             lse_base: LseBase::E,
-            policy: Policy::Auto,
-            visibility: Visibility::Causal,
+            policy: SplitPolicy::Auto,
+            mask: Mask::Causal,
             shared: Vec::new(),
             split_query: false,
             variant: None,
@@ -115,19 +115,15 @@ impl Case {
         let (out, lse) = (filled(&vec![0xFF; out_bytes]), filled(&vec![0xFF; rows * 4]));
 
         let mla = cpu.compile_with(spec, &self.variant.map(forced).unwrap_or_default()).unwrap();
-        let batch = Batch {
-            visibility: self.visibility,
-            shared_prefixes: &self.shared,
-            ..Batch::new(&lens, &starts)
-        };
+        let batch = Batch { mask: self.mask, shared_prefixes: &self.shared, ..Batch::new(&lens, &starts) };
         let plan = Plan::new(&spec, &mla.tiling(), &batch, self.policy).unwrap();
         let mut step = mla.step(Capacity::default()).unwrap();
         mla.prepare(&mut step, (&plan, PageTable::Dense { block_table: &table, max_pages })).unwrap();
-        let mut layer = Layer {
+        let mut layer = MlaDecodeArgs {
             lse_base: self.lse_base,
             k_scale: self.k_scale,
             q_scale: self.q_scale,
-            ..Layer::dense(&spec, &q, &kv, &out, &lse, self.softmax_scale)
+            ..MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, self.softmax_scale)
         };
         if self.split_query {
             let whole = View::dense(&q, heads, n as u32);
@@ -142,7 +138,7 @@ impl Case {
 
     /// Out and natural LSE in f64.
     fn reference(&self) -> (Vec<f64>, Vec<f64>) {
-        let MlaSpec { shape, kv, query, .. } = self.spec;
+        let MlaDecode { shape, kv, query, .. } = self.spec;
         let (n, latent, heads) =
             (shape.row_elems() as usize, shape.kv_lora_rank as usize, shape.num_heads as usize);
         let wide = |dtype: Dtype, bytes: &[u8], scale: f32| -> Vec<f64> {
@@ -154,10 +150,11 @@ impl Case {
                 (0..seq.1).map(|t| wide(kv.dtype, &self.cache_row(seq, t), self.k_scale)).collect();
             for i in 0..seq.2 {
                 let q = wide(query, &self.query_rows(seq, i), self.q_scale);
-                let visible = match self.visibility {
-                    Visibility::Causal => (seq.1 + i + 1).saturating_sub(seq.2),
-                    Visibility::Full => seq.1,
-                    Visibility::Bounds(bounds) => bounds[lses.len() / heads],
+                let visible = match self.mask {
+                    Mask::Causal => (seq.1 + i + 1).saturating_sub(seq.2),
+                    Mask::CausalFrom(first) => (first + i64::from(i)).clamp(0, seq.1.into()) as u32,
+                    Mask::Full => seq.1,
+                    Mask::Bounds(bounds) => bounds[lses.len() / heads],
                 };
                 for q in q.chunks(n) {
                     let dot = |k: &Vec<f64>| k.iter().zip(q).map(|(k, q)| k * q).sum::<f64>();

@@ -3,7 +3,7 @@
 use super::*;
 
 /// The variants that run here.
-fn runnable(spec: &MlaSpec) -> Vec<&'static str> {
+fn runnable(spec: &MlaDecode) -> Vec<&'static str> {
     let all = Cpu::with_threads(1).variants(spec);
     all.into_iter().filter(|variant| variant.lacks.is_none()).map(|variant| variant.name).collect()
 }
@@ -18,7 +18,7 @@ fn every_dims_dtype_and_variant() {
                 for query in DTYPES {
                     let seqs = [Seq(1, 150, 1), Seq(2, 31, 2)];
                     let mut case = Case::new(shape(5, l, r), kv, query, &seqs);
-                    case.policy = Policy::FixedTokens(100);
+                    case.policy = SplitPolicy::FixedTokens(100);
                     case.variant = Some(variant);
                     case.check(&format!("{variant} {l}/{r} kv {kv} q {query}"));
                 }
@@ -35,7 +35,8 @@ fn heads_page_sizes_and_policies() {
         case.split_query = heads % 2 == 0;
         case.check(&format!("{heads} heads"));
     }
-    let policies = [Policy::Auto, Policy::OneSplit, Policy::FixedTokens(1), Policy::FixedTokens(37)];
+    let policies =
+        [SplitPolicy::Auto, SplitPolicy::OneSplit, SplitPolicy::FixedTokens(1), SplitPolicy::FixedTokens(37)];
     for (policy, page_size) in policies.into_iter().zip([1, 256, 64, 7]) {
         let seqs = [Seq(1, 700, 1), Seq(2, 1200, 3), Seq(3, 5, 1)];
         let mut case = Case::new(shape(16, 512, 64), Dtype::F32, Dtype::F32, &seqs);
@@ -46,15 +47,15 @@ fn heads_page_sizes_and_policies() {
 
 fn ragged_batches_and_empty_rows() {
     let seqs = [Seq(1, 0, 1), Seq(2, 3, 5), Seq(3, 90, 0), Seq(4, 66, 4), Seq(5, 0, 0), Seq(6, 1, 1)];
-    for policy in [Policy::Auto, Policy::FixedTokens(32), Policy::OneSplit] {
+    for policy in [SplitPolicy::Auto, SplitPolicy::FixedTokens(32), SplitPolicy::OneSplit] {
         for heads in [3, 16] {
             let mut case = Case::new(shape(heads, 256, 64), Dtype::Bf16, Dtype::Bf16, &seqs);
             case.policy = policy;
             case.check(&format!("causal, {policy:?}"));
-            case.visibility = Visibility::Full;
+            case.mask = Mask::Full;
             case.lse_base = LseBase::Two;
             case.check(&format!("full, {policy:?}"));
-            case.visibility = Visibility::Bounds(&[0, 3, 0, 1, 2, 3, 66, 0, 40, 9, 1]);
+            case.mask = Mask::Bounds(&[0, 3, 0, 1, 2, 3, 66, 0, 40, 9, 1]);
             case.check(&format!("bounds, {policy:?}"));
         }
     }
@@ -78,7 +79,7 @@ fn hard_data() {
             let mut case = Case::new(shape(4, 512, 64), kv, kv, &seqs);
             (case.data, case.softmax_scale) = (data, softmax_scale);
             case.check(what);
-            case.policy = Policy::FixedTokens(64);
+            case.policy = SplitPolicy::FixedTokens(64);
             case.check(what);
         }
     }
@@ -88,7 +89,7 @@ fn hard_data() {
 }
 
 fn shared_prefixes() {
-    for policy in [Policy::Auto, Policy::FixedTokens(32), Policy::OneSplit] {
+    for policy in [SplitPolicy::Auto, SplitPolicy::FixedTokens(32), SplitPolicy::OneSplit] {
         let seqs = [Seq(1, 100, 1), Seq(300, 50, 1), Seq(2, 64, 1), Seq(3, 333, 2)];
         let mut case = Case::new(shape(6, 256, 64), Dtype::F16, Dtype::F16, &seqs);
         case.policy = policy;
@@ -104,7 +105,7 @@ fn fixed_splits_are_bit_exact() {
         for (heads, fixed) in [(6, 64), (16, 100), (5, 17)] {
             for kv in [Dtype::F16, Dtype::E4m3] {
                 let mut case = Case::new(shape(heads, 256, 64), kv, Dtype::F32, &[probe]);
-                (case.policy, case.variant) = (Policy::FixedTokens(fixed), Some(variant));
+                (case.policy, case.variant) = (SplitPolicy::FixedTokens(fixed), Some(variant));
                 let (out, lse) = case.run();
                 let (rows, latent) = (lse.len(), 256);
                 let same = |what: &str, case: &Case, first_row: usize| {
@@ -132,7 +133,7 @@ fn fixed_splits_are_bit_exact() {
                 case.shared.clear();
                 let whole = Case { seqs: vec![Seq(7, 203, 2)], ..case };
                 let one = whole.run();
-                let bounded = Case { visibility: Visibility::Bounds(&[202, 203]), ..whole };
+                let bounded = Case { mask: Mask::Bounds(&[202, 203]), ..whole };
                 assert_eq!(bits(&bounded.run().0), bits(&one.0), "bounds instead of causal");
             }
         }
@@ -141,11 +142,11 @@ fn fixed_splits_are_bit_exact() {
 
 /// A row's bits do not depend on how many keys its tile-mates see.
 fn tile_mates_do_not_matter() {
-    for policy in [Policy::OneSplit, Policy::FixedTokens(64)] {
+    for policy in [SplitPolicy::OneSplit, SplitPolicy::FixedTokens(64)] {
         let bounds: [&'static [u32]; 3] = [&[45, 203, 1], &[45, 46, 203], &[45, 0, 45]];
         let rows = bounds.map(|bounds| {
             let mut case = Case::new(shape(5, 256, 32), Dtype::F32, Dtype::F32, &[Seq(7, 203, 3)]);
-            (case.policy, case.visibility) = (policy, Visibility::Bounds(bounds));
+            (case.policy, case.mask) = (policy, Mask::Bounds(bounds));
             let (out, lse) = case.run();
             (bits(&out[..5 * 256]), bits(&lse[..5]))
         });

@@ -25,26 +25,32 @@ fn errors_of_decode_and_bind() {
     let spec = small_spec();
     let forced = cpu.compile_with(spec, &forced("sse9"));
     assert!(matches!(forced, Err(Error::VariantUnavailable { name, .. }) if name == "sse9"));
-    assert!(matches!(cpu.compile(MlaSpec { out: Dtype::E4m3, ..spec }), Err(Error::DtypeUnsupported { .. })));
+    assert!(matches!(
+        cpu.compile(MlaDecode { out: Dtype::E4m3, ..spec }),
+        Err(Error::DtypeUnsupported { .. })
+    ));
 
     let mla = cpu.compile(spec).unwrap();
     let first = cpu.variants(&spec).into_iter().find(|variant| variant.lacks.is_none());
     assert_eq!(Some(mla.variant()), first.map(|variant| variant.name));
-    let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
-    let error = |layer: Layer<&Buffer>| mla.bind(&layer, 2).unwrap_err();
+    let layer = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, 0.1);
+    let error = |layer: MlaDecodeArgs<&Buffer>| mla.bind(&layer, 2).unwrap_err();
     assert!(mla.bind(&layer, 2).is_ok());
-    assert!(matches!(error(Layer { k_scale: f32::NAN, ..layer }), Error::Scale { what: "k_scale", .. }));
+    assert!(matches!(
+        error(MlaDecodeArgs { k_scale: f32::NAN, ..layer }),
+        Error::Scale { what: "k_scale", .. }
+    ));
     assert!(matches!(mla.bind(&layer, 100), Err(Error::BufferTooSmall { .. })));
-    let aliased = Layer { out: View { buffer: &q, ..layer.out }, ..layer };
+    let aliased = MlaDecodeArgs { out: View { buffer: &q, ..layer.out }, ..layer };
     assert!(matches!(mla.bind(&aliased, 1), Err(Error::Aliased { a: "q_nope", b: "out" })));
-    let aliased = Layer { lse: View { buffer: &kv, ..layer.lse }, ..layer };
+    let aliased = MlaDecodeArgs { lse: View { buffer: &kv, ..layer.lse }, ..layer };
     assert!(matches!(error(aliased), Error::Aliased { a: "kv", b: "lse" }));
-    let overlapping = Layer { lse: View { buffer: &out, ..layer.lse }, ..layer };
+    let overlapping = MlaDecodeArgs { lse: View { buffer: &out, ..layer.lse }, ..layer };
     assert!(matches!(error(overlapping), Error::Aliased { a: "out", b: "lse" }));
-    let disjoint = Layer { lse: View { buffer: &out, offset: 2 * 2 * 256, ..layer.lse }, ..layer };
+    let disjoint = MlaDecodeArgs { lse: View { buffer: &out, offset: 2 * 2 * 256, ..layer.lse }, ..layer };
     assert!(mla.bind(&disjoint, 2).is_ok());
     assert!(matches!(
-        mla.step(Capacity { slots: u32::MAX, ..Capacity::default() }),
+        mla.step(Capacity { partials: u32::MAX, ..Capacity::default() }),
         Err(Error::OutOfMemory { .. })
     ));
     let huge = Capacity { items: u32::MAX, ..Capacity::default() };
@@ -55,10 +61,10 @@ fn errors_of_prepare_and_run() {
     let Small { cpu, q, kv, out, lse } = small();
     let spec = small_spec();
     let mla = cpu.compile(spec).unwrap();
-    let layer = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
+    let layer = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, 0.1);
     let one = mla.bind(&layer, 1).unwrap();
     let tiling = mla.tiling();
-    let plan = Plan::new(&spec, &tiling, &Batch::new(&[20, 3], &[0, 1, 2]), Policy::Auto).unwrap();
+    let plan = Plan::new(&spec, &tiling, &Batch::new(&[20, 3], &[0, 1, 2]), SplitPolicy::Auto).unwrap();
     let mut step = mla.step(Capacity::of(&plan)).unwrap();
     let mismatch = |done| assert!(matches!(done, Err(Error::LayoutMismatch { .. })));
     mismatch(mla.run(&step, &one));
@@ -68,7 +74,7 @@ fn errors_of_prepare_and_run() {
     let two = mla.bind(&layer, 2).unwrap();
     mla.run(&step, &two).unwrap();
 
-    let other_spec = MlaSpec { query: Dtype::F32, ..spec };
+    let other_spec = MlaDecode { query: Dtype::F32, ..spec };
     let other = cpu.compile(other_spec).unwrap();
     mismatch(other.run(&step, &two));
     mismatch(other.prepare(&mut step, (&plan, table)));
@@ -82,16 +88,16 @@ fn errors_of_prepare_and_run() {
     mismatch(mla.run(&step, &two));
 
     // A plan for more heads, another tiling or another page size, or one that someone has edited.
-    let bad = |plan: &Plan, step: &mut Step<MlaSpec, Cpu>| {
+    let bad = |plan: &Plan, step: &mut Step<MlaDecode, Cpu>| {
         assert!(matches!(mla.prepare(step, (plan, table)), Err(Error::Shape { .. })));
     };
-    let more_heads = MlaSpec { shape: shape(9, 256, 32), ..spec };
+    let more_heads = MlaDecode { shape: shape(9, 256, 32), ..spec };
     bad(
-        &Plan::new(&more_heads, &tiling, &Batch::new(&[20, 3], &[0, 1, 2]), Policy::Auto).unwrap(),
+        &Plan::new(&more_heads, &tiling, &Batch::new(&[20, 3], &[0, 1, 2]), SplitPolicy::Auto).unwrap(),
         &mut step,
     );
     let tall = Tiling { rows_per_tile: 64, ..tiling };
-    bad(&Plan::new(&spec, &tall, &Batch::new(&[40, 3], &[0, 40, 41]), Policy::Auto).unwrap(), &mut step);
+    bad(&Plan::new(&spec, &tall, &Batch::new(&[40, 3], &[0, 40, 41]), SplitPolicy::Auto).unwrap(), &mut step);
     let mut edited = plan.clone();
     edited.queries[1].token = 2;
     bad(&edited, &mut step);
@@ -156,22 +162,22 @@ fn steps_and_bindings_of_others_are_refused() {
 
     let spec = small_spec();
     let tiling = cpu.compile(spec).unwrap().tiling();
-    let plan = Plan::new(&spec, &tiling, &Batch::new(&[20], &[0, 1]), Policy::Auto).unwrap();
+    let plan = Plan::new(&spec, &tiling, &Batch::new(&[20], &[0, 1]), SplitPolicy::Auto).unwrap();
     let pages = |block_table| (&plan, PageTable::Dense { block_table, max_pages: 2 });
-    let layer = Layer::dense(&spec, a, b, c, d, 0.1);
+    let layer = MlaDecodeArgs::dense(&spec, a, b, c, d, 0.1);
     refuses_steps_and_bindings(spec, &DecodeOptions::default(), || pages(&[0, 1]), pages(&[0, WILD]), &layer);
 
-    let append = AppendSpec { shape: spec.shape, kv: spec.kv, input: Dtype::F16 };
+    let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F16 };
     let kv = KvView::dense(c, &spec);
-    let rows = AppendLayer { kv_c: View::dense(a, 1, 256), k_pe: View::dense(b, 1, 32), kv, k_scale: 1.0 };
+    let rows = KvAppendArgs { kv_c: View::dense(a, 1, 256), k_pe: View::dense(b, 1, 32), kv, k_scale: 1.0 };
     refuses_steps_and_bindings(append, &one, || &[3, 5], &[3, 3], &rows);
 
-    let copy = CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() };
+    let copy = KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() };
     refuses_steps_and_bindings(copy, &one, || &[(0, 1)], &[(0, 4)], &kv);
 
-    let rope = RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout: RopeLayout::Interleaved };
+    let rope = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout: RopeLayout::Interleaved };
     let (x, y) = (View::dense(a, 2, 32), View::dense(b, 2, 32));
-    let rotated = Rope { x, y, positions: c, cos_sin: d, max_position: 1 };
+    let rotated = RopeArgs { x, y, positions: c, cos_sin: d, max_position: 1 };
     #[allow(clippy::reversed_empty_ranges)] // What is wrong with it.
     refuses_steps_and_bindings(rope, &one, || 1..3, 3..1, &rotated);
 
@@ -189,8 +195,8 @@ fn steps_and_bindings_of_others_are_refused() {
     refuses_steps_and_bindings(
         spec,
         &LayerOptions { capacity, ..LayerOptions::default() },
-        || (&batch, Policy::Auto),
-        (&short, Policy::Auto),
+        || (&batch, SplitPolicy::Auto),
+        (&short, SplitPolicy::Auto),
         &layer_args(&spec, &buffers),
     );
 }

@@ -9,10 +9,10 @@ mod steps;
 
 use wgpu_mla::cpu::{Buffer, Cpu};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Batch, Capacity, CopySpec, DecodeOptions, Device, Dtype, Error, Expanded,
-    Kernel, KvSpec, KvView, Layer, LayerArgs, LayerBatch, LayerCapacity, LayerOptions, LseBase,
-    MergeAttnStatesSpec, MergeStates, MlaLayerSpec, MlaShape, MlaSpec, Op, OpOptions, PageTable, Plan,
-    Policy, Query, Rope, RopeLayout, RopeSpec, SharedPrefix, Step, Tiling, View, Visibility,
+    Batch, Capacity, DecodeOptions, Device, Dtype, Error, Expanded, Kernel, KvAppend, KvAppendArgs,
+    KvCopyPages, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, LseBase, Mask, MergeState,
+    MergeStateArgs, MlaDecode, MlaDecodeArgs, MlaLayer, MlaLayerArgs, MlaShape, Op, OpOptions, PageTable,
+    Plan, Query, Rope, RopeArgs, RopeLayout, SharedPrefix, SplitPolicy, Step, Tiling, View,
 };
 
 use case::{Case, Seq, bits, shape};
@@ -36,11 +36,11 @@ fn noise(stream: u64, index: u64) -> f32 {
 type Data = fn(stream: u64, index: u64) -> f32;
 
 /// A layer's arrays, each at the front of a buffer of its own; the last three are for prefixes that are kept expanded.
-pub fn layer_args<'a>(spec: &MlaLayerSpec, buffers: &'a [Buffer; 10]) -> LayerArgs<&'a Buffer> {
+pub fn layer_args<'a>(spec: &MlaLayer, buffers: &'a [Buffer; 10]) -> MlaLayerArgs<&'a Buffer> {
     let [q, kv_c, k_pe, kv, kv_b_proj, cos_sin, out, rows, k_nope, v] = buffers;
     let (heads, rope) = (spec.shape.num_heads, spec.shape.qk_rope_head_dim);
     let q_nope = View::dense(q, heads, spec.qk_nope_head_dim + rope);
-    LayerArgs {
+    MlaLayerArgs {
         q_nope,
         q_pe: View { offset: spec.qk_nope_head_dim.into(), ..q_nope },
         kv_c: View::dense(kv_c, 1, spec.shape.kv_lora_rank),
@@ -61,9 +61,9 @@ fn forced(variant: &str) -> DecodeOptions {
     DecodeOptions { variant: Some(variant.to_owned()), ..DecodeOptions::default() }
 }
 
-fn small_spec() -> MlaSpec {
+fn small_spec() -> MlaDecode {
     let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 4 };
-    MlaSpec { shape: shape(2, 256, 32), kv, query: Dtype::F16, out: Dtype::F32 }
+    MlaDecode { shape: shape(2, 256, 32), kv, query: Dtype::F16, out: Dtype::F32 }
 }
 
 struct Small {

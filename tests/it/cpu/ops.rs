@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn merge_attn_states_follows_the_spec() {
+fn merge_state_follows_the_spec() {
     let cpu = Cpu::with_threads(2);
     let (tokens, heads, head_size) = (5u32, 3u32, 7u32);
     let count = (tokens * heads * head_size) as usize;
@@ -32,8 +32,8 @@ fn merge_attn_states_follows_the_spec() {
         let (output, output_lse) = (cpu.buffer(count as u64 * 4 + 8).unwrap(), cpu.buffer(64).unwrap());
         let rows = |buffer| View::dense(buffer, heads, head_size);
         let by_head = |buffer| View { buffer, offset: 0, token_stride: 1, head_stride: tokens.into() };
-        let spec = MergeAttnStatesSpec { dtype, head_size };
-        let args = MergeStates {
+        let spec = MergeState { dtype, head_size };
+        let args = MergeStateArgs {
             prefix_output: rows(&outs[0]),
             prefix_lse: by_head(&lse_buffers[0]),
             suffix_output: rows(&outs[1]),
@@ -79,12 +79,12 @@ fn merge_attn_states_follows_the_spec() {
             assert_eq!(got_bits, copied.map_or(&[0; 4][..bytes], |s| &data[s][i * bytes..][..bytes]));
         }
         // In place is an error, and so is one buffer for both outputs.
-        let in_place = MergeStates { output: rows(&outs[0]), ..args };
+        let in_place = MergeStateArgs { output: rows(&outs[0]), ..args };
         let aliased = cpu.once(spec, (), &in_place);
         assert!(matches!(aliased, Err(Error::Aliased { a: "prefix_output", b: "output" })));
-        let both = MergeStates { output_lse: Some(by_head(&output)), ..in_place };
+        let both = MergeStateArgs { output_lse: Some(by_head(&output)), ..in_place };
         assert!(cpu.once(spec, (), &both).is_err());
-        let no_lse = MergeStates { output_lse: None, output: rows(&output), ..both };
+        let no_lse = MergeStateArgs { output_lse: None, output: rows(&output), ..both };
         cpu.once(spec, (), &no_lse).unwrap();
     }
 }
@@ -95,7 +95,7 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
         for kv_dtype in DTYPES {
             for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
                 let kv = KvSpec { dtype: kv_dtype, page_size: 3, num_pages: 4 };
-                let spec = AppendSpec { shape: shape(1, l, r), kv, input };
+                let spec = KvAppend { shape: shape(1, l, r), kv, input };
                 let k_scale = if kv_dtype == Dtype::E4m3 { 0.013 } else { 1.0 };
                 let slots = [5i64, -1, 0, 11];
                 let n = (l + r) as usize;
@@ -121,12 +121,12 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
                 let mut want = vec![0xA5; 12 * row_bytes];
                 let cache = cpu.buffer(want.len() as u64).unwrap();
                 cpu.upload(&cache, 0, &want).unwrap();
-                let layer = AppendLayer {
+                let layer = KvAppendArgs {
                     kv_c: View::dense(&kv_c, 1, l),
                     k_pe: View::dense(&k_pe, 1, r),
                     kv: KvView::dense(
                         &cache,
-                        &MlaSpec { shape: spec.shape, kv, query: input, out: Dtype::F32 },
+                        &MlaDecode { shape: spec.shape, kv, query: input, out: Dtype::F32 },
                     ),
                     k_scale,
                 };
@@ -148,7 +148,7 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
                 let out_of_range = cpu.once(spec, &[12], &layer);
                 assert!(matches!(out_of_range, Err(Error::SlotOutOfRange { .. })));
                 assert!(matches!(cpu.once(spec, &[1, 1], &layer), Err(Error::SlotOverlap { .. })));
-                let aliased = AppendLayer { kv_c: View { buffer: &cache, ..layer.kv_c }, ..layer };
+                let aliased = KvAppendArgs { kv_c: View { buffer: &cache, ..layer.kv_c }, ..layer };
                 let aliased = cpu.once(spec, &[1], &aliased);
                 assert!(matches!(aliased, Err(Error::Aliased { a: "kv_c", b: "kv" })), "{aliased:?}");
             }
@@ -159,7 +159,7 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
 fn pages_are_copied_whole_and_alone() {
     let cpu = Cpu::with_threads(2);
     let kv = KvSpec { dtype: Dtype::E4m3, page_size: 3, num_pages: 4 };
-    let spec = MlaSpec { kv, ..small_spec() };
+    let spec = MlaDecode { kv, ..small_spec() };
     let page = 3 * spec.shape.row_elems() as usize;
     let stride = page + 8;
     let before: Vec<u8> = (0..stride * 8).map(|i| (i % 251) as u8).collect();
@@ -173,7 +173,7 @@ fn pages_are_copied_whole_and_alone() {
         block_stride: stride as u64,
     };
     let row_elems = spec.shape.row_elems();
-    let copy = CopySpec { kv, row_elems };
+    let copy = KvCopyPages { kv, row_elems };
     cpu.once(copy, &[(0, 3), (1, 2)], &view).unwrap();
     let mut want = before;
     for (from, to) in [(0, 3), (1, 2)] {
@@ -184,13 +184,13 @@ fn pages_are_copied_whole_and_alone() {
     for copies in [&[(0, 4)][..], &[(0, 1), (1, 2)], &[(0, 2), (1, 2)]] {
         assert!(matches!(cpu.once(copy, copies, &view), Err(Error::CopyConflict { .. })));
     }
-    assert!(matches!(cpu.once(CopySpec { kv, row_elems: 5 }, &[], &view), Err(Error::Shape { .. })));
+    assert!(matches!(cpu.once(KvCopyPages { kv, row_elems: 5 }, &[], &view), Err(Error::Shape { .. })));
     let long = KvView { layer: 9, ..view };
     assert!(matches!(cpu.once(copy, &[(0, 1)], &long), Err(Error::BufferTooSmall { .. })));
 }
 
 crate::tests![
-    merge_attn_states_follows_the_spec,
+    merge_state_follows_the_spec,
     append_writes_the_bytes_that_the_encoder_gives,
     pages_are_copied_whole_and_alone,
 ];

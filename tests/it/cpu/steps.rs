@@ -6,10 +6,10 @@ fn a_step_serves_many_batches_and_layers() {
     let Small { cpu, q, kv, out, lse } = small();
     let spec = small_spec();
     let mla = cpu.compile(spec).unwrap();
-    let binding = mla.bind(&Layer::dense(&spec, &q, &kv, &out, &lse, 0.1), 2).unwrap();
+    let binding = mla.bind(&MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, 0.1), 2).unwrap();
     let mut step = mla.step(Capacity::default()).unwrap();
     for len in [1, 64, 3, 40, 0] {
-        let policy = if len == 40 { Policy::FixedTokens(8) } else { Policy::Auto };
+        let policy = if len == 40 { SplitPolicy::FixedTokens(8) } else { SplitPolicy::Auto };
         let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&[len], &[0, 1]), policy).unwrap();
         let csr = PageTable::Csr {
             kv_indptr: &[0, spec.kv.pages_for(len as u32) as i32],
@@ -30,18 +30,19 @@ fn a_step_serves_many_batches_and_layers() {
 /// Offsets and strides move rows, and change nothing else, in the output or around it.
 fn strides_move_rows_only() {
     let Small { cpu, q, kv, out, lse } = small();
-    let spec = MlaSpec { out: Dtype::F16, ..small_spec() };
+    let spec = MlaDecode { out: Dtype::F16, ..small_spec() };
     let values =
         |stream, count: u64| Dtype::F16.encode_all(&(0..count).map(|i| noise(stream, i)).collect::<Vec<_>>());
     let (queries, pages) = (values(1, 2 * 2 * 288), values(2, 4 * 16 * 288));
     cpu.upload(&q, 0, &queries).unwrap();
     cpu.upload(&kv, 0, &pages).unwrap();
     let mla = cpu.compile(spec).unwrap();
-    let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&[33], &[0, 2]), Policy::FixedTokens(20)).unwrap();
+    let plan =
+        Plan::new(&spec, &mla.tiling(), &Batch::new(&[33], &[0, 2]), SplitPolicy::FixedTokens(20)).unwrap();
     let mut step = mla.step(Capacity::of(&plan)).unwrap();
     let table = PageTable::Dense { block_table: &[2, 0, 3], max_pages: 3 };
     mla.prepare(&mut step, (&plan, table)).unwrap();
-    let dense = Layer::dense(&spec, &q, &kv, &out, &lse, 0.1);
+    let dense = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, 0.1);
     mla.run(&step, &mla.bind(&dense, 2).unwrap()).unwrap();
 
     // Queries apart, pages 8 elements apart in the second layer of a buffer, rows of the output by head.
@@ -56,7 +57,7 @@ fn strides_move_rows_only() {
         cpu.upload(&kv2, (8 + 20_000 + i as u64 * block_stride) * 2, bytes).unwrap();
     }
     cpu.upload(&out2, 0, &[0xA5; 1 << 13]).unwrap();
-    let strided = Layer {
+    let strided = MlaDecodeArgs {
         query: Query::Split {
             q_nope: View { buffer: &q_nope, offset: 8, token_stride: 528, head_stride: 264 },
             q_pe: View::dense(&q_pe, 2, 32),

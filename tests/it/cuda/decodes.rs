@@ -8,8 +8,8 @@ use mla_support::paint::{Make, POISON, Problem, sequences};
 use mla_support::suite::run::dense_table;
 use wgpu_mla::cuda::{Buffer, Cuda};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Batch, Capacity, DecodeOptions, Device, Dtype, Error, KvView, Layer, PageTable,
-    Plan, Policy, View,
+    Batch, Capacity, DecodeOptions, Device, Dtype, Error, KvAppend, KvAppendArgs, KvView, MlaDecodeArgs,
+    PageTable, Plan, SplitPolicy, View,
 };
 
 /// The graph is captured with the first batch, and replayed with others that fit the step: longer and shorter sequences, more and fewer splits.
@@ -24,7 +24,7 @@ fn a_captured_graph_replays_with_new_lengths() -> Outcome {
         let decode = cuda.compile(spec).expect("a decode");
         let plans = problems.each_ref().map(|problem| {
             let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
-            Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan")
+            Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::FixedTokens(32)).expect("a plan")
         });
         let capacity = plans.iter().map(Capacity::of).fold(Capacity::default(), Capacity::max);
         let mut step = decode.step(capacity).expect("a step");
@@ -34,9 +34,9 @@ fn a_captured_graph_replays_with_new_lengths() -> Outcome {
         let kv = cuda.buffer(most(|problem| problem.kv.len())).expect("memory");
         let out = cuda.buffer(3 * (heads * latent * 4) as u64).expect("memory");
         let lse = cuda.buffer(3 * (heads * 4) as u64).expect("memory");
-        let layer = Layer {
+        let layer = MlaDecodeArgs {
             k_scale: problems[0].k_scale,
-            ..Layer::dense(&spec, &q, &kv, &out, &lse, problems[0].softmax_scale)
+            ..MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, problems[0].softmax_scale)
         };
         let binding = decode.bind(&layer, 3).expect("a binding");
 
@@ -86,15 +86,15 @@ fn page_lists_written_on_the_card() -> Outcome {
         let options = DecodeOptions { variant, device_page_list: true, ..DecodeOptions::default() };
         let decode = cuda.compile_with(spec, &options).expect("a decode");
         let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
-        let plan = Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan");
+        let plan = Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::FixedTokens(32)).expect("a plan");
         let mut step = decode.step(Capacity::of(&plan)).expect("a step");
         let (q, kv) = (uploaded(&cuda, &problem.q), uploaded(&cuda, &problem.kv));
         let rows = problem.total_q() * spec.shape.num_heads as usize;
         let out = cuda.buffer((rows * spec.shape.kv_lora_rank as usize * 4) as u64).expect("memory");
         let lse = cuda.buffer(rows as u64 * 4).expect("memory");
-        let layer = Layer {
+        let layer = MlaDecodeArgs {
             k_scale: problem.k_scale,
-            ..Layer::dense(&spec, &q, &kv, &out, &lse, problem.softmax_scale)
+            ..MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, problem.softmax_scale)
         };
         let binding = decode.bind(&layer, problem.total_q() as u32).expect("a binding");
         decode.prepare(&mut step, (&plan, PageTable::Device)).expect("prepared");
@@ -129,7 +129,7 @@ fn page_lists_written_on_the_card() -> Outcome {
     let mut step = decode.step(Capacity::default()).expect("a step");
     let refused = step.page_list().map(|_| ());
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
-    let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&[], &[0]), Policy::Auto).expect("a plan");
+    let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&[], &[0]), SplitPolicy::Auto).expect("a plan");
     let refused = decode.prepare(&mut step, (&plan, PageTable::Device));
     assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
     Ok(())
@@ -192,11 +192,11 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
         let decode = cuda.compile(spec).expect("a decode");
         let plans = cut.each_ref().map(|(problem, ..)| {
             let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
-            Plan::new(&spec, &decode.tiling(), &batch, Policy::FixedTokens(32)).expect("a plan")
+            Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::FixedTokens(32)).expect("a plan")
         });
         let capacity = plans.iter().map(Capacity::of).fold(Capacity::default(), Capacity::max);
         let mut step = decode.step(capacity).expect("a step");
-        let append = cuda.compile(AppendSpec { shape: spec.shape, kv: spec.kv, input }).expect("an append");
+        let append = cuda.compile(KvAppend { shape: spec.shape, kv: spec.kv, input }).expect("an append");
         let most = cut.iter().map(|(.., tail)| tail.slot_mapping.len()).max().unwrap_or(0) as u32;
         let mut slots = append.step(most).expect("a step");
 
@@ -208,9 +208,11 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
         let rows = 3 * u64::from(spec.shape.num_heads);
         let out = cuda.buffer(rows * u64::from(spec.shape.kv_lora_rank) * 4).expect("memory");
         let lse = cuda.buffer(rows * 4).expect("memory");
-        let layer =
-            Layer { k_scale: first.k_scale, ..Layer::dense(&spec, &q, &kv, &out, &lse, first.softmax_scale) };
-        let new_rows = AppendLayer {
+        let layer = MlaDecodeArgs {
+            k_scale: first.k_scale,
+            ..MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, first.softmax_scale)
+        };
+        let new_rows = KvAppendArgs {
             kv_c: View::dense(&kv_c, 1, spec.shape.kv_lora_rank),
             k_pe: View::dense(&k_pe, 1, spec.shape.qk_rope_head_dim),
             kv: KvView::dense(&kv, &spec),
@@ -219,7 +221,8 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
         let binding = decode.bind(&layer, 3).expect("a binding");
         let appends = append.bind(&new_rows, most).expect("a binding");
         // Captured with a step of nothing: the grids are those of the capacities.
-        let none = Plan::new(&spec, &decode.tiling(), &Batch::new(&[], &[0]), Policy::Auto).expect("a plan");
+        let none =
+            Plan::new(&spec, &decode.tiling(), &Batch::new(&[], &[0]), SplitPolicy::Auto).expect("a plan");
         let no_pages = PageTable::Dense { block_table: &[], max_pages: 0 };
         append.prepare(&mut slots, &[]).expect("prepared");
         decode.prepare(&mut step, (&none, no_pages)).expect("prepared");

@@ -9,9 +9,9 @@ use wgpu_mla::cpu::Cpu;
 use wgpu_mla::cuda::Cuda;
 use wgpu_mla::cuda::cudarc::driver::CudaGraph;
 use wgpu_mla::{
-    Backend, Binding, Capacity, Compiled, CopySpec, Device, Dtype, ExpandArgs, ExpandBatch, ExpandSpec,
-    Expanded, ExpandedPrefix, KvView, LayerArgs, LayerBatch, LayerCapacity, LayerOptions, MlaLayerSpec,
-    PagePool, Policy, RopeFrequencies, RopeLayout, SeqId, Step, View,
+    Backend, Binding, Capacity, Compiled, Device, Dtype, ExpandBatch, Expanded, ExpandedPrefix, KvCopyPages,
+    KvView, LayerBatch, LayerCapacity, LayerOptions, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs,
+    PagePool, RopeFrequencies, RopeLayout, SeqId, SplitPolicy, Step, View,
 };
 
 const TOKENS: u32 = 64;
@@ -19,15 +19,15 @@ const MAX_POSITION: u32 = 128;
 const ROOM: LayerCapacity = LayerCapacity { tokens: TOKENS, decode_tokens: TOKENS, prefix_rows: PREFIX_ROWS };
 /// More than the decodes of any batch here, so that their tables never grow.
 const DECODES: Capacity =
-    Capacity { items: 1024, queries: 1024, pages: 1024, merges: 1024, merge_slots: 1024, slots: 1024 };
+    Capacity { items: 1024, queries: 1024, pages: 1024, merges: 1024, merge_partials: 1024, partials: 1024 };
 
 /// A layer that is bound once, to arrays that are filled anew for each batch.
 struct Bound<D: Backend> {
-    layer: Compiled<MlaLayerSpec, D>,
-    step: Step<MlaLayerSpec, D>,
-    binding: Binding<MlaLayerSpec, D>,
-    expand: Compiled<ExpandSpec, D>,
-    expansion: Binding<ExpandSpec, D>,
+    layer: Compiled<MlaLayer, D>,
+    step: Step<MlaLayer, D>,
+    binding: Binding<MlaLayer, D>,
+    expand: Compiled<MlaExpand, D>,
+    expansion: Binding<MlaExpand, D>,
     /// Queries, latent rows and rotary keys of new tokens.
     inputs: [D::Buffer; 3],
     kv: D::Buffer,
@@ -35,7 +35,7 @@ struct Bound<D: Backend> {
 }
 
 /// What a batch brings for each new token: queries, latent row, rotary key.
-fn input_elems(spec: &MlaLayerSpec) -> [usize; 3] {
+fn input_elems(spec: &MlaLayer) -> [usize; 3] {
     let head = spec.qk_nope_head_dim + spec.shape.qk_rope_head_dim;
     [spec.shape.num_heads * head, spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim]
         .map(|elems| elems as usize)
@@ -47,7 +47,7 @@ fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> Vec<u8> {
 }
 
 impl<D: Backend> Bound<D> {
-    fn new(device: &D, spec: &MlaLayerSpec, weight: &[u8], k_scale: f32) -> Self {
+    fn new(device: &D, spec: &MlaLayer, weight: &[u8], k_scale: f32) -> Self {
         let filled = |bytes: &[u8]| {
             let buffer = device.buffer(bytes.len() as u64).expect("memory");
             device.upload(&buffer, 0, bytes).expect("uploaded");
@@ -68,9 +68,9 @@ impl<D: Backend> Bound<D> {
 
         let options = LayerOptions { capacity: ROOM, ..LayerOptions::default() };
         let layer = device.compile_with(*spec, &options).expect("a layer");
-        let expand = device.compile(ExpandSpec(*spec)).expect("an expansion");
+        let expand = device.compile(MlaExpand(*spec)).expect("an expansion");
         let q_nope = View::dense(&inputs[0], heads, spec.qk_nope_head_dim + rope);
-        let args = LayerArgs {
+        let args = MlaLayerArgs {
             q_nope,
             q_pe: View { offset: spec.qk_nope_head_dim.into(), ..q_nope },
             kv_c: View::dense(&inputs[1], 1, spec.shape.kv_lora_rank),
@@ -84,9 +84,9 @@ impl<D: Backend> Bound<D> {
             k_scale,
             expanded: Some(Expanded::dense(spec, arrays.each_ref())),
         };
-        let LayerArgs { kv: cache, kv_b_proj, .. } = args;
+        let MlaLayerArgs { kv: cache, kv_b_proj, .. } = args;
         let expanded = Expanded::dense(spec, arrays.each_ref());
-        let expand_args = ExpandArgs { kv: cache, k_scale, kv_b_proj, expanded };
+        let expand_args = MlaExpandArgs { kv: cache, k_scale, kv_b_proj, expanded };
         Self {
             step: layer.step(DECODES).expect("a step"),
             binding: layer.bind(&args, ROOM).expect("binds"),
@@ -108,7 +108,7 @@ impl<D: Backend> Bound<D> {
         prefix_pages: &[Vec<i32>],
     ) {
         let (device, spec) = (self.layer.device().clone(), *self.layer.op());
-        let copy = CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() };
+        let copy = KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() };
         device.once(copy, copies, &KvView::dense(&self.kv, &spec.mla())).expect("copied");
         for (buffer, bytes) in self.inputs.iter().zip(inputs) {
             device.upload(buffer, 0, bytes).expect("uploaded");
@@ -118,7 +118,7 @@ impl<D: Backend> Bound<D> {
             self.expand.prepare(&mut step, ExpandBatch { pages, tokens, first_row }).expect("prepared");
             self.expand.run(&step, &self.expansion).expect("expanded");
         }
-        self.layer.prepare(&mut self.step, (batch, Policy::Auto)).expect("prepared");
+        self.layer.prepare(&mut self.step, (batch, SplitPolicy::Auto)).expect("prepared");
     }
 
     /// The output of so many tokens, and the cache.

@@ -5,12 +5,12 @@ use mla_support::Outcome;
 use mla_support::close::{Tolerance, close};
 use mla_support::graph::{captured, cuda};
 use mla_support::paint::{POISON, Rng};
-use mla_support::reference::{Expanded, State, copy_pages, merge_attn_states, mla_prefill};
+use mla_support::reference::{Expanded, State, copy_pages, merge_state, mla_prefill};
 use wgpu_mla::cuda::Buffer;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, CopySpec, Device, Dtype, Error, KvSpec, KvView, MergeAttnStatesSpec,
-    MergeStates, MlaShape, Prefill, PrefillExtent, PrefillSequence, PrefillSpec, Project, ProjectSpec, Rope,
-    RopeAppend, RopeAppendSpec, RopeLayout, RopeSpec, View, WeightOrder, WeightView,
+    Device, Dtype, Error, HeadProject, HeadProjectArgs, KvAppend, KvAppendArgs, KvCopyPages, KvSpec, KvView,
+    MergeState, MergeStateArgs, MlaPrefill, MlaPrefillArgs, MlaShape, PrefillExtent, PrefillSequence, Rope,
+    RopeAppend, RopeAppendArgs, RopeArgs, RopeLayout, View, WeightOrder, WeightView,
 };
 
 /// One graph of both ops; each replay has other slots, as many tokens as fit, and another range of queries to rotate in place.
@@ -18,10 +18,10 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let cuda = cuda()?;
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
     let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 };
-    let append = AppendSpec { shape, kv, input: Dtype::F32 };
+    let append = KvAppend { shape, kv, input: Dtype::F32 };
     let layout = RopeLayout::HalfSplit;
-    let spec = RopeAppendSpec { append, query: Dtype::F32, num_heads: 2, layout };
-    let of = RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout };
+    let spec = RopeAppend { append, query: Dtype::F32, num_heads: 2, layout };
+    let of = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout };
     let (fused, rotate) = (cuda.compile(spec).expect("loads"), cuda.compile(of).expect("loads"));
     // Nothing but the first pair of a row is not 0, and each call turns it by a quarter.
     let row = |x: f32| [&[x][..], &[0.0; 31]].concat();
@@ -33,15 +33,15 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let cache = uploaded(&cuda, &vec![0; 8 * 288 * 4]);
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 0 };
     let kv_view = KvView { buffer: &cache, offset: 0, block_stride: 4 * 288, layer_stride: 0, layer: 0 };
-    let args = RopeAppend {
+    let args = RopeAppendArgs {
         q_pe: View::dense(&q, 2, 32),
         q_pe_out: View::dense(&q_out, 2, 32),
-        layer: AppendLayer { kv_c: view(0), k_pe: view(256), kv: kv_view, k_scale: 1.0 },
+        layer: KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: kv_view, k_scale: 1.0 },
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 1,
     };
-    let again = Rope {
+    let again = RopeArgs {
         x: View::dense(&q_out, 2, 32),
         y: View::dense(&q_out, 2, 32),
         positions: &places,
@@ -92,7 +92,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
     let dims = [16u32, 8, 24];
     let [nope, rope, value] = dims.map(|dim| dim as usize);
     let f32s = Dtype::F32;
-    let to_queries = ProjectSpec {
+    let to_queries = HeadProject {
         input: f32s,
         weight: f32s,
         output: f32s,
@@ -101,7 +101,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         n: dims[0],
         order: WeightOrder::Kn,
     };
-    let attention = PrefillSpec {
+    let attention = MlaPrefill {
         num_heads: heads,
         qk_nope_head_dim: dims[0],
         qk_rope_head_dim: dims[1],
@@ -124,7 +124,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
     let poison = |rows: usize| vec![POISON; rows * 4];
     let (queries, outs, lses) = (poison(tokens * h * nope), poison(tokens * h * value), poison(tokens * h));
     let [q, out, lse] = [&queries, &outs, &lses].map(|bytes| uploaded(&cuda, bytes));
-    let projected = Project {
+    let projected = HeadProjectArgs {
         x: View::dense(&x, heads, dims[0]),
         weight: WeightView {
             buffer: &weight,
@@ -134,7 +134,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         },
         y: View::dense(&q, heads, dims[0]),
     };
-    let attended = Prefill {
+    let attended = MlaPrefillArgs {
         q_nope: View::dense(&q, heads, dims[0]),
         q_pe: View::dense(&q_pe_buffer, heads, dims[1]),
         k_nope: View::dense(&k_nope_buffer, heads, dims[0]),
@@ -159,7 +159,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         prefill.record(&list, &layer)
     });
 
-    let all = PrefillSequence::all(2, 2, 10, 77);
+    let all = PrefillSequence::full(2, 2, 10, 77);
     let long = [PrefillSequence::causal(0, 70, 0, 70), PrefillSequence::causal(70, 3, 70, 8)];
     for (projects, sequences) in [
         (0..5, &[PrefillSequence::causal(0, 5, 0, 9)][..]),
@@ -225,7 +225,7 @@ fn captured_copies_replay_with_a_new_list() -> Outcome {
     let lists: [&[(u32, u32)]; 4] = [&[(0, 3)], &[(1, 4), (2, 5), (1, 0)], &[], &[(5, 0), (4, 1)]];
     for (dtype, page_size, row_elems) in [(Dtype::Bf16, 16, 576), (Dtype::E4m3, 1, 36)] {
         let kv = KvSpec { dtype, page_size, num_pages: 6 };
-        let copy = cuda.compile(CopySpec { kv, row_elems }).expect("a copy");
+        let copy = cuda.compile(KvCopyPages { kv, row_elems }).expect("a copy");
         let page_bytes = page_size as usize * row_elems as usize * dtype.bytes();
         let mut rng = Rng(7);
         let mut cache: Vec<u8> = (0..6 * page_bytes).map(|_| rng.next() as u8).collect();
@@ -259,7 +259,7 @@ fn a_captured_merge_replays_with_new_states() -> Outcome {
     let cuda = cuda()?;
     let (tokens, heads) = (5, 3);
     for (head_size, dtype) in [(128, Dtype::Bf16), (33, Dtype::F32)] {
-        let merge = cuda.compile(MergeAttnStatesSpec { dtype, head_size }).expect("a merge");
+        let merge = cuda.compile(MergeState { dtype, head_size }).expect("a merge");
         let (rows, width) = (tokens * heads, head_size as usize);
         let buffer = |bytes: usize| cuda.buffer(bytes as u64).expect("memory");
         let [prefix, suffix, output] = [(); 3].map(|()| buffer(rows * width * dtype.bytes()));
@@ -267,7 +267,7 @@ fn a_captured_merge_replays_with_new_states() -> Outcome {
         let state = |buffer| View::dense(buffer, heads as u32, head_size);
         // [heads, tokens], as vLLM has them.
         let lse = |buffer| View { buffer, offset: 0, token_stride: 1, head_stride: tokens as u64 };
-        let args = MergeStates {
+        let args = MergeStateArgs {
             prefix_output: state(&prefix),
             prefix_lse: lse(&prefix_lse),
             suffix_output: state(&suffix),
@@ -292,7 +292,7 @@ fn a_captured_merge_replays_with_new_states() -> Outcome {
             let sides = [side(&prefix, &prefix_lse), side(&suffix, &suffix_lse)];
             graph.launch().expect("launched");
             let [a, b] = sides.each_ref().map(|(output, lse)| State { output, lse });
-            let (want, want_lse) = merge_attn_states(a, b, heads, width);
+            let (want, want_lse) = merge_state(a, b, heads, width);
             let got = cuda.download(&output, (rows * width * dtype.bytes()) as u64).expect("read");
             let got_lse = cuda.download(&output_lse, rows as u64 * 4).expect("read");
             let tolerance = Tolerance::merge(dtype);

@@ -3,7 +3,7 @@
 use mla_support::Outcome;
 use mla_support::paint::{Make, sequences};
 use mla_support::rig::{Rig, small};
-use wgpu_mla::{Device, Dtype, Error, KvView, Layer, Query, View, wgpu};
+use wgpu_mla::{Device, Dtype, Error, KvView, MlaDecodeArgs, Query, View, wgpu};
 
 use super::{FIXED, device};
 
@@ -11,15 +11,15 @@ use super::{FIXED, device};
 fn wrong_layers() -> Outcome {
     let rig = Rig::shared()?;
     let loaded = rig.load(small(&[(37, 1), (90, 2)]));
-    let good = Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
-    let refused = |layer: &Layer<&wgpu::Buffer>| rig.mla.bind(layer, 3).expect_err("a wrong layer");
+    let good = MlaDecodeArgs::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+    let refused = |layer: &MlaDecodeArgs<&wgpu::Buffer>| rig.mla.bind(layer, 3).expect_err("a wrong layer");
     assert!(rig.mla.bind(&good, 3).is_ok());
 
     for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for (name, layer) in [
-            ("softmax_scale", Layer { softmax_scale: bad, ..good }),
-            ("k_scale", Layer { k_scale: bad, ..good }),
-            ("q_scale", Layer { q_scale: bad, ..good }),
+            ("softmax_scale", MlaDecodeArgs { softmax_scale: bad, ..good }),
+            ("k_scale", MlaDecodeArgs { k_scale: bad, ..good }),
+            ("q_scale", MlaDecodeArgs { q_scale: bad, ..good }),
         ] {
             let error = refused(&layer);
             assert!(matches!(error, Error::Scale { what, .. } if what == name), "{name} {bad}: {error}");
@@ -35,13 +35,13 @@ fn wrong_layers() -> Outcome {
     let large_rope = Query::Split { q_nope: nope, q_pe: in_buffer(rope, &large) };
     let large_kv = KvView { buffer: &large, ..good.kv };
     for (names, layer) in [
-        (("q_nope", "out"), Layer { out, query: large_nope, ..good }),
-        (("q_pe", "out"), Layer { out, query: large_rope, ..good }),
-        (("kv", "out"), Layer { out, kv: large_kv, ..good }),
-        (("q_nope", "lse"), Layer { lse, query: large_nope, ..good }),
-        (("q_pe", "lse"), Layer { lse, query: large_rope, ..good }),
-        (("kv", "lse"), Layer { lse, kv: large_kv, ..good }),
-        (("out", "lse"), Layer { out, lse, ..good }),
+        (("q_nope", "out"), MlaDecodeArgs { out, query: large_nope, ..good }),
+        (("q_pe", "out"), MlaDecodeArgs { out, query: large_rope, ..good }),
+        (("kv", "out"), MlaDecodeArgs { out, kv: large_kv, ..good }),
+        (("q_nope", "lse"), MlaDecodeArgs { lse, query: large_nope, ..good }),
+        (("q_pe", "lse"), MlaDecodeArgs { lse, query: large_rope, ..good }),
+        (("kv", "lse"), MlaDecodeArgs { lse, kv: large_kv, ..good }),
+        (("out", "lse"), MlaDecodeArgs { out, lse, ..good }),
     ] {
         let (a, b) = names;
         assert_eq!(refused(&layer), Error::Aliased { a, b });
@@ -54,10 +54,10 @@ fn wrong_layers() -> Outcome {
         mapped_at_creation: false,
     });
     for (name, layer) in [
-        ("q_nope", Layer { query: Query::Whole(View::dense(&no_storage, 6, 288)), ..good }),
-        ("kv", Layer { kv: KvView { buffer: &no_storage, ..good.kv }, ..good }),
-        ("out", Layer { out: in_buffer(good.out, &no_storage), ..good }),
-        ("lse", Layer { lse: in_buffer(good.lse, &no_storage), ..good }),
+        ("q_nope", MlaDecodeArgs { query: Query::Whole(View::dense(&no_storage, 6, 288)), ..good }),
+        ("kv", MlaDecodeArgs { kv: KvView { buffer: &no_storage, ..good.kv }, ..good }),
+        ("out", MlaDecodeArgs { out: in_buffer(good.out, &no_storage), ..good }),
+        ("lse", MlaDecodeArgs { lse: in_buffer(good.lse, &no_storage), ..good }),
     ] {
         let error = refused(&layer);
         assert!(
@@ -68,12 +68,15 @@ fn wrong_layers() -> Outcome {
 
     let tiny = rig.gpu.buffer(4).expect("a buffer");
     for (name, layer) in [
-        ("q_nope", Layer { query: Query::Whole(View::dense(&tiny, 6, 288)), ..good }),
-        ("kv", Layer { kv: KvView { buffer: &tiny, ..good.kv }, ..good }),
-        ("out", Layer { out: in_buffer(good.out, &tiny), ..good }),
-        ("lse", Layer { lse: in_buffer(good.lse, &tiny), ..good }),
-        ("out", Layer { out: View { offset: 8, ..good.out }, ..good }),
-        ("kv", Layer { kv: KvView { layer: 1, layer_stride: good.kv.block_stride, ..good.kv }, ..good }),
+        ("q_nope", MlaDecodeArgs { query: Query::Whole(View::dense(&tiny, 6, 288)), ..good }),
+        ("kv", MlaDecodeArgs { kv: KvView { buffer: &tiny, ..good.kv }, ..good }),
+        ("out", MlaDecodeArgs { out: in_buffer(good.out, &tiny), ..good }),
+        ("lse", MlaDecodeArgs { lse: in_buffer(good.lse, &tiny), ..good }),
+        ("out", MlaDecodeArgs { out: View { offset: 8, ..good.out }, ..good }),
+        (
+            "kv",
+            MlaDecodeArgs { kv: KvView { layer: 1, layer_stride: good.kv.block_stride, ..good.kv }, ..good },
+        ),
     ] {
         let error = refused(&layer);
         assert!(matches!(error, Error::BufferTooSmall { what, .. } if what == name), "{name}: {error}");
@@ -81,12 +84,15 @@ fn wrong_layers() -> Outcome {
 
     let whole = View::dense(&loaded.q, 6, 288);
     for (name, layer) in [
-        ("q_nope", Layer { query: Query::Whole(View { offset: 4, ..whole }), ..good }),
-        ("q_nope", Layer { query: Query::Whole(View { token_stride: 6 * 288 - 1, ..whole }), ..good }),
-        ("kv offset", Layer { kv: KvView { offset: 1, ..good.kv }, ..good }),
-        ("kv layer_stride", Layer { kv: KvView { layer_stride: 12, ..good.kv }, ..good }),
-        ("kv block_stride", Layer { kv: KvView { block_stride: 16 * 288 + 4, ..good.kv }, ..good }),
-        ("out", Layer { out: View { head_stride: 260, ..good.out }, ..good }),
+        ("q_nope", MlaDecodeArgs { query: Query::Whole(View { offset: 4, ..whole }), ..good }),
+        (
+            "q_nope",
+            MlaDecodeArgs { query: Query::Whole(View { token_stride: 6 * 288 - 1, ..whole }), ..good },
+        ),
+        ("kv offset", MlaDecodeArgs { kv: KvView { offset: 1, ..good.kv }, ..good }),
+        ("kv layer_stride", MlaDecodeArgs { kv: KvView { layer_stride: 12, ..good.kv }, ..good }),
+        ("kv block_stride", MlaDecodeArgs { kv: KvView { block_stride: 16 * 288 + 4, ..good.kv }, ..good }),
+        ("out", MlaDecodeArgs { out: View { head_stride: 260, ..good.out }, ..good }),
     ] {
         let error = refused(&layer);
         assert!(matches!(error, Error::Alignment { what, of: 8, .. } if what == name), "{name}: {error}");
@@ -109,10 +115,16 @@ fn a_window_into_a_large_cache() -> Outcome {
     let cache = rig.buffer(&bytes);
     assert!(cache.size() > limit);
     let layer_stride = layer_bytes as u64 / 2;
-    let dense =
-        Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
+    let dense = MlaDecodeArgs::dense(
+        rig.mla.op(),
+        &loaded.q,
+        &loaded.kv,
+        &loaded.out,
+        &loaded.lse,
+        problem.softmax_scale,
+    );
     let kv = KvView { buffer: &cache, offset: gap as u64 / 2, layer_stride, layer: 1, ..dense.kv };
-    let binding = rig.mla.bind(&Layer { kv, ..dense }, 3).expect("a window");
+    let binding = rig.mla.bind(&MlaDecodeArgs { kv, ..dense }, 3).expect("a window");
     let step = rig.step(&problem, FIXED);
     let mut encoder = rig.encoder();
     rig.mla.record(&mut encoder, &step, &binding).expect("recorded");
@@ -121,7 +133,7 @@ fn a_window_into_a_large_cache() -> Outcome {
 
     // Pages spread over all three layers.
     let wide = KvView { block_stride: dense.kv.block_stride * 3, layer: 0, offset: 0, ..kv };
-    let error = rig.mla.bind(&Layer { kv: wide, ..dense }, 3).expect_err("no window is that wide");
+    let error = rig.mla.bind(&MlaDecodeArgs { kv: wide, ..dense }, 3).expect_err("no window is that wide");
     assert!(matches!(error, Error::Limit { what: "kv", .. }), "{error}");
     Ok(())
 }
@@ -144,11 +156,17 @@ fn unused_arrays_in_large_buffers() -> Outcome {
     let mut bytes = vec![0xFF; 4 << 20];
     bytes[offset * 2..][..problem.q.len()].copy_from_slice(&problem.q);
     let large = rig.buffer(&bytes);
-    let dense =
-        Layer::dense(rig.mla.op(), &loaded.q, &loaded.kv, &loaded.out, &loaded.lse, problem.softmax_scale);
+    let dense = MlaDecodeArgs::dense(
+        rig.mla.op(),
+        &loaded.q,
+        &loaded.kv,
+        &loaded.out,
+        &loaded.lse,
+        problem.softmax_scale,
+    );
     let at = View { offset: offset as u64, ..View::dense(&large, 6, 512) };
     for query in [Query::Whole(at), Query::Split { q_nope: at, q_pe: at }] {
-        let binding = rig.mla.bind(&Layer { query, ..dense }, 3).expect("a window");
+        let binding = rig.mla.bind(&MlaDecodeArgs { query, ..dense }, 3).expect("a window");
         let step = rig.step(&problem, FIXED);
         rig.poison(&loaded);
         let mut encoder = rig.encoder();
@@ -158,7 +176,7 @@ fn unused_arrays_in_large_buffers() -> Outcome {
         // A batch that may be empty: no token of the large array is used.
         for offset in [at.offset, large.size() / 2, u64::MAX / 8 * 8] {
             let query = Query::Whole(View { offset, ..at });
-            let bound = rig.mla.bind(&Layer { query, ..dense }, 0);
+            let bound = rig.mla.bind(&MlaDecodeArgs { query, ..dense }, 0);
             assert!(matches!(bound, Ok(_) | Err(Error::BufferTooSmall { .. })), "{offset}: {bound:?}");
         }
     }
@@ -174,10 +192,10 @@ fn empty_batches_in_tiny_buffers() -> Outcome {
     let mut step = rig.step(&loaded.problem, FIXED);
     rig.prepare(&mut step, &small(&[(37, 0)]), FIXED);
     for buffer in &tiny {
-        let layer = Layer::dense(rig.mla.op(), buffer, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
+        let layer = MlaDecodeArgs::dense(rig.mla.op(), buffer, &loaded.kv, &loaded.out, &loaded.lse, 0.1);
         let out = View::dense(buffer, 6, 256);
         let query = Query::Whole(View::dense(&loaded.q, 6, 288));
-        for layer in [layer, Layer { out, query, ..layer }] {
+        for layer in [layer, MlaDecodeArgs { out, query, ..layer }] {
             match rig.mla.bind(&layer, 0) {
                 Err(Error::BufferTooSmall { .. }) => assert!(buffer.size() < 32),
                 Err(error) => panic!("{error}"),

@@ -1,7 +1,7 @@
 //! What must hold of the oracle whatever the data.
 
-use mla_support::reference::{Decode, HeadProject, head_project, merge_states, mla_decode};
-use wgpu_mla::{Visibility, WeightOrder};
+use mla_support::reference::{Decode, Projection, head_project, merge_states, mla_decode};
+use wgpu_mla::{Mask, WeightOrder};
 
 fn merging_splits_gives_the_whole() {
     // One head, L 2, R 0: keys are (logit, value) with q = (1, 0).
@@ -18,7 +18,7 @@ fn merging_splits_gives_the_whole() {
             max_pages: table.len(),
             seq_lens: &[len],
             query_start_loc: &[0, 1],
-            visibility: Visibility::Bounds(&[bound]),
+            mask: Mask::Bounds(&[bound]),
             softmax_scale: 1.0,
             k_scale: 1.0,
             q_scale: 1.0,
@@ -45,7 +45,7 @@ fn empty_sides_are_ignored() {
 fn both_orders_are_one_matrix() {
     let (x, kn, nk) = ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
     for (order, weight) in [(WeightOrder::Kn, kn), (WeightOrder::Nk, nk)] {
-        let args = HeadProject { num_heads: 1, k: 2, n: 3, order, x: &x, weight: &weight };
+        let args = Projection { num_heads: 1, k: 2, n: 3, order, x: &x, weight: &weight };
         assert_eq!(head_project(&args), [9.0, 12.0, 15.0, 19.0, 26.0, 33.0]);
     }
 }

@@ -70,7 +70,7 @@ fn truncate_gives_pages_back_and_copies_what_is_shared() {
     let mut pool = pool(4, 8);
     let seq = grown(&mut pool, 10);
     pool.truncate(seq, 5).unwrap();
-    assert_eq!((pool.pages(seq).unwrap(), pool.free_pages()), (&[0, 1][..], 6));
+    assert_eq!((pool.pages(seq).unwrap(), pool.num_free_pages()), (&[0, 1][..], 6));
     assert_eq!(pool.append(seq, 5).unwrap().copy, None);
     assert_eq!(pool.pages(seq).unwrap(), [0, 1, 2]);
 
@@ -80,7 +80,7 @@ fn truncate_gives_pages_back_and_copies_what_is_shared() {
     pool.truncate(seq, 0).unwrap();
     assert_eq!(pool.pages(seq).unwrap(), [0u32; 0]);
     assert_eq!(pool.len(seq).unwrap(), 0);
-    assert_eq!(pool.free_pages(), 6);
+    assert_eq!(pool.num_free_pages(), 6);
     // Page 0 is still the fork's; page 1 was freed last.
     assert_eq!(pool.append(seq, 9).map(|a| a.tokens), Ok(0..9));
     assert_eq!(pool.pages(seq).unwrap(), [1, 2, 4]);
@@ -124,7 +124,7 @@ fn a_batch_is_all_or_nothing() {
     // The exact need fits, though each of the two would copy if the other did not.
     pool.append_batch_into(&[(a, 1), (b, 1)], &mut batch).unwrap();
     assert_eq!(batch.copies, [(1, 2)]);
-    assert_eq!(pool.free_pages(), 0);
+    assert_eq!(pool.num_free_pages(), 0);
 }
 
 fn a_sequence_may_stand_in_a_batch_twice() {
@@ -150,7 +150,7 @@ fn sizes_past_u32_are_out_of_pages() {
     assert_eq!(pool, before);
     // The largest pool there is costs nothing before it is used.
     let mut large = PagePool::new(spec(1, i32::MAX as u32)).unwrap();
-    assert_eq!(large.free_pages(), i32::MAX as usize);
+    assert_eq!(large.num_free_pages(), i32::MAX as usize);
     let first = large.add();
     assert_eq!(large.append(first, 1).unwrap().tokens, 0..1);
     assert!(matches!(PagePool::new(spec(0, 1)), Err(Error::Shape { what: "page_size", .. })));

@@ -123,7 +123,7 @@ impl World {
     fn refused(&self, before: &PagePool, error: Error) {
         let Error::OutOfPages { wanted, free, total } = error else { panic!("{error}") };
         assert!(wanted > free);
-        assert_eq!(free, before.free_pages());
+        assert_eq!(free, before.num_free_pages());
         assert_eq!(total, before.spec().num_pages as usize);
         assert_eq!(&self.pool, before);
     }
@@ -158,8 +158,8 @@ impl World {
         }
         let spec = *self.pool.spec();
         assert_eq!(self.pool.num_sequences(), seqs.len());
-        assert_eq!(self.pool.used_pages(), owners.len());
-        assert_eq!(self.pool.free_pages(), spec.num_pages as usize - owners.len());
+        assert_eq!(self.pool.num_used_pages(), owners.len());
+        assert_eq!(self.pool.num_free_pages(), spec.num_pages as usize - owners.len());
         for page in 0..spec.num_pages {
             let count = owners.get(&page).copied().unwrap_or(0);
             assert_eq!(self.pool.owners(page), count);
@@ -244,7 +244,7 @@ proptest! {
         for seq in world.tokens.keys().copied().collect::<Vec<_>>() {
             world.pool.free(seq).unwrap();
         }
-        assert_eq!(world.pool.used_pages(), 0);
+        assert_eq!(world.pool.num_used_pages(), 0);
         // Nothing leaked: all pages can be had again.
         let all = world.pool.add();
         world.pool.append(all, page_size * num_pages).unwrap();

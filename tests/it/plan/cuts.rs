@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use wgpu_mla::plan::{DIRECT, WorkItem};
-use wgpu_mla::{Batch, Plan, Policy, Tiling};
+use wgpu_mla::{Batch, Plan, SplitPolicy, Tiling};
 
 use super::spec;
 
@@ -106,7 +106,7 @@ fn plan(lens: &[i32], heads: u32, tiling: &Tiling) -> Plan {
     let starts: Vec<i32> = (0..=lens.len() as i32).collect();
     let mut spec = spec(heads, 64);
     spec.kv.num_pages = 1 << 20;
-    Plan::new(&spec, tiling, &Batch::new(lens, &starts), Policy::Auto).expect("a plan")
+    Plan::new(&spec, tiling, &Batch::new(lens, &starts), SplitPolicy::Auto).expect("a plan")
 }
 
 fn lengths(plan: &Plan) -> Vec<u32> {
@@ -151,7 +151,7 @@ fn uniform_batches_are_cut_into_equal_shares() {
                 let runs = runs(&vec![len; batch], heads.div_ceil(rows_per_tile));
                 let (chunk, _) = equal_shares(&runs, &tiling);
                 let splits = shares(&runs[0], chunk, 16);
-                let (mut items, mut slots) = (Vec::new(), 0);
+                let (mut items, mut partials) = (Vec::new(), 0);
                 for seq in 0..batch as u32 {
                     for &(kv_begin, kv_end) in &splits {
                         for tile in (0..heads).step_by(rows_per_tile as usize) {
@@ -161,12 +161,12 @@ fn uniform_batches_are_cut_into_equal_shares() {
                                 page_begin: plan.page_begin[seq as usize],
                                 kv_begin,
                                 kv_end,
-                                slot: if splits.len() == 1 { DIRECT } else { slots + tile },
+                                partial: if splits.len() == 1 { DIRECT } else { partials + tile },
                                 pool: 0,
                                 reserved: 0,
                             });
                         }
-                        slots += if splits.len() == 1 { 0 } else { heads };
+                        partials += if splits.len() == 1 { 0 } else { heads };
                     }
                 }
                 let length = |item: &WorkItem| item.kv_end - item.kv_begin;
@@ -175,7 +175,11 @@ fn uniform_batches_are_cut_into_equal_shares() {
                 if longest - shortest > 16 {
                     items.sort_by_key(|item| u32::MAX - length(item));
                 }
-                assert_eq!((&plan.items, plan.num_slots), (&items, slots), "{batch} x {len}, {tiling:?}");
+                assert_eq!(
+                    (&plan.items, plan.num_partials),
+                    (&items, partials),
+                    "{batch} x {len}, {tiling:?}"
+                );
             }
         }
     }

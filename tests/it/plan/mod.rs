@@ -9,13 +9,14 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use wgpu_mla::plan::DIRECT;
 use wgpu_mla::{
-    Batch, Dtype, Error, KvSpec, MlaShape, MlaSpec, Plan, Policy, SharedPrefix, Tiling, Visibility,
+    Batch, Dtype, Error, KvSpec, Mask, MlaDecode, MlaShape, Plan, SharedPrefix, SplitPolicy, Tiling,
 };
 
 /// Which keys are seen, before there is a batch to bound them by.
 #[derive(Debug, Clone)]
 enum Sees {
     Causal,
+    CausalFrom(i64),
     Full,
     /// A token's share of its sequence in 1/255, one after the other.
     Bounds(Vec<u8>),
@@ -27,7 +28,7 @@ struct Recipe {
     heads: u32,
     page_size: u32,
     tiling: Tiling,
-    policy: Policy,
+    policy: SplitPolicy,
     sees: Sees,
     /// `(seq_len, q_len, group)`; group 0 shares nothing.
     sequences: Vec<(u32, u32, usize)>,
@@ -37,7 +38,7 @@ struct Recipe {
 
 /// A recipe's arrays.
 struct Arrays {
-    spec: MlaSpec,
+    spec: MlaDecode,
     seq_lens: Vec<i32>,
     query_start_loc: Vec<i32>,
     bounds: Vec<u32>,
@@ -54,6 +55,7 @@ impl Recipe {
             for i in 0..q_len {
                 let visible = match &self.sees {
                     Sees::Causal => (i64::from(len) - i64::from(q_len) + i64::from(i) + 1).max(0) as u32,
+                    Sees::CausalFrom(first) => (first + i64::from(i)).clamp(0, len.into()) as u32,
                     Sees::Full => len,
                     Sees::Bounds(shares) => len * u32::from(shares[tokens.len() % shares.len()]) / 255,
                 };
@@ -85,9 +87,9 @@ impl Recipe {
     /// What a group may share is a whole number of these.
     fn unit(&self) -> Option<u32> {
         match self.policy {
-            Policy::Auto => Some(self.tiling.tokens_per_block),
-            Policy::FixedTokens(n) => Some(n),
-            Policy::OneSplit => None,
+            SplitPolicy::Auto => Some(self.tiling.tokens_per_block),
+            SplitPolicy::FixedTokens(n) => Some(n),
+            SplitPolicy::OneSplit => None,
         }
     }
 }
@@ -97,18 +99,19 @@ impl Arrays {
         Batch {
             seq_lens: &self.seq_lens,
             query_start_loc: &self.query_start_loc,
-            visibility: match sees {
-                Sees::Causal => Visibility::Causal,
-                Sees::Full => Visibility::Full,
-                Sees::Bounds(_) => Visibility::Bounds(&self.bounds),
+            mask: match sees {
+                Sees::Causal => Mask::Causal,
+                Sees::CausalFrom(first) => Mask::CausalFrom(*first),
+                Sees::Full => Mask::Full,
+                Sees::Bounds(_) => Mask::Bounds(&self.bounds),
             },
             shared_prefixes: &self.groups,
         }
     }
 }
 
-fn spec(num_heads: u32, page_size: u32) -> MlaSpec {
-    MlaSpec {
+fn spec(num_heads: u32, page_size: u32) -> MlaDecode {
+    MlaDecode {
         shape: MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
         kv: KvSpec { dtype: Dtype::F16, page_size, num_pages: 1000 },
         query: Dtype::F16,
@@ -139,13 +142,14 @@ fn recipes() -> impl Strategy<Value = Recipe> {
         },
     );
     let policy = prop_oneof![
-        2 => Just(Policy::Auto),
-        2 => (1..=300u32).prop_map(Policy::FixedTokens),
-        1 => Just(Policy::OneSplit),
+        2 => Just(SplitPolicy::Auto),
+        2 => (1..=300u32).prop_map(SplitPolicy::FixedTokens),
+        1 => Just(SplitPolicy::OneSplit),
     ];
     let sees = prop_oneof![
         Just(Sees::Causal),
         Just(Sees::Full),
+        (-40i64..200).prop_map(Sees::CausalFrom),
         proptest::collection::vec(any::<u8>(), 1..6).prop_map(Sees::Bounds),
     ];
     let len = prop_oneof![1 => Just(0u32), 2 => 1..=20u32, 4 => 1..=500u32];
@@ -168,7 +172,7 @@ fn recipes() -> impl Strategy<Value = Recipe> {
 /// Long enough, and cut finely enough, that equal shares are often not the best.
 fn ragged_recipes() -> impl Strategy<Value = Recipe> {
     recipes().prop_map(|mut recipe| {
-        recipe.policy = Policy::Auto;
+        recipe.policy = SplitPolicy::Auto;
         recipe.page_size = recipe.page_size.max(16);
         recipe.tiling.tokens_per_block = recipe.tiling.tokens_per_block.div_ceil(4);
         recipe.tiling.min_split_tokens /= 4;
@@ -184,7 +188,7 @@ fn ragged_recipes() -> impl Strategy<Value = Recipe> {
 struct Part {
     kv_begin: u32,
     kv_end: u32,
-    slot: Option<u32>,
+    partial: Option<u32>,
 }
 
 /// Tokens of each sequence that its group attends for it, and the sequence that lends its pages.
@@ -206,7 +210,7 @@ fn check_shared(recipe: &Recipe, arrays: &Arrays, plan: &Plan) -> Vec<(u32, usiz
     shared
 }
 
-/// Every row of every item: in its run, with slots of its own. Returns each row's parts.
+/// Every row of every item: in its run, with partials of its own. Returns each row's parts.
 fn parts_of_rows(
     recipe: &Recipe,
     arrays: &Arrays,
@@ -214,7 +218,7 @@ fn parts_of_rows(
     shared: &[(u32, usize)],
 ) -> BTreeMap<(u32, u32), Vec<Part>> {
     let mut parts: BTreeMap<(u32, u32), Vec<Part>> = BTreeMap::new();
-    let mut slots = BTreeSet::new();
+    let mut partials = BTreeSet::new();
     for item in &plan.items {
         assert!((1..=recipe.tiling.rows_per_tile).contains(&item.num_rows), "{item:?}");
         assert!(item.kv_begin <= item.kv_end, "{item:?}");
@@ -236,16 +240,19 @@ fn parts_of_rows(
                 assert_eq!(seq, owner, "{item:?} row {row}: another sequence's pages");
                 assert!(item.kv_end <= arrays.seq_lens[seq] as u32, "{item:?} past its sequence");
             }
-            let slot = (item.slot != DIRECT).then(|| item.slot + row);
-            if let Some(slot) = slot {
-                assert!(slot < plan.num_slots && slots.insert(slot), "{item:?}: slot {slot}");
+            let partial = (item.partial != DIRECT).then(|| item.partial + row);
+            if let Some(partial) = partial {
+                assert!(
+                    partial < plan.num_partials && partials.insert(partial),
+                    "{item:?}: partial {partial}"
+                );
             }
-            let part = Part { kv_begin: item.kv_begin, kv_end: item.kv_end, slot };
+            let part = Part { kv_begin: item.kv_begin, kv_end: item.kv_end, partial };
             parts.entry((query.token, at % recipe.heads)).or_default().push(part);
         }
         assert!(item.kv_end <= most_visible.max(item.kv_begin), "{item:?} attends what none of it sees");
     }
-    assert_eq!(slots.len(), plan.num_slots as usize, "slots that nothing writes");
+    assert_eq!(partials.len(), plan.num_partials as usize, "partials that nothing writes");
     parts
 }
 
@@ -255,7 +262,7 @@ fn check_rows(recipe: &Recipe, arrays: &Arrays, plan: &Plan, parts: &mut BTreeMa
     let merge_of: BTreeMap<u32, _> = plan.merges.iter().map(|merge| (merge.token, merge)).collect();
     assert_eq!(merge_of.len(), plan.merges.len(), "a token is merged once");
     let listed: u32 = plan.merges.iter().map(|merge| merge.end - merge.begin).sum();
-    assert_eq!(listed as usize, plan.merge_slots.len());
+    assert_eq!(listed as usize, plan.merge_partials.len());
     for (&(token, head), parts) in parts {
         let visible = arrays.tokens[token as usize].1;
         parts.sort();
@@ -268,12 +275,15 @@ fn check_rows(recipe: &Recipe, arrays: &Arrays, plan: &Plan, parts: &mut BTreeMa
 
         match merge_of.get(&token) {
             None => {
-                assert!(parts.len() == 1 && parts[0].slot.is_none(), "token {token} head {head}: {parts:?}");
+                assert!(
+                    parts.len() == 1 && parts[0].partial.is_none(),
+                    "token {token} head {head}: {parts:?}"
+                );
             }
             Some(merge) => {
-                let listed = &plan.merge_slots[merge.begin as usize..merge.end as usize];
-                let of_head: Vec<_> = listed.iter().map(|slot| Some(slot + head)).collect();
-                let in_order: Vec<_> = parts.iter().map(|part| part.slot).collect();
+                let listed = &plan.merge_partials[merge.begin as usize..merge.end as usize];
+                let of_head: Vec<_> = listed.iter().map(|partial| Some(partial + head)).collect();
+                let in_order: Vec<_> = parts.iter().map(|part| part.partial).collect();
                 assert_eq!(of_head, in_order, "token {token} head {head}");
             }
         }
@@ -334,14 +344,14 @@ fn whole_parts(
 
 fn check_policy(recipe: &Recipe, arrays: &Arrays, plan: &Plan, shared: &[(u32, usize)]) {
     match recipe.policy {
-        Policy::OneSplit => assert_eq!((plan.merges.len(), plan.num_slots), (0, 0)),
-        Policy::FixedTokens(n) => {
+        SplitPolicy::OneSplit => assert_eq!((plan.merges.len(), plan.num_partials), (0, 0)),
+        SplitPolicy::FixedTokens(n) => {
             for item in &plan.items {
                 assert_eq!(item.kv_begin % n, 0, "{item:?}");
                 assert!(item.kv_end - item.kv_begin <= n, "{item:?}");
             }
         }
-        Policy::Auto => {
+        SplitPolicy::Auto => {
             cuts::check(
                 &runs(recipe, arrays, shared),
                 &recipe.tiling,

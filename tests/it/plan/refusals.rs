@@ -3,13 +3,18 @@
 use super::*;
 
 /// Plans a batch over a plan that was in use, and expects an error and nothing left of either.
-fn refused(spec: &MlaSpec, batch: &Batch<'_>, policy: Policy) -> Error {
-    let mut plan = Plan::new(spec, &TILING, &Batch::new(&[900], &[0, 2]), Policy::FixedTokens(64)).unwrap();
+fn refused(spec: &MlaDecode, batch: &Batch<'_>, policy: SplitPolicy) -> Error {
+    let mut plan =
+        Plan::new(spec, &TILING, &Batch::new(&[900], &[0, 2]), SplitPolicy::FixedTokens(64)).unwrap();
     let error = plan.update(spec, &TILING, batch, policy).unwrap_err();
     assert_eq!(plan.items, [], "after {error}");
-    assert_eq!((plan.queries.len(), plan.merges.len(), plan.merge_slots.len()), (0, 0, 0), "after {error}");
     assert_eq!(
-        (plan.num_slots, plan.num_queries, plan.page_list_len(), plan.work()),
+        (plan.queries.len(), plan.merges.len(), plan.merge_partials.len()),
+        (0, 0, 0),
+        "after {error}"
+    );
+    assert_eq!(
+        (plan.num_partials, plan.num_queries, plan.page_list_len(), plan.work()),
         (0, 0, 0, 0),
         "after {error}"
     );
@@ -17,7 +22,7 @@ fn refused(spec: &MlaSpec, batch: &Batch<'_>, policy: Policy) -> Error {
     error
 }
 
-const POLICIES: [Policy; 3] = [Policy::Auto, Policy::FixedTokens(32), Policy::OneSplit];
+const POLICIES: [SplitPolicy; 3] = [SplitPolicy::Auto, SplitPolicy::FixedTokens(32), SplitPolicy::OneSplit];
 
 fn refuses_arrays_of_wrong_lengths() {
     for starts in [&[][..], &[0], &[0, 1], &[0, 1, 2, 3]] {
@@ -27,10 +32,10 @@ fn refuses_arrays_of_wrong_lengths() {
         }
     }
     for bounds in [&[][..], &[1], &[1, 2, 3]] {
-        let visibility = Visibility::Bounds(bounds);
-        let batch = Batch { visibility, ..Batch::new(&[5, 6], &[0, 1, 2]) };
-        let error = refused(&spec(16, 16), &batch, Policy::Auto);
-        assert!(matches!(error, Error::Length { what: "Visibility::Bounds", want: 2, .. }), "{error}");
+        let mask = Mask::Bounds(bounds);
+        let batch = Batch { mask, ..Batch::new(&[5, 6], &[0, 1, 2]) };
+        let error = refused(&spec(16, 16), &batch, SplitPolicy::Auto);
+        assert!(matches!(error, Error::Length { what: "Mask::Bounds", want: 2, .. }), "{error}");
     }
 }
 
@@ -38,14 +43,14 @@ fn refuses_query_start_loc_that_starts_elsewhere_or_goes_down() {
     for (starts, wrong) in
         [([1, 2, 3], 0), ([-1, 0, 1], 0), ([0, -1, 3], 1), ([0, 3, 2], 2), ([0, 0, i32::MIN], 2)]
     {
-        let error = refused(&spec(16, 16), &Batch::new(&[5, 6], &starts), Policy::Auto);
+        let error = refused(&spec(16, 16), &Batch::new(&[5, 6], &starts), SplitPolicy::Auto);
         assert!(matches!(error, Error::QueryStartLoc { index, .. } if index == wrong), "{starts:?}: {error}");
     }
 }
 
 fn refuses_lengths_that_no_pool_holds() {
     for len in [-1, i32::MIN, 16_001, i32::MAX] {
-        let error = refused(&spec(16, 16), &Batch::new(&[5, len], &[0, 1, 2]), Policy::Auto);
+        let error = refused(&spec(16, 16), &Batch::new(&[5, len], &[0, 1, 2]), SplitPolicy::Auto);
         assert!(
             matches!(error, Error::SeqLen { seq: 1, got, max: 16_000 } if got == i64::from(len)),
             "{error}"
@@ -54,7 +59,7 @@ fn refuses_lengths_that_no_pool_holds() {
 }
 
 fn refuses_bounds_past_the_sequence() {
-    let batch = Batch { visibility: Visibility::Bounds(&[5, 7]), ..Batch::new(&[5, 6], &[0, 1, 2]) };
+    let batch = Batch { mask: Mask::Bounds(&[5, 7]), ..Batch::new(&[5, 6], &[0, 1, 2]) };
     for policy in POLICIES {
         let error = refused(&spec(16, 16), &batch, policy);
         assert!(
@@ -65,7 +70,7 @@ fn refuses_bounds_past_the_sequence() {
 }
 
 fn refuses_splits_of_no_tokens() {
-    let error = refused(&spec(16, 16), &Batch::new(&[5], &[0, 1]), Policy::FixedTokens(0));
+    let error = refused(&spec(16, 16), &Batch::new(&[5], &[0, 1]), SplitPolicy::FixedTokens(0));
     assert!(matches!(error, Error::Shape { what: "tokens per split", got: 0, .. }), "{error}");
 }
 
@@ -92,15 +97,15 @@ fn refuses_a_sequence_in_two_prefixes_or_in_none_of_the_batch() {
 fn refuses_what_32_bits_cannot_count() {
     let large = |num_pages| {
         let spec = spec(128, 1);
-        MlaSpec { kv: KvSpec { num_pages, ..spec.kv }, ..spec }
+        MlaDecode { kv: KvSpec { num_pages, ..spec.kv }, ..spec }
     };
     let len = 1 << 30;
-    let error = refused(&large(len as u32), &Batch::new(&[len; 4], &[0; 5]), Policy::OneSplit);
+    let error = refused(&large(len as u32), &Batch::new(&[len; 4], &[0; 5]), SplitPolicy::OneSplit);
     assert!(matches!(error, Error::Limit { .. }), "pages: {error}");
-    let error = refused(&large(16_000), &Batch::new(&[1], &[0, i32::MAX]), Policy::OneSplit);
+    let error = refused(&large(16_000), &Batch::new(&[1], &[0, i32::MAX]), SplitPolicy::OneSplit);
     assert!(matches!(error, Error::Limit { .. }), "rows: {error}");
-    let error = refused(&large(1 << 30), &Batch::new(&[1 << 30], &[0, 64]), Policy::FixedTokens(64));
-    assert!(matches!(error, Error::Limit { .. }), "slots: {error}");
+    let error = refused(&large(1 << 30), &Batch::new(&[1 << 30], &[0, 64]), SplitPolicy::FixedTokens(64));
+    assert!(matches!(error, Error::Limit { .. }), "partials: {error}");
 }
 
 crate::tests![

@@ -5,29 +5,29 @@ use super::*;
 fn every_refusal_names_its_cure() -> Outcome {
     let gpu = gpu()?;
     let kv = KvSpec { dtype: Dtype::F16, page_size: 4, num_pages: 2 };
-    let spec = AppendSpec { shape: SHAPE, kv, input: Dtype::F32 };
+    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
     let append = gpu.compile(spec).expect("compiles");
     let (a, b) = (upload(gpu, &[0; 8192]), upload(gpu, &[0; 8192]));
     let no_storage = without_storage(gpu);
     let rows = |buffer, offset| View { buffer, offset, token_stride: 288, head_stride: 0 };
-    let layer = || AppendLayer {
+    let layer = || KvAppendArgs {
         kv_c: rows(&a, 0),
         k_pe: rows(&a, 256),
         kv: KvView::dense(&b, &decode(kv)),
         k_scale: 1.0,
     };
 
-    let refused = |layer: AppendLayer<&wgpu::Buffer>| append.bind(&layer, 4).expect_err("refused");
-    let error = refused(AppendLayer { kv: KvView::dense(&a, &decode(kv)), ..layer() });
+    let refused = |layer: KvAppendArgs<&wgpu::Buffer>| append.bind(&layer, 4).expect_err("refused");
+    let error = refused(KvAppendArgs { kv: KvView::dense(&a, &decode(kv)), ..layer() });
     assert_eq!(error, Error::Aliased { a: "kv_c", b: "kv" });
-    let error = refused(AppendLayer { kv: KvView::dense(&no_storage, &decode(kv)), ..layer() });
+    let error = refused(KvAppendArgs { kv: KvView::dense(&no_storage, &decode(kv)), ..layer() });
     assert_eq!(error, Error::BufferUsage { what: "kv", usage: "STORAGE" });
-    let error = refused(AppendLayer { kv_c: rows(&no_storage, 0), ..layer() });
+    let error = refused(KvAppendArgs { kv_c: rows(&no_storage, 0), ..layer() });
     assert_eq!(error, Error::BufferUsage { what: "kv_c", usage: "STORAGE" });
     for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        assert!(matches!(refused(AppendLayer { k_scale, ..layer() }), Error::Scale { what: "k_scale", .. }));
+        assert!(matches!(refused(KvAppendArgs { k_scale, ..layer() }), Error::Scale { what: "k_scale", .. }));
     }
-    let error = refused(AppendLayer { k_pe: rows(&a, 255), ..layer() });
+    let error = refused(KvAppendArgs { k_pe: rows(&a, 255), ..layer() });
     assert!(matches!(error, Error::Alignment { what: "k_pe", got: 255, .. }));
     assert!(matches!(append.bind(&layer(), 8), Err(Error::BufferTooSmall { what: "kv_c" | "k_pe", .. })));
 
@@ -43,12 +43,12 @@ fn every_refusal_names_its_cure() -> Outcome {
     append.prepare(&mut step, &[]).expect("no token");
     append.run(&step, &nothing).expect("runs");
 
-    let e4m3 = AppendSpec { input: Dtype::E4m3, ..spec };
+    let e4m3 = KvAppend { input: Dtype::E4m3, ..spec };
     assert!(matches!(gpu.compile(e4m3), Err(Error::DtypeUnsupported { .. })));
-    let odd = CopySpec { kv, row_elems: 6 };
+    let odd = KvCopyPages { kv, row_elems: 6 };
     assert!(matches!(gpu.compile(odd), Err(Error::Shape { what: "row_elems", got: 6, .. })));
 
-    let copy = gpu.compile(CopySpec { kv, row_elems: 288 }).expect("compiles");
+    let copy = gpu.compile(KvCopyPages { kv, row_elems: 288 }).expect("compiles");
     let mut step = copy.step(0).expect("a step");
     for copies in [&[(0, 2)][..], &[(0, 1), (1, 0)], &[(0, 0)]] {
         let error = copy.prepare(&mut step, copies).expect_err("refused");
@@ -57,11 +57,11 @@ fn every_refusal_names_its_cure() -> Outcome {
     let error = copy.bind(&KvView::dense(&no_storage, &decode(kv)), ()).expect_err("refused");
     assert_eq!(error, Error::BufferUsage { what: "kv", usage: "STORAGE" });
 
-    let spec = MergeAttnStatesSpec { dtype: Dtype::Bf16, head_size: 8 };
+    let spec = MergeState { dtype: Dtype::Bf16, head_size: 8 };
     let merge = gpu.compile(spec).expect("compiles");
     let (c, d, e) = (upload(gpu, &[0; 256]), upload(gpu, &[0; 256]), upload(gpu, &[0; 256]));
     let heads = |buffer| View::dense(buffer, 2, 8);
-    let args = |output, output_lse| MergeStates {
+    let args = |output, output_lse| MergeStateArgs {
         prefix_output: heads(&c),
         prefix_lse: View { buffer: &c, offset: 0, token_stride: 1, head_stride: 2 },
         suffix_output: heads(&c),
@@ -80,7 +80,7 @@ fn every_refusal_names_its_cure() -> Outcome {
     assert!(matches!(error, Error::Shape { what: "output", .. }), "{error}");
     let error = merge.bind(&args(View { offset: 120, ..heads(&d) }, &e), ()).expect_err("refused");
     assert!(matches!(error, Error::BufferTooSmall { what: "output", .. }), "{error}");
-    let e4m3 = MergeAttnStatesSpec { dtype: Dtype::E4m3, ..spec };
+    let e4m3 = MergeState { dtype: Dtype::E4m3, ..spec };
     assert!(matches!(gpu.compile(e4m3), Err(Error::DtypeUnsupported { .. })));
     Ok(())
 }

@@ -28,7 +28,7 @@ fn host_convert(bytes: &[u8], input: Dtype, cache: Dtype, k_scale: f32) -> Vec<u
 }
 
 struct AppendCase {
-    spec: AppendSpec,
+    spec: KvAppend,
     tokens: usize,
     k_scale: f32,
 }
@@ -60,7 +60,7 @@ impl AppendCase {
             token_stride: token_stride as u64,
             head_stride: 1,
         };
-        let layer = AppendLayer {
+        let layer = KvAppendArgs {
             kv_c: view(4),
             k_pe: view(4 + latent),
             kv: KvView {
@@ -100,19 +100,18 @@ fn append_is_byte_exact_for_every_pair_of_dtypes() -> Outcome {
     let hard = hard_patterns();
     for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         for dtype in Dtype::ALL {
-            let spec = AppendSpec { shape: SHAPE, kv: KvSpec { dtype, page_size: 48, num_pages: 3 }, input };
+            let spec = KvAppend { shape: SHAPE, kv: KvSpec { dtype, page_size: 48, num_pages: 3 }, input };
             AppendCase { spec, tokens: 67, k_scale: 1.0 }.run(gpu, 7, &hard);
         }
         // powers of two are exact, however small or large
         for k_scale in [0.25, 64.0, (-126f32).exp2(), (-110f32).exp2(), 100f32.exp2(), 127f32.exp2()] {
             let kv = KvSpec { dtype: Dtype::E4m3, page_size: 1, num_pages: 101 };
-            AppendCase { spec: AppendSpec { shape: SHAPE, kv, input }, tokens: 33, k_scale }
-                .run(gpu, 9, &hard);
+            AppendCase { spec: KvAppend { shape: SHAPE, kv, input }, tokens: 33, k_scale }.run(gpu, 9, &hard);
         }
     }
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 0 };
     let kv = KvSpec { dtype: Dtype::Bf16, page_size: 256, num_pages: 1 };
-    AppendCase { spec: AppendSpec { shape, kv, input: Dtype::F32 }, tokens: 5, k_scale: 1.0 }
+    AppendCase { spec: KvAppend { shape, kv, input: Dtype::F32 }, tokens: 5, k_scale: 1.0 }
         .run(gpu, 3, &hard);
     Ok(())
 }
@@ -148,7 +147,7 @@ fn append_divides_exactly_by_any_scale() -> Outcome {
         bytes.resize(bytes.len().next_multiple_of(row * input.bytes()), 0);
         let tokens = bytes.len() / (row * input.bytes());
         let kv = KvSpec { dtype: Dtype::E4m3, page_size: 64, num_pages: tokens.div_ceil(64) as u32 };
-        let spec = AppendSpec { shape: SHAPE, kv, input };
+        let spec = KvAppend { shape: SHAPE, kv, input };
         let (rows, cache) = (upload(gpu, &bytes), upload(gpu, &vec![0; kv.num_slots() as usize * row]));
         let view = |offset| View { buffer: &rows, offset, token_stride: row as u64, head_stride: 1 };
         let op = gpu.compile(spec).expect("compiles");
@@ -162,7 +161,7 @@ fn append_divides_exactly_by_any_scale() -> Outcome {
             .chain([-101f32, -100., -99.5, 99.5, 100., 100.5].map(f32::exp2))
             .chain([4e-38, 3e38])
         {
-            let layer = AppendLayer {
+            let layer = KvAppendArgs {
                 kv_c: view(0),
                 k_pe: view(256),
                 kv: KvView::dense(&cache, &decode(kv)),
@@ -183,14 +182,14 @@ fn append_binds_a_window_of_a_buffer_that_is_too_large() -> Outcome {
     let limits = wgpu::Limits { max_storage_buffer_binding_size: 1 << 18, ..wgpu::Limits::default() };
     let gpu = &open(limits)?;
     let kv = KvSpec { dtype: Dtype::Bf16, page_size: 16, num_pages: 13 };
-    let spec = AppendSpec { shape: SHAPE, kv, input: Dtype::Bf16 };
+    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::Bf16 };
     let row = [3u16, 5, 7, 11].repeat(72);
     let (rows, cache) = (upload(gpu, bytemuck::cast_slice(&row)), upload(gpu, &vec![0; 1 << 20]));
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
     let layer_elems = 16 * 288 * 13 + 8;
     let kv_view =
         KvView { offset: 8, layer_stride: layer_elems, layer: 3, ..KvView::dense(&cache, &decode(kv)) };
-    let layer = AppendLayer { kv_c: view(0), k_pe: view(256), kv: kv_view, k_scale: 1.0 };
+    let layer = KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: kv_view, k_scale: 1.0 };
     let op = gpu.compile(spec).expect("compiles");
     let binding = op.bind(&layer, 1).expect("a window of 120 KB fits");
     let mut step = op.step(0).expect("a step");
@@ -203,7 +202,7 @@ fn append_binds_a_window_of_a_buffer_that_is_too_large() -> Outcome {
     assert_eq!(got.iter().filter(|x| **x != 0).count(), 288, "nothing else was written");
 
     let kv = KvSpec { num_pages: 40, ..kv };
-    let op = gpu.compile(AppendSpec { kv, ..spec }).expect("compiles");
+    let op = gpu.compile(KvAppend { kv, ..spec }).expect("compiles");
     let error = op.bind(&layer, 1).expect_err("a layer of 368 KB does not fit");
     assert!(matches!(error, Error::Limit { what: "kv", limit: 0x40000, .. }), "{error}");
     Ok(())
@@ -212,11 +211,11 @@ fn append_binds_a_window_of_a_buffer_that_is_too_large() -> Outcome {
 fn a_table_prepared_again_after_record_stays_inside_the_binding() -> Outcome {
     let gpu = gpu()?;
     let kv = KvSpec { dtype: Dtype::F16, page_size: 8, num_pages: 5 };
-    let spec = AppendSpec { shape: SHAPE, kv, input: Dtype::F16 };
+    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::F16 };
     let (rows, cache) = (upload(gpu, &[1; 40 * 288 * 2]), upload(gpu, &[0; 40 * 288 * 2]));
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
     let layer =
-        AppendLayer { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &decode(kv)), k_scale: 1.0 };
+        KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &decode(kv)), k_scale: 1.0 };
     let op = gpu.compile(spec).expect("compiles");
     let binding = op.bind(&layer, 2).expect("binds");
     let mut step = op.step(0).expect("a step");

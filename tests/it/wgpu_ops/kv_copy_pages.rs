@@ -11,7 +11,7 @@ fn pages_are_copied_bit_for_bit() -> Outcome {
         (Dtype::E4m3, 1, 576, 8, 0),
         (Dtype::F32, 7, 288, 8, 8),
     ] {
-        let spec = CopySpec { kv: KvSpec { dtype, page_size, num_pages: 9 }, row_elems };
+        let spec = KvCopyPages { kv: KvSpec { dtype, page_size, num_pages: 9 }, row_elems };
         let page = (page_size * row_elems) as usize * dtype.bytes();
         let stride = page + gap * dtype.bytes();
         let base = offset * dtype.bytes();

@@ -21,7 +21,7 @@ fn gather_multiplies_as_the_host_does() -> Outcome {
     scales.extend((1..255).map(|e| f32::from_bits(e << 23 | (random.bits() >> 9 & 0x7F_F000 | 0x800))));
     scales.extend((0..60).map(|_| f32::from_bits(random.bits() >> 9 | 1)));
     for output in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-        let spec = GatherSpec { shape: SHAPE, kv: KV, output };
+        let spec = KvGather { shape: SHAPE, kv: KV, output };
         let op = gpu.compile(spec).expect("compiles");
         let out = upload(gpu, &vec![0; 288 * output.bytes()]);
         let mut step = op.step(0).expect("a step");
@@ -29,8 +29,11 @@ fn gather_multiplies_as_the_host_does() -> Outcome {
         let batch = GatherBatch { pages, seq_lens: &[1], ranges: &[range(0, 1, 0)] };
         op.prepare(&mut step, batch).expect("prepares");
         for &k_scale in &scales {
-            let args =
-                Gather { kv: KvView::dense(&cache, &decode(KV)), k_scale, out: View::dense(&out, 1, 288) };
+            let args = KvGatherArgs {
+                kv: KvView::dense(&cache, &decode(KV)),
+                k_scale,
+                out: View::dense(&out, 1, 288),
+            };
             let binding = op.bind(&args, 1).expect("binds");
             op.run(&step, &binding).expect("runs");
             let mut want = Vec::new();
@@ -53,12 +56,12 @@ fn gather_multiplies_as_the_host_does() -> Outcome {
 fn one_binding_of_a_gather_serves_every_step() -> Outcome {
     let gpu = gpu()?;
     let kv = KvSpec { dtype: Dtype::F32, ..KV };
-    let spec = GatherSpec { shape: SHAPE, kv, output: Dtype::F32 };
+    let spec = KvGather { shape: SHAPE, kv, output: Dtype::F32 };
     // A row holds its slot.
     let values: Vec<f32> = (0..12 * 288).map(|i| (i / 288) as f32).collect();
     let (cache, out) = (upload(gpu, bytemuck::cast_slice(&values)), upload(gpu, &[0; 6 * 288 * 4]));
     let args =
-        Gather { kv: KvView::dense(&cache, &decode(kv)), k_scale: 1.0, out: View::dense(&out, 1, 288) };
+        KvGatherArgs { kv: KvView::dense(&cache, &decode(kv)), k_scale: 1.0, out: View::dense(&out, 1, 288) };
     let op = gpu.compile(spec).expect("compiles");
     let binding = op.bind(&args, 4).expect("binds");
     let mut step = op.step(0).expect("a step");
@@ -92,7 +95,7 @@ fn one_binding_of_a_gather_serves_every_step() -> Outcome {
     assert_eq!(first_of_rows(), [9.0, 2.0, 0.0, 6.0, 0.0, 0.0], "nothing is recorded");
 
     let no_storage = without_storage(gpu);
-    let refused = op.bind(&Gather { out: View::dense(&no_storage, 1, 288), ..args }, 4);
+    let refused = op.bind(&KvGatherArgs { out: View::dense(&no_storage, 1, 288), ..args }, 4);
     assert_eq!(refused.expect_err("refused"), Error::BufferUsage { what: "out", usage: "STORAGE" });
     let nothing = op.bind(&args, 0).expect("room for no row");
     prepare(&mut step, &[0], 4, &[]).expect("no range");

@@ -5,8 +5,8 @@ use half::{bf16, f16};
 use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Compiled, CopySpec, Device, Dtype, Error, Gather, GatherBatch, GatherRange,
-    GatherSpec, KvSpec, KvView, MergeAttnStatesSpec, MergeStates, MlaShape, MlaSpec, PageTable, Step, View,
+    Compiled, Device, Dtype, Error, GatherBatch, GatherRange, KvAppend, KvAppendArgs, KvCopyPages, KvGather,
+    KvGatherArgs, KvSpec, KvView, MergeState, MergeStateArgs, MlaDecode, MlaShape, PageTable, Step, View,
     e4m3_decode, e4m3_encode, wgpu,
 };
 
@@ -14,15 +14,15 @@ mod errors;
 mod kv_append;
 mod kv_copy_pages;
 mod kv_gather;
-mod merge_attn_states;
+mod merge_state;
 mod rope;
 mod round;
 
 const SHAPE: MlaShape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
 
 /// The shapes of a decode that has the same cache.
-fn decode(kv: KvSpec) -> MlaSpec {
-    MlaSpec { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 }
+fn decode(kv: KvSpec) -> MlaDecode {
+    MlaDecode { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 }
 }
 
 /// A device without features, on the adapter that all tests share.
@@ -100,4 +100,4 @@ fn hard_patterns() -> Vec<u32> {
     all
 }
 
-crate::tests![(in kv_append, kv_copy_pages, errors, kv_gather, merge_attn_states, rope, round)];
+crate::tests![(in kv_append, kv_copy_pages, errors, kv_gather, merge_state, rope, round)];

@@ -1,10 +1,9 @@
 //! `rope` and `rope_append`, one call at a time: ranges of tokens, steps that outgrow a binding, windows, refusals.
 
 use super::*;
-use wgpu_mla::{Rope, RopeAppend, RopeAppendSpec, RopeFrequencies, RopeLayout, RopeSpec};
+use wgpu_mla::{Rope, RopeAppend, RopeAppendArgs, RopeArgs, RopeFrequencies, RopeLayout};
 
-const SPEC: RopeSpec =
-    RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::Interleaved };
+const SPEC: Rope = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::Interleaved };
 const ROW: usize = 16;
 
 fn angles(rope_dim: u32) -> Vec<f32> {
@@ -33,7 +32,7 @@ fn a_binding_serves_steps_of_any_range() -> Outcome {
     let buffer = |words: &[u8]| upload(gpu, words);
     let (cos_sin, places) = (buffer(bytemuck::cast_slice(&table)), buffer(bytemuck::cast_slice(&positions)));
     let (input, output) = (buffer(bytemuck::cast_slice(&x)), buffer(&[0; 9 * ROW * 4]));
-    let args = |x, y| Rope {
+    let args = |x, y| RopeArgs {
         x: View::dense(x, 2, 8),
         y: View::dense(y, 2, 8),
         positions: &places,
@@ -98,7 +97,7 @@ fn a_rotation_in_place_binds_one_window() -> Outcome {
     let places = upload(gpu, bytemuck::cast_slice(&[7i32, 0, 31]));
     let view = |offset: usize| View { offset: offset as u64, ..View::dense(&rows, 2, 8) };
     let op = gpu.compile(SPEC).expect("compiles");
-    let args = |y: usize| Rope {
+    let args = |y: usize| RopeArgs {
         x: view(first),
         y: view(y),
         positions: &places,
@@ -127,18 +126,18 @@ fn a_rotation_in_place_binds_one_window() -> Outcome {
 fn a_rotated_append_never_leaves_its_binding() -> Outcome {
     let gpu = gpu()?;
     let kv = KvSpec { dtype: Dtype::F32, page_size: 8, num_pages: 5 };
-    let append = AppendSpec { shape: SHAPE, kv, input: Dtype::F32 };
+    let append = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
     let layout = RopeLayout::HalfSplit;
-    let spec = RopeAppendSpec { append, query: Dtype::Bf16, num_heads: 3, layout };
+    let spec = RopeAppend { append, query: Dtype::Bf16, num_heads: 3, layout };
     let rows = upload(gpu, bytemuck::cast_slice(&[1f32; 40 * 288]));
     let (cache, q) = (upload(gpu, &[0; 40 * 288 * 4]), upload(gpu, &[0x3F; 2 * 3 * 32 * 2]));
     let q_out = upload(gpu, &[0; 2 * 3 * 32 * 2 + 64]);
     let (places, cos_sin) = (upload(gpu, &[0; 8]), upload(gpu, bytemuck::cast_slice(&angles(32))));
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 0 };
-    let args = |places, q_pe| RopeAppend {
+    let args = |places, q_pe| RopeAppendArgs {
         q_pe: View::dense(q_pe, 3, 32),
         q_pe_out: View::dense(&q_out, 3, 32),
-        layer: AppendLayer {
+        layer: KvAppendArgs {
             kv_c: view(0),
             k_pe: view(256),
             kv: KvView::dense(&cache, &decode(kv)),

@@ -1,6 +1,6 @@
 //! Compares the cache that an append wrote with what is expected.
 
-use wgpu_mla::{AppendSpec, Dtype};
+use wgpu_mla::{Dtype, KvAppend};
 
 use super::case::AppendCase;
 
@@ -10,7 +10,7 @@ pub fn same_cache(case: &AppendCase, got: &[u8]) -> Result<usize, String> {
     if got.len() != case.kv_cache.len() {
         return Err(format!("{} bytes, expected {}", got.len(), case.kv_cache.len()));
     }
-    let AppendSpec { shape, kv, input } = case.spec;
+    let KvAppend { shape, kv, input } = case.spec;
     let (row, elem, latent) = (shape.row_elems() as usize, kv.dtype.bytes(), shape.kv_lora_rank as usize);
     let mut token_of = vec![None; kv.num_slots() as usize];
     for (token, &slot) in case.slot_mapping.iter().enumerate().filter(|(_, slot)| **slot >= 0) {

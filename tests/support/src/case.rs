@@ -5,7 +5,7 @@ use std::path::Path;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as FileDtype, Metadata, TensorView};
-use wgpu_mla::{AppendSpec, Dtype, KvSpec, MergeAttnStatesSpec, MlaShape, MlaSpec, Op};
+use wgpu_mla::{Dtype, KvAppend, KvSpec, MergeState, MlaDecode, MlaShape, Op};
 
 /// One conformance case.
 #[derive(Debug, Clone)]
@@ -22,7 +22,7 @@ pub enum Case {
 #[derive(Debug, Clone)]
 pub struct DecodeCase {
     /// Dims and dtypes; `out` is f32.
-    pub spec: MlaSpec,
+    pub spec: MlaDecode,
     /// Factor of the logits.
     pub softmax_scale: f32,
     /// Factor of every cache element.
@@ -53,7 +53,7 @@ pub struct DecodeCase {
 #[derive(Debug, Clone)]
 pub struct MergeCase {
     /// Dtype and head size.
-    pub spec: MergeAttnStatesSpec,
+    pub spec: MergeState,
     /// Query tokens.
     pub num_tokens: usize,
     /// Heads.
@@ -76,7 +76,7 @@ pub struct MergeCase {
 #[derive(Debug, Clone)]
 pub struct AppendCase {
     /// Dims and dtypes, with one head.
-    pub spec: AppendSpec,
+    pub spec: KvAppend,
     /// An e4m3 cache holds `x / k_scale`.
     pub k_scale: f32,
     /// `[tokens, L]` of `spec.input`.
@@ -128,7 +128,7 @@ fn decode(file: &File<'_>) -> Result<DecodeCase, String> {
     let shape =
         MlaShape { num_heads: narrow("num_heads", heads)?, kv_lora_rank: latent, qk_rope_head_dim: rope };
     let kv_spec = KvSpec { dtype: kv.dtype, page_size, num_pages: narrow("num_pages", num_pages)? };
-    let spec = MlaSpec { shape, kv: kv_spec, query: q.dtype, out: Dtype::F32 };
+    let spec = MlaDecode { shape, kv: kv_spec, query: q.dtype, out: Dtype::F32 };
     spec.check().map_err(|error| error.to_string())?;
     narrow("total_q", total_q)?;
     q.expect(&[total_q, heads, row])?;
@@ -227,7 +227,7 @@ fn merge(file: &File<'_>) -> Result<MergeCase, String> {
     }
     narrow("tokens", tokens)?;
     narrow("heads", heads)?;
-    let spec = MergeAttnStatesSpec { dtype: prefix.dtype, head_size: narrow("head_size", head_size)? };
+    let spec = MergeState { dtype: prefix.dtype, head_size: narrow("head_size", head_size)? };
     spec.check().map_err(|error| error.to_string())?;
     Ok(MergeCase {
         spec,
@@ -250,7 +250,7 @@ fn append(file: &File<'_>) -> Result<AppendCase, String> {
     let after = file.floats("kv_cache")?;
     let [tokens, _] = kv_c.shape(["tokens", "L"])?;
     let [num_pages, _, _] = before.shape(["num_pages", "page_size", "L + R"])?;
-    let spec = AppendSpec {
+    let spec = KvAppend {
         shape: MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope },
         kv: KvSpec { dtype: before.dtype, page_size, num_pages: narrow("num_pages", num_pages)? },
         input: kv_c.dtype,

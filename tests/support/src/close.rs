@@ -36,7 +36,7 @@ impl Tolerance {
         Self { abs: 1e-5, rel: 8.01 / 65536.0, row: None, cos: f64::INFINITY }
     }
 
-    /// The output of a `merge_attn_states`.
+    /// The output of a `merge_state`.
     pub fn merge(dtype: Dtype) -> Self {
         let error = match dtype {
             Dtype::F32 => 2e-6,
@@ -46,7 +46,7 @@ impl Tolerance {
         Self { abs: error, rel: error, row: None, cos: f64::INFINITY }
     }
 
-    /// The LSE of a `merge_attn_states`.
+    /// The LSE of a `merge_state`.
     pub fn merge_lse() -> Self {
         Self { abs: 2e-6, rel: 2e-6, row: None, cos: f64::INFINITY }
     }

@@ -1,7 +1,7 @@
 //! Test problems: painted or random data that does not depend on how it is paged, and poison everywhere else.
 
 use crate::reference::{Decode, mla_decode};
-use wgpu_mla::{Dtype, KvSpec, MlaShape, MlaSpec, SharedPrefix, Visibility};
+use wgpu_mla::{Dtype, KvSpec, Mask, MlaDecode, MlaShape, SharedPrefix};
 
 use super::case::DecodeCase;
 
@@ -194,6 +194,8 @@ pub fn sequences(lens: &[(u32, u32)]) -> Vec<Sequence> {
 pub enum Sees {
     /// Bottom-right.
     Causal,
+    /// From a diagonal of its own.
+    CausalFrom(i64),
     /// Every key.
     Full,
     /// A bound a query token.
@@ -261,7 +263,7 @@ pub struct Problem {
     /// For messages.
     pub name: String,
     /// Dims and dtypes.
-    pub spec: MlaSpec,
+    pub spec: MlaDecode,
     /// Factor of the logits.
     pub softmax_scale: f32,
     /// Factor of every cache element.
@@ -342,7 +344,7 @@ impl Make {
         };
         Problem {
             name: self.name(),
-            spec: MlaSpec {
+            spec: MlaDecode {
                 shape: MlaShape {
                     num_heads: self.heads,
                     kv_lora_rank: self.dims.0,
@@ -402,11 +404,12 @@ impl Problem {
     }
 
     /// As the planner and the oracle want it.
-    pub fn visibility(&self) -> Visibility<'_> {
+    pub fn mask(&self) -> Mask<'_> {
         match &self.sees {
-            Sees::Causal => Visibility::Causal,
-            Sees::Full => Visibility::Full,
-            Sees::Bounds(bounds) => Visibility::Bounds(bounds),
+            Sees::Causal => Mask::Causal,
+            Sees::CausalFrom(first) => Mask::CausalFrom(*first),
+            Sees::Full => Mask::Full,
+            Sees::Bounds(bounds) => Mask::Bounds(bounds),
         }
     }
 
@@ -424,7 +427,7 @@ impl Problem {
             max_pages: self.max_pages,
             seq_lens: &self.seq_lens,
             query_start_loc: &self.query_start_loc,
-            visibility: self.visibility(),
+            mask: self.mask(),
             softmax_scale: self.softmax_scale.into(),
             k_scale: self.k_scale.into(),
             q_scale: self.q_scale.into(),

@@ -16,10 +16,10 @@ pub use kv_calibrate::kv_calibrate;
 pub use kv_gather::{GatherPages, kv_gather};
 pub use layer::{LayerSequence, mla_layer};
 pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
-pub use project::{HeadProject, head_project};
+pub use project::{Projection, head_project};
 pub use rope::{Rotation, rope};
 
-use wgpu_mla::{Dtype, Visibility};
+use wgpu_mla::{Dtype, Mask};
 
 /// Arguments of [`mla_decode`], dense arrays in the shapes of the README.
 #[derive(Debug, Clone, Copy)]
@@ -45,7 +45,7 @@ pub struct Decode<'a> {
     /// `[batch + 1]`.
     pub query_start_loc: &'a [i32],
     /// Which keys a query token sees.
-    pub visibility: Visibility<'a>,
+    pub mask: Mask<'a>,
     /// Factor of the logits.
     pub softmax_scale: f64,
     /// Factor of every cache element.
@@ -74,10 +74,13 @@ pub fn mla_decode(args: &Decode<'_>) -> (Vec<f64>, Vec<f64>) {
         let (first, last) = (args.query_start_loc[seq] as usize, args.query_start_loc[seq + 1] as usize);
         for token in first..last {
             // Bottom-right: query i of q_len sees key j where j <= seq_len - q_len + i.
-            let visible = match args.visibility {
-                Visibility::Causal => i64::from(seq_len) - (last - first) as i64 + (token - first) as i64 + 1,
-                Visibility::Full => i64::from(seq_len),
-                Visibility::Bounds(bounds) => i64::from(bounds[token]),
+            let visible = match args.mask {
+                Mask::Causal => i64::from(seq_len) - (last - first) as i64 + (token - first) as i64 + 1,
+                Mask::CausalFrom(bound) => {
+                    bound.saturating_add((token - first) as i64).min(i64::from(seq_len))
+                }
+                Mask::Full => i64::from(seq_len),
+                Mask::Bounds(bounds) => i64::from(bounds[token]),
             };
             let keys = 0..visible.max(0) as usize;
             if keys.is_empty() {
@@ -146,7 +149,7 @@ pub struct State<'a> {
 ///
 /// # Panics
 /// Where the arrays do not have these shapes.
-pub fn merge_attn_states(
+pub fn merge_state(
     prefix: State<'_>,
     suffix: State<'_>,
     num_heads: usize,

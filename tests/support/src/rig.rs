@@ -4,7 +4,8 @@ use std::sync::OnceLock;
 
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    Batch, Binding, Capacity, Compiled, Device, Dtype, Layer, MlaSpec, PageTable, Plan, Policy, Step, wgpu,
+    Batch, Binding, Capacity, Compiled, Device, Dtype, MlaDecode, MlaDecodeArgs, PageTable, Plan,
+    SplitPolicy, Step, wgpu,
 };
 
 use super::Ignored;
@@ -14,7 +15,7 @@ use super::paint::{Make, POISON, Problem, sequences};
 /// A device and a decode on it.
 pub struct Rig {
     pub gpu: Gpu,
-    pub mla: Compiled<MlaSpec, Gpu>,
+    pub mla: Compiled<MlaDecode, Gpu>,
 }
 
 /// A problem's arrays on the device, bound.
@@ -24,7 +25,7 @@ pub struct Loaded {
     pub kv: wgpu::Buffer,
     pub out: wgpu::Buffer,
     pub lse: wgpu::Buffer,
-    pub binding: Binding<MlaSpec, Gpu>,
+    pub binding: Binding<MlaDecode, Gpu>,
 }
 
 /// A problem of the one spec that these tests use: kernels are what costs on a software device.
@@ -45,9 +46,8 @@ pub fn shortened(problem: &Problem, seq_lens: &[i32]) -> Problem {
     Problem { seq_lens: seq_lens.to_vec(), ..problem.clone() }
 }
 
-pub fn plan(mla: &Compiled<MlaSpec, Gpu>, problem: &Problem, policy: Policy) -> Plan {
-    let batch =
-        Batch { visibility: problem.visibility(), ..Batch::new(&problem.seq_lens, &problem.query_start_loc) };
+pub fn plan(mla: &Compiled<MlaDecode, Gpu>, problem: &Problem, policy: SplitPolicy) -> Plan {
+    let batch = Batch { mask: problem.mask(), ..Batch::new(&problem.seq_lens, &problem.query_start_loc) };
     Plan::new(mla.op(), &mla.tiling(), &batch, policy).expect("a plan")
 }
 
@@ -63,7 +63,7 @@ impl Rig {
         RIG.get_or_init(make).as_ref().map_err(Ignored::clone)
     }
 
-    pub fn on(gpu: Gpu, spec: &MlaSpec) -> Self {
+    pub fn on(gpu: Gpu, spec: &MlaDecode) -> Self {
         let mla = gpu.compile(*spec).expect("a decode");
         Self { gpu, mla }
     }
@@ -80,19 +80,19 @@ impl Rig {
         let latent = problem.spec.shape.kv_lora_rank as usize;
         let [q, kv] = [&problem.q, &problem.kv].map(|bytes| self.buffer(bytes));
         let [out, lse] = [latent, 1].map(|dim| self.buffer(&vec![POISON; rows * dim * 4]));
-        let layer = Layer::dense(self.mla.op(), &q, &kv, &out, &lse, problem.softmax_scale);
+        let layer = MlaDecodeArgs::dense(self.mla.op(), &q, &kv, &out, &lse, problem.softmax_scale);
         let binding = self.mla.bind(&layer, problem.total_q() as u32).expect("a binding");
         Loaded { problem, q, kv, out, lse, binding }
     }
 
     /// A step that holds the problem's plan.
-    pub fn step(&self, problem: &Problem, policy: Policy) -> Step<MlaSpec, Gpu> {
+    pub fn step(&self, problem: &Problem, policy: SplitPolicy) -> Step<MlaDecode, Gpu> {
         let mut step = self.mla.step(Capacity::default()).expect("a step");
         self.prepare(&mut step, problem, policy);
         step
     }
 
-    pub fn prepare(&self, step: &mut Step<MlaSpec, Gpu>, problem: &Problem, policy: Policy) {
+    pub fn prepare(&self, step: &mut Step<MlaDecode, Gpu>, problem: &Problem, policy: SplitPolicy) {
         let plan = plan(&self.mla, problem, policy);
         self.mla.prepare(step, (&plan, pages(problem))).expect("prepared");
     }
@@ -106,7 +106,7 @@ impl Rig {
     }
 
     /// Records and submits one decode.
-    pub fn run(&self, step: &Step<MlaSpec, Gpu>, loaded: &Loaded) {
+    pub fn run(&self, step: &Step<MlaDecode, Gpu>, loaded: &Loaded) {
         let mut encoder = self.encoder();
         self.mla.record(&mut encoder, step, &loaded.binding).expect("recorded");
         self.submit(encoder);

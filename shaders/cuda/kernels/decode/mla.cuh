@@ -3,7 +3,7 @@
 
 #include "lib/ptx.cuh"
 
-constexpr u32 DIRECT = 0xFFFFFFFFu; // the slot of an item that writes its output itself
+constexpr u32 DIRECT = 0xFFFFFFFFu; // the partial of an item that writes its output itself
 constexpr float EMPTY = -1.0e38f; // a finite stand-in for the -inf of a row that has seen no key
 
 enum Dtype : u32 { F32, F16, BF16, E4M3 };
@@ -12,7 +12,7 @@ enum Dtype : u32 { F32, F16, BF16, E4M3 };
 enum Copying : u32 { CHUNKS_8, CHUNKS_16, BOXES };
 
 struct WorkItem {
-    u32 first_row, num_rows, page_begin, kv_begin, kv_end, slot, pool, reserved;
+    u32 first_row, num_rows, page_begin, kv_begin, kv_end, partial, pool, reserved;
 };
 
 struct QueryToken {
@@ -34,9 +34,9 @@ struct Args {
     const WorkItem* items;
     const QueryToken* queries;
     const Merge* merges;
-    const u32* merge_slots;
+    const u32* merge_partials;
     const u32* pages; // the flat page list
-    float* partials; // [slots, L + 4]: a row, then its base-2 LSE
+    float* partials; // [partials, L + 4]: a row, then its base-2 LSE
     const u8* q_nope; // [total_q, H, L]
     const u8* q_pe; // [total_q, H, R]
     const u8* kv; // [num_pages, page_size, L + R], the layer's first page

@@ -97,9 +97,9 @@ struct Output {
                 const float factor = factors[row];
                 const u32 index = item.first_row + row;
                 const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
-                float* partial = args.partials + (static_cast<u64>(item.slot) + row) * (T::LATENT + 4);
+                float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
                 auto put = [&](u32 column, float first, float second) {
-                    if (item.slot == DIRECT) {
+                    if (item.partial == DIRECT) {
                         store_out(args, token, head, column, first * factor, second * factor);
                     } else {
                         *reinterpret_cast<float2*>(partial + column) = make_float2(first * factor, second * factor);
@@ -326,11 +326,11 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
             const float base_2 = any ? top[h] + log2_fast(total) : EMPTY;
             factors[row] = any ? 1.0f / total : 1.0f;
             if (row < item.num_rows) {
-                if (item.slot == DIRECT) {
+                if (item.partial == DIRECT) {
                     const u32 index = item.first_row + row;
                     store_lse(args, bound_token(args, args.queries[index / args.num_heads].token), index % args.num_heads, base_2, any);
                 } else {
-                    args.partials[(static_cast<u64>(item.slot) + row) * (T::LATENT + 4) + T::LATENT] = base_2;
+                    args.partials[(static_cast<u64>(item.partial) + row) * (T::LATENT + 4) + T::LATENT] = base_2;
                 }
             }
         }

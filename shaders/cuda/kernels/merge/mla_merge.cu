@@ -24,14 +24,14 @@ DEVICE float4 operator+(float4 a, float4 b) {
 template <int LATENT>
 struct Partials {
     static constexpr u32 PITCH = LATENT + 4;
-    const float* first; // slot 0 of the row's head
-    const u32* slots;
+    const float* first; // partial 0 of the row's head
+    const u32* partials;
     u32 count, column;
 
     DEVICE Partials(const Args& args, const Merge& merge, u32 head, u32 column)
-        : first(args.partials + static_cast<u64>(head) * PITCH), slots(args.merge_slots + merge.begin), count(merge.end - merge.begin), column(column) {}
+        : first(args.partials + static_cast<u64>(head) * PITCH), partials(args.merge_partials + merge.begin), count(merge.end - merge.begin), column(column) {}
 
-    DEVICE const float* at(u32 i) const { return first + static_cast<u64>(slots[i]) * PITCH; }
+    DEVICE const float* at(u32 i) const { return first + static_cast<u64>(partials[i]) * PITCH; }
     DEVICE float lse(u32 i) const { return at(i)[LATENT]; }
 };
 

@@ -4,7 +4,7 @@ use super::{QUERY, compose_step, dtypes, shape_consts};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases};
-use crate::{Dtype, MlaSpec, Tiling};
+use crate::{Dtype, MlaDecode, Tiling};
 
 /// How a workgroup cuts a tile: see the head of `shaders/mla_decode_coop.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +29,7 @@ impl CoopTile {
     pub(in crate::gpu::kernels) fn for_device(
         small: bool,
         caps: &Caps,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         query_rows: u32,
     ) -> Option<Self> {
         let (tile, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
@@ -88,17 +88,17 @@ impl CoopTile {
     }
 
     /// Tiles of the latent's columns in a subgroup's share of the scores.
-    const fn latent_key_tiles(&self, spec: &MlaSpec) -> u32 {
+    const fn latent_key_tiles(&self, spec: &MlaDecode) -> u32 {
         spec.shape.kv_lora_rank / self.tile / self.key_split
     }
 
     /// Tiles of the rotary columns in such a share, of those that have any.
-    const fn rope_key_tiles(&self, spec: &MlaSpec) -> u32 {
+    const fn rope_key_tiles(&self, spec: &MlaDecode) -> u32 {
         (spec.shape.qk_rope_head_dim / self.tile).div_ceil(self.key_split)
     }
 
     /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
-    const fn key_pitch(&self, spec: &MlaSpec) -> u32 {
+    const fn key_pitch(&self, spec: &MlaDecode) -> u32 {
         ((spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8) | 1
     }
 
@@ -108,7 +108,7 @@ impl CoopTile {
     }
 
     /// Tokens whose rows lie one after the other in the cache wherever they begin: all of a block, or one.
-    const fn run(&self, spec: &MlaSpec) -> u32 {
+    const fn run(&self, spec: &MlaDecode) -> u32 {
         if spec.kv.page_size.is_multiple_of(self.tokens) { self.tokens } else { 1 }
     }
 
@@ -130,7 +130,7 @@ impl CoopTile {
         self.tokens + 8
     }
 
-    pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, spec: &MlaSpec) -> u32 {
+    pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, spec: &MlaDecode) -> u32 {
         let keys = self.tokens * self.key_pitch(spec) * 16;
         let weights = self.rows * self.weight_pitch() * 2;
         keys + self.scores() * 4 + weights + self.rows * 4 + self.places() * 4 + 16
@@ -145,7 +145,7 @@ const fn query_parts(query: Dtype) -> u32 {
     }
 }
 
-fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaSpec) -> Vec<(&'static str, u32)> {
+fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, u32)> {
     let (threads, rows, tokens, side) = (tile.threads(), tile.rows, tile.tokens, tile.tile);
     let latent_octs = spec.shape.kv_lora_rank / 8;
     let rope_octs = spec.shape.qk_rope_head_dim / 8;
@@ -232,7 +232,7 @@ pub(in crate::gpu::kernels) fn decode(
     name: &str,
     small: bool,
     caps: &Caps,
-    spec: &MlaSpec,
+    spec: &MlaDecode,
     query_rows: u32,
 ) -> Option<Source> {
     let tile = CoopTile::for_device(small, caps, spec, query_rows)?;
@@ -260,7 +260,7 @@ pub(in crate::gpu::kernels) fn decode(
 }
 
 /// What keeps these rows from running.
-pub(in crate::gpu::kernels) fn runs_on(small: bool, caps: &Caps, spec: &MlaSpec) -> Result<(), String> {
+pub(in crate::gpu::kernels) fn runs_on(small: bool, caps: &Caps, spec: &MlaDecode) -> Result<(), String> {
     crate::gpu::kernels::matrices(caps)?;
     if !caps.shader_f16 {
         return Err("the device was made without Features::SHADER_F16".into());

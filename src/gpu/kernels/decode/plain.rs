@@ -3,7 +3,7 @@
 use super::{QUERY, READ, Sum, compose_module, dtypes, oct_file, oct_type, scale, shape_consts};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::{Const, Source};
-use crate::{Dtype, MlaSpec, Tiling};
+use crate::{Dtype, MlaDecode, Tiling};
 
 /// Lanes that share a score: a subgroup must have as many.
 pub(in crate::gpu::kernels) const LANES: u32 = 8;
@@ -23,7 +23,7 @@ impl Tile {
     pub(in crate::gpu::kernels) fn balanced(
         sum: Sum,
         caps: &Caps,
-        spec: &MlaSpec,
+        spec: &MlaDecode,
         query_rows: u32,
     ) -> Option<Self> {
         let group_threads = spec.shape.kv_lora_rank / 8;
@@ -126,7 +126,7 @@ pub(in crate::gpu::kernels) fn decode(
     sum: Sum,
     tile: &Tile,
     caps: &Caps,
-    spec: &MlaSpec,
+    spec: &MlaDecode,
 ) -> Source {
     let sum = match sum {
         Sum::Subgroup => include_str!("../../../../shaders/lib/sum_subgroup.wgsl"),
@@ -148,7 +148,7 @@ pub(in crate::gpu::kernels) fn decode(
         ("ROWS_PADDED", tile.rows().next_multiple_of(4)),
         ("TOKEN_QUADS", tile.token_quads()),
         ("TOKENS", tile.tokens()),
-        ("TOKEN_SLOTS", 2 * tile.tokens()),
+        ("TOKEN_PLACES", 2 * tile.tokens()),
         ("TILE_QUADS", tile.tile_quads()),
         ("TILE_TOKENS", 4 * tile.tile_quads()),
         ("TILE_QUADS_PADDED", tile.tile_quads().next_multiple_of(4)),

@@ -5,7 +5,7 @@ use crate::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::{Const, Source};
 use crate::gpu::kernels::{MATRIX_DIRECTIVES, lib_out, matrix_aliases, unrolled};
-use crate::ops::PrefillSpec;
+use crate::ops::MlaPrefill;
 
 /// How a workgroup cuts a tile: see the head of `shaders/mla_prefill_coop.wgsl`.
 #[derive(Debug, Clone, Copy)]
@@ -99,7 +99,7 @@ impl Cut {
     }
 
     /// Octs of the staging buffer: keys, then weights and values in their place.
-    fn staged(&self, spec: &PrefillSpec) -> u32 {
+    fn staged(&self, spec: &MlaPrefill) -> u32 {
         let keys = self.tokens * Self::key_pitch(key_columns(spec));
         keys.max(self.weights() + self.tokens * Self::key_pitch(spec.v_head_dim))
     }
@@ -110,29 +110,29 @@ impl Cut {
     }
 
     /// Matrices of the output that a subgroup writes at a time.
-    const fn out_tiles(&self, spec: &PrefillSpec) -> u32 {
+    const fn out_tiles(&self, spec: &MlaPrefill) -> u32 {
         let [_, outputs] = self.held(spec);
         if outputs.is_multiple_of(2) { 2 } else { 1 }
     }
 
-    fn scores(&self, spec: &PrefillSpec) -> u32 {
+    fn scores(&self, spec: &MlaPrefill) -> u32 {
         let outputs = self.subgroups() * self.out_tiles(spec) * self.tile * self.tile / 4;
         outputs.max(self.rows() * self.score_pitch())
     }
 
-    fn workgroup_bytes(&self, spec: &PrefillSpec) -> u32 {
+    fn workgroup_bytes(&self, spec: &MlaPrefill) -> u32 {
         16 * (self.staged(spec) + self.scores(spec)) + 4 * self.rows() + 16
     }
 
     /// Matrices that a subgroup holds of queries and of the output.
-    const fn held(&self, spec: &PrefillSpec) -> [u32; 2] {
+    const fn held(&self, spec: &MlaPrefill) -> [u32; 2] {
         let keys = key_columns(spec) / self.tile;
         let values = spec.v_head_dim / self.tile / self.column_split;
         [self.row_tiles * keys, self.row_tiles * values]
     }
 
     /// Whether the dims fall on whole matrices, and registers hold what a subgroup keeps: 16 accumulators of 16 x 16 are 128 of a lane's 255.
-    fn serves(&self, spec: &PrefillSpec) -> bool {
+    fn serves(&self, spec: &MlaPrefill) -> bool {
         let Self { tile, column_split, tokens, .. } = *self;
         let [queries, outputs] = self.held(spec);
         let words = (queries * tile * tile / 2 + outputs * tile * tile) / self.subgroup;
@@ -147,11 +147,11 @@ impl Cut {
     }
 }
 
-const fn key_columns(spec: &PrefillSpec) -> u32 {
+const fn key_columns(spec: &MlaPrefill) -> u32 {
     spec.qk_nope_head_dim + spec.qk_rope_head_dim
 }
 
-fn consts(cut: &Cut, spec: &PrefillSpec) -> Vec<(&'static str, u32)> {
+fn consts(cut: &Cut, spec: &MlaPrefill) -> Vec<(&'static str, u32)> {
     let (threads, rows, side) = (cut.threads(), cut.rows(), cut.tile);
     let [queries, outputs] = cut.held(spec);
     let [nope, rope, value] =
@@ -220,7 +220,7 @@ pub(super) fn few_kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, Str
     on_matrices(Row::Few, caps, spec)
 }
 
-fn on_matrices(row: Row, caps: &Caps, spec: &PrefillSpec) -> Result<Kernel, String> {
+fn on_matrices(row: Row, caps: &Caps, spec: &MlaPrefill) -> Result<Kernel, String> {
     let half_file = half_file(spec.dtype)?;
     crate::gpu::kernels::matrices(caps)?;
     if !caps.shader_f16 {
@@ -260,7 +260,7 @@ fn half_file(dtype: Dtype) -> Result<&'static str, String> {
     }
 }
 
-fn source(name: &str, half_file: &str, cut: &Cut, caps: &Caps, spec: &PrefillSpec) -> Source {
+fn source(name: &str, half_file: &str, cut: &Cut, caps: &Caps, spec: &MlaPrefill) -> Source {
     let consts = consts(cut, spec);
     let mut types = matrix_aliases(cut.tile).to_vec();
     types.push(("Unit", Const::Alias("vec4<u32>")));
@@ -314,7 +314,7 @@ mod tests {
                     check(&kernel.source);
                 }
             }
-            let usual = PrefillSpec { dtype: Dtype::F16, ..super::super::specs()[0] };
+            let usual = MlaPrefill { dtype: Dtype::F16, ..super::super::specs()[0] };
             for row in rows {
                 assert!(on_matrices(*row, &caps, &usual).is_ok(), "{row:?}");
             }

@@ -4,7 +4,7 @@ use super::{Kernel, Request};
 use crate::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
-use crate::ops::PrefillSpec;
+use crate::ops::MlaPrefill;
 
 /// How a workgroup cuts a tile: see the head of `shaders/mla_prefill.wgsl`.
 #[derive(Debug, Clone, Copy)]
@@ -19,7 +19,7 @@ struct Cut {
 }
 
 impl Cut {
-    fn of(caps: &Caps, spec: &PrefillSpec) -> Self {
+    fn of(caps: &Caps, spec: &MlaPrefill) -> Self {
         // Measured on an H200, TFLOP/s at 128/64/128: 24.6; 1 and 1 with a depth of 32 22.7, 2 and 2 22.5, 2 and 1 17.7. Elsewhere by
         // registers: 32 of scores and, for 128 columns, 32 of the output.
         let key_quads = match caps.kind {
@@ -31,7 +31,7 @@ impl Cut {
     }
 
     /// vec4s of workgroup memory: the largest of what takes turns in it.
-    fn staged(&self, spec: &PrefillSpec) -> u32 {
+    fn staged(&self, spec: &MlaPrefill) -> u32 {
         let tile = 16 * self.row_quads;
         let slices = self.depth * (tile + 16 * self.key_quads);
         let values = self.slice_keys * (tile + 16 * column_quads(spec));
@@ -40,7 +40,7 @@ impl Cut {
 }
 
 /// Quads of output columns of a thread.
-const fn column_quads(spec: &PrefillSpec) -> u32 {
+const fn column_quads(spec: &MlaPrefill) -> u32 {
     spec.v_head_dim.div_ceil(64)
 }
 

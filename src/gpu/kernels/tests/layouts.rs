@@ -68,7 +68,7 @@ fn uniforms_are_laid_out_as_the_host_writes_them() {
         items_at,
         queries_at,
         merges_at,
-        merge_slots_at,
+        merge_partials_at,
         reserved_0,
         reserved_1,
         reserved_2
@@ -110,7 +110,7 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
                 ("let page_begin = {};", offset_of!(WorkItem, page_begin)),
                 ("let kv_begin = {};", offset_of!(WorkItem, kv_begin)),
                 ("let kv_end = {};", offset_of!(WorkItem, kv_end)),
-                ("let slot = {};", offset_of!(WorkItem, slot)),
+                ("let partial = {};", offset_of!(WorkItem, partial)),
             ],
         );
         reads(
@@ -131,8 +131,8 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         size_of::<Merge>(),
         &[
             ("let token = bound_token({});", offset_of!(Merge, token)),
-            ("let begin = slice.merge_slots_at + {};", offset_of!(Merge, begin)),
-            ("let end = slice.merge_slots_at + {};", offset_of!(Merge, end)),
+            ("let begin = slice.merge_partials_at + {};", offset_of!(Merge, begin)),
+            ("let end = slice.merge_partials_at + {};", offset_of!(Merge, end)),
         ],
     );
 }

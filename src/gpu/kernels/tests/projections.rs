@@ -2,17 +2,17 @@
 
 use super::super::project::{Tile, VARIANTS};
 use super::*;
-use crate::{ProjectSpec, WeightOrder};
+use crate::{HeadProject, WeightOrder};
 
 /// k and n of DeepSeek-V2 and V3, of GLM and MiniCPM3, and small ones.
 const DIMS: [(u32, u32); 6] = [(128, 512), (512, 128), (64, 256), (256, 192), (192, 512), (32, 64)];
 
-fn specs() -> impl Iterator<Item = ProjectSpec> {
+fn specs() -> impl Iterator<Item = HeadProject> {
     let dtypes = [[Dtype::Bf16; 3], [Dtype::F16; 3], [Dtype::F32, Dtype::Bf16, Dtype::F32]];
     DIMS.into_iter().flat_map(move |(k, n)| {
         dtypes.into_iter().flat_map(move |[input, weight, output]| {
             [WeightOrder::Kn, WeightOrder::Nk].into_iter().flat_map(move |order| {
-                let spec = move |num_heads| ProjectSpec { input, weight, output, num_heads, k, n, order };
+                let spec = move |num_heads| HeadProject { input, weight, output, num_heads, k, n, order };
                 [1, 16, 128].map(spec)
             })
         })
@@ -53,7 +53,7 @@ fn matrices_fit_the_device_that_they_are_composed_for() {
 #[test]
 fn few_tokens_get_narrow_tiles_that_fill_a_card() {
     let card = devices()[3];
-    let spec = |k, n, num_heads, order| ProjectSpec {
+    let spec = |k, n, num_heads, order| HeadProject {
         input: Dtype::Bf16,
         weight: Dtype::Bf16,
         output: Dtype::Bf16,

@@ -47,7 +47,7 @@ fn what_a_device_lacks_is_said() {
     let [_, software, _, good, plain, metal] = devices();
     let small = Caps { kind: DeviceKind::Discrete, ..software };
     let [coop, coop_small, subgroup, shared] = Body::ALL;
-    let select = |caps: &Caps, spec: &MlaSpec| choose(None, caps, spec).ok().map(|(variant, _)| variant);
+    let select = |caps: &Caps, spec: &MlaDecode| choose(None, caps, spec).ok().map(|(variant, _)| variant);
     assert_eq!(select(&good, &spec), Some(coop));
     assert_eq!(select(&small, &spec), Some(coop_small));
     assert_eq!(select(&metal, &spec), Some(coop_small));
@@ -77,7 +77,7 @@ fn what_a_device_lacks_is_said() {
         let why = variant.runs_on(&caps, &spec).expect_err(what);
         assert!(why.contains(what), "{why:?} does not say {what:?}");
     }
-    let f32_cache = MlaSpec { kv: KvSpec { dtype: Dtype::F32, ..spec.kv }, ..spec };
+    let f32_cache = MlaDecode { kv: KvSpec { dtype: Dtype::F32, ..spec.kv }, ..spec };
     assert_eq!(select(&good, &f32_cache), Some(subgroup));
     let why = coop.runs_on(&good, &f32_cache).expect_err("f16 does not hold f32");
     assert!(why.contains("f32 cache"), "{why:?}");

@@ -1,7 +1,7 @@
 //! The oracle of `mla_prefill`.
 
 use super::{dot, log_sum_exp};
-use wgpu_mla::{PrefillSequence, PrefillVisible};
+use wgpu_mla::{Mask, PrefillSequence};
 
 /// Arguments of [`mla_prefill`], dense arrays.
 #[derive(Debug, Clone, Copy)]
@@ -68,9 +68,14 @@ pub fn mla_prefill(args: &Expanded<'_>, sequences: &[PrefillSequence]) -> Vec<(u
     let mut rows = Vec::new();
     for sequence in sequences {
         for i in 0..sequence.q_len {
-            let sees = match sequence.visible {
-                PrefillVisible::All => i128::from(sequence.kv_len),
-                PrefillVisible::Causal { first } => i128::from(first) + i128::from(i),
+            let (q_len, kv_len, i_128) =
+                (i128::from(sequence.q_len), i128::from(sequence.kv_len), i128::from(i));
+            let sees = match sequence.mask {
+                Mask::Full => kv_len,
+                // Bottom-right: query i of q_len sees key j where j <= kv_len - q_len + i.
+                Mask::Causal => kv_len - q_len + i_128 + 1,
+                Mask::CausalFrom(first) => i128::from(first) + i_128,
+                Mask::Bounds(_) => panic!("a prefill has no bounds"),
             };
             let sees = sees.clamp(0, sequence.kv_len.into()) as usize;
             let (token, begin) = ((sequence.q_begin + i) as usize, sequence.kv_begin as usize);

@@ -4,7 +4,7 @@ use wgpu_mla::WeightOrder;
 
 /// Arguments of [`head_project`], dense arrays.
 #[derive(Debug, Clone, Copy)]
-pub struct HeadProject<'a> {
+pub struct Projection<'a> {
     /// `H`.
     pub num_heads: usize,
     /// Elements of a row of `x`.
@@ -20,8 +20,8 @@ pub struct HeadProject<'a> {
 }
 
 /// `y[t,h,j] = sum_i x[t,h,i] * W[h][i,j]`: `[tokens, H, n]`.
-pub fn head_project(args: &HeadProject<'_>) -> Vec<f64> {
-    let HeadProject { num_heads, k, n, order, x, weight } = *args;
+pub fn head_project(args: &Projection<'_>) -> Vec<f64> {
+    let Projection { num_heads, k, n, order, x, weight } = *args;
     let mut y = Vec::with_capacity(x.len() / k * n);
     for (row, x) in x.chunks_exact(k).enumerate() {
         let matrix = &weight[row % num_heads * k * n..][..k * n];

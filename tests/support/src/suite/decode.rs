@@ -1,6 +1,6 @@
 //! Decodes against the oracle.
 
-use wgpu_mla::{Backend, Batch, Capacity, Dtype, Layer, LseBase, Plan, Policy};
+use wgpu_mla::{Backend, Batch, Capacity, Dtype, LseBase, MlaDecodeArgs, Plan, SplitPolicy};
 
 use super::Session;
 use super::memory::upload;
@@ -40,7 +40,7 @@ fn dtypes<B: Backend>(session: &Session<'_, B>, dims: (u32, u32), place: usize) 
             let heads = [16, 6, 1, 20, 40][turn % 5];
             let out = [Dtype::F32, Dtype::F32, Dtype::F16, Dtype::Bf16][turn % 4];
             let slicing = [Slicing::Whole, Slicing::Split][turn % 2];
-            let policy = [Policy::Auto, Policy::FixedTokens(32), Policy::OneSplit][turn % 3];
+            let policy = [SplitPolicy::Auto, SplitPolicy::FixedTokens(32), SplitPolicy::OneSplit][turn % 3];
             let sequences = sequences(&[(37, 1), (0, 1), (70, 2)]);
             let problem = Make { dims, cache, query, out, heads, sequences, ..Make::default() }.build();
             session.check(&problem, &How { slicing, policy, ..How::default() });
@@ -65,7 +65,7 @@ pub fn heads<B: Backend>(session: &Session<'_, B>) {
     for (heads, cache, query) in session.one_in(2, all) {
         let problem = Make { heads, cache, query, ..Make::default() }.build();
         session.check(&problem, &How::default());
-        session.check(&problem, &How { policy: Policy::FixedTokens(32), ..How::default() });
+        session.check(&problem, &How { policy: SplitPolicy::FixedTokens(32), ..How::default() });
     }
     session.finish("heads");
 }
@@ -88,7 +88,7 @@ pub fn lengths<B: Backend>(session: &Session<'_, B>) {
     let pairs = [(Dtype::F32, Dtype::F32), (Dtype::Bf16, Dtype::Bf16), (Dtype::E4m3, Dtype::Bf16)];
     for (cache, query) in session.one_in(2, pairs) {
         let make = Make { cache, query, heads: 6, sequences: sequences.clone(), ..Make::default() };
-        for policy in [Policy::Auto, Policy::FixedTokens(64)] {
+        for policy in [SplitPolicy::Auto, SplitPolicy::FixedTokens(64)] {
             session.check(&make.build(), &How { policy, ..How::default() });
         }
     }
@@ -106,7 +106,7 @@ pub fn varlen<B: Backend>(session: &Session<'_, B>) {
     for lens in batches {
         for heads in [1, 16] {
             let make = Make { heads, sequences: sequences(lens), ..Make::default() };
-            for policy in [Policy::Auto, Policy::FixedTokens(7), Policy::OneSplit] {
+            for policy in [SplitPolicy::Auto, SplitPolicy::FixedTokens(7), SplitPolicy::OneSplit] {
                 session.check(&make.build(), &How { policy, ..How::default() });
             }
         }
@@ -129,7 +129,7 @@ pub fn query_tokens<B: Backend>(session: &Session<'_, B>) {
     for (heads, cache, query, query_tokens) in session.one_in(2, made_for) {
         for lens in batches {
             let problem = Make { heads, cache, query, sequences: sequences(lens), ..Make::default() }.build();
-            for policy in [Policy::Auto, Policy::FixedTokens(32), Policy::OneSplit] {
+            for policy in [SplitPolicy::Auto, SplitPolicy::FixedTokens(32), SplitPolicy::OneSplit] {
                 session.check(&problem, &How { policy, query_tokens, ..How::default() });
             }
         }
@@ -138,16 +138,16 @@ pub fn query_tokens<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Not causal, and bounds of a tree of drafts; some see nothing.
-pub fn visibility<B: Backend>(session: &Session<'_, B>) {
+pub fn masks<B: Backend>(session: &Session<'_, B>) {
     let sequences = sequences(&[(33, 4), (2, 5), (70, 3)]);
     let bounds = Sees::Bounds(vec![30, 33, 0, 31, 1, 2, 0, 0, 1, 69, 5, 70]);
-    for sees in [Sees::Full, bounds] {
+    for sees in [Sees::Full, Sees::CausalFrom(-1), Sees::CausalFrom(33), bounds] {
         let make = Make { sequences: sequences.clone(), sees, ..Make::default() };
-        for policy in [Policy::Auto, Policy::FixedTokens(32), Policy::OneSplit] {
+        for policy in [SplitPolicy::Auto, SplitPolicy::FixedTokens(32), SplitPolicy::OneSplit] {
             session.check(&make.build(), &How { policy, ..How::default() });
         }
     }
-    session.finish("visibility");
+    session.finish("masks");
 }
 
 /// Splits of any length.
@@ -157,10 +157,10 @@ pub fn policies<B: Backend>(session: &Session<'_, B>) {
         let make = Make { cache: dtype, query: dtype, sequences: sequences.clone(), ..Make::default() };
         let problem = make.build();
         for tokens in [1, 7, 16, 32, 64, 1000] {
-            session.check(&problem, &How { policy: Policy::FixedTokens(tokens), ..How::default() });
+            session.check(&problem, &How { policy: SplitPolicy::FixedTokens(tokens), ..How::default() });
         }
-        session.check(&problem, &How { policy: Policy::OneSplit, grow: true, ..How::default() });
-        session.check(&problem, &How { policy: Policy::Auto, csr: true, ..How::default() });
+        session.check(&problem, &How { policy: SplitPolicy::OneSplit, grow: true, ..How::default() });
+        session.check(&problem, &How { policy: SplitPolicy::Auto, csr: true, ..How::default() });
     }
     session.finish("policies");
 }
@@ -173,13 +173,13 @@ pub fn layouts<B: Backend>(session: &Session<'_, B>) {
             for layout in [Layout::Dense, Layout::Gaps, Layout::HeadMajor] {
                 for slicing in [Slicing::Whole, Slicing::Split] {
                     for (policy, lse_base) in
-                        [(Policy::OneSplit, LseBase::Two), (Policy::FixedTokens(32), LseBase::E)]
+                        [(SplitPolicy::OneSplit, LseBase::Two), (SplitPolicy::FixedTokens(32), LseBase::E)]
                     {
                         session.check(&problem, &How { policy, slicing, layout, lse_base, ..How::default() });
                     }
                 }
             }
-            let policy = Policy::FixedTokens(32);
+            let policy = SplitPolicy::FixedTokens(32);
             session.check(&problem, &How { policy, lse_base: LseBase::Two, ..How::default() });
         }
     }
@@ -201,7 +201,7 @@ pub fn hard_data<B: Backend>(session: &Session<'_, B>) {
         for data in Data::ALL.into_iter().filter(|&data| data != Data::Huge || cache != Dtype::F16) {
             let problem = Make { data, cache, query, ..Make::default() }.build();
             session.check(&problem, &How::default());
-            session.check(&problem, &How { policy: Policy::FixedTokens(16), ..How::default() });
+            session.check(&problem, &How { policy: SplitPolicy::FixedTokens(16), ..How::default() });
         }
     }
     session.finish("hard data");
@@ -217,7 +217,7 @@ pub fn rising_logits<B: Backend>(session: &Session<'_, B>) {
     ] {
         let (data, sequences) = (Data::Rising, sequences(&[(len, 1), (40, 2)]));
         let problem = Make { data, cache, heads, page_size, sequences, ..Make::default() }.build();
-        session.check(&problem, &How { policy: Policy::OneSplit, ..How::default() });
+        session.check(&problem, &How { policy: SplitPolicy::OneSplit, ..How::default() });
     }
     session.finish("rising logits");
 }
@@ -229,7 +229,12 @@ pub fn shared_prefixes<B: Backend>(session: &Session<'_, B>) {
     for lens in batches {
         for heads in [1, 16] {
             let make = Make { heads, sequences: sequences(lens), prefix: 64, ..Make::default() };
-            for policy in [Policy::Auto, Policy::FixedTokens(16), Policy::FixedTokens(48), Policy::OneSplit] {
+            for policy in [
+                SplitPolicy::Auto,
+                SplitPolicy::FixedTokens(16),
+                SplitPolicy::FixedTokens(48),
+                SplitPolicy::OneSplit,
+            ] {
                 session.check(&make.build(), &How { policy, ..How::default() });
             }
         }
@@ -263,7 +268,7 @@ pub fn a_step_serves_batch_after_batch<B: Backend>(session: &Session<'_, B>) {
     if !session.serves(&spec) {
         session.leave_out();
     } else {
-        for policy in [Policy::Auto, Policy::FixedTokens(32)] {
+        for policy in [SplitPolicy::Auto, SplitPolicy::FixedTokens(32)] {
             let result = || -> Result<(), String> {
                 let wrong = |error: wgpu_mla::Error| error.to_string();
                 let backend = session.backend;
@@ -275,7 +280,7 @@ pub fn a_step_serves_batch_after_batch<B: Backend>(session: &Session<'_, B>) {
                 let kv = poison(problems[0].kv.len()).map_err(wrong)?;
                 let out = poison(4 * heads * latent * 4).map_err(wrong)?;
                 let lse = poison(4 * heads * 4).map_err(wrong)?;
-                let layer = Layer::dense(&spec, &q, &kv, &out, &lse, problems[0].softmax_scale);
+                let layer = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, problems[0].softmax_scale);
                 let binding = decode.bind(&layer, 4).map_err(wrong)?;
                 for problem in &problems {
                     backend.upload(&q, 0, &problem.q).map_err(wrong)?;

@@ -1,8 +1,8 @@
 //! What a backend must refuse before a kernel can see it. The cases are those that corrupt memory or results.
 
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Batch, Capacity, CopySpec, DecodeOptions, Dtype, Error, KvSpec, KvView,
-    Layer, MergeAttnStatesSpec, MergeStates, MlaShape, Plan, Policy, View,
+    Backend, Batch, Capacity, DecodeOptions, Dtype, Error, KvAppend, KvAppendArgs, KvCopyPages, KvSpec,
+    KvView, MergeState, MergeStateArgs, MlaDecodeArgs, MlaShape, Plan, SplitPolicy, View,
 };
 
 use super::Session;
@@ -23,8 +23,8 @@ fn refuses<B: Backend, T>(session: &Session<'_, B>, what: &str, result: Result<T
 /// Dims and dtypes that nothing serves.
 pub fn refuses_specs<B: Backend>(session: &Session<'_, B>) {
     let good = Make::default().build().spec;
-    let with_shape = |shape: MlaShape| wgpu_mla::MlaSpec { shape, ..good };
-    let with_kv = |kv: KvSpec| wgpu_mla::MlaSpec { kv, ..good };
+    let with_shape = |shape: MlaShape| wgpu_mla::MlaDecode { shape, ..good };
+    let with_kv = |kv: KvSpec| wgpu_mla::MlaDecode { kv, ..good };
     for (spec, why) in [
         (with_shape(MlaShape { num_heads: 0, ..good.shape }), "num_heads"),
         (with_shape(MlaShape { num_heads: 129, ..good.shape }), "num_heads"),
@@ -33,7 +33,7 @@ pub fn refuses_specs<B: Backend>(session: &Session<'_, B>) {
         (with_kv(KvSpec { page_size: 0, ..good.kv }), "page_size"),
         (with_kv(KvSpec { page_size: 257, ..good.kv }), "page_size"),
         (with_kv(KvSpec { num_pages: 0, ..good.kv }), "num_pages"),
-        (wgpu_mla::MlaSpec { out: Dtype::E4m3, ..good }, "out"),
+        (wgpu_mla::MlaDecode { out: Dtype::E4m3, ..good }, "out"),
     ] {
         refuses(session, &format!("{spec:?}"), session.backend.compile(spec), why);
     }
@@ -68,7 +68,7 @@ pub fn refuses_pages<B: Backend>(session: &Session<'_, B>) {
 fn prepare<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<(), Error> {
     let decode = session.decode(&problem.spec)?;
     let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
-    let plan = Plan::new(&problem.spec, &decode.tiling(), &batch, Policy::Auto)?;
+    let plan = Plan::new(&problem.spec, &decode.tiling(), &batch, SplitPolicy::Auto)?;
     let mut step = decode.step(Capacity::of(&plan))?;
     decode.prepare(&mut step, (&plan, dense_table(problem)))
 }
@@ -86,41 +86,49 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
             let [q, kv] = [backend.buffer(problem.q.len() as u64)?, backend.buffer(problem.kv.len() as u64)?];
             let [out, lse] = [3 * 2 * 512 * 4, 3 * 2 * 4].map(|bytes| backend.buffer(bytes));
             let (out, lse) = (out?, lse?);
-            let good = Layer::dense(spec, &q, &kv, &out, &lse, 0.1);
+            let good = MlaDecodeArgs::dense(spec, &q, &kv, &out, &lse, 0.1);
             session.note("a good layer", decode.bind(&good, tokens).map(drop).map_err(|e| e.to_string()));
             for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
                 for (layer, why) in [
-                    (Layer { softmax_scale: bad, ..good }, "softmax_scale"),
-                    (Layer { k_scale: bad, ..good }, "k_scale"),
-                    (Layer { q_scale: bad, ..good }, "q_scale"),
+                    (MlaDecodeArgs { softmax_scale: bad, ..good }, "softmax_scale"),
+                    (MlaDecodeArgs { k_scale: bad, ..good }, "k_scale"),
+                    (MlaDecodeArgs { q_scale: bad, ..good }, "q_scale"),
                 ] {
                     refuses(session, &format!("{why} {bad}"), decode.bind(&layer, tokens), why);
                 }
             }
             // The problem's cache and queries are no codes, which alone have scales.
             for (layer, why) in [
-                (Layer { k_scale: 0.5, ..good }, "k_scale 0.5"),
-                (Layer { q_scale: 2.0, ..good }, "q_scale 2"),
-                (Layer { kv: KvView { layer: 3, ..good.kv }, ..good }, "layer_stride"),
+                (MlaDecodeArgs { k_scale: 0.5, ..good }, "k_scale 0.5"),
+                (MlaDecodeArgs { q_scale: 2.0, ..good }, "q_scale 2"),
+                (MlaDecodeArgs { kv: KvView { layer: 3, ..good.kv }, ..good }, "layer_stride"),
             ] {
                 refuses(session, &format!("{why} without effect"), decode.bind(&layer, tokens), why);
             }
             let far = View { offset: 1 << 20, ..good.out };
             for (what, layer, why) in [
-                ("out past its buffer", Layer { out: far, ..good }, "out"),
-                ("lse past its buffer", Layer { lse: View { offset: 1 << 20, ..good.lse }, ..good }, "lse"),
-                ("overflow", Layer { out: View { token_stride: u64::MAX / 8 * 4, ..far }, ..good }, "out"),
-                ("misaligned out", Layer { out: View { offset: 2, ..good.out }, ..good }, "out"),
-                ("out in the cache", Layer { out: View { buffer: &kv, ..good.out }, ..good }, "out"),
-                ("overlap", Layer { out: View { head_stride: 4, ..good.out }, ..good }, "out"),
+                ("out past its buffer", MlaDecodeArgs { out: far, ..good }, "out"),
+                (
+                    "lse past its buffer",
+                    MlaDecodeArgs { lse: View { offset: 1 << 20, ..good.lse }, ..good },
+                    "lse",
+                ),
+                (
+                    "overflow",
+                    MlaDecodeArgs { out: View { token_stride: u64::MAX / 8 * 4, ..far }, ..good },
+                    "out",
+                ),
+                ("misaligned out", MlaDecodeArgs { out: View { offset: 2, ..good.out }, ..good }, "out"),
+                ("out in the cache", MlaDecodeArgs { out: View { buffer: &kv, ..good.out }, ..good }, "out"),
+                ("overlap", MlaDecodeArgs { out: View { head_stride: 4, ..good.out }, ..good }, "out"),
                 (
                     "pages that overlap",
-                    Layer { kv: KvView { block_stride: 4, ..good.kv }, ..good },
+                    MlaDecodeArgs { kv: KvView { block_stride: 4, ..good.kv }, ..good },
                     "block_stride",
                 ),
                 (
                     "a layer past the buffer",
-                    Layer { kv: KvView { layer: 1, layer_stride: 1 << 30, ..good.kv }, ..good },
+                    MlaDecodeArgs { kv: KvView { layer: 1, layer_stride: 1 << 30, ..good.kv }, ..good },
                     "kv",
                 ),
             ] {
@@ -140,10 +148,10 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         let backend = session.backend;
         let kv = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let spec = AppendSpec { shape, kv, input: Dtype::F32 };
+        let spec = KvAppend { shape, kv, input: Dtype::F32 };
         let [rows, cache] = [2 * 288 * 4, 12 * 288].map(|bytes| backend.buffer(bytes));
         let (rows, cache) = (rows?, cache?);
-        let good = AppendLayer {
+        let good = KvAppendArgs {
             kv_c: Strides::dense(1, 256).view(&rows),
             k_pe: Strides::dense(1, 32).view(&rows),
             kv: Pages::dense(&kv, 288).view(&cache),
@@ -153,17 +161,17 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         refuses(session, "a slot twice", backend.once(spec, &[7, 7], &good), "7");
         refuses(session, "rows past their buffer", backend.once(spec, &[0, 1, 2], &good), "kv_c");
         for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-39] {
-            let layer = AppendLayer { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv };
+            let layer = KvAppendArgs { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv };
             refuses(session, &format!("k_scale {k_scale}"), backend.once(spec, &[0], &layer), "k_scale");
         }
-        let wide = AppendSpec { kv: KvSpec { dtype: Dtype::F16, num_pages: 1, ..kv }, ..spec };
+        let wide = KvAppend { kv: KvSpec { dtype: Dtype::F16, num_pages: 1, ..kv }, ..spec };
         refuses(session, "a scale of f16 rows", backend.once(wide, &[0], &good), "k_scale 0.5");
-        let third = AppendLayer { kv: KvView { layer: 3, ..good.kv }, ..good };
+        let third = KvAppendArgs { kv: KvView { layer: 3, ..good.kv }, ..good };
         refuses(session, "a layer without a stride", backend.once(spec, &[0], &third), "layer_stride");
-        let wrong = AppendSpec { input: Dtype::E4m3, ..spec };
+        let wrong = KvAppend { input: Dtype::E4m3, ..spec };
         refuses(session, "an e4m3 input", backend.once(wrong, &[0], &good), "e4m3");
 
-        let copy = CopySpec { kv, row_elems: 288 };
+        let copy = KvCopyPages { kv, row_elems: 288 };
         for (copies, why) in
             [(&[(0, 3)][..], "3"), (&[(9, 0)], "9"), (&[(0, 1), (1, 2)], "1"), (&[(0, 2), (1, 2)], "2")]
         {
@@ -172,7 +180,7 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
 
         let state = Strides::dense(2, 8).view(&rows);
         let lse = Strides { offset: 0, token: 1, head: 4 }.view(&rows);
-        let merge = MergeStates {
+        let merge = MergeStateArgs {
             prefix_output: state,
             prefix_lse: lse,
             suffix_output: state,
@@ -185,7 +193,7 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         for (dtype, head_size, why) in
             [(Dtype::F32, 8, "output"), (Dtype::E4m3, 8, "e4m3"), (Dtype::F32, 0, "head_size")]
         {
-            let spec = MergeAttnStatesSpec { dtype, head_size };
+            let spec = MergeState { dtype, head_size };
             refuses(session, "a merge", backend.once(spec, (), &merge), why);
         }
         Ok(())

@@ -1,13 +1,13 @@
 //! What must not change a single bit of a result, on one device.
 
-use wgpu_mla::{Backend, Dtype, Policy};
+use wgpu_mla::{Backend, Dtype, SplitPolicy};
 
 use super::Session;
 use super::run::{Answer, How};
 use crate::paint::{Make, Problem, Sequence, sequences};
 
 const FIXED: How = How {
-    policy: Policy::FixedTokens(32),
+    policy: SplitPolicy::FixedTokens(32),
     slicing: super::run::Slicing::Whole,
     layout: super::run::Layout::Dense,
     lse_base: wgpu_mla::LseBase::E,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::reference::kv_calibrate;
 use wgpu_mla::{
-    Backend, Calibrate, CalibrateSpec, CalibrationStats, Dtype, Error, MlaShape, View, calibrate_k_scale,
+    Backend, CalibrationStats, Dtype, Error, KvCalibrate, KvCalibrateArgs, MlaShape, View, calibrate_k_scale,
     count_saturated,
 };
 
@@ -36,10 +36,8 @@ fn check<B: Backend>(
     gaps: bool,
 ) -> Result<(), String> {
     let text = |error: Error| error.to_string();
-    let spec = CalibrateSpec {
-        shape: MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope },
-        input,
-    };
+    let spec =
+        KvCalibrate { shape: MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope }, input };
     let mut rng = Rng(u64::from(latent + rope) << 8 | input.bytes() as u64);
     let layout = if gaps { Layout::Gaps } else { Layout::Dense };
     let mut part = |dim: u32| -> Result<_, String> {
@@ -72,8 +70,12 @@ fn check<B: Backend>(
     let mut want = CalibrationStats { elements: earlier.into(), ..Default::default() };
     // What was seen is kept; the middle is seen twice, the end never.
     for (tokens, k_scale) in [(3..20, 0.5), (0..TOKENS - 4, 0.003), (7..7, 1e-9), (2..3, 1e37)] {
-        let args =
-            Calibrate { kv_c: kv_c.2.view(&kv_c.1), k_pe: k_pe.2.view(&k_pe.1), k_scale, stats: &stats };
+        let args = KvCalibrateArgs {
+            kv_c: kv_c.2.view(&kv_c.1),
+            k_pe: k_pe.2.view(&k_pe.1),
+            k_scale,
+            stats: &stats,
+        };
         backend.once(spec, tokens.start as u32..tokens.end as u32, &args).map_err(text)?;
         let one = kv_calibrate(&values(tokens), k_scale);
         want = CalibrationStats {
@@ -107,33 +109,38 @@ pub fn refuses_calibrations<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let backend = session.backend;
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let spec = CalibrateSpec { shape, input: Dtype::F16 };
+        let spec = KvCalibrate { shape, input: Dtype::F16 };
         let (rows, stats) = (backend.buffer(2 * 288 * 2)?, backend.buffer(CalibrationStats::BYTES)?);
         let small = backend.buffer(16)?;
-        let good = || Calibrate {
+        let good = || KvCalibrateArgs {
             kv_c: View { offset: 0, ..Strides::dense(1, 288).view(&rows) },
             k_pe: View { offset: 256, ..Strides::dense(1, 288).view(&rows) },
             k_scale: 1.0,
             stats: &stats,
         };
-        let run =
-            |spec: &CalibrateSpec, tokens, args: Calibrate<&B::Buffer>| backend.once(*spec, tokens, &args);
+        let run = |spec: &KvCalibrate, tokens, args: KvCalibrateArgs<&B::Buffer>| {
+            backend.once(*spec, tokens, &args)
+        };
         session.note("a good one", run(&spec, 0..2, good()).map_err(|e| e.to_string()));
-        let e4m3 = CalibrateSpec { input: Dtype::E4m3, ..spec };
+        let e4m3 = KvCalibrate { input: Dtype::E4m3, ..spec };
         #[allow(clippy::reversed_empty_ranges)]
         for (what, result, why) in [
             ("e4m3", run(&e4m3, 0..1, good()), "e4m3"),
             ("too many tokens", run(&spec, 1..3, good()), "kv_c"),
             ("a range that ends before it begins", run(&spec, 2..1, good()), "range"),
-            ("k_scale 0", run(&spec, 0..1, Calibrate { k_scale: 0.0, ..good() }), "k_scale"),
-            ("k_scale NaN", run(&spec, 0..1, Calibrate { k_scale: f32::NAN, ..good() }), "k_scale"),
+            ("k_scale 0", run(&spec, 0..1, KvCalibrateArgs { k_scale: 0.0, ..good() }), "k_scale"),
+            ("k_scale NaN", run(&spec, 0..1, KvCalibrateArgs { k_scale: f32::NAN, ..good() }), "k_scale"),
             (
                 "an odd offset",
-                run(&spec, 0..1, Calibrate { kv_c: View { offset: 2, ..good().kv_c }, ..good() }),
+                run(&spec, 0..1, KvCalibrateArgs { kv_c: View { offset: 2, ..good().kv_c }, ..good() }),
                 "kv_c",
             ),
-            ("counters in the rows", run(&spec, 0..1, Calibrate { stats: &rows, ..good() }), "same buffer"),
-            ("16 bytes", run(&spec, 0..1, Calibrate { stats: &small, ..good() }), "stats"),
+            (
+                "counters in the rows",
+                run(&spec, 0..1, KvCalibrateArgs { stats: &rows, ..good() }),
+                "same buffer",
+            ),
+            ("16 bytes", run(&spec, 0..1, KvCalibrateArgs { stats: &small, ..good() }), "stats"),
         ] {
             session.note(
                 what,

@@ -2,7 +2,7 @@
 
 use crate::reference::{GatherPages, kv_gather};
 use wgpu_mla::{
-    Backend, Dtype, Error, Gather, GatherBatch, GatherRange, GatherSpec, KvSpec, KvView, MlaShape, Op,
+    Backend, Dtype, Error, GatherBatch, GatherRange, KvGather, KvGatherArgs, KvSpec, KvView, MlaShape, Op,
     PageTable, View,
 };
 
@@ -13,7 +13,7 @@ use crate::paint::{POISON, Rng};
 
 /// A cache of any bits, tables with wild entries where no one may look, and ranges that begin and end anywhere.
 struct Case {
-    spec: GatherSpec,
+    spec: KvGather,
     cache: Vec<u8>,
     block_table: Vec<i32>,
     max_pages: usize,
@@ -34,7 +34,7 @@ pub fn gathers<B: Backend>(session: &Session<'_, B>) {
             turn += if output == Dtype::Bf16 { 2 } else { 1 };
             let kv = KvSpec { dtype, page_size, num_pages: 260u32.div_ceil(page_size) };
             let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
-            let spec = GatherSpec { shape, kv, output };
+            let spec = KvGather { shape, kv, output };
             if spec.check().is_err() {
                 continue;
             }
@@ -57,8 +57,8 @@ pub fn gathers<B: Backend>(session: &Session<'_, B>) {
 }
 
 impl Case {
-    fn new(spec: GatherSpec) -> Self {
-        let GatherSpec { kv, shape, .. } = spec;
+    fn new(spec: KvGather) -> Self {
+        let KvGather { kv, shape, .. } = spec;
         let mut rng = Rng(u64::from(kv.page_size) << 8 | kv.dtype.bytes() as u64);
         // Half of it ordinary values, half of it any bits: subnormals, infinities, NaN.
         let mut cache = Vec::new();
@@ -96,7 +96,7 @@ impl Case {
     /// Runs the gather and compares every byte of the workspace and around it.
     fn check<B: Backend>(&self, backend: &B, k_scale: f32, gaps: bool) -> Result<(), String> {
         let text = |error: Error| error.to_string();
-        let GatherSpec { kv, shape, output } = self.spec;
+        let KvGather { kv, shape, output } = self.spec;
         let row = shape.row_elems() as usize;
         let pages = if gaps { Pages::gaps(&kv, row) } else { Pages::dense(&kv, row) };
         let cache = scatter(&self.cache, page_dims(&kv, row), kv.dtype.bytes(), pages.strides());
@@ -106,7 +106,7 @@ impl Case {
         let strides = layout.strides(dims, 4);
         let before = vec![POISON; strides.end(dims) * output.bytes()];
         let out_buffer = upload(backend, &before).map_err(text)?;
-        let args = Gather { kv: pages.view(&cache_buffer), k_scale, out: strides.view(&out_buffer) };
+        let args = KvGatherArgs { kv: pages.view(&cache_buffer), k_scale, out: strides.view(&out_buffer) };
         // Both forms of one table.
         let (indptr, indices) = self.csr();
         let pages = if gaps {
@@ -165,16 +165,16 @@ pub fn refuses_gathers<B: Backend>(session: &Session<'_, B>) {
         let backend = session.backend;
         let kv = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let spec = GatherSpec { shape, kv, output: Dtype::Bf16 };
+        let spec = KvGather { shape, kv, output: Dtype::Bf16 };
         let (cache, rows) = (backend.buffer(12 * 288)?, backend.buffer(8 * 288 * 2)?);
-        let good = Gather {
+        let good = KvGatherArgs {
             kv: Pages::dense(&kv, 288).view(&cache),
             k_scale: 0.5,
             out: Strides::dense(1, 288).view(&rows),
         };
         let pages = PageTable::Dense { block_table: &[2, 0, 1, 3], max_pages: 2 };
         let range = |sequence, begin, tokens, out_row| GatherRange { sequence, begin, tokens, out_row };
-        let run = |spec: &GatherSpec, ranges: &[GatherRange], args: &Gather<&B::Buffer>| {
+        let run = |spec: &KvGather, ranges: &[GatherRange], args: &KvGatherArgs<&B::Buffer>| {
             backend.once(*spec, GatherBatch { pages, seq_lens: &[8, 5], ranges }, args)
         };
         session.note("a good gather", run(&spec, &[range(0, 0, 8, 0)], &good).map_err(|e| e.to_string()));
@@ -189,22 +189,30 @@ pub fn refuses_gathers<B: Backend>(session: &Session<'_, B>) {
         let device = GatherBatch { pages: PageTable::Device, seq_lens: &[8], ranges: &[] };
         refuses("a device table", backend.once(spec, device, &good), "Dense");
         for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-            let args = Gather { k_scale, ..good };
+            let args = KvGatherArgs { k_scale, ..good };
             refuses(&format!("k_scale {k_scale}"), run(&spec, &[range(0, 0, 1, 0)], &args), "k_scale");
         }
         for (what, args, why) in [
             (
                 "a stride of 2",
-                Gather { out: View { token_stride: 290, ..good.out }, ..good },
+                KvGatherArgs { out: View { token_stride: 290, ..good.out }, ..good },
                 "multiple of 4",
             ),
-            ("rows that overlap", Gather { out: View { token_stride: 284, ..good.out }, ..good }, "overlap"),
-            ("out in the cache", Gather { out: View { buffer: &cache, ..good.out }, ..good }, "same buffer"),
-            ("a layer past the cache", Gather { kv: KvView { offset: 8, ..good.kv }, ..good }, "kv"),
+            (
+                "rows that overlap",
+                KvGatherArgs { out: View { token_stride: 284, ..good.out }, ..good },
+                "overlap",
+            ),
+            (
+                "out in the cache",
+                KvGatherArgs { out: View { buffer: &cache, ..good.out }, ..good },
+                "same buffer",
+            ),
+            ("a layer past the cache", KvGatherArgs { kv: KvView { offset: 8, ..good.kv }, ..good }, "kv"),
         ] {
             refuses(what, run(&spec, &[range(0, 0, 2, 0)], &args), why);
         }
-        let narrow = GatherSpec { kv: KvSpec { dtype: Dtype::F16, ..kv }, output: Dtype::E4m3, ..spec };
+        let narrow = KvGather { kv: KvSpec { dtype: Dtype::F16, ..kv }, output: Dtype::E4m3, ..spec };
         refuses("f16 to e4m3", run(&narrow, &[], &good), "e4m3");
         Ok(())
     }();

@@ -2,9 +2,9 @@
 
 use crate::reference::{LayerSequence, mla_layer};
 use wgpu_mla::{
-    Backend, Binding, Capacity, Compiled, CopySpec, Device, Dtype, Error, ExpandArgs, ExpandBatch,
-    ExpandSpec, Expanded, ExpandedPrefix, Kernel, KvSpec, KvView, LayerArgs, LayerBatch, LayerCapacity,
-    LayerOptions, MlaLayerSpec, MlaShape, Op, PagePool, Policy, Result, RopeLayout, SeqId, Step, View,
+    Backend, Binding, Capacity, Compiled, Device, Dtype, Error, ExpandBatch, Expanded, ExpandedPrefix,
+    Kernel, KvCopyPages, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, MlaExpand, MlaExpandArgs,
+    MlaLayer, MlaLayerArgs, MlaShape, Op, PagePool, Result, RopeLayout, SeqId, SplitPolicy, Step, View,
 };
 
 use super::Session;
@@ -37,8 +37,8 @@ impl<B: Device> Runs<B> for Submitted {
     }
 }
 
-pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> MlaLayerSpec {
-    let spec = MlaLayerSpec {
+pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> MlaLayer {
+    let spec = MlaLayer {
         shape: MlaShape { num_heads: 3, kv_lora_rank: 256, qk_rope_head_dim: 32 },
         qk_nope_head_dim: 16,
         v_head_dim: 24,
@@ -49,13 +49,13 @@ pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -
         decode_threshold: 2,
         workspace_bytes: 0,
     };
-    MlaLayerSpec { workspace_bytes: workspace_rows * spec.workspace_row_bytes(), ..spec }
+    MlaLayer { workspace_bytes: workspace_rows * spec.workspace_row_bytes(), ..spec }
 }
 
 /// A compiled layer, its weights and cache on a backend, and what the oracle needs to know of them.
 pub struct Rig<B: Backend, R: Runs<B>> {
-    layer: Compiled<MlaLayerSpec, B>,
-    step: Step<MlaLayerSpec, B>,
+    layer: Compiled<MlaLayer, B>,
+    step: Step<MlaLayer, B>,
     runs: R,
     pool: PagePool,
     rng: Rng,
@@ -95,7 +95,7 @@ fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec
 
 impl<B: Backend, R: Runs<B>> Rig<B, R> {
     /// `prefix_rows` is 0 or [`PREFIX_ROWS`].
-    pub fn new(backend: &B, spec: MlaLayerSpec, prefix_rows: u32, runs: R, seed: u64) -> Result<Self> {
+    pub fn new(backend: &B, spec: MlaLayer, prefix_rows: u32, runs: R, seed: u64) -> Result<Self> {
         let capacity = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows };
         let layer = backend.compile_with(spec, &LayerOptions { capacity, ..LayerOptions::default() })?;
         assert!(layer.facts().workspace_bytes <= spec.workspace_bytes, "the workspace is over its budget");
@@ -134,7 +134,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
     fn step(
         &mut self,
         requests: &[(SeqId, u32)],
-        policy: Policy,
+        policy: SplitPolicy,
         cascade: Option<&Cascade<B>>,
     ) -> Result<StepOutput> {
         let (spec, backend) = (*self.layer.op(), self.layer.device());
@@ -148,7 +148,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         for &(seq, count) in requests {
             let append = self.pool.append(seq, count)?;
             let view = KvView::dense(&self.kv, &spec.mla());
-            let copy = CopySpec { kv: spec.kv, row_elems: spec.shape.row_elems() };
+            let copy = KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() };
             backend.once(copy, append.copies(), &view)?;
             tokens.push((seq, append.tokens));
             loc.push(loc[loc.len() - 1] + count as i32);
@@ -178,7 +178,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         };
         let q_nope = View::dense(&q_buffer, heads as u32, (nope + rope) as u32);
         let softmax_scale = wgpu_mla::softmax_scale(nope as u32, rope as u32, 1.0, 1.0);
-        let args = LayerArgs {
+        let args = MlaLayerArgs {
             q_nope,
             q_pe: View { offset: nope as u64, ..q_nope },
             kv_c: View::dense(&kv_c, 1, latent as u32),
@@ -193,8 +193,8 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             expanded: cascade.map(|Cascade { arrays: [a, b, c], .. }| Expanded::dense(&spec, [a, b, c])),
         };
         if let Some(expanded) = args.expanded {
-            let LayerArgs { kv, k_scale, kv_b_proj, .. } = args;
-            self.expand(&seqs, batch.expanded, &ExpandArgs { kv, k_scale, kv_b_proj, expanded })?;
+            let MlaLayerArgs { kv, k_scale, kv_b_proj, .. } = args;
+            self.expand(&seqs, batch.expanded, &MlaExpandArgs { kv, k_scale, kv_b_proj, expanded })?;
         }
         self.layer.prepare(&mut self.step, (&batch, policy))?;
         let prefix_rows = if cascade.is_some() { PREFIX_ROWS } else { 0 };
@@ -248,9 +248,9 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         &self,
         seqs: &[SeqId],
         prefixes: &[ExpandedPrefix],
-        args: &ExpandArgs<&B::Buffer>,
+        args: &MlaExpandArgs<&B::Buffer>,
     ) -> Result<()> {
-        let op = self.layer.device().compile(ExpandSpec(*self.layer.op()))?;
+        let op = self.layer.device().compile(MlaExpand(*self.layer.op()))?;
         for ExpandedPrefix { sequences, tokens, first_row } in prefixes {
             // One that is not in the batch is for the layer to refuse.
             let Some(&first) = seqs.get(sequences[0] as usize) else { continue };
@@ -279,7 +279,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
     }
 
     /// A life: prompts, a prompt in parts beside decodes, a fork that diverges. The outputs of all steps.
-    pub fn life(&mut self, policy: Policy) -> Result<Vec<StepOutput>> {
+    pub fn life(&mut self, policy: SplitPolicy) -> Result<Vec<StepOutput>> {
         let [a, b, c] = [(); 3].map(|()| self.pool.add());
         let mut steps = vec![self.step(&[(a, 37), (b, 1), (c, 20)], policy, None)?];
         steps.push(self.step(&[(b, 18), (a, 1), (c, 2)], policy, None)?);
@@ -294,8 +294,8 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
     /// Prompts, then decodes over two prefixes that are kept expanded; then what is refused.
     pub fn cascade(&mut self) -> Result<Vec<(&'static str, StepOutput)>> {
         let [a, b, c] = [(); 3].map(|()| self.pool.add());
-        let mut steps = vec![("prompts", self.step(&[(a, 40), (c, 9)], Policy::Auto, None)?)];
-        steps.push(("more of them", self.step(&[(a, 21), (b, 19)], Policy::Auto, None)?));
+        let mut steps = vec![("prompts", self.step(&[(a, 40), (c, 9)], SplitPolicy::Auto, None)?)];
+        steps.push(("more of them", self.step(&[(a, 21), (b, 19)], SplitPolicy::Auto, None)?));
         let (d, e, f) = (self.pool.fork(a)?, self.pool.fork(a)?, self.pool.fork(b)?);
         let bytes = self.layer.op().expanded_bytes(PREFIX_ROWS);
         let array = |bytes: u64| self.layer.device().buffer(bytes.next_multiple_of(4));
@@ -307,10 +307,10 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         };
         let mut both = Cascade { arrays, prefixes: vec![of(&[0, 2, 1], 56, 24), of(&[3, 5], 16, 3)] };
         let requests = [(a, 1), (d, 2), (e, 1), (b, 1), (c, 1), (f, 1)];
-        steps.push(("two prefixes", self.step(&requests, Policy::Auto, Some(&both))?));
+        steps.push(("two prefixes", self.step(&requests, SplitPolicy::Auto, Some(&both))?));
         both.prefixes = vec![of(&[3, 0, 4], 56, 24)];
         let requests = [(a, 1), (b, 1), (c, 7), (d, 1), (e, 1)];
-        steps.push(("beside a prompt", self.step(&requests, Policy::Auto, Some(&both))?));
+        steps.push(("beside a prompt", self.step(&requests, SplitPolicy::Auto, Some(&both))?));
         for (prefix, why) in [
             (of(&[0], 20, 0), "whole pages"),
             (of(&[0], 72, 0), "before its query tokens"),
@@ -319,7 +319,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             (of(&[0], 56, 64), "out"),
         ] {
             both.prefixes = vec![prefix];
-            match self.step(&[(a, 1)], Policy::Auto, Some(&both)) {
+            match self.step(&[(a, 1)], SplitPolicy::Auto, Some(&both)) {
                 Err(error) if error.to_string().contains(why) => {}
                 Err(error) => return Err(error),
                 Ok(_) => return Err(Error::LayoutMismatch { detail: "a wrong prefix was attended" }),
@@ -338,7 +338,7 @@ fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer> {
 }
 
 /// `rounds_weights`: see [`Compiled::rounds_weights`].
-fn tolerance(spec: &MlaLayerSpec, rounds_weights: bool) -> Tolerance {
+fn tolerance(spec: &MlaLayer, rounds_weights: bool) -> Tolerance {
     match spec.dtype {
         Dtype::F32 if !rounds_weights => {
             Tolerance { abs: 0.0, rel: 0.0, row: Some((spec.v_head_dim as usize, 2e-5)), cos: 1e-9 }
@@ -376,7 +376,7 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
     ] {
         let spec = spec(dtype, cache, rope, 64);
         let steps =
-            Rig::new(session.backend, spec, 0, Submitted, 7).and_then(|mut rig| rig.life(Policy::Auto));
+            Rig::new(session.backend, spec, 0, Submitted, 7).and_then(|mut rig| rig.life(SplitPolicy::Auto));
         match steps {
             Ok(steps) => {
                 for (index, step) in steps.iter().enumerate() {
@@ -391,7 +391,7 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
 
 /// What the workspace holds changes nothing but the last bits, and with splits of a fixed length not even those.
 pub fn layer_workspaces<B: Backend>(session: &Session<'_, B>) {
-    for (policy, rows) in [(Policy::Auto, [8, 24]), (Policy::FixedTokens(8), [8, 41])] {
+    for (policy, rows) in [(SplitPolicy::Auto, [8, 24]), (SplitPolicy::FixedTokens(8), [8, 41])] {
         let life = |rows: u64| {
             let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, rows);
             Rig::new(session.backend, spec, 0, Submitted, 9)?.life(policy)
@@ -402,7 +402,7 @@ pub fn layer_workspaces<B: Backend>(session: &Session<'_, B>) {
                     let name = format!("{policy:?}, step {index}");
                     session.note(&format!("{name}: small"), small.check());
                     session.note(&format!("{name}: large"), large.check());
-                    if policy != Policy::Auto {
+                    if policy != SplitPolicy::Auto {
                         let same = small.got.iter().zip(&large.got).all(|(a, b)| a.to_bits() == b.to_bits());
                         let what =
                             if same { Ok(()) } else { Err("bits differ with the workspace".to_owned()) };

@@ -1,7 +1,7 @@
 //! `merge_states` against the oracle.
 
 use crate::reference::merge_states;
-use wgpu_mla::{Backend, Dtype, Error, MergeStatesSpec, StateSets, View};
+use wgpu_mla::{Backend, Dtype, Error, MergeStates, MergeStatesArgs, View};
 
 use super::Session;
 use super::memory::{Strides, download, gather, scatter, upload};
@@ -42,7 +42,7 @@ pub fn state_merges<B: Backend>(session: &Session<'_, B>) {
 
 /// Dense `[sets, tokens, heads, head_size]`, encoded, and `[sets, tokens, heads]`.
 struct Case {
-    spec: MergeStatesSpec,
+    spec: MergeStates,
     dims: [usize; 4],
     states: Vec<u8>,
     lse: Vec<f32>,
@@ -74,7 +74,7 @@ impl Case {
                 dtype.encode(if lse.is_finite() { x } else { f32::NAN }, &mut states);
             }
         }
-        let spec = MergeStatesSpec { dtype, head_size: head_size as u32 };
+        let spec = MergeStates { dtype, head_size: head_size as u32 };
         Self { spec, dims: [sets, tokens, heads, head_size], states, lse }
     }
 
@@ -112,7 +112,7 @@ impl Case {
         let (log_dims, log_at) = ([tokens, heads, 1], Strides { offset: 3, token: 1, head: tokens + 2 });
         let log_bytes = log_at.end(log_dims) * 4;
         let log_buffer = upload(backend, &vec![POISON; log_bytes]).map_err(text)?;
-        let args = StateSets {
+        let args = MergeStatesArgs {
             states: states_at.view(&states),
             set_stride,
             lse: lse_at.view(&lse),
@@ -171,8 +171,8 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let (states, lse) = (backend.buffer(3 * 4 * 2 * 16 * 4)?, backend.buffer(3 * 4 * 2 * 4)?);
         let (output, output_lse) = (backend.buffer(4 * 2 * 16 * 4)?, backend.buffer(4 * 2 * 4)?);
-        let good = MergeStatesSpec { dtype: Dtype::F32, head_size: 16 };
-        let args = StateSets {
+        let good = MergeStates { dtype: Dtype::F32, head_size: 16 };
+        let args = MergeStatesArgs {
             states: View::dense(&states, 2, 16),
             set_stride: 4 * 2 * 16,
             lse: View::dense(&lse, 2, 1),
@@ -183,28 +183,28 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
         };
         session.note("good", backend.once(good, (0..4, 3), &args).map_err(text));
         session.note("no token", backend.once(good, (0..0, 3), &args).map_err(text));
-        let refuses = |spec: MergeStatesSpec, sets: u32, args: StateSets<&B::Buffer>, why: &str| {
+        let refuses = |spec: MergeStates, sets: u32, args: MergeStatesArgs<&B::Buffer>, why: &str| {
             let noted = match backend.once(spec, (0..4, sets), &args) {
                 Err(error) if error.to_string().contains(why) => Ok(()),
                 other => Err(format!("{other:?} says nothing of {why}")),
             };
             session.note(why, noted);
         };
-        refuses(MergeStatesSpec { dtype: Dtype::E4m3, ..good }, 3, args, "e4m3");
-        refuses(MergeStatesSpec { head_size: 12, ..good }, 3, args, "head_size");
+        refuses(MergeStates { dtype: Dtype::E4m3, ..good }, 3, args, "e4m3");
+        refuses(MergeStates { head_size: 12, ..good }, 3, args, "head_size");
         for (sets, why) in [(0, "num_sets"), (1 << 17, "num_sets"), (4, "states")] {
             refuses(good, sets, args, why);
         }
         for (args, why) in [
-            (StateSets { set_stride: 132, ..args }, "set_stride"),
-            (StateSets { set_stride: u64::MAX - 7, ..args }, "states"),
-            (StateSets { lse_set_stride: 9, ..args }, "lse"),
-            (StateSets { states: View { offset: 4, ..args.states }, ..args }, "states"),
-            (StateSets { output: View { token_stride: 16, ..args.output }, ..args }, "output"),
-            (StateSets { output: View { offset: 8, ..args.output }, ..args }, "output"),
-            (StateSets { output: View { buffer: &states, ..args.output }, ..args }, "states"),
-            (StateSets { output_lse: Some(View::dense(&lse, 2, 1)), ..args }, "lse"),
-            (StateSets { output_lse: Some(View::dense(&output, 2, 1)), ..args }, "output"),
+            (MergeStatesArgs { set_stride: 132, ..args }, "set_stride"),
+            (MergeStatesArgs { set_stride: u64::MAX - 7, ..args }, "states"),
+            (MergeStatesArgs { lse_set_stride: 9, ..args }, "lse"),
+            (MergeStatesArgs { states: View { offset: 4, ..args.states }, ..args }, "states"),
+            (MergeStatesArgs { output: View { token_stride: 16, ..args.output }, ..args }, "output"),
+            (MergeStatesArgs { output: View { offset: 8, ..args.output }, ..args }, "output"),
+            (MergeStatesArgs { output: View { buffer: &states, ..args.output }, ..args }, "states"),
+            (MergeStatesArgs { output_lse: Some(View::dense(&lse, 2, 1)), ..args }, "lse"),
+            (MergeStatesArgs { output_lse: Some(View::dense(&output, 2, 1)), ..args }, "output"),
         ] {
             refuses(good, 3, args, why);
         }

@@ -21,7 +21,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use wgpu_mla::{Backend, Compiled, DecodeOptions, Dtype, MlaSpec, Result};
+use wgpu_mla::{Backend, Compiled, DecodeOptions, Dtype, MlaDecode, Result};
 
 use super::case::Case;
 use super::close::{Report, Tolerance, close};
@@ -29,7 +29,7 @@ use super::paint::Problem;
 use run::How;
 
 /// Decodes by their spec, and the query tokens of a sequence that they are made for.
-type Decodes<B> = HashMap<(MlaSpec, u32), Rc<Compiled<MlaSpec, B>>>;
+type Decodes<B> = HashMap<(MlaDecode, u32), Rc<Compiled<MlaDecode, B>>>;
 
 /// A backend under test, with the kernels that it has compiled so far: on a software device they are what costs.
 pub struct Session<'a, B: Backend> {
@@ -90,12 +90,12 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 
     /// The decode of a spec, compiled once.
-    pub fn decode(&self, spec: &MlaSpec) -> Result<Rc<Compiled<MlaSpec, B>>> {
+    pub fn decode(&self, spec: &MlaDecode) -> Result<Rc<Compiled<MlaDecode, B>>> {
         self.decode_for(spec, 1)
     }
 
     /// As [`Session::decode`], made for that many query tokens a sequence.
-    pub fn decode_for(&self, spec: &MlaSpec, query_tokens: u32) -> Result<Rc<Compiled<MlaSpec, B>>> {
+    pub fn decode_for(&self, spec: &MlaDecode, query_tokens: u32) -> Result<Rc<Compiled<MlaDecode, B>>> {
         let key = (*spec, query_tokens.max(1));
         if let Some(decode) = self.decodes.borrow().get(&key) {
             return Ok(decode.clone());
@@ -111,7 +111,7 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 
     /// Whether the forced variant serves a spec.
-    pub fn serves(&self, spec: &MlaSpec) -> bool {
+    pub fn serves(&self, spec: &MlaDecode) -> bool {
         let runs = |variant: &str| {
             let all = self.backend.variants(spec);
             all.iter().any(|candidate| candidate.name == variant && candidate.lacks.is_none())
@@ -261,14 +261,14 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
     let mut all = groups! {
         "decode" true: decode {
             dtypes_of_512_64, dtypes_of_256_64, dtypes_of_256_32, dtypes_of_512_0, heads, page_sizes, lengths, varlen,
-            query_tokens, visibility, policies, layouts, hard_data, rising_logits, shared_prefixes, empty_batches,
+            query_tokens, masks, policies, layouts, hard_data, rising_logits, shared_prefixes, empty_batches,
             a_step_serves_batch_after_batch
         }
         "decode" true: invariance {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
-        "merge_attn_states" false: ops { merges }
+        "merge_state" false: ops { merges }
         "merge_states" false: merge_states { state_merges, refuses_state_merges }
         "kv_append" false: ops { appends }
         "kv_append" false: errors { refuses_ops }

@@ -1,8 +1,8 @@
 //! The small ops against the oracle: merges of attention states, appends, page copies.
 
-use crate::reference::{Concat, State, concat_and_cache, copy_pages, merge_attn_states};
+use crate::reference::{Concat, State, concat_and_cache, copy_pages, merge_state};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, CopySpec, Dtype, KvSpec, MergeAttnStatesSpec, MergeStates, MlaShape,
+    Backend, Dtype, KvAppend, KvAppendArgs, KvCopyPages, KvSpec, MergeState, MergeStateArgs, MlaShape,
 };
 
 use super::Session;
@@ -65,7 +65,7 @@ pub fn random_merge(dtype: Dtype, num_tokens: usize, num_heads: usize, head_size
     };
     let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) = (side(0), side(1));
     let [prefix, suffix] = [&prefix_output, &suffix_output].map(|bytes| dtype.decode_all(bytes));
-    let (output, output_lse) = merge_attn_states(
+    let (output, output_lse) = merge_state(
         State { output: &prefix, lse: &prefix_lse },
         State { output: &suffix, lse: &suffix_lse },
         num_heads,
@@ -73,7 +73,7 @@ pub fn random_merge(dtype: Dtype, num_tokens: usize, num_heads: usize, head_size
     );
     let narrow = |xs: Vec<f64>| xs.into_iter().map(|x| x as f32).collect();
     MergeCase {
-        spec: MergeAttnStatesSpec { dtype, head_size: head_size as u32 },
+        spec: MergeState { dtype, head_size: head_size as u32 },
         num_tokens,
         num_heads,
         prefix_output,
@@ -119,7 +119,7 @@ pub fn check_merge<B: Backend>(
     let out_buffer = upload(backend, &vec![POISON; out.len]).map_err(text)?;
     let log_bytes = lse_strides.end(lse_dims) * 4;
     let log_buffer = upload(backend, &vec![POISON; log_bytes]).map_err(text)?;
-    let args = MergeStates {
+    let args = MergeStateArgs {
         prefix_output: inputs.view(&prefix),
         prefix_lse: lse_strides.view(&prefix_logs),
         suffix_output: inputs.view(&suffix),
@@ -236,13 +236,13 @@ pub fn random_append(
         k_scale,
     };
     concat_and_cache(&args, cache, &mut kv_cache);
-    let spec = AppendSpec { shape, kv, input };
+    let spec = KvAppend { shape, kv, input };
     AppendCase { spec, k_scale, kv_c, k_pe, slot_mapping, kv_cache_before, kv_cache }
 }
 
 /// Runs an append and compares every byte of the cache and around it.
 pub fn check_append<B: Backend>(backend: &B, case: &AppendCase, gaps: bool) -> Result<(), String> {
-    let AppendSpec { shape, kv, input } = case.spec;
+    let KvAppend { shape, kv, input } = case.spec;
     let row = shape.row_elems() as usize;
     let layout = if gaps { Layout::Gaps } else { Layout::Dense };
     let rows = |bytes: &[u8], dim: u32| -> Result<_, String> {
@@ -256,7 +256,7 @@ pub fn check_append<B: Backend>(backend: &B, case: &AppendCase, gaps: bool) -> R
     let (dims, elem) = (page_dims(&kv, row), kv.dtype.bytes());
     let before = scatter(&case.kv_cache_before, dims, elem, pages.strides());
     let cache = upload(backend, &before).map_err(text)?;
-    let layer = AppendLayer {
+    let layer = KvAppendArgs {
         kv_c: kv_c_strides.view(&kv_c),
         k_pe: k_pe_strides.view(&k_pe),
         kv: pages.view(&cache),
@@ -274,7 +274,7 @@ pub fn page_copies<B: Backend>(session: &Session<'_, B>) {
     for (dtype, page_size, row) in
         [(Dtype::F32, 16, 576), (Dtype::Bf16, 3, 288), (Dtype::F16, 64, 576), (Dtype::E4m3, 1, 288)]
     {
-        let spec = CopySpec { kv: KvSpec { dtype, page_size, num_pages: 12 }, row_elems: row };
+        let spec = KvCopyPages { kv: KvSpec { dtype, page_size, num_pages: 12 }, row_elems: row };
         for copies in [&[(0, 11), (3, 7), (0, 2), (10, 1)][..], &[(5, 4)], &[]] {
             for gaps in [false, true] {
                 let result = check_page_copies(session.backend, &spec, copies, gaps);
@@ -288,7 +288,7 @@ pub fn page_copies<B: Backend>(session: &Session<'_, B>) {
 /// Copies pages of a cache of random bytes and compares every byte.
 pub fn check_page_copies<B: Backend>(
     backend: &B,
-    spec: &CopySpec,
+    spec: &KvCopyPages,
     copies: &[(u32, u32)],
     gaps: bool,
 ) -> Result<(), String> {

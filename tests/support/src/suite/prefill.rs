@@ -2,8 +2,7 @@
 
 use crate::reference::{Expanded, mla_prefill};
 use wgpu_mla::{
-    Backend, Candidate, Dtype, Error, Prefill, PrefillOptions, PrefillSequence, PrefillSpec, PrefillVisible,
-    View,
+    Backend, Candidate, Dtype, Error, Mask, MlaPrefill, MlaPrefillArgs, PrefillOptions, PrefillSequence, View,
 };
 
 use super::Session;
@@ -14,13 +13,13 @@ use crate::paint::{POISON, Rng};
 
 const SCALE: f32 = 0.114_721;
 
-fn spec(heads: u32, [nope, rope, value]: [u32; 3], dtype: Dtype, out: Dtype) -> PrefillSpec {
+fn spec(heads: u32, [nope, rope, value]: [u32; 3], dtype: Dtype, out: Dtype) -> MlaPrefill {
     let (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) = (nope, rope, value);
-    PrefillSpec { num_heads: heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, out }
+    MlaPrefill { num_heads: heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, out }
 }
 
 /// The variants that a session runs: the forced one, or all that run here.
-fn variants<B: Backend>(session: &Session<'_, B>, spec: &PrefillSpec) -> Vec<Candidate> {
+fn variants<B: Backend>(session: &Session<'_, B>, spec: &MlaPrefill) -> Vec<Candidate> {
     // One for few queries, which no decode has, goes with the one that asks as much of a device.
     let name = |found: &Candidate| if found.name == "coop_few" { "coop_small" } else { found.name };
     let wanted = |found: &Candidate| session.variant.is_none_or(|wanted| wanted == name(found));
@@ -36,27 +35,27 @@ fn forced(variant: &str) -> PrefillOptions {
     PrefillOptions { variant: Some(variant.to_owned()), ..PrefillOptions::default() }
 }
 
-/// Lengths around blocks and tiles, every kind of visibility, rows that see nothing, gaps between sequences.
+/// Lengths around blocks and tiles, every kind of mask, rows that see nothing, gaps between sequences.
 fn batch() -> Vec<PrefillSequence> {
-    let causal = |first| PrefillVisible::Causal { first };
+    let causal = Mask::CausalFrom;
     let all = [
         (1, 1, causal(1)),
         (70, 70, causal(1)),
         (5, 130, causal(126)),
-        (3, 9, PrefillVisible::All),
+        (3, 9, Mask::Full),
         (9, 4, causal(-4)),
-        (2, 0, PrefillVisible::All),
-        (0, 7, PrefillVisible::All),
-        (4, 70, PrefillVisible::All),
+        (2, 0, Mask::Full),
+        (0, 7, Mask::Full),
+        (4, 70, Mask::Full),
         (17, 40, causal(-3)),
         (2, 33, causal(i64::MAX)),
         (1, 5, causal(i64::MIN)),
     ];
     let (mut q_begin, mut kv_begin) = (2, 3);
     let mut sequences = Vec::new();
-    for (q_len, kv_len, visible) in all {
+    for (q_len, kv_len, mask) in all {
         let out_begin = q_begin;
-        sequences.push(PrefillSequence { q_begin, q_len, kv_begin, kv_len, visible, out_begin });
+        sequences.push(PrefillSequence { q_begin, q_len, kv_begin, kv_len, mask, out_begin });
         q_begin += q_len + 1;
         kv_begin += kv_len + 2;
     }
@@ -64,14 +63,14 @@ fn batch() -> Vec<PrefillSequence> {
     sequences.push(PrefillSequence { q_begin, q_len: 3, out_begin: q_begin, ..sequences[2] });
     // Queries of another sequence that see other keys, and then none: rows of their own.
     let out_begin = q_begin + 5;
-    sequences.push(PrefillSequence { out_begin, ..PrefillSequence::all(5, 66, 9, 61) });
-    sequences.push(PrefillSequence { out_begin: out_begin + 66, ..PrefillSequence::all(3, 4, 0, 0) });
+    sequences.push(PrefillSequence { out_begin, ..PrefillSequence::full(5, 66, 9, 61) });
+    sequences.push(PrefillSequence { out_begin: out_begin + 66, ..PrefillSequence::full(3, 4, 0, 0) });
     sequences
 }
 
 /// Arrays of a batch, values as the dtype holds them. Rows of no sequence, and keys that no query sees, are poison.
 struct Problem {
-    spec: PrefillSpec,
+    spec: MlaPrefill,
     sequences: Vec<PrefillSequence>,
     tokens: usize,
     keys: usize,
@@ -83,7 +82,7 @@ struct Problem {
 
 impl Problem {
     /// `value` makes an element of a query, a key, or a value (0, 1, 2).
-    fn new(spec: PrefillSpec, mut value: impl FnMut(&mut Rng, usize) -> f32) -> Self {
+    fn new(spec: MlaPrefill, mut value: impl FnMut(&mut Rng, usize) -> f32) -> Self {
         let sequences = batch();
         let tokens = sequences.iter().map(|s| s.q_begin + s.q_len).max().unwrap_or(0) as usize + 1;
         let rows = sequences.iter().map(|s| s.out_begin + s.q_len).max().unwrap_or(0) as usize + 1;
@@ -92,11 +91,11 @@ impl Problem {
         for s in &sequences {
             for i in 0..s.q_len {
                 queried[(s.q_begin + i) as usize] = true;
-                let sees = match s.visible {
-                    PrefillVisible::All => s.kv_len.into(),
-                    PrefillVisible::Causal { first } => {
+                let sees = match s.mask {
+                    Mask::CausalFrom(first) => {
                         (i128::from(first) + i128::from(i)).clamp(0, s.kv_len.into()) as i64
                     }
+                    _ => s.kv_len.into(),
                 };
                 seen[s.kv_begin as usize..][..sees as usize].fill(true);
             }
@@ -170,7 +169,7 @@ impl Problem {
         let lse = Output::new([rows, heads, 1], Dtype::F32, layout, 1);
         let out_buffer = upload(backend, &vec![POISON; out.len]).map_err(text)?;
         let lse_buffer = upload(backend, &vec![POISON; lse.len]).map_err(text)?;
-        let args = Prefill {
+        let args = MlaPrefillArgs {
             q_nope: q_nope_at.view(&q_nope),
             q_pe: q_pe_at.view(&q_pe),
             k_nope: k_nope_at.view(&k_nope),
@@ -270,7 +269,7 @@ pub fn prefill_shapes<B: Backend>(session: &Session<'_, B>) {
                 session.note(&what, result.map(drop));
             }
             // Nothing to see at all: there is room for no key.
-            let unseeing = vec![PrefillSequence::all(3, 4, 0, 0)];
+            let unseeing = vec![PrefillSequence::full(3, 4, 0, 0)];
             let batch = std::mem::replace(&mut problem.sequences, unseeing);
             let result = problem.check(session.backend, variant, Layout::Dense, &problem.sequences);
             session.note(&format!("{} {spec:?} without keys", variant.name), result.map(drop));
@@ -339,7 +338,7 @@ pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let buffer = |elems: u64| backend.buffer(elems * 4);
         let (q, k, v, out, lse) = (buffer(4096)?, buffer(4096)?, buffer(4096)?, buffer(4096)?, buffer(64)?);
-        let args = Prefill {
+        let args = MlaPrefillArgs {
             q_nope: View::dense(&q, 2, 16),
             q_pe: View::dense(&q, 2, 32),
             k_nope: View::dense(&k, 2, 16),
@@ -357,38 +356,44 @@ pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
             };
             session.note(what, noted);
         };
-        let run = |spec: &PrefillSpec, batch: &[PrefillSequence], args: &_| backend.once(*spec, batch, args);
+        let run = |spec: &MlaPrefill, batch: &[PrefillSequence], args: &_| backend.once(*spec, batch, args);
         session.note("good", run(&good, &one, &args).map_err(|error| error.to_string()));
         session.note("no sequence", run(&good, &[], &args).map_err(|error| error.to_string()));
         for (spec, why) in [
-            (PrefillSpec { dtype: Dtype::E4m3, ..good }, "e4m3"),
-            (PrefillSpec { out: Dtype::E4m3, ..good }, "e4m3"),
-            (PrefillSpec { num_heads: 0, ..good }, "num_heads"),
-            (PrefillSpec { qk_nope_head_dim: 12, ..good }, "qk_nope_head_dim"),
-            (PrefillSpec { qk_rope_head_dim: 1024, ..good }, "qk_rope_head_dim"),
-            (PrefillSpec { v_head_dim: 0, ..good }, "v_head_dim"),
+            (MlaPrefill { dtype: Dtype::E4m3, ..good }, "e4m3"),
+            (MlaPrefill { out: Dtype::E4m3, ..good }, "e4m3"),
+            (MlaPrefill { num_heads: 0, ..good }, "num_heads"),
+            (MlaPrefill { qk_nope_head_dim: 12, ..good }, "qk_nope_head_dim"),
+            (MlaPrefill { qk_rope_head_dim: 1024, ..good }, "qk_rope_head_dim"),
+            (MlaPrefill { v_head_dim: 0, ..good }, "v_head_dim"),
         ] {
             refuses(why, run(&spec, &one, &args), why);
         }
         for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-            refuses("a scale", run(&good, &one, &Prefill { softmax_scale: scale, ..args }), "softmax_scale");
+            refuses(
+                "a scale",
+                run(&good, &one, &MlaPrefillArgs { softmax_scale: scale, ..args }),
+                "softmax_scale",
+            );
         }
         for (args, why) in [
-            (Prefill { q_nope: View { offset: 4, ..args.q_nope }, ..args }, "q_nope"),
-            (Prefill { k_pe: View { token_stride: 33, ..args.k_pe }, ..args }, "k_pe"),
-            (Prefill { v: View { head_stride: 2, ..args.v }, ..args }, "v"),
-            (Prefill { out: View { head_stride: 8, ..args.out }, ..args }, "out"),
-            (Prefill { lse: View { offset: 60, ..args.lse }, ..args }, "lse"),
-            (Prefill { q_pe: View { offset: 4096, ..args.q_pe }, ..args }, "q_pe"),
-            (Prefill { k_nope: View { offset: 4096, ..args.k_nope }, ..args }, "k_nope"),
-            (Prefill { v: View { buffer: &out, ..args.v }, ..args }, "out"),
-            (Prefill { lse: View { buffer: &q, ..args.lse }, ..args }, "lse"),
+            (MlaPrefillArgs { q_nope: View { offset: 4, ..args.q_nope }, ..args }, "q_nope"),
+            (MlaPrefillArgs { k_pe: View { token_stride: 33, ..args.k_pe }, ..args }, "k_pe"),
+            (MlaPrefillArgs { v: View { head_stride: 2, ..args.v }, ..args }, "v"),
+            (MlaPrefillArgs { out: View { head_stride: 8, ..args.out }, ..args }, "out"),
+            (MlaPrefillArgs { lse: View { offset: 60, ..args.lse }, ..args }, "lse"),
+            (MlaPrefillArgs { q_pe: View { offset: 4096, ..args.q_pe }, ..args }, "q_pe"),
+            (MlaPrefillArgs { k_nope: View { offset: 4096, ..args.k_nope }, ..args }, "k_nope"),
+            (MlaPrefillArgs { v: View { buffer: &out, ..args.v }, ..args }, "out"),
+            (MlaPrefillArgs { lse: View { buffer: &q, ..args.lse }, ..args }, "lse"),
         ] {
             refuses(why, run(&good, &one, &args), why);
         }
         let twice = [one[0], PrefillSequence { out_begin: 7, ..one[0] }];
         refuses("a row twice", run(&good, &twice, &args), "row of out 7");
         let far = [PrefillSequence { out_begin: 8000, ..one[0] }];
+        let bounds = [PrefillSequence { mask: Mask::Bounds(&[1, 1, 1]), ..one[0] }];
+        refuses("bounds", run(&good, &bounds, &args), "Mask::CausalFrom");
         refuses("past the rows", run(&good, &far, &args), "out");
         let long = [PrefillSequence { kv_len: u32::MAX, ..one[0] }];
         refuses("too long", run(&good, &long, &args), "keys");

@@ -1,8 +1,8 @@
 //! `head_project` against the oracle: absorb, v_up and k_up from one `kv_b_proj`, any strides, hard data.
 
-use crate::reference::{HeadProject, head_project};
+use crate::reference::{Projection, head_project};
 use wgpu_mla::{
-    Backend, Dtype, Error, HeadDims, KvBProj, OpOptions, Project, ProjectSpec, Result, WeightOrder,
+    Backend, Dtype, Error, HeadDims, HeadProject, HeadProjectArgs, KvBProj, OpOptions, Result, WeightOrder,
     WeightView,
 };
 
@@ -26,7 +26,7 @@ pub enum Data {
 /// A projection to check.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
-    pub spec: ProjectSpec,
+    pub spec: HeadProject,
     pub tokens: usize,
     pub layout: Layout,
     /// All heads read the same row.
@@ -35,7 +35,7 @@ pub struct Case {
 }
 
 impl Case {
-    pub fn new(spec: ProjectSpec, tokens: usize) -> Self {
+    pub fn new(spec: HeadProject, tokens: usize) -> Self {
         Self { spec, tokens, layout: Layout::Gaps, shared: false, data: Data::Randn }
     }
 }
@@ -46,8 +46,8 @@ pub fn spec(
     num_heads: u32,
     (k, n): (u32, u32),
     order: WeightOrder,
-) -> ProjectSpec {
-    ProjectSpec { input, weight, output, num_heads, k, n, order }
+) -> HeadProject {
+    HeadProject { input, weight, output, num_heads, k, n, order }
 }
 
 /// A projection's allowed error: of f32 sums, and of what `y` is rounded to.
@@ -104,7 +104,7 @@ pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Res
     }
     let Strides { offset, token, head } = w_strides;
     let [offset, head_stride, row_stride] = [offset, token, head].map(|stride| stride as u64);
-    let args = Project {
+    let args = HeadProjectArgs {
         x: x_view,
         weight: WeightView { buffer: &w_buffer, offset, head_stride, row_stride },
         y: y.strides.view(&y_buffer),
@@ -119,7 +119,7 @@ pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Res
     }
     let weight = spec.weight.decode_all(&weight);
     let want =
-        head_project(&HeadProject { num_heads: heads, k, n, order: spec.order, x: &x, weight: &weight });
+        head_project(&Projection { num_heads: heads, k, n, order: spec.order, x: &x, weight: &weight });
     close("y", &got, &want, &tolerance(spec.output, n)).into_result().map(drop)
 }
 
@@ -193,19 +193,19 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
     for (name, spec, view, want_weight) in [
         (
             "absorb",
-            ProjectSpec::absorb(&dims, input, weight, output),
+            HeadProject::absorb(&dims, input, weight, output),
             WeightView::w_uk(&dims, &buffer),
             part(0, nope),
         ),
         (
             "k_up",
-            ProjectSpec::k_up(&dims, input, weight, output),
+            HeadProject::k_up(&dims, input, weight, output),
             WeightView::w_uk(&dims, &buffer),
             part(0, nope),
         ),
         (
             "v_up",
-            ProjectSpec::v_up(&dims, input, weight, output),
+            HeadProject::v_up(&dims, input, weight, output),
             WeightView::w_uv(&dims, &buffer),
             part(nope, value),
         ),
@@ -215,7 +215,7 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
         let x_buffer = upload(backend, &x).map_err(text)?;
         let y = Output::new([tokens, heads, n], output, Layout::Dense, 8);
         let y_buffer = upload(backend, &vec![POISON; y.len]).map_err(text)?;
-        let args = Project {
+        let args = HeadProjectArgs {
             x: Strides::dense(heads, k).view(&x_buffer),
             weight: view,
             y: y.strides.view(&y_buffer),
@@ -223,7 +223,7 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
         backend.once(spec, 0..tokens as u32, &args).map_err(text)?;
         let got = output.decode_all(&y.read(backend, &y_buffer)?);
         let x = input.decode_all(&x);
-        let args = HeadProject { num_heads: heads, k, n, order: spec.order, x: &x, weight: &want_weight };
+        let args = Projection { num_heads: heads, k, n, order: spec.order, x: &x, weight: &want_weight };
         close(name, &got, &head_project(&args), &tolerance(output, n)).into_result()?;
     }
     Ok(())
@@ -237,8 +237,11 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         let [x, w, y] = [4 * 2 * 16 * 4, 2 * 16 * 24 * 2, 4 * 2 * 24 * 4].map(|bytes| backend.buffer(bytes));
         let (x, w, y) = (x?, w?, y?);
         let weight = WeightView { buffer: &w, offset: 0, head_stride: 384, row_stride: 24 };
-        let args =
-            |weight| Project { x: Strides::dense(2, 16).view(&x), weight, y: Strides::dense(2, 24).view(&y) };
+        let args = |weight| HeadProjectArgs {
+            x: Strides::dense(2, 16).view(&x),
+            weight,
+            y: Strides::dense(2, 24).view(&y),
+        };
         let refuses = |what: &str, result: Result<()>, why: &str| {
             let checked = match result {
                 Ok(()) => Err("was accepted".to_owned()),
@@ -249,12 +252,12 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         };
         session.note("a good one", backend.once(good, 0..4, &args(weight)).map_err(|e| e.to_string()));
         for (what, spec, why) in [
-            ("an e4m3 weight", ProjectSpec { weight: Dtype::E4m3, ..good }, "KvBProj"),
-            ("no head", ProjectSpec { num_heads: 0, ..good }, "num_heads"),
-            ("129 heads", ProjectSpec { num_heads: 129, ..good }, "num_heads"),
-            ("k 12", ProjectSpec { k: 12, ..good }, "k 12"),
-            ("n 0", ProjectSpec { n: 0, ..good }, "n 0"),
-            ("more columns", ProjectSpec { n: 32, ..good }, "y"),
+            ("an e4m3 weight", HeadProject { weight: Dtype::E4m3, ..good }, "KvBProj"),
+            ("no head", HeadProject { num_heads: 0, ..good }, "num_heads"),
+            ("129 heads", HeadProject { num_heads: 129, ..good }, "num_heads"),
+            ("k 12", HeadProject { k: 12, ..good }, "k 12"),
+            ("n 0", HeadProject { n: 0, ..good }, "n 0"),
+            ("more columns", HeadProject { n: 32, ..good }, "y"),
         ] {
             refuses(what, backend.once(spec, 0..4, &args(weight)), why);
         }
@@ -279,8 +282,8 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         let mut bad = args(weight);
         bad.y.offset = 4;
         refuses("a misaligned y", backend.once(good, 0..4, &bad), "y 4");
-        let bad = Project { y: Strides::dense(2, 16).view(&x), ..args(weight) };
-        let spec = ProjectSpec { n: 16, ..good };
+        let bad = HeadProjectArgs { y: Strides::dense(2, 16).view(&x), ..args(weight) };
+        let spec = HeadProject { n: 16, ..good };
         refuses("y in x", backend.once(spec, 0..4, &bad), "same buffer");
         Ok(())
     }();

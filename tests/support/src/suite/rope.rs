@@ -2,8 +2,8 @@
 
 use crate::reference::{Rotation, rope};
 use wgpu_mla::{
-    AppendLayer, AppendSpec, Backend, Dtype, Error, KvSpec, MlaShape, Rope, RopeAppend, RopeAppendSpec,
-    RopeFrequencies, RopeLayout, RopeSpec, View, Yarn,
+    Backend, Dtype, Error, KvAppend, KvAppendArgs, KvSpec, MlaShape, Rope, RopeAppend, RopeAppendArgs,
+    RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
 };
 
 use super::Session;
@@ -39,7 +39,7 @@ pub fn rotations<B: Backend>(session: &Session<'_, B>) {
             // Kernels are what costs: two shapes for each.
             for i in [0, 1] {
                 let (tokens, heads, rope_dim) = shapes[(turn + half + 2 * i) % shapes.len()];
-                let spec = RopeSpec { dtype, num_heads: heads, rope_dim, layout };
+                let spec = Rope { dtype, num_heads: heads, rope_dim, layout };
                 for strides in [Layout::Dense, Layout::Gaps, Layout::HeadMajor] {
                     for place in [Place::Apart, Place::Same, Place::Behind] {
                         let result = check_rotation(session.backend, &spec, tokens, strides, place);
@@ -96,12 +96,12 @@ pub fn rows(rng: &mut Rng, dtype: Dtype, elements: usize) -> Vec<u8> {
 /// Rotates random rows and compares each with the oracle.
 pub fn check_rotation<B: Backend>(
     backend: &B,
-    spec: &RopeSpec,
+    spec: &Rope,
     tokens: usize,
     layout: Layout,
     place: Place,
 ) -> Result<(), String> {
-    let RopeSpec { dtype, num_heads, rope_dim, .. } = *spec;
+    let Rope { dtype, num_heads, rope_dim, .. } = *spec;
     let (heads, elem) = (num_heads as usize, dtype.bytes());
     let dims = [tokens, heads, rope_dim as usize];
     let mut rng = Rng(tokens as u64 * 131 + u64::from(rope_dim) + elem as u64);
@@ -126,7 +126,7 @@ pub fn check_rotation<B: Backend>(
     let y_buffer = if place == Place::Apart { &apart } else { &x_buffer };
     let angles = upload(backend, &Dtype::F32.encode_all(&cos_sin)).map_err(text)?;
     let places = upload(backend, &words(&positions)).map_err(text)?;
-    let args = Rope {
+    let args = RopeArgs {
         x: x_strides.view(&x_buffer),
         y: y_strides.view(y_buffer),
         positions: &places,
@@ -158,7 +158,7 @@ pub fn check_rotation<B: Backend>(
 }
 
 /// f32's error of two products and their sum, and half a unit in the last place of the dtype.
-fn compare(dtype: Dtype, spec: &RopeSpec, x: &[f32], got: &[f32], want: &[f64]) -> Result<(), String> {
+fn compare(dtype: Dtype, spec: &Rope, x: &[f32], got: &[f32], want: &[f64]) -> Result<(), String> {
     let dim = spec.rope_dim as usize;
     let (rel, abs, max) = match dtype {
         Dtype::F16 => ((-11f64).exp2(), (-25f64).exp2(), 65520.0),
@@ -202,7 +202,7 @@ pub fn rotated_appends<B: Backend>(session: &Session<'_, B>) {
             turn += 1;
             let k_scale = if cache == Dtype::E4m3 { [0.25, 0.37][turn % 2] } else { 1.0 };
             let case = random_append(dims, page_size, input, cache, k_scale);
-            let spec = RopeAppendSpec { append: case.spec, query, num_heads: heads, layout };
+            let spec = RopeAppend { append: case.spec, query, num_heads: heads, layout };
             for gaps in [false, true] {
                 let result = check_rotated_append(session.backend, &spec, &case, place, gaps);
                 session.note(&format!("{spec:?}, k_scale {k_scale}, {place:?}, gaps {gaps}"), result);
@@ -215,12 +215,12 @@ pub fn rotated_appends<B: Backend>(session: &Session<'_, B>) {
 /// Runs the fused op and the three that it stands for, and compares every byte of both.
 pub fn check_rotated_append<B: Backend>(
     backend: &B,
-    spec: &RopeAppendSpec,
+    spec: &RopeAppend,
     case: &AppendCase,
     place: Place,
     gaps: bool,
 ) -> Result<(), String> {
-    let AppendSpec { shape, kv, input } = case.spec;
+    let KvAppend { shape, kv, input } = case.spec;
     let (row, rope_dim) = (shape.row_elems() as usize, shape.qk_rope_head_dim);
     let (tokens, heads) = (case.slot_mapping.len(), spec.num_heads as usize);
     let mut rng = Rng(77);
@@ -246,14 +246,14 @@ pub fn check_rotated_append<B: Backend>(
         let q_out = if place == Place::Same { &q } else { &other };
         let cache = upload(backend, &before).map_err(text)?;
         let turned = upload(backend, &vec![POISON; k_pe_len]).map_err(text)?;
-        let layer = |k_pe| AppendLayer {
+        let layer = |k_pe| KvAppendArgs {
             kv_c: kv_c_strides.view(&kv_c),
             k_pe,
             kv: pages.view(&cache),
             k_scale: case.k_scale,
         };
         if fused {
-            let args = RopeAppend {
+            let args = RopeAppendArgs {
                 q_pe: q_strides.view(&q),
                 q_pe_out: q_strides.view(q_out),
                 layer: layer(k_pe_strides.view(&k_pe)),
@@ -263,17 +263,16 @@ pub fn check_rotated_append<B: Backend>(
             };
             backend.once(*spec, &case.slot_mapping, &args).map_err(text)?;
         } else {
-            let queries = Rope {
+            let queries = RopeArgs {
                 x: q_strides.view(&q),
                 y: q_strides.view(q_out),
                 positions: &places,
                 cos_sin: &angles,
                 max_position: MAX_POSITION,
             };
-            let keys = Rope { x: k_pe_strides.view(&k_pe), y: k_pe_strides.view(&turned), ..queries };
-            let query =
-                RopeSpec { dtype: spec.query, num_heads: spec.num_heads, rope_dim, layout: spec.layout };
-            let key = RopeSpec { dtype: input, num_heads: 1, ..query };
+            let keys = RopeArgs { x: k_pe_strides.view(&k_pe), y: k_pe_strides.view(&turned), ..queries };
+            let query = Rope { dtype: spec.query, num_heads: spec.num_heads, rope_dim, layout: spec.layout };
+            let key = Rope { dtype: input, num_heads: 1, ..query };
             backend.once(query, 0..tokens as u32, &queries).map_err(text)?;
             backend.once(key, 0..tokens as u32, &keys).map_err(text)?;
             let layer = layer(k_pe_strides.view(&turned));
@@ -307,11 +306,11 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             session.note(what, checked);
         };
         // 3 tokens of 2 heads of 8, 5 positions.
-        let spec = RopeSpec { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::HalfSplit };
+        let spec = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::HalfSplit };
         let [x, y, places, angles] =
             [3 * 2 * 8 * 4, 2 * 3 * 2 * 8 * 4, 3 * 4, 5 * 8 * 4].map(|n| backend.buffer(n));
         let (x, y, places, angles) = (x?, y?, places?, angles?);
-        let good = Rope {
+        let good = RopeArgs {
             x: View::dense(&x, 2, 8),
             y: View::dense(&y, 2, 8),
             positions: &places,
@@ -322,37 +321,41 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
         session.note("no token", backend.once(spec, 0..0, &good).map_err(text));
         refuses("too many tokens", backend.once(spec, 0..4, &good), "x");
         for (wrong, why) in [
-            (RopeSpec { dtype: Dtype::E4m3, ..spec }, "e4m3"),
-            (RopeSpec { num_heads: 0, ..spec }, "num_heads"),
-            (RopeSpec { rope_dim: 12, ..spec }, "qk_rope_head_dim"),
-            (RopeSpec { rope_dim: 0, ..spec }, "qk_rope_head_dim"),
+            (Rope { dtype: Dtype::E4m3, ..spec }, "e4m3"),
+            (Rope { num_heads: 0, ..spec }, "num_heads"),
+            (Rope { rope_dim: 12, ..spec }, "qk_rope_head_dim"),
+            (Rope { rope_dim: 0, ..spec }, "qk_rope_head_dim"),
         ] {
             refuses(&format!("{wrong:?}"), backend.once(wrong, 0..3, &good), why);
         }
         for (what, args, why) in [
-            ("an input past its buffer", Rope { x: View { offset: 4, ..good.x }, ..good }, "x"),
-            ("an output past its buffer", Rope { y: View { offset: 52, ..good.y }, ..good }, "y"),
-            ("a misaligned input", Rope { x: View { token_stride: 18, ..good.x }, ..good }, "x 18"),
-            ("a misaligned output", Rope { y: View { offset: 2, ..good.y }, ..good }, "y 2"),
-            ("rows that overlap", Rope { y: View { head_stride: 4, ..good.y }, ..good }, "y"),
+            ("an input past its buffer", RopeArgs { x: View { offset: 4, ..good.x }, ..good }, "x"),
+            ("an output past its buffer", RopeArgs { y: View { offset: 52, ..good.y }, ..good }, "y"),
+            ("a misaligned input", RopeArgs { x: View { token_stride: 18, ..good.x }, ..good }, "x 18"),
+            ("a misaligned output", RopeArgs { y: View { offset: 2, ..good.y }, ..good }, "y 2"),
+            ("rows that overlap", RopeArgs { y: View { head_stride: 4, ..good.y }, ..good }, "y"),
             (
                 "a stride that overflows",
-                Rope { x: View { token_stride: u64::MAX / 4 * 4, ..good.x }, ..good },
+                RopeArgs { x: View { token_stride: u64::MAX / 4 * 4, ..good.x }, ..good },
                 "x",
             ),
-            ("no table", Rope { max_position: 0, ..good }, "max_position"),
-            ("a table past its buffer", Rope { max_position: 6, ..good }, "cos_sin"),
-            ("positions past their buffer", Rope { positions: &angles, cos_sin: &places, ..good }, "cos_sin"),
-            ("an output that is read", Rope { cos_sin: &y, ..good }, "cos_sin"),
-            ("positions that are written", Rope { positions: &y, ..good }, "positions"),
+            ("no table", RopeArgs { max_position: 0, ..good }, "max_position"),
+            ("a table past its buffer", RopeArgs { max_position: 6, ..good }, "cos_sin"),
+            (
+                "positions past their buffer",
+                RopeArgs { positions: &angles, cos_sin: &places, ..good },
+                "cos_sin",
+            ),
+            ("an output that is read", RopeArgs { cos_sin: &y, ..good }, "cos_sin"),
+            ("positions that are written", RopeArgs { positions: &y, ..good }, "positions"),
             (
                 "rows that others read",
-                Rope { x: View { offset: 16, ..View::dense(&y, 2, 8) }, ..good },
+                RopeArgs { x: View { offset: 16, ..View::dense(&y, 2, 8) }, ..good },
                 "x and y",
             ),
             (
                 "in place with other strides",
-                Rope { x: View { token_stride: 8, head_stride: 24, ..View::dense(&y, 2, 8) }, ..good },
+                RopeArgs { x: View { token_stride: 8, head_stride: 24, ..View::dense(&y, 2, 8) }, ..good },
                 "x and y",
             ),
         ] {
@@ -361,19 +364,19 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
 
         let kv = KvSpec { dtype: Dtype::Bf16, page_size: 4, num_pages: 2 };
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let append = AppendSpec { shape, kv, input: Dtype::F32 };
+        let append = KvAppend { shape, kv, input: Dtype::F32 };
         let layout = RopeLayout::Interleaved;
-        let spec = RopeAppendSpec { append, query: Dtype::F16, num_heads: 2, layout };
+        let spec = RopeAppend { append, query: Dtype::F16, num_heads: 2, layout };
         let [q, rows, cache, places, angles] =
             [2 * 2 * 32 * 2, 2 * 288 * 4, 8 * 288 * 2, 2 * 4, 5 * 32 * 4].map(|n| backend.buffer(n));
         let (q, rows, cache, places, angles) = (q?, rows?, cache?, places?, angles?);
-        let layer = || AppendLayer {
+        let layer = || KvAppendArgs {
             kv_c: Strides::dense(1, 256).view(&rows),
             k_pe: Strides { offset: 512, ..Strides::dense(1, 32) }.view(&rows),
             kv: Pages::dense(&kv, 288).view(&cache),
             k_scale: 1.0,
         };
-        let good = || RopeAppend {
+        let good = || RopeAppendArgs {
             q_pe: View::dense(&q, 2, 32),
             q_pe_out: View::dense(&q, 2, 32),
             layer: layer(),
@@ -388,29 +391,33 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
         refuses("too many tokens", backend.once(spec, &[0, 1, 2], &good()), "kv_c");
         let no_rope = MlaShape { qk_rope_head_dim: 0, kv_lora_rank: 512, ..shape };
         for (wrong, why) in [
-            (RopeAppendSpec { query: Dtype::E4m3, ..spec }, "q_pe"),
-            (RopeAppendSpec { append: AppendSpec { input: Dtype::E4m3, ..append }, ..spec }, "kv_c"),
-            (RopeAppendSpec { append: AppendSpec { shape: no_rope, ..append }, ..spec }, "qk_rope_head_dim"),
-            (RopeAppendSpec { num_heads: 0, ..spec }, "num_heads"),
+            (RopeAppend { query: Dtype::E4m3, ..spec }, "q_pe"),
+            (RopeAppend { append: KvAppend { input: Dtype::E4m3, ..append }, ..spec }, "kv_c"),
+            (RopeAppend { append: KvAppend { shape: no_rope, ..append }, ..spec }, "qk_rope_head_dim"),
+            (RopeAppend { num_heads: 0, ..spec }, "num_heads"),
         ] {
             refuses(&format!("{wrong:?}"), backend.once(wrong, &[0], &good()), why);
         }
         let far = View { offset: 4, ..View::dense(&q, 2, 32) };
         for (what, args, why) in [
-            ("queries past their buffer", RopeAppend { q_pe: far, ..good() }, "q_pe"),
-            ("outputs past their buffer", RopeAppend { q_pe_out: far, ..good() }, "q_pe_out"),
+            ("queries past their buffer", RopeAppendArgs { q_pe: far, ..good() }, "q_pe"),
+            ("outputs past their buffer", RopeAppendArgs { q_pe_out: far, ..good() }, "q_pe_out"),
             (
                 "outputs in the cache",
-                RopeAppend { q_pe_out: View::dense(&cache, 2, 32), ..good() },
+                RopeAppendArgs { q_pe_out: View::dense(&cache, 2, 32), ..good() },
                 "q_pe_out",
             ),
-            ("queries in the cache", RopeAppend { q_pe: View::dense(&cache, 2, 32), ..good() }, "q_pe"),
-            ("outputs in the rows", RopeAppend { q_pe_out: View::dense(&rows, 2, 32), ..good() }, "q_pe_out"),
-            ("positions in the cache", RopeAppend { positions: &cache, ..good() }, "positions"),
-            ("a table past its buffer", RopeAppend { max_position: 6, ..good() }, "cos_sin"),
+            ("queries in the cache", RopeAppendArgs { q_pe: View::dense(&cache, 2, 32), ..good() }, "q_pe"),
+            (
+                "outputs in the rows",
+                RopeAppendArgs { q_pe_out: View::dense(&rows, 2, 32), ..good() },
+                "q_pe_out",
+            ),
+            ("positions in the cache", RopeAppendArgs { positions: &cache, ..good() }, "positions"),
+            ("a table past its buffer", RopeAppendArgs { max_position: 6, ..good() }, "cos_sin"),
             (
                 "a scale of 0",
-                RopeAppend { layer: AppendLayer { k_scale: 0.0, ..layer() }, ..good() },
+                RopeAppendArgs { layer: KvAppendArgs { k_scale: 0.0, ..layer() }, ..good() },
                 "k_scale",
             ),
         ] {

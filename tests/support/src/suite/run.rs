@@ -1,8 +1,8 @@
 //! One decode through a backend: upload, plan, prepare, bind, run, download.
 
 use wgpu_mla::{
-    Backend, Batch, Capacity, Dtype, Layer, LseBase, PageTable, Plan, Policy, Query, Result, SharedPrefix,
-    View,
+    Backend, Batch, Capacity, Dtype, LseBase, MlaDecodeArgs, PageTable, Plan, Query, Result, SharedPrefix,
+    SplitPolicy, View,
 };
 
 use super::Session;
@@ -34,7 +34,7 @@ pub enum Slicing {
 /// Everything about a run that must not change what it computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct How {
-    pub policy: Policy,
+    pub policy: SplitPolicy,
     pub slicing: Slicing,
     pub layout: Layout,
     pub lse_base: LseBase,
@@ -81,7 +81,7 @@ impl<B: Backend> Session<'_, B> {
         let batch = Batch {
             seq_lens: &problem.seq_lens,
             query_start_loc: &problem.query_start_loc,
-            visibility: problem.visibility(),
+            mask: problem.mask(),
             shared_prefixes: shared,
         };
         let plan = Plan::new(spec, &decode.tiling(), &batch, how.policy).map_err(wrong)?;
@@ -108,7 +108,7 @@ impl<B: Backend> Session<'_, B> {
         let out_buffer = upload(backend, &vec![POISON; out.len]).map_err(wrong)?;
         let lse_buffer = upload(backend, &vec![POISON; lse.len]).map_err(wrong)?;
 
-        let layer = Layer {
+        let layer = MlaDecodeArgs {
             query: match how.slicing {
                 Slicing::Whole => Query::Whole(q0.view(&q0_buffer)),
                 Slicing::Split => Query::Split { q_nope: q0.view(&q0_buffer), q_pe: q1.view(&q1_buffer) },

@@ -6,25 +6,25 @@
 #include "decode/mla_decode.cuh"
 
 // limits: mla_decode_512_64_*_small_split registers=255 threads=64 shared=101376
-// limits: mla_decode_512_64_rows16_small registers=255 threads=128 shared=101376
+// limits: mla_decode_512_64_mma_m16_small registers=255 threads=128 shared=101376
 // limits: mla_decode_512_64_*_small registers=255 threads=256 shared=101376
 // limits: mla_decode_512_64_rows* registers=255 threads=256 shared=232448
 // limits: mla_decode_256_* registers=255 threads=128 shared=101376
-// limits: mla_decode_512_0_rows16_split registers=255 threads=64 shared=101376
-// limits: mla_decode_512_0_rows16 registers=255 threads=128 shared=101376
+// limits: mla_decode_512_0_mma_m16_split registers=255 threads=64 shared=101376
+// limits: mla_decode_512_0_mma_m16 registers=255 threads=128 shared=101376
 #define DECODES_16_BIT(CACHE) \
     /*     entry                               L    R          rows tokens warps stages parts sharers kept copies */ \
-    DECODE(mla_decode_512_64_rows16,          512, 64, CACHE, 16, 64, 8, 3, 1, 1, 36) \
-    DECODE(mla_decode_512_64_rows32,          512, 64, CACHE, 32, 64, 8, 3, 1, 2, 16) \
-    DECODE(mla_decode_512_64_rows64,          512, 64, CACHE, 64, 64, 8, 2, 1, 2, 0, ARRIVALS) \
-    DECODE(mla_decode_512_64_rows16_split,    512, 64, CACHE, 16, 64, 8, 2, 2, 1, 0) \
-    DECODE(mla_decode_512_64_rows64_small,    512, 64, CACHE, 64, 16, 8, 3, 1, 4, 7) \
-    DECODE(mla_decode_512_64_rows32_small,    512, 64, CACHE, 32, 32, 8, 2, 1, 4, 9) \
-    DECODE(mla_decode_512_64_rows16_small,    512, 64, CACHE, 16, 32, 4, 2, 1, 1, 32) \
-    DECODE(mla_decode_512_64_rows16_small_split, 512, 64, CACHE, 16, 16, 2, 2, 2, 1, 0) \
-    DECODE(mla_decode_256_64_rows16,          256, 64, CACHE, 16, 32, 4, 3, 1, 1, 20) \
-    DECODE(mla_decode_256_64_rows16_split,    256, 64, CACHE, 16, 32, 4, 2, 2, 1, 0) \
-    DECODE(mla_decode_256_32_rows16,          256, 32, CACHE, 16, 32, 4, 3, 1, 1, 18) \
-    DECODE(mla_decode_256_32_rows16_split,    256, 32, CACHE, 16, 32, 4, 2, 2, 1, 0) \
-    DECODE(mla_decode_512_0_rows16,           512, 0, CACHE, 16, 32, 4, 2, 1, 1, 0) \
-    DECODE(mla_decode_512_0_rows16_split,     512, 0, CACHE, 16, 16, 2, 2, 2, 1, 0)
+    DECODE(mla_decode_512_64_mma_m16,          512, 64, CACHE, 16, 64, 8, 3, 1, 1, 36) \
+    DECODE(mla_decode_512_64_mma_m32,          512, 64, CACHE, 32, 64, 8, 3, 1, 2, 16) \
+    DECODE(mla_decode_512_64_mma_m64,          512, 64, CACHE, 64, 64, 8, 2, 1, 2, 0, ARRIVALS) \
+    DECODE(mla_decode_512_64_mma_m16_split,    512, 64, CACHE, 16, 64, 8, 2, 2, 1, 0) \
+    DECODE(mla_decode_512_64_mma_m64_small,    512, 64, CACHE, 64, 16, 8, 3, 1, 4, 7) \
+    DECODE(mla_decode_512_64_mma_m32_small,    512, 64, CACHE, 32, 32, 8, 2, 1, 4, 9) \
+    DECODE(mla_decode_512_64_mma_m16_small,    512, 64, CACHE, 16, 32, 4, 2, 1, 1, 32) \
+    DECODE(mla_decode_512_64_mma_m16_small_split, 512, 64, CACHE, 16, 16, 2, 2, 2, 1, 0) \
+    DECODE(mla_decode_256_64_mma_m16,          256, 64, CACHE, 16, 32, 4, 3, 1, 1, 20) \
+    DECODE(mla_decode_256_64_mma_m16_split,    256, 64, CACHE, 16, 32, 4, 2, 2, 1, 0) \
+    DECODE(mla_decode_256_32_mma_m16,          256, 32, CACHE, 16, 32, 4, 3, 1, 1, 18) \
+    DECODE(mla_decode_256_32_mma_m16_split,    256, 32, CACHE, 16, 32, 4, 2, 2, 1, 0) \
+    DECODE(mla_decode_512_0_mma_m16,           512, 0, CACHE, 16, 32, 4, 2, 1, 1, 0) \
+    DECODE(mla_decode_512_0_mma_m16_split,     512, 0, CACHE, 16, 16, 2, 2, 2, 1, 0)

@@ -84,18 +84,18 @@ DEVICE void decode(const Args& args) {
 
     const bool any = sum > 0.0f;
     const float factor = any ? 1.0f / sum : 1.0f, base_2 = any ? top + log2_fast(sum) : EMPTY;
-    float* partial = args.partials + (static_cast<u64>(item.slot) + row) * (LATENT + 4);
+    float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (LATENT + 4);
 #pragma unroll
     for (int i = 0; i < VALUE_PAIRS; i++) {
         const u32 column = i * 64 + lane * 2;
-        if (item.slot == DIRECT) {
+        if (item.partial == DIRECT) {
             store_out(args, token, head, column, out[i].x * factor, out[i].y * factor);
         } else {
             *reinterpret_cast<float2*>(partial + column) = make_float2(out[i].x * factor, out[i].y * factor);
         }
     }
     if (lane == 0) {
-        if (item.slot == DIRECT) {
+        if (item.partial == DIRECT) {
             store_lse(args, token, head, base_2, any);
         } else {
             partial[LATENT] = base_2;

@@ -105,9 +105,9 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
     const u32 lane = threadIdx.x % LANES;
     for (u32 row = warp; row < item.num_rows; row += T::WARPS + T::LOADERS) {
         const u32 index = item.first_row + row, token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
-        float* partial = args.partials + (static_cast<u64>(item.slot) + row) * (T::LATENT + 4);
+        float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
         if (lane == 0) {
-            if (item.slot == DIRECT) {
+            if (item.partial == DIRECT) {
                 store_lse(args, token, head, lse[row], lse[row] != EMPTY);
             } else {
                 partial[T::LATENT] = lse[row];
@@ -116,7 +116,7 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
 #pragma unroll
         for (u32 column = lane * 4; column < T::LATENT; column += LANES * 4) {
             const float4 out = *reinterpret_cast<const float4*>(staged + row * T::OUTPUT_PITCH + column);
-            if (item.slot == DIRECT) {
+            if (item.partial == DIRECT) {
                 store_out(args, token, head, column, out.x, out.y);
                 store_out(args, token, head, column + 2, out.z, out.w);
             } else {

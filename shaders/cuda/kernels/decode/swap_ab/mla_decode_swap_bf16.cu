@@ -2,7 +2,7 @@
 // The variants for Hopper's warpgroups whose query rows are the columns of matrices.
 #include "mla_decode_swap.cuh"
 
-// limits: mla_decode_512_64_rows16_wgmma registers=80 threads=384 shared=232448
-DECODE_SWAPPED(mla_decode_512_64_rows16_wgmma, BF16, 16)
-// limits: mla_decode_512_64_rows32_wgmma registers=168 threads=384 shared=232448
-DECODE_SWAPPED(mla_decode_512_64_rows32_wgmma, BF16, 32)
+// limits: mla_decode_512_64_wgmma_swap_ab_n16 registers=80 threads=384 shared=232448
+DECODE_SWAPPED(mla_decode_512_64_wgmma_swap_ab_n16, BF16, 16)
+// limits: mla_decode_512_64_wgmma_swap_ab_n32 registers=168 threads=384 shared=232448
+DECODE_SWAPPED(mla_decode_512_64_wgmma_swap_ab_n32, BF16, 32)

@@ -2,6 +2,6 @@
 // The variants by tensor copies, for cards since Hopper and pages of a multiple of 16 tokens.
 #include "decode/mla_decode.cuh"
 
-// limits: mla_decode_512_64_rows16_tma registers=255 threads=256 shared=232448
+// limits: mla_decode_512_64_mma_tma_m16 registers=255 threads=256 shared=232448
 //         entry                        L    R   cache rows tokens warps stages parts sharers kept
-DECODE_TMA(mla_decode_512_64_rows16_tma, 512, 64, BF16, 16, 64, 8, 3, 1, 1, 36)
+DECODE_TMA(mla_decode_512_64_mma_tma_m16, 512, 64, BF16, 16, 64, 8, 3, 1, 1, 36)

@@ -2,6 +2,6 @@
 // The variants by tensor copies, for cards since Hopper and pages of a multiple of 16 tokens.
 #include "decode/mla_decode.cuh"
 
-// limits: mla_decode_512_64_rows16_tma registers=255 threads=128 shared=115712 card=204800
+// limits: mla_decode_512_64_mma_tma_m16 registers=255 threads=128 shared=115712 card=204800
 //         entry                        L    R   cache rows tokens warps stages parts sharers kept
-DECODE_TMA(mla_decode_512_64_rows16_tma, 512, 64, E4M3, 16, 64, 4, 2, 1, 1, 24)
+DECODE_TMA(mla_decode_512_64_mma_tma_m16, 512, 64, E4M3, 16, 64, 4, 2, 1, 1, 24)

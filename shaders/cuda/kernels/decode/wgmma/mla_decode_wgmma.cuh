@@ -358,9 +358,9 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         const bool any = total > 0.0f;
         const float base_2 = any ? top[h] + log2_fast(total) : EMPTY, share = any ? 1.0f / total : 1.0f;
         const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
-        float* partial = args.partials + (static_cast<u64>(item.slot) + row) * (T::LATENT + 4);
+        float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
         if (group == 0 && lane % 4 == 0) {
-            if (item.slot == DIRECT) {
+            if (item.partial == DIRECT) {
                 store_lse(args, token, head, base_2, any);
             } else {
                 partial[T::LATENT] = base_2;
@@ -370,7 +370,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         for (int c = 0; c < T::COLUMN_TILES; c++) {
             const u32 column = group * (T::LATENT / 2) + c * 8 + lane % 4 * 2;
             const float first = output.sums[c][2 * h] * share, second = output.sums[c][2 * h + 1] * share;
-            if (item.slot == DIRECT) {
+            if (item.partial == DIRECT) {
                 store_out(args, token, head, column, first, second);
             } else {
                 *reinterpret_cast<float2*>(partial + column) = make_float2(first, second);

@@ -1,4 +1,4 @@
-//! `merge_attn_states` on host memory.
+//! `merge_state` on host memory.
 
 use std::sync::atomic::Ordering;
 
@@ -7,17 +7,17 @@ use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{MergeAttnStatesSpec, MergeStates};
+use crate::ops::{MergeState, MergeStateArgs};
 use crate::{Dtype, Result};
 
-impl HostOp for MergeAttnStatesSpec {
+impl HostOp for MergeState {
     type Prepared = ();
 
     fn prepare(&self, (): ()) -> Result<((), ())> {
         Ok(((), ()))
     }
 
-    fn run(&self, pool: &Pool, (): &(), args: &MergeStates<&Buffer>) -> Result<()> {
+    fn run(&self, pool: &Pool, (): &(), args: &MergeStateArgs<&Buffer>) -> Result<()> {
         if args.is_empty() {
             return Ok(());
         }

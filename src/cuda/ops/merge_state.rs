@@ -1,11 +1,11 @@
-//! `merge_attn_states`: two partial attention results into one.
+//! `merge_state`: two partial attention results into one.
 
 use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, MAX_ITEMS, THREADS};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, MergeAttnStatesSpec, MergeStates, OpOptions};
+use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
 use crate::view::View;
 use crate::{Error, Result};
 
@@ -14,7 +14,7 @@ const FEW_THREADS: u32 = 128;
 /// Threads that a multiprocessor runs at a time.
 const THREADS_AT_A_TIME: u32 = 2048;
 
-/// `Rows` of merge_attn_states.cu.
+/// `Rows` of merge_state.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 struct Rows<Stride> {
@@ -23,10 +23,10 @@ struct Rows<Stride> {
     head_stride: Stride,
 }
 
-/// `Args` of merge_attn_states.cu.
+/// `Args` of merge_state.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(super) struct MergeArgs<Stride> {
+pub(super) struct MergeStateParams<Stride> {
     num_items: u32,
     row_items: u32,
     num_heads: u32,
@@ -42,9 +42,9 @@ pub(super) struct MergeArgs<Stride> {
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for MergeArgs<u32> {}
+unsafe impl DeviceRepr for MergeStateParams<u32> {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for MergeArgs<u64> {}
+unsafe impl DeviceRepr for MergeStateParams<u64> {}
 
 /// The same merge by 16 bytes and by elements, of which an alignment allows one.
 #[derive(Debug)]
@@ -73,40 +73,36 @@ struct Work {
 
 #[derive(Debug, Clone, Copy)]
 enum Items {
-    Units(MergeArgs<u32>),
-    Elements(MergeArgs<u64>),
+    Units(MergeStateParams<u32>),
+    Elements(MergeStateParams<u64>),
 }
 
-impl Kernel<MergeAttnStatesSpec> for Cuda {
+impl Kernel<MergeState> for Cuda {
     type Kernels = Functions;
     type Step = ();
     type Binding = Layer;
 
-    fn kernel_compile(
-        &self,
-        spec: &MergeAttnStatesSpec,
-        options: &OpOptions,
-    ) -> Result<(Functions, (), Choice)> {
+    fn kernel_compile(&self, spec: &MergeState, options: &OpOptions) -> Result<(Functions, (), Choice)> {
         let kernel = |entry: &str| self.kernel(entry);
-        let one = kernel(&format!("merge_attn_states_units1_{}", spec.dtype))?;
-        let two = kernel(&format!("merge_attn_states_units2_{}", spec.dtype))?;
-        let elements = kernel(&format!("merge_attn_states_elements_{}", spec.dtype))?;
+        let one = kernel(&format!("merge_state_units1_{}", spec.dtype))?;
+        let two = kernel(&format!("merge_state_units2_{}", spec.dtype))?;
+        let elements = kernel(&format!("merge_state_elements_{}", spec.dtype))?;
         Ok((Functions { units: [one, two], elements }, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &MergeAttnStatesSpec, _: &Functions, (): ()) -> Result<()> {
+    fn kernel_step(&self, _: &MergeState, _: &Functions, (): ()) -> Result<()> {
         Ok(())
     }
 
-    fn kernel_prepare(&self, _: &MergeAttnStatesSpec, _: &Functions, (): &mut (), (): ()) -> Result<()> {
+    fn kernel_prepare(&self, _: &MergeState, _: &Functions, (): &mut (), (): ()) -> Result<()> {
         Ok(())
     }
 
     fn kernel_bind(
         &self,
-        spec: &MergeAttnStatesSpec,
+        spec: &MergeState,
         kernels: &Functions,
-        args: &MergeStates<&Buffer>,
+        args: &MergeStateArgs<&Buffer>,
         (): (),
     ) -> Result<Layer> {
         let work = if args.is_empty() { None } else { Some(work(self, kernels, spec, args)?) };
@@ -118,7 +114,7 @@ impl Kernel<MergeAttnStatesSpec> for Cuda {
 
     fn kernel_record(
         &self,
-        _: &MergeAttnStatesSpec,
+        _: &MergeState,
         _: &Functions,
         (): &mut (),
         (): &(),
@@ -132,16 +128,11 @@ impl Kernel<MergeAttnStatesSpec> for Cuda {
     }
 }
 
-fn work(
-    cuda: &Cuda,
-    kernels: &Functions,
-    spec: &MergeAttnStatesSpec,
-    args: &MergeStates<&Buffer>,
-) -> Result<Work> {
+fn work(cuda: &Cuda, kernels: &Functions, spec: &MergeState, args: &MergeStateArgs<&Buffer>) -> Result<Work> {
     // Every place is in its buffer: rows are of tokens and heads below the counts, whose last row's end was checked, and
     // items past the end are read as the last one.
     let [one, two] = &kernels.units;
-    if let Some(in_units) = MergeArgs::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
+    if let Some(in_units) = MergeStateParams::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
         // With few items each thread takes one, so that all multiprocessors have some.
         let fills = cuda.card().multiprocessors * THREADS_AT_A_TIME;
         let (kernel, per_thread, threads) = match in_units.num_items / fills {
@@ -152,7 +143,7 @@ fn work(
         let grid = in_units.num_items.div_ceil(threads * per_thread);
         return Ok(Work { kernel: kernel.clone(), grid, threads, args: Items::Units(in_units) });
     }
-    let Some(in_elements) = MergeArgs::<u64>::new(spec, args, 1) else {
+    let Some(in_elements) = MergeStateParams::<u64>::new(spec, args, 1) else {
         let need = merge_items(spec, args, 1);
         let cure = "merge fewer tokens a call";
         return Err(Error::Limit { what: "elements of a merge", need, limit: MAX_ITEMS.into(), cure });
@@ -161,14 +152,14 @@ fn work(
     Ok(Work { kernel, grid, threads: THREADS, args: Items::Elements(in_elements) })
 }
 
-fn merge_items(spec: &MergeAttnStatesSpec, args: &MergeStates<&Buffer>, unit: u32) -> u64 {
+fn merge_items(spec: &MergeState, args: &MergeStateArgs<&Buffer>, unit: u32) -> u64 {
     let rows = u64::from(args.num_tokens).saturating_mul(args.num_heads.into());
     rows.saturating_mul((spec.head_size / unit).into())
 }
 
-impl<Stride: TryFrom<u64> + Default> MergeArgs<Stride> {
+impl<Stride: TryFrom<u64> + Default> MergeStateParams<Stride> {
     /// With items of `unit` elements. `None` where something is no multiple of that or too large for its type.
-    fn new(spec: &MergeAttnStatesSpec, args: &MergeStates<&Buffer>, unit: u32) -> Option<Self> {
+    fn new(spec: &MergeState, args: &MergeStateArgs<&Buffer>, unit: u32) -> Option<Self> {
         // The stride of a dimension of one is unused and may be anything.
         let stride = |count: u32, elems: u64, unit: u32| match count {
             0 | 1 => Some(Stride::default()),

@@ -18,7 +18,7 @@ const ROW_LANES = HEAD_UNITS / UNITS_PER_LANE;
 @group(0) @binding(3) var<storage, read_write> output: array<vec4<u32>>; // [tokens, heads, HEAD_UNITS], strided
 
 @compute @workgroup_size(GROUP)
-fn merge_attn_states(
+fn merge_state(
     @builtin(workgroup_id) group: vec3<u32>,
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,

@@ -1,4 +1,4 @@
-//! `merge_attn_states`.
+//! `merge_state`.
 
 use super::*;
 
@@ -63,7 +63,7 @@ impl MergeCase {
         }
     }
 
-    fn run(&self, op: &Compiled<MergeAttnStatesSpec, Gpu>) {
+    fn run(&self, op: &Compiled<MergeState, Gpu>) {
         let gpu = op.device();
         let MergeCase { dtype, tokens, heads, dim, inputs, output } = *self;
         let mut random = Random((dim * 31 + tokens) as u64);
@@ -93,7 +93,7 @@ impl MergeCase {
         let [pl, sl] = [&prefix_lse, &suffix_lse].map(|lse| upload(gpu, bytemuck::cast_slice(lse)));
         let ol = upload(gpu, &vec![0x55; heads * tokens * 4]);
         let by_head = Rows { offset: 0, token: 1, head: tokens };
-        let args = MergeStates {
+        let args = MergeStateArgs {
             prefix_output: inputs.view(&p),
             prefix_lse: by_head.view(&pl),
             suffix_output: inputs.view(&s),
@@ -104,7 +104,7 @@ impl MergeCase {
             num_heads: heads as u32,
         };
         let binding = op.bind(&args, ()).expect("binds");
-        let without_lse = op.bind(&MergeStates { output_lse: None, ..args }, ()).expect("binds");
+        let without_lse = op.bind(&MergeStateArgs { output_lse: None, ..args }, ()).expect("binds");
         let step = op.step(()).expect("a step");
         op.run(&step, &binding).expect("runs");
         let (got, got_lse) = (download(gpu, &o), download(gpu, &ol));
@@ -174,7 +174,7 @@ fn merge_is_right_for_any_head_size() -> Outcome {
     let gpu = gpu()?;
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         for dim in [1, 3, 4, 63, 96, 128, 200] {
-            let op = gpu.compile(MergeAttnStatesSpec { dtype, head_size: dim as u32 }).expect("compiles");
+            let op = gpu.compile(MergeState { dtype, head_size: dim as u32 }).expect("compiles");
             for (tokens, heads) in [(13, 5), (1, 16), (27, 1), (1, 1)] {
                 MergeCase::dense(dtype, tokens, heads, dim).run(&op);
             }

@@ -58,7 +58,7 @@ fn merged(o: Owner, w: Weights) -> u32 {
 }
 
 @compute @workgroup_size(GROUP)
-fn merge_attn_states(
+fn merge_state(
     @builtin(workgroup_id) group: vec3<u32>,
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,

@@ -1,12 +1,12 @@
-//! `merge_attn_states`: two partial attention results into one.
+//! `merge_state`: two partial attention results into one.
 
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
-use crate::gpu::pipelines::{Slot, dispatch, group_with_params, layout, storage};
+use crate::gpu::pipelines::{Access, dispatch, group_with_params, layout, storage};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, MergeAttnStatesSpec, MergeStates, OpOptions};
+use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
 use crate::view::View;
 use crate::{Dtype, Result};
 
@@ -65,17 +65,17 @@ struct Params {
     outer_stride: u32,
 }
 
-type Args<'a> = MergeStates<&'a wgpu::Buffer>;
+type Args<'a> = MergeStateArgs<&'a wgpu::Buffer>;
 
-impl Kernel<MergeAttnStatesSpec> for Gpu {
+impl Kernel<MergeState> for Gpu {
     type Kernels = Pipes;
     type Step = ();
     /// `None` where there is nothing to merge.
     type Binding = Option<Work>;
 
-    fn kernel_compile(&self, spec: &MergeAttnStatesSpec, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
-        use Slot::{Read, Uniform, Write};
-        let layout = layout(self, "mla.merge_attn_states", &[Uniform, Read, Read, Write, Read, Read, Write])?;
+    fn kernel_compile(&self, spec: &MergeState, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
+        use Access::{Read, Uniform, Write};
+        let layout = layout(self, "mla.merge_state", &[Uniform, Read, Read, Write, Read, Read, Write])?;
         // Every index is in bounds, for each binding that `bind` makes:
         // - both bodies address rows (token, head) with token < num_tokens and head < num_heads, the units body by a `min`
         //   and by counting heads up to num_heads, the words body by asking each element for its row. `check_args` refuses views
@@ -88,25 +88,19 @@ impl Kernel<MergeAttnStatesSpec> for Gpu {
         let compile = |body| self.pipeline(&source(spec, body), &[&layout]);
         let has_units = spec.head_size.is_multiple_of(unit_elems(spec.dtype));
         let units = if has_units { Some(compile(Body::Units)?) } else { None };
-        let (words, no_lse) = (compile(Body::Words)?, storage(self, "mla.merge_attn_states.no_lse", 16)?);
+        let (words, no_lse) = (compile(Body::Words)?, storage(self, "mla.merge_state.no_lse", 16)?);
         Ok((Pipes { units, words, layout, no_lse }, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &MergeAttnStatesSpec, _: &Pipes, (): ()) -> Result<()> {
+    fn kernel_step(&self, _: &MergeState, _: &Pipes, (): ()) -> Result<()> {
         Ok(())
     }
 
-    fn kernel_prepare(&self, _: &MergeAttnStatesSpec, _: &Pipes, (): &mut (), (): ()) -> Result<()> {
+    fn kernel_prepare(&self, _: &MergeState, _: &Pipes, (): &mut (), (): ()) -> Result<()> {
         Ok(())
     }
 
-    fn kernel_bind(
-        &self,
-        spec: &MergeAttnStatesSpec,
-        pipes: &Pipes,
-        args: &Args<'_>,
-        (): (),
-    ) -> Result<Option<Work>> {
+    fn kernel_bind(&self, spec: &MergeState, pipes: &Pipes, args: &Args<'_>, (): ()) -> Result<Option<Work>> {
         if args.is_empty() {
             return Ok(None);
         }
@@ -154,14 +148,14 @@ impl Kernel<MergeAttnStatesSpec> for Gpu {
             }
         };
         let windows = [prefix, suffix, output, prefix_lse, suffix_lse, output_lse];
-        let (label, resources) = ("mla.merge_attn_states", windows.iter().map(Window::resource));
+        let (label, resources) = ("mla.merge_state", windows.iter().map(Window::resource));
         let group = group_with_params(self, label, &pipes.layout, &params, resources)?;
         Ok(Some(Work { pipeline: pipeline.clone(), group, grid: self.grid(lanes) }))
     }
 
     fn kernel_record(
         &self,
-        _: &MergeAttnStatesSpec,
+        _: &MergeState,
         _: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         (): &(),
@@ -176,7 +170,7 @@ impl Kernel<MergeAttnStatesSpec> for Gpu {
 
 impl Params {
     /// The words that the output touches, and how an element in them is traced back to its row.
-    fn span_of_words(&mut self, spec: &MergeAttnStatesSpec, args: &Args<'_>, output: &Window<'_>) {
+    fn span_of_words(&mut self, spec: &MergeState, args: &Args<'_>, output: &Window<'_>) {
         let (tokens, heads) = (u64::from(args.num_tokens), u64::from(args.num_heads));
         let (dim, view) = (u64::from(spec.head_size), &args.output);
         let (t, h) = (view.token_stride, view.head_stride);
@@ -212,7 +206,7 @@ fn unit_elems(dtype: Dtype) -> u32 {
 }
 
 /// The largest power of two up to [`UNITS_PER_LANE`] that divides the units of a head.
-fn units_per_lane(spec: &MergeAttnStatesSpec) -> u32 {
+fn units_per_lane(spec: &MergeState) -> u32 {
     let head_units = spec.head_size / unit_elems(spec.dtype);
     UNITS_PER_LANE.min(1 << head_units.trailing_zeros().min(31))
 }
@@ -246,14 +240,14 @@ fn per_word(dtype: Dtype) -> u32 {
     4 / dtype.bytes() as u32
 }
 
-fn source(spec: &MergeAttnStatesSpec, body: Body) -> Source {
+fn source(spec: &MergeState, body: Body) -> Source {
     let mut consts = vec![("GROUP", GROUP)];
     let (variant, files) = match body {
         Body::Units => {
             consts.push(("HEAD_UNITS", spec.head_size / unit_elems(spec.dtype)));
             consts.push(("ROWS_PER_LANE", ROWS_PER_LANE));
             consts.push(("UNITS_PER_LANE", units_per_lane(spec)));
-            let file = include_str!("../../../shaders/merge_attn_states_units.wgsl");
+            let file = include_str!("../../../shaders/merge_state_units.wgsl");
             ("units", vec![merge_unit(spec.dtype), file])
         }
         Body::Words => {
@@ -261,7 +255,7 @@ fn source(spec: &MergeAttnStatesSpec, body: Body) -> Source {
             consts.push(("HEAD_SIZE", spec.head_size));
             consts.push(("PER_WORD", per_word(spec.dtype)));
             consts.push(("CODE_MASK", mask));
-            let file = include_str!("../../../shaders/merge_attn_states.wgsl");
+            let file = include_str!("../../../shaders/merge_state.wgsl");
             ("words", vec![lib_in(spec.dtype), lib_out(spec.dtype), file])
         }
     };
@@ -271,7 +265,7 @@ fn source(spec: &MergeAttnStatesSpec, body: Body) -> Source {
         include_str!("../../../shaders/lib/merge_weights.wgsl"),
     ];
     all.extend(files);
-    unrolled("merge_attn_states", &format!("{variant}.{}", spec.dtype), &consts, &[], &all)
+    unrolled("merge_state", &format!("{variant}.{}", spec.dtype), &consts, &[], &all)
 }
 
 /// How 16 bytes of both sides are weighted and added. The spec refuses e4m3.
@@ -288,7 +282,7 @@ fn merge_unit(dtype: Dtype) -> &'static str {
 pub(super) fn every_source() -> Vec<Source> {
     let dtypes = [Dtype::F32, Dtype::F16, Dtype::Bf16];
     let both = |dtype| {
-        let spec = MergeAttnStatesSpec { dtype, head_size: 96 };
+        let spec = MergeState { dtype, head_size: 96 };
         [source(&spec, Body::Units), source(&spec, Body::Words)]
     };
     dtypes.into_iter().flat_map(both).collect()

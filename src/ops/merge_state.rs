@@ -1,13 +1,13 @@
-//! `merge_attn_states`: two partial attention results into one. Arguments and checks.
+//! `merge_state`: two partial attention results into one. Arguments and checks.
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::view::{View, distinct, wide};
 use crate::{Dtype, Error, Result};
 
-/// What a `merge_attn_states` is compiled for.
+/// What a `merge_state` is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct MergeAttnStatesSpec {
+pub struct MergeState {
     /// Dtype of both inputs and of the output: f32, f16 or bf16.
     pub dtype: Dtype,
     /// Elements of a head: any.
@@ -21,7 +21,7 @@ pub struct MergeAttnStatesSpec {
 /// `[tokens, heads, head_size]` and LSEs f32 `[heads, tokens]` as users of vLLM know them, but any strides do.
 /// LSEs are natural logarithms. Both inputs may be one buffer. Heads, offsets and strides that are multiples of 16 bytes are the fast way.
 #[derive(Debug, Clone, Copy)]
-pub struct MergeStates<B> {
+pub struct MergeStateArgs<B> {
     /// `prefix_output`.
     pub prefix_output: View<B>,
     /// `prefix_lse`.
@@ -42,7 +42,7 @@ pub struct MergeStates<B> {
 
 /// # Errors
 /// [`Error::DtypeUnsupported`] for e4m3, [`Error::Shape`] for an empty head.
-pub(super) fn check_states(what: &'static str, dtype: Dtype, head_size: u32) -> Result<()> {
+pub(super) fn check_state(what: &'static str, dtype: Dtype, head_size: u32) -> Result<()> {
     wide(what, dtype)?;
     if head_size == 0 {
         return Err(Error::Shape { what: "head_size", got: 0, cure: "must be at least 1" });
@@ -50,32 +50,32 @@ pub(super) fn check_states(what: &'static str, dtype: Dtype, head_size: u32) -> 
     Ok(())
 }
 
-impl<B> MergeStates<B> {
+impl<B> MergeStateArgs<B> {
     /// Whether there is nothing to merge.
     pub(crate) const fn is_empty(&self) -> bool {
         self.num_tokens == 0 || self.num_heads == 0
     }
 }
 
-impl Op for MergeAttnStatesSpec {
-    const NAME: &'static str = "merge_attn_states";
+impl Op for MergeState {
+    const NAME: &'static str = "merge_state";
     type Options = OpOptions;
     type Facts = ();
     type Input<'a> = ();
-    type Args<B> = MergeStates<B>;
+    type Args<B> = MergeStateArgs<B>;
     type Extent = ();
     type Capacity = ();
 
     fn check(&self) -> Result<()> {
-        check_states("merge_attn_states", self.dtype, self.head_size)
+        check_state("merge_state", self.dtype, self.head_size)
     }
 
     fn map<'a, B: 'a, C>(
         &self,
-        args: &'a MergeStates<B>,
+        args: &'a MergeStateArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
-    ) -> Result<MergeStates<C>> {
-        Ok(MergeStates {
+    ) -> Result<MergeStateArgs<C>> {
+        Ok(MergeStateArgs {
             prefix_output: args.prefix_output.map(|buffer| f(Use::Read("prefix_output"), buffer))?,
             prefix_lse: args.prefix_lse.map(|buffer| f(Use::Read("prefix_lse"), buffer))?,
             suffix_output: args.suffix_output.map(|buffer| f(Use::Read("suffix_output"), buffer))?,
@@ -90,7 +90,12 @@ impl Op for MergeAttnStatesSpec {
         })
     }
 
-    fn check_args<B>(&self, args: &MergeStates<&B>, (): (), size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+    fn check_args<B>(
+        &self,
+        args: &MergeStateArgs<&B>,
+        (): (),
+        size: impl Fn(&B) -> u64 + Copy,
+    ) -> Result<()> {
         if args.is_empty() {
             return Ok(());
         }

@@ -9,15 +9,15 @@
 //
 // A thread of `units` takes ITEMS items, a block apart, and asks for all that it reads before it waits for any of it.
 
-// limits: merge_attn_states_units1_f32 registers=32 threads=256
-// limits: merge_attn_states_units1_f16 registers=40 threads=256
-// limits: merge_attn_states_units1_bf16 registers=40 threads=256
-// limits: merge_attn_states_units2_f32 registers=40 threads=256
-// limits: merge_attn_states_units2_f16 registers=40 threads=256
-// limits: merge_attn_states_units2_bf16 registers=40 threads=256
-// limits: merge_attn_states_elements_f32 registers=24 threads=256
-// limits: merge_attn_states_elements_f16 registers=24 threads=256
-// limits: merge_attn_states_elements_bf16 registers=24 threads=256
+// limits: merge_state_units1_f32 registers=32 threads=256
+// limits: merge_state_units1_f16 registers=40 threads=256
+// limits: merge_state_units1_bf16 registers=40 threads=256
+// limits: merge_state_units2_f32 registers=40 threads=256
+// limits: merge_state_units2_f16 registers=40 threads=256
+// limits: merge_state_units2_bf16 registers=40 threads=256
+// limits: merge_state_elements_f32 registers=24 threads=256
+// limits: merge_state_elements_f16 registers=24 threads=256
+// limits: merge_state_elements_bf16 registers=24 threads=256
 
 #include "lib/divisor.cuh"
 #include "lib/global.cuh"
@@ -197,12 +197,12 @@ __device__ __forceinline__ void merge_elements(const Args<u64> &args) {
 }
 
 #define UNITS(NAME, DTYPE, ITEMS) \
-    extern "C" __global__ void __launch_bounds__(THREADS) merge_attn_states_##NAME(const Args<u32> args) { \
+    extern "C" __global__ void __launch_bounds__(THREADS) merge_state_##NAME(const Args<u32> args) { \
         merge_units<DTYPE, ITEMS>(args); \
     }
 
 #define ELEMENTS(NAME, DTYPE) \
-    extern "C" __global__ void __launch_bounds__(THREADS) merge_attn_states_##NAME(const Args<u64> args) { \
+    extern "C" __global__ void __launch_bounds__(THREADS) merge_state_##NAME(const Args<u64> args) { \
         merge_elements<DTYPE>(args); \
     }
 
