@@ -192,11 +192,27 @@ pub enum Error {
         /// Pages in the pool.
         total: usize,
     },
-    /// A sequence handle that is not, or no longer, in the pool.
-    #[error("sequence {id} is not in the pool: it was freed, or belongs to another pool")]
+    /// A handle of a sequence that was freed.
+    #[error("sequence {number} is no longer in the pool: it was freed; add or fork another")]
     UnknownSequence {
-        /// The handle.
-        id: u64,
+        /// [`crate::SeqId::number`] of the handle.
+        number: u64,
+    },
+    /// A handle of a sequence of another pool.
+    #[error("sequence {number} is of another pool: use it with the pool that made it")]
+    OtherPool {
+        /// [`crate::SeqId::number`] of the handle.
+        number: u64,
+    },
+    /// A plan or block table that was made for another cache or other heads than the op was compiled for.
+    #[error("{what} is {got}, the op was compiled for {want}: make both from one spec")]
+    OtherSpec {
+        /// What differs.
+        what: &'static str,
+        /// What the plan or table was made for.
+        got: u32,
+        /// What the op was compiled for.
+        want: u32,
     },
     /// `query_start_loc` that does not begin at 0 or that goes down.
     #[error("query_start_loc[{index}] = {got}: must start at 0 and never go down")]

@@ -139,7 +139,7 @@ impl LayerPlan {
         let all = Batch::new(batch.seq_lens, batch.query_start_loc);
         let mla = spec.mla();
         Plan::default().check_batch(&mla, &all)?;
-        check_rows(batch.pages, batch.seq_lens.len())?;
+        check_rows(batch.pages, batch.seq_lens.len(), &spec.kv)?;
         check_groups(batch)?;
         let expanded = prefixes(spec, batch)?;
         let num_queries = batch.query_start_loc.last().copied().unwrap_or(0) as u32;
