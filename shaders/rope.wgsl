@@ -21,5 +21,6 @@ fn rope(
     // A table that was prepared again after this was recorded may hold more than the binding.
     let token = table[1] + index;
     let is_item = index < table[0] && token < params.max_tokens;
-    rotate_unit(min(token, params.max_tokens - 1u), item % HEAD_UNITS, params, is_item);
+    let bound_token = min(token, params.max_tokens - 1u);
+    rotate_unit(bound_token, positions[bound_token], item % HEAD_UNITS, params, is_item);
 }

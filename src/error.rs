@@ -136,6 +136,18 @@ pub enum Error {
         /// Slots in the pool: pages times page_size.
         num_slots: u64,
     },
+    /// A new token that a layer would write to another slot than its block table has for it, so that it would never be read.
+    #[error(
+        "slot_mapping[{index}] = {slot}, but the block table has that token in slot {want}: make both from one pool, after its append; negative if the token is in the cache already"
+    )]
+    SlotMismatch {
+        /// Index of the query token.
+        index: usize,
+        /// The slot found there.
+        slot: i64,
+        /// Where the block table has the token.
+        want: i64,
+    },
     /// Two tokens of one append go to the same slot, so the result would depend on timing.
     #[error(
         "slot_mapping[{first}] and slot_mapping[{second}] are both slot {slot}: give each token a slot of its own"

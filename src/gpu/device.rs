@@ -108,6 +108,11 @@ impl Gpu {
         &self.shared.caps
     }
 
+    /// From a uniform to the next that is bound with a dynamic offset, in bytes.
+    pub(super) fn uniform_stride(&self) -> u32 {
+        self.device().limits().min_uniform_buffer_offset_alignment.max(64)
+    }
+
     /// Writes the file of [`Setup::disk_cache`], if what was compiled changed it. True if it was written.
     ///
     /// # Errors

@@ -62,6 +62,11 @@ pub trait Op: Copy + Debug {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()>;
 
+    /// The room of a binding, where its arguments say more than the caller did.
+    fn room<B>(&self, _: &Self::Args<B>, room: Self::Extent) -> Self::Extent {
+        room
+    }
+
     /// Whether a step that reaches so far may be recorded with a binding of so much room.
     ///
     /// # Errors
@@ -407,6 +412,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         self.op.check_args(args, room, D::size)?;
         self.op.check_aliases(args, room, D::offset)?;
         let raw = self.device.kernel_bind(&self.op, &self.kernels, args, room)?;
+        let room = self.op.room(args, room);
         Ok(Binding { raw, room, owner: self.id })
     }
 
