@@ -349,6 +349,16 @@ pub enum Error {
         /// What was being made.
         what: &'static str,
     },
+    /// wgpu rejected a buffer or queue of the host.
+    #[error(
+        "wgpu rejected {what}: {detail}; use buffers and the queue of the device that the `Gpu` was made on, neither mapped nor destroyed"
+    )]
+    ForeignResource {
+        /// What they were used for.
+        what: &'static str,
+        /// What wgpu said.
+        detail: String,
+    },
     /// wgpu rejected something that this crate made. A bug of ours: please report it.
     #[error("wgpu rejected {what}: {detail}; this is a bug of wgpu-mla, please report it")]
     Internal {

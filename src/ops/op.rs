@@ -135,6 +135,14 @@ pub trait Device: sealed::Sealed + Clone + Debug {
     /// A number that clones have in common, and no other device has.
     fn id(&self) -> u64;
 
+    /// Whether what the device was made on can be used together.
+    ///
+    /// # Errors
+    /// [`Error::ForeignResource`].
+    fn ready(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Zeroed memory of at least `bytes` bytes.
     ///
     /// # Errors
@@ -198,6 +206,7 @@ pub trait Device: sealed::Sealed + Clone + Debug {
         Self: Kernel<O>,
     {
         op.check()?;
+        self.ready()?;
         let (kernels, facts, choice) = self.kernel_compile(&op, options)?;
         log::info!("{}: {}", O::NAME, choice.why);
         Ok(Compiled { device: self.clone(), op, facts, choice, kernels, id: next_id() })
