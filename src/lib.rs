@@ -96,7 +96,7 @@ pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SplitPolicy, Tiling};
 pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
-pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
+pub use tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
 pub use view::{KvView, View};
 
 #[cfg(feature = "wgpu")]
