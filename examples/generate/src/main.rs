@@ -60,8 +60,10 @@ fn continue_text(args: &Args) -> Result<()> {
     let context = checkpoint.model.config.max_position_embeddings;
     // Pages for the longest that each sequence may become.
     let tokens = prompts.iter().map(|prompt| prompt.len().saturating_add(args.max_tokens).min(context));
+    let positions = tokens.clone().max().unwrap_or(1) as u32;
     let tokens = u32::try_from(tokens.sum::<usize>()).unwrap_or(u32::MAX);
-    let setup = Setup { tokens, sequences: sequences.len() as u32, ..setup(args, &checkpoint) };
+    let sequences_at_once = sequences.len() as u32;
+    let setup = Setup { tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint) };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     warm_up(&checkpoint, attention.as_mut())?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());

@@ -1,5 +1,7 @@
 //! The program as a person meets it: what it prints, and what it says to wrong words.
 
+mod common;
+
 use std::process::{Command, Output, Stdio};
 
 fn generate(words: &[&str]) -> Command {
@@ -81,6 +83,21 @@ fn wrong_words_are_refused_with_the_cure() {
         assert!(told.contains(cure), "{words:?}: {told}\nlacks: {cure}");
         assert!(!told.contains("panicked"), "{words:?}: {told}");
     }
+}
+
+/// `tokenizers` panics on the file: the person sees one line.
+#[test]
+fn a_malformed_tokenizer_is_an_error() {
+    let dir = common::changed::changed("tokenizer", "v3-dense", "config.json", |text| text);
+    let model = r#"{"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}"#;
+    let normalizer = r#"{"type": "Precompiled", "precompiled_charsmap": "AAAA"}"#;
+    let tokenizer = format!(r#"{{"version": "1.0", "normalizer": {normalizer}, "model": {model}}}"#);
+    std::fs::write(dir.join("tokenizer.json"), tokenizer).expect("a file");
+    let output = output(&[dir.to_str().expect("UTF-8")]);
+    let told = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    assert!(told.contains("tokenizer.json: ") && told.contains("download it again"), "{told}");
+    assert!(!told.contains("panicked") && told.lines().count() == 1, "{told}");
 }
 
 /// As under `| head -1` and `2>&1 | head -1`: it ends, and does not panic.
