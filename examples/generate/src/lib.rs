@@ -15,6 +15,7 @@
 //!
 //! The seam is [`attention::Attention`]: what is before it are projections, what is behind it is `o_proj`.
 
+mod accuracy;
 mod arrays;
 pub mod attention;
 mod backend;
@@ -40,6 +41,7 @@ mod setup;
 mod text;
 mod weights;
 
+pub use accuracy::{Accuracy, AccuracyRow, accuracy};
 pub use backend::Where;
 pub use checkpoint::Checkpoint;
 pub use config::Config;

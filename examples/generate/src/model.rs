@@ -64,18 +64,25 @@ impl Model {
     /// # Errors
     /// [`Error::Input`] for a token that the model does not have; those of the attention.
     pub fn step(&self, tokens: &[u32], wanted: &[u32], attention: &mut dyn Attention) -> Result<Vec<f32>> {
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= self.config.vocab_size) {
-            let size = self.config.vocab_size;
-            return Err(Error::Input(format!(
-                "token {token}: the model has {size}; use the tokenizer.json that came with it"
-            )));
-        }
+        self.check_tokens(tokens)?;
         let mut x = self.embed.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
         for (index, layer) in self.layers.iter().enumerate() {
             x = layer.of(&x, index, attention)?;
         }
         let x = self.norm.of(&x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
         values(&x.matmul(&self.head.t()?)?)
+    }
+
+    /// # Errors
+    /// [`Error::Input`] for a token that the model does not have.
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let size = self.config.vocab_size;
+        match tokens.iter().find(|&&token| token as usize >= size) {
+            None => Ok(()),
+            Some(token) => Err(Error::Input(format!(
+                "token {token}: the model has {size}; use the tokenizer.json that came with it"
+            ))),
+        }
     }
 }
 

@@ -74,6 +74,10 @@ fn wrong_words_are_refused_with_the_cure() {
         (&["--prompt", ""], 1, "give it at least one character"),
         (&["--prompt", &long], 1, "shorten it"),
         (&["--evaluate", "nowhere"], 1, "nowhere"),
+        (&["--accuracy="], 2, "needs a file"),
+        (&["--accuracy=no/such/folder"], 1, "no/such/folder: "),
+        (&["--accuracy=-", "--window", "2000"], 1, "must be 1 to 1024"),
+        (&["--windows", "0"], 2, "must be at least 1"),
         (&["--evaluate", "Cargo.toml", "--window", "4000000000"], 1, "must be 1 to 1024"),
         (&["--evaluate", "Cargo.toml", "--window", "1024"], 1, "use a longer text"),
     ] {
@@ -82,6 +86,29 @@ fn wrong_words_are_refused_with_the_cure() {
         assert_eq!(output.status.code(), Some(status), "{words:?}: {told}");
         assert!(told.contains(cure), "{words:?}: {told}\nlacks: {cure}");
         assert!(!told.contains("panicked"), "{words:?}: {told}");
+    }
+}
+
+#[test]
+fn accuracy_is_a_page() {
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("accuracy.md");
+    let _ = std::fs::remove_file(&file);
+    let option = format!("--accuracy={}", file.display());
+    let output = output(&[&option, "--window", "24", "--windows", "1"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let page = std::fs::read_to_string(&file).expect("a page");
+    for what in [
+        "24 tokens of the held-out text",
+        "| CPU | f32 | ",
+        "| CPU | f16 | ",
+        "| CPU | bf16 | ",
+        "| CPU | e4m3, `k_scale` of the checkpoint | ",
+        "| CPU | e4m3, `k_scale` 1 | ",
+        "0.03125 in the first layer",
+        "pull/34597",
+        "--windows 1` wrote this page on 2",
+    ] {
+        assert!(page.contains(what), "{page}\nlacks {what}");
     }
 }
 
