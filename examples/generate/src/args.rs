@@ -23,7 +23,7 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
          [--accuracy[=FILE]]             measures every dtype of the cache on the CPU and on the GPU, on the held-out text or that of
                                          --evaluate, and writes the tables to FILE, - for standard output; default: docs/accuracy.md
                                          of the repo
-         [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all; with --accuracy 512 and 16
+         [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all; with --accuracy 512 and 24
          [--help]                        this text";
 
 const ACCURACY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/accuracy.md");

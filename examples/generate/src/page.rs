@@ -9,7 +9,7 @@ use crate::args::Args;
 use crate::print::{say, tell};
 
 /// Windows that are scored unless `--windows` says how many: under four minutes on two cores with a GPU in software.
-const WINDOWS: usize = 16;
+const WINDOWS: usize = 24;
 
 const HELD_OUT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/held_out.txt");
 
@@ -40,7 +40,7 @@ pub fn accuracy(args: &Args) -> Result<()> {
 
 fn page(args: &Args, checkpoint: &Checkpoint, step: u32, measured: &Accuracy) -> String {
     let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
-    let positions = measured.rows.first().map_or(0, |row| row.positions());
+    let scored = measured.rows.first().map_or(0, |row| row.positions());
     let text = match &args.evaluate {
         Some(_) => "the text of `--evaluate`",
         None => "the held-out text of `examples/generate`",
@@ -48,7 +48,7 @@ fn page(args: &Args, checkpoint: &Checkpoint, step: u32, measured: &Accuracy) ->
     let scales = match checkpoint.k_scales.as_slice() {
         [] => "The checkpoint has no `kv_cache_scales.json`, so `k_scale` is 1.".into(),
         [first, ..] => format!(
-            "`k_scale` of the checkpoint is in its `kv_cache_scales.json` ({first} in the first layer); 1 is what vLLM takes without one."
+            "The checkpoint's `kv_cache_scales.json` has a `k_scale` a layer ({first} in the first); without one it is 1, as in vLLM."
         ),
     };
     let software = match measured.rows.iter().any(|row| row.device.contains("llvmpipe")) {
@@ -57,21 +57,33 @@ fn page(args: &Args, checkpoint: &Checkpoint, step: u32, measured: &Accuracy) ->
         }
         false => "",
     };
-    let exact = if args.exact { ", of variants that round nothing but the cache" } else { "" };
+    let experts = match checkpoint.model.config.experts {
+        Some(_) => {
+            "\nA router's near tie may go the other way: then a token gets another expert, and its logits move far more than by rounding. The
+largest differences may be such positions.\n"
+        }
+        None => "",
+    };
+    let rounded = match args.exact {
+        true => "no variant rounds anything but the cache",
+        false => "a variant on tensor cores may round softmax weights to f16",
+    };
     format!(
         "\
 # Accuracy by dtype of the KV cache
 
 `cargo run --release -p generate -- {command}` wrote this page on {date}.
 
-{positions} tokens of {text} are scored, in windows of {window}, each begun
-with an empty cache and computed as prompts are: in steps of {step} tokens, whose attention reads all its keys from the cache. Weights are
-held in f32, and all else is computed in it{exact}. {scales}
+{positions} tokens of {text} are scored, in windows of {window}, each begun with an empty cache and
+computed as prompts are: in steps of {step} tokens, whose attention reads all its keys from the cache. Weights and activations are f32;
+{rounded}.
+
+{scales}
 
 The reference is an f32 cache on the CPU, whose perplexity and next-token accuracy the columns *against f32* compare with. *Likeliest
 token the same* is the share of positions where the likeliest token is the reference's. *Logits apart* is the absolute difference to the
 reference's logits, over all {elements} of them.
-
+{experts}
 {tables}{software}
 For comparison: vLLM's pull request [34597](https://github.com/vllm-project/vllm/pull/34597), an FP8 cache for its Triton MLA backend,
 tells of about 0.15 points of accuracy on GSM8K (lm_eval). That is another model and another task: the column *against f32, points* is
@@ -79,10 +91,24 @@ the nearest to it here. One position more or less is {point:.3} points.
 ",
         date = today(),
         window = args.window,
-        elements = positions * measured.vocab_size,
+        positions = grouped(scored),
+        elements = grouped(scored * measured.vocab_size),
         tables = measured.markdown(),
-        point = 100.0 / positions.max(1) as f64,
+        point = 100.0 / scored.max(1) as f64,
     )
+}
+
+/// With a comma every three digits.
+fn grouped(number: usize) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 /// As YYYY-MM-DD, in UTC.

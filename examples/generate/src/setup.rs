@@ -21,7 +21,7 @@ pub struct Setup {
     pub step_tokens: u32,
     /// Bytes that the keys and values of a prompt may take at a time.
     pub workspace_bytes: u64,
-    /// Takes the best row of the decode that rounds no softmax weights, as rows on tensor cores do.
+    /// Takes the best variant of the decode that rounds no softmax weights, as those on tensor cores do.
     pub exact: bool,
     /// `k_scale` of each layer of an e4m3 cache; where there is none it is 1.
     pub k_scales: Vec<f32>,

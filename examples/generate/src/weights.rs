@@ -74,12 +74,15 @@ impl Weights {
     /// # Errors
     /// [`Error::File`] where it is missing or has another shape.
     pub fn take(&mut self, name: &str, shape: &[Dim]) -> Result<Tensor> {
-        let missing = || match &self.quant_method {
-            Some(_) => format!("no tensor {name}; {}", self.cure(false)),
-            None => format!("no tensor {name}; its config.json asks for it"),
+        if let Some(tensor) = self.take_if_there(name, shape)? {
+            return Ok(tensor);
+        }
+        // After a cast of FP8 weights, another cast would not bring it.
+        let cure = match self.is_packed() {
+            true => self.cure(false),
+            false => "its config.json asks for it; take both from one checkpoint".into(),
         };
-        let error = self.fault(missing());
-        self.take_if_there(name, shape)?.ok_or(error)
+        Err(self.fault(format!("no tensor {name}; {cure}")))
     }
 
     /// A tensor that some checkpoints have.
@@ -115,13 +118,18 @@ impl Weights {
             return Ok(());
         }
         let scaled = left.iter().any(|name| quantization::is_scale(name));
-        let cure = match scaled || self.quant_method.as_deref().is_some_and(|method| method != "fp8") {
+        let cure = match scaled || self.is_packed() {
             true => self.cure(scaled),
             false => "take config.json and the weights from one checkpoint".into(),
         };
         let few = left[..left.len().min(3)].join(", ");
         let more = if left.len() > 3 { format!(" and {} more", left.len() - 3) } else { String::new() };
         Err(self.fault(format!("tensors that the model does not use: {few}{more}; {cure}")))
+    }
+
+    /// AWQ, GPTQ and others store weights under names of their own.
+    fn is_packed(&self) -> bool {
+        self.quant_method.as_deref().is_some_and(|method| method != "fp8")
     }
 
     fn cure(&self, fp8: bool) -> String {

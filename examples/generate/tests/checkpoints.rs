@@ -220,6 +220,9 @@ fn quantised_weights_are_refused_with_their_own_cure() {
     with_fields(&dir, &[("quantization_config", json!({"quant_method": "gptq"}))]);
     with_tensors(&dir, |all| drop(all.remove(LINEAR)));
     must_refuse(Checkpoint::open(&dir), "quant_method gptq");
+    // A cast does not bring a tensor that is missing.
+    with_fields(&dir, &[("quantization_config", json!({"quant_method": "fp8"}))]);
+    must_refuse(Checkpoint::open(&dir), "up_proj.weight; its config.json asks for it");
 }
 
 /// After the cast, config.json still has `quantization_config`.
@@ -257,4 +260,25 @@ fn tensors_that_are_left_are_named() {
         drop(all.insert("model.layers.0.self_attn.o_proj.bias".into(), stored(Dtype::F32, &[32])))
     });
     must_refuse(Checkpoint::open(&dir), "o_proj.bias");
+}
+
+#[test]
+fn scales_that_no_cache_has_are_refused() {
+    let dir = changed("scales", "v3-dense", "config.json", |text| text);
+    let at = dir.join("kv_cache_scales.json");
+    let write = |layers: Value| {
+        let all = json!({"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": layers}}});
+        std::fs::write(&at, all.to_string()).expect("a file");
+    };
+    write(json!({"0": 0.5, "1": 0.25}));
+    assert_eq!(Checkpoint::open(&dir).expect("a checkpoint").k_scales, [0.5, 0.25]);
+    for bad in
+        [json!({"0": 1}), json!({"0": 1, "1": 0}), json!({"0": 1, "1": -2}), json!({"0": 1, "1": 1e-40})]
+    {
+        write(bad);
+        must_refuse(
+            Checkpoint::open(&dir),
+            "layer 1: must be there and above 0; delete the file for scales of 1",
+        );
+    }
 }

@@ -104,7 +104,7 @@ fn accuracy_is_a_page() {
         "| CPU | bf16 | ",
         "| CPU | e4m3, `k_scale` of the checkpoint | ",
         "| CPU | e4m3, `k_scale` 1 | ",
-        "0.03125 in the first layer",
+        "(0.03125 in the first)",
         "pull/34597",
         "--windows 1` wrote this page on 2",
     ] {

@@ -58,10 +58,10 @@ fn logits_equal_those_of_transformers() {
     }
 }
 
-/// The row that a device chooses may round softmax weights to f16, which moves logits by more than a cache of f16 does: on an H200 by
+/// The variant that a device chooses may round softmax weights to f16, which moves logits by more than a cache of f16 does: on an H200 by
 /// 2.5e-3 with f16 and 1.0e-2 with bf16.
 #[test]
-fn logits_of_the_chosen_row_are_near() {
+fn logits_of_the_chosen_variant_are_near() {
     let (checkpoint, golden) = (checkpoint("model"), Golden::open("tests/goldens"));
     for backend in backends() {
         for (name, dtype) in DTYPES {
