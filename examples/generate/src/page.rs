@@ -8,7 +8,8 @@ use generate::{Accuracy, Checkpoint, Error, Result};
 use crate::args::Args;
 use crate::print::{say, tell};
 
-/// Windows that are scored unless `--windows` says how many: under four minutes on two cores with a GPU in software.
+/// Windows that are scored unless `--windows` says how many: two minutes on two idle cores with a GPU in software, four on
+/// busy ones.
 const WINDOWS: usize = 24;
 
 const HELD_OUT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/held_out.txt");

@@ -87,6 +87,28 @@ fn absent_fields_have_the_defaults_of_transformers() {
     assert_eq!((experts.per_token, experts.groups, experts.scaling), (6, 1, 1.0));
 }
 
+/// The fields as DeepSeek ships them for DeepSeek-V3; its weights decide whether they are served.
+#[test]
+fn the_config_that_deepseek_ships_is_read() {
+    let config = json!({
+        "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "num_attention_heads": 128,
+        "n_shared_experts": 1, "n_routed_experts": 256, "ep_size": 1, "routed_scaling_factor": 2.5, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "topk_method": "noaux_tc",
+        "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "moe_layer_freq": 1, "first_k_dense_replace": 3,
+        "norm_topk_prob": true, "scoring_func": "sigmoid", "hidden_act": "silu", "max_position_embeddings": 163_840,
+        "rms_norm_eps": 1e-6, "rope_theta": 10_000, "tie_word_embeddings": false, "eos_token_id": 1,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn"},
+        "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+            "weight_block_size": [128, 128]},
+    });
+    let dir = changed("shipped", "v3-dense", "config.json", |_| config.to_string());
+    let config = Config::open(&dir).expect("a config");
+    assert_eq!((config.rope.softmax_mscale, config.rope.interleaved), ((40.0, 1.0), true));
+    assert_eq!((config.quant_method.as_deref(), config.eos), (Some("fp8"), vec![1]));
+}
+
 /// transformers adds `rope_type` where a config had `type`.
 #[test]
 fn a_config_that_transformers_saved_again_is_the_same() {
