@@ -45,7 +45,7 @@ impl<D: Backend> Paged<D> {
             layers: (0..arrays.num_layers()).map(bind).collect::<Result<_>>()?,
             step: mla.step(Default::default())?,
             copy_step: copy.step(0)?,
-            pages: Pages::new(spec.kv, model.config.max_position_embeddings, max_tokens)?,
+            pages: Pages::new(spec.kv, setup.max_position(model) as usize, max_tokens)?,
             device: device.clone(),
             arrays,
             copy,
