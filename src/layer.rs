@@ -221,6 +221,7 @@ pub struct LayerOptions {
 
 /// What a host has to know of a compiled layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LayerFacts {
     /// How its decode cuts work.
     pub tiling: Tiling,

@@ -48,6 +48,7 @@
 //! # Ok(()) }
 //! ```
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 // It waits for its device, which a browser does not allow.
 #[cfg(not(target_arch = "wasm32"))]

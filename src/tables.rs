@@ -11,6 +11,7 @@ use crate::{Error, KvSpec, Result};
 
 /// Which pages hold each sequence, as the host has them.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub enum PageTable<'a> {
     /// `block_table`, i32 `[batch, max_pages]`. Entries at or past `ceil(seq_len / page_size)` may hold anything.
     Dense {

@@ -313,6 +313,7 @@ pub trait Kernel<O: Op>: Device {
 
 /// An op, compiled on a device.
 #[derive(Debug)]
+#[must_use]
 pub struct Compiled<O: Op, D: Kernel<O>> {
     pub(crate) device: D,
     pub(crate) op: O,
@@ -328,6 +329,7 @@ pub struct Compiled<O: Op, D: Kernel<O>> {
 /// stream's order; a prepare that fits the step's capacity rewrites it in place, so that a captured graph replays with what was
 /// prepared last, and one that does not fit replaces its buffers: graphs captured before must be captured again.
 #[derive(Debug)]
+#[must_use]
 pub struct Step<O: Op, D: Kernel<O>> {
     pub(crate) raw: D::Step,
     /// `None` until it was prepared, and after a prepare that failed.
@@ -337,6 +339,7 @@ pub struct Step<O: Op, D: Kernel<O>> {
 
 /// One layer's buffers, checked and held. Made by [`Compiled::bind`].
 #[derive(Debug)]
+#[must_use]
 pub struct Binding<O: Op, D: Kernel<O>> {
     pub(crate) raw: D::Binding,
     room: O::Extent,
