@@ -313,7 +313,6 @@ pub trait Kernel<O: Op>: Device {
 
 /// An op, compiled on a device.
 #[derive(Debug)]
-#[must_use]
 pub struct Compiled<O: Op, D: Kernel<O>> {
     pub(crate) device: D,
     pub(crate) op: O,
@@ -339,7 +338,6 @@ pub struct Step<O: Op, D: Kernel<O>> {
 
 /// One layer's buffers, checked and held. Made by [`Compiled::bind`].
 #[derive(Debug)]
-#[must_use]
 pub struct Binding<O: Op, D: Kernel<O>> {
     pub(crate) raw: D::Binding,
     room: O::Extent,
