@@ -1,6 +1,6 @@
 // Shortens the tables of a decode planned for upper bounds to the sequence lengths that only the device knows (seq_lens).
 //
-//   for each work item:             kv_end = min(planned kv_end, seq_len); an empty range becomes [0, 0), as the planner writes it
+//   for each work item:             kv_end = min(planned kv_end, seq_len); an empty range becomes [0, 0)
 //   for each query token:           visible = min(planned visible, its causal limit), which counts the keys that it attends to
 //   for each word of the page list: the page id from block_table, clamped to the pool; 0 past the sequence's end
 //
@@ -39,7 +39,7 @@ fn batch_lists(
         }
         let kv_begin = plan[8u + index * 8u + 3u];
         let kv_end = min(plan[8u + index * 8u + 4u], len_of(min(plan[item_sequences + index], batch - 1u)));
-        // An empty item begins at 0: kernels assume that kv_begin is a multiple of their block of tokens.
+        // An empty item begins at 0: kernels that round kv_begin down to a whole block of tokens would run a block otherwise.
         tables[to + 3u] = select(0u, kv_begin, kv_begin < kv_end);
         tables[to + 4u] = select(0u, kv_end, kv_begin < kv_end);
     }
