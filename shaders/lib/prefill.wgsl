@@ -38,7 +38,7 @@ const TILE_WORDS = 6u;
 const EMPTY = -1.0e38; // finite sentinel for the LSE -inf of a row that attends to no key
 const MINUS_INFINITY = 0xFF800000u;
 
-// A tile of query rows of one sequence and one head, and the range of its keys: PrefillTile of src/ops/mla_prefill.
+// A tile of query rows of one sequence and one head, and the range of its keys: PrefillTile of src/ops/mla_prefill/tiles.rs.
 struct Tile {
     head: u32,
     first_token: u32,
