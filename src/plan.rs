@@ -1,4 +1,4 @@
-//! Split-KV planning: which workgroup attends which query rows over which tokens. Pure, and shared by every
+//! Split-KV planning: which workgroup attends with which query rows to which tokens. Pure, and shared by every
 //! layer of a model and every backend.
 //!
 //! A *query row* is one head of one query token. A *tile* is up to `rows_per_tile` rows of one sequence (of
@@ -31,7 +31,7 @@ pub struct WorkItem {
     pub kv_end: u32,
     /// Index of the first row's partial result, or [`DIRECT`].
     pub partial: u32,
-    /// Which buffer of the pool holds the pages: 0 until pools have several.
+    /// Which buffer of the pool holds the pages: 0, as pools have one.
     pub pool: u32,
     /// Zero.
     pub reserved: u32,
@@ -72,11 +72,11 @@ pub struct Tiling {
     /// Work items that fill the device: as many as run at a time. A ragged batch may be cut into more, of which the last to begin
     /// are short.
     pub target_items: u32,
-    /// The automatic policy aims at no split shorter than this. One that is just too long for a split becomes two of half the
+    /// The shortest split that the automatic policy aims at. A range just too long for one split becomes two of half the
     /// length.
     pub min_split_tokens: u32,
-    /// Work items of a batch that is one tile, such as one sequence of few heads: it makes the most partial results a row, whose merge
-    /// may find room beside fewer items. 0 where that is `target_items` too.
+    /// Work items of a batch that is one tile, such as one sequence of few heads: its merge has the most partial results a query row, and
+    /// fewer items may leave multiprocessors free for it. 0 where that is `target_items` too.
     pub single_sequence_items: u32,
     /// Tokens that a worker would attend in the time that an item costs beyond its tokens: to begin, and to leave a partial result. The
     /// automatic policy weighs the ways to cut a ragged batch with it. 0 where it is not known.
@@ -91,7 +91,7 @@ pub enum SplitPolicy {
     #[default]
     Auto,
     /// Cuts at the multiples of this many tokens. The result of a row then depends on nothing but the row: not
-    /// on the batch, its order or shared prefixes, bit for bit. CUDA's rows by tensor copies load splits slowly
+    /// on the batch, its order or shared prefixes, bit for bit. CUDA's variants with TMA boxes load splits slowly
     /// that are no multiple of 16, or on Hopper, with a 16-bit cache and more than 32 query rows, of 32.
     FixedTokens(u32),
     /// No cuts and no merge.
@@ -172,7 +172,7 @@ impl PartialEq for Scratch {
 
 impl Eq for Scratch {}
 
-/// Query tokens that attend one range of one page list.
+/// Query tokens that attend to one range of one page list.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Run {
     first_query: u32,

@@ -1,8 +1,8 @@
-//! Where the automatic policy cuts: into equal shares, or into pieces of one length and a remainder a run, where a device is predicted to
-//! be done sooner with those. Equal shares suit runs of one length; of a ragged batch they leave one item much longer than the rest.
+//! The cuts of `SplitPolicy::Auto`: equal shares, or pieces of one length and a remainder a run, where a device is predicted to
+//! finish sooner with those. Equal shares suit runs of one length; in a ragged batch they leave one item much longer than the rest.
 //!
-//! The prediction is list scheduling: as many workers as there are target items each take the longest item that is left when they
-//! are done with their last one, and an item costs its tokens and [`Tiling::item_overhead_tokens`].
+//! The prediction is list scheduling (longest processing time first): as many workers as target items each take the longest remaining item when they
+//! finish one, and an item costs its tokens plus [`Tiling::item_overhead_tokens`].
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -13,7 +13,7 @@ use super::{Run, Tiling};
 const LONG_PIECE_STEP: u64 = 64;
 /// Tokens of a piece that is long enough to be a multiple of that.
 const LONG_PIECE: u64 = 1024;
-/// Lengths of pieces that are tried at most.
+/// The most lengths of pieces that are tried.
 const TRIALS: u32 = 6;
 
 /// Where runs are cut.
@@ -25,7 +25,7 @@ pub(super) enum Cut {
     Pieces(Pieces),
 }
 
-/// Pieces of `tokens` and a remainder. One shorter than `least` halves the last piece with it, on a block boundary: it is
+/// Pieces of `tokens` and a remainder. A remainder shorter than `least` is joined with the last piece and the sum halved, on a block boundary: it is
 /// then neither all overhead nor does it make a longer piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pieces {
@@ -87,7 +87,7 @@ pub(super) struct Scratch {
     workers: BinaryHeap<Reverse<(u64, u64)>>,
 }
 
-/// The cut with which a device is predicted to be done first.
+/// The cut with the least predicted makespan.
 pub(super) fn balanced(runs: &[Run], heads: u32, tiling: &Tiling, scratch: &mut Scratch) -> Cut {
     let load = Load { runs, heads, tiling };
     let chunk = load.chunk();
@@ -165,7 +165,7 @@ impl Load<'_> {
             return None;
         }
         let (workers, done) = self.shares_done(chunk, scratch);
-        // What the model does not know may be worth a 32nd, and of equal shares it knows the longest but for a block.
+        // Pieces must win by a 32nd, for what the model leaves out; of equal shares it knows the longest only to within a block.
         let mut soonest = done.saturating_sub((done / 32).max(block.into()));
         let tokens: u64 = self.parts().map(|(tokens, tiles)| u64::from(tokens) * tiles).sum();
         let tiles: u64 = self.parts().map(|(_, tiles)| tiles).sum();
@@ -194,7 +194,7 @@ impl Load<'_> {
         best
     }
 
-    /// How many workers share equal shares, and when the last is done.
+    /// How many workers equal shares occupy, and when the last finishes.
     fn shares_done(&self, chunk: u32, scratch: &mut Scratch) -> (u64, u64) {
         let most = self.most_items();
         if self.items(chunk / self.block()) <= most {
@@ -235,7 +235,7 @@ impl Load<'_> {
 }
 
 impl Scratch {
-    /// When workers are done with the listed items, the longest first; once that is `limit` or later, some time from there on.
+    /// The makespan of the listed items, longest first; any value from `limit` on where it is `limit` or later.
     fn done(&mut self, workers: u64, overhead: u64, limit: u64) -> u64 {
         let Self { items, workers: heap } = self;
         items.sort_unstable_by_key(|&(tokens, _)| Reverse(tokens));

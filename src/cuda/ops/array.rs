@@ -1,4 +1,4 @@
-//! Where an array's rows are on the card.
+//! Addresses and strides of arrays in device memory.
 
 use crate::cuda::Buffer;
 use crate::view::View;
@@ -13,7 +13,7 @@ pub(super) struct Array {
 }
 
 impl Array {
-    /// Of an array that is not wanted.
+    /// An array that is not written.
     pub(super) const NONE: Self = Self { address: 0, token_stride: 0, head_stride: 0 };
 
     /// Of `[tokens, heads]` rows; `bytes` is an element's. The stride of a dimension of one is unused and may be anything.

@@ -1,4 +1,4 @@
-//! `head_project`: each token's rows times the matrix of their head.
+//! `head_project`: a batched GEMM, each head's rows times its matrix.
 
 use std::ops::Range;
 
@@ -46,7 +46,7 @@ pub struct ProjectParams {
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for ProjectParams {}
 
-/// For few tokens and for many. Which of them runs changes no bit.
+/// For few tokens and for many; both give the same bits.
 #[derive(Debug)]
 pub struct Functions {
     few: Function,

@@ -1,4 +1,4 @@
-//! `kv_calibrate`: what an e4m3 cache would make of new rows, counted on the card.
+//! `kv_calibrate`: amax and saturation counts of new tokens, for an e4m3 cache's `k_scale`.
 
 use std::ops::Range;
 
@@ -111,7 +111,7 @@ impl Kernel<KvCalibrate> for Cuda {
     }
 }
 
-/// An item is a quad of some tokens' rows.
+/// An item is a quad (4 consecutive elements) of TOKENS_PER_THREAD tokens.
 fn items(spec: &KvCalibrate, tokens: u32) -> Result<u32> {
     let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
     let items = blocks * u64::from(spec.shape.row_elems() / 4);

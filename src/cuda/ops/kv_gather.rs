@@ -127,7 +127,7 @@ impl Kernel<KvGather> for Cuda {
     }
 }
 
-/// An item is a quad of PLACES_PER_THREAD tokens' rows. The kernel divides items and places.
+/// An item is a quad (4 consecutive elements) of PLACES_PER_THREAD tokens. The kernel divides item and place numbers.
 fn max_pieces(spec: &KvGather) -> u32 {
     let blocks = MAX_ITEMS / (spec.shape.row_elems() / 4);
     let places = blocks.saturating_mul(PLACES_PER_THREAD).min(MAX_ITEMS);

@@ -1,4 +1,4 @@
-//! `mla_prefill`: attention of new tokens over keys and values that are there for each head.
+//! `mla_prefill`: attention of new tokens in MLA's expanded form, over keys and values of each head.
 
 use cudarc::driver::DeviceRepr;
 

@@ -1,4 +1,4 @@
-//! `rope`: rows rotated by their positions.
+//! `rope`: rotary embedding of queries.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeArgs, RopeLayout};
 
-/// `THREADS` of rope.cu and rope_append.cu: with fewer, a batch of a decode step is on more multiprocessors.
+/// `THREADS` of rope.cu and rope_append.cu: small blocks spread a decode step's batch over more multiprocessors.
 pub(super) const THREADS: u32 = 128;
 pub(super) const CURE: &str = "rotate in several steps, and bind a part of the tokens for each";
 

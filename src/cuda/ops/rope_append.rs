@@ -1,4 +1,4 @@
-//! `rope_append`: what comes before a decode, in one launch.
+//! `rope_append`: `rope` and `kv_append` fused in one launch, before a decode.
 
 use cudarc::driver::DeviceRepr;
 
