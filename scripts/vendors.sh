@@ -176,7 +176,7 @@ mesa26_tests() {
 # with each dtype of the cache and all head counts; of the conformance suite, also at the smallest dims, the groups that share the
 # kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the variant on cooperative matrices: the others
 # run on this machine's own driver; and one group at 512/64.
-# The variant `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on matrices take it minutes: only --full has them.
+# The variant `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on cooperative matrices take it minutes: only --full has them.
 mesa26() {
     local group decode=conformance::wgpu::coop_small::decode status=0 job
     local matrix=(matrix::coop_small::256_32) conformance=()

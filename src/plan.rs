@@ -3,7 +3,7 @@
 //!
 //! A *query row* is one head of one query token. A *tile* is up to `rows_per_tile` rows of one sequence (of
 //! several, over a shared prefix), numbered `token * H + head`, so that a tile may hold several tokens of few
-//! heads. A *work item* is a tile over a range of tokens; a row that needs several items leaves one *partial result* (its output and LSE over a range of tokens) an item,
+//! heads. A *work item* is a tile over a range of tokens; a query row that needs several items (splits) leaves one *partial result* an item, its output and LSE over that range,
 //! which a merge combines.
 
 use bytemuck::{Pod, Zeroable};
@@ -44,7 +44,7 @@ pub const DIRECT: u32 = u32::MAX;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct QueryToken {
-    /// Its row in the query and output arrays.
+    /// Its index in the query and output arrays.
     pub token: u32,
     /// It sees the keys before this position of its sequence.
     pub visible: u32,
@@ -54,7 +54,7 @@ pub struct QueryToken {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct Merge {
-    /// Its row in the output arrays.
+    /// Its index in the output arrays.
     pub token: u32,
     /// First of its entries in [`Plan::merge_partials`].
     pub begin: u32,

@@ -157,7 +157,7 @@ impl Kernel<KvAppend> for Cuda {
         Ok(Layer { args: AppendParams::new(spec, args, max_tokens), _buffers: buffers })
     }
 
-    /// The grid is what fits both the step and the binding: a replay appends what the step then holds.
+    /// The grid covers the smaller capacity of step and binding: a captured launch appends what the step's table holds at the replay.
     fn kernel_record(
         &self,
         spec: &KvAppend,

@@ -119,7 +119,7 @@ impl Kernel<Rope> for Cuda {
         Ok(Layer { args, _buffers: buffers })
     }
 
-    /// The grid is for what both the step and the binding have: a replay rotates what the step then holds.
+    /// The grid covers the smaller capacity of step and binding: a captured launch rotates what the step's range holds at the replay.
     fn kernel_record(
         &self,
         spec: &Rope,
@@ -138,7 +138,7 @@ impl Kernel<Rope> for Cuda {
     }
 }
 
-/// Units of so many tokens.
+/// Units (four rotated pairs) of a number of tokens.
 fn items(spec: &Rope, tokens: u32) -> Result<u32> {
     let units = u64::from(spec.rope_dim / 8) * u64::from(spec.num_heads);
     checked_items("items of a rotation", u64::from(tokens).saturating_mul(units), CURE)

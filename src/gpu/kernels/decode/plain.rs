@@ -11,7 +11,7 @@ pub(in crate::gpu::kernels) const LANES: u32 = 8;
 /// The tile of a workgroup and its division among threads: see the head of `shaders/mla_decode.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::gpu::kernels) struct Tile {
-    /// Threads of a row group, each with 8 output columns.
+    /// Threads of a row group, the threads that share query rows, each with 8 output columns.
     pub(in crate::gpu::kernels) group_threads: u32,
     pub(in crate::gpu::kernels) rows_per_group: u32,
     pub(in crate::gpu::kernels) row_groups: u32,
