@@ -69,7 +69,7 @@ pub struct Tiling {
     pub rows_per_tile: u32,
     /// Tokens between two possible split boundaries of the automatic policy.
     pub tokens_per_block: u32,
-    /// Work items that fill the device: as many as run at a time. A ragged batch may be cut into more, of which the last to begin
+    /// Work items that fill the device: as many as run concurrently. A ragged batch may be cut into more, of which the last to start
     /// are short.
     pub target_items: u32,
     /// The shortest split that the automatic policy aims at. A range just too long for one split becomes two of half the
@@ -78,19 +78,19 @@ pub struct Tiling {
     /// Work items of a batch that is one tile, such as one sequence of few heads: its merge has the most partial results a query row, and
     /// fewer items may leave multiprocessors free for it. 0 where that is `target_items` too.
     pub single_sequence_items: u32,
-    /// Tokens that a worker would attend in the time that an item costs beyond its tokens: to begin, and to leave a partial result. The
-    /// automatic policy weighs the ways to cut a ragged batch with it. 0 where it is not known.
+    /// The overhead of an item, launch and partial result, in tokens that a worker attends to in that time. The
+    /// automatic policy uses it to compare cuts of a ragged batch. 0 where it is not known.
     pub item_overhead_tokens: u32,
 }
 
 /// Where sequences are cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SplitPolicy {
-    /// Enough splits to fill the device: equal shares of each sequence, or pieces of one length and what remains of each sequence
-    /// where a device is done sooner with those.
+    /// Enough splits to fill the device: equal shares of each sequence, or pieces of one length and a remainder of each sequence
+    /// where a model of list scheduling predicts that these finish sooner.
     #[default]
     Auto,
-    /// Cuts at the multiples of this many tokens. The result of a row then depends on nothing but the row: not
+    /// Cuts at the multiples of this many tokens. The result of a query row then depends on nothing but its own inputs: not
     /// on the batch, its order or shared prefixes, bit for bit. CUDA's variants with TMA boxes load splits slowly
     /// that are no multiple of 16, or on Hopper, with a 16-bit cache and more than 32 query rows, of 32.
     FixedTokens(u32),
@@ -151,7 +151,7 @@ pub struct Plan {
     scratch: Scratch,
 }
 
-/// Memory that the next plan is made in.
+/// Memory that is reused by the next plan.
 #[derive(Debug, Clone, Default)]
 struct Scratch {
     /// Per sequence: where its own part begins, 0 without a shared prefix.
@@ -163,7 +163,7 @@ struct Scratch {
     balance: balance::Scratch,
 }
 
-/// No part of a plan.
+/// Scratch memory does not take part in comparisons of plans.
 impl PartialEq for Scratch {
     fn eq(&self, _: &Self) -> bool {
         true
@@ -180,11 +180,11 @@ struct Run {
     page_begin: u32,
     begin: u32,
     end: u32,
-    /// Its rows have partial results elsewhere too.
+    /// Whether its rows have partial results of other runs too, of a shared prefix.
     partial: bool,
 }
 
-/// The page list leaves room behind each sequence, so that one that grows by a page does not move the others and
+/// The page list leaves room after each sequence, so that one that grows by a page does not move the others and
 /// an upload of what changed stays small.
 const PAGE_LIST_STRIDE: u32 = 32;
 
@@ -266,15 +266,15 @@ impl Plan {
         Ok(())
     }
 
-    /// Longest first, so that no long item starts last. Items of about one length stay in the order in which the tiles of a
-    /// range are neighbours, which share what they read.
+    /// Sorts items longest first, so that no long item starts last. Items of about one length keep the order in which the tiles of a
+    /// range are adjacent, as these read the same tokens.
     fn sort_items(&mut self, tiling: &Tiling) {
         let lengths = || self.items.iter().map(|item| item.kv_end - item.kv_begin);
         let (longest, shortest) = (lengths().max().unwrap_or(0), lengths().min().unwrap_or(0));
         if longest - shortest <= tiling.tokens_per_block {
             return;
         }
-        // The place in the list makes the order full: an unstable sort then needs no memory and is reproducible.
+        // The index makes the order total: an unstable sort then needs no memory and is reproducible.
         for (item, place) in self.items.iter_mut().zip(0..) {
             item.reserved = place;
         }

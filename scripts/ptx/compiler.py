@@ -25,9 +25,9 @@ def compile_cu(path, arch, include=None):
 
 
 def normal(text, name, arch):
-    """Without comments and empty lines, and of the version that older drivers know. Comments of `for_card` stay."""
+    """The text without comments and empty lines, with the lowest `.version` that loads. `// sm_90: ` comments stay, for `for_card`."""
     lines = (re.sub(r"\s*//(?! sm_90: ).*", "", line) for line in text.splitlines())
-    # A hint to ptxas that asks for PTX 8.3, which the others do not.
+    # A hint to ptxas that needs PTX 8.3, unlike the rest.
     text = "\n".join(line for line in lines if line.strip() and "used_bytes_mask" not in line)
     text, found = re.subn(r"^\.version .*$", ".version {}.{}".format(*arch.version), text, flags=re.M)
     if found != 1:

@@ -9,9 +9,9 @@ use std::collections::BinaryHeap;
 
 use super::{Run, Tiling};
 
-/// A whole number of cache pages, and of the blocks of any kernel.
+/// Tokens that are a whole number of usual cache pages, and of any kernel's blocks.
 const LONG_PIECE_STEP: u64 = 64;
-/// Tokens of a piece that is long enough to be a multiple of that.
+/// The least tokens of a piece that is rounded to such a multiple.
 const LONG_PIECE: u64 = 1024;
 /// The most lengths of pieces that are tried.
 const TRIALS: u32 = 6;
@@ -36,7 +36,7 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// Whole pieces of a run, and the tokens of up to two others after them.
+    /// The number of whole pieces of a run, and the tokens of up to two shorter ones after them.
     pub(super) fn of(self, tokens: u32) -> (u32, [u32; 2]) {
         let (whole, rest) = (tokens / self.tokens, tokens % self.tokens);
         if whole == 0 || rest == 0 || rest >= self.least {
@@ -49,7 +49,7 @@ impl Pieces {
 }
 
 impl Cut {
-    /// Splits of a run that has some tokens.
+    /// The number of splits of a run, which has at least one token.
     pub(super) fn splits(self, tokens: u32) -> u32 {
         match self {
             Self::Shares { chunk, .. } => tokens.div_ceil(chunk),
@@ -120,12 +120,12 @@ impl Load<'_> {
         (run.num_queries * self.heads).div_ceil(self.tiling.rows_per_tile.max(1)).into()
     }
 
-    /// Items of equal shares of at most so many blocks.
+    /// The number of items of equal shares of at most a number of blocks.
     fn items(&self, chunk: u32) -> u64 {
         self.runs.iter().map(|run| self.tiles(run) * u64::from(self.blocks(run).div_ceil(chunk).max(1))).sum()
     }
 
-    /// Items that equal shares may make.
+    /// The most items that equal shares may make.
     fn most_items(&self) -> u64 {
         let Tiling { target_items, single_sequence_items, .. } = *self.tiling;
         let is_single = self.parts().map(|(_, tiles)| tiles).sum::<u64>() == 1;
@@ -170,7 +170,8 @@ impl Load<'_> {
         let tokens: u64 = self.parts().map(|(tokens, tiles)| u64::from(tokens) * tiles).sum();
         let tiles: u64 = self.parts().map(|(_, tiles)| tiles).sum();
 
-        // A worker's time but for its pieces' overhead, as each tile has a remainder too; and one piece a worker, if that cuts any run.
+        // The first length to try: a worker's time, with the overhead of each tile's remainder but not of pieces, if that cuts any run;
+        // else an equal part of it that does.
         let time = tokens.saturating_add(tiles.saturating_mul(overhead)) / workers;
         let length = time.div_ceil(time / u64::from(longest) + 1);
         let step = if length < LONG_PIECE { 1 } else { LONG_PIECE_STEP }.next_multiple_of(block.into());
@@ -181,7 +182,7 @@ impl Load<'_> {
             let pieces = Pieces { tokens: piece, least: self.tiling.min_split_tokens, block };
             let items = self.list_pieces(pieces, &mut scratch.items);
             let no_wait = tokens.saturating_add(items.saturating_mul(overhead)) / workers;
-            // Longer pieces are not done sooner than this either.
+            // Longer pieces cannot finish before `soonest` either.
             if no_wait.max(length + overhead) >= soonest {
                 break;
             }
@@ -216,7 +217,7 @@ impl Load<'_> {
     /// Lists the items of a cut and counts them.
     fn list_pieces(&self, pieces: Pieces, items: &mut Vec<(u32, u64)>) -> u64 {
         items.clear();
-        // A run makes three lengths at most, of which one is the same for all.
+        // A run has at most three lengths of items, one of which is the same for all runs.
         items.reserve(2 * self.runs.len() + 1);
         let mut all_whole = 0;
         for (tokens, tiles) in self.parts() {
