@@ -19,7 +19,7 @@ use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::{
     Dtype, Kernel, KvAppend, KvAppendArgs, KvSpec, KvView, MlaShape, Op, Rope, RopeAppend, RopeAppendArgs,
-    RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
+    RopeAppendBatch, RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -208,7 +208,13 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
         Some(cache) => {
             let layers = copies.map(|copy| arrays.fused(shape, copy));
             let op = gpu.compile(shape.fused(cache))?;
-            time_op(gpu, shape, &arrays, &Layers::new(op, tokens, &shape.slots(), layers)?, args)
+            time_op(
+                gpu,
+                shape,
+                &arrays,
+                &Layers::new(op, tokens, RopeAppendBatch::slots(&shape.slots()), layers)?,
+                args,
+            )
         }
         None => {
             let layers = copies.map(|copy| arrays.rope(shape, copy));

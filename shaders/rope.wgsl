@@ -22,5 +22,6 @@ fn rope(
     // A step prepared again after this was recorded may have more tokens than the binding's buffers hold.
     let token = table[1] + index;
     let is_item = index < table[0] && token < params.max_tokens;
-    rotate_unit(min(token, params.max_tokens - 1u), item % HEAD_UNITS, params, is_item);
+    let bound_token = min(token, params.max_tokens - 1u);
+    rotate_unit(bound_token, positions[bound_token], item % HEAD_UNITS, params, is_item);
 }

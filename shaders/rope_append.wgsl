@@ -12,14 +12,16 @@
 // Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/convert_*, lib/append, lib/rotate, lib/rotate_rows,
 // lib/rope_apart or lib/rope_in_place.
 // Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
-// TOKEN_ITEMS (of all three kinds), INTERLEAVED, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS.
+// TOKEN_ITEMS (of all three kinds), POSITIONS_FOLLOW (a bit of the count: the table has positions too), INTERLEAVED, PAGE_SIZE,
+// NUM_SLOTS, LATENT_QUADS, ROW_QUADS.
 
 struct RopeAppendParams {
     append: AppendParams,
     query: RopeParams,
 }
 
-@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then slots
+// [1 + tokens, or 1 + 2 * tokens] num_tokens, then slots, then positions if POSITIONS_FOLLOW is set in num_tokens
+@group(0) @binding(0) var<storage, read> table: array<u32>;
 @group(1) @binding(0) var<uniform> params: RopeAppendParams;
 @group(1) @binding(5) var<storage, read> kv_c: array<InQuad>; // [tokens, L / 4], strided
 @group(1) @binding(6) var<storage, read> k_pe: array<InQuad>; // [tokens, R / 4], strided
@@ -34,32 +36,38 @@ fn rope_append(
     let item = item_of(group, groups, lane);
     let part = item % TOKEN_ITEMS;
     // A step prepared again after this was recorded may have more tokens than the binding's buffers hold.
-    let num_tokens = min(table[0], params.append.max_tokens);
+    let counted = table[0] & ~POSITIONS_FOLLOW;
+    let num_tokens = min(counted, params.append.max_tokens);
     let is_item = item / TOKEN_ITEMS < num_tokens;
     let token = min(item / TOKEN_ITEMS, params.append.max_tokens - 1u);
+    let in_table = min(token, max(num_tokens, 1u) - 1u);
+    var position = positions[token];
+    if (table[0] & POSITIONS_FOLLOW) != 0u {
+        position = i32(table[1u + counted + in_table]);
+    }
     if part < QUERY_ITEMS {
         if part < HEAD_UNITS {
-            rotate_unit(token, part, params.query, is_item);
+            rotate_unit(token, position, part, params.query, is_item);
         }
         return;
     }
     // Writes test slot < NUM_SLOTS, which NO_SLOT fails. The host checked the slots; the bound also covers a table of a larger pool.
-    let slot = select(NO_SLOT, table[1u + min(token, max(num_tokens, 1u) - 1u)], is_item);
+    let slot = select(NO_SLOT, table[1u + in_table], is_item);
     if part < QUERY_ITEMS + KEY_ITEMS {
         if part - QUERY_ITEMS < UNITS {
-            append_key(token, part - QUERY_ITEMS, slot);
+            append_key(token, position, part - QUERY_ITEMS, slot);
         }
     } else {
         append_latent(token, part - QUERY_ITEMS - KEY_ITEMS, slot);
     }
 }
 
-fn append_key(token: u32, unit: u32, slot: u32) {
+fn append_key(token: u32, position: i32, unit: u32, slot: u32) {
     let key = params.append.k_pe_base_quads + token * params.append.k_pe_stride_quads;
     let first = first_quad(unit);
     let second = second_quad(unit);
     let quads = TwoQuads(input_bits(k_pe[key + first]), input_bits(k_pe[key + second]));
-    let turned = rotated(quads, angles_of(token, unit, params.query.max_position));
+    let turned = rotated(quads, angles_of(position, unit, params.query.max_position));
     if slot < NUM_SLOTS {
         let row = row_of(slot, params.append) + LATENT_QUADS;
         kv[row + first] = convert(input_quad(turned.first), params.append.scale);

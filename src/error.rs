@@ -136,6 +136,18 @@ pub enum Error {
         /// Slots in the pool: pages times page_size.
         num_slots: u64,
     },
+    /// A new token that a layer would write to another slot than its block table has for it, so that it would never be read.
+    #[error(
+        "slot_mapping[{index}] = {slot}, but the block table has that token in slot {want}: make both from one pool, after its append; negative if the token is in the cache already"
+    )]
+    SlotMismatch {
+        /// Index of the query token.
+        index: usize,
+        /// The slot found there.
+        slot: i64,
+        /// Where the block table has the token.
+        want: i64,
+    },
     /// Two tokens of one append go to the same slot, so the result would depend on timing.
     #[error(
         "slot_mapping[{first}] and slot_mapping[{second}] are both slot {slot}: give each token a slot of its own"
@@ -192,11 +204,27 @@ pub enum Error {
         /// Pages in the pool.
         total: usize,
     },
-    /// A sequence handle that is not, or no longer, in the pool.
-    #[error("sequence {id} is not in the pool: it was freed, or belongs to another pool")]
+    /// A handle of a sequence that was freed.
+    #[error("sequence {number} is no longer in the pool: it was freed; add or fork another")]
     UnknownSequence {
-        /// The handle.
-        id: u64,
+        /// [`crate::SeqId::number`] of the handle.
+        number: u64,
+    },
+    /// A handle of a sequence of another pool.
+    #[error("sequence {number} is of another pool: use it with the pool that made it")]
+    OtherPool {
+        /// [`crate::SeqId::number`] of the handle.
+        number: u64,
+    },
+    /// A plan or block table that was made for another cache or other heads than the op was compiled for.
+    #[error("{what} is {got}, the op was compiled for {want}: make both from one spec")]
+    OtherSpec {
+        /// What differs.
+        what: &'static str,
+        /// What the plan or table was made for.
+        got: u32,
+        /// What the op was compiled for.
+        want: u32,
     },
     /// `query_start_loc` that does not begin at 0 or that goes down.
     #[error("query_start_loc[{index}] = {got}: must start at 0 and never go down")]
@@ -320,6 +348,16 @@ pub enum Error {
     OutOfMemory {
         /// What was being made.
         what: &'static str,
+    },
+    /// wgpu rejected a buffer or queue of the host.
+    #[error(
+        "wgpu rejected {what}: {detail}; use buffers and the queue of the device that the `Gpu` was made on, neither mapped nor destroyed"
+    )]
+    ForeignResource {
+        /// What they were used for.
+        what: &'static str,
+        /// What wgpu said.
+        detail: String,
     },
     /// wgpu rejected something that this crate made. A bug of ours: please report it.
     #[error("wgpu rejected {what}: {detail}; this is a bug of wgpu-mla, please report it")]

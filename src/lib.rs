@@ -89,8 +89,8 @@ pub use ops::{
     GatherRange, HeadDims, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate,
     KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, LseBase, MergeState, MergeStateArgs, MergeStates,
     MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, Op, OpOptions,
-    PrefillExtent, PrefillOptions, PrefillSequence, Query, Rope, RopeAppend, RopeAppendArgs, RopeArgs,
-    RopeLayout, Step, WeightOrder, WeightView, check_copies,
+    PrefillExtent, PrefillOptions, PrefillSequence, Query, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
+    RopeAppendExtent, RopeArgs, RopeLayout, Step, WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SplitPolicy, Tiling};

@@ -10,13 +10,25 @@ mod prefix;
 use std::collections::HashMap;
 use std::ops::Range;
 
+use crate::ops::op::next_id;
 use crate::{Error, KvSpec, Result};
 
 pub use export::{BlockTable, Csr};
 
-/// Names a sequence of a [`PagePool`]. A pool never gives out a handle twice, but two pools may give out the same.
+/// Names a sequence of a [`PagePool`]. Only a pool makes one, never the same twice, and no other pool accepts it, but for a clone of
+/// the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SeqId(pub u64);
+pub struct SeqId {
+    pool: u64,
+    number: u64,
+}
+
+impl SeqId {
+    /// Sequences that the pool made before it.
+    pub const fn number(self) -> u64 {
+        self.number
+    }
+}
 
 /// Hands out the pages of one cache to sequences that grow, fork, roll back and end.
 ///
@@ -46,10 +58,12 @@ pub struct SeqId(pub u64);
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct PagePool {
+    /// No two pools have the same, but for clones.
+    id: u64,
     spec: KvSpec,
     store: Store,
     sequences: HashMap<SeqId, Sequence>,
-    next_id: u64,
+    next_number: u64,
 }
 
 /// What an append gave one sequence.
@@ -172,6 +186,15 @@ impl Store {
     }
 }
 
+/// What is wrong with a handle that the pool `pool` does not have.
+fn unknown(pool: u64, seq: SeqId) -> Error {
+    if seq.pool == pool {
+        Error::UnknownSequence { number: seq.number }
+    } else {
+        Error::OtherPool { number: seq.number }
+    }
+}
+
 impl PagePool {
     /// A pool whose pages are all free.
     ///
@@ -180,7 +203,7 @@ impl PagePool {
     pub fn new(spec: KvSpec) -> Result<Self> {
         spec.check()?;
         let store = Store { total: spec.num_pages as usize, owners: Vec::new(), freed: Vec::new() };
-        Ok(Self { spec, store, sequences: HashMap::new(), next_id: 0 })
+        Ok(Self { id: next_id(), spec, store, sequences: HashMap::new(), next_number: 0 })
     }
 
     /// The cache that the pages belong to.
@@ -266,7 +289,7 @@ impl PagePool {
     /// # Errors
     /// [`Error::UnknownSequence`]; [`Error::Shape`] for more tokens than there are.
     pub fn truncate(&mut self, seq: SeqId, tokens: u32) -> Result<()> {
-        let sequence = self.sequences.get_mut(&seq).ok_or(Error::UnknownSequence { id: seq.0 })?;
+        let sequence = self.sequences.get_mut(&seq).ok_or(unknown(self.id, seq))?;
         sequence.check_tokens("tokens to keep", tokens)?;
         sequence.len = tokens;
         let keep = self.spec.pages_for(tokens) as usize;
@@ -281,7 +304,7 @@ impl PagePool {
     /// # Errors
     /// [`Error::UnknownSequence`].
     pub fn free(&mut self, seq: SeqId) -> Result<()> {
-        let sequence = self.sequences.remove(&seq).ok_or(Error::UnknownSequence { id: seq.0 })?;
+        let sequence = self.sequences.remove(&seq).ok_or(unknown(self.id, seq))?;
         for &page in sequence.pages.iter().rev() {
             self.store.release(page);
         }
@@ -335,14 +358,14 @@ impl PagePool {
     }
 
     fn insert(&mut self, sequence: Sequence) -> SeqId {
-        let id = SeqId(self.next_id);
-        self.next_id += 1;
+        let id = SeqId { pool: self.id, number: self.next_number };
+        self.next_number += 1;
         self.sequences.insert(id, sequence);
         id
     }
 
     fn sequence(&self, seq: SeqId) -> Result<&Sequence> {
-        self.sequences.get(&seq).ok_or(Error::UnknownSequence { id: seq.0 })
+        self.sequences.get(&seq).ok_or(unknown(self.id, seq))
     }
 
     /// Exactly the pages that a batch takes, copies included.
@@ -378,8 +401,8 @@ impl PagePool {
 
     /// Appends once it is known that there is room.
     fn grow(&mut self, seq: SeqId, tokens: u32) -> Result<Append> {
-        let Self { spec, store, sequences, .. } = self;
-        let sequence = sequences.get_mut(&seq).ok_or(Error::UnknownSequence { id: seq.0 })?;
+        let Self { id, spec, store, sequences, .. } = self;
+        let sequence = sequences.get_mut(&seq).ok_or(unknown(*id, seq))?;
         let shared = if tokens > 0 { sequence.shared_tail(spec.page_size, store) } else { None };
         let copy = shared.map(|from| {
             let to = store.take();

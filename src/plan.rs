@@ -142,6 +142,10 @@ pub struct Plan {
     pub num_partials: u32,
     /// Query tokens in the batch.
     pub num_queries: u32,
+    /// Heads of the spec that it was made for: a decode refuses a plan for another number.
+    pub num_heads: u32,
+    /// Tokens per page of the spec that it was made for: a decode refuses a plan for other pages.
+    pub page_size: u32,
     /// Tokens of each sequence.
     pub seq_lens: Vec<u32>,
     /// Where each sequence's pages begin in the flat page list; one entry more than there are sequences.
@@ -243,6 +247,8 @@ impl Plan {
         scratch.partials.clear();
         self.num_partials = 0;
         self.num_queries = 0;
+        self.num_heads = 0;
+        self.page_size = 0;
     }
 
     fn build(
@@ -255,6 +261,8 @@ impl Plan {
         if policy == SplitPolicy::FixedTokens(0) {
             return Err(Error::Shape { what: "tokens per split", got: 0, cure: "must be at least 1" });
         }
+        self.num_heads = spec.shape.num_heads;
+        self.page_size = spec.kv.page_size;
         self.check_batch(spec, batch)?;
         self.check_prefixes(batch)?;
         self.lay_out_pages(spec)?;

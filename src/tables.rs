@@ -26,6 +26,24 @@ pub enum PageTable<'a> {
         /// Page ids.
         kv_indices: &'a [i32],
     },
+    /// As `Dense`, and it is known which pages they are: what [`crate::BlockTable::page_table`] gives.
+    Pool {
+        /// The entries, row by row.
+        block_table: &'a [i32],
+        /// Entries in a row.
+        max_pages: usize,
+        /// Tokens per page: another than the cache's is an error.
+        page_size: u32,
+    },
+    /// As `Csr`, and it is known which pages they are: what [`crate::Csr::page_table`] gives.
+    PoolCsr {
+        /// Where each sequence's pages begin; one entry more than sequences.
+        kv_indptr: &'a [i32],
+        /// Page ids.
+        kv_indices: &'a [i32],
+        /// Tokens per page: another than the cache's is an error.
+        page_size: u32,
+    },
     /// The page list is written on the device, into what `Step::page_list` of wgpu or CUDA gives. Only a decode that was
     /// made with [`crate::DecodeOptions::device_page_list`] takes it.
     Device,
@@ -250,7 +268,7 @@ fn put<T: Pod>(words: &mut [u32], at: u32, section: &[T]) {
 }
 
 fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec) -> Result<()> {
-    check_rows(pages, plan.seq_lens.len())?;
+    check_rows(pages, plan.seq_lens.len(), kv)?;
     for (seq, &len) in plan.seq_lens.iter().enumerate() {
         let used = kv.pages_for(len) as usize;
         let row = row_of(pages, seq);
@@ -285,10 +303,16 @@ fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec)
 }
 
 /// # Errors
-/// [`Error::Length`] for a table of another number of sequences.
-pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize) -> Result<()> {
+/// [`Error::Length`] for a table of another number of sequences, [`Error::OtherSpec`] for one of other pages.
+pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Result<()> {
     match pages {
-        PageTable::Dense { block_table, max_pages }
+        PageTable::Pool { page_size, .. } | PageTable::PoolCsr { page_size, .. }
+            if page_size != kv.page_size =>
+        {
+            let (what, got, want) = ("page_size of the block table", page_size, kv.page_size);
+            Err(Error::OtherSpec { what, got, want })
+        }
+        PageTable::Dense { block_table, max_pages } | PageTable::Pool { block_table, max_pages, .. }
             if Some(block_table.len()) != rows.checked_mul(max_pages) =>
         {
             Err(Error::Length {
@@ -298,12 +322,16 @@ pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize) -> Result<()> {
                 cure: "one row of max_pages entries a sequence",
             })
         }
-        PageTable::Csr { kv_indptr, .. } if kv_indptr.len() != rows + 1 => Err(Error::Length {
-            what: "kv_indptr",
-            got: kv_indptr.len() as u64,
-            want: rows as u64 + 1,
-            cure: "one entry a sequence and one more for the end",
-        }),
+        PageTable::Csr { kv_indptr, .. } | PageTable::PoolCsr { kv_indptr, .. }
+            if kv_indptr.len() != rows + 1 =>
+        {
+            Err(Error::Length {
+                what: "kv_indptr",
+                got: kv_indptr.len() as u64,
+                want: rows as u64 + 1,
+                cure: "one entry a sequence and one more for the end",
+            })
+        }
         _ => Ok(()),
     }
 }
@@ -311,8 +339,10 @@ pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize) -> Result<()> {
 /// The entries of a sequence; none where the CSR arrays contradict themselves.
 pub(crate) fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {
     match pages {
-        PageTable::Dense { block_table, max_pages } => &block_table[seq * max_pages..][..max_pages],
-        PageTable::Csr { kv_indptr, kv_indices } => {
+        PageTable::Dense { block_table, max_pages } | PageTable::Pool { block_table, max_pages, .. } => {
+            &block_table[seq * max_pages..][..max_pages]
+        }
+        PageTable::Csr { kv_indptr, kv_indices } | PageTable::PoolCsr { kv_indptr, kv_indices, .. } => {
             let (begin, end) = (kv_indptr[seq], kv_indptr[seq + 1]);
             let range = usize::try_from(begin).ok().zip(usize::try_from(end).ok());
             range.and_then(|(begin, end)| kv_indices.get(begin..end)).unwrap_or(&[])

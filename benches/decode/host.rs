@@ -72,7 +72,8 @@ pub fn run() -> Result<()> {
     })?;
     println!("| ({} work items, {} partial results) | | |", plan.items.len(), plan.num_partials);
     // Made only now: wgpu tracks every object, so more of them would slow the passes measured above.
-    let capacity = LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, prefix_rows: 0 };
+    let capacity =
+        LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, ..LayerCapacity::default() };
     let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { variant: None, capacity })?;
     let layer_bindings = bind_layers(&gpu, &layer, &kv, capacity)?;
     let mut step = layer.step(Default::default())?;

@@ -45,7 +45,7 @@ impl<'a> Oracle<'a> {
                 let (out, lse) = (&out[first * latent..last * latent], &lse[first..last]);
                 let result = self.compare(sequence, layer, runner.rounds_weights(), out, lse);
                 result.map_err(|error| {
-                    format!("sequence {} of {} tokens: {error}", sequence.id.0, sequence.tokens.len())
+                    format!("sequence {} of {} tokens: {error}", sequence.id.number(), sequence.tokens.len())
                 })?;
             }
         }

@@ -27,10 +27,10 @@ struct TwoQuads {
     second: vec4<u32>,
 }
 
-// Positions are the device's, which no host check sees: they are clamped to the table's 0 to max_position - 1.
-fn angles_of(token: u32, unit: u32, max_position: u32) -> Angles {
-    let position = min(u32(max(positions[token], 0)), max_position - 1u);
-    let at = position * (2u * UNITS) + unit;
+// Positions written on the device are seen by no host check: they are clamped to the table's 0 to max_position - 1.
+fn angles_of(position: i32, unit: u32, max_position: u32) -> Angles {
+    let row = min(u32(max(position, 0)), max_position - 1u);
+    let at = row * (2u * UNITS) + unit;
     return Angles(cos_sin[at], cos_sin[at + UNITS]);
 }
 

@@ -95,7 +95,7 @@ impl KvGather {
             let detail = "kv_gather takes its pages from the host: PageTable::Dense or PageTable::Csr";
             return Err(Error::LayoutMismatch { detail });
         }
-        check_rows(pages, seq_lens.len())?;
+        check_rows(pages, seq_lens.len(), &self.kv)?;
         let mut all = Pieces::default();
         for (index, range) in ranges.iter().enumerate() {
             self.add_range(&mut all, pages, seq_lens, index, range)?;

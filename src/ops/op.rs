@@ -62,6 +62,11 @@ pub trait Op: Copy + Debug {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()>;
 
+    /// The room of a binding, where its arguments say more than the caller did.
+    fn room<B>(&self, _: &Self::Args<B>, room: Self::Extent) -> Self::Extent {
+        room
+    }
+
     /// Whether a step that reaches so far may be recorded with a binding of so much room.
     ///
     /// # Errors
@@ -130,6 +135,14 @@ pub trait Device: sealed::Sealed + Clone + Debug {
     /// A number that clones have in common, and no other device has.
     fn id(&self) -> u64;
 
+    /// Whether what the device was made on can be used together.
+    ///
+    /// # Errors
+    /// [`Error::ForeignResource`].
+    fn ready(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Zeroed memory of at least `bytes` bytes.
     ///
     /// # Errors
@@ -193,6 +206,7 @@ pub trait Device: sealed::Sealed + Clone + Debug {
         Self: Kernel<O>,
     {
         op.check()?;
+        self.ready()?;
         let (kernels, facts, choice) = self.kernel_compile(&op, options)?;
         log::info!("{}: {}", O::NAME, choice.why);
         Ok(Compiled { device: self.clone(), op, facts, choice, kernels, id: next_id() })
@@ -407,6 +421,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         self.op.check_args(args, room, D::size)?;
         self.op.check_aliases(args, room, D::offset)?;
         let raw = self.device.kernel_bind(&self.op, &self.kernels, args, room)?;
+        let room = self.op.room(args, room);
         Ok(Binding { raw, room, owner: self.id })
     }
 

@@ -12,12 +12,15 @@ pub struct BlockTable {
     pub entries: Vec<i32>,
     /// Entries in a row: pages of the longest sequence.
     pub max_pages: usize,
+    /// Tokens per page of the pool.
+    pub page_size: u32,
 }
 
 impl BlockTable {
     /// The table as `prepare` takes it.
     pub fn page_table(&self) -> PageTable<'_> {
-        PageTable::Dense { block_table: &self.entries, max_pages: self.max_pages }
+        let Self { entries, max_pages, page_size } = self;
+        PageTable::Pool { block_table: entries, max_pages: *max_pages, page_size: *page_size }
     }
 }
 
@@ -30,12 +33,15 @@ pub struct Csr {
     pub kv_indices: Vec<i32>,
     /// Tokens in each sequence's last page: 1 to `page_size`, or 0 for an empty sequence.
     pub kv_last_page_len: Vec<i32>,
+    /// Tokens per page of the pool.
+    pub page_size: u32,
 }
 
 impl Csr {
     /// The rows as `prepare` takes them.
     pub fn page_table(&self) -> PageTable<'_> {
-        PageTable::Csr { kv_indptr: &self.kv_indptr, kv_indices: &self.kv_indices }
+        let Self { kv_indptr, kv_indices, page_size, .. } = self;
+        PageTable::PoolCsr { kv_indptr, kv_indices, page_size: *page_size }
     }
 }
 
@@ -81,7 +87,8 @@ impl PagePool {
     /// # Errors
     /// As [`Self::block_table`]; `table` is then empty.
     pub fn block_table_into(&self, seqs: &[SeqId], pad: i32, table: &mut BlockTable) -> Result<()> {
-        let BlockTable { entries, max_pages } = table;
+        let BlockTable { entries, max_pages, page_size } = table;
+        *page_size = self.spec.page_size;
         entries.clear();
         *max_pages = 0;
         let mut longest = 0;
@@ -112,7 +119,8 @@ impl PagePool {
     /// # Errors
     /// As [`Self::csr`]; `csr` is then not to be used.
     pub fn csr_into(&self, seqs: &[SeqId], csr: &mut Csr) -> Result<()> {
-        let Csr { kv_indptr, kv_indices, kv_last_page_len } = csr;
+        let Csr { kv_indptr, kv_indices, kv_last_page_len, page_size } = csr;
+        *page_size = self.spec.page_size;
         kv_indptr.clear();
         kv_indices.clear();
         kv_last_page_len.clear();

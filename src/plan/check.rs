@@ -66,8 +66,17 @@ impl Plan {
 /// tables, partial results and the rows of `num_queries` query tokens, and its loops end.
 ///
 /// # Errors
-/// [`Error::Shape`].
+/// [`Error::OtherSpec`] and [`Error::Shape`].
 pub(crate) fn check_plan(plan: &Plan, spec: &MlaDecode, rows_per_tile: u32) -> Result<()> {
+    for (what, got, want) in [
+        ("num_heads of the plan", plan.num_heads, spec.shape.num_heads),
+        ("page_size of the plan", plan.page_size, spec.kv.page_size),
+    ] {
+        // An empty plan is of any spec.
+        if got != want && !plan.seq_lens.is_empty() {
+            return Err(Error::OtherSpec { what, got, want });
+        }
+    }
     let fits = plan.items.iter().all(item_fits(plan, spec, rows_per_tile))
         && plan.queries.iter().all(|query| query.token < plan.num_queries)
         && merges_fit(plan, spec.shape.num_heads)

@@ -34,7 +34,8 @@ impl<D: Backend> Paged<D> {
     fn new(device: &D, model: &Model, setup: &Setup) -> Result<Self> {
         let (spec, max_tokens) = (setup.spec(model), setup.max_tokens());
         // A prompt's last piece may be one token: that is decoded, wherever it stands in a batch.
-        let capacity = LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, prefix_rows: 0 };
+        let capacity =
+            LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, ..LayerCapacity::default() };
         let variant = if setup.exact { exact_variant(device, &spec) } else { None };
         let mla = device.compile_with(spec, &LayerOptions { variant, capacity })?;
         let copy = device.compile(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() })?;

@@ -152,7 +152,7 @@ impl BatchTables {
         // All skipped, until the device has written slots.
         let none = vec![-1i64; max_tokens as usize];
         let mut step = append.step(max_tokens)?;
-        append.prepare(&mut step, &none)?;
+        append.prepare(&mut step, O::of_slots(&none))?;
         let table = step.raw.ptr().filter(|_| max_tokens > 0);
         Ok(DeviceSlots { step, table, max_tokens, kv: self.kv })
     }

@@ -70,6 +70,13 @@ impl Rows {
     }
 }
 
+impl Rows {
+    /// With positions that lie elsewhere.
+    pub(super) fn at_positions(self, positions: u64) -> Self {
+        Self { positions, ..self }
+    }
+}
+
 /// One layer's buffers, held.
 #[derive(Debug)]
 pub struct Layer {

@@ -116,9 +116,11 @@ fn a_batch_is_all_or_nothing() {
     assert_eq!(pool, before);
     assert!(batch.copies.is_empty() && batch.tokens.is_empty());
 
-    let unknown = SeqId(99);
-    let error = pool.append_batch_into(&[(a, 1), (unknown, 1)], &mut batch).unwrap_err();
-    assert_eq!(error, Error::UnknownSequence { id: 99 });
+    // Another pool's first sequence has the number of this one's.
+    let foreign = PagePool::new(*pool.spec()).unwrap().add();
+    let error = pool.append_batch_into(&[(a, 1), (foreign, 1)], &mut batch).unwrap_err();
+    assert_eq!(error, Error::OtherPool { number: a.number() });
+    assert_eq!(error.to_string(), "sequence 0 is of another pool: use it with the pool that made it");
     assert_eq!(pool, before);
 
     // The exact need fits, though each of the two would copy if the other did not.
@@ -163,22 +165,22 @@ fn tables_of_a_batch() {
     let empty = pool.add();
     let b = grown(&mut pool, 4);
 
-    let mut table = BlockTable { entries: vec![5; 40], max_pages: 40 };
+    let mut table = BlockTable { entries: vec![5; 40], max_pages: 40, page_size: 9 };
     pool.block_table_into(&[b, a, empty], 77, &mut table).unwrap();
     assert_eq!(table.entries, [3, 77, 77, 0, 1, 2, 77, 77, 77]);
     assert_eq!(table.max_pages, 3);
-    assert!(matches!(table.page_table(), PageTable::Dense { max_pages: 3, .. }));
+    assert!(matches!(table.page_table(), PageTable::Pool { max_pages: 3, page_size: 4, .. }));
 
-    let mut csr = Csr { kv_indptr: vec![1], kv_indices: vec![1], kv_last_page_len: vec![1] };
+    let mut csr = Csr { kv_indptr: vec![1], kv_indices: vec![1], kv_last_page_len: vec![1], page_size: 9 };
     pool.csr_into(&[b, a, empty], &mut csr).unwrap();
     assert_eq!(csr.kv_indptr, [0, 1, 4, 4]);
     assert_eq!(csr.kv_indices, [3, 0, 1, 2]);
     assert_eq!(csr.kv_last_page_len, [4, 1, 0]);
-    assert!(matches!(csr.page_table(), PageTable::Csr { kv_indptr: [0, ..], .. }));
+    assert!(matches!(csr.page_table(), PageTable::PoolCsr { kv_indptr: [0, ..], page_size: 4, .. }));
 
     assert_eq!(pool.seq_lens(&[b, a, empty]).unwrap(), [4, 9, 0]);
     assert_eq!(pool.slot_mapping(&[(a, 3..5), (empty, 0..0), (b, 2..4)]).unwrap(), [3, 4, 14, 15]);
-    assert_eq!(pool.block_table(&[], 0).unwrap(), BlockTable::default());
+    assert_eq!(pool.block_table(&[], 0).unwrap(), BlockTable { page_size: 4, ..BlockTable::default() });
     assert_eq!(pool.csr(&[]).unwrap().kv_indptr, [0]);
 }
 
@@ -214,7 +216,7 @@ fn unknown_handles_and_tokens_are_errors() {
     let live = grown(&mut pool, 5);
     assert_ne!(freed, live);
     let before = pool.clone();
-    let unknown = Error::UnknownSequence { id: freed.0 };
+    let unknown = Error::UnknownSequence { number: freed.number() };
     let both = [live, freed];
     assert_eq!(pool.append(freed, 1), Err(unknown.clone()));
     assert_eq!(pool.append_batch(&[(freed, 0)]).unwrap_err(), unknown);

@@ -90,7 +90,7 @@ impl World {
                 let Some(seq) = self.pick(index) else { return };
                 self.pool.free(seq).unwrap();
                 self.tokens.remove(&seq);
-                assert_eq!(self.pool.len(seq), Err(Error::UnknownSequence { id: seq.0 }));
+                assert_eq!(self.pool.len(seq), Err(Error::UnknownSequence { number: seq.number() }));
             }
         }
     }

@@ -11,6 +11,7 @@ pub mod kv_gather;
 pub mod layer;
 pub mod memory;
 pub mod merge_states;
+mod mixed;
 pub mod ops;
 pub mod prefill;
 pub mod project;
@@ -267,6 +268,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" true: invariance {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
+        "decode" false: mixed { refuses_other_specs }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }
         "merge_states" false: merge_states { state_merges, refuses_state_merges }
@@ -279,6 +281,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "mla_prefill" true: prefill { prefill_shapes, prefill_hard_data, prefill_errors }
         "rope" false: rope { rotations, refuses_rotations }
         "rope_append" false: rope { rotated_appends }
+        "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
         "layer" false: layer { layers, layer_workspaces, cascades }
     };
     all.insert(0, Group { op: "decode", name: "case_files", by_variant: true, run: case_files });
