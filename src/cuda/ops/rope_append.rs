@@ -1,4 +1,4 @@
-//! `rope_append`: what comes before a decode, in one launch.
+//! `rope_append`: `rope` and `kv_append` fused in one launch, before a decode.
 
 use cudarc::driver::DeviceRepr;
 
@@ -11,7 +11,7 @@ use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 
-/// Lanes of a warp, of which a token's items begin at multiples.
+/// Lanes of a warp; each kind of a token's items begins at a multiple.
 const LANES: u32 = 32;
 
 /// `Args` of rope_append.cu.
@@ -94,7 +94,7 @@ impl Kernel<RopeAppend> for Cuda {
         Ok(Layer { args: bound, _buffers: [a, b, c, d, e, f, g] })
     }
 
-    /// The grid is what fits both the step and the binding: a replay rotates and appends what the step then holds.
+    /// The grid covers the smaller capacity of step and binding: a captured launch rotates and appends what the step's table holds at the replay.
     fn kernel_record(
         &self,
         spec: &RopeAppend,

@@ -3,12 +3,12 @@
 use crate::Result;
 use crate::cuda::{Buffer, Cuda};
 
-/// Word 0 is a count, which kernels read, the rest is the op's.
+/// Word 0 is a count, which kernels read; the rest is the op's.
 #[derive(Debug, Default)]
 pub struct Table {
     staged: Vec<u32>,
     buffer: Option<Buffer>,
-    /// Words that fit behind the count.
+    /// Words that fit after the count.
     room: u64,
     /// As many words as there is room for, once a step had any, and whether the last one did.
     positions: Option<Buffer>,
@@ -27,7 +27,7 @@ impl Table {
         u32::try_from(self.room / words).unwrap_or(u32::MAX)
     }
 
-    /// Where it is, if it has room for anything.
+    /// Its address, if it has room for any entry.
     pub(crate) fn ptr(&self) -> Option<u64> {
         self.buffer.as_ref().map(Buffer::ptr)
     }

@@ -1,5 +1,5 @@
 // ptx: compute_89
-// The variants for FP8 caches: see mla_decode_16_bit.cuh.
+// The variants `mma_*` for FP8 (e4m3) caches; names and columns as in mla_decode_16_bit.cuh.
 #include "decode/mla_decode.cuh"
 
 // limits: mla_decode_512_64_*_small_split registers=255 threads=128 shared=101376
