@@ -244,6 +244,16 @@ pub enum Error {
         /// What to do.
         cure: &'static str,
     },
+    /// The host has no memory for a table of cosines and sines.
+    #[error(
+        "cos_sin of {max_position} positions takes {bytes} bytes, which the host has no memory for: pass the model's max_position_embeddings, or the longest sequence that is served"
+    )]
+    TableMemory {
+        /// The positions that were asked for.
+        max_position: u32,
+        /// Bytes that the table would take.
+        bytes: u64,
+    },
     /// A variant was forced that this device or shape cannot run.
     #[error("variant {name} cannot run here: {why}")]
     VariantUnavailable {
