@@ -5,6 +5,7 @@
 
 pub mod decode;
 pub mod errors;
+pub mod extremes;
 pub mod invariance;
 pub mod kv_calibrate;
 pub mod kv_gather;
@@ -274,6 +275,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "merge_states" false: merge_states { state_merges, refuses_state_merges }
         "kv_append" false: ops { appends }
         "kv_append" false: errors { refuses_ops }
+        "every_op" false: extremes { extreme_views }
         "kv_copy_pages" false: ops { page_copies }
         "kv_gather" false: kv_gather { gathers, refuses_gathers }
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
