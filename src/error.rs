@@ -234,8 +234,8 @@ pub enum Error {
         /// Its value.
         got: i64,
     },
-    /// A negative `seq_lens` entry, or one that is larger than the tables cover.
-    #[error("seq_lens[{seq}] = {got}: must be between 0 and {max}, what its block table row can hold")]
+    /// A negative `seq_lens` entry, or one that is larger than the pool or the tables cover.
+    #[error("seq_lens[{seq}] = {got}: must be 0 to {max}: {cure}")]
     SeqLen {
         /// Index of the sequence.
         seq: usize,
@@ -243,18 +243,54 @@ pub enum Error {
         got: i64,
         /// The largest length possible.
         max: i64,
+        /// What bounds it, and what to do.
+        cure: &'static str,
     },
-    /// A device limit is too small.
-    #[error("{what}: {need} needed, the device allows {limit}: {cure}")]
+    /// A sequence with more query tokens than tokens.
+    #[error(
+        "sequence {seq} has {got} query tokens and seq_lens[{seq}] = {seq_len}: seq_lens counts the tokens in the cache, this step's included; correct it or query_start_loc"
+    )]
+    QueryLen {
+        /// Index of the sequence.
+        seq: usize,
+        /// Its query tokens.
+        got: u32,
+        /// Its length.
+        seq_len: u32,
+    },
+    /// A plan or batch that needs more than was reserved for it.
+    #[error("{what} is {got}, {need} are needed: {cure}")]
+    Capacity {
+        /// The field that is too small.
+        what: &'static str,
+        /// What it is.
+        got: u64,
+        /// What it has to be.
+        need: u64,
+        /// What to do.
+        cure: &'static str,
+    },
+    /// More than a device allows, or than 32 bits count.
+    #[error("{what}: {need} needed, the limit is {limit}: {cure}")]
     Limit {
-        /// The limit.
+        /// What is limited.
         what: &'static str,
         /// What the call needs.
         need: u64,
-        /// What the device has.
+        /// The most there can be.
         limit: u64,
         /// What to do.
         cure: &'static str,
+    },
+    /// The host has no memory for a table of cosines and sines.
+    #[error(
+        "cos_sin of {max_position} positions takes {bytes} bytes, which the host has no memory for: pass the model's max_position_embeddings, or the longest sequence that is served"
+    )]
+    TableMemory {
+        /// The positions that were asked for.
+        max_position: u32,
+        /// Bytes that the table would take.
+        bytes: u64,
     },
     /// A variant was forced that this device or shape cannot run.
     #[error("variant {name} cannot run here: {why}")]
@@ -262,6 +298,12 @@ pub enum Error {
         /// Name of the variant.
         name: String,
         /// What is missing.
+        why: String,
+    },
+    /// No variant of an op runs on this device.
+    #[error("no kernel variant runs here: {why}; use other dtypes or dims, or another backend")]
+    NoVariant {
+        /// What each variant lacks.
         why: String,
     },
     /// Two arguments that must be different buffers are one.

@@ -179,30 +179,30 @@ pub struct LayerCapacity {
 
 impl LayerCapacity {
     /// # Errors
-    /// [`Error::Limit`] that says what is too much.
+    /// [`Error::Capacity`] that says what is too small.
     fn check_holds(&self, used: &Self) -> Result<()> {
         for (what, need, limit, cure) in [
             (
-                "query tokens of a layer",
+                "LayerCapacity::tokens",
                 used.tokens,
                 self.tokens,
                 "compile the layer with more LayerCapacity::tokens",
             ),
             (
-                "tokens up to the last that is decoded",
+                "LayerCapacity::decode_tokens",
                 used.decode_tokens,
                 self.decode_tokens,
                 "put decodes first (MlaLayer::decodes_first), or compile the layer with more LayerCapacity::decode_tokens",
             ),
             (
-                "rows of expanded prefixes",
+                "LayerCapacity::prefix_rows",
                 used.prefix_rows,
                 self.prefix_rows,
                 "compile the layer with more LayerCapacity::prefix_rows",
             ),
         ] {
             if need > limit {
-                return Err(Error::Limit { what, need: need.into(), limit: limit.into(), cure });
+                return Err(Error::Capacity { what, got: limit.into(), need: need.into(), cure });
             }
         }
         Ok(())

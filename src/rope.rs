@@ -163,10 +163,10 @@ impl RopeFrequencies {
     /// up to some 1e-3 at positions of 1e5.
     ///
     /// # Errors
-    /// [`Error::Shape`] for no position, or more than 2^31.
+    /// [`Error::Shape`] for no position, or more than 2^31; [`Error::TableMemory`] where the host has no memory for the table.
     pub fn cos_sin(&self, max_position: u32) -> Result<Vec<f32>> {
         check_max_position(max_position)?;
-        let mut table = Vec::with_capacity(max_position as usize * 2 * self.inv_freq.len());
+        let mut table = room_for_table(max_position, 2 * self.inv_freq.len())?;
         for position in 0..max_position {
             let angle = |inv_freq: &f64| f64::from(position) * inv_freq;
             let scaled = |x: f64| (x * self.attention_factor) as f32;
@@ -175,6 +175,18 @@ impl RopeFrequencies {
         }
         Ok(table)
     }
+}
+
+/// An empty table with room for rows of `row` numbers.
+///
+/// # Errors
+/// [`Error::TableMemory`].
+fn room_for_table(max_position: u32, row: usize) -> Result<Vec<f32>> {
+    let refused = || Error::TableMemory { max_position, bytes: u64::from(max_position) * row as u64 * 4 };
+    let numbers = (max_position as usize).checked_mul(row).ok_or_else(refused)?;
+    let mut table = Vec::new();
+    table.try_reserve_exact(numbers).map_err(|_| refused())?;
+    Ok(table)
 }
 
 /// Positions are i32.
@@ -348,5 +360,17 @@ mod tests {
         assert!(matches!(RopeFrequencies::yarn(64, 1e4, &mscale), Err(Error::Scale { .. })));
         let plain = RopeFrequencies::plain(64, 1e4).unwrap();
         assert!(matches!(plain.cos_sin(0), Err(Error::Shape { what: "max_position", .. })));
+    }
+
+    #[test]
+    fn a_table_beyond_memory_is_an_error() {
+        // No address space has room for it, whatever the system promises.
+        let error = room_for_table(1 << 31, 1 << 30).expect_err("2^63 bytes");
+        assert_eq!(
+            error.to_string(),
+            "cos_sin of 2147483648 positions takes 9223372036854775808 bytes, which the host has no memory for: \
+             pass the model's max_position_embeddings, or the longest sequence that is served"
+        );
+        assert_eq!(room_for_table(4, 8).map(|table| table.capacity()), Ok(32));
     }
 }

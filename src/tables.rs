@@ -98,11 +98,16 @@ pub fn csr_seq_lens(kv_indptr: &[i32], kv_last_page_len: &[i32], page_size: u32)
     let mut lens = Vec::with_capacity(sequences);
     for (seq, (&last, ptr)) in kv_last_page_len.iter().zip(kv_indptr.windows(2)).enumerate() {
         let pages = i64::from(ptr[1]) - i64::from(ptr[0]);
-        let len = if pages == 0 { 0 } else { (pages - 1) * i64::from(page_size) + i64::from(last) };
+        // Of 2^32 pages of 2^32 tokens each: beyond i64.
+        let tokens = |pages: i64| pages.saturating_mul(page_size.into());
+        let len = if pages == 0 { 0 } else { tokens(pages - 1).saturating_add(last.into()) };
         let fits = pages >= 0 && (pages == 0 || (1..=i64::from(page_size)).contains(&i64::from(last)));
         match i32::try_from(len) {
             Ok(len) if fits => lens.push(len),
-            _ => return Err(Error::SeqLen { seq, got: len, max: pages.max(0) * i64::from(page_size) }),
+            _ => {
+                let cure = "correct kv_indptr, which never goes down, or kv_last_page_len, 1 to page_size";
+                return Err(Error::SeqLen { seq, got: len, max: tokens(pages.max(0)), cure });
+            }
         }
     }
     Ok(lens)
@@ -156,7 +161,7 @@ impl Capacity {
     }
 
     /// # Errors
-    /// [`Error::Length`] that names the first field that is too small.
+    /// [`Error::Capacity`] that names the first field that is too small.
     fn check(&self, need: &Self) -> Result<()> {
         for (what, got, want) in [
             ("Capacity::items", self.items, need.items),
@@ -168,7 +173,7 @@ impl Capacity {
         ] {
             if got < want {
                 let cure = "use `Capacity::of` the plan, or `grown_to` it";
-                return Err(Error::Length { what, got: got.into(), want: want.into(), cure });
+                return Err(Error::Capacity { what, got: got.into(), need: want.into(), cure });
             }
         }
         Ok(())
@@ -250,7 +255,7 @@ pub const HEADER_WORDS: u32 = (size_of::<Header>() / 4) as u32;
 /// [`Plan::new`] made it; backends check one that may have been changed.
 ///
 /// # Errors
-/// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`] and [`Error::Limit`];
+/// [`Error::Capacity`], [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`] and [`Error::Limit`];
 /// `words` are then not to be used.
 pub fn write_tables(
     words: &mut Vec<u32>,
@@ -296,7 +301,7 @@ fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec)
         let row = row_of(pages, seq);
         let Some(row) = row.get(..used) else {
             let max = row.len() as i64 * i64::from(kv.page_size);
-            return Err(Error::SeqLen { seq, got: len.into(), max });
+            return Err(Error::SeqLen { seq, got: len.into(), max, cure: ROW_HOLDS });
         };
         let (to, room) =
             list[plan.page_begin[seq] as usize..plan.page_begin[seq + 1] as usize].split_at_mut(used);
@@ -357,6 +362,10 @@ pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Resu
         _ => Ok(()),
     }
 }
+
+/// Why a length is more than a sequence's row has pages for.
+pub(crate) const ROW_HOLDS: &str =
+    "its row of the block table has no more pages: append pages to it before the step, or correct seq_lens";
 
 /// The entries of a sequence; none where the CSR arrays contradict themselves.
 pub(crate) fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {

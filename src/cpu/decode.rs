@@ -174,19 +174,20 @@ impl Call<'_> {
 
         for (r, &(query, visible)) in rows[..num_rows].iter().enumerate() {
             let empty = visible == item.kv_begin;
-            let out = &mut tile.o[r * latent..][..latent];
-            let mut lse = f32::NEG_INFINITY;
-            if !empty {
-                lse = tile.max[r] + tile.sum[r].log2();
-                out.iter_mut().for_each(|x| *x /= tile.sum[r]);
-            }
-            if item.partial == DIRECT {
-                self.store(query.token as usize, self.row(item, r).1, out, lse);
+            let (direct, scale) = (item.partial == DIRECT, self.binding.logit_scale);
+            let half_lse = match (empty, direct) {
+                (true, _) => f32::NEG_INFINITY,
+                (false, true) => tile.finish_alone(r, scale),
+                (false, false) => tile.finish(r, scale),
+            };
+            let out = &tile.o[r * latent..][..latent];
+            if direct {
+                self.store(query.token as usize, self.row(item, r).1, out, half_lse);
                 continue;
             }
             let partial = item.partial as usize + r;
-            lses[partial].store(lse.to_bits(), Ordering::Relaxed);
-            for (to, x) in outs[partial * latent..][..latent].iter().zip(&*out) {
+            lses[partial].store(half_lse.to_bits(), Ordering::Relaxed);
+            for (to, x) in outs[partial * latent..][..latent].iter().zip(out) {
                 to.store(x.to_bits(), Ordering::Relaxed);
             }
         }
@@ -227,12 +228,12 @@ impl Call<'_> {
         unsafe { (self.kernels.widen)(dtype, bytes, to) }
     }
 
-    /// Writes a finished row: its normalised output, not yet scaled, and its LSE in base 2.
-    fn store(&self, token: usize, head: usize, out: &[f32], lse: f32) {
+    /// Writes a finished row: its normalised output, not yet scaled, and half its LSE in base 2.
+    fn store(&self, token: usize, head: usize, out: &[f32], half_lse: f32) {
         let Bound { out_scale, lse_scale, .. } = *self.binding;
         let (dtype, first) = (self.spec.out, self.binding.out.at(token, head));
         store_elements(self.out, dtype.bytes(), first, out.len(), |i| bits_of(dtype, out[i] * out_scale));
-        let lse = (lse * lse_scale).to_bits();
+        let lse = (half_lse * (2.0 * lse_scale)).to_bits();
         self.lse[self.binding.lse.at(token, head)].store(lse, Ordering::Relaxed);
     }
 }

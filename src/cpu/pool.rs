@@ -89,10 +89,11 @@ impl Pool {
         }
         self.shared.wake.notify_all();
         let recall = Recall(&self.shared);
-        run(0);
+        let own = catch_unwind(AssertUnwindSafe(|| run(0)));
         drop(recall);
-        let panic = locked(&self.shared.state).panic.take();
-        if let Some(panic) = panic {
+        // Taken whether or not this thread panicked too: it would surface in the next call.
+        let other = locked(&self.shared.state).panic.take();
+        if let Some(panic) = own.err().or(other) {
             resume_unwind(panic);
         }
     }
@@ -149,6 +150,8 @@ fn work(shared: &Shared, index: usize) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use super::*;
 
     #[test]
@@ -176,5 +179,23 @@ mod tests {
             sum.fetch_add(unit, Ordering::Relaxed);
         });
         assert_eq!(sum.into_inner(), 45);
+    }
+
+    #[test]
+    fn of_panics_at_once_one_reaches_the_caller_and_none_the_next_call() {
+        let pool = Pool::new(2);
+        for _ in 0..20 {
+            // Both threads are in a unit before either panics.
+            let both = Barrier::new(2);
+            let caught = catch_unwind(AssertUnwindSafe(|| {
+                pool.for_each(2, |thread, _| {
+                    both.wait();
+                    panic!("on thread {thread}");
+                });
+            }));
+            let text = caught.err().and_then(|panic| panic.downcast_ref::<String>().cloned());
+            assert_eq!(text.as_deref(), Some("on thread 0"), "the caller's own first");
+            pool.for_each(4, |_, _| {});
+        }
     }
 }

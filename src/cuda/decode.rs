@@ -19,7 +19,7 @@ use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
 use crate::plan::{Plan, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
-use crate::{Dtype, MlaDecode, Result};
+use crate::{Dtype, Error, MlaDecode, Result};
 
 /// The kernels of a decode.
 #[derive(Debug)]
@@ -120,7 +120,8 @@ impl Kernel<MlaDecode> for Cuda {
         let (logit_scale, out_scale, lse_scale) = args.kernel_scales();
         let at = |buffer, offset, dtype: Dtype| address(buffer, offset, dtype.bytes());
         let kv_at = at(kv.buffer, kv.base(), spec.kv.dtype);
-        let block_bytes = kv.block_stride * spec.kv.dtype.bytes() as u64;
+        // Of a single page it may be anything.
+        let block_bytes = kv.block_stride.saturating_mul(spec.kv.dtype.bytes() as u64);
         let (split, map, copies) = kernels.copies_of(self, spec, kv_at, block_bytes)?;
         let tokens = split.compiled.tokens;
         let bound = Args {
@@ -186,15 +187,57 @@ impl Kernel<MlaDecode> for Cuda {
         let Split { compiled: Compiled { threads, shared_bytes, .. }, kernel } = &layer.split;
         let items = step.capacity.items;
         self.launch_with_map(kernel, items, *threads, *shared_bytes, &args, layer.map.as_ref())?;
-        let units =
-            |columns| step.capacity.merges * spec.shape.num_heads * (spec.shape.kv_lora_rank / columns);
         let [few, many] = &kernels.merges;
-        if units(FEW.0) <= FEW_BLOCKS * self.card().multiprocessors {
-            self.launch(few, units(FEW.0), FEW.1, 0, &args)
-        } else {
-            self.launch(many, units(MANY.0).div_ceil(MANY.1 / 32), MANY.1, 0, &args)
+        match merge_blocks(spec, step.capacity.merges, self.card().multiprocessors)? {
+            MergeBlocks::Few(blocks) => self.launch(few, blocks, FEW.1, 0, &args),
+            MergeBlocks::Many(blocks) => self.launch(many, blocks, MANY.1, 0, &args),
         }
     }
+}
+
+/// A merge's kernel, and its blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum MergeBlocks {
+    Few(u32),
+    Many(u32),
+}
+
+/// The merge's grid of a step with room for so many merges. Its kernels count rows, and warps of columns, in 32 bits.
+///
+/// # Errors
+/// [`Error::Limit`].
+fn merge_blocks(spec: &MlaDecode, merges: u32, multiprocessors: u32) -> Result<MergeBlocks> {
+    let rows = u64::from(merges) * u64::from(spec.shape.num_heads);
+    let units = |columns: u32| rows * u64::from(spec.shape.kv_lora_rank / columns);
+    let few = u64::from(FEW_BLOCKS) * u64::from(multiprocessors);
+    if let Ok(blocks) = u32::try_from(units(FEW.0))
+        && u64::from(blocks) <= few
+    {
+        return Ok(MergeBlocks::Few(blocks));
+    }
+    let (need, warps) = (units(MANY.0), MANY.1 / 32);
+    // The last block may have warps past the last unit.
+    let limit = u64::from(u32::MAX / warps * warps);
+    match u32::try_from(need.div_ceil(warps.into())) {
+        Ok(blocks) if need <= limit => Ok(MergeBlocks::Many(blocks)),
+        _ => {
+            let cure = "make the step with a smaller Capacity::merges, such as `Capacity::of` the plan";
+            Err(Error::Limit { what: "128-column parts of a step's merges", need, limit, cure })
+        }
+    }
+}
+
+/// Blocks of a step's grids.
+///
+/// # Errors
+/// [`Error::Limit`] where the driver would refuse them, or the merge's kernels miscount.
+fn check_grids(spec: &MlaDecode, capacity: &Capacity, multiprocessors: u32) -> Result<()> {
+    let (need, limit) = (capacity.items.into(), i32::MAX as u64);
+    if need > limit {
+        let cure = "make the step with a smaller Capacity::items, such as `Capacity::of` the plan";
+        return Err(Error::Limit { what: "work items of a step", need, limit, cure });
+    }
+    merge_blocks(spec, capacity.merges, multiprocessors).map(drop)
 }
 
 /// How the planner is to cut work for a variant.
@@ -291,6 +334,40 @@ pub(super) mod tests {
 
     /// Every variant runs there.
     const HOPPER: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
+
+    #[test]
+    fn a_merge_has_a_block_for_all_or_is_refused() {
+        let spec = |num_heads, kv_lora_rank| MlaDecode {
+            shape: MlaShape { num_heads, kv_lora_rank, qk_rope_head_dim: 64 },
+            kv: KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 4 },
+            query: Dtype::Bf16,
+            out: Dtype::Bf16,
+        };
+        let blocks = |spec: MlaDecode, merges| merge_blocks(&spec, merges, 132);
+        assert_eq!(blocks(spec(16, 512), 0), Ok(MergeBlocks::Few(0)));
+        assert_eq!(blocks(spec(16, 512), 8), Ok(MergeBlocks::Few(8 * 16 * 16)));
+        assert_eq!(blocks(spec(16, 512), 9), Ok(MergeBlocks::Many(9 * 16 * 4 / 8)));
+        assert_eq!(blocks(spec(1, 256), 265), Ok(MergeBlocks::Many(67)), "265 * 2 / 8, rounded up");
+        // 2^32 / (128 * 4): in 32 bits nothing would be left of it, or of 2^32 / (128 * 16) for few.
+        for merges in [1 << 23, 1 << 21, (1 << 21) + 1, u32::MAX] {
+            let need = u64::from(merges) * 128 * 4;
+            match blocks(spec(128, 512), merges) {
+                Ok(got) => assert_eq!((got, need < 1 << 32), (MergeBlocks::Many((need / 8) as u32), true)),
+                Err(error) => {
+                    assert!(need >= 1 << 32, "{merges}: {error}");
+                    let text = format!(
+                        "128-column parts of a step's merges: {need} needed, the limit is 4294967288: \
+                         make the step with a smaller Capacity::merges, such as `Capacity::of` the plan"
+                    );
+                    assert_eq!(error.to_string(), text);
+                }
+            }
+        }
+        let room = Capacity { items: 1 << 31, ..Capacity::default() };
+        let error = check_grids(&spec(16, 512), &room, 132).expect_err("no grid has so many blocks");
+        assert!(error.to_string().contains("smaller Capacity::items"), "{error}");
+        assert_eq!(check_grids(&spec(16, 512), &Capacity { items: u32::MAX >> 1, ..room }, 132), Ok(()));
+    }
 
     /// The kernels of decodes that a spec can ask for, and the merges.
     pub(in crate::cuda) fn entries() -> Vec<&'static Entry> {

@@ -19,7 +19,7 @@ pub(super) const fn code(dtype: Dtype) -> u32 {
     }
 }
 
-/// Where an element of `bytes` bytes is on the card.
+/// Where an element of `bytes` bytes is on the card. A view without elements may begin anywhere: nothing follows its address.
 pub(super) fn address(buffer: &Buffer, offset: u64, bytes: usize) -> u64 {
-    buffer.ptr() + offset * bytes as u64
+    buffer.ptr().wrapping_add(offset.wrapping_mul(bytes as u64))
 }

@@ -49,9 +49,9 @@ fn checked_items(what: &'static str, items: u64, cure: &'static str) -> Result<u
     Ok(items as u32)
 }
 
-/// A stride in bytes. That of a dimension of one is unused and may be anything.
+/// A stride in bytes. That of a dimension of one is unused and may be anything, as may all of an array without elements.
 fn stride(count: u32, stride: u64, bytes: usize) -> u64 {
-    if count > 1 { stride * bytes as u64 } else { 0 }
+    if count > 1 { stride.wrapping_mul(bytes as u64) } else { 0 }
 }
 
 #[cfg(test)]

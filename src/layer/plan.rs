@@ -14,7 +14,7 @@ use super::{LayerCapacity, MlaLayer};
 use crate::Mask;
 use crate::ops::GatherRange;
 use crate::ops::PrefillSequence;
-use crate::tables::{check_rows, row_of};
+use crate::tables::{ROW_HOLDS, check_rows, row_of};
 use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SplitPolicy, Tiling};
 
 /// One step's batch for a whole layer.
@@ -126,7 +126,7 @@ impl LayerPlan {
     /// Plans a step.
     ///
     /// # Errors
-    /// Those of [`Plan::new`]; [`Error::SeqLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
+    /// Those of [`Plan::new`]; [`Error::QueryLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
     /// `slot_mapping` or page table of another batch; [`Error::SlotMismatch`] where these two contradict each other; [`Error::Shape`] for a workspace that holds not even one page, or one split
     /// of [`SplitPolicy::FixedTokens`].
     pub fn new(
@@ -155,7 +155,7 @@ impl LayerPlan {
         {
             let (q_begin, q_len, len) = (loc[0] as u32, (loc[1] - loc[0]) as u32, len as u32);
             if q_len > len {
-                return Err(Error::SeqLen { seq: sequence, got: len.into(), max: i64::from(i32::MAX) });
+                return Err(Error::QueryLen { seq: sequence, got: q_len, seq_len: len });
             }
             plan.positions.extend((len - q_len..len).map(|position| position as i32));
             let prompt = Prompt { sequence: sequence as u32, q_begin, q_len, len };
@@ -388,7 +388,7 @@ fn pages_of(
         let used = (tokens.start / spec.kv.page_size) as usize..spec.kv.pages_for(tokens.end) as usize;
         let Some(row) = row.get(used) else {
             let max = row.len() as i64 * i64::from(spec.kv.page_size);
-            return Err(Error::SeqLen { seq, got: tokens.end.into(), max });
+            return Err(Error::SeqLen { seq, got: tokens.end.into(), max, cure: ROW_HOLDS });
         };
         indices.extend_from_slice(row);
         indptr.push(indices.len() as i32);

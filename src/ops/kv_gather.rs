@@ -3,7 +3,7 @@
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::tables::{PageTable, check_rows, row_of};
+use crate::tables::{PageTable, ROW_HOLDS, check_rows, row_of};
 use crate::view::{KvView, View, aligned, distinct, scale_of};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
@@ -121,7 +121,7 @@ impl KvGather {
         let row = row_of(pages, seq);
         let held = row.len() as i64 * i64::from(self.kv.page_size);
         if len < 0 || i64::from(len) > held {
-            return Err(Error::SeqLen { seq, got: len.into(), max: held });
+            return Err(Error::SeqLen { seq, got: len.into(), max: held, cure: ROW_HOLDS });
         }
         let end = u64::from(range.begin) + u64::from(range.tokens);
         if end > len as u64 {
@@ -274,7 +274,7 @@ mod tests {
         assert_eq!(at(refused(&[11, 6], &[good, range(1, 5, 2, 9)])), (1, "end"));
         assert_eq!(at(refused(&[11, 6], &[range(0, u32::MAX, u32::MAX, 9)])), (0, "end"));
         assert_eq!(at(refused(&[11, 6], &[range(0, 0, 2, u32::MAX - 1)])), (0, "end of its rows"));
-        assert!(matches!(refused(&[17, 6], &[good]), Error::SeqLen { seq: 0, got: 17, max: 16 }));
+        assert!(matches!(refused(&[17, 6], &[good]), Error::SeqLen { seq: 0, got: 17, max: 16, .. }));
         assert!(matches!(refused(&[-1, 6], &[good]), Error::SeqLen { seq: 0, got: -1, .. }));
         assert!(matches!(refused(&[11], &[good]), Error::Length { what: "block_table", .. }));
         let wild = refused(&[11, 9], &[range(1, 8, 1, 0)]);

@@ -94,7 +94,7 @@ pub(crate) fn candidates<C, R, K>(table: &[Variant<C, R, K>], device: &C, reques
 /// The forced variant, or the first of those that cost least.
 ///
 /// # Errors
-/// [`Error::VariantUnavailable`] where the forced one is unknown or cannot run, or where none can.
+/// [`Error::VariantUnavailable`] where the forced one is unknown or cannot run, [`Error::NoVariant`] where none can.
 pub(crate) fn choose<C, R, K>(
     table: &[Variant<C, R, K>],
     device: &C,
@@ -126,7 +126,7 @@ pub(crate) fn choose<C, R, K>(
     }
     let Some((place, kernel, _)) = best else {
         let reasons: Vec<_> = lacking.into_iter().map(|(_, why)| why).collect();
-        return Err(Error::VariantUnavailable { name: "of any name".to_owned(), why: reasons.join("; ") });
+        return Err(Error::NoVariant { why: reasons.join("; ") });
     };
     let mut why = table[place].name.to_owned();
     for (_, reason) in lacking.iter().filter(|(lacks, _)| *lacks < place) {
@@ -186,7 +186,8 @@ mod tests {
         let error = forced(3, "five").expect_err("unknown");
         assert!(error.to_string().ends_with("no such variant; there are eight, four, two, zero"), "{error}");
         let none = choose(&TABLE[..1], &3, &3, None).map(|_| ()).expect_err("nothing runs");
-        assert!(none.to_string().contains("not eight: 8 is more than 3"), "{none}");
+        let want = "no kernel variant runs here: not eight: 8 is more than 3; use other dtypes or dims, or another backend";
+        assert_eq!(none.to_string(), want);
     }
 
     #[test]

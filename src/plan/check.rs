@@ -36,7 +36,8 @@ impl Plan {
         let max = i64::try_from(spec.kv.num_slots()).unwrap_or(i64::MAX);
         for (seq, &len) in batch.seq_lens.iter().enumerate() {
             if len < 0 || i64::from(len) > max {
-                return Err(Error::SeqLen { seq, got: len.into(), max });
+                let cure = "the pool has no more slots: correct seq_lens, or make the pool of more pages";
+                return Err(Error::SeqLen { seq, got: len.into(), max, cure });
             }
             self.seq_lens.push(len as u32);
         }

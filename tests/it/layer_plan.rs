@@ -231,7 +231,8 @@ fn wrong_batches_are_errors() {
     let device = plan(&good, &LayerBatch { pages: PageTable::Device, ..arrays.batch() }, SplitPolicy::Auto);
     assert!(matches!(device, Err(Error::LayoutMismatch { .. })), "{device:?}");
     let short = plan(&good, &LayerBatch { seq_lens: &[19, 30], ..arrays.batch() }, SplitPolicy::Auto);
-    assert!(matches!(short, Err(Error::SeqLen { seq: 0, got: 19, .. })), "{short:?}");
+    let text = "sequence 0 has 20 query tokens and seq_lens[0] = 19: seq_lens counts the tokens in the cache, this step's included; correct it or query_start_loc";
+    assert_eq!(short.map(drop).map_err(|error| error.to_string()), Err(text.to_owned()));
     let group = [SharedPrefix { sequences: vec![0, 2], tokens: 16 }];
     let group = plan(&good, &LayerBatch { shared_prefixes: &group, ..arrays.batch() }, SplitPolicy::Auto);
     assert!(matches!(group, Err(Error::Shape { what: "SharedPrefix sequence", got: 2, .. })), "{group:?}");

@@ -77,9 +77,12 @@ fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
     };
     assert_eq!(prepare(&[30, 40], &[0, 1, 20]), Ok(()));
     let many = prepare(&[30, 40], &[0, 1, 21]);
-    assert!(matches!(many, Err(Error::Limit { need: 21, limit: 20, .. })), "{many:?}");
+    assert!(matches!(many, Err(Error::Capacity { need: 21, got: 20, .. })), "{many:?}");
+    let text =
+        "LayerCapacity::tokens is 20, 21 are needed: compile the layer with more LayerCapacity::tokens";
+    assert!(many.is_err_and(|error| error.to_string() == text));
     let late = prepare(&[40, 30], &[0, 10, 11]);
-    assert!(matches!(late, Err(Error::Limit { need: 11, limit: 2, .. })), "{late:?}");
+    assert!(matches!(late, Err(Error::Capacity { need: 11, got: 2, .. })), "{late:?}");
     assert!(late.is_err_and(|error| error.to_string().contains("MlaLayer::decodes_first")));
 
     let other = gpu.compile_with(spec, &options).expect("a layer");

@@ -152,7 +152,8 @@ fn a_table_of_another_size_is_refused() {
     }
     let narrow = PageTable::Dense { block_table: &[0; 4], max_pages: 2 };
     let error = tables(&plan, narrow, &spec).unwrap_err();
-    assert_eq!(error, Error::SeqLen { seq: 1, got: 40, max: 32 });
+    let text = "seq_lens[1] = 40: must be 0 to 32: its row of the block table has no more pages: append pages to it before the step, or correct seq_lens";
+    assert_eq!(error.to_string(), text);
 
     let lost_row = PageTable::Csr { kv_indptr: &[0, 2], kv_indices: &[0; 2] };
     let error = tables(&plan, lost_row, &spec).unwrap_err();
@@ -181,7 +182,7 @@ fn a_capacity_that_is_too_small_is_refused() {
         ("Capacity::items", Capacity::default()),
     ] {
         let error = write_tables(&mut Vec::new(), &capacity, &plan, pages, &spec.kv).unwrap_err();
-        assert!(matches!(error, Error::Length { what: named, .. } if named == what), "{what}: {error}");
+        assert!(matches!(error, Error::Capacity { what: named, .. } if named == what), "{what}: {error}");
     }
 }
 
@@ -223,6 +224,15 @@ fn csr_form_gives_lengths() {
     for (indptr, last) in [([0, 2], 0), ([0, 2], 17), ([0, 2], -1), ([2, 1], 1), ([0, i32::MAX], 1)] {
         let error = csr_seq_lens(&indptr, &[last], 16).unwrap_err();
         assert!(matches!(error, Error::SeqLen { seq: 0, .. }), "{indptr:?} {last}: {error}");
+    }
+    for page_size in [0, 1, 1 << 31, u32::MAX] {
+        for indptr in [[i32::MIN, i32::MAX], [i32::MAX, i32::MIN], [0, i32::MAX]] {
+            for last in [i32::MIN, -1, 0, 1, i32::MAX] {
+                if let Ok(lens) = csr_seq_lens(&indptr, &[last], page_size) {
+                    assert_eq!((page_size, lens), (1, vec![i32::MAX]), "{indptr:?} {last}");
+                }
+            }
+        }
     }
     for indptr in [&[][..], &[0], &[0, 1, 2]] {
         let error = csr_seq_lens(indptr, &[1], 16).unwrap_err();

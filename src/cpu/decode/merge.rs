@@ -3,6 +3,7 @@
 use bytemuck::cast_slice;
 
 use super::Call;
+use crate::cpu::kernels::attend::WEIGHTLESS;
 use crate::cpu::pool::Pool;
 
 /// Columns that are summed at a time, on the stack.
@@ -11,7 +12,7 @@ const COLUMNS: usize = 512;
 /// Rows to a unit of work: one is too little to take a turn for.
 const ROWS: usize = 8;
 
-/// Merges every row of a call. `outs` is `[partials, L]`, `lses` `[partials]`, base 2.
+/// Merges every row of a call. `outs` is `[partials, L]`, `lses` `[partials]`, each half of one in base 2.
 pub(super) fn run(pool: &Pool, call: &Call<'_>, outs: &[u32], lses: &[u32]) {
     let (outs, lses): (&[f32], &[f32]) = (cast_slice(outs), cast_slice(lses));
     let (merges, merge_partials) = (call.tables.merges(), call.tables.merge_partials());
@@ -37,24 +38,27 @@ fn merge_row(call: &Call<'_>, token: usize, head: usize, partials: &[u32], outs:
     let part = |partial: usize| &outs[partial * latent..][..latent];
 
     let mut one = parts.clone();
-    let lse = match (one.next(), one.next()) {
+    let half_lse = match (one.next(), one.next()) {
         (None, _) => f32::NEG_INFINITY,
         // Bit for bit: a row does not notice that its other splits were empty.
-        (Some(partial), None) => {
+        (Some(partial), None) if lses[partial] != WEIGHTLESS => {
             out.copy_from_slice(part(partial));
             lses[partial]
         }
         _ => {
-            let max = parts.clone().map(|partial| lses[partial]).fold(f32::NEG_INFINITY, f32::max);
+            let weighty = parts.clone().map(|partial| lses[partial]).filter(|&lse| lse != WEIGHTLESS);
+            let max = weighty.fold(f32::NEG_INFINITY, f32::max);
             let mut sum = 0.0;
             for partial in parts {
-                let weight = (lses[partial] - max).exp2();
+                let half = lses[partial];
+                // 0 times an infinite value is NaN, as within one split.
+                let weight = if half == WEIGHTLESS { 0.0 } else { (2.0 * (half - max)).exp2() };
                 sum += weight;
                 out.iter_mut().zip(part(partial)).for_each(|(out, x)| *out += weight * x);
             }
             out.iter_mut().for_each(|out| *out /= sum);
-            max + sum.log2()
+            if sum == 0.0 { f32::NAN } else { max + 0.5 * sum.log2() }
         }
     };
-    call.store(token, head, out, lse);
+    call.store(token, head, out, half_lse);
 }

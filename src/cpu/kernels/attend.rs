@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! S = Q K^T            register tiles of 4 rows x 3 tokens, 8 lanes over the dims
-//! m' = max(m, scale * max S);  a = 2^(m - m');  P = 2^(scale * S - m');  l = l * a + sum P
+//! m' = max(m, max S);  a = 2^(scale * (m - m'));  P = 2^(scale * (S - m'));  l = l * a + sum P
 //! O = O * a + P V      register tiles of 4 rows x 3 vectors, over the tokens
 //! ```
 //! A query row's result does not depend on the other rows of its tile: a tile of another shape does the same operations in the same
@@ -28,7 +28,7 @@ pub(in crate::cpu) struct Tile<'a> {
     pub p: &'a mut [f32],
     /// `[rows, latent]`, not yet divided by `sum`.
     pub o: &'a mut [f32],
-    /// `[rows]`: the largest logit, base 2.
+    /// `[rows]`: the largest dot product.
     pub max: &'a mut [f32],
     /// `[rows]`: the sum of the weights, relative to `max`.
     pub sum: &'a mut [f32],
@@ -54,7 +54,31 @@ impl Tile<'_> {
         assert!(self.o.len() >= rows.end * latent);
         assert!(self.max.len().min(self.sum.len()).min(self.rescale.len()) >= rows.end);
     }
+
+    /// Ends a row that saw a key: divides its output, and returns *half* its LSE in base 2, since twice as much may be
+    /// beyond f32. [`WEIGHTLESS`] where each dot product is -inf; such an output is not divided.
+    pub(in crate::cpu) fn finish(&mut self, row: usize, scale: f32) -> f32 {
+        let sum = self.sum[row];
+        if sum == 0.0 {
+            return WEIGHTLESS;
+        }
+        self.o[row * self.latent..][..self.latent].iter_mut().for_each(|x| *x /= sum);
+        (self.max[row] * (0.5 * scale) + 0.5 * sum.log2()).clamp(f32::MIN, f32::MAX)
+    }
+
+    /// As [`Tile::finish`], for a row with no other part: nothing can give it weight any more.
+    pub(in crate::cpu) fn finish_alone(&mut self, row: usize, scale: f32) -> f32 {
+        let half = self.finish(row, scale);
+        if half == WEIGHTLESS {
+            self.o[row * self.latent..][..self.latent].fill(f32::NAN);
+            return f32::NAN;
+        }
+        half
+    }
 }
+
+/// The LSE of a part that saw keys, each with a logit of -inf: beside other parts it weighs 0, without any the row is NaN.
+pub(in crate::cpu) const WEIGHTLESS: f32 = f32::INFINITY;
 
 /// Lets `rows` of a tile attend the first `tokens` tokens of its block. `scale` brings dot products to base 2.
 #[inline(always)]
@@ -173,23 +197,25 @@ unsafe fn weights<V: Lanes>(tile: &mut Tile<'_>, row: usize, tokens: usize, scal
         largest = unsafe { V::load(p.add(t)) }.max(largest);
         t += LANES;
     }
-    let (old, here) = (tile.max[row], largest.largest() * scale);
+    let (old, here) = (tile.max[row], largest.largest());
     let max = if here > old { here } else { old };
+    // Where every dot so far is -inf it weighs nothing, and a later key may still be finite.
+    let at = if max == f32::NEG_INFINITY { 0.0 } else { max };
 
-    // fma: the product is not rounded before the subtraction, so large logits lose no accuracy beyond the dot product's.
-    let (factor, minus_max) = (V::splat(scale), V::splat(-max));
+    // Dots are subtracted before they are scaled. That rounds no large product, so the largest weighs exactly 1.
+    let (factor, minus_max) = (V::splat(scale), V::splat(-at));
     let mut sum = V::splat(0.0);
     let mut t = 0;
     while t < end {
         // SAFETY: `end` is at most BLOCK.
         unsafe {
-            let weight = exp2(V::load(p.add(t)).mul_add(factor, minus_max));
+            let weight = exp2(V::load(p.add(t)).add(minus_max).mul(factor));
             weight.store(p.add(t));
             sum = sum.add(weight);
         }
         t += LANES;
     }
-    let rescale = exp2(V::splat(old - max)).largest();
+    let rescale = exp2(V::splat((old - at) * scale)).largest();
     tile.max[row] = max;
     tile.sum[row] = tile.sum[row] * rescale + sum.sum();
     tile.rescale[row] = rescale;
@@ -236,6 +262,90 @@ unsafe fn values<V: Lanes, const R: usize, const C: usize>(
         for (c, sum) in sums.iter().enumerate() {
             // SAFETY: row r of `o`, in its columns.
             unsafe { sum.store(o.add(r * latent + c * LANES)) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::VARIANTS;
+    use super::*;
+    use crate::ops::variants::{candidates, choose};
+
+    /// Keys of one element each, against the query 1: `(half the base-2 LSE, the first value column)`.
+    fn one_row(variant: &str, dots: &[f32], scale: f32) -> (f32, f32) {
+        let (kernels, _) = choose(VARIANTS, &(), &(), Some(variant)).expect("it runs here");
+        let (mut kv, mut p) = ([0f32; BLOCK * 2 * LANES], [0f32; BLOCK]);
+        let (mut o, [mut max, mut sum, mut rescale]) = ([0f32; LANES], [[0f32]; 3]);
+        max[0] = f32::NEG_INFINITY;
+        let mut query = [0f32; 2 * LANES];
+        query[0] = 1.0;
+        let mut tile = Tile {
+            q: &mut query,
+            kv: &mut kv,
+            p: &mut p,
+            o: &mut o,
+            max: &mut max,
+            sum: &mut sum,
+            rescale: &mut rescale,
+            stride: 2 * LANES,
+            dim: LANES,
+            latent: LANES,
+            value_at: LANES,
+        };
+        for (block, dots) in dots.chunks(3).enumerate() {
+            for (t, &dot) in dots.iter().enumerate() {
+                tile.kv[t * 2 * LANES] = dot;
+                tile.kv[t * 2 * LANES + LANES] = (block * 3 + t + 1) as f32;
+            }
+            // SAFETY: `choose` gives what runs here.
+            unsafe { (kernels.attend)(&mut tile, 0..1, dots.len(), scale) }
+        }
+        let half = tile.finish_alone(0, scale);
+        (half, o[0])
+    }
+
+    #[test]
+    fn finite_logits_of_any_size_give_finite_results() {
+        for variant in candidates(VARIANTS, &(), &()).iter().filter(|one| one.lacks.is_none()) {
+            for logit in [1e10f32, 1e30, 3e38, f32::MAX] {
+                // 0.3: a product that is not exact.
+                for scale in [std::f32::consts::LOG2_E, 0.3, 1.0] {
+                    let run = |dots: &[f32]| one_row(variant.name, dots, scale);
+                    let what = format!("{}: {logit:e} times {scale}", variant.name);
+                    let half = |dot: f32| (0.5 * scale) * dot;
+                    for place in 0..5 {
+                        let mut dots = [0.0, 1.0, -3.0, 0.5, -logit];
+                        dots[place] = logit;
+                        assert_eq!(run(&dots), (half(logit), place as f32 + 1.0), "{what} at {place}");
+                        assert_eq!(run(&[logit; 5]).1, 3.0, "{what} everywhere");
+                        assert_eq!(run(&[-logit; 5]), (half(-logit), 3.0), "-{what} everywhere");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_is_nan_where_it_has_weight() {
+        let (inf, nan) = (f32::INFINITY, f32::NAN);
+        for variant in candidates(VARIANTS, &(), &()).iter().filter(|one| one.lacks.is_none()) {
+            let run = |dots: &[f32]| one_row(variant.name, dots, 1.0);
+            for odd in [nan, inf, f32::from_bits(u32::MAX), f32::from_bits(0x7F80_0001)] {
+                for place in 0..5 {
+                    let mut dots = [-inf; 5];
+                    dots[place] = odd;
+                    let (half, out) = run(&dots);
+                    assert!(half.is_nan() && out.is_nan(), "{}: {odd} at {place}", variant.name);
+                    let mut dots = [1.0; 5];
+                    dots[place] = odd;
+                    let (half, out) = run(&dots);
+                    assert!(half.is_nan() && out.is_nan(), "{}: {odd} at {place}", variant.name);
+                }
+            }
+            assert_eq!(run(&[-inf, -inf, -inf, 2.0]), (1.0, 4.0), "a block without weight");
+            assert_eq!(run(&[2.0, 2.0, -inf, -inf]), (1.5, 1.5), "{}", variant.name);
+            assert!(run(&[-inf; 4]).0.is_nan() && run(&[-inf; 4]).1.is_nan(), "all are -inf");
         }
     }
 }

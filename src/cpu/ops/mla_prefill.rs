@@ -168,12 +168,11 @@ impl Call<'_> {
 
         for r in 0..num_rows {
             let row = item.first_row as usize + r;
-            let out = &mut tile.o[r * dim..][..dim];
             let mut lse = f32::NEG_INFINITY;
             if item.visible(r as u32) > 0 {
-                lse = (tile.max[r] + tile.sum[r].log2()) * std::f32::consts::LN_2;
-                out.iter_mut().for_each(|x| *x /= tile.sum[r]);
+                lse = tile.finish_alone(r, self.scale) * (2.0 * std::f32::consts::LN_2);
             }
+            let out = &tile.o[r * dim..][..dim];
             let (dtype, first) = (self.spec.out, self.at[OUT].at(row, head));
             store_elements(self.locked.words(OUT), dtype.bytes(), first, dim, |i| bits_of(dtype, out[i]));
             self.locked.words(LSE)[self.at[LSE].at(row, head)].store(lse.to_bits(), Ordering::Relaxed);

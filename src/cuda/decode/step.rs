@@ -44,6 +44,7 @@ impl Tables {
         device_page_list: bool,
         capacity: Capacity,
     ) -> Result<Self> {
+        super::check_grids(spec, &capacity, cuda.card().multiprocessors)?;
         let header = capacity.header(&spec.kv);
         if header.end == u32::MAX {
             let cure = "use a smaller batch, or fewer or longer splits";

@@ -3,6 +3,7 @@
 use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, MAX_ITEMS, THREADS};
+use crate::cuda::kernels::address;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
@@ -167,7 +168,7 @@ impl<Stride: TryFrom<u64> + Default> MergeStateParams<Stride> {
             _ => None,
         };
         let rows = |view: View<&Buffer>, bytes: u64, unit: u32| {
-            let address = view.buffer.ptr() + view.offset * bytes;
+            let address = address(view.buffer, view.offset, bytes as usize);
             Some(Rows {
                 address: address.is_multiple_of(bytes * u64::from(unit)).then_some(address)?,
                 token_stride: stride(args.num_tokens, view.token_stride, unit)?,

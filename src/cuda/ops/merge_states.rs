@@ -84,8 +84,8 @@ impl Kernel<MergeStates> for Cuda {
         items(spec, room.tokens, args.num_heads)?;
         let (rows, head_quads, bytes) =
             ([room.tokens, args.num_heads], spec.head_size / 4, spec.dtype.bytes());
-        // The stride of one set is unused and may be anything.
-        let sets = |stride: u64, bytes: u64| if room.sets > 1 { stride * bytes } else { 0 };
+        // The stride of one set is unused and may be anything, as may that of no token.
+        let sets = |stride: u64, bytes: u64| if room.sets > 1 { stride.wrapping_mul(bytes) } else { 0 };
         let bound = MergeStatesParams {
             states: Array::new(&args.states, bytes, rows),
             lse: Array::new(&args.lse, 4, rows),

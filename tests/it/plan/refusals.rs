@@ -52,7 +52,7 @@ fn refuses_lengths_that_no_pool_holds() {
     for len in [-1, i32::MIN, 16_001, i32::MAX] {
         let error = refused(&spec(16, 16), &Batch::new(&[5, len], &[0, 1, 2]), SplitPolicy::Auto);
         assert!(
-            matches!(error, Error::SeqLen { seq: 1, got, max: 16_000 } if got == i64::from(len)),
+            matches!(error, Error::SeqLen { seq: 1, got, max: 16_000, .. } if got == i64::from(len)),
             "{error}"
         );
     }

@@ -5,6 +5,7 @@
 
 pub mod decode;
 pub mod errors;
+pub mod extremes;
 pub mod invariance;
 pub mod kv_calibrate;
 pub mod kv_gather;
@@ -12,6 +13,7 @@ pub mod layer;
 pub mod memory;
 pub mod merge_states;
 mod mixed;
+pub mod non_finite;
 pub mod ops;
 pub mod prefill;
 pub mod project;
@@ -269,11 +271,13 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
         "decode" false: mixed { refuses_other_specs }
+        "decode" true: non_finite { huge_logits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }
         "merge_states" false: merge_states { state_merges, refuses_state_merges }
         "kv_append" false: ops { appends }
         "kv_append" false: errors { refuses_ops }
+        "every_op" false: extremes { extreme_views }
         "kv_copy_pages" false: ops { page_copies }
         "kv_gather" false: kv_gather { gathers, refuses_gathers }
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
