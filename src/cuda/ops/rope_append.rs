@@ -34,7 +34,7 @@ unsafe impl DeviceRepr for RopeAppendParams {}
 #[derive(Debug)]
 pub struct Layer {
     args: RopeAppendParams,
-    _buffers: [Buffer; 7],
+    buffers: [Buffer; 7],
 }
 
 impl Kernel<RopeAppend> for Cuda {
@@ -90,7 +90,7 @@ impl Kernel<RopeAppend> for Cuda {
         let [a, b] = queries.map(Buffer::clone);
         let [c, d] = [args.positions, args.cos_sin].map(Buffer::clone);
         let [e, f, g] = [layer.kv_c.buffer, layer.k_pe.buffer, layer.kv.buffer].map(Buffer::clone);
-        Ok(Layer { args: bound, _buffers: [a, b, c, d, e, f, g] })
+        Ok(Layer { args: bound, buffers: [a, b, c, d, e, f, g] })
     }
 
     /// The grid is what fits both the step and the binding: a replay rotates and appends what the step then holds.
@@ -111,7 +111,14 @@ impl Kernel<RopeAppend> for Cuda {
         // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
         let items = items(spec, append.max_tokens())?;
         let args = RopeAppendParams { append, ..layer.args };
-        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+        self.launch(
+            kernel,
+            items.div_ceil(THREADS),
+            THREADS,
+            0,
+            &args,
+            layer.buffers.iter().chain(step.buffer()),
+        )
     }
 }
 

@@ -24,6 +24,11 @@ impl Table {
         u32::try_from(self.room / words).unwrap_or(u32::MAX)
     }
 
+    /// Its memory, if it has room for anything.
+    pub(crate) fn buffer(&self) -> Option<&Buffer> {
+        self.buffer.as_ref()
+    }
+
     /// Where it is, if it has room for anything.
     pub(crate) fn ptr(&self) -> Option<u64> {
         self.buffer.as_ref().map(Buffer::ptr)
