@@ -6,7 +6,6 @@
 alias KvOct = vec2<u32>;
 
 const KEY_UNIT = 256.0; // what a staged key has to be multiplied with
-const SCORES_SHOW_ODD_KEYS = false;
 
 // Two bytes, in the upper halves of the word's halves.
 fn half_pair(bytes: u32) -> u32 {
