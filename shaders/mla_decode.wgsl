@@ -9,12 +9,14 @@
 // The cache is read in place, not staged: what one row group reads the others find in the nearest cache.
 //
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
-// which rows share its tile.
+// which rows share its tile. Nor does it on what is in keys that it does not see: logits that are no numbers are left out of the sums,
+// and their blocks, which are rare, add up values without what is infinite or NaN. At the end it is put where it has to be.
 
 var<workgroup> token_at: array<u32, TOKEN_PLACES>; // [2, TOKENS]: first oct of each token's cache row, this block and the next
 var<workgroup> quad_max: array<f32, TILE_QUADS_PADDED>; // [ROWS, TOKEN_QUADS]
 var<workgroup> weights: array<vec4<f32>, TILE_QUADS>; // [ROWS, TOKEN_QUADS], four tokens each
 var<workgroup> rescale: array<f32, ROWS_PADDED>; // [ROWS]
+var<workgroup> odd: array<atomic<u32>, 4>; // the last block with a logit that is no number, plus 1; whether there was one
 var<workgroup> query_at: array<vec2<u32>, ROWS_PADDED>; // [ROWS]: first oct of each row's q_nope and q_pe
 
 @compute @workgroup_size(THREADS)
@@ -58,11 +60,15 @@ fn mla_decode(
     let visible = min(query_of(first_row, min(softmax_row, num_rows - 1u)).visible, kv_end);
     var row_max = EMPTY;
     var row_sum = 0.0; // over this thread's tokens only
+    var is_nan = false; // by this thread's tokens
 
     // Values: a row's oct of columns in two halves.
     var acc_low = array<vec4<f32>, ROWS_PER_GROUP>();
     var acc_high = array<vec4<f32>, ROWS_PER_GROUP>();
 
+    if (thread < 4u) {
+        atomicStore(&odd[thread], 0u);
+    }
     if (thread < TOKENS && kv_begin < kv_end) {
         token_at[thread] = cache_row(page_begin, min(kv_begin + thread, kv_end - 1u));
     }
@@ -121,10 +127,18 @@ fn mla_decode(
 
         // 2. softmax
         let tokens = vec4<u32>(block + softmax_quad * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
-        let seen = tokens < vec4<u32>(visible);
+        var seen = tokens < vec4<u32>(visible);
         var logits = vec4<f32>(EMPTY);
         if (in_softmax) {
-            logits = select(logits, summed_scores(thread) * (layer.logit_scale * QUERY_SCALE * KV_SCALE), seen);
+            let logit = summed_scores(thread) * (layer.logit_scale * QUERY_SCALE * KV_SCALE);
+            let numbers = is_number(logit);
+            if (!all(numbers)) {
+                atomicStore(&odd[0], block + 1u);
+                atomicStore(&odd[1], 1u);
+                is_nan = is_nan || any(seen & !numbers & has_weight(logit));
+                seen = seen & numbers;
+            }
+            logits = select(logits, logit, seen);
             quad_max[thread] = max(max(logits.x, logits.y), max(logits.z, logits.w));
         }
         workgroupBarrier();
@@ -152,7 +166,20 @@ fn mla_decode(
             acc_low[r] *= rescale[group_row + r];
             acc_high[r] *= rescale[group_row + r];
         }
-        let quads = select(0u, min(TOKEN_QUADS, (kv_end - block + 3u) / 4u), has_rows);
+        var quads = select(0u, min(TOKEN_QUADS, (kv_end - block + 3u) / 4u), has_rows);
+        if (atomicLoad(&odd[0]) == block + 1u) {
+            for (var i = 0u; i < quads * 4u; i++) {
+                let v = decode_value(kv[token_at[parity + i] + column_oct]);
+                let low = select(v[0], vec4<f32>(0.0), is_odd(v[0]));
+                let high = select(v[1], vec4<f32>(0.0), is_odd(v[1]));
+                for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+                    let w = weights[(group_row + r) * TOKEN_QUADS + i / 4u][i % 4u];
+                    acc_low[r] = fma(vec4<f32>(w), low, acc_low[r]);
+                    acc_high[r] = fma(vec4<f32>(w), high, acc_high[r]);
+                }
+            }
+            quads = 0u;
+        }
         for (var i = 0u; i < quads; i++) {
             // Past the end, token_at repeats the last token, which then weighs 0.
             let v_0 = decode_value(kv[token_at[parity + i * 4u] + column_oct]);
@@ -170,8 +197,21 @@ fn mla_decode(
 
     // Each row's sum and maximum, for all threads, once the last of them has read `rescale` for its values.
     workgroupBarrier();
+    let is_odd_item = atomicLoad(&odd[1]) != 0u;
+    if (is_odd_item && has_rows) {
+        // A column is NaN where a visible key is infinite there, though the key weighs 0.
+        for (var token = kv_begin; token < kv_end; token++) {
+            let v = decode_value(kv[cache_row(page_begin, token) + column_oct]);
+            for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
+                let sees = token < query_of(first_row, min(group_row + r, num_rows - 1u)).visible;
+                acc_low[r] = with_nan(acc_low[r], is_odd(v[0]) & vec4<bool>(sees));
+                acc_high[r] = with_nan(acc_high[r], is_odd(v[1]) & vec4<bool>(sees));
+            }
+        }
+    }
     if (in_softmax) {
-        quad_max[thread] = row_sum;
+        // Far below 0, whatever the others of the row add to it.
+        quad_max[thread] = select(row_sum, EMPTY, is_nan);
         if (softmax_quad == 0u) {
             rescale[softmax_row] = row_max;
         }
@@ -187,19 +227,20 @@ fn mla_decode(
             let any = sum > 0.0;
             let divisor = select(1.0, sum, any);
             let value = mat2x4<f32>(acc_low[r], acc_high[r]) * (KV_SCALE * (1.0 / divisor));
-            let base_2 = select(EMPTY, rescale[row] + log2(divisor), any);
+            let query = query_of(first_row, row);
+            let sees_keys = min(query.visible, kv_end) > kv_begin;
+            let base_2 = part_lse(rescale[row] + log2(divisor), sum, sees_keys);
             if (partial == DIRECT) {
-                let query = query_of(first_row, row);
-                store_out(query.token, query.head, column_oct, value);
+                store_out(query.token, query.head, column_oct, nan_if(value, is_nan_row(base_2)));
                 if (column_oct == 0u) {
-                    store_lse(query.token, query.head, base_2, any);
+                    store_lse(query.token, query.head, base_2);
                 }
             } else {
                 let at = (partial + row) * PARTIAL_QUADS;
                 partials[at + 2u * column_oct] = value[0];
                 partials[at + 2u * column_oct + 1u] = value[1];
                 if (column_oct == 0u) {
-                    partials[at + 2u * LATENT_OCTS] = vec4<f32>(base_2, 1.0, 0.0, 0.0);
+                    partials[at + 2u * LATENT_OCTS] = vec4<f32>(base_2, select(1.0, -1.0, is_odd_item), 0.0, 0.0);
                 }
             }
         }

@@ -12,8 +12,9 @@
 // iteration: NVIDIA's compiler copies what is carried into the next one, and would wait for it there.
 //
 // f16 ends at 65504. A query row is scaled by a power of two, its largest element to just below 2^15; an f32 query is
-// split in two parts. A bf16 cache may hold more than f16, and such keys become infinite, which scores show; an e4m3 cache may hold NaN,
-// which is looked for. The item is then done again in f32, slowly (lib/wide_rows.wgsl).
+// split in two parts. A bf16 cache may hold more than f16, and such keys become infinite, which scores show, as they do what is infinite
+// or NaN itself; NaN codes of e4m3, which would become numbers, are looked for. The item is then done again in f32, slowly
+// (lib/wide_rows.wgsl), with its infinities and NaN.
 //
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile. Every workgroup variable is a multiple of 16 bytes long, and so is every pitch: on NVIDIA
@@ -29,7 +30,7 @@ var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
 const LAZY = 14.0;
 // Places in `notes`.
 const MOVED = 0u; // whether a maximum moved in this block
-const ODD_KEYS = 1u; // whether f16 does not hold a key
+const ODD_KEYS = 1u; // whether f16 does not hold a key, or something is not finite
 
 // Eight neighbouring elements as matrices take them.
 struct HalfOct {
@@ -102,10 +103,11 @@ fn write_oct(first_row: u32, row: u32, partial: u32, oct: u32, value: mat2x4<f32
     }
 }
 
-// A row's LSE in base 2. A partial result is yet to be multiplied with `scale`.
-fn write_lse(query: Query, row: u32, partial: u32, base_2: f32, any: bool, scale: f32) {
+// A row's LSE in base 2, or what stands for it. A partial result is yet to be multiplied with the magnitude of `scale`, below 0 where it
+// may hold NaN.
+fn write_lse(query: Query, row: u32, partial: u32, base_2: f32, scale: f32) {
     if (partial == DIRECT) {
-        store_lse(query.token, query.head, base_2, any);
+        store_lse(query.token, query.head, base_2);
     } else {
         partials[(partial + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(base_2, scale, 0.0, 0.0);
     }
@@ -207,8 +209,8 @@ fn mla_decode(
         }
     }
 
-    // Whether f16 does not hold a key: what shows that in this lane.
-    var wide = false;
+    // Whether f16 does not hold a key, or something is not finite: what shows that in this lane.
+    var largest_logit = 0u; // its magnitude's bits
     var odd = 0u;
     var row_max = EMPTY;
     var old_max = EMPTY; // before the last block
@@ -275,11 +277,10 @@ fn mla_decode(
                         let tile = s * TOKEN_TILES + i * SOFTMAX_LANES / TILE;
                         sum += scores[(tile * ROWS + row) * SCORE_PITCH + i * SOFTMAX_LANES % TILE + column];
                     }
-                    if (SCORES_SHOW_ODD_KEYS) {
-                        wide = wide || (bitcast<u32>(sum) & 0x7F800000u) == 0x7F800000u;
-                    }
+                    sum *= query_scale;
+                    largest_logit = max(largest_logit, bitcast<u32>(sum) & 0x7FFFFFFFu);
                     let seen = block + i * SOFTMAX_LANES + column - kv_begin < num_seen;
-                    logit[i] = select(EMPTY, sum * query_scale, seen);
+                    logit[i] = select(EMPTY, sum, seen);
                     top = max(top, logit[i]);
                 }
                 old_max = row_max;
@@ -358,15 +359,13 @@ fn mla_decode(
     }
 
     workgroupBarrier();
-    if (SCORES_SHOW_ODD_KEYS || ODD != 0u) {
-        if (wide || (odd & ODD) != 0u) {
-            atomicStore(&notes[ODD_KEYS], 1u);
-        }
-        workgroupBarrier();
-        if (atomicLoad(&notes[ODD_KEYS]) != 0u) {
-            wide_rows(first_row, num_rows, page_begin, kv_begin, kv_end, partial, subgroup, lane);
-            return;
-        }
+    if (largest_logit >= LOGIT_END || (odd & ODD) != 0u) {
+        atomicStore(&notes[ODD_KEYS], 1u);
+    }
+    workgroupBarrier();
+    if (atomicLoad(&notes[ODD_KEYS]) != 0u) {
+        wide_rows(first_row, num_rows, page_begin, kv_begin, kv_end, partial, subgroup, lane);
+        return;
     }
 
     // The row's sum, then the output. A partial result is left as it is and the merge multiplies it: a whole tile is stored at
@@ -379,7 +378,7 @@ fn mla_decode(
     if (column == 0u) {
         factors[row] = select(factor, 1.0, is_partial);
         if (row < num_rows) {
-            write_lse(query, row, partial, select(EMPTY, row_max + log2(divisor), any), any, factor);
+            write_lse(query, row, partial, select(EMPTY, row_max + log2(divisor), any), factor);
         }
     }
     if (is_partial && num_rows == ROWS) {

@@ -7,6 +7,7 @@
 //   1. all threads find the largest LSE, while the first partials are on their way
 //   2. each team weighs its partials, BATCH at a time, and adds them up
 //   3. team 0 adds up the teams and writes
+// One that has seen a NaN or +inf makes the row NaN; what is NaN in a partial's columns stays so, though it weighs 0.
 // An empty partial weighs exactly 0 and a single one that is not empty exactly 1, so how often a row was split around it
 // changes no bit.
 
@@ -22,7 +23,7 @@ fn partial_at(i: u32, head: u32) -> u32 {
     return (tables[i] + head) * PARTIAL_QUADS;
 }
 
-// Its base-2 LSE, and what it is yet to be multiplied with.
+// Its base-2 LSE, or what stands for it, and what it is yet to be multiplied with: less than 0 where it may hold NaN.
 fn partial_end(at: u32) -> vec2<f32> {
     return partials[at + 2u * LATENT_OCTS].xy;
 }
@@ -83,7 +84,7 @@ fn mla_merge(
         if (team == 0u) {
             store_out(token, head, column_oct, mat2x4<f32>());
             if (column_oct == 0u) {
-                store_lse(token, head, EMPTY, false);
+                store_lse(token, head, EMPTY);
             }
         }
         return;
@@ -158,11 +159,12 @@ fn mla_merge(
         for (var i = 0u; i < BATCH; i++) { // unroll
             let partial = first + i * step;
             let lse_scale = ends[min(partial, last) % MERGE_CHUNK];
-            let weight = select(0.0, exp2_exact(lse_scale.x - largest), partial < count && lse_scale.x > EMPTY);
-            if (weight > 0.0) {
+            let counts = partial < count && lse_scale.x > EMPTY;
+            let weight = select(0.0, exp2_exact(lse_scale.x - largest), counts);
+            if (weight > 0.0 || (counts && lse_scale.y < 0.0)) {
                 group_sum += weight;
-                group_low = fma(vec4<f32>(weight * lse_scale.y), batch.low[i], group_low);
-                group_high = fma(vec4<f32>(weight * lse_scale.y), batch.high[i], group_high);
+                group_low = fma(vec4<f32>(weight * abs(lse_scale.y)), batch.low[i], group_low);
+                group_high = fma(vec4<f32>(weight * abs(lse_scale.y)), batch.high[i], group_high);
             }
             if (by_groups || (ends_group && i + 1u == BATCH)) {
                 sum += group_sum;
@@ -208,9 +210,11 @@ fn mla_merge(
         // A single partial is passed on as it is: 1 / 1 need not be 1 on a device.
         let many = sum > 0.0 && sum != 1.0;
         let divisor = select(1.0, sum, many);
-        store_out(token, head, column_oct, mat2x4<f32>(low, high) * select(1.0, 1.0 / divisor, many));
+        let value = mat2x4<f32>(low, high) * select(1.0, 1.0 / divisor, many);
+        store_out(token, head, column_oct, nan_if(value, is_nan_row(largest)));
         if (column_oct == 0u) {
-            store_lse(token, head, largest + select(0.0, log2(divisor), many), sum > 0.0);
+            // What stands for an LSE does not notice the sum.
+            store_lse(token, head, largest + select(0.0, log2(divisor), many));
         }
     }
 }

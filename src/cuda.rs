@@ -9,13 +9,15 @@
 //! per layer  mla.record(&step, &binding)?                              two launches: allocates nothing, waits for nothing
 //! ```
 //!
-//! What `record` launches may be captured in a graph, of every op. The grid is the step's capacity: a `prepare` before a
+//! What `record` launches may be captured in a graph, of every op: `cuda.capture(|| mla.record(&step, &binding))?` gives a [`Graph`], which
+//! keeps the memory that it names. The grid is the step's capacity: a `prepare` before a
 //! replay gives the graph new lengths, slots or copies, as long as they fit.
 
 mod buffer;
 mod caps;
 mod decode;
 mod device;
+mod graph;
 mod kernels;
 mod library;
 #[cfg(test)]
@@ -25,6 +27,7 @@ pub mod ops;
 pub use buffer::Buffer;
 pub use decode::decode_variants;
 pub use device::Cuda;
+pub use graph::Graph;
 pub use {cudarc, cudarc::driver::CudaStream};
 
 use device::Function;

@@ -6,7 +6,6 @@
 alias KvOct = vec4<u32>;
 
 const KEY_UNIT = 1.0; // scale of a staged key
-const SCORES_SHOW_ODD_KEYS = true;
 
 fn float_key(oct: KvOct) -> mat2x4<f32> {
     let low = bitcast<vec4<f32>>(oct << vec4<u32>(16u));

@@ -6,7 +6,6 @@
 alias KvOct = vec2<u32>;
 
 const KEY_UNIT = 256.0; // scale of a staged key
-const SCORES_SHOW_ODD_KEYS = false;
 
 // Two codes, in the upper bytes of the word's halves, to two f16.
 fn half_pair(bytes: u32) -> u32 {

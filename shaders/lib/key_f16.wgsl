@@ -2,7 +2,14 @@
 alias KvOct = vec4<u32>;
 
 const KEY_UNIT = 1.0; // scale of a staged key
-const SCORES_SHOW_ODD_KEYS = false;
+
+fn float_key(oct: KvOct) -> mat2x4<f32> {
+    let a = unpack2x16float(oct.x);
+    let b = unpack2x16float(oct.y);
+    let c = unpack2x16float(oct.z);
+    let d = unpack2x16float(oct.w);
+    return mat2x4<f32>(vec4<f32>(a, b), vec4<f32>(c, d));
+}
 
 fn half_key(oct: KvOct) -> HalfOct {
     return half_oct(oct);
@@ -13,6 +20,3 @@ fn odd_bits(oct: KvOct) -> u32 {
 }
 
 const ODD = 0u;
-
-// Never reached: f16 holds every key.
-fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, slot: u32, subgroup: u32, lane: u32) {}

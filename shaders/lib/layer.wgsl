@@ -42,8 +42,9 @@ fn store_out(token: u32, head: u32, column_oct: u32, value: mat2x4<f32>) {
     out[row + column_oct] = encode_out(value * layer.out_scale);
 }
 
-// Stores a row's LSE, given in base 2; `seen` is false for a row that attends to no key, whose LSE is -inf.
-fn store_lse(token: u32, head: u32, base_2: f32, seen: bool) {
+// Writes a row's LSE from base 2, or what stands for it (lib/tables.wgsl).
+fn store_lse(token: u32, head: u32, base_2: f32) {
     let at = layer.lse_at + token * layer.lse_token_stride + head * layer.lse_head_stride;
-    lse[at] = select(MINUS_INFINITY, bitcast<u32>(base_2 * layer.lse_scale), seen);
+    let bits = select(bitcast<u32>(base_2 * layer.lse_scale), QUIET_NAN, is_nan_row(base_2));
+    lse[at] = select(MINUS_INFINITY, bits, base_2 > EMPTY);
 }

@@ -19,10 +19,55 @@ struct Slice {
 @group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [partials, PARTIAL_QUADS]
 @group(1) @binding(2) var<uniform> slice: Slice;
 
-const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u; // a query row's output, then its base-2 LSE and the factor that the output still needs
-const DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: its rows have one split
-const EMPTY = -1.0e38; // finite sentinel for the LSE -inf of a row that attends to no key
+// A row's latent, then its base-2 LSE and what the latent is yet to be multiplied with: less than 0 where the latent may hold NaN.
+const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u;
+const DIRECT = 0xFFFFFFFFu; // the partial of an item that writes its output itself
 const MINUS_INFINITY = 0xFF800000u;
+const QUIET_NAN = 0x7FC00000u;
+
+// A shader may be compiled as if no NaN and no infinity existed. So what is not finite is found by its bits and left out of all sums,
+// and finite numbers beyond every logit stand for what it makes of a row's LSE.
+const EMPTY = -1.0e38; // of a row that has seen no key: -inf
+const WEIGHTLESS = -0.95e38; // each key that it has seen has a logit of -inf: NaN, unless another part has weight
+const NO_NUMBER = 1.0e38; // it has seen a logit of NaN or +inf: NaN
+const LOGIT_END = 0x7E876ABDu; // 9e37: a logit of this magnitude counts as infinite
+
+// Of logits, by their bits.
+fn is_number(logits: vec4<f32>) -> vec4<bool> {
+    return (bitcast<vec4<u32>>(logits) & vec4<u32>(0x7FFFFFFFu)) < vec4<u32>(LOGIT_END);
+}
+
+// Where a logit that is no number makes its row NaN: not where it is -inf, which weighs 0.
+fn has_weight(logits: vec4<f32>) -> vec4<bool> {
+    let bits = bitcast<vec4<u32>>(logits);
+    return (bits < vec4<u32>(0x80000000u)) | (bits > vec4<u32>(MINUS_INFINITY));
+}
+
+// Elements that are infinite or NaN.
+fn is_odd(x: vec4<f32>) -> vec4<bool> {
+    return (bitcast<vec4<u32>>(x) & vec4<u32>(0x7F800000u)) == vec4<u32>(0x7F800000u);
+}
+
+fn with_nan(x: vec4<f32>, is_nan: vec4<bool>) -> vec4<f32> {
+    return bitcast<vec4<f32>>(select(bitcast<vec4<u32>>(x), vec4<u32>(QUIET_NAN), is_nan));
+}
+
+fn nan_if(x: mat2x4<f32>, is_nan: bool) -> mat2x4<f32> {
+    return mat2x4<f32>(with_nan(x[0], vec4<bool>(is_nan)), with_nan(x[1], vec4<bool>(is_nan)));
+}
+
+// The LSE of a part of a row, or what stands for it. `sum` is of the weights, below 0 after a logit that has_weight.
+fn part_lse(base_2: f32, sum: f32, sees_keys: bool) -> f32 {
+    if (sum > 0.0) {
+        return base_2;
+    }
+    return select(select(EMPTY, WEIGHTLESS, sees_keys), NO_NUMBER, sum < 0.0);
+}
+
+// Whether a whole row with that LSE is NaN.
+fn is_nan_row(base_2: f32) -> bool {
+    return base_2 >= NO_NUMBER || (base_2 > EMPTY && base_2 <= WEIGHTLESS);
+}
 
 // exp2 that is exactly 1 at 0 on every device: rescaling by an unchanged maximum must change no bit.
 fn exp2_exact(x: f32) -> f32 {

@@ -1,11 +1,12 @@
-// The rows of an item some of whose keys f16 cannot hold, in f32: right for every bf16 and e4m3, and slow. A subgroup takes a row, a
-// lane LANE_OCTS octs of its columns.
+// The rows of an item with keys that f16 cannot hold, or with something that is not finite, in f32: right for all, and slow. A subgroup
+// takes a row, a lane LANE_OCTS octs of its columns.
 fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, partial: u32, subgroup: u32, lane: u32) {
     for (var row = subgroup; row < num_rows; row += THREADS / SUBGROUP) {
         let query = query_of(first_row, row);
         let end = min(kv_end, query.visible);
         var row_max = EMPTY;
         var row_sum = 0.0;
+        var is_nan = false;
         var acc: array<mat2x4<f32>, LANE_OCTS>;
         for (var token = kv_begin; token < end; token++) {
             let at = cache_row(page_begin, token);
@@ -16,22 +17,31 @@ fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_e
                 part += q[0] * k[0] + q[1] * k[1];
             }
             let score = subgroup_total((part.x + part.y) + (part.z + part.w)) * layer.logit_scale;
-            let top = max(row_max, score);
+            let counts = is_number(vec4<f32>(score)).x;
+            is_nan = is_nan || (!counts && has_weight(vec4<f32>(score)).x);
+            let logit = select(EMPTY, score, counts);
+            let top = max(row_max, logit);
             let factor = exp2_exact(row_max - top);
-            let weight = exp2_exact(score - top);
+            let weight = select(0.0, exp2_exact(logit - top), counts);
             row_max = top;
             row_sum = row_sum * factor + weight;
             for (var i = 0u; i < LANE_OCTS; i++) { // unroll
-                acc[i] = acc[i] * factor + float_key(kv[at + i * SUBGROUP + lane]) * weight;
+                let value = float_key(kv[at + i * SUBGROUP + lane]);
+                let sum = acc[i] * factor + value * weight;
+                // By its bits: 0 times an infinite value is NaN.
+                acc[i] = mat2x4<f32>(with_nan(sum[0], is_odd(value[0])), with_nan(sum[1], is_odd(value[1])));
             }
         }
-        let any = row_sum > 0.0;
-        let divisor = select(1.0, row_sum, any);
+        let sum = select(row_sum, -1.0, is_nan);
+        let any = sum > 0.0;
+        let divisor = select(1.0, sum, any);
+        let base_2 = part_lse(row_max + log2(divisor), sum, end > kv_begin);
         for (var i = 0u; i < LANE_OCTS; i++) { // unroll
-            write_oct(first_row, row, partial, i * SUBGROUP + lane, acc[i] * (1.0 / divisor));
+            let value = acc[i] * (1.0 / divisor);
+            write_oct(first_row, row, partial, i * SUBGROUP + lane, nan_if(value, partial == DIRECT && is_nan_row(base_2)));
         }
         if (lane == 0u) {
-            write_lse(query, row, partial, select(EMPTY, row_max + log2(divisor), any), any, 1.0);
+            write_lse(query, row, partial, base_2, -1.0);
         }
     }
 }

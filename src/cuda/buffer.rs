@@ -13,7 +13,7 @@ pub struct Buffer {
     address: u64,
     bytes: u64,
     /// None where the memory is the host's own.
-    _owner: Option<Arc<CudaSlice<u8>>>,
+    owner: Option<Arc<CudaSlice<u8>>>,
 }
 
 impl std::fmt::Debug for Buffer {
@@ -38,16 +38,16 @@ impl Buffer {
         // SAFETY: every byte is a value of u8; what is not written is not read.
         let slice = unsafe { stream.alloc::<u8>(len) }.map_err(failed("a buffer"))?;
         let address = slice.device_ptr(stream).0;
-        Ok(Self { address, bytes, _owner: Some(Arc::new(slice)) })
+        Ok(Self { address, bytes, owner: Some(Arc::new(slice)) })
     }
 
     /// Memory that the host allocated itself.
     ///
     /// # Safety
     /// `address` is of `bytes` bytes of memory that the stream's context can use, aligned to 16 bytes, for as long as a clone of this
-    /// buffer, or a binding made of it, is used.
+    /// buffer, or a binding or graph made of it, is used.
     pub unsafe fn from_raw(address: u64, bytes: u64) -> Self {
-        Self { address, bytes, _owner: None }
+        Self { address, bytes, owner: None }
     }
 
     /// Where it begins on the card.
@@ -62,7 +62,16 @@ impl Buffer {
 
     /// A part that lies inside, which shares the memory.
     pub(super) fn part(&self, offset: u64, bytes: u64) -> Self {
-        Self { address: self.address + offset, bytes, _owner: self._owner.clone() }
+        Self { address: self.address + offset, bytes, owner: self.owner.clone() }
+    }
+
+    /// Whether both keep the same memory alive; host's memory is kept by none.
+    pub(super) fn shares_owner(&self, other: &Self) -> bool {
+        match (&self.owner, &other.owner) {
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            (None, None) => self.address == other.address,
+            _ => false,
+        }
     }
 
     pub(super) fn same_as(&self, other: &Self) -> bool {

@@ -46,7 +46,7 @@ pub struct Bound {
     split: Split,
     /// Of a split that may copy by tensor.
     map: Option<TensorMap>,
-    _buffers: [Buffer; 5],
+    buffers: [Buffer; 5],
 }
 
 /// Of `mla_merge_few`: columns of a block, and its threads.
@@ -156,7 +156,7 @@ impl Kernel<MlaDecode> for Cuda {
             ..Args::default()
         };
         let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer].map(Buffer::clone);
-        Ok(Bound { max_queries, args: bound, split, map, _buffers: buffers })
+        Ok(Bound { max_queries, args: bound, split, map, buffers })
     }
 
     fn kernel_record(
@@ -186,11 +186,12 @@ impl Kernel<MlaDecode> for Cuda {
         };
         let Split { compiled: Compiled { threads, shared_bytes, .. }, kernel } = &layer.split;
         let items = step.capacity.items;
-        self.launch_with_map(kernel, items, *threads, *shared_bytes, &args, layer.map.as_ref())?;
+        let held = || layer.buffers.iter().chain([&step.tables, &step.partials]);
+        self.launch_with_map(kernel, items, *threads, *shared_bytes, &args, layer.map.as_ref(), held())?;
         let [few, many] = &kernels.merges;
         match merge_blocks(spec, step.capacity.merges, self.card().multiprocessors)? {
-            MergeBlocks::Few(blocks) => self.launch(few, blocks, FEW.1, 0, &args),
-            MergeBlocks::Many(blocks) => self.launch(many, blocks, MANY.1, 0, &args),
+            MergeBlocks::Few(blocks) => self.launch(few, blocks, FEW.1, 0, &args, held()),
+            MergeBlocks::Many(blocks) => self.launch(many, blocks, MANY.1, 0, &args, held()),
         }
     }
 }

@@ -11,6 +11,7 @@ use wgpu_mla_ptx::Entry;
 
 use super::buffer::Buffer;
 use super::caps::Card;
+use super::graph::Captures;
 use super::kernels::{TensorMap, ptx};
 use super::library::{self, failed, said};
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
@@ -23,6 +24,7 @@ pub struct Cuda {
     card: Card,
     /// By their modules and names.
     kernels: Arc<Mutex<HashMap<(&'static str, &'static str), Function>>>,
+    pub(super) captures: Captures,
     id: u64,
 }
 
@@ -74,7 +76,7 @@ impl Cuda {
             let detail = format!("compute capability {}: 80 is needed", card.capability);
             return Err(Error::NoCuda { detail });
         }
-        Ok(Self { stream, card, kernels: Arc::default(), id: next_id() })
+        Ok(Self { stream, card, kernels: Arc::default(), captures: Captures::default(), id: next_id() })
     }
 
     /// The stream that everything is launched on.
@@ -113,20 +115,22 @@ impl Cuda {
         Ok(kernel)
     }
 
-    /// One block for each of `grid`. `args` is the kernel's only parameter.
-    pub(super) fn launch<A: DeviceRepr>(
+    /// One block for each of `grid`. `args` is the kernel's only parameter, and all memory that it names is that of `held`.
+    pub(super) fn launch<'a, A: DeviceRepr>(
         &self,
         kernel: &Function,
         grid: u32,
         threads: u32,
         shared_bytes: u32,
         args: &A,
+        held: impl IntoIterator<Item = &'a Buffer>,
     ) -> Result<()> {
-        self.launch_with_map(kernel, grid, threads, shared_bytes, args, None)
+        self.launch_with_map(kernel, grid, threads, shared_bytes, args, None, held)
     }
 
     /// The same with a map, the second parameter of the kernels that copy boxes.
-    pub(super) fn launch_with_map<A: DeviceRepr>(
+    #[allow(clippy::too_many_arguments, reason = "those of a launch")]
+    pub(super) fn launch_with_map<'a, A: DeviceRepr>(
         &self,
         kernel: &Function,
         grid: u32,
@@ -134,10 +138,12 @@ impl Cuda {
         shared_bytes: u32,
         args: &A,
         map: Option<&TensorMap>,
+        held: impl IntoIterator<Item = &'a Buffer>,
     ) -> Result<()> {
         if grid == 0 {
             return Ok(());
         }
+        self.captures.hold(held);
         let mut early = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
@@ -217,8 +223,9 @@ impl<O: Op> Compiled<O, Cuda>
 where
     Cuda: Kernel<O>,
 {
-    /// Launches one layer on the stream. Allocates nothing, waits for nothing, and may be captured in a graph, which replays with what
-    /// the step holds then.
+    /// Launches one layer on the stream. Allocates nothing, waits for nothing, and may be captured in a graph by [`Cuda::capture`], which
+    /// replays with what the step holds then. A graph that is captured by other means holds addresses and nothing else: the step, the
+    /// binding and the compiled op must then outlive it, and the step's [`Step::capacity`] must not grow.
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`], before anything is launched, and [`Error::Cuda`].

@@ -53,8 +53,7 @@ impl Kernel<MlaDecode> for Gpu {
         let layer_entries = [Access::Read, Access::Read, read, write, write, Access::Uniform];
         let layer = layout(self, "mla.layer", &layer_entries)?;
         let slice = Access::UniformAt(size_of::<step::SliceUniform>() as u64);
-        let read_at = if kernel.body.pins_loads() { Access::WriteAt } else { Access::ReadAt };
-        let step = layout(self, "mla.step", &[read_at, write, slice, read_at])?;
+        let step = layout(self, "mla.step", &[read, write, slice, read])?;
         let [split, few, many] = sources_of(&kernel, self.caps(), &request, clamp_pages)?;
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
         //

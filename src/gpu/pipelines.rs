@@ -17,11 +17,7 @@ pub(super) enum Access {
     /// At an offset that is given as it is recorded, and of so many bytes, which a dispatch then need not check.
     UniformAt(u64),
     Read,
-    /// As `Read`, at an offset that is given as it is recorded.
-    ReadAt,
     Write,
-    /// As `Write`, at an offset that is given as it is recorded.
-    WriteAt,
 }
 
 /// The layout of a bind group, its bindings in order.
@@ -33,14 +29,13 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Res
         let (ty, size) = match *access {
             Access::Uniform => (wgpu::BufferBindingType::Uniform, None),
             Access::UniformAt(bytes) => (wgpu::BufferBindingType::Uniform, NonZero::new(bytes)),
-            Access::Read | Access::ReadAt => (wgpu::BufferBindingType::Storage { read_only: true }, None),
-            Access::Write | Access::WriteAt => (wgpu::BufferBindingType::Storage { read_only: false }, None),
+            Access::Read => (wgpu::BufferBindingType::Storage { read_only: true }, None),
+            Access::Write => (wgpu::BufferBindingType::Storage { read_only: false }, None),
         };
-        let has_dynamic_offset = matches!(access, Access::UniformAt(_) | Access::ReadAt | Access::WriteAt);
         wgpu::BindGroupLayoutEntry {
             binding,
             visibility: wgpu::ShaderStages::COMPUTE,
-            ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset, min_binding_size: size },
+            ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset: size.is_some(), min_binding_size: size },
             count: None,
         }
     };
@@ -71,6 +66,35 @@ pub(super) fn group<'a>(
             entries: &entries,
         })
     })
+}
+
+/// Bind groups of one layout, made together: `resources` gives those of each region of a step's buffers.
+///
+/// # Errors
+/// Those of [`scoped`].
+pub(super) fn groups_of_regions<'a, const N: usize>(
+    gpu: &Gpu,
+    label: &'static str,
+    layout: &wgpu::BindGroupLayout,
+    regions: u32,
+    resources: impl Fn(u64) -> [wgpu::BindingResource<'a>; N],
+) -> Result<Vec<wgpu::BindGroup>> {
+    let group = |region: u32| {
+        let resources = (0..).zip(resources(region.into()));
+        let entries: Vec<_> =
+            resources.map(|(binding, resource)| wgpu::BindGroupEntry { binding, resource }).collect();
+        gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
+            label: Some(label),
+            layout,
+            entries: &entries,
+        })
+    };
+    scoped(gpu.device(), label, || (0..regions).map(group).collect())
+}
+
+/// A part of a buffer as a resource.
+pub(super) fn part(buffer: &wgpu::Buffer, offset: u64, bytes: u64) -> wgpu::BindingResource<'_> {
+    wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset, size: NonZero::new(bytes) })
 }
 
 /// A bind group whose binding 0 is a uniform buffer of `params` and whose others are `resources`.
@@ -140,7 +164,7 @@ impl Pipe {
         layer_entries: &[Access],
         source: &Source,
     ) -> Result<Self> {
-        let (step, layer) = (layout(gpu, step, &[Access::ReadAt])?, layout(gpu, layer, layer_entries)?);
+        let (step, layer) = (layout(gpu, step, &[Access::Read])?, layout(gpu, layer, layer_entries)?);
         Ok(Self { pipeline: gpu.pipeline(source, &[&step, &layer])?, step, layer })
     }
 }
@@ -225,22 +249,6 @@ pub(super) fn dispatch(
 ) {
     pass.set_pipeline(pipeline);
     for (index, &group) in (0..).zip(groups) {
-        pass.set_bind_group(index, group, &[]);
-    }
-    pass.dispatch_workgroups(x, y, 1);
-}
-
-/// As [`dispatch`], with a table of a step as group 0.
-pub(super) fn dispatch_step(
-    pass: &mut wgpu::ComputePass<'_>,
-    pipeline: &wgpu::ComputePipeline,
-    (table, offset): (&wgpu::BindGroup, u32),
-    groups: &[&wgpu::BindGroup],
-    [x, y]: [u32; 2],
-) {
-    pass.set_pipeline(pipeline);
-    pass.set_bind_group(0, table, &[offset]);
-    for (index, &group) in (1..).zip(groups) {
         pass.set_bind_group(index, group, &[]);
     }
     pass.dispatch_workgroups(x, y, 1);

@@ -35,7 +35,7 @@ pub struct BatchTables {
 pub struct BatchBinding {
     args: BatchParams,
     kv: KvSpec,
-    _buffers: [Buffer; 3],
+    buffers: [Buffer; 3],
 }
 
 /// Slots that the device writes and an append of new tokens, [`crate::KvAppend`] or [`crate::RopeAppend`], reads.
@@ -45,8 +45,8 @@ where
     Cuda: Kernel<O>,
 {
     step: Step<O, Cuda>,
-    /// Where the table is, if it has room for a token.
-    table: Option<u64>,
+    /// The table, if it has room for a token.
+    table: Option<Buffer>,
     max_tokens: u32,
     kv: KvSpec,
 }
@@ -130,7 +130,7 @@ impl BatchTables {
             reserved: 0,
         };
         let buffers = batch.arrays().map(|(_, buffer)| buffer.clone());
-        Ok(BatchBinding { args, kv: self.kv, _buffers: buffers })
+        Ok(BatchBinding { args, kv: self.kv, buffers })
     }
 
     /// Slots for up to `max_tokens` new tokens, for an append of the same cache. All are skipped until
@@ -153,7 +153,7 @@ impl BatchTables {
         let none = vec![-1i64; max_tokens as usize];
         let mut step = append.step(max_tokens)?;
         append.prepare(&mut step, O::of_slots(&none))?;
-        let table = step.raw.ptr().filter(|_| max_tokens > 0);
+        let table = step.raw.buffer().filter(|_| max_tokens > 0).cloned();
         Ok(DeviceSlots { step, table, max_tokens, kv: self.kv })
     }
 
@@ -231,9 +231,16 @@ impl BatchTables {
         if !self.serves(&slots.kv) || !self.serves(&batch.kv) {
             return Err(Error::LayoutMismatch { detail: "slots and batch are of different pools" });
         }
-        let (max_tokens, Some(table)) = (slots.max_tokens, slots.table) else { return Ok(()) };
-        let args = BatchParams { slots: table, max_tokens, ..batch.args };
-        self.cuda.launch(&self.slots, max_tokens.div_ceil(THREADS), THREADS, 0, &args)
+        let (max_tokens, Some(table)) = (slots.max_tokens, &slots.table) else { return Ok(()) };
+        let args = BatchParams { slots: table.ptr(), max_tokens, ..batch.args };
+        self.cuda.launch(
+            &self.slots,
+            max_tokens.div_ceil(THREADS),
+            THREADS,
+            0,
+            &args,
+            batch.buffers.iter().chain([table]),
+        )
     }
 
     /// Launches the two kernels that shorten the step's tables to the batch and write its page list. Allocates nothing, waits for
@@ -251,12 +258,13 @@ impl BatchTables {
         let Some(plan) = lists.plan.ptr() else { return Ok(()) };
         let (tables, pages) = (step.raw.buffer().ptr(), step.raw.pages());
         let args = BatchParams { plan, tables, pages, ..batch.args };
+        let held = || batch.buffers.iter().chain(lists.plan.buffer()).chain([step.raw.buffer()]);
         // Grids cover the capacity, as a decode's do: a captured launch serves the plan that was prepared last.
         let capacity = step.capacity();
         let items = capacity.items.max(capacity.queries);
-        self.cuda.launch(&self.items, items.div_ceil(THREADS), THREADS, 0, &args)?;
+        self.cuda.launch(&self.items, items.div_ceil(THREADS), THREADS, 0, &args, held())?;
         // In this order: see batch_tables.cu.
-        self.cuda.launch(&self.pages, capacity.pages.div_ceil(THREADS), THREADS, 0, &args)
+        self.cuda.launch(&self.pages, capacity.pages.div_ceil(THREADS), THREADS, 0, &args, held())
     }
 
     /// The dtype does not matter.

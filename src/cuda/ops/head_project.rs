@@ -57,7 +57,7 @@ pub struct Functions {
 #[derive(Debug)]
 pub struct Layer {
     args: ProjectParams,
-    _buffers: [Buffer; 3],
+    buffers: [Buffer; 3],
 }
 
 impl Kernel<HeadProject> for Cuda {
@@ -123,7 +123,7 @@ impl Kernel<HeadProject> for Cuda {
             by_token_tiles: Divisor::new(1),
         };
         let buffers = [args.x.buffer, args.weight.buffer, args.y.buffer].map(Buffer::clone);
-        Ok(Layer { args: bound, _buffers: buffers })
+        Ok(Layer { args: bound, buffers })
     }
 
     /// The grid covers the smaller capacity of step and binding: a captured launch projects what the step's range holds at the replay.
@@ -150,7 +150,7 @@ impl Kernel<HeadProject> for Cuda {
         let by_token_tiles = Divisor::new(token_tiles);
         let args = ProjectParams { table: step.ptr(), token_tiles, by_token_tiles, ..layer.args };
         let kernel = if tokens_of_block == FEW.1 { &kernels.few } else { &kernels.many };
-        self.launch(kernel, blocks, THREADS, 0, &args)
+        self.launch(kernel, blocks, THREADS, 0, &args, layer.buffers.iter().chain(step.buffer()))
     }
 }
 

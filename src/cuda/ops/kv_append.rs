@@ -70,7 +70,7 @@ unsafe impl DeviceRepr for AppendParams {}
 #[derive(Debug)]
 pub struct Layer {
     args: AppendParams,
-    _buffers: [Buffer; 3],
+    buffers: [Buffer; 3],
 }
 
 impl AppendParams {
@@ -154,7 +154,7 @@ impl Kernel<KvAppend> for Cuda {
     ) -> Result<Layer> {
         items(spec, max_tokens)?;
         let buffers = [args.kv_c.buffer, args.rotary(spec).buffer, args.kv.buffer].map(Buffer::clone);
-        Ok(Layer { args: AppendParams::new(spec, args, max_tokens), _buffers: buffers })
+        Ok(Layer { args: AppendParams::new(spec, args, max_tokens), buffers })
     }
 
     /// The grid covers the smaller capacity of step and binding: a captured launch appends what the step's table holds at the replay.
@@ -172,7 +172,14 @@ impl Kernel<KvAppend> for Cuda {
         //   `check_args` found inside, and takes those below the table's count;
         // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
         let items = items(spec, args.max_tokens)?;
-        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+        self.launch(
+            kernel,
+            items.div_ceil(THREADS),
+            THREADS,
+            0,
+            &args,
+            layer.buffers.iter().chain(step.buffer()),
+        )
     }
 }
 

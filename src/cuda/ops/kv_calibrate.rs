@@ -39,7 +39,7 @@ unsafe impl DeviceRepr for CalibrateParams {}
 #[derive(Debug)]
 pub struct Layer {
     args: CalibrateParams,
-    _buffers: [Buffer; 3],
+    buffers: [Buffer; 3],
 }
 
 impl Kernel<KvCalibrate> for Cuda {
@@ -90,7 +90,7 @@ impl Kernel<KvCalibrate> for Cuda {
             limit_bits: args.limit().to_bits(),
             by_row_quads: Divisor::new(row_quads),
         };
-        Ok(Layer { args: bound, _buffers: [args.kv_c.buffer, k_pe.buffer, args.stats].map(Buffer::clone) })
+        Ok(Layer { args: bound, buffers: [args.kv_c.buffer, k_pe.buffer, args.stats].map(Buffer::clone) })
     }
 
     /// The grid covers the binding's capacity: a captured launch counts the tokens that the step's table holds at the replay.
@@ -107,7 +107,14 @@ impl Kernel<KvCalibrate> for Cuda {
         // max_tokens, whose last row's end `check_args` found inside, and adds to 8 words of the counters, which it found there.
         let items = items(spec, layer.args.max_tokens)?;
         let args = CalibrateParams { table, ..layer.args };
-        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+        self.launch(
+            kernel,
+            items.div_ceil(THREADS),
+            THREADS,
+            0,
+            &args,
+            layer.buffers.iter().chain(step.buffer()),
+        )
     }
 }
 

@@ -42,7 +42,7 @@ pub struct Functions {
 pub struct Layer {
     kernel: Function,
     args: CopyParams,
-    _buffer: Buffer,
+    buffer: Buffer,
 }
 
 impl Kernel<KvCopyPages> for Cuda {
@@ -98,7 +98,7 @@ impl Kernel<KvCopyPages> for Cuda {
             blocks_per_page: page_units.div_ceil(THREADS * UNITS_PER_THREAD),
             max_copies: 0,
         };
-        Ok(Layer { kernel: kernel.clone(), args, _buffer: kv.buffer.clone() })
+        Ok(Layer { kernel: kernel.clone(), args, buffer: kv.buffer.clone() })
     }
 
     /// The grid covers the step's capacity: a captured launch copies what the step's table holds at the replay.
@@ -117,6 +117,6 @@ impl Kernel<KvCopyPages> for Cuda {
         let args = CopyParams { table, max_copies: step.room(2), ..layer.args };
         let grid = u64::from(args.max_copies) * u64::from(args.blocks_per_page);
         let grid = checked_items("blocks of a copy", grid, "split the list over several steps")?;
-        self.launch(&layer.kernel, grid, THREADS, 0, &args)
+        self.launch(&layer.kernel, grid, THREADS, 0, &args, step.buffer().into_iter().chain([&layer.buffer]))
     }
 }

@@ -38,7 +38,7 @@ unsafe impl DeviceRepr for GatherParams {}
 #[derive(Debug)]
 pub struct Layer {
     args: GatherParams,
-    _buffers: [Buffer; 2],
+    buffers: [Buffer; 2],
 }
 
 impl Kernel<KvGather> for Cuda {
@@ -101,7 +101,7 @@ impl Kernel<KvGather> for Cuda {
             by_row_quads: Divisor::new(row_quads),
             by_page_size: Divisor::new(spec.kv.page_size),
         };
-        Ok(Layer { args: bound, _buffers: [args.kv.buffer.clone(), args.out.buffer.clone()] })
+        Ok(Layer { args: bound, buffers: [args.kv.buffer.clone(), args.out.buffer.clone()] })
     }
 
     /// The grid covers the step's capacity: a captured launch gathers what the step's table holds at the replay.
@@ -123,7 +123,14 @@ impl Kernel<KvGather> for Cuda {
         let blocks = (max_pieces * spec.kv.page_size).div_ceil(PLACES_PER_THREAD);
         let items = blocks * (spec.shape.row_elems() / 4);
         let args = GatherParams { table, max_pieces, ..layer.args };
-        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+        self.launch(
+            kernel,
+            items.div_ceil(THREADS),
+            THREADS,
+            0,
+            &args,
+            layer.buffers.iter().chain(step.buffer()),
+        )
     }
 }
 

@@ -61,7 +61,7 @@ pub struct Functions {
 pub struct Layer {
     /// `None` where there is nothing to merge.
     work: Option<Work>,
-    _buffers: [Buffer; 6],
+    buffers: [Buffer; 6],
 }
 
 #[derive(Debug)]
@@ -110,7 +110,7 @@ impl Kernel<MergeState> for Cuda {
         let views = [args.prefix_output, args.prefix_lse, args.suffix_output, args.suffix_lse, args.output];
         let [a, b, c, d, e] = views.map(|view| view.buffer.clone());
         let last = args.output_lse.unwrap_or(args.output).buffer.clone();
-        Ok(Layer { work, _buffers: [a, b, c, d, e, last] })
+        Ok(Layer { work, buffers: [a, b, c, d, e, last] })
     }
 
     fn kernel_record(
@@ -123,8 +123,8 @@ impl Kernel<MergeState> for Cuda {
     ) -> Result<()> {
         let Some(Work { kernel, grid, threads, args }) = &layer.work else { return Ok(()) };
         match args {
-            Items::Units(args) => self.launch(kernel, *grid, *threads, 0, args),
-            Items::Elements(args) => self.launch(kernel, *grid, *threads, 0, args),
+            Items::Units(args) => self.launch(kernel, *grid, *threads, 0, args, &layer.buffers),
+            Items::Elements(args) => self.launch(kernel, *grid, *threads, 0, args, &layer.buffers),
         }
     }
 }

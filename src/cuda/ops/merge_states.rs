@@ -42,7 +42,7 @@ unsafe impl DeviceRepr for MergeStatesParams {}
 #[derive(Debug)]
 pub struct Layer {
     args: MergeStatesParams,
-    _buffers: [Buffer; 4],
+    buffers: [Buffer; 4],
 }
 
 impl Kernel<MergeStates> for Cuda {
@@ -105,7 +105,7 @@ impl Kernel<MergeStates> for Cuda {
         };
         let output_lse = args.output_lse.unwrap_or(args.lse);
         let buffers = [args.states.buffer, args.lse.buffer, args.output.buffer, output_lse.buffer];
-        Ok(Layer { args: bound, _buffers: buffers.map(Buffer::clone) })
+        Ok(Layer { args: bound, buffers: buffers.map(Buffer::clone) })
     }
 
     /// The grid covers the smaller capacity of step and binding: a captured launch merges what the step's table holds at the replay.
@@ -123,7 +123,14 @@ impl Kernel<MergeStates> for Cuda {
         let max_tokens = step.max_tokens().min(layer.args.max_tokens);
         let items = items(spec, max_tokens, layer.args.num_heads)?;
         let args = MergeStatesParams { table: step.ptr(), ..layer.args };
-        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+        self.launch(
+            kernel,
+            items.div_ceil(THREADS),
+            THREADS,
+            0,
+            &args,
+            layer.buffers.iter().chain(step.buffer()),
+        )
     }
 }
 

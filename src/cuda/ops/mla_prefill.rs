@@ -68,7 +68,7 @@ pub struct Tiled {
 #[derive(Debug)]
 pub struct Layer {
     args: PrefillParams,
-    _buffers: [Buffer; 7],
+    buffers: [Buffer; 7],
 }
 
 impl Kernel<MlaPrefill> for Cuda {
@@ -151,7 +151,7 @@ impl Kernel<MlaPrefill> for Cuda {
         };
         let [a, b, c, d, e] = read.map(|view| view.buffer.clone());
         let buffers = [a, b, c, d, e, args.out.buffer.clone(), args.lse.buffer.clone()];
-        Ok(Layer { args: bound, _buffers: buffers })
+        Ok(Layer { args: bound, buffers })
     }
 
     /// The grid covers the step's capacity: a captured launch attends to what the step's work list holds at the replay.
@@ -176,7 +176,14 @@ impl Kernel<MlaPrefill> for Cuda {
         // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have.
         // A tile's `num_keys` is below 2^30, which bounds the only loop that the table bounds.
         let args = PrefillParams { table, max_tiles, ..layer.args };
-        self.launch(&tiled.kernel, max_tiles * spec.num_heads, THREADS, 0, &args)
+        self.launch(
+            &tiled.kernel,
+            max_tiles * spec.num_heads,
+            THREADS,
+            0,
+            &args,
+            layer.buffers.iter().chain(step.buffer()),
+        )
     }
 }
 

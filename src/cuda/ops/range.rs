@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::table::Table;
 use crate::Result;
-use crate::cuda::Cuda;
+use crate::cuda::{Buffer, Cuda};
 use crate::view::check_tokens;
 
 /// The range in device memory, and the most tokens that it has had, which grids cover.
@@ -42,6 +42,10 @@ impl TokenTable {
     /// Tokens that a launch's grid covers.
     pub(super) fn max_tokens(&self) -> u32 {
         self.max_tokens
+    }
+
+    pub(super) fn buffer(&self) -> Option<&Buffer> {
+        self.table.buffer()
     }
 
     pub(super) fn ptr(&self) -> u64 {

@@ -81,7 +81,7 @@ impl Rows {
 #[derive(Debug)]
 pub struct Layer {
     args: RopeParams,
-    _buffers: [Buffer; 4],
+    buffers: [Buffer; 4],
 }
 
 impl Kernel<Rope> for Cuda {
@@ -123,7 +123,7 @@ impl Kernel<Rope> for Cuda {
         let by_head_units = Divisor::new(rope.head_units);
         let buffers = [args.x.buffer, args.y.buffer, args.positions, args.cos_sin].map(Buffer::clone);
         let args = RopeParams { rope, table: 0, by_head_units, max_tokens, reserved: 0 };
-        Ok(Layer { args, _buffers: buffers })
+        Ok(Layer { args, buffers })
     }
 
     /// The grid covers the smaller capacity of step and binding: a captured launch rotates what the step's range holds at the replay.
@@ -141,7 +141,14 @@ impl Kernel<Rope> for Cuda {
         // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`).
         let items = items(spec, step.max_tokens().min(layer.args.max_tokens))?;
         let args = RopeParams { table: step.ptr(), ..layer.args };
-        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+        self.launch(
+            kernel,
+            items.div_ceil(THREADS),
+            THREADS,
+            0,
+            &args,
+            layer.buffers.iter().chain(step.buffer()),
+        )
     }
 }
 

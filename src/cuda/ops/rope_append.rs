@@ -34,7 +34,7 @@ unsafe impl DeviceRepr for RopeAppendParams {}
 #[derive(Debug)]
 pub struct Layer {
     args: RopeAppendParams,
-    _buffers: [Buffer; 7],
+    buffers: [Buffer; 7],
 }
 
 impl Kernel<RopeAppend> for Cuda {
@@ -91,7 +91,7 @@ impl Kernel<RopeAppend> for Cuda {
         let [a, b] = queries.map(Buffer::clone);
         let [c, d] = [args.positions, args.cos_sin].map(Buffer::clone);
         let [e, f, g] = [layer.kv_c.buffer, layer.k_pe.buffer, layer.kv.buffer].map(Buffer::clone);
-        Ok(Layer { args: bound, _buffers: [a, b, c, d, e, f, g] })
+        Ok(Layer { args: bound, buffers: [a, b, c, d, e, f, g] })
     }
 
     /// The grid covers the smaller capacity of step and binding: a captured launch rotates and appends what the step's table holds at the replay.
@@ -111,10 +111,18 @@ impl Kernel<RopeAppend> for Cuda {
         // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`);
         // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
         let items = items(spec, append.max_tokens())?;
-        let query =
-            step.positions().map_or(layer.args.query, |positions| layer.args.query.at_positions(positions));
+        let query = step
+            .positions()
+            .map_or(layer.args.query, |positions| layer.args.query.at_positions(positions.ptr()));
         let args = RopeAppendParams { append, query, ..layer.args };
-        self.launch(kernel, items.div_ceil(THREADS), THREADS, 0, &args)
+        self.launch(
+            kernel,
+            items.div_ceil(THREADS),
+            THREADS,
+            0,
+            &args,
+            layer.buffers.iter().chain(step.buffer()).chain(step.positions()),
+        )
     }
 }
 

@@ -27,7 +27,12 @@ impl Table {
         u32::try_from(self.room / words).unwrap_or(u32::MAX)
     }
 
-    /// Its address, if it has room for any entry.
+    /// Its memory, if it has room for anything.
+    pub(crate) fn buffer(&self) -> Option<&Buffer> {
+        self.buffer.as_ref()
+    }
+
+    /// Where it is, if it has room for anything.
     pub(crate) fn ptr(&self) -> Option<u64> {
         self.buffer.as_ref().map(Buffer::ptr)
     }
@@ -46,8 +51,8 @@ impl Table {
     }
 
     /// Where the positions are, if the step has them.
-    pub(crate) fn positions(&self) -> Option<u64> {
-        self.positions.as_ref().filter(|_| self.has_positions).map(Buffer::ptr)
+    pub(crate) fn positions(&self) -> Option<&Buffer> {
+        self.positions.as_ref().filter(|_| self.has_positions)
     }
 
     /// Writes `count` and `words` in the stream's order: what was launched before still reads the old ones. Makes a new buffer only

@@ -1,6 +1,5 @@
 //! A step's tables, page list and scratch on the device.
 
-use std::num::NonZero;
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
@@ -9,7 +8,7 @@ use super::Pipes;
 use crate::gpu::Gpu;
 use crate::gpu::caps::Caps;
 use crate::gpu::kernels::decode::Merging;
-use crate::gpu::pipelines::{buffer, group, storage};
+use crate::gpu::pipelines::{buffer, groups_of_regions, part, storage};
 use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::alive;
 use crate::ops::Step;
@@ -42,8 +41,8 @@ impl SliceBudget {
 #[derive(Debug)]
 pub struct Tables {
     pub(super) capacity: Capacity,
-    /// Bound with dynamic offsets, of tables, slice and page list.
-    group: wgpu::BindGroup,
+    /// Of each region; the slice is bound with a dynamic offset.
+    groups: Vec<wgpu::BindGroup>,
     ring: Ring,
     /// Bytes of a region of the tables' and of the page list's buffer.
     region_bytes: [u64; 2],
@@ -108,7 +107,7 @@ impl Tables {
         let slice_stride = gpu.uniform_stride();
         // Aligned for any device.
         let region_bytes = [bytes.tables, bytes.pages].map(|bytes| bytes.next_multiple_of(256));
-        let most = gpu.caps().max_buffer_bytes.min(u32::MAX.into()) / region_bytes[0].max(region_bytes[1]);
+        let most = gpu.caps().max_buffer_bytes / region_bytes[0].max(region_bytes[1]);
         // A page list that the host writes has one place; the largest lists leave no room for a second.
         let regions = if pipes.device_page_list { 1 } else { most.clamp(1, REGIONS.into()) as u32 };
         let of = |bytes: u64, region: u64| if regions == 1 { bytes } else { region * u64::from(regions) };
@@ -117,20 +116,18 @@ impl Tables {
         let partials = storage(gpu, "mla.partials", bytes.partials)?;
         let slices_bytes = u64::from(slice_stride) * (MAX_SLICES as u64 + 1) * u64::from(regions);
         let slices = buffer(gpu, "mla.slices", slices_bytes, wgpu::BufferUsages::UNIFORM)?;
-        let part = |buffer, bytes: u64| {
-            let size = NonZero::new(bytes);
-            wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset: 0, size })
+        let resources = |region: u64| {
+            [
+                part(&tables, region * region_bytes[0], bytes.tables),
+                partials.as_entire_binding(),
+                part(&slices, 0, size_of::<SliceUniform>() as u64),
+                part(&pages, region * region_bytes[1], bytes.pages),
+            ]
         };
-        let resources = [
-            part(&tables, bytes.tables),
-            partials.as_entire_binding(),
-            part(&slices, size_of::<SliceUniform>() as u64),
-            part(&pages, bytes.pages),
-        ];
-        let group = group(gpu, "mla.step", &pipes.step, resources)?;
+        let groups = groups_of_regions(gpu, "mla.step", &pipes.step, regions, resources)?;
         Ok(Self {
             capacity,
-            group,
+            groups,
             ring: Ring::new(regions),
             region_bytes,
             device_page_list: pipes.device_page_list,
@@ -266,9 +263,8 @@ impl Tables {
             None => (0, self.capacity.items),
         };
         let region = self.ring.record();
-        let [tables, pages] = self.region_bytes.map(|bytes| bytes as u32 * region);
         let slice = slice + region * slices_region(self.slice_stride);
-        pass.set_bind_group(1, &self.group, &[tables, slice, pages]);
+        pass.set_bind_group(1, &self.groups[region as usize], &[slice]);
         items
     }
 }

@@ -1,12 +1,11 @@
 //! `head_project`: each token's rows times the matrix of their head.
 
-use std::num::NonZero;
 use std::ops::Range;
 
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::project::{TARGET_GROUPS, Tile, VARIANTS};
-use crate::gpu::pipelines::{Access, buffer, group, group_with_params, layout};
+use crate::gpu::pipelines::{Access, buffer, group_with_params, groups_of_regions, layout, part};
 use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::scoped;
 use crate::ops::variants::{candidates, choose};
@@ -29,8 +28,8 @@ pub struct Pipes {
 #[derive(Debug)]
 pub struct Tokens {
     buffer: wgpu::Buffer,
-    /// Bound with a dynamic offset.
-    group: wgpu::BindGroup,
+    /// Of each region.
+    groups: Vec<wgpu::BindGroup>,
     ring: Ring,
     count: u32,
 }
@@ -75,8 +74,7 @@ impl Kernel<HeadProject> for Gpu {
 
     fn kernel_compile(&self, spec: &HeadProject, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let (tiles, choice) = choose(&VARIANTS, self.caps(), spec, options.variant.as_deref())?;
-        let step =
-            layout(self, "mla.head_project.step", &[Access::UniformAt(size_of::<TokenRange>() as u64)])?;
+        let step = layout(self, "mla.head_project.step", &[Access::Uniform])?;
         let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
         let layer = layout(self, "mla.head_project.layer", &entries)?;
         // Every index is in bounds, for each step and binding, whichever pair is recorded:
@@ -184,7 +182,7 @@ impl Kernel<HeadProject> for Gpu {
         if let (Some(layer), count @ 1..) = (binding, step.count) {
             let (tile, pipeline) = pipes.for_tokens(spec, count);
             pass.set_pipeline(pipeline);
-            pass.set_bind_group(0, &step.group, &[step.ring.record() * self.uniform_stride()]);
+            pass.set_bind_group(0, &step.groups[step.ring.record() as usize], &[]);
             pass.set_bind_group(1, layer, &[]);
             let (columns, tokens) = (tile.column_groups(spec), count.div_ceil(tile.tokens()));
             pass.dispatch_workgroups(columns, spec.num_heads, tokens);
@@ -197,10 +195,10 @@ impl Tokens {
     fn new(gpu: &Gpu, pipes: &Pipes) -> Result<Self> {
         let (label, bytes) = ("mla.head_project.step", u64::from(gpu.uniform_stride()) * u64::from(REGIONS));
         let buffer = buffer(gpu, label, bytes, wgpu::BufferUsages::UNIFORM)?;
-        let size = NonZero::new(size_of::<TokenRange>() as u64);
-        let range = wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer: &buffer, offset: 0, size });
-        let group = group(gpu, label, &pipes.step, [range])?;
-        Ok(Self { buffer, group, ring: Ring::new(REGIONS), count: 0 })
+        let stride = u64::from(gpu.uniform_stride());
+        let range = |region: u64| [part(&buffer, region * stride, size_of::<TokenRange>() as u64)];
+        let groups = groups_of_regions(gpu, label, &pipes.step, REGIONS, range)?;
+        Ok(Self { buffer, groups, ring: Ring::new(REGIONS), count: 0 })
     }
 }
 

@@ -6,7 +6,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
 use crate::view::KvView;
@@ -124,7 +124,7 @@ impl Kernel<KvCopyPages> for Gpu {
     ) -> Result<()> {
         if let (Some(table), copies @ 1..) = (step.group(), step.count()) {
             let grid = self.grid(u64::from(copies) * layer.page_units);
-            dispatch_step(pass, &layer.pipeline, table, &[&layer.group], grid);
+            dispatch(pass, &layer.pipeline, &[table, &layer.group], grid);
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
-use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params, storage};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeStates, MergeStatesArgs, MergeStatesExtent, OpOptions};
 use crate::view::View;
@@ -152,7 +152,7 @@ impl Kernel<MergeStates> for Gpu {
             // Output rows do not overlap and are in a window of at most 4 GiB, of quads of 8 bytes or more: this fits.
             let rows = u64::from(tokens) * u64::from(layer.num_heads);
             let grid = self.grid(rows * u64::from(spec.head_size / 4));
-            dispatch_step(pass, &pipes.pipe.pipeline, table, &[group], grid);
+            dispatch(pass, &pipes.pipe.pipeline, &[table, group], grid);
         }
         Ok(())
     }

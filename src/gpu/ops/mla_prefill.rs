@@ -5,7 +5,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::caps::DeviceKind;
 use crate::gpu::kernels::prefill::VARIANTS;
-use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params, storage};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
 use crate::ops::mla_prefill::tiles::{PrefillTile, tiles};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{
@@ -195,7 +195,7 @@ impl Kernel<MlaPrefill> for Gpu {
         if let (Some(table), Some(layer), tiles @ 1..) = (step.group(), binding, step.count()) {
             let groups = tiles * spec.num_heads;
             let x = groups.min(self.caps().max_workgroups);
-            dispatch_step(pass, &pipes.pipe.pipeline, table, &[layer], [x, groups.div_ceil(x)]);
+            dispatch(pass, &pipes.pipe.pipeline, &[table, layer], [x, groups.div_ceil(x)]);
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeArgs, RopeLayout};
 use crate::view::{View, check_tokens};
@@ -126,7 +126,7 @@ impl Kernel<Rope> for Gpu {
     ) -> Result<()> {
         if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
             let grid = self.grid(u64::from(tokens) * token_units(spec));
-            dispatch_step(pass, &layer.pipeline, table, &[group], grid);
+            dispatch(pass, &layer.pipeline, &[table, group], grid);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! `rope_append`: what comes before a decode, in one dispatch_step.
+//! `rope_append`: what comes before a decode, in one dispatch.
 
 use super::kv_append;
 use super::rope::{self, Layer, Pipes, Place};
@@ -6,7 +6,7 @@ use super::table::Table;
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 
@@ -103,7 +103,7 @@ impl Kernel<RopeAppend> for Gpu {
         let tokens = step.count() & !POSITIONS_FOLLOW;
         if let (Some(table), Some(group), 1..) = (step.group(), &layer.group, tokens) {
             let grid = self.grid(u64::from(tokens) * Items::of(spec).token());
-            dispatch_step(pass, &layer.pipeline, table, &[group], grid);
+            dispatch(pass, &layer.pipeline, &[table, group], grid);
         }
         Ok(())
     }

@@ -1,9 +1,7 @@
 //! A table of words that changes with every step: staged on the host, uploaded, grown where it is too small.
 
-use std::num::NonZero;
-
 use crate::gpu::Gpu;
-use crate::gpu::pipelines::{group, storage};
+use crate::gpu::pipelines::{groups_of_regions, part, storage};
 use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::scoped;
 use crate::{Error, Result};
@@ -18,8 +16,8 @@ pub struct Table {
 #[derive(Debug)]
 struct Uploaded {
     buffer: wgpu::Buffer,
-    /// Bound with a dynamic offset.
-    group: wgpu::BindGroup,
+    /// Of each region.
+    groups: Vec<wgpu::BindGroup>,
     region_bytes: u64,
     ring: Ring,
 }
@@ -64,10 +62,10 @@ impl Table {
         self.uploaded.as_ref().map(|uploaded| &uploaded.buffer)
     }
 
-    /// The bind group and its dynamic offset, for commands that are recorded now; once something was uploaded.
-    pub(crate) fn group(&self) -> Option<(&wgpu::BindGroup, u32)> {
+    /// The bind group, for commands that are recorded now; once something was uploaded.
+    pub(crate) fn group(&self) -> Option<&wgpu::BindGroup> {
         let uploaded = self.uploaded.as_ref()?;
-        Some((&uploaded.group, uploaded.ring.record() * uploaded.region_bytes as u32))
+        uploaded.groups.get(uploaded.ring.record() as usize)
     }
 }
 
@@ -80,15 +78,14 @@ impl Uploaded {
         }
         // Powers of two, so that a batch that grows by a token a step does not make a buffer a step; and aligned for any device.
         let region_bytes = need.next_power_of_two().max(256);
-        // An offset is a `u32`, and the largest tables leave no room for a second.
-        let most = gpu.caps().max_buffer_bytes.min(u32::MAX.into()) / region_bytes;
+        // The largest tables leave no room for a second.
+        let most = gpu.caps().max_buffer_bytes / region_bytes;
         let regions = most.clamp(1, REGIONS.into()) as u32;
         let region_bytes = if most == 0 { need } else { region_bytes };
         let buffer = storage(gpu, "mla.step.table", region_bytes * u64::from(regions))?;
-        let size = NonZero::new(region_bytes);
-        let region = wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer: &buffer, offset: 0, size });
-        let group = group(gpu, "mla.step.table", layout, [region])?;
-        Ok(Self { buffer, group, region_bytes, ring: Ring::new(regions) })
+        let region = |index: u64| [part(&buffer, index * region_bytes, region_bytes)];
+        let groups = groups_of_regions(gpu, "mla.step.table", layout, regions, region)?;
+        Ok(Self { buffer, groups, region_bytes, ring: Ring::new(regions) })
     }
 
     /// With a region that may be written; `None` where all were recorded.

@@ -1,8 +1,7 @@
 //! On CUDA, where all of a step is one graph: what changes between its replays is what the card has in memory.
 
-use wgpu_mla::cuda::cudarc::driver::CudaGraph;
 use wgpu_mla::cuda::ops::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
-use wgpu_mla::cuda::{Buffer, Cuda};
+use wgpu_mla::cuda::{Buffer, Cuda, Graph};
 use wgpu_mla::{
     Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvAppend, KvSpec, MlaDecode,
     PageTable, Plan, Result, Step,
@@ -22,7 +21,7 @@ pub struct Made {
     lists: DecodeLists,
     binding: Binding<MlaDecode, Cuda>,
     /// For a capacity.
-    graph: Option<(CudaGraph, Capacity)>,
+    graph: Option<(Graph, Capacity)>,
 }
 
 impl Made {

@@ -89,7 +89,10 @@ fn errors_of_prepare_and_run() {
 
     // A plan for more heads, another tiling or another page size, or one that someone has edited.
     let bad = |plan: &Plan, step: &mut Step<MlaDecode, Cpu>| {
-        assert!(matches!(mla.prepare(step, (plan, table)), Err(Error::OtherSpec { .. } | Error::Shape { .. })));
+        assert!(matches!(
+            mla.prepare(step, (plan, table)),
+            Err(Error::OtherSpec { .. } | Error::Shape { .. })
+        ));
     };
     let more_heads = MlaDecode { shape: shape(9, 256, 32), ..spec };
     bad(

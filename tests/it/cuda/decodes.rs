@@ -59,6 +59,38 @@ fn a_captured_graph_replays_with_new_lengths() -> Outcome {
     Ok(())
 }
 
+/// The graph alone keeps what it names: the step's tables and partial results, and the layer's buffers.
+fn a_graph_outlives_what_it_was_captured_from() -> Outcome {
+    let cuda = cuda()?;
+    let problem = Make { sequences: sequences(&[(150, 1), (90, 2)]), ..Make::default() }.build();
+    let spec = problem.spec;
+    let (heads, latent) = (spec.shape.num_heads as usize, spec.shape.kv_lora_rank as usize);
+    let [out, lse] = [latent, 1].map(|row| cuda.buffer((3 * heads * row * 4) as u64).expect("memory"));
+    let (graph, rounds_weights) = {
+        let decode = cuda.compile(spec).expect("a decode");
+        let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
+        let plan = Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::FixedTokens(32)).expect("a plan");
+        let mut step = decode.step(Capacity::of(&plan)).expect("a step");
+        let (q, kv) = (uploaded(&cuda, &problem.q), uploaded(&cuda, &problem.kv));
+        let layer = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, problem.softmax_scale);
+        let binding = decode.bind(&layer, 3).expect("a binding");
+        decode.prepare(&mut step, (&plan, dense_table(&problem))).expect("prepared");
+        (captured(&cuda, || decode.record(&step, &binding)), decode.rounds_weights())
+    };
+    // What was freed would be handed out again.
+    let others: Vec<_> = (0..64)
+        .map(|_| {
+            let other = cuda.buffer(problem.kv.len() as u64 / 4 * 4).expect("memory");
+            cuda.upload(&other, 0, &vec![POISON; other.bytes() as usize]).expect("uploaded");
+            other
+        })
+        .collect();
+    graph.launch().expect("launched");
+    check_decode(&cuda, &problem, rounds_weights, [&out, &lse]);
+    drop(others);
+    Ok(())
+}
+
 fn check_decode(cuda: &Cuda, problem: &Problem, rounds_weights: bool, [out, lse]: [&Buffer; 2]) {
     let spec = &problem.spec;
     let latent = spec.shape.kv_lora_rank as usize;
@@ -265,6 +297,7 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
 
 crate::tests![
     a_captured_graph_replays_with_new_lengths,
+    a_graph_outlives_what_it_was_captured_from,
     page_lists_written_on_the_card,
     a_captured_append_and_decode_replay_with_new_slots_and_lengths,
 ];

@@ -6,8 +6,7 @@ use mla_support::graph::{captured, cuda};
 use mla_support::paint::Rng;
 use mla_support::suite::layer::{PREFIX_ROWS, spec as layer_spec};
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::cuda::Cuda;
-use wgpu_mla::cuda::cudarc::driver::CudaGraph;
+use wgpu_mla::cuda::{Cuda, Graph};
 use wgpu_mla::{
     Backend, Binding, Capacity, Compiled, Device, Dtype, ExpandBatch, Expanded, ExpandedPrefix, KvCopyPages,
     KvView, LayerBatch, LayerCapacity, LayerOptions, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs,
@@ -143,7 +142,7 @@ struct Both {
     pool: PagePool,
     rng: Rng,
     /// The graph, and the step's generation that it was captured in.
-    graph: Option<(u64, CudaGraph)>,
+    graph: Option<(u64, Graph)>,
 }
 
 impl Both {

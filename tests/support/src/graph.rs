@@ -1,8 +1,8 @@
 //! What was launched on a stream, as a graph that can be launched again.
 
 use super::{Ignored, ignored_unless_required};
-use wgpu_mla::cuda::Cuda;
-use wgpu_mla::cuda::cudarc::driver::{CudaGraph, sys};
+use wgpu_mla::cuda::cudarc::driver::sys;
+use wgpu_mla::cuda::{Cuda, Graph};
 
 /// A card with a stream of its own, so that nothing of another test gets into a capture.
 pub fn cuda() -> Result<Cuda, Ignored> {
@@ -10,15 +10,9 @@ pub fn cuda() -> Result<Cuda, Ignored> {
 }
 
 /// A graph of what `record` launches: kernels and nothing else, so no memory is made and no host is waited for.
-pub fn captured(cuda: &Cuda, record: impl Fn() -> wgpu_mla::Result<()>) -> CudaGraph {
-    let stream = cuda.stream();
-    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-    stream.begin_capture(mode).expect("a capture");
-    let recorded = record();
-    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-    let graph = stream.end_capture(flags).expect("captured").expect("a graph");
-    recorded.expect("recorded");
-
+pub fn captured(cuda: &Cuda, record: impl Fn() -> wgpu_mla::Result<()>) -> Graph {
+    let captured = cuda.capture(record).expect("captured");
+    let graph = captured.raw();
     let mut count = 0;
     // SAFETY: the graph is alive; without an array only the count is written.
     let status = unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut count) };
@@ -35,5 +29,5 @@ pub fn captured(cuda: &Cuda, record: impl Fn() -> wgpu_mla::Result<()>) -> CudaG
         assert_eq!(status, sys::CUresult::CUDA_SUCCESS);
         assert_eq!(kind, sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL);
     }
-    graph
+    captured
 }

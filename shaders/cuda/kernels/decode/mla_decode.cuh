@@ -326,7 +326,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
 #pragma unroll
         for (int w = 0; w < T::TOKEN_WARPS; w++) total += maxima[w * T::ROWS + row];
         if (token_warp == 0 && lane % 4 == 0) {
-            const bool any = total > 0.0f;
+            const bool any = !(total == 0.0f); // NaN too
             const float base_2 = any ? top[h] + log2_fast(total) : EMPTY;
             factors[row] = any ? 1.0f / total : 1.0f;
             if (row < item.num_rows) {

@@ -212,7 +212,11 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, 
 /// The file that converts keys to f16; `None` for a dtype that f16 cannot hold.
 fn key_file(dtype: Dtype) -> Option<&'static str> {
     match dtype {
-        Dtype::F16 => Some(include_str!("../../../../shaders/lib/key_f16.wgsl")),
+        Dtype::F16 => Some(concat!(
+            include_str!("../../../../shaders/lib/key_f16.wgsl"),
+            "\n",
+            include_str!("../../../../shaders/lib/wide_rows.wgsl")
+        )),
         Dtype::Bf16 => Some(concat!(
             include_str!("../../../../shaders/lib/key_bf16.wgsl"),
             "\n",

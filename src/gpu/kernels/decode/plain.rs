@@ -104,6 +104,7 @@ impl Tile {
             + 2 * self.tokens() * 4
             + 4 * self.tile_quads().next_multiple_of(4)
             + 12 * self.rows().next_multiple_of(4)
+            + 16
     }
 }
 

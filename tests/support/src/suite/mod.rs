@@ -271,7 +271,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
         "decode" false: mixed { refuses_other_specs }
-        "decode" true: non_finite { huge_logits }
+        "decode" true: non_finite { non_finite, huge_logits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }
         "merge_states" false: merge_states { state_merges, refuses_state_merges }

@@ -124,26 +124,29 @@ pub fn non_finite<B: Backend>(session: &Session<'_, B>) {
             Place::Query { token: 1, column: row - 1 },
             Place::Query { token: 3, column: 0 },
         ];
-        for policy in POLICIES {
+        let runs = POLICIES.map(|policy| {
             let how = How { policy, ..How::default() };
-            let before = session.run_decode(&clean, &how);
-            for &place in &places {
-                for odd in Odd::ALL {
-                    if let Some(problem) = with(&clean, place, odd) {
-                        let result = before.as_ref().map_err(Clone::clone).and_then(|before| {
-                            let after = session.run_decode(&problem, &how)?;
-                            compare(session, &clean, &problem, [before, &after])
-                        });
-                        session.note(&format!("{}, {how:?}", problem.name), result);
-                    }
-                }
+            (how, session.run_decode(&clean, &how))
+        });
+        let all = runs
+            .iter()
+            .flat_map(|run| places.iter().flat_map(move |&place| Odd::ALL.map(|odd| (run, place, odd))));
+        // Representatives have each policy, each place and each element that is odd, though not each with each.
+        for ((how, before), place, odd) in session.one_in(4, all) {
+            if let Some(problem) = with(&clean, place, odd) {
+                let result = before.as_ref().map_err(Clone::clone).and_then(|before| {
+                    let after = session.run_decode(&problem, how)?;
+                    compare(session, &clean, &problem, [before, &after])
+                });
+                session.note(&format!("{}, {how:?}", problem.name), result);
             }
         }
     }
     session.finish("non-finite elements");
 }
 
-/// The oracle's pattern and numbers; rows that see nothing odd keep their bits.
+/// The oracle's pattern and numbers. Rows that see nothing odd keep their bits, but that matrices may give a tile with something odd to
+/// slower sums: there only other sequences do.
 fn compare<B: Backend>(
     session: &Session<'_, B>,
     clean: &Problem,
@@ -157,9 +160,14 @@ fn compare<B: Backend>(
     close("lse", &after.lse, &lse, &Tolerance::lse()).into_result()?;
     close("out", &after.out, &out, &tolerance).into_result()?;
     let (clean_out, clean_lse) = clean.expected();
+    let rounds_weights = session.decode(&clean.spec).is_ok_and(|decode| decode.rounds_weights());
     for row in 0..lse.len() {
         let columns = row * latent..(row + 1) * latent;
-        if lse[row] == clean_lse[row] && out[columns.clone()] == clean_out[columns.clone()] {
+        let alone = row / clean.spec.shape.num_heads as usize >= clean.query_start_loc[1] as usize;
+        if (alone || !rounds_weights)
+            && lse[row] == clean_lse[row]
+            && out[columns.clone()] == clean_out[columns.clone()]
+        {
             let bytes = |bits: &[Vec<u8>; 2]| {
                 let size = bits[0].len() / (lse.len() * latent);
                 let out = bits[0][columns.start * size..columns.end * size].to_vec();
@@ -187,7 +195,7 @@ pub fn huge_logits<B: Backend>(session: &Session<'_, B>) {
         let row = problem.spec.shape.row_elems() as usize;
         problem.softmax_scale = 1.0;
         let name = problem.name.clone();
-        for logit in [1e10f32, 1e30, -1e10, -1e30] {
+        for logit in [1e10f32, 1e30, 5e37, -1e10, -1e30, -5e37] {
             // The one key among others of logit 0, and all keys alike.
             for alone in [true, false] {
                 let element = |dtype: Dtype, x: f32| {

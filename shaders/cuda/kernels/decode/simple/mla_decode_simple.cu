@@ -86,7 +86,7 @@ DEVICE void decode(const Args& args) {
         for (int i = 0; i < VALUE_PAIRS; i++) out[i] = make_float2(fmaf(weight, k[i].x, out[i].x), fmaf(weight, k[i].y, out[i].y));
     }
 
-    const bool any = sum > 0.0f;
+    const bool any = !(sum == 0.0f); // NaN too
     const float factor = any ? 1.0f / sum : 1.0f, base_2 = any ? top + log2_fast(sum) : EMPTY;
     float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (LATENT + 4);
 #pragma unroll

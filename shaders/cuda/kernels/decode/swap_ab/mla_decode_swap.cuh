@@ -312,7 +312,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
             float total = 0.0f;
 #pragma unroll
             for (int w = 0; w < T::WARPS; w++) total += maxima[w * T::ROWS + row];
-            const bool any = total > 0.0f;
+            const bool any = !(total == 0.0f); // NaN too
             const float share = any ? 1.0f / total : 1.0f;
             if (warp == 0 && lane < 4) lse[row] = any ? top[j][e] + log2_fast(total) : EMPTY;
 #pragma unroll

@@ -361,7 +361,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         const u32 row = first_row + h * 8, index = item.first_row + row;
         if (row >= item.num_rows) continue;
         const float total = tops[row] + tops[T::ROWS + row];
-        const bool any = total > 0.0f;
+        const bool any = !(total == 0.0f); // NaN too
         const float base_2 = any ? top[h] + log2_fast(total) : EMPTY, share = any ? 1.0f / total : 1.0f;
         const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
         float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);

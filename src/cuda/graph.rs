@@ -1,0 +1,150 @@
+//! What was launched on a stream, as a graph that can be launched again.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaGraph, sys};
+
+use super::buffer::Buffer;
+use super::device::Cuda;
+use super::library::failed;
+use crate::{Error, Result};
+
+/// Kernels that [`Cuda::capture`] took from the stream.
+///
+/// They name memory of steps and bindings by its address. The graph owns a share of all that memory, so that neither a step that is
+/// dropped or grows, nor a binding or buffer that is dropped, leaves it with addresses of nothing. A step that grew has new tables,
+/// which the graph does not read: capture it again.
+pub struct Graph {
+    // Dropped in this order: first what uses the others.
+    graph: CudaGraph,
+    held: Vec<Buffer>,
+    cuda: Cuda,
+}
+
+impl std::fmt::Debug for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Graph").field("held", &self.held.len()).finish_non_exhaustive()
+    }
+}
+
+/// The memory that the launches of a capture name, while there is one.
+#[derive(Clone, Default)]
+pub(super) struct Captures(Arc<Mutex<Option<Vec<Buffer>>>>);
+
+impl Captures {
+    /// Keeps these for the graph, if there is to be one.
+    pub(super) fn hold<'a>(&self, buffers: impl IntoIterator<Item = &'a Buffer>) {
+        if let Some(held) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            for buffer in buffers {
+                if !held.iter().any(|other| other.shares_owner(buffer)) {
+                    held.push(buffer.clone());
+                }
+            }
+        }
+    }
+
+    /// # Errors
+    /// [`Error::LayoutMismatch`] in a capture.
+    fn begin(&self) -> Result<()> {
+        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if held.is_some() {
+            let detail = "Cuda::capture within a capture of the same stream: end that one first";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        *held = Some(Vec::new());
+        Ok(())
+    }
+
+    fn end(&self) -> Vec<Buffer> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default()
+    }
+}
+
+const FLAGS: sys::CUgraphInstantiate_flags =
+    sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+
+/// A stream in a capture, which ends with it whatever happens: the stream can be used again.
+struct Capture<'a> {
+    cuda: &'a Cuda,
+    is_open: bool,
+}
+
+impl Capture<'_> {
+    fn end(&mut self) -> (Result<Option<CudaGraph>>, Vec<Buffer>) {
+        self.is_open = false;
+        let graph = self.cuda.stream().end_capture(FLAGS).map_err(failed("to end a capture"));
+        (graph, self.cuda.captures.end())
+    }
+}
+
+impl Drop for Capture<'_> {
+    fn drop(&mut self) {
+        if self.is_open {
+            drop(self.end());
+        }
+    }
+}
+
+impl Cuda {
+    /// What `record` launches on the stream, as a graph instead: calls of `record` of compiled ops, which make no memory and wait for
+    /// nothing. The graph keeps alive what they name. Only one thread may use this device meanwhile.
+    ///
+    /// # Errors
+    /// Those of `record`, [`Error::Cuda`], and [`Error::LayoutMismatch`] for a capture within another and for one without a launch.
+    pub fn capture(&self, record: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        self.captures.begin()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        if let Err(error) = self.stream().begin_capture(mode) {
+            self.captures.end();
+            return Err(failed("to begin a capture")(error));
+        }
+        let mut capture = Capture { cuda: self, is_open: true };
+        let recorded = record();
+        let (graph, held) = capture.end();
+        recorded?;
+        let empty = Error::LayoutMismatch { detail: "nothing was launched in Cuda::capture: record in it" };
+        Ok(Graph { graph: graph?.ok_or(empty)?, held, cuda: self.clone() })
+    }
+}
+
+impl Graph {
+    /// Launches it on the device's stream: with what the steps hold that were prepared before.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn launch(&self) -> Result<()> {
+        self.graph.launch().map_err(failed("to launch a graph"))
+    }
+
+    /// The graph itself. What is launched or copied of it uses memory that only `self` keeps.
+    pub fn raw(&self) -> &CudaGraph {
+        &self.graph
+    }
+
+    /// The device that it was captured on.
+    pub fn device(&self) -> &Cuda {
+        &self.cuda
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_capture_holds_each_buffer_once_and_is_alone() {
+        // SAFETY: nothing follows the addresses.
+        let [a, b] = [16, 32].map(|address| unsafe { Buffer::from_raw(address, 16) });
+        let captures = Captures::default();
+        captures.hold([&a]);
+        assert!(captures.end().is_empty(), "nothing is captured");
+        captures.begin().expect("the first");
+        let error = captures.begin().expect_err("a second");
+        assert!(error.to_string().contains("end that one first"), "{error}");
+        captures.hold([&a, &b]);
+        captures.hold([&b, &a]);
+        assert_eq!(captures.end().iter().map(Buffer::ptr).collect::<Vec<_>>(), [16, 32]);
+        captures.begin().expect("the next");
+        assert!(captures.end().is_empty());
+    }
+}
