@@ -26,7 +26,7 @@ const INPUT: Dtype = Dtype::Bf16;
 /// A power of two, for which every device writes the oracle's bytes.
 const K_SCALE: f32 = 0.25;
 
-/// Bytes that the rotated buffers have together, at least: more than any card's L2.
+/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]
@@ -51,7 +51,7 @@ impl Shape {
         self.tokens <= PAGE_SIZE
     }
 
-    /// Where the tokens go: each in a page of its own, or in pages that are full and in no order.
+    /// Slots of the tokens: each in a page of its own, or in full pages in a random order.
     fn slots(&self) -> Vec<i64> {
         let pages = u64::from(self.spec().kv.num_pages);
         let page = |i: u64| (i * 7919 + 3) % pages;
@@ -70,7 +70,7 @@ impl Shape {
         self.spec().kv.num_slots() * u64::from(LATENT + ROPE)
     }
 
-    /// Read and written by one append, the slot of each token included.
+    /// Bytes read and written by one append, slots included.
     fn bytes(&self) -> u64 {
         let row = u64::from(LATENT + ROPE) * (INPUT.bytes() + self.cache.bytes()) as u64;
         u64::from(self.tokens) * (row + 4)

@@ -5,7 +5,7 @@
 //! cargo bench --bench cascade -- [--only TEXT].. [--variant NAME] [--items PARTS] [--replays N] [--json FILE] [--full | --test] [--list]
 //! cargo bench --bench cascade --features cuda -- --backend cuda
 //! ```
-//! `--variant` forces a row of `mla_prefill`, `--items` the parts that its keys are cut into.
+//! `--variant` forces a variant of `mla_prefill`, `--items` the parts that its keys are split into.
 
 #[allow(dead_code)]
 mod support;

@@ -29,7 +29,7 @@ const K_SCALE: f32 = 0.37;
 /// The first token gathered: in the middle of a page.
 const BEGIN: u32 = 5;
 
-/// Bytes that the rotated buffers have together, at least: more than any card's L2.
+/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]
@@ -51,7 +51,7 @@ impl Shape {
         KvGather { shape, kv, output: self.output }
     }
 
-    /// Pages in no order.
+    /// Pages in a random order.
     fn block_table(&self) -> Vec<i32> {
         let pages = i64::from(self.spec().kv.num_pages);
         (0..pages).map(|i| ((i * 7919 + 3) % pages) as i32).collect()
@@ -65,7 +65,7 @@ impl Shape {
         self.spec().kv.num_slots() * u64::from(LATENT + ROPE)
     }
 
-    /// Read and written by one gather, the table included.
+    /// Bytes read and written by one gather, the table included.
     fn bytes(&self) -> u64 {
         let row = u64::from(LATENT + ROPE) * (self.cache.bytes() + self.output.bytes()) as u64;
         u64::from(self.tokens) * row + u64::from(self.spec().kv.num_pages) * 12

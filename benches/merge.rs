@@ -22,7 +22,7 @@ use wgpu_mla::{Dtype, MergeState, MergeStateArgs, View};
 
 const HEAD_SIZE: u32 = 128;
 
-/// Bytes that the rotated buffers have together, at least: more than any card's L2.
+/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]
@@ -45,7 +45,7 @@ impl Shape {
         u64::from(self.tokens * self.heads)
     }
 
-    /// Read and written by one merge.
+    /// Bytes read and written by one merge.
     fn bytes(&self) -> u64 {
         3 * (self.elems() * self.dtype.bytes() as u64 + self.rows() * 4)
     }

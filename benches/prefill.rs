@@ -4,7 +4,7 @@
 //! cargo bench --bench prefill -- [--only TEXT].. [--variant NAME] [--replays N] [--json FILE] [--full | --test] [--list]
 //! cargo bench --bench prefill --features cuda -- --backend cuda
 //! ```
-//! TFLOP/s counts `2 * (P + R + V)` for each head and each pair of a query and a key that it sees.
+//! TFLOP/s counts `2 * (P + R + V)` for each head and each pair of a query token and a key that it attends to.
 
 #[allow(dead_code)]
 mod support;
@@ -58,7 +58,7 @@ impl Shape {
         Self { what: format!("{what} {p}/{r}/{v}x{heads} {dtype}"), sequences, spec }
     }
 
-    /// Keys that a query of a sequence sees.
+    /// Keys that a query token of a sequence attends to.
     fn sees(sequence: &PrefillSequence, i: u32) -> u32 {
         match sequence.mask {
             Mask::Causal => (sequence.kv_len + i + 1).saturating_sub(sequence.q_len),
@@ -115,7 +115,7 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
         gpu.name(),
     );
     println!(
-        "| shape | row | us | min | TFLOP/s | share | host | check |\n|---|---|---|---|---|---|---|---|"
+        "| shape | variant | us | min | TFLOP/s | share | host | check |\n|---|---|---|---|---|---|---|---|"
     );
     for shape in &shapes {
         let rows = gpu.variants(&shape.spec).into_iter().filter(|row| row.lacks.is_none());

@@ -2,7 +2,7 @@
 //! with the oracle first; a wrong one is not timed, and the run ends with status 1.
 //!
 //! ```text
-//! cargo bench --bench project -- [--variant ROW] [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench project -- [--variant NAME] [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
 //! ```
 //! Layers' weights are rotated past the card's L2; rows go in and out of the same buffers, as between the kernels of a layer.
 
@@ -21,7 +21,7 @@ use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions,
 
 /// DeepSeek-V2-Lite's, and what a device has of DeepSeek-V3 on 8 devices.
 const DIMS: HeadDims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
-/// Bytes that the rotated weights have together, at least: more than any card's L2.
+/// The least bytes of all rotated weights together: more than any card's L2, so that none hits it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 /// An op of a layer, or both of it.
@@ -35,7 +35,7 @@ enum Op {
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     op: Op,
-    /// Of rows and weights.
+    /// The dtype of x and the weights.
     dtype: Dtype,
     tokens: u32,
 }
@@ -68,7 +68,7 @@ impl Shape {
     }
 }
 
-/// A projection of layers that take turns, and where all of them write.
+/// A projection with the weights of several layers, which are rotated, and their common output.
 struct Bound {
     project: Layers<HeadProject, Gpu>,
     y: wgpu::Buffer,
@@ -114,7 +114,7 @@ fn run(gpu: &Gpu, args: &Args) -> Result<()> {
         half_mb = figure(layer_bytes as f64 / 2e6),
     );
     println!(
-        "| shape | row | us | min | alone | GB/s of weights | TFLOP/s | read | at once | host | worst |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        "| shape | variant | us | min | alone | GB/s of weights | TFLOP/s | read | at once | host | worst |\n|---|---|---|---|---|---|---|---|---|---|---|"
     );
     for shape in &shapes {
         let which = usize::from(shape.dtype == Dtype::F16);

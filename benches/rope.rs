@@ -1,4 +1,4 @@
-//! Times `rope_append`, what comes before a decode, and `rope`. Each shape is compared first: rotated queries with the oracle, the cache byte for
+//! Times `rope_append`, which precedes a decode, and `rope`. Each shape is compared first: rotated queries with the oracle, the cache byte for
 //! byte with that of `rope` and `kv_append`. A wrong one is not timed, and the run ends with status 1.
 //!
 //! ```text
@@ -19,7 +19,7 @@ use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::{
     Dtype, Kernel, KvAppend, KvAppendArgs, KvSpec, KvView, MlaShape, Op, Rope, RopeAppend, RopeAppendArgs,
-    RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
+    RopeAppendBatch, RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -30,7 +30,7 @@ const LAYOUT: RopeLayout = RopeLayout::Interleaved;
 const K_SCALE: f32 = 0.25;
 const MAX_POSITION: u32 = 16_384;
 
-/// Bytes that the rotated buffers have together, at least: more than any card's L2.
+/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 /// A batch, one new token each; without a cache only `rope` of its queries, in place.
@@ -80,7 +80,7 @@ impl Shape {
         u64::from(self.tokens * PAGE_SIZE) * u64::from(LATENT + ROPE)
     }
 
-    /// Read and written by one call, positions, angles and slots included.
+    /// Bytes read and written by one call, positions, angles and slots included.
     fn bytes(&self) -> u64 {
         let angles = u64::from(self.tokens) * (u64::from(ROPE) * 4 + 4);
         let queries = 2 * self.query_elems() * INPUT.bytes() as u64;
@@ -208,7 +208,13 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
         Some(cache) => {
             let layers = copies.map(|copy| arrays.fused(shape, copy));
             let op = gpu.compile(shape.fused(cache))?;
-            time_op(gpu, shape, &arrays, &Layers::new(op, tokens, &shape.slots(), layers)?, args)
+            time_op(
+                gpu,
+                shape,
+                &arrays,
+                &Layers::new(op, tokens, RopeAppendBatch::slots(&shape.slots()), layers)?,
+                args,
+            )
         }
         None => {
             let layers = copies.map(|copy| arrays.rope(shape, copy));

@@ -4,7 +4,7 @@
     python3 -m venv target/plot && target/plot/bin/pip install matplotlib==3.11.2
     target/plot/bin/python scripts/plot.py decode.json benches/results/h200
 
-writes benches/results/h200-context.svg and benches/results/h200-share.svg. Not part of CI.
+writes benches/results/h200-context.svg, which README shows from docs/, and benches/results/h200-share.svg. Not part of CI.
 """
 
 import json

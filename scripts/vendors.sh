@@ -156,7 +156,7 @@ compile_all() {
     done
 }
 
-# The largest kernel of each variant on matrices, with 16 heads and with more, and of each other kernel.
+# The largest kernel of each variant on cooperative matrices, with 16 heads and with more, and of each other kernel.
 NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
 NVK_STATS+=',merge_state bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
 
@@ -172,11 +172,11 @@ mesa26_tests() {
     return "$status"
 }
 
-# A kernel on matrices costs it 10 to 60 s of compiling on one core, kept in $logs/lavapipe. So without --full: the smallest dims
+# A kernel on cooperative matrices costs it 10 to 60 s of compiling on one core, kept in $logs/lavapipe. So without --full: the smallest dims
 # with each dtype of the cache and all head counts; of the conformance suite, also at the smallest dims, the groups that share the
-# kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the variant on matrices: the others
+# kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the variant on cooperative matrices: the others
 # run on this machine's own driver; and one group at 512/64.
-# The variant `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on matrices take it minutes: only --full has them.
+# The variant `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on cooperative matrices take it minutes: only --full has them.
 mesa26() {
     local group decode=conformance::wgpu::coop_small::decode status=0 job
     local matrix=(matrix::coop_small::256_32) conformance=()

@@ -26,7 +26,7 @@ TITLES = {
     "adreno740": "Qualcomm Adreno 740 (Turnip)",
     "nvk-turing": "NVIDIA Turing (NVK)",
 }
-# What a row of the table is about, and the dtypes that stand for the others.
+# What identifies a line of the table, and the dtypes that stand for the others.
 SHOWN_DTYPES = ["q_f16.kv_f16.out_f16", "q_bf16.kv_bf16.out_bf16", "q_f32.kv_f32.out_f32", "q_bf16.kv_e4m3.out_bf16"]
 SHOWN_SHAPES = ["512/64x16", "512/64x20"]
 COLUMNS = ["registers", "spills", "LDS", "waves", "code", "latency", "inverse throughput"]
@@ -109,7 +109,7 @@ class Kernel:
 
     def __init__(self, pipeline, label):
         chosen, self.shape, self.row, self.dtypes, *more = pipeline.split(" ", 4)
-        # A merge comes with any row, and the small ops have one.
+        # A merge serves every variant, and the small ops have one.
         self.chosen = chosen == "chosen" or "mla_decode" not in label
         self.clamps = "device_page_list" in more
         if "mla_decode" not in label:

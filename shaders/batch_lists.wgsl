@@ -1,20 +1,21 @@
-// The tables of a decode that was planned for the longest that a batch may be, cut down to what it is.
+// Shortens the tables of a decode planned for upper bounds to the sequence lengths that only the device knows (seq_lens).
 //
-//   for each work item:   its range ends at its sequence's length; with nothing left it is empty, as the planner has it
-//   for each query token: what it sees of its sequence
-//   for each word of the page list: its page, clamped to the pool; 0 past the sequence's end
+//   for each work item:             kv_end = min(planned kv_end, seq_len); an empty range becomes [0, 0)
+//   for each query token:           visible = min(planned visible, its causal limit), which counts the keys that it attends to
+//   for each word of the page list: the page id from block_table, clamped to the pool; 0 past the sequence's end
 //
-// Items and query tokens are written whole, from the checked plan of the template, and ranges only become shorter: whatever the batch
-// holds, and whatever plan the tables are of by now, each is one that the host checked.
+// Items and query tokens are copied whole from a template that the host checked, and ranges only shrink. So whatever the batch holds,
+// and whatever plan the tables held before, every entry stays inside the bounds that the host proved.
 //
-// Prelude: GROUP, PAGE_SIZE, NUM_PAGES. Libs: grid, device_batch.
+// Tile: one thread an item, a query token and a word of the page list, whichever of these exist at its index.
+// Concatenated with: lib/grid, lib/device_batch. Constants: GROUP, PAGE_SIZE, NUM_PAGES.
 
 // [8] num_items, num_queries, num_words, items_at, queries_at (in `tables`), batch, unused; then
 // [num_items, 8] work items, [num_items] their sequences, [num_queries, 2] query tokens, [num_queries] their sequences,
 // [batch + 1] where each sequence's pages begin
 @group(0) @binding(0) var<storage, read> plan: array<u32>;
-@group(2) @binding(0) var<storage, read_write> tables: array<u32>; // of the step
-@group(2) @binding(1) var<storage, read_write> pages: array<u32>; // of the step: its page list
+@group(2) @binding(0) var<storage, read_write> tables: array<u32>; // [Header, items, queries, merges, merge_partials], the step's
+@group(2) @binding(1) var<storage, read_write> pages: array<u32>; // [num_words] page ids, the step's
 
 @compute @workgroup_size(GROUP)
 fn batch_lists(
@@ -38,7 +39,7 @@ fn batch_lists(
         }
         let kv_begin = plan[8u + index * 8u + 3u];
         let kv_end = min(plan[8u + index * 8u + 4u], len_of(min(plan[item_sequences + index], batch - 1u)));
-        // An empty item begins at 0: kernels take blocks from a multiple of their size on.
+        // An empty item begins at 0: kernels that round kv_begin down to a whole block of tokens would run a block otherwise.
         tables[to + 3u] = select(0u, kv_begin, kv_begin < kv_end);
         tables[to + 4u] = select(0u, kv_end, kv_begin < kv_end);
     }
@@ -50,7 +51,7 @@ fn batch_lists(
         tables[to + 1u] = min(planned, visible_of(min(plan[query_sequences + index], batch - 1u), token));
     }
     if index < plan[2] {
-        // The last sequence whose pages begin at or before this word.
+        // Binary search for the last sequence whose pages begin at or before this word.
         var sequence = 0u;
         var end = batch;
         while end - sequence > 1u {

@@ -1,13 +1,15 @@
-// The slot of each new token, where `kv_append` looks for it, from a batch that only the device knows.
+// Computes the cache slot of each new token (vLLM's slot_mapping) on the device, in the table that `kv_append` reads.
 //
-//   for token: its sequence s is the last that begins at or before it
-//     slots[token] = page * PAGE_SIZE + offset of position seq_len - (query_start_loc[s + 1] - token)
+//   for token: s = the last sequence with query_start_loc[s] <= token
+//     position = seq_lens[s] - (query_start_loc[s + 1] - token)
+//     slots[token] = block_table[s][position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 //
-// A token of no sequence has no slot, nor has one whose page is not of the pool: a write to another page would be worse.
+// A token of no sequence gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite another page.
 //
-// Prelude: GROUP, PAGE_SIZE, NUM_PAGES. Libs: grid, device_batch.
+// Tile: one thread a token.
+// Concatenated with: lib/grid, lib/device_batch. Constants: GROUP, PAGE_SIZE, NUM_PAGES.
 
-@group(0) @binding(0) var<storage, read_write> table: array<u32>; // [1 + tokens] num_tokens, which the host wrote, then the slots
+@group(0) @binding(0) var<storage, read_write> table: array<u32>; // [1 + tokens] num_tokens, which the host wrote, then slots
 
 const NO_SLOT = 0xFFFFFFFFu;
 
@@ -21,7 +23,7 @@ fn batch_slots(
     if token >= table[0] {
         return;
     }
-    // Whatever the array holds, this ends, inside of it.
+    // Binary search. It terminates inside the array even if query_start_loc is not sorted.
     var sequence = 0u;
     var end = params.batch;
     while end - sequence > 1u {

@@ -1,24 +1,24 @@
-// Each token's rows times the matrix of their head, for every device.
+// Batched GEMM, one matrix a head: variant `plain`, in f32 without tensor cores, for every device.
 //
 //   for token, head: y[token][head][:] = x[token][head][:] . W[head]
 //
-// A workgroup has TOKENS tokens of a head and 64 columns, and goes through k in chunks of 16, which it stages in f32. A thread sums
-// ROWS tokens by 4 columns. An oct is 8 elements of one row: k, n and all offsets and strides are multiples of 8.
+// Tile: TOKENS tokens x 64 columns of one head a workgroup, k in chunks of 16 staged in workgroup memory as f32; a thread accumulates
+// ROWS tokens x 4 columns. An oct is 8 consecutive elements, a quad 4: k, n and all offsets and strides are multiples of 8.
 //
-// Prelude: GROUP, TOKENS = 16 * ROWS, ROWS, K, N_OCTS, K_FIRST (1: W is [k, n], 0: [n, k]).
-// Libs: project, oct_*, read_*, round, out_*.
+// Concatenated with: decoders read_x and read_w, lib/oct_*, lib/round, lib/out_*, lib/project.
+// Constants: GROUP, TOKENS = 16 * ROWS, ROWS, K, N_OCTS, K_FIRST (1: W is [k, n], 0: [n, k]).
 
 @group(1) @binding(3) var<storage, read_write> y: array<OutQuad>; // [tokens, H, n / 4], strided
 
 const COLUMNS = 64u;
 const CHUNK = 16u;
-const X_PITCH = 17u; // odd, so that rows begin in different banks
+const X_PITCH = 17u; // odd: the rows of x_tile begin in different banks, so reads have no bank conflicts
 const W_PITCH = 68u;
 
 var<workgroup> x_tile: array<f32, TOKENS * X_PITCH>; // [TOKENS, CHUNK]
 var<workgroup> w_tile: array<f32, CHUNK * W_PITCH>; // [CHUNK, COLUMNS]
 
-// An oct of x, zeros past the row's end.
+// Stages one oct of x as f32; zeros past the end of k.
 fn stage_x(item: u32, head: u32, first: u32, last: u32, chunk: u32) {
     let row = item / 2u;
     let column = chunk + item % 2u * 8u;
@@ -34,7 +34,7 @@ fn stage_x(item: u32, head: u32, first: u32, last: u32, chunk: u32) {
     }
 }
 
-// An oct of the matrix, zeros past its end.
+// Stages one oct of the head's matrix as f32, [k, n] in either order of W; zeros past its end.
 fn stage_w(item: u32, head: u32, first: u32, chunk: u32) {
     let base = params.w_base + head * params.w_head_stride;
     var value = mat2x4<f32>();
@@ -83,13 +83,13 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
         for (var item = lane; item < TOKENS * 2u; item += GROUP) {
             stage_x(item, head, first, end - 1u, chunk);
         }
-        // From the other end, so that with few tokens each thread has one item.
+        // Weights are dealt from the last thread down: with few tokens the first threads stage x, the last ones W.
         let w_item = GROUP - 1u - lane;
         if w_item < CHUNK * COLUMNS / 8u {
             stage_w(w_item, head, first_column, chunk);
         }
         workgroupBarrier();
-        for (var k = select(0u, CHUNK, first + row >= end); k < CHUNK; k++) { // not where the thread has no token
+        for (var k = select(0u, CHUNK, first + row >= end); k < CHUNK; k++) { // skipped by a thread without tokens
             let at = k * W_PITCH + quad * 4u;
             let w = vec4<f32>(w_tile[at], w_tile[at + 1u], w_tile[at + 2u], w_tile[at + 3u]);
             for (var r = 0u; r < ROWS; r++) { // unroll

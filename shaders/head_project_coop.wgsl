@@ -1,41 +1,41 @@
-// Each token's rows times the matrix of their head, on cooperative matrices.
+// Batched GEMM, one matrix a head: variant `coop`, on cooperative matrices (tensor cores), f16 x f16 + f32.
 //
 //   for token, head: y[token][head][:] = x[token][head][:] . W[head]
 //
-// A workgroup has TOKENS tokens of a head and COLUMNS columns, so that the grid reads the weights of TOKENS tokens once. All that it
-// reads is asked for at the beginning and waits in registers. Then, in chunks of k:
+// Tile: TOKENS tokens x COLUMNS columns of one head a workgroup, so W is read once for TOKENS tokens. All loads of x and W are issued
+// first and stay in registers; then, for each chunk of CHUNK values of k:
 //
-//   stage     rows of x and of W become f16 in workgroup memory, scaled by powers of two: a row of x by its own largest element, W by
-//             one that suits a model's weights; an f32 row in two parts
-//   multiply  subgroups share the tile by row and column tiles, and each chunk's columns by K_SPLIT
+//   stage     x and W become f16 in workgroup memory, scaled by powers of two so that f16 holds them: each row of x by its own largest
+//             element, W by a fixed guess that suits a model's weights (GUESS); an f32 row of x is split into a high and a low f16 part
+//   multiply  subgroups divide the tile by rows (ROW_TILES) and columns (COLUMN_TILES); K_SPLIT subgroups divide the chunk's k
 //
-// and the sums go to workgroup memory, each of K_SPLIT shares to its own part, and from there to y, unscaled. Where W's largest element
-// turns out not to suit, all is done again with the power of two that it asks for.
+// The epilogue stores accumulators to workgroup memory, adds the K_SPLIT partial sums, undoes the scales and writes y. If the largest
+// weight is outside the guess's range, the workgroup repeats everything with the scale that this weight needs (ATTEMPTS = 2).
 //
-// Tried on an H200, and no faster: benches/results/h200-project-2026-11-22.md.
-// An oct is 8 elements of one row: all offsets and strides are multiples of 8. k is a multiple of CHUNK, n of COLUMNS.
+// Measured on an H200, with what was tried and was no faster: benches/results/h200-project-2026-11-22.md.
+// An oct is 8 consecutive elements, a quad 4: all offsets and strides are multiples of 8. k is a multiple of CHUNK, n of COLUMNS.
 //
-// Prelude: TILE, TILE_OCTS, SUBGROUP, SUBGROUPS, THREADS, TOKENS, COLUMNS, COLUMN_OCTS, CHUNK, CHUNK_OCTS, CHUNKS, COLUMN_SPLIT,
+// Concatenated with: lib/half_oct, decoders, lib/oct_*, lib/part_*, lib/store_*, lib/project; see src/gpu/kernels/project.rs.
+// Constants: TILE, TILE_OCTS, SUBGROUP, SUBGROUPS, THREADS, TOKENS, COLUMNS, COLUMN_OCTS, CHUNK, CHUNK_OCTS, CHUNKS, COLUMN_SPLIT,
 // K_SPLIT, ROW_TILES, COLUMN_TILES, SHARE_TILES, ACC_TILES, X_PARTS, X_ROWS, X_PITCH, X_TILE, X_SCALED, X_LOADS, CHUNK_X_LOADS,
 // ROW_LANES, W_PITCH, W_TILE, W_SCALED, W_LOADS, CHUNK_W_LOADS, K_FIRST, SUM_QUADS,
 // SHARE_QUADS, SUMS, ATTEMPTS, GUESS.
-// Libs: project, half_oct, oct_*, part_*, store_*.
 
 @group(1) @binding(3) var<storage, read_write> y: array<OutOct>; // [tokens, H, n / 8], strided
 
 var<workgroup> x_tile: array<HalfOct, X_TILE>; // [X_PARTS, TOKENS, X_PITCH]
 var<workgroup> w_tile: array<HalfOct, W_TILE>; // [CHUNK or COLUMNS, W_PITCH]
 var<workgroup> sums: array<vec4<f32>, SUMS>; // [K_SPLIT, TOKENS, SUM_QUADS]
-var<workgroup> factors: array<f32, TOKENS>; // what a row's sums have to be multiplied with
-var<workgroup> tops: array<u32, SUBGROUPS>; // each subgroup's largest weight
+var<workgroup> factors: array<f32, TOKENS>; // [TOKENS] inverse of each row's scale
+var<workgroup> tops: array<u32, SUBGROUPS>; // [SUBGROUPS] bits of each subgroup's largest |weight|
 
-// bf16 weights of a workgroup whose largest is from LEAST_GUESSED up to below MOST_GUESSED are scaled by 2^14, whose exponent as f32
-// GUESS is: f16 then holds all that are at least 2^-31, and the others within 2^-39, 2^-33 of the largest. Where a device has no
-// subnormals, 2^-22.
+// The guess: where a workgroup's largest |bf16 weight| is in [LEAST_GUESSED, MOST_GUESSED), a scale of 2^14 (GUESS is its f32 exponent)
+// fits. f16 then holds every weight of at least 2^-31 exactly, and smaller ones within 2^-39, which is 2^-33 of the largest; 2^-22
+// where the device flushes f16 subnormals.
 const LEAST_GUESSED = 0x3C800000u; // 2^-6, as the bits of an f32
 const MOST_GUESSED = 0x40800000u; // 4
 
-// The power of two that brings a largest magnitude to 2^14 and up, as the exponent of an f32; its inverse is one too.
+// The power of two that brings a largest magnitude into [2^14, 2^15), as a biased f32 exponent; clamped so that its inverse is normal.
 fn exponent_for(top: u32) -> u32 {
     return clamp(268u - (top >> 23u), 1u, 253u);
 }
@@ -44,7 +44,7 @@ fn power_of_two(exponent: u32) -> f32 {
     return bitcast<f32>(exponent << 23u);
 }
 
-// Where load `i` of a thread is in a head's matrix, and where it is staged.
+// Offset in the head's matrix, in octs, of load `i` of a thread; `staged_place` is its offset in w_tile.
 fn weight_place(i: u32, thread: u32) -> u32 {
     let chunk = i / CHUNK_W_LOADS;
     let item = i % CHUNK_W_LOADS * THREADS + thread;
@@ -76,10 +76,10 @@ fn head_project(
     }
     let head = group.y;
     let thread = subgroup * SUBGROUP + lane;
-    let row = thread / ROW_LANES; // of x, that this thread stages a part of
+    let row = thread / ROW_LANES; // of x: ROW_LANES threads stage one row
     let column = thread % ROW_LANES;
     let k_share = subgroup % K_SPLIT;
-    let first_column = subgroup / K_SPLIT % COLUMN_SPLIT * COLUMN_TILES; // tiles, as the next
+    let first_column = subgroup / K_SPLIT % COLUMN_SPLIT * COLUMN_TILES; // in tiles, as first_row
     let first_row = subgroup / (K_SPLIT * COLUMN_SPLIT) * ROW_TILES;
 
     var w_at = params.w_base + head * params.w_head_stride;
@@ -94,7 +94,7 @@ fn head_project(
         for (var i = 0u; i < W_LOADS; i++) { // unroll on cards
             ws[i] = weight[w_at + weight_place(i, thread)];
         }
-        // Rows past the last token are zeros: read, they would be one row that all workgroups of a head ask for at once.
+        // Rows past the last token are zeros and are not read: clamping would have all workgroups of a head load the same row at once.
         var xs: array<XOct, X_LOADS>;
         if (first + row < end) {
             let x_at = params.x_base + (first + row) * params.x_token_stride + head * params.x_head_stride + column;
@@ -162,7 +162,7 @@ fn head_project(
                 }
             }
         }
-        // The last chunk's barrier is behind all subgroups' tops.
+        // `tops` is visible: each subgroup wrote its entry before the last chunk's barrier.
         if (W_SCALED == 1u && attempt == 0u) {
             for (var i = 0u; i < SUBGROUPS; i++) { // unroll
                 top = max(top, tops[i]);
@@ -187,7 +187,7 @@ fn head_project(
             for (var share = 1u; share < K_SPLIT; share++) {
                 value += mat2x4<f32>(sums[share * SHARE_QUADS + at], sums[share * SHARE_QUADS + at + 1u]);
             }
-            // One factor after the other: both at once may be past f32's range where their product with the sum is not.
+            // Two multiplications: the product of the factors alone may overflow f32 where the scaled sum does not.
             value = value * w_factor * factors[out_row];
             if (first + out_row < end) {
                 let to = params.y_base + (first + out_row) * params.y_token_stride + head * params.y_head_stride;

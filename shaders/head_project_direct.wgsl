@@ -1,12 +1,14 @@
-// Each token's rows times the matrix of their head, for devices in software: a barrier costs them more than reading from memory again.
+// Batched GEMM, one matrix a head: variant `direct`, without workgroup memory, for software devices. On lavapipe re-reading W beats a
+// barrier, which is a switch between coroutines there.
 //
 //   for token, head: y[token][head][:] = x[token][head][:] . W[head]
 //
-// A thread has ROWS tokens of a head, and 8 columns where W is [k, n] or 4 where it is [n, k]; it goes through all of k. An oct is 8
-// elements of one row: k, n and all offsets and strides are multiples of 8.
+// Tile: ROWS tokens x 8 columns a thread where W is [k, n], x 4 columns where it is [n, k], over all of k. An oct is 8 consecutive
+// elements, a quad 4: k, n and all offsets and strides are multiples of 8.
+// Measured on lavapipe: for one token and 8 heads a tenth of the staged kernel's time (benches/results/h200-generate-2026-11-22.md).
 //
-// Prelude: GROUP, ROWS, K_OCTS, PARTS (threads that a head's columns take), K_FIRST (1: W is [k, n], 0: [n, k]).
-// Libs: project, oct_*, read_*, round, out_*.
+// Concatenated with: decoders read_x and read_w, lib/oct_*, lib/round, lib/out_*, lib/project.
+// Constants: GROUP, ROWS, K_OCTS, PARTS (threads for a head's columns), K_FIRST (1: W is [k, n], 0: [n, k]).
 
 @group(1) @binding(3) var<storage, read_write> y: array<OutQuad>; // [tokens, H, n / 4], strided
 
@@ -22,7 +24,7 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
     let w_head = params.w_base + group.y * params.w_head_stride;
     let x_head = params.x_base + group.y * params.x_head_stride;
     var low: array<vec4<f32>, ROWS>;
-    var high: array<vec4<f32>, ROWS>; // where W is [k, n]
+    var high: array<vec4<f32>, ROWS>; // columns 4 to 7, where W is [k, n]
     for (var r = 0u; r < ROWS; r++) { // unroll
         low[r] = vec4<f32>(0.0);
         high[r] = vec4<f32>(0.0);
@@ -36,7 +38,7 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
                 let w_2 = read_w(weight[w_at + 2u * params.w_row_stride]);
                 let w_3 = read_w(weight[w_at + 3u * params.w_row_stride]);
                 for (var r = 0u; r < ROWS; r++) { // unroll
-                    // Past the last token this is the last one again, which goes nowhere.
+                    // Rows past the last token repeat it; their sums are not stored.
                     let v = read_x(x[x_head + min(first + r, end - 1u) * params.x_token_stride + k])[half];
                     low[r] += mat4x4<f32>(w_0[0], w_1[0], w_2[0], w_3[0]) * v;
                     high[r] += mat4x4<f32>(w_0[1], w_1[1], w_2[1], w_3[1]) * v;

@@ -1,16 +1,16 @@
-// Scatters new rows into the paged cache.
+// Appends new tokens to the paged cache (vLLM's concat_and_cache_mla): a scatter by slot, with conversion to the cache's dtype.
 //
-//   for token: slot = slots[token]; skip if there is none
+//   for token: slot = slots[token]; skip if NO_SLOT
 //     kv[slot / PAGE_SIZE][slot % PAGE_SIZE] = convert(kv_c[token] ++ k_pe[token])
 //
-// A quad is 4 elements of one row. L, R and every offset and stride are multiples of 4 elements, so a quad is 1, 2 or 4
-// whole words on both sides, and no two invocations share a word. An item is the same quad of TOKENS_PER_LANE tokens:
-// all are loaded before the first is converted.
+// A quad is 4 consecutive elements. L, R and every offset and stride are multiples of 4, so a quad is 1, 2 or 4 whole words on both
+// sides, and no two invocations write the same word.
 //
-// Prelude: GROUP, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE.
-// Libs: grid, round, in_*, out_*, convert_*, append.
+// Tile: one quad of TOKENS_PER_LANE tokens a thread; all loads are issued before the first conversion, to overlap their latency.
+// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/convert_*, lib/append.
+// Constants: GROUP, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE.
 
-@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then a slot a token
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then slots
 @group(1) @binding(0) var<uniform> params: AppendParams;
 @group(1) @binding(1) var<storage, read> kv_c: array<InQuad>; // [tokens, L / 4], strided
 @group(1) @binding(2) var<storage, read> k_pe: array<InQuad>; // [tokens, R / 4], strided
@@ -25,7 +25,7 @@ fn kv_append(
     let item = item_of(group, groups, lane);
     let quad = item % ROW_QUADS;
     let first = item / ROW_QUADS * TOKENS_PER_LANE;
-    // A table that was prepared again after this was recorded may hold more than the binding.
+    // A step prepared again after this was recorded may have more tokens than the binding's buffers hold.
     let num_tokens = min(table[0], params.max_tokens);
     if first >= num_tokens {
         return;
@@ -47,7 +47,7 @@ fn kv_append(
         }
     }
     for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
-        // A skipped token has none. The host proved the others; the bound keeps a table of another pool harmless too.
+        // NO_SLOT fails this test too. The host checked the slots; the bound also covers a table made for a larger pool.
         let slot = slots[i];
         if slot < NUM_SLOTS {
             kv[row_of(slot, params) + quad] = convert(quads[i], params.scale);

@@ -1,11 +1,13 @@
-// Counts what an e4m3 cache with a k_scale would make of new rows: the largest finite magnitude, what saturates, what is not finite.
+// Statistics of new tokens for choosing an e4m3 cache's k_scale: amax, and counts of saturating, non-finite and all elements.
 //
-//   for x in kv_c[tokens] ++ k_pe[tokens]: add to stats, which earlier calls may have added to
+//   for x in kv_c[tokens] ++ k_pe[tokens]:
+//     amax = max(amax, |x|) if x is finite; saturated += |x| > 448 * k_scale; non_finite += x is inf or NaN; elements += 1
 //
-// On bits: those of numbers from 0 up are in their order, and a shader may assume that there is no NaN. A quad is 4 elements of one
-// row, an item the same quad of TOKENS_PER_LANE tokens. A workgroup adds up its own, and one lane adds that to the device's.
+// The results are added to `stats`, so calls accumulate. Comparisons are on bit patterns, whose order for x >= 0 is that of the numbers:
+// WGSL lets a shader assume that there is no NaN. A quad is 4 consecutive elements.
 //
-// Prelude: GROUP, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE. Libs: grid, round, in_*.
+// Tile: one quad of TOKENS_PER_LANE tokens a thread; a workgroup reduces in workgroup memory, one thread adds that to `stats`.
+// Concatenated with: lib/grid, lib/round, lib/in_*. Constants: GROUP, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE.
 
 struct CalibrateParams {
     kv_c_base_quads: u32,
@@ -13,18 +15,18 @@ struct CalibrateParams {
     k_pe_base_quads: u32,
     k_pe_stride_quads: u32,
     max_tokens: u32,
-    limit_bits: u32, // of the f32 448 * k_scale, which may be infinite
+    limit_bits: u32, // f32 bits of 448 * k_scale, which may be infinite
     reserved_0: u32,
     reserved_1: u32,
 }
 
-@group(0) @binding(0) var<storage, read> table: array<u32>; // [2]: number of tokens, the first of them
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [2] num_tokens, first token
 @group(1) @binding(0) var<uniform> params: CalibrateParams;
 @group(1) @binding(1) var<storage, read> kv_c: array<InQuad>; // [tokens, L / 4], strided
 @group(1) @binding(2) var<storage, read> k_pe: array<InQuad>; // [tokens, R / 4], strided
-@group(1) @binding(3) var<storage, read_write> stats: array<atomic<u32>>; // [8]: amax, unused, counts of 64 bits in halves
+@group(1) @binding(3) var<storage, read_write> stats: array<atomic<u32>>; // [8] amax, unused, then 3 counts of 64 bits, low word first
 
-var<workgroup> sums: array<atomic<u32>, 4>; // amax, saturated, non-finite, elements
+var<workgroup> sums: array<atomic<u32>, 4>; // [4] amax, saturated, non-finite, elements
 
 @compute @workgroup_size(GROUP)
 fn kv_calibrate(
@@ -41,7 +43,7 @@ fn kv_calibrate(
     let quad = item % ROW_QUADS;
     let first = item / ROW_QUADS * TOKENS_PER_LANE;
     let begin = min(table[1], params.max_tokens);
-    // A table that was prepared again after this was recorded may hold more than the binding.
+    // A step prepared again after this was recorded may have more tokens than the binding's buffers hold.
     let num_tokens = min(table[0], params.max_tokens - begin);
     if first < num_tokens {
         var quads: array<InQuad, TOKENS_PER_LANE>;
@@ -62,7 +64,7 @@ fn kv_calibrate(
         for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
             let magnitude = in_bits4(quads[i]) & vec4<u32>(0x7FFFFFFFu);
             let is_finite = magnitude < vec4<u32>(F32_INF);
-            // The last token stands for those that are missing: its magnitudes do no harm, but it counts once.
+            // Tokens past the end repeat the last one: that cannot change amax, and they are not counted.
             let is_counted = vec4<bool>(first + i < num_tokens);
             amax = max(amax, select(vec4<u32>(0u), magnitude, is_finite));
             saturated += vec4<u32>(is_finite & is_counted & (magnitude > vec4<u32>(params.limit_bits)));
@@ -89,7 +91,7 @@ fn kv_calibrate(
     }
 }
 
-// Adds to a count in two words.
+// Adds to a 64-bit count, low word first. The carry is its own atomic, as WGSL has none of 64 bits.
 fn add(at: u32, n: u32) {
     if n == 0u {
         return;

@@ -2,10 +2,10 @@
 //
 //   for (from, to) in copies: kv[to] = kv[from]
 //
-// The host proved that no page is both read and written, and none written twice, so the order cannot matter.
-// An item is one Unit: 16 bytes where the strides allow it, else a word.
+// The host checked that no page is both read and written, and none written twice, so the copies need no order.
 //
-// Prelude: GROUP, NUM_PAGES, PAGE_UNITS, alias Unit. Libs: grid.
+// Tile: one Unit a thread, 16 bytes where the strides allow it, else a word.
+// Concatenated with: lib/grid. Constants: GROUP, NUM_PAGES, PAGE_UNITS; alias Unit.
 
 struct CopyParams {
     kv_base_units: u32,
@@ -14,7 +14,7 @@ struct CopyParams {
     pad1: u32,
 }
 
-@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + 2 * copies] num_copies, then (from, to) each
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + 2 * copies] num_copies, then (from, to) of each
 @group(1) @binding(0) var<uniform> params: CopyParams;
 @group(1) @binding(1) var<storage, read_write> kv: array<Unit>; // [num_pages, PAGE_UNITS], pages strided
 
@@ -32,7 +32,7 @@ fn kv_copy_pages(
     }
     let source = table[1u + 2u * copy];
     let target_page = table[2u + 2u * copy];
-    // the host proved this; the bound keeps a wild table harmless too
+    // The host checked the ids; the bound also covers a table made for a larger pool.
     if source >= NUM_PAGES || target_page >= NUM_PAGES {
         return;
     }

@@ -1,14 +1,14 @@
-// Gathers rows of the paged cache into a contiguous workspace.
+// Gathers tokens of the paged cache into a contiguous workspace (vLLM's gather_and_maybe_dequant_cache), with conversion.
 //
-//   for (slot, out_row, tokens) in pieces, each in one page: for t < tokens:
+//   for (slot, out_row, tokens) in pieces, each inside one page: for t < tokens:
 //     out[out_row + t] = convert(kv[slot / PAGE_SIZE][slot % PAGE_SIZE + t])
 //
-// A quad is 4 elements of one row. L + R and every offset and stride are multiples of 4 elements, so a quad is 1, 2 or 4 whole
-// words on both sides, and no two invocations share a word. A place is a token that a piece could have, PAGE_SIZE of them each.
-// An item is the same quad of PLACES_PER_LANE places: all are loaded before the first is converted.
+// A quad is 4 consecutive elements. L + R and every offset and stride are multiples of 4, so a quad is 1, 2 or 4 whole words on both
+// sides, and no two invocations write the same word. Each piece has PAGE_SIZE places, one for each token that it could have.
 //
-// Prelude: GROUP, PAGE_SIZE, NUM_SLOTS, ROW_QUADS, PLACES_PER_LANE. Libs: grid, round, in_*, out_*, convert_*, and pack_* or
-// convert_begin_nothing.
+// Tile: one quad of PLACES_PER_LANE places a thread; all loads are issued before the first conversion, to overlap their latency.
+// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/convert_*, and lib/pack_* or lib/convert_begin_nothing.
+// Constants: GROUP, PAGE_SIZE, NUM_SLOTS, ROW_QUADS, PLACES_PER_LANE.
 
 struct GatherParams {
     scale: E4m3Scale,
@@ -22,10 +22,10 @@ struct GatherParams {
     reserved_2: u32,
 }
 
-@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + 3 * pieces] num_pieces, then (slot, out_row, tokens) each
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + 3 * pieces] num_pieces, then (slot, out_row, tokens) of each
 @group(1) @binding(0) var<uniform> params: GatherParams;
 @group(1) @binding(1) var<storage, read> kv: array<InQuad>; // [num_pages, page_size, (L + R) / 4], pages strided
-@group(1) @binding(2) var<storage, read_write> out: array<OutQuad>; // [rows, (L + R) / 4], strided
+@group(1) @binding(2) var<storage, read_write> out: array<OutQuad>; // [out_rows, (L + R) / 4], strided
 
 const NO_ROW = 0xFFFFFFFFu;
 
@@ -39,7 +39,7 @@ fn kv_gather(
     let quad = item % ROW_QUADS;
     let first = item / ROW_QUADS * PLACES_PER_LANE;
     let num_places = table[0] * PAGE_SIZE;
-    // Asked for the whole workgroup, which makes a table together.
+    // Uniform over the workgroup, as begin_convert has a barrier.
     if item_of(group, groups, 0u) / ROW_QUADS * PLACES_PER_LANE >= num_places {
         return;
     }
@@ -49,7 +49,7 @@ fn kv_gather(
         let place = min(first + i, num_places - 1u);
         let piece = 1u + place / PAGE_SIZE * 3u;
         let t = place % PAGE_SIZE;
-        // The host proved that slots are of the pool; the bound keeps a table of another pool harmless too.
+        // The host checked the slots; the bound also covers a table made for a larger pool.
         let slot = min(table[piece] + t, NUM_SLOTS - 1u);
         let is_used = first + i < num_places && t < table[piece + 2u];
         rows[i] = select(NO_ROW, table[piece + 1u] + t, is_used);
@@ -58,7 +58,7 @@ fn kv_gather(
     }
     begin_convert(lane, params.scale);
     for (var i = 0u; i < PLACES_PER_LANE; i++) { // unroll
-        // A table that was prepared again after this was recorded may hold more rows than the binding.
+        // A step prepared again after this was recorded may have more rows than the binding's buffers hold.
         if rows[i] < params.max_rows {
             out[params.out_base_quads + rows[i] * params.out_stride_quads + quad] = convert(quads[i], params.scale);
         }

@@ -1,17 +1,21 @@
-// Merges two attention states: any head_size, offset and stride.
+// Merges two attention states (FlashInfer's merge_state): variant `words`, for any head_size, offset and stride.
 //
-// Two 16-bit elements share a word, and with odd sizes they may be of different rows. So an invocation owns a word of
-// the output, not an element, and asks for each element in it which row it belongs to:
+//   output = prefix * w.prefix + suffix * w.suffix, the weights of lib/merge_weights.wgsl
+//
+// Two 16-bit elements share a word, and with odd sizes they may belong to different rows, where a row is a (token, head). So a thread
+// owns a word of the output, not an element, and finds the row of each element in it from its address:
 //
 //   for word in the span of the output:
 //     for element e in it: rest = e - offset
 //       outer = rest / outer_stride; inner = rest % outer_stride / inner_stride; d = rest % outer_stride % inner_stride
-//       if d, inner and outer are in range: merge element d of row (outer, inner), else keep the bits that are there
+//       if d, inner and outer are in range: merge element d of row (outer, inner), else keep the bits in memory
 //
-// The host proved that rows do not overlap, which is what makes the division an inverse. Outer and inner are token and
-// head, or head and token, whichever has the larger stride.
+// The division inverts the addressing because the host checked that rows do not overlap. Outer and inner are token and head or head
+// and token: outer is the one with the larger stride.
 //
-// Prelude: GROUP, HEAD_SIZE, PER_WORD, CODE_MASK. Libs: grid, round, in_*, out_*, merge_weights.
+// Tile: one word of the output a thread.
+// Concatenated with: lib/grid, lib/round, lib/merge_weights, lib/in_*, lib/out_*.
+// Constants: GROUP, HEAD_SIZE, PER_WORD (elements in a word), CODE_MASK.
 
 @group(0) @binding(1) var<storage, read> prefix_output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
 @group(0) @binding(2) var<storage, read> suffix_output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
@@ -43,7 +47,7 @@ fn code_at(word: u32, element: u32) -> u32 {
     return (word >> (16u * (element % PER_WORD))) & CODE_MASK;
 }
 
-// the bits of one merged element
+// The bits of one merged element.
 fn merged(o: Owner, w: Weights) -> u32 {
     let pe = at(params.prefix, o.token, o.head) + o.d;
     let se = at(params.suffix, o.token, o.head) + o.d;
@@ -69,7 +73,7 @@ fn merge_state(
     }
     let word_index = params.first_word + item;
     var value = 0u;
-    var ours = 0u; // mask of the bits that this call writes
+    var ours = 0u; // mask of the bits that this thread writes
     for (var half = 0u; half < PER_WORD; half++) {
         let element = word_index * PER_WORD + half;
         let o = owner_of(element);
@@ -87,7 +91,7 @@ fn merge_state(
     if ours == 0u {
         return;
     }
-    // nobody else in this call writes the other half, so reading it is no race
+    // Read-modify-write without a race: no other thread of this dispatch writes this word.
     if ours != 0xFFFFFFFFu {
         value |= output[word_index] & ~ours;
     }

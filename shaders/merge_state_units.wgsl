@@ -1,15 +1,15 @@
-// Merges two attention states, 16 bytes at a time: head_size and all offsets and strides are multiples of a unit.
+// Merges two attention states (FlashInfer's merge_state): variant `units`, 16 bytes (a unit) at a time. head_size and all offsets and
+// strides are multiples of a unit.
 //
-//   for block of ROWS_PER_LANE rows: an invocation takes UNITS_PER_LANE units of each
-//     load both LSEs and all units of both sides, before any of them is waited for
-//     output = prefix * w.prefix + suffix * w.suffix, or the bits of the only side there is
+//   output = prefix * w.prefix + suffix * w.suffix, or the bits of the only side whose LSE is finite
 //
-// A row is a (token, head), heads first. One division a lane finds the first row; the next is one head further. Neighbours
-// take neighbouring units, so that a load of theirs is one stretch of memory: a lane's own are ROW_LANES apart.
-// Rows past the end are read as if they were of the last token, and not written.
+// Tile: UNITS_PER_LANE units of ROWS_PER_LANE rows a thread, where a row is a (token, head), heads first. Both LSEs and all units of
+// both sides are loaded before the first is used, to overlap their latency. One division a thread finds the first row; the next one
+// is a head further. Consecutive threads take consecutive units, so loads coalesce: a thread's own units are ROW_LANES apart.
+// Rows past the end read the last token and are not written.
 //
-// Prelude: GROUP, HEAD_UNITS, ROWS_PER_LANE, UNITS_PER_LANE, which divides HEAD_UNITS. Libs: grid, round, merge_*,
-// merge_weights.
+// Concatenated with: lib/grid, lib/round, lib/merge_weights, lib/merge_<dtype>.
+// Constants: GROUP, HEAD_UNITS, ROWS_PER_LANE, UNITS_PER_LANE (divides HEAD_UNITS).
 
 const ROW_LANES = HEAD_UNITS / UNITS_PER_LANE;
 
@@ -56,7 +56,7 @@ fn merge_state(
             let w = weigh(lse_bits[i].x, lse_bits[i].y);
             let at_output = at(params.output, tokens[i], heads[i]) + unit;
             for (var j = 0u; j < UNITS_PER_LANE; j++) { // unroll
-                // Selected, not branched around: a load that one branch needs might be moved behind the LSEs' latency.
+                // A select, not a branch: a compiler may sink a load into the branch that uses it, behind the LSEs' latency.
                 let p = select(vec4<u32>(0u), prefix[i * UNITS_PER_LANE + j], w.has_prefix);
                 let s = select(vec4<u32>(0u), suffix[i * UNITS_PER_LANE + j], w.has_suffix);
                 output[at_output + j * ROW_LANES] = select(p | s, merge_unit(p, s, w), w.has_prefix & w.has_suffix);

@@ -1,15 +1,16 @@
-// Merges any number of partial attention states of the same queries: an invocation makes a quad of a row of the output.
+// Merges any number of partial attention states (sets) of the same queries, as FlashInfer's merge_states.
 //
-//   top = the largest LSE of the row's sets; a set weighs exp(lse - top), and nothing where its LSE is -inf, +inf or NaN
-//   output = sum of weight * state / sum of weights, in the order of the sets; lse = top + ln(sum of weights)
-//   where one set only weighs something: its bits; where none does: 0 and -inf
+//   top = max over sets of lse; weight = exp(lse - top), 0 where lse is -inf, +inf or NaN
+//   output = sum(weight * state) / sum(weight), in the order of the sets; lse = top + ln(sum(weight))
+//   one set with a weight: its bits unchanged; none: 0 and -inf
 //
-// A row is a (token, head), heads first. TURN sets at a time are asked for before any of them is waited for; past the last one, it is
-// read again and weighs nothing. A turn that has a larger LSE rescales what is summed.
+// Tile: one quad (4 consecutive elements) of a row a thread, where a row is a (token, head), heads first. Online, TURN sets at a time:
+// their loads are issued together, to overlap their latency, and sums are rescaled where a turn raises `top`. Sets past the last one
+// repeat it and weigh 0.
 //
-// Prelude: GROUP, HEAD_QUADS, TURN. Libs: grid, round, quad_*, out_*.
+// Concatenated with: lib/grid, lib/round, lib/quad_*, lib/out_*. Constants: GROUP, HEAD_QUADS, TURN.
 
-// element (set, token, head, 0) of an array is at offset + set * set_stride + token * token_stride + head * head_stride
+// Element (set, token, head, 0) of an array is at offset + set * set_stride + token * token_stride + head * head_stride.
 struct SetStrides {
     offset: u32,
     set_stride: u32,
@@ -29,22 +30,23 @@ struct MergeSetsParams {
     writes_lse: u32,
 }
 
-@group(0) @binding(0) var<storage, read> table: array<u32>; // tokens, the first of them, sets
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [3] num_tokens, first token, num_sets
 @group(1) @binding(0) var<uniform> params: MergeSetsParams;
 @group(1) @binding(1) var<storage, read> states: array<OutQuad>; // [sets, tokens, heads, HEAD_QUADS], strided
-// LSEs are words: only their bits tell an empty set, as a shader may assume that no infinity and no NaN exists
+// LSEs are declared as words: WGSL lets a shader assume that no infinity and no NaN exists, so an empty set is told by its bits.
 @group(1) @binding(2) var<storage, read> lse: array<u32>; // [sets, tokens, heads], strided
 @group(1) @binding(3) var<storage, read_write> output: array<OutQuad>; // [tokens, heads, HEAD_QUADS], strided
 @group(1) @binding(4) var<storage, read_write> output_lse: array<u32>; // [tokens, heads], strided; unused without writes_lse
 
-const NOTHING = 0xFF800000u; // the LSE of a set that weighs nothing: -inf
-const LOWEST = 0xFF7FFFFFu; // of all finite f32
+const NOTHING = 0xFF800000u; // -inf, the LSE of an empty set
+const LOWEST = 0xFF7FFFFFu; // the lowest finite f32
 
 fn at(s: SetStrides, number: u32, token: u32, head: u32) -> u32 {
     return s.offset + number * s.set_stride + token * s.token_stride + head * s.head_stride;
 }
 
-// Halves first, so that the difference of any two finite values is finite; under -120 exp is 0 in any case. 1 where both are equal.
+// exp(x - top), exactly 1 where both are equal. Halving first keeps the difference of any two finite values finite; below -120 exp
+// underflows to 0 in any case.
 fn exp_below(x: f32, top: f32) -> f32 {
     return select(exp(2.0 * max(0.5 * x - 0.5 * top, -60.0)), 1.0, x == top);
 }
@@ -60,16 +62,16 @@ fn merge_states(
     let quad = item % HEAD_QUADS;
     let row_token = row / params.num_heads;
     let head = row % params.num_heads;
-    // A step may be prepared again, with more than the binding has, after its commands were recorded: no host check can see that. What is
-    // read is asked for first, under no condition: 1 % of a cascade on an H200.
+    // A step prepared again after its commands were recorded may have more tokens than the binding's buffers, which no host check can
+    // see. Addresses are clamped, so that loads need no condition and are issued first: worth 1 % of a cascade on an H200.
     let outside = row_token >= table[0] || table[1] + row_token >= params.max_tokens;
     let token = min(table[1] + row_token, params.max_tokens - 1u);
     let num_sets = min(table[2], params.max_sets);
 
     var top = bitcast<f32>(LOWEST); // the largest LSE so far
-    var some = 0u; // sets that weigh something
+    var some = 0u; // number of sets with a weight
     var only = 0u; // the last of them
-    var sum = 0.0; // in units of exp(top), as what is merged
+    var sum = 0.0; // of weights relative to exp(top), as `merged`
     var merged = vec4<f32>(0.0);
     for (var first = 0u; first == 0u || first < num_sets; first += TURN) {
         var bits: array<u32, TURN>;

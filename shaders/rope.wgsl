@@ -1,13 +1,14 @@
-// Rotates rows by their tokens' positions.
+// Rotary embedding of queries, out of place or in place.
 //
-//   for token of the step's range, head: y[token][head] = x[token][head], rotated by cos_sin[positions[token]]
+//   for token of the step's range, head: y[token][head] = rotate(x[token][head], cos_sin[positions[token]])
 //
-// An item is a unit: four pairs of a row. Offsets and strides are multiples of a quad, so no two items share a word.
+// Tile: one unit, four rotated pairs of a head, a thread. A quad is 4 consecutive elements: offsets and strides are multiples of it, so no
+// two threads write the same word.
 //
-// Prelude: GROUP, UNITS, HEAD_UNITS (those of all heads of a token), INTERLEAVED.
-// Libs: grid, round, round_quad_*, rotate, rotate_rows, rope_apart or rope_in_place.
+// Concatenated with: lib/grid, lib/rotate, lib/rotate_rows, lib/round, lib/round_quad_*, lib/rope_apart or lib/rope_in_place.
+// Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), INTERLEAVED.
 
-@group(0) @binding(0) var<storage, read> table: array<u32>; // [2] number of tokens, the first of them
+@group(0) @binding(0) var<storage, read> table: array<u32>; // [2] num_tokens, first token
 @group(1) @binding(0) var<uniform> params: RopeParams;
 
 @compute @workgroup_size(GROUP)
@@ -18,8 +19,9 @@ fn rope(
 ) {
     let item = item_of(group, groups, lane);
     let index = item / HEAD_UNITS;
-    // A table that was prepared again after this was recorded may hold more than the binding.
+    // A step prepared again after this was recorded may have more tokens than the binding's buffers hold.
     let token = table[1] + index;
     let is_item = index < table[0] && token < params.max_tokens;
-    rotate_unit(min(token, params.max_tokens - 1u), item % HEAD_UNITS, params, is_item);
+    let bound_token = min(token, params.max_tokens - 1u);
+    rotate_unit(bound_token, positions[bound_token], item % HEAD_UNITS, params, is_item);
 }

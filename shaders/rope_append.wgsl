@@ -1,23 +1,27 @@
-// What comes before a decode: queries rotated, new keys rotated and scattered into the paged cache.
+// rope and kv_append fused, in one dispatch before a decode: rotates the queries, and rotates and appends the new tokens' keys.
 //
-//   for token: q_pe_out[token] = rotated q_pe[token]
-//              slot = slots[token]; skip the rest if there is none
-//              kv[slot / PAGE_SIZE][slot % PAGE_SIZE] = convert(kv_c[token] ++ rotated k_pe[token])
+//   for token: q_pe_out[token] = rotate(q_pe[token])
+//              slot = slots[token]; skip the rest if NO_SLOT
+//              kv[slot / PAGE_SIZE][slot % PAGE_SIZE] = convert(kv_c[token] ++ rotate(k_pe[token]))
 //
-// The rotated key is rounded to the dtype that it has before it is converted: the bits are those of rope and kv_append. An item is a
-// unit of a query row, a unit of the key, or a quad of the latent. Those of a token begin at multiples of 32, so that a subgroup of
-// as many does one thing.
+// The rotated key is rounded to its input dtype before it is converted: the bits are those of rope followed by kv_append.
 //
-// Prelude: GROUP, UNITS, HEAD_UNITS (those of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
-// TOKEN_ITEMS (of all three), INTERLEAVED, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS.
-// Libs: grid, round, round_quad_*, in_*, out_*, convert_*, append, rotate, rotate_rows, rope_apart or rope_in_place.
+// Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or a quad (4 consecutive elements) of the latent.
+// Each kind of a token begins at a multiple of 32 threads, so that a subgroup of 32 does not diverge.
+//
+// Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/convert_*, lib/append, lib/rotate, lib/rotate_rows,
+// lib/rope_apart or lib/rope_in_place.
+// Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
+// TOKEN_ITEMS (of all three kinds), POSITIONS_FOLLOW (a bit of the count: the table has positions too), INTERLEAVED, PAGE_SIZE,
+// NUM_SLOTS, LATENT_QUADS, ROW_QUADS.
 
 struct RopeAppendParams {
     append: AppendParams,
     query: RopeParams,
 }
 
-@group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then a slot a token
+// [1 + tokens, or 1 + 2 * tokens] num_tokens, then slots, then positions if POSITIONS_FOLLOW is set in num_tokens
+@group(0) @binding(0) var<storage, read> table: array<u32>;
 @group(1) @binding(0) var<uniform> params: RopeAppendParams;
 @group(1) @binding(5) var<storage, read> kv_c: array<InQuad>; // [tokens, L / 4], strided
 @group(1) @binding(6) var<storage, read> k_pe: array<InQuad>; // [tokens, R / 4], strided
@@ -31,33 +35,39 @@ fn rope_append(
 ) {
     let item = item_of(group, groups, lane);
     let part = item % TOKEN_ITEMS;
-    // A table that was prepared again after this was recorded may hold more than the binding.
-    let num_tokens = min(table[0], params.append.max_tokens);
+    // A step prepared again after this was recorded may have more tokens than the binding's buffers hold.
+    let counted = table[0] & ~POSITIONS_FOLLOW;
+    let num_tokens = min(counted, params.append.max_tokens);
     let is_item = item / TOKEN_ITEMS < num_tokens;
     let token = min(item / TOKEN_ITEMS, params.append.max_tokens - 1u);
+    let in_table = min(token, max(num_tokens, 1u) - 1u);
+    var position = positions[token];
+    if (table[0] & POSITIONS_FOLLOW) != 0u {
+        position = i32(table[1u + counted + in_table]);
+    }
     if part < QUERY_ITEMS {
         if part < HEAD_UNITS {
-            rotate_unit(token, part, params.query, is_item);
+            rotate_unit(token, position, part, params.query, is_item);
         }
         return;
     }
-    // A skipped token has none. The host proved the others; the bound keeps a table of another pool harmless too.
-    let slot = select(NO_SLOT, table[1u + min(token, max(num_tokens, 1u) - 1u)], is_item);
+    // Writes test slot < NUM_SLOTS, which NO_SLOT fails. The host checked the slots; the bound also covers a table of a larger pool.
+    let slot = select(NO_SLOT, table[1u + in_table], is_item);
     if part < QUERY_ITEMS + KEY_ITEMS {
         if part - QUERY_ITEMS < UNITS {
-            append_key(token, part - QUERY_ITEMS, slot);
+            append_key(token, position, part - QUERY_ITEMS, slot);
         }
     } else {
         append_latent(token, part - QUERY_ITEMS - KEY_ITEMS, slot);
     }
 }
 
-fn append_key(token: u32, unit: u32, slot: u32) {
+fn append_key(token: u32, position: i32, unit: u32, slot: u32) {
     let key = params.append.k_pe_base_quads + token * params.append.k_pe_stride_quads;
     let first = first_quad(unit);
     let second = second_quad(unit);
     let quads = TwoQuads(input_bits(k_pe[key + first]), input_bits(k_pe[key + second]));
-    let turned = rotated(quads, angles_of(token, unit, params.query.max_position));
+    let turned = rotated(quads, angles_of(position, unit, params.query.max_position));
     if slot < NUM_SLOTS {
         let row = row_of(slot, params.append) + LATENT_QUADS;
         kv[row + first] = convert(input_quad(turned.first), params.append.scale);

@@ -136,6 +136,18 @@ pub enum Error {
         /// Slots in the pool: pages times page_size.
         num_slots: u64,
     },
+    /// A new token that a layer would write to another slot than its block table has for it, so that it would never be read.
+    #[error(
+        "slot_mapping[{index}] = {slot}, but the block table has that token in slot {want}: make both from one pool, after its append; negative if the token is in the cache already"
+    )]
+    SlotMismatch {
+        /// Index of the query token.
+        index: usize,
+        /// The slot found there.
+        slot: i64,
+        /// Where the block table has the token.
+        want: i64,
+    },
     /// Two tokens of one append go to the same slot, so the result would depend on timing.
     #[error(
         "slot_mapping[{first}] and slot_mapping[{second}] are both slot {slot}: give each token a slot of its own"
@@ -378,6 +390,16 @@ pub enum Error {
     OutOfMemory {
         /// What was being made.
         what: &'static str,
+    },
+    /// wgpu rejected a buffer or queue of the host.
+    #[error(
+        "wgpu rejected {what}: {detail}; use buffers and the queue of the device that the `Gpu` was made on, neither mapped nor destroyed"
+    )]
+    ForeignResource {
+        /// What they were used for.
+        what: &'static str,
+        /// What wgpu said.
+        detail: String,
     },
     /// wgpu rejected something that this crate made. A bug of ours: please report it.
     #[error("wgpu rejected {what}: {detail}; this is a bug of wgpu-mla, please report it")]

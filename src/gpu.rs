@@ -20,6 +20,7 @@ pub(crate) mod kernels;
 pub mod ops;
 mod pipelines;
 mod read;
+mod ring;
 mod scope;
 mod wanted;
 

@@ -36,7 +36,7 @@ use crate::ops::op::{Op, Use};
 use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
 use crate::tables::Capacity;
 use crate::view::{KvView, View, wide};
-use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SplitPolicy, Tiling};
+use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolicy, Tiling};
 
 /// What a layer is compiled for: the same for all layers of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -67,6 +67,26 @@ impl MlaLayer {
     pub const fn workspace_row_bytes(&self) -> u64 {
         let heads = self.shape.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64);
         (self.shape.row_elems() as u64 + heads) * self.dtype.bytes() as u64
+    }
+
+    /// Orders the sequences of a step, and the tokens that each of them gets, as a layer wants them: those that are decoded first, else
+    /// as they were. Call it before [`crate::PagePool::append_batch`], and make all arrays of the batch in this order.
+    ///
+    /// ```
+    /// # use wgpu_mla::{Dtype, KvSpec, MlaLayer, MlaShape, PagePool, RopeLayout};
+    /// # let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 64 };
+    /// # let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+    /// # let spec = MlaLayer { shape, qk_nope_head_dim: 128, v_head_dim: 128, kv, dtype: Dtype::F16, weight: Dtype::F16,
+    /// #     rope: RopeLayout::Interleaved, decode_threshold: 1, workspace_bytes: 1 << 24 };
+    /// let mut pool = PagePool::new(kv)?;
+    /// let (prompt, running) = (pool.add(), pool.add());
+    /// let mut requests = [(prompt, 300), (running, 1)];
+    /// spec.decodes_first(&mut requests);
+    /// assert_eq!(requests, [(running, 1), (prompt, 300)]);
+    /// # Ok::<(), wgpu_mla::Error>(())
+    /// ```
+    pub fn decodes_first(&self, requests: &mut [(SeqId, u32)]) {
+        requests.sort_by_key(|&(_, tokens)| tokens > self.decode_threshold);
     }
 
     /// Rows that the workspace holds.
@@ -152,6 +172,9 @@ pub struct LayerCapacity {
     pub decode_tokens: u32,
     /// Rows of [`MlaLayerArgs::expanded`], the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
     pub prefix_rows: u32,
+    /// Positions that a step reaches: one more than its last. A binding has those of its own [`MlaLayerArgs::max_position`], whatever
+    /// stands here.
+    pub positions: u32,
 }
 
 impl LayerCapacity {
@@ -169,7 +192,7 @@ impl LayerCapacity {
                 "LayerCapacity::decode_tokens",
                 used.decode_tokens,
                 self.decode_tokens,
-                "put decodes first in a batch, or compile the layer with more LayerCapacity::decode_tokens",
+                "put decodes first (MlaLayer::decodes_first), or compile the layer with more LayerCapacity::decode_tokens",
             ),
             (
                 "LayerCapacity::prefix_rows",
@@ -198,6 +221,7 @@ pub struct LayerOptions {
 
 /// What a host has to know of a compiled layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LayerFacts {
     /// How its decode cuts work.
     pub tiling: Tiling,
@@ -286,12 +310,23 @@ impl Op for MlaLayer {
         Ok(())
     }
 
+    fn room<B>(&self, args: &MlaLayerArgs<B>, room: LayerCapacity) -> LayerCapacity {
+        // Without a rotary part no position is looked up.
+        let positions = if self.shape.qk_rope_head_dim == 0 { u32::MAX } else { args.max_position };
+        LayerCapacity { positions, ..room }
+    }
+
     fn fits(used: LayerCapacity, room: LayerCapacity) -> Result<(), &'static str> {
         if used.tokens > room.tokens {
             return Err("the step has more query tokens than the binding");
         }
         if used.decode_tokens > room.decode_tokens {
             return Err("the step decodes tokens past the binding's decode_tokens");
+        }
+        if used.positions > room.positions {
+            return Err(
+                "the step has positions past MlaLayerArgs::max_position: bind with a RoPE table (cos_sin) of more positions",
+            );
         }
         if used.prefix_rows > room.prefix_rows {
             return Err(

@@ -48,6 +48,7 @@
 //! # Ok(()) }
 //! ```
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 // It waits for its device, which a browser does not allow.
 #[cfg(not(target_arch = "wasm32"))]
@@ -89,14 +90,14 @@ pub use ops::{
     GatherRange, HeadDims, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate,
     KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, LseBase, MergeState, MergeStateArgs, MergeStates,
     MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, Op, OpOptions,
-    PrefillExtent, PrefillOptions, PrefillSequence, Query, Rope, RopeAppend, RopeAppendArgs, RopeArgs,
-    RopeLayout, Step, WeightOrder, WeightView, check_copies,
+    PrefillExtent, PrefillOptions, PrefillSequence, Query, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
+    RopeAppendExtent, RopeArgs, RopeLayout, Step, WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SplitPolicy, Tiling};
 pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
-pub use tables::{Capacity, PageTable, csr_seq_lens, write_tables};
+pub use tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
 pub use view::{KvView, View};
 
 #[cfg(feature = "wgpu")]

@@ -34,5 +34,5 @@ pub use mla_prefill::{
 };
 pub use op::{Binding, Compiled, Device, Kernel, Op, Step, Use};
 pub use rope::{Rope, RopeArgs, RopeLayout};
-pub use rope_append::{RopeAppend, RopeAppendArgs};
+pub use rope_append::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 pub use variants::{Candidate, Choice, OpOptions};

@@ -1,9 +1,9 @@
-//! Split-KV planning: which workgroup attends which query rows over which tokens. Pure, and shared by every
+//! Split-KV planning: which workgroup attends with which query rows to which tokens. Pure, and shared by every
 //! layer of a model and every backend.
 //!
 //! A *query row* is one head of one query token. A *tile* is up to `rows_per_tile` rows of one sequence (of
 //! several, over a shared prefix), numbered `token * H + head`, so that a tile may hold several tokens of few
-//! heads. A *work item* is a tile over a range of tokens; a row that needs several items leaves one *partial result* (its output and LSE over a range of tokens) an item,
+//! heads. A *work item* is a tile over a range of tokens; a query row that needs several items (splits) leaves one *partial result* an item, its output and LSE over that range,
 //! which a merge combines.
 
 use bytemuck::{Pod, Zeroable};
@@ -31,7 +31,7 @@ pub struct WorkItem {
     pub kv_end: u32,
     /// Index of the first row's partial result, or [`DIRECT`].
     pub partial: u32,
-    /// Which buffer of the pool holds the pages: 0 until pools have several.
+    /// Which buffer of the pool holds the pages: 0, as pools have one.
     pub pool: u32,
     /// Zero.
     pub reserved: u32,
@@ -44,7 +44,7 @@ pub const DIRECT: u32 = u32::MAX;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct QueryToken {
-    /// Its row in the query and output arrays.
+    /// Its index in the query and output arrays.
     pub token: u32,
     /// It sees the keys before this position of its sequence.
     pub visible: u32,
@@ -54,7 +54,7 @@ pub struct QueryToken {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct Merge {
-    /// Its row in the output arrays.
+    /// Its index in the output arrays.
     pub token: u32,
     /// First of its entries in [`Plan::merge_partials`].
     pub begin: u32,
@@ -69,29 +69,29 @@ pub struct Tiling {
     pub rows_per_tile: u32,
     /// Tokens between two possible split boundaries of the automatic policy.
     pub tokens_per_block: u32,
-    /// Work items that fill the device: as many as run at a time. A ragged batch may be cut into more, of which the last to begin
+    /// Work items that fill the device: as many as run concurrently. A ragged batch may be cut into more, of which the last to start
     /// are short.
     pub target_items: u32,
-    /// The automatic policy aims at no split shorter than this. One that is just too long for a split becomes two of half the
+    /// The shortest split that the automatic policy aims at. A range just too long for one split becomes two of half the
     /// length.
     pub min_split_tokens: u32,
-    /// Work items of a batch that is one tile, such as one sequence of few heads: it makes the most partial results a row, whose merge
-    /// may find room beside fewer items. 0 where that is `target_items` too.
+    /// Work items of a batch that is one tile, such as one sequence of few heads: its merge has the most partial results a query row, and
+    /// fewer items may leave multiprocessors free for it. 0 where that is `target_items` too.
     pub single_sequence_items: u32,
-    /// Tokens that a worker would attend in the time that an item costs beyond its tokens: to begin, and to leave a partial result. The
-    /// automatic policy weighs the ways to cut a ragged batch with it. 0 where it is not known.
+    /// The overhead of an item, launch and partial result, in tokens that a worker attends to in that time. The
+    /// automatic policy uses it to compare cuts of a ragged batch. 0 where it is not known.
     pub item_overhead_tokens: u32,
 }
 
 /// Where sequences are cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SplitPolicy {
-    /// Enough splits to fill the device: equal shares of each sequence, or pieces of one length and what remains of each sequence
-    /// where a device is done sooner with those.
+    /// Enough splits to fill the device: equal shares of each sequence, or pieces of one length and a remainder of each sequence
+    /// where a model of list scheduling predicts that these finish sooner.
     #[default]
     Auto,
-    /// Cuts at the multiples of this many tokens. The result of a row then depends on nothing but the row: not
-    /// on the batch, its order or shared prefixes, bit for bit. CUDA's rows by tensor copies load splits slowly
+    /// Cuts at the multiples of this many tokens. The result of a query row then depends on nothing but its own inputs: not
+    /// on the batch, its order or shared prefixes, bit for bit. CUDA's variants with TMA boxes load splits slowly
     /// that are no multiple of 16, or on Hopper, with a 16-bit cache and more than 32 query rows, of 32.
     FixedTokens(u32),
     /// No cuts and no merge.
@@ -155,7 +155,7 @@ pub struct Plan {
     scratch: Scratch,
 }
 
-/// Memory that the next plan is made in.
+/// Memory that is reused by the next plan.
 #[derive(Debug, Clone, Default)]
 struct Scratch {
     /// Per sequence: where its own part begins, 0 without a shared prefix.
@@ -167,7 +167,7 @@ struct Scratch {
     balance: balance::Scratch,
 }
 
-/// No part of a plan.
+/// Scratch memory does not take part in comparisons of plans.
 impl PartialEq for Scratch {
     fn eq(&self, _: &Self) -> bool {
         true
@@ -176,7 +176,7 @@ impl PartialEq for Scratch {
 
 impl Eq for Scratch {}
 
-/// Query tokens that attend one range of one page list.
+/// Query tokens that attend to one range of one page list.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Run {
     first_query: u32,
@@ -184,11 +184,11 @@ struct Run {
     page_begin: u32,
     begin: u32,
     end: u32,
-    /// Its rows have partial results elsewhere too.
+    /// Whether its rows have partial results of other runs too, of a shared prefix.
     partial: bool,
 }
 
-/// The page list leaves room behind each sequence, so that one that grows by a page does not move the others and
+/// The page list leaves room after each sequence, so that one that grows by a page does not move the others and
 /// an upload of what changed stays small.
 const PAGE_LIST_STRIDE: u32 = 32;
 
@@ -274,15 +274,15 @@ impl Plan {
         Ok(())
     }
 
-    /// Longest first, so that no long item starts last. Items of about one length stay in the order in which the tiles of a
-    /// range are neighbours, which share what they read.
+    /// Sorts items longest first, so that no long item starts last. Items of about one length keep the order in which the tiles of a
+    /// range are adjacent, as these read the same tokens.
     fn sort_items(&mut self, tiling: &Tiling) {
         let lengths = || self.items.iter().map(|item| item.kv_end - item.kv_begin);
         let (longest, shortest) = (lengths().max().unwrap_or(0), lengths().min().unwrap_or(0));
         if longest - shortest <= tiling.tokens_per_block {
             return;
         }
-        // The place in the list makes the order full: an unstable sort then needs no memory and is reproducible.
+        // The index makes the order total: an unstable sort then needs no memory and is reproducible.
         for (item, place) in self.items.iter_mut().zip(0..) {
             item.reserved = place;
         }

@@ -97,7 +97,8 @@ pub struct MlaDecode {
     pub kv: KvSpec,
     /// Dtype of the query: any.
     pub query: Dtype,
-    /// Dtype of the output: f32, f16 or bf16.
+    /// Dtype of the output: f32, f16 or bf16. f16 ends at 65,504: a larger output becomes infinity, as it does with a cache in bf16 of
+    /// such values.
     pub out: Dtype,
 }
 
@@ -111,6 +112,30 @@ impl MlaDecode {
             return Err(Error::DtypeUnsupported { what: "out", got: self.out, cure: "use f32, f16 or bf16" });
         }
         Ok(())
+    }
+
+    /// Bytes of the cache of one layer, `[num_pages, page_size, L + R]`.
+    pub const fn cache_bytes(&self) -> u64 {
+        self.kv.num_slots() * self.shape.row_elems() as u64 * self.kv.dtype.bytes() as u64
+    }
+
+    /// Bytes of the query, `[tokens, H, L + R]`.
+    pub const fn query_bytes(&self, tokens: u32) -> u64 {
+        self.rows(tokens) * self.shape.row_elems() as u64 * self.query.bytes() as u64
+    }
+
+    /// Bytes of the output, `[tokens, H, L]`.
+    pub const fn out_bytes(&self, tokens: u32) -> u64 {
+        self.rows(tokens) * self.shape.kv_lora_rank as u64 * self.out.bytes() as u64
+    }
+
+    /// Bytes of the LSE, f32 `[tokens, H]`.
+    pub const fn lse_bytes(&self, tokens: u32) -> u64 {
+        self.rows(tokens) * 4
+    }
+
+    const fn rows(&self, tokens: u32) -> u64 {
+        tokens as u64 * self.shape.num_heads as u64
     }
 }
 

@@ -11,6 +11,7 @@ use crate::{Error, KvSpec, Result};
 
 /// Which pages hold each sequence, as the host has them.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub enum PageTable<'a> {
     /// `block_table`, i32 `[batch, max_pages]`. Entries at or past `ceil(seq_len / page_size)` may hold anything.
     Dense {
@@ -60,6 +61,27 @@ impl PageTable<'_> {
         }
         Ok(())
     }
+}
+
+/// `query_start_loc` of a batch from the query tokens of each sequence: their running sum, from 0 on.
+///
+/// ```
+/// assert_eq!(wgpu_mla::query_start_loc(&[1, 0, 5])?, [0, 1, 1, 6]);
+/// # Ok::<(), wgpu_mla::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Limit`] past 2^31 - 1 query tokens.
+pub fn query_start_loc(q_lens: &[u32]) -> Result<Vec<i32>> {
+    let mut starts = Vec::with_capacity(q_lens.len() + 1);
+    let mut end = 0u64;
+    starts.push(0);
+    for &q_len in q_lens {
+        end += u64::from(q_len);
+        let (what, limit, cure) = ("query tokens of a batch", i32::MAX as u64, "use a smaller batch");
+        starts.push(i32::try_from(end).map_err(|_| Error::Limit { what, need: end, limit, cure })?);
+    }
+    Ok(starts)
 }
 
 /// `seq_lens` of a batch in CSR form.

@@ -88,6 +88,13 @@ impl<B> KvView<B> {
         Self { buffer, offset: 0, layer_stride: 0, layer: 0, block_stride }
     }
 
+    /// Layer `layer` of a buffer that holds the caches of a model's layers one after the other, `[layers, num_pages, page_size, L + R]`:
+    /// [`MlaDecode::cache_bytes`] times the number of layers.
+    pub fn of_layer(buffer: B, spec: &MlaDecode, layer: u32) -> Self {
+        let dense = Self::dense(buffer, spec);
+        Self { layer_stride: dense.block_stride * u64::from(spec.kv.num_pages), layer, ..dense }
+    }
+
     /// Elements before this layer's first page.
     pub(crate) fn base(&self) -> u64 {
         self.offset.saturating_add(self.layer_stride.saturating_mul(self.layer.into()))

@@ -1,4 +1,4 @@
-//! The buffers of a workload, each way to attend it, and their check against the oracle.
+//! The buffers of a workload, each way to attend to it, and the check against the oracle.
 
 use mla_support::reference::{LayerSequence, mla_layer};
 use wgpu_mla::{
@@ -25,7 +25,7 @@ pub struct Shape {
     /// L, R, P, V.
     pub dims: [u32; 4],
     pub dtype: Dtype,
-    /// That take turns, so that none finds its own in a cache.
+    /// Layers that are rotated, so that none finds its data in L2.
     pub layers: u32,
 }
 
@@ -59,7 +59,7 @@ impl Shape {
         }
     }
 
-    /// The pages of a sequence, from `first` on; neighbours are no neighbours.
+    /// The pages of a sequence, from `first` on; consecutive pages are not adjacent in memory.
     fn pages(&self, sequence: u32, first: u32) -> Vec<i32> {
         let all = self.spec().kv.num_pages;
         let stride = if all.is_multiple_of(7919) { 1 } else { 7919 };
@@ -75,12 +75,13 @@ impl Shape {
 pub enum What {
     /// The absorbed decode over the prefix, each sequence for itself.
     PrefixPerSequence,
-    /// The prefix in parts, and their merge.
+    /// The prefix once in expanded form, its keys split into parts, and the merge of the parts.
     PrefixOnce,
-    /// Those two.
+    /// These parts alone, without a merge.
     PrefixParts,
+    /// The merge of all sets, the suffixes' included.
     Merge,
-    /// The absorbed decode of what sequences have for themselves.
+    /// The absorbed decode of the suffixes, each sequence's own tokens.
     Suffixes,
     /// The absorbed decode over all, each sequence for itself.
     DecodePerSequence,

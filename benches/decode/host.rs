@@ -50,7 +50,7 @@ pub fn run() -> Result<()> {
     let args = MlaDecodeArgs::dense(&SPEC, &q, &kv, &out, &lse, 0.1);
     let bindings = bind(&mla, &args, BATCH as u32)?;
 
-    // Planned as for a large card, so that the figure means the same on every machine.
+    // Planned as for a large card, so that figures of different machines compare.
     let tiling = Tiling { target_items: 512, min_split_tokens: 32, ..mla.tiling() };
     let block_table: Vec<i32> = (0..BATCH * MAX_PAGES).map(|i| (i * 7919 % 1024) as i32).collect();
     let pages = PageTable::Dense { block_table: &block_table, max_pages: MAX_PAGES };
@@ -71,8 +71,9 @@ pub fn run() -> Result<()> {
         ])
     })?;
     println!("| ({} work items, {} partial results) | | |", plan.items.len(), plan.num_partials);
-    // Only now: wgpu tracks all that there is, so that more of it costs every pass.
-    let capacity = LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, prefix_rows: 0 };
+    // Made only now: wgpu tracks every object, so more of them would slow the passes measured above.
+    let capacity =
+        LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, ..LayerCapacity::default() };
     let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { variant: None, capacity })?;
     let layer_bindings = bind_layers(&gpu, &layer, &kv, capacity)?;
     let mut step = layer.step(Default::default())?;

@@ -17,7 +17,7 @@ use crate::support::device::Timed;
 use crate::support::record::{Records, figure, micros, timing_fields};
 use crate::support::{Result, median, peers};
 
-/// Bytes that the caches of all layers have together, at least: more than any card's L2.
+/// The least bytes of all layers' caches together: more than any card's L2, so that no layer hits it.
 const ROTATED_BYTES: f64 = 600e6;
 
 pub fn run(args: &Args) -> Result<()> {
@@ -154,7 +154,7 @@ impl Report {
             peers::DEVICE
         );
         print!(
-            "| workload | row | us | min | KV GB/s | ceiling | TFLOP/s | ratio | items | host | error (of allowed) |"
+            "| workload | variant | us | min | KV GB/s | ceiling | TFLOP/s | ratio | items | host | error (of allowed) |"
         );
         peers::NAMES.iter().for_each(|name| print!(" {name} |"));
         println!("\n|---|---|{}", "---|".repeat(9 + peers::NAMES.len()));

@@ -14,10 +14,10 @@ use crate::support::device::{Layers, Timed};
 use crate::support::paint::Paint;
 use crate::support::record::{Records, figure, micros};
 
-/// Layers of DeepSeek-V3: tokens a second are those of a model that does nothing but this attention.
+/// Layers of DeepSeek-V3: tokens/s are those of a model that does nothing but this attention.
 const LAYERS: f64 = 61.0;
 
-/// A token of a bf16 cache.
+/// Bytes of a token in a bf16 cache.
 const ROW_BYTES: u64 = (512 + 64) * 2;
 
 const ROTATED_BYTES: u64 = 600_000_000;
@@ -54,7 +54,7 @@ pub fn shapes(device: &impl Timed, args: &Args) -> Vec<Shape> {
     all.into_iter().filter(|shape| args.wants(&shape.name())).collect()
 }
 
-/// Sequences whose caches share a buffer and a binding. A batch with more than a binding holds is several of them, decoded
+/// Sequences whose caches share a buffer and a binding. A batch larger than a binding is several of them, decoded
 /// one after the other as a host would.
 struct Part<D: Timed> {
     layers: Layers<MlaDecode, D>,
@@ -76,7 +76,7 @@ pub fn run(
     }
     println!(
         "\nServing: decode steps while every sequence grows; tokens/s with the attention of {LAYERS} layers alone.\n\n\
-         | shape | row | samples | parts | us first, last | KV GB/s | ceiling | tokens/s |\n|---|---|---|---|---|---|---|---|"
+         | shape | variant | samples | parts | us first, last | KV GB/s | ceiling | tokens/s |\n|---|---|---|---|---|---|---|---|"
     );
     for shape in shapes {
         let mut parts = parts(device, shape, args)?;
@@ -143,7 +143,7 @@ impl<D: Timed> Part<D> {
             let dense = MlaDecodeArgs::dense(&spec, &q, &pool.buffer, &out, &lse, SOFTMAX_SCALE);
             MlaDecodeArgs { kv: KvView { layer_stride, layer, ..dense.kv }, ..dense }
         });
-        // Multiples of a prime: no neighbours stay neighbours.
+        // Multiples of a prime: consecutive pages are not adjacent in memory.
         let stride = if num_pages.is_multiple_of(7919) { 1 } else { 7919 };
         let table: Vec<i32> =
             (0..u64::from(num_pages)).map(|i| (i * stride % u64::from(num_pages)) as i32).collect();

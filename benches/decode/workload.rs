@@ -16,9 +16,9 @@ pub struct Workload {
     pub q_len: u32,
     pub kv: Dtype,
     pub query: Dtype,
-    /// On the best row without tensor cores, whatever the device has.
+    /// The best variant without tensor cores, even where the device has them.
     pub plain: bool,
-    /// A prefix that sequences share is attended once for all of them.
+    /// Cascade: a prefix that sequences share is attended once for all of them.
     pub cascade: bool,
 }
 
@@ -253,7 +253,7 @@ impl Workload {
         }
     }
 
-    /// Pages in an order in which no neighbours stay neighbours, `-1` past a sequence's last; and entries in a row.
+    /// The block table, with consecutive pages not adjacent in memory, `-1` past a sequence's last; and its columns.
     pub fn block_table(&self) -> (Vec<i32>, usize) {
         let pages = u64::from(self.pages());
         let stride = if pages.is_multiple_of(7919) { 1 } else { 7919 };

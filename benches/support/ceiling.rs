@@ -1,4 +1,4 @@
-//! What this device's memory gives to a shader that only reads, or only copies: the yardstick of every other figure.
+//! The memory bandwidth that this device gives to a shader that only reads, or only copies: the ceiling of every other figure.
 
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{DeviceKind, Dtype, wgpu};

@@ -1,17 +1,17 @@
-// How fast memory can be read, and read and written, by a shader that does nothing else.
-// Workgroups walk the buffers together, eight quads of words an invocation and turn.
+// The memory ceiling of every other figure: `read_all` only reads, `copy_all` reads and writes.
+// Workgroups walk the buffers together, with grid stride; a thread loads eight vec4 (four in `copy_all`) an iteration.
 
 const GROUP = 256u;
 
-@group(0) @binding(0) var<storage, read> source: array<vec4<u32>>;
-@group(0) @binding(1) var<storage, read_write> target_words: array<vec4<u32>>;
+@group(0) @binding(0) var<storage, read> source: array<vec4<u32>>; // [n]
+@group(0) @binding(1) var<storage, read_write> target_words: array<vec4<u32>>; // [n], or [1] for read_all
 
 @compute @workgroup_size(GROUP)
 fn read_all(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>) {
     let stride = groups.x * GROUP;
     let count = arrayLength(&source);
     var sum = vec4<u32>(0u);
-    // The host binds a whole number of turns.
+    // The host binds a whole number of iterations.
     for (var at = id.x; at < count; at += 8u * stride) {
         let a = source[at];
         let b = source[at + stride];
@@ -23,7 +23,7 @@ fn read_all(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroup
         let h = source[at + 7u * stride];
         sum += (a ^ b) + (c ^ d) + (e ^ f) + (g ^ h);
     }
-    // Never so, which the compiler does not know.
+    // Never true, which the compiler does not know: it keeps the loads.
     if all(sum == vec4<u32>(0x9E3779B9u, 0x7F4A7C15u, 0xF39CC060u, 0x5CEDC834u)) {
         target_words[0] = sum;
     }

@@ -18,7 +18,7 @@ pub struct Timing {
     pub host: f64,
 }
 
-/// Whole replays before those that count: a card's clocks come back from idle, where the check before leaves them, 4 times slower for 150 ms
+/// Warm-up replays: a card's clocks come back from idle, where the check before leaves them, 4 times slower for 150 ms
 /// on an H200, and not at all while it has less work than pauses.
 const WARM_UP_SECONDS: f64 = 0.4;
 /// A slow device has fewer replays.
@@ -38,9 +38,9 @@ pub struct Clock<'a> {
 /// What a replay's calls are recorded in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Passes {
-    /// One pass for all: what a replayed graph is elsewhere.
+    /// One pass for all calls, the counterpart of a replayed CUDA graph.
     One,
-    /// A pass for each.
+    /// A pass for each call.
     Each,
 }
 
@@ -72,7 +72,7 @@ impl<'a> Clock<'a> {
         passes: Passes,
         record: impl Fn(&mut wgpu::ComputePass<'_>, usize) -> wgpu_mla::Result<()>,
     ) -> Result<Timing> {
-        // The first replay also brings shaders and memory to life.
+        // The first replay also initialises shaders and memory.
         self.replay(passes, 2, &record)?;
         let least = if self.aim > 0.0 { 4 } else { 1 };
         let fitting = |each: f64| ((self.aim / each.max(1e-7)).ceil() as usize).clamp(least, 512);

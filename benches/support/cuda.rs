@@ -14,12 +14,12 @@ use super::device::Timed;
 use super::paint::{Canvas, Paint};
 use super::{Result, median};
 
-/// Before the replays that count: a card's clocks come back from idle.
+/// Warm-up: a card's clocks come back from idle.
 const WARM_UP: Duration = Duration::from_millis(250);
 /// Seconds that one replay aims at.
 const AIM: f64 = 3e-3;
 
-/// Threads of a block of ceiling.ptx, and bytes that a thread moves in a turn.
+/// Threads of a block of ceiling.ptx, and bytes that a thread moves in an iteration.
 const THREADS: u32 = 256;
 const TURN_BYTES: u64 = 4 * 16;
 
@@ -94,7 +94,7 @@ fn graphs(
     replays: usize,
     record: impl Fn(usize) -> Result<()> + Copy,
 ) -> Result<(Timing, usize)> {
-    // What a first launch does once is not to be captured.
+    // A first launch outside of the capture, for its one-time initialisation.
     record(0)?;
     let few = capture(cuda, 4, record)?;
     let guess = stamped(cuda, &|| Ok(few.launch()?))? / 4.0;

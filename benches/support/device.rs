@@ -44,7 +44,7 @@ pub trait Timed: Canvas {
         self.kind() == DeviceKind::Software
     }
 
-    /// Whether the table for cards is too much for it.
+    /// Whether the device is too slow for the table for cards.
     fn is_small(&self) -> bool {
         matches!(self.kind(), DeviceKind::Software | DeviceKind::Integrated)
     }
@@ -131,7 +131,7 @@ impl Timed for Cpu {
     }
 }
 
-/// A compiled op, a step, and the layers that take turns in it.
+/// A compiled op, a step, and the layers that are rotated.
 pub struct Layers<O: Op, D: Kernel<O>> {
     pub op: Compiled<O, D>,
     pub step: Step<O, D>,
@@ -156,7 +156,7 @@ impl<O: Op, D: Kernel<O>> Layers<O, D> {
         Ok(Self { op, step, bindings })
     }
 
-    /// Records the layer whose turn it is.
+    /// Records the next layer of the rotation.
     pub fn record(&self, recorder: &mut D::Recorder<'_>, call: usize) -> wgpu_mla::Result<()> {
         self.op.record_on(recorder, &self.step, &self.bindings[call % self.bindings.len()])
     }

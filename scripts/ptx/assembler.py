@@ -1,4 +1,4 @@
-"""ptxas of three CUDA versions: what each says about every entry."""
+"""Runs ptxas of three CUDA versions: the resources of every entry by each."""
 
 import re
 import struct
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass
 class Usage:
-    """What an entry takes: registers of a thread, shared memory and code in bytes, and all that spills."""
+    """The resources of an entry: registers of a thread, shared memory, code and spills, in bytes."""
 
     registers: int = 0
     static: int = 0
@@ -67,13 +67,13 @@ def jobs_of(source, arch, ptx):
 
 
 def wanted(assembler, arch):
-    # `compute_90a` is for that card alone, which is in no list.
+    # `compute_90a` assembles for sm_90a alone, which is in no list.
     targets = assembler.targets if arch.name[-1].isdigit() else [arch.name.replace("compute_", "sm_")]
     return [target for target in targets if arch.assembles_for(target)]
 
 
 def assemble(job):
-    """Returns what each function takes by name, and complaints."""
+    """Returns the resources of each function by name, and complaints."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "out.cubin"
         ptx = Path(folder) / "in.ptx"

@@ -20,9 +20,9 @@ from compiler import compile_cu, constants, entries
 
 STATIC_SHARED = 48 * 1024
 REGISTERS_OF_A_BLOCK = 64 * 1024
-# What a block may have on the cards that have most.
+# The most shared memory of a block, on the cards that have most.
 MOST_SHARED = 232448
-# On those that have less.
+# The same on those that have less.
 SHARED_OF_A_CARD = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376}
 
 
@@ -62,7 +62,7 @@ def declared(ptxs):
 
 
 def excess(limits, usage, target):
-    """Complaints about what a function takes. What it spills is no matter on a card that cannot launch it."""
+    """Complaints about an entry's resources. Spills on a card that cannot launch it do not count."""
     launches = max(usage.dynamic, limits.card if limits else 0) <= SHARED_OF_A_CARD.get(target, MOST_SHARED)
     checks = [
         (usage.spills == 0 or not launches, f"spills {usage.spills} bytes"),

@@ -8,7 +8,7 @@ from pathlib import Path
 TOOLS = Path(os.environ.get("CUDA_TOOLS", "target/cuda")).resolve()
 NVCC = TOOLS / "nvcc-13.0/nvidia/cu13/bin/nvcc"
 FLAGS = ["-O3", "-std=c++17", "-Werror", "all-warnings"]
-# What is behind it is an instruction on cards since Hopper: how a kernel waits for the one before it.
+# The prefix of instructions for compute capability 9.0 and later: programmatic dependent launch.
 WAITS = "// sm_90: "
 
 
@@ -25,9 +25,9 @@ def compile_cu(path, arch, include=None):
 
 
 def normal(text, name, arch):
-    """Without comments and empty lines, and of the version that older drivers know. Comments of `for_card` stay."""
+    """The text without comments and empty lines, with the lowest `.version` that loads. `// sm_90: ` comments stay, for `for_card`."""
     lines = (re.sub(r"\s*//(?! sm_90: ).*", "", line) for line in text.splitlines())
-    # A hint to ptxas that asks for PTX 8.3, which the others do not.
+    # A hint to ptxas that needs PTX 8.3, unlike the rest.
     text = "\n".join(line for line in lines if line.strip() and "used_bytes_mask" not in line)
     text, found = re.subn(r"^\.version .*$", ".version {}.{}".format(*arch.version), text, flags=re.M)
     if found != 1:
@@ -41,7 +41,7 @@ def normal(text, name, arch):
 
 
 def for_card(ptx, number):
-    """What the host hands to the driver of a card: from sm_90 on, the instructions behind `// sm_90: ` too. See src/cuda/kernels/ptx.rs."""
+    """The PTX that the host loads on a card: from sm_90 on, with the instructions after `// sm_90: `. See src/cuda/kernels/ptx.rs."""
     if number < 90 or WAITS not in ptx:
         return ptx
     ptx = ptx.replace(WAITS, "").replace(".target sm_80", ".target sm_90").replace(".target sm_89", ".target sm_90")

@@ -28,7 +28,7 @@ class Layout:
 
 
 def layouts_of(path, include, ptx):
-    """By entry: its layout, and whether it takes a tensor map too."""
+    """By entry: its layout, and whether it takes a TMA tensor map too."""
     text = preprocessed(path, include)
     pattern = r'extern "C" __global__ void\s+__launch_bounds__\s*\(.*?\)\s*(\w+)\(\s*const (?:__grid_constant__ )?([\w<>]+) args\b'
     types = dict(re.findall(pattern, text))

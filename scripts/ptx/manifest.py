@@ -1,4 +1,4 @@
-"""shaders/cuda/src/manifest.rs: what a host has to know of each entry. A line each, so that those of some sources can be compared."""
+"""Writes shaders/cuda/src/manifest.rs: each entry's resources and argument layout, a line each, so that parts can be compared."""
 
 import re
 
@@ -23,7 +23,7 @@ def text(kernels, ptxs, table):
 
 
 def has(path, kernels, source, arch, ptx, table):
-    """Whether the committed file says of a PTX file what it should, and nothing else."""
+    """Whether the committed file's lines about a PTX file are the expected ones."""
     structs, entries = rows(kernels, source, arch, ptx, table)
     module = f'{{ module: "{source.output(arch).removesuffix(".ptx")}",'
     return [*structs, *entries] == [line for line in path.read_text().splitlines() if line in structs or module in line]

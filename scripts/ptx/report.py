@@ -1,4 +1,4 @@
-"""What the assemblers said, as benches/results/ptx.md, and all of it as ptx.tsv."""
+"""Writes the assemblers' results as benches/results/ptx.md, and in full as ptx.tsv."""
 
 from assembler import ASSEMBLERS, Usage
 

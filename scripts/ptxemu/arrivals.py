@@ -1,7 +1,7 @@
-"""Barriers in shared memory (`mbarrier`), where a warp that arrives need not wait.
+"""mbarriers: barriers in shared memory, where a warp that arrives need not wait.
 
 A test of a phase that is not over parks its lanes until it is, so it never says no. Copies that a thread's arrival waits
-for, and tensor copies, land as late as they may: when warps wait and nothing else is missing.
+for, and TMA copies, land as late as they may: when warps wait and nothing else is missing.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ class Barrier:
         self.joined = self.released = self.nothing
         # Arrivals that copies hold up: (how many, their copies).
         self.held = []
-        # Bytes that a phase still lacks, and tensor copies that bring them: (what their warp knew, where to, the bytes).
+        # Bytes that a phase still lacks, and TMA copies that bring them: (what their warp knew, where to, the bytes).
         self.bytes, self.coming = 0, []
 
     def is_over(self, parity):

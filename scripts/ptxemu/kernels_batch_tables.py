@@ -1,4 +1,4 @@
-"""batch_slots, batch_items and batch_pages against Python: what steps are made of, from a batch that only the card knows."""
+"""batch_slots, batch_items and batch_pages against Python: a step's tables from a batch that only the device knows."""
 
 import struct
 

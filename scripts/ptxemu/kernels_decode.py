@@ -19,9 +19,9 @@ from tma import tensor_map
 DIRECT = 0xFFFFFFFF
 EMPTY = np.float32(-1.0e38)
 CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
-# Tokens of a page, of one that boxes of 16 tokens fill, of 32; elements between pages.
+# Tokens of a page: no multiple of 16, of 16 (TMA boxes of 16 tokens), of 32; elements between pages.
 PAGE, BOXED_PAGE, GROUPS_PAGE, GAP = 24, 48, 64, 16
-LINE = 128  # bytes that tensor copies swizzle
+LINE = 128  # bytes of a line, within which TMA swizzles
 BOXES = 2  # `Copying` of shaders/cuda/kernels/decode/mla.cuh
 # How far a result may be from the oracle's: what the weights are rounded to, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
@@ -89,7 +89,7 @@ def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
 
 
 def boxes(case, address, name, tile):
-    """The cache as boxes: see src/cuda/kernels/tensor_map.rs."""
+    """The cache's TMA tensor map: see src/cuda/kernels/tensor_map.rs."""
     element = case.kv.itemsize
     together = 1 if case.dim * element % LINE == 0 else 2
     row = together * case.dim * element
@@ -228,7 +228,7 @@ def test_e4m3_rows_at_multiples_of_8_bytes():
 
 
 def tma(cache, query):
-    """The bits of the row without tensor copies, by items that begin with a box and one that does not, by blocks that are alone or not."""
+    """The bits of the variant without TMA, by items that begin with a box and one that does not, by blocks that are alone or not."""
     rows = {path: f"shaders/cuda/ptx/mla_decode_{path}{cache}.ptx" for path in ("", "tma_")}
     for beyond, alone in ((16, False), (16, True), (8, False)) if FULL or cache == "e4m3" else ((16, True),):
         # More tiles than stages.
@@ -253,7 +253,7 @@ def test_tma_e4m3():
 
 
 def wgmma(cache, query, cases, rows=64, text="wgmma", page=GROUPS_PAGE):
-    """Pages that boxes take, and others: the same bits. Items that begin with a box, and one that does not; more tiles than stages, and a few."""
+    """Pages that TMA boxes can copy, and others: the same bits. Items that begin with a box, and one that does not; more tiles than stages, and a few."""
     ptx, name = f"shaders/cuda/ptx/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_wgmma_{'m64' if rows == 64 else f'swap_ab_n{rows}'}"
     for tokens, rest, beyond in cases:
         both = [run(ptx, name, 512, 64, cache, query, rows, tokens, copies=copies, rest=rest, beyond=beyond, page=page) for copies in (BOXES, 1)]
@@ -370,7 +370,7 @@ def test_what_tensor_copies_lack_is_found():
 
 
 def lacks_of_warpgroups(ptx, name, rows, cases):
-    """What an entry does without in all cases, of its barriers, waits, and fences behind what the matrices take."""
+    """The barriers, waits and proxy fences of an entry without which no case fails."""
     before, after = text_with(ptx, name).split(f".entry {name}(")
     before, (entry, *rest) = f"{before}.entry {name}(", after.split(".entry ", 1)
     rest, unneeded = "".join(f".entry {others}" for others in rest), []
@@ -390,7 +390,7 @@ def lacks_of_warpgroups(ptx, name, rows, cases):
 
 @long
 def test_what_warpgroups_lack_is_found():
-    """Whose turn it is changes no result, and two waits are the compiler's."""
+    """The `turn` mbarriers change no result, and two waits are there for the compiler."""
     cases = [(96, 32, 21, False, BOXES, "reverse"), (96, 32, 21, False, 1, "forward")]
     unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_wgmma_m64", 64, cases)
     assert unneeded == ["test_wait", "wait_group", "wait_group"], unneeded

@@ -1,4 +1,4 @@
-"""mla_merge against the sum in f64: rows of many and of one partial, with empty ones among them, and of empty ones only.
+"""mla_merge against the sum in f64: query rows of many partial results and of one, with empty ones among them, and of empty ones only.
 
 Its kernels cut the work differently (`few`: a block for 32 columns, `many`: a warp for 128) and give the same bits.
 """

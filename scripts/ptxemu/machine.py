@@ -1,7 +1,7 @@
 """Runs an entry: several blocks beside one another, their warps one after the other between barriers.
 
 A team is the warps of one number in all these blocks: its instructions run as numpy operations over all their lanes. The
-teams take turns, forward or backward, each as far as it comes: where a barrier is missing, one order or the other reads
+teams run one after the other, in either order, each as far as it comes: where a barrier is missing, one order or the other reads
 what was not yet written. Lanes that parted run lowest address first, until they meet again.
 """
 

@@ -95,7 +95,7 @@ class Races:
         self.writer = np.zeros(cells, np.int16)
         self.written = np.zeros(cells, np.int32)
         self.read_at = np.zeros((warps, cells), np.int32)
-        # Written, and no fence since that tensor copies and matrices of warpgroups see.
+        # Written, without a proxy fence since, which TMA and wgmma need.
         self.unfenced = np.zeros(cells, bool)
 
     def access(self, warp, offsets, blocks, size, write):
@@ -120,7 +120,7 @@ class Races:
         self.unfenced[cells] = True
 
     def fence(self, warp):
-        """A warp's writes so far are written for tensor copies too."""
+        """A proxy fence: a warp's writes so far are visible to TMA and wgmma too."""
         self.unfenced[self.writer == warp] = False
 
     def check_fenced(self, cells):
@@ -128,7 +128,7 @@ class Races:
             raise Fault("a tensor copy, or a matrix of a warpgroup, where a warp has written with no fence since")
 
     def copied(self, warp, offsets, block):
-        """Notes a tensor copy that a warp asks for, byte by byte: a write, which other writes come before only behind a fence."""
+        """Notes a TMA copy that a warp issues, byte by byte: a write, ordered after earlier writes only by a proxy fence."""
         cells = offsets[::CELL] // CELL
         self.check_fenced(cells)
         self.access(warp, cells * CELL, np.full(len(cells), block), CELL, True)

@@ -1,4 +1,4 @@
-"""Tensor copies (`cp.async.bulk.tensor`) from global to shared memory, by maps of the interpreter's own.
+"""TMA copies (`cp.async.bulk.tensor`) from global to shared memory, by tensor maps of the interpreter's own.
 
 A map is 16 words: the tensor's address, bytes of an element, four dims (the innermost first), three strides in bytes, four sides
 of the box, and the bytes of the swizzle (as many as a row of the box has). What a box takes from outside of the dims is 0.
@@ -15,7 +15,7 @@ from operands import elements, register, source
 from parse import split_operands
 
 RANK, WORDS = 4, 16
-ALIGN = 1024  # of a box: the swizzle counts from there
+ALIGN = 1024  # of a box, to which the swizzle is relative
 
 
 def tensor_map(address, element, dims, strides, box, swizzle):
@@ -34,7 +34,7 @@ def decode(machine, instruction):
 
 
 def fence(machine):
-    """What a warp wrote before is written for tensor copies too."""
+    """The proxy fence: what a warp wrote before is visible to TMA and wgmma too."""
 
     def run(team, mask):
         if machine.shared.races:
@@ -44,7 +44,7 @@ def fence(machine):
 
 
 def policy(machine, instruction):
-    """How long the L2 cache keeps something: nothing here depends on it."""
+    """L2 cache hints: no result depends on them."""
     target = register(instruction.operands[0])
     return lambda team, mask: team.put(target, np.zeros(team.lanes, np.uint64), mask)
 
@@ -91,6 +91,6 @@ def box_of(machine, place, at):
 
 
 def swizzled(size, swizzle):
-    """Where the bytes of a box go: its chunks of 16 bytes change places, by which 128 bytes they are in."""
+    """Where the bytes of a box go: the swizzle permutes its chunks of 16 bytes by the line of 128 bytes they are in."""
     place = np.arange(size)
     return place ^ (place >> 7) % (swizzle // 16) << 4

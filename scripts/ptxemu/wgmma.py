@@ -1,7 +1,7 @@
-"""Matrices of a warpgroup (`wgmma`): each warp multiplies its 16 of 64 rows.
+"""`wgmma`: each warp of a warpgroup multiplies its 16 of M = 64 rows.
 
-What is multiplied is read, from shared memory and registers, and the sums are written as late as may be: when the warp waits. Both ends are
-noted for races, so a barrier that comes too late on either side is found. Descriptors are those of groups of 128 bytes, swizzled by 128.
+Operands are read from shared memory and registers, and accumulators are written, as late as may be: when the warp waits. Both ends are
+noted for races, so a barrier that comes too late on either side is found. Descriptors are those with 128-byte swizzling.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ SWIZZLE_128 = 1
 
 
 class Multiplications:
-    """Those of a team that are on their way: (group of each lane, lanes, what to do), and each lane's groups so far."""
+    """The wgmma of a team in flight: (group of each lane, lanes, what to do), and each lane's groups so far."""
 
     def __init__(self, lanes):
         self.groups, self.flying = np.zeros(lanes, np.int64), []
@@ -57,7 +57,7 @@ def commit(team, mask):
 
 
 class Matrix:
-    """One in shared memory, which a descriptor names. `by_depth`: its rows go along the depth, and hold what is not. Of its columns those from `first` on."""
+    """An operand in shared memory, by its descriptor. `by_depth`: it is stored transposed, with rows along k. Of its columns those from `first` on."""
 
     def __init__(self, descriptors, rows, columns, by_depth, first=0):
         self.start, self.groups, self.eights = (((descriptors >> np.uint64(at)) & np.uint64(0x3FFF)).astype(np.int64) << 4 for at in (0, 16, 32))

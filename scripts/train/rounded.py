@@ -1,4 +1,4 @@
-"""A transformers cache whose rows are rounded to a dtype, as a paged cache in that dtype holds them."""
+"""A transformers cache whose tokens are rounded to a dtype, as a paged cache in that dtype holds them."""
 
 import torch
 from transformers import DynamicCache

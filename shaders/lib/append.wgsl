@@ -1,8 +1,9 @@
-// How new rows lie, and where in the cache they go, in quads: 4 elements of one row. Prelude: PAGE_SIZE, ROW_QUADS. Lib: round.
+// The arguments of kv_append and rope_append, and the address of a cache slot. A quad is 4 consecutive elements.
+// Concatenated with: lib/round. Constants: PAGE_SIZE, ROW_QUADS (quads of a token).
 
 struct AppendParams {
     scale: E4m3Scale,
-    kv_base_quads: u32,
+    kv_base_quads: u32, // quads, as all bases and strides
     kv_block_stride_quads: u32,
     kv_c_base_quads: u32,
     kv_c_stride_quads: u32,
@@ -12,8 +13,9 @@ struct AppendParams {
     reserved: u32,
 }
 
-const NO_SLOT = 0xFFFFFFFFu;
+const NO_SLOT = 0xFFFFFFFFu; // the token is skipped
 
+// First quad of a slot's token in the cache.
 fn row_of(slot: u32, params: AppendParams) -> u32 {
     let page = slot / PAGE_SIZE;
     return params.kv_base_quads + page * params.kv_block_stride_quads + (slot % PAGE_SIZE) * ROW_QUADS;

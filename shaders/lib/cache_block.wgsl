@@ -1,10 +1,12 @@
-// How mla_decode_coop.wgsl gets a block of the cache: where its rows are, from the cache to registers, from there to the staging
-// buffer.
+// The cache loads of mla_decode_coop.wgsl: the addresses of a block of TOKENS tokens, its load into registers (`load_block`), and its
+// conversion to f16 in the staging buffer `keys` (`stage_block`). An oct is 8 consecutive elements.
+//
+// Concatenated with: lib/pinned, lib/key_<dtype>, lib/query, mla_decode_coop. Constants: src/gpu/kernels/decode/coop.rs.
 
-// A run is RUN tokens whose rows lie one after the other in the cache: a block's where pages hold whole blocks, else one. `row_at` holds
-// PLACES runs, BLOCKS blocks; then each entry is about the run PLACES further on, in its next round.
+// A run is RUN tokens that are contiguous in the cache: a whole block where the page size is a multiple of TOKENS, else one token.
+// `row_at` holds the addresses of PLACES runs, which are BLOCKS blocks, and is refilled in rounds: an entry's next run is PLACES further.
 
-// First token of an entry's run; of the last run for those past the end, where any row of the item will do: it weighs 0.
+// First token of an entry's run. Entries past the end repeat the last run, whose tokens are masked and weigh 0.
 fn run_token(first_block: u32, round: u32, entry: u32, kv_end: u32) -> u32 {
     return min(first_block + (round * PLACES + entry) * RUN, (kv_end - 1u) / RUN * RUN);
 }
@@ -14,7 +16,7 @@ fn page_of(page_begin: u32, token: u32) -> u32 {
     return pages[page_begin + token / slice.page_size];
 }
 
-// First oct of the row of a token of block `block` of those in `row_at`.
+// First oct of token `token` of block `block` of those in `row_at`.
 fn row_of(block: u32, token: u32) -> u32 {
     if (RUN == 1u) {
         return row_at[block * TOKENS + token];
@@ -22,14 +24,14 @@ fn row_of(block: u32, token: u32) -> u32 {
     return row_at[block] + token * ROW_OCTS;
 }
 
-// What a thread holds of a block on its way from the cache to the staging buffer.
+// A thread's registers for a block, between the cache and the staging buffer.
 struct Block {
     latent: array<KvOct, LATENT_LOADS>,
     rope: array<KvOct, ROPE_LOADS_PADDED>,
 }
 
-// Of a thread's load `i` of the latents of a block: which token's, and which oct of its row. Written so that all loads of a thread share
-// their addresses but for a constant.
+// The token, and the oct in its latent, of load `i` of a thread. Written so that the addresses of a thread's loads differ by constants
+// only.
 fn latent_token(thread: u32, i: u32) -> u32 {
     if (THREADS >= LATENT_OCTS) {
         return i * (THREADS / LATENT_OCTS) + thread / LATENT_OCTS;
@@ -47,7 +49,7 @@ fn latent_oct(thread: u32, i: u32) -> u32 {
 fn load_block(thread: u32, block: u32) -> Block {
     var loaded: Block;
     if (RUN > 1u && THREADS >= LATENT_OCTS) {
-        // Addresses that share all but a constant; what each had of its own, a compiler would keep in registers.
+        // One address plus constants: a compiler would keep an address for each load in registers otherwise.
         let at = row_of(block, latent_token(thread, 0u)) + latent_oct(thread, 0u);
         for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
             loaded.latent[i] = kv[at + i * (THREADS / LATENT_OCTS) * ROW_OCTS];
@@ -64,8 +66,8 @@ fn load_block(thread: u32, block: u32) -> Block {
     return loaded;
 }
 
-// Makes it f16. Not 0 under ODD if the thread met a key that f16 does not hold. Of the block's tokens only the first `count` are the
-// item's: behind a sequence's end a page may hold anything, even NaN, which a weight of 0 would not keep out.
+// Converts a block to f16 and stages it. The result has a bit of ODD if f16 does not hold some key. Only the first `count` tokens are
+// the item's; the others are zeroed, as a page may hold anything past a sequence's end, and 0 x NaN is NaN.
 fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
@@ -73,7 +75,7 @@ fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
         odd |= odd_bits(block.latent[i]);
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // the last one more than once
+        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // past the end, the last one again
         keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
         odd |= odd_bits(block.rope[i]);
     }
@@ -84,7 +86,7 @@ fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
     return odd;
 }
 
-// A thread clears what it staged itself of the tokens from `first` on.
+// Zeroes the tokens from `first` on, each thread what it staged itself, so no barrier is needed.
 fn clear_tokens(thread: u32, first: u32) {
     for (var i = 0u; i < LATENT_LOADS; i++) {
         if (latent_token(thread, i) >= first) {
@@ -99,7 +101,7 @@ fn clear_tokens(thread: u32, first: u32) {
     }
 }
 
-// What is odd of the tokens before `end`.
+// The bits of ODD of the tokens before `end` only.
 fn odd_tokens(thread: u32, block: Block, end: u32) -> u32 {
     var odd = 0u;
     if (ODD != 0u) {

@@ -1,4 +1,4 @@
-// Input and cache have one dtype: the bits are copied, signalling NaNs included.
+// convert where input and output have the same dtype: the bits are copied, signalling NaNs included.
 fn convert(q: InQuad, scale: E4m3Scale) -> OutQuad {
     return q;
 }

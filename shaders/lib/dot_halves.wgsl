@@ -1,5 +1,5 @@
-// What a score takes at a time: half an oct, where four keys in f32 are more than a thread's registers hold. The sums are
-// those of lib/dot_whole.wgsl, in the same order.
+// The dot product of a score by halves of an oct (8 consecutive elements): where four whole octs of keys in f32 exceed a thread's
+// registers. The same sums in the same order as lib/dot_whole.wgsl.
 alias Part = vec4<f32>;
 
 fn part_of(oct: mat2x4<f32>, part: u32) -> Part {

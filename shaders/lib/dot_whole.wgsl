@@ -1,4 +1,4 @@
-// What a score takes at a time: an oct.
+// The dot product of a score by whole octs (8 consecutive elements), and its order of additions.
 alias Part = mat2x4<f32>;
 
 fn part_of(oct: mat2x4<f32>, part: u32) -> Part {

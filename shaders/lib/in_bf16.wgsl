@@ -1,4 +1,4 @@
-// Inputs of bf16: 4 elements are 8 bytes. A signalling NaN stays one: what it becomes is the output's business.
+// Reads a quad, 4 consecutive elements, of bf16 as f32 bits. A signalling NaN stays one; lib/out_* makes it quiet.
 alias InQuad = vec2<u32>;
 
 // bf16 bits -> f32 bits

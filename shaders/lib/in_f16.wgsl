@@ -1,4 +1,4 @@
-// Inputs of f16: 4 elements are 8 bytes. Needs round.wgsl.
+// Reads a quad, 4 consecutive elements, of f16 as f32 bits. Concatenated with: lib/round.
 alias InQuad = vec2<u32>;
 
 // f16 bits -> f32 bits

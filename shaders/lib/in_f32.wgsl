@@ -1,4 +1,4 @@
-// Inputs of f32: 4 elements are 16 bytes.
+// Reads a quad, 4 consecutive elements, of f32 as its bits.
 alias InQuad = vec4<u32>;
 
 fn in_bits(code: u32) -> u32 {

@@ -1,10 +1,11 @@
-// How a cooperative matrix gets its keys: bfloat16, each the upper half of an f32, two a word, made binary16.
+// Keys for cooperative matrices from a bf16 cache: an oct (8 consecutive elements, two a word) converted to f16.
 //
-// That is exact from 2^-17 up to 65280, and within 2^-25 below. Larger ones are noticed, since they become infinite: see
-// wide_rows.wgsl. A driver whose conversion rounded to zero would make them 65504, unnoticed; the test group hard_data would tell.
+// Exact for magnitudes from 2^-17 to 65280, within 2^-25 below. Larger ones become infinite, which shows in the scores: the item is then
+// recomputed in f32 (lib/wide_rows.wgsl). A driver that rounded toward zero would give 65504 instead, undetected; the test group
+// hard_data would fail there.
 alias KvOct = vec4<u32>;
 
-const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
+const KEY_UNIT = 1.0; // scale of a staged key
 
 fn float_key(oct: KvOct) -> mat2x4<f32> {
     let low = bitcast<vec4<f32>>(oct << vec4<u32>(16u));

@@ -1,7 +1,7 @@
-// How a cooperative matrix gets its keys: here they are binary16 already.
+// Keys for cooperative matrices from an f16 cache: an oct (8 consecutive elements, two a word) is used as it is.
 alias KvOct = vec4<u32>;
 
-const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
+const KEY_UNIT = 1.0; // scale of a staged key
 
 fn float_key(oct: KvOct) -> mat2x4<f32> {
     let a = unpack2x16float(oct.x);

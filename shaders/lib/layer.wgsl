@@ -1,10 +1,11 @@
-// One layer of the model, bound once (src/gpu/binding.rs). An oct is eight neighbouring elements.
+// Bind group 0 of the decode: one layer's buffers and strides, bound once. An oct is 8 consecutive elements.
+// Concatenated with: lib/tables, lib/oct_*, lib/store_*.
 struct Layer {
     logit_scale: f32, // softmax_scale * q_scale * k_scale * log2(e)
     out_scale: f32, // k_scale: the value is the latent
     lse_scale: f32, // base-2 LSE to the base asked for
     num_heads: u32,
-    q_nope_at: u32, // octs, as all places and strides below but those of the LSE
+    q_nope_at: u32, // octs, as all offsets and strides below but those of the LSE
     q_nope_token_stride: u32,
     q_nope_head_stride: u32,
     q_pe_at: u32,
@@ -29,19 +30,19 @@ struct Layer {
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>; // f32 bits, [total_q, H]
 @group(0) @binding(5) var<uniform> layer: Layer;
 
-// A step may be prepared again, with more query tokens than the binding has, after its commands were recorded: no host
-// check can see that, and this keeps it inside of q, out and lse.
+// A step prepared again after its commands were recorded may have more query tokens than the binding's buffers, which no host check can
+// see: the clamp keeps accesses inside q, out and lse.
 fn bound_token(token: u32) -> u32 {
     return min(token, layer.max_queries - 1u);
 }
 
-// Writes eight neighbouring elements of an output row.
+// Stores an oct of an output row.
 fn store_out(token: u32, head: u32, column_oct: u32, value: mat2x4<f32>) {
     let row = layer.out_at + token * layer.out_token_stride + head * layer.out_head_stride;
     out[row + column_oct] = encode_out(value * layer.out_scale);
 }
 
-// Writes a row's LSE from base 2, or what stands for it (lib/tables.wgsl).
+// Stores a row's LSE, given in base 2, or what stands for it (lib/tables.wgsl).
 fn store_lse(token: u32, head: u32, base_2: f32) {
     let at = layer.lse_at + token * layer.lse_token_stride + head * layer.lse_head_stride;
     let bits = select(bitcast<u32>(base_2 * layer.lse_scale), QUIET_NAN, is_nan_row(base_2));

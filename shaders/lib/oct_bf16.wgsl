@@ -1,4 +1,4 @@
-// An oct is eight neighbouring elements of a row: here bfloat16, each the upper half of an f32, two a word.
+// Decodes an oct, 8 consecutive elements, of bf16 (two a word, each the upper half of an f32) to f32.
 alias OctBf16 = vec4<u32>;
 
 fn decode_bf16(oct: OctBf16) -> mat2x4<f32> {

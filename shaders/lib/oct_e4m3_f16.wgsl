@@ -1,18 +1,16 @@
-// An oct is eight neighbouring elements of a row: here FP8 e4m3fn bytes, four a word. For devices that keep f16 subnormals
-// (Caps::f16_subnormals): half the work of oct_e4m3.wgsl.
+// Decodes an oct, 8 consecutive elements, of FP8 e4m3fn codes (four a word) to f32, through f16: half the work of lib/oct_e4m3.wgsl.
+// For devices that keep f16 subnormals (Caps::f16_subnormals).
 alias OctE4m3 = vec2<u32>;
 
-// What a decoded oct is to be multiplied by: the codes are read as f16 with the exponent where it is, 8 too low.
-const SCALE_E4M3 = 256.0;
+const SCALE_E4M3 = 256.0; // scale of a decoded element: the exponent's bias is 8 higher in f16
 
-// Sign, 4 bits of exponent (bias 7), 3 of mantissa; 0x7F and 0xFF are NaN. A byte in the high half of an f16 is that f16
-// once all but its sign moved down by one bit, subnormals too: an e4m3 subnormal becomes an f16 subnormal.
+// e4m3fn: sign, 4 exponent bits (bias 7), 3 mantissa bits; 0x7F and 0xFF are NaN. A code in the upper byte of an f16 is that f16 after
+// all but its sign moved down by one bit. An e4m3 subnormal becomes an f16 subnormal.
 fn halves_e4m3(bytes: vec2<u32>) -> vec2<u32> {
     return (bytes & vec2<u32>(0x80008000u)) | ((bytes >> vec2<u32>(1u)) & vec2<u32>(0x3F803F80u));
 }
 
-// The same, with an f16 NaN for a NaN code: one more in the last place carries into the exponent's top bit, which no
-// other code has.
+// The same, with an f16 NaN for a NaN code: adding 1 in its last place carries into the exponent's top bit, which no other code does.
 fn halves_or_nan_e4m3(bytes: vec2<u32>) -> vec2<u32> {
     let magnitude = (bytes >> vec2<u32>(1u)) & vec2<u32>(0x3F803F80u);
     let nan = (magnitude + vec2<u32>(0x00800080u)) & vec2<u32>(0x40004000u);
@@ -31,7 +29,7 @@ fn decode_e4m3(oct: OctE4m3) -> mat2x4<f32> {
     return interleave_e4m3(halves_or_nan_e4m3(oct << vec2<u32>(8u)), halves_or_nan_e4m3(oct));
 }
 
-// Where a NaN code need not come out as NaN.
+// For values, where a NaN code need not decode to NaN.
 fn decode_finite_e4m3(oct: OctE4m3) -> mat2x4<f32> {
     return interleave_e4m3(halves_e4m3(oct << vec2<u32>(8u)), halves_e4m3(oct));
 }

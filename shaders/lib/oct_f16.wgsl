@@ -1,4 +1,4 @@
-// An oct is eight neighbouring elements of a row: here binary16, two a word. Needs no SHADER_F16.
+// Decodes an oct, 8 consecutive elements, of f16 (two a word) to f32. Needs no SHADER_F16.
 alias OctF16 = vec4<u32>;
 
 fn decode_f16(oct: OctF16) -> mat2x4<f32> {

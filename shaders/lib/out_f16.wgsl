@@ -1,4 +1,4 @@
-// Outputs of f16: 4 elements are 8 bytes. Needs round.wgsl.
+// Rounds a quad, 4 consecutive elements, from f32 bits to f16. Concatenated with: lib/round.
 alias OutQuad = vec2<u32>;
 
 // f32 bits -> f16 bits

@@ -1,4 +1,4 @@
-// 4 outputs of 16 bits from a table that has each in both halves.
+// Entries of lib/convert_table.wgsl for outputs of 16 bits: the code in both halves of a word, so that packing needs no shift.
 fn table_entry(code: u32) -> u32 {
     return code | (code << 16u);
 }

@@ -1,4 +1,4 @@
-// 4 outputs of 32 bits from a table of them.
+// Entries of lib/convert_table.wgsl for outputs of 32 bits.
 fn table_entry(code: u32) -> u32 {
     return code;
 }

@@ -1,6 +1,6 @@
-// How a cooperative matrix gets binary16: as it is, so that nothing is scaled. Needs oct_f16.wgsl and half_oct.wgsl.
+// f16 operands of head_project_coop.wgsl: used as they are, with a scale of 1. Concatenated with: lib/oct_f16, lib/half_oct.
 
-// The bits, as f32, of a magnitude that is at least each of the oct's: here one whose factor is 1.
+// The f32 bits of 2^14, for which exponent_for gives a scale of 1.
 fn top_f16(oct: OctF16) -> u32 {
     return 0x46800000u;
 }

@@ -1,9 +1,9 @@
-// How queries, keys and values become f16: bfloat16, each the upper half of an f32, two a word.
+// bf16 queries, keys and values of mla_prefill_coop.wgsl, converted to f16 by octs (8 consecutive elements).
 //
-// Keys are exact from 2^-23 up to 1020, and within 2^-31 below, which large queries need; values from 2^-17 up to 65280, and within 2^-25
-// below. Larger ones are noticed, and the tile is then done again in f32, slowly. Query rows are scaled by powers of two, the largest
-// element of each to just below 2^15. Needs oct_bf16.wgsl.
-const KEY_UNIT = 0.015625; // what a staged key has to be multiplied with
+// Keys are multiplied by 64: exact from 2^-23 to 1020, within 2^-31 below, which large queries need. Values are exact from 2^-17 to
+// 65280, within 2^-25 below. Larger ones are detected, and the tile is recomputed in f32 (`wide_rows`), slowly. Each query row is scaled
+// by a power of two that brings its largest element just below 2^15. Concatenated with: lib/oct_bf16, lib/half_oct.
+const KEY_UNIT = 0.015625; // scale of a staged key: 1/64
 const SCALES_QUERIES = true;
 const NOTICES_ODD = true;
 
@@ -28,23 +28,23 @@ fn magnitude_of(oct: Unit) -> f32 {
     return max(max(largest.x, largest.y), max(largest.z, largest.w));
 }
 
-// Not 0 if one of the eight is 1024 (0x4480) or more.
+// Not 0 if a magnitude of the oct is 1024 (0x4480) or more.
 fn odd_key(oct: Unit) -> u32 {
     return carries(oct, 0x3B803B80u);
 }
 
-// Not 0 if one of the eight is 65536 (0x4780) or more.
+// Not 0 if a magnitude of the oct is 65536 (0x4780) or more.
 fn odd_value(oct: Unit) -> u32 {
     return carries(oct, 0x38803880u);
 }
 
-// Whether a magnitude with this added carries into the sign's place; no further does it get.
+// Not 0 if adding `added` to some magnitude carries into its sign bit; it cannot carry beyond.
 fn carries(oct: Unit, added: u32) -> u32 {
     let sums = (oct & vec4<u32>(0x7FFF7FFFu)) + vec4<u32>(added);
     return ((sums.x | sums.y) | (sums.z | sums.w)) & 0x80008000u;
 }
 
-// The rows of a tile in f32, right for every bf16. A subgroup takes a row, a lane LANE_OCTS octs of its columns.
+// Recomputes a tile in f32, right for every bf16: a subgroup takes a row, a lane LANE_OCTS octs of its output; softmax is online, by key.
 fn wide_rows(tile: Tile, subgroup: u32, lane: u32) {
     for (var row = subgroup; row < tile.num_rows; row += THREADS / SUBGROUP) {
         let visible = visible_to(tile, row);

@@ -1,5 +1,5 @@
-// How queries, keys and values become f16: they are.
-const KEY_UNIT = 1.0; // what a staged key has to be multiplied with
+// f16 queries, keys and values of mla_prefill_coop.wgsl: used as they are. Concatenated with: lib/half_oct.
+const KEY_UNIT = 1.0; // scale of a staged key
 const SCALES_QUERIES = false;
 const NOTICES_ODD = false;
 
@@ -27,4 +27,5 @@ fn odd_value(oct: Unit) -> u32 {
     return 0u;
 }
 
+// Never called: every f16 element fits.
 fn wide_rows(tile: Tile, subgroup: u32, lane: u32) {}

@@ -1,7 +1,7 @@
-// What every row of `head_project` is bound to, but for the output.
+// The bindings of every variant of head_project but the output. An oct is 8 consecutive elements. Constants: aliases XOct, WOct.
 
 struct ProjectParams {
-    x_base: u32, // octs, as all
+    x_base: u32, // octs, as all bases and strides
     x_token_stride: u32,
     x_head_stride: u32,
     y_base: u32,
@@ -27,7 +27,7 @@ struct TokenRange {
 @group(1) @binding(1) var<storage, read> x: array<XOct>; // [tokens, H, k / 8], strided
 @group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
 
-// Begin and end of the step's tokens. A step that was prepared again after this was recorded may hold more than the binding.
+// Begin and end of the step's tokens. A step prepared again after this was recorded may have more than the binding's buffers hold.
 fn step_tokens() -> vec2<u32> {
     let begin = min(range.first, params.max_tokens);
     return vec2<u32>(begin, begin + min(range.count, params.max_tokens - begin));

@@ -1,4 +1,4 @@
-// A quad is four neighbouring elements of a row: here bfloat16, each the upper half of an f32, two a word.
+// Decodes a quad, 4 consecutive elements, of bf16 (two a word, each the upper half of an f32) to f32.
 alias Quad = vec2<u32>;
 
 fn decode_quad(quad: Quad) -> vec4<f32> {

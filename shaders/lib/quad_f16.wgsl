@@ -1,4 +1,4 @@
-// A quad is four neighbouring elements of a row: here binary16, two a word. Needs no SHADER_F16.
+// Decodes a quad, 4 consecutive elements, of f16 (two a word) to f32. Needs no SHADER_F16.
 alias Quad = vec2<u32>;
 
 fn decode_quad(quad: Quad) -> vec4<f32> {

@@ -1,4 +1,4 @@
-// A quad is four neighbouring elements of a row: here it is what it decodes to.
+// A quad, 4 consecutive elements, of f32: nothing to decode.
 alias Quad = vec4<f32>;
 
 fn decode_quad(quad: Quad) -> vec4<f32> {

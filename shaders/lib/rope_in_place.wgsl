@@ -1,4 +1,4 @@
-// Rows to rotate are in the buffer of rotated ones, which then has one binding. An invocation reads a unit before it writes it.
+// x_quad of rotations in place: x is the buffer of y, which has one binding. A thread reads a unit before it writes it.
 fn x_quad(at: u32) -> QueryQuad {
     return y[at];
 }

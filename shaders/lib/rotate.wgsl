@@ -1,7 +1,7 @@
-// How four pairs of a row are rotated: the same text for every op that does, so that they give the same bits.
+// The rotary rotation of four pairs, shared by rope and rope_append so that both give the same bits.
 //
-// A unit of a row is the two quads that hold its pairs 4u to 4u + 3: neighbours where pairs are interleaved, else UNITS quads apart.
-// Prelude: UNITS, R / 8; INTERLEAVED, 1 or 0. Binds the angles: [1] and [2] of group 1.
+// A quad is 4 consecutive elements. Unit u of a head is the two quads that hold its pairs 4u to 4u + 3: adjacent in the interleaved
+// layout, UNITS quads apart in the half-split one. Constants: UNITS = R / 8; INTERLEAVED, 1 or 0.
 
 @group(1) @binding(1) var<storage, read> positions: array<i32>; // [tokens]
 @group(1) @binding(2) var<storage, read> cos_sin: array<vec4<f32>>; // [max_position, 2 * UNITS]: cosines, then sines
@@ -27,10 +27,10 @@ struct TwoQuads {
     second: vec4<u32>,
 }
 
-// A position from the device may be anything; the table has rows 0 to max_position - 1.
-fn angles_of(token: u32, unit: u32, max_position: u32) -> Angles {
-    let position = min(u32(max(positions[token], 0)), max_position - 1u);
-    let at = position * (2u * UNITS) + unit;
+// Positions written on the device are seen by no host check: they are clamped to the table's 0 to max_position - 1.
+fn angles_of(position: i32, unit: u32, max_position: u32) -> Angles {
+    let row = min(u32(max(position, 0)), max_position - 1u);
+    let at = row * (2u * UNITS) + unit;
     return Angles(cos_sin[at], cos_sin[at + UNITS]);
 }
 
@@ -42,14 +42,15 @@ fn second_quad(unit: u32) -> u32 {
     return select(UNITS + unit, 2u * unit + 1u, INTERLEAVED == 1u);
 }
 
-// f32 bits to f32 bits. The product inside is rounded and the one outside is not, by `fma`: left to compilers, two shaders may differ.
+// f32 bits to f32 bits. Explicit fma: one product is rounded and the other is not. Compilers may contract as they like otherwise, and two
+// shaders could differ in some bits.
 fn rotated(quads: TwoQuads, angles: Angles) -> TwoQuads {
     let a = quads.first;
     let b = quads.second;
     let is_interleaved = INTERLEAVED == 1u;
     let x_bits = select(a, vec4<u32>(a.xz, b.xz), is_interleaved);
     let y_bits = select(b, vec4<u32>(a.yw, b.yw), is_interleaved);
-    // No NaN and no infinity is computed with.
+    // WGSL may assume that there is no NaN and no infinity, so these are told by their bits, and give NaN.
     let exponent = vec4<u32>(0x7F800000u);
     let is_number = ((x_bits & exponent) != exponent) & ((y_bits & exponent) != exponent);
     let x = bitcast<vec4<f32>>(select(vec4<u32>(0u), x_bits, is_number));

@@ -1,4 +1,4 @@
-// A quad is four neighbouring elements of a row: here f16, two a word. Needs round.wgsl.
+// Widens a quad, 4 consecutive elements, of f16 to f32 bits and rounds it back. Concatenated with: lib/round.
 alias QuadF16 = vec2<u32>;
 
 // -> f32 bits

@@ -1,4 +1,4 @@
-// A quad is four neighbouring elements of a row: here f32.
+// A quad, 4 consecutive elements, of f32 as its bits.
 alias QuadF32 = vec4<u32>;
 
 fn widen_f32(quad: QuadF32) -> vec4<u32> {

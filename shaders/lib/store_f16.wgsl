@@ -1,4 +1,4 @@
-// How eight neighbouring output elements are stored: rounded to binary16, two a word. Needs lib/round.wgsl.
+// Rounds an oct, 8 consecutive elements, from f32 to f16, two a word. Concatenated with: lib/round.
 alias OutOct = vec4<u32>;
 
 fn encode_out_pair(pair: vec2<f32>) -> u32 {

@@ -1,8 +1,9 @@
-// How the LANES partial dot products of a score are summed: by shuffles inside a subgroup of at least LANES lanes.
+// Sums the LANES partial dot products of a score by shuffles in a subgroup of at least LANES lanes: variant `subgroup`. A quad is four
+// tokens.
 var<workgroup> scores: array<f32, TILE_TOKENS>; // [ROWS, TOKENS]
 
-// Eight lanes have four sums to share: each gives half of its tokens away, then half of the rest, so that 4 shuffles do
-// the work of 12. Every token is summed in the same order.
+// A transposing reduction over eight lanes: each lane gives half of its four tokens away, then half of the rest, so 4 shuffles do the work
+// of 12. Every token is summed in the same order.
 fn publish_scores(quad: u32, lane: u32, partial: vec4<f32>) {
     let second = (lane & 1u) != 0u;
     let two = select(partial.xy, partial.zw, second)
@@ -15,7 +16,7 @@ fn publish_scores(quad: u32, lane: u32, partial: vec4<f32>) {
     }
 }
 
-// After a barrier.
+// Four tokens' scores of a row; the caller has had a barrier since publish_scores.
 fn summed_scores(quad: u32) -> vec4<f32> {
     let at = quad * 4u;
     return vec4<f32>(scores[at], scores[at + 1u], scores[at + 2u], scores[at + 3u]);

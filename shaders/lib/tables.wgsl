@@ -1,11 +1,12 @@
-// A step's tables and page list, two arrays of words (src/tables.rs), and its scratch. Every op of a step binds all.
+// Bind group 1 of the decode: the step's tables and page list (src/tables.rs) and its partial results. mla_decode and mla_merge bind all
+// of it. Constants: LATENT_OCTS, octs (8 consecutive elements) of the latent.
 struct Slice {
     first_item: u32, // work items before this one belong to earlier slices
     end_item: u32,
     num_merges: u32,
     page_size: u32,
     num_pages: u32,
-    items_at: u32, // where the tables' sections begin
+    items_at: u32, // offsets of the tables' sections, in words
     queries_at: u32,
     merges_at: u32,
     merge_partials_at: u32,
@@ -14,13 +15,13 @@ struct Slice {
     reserved_2: u32,
 }
 
-// bindings 0 and 3 are the tables and the page list: lib/read.wgsl or lib/pinned.wgsl
-@group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [partials, 2 * LATENT_OCTS + 1]: row, then its LSE
+// Bindings 0 and 3 are the tables and the page list: lib/read.wgsl or lib/pinned.wgsl.
+@group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [partials, PARTIAL_QUADS]
 @group(1) @binding(2) var<uniform> slice: Slice;
 
-// A row's latent, then its base-2 LSE and what the latent is yet to be multiplied with: less than 0 where the latent may hold NaN.
+// A query row's output, then its base-2 LSE and the factor that the output still needs, negative where the output may hold NaN.
 const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u;
-const DIRECT = 0xFFFFFFFFu; // the partial of an item that writes its output itself
+const DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: its rows have one split
 const MINUS_INFINITY = 0xFF800000u;
 const QUIET_NAN = 0x7FC00000u;
 
@@ -68,7 +69,7 @@ fn is_nan_row(base_2: f32) -> bool {
     return base_2 >= NO_NUMBER || (base_2 > EMPTY && base_2 <= WEIGHTLESS);
 }
 
-// exp2 whose value at 0 is 1 on every device: rescaling by an unchanged maximum must change no bit.
+// exp2 that is exactly 1 at 0 on every device: rescaling by an unchanged maximum must change no bit.
 fn exp2_exact(x: f32) -> f32 {
     return select(exp2(x), 1.0, x == 0.0);
 }

@@ -2,6 +2,7 @@
 
 /// The kind of device, as far as scheduling cares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum DeviceKind {
     /// A card with memory of its own.
     Discrete,

@@ -53,7 +53,8 @@ impl Kernel<MlaDecode> for Gpu {
         let layer_entries = [Access::Read, Access::Read, read, write, write, Access::Uniform];
         let layer = layout(self, "mla.layer", &layer_entries)?;
         let slice = Access::UniformAt(size_of::<step::SliceUniform>() as u64);
-        let step = layout(self, "mla.step", &[read, write, slice, read])?;
+        let read_at = if kernel.body.pins_loads() { Access::WriteAt } else { Access::ReadAt };
+        let step = layout(self, "mla.step", &[read_at, write, slice, read_at])?;
         let [split, few, many] = sources_of(&kernel, self.caps(), &request, clamp_pages)?;
         // Every index of `mla_decode` and `mla_merge`, what bounds it, and who checks that before a shader can see it:
         //
@@ -202,8 +203,7 @@ impl Gpu {
         step: &Tables,
         slice: Option<usize>,
     ) {
-        let (offset, items) = step.slice(slice);
-        pass.set_bind_group(1, &step.group, &[offset]);
+        let items = step.bind(pass, slice);
         if items > 0 {
             pass.set_pipeline(&pipes.split);
             self.dispatch_groups(pass, items);

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use super::caps::Caps;
 use super::disk_cache::DiskCache;
-use super::read::check_range;
-use super::scope::{alive, scoped};
+use super::read::{check_range, check_usage};
+use super::scope::{alive, hosts, scoped};
 use super::wanted::caps_on;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
 use crate::{Error, Result};
@@ -30,6 +30,8 @@ pub(super) struct Shared {
     pub(super) checked_shaders: bool,
     /// Why the device was lost, where this crate made it.
     pub(super) lost: Option<Arc<Mutex<Option<String>>>>,
+    /// What keeps adapter and device from being used together.
+    mixed: Option<Error>,
     id: u64,
 }
 
@@ -45,7 +47,12 @@ pub struct Setup<'a> {
 }
 
 impl Gpu {
-    /// On the host's device and queue, and the adapter that the device was made from: only it tells of cooperative matrices.
+    /// On the host's device and queue, and the adapter that the device was made from: only it tells of cooperative matrices. An adapter
+    /// of another card is [`Error::ForeignResource`] in the first [`Device::compile`].
+    ///
+    /// `queue` must be the one that was made with `device`, and every buffer and encoder of `device` too. wgpu tells of another queue or
+    /// encoder to the error handler of the device that it is of, which panics by default, and not to this crate; what is of another
+    /// `wgpu::Instance` may panic inside of wgpu.
     pub fn on(adapter: &wgpu::Adapter, device: &wgpu::Device, queue: &wgpu::Queue) -> Self {
         Self::with(adapter, device, queue, &Setup::default())
     }
@@ -83,6 +90,7 @@ impl Gpu {
             disk: setup.disk_cache.map(|directory| DiskCache::open(device, directory)),
             checked_shaders: setup.checked_shaders || std::env::var_os("MLA_CHECKED_SHADERS").is_some(),
             lost,
+            mixed: mixed(adapter, device),
             id: next_id(),
         };
         Self { shared: Arc::new(shared) }
@@ -106,6 +114,11 @@ impl Gpu {
     /// What the device can do.
     pub fn caps(&self) -> &Caps {
         &self.shared.caps
+    }
+
+    /// From a uniform to the next that is bound with a dynamic offset, in bytes.
+    pub(super) fn uniform_stride(&self) -> u32 {
+        self.device().limits().min_uniform_buffer_offset_alignment.max(64)
     }
 
     /// Writes the file of [`Setup::disk_cache`], if what was compiled changed it. True if it was written.
@@ -138,6 +151,16 @@ impl Gpu {
     }
 }
 
+/// What is wrong with an adapter and a device that are not of one card.
+fn mixed(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Option<Error> {
+    let (info, of_device) = (adapter?.get_info(), device.adapter_info());
+    if (&info.name, info.backend) == (&of_device.name, of_device.backend) {
+        return None;
+    }
+    let detail = format!("the device is of {}, the adapter is {}", of_device.name, info.name);
+    Some(Error::ForeignResource { what: "the adapter that the `Gpu` was made on", detail })
+}
+
 impl Sealed for Gpu {}
 
 impl Device for Gpu {
@@ -152,7 +175,12 @@ impl Device for Gpu {
         self.shared.id
     }
 
+    fn ready(&self) -> Result<()> {
+        self.shared.mixed.clone().map_or(Ok(()), Err)
+    }
+
     fn buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
+        self.ready()?;
         let limit = self.caps().max_buffer_bytes;
         if bytes > limit {
             let cure = "split it into several buffers, or make the device with `wanted`'s limits";
@@ -173,9 +201,9 @@ impl Device for Gpu {
 
     fn upload(&self, buffer: &wgpu::Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(offset, bytes.len() as u64, buffer)?;
+        check_usage("the buffer to upload to", buffer, wgpu::BufferUsages::COPY_DST, "COPY_DST")?;
         self.check_lost()?;
-        self.queue().write_buffer(buffer, offset, bytes);
-        Ok(())
+        hosts(self.device(), "an upload", || self.queue().write_buffer(buffer, offset, bytes))
     }
 
     #[cfg(not(target_arch = "wasm32"))]

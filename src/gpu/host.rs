@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex};
 
 use super::device::{Gpu, Setup};
-use super::wanted::{experimental, wanted};
+use super::wanted::{Wanted, wanted};
 use crate::{Error, Result};
 
 impl Gpu {
-    /// Picks an adapter and makes a device as [`wanted`] says, waiting for both. `WGPU_BACKEND` restricts the APIs, `WGPU_ADAPTER_NAME`
+    /// Picks an adapter and makes a device as [`wanted`] says, cooperative matrices included, waiting for both. `WGPU_BACKEND` restricts the APIs, `WGPU_ADAPTER_NAME`
     /// (a part of the name, in any case) the adapters.
     ///
     /// With the feature `cuda` the first instance is kept to the end of the process, so that no driver is unloaded.
@@ -25,25 +25,24 @@ impl Gpu {
     /// [`Error::NoAdapter`] and [`Error::Device`].
     pub async fn request() -> Result<Self> {
         let adapter = pick_adapter().await?;
-        let wanted = wanted(&adapter);
-        Self::from_adapter(adapter, wanted.features, wanted.limits).await
+        // SAFETY: on a device of this crate's own only its shaders use experimental features, unless a host adds some; `wanted` says how.
+        let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+        let wanted = wanted(&adapter, experimental);
+        Self::from_adapter(adapter, &wanted).await
     }
 
-    /// A device with chosen features and limits, such as a test that plays a weaker one needs.
+    /// A device with what [`wanted`] says, perhaps changed, such as a test that plays a weaker one needs.
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub async fn from_adapter(
-        adapter: wgpu::Adapter,
-        features: wgpu::Features,
-        limits: wgpu::Limits,
-    ) -> Result<Self> {
+    pub async fn from_adapter(adapter: wgpu::Adapter, wanted: &Wanted) -> Result<Self> {
+        let Wanted { features, limits, experimental } = wanted;
         let (device, queue) = adapter
             .request_device(&wgpu::DeviceDescriptor {
                 label: Some("wgpu-mla"),
-                required_features: features,
-                required_limits: limits,
-                experimental_features: experimental(features),
+                required_features: *features,
+                required_limits: limits.clone(),
+                experimental_features: *experimental,
                 ..Default::default()
             })
             .await

@@ -1,4 +1,4 @@
-//! WGSL kernels: how each is put together for a spec and a device, and the variants of each op in dispatch order. Pure.
+//! WGSL kernels: how each is concatenated for a spec and a device, and the variants of each op in dispatch order. Pure.
 //!
 //! A module is a prelude of constants followed by whole files: WGSL's module scope has no order, so nothing needs a preprocessor.
 
@@ -16,8 +16,8 @@ use unroll::unroll;
 /// Invocations in a workgroup of most kernels: WebGPU's default limit.
 pub(crate) const GROUP: u32 = 256;
 
-/// What modules on cooperative matrices begin with. Matrices under an `if` need the diagnostic off; each such condition is the same for a
-/// whole subgroup, and where there are barriers under it for a whole workgroup.
+/// Directives of modules on cooperative matrices (tensor cores). Matrix operations under an `if` need the diagnostic off; each such condition is uniform in a
+/// subgroup, and in the workgroup where there are barriers under it.
 const MATRIX_DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
 
 /// # Errors
@@ -32,7 +32,7 @@ fn matrices(caps: &Caps) -> Result<u32, String> {
     }
 }
 
-/// The types of matrices of a side: f16 times f16 added to f32.
+/// The types of cooperative matrices of a side: f16 x f16 + f32.
 const fn matrix_aliases(side: u32) -> [(&'static str, Const); 3] {
     if side == 8 {
         [
@@ -88,7 +88,7 @@ pub(crate) fn lib_out(dtype: Dtype) -> &'static str {
     }
 }
 
-/// How four elements at a time are read. The specs refuse e4m3.
+/// How quads (4 consecutive elements) are read. The specs refuse e4m3.
 pub(crate) fn lib_quad(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F32 => include_str!("../../shaders/lib/quad_f32.wgsl"),

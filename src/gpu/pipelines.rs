@@ -17,7 +17,11 @@ pub(super) enum Access {
     /// At an offset that is given as it is recorded, and of so many bytes, which a dispatch then need not check.
     UniformAt(u64),
     Read,
+    /// As `Read`, at an offset that is given as it is recorded.
+    ReadAt,
     Write,
+    /// As `Write`, at an offset that is given as it is recorded.
+    WriteAt,
 }
 
 /// The layout of a bind group, its bindings in order.
@@ -29,13 +33,14 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Res
         let (ty, size) = match *access {
             Access::Uniform => (wgpu::BufferBindingType::Uniform, None),
             Access::UniformAt(bytes) => (wgpu::BufferBindingType::Uniform, NonZero::new(bytes)),
-            Access::Read => (wgpu::BufferBindingType::Storage { read_only: true }, None),
-            Access::Write => (wgpu::BufferBindingType::Storage { read_only: false }, None),
+            Access::Read | Access::ReadAt => (wgpu::BufferBindingType::Storage { read_only: true }, None),
+            Access::Write | Access::WriteAt => (wgpu::BufferBindingType::Storage { read_only: false }, None),
         };
+        let has_dynamic_offset = matches!(access, Access::UniformAt(_) | Access::ReadAt | Access::WriteAt);
         wgpu::BindGroupLayoutEntry {
             binding,
             visibility: wgpu::ShaderStages::COMPUTE,
-            ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset: size.is_some(), min_binding_size: size },
+            ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset, min_binding_size: size },
             count: None,
         }
     };
@@ -125,18 +130,17 @@ pub struct Pipe {
 }
 
 impl Pipe {
-    /// Labels are those of a step and of a layer.
+    /// Of a step whose one binding is its [`Table`](super::ops::Table). Labels are those of a step and of a layer.
     ///
     /// # Errors
     /// Those of [`Gpu::pipeline`].
     pub(super) fn new(
         gpu: &Gpu,
         [step, layer]: [&'static str; 2],
-        step_slot: Access,
-        layer_slots: &[Access],
+        layer_entries: &[Access],
         source: &Source,
     ) -> Result<Self> {
-        let (step, layer) = (layout(gpu, step, &[step_slot])?, layout(gpu, layer, layer_slots)?);
+        let (step, layer) = (layout(gpu, step, &[Access::ReadAt])?, layout(gpu, layer, layer_entries)?);
         Ok(Self { pipeline: gpu.pipeline(source, &[&step, &layer])?, step, layer })
     }
 }
@@ -221,6 +225,22 @@ pub(super) fn dispatch(
 ) {
     pass.set_pipeline(pipeline);
     for (index, &group) in (0..).zip(groups) {
+        pass.set_bind_group(index, group, &[]);
+    }
+    pass.dispatch_workgroups(x, y, 1);
+}
+
+/// As [`dispatch`], with a table of a step as group 0.
+pub(super) fn dispatch_step(
+    pass: &mut wgpu::ComputePass<'_>,
+    pipeline: &wgpu::ComputePipeline,
+    (table, offset): (&wgpu::BindGroup, u32),
+    groups: &[&wgpu::BindGroup],
+    [x, y]: [u32; 2],
+) {
+    pass.set_pipeline(pipeline);
+    pass.set_bind_group(0, table, &[offset]);
+    for (index, &group) in (1..).zip(groups) {
         pass.set_bind_group(index, group, &[]);
     }
     pass.dispatch_workgroups(x, y, 1);

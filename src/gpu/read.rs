@@ -4,7 +4,7 @@ use std::future::poll_fn;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 
-use super::scope::scoped;
+use super::scope::{hosts, scoped};
 use crate::{Error, Result};
 
 /// Copies the first `bytes` bytes of a buffer to the host, after all that was submitted to the queue. `buffer` has the
@@ -13,7 +13,8 @@ use crate::{Error, Result};
 /// In a browser the future is ready once its event loop has run; elsewhere the first poll waits for the device.
 ///
 /// # Errors
-/// [`Error::BufferTooSmall`], [`Error::Alignment`], [`Error::OutOfMemory`] and [`Error::DeviceLost`].
+/// [`Error::BufferTooSmall`], [`Error::Alignment`], [`Error::BufferUsage`] without `COPY_SRC`, [`Error::ForeignResource`] for a buffer
+/// that is mapped, destroyed or of another device, [`Error::OutOfMemory`] and [`Error::DeviceLost`].
 pub async fn read(
     device: &wgpu::Device,
     queue: &wgpu::Queue,
@@ -21,6 +22,7 @@ pub async fn read(
     bytes: u64,
 ) -> Result<Vec<u8>> {
     check_range(0, bytes, buffer)?;
+    check_usage("the buffer to read", buffer, wgpu::BufferUsages::COPY_SRC, "COPY_SRC")?;
     if bytes == 0 {
         return Ok(Vec::new());
     }
@@ -32,9 +34,11 @@ pub async fn read(
             mapped_at_creation: false,
         })
     })?;
-    let mut encoder = device.create_command_encoder(&Default::default());
-    encoder.copy_buffer_to_buffer(buffer, 0, &staging, 0, bytes);
-    queue.submit([encoder.finish()]);
+    hosts(device, "a read of the buffer", || {
+        let mut encoder = device.create_command_encoder(&Default::default());
+        encoder.copy_buffer_to_buffer(buffer, 0, &staging, 0, bytes);
+        queue.submit([encoder.finish()]);
+    })?;
     let lost = |detail: String| Error::DeviceLost { detail };
     let mapped = Answer::default();
     let answer = mapped.clone();
@@ -74,6 +78,17 @@ impl Answer {
         })
         .await
     }
+}
+
+/// # Errors
+/// [`Error::BufferUsage`].
+pub(super) fn check_usage(
+    what: &'static str,
+    buffer: &wgpu::Buffer,
+    needed: wgpu::BufferUsages,
+    usage: &'static str,
+) -> Result<()> {
+    if buffer.usage().contains(needed) { Ok(()) } else { Err(Error::BufferUsage { what, usage }) }
 }
 
 /// # Errors

@@ -21,6 +21,17 @@ pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -
     Ok(make())
 }
 
+/// As [`scoped`], for what uses the host's own resources and was checked otherwise: what wgpu has against it is theirs.
+///
+/// # Errors
+/// [`Error::ForeignResource`], [`Error::OutOfMemory`] and [`Error::DeviceLost`].
+pub(crate) fn hosts<T>(device: &wgpu::Device, what: &'static str, use_them: impl FnOnce() -> T) -> Result<T> {
+    scoped(device, what, use_them).map_err(|error| match error {
+        Error::Internal { what, detail } => Error::ForeignResource { what, detail },
+        other => other,
+    })
+}
+
 /// Runs `make`, such as [`crate::Device::compile`] or a `bind`, and awaits what the device has against it.
 ///
 /// It is for browsers, which compile and check after the call returned: without it their errors reach only the device's
@@ -56,7 +67,17 @@ async fn in_scopes<T>(device: &wgpu::Device, what: &'static str, make: impl FnOn
         return Err(Error::OutOfMemory { what });
     }
     match validation.or(internal) {
-        Some(error) => Err(Error::Internal { what, detail: error.to_string() }),
+        Some(error) => {
+            let detail = error.to_string();
+            // Only a resource of the host can be any of these; wgpu tells by its text alone.
+            let is_foreign =
+                ["doesn't match Device", "has been destroyed"].iter().any(|it| detail.contains(it));
+            Err(if is_foreign {
+                Error::ForeignResource { what, detail }
+            } else {
+                Error::Internal { what, detail }
+            })
+        }
         None => Ok(made),
     }
 }

@@ -9,16 +9,24 @@ pub struct Wanted {
     pub features: wgpu::Features,
     /// WebGPU's defaults, raised where it helps to what the adapter has.
     pub limits: wgpu::Limits,
-    /// Token for experimental features: disabled while no variant needs one.
+    /// What [`wanted`] was given.
     pub experimental: wgpu::ExperimentalFeatures,
 }
 
-/// What to put into a device descriptor on this adapter. A host adds its own needs:
+/// What to put into a device descriptor on this adapter. `experimental` decides about cooperative matrices (tensor cores), which wgpu
+/// counts among its experimental features: with [`wgpu::ExperimentalFeatures::disabled`] the variants on subgroups are the best that is
+/// selected. What is enabled holds for the whole device, so the choice is the host's: wgpu may have bugs there that safe code runs
+/// into. This crate's own use is narrow: matrices are loaded from and stored to arrays of its own size, at indices known when a kernel
+/// is composed, by whole subgroups; its tests compare the results with an oracle on every device at hand.
+///
+/// A host adds its own needs:
 ///
 /// ```no_run
 /// # async fn host(adapter: wgpu_mla::wgpu::Adapter) -> Result<(), Box<dyn std::error::Error>> {
 /// use wgpu_mla::wgpu;
-/// let wanted = wgpu_mla::gpu::wanted(&adapter);
+/// // SAFETY: this program has no other shader that uses experimental features.
+/// let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+/// let wanted = wgpu_mla::gpu::wanted(&adapter, experimental);
 /// let (device, queue) = adapter
 ///     .request_device(&wgpu::DeviceDescriptor {
 ///         required_features: wanted.features,
@@ -29,7 +37,7 @@ pub struct Wanted {
 ///     .await?;
 /// # Ok(()) }
 /// ```
-pub fn wanted(adapter: &wgpu::Adapter) -> Wanted {
+pub fn wanted(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures) -> Wanted {
     let useful = wgpu::Features::SUBGROUP
         | wgpu::Features::SHADER_F16
         | wgpu::Features::SHADER_I16
@@ -43,20 +51,11 @@ pub fn wanted(adapter: &wgpu::Adapter) -> Wanted {
     limits.max_compute_workgroup_storage_size = has.max_compute_workgroup_storage_size;
     limits.max_compute_invocations_per_workgroup = has.max_compute_invocations_per_workgroup;
     limits.max_compute_workgroup_size_x = has.max_compute_workgroup_size_x;
-    let features = adapter.features() & useful;
-    Wanted { features, limits, experimental: experimental(features) }
-}
-
-/// The token that `features` need: wgpu may still have bugs in experimental ones. This crate uses cooperative matrices,
-/// whose results its tests compare with an oracle on every device at hand.
-pub(super) fn experimental(features: wgpu::Features) -> wgpu::ExperimentalFeatures {
-    if features.intersects(wgpu::Features::all_experimental_mask()) {
-        // SAFETY: matrices are loaded from and stored to arrays of this crate's own size, at indices known when the
-        // kernel is composed, by whole subgroups: what naga does not check.
-        unsafe { wgpu::ExperimentalFeatures::enabled() }
-    } else {
-        wgpu::ExperimentalFeatures::disabled()
+    let mut features = adapter.features() & useful;
+    if !experimental.is_enabled() {
+        features.remove(wgpu::Features::all_experimental_mask());
     }
+    Wanted { features, limits, experimental }
 }
 
 /// What a device can do, as it was made; without cooperative matrices, of which only its adapter knows.

@@ -7,7 +7,7 @@ use crate::ops::op::Binding;
 use crate::ops::{
     HeadProject, HeadProjectArgs, KvAppend, KvAppendArgs, KvGather, KvGatherArgs, LseBase, MergeState,
     MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
-    MlaPrefillArgs, PrefillExtent, Query, RopeAppend, RopeAppendArgs, WeightView,
+    MlaPrefillArgs, PrefillExtent, Query, RopeAppend, RopeAppendArgs, RopeAppendExtent, WeightView,
 };
 use crate::view::View;
 use crate::{MlaDecode, Result};
@@ -91,7 +91,7 @@ impl<D: Composes> Bind<'_, D> {
                     cos_sin: args.cos_sin,
                     max_position: args.max_position,
                 };
-                Append::Rotated(append.bind(&args, tokens)?)
+                Append::Rotated(append.bind(&args, RopeAppendExtent::of(tokens))?)
             }
         })
     }

@@ -127,7 +127,7 @@ impl LayerPlan {
     ///
     /// # Errors
     /// Those of [`Plan::new`]; [`Error::QueryLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
-    /// `slot_mapping` or page table of another batch; [`Error::Shape`] for a workspace that holds not even one page, or one split
+    /// `slot_mapping` or page table of another batch; [`Error::SlotMismatch`] where these two contradict each other; [`Error::Shape`] for a workspace that holds not even one page, or one split
     /// of [`SplitPolicy::FixedTokens`].
     pub fn new(
         spec: &MlaLayer,
@@ -165,6 +165,7 @@ impl LayerPlan {
                 _ => prompts.push(prompt),
             }
         }
+        check_slots(spec, batch)?;
         plan.plan_decodes(spec, tiling, batch, policy, &decodes, &expanded)?;
         plan.plan_chunks(spec, policy, &prompts)?;
         Ok(plan)
@@ -175,6 +176,7 @@ impl LayerPlan {
         let rows = |prefix: &ExpandedPrefix| prefix.first_row.saturating_add(prefix.tokens);
         LayerCapacity {
             tokens: self.positions.len() as u32,
+            positions: self.positions.iter().max().map_or(0, |&last| last as u32 + 1),
             decode_tokens: self.decoded.last().map_or(0, |tokens| tokens.end),
             prefix_rows: batch.expanded.iter().map(rows).max().unwrap_or(0),
         }
@@ -345,6 +347,29 @@ fn check_groups(batch: &LayerBatch<'_>) -> Result<()> {
         }
         None => Ok(()),
     }
+}
+
+/// A new token is read where the block table has it, so it must be written there.
+///
+/// # Errors
+/// [`Error::SlotMismatch`].
+fn check_slots(spec: &MlaLayer, batch: &LayerBatch<'_>) -> Result<()> {
+    let page_size = spec.kv.page_size as usize;
+    for (seq, (&len, loc)) in batch.seq_lens.iter().zip(batch.query_start_loc.windows(2)).enumerate() {
+        let row = row_of(batch.pages, seq);
+        let tokens = loc[0] as usize..loc[1] as usize;
+        let first = len as usize - tokens.len();
+        for (index, position) in tokens.zip(first..) {
+            let slot = batch.slot_mapping[index];
+            // A row that is too short is refused where its pages are read.
+            let Some(&page) = row.get(position / page_size) else { break };
+            let want = i64::from(page) * page_size as i64 + (position % page_size) as i64;
+            if slot >= 0 && slot != want {
+                return Err(Error::SlotMismatch { index, slot, want });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The pages of some sequences and their tokens, which begin where a page does, as `(kv_indptr, kv_indices)`.

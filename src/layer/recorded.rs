@@ -6,7 +6,9 @@ use super::plan::{Chunk, LayerBatch, LayerPlan, Target};
 use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
 use crate::ops::op::{Kernel, Step};
 use crate::ops::variants::{Candidate, Choice};
-use crate::ops::{GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend};
+use crate::ops::{
+    GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend, RopeAppendBatch,
+};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, MlaDecode, Result, SplitPolicy};
 
@@ -101,12 +103,12 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         let used = plan.used(batch);
         ops.capacity.check_holds(&used)?;
         match (&ops.append, &mut step.append) {
-            (Append::Rotated(append), Append::Rotated(step)) => append.prepare(step, batch.slot_mapping)?,
+            (Append::Rotated(append), Append::Rotated(step)) => {
+                let positions = Some(&plan.positions[..]);
+                append.prepare(step, RopeAppendBatch { slot_mapping: batch.slot_mapping, positions })?;
+            }
             (Append::Plain(append), Append::Plain(step)) => append.prepare(step, batch.slot_mapping)?,
             _ => return Err(MIXED),
-        }
-        if !plan.positions.is_empty() {
-            self.upload(&ops.space.positions, 0, bytemuck::cast_slice(&plan.positions))?;
         }
         step.plan = plan;
         step.prepare_decodes(ops)?;

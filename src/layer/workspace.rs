@@ -10,7 +10,7 @@ use crate::{Error, Result};
 pub struct Workspace<B> {
     /// `S`.
     pub(super) num_rows: u32,
-    /// i32 `[T]`.
+    /// i32 `[T]`: unread, as steps have positions of their own.
     pub(super) positions: B,
     /// f32 `[T, H]`: of the output, of what takes turns with it, and of what is merged.
     lse: [B; 3],

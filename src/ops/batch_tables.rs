@@ -9,7 +9,7 @@ pub(crate) use template::template;
 use super::op::{Op, sealed};
 use super::{KvAppend, RopeAppend};
 use crate::view::fits;
-use crate::{Error, KvSpec, Result};
+use crate::{Error, KvSpec, Result, RopeAppendBatch};
 
 /// The arrays of a batch as the device has them, each i32, dense and at the front of its buffer. What is in them is not known to the
 /// host: kernels that read them skip or clamp what leads out of the pool.
@@ -58,13 +58,20 @@ impl<'a, B> DeviceBatch<&'a B> {
 }
 
 /// An op that writes new tokens to slots of a cache, which may be written on the device.
-pub trait AppendsSlots: Op<Capacity = u32> + for<'a> Op<Input<'a> = &'a [i64]> + sealed::Sealed {
+pub trait AppendsSlots: Op<Capacity = u32> + sealed::Sealed {
+    /// What a step of these slots is prepared with.
+    fn of_slots(slot_mapping: &[i64]) -> Self::Input<'_>;
+
     /// The cache.
     fn cache(&self) -> &KvSpec;
 }
 
 impl sealed::Sealed for KvAppend {}
 impl AppendsSlots for KvAppend {
+    fn of_slots(slot_mapping: &[i64]) -> &[i64] {
+        slot_mapping
+    }
+
     fn cache(&self) -> &KvSpec {
         &self.kv
     }
@@ -72,6 +79,10 @@ impl AppendsSlots for KvAppend {
 
 impl sealed::Sealed for RopeAppend {}
 impl AppendsSlots for RopeAppend {
+    fn of_slots(slot_mapping: &[i64]) -> RopeAppendBatch<'_> {
+        RopeAppendBatch::slots(slot_mapping)
+    }
+
     fn cache(&self) -> &KvSpec {
         &self.append.kv
     }

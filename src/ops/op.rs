@@ -62,6 +62,11 @@ pub trait Op: Copy + Debug {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()>;
 
+    /// The room of a binding, where its arguments say more than the caller did.
+    fn room<B>(&self, _: &Self::Args<B>, room: Self::Extent) -> Self::Extent {
+        room
+    }
+
     /// Whether a step that reaches so far may be recorded with a binding of so much room.
     ///
     /// # Errors
@@ -130,6 +135,14 @@ pub trait Device: sealed::Sealed + Clone + Debug {
     /// A number that clones have in common, and no other device has.
     fn id(&self) -> u64;
 
+    /// Whether what the device was made on can be used together.
+    ///
+    /// # Errors
+    /// [`Error::ForeignResource`].
+    fn ready(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Zeroed memory of at least `bytes` bytes.
     ///
     /// # Errors
@@ -193,6 +206,7 @@ pub trait Device: sealed::Sealed + Clone + Debug {
         Self: Kernel<O>,
     {
         op.check()?;
+        self.ready()?;
         let (kernels, facts, choice) = self.kernel_compile(&op, options)?;
         log::info!("{}: {}", O::NAME, choice.why);
         Ok(Compiled { device: self.clone(), op, facts, choice, kernels, id: next_id() })
@@ -314,6 +328,7 @@ pub struct Compiled<O: Op, D: Kernel<O>> {
 /// stream's order; a prepare that fits the step's capacity rewrites it in place, so that a captured graph replays with what was
 /// prepared last, and one that does not fit replaces its buffers: graphs captured before must be captured again.
 #[derive(Debug)]
+#[must_use]
 pub struct Step<O: Op, D: Kernel<O>> {
     pub(crate) raw: D::Step,
     /// `None` until it was prepared, and after a prepare that failed.
@@ -407,6 +422,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         self.op.check_args(args, room, D::size)?;
         self.op.check_aliases(args, room, D::offset)?;
         let raw = self.device.kernel_bind(&self.op, &self.kernels, args, room)?;
+        let room = self.op.room(args, room);
         Ok(Binding { raw, room, owner: self.id })
     }
 

@@ -32,12 +32,61 @@ pub struct RopeAppendArgs<B> {
     pub q_pe_out: View<B>,
     /// The new rows, `k_pe` not yet rotated, and the cache.
     pub layer: KvAppendArgs<B>,
-    /// i32 `[tokens]`; see [`RopeArgs::positions`].
+    /// i32 `[tokens]`; see [`RopeArgs::positions`]. Unread by a step that has [`RopeAppendBatch::positions`].
     pub positions: B,
     /// f32 `[max_position, R]`; see [`RopeArgs::cos_sin`].
     pub cos_sin: B,
     /// Rows of `cos_sin`.
     pub max_position: u32,
+}
+
+/// The new tokens of a step.
+#[derive(Debug, Clone, Copy)]
+pub struct RopeAppendBatch<'a> {
+    /// As that of [`KvAppend`]: `page * page_size + offset` of each token, negative for one that is not appended.
+    pub slot_mapping: &'a [i64],
+    /// Position of each token, 0 or more. `None`: those that [`RopeAppendArgs::positions`] holds when the commands run.
+    pub positions: Option<&'a [i32]>,
+}
+
+/// How far a step reaches, or a binding has room for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RopeAppendExtent {
+    /// Tokens, skipped ones included.
+    pub tokens: u32,
+    /// One more than the largest position that the host knows of. A binding has [`RopeAppendArgs::max_position`], whatever stands here.
+    pub positions: u32,
+}
+
+impl RopeAppendExtent {
+    /// Room for so many tokens.
+    pub const fn of(tokens: u32) -> Self {
+        Self { tokens, positions: 0 }
+    }
+}
+
+impl<'a> RopeAppendBatch<'a> {
+    /// Tokens whose positions are in [`RopeAppendArgs::positions`].
+    pub const fn slots(slot_mapping: &'a [i64]) -> Self {
+        Self { slot_mapping, positions: None }
+    }
+
+    /// # Errors
+    /// [`Error::Length`] and [`Error::Shape`].
+    pub(crate) fn extent(&self) -> Result<RopeAppendExtent> {
+        let tokens = u32::try_from(self.slot_mapping.len()).unwrap_or(u32::MAX);
+        let Some(positions) = self.positions else { return Ok(RopeAppendExtent { tokens, positions: 0 }) };
+        let (got, want) = (positions.len() as u64, self.slot_mapping.len() as u64);
+        if got != want {
+            return Err(Error::Length { what: "positions", got, want, cure: "one position a token" });
+        }
+        if let Some(index) = positions.iter().position(|&position| position < 0) {
+            let cure = "holds a negative position: the first token of a sequence has position 0";
+            return Err(Error::Shape { what: "positions at index", got: index as u64, cure });
+        }
+        let positions = positions.iter().max().map_or(0, |&last| last as u32 + 1);
+        Ok(RopeAppendExtent { tokens, positions })
+    }
 }
 
 impl RopeAppend {
@@ -71,11 +120,9 @@ impl Op for RopeAppend {
     const NAME: &'static str = "rope_append";
     type Options = OpOptions;
     type Facts = ();
-    /// `slot_mapping`, as that of [`KvAppend`].
-    type Input<'a> = &'a [i64];
+    type Input<'a> = RopeAppendBatch<'a>;
     type Args<B> = RopeAppendArgs<B>;
-    /// Tokens, skipped ones included.
-    type Extent = u32;
+    type Extent = RopeAppendExtent;
     /// Tokens.
     type Capacity = u32;
 
@@ -102,21 +149,30 @@ impl Op for RopeAppend {
     fn check_args<B>(
         &self,
         args: &RopeAppendArgs<&B>,
-        max_tokens: u32,
+        room: RopeAppendExtent,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        self.append.check_args(&args.layer, max_tokens, size)?;
-        args.rope().check_as(&self.rope(), NAMES, max_tokens, size)
+        self.append.check_args(&args.layer, room.tokens, size)?;
+        args.rope().check_as(&self.rope(), NAMES, room.tokens, size)
     }
 
-    fn fits(tokens: u32, max_tokens: u32) -> Result<(), &'static str> {
-        KvAppend::fits(tokens, max_tokens)
+    fn room<B>(&self, args: &RopeAppendArgs<B>, room: RopeAppendExtent) -> RopeAppendExtent {
+        RopeAppendExtent { positions: args.max_position, ..room }
+    }
+
+    fn fits(used: RopeAppendExtent, room: RopeAppendExtent) -> Result<(), &'static str> {
+        if used.positions > room.positions {
+            return Err(
+                "the step has positions past RopeAppendArgs::max_position: bind a RoPE table (cos_sin) of more positions",
+            );
+        }
+        KvAppend::fits(used.tokens, room.tokens)
     }
 
     fn check_aliases<B>(
         &self,
         args: &RopeAppendArgs<&B>,
-        max_tokens: u32,
+        room: RopeAppendExtent,
         offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {
         let KvAppendArgs { kv_c, k_pe, kv, .. } = args.layer;
@@ -138,6 +194,6 @@ impl Op for RopeAppend {
                 return Err(Error::Aliased { a, b: NAMES[1] });
             }
         }
-        args.rope().check_aliases_as(&self.rope(), NAMES, max_tokens, offset)
+        args.rope().check_aliases_as(&self.rope(), NAMES, room.tokens, offset)
     }
 }

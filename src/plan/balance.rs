@@ -1,19 +1,19 @@
-//! Where the automatic policy cuts: into equal shares, or into pieces of one length and a remainder a run, where a device is predicted to
-//! be done sooner with those. Equal shares suit runs of one length; of a ragged batch they leave one item much longer than the rest.
+//! The cuts of `SplitPolicy::Auto`: equal shares, or pieces of one length and a remainder a run, where a device is predicted to
+//! finish sooner with those. Equal shares suit runs of one length; in a ragged batch they leave one item much longer than the rest.
 //!
-//! The prediction is list scheduling: as many workers as there are target items each take the longest item that is left when they
-//! are done with their last one, and an item costs its tokens and [`Tiling::item_overhead_tokens`].
+//! The prediction is list scheduling (longest processing time first): as many workers as target items each take the longest remaining item when they
+//! finish one, and an item costs its tokens plus [`Tiling::item_overhead_tokens`].
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::{Run, Tiling};
 
-/// A whole number of cache pages, and of the blocks of any kernel.
+/// Tokens that are a whole number of usual cache pages, and of any kernel's blocks.
 const LONG_PIECE_STEP: u64 = 64;
-/// Tokens of a piece that is long enough to be a multiple of that.
+/// The least tokens of a piece that is rounded to such a multiple.
 const LONG_PIECE: u64 = 1024;
-/// Lengths of pieces that are tried at most.
+/// The most lengths of pieces that are tried.
 const TRIALS: u32 = 6;
 
 /// Where runs are cut.
@@ -25,7 +25,7 @@ pub(super) enum Cut {
     Pieces(Pieces),
 }
 
-/// Pieces of `tokens` and a remainder. One shorter than `least` halves the last piece with it, on a block boundary: it is
+/// Pieces of `tokens` and a remainder. A remainder shorter than `least` is joined with the last piece and the sum halved, on a block boundary: it is
 /// then neither all overhead nor does it make a longer piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pieces {
@@ -36,7 +36,7 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// Whole pieces of a run, and the tokens of up to two others after them.
+    /// The number of whole pieces of a run, and the tokens of up to two shorter ones after them.
     pub(super) fn of(self, tokens: u32) -> (u32, [u32; 2]) {
         let (whole, rest) = (tokens / self.tokens, tokens % self.tokens);
         if whole == 0 || rest == 0 || rest >= self.least {
@@ -49,7 +49,7 @@ impl Pieces {
 }
 
 impl Cut {
-    /// Splits of a run that has some tokens.
+    /// The number of splits of a run, which has at least one token.
     pub(super) fn splits(self, tokens: u32) -> u32 {
         match self {
             Self::Shares { chunk, .. } => tokens.div_ceil(chunk),
@@ -87,7 +87,7 @@ pub(super) struct Scratch {
     workers: BinaryHeap<Reverse<(u64, u64)>>,
 }
 
-/// The cut with which a device is predicted to be done first.
+/// The cut with the least predicted makespan.
 pub(super) fn balanced(runs: &[Run], heads: u32, tiling: &Tiling, scratch: &mut Scratch) -> Cut {
     let load = Load { runs, heads, tiling };
     let chunk = load.chunk();
@@ -120,12 +120,12 @@ impl Load<'_> {
         (run.num_queries * self.heads).div_ceil(self.tiling.rows_per_tile.max(1)).into()
     }
 
-    /// Items of equal shares of at most so many blocks.
+    /// The number of items of equal shares of at most a number of blocks.
     fn items(&self, chunk: u32) -> u64 {
         self.runs.iter().map(|run| self.tiles(run) * u64::from(self.blocks(run).div_ceil(chunk).max(1))).sum()
     }
 
-    /// Items that equal shares may make.
+    /// The most items that equal shares may make.
     fn most_items(&self) -> u64 {
         let Tiling { target_items, single_sequence_items, .. } = *self.tiling;
         let is_single = self.parts().map(|(_, tiles)| tiles).sum::<u64>() == 1;
@@ -165,12 +165,13 @@ impl Load<'_> {
             return None;
         }
         let (workers, done) = self.shares_done(chunk, scratch);
-        // What the model does not know may be worth a 32nd, and of equal shares it knows the longest but for a block.
+        // Pieces must win by a 32nd, for what the model leaves out; of equal shares it knows the longest only to within a block.
         let mut soonest = done.saturating_sub((done / 32).max(block.into()));
         let tokens: u64 = self.parts().map(|(tokens, tiles)| u64::from(tokens) * tiles).sum();
         let tiles: u64 = self.parts().map(|(_, tiles)| tiles).sum();
 
-        // A worker's time but for its pieces' overhead, as each tile has a remainder too; and one piece a worker, if that cuts any run.
+        // The first length to try: a worker's time, with the overhead of each tile's remainder but not of pieces, if that cuts any run;
+        // else an equal part of it that does.
         let time = tokens.saturating_add(tiles.saturating_mul(overhead)) / workers;
         let length = time.div_ceil(time / u64::from(longest) + 1);
         let step = if length < LONG_PIECE { 1 } else { LONG_PIECE_STEP }.next_multiple_of(block.into());
@@ -181,7 +182,7 @@ impl Load<'_> {
             let pieces = Pieces { tokens: piece, least: self.tiling.min_split_tokens, block };
             let items = self.list_pieces(pieces, &mut scratch.items);
             let no_wait = tokens.saturating_add(items.saturating_mul(overhead)) / workers;
-            // Longer pieces are not done sooner than this either.
+            // Longer pieces cannot finish before `soonest` either.
             if no_wait.max(length + overhead) >= soonest {
                 break;
             }
@@ -194,7 +195,7 @@ impl Load<'_> {
         best
     }
 
-    /// How many workers share equal shares, and when the last is done.
+    /// How many workers equal shares occupy, and when the last finishes.
     fn shares_done(&self, chunk: u32, scratch: &mut Scratch) -> (u64, u64) {
         let most = self.most_items();
         if self.items(chunk / self.block()) <= most {
@@ -216,7 +217,7 @@ impl Load<'_> {
     /// Lists the items of a cut and counts them.
     fn list_pieces(&self, pieces: Pieces, items: &mut Vec<(u32, u64)>) -> u64 {
         items.clear();
-        // A run makes three lengths at most, of which one is the same for all.
+        // A run has at most three lengths of items, one of which is the same for all runs.
         items.reserve(2 * self.runs.len() + 1);
         let mut all_whole = 0;
         for (tokens, tiles) in self.parts() {
@@ -235,7 +236,7 @@ impl Load<'_> {
 }
 
 impl Scratch {
-    /// When workers are done with the listed items, the longest first; once that is `limit` or later, some time from there on.
+    /// The makespan of the listed items, longest first; any value from `limit` on where it is `limit` or later.
     fn done(&mut self, workers: u64, overhead: u64, limit: u64) -> u64 {
         let Self { items, workers: heap } = self;
         items.sort_unstable_by_key(|&(tokens, _)| Reverse(tokens));

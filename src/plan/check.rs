@@ -1,4 +1,4 @@
-//! A batch is checked before it is planned, and a plan from outside before a kernel follows its indices.
+//! Checks of a batch before it is planned, and of a caller's plan before a kernel follows its indices.
 
 use super::{Batch, DIRECT, Merge, Plan, WorkItem, countable};
 use crate::{Error, Mask, MlaDecode, Result};

@@ -1,4 +1,4 @@
-//! Runs are cut into splits, each split into tiles, and what the splits of a row give is merged.
+//! Cuts runs (query tokens over one range of tokens) into splits, and splits into tiles; lists the partial results that a merge combines.
 
 use super::balance::{Cut, Pieces, balanced};
 use super::{DIRECT, Merge, Plan, Run, SplitPolicy, Tiling, WorkItem, countable};
@@ -17,7 +17,7 @@ impl Plan {
             let run = self.scratch.runs[i];
             let rows = run.num_queries * heads;
             let tokens = run.end - run.begin;
-            // A run with nothing left to attend still owes its rows an output, unless the prefix gives it.
+            // A run with no token to attend to still writes its rows' output, unless the shared prefix's items do.
             let splits = if tokens == 0 { u32::from(!run.partial) } else { cut.splits(tokens) };
             let direct = splits == 1 && !run.partial;
             let partials = if direct { 0 } else { u64::from(splits) * u64::from(rows) };
@@ -44,7 +44,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The tiles of one split. None attends further than its last visible token.
+    /// The tiles of one split. Each ends at the last token that is visible to one of its rows.
     fn push_tiles(
         &mut self,
         run: &Run,

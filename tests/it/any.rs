@@ -7,8 +7,8 @@ use wgpu_mla::any::{self, AnyBackend, Chosen};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{
     Binding, Compiled, Device, Dtype, Error, KvAppend, KvAppendArgs, KvCopyPages, KvView, MergeState,
-    MergeStateArgs, MlaDecode, MlaDecodeArgs, MlaLayer, Rope, RopeAppend, RopeAppendArgs, RopeArgs,
-    RopeLayout, Step, View,
+    MergeStateArgs, MlaDecode, MlaDecodeArgs, MlaLayer, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
+    RopeArgs, RopeLayout, Step, View,
 };
 
 fn best_is_here_and_says_why() {
@@ -163,7 +163,7 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
             };
             let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
             let of = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout };
-            must_refuse(cpu.once(of, &[0], &args));
+            must_refuse(cpu.once(of, RopeAppendBatch::slots(&[0]), &args));
         }
         let kv = KvView::dense(foreign, &spec);
         must_refuse(cpu.once(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() }, &[], &kv));

@@ -115,7 +115,9 @@ fn gpu_without_features() -> Outcome {
     let gpu = mla_support::gpu()?;
     let (features, limits) = (wgpu::Features::empty(), wgpu::Limits::default());
     let adapter = gpu.adapter().expect("it was made from one").clone();
-    let made = wgpu_mla::gpu::Gpu::from_adapter(adapter, features, limits);
+    let experimental = wgpu::ExperimentalFeatures::disabled();
+    let none = wgpu_mla::gpu::Wanted { features, limits, experimental };
+    let made = wgpu_mla::gpu::Gpu::from_adapter(adapter, &none);
     let gpu = pollster::block_on(made).expect("a default device");
     assert!(!gpu.caps().f16_subnormals);
     check_all(&gpu);

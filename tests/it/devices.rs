@@ -1,5 +1,6 @@
 //! Weaker devices, lost ones, limits, and a device that computes nothing; in [`layers`] what a layer must not be.
 
+mod foreign;
 mod layers;
 
 use mla_support::rig::{Rig, pages, plan, small};
@@ -16,12 +17,17 @@ fn adapter(gpu: &Gpu) -> wgpu::Adapter {
     gpu.adapter().expect("of a device that this crate made").clone()
 }
 
+fn experimental() -> wgpu::ExperimentalFeatures {
+    // SAFETY: this crate's shaders alone run on these devices.
+    unsafe { wgpu::ExperimentalFeatures::enabled() }
+}
+
 /// A device of its own, with features and limits changed from what `wanted` would ask for.
 fn device(change: impl FnOnce(&mut wgpu::Features, &mut wgpu::Limits)) -> Result<Gpu, Ignored> {
     let adapter = adapter(&mla_support::gpu()?);
-    let mut wanted = wanted(&adapter);
+    let mut wanted = wanted(&adapter, experimental());
     change(&mut wanted.features, &mut wanted.limits);
-    let made = Gpu::from_adapter(adapter, wanted.features, wanted.limits);
+    let made = Gpu::from_adapter(adapter, &wanted);
     Ok(pollster::block_on(made).expect("a weaker device"))
 }
 
@@ -102,10 +108,11 @@ fn a_device_without_its_adapter_says_so() {
         ..wgpu::InstanceDescriptor::new_without_display_handle()
     });
     let adapter = pollster::block_on(instance.request_adapter(&Default::default())).expect("needs no GPU");
-    let wanted = wanted(&adapter);
+    let without = wanted(&adapter, wgpu::ExperimentalFeatures::disabled());
+    assert!(!without.features.intersects(wgpu::Features::all_experimental_mask()));
+    let wanted = wanted(&adapter, experimental());
     assert!(wanted.features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX));
-    let gpu =
-        pollster::block_on(Gpu::from_adapter(adapter, wanted.features, wanted.limits)).expect("a device");
+    let gpu = pollster::block_on(Gpu::from_adapter(adapter, &wanted)).expect("a device");
     let why = |gpu: &Gpu| gpu.variants(&PROJECT).swap_remove(0).lacks.expect("it has no matrices");
     assert!(why(&gpu).contains("no cooperative matrices"), "{}", why(&gpu));
     let unknown = Gpu::without_adapter(gpu.device(), gpu.queue(), &Setup::default());
@@ -307,7 +314,7 @@ fn a_device_that_computes_nothing() {
 }
 
 crate::tests![
-    (in layers)
+    (in foreign, layers)
     a_default_device_works_and_says_what_it_lacks,
     a_hosts_device_gets_the_same_variant,
     a_device_without_its_adapter_says_so,

@@ -58,7 +58,7 @@ fn recorded_decodes_attend_expanded_prefixes() -> Outcome {
 fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
     let gpu = mla_support::gpu()?;
     let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 64);
-    let capacity = LayerCapacity { tokens: 20, decode_tokens: 2, prefix_rows: 0 };
+    let capacity = LayerCapacity { tokens: 20, decode_tokens: 2, ..LayerCapacity::default() };
     let options = LayerOptions { capacity, ..Default::default() };
     let layer = gpu.compile_with(spec, &options).expect("a layer");
     let mut step = layer.step(Capacity::default()).expect("a step");
@@ -83,7 +83,7 @@ fn a_batch_beyond_the_capacity_is_an_error() -> Outcome {
     assert!(many.is_err_and(|error| error.to_string() == text));
     let late = prepare(&[40, 30], &[0, 10, 11]);
     assert!(matches!(late, Err(Error::Capacity { need: 11, got: 2, .. })), "{late:?}");
-    assert!(late.is_err_and(|error| error.to_string().contains("put decodes first")));
+    assert!(late.is_err_and(|error| error.to_string().contains("MlaLayer::decodes_first")));
 
     let other = gpu.compile_with(spec, &options).expect("a layer");
     let mut other = other.step(Capacity::default()).expect("a step");

@@ -11,8 +11,8 @@ use wgpu_mla::{
     KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, MergeState,
     MergeStateArgs, MergeStates, MergeStatesArgs, MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs,
     MlaPrefill, MlaPrefillArgs, MlaShape, Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence,
-    Rope, RopeAppend, RopeAppendArgs, RopeArgs, RopeLayout, SharedPrefix, SplitPolicy, Tiling, View,
-    WeightOrder, WeightView, write_tables,
+    Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, RopeLayout, SharedPrefix, SplitPolicy,
+    Tiling, View, WeightOrder, WeightView, write_tables,
 };
 
 use crate::cpu::layer_args;
@@ -159,7 +159,7 @@ fn every_op_runs_without_an_allocation() {
     let both = RopeAppend { append, query: dtype, num_heads, layout };
     let args =
         RopeAppendArgs { q_pe: x, q_pe_out: y, layer: rows, positions: f, cos_sin: g, max_position: 4 };
-    runs_without_an_allocation(both, &one, &[3, -1, 70], &args);
+    runs_without_an_allocation(both, &one, RopeAppendBatch::slots(&[3, -1, 70]), &args);
 
     let order = WeightOrder::Kn;
     let project = HeadProject { input: dtype, weight: dtype, output: dtype, num_heads, k: 64, n: 48, order };
@@ -223,7 +223,7 @@ fn a_layer_runs_without_an_allocation() {
         shared_prefixes: &[],
         expanded: &expanded,
     };
-    let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, prefix_rows: 32 };
+    let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, prefix_rows: 32, positions: 0 };
     let options = LayerOptions { capacity, ..LayerOptions::default() };
     runs_without_an_allocation(spec, &options, (&batch, SplitPolicy::Auto), &args);
     let plain = LayerBatch { expanded: &[], ..batch };

@@ -27,8 +27,8 @@ fn two_steps_in_one_submit() -> Outcome {
     Ok(())
 }
 
-/// A step that is prepared again before the submit: the commands run with the new lengths.
-fn a_replay_sees_the_new_lengths() -> Outcome {
+/// A step that is prepared again before the submit: the commands run with what they were recorded with.
+fn recorded_commands_keep_their_tables() -> Outcome {
     let rig = Rig::shared()?;
     let long = rig.load(small(&[(90, 1), (150, 2)]));
     let short = shortened(&long.problem, &[33, 2]);
@@ -40,16 +40,28 @@ fn a_replay_sees_the_new_lengths() -> Outcome {
     rig.prepare(&mut step, &long.problem, FIXED);
     assert_eq!(step.capacity(), room, "the grid that was recorded");
     rig.submit(encoder);
+    rig.check(&long, &short);
+    rig.run(&step, &long);
     rig.check(&long, &long.problem);
     // And back: items that were in use must not run again.
     rig.prepare(&mut step, &short, FIXED);
     rig.run(&step, &long);
     rig.check(&long, &short);
+    // More often than its buffers have regions.
+    let mut encoder = rig.encoder();
+    for _ in 0..20 {
+        rig.prepare(&mut step, &long.problem, FIXED);
+        rig.mla.record(&mut encoder, &step, &long.binding).expect("recorded");
+        rig.prepare(&mut step, &short, FIXED);
+        rig.mla.record(&mut encoder, &step, &long.binding).expect("recorded");
+    }
+    rig.submit(encoder);
+    rig.check(&long, &short);
     Ok(())
 }
 
-/// A replay of more query tokens than its binding has breaks the contract; what is past the binding stays untouched.
-fn a_replay_stays_inside_of_its_binding() -> Outcome {
+/// A step that is prepared for more query tokens than its binding has, after it was recorded.
+fn a_later_prepare_stays_out_of_what_was_recorded() -> Outcome {
     let rig = Rig::shared()?;
     let wide = rig.load(small(&[(90, 1), (150, 2)]));
     let narrow = small(&[(90, 1), (150, 0)]);
@@ -425,8 +437,8 @@ fn a_steady_loop_makes_no_buffers() -> Outcome {
 
 crate::tests![
     two_steps_in_one_submit,
-    a_replay_sees_the_new_lengths,
-    a_replay_stays_inside_of_its_binding,
+    recorded_commands_keep_their_tables,
+    a_later_prepare_stays_out_of_what_was_recorded,
     a_changed_plan_is_refused,
     growth_leaves_recorded_commands_alone,
     a_refused_plan_changes_nothing,

@@ -20,8 +20,13 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
          [--backend auto|cuda|wgpu|cpu]  default: auto, the best that is here
          [--exact]                       attention rounds nothing but the cache: no tensor cores for decodes
          [--evaluate FILE]               foretells the text in it instead, in windows, and shows perplexity and accuracy
-         [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all
+         [--accuracy[=FILE]]             measures every dtype of the cache on the CPU and on the GPU, on the held-out text or that of
+                                         --evaluate, and writes the tables to FILE, - for standard output; default: docs/accuracy.md
+                                         of the repo
+         [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all; with --accuracy 512 and 24
          [--help]                        this text";
+
+const ACCURACY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/accuracy.md");
 
 /// As the text is that the checkpoint in the repo was trained on.
 const SCENE: &str = "\
@@ -44,8 +49,10 @@ pub struct Args {
     pub backend: Where,
     pub exact: bool,
     pub evaluate: Option<PathBuf>,
+    /// Where the tables go.
+    pub accuracy: Option<PathBuf>,
     pub window: usize,
-    pub windows: usize,
+    pub windows: Option<usize>,
 }
 
 impl Default for Args {
@@ -62,8 +69,9 @@ impl Default for Args {
             backend: Where::Auto,
             exact: false,
             evaluate: None,
+            accuracy: None,
             window: 512,
-            windows: usize::MAX,
+            windows: None,
         }
     }
 }
@@ -91,7 +99,12 @@ impl Args {
                 "--exact" => args.exact = true,
                 "--evaluate" => args.evaluate = Some(value()?.into()),
                 "--window" => args.window = number(&word, &value()?)?,
-                "--windows" => args.windows = number(&word, &value()?)?,
+                "--windows" => args.windows = Some(number(&word, &value()?)?),
+                "--accuracy" => args.accuracy = Some(ACCURACY.into()),
+                "--accuracy=" => return Err(wrong("--accuracy= needs a file, - for standard output".into())),
+                other if other.starts_with("--accuracy=") => {
+                    args.accuracy = other.split_once('=').map(|(_, file)| file.into());
+                }
                 other if other.starts_with('-') => return Err(wrong(format!("{other}: no such option"))),
                 dir => {
                     args.dir = dir.into();
@@ -115,7 +128,7 @@ impl Args {
         }
         let counts = [("--batch", self.batch.unwrap_or(1)), ("--max-tokens", self.max_tokens)];
         for (what, count) in
-            counts.into_iter().chain([("--window", self.window), ("--windows", self.windows)])
+            counts.into_iter().chain([("--window", self.window), ("--windows", self.windows.unwrap_or(1))])
         {
             if count == 0 {
                 return Err(wrong(format!("{what} 0: must be at least 1")));

@@ -41,13 +41,15 @@ impl<B> Arrays<B> {
             let weights = KvBProj::new(dims, Dtype::F32, &weights)?.prepare(spec.weight)?;
             layers.push((uploaded(&weights)?, setup.k_scale(index)));
         }
+        // A row of the table is smaller than what its token has in the cache: a device that holds the cache holds the table.
+        let max_position = setup.max_position(model);
         let cache = layer_stride(&spec) * config.num_layers as u64 * spec.kv.dtype.bytes() as u64;
         Ok(Self {
             kv: device.buffer(cache)?,
             rows: floats(row_elems(&spec))?,
             out: floats(spec.shape.num_heads * spec.v_head_dim)?,
-            cos_sin: uploaded(&Dtype::F32.encode_all(&config.cos_sin()?))?,
-            max_position: config.max_position_embeddings as u32,
+            cos_sin: uploaded(&Dtype::F32.encode_all(&config.rope.cos_sin(max_position)?))?,
+            max_position,
             softmax_scale: config.softmax_scale(),
             layers,
             spec,

@@ -30,6 +30,37 @@ impl std::str::FromStr for Where {
     }
 }
 
+impl Where {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Cuda => "CUDA",
+            Self::Wgpu => "wgpu",
+            Self::Cpu => "CPU",
+        }
+    }
+}
+
+/// The CPU, then the backend that was asked for; for [`Where::Auto`] all that are here.
+///
+/// # Errors
+/// Those of a backend that was asked for by name.
+pub fn with_cpu(wish: Where) -> Result<Vec<Where>> {
+    Ok(match wish {
+        Where::Cpu => vec![Where::Cpu],
+        Where::Auto => {
+            let is_here = |&backend: &Where| match backend {
+                Where::Wgpu => wgpu_mla::gpu::Gpu::new().is_ok(),
+                #[cfg(feature = "cuda")]
+                Where::Cuda => wgpu_mla::cuda::Cuda::new(0).is_ok(),
+                other => other == Where::Cpu,
+            };
+            [Where::Cpu, Where::Wgpu, Where::Cuda].into_iter().filter(is_here).collect()
+        }
+        other => vec![Where::Cpu, other],
+    })
+}
+
 /// The backend that was asked for.
 ///
 /// # Errors

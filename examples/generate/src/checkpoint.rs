@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::{Error, Model, Result, Text};
+use crate::{Error, Model, Result, Text, files};
 
 pub struct Checkpoint {
     pub dir: PathBuf,
@@ -43,18 +43,19 @@ impl Checkpoint {
 
 fn k_scales(dir: &Path, layers: usize) -> Result<Vec<f32>> {
     let path = dir.join("kv_cache_scales.json");
-    if !path.exists() {
+    if !files::is_there(&path)? {
         return Ok(Vec::new());
     }
-    let text = std::fs::read_to_string(&path).map_err(|error| Error::file(&path, error))?;
+    let text = files::read_text(&path, "download it again")?;
     let scales: Scales = serde_json::from_str(&text).map_err(|error| Error::file(&path, error))?;
     let of_layer = |layer: usize| {
         let scale = scales.kv_cache.scaling_factor.get("0").and_then(|rank| rank.get(&layer.to_string()));
-        scale.copied().ok_or_else(|| {
-            Error::file(
-                &path,
-                format!("no scaling_factor of rank 0 and layer {layer}; delete the file for scales of 1"),
-            )
+        // The cache multiplies by the scale's inverse.
+        let served = scale.copied().filter(|scale| *scale > 0.0 && (1.0 / scale).is_finite());
+        served.ok_or_else(|| {
+            let which = format!("scaling_factor of rank 0 and layer {layer}");
+            let cure = "must be there and above 0; delete the file for scales of 1";
+            Error::file(&path, format!("{which}: {cure}"))
         })
     };
     (0..layers).map(of_layer).collect()

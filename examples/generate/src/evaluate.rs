@@ -44,6 +44,24 @@ pub fn evaluate(
     windows: usize,
     progress: &mut dyn FnMut(usize),
 ) -> Result<Score> {
+    check_windows(model, tokens, window)?;
+    let mut score = Score { window, ..Score::default() };
+    for (index, tokens) in windows_of(tokens, window).take(windows).enumerate() {
+        progress(index);
+        let (mut loss, mut right) = (0.0, 0);
+        each_position(model, attention, tokens, &mut |position, logits| {
+            let target = tokens[position + 1] as usize;
+            loss += surprise(logits, target);
+            right += usize::from(likeliest(logits) == target);
+        })?;
+        score.loss.push(loss);
+        score.right.push(right);
+    }
+    Ok(score)
+}
+
+/// At least one window is full, and the model has positions for it.
+pub(crate) fn check_windows(model: &Model, tokens: &[u32], window: usize) -> Result<()> {
     let most = model.config.max_position_embeddings;
     if !(1..=most).contains(&window) {
         return Err(Error::Input(format!(
@@ -56,35 +74,40 @@ pub fn evaluate(
             "the text has {have} tokens, a window {window} and one more: use a longer text"
         )));
     }
-    let mut score = Score { window, ..Score::default() };
-    for (index, from) in (0..tokens.len() - window).step_by(window).take(windows).enumerate() {
-        progress(index);
-        let (loss, right) = one(model, attention, &tokens[from..][..window + 1])?;
-        score.loss.push(loss);
-        score.right.push(right);
-    }
-    Ok(score)
+    // A target is an index into the logits.
+    model.check_tokens(tokens)
 }
 
-fn one(model: &Model, attention: &mut dyn Attention, tokens: &[u32]) -> Result<(f64, usize)> {
+/// The windows of a text, each with the token that follows it.
+pub(crate) fn windows_of(tokens: &[u32], window: usize) -> impl Iterator<Item = &[u32]> {
+    let begins = (0..tokens.len().saturating_sub(window)).step_by(window);
+    begins.map(move |from| &tokens[from..][..window + 1])
+}
+
+/// `each` is told of each position of a window, and of the logits that follow it.
+pub(crate) fn each_position(
+    model: &Model,
+    attention: &mut dyn Attention,
+    tokens: &[u32],
+    each: &mut dyn FnMut(usize, &[f32]),
+) -> Result<()> {
     let sequence = attention.pages_mut().add();
-    let (mut loss, mut right) = (0.0, 0);
     let inputs = &tokens[..tokens.len() - 1];
-    for (index, piece) in inputs.chunks(attention.pages().max_tokens()).enumerate() {
-        let targets = &tokens[index * attention.pages().max_tokens() + 1..];
+    let mut position = 0;
+    for piece in inputs.chunks(attention.pages().max_tokens()) {
         attention.begin(&[(sequence, piece.len() as u32)])?;
         let wanted: Vec<u32> = (0..piece.len() as u32).collect();
         let logits = model.step(piece, &wanted, attention)?;
-        for (logits, &target) in logits.chunks_exact(model.config.vocab_size).zip(targets) {
-            loss += surprise(logits, target as usize);
-            right += usize::from(likeliest(logits) == target as usize);
+        for logits in logits.chunks_exact(model.config.vocab_size) {
+            each(position, logits);
+            position += 1;
         }
     }
-    attention.pages_mut().free(sequence)?;
-    Ok((loss, right))
+    attention.pages_mut().free(sequence)
 }
 
-fn surprise(logits: &[f32], target: usize) -> f64 {
+/// The natural logarithm of how little a token was expected.
+pub(crate) fn surprise(logits: &[f32], target: usize) -> f64 {
     let max = f64::from(logits[likeliest(logits)]);
     let sum: f64 = logits.iter().map(|&x| (f64::from(x) - max).exp()).sum();
     max + sum.ln() - f64::from(logits[target])

@@ -2,10 +2,10 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::Result;
 use crate::config::{ExpertsConfig, Gate};
 use crate::layer::{Mlp, values};
-use crate::weights::Weights;
+use crate::weights::{Dim, Weights};
+use crate::{Config, Result};
 
 pub struct Experts {
     config: ExpertsConfig,
@@ -20,26 +20,30 @@ pub struct Experts {
 type Choice = (usize, f32);
 
 impl Experts {
-    pub fn take(weights: &mut Weights, name: &str, hidden: usize, config: &ExpertsConfig) -> Result<Self> {
-        let inner = config.intermediate_size;
+    pub fn take(weights: &mut Weights, name: &str, model: &Config, config: &ExpertsConfig) -> Result<Self> {
+        let hidden = Dim(model.hidden_size, "hidden_size");
+        let inner = Dim(config.intermediate_size, "moe_intermediate_size");
+        let all = Dim(config.num_experts, "n_routed_experts");
         let mut experts = Vec::new();
         for expert in 0..config.num_experts {
-            experts.push(Mlp::take(weights, &format!("{name}.experts.{expert}"), hidden, inner)?);
+            experts.push(Mlp::take(weights, &format!("{name}.experts.{expert}"), hidden, inner, false)?);
         }
         let bias = match config.gate {
             Gate::Softmax => vec![0.0; config.num_experts],
-            Gate::Sigmoid { .. } => values(
-                &weights.take(&format!("{name}.gate.e_score_correction_bias"), &[config.num_experts])?,
-            )?,
+            Gate::Sigmoid { .. } => {
+                values(&weights.take(&format!("{name}.gate.e_score_correction_bias"), &[all])?)?
+            }
         };
+        let of_shared =
+            Dim(config.intermediate_size * config.num_shared, "moe_intermediate_size * n_shared_experts");
         let shared = format!("{name}.shared_experts");
         Ok(Self {
             experts,
-            router: weights.take(&format!("{name}.gate.weight"), &[config.num_experts, hidden])?,
+            router: weights.take(&format!("{name}.gate.weight"), &[all, hidden])?,
             bias,
             shared: match config.num_shared {
                 0 => None,
-                num => Some(Mlp::take(weights, &shared, hidden, inner * num)?),
+                _ => Some(Mlp::take(weights, &shared, hidden, of_shared, model.mlp_bias)?),
             },
             config: config.clone(),
         })

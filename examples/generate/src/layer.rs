@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::attention::Rows;
-use crate::weights::Weights;
+use crate::weights::{Dim, Weights};
 use crate::{Config, Result};
 
 /// `x . W^T + b`.
@@ -13,9 +13,14 @@ pub struct Linear {
 }
 
 impl Linear {
-    pub fn take(weights: &mut Weights, name: &str, out: usize, inner: usize) -> Result<Self> {
+    pub fn take(weights: &mut Weights, name: &str, out: Dim, inner: Dim) -> Result<Self> {
+        Ok(Self { weight: weights.take(&format!("{name}.weight"), &[out, inner])?, bias: None })
+    }
+
+    /// With a bias, if config.json says so.
+    pub fn take_with(weights: &mut Weights, name: &str, out: Dim, inner: Dim, bias: bool) -> Result<Self> {
         let weight = weights.take(&format!("{name}.weight"), &[out, inner])?;
-        let bias = weights.take_if_there(&format!("{name}.bias"), &[out])?;
+        let bias = bias.then(|| weights.take(&format!("{name}.bias"), &[out])).transpose()?;
         Ok(Self { weight, bias })
     }
 
@@ -35,7 +40,7 @@ pub struct Norm {
 }
 
 impl Norm {
-    pub fn take(weights: &mut Weights, name: &str, size: usize, eps: f32) -> Result<Self> {
+    pub fn take(weights: &mut Weights, name: &str, size: Dim, eps: f32) -> Result<Self> {
         Ok(Self { weight: weights.take(&format!("{name}.weight"), &[size])?, eps })
     }
 
@@ -52,11 +57,13 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    pub fn take(weights: &mut Weights, name: &str, hidden: usize, inner: usize) -> Result<Self> {
+    pub fn take(weights: &mut Weights, name: &str, hidden: Dim, inner: Dim, bias: bool) -> Result<Self> {
+        let mut linear =
+            |part, out, inner| Linear::take_with(weights, &format!("{name}.{part}"), out, inner, bias);
         Ok(Self {
-            gate: Linear::take(weights, &format!("{name}.gate_proj"), inner, hidden)?,
-            up: Linear::take(weights, &format!("{name}.up_proj"), inner, hidden)?,
-            down: Linear::take(weights, &format!("{name}.down_proj"), hidden, inner)?,
+            gate: linear("gate_proj", inner, hidden)?,
+            up: linear("up_proj", inner, hidden)?,
+            down: linear("down_proj", hidden, inner)?,
         })
     }
 
@@ -85,22 +92,32 @@ const INNER_EPS: f32 = 1e-6;
 
 impl Projections {
     pub fn take(weights: &mut Weights, name: &str, config: &Config) -> Result<Self> {
-        let (heads, hidden) = (config.shape.num_heads as usize, config.hidden_size);
+        let (heads, bias) = (config.shape.num_heads as usize, config.attention_bias);
         let (latent, rope) = (config.shape.kv_lora_rank as usize, config.shape.qk_rope_head_dim as usize);
-        let queries = heads * (config.qk_nope_head_dim + rope);
+        let hidden = Dim(config.hidden_size, "hidden_size");
+        let queries = Dim(
+            heads * (config.qk_nope_head_dim + rope),
+            "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+        );
         let query = match config.q_lora_rank {
             None => Query::Direct(Linear::take(weights, &format!("{name}.q_proj"), queries, hidden)?),
-            Some(rank) => Query::LowRank {
-                down: Linear::take(weights, &format!("{name}.q_a_proj"), rank, hidden)?,
-                norm: Norm::take(weights, &format!("{name}.q_a_layernorm"), rank, INNER_EPS)?,
-                up: Linear::take(weights, &format!("{name}.q_b_proj"), queries, rank)?,
-            },
+            Some(rank) => {
+                let rank = Dim(rank, "q_lora_rank");
+                Query::LowRank {
+                    down: Linear::take_with(weights, &format!("{name}.q_a_proj"), rank, hidden, bias)?,
+                    norm: Norm::take(weights, &format!("{name}.q_a_layernorm"), rank, INNER_EPS)?,
+                    up: Linear::take(weights, &format!("{name}.q_b_proj"), queries, rank)?,
+                }
+            }
         };
+        let kv = Dim(latent + rope, "kv_lora_rank + qk_rope_head_dim");
+        let values = Dim(heads * config.v_head_dim, "num_attention_heads * v_head_dim");
+        let norm = Dim(latent, "kv_lora_rank");
         Ok(Self {
             query,
-            kv_a: Linear::take(weights, &format!("{name}.kv_a_proj_with_mqa"), latent + rope, hidden)?,
-            kv_norm: Norm::take(weights, &format!("{name}.kv_a_layernorm"), latent, INNER_EPS)?,
-            out: Linear::take(weights, &format!("{name}.o_proj"), hidden, heads * config.v_head_dim)?,
+            kv_a: Linear::take_with(weights, &format!("{name}.kv_a_proj_with_mqa"), kv, hidden, bias)?,
+            kv_norm: Norm::take(weights, &format!("{name}.kv_a_layernorm"), norm, INNER_EPS)?,
+            out: Linear::take_with(weights, &format!("{name}.o_proj"), hidden, values, bias)?,
             latent,
             rope,
         })

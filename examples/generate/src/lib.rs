@@ -15,19 +15,25 @@
 //!
 //! The seam is [`attention::Attention`]: what is before it are projections, what is behind it is `o_proj`.
 
+mod accuracy;
 mod arrays;
 pub mod attention;
 mod backend;
 mod checkpoint;
 mod config;
+mod defaults;
 mod error;
 mod evaluate;
 mod experts;
+mod fields;
+mod files;
+mod guard;
 mod layer;
 mod model;
 mod paged;
 mod pages;
 mod prefill;
+mod quantization;
 mod rope;
 mod sample;
 mod session;
@@ -35,6 +41,7 @@ mod setup;
 mod text;
 mod weights;
 
+pub use accuracy::{Accuracy, AccuracyRow, accuracy};
 pub use backend::Where;
 pub use checkpoint::Checkpoint;
 pub use config::Config;

@@ -4,6 +4,7 @@
 //! Status 0: all right; 1: an error; 2: bad arguments.
 
 mod args;
+mod page;
 mod print;
 
 use std::io::ErrorKind;
@@ -26,6 +27,7 @@ fn main() -> ExitCode {
     };
     let result = match &args {
         None => say(&format!("{}\n", args::HELP)),
+        Some(args) if args.accuracy.is_some() => page::accuracy(args),
         Some(args) if args.evaluate.is_some() => evaluate(args),
         Some(args) => continue_text(args),
     };
@@ -60,8 +62,10 @@ fn continue_text(args: &Args) -> Result<()> {
     let context = checkpoint.model.config.max_position_embeddings;
     // Pages for the longest that each sequence may become.
     let tokens = prompts.iter().map(|prompt| prompt.len().saturating_add(args.max_tokens).min(context));
+    let positions = tokens.clone().max().unwrap_or(1) as u32;
     let tokens = u32::try_from(tokens.sum::<usize>()).unwrap_or(u32::MAX);
-    let setup = Setup { tokens, sequences: sequences.len() as u32, ..setup(args, &checkpoint) };
+    let sequences_at_once = sequences.len() as u32;
+    let setup = Setup { tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint) };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     warm_up(&checkpoint, attention.as_mut())?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
@@ -79,7 +83,7 @@ fn continue_text(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn setup(args: &Args, checkpoint: &Checkpoint) -> Setup {
+pub fn setup(args: &Args, checkpoint: &Checkpoint) -> Setup {
     Setup {
         backend: args.backend,
         kv: args.kv,
@@ -137,14 +141,14 @@ fn evaluate(args: &Args) -> Result<()> {
     let setup = Setup { tokens: window as u32, ..setup(args, &checkpoint) };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
-    let all = args.windows.min((tokens.len().saturating_sub(1)) / args.window);
+    let all = args.windows.unwrap_or(usize::MAX).min((tokens.len().saturating_sub(1)) / args.window);
     let mut progress = |window: usize| tell(&format!("\rwindow {} of {all}", window + 1));
     let score = generate::evaluate(
         &checkpoint.model,
         attention.as_mut(),
         &tokens,
         args.window,
-        args.windows,
+        all.max(1),
         &mut progress,
     )?;
     tell("\n");

@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use crate::attention::Attention;
 use crate::experts::Experts;
 use crate::layer::{Mlp, Norm, Projections, values};
-use crate::weights::Weights;
+use crate::weights::{Dim, Weights};
 use crate::{Config, Error, Result};
 
 pub struct Model {
@@ -39,13 +39,14 @@ impl Model {
     /// [`Error::File`].
     pub fn open(dir: &Path) -> Result<Self> {
         let config = Config::open(dir)?;
-        let mut weights = Weights::open(dir)?;
-        let hidden = config.hidden_size;
-        let embed = weights.take("model.embed_tokens.weight", &[config.vocab_size, hidden])?;
-        // transformers leaves the head away where it is the embedding.
+        let mut weights = Weights::open(dir, &config)?;
+        let hidden = Dim(config.hidden_size, "hidden_size");
+        let vocab = Dim(config.vocab_size, "vocab_size");
+        let embed = weights.take("model.embed_tokens.weight", &[vocab, hidden])?;
+        // Tied, the head is the embedding; a checkpoint that has a head all the same means that one, as in transformers.
         let head = match config.tie_word_embeddings {
-            true => embed.clone(),
-            false => weights.take("lm_head.weight", &[config.vocab_size, hidden])?,
+            true => weights.take_if_there("lm_head.weight", &[vocab, hidden])?.unwrap_or(embed.clone()),
+            false => weights.take("lm_head.weight", &[vocab, hidden])?,
         };
         let (mut layers, mut kv_b) = (Vec::new(), Vec::new());
         for layer in 0..config.num_layers {
@@ -53,6 +54,7 @@ impl Model {
             kv_b.push(take_kv_b(&mut weights, &config, layer)?);
         }
         let norm = Norm::take(&mut weights, "model.norm", hidden, config.rms_norm_eps)?;
+        weights.finish()?;
         Ok(Self { kv_b, embed, layers, norm, head, config })
     }
 
@@ -62,12 +64,7 @@ impl Model {
     /// # Errors
     /// [`Error::Input`] for a token that the model does not have; those of the attention.
     pub fn step(&self, tokens: &[u32], wanted: &[u32], attention: &mut dyn Attention) -> Result<Vec<f32>> {
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= self.config.vocab_size) {
-            let size = self.config.vocab_size;
-            return Err(Error::Input(format!(
-                "token {token}: the model has {size}; use the tokenizer.json that came with it"
-            )));
-        }
+        self.check_tokens(tokens)?;
         let mut x = self.embed.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
         for (index, layer) in self.layers.iter().enumerate() {
             x = layer.of(&x, index, attention)?;
@@ -75,25 +72,42 @@ impl Model {
         let x = self.norm.of(&x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
         values(&x.matmul(&self.head.t()?)?)
     }
+
+    /// # Errors
+    /// [`Error::Input`] for a token that the model does not have.
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let size = self.config.vocab_size;
+        match tokens.iter().find(|&&token| token as usize >= size) {
+            None => Ok(()),
+            Some(token) => Err(Error::Input(format!(
+                "token {token}: the model has {size}; use the tokenizer.json that came with it"
+            ))),
+        }
+    }
 }
 
 fn take_kv_b(weights: &mut Weights, config: &Config, layer: usize) -> Result<Tensor> {
     let (heads, latent) = (config.shape.num_heads as usize, config.shape.kv_lora_rank as usize);
     let rows = config.qk_nope_head_dim + config.v_head_dim;
     let name = format!("model.layers.{layer}.self_attn.kv_b_proj.weight");
-    Ok(weights.take(&name, &[heads * rows, latent])?.reshape((heads, rows, latent))?)
+    let out = Dim(heads * rows, "num_attention_heads * (qk_nope_head_dim + v_head_dim)");
+    let weight = weights.take(&name, &[out, Dim(latent, "kv_lora_rank")])?;
+    Ok(weight.reshape((heads, rows, latent))?)
 }
 
 impl Layer {
     fn take(weights: &mut Weights, config: &Config, layer: usize) -> Result<Self> {
-        let (name, hidden) = (format!("model.layers.{layer}"), config.hidden_size);
+        let (name, hidden) = (format!("model.layers.{layer}"), Dim(config.hidden_size, "hidden_size"));
         let mut norm =
             |norm: &str| Norm::take(weights, &format!("{name}.{norm}"), hidden, config.rms_norm_eps);
         let (input_norm, post_norm) = (norm("input_layernorm")?, norm("post_attention_layernorm")?);
         let mlp = format!("{name}.mlp");
         let mlp = match config.experts_of(layer) {
-            Some(experts) => Either::Experts(Experts::take(weights, &mlp, hidden, experts)?),
-            None => Either::Dense(Mlp::take(weights, &mlp, hidden, config.intermediate_size)?),
+            Some(experts) => Either::Experts(Experts::take(weights, &mlp, config, experts)?),
+            None => {
+                let inner = Dim(config.intermediate_size, "intermediate_size");
+                Either::Dense(Mlp::take(weights, &mlp, hidden, inner, config.mlp_bias)?)
+            }
         };
         let projections = Projections::take(weights, &format!("{name}.self_attn"), config)?;
         Ok(Self { input_norm, projections, post_norm, mlp })

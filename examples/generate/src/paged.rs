@@ -34,7 +34,8 @@ impl<D: Backend> Paged<D> {
     fn new(device: &D, model: &Model, setup: &Setup) -> Result<Self> {
         let (spec, max_tokens) = (setup.spec(model), setup.max_tokens());
         // A prompt's last piece may be one token: that is decoded, wherever it stands in a batch.
-        let capacity = LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, prefix_rows: 0 };
+        let capacity =
+            LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, ..LayerCapacity::default() };
         let variant = if setup.exact { exact_variant(device, &spec) } else { None };
         let mla = device.compile_with(spec, &LayerOptions { variant, capacity })?;
         let copy = device.compile(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
@@ -44,7 +45,7 @@ impl<D: Backend> Paged<D> {
             layers: (0..arrays.num_layers()).map(bind).collect::<Result<_>>()?,
             step: mla.step(Default::default())?,
             copy_step: copy.step(0)?,
-            pages: Pages::new(spec.kv, model.config.max_position_embeddings, max_tokens)?,
+            pages: Pages::new(spec.kv, setup.max_position(model) as usize, max_tokens)?,
             device: device.clone(),
             arrays,
             copy,

@@ -82,8 +82,8 @@ impl Pages {
     fn check_positions(&self) -> Result<()> {
         let most = self.max_position;
         if let Some(position) = self.positions.iter().find(|&&position| position as usize >= most) {
-            let cure = "end the sequence before it";
-            return Err(Error::Input(format!("position {position}: the model has {most}; {cure}")));
+            let cure = "end the sequence before it, or raise Setup::positions where the model has more";
+            return Err(Error::Input(format!("position {position}: the RoPE table has {most}; {cure}")));
         }
         Ok(())
     }

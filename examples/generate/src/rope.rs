@@ -1,7 +1,8 @@
 //! The rotary part of a config: what it says becomes [`RopeFrequencies`].
 
-use serde::Deserialize;
 use wgpu_mla::{RopeFrequencies, Yarn};
+
+use crate::fields::Fields;
 
 /// How a model's rotary embedding turns.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,51 +16,44 @@ pub struct RopeConfig {
     attention_factor: Option<f64>,
 }
 
-/// `rope_parameters` as transformers 5 writes it, or `rope_scaling` as DeepSeek ships it.
-#[derive(Deserialize, Default)]
-#[serde(default)]
-pub(crate) struct RawRope {
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-    rope_theta: Option<f64>,
-    factor: Option<f64>,
-    original_max_position_embeddings: Option<f64>,
-    beta_fast: Option<f64>,
-    beta_slow: Option<f64>,
-    mscale: Option<f64>,
-    mscale_all_dim: Option<f64>,
-    attention_factor: Option<f64>,
-    truncate: Option<bool>,
-}
-
 impl RopeConfig {
-    /// For `R` rotary elements; `theta` is the config's, where the part has none of its own.
-    pub(crate) fn new(
-        raw: RawRope,
-        theta: Option<f64>,
+    /// From `rope_scaling`, as DeepSeek ships it, or else `rope_parameters`, as transformers 5 writes it; both have the same fields. For
+    /// `R` rotary elements.
+    pub(crate) fn parse(
+        config: &Fields<'_>,
         interleaved: bool,
         rope_dim: u32,
         max_position: usize,
     ) -> Result<Self, String> {
-        let theta = raw.rope_theta.or(theta).unwrap_or(10_000.0);
+        let none = serde_json::Map::new();
+        let given = match config.object("rope_scaling")? {
+            Some(fields) => Some(fields),
+            None => config.object("rope_parameters")?,
+        };
+        let fields = given.unwrap_or(Fields(&none));
+        let theta = fields.number("rope_theta")?.or(config.number("rope_theta")?).unwrap_or(10_000.0);
         let why = |error: wgpu_mla::Error| error.to_string();
-        match raw.rope_type.as_deref() {
-            None | Some("default") => Ok(Self {
+        match rope_type(&fields)? {
+            "default" => Ok(Self {
                 frequencies: RopeFrequencies::plain(rope_dim, theta).map_err(why)?,
                 interleaved,
                 softmax_mscale: (1.0, 0.0),
                 attention_factor: None,
             }),
-            Some("yarn") => {
-                let yarn = raw.yarn(max_position)?;
+            "yarn" => {
+                let yarn = yarn(&fields, max_position)?;
+                let attention_factor = fields.number("attention_factor")?;
+                if let Some(factor) = attention_factor.filter(|&factor| factor <= 0.0) {
+                    return Err(format!("attention_factor {factor}: must be more than 0"));
+                }
                 Ok(Self {
                     frequencies: RopeFrequencies::yarn(rope_dim, theta, &yarn).map_err(why)?,
                     interleaved,
                     softmax_mscale: (yarn.factor, yarn.mscale_all_dim),
-                    attention_factor: raw.attention_factor,
+                    attention_factor,
                 })
             }
-            Some(other) => Err(format!("rope_type {other}: must be default or yarn")),
+            other => Err(format!("rope_type {other}: must be default or yarn")),
         }
     }
 
@@ -77,20 +71,30 @@ impl RopeConfig {
     }
 }
 
-impl RawRope {
-    fn yarn(&self, max_position: usize) -> Result<Yarn, String> {
-        let original = self.original_max_position_embeddings;
-        let original = original.ok_or("original_max_position_embeddings: missing, YaRN needs it")?;
-        let plain = Yarn::new(self.factor.unwrap_or(max_position as f64 / original), original);
-        // As transformers: 0 is as if it were not there.
-        let given = |value: Option<f64>, default| value.filter(|&value| value != 0.0).unwrap_or(default);
-        Ok(Yarn {
-            beta_fast: given(self.beta_fast, plain.beta_fast),
-            beta_slow: given(self.beta_slow, plain.beta_slow),
-            mscale: self.mscale.unwrap_or(0.0),
-            mscale_all_dim: self.mscale_all_dim.unwrap_or(0.0),
-            truncate: self.truncate.unwrap_or(true),
-            ..plain
-        })
+/// `rope_type`, or `type` as it was called; a config that transformers saved again has both.
+fn rope_type<'a>(fields: &Fields<'a>) -> Result<&'a str, String> {
+    match (fields.text("rope_type")?, fields.text("type")?) {
+        (Some(new), Some(old)) if new != old => {
+            Err(format!("rope_type {new} and type {old}: must be the same; delete the wrong one"))
+        }
+        (new, old) => Ok(new.or(old).unwrap_or("default")),
     }
+}
+
+fn yarn(fields: &Fields<'_>, max_position: usize) -> Result<Yarn, String> {
+    let max_position = max_position as f64;
+    let original = fields.number("original_max_position_embeddings")?.unwrap_or(max_position);
+    let plain = Yarn::new(fields.number("factor")?.unwrap_or(max_position / original), original);
+    // As transformers: 0 is as if it were not there.
+    let given = |name: &str, default: f64| -> Result<f64, String> {
+        Ok(fields.number(name)?.filter(|&value| value != 0.0).unwrap_or(default))
+    };
+    Ok(Yarn {
+        beta_fast: given("beta_fast", plain.beta_fast)?,
+        beta_slow: given("beta_slow", plain.beta_slow)?,
+        mscale: fields.number("mscale")?.unwrap_or(0.0),
+        mscale_all_dim: fields.number("mscale_all_dim")?.unwrap_or(0.0),
+        truncate: fields.flag("truncate", true)?,
+        ..plain
+    })
 }

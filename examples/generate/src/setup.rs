@@ -15,11 +15,13 @@ pub struct Setup {
     pub tokens: u32,
     /// Sequences at a time.
     pub sequences: u32,
+    /// Positions that a sequence may reach. The RoPE table has so many rows, and no more than the model or the cache have.
+    pub positions: u32,
     /// Tokens of a step: a longer prompt is computed in pieces.
     pub step_tokens: u32,
     /// Bytes that the keys and values of a prompt may take at a time.
     pub workspace_bytes: u64,
-    /// Takes the best row of the decode that rounds no softmax weights, as rows on tensor cores do.
+    /// Takes the best variant of the decode that rounds no softmax weights, as those on tensor cores do.
     pub exact: bool,
     /// `k_scale` of each layer of an e4m3 cache; where there is none it is 1.
     pub k_scales: Vec<f32>,
@@ -33,6 +35,7 @@ impl Default for Setup {
             page_size: 64,
             tokens: 1024,
             sequences: 1,
+            positions: u32::MAX,
             step_tokens: 256,
             workspace_bytes: 64 << 20,
             exact: false,
@@ -57,6 +60,13 @@ impl Setup {
             decode_threshold: 1,
             workspace_bytes: self.workspace_bytes,
         }
+    }
+
+    /// Rows of the RoPE table.
+    pub(crate) fn max_position(&self, model: &Model) -> u32 {
+        let kv = self.spec(model).kv;
+        let most = kv.num_slots().min(model.config.max_position_embeddings as u64).min(self.positions.into());
+        u32::try_from(most).unwrap_or(u32::MAX).max(1)
     }
 
     /// Tokens of a step; a decode has one of each sequence.

@@ -1,54 +1,139 @@
-//! A checkpoint's tensors, in one file or several.
+//! A checkpoint's tensors, in one file or several. The headers are checked first; a tensor is read when it is taken.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
+use safetensors::tensor::{Dtype as Stored, Metadata, TensorInfo};
+use wgpu_mla::Dtype;
 
-use crate::{Error, Result};
+use crate::{Config, Error, Result, files, quantization};
+
+/// A size, and the fields of config.json that it comes from.
+#[derive(Debug, Clone, Copy)]
+pub struct Dim(pub usize, pub &'static str);
 
 /// All tensors of a checkpoint, until each is taken.
 pub struct Weights {
     dir: PathBuf,
-    tensors: HashMap<String, Tensor>,
+    quant_method: Option<String>,
+    files: Vec<(PathBuf, File)>,
+    tensors: BTreeMap<String, Place>,
+}
+
+/// Where a tensor is.
+struct Place {
+    file: usize,
+    /// In the file.
+    offset: u64,
+    info: TensorInfo,
 }
 
 impl Weights {
     /// `model.safetensors`, or what `model.safetensors.index.json` lists.
     ///
     /// # Errors
-    /// [`Error::File`].
-    pub fn open(dir: &Path) -> Result<Self> {
-        let mut tensors = HashMap::new();
-        for path in files(dir)? {
-            tensors.extend(
-                candle_core::safetensors::load(&path, &Device::Cpu)
-                    .map_err(|error| Error::file(&path, format!("{error}; download it again")))?,
-            );
+    /// [`Error::File`]; for weights that are not f32, f16 or bf16 it names one and the cure.
+    pub fn open(dir: &Path, config: &Config) -> Result<Self> {
+        let quant_method = config.quant_method.clone();
+        let mut weights = Self { dir: dir.into(), quant_method, files: Vec::new(), tensors: BTreeMap::new() };
+        for path in paths(dir)? {
+            weights.add(path)?;
         }
-        Ok(Self { dir: dir.into(), tensors })
+        weights.tensors.retain(|name, _| !is_ignored(name, config.num_layers));
+        weights.check_dtypes()?;
+        Ok(weights)
+    }
+
+    fn add(&mut self, path: PathBuf) -> Result<()> {
+        let again = |why: &dyn std::fmt::Display| Error::file(&path, format!("{why}; download it again"));
+        let mut file = File::open(&path).map_err(|error| Error::file(&path, error))?;
+        let (begin, header) = header(&mut file).map_err(|why| again(&why))?;
+        for (name, info) in header.tensors() {
+            let offset = begin + info.data_offsets.0 as u64;
+            let place = Place { file: self.files.len(), offset, info: info.clone() };
+            if self.tensors.insert(name.clone(), place).is_some() {
+                return Err(again(&format!("{name} is in another file too")));
+            }
+        }
+        self.files.push((path, file));
+        Ok(())
+    }
+
+    fn check_dtypes(&self) -> Result<()> {
+        let odd = self.tensors.iter().find(|(_, place)| float(place.info.dtype).is_none());
+        let Some((name, Place { info, .. })) = odd else { return Ok(()) };
+        let fp8 = format!("{:?}", info.dtype).starts_with("F8");
+        Err(self.fault(format!("{name} has dtype {:?}; {}", info.dtype, self.cure(fp8))))
     }
 
     /// A tensor in f32, contiguous.
     ///
     /// # Errors
     /// [`Error::File`] where it is missing or has another shape.
-    pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        self.take_if_there(name, shape)?
-            .ok_or_else(|| self.fault(format!("no tensor {name}; its config.json asks for it")))
+    pub fn take(&mut self, name: &str, shape: &[Dim]) -> Result<Tensor> {
+        if let Some(tensor) = self.take_if_there(name, shape)? {
+            return Ok(tensor);
+        }
+        // After a cast of FP8 weights, another cast would not bring it.
+        let cure = match self.is_packed() {
+            true => self.cure(false),
+            false => "its config.json asks for it; take both from one checkpoint".into(),
+        };
+        Err(self.fault(format!("no tensor {name}; {cure}")))
     }
 
-    /// A tensor that some models have.
+    /// A tensor that some checkpoints have.
     ///
     /// # Errors
     /// [`Error::File`] where it has another shape.
-    pub fn take_if_there(&mut self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        let Some(tensor) = self.tensors.remove(name) else { return Ok(None) };
-        if tensor.dims() != shape {
-            return Err(self
-                .fault(format!("{name} has shape {:?}, its config.json asks for {shape:?}", tensor.dims())));
+    pub fn take_if_there(&mut self, name: &str, shape: &[Dim]) -> Result<Option<Tensor>> {
+        let Some(Place { file, offset, info }) = self.tensors.remove(name) else { return Ok(None) };
+        if !info.shape.iter().eq(shape.iter().map(|Dim(size, _)| size)) {
+            let wanted: Vec<String> =
+                shape.iter().map(|Dim(size, field)| format!("{size} ({field})")).collect();
+            let (got, wanted) = (&info.shape, wanted.join(", "));
+            return Err(self.fault(format!(
+                "{name} has shape {got:?}, its config.json asks for [{wanted}]; take both from one checkpoint"
+            )));
         }
-        Ok(Some(tensor.to_dtype(DType::F32)?.contiguous()?))
+        let Some(dtype) = float(info.dtype) else { return Ok(None) }; // Checked when it was opened.
+        let (path, file) = &mut self.files[file];
+        let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
+        file.seek(SeekFrom::Start(offset))
+            .and_then(|_| file.read_exact(&mut bytes))
+            .map_err(|error| Error::file(path, error))?;
+        Ok(Some(Tensor::from_vec(dtype.decode_all(&bytes), info.shape, &Device::Cpu)?))
+    }
+
+    /// After the model took its tensors: what is left would change its results.
+    ///
+    /// # Errors
+    /// [`Error::File`] that names a few.
+    pub fn finish(self) -> Result<()> {
+        let left: Vec<&str> = self.tensors.keys().map(String::as_str).collect();
+        if left.is_empty() {
+            return Ok(());
+        }
+        let scaled = left.iter().any(|name| quantization::is_scale(name));
+        let cure = match scaled || self.is_packed() {
+            true => self.cure(scaled),
+            false => "take config.json and the weights from one checkpoint".into(),
+        };
+        let few = left[..left.len().min(3)].join(", ");
+        let more = if left.len() > 3 { format!(" and {} more", left.len() - 3) } else { String::new() };
+        Err(self.fault(format!("tensors that the model does not use: {few}{more}; {cure}")))
+    }
+
+    /// AWQ, GPTQ and others store weights under names of their own.
+    fn is_packed(&self) -> bool {
+        self.quant_method.as_deref().is_some_and(|method| method != "fp8")
+    }
+
+    fn cure(&self, fp8: bool) -> String {
+        quantization::cure(self.quant_method.as_deref(), fp8)
     }
 
     fn fault(&self, why: String) -> Error {
@@ -56,11 +141,44 @@ impl Weights {
     }
 }
 
-fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+/// What transformers leaves away too: tables of RoPE in old checkpoints, and layers of multi-token prediction, which come after the
+/// model's own.
+fn is_ignored(name: &str, num_layers: usize) -> bool {
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
+    name.contains(".rotary_emb.") || layer.is_some_and(|layer: usize| layer >= num_layers)
+}
+
+fn float(stored: Stored) -> Option<Dtype> {
+    match stored {
+        Stored::F32 => Some(Dtype::F32),
+        Stored::F16 => Some(Dtype::F16),
+        Stored::BF16 => Some(Dtype::Bf16),
+        _ => None,
+    }
+}
+
+/// Where the tensors begin, and what they are. The file is as long as they need, so a tensor's length is no more than the file's.
+fn header(file: &mut File) -> Result<(u64, Metadata), String> {
+    let size = file.metadata().map_err(|error| error.to_string())?.len();
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(|_| "it has no header")?;
+    let begin = u64::from_le_bytes(length).checked_add(8).filter(|&begin| begin <= size);
+    let begin = begin.ok_or("its header is cut off")?;
+    let mut text = vec![0; (begin - 8) as usize];
+    file.read_exact(&mut text).map_err(|error| error.to_string())?;
+    let header: Metadata = serde_json::from_slice(&text).map_err(|error| format!("its header: {error}"))?;
+    let end = begin.saturating_add(header.data_len() as u64);
+    match end == size {
+        true => Ok((begin, header)),
+        false => Err(format!("it has {size} bytes, its header asks for {end}")),
+    }
+}
+
+fn paths(dir: &Path) -> Result<Vec<PathBuf>> {
     let index = dir.join("model.safetensors.index.json");
-    if !index.exists() {
+    if !files::is_there(&index)? {
         let only = dir.join("model.safetensors");
-        if !only.exists() {
+        if !files::is_there(&only)? {
             return Err(Error::file(&only, "not there; download the checkpoint's weights as safetensors"));
         }
         return Ok(vec![only]);
@@ -69,15 +187,22 @@ fn files(dir: &Path) -> Result<Vec<PathBuf>> {
     struct Index {
         weight_map: HashMap<String, String>,
     }
-    let text = std::fs::read_to_string(&index).map_err(|error| Error::file(&index, error))?;
-    let of: Index = serde_json::from_str(&text).map_err(|error| Error::file(&index, error))?;
+    let text = files::read_text(&index, "download it again")?;
+    let of: Index = serde_json::from_str(&text)
+        .map_err(|error| Error::file(&index, format!("{error}; download it again")))?;
     let names: BTreeSet<&String> = of.weight_map.values().collect();
-    let paths: Vec<PathBuf> = names.into_iter().map(|name| dir.join(name)).collect();
-    if let Some(missing) = paths.iter().find(|path| !path.exists()) {
-        return Err(Error::file(
-            missing,
-            "not there, but the index lists it; download all files of the checkpoint",
-        ));
+    let mut paths = Vec::new();
+    for name in names {
+        if !files::is_plain(name) {
+            let must = "must be the name of a .safetensors file in the checkpoint's directory";
+            return Err(Error::file(&index, format!("weight_map names {name:?}: {must}; download it again")));
+        }
+        let path = dir.join(name);
+        if !files::is_there(&path)? {
+            let cure = "download all files of the checkpoint";
+            return Err(Error::file(&path, format!("not there, but the index lists it; {cure}")));
+        }
+        paths.push(path);
     }
     Ok(paths)
 }

@@ -1,5 +1,7 @@
 //! The program as a person meets it: what it prints, and what it says to wrong words.
 
+mod common;
+
 use std::process::{Command, Output, Stdio};
 
 fn generate(words: &[&str]) -> Command {
@@ -72,6 +74,10 @@ fn wrong_words_are_refused_with_the_cure() {
         (&["--prompt", ""], 1, "give it at least one character"),
         (&["--prompt", &long], 1, "shorten it"),
         (&["--evaluate", "nowhere"], 1, "nowhere"),
+        (&["--accuracy="], 2, "needs a file"),
+        (&["--accuracy=no/such/folder"], 1, "no/such/folder: "),
+        (&["--accuracy=-", "--window", "2000"], 1, "must be 1 to 1024"),
+        (&["--windows", "0"], 2, "must be at least 1"),
         (&["--evaluate", "Cargo.toml", "--window", "4000000000"], 1, "must be 1 to 1024"),
         (&["--evaluate", "Cargo.toml", "--window", "1024"], 1, "use a longer text"),
     ] {
@@ -81,6 +87,44 @@ fn wrong_words_are_refused_with_the_cure() {
         assert!(told.contains(cure), "{words:?}: {told}\nlacks: {cure}");
         assert!(!told.contains("panicked"), "{words:?}: {told}");
     }
+}
+
+#[test]
+fn accuracy_is_a_page() {
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("accuracy.md");
+    let _ = std::fs::remove_file(&file);
+    let option = format!("--accuracy={}", file.display());
+    let output = output(&[&option, "--window", "24", "--windows", "1"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let page = std::fs::read_to_string(&file).expect("a page");
+    for what in [
+        "24 tokens of the held-out text",
+        "| CPU | f32 | ",
+        "| CPU | f16 | ",
+        "| CPU | bf16 | ",
+        "| CPU | e4m3, `k_scale` of the checkpoint | ",
+        "| CPU | e4m3, `k_scale` 1 | ",
+        "(0.03125 in the first)",
+        "pull/34597",
+        "--windows 1` wrote this page on 2",
+    ] {
+        assert!(page.contains(what), "{page}\nlacks {what}");
+    }
+}
+
+/// `tokenizers` panics on the file: the person sees one line.
+#[test]
+fn a_malformed_tokenizer_is_an_error() {
+    let dir = common::changed::changed("tokenizer", "v3-dense", "config.json", |text| text);
+    let model = r#"{"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}"#;
+    let normalizer = r#"{"type": "Precompiled", "precompiled_charsmap": "AAAA"}"#;
+    let tokenizer = format!(r#"{{"version": "1.0", "normalizer": {normalizer}, "model": {model}}}"#);
+    std::fs::write(dir.join("tokenizer.json"), tokenizer).expect("a file");
+    let output = output(&[dir.to_str().expect("UTF-8")]);
+    let told = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    assert!(told.contains("tokenizer.json: ") && told.contains("download it again"), "{told}");
+    assert!(!told.contains("panicked") && told.lines().count() == 1, "{told}");
 }
 
 /// As under `| head -1` and `2>&1 | head -1`: it ends, and does not panic.

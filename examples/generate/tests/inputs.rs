@@ -1,11 +1,10 @@
-//! Batches are the sequences that they are made of, and bad input is an error that names the cure.
+//! Batches are the sequences that they are made of, and a bad prompt is an error that names the cure.
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{Golden, backends, checkpoint, path, setup};
-use generate::{Checkpoint, Config, Options, Sampling, Setup, Where, generate};
+use common::changed::{changed, must_refuse};
+use common::{Golden, backends, checkpoint, setup};
+use generate::{Checkpoint, Options, Sampling, Setup, Where, generate};
 use wgpu_mla::Dtype;
 
 const GREEDY: Sampling = Sampling { temperature: 0.0, seed: 1 };
@@ -93,13 +92,6 @@ fn text_is_as_in_transformers() {
     assert_eq!(Some(streamed), run.text);
 }
 
-fn must_refuse<T>(result: generate::Result<T>, cure: &str) {
-    match result {
-        Ok(_) => panic!("taken, without: {cure}"),
-        Err(error) => assert!(error.to_string().contains(cure), "{error}\nlacks: {cure}"),
-    }
-}
-
 #[test]
 fn bad_prompts_are_refused() {
     let tiny = checkpoint("tests/tiny/v2-lite");
@@ -124,46 +116,27 @@ fn bad_prompts_are_refused() {
     must_refuse(generate::paged(&tiny.model, &huge), "1..=256");
 }
 
-/// A copy of a tiny model with one file changed.
-fn changed(name: &str, file: &str, change: impl Fn(String) -> String) -> PathBuf {
-    let to = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    std::fs::create_dir_all(&to).expect("a folder");
-    for entry in std::fs::read_dir(path("tests/tiny/v3-halves")).expect("a folder") {
-        let from = entry.expect("an entry").path();
-        std::fs::copy(&from, to.join(from.file_name().expect("a name"))).expect("a copy");
-    }
-    let text = std::fs::read_to_string(to.join(file)).expect("a file");
-    std::fs::write(to.join(file), change(text)).expect("a file");
-    to
-}
-
+/// The RoPE table is as long as the run: all positions of this config would be 256 MiB, more than many devices bind.
 #[test]
-fn bad_checkpoints_are_refused() {
-    must_refuse(Config::open(&path("no such folder")), "name the directory of a checkpoint");
-    for (from, to, cure) in [
-        (r#""deepseek_v3""#, r#""llama""#, "must be deepseek_v2"),
-        (r#""kv_lora_rank": 512"#, r#""kv_lora_rank": 500"#, "must be 512/64"),
-        (r#""silu""#, r#""gelu""#, "must be silu"),
-        (r#""hidden_size""#, r#""width""#, "hidden_size"),
-        (r#""vocab_size": 96"#, r#""vocab_size": 96, "quantization_config": {}"#, "fp8_cast_bf16.py"),
-        (r#""rope_type": "default""#, r#""rope_type": "dynamic""#, "must be default or yarn"),
-        (r#""n_group": 1"#, r#""n_group": 3"#, "groups must be of one size"),
-    ] {
-        let dir = changed("config", "config.json", |text| {
-            assert!(text.contains(from), "{from}");
-            text.replace(from, to)
-        });
-        must_refuse(Config::open(&dir), cure);
+fn a_model_of_a_million_positions_runs() {
+    let long = changed("million", "v3-halves", "config.json", |text| {
+        text.replace(r#""max_position_embeddings": 128"#, r#""max_position_embeddings": 1048576"#)
+    });
+    let (tiny, long) = (checkpoint("tests/tiny/v3-halves"), Checkpoint::open(&long).expect("a checkpoint"));
+    assert_eq!(long.model.config.max_position_embeddings, 1 << 20);
+    let prompt = [vec![5, 6, 7, 8]];
+    for backend in backends() {
+        let setup = Setup { backend, ..cpu() };
+        assert_eq!(run(&long, &setup, &prompt, GREEDY), run(&tiny, &setup, &prompt, GREEDY));
     }
-    let wider =
-        changed("wider", "config.json", |text| text.replace(r#""v_head_dim": 8"#, r#""v_head_dim": 16"#));
-    must_refuse(Checkpoint::open(&wider), "its config.json asks for");
-    let lost =
-        changed("lost", "model.safetensors.index.json", |text| text.replace("model-00001", "model-00009"));
-    must_refuse(Checkpoint::open(&lost), "download all files");
-    let short = changed("short", "config.json", |text| text);
-    std::fs::write(short.join("model-00001-of-00006.safetensors"), b"cut off").expect("a file");
-    must_refuse(Checkpoint::open(&short), "download it again");
-    let none = changed("none", "config.json", |text| text);
-    must_refuse(Checkpoint::open(&none).and_then(|checkpoint| checkpoint.tokenizer()), "tokenizer.json");
+    let short = Setup { positions: 6, ..cpu() };
+    let mut attention = generate::paged(&long.model, &short).expect("an attention");
+    let options = Options { max_tokens: 12, sampling: GREEDY };
+    let result = generate(&long.model, attention.as_mut(), &prompt, &options, &mut |_, _| Ok(()));
+    must_refuse(result, "raise Setup::positions");
+    // 2.7 TB of cache, which is asked for before the table.
+    let huge = Setup { tokens: 1 << 30, ..cpu() };
+    for backend in backends().into_iter().filter(|&backend| backend != Where::Cpu) {
+        assert!(generate::paged(&long.model, &Setup { backend, ..huge.clone() }).is_err());
+    }
 }

@@ -58,10 +58,10 @@ fn logits_equal_those_of_transformers() {
     }
 }
 
-/// The row that a device chooses may round softmax weights to f16, which moves logits by more than a cache of f16 does: on an H200 by
+/// The variant that a device chooses may round softmax weights to f16, which moves logits by more than a cache of f16 does: on an H200 by
 /// 2.5e-3 with f16 and 1.0e-2 with bf16.
 #[test]
-fn logits_of_the_chosen_row_are_near() {
+fn logits_of_the_chosen_variant_are_near() {
     let (checkpoint, golden) = (checkpoint("model"), Golden::open("tests/goldens"));
     for backend in backends() {
         for (name, dtype) in DTYPES {
@@ -119,4 +119,36 @@ fn perplexity_and_accuracy_on_held_out_text() {
         assert!((perplexity / exact.0 - 1.0).abs() < 5e-3, "{name}: {perplexity}");
         assert!((accuracy - exact.1).abs() < 0.5, "{name}: {accuracy}");
     }
+}
+
+/// With an f32 cache every backend has the reference's likeliest tokens.
+#[test]
+fn every_dtype_and_backend_has_a_row_of_accuracy() {
+    let mut tiny = checkpoint("tests/tiny/v2-lite");
+    tiny.k_scales = vec![0.25; tiny.model.config.num_layers];
+    let tokens: Vec<u32> = (0..70).map(|i| i * 7 % 96).collect();
+    let setup =
+        generate::Setup { backend: Where::Auto, page_size: 16, step_tokens: 20, ..Default::default() };
+    let measured = generate::accuracy(&tiny, &setup, &tokens, (33, 2), &mut |_| ()).expect("rows");
+    let table = measured.markdown();
+    println!("{table}");
+    let caches = ["f32", "f16", "bf16", "e4m3, `k_scale` of the checkpoint", "e4m3, `k_scale` 1"];
+    let backends = backends();
+    assert_eq!(measured.rows.len(), backends.len() * caches.len());
+    for (rows, backend) in measured.rows.chunks(caches.len()).zip(backends) {
+        for (row, cache) in rows.iter().zip(caches) {
+            assert!(table.contains(&format!("| {} | {cache} | ", backend.name())), "{table}");
+            assert_eq!((row.backend, row.positions()), (backend.name(), 66));
+            assert!(row.max_apart.is_finite() && row.sum_apart <= f64::from(row.max_apart) * 66.0 * 96.0);
+        }
+        assert_eq!(rows[0].agreement(), 1.0, "{table}");
+        assert!(rows[0].max_apart < TOLERANCE && rows[1].max_apart < rows[3].max_apart, "{table}");
+    }
+    let reference = &measured.rows[0];
+    assert_eq!((reference.max_apart, reference.sum_apart), (0.0, 0.0));
+    // As --evaluate scores them.
+    let setup = generate::Setup { backend: Where::Cpu, kv: Dtype::F32, step_tokens: 20, ..setup };
+    let mut attention = generate::paged(&tiny.model, &setup).expect("an attention");
+    let score = generate::evaluate(&tiny.model, attention.as_mut(), &tokens, 33, 2, &mut |_| ());
+    assert_eq!(reference.score, score.expect("a score"));
 }

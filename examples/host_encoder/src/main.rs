@@ -79,7 +79,9 @@ fn device_setup() -> WgpuSetup {
     let mut setup = WgpuSetupCreateNew::without_display_handle();
     let egui_needs = setup.device_descriptor.clone();
     setup.device_descriptor = Arc::new(move |adapter| {
-        let (egui, mla) = (egui_needs(adapter), wgpu_mla::gpu::wanted(adapter));
+        // SAFETY: nothing else in this program uses experimental features.
+        let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+        let (egui, mla) = (egui_needs(adapter), wgpu_mla::gpu::wanted(adapter, experimental));
         wgpu::DeviceDescriptor {
             required_features: egui.required_features | mla.features,
             required_limits: egui.required_limits.or_better_values_from(&mla.limits),

@@ -1,4 +1,4 @@
-"""The kernels on matrices, run by Mesa 26's lavapipe, which offers matrices of 8x8: a unit an op."""
+"""The variants on cooperative matrices, run by Mesa 26's lavapipe, which offers 8x8: a unit an op."""
 
 import re
 

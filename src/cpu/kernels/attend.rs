@@ -5,7 +5,7 @@
 //! m' = max(m, max S);  a = 2^(scale * (m - m'));  P = 2^(scale * (S - m'));  l = l * a + sum P
 //! O = O * a + P V      register tiles of 4 rows x 3 vectors, over the tokens
 //! ```
-//! A row's numbers do not depend on its neighbours: a tile of another shape does the same operations in the same
+//! A query row's result does not depend on the other rows of its tile: a tile of another shape does the same operations in the same
 //! order for each of its elements.
 
 use std::ops::Range;
@@ -18,7 +18,7 @@ pub(in crate::cpu) const BLOCK: usize = 32;
 /// Query rows of the largest tile.
 pub(in crate::cpu) const MAX_ROWS: usize = 32;
 
-/// The state of one tile: its query rows, the block of the cache at hand, and what each row has so far.
+/// The state of one tile: its query rows, a block of the cache, and each row's running softmax state and output.
 pub(in crate::cpu) struct Tile<'a> {
     /// `[rows, stride]`, of which `dim` are used.
     pub q: &'a mut [f32],
@@ -178,7 +178,7 @@ unsafe fn dots<V: Lanes, const R: usize, const T: usize>(
     }
 }
 
-/// One row's online softmax over a block: dot products to weights.
+/// One query row's online softmax over a block: dot products to weights.
 ///
 /// # Safety
 /// As [`band`].

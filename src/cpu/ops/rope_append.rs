@@ -6,7 +6,9 @@ use crate::Result;
 use crate::cpu::buffer::Buffer;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::ops::{KvAppendArgs, Rope, RopeAppend, RopeAppendArgs, RopeArgs};
+use crate::ops::{
+    KvAppendArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs,
+};
 use crate::view::View;
 
 thread_local! {
@@ -15,14 +17,29 @@ thread_local! {
 }
 
 impl HostOp for RopeAppend {
-    /// Slots, `u32::MAX` for a token that is skipped.
-    type Prepared = Vec<u32>;
+    /// Slots, `u32::MAX` for a token that is skipped, and positions, if the step has them.
+    type Prepared = (Vec<u32>, Option<Buffer>);
 
-    fn prepare(&self, slot_mapping: &[i64]) -> Result<(Vec<u32>, u32)> {
-        HostOp::prepare(&self.append, slot_mapping)
+    fn prepare(&self, batch: RopeAppendBatch<'_>) -> Result<(Self::Prepared, RopeAppendExtent)> {
+        let used = batch.extent()?;
+        let (slots, _) = HostOp::prepare(&self.append, batch.slot_mapping)?;
+        let positions = match batch.positions {
+            Some(positions) => {
+                let buffer = Buffer::new(positions.len() as u64 * 4)?;
+                buffer.upload(0, bytemuck::cast_slice(positions))?;
+                Some(buffer)
+            }
+            None => None,
+        };
+        Ok(((slots, positions), used))
     }
 
-    fn run(&self, pool: &Pool, slots: &Vec<u32>, args: &RopeAppendArgs<&Buffer>) -> Result<()> {
+    fn run(
+        &self,
+        pool: &Pool,
+        (slots, positions): &Self::Prepared,
+        args: &RopeAppendArgs<&Buffer>,
+    ) -> Result<()> {
         let (tokens, query) = (0..slots.len() as u32, self.rope());
         let key = Rope { dtype: self.append.input, num_heads: 1, ..query };
         let row_bytes = u64::from(key.rope_dim) * key.dtype.bytes() as u64;
@@ -32,7 +49,8 @@ impl HostOp for RopeAppend {
             _ => Buffer::new(key_bytes)?,
         };
         let k_pe = View::dense(&keys, 1, key.rope_dim);
-        let queries = args.rope();
+        let positions = positions.as_ref().unwrap_or(args.positions);
+        let queries = RopeArgs { positions, ..args.rope() };
         HostOp::run(&query, pool, &tokens, &queries)?;
         HostOp::run(&key, pool, &tokens, &RopeArgs { x: args.layer.k_pe, y: k_pe, ..queries })?;
         HostOp::run(&self.append, pool, slots, &KvAppendArgs { k_pe, ..args.layer })?;

@@ -1,8 +1,8 @@
-//! What `mla_decode` and `mla_merge` are given: `struct Args` of `shaders/cuda/kernels/decode/mla.cuh`.
+//! The arguments of `mla_decode` and `mla_merge`: `struct Args` of `shaders/cuda/kernels/decode/mla.cuh`.
 
 use cudarc::driver::DeviceRepr;
 
-/// One step and one layer. Addresses are the card's; strides count elements.
+/// One step and one layer. Addresses are of device memory; strides count elements.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Args {
@@ -49,10 +49,10 @@ unsafe impl DeviceRepr for Args {}
 /// `enum Copying` of `shaders/cuda/kernels/decode/mla.cuh`: how a cache may be copied.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Copying {
-    /// Rows begin at multiples of 8 bytes.
+    /// By cp.async of 8 bytes: tokens are aligned to 8 bytes.
     Chunks8 = 0,
-    /// Of 16.
+    /// By cp.async of 16 bytes: tokens are aligned to 16.
     Chunks16 = 1,
-    /// Tensor copies take it.
+    /// By TMA boxes.
     Boxes = 2,
 }

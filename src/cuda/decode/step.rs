@@ -73,12 +73,12 @@ impl Tables {
         &self.tables
     }
 
-    /// Where the page list is.
+    /// The address of the page list.
     pub(in crate::cuda) fn pages(&self) -> u64 {
         self.tables.ptr() + u64::from(self.header.pages) * 4
     }
 
-    /// With a plan that [`crate::plan::check_plan`] let pass.
+    /// For a plan that passed [`crate::plan::check_plan`].
     pub(super) fn prepare(
         &mut self,
         cuda: &Cuda,
@@ -95,7 +95,7 @@ impl Tables {
         }
         self.generation += 1;
         let used = match pages {
-            // The card writes the page list itself.
+            // The page list is written on the card.
             PageTable::Device => header.pages,
             _ => header.pages + plan.page_list_len(),
         };

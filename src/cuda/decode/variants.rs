@@ -16,7 +16,7 @@ pub(super) struct Kernel {
     pub compiled: Compiled,
 }
 
-/// A variant of a name, which is in its entries' names too: query rows of a tile, and how it multiplies.
+/// A variant: its name, which its entries' names contain, the query rows of its tile, and its body.
 macro_rules! variant {
     ($name:literal, $rows:literal, $body:expr) => {{
         const TILE: &Tile = &Tile { name: $name, rows: $rows, body: $body };
@@ -25,7 +25,7 @@ macro_rules! variant {
     }};
 }
 
-/// In dispatch order: of those on tensor cores that run the cheapest is taken, else the last, which runs everywhere.
+/// In dispatch order: the cheapest of those on tensor cores that run, else the last, which runs everywhere.
 pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
     variant!("wgmma_m64", 64, Body::Warpgroups { tokens: 32, swapped: false }),
     variant!("wgmma_swap_ab_n32", 32, Body::Warpgroups { tokens: 8, swapped: true }),
@@ -40,8 +40,8 @@ pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
     variant!("simple", 8, Body::Simple),
 ];
 
-/// Each tile reads the cache once more, which is worth about 16 rows of arithmetic. Matrices of warpgroups multiply 64 rows as fast as
-/// others do 36.
+/// Each tile reads the cache once more, which costs as much as about 16 rows of arithmetic. wgmma multiplies 64 rows in the time in which
+/// mma.sync does 36.
 fn cost(&(_, query_rows): &Request, kernel: &Kernel) -> u32 {
     let tile = kernel.tile;
     if !tile.on_matrices() {
@@ -62,22 +62,22 @@ pub(super) struct Tile {
     pub body: Body,
 }
 
-/// How a variant multiplies, and reads the cache.
+/// How a variant multiplies, and copies the cache to shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body {
-    /// On tensor cores (`mma`), by copies of 16 bytes.
+    /// mma.sync, and cp.async of 16 bytes.
     Matrices,
-    /// The same by tensor copies (TMA) of boxes of so many tokens; the variant `otherwise` has the same tiles, for a cache that they
-    /// cannot take.
+    /// mma.sync, and TMA boxes of `tokens` tokens; the variant `otherwise` has the same tiles, for a binding that TMA
+    /// cannot copy.
     TensorCopies { tokens: u32, otherwise: &'static str },
-    /// On Hopper's tensor cores (`wgmma`), which no other card has, by tensor copies of boxes of so many tokens where pages are a multiple of them.
-    /// `swapped`: query rows are columns of the matrices (`swap AB`).
+    /// wgmma, of compute capability 9.0 alone, and TMA boxes of `tokens` tokens where pages are a multiple of them, else cp.async.
+    /// `swapped`: operands are swapped (swap AB), query rows are wgmma's N.
     Warpgroups { tokens: u32, swapped: bool },
-    /// On no tensor cores.
+    /// Without tensor cores.
     Simple,
 }
 
-/// What a card has for the variants by tensor copies: where there is less, a block is alone and waits for its copies. Not made for it.
+/// The least shared memory of a card for [`Body::TensorCopies`]: with less, a block is alone on its multiprocessor and its copies' latency is exposed.
 const TMA_SHARED_BYTES: u32 = 200 << 10;
 
 /// A compiled variant.
@@ -86,7 +86,7 @@ pub(super) struct Compiled {
     pub entry: &'static Entry,
     pub threads: u32,
     pub shared_bytes: u32,
-    /// Tokens of the cache that it takes at a time.
+    /// Tokens of a tile.
     pub tokens: u32,
 }
 
@@ -170,7 +170,7 @@ impl From<&'static Entry> for Compiled {
     }
 }
 
-/// Whether the matrices' type does not hold a query, after it was scaled by a power of two.
+/// Whether the tensor cores' dtype does not hold a query, even scaled by a power of two.
 fn splits_queries(spec: &MlaDecode) -> bool {
     matches!((spec.kv.dtype, spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
 }

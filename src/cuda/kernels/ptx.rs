@@ -1,21 +1,21 @@
-//! The kernels of the crate `wgpu-mla-ptx`, as a card takes them.
+//! The PTX of the crate `wgpu-mla-ptx`, as it is loaded on a card.
 
 use wgpu_mla_ptx::{ENTRIES, Entry};
 
 use crate::cuda::caps::Card;
 
-/// The compute capability since which a kernel may wait itself for the one before it.
+/// The compute capability since which there is programmatic dependent launch.
 pub(in crate::cuda) const HOPPER: u32 = 90;
-/// Before an instruction for such cards, in the PTX of older ones a comment.
+/// The prefix of an instruction for such cards; for older ones the PTX line is a comment.
 const SINCE_HOPPER: &str = "// sm_90: ";
 
-/// The entry of a name that no other module has.
+/// The entry of a name that is in one module only.
 pub(in crate::cuda) fn named(name: &str) -> Option<&'static Entry> {
     let mut found = ENTRIES.iter().filter(|entry| entry.name == name);
     found.next().filter(|_| found.next().is_none())
 }
 
-/// The text of an entry for a card. `scripts/ptx.sh` has the assemblers read both.
+/// The PTX of an entry for a card, with or without these instructions. `scripts/ptx.sh` assembles both.
 pub(in crate::cuda) fn for_card(entry: &Entry, card: &Card) -> String {
     let ptx = entry.text();
     if card.capability < HOPPER || !entry.waits {

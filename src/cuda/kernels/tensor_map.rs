@@ -1,24 +1,24 @@
-//! A layer's cache as tensor copies (TMA) take it, in boxes of some tokens.
+//! A layer's cache as a TMA tensor map (CUtensorMap), copied in boxes of some tokens.
 
 use cudarc::driver::sys;
 
 use crate::cuda::library::failed;
 use crate::{Dtype, MlaDecode, Result};
 
-/// What a stride of a tensor stays below, in bytes.
+/// The limit of a tensor map's strides, in bytes.
 pub(in crate::cuda) const MOST_STRIDE: u64 = 1 << 40;
 
-/// Bytes that the hardware swizzles.
+/// Bytes of a line within which the hardware swizzles.
 const LINE: u64 = 128;
 
-/// What the driver makes of a tensor: a parameter of the kernels that copy boxes of it.
+/// A tensor as the driver encodes it: a parameter of the kernels that copy TMA boxes of it.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorMap(sys::CUtensorMap);
 
 impl TensorMap {
-    /// Of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, lines, tokens, columns],
-    /// lines being the 128 bytes that the hardware swizzles, which memory likes too: where rows are no multiple of that, two tokens are one row. Address and strides are multiples of 16, strides below [`MOST_STRIDE`].
-    /// `BoxOrder` and `GroupOrder` of shaders/cuda/kernels/decode/decode_order.cuh are the same order.
+    /// The map of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, lines, tokens, columns],
+    /// a line being 128 bytes, so that requests are whole lines: where a token is no multiple of that, two tokens are one row of the tensor. Address and strides are multiples of 16 bytes, strides below [`MOST_STRIDE`].
+    /// `BoxOrder` and `GroupOrder` of shaders/cuda/kernels/decode/decode_order.cuh describe the same layout in shared memory.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -58,12 +58,12 @@ impl TensorMap {
         Ok(Self(map))
     }
 
-    /// For a launch whose kernel looks at none.
+    /// For a launch whose kernel uses none.
     pub fn none() -> Self {
         Self(sys::CUtensorMap { opaque: [0; 16] })
     }
 
-    /// Where a launch finds it.
+    /// The pointer to it that a launch takes.
     pub fn as_param(&self) -> *mut std::ffi::c_void {
         (&raw const self.0).cast_mut().cast()
     }

@@ -1,4 +1,4 @@
-//! Where an array's rows are on the card.
+//! Addresses and strides of arrays in device memory.
 
 use crate::cuda::Buffer;
 use crate::view::View;
@@ -13,13 +13,13 @@ pub(super) struct Array {
 }
 
 impl Array {
-    /// Of an array that is not wanted.
+    /// An array that is not written.
     pub(super) const NONE: Self = Self { address: 0, token_stride: 0, head_stride: 0 };
 
-    /// Of `[tokens, heads]` rows; `bytes` is an element's. The stride of a dimension of one is unused and may be anything.
+    /// An array of [tokens, heads, dim]; `bytes` is an element's size. The stride of a dimension of 1 is unused, and may be anything.
     pub(super) fn new(view: &View<&Buffer>, bytes: usize, [tokens, heads]: [u32; 2]) -> Self {
         let bytes = bytes as u64;
-        // Nor were those of no row checked: nobody follows them.
+        // Strides of an empty array were not checked either: no kernel follows them.
         let used = |count: u32, stride: u64| if count > 1 { stride.wrapping_mul(bytes) } else { 0 };
         Self {
             address: view.buffer.ptr().wrapping_add(view.offset.wrapping_mul(bytes)),

@@ -1,4 +1,4 @@
-//! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch that only the card knows.
+//! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch that only the device knows.
 
 use cudarc::driver::DeviceRepr;
 
@@ -38,7 +38,7 @@ pub struct BatchBinding {
     buffers: [Buffer; 3],
 }
 
-/// Slots that the card writes, and an append of new tokens, [`crate::KvAppend`] or [`crate::RopeAppend`], reads.
+/// Slots that the device writes and an append of new tokens, [`crate::KvAppend`] or [`crate::RopeAppend`], reads.
 #[derive(Debug)]
 pub struct DeviceSlots<O: AppendsSlots>
 where
@@ -51,7 +51,7 @@ where
     kv: KvSpec,
 }
 
-/// What a decode's step is made of anew for each batch: the plan of its upper bounds.
+/// The template of a decode's tables for each batch: the plan for its upper bounds.
 #[derive(Debug, Default)]
 pub struct DecodeLists {
     plan: Table,
@@ -149,10 +149,10 @@ impl BatchTables {
         if !self.serves(append.op().cache()) || append.device().id() != self.cuda.id() {
             return Err(Error::LayoutMismatch { detail: "the append is of another pool of pages or device" });
         }
-        // All without a slot, until the card has written them.
+        // All skipped, until the device has written slots.
         let none = vec![-1i64; max_tokens as usize];
         let mut step = append.step(max_tokens)?;
-        append.prepare(&mut step, &none)?;
+        append.prepare(&mut step, O::of_slots(&none))?;
         let table = step.raw.buffer().filter(|_| max_tokens > 0).cloned();
         Ok(DeviceSlots { step, table, max_tokens, kv: self.kv })
     }
@@ -220,7 +220,7 @@ impl BatchTables {
         Ok(())
     }
 
-    /// Launches what writes the slots of the batch's new tokens. Allocates nothing, waits for nothing, and may be captured in a graph.
+    /// Launches the kernel that writes the slots of the batch's new tokens. Allocates nothing, waits for nothing, and may be captured in a graph.
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`] and [`Error::Cuda`].
@@ -243,7 +243,7 @@ impl BatchTables {
         )
     }
 
-    /// Launches what cuts the step's tables down to the batch, and writes its page list: two kernels. Allocates nothing, waits for
+    /// Launches the two kernels that shorten the step's tables to the batch and write its page list. Allocates nothing, waits for
     /// nothing, and may be captured in a graph.
     ///
     /// # Errors
@@ -259,7 +259,7 @@ impl BatchTables {
         let (tables, pages) = (step.raw.buffer().ptr(), step.raw.pages());
         let args = BatchParams { plan, tables, pages, ..batch.args };
         let held = || batch.buffers.iter().chain(lists.plan.buffer()).chain([step.raw.buffer()]);
-        // The capacity, as a decode's grids: a replay has the plan that was prepared last.
+        // Grids cover the capacity, as a decode's do: a captured launch serves the plan that was prepared last.
         let capacity = step.capacity();
         let items = capacity.items.max(capacity.queries);
         self.cuda.launch(&self.items, items.div_ceil(THREADS), THREADS, 0, &args, held())?;
@@ -267,7 +267,7 @@ impl BatchTables {
         self.cuda.launch(&self.pages, capacity.pages.div_ceil(THREADS), THREADS, 0, &args, held())
     }
 
-    /// Pages of other elements are the same to it.
+    /// The dtype does not matter.
     fn serves(&self, kv: &KvSpec) -> bool {
         (kv.page_size, kv.num_pages) == (self.kv.page_size, self.kv.num_pages)
     }

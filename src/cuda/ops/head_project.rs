@@ -1,4 +1,4 @@
-//! `head_project`: each token's rows times the matrix of their head.
+//! `head_project`: a batched GEMM, each head's rows times its matrix.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::ops::variants::only;
 use crate::ops::{Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
 use crate::view::View;
 
-/// An entry of head_project.cu, and the tokens of its blocks.
+/// An entry of head_project.cu, and the tokens of its tile.
 type Entry = (&'static str, u32);
 const FEW: Entry = ("head_project_few", 16);
 const MANY: Entry = ("head_project_many", 64);
@@ -46,7 +46,7 @@ pub struct ProjectParams {
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for ProjectParams {}
 
-/// For few tokens and for many. Which of them runs changes no bit.
+/// For few tokens and for many; both give the same bits.
 #[derive(Debug)]
 pub struct Functions {
     few: Function,
@@ -126,7 +126,7 @@ impl Kernel<HeadProject> for Cuda {
         Ok(Layer { args: bound, buffers })
     }
 
-    /// The grid is for what both the step and the binding have: a replay projects what the step then holds.
+    /// The grid covers the smaller capacity of step and binding: a captured launch projects what the step's range holds at the replay.
     fn kernel_record(
         &self,
         spec: &HeadProject,
@@ -154,7 +154,7 @@ impl Kernel<HeadProject> for Cuda {
     }
 }
 
-/// Tokens of a block, and blocks, for so many tokens.
+/// Tokens of a block, and the number of blocks, for a number of tokens.
 fn grid(spec: &HeadProject, tokens: u32) -> Result<(u32, u32)> {
     let (_, tokens_of_block) = if tokens <= FEW.1 { FEW } else { MANY };
     let tiles = u64::from(spec.n.div_ceil(COLUMNS)) * u64::from(tokens.div_ceil(tokens_of_block));

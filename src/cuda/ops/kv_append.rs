@@ -1,4 +1,4 @@
-//! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`.
+//! `kv_append`: new tokens into the paged cache, vLLM's `concat_and_cache_mla`.
 
 use cudarc::driver::DeviceRepr;
 
@@ -28,7 +28,7 @@ impl Scale {
         let is_power_of_two = k_scale.to_bits().trailing_zeros() >= 23;
         // A product is rounded by at most 2^-24 of itself, and each bound by as much here.
         let margin = if is_power_of_two { 0.0 } else { (-22f64).exp2() };
-        // Within these no number is subnormal that a code depends on.
+        // Within these limits no code depends on a subnormal number.
         if !((-100f64).exp2()..100f64.exp2()).contains(&scale) {
             return Self { k_scale, inv_low: 0.0, inv_high: 0.0, max_bits: 0 };
         }
@@ -157,7 +157,7 @@ impl Kernel<KvAppend> for Cuda {
         Ok(Layer { args: AppendParams::new(spec, args, max_tokens), buffers })
     }
 
-    /// The grid is what fits both the step and the binding: a replay appends what the step then holds.
+    /// The grid covers the smaller capacity of step and binding: a captured launch appends what the step's table holds at the replay.
     fn kernel_record(
         &self,
         spec: &KvAppend,
@@ -183,7 +183,7 @@ impl Kernel<KvAppend> for Cuda {
     }
 }
 
-/// An item is an oct of some tokens' rows.
+/// An item is an oct (8 consecutive elements) of TOKENS_PER_THREAD tokens.
 fn items(spec: &KvAppend, tokens: u32) -> Result<u32> {
     let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
     let items = blocks * u64::from(spec.shape.row_elems() / 8);
@@ -202,7 +202,7 @@ mod tests {
     fn the_inverses_stay_on_their_sides_of_a_rounded_product() {
         let rounding = (-24f64).exp2();
         for i in 1..1u32 << 16 {
-            // mantissas all over, the exponents of the fast way
+            // mantissas of all kinds, exponents of the fast path
             let bits = i.wrapping_mul(0x9E37_79B1);
             let k_scale = f32::from_bits((bits & 0x7F_FFFF) | ((27 + i % 200) << 23));
             let (scale, k_scale) = (Scale::new(k_scale), f64::from(k_scale));

@@ -1,4 +1,4 @@
-//! `kv_calibrate`: what an e4m3 cache would make of new rows, counted on the card.
+//! `kv_calibrate`: amax and saturation counts of new tokens, for an e4m3 cache's `k_scale`.
 
 use std::ops::Range;
 
@@ -35,7 +35,7 @@ pub struct CalibrateParams {
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for CalibrateParams {}
 
-/// One layer's rows and counters, held.
+/// One layer's new tokens and counters. It owns handles of the buffers.
 #[derive(Debug)]
 pub struct Layer {
     args: CalibrateParams,
@@ -93,7 +93,7 @@ impl Kernel<KvCalibrate> for Cuda {
         Ok(Layer { args: bound, buffers: [args.kv_c.buffer, k_pe.buffer, args.stats].map(Buffer::clone) })
     }
 
-    /// The grid is the binding's: a replay looks at the tokens that the step then holds.
+    /// The grid covers the binding's capacity: a captured launch counts the tokens that the step's table holds at the replay.
     fn kernel_record(
         &self,
         spec: &KvCalibrate,
@@ -118,7 +118,7 @@ impl Kernel<KvCalibrate> for Cuda {
     }
 }
 
-/// An item is a quad of some tokens' rows.
+/// An item is a quad (4 consecutive elements) of TOKENS_PER_THREAD tokens.
 fn items(spec: &KvCalibrate, tokens: u32) -> Result<u32> {
     let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
     let items = blocks * u64::from(spec.shape.row_elems() / 4);

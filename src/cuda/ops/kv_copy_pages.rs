@@ -29,7 +29,7 @@ pub struct CopyParams {
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for CopyParams {}
 
-/// The same copy by units of both sizes, of which an alignment allows one.
+/// The copy by units of 16 bytes, or by words; the alignment tells which.
 #[derive(Debug)]
 pub struct Functions {
     /// 16 bytes at a time, where all addresses are multiples of that.
@@ -72,7 +72,7 @@ impl Kernel<KvCopyPages> for Cuda {
         copies: &[(u32, u32)],
     ) -> Result<()> {
         check_copies(&spec.kv, copies)?;
-        // Each copy writes a page of its own, so there are fewer than pages.
+        // Copies write different pages, none of which is read, so there are fewer copies than pages.
         step.upload(self, copies.len() as u32, copies.iter().flat_map(|&(from, to)| [from, to]))
     }
 
@@ -101,7 +101,7 @@ impl Kernel<KvCopyPages> for Cuda {
         Ok(Layer { kernel: kernel.clone(), args, buffer: kv.buffer.clone() })
     }
 
-    /// The grid is what fits the step: a replay copies what the step then holds.
+    /// The grid covers the step's capacity: a captured launch copies what the step's table holds at the replay.
     fn kernel_record(
         &self,
         _: &KvCopyPages,

@@ -104,7 +104,7 @@ impl Kernel<KvGather> for Cuda {
         Ok(Layer { args: bound, buffers: [args.kv.buffer.clone(), args.out.buffer.clone()] })
     }
 
-    /// The grid is what fits the step: a replay gathers what the step then holds.
+    /// The grid covers the step's capacity: a captured launch gathers what the step's table holds at the replay.
     fn kernel_record(
         &self,
         spec: &KvGather,
@@ -113,7 +113,7 @@ impl Kernel<KvGather> for Cuda {
         step: &Table,
         layer: &Layer,
     ) -> Result<()> {
-        // A table may have room for more than a grid has items for; `prepare` lets no more pass.
+        // A table may have room for more pieces than a grid has items; `prepare` refuses those.
         let max_pieces = step.room(3).min(max_pieces(spec));
         let Some(table) = step.ptr() else { return Ok(()) };
         // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
@@ -134,7 +134,7 @@ impl Kernel<KvGather> for Cuda {
     }
 }
 
-/// An item is a quad of PLACES_PER_THREAD tokens' rows. The kernel divides items and places.
+/// An item is a quad (4 consecutive elements) of PLACES_PER_THREAD tokens. The kernel divides item and place numbers.
 fn max_pieces(spec: &KvGather) -> u32 {
     let blocks = MAX_ITEMS / (spec.shape.row_elems() / 4);
     let places = blocks.saturating_mul(PLACES_PER_THREAD).min(MAX_ITEMS);

@@ -10,7 +10,7 @@ use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
 use crate::view::View;
 use crate::{Error, Result};
 
-/// Threads of a block of a merge that is too small to fill the card.
+/// Threads of a block, for a merge too small to fill the card.
 const FEW_THREADS: u32 = 128;
 /// Threads that a multiprocessor runs at a time.
 const THREADS_AT_A_TIME: u32 = 2048;
@@ -47,7 +47,7 @@ unsafe impl DeviceRepr for MergeStateParams<u32> {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for MergeStateParams<u64> {}
 
-/// The same merge by 16 bytes and by elements, of which an alignment allows one.
+/// The merge by units of 16 bytes, or by elements; the alignment tells which.
 #[derive(Debug)]
 pub struct Functions {
     /// One or two units of 16 bytes a thread.
@@ -134,7 +134,7 @@ fn work(cuda: &Cuda, kernels: &Functions, spec: &MergeState, args: &MergeStateAr
     // items past the end are read as the last one.
     let [one, two] = &kernels.units;
     if let Some(in_units) = MergeStateParams::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
-        // With few items each thread takes one, so that all multiprocessors have some.
+        // With few items each thread takes one, to occupy more multiprocessors.
         let fills = cuda.card().multiprocessors * THREADS_AT_A_TIME;
         let (kernel, per_thread, threads) = match in_units.num_items / fills {
             0 => (one, 1, FEW_THREADS),
@@ -159,7 +159,7 @@ fn merge_items(spec: &MergeState, args: &MergeStateArgs<&Buffer>, unit: u32) -> 
 }
 
 impl<Stride: TryFrom<u64> + Default> MergeStateParams<Stride> {
-    /// With items of `unit` elements. `None` where something is no multiple of that or too large for its type.
+    /// Arguments with items of `unit` elements. `None` where a size, offset or stride is no multiple of that, or too large for its type.
     fn new(spec: &MergeState, args: &MergeStateArgs<&Buffer>, unit: u32) -> Option<Self> {
         // The stride of a dimension of one is unused and may be anything.
         let stride = |count: u32, elems: u64, unit: u32| match count {

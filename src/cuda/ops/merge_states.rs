@@ -108,7 +108,7 @@ impl Kernel<MergeStates> for Cuda {
         Ok(Layer { args: bound, buffers: buffers.map(Buffer::clone) })
     }
 
-    /// The grid is for what both the step and the binding have: a replay merges what the step then holds.
+    /// The grid covers the smaller capacity of step and binding: a captured launch merges what the step's table holds at the replay.
     fn kernel_record(
         &self,
         spec: &MergeStates,
@@ -134,7 +134,7 @@ impl Kernel<MergeStates> for Cuda {
     }
 }
 
-/// Quads of the output of so many tokens.
+/// Quads (4 consecutive elements) of the output of a number of tokens.
 fn items(spec: &MergeStates, tokens: u32, heads: u32) -> Result<u32> {
     let items = u64::from(tokens) * u64::from(heads);
     let cure = "merge the states of fewer tokens a call";

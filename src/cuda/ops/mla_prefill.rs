@@ -1,4 +1,4 @@
-//! `mla_prefill`: attention of new tokens over keys and values that are there for each head.
+//! `mla_prefill`: attention of new tokens in MLA's expanded form, over keys and values of each head.
 
 use cudarc::driver::DeviceRepr;
 
@@ -15,12 +15,12 @@ use crate::ops::{
 };
 use crate::{Dtype, Result};
 
-/// An entry of mla_prefill.cu, and the query rows of its blocks.
+/// An entry of mla_prefill.cu, and the query rows of its tile.
 type Entry = (&'static str, u32);
-/// Of values of up to 128 columns, and of up to 256.
+/// For 16-bit inputs with values of up to 128 columns, and of up to 256.
 const NARROW: Entry = ("mla_prefill_128", 64);
 const WIDE: Entry = ("mla_prefill_256", 32);
-/// Of f32.
+/// For f32 inputs.
 const EXACT: Entry = ("mla_prefill_exact", 32);
 
 /// In dispatch order.
@@ -154,7 +154,7 @@ impl Kernel<MlaPrefill> for Cuda {
         Ok(Layer { args: bound, buffers })
     }
 
-    /// The grid is what fits the step: a replay attends what the step then holds.
+    /// The grid covers the step's capacity: a captured launch attends to what the step's work list holds at the replay.
     fn kernel_record(
         &self,
         spec: &MlaPrefill,
@@ -163,7 +163,7 @@ impl Kernel<MlaPrefill> for Cuda {
         step: &Table,
         layer: &Layer,
     ) -> Result<()> {
-        // A table may have room for more than a grid can have; `prepare` lets no more pass.
+        // A table may have room for more tiles than a grid; `prepare` refuses those.
         let max_tiles = step.room(TILE_WORDS.into()).min(MAX_ITEMS / spec.num_heads);
         let is_empty = layer.args.max_tokens == 0 || layer.args.max_rows == 0;
         let Some(table) = step.ptr().filter(|_| !is_empty) else { return Ok(()) };

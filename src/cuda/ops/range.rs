@@ -7,7 +7,7 @@ use crate::Result;
 use crate::cuda::{Buffer, Cuda};
 use crate::view::check_tokens;
 
-/// The range on the card, and the most tokens that it has had, for which grids are.
+/// The range in device memory, and the most tokens that it has had, which grids cover.
 #[derive(Debug)]
 pub struct TokenTable {
     table: Table,
@@ -15,7 +15,7 @@ pub struct TokenTable {
 }
 
 impl TokenTable {
-    /// Without a token.
+    /// An empty range.
     pub(super) fn new(cuda: &Cuda, max_tokens: u32) -> Result<Self> {
         Ok(Self { table: Table::new(cuda, 2)?, max_tokens })
     }
@@ -28,7 +28,7 @@ impl TokenTable {
         self.upload_with(cuda, tokens, None)
     }
 
-    /// As [`TokenTable::upload`], with a word behind the range.
+    /// As [`TokenTable::upload`], with a word after the range.
     ///
     /// # Errors
     /// Those of [`TokenTable::upload`].
@@ -39,7 +39,7 @@ impl TokenTable {
         Ok(end)
     }
 
-    /// Tokens that a launch's grid is for.
+    /// Tokens that a launch's grid covers.
     pub(super) fn max_tokens(&self) -> u32 {
         self.max_tokens
     }

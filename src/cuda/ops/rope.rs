@@ -1,4 +1,4 @@
-//! `rope`: rows rotated by their positions.
+//! `rope`: rotary embedding of queries.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeArgs, RopeLayout};
 
-/// `THREADS` of rope.cu and rope_append.cu: with fewer, a batch of a decode step is on more multiprocessors.
+/// `THREADS` of rope.cu and rope_append.cu: small blocks spread a decode step's batch over more multiprocessors.
 pub(super) const THREADS: u32 = 128;
 pub(super) const CURE: &str = "rotate in several steps, and bind a part of the tokens for each";
 
@@ -70,6 +70,13 @@ impl Rows {
     }
 }
 
+impl Rows {
+    /// With positions that lie elsewhere.
+    pub(super) fn at_positions(self, positions: u64) -> Self {
+        Self { positions, ..self }
+    }
+}
+
 /// One layer's buffers, held.
 #[derive(Debug)]
 pub struct Layer {
@@ -119,7 +126,7 @@ impl Kernel<Rope> for Cuda {
         Ok(Layer { args, buffers })
     }
 
-    /// The grid is for what both the step and the binding have: a replay rotates what the step then holds.
+    /// The grid covers the smaller capacity of step and binding: a captured launch rotates what the step's range holds at the replay.
     fn kernel_record(
         &self,
         spec: &Rope,
@@ -145,7 +152,7 @@ impl Kernel<Rope> for Cuda {
     }
 }
 
-/// Units of so many tokens.
+/// Units (four rotated pairs) of a number of tokens.
 fn items(spec: &Rope, tokens: u32) -> Result<u32> {
     let units = u64::from(spec.rope_dim / 8) * u64::from(spec.num_heads);
     checked_items("items of a rotation", u64::from(tokens).saturating_mul(units), CURE)

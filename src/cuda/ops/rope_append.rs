@@ -1,4 +1,4 @@
-//! `rope_append`: what comes before a decode, in one launch.
+//! `rope_append`: `rope` and `kv_append` fused in one launch, before a decode.
 
 use cudarc::driver::DeviceRepr;
 
@@ -9,9 +9,9 @@ use super::{Divisor, checked_items, code};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs};
+use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 
-/// Lanes of a warp, of which a token's items begin at multiples.
+/// Lanes of a warp; each kind of a token's items begins at a multiple.
 const LANES: u32 = 32;
 
 /// `Args` of rope_append.cu.
@@ -60,12 +60,13 @@ impl Kernel<RopeAppend> for Cuda {
         spec: &RopeAppend,
         _: &Function,
         step: &mut Table,
-        slot_mapping: &[i64],
-    ) -> Result<u32> {
-        let slots = spec.append.slots(slot_mapping)?;
-        let tokens = slots.len() as u32;
-        step.upload(self, tokens, slots)?;
-        Ok(tokens)
+        batch: RopeAppendBatch<'_>,
+    ) -> Result<RopeAppendExtent> {
+        let used = batch.extent()?;
+        let slots = spec.append.slots(batch.slot_mapping)?;
+        step.upload(self, used.tokens, slots)?;
+        step.upload_positions(self, batch.positions)?;
+        Ok(used)
     }
 
     fn kernel_bind(
@@ -73,7 +74,7 @@ impl Kernel<RopeAppend> for Cuda {
         spec: &RopeAppend,
         _: &Function,
         args: &RopeAppendArgs<&Buffer>,
-        max_tokens: u32,
+        RopeAppendExtent { tokens: max_tokens, .. }: RopeAppendExtent,
     ) -> Result<Layer> {
         items(spec, max_tokens)?;
         let token_items = Items::of(spec);
@@ -93,7 +94,7 @@ impl Kernel<RopeAppend> for Cuda {
         Ok(Layer { args: bound, buffers: [a, b, c, d, e, f, g] })
     }
 
-    /// The grid is what fits both the step and the binding: a replay rotates and appends what the step then holds.
+    /// The grid covers the smaller capacity of step and binding: a captured launch rotates and appends what the step's table holds at the replay.
     fn kernel_record(
         &self,
         spec: &RopeAppend,
@@ -104,20 +105,22 @@ impl Kernel<RopeAppend> for Cuda {
     ) -> Result<()> {
         let Some(append) = layer.args.append.for_table(step) else { return Ok(()) };
         // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
-        // - the kernel reads slots, positions and rows of tokens below max_tokens, for which the table has room and up to whose last
-        //   `check_args` found rows and positions, and takes those below the table's count;
+        // - the kernel reads slots, positions and rows of tokens below max_tokens, for which the table has room, for its positions too,
+        //   and up to whose last `check_args` found rows and positions, and takes those below the table's count;
         // - inside a row: part < head_units, units or latent_octs, by their shares of token_items;
         // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`);
         // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
         let items = items(spec, append.max_tokens())?;
-        let args = RopeAppendParams { append, ..layer.args };
+        let query =
+            step.positions().map_or(layer.args.query, |positions| layer.args.query.at_positions(positions));
+        let args = RopeAppendParams { append, query, ..layer.args };
         self.launch(
             kernel,
             items.div_ceil(THREADS),
             THREADS,
             0,
             &args,
-            layer.buffers.iter().chain(step.buffer()),
+            layer.buffers.iter().chain(step.held()),
         )
     }
 }

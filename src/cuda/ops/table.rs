@@ -3,20 +3,23 @@
 use crate::Result;
 use crate::cuda::{Buffer, Cuda};
 
-/// Word 0 is a count, which kernels read, the rest is the op's.
+/// Word 0 is a count, which kernels read; the rest is the op's.
 #[derive(Debug, Default)]
 pub struct Table {
     staged: Vec<u32>,
     buffer: Option<Buffer>,
-    /// Words that fit behind the count.
+    /// Words that fit after the count.
     room: u64,
+    /// As many words as there is room for, once a step had any, and whether the last one did.
+    positions: Option<Buffer>,
+    has_positions: bool,
 }
 
 impl Table {
     /// With a count of 0.
     pub(crate) fn new(cuda: &Cuda, room: u64) -> Result<Self> {
         let buffer = if room == 0 { None } else { Some(Buffer::zeroed(cuda.stream(), (room + 1) * 4)?) };
-        Ok(Self { staged: Vec::new(), buffer, room })
+        Ok(Self { buffer, room, ..Self::default() })
     }
 
     /// Entries of so many words that fit behind the count.
@@ -29,9 +32,32 @@ impl Table {
         self.buffer.as_ref()
     }
 
-    /// Where it is, if it has room for anything.
+    /// All memory that a launch with it reads.
+    pub(crate) fn held(&self) -> impl Iterator<Item = &Buffer> {
+        self.buffer.iter().chain(&self.positions)
+    }
+
+    /// Its address, if it has room for any entry.
     pub(crate) fn ptr(&self) -> Option<u64> {
         self.buffer.as_ref().map(Buffer::ptr)
+    }
+
+    /// Writes the positions of a step's tokens beside it, in the stream's order; after [`Table::upload`], which makes the room.
+    pub(crate) fn upload_positions(&mut self, cuda: &Cuda, positions: Option<&[i32]>) -> Result<()> {
+        self.has_positions = positions.is_some();
+        let Some(positions) = positions.filter(|positions| !positions.is_empty()) else { return Ok(()) };
+        let buffer = match self.positions.take().filter(|buffer| buffer.bytes() >= self.room * 4) {
+            Some(buffer) => buffer,
+            None => Buffer::zeroed(cuda.stream(), self.room * 4)?,
+        };
+        buffer.upload(cuda.stream(), 0, bytemuck::cast_slice(positions))?;
+        self.positions = Some(buffer);
+        Ok(())
+    }
+
+    /// Where the positions are, if the step has them.
+    pub(crate) fn positions(&self) -> Option<u64> {
+        self.positions.as_ref().filter(|_| self.has_positions).map(Buffer::ptr)
     }
 
     /// Writes `count` and `words` in the stream's order: what was launched before still reads the old ones. Makes a new buffer only

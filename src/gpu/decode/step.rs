@@ -10,6 +10,7 @@ use crate::gpu::Gpu;
 use crate::gpu::caps::Caps;
 use crate::gpu::kernels::decode::Merging;
 use crate::gpu::pipelines::{buffer, group, storage};
+use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::alive;
 use crate::ops::Step;
 use crate::plan::Plan;
@@ -37,11 +38,15 @@ impl SliceBudget {
     pub const DESKTOP: Self = Self { milliseconds: 4.0, work_per_millisecond: 5e6 };
 }
 
-/// A step's tables, page list and scratch. It owns its upload buffers, so preparing another step never disturbs one that was recorded.
+/// A step's tables, page list and scratch. Commands that were recorded keep what they were recorded with: see [`Ring`].
 #[derive(Debug)]
 pub struct Tables {
     pub(super) capacity: Capacity,
-    pub(super) group: wgpu::BindGroup,
+    /// Bound with dynamic offsets, of tables, slice and page list.
+    group: wgpu::BindGroup,
+    ring: Ring,
+    /// Bytes of a region of the tables' and of the page list's buffer.
+    region_bytes: [u64; 2],
     /// Whether the host may write the page list itself.
     device_page_list: bool,
     /// Whether a kernel of ours writes the tables too, which are then not what was uploaded.
@@ -55,11 +60,18 @@ pub struct Tables {
     slice_stride: u32,
     slices: Vec<Range<u32>>,
     budget: Option<SliceBudget>,
-    /// What the next upload would be, and what the device has.
+    /// What the next upload would be.
     words: Vec<u32>,
-    uploaded: Vec<u32>,
     slice_words: Vec<u32>,
-    uploaded_slices: Vec<u32>,
+    /// What the device has, a region.
+    uploaded: Vec<Uploaded>,
+}
+
+/// What a region holds.
+#[derive(Debug, Clone, Default)]
+struct Uploaded {
+    words: Vec<u32>,
+    slices: Vec<u32>,
 }
 
 impl Step<MlaDecode, Gpu> {
@@ -74,7 +86,8 @@ impl Step<MlaDecode, Gpu> {
     }
 
     /// The device's copy of the flat page list, for a host that writes it on the device: a buffer of nothing else, which a
-    /// prepare beyond the capacity replaces, and holds [`Capacity::pages`] words or up to three more. Sequence `i` begins at word
+    /// prepare beyond the capacity replaces. Any other prepare writes the step in place, before all that is submitted next: submit what
+    /// was recorded with it first. The buffer holds [`Capacity::pages`] words or up to three more. Sequence `i` begins at word
     /// [`Plan::page_begin`]`[i]`.
     ///
     /// # Errors
@@ -92,27 +105,34 @@ impl Step<MlaDecode, Gpu> {
 impl Tables {
     pub(super) fn new(gpu: &Gpu, pipes: &Pipes, spec: &MlaDecode, capacity: Capacity) -> Result<Self> {
         let bytes = Bytes::within_limits(gpu.caps(), spec, &capacity)?;
-        let slice_stride = gpu.device().limits().min_uniform_buffer_offset_alignment.max(64);
-        let tables = storage(gpu, "mla.tables", bytes.tables)?;
-        let pages = storage(gpu, "mla.pages", bytes.pages)?;
+        let slice_stride = gpu.uniform_stride();
+        // Aligned for any device.
+        let region_bytes = [bytes.tables, bytes.pages].map(|bytes| bytes.next_multiple_of(256));
+        let most = gpu.caps().max_buffer_bytes.min(u32::MAX.into()) / region_bytes[0].max(region_bytes[1]);
+        // A page list that the host writes has one place; the largest lists leave no room for a second.
+        let regions = if pipes.device_page_list { 1 } else { most.clamp(1, REGIONS.into()) as u32 };
+        let of = |bytes: u64, region: u64| if regions == 1 { bytes } else { region * u64::from(regions) };
+        let tables = storage(gpu, "mla.tables", of(bytes.tables, region_bytes[0]))?;
+        let pages = storage(gpu, "mla.pages", of(bytes.pages, region_bytes[1]))?;
         let partials = storage(gpu, "mla.partials", bytes.partials)?;
-        let slices_bytes = u64::from(slice_stride) * (MAX_SLICES as u64 + 1);
+        let slices_bytes = u64::from(slice_stride) * (MAX_SLICES as u64 + 1) * u64::from(regions);
         let slices = buffer(gpu, "mla.slices", slices_bytes, wgpu::BufferUsages::UNIFORM)?;
-        let slice = wgpu::BufferBinding {
-            buffer: &slices,
-            offset: 0,
-            size: NonZero::new(size_of::<SliceUniform>() as u64),
+        let part = |buffer, bytes: u64| {
+            let size = NonZero::new(bytes);
+            wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset: 0, size })
         };
         let resources = [
-            tables.as_entire_binding(),
+            part(&tables, bytes.tables),
             partials.as_entire_binding(),
-            wgpu::BindingResource::Buffer(slice),
-            pages.as_entire_binding(),
+            part(&slices, size_of::<SliceUniform>() as u64),
+            part(&pages, bytes.pages),
         ];
         let group = group(gpu, "mla.step", &pipes.step, resources)?;
         Ok(Self {
             capacity,
             group,
+            ring: Ring::new(regions),
+            region_bytes,
             device_page_list: pipes.device_page_list,
             device_tables: false,
             generation: 0,
@@ -123,9 +143,8 @@ impl Tables {
             slices: Vec::new(),
             budget: None,
             words: Vec::new(),
-            uploaded: Vec::new(),
             slice_words: Vec::new(),
-            uploaded_slices: Vec::new(),
+            uploaded: vec![Uploaded::default(); regions as usize],
         })
     }
 
@@ -159,7 +178,8 @@ impl Tables {
         Bytes::within_limits(gpu.caps(), spec, &capacity)?;
         // Checked in full before anything on the device changes.
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
-        if capacity == self.capacity {
+        // One whose page list the host writes is written in place.
+        if capacity == self.capacity && (self.device_page_list || self.ring.turn()) {
             alive(gpu.device())?;
         } else {
             let grown = Self::new(gpu, pipes, spec, capacity)?;
@@ -167,8 +187,10 @@ impl Tables {
             *self = Self { words, budget, generation: self.generation, ..grown };
         }
         self.generation += 1;
+        let region = self.ring.current();
+        let [tables_at, pages_at] = self.region_bytes.map(|bytes| bytes * u64::from(region));
         if self.device_tables {
-            self.uploaded.clear();
+            self.uploaded[region as usize].words.clear();
         }
         self.cut_slices(plan, &header);
 
@@ -179,11 +201,15 @@ impl Tables {
             PageTable::Device => own,
             _ => own + plan.page_list_len() as usize,
         };
-        let (words, uploaded) = (&self.words[..used], &mut self.uploaded);
+        let (words, Uploaded { words: uploaded, slices }) =
+            (&self.words[..used], &mut self.uploaded[region as usize]);
         let (old, new) = (uploaded.split_at(own.min(uploaded.len())), words.split_at(own));
-        for (buffer, old, new) in [(&self.tables, old.0, new.0), (&self.pages, old.1, new.1)] {
+        for (buffer, at, old, new) in
+            [(&self.tables, tables_at, old.0, new.0), (&self.pages, pages_at, old.1, new.1)]
+        {
             changed_runs(old, new, |run| {
-                gpu.queue().write_buffer(buffer, run.start as u64 * 4, bytemuck::cast_slice(&new[run]));
+                let at = at + run.start as u64 * 4;
+                gpu.queue().write_buffer(buffer, at, bytemuck::cast_slice(&new[run]));
             });
         }
         // Words past `used` are left as they are, so that they need not be sent again when the batch grows back.
@@ -194,9 +220,10 @@ impl Tables {
         uploaded[..used].copy_from_slice(words);
         debug_assert!(used >= HEADER_WORDS as usize);
 
-        if self.slice_words != self.uploaded_slices {
-            gpu.queue().write_buffer(&self.slices_buffer, 0, bytemuck::cast_slice(&self.slice_words));
-            self.uploaded_slices.clone_from(&self.slice_words);
+        if self.slice_words != *slices {
+            let at = u64::from(region * slices_region(self.slice_stride));
+            gpu.queue().write_buffer(&self.slices_buffer, at, bytemuck::cast_slice(&self.slice_words));
+            slices.clone_from(&self.slice_words);
         }
         Ok(())
     }
@@ -220,8 +247,9 @@ impl Tables {
         }
         let stride = self.slice_stride as usize / 4;
         self.slice_words.clear();
-        // Those of the last prepare that this one has not are emptied, should they be replayed.
-        self.slice_words.resize((stride * (self.slices.len() + 1)).max(self.uploaded_slices.len()), 0);
+        // Those of an earlier prepare that this one has not are emptied, where commands may have been recorded with them.
+        let old = self.uploaded[self.ring.current() as usize].slices.len();
+        self.slice_words.resize((stride * (self.slices.len() + 1)).max(old), 0);
         let whole = 0..header.num_items;
         for (slice, words) in
             std::iter::once(&whole).chain(&self.slices).zip(self.slice_words.chunks_mut(stride))
@@ -231,13 +259,23 @@ impl Tables {
         }
     }
 
-    /// Dynamic offset and work items of a slice; `None` for the whole step.
-    pub(super) fn slice(&self, index: Option<usize>) -> (u32, u32) {
-        match index.and_then(|index| Some((index, self.slices.get(index)?))) {
+    /// Binds the step, or one slice of it. Returns the work items.
+    pub(super) fn bind(&self, pass: &mut wgpu::ComputePass<'_>, slice: Option<usize>) -> u32 {
+        let (slice, items) = match slice.and_then(|index| Some((index, self.slices.get(index)?))) {
             Some((index, slice)) => ((index as u32 + 1) * self.slice_stride, slice.len() as u32),
             None => (0, self.capacity.items),
-        }
+        };
+        let region = self.ring.record();
+        let [tables, pages] = self.region_bytes.map(|bytes| bytes as u32 * region);
+        let slice = slice + region * slices_region(self.slice_stride);
+        pass.set_bind_group(1, &self.group, &[tables, slice, pages]);
+        items
     }
+}
+
+/// Bytes of a region of the slices' buffer.
+const fn slices_region(slice_stride: u32) -> u32 {
+    slice_stride * (MAX_SLICES as u32 + 1)
 }
 
 /// What the shaders ask of a slice and of the tables' header. Each load that waits for another delays a launch's start, and a uniform

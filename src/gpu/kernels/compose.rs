@@ -1,4 +1,4 @@
-//! WGSL modules: a generated prelude of constants, then files side by side.
+//! WGSL modules: a generated prelude of constants, then whole files, concatenated.
 
 use std::fmt::Write;
 

@@ -14,12 +14,12 @@ use plain::{LANES, Tile};
 /// What a decode is asked for: its spec, and query tokens of a sequence, 0 or 1 for one, which size the tile.
 pub(crate) type Request = (MlaDecode, u32);
 
-/// How a variant multiplies.
+/// The body of a variant's split kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Body {
-    /// `mla_decode.wgsl`, and how partial sums are joined.
+    /// `mla_decode.wgsl` without tensor cores, and how a score's partial sums are reduced.
     Plain(Sum),
-    /// `mla_decode_coop.wgsl`, in 32 KiB of workgroup memory or in 48.
+    /// `mla_decode_coop.wgsl` on cooperative matrices, in 32 KiB of workgroup memory (`small`) or in 48.
     Coop { small: bool },
 }
 
@@ -48,7 +48,7 @@ pub(crate) const VARIANTS: [Variant<Caps, Request, Kernel>; 4] = [
     Variant::new(Body::SHARED.name(), |caps, asked| Body::SHARED.kernel(caps, asked)),
 ];
 
-/// Mesa 26.1's lavapipe: half as fast as `subgroup`, and half a minute of compiling.
+/// On Mesa 26.1's lavapipe they are half as fast as `subgroup`, and compile for half a minute.
 fn slow(caps: &Caps, _: &Request) -> Result<(), String> {
     if caps.kind == DeviceKind::Software {
         Err("a software device only imitates matrices".into())
@@ -141,7 +141,7 @@ impl Body {
 /// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
 pub(super) const STORAGE_BUFFERS: u32 = 8;
 
-/// Query rows of a sequence, which a tile is sized for: what shares a tile reads the cache once. More tokens than 64 fill
+/// Query rows of a sequence, which a tile is sized for: the rows of a tile share one pass over the cache. More tokens than 64 fill
 /// many tiles of any size.
 pub(super) fn query_rows(spec: &MlaDecode, query_tokens: u32) -> u32 {
     spec.shape.num_heads * query_tokens.clamp(1, 64)
@@ -167,33 +167,33 @@ pub(crate) fn split(
 }
 
 const PINNED: &str = include_str!("../../../shaders/lib/pinned.wgsl");
-/// What both bodies of the split ask of the tables.
+/// Lookups in the tables for both bodies of the split.
 const QUERY: &str = include_str!("../../../shaders/lib/query.wgsl");
 const READ: &str = include_str!("../../../shaders/lib/read.wgsl");
 
-/// How a workgroup of the merge is shaped: see the head of `shaders/mla_merge.wgsl`. Both shapes give the same bits.
+/// The tile of the merge: see the head of `shaders/mla_merge.wgsl`. Both give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Merging {
-    /// Many workgroups a row, whose threads share its partial results.
+    /// Many workgroups a query row, whose threads share its partial results.
     FewRows,
-    /// One workgroup a row.
+    /// One workgroup a query row.
     ManyRows,
 }
 
 impl Merging {
     /// Both.
     pub(crate) const ALL: [Self; 2] = [Self::FewRows, Self::ManyRows];
-    /// Groups of partial results, each added up on its own.
+    /// Groups of partial results; each is summed by itself, then the groups are.
     const GROUPS: u32 = 16;
-    /// Partial results whose ends a workgroup holds.
+    /// Partial results whose LSEs and factors a workgroup holds at a time.
     const CHUNK: u32 = 512;
 
-    /// For so many rows: one workgroup each would leave an H200's 132 multiprocessors idle below 128.
+    /// For a number of query rows: up to 128, one workgroup each would leave multiprocessors of an H200 (132) idle.
     pub(crate) const fn of(rows: u64) -> Self {
         if rows <= 128 { Self::FewRows } else { Self::ManyRows }
     }
 
-    /// Octs of columns that a workgroup takes.
+    /// Octs (8 consecutive elements) of a row that a workgroup takes.
     const fn octs(self, shape: &MlaShape) -> u32 {
         match self {
             Self::FewRows => 8,
@@ -217,11 +217,11 @@ impl Merging {
         shape.kv_lora_rank / 8 / self.octs(shape)
     }
 
-    /// The kernel that merges a row's partial results. It does not read the cache, but is bound with it, and a step has one
+    /// The kernel that merges the partial results of query rows. It does not read the cache, but is bound with it, and a step has one
     /// layout.
     pub(crate) fn source(self, spec: &MlaDecode, pins_loads: bool) -> Source {
         let files = [if pins_loads { PINNED } else { READ }, include_str!("../../../shaders/mla_merge.wgsl")];
-        // Partial results on their way to a thread.
+        // Partial results whose loads a thread has in flight.
         let batch = match self {
             Self::FewRows => 8,
             Self::ManyRows => 4,
@@ -256,7 +256,7 @@ fn shape_consts(spec: &MlaDecode) -> Vec<(&'static str, u32)> {
     ]
 }
 
-/// A kernel of a decode step that reads queries as what they are, whatever factor their decoder leaves to others.
+/// A kernel of a decode step whose decoder of queries includes the dtype's scale.
 fn compose_step(
     entry: &'static str,
     variant: &str,
@@ -312,7 +312,7 @@ pub(super) fn store_files(out: Dtype) -> Vec<&'static str> {
     }
 }
 
-/// What a decoded element is to be multiplied by.
+/// The scale of a decoded element.
 const fn scale(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::E4m3 => "SCALE_E4M3",

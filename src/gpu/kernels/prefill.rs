@@ -18,11 +18,11 @@ pub(crate) struct Kernel {
     pub(crate) rows: u32,
     /// Elements that queries, keys and values are read by.
     pub(crate) unit: u32,
-    /// Whether it declares them as if it wrote them: see `shaders/lib/prefill_pinned.wgsl`.
+    /// Whether it declares them read_write, to keep its prefetches: see `shaders/lib/prefill_pinned.wgsl`.
     pub(crate) pins_loads: bool,
 }
 
-/// Query tokens of a sequence for which `coop_few` is best.
+/// The most query tokens of a sequence for which `coop_few` is best.
 const FEW: u32 = 64;
 
 /// In dispatch order; the last runs everywhere.

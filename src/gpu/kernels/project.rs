@@ -7,7 +7,7 @@ use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants::Variant;
 use crate::{Dtype, HeadProject, WeightOrder};
 
-/// In dispatch order; the last runs everywhere. Each with tiles for few tokens and for many.
+/// In dispatch order; the last runs everywhere. Each has a tile for few tokens and one for many.
 pub(crate) const VARIANTS: [Variant<Caps, HeadProject, [Tile; 2]>; 3] = [
     Variant::new("coop", Coop::pair).unless(|caps, _| match caps.kind {
         DeviceKind::Software => Err("a software device only imitates matrices".into()),
@@ -22,21 +22,21 @@ pub(crate) const VARIANTS: [Variant<Caps, HeadProject, [Tile; 2]>; 3] = [
     Variant::new("plain", |_, _| Ok([Tile::Plain { rows: 1 }, Tile::Plain { rows: 4 }])),
 ];
 
-/// A variant as it is made for a spec and a device: what its workgroups take.
+/// A variant's tile for a spec and a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tile {
-    /// `head_project.wgsl`, with so many tokens a thread.
+    /// `head_project.wgsl`, with `rows` tokens a thread.
     Plain { rows: u32 },
-    /// `head_project_direct.wgsl`, likewise.
+    /// `head_project_direct.wgsl`, with `rows` tokens a thread.
     Direct { rows: u32 },
     /// `head_project_coop.wgsl`.
     Coop(Coop),
 }
 
-/// How a workgroup on matrices cuts its tile: see the head of `shaders/head_project_coop.wgsl`.
+/// The tile of a workgroup on cooperative matrices (tensor cores): see the head of `shaders/head_project_coop.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Coop {
-    /// Side of a matrix.
+    /// Side of a cooperative matrix.
     side: u32,
     subgroup: u32,
     tokens: u32,
@@ -47,16 +47,16 @@ pub(crate) struct Coop {
     k_split: u32,
 }
 
-/// Tokens and columns of the tiles on matrices. The first reads least in all, where there are enough of it to fill a card; the second
+/// Tokens and columns of the tiles of `coop`. The first reads least in all, where its workgroups fill a card; the second
 /// where there are not; the last where neither divides the columns.
 const SHAPES: [[u32; 2]; 3] = [[64, 64], [32, 32], [64, 16]];
-/// What all rows are bound to.
+/// The bindings of all variants.
 const PARAMS: &str = include_str!("../../../shaders/lib/project.wgsl");
-/// Threads of the direct row: lavapipe's lanes.
+/// Threads of a workgroup of `direct`: lavapipe's lanes.
 pub(crate) const DIRECT_GROUP: u32 = 8;
-/// Workgroups that a device should have: about one for each of an H200's 132 multiprocessors.
+/// Workgroups that fill a device: about one for each of an H200's 132 multiprocessors.
 pub(crate) const TARGET_GROUPS: u32 = 128;
-/// Words of rows and weights that a thread of a card may hold.
+/// The most registers of x and weights of a thread on a card, in words.
 const MOST_WORDS: u32 = 144;
 
 impl Tile {
@@ -119,7 +119,7 @@ impl Coop {
     /// A tile of so many tokens and columns, where it fits: with the longest chunk.
     fn of([tokens, columns]: [u32; 2], caps: &Caps, spec: &HeadProject) -> Option<Self> {
         let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
-        // Each with fewer threads, where the device or the chunk has no room for more.
+        // The second of each has fewer threads, where the device or the chunk has no room for more.
         let splits: &[[u32; 3]] = match columns {
             16 => &[[4, 1, 2], [4, 1, 1]],
             32 => &[[2, 2, 2], [2, 2, 1]],
@@ -132,7 +132,7 @@ impl Coop {
         splits.iter().find_map(|&splits| (1..=spec.k / side).find_map(|parts| tile(splits, spec.k / parts)))
     }
 
-    /// Whether the work is divided without a rest, and the device has room for it.
+    /// Whether the tile divides the work evenly, and the device has room for it.
     fn fits(&self, caps: &Caps, spec: &HeadProject) -> bool {
         let threads = self.threads();
         threads <= caps.max_invocations
@@ -155,13 +155,13 @@ impl Coop {
         self.threads() / self.tokens
     }
 
-    /// Words of rows and weights that a thread holds.
+    /// Registers of x and weights of a thread, in words.
     const fn words(&self, spec: &HeadProject) -> u32 {
         let oct_words = 2 * spec.input.bytes() as u32;
         spec.k / 8 / self.row_lanes() * oct_words + spec.k * self.columns / 8 / self.threads() * 4
     }
 
-    /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
+    /// Octs (8 consecutive elements) from one staged row to the next: odd, so that matrix loads have no bank conflicts.
     const fn x_pitch(&self) -> u32 {
         (self.chunk / 8) | 1
     }
@@ -202,7 +202,7 @@ impl Coop {
             x = spec.input,
             w = spec.weight,
         );
-        // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for a minute.
+        // Software devices have few lanes, so long loops, and keep arrays in memory anyway: unrolled, the kernels compile for a minute.
         let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
         let body =
             include_str!("../../../shaders/head_project_coop.wgsl").replace("// unroll on cards", marker);
@@ -226,7 +226,7 @@ impl Coop {
         let row_tiles = self.tokens / self.side / self.row_split;
         let column_tiles = self.columns / self.side / self.column_split;
         let parts = x_parts(spec);
-        // f16 weights are what they are; bf16 ones are scaled, and scaled again where that did not suit them.
+        // f16 weights are used as they are; bf16 ones are scaled by a guess, and once more where it does not fit them.
         let [attempts, guess] = if spec.weight == Dtype::F16 { [1, 127] } else { [2, 127 + 14] };
         vec![
             ("TILE", self.side),
@@ -269,7 +269,7 @@ impl Coop {
     }
 }
 
-/// Parts that a row is split into so that f16 holds it.
+/// Parts that a row of x is split into so that f16 holds it.
 const fn x_parts(spec: &HeadProject) -> u32 {
     match spec.input {
         Dtype::F32 => 2,
@@ -277,7 +277,7 @@ const fn x_parts(spec: &HeadProject) -> u32 {
     }
 }
 
-/// How octs become f16; the spec refuses e4m3, and [`Coop::pair`] f32 weights.
+/// The file that converts octs to f16; the spec refuses e4m3, and [`Coop::pair`] f32 weights.
 const fn part_file(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F32 => include_str!("../../../shaders/lib/part_f32.wgsl"),
@@ -300,7 +300,7 @@ fn plain(rows: u32, spec: &HeadProject) -> Source {
     summed_in_f32("plain", 16 * rows, spec, &consts, body)
 }
 
-/// Threads of the direct row for a head's columns.
+/// Threads of `direct` for a head's columns.
 const fn direct_parts(spec: &HeadProject) -> u32 {
     match spec.order {
         WeightOrder::Kn => spec.n / 8,
@@ -320,7 +320,7 @@ fn direct(rows: u32, spec: &HeadProject) -> Source {
     summed_in_f32("direct", rows, spec, &consts, body)
 }
 
-/// A kernel that reads octs of rows and weights as f32.
+/// A kernel that reads octs of x and weights as f32.
 fn summed_in_f32(
     row: &str,
     tile: u32,

@@ -156,7 +156,7 @@ fn check_module(source: &Source, module: &Module, caps: &Caps) {
     assert_eq!(storage, STORAGE_BUFFERS, "{label}: storage buffers");
     assert!(storage <= Caps::WEBGPU.max_storage_buffers);
 
-    // Past about 256 words a lane, drivers spill. Rows on matrices unroll scopes whose variables do not live at the same
+    // Past about 256 words a lane, drivers spill. Variants on cooperative matrices unroll scopes whose variables do not live at the same
     // time, so the count says less of them. The few lanes of a software device hold as much as a card's, and have no
     // registers to run out of.
     let has_matrices = source.text.contains("coop_mat");
@@ -175,7 +175,7 @@ fn check_module(source: &Source, module: &Module, caps: &Caps) {
     assert!(bytes <= most, "{label}: {bytes} bytes of local variables");
 }
 
-/// Bytes of a local variable in one lane: a matrix is spread over a subgroup.
+/// Bytes of a local variable in one lane: a cooperative matrix is spread over a subgroup.
 fn lane_bytes(module: &Module, ty: naga::Handle<naga::Type>, caps: &Caps) -> u32 {
     match module.types[ty].inner {
         TypeInner::Array { base, size: naga::ArraySize::Constant(len), .. } => {
@@ -236,7 +236,7 @@ fn runs_somewhere() -> impl Iterator<Item = (Body, Caps)> {
     pairs.filter(move |(variant, caps)| variant.runs_on(caps, &any).is_ok())
 }
 
-/// Whether a variant that runs on a device serves a spec there: only rows on matrices do not serve every one. Where the
+/// Whether a variant that runs on a device serves a spec there: only those on cooperative matrices do not serve every one. Where the
 /// larger one has no tile, the smaller one serves it.
 fn serves(variant: &Body, caps: &Caps, spec: &MlaDecode) -> bool {
     let serves = variant.runs_on(caps, spec);
@@ -292,7 +292,7 @@ fn every_tile_for_several_query_tokens_is_valid_and_fits() {
     }
 }
 
-/// Rows on matrices read pages that hold whole blocks, of 16 tokens or of 32 too, in another way than others.
+/// Variants on cooperative matrices address pages that hold whole blocks, of 16 tokens or of 32 too, differently from others.
 #[test]
 fn every_page_size_is_valid_and_fits() {
     for (variant, caps) in runs_somewhere().filter(|(variant, _)| matches!(variant, Body::Coop { .. })) {

@@ -5,7 +5,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, unrolled};
-use crate::gpu::pipelines::{Access, dispatch, group, group_with_params, layout};
+use crate::gpu::pipelines::{Access, dispatch, dispatch_step, group, group_with_params, layout};
 use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
 use crate::plan::Plan;
 use crate::tables::PageTable;
@@ -98,7 +98,7 @@ impl BatchTables {
         let slots_layout = layout(gpu, "mla.batch_slots.step", &[Access::Write])?;
         let batch = [Access::Uniform, Access::Read, Access::Read, Access::Read];
         let batch_layout = layout(gpu, "mla.batch", &batch)?;
-        let plan_layout = layout(gpu, "mla.batch_lists.plan", &[Access::Read])?;
+        let plan_layout = layout(gpu, "mla.batch_lists.plan", &[Access::ReadAt])?;
         let step_layout = layout(gpu, "mla.batch_lists.step", &[Access::Write, Access::Write])?;
         // Every index is in bounds, whatever the batch's arrays hold, and whichever step, plan and binding are recorded:
         // - the batch: sequence < params.batch and block < max_pages are asked in the shaders, and `bind` found that many words in
@@ -151,7 +151,7 @@ impl BatchTables {
         // All without a slot, until the device has written them.
         let none = vec![-1i64; max_tokens as usize];
         let mut step = append.step(0)?;
-        append.prepare(&mut step, &none)?;
+        append.prepare(&mut step, O::of_slots(&none))?;
         let detail = "an append's step has a table once it was prepared";
         let table = step.raw.buffer().ok_or(Error::LayoutMismatch { detail })?;
         let group = group(&self.gpu, "mla.batch_tables", &self.slots_layout, [table.as_entire_binding()])?;
@@ -269,7 +269,13 @@ impl BatchTables {
             // The capacity, as a decode's grids: a replay has the plan that was prepared last.
             let capacity = step.capacity();
             let items = capacity.items.max(capacity.queries).max(capacity.pages);
-            dispatch(pass, &self.lists, &[plan, &batch.group, &bound.group], self.gpu.grid(items.into()));
+            dispatch_step(
+                pass,
+                &self.lists,
+                plan,
+                &[&batch.group, &bound.group],
+                self.gpu.grid(items.into()),
+            );
         }
         Ok(())
     }

@@ -1,11 +1,13 @@
 //! `head_project`: each token's rows times the matrix of their head.
 
+use std::num::NonZero;
 use std::ops::Range;
 
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::project::{TARGET_GROUPS, Tile, VARIANTS};
 use crate::gpu::pipelines::{Access, buffer, group, group_with_params, layout};
+use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::scoped;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions};
@@ -27,7 +29,9 @@ pub struct Pipes {
 #[derive(Debug)]
 pub struct Tokens {
     buffer: wgpu::Buffer,
+    /// Bound with a dynamic offset.
     group: wgpu::BindGroup,
+    ring: Ring,
     count: u32,
 }
 
@@ -71,7 +75,8 @@ impl Kernel<HeadProject> for Gpu {
 
     fn kernel_compile(&self, spec: &HeadProject, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let (tiles, choice) = choose(&VARIANTS, self.caps(), spec, options.variant.as_deref())?;
-        let step = layout(self, "mla.head_project.step", &[Access::Uniform])?;
+        let step =
+            layout(self, "mla.head_project.step", &[Access::UniformAt(size_of::<TokenRange>() as u64)])?;
         let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
         let layer = layout(self, "mla.head_project.layer", &entries)?;
         // Every index is in bounds, for each step and binding, whichever pair is recorded:
@@ -97,22 +102,23 @@ impl Kernel<HeadProject> for Gpu {
     }
 
     fn kernel_step(&self, _: &HeadProject, pipes: &Pipes, _: u32) -> Result<Tokens> {
-        let label = "mla.head_project.step";
-        let buffer = buffer(self, label, size_of::<TokenRange>() as u64, wgpu::BufferUsages::UNIFORM)?;
-        let group = group(self, label, &pipes.step, [buffer.as_entire_binding()])?;
-        Ok(Tokens { buffer, group, count: 0 })
+        Tokens::new(self, pipes)
     }
 
     fn kernel_prepare(
         &self,
         _: &HeadProject,
-        _: &Pipes,
+        pipes: &Pipes,
         step: &mut Tokens,
         tokens: Range<u32>,
     ) -> Result<u32> {
         let (count, end) = check_tokens(&tokens)?;
         let range = TokenRange { first: tokens.start, count, ..TokenRange::default() };
-        let write = || self.queue().write_buffer(&step.buffer, 0, bytemuck::bytes_of(&range));
+        if !step.ring.turn() {
+            *step = Tokens::new(self, pipes)?;
+        }
+        let offset = u64::from(step.ring.current() * self.uniform_stride());
+        let write = || self.queue().write_buffer(&step.buffer, offset, bytemuck::bytes_of(&range));
         scoped(self.device(), "a step's upload", write)?;
         step.count = count;
         Ok(end)
@@ -178,12 +184,23 @@ impl Kernel<HeadProject> for Gpu {
         if let (Some(layer), count @ 1..) = (binding, step.count) {
             let (tile, pipeline) = pipes.for_tokens(spec, count);
             pass.set_pipeline(pipeline);
-            pass.set_bind_group(0, &step.group, &[]);
+            pass.set_bind_group(0, &step.group, &[step.ring.record() * self.uniform_stride()]);
             pass.set_bind_group(1, layer, &[]);
             let (columns, tokens) = (tile.column_groups(spec), count.div_ceil(tile.tokens()));
             pass.dispatch_workgroups(columns, spec.num_heads, tokens);
         }
         Ok(())
+    }
+}
+
+impl Tokens {
+    fn new(gpu: &Gpu, pipes: &Pipes) -> Result<Self> {
+        let (label, bytes) = ("mla.head_project.step", u64::from(gpu.uniform_stride()) * u64::from(REGIONS));
+        let buffer = buffer(gpu, label, bytes, wgpu::BufferUsages::UNIFORM)?;
+        let size = NonZero::new(size_of::<TokenRange>() as u64);
+        let range = wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer: &buffer, offset: 0, size });
+        let group = group(gpu, label, &pipes.step, [range])?;
+        Ok(Self { buffer, group, ring: Ring::new(REGIONS), count: 0 })
     }
 }
 

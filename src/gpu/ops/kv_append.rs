@@ -6,7 +6,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvAppend, KvAppendArgs, OpOptions};
 use crate::view::View;
@@ -48,7 +48,7 @@ impl Kernel<KvAppend> for Gpu {
         // - slot < NUM_SLOTS is asked in the shader, so the page is one of the pool's, whose last `check_args` found inside the
         //   buffer (`KvView::check`).
         // All loops are unrolled.
-        Ok((Pipe::new(self, labels, Access::Read, &entries, &source(spec))?, (), only(options)?))
+        Ok((Pipe::new(self, labels, &entries, &source(spec))?, (), only(options)?))
     }
 
     fn kernel_step(&self, _: &KvAppend, _: &Pipe, _: u32) -> Result<Table> {
@@ -94,7 +94,7 @@ impl Kernel<KvAppend> for Gpu {
         let blocks = step.count().div_ceil(TOKENS_PER_LANE);
         if let (Some(table), Some(layer), 1..) = (step.group(), binding, blocks) {
             let items = u64::from(blocks) * u64::from(spec.shape.row_elems() / 4);
-            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items));
+            dispatch_step(pass, &pipe.pipeline, table, &[layer], self.grid(items));
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_in, unrolled};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{CalibrationStats, Choice, Kernel, KvCalibrate, KvCalibrateArgs, OpOptions};
 use crate::view::{View, check_tokens};
@@ -45,7 +45,7 @@ impl Kernel<KvCalibrate> for Gpu {
         // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;
         // - `stats` has 8 words (`check_args`), and offsets in it are constants below 8.
         // All loops are unrolled; every workgroup variable is stored to before it is read.
-        Ok((Pipe::new(self, labels, Access::Read, &entries, &source(spec))?, (), only(options)?))
+        Ok((Pipe::new(self, labels, &entries, &source(spec))?, (), only(options)?))
     }
 
     fn kernel_step(&self, _: &KvCalibrate, _: &Pipe, (): ()) -> Result<Table> {
@@ -108,7 +108,7 @@ impl Kernel<KvCalibrate> for Gpu {
         let blocks = step.count().div_ceil(TOKENS_PER_LANE);
         if let (Some(table), Some(layer), 1..) = (step.group(), binding, blocks) {
             let items = u64::from(blocks) * u64::from(spec.shape.row_elems() / 4);
-            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items));
+            dispatch_step(pass, &pipe.pipeline, table, &[layer], self.grid(items));
         }
         Ok(())
     }

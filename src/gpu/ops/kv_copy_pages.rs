@@ -6,7 +6,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
 use crate::view::KvView;
@@ -66,7 +66,7 @@ impl Kernel<KvCopyPages> for Gpu {
         // - both pages < NUM_PAGES is asked in the shader, and `check_args` found the pool's last page inside the buffer
         //   (`KvView::check`); unit < PAGE_UNITS.
         // There is no loop.
-        let compile = |unit| Pipe::new(self, labels, Access::Read, &entries, &source(spec, unit));
+        let compile = |unit| Pipe::new(self, labels, &entries, &source(spec, unit));
         let wide = if spec.page_bytes().is_multiple_of(16) { Some(compile(Unit::Wide)?) } else { None };
         Ok((Pipes { wide, words: compile(Unit::Word)? }, (), only(options)?))
     }
@@ -124,7 +124,7 @@ impl Kernel<KvCopyPages> for Gpu {
     ) -> Result<()> {
         if let (Some(table), copies @ 1..) = (step.group(), step.count()) {
             let grid = self.grid(u64::from(copies) * layer.page_units);
-            dispatch(pass, &layer.pipeline, &[table, &layer.group], grid);
+            dispatch_step(pass, &layer.pipeline, table, &[&layer.group], grid);
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, GatherBatch, Kernel, KvGather, KvGatherArgs, OpOptions};
 use crate::{Dtype, Error, Result};
@@ -45,7 +45,7 @@ impl Kernel<KvGather> for Gpu {
         //   output that ends before max_rows rows, and `Window::of` binds up to there;
         // - quad < ROW_QUADS; the table of results has an entry a code, and as many as invocations.
         // All loops are unrolled.
-        Ok((Pipe::new(self, labels, Access::Read, &entries, &source(spec))?, (), only(options)?))
+        Ok((Pipe::new(self, labels, &entries, &source(spec))?, (), only(options)?))
     }
 
     fn kernel_step(&self, _: &KvGather, _: &Pipe, _: u32) -> Result<Table> {
@@ -109,7 +109,7 @@ impl Kernel<KvGather> for Gpu {
         if let (Some(table), Some(layer), pieces @ 1..) = (step.group(), binding, step.count()) {
             let places = u64::from(pieces) * u64::from(spec.kv.page_size);
             let items = places.div_ceil(PLACES_PER_LANE.into()) * u64::from(spec.shape.row_elems() / 4);
-            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items));
+            dispatch_step(pass, &pipe.pipeline, table, &[layer], self.grid(items));
         }
         Ok(())
     }

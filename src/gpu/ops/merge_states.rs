@@ -8,7 +8,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
+use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params, storage};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeStates, MergeStatesArgs, MergeStatesExtent, OpOptions};
 use crate::view::View;
@@ -71,7 +71,7 @@ impl Kernel<MergeStates> for Gpu {
         // - a quad is below HEAD_QUADS, the rest of a division by it;
         // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
         // Loops count up by TURN to the number of sets, at most 2^16.
-        let pipe = Pipe::new(self, labels, Read, &[Uniform, Read, Read, Write, Write], &source(spec))?;
+        let pipe = Pipe::new(self, labels, &[Uniform, Read, Read, Write, Write], &source(spec))?;
         Ok((Pipes { pipe, no_lse: storage(self, "mla.merge_states.no_lse", 16)? }, (), only(options)?))
     }
 
@@ -152,7 +152,7 @@ impl Kernel<MergeStates> for Gpu {
             // Output rows do not overlap and are in a window of at most 4 GiB, of quads of 8 bytes or more: this fits.
             let rows = u64::from(tokens) * u64::from(layer.num_heads);
             let grid = self.grid(rows * u64::from(spec.head_size / 4));
-            dispatch(pass, &pipes.pipe.pipeline, &[table, group], grid);
+            dispatch_step(pass, &pipes.pipe.pipeline, table, &[group], grid);
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::caps::DeviceKind;
 use crate::gpu::kernels::prefill::VARIANTS;
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
+use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params, storage};
 use crate::ops::mla_prefill::tiles::{PrefillTile, tiles};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{
@@ -101,7 +101,7 @@ impl Kernel<MlaPrefill> for Gpu {
         //   (`plain.rs`, `coop.rs`).
         // Loops count up to constants, or in blocks to a tile's `num_keys`, which is below 2^30.
         let labels = ["mla.prefill.step", "mla.prefill.layer"];
-        let pipe = Pipe::new(self, labels, Access::Read, &entries, &kernel.source)?;
+        let pipe = Pipe::new(self, labels, &entries, &kernel.source)?;
         let longest = spec.qk_nope_head_dim.max(spec.qk_rope_head_dim).max(spec.v_head_dim);
         let no_keys = storage(self, "mla.prefill.no_keys", u64::from(longest) * spec.dtype.bytes() as u64)?;
         let target_groups = match self.caps().kind {
@@ -195,7 +195,7 @@ impl Kernel<MlaPrefill> for Gpu {
         if let (Some(table), Some(layer), tiles @ 1..) = (step.group(), binding, step.count()) {
             let groups = tiles * spec.num_heads;
             let x = groups.min(self.caps().max_workgroups);
-            dispatch(pass, &pipes.pipe.pipeline, &[table, layer], [x, groups.div_ceil(x)]);
+            dispatch_step(pass, &pipes.pipe.pipeline, table, &[layer], [x, groups.div_ceil(x)]);
         }
         Ok(())
     }

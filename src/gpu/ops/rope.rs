@@ -7,7 +7,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeArgs, RopeLayout};
 use crate::view::{View, check_tokens};
@@ -83,7 +83,7 @@ impl Kernel<Rope> for Gpu {
         //   written is asked for with the table's numbers, which may wrap: the `min` is after that;
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`).
         // There are no loops.
-        let compile = |place| Pipe::new(self, labels, Access::Read, &entries, &source(spec, place));
+        let compile = |place| Pipe::new(self, labels, &entries, &source(spec, place));
         Ok((Pipes::new(compile)?, (), only(options)?))
     }
 
@@ -126,7 +126,7 @@ impl Kernel<Rope> for Gpu {
     ) -> Result<()> {
         if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
             let grid = self.grid(u64::from(tokens) * token_units(spec));
-            dispatch(pass, &layer.pipeline, &[table, group], grid);
+            dispatch_step(pass, &layer.pipeline, table, &[group], grid);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! `rope_append`: what comes before a decode, in one dispatch.
+//! `rope_append`: what comes before a decode, in one dispatch_step.
 
 use super::kv_append;
 use super::rope::{self, Layer, Pipes, Place};
@@ -6,12 +6,15 @@ use super::table::Table;
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, dispatch_step, group_with_params};
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs};
+use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 
 /// Sections of a token's items begin at multiples of this: the subgroups of most devices.
 const LANES: u32 = 32;
+
+/// In a table's count: behind the slots stand as many positions. A step has far fewer tokens.
+const POSITIONS_FOLLOW: u32 = 1 << 31;
 
 /// `RopeAppendParams` of the shader.
 #[repr(C)]
@@ -32,15 +35,16 @@ impl Kernel<RopeAppend> for Gpu {
         // With the step's table they are all of WebGPU's eight storage buffers.
         let entries = [Uniform, Read, Read, Write, Read, Read, Read, Write];
         // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds its count and as many slots (`Table`; besides it only `batch_slots` writes slots, and leaves the count); the
-        //   shader reads a slot below the count, or slot 0, which every table has, and takes it for an item below the count only;
+        // - the table holds its count and as many slots, and positions if it says so (`Table`; besides it only `batch_slots` writes slots,
+        //   and leaves the count); the shader reads those of a token below the count, or of token 0, and takes them for an item below
+        //   the count only;
         // - token < max_tokens, by a `min` in the shader. `check_args` refuses rows and positions that end past their buffers for max_tokens
         //   tokens, and the windows reach at least up to there;
         // - inside a row: part < HEAD_UNITS, part - QUERY_ITEMS < UNITS, and the rest is below LATENT_QUADS by TOKEN_ITEMS;
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`);
         // - slot < NUM_SLOTS is asked in the shader, so the page is one of the pool's, whose last `check_args` found inside the buffer.
         // There are no loops.
-        let compile = |place| Pipe::new(self, labels, Read, &entries, &source(spec, place));
+        let compile = |place| Pipe::new(self, labels, &entries, &source(spec, place));
         Ok((Pipes::new(compile)?, (), only(options)?))
     }
 
@@ -53,12 +57,15 @@ impl Kernel<RopeAppend> for Gpu {
         spec: &RopeAppend,
         pipes: &Pipes,
         step: &mut Table,
-        slot_mapping: &[i64],
-    ) -> Result<u32> {
-        rope::checked_items(slot_mapping.len() as u64, Items::of(spec).token())?;
-        let tokens = slot_mapping.len() as u32;
-        step.upload(self, &pipes.apart.step, tokens, spec.append.slots(slot_mapping)?)?;
-        Ok(tokens)
+        batch: RopeAppendBatch<'_>,
+    ) -> Result<RopeAppendExtent> {
+        let used = batch.extent()?;
+        rope::checked_items(batch.slot_mapping.len() as u64, Items::of(spec).token())?;
+        let positions = batch.positions.unwrap_or(&[]).iter().map(|&position| position as u32);
+        let words = spec.append.slots(batch.slot_mapping)?.into_iter().chain(positions);
+        let follow = if batch.positions.is_some() { POSITIONS_FOLLOW } else { 0 };
+        step.upload(self, &pipes.apart.step, used.tokens | follow, words)?;
+        Ok(used)
     }
 
     fn kernel_bind(
@@ -66,7 +73,7 @@ impl Kernel<RopeAppend> for Gpu {
         spec: &RopeAppend,
         pipes: &Pipes,
         args: &RopeAppendArgs<&wgpu::Buffer>,
-        max_tokens: u32,
+        RopeAppendExtent { tokens: max_tokens, .. }: RopeAppendExtent,
     ) -> Result<Layer> {
         rope::checked_items(max_tokens.into(), Items::of(spec).token())?;
         let queries = args.rope();
@@ -93,9 +100,10 @@ impl Kernel<RopeAppend> for Gpu {
         step: &Table,
         layer: &Layer,
     ) -> Result<()> {
-        if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
+        let tokens = step.count() & !POSITIONS_FOLLOW;
+        if let (Some(table), Some(group), 1..) = (step.group(), &layer.group, tokens) {
             let grid = self.grid(u64::from(tokens) * Items::of(spec).token());
-            dispatch(pass, &layer.pipeline, &[table, group], grid);
+            dispatch_step(pass, &layer.pipeline, table, &[group], grid);
         }
         Ok(())
     }
@@ -129,6 +137,7 @@ fn source(spec: &RopeAppend, place: Place) -> Source {
             ("QUERY_ITEMS", items.query),
             ("KEY_ITEMS", items.key),
             ("TOKEN_ITEMS", items.token() as u32),
+            ("POSITIONS_FOLLOW", POSITIONS_FOLLOW),
             ("PAGE_SIZE", append.kv.page_size),
             ("NUM_SLOTS", append.kv.num_slots() as u32),
             ("LATENT_QUADS", items.latent),

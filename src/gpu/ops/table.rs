@@ -1,7 +1,10 @@
 //! A table of words that changes with every step: staged on the host, uploaded, grown where it is too small.
 
+use std::num::NonZero;
+
 use crate::gpu::Gpu;
 use crate::gpu::pipelines::{group, storage};
+use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::scoped;
 use crate::{Error, Result};
 
@@ -15,7 +18,10 @@ pub struct Table {
 #[derive(Debug)]
 struct Uploaded {
     buffer: wgpu::Buffer,
+    /// Bound with a dynamic offset.
     group: wgpu::BindGroup,
+    region_bytes: u64,
+    ring: Ring,
 }
 
 impl Table {
@@ -24,7 +30,7 @@ impl Table {
         self.staged.first().copied().unwrap_or(0)
     }
 
-    /// Uploads `count` and `words`; what an earlier call uploaded is gone.
+    /// Uploads `count` and `words`. Commands that were recorded keep what was uploaded before.
     ///
     /// # Errors
     /// [`Error::Limit`], [`Error::OutOfMemory`] and [`Error::Internal`].
@@ -40,23 +46,28 @@ impl Table {
         self.staged.extend(words);
         let bytes: &[u8] = bytemuck::cast_slice(&self.staged);
         let need = bytes.len() as u64;
-        let uploaded = match self.uploaded.take() {
-            Some(uploaded) if uploaded.buffer.size() >= need => uploaded,
-            _ => Uploaded::new(gpu, layout, need)?,
+        let kept = self.uploaded.take().filter(|uploaded| uploaded.region_bytes >= need);
+        let uploaded = match kept.and_then(Uploaded::turned) {
+            Some(uploaded) => uploaded,
+            None => Uploaded::new(gpu, layout, need)?,
         };
-        scoped(gpu.device(), "a step's upload", || gpu.queue().write_buffer(&uploaded.buffer, 0, bytes))?;
+        let offset = u64::from(uploaded.ring.current()) * uploaded.region_bytes;
+        scoped(gpu.device(), "a step's upload", || {
+            gpu.queue().write_buffer(&uploaded.buffer, offset, bytes)
+        })?;
         self.uploaded = Some(uploaded);
         Ok(())
     }
 
-    /// The words on the device, once something was uploaded.
+    /// The words on the device, from the front of a buffer, once something was uploaded for the first time.
     pub(crate) fn buffer(&self) -> Option<&wgpu::Buffer> {
         self.uploaded.as_ref().map(|uploaded| &uploaded.buffer)
     }
 
-    /// The bind group, once something was uploaded.
-    pub(crate) fn group(&self) -> Option<&wgpu::BindGroup> {
-        self.uploaded.as_ref().map(|uploaded| &uploaded.group)
+    /// The bind group and its dynamic offset, for commands that are recorded now; once something was uploaded.
+    pub(crate) fn group(&self) -> Option<(&wgpu::BindGroup, u32)> {
+        let uploaded = self.uploaded.as_ref()?;
+        Some((&uploaded.group, uploaded.ring.record() * uploaded.region_bytes as u32))
     }
 }
 
@@ -67,9 +78,21 @@ impl Uploaded {
             let cure = "split the list over several calls";
             return Err(Error::Limit { what: "the step's table in bytes", need, limit, cure });
         }
-        // Powers of two, so that a batch that grows by a token a step does not make a buffer a step.
-        let buffer = storage(gpu, "mla.step.table", need.next_power_of_two().clamp(256, limit.max(256)))?;
-        let group = group(gpu, "mla.step.table", layout, [buffer.as_entire_binding()])?;
-        Ok(Self { buffer, group })
+        // Powers of two, so that a batch that grows by a token a step does not make a buffer a step; and aligned for any device.
+        let region_bytes = need.next_power_of_two().max(256);
+        // An offset is a `u32`, and the largest tables leave no room for a second.
+        let most = gpu.caps().max_buffer_bytes.min(u32::MAX.into()) / region_bytes;
+        let regions = most.clamp(1, REGIONS.into()) as u32;
+        let region_bytes = if most == 0 { need } else { region_bytes };
+        let buffer = storage(gpu, "mla.step.table", region_bytes * u64::from(regions))?;
+        let size = NonZero::new(region_bytes);
+        let region = wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer: &buffer, offset: 0, size });
+        let group = group(gpu, "mla.step.table", layout, [region])?;
+        Ok(Self { buffer, group, region_bytes, ring: Ring::new(regions) })
+    }
+
+    /// With a region that may be written; `None` where all were recorded.
+    fn turned(mut self) -> Option<Self> {
+        self.ring.turn().then_some(self)
     }
 }

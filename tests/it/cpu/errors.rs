@@ -89,7 +89,10 @@ fn errors_of_prepare_and_run() {
 
     // A plan for more heads, another tiling or another page size, or one that someone has edited.
     let bad = |plan: &Plan, step: &mut Step<MlaDecode, Cpu>| {
-        assert!(matches!(mla.prepare(step, (plan, table)), Err(Error::Shape { .. })));
+        assert!(matches!(
+            mla.prepare(step, (plan, table)),
+            Err(Error::OtherSpec { .. } | Error::Shape { .. })
+        ));
     };
     let more_heads = MlaDecode { shape: shape(9, 256, 32), ..spec };
     bad(
@@ -182,7 +185,7 @@ fn steps_and_bindings_of_others_are_refused() {
     refuses_steps_and_bindings(rope, &one, || 1..3, 3..1, &rotated);
 
     let spec = mla_support::suite::layer::spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 64);
-    let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, prefix_rows: 0 };
+    let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, ..LayerCapacity::default() };
     let batch = LayerBatch {
         seq_lens: &[20, 30],
         query_start_loc: &[0, 1, 11],

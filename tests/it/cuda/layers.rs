@@ -15,7 +15,8 @@ use wgpu_mla::{
 
 const TOKENS: u32 = 64;
 const MAX_POSITION: u32 = 128;
-const ROOM: LayerCapacity = LayerCapacity { tokens: TOKENS, decode_tokens: TOKENS, prefix_rows: PREFIX_ROWS };
+const ROOM: LayerCapacity =
+    LayerCapacity { tokens: TOKENS, decode_tokens: TOKENS, prefix_rows: PREFIX_ROWS, positions: 0 };
 /// More than the decodes of any batch here, so that their tables never grow.
 const DECODES: Capacity =
     Capacity { items: 1024, queries: 1024, pages: 1024, merges: 1024, merge_partials: 1024, partials: 1024 };

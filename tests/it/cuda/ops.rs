@@ -10,7 +10,8 @@ use wgpu_mla::cuda::Buffer;
 use wgpu_mla::{
     Device, Dtype, Error, HeadProject, HeadProjectArgs, KvAppend, KvAppendArgs, KvCopyPages, KvSpec, KvView,
     MergeState, MergeStateArgs, MlaPrefill, MlaPrefillArgs, MlaShape, PrefillExtent, PrefillSequence, Rope,
-    RopeAppend, RopeAppendArgs, RopeArgs, RopeLayout, View, WeightOrder, WeightView,
+    RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs, RopeLayout, View, WeightOrder,
+    WeightView,
 };
 
 /// One graph of both ops; each replay has other slots, as many tokens as fit, and another range of queries to rotate in place.
@@ -49,8 +50,9 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
         max_position: 1,
     };
     let (mut slots, mut range) = (fused.step(4).expect("a step"), rotate.step(4).expect("a step"));
-    let (layer, in_place) = (fused.bind(&args, 4).expect("binds"), rotate.bind(&again, 4).expect("binds"));
-    fused.prepare(&mut slots, &[]).expect("prepared");
+    let (layer, in_place) =
+        (fused.bind(&args, RopeAppendExtent::of(4)).expect("binds"), rotate.bind(&again, 4).expect("binds"));
+    fused.prepare(&mut slots, RopeAppendBatch::slots(&[])).expect("prepared");
     rotate.prepare(&mut range, 0..0).expect("prepared");
     // The grids are those of the capacities.
     let graph = captured(&cuda, || {
@@ -63,7 +65,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     {
         cuda.upload(&q_out, 0, &queries).expect("uploaded");
         cuda.upload(&cache, 0, &vec![0; 8 * 288 * 4]).expect("cleared");
-        fused.prepare(&mut slots, slot_mapping).expect("prepared");
+        fused.prepare(&mut slots, RopeAppendBatch::slots(slot_mapping)).expect("prepared");
         rotate.prepare(&mut range, tokens.clone()).expect("prepared");
         graph.launch().expect("launched");
         let read = |buffer, bytes| Dtype::F32.decode_all(&cuda.download(buffer, bytes).expect("read"));

@@ -180,7 +180,7 @@ fn tables_of_a_batch() {
 
     assert_eq!(pool.seq_lens(&[b, a, empty]).unwrap(), [4, 9, 0]);
     assert_eq!(pool.slot_mapping(&[(a, 3..5), (empty, 0..0), (b, 2..4)]).unwrap(), [3, 4, 14, 15]);
-    assert_eq!(pool.block_table(&[], 0).unwrap(), BlockTable::default());
+    assert_eq!(pool.block_table(&[], 0).unwrap(), BlockTable { page_size: 4, ..BlockTable::default() });
     assert_eq!(pool.csr(&[]).unwrap().kv_indptr, [0]);
 }
 

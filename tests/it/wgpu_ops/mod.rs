@@ -3,7 +3,7 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 use mla_support::{Ignored, Outcome};
-use wgpu_mla::gpu::Gpu;
+use wgpu_mla::gpu::{Gpu, Wanted};
 use wgpu_mla::{
     Compiled, Device, Dtype, Error, GatherBatch, GatherRange, KvAppend, KvAppendArgs, KvCopyPages, KvGather,
     KvGatherArgs, KvSpec, KvView, MergeState, MergeStateArgs, MlaDecode, MlaShape, PageTable, Step, View,
@@ -28,7 +28,9 @@ fn decode(kv: KvSpec) -> MlaDecode {
 /// A device without features, on the adapter that all tests share.
 fn open(limits: wgpu::Limits) -> Result<Gpu, Ignored> {
     let adapter = mla_support::gpu()?.adapter().expect("of a device that this crate made").clone();
-    let made = Gpu::from_adapter(adapter, wgpu::Features::empty(), limits);
+    let experimental = wgpu::ExperimentalFeatures::disabled();
+    let none = Wanted { features: wgpu::Features::empty(), limits, experimental };
+    let made = Gpu::from_adapter(adapter, &none);
     Ok(pollster::block_on(made).expect("a device"))
 }
 

@@ -1,7 +1,10 @@
 //! `rope` and `rope_append`, one call at a time: ranges of tokens, steps that outgrow a binding, windows, refusals.
 
 use super::*;
-use wgpu_mla::{Rope, RopeAppend, RopeAppendArgs, RopeArgs, RopeFrequencies, RopeLayout};
+use wgpu_mla::{
+    Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs, RopeFrequencies,
+    RopeLayout,
+};
 
 const SPEC: Rope = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 8, layout: RopeLayout::Interleaved };
 const ROW: usize = 16;
@@ -69,7 +72,7 @@ fn a_binding_serves_steps_of_any_range() -> Outcome {
     assert!(matches!(op.run(&past, &in_place), Err(Error::LayoutMismatch { .. })));
     assert_eq!(read(&input)[7 * ROW..], x[7 * ROW..], "nothing ran");
 
-    // Wrong: a step that is prepared again between its record and the submit, for tokens that the binding has not.
+    // A step that is prepared again between its record and the submit, for tokens that the binding has not: the commands keep theirs.
     for far in [1 << 20..(1 << 20) + 3, u32::MAX - 3..u32::MAX] {
         let mut again = step(8..9);
         gpu.submit(|mut pass| {
@@ -77,7 +80,9 @@ fn a_binding_serves_steps_of_any_range() -> Outcome {
             op.prepare(&mut again, far)
         })
         .expect("runs");
-        assert_eq!(read(&output)[5 * ROW..], [0.0; 4 * ROW], "nothing in the binding's reach");
+        let got = read(&output);
+        assert_eq!(got[5 * ROW..8 * ROW], [0.0; 3 * ROW], "tokens of no step");
+        assert!(near(&got[8 * ROW..], &row(8)));
     }
     #[allow(clippy::reversed_empty_ranges)]
     let error = op.prepare(&mut step(8..9), 9..8).expect_err("it ends before it begins");
@@ -148,9 +153,9 @@ fn a_rotated_append_never_leaves_its_binding() -> Outcome {
         max_position: 100,
     };
     let op = gpu.compile(spec).expect("compiles");
-    let binding = op.bind(&args(&places, &q), 2).expect("binds");
+    let binding = op.bind(&args(&places, &q), RopeAppendExtent::of(2)).expect("binds");
     let mut step = op.step(0).expect("a step");
-    op.prepare(&mut step, &[30, -1]).expect("prepares");
+    op.prepare(&mut step, RopeAppendBatch::slots(&[30, -1])).expect("prepares");
     op.run(&step, &binding).expect("runs");
     // At position 0 nothing turns.
     let ones = |bytes: &[u8]| bytemuck::cast_slice(bytes).iter().filter(|x: &&f32| **x == 1.0).count();
@@ -160,26 +165,30 @@ fn a_rotated_append_never_leaves_its_binding() -> Outcome {
     assert!(got[..384].iter().all(|byte| *byte == 0x3F), "queries of skipped tokens too");
     assert!(got[384..].iter().all(|byte| *byte == 0), "and no more");
 
-    op.prepare(&mut step, &[30, 31]).expect("prepares");
+    op.prepare(&mut step, RopeAppendBatch::slots(&[30, 31])).expect("prepares");
     gpu.submit(|mut pass| {
         op.record_on(&mut pass, &step, &binding)?;
-        // Wrong: the same step's table is uploaded before the submit. It fits, so the recorded commands see it.
+        // Before the submit: what was recorded keeps its table.
         let slots: Vec<i64> = (0..40).collect();
-        op.prepare(&mut step, &slots)
+        op.prepare(&mut step, RopeAppendBatch::slots(&slots))
     })
     .expect("runs");
     let got = download(gpu, &cache);
-    assert_eq!((ones(&got[..2 * 288 * 4]), ones(&got)), (576, 3 * 288), "only the binding's two tokens");
+    assert_eq!(
+        (ones(&got[30 * 288 * 4..32 * 288 * 4]), ones(&got)),
+        (576, 576),
+        "the two tokens of the first"
+    );
     assert!(download(gpu, &q_out)[384..].iter().all(|byte| *byte == 0));
 
     assert!(matches!(op.run(&step, &binding), Err(Error::LayoutMismatch { .. })));
-    let nothing = op.bind(&args(&places, &q), 0).expect("room for no token");
-    op.prepare(&mut step, &[]).expect("no token");
+    let nothing = op.bind(&args(&places, &q), RopeAppendExtent::of(0)).expect("room for no token");
+    op.prepare(&mut step, RopeAppendBatch::slots(&[])).expect("no token");
     op.run(&step, &nothing).expect("runs");
 
     let no_storage = without_storage(gpu);
     for (args, what) in [(args(&no_storage, &q), "positions"), (args(&places, &no_storage), "q_pe")] {
-        let error = op.bind(&args, 2).expect_err("refused");
+        let error = op.bind(&args, RopeAppendExtent::of(2)).expect_err("refused");
         assert_eq!(error, Error::BufferUsage { what, usage: "STORAGE" });
     }
     Ok(())

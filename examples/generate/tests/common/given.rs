@@ -33,7 +33,7 @@ impl StoredRows {
             tokens,
             latent: shape.kv_lora_rank as usize,
             rope: shape.qk_rope_head_dim as usize,
-            cos_sin: model.config.cos_sin().expect("a table"),
+            cos_sin: model.config.rope.cos_sin(model.config.max_position_embeddings as u32).expect("a table"),
         }
     }
 

@@ -1,6 +1,7 @@
 //! What transformers saved, and how it is followed.
 #![allow(dead_code)] // Each test binary uses a part.
 
+pub mod changed;
 pub mod given;
 
 use std::collections::HashMap;

@@ -1,34 +1,34 @@
-// What is appended to the paged cache, where it goes, and how its elements are converted.
+// Shared by kv_append and rope_append: arguments, the address of a cache slot, and conversions to the cache's dtype.
 //
-// An oct is 8 elements of one row. L and R are multiples of 8, and the cache's offset and strides too; the inputs' are multiples of 4.
+// An oct is 8 consecutive elements. L, R, and the cache's offset and strides are multiples of 8 elements; the inputs' are multiples of 4.
 #pragma once
 
 #include "lib/divisor.cuh"
 #include "lib/global.cuh"
 #include "lib/round.cuh"
 
-// What a layer and a step say of it: `AppendArgs` of src/cuda/ops/kv_append.rs.
+// AppendArgs of src/cuda/ops/kv_append.rs.
 struct AppendArgs {
-    u64 kv_c;  // address of token 0's row
-    u64 k_pe;  // address of token 0's row
-    u64 kv;    // address of the layer's first page
-    u64 table; // u32: the number of tokens, then the slot of each
-    u64 kv_c_stride; // bytes, as the others
+    u64 kv_c;  // [max_tokens, L], strided
+    u64 k_pe;  // [max_tokens, R], strided
+    u64 kv;    // [num_pages, page_size, L + R], the layer's first page, pages strided
+    u64 table; // u32 [1 + max_tokens] num_tokens, then slots
+    u64 kv_c_stride; // bytes, as the other strides
     u64 k_pe_stride;
     u64 block_stride;
-    u32 max_tokens; // for which table and inputs have room
+    u32 max_tokens; // tokens that table and inputs hold
     u32 num_slots;
     u32 page_size;
     u32 latent_octs;
     u32 row_octs;
-    u32 is_wide; // rows of inputs begin at multiples of 16 bytes
+    u32 is_wide; // the inputs' tokens are aligned to 16 bytes
     Divisor by_row_octs;
     Divisor by_page_size;
     E4m3Scale scale;
 };
 
-// How octs of a dtype are converted from and to f32 bits. `magnitudes` and `signs` are for e4m3: |x| of 8 elements, whatever NaN for
-// a NaN, and the signs of 4 where a word of codes has them.
+// For each dtype: conversion of an oct to f32 bits (`widen`) and from them (`narrow`). For e4m3 caches: |x| of 8 elements, any NaN for a NaN
+// (`magnitudes`), and the signs of 4 elements at the sign bits of a word of codes (`signs`).
 struct F32 {
     static const u32 BYTES = 4;
     static __device__ __forceinline__ u32 element(u64 at) { return read_4(at); }
@@ -85,7 +85,7 @@ struct F16 {
     }
 };
 
-// A signalling NaN stays one in f32: `narrow` of the cache's dtype makes it quiet.
+// A signalling NaN stays one in f32; `narrow` of the cache's dtype makes it quiet.
 struct Bf16 {
     static const u32 BYTES = 2;
     static __device__ __forceinline__ u32 element(u64 at) { return read_2(at) << 16; }
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_oct(u64 at, const u32 *words) {
     }
 }
 
-// 8 codes; false where some of them are not to be trusted
+// 8 codes by the fast path; false where some code needs e4m3_oct_exact.
 template <class In>
 __device__ __forceinline__ bool e4m3_oct(const u32 *words, const E4m3Scale &scale, uint2 &codes) {
     u32 x[8], code[8], doubt = 0, largest = 0;
@@ -152,7 +152,7 @@ __device__ __forceinline__ bool e4m3_oct(const u32 *words, const E4m3Scale &scal
         code[i] = e4m3_fast(x[i], scale, doubt);
         largest = max(largest, x[i]);
     }
-    // the lowest bytes
+    // Gathers the lowest bytes.
     codes.x = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
     codes.y = __byte_perm(__byte_perm(code[4], code[5], 0x0040), __byte_perm(code[6], code[7], 0x0040), 0x5410);
     codes.x |= In::signs(words, 0);
@@ -160,7 +160,7 @@ __device__ __forceinline__ bool e4m3_oct(const u32 *words, const E4m3Scale &scal
     return doubt == 0 && largest <= scale.max_bits;
 }
 
-// The same of any numbers, slowly: 8 elements at an address.
+// 8 codes of the elements at an address, exact for every input; the slow path.
 template <class In>
 __device__ __forceinline__ uint2 e4m3_oct_exact(u64 at, float k_scale) {
     u64 codes = 0;
@@ -173,7 +173,7 @@ __device__ __forceinline__ uint2 e4m3_oct_exact(u64 at, float k_scale) {
 
 __device__ __forceinline__ u32 slot_of(const AppendArgs &args, u32 token) { return read_4(args.table + 4ull + 4ull * token); }
 
-// Where an oct of a slot's row is.
+// Address of an oct of the token in a slot.
 template <class Out>
 __device__ __forceinline__ u64 target(const AppendArgs &args, u32 slot, u32 oct) {
     u32 page = divide(slot, args.by_page_size);

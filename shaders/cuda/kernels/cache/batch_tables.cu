@@ -1,7 +1,8 @@
-// What steps are made of, from a batch that only the card knows: the slots of its new tokens, and the tables of a decode that was planned
-// for the longest that it may be.
+// Writes a step's tables from a batch that only the device knows (vLLM's metadata arrays): the slots of new tokens (batch_slots), and the tables
+// of a decode that was planned for upper bounds (batch_items, batch_pages).
 //
-// Whatever the arrays hold, every index made of them is bounded here.
+// The host cannot check the arrays' contents, so every index derived from them is bounded here.
+// Tile: one thread a token, an item and a query token, or a word of the page list.
 
 // limits: batch_* registers=40 threads=256
 
@@ -12,22 +13,22 @@
 #define NO_PAGE 0xFFFFFFFFu
 
 struct Args {
-    u64 seq_lens;        // i32 [batch], as the next two
-    u64 query_start_loc; // [batch + 1]
-    u64 block_table;     // [batch, max_pages]
-    u64 slots;  // u32 [1 + tokens]: num_tokens, which the host wrote, then the slots
-    u64 plan;   // u32, see batch_items
-    u64 tables; // u32, of the step
-    u64 pages;  // u32, of the step: its page list
-    u32 batch;  // at least 1, as max_pages
+    u64 seq_lens;        // i32 [batch]
+    u64 query_start_loc; // i32 [batch + 1]
+    u64 block_table;     // i32 [batch, max_pages] page ids
+    u64 slots;  // u32 [1 + max_tokens] num_tokens, which the host wrote, then slots
+    u64 plan;   // u32, the template: see Plan
+    u64 tables; // u32 [Header, items, queries, merges, merge_partials], the step's
+    u64 pages;  // u32 [num_words] page ids, the step's
+    u32 batch;  // sequences, at least 1; as is max_pages
     u32 max_pages;
     u32 page_size;
     u32 num_pages;
-    u32 max_tokens; // for which there is room behind `slots`
+    u32 max_tokens; // slots that `slots` holds
     u32 reserved;
 };
 
-// u32 [1 + 8]: num_items, num_queries, num_words, items_at, queries_at (in `tables`), batch, unused; then
+// u32 [8] num_items, num_queries, num_words, items_at, queries_at (in `tables`), batch, unused; then
 // [num_items, 8] work items, [num_items] their sequences, [num_queries, 2] query tokens, [num_queries] their sequences,
 // [batch + 1] where each sequence's pages begin
 struct Plan {
@@ -46,24 +47,24 @@ struct Plan {
     __device__ __forceinline__ u32 word(u32 index) const { return read_4(at + 4ull * index); }
 };
 
-// Tokens of a sequence; none for a negative length.
+// Tokens of a sequence; 0 for a negative length.
 __device__ __forceinline__ u32 len_of(const Args &args, u32 sequence) { return max((int)read_4(args.seq_lens + 4ull * sequence), 0); }
 
 __device__ __forceinline__ int start_of(const Args &args, u32 sequence) { return read_4(args.query_start_loc + 4ull * sequence); }
 
-// Keys that a query token of a sequence sees, bottom-right: its own position and those before; 0 for a token of another sequence, or
-// before the first key.
+// How many keys a query token attends to, by the causal mask aligned bottom-right: its own position and those before. 0 for a token of another
+// sequence, or before the first key.
 __device__ __forceinline__ u32 visible_of(const Args &args, u32 sequence, u32 token) {
     int begin = start_of(args, sequence), end = start_of(args, sequence + 1), t = token, len = len_of(args, sequence);
     return t < begin || t >= end || begin < 0 || end - t > len ? 0u : len - (end - t) + 1;
 }
 
-// What `block_table` has for a block of a sequence.
+// The page id of a block of a sequence; NO_PAGE past the table.
 __device__ __forceinline__ u32 page_at(const Args &args, u32 sequence, u32 block) {
     return block < args.max_pages ? read_4(args.block_table + 4ull * ((u64)sequence * args.max_pages + block)) : NO_PAGE;
 }
 
-// The last of `count` numbers, in order, that is not above `value`; one of them whatever they are.
+// Binary search: the index of the last of `count` sorted numbers that is not above `value`. It stays in range if they are not sorted.
 template <class T, class At>
 __device__ __forceinline__ u32 last_not_above(T value, u32 count, At at) {
     u32 begin = 0, end = count;
@@ -78,8 +79,12 @@ __device__ __forceinline__ u32 last_not_above(T value, u32 count, At at) {
     return begin;
 }
 
-// The slot of each new token, where kv_append looks for it: of position seq_len - (query_start_loc[s + 1] - token), s the last sequence
-// that begins at or before it. A token of no sequence has none, nor has one whose page is not of the pool: a write to another page would be worse.
+// The cache slot of each new token (vLLM's slot_mapping), in the table that kv_append reads:
+//
+//   s = the last sequence with query_start_loc[s] <= token; position = seq_lens[s] - (query_start_loc[s + 1] - token)
+//   slots[token] = block_table[s][position / page_size] * page_size + position % page_size
+//
+// A token of no sequence gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite another page.
 extern "C" __global__ void __launch_bounds__(THREADS) batch_slots(const Args args) {
     u32 token = blockIdx.x * THREADS + threadIdx.x;
     if (token >= args.max_tokens || token >= read_4(args.slots)) {
@@ -98,11 +103,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_slots(const Args arg
     store_4(args.slots + 4ull + 4ull * token, slot);
 }
 
-// The work items and query tokens of a step, cut down to the batch: an item ends at its sequence's length, and one with nothing left is
-// empty, as the planner has it; a query token sees what it does of its sequence.
+// Shortens a step's work items and query tokens to the batch:
 //
-// Items and query tokens are written whole, from the checked plan of the template, and ranges only become shorter: whatever the batch
-// holds, and whatever plan the tables are of by now, each is one that the host checked.
+//   item:        kv_end = min(planned kv_end, seq_len); an empty range becomes [0, 0)
+//   query token: visible = min(planned visible, its causal limit)
+//
+// Items and query tokens are copied whole from a template that the host checked, and ranges only shrink. So whatever the batch holds, and
+// whatever plan the tables held before, every entry stays inside the bounds that the host proved.
 extern "C" __global__ void __launch_bounds__(THREADS) batch_items(const Args args) {
     u32 index = blockIdx.x * THREADS + threadIdx.x;
     Plan plan(args);
@@ -113,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_items(const Args arg
             item[i] = plan.word(8 + index * 8 + i);
         }
         u32 end = min(item[4], len_of(args, min(plan.word(plan.item_sequences + index), plan.batch - 1)));
-        // An empty item begins at 0: kernels take blocks from a multiple of their size on.
+        // An empty item begins at 0: kernels that round kv_begin down to a whole block of tokens would run a block otherwise.
         bool is_empty = item[3] >= end;
         item[3] = is_empty ? 0u : item[3];
         item[4] = is_empty ? 0u : end;
@@ -128,10 +135,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_items(const Args arg
     }
 }
 
-// The page list: each word's page, clamped to the pool; 0 past its sequence's end.
+// The page list: the page id of each word, clamped to the pool; 0 past its sequence's end.
 //
-// A kernel of its own, after batch_items: a decode reads its item before it waits for the kernel before it, which is this one, and this
-// one does not begin before batch_items has ended.
+// A kernel of its own, after batch_items. By programmatic dependent launch a decode reads its item before it waits for the previous kernel,
+// which is this one; and this one, launched without it, starts only after batch_items has ended.
 extern "C" __global__ void __launch_bounds__(THREADS) batch_pages(const Args args) {
     u32 index = blockIdx.x * THREADS + threadIdx.x;
     Plan plan(args);

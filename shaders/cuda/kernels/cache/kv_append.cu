@@ -1,11 +1,11 @@
-// Scatters new rows into the paged cache.
+// Appends new tokens to the paged cache (vLLM's concat_and_cache_mla): a scatter by slot, with conversion to the cache's dtype.
 //
-//   for token of the table: slot = slots[token]; skip if there is none
+//   for token of the table: slot = slots[token]; skip if NO_SLOT
 //     kv[slot / page_size][slot % page_size] = convert(kv_c[token] ++ k_pe[token])
 //
-// An item is the same oct of TOKENS_PER_THREAD tokens: all are loaded before the first is converted.
+// Tile: one oct (8 consecutive elements) of TOKENS_PER_THREAD tokens a thread; all loads are issued before the first conversion.
 //
-// A grid is for max_tokens, so that a captured one serves every table that fits: threads past its tokens leave early.
+// The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 
 // limits: kv_append_f32_f32 registers=48 threads=256
 // limits: kv_append_f32_f16 registers=48 threads=256
@@ -34,7 +34,7 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
     if (first >= args.max_tokens) {
         return;
     }
-    // The slots are asked for before it is known how many there are; past the room for them it is the last one again.
+    // The slots are loaded before num_tokens is known, to overlap their latency; past the table they repeat its last one.
     u32 num_tokens = min(read_4(args.table), args.max_tokens);
     u32 slots[TOKENS_PER_THREAD];
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
     u32 column = is_latent ? oct : oct - args.latent_octs;
     u64 from = (is_latent ? args.kv_c : args.k_pe) + first * stride + column * (8 * In::BYTES);
 
-    // Past the last token it is read again, and not written.
+    // Tokens past the end read the last one and are not written.
     u32 words[TOKENS_PER_THREAD][2 * In::BYTES];
     if (In::BYTES == 4 || args.is_wide) {
 #pragma unroll
@@ -63,10 +63,10 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
             load_oct<In, false>(from + min(i, last) * stride, words[i]);
         }
     }
-    u32 unsure = 0; // a bit a token
+    u32 unsure = 0; // a bit for each token that needs the exact path
 #pragma unroll
     for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
-        // A skipped token has none. The host proved the others; the bound keeps a wild table harmless too.
+        // NO_SLOT fails this test too. The host checked the slots; the bound also covers a table made for a larger pool.
         if (i <= last && slots[i] < args.num_slots) {
             u64 to = target<Out>(args, slots[i], oct);
             if constexpr (Same<Out, E4m3>::VALUE) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
         }
     }
     if constexpr (Same<Out, E4m3>::VALUE) {
-        // Rare, so it is one loop, and what it needs is loaded again.
+        // The exact path is rare: one rolled loop that loads its operands again, to save registers.
 #pragma unroll 1
         for (u32 i = 0; unsure != 0; i++, unsure >>= 1) {
             if (unsure & 1u) {

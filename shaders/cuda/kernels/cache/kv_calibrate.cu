@@ -1,11 +1,13 @@
-// Counts what an e4m3 cache with a k_scale would make of new rows: the largest finite magnitude, what saturates, what is not finite.
+// Statistics of new tokens for choosing an e4m3 cache's k_scale: amax, and counts of saturating, non-finite and all elements.
 //
-//   for x in kv_c[tokens] ++ k_pe[tokens]: add to stats, which earlier calls may have added to
+//   for x in kv_c[tokens] ++ k_pe[tokens]:
+//     amax = max(amax, |x|) if x is finite; saturated += |x| > 448 * k_scale; non_finite += x is inf or NaN; elements += 1
 //
-// The bits of numbers from 0 up are in their order. A quad is 4 elements of one row, an item the same quad of TOKENS_PER_THREAD tokens.
-// A warp adds up its own, a block its warps', and one thread adds that to the card's.
+// The results are added to `stats`, so calls accumulate. Comparisons are on bit patterns, whose order for x >= 0 is that of the numbers.
 //
-// A grid is for max_tokens, so that a captured one serves every range that fits.
+// Tile: one quad (4 consecutive elements) of TOKENS_PER_THREAD tokens a thread; reduced by warp, by block, then one thread adds to `stats`.
+//
+// The grid covers max_tokens, so that a captured launch serves every range that fits.
 
 // limits: kv_calibrate_* registers=64 threads=256
 
@@ -18,16 +20,16 @@
 #define ALL_LANES 0xFFFFFFFFu
 
 struct Args {
-    u64 kv_c;  // address of token 0's row
-    u64 k_pe;  // address of token 0's row
-    u64 table; // u32 [2]: the number of tokens, the first of them
-    u64 stats; // u32 [8]: amax, unused, counts of 64 bits in halves
-    u64 kv_c_stride; // bytes, as the other
+    u64 kv_c;  // [max_tokens, L], strided
+    u64 k_pe;  // [max_tokens, R], strided
+    u64 table; // u32 [2] num_tokens, first token
+    u64 stats; // u32 [8] amax, unused, then 3 counts of 64 bits, low word first
+    u64 kv_c_stride; // bytes, as the other stride
     u64 k_pe_stride;
-    u32 max_tokens; // for which the inputs have room
+    u32 max_tokens; // tokens that the inputs hold
     u32 latent_quads;
     u32 row_quads;
-    u32 limit_bits; // of the f32 448 * k_scale, which may be infinite
+    u32 limit_bits; // f32 bits of 448 * k_scale, which may be infinite
     Divisor by_row_quads;
 };
 
@@ -65,7 +67,7 @@ __device__ __forceinline__ u32 global_add(u64 at, u32 n) {
     return old;
 }
 
-// Adds to a count in two words.
+// Adds to a 64-bit count, low word first, the carry by an atomic of its own.
 __device__ __forceinline__ void add(u64 at, u32 n) {
     if (n > 0 && global_add(at, n) > 0xFFFFFFFFu - n) {
         global_add(at + 4, 1);
@@ -74,7 +76,7 @@ __device__ __forceinline__ void add(u64 at, u32 n) {
 
 template <class In>
 __device__ __forceinline__ void calibrate(const Args &args) {
-    __shared__ u32 sums[4]; // amax, saturated, non-finite, elements
+    __shared__ u32 sums[4]; // [4] amax, saturated, non-finite, elements
     if (threadIdx.x < 4) {
         sums[threadIdx.x] = 0;
     }
@@ -93,7 +95,7 @@ __device__ __forceinline__ void calibrate(const Args &args) {
         u64 stride = is_latent ? args.kv_c_stride : args.k_pe_stride;
         u32 column = is_latent ? quad : quad - args.latent_quads;
         u64 from = (is_latent ? args.kv_c : args.k_pe) + (begin + first) * stride + column * (4 * In::BYTES);
-        // Past the last token it is read again, and not counted.
+        // Tokens past the end read the last one and are not counted.
         u32 words[TOKENS_PER_THREAD][In::BYTES];
 #pragma unroll
         for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {

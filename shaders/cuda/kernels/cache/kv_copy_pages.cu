@@ -2,9 +2,10 @@
 //
 //   for (from, to) of the table: kv[to] = kv[from]
 //
-// The host proved that no page is both read and written, and none written twice, so the order cannot matter.
-// A grid is for max_copies, so that a captured one serves every table that fits: blocks past its copies leave early.
-// A block copies one part of one page; a thread UNITS_PER_THREAD units of it, all loaded before the first is stored.
+// The host checked that no page is both read and written, and none written twice, so the copies need no order.
+//
+// Tile: a part of a page a block, UNITS_PER_THREAD units a thread, all loaded before the first is stored.
+// The grid covers max_copies, so that a captured launch serves every table that fits: blocks past its copies leave early.
 
 // limits: kv_copy_pages_wide registers=32 threads=256
 // limits: kv_copy_pages_words registers=24 threads=256
@@ -15,13 +16,13 @@
 #define UNITS_PER_THREAD 4u
 
 struct Args {
-    u64 kv;     // address of the layer's first page
-    u64 table;  // u32: the number of copies, then of each from and to
+    u64 kv;     // [num_pages, page_units], the layer's first page, pages strided
+    u64 table;  // u32 [1 + 2 * max_copies] num_copies, then (from, to) of each
     u64 block_stride; // bytes
     u32 num_pages;
     u32 page_units;
     u32 blocks_per_page;
-    u32 max_copies; // for which the table has room
+    u32 max_copies; // copies that the table holds
 };
 
 struct Wide {
@@ -48,7 +49,7 @@ __device__ __forceinline__ void copy_pages(const Args &args) {
     u32 num_copies = read_4(args.table);
     u32 from = read_4(args.table + 4ull + 8ull * copy);
     u32 to = read_4(args.table + 8ull + 8ull * copy);
-    // The host proved that pages are of the pool; the bound keeps a wild table harmless too.
+    // The host checked the ids; the bound also covers a table made for a larger pool.
     if (copy >= num_copies || from >= args.num_pages || to >= args.num_pages) {
         return;
     }
@@ -69,7 +70,7 @@ __device__ __forceinline__ void copy_pages(const Args &args) {
     }
 }
 
-// 16 bytes at a time: pages, their stride and the first one's address are multiples of that.
+// `wide`: units of 16 bytes, where page size, stride and the first page's address are multiples of that; else `words`.
 extern "C" __global__ void __launch_bounds__(THREADS) kv_copy_pages_wide(const Args args) { copy_pages<Wide>(args); }
 
 extern "C" __global__ void __launch_bounds__(THREADS) kv_copy_pages_words(const Args args) { copy_pages<Word>(args); }

@@ -1,12 +1,13 @@
-// Gathers rows of the paged cache into a contiguous workspace.
+// Gathers tokens of the paged cache into a contiguous workspace (vLLM's gather_and_maybe_dequant_cache), with conversion.
 //
-//   for (slot, out_row, tokens) of the table, each in one page: for t < tokens:
+//   for (slot, out_row, tokens) of the table, each inside one page: for t < tokens:
 //     out[out_row + t] = convert(kv[slot / page_size][slot % page_size + t])
 //
-// A quad is 4 elements of one row; L + R and all offsets and strides are multiples of that. A place is a token that a piece could have,
-// page_size of them each. An item is the same quad of PLACES_PER_THREAD places: all are loaded before the first is converted.
+// A quad is 4 consecutive elements; L + R and all offsets and strides are multiples of it. Each piece has page_size places, one for each token
+// that it could have.
 //
-// A grid is for max_pieces, so that a captured one serves every table that fits: threads past its pieces leave early.
+// Tile: one quad of PLACES_PER_THREAD places a thread; all loads are issued before the first conversion.
+// The grid covers max_pieces, so that a captured launch serves every table that fits: threads past its pieces leave early.
 
 // limits: kv_gather_* registers=64 threads=256
 
@@ -19,13 +20,13 @@
 #define NO_ROW 0xFFFFFFFFu
 
 struct Args {
-    u64 kv;    // address of the layer's first page
-    u64 out;   // address of row 0
-    u64 table; // u32: the number of pieces, then (slot, out_row, tokens) of each
-    u64 block_stride; // bytes, as the other
+    u64 kv;    // [num_pages, page_size, L + R], the layer's first page, pages strided
+    u64 out;   // [max_rows, L + R], strided
+    u64 table; // u32 [1 + 3 * max_pieces] num_pieces, then (slot, out_row, tokens) of each
+    u64 block_stride; // bytes, as the other stride
     u64 out_stride;
-    u32 max_rows;   // for which the output has room
-    u32 max_pieces; // for which the table has room
+    u32 max_rows;   // rows that the output holds
+    u32 max_pieces; // pieces that the table holds
     u32 num_slots;
     u32 page_size;
     u32 row_quads;
@@ -34,7 +35,7 @@ struct Args {
     Divisor by_page_size;
 };
 
-// How quads of a dtype are loaded, widened to f32 bits, narrowed from them and stored: BYTES words, as 4 elements have. `round` narrows what is
+// For each dtype: a quad, which is BYTES words, is loaded, widened to f32 bits, narrowed from them and stored. `round` narrows numbers that are
 // no NaN.
 struct F32 {
     static const u32 BYTES = 4;
@@ -88,7 +89,7 @@ struct F16 : Half {
     }
 };
 
-// A signalling NaN stays one in f32: `narrow` of the output's dtype makes it quiet.
+// A signalling NaN stays one in f32; `narrow` of the output's dtype makes it quiet.
 struct Bf16 : Half {
     static __device__ __forceinline__ void round(const float *x, u32 *words) { words[0] = bf16_pair(x[0], x[1]), words[1] = bf16_pair(x[2], x[3]); }
     static __device__ __forceinline__ void widen(const u32 *words, float, u32 *bits) {
@@ -109,18 +110,18 @@ struct E4m3 {
     static __device__ __forceinline__ void store(u64 at, const u32 *words) { store_4(at, words[0]); }
     // Whether one of the 4 codes is a NaN.
     static __device__ __forceinline__ bool any_nan(u32 codes) { return ((codes & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u) != 0; }
-    // Times k_scale, rounded once: a code is an f16 whose exponent is 8 too small, and 2^8 times that is exact. Of no NaN.
+    // 4 codes times k_scale, rounded once: read as f16, a code is 2^-8 of its value, and the product with 2^8 is exact. For codes without NaN.
     static __device__ __forceinline__ void scaled(u32 codes, float k_scale, float *x) {
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
-            // Codes i and i + 2 at the tops of the halves.
+            // Codes i and i + 2, in the upper bytes of the halves.
             u32 tops = i == 0 ? codes << 8 : codes;
             u32 halves = (tops & 0x80008000u) | (tops >> 1 & 0x3F803F80u);
             x[i] = __fmul_rn(f32_of_f16(halves & 0xFFFFu) * 256.0f, k_scale);
             x[i + 2] = __fmul_rn(f32_of_f16(halves >> 16) * 256.0f, k_scale);
         }
     }
-    // The same, one by one, NaN codes too.
+    // The same one by one, for NaN codes too.
     static __device__ __forceinline__ void widen(const u32 *words, float k_scale, u32 *bits) {
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
@@ -138,7 +139,7 @@ template <class A> struct Same<A, A> { static const bool VALUE = true; };
 template <class In, class Out>
 __device__ __forceinline__ void convert(const u32 *words, float k_scale, u32 *codes) {
     if constexpr (Same<In, E4m3>::VALUE) {
-        // Nearly always: a fifth of the instructions.
+        // The common case, with a fifth of the instructions.
         if (!E4m3::any_nan(words[0])) {
             float x[4];
             E4m3::scaled(words[0], k_scale, x);
@@ -171,7 +172,7 @@ __device__ __forceinline__ void gather(const Args &args) {
         u32 piece = divide(place, args.by_page_size);
         u32 t = place - piece * args.page_size;
         u64 at = args.table + 4ull + 12ull * piece;
-        // The host proved that slots are of the pool; the bound keeps a wild table harmless too.
+        // The host checked the slots; the bound also covers a table made for a larger pool.
         u32 slot = min(read_4(at) + t, args.num_slots - 1);
         bool is_used = first + i < num_places && t < read_4(at + 8);
         rows[i] = is_used ? read_4(at + 4) + t : NO_ROW;

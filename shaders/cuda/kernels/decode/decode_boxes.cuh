@@ -1,10 +1,10 @@
-// How a block of mla_decode loads its cache by tensor copies: 16 tokens, a box, at a time. A page is a multiple of 16 tokens then, and so are nearly
-// all beginnings of items.
+// Loads of the variant `mma_tma_m16`: TMA boxes of 16 tokens. Needs a page size that is a multiple of 16; items begin at such multiples
+// too, but for splits that a caller fixes (SplitPolicy::FixedTokens).
 #pragma once
 
 #include "decode_tile.cuh"
 
-// Tokens past the item's end weigh 0, and what lies in their place must not make more of it.
+// Zeroes the tokens past the item's end: they weigh 0, and 0 x NaN of stale memory would be NaN.
 template <class T>
 DEVICE void clear_rest(const WorkItem& item, u32 tile_begin, u32 to) {
     constexpr int CHUNKS = T::ROW_BYTES / 16;
@@ -12,8 +12,9 @@ DEVICE void clear_rest(const WorkItem& item, u32 tile_begin, u32 to) {
     __syncthreads();
 }
 
-// A tile of an item that begins inside of a box, which the planner makes only where a caller fixes such splits: it is waited for. A tile that
-// began with the box would add its tokens up in another order. Who used its place before has voted since.
+// Loads a tile of an item that begins inside a box, synchronously and slowly; only splits fixed by a caller do that. Starting the tile at
+// the box's beginning instead would change the order of additions, and so bits. The stage is free: every warp has voted on the tile after
+// the one that used it.
 template <class T>
 DEVICE void load_inside_boxes(const Args& args, const WorkItem& item, u32 tile_begin, u32 to) {
     constexpr int CHUNKS = T::ROW_BYTES / 16;
@@ -27,7 +28,7 @@ DEVICE void load_inside_boxes(const Args& args, const WorkItem& item, u32 tile_b
     __syncthreads();
 }
 
-// The boxes of the next tile: the first lane of as many warps asks for one each.
+// Issues the TMA boxes of the next tile: lane 0 of one warp a box.
 template <class T>
 struct BoxLoader {
     static constexpr int BOXES = T::TOKENS / 16, BYTES = T::Order::BYTES;
@@ -35,9 +36,9 @@ struct BoxLoader {
 
     const Args& args;
     const TensorMap& map;
-    const u32 barriers; // of the stages
-    const bool asks;
-    int left; // tokens from this box on
+    const u32 barriers; // [STAGES] mbarriers
+    const bool asks; // whether this thread issues boxes
+    int left; // tokens of the item from this box on
     u32 page, offset, id;
 
     DEVICE BoxLoader(const Args& args, const TensorMap& map, const WorkItem& item, u32 barriers)
@@ -51,7 +52,7 @@ struct BoxLoader {
         if (asks) prefetch_map(map);
     }
 
-    // The page id is asked for a tile ahead.
+    // The page id is loaded a tile ahead, to hide its latency.
     DEVICE void look_up() {
         id = 0;
         if (asks && left > 0) id = args.pages[page];

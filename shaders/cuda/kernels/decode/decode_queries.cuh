@@ -1,9 +1,9 @@
-// How a block of mla_decode gets its queries: to shared memory, in the type and the order that the matrices take, and from there.
+// Queries of mla_decode: from global memory to shared memory in the tensor cores' dtype and layout (QueryRows), and to fragments (Queries).
 #pragma once
 
 #include "decode_tile.cuh"
 
-// Two neighbouring elements of a query.
+// Two consecutive elements of a query as f32.
 template <Dtype DTYPE>
 DEVICE float2 pair_of(u32 word) {
     const u16 low = static_cast<u16>(word), high = static_cast<u16>(word >> 16);
@@ -17,18 +17,19 @@ DEVICE float2 pair_of(float2 pair) {
     return DTYPE == F32 ? pair : pair_of<F16>(__float_as_uint(pair.x));
 }
 
-// Query rows on their way to shared memory, a few of a warp at a time. What a lane asks for it takes only when all is asked for.
+// Query rows between global and shared memory, BATCH rows of a warp at a time: all loads are issued (`ask`) before the first is used
+// (`store`).
 template <class T>
 struct QueryRows {
     using Order = typename T::QueryOrder;
-    // In two parts: those that the matrices' type does not hold, f32 and f16 on bf16.
+    // Two parts where the tensor cores' dtype does not hold the query: f32, and f16 with a bf16 cache.
     using Pair = typename Either<T::PARTS == 2, float2, u32>::Type;
-    static constexpr int PAIRS = (T::DIM + 63) / 64; // of a lane
+    static constexpr int PAIRS = (T::DIM + 63) / 64; // pairs of elements of a lane in a row
     static constexpr int BATCH = T::QUERY_BATCH;
     static_assert(T::STAGED_ROWS % (BATCH * T::WARPS) == 0, "whole batches");
     Pair pairs[BATCH][PAIRS];
 
-    // Rows `first` and WARPS further.
+    // Loads rows first, first + WARPS, ..
     DEVICE void ask(const Args& args, const WorkItem& item, u32 first) {
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
@@ -88,8 +89,8 @@ struct QueryRows {
         }
     }
 
-    // As the matrices take them. An FP8 tile's columns are permuted in each 16: a lane's four codes are of two neighbouring places and of those 8
-    // further.
+    // Converts and stores. With an FP8 cache, columns are permuted within each 16: a lane's word of four codes then holds the columns
+    // 2i, 2i + 1, 2i + 8 and 2i + 9 that an mma fragment needs.
     template <Dtype DTYPE>
     DEVICE void store_as(const Args& args, u32 first_row, u32 to, float* scales) const {
         const u32 lane = threadIdx.x % LANES;
@@ -106,7 +107,7 @@ struct QueryRows {
                 }
 #pragma unroll
                 for (int lanes = 1; lanes < LANES; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-                // The largest element to just below 2^15.
+                // A power of two that brings the row's largest element just below 2^15.
                 exponent = min(max(268 - static_cast<int>(__float_as_uint(largest) >> 23), 1), 253);
             }
             const float power = __uint_as_float(exponent << 23);
@@ -142,7 +143,7 @@ struct QueryRows {
     }
 };
 
-// The queries of a warp's steps, part by part, its own 16 rows first: from registers, or from shared memory.
+// A warp's query fragments, [PARTS, SCORE_ROWS, WARP_STEPS], its own 16 rows first: KEPT steps in registers, the others in shared memory.
 template <class T>
 struct Queries {
     using Order = Swizzle<T::QUERY_BYTES>;
@@ -151,7 +152,7 @@ struct Queries {
     u32 at[ROWS];
     u32 rest;
 
-    // All of the block's threads wait before they are taken from where they were staged.
+    // The caller has a barrier between staging and `keep` or `get`.
     DEVICE Queries(u32 staged, u32 rest, u32 row_warp, u32 token_warp) {
         const u32 lane = threadIdx.x % LANES, sharer = T::SHARERS == 4 ? row_warp % 2 * 2 + token_warp % 2 : row_warp % T::SHARERS;
 #pragma unroll
@@ -159,7 +160,7 @@ struct Queries {
         this->rest = rest + ((T::SHARERS == 4 ? row_warp * T::TOKEN_WARPS + token_warp : row_warp) * TILES * REST * LANES + lane) * 16;
     }
 
-    // Of row tiles that are staged, from `first` on.
+    // Takes the fragments of the row tiles that are staged, from row tile `first` on.
     DEVICE void keep(u32 first, u32 row_warp, u32 token_warp) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {

@@ -1,9 +1,9 @@
-// What a warp of mla_decode adds to the scores of a tile, and how warps that share columns put theirs together.
+// The scores of a tile in mla_decode, S = Q K^T by mma.sync, and the reduction among warps that split the columns of the dot product.
 #pragma once
 
 #include "decode_queries.cuh"
 
-// Four FP8 codes as f16: exact, NaN stays NaN.
+// Four FP8 codes to f16: exact, NaN stays NaN.
 DEVICE void e4m3_to_f16(u32 codes, u32& low, u32& high) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(codes));
 }
@@ -17,12 +17,12 @@ DEVICE void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
 }
 
-// Products of a warp's steps: of TOKEN_TILES x 8 tokens with its own 16 rows, and with those of the warp that it shares with. `meanwhile` is called
-// for each step.
+// SHARERS of 1 or 2: a warp multiplies TOKEN_TILES x 8 tokens with its own 16 query rows and, of two sharers, with those of the other, over
+// its share of the columns. `meanwhile` is called after each step, to issue copies between multiplications.
 template <class T>
 struct Scores {
-    static constexpr bool KEEPS_MANY = T::PARTS * T::KEPT + T::ROW_TILES * T::COLUMN_TILES > 44; // in registers, by fours
-    // A multiplication waits for the one before it with the same sums. Few tokens have several sums at a time, if registers are left.
+    static constexpr bool KEEPS_MANY = T::PARTS * T::KEPT + T::ROW_TILES * T::COLUMN_TILES > 44; // sets of four registers: few are left
+    // Independent accumulators: an mma waits for the one before it with the same sums. Few tokens get several, if registers are left.
     static constexpr int CHAINS = T::SHARERS > 1 ? 1 : T::TOKEN_TILES == 1 ? 4 : T::TOKEN_TILES == 2 && !KEEPS_MANY ? 2 : 1;
     float sums[CHAINS][T::SHARERS][T::TOKEN_TILES][4] = {};
 
@@ -30,12 +30,12 @@ struct Scores {
     DEVICE void add(const Queries<T>& queries, u32 stage, u32, u32 row_warp, u32 token_warp, Meanwhile meanwhile) {
         using Order = typename T::Order;
         const u32 lane = threadIdx.x % LANES, first_token = token_warp * (T::TOKEN_TILES * 8), sharer = row_warp % T::SHARERS;
-        // A load takes four chunks of 8 tokens, or two of 16.
+        // An ldmatrix.x4 loads four chunks of 8 tokens (LONG), or two chunks of 16 tokens.
         constexpr bool LONG = T::CACHE == E4M3 ? T::SHARERS == 1 : T::TOKEN_TILES == 1;
         constexpr int CHUNKS = LONG ? 4 : 2, STEP_CHUNKS = T::CACHE == E4M3 ? 1 : 2, LOAD_STEPS = CHUNKS / STEP_CHUNKS;
         const u32 row = first_token + lane % 8 + (LONG ? 0 : lane / 16 * 8), chunk = LONG ? lane / 8 : lane / 8 % 2;
         const u32 at = stage + Order::at(row, sharer * 2 + chunk);
-        // Pragmas leave this loop as it is where its body is large.
+        // Unrolled by a template: nvcc ignores `#pragma unroll` where the body is large.
         unrolled<(T::WARP_STEPS + LOAD_STEPS - 1) / LOAD_STEPS>([&](auto load) {
             constexpr int step = decltype(load)::value * LOAD_STEPS;
             u32 a[LOAD_STEPS][T::PARTS][T::SHARERS][4];
@@ -46,7 +46,7 @@ struct Scores {
 #pragma unroll
                     for (int r = 0; r < T::SHARERS; r++)
                         if (step + i < T::WARP_STEPS) queries.get(a[i][part][r], part, r, step + i);
-            // The last load takes chunks twice if there are no more.
+            // The last load repeats chunks where fewer are left.
             const int first = step * STEP_CHUNKS * T::SHARERS;
             const u32 place = step + LOAD_STEPS <= T::WARP_STEPS ? Order::from(at, first) : stage + Order::at(row, min(first + chunk, T::STEPS * STEP_CHUNKS - 1));
 #pragma unroll
@@ -83,7 +83,7 @@ struct Scores {
 
     DEVICE float (&logits())[T::TOKEN_TILES][4] { return sums[0][0]; }
 
-    // Both sharers have the scores of their own rows then. What one takes lies where its weights will: `own`.
+    // Reduces: each sharer gives the other the sums of the other's rows, by halves, through the place of the receiver's weights.
     DEVICE void exchange(u32 weights, u32 row_warp, u32 token_warp) {
         if constexpr (T::SHARERS == 2) {
             const u32 lane = threadIdx.x % LANES * 16, barrier = 1 + row_warp / 2 * T::TOKEN_WARPS + token_warp;
@@ -105,22 +105,23 @@ struct Scores {
                     for (int e = 0; e < 4; e++) sums[0][0][half * T::TOKEN_TILES / 2 + j][e] += __uint_as_float(words[e]);
                 }
             }
-            // Its lanes have read before they write weights there.
+            // All lanes have read before any writes weights there.
             __syncwarp();
         }
     }
 };
 
-// The same where four warps, of two row tiles and twice a warp's tokens, share the columns of a score: each multiplies its quarter of them for the
-// rows and tokens of all four, with queries that stay in registers, and gives the others what is theirs.
+// SHARERS of 4: four warps, of two row tiles and twice a warp's tokens, split the columns: each multiplies a quarter of them for the rows
+// and tokens of all four, with queries that stay in registers, and gives each other warp the sums that belong to it. Each key is read once,
+// and 64 query rows fit the 99 KB of shared memory of a desktop card.
 template <class T>
 struct QuarterScores {
-    static constexpr int CHUNKS = T::CACHE == E4M3 ? 1 : 2; // of a step
+    static constexpr int CHUNKS = T::CACHE == E4M3 ? 1 : 2; // chunks of 16 bytes of a step
     float own[T::TOKEN_TILES][4];
 
-    // Row and token tile of the four that a warp's place names, by bits.
+    // A warp's index among the four: row tile in bit 1, token tile in bit 0.
     DEVICE static u32 place_of(u32 row_warp, u32 token_warp) { return row_warp % 2 * 2 + token_warp % 2; }
-    // Where a warp finds what the one whose place differs in `bits` gives it.
+    // Where a warp finds the sums from the warp whose index differs in `bits`.
     DEVICE static u32 piece(u32 weights, u32 row_warp, u32 token_warp, u32 bits) {
         return weights + weights_of<T>(row_warp, token_warp) + (bits - 1) * T::PIECE_BYTES + threadIdx.x % LANES * 16;
     }
@@ -130,11 +131,11 @@ struct QuarterScores {
         using Order = typename T::Order;
         static_assert(Order::GROUP == 4 * CHUNKS, "a quarter of each group");
         const u32 lane = threadIdx.x % LANES;
-        // A load takes two token tiles: of two steps, or of both halves of one.
+        // An ldmatrix.x4 loads two token tiles, of two steps (FP8) or of both chunks of one.
         constexpr int LOAD_STEPS = 2 / CHUNKS, PAIRS = T::TOKEN_TILES, SIDE = (T::TOKEN_TILES + 1) / 2;
         const u32 tile = lane / 16, half = lane / 8 % 2;
         const u32 chunk = place_of(row_warp, token_warp) * CHUNKS + (CHUNKS == 2 ? half : 0);
-        // The other's tokens first, which it waits for; a single tile of each is one pair.
+        // The other token warp's tokens first, as it waits for them; with one tile each, both are one pair.
         const u32 begin = stage + token_warp / 2 * (T::TOKEN_TILES * 16) * T::ROW_BYTES;
         u32 at[2];
 #pragma unroll
@@ -148,7 +149,7 @@ struct QuarterScores {
             unrolled<(T::WARP_STEPS + LOAD_STEPS - 1) / LOAD_STEPS>([&](auto load) {
                 constexpr int step = decltype(load)::value * LOAD_STEPS;
                 u32 b[4];
-                // The last load has one step less, if they are odd: it takes that step twice.
+                // With an odd number of steps the last load repeats its first step.
                 const bool twice = step + LOAD_STEPS > T::WARP_STEPS;
                 load_matrices(b, at[side] + first * 8 * T::ROW_BYTES + step * Order::GROUP * 16 - (twice ? half * 64 : 0));
 #pragma unroll
@@ -187,13 +188,13 @@ struct QuarterScores {
 
     DEVICE float (&logits())[T::TOKEN_TILES][4] { return own; }
 
-    // In an order of additions that gives all four the same bits.
+    // Reduces the quarters. The order of additions is the same for all four warps, so a row's bits do not depend on which warp owns it.
     DEVICE void exchange(u32 weights, u32 row_warp, u32 token_warp) {
         wait_for_warps<4>(1 + row_warp / 2 * (T::TOKEN_WARPS / 2) + token_warp / 2);
 #pragma unroll
         for (int j = 0; j < T::TOKEN_TILES; j++) {
             u32 given[3][4];
-            // Not all at once: registers are few.
+            // Keeps the compiler from loading all tiles at once: registers are short.
             if (j > 0) __syncwarp();
 #pragma unroll
             for (int i = 0; i < 3; i++) load_16(given[i], piece(weights, row_warp, token_warp, i + 1) + j * LANES * 16);
@@ -201,7 +202,7 @@ struct QuarterScores {
             for (int e = 0; e < 4; e++)
                 own[j][e] = (own[j][e] + __uint_as_float(given[0][e])) + (__uint_as_float(given[1][e]) + __uint_as_float(given[2][e]));
         }
-        // Its lanes have read before they write weights there.
+        // All lanes have read before any writes weights there.
         __syncwarp();
     }
 };

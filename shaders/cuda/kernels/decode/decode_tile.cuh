@@ -1,19 +1,20 @@
-// How a block of mla_decode cuts an item, how cache rows lie in its shared memory, and how they get there.
+// The tile of a block of mla_decode: its template parameters and shared-memory layout (Tile), the loads of the cache into pipeline stages
+// (Loader), and their synchronisation (Pace). An item is a split: a tile of query rows by a range of tokens.
 #pragma once
 
 #include "decode_order.cuh"
 #include "mla.cuh"
 #include "lib/tma.cuh"
 
-// A row's maximum moves only when it grew by more than this.
+// Lazy rescaling (FlashAttention-4): a row's running maximum moves only when it grew by more than this, in base 2.
 constexpr float LAZY = 12.0f;
 
-// What a row's logits are weighed by. A masked logit weighs 0, also in a row that has seen none.
+// The maximum that logits are relative to. 0 for a row without a visible token yet, so that masked logits weigh 0 there too.
 DEVICE float base_of(float top) {
     return top == EMPTY ? 0.0f : top;
 }
 
-// The weights of two neighbouring tokens as the matrices take them, added to a lane's sum.
+// The softmax weights of two consecutive tokens, packed for the tensor cores, and added to a lane's row sum.
 template <class T>
 DEVICE u32 weigh_two(float first, float second, float base, float& sum) {
     const float low = exp2_fast(first - base);
@@ -23,59 +24,60 @@ DEVICE u32 weigh_two(float first, float second, float base, float& sum) {
     return T::CACHE == BF16 ? pack_bf16(low, high) : pack_f16(low, high);
 }
 
-// What the host reads of an entry.
+// Constants of an entry that scripts/ptx.sh reads from the PTX and writes into the manifest.
 #define NUMBERS_OF(name, ...) \
     extern "C" __device__ const u32 name##_threads = __VA_ARGS__::THREADS; \
     extern "C" __device__ const u32 name##_tokens = __VA_ARGS__::TOKENS; \
     extern "C" __device__ const u32 name##_shared_bytes = __VA_ARGS__::SHARED_BYTES;
 
-// How a tile gets to shared memory, and how warps learn that it is there, and that nobody needs the one whose place is to be filled.
+// How a tile is copied to shared memory, and how warps learn that it has arrived (full) and that a stage may be refilled (empty).
 enum Copies {
-    GROUPS, // each thread asks for chunks of 16 bytes and waits for its own, then for the block
-    ARRIVALS, // the same chunks arrive at a barrier in shared memory; warps that are done with a tile at another
-    TENSORS, // a lane asks for 16 tokens, which arrive so; done are all whom the block's vote on the next tile has heard
+    GROUPS, // cp.async of 16 bytes a thread; full and empty by cp.async.wait_group and __syncthreads
+    ARRIVALS, // cp.async of 16 bytes a thread; full and empty by mbarriers
+    TENSORS, // TMA boxes of 16 tokens; full by mbarriers, empty by the block's vote on the next tile's maxima
 };
 
-// How a block cuts an item.
+// The tile's parameters, the same for a whole kernel.
 template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, int SHARERS_, int KEPT_, Copies COPIES_ = GROUPS>
 struct Tile {
     static constexpr int LATENT = LATENT_, DIM = LATENT_ + ROPE_, ROWS = ROWS_, TOKENS = TOKENS_, WARPS = WARPS_, STAGES = STAGES_;
-    static constexpr int PARTS = PARTS_; // that a query is split in
+    static constexpr int PARTS = PARTS_; // a query is split into
     static constexpr Dtype CACHE = CACHE_;
-    // Warps that share the columns of a score: each multiplies its part of them for the rows of both, who then add what the other has.
-    // Four are the warps of two row tiles and of twice a warp's tokens, and keep at least a part of their queries.
+    // Warps that split the columns of a dot product: each multiplies its share for the rows of all sharers, and the sums are exchanged.
+    // Four sharers are the warps of two row tiles and of twice a warp's tokens, and keep at least a part of their queries in registers.
     static constexpr int SHARERS = SHARERS_;
-    static constexpr int SCORE_ROWS = SHARERS == 1 ? 1 : 2; // row tiles of a warp's scores
-    static constexpr int KEPT = KEPT_; // steps of a warp's scores whose queries stay in registers; the others' are read from shared memory for each tile
+    static constexpr int SCORE_ROWS = SHARERS == 1 ? 1 : 2; // row tiles that a warp multiplies
+    static constexpr int KEPT = KEPT_; // steps whose query fragments stay in registers; the others are read from shared memory for each tile
     static constexpr Copies COPIES = COPIES_;
     static constexpr bool PACED = COPIES == ARRIVALS, BOXED = COPIES == TENSORS;
     static constexpr int THREADS = WARPS * LANES;
     static constexpr int ROW_WARPS = ROWS / 16, TOKEN_WARPS = WARPS / ROW_WARPS;
-    static constexpr int TOKEN_TILES = TOKENS / TOKEN_WARPS / 8; // of a warp's scores
+    static constexpr int TOKEN_TILES = TOKENS / TOKEN_WARPS / 8; // of a warp's scores, 8 tokens each
     static constexpr int ROW_TILES = ROWS / 16, COLUMN_TILES = LATENT / WARPS / 8; // of a warp's output
-    static constexpr int STEPS = DIM / 16, WARP_STEPS = STEPS / SHARERS; // of a score, of a warp's part of it
-    static constexpr int SCORE_STEPS = SHARERS == 4 ? WARP_STEPS * TOKEN_TILES : WARP_STEPS; // between which copies are put
-    static constexpr int RUN = CACHE == E4M3 && SHARERS == 2 ? 2 : 1; // steps that a sharer has one after the other
+    static constexpr int STEPS = DIM / 16, WARP_STEPS = STEPS / SHARERS; // of k = 16: of a dot product, of a warp's share of it
+    static constexpr int SCORE_STEPS = SHARERS == 4 ? WARP_STEPS * TOKEN_TILES : WARP_STEPS; // between which cp.async are interleaved
+    static constexpr int RUN = CACHE == E4M3 && SHARERS == 2 ? 2 : 1; // consecutive steps of a sharer
     static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
-    static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's rows
-    using Order = typename Either<BOXED, BoxOrder<ROW_BYTES>, Swizzle<ROW_BYTES>>::Type; // of the cache's rows
+    static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's 16 rows
+    using Order = typename Either<BOXED, BoxOrder<ROW_BYTES>, Swizzle<ROW_BYTES>>::Type; // layout of a stage
     using QueryOrder = Swizzle<QUERY_BYTES>;
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
-    // Queries that stay in registers pass through the last stage, so many rows at a time; what does not fit them lies at the end as a lane takes it.
+    // Queries kept in registers are staged in the last pipeline stage, STAGED_ROWS at a time; steps that do not fit registers go to REST_AT,
+    // in the order of fragments.
     static constexpr int QUERY_BATCH = 2; // rows of a warp at a time
     static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
     static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
     static constexpr int QUERIES_AT = KEPT > 0 ? (STAGES - 1) * STAGE_BYTES : 0;
-    // What three others give a warp of four lies where its weights will.
+    // Of four sharers, the sums from the three others use the place of the warp's weights.
     static constexpr int PIECE_BYTES = TOKEN_TILES * LANES * 16, WEIGHTS_STRIDE = SHARERS == 4 ? 3 * PIECE_BYTES : WEIGHTS_BYTES;
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
-    // Where no barrier of the block stands between two tiles, their weights take turns.
+    // Without a barrier of the block between two tiles (BOXED), weights are double-buffered.
     static constexpr int WEIGHTS_TURN = WARPS * WEIGHTS_STRIDE;
     static constexpr int MAXIMA_AT = WEIGHTS_AT + WEIGHTS_TURN * (BOXED ? 2 : 1); // [TOKEN_WARPS, ROWS]
     static constexpr int FACTORS_AT = MAXIMA_AT + TOKEN_WARPS * ROWS * 4; // [ROWS]
     static constexpr int SCALES_AT = FACTORS_AT + ROWS * 4; // [ROWS]
     static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]
-    static constexpr int BARRIERS_AT = SEEN_AT + ROWS * 4; // [STAGES + 1], of 8 bytes
+    static constexpr int BARRIERS_AT = SEEN_AT + ROWS * 4; // [STAGES + 1] mbarriers
     static constexpr int REST_AT = BARRIERS_AT + (COPIES == GROUPS ? 0 : (STAGES + 2) / 2 * 16); // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
     static constexpr int REST_WARPS = SHARERS == 4 ? WARPS : ROW_WARPS;
     static constexpr int SHARED_BYTES = REST_AT + (KEPT > 0 ? REST_WARPS * PARTS * SCORE_ROWS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
@@ -86,7 +88,7 @@ struct Tile {
     static_assert(STAGES >= 2, "one tile is used, the others are on their way");
 };
 
-// Where a warp's weights lie: beside those of the warp that it shares with, and crosswise, so that what one gives lies where the other's weights will.
+// Offset of a warp's weights. Two sharers are adjacent and swapped, so that the sums one gives are stored where the other's weights will be.
 template <class T>
 DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
     if (T::SHARERS != 2) return (row_warp * T::TOKEN_WARPS + token_warp) * T::WEIGHTS_STRIDE;
@@ -97,28 +99,28 @@ DEVICE u32 page_id(const Args& args, const WorkItem& item, u32 page) {
     return bound_page(args, args.pages[item.page_begin + page]);
 }
 
-// Where the cache has the row of an item's token, in elements.
+// Offset in the cache, in elements, of an item's token.
 template <int DIM>
 DEVICE u64 row_of_token(const Args& args, const WorkItem& item, u32 token) {
     const u32 page = token / args.page_size;
     return page_id(args, item, page) * args.kv_block_stride + static_cast<u64>(token - page * args.page_size) * DIM;
 }
 
-// Where a thread's rows of the cache are: those of the next tile to load.
+// Loads tiles by cp.async, in passes of PASS_ROWS tokens, ROW_LANES threads a token. Its state is that of the next tile to load.
 template <class T>
 struct Loader {
     using Order = typename T::Order;
     static constexpr int ROW_LANES = Order::GROUP, PASS_ROWS = T::THREADS / ROW_LANES;
     static constexpr int PASSES = (T::TOKENS + PASS_ROWS - 1) / PASS_ROWS;
-    static constexpr int CHUNKS = T::ROW_BYTES / 16 / ROW_LANES; // of a thread's share of a row
-    // Passes share the order of their rows' chunks.
+    static constexpr int CHUNKS = T::ROW_BYTES / 16 / ROW_LANES; // chunks of 16 bytes of a thread in a token
+    // All passes share a swizzle: their tokens are a multiple of 8 apart.
     static_assert(PASSES == 1 || PASS_ROWS % 8 == 0, "order");
 
     const Args& args;
-    int left; // tokens from the first pass's on
+    int left; // tokens of the item from the first pass's on
     u32 page[PASSES], offset[PASSES], id[PASSES];
-    u32 to; // the stage that is loaded, and where this thread's chunks begin in it
-    const u8* from; // a pass's row
+    u32 to; // shared address of this thread's first chunk
+    const u8* from; // global address of the pass's token
     bool is_there;
 
     DEVICE Loader(const Args& args, const WorkItem& item) : args(args) {
@@ -133,7 +135,7 @@ struct Loader {
         look_up();
     }
 
-    // The page ids are asked for a tile ahead.
+    // Page ids are loaded a tile ahead, to hide their latency.
     DEVICE void look_up() {
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
@@ -142,12 +144,12 @@ struct Loader {
         }
     }
 
-    // A tile is loaded in COPIES, so that they can be put between other work.
+    // A tile is COPIES copies of a thread, so that they can be interleaved with multiplications.
     static constexpr int COPIES = PASSES * CHUNKS;
 
     DEVICE void begin(u32 stage) { to = stage + Order::at(threadIdx.x / ROW_LANES, threadIdx.x % ROW_LANES); }
 
-    // Copy `i`, in their order.
+    // Issues copy `i`; calls are in order.
     template <int BYTES>
     DEVICE void copy(int i, bool wanted) {
         const int pass = i / CHUNKS, chunk = i % CHUNKS;
@@ -168,7 +170,8 @@ struct Loader {
         }
     }
 
-    // Those that go between the steps of a score. A few at a time: ptxas puts three idle loads between a load of shared memory and a copy.
+    // Issues the copies that follow a step of the scores, in bursts: ptxas puts three idle loads between a load of shared memory and a
+    // copy.
     static constexpr int BURST = 3;
     DEVICE void copies_of(int step, bool wanted) {
         constexpr int EVERY = T::SCORE_STEPS * BURST / COPIES; // steps
@@ -180,7 +183,7 @@ struct Loader {
         }
     }
 
-    // To the next tile.
+    // Advances to the next tile.
     DEVICE void end() {
         left -= T::TOKENS;
 #pragma unroll
@@ -195,7 +198,7 @@ struct Loader {
         look_up();
     }
 
-    // FP8 rows may begin between multiples of 16 bytes.
+    // Tokens of an FP8 cache may be aligned to 8 bytes only.
     DEVICE bool by_8() const { return T::CACHE == E4M3 && args.copies == CHUNKS_8; }
 
     DEVICE void load(u32 to, u32) {
@@ -209,13 +212,13 @@ struct Loader {
     }
 };
 
-// When a tile's copies are there for all of the block, and when all are done with the tile before, whose stage is filled next: see Copies.
+// Full and empty of the pipeline's stages: see Copies.
 template <class T>
 struct Pace {
-    u32 copied, done; // a barrier for each stage; one
-    u32 parity = 0, done_parity = 1; // of the next wait
+    u32 copied, done; // mbarriers: full, one for each stage; empty, one for all
+    u32 parity = 0, done_parity = 1; // phases of the next waits
 
-    // All of the block's threads wait for each other before the first copy.
+    // The caller has a barrier of the block before the first copy.
     DEVICE Pace(u32 barriers) : copied(barriers), done(barriers + T::STAGES * 8) {
         if constexpr (T::COPIES != GROUPS) {
             if (threadIdx.x != 0) return;
@@ -226,7 +229,7 @@ struct Pace {
         }
     }
 
-    // All copies of a tile were asked for, or it has none.
+    // All copies of a tile are issued, or it has none.
     DEVICE void asked(u32 stage, bool any) {
         if constexpr (T::PACED) {
             if (any) arrive_with_copies(copied + stage * 8);

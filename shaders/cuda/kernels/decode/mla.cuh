@@ -1,14 +1,15 @@
-// What mla_decode and mla_merge are given, and what they ask of it: src/cuda/args.rs, src/plan.rs and src/tables.rs.
+// The arguments and tables of mla_decode and mla_merge, and accessors. The host's twins: src/cuda/decode/args.rs, src/plan.rs and
+// src/tables.rs, compared by src/cuda/manifest_test.rs.
 #pragma once
 
 #include "lib/ptx.cuh"
 
-constexpr u32 DIRECT = 0xFFFFFFFFu; // the partial of an item that writes its output itself
-constexpr float EMPTY = -1.0e38f; // a finite stand-in for the -inf of a row that has seen no key
+constexpr u32 DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: its rows have one split
+constexpr float EMPTY = -1.0e38f; // finite sentinel for the LSE -inf of a row that attends to no key
 
 enum Dtype : u32 { F32, F16, BF16, E4M3 };
 
-// How a cache may be copied: all of its rows begin at multiples of 8 bytes, or of 16, or tensor copies take it in boxes.
+// How the cache may be copied: tokens are aligned to 8 bytes, or to 16, or the binding has a TMA map of boxes.
 enum Copying : u32 { CHUNKS_8, CHUNKS_16, BOXES };
 
 struct WorkItem {
@@ -28,15 +29,15 @@ struct Header {
     u32 num_items, num_merges, page_size, num_pages;
 };
 
-// One step and one layer. Strides and places count elements.
+// One step and one layer. Strides count elements.
 struct Args {
-    const Header* header;
-    const WorkItem* items;
-    const QueryToken* queries;
-    const Merge* merges;
-    const u32* merge_partials;
-    const u32* pages; // the flat page list
-    float* partials; // [partials, L + 4]: a row, then its base-2 LSE
+    const Header* header; // [1]
+    const WorkItem* items; // [num_items], room for the grid's blocks
+    const QueryToken* queries; // [total_q]
+    const Merge* merges; // [num_merges]
+    const u32* merge_partials; // [num_partials] indices, those of a merge consecutive
+    const u32* pages; // [num_words] page ids, those of a sequence consecutive
+    float* partials; // [partials, L + 4] a query row's output, its base-2 LSE, padding
     const u8* q_nope; // [total_q, H, L]
     const u8* q_pe; // [total_q, H, R]
     const u8* kv; // [num_pages, page_size, L + R], the layer's first page
@@ -53,11 +54,11 @@ struct Args {
     u32 num_heads;
     u32 max_queries; // query tokens that q, out and lse hold, at least 1
     u32 query_dtype, out_dtype;
-    u32 copies; // see Copying
+    u32 copies; // a Copying
     u32 clamp_pages; // whether page ids may lie outside the pool
     u32 page_size;
     u32 num_pages;
-    u32 tile_pages, tile_rest; // a tile's tokens by the page size
+    u32 tile_pages, tile_rest; // a tile's tokens / page_size, and % page_size
     u32 multiprocessors;
 };
 
@@ -65,7 +66,7 @@ __host__ __device__ constexpr int bytes_of(Dtype dtype) {
     return dtype == F32 ? 4 : dtype == E4M3 ? 1 : 2;
 }
 
-// An element of a query.
+// An element of a query as f32.
 DEVICE float element(const u8* row, u32 dtype, u32 column) {
     switch (dtype) {
         case F32: return reinterpret_cast<const float*>(row)[column];
@@ -75,18 +76,18 @@ DEVICE float element(const u8* row, u32 dtype, u32 column) {
     }
 }
 
-// A step may be prepared again, with more query tokens than the binding has, after its graph was captured: no host check
-// can see that, and this keeps it inside of q, out and lse.
+// A step prepared again after its graph was captured may have more query tokens than the binding's buffers, which no host check can see:
+// the clamp keeps accesses inside q, out and lse.
 DEVICE u32 bound_token(const Args& args, u32 token) {
     return min(token, args.max_queries - 1);
 }
 
-// A page id as a kernel may follow it: the host checks its own lists, not one that was written on the card.
+// A page id that is safe to follow. The host checks its own page lists; those written on the device are clamped.
 DEVICE u32 bound_page(const Args& args, u32 id) {
     return args.clamp_pages ? min(id, args.num_pages - 1) : id;
 }
 
-// Two neighbours of an output row; `column` is even.
+// Stores two consecutive elements of an output row; `column` is even.
 DEVICE void store_out(const Args& args, u32 token, u32 head, u32 column, float first, float second) {
     const u64 at = token * args.out_token_stride + head * args.out_head_stride + column;
     first *= args.out_scale;
@@ -98,7 +99,7 @@ DEVICE void store_out(const Args& args, u32 token, u32 head, u32 column, float f
     }
 }
 
-// A row's LSE from base 2; `seen` is false for a row that sees no key.
+// Stores a row's LSE, given in base 2; `seen` is false for a row that attends to no key, whose LSE is -inf.
 DEVICE void store_lse(const Args& args, u32 token, u32 head, float base_2, bool seen) {
     args.lse[token * args.lse_token_stride + head * args.lse_head_stride] =
         seen ? base_2 * args.lse_scale : __uint_as_float(0xFF800000u);

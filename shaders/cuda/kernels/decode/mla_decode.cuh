@@ -1,23 +1,26 @@
-// Attention of one tile of query rows over one range of tokens on tensor cores: a split of a split-KV decode.
+// Split-KV MLA decode in absorbed form on tensor cores (mma.sync m16n8k16): variants `mma_*`, and `mma_tma_m16` with TMA loads.
 //
-// The twin of shaders/mla_decode_coop.wgsl: the same work items and tables. A block takes one item. STAGES tiles of TOKENS cache rows are on
-// their way to shared memory, as they lie in the cache. For each tile:
-//   1. scores   ROW_WARPS x TOKEN_WARPS: each warp multiplies 16 query rows with its share of the tokens
-//   2. softmax  in registers, with the maxima of the tiles before. A row's maximum moves only when it grew by more than LAZY: weights stay below
-//               2^LAZY. Only when one does, the warps of a row tell each other their largest logit, and weights and output are scaled anew
-//   3. values   each warp owns L / WARPS columns of the output of all rows: += weights x values
+//   one block = one item: out, lse = softmax(scale * q . kv^T) . kv[:, :L] for a tile of query rows over a range of tokens
 //
-// bf16 rows are multiplied as bf16, others as f16: FP8 codes become f16 in registers. A query that the type does not hold is split in PARTS, after a
-// power of two has brought its row into f16's range.
+// The same work items and tables as shaders/mla_decode_coop.wgsl. Tile: ROWS query rows, looping over tiles of TOKENS tokens in a pipeline of
+// STAGES stages of shared memory, in the cache's dtype. For each tile:
+//   1. scores   the warps are ROW_WARPS x TOKEN_WARPS: each multiplies 16 query rows with its share of the tokens
+//   2. softmax  in registers, with lazy rescaling (FlashAttention-4): weights are relative to the running maximum, which moves only when some
+//               logit exceeds it by more than LAZY, so weights stay below 2^LAZY. One vote of the block a tile tells whether any row's
+//               does; only then are maxima exchanged, weights recomputed and the output rescaled
+//   3. values   each warp owns L / WARPS columns of the output of all rows: += weights x values, from the same stage
 //
-// Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on which
-// rows share its tile.
+// A bf16 cache is multiplied as bf16, others as f16; FP8 codes become f16 in registers, exactly. A query that this dtype does not hold is
+// split into PARTS. For f16, a query row is first scaled by a power of two into f16's range.
+//
+// A masked token weighs exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on which rows share its
+// tile. Measured against FlashMLA and others: benches/results/h200-cuda*.md.
 #pragma once
 
 #include "decode_boxes.cuh"
 #include "decode_scores.cuh"
 
-// The output of all rows in a warp's columns.
+// The accumulators of a warp's columns of the output, for all rows.
 template <class T>
 struct Output {
     float sums[T::ROW_TILES][T::COLUMN_TILES][4] = {};
@@ -41,9 +44,9 @@ struct Output {
         using Order = typename T::Order;
         const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
         using WeightOrder = Swizzle<T::WEIGHT_BYTES>;
-        // A chunk of 8 tokens is one of a warp's, or all that it has.
+        // ldmatrix addresses of weights: of 16 tokens, two chunks of one warp, or one chunk of each of two warps (TOKEN_TILES of 1).
         const u32 weight_at = weights + (T::TOKEN_TILES == 1 ? WeightOrder::at(lane % 16, 0) + lane / 16 * T::WEIGHTS_STRIDE : WeightOrder::at(lane % 16, lane / 16));
-        constexpr int CHUNKS = T::COLUMN_TILES * T::ELEMENT_BYTES / 2; // of a warp's columns
+        constexpr int CHUNKS = T::COLUMN_TILES * T::ELEMENT_BYTES / 2; // chunks of 16 bytes of a warp's columns
         static_assert(CHUNKS % Order::GROUP == 0, "whole groups");
         const u32 at = stage + Order::at(lane % 16, warp * CHUNKS + lane / 16);
 #pragma unroll
@@ -53,7 +56,7 @@ struct Output {
             for (int r = 0; r < T::ROW_TILES; r++) load_matrices(a[r], WeightOrder::from(weight_at, step * 2 % T::TOKEN_TILES) + weights_of<T>(r, step * 2 / T::TOKEN_TILES));
             const u32 row = Order::rows(at, step * 16);
             if constexpr (T::CACHE == E4M3) {
-                // A chunk is 16 columns: a tile of the even ones and a tile of the odd ones.
+                // A chunk is 16 columns: one mma tile of the even columns and one of the odd ones.
 #pragma unroll
                 for (int c = 0; c < T::COLUMN_TILES; c += 4) {
                     u32 codes[4];
@@ -85,7 +88,7 @@ struct Output {
         }
     }
 
-    // Each row times its factor, where it goes.
+    // The epilogue: stores each row times its factor, to `out` (DIRECT) or to the partial results.
     DEVICE void write(const Args& args, const WorkItem& item, const float* factors) const {
         const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #pragma unroll
@@ -124,7 +127,7 @@ struct Output {
     }
 };
 
-// A warp's weights to shared memory, and a lane's sums of them.
+// Softmax weights to shared memory, and a lane's sums of them by row.
 template <class T>
 DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2], float (&sum)[2], u32 weights) {
     using Order = Swizzle<T::WEIGHT_BYTES>;
@@ -144,7 +147,7 @@ DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2
 template <class T>
 DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     extern __shared__ __align__(1024) u8 shared[];
-    // Both are asked for at once: there are as many items as blocks, used or not.
+    // The item is loaded before num_items is known, to overlap their latency: the table has room for an item a block.
     const WorkItem item = args.items[blockIdx.x];
     let_next_kernel_begin();
     const u32 num_items = args.header->num_items;
@@ -153,11 +156,12 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
-    u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT); // keys that a row sees
+    u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT); // [ROWS] keys before this position are visible to a row
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
 
-    // Tables are the host's, but page lists may be a kernel's.
+    // Programmatic dependent launch: the tables are the host's and may be read before the previous kernel has ended, but a page list written
+    // on the device may not.
     if (args.clamp_pages) wait_for_kernel_before();
     const u32 barriers = shared_address(shared + T::BARRIERS_AT);
     auto loader = loader_of<T>(args, map, item, barriers);
@@ -185,7 +189,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         }
     }
 
-    // A lane has rows lane / 4 and 8 further, and of each two neighbouring tokens of every eight.
+    // The mma accumulator layout: a lane has rows lane / 4 and lane / 4 + 8, and of each two consecutive tokens of every eight.
     float top[2], sum[2];
     u32 seen_by_all = ~0u;
 #pragma unroll
@@ -202,8 +206,8 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     Output<T> output;
     if (T::BOXED) before_tensor_copies();
     if (T::COPIES != GROUPS) __syncthreads();
-    // With two stages a block that has its multiprocessor alone asks for a tile as early as it may. Two of them, or one with three stages, are
-    // faster if they ask half a tile later and spare themselves a barrier.
+    // With two stages, a block alone on its multiprocessor refills a stage as early as possible (`early`), at the price of a barrier. Two
+    // blocks on one, or three stages, are faster refilling half a tile later, after the vote, without that barrier.
     const bool in_boxes = !T::BOXED || item.kv_begin % 16 == 0, early = T::BOXED && T::STAGES == 2 && num_items < args.multiprocessors;
     u32 weights = shared_address(shared + T::WEIGHTS_AT);
 
@@ -229,7 +233,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         if constexpr (T::BOXED) {
             scores.add(queries, tokens, weights, row_warp, token_warp, [](int) {});
         } else {
-            // The copies of a later tile stand between: many at once would wait for each other.
+            // The copies of a later tile are interleaved with the multiplications: many at once would stall on each other.
             const bool copies = more && !loader.by_8();
             loader.begin(free);
             scores.add(queries, tokens, weights, row_warp, token_warp, [&](int step) { loader.copies_of(step, copies); });
@@ -248,7 +252,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         for (int h = 0; h < 2; h++) {
             const u32 row = row_warp * 16 + h * 8 + lane / 4;
             const float scale = scales[row];
-            // Looked up anew: it is needed for few tiles.
+            // Read from shared memory, not kept in a register: few tiles need it.
             const u32 limit = masks ? seen[row] : ~0u;
 #pragma unroll
             for (int j = 0; j < T::TOKEN_TILES; j++) {
@@ -292,7 +296,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
             __syncthreads();
             output.rescale(factors);
         }
-        // All are done with the tile before: they have voted on this one.
+        // The stage is empty: all warps have voted on this tile, so they are done with the one before.
         if constexpr (T::BOXED) {
             if (more && !early) loader.load(free, free_stage);
         }
@@ -307,7 +311,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     }
     if (T::COPIES == GROUPS) wait_for_all_but<0>();
 
-    // The rows' sums, then the output.
+    // Row sums across warps, LSEs, then the epilogue.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         sum[h] += __shfl_xor_sync(~0u, sum[h], 1);

@@ -1,6 +1,6 @@
-// Loads and stores of global memory at an address, as kernels get them: in the order in which they are written down.
+// Loads and stores of global memory by address, volatile, so that the compiler keeps the order in which they are written.
 //
-// read_*: memory that nobody writes while the kernel runs. store_*_once: nobody reads it soon.
+// read_*: ld.global.nc, for memory that no kernel writes meanwhile. store_*_once: st.global.cs, for results that are not read soon.
 #pragma once
 
 #include "order.cuh"

@@ -1,8 +1,9 @@
-// The order of kernels on a stream.
+// Programmatic dependent launch.
 #pragma once
 
-// On cards that can, a kernel begins before the one before it has ended, and waits only where it needs what that wrote. src/cuda/ptx.rs makes
-// instructions of these comments there. Each block waits, one without work too: the kernel after this one waits for this one alone.
+// Since compute capability 9.0 a kernel may start while the previous one on the stream drains, and waits where it reads what that wrote or
+// overwrites what that reads. src/cuda/kernels/ptx.rs turns these comments of the PTX into instructions for such cards. Every block must
+// wait, one without work too: the next kernel waits for the completion of this one only.
 __device__ __forceinline__ void let_next_kernel_begin() {
     asm volatile("// sm_90: griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// The PTX instructions that CUDA C++ has no name for, and small helpers.
+// Wrappers of PTX instructions that CUDA C++ has no intrinsic for (cp.async, mbarrier, ldmatrix, mma.sync), and small helpers.
 #pragma once
 
 #include "order.cuh"
@@ -27,7 +27,7 @@ struct Constant {
     static constexpr int value = VALUE;
 };
 
-// `body` with each Constant below COUNT.
+// Calls `body` with Constant<0> to Constant<COUNT - 1>: a loop that is always unrolled.
 template <int COUNT, int FROM = 0, class Body>
 DEVICE void unrolled(const Body& body) {
     if constexpr (FROM < COUNT) {
@@ -40,20 +40,20 @@ DEVICE u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Some warps wait for each other at one of the block's 16 barriers; __syncthreads is barrier 0.
+// A barrier of WARPS warps, by one of the block's 16 named barriers; __syncthreads is barrier 0.
 template <int WARPS>
 DEVICE void wait_for_warps(u32 barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(WARPS * LANES) : "memory");
 }
 
-// As __syncthreads; whether it is so for any thread.
+// __syncthreads_or: a barrier of the block, and whether `value` is true for any thread.
 DEVICE bool any_of_block(bool value) {
     u32 any;
     asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 0, p; selp.u32 %0, 1, 0, q;}" : "=r"(any) : "r"(static_cast<u32>(value)) : "memory");
     return any != 0;
 }
 
-// As `wait_for_warps`; whether it is so for any thread.
+// As `wait_for_warps`, and whether `value` is true for any of the threads.
 template <int WARPS>
 DEVICE bool any_of_warps(u32 barrier, bool value) {
     u32 any;
@@ -64,7 +64,8 @@ DEVICE bool any_of_warps(u32 barrier, bool value) {
     return any != 0;
 }
 
-// 16 bytes to shared memory, if they are wanted, on their way until `wait_for_all_but`; zeros where `is_there` is false, and nothing is read then.
+// cp.async of 16 bytes to shared memory, if `wanted`; complete after `wait_for_all_but`. Where `is_there` is false it writes zeros and reads
+// nothing.
 DEVICE void copy_16(u32 to, const void* from, bool is_there, bool wanted) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0), "r"(static_cast<u32>(wanted))
                  : "memory");
@@ -84,7 +85,7 @@ DEVICE void wait_for_all_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-// A barrier in shared memory, 8 bytes, for so many arrivals: a thread that arrives need not wait. Its uses have parities 0, 1, 0 and so on.
+// Initialises an mbarrier of 8 bytes for `arrivals` arrivals a phase. Phases have parities 0, 1, 0, ..
 DEVICE void begin_barrier(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -93,12 +94,12 @@ DEVICE void arrive(u32 barrier) {
     asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier) : "memory");
 }
 
-// As soon as what this thread copies is there.
+// Arrives once this thread's earlier cp.async have landed.
 DEVICE void arrive_with_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Until the use of this parity is over; the one before the first is. Cards that can sleep meanwhile.
+// Waits for the end of the phase of this parity; the one before the first counts as ended. Since sm_90, try_wait suspends the thread.
 DEVICE void wait_for_arrivals(u32 barrier, u32 parity) {
     asm volatile(
         "{.reg .pred p;\n"
@@ -123,7 +124,7 @@ DEVICE void load_16(u32 (&to)[4], u32 from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8.
+// ldmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void load_matrices(u32 (&to)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -138,7 +139,7 @@ DEVICE void load_matrices_transposed(u32 (&to)[4], u32 row) {
                  : "memory");
 }
 
-// sum += a x b, 16 x 8 x 16.
+// sum += a x b by mma.sync, m16n8k16.
 DEVICE void multiply_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -151,7 +152,7 @@ DEVICE void multiply_f16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two neighbours in a word, the first one low; to the nearest, ties to even.
+// Two elements in a word, the first one low, rounded to nearest even.
 DEVICE u32 pack_bf16(float first, float second) {
     u32 word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
@@ -174,7 +175,7 @@ DEVICE float bf16_to_float(u16 bits) {
     return __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// By integers, so that every architecture takes it: exact, NaN codes included.
+// Without a conversion instruction, so that every architecture takes it: exact, NaN codes included.
 DEVICE float e4m3_to_float(u8 code) {
     const u32 magnitude = code & 0x7F;
     if (magnitude == 0x7F) return __uint_as_float(0x7FC00000u);

@@ -1,10 +1,10 @@
-// Four neighbours of a row in f32, f16 or bf16, by a dtype that only the host knows: for kernels whose time is not in loads.
+// Quads, 4 consecutive elements, of f32, f16 or bf16, by a dtype known at run time: for kernels that are not bound by these conversions.
 #pragma once
 
 #include "global.cuh"
 #include "round.cuh"
 
-// Codes of src/cuda/args.rs.
+// Codes of src/cuda/kernels.rs; all others are bf16.
 #define DTYPE_F32 0u
 #define DTYPE_F16 1u
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ u64 row_of(const Place &place, u32 token, u32 head) {
 
 __device__ __forceinline__ u32 quad_bytes(u32 dtype) { return dtype == DTYPE_F32 ? 16 : 8; }
 
-// All are asked for before the first is looked at. Offsets and strides are multiples of 8 elements.
+// Loads COUNT quads: all loads are issued before the first conversion. Offsets and strides are multiples of 8 elements.
 template <u32 COUNT>
 __device__ __forceinline__ void read_quads(const u64 (&at)[COUNT], u32 dtype, float4 (&quads)[COUNT]) {
     if (dtype == DTYPE_F32) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_quad(u64 at, u32 dtype, float4 x) {
     }
 }
 
-// sum + a * b
+// sum + a * b.
 __device__ __forceinline__ float4 plus_product(float a, float4 b, float4 sum) {
     return make_float4(fmaf(a, b.x, sum.x), fmaf(a, b.y, sum.y), fmaf(a, b.z, sum.z), fmaf(a, b.w, sum.w));
 }

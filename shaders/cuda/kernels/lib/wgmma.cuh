@@ -1,29 +1,28 @@
-// Hopper's matrices of a warpgroup (`wgmma`): four warps multiply 64 rows at once, out of shared memory, while they go on.
+// wgmma (compute capability 9.0): a warpgroup of four warps multiplies M = 64 rows, b from shared memory, asynchronously.
 #pragma once
 
 #include "ptx.cuh"
 
-// What lies in shared memory in a GroupOrder: where it begins, and for a matrix of several groups how far apart they are, in bytes; how far apart each
-// eight rows are. Constants may be added to it, in units of 16 bytes.
+// The descriptor of an operand in shared memory in a GroupOrder (128-byte swizzling): its address, the stride between groups for an operand
+// of several, and the stride between groups of eight rows, in bytes. Offsets may be added to it, in units of 16 bytes.
 DEVICE u64 matrix_at(u32 begin, u32 group_stride = 0, u64 eight_rows = 8 * 128) {
     constexpr u64 SWIZZLE_128 = 1;
     return u64(begin >> 4) | u64(group_stride >> 4) << 16 | eight_rows >> 4 << 32 | SWIZZLE_128 << 62;
 }
 
-// What comes before stays before and what comes after stays after, as far as these sums are concerned: the compiler does not know that a
-// multiplication goes on after its instruction.
+// A compiler barrier for these accumulators: nvcc does not know that a wgmma still writes them after its instruction.
 template <int TILES>
 DEVICE void pin(float (&sums)[TILES][4]) {
 #pragma unroll
     for (int i = 0; i < TILES; i++) asm volatile("" : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])::"memory");
 }
 
-// Before the first multiplication after sums were touched, which are pinned before it.
+// wgmma.fence: needed before the first wgmma after registers of accumulators were touched. Pin them before it.
 DEVICE void before_multiplications() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Those since the last time are a group. Their sums are pinned then.
+// wgmma.commit_group: the wgmma issued since the last call form a group. Pin their accumulators after it.
 DEVICE void commit_multiplications() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -40,13 +39,13 @@ DEVICE void end_of_multiplications(float (&sums)[TILES][4]) {
     pin(sums);
 }
 
-// For all but so many that were asked for last. What they summed is to be pinned then.
+// wgmma.wait_group: waits for all but the last LEFT groups. Pin their accumulators after it.
 template <int LEFT>
 DEVICE void wait_for_multiplications() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// A warpgroup's registers, so many a thread from here on: those that one gives up another may take.
+// setmaxnreg: the warpgroup's registers a thread from here on. Loader warps give up registers that multiplying warps take.
 template <int REGISTERS>
 DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");
@@ -76,7 +75,7 @@ DEVICE void take_registers() {
         multiply("f16"); \
     }
 
-// sums [64, 32] = or += a [64, 16] x b, whose 32 rows have 16 columns each.
+// m64n32k16: sums [64, 32] = or += a [64, 16] x b^T, b [32, 16], both in shared memory.
 #define MULTIPLY_32(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, %16, %17, p, 1, 1, 0, 0;}" \
                  : SUMS_8(sums, 0), SUMS_8(sums, 8) \
@@ -87,7 +86,7 @@ DEVICE void multiply_32(float (&sums)[4][4], u64 a, u64 b, bool adds) {
     OF_TYPE(MULTIPLY_32)
 }
 
-// The same with a in registers, as `mma` takes it.
+// The same with a in registers, in the layout of mma.sync.
 #define MULTIPLY_32_KEPT(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}" \
                  : SUMS_8(sums, 0), SUMS_8(sums, 8) \
@@ -98,7 +97,7 @@ DEVICE void multiply_32(float (&sums)[4][4], const u32 (&a)[4], u64 b, bool adds
     OF_TYPE(MULTIPLY_32_KEPT)
 }
 
-// sums [64, 256] += a [64, 16], in registers, x b, whose 16 rows have 256 columns each.
+// m64n256k16: sums [64, 256] += a [64, 16] x b, a in registers, b [16, 256] in shared memory.
 #define MULTIPLY_256(type) \
     asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" PLACES_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;" \
                  : SUMS_32(sums, 0), SUMS_32(sums, 32), SUMS_32(sums, 64), SUMS_32(sums, 96) \
@@ -109,7 +108,7 @@ DEVICE void multiply_256(float (&sums)[32][4], const u32 (&a)[4], u64 b) {
     OF_TYPE(MULTIPLY_256)
 }
 
-// sums [64, 16 or 32] = or += a [64, 16] x b, which has a row for each of their columns.
+// m64n16k16 or m64n32k16: sums [64, N] = or += a [64, 16] x b^T, b [N, 16], both in shared memory.
 #define MULTIPLY_16(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, %8, %9, p, 1, 1, 0, 0;}" \
                  : SUMS_8(sums, 0) \
@@ -125,7 +124,7 @@ DEVICE void multiply_columns(float (&sums)[4][4], u64 a, u64 b, bool adds) {
     multiply_32<IS_BF16>(sums, a, b, adds);
 }
 
-// sums [64, 16 or 32] += a x b, both turned: their 16 rows have 64 columns, and 16 or 32.
+// The same shapes, += only, with both operands transposed: a [16, 64], b [16, N], sums += a^T x b.
 #define MULTIPLY_TURNED_16(type) \
     asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, %8, %9, 1, 1, 1, 1, 1;" : SUMS_8(sums, 0) : "l"(a), "l"(b))
 #define MULTIPLY_TURNED_32(type) \

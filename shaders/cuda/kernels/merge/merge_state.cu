@@ -1,13 +1,13 @@
-// Merges two attention states.
+// Merges two attention states (FlashInfer's merge_state).
 //
 //   lse = ln(exp(prefix_lse) + exp(suffix_lse)); output = exp(prefix_lse - lse) * prefix + exp(suffix_lse - lse) * suffix
-//   a side whose LSE is -inf, +inf or NaN is empty: the bits of the other one, or 0 and -inf
+//   a side whose LSE is -inf, +inf or NaN is empty: the result is the bits of the other side, or 0 and -inf
 //
-// Two bodies. `units`: an item is 16 bytes of a row; head_size and all offsets and strides of the outputs are multiples of
-// that. `elements`: an item is an element; any head_size, offset and stride. A row is a (token, head), heads first, and
-// neighbours take neighbouring items.
+// Two variants. `units`: an item is 16 bytes of a row; head_size and all offsets and strides of the outputs are multiples of that.
+// `elements`: an item is an element; any head_size, offset and stride. A row is a (token, head), heads first; consecutive threads take
+// consecutive items, so accesses coalesce.
 //
-// A thread of `units` takes ITEMS items, a block apart, and asks for all that it reads before it waits for any of it.
+// Tile: a thread of `units` takes ITEMS items, a block apart; all loads are issued before the first is used.
 
 // limits: merge_state_units1_f32 registers=32 threads=256
 // limits: merge_state_units1_f16 registers=40 threads=256
@@ -23,10 +23,10 @@
 #include "lib/global.cuh"
 #include "lib/round.cuh"
 
-// At most: a launch may take fewer, so that few items spread over more multiprocessors.
+// The most threads of a block: a launch may take fewer, so that few items spread over more multiprocessors.
 #define THREADS 256
 
-// Row (token, head) of an array, in items for outputs and in elements for LSEs: token * token_stride + head * head_stride.
+// Row (token, head) of an array is at token * token_stride + head * head_stride, in items for outputs and in elements for LSEs.
 template <class Stride> struct Rows {
     u64 address;
     Stride token_stride;
@@ -40,12 +40,12 @@ template <class Stride> struct Args {
     u32 reserved;
     Divisor by_row_items;
     Divisor by_num_heads;
-    Rows<Stride> prefix_lse;
+    Rows<Stride> prefix_lse; // f32 [tokens, heads], as the other LSEs, strided
     Rows<Stride> suffix_lse;
-    Rows<Stride> prefix_output;
+    Rows<Stride> prefix_output; // [tokens, heads, row_items], as the other outputs, strided
     Rows<Stride> suffix_output;
     Rows<Stride> output;
-    Rows<Stride> output_lse; // its address is 0 where it is not wanted
+    Rows<Stride> output_lse; // address 0: not written
 };
 
 template <class Stride>
@@ -62,7 +62,7 @@ struct Weights {
     float sum; // of both sides, in units of exp(top): 1 to 2
 };
 
-// From the bits of both LSEs. The weights and what follows mean something where there are both sides only.
+// Weights from the bits of both LSEs. All but has_* are valid only where both sides have keys.
 __device__ __forceinline__ Weights weigh(u32 prefix_bits, u32 suffix_bits) {
     Weights w;
     // -inf, +inf and NaN have all bits of the exponent set.
@@ -70,7 +70,7 @@ __device__ __forceinline__ Weights weigh(u32 prefix_bits, u32 suffix_bits) {
     w.has_suffix = (suffix_bits & F32_INF) != F32_INF;
     float prefix = __uint_as_float(prefix_bits), suffix = __uint_as_float(suffix_bits);
     w.top = fmaxf(prefix, suffix);
-    // A difference that overflows is -inf, of which this is 0.
+    // A difference that overflows is -inf, and exp(-inf) = 0.
     float below, high;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(below) : "f"((fminf(prefix, suffix) - w.top) * 1.4426950408889634f));
     w.sum = 1.0f + below;
@@ -90,7 +90,7 @@ __device__ __forceinline__ u32 merged_lse(u32 prefix_bits, u32 suffix_bits, cons
     return w.has_prefix ? prefix_bits : w.has_suffix ? suffix_bits : 0xFF800000u;
 }
 
-// A weighted sum of two words of each dtype, and of two elements.
+// For each dtype: the weighted sum of two words (`word`), and the load and store of an element.
 struct F32 {
     static const u32 BYTES = 4;
     static __device__ __forceinline__ u32 word(u32 p, u32 s, const Weights &w) {
@@ -121,7 +121,7 @@ struct Bf16 {
     static __device__ __forceinline__ void store(u64 at, u32 x) { store_2(at, x); }
 };
 
-// A word of the only side there is, or 0.
+// The word of the only side with keys, or 0.
 __device__ __forceinline__ u32 one_side(u32 p, u32 s, const Weights &w) { return w.has_prefix ? p : w.has_suffix ? s : 0u; }
 
 template <class Dtype>
@@ -141,7 +141,7 @@ __device__ __forceinline__ void merge_units(const Args<u32> &args) {
     uint4 prefix[ITEMS], suffix[ITEMS];
 #pragma unroll
     for (u32 i = 0; i < ITEMS; i++) {
-        // An item past the end is read as if it were the last, and not written.
+        // Items past the end read the last one and are not written.
         u32 item = min(first + i * blockDim.x, args.num_items - 1u);
         u32 row = divide(item, args.by_row_items);
         unit[i] = item - row * args.row_items;

@@ -1,7 +1,13 @@
-// Merges any number of partial attention states of the same queries: the twin of shaders/merge_states.wgsl. A thread makes a quad of a row of the
-// output; sets are added in their order, and one that has a larger LSE rescales what is summed.
+// Merges any number of partial attention states (sets) of the same queries, as FlashInfer's merge_states and shaders/merge_states.wgsl.
 //
-// A grid is for max_tokens, so that a captured one serves every range that fits: blocks past its tokens leave early.
+//   top = max over sets of lse; weight = exp(lse - top), 0 where lse is -inf, +inf or NaN
+//   output = sum(weight * state) / sum(weight), in the order of the sets; lse = top + ln(sum(weight))
+//   one set with a weight: its bits unchanged; none: 0 and -inf
+//
+// Tile: one quad (4 consecutive elements) of a row a thread, where a row is a (token, head), heads first. Online: a set with a larger LSE
+// rescales the sums.
+//
+// The grid covers max_tokens, so that a captured launch serves every range that fits: blocks past its tokens leave early.
 
 // limits: merge_states registers=64 threads=256
 
@@ -13,13 +19,13 @@
 #define EXPONENT 0x7F800000u
 
 struct Args {
-    // Set 0 of each; sets are so many bytes apart.
-    Place states;
-    Place lse;
-    Place output;
-    Place output_lse; // its address is 0 where it is not wanted
-    u64 table; // u32: the number of tokens, the first of them, the number of sets
-    u64 set_stride;
+    // Set 0 of each; set_stride and lse_set_stride give the others.
+    Place states; // [sets, tokens, heads, 4 * head_quads], strided
+    Place lse; // f32 [sets, tokens, heads], strided
+    Place output; // [tokens, heads, 4 * head_quads], strided
+    Place output_lse; // f32 [tokens, heads], strided; address 0: not written
+    u64 table; // u32 [3] num_tokens, first token, num_sets
+    u64 set_stride; // bytes, as the next
     u64 lse_set_stride;
     u32 max_tokens;
     u32 max_sets;
@@ -47,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_states(const Args ar
     u32 head = row - index * args.num_heads;
     u32 count = read_4(args.table), first = read_4(args.table + 4);
     u32 num_sets = min(read_4(args.table + 8), args.max_sets);
-    // Neither sum wraps past the second: the host bounds the range.
+    // first + index does not overflow: the host bounds the range.
     if (index >= count || first + index >= args.max_tokens) {
         return;
     }
@@ -66,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_states(const Args ar
         read_quads(at, args.dtype, state);
         if ((bits & EXPONENT) != EXPONENT) {
             float lse = __uint_as_float(bits), larger = fmaxf(top, lse);
-            // A difference that overflows is -inf, of which this is 0.
+            // A difference that overflows is -inf, and exp(-inf) = 0.
             float factor = exp_of(top - larger), weight = exp_of(lse - larger);
             top = larger;
             sum = fmaf(sum, factor, weight);
@@ -80,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_states(const Args ar
     u64 to = row_of(args.output, token, head) + column;
     u32 lse_bits = 0xFF800000u;
     if (some == 1) {
-        // Bit for bit.
+        // Copied bit for bit.
         u64 from = states + only * args.set_stride;
         if (args.dtype == DTYPE_F32) {
             store_16(to, read_16(from));

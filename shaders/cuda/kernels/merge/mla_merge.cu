@@ -1,8 +1,11 @@
-// Merges the partial results of one query row: out = sum 2^(lse_i - max) out_i / sum 2^(lse_i - max).
+// Merges the partial results of each query row's splits: the second kernel of the split-KV decode.
 //
-// Partial i belongs to group i % GROUPS. A group adds up its partials in order, then the groups are added up in order. For few rows a block takes 32
-// columns of a row, and each 8 lanes a group; for many rows each warp takes 128 columns of a row, group by group. Both give the same bits. An empty
-// partial weighs exactly 0 and a single one that is not empty exactly 1, so how often a row was split around it changes no bit.
+//   out = sum_i 2^(lse_i - max) out_i / sum_i 2^(lse_i - max); lse = max + log2(sum_i 2^(lse_i - max))
+//
+// Partial result i belongs to group i % GROUPS. A group adds its partial results in order, then the groups are added in order. Two tiles with the
+// same bits: for few rows (`few`) a block takes 32 columns of a row and 8 lanes a group; for many rows (`many`) a warp takes 128 columns of a
+// row, group by group. An empty partial result weighs exactly 0, and where one alone is not empty it weighs exactly 1, so empty splits change
+// no bit.
 #include "decode/mla.cuh"
 
 // limits: mla_merge_few_* registers=168 threads=64
@@ -20,11 +23,11 @@ DEVICE float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// One row's partials, of which a lane takes four columns.
+// The partial results of a row; a lane takes four columns of each.
 template <int LATENT>
 struct Partials {
     static constexpr u32 PITCH = LATENT + 4;
-    const float* first; // partial 0 of the row's head
+    const float* first; // partial result 0 of the row's head
     const u32* partials;
     u32 count, column;
 
@@ -35,7 +38,7 @@ struct Partials {
     DEVICE float lse(u32 i) const { return at(i)[LATENT]; }
 };
 
-// What is asked for at a time: partials `step` apart.
+// AHEAD partial results, `step` apart, whose loads are issued together.
 template <int LATENT, u32 AHEAD>
 struct Batch {
     const float* at[AHEAD];
@@ -92,11 +95,11 @@ DEVICE Sum nothing() {
     return Sum{0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 }
 
-// A block for 32 columns of a row.
+// A block takes 32 columns of a row.
 template <int LATENT>
 DEVICE void merge_few(const Args& args) {
     constexpr u32 COLUMNS = 32, PARTS = LATENT / COLUMNS, GROUP_LANES = COLUMNS / 4, THREADS = GROUPS * GROUP_LANES;
-    constexpr u32 AHEAD = 18; // a row that each multiprocessor has a split of is asked for at once
+    constexpr u32 AHEAD = 18; // 18 * GROUPS: a row with a split on each multiprocessor is loaded at once
     __shared__ float4 values[GROUPS][GROUP_LANES];
     __shared__ float weights[GROUPS];
     __shared__ float maxima[THREADS / LANES];
@@ -141,7 +144,7 @@ DEVICE void merge_few(const Args& args) {
     total.write(args, bound_token(args, merge.token), head, column, top);
 }
 
-// A warp for 128 columns of a row.
+// A warp takes 128 columns of a row.
 template <int LATENT>
 DEVICE void merge_many(const Args& args) {
     constexpr u32 COLUMNS = 128, PARTS = LATENT / COLUMNS, AHEAD = GROUPS;
@@ -164,7 +167,7 @@ DEVICE void merge_many(const Args& args) {
 
     Sum total = nothing();
     if (is_short) {
-        // Each is a group of its own.
+        // Each partial result is a group of its own.
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++) {
             Sum group = nothing();

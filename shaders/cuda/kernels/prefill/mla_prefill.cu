@@ -1,14 +1,17 @@
-// Attention of new tokens over keys and values that are there for each head: MLA's expanded form, in f32. The twin of shaders/mla_prefill.wgsl: the
-// same tiles of query rows.
+// FlashAttention-style prefill in MLA's expanded form (ragged batch, causal), in f32 without tensor cores. The same work list as
+// shaders/mla_prefill.wgsl.
 //
-//   1. scores   ROWS x KEYS dot products; a slice of DEPTH of both is in shared memory at a time
-//   2. softmax  online: the 16 threads of a row are neighbours in a warp
-//   3. values   times the weights, some keys at a time, where the slices were
+//   out = softmax(scale * (q_nope . k_nope + q_pe . k_pe)) . v, lse, for one tile of query rows of one head
 //
-// A thread has some rows, 16 apart; of them four keys, 16 apart, and some quads of columns. Keys past the last one that the tile sees repeat
-// it and weigh 0.
+// Tile: ROWS query rows a block, looping over blocks of KEYS keys:
+//   1. scores   ROWS x KEYS dot products; a slice of 4 * DEPTH_QUADS columns of queries and keys is in shared memory at a time
+//   2. softmax  online: the 16 threads of a row are consecutive lanes of a warp
+//   3. values   weights x values, VALUE_KEYS keys at a time, staged where the slices were
 //
-// A grid is for max_tiles, so that a captured one serves every work list that fits: blocks past its tiles leave early.
+// A thread owns ROWS / 16 rows, 16 apart; for these 4 keys, 16 apart, then COLUMN_QUADS quads (4 consecutive elements) of the output. Keys past
+// the last visible one of the tile repeat it and weigh 0.
+//
+// The grid covers max_tiles, so that a captured launch serves every work list that fits: blocks past its tiles leave early.
 
 // limits: mla_prefill_128 registers=168 threads=256
 // limits: mla_prefill_256 registers=128 threads=256
@@ -20,37 +23,37 @@
 #define THREADS 256u
 #define KEYS 64u
 #define DEPTH_QUADS 8u
-// In float4: of neighbouring rows, 8 lanes then read different banks.
+// In float4. One more than the data: 8 lanes that read consecutive rows have no bank conflicts.
 #define SLICE_PITCH (DEPTH_QUADS + 1)
 #define WEIGHT_PITCH (KEYS / 4 + 1)
-// A finite stand-in for the -inf of a row that has seen no key.
+// Finite sentinel for the LSE -inf of a row that attends to no key.
 #define EMPTY (-1.0e38f)
 
 struct Args {
-    Place q_nope;
-    Place q_pe;
-    Place k_nope;
-    Place k_pe;
-    Place v;
-    Place out;
-    Place lse;
-    u64 table; // u32: the number of tiles, then six words of each
+    Place q_nope; // [max_tokens, H, P], strided, as the others
+    Place q_pe; // [max_tokens, H, R]
+    Place k_nope; // [max_keys, H, P]
+    Place k_pe; // [max_keys, H, R]
+    Place v; // [max_keys, H, V]
+    Place out; // [max_rows, H, V]
+    Place lse; // f32 [max_rows, H]
+    u64 table; // u32 [1 + 6 * max_tiles] num_tiles, then tiles
     float logit_scale; // softmax_scale * log2(e)
     u32 max_tokens;
     u32 max_keys;
     u32 max_rows; // of the output and the LSE
     u32 max_tiles; // for which the table has room
     u32 num_heads;
-    u32 nope_quads;
-    u32 quads; // of both parts
-    u32 value_quads;
+    u32 nope_quads; // P / 4
+    u32 quads; // (P + R) / 4
+    u32 value_quads; // V / 4
     u32 dtype;
     u32 out_dtype;
     u32 reserved;
     Divisor by_num_heads;
 };
 
-// `PrefillTile` of src/prefill/plan.rs, of one head.
+// PrefillTile of src/ops/mla_prefill/tiles.rs, for one head.
 struct Tile {
     u32 first_token, num_rows, kv_begin, num_keys;
     int first_visible;
@@ -70,7 +73,7 @@ __device__ __forceinline__ float log2_fast(float x) {
     return y;
 }
 
-// A step may be prepared again, with more than the binding has, after its graph was captured: these keep it inside of the arrays.
+// A step prepared again after its graph was captured may have more than the binding's buffers hold: the clamps keep accesses inside them.
 __device__ __forceinline__ u32 token_of(const Args &args, const Tile &tile, u32 row) {
     return min(tile.first_token + min(row, tile.num_rows - 1), args.max_tokens - 1);
 }
@@ -79,12 +82,12 @@ __device__ __forceinline__ u32 key_of(const Args &args, const Tile &tile, u32 ke
     return min(tile.kv_begin + min(key, tile.num_keys - 1), args.max_keys - 1);
 }
 
-// Keys that a row sees.
+// How many of the tile's keys a row attends to (the causal mask).
 __device__ __forceinline__ u32 visible_to(const Tile &tile, u32 row) {
     return (u32)min(max(tile.first_visible + (int)row, 0), (int)tile.num_keys);
 }
 
-// A slice of queries, then of keys, zeros past their last quad.
+// Stages a slice of queries, then of keys; zeros past their last quad.
 template <u32 ROWS>
 __device__ __forceinline__ void stage_slice(const Args &args, const Tile &tile, u32 block, u32 slice, float4 *staged) {
     constexpr u32 LOADS = (ROWS + KEYS) * DEPTH_QUADS / THREADS;
@@ -97,7 +100,7 @@ __device__ __forceinline__ void stage_slice(const Args &args, const Tile &tile, 
 #pragma unroll
     for (u32 i = 0; i < LOADS; i++) {
         u32 row = (i * THREADS + threadIdx.x) / DEPTH_QUADS;
-        // Of one kind for all threads: ROWS of them are a whole number of turns.
+        // Uniform over the block: ROWS is a whole number of iterations.
         if (i * THREADS / DEPTH_QUADS < ROWS) {
             at[i] = row_of(is_nope ? args.q_nope : args.q_pe, token_of(args, tile, row), tile.head) + column;
         } else {
@@ -112,7 +115,7 @@ __device__ __forceinline__ void stage_slice(const Args &args, const Tile &tile, 
     }
 }
 
-// [VALUE_KEYS, ROW_QUADS]; columns past the last one repeat it, for sums that nobody stores.
+// Stages values, [VALUE_KEYS, ROW_QUADS]; columns past the last one repeat it, for sums that are not stored.
 template <u32 ROW_QUADS>
 __device__ __forceinline__ void stage_values(const Args &args, const Tile &tile, u32 first_key, float4 *staged) {
     u64 at[4];
@@ -134,7 +137,7 @@ __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
     return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
-// Over the 16 threads of a row.
+// The maximum, and below the sum, over the 16 threads of a row.
 __device__ __forceinline__ float largest_of_row(float x) {
 #pragma unroll
     for (u32 lanes = 1; lanes < 16; lanes *= 2) {
@@ -195,7 +198,7 @@ __device__ __forceinline__ void attend(const Args &args) {
             __syncthreads();
 #pragma unroll 1
             for (u32 turn = 0; turn < DEPTH_QUADS; turn += TURN) {
-                // Summed apart: of large logits a long sum would lose more.
+                // Partial sums of TURN quads, for accuracy: a long running sum loses more digits of large logits.
                 float part[ROWS_OF_THREAD][4] = {};
 #pragma unroll
                 for (u32 quad = turn; quad < turn + TURN; quad++) {
@@ -219,7 +222,7 @@ __device__ __forceinline__ void attend(const Args &args) {
                     for (u32 j = 0; j < 4; j++) {
                         float sum = score[i][j] + part[i][j];
                         if (IS_EXACT) {
-                            // What the rounding lost.
+                            // Compensated summation (2Sum): the rounding error of the addition.
                             float added = sum - score[i][j];
                             rest[i][j] += (score[i][j] - (sum - added)) + (part[i][j] - added);
                         }
@@ -248,7 +251,7 @@ __device__ __forceinline__ void attend(const Args &args) {
             }
 #pragma unroll
             for (u32 j = 0; j < 4; j++) {
-                // The product is not rounded before the subtraction: large logits lose nothing more than the dot has lost.
+                // fma: the product is not rounded before the subtraction, so large logits lose no accuracy beyond the dot product's.
                 float exponent = fmaf(score[i][j], args.logit_scale, -top);
                 exponent = IS_EXACT ? fmaf(rest[i][j], args.logit_scale, exponent) : exponent;
                 float weight = block + j * 16 + tx < visible ? exp2_fast(exponent) : 0.0f;
@@ -310,8 +313,8 @@ __device__ __forceinline__ void attend(const Args &args) {
     }
 }
 
-// Of 16 bits, with values of up to so many columns; and of f32, whose errors may be smaller.
-// The first one needs some registers more than two blocks of a multiprocessor leave it.
+// 16-bit inputs, with values of up to 128 or 256 columns; and f32 inputs (`exact`), which compensate their sums.
+// mla_prefill_128 needs more registers than two blocks on a multiprocessor leave it.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_prefill_128(const Args args) { attend<64, 2, false>(args); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_256(const Args args) { attend<32, 4, false>(args); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_prefill_exact(const Args args) { attend<32, 4, true>(args); }

@@ -1,12 +1,12 @@
-// Each token's rows times the matrix of their head, in f32.
+// Batched GEMM, one matrix a head, in f32 without tensor cores.
 //
 //   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
 //
-// A block makes TOKENS x COLUMNS of one head's products. A slice of DEPTH of k at a time is in shared memory, and the next one on its way in
-// registers; a thread has four columns of some tokens. A slice is summed by itself and then added: the same bits, however many tokens
-// there are.
+// Tile: 16 * ROWS tokens x COLUMNS columns of one head a block, k in slices of DEPTH staged in shared memory, the next slice prefetched into
+// registers; a thread owns ROWS tokens, 16 apart, x 4 columns. Each slice is summed by itself and then added, in both tiles alike, so a token's
+// bits do not depend on how many tokens there are.
 //
-// A grid is for max_tokens, so that a captured one serves every range that fits: blocks past its tokens leave early.
+// The grid covers max_tokens, so that a captured launch serves every range that fits: blocks past its tokens leave early.
 
 // limits: head_project_few registers=64 threads=256
 // limits: head_project_many registers=128 threads=256
@@ -18,22 +18,22 @@
 #define COLUMNS 64u
 #define DEPTH 32u
 #define DEPTH_QUADS (DEPTH / 4)
-// In float4: of neighbouring rows, 8 lanes then read different banks.
+// In float4. One more than the data: 8 lanes that read consecutive rows have no bank conflicts.
 #define X_PITCH (DEPTH_QUADS + 1)
 #define W_PITCH (COLUMNS / 4 + 1)
 
 struct Args {
-    Place x;
-    Place weight; // a row's stride stands where a token's does
-    Place y;
-    u64 table; // u32: the number of tokens, the first of them
+    Place x; // [max_tokens, H, k], strided
+    Place weight; // [H, k, n] or [H, n, k], strided; token_stride is the matrix row's
+    Place y; // [max_tokens, H, n], strided
+    u64 table; // u32 [2] num_tokens, first token
     u32 max_tokens;
     u32 k_quads;
     u32 n_quads;
     u32 x_dtype;
     u32 weight_dtype;
     u32 y_dtype;
-    u32 is_kn; // rows of a matrix are k, else n
+    u32 is_kn; // 1: W is [k, n], 0: [n, k]
     u32 column_tiles;
     u32 token_tiles;
     u32 reserved;
@@ -47,7 +47,7 @@ template <u32 X_LOADS> struct Slice {
     float4 weight[2];
 };
 
-// What is past the end of k is 0; past the last token or column the last one is there again, for products that nobody stores.
+// Loads a slice into registers. Zeros past the end of k; past the last token or column it repeats that one, for products that are not stored.
 template <u32 X_LOADS>
 __device__ __forceinline__ void load_slice(const Args &args, u32 head, u32 first_token, u32 last_token, u32 first_column, u32 slice, Slice<X_LOADS> &to) {
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -181,6 +181,6 @@ __device__ __forceinline__ void project(const Args &args) {
     }
 }
 
-// For up to 16 tokens, and for more.
+// `few` for up to 16 tokens, `many` for more.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) head_project_few(const Args args) { project<1>(args); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) head_project_many(const Args args) { project<4>(args); }

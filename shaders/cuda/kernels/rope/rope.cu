@@ -1,9 +1,9 @@
-// Rotates rows by their tokens' positions.
+// Rotary embedding of queries, out of place or in place.
 //
-//   for token of the table's range, head: y[token][head] = x[token][head], rotated by cos_sin[positions[token]]
+//   for token of the table's range, head: y[token][head] = rotate(x[token][head], cos_sin[positions[token]])
 //
-// An item is a unit: four pairs of a row. A grid is for max_tokens, so that a captured one serves every range that fits: threads past its
-// tokens leave early.
+// Tile: one unit, four rotated pairs of a head, a thread. The grid covers max_tokens, so that a captured launch serves every range that fits:
+// threads past its tokens leave early.
 
 // limits: rope_f32 registers=40 threads=128
 // limits: rope_f16 registers=40 threads=128
@@ -15,9 +15,9 @@
 
 struct Args {
     RopeArgs rope;
-    u64 table; // u32: the number of tokens, the first of them
+    u64 table; // u32 [2] num_tokens, first token
     Divisor by_head_units;
-    u32 max_tokens; // that rows and positions have
+    u32 max_tokens; // tokens that x, y and positions hold
     u32 reserved;
 };
 

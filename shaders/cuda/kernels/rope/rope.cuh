@@ -1,24 +1,24 @@
-// How four pairs of a row are rotated: the same text for both kernels that do, so that they give the same bits.
+// The rotary rotation of four pairs, shared by rope and rope_append so that both give the same bits.
 //
-// A unit of a row is the two quads, of 4 elements each, that hold its pairs 4u to 4u + 3: neighbours where pairs are interleaved, else
-// half a row apart. Offsets and strides are multiples of a quad.
+// A quad is 4 consecutive elements. Unit u of a head is the two quads that hold its pairs 4u to 4u + 3: adjacent in the interleaved layout,
+// half a head apart in the half-split one. Offsets and strides are multiples of a quad.
 #pragma once
 
 #include "cache/append.cuh"
 
-// Rows, and the angles of their tokens: `RopeArgs` of src/cuda/ops/rope.rs.
+// Input, output and angles: RopeArgs of src/cuda/ops/rope.rs.
 struct RopeArgs {
-    u64 x;              // address of the first row
-    u64 y;              // may be that of x
+    u64 x;              // [max_tokens, heads, 8 * units], strided
+    u64 y;              // the same shape; may be x
     u64 x_token_stride; // bytes, as the others
     u64 x_head_stride;
     u64 y_token_stride;
     u64 y_head_stride;
-    u64 positions; // i32 a token
-    u64 cos_sin;   // f32 [max_position, 8 * units]: cosines, then sines
+    u64 positions; // i32 [max_tokens]
+    u64 cos_sin;   // f32 [max_position, 8 * units], cosines, then sines
     u32 max_position;
-    u32 units;      // of a row
-    u32 head_units; // of all rows of a token
+    u32 units;      // of a head: R / 8
+    u32 head_units; // of all heads of a token
     u32 is_interleaved;
     Divisor by_units;
 };
@@ -27,7 +27,7 @@ struct Angles {
     uint4 cos, sin;
 };
 
-// A position from the device may be anything; the table has rows 0 to max_position - 1.
+// Positions are the device's, which no host check sees: they are clamped to the table's 0 to max_position - 1.
 __device__ __forceinline__ u32 position_of(const RopeArgs &args, u32 token) {
     int position = max((int)load_4(args.positions + 4ull * token), 0);
     return min((u32)position, args.max_position - 1);
@@ -38,11 +38,11 @@ __device__ __forceinline__ Angles angles_of(const RopeArgs &args, u32 position, 
     return Angles{read_16(at), read_16(at + 16ull * args.units)};
 }
 
-// The quads of a unit.
+// The two quads of a unit.
 __device__ __forceinline__ u32 first_quad(const RopeArgs &args, u32 unit) { return args.is_interleaved ? 2 * unit : unit; }
 __device__ __forceinline__ u32 second_quad(const RopeArgs &args, u32 unit) { return args.is_interleaved ? 2 * unit + 1 : args.units + unit; }
 
-// By plain loads: a row may be rotated where it is.
+// By loads that are not .nc: in place, the kernel writes the memory that it reads.
 template <class T>
 __device__ __forceinline__ void load_quad(u64 row, u32 quad, u32 *words) {
     u64 at = row + quad * (4 * T::BYTES);
@@ -69,7 +69,8 @@ __device__ __forceinline__ void store_quad(u64 row, u32 quad, const u32 *words) 
 
 __device__ __forceinline__ bool is_number(u32 bits) { return (bits & F32_INF) != F32_INF; }
 
-// f32 bits of both quads. The product inside is rounded and the one outside is not: left to the compiler, two kernels may differ.
+// f32 bits of both quads. Explicit fma and mul: one product is rounded and the other is not. The compiler may contract as it likes otherwise,
+// and two kernels could differ in some bits.
 __device__ __forceinline__ void rotate(u32 *bits, const Angles &angles, bool is_interleaved) {
     const u32 cos[4] = {angles.cos.x, angles.cos.y, angles.cos.z, angles.cos.w};
     const u32 sin[4] = {angles.sin.x, angles.sin.y, angles.sin.z, angles.sin.w};
@@ -93,7 +94,7 @@ __device__ __forceinline__ void rotate(u32 *bits, const Angles &angles, bool is_
     }
 }
 
-// The words of both quads, rotated and rounded.
+// The words of both quads, rotated and rounded to T.
 template <class T>
 __device__ __forceinline__ void rotated(const RopeArgs &args, u64 row, u32 unit, const Angles &angles, u32 *words) {
     u32 bits[8];
@@ -104,7 +105,7 @@ __device__ __forceinline__ void rotated(const RopeArgs &args, u64 row, u32 unit,
     T::narrow(bits, words);
 }
 
-// `unit` counts those of all heads of the token.
+// Rotates one unit; `unit` counts the units of all heads of the token.
 template <class T>
 __device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 token, u32 position, u32 unit) {
     u32 head = divide(unit, args.by_units);

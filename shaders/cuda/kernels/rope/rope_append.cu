@@ -1,13 +1,15 @@
-// What comes before a decode: queries rotated, new keys rotated and scattered into the paged cache.
+// rope and kv_append fused, in one launch before a decode: rotates the queries, and rotates and appends the new tokens' keys.
 //
-//   for token of the table: q_pe_out[token] = rotated q_pe[token]
-//                           slot = slots[token]; skip the rest if there is none
-//                           kv[slot / page_size][slot % page_size] = convert(kv_c[token] ++ rotated k_pe[token])
+//   for token of the table: q_pe_out[token] = rotate(q_pe[token])
+//                           slot = slots[token]; skip the rest if NO_SLOT
+//                           kv[slot / page_size][slot % page_size] = convert(kv_c[token] ++ rotate(k_pe[token]))
 //
-// The rotated key is rounded to the dtype that it has before it is converted: the bits are those of rope and kv_append. An item is a
-// unit of a query row, a unit of the key, or an oct of the latent. Those of a token begin at multiples of a warp.
+// The rotated key is rounded to its input dtype before it is converted: the bits are those of rope followed by kv_append.
 //
-// A grid is for max_tokens, so that a captured one serves every table that fits: threads past its tokens leave early.
+// Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or an oct (8 consecutive elements) of the latent. Each
+// kind of a token begins at a multiple of a warp, so that warps do not diverge.
+//
+// The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 
 // limits: rope_append_*_e4m3 registers=48 threads=128
 // limits: rope_append_* registers=40 threads=128
@@ -20,13 +22,13 @@ struct Args {
     RopeArgs query;
     AppendArgs append;
     u32 query_dtype; // 0 f32, 1 f16, 2 bf16
-    u32 query_items; // units of all heads, and what fills warps
-    u32 key_items;
-    u32 token_items; // of all three
+    u32 query_items; // units of all heads, rounded up to whole warps
+    u32 key_items; // units of the key, rounded up to whole warps
+    u32 token_items; // threads of a token, of all three kinds
     Divisor by_token_items;
 };
 
-// 8 codes of any numbers, slowly.
+// 8 codes, exact for every input; the slow path.
 template <class In>
 __device__ __forceinline__ uint2 e4m3_exact(const u32 *words, float k_scale) {
     u32 bits[8];
@@ -35,7 +37,7 @@ __device__ __forceinline__ uint2 e4m3_exact(const u32 *words, float k_scale) {
 #pragma unroll 1
     for (u32 i = 0; i < 8; i++) {
         u32 x = bits[0];
-        // No array that is indexed lives in registers.
+        // Selects bits[i] without indexing, which would move the array out of registers.
 #pragma unroll
         for (u32 j = 1; j < 8; j++) {
             x = i == j ? bits[j] : x;
@@ -45,7 +47,7 @@ __device__ __forceinline__ uint2 e4m3_exact(const u32 *words, float k_scale) {
     return make_uint2((u32)codes, (u32)(codes >> 32));
 }
 
-// 8 elements as the cache has them.
+// Converts 8 elements to the cache's dtype.
 template <class In, class Out>
 __device__ __forceinline__ void convert(const AppendArgs &args, const u32 *words, u32 *codes) {
     if constexpr (Same<Out, E4m3>::VALUE) {
@@ -77,7 +79,7 @@ __device__ __forceinline__ void rope_append(const Args &args) {
     if (token >= append.max_tokens) {
         return;
     }
-    // Slot and position are asked for before it is known how many there are.
+    // Slot and position are loaded before num_tokens is known, to overlap their latency.
     u32 num_tokens = read_4(append.table);
     u32 slot = slot_of(append, token);
     u32 position = position_of(args.query, token);
@@ -94,7 +96,7 @@ __device__ __forceinline__ void rope_append(const Args &args) {
         }
         return;
     }
-    // A skipped token has none. The host proved the others; the bound keeps a wild table harmless too.
+    // NO_SLOT fails this test too. The host checked the slots; the bound also covers a table made for a larger pool.
     if (slot >= append.num_slots) {
         return;
     }

@@ -1,4 +1,4 @@
-//! The variants on cooperative matrices: how a workgroup cuts a tile, and the WGSL text. Pure.
+//! The variants `coop` and `coop_small`, on cooperative matrices (tensor cores): the tile of a workgroup, and the WGSL. Pure.
 
 use super::{QUERY, compose_step, dtypes, shape_consts};
 use crate::gpu::caps::{Caps, DeviceKind};
@@ -6,20 +6,20 @@ use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases};
 use crate::{Dtype, MlaDecode, Tiling};
 
-/// How a workgroup cuts a tile: see the head of `shaders/mla_decode_coop.wgsl`.
+/// The tile of a workgroup and its division among subgroups: see the head of `shaders/mla_decode_coop.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::gpu::kernels) struct CoopTile {
-    /// Side of a matrix.
+    /// Side of a cooperative matrix.
     tile: u32,
     /// Lanes of a subgroup.
     subgroup: u32,
     rows: u32,
     tokens: u32,
-    /// How the scores are divided among subgroups.
+    /// How the scores are divided among subgroups: by columns of the dot product, tokens and query rows.
     key_split: u32,
     token_split: u32,
     row_split: u32,
-    /// Floats that part two rows of scores.
+    /// Floats of padding between two rows of scores, against bank conflicts.
     score_pad: u32,
 }
 
@@ -50,7 +50,7 @@ impl CoopTile {
         };
         let middle = Self { rows: 32, tokens: 32, key_split: 2, token_split: 2, row_split: 2, ..low };
         let high = Self { rows: 64, key_split: 2, row_split: 4, score_pad: 4, ..low };
-        // Each tile stages the cache once more, which on an H200 is worth about 16 rows of arithmetic.
+        // Each tile stages the cache once more, which on an H200 costs as much as about 16 rows of arithmetic.
         let cost = |tile: &Self| query_rows.div_ceil(tile.rows) * (tile.rows + 16);
         let tiles = if small { vec![low] } else { vec![low, middle, high] };
         tiles
@@ -97,7 +97,7 @@ impl CoopTile {
         (spec.shape.qk_rope_head_dim / self.tile).div_ceil(self.key_split)
     }
 
-    /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
+    /// Octs (8 consecutive elements) from one staged token to the next: odd, so that matrix loads have no bank conflicts.
     const fn key_pitch(&self, spec: &MlaDecode) -> u32 {
         ((spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8) | 1
     }
@@ -107,12 +107,12 @@ impl CoopTile {
         self.tile + self.score_pad
     }
 
-    /// Tokens whose rows lie one after the other in the cache wherever they begin: all of a block, or one.
+    /// Tokens that are contiguous in the cache: a block's where the page size is a multiple of it, else one.
     const fn run(&self, spec: &MlaDecode) -> u32 {
         if spec.kv.page_size.is_multiple_of(self.tokens) { self.tokens } else { 1 }
     }
 
-    /// Runs whose places in the cache are found at a time.
+    /// Runs whose addresses in the cache are looked up at a time.
     const fn places(&self) -> u32 {
         if self.threads() > 128 { 128 } else { self.threads() }
     }
@@ -154,9 +154,9 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, 
     let latent_tiles = spec.shape.kv_lora_rank / side / tile.subgroups();
     let score_row_tiles = rows / side / tile.row_split;
     let query_rows = query_parts(spec.query) * score_row_tiles;
-    // Independent sums of a score, as a multiplication waits for the one before it; one where registers are short.
+    // Independent accumulators of a score, as a multiply-add waits for the one before it; one where registers are short.
     let chains = if rows > 16 || spec.kv.dtype == Dtype::E4m3 { 1 } else { 2 };
-    // Blocks for which the loop over them is written out.
+    // Blocks by which the loop over them is unrolled.
     let turn = if caps.kind == DeviceKind::Software { 1 } else { 2 };
     let softmax_lanes = (threads / rows).min(tile.subgroup);
     vec![
@@ -209,7 +209,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, 
     ]
 }
 
-/// How keys become f16; `None` for a dtype that f16 cannot hold.
+/// The file that converts keys to f16; `None` for a dtype that f16 cannot hold.
 fn key_file(dtype: Dtype) -> Option<&'static str> {
     match dtype {
         Dtype::F16 => Some(concat!(
@@ -242,7 +242,7 @@ pub(in crate::gpu::kernels) fn decode(
     let tile = CoopTile::for_device(small, caps, spec, query_rows)?;
     let mut all = shape_consts(spec);
     all.extend(consts(&tile, caps, spec));
-    // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for a minute.
+    // Software devices have few lanes, so long loops, and keep arrays in memory anyway: unrolled, the kernels compile for a minute.
     let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
     let marked = |text: &str| text.replace("// unroll on cards", marker);
     let files = [
@@ -263,7 +263,7 @@ pub(in crate::gpu::kernels) fn decode(
     Some(Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source })
 }
 
-/// What keeps these rows from running.
+/// What keeps these variants from running.
 pub(in crate::gpu::kernels) fn runs_on(small: bool, caps: &Caps, spec: &MlaDecode) -> Result<(), String> {
     crate::gpu::kernels::matrices(caps)?;
     if !caps.shader_f16 {

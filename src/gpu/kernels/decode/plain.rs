@@ -1,4 +1,4 @@
-//! The plain rows: how a workgroup cuts a tile, and the WGSL text. Pure.
+//! The variants `subgroup` and `shared`, without tensor cores: the tile of a workgroup, and the WGSL. Pure.
 
 use super::{QUERY, READ, Sum, compose_module, dtypes, oct_file, oct_type, scale, shape_consts};
 use crate::gpu::caps::{Caps, DeviceKind};
@@ -8,10 +8,10 @@ use crate::{Dtype, MlaDecode, Tiling};
 /// Lanes that share a score: a subgroup must have as many.
 pub(in crate::gpu::kernels) const LANES: u32 = 8;
 
-/// How a workgroup cuts a tile: see the head of `shaders/mla_decode.wgsl`.
+/// The tile of a workgroup and its division among threads: see the head of `shaders/mla_decode.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::gpu::kernels) struct Tile {
-    /// Threads of a row group, each with 8 output columns.
+    /// Threads of a row group, the threads that share query rows, each with 8 output columns.
     pub(in crate::gpu::kernels) group_threads: u32,
     pub(in crate::gpu::kernels) rows_per_group: u32,
     pub(in crate::gpu::kernels) row_groups: u32,
@@ -63,8 +63,8 @@ impl Tile {
         }
     }
 
-    /// Rows of a thread and threads of a workgroup, as many as are good for a kind of device: by what the compilers of AMD,
-    /// Apple M1 and Adreno say of registers. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three
+    /// The most query rows of a thread and threads of a workgroup for a kind of device, by the registers that the compilers of AMD,
+    /// Apple M1 and Adreno report. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three
     /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128.
     const fn most_rows_and_threads(kind: DeviceKind) -> (u32, u32) {
         match kind {
@@ -108,7 +108,7 @@ impl Tile {
     }
 }
 
-/// In how many parts a score takes an oct: what registers allow, by the same compilers as [`Tile::most_rows_and_threads`].
+/// Parts in which a dot product takes an oct (8 consecutive elements), by registers, as [`Tile::most_rows_and_threads`].
 ///
 /// Whole keys of f32, four at a time, just fit the registers of an Apple M1 next to its 4 rows, and spill where wgpu's run-time
 /// checks are asked for. Keys of f16 and e4m3 are unpacked as they are multiplied: halves of them take more registers, not less. So do
@@ -175,7 +175,7 @@ pub(in crate::gpu::kernels) fn decode(
     compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }
 
-/// The decoder for values, whose NaN codes need not be told apart: the scores have met them.
+/// The decoder of values, which need not decode NaN codes to NaN: the scores already are NaN then.
 const fn finite(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::E4m3 => "finite_e4m3",

@@ -1,4 +1,4 @@
-//! The rows on cooperative matrices: how a workgroup cuts a tile, and the WGSL text. Pure.
+//! The variants `coop`, `coop_small` and `coop_few`, on cooperative matrices (tensor cores): the tile of a workgroup, and the WGSL. Pure.
 
 use super::{Kernel, Request};
 use crate::Dtype;
@@ -7,30 +7,30 @@ use crate::gpu::kernels::compose::{Const, Source};
 use crate::gpu::kernels::{MATRIX_DIRECTIVES, lib_out, matrix_aliases, unrolled};
 use crate::ops::MlaPrefill;
 
-/// How a workgroup cuts a tile: see the head of `shaders/mla_prefill_coop.wgsl`.
+/// The tile of a workgroup and its division among subgroups: see the head of `shaders/mla_prefill_coop.wgsl`.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
-    /// Side of a matrix.
+    /// Side of a cooperative matrix.
     tile: u32,
     /// Lanes of a subgroup.
     subgroup: u32,
-    /// Matrices of rows of a subgroup.
+    /// Matrices of query rows of a subgroup.
     row_tiles: u32,
     row_groups: u32,
-    /// Subgroups that share rows.
+    /// Subgroups that share query rows, and divide keys and output columns.
     column_split: u32,
     /// Keys of a block.
     tokens: u32,
 }
 
-/// The variants on matrices.
+/// The variants on cooperative matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Row {
     /// In about 48 KiB of workgroup memory.
     Large,
     /// In 32 KiB.
     Small,
-    /// In 48 KiB where there are as many, or in 32: for tiles of up to 64 query rows, many subgroups at work on few of them.
+    /// For sequences of up to 64 query tokens: small tiles of many subgroups, in 48 KiB of workgroup memory where the device has it, else in 32.
     Few,
 }
 
@@ -83,28 +83,28 @@ impl Cut {
         self.subgroup * self.subgroups()
     }
 
-    /// Lanes that share a row in the softmax.
+    /// Lanes that share a query row in the softmax.
     const fn softmax_lanes(&self) -> u32 {
         self.threads() / self.rows()
     }
 
-    /// Octs from one staged row to the next: odd, so that the rows of a matrix lie in different banks.
+    /// Octs (8 consecutive elements) from one staged row to the next: odd, so that matrix loads have no bank conflicts.
     const fn key_pitch(columns: u32) -> u32 {
         (columns / 8) | 1
     }
 
-    /// Octs of weights, which values are staged after.
+    /// Octs of the staged weights, after which values are staged.
     const fn weights(&self) -> u32 {
         self.rows() * Self::key_pitch(self.tokens)
     }
 
-    /// Octs of the staging buffer: keys, then weights and values in their place.
+    /// Octs of the staging buffer: keys, then weights and values in the same memory.
     fn staged(&self, spec: &MlaPrefill) -> u32 {
         let keys = self.tokens * Self::key_pitch(key_columns(spec));
         keys.max(self.weights() + self.tokens * Self::key_pitch(spec.v_head_dim))
     }
 
-    /// Quads from one row of scores to the next: two more than a multiple of 4, so that a matrix's rows are stored to different banks.
+    /// Quads (4 consecutive elements) from one row of scores to the next: two more than a multiple of 4, so that matrix stores have no bank conflicts.
     const fn score_pitch(&self) -> u32 {
         self.tokens / 4 + 2
     }
@@ -131,7 +131,7 @@ impl Cut {
         [self.row_tiles * keys, self.row_tiles * values]
     }
 
-    /// Whether the dims fall on whole matrices, and registers hold what a subgroup keeps: 16 accumulators of 16 x 16 are 128 of a lane's 255.
+    /// Whether the dims are whole matrices, and a subgroup's matrices fit registers: 16 accumulators of 16 x 16 take 128 of a lane's 255.
     fn serves(&self, spec: &MlaPrefill) -> bool {
         let Self { tile, column_split, tokens, .. } = *self;
         let [queries, outputs] = self.held(spec);
@@ -247,7 +247,7 @@ fn on_matrices(row: Row, caps: &Caps, spec: &MlaPrefill) -> Result<Kernel, Strin
     Ok(Kernel { source, rows: cut.rows(), unit: 8, pins_loads: true })
 }
 
-/// How octs become f16.
+/// The file that converts octs to f16.
 fn half_file(dtype: Dtype) -> Result<&'static str, String> {
     match dtype {
         Dtype::F16 => Ok(include_str!("../../../../shaders/lib/prefill_half_f16.wgsl")),
@@ -264,7 +264,7 @@ fn source(name: &str, half_file: &str, cut: &Cut, caps: &Caps, spec: &MlaPrefill
     let consts = consts(cut, spec);
     let mut types = matrix_aliases(cut.tile).to_vec();
     types.push(("Unit", Const::Alias("vec4<u32>")));
-    // Software devices have few lanes, so long loops, and keep an array in memory anyway: unrolled, they compile for long.
+    // Software devices have few lanes, so long loops, and keep arrays in memory anyway: unrolled, the kernels compile for long.
     let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
     let text =
         include_str!("../../../../shaders/mla_prefill_coop.wgsl").replace("// unroll on cards", marker);

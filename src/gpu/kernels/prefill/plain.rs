@@ -1,4 +1,4 @@
-//! The plain row: how a workgroup cuts a tile, and the WGSL text. Pure.
+//! The variant `shared`, without tensor cores: the tile of a workgroup, and the WGSL. Pure.
 
 use super::{Kernel, Request};
 use crate::Dtype;
@@ -6,10 +6,10 @@ use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
 use crate::ops::MlaPrefill;
 
-/// How a workgroup cuts a tile: see the head of `shaders/mla_prefill.wgsl`.
+/// The tile of a workgroup and its division among threads: see the head of `shaders/mla_prefill.wgsl`.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
-    /// Quads of rows, and of a block's keys, of a thread.
+    /// Quads (4 each) of query rows, and of a block's keys, of a thread.
     row_quads: u32,
     key_quads: u32,
     /// Columns of queries and keys that are staged at a time.
@@ -20,7 +20,7 @@ struct Cut {
 
 impl Cut {
     fn of(caps: &Caps, spec: &MlaPrefill) -> Self {
-        // Measured on an H200, TFLOP/s at 128/64/128: 24.6; 1 and 1 with a depth of 32 22.7, 2 and 2 22.5, 2 and 1 17.7. Elsewhere by
+        // Measured on an H200 at 128/64/128, row_quads and key_quads: 1 and 2, 24.6 TFLOP/s; 1 and 1 with a depth of 32, 22.7; 2 and 2, 22.5; 2 and 1, 17.7. Elsewhere by
         // registers: 32 of scores and, for 128 columns, 32 of the output.
         let key_quads = match caps.kind {
             DeviceKind::Discrete if spec.dtype != Dtype::F32 => 2,
@@ -30,7 +30,7 @@ impl Cut {
         Self { row_quads: 1, key_quads, depth: 32 / key_quads, slice_keys }
     }
 
-    /// vec4s of workgroup memory: the largest of what takes turns in it.
+    /// vec4s of workgroup memory: the largest of the phases that share it.
     fn staged(&self, spec: &MlaPrefill) -> u32 {
         let tile = 16 * self.row_quads;
         let slices = self.depth * (tile + 16 * self.key_quads);
@@ -55,7 +55,7 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
     if let Some((what, need, has)) = needs.into_iter().find(|(_, need, has)| need > has) {
         return Err(format!("{need} {what} are needed, the device was made with {has}"));
     }
-    // A software device keeps arrays in memory anyway, and takes long to compile what is unrolled.
+    // Software devices keep arrays in memory anyway, and unrolled kernels compile for long there.
     let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
     let text = include_str!("../../../../shaders/mla_prefill.wgsl").replace("// unroll on cards", marker);
     let columns = spec.qk_nope_head_dim + spec.qk_rope_head_dim;

@@ -1,4 +1,4 @@
-//! The rows of `head_project`.
+//! The variants of `head_project`.
 
 use super::super::project::{Tile, VARIANTS};
 use super::*;
@@ -26,7 +26,7 @@ fn matrices_fit_the_device_that_they_are_composed_for() {
     for caps in devices().into_iter().filter(|caps| caps.cooperative_tile > 0) {
         for spec in specs() {
             let Ok((tiles, _)) = variants::choose(&VARIANTS, &caps, &spec, Some("coop")) else {
-                // Rows of f32 are staged twice, and long ones held.
+                // f32 rows of x are staged in two parts, and long ones take many registers.
                 let is_tight = spec.input == Dtype::F32 && caps.workgroup_memory_bytes < 48 << 10;
                 assert!(spec.k * spec.n < 4096 || is_tight, "{spec:?} on {caps:?}");
                 continue;

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Rows that are computed and hold no head, as a share of all rows computed, in percent: a row group without a head
+/// Query rows of a tile that hold no head, as a share of all rows computed, in percent: a row group without a head
 /// computes nothing.
 fn waste(heads: u32, tile: &Tile) -> u32 {
     let computed = heads.next_multiple_of(tile.rows_per_group);
@@ -13,7 +13,7 @@ fn waste(heads: u32, tile: &Tile) -> u32 {
 fn tiles_serve_many_heads_and_waste_few_rows() {
     let mut worst = (0, String::new());
     for (variant, caps) in runs_somewhere() {
-        // A matrix has the rows that it has.
+        // A cooperative matrix has a fixed number of rows.
         let Body::Plain(sum) = variant else { continue };
         for dims in all_dims() {
             let tile = |heads| {

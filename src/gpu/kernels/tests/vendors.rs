@@ -1,4 +1,4 @@
-//! The devices of `scripts/vendors.sh`, with the capabilities that their drivers report there, and the row that each gets.
+//! The devices of `scripts/vendors.sh`, with the capabilities that their drivers report there, and the variant that each gets.
 
 use super::*;
 
@@ -34,7 +34,7 @@ const ADRENO: Caps = Caps {
 const TURING: Caps =
     Caps { cooperative_tile: 16, workgroup_memory_bytes: 48 << 10, max_buffer_bytes: 2 << 30, ..CARD };
 
-/// Name, capabilities, and the row of a decode from each cache of [`Dtype::ALL`].
+/// Name, capabilities, and the variant of a decode from each cache of [`Dtype::ALL`].
 fn vendors() -> [(&'static str, Caps, [&'static str; 4]); 7] {
     let subgroup = ["subgroup"; 4];
     [

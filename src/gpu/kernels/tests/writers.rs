@@ -6,7 +6,7 @@ use naga::proc::BoundsCheckPolicy;
 
 use super::*;
 
-/// Whether a module multiplies matrices: all of one size.
+/// Whether a module uses cooperative matrices: all of one size.
 fn matrices(module: &Module) -> Option<CooperativeSize> {
     module.types.iter().find_map(|(_, ty)| match ty.inner {
         TypeInner::CooperativeMatrix { columns, .. } => Some(columns),
@@ -49,7 +49,7 @@ fn dx12(label: &str, module: &Module, info: &ModuleInfo) {
     assert!(text.contains(&format!("void {entry}(")), "{label}: HLSL without its kernel");
 }
 
-/// naga 30 writes matrices for Metal only, of 8x8 only.
+/// naga 30 writes cooperative matrices for Metal only, of 8x8 only.
 fn write(source: &Source, module: &Module, info: &ModuleInfo) {
     let matrices = matrices(module);
     if !matches!(matrices, Some(CooperativeSize::Sixteen)) {
@@ -60,7 +60,7 @@ fn write(source: &Source, module: &Module, info: &ModuleInfo) {
     }
 }
 
-/// Every row for every pair of cache and query dtypes, with dims and outputs walked so that all are met.
+/// Every variant for every pair of cache and query dtypes, with dims and outputs walked so that all are met.
 #[test]
 fn every_row_is_written_for_metal_and_dx12() {
     let mut at = 0;

@@ -11,7 +11,12 @@ use super::run::dense_table;
 use crate::paint::{Make, Problem};
 
 /// Notes whether a result is an error whose text contains `why`.
-fn refuses<B: Backend, T>(session: &Session<'_, B>, what: &str, result: Result<T, Error>, why: &str) {
+pub(super) fn refuses<B: Backend, T>(
+    session: &Session<'_, B>,
+    what: &str,
+    result: Result<T, Error>,
+    why: &str,
+) {
     let checked = match result {
         Ok(_) => Err("was accepted".to_owned()),
         Err(error) if error.to_string().contains(why) => Ok(()),

@@ -6,8 +6,8 @@ use wgpu_mla::{
     Backend, Dtype, Error, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate,
     KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LseBase, MergeState,
     MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode, MlaDecodeArgs, MlaPrefill,
-    MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, Rope, RopeAppend, RopeAppendArgs, RopeArgs,
-    RopeLayout, View, WeightOrder, WeightView,
+    MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent,
+    RopeArgs, RopeLayout, View, WeightOrder, WeightView,
 };
 
 use super::Session;
@@ -165,7 +165,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             session,
             rope_append,
             args,
-            &[0, 1, 2],
+            &[0, 1, 2].map(RopeAppendExtent::of),
             places![
                 q_pe.offset,
                 q_pe.token_stride,

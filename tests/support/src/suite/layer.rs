@@ -96,7 +96,8 @@ fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec
 impl<B: Backend, R: Runs<B>> Rig<B, R> {
     /// `prefix_rows` is 0 or [`PREFIX_ROWS`].
     pub fn new(backend: &B, spec: MlaLayer, prefix_rows: u32, runs: R, seed: u64) -> Result<Self> {
-        let capacity = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows };
+        let capacity =
+            LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows, positions: 0 };
         let layer = backend.compile_with(spec, &LayerOptions { capacity, ..LayerOptions::default() })?;
         assert!(layer.facts().workspace_bytes <= spec.workspace_bytes, "the workspace is over its budget");
         let mut rng = Rng(seed);
@@ -198,7 +199,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         }
         self.layer.prepare(&mut self.step, (&batch, policy))?;
         let prefix_rows = if cascade.is_some() { PREFIX_ROWS } else { 0 };
-        let room = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows };
+        let room = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows, positions: 0 };
         let binding = self.layer.bind(&args, room)?;
         self.runs.run(&self.layer, &self.step, &binding)?;
 

@@ -12,6 +12,7 @@ pub mod kv_gather;
 pub mod layer;
 pub mod memory;
 pub mod merge_states;
+mod mixed;
 pub mod non_finite;
 pub mod ops;
 pub mod prefill;
@@ -269,6 +270,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" true: invariance {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
+        "decode" false: mixed { refuses_other_specs }
         "decode" true: non_finite { non_finite, huge_logits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }
@@ -283,6 +285,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "mla_prefill" true: prefill { prefill_shapes, prefill_hard_data, prefill_errors }
         "rope" false: rope { rotations, refuses_rotations }
         "rope_append" false: rope { rotated_appends }
+        "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
         "layer" false: layer { layers, layer_workspaces, cascades }
     };
     all.insert(0, Group { op: "decode", name: "case_files", by_variant: true, run: case_files });

@@ -3,7 +3,7 @@
 use crate::reference::{Rotation, rope};
 use wgpu_mla::{
     Backend, Dtype, Error, KvAppend, KvAppendArgs, KvSpec, MlaShape, Rope, RopeAppend, RopeAppendArgs,
-    RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
+    RopeAppendBatch, RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
 };
 
 use super::Session;
@@ -233,6 +233,9 @@ pub fn check_rotated_append<B: Backend>(
     };
     let queries = rows(&mut rng, spec.query, tokens * heads * rope_dim as usize);
     let (places, angles) = (positions(&mut rng, tokens), table(rope_dim));
+    // The host knows them, or the device does; what is then unread holds other positions.
+    let known: Vec<i32> = places.iter().map(|&place| place.clamp(0, MAX_POSITION as i32 - 1)).collect();
+    let unread = upload(backend, &words(&vec![1; tokens])).map_err(text)?;
     let places = upload(backend, &words(&places)).map_err(text)?;
     let angles = upload(backend, &Dtype::F32.encode_all(&angles)).map_err(text)?;
     let (kv_c, kv_c_strides, _) = array(&case.kv_c, 1, shape.kv_lora_rank, input)?;
@@ -257,11 +260,13 @@ pub fn check_rotated_append<B: Backend>(
                 q_pe: q_strides.view(&q),
                 q_pe_out: q_strides.view(q_out),
                 layer: layer(k_pe_strides.view(&k_pe)),
-                positions: &places,
+                positions: if gaps { &unread } else { &places },
                 cos_sin: &angles,
                 max_position: MAX_POSITION,
             };
-            backend.once(*spec, &case.slot_mapping, &args).map_err(text)?;
+            let batch =
+                RopeAppendBatch { slot_mapping: &case.slot_mapping, positions: gaps.then_some(&known[..]) };
+            backend.once(*spec, batch, &args).map_err(text)?;
         } else {
             let queries = RopeArgs {
                 x: q_strides.view(&q),
@@ -384,11 +389,21 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             cos_sin: &angles,
             max_position: 5,
         };
-        session.note("a good append", backend.once(spec, &[0, -1], &good()).map_err(text));
-        session.note("nothing to append", backend.once(spec, &[], &good()).map_err(text));
-        refuses("slot 8 of 8", backend.once(spec, &[0, 8], &good()), "8");
-        refuses("a slot twice", backend.once(spec, &[7, 7], &good()), "7");
-        refuses("too many tokens", backend.once(spec, &[0, 1, 2], &good()), "kv_c");
+        session.note(
+            "a good append",
+            backend.once(spec, RopeAppendBatch::slots(&[0, -1]), &good()).map_err(text),
+        );
+        session.note(
+            "nothing to append",
+            backend.once(spec, RopeAppendBatch::slots(&[]), &good()).map_err(text),
+        );
+        refuses("slot 8 of 8", backend.once(spec, RopeAppendBatch::slots(&[0, 8]), &good()), "8");
+        refuses("a slot twice", backend.once(spec, RopeAppendBatch::slots(&[7, 7]), &good()), "7");
+        refuses("too many tokens", backend.once(spec, RopeAppendBatch::slots(&[0, 1, 2]), &good()), "kv_c");
+        for (positions, why) in [(&[0][..], "positions"), (&[0, -1], "negative"), (&[0, 5], "max_position")] {
+            let batch = RopeAppendBatch { slot_mapping: &[0, 1], positions: Some(positions) };
+            refuses(&format!("positions {positions:?}"), backend.once(spec, batch, &good()), why);
+        }
         let no_rope = MlaShape { qk_rope_head_dim: 0, kv_lora_rank: 512, ..shape };
         for (wrong, why) in [
             (RopeAppend { query: Dtype::E4m3, ..spec }, "q_pe"),
@@ -396,7 +411,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             (RopeAppend { append: KvAppend { shape: no_rope, ..append }, ..spec }, "qk_rope_head_dim"),
             (RopeAppend { num_heads: 0, ..spec }, "num_heads"),
         ] {
-            refuses(&format!("{wrong:?}"), backend.once(wrong, &[0], &good()), why);
+            refuses(&format!("{wrong:?}"), backend.once(wrong, RopeAppendBatch::slots(&[0]), &good()), why);
         }
         let far = View { offset: 4, ..View::dense(&q, 2, 32) };
         for (what, args, why) in [
@@ -421,7 +436,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
                 "k_scale",
             ),
         ] {
-            refuses(what, backend.once(spec, &[0, 1], &args), why);
+            refuses(what, backend.once(spec, RopeAppendBatch::slots(&[0, 1]), &args), why);
         }
         Ok(())
     }();

@@ -1,6 +1,7 @@
-// The variants for caches of 16-bit elements; the host's table of them is src/cuda/decode/variants.rs.
+// The variants `mma_*` for caches of 16-bit elements, as instances of mla_decode.cuh; the host's table is src/cuda/decode/variants.rs.
 //
-// `split` queries have two parts: f32 ones, and f16 ones on bf16 matrices. `small` ones fit the 99 KB of shared memory of a desktop card.
+// `split`: queries in two parts, for f32 queries, and for f16 queries on a bf16 cache. `small`: fits the 99 KB of shared memory of a desktop
+// card. Columns of the table are the parameters of Tile (decode_tile.cuh).
 #pragma once
 
 #include "decode/mla_decode.cuh"
@@ -8,7 +9,7 @@
 // limits: mla_decode_512_64_*_small_split registers=255 threads=64 shared=101376
 // limits: mla_decode_512_64_mma_m16_small registers=255 threads=128 shared=101376
 // limits: mla_decode_512_64_*_small registers=255 threads=256 shared=101376
-// limits: mla_decode_512_64_rows* registers=255 threads=256 shared=232448
+// limits: mla_decode_512_64_mma_m* registers=255 threads=256 shared=232448
 // limits: mla_decode_256_* registers=255 threads=128 shared=101376
 // limits: mla_decode_512_0_mma_m16_split registers=255 threads=64 shared=101376
 // limits: mla_decode_512_0_mma_m16 registers=255 threads=128 shared=101376

@@ -1,11 +1,11 @@
 // ptx: compute_89
-// The variants for FP8 caches: see mla_decode_16_bit.cuh.
+// The variants `mma_*` for FP8 (e4m3) caches; names and columns as in mla_decode_16_bit.cuh.
 #include "decode/mla_decode.cuh"
 
 // limits: mla_decode_512_64_*_small_split registers=255 threads=128 shared=101376
 // limits: mla_decode_512_64_*_small registers=255 threads=256 shared=101376
 // limits: mla_decode_512_64_mma_m16 registers=255 threads=128 shared=101376
-// limits: mla_decode_512_64_rows* registers=255 threads=256 shared=232448
+// limits: mla_decode_512_64_mma_m* registers=255 threads=256 shared=232448
 // limits: mla_decode_256_* registers=255 threads=128 shared=101376
 // limits: mla_decode_512_0_* registers=255 threads=128 shared=101376
 //     entry                               L    R         rows tokens warps stages parts sharers kept copies

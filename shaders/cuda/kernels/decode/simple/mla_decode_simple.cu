@@ -1,5 +1,9 @@
-// Attention of up to 8 query rows over one range of tokens, a warp a row, in f32: for f32 caches, and for cards whose tensor cores no other row
-// fits. The twin of shaders/mla_decode.wgsl: the same work items and tables.
+// Split-KV MLA decode without tensor cores, in f32: variant `simple`, for f32 caches and for cards that no other variant fits.
+//
+//   for token of the item: logit = scale * q . kv[token]; online softmax; out += weight * kv[token][:L]
+//
+// Tile: up to 8 query rows a block, one warp a row, one token at a time; the cache is read in place. The same work items and tables as
+// shaders/mla_decode.wgsl.
 #include "decode/mla.cuh"
 
 constexpr int ROWS = 8;
@@ -21,7 +25,7 @@ DEVICE float2 cache_pair(const u8* row, u32 column) {
     }
 }
 
-// Masked tokens are not looked at. A lane has two neighbouring columns of every 64.
+// Masked tokens are not read. A lane has two consecutive columns of every 64.
 template <int LATENT, int ROPE, Dtype CACHE>
 DEVICE void decode(const Args& args) {
     constexpr int BYTES = bytes_of(CACHE), DIM = LATENT + ROPE, PAIRS = (DIM + 63) / 64, VALUE_PAIRS = LATENT / 64;

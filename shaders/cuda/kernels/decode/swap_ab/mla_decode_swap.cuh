@@ -1,61 +1,64 @@
-// mla_decode for Hopper's warpgroup matrices (`wgmma`), where 16 or 32 query rows share a block: those are the columns of each product (`swap AB`),
-// as a matrix of a warpgroup has 64 rows, and tokens and latent columns there are enough of.
+// Split-KV MLA decode in absorbed form by wgmma with swapped operands (swap AB): variants `wgmma_swap_ab_n16` and `_n32`, for compute
+// capability 9.0 and 16 or 32 query rows. wgmma's M is 64, of which 16 or 32 query rows would leave most idle; as its N they fill it, and
+// tokens or latent columns are M.
 //
-// The work items, tables and sums of mla_decode.cuh. A warpgroup multiplies, other warps load: tiles of TOKENS cache rows, of which shared memory has room
-// for two, each warp 16 rows of every second. For each tile:
-//   1. scores   [tokens, query rows] = keys x queries, both from shared memory
-//   2. softmax  by the maxima so far, while the block votes whether one of them grew by more than LAZY; if so, once more by the new ones
-//   3. values   [latent columns, query rows] += values, turned, x weights, which lie in shared memory in two turns. After each 16 tokens their place is
-//               filled again
+// Work items, tables and softmax as in mla_decode.cuh. Tile: ROWS query rows, looping over tiles of TOKENS = 64 tokens, two of them in shared
+// memory. Warp specialisation: one warpgroup multiplies, 8 loader warps fetch 16 tokens of every second tile each. For each tile:
+//   1. scores   S^T [tokens, query rows] = K Q^T, both operands from shared memory
+//   2. softmax  with lazy rescaling (FlashAttention-4): weights relative to the running maxima are written while the warps vote on whether
+//               one grew by more than LAZY; if so, maxima are exchanged, weights recomputed and the output rescaled
+//   3. values   O^T [latent columns, query rows] += V^T P^T, weights double-buffered in shared memory. Each 16 tokens are released to their
+//               loader as soon as they are multiplied
 //
-// Tokens past the item's end are zeros and weigh 0. Weights, maxima and the order of sums do not depend on which rows share a block, nor on how
-// a tile was copied.
+// Loads are 8-token TMA boxes, whose requests are contiguous, where pages allow them, else cp.async: the same bits. Tokens past the item's end
+// are zeros and weigh 0. A row's bits do not depend on which rows share its block.
+// Measured on H200s: benches/results/h200-cuda7-2026-11-23.md, h200-cuda8-2026-11-23.md.
 #pragma once
 
 #include "decode/decode_queries.cuh"
 #include "swap_loader.cuh"
 #include "lib/wgmma.cuh"
 
-// How a block cuts an item.
+// The tile's parameters and shared-memory layout.
 template <Dtype CACHE_, int ROWS_>
 struct SwapTile {
     static constexpr Dtype CACHE = CACHE_;
     static constexpr int LATENT = 512, DIM = 576, ROWS = ROWS_, TOKENS = 64, PARTS = 1;
     static constexpr int PARTS_OF_TILE = TOKENS / 16;
-    static constexpr int WARPS = 4, LOADERS = 2 * PARTS_OF_TILE, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply, that load
-    // Of a thread that multiplies; and blocks whose threads would find room for theirs, so that some is left for a merge's blocks.
+    static constexpr int WARPS = 4, LOADERS = 2 * PARTS_OF_TILE, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply; warps that load
+    // Registers of a thread that multiplies; and the blocks of __launch_bounds__: two leave registers for a merge's blocks beside this one.
     static constexpr int REGISTERS = ROWS == 16 ? 128 : 216, BLOCKS = ROWS == 16 ? 2 : 1;
-    static constexpr int STEPS = DIM / 16; // of a score
-    static constexpr int ROW_TILES = ROWS / 8, COLUMN_TILES = LATENT / 64; // of a warpgroup's sums
+    static constexpr int STEPS = DIM / 16; // of k = 16, of a dot product
+    static constexpr int ROW_TILES = ROWS / 8, COLUMN_TILES = LATENT / 64; // wgmma tiles of the accumulators
     static constexpr int QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = ROWS / WARPS / (CACHE == BF16 ? 1 : 2);
-    using Order = GroupOrder<8>; // of a box
+    using Order = GroupOrder<8>; // layout of a TMA box
     using QueryOrder = GroupOrder<ROWS>;
-    static constexpr int BOX_BYTES = 8 * DIM * 2, PLACE_BYTES = 2 * BOX_BYTES; // of a loader: a part of every second tile
+    static constexpr int BOX_BYTES = 8 * DIM * 2, PLACE_BYTES = 2 * BOX_BYTES; // a loader's part of a tile: 16 tokens
     static constexpr int QUERIES_AT = 0, PLACES_AT = ROWS * QUERY_BYTES;
-    static constexpr int WEIGHTS_AT = PLACES_AT + LOADERS * PLACE_BYTES, WEIGHTS_BYTES = TOKENS * 128, TURN_BYTES = ROWS * 2; // [TOKENS, 64 of which 2 turns of ROWS]
-    static constexpr int MAXIMA_AT = WEIGHTS_AT + WEIGHTS_BYTES; // [WARPS, ROWS], sums in the end
+    static constexpr int WEIGHTS_AT = PLACES_AT + LOADERS * PLACE_BYTES, WEIGHTS_BYTES = TOKENS * 128, TURN_BYTES = ROWS * 2; // [TOKENS, 64], two buffers of ROWS in each
+    static constexpr int MAXIMA_AT = WEIGHTS_AT + WEIGHTS_BYTES; // [WARPS, ROWS] maxima; row sums at the end
     static constexpr int SCALES_AT = MAXIMA_AT + WARPS * ROWS * 4; // [ROWS]
     static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]
     static constexpr int LSE_AT = SEEN_AT + ROWS * 4; // [ROWS]
-    static constexpr int FULL_AT = LSE_AT + ROWS * 4; // [LOADERS] barriers, of 8 bytes
-    static constexpr int EMPTY_AT = FULL_AT + LOADERS * 8; // [LOADERS]
-    static constexpr int STAGED_AT = EMPTY_AT + LOADERS * 8; // a barrier
+    static constexpr int FULL_AT = LSE_AT + ROWS * 4; // [LOADERS] mbarriers, of 8 bytes
+    static constexpr int EMPTY_AT = FULL_AT + LOADERS * 8; // [LOADERS] mbarriers
+    static constexpr int STAGED_AT = EMPTY_AT + LOADERS * 8; // an mbarrier: the output is staged
     static constexpr int SHARED_BYTES = STAGED_AT + 8;
-    // The output on its way out, where the cache was: lanes of 4 pairs of rows use other banks.
+    // The output is staged where the cache was, [ROWS, OUTPUT_PITCH]: the pitch avoids bank conflicts between a warp's rows.
     static constexpr int OUTPUT_PITCH = LATENT + 4;
     static_assert(ROWS * OUTPUT_PITCH * 4 <= LOADERS * PLACE_BYTES, "fits");
 };
 
-// A lane's sums: [8 rows, 64 in a warpgroup] x [8 query rows], of which it has two and two.
+// A lane's accumulators of a wgmma tile, [64 rows in a warpgroup, 8 query rows each]: two rows x two query rows.
 template <class T>
 using Sums = float[T::ROW_TILES][4];
 
-// The output of a block, of which a warp has 16 of each 64 columns.
+// The accumulators O^T of a block; a warp has 16 of each 64 latent columns.
 template <class T>
 struct TurnedOutput {
     Sums<T> sums[T::COLUMN_TILES] = {};
 
-    // By a factor for each query row.
+    // Multiplies by a factor for each query row.
     DEVICE void rescale(const float (&factor)[T::ROW_TILES][2]) {
 #pragma unroll
         for (int c = 0; c < T::COLUMN_TILES; c++)
@@ -65,7 +68,7 @@ struct TurnedOutput {
                 for (int e = 0; e < 4; e++) sums[c][j][e] *= factor[j][e % 2];
     }
 
-    // 16 tokens; on their way then.
+    // Issues the wgmma of 16 tokens, asynchronously.
     DEVICE void add(u32 place, u32 weights) {
         const u64 values = matrix_at(place, 0, T::BOX_BYTES), b = matrix_at(weights);
 #pragma unroll
@@ -79,7 +82,7 @@ struct TurnedOutput {
     }
 };
 
-// The weights of a lane's scores, two query rows a word, and their sums by row.
+// Softmax weights to shared memory, two query rows a word, and a lane's sums of them by row.
 template <class T>
 DEVICE void weigh_turned(const Sums<T>& logits, const float (&top)[T::ROW_TILES][2], float (&sum)[T::ROW_TILES][2], u32 to) {
 #pragma unroll
@@ -96,7 +99,7 @@ DEVICE void weigh_turned(const Sums<T>& logits, const float (&top)[T::ROW_TILES]
     }
 }
 
-// The output, once all of it lies in shared memory: all warps of the block.
+// The epilogue, by all warps of the block, loaders too: writes the output once all of it is staged in shared memory.
 template <class T>
 DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared, u32 warp) {
     wait_for_arrivals(shared_address(shared + T::STAGED_AT), 0);
@@ -138,7 +141,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
     u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT);
     float* lse = reinterpret_cast<float*>(shared + T::LSE_AT);
-    // The same for all of a warp, as the compiler has to know.
+    // Uniform in a warp, which the shuffle tells the compiler.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
     if (threadIdx.x == 0) {
@@ -166,7 +169,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         rows.ask(args, item, row);
         rows.store(args, row, staged, scales);
     }
-    u32 seen_by_all = ~0u; // keys
+    u32 seen_by_all = ~0u; // keys before this position are visible to all rows
     if (lane < T::ROWS) {
         const u32 index = item.first_row + min(lane, item.num_rows - 1);
         seen_by_all = min(args.queries[index / args.num_heads].visible, item.kv_end);
@@ -176,7 +179,8 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     before_tensor_copies();
     wait_for_warps<T::WARPS>(1);
 
-    // A lane has tokens lane / 4 and 8 further of its warp's 16, and two neighbouring query rows of every eight.
+    // The wgmma accumulator layout: a lane has tokens lane / 4 and lane / 4 + 8 of its warp's 16, and two consecutive query rows of every
+    // eight.
     const u32 first_row = lane % 4 * 2, first_token = warp * 16 + lane / 4;
     float top[T::ROW_TILES][2], sum[T::ROW_TILES][2];
 #pragma unroll
@@ -195,7 +199,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     };
 
     Sums<T> logits;
-    // 1. scores of a tile; on their way then.
+    // 1. Issues the wgmma of a tile's scores, asynchronously.
     auto score = [&](u32 tile) {
         const u32 first = tile % 2 * T::PARTS_OF_TILE;
 #pragma unroll
@@ -289,7 +293,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         pin(logits);
     }
 
-    // The rows' sums, then the output, by rows.
+    // Row sums across warps, LSEs, then the epilogue by rows.
 #pragma unroll
     for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
@@ -316,7 +320,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) staged_out[row * T::OUTPUT_PITCH + c * 64 + first_token + h * 8] = output.sums[c][j][2 * h + e] * share;
         }
-    // Each thread: compute-sanitizer sees no order through a barrier of the block's threads in two places.
+    // Every thread arrives: compute-sanitizer does not see the order of a bar.sync that is executed at two places of the code.
     arrive(base + T::STAGED_AT);
     write_rows<T>(args, item, shared, warp);
 }

@@ -1,5 +1,5 @@
 // ptx: compute_90a version=8.0
-// The variants for Hopper's warpgroups whose query rows are the columns of matrices.
+// The variants `wgmma_swap_ab_*` for bf16 caches.
 #include "mla_decode_swap.cuh"
 
 // limits: mla_decode_512_64_wgmma_swap_ab_n16 registers=80 threads=384 shared=232448

@@ -1,19 +1,19 @@
-// How a block of mla_decode_swap.cuh gets its cache to shared memory, while others multiply.
+// The loader warps of mla_decode_swap.cuh.
 #pragma once
 
 #include "decode/decode_tile.cuh"
 
-// A warp that loads: 16 tokens of every second tile. In boxes of 8, or, where a page is no multiple of them, the item does not begin with one, or it ends,
-// in chunks of 16 bytes.
+// A loader warp: the same 16 tokens of every second tile. By two TMA boxes of 8 tokens; by cp.async where the page size or the item's begin
+// is no multiple of 8, or where the item ends within the 16 tokens.
 template <class T>
 struct PartLoader {
     static constexpr int PASS_ROWS = LANES / 8, PASSES = 16 / PASS_ROWS;
     const Args& args;
     const TensorMap& map;
     const WorkItem& item;
-    const u32 place, full, empty; // where they go; its barriers
+    const u32 place, full, empty; // shared address of the 16 tokens; mbarriers
 
-    // From token `first` of the item's first or second tile on.
+    // Loads tiles `tile`, `tile` + 2, .. from their token `first` on.
     DEVICE void run(u32 tile, u32 first) const {
         const u32 lane = threadIdx.x % LANES;
         const bool boxes = args.copies == BOXES && item.kv_begin % 8 == 0, asks = lane < 2;
@@ -21,7 +21,7 @@ struct PartLoader {
         if (boxes) prefetch_map(map);
         for (u32 tile_begin = item.kv_begin + tile * T::TOKENS; tile_begin < item.kv_end; tile_begin += 2 * T::TOKENS) {
             const u32 begin = tile_begin + first;
-            // What copies need is asked for before there is room for them.
+            // The page id, or the addresses, are loaded before the wait for an empty place.
             if (boxes && begin + 16 <= item.kv_end) {
                 const u32 token = begin + lane * 8, page = token / args.page_size;
                 u32 id = 0;

@@ -1,37 +1,41 @@
-// mla_decode for Hopper's warpgroup matrices (`wgmma`), where 64 query rows share a block.
+// Split-KV MLA decode in absorbed form by wgmma, 64 query rows as M: variant `wgmma_m64`, for compute capability 9.0.
 //
-// The work items, tables and sums of mla_decode.cuh. Two warpgroups multiply, a third loads STAGES tiles of TOKENS cache rows ahead. The two take
-// turns with the tiles:
-//   1. scores   the tile's owner multiplies all 64 query rows with its tokens; one warpgroup at a time, so that the other weighs meanwhile
-//   2. softmax  in registers: a row's tokens are in four lanes. A maximum moves only when it grew by more than LAZY
-//   3. values   each warpgroup owns half of the output's columns, and adds the weights of every tile, in their order. What the owner has weighed,
-//               its warps give to the warps of the same rows, lane by lane: it is in registers on both sides as the matrices take it
+// Work items, tables and softmax as in mla_decode.cuh. Tile: 64 query rows, looping over tiles of TOKENS = 32 tokens in a pipeline of STAGES = 4
+// stages. Warp specialisation: two warpgroups multiply, a third loads. Each of the two owns half of the output's columns; they
+// alternate as the owner of a tile:
+//   1. scores   the owner multiplies all 64 query rows with the tile (m64n32k16), while the other warpgroup computes the softmax of the
+//               previous tile
+//   2. softmax  in registers, a row's tokens in four lanes, with lazy rescaling (FlashAttention-4): the running maximum moves only when it
+//               grows by more than LAZY
+//   3. values   both warpgroups add the weights of every tile, in order, to their half of the output (m64n256k16). The owner passes its
+//               weights through shared memory, lane by lane, as register fragments on both sides
 //
-// Warps wait at barriers in shared memory: a tile is `full`, or `empty` again; weights are `given`; it is a warpgroup's `turn`.
-// Tokens past the item's end are zeros and weigh 0. Weights, maxima and the order of sums do not depend on which rows share a block, nor on how
-// a tile was copied.
+// mbarriers: a stage is `full` or `empty`; weights are `given`; it is a warpgroup's `turn` to multiply scores.
+// Loads are one TMA box of 32 tokens a tile where pages allow it, else cp.async: the same bits. Tokens past the item's end are zeros and weigh
+// 0. A row's bits do not depend on which rows share its block.
+// Measured on H200s: benches/results/h200-cuda6-2026-11-23.md.
 #pragma once
 
 #include "decode/decode_queries.cuh"
 #include "decode/decode_tile.cuh"
 #include "lib/wgmma.cuh"
 
-// How a block cuts an item.
+// The tile's parameters and shared-memory layout.
 template <Dtype CACHE_>
 struct GroupTile {
     static constexpr Dtype CACHE = CACHE_;
     static constexpr int LATENT = 512, DIM = 576, ROWS = 64, TOKENS = 32, STAGES = 4, PARTS = 1;
-    static constexpr int WARPS = 8, LOADERS = 4, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply, that load
-    static constexpr int STEPS = DIM / 16, KEPT = 8; // of a score; those whose queries stay in registers
+    static constexpr int WARPS = 8, LOADERS = 4, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply; warps that load
+    static constexpr int STEPS = DIM / 16, KEPT = 8; // of k = 16, of a dot product; those whose queries stay in registers
     static constexpr int TOKEN_TILES = TOKENS / 8, COLUMN_TILES = LATENT / 2 / 8; // of a warpgroup's scores, of its output
     static constexpr int ROW_BYTES = DIM * 2, QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = 2, STAGE_BYTES = TOKENS * ROW_BYTES;
-    using Order = GroupOrder<TOKENS>; // of the cache's rows
+    using Order = GroupOrder<TOKENS>; // layout of a stage
     using QueryOrder = GroupOrder<ROWS>;
     static constexpr int QUERIES_AT = 0, STAGES_AT = ROWS * QUERY_BYTES;
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES; // [WARPS, 2, LANES, 4 words]
     static constexpr int TOPS_AT = WEIGHTS_AT + WARPS * 2 * LANES * 16; // [2, ROWS]
     static constexpr int SCALES_AT = TOPS_AT + 2 * ROWS * 4; // [ROWS]
-    // Barriers, of 8 bytes.
+    // mbarriers, of 8 bytes.
     static constexpr int FULL_AT = SCALES_AT + ROWS * 4; // [STAGES]
     static constexpr int EMPTY_AT = FULL_AT + STAGES * 8; // [STAGES]
     static constexpr int GIVEN_AT = EMPTY_AT + STAGES * 8; // [WARPS]
@@ -39,15 +43,16 @@ struct GroupTile {
     static constexpr int SHARED_BYTES = TURN_AT + 2 * 8;
 };
 
-// The warps that load tiles: in boxes of a tile, or, where pages or an item's begin do not allow it or the item ends, in chunks of 16 bytes.
+// The loader warpgroup: one TMA box a tile; cp.async where the page size or the item's begin is no multiple of TOKENS, or where the item ends
+// within the tile.
 template <class T>
 struct GroupLoader {
     using Order = typename T::Order;
     const Args& args;
     const TensorMap& map;
     const WorkItem& item;
-    const u32 stages, full, empty, warp; // the last: among them
-    u32 unfinished = 0; // the barrier of a tile whose chunks are on their way
+    const u32 stages, full, empty, warp; // `warp` counts within the warpgroup
+    u32 unfinished = 0; // the mbarrier of a tile whose cp.async are in flight
 
     DEVICE void run() {
         const bool boxes = args.copies == BOXES && item.kv_begin % T::TOKENS == 0;
@@ -103,7 +108,7 @@ struct GroupLoader {
         end_of_group();
     }
 
-    // The tile whose chunks are on their way is there, once all but LEFT groups of copies are: the matrices may have it.
+    // Waits until all but LEFT groups of cp.async have landed, and signals the tile in flight as full.
     template <int LEFT>
     DEVICE void finish() {
         if (unfinished == 0) return;
@@ -115,7 +120,7 @@ struct GroupLoader {
     }
 };
 
-// The weights of a lane's scores, two tokens a word, and their sums.
+// Softmax weights in registers, two tokens a word, and a lane's sums of them by row.
 template <class T>
 DEVICE void weigh_in_registers(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2], float (&sum)[2], u32 (&words)[2][T::TOKEN_TILES]) {
 #pragma unroll
@@ -127,7 +132,7 @@ DEVICE void weigh_in_registers(const float (&logits)[T::TOKEN_TILES][4], const f
     }
 }
 
-// A warpgroup's half of the output.
+// The accumulators of a warpgroup's half of the output.
 template <class T>
 struct HalfOutput {
     float sums[T::COLUMN_TILES][4] = {};
@@ -139,7 +144,7 @@ struct HalfOutput {
             for (int e = 0; e < 4; e++) sums[c][e] *= factor[e / 2];
     }
 
-    // Of a tile at `stage`; on its way then.
+    // Issues the wgmma of a tile at `stage`, asynchronously.
     DEVICE void add(const u32 (&words)[2][T::TOKEN_TILES], u32 stage, u32 group) {
         const u64 values = matrix_at(stage + T::Order::groups(group * 4), T::Order::GROUP_BYTES);
         begin_multiplications(sums);
@@ -168,7 +173,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     const u32 base = shared_address(shared), stages = base + T::STAGES_AT, full = base + T::FULL_AT, empty = base + T::EMPTY_AT;
     float* tops = reinterpret_cast<float*>(shared + T::TOPS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
-    // The same for all of a warp, as the compiler has to know.
+    // Uniform in a warp, which the shuffle tells the compiler.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
     if (threadIdx.x == 0) {
@@ -201,10 +206,11 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     before_tensor_copies();
     wait_for_warps<T::WARPS>(1);
 
-    // A lane has rows lane / 4 and 8 further of its warp's 16, and of each two neighbouring tokens of every eight.
+    // The wgmma accumulator layout: a lane has rows lane / 4 and lane / 4 + 8 of its warp's 16, and of each two consecutive tokens of every
+    // eight.
     const u32 group = warp / 4, first_row = warp % 4 * 16 + lane / 4;
     float top[2], sum[2], scale[2];
-    u32 seen[2], seen_by_all = ~0u; // keys
+    u32 seen[2], seen_by_all = ~0u; // keys before this position are visible
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const u32 row = first_row + h * 8, index = item.first_row + min(row, item.num_rows - 1);
@@ -221,7 +227,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
 #pragma unroll
     for (int step = 0; step < T::KEPT; step++) load_matrices(kept[step], staged + T::QueryOrder::at(warp % 4 * 16 + lane % 16, step * 2 + lane / 16));
 
-    // Of this warp, and of the other warpgroup's with the same rows.
+    // `twin` is the other warpgroup's warp with the same rows.
     const u32 twin = warp ^ 4, weights = base + T::WEIGHTS_AT + lane * 16;
     const u32 own_given = base + T::GIVEN_AT + warp * 8, own_turn = base + T::TURN_AT + group * 8;
     const u32 other_given = base + T::GIVEN_AT + twin * 8, other_turn = base + T::TURN_AT + (group ^ 1) * 8;
@@ -230,7 +236,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         __syncwarp();
         if (lane == 0) arrive(barrier);
     };
-    // The weights of the other's tile, on the output when its maxima are this one's too.
+    // Adds the other warpgroup's tile to the output, after adopting its running maxima.
     auto add_other = [&](u32 tile) {
         wait_for_arrivals(other_given, tile / 2 % 2);
         u32 words[2][T::TOKEN_TILES];
@@ -245,7 +251,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
             top[h] = now;
             sum[h] *= factor[h];
         }
-        // None of the output is under way; the compiler cannot see it.
+        // No wgmma on the output is in flight here; wait<0> tells the compiler so.
         if (__any_sync(~0u, grew)) {
             output.template wait<0>();
             output.rescale(factor);
@@ -315,14 +321,14 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         float fresh[2];
         u32 words[2][T::TOKEN_TILES];
         weigh_in_registers<T>(logits, top, fresh, words);
-        // The other has what it was given before: what it gave since was taken above.
+        // The buffer is free: the other warpgroup took the previous weights before it gave those that add_other took above.
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             store_16(weights + (warp * 2 + h) * (LANES * 16), words[h]);
             if (lane % 4 == 0) tops[group * T::ROWS + first_row + h * 8] = top[h];
             sum[h] = sum[h] * factor[h] + fresh[h];
         }
-        // By each lane: compute-sanitizer sees no order through one of a warp's.
+        // Every lane arrives: compute-sanitizer does not see the order of a __syncwarp followed by one lane's arrival.
         arrive(own_given);
 
         // 3. values
@@ -338,7 +344,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         output.template wait<0>();
     }
 
-    // The rows' sums, then the output.
+    // Row sums across the two warpgroups, LSEs, then the epilogue.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         sum[h] += __shfl_xor_sync(~0u, sum[h], 1);

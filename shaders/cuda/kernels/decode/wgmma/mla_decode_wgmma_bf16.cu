@@ -1,5 +1,5 @@
 // ptx: compute_90a version=8.0
-// The variant for Hopper's warpgroups, of whose 168 registers a thread those that load give 144 up.
+// The variant `wgmma_m64` for bf16 caches. Of 168 registers a thread, the loader warpgroup gives up 144 by setmaxnreg.
 #include "mla_decode_wgmma.cuh"
 
 // limits: mla_decode_512_64_wgmma_m64 registers=168 threads=384 shared=232448
