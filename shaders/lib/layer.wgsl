@@ -42,7 +42,7 @@ fn store_out(token: u32, head: u32, column_oct: u32, value: mat2x4<f32>) {
     out[row + column_oct] = encode_out(value * layer.out_scale);
 }
 
-// Writes a row's LSE from base 2, or what stands for it (lib/tables.wgsl).
+// Stores a row's LSE, given in base 2, or what stands for it (lib/tables.wgsl).
 fn store_lse(token: u32, head: u32, base_2: f32) {
     let at = layer.lse_at + token * layer.lse_token_stride + head * layer.lse_head_stride;
     let bits = select(bitcast<u32>(base_2 * layer.lse_scale), QUIET_NAN, is_nan_row(base_2));

@@ -19,9 +19,9 @@ struct Slice {
 @group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [partials, PARTIAL_QUADS]
 @group(1) @binding(2) var<uniform> slice: Slice;
 
-// A row's latent, then its base-2 LSE and what the latent is yet to be multiplied with: less than 0 where the latent may hold NaN.
+// A query row's output, then its base-2 LSE and the factor that the output still needs, negative where the output may hold NaN.
 const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u;
-const DIRECT = 0xFFFFFFFFu; // the partial of an item that writes its output itself
+const DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: its rows have one split
 const MINUS_INFINITY = 0xFF800000u;
 const QUIET_NAN = 0x7FC00000u;
 

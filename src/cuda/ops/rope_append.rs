@@ -111,9 +111,8 @@ impl Kernel<RopeAppend> for Cuda {
         // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`);
         // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
         let items = items(spec, append.max_tokens())?;
-        let query = step
-            .positions()
-            .map_or(layer.args.query, |positions| layer.args.query.at_positions(positions.ptr()));
+        let query =
+            step.positions().map_or(layer.args.query, |positions| layer.args.query.at_positions(positions));
         let args = RopeAppendParams { append, query, ..layer.args };
         self.launch(
             kernel,
@@ -121,7 +120,7 @@ impl Kernel<RopeAppend> for Cuda {
             THREADS,
             0,
             &args,
-            layer.buffers.iter().chain(step.buffer()).chain(step.positions()),
+            layer.buffers.iter().chain(step.held()),
         )
     }
 }

@@ -32,7 +32,12 @@ impl Table {
         self.buffer.as_ref()
     }
 
-    /// Where it is, if it has room for anything.
+    /// All memory that a launch with it reads.
+    pub(crate) fn held(&self) -> impl Iterator<Item = &Buffer> {
+        self.buffer.iter().chain(&self.positions)
+    }
+
+    /// Its address, if it has room for any entry.
     pub(crate) fn ptr(&self) -> Option<u64> {
         self.buffer.as_ref().map(Buffer::ptr)
     }
@@ -51,8 +56,8 @@ impl Table {
     }
 
     /// Where the positions are, if the step has them.
-    pub(crate) fn positions(&self) -> Option<&Buffer> {
-        self.positions.as_ref().filter(|_| self.has_positions)
+    pub(crate) fn positions(&self) -> Option<u64> {
+        self.positions.as_ref().filter(|_| self.has_positions).map(Buffer::ptr)
     }
 
     /// Writes `count` and `words` in the stream's order: what was launched before still reads the old ones. Makes a new buffer only
