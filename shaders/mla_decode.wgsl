@@ -10,14 +10,25 @@
 //
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile. Nor does it on what is in keys that it does not see: logits that are no numbers are left out of the sums,
-// and their blocks, which are rare, add up values without what is infinite or NaN. At the end it is put where it has to be.
+// and their blocks, which are rare, add up values without what is infinite or NaN. At the end NaN is put where it has to be.
 
 var<workgroup> token_at: array<u32, TOKEN_PLACES>; // [2, TOKENS]: first oct of each token's cache row, this block and the next
 var<workgroup> quad_max: array<f32, TILE_QUADS_PADDED>; // [ROWS, TOKEN_QUADS]
 var<workgroup> weights: array<vec4<f32>, TILE_QUADS>; // [ROWS, TOKEN_QUADS], four tokens each
 var<workgroup> rescale: array<f32, ROWS_PADDED>; // [ROWS]
-var<workgroup> odd: array<atomic<u32>, 4>; // the last block with a logit that is no number, plus 1; whether there was one
+var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see ODD_BLOCK
 var<workgroup> query_at: array<vec2<u32>, ROWS_PADDED>; // [ROWS]: first oct of each row's q_nope and q_pe
+
+// Places in `notes`: what a thread would otherwise keep in a register across the blocks.
+const ODD_BLOCK = 0u; // the last block with a logit that is no number, plus 1
+const ODD_ITEM = 1u; // whether there was one
+const NAN_ROWS = 2u; // a bit for each row of the tile, which is NaN
+const_assert ROWS <= 32u;
+const KV_BEGIN = 3u;
+
+fn finite_or_zero(x: mat2x4<f32>) -> mat2x4<f32> {
+    return mat2x4<f32>(select(x[0], vec4<f32>(0.0), is_odd(x[0])), select(x[1], vec4<f32>(0.0), is_odd(x[1])));
+}
 
 @compute @workgroup_size(THREADS)
 fn mla_decode(
@@ -60,14 +71,13 @@ fn mla_decode(
     let visible = min(query_of(first_row, min(softmax_row, num_rows - 1u)).visible, kv_end);
     var row_max = EMPTY;
     var row_sum = 0.0; // over this thread's tokens only
-    var is_nan = false; // by this thread's tokens
 
     // Values: a row's oct of columns in two halves.
     var acc_low = array<vec4<f32>, ROWS_PER_GROUP>();
     var acc_high = array<vec4<f32>, ROWS_PER_GROUP>();
 
     if (thread < 4u) {
-        atomicStore(&odd[thread], 0u);
+        atomicStore(&notes[thread], select(0u, kv_begin, thread == KV_BEGIN));
     }
     if (thread < TOKENS && kv_begin < kv_end) {
         token_at[thread] = cache_row(page_begin, min(kv_begin + thread, kv_end - 1u));
@@ -127,18 +137,19 @@ fn mla_decode(
 
         // 2. softmax
         let tokens = vec4<u32>(block + softmax_quad * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
-        var seen = tokens < vec4<u32>(visible);
+        let seen = tokens < vec4<u32>(visible);
         var logits = vec4<f32>(EMPTY);
         if (in_softmax) {
             let logit = summed_scores(thread) * (layer.logit_scale * QUERY_SCALE * KV_SCALE);
             let numbers = is_number(logit);
             if (!all(numbers)) {
-                atomicStore(&odd[0], block + 1u);
-                atomicStore(&odd[1], 1u);
-                is_nan = is_nan || any(seen & !numbers & has_weight(logit));
-                seen = seen & numbers;
+                atomicStore(&notes[ODD_BLOCK], block + 1u);
+                atomicStore(&notes[ODD_ITEM], 1u);
+                if (any(seen & !numbers & has_weight(logit))) {
+                    atomicOr(&notes[NAN_ROWS], 1u << softmax_row);
+                }
             }
-            logits = select(logits, logit, seen);
+            logits = select(logits, logit, seen & numbers);
             quad_max[thread] = max(max(logits.x, logits.y), max(logits.z, logits.w));
         }
         workgroupBarrier();
@@ -148,7 +159,7 @@ fn mla_decode(
                 new_max = max(new_max, quad_max[softmax_row * TOKEN_QUADS + i]);
             }
             let factor = exp2_exact(row_max - new_max);
-            let weight = select(vec4<f32>(0.0), exp2(logits - new_max), seen);
+            let weight = select(vec4<f32>(0.0), exp2(logits - new_max), logits > vec4<f32>(EMPTY));
             row_sum = fma(row_sum, factor, (weight.x + weight.y) + (weight.z + weight.w));
             row_max = new_max;
             weights[thread] = weight;
@@ -167,15 +178,13 @@ fn mla_decode(
             acc_high[r] *= rescale[group_row + r];
         }
         var quads = select(0u, min(TOKEN_QUADS, (kv_end - block + 3u) / 4u), has_rows);
-        if (atomicLoad(&odd[0]) == block + 1u) {
+        if (atomicLoad(&notes[ODD_BLOCK]) == block + 1u) {
             for (var i = 0u; i < quads * 4u; i++) {
-                let v = decode_value(kv[token_at[parity + i] + column_oct]);
-                let low = select(v[0], vec4<f32>(0.0), is_odd(v[0]));
-                let high = select(v[1], vec4<f32>(0.0), is_odd(v[1]));
+                let v = finite_or_zero(decode_value(kv[token_at[parity + i] + column_oct]));
                 for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
-                    let w = weights[(group_row + r) * TOKEN_QUADS + i / 4u][i % 4u];
-                    acc_low[r] = fma(vec4<f32>(w), low, acc_low[r]);
-                    acc_high[r] = fma(vec4<f32>(w), high, acc_high[r]);
+                    let w = vec4<f32>(weights[(group_row + r) * TOKEN_QUADS + i / 4u][i % 4u]);
+                    acc_low[r] = fma(w, v[0], acc_low[r]);
+                    acc_high[r] = fma(w, v[1], acc_high[r]);
                 }
             }
             quads = 0u;
@@ -197,21 +206,11 @@ fn mla_decode(
 
     // Each row's sum and maximum, for all threads, once the last of them has read `rescale` for its values.
     workgroupBarrier();
-    let is_odd_item = atomicLoad(&odd[1]) != 0u;
-    if (is_odd_item && has_rows) {
-        // A column is NaN where a visible key is infinite there, though the key weighs 0.
-        for (var token = kv_begin; token < kv_end; token++) {
-            let v = decode_value(kv[cache_row(page_begin, token) + column_oct]);
-            for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
-                let sees = token < query_of(first_row, min(group_row + r, num_rows - 1u)).visible;
-                acc_low[r] = with_nan(acc_low[r], is_odd(v[0]) & vec4<bool>(sees));
-                acc_high[r] = with_nan(acc_high[r], is_odd(v[1]) & vec4<bool>(sees));
-            }
-        }
-    }
+    let is_odd_item = atomicLoad(&notes[ODD_ITEM]) != 0u;
+    let begin = atomicLoad(&notes[KV_BEGIN]);
+    let nan_rows = atomicLoad(&notes[NAN_ROWS]);
     if (in_softmax) {
-        // Far below 0, whatever the others of the row add to it.
-        quad_max[thread] = select(row_sum, EMPTY, is_nan);
+        quad_max[thread] = row_sum;
         if (softmax_quad == 0u) {
             rescale[softmax_row] = row_max;
         }
@@ -224,11 +223,19 @@ fn mla_decode(
             for (var i = 0u; i < TOKEN_QUADS; i++) {
                 sum += quad_max[row * TOKEN_QUADS + i];
             }
+            sum = select(sum, -1.0, ((nan_rows >> row) & 1u) != 0u);
             let any = sum > 0.0;
             let divisor = select(1.0, sum, any);
-            let value = mat2x4<f32>(acc_low[r], acc_high[r]) * (KV_SCALE * (1.0 / divisor));
+            var value = mat2x4<f32>(acc_low[r], acc_high[r]) * (KV_SCALE * (1.0 / divisor));
             let query = query_of(first_row, row);
-            let sees_keys = min(query.visible, kv_end) > kv_begin;
+            if (is_odd_item) {
+                // A column is NaN where a visible key is infinite there, though the key weighs 0.
+                for (var token = begin; token < min(query.visible, kv_end); token++) {
+                    let v = decode_value(kv[cache_row(page_begin, token) + column_oct]);
+                    value = mat2x4<f32>(with_nan(value[0], is_odd(v[0])), with_nan(value[1], is_odd(v[1])));
+                }
+            }
+            let sees_keys = min(query.visible, kv_end) > begin;
             let base_2 = part_lse(rescale[row] + log2(divisor), sum, sees_keys);
             if (partial == DIRECT) {
                 store_out(query.token, query.head, column_oct, nan_if(value, is_nan_row(base_2)));
