@@ -1,5 +1,5 @@
 // Reads an array once, LOADS vec4 a thread, and does nothing else: the least time that the weights of a projection take.
-// The bench writes out the loads (LOAD_QUADS) and their sum: a rolled loop would measure a private array in memory.
+// The bench writes out the loads and their sum, one a line: a rolled loop would measure a private array in memory.
 
 const GROUP = 256u;
 
