@@ -45,7 +45,7 @@ NAN = {"bf16": np.uint16(0x7FFF), "e4m3": np.uint8(0x7F), "f16": np.float16("nan
 class Case:
     """The arrays of one launch, and what is expected of it."""
 
-    def __init__(self, latent, rope, cache, query, heads, length, page):
+    def __init__(self, latent, rope, cache, query, heads, length, page, odd=()):
         random = np.random.default_rng(latent + rope + heads)
         self.latent, self.dim, self.heads, self.length, self.page = latent, latent + rope, heads, length, page
         self.cache, self.query = cache, query
@@ -54,6 +54,9 @@ class Case:
         # Logits that rise again and again move the maximum of the softmax.
         rows[:: max(length // 5, 1)] += 0.1 * self.q[0, 0]
         stored, self.rows = encode(rows, cache)
+        for token, column, value in odd:
+            stored[token, column] = NAN[cache] if np.isnan(value) else bf16_bits(np.float32(value)) if cache == "bf16" else value
+            self.rows[token, column] = value
         pages = -(-length // page)
         ids = random.permutation(pages + 2)[:pages].astype(np.uint32)
         self.stride = page * self.dim + GAP
@@ -67,16 +70,25 @@ class Case:
         self.tokens = [2, 0, 3, 1]
         self.scale, self.out_scale = np.float32(self.dim**-0.5 * np.log2(np.e)), np.float32(0.5)
 
-    def expected(self, row, begin, end):
-        """Output and base-2 LSE of a row over a range of tokens; the LSE is EMPTY where there is none."""
+    def expected(self, row, begin, end, is_whole):
+        """Output and base-2 LSE of a row over a range of tokens, all of the row's or a split; the LSE is EMPTY where there is none."""
         index, head = divmod(row, self.heads)
         end = min(end, self.visible[index])
         if end <= begin:
             return np.zeros(self.latent), float(EMPTY)
         keys = self.rows[begin:end].astype(np.float64)
-        logits = keys @ self.q[self.tokens[index], head].astype(np.float64) * float(self.scale)
+        with np.errstate(invalid="ignore"):
+            logits = keys @ self.q[self.tokens[index], head].astype(np.float64) * float(self.scale)
+        nowhere = np.full(self.latent, np.nan)
+        if not (logits < np.inf).all():
+            return nowhere, np.nan
+        # A key of logit -inf weighs 0, and NaN where it is infinite itself.
+        lost = np.isinf(keys[np.isinf(logits), : self.latent]).any(axis=0)
+        keys, logits = keys[np.isfinite(logits)], logits[np.isfinite(logits)]
+        if not len(keys):
+            return (nowhere, np.nan) if is_whole else (np.where(lost, np.nan, 0), -np.inf)
         weights = np.exp2(logits - logits.max())
-        return weights @ keys[:, : self.latent] / weights.sum(), logits.max() + np.log2(weights.sum())
+        return np.where(lost, np.nan, weights @ keys[:, : self.latent] / weights.sum()), logits.max() + np.log2(weights.sum())
 
 
 def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
@@ -104,10 +116,10 @@ def boxes(case, address, name, tile):
     )
 
 
-def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse")):
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse"), odd=()):
     """One entry of a file, or `entry` in its place, on tiles of `rows` rows, and twice `tokens` tokens and `rest`; the first tile is cut `beyond` half of them."""
     heads = rows // 2 + 1
-    case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page)
+    case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page, odd)
     middle, length = tokens + beyond, case.length
     items = [
         (0, rows, 3, 0, middle, 0),
@@ -144,10 +156,10 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8,
 
 
 def check(case, items, partials, out, lse, name):
-    largest, near = np.abs(case.rows).max(), NEAR[case.cache]
+    largest, near = np.abs(case.rows[np.isfinite(case.rows)]).max(), NEAR[case.cache]
     for first, count, _, begin, end, partial in items:
         for row in range(count):
-            want, base_2 = case.expected(first + row, begin, end)
+            want, base_2 = case.expected(first + row, begin, end, partial == DIRECT)
             index, head = divmod(first + row, case.heads)
             token = case.tokens[index]
             if partial == DIRECT:
@@ -155,9 +167,10 @@ def check(case, items, partials, out, lse, name):
                 base_2 = -np.inf if base_2 == EMPTY else base_2
             else:
                 got, got_lse = partials[partial + row, : case.latent], partials[partial + row, case.latent]
-            worst = np.abs(got - want).max()
+            assert (np.isnan(got) == np.isnan(want)).all(), f"{name}: row {first + row} from {begin}: NaN in {np.isnan(got).sum()} columns, not {np.isnan(want).sum()}"
+            worst = np.abs(got - want)[~np.isnan(want)].max(initial=0)
             assert worst <= near * largest, f"{name}: row {first + row} from {begin}: off by {worst:.2e} of {largest:.2f}"
-            assert got_lse == base_2 or abs(got_lse - base_2) <= 2e-3, f"{name}: row {first + row}: LSE {got_lse}, not {base_2}"
+            assert got_lse == base_2 or abs(got_lse - base_2) <= 2e-3 or np.isnan([got_lse, base_2]).all(), f"{name}: row {first + row}: LSE {got_lse}, not {base_2}"
 
 
 def shape_of(name):
@@ -306,6 +319,43 @@ def test_simple_bf16():
 
 def test_simple_e4m3():
     simple("e4m3")
+
+
+def odd_tokens(begin, middle, length, dim):
+    """NaN in a token that only the last query token sees, and an infinity among others; a split of logits that are infinite."""
+    yield [(length - 1, 3, np.nan), (begin + 5, 7, np.inf)]
+    yield [(token, dim - 1, -np.inf) for token in range(middle)] + [(2, 9, np.inf)]
+
+
+def not_finite(ptx, name, cache, query, rows, tokens, copies=1, page=PAGE, latent=512, rope=64):
+    """Items with NaN or infinities among their tokens: what sees them is as the formulas give it, and nothing else changes."""
+    for odd in odd_tokens(0, tokens + 8, 2 * tokens + 21, latent + rope):
+        if cache == "e4m3":
+            odd = [(token, column, np.nan) for token, column, _ in odd[:1]]
+        run(ptx, name, latent, rope, cache, query, rows, tokens, copies=copies, page=page, orders=("forward",), odd=odd)
+
+
+def test_not_finite():
+    path = "shaders/cuda/ptx/mla_decode"
+    not_finite(f"{path}_bf16.ptx", "mla_decode_512_64_mma_m16", "bf16", "bf16", 16, 64)
+    not_finite(f"{path}_simple.ptx", "mla_decode_f16_256_32", "f16", "f32", 8, 12, latent=256, rope=32)
+
+
+def test_not_finite_sharers():
+    path = "shaders/cuda/ptx/mla_decode"
+    not_finite(f"{path}_f16.ptx", "mla_decode_512_64_mma_m32", "f16", "e4m3", 32, 64)
+    not_finite(f"{path}_e4m3.ptx", "mla_decode_512_64_mma_m32_small", "e4m3", "bf16", 32, 64)
+
+
+def test_not_finite_tensor_copies():
+    not_finite("shaders/cuda/ptx/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_mma_tma_m16", "e4m3", "f16", 16, 64, page=BOXED_PAGE)
+    not_finite("shaders/cuda/ptx/mla_decode_tma_bf16.ptx", "mla_decode_512_64_mma_tma_m16", "bf16", "bf16", 16, 64, page=BOXED_PAGE)
+
+
+def test_not_finite_warpgroups():
+    path = "shaders/cuda/ptx/mla_decode"
+    not_finite(f"{path}_wgmma_bf16.ptx", "mla_decode_512_64_wgmma_m64", "bf16", "bf16", 64, 64, BOXES, GROUPS_PAGE)
+    not_finite(f"{path}_swap_f16.ptx", "mla_decode_512_64_wgmma_swap_ab_n16", "f16", "f16", 16, 64, BOXES, GROUPS_PAGE)
 
 
 def without_each_barrier(ptx, name, rows, chosen):

@@ -6,6 +6,9 @@
 
 constexpr u32 DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: its rows have one split
 constexpr float EMPTY = -1.0e38f; // finite sentinel for the LSE -inf of a row that attends to no key
+#define NO_WEIGHT __uint_as_float(0xFF800000u) // -inf: the LSE of a split whose keys all have the logit -inf
+constexpr u32 NAN_BITS = 0x7FC00000u;
+#define NOT_A_NUMBER __uint_as_float(NAN_BITS)
 
 enum Dtype : u32 { F32, F16, BF16, E4M3 };
 

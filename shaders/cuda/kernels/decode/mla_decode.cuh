@@ -14,10 +14,11 @@
 // split into PARTS. For f16, a query row is first scaled by a power of two into f16's range.
 //
 // A masked token weighs exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on which rows share its
-// tile. Measured against FlashMLA and others: benches/results/h200-cuda*.md.
+// tile. An item with a logit that is NaN or infinite, masked or not, is done again in f32 (decode_f32.cuh). Measured against FlashMLA and others: benches/results/h200-cuda*.md.
 #pragma once
 
 #include "decode_boxes.cuh"
+#include "decode_f32.cuh"
 #include "decode_scores.cuh"
 
 // The accumulators of a warp's columns of the output, for all rows.
@@ -247,7 +248,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         // 2. softmax
         const u32 first = tile_begin + token_warp * (T::TOKEN_TILES * 8) + lane % 4 * 2;
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
-        bool grows = false;
+        bool grows = false, is_odd = false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u32 row = row_warp * 16 + h * 8 + lane / 4;
@@ -260,6 +261,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
                 for (int e = 0; e < 2; e++) {
                     float& logit = logits[j][2 * h + e];
                     logit *= scale;
+                    is_odd |= !is_finite(logit);
                     if (masks && first + j * 8 + e >= limit) logit = EMPTY;
                     grows |= logit > top[h] + LAZY;
                 }
@@ -267,7 +269,9 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         }
         float fresh[2];
         weigh<T>(logits, top, fresh, own);
-        if (any_of_block(grows)) {
+        if (any_of_block(grows || is_odd)) {
+            // Noted where no register is needed: all warps have read their scales of this tile, and find them after the next barrier.
+            if (is_odd) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 float largest = EMPTY;
@@ -319,6 +323,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         if (lane % 4 == 0) maxima[token_warp * T::ROWS + row_warp * 16 + h * 8 + lane / 4] = sum[h];
     }
     __syncthreads();
+    if (!is_finite(scales[0])) return decode_rows<T>(args, warp);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const u32 row = row_warp * 16 + h * 8 + lane / 4;

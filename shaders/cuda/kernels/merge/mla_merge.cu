@@ -5,7 +5,7 @@
 // Partial result i belongs to group i % GROUPS. A group adds its partial results in order, then the groups are added in order. Two tiles with the
 // same bits: for few rows (`few`) a block takes 32 columns of a row and 8 lanes a group; for many rows (`many`) a warp takes 128 columns of a
 // row, group by group. An empty partial result weighs exactly 0, and where one alone is not empty it weighs exactly 1, so empty splits change
-// no bit.
+// no bit. A split whose keys all have the logit -inf weighs 0 too, but its NaN reaches the output; a row of such splits alone is NaN.
 #include "decode/mla.cuh"
 
 // limits: mla_merge_few_* registers=168 threads=64
@@ -36,6 +36,13 @@ struct Partials {
 
     DEVICE const float* at(u32 i) const { return first + static_cast<u64>(partials[i]) * PITCH; }
     DEVICE float lse(u32 i) const { return at(i)[LATENT]; }
+
+    // Whether keys of logit -inf are among those of partial results from, from + step, ..
+    DEVICE bool sees_keys(u32 from, u32 step) const {
+        bool sees = false;
+        for (u32 i = from; i < count; i += step) sees |= lse(i) != EMPTY;
+        return sees;
+    }
 };
 
 // AHEAD partial results, `step` apart, whose loads are issued together.
@@ -68,7 +75,7 @@ struct Sum {
     float4 value;
 
     DEVICE void add(float lse, float4 part, float top) {
-        if (lse <= EMPTY) return;
+        if (lse == EMPTY) return;
         const float share = exp2_fast(lse - top);
         weight += share;
         value.x = fmaf(share, part.x, value.x);
@@ -124,6 +131,8 @@ DEVICE void merge_few(const Args& args) {
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < THREADS / LANES; w++) top = fmaxf(top, maxima[w]);
+    // The same in all threads.
+    if (top == EMPTY && any_of_block(partials.sees_keys(threadIdx.x, THREADS))) top = NOT_A_NUMBER;
 
     Sum sum = nothing();
     for (u32 first = group; first < partials.count; first += AHEAD * GROUPS) {
@@ -164,6 +173,7 @@ DEVICE void merge_many(const Args& args) {
     float top = EMPTY;
     for (u32 i = lane; i < partials.count; i += LANES) top = fmaxf(top, partials.lse(i));
     top = largest_of_warp(top);
+    if (top == EMPTY && __any_sync(~0u, partials.sees_keys(lane, LANES))) top = NOT_A_NUMBER;
 
     Sum total = nothing();
     if (is_short) {

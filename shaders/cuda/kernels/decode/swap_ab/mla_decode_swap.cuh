@@ -11,10 +11,12 @@
 //               loader as soon as they are multiplied
 //
 // Loads are 8-token TMA boxes, whose requests are contiguous, where pages allow them, else cp.async: the same bits. Tokens past the item's end
-// are zeros and weigh 0. A row's bits do not depend on which rows share its block.
+// are zeros and weigh 0. A row's bits do not depend on which rows share its block. An item with a logit that is
+// NaN or infinite, masked or not, is done again in f32 (decode_f32.cuh).
 // Measured on H200s: benches/results/h200-cuda7-2026-11-23.md, h200-cuda8-2026-11-23.md.
 #pragma once
 
+#include "decode/decode_f32.cuh"
 #include "decode/decode_queries.cuh"
 #include "swap_loader.cuh"
 #include "lib/wgmma.cuh"
@@ -103,6 +105,8 @@ DEVICE void weigh_turned(const Sums<T>& logits, const float (&top)[T::ROW_TILES]
 template <class T>
 DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared, u32 warp) {
     wait_for_arrivals(shared_address(shared + T::STAGED_AT), 0);
+    // The other warps do the item again in f32.
+    if (!is_finite(*reinterpret_cast<const float*>(shared + T::SCALES_AT))) return;
     const float* staged = reinterpret_cast<const float*>(shared + T::PLACES_AT);
     const float* lse = reinterpret_cast<const float*>(shared + T::LSE_AT);
     const u32 lane = threadIdx.x % LANES;
@@ -221,7 +225,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         const u32 tile_begin = item.kv_begin + tile * T::TOKENS;
         // 2. softmax
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
-        bool grows = false;
+        bool grows = false, is_odd = false;
 #pragma unroll
         for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
@@ -229,6 +233,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
                 const u32 row = first_row + j * 8 + e % 2;
                 float& logit = logits[j][e];
                 logit *= scales[row];
+                is_odd |= !is_finite(logit);
                 if (masks && tile_begin + first_token + e / 2 * 8 >= seen[row]) logit = EMPTY;
                 grows |= logit > top[j][e % 2] + LAZY;
             }
@@ -236,7 +241,9 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         const u32 turn = tile % 2 * T::TURN_BYTES, to = own_weights ^ turn;
         weigh_turned<T>(logits, top, fresh, to);
         before_tensor_copies();
-        if (any_of_warps<T::WARPS>(1, grows)) {
+        if (any_of_warps<T::WARPS>(1, grows || is_odd)) {
+            // Noted where no register is needed: all warps have read their scales of this tile, and find them after the next barrier.
+            if (is_odd) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
             float factor[T::ROW_TILES][2];
 #pragma unroll
             for (int j = 0; j < T::ROW_TILES; j++)
@@ -303,6 +310,10 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
             if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = sum[j][e];
         }
     wait_for_warps<T::WARPS>(1);
+    if (!is_finite(scales[0])) {
+        arrive(base + T::STAGED_AT);
+        return decode_rows<T>(args, warp);
+    }
     float* staged_out = reinterpret_cast<float*>(shared + T::PLACES_AT);
 #pragma unroll
     for (int j = 0; j < T::ROW_TILES; j++)

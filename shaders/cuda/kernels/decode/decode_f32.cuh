@@ -1,0 +1,120 @@
+// One query row of an item in f32, by one warp, without tensor cores: all of the variant `simple`, and what the variants on tensor cores do
+// with an item whose logits are not all finite.
+//
+//   for token of the item that the row sees: logit = scale * q . kv[token]; online softmax; out += weight * kv[token][:L]
+//
+// Masked tokens are not read, so that what they hold has no influence. IEEE arithmetic gives the rest of the pattern in docs/numbers.md: a logit
+// of NaN or +inf makes the row's sum NaN; one of -inf weighs 0, and 0 times an infinite element is NaN in that column.
+#pragma once
+
+#include "mla.cuh"
+
+// False for NaN and infinities.
+DEVICE bool is_finite(float x) {
+    return fabsf(x) <= 0x1.fffffep127f;
+}
+
+// Two consecutive elements of a cache row.
+template <Dtype CACHE>
+DEVICE float2 cache_pair(const u8* row, u32 column) {
+    if constexpr (CACHE == F32) {
+        return *reinterpret_cast<const float2*>(row + column * 4);
+    } else if constexpr (CACHE == E4M3) {
+        const u16 codes = *reinterpret_cast<const u16*>(row + column);
+        return make_float2(e4m3_to_float(static_cast<u8>(codes)), e4m3_to_float(static_cast<u8>(codes >> 8)));
+    } else {
+        const u32 word = *reinterpret_cast<const u32*>(row + column * 2);
+        const u16 first = static_cast<u16>(word), second = static_cast<u16>(word >> 16);
+        if constexpr (CACHE == F16) return make_float2(f16_to_float(first), f16_to_float(second));
+        return make_float2(bf16_to_float(first), bf16_to_float(second));
+    }
+}
+
+// A lane has two consecutive columns of every 64.
+template <int LATENT, int ROPE, Dtype CACHE>
+DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row) {
+    constexpr int BYTES = bytes_of(CACHE), DIM = LATENT + ROPE, PAIRS = (DIM + 63) / 64, VALUE_PAIRS = LATENT / 64;
+    const u32 lane = threadIdx.x % LANES, index = item.first_row + row, head = index % args.num_heads;
+    const QueryToken query = args.queries[index / args.num_heads];
+    const u32 token = bound_token(args, query.token);
+    const u32 query_bytes = args.query_dtype == F32 ? 4 : args.query_dtype == E4M3 ? 1 : 2;
+    const u8* nope = args.q_nope + (token * args.q_nope_token_stride + head * args.q_nope_head_stride) * query_bytes;
+    const u8* pe = args.q_pe + (token * args.q_pe_token_stride + head * args.q_pe_head_stride) * query_bytes;
+    float2 q[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const u32 column = i * 64 + lane * 2;
+        q[i] = make_float2(0.0f, 0.0f);
+        if (column >= DIM) break;
+        const u8* part = column < LATENT ? nope : pe;
+        const u32 at = column < LATENT ? column : column - LATENT;
+        q[i] = make_float2(element(part, args.query_dtype, at), element(part, args.query_dtype, at + 1));
+    }
+
+    const u32 page_size = args.page_size;
+    const u32 end = min(query.visible, item.kv_end);
+    float top = EMPTY, sum = 0.0f;
+    float2 out[VALUE_PAIRS] = {};
+    for (u32 at = item.kv_begin; at < end; at++) {
+        const u32 page = at / page_size;
+        const u32 id = bound_page(args, args.pages[item.page_begin + page]);
+        const u64 first = id * args.kv_block_stride + static_cast<u64>(at - page * page_size) * DIM;
+        const u8* key = args.kv + first * BYTES;
+        float2 k[PAIRS];
+        float logit = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const u32 column = i * 64 + lane * 2;
+            k[i] = make_float2(0.0f, 0.0f);
+            if (column >= DIM) break;
+            k[i] = cache_pair<CACHE>(key, column);
+            logit = fmaf(q[i].x, k[i].x, fmaf(q[i].y, k[i].y, logit));
+        }
+#pragma unroll
+        for (int lanes = 1; lanes < LANES; lanes *= 2) logit += __shfl_xor_sync(~0u, logit, lanes);
+        logit *= args.logit_scale;
+        if (logit > top) {
+            const float factor = exp2_fast(top - logit);
+            sum *= factor;
+#pragma unroll
+            for (int i = 0; i < VALUE_PAIRS; i++) out[i] = make_float2(out[i].x * factor, out[i].y * factor);
+            top = logit;
+        }
+        const float weight = exp2_fast(logit - top);
+        sum += weight;
+#pragma unroll
+        for (int i = 0; i < VALUE_PAIRS; i++) out[i] = make_float2(fmaf(weight, k[i].x, out[i].x), fmaf(weight, k[i].y, out[i].y));
+    }
+
+    // The sum is 0 where the row sees no key, or only keys of logit -inf: then the whole row is NaN, but a split of it only has no weight.
+    const bool sees_keys = end > item.kv_begin, any = !(sum == 0.0f); // NaN too
+    const bool is_direct = item.partial == DIRECT;
+    const float factor = any ? 1.0f / sum : sees_keys && is_direct ? NOT_A_NUMBER : 1.0f;
+    const float base_2 = any ? top + log2_fast(sum) : !sees_keys ? EMPTY : is_direct ? NOT_A_NUMBER : NO_WEIGHT;
+    float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (LATENT + 4);
+#pragma unroll
+    for (int i = 0; i < VALUE_PAIRS; i++) {
+        const u32 column = i * 64 + lane * 2;
+        if (is_direct) {
+            store_out(args, token, head, column, out[i].x * factor, out[i].y * factor);
+        } else {
+            *reinterpret_cast<float2*>(partial + column) = make_float2(out[i].x * factor, out[i].y * factor);
+        }
+    }
+    if (lane == 0) {
+        if (is_direct) {
+            store_lse(args, token, head, base_2, sees_keys);
+        } else {
+            partial[LATENT] = base_2;
+        }
+    }
+}
+
+// The item of a block on tensor cores again, by WARPS warps: where some logit, a masked one too, is NaN or infinite. On tensor cores a masked
+// token weighs 0, and 0 times NaN would reach rows that do not see it. The item is read again, so that the main loop keeps no register for it.
+template <class T>
+DEVICE void decode_rows(const Args& args, u32 warp) {
+    const WorkItem item = args.items[blockIdx.x];
+#pragma unroll 1
+    for (u32 row = warp; row < item.num_rows; row += T::WARPS) decode_row<T::LATENT, T::DIM - T::LATENT, T::CACHE>(args, item, row);
+}
