@@ -17,7 +17,7 @@ use crate::ops::PrefillSequence;
 use crate::tables::{ROW_HOLDS, check_rows, row_of};
 use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SplitPolicy, Tiling};
 
-/// One step's batch for a whole layer.
+/// One step's batch of an [`MlaLayer`].
 #[derive(Debug, Clone, Copy)]
 pub struct LayerBatch<'a> {
     /// Tokens of each sequence in the cache, this step's new ones included.

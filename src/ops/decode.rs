@@ -40,7 +40,7 @@ pub enum LseBase {
     Two,
 }
 
-/// One layer of a model as a decode reads and writes it.
+/// One layer of a model, as an [`MlaDecode`] reads and writes it. `total_q` is the number of query tokens of a batch.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaDecodeArgs<B> {
     /// The absorbed query, `[total_q, H, L + R]` or in two parts.
@@ -61,7 +61,7 @@ pub struct MlaDecodeArgs<B> {
     pub q_scale: f32,
 }
 
-/// Choices of a decode that have a default.
+/// Choices of an [`MlaDecode`] that have a default.
 #[derive(Debug, Clone, Default)]
 pub struct DecodeOptions {
     /// Forces a kernel variant by name.
