@@ -42,7 +42,8 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolic
 /// absorbed form, and prefills in chunks of the workspace, in one batch. One compiled layer serves all layers of a model.
 ///
 /// Arguments of a layer: [`MlaLayerArgs`]. Input of a step: a [`LayerBatch`] and a [`SplitPolicy`]. Options: [`LayerOptions`]; its
-/// [`LayerOptions::capacity`] has no useful default.
+/// [`LayerOptions::capacity`] has no useful default. `prepare` refuses a step with the errors of [`LayerPlan::new`], and one past that
+/// capacity with [`Error::Capacity`].
 ///
 /// ```
 /// use wgpu_mla::*;

@@ -196,8 +196,8 @@ impl Plan {
     /// Plans a step.
     ///
     /// # Errors
-    /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that
-    /// contradicts itself.
+    /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that contradicts itself;
+    /// [`Error::Limit`] for more query rows, pages or partial results than 32 bits count.
     pub fn new(spec: &MlaDecode, tiling: &Tiling, batch: &Batch<'_>, policy: SplitPolicy) -> Result<Self> {
         let mut plan = Self::default();
         plan.update(spec, tiling, batch, policy)?;

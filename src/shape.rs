@@ -94,6 +94,10 @@ impl KvSpec {
 /// Arguments of a layer: [`crate::MlaDecodeArgs`]. Input of a step: a [`crate::Plan`] and a [`crate::PageTable`]. Options:
 /// [`crate::DecodeOptions`].
 ///
+/// `prepare` refuses a plan of another spec or tiling ([`Error::OtherSpec`], [`Error::Shape`]) and what [`crate::write_tables`] does, such
+/// as [`Error::PageOutOfRange`]; [`Error::LayoutMismatch`] is [`crate::PageTable::Device`] without
+/// [`crate::DecodeOptions::device_page_list`].
+///
 /// ```
 /// use wgpu_mla::{Batch, Device, MlaDecode, MlaDecodeArgs, PageTable, Plan, SplitPolicy, cpu::Cpu};
 /// # use wgpu_mla::{Dtype, KvSpec, MlaShape};

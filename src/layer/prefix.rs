@@ -14,7 +14,11 @@ use crate::view::{KvView, View};
 /// Expands a prefix that sequences share: its rows of the cache become the keys and values of each head, in [`Expanded`] arrays that an
 /// [`MlaLayer`] of the same spec attends: see [`ExpandedPrefix`](crate::ExpandedPrefix).
 ///
-/// Arguments of a layer: [`MlaExpandArgs`]. Input of a step: an [`ExpandBatch`].
+/// Arguments of a layer: [`MlaExpandArgs`]. Input of a step: an [`ExpandBatch`], with the errors of a [`KvGather`]'s: [`SeqLen`] for pages
+/// that do not hold its tokens, [`PageOutOfRange`] for a page that is not in the pool.
+///
+/// [`SeqLen`]: crate::Error::SeqLen
+/// [`PageOutOfRange`]: crate::Error::PageOutOfRange
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, ExpandBatch, Expanded, KvView, MlaExpand, MlaExpandArgs, cpu::Cpu};

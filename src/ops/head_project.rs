@@ -54,6 +54,7 @@ pub enum WeightOrder {
 /// [`HeadProject::v_up`] and [`HeadProject::k_up`] are the three of MLA.
 ///
 /// Arguments of a layer: [`HeadProjectArgs`]. Input of a step: a `Range<u32>`: the tokens that are projected, of `x` and of `y`.
+/// [`Error::Shape`] is a range that ends before it begins.
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, View, WeightView, cpu::Cpu};

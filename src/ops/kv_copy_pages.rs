@@ -5,10 +5,11 @@ use super::variants::OpOptions;
 use crate::view::KvView;
 use crate::{Error, KvSpec, Result};
 
-/// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's `copy_blocks`.
+/// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
+/// `copy_blocks_mla`.
 ///
 /// Arguments of a layer: its cache, a [`KvView`]. Input of a step: a list of copies `(from, to)`, `&[(u32, u32)]` in page ids:
-/// [`crate::AppendBatch::copies`]. What [`check_copies`] refuses is an error before anything is copied.
+/// [`crate::AppendBatch::copies`]. [`check_copies`] is the check of it: [`Error::CopyConflict`].
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, KvCopyPages, KvSpec, KvView, cpu::Cpu};

@@ -10,7 +10,9 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 /// Copies tokens of the paged cache to rows of a contiguous array: vLLM's `cp_gather_cache`, and with an e4m3 cache and a wider output
 /// its `gather_and_maybe_dequant_cache`.
 ///
-/// Arguments of a layer: [`KvGatherArgs`]. Input of a step: a [`GatherBatch`].
+/// Arguments of a layer: [`KvGatherArgs`]. Input of a step: a [`GatherBatch`]. `prepare` refuses one with [`Error::Length`],
+/// [`Error::OtherSpec`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::GatherRange`], [`Error::GatherOverlap`], and
+/// [`Error::LayoutMismatch`] for [`PageTable::Device`].
 ///
 /// Bits are copied where the dtypes agree. An e4m3 code becomes the f32 product of its value and `k_scale`, then an element of the output:
 /// rounded to nearest even both times, on every device; a NaN code becomes a quiet NaN of its sign. Other pairs of dtypes are rounded

@@ -11,6 +11,7 @@ use crate::{Dtype, Error, Result};
 /// Merges any number of partial attention results of the same queries by LSE: FlashInfer's `merge_states`.
 ///
 /// Arguments of a layer: [`MergeStatesArgs`]. Input of a step: `(Range<u32>, u32)`: which tokens are merged, and how many of the sets.
+/// [`Error::Shape`] is a range that ends before it begins, or a number of sets outside 1 to 65,536.
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, MergeStates, MergeStatesArgs, View, cpu::Cpu};

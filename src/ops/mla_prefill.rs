@@ -9,7 +9,8 @@ pub(crate) mod tiles;
 /// The attention of a prefill in expanded form: each head has keys and values of its own, as `kv_b_proj` makes them of latents.
 /// Variable-length, causal or not: what vLLM calls `flash_attn_varlen_func` for.
 ///
-/// Arguments of a layer: [`MlaPrefillArgs`]. Input of a step: a list of [`PrefillSequence`]s. Options: [`PrefillOptions`].
+/// Arguments of a layer: [`MlaPrefillArgs`]. Input of a step: a list of [`PrefillSequence`]s, with the errors of [`PrefillExtent::of`].
+/// Options: [`PrefillOptions`].
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, MlaPrefill, MlaPrefillArgs, PrefillSequence, View, cpu::Cpu};

@@ -22,7 +22,8 @@ pub enum RopeLayout {
 
 /// Rotates rows by their tokens' positions (RoPE): `(x, y) -> (x cos - y sin, y cos + x sin)` for each pair of elements.
 ///
-/// Arguments of a layer: [`RopeArgs`]. Input of a step: a `Range<u32>`: the tokens that are rotated.
+/// Arguments of a layer: [`RopeArgs`]. Input of a step: a `Range<u32>`: the tokens that are rotated. [`Error::Shape`] is a range that ends
+/// before it begins.
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, Rope, RopeArgs, RopeFrequencies, RopeLayout, View, cpu::Cpu};

@@ -10,7 +10,8 @@ use crate::{Dtype, Error, Result};
 /// What a decode needs before it, in one dispatch: rotates queries, rotates the keys of new tokens and appends their rows to the cache,
 /// as [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other.
 ///
-/// Arguments of a layer: [`RopeAppendArgs`]. Input of a step: a [`RopeAppendBatch`].
+/// Arguments of a layer: [`RopeAppendArgs`]. Input of a step: a [`RopeAppendBatch`], with the errors of a [`KvAppend`]'s, [`Error::Length`]
+/// for another number of positions than tokens, and [`Error::Shape`] for a negative position.
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, KvAppend, KvAppendArgs, RopeAppend, RopeAppendArgs, RopeAppendBatch, cpu::Cpu};
