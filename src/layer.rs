@@ -156,8 +156,10 @@ impl MlaLayer {
         MlaDecode { shape: self.shape, kv: self.kv, query: self.dtype, out: self.dtype }
     }
 
+    /// Whether these dims and dtypes are served.
+    ///
     /// # Errors
-    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
+    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where only the cache may have it.
     pub fn check(&self) -> Result<()> {
         self.mla().check()?;
         for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
@@ -274,7 +276,8 @@ pub struct LayerFacts {
     pub workspace_bytes: u64,
 }
 
-/// One layer of a model, as an [`MlaLayer`] reads and writes it. `T` is the number of query tokens of a batch.
+/// One layer of a model, as an [`MlaLayer`] reads and writes it. `T` is the number of query tokens of a batch. Offsets and
+/// strides are multiples of 8 elements.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaLayerArgs<B> {
     /// `[T, H, P]`, the part of the query that does not rotate.

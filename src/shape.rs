@@ -29,8 +29,10 @@ impl MlaShape {
         self.kv_lora_rank + self.qk_rope_head_dim
     }
 
+    /// Whether these dims are served: see [`SUPPORTED_DIMS`].
+    ///
     /// # Errors
-    /// [`Error::Shape`] where no shader serves these dims.
+    /// [`Error::Shape`] where no kernel serves them.
     pub fn check(&self) -> Result<()> {
         if !(1..=128).contains(&self.num_heads) {
             let got = self.num_heads.into();
@@ -70,8 +72,10 @@ impl KvSpec {
         tokens.div_ceil(self.page_size)
     }
 
+    /// Whether a cache can have these pages.
+    ///
     /// # Errors
-    /// [`Error::Shape`] for a page size outside 1..=256 or an empty pool.
+    /// [`Error::Shape`] for a page size outside 1..=256, an empty pool, or one of 2^31 slots or more.
     pub fn check(&self) -> Result<()> {
         if !(1..=256).contains(&self.page_size) {
             let got = self.page_size.into();
@@ -137,8 +141,10 @@ pub struct MlaDecode {
 }
 
 impl MlaDecode {
+    /// Whether these dims and dtypes are served.
+    ///
     /// # Errors
-    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
+    /// [`Error::Shape`] as [`MlaShape::check`] and [`KvSpec::check`], [`Error::DtypeUnsupported`] for an e4m3 output.
     pub fn check(&self) -> Result<()> {
         self.shape.check()?;
         self.kv.check()?;

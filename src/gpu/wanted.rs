@@ -125,7 +125,7 @@ fn cooperative_tile(offered: &[wgpu::CooperativeMatrixProperties]) -> u32 {
 }
 
 /// Devices whose conversion from f16 keeps subnormals. By Vulkan's float controls Mesa's drivers for AMD, Apple and NVIDIA
-/// can keep them and the one for Adreno only flushes; tests/codes.rs shows what a device does. Add one where it passes.
+/// can keep them and the one for Adreno only flushes; tests/it/codes.rs shows what a device does. Add one where it passes.
 fn keeps_f16_subnormals(info: &wgpu::AdapterInfo) -> bool {
     const AMD: u32 = 0x1002;
     const APPLE: u32 = 0x106B;

@@ -31,8 +31,10 @@ impl HeadDims {
         self.rows() * self.kv_lora_rank as u64
     }
 
+    /// Whether a [`HeadProject`] serves these dims.
+    ///
     /// # Errors
-    /// [`Error::Shape`].
+    /// [`Error::Shape`] for heads outside 1 to 128, or another dim that is no multiple of 8 from 8 to 65,536.
     pub fn check(&self) -> Result<()> {
         check_heads(self.num_heads)?;
         check_dim("kv_lora_rank", self.kv_lora_rank)?;

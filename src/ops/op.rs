@@ -37,6 +37,8 @@ pub trait Op: Copy + Debug {
     /// What a step has room for without new memory.
     type Capacity: Copy + Default;
 
+    /// Whether the op is served.
+    ///
     /// # Errors
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
     fn check(&self) -> Result<()>;
@@ -271,12 +273,10 @@ pub trait Kernel<O: Op>: Device {
         only_candidate()
     }
 
-    /// # Errors
-    /// Those of [`Device::compile_with`].
+    /// Selects and compiles a variant: see [`Device::compile_with`], whose errors it has.
     fn kernel_compile(&self, op: &O, options: &O::Options) -> Result<(Self::Kernels, O::Facts, Choice)>;
 
-    /// # Errors
-    /// Those of [`Compiled::step`].
+    /// See [`Compiled::step`], whose errors it has.
     fn kernel_step(&self, op: &O, kernels: &Self::Kernels, capacity: O::Capacity) -> Result<Self::Step>;
 
     /// What fits a step without new memory.
@@ -284,8 +284,7 @@ pub trait Kernel<O: Op>: Device {
         O::Capacity::default()
     }
 
-    /// # Errors
-    /// Those of [`Compiled::prepare`].
+    /// Checks and uploads a step's input: see [`Compiled::prepare`], whose errors it has.
     fn kernel_prepare(
         &self,
         op: &O,
@@ -294,8 +293,7 @@ pub trait Kernel<O: Op>: Device {
         input: O::Input<'_>,
     ) -> Result<O::Extent>;
 
-    /// # Errors
-    /// Those of [`Compiled::bind`].
+    /// Binds checked arguments: see [`Compiled::bind`], whose errors it has.
     fn kernel_bind(
         &self,
         op: &O,
@@ -304,8 +302,7 @@ pub trait Kernel<O: Op>: Device {
         room: O::Extent,
     ) -> Result<Self::Binding>;
 
-    /// # Errors
-    /// Those of the device: what a host does wrong was found before.
+    /// Adds the commands of one layer. Its errors are the device's: what a host does wrong was found before.
     fn kernel_record(
         &self,
         op: &O,
@@ -316,7 +313,7 @@ pub trait Kernel<O: Op>: Device {
     ) -> Result<()>;
 }
 
-/// An op, compiled on a device.
+/// An op, compiled on a device by [`Device::compile`]. It makes steps and bindings, and records a step with a binding.
 #[derive(Debug)]
 pub struct Compiled<O: Op, D: Kernel<O>> {
     pub(crate) device: D,
@@ -370,7 +367,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         &self.device
     }
 
-    /// What a host has to know of it.
+    /// What a host has to know of it, such as a decode's [`crate::Tiling`].
     pub fn facts(&self) -> &O::Facts {
         &self.facts
     }
