@@ -66,7 +66,8 @@ impl<B> View<B> {
     }
 }
 
-/// The cache of a layer: `[num_pages, page_size, L + R]` somewhere in a buffer.
+/// The cache of a layer: `[num_pages, page_size, L + R]` somewhere in a buffer. It is all that a [`KvCopyPages`](crate::KvCopyPages) takes
+/// of a layer.
 #[derive(Debug, Clone, Copy)]
 pub struct KvView<B> {
     /// The buffer; it may hold the caches of many layers.
