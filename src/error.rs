@@ -5,14 +5,14 @@ use crate::Dtype;
 /// The result of a fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What was wrong with a call, and what to do about it.
+/// What was wrong with a call, and what to do about it: the message of each names the cure.
 ///
-/// Everything a caller hands over is checked before a command is recorded, so an error leaves the
-/// caller's buffers, encoder and pool as they were.
+/// Everything a caller hands over is checked before a command is recorded, so an error leaves the caller's buffers, encoder and pool as
+/// they were. Sizes are in the unit that the field names: bytes, elements, tokens or pages.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The attention dims are not ones that a shader exists for.
+    /// A number that the op does not serve or that contradicts another: a dim, a count, a stride, a range, an index. Pass what `cure` says.
     #[error("{what} {got}: {cure}")]
     Shape {
         /// The field at fault.
@@ -22,7 +22,7 @@ pub enum Error {
         /// What it must be.
         cure: &'static str,
     },
-    /// An array has another length than its description needs.
+    /// A slice has another number of entries than its batch, spec or dims need. Pass exactly `want` of them.
     #[error("{what} has {got} entries, {want} are needed: {cure}")]
     Length {
         /// The array at fault.
@@ -34,7 +34,7 @@ pub enum Error {
         /// What to do.
         cure: &'static str,
     },
-    /// A buffer is too small for the view that was described on it.
+    /// A buffer ends before the view that was described on it. Make the buffer larger, or correct the view's offset, strides or counts.
     #[error(
         "{what}: the view ends at byte {end}, the buffer has {size}: make the buffer larger or correct the offset, strides or counts"
     )]
@@ -46,7 +46,7 @@ pub enum Error {
         /// Bytes in the buffer.
         size: u64,
     },
-    /// An offset or a stride does not fall on the unit that the shaders read.
+    /// An offset, stride or length is no multiple of what kernels or copies read at a time. Round it up to a multiple of `of`.
     #[error("{what} {got}: must be a multiple of {of} {unit}")]
     Alignment {
         /// The field at fault.
@@ -58,7 +58,7 @@ pub enum Error {
         /// The unit of both.
         unit: &'static str,
     },
-    /// A dtype that this argument cannot have.
+    /// A dtype that this argument cannot have. Use one of those that `cure` names.
     #[error("{what} cannot be {got}: {cure}")]
     DtypeUnsupported {
         /// The argument at fault.
@@ -68,7 +68,7 @@ pub enum Error {
         /// What it can be.
         cure: &'static str,
     },
-    /// A scale that is zero, negative, infinite or NaN.
+    /// A factor that is zero, negative, infinite or NaN, or so small that its reciprocal is infinite. Pass one that is finite and above 0.
     #[error("{what} {got}: must be finite and greater than zero")]
     Scale {
         /// The scale at fault.
@@ -76,7 +76,7 @@ pub enum Error {
         /// Its value.
         got: f32,
     },
-    /// A scale of codes for elements that are none.
+    /// A `k_scale` or `q_scale` other than 1 for elements that are no FP8 codes. Pass 1, or use e4m3.
     #[error("{what} {got}: {dtype} elements have no scale: pass 1, or use e4m3")]
     ScaleWithoutCodes {
         /// Which scale.
@@ -86,7 +86,8 @@ pub enum Error {
         /// What the elements are.
         dtype: Dtype,
     },
-    /// A weight that is not finite, or that a dtype has no finite number for.
+    /// A weight that is not finite, or past the largest finite number of the dtype that was asked for. Prepare it in bf16 or f32, or
+    /// correct the checkpoint.
     #[error(
         "kv_b_proj.weight[{index}] = {value} is no finite {dtype}: prepare it in bf16 or f32, or correct the checkpoint where it is not finite"
     )]
@@ -98,7 +99,7 @@ pub enum Error {
         /// The dtype that was asked for.
         dtype: Dtype,
     },
-    /// A page id in the used part of a block table that is not in the pool.
+    /// A page id, in the used part of a block table, that is not in the pool. Make the table anew from the pool that owns the cache.
     #[error(
         "sequence {seq}, block {block}: page {page} is not in the pool of {num_pages} pages: rebuild the block table from the pool"
     )]
@@ -112,7 +113,7 @@ pub enum Error {
         /// Pages in the pool.
         num_pages: u32,
     },
-    /// Two sequences of a shared prefix whose block tables differ within it.
+    /// Two sequences of a shared prefix whose block tables differ within it. Share fewer tokens, or fork one from the other.
     #[error(
         "shared prefix: block {block} of sequences {first} and {other} is not the same page: share fewer tokens, or fork the sequence from the other"
     )]
@@ -124,7 +125,7 @@ pub enum Error {
         /// Index of the page in both.
         block: usize,
     },
-    /// A slot of a `slot_mapping` that is not in the pool.
+    /// A slot of a `slot_mapping` that is not in the pool. Make the mapping from the pool; a negative slot skips its token.
     #[error(
         "slot_mapping[{index}] = {slot}: the pool has {num_slots} slots; use a negative slot to skip a token"
     )]
@@ -136,7 +137,8 @@ pub enum Error {
         /// Slots in the pool: pages times page_size.
         num_slots: u64,
     },
-    /// A new token that a layer would write to another slot than its block table has for it, so that it would never be read.
+    /// A new token that a layer would write to another slot than its block table has for it, so that it would never be read. Make mapping
+    /// and table from one pool, after its append.
     #[error(
         "slot_mapping[{index}] = {slot}, but the block table has that token in slot {want}: make both from one pool, after its append; negative if the token is in the cache already"
     )]
@@ -148,7 +150,7 @@ pub enum Error {
         /// Where the block table has the token.
         want: i64,
     },
-    /// Two tokens of one append go to the same slot, so the result would depend on timing.
+    /// Two tokens of one append go to the same slot, so the result would depend on timing. Give each a slot of its own.
     #[error(
         "slot_mapping[{first}] and slot_mapping[{second}] are both slot {slot}: give each token a slot of its own"
     )]
@@ -160,7 +162,7 @@ pub enum Error {
         /// The slot of both.
         slot: i64,
     },
-    /// A range of a gather that is not in its batch.
+    /// A range of a gather that names a sequence, tokens or rows that are not there. Do what `cure` says.
     #[error("gather range {index}: {what} {got}, the limit is {limit}: {cure}")]
     GatherRange {
         /// Index of the range.
@@ -174,7 +176,7 @@ pub enum Error {
         /// What to do.
         cure: &'static str,
     },
-    /// Two ranges of one gather write the same row, so the result would depend on timing.
+    /// Two ranges of one gather write the same row, so the result would depend on timing. Give each token a row of its own.
     #[error("gather ranges {first} and {second} both write row {row}: give each token a row of its own")]
     GatherOverlap {
         /// Index of the range that begins first.
@@ -184,7 +186,8 @@ pub enum Error {
         /// The first row of both.
         row: u64,
     },
-    /// A list of page copies that would depend on the order in which a GPU runs them.
+    /// A list of page copies that would depend on the order in which a GPU runs them, or that names a page outside the pool. `why` has the
+    /// cure, such as a second call.
     #[error("copy {index}: page {page} {why}")]
     CopyConflict {
         /// Index of the pair in the list.
@@ -194,7 +197,7 @@ pub enum Error {
         /// What is wrong, and the cure.
         why: &'static str,
     },
-    /// The pool has fewer free pages than were asked for. No sequence was changed.
+    /// The pool has fewer free pages than were asked for. No sequence was changed. Free or truncate a sequence, or make a larger pool.
     #[error("out of pages: {wanted} wanted, {free} free of {total}: free a sequence or make the pool larger")]
     OutOfPages {
         /// Pages that the call needs.
@@ -204,19 +207,19 @@ pub enum Error {
         /// Pages in the pool.
         total: usize,
     },
-    /// A handle of a sequence that was freed.
+    /// A handle of a sequence that was freed. Add or fork another.
     #[error("sequence {number} is no longer in the pool: it was freed; add or fork another")]
     UnknownSequence {
         /// [`crate::SeqId::number`] of the handle.
         number: u64,
     },
-    /// A handle of a sequence of another pool.
+    /// A handle of a sequence of another pool. Use it with the pool that made it.
     #[error("sequence {number} is of another pool: use it with the pool that made it")]
     OtherPool {
         /// [`crate::SeqId::number`] of the handle.
         number: u64,
     },
-    /// A plan or block table that was made for another cache or other heads than the op was compiled for.
+    /// A plan or block table that was made for another cache or other heads than the op was compiled for. Make both from one spec.
     #[error("{what} is {got}, the op was compiled for {want}: make both from one spec")]
     OtherSpec {
         /// What differs.
@@ -226,7 +229,8 @@ pub enum Error {
         /// What the op was compiled for.
         want: u32,
     },
-    /// `query_start_loc` that does not begin at 0 or that goes down.
+    /// A `query_start_loc` that does not begin at 0 or that goes down. [`crate::query_start_loc`] makes it from the number of each sequence's
+    /// query tokens.
     #[error("query_start_loc[{index}] = {got}: must start at 0 and never go down")]
     QueryStartLoc {
         /// Index of the entry at fault.
@@ -234,7 +238,7 @@ pub enum Error {
         /// Its value.
         got: i64,
     },
-    /// A negative `seq_lens` entry, or one that is larger than the pool or the tables cover.
+    /// A `seq_lens` entry that is negative, or larger than the pool or the sequence's pages hold. Append pages first, or correct it.
     #[error("seq_lens[{seq}] = {got}: must be 0 to {max}: {cure}")]
     SeqLen {
         /// Index of the sequence.
@@ -246,7 +250,7 @@ pub enum Error {
         /// What bounds it, and what to do.
         cure: &'static str,
     },
-    /// A sequence with more query tokens than tokens.
+    /// A sequence with more query tokens than tokens. `seq_lens` counts this step's tokens too: correct it or `query_start_loc`.
     #[error(
         "sequence {seq} has {got} query tokens and seq_lens[{seq}] = {seq_len}: seq_lens counts the tokens in the cache, this step's included; correct it or query_start_loc"
     )]
@@ -258,7 +262,7 @@ pub enum Error {
         /// Its length.
         seq_len: u32,
     },
-    /// A plan or batch that needs more than was reserved for it.
+    /// A plan or batch that needs more than was reserved for it. Reserve `need`, or use a smaller batch.
     #[error("{what} is {got}, {need} are needed: {cure}")]
     Capacity {
         /// The field that is too small.
@@ -270,7 +274,7 @@ pub enum Error {
         /// What to do.
         cure: &'static str,
     },
-    /// More than a device allows, or than 32 bits count.
+    /// More than a device allows, or than 32 bits count. Do what `cure` says, such as to ask for higher limits or use a smaller batch.
     #[error("{what}: {need} needed, the limit is {limit}: {cure}")]
     Limit {
         /// What is limited.
@@ -282,7 +286,7 @@ pub enum Error {
         /// What to do.
         cure: &'static str,
     },
-    /// The host has no memory for a table of cosines and sines.
+    /// The host has no memory for a table of cosines and sines. Ask for fewer positions.
     #[error(
         "cos_sin of {max_position} positions takes {bytes} bytes, which the host has no memory for: pass the model's max_position_embeddings, or the longest sequence that is served"
     )]
@@ -292,21 +296,22 @@ pub enum Error {
         /// Bytes that the table would take.
         bytes: u64,
     },
-    /// A variant was forced that this device or shape cannot run.
-    #[error("variant {name} cannot run here: {why}")]
+    /// A kernel variant was forced that there is not, or that this device or spec cannot run. Force another, or none;
+    /// [`Device::variants`](crate::Device::variants) lists them.
+    #[error("variant {name} cannot run here: {why}; force another, or none")]
     VariantUnavailable {
         /// Name of the variant.
         name: String,
         /// What is missing.
         why: String,
     },
-    /// No variant of an op runs on this device.
+    /// No kernel variant of an op runs on this device. Use other dtypes or dims, or another backend.
     #[error("no kernel variant runs here: {why}; use other dtypes or dims, or another backend")]
     NoVariant {
         /// What each variant lacks.
         why: String,
     },
-    /// Two arguments that must be different buffers are one.
+    /// Two arguments that must be different buffers are one, or overlap. Use two.
     #[error("{a} and {b} are the same buffer: a shader may not read and write one buffer; use two")]
     Aliased {
         /// One argument.
@@ -314,7 +319,7 @@ pub enum Error {
         /// The other.
         b: &'static str,
     },
-    /// A buffer lacks a usage flag.
+    /// A wgpu buffer lacks a usage flag. Add it where the buffer is created.
     #[error("{what}: the buffer lacks usage {usage}: add it where the buffer is created")]
     BufferUsage {
         /// The buffer.
@@ -322,13 +327,15 @@ pub enum Error {
         /// The missing flag.
         usage: &'static str,
     },
-    /// What is given to a call was not made for each other, such as a step and a binding.
+    /// What is given to a call was not made for each other, such as a step and a binding. Make both with the op that records them, or do
+    /// what `detail` says.
     #[error("what is given does not go together: {detail}")]
     LayoutMismatch {
         /// What differs.
         detail: &'static str,
     },
-    /// Something that another backend made.
+    /// A buffer, step or binding that another backend made. Make it with this one; [`Device::download`](crate::Device::download) and
+    /// [`Device::upload`](crate::Device::upload) copy.
     #[error(
         "the {what} is one of {of}, not of {here}, and memory is never shared silently: make it with this backend, and copy by `download` and `upload`"
     )]
@@ -340,7 +347,7 @@ pub enum Error {
         /// The backend that it was passed to.
         here: &'static str,
     },
-    /// No adapter was found.
+    /// wgpu found no adapter. Install a Vulkan driver (Mesa's lavapipe is one in software), or use the CPU backend.
     #[error(
         "no GPU adapter: {detail}; install a Vulkan driver (on Debian `mesa-vulkan-drivers` is one in software), or use the CPU backend"
     )]
@@ -348,13 +355,13 @@ pub enum Error {
         /// What was asked and what was there.
         detail: String,
     },
-    /// No CUDA device can be used.
+    /// No CUDA device can be used. Install NVIDIA's driver, or use the wgpu backend.
     #[error("no CUDA device: {detail}; install NVIDIA's driver (520 or later), or use the wgpu backend")]
     NoCuda {
         /// What is missing.
         detail: String,
     },
-    /// A call of the CUDA driver failed.
+    /// A call of the CUDA driver failed. If the device is lost, make a new context and everything on it again.
     #[error(
         "CUDA failed {what}: {detail}; if the device is lost, make a new context and everything on it again"
     )]
@@ -364,19 +371,21 @@ pub enum Error {
         /// What the driver said.
         detail: String,
     },
-    /// The device could not be made.
-    #[error("the adapter refused the device: {detail}")]
+    /// The adapter refused to make the device. Ask for fewer features or lower limits, or use another adapter or driver.
+    #[error(
+        "the adapter refused the device: {detail}; ask for fewer features or lower limits, or use another adapter or driver"
+    )]
     Device {
         /// What wgpu said.
         detail: String,
     },
-    /// The device was lost; every object made from it is dead.
+    /// The device was lost; every object made from it is dead. Make a new device and everything on it again.
     #[error("device lost: {detail}; make a new device and everything on it again")]
     DeviceLost {
         /// What wgpu said.
         detail: String,
     },
-    /// What would wait for the device, where nothing may.
+    /// A call would wait for the device, which a browser does not allow. Use the asynchronous call that `cure` names.
     #[error("{what} would wait for the device, which a browser does not allow: {cure}")]
     Waits {
         /// What was called.
@@ -385,13 +394,14 @@ pub enum Error {
         cure: &'static str,
     },
 
-    /// The device has no memory left for this call.
+    /// The device has no memory left for this call. Use a smaller pool, batch or context.
     #[error("out of device memory for {what}: use a smaller pool, batch or context")]
     OutOfMemory {
         /// What was being made.
         what: &'static str,
     },
-    /// wgpu rejected a buffer or queue of the host.
+    /// wgpu rejected a buffer, queue or adapter of the host. Use those of the device that the `Gpu` was made on, neither mapped nor
+    /// destroyed.
     #[error(
         "wgpu rejected {what}: {detail}; use buffers and the queue of the device that the `Gpu` was made on, neither mapped nor destroyed"
     )]
@@ -401,7 +411,7 @@ pub enum Error {
         /// What wgpu said.
         detail: String,
     },
-    /// wgpu rejected something that this crate made. A bug of ours: please report it.
+    /// wgpu rejected something that this crate made: a bug of this crate. Please report it, with the message.
     #[error("wgpu rejected {what}: {detail}; this is a bug of wgpu-mla, please report it")]
     Internal {
         /// What was being made.

@@ -38,7 +38,52 @@ use crate::tables::Capacity;
 use crate::view::{KvView, View, wide};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolicy, Tiling};
 
-/// What a layer is compiled for: the same for all layers of a model.
+/// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
+/// absorbed form, and prefills in chunks of the workspace, in one batch. One compiled layer serves all layers of a model.
+///
+/// Arguments of a layer: [`MlaLayerArgs`]. Input of a step: a [`LayerBatch`] and a [`SplitPolicy`]. Options: [`LayerOptions`]; its
+/// [`LayerOptions::capacity`] has no useful default. `prepare` refuses a step with the errors of [`LayerPlan::new`], and one past that
+/// capacity with [`Error::Capacity`].
+///
+/// ```
+/// use wgpu_mla::*;
+///
+/// # fn main() -> Result<()> {
+/// let spec = MlaLayer {
+///     shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 },
+///     kv: KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 },
+///     # qk_nope_head_dim: 16, v_head_dim: 24, dtype: Dtype::F32, weight: Dtype::F32, rope: RopeLayout::Interleaved,
+///     # decode_threshold: 1, workspace_bytes: 1 << 16,
+///     // ...
+/// };
+/// let cpu = cpu::Cpu::new();
+/// # let array = |values: &[f32]| {
+/// #     let buffer = cpu.buffer(values.len() as u64 * 4)?;
+/// #     cpu.upload(&buffer, 0, &Dtype::F32.encode_all(values)).map(|()| buffer)
+/// # };
+/// # let (q_nope, q_pe, kv_c, k_pe) = (array(&[0.0; 16])?, array(&[0.0; 32])?, array(&[1.0; 256])?, array(&[0.0; 32])?);
+/// # let (cache, out, kv_b_proj) = (array(&[0.0; 8 * 288])?, array(&[0.0; 24])?, array(&[0.5; 40 * 256])?);
+/// # let cos_sin = array(&RopeFrequencies::plain(32, 1e4)?.cos_sin(8)?)?;
+/// let layer = MlaLayerArgs {
+///     kv_c: View::dense(&kv_c, 1, 256),
+///     kv: KvView::dense(&cache, &spec.mla()),
+///     out: View::dense(&out, 1, 24),
+///     # q_nope: View::dense(&q_nope, 1, 16), q_pe: View::dense(&q_pe, 1, 32), k_pe: View::dense(&k_pe, 1, 32), expanded: None,
+///     # kv_b_proj: &kv_b_proj, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1, k_scale: 1.0,
+///     // ...
+/// };
+/// // One sequence, whose first token goes to the front of page 1.
+/// let pages = PageTable::Dense { block_table: &[1], max_pages: 1 };
+/// let (seq_lens, query_start_loc, slot_mapping) = (&[1], &[0, 1], &[4]);
+/// let batch = LayerBatch { seq_lens, query_start_loc, slot_mapping, pages, shared_prefixes: &[], expanded: &[] };
+/// let capacity = LayerCapacity { tokens: 1, decode_tokens: 1, ..Default::default() };
+/// let options = LayerOptions { capacity, ..Default::default() };
+/// cpu.once_with(spec, &options, (&batch, SplitPolicy::Auto), &layer)?;
+///
+/// // It sees itself alone: out = kv_c . W_UV^T. Each element of kv_c is 1, each weight 0.5.
+/// assert_eq!(Dtype::F32.decode_all(&cpu.download(&out, 24 * 4)?), [128.0; 24]);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MlaLayer {
     /// Heads and the dims of the cache.
@@ -111,8 +156,10 @@ impl MlaLayer {
         MlaDecode { shape: self.shape, kv: self.kv, query: self.dtype, out: self.dtype }
     }
 
+    /// Whether these dims and dtypes are served.
+    ///
     /// # Errors
-    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
+    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where only the cache may have it.
     pub fn check(&self) -> Result<()> {
         self.mla().check()?;
         for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
@@ -209,7 +256,7 @@ impl LayerCapacity {
     }
 }
 
-/// Choices of a layer. It owns a workspace for its capacity, which all layers of the model share, and the positions of the step that
+/// Choices of an [`MlaLayer`]. It owns a workspace for its capacity, which all layers of the model share, and the positions of the step that
 /// was prepared last: submit what was recorded for a step before another is prepared.
 #[derive(Debug, Clone, Default)]
 pub struct LayerOptions {
@@ -219,7 +266,7 @@ pub struct LayerOptions {
     pub capacity: LayerCapacity,
 }
 
-/// What a host has to know of a compiled layer.
+/// What a host has to know of a compiled [`MlaLayer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LayerFacts {
@@ -229,7 +276,8 @@ pub struct LayerFacts {
     pub workspace_bytes: u64,
 }
 
-/// One layer of a model: what its attention reads and writes. `T` is the number of query tokens of a batch.
+/// One layer of a model, as an [`MlaLayer`] reads and writes it. `T` is the number of query tokens of a batch. Offsets and
+/// strides are multiples of 8 elements.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaLayerArgs<B> {
     /// `[T, H, P]`, the part of the query that does not rotate.

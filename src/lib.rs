@@ -1,52 +1,120 @@
-//! Multi-head Latent Attention (MLA) decode on any GPU: paged, split-KV with LSE merge, FP8 caches.
+//! Multi-head Latent Attention (MLA) on any GPU: paged split-KV decode with FP8 caches, prefill, and the layer around them.
 //!
-//! MLA keeps one latent row of `L + R` elements a token, shared by all `H` heads. In its absorbed form a head attends those
-//! rows directly: `s = softmax_scale * (q . k)`, `out = sum softmax(s) * latent`, where the value is the first `L` elements of
-//! the key (DeepSeek-V2, arXiv:2405.04434). This crate runs that step over a paged cache, for a ragged batch, with the keys of
-//! a sequence split over workgroups and the partial results merged by their log-sum-exp (FlashDecoding).
+//! A cache row is one latent of `L` elements and one rotary key of `R` elements a token, shared by all `H` heads. A decode attends these
+//! rows in absorbed form: `s = softmax_scale * (q . k)`, `out = sum softmax(s) * latent` (DeepSeek-V2, arXiv:2405.04434). Batches are
+//! ragged. The keys of a sequence are split over workgroups, and partial results are merged by log-sum-exp (FlashDecoding).
 //!
-//! - `gpu` is the wgpu backend, on the host's own device and encoder; `cuda` the CUDA backend, on the host's stream; [`cpu`] is the
-//!   same on host memory. `AnyBackend::best` finds the best of them that is here.
-//! - [`Device::compile`] makes a [`Compiled`] of an op, such as a decode ([`MlaDecode`]): `prepare` a step, `bind` a layer, `record` it.
-//!   These are the same for every op of [`ops`] and every backend.
-//! - [`PagePool`] owns page ids; [`Plan`] turns a batch into work items; [`MlaDecodeArgs`] describes one layer's buffers.
+//! # On a GPU
 //!
-//! ```
-//! use wgpu_mla::{Batch, Capacity, Device, Dtype, KvSpec, MlaDecodeArgs, MlaShape, MlaDecode, PagePool, Plan, SplitPolicy, cpu::Cpu};
+//! 64 sequences of 8192 tokens, 16 heads, a bf16 cache:
+//!
+#![cfg_attr(feature = "wgpu", doc = "```no_run")]
+#![cfg_attr(not(feature = "wgpu"), doc = "```ignore")]
+//! use wgpu_mla::{Batch, Device, Dtype, KvSpec, MlaDecode, MlaDecodeArgs, MlaShape, PagePool, Plan, SplitPolicy, gpu::Gpu};
 //!
 //! # fn main() -> wgpu_mla::Result<()> {
-//! let spec = MlaDecode {
-//!     shape: MlaShape { num_heads: 6, kv_lora_rank: 256, qk_rope_head_dim: 32 },
-//!     kv: KvSpec { dtype: Dtype::F32, page_size: 16, num_pages: 4 },
-//!     query: Dtype::F32,
-//!     out: Dtype::F32,
-//! };
-//! // `AnyBackend::best(&spec)` in place of `Cpu::new()` runs the same on a GPU, if there is one.
-//! let backend = Cpu::new();
-//! let (q, kv) = (backend.buffer(6 * 288 * 4)?, backend.buffer(4 * 16 * 288 * 4)?);
-//! let (out, lse) = (backend.buffer(6 * 256 * 4)?, backend.buffer(6 * 4)?);
-//! backend.upload(&kv, 0, bytemuck::cast_slice(&[0.5f32; 4 * 16 * 288]))?;
+//! let gpu = Gpu::new()?; // or `Gpu::on(&adapter, &device, &queue)`: your own
+//! let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+//! let kv = KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 64 * 128 };
+//! let spec = MlaDecode { shape, kv, query: Dtype::Bf16, out: Dtype::Bf16 };
 //!
-//! // One sequence of 40 tokens, one query token.
-//! let mut pool = PagePool::new(spec.kv)?;
-//! let seq = pool.add();
-//! pool.append(seq, 40)?;
-//! let (table, lens) = (pool.block_table(&[seq], -1)?, pool.seq_lens(&[seq])?);
+//! // Once a model: selects and compiles a kernel variant. `mla.why()` says which.
+//! let mla = gpu.compile(spec)?;
 //!
-//! let mla = backend.compile(spec)?;
-//! let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&lens, &[0, 1]), SplitPolicy::Auto)?;
-//! let mut step = mla.step(Capacity::default())?;
-//! mla.prepare(&mut step, (&plan, table.page_table()))?;
-//! let binding = mla.bind(&MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, 0.1), 1)?;
-//! mla.run(&step, &binding)?;
+//! // Once a layer: checks and binds its buffers.
+//! let [q, cache] = [gpu.buffer(spec.query_bytes(64))?, gpu.buffer(spec.cache_bytes())?];
+//! let [out, lse] = [gpu.buffer(spec.out_bytes(64))?, gpu.buffer(spec.lse_bytes(64))?];
+//! let scale = wgpu_mla::softmax_scale(128, 64, 40.0, 1.0);
+//! let layer = mla.bind(&MlaDecodeArgs::dense(&spec, &q, &cache, &out, &lse, scale), 64)?;
 //!
-//! // All values are 0.5, so their average is; 40 equal logits of 0 have a log-sum-exp of ln 40.
-//! let lse = Dtype::F32.decode_all(&backend.download(&lse, 6 * 4)?);
-//! let out = Dtype::F32.decode_all(&backend.download(&out, 6 * 256 * 4)?);
-//! assert!(out.iter().all(|x| (x - 0.5).abs() < 1e-6));
-//! assert!(lse.iter().all(|x| (x - 40f32.ln()).abs() < 1e-5));
+//! // Once a step, for all layers: pages, plan, upload.
+//! let mut pool = PagePool::new(kv)?;
+//! let seqs: Vec<_> = (0..64).map(|_| pool.add()).collect();
+//! pool.append_batch(&seqs.iter().map(|&seq| (seq, 8192)).collect::<Vec<_>>())?;
+//! let (lens, starts) = (pool.seq_lens(&seqs)?, wgpu_mla::query_start_loc(&[1; 64])?);
+//! let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&lens, &starts), SplitPolicy::Auto)?;
+//! let mut step = mla.step(Default::default())?;
+//! mla.prepare(&mut step, (&plan, pool.block_table(&seqs, -1)?.page_table()))?;
+//!
+//! // Every layer: `run` submits, `record` adds to your encoder.
+//! let mut encoder = gpu.device().create_command_encoder(&Default::default());
+//! mla.record(&mut encoder, &step, &layer)?;
+//! gpu.queue().submit([encoder.finish()]);
 //! # Ok(()) }
 //! ```
+//!
+//! [`AnyBackend::best`]`(&spec)` in place of `Gpu::new()?` takes the best of CUDA, wgpu and the CPU that is here; the last three lines are
+//! then `mla.run(&step, &layer)?`. All else stays as it is.
+//!
+//! # Backends
+//!
+//! | module | runs on | commands go to |
+//! |---|---|---|
+//! | [`gpu`], feature `wgpu` (default) | Vulkan, Metal, DX12, WebGPU | the host's encoder or compute pass |
+//! | [`cuda`], feature `cuda` | NVIDIA, through the driver; no toolkit is needed | the host's stream; may be captured in a graph |
+//! | [`cpu`] | threads | - |
+//!
+//! # Ops
+//!
+//! Each op is compiled, prepared, bound and recorded as above; [`Device::once`] does all four. [`ops`] has them all.
+//!
+//! | op | in vLLM | in FlashInfer |
+//! |---|---|---|
+//! | [`MlaDecode`] | an MLA backend's decode (FlashMLA) | `BatchMLAPagedAttentionWrapper.run` |
+//! | [`MlaPrefill`] | `flash_attn_varlen_func` of the prefill | `BatchPrefillWithRaggedKVCacheWrapper.run` |
+//! | [`MlaLayer`] | RoPE, then `MLACommonImpl.forward` | |
+//! | [`MlaExpand`] | | |
+//! | [`KvAppend`], [`RopeAppend`] | `concat_and_cache_mla`; with RoPE before it | `append_paged_mla_kv_cache` |
+//! | [`KvGather`] | `cp_gather_cache`, `gather_and_maybe_dequant_cache` | |
+//! | [`KvCopyPages`] | `copy_blocks_mla` | |
+//! | [`KvCalibrate`] | the `k_scale` of `calculate_kv_scales` | |
+//! | [`Rope`] | `rotary_embedding` | `apply_rope_with_cos_sin_cache` |
+//! | [`HeadProject`] | the `bmm` with `W_UK_T` and `W_UV` | |
+//! | [`MergeState`], [`MergeStates`] | `merge_attn_states` | `merge_state`, `merge_states` |
+//!
+//! [`PagePool`] hands out pages: `block_table`, `slot_mapping`, forks with copy-on-write. [`Plan`] is FlashInfer's `plan`: it turns
+//! `seq_lens` and `query_start_loc` into work items on the host, once a step for all layers.
+//!
+//! # On the CPU
+//!
+//! The same calls, one sequence of 40 tokens:
+//!
+//! ```
+//! use wgpu_mla::{Batch, Device, Dtype, KvSpec, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, SplitPolicy, cpu::Cpu};
+//!
+//! # fn main() -> wgpu_mla::Result<()> {
+//! let shape = MlaShape { num_heads: 6, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+//! let kv = KvSpec { dtype: Dtype::F32, page_size: 16, num_pages: 3 };
+//! let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
+//! let cpu = Cpu::new();
+//! let (q, cache) = (cpu.buffer(spec.query_bytes(1))?, cpu.buffer(spec.cache_bytes())?);
+//! let (out, lse) = (cpu.buffer(spec.out_bytes(1))?, cpu.buffer(spec.lse_bytes(1))?);
+//! cpu.upload(&cache, 0, &Dtype::F32.encode_all(&[0.5; 3 * 16 * 288]))?;
+//!
+//! let mla = cpu.compile(spec)?;
+//! let layer = mla.bind(&MlaDecodeArgs::dense(&spec, &q, &cache, &out, &lse, 0.1), 1)?;
+//! let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&[40], &[0, 1]), SplitPolicy::Auto)?;
+//! let mut step = mla.step(Default::default())?;
+//! mla.prepare(&mut step, (&plan, PageTable::Dense { block_table: &[2, 0, 1], max_pages: 3 }))?;
+//! mla.run(&step, &layer)?;
+//!
+//! // The average of equal latents is that latent; 40 logits of 0 have an LSE of ln 40.
+//! let (out, lse) = (cpu.download(&out, spec.out_bytes(1))?, cpu.download(&lse, spec.lse_bytes(1))?);
+//! assert!(Dtype::F32.decode_all(&out).iter().all(|x| (x - 0.5).abs() < 1e-6));
+//! assert!(Dtype::F32.decode_all(&lse).iter().all(|x| (x - 40f32.ln()).abs() < 1e-5));
+//! # Ok(()) }
+//! ```
+//!
+//! # Errors
+//!
+//! What a caller hands over is checked before anything is recorded: [`Error`] says what is wrong and what to do about it. What is
+//! compiled in a browser is an exception: there wgpu reports later, see `gpu::checked`.
+//!
+#![cfg_attr(not(feature = "wgpu"), doc = "[`gpu`]: https://docs.rs/wgpu-mla/latest/wgpu_mla/gpu/index.html")]
+#![cfg_attr(
+    not(feature = "cuda"),
+    doc = "[`cuda`]: https://docs.rs/wgpu-mla/latest/wgpu_mla/cuda/index.html"
+)]
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 

@@ -1,5 +1,5 @@
-//! Operations: the trait that describes one, and each op's spec, arguments and checks. Pure: [`crate::gpu`], [`crate::cuda`] and
-//! [`crate::cpu`] run them.
+//! Ops: the traits that describe one, and each op's spec, arguments and checks. An op is a plain value; [`Device::compile`] makes a
+//! [`Compiled`] of it on the wgpu, CUDA or CPU backend. Each op's page has an example.
 
 mod batch_tables;
 mod decode;

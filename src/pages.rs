@@ -222,7 +222,7 @@ impl PagePool {
     /// result must run before the new tokens are written.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OutOfPages`].
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`].
     pub fn append(&mut self, seq: SeqId, tokens: u32) -> Result<Append> {
         let (sequence, page_size) = (self.sequence(seq)?, self.spec.page_size);
         let copies = tokens > 0 && sequence.shared_tail(page_size, &self.store).is_some();
@@ -236,7 +236,7 @@ impl PagePool {
     /// sequence owns the page. A sequence that stands in the batch twice grows twice.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OutOfPages`].
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`].
     pub fn append_batch(&mut self, requests: &[(SeqId, u32)]) -> Result<AppendBatch> {
         let mut batch = AppendBatch::default();
         self.append_batch_into(requests, &mut batch)?;
@@ -263,7 +263,7 @@ impl PagePool {
     /// of them writes to it.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId> {
         let tokens = self.sequence(seq)?.len;
         self.fork_prefix(seq, tokens)
@@ -272,7 +272,7 @@ impl PagePool {
     /// A new sequence with the first `tokens` tokens of another, in the same pages.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Shape`] for more tokens than there are.
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Shape`] for more tokens than there are.
     pub fn fork_prefix(&mut self, seq: SeqId, tokens: u32) -> Result<SeqId> {
         let parent = self.sequence(seq)?;
         parent.check_tokens("tokens to fork", tokens)?;
@@ -287,7 +287,7 @@ impl PagePool {
     /// gives up the pages behind them.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Shape`] for more tokens than there are.
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Shape`] for more tokens than there are.
     pub fn truncate(&mut self, seq: SeqId, tokens: u32) -> Result<()> {
         let sequence = self.sequences.get_mut(&seq).ok_or(unknown(self.id, seq))?;
         sequence.check_tokens("tokens to keep", tokens)?;
@@ -302,7 +302,7 @@ impl PagePool {
     /// Ends a sequence. Pages that no other sequence has become free.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
     pub fn free(&mut self, seq: SeqId) -> Result<()> {
         let sequence = self.sequences.remove(&seq).ok_or(unknown(self.id, seq))?;
         for &page in sequence.pages.iter().rev() {
@@ -314,7 +314,7 @@ impl PagePool {
     /// Tokens of a sequence.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
     pub fn len(&self, seq: SeqId) -> Result<u32> {
         Ok(self.sequence(seq)?.len)
     }
@@ -322,7 +322,7 @@ impl PagePool {
     /// Page ids of a sequence, in token order: as many as its tokens fill.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
     pub fn pages(&self, seq: SeqId) -> Result<&[u32]> {
         Ok(&self.sequence(seq)?.pages)
     }
@@ -350,7 +350,7 @@ impl PagePool {
     /// Slot of a token: `page * page_size + offset`.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Shape`] for a token at or past the sequence's length.
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Shape`] for a token at or past the sequence's length.
     pub fn slot(&self, seq: SeqId, token: u32) -> Result<i64> {
         let slot = self.sequence(seq)?.slot(token, self.spec.page_size);
         let cure = "must be below the sequence's length; append first";

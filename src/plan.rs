@@ -107,7 +107,7 @@ pub struct SharedPrefix {
     pub tokens: u32,
 }
 
-/// One step's batch.
+/// One step's batch of a decode, as [`Plan::new`] takes it.
 #[derive(Debug, Clone, Copy)]
 pub struct Batch<'a> {
     /// Tokens in the cache, a sequence; this step's new ones included.
@@ -116,7 +116,7 @@ pub struct Batch<'a> {
     pub query_start_loc: &'a [i32],
     /// Which keys a query token sees.
     pub mask: Mask<'a>,
-    /// Groups that share a prefix.
+    /// Groups that share a prefix: [`crate::PagePool::shared_prefixes`] finds them. Empty for none.
     pub shared_prefixes: &'a [SharedPrefix],
 }
 
@@ -196,8 +196,8 @@ impl Plan {
     /// Plans a step.
     ///
     /// # Errors
-    /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that
-    /// contradicts itself.
+    /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that contradicts itself;
+    /// [`Error::Limit`] for more query rows, pages or partial results than 32 bits count.
     pub fn new(spec: &MlaDecode, tiling: &Tiling, batch: &Batch<'_>, policy: SplitPolicy) -> Result<Self> {
         let mut plan = Self::default();
         plan.update(spec, tiling, batch, policy)?;

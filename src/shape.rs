@@ -29,8 +29,10 @@ impl MlaShape {
         self.kv_lora_rank + self.qk_rope_head_dim
     }
 
+    /// Whether these dims are served: see [`SUPPORTED_DIMS`].
+    ///
     /// # Errors
-    /// [`Error::Shape`] where no shader serves these dims.
+    /// [`Error::Shape`] where no kernel serves them.
     pub fn check(&self) -> Result<()> {
         if !(1..=128).contains(&self.num_heads) {
             let got = self.num_heads.into();
@@ -70,8 +72,10 @@ impl KvSpec {
         tokens.div_ceil(self.page_size)
     }
 
+    /// Whether a cache can have these pages.
+    ///
     /// # Errors
-    /// [`Error::Shape`] for a page size outside 1..=256 or an empty pool.
+    /// [`Error::Shape`] for a page size outside 1..=256, an empty pool, or one of 2^31 slots or more.
     pub fn check(&self) -> Result<()> {
         if !(1..=256).contains(&self.page_size) {
             let got = self.page_size.into();
@@ -88,7 +92,41 @@ impl KvSpec {
     }
 }
 
-/// Everything that decides which shaders a decode needs: dims and dtypes.
+/// The attention of a decode in absorbed form, over a paged cache: `s = softmax_scale * (q . k)`, `out = sum softmax(s) * latent`,
+/// `lse = ln(sum exp(s))`. Each sequence's keys are split over work items; partial results are merged by LSE (FlashDecoding).
+///
+/// Arguments of a layer: [`crate::MlaDecodeArgs`]. Input of a step: a [`crate::Plan`] and a [`crate::PageTable`]. Options:
+/// [`crate::DecodeOptions`].
+///
+/// `prepare` refuses a plan of another spec or tiling ([`Error::OtherSpec`], [`Error::Shape`]) and what [`crate::write_tables`] does, such
+/// as [`Error::PageOutOfRange`]; [`Error::LayoutMismatch`] is [`crate::PageTable::Device`] without
+/// [`crate::DecodeOptions::device_page_list`].
+///
+/// ```
+/// use wgpu_mla::{Batch, Device, MlaDecode, MlaDecodeArgs, PageTable, Plan, SplitPolicy, cpu::Cpu};
+/// # use wgpu_mla::{Dtype, KvSpec, MlaShape};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let shape = MlaShape { num_heads: 2, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+/// let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 8 };
+/// let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
+/// let cpu = Cpu::new();
+/// let mla = cpu.compile(spec)?;
+/// let (q, cache) = (cpu.buffer(spec.query_bytes(1))?, cpu.buffer(spec.cache_bytes())?);
+/// let (out, lse) = (cpu.buffer(spec.out_bytes(1))?, cpu.buffer(spec.lse_bytes(1))?);
+/// let layer = mla.bind(&MlaDecodeArgs::dense(&spec, &q, &cache, &out, &lse, 0.1), 1)?;
+///
+/// // One query token of a sequence of 6 tokens, in pages 5 and 2.
+/// let plan = Plan::new(&spec, &mla.tiling(), &Batch::new(&[6], &[0, 1]), SplitPolicy::Auto)?;
+/// let mut step = mla.step(Default::default())?;
+/// mla.prepare(&mut step, (&plan, PageTable::Dense { block_table: &[5, 2], max_pages: 2 }))?;
+/// mla.run(&step, &layer)?;
+///
+/// // Six logits of 0.
+/// let lse = Dtype::F32.decode_all(&cpu.download(&lse, spec.lse_bytes(1))?);
+/// assert!(lse.iter().all(|x| (x - 6f32.ln()).abs() < 1e-6));
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MlaDecode {
     /// Dims of the attention.
@@ -103,8 +141,10 @@ pub struct MlaDecode {
 }
 
 impl MlaDecode {
+    /// Whether these dims and dtypes are served.
+    ///
     /// # Errors
-    /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
+    /// [`Error::Shape`] as [`MlaShape::check`] and [`KvSpec::check`], [`Error::DtypeUnsupported`] for an e4m3 output.
     pub fn check(&self) -> Result<()> {
         self.shape.check()?;
         self.kv.check()?;

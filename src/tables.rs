@@ -255,8 +255,8 @@ pub const HEADER_WORDS: u32 = (size_of::<Header>() / 4) as u32;
 /// [`Plan::new`] made it; backends check one that may have been changed.
 ///
 /// # Errors
-/// [`Error::Capacity`], [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`] and [`Error::Limit`];
-/// `words` are then not to be used.
+/// [`Error::Capacity`], [`Error::Length`], [`Error::OtherSpec`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`]
+/// and [`Error::Limit`]; `words` are then not to be used.
 pub fn write_tables(
     words: &mut Vec<u32>,
     capacity: &Capacity,

@@ -4,8 +4,8 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, Result};
 
 /// A strided view of `[tokens, heads, dim]` (or `[tokens, heads]`) elements in a buffer.
 ///
-/// Offset and strides count elements, not bytes. Those of a query, a cache and an output must be multiples of
-/// 8 elements; those of an LSE are free.
+/// Offset and strides count elements, not bytes. Each op's arguments say what they are multiples of: 8 elements always do, and those of
+/// an LSE are free. The stride of a dimension of 1 is unread.
 #[derive(Debug, Clone, Copy)]
 pub struct View<B> {
     /// The buffer.
@@ -66,7 +66,8 @@ impl<B> View<B> {
     }
 }
 
-/// The cache of a layer: `[num_pages, page_size, L + R]` somewhere in a buffer.
+/// The cache of a layer: `[num_pages, page_size, L + R]` somewhere in a buffer. It is all that a [`KvCopyPages`](crate::KvCopyPages) takes
+/// of a layer.
 #[derive(Debug, Clone, Copy)]
 pub struct KvView<B> {
     /// The buffer; it may hold the caches of many layers.

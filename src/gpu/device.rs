@@ -140,6 +140,8 @@ impl Gpu {
         format!("{} ({} {}, {:?})", info.name, info.driver, info.driver_info, info.backend)
     }
 
+    /// Whether the device is still there.
+    ///
     /// # Errors
     /// [`Error::DeviceLost`] once the device has said so.
     pub fn check_lost(&self) -> Result<()> {

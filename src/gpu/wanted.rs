@@ -2,22 +2,33 @@
 
 use super::caps::{Caps, DeviceKind};
 
-/// The part of a `wgpu::DeviceDescriptor` that this crate's better variants need.
+/// The part of a [`wgpu::DeviceDescriptor`] that this crate's faster kernel variants need. Made by [`wanted`]; a host may change it, and add
+/// its own needs.
 #[derive(Debug, Clone)]
 pub struct Wanted {
-    /// Features that the adapter has and a variant uses.
+    /// For `required_features`. Those of these that the adapter has: `SUBGROUP`, `SHADER_F16`, `SHADER_I16` and
+    /// `EXPERIMENTAL_COOPERATIVE_MATRIX` for kernel variants, `PIPELINE_CACHE` for [`Setup::disk_cache`](super::Setup::disk_cache),
+    /// `TIMESTAMP_QUERY` to measure.
     pub features: wgpu::Features,
-    /// WebGPU's defaults, raised where it helps to what the adapter has.
+    /// For `required_limits`. WebGPU's defaults, or what the adapter has where that is less. Raised to what the adapter has: bytes of a
+    /// storage binding and of a buffer, bytes and invocations of a workgroup. One layer's cache has to fit one storage binding, which
+    /// is 128 MiB by default.
     pub limits: wgpu::Limits,
-    /// What [`wanted`] was given.
+    /// For `experimental_features`: what [`wanted`] was given. wgpu refuses a device whose `features` have an experimental one while this
+    /// is disabled.
     pub experimental: wgpu::ExperimentalFeatures,
 }
 
-/// What to put into a device descriptor on this adapter. `experimental` decides about cooperative matrices (tensor cores), which wgpu
-/// counts among its experimental features: with [`wgpu::ExperimentalFeatures::disabled`] the variants on subgroups are the best that is
-/// selected. What is enabled holds for the whole device, so the choice is the host's: wgpu may have bugs there that safe code runs
-/// into. This crate's own use is narrow: matrices are loaded from and stored to arrays of its own size, at indices known when a kernel
-/// is composed, by whole subgroups; its tests compare the results with an oracle on every device at hand.
+/// What to put into a device descriptor on this adapter.
+///
+/// `experimental` is the choice of cooperative matrices (tensor cores), which wgpu counts among its experimental features.
+/// [`ExperimentalFeatures::enabled`](wgpu::ExperimentalFeatures::enabled) is `unsafe`, since wgpu may have bugs there that safe code runs
+/// into, and it holds for the whole device, the host's own shaders included: so the host decides, not this crate. With
+/// [`ExperimentalFeatures::disabled`](wgpu::ExperimentalFeatures::disabled) the variants on subgroups are the best that is selected.
+/// `Gpu::new` enables them on the device that it makes.
+///
+/// This crate's own use is narrow: matrices are loaded from and stored to arrays of its own size, at indices known when a kernel is
+/// composed, by whole subgroups. Its tests compare the results with an oracle on every device at hand.
 ///
 /// A host adds its own needs:
 ///
@@ -114,7 +125,7 @@ fn cooperative_tile(offered: &[wgpu::CooperativeMatrixProperties]) -> u32 {
 }
 
 /// Devices whose conversion from f16 keeps subnormals. By Vulkan's float controls Mesa's drivers for AMD, Apple and NVIDIA
-/// can keep them and the one for Adreno only flushes; tests/codes.rs shows what a device does. Add one where it passes.
+/// can keep them and the one for Adreno only flushes; tests/it/codes.rs shows what a device does. Add one where it passes.
 fn keeps_f16_subnormals(info: &wgpu::AdapterInfo) -> bool {
     const AMD: u32 = 0x1002;
     const APPLE: u32 = 0x106B;

@@ -17,7 +17,7 @@ use crate::ops::PrefillSequence;
 use crate::tables::{ROW_HOLDS, check_rows, row_of};
 use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SplitPolicy, Tiling};
 
-/// One step's batch for a whole layer.
+/// One step's batch of an [`MlaLayer`].
 #[derive(Debug, Clone, Copy)]
 pub struct LayerBatch<'a> {
     /// Tokens of each sequence in the cache, this step's new ones included.
@@ -127,8 +127,10 @@ impl LayerPlan {
     ///
     /// # Errors
     /// Those of [`Plan::new`]; [`Error::QueryLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
-    /// `slot_mapping` or page table of another batch; [`Error::SlotMismatch`] where these two contradict each other; [`Error::Shape`] for a workspace that holds not even one page, or one split
-    /// of [`SplitPolicy::FixedTokens`].
+    /// `slot_mapping` or page table of another batch, [`Error::OtherSpec`] for a table of other pages; [`Error::SlotMismatch`] where
+    /// mapping and table contradict each other; [`Error::SeqLen`] for a sequence whose pages do not hold its tokens;
+    /// [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::Shape`] for a prefix that its sequences do not have, and for a
+    /// workspace that holds not even one page, or one split of [`SplitPolicy::FixedTokens`].
     pub fn new(
         spec: &MlaLayer,
         tiling: &Tiling,

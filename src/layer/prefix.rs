@@ -11,11 +11,45 @@ use crate::ops::{
 use crate::tables::PageTable;
 use crate::view::{KvView, View};
 
-/// What an expansion of prefixes is compiled for: the spec of the layer that attends them.
+/// Expands a prefix that sequences share: its rows of the cache become the keys and values of each head, in [`Expanded`] arrays that an
+/// [`MlaLayer`] of the same spec attends: see [`ExpandedPrefix`](crate::ExpandedPrefix).
+///
+/// Arguments of a layer: [`MlaExpandArgs`]. Input of a step: an [`ExpandBatch`], with the errors of a [`KvGather`]'s: [`SeqLen`] for pages
+/// that do not hold its tokens, [`PageOutOfRange`] for a page that is not in the pool.
+///
+/// [`SeqLen`]: crate::Error::SeqLen
+/// [`PageOutOfRange`]: crate::Error::PageOutOfRange
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, ExpandBatch, Expanded, KvView, MlaExpand, MlaExpandArgs, cpu::Cpu};
+/// # use wgpu_mla::{KvSpec, MlaLayer, MlaShape, RopeLayout};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// # let spec = MlaLayer {
+/// #     shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 }, qk_nope_head_dim: 16, v_head_dim: 24,
+/// #     kv: KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 }, dtype: Dtype::F32, weight: Dtype::F32,
+/// #     rope: RopeLayout::Interleaved, decode_threshold: 1, workspace_bytes: 1 << 16,
+/// # };
+/// // `spec` is the `MlaLayer`: L 256, R 32, P 16, V 24, one head, pages of 4 tokens.
+/// let cpu = Cpu::new();
+/// let (cache, kv_b_proj) = (cpu.buffer(spec.mla().cache_bytes())?, cpu.buffer((16 + 24) * 256 * 4)?);
+/// cpu.upload(&cache, 0, &Dtype::F32.encode_all(&[1.0; 8 * 288]))?;
+/// cpu.upload(&kv_b_proj, 0, &Dtype::F32.encode_all(&[0.5; (16 + 24) * 256]))?;
+/// let [rows, k_nope, v] = spec.expanded_bytes(4).map(|bytes| cpu.buffer(bytes));
+/// let (rows, k_nope, v) = (rows?, k_nope?, v?);
+/// let expanded = Expanded::dense(&spec, [&rows, &k_nope, &v]);
+/// let kv = KvView::dense(&cache, &spec.mla());
+/// let layer = MlaExpandArgs { kv, k_scale: 1.0, kv_b_proj: &kv_b_proj, expanded };
+///
+/// // A prefix of 4 tokens, in page 1. k_nope = latents . W_UK^T: 256 products of 1 and 0.5 each.
+/// cpu.once(MlaExpand(spec), ExpandBatch { pages: &[1], tokens: 4, first_row: 0 }, &layer)?;
+/// assert_eq!(Dtype::F32.decode_all(&cpu.download(&k_nope, 4 * 16 * 4)?), [128.0; 4 * 16]);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MlaExpand(pub MlaLayer);
 
-/// A prefix in its pages, and where its rows go.
+/// A step of an [`MlaExpand`]: a prefix in its pages, and where its rows go.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpandBatch<'a> {
     /// Its pages.
@@ -26,7 +60,7 @@ pub struct ExpandBatch<'a> {
     pub first_row: u32,
 }
 
-/// One layer's cache, which holds the prefix, and the arrays for it. They serve every step until the pages change.
+/// One layer of an [`MlaExpand`]: its cache, which holds the prefix, and the arrays for it. They serve every step until the pages change.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaExpandArgs<B> {
     /// The layer's cache.

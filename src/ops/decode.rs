@@ -40,12 +40,13 @@ pub enum LseBase {
     Two,
 }
 
-/// One layer of a model as a decode reads and writes it.
+/// One layer of a model, as an [`MlaDecode`] reads and writes it. `total_q` is the number of query tokens of a batch. Offsets
+/// and strides are multiples of 8 elements, but for those of the LSE.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaDecodeArgs<B> {
     /// The absorbed query, `[total_q, H, L + R]` or in two parts.
     pub query: Query<B>,
-    /// The paged cache.
+    /// The paged cache, `[num_pages, page_size, L + R]`.
     pub kv: KvView<B>,
     /// Output `[total_q, H, L]`.
     pub out: View<B>,
@@ -61,7 +62,7 @@ pub struct MlaDecodeArgs<B> {
     pub q_scale: f32,
 }
 
-/// Choices of a decode that have a default.
+/// Choices of an [`MlaDecode`] that have a default.
 #[derive(Debug, Clone, Default)]
 pub struct DecodeOptions {
     /// Forces a kernel variant by name.

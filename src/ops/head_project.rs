@@ -31,8 +31,10 @@ impl HeadDims {
         self.rows() * self.kv_lora_rank as u64
     }
 
+    /// Whether a [`HeadProject`] serves these dims.
+    ///
     /// # Errors
-    /// [`Error::Shape`].
+    /// [`Error::Shape`] for heads outside 1 to 128, or another dim that is no multiple of 8 from 8 to 65,536.
     pub fn check(&self) -> Result<()> {
         check_heads(self.num_heads)?;
         check_dim("kv_lora_rank", self.kv_lora_rank)?;
@@ -50,8 +52,31 @@ pub enum WeightOrder {
     Nk,
 }
 
-/// What a `head_project` is compiled for: `y[t,h,:] = x[t,h,:] . W[h]`, summed in f32. [`HeadProject::absorb`], [`HeadProject::v_up`] and
-/// [`HeadProject::k_up`] are the three of MLA.
+/// Multiplies each token's rows by the matrix of their head: `y[t,h,:] = x[t,h,:] . W[h]`, summed in f32. [`HeadProject::absorb`],
+/// [`HeadProject::v_up`] and [`HeadProject::k_up`] are the three of MLA.
+///
+/// Arguments of a layer: [`HeadProjectArgs`]. Input of a step: a `Range<u32>`: the tokens that are projected, of `x` and of `y`.
+/// [`Error::Shape`] is a range that ends before it begins.
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, View, WeightView, cpu::Cpu};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let dims = HeadDims { num_heads: 2, kv_lora_rank: 16, qk_nope_head_dim: 8, v_head_dim: 8 };
+/// let cpu = Cpu::new();
+/// let (q_nope, ql_nope) = (cpu.buffer(2 * 8 * 4)?, cpu.buffer(2 * 16 * 4)?);
+/// let kv_b_proj = cpu.buffer(dims.elements() * 4)?;
+/// cpu.upload(&q_nope, 0, &Dtype::F32.encode_all(&[1.0; 2 * 8]))?;
+/// // [H, P + V, L], 1 for the first head and 2 for the second.
+/// cpu.upload(&kv_b_proj, 0, &Dtype::F32.encode_all(&[[1.0; 16 * 16], [2.0; 16 * 16]].concat()))?;
+/// let weight = WeightView::w_uk(&dims, &kv_b_proj);
+/// let layer = HeadProjectArgs { x: View::dense(&q_nope, 2, 8), weight, y: View::dense(&ql_nope, 2, 16) };
+///
+/// cpu.once(HeadProject::absorb(&dims, Dtype::F32, Dtype::F32, Dtype::F32), 0..1, &layer)?;
+/// let ql_nope = Dtype::F32.decode_all(&cpu.download(&ql_nope, 2 * 16 * 4)?);
+/// assert_eq!(ql_nope, [[8.0; 16], [16.0; 16]].concat());
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HeadProject {
     /// Dtype of `x`: f32, f16 or bf16.
@@ -134,7 +159,8 @@ impl<B> WeightView<B> {
     }
 }
 
-/// Tokens, their heads' matrices, and where the products go. Offsets and strides are multiples of 8 elements.
+/// One layer of a [`HeadProject`]: tokens, their heads' matrices, and where the products go. Offsets and strides are multiples of 8
+/// elements.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadProjectArgs<B> {
     /// `[tokens, H, k]`. A `head_stride` of 0 gives all heads the same row.
@@ -147,7 +173,7 @@ pub struct HeadProjectArgs<B> {
 
 impl Op for HeadProject {
     const NAME: &'static str = "head_project";
-    /// A step is a range of tokens: `absorb` and `v_up` share one.
+    /// Input of a step: a range of tokens: `absorb` and `v_up` share one.
     const SHARES_STEPS: bool = true;
     type Options = OpOptions;
     type Facts = ();

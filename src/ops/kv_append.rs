@@ -5,11 +5,39 @@ use super::variants::OpOptions;
 use crate::view::{KvView, View, scale_of, wide};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
-/// What a `kv_append` is compiled for.
+/// Writes the rows of new tokens, `kv_c ++ k_pe`, to their slots of the paged cache: vLLM's `concat_and_cache_mla`.
 ///
-/// The bytes are those of the host's conversions: equal dtypes are copied bit for bit; other pairs go through f32 and
-/// round to nearest even, NaN, infinities and subnormals included. For e4m3 the exact quotient `x / k_scale` is
-/// rounded once.
+/// Equal dtypes are copied bit for bit. Other pairs go through f32 and round to nearest even, NaN, infinities and subnormals included:
+/// the same bytes as those of [`Dtype::encode`]. An e4m3 cache holds `x / k_scale`, saturated to +-448. On wgpu and CUDA the exact
+/// quotient is rounded once. The CPU divides in f32 first: next to a tie its code may be the neighbouring one, unless `k_scale` is a
+/// power of two.
+///
+/// Arguments of a layer: [`KvAppendArgs`]. Input of a step: a `slot_mapping`, `&[i64]`, as [`crate::PagePool::slot_mapping`] makes it:
+/// the slot of each token, `page * page_size + offset`, or a negative number for a token that is skipped. A slot outside the pool is
+/// [`Error::SlotOutOfRange`], and two tokens in one slot are [`Error::SlotOverlap`], before anything is written.
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, KvAppend, KvAppendArgs, KvSpec, KvView, View, cpu::Cpu, e4m3_decode};
+/// # use wgpu_mla::{MlaDecode, MlaShape};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+/// let kv = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 2 };
+/// let mla = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
+/// let cpu = Cpu::new();
+/// let (kv_c, k_pe) = (cpu.buffer(2 * 256 * 4)?, cpu.buffer(2 * 32 * 4)?);
+/// let cache = cpu.buffer(mla.cache_bytes())?;
+/// cpu.upload(&kv_c, 0, &Dtype::F32.encode_all(&[3.0; 2 * 256]))?;
+/// let (kv_c, k_pe) = (View::dense(&kv_c, 1, 256), View::dense(&k_pe, 1, 32));
+/// let layer = KvAppendArgs { kv_c, k_pe, kv: KvView::dense(&cache, &mla), k_scale: 0.5 };
+///
+/// // The first of two tokens goes to slot 5; the second is skipped.
+/// cpu.once(KvAppend { shape, kv, input: Dtype::F32 }, &[5, -1], &layer)?;
+/// let row = &cpu.download(&cache, mla.cache_bytes())?[5 * 288..][..288];
+/// assert!(row[..256].iter().all(|&code| e4m3_decode(code) == 3.0 / 0.5));
+/// assert!(row[256..].iter().all(|&code| code == 0));
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvAppend {
     /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
@@ -20,7 +48,8 @@ pub struct KvAppend {
     pub input: Dtype,
 }
 
-/// One layer's new rows and the cache they go into.
+/// One layer of a [`KvAppend`]: new rows and the cache they go into. Offsets and the strides of `kv_c` and `k_pe` are multiples of 4
+/// elements.
 #[derive(Debug, Clone, Copy)]
 pub struct KvAppendArgs<B> {
     /// Latent rows `[tokens, L]`; `head_stride` is unread.
@@ -29,7 +58,7 @@ pub struct KvAppendArgs<B> {
     pub k_pe: View<B>,
     /// The cache.
     pub kv: KvView<B>,
-    /// An e4m3 cache holds `x / k_scale`; 1 for others.
+    /// An e4m3 cache holds `x / k_scale`: finite, above 0, and so is `1 / k_scale`. It is 1 for other dtypes.
     pub k_scale: f32,
 }
 

@@ -8,10 +8,30 @@ use crate::dtype::k_scale_of;
 use crate::view::{View, fits, positive, wide};
 use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaDecode, MlaShape, Result};
 
-/// What a `kv_calibrate` is compiled for.
+/// Counts in the rows that a [`KvAppend`](crate::KvAppend) would write what an e4m3 cache would make of them, and adds to the counters
+/// of [`CalibrationStats`] in a buffer. The host downloads those 32 bytes when it likes, and makes a `k_scale` of them.
 ///
-/// It looks at the rows that a `kv_append` would write, and adds to the counters of [`CalibrationStats`] in a buffer. Nothing is read
-/// back before the host downloads those 32 bytes, of which it makes a `k_scale`.
+/// Arguments of a layer: [`KvCalibrateArgs`]. Input of a step: a `Range<u32>`: the tokens that are looked at. [`Error::Shape`] is a range that
+/// ends before it begins.
+///
+/// ```
+/// use wgpu_mla::{CalibrationStats, Device, Dtype, KvCalibrate, KvCalibrateArgs, MlaShape, View, cpu::Cpu};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+/// let cpu = Cpu::new();
+/// let (kv_c, k_pe) = (cpu.buffer(256 * 4)?, cpu.buffer(32 * 4)?);
+/// cpu.upload(&k_pe, 0, &Dtype::F32.encode_all(&[896.0; 32]))?;
+/// let stats = cpu.buffer(CalibrationStats::BYTES)?;
+/// let (kv_c, k_pe) = (View::dense(&kv_c, 1, 256), View::dense(&k_pe, 1, 32));
+/// let layer = KvCalibrateArgs { kv_c, k_pe, k_scale: 1.0, stats: &stats };
+///
+/// cpu.once(KvCalibrate { shape, input: Dtype::F32 }, 0..1, &layer)?;
+/// let stats = CalibrationStats::from_bytes(&cpu.download(&stats, CalibrationStats::BYTES)?)?;
+/// assert_eq!((stats.amax, stats.saturated, stats.elements), (896.0, 32, 288));
+/// assert_eq!(stats.calibration(false).k_scale, 896.0 / 448.0);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvCalibrate {
     /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
@@ -20,7 +40,7 @@ pub struct KvCalibrate {
     pub input: Dtype,
 }
 
-/// One layer's new rows, as `kv_append` gets them, and where what is in them is counted.
+/// One layer of a [`KvCalibrate`]: new rows, as a [`KvAppend`](crate::KvAppend) gets them, and where what is in them is counted.
 #[derive(Debug, Clone, Copy)]
 pub struct KvCalibrateArgs<B> {
     /// Latent rows `[tokens, L]`; offset and `token_stride` are multiples of 4 elements, `head_stride` is unread.
@@ -33,7 +53,7 @@ pub struct KvCalibrateArgs<B> {
     pub stats: B,
 }
 
-/// What `kv_calibrate` has counted since its buffer was zeroed.
+/// What a [`KvCalibrate`] has counted since its buffer was zeroed.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CalibrationStats {
     /// The largest magnitude of a finite element.

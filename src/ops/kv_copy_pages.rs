@@ -5,7 +5,28 @@ use super::variants::OpOptions;
 use crate::view::KvView;
 use crate::{Error, KvSpec, Result};
 
-/// What a `kv_copy_pages` is compiled for.
+/// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
+/// `copy_blocks_mla`.
+///
+/// Arguments of a layer: its cache, a [`KvView`]. Input of a step: a list of copies `(from, to)`, `&[(u32, u32)]` in page ids:
+/// [`crate::AppendBatch::copies`]. [`check_copies`] is the check of it: [`Error::CopyConflict`].
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, KvCopyPages, KvSpec, KvView, cpu::Cpu};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// // Three pages of 2 tokens, 4 elements each.
+/// let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 3 };
+/// let cpu = Cpu::new();
+/// let cache = cpu.buffer(3 * 8 * 4)?;
+/// cpu.upload(&cache, 0, &Dtype::F32.encode_all(&[1.0; 8]))?;
+/// let layer = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 8 };
+///
+/// cpu.once(KvCopyPages { kv, row_elems: 4 }, &[(0, 2)], &layer)?;
+/// let elements = Dtype::F32.decode_all(&cpu.download(&cache, 3 * 8 * 4)?);
+/// assert_eq!(elements, [[1.0; 8], [0.0; 8], [1.0; 8]].concat());
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvCopyPages {
     /// The cache.

@@ -7,11 +7,40 @@ use crate::tables::{PageTable, ROW_HOLDS, check_rows, row_of};
 use crate::view::{KvView, View, aligned, distinct, scale_of};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
-/// What a `kv_gather` is compiled for.
+/// Copies tokens of the paged cache to rows of a contiguous array: vLLM's `cp_gather_cache`, and with an e4m3 cache and a wider output
+/// its `gather_and_maybe_dequant_cache`.
+///
+/// Arguments of a layer: [`KvGatherArgs`]. Input of a step: a [`GatherBatch`]. `prepare` refuses one with [`Error::Length`],
+/// [`Error::OtherSpec`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::GatherRange`], [`Error::GatherOverlap`], and
+/// [`Error::LayoutMismatch`] for [`PageTable::Device`].
 ///
 /// Bits are copied where the dtypes agree. An e4m3 code becomes the f32 product of its value and `k_scale`, then an element of the output:
 /// rounded to nearest even both times, on every device; a NaN code becomes a quiet NaN of its sign. Other pairs of dtypes are rounded
 /// once.
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, PageTable, View, cpu::Cpu};
+/// # use wgpu_mla::{KvSpec, KvView, MlaDecode, MlaShape};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+/// let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 2 };
+/// let mla = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
+/// let cpu = Cpu::new();
+/// let (cache, out) = (cpu.buffer(mla.cache_bytes())?, cpu.buffer(2 * 288 * 4)?);
+/// let by_slot = [[0.0; 288], [1.0; 288], [2.0; 288], [3.0; 288]].concat();
+/// cpu.upload(&cache, 0, &Dtype::F32.encode_all(&by_slot))?;
+///
+/// // The sequence has pages 1 and 0: its tokens are in slots 2, 3, 0 and 1. Tokens 1 and 2 become rows 0 and 1.
+/// let pages = PageTable::Dense { block_table: &[1, 0], max_pages: 2 };
+/// let ranges = &[GatherRange { sequence: 0, begin: 1, tokens: 2, out_row: 0 }];
+/// let batch = GatherBatch { pages, seq_lens: &[4], ranges };
+/// let layer = KvGatherArgs { kv: KvView::dense(&cache, &mla), k_scale: 1.0, out: View::dense(&out, 1, 288) };
+/// cpu.once(KvGather { shape, kv, output: Dtype::F32 }, batch, &layer)?;
+/// let rows = Dtype::F32.decode_all(&cpu.download(&out, 2 * 288 * 4)?);
+/// assert_eq!(rows, [[3.0; 288], [0.0; 288]].concat());
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvGather {
     /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
@@ -35,7 +64,7 @@ pub struct GatherRange {
     pub out_row: u32,
 }
 
-/// One layer's cache and the workspace that its rows go to.
+/// One layer of a [`KvGather`]: its cache, and the array that its rows go to.
 #[derive(Debug, Clone, Copy)]
 pub struct KvGatherArgs<B> {
     /// The cache.
@@ -47,7 +76,7 @@ pub struct KvGatherArgs<B> {
     pub out: View<B>,
 }
 
-/// What a step gathers. Ranges may begin and end anywhere in a page.
+/// What a step of a [`KvGather`] gathers. Ranges may begin and end anywhere in a page.
 #[derive(Debug, Clone, Copy)]
 pub struct GatherBatch<'a> {
     /// The pages of each sequence, from the host: not [`PageTable::Device`].

@@ -5,7 +5,37 @@ use super::variants::OpOptions;
 use crate::view::{View, distinct, wide};
 use crate::{Dtype, Error, Result};
 
-/// What a `merge_state` is compiled for.
+/// Merges two partial attention results of the same queries by LSE: FlashInfer's `merge_state`, vLLM's `merge_attn_states`.
+///
+/// Arguments of a layer: [`MergeStateArgs`]. A step has no input. [`MergeStates`](crate::MergeStates) merges any number of them.
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, MergeState, MergeStateArgs, View, cpu::Cpu};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// // One token, one head of 4 elements.
+/// let cpu = Cpu::new();
+/// let (prefix, suffix, output) = (cpu.buffer(16)?, cpu.buffer(16)?, cpu.buffer(16)?);
+/// let (lse, output_lse) = (cpu.buffer(4)?, cpu.buffer(4)?);
+/// cpu.upload(&prefix, 0, &Dtype::F32.encode_all(&[1.0; 4]))?;
+/// cpu.upload(&suffix, 0, &Dtype::F32.encode_all(&[2.0; 4]))?;
+/// let layer = MergeStateArgs {
+///     prefix_output: View::dense(&prefix, 1, 4),
+///     prefix_lse: View::dense(&lse, 1, 1),
+///     suffix_output: View::dense(&suffix, 1, 4),
+///     suffix_lse: View::dense(&lse, 1, 1),
+///     output: View::dense(&output, 1, 4),
+///     output_lse: Some(View::dense(&output_lse, 1, 1)),
+///     num_tokens: 1,
+///     num_heads: 1,
+/// };
+///
+/// // Both have an LSE of 0, so that they weigh the same.
+/// cpu.once(MergeState { dtype: Dtype::F32, head_size: 4 }, (), &layer)?;
+/// assert_eq!(Dtype::F32.decode_all(&cpu.download(&output, 16)?), [1.5; 4]);
+/// assert!((Dtype::F32.decode_all(&cpu.download(&output_lse, 4)?)[0] - 2f32.ln()).abs() < 1e-6);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MergeState {
     /// Dtype of both inputs and of the output: f32, f16 or bf16.
@@ -14,7 +44,7 @@ pub struct MergeState {
     pub head_size: u32,
 }
 
-/// Two partial attention results of the same queries over different keys, and where their merge goes.
+/// One layer of a [`MergeState`]: two partial attention results of the same queries over different keys, and where their merge goes.
 ///
 /// `lse = ln(sum exp(lse_i))`, `out = sum exp(lse_i - lse) * out_i`. An input whose LSE is -inf, +inf or NaN counts
 /// as empty, and what it holds is ignored. Strides are never inferred from each other: outputs are
@@ -22,17 +52,17 @@ pub struct MergeState {
 /// LSEs are natural logarithms. Both inputs may be one buffer. Heads, offsets and strides that are multiples of 16 bytes are the fast way.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeStateArgs<B> {
-    /// `prefix_output`.
+    /// `[tokens, heads, head_size]`, the output over the first keys.
     pub prefix_output: View<B>,
-    /// `prefix_lse`.
+    /// f32 `[tokens, heads]`, its LSE.
     pub prefix_lse: View<B>,
-    /// `suffix_output`.
+    /// `[tokens, heads, head_size]`, the output over the other keys.
     pub suffix_output: View<B>,
-    /// `suffix_lse`.
+    /// f32 `[tokens, heads]`, its LSE.
     pub suffix_lse: View<B>,
-    /// Where the merged output goes.
+    /// `[tokens, heads, head_size]`, where the merged output goes.
     pub output: View<B>,
-    /// Where the merged LSE goes, if it is wanted.
+    /// f32 `[tokens, heads]`, where the merged LSE goes, if it is wanted.
     pub output_lse: Option<View<B>>,
     /// Query tokens.
     pub num_tokens: u32,

@@ -8,7 +8,36 @@ use super::variants::OpOptions;
 use crate::view::{View, aligned, check_tokens, distinct};
 use crate::{Dtype, Error, Result};
 
-/// What a `merge_states` is compiled for.
+/// Merges any number of partial attention results of the same queries by LSE: FlashInfer's `merge_states`.
+///
+/// Arguments of a layer: [`MergeStatesArgs`]. Input of a step: `(Range<u32>, u32)`: which tokens are merged, and how many of the sets.
+/// [`Error::Shape`] is a range that ends before it begins, or a number of sets outside 1 to 65,536.
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, MergeStates, MergeStatesArgs, View, cpu::Cpu};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// // Three sets of one token, one head of 8 elements.
+/// let cpu = Cpu::new();
+/// let (states, lse) = (cpu.buffer(3 * 8 * 4)?, cpu.buffer(3 * 4)?);
+/// let output = cpu.buffer(8 * 4)?;
+/// cpu.upload(&states, 0, &Dtype::F32.encode_all(&[[1.0; 8], [2.0; 8], [7.0; 8]].concat()))?;
+/// // The third set is empty.
+/// cpu.upload(&lse, 0, &Dtype::F32.encode_all(&[0.0, 0.0, f32::NEG_INFINITY]))?;
+/// let layer = MergeStatesArgs {
+///     states: View::dense(&states, 1, 8),
+///     set_stride: 8,
+///     lse: View::dense(&lse, 1, 1),
+///     lse_set_stride: 1,
+///     output: View::dense(&output, 1, 8),
+///     output_lse: None,
+///     num_heads: 1,
+/// };
+///
+/// cpu.once(MergeStates { dtype: Dtype::F32, head_size: 8 }, (0..1, 3), &layer)?;
+/// assert_eq!(Dtype::F32.decode_all(&cpu.download(&output, 8 * 4)?), [1.5; 8]);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MergeStates {
     /// Dtype of the inputs and of the output: f32, f16 or bf16.
@@ -17,8 +46,8 @@ pub struct MergeStates {
     pub head_size: u32,
 }
 
-/// Sets of partial attention results of the same queries, each over other keys, and where their merge goes: FlashInfer's
-/// `merge_states`.
+/// One layer of a [`MergeStates`]: sets of partial attention results of the same queries, each over other keys, and where their merge
+/// goes.
 ///
 /// `lse = ln(sum exp(lse_i))`, `out = sum exp(lse_i - lse) * out_i`, added in the order of the sets. A set whose LSE is -inf, +inf or
 /// NaN has no part in that row, whatever it holds; where one only is left the output is its bits, and where none is, 0 and -inf.

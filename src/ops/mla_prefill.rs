@@ -6,7 +6,33 @@ use crate::{Dtype, Error, Mask, Result};
 
 pub(crate) mod tiles;
 
-/// What an `mla_prefill` is compiled for.
+/// The attention of a prefill in expanded form: each head has keys and values of its own, as `kv_b_proj` makes them of latents.
+/// Variable-length, causal or not: what vLLM calls `flash_attn_varlen_func` for.
+///
+/// Arguments of a layer: [`MlaPrefillArgs`]. Input of a step: a list of [`PrefillSequence`]s, with the errors of [`PrefillExtent::of`].
+/// Options: [`PrefillOptions`].
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, MlaPrefill, MlaPrefillArgs, PrefillSequence, View, cpu::Cpu};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let (num_heads, dtype, out) = (1, Dtype::F32, Dtype::F32);
+/// let spec = MlaPrefill { num_heads, qk_nope_head_dim: 8, qk_rope_head_dim: 0, v_head_dim: 8, dtype, out };
+/// let cpu = Cpu::new();
+/// let (q, out, lse) = (cpu.buffer(2 * 8 * 4)?, cpu.buffer(2 * 8 * 4)?, cpu.buffer(2 * 4)?);
+/// let (k, v) = (cpu.buffer(3 * 8 * 4)?, cpu.buffer(3 * 8 * 4)?);
+/// cpu.upload(&v, 0, &Dtype::F32.encode_all(&[[0.0; 8], [1.0; 8], [2.0; 8]].concat()))?;
+/// let [q_nope, k_nope, v] = [&q, &k, &v].map(|buffer| View::dense(buffer, 1, 8));
+/// let (q_pe, k_pe) = (q_nope, k_nope); // unread
+/// let (rows, lses) = (View::dense(&out, 1, 8), View::dense(&lse, 1, 1));
+/// let layer = MlaPrefillArgs { q_nope, q_pe, k_nope, k_pe, v, out: rows, lse: lses, softmax_scale: 0.1 };
+///
+/// // Two query tokens and three keys: the first sees two of them, the second all. All logits are 0.
+/// cpu.once(spec, &[PrefillSequence::causal(0, 2, 0, 3)], &layer)?;
+/// let out = Dtype::F32.decode_all(&cpu.download(&out, 2 * 8 * 4)?);
+/// assert!((out[0] - 0.5).abs() < 1e-6 && (out[8] - 1.0).abs() < 1e-6);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MlaPrefill {
     /// `H`, at least 1.
@@ -87,7 +113,7 @@ impl PrefillSequence {
     }
 }
 
-/// One layer's queries, keys and values, and where the result goes.
+/// One layer of an [`MlaPrefill`]: queries, keys and values, and where the result goes. `T` query tokens, `S` keys.
 ///
 /// Head `h` of query `t` attends the keys `k_nope[s, h, :] ++ k_pe[s, h, :]` with the logits `softmax_scale * (q . k)`, and
 /// `out[t, h, :]` is the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Rows of no
@@ -124,7 +150,7 @@ pub struct PrefillExtent {
     pub rows: u32,
 }
 
-/// Choices of a prefill that have a default.
+/// Choices of an [`MlaPrefill`] that have a default.
 #[derive(Debug, Clone, Default)]
 pub struct PrefillOptions {
     /// Forces a kernel variant by name.

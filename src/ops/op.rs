@@ -37,6 +37,8 @@ pub trait Op: Copy + Debug {
     /// What a step has room for without new memory.
     type Capacity: Copy + Default;
 
+    /// Whether the op is served.
+    ///
     /// # Errors
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
     fn check(&self) -> Result<()>;
@@ -54,7 +56,8 @@ pub trait Op: Copy + Debug {
     /// Checks scales, offsets, strides and sizes; `size` gives a buffer's bytes.
     ///
     /// # Errors
-    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`] and [`Error::BufferTooSmall`].
+    /// [`Error::Scale`], [`Error::ScaleWithoutCodes`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`] and
+    /// [`Error::LayoutMismatch`].
     fn check_args<B>(
         &self,
         args: &Self::Args<&B>,
@@ -122,7 +125,8 @@ pub enum Use {
 }
 
 /// A backend's device: its memory, and where its commands go. A clone is another handle on it. Sealed; implemented by `Gpu`, `Cuda`,
-/// `Cpu` and `AnyBackend`.
+/// `Cpu` and `AnyBackend`. Beside the errors that are listed, any call may be [`Error::Cuda`] on CUDA, where the driver fails it, and
+/// [`Error::OtherBackend`] on `AnyBackend`, for what another backend made.
 pub trait Device: sealed::Sealed + Clone + Debug {
     /// Memory that this device's kernels read and write.
     type Buffer: Clone + Debug;
@@ -146,19 +150,21 @@ pub trait Device: sealed::Sealed + Clone + Debug {
     /// Zeroed memory of at least `bytes` bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] and [`Error::Limit`].
+    /// [`Error::OutOfMemory`], [`Error::Limit`] and [`Error::DeviceLost`].
     fn buffer(&self, bytes: u64) -> Result<Self::Buffer>;
 
-    /// Copies host bytes into a buffer. `offset` and the length are multiples of 4.
+    /// Copies host bytes into a buffer, from byte `offset` on. `offset` and the length are multiples of 4.
     ///
     /// # Errors
-    /// [`Error::BufferTooSmall`] and [`Error::Alignment`].
+    /// [`Error::BufferTooSmall`] and [`Error::Alignment`]; on wgpu [`Error::BufferUsage`] without `COPY_DST`, [`Error::ForeignResource`]
+    /// and [`Error::DeviceLost`].
     fn upload(&self, buffer: &Self::Buffer, offset: u64, bytes: &[u8]) -> Result<()>;
 
     /// Waits for what was submitted and copies a buffer to the host, from its front. `bytes` is a multiple of 4.
     ///
     /// # Errors
-    /// [`Error::BufferTooSmall`], [`Error::Alignment`], [`Error::DeviceLost`], and [`Error::Waits`] on wgpu in a browser.
+    /// [`Error::BufferTooSmall`], [`Error::Alignment`] and [`Error::OutOfMemory`]; on wgpu [`Error::BufferUsage`] without `COPY_SRC`,
+    /// [`Error::ForeignResource`], [`Error::DeviceLost`], and in a browser [`Error::Waits`].
     fn download(&self, buffer: &Self::Buffer, bytes: u64) -> Result<Vec<u8>>;
 
     /// Records, and submits what was recorded.
@@ -189,7 +195,8 @@ pub trait Device: sealed::Sealed + Clone + Debug {
     /// Compiles an op, on the best variant that runs here.
     ///
     /// # Errors
-    /// Those of [`Op::check`], and [`Error::OutOfMemory`], [`Error::DeviceLost`] and [`Error::Internal`].
+    /// Those of [`Op::check`], and [`Error::NoVariant`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`],
+    /// [`Error::ForeignResource`] and [`Error::Internal`].
     fn compile<O: Op>(&self, op: O) -> Result<Compiled<O, Self>>
     where
         Self: Kernel<O>,
@@ -266,12 +273,10 @@ pub trait Kernel<O: Op>: Device {
         only_candidate()
     }
 
-    /// # Errors
-    /// Those of [`Device::compile_with`].
+    /// Selects and compiles a variant: see [`Device::compile_with`], whose errors it has.
     fn kernel_compile(&self, op: &O, options: &O::Options) -> Result<(Self::Kernels, O::Facts, Choice)>;
 
-    /// # Errors
-    /// Those of [`Compiled::step`].
+    /// See [`Compiled::step`], whose errors it has.
     fn kernel_step(&self, op: &O, kernels: &Self::Kernels, capacity: O::Capacity) -> Result<Self::Step>;
 
     /// What fits a step without new memory.
@@ -279,8 +284,7 @@ pub trait Kernel<O: Op>: Device {
         O::Capacity::default()
     }
 
-    /// # Errors
-    /// Those of [`Compiled::prepare`].
+    /// Checks and uploads a step's input: see [`Compiled::prepare`], whose errors it has.
     fn kernel_prepare(
         &self,
         op: &O,
@@ -289,8 +293,7 @@ pub trait Kernel<O: Op>: Device {
         input: O::Input<'_>,
     ) -> Result<O::Extent>;
 
-    /// # Errors
-    /// Those of [`Compiled::bind`].
+    /// Binds checked arguments: see [`Compiled::bind`], whose errors it has.
     fn kernel_bind(
         &self,
         op: &O,
@@ -299,8 +302,7 @@ pub trait Kernel<O: Op>: Device {
         room: O::Extent,
     ) -> Result<Self::Binding>;
 
-    /// # Errors
-    /// Those of the device: what a host does wrong was found before.
+    /// Adds the commands of one layer. Its errors are the device's: what a host does wrong was found before.
     fn kernel_record(
         &self,
         op: &O,
@@ -311,7 +313,7 @@ pub trait Kernel<O: Op>: Device {
     ) -> Result<()>;
 }
 
-/// An op, compiled on a device.
+/// An op, compiled on a device by [`Device::compile`]. It makes steps and bindings, and records a step with a binding.
 #[derive(Debug)]
 pub struct Compiled<O: Op, D: Kernel<O>> {
     pub(crate) device: D,
@@ -365,7 +367,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         &self.device
     }
 
-    /// What a host has to know of it.
+    /// What a host has to know of it, such as a decode's [`crate::Tiling`].
     pub fn facts(&self) -> &O::Facts {
         &self.facts
     }
@@ -389,7 +391,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// A step with room for `capacity`; the default leaves it to the first [`Compiled::prepare`].
     ///
     /// # Errors
-    /// [`Error::Limit`] and [`Error::OutOfMemory`].
+    /// [`Error::Limit`], [`Error::OutOfMemory`] and [`Error::DeviceLost`].
     pub fn step(&self, capacity: O::Capacity) -> Result<Step<O, D>> {
         Ok(self.step_of(self.device.kernel_step(&self.op, &self.kernels, capacity)?, O::unprepared()))
     }
@@ -402,7 +404,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// until it was prepared again.
     ///
     /// # Errors
-    /// Those of the op's input, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::LayoutMismatch`] for a
+    /// Those of the op's input, see its page, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::LayoutMismatch`] for a
     /// step that another op made.
     pub fn prepare(&self, step: &mut Step<O, D>, input: O::Input<'_>) -> Result<()> {
         self.owns(step.owner, true)?;
@@ -414,9 +416,8 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// Checks one layer's buffers and binds them, for steps that reach no further than `room`.
     ///
     /// # Errors
-    /// [`Error::Scale`], [`Error::Alignment`], [`Error::Shape`], [`Error::BufferTooSmall`], [`Error::Aliased`],
-    /// [`Error::OtherBackend`], [`Error::BufferUsage`] for a buffer of wgpu without `STORAGE`, [`Error::Limit`] and
-    /// [`Error::OutOfMemory`].
+    /// Those of [`Op::check_args`], [`Error::Aliased`], [`Error::OtherBackend`], [`Error::Limit`] and [`Error::OutOfMemory`]; on wgpu
+    /// [`Error::BufferUsage`] without `STORAGE`, [`Error::ForeignResource`] and [`Error::DeviceLost`]; [`Error::Capacity`] of an `MlaLayer`.
     pub fn bind(&self, args: &O::Args<&D::Buffer>, room: O::Extent) -> Result<Binding<O, D>> {
         self.op.map(args, |_, buffer| self.device.accepts(buffer))?;
         self.op.check_args(args, room, D::size)?;
@@ -441,7 +442,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// Records one layer. Creates nothing, allocates nothing, neither submits nor waits.
     ///
     /// # Errors
-    /// [`Error::LayoutMismatch`], before anything is recorded; on CUDA those of a launch.
+    /// [`Error::LayoutMismatch`], before anything is recorded; [`Error::Cuda`] on CUDA, [`Error::OutOfMemory`] on the CPU.
     pub fn record_on(
         &self,
         recorder: &mut D::Recorder<'_>,

@@ -20,7 +20,32 @@ pub enum RopeLayout {
     HalfSplit,
 }
 
-/// What a `rope` is compiled for.
+/// Rotates rows by their tokens' positions (RoPE): `(x, y) -> (x cos - y sin, y cos + x sin)` for each pair of elements.
+///
+/// Arguments of a layer: [`RopeArgs`]. Input of a step: a `Range<u32>`: the tokens that are rotated. [`Error::Shape`] is a range that ends
+/// before it begins.
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, Rope, RopeArgs, RopeFrequencies, RopeLayout, View, cpu::Cpu};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let cpu = Cpu::new();
+/// let table = RopeFrequencies::plain(8, 10_000.0)?.cos_sin(4)?;
+/// let (x, y) = (cpu.buffer(8 * 4)?, cpu.buffer(8 * 4)?);
+/// let (positions, cos_sin) = (cpu.buffer(4)?, cpu.buffer(4 * 8 * 4)?);
+/// cpu.upload(&x, 0, &Dtype::F32.encode_all(&[1.0]))?; // then zeros
+/// cpu.upload(&positions, 0, &3i32.to_le_bytes())?;
+/// cpu.upload(&cos_sin, 0, &Dtype::F32.encode_all(&table))?;
+/// let (x, rotated) = (View::dense(&x, 1, 8), View::dense(&y, 1, 8));
+/// let layer = RopeArgs { x, y: rotated, positions: &positions, cos_sin: &cos_sin, max_position: 4 };
+///
+/// // Pair 0 turns by one radian a position.
+/// let spec = Rope { dtype: Dtype::F32, num_heads: 1, rope_dim: 8, layout: RopeLayout::Interleaved };
+/// cpu.once(spec, 0..1, &layer)?;
+/// let y = Dtype::F32.decode_all(&cpu.download(&y, 8 * 4)?);
+/// assert_eq!(y[..2], [3f64.cos() as f32, 3f64.sin() as f32]);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Rope {
     /// Dtype of input and output: f32, f16 or bf16.
@@ -33,7 +58,7 @@ pub struct Rope {
     pub layout: RopeLayout,
 }
 
-/// Rows to rotate by their tokens' positions: `(x, y) -> (x cos - y sin, y cos + x sin)` for each pair.
+/// One layer of a [`Rope`]: rows to rotate, their tokens' positions, and where the results go.
 ///
 /// Computed in f32 and rounded once to the dtype. A pair that holds an infinity or a NaN becomes two NaNs, whatever its angle; results
 /// past f32's range are anything. Offsets and strides are multiples of 4 elements; a stride of a dimension of 1 is unread.
@@ -130,7 +155,7 @@ impl<B> RopeArgs<&B> {
 
 impl Op for Rope {
     const NAME: &'static str = "rope";
-    /// A step is a range of tokens: queries and keys share one.
+    /// Input of a step: a range of tokens: queries and keys share one.
     const SHARES_STEPS: bool = true;
     type Options = OpOptions;
     type Facts = ();

@@ -7,7 +7,38 @@ use super::variants::OpOptions;
 use crate::view::View;
 use crate::{Dtype, Error, Result};
 
-/// What a `rope_append` is compiled for.
+/// What a decode needs before it, in one dispatch: rotates queries, rotates the keys of new tokens and appends their rows to the cache,
+/// as [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other.
+///
+/// Arguments of a layer: [`RopeAppendArgs`]. Input of a step: a [`RopeAppendBatch`], with the errors of a [`KvAppend`]'s, [`Error::Length`]
+/// for another number of positions than tokens, and [`Error::Shape`] for a negative position.
+///
+/// ```
+/// use wgpu_mla::{Device, Dtype, KvAppend, KvAppendArgs, RopeAppend, RopeAppendArgs, RopeAppendBatch, cpu::Cpu};
+/// # use wgpu_mla::{KvSpec, KvView, MlaDecode, MlaShape, RopeFrequencies, RopeLayout, View};
+///
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+/// let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 1 };
+/// let mla = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
+/// let cpu = Cpu::new();
+/// # let (q, kv_c, k) = (cpu.buffer(32 * 4)?, cpu.buffer(256 * 4)?, cpu.buffer(32 * 4)?);
+/// # let (cache, positions, cos_sin) = (cpu.buffer(mla.cache_bytes())?, cpu.buffer(4)?, cpu.buffer(8 * 32 * 4)?);
+/// cpu.upload(&k, 0, &Dtype::F32.encode_all(&[1.0]))?; // then zeros
+/// cpu.upload(&cos_sin, 0, &Dtype::F32.encode_all(&RopeFrequencies::plain(32, 10_000.0)?.cos_sin(8)?))?;
+/// let (q_pe, kv_c, k_pe) = (View::dense(&q, 1, 32), View::dense(&kv_c, 1, 256), View::dense(&k, 1, 32));
+/// let layer = KvAppendArgs { kv_c, k_pe, kv: KvView::dense(&cache, &mla), k_scale: 1.0 };
+/// let (positions, cos_sin) = (&positions, &cos_sin); // the step's positions are those that count
+/// let args = RopeAppendArgs { q_pe, q_pe_out: q_pe, layer, positions, cos_sin, max_position: 8 };
+///
+/// // One token at position 7, into slot 0.
+/// let append = KvAppend { shape, kv, input: Dtype::F32 };
+/// let spec = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout: RopeLayout::Interleaved };
+/// cpu.once(spec, RopeAppendBatch { slot_mapping: &[0], positions: Some(&[7]) }, &args)?;
+/// let row = Dtype::F32.decode_all(&cpu.download(&cache, 288 * 4)?);
+/// assert_eq!(row[256..258], [7f64.cos() as f32, 7f64.sin() as f32]);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RopeAppend {
     /// The rows to append and the cache. `qk_rope_head_dim` is what is rotated: 0 is refused.
@@ -20,9 +51,9 @@ pub struct RopeAppend {
     pub layout: RopeLayout,
 }
 
-/// What a decode needs before it: queries rotated, new keys rotated and appended, in one dispatch.
+/// One layer of a [`RopeAppend`]: queries and new rows before their rotation, where the queries go, and the cache.
 ///
-/// The bits are those of `rope` of `q_pe`, `rope` of `k_pe` and `kv_append` one after the other. Queries of tokens that the slot mapping
+/// The bits are those of [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other. Queries of tokens that the slot mapping
 /// skips are rotated too.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeAppendArgs<B> {
@@ -40,7 +71,7 @@ pub struct RopeAppendArgs<B> {
     pub max_position: u32,
 }
 
-/// The new tokens of a step.
+/// The new tokens of a step of a [`RopeAppend`].
 #[derive(Debug, Clone, Copy)]
 pub struct RopeAppendBatch<'a> {
     /// As that of [`KvAppend`]: `page * page_size + offset` of each token, negative for one that is not appended.

@@ -50,7 +50,7 @@ impl PagePool {
     /// tokens that were just appended.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Shape`] for a range that goes past its sequence's length.
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Shape`] for a range that goes past its sequence's length.
     pub fn slot_mapping(&self, tokens: &[(SeqId, Range<u32>)]) -> Result<Vec<i64>> {
         let mut slots = Vec::new();
         self.slot_mapping_into(tokens, &mut slots)?;
@@ -75,7 +75,7 @@ impl PagePool {
     /// kernel reads.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
     pub fn block_table(&self, seqs: &[SeqId], pad: i32) -> Result<BlockTable> {
         let mut table = BlockTable::default();
         self.block_table_into(seqs, pad, &mut table)?;
@@ -107,7 +107,7 @@ impl PagePool {
     /// The pages of a batch as compressed rows.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Limit`] past 2^31 - 1 page ids in all.
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Limit`] past 2^31 - 1 page ids in all.
     pub fn csr(&self, seqs: &[SeqId]) -> Result<Csr> {
         let mut csr = Csr::default();
         self.csr_into(seqs, &mut csr)?;
@@ -144,7 +144,7 @@ impl PagePool {
     /// `seq_lens` of a batch: tokens of each sequence.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
     pub fn seq_lens(&self, seqs: &[SeqId]) -> Result<Vec<i32>> {
         let mut lens = Vec::new();
         self.seq_lens_into(seqs, &mut lens)?;

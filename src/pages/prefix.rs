@@ -11,7 +11,7 @@ impl PagePool {
     /// always the best. It changes only when the batch does or a page fills up, so it need not run at every step.
     ///
     /// # Errors
-    /// [`crate::Error::UnknownSequence`].
+    /// [`crate::Error::UnknownSequence`] and [`crate::Error::OtherPool`].
     pub fn shared_prefixes(&self, seqs: &[SeqId]) -> Result<Vec<SharedPrefix>> {
         let mut rows: Vec<(&[u32], u32)> = Vec::with_capacity(seqs.len());
         // A sequence that is in no group is right too, so a batch past u32 needs no error.
