@@ -137,7 +137,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
     };
     let table = shape.block_table();
     let batch = GatherBatch {
-        pages: PageTable::Dense { block_table: &table, max_pages: table.len() },
+        pages: PageTable::Dense { block_table: &table, max_pages: table.len() as u32 },
         seq_lens: &[(shape.tokens + BEGIN) as i32],
         ranges: &[shape.range()],
     };

@@ -201,11 +201,11 @@ pub enum Error {
     #[error("out of pages: {wanted} wanted, {free} free of {total}: free a sequence or make the pool larger")]
     OutOfPages {
         /// Pages that the call needs.
-        wanted: usize,
+        wanted: u64,
         /// Pages that are free.
-        free: usize,
+        free: u32,
         /// Pages in the pool.
-        total: usize,
+        total: u32,
     },
     /// A handle of a sequence that was freed. Add or fork another.
     #[error("sequence {number} is no longer in the pool: it was freed; add or fork another")]

@@ -136,7 +136,7 @@ impl Sequence {
 #[derive(Debug, Clone, PartialEq)]
 struct Store {
     /// Pages in the pool.
-    total: usize,
+    total: u32,
     /// Owners of each page that was ever handed out. The ids at and past its end are free: a large pool costs no
     /// memory before it is used. An owner takes memory of its own, so a count cannot overflow.
     owners: Vec<usize>,
@@ -145,14 +145,14 @@ struct Store {
 }
 
 impl Store {
-    fn num_free_pages(&self) -> usize {
-        self.total - self.owners.len() + self.freed.len()
+    fn num_free_pages(&self) -> u32 {
+        // `owners` and `freed` have at most `total` entries.
+        self.total - self.owners.len() as u32 + self.freed.len() as u32
     }
 
     fn check_room(&self, wanted: u64) -> Result<()> {
         let free = self.num_free_pages();
-        if wanted > free as u64 {
-            let wanted = usize::try_from(wanted).unwrap_or(usize::MAX);
+        if wanted > u64::from(free) {
             return Err(Error::OutOfPages { wanted, free, total: self.total });
         }
         Ok(())
@@ -202,7 +202,7 @@ impl PagePool {
     /// [`Error::Shape`] as [`KvSpec::check`].
     pub fn new(spec: KvSpec) -> Result<Self> {
         spec.check()?;
-        let store = Store { total: spec.num_pages as usize, owners: Vec::new(), freed: Vec::new() };
+        let store = Store { total: spec.num_pages, owners: Vec::new(), freed: Vec::new() };
         Ok(Self { id: next_id(), spec, store, sequences: HashMap::new(), next_number: 0 })
     }
 
@@ -333,12 +333,12 @@ impl PagePool {
     }
 
     /// Pages that no sequence has.
-    pub fn num_free_pages(&self) -> usize {
+    pub fn num_free_pages(&self) -> u32 {
         self.store.num_free_pages()
     }
 
     /// Pages that at least one sequence has. A shared page counts once.
-    pub fn num_used_pages(&self) -> usize {
+    pub fn num_used_pages(&self) -> u32 {
         self.store.total - self.store.num_free_pages()
     }
 

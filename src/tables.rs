@@ -18,7 +18,7 @@ pub enum PageTable<'a> {
         /// The entries, row by row.
         block_table: &'a [i32],
         /// Entries in a row.
-        max_pages: usize,
+        max_pages: u32,
     },
     /// Compressed rows: sequence `i` has the pages `kv_indices[kv_indptr[i]..kv_indptr[i + 1]]`.
     Csr {
@@ -32,7 +32,7 @@ pub enum PageTable<'a> {
         /// The entries, row by row.
         block_table: &'a [i32],
         /// Entries in a row.
-        max_pages: usize,
+        max_pages: u32,
         /// Tokens per page: another than the cache's is an error.
         page_size: u32,
     },
@@ -340,12 +340,12 @@ pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Resu
             Err(Error::OtherSpec { what, got, want })
         }
         PageTable::Dense { block_table, max_pages } | PageTable::Pool { block_table, max_pages, .. }
-            if Some(block_table.len()) != rows.checked_mul(max_pages) =>
+            if Some(block_table.len()) != rows.checked_mul(max_pages as usize) =>
         {
             Err(Error::Length {
                 what: "block_table",
                 got: block_table.len() as u64,
-                want: rows.saturating_mul(max_pages) as u64,
+                want: rows.saturating_mul(max_pages as usize) as u64,
                 cure: "one row of max_pages entries a sequence",
             })
         }
@@ -371,7 +371,7 @@ pub(crate) const ROW_HOLDS: &str =
 pub(crate) fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {
     match pages {
         PageTable::Dense { block_table, max_pages } | PageTable::Pool { block_table, max_pages, .. } => {
-            &block_table[seq * max_pages..][..max_pages]
+            &block_table[seq * max_pages as usize..][..max_pages as usize]
         }
         PageTable::Csr { kv_indptr, kv_indices } | PageTable::PoolCsr { kv_indptr, kv_indices, .. } => {
             let (begin, end) = (kv_indptr[seq], kv_indptr[seq + 1]);

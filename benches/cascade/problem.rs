@@ -261,7 +261,7 @@ impl<D: Timed> Problem<D> {
             let pages: Vec<_> =
                 (0..sequences).map(|sequence| shape.pages(sequence, first / PAGE_SIZE)).collect();
             let (max_pages, table) = (pages[0].len(), pages.concat());
-            let pages = PageTable::Dense { block_table: &table, max_pages };
+            let pages = PageTable::Dense { block_table: &table, max_pages: max_pages as u32 };
             let layers = arrays.iter().map(|layer| MlaDecodeArgs {
                 query: Query::Split { q_nope: view(&layer.ql_nope, latent), q_pe: layer.q_pe(shape) },
                 kv: KvView::dense(&layer.kv, &spec),

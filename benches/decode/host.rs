@@ -53,7 +53,7 @@ pub fn run() -> Result<()> {
     // Planned as for a large card, so that figures of different machines compare.
     let tiling = Tiling { target_items: 512, min_split_tokens: 32, ..mla.tiling() };
     let block_table: Vec<i32> = (0..BATCH * MAX_PAGES).map(|i| (i * 7919 % 1024) as i32).collect();
-    let pages = PageTable::Dense { block_table: &block_table, max_pages: MAX_PAGES };
+    let pages = PageTable::Dense { block_table: &block_table, max_pages: MAX_PAGES as u32 };
     let starts: Vec<i32> = (0..=BATCH as i32).collect();
     let (mut plan, mut step) = (Plan::default(), mla.step(Default::default())?);
     let lens_of = |turn: usize| (0..BATCH).map(|i| (8192 - STEPS - i + turn) as i32).collect::<Vec<_>>();

@@ -74,7 +74,7 @@ impl<'a, D: Timed> Problem<'a, D> {
         let batch = Batch { shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
         let plan = Plan::new(&spec, &tiling, &batch, SplitPolicy::Auto)?;
         let (table, max_pages) = workload.block_table();
-        let pages = PageTable::Dense { block_table: &table, max_pages };
+        let pages = PageTable::Dense { block_table: &table, max_pages: max_pages as u32 };
         let layers = Layers::new(decode, Capacity::of(&plan), (&plan, pages), layers)?;
         let workload = workload.clone();
         Ok(Self { spec, layers, plan, workload, pool, out, lse, q })

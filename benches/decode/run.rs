@@ -124,7 +124,7 @@ fn host_step<D: Timed>(device: &D, workload: &Workload, problem: &Problem<'_, D>
         let begin = Instant::now();
         let batch = Batch { shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
         plan.update(&problem.spec, &tiling, &batch, SplitPolicy::Auto)?;
-        let pages = PageTable::Dense { block_table: &table, max_pages };
+        let pages = PageTable::Dense { block_table: &table, max_pages: max_pages as u32 };
         decode.prepare(&mut step, (&plan, pages))?;
         times.push(begin.elapsed().as_secs_f64());
     }

@@ -150,7 +150,7 @@ impl<D: Timed> Part<D> {
         let starts: Vec<i32> = (0..=sequences as i32).collect();
         let lens = vec![shape.from as i32; sequences as usize];
         let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&lens, &starts), SplitPolicy::Auto)?;
-        let pages = PageTable::Dense { block_table: &table, max_pages: shape.max_pages() as usize };
+        let pages = PageTable::Dense { block_table: &table, max_pages: shape.max_pages() };
         let layers = Layers::new(decode, Capacity::default(), (&plan, pages), layers)?;
         Ok(Self { layers, plan, table, starts })
     }
@@ -161,7 +161,7 @@ impl<D: Timed> Part<D> {
         let mut tiling = op.tiling();
         tiling.target_items = args.items.unwrap_or(tiling.target_items);
         self.plan.update(op.op(), &tiling, &Batch::new(&lens, &self.starts), SplitPolicy::Auto)?;
-        let max_pages = self.table.len() / lens.len();
+        let max_pages = (self.table.len() / lens.len()) as u32;
         op.prepare(step, (&self.plan, PageTable::Dense { block_table: &self.table, max_pages }))?;
         Ok(())
     }

@@ -23,7 +23,7 @@ pub struct Progress {
     tokens: u64,
     /// Sequences, one token each step that is not a prompt's.
     most_sequences: usize,
-    most_pages: usize,
+    most_pages: u32,
     shared_steps: u32,
     busy: Duration,
     terminal: bool,

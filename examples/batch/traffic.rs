@@ -68,7 +68,7 @@ impl Traffic {
 
     /// Lets a sequence in, if one comes and there is room.
     pub fn admit(&mut self) -> Result<()> {
-        let room = self.batch.len() < MAX_BATCH && self.pool.num_free_pages() > 2 * MAX_BATCH;
+        let room = self.batch.len() < MAX_BATCH && self.pool.num_free_pages() as usize > 2 * MAX_BATCH;
         if !room || self.pick(3) > 0 {
             return Ok(());
         }

@@ -131,7 +131,7 @@ impl<'a> Runner<'a> {
         };
         let plan = Plan::new(spec, &decode.tiling(), &batch, SplitPolicy::Auto)?;
         let mut step = decode.step(Capacity::of(&plan))?;
-        let pages = PageTable::Dense { block_table: &case.block_table, max_pages: case.max_pages };
+        let pages = PageTable::Dense { block_table: &case.block_table, max_pages: case.max_pages as u32 };
         decode.prepare(&mut step, (&plan, pages))?;
 
         let (q, kv) = (upload(backend, &case.q)?, upload(backend, &case.kv_cache)?);

@@ -11,7 +11,7 @@ pub struct BlockTable {
     /// The entries, row by row.
     pub entries: Vec<i32>,
     /// Entries in a row: pages of the longest sequence.
-    pub max_pages: usize,
+    pub max_pages: u32,
     /// Tokens per page of the pool.
     pub page_size: u32,
 }
@@ -95,7 +95,8 @@ impl PagePool {
         for &seq in seqs {
             longest = longest.max(self.pages(seq)?.len());
         }
-        *max_pages = longest;
+        // At most num_pages, a u32.
+        *max_pages = longest as u32;
         for &seq in seqs {
             let pages = self.pages(seq)?;
             entries.extend(pages.iter().map(|&page| page as i32));

@@ -65,7 +65,7 @@ impl Arrays {
             seq_lens: &self.seq_lens,
             query_start_loc: &self.query_start_loc,
             slot_mapping: &self.slot_mapping,
-            pages: PageTable::Dense { block_table: &self.block_table, max_pages: MAX_PAGES },
+            pages: PageTable::Dense { block_table: &self.block_table, max_pages: MAX_PAGES as u32 },
             shared_prefixes: &[],
             expanded: &[],
         }

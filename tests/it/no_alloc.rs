@@ -62,7 +62,7 @@ fn a_hundred_steps_without_an_allocation() {
     let shared = [SharedPrefix { sequences: vec![3, 5, 9], tokens: 96 }];
     let max_pages = 100;
     let block_table = vec![7; SEQUENCES * max_pages];
-    let pages = PageTable::Dense { block_table: &block_table, max_pages };
+    let pages = PageTable::Dense { block_table: &block_table, max_pages: max_pages as u32 };
     let mut seq_lens = [0i32; SEQUENCES];
     let lens_at = |seq_lens: &mut [i32; SEQUENCES], step: i32| {
         seq_lens.iter_mut().zip(0..).for_each(|(len, i)| *len = 120 + 29 * i + step);

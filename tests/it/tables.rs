@@ -81,7 +81,7 @@ proptest! {
             kv_indices.extend(vec![garbage; spare]);
             kv_indptr.push(kv_indices.len() as i32);
         }
-        let dense = PageTable::Dense { block_table: &block_table, max_pages };
+        let dense = PageTable::Dense { block_table: &block_table, max_pages: max_pages as u32 };
         let (header, words) = tables(&plan, dense, &spec).unwrap();
         let csr = PageTable::Csr { kv_indptr: &kv_indptr, kv_indices: &kv_indices };
         prop_assert_eq!(&tables(&plan, csr, &spec).unwrap(), &(header, words.clone()));
@@ -142,7 +142,7 @@ fn a_wild_page_is_named() {
 fn a_table_of_another_size_is_refused() {
     let spec = spec(16);
     let plan = plan(&spec, &[20, 40]);
-    for (entries, max_pages) in [(5, 3), (7, 3), (0, 3), (6, 4), (6, usize::MAX)] {
+    for (entries, max_pages) in [(5, 3), (7, 3), (0, 3), (6, 4), (6, u32::MAX)] {
         let pages = PageTable::Dense { block_table: &[0; 7][..entries], max_pages };
         let error = tables(&plan, pages, &spec).unwrap_err();
         assert!(

@@ -19,7 +19,7 @@ pub struct Pages {
     pub positions: Vec<i32>,
     /// Pages of each sequence.
     pub table: BlockTable,
-    most_used: usize,
+    most_used: u32,
     max_position: usize,
     max_tokens: u32,
 }
@@ -101,8 +101,8 @@ impl Pages {
     }
 
     /// Pages in use now, the most so far, and all there are.
-    pub fn used(&self) -> (usize, usize, usize) {
-        (self.pool.num_used_pages(), self.most_used, self.pool.spec().num_pages as usize)
+    pub fn used(&self) -> (u32, u32, u32) {
+        (self.pool.num_used_pages(), self.most_used, self.pool.spec().num_pages)
     }
 
     /// Tokens that one step may have.

@@ -83,7 +83,7 @@ fn compare(
         q: &SPEC.query.decode_all(query),
         kv_cache: &SPEC.kv.dtype.decode_all(cache),
         block_table: &table.entries,
-        max_pages: table.max_pages,
+        max_pages: table.max_pages as usize,
         seq_lens,
         query_start_loc: &model::query_start_loc(),
         mask: Mask::Causal,

@@ -73,7 +73,7 @@ impl BatchTables {
         let page = |seq, block| arrays.page(seq, block).unwrap_or(u32::MAX).min(kv.num_pages - 1) as i32;
         let row = |seq| (0..max_pages).map(move |block| page(seq, block));
         let block_table: Vec<i32> = (0..batch.batch as usize).flat_map(row).collect();
-        let pages = PageTable::Dense { block_table: &block_table, max_pages: max_pages as usize };
+        let pages = PageTable::Dense { block_table: &block_table, max_pages };
         mla.prepare(step, (&plan, pages))
     }
 

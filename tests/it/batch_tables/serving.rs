@@ -258,7 +258,7 @@ pub fn host_tables_after_device_tables<D: Serves>(backend: &D) {
     let host = Problem { sees: Sees::Full, ..serving.problem.clone() };
     serving.upload(&serving.arrays.kv, &host.kv);
     let plan = serving.plan(&lens, Mask::Full, SplitPolicy::FixedTokens(32));
-    let pages = PageTable::Dense { block_table: &host.block_table, max_pages: host.max_pages };
+    let pages = PageTable::Dense { block_table: &host.block_table, max_pages: host.max_pages as u32 };
     backend.prepare_of_host(&mut serving.made, &plan, pages).expect("prepares");
     // The lists are of another prepare: they are refused, and the step decodes what it has.
     for _ in 0..2 {

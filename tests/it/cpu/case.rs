@@ -118,7 +118,11 @@ impl Case {
         let batch = Batch { mask: self.mask, shared_prefixes: &self.shared, ..Batch::new(&lens, &starts) };
         let plan = Plan::new(&spec, &mla.tiling(), &batch, self.policy).unwrap();
         let mut step = mla.step(Capacity::default()).unwrap();
-        mla.prepare(&mut step, (&plan, PageTable::Dense { block_table: &table, max_pages })).unwrap();
+        mla.prepare(
+            &mut step,
+            (&plan, PageTable::Dense { block_table: &table, max_pages: max_pages as u32 }),
+        )
+        .unwrap();
         let mut layer = MlaDecodeArgs {
             lse_base: self.lse_base,
             k_scale: self.k_scale,

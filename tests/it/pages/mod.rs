@@ -152,7 +152,7 @@ fn sizes_past_u32_are_out_of_pages() {
     assert_eq!(pool, before);
     // The largest pool there is costs nothing before it is used.
     let mut large = PagePool::new(spec(1, i32::MAX as u32)).unwrap();
-    assert_eq!(large.num_free_pages(), i32::MAX as usize);
+    assert_eq!(large.num_free_pages(), i32::MAX as u32);
     let first = large.add();
     assert_eq!(large.append(first, 1).unwrap().tokens, 0..1);
     assert!(matches!(PagePool::new(spec(0, 1)), Err(Error::Shape { what: "page_size", .. })));

@@ -122,9 +122,9 @@ impl World {
 
     fn refused(&self, before: &PagePool, error: Error) {
         let Error::OutOfPages { wanted, free, total } = error else { panic!("{error}") };
-        assert!(wanted > free);
+        assert!(wanted > u64::from(free));
         assert_eq!(free, before.num_free_pages());
-        assert_eq!(total, before.spec().num_pages as usize);
+        assert_eq!(total, before.spec().num_pages);
         assert_eq!(&self.pool, before);
     }
 
@@ -158,8 +158,8 @@ impl World {
         }
         let spec = *self.pool.spec();
         assert_eq!(self.pool.num_sequences(), seqs.len());
-        assert_eq!(self.pool.num_used_pages(), owners.len());
-        assert_eq!(self.pool.num_free_pages(), spec.num_pages as usize - owners.len());
+        assert_eq!(self.pool.num_used_pages(), owners.len() as u32);
+        assert_eq!(self.pool.num_free_pages(), spec.num_pages - owners.len() as u32);
         for page in 0..spec.num_pages {
             let count = owners.get(&page).copied().unwrap_or(0);
             assert_eq!(self.pool.owners(page), count);
@@ -178,12 +178,12 @@ impl World {
         let table = self.pool.block_table(seqs, -7).unwrap();
         let csr = self.pool.csr(seqs).unwrap();
         let lens = self.pool.seq_lens(seqs).unwrap();
-        assert_eq!(table.entries.len(), seqs.len() * table.max_pages);
+        assert_eq!(table.entries.len(), seqs.len() * table.max_pages as usize);
         assert_eq!(csr_seq_lens(&csr.kv_indptr, &csr.kv_last_page_len, size).unwrap(), lens);
         for (i, seq) in seqs.iter().enumerate() {
             let want = &self.tokens[seq];
             assert_eq!(lens[i] as usize, want.len());
-            let row = &table.entries[i * table.max_pages..][..table.max_pages];
+            let row = &table.entries[i * table.max_pages as usize..][..table.max_pages as usize];
             let used = want.len().div_ceil(size as usize);
             assert!(row[used..].iter().all(|&page| page == -7));
             let (begin, end) = (csr.kv_indptr[i] as usize, csr.kv_indptr[i + 1] as usize);

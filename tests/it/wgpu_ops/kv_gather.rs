@@ -66,7 +66,7 @@ fn one_binding_of_a_gather_serves_every_step() -> Outcome {
     let binding = op.bind(&args, 4).expect("binds");
     let mut step = op.step(0).expect("a step");
     let prepare = |step: &mut Step<_, _>, table: &[i32], len: i32, ranges: &[GatherRange]| {
-        let pages = PageTable::Dense { block_table: table, max_pages: table.len() };
+        let pages = PageTable::Dense { block_table: table, max_pages: table.len() as u32 };
         op.prepare(step, GatherBatch { pages, seq_lens: &[len], ranges })
     };
     let first_of_rows = || -> Vec<f32> {

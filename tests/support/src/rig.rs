@@ -52,7 +52,7 @@ pub fn plan(mla: &Compiled<MlaDecode, Gpu>, problem: &Problem, policy: SplitPoli
 }
 
 pub fn pages(problem: &Problem) -> PageTable<'_> {
-    PageTable::Dense { block_table: &problem.block_table, max_pages: problem.max_pages }
+    PageTable::Dense { block_table: &problem.block_table, max_pages: problem.max_pages as u32 }
 }
 
 impl Rig {

@@ -112,7 +112,7 @@ impl Case {
         let pages = if gaps {
             PageTable::Csr { kv_indptr: &indptr, kv_indices: &indices }
         } else {
-            PageTable::Dense { block_table: &self.block_table, max_pages: self.max_pages }
+            PageTable::Dense { block_table: &self.block_table, max_pages: self.max_pages as u32 }
         };
         let batch = GatherBatch { pages, seq_lens: &self.seq_lens, ranges: &self.ranges };
         backend.once(self.spec, batch, &args).map_err(text)?;

@@ -42,7 +42,7 @@ pub fn refuses_other_specs<B: Backend>(session: &Session<'_, B>) {
             refuses(session, what, decode.prepare(&mut step, (&plan, dense_table(&problem))), &why);
         }
         let plan = Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::Auto)?;
-        let (entries, max_pages) = (problem.block_table.clone(), problem.max_pages);
+        let (entries, max_pages) = (problem.block_table.clone(), problem.max_pages as u32);
         let table = BlockTable { entries, max_pages, page_size: pages + 1 };
         let why = format!("page_size of the block table is {}, the op was compiled for {pages}", pages + 1);
         refuses(

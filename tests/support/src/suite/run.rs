@@ -141,7 +141,7 @@ impl<B: Backend> Session<'_, B> {
 
 /// The `block_table` of a problem.
 pub fn dense_table(problem: &Problem) -> PageTable<'_> {
-    PageTable::Dense { block_table: &problem.block_table, max_pages: problem.max_pages }
+    PageTable::Dense { block_table: &problem.block_table, max_pages: problem.max_pages as u32 }
 }
 
 /// The pages of a problem as compressed rows.
