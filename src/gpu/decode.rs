@@ -190,7 +190,7 @@ impl Compiled<MlaDecode, Gpu> {
 impl Gpu {
     /// Whether a variant on cooperative matrices is selected for a spec.
     #[cfg(not(target_arch = "wasm32"))]
-    pub(crate) fn has_matrices_for(&self, spec: &MlaDecode) -> bool {
+    pub(crate) fn has_tensor_cores_for(&self, spec: &MlaDecode) -> bool {
         let choice = choose(&VARIANTS, self.caps(), &(*spec, 1), None);
         spec.check().is_ok() && choice.is_ok_and(|(_, choice)| choice.rounds_weights)
     }
