@@ -322,7 +322,7 @@ fn direct(rows: u32, spec: &HeadProject) -> Source {
 
 /// A kernel that reads octs of x and weights as f32.
 fn summed_in_f32(
-    row: &str,
+    variant: &str,
     tile: u32,
     spec: &HeadProject,
     consts: &[(&'static str, u32)],
@@ -340,11 +340,11 @@ fn summed_in_f32(
         files.push(oct_file(spec.weight, false));
     }
     files.extend([include_str!("../../../shaders/lib/round.wgsl"), lib_out(spec.output), PARAMS, body]);
-    module(row, tile, spec, consts, &aliases, &files)
+    module(variant, tile, spec, consts, &aliases, &files)
 }
 
 fn module(
-    row: &str,
+    variant: &str,
     tile: u32,
     spec: &HeadProject,
     consts: &[(&'static str, u32)],
@@ -355,6 +355,6 @@ fn module(
         WeightOrder::Kn => "kn",
         WeightOrder::Nk => "nk",
     };
-    let variant = format!("{row}{tile}.{order}.x_{}.w_{}.y_{}", spec.input, spec.weight, spec.output);
-    unrolled("head_project", &variant, consts, aliases, files)
+    let name = format!("{variant}{tile}.{order}.x_{}.w_{}.y_{}", spec.input, spec.weight, spec.output);
+    unrolled("head_project", &name, consts, aliases, files)
 }
