@@ -231,14 +231,14 @@ fn time(
     print!("| {} | {} | {} ", micros(us(together.min)), micros(us(alone.median)), figure(rate));
     print!("| {} | {} | {} ", figure(tflops), figure(read), figure(at_once.unwrap_or(f64::NAN)));
     println!("| {} | {worst:.2} |", figure(us(together.host)));
-    let mut row = json!({
-        "workload": shape.name(), "row": ops[0].project.op.variant(), "tokens": shape.tokens,
+    let mut record = json!({
+        "workload": shape.name(), "variant": ops[0].project.op.variant(), "tokens": shape.tokens,
         "us_alone": us(alone.median), "gb_s": rate, "tflop_s": tflops, "times_read": read, "times_read_at_once": at_once,
     });
-    if let Some(fields) = row.as_object_mut() {
+    if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));
     }
-    Ok(row)
+    Ok(record)
 }
 
 /// Compares the first and the last tokens of the first layer with the oracle: the largest error as a share of what is allowed.

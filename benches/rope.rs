@@ -240,14 +240,14 @@ fn time_op<O: Op, D: Timed + Kernel<O>>(
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
     print!("| {} | {} ", micros(us(alone.median)), figure(rate));
     println!("| {} | {right} |", figure(us(together.host)));
-    let mut row = json!({
+    let mut record = json!({
         "workload": shape.name(), "cache": shape.cache.map(Dtype::name), "tokens": shape.tokens,
         "heads": shape.heads, "us_alone": us(alone.median), "gb_s": rate,
     });
-    if let Some(fields) = row.as_object_mut() {
+    if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));
     }
-    Ok(row)
+    Ok(record)
 }
 
 /// Looks at what the first layer's call wrote.

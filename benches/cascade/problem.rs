@@ -223,7 +223,7 @@ const WHOLE: usize = 2;
 const SHARED: usize = 3;
 
 impl<D: Timed> Problem<D> {
-    pub fn new(device: &D, shape: &Shape, row: Option<&str>, parts: Option<u32>) -> Result<Self> {
+    pub fn new(device: &D, shape: &Shape, variant: Option<&str>, parts: Option<u32>) -> Result<Self> {
         let Shape { sequences, prefix, context, heads, dims: [latent, rope, nope, value], dtype, .. } =
             *shape;
         let dims = shape.head_dims();
@@ -235,8 +235,8 @@ impl<D: Timed> Problem<D> {
             dtype,
             out: dtype,
         };
-        let options = match row {
-            Some(row) => PrefillOptions { variant: Some(row.into()), ..Default::default() },
+        let options = match variant {
+            Some(name) => PrefillOptions { variant: Some(name.into()), ..Default::default() },
             None => PrefillOptions { query_tokens: sequences, ..Default::default() },
         };
         let prefill = device.compile_with(prefill_spec, &options)?;
@@ -334,8 +334,8 @@ impl<D: Timed> Problem<D> {
     }
 
     pub fn describe(&self) -> String {
-        let (row, parts) = (self.prefill.op.variant(), self.num_parts);
-        format!("prefix by row {row} in {parts} parts, decodes by row {}", self.decodes[WHOLE].op.variant())
+        let (variant, parts) = (self.prefill.op.variant(), self.num_parts);
+        format!("prefix by {variant} in {parts} parts, decodes by {}", self.decodes[WHOLE].op.variant())
     }
 
     pub fn record(&self, what: What, recorder: &mut D::Recorder<'_>, call: usize) -> wgpu_mla::Result<()> {

@@ -11,7 +11,7 @@ use super::clock::Timing;
 /// The records of a run.
 pub struct Records {
     head: Value,
-    rows: Vec<Value>,
+    records: Vec<Value>,
     failed: usize,
 }
 
@@ -22,7 +22,7 @@ impl Records {
         let version = env!("CARGO_PKG_VERSION");
         Self {
             head: json!({ "bench": bench, "crate": version, "date": date, "device": device }),
-            rows: Vec::new(),
+            records: Vec::new(),
             failed: 0,
         }
     }
@@ -32,8 +32,8 @@ impl Records {
         self.head[name] = value.into();
     }
 
-    pub fn add(&mut self, row: Value) {
-        self.rows.push(row);
+    pub fn add(&mut self, record: Value) {
+        self.records.push(record);
     }
 
     /// Says what went wrong with a workload. The others are still run, and [`Records::save`] then fails.
@@ -49,7 +49,7 @@ impl Records {
     /// Where a workload failed, too.
     pub fn save(mut self, path: Option<&Path>) -> Result<()> {
         if let Some(path) = path {
-            self.head["records"] = self.rows.into();
+            self.head["records"] = self.records.into();
             std::fs::write(path, serde_json::to_string_pretty(&self.head)? + "\n")
                 .map_err(|error| format!("{}: {error}", path.display()))?;
             eprintln!("wrote {}", path.display());
