@@ -1,4 +1,4 @@
-//! Reads the case files of the spec, trusting nothing in them: a broken file is an `Err` that names what is wrong.
+//! Reads the case files. Everything in them is checked: a broken file is an `Err` that names what is wrong.
 
 use std::collections::HashMap;
 use std::path::Path;
