@@ -26,7 +26,7 @@ const INPUT: Dtype = Dtype::Bf16;
 /// A power of two, for which every device writes the oracle's bytes.
 const K_SCALE: f32 = 0.25;
 
-/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
+/// Least total bytes of the rotated buffers: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]
@@ -46,7 +46,7 @@ impl Shape {
         KvAppend { shape, kv: KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages }, input: INPUT }
     }
 
-    /// A token for each sequence, not the tokens of a prompt.
+    /// One token for each of many sequences, not the tokens of one prompt.
     fn decodes(&self) -> bool {
         self.tokens <= PAGE_SIZE
     }

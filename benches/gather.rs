@@ -29,7 +29,7 @@ const K_SCALE: f32 = 0.37;
 /// The first token gathered: in the middle of a page.
 const BEGIN: u32 = 5;
 
-/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
+/// Least total bytes of the rotated buffers: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]

@@ -22,7 +22,7 @@ use wgpu_mla::{Dtype, MergeState, MergeStateArgs, View};
 
 const HEAD_SIZE: u32 = 128;
 
-/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
+/// Least total bytes of the rotated buffers: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]

@@ -1,4 +1,4 @@
-//! The table: each workload checked, timed, and set beside the peers.
+//! The table: each workload is checked, timed, and compared with the peers.
 
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ use crate::support::device::Timed;
 use crate::support::record::{Records, figure, micros, timing_fields};
 use crate::support::{Result, median, peers};
 
-/// The least bytes of all layers' caches together: more than any card's L2, so that no layer hits it.
+/// Least total bytes of all layers' caches: more than any card's L2, so that each layer misses it.
 const ROTATED_BYTES: f64 = 600e6;
 
 pub fn run(args: &Args) -> Result<()> {
@@ -55,7 +55,7 @@ fn table<D: Timed>(device: &D, args: &Args) -> Result<()> {
         let pool = Pool::new(device, group[0].kv, elems)?;
         for workload in group {
             if let Err(error) = time(device, &pool, workload, args, &mut report) {
-                // A lost device fails everything after it, and says so here.
+                // On a lost device everything that follows fails: this says so.
                 device.buffer(4)?;
                 report.records.fail(&workload.name(), error.as_ref());
             }

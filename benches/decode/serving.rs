@@ -128,7 +128,7 @@ impl<D: Timed> Part<D> {
             out: Dtype::Bf16,
         };
         let layer_stride = spec.kv.num_slots() * u64::from(spec.shape.row_elems());
-        // Even the shortest contexts are to come from memory.
+        // Even the shortest contexts must miss the L2.
         let used = u64::from(shape.concurrency) * u64::from(shape.from) * ROW_BYTES;
         let copies = if device.is_small() { 1 } else { ROTATED_BYTES.div_ceil(used).clamp(1, 64) };
         let pool = Pool::new(device, Dtype::Bf16, layer_stride * copies)?;

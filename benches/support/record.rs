@@ -1,4 +1,4 @@
-//! What a run leaves behind: records as JSON.
+//! The records of a run, as JSON.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -16,7 +16,7 @@ pub struct Records {
 }
 
 impl Records {
-    /// `device` is what it ran on: its name, driver and so on.
+    /// `device` describes the device: its name, driver and so on.
     pub fn new(bench: &str, device: Value) -> Self {
         let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
         let version = env!("CARGO_PKG_VERSION");
@@ -71,7 +71,7 @@ pub fn timing_fields(timing: &Timing) -> Map<String, Value> {
     fields
 }
 
-/// A figure of a table with three digits that count, or a dash where there is none.
+/// A figure of a table with three significant digits, or a dash where there is none.
 pub fn figure(value: f64) -> String {
     match value.abs() {
         size if !size.is_finite() => "-".into(),
