@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles and proves the kernels; scripts/ptx.sh calls it and tells how.
+"""Compiles and checks the kernels. Called by scripts/ptx.sh, whose header describes the options.
 
     build.py [--check [--only NAME... | --list]] [--crate DIRECTORY] [--report DIRECTORY]
 """
@@ -117,7 +117,7 @@ def rows_of(path, files):
 
 
 def check_some(args, ptxs, table, wrong):
-    """As --check of some sources: their files and their lines of the reports. Says which passed, one by one."""
+    """--check of some sources: their files and their lines of the reports. Prints each that passed."""
     status = 0
     for source in {source.path: source for source, _, _ in ptxs}.values():
         texts = {source.output(arch): text for other, arch, text in ptxs if other is source}
@@ -140,8 +140,8 @@ def check_some(args, ptxs, table, wrong):
 
 
 def check_list(args):
-    """That each source has its PTX files and no other is there, that the reports name all entries, and that the manifest is made of them
-    and of the sources; compiles nothing."""
+    """Checks that each source has its PTX files and that there are no others, that the reports name all entries, and that the manifest
+    agrees with both. Compiles nothing."""
     expected, ptxs = {}, []
     for source in sources_in(args.kernels):
         for arch in source.archs:

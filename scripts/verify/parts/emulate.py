@@ -1,4 +1,4 @@
-"""The CUDA kernels in an interpreter, a unit a test: one runs again when an entry that it read has changed, or the interpreter."""
+"""The CUDA kernels in an interpreter. A unit is a test; it runs again when the interpreter, or an entry that it read, has changed."""
 
 import ast
 import platform

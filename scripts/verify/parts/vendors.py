@@ -1,4 +1,4 @@
-"""Every WGSL kernel through the compilers of other vendors' GPUs, a unit an op."""
+"""Every WGSL kernel through the compilers of other vendors' GPUs. A unit is an op."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from part import Part, Passed, locked, must
 from records import ROOT, Failed, files
 from tree import tools
 
-# What names an op's pipelines in `examples/pipelines --list`.
+# Filters that match an op's pipelines in `examples/pipelines --list`.
 TEXTS = {op: f"any {op} " for op in kernels.RUST} | {
     "decode_plain": " subgroup q_, shared q_",
     "decode_coop": " coop q_, coop_small q_",
