@@ -37,7 +37,7 @@ def files(*patterns):
 
 
 def digest(inputs):
-    """One digest of files (paths relative to the root) and of texts, which are pairs (name, text)."""
+    """One digest of files (paths relative to the root) and of pairs (name, text)."""
     lines = []
     for item in inputs:
         name, value = (item[0], hashlib.sha256(item[1].encode()).hexdigest()) if isinstance(item, tuple) else (item, digest_of_file(item))

@@ -44,7 +44,7 @@ pub struct Bound {
     max_queries: u32,
     args: Args,
     split: Split,
-    /// Of a split that may copy by tensor.
+    /// Of a variant that uses TMA.
     map: Option<TensorMap>,
     buffers: [Buffer; 5],
 }

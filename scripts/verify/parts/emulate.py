@@ -46,11 +46,11 @@ class Emulate(Part):
         """With the text of each entry that the test read."""
         from entries import part
 
-        texts = []
+        entries = []
         for item in traced:
             path, entry = item.split(":")
-            texts.append((item, part((ROOT / path).read_text(), entry)))
-        return digest([*inputs, *texts])
+            entries.append((item, part((ROOT / path).read_text(), entry)))
+        return digest([*inputs, *entries])
 
 
 def run(stale, full, log):

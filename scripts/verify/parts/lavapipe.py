@@ -41,7 +41,7 @@ def units():
     return {op: [*own, *inputs(*of)] for op, of in OPS.items()}
 
 
-def texts(op, matrix):
+def filters(op, matrix):
     """Filters that match an op's tests."""
     names = [f"conformance::wgpu::{variant}::{op}::" for variant in VARIANTS] + [f"conformance::any_wgpu::shared::{op}::"]
     return names + ["matrix::"] if matrix and op == "decode" else names
@@ -51,7 +51,7 @@ def run(stale, full, log):
     ok, failed = {}, set()
     # With wgpu's run-time checks of indices and loops, then as they are shipped.
     for checks in ({"MLA_CHECKED_SHADERS": "1"}, {}):
-        names = [text for op in stale for text in texts(op, bool(checks))]
+        names = [text for op in stale for text in filters(op, bool(checks))]
         command = ["cargo", "test", "--locked", "--features", "cuda", "--test", "it", "--", *names]
         _, said = run_command(log, *command, env=checks | {"MLA_CASES": "product"}, minutes=600 if full else 60)
         seen = set()

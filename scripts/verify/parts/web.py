@@ -35,8 +35,8 @@ def run(stale, _full, log):
     modules = [module for module in MODULES if module in stale]
     if modules:
         # All modules run in one page, which shares its pipelines.
-        texts = [] if len(modules) == len(MODULES) else [f"{module}::" for module in modules]
-        status, said = run_command(log, "scripts/web.sh", *texts)
+        filters = [] if len(modules) == len(MODULES) else [f"{module}::" for module in modules]
+        status, said = run_command(log, "scripts/web.sh", *filters)
         for module in modules if status == 0 else []:
             passed[module] = Passed(len(set(re.findall(rf"test ({module}::\w+) \.\.\. ok", said))))
     return passed

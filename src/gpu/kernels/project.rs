@@ -47,8 +47,8 @@ pub(crate) struct Coop {
     k_split: u32,
 }
 
-/// Tokens and columns of the tiles of `coop`. The first reads least in all, where its workgroups fill a card; the second
-/// where there are not; the last where neither divides the columns.
+/// Tokens and columns of the tiles of `coop`. The first reads the fewest bytes, and is used where its workgroups fill a card; the second
+/// where they do not; the last where neither divides the columns.
 const SHAPES: [[u32; 2]; 3] = [[64, 64], [32, 32], [64, 16]];
 /// The bindings of all variants.
 const PARAMS: &str = include_str!("../../../shaders/lib/project.wgsl");
@@ -78,7 +78,7 @@ impl Tile {
         }
     }
 
-    /// Its text.
+    /// Its WGSL.
     pub(crate) fn source(&self, caps: &Caps, spec: &HeadProject) -> Source {
         match self {
             Self::Plain { rows } => plain(*rows, spec),
