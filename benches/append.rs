@@ -26,7 +26,7 @@ const INPUT: Dtype = Dtype::Bf16;
 /// A power of two, for which every device writes the oracle's bytes.
 const K_SCALE: f32 = 0.25;
 
-/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
+/// Least total bytes of the rotated buffers: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]
@@ -46,7 +46,7 @@ impl Shape {
         KvAppend { shape, kv: KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages }, input: INPUT }
     }
 
-    /// A token for each sequence, not the tokens of a prompt.
+    /// One token for each of many sequences, not the tokens of one prompt.
     fn decodes(&self) -> bool {
         self.tokens <= PAGE_SIZE
     }
@@ -149,14 +149,14 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
     print!("| {} | {} ", micros(us(alone.median)), figure(rate));
     println!("| {} % | {} | {right} |", figure(100.0 * rate / ceiling), figure(us(together.host)));
-    let mut row = json!({
+    let mut record = json!({
         "workload": shape.name(), "cache": shape.cache.name(), "tokens": shape.tokens,
         "us_alone": us(alone.median), "gb_s": rate, "share": rate / ceiling,
     });
-    if let Some(fields) = row.as_object_mut() {
+    if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));
     }
-    Ok(row)
+    Ok(record)
 }
 
 /// Compares the bytes of the first and the last tokens of the first append.

@@ -29,7 +29,7 @@ const K_SCALE: f32 = 0.37;
 /// The first token gathered: in the middle of a page.
 const BEGIN: u32 = 5;
 
-/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
+/// Least total bytes of the rotated buffers: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]
@@ -152,14 +152,14 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
     print!("| {} | {} ", micros(us(alone.median)), figure(rate));
     println!("| {} % | {} | {right} |", figure(100.0 * rate / ceiling), figure(us(together.host)));
-    let mut row = json!({
+    let mut record = json!({
         "workload": shape.name(), "cache": shape.cache.name(), "output": shape.output.name(), "tokens": shape.tokens,
         "us_alone": us(alone.median), "gb_s": rate, "share": rate / ceiling,
     });
-    if let Some(fields) = row.as_object_mut() {
+    if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));
     }
-    Ok(row)
+    Ok(record)
 }
 
 /// Compares the bytes of every row of the first gather.

@@ -22,7 +22,7 @@ use wgpu_mla::{Dtype, MergeState, MergeStateArgs, View};
 
 const HEAD_SIZE: u32 = 128;
 
-/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
+/// Least total bytes of the rotated buffers: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]
@@ -134,15 +134,15 @@ fn time<D: Timed>(
     print!("| {} | {} | {} % ", micros(alone.median * 1e6), figure(rate), figure(100.0 * rate / ceiling));
     print!("| {} | {right} ", figure(together.host * 1e6));
     println!("| {} | {} | {} | {} |", micros(triton), micros(cuda), figure(us / triton), figure(us / cuda));
-    let mut row = json!({
+    let mut record = json!({
         "workload": shape.name(), "dtype": shape.dtype.name(), "tokens": shape.tokens, "heads": shape.heads,
         "us_alone": alone.median * 1e6, "gb_s": rate, "share": rate / ceiling, "error": right,
         "peers_us": [["vLLM Triton", triton], ["vLLM CUDA", cuda]],
     });
-    if let Some(fields) = row.as_object_mut() {
+    if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));
     }
-    Ok(row)
+    Ok(record)
 }
 
 fn copies(gpu: &impl Timed, shape: &Shape) -> u64 {

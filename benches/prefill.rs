@@ -118,20 +118,20 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
         "| shape | variant | us | min | TFLOP/s | share | host | check |\n|---|---|---|---|---|---|---|---|"
     );
     for shape in &shapes {
-        let rows = gpu.variants(&shape.spec).into_iter().filter(|row| row.lacks.is_none());
-        for row in rows.filter(|row| args.variant.as_deref().is_none_or(|name| name == row.name)) {
-            match time(gpu, shape, &row, args) {
+        let variants = gpu.variants(&shape.spec).into_iter().filter(|variant| variant.lacks.is_none());
+        for variant in variants.filter(|one| args.variant.as_deref().is_none_or(|name| name == one.name)) {
+            match time(gpu, shape, &variant, args) {
                 Ok(record) => records.add(record),
-                Err(error) => records.fail(&format!("{} {}", shape.what, row.name), error.as_ref()),
+                Err(error) => records.fail(&format!("{} {}", shape.what, variant.name), error.as_ref()),
             }
         }
     }
     records.save(args.json.as_deref())
 }
 
-fn time<D: Timed>(gpu: &D, shape: &Shape, row: &Candidate, args: &Args) -> Result<serde_json::Value> {
+fn time<D: Timed>(gpu: &D, shape: &Shape, variant: &Candidate, args: &Args) -> Result<serde_json::Value> {
     let spec = shape.spec;
-    let options = PrefillOptions { variant: Some(row.name.into()), ..Default::default() };
+    let options = PrefillOptions { variant: Some(variant.name.into()), ..Default::default() };
     let prefill = gpu.compile_with(spec, &options)?;
     let PrefillExtent { tokens, keys, .. } = PrefillExtent::of(&shape.sequences)?;
     let (heads, dtype) = (u64::from(spec.num_heads), spec.dtype);
@@ -157,7 +157,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, row: &Candidate, args: &Args) -> Resul
     let tiles = shape.sequences.iter().map(|sequence| sequence.q_len.div_ceil(prefill.facts().rows)).sum();
     let prefill = Layers::new(prefill, tiles, &shape.sequences, [layer])?;
     prefill.run_first()?;
-    let right = check(gpu, shape, row, &out, &lse)?;
+    let right = check(gpu, shape, variant, &out, &lse)?;
 
     let together = gpu.time(args.replays(), |recorder, call| prefill.record(recorder, call))?;
     let rate = shape.flops() / together.median / 1e12;
@@ -165,13 +165,13 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, row: &Candidate, args: &Args) -> Resul
     print!(
         "| {} | {} | {} | {} ",
         shape.what,
-        row.name,
+        variant.name,
         micros(us(together.median)),
         micros(us(together.min))
     );
     let share = 100.0 * rate / H200_GEMM;
     println!("| {} | {} % | {} | {right} |", figure(rate), figure(share), figure(us(together.host)));
-    let mut record = json!({ "workload": shape.what, "row": row.name, "tflops": rate });
+    let mut record = json!({ "workload": shape.what, "variant": variant.name, "tflops": rate });
     if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));
     }
@@ -182,7 +182,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, row: &Candidate, args: &Args) -> Resul
 fn check<D: Timed>(
     gpu: &D,
     shape: &Shape,
-    row: &Candidate,
+    variant: &Candidate,
     out: &D::Buffer,
     lse: &D::Buffer,
 ) -> Result<String> {
@@ -228,7 +228,7 @@ fn check<D: Timed>(
             }
         }
     }
-    let tolerance = Tolerance::decode(spec.dtype, spec.dtype, spec.out, row.rounds_weights, 0.35, dim);
+    let tolerance = Tolerance::decode(spec.dtype, spec.dtype, spec.out, variant.rounds_weights, 0.35, dim);
     close("lse", &got_lse, &want_lse, &Tolerance::lse()).into_result()?;
     let report = close("out", &got, &want, &tolerance).into_result()?;
     let rows = got_lse.len();

@@ -4,7 +4,7 @@
 //! ```text
 //! cargo bench --bench project -- [--variant NAME] [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
 //! ```
-//! Layers' weights are rotated past the card's L2; rows go in and out of the same buffers, as between the kernels of a layer.
+//! Weights rotate over enough layers to miss the L2; all layers share the buffers of `x` and `y`, as in a model.
 
 #[allow(dead_code)]
 mod support;
@@ -19,12 +19,12 @@ use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions, View, WeightView, wgpu};
 
-/// DeepSeek-V2-Lite's, and what a device has of DeepSeek-V3 on 8 devices.
+/// Those of DeepSeek-V2-Lite, and one device's share of DeepSeek-V3 on 8 devices.
 const DIMS: HeadDims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
-/// The least bytes of all rotated weights together: more than any card's L2, so that none hits it.
+/// Least total bytes of the rotated weights: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
-/// An op of a layer, or both of it.
+/// One of a layer's two projections, or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Op {
     Absorb,
@@ -231,14 +231,14 @@ fn time(
     print!("| {} | {} | {} ", micros(us(together.min)), micros(us(alone.median)), figure(rate));
     print!("| {} | {} | {} ", figure(tflops), figure(read), figure(at_once.unwrap_or(f64::NAN)));
     println!("| {} | {worst:.2} |", figure(us(together.host)));
-    let mut row = json!({
-        "workload": shape.name(), "row": ops[0].project.op.variant(), "tokens": shape.tokens,
+    let mut record = json!({
+        "workload": shape.name(), "variant": ops[0].project.op.variant(), "tokens": shape.tokens,
         "us_alone": us(alone.median), "gb_s": rate, "tflop_s": tflops, "times_read": read, "times_read_at_once": at_once,
     });
-    if let Some(fields) = row.as_object_mut() {
+    if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));
     }
-    Ok(row)
+    Ok(record)
 }
 
 /// Compares the first and the last tokens of the first layer with the oracle: the largest error as a share of what is allowed.

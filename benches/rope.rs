@@ -30,7 +30,7 @@ const LAYOUT: RopeLayout = RopeLayout::Interleaved;
 const K_SCALE: f32 = 0.25;
 const MAX_POSITION: u32 = 16_384;
 
-/// The least bytes of all rotated buffers together: more than any card's L2, so that none hits it.
+/// Least total bytes of the rotated buffers: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
 /// A batch, one new token each; without a cache only `rope` of its queries, in place.
@@ -123,7 +123,7 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-/// What all layers of a shape read and write.
+/// The buffers of all layers of a shape.
 struct Arrays<B> {
     queries: B,
     rotated: B,
@@ -240,17 +240,17 @@ fn time_op<O: Op, D: Timed + Kernel<O>>(
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
     print!("| {} | {} ", micros(us(alone.median)), figure(rate));
     println!("| {} | {right} |", figure(us(together.host)));
-    let mut row = json!({
+    let mut record = json!({
         "workload": shape.name(), "cache": shape.cache.map(Dtype::name), "tokens": shape.tokens,
         "heads": shape.heads, "us_alone": us(alone.median), "gb_s": rate,
     });
-    if let Some(fields) = row.as_object_mut() {
+    if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));
     }
-    Ok(row)
+    Ok(record)
 }
 
-/// Looks at what the first layer's call wrote.
+/// Checks what the first layer's call wrote.
 fn check<D: Timed>(gpu: &D, shape: &Shape, arrays: &Arrays<D::Buffer>) -> Result<String> {
     let elems = shape.query_elems();
     let rotated = if shape.cache.is_some() { &arrays.rotated } else { &arrays.queries };

@@ -127,7 +127,7 @@ fn small_ops() -> Vec<Job> {
     let mut jobs = Vec::new();
     let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     for dtype in FLOATS {
-        // Rows of whole words only, and rows that end in half a word.
+        // Rows of whole words, and rows that end in half a word.
         for head_size in [128, 33] {
             let about = format!("{dtype} head_size {head_size}");
             jobs.push(Job::of(about, MergeState { dtype, head_size }));

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs packages on Debian and Ubuntu, as root or by sudo; elsewhere, or where it may not, it says which to install and
-# fails. One at a time: parts of the check that run beside each other wait here for each other.
+# Installs packages on Debian and Ubuntu, as root or by sudo. Elsewhere, or without the right to, it says which to install and
+# fails. A lock makes parallel parts of the check wait for each other.
 #   scripts/apt.sh PACKAGE...
 set -euo pipefail
 
@@ -14,6 +14,6 @@ if ((EUID != 0)); then
 fi
 exec 9<"${BASH_SOURCE[0]}"
 flock 9
-# A third party's list that cannot be fetched is no reason to stop: the install tells what is missing.
+# A third party's list that cannot be fetched does not matter: the install fails if something is missing.
 "${as_root[@]}" apt-get update -qq || true
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" >/dev/null || die "$@"

@@ -54,7 +54,7 @@ cat >"$dir/run.sh" <<'RUN'
 # usage: ./run.sh                       all benches; tables and JSON into results/ (or $OUT)
 #        ./run.sh cuda [ARGS..]         the same through CUDA
 #        ./run.sh decode|merge|append|gather|prefill|project|rope ARGS..   one of them with its arguments: see BENCHMARKS.md
-#        ./run.sh tests [cuda|TEXT..]   the GPU tests, those through CUDA, or those whose names have one of the texts; a card that
+#        ./run.sh tests [cuda|TEXT..]   the GPU tests, those through CUDA, or those whose names contain a TEXT; a card that
 #                                       is not there is a failure
 set -euo pipefail
 cd "$(dirname "$0")"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The check: format, lints, every test on the CPU and on this machine's GPU adapter (lavapipe where there is no card), docs. What
-# takes longer or needs tools of its own is scripts/verify.sh.
+# The check: format, lints, every test on the CPU and on this machine's GPU adapter (lavapipe where there is no card), docs. Slower
+# suites, and those that need more tools, are in scripts/verify.sh.
 #
 #   scripts/check.sh             all of it: 10 minutes on 2 idle cores from a fresh clone, 4 in a tree where it has passed before
-#   scripts/check.sh NAME...     only the tests whose names contain one of the texts, as of an op: scripts/check.sh kv_gather
+#   scripts/check.sh NAME...     only the tests whose names contain a NAME, such as an op: scripts/check.sh kv_gather
 #   scripts/check.sh --list      the ops and suites that can be named
 #
-# It ends with where the time went, and fails at twice its budget. On Debian and Ubuntu it installs what is missing, if it may.
+# At the end it prints the time of each step, and fails at twice its budget. On Debian and Ubuntu it installs what is missing, if it may.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -22,13 +22,13 @@ case ${1:-} in
     -*) sed -n '2,/^set/{/^#/p}' "$0" >&2 && exit 2 ;;
 esac
 
-# A software Vulkan driver; a real card does without, and the tests tell.
+# A software Vulkan driver. A real card does not need it, and the tests fail if there is no adapter.
 if command -v apt-get >/dev/null && ! dpkg -s mesa-vulkan-drivers >/dev/null 2>&1; then
     scripts/apt.sh mesa-vulkan-drivers || true
 fi
 # No adapter is a failure here, never a skip.
 export MLA_REQUIRE_GPU=1 RUST_BACKTRACE=1
-# Tests keep wgpu's run-time checks of indices and loops in kernels that do without: a wrong index is then a wrong result.
+# With wgpu's run-time checks of indices and loops, which shipped kernels lack: a wrong index then gives a wrong result.
 export MLA_CHECKED_SHADERS=1
 
 # The tests of some names, which may all be unit tests, or none of them.
@@ -51,7 +51,7 @@ if (($# > 0)); then
     exit
 fi
 
-# A tree is warm where this has passed with the same dependencies.
+# A tree is warm if this has passed in it with the same dependencies.
 passed=${CARGO_TARGET_DIR:-target}/check.passed
 budget=600
 if cmp -s Cargo.lock "$passed"; then budget=240; fi

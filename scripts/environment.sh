@@ -1,11 +1,11 @@
 # Sourced by scripts/check.sh and scripts/verify.sh: what both set for the programs that they run.
 # shellcheck shell=bash
 
-# Nobody steps through what is built here: what cargo would keep for the next time, or for a debugger, costs more than it brings.
+# Without debug information and incremental builds: nothing here needs them, and they cost time and space.
 export CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 export CARGO_PROFILE_DEV_DEBUG=${CARGO_PROFILE_DEV_DEBUG:-0} CARGO_PROFILE_TEST_DEBUG=${CARGO_PROFILE_TEST_DEBUG:-0}
 
-# Vulkan's drivers want one.
+# Vulkan drivers need one.
 if [[ -z ${XDG_RUNTIME_DIR:-} ]]; then
     XDG_RUNTIME_DIR=$(mktemp -d)
     export XDG_RUNTIME_DIR

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 frames=${1:-60}
 
-# winit and wgpu open the libraries of X and Vulkan at run time: the link does not tell that one is missing.
+# winit and wgpu load the libraries of X and Vulkan at run time, so a missing one is not found by the linker.
 packages=(xvfb xauth libvulkan1 mesa-vulkan-drivers libx11-6 libx11-xcb1 libxcursor1 libxi6 libxkbcommon0 libxkbcommon-x11-0 libxrandr2)
 if [[ -n ${SHOT:-} ]]; then packages+=(imagemagick); fi
 if command -v apt-get >/dev/null; then

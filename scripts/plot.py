@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the figures of a decode bench's JSON beside the peers': time against context, and share of the read ceiling.
+"""Plots a decode bench's JSON with the peers' figures: time over context, and share of the read ceiling.
 
     python3 -m venv target/plot && target/plot/bin/pip install matplotlib==3.11.2
     target/plot/bin/python scripts/plot.py decode.json benches/results/h200
@@ -25,7 +25,7 @@ COLOURS = {
     "floor": "#8a8a8a",
 }
 plt.rcParams.update({
-    # Text stays text: small files that a person can search. No date, no random ids: equal input, equal file.
+    # Text is kept as text, so files are small and searchable. Without date and random ids, equal input gives equal files.
     "svg.fonttype": "none",
     "svg.hashsalt": "wgpu-mla",
     "font.family": "sans-serif",
@@ -85,7 +85,7 @@ def draw_context(run, path):
 
 
 def draw_share(run, path):
-    """KV bytes a second as a share of what the device can read: ours of this run's, the peers' of theirs."""
+    """KV bytes a second as a share of the read ceiling: ours of this run's device, the peers' of their device."""
     rows = [r for r in decodes(run) if is_default(r) and r.get("peers_us")]
     names = [name for name in COLOURS if name != "floor"]
     figure, axis = plt.subplots(figsize=(8, 0.75 * max(len(rows), 1) + 1.2))

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The CUDA kernels: PTX from shaders/cuda/kernels/**/*.cu with a pinned compiler, proved by three assemblers and an interpreter.
+# The CUDA kernels: PTX from shaders/cuda/kernels/**/*.cu with a pinned compiler, checked by three assemblers and an interpreter.
 #
-#   scripts/ptx.sh                  writes shaders/cuda/ptx/*.ptx, shaders/cuda/src/manifest.rs (what each entry needs and is given)
+#   scripts/ptx.sh                  writes shaders/cuda/ptx/*.ptx, shaders/cuda/src/manifest.rs (resources and arguments of each entry)
 #                                   and benches/results/ptx.{md,tsv}; fails as --check does
 #   scripts/ptx.sh --check          writes nothing; fails where a committed file differs from what the compiler gives,
-#                                   or an entry passes its limits with some ptxas: registers, shared memory, no spill
-#   scripts/ptx.sh --check --only NAME...   of some sources, by their stems; --check --list: only that files, reports and manifest belong together
+#                                   or an entry exceeds its limits with some ptxas: registers, shared memory, no spill
+#   scripts/ptx.sh --check --only NAME...   of some sources, by their stems; --check --list: only whether files, reports and manifest agree
 #   scripts/ptx.sh emulate [NAME]   the interpreter's tests and the kernels' on the CPU (scripts/ptxemu/run.py); MLA_FULL=1: all
 #   scripts/ptx.sh setup            only installs
 #
@@ -33,7 +33,7 @@ install_missing() {
     { command -v g++ && python3 -c 'import ensurepip'; } >/dev/null 2>&1 || scripts/apt.sh g++ python3 python3-venv
 }
 
-# A copy of the pins says that the folder is whole; a half-made one, or one of other pins, is made again.
+# A copy of the pins is written last: a folder without it, or with other pins, is made again.
 setup() {
     [[ -e $home/ready ]] && cat "$pins"/*.txt | cmp -s - "$home/ready" && return
     install_missing

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the checkpoint of examples/generate and what its tests compare with: trains transformers' own DeepseekV3 class on the text in
+# Makes the checkpoint of examples/generate and its tests' goldens: trains transformers' own DeepseekV3 class on the text in
 # examples/generate/data, then saves what transformers computes with it and with tiny random models. Needs python3 with torch 2.11,
 # transformers 5.17, tokenizers 0.23 and safetensors 0.8; an H200 trains it in two minutes, a CPU in hours.
 #

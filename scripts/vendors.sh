@@ -5,13 +5,13 @@
 #                                             fails where one does not compile, or spills and is the variant that is chosen
 #   scripts/vendors.sh compile VENDOR...      some vendors, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
 #                                             adreno740 nvk-turing; or `all`. ONLY=TEXT,TEXT...: the pipelines whose names,
-#                                             in `examples/pipelines --list`, have one of the texts
-#   scripts/vendors.sh mesa26 [OP...]         the GPU tests of matrix variants on Mesa 26's lavapipe, which has 8x8: of all,
-#                                             or of some of decode, head_project, batch_tables
+#                                             in `examples/pipelines --list`, contain a TEXT
+#   scripts/vendors.sh mesa26 [OP...]         the GPU tests of variants on cooperative matrices, on Mesa 26's lavapipe, which has
+#                                             8x8: of all, or of some of decode, head_project, batch_tables
 #   scripts/vendors.sh run DRIVER COMMAND...  any command; DRIVER is a vendor, or lavapipe, which alone executes shaders
 #   scripts/vendors.sh setup                  only makes the tree
-# --full in front, or MLA_FULL=1: every output dtype, and NVK's statistics of everything that is chosen; all GPU tests,
-# of every variant (long).
+# --full in front, or MLA_FULL=1: every output dtype, and NVK's statistics of every chosen pipeline; all GPU tests, of every
+# variant (long).
 #
 # Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
 # in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
@@ -41,9 +41,9 @@ debian_mirror() {
         awk '$NF !~ /security|updates|backports/ && $1 ~ /debian\/?$/ { print $1; exit }'
 }
 
-# A file in the tree says that it is whole; a half-made one is made again.
+# A marker file is written last: a tree without it is made again.
 setup() {
-    # Two that run beside each other make one.
+    # Parallel runs make it once.
     mkdir -p "$target"
     exec 9>"$target/vendors.lock"
     flock 9
@@ -69,8 +69,8 @@ debian_tree() {
     "${as_root[@]}" touch "$tree/ready"
 }
 
-# Runs a command in the tree, with this repository at its own path. The mounts live in a namespace of their own and end
-# with it: one that stayed would let `rm -r target` reach /dev.
+# Runs a command in the tree, with this repository at its own path. The mounts are in a namespace of their own and end with it:
+# through one that stayed, `rm -r target` would reach /dev.
 inside() {
     # shellcheck disable=SC2016 # The inner shell expands these.
     "${as_root[@]}" unshare --mount --propagation private bash -c 'set -e
@@ -86,7 +86,7 @@ on() {
     local driver=$1 icd shim env=() stats=()
     shift
     case $driver in
-        # A later process finds what an earlier one compiled; LLVM's optimiser off, since a test runs each kernel briefly.
+        # With a cache of compiled kernels for later processes; without LLVM's optimiser, since a test runs each kernel briefly.
         lavapipe) icd=lvp shim='' env=("MESA_SHADER_CACHE_DIR=$logs/lavapipe" GALLIVM_PERF=nopt) ;;
         navi* | gfx* | vega*) icd=radeon shim=amdgpu env=("AMDGPU_GPU_ID=$driver") stats=(RADV_DEBUG=shaderstats) ;;
         apple-m1) icd=asahi shim=asahi stats=(AGX_MESA_DEBUG=shaderdb) ;;
@@ -99,7 +99,7 @@ on() {
     [[ $driver == lavapipe ]] || env+=(MESA_SHADER_CACHE_DISABLE=true)
     env+=(WGPU_BACKEND=vulkan XDG_RUNTIME_DIR=/tmp
         "VK_DRIVER_FILES=/usr/share/vulkan/icd.d/${icd}_icd.json")
-    # sudo hands on nothing.
+    # sudo passes no environment on.
     local name
     for name in "${!MLA_@}"; do env+=("$name=${!name}"); done
     [[ -z ${STATS:-} ]] || env+=("${stats[@]}")
@@ -145,7 +145,7 @@ compile_all() {
             beside part "$vendor.1" --only offered "${only[@]}"
             STATS=1 beside part "$vendor.0" --only chosen "${only[@]}"
         else
-            # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: ten seconds each. So only of some.
+            # NVK's statistics come with six megabytes of listings a kernel, in tiny writes: ten seconds each. So only some are collected.
             beside part "$vendor.1" "${only[@]}"
             STATS=1 beside part "$vendor.0" --only chosen --only "$NVK_STATS" "${only[@]}"
         fi
@@ -160,7 +160,7 @@ compile_all() {
 NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
 NVK_STATS+=',merge_state bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
 
-# Tests on lavapipe; what they say goes to $logs/mesa26-JOB.log, and here when they end. JOB is a number.
+# Tests on lavapipe; their output goes to $logs/mesa26-JOB.log, and here when they end. JOB is a number.
 mesa26_tests() {
     local job=$1 begin=$SECONDS status=0
     shift
@@ -172,11 +172,12 @@ mesa26_tests() {
     return "$status"
 }
 
-# A kernel on cooperative matrices costs it 10 to 60 s of compiling on one core, kept in $logs/lavapipe. So without --full: the smallest dims
-# with each dtype of the cache and all head counts; of the conformance suite, also at the smallest dims, the groups that share the
-# kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), of the variant on cooperative matrices: the others
-# run on this machine's own driver; and one group at 512/64.
-# The variant `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on cooperative matrices take it minutes: only --full has them.
+# lavapipe compiles a kernel on cooperative matrices for 10 to 60 s on one core; compiled ones are kept in $logs/lavapipe. So without
+# --full only these run: the smallest dims with each dtype of the cache and all head counts; of the conformance suite, also at the
+# smallest dims, the groups that share the kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes);
+# and one group at 512/64. Other variants run on this machine's own driver.
+# The variant `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on cooperative matrices compile for
+# minutes: only with --full.
 mesa26() {
     local group decode=conformance::wgpu::coop_small::decode status=0 job
     local matrix=(matrix::coop_small::256_32) conformance=()
@@ -229,7 +230,7 @@ case $verb in
         ;;
     compile)
         setup
-        # The profile of the tests, so that what they are built from is not built again.
+        # The profile of the tests, so that dependencies are not built twice.
         cargo build --locked --profile test --features cuda --example pipelines
         mkdir -p "$logs"
         step "compile"

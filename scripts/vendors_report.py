@@ -4,8 +4,8 @@
     vendors_report.py LOGS VENDOR... [--out DIRECTORY | --partial]
 
 LOGS holds VENDOR.out (what examples/pipelines printed) and VENDOR.stats (its markers with the compiler's statistics).
-Status 1 where a pipeline did not compile, has no statistics, or spills and is the one that a decode would get. --partial: some of
-the pipelines, which a vendor may not offer.
+Status 1 where a pipeline did not compile, has no statistics, or spills and is of the variant that would be chosen. --partial: only some
+pipelines were compiled, perhaps none on a vendor.
 """
 
 import re
@@ -108,18 +108,18 @@ class Kernel:
     """One compiled kernel: of which shape and dtypes, and whether a decode would get it."""
 
     def __init__(self, pipeline, label):
-        chosen, self.shape, self.row, self.dtypes, *more = pipeline.split(" ", 4)
+        chosen, self.shape, self.variant, self.dtypes, *more = pipeline.split(" ", 4)
         # A merge serves every variant, and the small ops have one.
         self.chosen = chosen == "chosen" or "mla_decode" not in label
         self.clamps = "device_page_list" in more
         if "mla_decode" not in label:
-            self.row = label.removeprefix("mla.")
+            self.variant = label.removeprefix("mla.")
             self.dtypes = " ".join([self.dtypes, *more]) if self.shape == "any" else self.dtypes
         self.statistics = Statistics()
 
     def __str__(self):
         clamps = " device_page_list" if self.clamps else ""
-        return f"{self.row} {self.shape} {self.dtypes}{clamps}"
+        return f"{self.variant} {self.shape} {self.dtypes}{clamps}"
 
 
 class Vendor:
@@ -135,13 +135,13 @@ class Vendor:
                 self.kernels.append(Kernel(pipeline, line.removeprefix("@@ compiling ")))
             elif self.kernels:
                 self.kernels[-1].statistics.read(line)
-        # A driver that finds the same binary again says nothing: merges differ by dtypes that they do not read.
+        # A driver prints nothing for a binary that it has compiled before: merges of some dtypes are the same.
         known = {}
         for kernel in self.kernels:
             if kernel.statistics.seen:
-                known.setdefault((kernel.row, kernel.shape), kernel.statistics)
-            elif kernel.row.startswith("mla_merge"):
-                kernel.statistics = known.get((kernel.row, kernel.shape), kernel.statistics)
+                known.setdefault((kernel.variant, kernel.shape), kernel.statistics)
+            elif kernel.variant.startswith("mla_merge"):
+                kernel.statistics = known.get((kernel.variant, kernel.shape), kernel.statistics)
         # Some are compiled once with statistics and once without.
         best = {}
         for kernel in sorted(self.kernels, key=lambda kernel: not kernel.statistics.seen):
@@ -156,7 +156,7 @@ class Vendor:
     def failures(self, partial):
         failed = [f"did not compile: {line.split('FAILED')[1].strip()}" for line in self.out if "FAILED" in line]
         silent = [kernel for kernel in self.kernels if not kernel.statistics.seen]
-        # Of NVK only some are asked for.
+        # NVK's are collected for some only.
         if not partial and len(silent) == len(self.kernels):
             failed.append("no statistics at all")
         elif self.name != "nvk-turing":
@@ -170,11 +170,11 @@ class Vendor:
     def section(self):
         yield f"\n## {TITLES[self.name]}\n"
         yield "\n\n".join(f"`{said}`" for said in self.said("adapter:") + self.said("caps:")) + "\n"
-        yield "Rows for an f16 query, 16 heads, best first:\n"
+        yield "Variants for an f16 query, 16 heads, best first:\n"
         yield from (f"- {why}" for why in self.said("why:"))
         yield "\n| kernel | shape | dtypes | chosen | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (4 + len(COLUMNS))
         for kernel in self.shown():
-            what = [kernel.row, kernel.shape, kernel.dtypes, "yes" if kernel.chosen else ""]
+            what = [kernel.variant, kernel.shape, kernel.dtypes, "yes" if kernel.chosen else ""]
             yield "| " + " | ".join(what + kernel.statistics.cells()) + " |"
         for title, spilling in [("chosen", self.spilling(True)), ("offered, not chosen", self.spilling(False))]:
             if spilling:
@@ -183,15 +183,15 @@ class Vendor:
                 yield "\n</details>"
 
     def shown(self):
-        """Rows of the usual dtypes, then the largest merge and the largest of each small op."""
+        """Decodes of the usual dtypes, then the largest merge and the largest of each small op."""
         for kernel in self.kernels:
             usual = kernel.shape in SHOWN_SHAPES or kernel.dtypes == SHOWN_DTYPES[1]
-            if "/" in kernel.shape and "merge" not in kernel.row and not kernel.clamps:
+            if "/" in kernel.shape and "merge" not in kernel.variant and not kernel.clamps:
                 if usual and kernel.dtypes in SHOWN_DTYPES and kernel.statistics.seen:
                     yield kernel
         largest = {}
         for kernel in self.kernels:
-            op = kernel.row.split(".")[0]
+            op = kernel.variant.split(".")[0]
             if op in SMALL_OPS:
                 code = kernel.statistics.values.get("code", 0)
                 if op not in largest or code > largest[op].statistics.values.get("code", 0):
@@ -206,7 +206,7 @@ Written by `scripts/vendors.sh`: Mesa's compilers behind a stub of the kernel dr
 `examples/pipelines`; nothing is executed, so nothing here is a time. Every pipeline is in [vendors.tsv](vendors.tsv).
 
 Registers are a lane's. Spills: registers spilled (AMD), spills and fills (Apple), accesses of private memory (Adreno),
-spills to memory (NVIDIA); a chosen row must have 0. LDS: workgroup memory in bytes. Waves: per SIMD (AMD), per core
+spills to memory (NVIDIA); a chosen variant must have 0. LDS: workgroup memory in bytes. Waves: per SIMD (AMD), per core
 (Adreno) or per SM (NVIDIA), threads per core (Apple). Code in bytes. Latency and inverse throughput: the compiler's own
 estimate in cycles, where it prints one, loops counted by its guess. Small ops: the largest of each.
 
@@ -230,7 +230,7 @@ def write(vendors, directory):
     for vendor in vendors:
         for kernel in vendor.kernels:
             flags = ["device" if kernel.clamps else "", "yes" if kernel.chosen else ""]
-            what = [vendor.name, kernel.row, kernel.shape, kernel.dtypes, *flags]
+            what = [vendor.name, kernel.variant, kernel.shape, kernel.dtypes, *flags]
             table.append("\t".join(what + kernel.statistics.cells()))
     (directory / "vendors.tsv").write_text("\n".join(table) + "\n")
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The check in a browser: the crate builds for wasm32, and tests/web runs in headless Chromium on SwiftShader, so that
-# Chromium's own compiler takes every shader that a browser would get. Then it proves that a failing test is noticed.
+# Chromium's own compiler sees every shader that a browser would get. Then it checks that a failing test is noticed.
 #   scripts/web.sh [TEST...]       all tests, or those whose names contain a TEST, which takes one page each
 #   scripts/web.sh --lints         only that it builds for wasm32 without a warning
-# What is fetched and built is kept in WEB_DIR (default target/web) and in cargo's target folder.
+# Downloads and builds are kept in WEB_DIR (default target/web) and in cargo's target folder.
 #   CHROMIUM, CHROMEDRIVER         these instead of the system's
 #   WEB_BUILD_STD=1                build std for wasm32 even where the toolchain has it
-# On Debian and Ubuntu it installs what is missing, if it may. What cannot be had is a failure, never a skip.
+# On Debian and Ubuntu it installs what is missing, if it may. A missing tool is a failure, never a skip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 web=${WEB_DIR:-target/web}
@@ -30,7 +30,7 @@ times=()
 find_browser() {
     local name names=(/usr/lib/chromium/chromium chromium chromium-browser google-chrome)
     chromium=${CHROMIUM:-} chromedriver=${CHROMEDRIVER:-$(command -v chromedriver || true)}
-    # Debian's own wrapper adds flags of its own, so that the binary behind it comes first.
+    # The binary before Debian's wrapper, which adds flags of its own.
     for name in "${names[@]}"; do
         [ -n "$chromium" ] || chromium=$(command -v "$name" || true)
     done
@@ -158,7 +158,7 @@ capabilities() {
     printf '{"goog:chromeOptions":{"binary":"%s","args":[%s]}}\n' "$chromium" "${list:1}" >"$web/webdriver.json"
 }
 
-# What a browser that had to be killed leaves behind is removed at the end.
+# Files that a killed browser leaves behind are removed at the end.
 browser_files=$(mktemp -d)
 trap 'rm -rf "$browser_files"' EXIT
 
@@ -168,7 +168,7 @@ in_browser() {
         timeout 900 cargo test --locked --profile browser --target "$wasm" -p web_tests -- "$@" 2>&1
 }
 
-# A run without tests would be no failure to the runner.
+# The runner does not fail if it runs no test.
 conformance() {
     if (($# == 0)); then one_page; fi
     local name

@@ -1,36 +1,36 @@
 // Attention of one tile of query rows over one range of tokens on cooperative matrices: the tensor cores.
 //
-// The twin of mla_decode.wgsl: the same work items, tables, layer and partial results. A matrix has TILE x TILE elements,
-// spread over the lanes of a subgroup. Cache rows are made f16 once and staged in workgroup memory, where every row of
-// the tile reads them, as keys and as values. For each block of TOKENS tokens:
-//   1. scores   the subgroups are KEY_SPLIT x TOKEN_SPLIT x ROW_SPLIT: each multiplies its rows of the queries, which it
-//               keeps in registers, with its tokens' keys over its share of the columns, and publishes the partial scores
-//   2. softmax  SOFTMAX_LANES lanes a row add them up and turn them into weights. A row's maximum moves only when it grew by
-//               more than LAZY: weights stay below 2^LAZY, and the output is rarely rescaled
+// The same work items, tables, layer and partial results as mla_decode.wgsl. A matrix has TILE x TILE elements, spread over the
+// lanes of a subgroup. The tokens of a block are converted to f16 and staged in workgroup memory once; every query row of the tile
+// reads them there, as keys and as values. For each block of TOKENS tokens:
+//   1. scores   the subgroups are KEY_SPLIT x TOKEN_SPLIT x ROW_SPLIT: each multiplies its query rows, which it keeps in
+//               registers, by its tokens' keys over its share of the columns, and stores partial scores in workgroup memory
+//   2. softmax  SOFTMAX_LANES lanes a row add them up and turn them into weights. Lazy rescaling: the running maximum moves
+//               only when it grew by more than LAZY, so weights stay below 2^LAZY, and the output is rarely rescaled
 //   3. values   each subgroup owns LATENT_TILES tiles of the output's columns, in accumulators: += weights x values
-// Meanwhile the next blocks are on their way from the cache, in registers, AHEAD of them loaded at a time. All are staged in the same
-// iteration: NVIDIA's compiler copies what is carried into the next one, and would wait for it there.
+// Meanwhile the next blocks are being loaded into registers, AHEAD of them at a time. A block is loaded and staged in the same
+// iteration: NVIDIA's compiler copies values that are carried to the next iteration, and so would wait for the loads.
 //
 // f16 ends at 65504. A query row is scaled by a power of two, its largest element to just below 2^15; an f32 query is
-// split in two parts. A bf16 cache may hold more than f16, and such keys become infinite, which scores show, as they do what is infinite
-// or NaN itself; NaN codes of e4m3, which would become numbers, are looked for. The item is then done again in f32, slowly
-// (lib/wide_rows.wgsl), with its infinities and NaN.
+// split in two parts. Keys of a bf16 cache beyond f16's range become infinite. They, infinities and NaN are found by scores that are not
+// finite; NaN codes of e4m3, which would become numbers in f16, are looked for. Such an item is computed again in f32
+// (lib/wide_rows.wgsl), slowly.
 //
-// Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
-// which rows share its tile. Every workgroup variable is a multiple of 16 bytes long, and so is every pitch: on NVIDIA
-// matrices are read wrongly otherwise.
+// Masked tokens have weight exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
+// which rows share its tile. The size of every workgroup variable and every pitch are multiples of 16 bytes: otherwise NVIDIA's
+// drivers load matrices wrongly.
 
 var<workgroup> keys: array<HalfOct, KEYS>; // [TOKENS, KEY_PITCH]
 var<workgroup> scores: array<f32, SCORES>; // [KEY_SPLIT, TOKEN_TILES, ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
 var<workgroup> weights: array<f16, WEIGHTS>; // [ROWS, WEIGHT_PITCH]
 var<workgroup> factors: array<f32, ROWS>; // [ROWS]: what to multiply a row with
-var<workgroup> row_at: array<u32, PLACES>; // first oct of the cache rows of each run of tokens, of the BLOCKS blocks around the next one
-var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see MOVED
+var<workgroup> row_at: array<u32, PLACES>; // a ring of BLOCKS blocks: the first oct of each run of tokens in the cache
+var<workgroup> notes: array<atomic<u32>, 4>; // flags of the workgroup: see MOVED
 
 const LAZY = 14.0;
-// Places in `notes`.
+// Indices in `notes`.
 const MOVED = 0u; // whether a maximum moved in this block
-const ODD_KEYS = 1u; // whether f16 does not hold a key, or something is not finite
+const ODD_KEYS = 1u; // whether a key is beyond f16's range, or an input is not finite
 
 // Eight neighbouring elements as matrices take them.
 struct HalfOct {
@@ -38,7 +38,7 @@ struct HalfOct {
     high: vec4<f16>,
 }
 
-// Its words, each half a u16 on the way: naga has no bitcast from u32 to halves.
+// From words. naga has no bitcast from u32 to a pair of f16, so each half is made a u16 first.
 fn half_oct(words: vec4<u32>) -> HalfOct {
     let low = vec4<u32>(words.x & 0xFFFFu, words.x >> 16u, words.y & 0xFFFFu, words.y >> 16u);
     let high = vec4<u32>(words.z & 0xFFFFu, words.z >> 16u, words.w & 0xFFFFu, words.w >> 16u);
@@ -54,8 +54,8 @@ fn query_oct(query: Query, oct: u32) -> QueryOct {
     return q_pe[at + oct - LATENT_OCTS];
 }
 
-// Part 0 of an f32 in f16's range is what f16 holds of it, part 1 the rest. By bits: a compiler may take a conversion to f16 and back
-// for nothing.
+// An f32 in f16's range is the sum of part 0, which f16 holds, and part 1, the rest. Computed by bits, since a compiler may remove a
+// conversion to f16 and back.
 fn query_part(x: vec4<f32>, part: u32) -> vec4<f16> {
     if (QUERY_PARTS == 1u) {
         return vec4<f16>(x);
@@ -103,8 +103,8 @@ fn write_oct(first_row: u32, row: u32, partial: u32, oct: u32, value: mat2x4<f32
     }
 }
 
-// A row's LSE in base 2, or what stands for it. A partial result is yet to be multiplied with the magnitude of `scale`, below 0 where it
-// may hold NaN.
+// A row's LSE in base 2, or EMPTY and the like. The merge multiplies a partial result by the magnitude of `scale`, which is negative where
+// the result may hold NaN.
 fn write_lse(query: Query, row: u32, partial: u32, base_2: f32, scale: f32) {
     if (partial == DIRECT) {
         store_lse(query.token, query.head, base_2);
@@ -139,12 +139,12 @@ fn mla_decode(
     let score_row = subgroup / (KEY_SPLIT * TOKEN_SPLIT) * (ROWS / ROW_SPLIT);
     let scratch = subgroup * TILE * TILE; // in `scores`, for a tile of the output
 
-    // The softmax's row that this lane works on. A tile's missing rows repeat its last one; their results go nowhere.
+    // This lane's row in the softmax. Missing rows of a tile repeat its last one; their results are not stored.
     let row = thread / SOFTMAX_LANES;
     let column = thread % SOFTMAX_LANES;
     let query = query_of(first_row, min(row, num_rows - 1u));
-    // It sees `num_seen` tokens from `kv_begin` on. Blocks begin at multiples of TOKENS, whatever the page size: a page then holds whole
-    // ones or none, and the same tokens share a block.
+    // It sees `num_seen` tokens from `kv_begin` on. Blocks begin at multiples of TOKENS for every page size and split, so the same
+    // tokens always share a block, and where pages are multiples of TOKENS a block is inside of a page.
     let num_seen = max(min(query.visible, kv_end), kv_begin) - kv_begin;
     let first_block = kv_begin / TOKENS * TOKENS;
 
@@ -152,8 +152,8 @@ fn mla_decode(
         atomicStore(&notes[thread], 0u);
     }
 
-    // The first block sets out, then the query row: each lane its octs of it.
-    var next_page = 0u; // of this thread's entry of `row_at` in its next round
+    // Loads of the first block, then of the query row: each lane has some octs of it.
+    var next_page = 0u; // page of this thread's next entry of `row_at`
     var first: Block;
     if (kv_begin < kv_end) {
         if (thread < PLACES) {
@@ -172,12 +172,12 @@ fn mla_decode(
         magnitude = max(magnitude, max(abs(value[0]), abs(value[1])));
     }
 
-    // It is scaled by a power of two, which is undone in what its scores are multiplied with.
+    // It is scaled by a power of two, which the factor of its scores undoes.
     let largest_query = row_largest(max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
     let exponent = clamp(268u - (bitcast<u32>(largest_query) >> 23u), 1u, 253u);
     let query_scale = layer.logit_scale * KEY_UNIT * bitcast<f32>((254u - exponent) << 23u);
 
-    // Into registers by way of the staging buffer, as many rows as it holds at a time.
+    // Into registers through the staging buffer, as many rows as fit it at a time.
     var queries: array<MatrixA, QUERY_TILES>; // [QUERY_PARTS, SCORE_ROW_TILES, KEY_TILES]
     for (var part = 0u; part < QUERY_PARTS; part++) { // unroll
         for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
@@ -209,7 +209,7 @@ fn mla_decode(
         }
     }
 
-    // Whether f16 does not hold a key, or something is not finite: what shows that in this lane.
+    // This lane's evidence for ODD_KEYS.
     var largest_logit = 0u; // its magnitude's bits
     var odd = 0u;
     var row_max = EMPTY;
@@ -221,14 +221,14 @@ fn mla_decode(
         odd = stage_block(thread, first, kv_end - first_block);
     }
 
-    // A block in which a maximum moves ends the inner loop: the output is rescaled, and the block begins again. Inside, the mere text of the
-    // rescaling took an H200 4 to 8 % longer.
+    // A block in which a maximum moves ends the inner loop: the output is rescaled, and the block repeated. With the rescaling inside the
+    // loop, even if it never ran, an H200 was 4 to 8 % slower.
     var turn = first_block;
     var moved = true;
     while (moved) {
         moved = false;
-        // On cards two blocks a turn: the longer body keeps NVIDIA's compiler from unrolling it 8 times, more than its instruction cache
-        // holds.
+        // On cards two blocks an iteration: the longer body keeps NVIDIA's compiler from unrolling it 8 times, which would exceed the
+        // instruction cache.
         for (; turn < kv_end; turn += TURN * TOKENS) {
             var ahead: array<Block, AHEAD>;
             for (var part = 0u; part < TURN; part++) { // unroll
@@ -284,7 +284,7 @@ fn mla_decode(
                     top = max(top, logit[i]);
                 }
                 old_max = row_max;
-                // Lanes of a row look at each other's only where one of them has something new.
+                // Lanes of a row compare maxima only where one of the subgroup's grew by more than LAZY.
                 if (subgroupAny(top > row_max + LAZY)) {
                     top = row_largest(top);
                     if (top > row_max + LAZY) {
@@ -309,7 +309,7 @@ fn mla_decode(
                     break;
                 }
                 row_sum += block_sum;
-                // Half of the places at a time, of blocks that are past.
+                // Refills half of `row_at` at a time, that of blocks which are done.
                 if ((number + 2u) % (BLOCKS / 2u) == 0u && thread / (PLACES / 2u) == number / (BLOCKS / 2u) % 2u) {
                     let round = number / BLOCKS + 1u;
                     row_at[thread] = page_row(next_page, run_token(first_block, round, thread, kv_end) % slice.page_size);
@@ -368,8 +368,8 @@ fn mla_decode(
         return;
     }
 
-    // The row's sum, then the output. A partial result is left as it is and the merge multiplies it: a whole tile is stored at
-    // once, and the rows of one that is not get the same bits.
+    // The row's sum, then the output. Partial results are not normalised, the merge does that: so a full tile is stored straight from
+    // the matrices, and rows of a partly filled tile get the same bits.
     let sum = row_total(row_sum);
     let any = sum > 0.0;
     let divisor = select(1.0, sum, any);

@@ -1,29 +1,29 @@
 // Merges the partial results of one query row: out = sum 2^(lse_i - max) out_i / sum 2^(lse_i - max).
 //
-// Partial i belongs to group i % MERGE_GROUPS. A group adds up its partials in order, then the groups of each half are added up in
-// order, then the halves: whatever the shape of a workgroup, so that it changes no bit. A workgroup takes MERGE_OCTS octs of one token
-// and head. Its threads form teams of MERGE_OCTS, each of TEAM_GROUPS groups, and a thread takes one oct of columns. For many rows
-// there are two teams and a workgroup takes a whole row; for few there are as many as groups.
-//   1. all threads find the largest LSE, while the first partials are on their way
-//   2. each team weighs its partials, BATCH at a time, and adds them up
-//   3. team 0 adds up the teams and writes
-// One that has seen a NaN or +inf makes the row NaN; what is NaN in a partial's columns stays so, though it weighs 0.
-// An empty partial weighs exactly 0 and a single one that is not empty exactly 1, so how often a row was split around it
-// changes no bit.
+// Partial result i belongs to group i % MERGE_GROUPS. A group adds its partial results in order, then the groups of each half are added
+// in order, then the halves. The order is the same for both shapes of a workgroup, and so are the bits. A workgroup takes MERGE_OCTS
+// octs of one token and head. Its threads form teams of MERGE_OCTS threads; a team takes TEAM_GROUPS groups, and a thread one oct of
+// columns. For many rows a workgroup has two teams and takes a whole row; for few rows it has as many teams as there are groups.
+//   1. all threads find the largest LSE, while the first partial results are being loaded
+//   2. each team weighs its partial results, BATCH at a time, and adds them
+//   3. team 0 adds the teams' sums and stores the row
+// A partial result of a row that has NaN (NO_NUMBER) makes the row NaN. NaN in single columns stays NaN even with weight 0.
+// An empty partial result has weight exactly 0, and one that is not empty by itself exactly 1: splits without visible keys change no
+// bit.
 
-// Not vectors: threads that write components of one may disturb each other.
+// Arrays of f32, not of vectors: on some drivers, threads that write components of one vector overwrite each other's.
 var<workgroup> maxima: array<f32, MERGE_THREADS>; // the largest LSE that each thread found
-var<workgroup> sixteenths: array<f32, MERGE_SIXTEENTHS>; // of 16 threads each
-var<workgroup> ends: array<vec2<f32>, MERGE_CHUNK>; // of each partial its LSE, and what it is yet to be multiplied with
+var<workgroup> sixteenths: array<f32, MERGE_SIXTEENTHS>; // the largest of 16 threads each
+var<workgroup> ends: array<vec2<f32>, MERGE_CHUNK>; // LSE and factor of each partial result
 var<workgroup> team_sum: array<f32, MERGE_GROUPS>; // of MERGE_TEAMS
 var<workgroup> team_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_TEAMS, MERGE_OCTS]
 
-// Where the partial result begins that entry `i` of the merged partial results names.
+// The offset of the partial result at index `i` of the merged ones.
 fn partial_at(i: u32, head: u32) -> u32 {
     return (tables[i] + head) * PARTIAL_QUADS;
 }
 
-// Its base-2 LSE, or what stands for it, and what it is yet to be multiplied with: less than 0 where it may hold NaN.
+// Its base-2 LSE, or EMPTY and the like, and its factor, which is negative where it may hold NaN.
 fn partial_end(at: u32) -> vec2<f32> {
     return partials[at + 2u * LATENT_OCTS].xy;
 }
@@ -36,13 +36,13 @@ fn largest_of_16(first: u32) -> f32 {
     return largest;
 }
 
-// What a thread loads at a time: one oct of BATCH partials.
+// What a thread loads at a time: one oct of BATCH partial results.
 struct Batch {
     low: array<vec4<f32>, BATCH>,
     high: array<vec4<f32>, BATCH>,
 }
 
-// Where these begin: of partials `first`, `first + step`, .. up to `last`, which stands in for those past it.
+// Their offsets: of partial results `first`, `first + step`, .. up to `last`, which replaces those past it.
 fn batch_at(begin: u32, first: u32, step: u32, last: u32, head: u32) -> array<u32, BATCH> {
     var at: array<u32, BATCH>;
     for (var i = 0u; i < BATCH; i++) { // unroll
@@ -90,8 +90,8 @@ fn mla_merge(
         return;
     }
 
-    // A batch is of one partial each of neighbouring groups where no group has more, else of one group. What the first needs is asked for
-    // at once with the LSEs: each load that waits for another delays all.
+    // Where no group has more than one partial result, a batch is of neighbouring groups, else of one group. The first batch is loaded
+    // together with the LSEs, since dependent loads would add their latencies.
     let last = count - 1u;
     let first_group = team * TEAM_GROUPS;
     let by_groups = TEAM_GROUPS > 1u && count <= MERGE_GROUPS;
@@ -132,15 +132,15 @@ fn mla_merge(
         largest = largest_of_16(0u);
     }
 
-    // 2. this team's share; groups that all teams have empty are left out
+    // 2. this team's share, without groups that are empty in all teams
     var sum = 0.0;
     var low = vec4<f32>(0.0);
     var high = vec4<f32>(0.0);
     var group_sum = 0.0;
     var group_low = vec4<f32>(0.0);
     var group_high = vec4<f32>(0.0);
-    var group = 0u; // of this team, the first of the batch in hand
-    var from_partial = 0u; // that group's partials before this one are done
+    var group = 0u; // of this team: the first group of the current batch
+    var from_partial = 0u; // the group's next partial result
     while (group < min(count, TEAM_GROUPS)) {
         if (count > MERGE_CHUNK && from_partial % MERGE_CHUNK == 0u) {
             workgroupBarrier();
@@ -207,13 +207,13 @@ fn mla_merge(
             low += half_low;
             high += half_high;
         }
-        // A single partial is passed on as it is: 1 / 1 need not be 1 on a device.
+        // A single partial result is not divided: 1 / 1 need not be exactly 1 on a device.
         let many = sum > 0.0 && sum != 1.0;
         let divisor = select(1.0, sum, many);
         let value = mat2x4<f32>(low, high) * select(1.0, 1.0 / divisor, many);
         store_out(token, head, column_oct, nan_if(value, is_nan_row(largest)));
         if (column_oct == 0u) {
-            // What stands for an LSE does not notice the sum.
+            // EMPTY and the like are so large that adding log2 does not change them.
             store_lse(token, head, largest + select(0.0, log2(divisor), many));
         }
     }

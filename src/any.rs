@@ -49,11 +49,11 @@ impl AnyBackend {
     ///
     /// 1. CUDA, with the feature `cuda`, on the driver's first card, if it is an Ampere or later, where a variant on tensor cores serves
     ///    the spec;
-    /// 2. wgpu, with the feature `wgpu`, on the adapter that `Gpu::new` picks, where a variant on its matrices does;
+    /// 2. wgpu, with the feature `wgpu`, on the adapter that `Gpu::new` picks, where a variant on cooperative matrices does;
     /// 3. CUDA on any other variant, then wgpu on any other: also on an adapter in software, such as lavapipe;
     /// 4. the CPU, where wgpu finds no adapter at all.
     ///
-    /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To leave the choice to nobody, use `From`:
+    /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To choose a backend yourself, use `From`:
     /// `AnyBackend::from(Gpu::new()?)`, or `Cuda::on_stream(stream)?` with the host's own stream.
     pub fn best(spec: &MlaDecode) -> Self {
         let (found, why) = choose(Found::cuda(spec), || Found::wgpu(spec));
@@ -72,7 +72,7 @@ impl AnyBackend {
         &self.chosen
     }
 
-    /// The backend itself, for a program that has more to do with it than what [`crate::Device`] offers.
+    /// The backend itself, for what [`crate::Device`] does not offer.
     pub fn into_chosen(self) -> Chosen {
         self.chosen
     }
@@ -84,17 +84,17 @@ impl<B: Into<Chosen>> From<B> for AnyBackend {
     }
 }
 
-/// A backend that is here, and whether tensor cores, or another device's matrices, would run the spec.
+/// A backend that is here, and whether one of its tensor-core variants serves the spec.
 struct Found<T> {
     backend: T,
-    matrices: bool,
+    tensor_cores: bool,
 }
 
 impl Found<Chosen> {
     #[cfg(feature = "cuda")]
     fn cuda(spec: &MlaDecode) -> Result<Self, String> {
         let cuda = Cuda::new(0).map_err(lack)?;
-        Ok(Self { matrices: cuda.has_matrices_for(spec), backend: cuda.into() })
+        Ok(Self { tensor_cores: cuda.has_tensor_cores_for(spec), backend: cuda.into() })
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -105,7 +105,7 @@ impl Found<Chosen> {
     #[cfg(feature = "wgpu")]
     fn wgpu(spec: &MlaDecode) -> Result<Self, String> {
         let gpu = Gpu::new().map_err(lack)?;
-        Ok(Self { matrices: gpu.has_matrices_for(spec), backend: gpu.into() })
+        Ok(Self { tensor_cores: gpu.has_tensor_cores_for(spec), backend: gpu.into() })
     }
 
     #[cfg(not(feature = "wgpu"))]
@@ -129,13 +129,14 @@ fn choose<T>(
     cuda: Result<Found<T>, String>,
     wgpu: impl FnOnce() -> Result<Found<T>, String>,
 ) -> (Option<T>, String) {
-    let cuda_is_best = cuda.as_ref().is_ok_and(|cuda| cuda.matrices);
+    let cuda_is_best = cuda.as_ref().is_ok_and(|cuda| cuda.tensor_cores);
     let wgpu = if cuda_is_best { Err("CUDA is better".into()) } else { wgpu() };
     let (backend, why) = match (cuda, wgpu) {
-        (Ok(cuda), _) if cuda.matrices => (cuda.backend, "CUDA, on tensor cores".into()),
-        (Ok(_), Ok(wgpu)) if wgpu.matrices => {
-            (wgpu.backend, "wgpu, on matrices; not CUDA: no variant on tensor cores serves this".into())
-        }
+        (Ok(cuda), _) if cuda.tensor_cores => (cuda.backend, "CUDA, on tensor cores".into()),
+        (Ok(_), Ok(wgpu)) if wgpu.tensor_cores => (
+            wgpu.backend,
+            "wgpu, on cooperative matrices; not CUDA: no variant on tensor cores serves this".into(),
+        ),
         (Ok(cuda), _) => {
             (cuda.backend, "CUDA; neither it nor wgpu has a variant on tensor cores for this".into())
         }
@@ -154,8 +155,10 @@ mod tests {
     #[test]
     fn cuda_where_it_is_better_and_wgpu_elsewhere() {
         type Of = Option<bool>;
-        let found = |name: &'static str, matrices: Of| {
-            matrices.map(|matrices| Found { backend: name, matrices }).ok_or(format!("no {name} here"))
+        let found = |name: &'static str, tensor_cores: Of| {
+            tensor_cores
+                .map(|tensor_cores| Found { backend: name, tensor_cores })
+                .ok_or(format!("no {name} here"))
         };
         let chosen = |cuda: Of, wgpu: Of| choose(found("cuda", cuda), || found("wgpu", wgpu));
         for (cuda, wgpu, want) in [
@@ -177,7 +180,7 @@ mod tests {
 
     #[test]
     fn no_device_is_made_for_wgpu_where_cuda_is_better() {
-        let (got, _) = choose(Ok(Found { backend: 1, matrices: true }), || unreachable!("asked wgpu"));
+        let (got, _) = choose(Ok(Found { backend: 1, tensor_cores: true }), || unreachable!("asked wgpu"));
         assert_eq!(got, Some(1));
     }
 }

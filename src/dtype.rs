@@ -1,4 +1,4 @@
-//! Element types: one row a dtype, with its bits, its WGSL file suffix, its encoder and its decoder.
+//! Element types: of each its size, its suffix in WGSL file names, its encoder and its decoder.
 
 use half::{bf16, f16};
 

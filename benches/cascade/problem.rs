@@ -25,7 +25,7 @@ pub struct Shape {
     /// L, R, P, V.
     pub dims: [u32; 4],
     pub dtype: Dtype,
-    /// Layers that are rotated, so that none finds its data in L2.
+    /// Layers that are rotated, so that each misses the L2.
     pub layers: u32,
 }
 
@@ -70,20 +70,20 @@ impl Shape {
     }
 }
 
-/// What is timed.
+/// What is timed, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// The absorbed decode over the prefix, each sequence for itself.
+    /// The absorbed decode over the prefix, once for each sequence.
     PrefixPerSequence,
     /// The prefix once in expanded form, its keys split into parts, and the merge of the parts.
     PrefixOnce,
-    /// These parts alone, without a merge.
+    /// The parts without their merge.
     PrefixParts,
     /// The merge of all sets, the suffixes' included.
     Merge,
     /// The absorbed decode of the suffixes, each sequence's own tokens.
     Suffixes,
-    /// The absorbed decode over all, each sequence for itself.
+    /// The absorbed decode over the whole context, once for each sequence.
     DecodePerSequence,
     /// The same with the planner's shared prefixes.
     DecodeShared,
@@ -98,7 +98,7 @@ pub enum What {
 
 use What::*;
 
-/// Each with what it is compared with, which comes before it.
+/// Each with the earlier one that its time is compared with.
 pub const TIMED: [(What, Option<What>); 12] = [
     (PrefixPerSequence, None),
     (PrefixOnce, Some(PrefixPerSequence)),
@@ -223,7 +223,7 @@ const WHOLE: usize = 2;
 const SHARED: usize = 3;
 
 impl<D: Timed> Problem<D> {
-    pub fn new(device: &D, shape: &Shape, row: Option<&str>, parts: Option<u32>) -> Result<Self> {
+    pub fn new(device: &D, shape: &Shape, variant: Option<&str>, parts: Option<u32>) -> Result<Self> {
         let Shape { sequences, prefix, context, heads, dims: [latent, rope, nope, value], dtype, .. } =
             *shape;
         let dims = shape.head_dims();
@@ -235,8 +235,8 @@ impl<D: Timed> Problem<D> {
             dtype,
             out: dtype,
         };
-        let options = match row {
-            Some(row) => PrefillOptions { variant: Some(row.into()), ..Default::default() },
+        let options = match variant {
+            Some(name) => PrefillOptions { variant: Some(name.into()), ..Default::default() },
             None => PrefillOptions { query_tokens: sequences, ..Default::default() },
         };
         let prefill = device.compile_with(prefill_spec, &options)?;
@@ -334,8 +334,8 @@ impl<D: Timed> Problem<D> {
     }
 
     pub fn describe(&self) -> String {
-        let (row, parts) = (self.prefill.op.variant(), self.num_parts);
-        format!("prefix by row {row} in {parts} parts, decodes by row {}", self.decodes[WHOLE].op.variant())
+        let (variant, parts) = (self.prefill.op.variant(), self.num_parts);
+        format!("prefix by {variant} in {parts} parts, decodes by {}", self.decodes[WHOLE].op.variant())
     }
 
     pub fn record(&self, what: What, recorder: &mut D::Recorder<'_>, call: usize) -> wgpu_mla::Result<()> {

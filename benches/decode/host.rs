@@ -71,7 +71,7 @@ pub fn run() -> Result<()> {
         ])
     })?;
     println!("| ({} work items, {} partial results) | | |", plan.items.len(), plan.num_partials);
-    // Made only now: wgpu tracks every object, so more of them would slow the passes measured above.
+    // Made after the decode was timed: wgpu tracks every object, so these would slow the passes measured above.
     let capacity =
         LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, ..LayerCapacity::default() };
     let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { variant: None, capacity })?;
@@ -79,7 +79,7 @@ pub fn run() -> Result<()> {
     let mut step = layer.step(Default::default())?;
     table(&gpu, ["whole layer, plan and prepare", "whole layer, record, one pass: a layer"], |turn| {
         let lens = lens_of(turn);
-        // Each sequence's last token: pages are shared, but no two of these lie at the same place of one.
+        // Each sequence's last token: pages are shared, but these slots are distinct.
         let slot = |(seq, &len): (usize, &i32)| {
             let (page, place) = ((len as usize - 1) / PAGE_SIZE, (len as usize - 1) % PAGE_SIZE);
             i64::from(block_table[seq * MAX_PAGES + page]) * PAGE_SIZE as i64 + place as i64

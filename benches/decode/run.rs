@@ -1,4 +1,4 @@
-//! The table: each workload checked, timed, and set beside the peers.
+//! The table: each workload is checked, timed, and compared with the peers.
 
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ use crate::support::device::Timed;
 use crate::support::record::{Records, figure, micros, timing_fields};
 use crate::support::{Result, median, peers};
 
-/// The least bytes of all layers' caches together: more than any card's L2, so that no layer hits it.
+/// Least total bytes of all layers' caches: more than any card's L2, so that each layer misses it.
 const ROTATED_BYTES: f64 = 600e6;
 
 pub fn run(args: &Args) -> Result<()> {
@@ -55,7 +55,7 @@ fn table<D: Timed>(device: &D, args: &Args) -> Result<()> {
         let pool = Pool::new(device, group[0].kv, elems)?;
         for workload in group {
             if let Err(error) = time(device, &pool, workload, args, &mut report) {
-                // A lost device fails everything after it, and says so here.
+                // On a lost device everything that follows fails: this says so.
                 device.buffer(4)?;
                 report.records.fail(&workload.name(), error.as_ref());
             }
@@ -93,7 +93,7 @@ fn time<D: Timed>(
     let variant = if workload.plain {
         let plain =
             candidates.iter().find(|candidate| !candidate.rounds_weights && candidate.lacks.is_none());
-        Some(plain.ok_or("every row rounds the softmax weights")?.name)
+        Some(plain.ok_or("every variant rounds the softmax weights")?.name)
     } else {
         args.variant.as_deref()
     };
@@ -102,11 +102,11 @@ fn time<D: Timed>(
         return skip(lack);
     }
     let problem = Problem::new(device, pool, workload, variant, args.items, copies(device, workload))?;
-    let row = problem.layers.op.variant();
-    let right = problem.check(device).map_err(|error| format!("{}: {row}: {error}", workload.name()))?;
+    let variant = problem.layers.op.variant();
+    let right = problem.check(device).map_err(|error| format!("{}: {variant}: {error}", workload.name()))?;
     let timing = device.time(args.replays(), |recorder, call| problem.layers.record(recorder, call))?;
     let step = host_step(device, workload, &problem)?;
-    report.add(workload, row, &timing, step, problem.plan.items.len(), &right);
+    report.add(workload, variant, &timing, step, problem.plan.items.len(), &right);
     Ok(())
 }
 
@@ -164,7 +164,7 @@ impl Report {
     pub fn add(
         &mut self,
         w: &Workload,
-        row: &str,
+        variant: &str,
         timing: &Timing,
         host_step: f64,
         items: usize,
@@ -176,7 +176,7 @@ impl Report {
         let ratio = self.ratio(w, seconds);
         let known = w.dims == (512, 64) && w.query != Dtype::F32;
         let peers = known.then(|| peers::decode_of(w.heads, w.q_len, w.kv, &w.shape_name())).flatten();
-        print!("| {} | {row} | {} | {} ", w.name(), micros(seconds * 1e6), micros(timing.min * 1e6));
+        print!("| {} | {variant} | {} | {} ", w.name(), micros(seconds * 1e6), micros(timing.min * 1e6));
         print!("| {} | {} % | {} ", figure(rate), figure(share * 100.0), figure(w.flop() / seconds / 1e12));
         let ratio_text = if ratio.is_finite() { format!("{ratio:.3}") } else { "-".into() };
         print!("| {ratio_text} | {items} ");
@@ -185,7 +185,7 @@ impl Report {
         println!();
 
         let mut record = json!({
-            "workload": w.name(), "row": row, "heads": w.heads, "shape": w.shape_name(), "q_len": w.q_len,
+            "workload": w.name(), "variant": variant, "heads": w.heads, "shape": w.shape_name(), "q_len": w.q_len,
             "kv": w.kv.name(), "query": w.query.name(), "dims": [w.dims.0, w.dims.1], "tokens": w.tokens(),
             "gb_s": rate, "share": share, "tflop_s": w.flop() / seconds / 1e12, "ratio": ratio,
             "items": items, "host_step_us": host_step * 1e6, "error": right,

@@ -95,13 +95,13 @@ pub fn run(
         }
         let rate = bytes / seconds / 1e9;
         let tokens = f64::from(shape.concurrency) * points.len() as f64 / (seconds * LAYERS);
-        let row = parts[0].layers.op.variant();
+        let variant = parts[0].layers.op.variant();
         let (first, last) = (points[0].1, points[points.len() - 1].1);
-        print!("| {} | {row} | {} | {} ", shape.name(), points.len(), parts.len());
+        print!("| {} | {variant} | {} | {} ", shape.name(), points.len(), parts.len());
         print!("| {}, {} | {} ", micros(first), micros(last), figure(rate));
         println!("| {} % | {} |", figure(100.0 * rate / ceiling), figure(tokens));
         records.add(json!({
-            "workload": shape.name(), "row": row, "concurrency": shape.concurrency, "parts": parts.len(),
+            "workload": shape.name(), "variant": variant, "concurrency": shape.concurrency, "parts": parts.len(),
             "gb_s": rate, "share": rate / ceiling, "tokens_s": tokens, "layers": LAYERS, "us_by_context": points,
         }));
     }
@@ -128,7 +128,7 @@ impl<D: Timed> Part<D> {
             out: Dtype::Bf16,
         };
         let layer_stride = spec.kv.num_slots() * u64::from(spec.shape.row_elems());
-        // Even the shortest contexts are to come from memory.
+        // Even the shortest contexts must miss the L2.
         let used = u64::from(shape.concurrency) * u64::from(shape.from) * ROW_BYTES;
         let copies = if device.is_small() { 1 } else { ROTATED_BYTES.div_ceil(used).clamp(1, 64) };
         let pool = Pool::new(device, Dtype::Bf16, layer_stride * copies)?;

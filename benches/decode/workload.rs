@@ -1,4 +1,4 @@
-//! What is decoded: the tables of workloads.
+//! The workloads of the decode bench.
 
 use wgpu_mla::{Dtype, KvSpec, MlaDecode, MlaShape, SharedPrefix};
 
@@ -6,7 +6,7 @@ use crate::support::Draws;
 
 pub const PAGE_SIZE: u32 = 64;
 
-/// One line of the table.
+/// A workload: one line of the table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Workload {
     pub heads: u32,

@@ -18,8 +18,8 @@ pub struct Timing {
     pub host: f64,
 }
 
-/// Warm-up replays: a card's clocks come back from idle, where the check before leaves them, 4 times slower for 150 ms
-/// on an H200, and not at all while it has less work than pauses.
+/// Warm-up replays. The check before leaves the card idle, and its clocks take time to rise: an H200 is 4 times slower for 150 ms, and
+/// stays so while it is idle more than half of the time.
 const WARM_UP_SECONDS: f64 = 0.4;
 /// A slow device has fewer replays.
 const MOST_SECONDS: f64 = 3.0;
@@ -65,8 +65,8 @@ impl<'a> Clock<'a> {
         Self { gpu, queries, resolved, replays, aim, calls: Cell::new(0) }
     }
 
-    /// Times `record`, which is given the number of the call: with it a bench rotates its buffers. A replay holds as many
-    /// calls as make its time worth measuring.
+    /// Times `record`, which is given the number of the call, so that a bench can rotate its buffers. A replay has enough calls for its
+    /// time to be measurable.
     pub fn time(
         &self,
         passes: Passes,

@@ -14,7 +14,7 @@ use super::device::Timed;
 use super::paint::{Canvas, Paint};
 use super::{Result, median};
 
-/// Warm-up: a card's clocks come back from idle.
+/// Warm-up: an idle card's clocks take time to rise.
 const WARM_UP: Duration = Duration::from_millis(250);
 /// Seconds that one replay aims at.
 const AIM: f64 = 3e-3;

@@ -1,4 +1,4 @@
-//! A device that work is recorded for once and replayed many times: what a table of figures is made on.
+//! [`Timed`]: a device on which recorded calls are replayed and timed.
 
 use std::time::Instant;
 
@@ -92,7 +92,7 @@ impl Timed for Gpu {
     }
 }
 
-/// By the host's clock, and each call alone: what is recorded has run.
+/// By the host's clock, a call at a time: recording runs it.
 impl Timed for Cpu {
     fn facts(&self) -> Value {
         json!({ "name": "CPU" })
@@ -102,7 +102,7 @@ impl Timed for Cpu {
         DeviceKind::Software
     }
 
-    /// Nothing that a share could be of.
+    /// Not measured on the CPU.
     fn ceiling(&self, _: Kind, _: bool) -> Result<(f64, u64)> {
         Ok((f64::NAN, 0))
     }

@@ -15,7 +15,7 @@ use wgpu_mla::gpu::Gpu;
 
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Runs a bench that is of wgpu alone; an error is printed, and the status 1.
+/// Runs a bench that exists on wgpu only; an error is printed, and the status is 1.
 pub fn on_wgpu(run: impl FnOnce(&Gpu, &Args) -> Result<()>) {
     let args = Args::parse();
     end(match args.backend.as_str() {
@@ -52,7 +52,7 @@ pub fn median(times: &mut [f64]) -> f64 {
     times[times.len() / 2]
 }
 
-/// A fixed stream of draws in 0..1.
+/// A fixed sequence of random numbers in 0..1.
 pub struct Draws(pub u64);
 
 impl Draws {

@@ -1,10 +1,10 @@
-//! What other implementations took on one NVIDIA H200, to stand beside our own figures.
+//! Times of other implementations on one NVIDIA H200, for comparison.
 //!
 //! Driver 580.159.04, CUDA 13.0, measured on 2026-11-21. CUDA peers: CUDA-graph medians of 31 replays, KV rotating past the
 //! L2, 512/64, paged 64 tokens, outputs checked against fp32. Triton and the CUDA merge: vLLM 0.33.0 (the best of five split counts
 //! where it has one). FlashMLA: upstream 9241ae3 for bf16, vLLM 0.33.0's FP8 kernel with an FP8 query for e4m3. llama.cpp: its Vulkan
 //! backend, commit 0c1e57098, NV_coopmat2, f16 beside our bf16 and q8_0 beside our e4m3. Floor: a plain read of the KV bytes.
-//! The ragged batches are draws of their own, of as many tokens (within 0.1 %) as ours.
+//! Their ragged batches are other random lengths, with as many tokens in all as ours (within 0.1 %).
 
 use wgpu_mla::Dtype;
 

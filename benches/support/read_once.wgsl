@@ -11,7 +11,7 @@ fn read_once(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_
     let first = group.x * GROUP * LOADS + lane;
     LOAD_QUADS
     let sum = SUM_OF_QUADS;
-    // Never true, which the compiler does not know: it keeps the loads.
+    // Never true, but the compiler cannot know it, so it keeps the loads.
     if all(sum == vec4<u32>(0x9E3779B9u, 0x7F4A7C15u, 0xF39CC060u, 0x5CEDC834u)) {
         target_words[0] = sum;
     }

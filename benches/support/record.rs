@@ -1,4 +1,4 @@
-//! What a run leaves behind: records as JSON.
+//! The records of a run, as JSON.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -11,18 +11,18 @@ use super::clock::Timing;
 /// The records of a run.
 pub struct Records {
     head: Value,
-    rows: Vec<Value>,
+    records: Vec<Value>,
     failed: usize,
 }
 
 impl Records {
-    /// `device` is what it ran on: its name, driver and so on.
+    /// `device` describes the device: its name, driver and so on.
     pub fn new(bench: &str, device: Value) -> Self {
         let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
         let version = env!("CARGO_PKG_VERSION");
         Self {
             head: json!({ "bench": bench, "crate": version, "date": date, "device": device }),
-            rows: Vec::new(),
+            records: Vec::new(),
             failed: 0,
         }
     }
@@ -32,8 +32,8 @@ impl Records {
         self.head[name] = value.into();
     }
 
-    pub fn add(&mut self, row: Value) {
-        self.rows.push(row);
+    pub fn add(&mut self, record: Value) {
+        self.records.push(record);
     }
 
     /// Says what went wrong with a workload. The others are still run, and [`Records::save`] then fails.
@@ -49,7 +49,7 @@ impl Records {
     /// Where a workload failed, too.
     pub fn save(mut self, path: Option<&Path>) -> Result<()> {
         if let Some(path) = path {
-            self.head["records"] = self.rows.into();
+            self.head["records"] = self.records.into();
             std::fs::write(path, serde_json::to_string_pretty(&self.head)? + "\n")
                 .map_err(|error| format!("{}: {error}", path.display()))?;
             eprintln!("wrote {}", path.display());
@@ -71,7 +71,7 @@ pub fn timing_fields(timing: &Timing) -> Map<String, Value> {
     fields
 }
 
-/// A figure of a table with three digits that count, or a dash where there is none.
+/// A figure of a table with three significant digits, or a dash where there is none.
 pub fn figure(value: f64) -> String {
     match value.abs() {
         size if !size.is_finite() => "-".into(),

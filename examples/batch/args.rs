@@ -23,7 +23,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// `None` where help is wanted.
+    /// `None` for `--help`.
     pub fn parse(mut words: impl Iterator<Item = String>) -> Result<Option<Self>, String> {
         let mut args = Self { backend: None, steps: 300, seed: 1 };
         while let Some(word) = words.next() {

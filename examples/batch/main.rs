@@ -28,7 +28,7 @@ use wgpu_mla::{Backend, Batch, PageTable, Plan, SharedPrefix, SplitPolicy};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Everything that a step hands to a backend. The plan and the tables serve every layer of the model.
+/// A step's input for a backend. The plan and the tables serve every layer of the model.
 pub struct Work<'a> {
     /// Page copies that come before the new rows.
     pub copies: &'a [(u32, u32)],
@@ -70,7 +70,7 @@ fn run(args: &Args) -> Result<()> {
     serve(args, &model, &mut runner)
 }
 
-/// The backend that was asked for; without a wish, the best one.
+/// The backend of `--backend`; without it, the best one.
 fn backend(args: &Args, model: &Model) -> Result<AnyBackend> {
     if let Some(wish) = args.backend {
         return Ok(wanted(wish)?.into());
@@ -105,7 +105,7 @@ fn serve(args: &Args, model: &Model, runner: &mut Runner<'_, impl Backend>) -> R
     let mut layers = vec![StepData::default(); model.layers];
     for step in 0..args.steps {
         traffic.admit()?;
-        // Grows every sequence by its next tokens; what is given to whom is settled before anything is uploaded.
+        // Grows every sequence by its next tokens. All pages are allocated before anything is uploaded.
         traffic.grow()?;
         let ids = traffic.ids();
         let (seq_lens, starts) = (traffic.pool.seq_lens(&ids)?, traffic.query_start_loc());

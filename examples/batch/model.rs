@@ -1,4 +1,4 @@
-//! What stands for a model: dims, and activations that are a function of a token, so that the oracle can make them again.
+//! A stand-in for a model: dims, and activations that are a function of the token, so that the oracle can compute them again.
 
 use wgpu_mla::{Dtype, KvAppend, KvSpec, MlaDecode, MlaShape, softmax_scale};
 
@@ -13,7 +13,7 @@ pub struct Model {
     paint: Vec<f32>,
 }
 
-/// A token: what it is, which decides its row in the cache of every layer.
+/// A token's id, which decides its key in every layer.
 pub type Token = u64;
 
 /// One layer's arrays of a step, as a model's projections would leave them.
@@ -58,7 +58,7 @@ impl Model {
         )
     }
 
-    /// What new rows are appended as.
+    /// The append of new tokens.
     pub fn append_spec(&self) -> KvAppend {
         KvAppend { shape: self.spec.shape, kv: self.spec.kv, input: self.spec.query }
     }
@@ -100,7 +100,7 @@ impl Model {
     }
 }
 
-/// A number that two others decide.
+/// A hash of two numbers.
 pub fn hash(a: u64, b: u64) -> u64 {
     let mut x =
         (a ^ b.rotate_left(32)).wrapping_add(0x9E37_79B9_7F4A_7C15).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -109,7 +109,7 @@ pub fn hash(a: u64, b: u64) -> u64 {
     x ^ x >> 29
 }
 
-/// The next of a row of random numbers in 0..1.
+/// The next random number in 0..1.
 pub fn uniform(state: &mut u64) -> f32 {
     *state = hash(*state, 7);
     (*state >> 40) as f32 / (1u64 << 24) as f32

@@ -1,4 +1,4 @@
-//! What is printed; nothing panics where nobody reads it.
+//! Output. A closed stdout or stderr never panics.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;

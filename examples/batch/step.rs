@@ -84,12 +84,12 @@ impl<'a, D: Backend> Runner<'a, D> {
         format!("{}, row {}", self.device.name(), self.mla.why())
     }
 
-    /// Whether it rounds the softmax weights, for which the check allows more.
+    /// Whether it rounds the softmax weights: the check then allows a larger error.
     pub fn rounds_weights(&self) -> bool {
         self.mla.rounds_weights()
     }
 
-    /// How plans are to be cut.
+    /// How the planner is to cut work.
     pub fn tiling(&self) -> Tiling {
         self.mla.tiling()
     }
@@ -116,7 +116,7 @@ impl<'a, D: Backend> Runner<'a, D> {
                 self.mla.record_on(&mut recorder, &self.mla_step, &layer.attention)
             })
         })?;
-        // A sampler waits for the logits; so does this: a download waits for what comes before it.
+        // Waits as a sampler waits for logits: a download waits for all earlier commands.
         if let Some(layer) = self.layers.last() {
             self.device.download(&layer.lse, 4)?;
         }

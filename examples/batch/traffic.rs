@@ -1,4 +1,4 @@
-//! Who is in the batch, and which pages they have: the scheduler of a server, in small.
+//! The sequences of the batch, and their pages: a small version of a server's scheduler.
 
 use wgpu_mla::{AppendBatch, Error, PagePool, SeqId};
 
@@ -22,7 +22,7 @@ pub struct Sequence {
 pub struct Traffic {
     pub pool: PagePool,
     pub batch: Vec<Sequence>,
-    /// What the last [`Traffic::grow`] gave out.
+    /// What the last [`Traffic::grow`] allocated.
     pub append: AppendBatch,
     pub counts: Counts,
     max_tokens: u32,
@@ -30,7 +30,7 @@ pub struct Traffic {
     next_token: Token,
 }
 
-/// What has happened.
+/// Counts of events.
 #[derive(Default)]
 pub struct Counts {
     pub joined: usize,
@@ -60,13 +60,13 @@ impl Traffic {
             random: seed,
             next_token: hash(seed, 1),
         };
-        // Its prompt is what many users share: it stays as long as the server runs.
+        // Its prompt is shared by many users, so it stays as long as the server runs.
         let prompt = traffic.invent(SYSTEM_PROMPT);
         traffic.join(Sequence { id, tokens: Vec::new(), prompt, to_generate: u32::MAX, q_len: 0 });
         Ok(traffic)
     }
 
-    /// Lets a sequence in, if one comes and there is room.
+    /// Adds a sequence, if one arrives and there is room.
     pub fn admit(&mut self) -> Result<()> {
         let room = self.batch.len() < MAX_BATCH && self.pool.num_free_pages() as usize > 2 * MAX_BATCH;
         if !room || self.pick(3) > 0 {
@@ -112,7 +112,7 @@ impl Traffic {
             }
             match self.pool.append_batch_into(&requests, &mut self.append) {
                 Ok(()) => break,
-                // Nothing has changed: the youngest makes room and the others try again.
+                // A failed append changes nothing: the youngest sequence is evicted and the others try again.
                 Err(Error::OutOfPages { .. }) if self.batch.len() > 1 => self.preempt()?,
                 Err(error) => return Err(error.into()),
             }
@@ -142,7 +142,7 @@ impl Traffic {
         Ok(())
     }
 
-    /// Places in the batch of those who are done.
+    /// Indices in the batch of the sequences that are done.
     pub fn leaving(&self) -> Vec<usize> {
         (0..self.batch.len()).filter(|&at| self.batch[at].to_generate == 0).collect()
     }

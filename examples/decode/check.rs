@@ -1,4 +1,4 @@
-//! Whether what was computed is what the case expects.
+//! Compares results with what a case expects.
 
 use wgpu_mla::Dtype;
 
@@ -6,14 +6,14 @@ use mla_support::cache::same_cache;
 use mla_support::case::{AppendCase, DecodeCase, MergeCase};
 use mla_support::close::{Report, Tolerance, close};
 
-/// How far off the result is, for a person, and what is wrong with it.
+/// The largest error as text, and what is wrong.
 pub struct Verdict {
     pub error: String,
     pub failure: Option<String>,
 }
 
 impl Verdict {
-    /// The worse of two comparisons, each as a share of what it is allowed.
+    /// The worse of two comparisons, each as a share of its tolerance.
     fn worse(reports: [Report; 2]) -> Self {
         let failure = reports.iter().find(|report| !report.ok()).map(Report::to_string);
         let [a, b] = reports;
@@ -40,7 +40,7 @@ pub fn decode(case: &DecodeCase, rounds_weights: bool, out: &[f32], lse: &[f32])
     let out_report = close("out", out, &wide(&case.out), &tolerance);
     let lse_report = close("lse", lse, &wide(&case.lse), &Tolerance::lse());
     Verdict::worse([out_report, lse_report]).or_fail(|| {
-        // The tolerance knows nothing of rows that see no key: they are exactly 0.
+        // Rows that see no key are exactly 0, whatever the tolerance.
         let empty = |(row, _): &(usize, &f32)| case.lse[*row] == f32::NEG_INFINITY;
         let filled = |row: usize| out[row * latent..][..latent].iter().any(|&x| x != 0.0);
         let row = case.lse.iter().enumerate().filter(empty).map(|(row, _)| row).find(|&row| filled(row))?;
@@ -74,7 +74,7 @@ pub fn merge(case: &MergeCase, output: &[u8], lse: &[f32]) -> Verdict {
     Verdict::worse([output_report, lse_report]).or_fail(|| wrong_copy(case, output, lse))
 }
 
-/// Where one side is empty, the other must be there bit for bit; where both are, 0 and -inf.
+/// Where one side is empty, the result is the other bit for bit; where both are, 0 and -inf.
 fn wrong_copy(case: &MergeCase, output: &[u8], lse: &[f32]) -> Option<String> {
     let row_bytes = case.spec.head_size as usize * case.spec.dtype.bytes();
     let zeros = vec![0; row_bytes];

@@ -1,10 +1,10 @@
-//! Which case files were meant.
+//! Finds the case files that arguments name.
 
 use std::path::{Path, PathBuf};
 
 use mla_support::case::Case;
 
-/// Larger than any case: a pipe, a device or a file of holes would fill the memory.
+/// Larger than any case. Without a limit, a device or a sparse file would fill the memory.
 const MAX_BYTES: u64 = 4 << 30;
 
 /// The files that arguments name, in order, and the arguments that name none.
@@ -67,7 +67,7 @@ fn safetensors_in(folder: &Path) -> Result<Vec<PathBuf>, String> {
 
 /// What a case is called: its file's name without the extension.
 pub fn stem(file: &Path) -> String {
-    // A name is printed: what would move the cursor is not.
+    // Control characters of a name are not printed.
     let name = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
     name.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }

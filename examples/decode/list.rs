@@ -1,4 +1,4 @@
-//! `--list`: what there is to run on, and what to run.
+//! `--list`: the backends here, their variants, and the cases.
 
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{Device, Dtype, Kernel, MlaDecode};

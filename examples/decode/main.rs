@@ -58,7 +58,7 @@ fn bad_arguments(error: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// The backend that was asked for; without a wish, the best for the common shape.
+/// The backend of `--backend`; without it, the best for the common shape.
 fn backend(args: &Args, out: &mut Output) -> Result<AnyBackend, String> {
     if let Some(wish) = args.backend {
         return wanted(wish).map(AnyBackend::from);
@@ -123,7 +123,7 @@ fn run_all(backend: &AnyBackend, args: &Args, found: &Found, out: &mut Output) -
     if tally.all_passed() && out.ok() { ExitCode::SUCCESS } else { FAILED }
 }
 
-/// What most released models need.
+/// The shape of most released models.
 fn common_spec(cache: Dtype) -> MlaDecode {
     MlaDecode {
         shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },

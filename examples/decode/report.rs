@@ -1,4 +1,4 @@
-//! What is printed. Nothing here panics where nobody reads it.
+//! Output. A closed stdout or stderr never panics.
 
 use std::fmt;
 use std::io::{self, ErrorKind, IsTerminal, Write};
@@ -17,7 +17,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Whether everything that someone wanted to read was written.
+    /// Whether everything was written. A closed pipe counts as written.
     pub fn ok(&self) -> bool {
         !self.failed
     }
@@ -45,7 +45,7 @@ impl Output {
         }
     }
 
-    /// What runs now, on a terminal only.
+    /// The case that runs now, on a terminal only.
     pub fn progress(&mut self, text: &str) {
         let mut stderr = io::stderr();
         if stderr.is_terminal() {

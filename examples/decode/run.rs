@@ -16,7 +16,7 @@ use crate::files;
 use crate::report::{End, Row};
 use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 
-/// Runs cases and keeps what they can share.
+/// Runs cases. Compiled ops are kept for later cases of the same spec.
 pub struct Runner<'a> {
     backend: &'a AnyBackend,
     variant: Option<&'a str>,
@@ -28,7 +28,7 @@ pub struct Runner<'a> {
     saved: HashSet<PathBuf>,
 }
 
-/// What running a case gave.
+/// The result of a case.
 struct Ran {
     seconds: f64,
     variant: &'static str,

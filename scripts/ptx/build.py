@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles and proves the kernels; scripts/ptx.sh calls it and tells how.
+"""Compiles and checks the kernels. Called by scripts/ptx.sh, whose header describes the options.
 
     build.py [--check [--only NAME... | --list]] [--crate DIRECTORY] [--report DIRECTORY]
 """
@@ -40,8 +40,8 @@ def compiled(pool, kernels, only):
     if not found:
         raise sources.Wrong(f"no kernels: {kernels}/**/*.cu")
     pairs = [(source, arch) for source in found for arch in source.archs]
-    texts = pool.map(lambda pair: compile_cu(pair[0].path, pair[1], kernels), pairs)
-    return [(source, arch, text) for (source, arch), text in zip(pairs, texts)]
+    compiled = pool.map(lambda pair: compile_cu(pair[0].path, pair[1], kernels), pairs)
+    return [(source, arch, text) for (source, arch), text in zip(pairs, compiled)]
 
 
 def declared(ptxs):
@@ -117,20 +117,20 @@ def rows_of(path, files):
 
 
 def check_some(args, ptxs, table, wrong):
-    """As --check of some sources: their files and their lines of the reports. Says which passed, one by one."""
+    """--check of some sources: their files and their lines of the reports. Prints each that passed."""
     status = 0
     for source in {source.path: source for source, _, _ in ptxs}.values():
-        texts = {source.output(arch): text for other, arch, text in ptxs if other is source}
-        own = {key: value for key, value in table.items() if key[0] in texts}
+        compiled = {source.output(arch): text for other, arch, text in ptxs if other is source}
+        own = {key: value for key, value in table.items() if key[0] in compiled}
         complaints = [line for line in wrong if re.search(rf"\b{re.escape(source.path.stem)}\.(ptx|cu|compute_\w+)\b", line)]
-        for name, text in texts.items():
+        for name, text in compiled.items():
             complaints += compare(args.ptx / name, text)
         for path, text in ((args.report / "ptx.md", report.markdown(own)), (args.report / "ptx.tsv", report.tsv(own))):
-            rows = [line.removeprefix("| ") for line in text.splitlines() if line.removeprefix("| ").startswith(tuple(texts))]
-            if rows != rows_of(path, texts):
-                complaints.append(f"{path} says something else of {source.path.name}: run scripts/ptx.sh and commit it")
+            rows = [line.removeprefix("| ") for line in text.splitlines() if line.removeprefix("| ").startswith(tuple(compiled))]
+            if rows != rows_of(path, compiled):
+                complaints.append(f"{path} disagrees about {source.path.name}: run scripts/ptx.sh and commit it")
         if not complaints and not all(manifest.has(args.manifest, args.kernels, *ptx, own) for ptx in ptxs if ptx[0] is source):
-            complaints.append(f"{args.manifest} says something else of {source.path.name}: run scripts/ptx.sh and commit it")
+            complaints.append(f"{args.manifest} disagrees about {source.path.name}: run scripts/ptx.sh and commit it")
         for line in complaints:
             print(f"ptx: {line}", file=sys.stderr)
         if not complaints:
@@ -140,8 +140,8 @@ def check_some(args, ptxs, table, wrong):
 
 
 def check_list(args):
-    """That each source has its PTX files and no other is there, that the reports name all entries, and that the manifest is made of them
-    and of the sources; compiles nothing."""
+    """Checks that each source has its PTX files and that there are no others, that the reports name all entries, and that the manifest
+    agrees with both. Compiles nothing."""
     expected, ptxs = {}, []
     for source in sources_in(args.kernels):
         for arch in source.archs:

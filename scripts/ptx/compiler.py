@@ -1,4 +1,4 @@
-"""nvcc, from a .cu to PTX text that is the same on every machine."""
+"""Compiles a .cu with nvcc to PTX that is the same on every machine."""
 
 import os
 import re

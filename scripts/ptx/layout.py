@@ -1,7 +1,7 @@
-"""The struct that each entry of a .cu is given, byte by byte, from the declarations that the preprocessor leaves of the source.
+"""The byte layout of each entry's argument struct, from the declarations in the preprocessed source.
 
-Only what such structs are made of is known: numbers, pointers, and structs of them, templates of one type included. Anything else is an
-error, and so is a size or an alignment that is not the one in the PTX.
+It knows numbers, pointers, and structs of them, including templates of one type. Anything else is an error, and so is a size or an
+alignment that differs from the PTX.
 """
 
 import re
@@ -14,7 +14,7 @@ KINDS = {"u32": "U32", "u64": "U64", "float": "F32"}
 
 
 class Unknown(RuntimeError):
-    """A declaration that is not understood, or not what was compiled."""
+    """A declaration that is not supported, or that differs from the PTX."""
 
 
 @dataclass

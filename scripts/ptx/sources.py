@@ -1,4 +1,4 @@
-"""What a .cu says about itself: the architectures it is compiled for, and each entry's limits.
+"""Reads the comments of a .cu: the architectures it is compiled for, and each entry's limits.
 
 Limits may also stand in a .cuh that it includes, beside a macro that makes kernels in several files; its own come first.
 """
@@ -11,7 +11,7 @@ KNOWN = {"registers", "threads", "shared", "card"}
 
 
 class Wrong(Exception):
-    """Something in a source that its author has to mend."""
+    """A mistake in a source."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Source:
 
 
 def default_version(number):
-    """The lowest that has what the architecture brings, so that the oldest possible driver loads the file."""
+    """The lowest that supports the architecture, so that the oldest possible driver loads the file."""
     if number <= 80:
         return (7, 0)
     return (8, 4) if number < 100 else (8, 7)
@@ -100,7 +100,7 @@ def included(path, root):
 
 
 def limits_of(file):
-    """The limits that one file writes down."""
+    """The limits in one file."""
     limits = {}
     for entry, rest in re.findall(r"// limits: ([\w*]+)(.*)$", file.read_text(), re.M):
         values = dict(re.findall(r"(\w+)=(\d+)", rest))

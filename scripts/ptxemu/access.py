@@ -27,7 +27,7 @@ def decode(machine, instruction):
 
 
 def convert_address(machine, instruction):
-    """Only shared memory has addresses of its own; everything else lies at its generic address."""
+    """Only shared memory has an address window of its own; all other state spaces use generic addresses."""
     target = register(instruction.operands[0])
     get = source(machine, instruction.operands[1], instruction.mods[-1])
     shift = np.uint64(SHARED_WINDOW if instruction.has("shared") else 0)
@@ -143,7 +143,7 @@ def two(kind):
 
 
 def atomic(machine, instruction):
-    """One lane after the other, since they may meet."""
+    """One lane after the other, since they may use the same address."""
     type_name, _ = type_and_width(instruction)
     operands = list(instruction.operands)
     target = None
@@ -178,7 +178,7 @@ def atomic(machine, instruction):
 
 
 def copy(machine, instruction):
-    """`cp.async`: what it copies is not there before its group is waited for, and what was there is gone at once."""
+    """`cp.async`: the target is poison until its group was waited for."""
     if instruction.has("commit_group"):
 
         def commit(team, mask):

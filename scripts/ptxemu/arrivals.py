@@ -1,7 +1,7 @@
 """mbarriers: barriers in shared memory, where a warp that arrives need not wait.
 
-A test of a phase that is not over parks its lanes until it is, so it never says no. Copies that a thread's arrival waits
-for, and TMA copies, land as late as they may: when warps wait and nothing else is missing.
+A `test_wait` parks its lanes until the phase is complete, so it never returns false. Copies that an arrival waits for, and TMA copies,
+complete as late as possible: when warps wait and nothing else is missing.
 """
 
 import numpy as np
@@ -14,16 +14,16 @@ BYTES = 8
 
 
 class Barrier:
-    """One of a block: arrivals that a phase takes and that it still lacks, phases that are over, and what those who arrived knew."""
+    """An mbarrier of a block: the arrivals of a phase, those still missing, completed phases, and the clocks of the warps that arrived."""
 
     def __init__(self, want, warps):
         self.want = self.missing = want
         self.phases = 0
         self.nothing = np.zeros(warps, np.int32)
         self.joined = self.released = self.nothing
-        # Arrivals that copies hold up: (how many, their copies).
+        # Arrivals that wait for copies: (how many, their copies).
         self.held = []
-        # Bytes that a phase still lacks, and TMA copies that bring them: (what their warp knew, where to, the bytes).
+        # Bytes that the phase still expects, and the TMA copies in flight: (their warp's clock, target, the bytes).
         self.bytes, self.coming = 0, []
 
     def is_over(self, parity):
@@ -50,7 +50,7 @@ class Barrier:
 
 
 class Arrivals:
-    """Those of a machine's blocks, by (block, offset), and who waits: (barrier, parity, team, address, lanes)."""
+    """The mbarriers of a machine's blocks, by (block, offset), and parked lanes: (barrier, parity, team, address, lanes)."""
 
     def __init__(self, machine):
         self.machine, self.barriers, self.parked = machine, {}, []
@@ -72,7 +72,7 @@ class Arrivals:
         return self.barriers[key]
 
     def known(self, block, team):
-        """What a warp knows when it arrives; it begins a new count of its steps."""
+        """A warp's vector clock when it arrives; its own count of steps goes up."""
         races = self.machine.shared.races
         return races.arrive(block, team.number, np.zeros(self.machine.warps, np.int32)) if races else 0
 
@@ -81,7 +81,7 @@ class Arrivals:
             self.machine.shared.races.leave(block, team.number, barrier.released)
 
     def release(self):
-        """Lets copies land that are all that a phase lacks, and lets go whose phase is over."""
+        """Completes copies that are all a phase is waiting for, and releases lanes whose phase is complete."""
         for key in {parked[0] for parked in self.parked}:
             barrier = self.barriers[key]
             if barrier.held and sum(threads for threads, _, _ in barrier.held) == barrier.missing:

@@ -1,10 +1,10 @@
-"""What an entry of a PTX file is made of, as text: what of the file a test depends on that runs it."""
+"""The text of a PTX file that an entry depends on, for the digests of tests that run it."""
 
 import re
 
 
 def pieces(text):
-    """The text of each entry by name, and what is common to all: headers, and variables that carry no entry's name."""
+    """The text of each entry by name, and the text common to all: headers, and variables that no entry's name begins."""
     starts = [(found.start(), found[1]) for found in re.finditer(r"^(?:\.visible )?\.entry\s+([\w$]+)", text, re.M)]
     ends = [start for start, _ in starts[1:]] + [len(text)]
     entries = {name: text[start:end] for (start, name), end in zip(starts, ends)}

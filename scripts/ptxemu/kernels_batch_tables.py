@@ -23,7 +23,7 @@ def page_at(table, sequence, block):
 
 
 def found(numbers, value):
-    """As the kernels search, of whatever is there."""
+    """The kernels' binary search, which arrays in any order must not break."""
     begin, end = 0, len(numbers)
     while end - begin > 1:
         middle = (begin + end) // 2
@@ -55,7 +55,7 @@ class Batch:
         assert (device.read(slots) == want).all(), f"{self.lens}: {device.read(slots)} instead of {want}"
 
     def lists(self):
-        """A plan of PLANNED whose sequences are cut every 32 tokens, as tables of more room than it needs."""
+        """A plan of PLANNED whose sequences are cut every 32 tokens, in tables with spare room."""
         items, item_sequences, queries, query_sequences = [], [], [], []
         page_begin = [0, 32, 64, 96]
         for sequence, length in enumerate(PLANNED):

@@ -2,8 +2,7 @@
 
 One sequence with three query tokens whose rows fill a tile and a part of another: the first is split in two, the second
 writes its output itself. Then a row that sees nothing. Unused rows of the cache hold NaN, unused page ids are wild, and
-one block has no item. Without MLA_FULL=1 a text that stands in several files, alike but for a dtype, goes through all of its cases
-in one of them.
+one block has no item. Without MLA_FULL=1, of kernels that are the same code for several dtypes only one runs all of the cases.
 """
 
 import re
@@ -23,7 +22,7 @@ CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
 PAGE, BOXED_PAGE, GROUPS_PAGE, GAP = 24, 48, 64, 16
 LINE = 128  # bytes of a line, within which TMA swizzles
 BOXES = 2  # `Copying` of shaders/cuda/kernels/decode/mla.cuh
-# How far a result may be from the oracle's: what the weights are rounded to, times the largest value.
+# The allowed error: that of the rounded weights, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
 
 
@@ -43,7 +42,7 @@ NAN = {"bf16": np.uint16(0x7FFF), "e4m3": np.uint8(0x7F), "f16": np.float16("nan
 
 
 class Case:
-    """The arrays of one launch, and what is expected of it."""
+    """The arrays of one launch, and the expected results."""
 
     def __init__(self, latent, rope, cache, query, heads, length, page, odd=()):
         random = np.random.default_rng(latent + rope + heads)
@@ -51,7 +50,7 @@ class Case:
         self.cache, self.query = cache, query
         self.q_stored, self.q = encode(random.standard_normal((4, heads, self.dim)).astype(np.float32), query)
         rows = random.uniform(-1, 1, (length, self.dim)).astype(np.float32)
-        # Logits that rise again and again move the maximum of the softmax.
+        # Logits that rise repeatedly move the running maximum.
         rows[:: max(length // 5, 1)] += 0.1 * self.q[0, 0]
         stored, self.rows = encode(rows, cache)
         for token, column, value in odd:
@@ -117,7 +116,8 @@ def boxes(case, address, name, tile):
 
 
 def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse"), odd=()):
-    """One entry of a file, or `entry` in its place, on tiles of `rows` rows, and twice `tokens` tokens and `rest`; the first tile is cut `beyond` half of them."""
+    """Runs one entry of a file, or `entry` in its place, on tiles of `rows` rows, over twice `tokens` tokens and `rest`. The first tile is
+    cut `beyond` tokens after half of them."""
     heads = rows // 2 + 1
     case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page, odd)
     middle, length = tokens + beyond, case.length
@@ -241,7 +241,7 @@ def test_e4m3_rows_at_multiples_of_8_bytes():
 
 
 def tma(cache, query):
-    """The bits of the variant without TMA, by items that begin with a box and one that does not, by blocks that are alone or not."""
+    """TMA gives the bits of the variant without it: items that begin at a box and one that does not, blocks alone or side by side."""
     rows = {path: f"shaders/cuda/ptx/mla_decode_{path}{cache}.ptx" for path in ("", "tma_")}
     for beyond, alone in ((16, False), (16, True), (8, False)) if FULL or cache == "e4m3" else ((16, True),):
         # More tiles than stages.
@@ -266,7 +266,7 @@ def test_tma_e4m3():
 
 
 def wgmma(cache, query, cases, rows=64, text="wgmma", page=GROUPS_PAGE):
-    """Pages that TMA boxes can copy, and others: the same bits. Items that begin with a box, and one that does not; more tiles than stages, and a few."""
+    """With TMA and with cp.async: the same bits. Items that begin at a box, and one that does not; more tiles than stages, and fewer."""
     ptx, name = f"shaders/cuda/ptx/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_wgmma_{'m64' if rows == 64 else f'swap_ab_n{rows}'}"
     for tokens, rest, beyond in cases:
         both = [run(ptx, name, 512, 64, cache, query, rows, tokens, copies=copies, rest=rest, beyond=beyond, page=page) for copies in (BOXES, 1)]
@@ -367,7 +367,7 @@ def without_each_barrier(ptx, name, rows, chosen):
 
 
 def must_fail(ptx, name, rows, text, lack, cases):
-    """Runs an entry of a text that lacks something: it is found in some case, (tokens, beyond, rest, alone) of `run`."""
+    """Runs an entry from a PTX text that lacks something: some case, (tokens, beyond, rest, alone) of `run`, must fail."""
     cache = ptx.removesuffix(".ptx").rsplit("_")[-1]
     page = BOXED_PAGE if "_tma_" in name else GROUPS_PAGE if "_wgmma_" in name else PAGE
     for tokens, beyond, rest, alone, *more in cases:
@@ -394,7 +394,7 @@ def test_a_barrier_that_four_sharers_lack_is_found():
 
 
 def test_a_wait_for_arrivals_that_decode_lacks_is_found():
-    """Without one a warp reads what is on its way, or fills what others still read."""
+    """Without a wait a warp reads a stage before its copies are complete, or refills one that others still read."""
     ptx, name = "shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_mma_m64"
     before, after = text_with(ptx, name).split(f".entry {name}(")
     waits = list(re.finditer(r"mbarrier\.test_wait\S* p, [^;]*;", after.split(".entry ")[0]))
@@ -406,7 +406,7 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
 
 
 def test_what_tensor_copies_lack_is_found():
-    """A barrier, the wait for what they bring, or the fence behind what was in their place."""
+    """A barrier, the wait for the copies, or the proxy fence before a stage is reused."""
     ptx, name = "shaders/cuda/ptx/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_mma_tma_m16"
     text = text_with(ptx, name)
     cases = ((128, 16, 21, False), (128, 16, 21, True), (128, 8, 21, False), (32, 16, 0, False))
@@ -419,7 +419,7 @@ def test_what_tensor_copies_lack_is_found():
             must_fail(ptx, name, 16, changed, f"{found[0]} at {found.start()}", cases)
 
 
-def lacks_of_warpgroups(ptx, name, rows, cases):
+def unneeded_synchronisation(ptx, name, rows, cases):
     """The barriers, waits and proxy fences of an entry without which no case fails."""
     before, after = text_with(ptx, name).split(f".entry {name}(")
     before, (entry, *rest) = f"{before}.entry {name}(", after.split(".entry ", 1)
@@ -440,13 +440,13 @@ def lacks_of_warpgroups(ptx, name, rows, cases):
 
 @long
 def test_what_warpgroups_lack_is_found():
-    """The `turn` mbarriers change no result, and two waits are there for the compiler."""
+    """Results do not depend on the `turn` mbarriers, nor on two waits that are for the compiler."""
     cases = [(96, 32, 21, False, BOXES, "reverse"), (96, 32, 21, False, 1, "forward")]
-    unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_wgmma_m64", 64, cases)
+    unneeded = unneeded_synchronisation("shaders/cuda/ptx/mla_decode_wgmma_bf16.ptx", "mla_decode_512_64_wgmma_m64", 64, cases)
     assert unneeded == ["test_wait", "wait_group", "wait_group"], unneeded
 
 
 def test_what_swapped_warpgroups_lack_is_found():
     cases = [(192, 64, 21, False, BOXES, "reverse"), (192, 64, 21, False, 1, "forward")]
-    unneeded = lacks_of_warpgroups("shaders/cuda/ptx/mla_decode_swap_bf16.ptx", "mla_decode_512_64_wgmma_swap_ab_n16", 16, cases)
+    unneeded = unneeded_synchronisation("shaders/cuda/ptx/mla_decode_swap_bf16.ptx", "mla_decode_512_64_wgmma_swap_ab_n16", 16, cases)
     assert unneeded == [], unneeded

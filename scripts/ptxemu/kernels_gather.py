@@ -20,7 +20,7 @@ def dequantised(codes, k_scale):
 
 
 def gather(dtype, output, row=288, page_size=16, k_scale=1.0, pad=0, room=0, max_rows=40):
-    """Pieces of pages to rows, some past what the output has; a table with `room` for more, of which nothing may be written."""
+    """Pieces of pages to rows, some past the output's end; a table with `room` for more pieces, which must write nothing."""
     rng = np.random.default_rng(row + page_size)
     size, out = np.dtype(BITS[dtype]).itemsize, np.dtype(BITS[output]).itemsize
     num_pages, stride, out_stride = 7, page_size * row + 8, row + pad
@@ -81,7 +81,7 @@ def calibrate(dtype, tokens, first=0, latent=256, rope=32, k_scale=1.0, pad=0, r
         return values
 
     kv_c, k_pe = part(latent), part(rope)
-    # The saturated are about to pass 32 bits.
+    # The count of saturated elements is about to exceed 32 bits.
     stats = np.array([np.float32(0.5).view(np.uint32), 77, 0xFFFFFFFF, 5, 0, 0, 12, 0], np.uint32)
     device = Device()
     rows = [device.buffer(part.ravel(), False) for part in (kv_c, k_pe)]

@@ -8,7 +8,7 @@ from kernels_rope import CODES, Rows, size_of
 from kernels_small_ops import divisor, encoded, f32_bits
 from launch import Device, kernels
 
-# Of a row's largest magnitude: f32 sums, and half a unit in the last place.
+# The allowed error as a share of a row's largest magnitude: f32 sums, and half a unit in the last place.
 ERROR = {"f32": 1e-5, "f16": 2.0**-10, "bf16": 2.0**-7}
 POISON = 0xFF
 
@@ -85,7 +85,7 @@ def test_project_of_few_and_many_gives_the_same_bits():
 
 
 def tiles(sequences, rows, shift):
-    """As src/ops/mla_prefill/tiles.rs cuts them: (q_begin, q_len, kv_begin, kv_len, first or None); their rows are `shift` further."""
+    """Tiles as src/ops/mla_prefill/tiles.rs cuts them, of (q_begin, q_len, kv_begin, kv_len, first or None); output rows are `shift` further."""
     for q_begin, q_len, kv_begin, kv_len, first in sequences:
         for begin in range(0, q_len, rows):
             count = min(rows, q_len - begin)

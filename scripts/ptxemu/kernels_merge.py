@@ -20,7 +20,7 @@ def merge(name, latent, out_dtype, counts, seed):
     partials = np.full((len(indices) * HEADS, latent + 4), np.nan, np.float32)
     partials[:, :latent] = random.standard_normal((len(partials), latent))
     partials[:, latent] = random.standard_normal(len(partials)) * 30
-    # Of the third row all, of others some are empty; an empty one has zeros.
+    # All partial results of the third row are empty, and some of others; an empty one has zeros.
     ends = np.cumsum(counts)
     empty = np.zeros(len(indices), bool)
     empty[ends[1] : ends[2]] = True
@@ -37,7 +37,7 @@ def merge(name, latent, out_dtype, counts, seed):
     read = [device.buffer(array, False) for array in (header, unused, unused, merges, indices, unused, partials)]
     strides = [0, 0, 0, 0, 0, HEADS * latent, latent, HEADS, 1]
     args = struct.pack("<12Q9Q3f11I", *read, 0, 0, 0, out, lse, *strides, 1, 0.5, np.log(2), HEADS, TOKENS, 0, out_dtype, 0, 0, 1, 1, 0, 0, 0)
-    # One merge more than there are, of which nothing comes.
+    # A grid of one merge more than there are, which writes nothing.
     rows = (len(merges) + 1) * HEADS
     blocks = -(-rows * (latent // 128) // 8) if "_many_" in name else rows * (latent // 32)
     device.launch(kernels(PTX)[name], (blocks, 1, 1), [args])

@@ -17,7 +17,7 @@ def size_of(dtype):
 
 
 def values(rng, dtype, shape):
-    """Codes of usual numbers, of some that are none, and of subnormals."""
+    """Codes of usual numbers, of non-finite ones, and of subnormals."""
     x = rng.standard_normal(shape).astype(np.float32)
     kind = rng.integers(0, 40, shape)
     for i, value in enumerate([np.inf, -np.inf, np.nan, 0, 3e-8, 300, -1e4]):
@@ -129,7 +129,7 @@ def test_rope_of_a_range():
 
 
 def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, latent=256, rope=32, page_size=3, k_scale=1.0, pad=0):
-    """The whole cache and all queries. Tables and inputs have `room` for more tokens, of which nothing may be written."""
+    """Compares the whole cache and all queries. Tables and inputs have `room` for more tokens, which must write nothing."""
     rng = np.random.default_rng(tokens + page_size)
     most, row = tokens + room, latent + rope
     device, table, places = Device(), angles(rng, rope), positions(rng, most)

@@ -1,4 +1,4 @@
-"""kv_append, kv_copy_pages and merge_state against numpy: bytes where bytes are promised, f64 where not."""
+"""kv_append, kv_copy_pages and merge_state against numpy: byte for byte where that is promised, else against f64."""
 
 import struct
 
@@ -8,7 +8,7 @@ from launch import FULL, Device, kernels
 
 BITS = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16, "e4m3": np.uint8}
 TOLERANCE = {"f32": 2e-6, "f16": 1e-3, "bf16": 2e-2}
-# Every finite e4m3 magnitude, and what lies halfway between it and the next.
+# Every finite e4m3 magnitude, and the ties between neighbours.
 E4M3 = np.array([m / 512 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:127])
 TIES = (E4M3[1:] + E4M3[:-1]) / 2
 # f32: zero, subnormals, the largest, infinity, NaN, and negative NaN.
@@ -66,8 +66,8 @@ def e4m3_scale(k_scale):
 
 
 def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, offset=0, pad=0, room=0):
-    """Cuts codes into rows, appends them to random slots but for some, and compares the whole cache. Tables and inputs have `room` for
-    more tokens, of which nothing may be written."""
+    """Cuts codes into rows, appends most of them to random slots, and compares the whole cache. Tables and inputs have `room` for more
+    tokens, which must write nothing."""
     rng = np.random.default_rng(len(codes) + page_size)
     row, size, out = latent + rope, np.dtype(BITS[dtype]).itemsize, np.dtype(BITS[cache]).itemsize
     tokens = -(-len(codes) // row)
@@ -118,7 +118,7 @@ def with_signs(bits):
 
 
 def hard():
-    """f32 patterns on and next to ties, and what is no number."""
+    """f32 patterns on and next to ties, and NaN and infinities."""
     halves = np.arange(0x7BFF, dtype=np.uint16).view(np.float16).astype(np.float64)
     middles = ((halves[1:] + halves[:-1]) / 2).astype(np.float32).view(np.uint32)
     tops = np.arange(0x7F80, dtype=np.uint32) << 16 | 0x8000
@@ -170,7 +170,7 @@ def test_append_divides_exactly_by_any_scale():
 
 
 def merge(dtype, body, tokens, heads, dim, offset=0, pads=(0, 0), by_head=False, wants_lse=True, threads=128):
-    """One merge with empty sides, extreme LSEs, NaN in what is empty, and gaps that must stay as they are."""
+    """One merge with empty sides, extreme LSEs, NaN in empty sides, and gaps that must not change."""
     rng = np.random.default_rng(tokens * 1000 + heads * 100 + dim)
     size = np.dtype(BITS[dtype]).itemsize
     near, far = dim + pads[0], (tokens if by_head else heads) * (dim + pads[0]) + pads[1]

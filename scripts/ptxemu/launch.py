@@ -1,4 +1,4 @@
-"""What tests use: buffers, launches in both orders of the warps, and PTX from its file or from a .cu of the tests.
+"""Helpers of the tests: buffers, launches in both orders of the warps, and PTX from its file or from a .cu of the tests.
 
     device = Device()
     x = device.buffer(array)                                    copied in; reads past its end are faults
@@ -48,9 +48,9 @@ class Device:
         return self.memory.get(address)
 
     def launch(self, entry, grid, args, block=None, shared=0, orders=("forward", "reverse"), races=True, beside=8, same=True):
-        """Runs an entry. `args` has the bytes of each parameter; `block` is needed where the launch bounds are not
-        the whole truth; `shared` is dynamic, in bytes. `beside` blocks run at a time. `same` is off where the result
-        may depend on the order, as with sums by atomics. Raises Fault."""
+        """Runs an entry. `args` has the bytes of each parameter; `block` is needed where the launch bounds do not
+        give its size; `shared` is dynamic shared memory in bytes; `beside` blocks run at a time. `same` is off where the result may depend
+        on the order, as with sums by atomics. Raises Fault."""
         block = block or (entry.threads, 1, 1)
         if entry.threads and int(np.prod(block)) > entry.threads:
             raise Fault(f"{entry.name}: {int(np.prod(block))} threads, but bounds of {entry.threads}")
@@ -91,7 +91,7 @@ TRACED = set()
 
 
 class Entries(dict):
-    """The entries of a file, which note who asks for which."""
+    """The entries of a file. Each access is noted in the list of what the running test has read."""
 
     def __init__(self, path, entries):
         super().__init__(entries)
@@ -145,7 +145,7 @@ def barriers(ptx, entry):
 
 
 def without_barrier(ptx, entry, index):
-    """The text with one barrier less, to prove that its lack is found."""
+    """The text without one barrier, to test that its lack is found."""
     start, end = barriers(ptx, entry)[index]
     return ptx[:start] + ptx[end:]
 

@@ -1,8 +1,8 @@
-"""Runs an entry: several blocks beside one another, their warps one after the other between barriers.
+"""Runs an entry: several blocks side by side, and between barriers one warp after the other.
 
-A team is the warps of one number in all these blocks: its instructions run as numpy operations over all their lanes. The
-teams run one after the other, in either order, each as far as it comes: where a barrier is missing, one order or the other reads
-what was not yet written. Lanes that parted run lowest address first, until they meet again.
+A team is the warps of one index in all these blocks: its instructions run as numpy operations over all their lanes. The teams run
+one after the other, first to last or last to first, each up to its next barrier: where a barrier is missing, one of both orders reads
+data that was not yet written. Diverged lanes run lowest address first, until they reconverge.
 """
 
 import heapq
@@ -36,7 +36,7 @@ class Team:
         self.lane = np.tile(np.arange(32, dtype=np.uint32), self.blocks)
         self.special = self.specials(machine, np.asarray(blocks, np.uint32))
         self.alive = (self.lane + 32 * number < machine.threads)
-        # Waiting groups: (address, a number that makes it unique, mask).
+        # Diverged groups: (address, a number that makes it unique, mask).
         self.waiting, self.count = [], 0
         self.committed = np.zeros(self.lanes, np.int64)
         self.flying = []
@@ -85,7 +85,7 @@ class Team:
                 raise Fault(f"{what} by a part of a warp")
 
     def run(self):
-        """As far as it comes: to the exit, or to barriers. Whether it did anything."""
+        """Runs to the exit or to barriers. Returns whether it did anything."""
         if not self.waiting:
             return False
         code = self.machine.code
@@ -162,7 +162,7 @@ class Machine:
         return self.steps
 
     def arrive(self, team, mask, number, threads, address, vote=None):
-        """Lanes come to a barrier; they park for `address` unless it is None. A vote is a register and what each lane says."""
+        """Lanes arrive at a barrier; they park for `address` unless it is None. A vote is a register and each lane's value."""
         lanes = (np.ones(team.lanes, bool) if mask is None else mask).reshape(-1, 32)
         alive = team.alive.reshape(-1, 32)
         for block in np.flatnonzero(lanes.any(1)):
@@ -183,7 +183,7 @@ class Machine:
                 state["any"] |= vote is not None and bool(vote[1][mine].any())
 
     def release(self):
-        """Lets go whoever waits at a barrier that all have reached. Those that have left count as having come."""
+        """Releases the lanes at a barrier that all have reached. Exited lanes count as arrived."""
         released = False
         for key, state in list(self.barriers.items()):
             block, _ = key
@@ -226,7 +226,7 @@ def guarded(step, guard, negated):
             return None
         went = step(team, chosen)
         if went is True:
-            # Those whose guard said no go on beside what the instruction left of the others.
+            # Lanes whose guard is false continue together with those that fall through.
             rest = ~chosen if mask is None else mask & ~chosen
             team.go_on = team.go_on | rest
         return went
@@ -277,7 +277,7 @@ def control(instruction, at, machine):
 
 
 def barrier(machine, number, threads, address, vote=None):
-    """Lanes come to a barrier and go on at `address`, or where they are if it is None. A vote is where what all say goes, and what a lane says."""
+    """Lanes arrive at a barrier and continue at `address`, or do not wait if it is None. A vote is the target register and each lane's value."""
     number, threads = source(machine, number, "u32"), int(threads[0], 0) if threads else 0
 
     def come(team, mask):

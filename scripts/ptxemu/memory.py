@@ -1,9 +1,9 @@
-"""Memory that refuses: every access is checked for bounds and alignment, and shared memory for races."""
+"""Checked memory: every access is checked for bounds and alignment, and shared memory for races."""
 
 import numpy as np
 
 BASE = 0x7F00_0000_0000
-# Where generic addresses of shared memory lie.
+# Where the generic addresses of shared memory begin.
 SHARED_WINDOW = 0x7E00_0000_0000
 GAP = 4096
 READ, WRITE = 1, 2
@@ -11,7 +11,7 @@ POISON = 0xFF
 
 
 class Fault(Exception):
-    """What a card would do silently, or with `illegal address`."""
+    """An error that a card would not report, or would report as `illegal address`."""
 
 
 class Global:
@@ -45,7 +45,7 @@ class Global:
             raise Fault(f"global address {int(addresses[0]):#x} is no multiple of {align}")
         if offsets.min() < 0 or offsets.max() + size > len(self.bytes):
             raise Fault(f"global access far outside every buffer: {int(addresses[np.argmax(np.abs(offsets))]):#x}")
-        # The gaps are wider than an access, so that its ends tell for its middle.
+        # Gaps are wider than any access, so checking its first and last byte is enough.
         fine = self.rights[offsets] & self.rights[offsets + (size - 1)] & right
         if not fine.all():
             bad = int(offsets[fine == 0][0]) + BASE
@@ -82,10 +82,10 @@ CELL = 2
 
 
 class Races:
-    """Tells which accesses of two warps no barrier orders, in cells of two bytes.
+    """Finds accesses of two warps that no barrier orders, by vector clocks, in cells of two bytes.
 
-    Each warp counts its own steps between barriers, and knows how far every other warp was at the last barrier that
-    they shared. An access is ordered after another one if its warp knows of that count.
+    Each warp counts its own steps between barriers, and has the count of every other warp at the last barrier that they
+    shared. An access is ordered after another warp's if its warp has at least that count.
     """
 
     def __init__(self, blocks, size, warps):
@@ -95,7 +95,7 @@ class Races:
         self.writer = np.zeros(cells, np.int16)
         self.written = np.zeros(cells, np.int32)
         self.read_at = np.zeros((warps, cells), np.int32)
-        # Written, without a proxy fence since, which TMA and wgmma need.
+        # Written, with no proxy fence since; TMA and wgmma need one.
         self.unfenced = np.zeros(cells, bool)
 
     def access(self, warp, offsets, blocks, size, write):
@@ -139,11 +139,11 @@ class Races:
         raise Fault(f"race in shared memory: a {what} of warp {warp}, and a {other} of warp {whose} with no barrier between")
 
     def arrive(self, block, warp, joined):
-        """A warp reaches a barrier: adds what it knows to what its comrades bring, and begins a new count."""
+        """A warp reaches a barrier: its clock is merged into the barrier's, and its own count goes up."""
         joined = np.maximum(joined, self.known[block, warp])
         self.known[block, warp, warp] += 1
         return joined
 
     def leave(self, block, warp, joined):
-        """A warp leaves a barrier, and knows what all knew that had come to it."""
+        """A warp leaves a barrier with the merged clock of all that arrived."""
         self.known[block, warp] = np.maximum(self.known[block, warp], joined)

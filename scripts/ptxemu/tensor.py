@@ -1,4 +1,4 @@
-"""What a warp does together: shuffles, votes, `ldmatrix` and `mma.sync`."""
+"""Instructions of a whole warp: shuffles, votes, `ldmatrix` and `mma.sync`."""
 
 import numpy as np
 
@@ -183,7 +183,7 @@ DECODERS = {
 
 
 def multiply(machine, instruction):
-    """`mma.sync.m16n8k*` into f32. Sums are of f64, so that their order does not show."""
+    """`mma.sync.m16n8k*` into f32. Sums are in f64, so that their order does not matter."""
     shape = instruction.mods[2]
     d_type, a_type, b_type, c_type = instruction.mods[-4:]
     depth = {"m16n8k8": 8, "m16n8k16": 16, "m16n8k32": 32}.get(shape, 0)

@@ -1,7 +1,7 @@
 """TMA copies (`cp.async.bulk.tensor`) from global to shared memory, by tensor maps of the interpreter's own.
 
 A map is 16 words: the tensor's address, bytes of an element, four dims (the innermost first), three strides in bytes, four sides
-of the box, and the bytes of the swizzle (as many as a row of the box has). What a box takes from outside of the dims is 0.
+of the box, and the bytes of the swizzle (as many as a row of the box has). Elements of a box outside of the dims are 0.
 """
 
 import struct
@@ -44,7 +44,7 @@ def fence(machine):
 
 
 def policy(machine, instruction):
-    """L2 cache hints: no result depends on them."""
+    """L2 cache hints, which change no result."""
     target = register(instruction.operands[0])
     return lambda team, mask: team.put(target, np.zeros(team.lanes, np.uint64), mask)
 

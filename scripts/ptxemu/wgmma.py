@@ -1,7 +1,7 @@
 """`wgmma`: each warp of a warpgroup multiplies its 16 of M = 64 rows.
 
-Operands are read from shared memory and registers, and accumulators are written, as late as may be: when the warp waits. Both ends are
-noted for races, so a barrier that comes too late on either side is found. Descriptors are those with 128-byte swizzling.
+Operands are read, and accumulators written, as late as possible: when the warp waits. The race check sees the reads at issue and at the
+wait, so a barrier that comes too late on either side is found. Descriptors are those with 128-byte swizzling.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ SWIZZLE_128 = 1
 
 
 class Multiplications:
-    """The wgmma of a team in flight: (group of each lane, lanes, what to do), and each lane's groups so far."""
+    """The wgmma of a team in flight: (group of each lane, lanes, operation), and each lane's groups so far."""
 
     def __init__(self, lanes):
         self.groups, self.flying = np.zeros(lanes, np.int64), []

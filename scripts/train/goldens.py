@@ -76,7 +76,7 @@ def write_goldens(path, model, prompt, count, scales, dtypes, text_of=None):
         tensors[f"tokens.{dtype}"] = torch.tensor(tokens, dtype=torch.int32)
         tensors[f"logits.{dtype}"] = logits.contiguous()
         if dtype in ("bf16", "e4m3"):
-            # So coarse that the last bit of what is rounded may change a logit by more than the tests allow.
+            # So coarse that a last bit before rounding may change a logit by more than the tests allow.
             tensors[f"rows.{dtype}"] = cache.rows().to(TORCH[dtype])
         if text_of:
             about[f"text.{dtype}"] = text_of(tokens[len(prompt) :])
@@ -111,7 +111,7 @@ def main():
         print(f"held out, {dtype}: loss {loss:.5f}, perplexity {2.718281828459045 ** loss:.4f}, right {100 * right:.3f} %")
     (args.out / "held_out.json").write_text(json.dumps(scores) + "\n")
 
-    # On the CPU: no f32 unit of a card comes in.
+    # On the CPU, so that no card's arithmetic changes the f32 results.
     model = load(args.model)
     write_goldens(args.out, model, tokenizer.encode(args.prompt).ids, 64, scales, DTYPES, tokenizer.decode)
 

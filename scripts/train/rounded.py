@@ -18,7 +18,7 @@ def round_to(x, dtype, k_scale=1.0):
 
 
 class Rounded(DynamicCache):
-    """What a token leaves in the cache, the normed latent and the rotated key, is rounded before anybody attends it, itself included."""
+    """A token's cache entry, the normed latent and the rotated key, is rounded before any token attends it, itself included."""
 
     def __init__(self, config, dtype, k_scales):
         super().__init__(config=config)

@@ -1,4 +1,4 @@
-"""Makes tiny random models and what transformers computes with them: the kinds of model that the trained checkpoint is not.
+"""Makes tiny random models of other kinds than the trained checkpoint, and transformers' results for them.
 
     python3 scripts/train/tiny.py --out examples/generate/tests/tiny
 """
@@ -69,7 +69,7 @@ OLD_FIELDS = {"v3-dense"}
 
 @torch.no_grad()
 def randomise(model):
-    """Wide enough that attention and routing matter: the class's own start gives logits of nearly 0."""
+    """Large enough weights that attention and routing matter: the class's own initialisation gives logits of nearly 0."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name:
             tensor.uniform_(0.5, 1.5)

@@ -55,7 +55,7 @@ def tokenizer_of(text, vocab):
 
 
 def config_of(args):
-    """What DeepSeek-V3 has, in small: low-rank queries, YaRN, a dense layer, then sigmoid-gated experts in groups."""
+    """A small DeepSeek-V3: low-rank queries, YaRN, a dense layer, then sigmoid-gated experts in groups."""
     return DeepseekV3Config(
         vocab_size=args.vocab,
         hidden_size=args.hidden,
@@ -97,7 +97,7 @@ def config_of(args):
 
 
 def add_dropout(model, p):
-    """The class has none beyond the attention's weights: on the embedding and on what each block adds to the stream."""
+    """Dropout on the embedding and on each block's output: the class has it for attention weights only."""
     drop = lambda x: torch.nn.functional.dropout(x, p, model.training)
     model.model.embed_tokens.register_forward_hook(lambda m, i, out: drop(out))
     for layer in model.model.layers:
@@ -106,7 +106,7 @@ def add_dropout(model, p):
 
 
 def balance_experts(model, rate=1e-3):
-    """DeepSeek-V3's balancing without a loss: the bias of an expert that is asked too little rises."""
+    """DeepSeek-V3's loss-free balancing: the bias of an expert with too few tokens rises."""
 
     def after(gate, _, out):
         if gate.training:

@@ -1,7 +1,7 @@
-"""Which files a WGSL kernel is made of, by op and by variant of a decode.
+"""The files that a WGSL kernel depends on, by op.
 
-A kernel's text is composed in Rust from files that `include_str!` names, so the closure of these names over the Rust files that
-compose an op's kernels is what it is made of. The Rust files count too: they choose, size and dispatch.
+Rust composes a kernel from files that `include_str!` names. So it depends on the Rust files that compose and dispatch an op's kernels,
+and on all that these include.
 """
 
 import re
@@ -9,13 +9,13 @@ import re
 from records import ROOT, Failed, files
 
 GPU = "src/gpu"
-# What every kernel passes through.
+# Inputs of every kernel.
 COMMON = [f"{GPU}/{name}.rs" for name in ("caps", "device", "kernels", "kernels/compose", "kernels/unroll", "pipelines", "wanted")]
 COMMON += ["src/ops/op.rs", "src/ops/variants.rs"]
 DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/decode.rs", "src/ops/decode.rs", "src/tables.rs"]
 
 
-# What small ops are made of beside what all are: files of src/gpu, and patterns of src.
+# Further inputs of every small op: files of src/gpu, and patterns of src.
 MORE = {
     "kv_append": ["gpu/ops/e4m3_scale"],
     "kv_gather": ["gpu/ops/e4m3_scale"],
@@ -30,7 +30,7 @@ def small(op):
     return [*COMMON, f"{GPU}/ops.rs", f"{GPU}/ops/table.rs", f"{GPU}/ops/{op}.rs", f"src/ops/{op}.rs", *(f"src/{name}.rs" for name in MORE.get(op, []))]
 
 
-# By op: the Rust files that compose and dispatch its kernels. Each file of src/gpu/ops that has one of this name in src/ops is one.
+# By op: the Rust files that compose and dispatch its kernels. A file of src/gpu/ops is an op if src/ops has one of the same name.
 RUST = {
     "decode_plain": [*DECODE, f"{GPU}/kernels/decode/plain.rs"],
     "decode_coop": [*DECODE, f"{GPU}/kernels/decode/coop.rs", f"{GPU}/kernels/decode/plain.rs"],
@@ -39,7 +39,7 @@ RUST = {
 
 
 def included(path):
-    """The files that a Rust file puts into the program."""
+    """The files that a Rust file includes by `include_str!`."""
     text = (ROOT / path).read_text()
     names = re.findall(r'include_(?:str|bytes)!\(\s*"([^"]+\.wgsl)"', text)
     found = []
@@ -58,6 +58,6 @@ def inputs_of(op):
 
 
 def unclaimed():
-    """Shaders that are of no op: a mistake in this table."""
+    """Shaders that no op depends on: a mistake in this table."""
     claimed = {path for op in RUST for path in inputs_of(op)}
     return [path for path in files("shaders/**/*.wgsl") if path not in claimed]

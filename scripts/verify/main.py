@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the parts of the check whose inputs have changed since they passed: scripts/verify.sh tells how."""
+"""Runs the parts of the check whose inputs have changed since they passed. scripts/verify.sh describes the options."""
 
 import argparse
 import os
@@ -18,11 +18,11 @@ sys.dont_write_bytecode = True
 import records
 from records import ROOT, Failed, Record
 
-# The longest first, and beside each that builds with cargo one that hardly does.
+# Longest first, and alternating: a part that builds with cargo, then one that hardly does.
 NAMES = ["lavapipe", "emulate", "vendors", "web", "mesa26", "model", "ptx", "window", "features", "benches"]
 LOGS = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "verify"
 
-# How much of what a part said is shown where it failed and others ran beside it.
+# How much output of a failed part is shown where others ran beside it.
 LAST_LINES = 60
 
 
@@ -58,7 +58,7 @@ class State:
     def run(self):
         """Runs what is stale, and records what passed."""
         begin, log = time.monotonic(), LOGS / f"{self.part.name}.log"
-        # What is changed while the part runs has not passed.
+        # A unit whose inputs changed while the part ran has not passed.
         before = {unit: self.digest(unit, []) for unit in self.stale}
         with log.open("w") as file:
             passed = {}
@@ -126,7 +126,7 @@ def prune(states):
 
 
 def run_all(states):
-    """Two parts at a time: one alone leaves much of two cores idle, as it links or waits for one test."""
+    """Two parts at a time: a single one leaves two cores partly idle while it links or waits for a test."""
     begin, lock, alone = time.monotonic(), Lock(), len(states) == 1
     pool = ThreadPoolExecutor(2)
     running = {}

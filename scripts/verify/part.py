@@ -1,4 +1,4 @@
-"""What a part of scripts/verify.sh is, and what its `run` may use."""
+"""A part of scripts/verify.sh, and helpers for its `run`."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from records import ROOT, Failed, digest
 
 @dataclass
 class Passed:
-    """A unit that passed: the cases that ran, and inputs that only the run could tell (see `Part.digest`)."""
+    """A unit that passed: the cases that ran, and inputs that are known only after the run (see `Part.digest`)."""
 
     cases: int
     inputs: list = field(default_factory=list)
@@ -38,7 +38,7 @@ class Part:
 
 
 def run(log, *command, env=None, minutes=60):
-    """Runs a command in the repository's root; all it says goes to the log. Returns its status and what it said."""
+    """Runs a command in the repository's root; its output goes to the log. Returns its status and output."""
     log.write(f"\n$ {' '.join(map(str, command))}\n")
     log.flush()
     said = []
@@ -57,7 +57,7 @@ def run(log, *command, env=None, minutes=60):
 
 
 def must(log, *command, **options):
-    """As `run`, but a failure is the part's."""
+    """As `run`, but a failure fails the part."""
     status, said = run(log, *command, **options)
     if status:
         raise Failed(f"status {status} of {' '.join(map(str, command))}")
@@ -70,7 +70,7 @@ def tests_in(said):
 
 
 def version_of(command, pattern=r"(\d+(?:\.\d+)+\S*)"):
-    """The version that a tool which is here prints, or None."""
+    """The version that an installed tool prints, or None."""
     try:
         said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -80,7 +80,7 @@ def version_of(command, pattern=r"(\d+(?:\.\d+)+\S*)"):
 
 
 def versions(**commands):
-    """The versions of tools by name; one that is not here is left out."""
+    """The versions of tools by name, without those that are not installed."""
     found = {name: version_of(command) for name, command in commands.items()}
     return {name: version for name, version in found.items() if version}
 

@@ -1,9 +1,9 @@
-"""What passed, and on which inputs: one file a part, scripts/verified/PART.tsv, a line a unit.
+"""Records of what passed on which inputs: one file a part, scripts/verified/PART.tsv, a line a unit.
 
-    unit <TAB> digest of its inputs <TAB> versions of tools <TAB> cases that ran [<TAB> inputs that only a run tells]
+    unit <TAB> digest of its inputs <TAB> versions of tools <TAB> cases that ran [<TAB> inputs that are known only after a run]
 
-A unit is what a part can run alone: a kernel, a test, or the whole part. It is skipped while its digest is the recorded one and
-no tool that is installed has another version than the recorded one. Only scripts/verify.sh writes these files, after a pass.
+A unit is the smallest thing that a part can run: a kernel, a test, or the whole part. It is skipped while its digest, and the version
+of every installed tool, equal the recorded ones. Only scripts/verify.sh writes these files, after a pass.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ HEADER = "# Written by scripts/verify.sh when a unit passes, never by hand: unit
 
 
 class Failed(Exception):
-    """A part, or a unit of it, did not pass; the text says why and what to do."""
+    """A part, or a unit of it, did not pass; the message says why and what to do."""
 
 
 @cache
@@ -37,7 +37,7 @@ def files(*patterns):
 
 
 def digest(inputs):
-    """One digest of files (paths relative to the root) and of texts, which are pairs (name, text)."""
+    """One digest of files (paths relative to the root) and of pairs (name, text)."""
     lines = []
     for item in inputs:
         name, value = (item[0], hashlib.sha256(item[1].encode()).hexdigest()) if isinstance(item, tuple) else (item, digest_of_file(item))
@@ -56,7 +56,7 @@ class Record:
 
 
 def load(part):
-    """The records of a part by unit; none where it never passed."""
+    """The records of a part by unit; none if it has never passed."""
     path, found = RECORDS / f"{part}.tsv", {}
     for line in path.read_text().splitlines() if path.exists() else ():
         if line and not line.startswith("#"):

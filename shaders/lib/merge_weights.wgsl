@@ -1,4 +1,4 @@
-// What both bodies of merge_state share: parameters, LSEs and the weights of a row.
+// Shared by both shaders of merge_state: parameters, LSEs and the weights of a row.
 
 // element (token, head, 0) of an array is at offset + token * token_stride + head * head_stride
 struct Strides {
@@ -9,7 +9,7 @@ struct Strides {
 }
 
 struct MergeParams {
-    // outputs in the body's unit (elements, or 16 bytes), LSEs in elements
+    // outputs in the shader's unit (elements, or 16 bytes), LSEs in elements
     prefix: Strides,
     suffix: Strides,
     output: Strides,
@@ -20,7 +20,7 @@ struct MergeParams {
     num_heads: u32,
     num_items: u32, // rows, or words of the output
     writes_lse: u32,
-    // only read by the words body: how an output element is traced back to its row
+    // only for the shader by words: how to find the row of an output element
     first_word: u32,
     inner_is_token: u32,
     inner_stride: u32,
@@ -28,12 +28,12 @@ struct MergeParams {
 }
 
 @group(0) @binding(0) var<uniform> params: MergeParams;
-// LSEs are words: only their bits tell an empty side, as a shader may assume that no infinity and no NaN exists
+// LSEs are read as words: an empty side is recognised by bits, since a shader compiler may assume that there is no infinity or NaN
 @group(0) @binding(4) var<storage, read> prefix_lse: array<u32>; // [heads, tokens] by default, strided
 @group(0) @binding(5) var<storage, read> suffix_lse: array<u32>; // [heads, tokens] by default, strided
 @group(0) @binding(6) var<storage, read_write> output_lse: array<u32>; // [heads, tokens] by default, strided; unused without writes_lse
 
-// of a row: an empty side has no part, whatever it holds
+// of a row; an empty side is ignored, whatever it holds
 struct Weights {
     has_prefix: bool,
     has_suffix: bool,
@@ -47,7 +47,7 @@ fn at(s: Strides, token: u32, head: u32) -> u32 {
     return s.offset + token * s.token_stride + head * s.head_stride;
 }
 
-// Halves first, so that the difference of any two finite values is finite; under -120 exp is 0 in any case.
+// Halved first, so that the difference of any two finite values is finite; below -120 exp is 0 anyway.
 fn exp_below(x: f32, top: f32) -> f32 {
     return exp(2.0 * max(0.5 * x - 0.5 * top, -60.0));
 }
@@ -68,7 +68,7 @@ fn weigh(prefix_bits: u32, suffix_bits: u32) -> Weights {
     return Weights(has_prefix, has_suffix, select(low, high, prefix_is_top), select(high, low, prefix_is_top), top, sum);
 }
 
-// to be called once a row; prefix_bits and suffix_bits are those of `weigh`
+// called once a row; prefix_bits and suffix_bits are those of `weigh`
 fn write_lse(token: u32, head: u32, prefix_bits: u32, suffix_bits: u32, w: Weights) {
     if params.writes_lse != 0u {
         var lse = 0xFF800000u;

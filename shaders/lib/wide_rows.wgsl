@@ -1,5 +1,5 @@
-// The rows of an item with keys that f16 cannot hold, or with something that is not finite, in f32: right for all, and slow. A subgroup
-// takes a row, a lane LANE_OCTS octs of its columns.
+// Computes an item in f32: for keys beyond f16's range and inputs that are not finite. Slow. A subgroup takes a row, a lane LANE_OCTS
+// octs of its columns.
 fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, partial: u32, subgroup: u32, lane: u32) {
     for (var row = subgroup; row < num_rows; row += THREADS / SUBGROUP) {
         let query = query_of(first_row, row);

@@ -1,4 +1,4 @@
-//! A backend that was not built in: there is none, so nothing is ever asked of it.
+//! Stands in for a backend that was not built in. It has no values, so its methods are never called.
 #![cfg_attr(all(feature = "cuda", feature = "wgpu"), allow(dead_code))]
 
 use crate::Result;

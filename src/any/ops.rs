@@ -1,4 +1,4 @@
-//! Every op on [`AnyBackend`]: once, for all of them.
+//! Every op on [`AnyBackend`], in one generic impl.
 
 #[cfg(not(all(feature = "cuda", feature = "wgpu")))]
 use super::absent::Absent;
@@ -18,16 +18,16 @@ use crate::gpu::Gpu;
 #[cfg(not(feature = "wgpu"))]
 type Gpu = Absent;
 
-/// What the backend that was chosen has of something.
+/// A value of the chosen backend, such as a compiled op, a step or a binding.
 #[derive(Debug)]
-// A program has few of them, and a box would be one more step to each.
+// A program has few of them: their size matters less than a box's indirection.
 #[allow(clippy::large_enum_variant)]
 pub enum OneOf<C, W, P> {
-    /// An NVIDIA card's.
+    /// Of CUDA.
     Cuda(C),
-    /// A wgpu device's.
+    /// Of wgpu.
     Wgpu(W),
-    /// The host's.
+    /// Of the CPU.
     Cpu(P),
 }
 
@@ -44,7 +44,7 @@ macro_rules! on {
     };
 }
 
-/// What this backend has in `any`.
+/// This backend's buffer in `any`.
 fn own<'a, B: Part<Buffer>>(_: &B, any: &'a Buffer) -> Result<&'a B::Own> {
     B::own(any)
 }

@@ -1,8 +1,8 @@
-//! What each backend has of one kind, as one enum.
+//! Enums over the backends, such as the buffer of whichever was chosen.
 
 use crate::{Error, Result};
 
-/// A backend that finds its own in a `T` of any backend.
+/// Extracts a backend's own value from `T`, an enum over backends.
 pub(super) trait Part<T> {
     type Own;
 
@@ -18,18 +18,18 @@ macro_rules! one_of {
         #[derive(Debug, Clone)]
         #[non_exhaustive]
         pub enum $name {
-            /// An NVIDIA card's.
+            /// Of CUDA.
             #[cfg(feature = "cuda")]
             Cuda($cuda),
-            /// A wgpu device's.
+            /// Of wgpu.
             #[cfg(feature = "wgpu")]
             Wgpu($wgpu),
-            /// The host's.
+            /// Of the CPU.
             Cpu($cpu),
         }
 
         impl $name {
-            /// Whose it is.
+            /// The backend it belongs to.
             fn of(&self) -> &'static str {
                 match self {
                     #[cfg(feature = "cuda")]

@@ -13,7 +13,7 @@ use crate::{Dtype, Error, Result};
 #[derive(Clone)]
 pub struct Buffer {
     words: Arc<RwLock<Vec<AtomicU32>>>,
-    /// Words in it, known without a lock.
+    /// Its length in words, which needs no lock.
     len: usize,
 }
 
@@ -79,7 +79,7 @@ fn frozen<'a>(guard: &'a RwLockReadGuard<'_, Vec<AtomicU32>>) -> &'a [u32] {
     unsafe { &*(std::ptr::from_ref(words) as *const [u32]) }
 }
 
-/// The words themselves, for who has them alone.
+/// The words for writing: the guard is exclusive.
 pub(super) fn exclusive(words: &mut [AtomicU32]) -> &mut [u32] {
     // SAFETY: an AtomicU32 has the layout of a u32, and the borrow is exclusive.
     unsafe { &mut *(std::ptr::from_mut(words) as *mut [u32]) }

@@ -32,7 +32,7 @@ impl Kernel<MlaDecode> for Cpu {
         candidates(VARIANTS, &(), &())
     }
 
-    /// Its tiles hold several tokens of a sequence whatever they are made for.
+    /// `DecodeOptions::query_tokens` changes nothing: tiles hold several query tokens of a sequence anyway.
     fn kernel_compile(&self, spec: &MlaDecode, options: &DecodeOptions) -> Result<(Kernels, Tiling, Choice)> {
         let (kernels, choice) = choose(VARIANTS, &(), &(), options.variant.as_deref())?;
         Ok((kernels, options.tiling.unwrap_or(tiling(spec, self)), choice))
@@ -104,7 +104,7 @@ impl Kernel<MlaDecode> for Cpu {
     }
 }
 
-/// Whole tokens in a tile where they fit, equal parts of a token where not, so that no tile is a small rest.
+/// A tile has whole query tokens where they fit, else an equal share of one token's heads, so that no tile is left with a few rows.
 fn rows_per_tile(spec: &MlaDecode) -> u32 {
     let (heads, most) = (spec.shape.num_heads, MAX_ROWS as u32);
     if heads <= most { most / heads * heads } else { heads.div_ceil(heads.div_ceil(most)) }
@@ -117,7 +117,7 @@ fn tiling(spec: &MlaDecode, cpu: &Cpu) -> Tiling {
         target_items: cpu.target_items(),
         min_split_tokens: 256,
         single_sequence_items: 0,
-        // By its arithmetic: queries and sums of a tile are read and written about as often as four tokens are multiplied.
+        // An estimate: loading queries and storing sums moves about as much as attending four tokens.
         item_overhead_tokens: 4,
     }
 }
@@ -155,8 +155,8 @@ impl Call<'_> {
         for begin in (item.kv_begin..item.kv_end).step_by(BLOCK) {
             let end = item.kv_end.min(begin.saturating_add(BLOCK as u32));
             self.load_block(tile, item, begin, end);
-            // Rows with the same number of visible keys go together; the kernel sees visible keys only, so that
-            // a row computes the same whatever its neighbours see.
+            // Neighbouring rows with equally many visible keys are attended together. The kernel gets visible keys only, so a
+            // row's result does not depend on what its neighbours see.
             let visible = |r: usize| rows[r].1.clamp(begin, end) - begin;
             let mut r = 0;
             while r < num_rows {

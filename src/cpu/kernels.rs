@@ -23,7 +23,7 @@ pub struct Kernels {
     pub(super) widen: unsafe fn(Dtype, &[u8], &mut [f32]),
 }
 
-/// In dispatch order; the last runs everywhere. What a table gives runs here.
+/// In dispatch order; the last runs everywhere. A variant is only built where the processor has its instructions.
 pub(super) static VARIANTS: &[Variant<(), (), Kernels>] = &[
     #[cfg(target_arch = "x86_64")]
     Variant::new("avx2", |(), ()| {

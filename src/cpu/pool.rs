@@ -1,4 +1,4 @@
-//! A few threads that wait for work. A call borrows them, takes part itself, and returns when all are done.
+//! A pool of waiting threads. A call runs its job on them and on its own thread, and returns when all are done.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 pub struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// Held by the call that has the threads.
+    /// Held by the call that uses the threads.
     turn: Mutex<()>,
 }
 

@@ -9,6 +9,6 @@ pub struct Card {
     pub multiprocessors: u32,
     /// Largest dynamic shared memory of a block, in bytes.
     pub shared_bytes: u32,
-    /// Tensor copies (TMA), and a driver that describes tensors for them.
+    /// TMA, and a driver that makes tensor maps.
     pub tma: bool,
 }

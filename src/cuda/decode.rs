@@ -44,7 +44,7 @@ pub struct Bound {
     max_queries: u32,
     args: Args,
     split: Split,
-    /// Of a split that may copy by tensor.
+    /// Of a variant that uses TMA.
     map: Option<TensorMap>,
     buffers: [Buffer; 5],
 }
@@ -248,11 +248,11 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
     let Compiled { threads, shared_bytes, .. } = kernel.compiled;
     let by_shared = (card.shared_bytes + 1024) / (shared_bytes + 1024);
     let by_registers = 65536 / (256 * threads);
-    let blocks = if kernel.tile.on_matrices() { by_shared.min(by_registers) } else { 8 };
+    let blocks = if kernel.tile.on_tensor_cores() { by_shared.min(by_registers) } else { 8 };
     let blocks = blocks.max(1);
     // Where an item begins, a box of a tile does.
     let tokens_per_block = match kernel.tile.body {
-        Body::Warpgroups { .. } => kernel.compiled.tokens,
+        Body::Wgmma { .. } => kernel.compiled.tokens,
         _ => 16,
     };
     Tiling {
@@ -264,7 +264,7 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
         // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with
         // 256). Beside `wgmma_swap_ab_n16` there is room (1 x 131072: 45.8 with 86, 43.8 with 114).
         single_sequence_items: match kernel.tile.body {
-            Body::Warpgroups { swapped: true, .. } => card.multiprocessors * 7 / 8,
+            Body::Wgmma { swapped: true, .. } => card.multiprocessors * 7 / 8,
             _ if blocks == 1 => card.multiprocessors * 2 / 3,
             _ => card.multiprocessors * blocks / 2,
         },
@@ -276,7 +276,7 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
 
 impl Cuda {
     /// Whether a variant on tensor cores is selected for a spec.
-    pub(crate) fn has_matrices_for(&self, spec: &MlaDecode) -> bool {
+    pub(crate) fn has_tensor_cores_for(&self, spec: &MlaDecode) -> bool {
         let choice = choose(VARIANTS, self.card(), &(*spec, spec.shape.num_heads), None);
         choice.is_ok_and(|(_, choice)| choice.rounds_weights)
     }
@@ -299,19 +299,17 @@ impl Functions {
         let boxes = aligned && block_bytes < MOST_STRIDE;
         let map = |tokens| TensorMap::of_cache(spec, address, block_bytes, tokens);
         Ok(match self.tile.body {
-            Body::TensorCopies { tokens, .. } if boxes => {
-                (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
-            }
-            Body::TensorCopies { otherwise, .. } => {
+            Body::MmaTma { tokens, .. } if boxes => (self.split.clone(), Some(map(tokens)?), Copying::Boxes),
+            Body::MmaTma { otherwise, .. } => {
                 let request = (*spec, spec.shape.num_heads);
                 let (kernel, _) = choose(VARIANTS, cuda.card(), &request, Some(otherwise))?;
                 (Split::new(cuda, kernel.compiled)?, None, chunks)
             }
-            Body::Warpgroups { tokens, .. } if boxes && spec.kv.page_size.is_multiple_of(tokens) => {
+            Body::Wgmma { tokens, .. } if boxes && spec.kv.page_size.is_multiple_of(tokens) => {
                 (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
             }
-            Body::Warpgroups { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
-            Body::Matrices | Body::Simple => (self.split.clone(), None, chunks),
+            Body::Wgmma { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
+            Body::Mma | Body::Simple => (self.split.clone(), None, chunks),
         })
     }
 }
@@ -388,9 +386,9 @@ pub(super) mod tests {
                             choose(VARIANTS, &HOPPER, &(spec, 16), Some(name)).expect("it runs");
                         let entry = compiled.entry;
                         compare::<Args>(entry);
-                        let by_map = matches!(tile.body, Body::TensorCopies { .. } | Body::Warpgroups { .. });
+                        let by_map = matches!(tile.body, Body::MmaTma { .. } | Body::Wgmma { .. });
                         assert_eq!(entry.tensor_map, by_map, "{entry:?}");
-                        assert_eq!(entry.tokens.is_some(), tile.on_matrices(), "{entry:?}");
+                        assert_eq!(entry.tokens.is_some(), tile.on_tensor_cores(), "{entry:?}");
                         found.push(entry);
                     }
                 }

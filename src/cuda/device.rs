@@ -165,7 +165,7 @@ impl Cuda {
         let mut args = [std::ptr::from_ref(args).cast_mut().cast(), map];
         self.stream.context().bind_to_thread().map_err(failed("to launch a kernel"))?;
         // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/manifest_test.rs compares all fields), and its
-        // callers have checked every address that it names; those of the variants `tma` and `wgmma` take a map too, and only they. The driver copies both.
+        // callers have checked every address that it names; only those of the variants `mma_tma_*` and `wgmma_*` take a tensor map too. The driver copies both.
         unsafe {
             sys::cuLaunchKernelEx(
                 &raw const config,

@@ -1,4 +1,4 @@
-//! What a device can do, as plain data, so that every weaker device can be played on a stronger one.
+//! What a device can do, as plain data, so that tests can imitate a weaker device on a stronger one.
 
 /// The kind of device, as far as scheduling cares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

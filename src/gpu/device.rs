@@ -24,7 +24,7 @@ pub(super) struct Shared {
     pub(super) device: wgpu::Device,
     pub(super) queue: wgpu::Queue,
     caps: Caps,
-    /// By their text.
+    /// By their WGSL.
     pub(super) pipelines: Mutex<HashMap<String, wgpu::ComputePipeline>>,
     pub(super) disk: Option<DiskCache>,
     pub(super) checked_shaders: bool,

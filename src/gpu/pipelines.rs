@@ -14,7 +14,7 @@ use crate::Result;
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Access {
     Uniform,
-    /// At an offset that is given as it is recorded, and of so many bytes, which a dispatch then need not check.
+    /// With a dynamic offset, of at least so many bytes: given here, wgpu does not check it at each dispatch.
     UniformAt(u64),
     Read,
     Write,
@@ -154,7 +154,7 @@ pub struct Pipe {
 }
 
 impl Pipe {
-    /// Of a step whose one binding is its [`Table`](super::ops::Table). Labels are those of a step and of a layer.
+    /// Of a step whose one binding is its [`Table`](super::ops::table::Table). Labels are those of a step and of a layer.
     ///
     /// # Errors
     /// Those of [`Gpu::pipeline`].
@@ -170,8 +170,8 @@ impl Pipe {
 }
 
 impl Gpu {
-    /// The pipeline of a source over explicit layouts, so that a bind group fits every pipeline of its op; compiled now if it is not yet.
-    /// One text has one layout. wgpu's run-time checks are left out: whoever calls this writes down beside the call why every index is
+    /// The pipeline of a source, compiled if it is not yet. Layouts are explicit, so that a bind group fits every pipeline of its op; the
+    /// same WGSL always has the same layouts. wgpu's run-time checks are left out: a comment beside each call says why every index is
     /// inside its array and every loop ends.
     ///
     /// # Errors
@@ -219,8 +219,8 @@ impl Gpu {
         if self.shared.checked_shaders {
             return self.device().create_shader_module(descriptor);
         }
-        // SAFETY: the text is this crate's own, and whoever calls `pipeline` has written down beside the call which check of the host
-        // bounds which index, and why every loop ends.
+        // SAFETY: the WGSL is this crate's own, and a comment beside each call of `pipeline` says which check of the host bounds which
+        // index, and why every loop ends.
         unsafe {
             self.device().create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
         }

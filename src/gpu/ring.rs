@@ -1,12 +1,13 @@
-//! What a step uploads stays as it was recorded.
+//! A ring of regions, so that an upload does not change what recorded commands will read.
 //!
-//! `Queue::write_buffer` takes effect before all commands of the next submit, whatever was recorded first. So a prepare never writes
-//! what commands were recorded with: it takes the next region of the step's buffers, which has a bind group of its own (on an H100
-//! a storage buffer with a dynamic offset costs each dispatch half a microsecond), and makes new buffers where all regions were recorded. Commands keep the old ones alive.
+//! `Queue::write_buffer` takes effect before all commands of the next submit, even those recorded earlier. So a prepare never writes a
+//! region that commands were recorded with: it takes the next region of the step's buffers, and makes new buffers where all were
+//! recorded. Commands keep the old buffers alive. Each region has a bind group of its own, because on an H100 a storage buffer with a
+//! dynamic offset costs each dispatch half a microsecond.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Regions of a buffer: new buffers and a bind group cost microseconds, which so many prepares share.
+/// Regions of a buffer: the microseconds that new buffers and bind groups cost are spread over so many prepares.
 pub(super) const REGIONS: u32 = 16;
 
 /// Which region holds what was prepared last.
@@ -23,7 +24,7 @@ impl Ring {
         Self { regions, current: 0, recorded: AtomicBool::new(false) }
     }
 
-    /// To what may be written: the same region if nothing was recorded with it, else the next. False where there is none.
+    /// Moves to a region that may be written: the same if nothing was recorded with it, else the next. False where none is left.
     pub(super) fn turn(&mut self) -> bool {
         if std::mem::take(self.recorded.get_mut()) {
             self.current += 1;

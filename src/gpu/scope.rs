@@ -69,7 +69,7 @@ async fn in_scopes<T>(device: &wgpu::Device, what: &'static str, make: impl FnOn
     match validation.or(internal) {
         Some(error) => {
             let detail = error.to_string();
-            // Only a resource of the host can be any of these; wgpu tells by its text alone.
+            // Both errors can only be about a resource of the host. wgpu has nothing but the message to tell them by.
             let is_foreign =
                 ["doesn't match Device", "has been destroyed"].iter().any(|it| detail.contains(it));
             Err(if is_foreign {

@@ -21,9 +21,9 @@ pub struct Bindings<D: Composes> {
     pub(super) v_up: Binding<HeadProject, D>,
     pub(super) gather: Binding<KvGather, D>,
     pub(super) rows: [Binding<HeadProject, D>; 2],
-    /// Into the output, what takes turns with it, and what is merged.
+    /// Into each [`Target`].
     pub(super) prefill: [Binding<MlaPrefill, D>; 3],
-    /// From the output, and from what takes turns with it.
+    /// From [`Target::Out`] to [`Target::Other`], and back.
     pub(super) merge: [Binding<MergeState, D>; 2],
     pub(super) prefixes: Option<BoundPrefixes<D>>,
 }
@@ -98,7 +98,7 @@ impl<D: Composes> Bind<'_, D> {
 
     fn decode(&self) -> Result<Binding<MlaDecode, D>> {
         let (args, space) = (self.args, &self.ops.space);
-        // Nobody reads the LSE but the merge with prefixes.
+        // Only the merge with prefixes reads the LSE.
         let lse = match self.ops.prefixes {
             Some(_) => space.sets().1,
             None => space.target(args.out, Target::Other).1,
@@ -135,18 +135,18 @@ impl<D: Composes> Bind<'_, D> {
             lse,
             softmax_scale: args.softmax_scale,
         };
-        // Without rows there is nothing to attend, and no step does.
+        // A workspace without rows belongs to a layer whose steps have no prefills.
         let tokens = if space.num_rows > 0 { self.room.tokens } else { 0 };
         self.ops.prefill.bind(&prefill, PrefillExtent { tokens, keys: space.num_rows, rows: tokens })
     }
 
-    /// From `state` to what takes turns with it.
+    /// Merges [`Target::Partial`] into `state` and writes the other of the two.
     fn merge(&self, state: Target) -> Result<Binding<MergeState, D>> {
         let target = |target| self.ops.space.target(self.args.out, target);
         let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) =
             (target(state), target(Target::Partial));
         let (output, output_lse) = target(state.turned());
-        // The op's LSEs are [heads, tokens] by name only: any strides do.
+        // The op takes LSEs of any strides; here they are [tokens, heads].
         let args = MergeStateArgs {
             prefix_output,
             prefix_lse,
@@ -164,7 +164,7 @@ impl<D: Composes> Bind<'_, D> {
         let (spec, args, ops) = (self.spec, self.args, self.ops);
         let LayerCapacity { decode_tokens, prefix_rows, .. } = self.room;
         let (states, lse) = ops.space.sets();
-        // From a set to the next: of the workspace, whatever the binding has room for.
+        // The stride of a set is that of the workspace, not of the binding's room.
         let set_rows = u64::from(ops.capacity.decode_tokens);
         let sets = MergeStatesArgs {
             states,

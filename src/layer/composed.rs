@@ -1,4 +1,4 @@
-//! The ops that a layer is made of, and what lies between them.
+//! The ops that a layer is made of, and their workspace.
 
 use super::workspace::Workspace;
 use super::{LayerCapacity, LayerOptions, MlaLayer};
@@ -36,7 +36,7 @@ pub(super) enum Append<R, P> {
     Plain(P),
 }
 
-/// The ops of a layer, and what lies between them. All layers of a model share it.
+/// The ops of a layer, and their workspace. All layers of a model share it.
 #[derive(Debug)]
 pub struct Ops<D: Composes> {
     pub(super) append: Append<Compiled<RopeAppend, D>, Compiled<KvAppend, D>>,
@@ -47,9 +47,9 @@ pub struct Ops<D: Composes> {
     pub(super) gather: Compiled<KvGather, D>,
     pub(super) prefill: Compiled<MlaPrefill, D>,
     pub(super) merge: Compiled<MergeState, D>,
-    /// `None` without room for any.
+    /// `None` where the capacity has no room for prefixes.
     pub(super) prefixes: Option<Prefixes<D>>,
-    /// What a merge of two states is recorded with: it has nothing that changes with a step.
+    /// The only step of `merge`, which has nothing that changes with a step.
     pub(super) merge_step: Step<MergeState, D>,
     pub(super) space: Workspace<D::Buffer>,
     pub(super) capacity: LayerCapacity,
@@ -60,7 +60,7 @@ pub struct Ops<D: Composes> {
 pub(super) struct Prefixes<D: Composes> {
     pub(super) prefill: Compiled<MlaPrefill, D>,
     pub(super) merge: Compiled<MergeStates, D>,
-    /// What the decodes attend alone, and as many parts of a prefix as there is room for.
+    /// Sets of partial results: one of what each decode attends alone, and one for each part of a prefix.
     pub(super) num_sets: u32,
 }
 
@@ -103,7 +103,7 @@ impl<D: Composes> Prefixes<D> {
     fn new(device: &D, spec: &MlaLayer, capacity: &LayerCapacity) -> Result<Self> {
         let options = PrefillOptions { query_tokens: capacity.decode_tokens, ..PrefillOptions::default() };
         let prefill = device.compile_with(spec.prefill(), &options)?;
-        // Fewer query tokens are fewer tiles, and leave room for more parts.
+        // One query token has the fewest tiles, so the keys are split into the most parts.
         let num_sets = prefill.facts().key_parts(1, capacity.prefix_rows) + 1;
         Ok(Self { prefill, merge: device.compile(spec.merge_sets())?, num_sets })
     }

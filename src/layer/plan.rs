@@ -1,11 +1,11 @@
-//! How a mixed batch is worked off: which tokens are decoded, and in which chunks the others attend. Pure.
+//! How a mixed batch is executed: which tokens are decoded, and in which chunks the others attend. Pure.
 //!
 //! Sequences of at most `decode_threshold` query tokens are decoded in absorbed form. Those of the others are prefilled: their keys, old and
-//! new, are gathered from the cache chunk by chunk, expanded through `kv_b_proj` and attended. A chunk holds as many rows as the
-//! workspace; it may hold several sequences, and a long sequence lies in several chunks. What a sequence's tokens have attended in a later
-//! chunk is merged, by LSE, into what they have from the earlier ones.
+//! new, are gathered from the cache chunk by chunk, expanded through `kv_b_proj` and attended. A chunk has as many tokens as the
+//! workspace has rows; it may hold several sequences, and a long sequence is in several chunks. The partial result of a later chunk is
+//! merged, by LSE, into that of the earlier ones.
 //!
-//! Everything that is attended comes from the cache, a step's new rows too: cutting a prompt into steps or chunks changes no key.
+//! All keys come from the cache, those of a step's new tokens too: cutting a prompt into steps or chunks changes no key.
 
 use std::ops::Range;
 
@@ -35,19 +35,19 @@ pub struct LayerBatch<'a> {
     pub expanded: &'a [ExpandedPrefix],
 }
 
-/// Where a part of attention goes.
+/// Where partial results go. Merges ping-pong between [`Target::Out`] and [`Target::Other`], as no op reads and writes one buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
     /// The output.
     Out,
-    /// What takes turns with it: a merge reads one and writes the other.
+    /// An array of the workspace, as large as the output.
     Other,
-    /// What is merged into them.
+    /// What the next merge adds.
     Partial,
 }
 
 impl Target {
-    /// The other of the two that take turns.
+    /// Where a merge of this one goes.
     pub(crate) fn turned(self) -> Self {
         match self {
             Self::Out => Self::Other,
@@ -56,15 +56,15 @@ impl Target {
     }
 }
 
-/// One attention over rows of the workspace, each sequence at most once, and what is merged after it.
+/// One attention over rows of the workspace, in which a sequence is at most once, and the merge after it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Round {
-    /// Sequences that begin: they write [`Round::state`].
+    /// Sequences that begin in this round: they write [`Round::state`].
     pub first: Vec<PrefillSequence>,
-    /// Sequences that go on: they write [`Target::Partial`]. All other query tokens stand in it too, with no keys, so that they
-    /// merge to what they were. Empty: nothing is merged.
+    /// Sequences that continue from an earlier chunk: they write [`Target::Partial`]. All other query tokens are here too, with no
+    /// keys, so that the merge does not change them. Empty: nothing is merged.
     pub more: Vec<PrefillSequence>,
-    /// What all tokens have so far: [`Target::Out`] or [`Target::Other`]. The merge turns it.
+    /// Where the results so far are: [`Target::Out`] or [`Target::Other`]. The merge writes the other.
     pub state: Target,
 }
 
@@ -107,7 +107,7 @@ struct Prompt {
     len: u32,
 }
 
-/// Keys of a prompt that lie together in a chunk.
+/// A range of a prompt's keys in a chunk.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     prompt: Prompt,
@@ -231,7 +231,7 @@ impl LayerPlan {
         if prompts.is_empty() {
             return Ok(());
         }
-        // A sequence is cut where a page ends, or where a split of fixed length does.
+        // A sequence is cut at the end of a page, or of a split of fixed length.
         let (unit, split) = match policy {
             SplitPolicy::FixedTokens(n) => (n, n),
             SplitPolicy::Auto | SplitPolicy::OneSplit => (spec.kv.page_size, u32::MAX),
@@ -265,7 +265,7 @@ impl LayerPlan {
         }
         let all: Vec<_> = prompts.iter().map(|prompt| (prompt.q_begin, prompt.q_len)).collect();
         self.chunks = chunks.iter().map(|pieces| self.chunk(pieces, split, &all)).collect();
-        // Each merge turns the state, and the last one has to leave it in the output.
+        // Each merge changes between Out and Other, and the last has to write Out.
         let mut state = if self.num_merges.is_multiple_of(2) { Target::Out } else { Target::Other };
         for round in self.chunks.iter_mut().flat_map(|chunk| &mut chunk.rounds) {
             round.state = state;

@@ -22,18 +22,18 @@ pub struct Steps<D: Composes> {
     decoded: Vec<Step<HeadProject, D>>,
     chunks: Vec<ChunkStep<D>>,
     prefixes: Option<PrefixesStep<D>>,
-    /// What was recorded before serves as long as these are what they were: runs of decoded tokens, and whether they attend prefixes;
-    /// rounds of each chunk, and whether each is merged; and the capacity of every step.
+    /// Recorded commands stay valid while these are unchanged: the number of runs of decoded tokens, and whether they attend prefixes;
+    /// the rounds of each chunk, and whether each is merged; the capacity of every step.
     shape: Vec<u64>,
     generation: u64,
 }
 
-/// Like the plan's chunk of the same index.
+/// The steps of one chunk of the plan.
 #[derive(Debug)]
 struct ChunkStep<D: Composes> {
     gather: Step<KvGather, D>,
     rows: Step<HeadProject, D>,
-    /// What a round's sequences attend that begin, and that go on.
+    /// Of each round: [`super::plan::Round::first`] and [`super::plan::Round::more`].
     rounds: Vec<[Step<MlaPrefill, D>; 2]>,
 }
 
@@ -294,7 +294,7 @@ impl<D: Composes> Step<MlaLayer, D> {
         self.raw.generation
     }
 
-    /// How the step is worked off.
+    /// How the step is executed.
     pub fn plan(&self) -> &LayerPlan {
         &self.raw.plan
     }

@@ -1,18 +1,18 @@
-//! What lies between the ops of a layer: `T` query tokens, `D` of them up to the last that is decoded, `S` rows of a chunk.
+//! Arrays between the ops of a layer: `T` query tokens, `D` of them up to the last that is decoded, `S` rows of a chunk.
 
 use super::{LayerCapacity, MlaLayer, Target};
 use crate::ops::Device;
 use crate::view::View;
 use crate::{Error, Result};
 
-/// Its arrays, on a device's buffers.
+/// The arrays, as buffers of a device.
 #[derive(Debug)]
 pub struct Workspace<B> {
     /// `S`.
     pub(super) num_rows: u32,
     /// i32 `[T]`: unread, as steps have positions of their own.
     pub(super) positions: B,
-    /// f32 `[T, H]`: of the output, of what takes turns with it, and of what is merged.
+    /// f32 `[T, H]`, of each [`Target`].
     lse: [B; 3],
     q_pe: B,
     ql_nope: B,
@@ -28,7 +28,8 @@ pub struct Workspace<B> {
 }
 
 impl<B> Workspace<B> {
-    /// For `num_sets` sets of what decodes attend: their own, and parts of the prefixes that they share; 0 without prefixes.
+    /// `num_sets`: sets of the decodes' partial results, one of their own tokens and one for each part of a shared prefix; 0 without
+    /// prefixes.
     ///
     /// # Errors
     /// [`Error::Limit`] and [`Error::OutOfMemory`].
@@ -50,7 +51,7 @@ impl<B> Workspace<B> {
         let row = |elems: u32| u64::from(elems) * bytes;
         let LayerCapacity { tokens, decode_tokens, .. } = *capacity;
         let set_rows = decode_tokens.saturating_mul(num_sets);
-        // No more than the pool has, if that is less.
+        // At most as many as the pool has tokens.
         let num_rows = u64::from(spec.workspace_rows()).min(spec.kv.num_slots()) as u32;
         let latent = heads * row(spec.shape.kv_lora_rank);
         let value = heads * row(spec.v_head_dim);
@@ -111,7 +112,7 @@ impl<B> Workspace<B> {
         View::dense(&self.v, self.spec.shape.num_heads, self.spec.v_head_dim)
     }
 
-    /// `[sets, D, H, V]` and its LSE: what decodes attend alone, and parts of the prefixes that they share.
+    /// `[sets, D, H, V]` and its LSE: partial results of the decodes' own tokens, then of each part of a shared prefix.
     pub(super) fn sets(&self) -> (View<&B>, View<&B>) {
         let heads = self.spec.shape.num_heads;
         (View::dense(&self.sets, heads, self.spec.v_head_dim), View::dense(&self.set_lse, heads, 1))

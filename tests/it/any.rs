@@ -1,4 +1,4 @@
-//! The backend that is chosen while the program runs: it computes what the chosen one does, and keeps their memory apart.
+//! [`AnyBackend`]: it computes what the chosen backend does, and refuses buffers of another.
 
 #[cfg(feature = "wgpu")]
 use mla_support::Outcome;
@@ -32,7 +32,7 @@ fn best_is_here_and_says_why() {
     assert_eq!(AnyBackend::from(Cpu::new()).why(), "the caller's choice");
 }
 
-/// A host may keep it where several threads find it, if it may keep each backend there.
+/// It is `Send` and `Sync` where every backend is.
 fn it_is_shared_between_threads() {
     fn shared<T: Send + Sync>() {}
     shared::<AnyBackend>();
@@ -42,7 +42,7 @@ fn it_is_shared_between_threads() {
     shared::<(Binding<MlaDecode, AnyBackend>, Binding<MlaLayer, AnyBackend>)>();
 }
 
-/// With a card CUDA is taken; without one, or without its driver, what else there is, and it says why.
+/// CUDA is taken where there is a card; without one, or without its driver, another backend, and `why` says so.
 #[cfg(feature = "cuda")]
 fn cuda_is_taken_where_there_is_a_card() {
     let make = Make { cache: Dtype::Bf16, query: Dtype::Bf16, ..Make::default() };
@@ -72,7 +72,7 @@ fn the_cpu_is_for_where_wgpu_finds_no_adapter() {
     }
 }
 
-/// Buffers of other backends, as far as they can be had without a card.
+/// Buffers of other backends, as far as they can be made without a card.
 fn foreign_buffers() -> Vec<any::Buffer> {
     Vec::from([
         #[cfg(feature = "wgpu")]

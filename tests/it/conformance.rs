@@ -1,6 +1,6 @@
 //! The conformance suite on each backend and each decode variant of it, a test a group: `conformance::wgpu::shared::decode::heads`.
 //!
-//! Groups that a decode variant changes nothing of run once a backend on wgpu, where kernels take seconds to compile, unless
+//! On wgpu, where kernels take seconds to compile, groups that do not depend on the decode variant run once, unless
 //! `MLA_CASES=product` asks for the product.
 
 use wgpu_mla::cpu::Cpu;
@@ -44,7 +44,7 @@ fn on_wgpu() -> Vec<Test> {
     if cases == Cases::Representative {
         tests.extend(of_backend("wgpu", gpu, &[None], cases, |_, group| !group.by_variant));
     }
-    // A part: the tests above take wgpu through every group.
+    // Only a part: the tests above run every group on wgpu.
     let some = |_: usize, group: &Group<_>| {
         ["varlen", "merges", "page_copies", "refuses_layers", "refuses_ops"].contains(&group.name)
     };
@@ -54,7 +54,7 @@ fn on_wgpu() -> Vec<Test> {
     tests
 }
 
-/// A card compiles nothing, so that all of it runs there, except what is asked to be left out of a run under a sanitizer.
+/// CUDA kernels are compiled already, so everything runs, except what is left out under a sanitizer.
 #[cfg(feature = "cuda")]
 fn on_cuda() -> Vec<Test> {
     use mla_support::cuda;

@@ -1,4 +1,4 @@
-//! Weaker devices, lost ones, limits, and a device that computes nothing; in [`layers`] what a layer must not be.
+//! Weaker devices, lost devices, limits, and a device that only validates; [`layers`] has wrong arguments of a layer.
 
 mod foreign;
 mod layers;
@@ -212,7 +212,7 @@ fn a_lost_device() -> Outcome {
     rig.mla.record_slice(&mut after, &step, &loaded.binding, 0).expect("recorded");
     rig.submit(before);
     rig.submit(after);
-    // The callback has been called by now.
+    // The callback was called before this.
     rig.gpu.device().poll(wgpu::PollType::Poll).ok();
     lost("buffer", rig.gpu.buffer(16).err());
     lost("run", rig.mla.run(&step, &loaded.binding).err());
@@ -254,7 +254,7 @@ fn small_ops_on_a_lost_device() -> Outcome {
     Ok(())
 }
 
-/// What no device holds is an error before anything is made of it.
+/// Sizes beyond any device are refused before anything is allocated.
 fn absurd_capacities() -> Outcome {
     let rig = Rig::shared()?;
     let all = |n| Capacity { items: n, queries: n, pages: n, merges: n, merge_partials: n, partials: n };

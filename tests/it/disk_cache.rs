@@ -1,4 +1,4 @@
-//! The pipeline cache on disk, on a real driver: kept, checked, and never in the way.
+//! The pipeline cache on disk, on a real driver: it is kept and checked, and a bad file never fails a call.
 use mla_support::{Ignored, Outcome, ignored_unless_required, logged};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ fn gpu() -> Result<Gpu, Ignored> {
     Ok(gpu_with(&adapter()?, wgpu::Features::PIPELINE_CACHE))
 }
 
-/// A directory that does not exist yet, and does not afterwards.
+/// A directory that does not exist yet, and is removed afterwards.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -127,7 +127,7 @@ fn payload_range(file: &[u8]) -> std::ops::Range<usize> {
     file.len() - len..file.len()
 }
 
-/// The checksum made right again after a test changed the file, so that only later checks can see it.
+/// Corrects the checksum after a test changed the file, so that only later checks find the change.
 fn reseal(file: &mut [u8]) {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for &byte in file[..24].iter().chain(&file[32..]) {
@@ -136,7 +136,7 @@ fn reseal(file: &mut [u8]) {
     file[24..32].copy_from_slice(&hash.to_le_bytes());
 }
 
-/// That a bad file is reported is part of what is tested.
+/// Whether a bad file was reported in the log.
 fn warnings_about(path: &Path) -> usize {
     logged::about(&format!("{path:?}"))
 }

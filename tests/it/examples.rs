@@ -1,4 +1,4 @@
-//! Runs the examples as a user does: arguments in, rows and a status out.
+//! Runs the examples as a user does: by arguments, output and exit status.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ fn example(name: &'static str) -> PathBuf {
             let mut cargo = Command::new(env!("CARGO"));
             cargo.args(["build", "--quiet", "--example", "decode", "--example", "batch", "--target-dir"]);
             cargo.arg(profile.parent().expect("target")).current_dir(env!("CARGO_MANIFEST_DIR"));
-            // The profile of the tests, so that what they are built from is not built again.
+            // The profile of the tests, so that dependencies are not built twice.
             cargo.args(["--profile", if profile.ends_with("release") { "release" } else { "test" }]);
             if cfg!(not(feature = "wgpu")) {
                 cargo.arg("--no-default-features");

@@ -1,6 +1,6 @@
 //! Each variant of `head_project` on the adapter that `Gpu::new` picks, forced by name, and ranges of tokens.
 //!
-//! The variant on matrices runs on a card, and on Mesa 26's software driver: `scripts/vendors.sh mesa26`.
+//! The variant `coop` runs on a card, and on Mesa 26's software driver: `scripts/vendors.sh mesa26`.
 
 use crate::harness::count;
 use mla_support::paint::POISON;

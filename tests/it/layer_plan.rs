@@ -1,4 +1,4 @@
-//! Property tests of the plan of a whole layer: it is run on sets of keys in place of numbers.
+//! Property tests of the plan of a whole layer: it is executed on sets of keys, not on numbers.
 
 use std::collections::BTreeSet;
 
@@ -75,7 +75,7 @@ impl Arrays {
 /// A key: `(sequence, position)`.
 type Keys = BTreeSet<(u32, u32)>;
 
-/// What each query token has attended, in each of the three places.
+/// The keys that each query token has attended, in each `Target`.
 struct State {
     out: Vec<Keys>,
     other: Vec<Keys>,
@@ -100,7 +100,7 @@ fn attended(rows: &[(u32, u32)], sequence: &PrefillSequence, i: u32) -> Keys {
 /// Runs the chunks of a plan on sets; panics where a key would be attended twice.
 fn run(plan: &LayerPlan, room: u32) -> Vec<Keys> {
     let tokens = plan.positions.len();
-    // What a merge does not expect to find shows in the end.
+    // An unexpected key is found by the comparison at the end.
     let wild: Keys = [(u32::MAX, 0)].into();
     let mut state =
         State { out: vec![wild.clone(); tokens], other: vec![wild; tokens], partial: vec![None; tokens] };

@@ -1,4 +1,4 @@
-//! All tests but the unit tests beside the code: one program, since each links wgpu, and since pipelines are compiled once for all.
+//! All integration tests in one program, since each links wgpu, and since it compiles each pipeline once.
 //!
 //! ```text
 //! cargo test --test it -- [FILTER]...      the tests whose names contain one of the filters; --list names all
@@ -43,7 +43,7 @@ mod wgpu_ops;
 
 use harness::tests;
 
-/// What gives the tests of a module.
+/// A function that gives the tests of a module.
 type Tests = fn() -> Vec<harness::Test>;
 
 fn main() -> std::process::ExitCode {

@@ -1,7 +1,7 @@
 //! Every decode variant x dims x cache dtype x query dtype x head count on wgpu, on small lengths, against the oracle.
 //!
-//! The conformance suite goes deep on a few shapes; this goes wide. What costs is the compile of each pipeline on a
-//! software device, so the head counts of one tile share it, and not every pair of dtypes is taken: see [`Session::takes`].
+//! The conformance suite tests a few shapes thoroughly, this test many shapes briefly. A software device spends its time compiling
+//! pipelines, so head counts with the same tile share one, and not every pair of dtypes is run: see [`Session::takes`].
 
 use crate::conformance::{WGPU_VARIANTS, ended};
 use crate::harness::Test;
@@ -27,7 +27,7 @@ pub fn tests() -> Vec<Test> {
     tests
 }
 
-/// What `scripts/check.sh` promises of the representatives: each variant meets every dims, and every dtype of a cache and of a query.
+/// `scripts/check.sh` relies on it: the representatives run each variant with every dims, and every dtype of cache and query.
 fn representatives_take_every_dims_and_dtype() {
     let cpu = Cpu::new();
     let all = 0..Dtype::ALL.len();

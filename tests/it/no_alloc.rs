@@ -1,5 +1,4 @@
-//! A steady decode loop allocates nothing on the host: plans and tables are made in memory that is there already, and no op
-//! makes any as it is recorded.
+//! A steady decode loop allocates nothing on the host: plans and tables reuse their memory, and recording an op allocates none.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -21,7 +20,7 @@ thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Counts what this thread asks for.
+/// Counts this thread's allocations.
 struct Counting;
 
 // SAFETY: every call is passed on to the system's allocator as it is.
@@ -84,7 +83,7 @@ fn a_hundred_steps_without_an_allocation() {
             let capacity = Capacity::of(&plan);
             write_tables(&mut words, &capacity, &plan, pages, &spec.kv).expect("tables");
         };
-        // The largest step makes the memory; the automatic policy may cut a shorter one finer.
+        // The largest step allocates; the automatic policy may cut a shorter one finer.
         (0..=100).for_each(&mut run);
         let before = ALLOCATIONS.get();
         (0..=100).for_each(&mut run);
@@ -103,7 +102,7 @@ fn runs_without_an_allocation<O: Op>(
 ) where
     Cpu: Kernel<O>,
 {
-    // One thread, so that all that it does is counted.
+    // One thread, so that every allocation is counted.
     let op = Cpu::with_threads(1).compile_with(op, options).expect("compiles");
     let mut step = op.step(O::Capacity::default()).expect("a step");
     op.prepare(&mut step, input).expect("prepared");

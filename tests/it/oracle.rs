@@ -44,7 +44,7 @@ fn decode_oracle(case: &DecodeCase) -> (Vec<f64>, Vec<f64>) {
     })
 }
 
-/// The file holds f64 results rounded to f32, so the tightest row of the table applies to every dtype.
+/// The file holds f64 results rounded to f32, so the tightest tolerance applies to every dtype.
 fn exact(latent: usize) -> Tolerance {
     Tolerance::decode(Dtype::F32, Dtype::F32, Dtype::F32, false, 1.0, latent)
 }

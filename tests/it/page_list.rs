@@ -65,7 +65,7 @@ fn page_lists_written_on_the_device() -> Outcome {
     Ok(())
 }
 
-/// Wild ids read some page of the pool, and nothing else.
+/// Page ids outside of the pool are clamped into it.
 fn wild_pages_of_a_device_list_stay_in_the_pool() -> Outcome {
     let shared = Rig::shared()?;
     let rig = device_lists(shared);
@@ -91,8 +91,7 @@ fn wild_pages_of_a_device_list_stay_in_the_pool() -> Outcome {
     Ok(())
 }
 
-/// The buffer that a host writes has the list in it and nothing else: with every byte of it overwritten, a new list alone
-/// makes the step whole again.
+/// The page list's buffer holds nothing else: after every byte of it was overwritten, a new list restores the step.
 fn the_buffer_of_a_device_list_holds_nothing_else() -> Outcome {
     let shared = Rig::shared()?;
     let rig = device_lists(shared);

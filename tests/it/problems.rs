@@ -1,4 +1,4 @@
-//! The test problems are what they claim: distinct answers, finite results, poison where nobody may look.
+//! The test problems themselves: distinct answers, finite results, and poison in everything unused.
 
 use mla_support::paint::{Data, Make, sequences};
 use wgpu_mla::Dtype;

@@ -1,4 +1,4 @@
-//! Recording on wgpu: what a step holds and when, slices, the host's pass.
+//! Recording on wgpu: when a step's contents change, slices, the host's pass.
 
 use mla_support::Outcome;
 use mla_support::paint::POISON;
@@ -84,7 +84,7 @@ fn a_later_prepare_stays_out_of_what_was_recorded() -> Outcome {
     Ok(())
 }
 
-/// A plan's fields are public: what a kernel would follow out of its buffers is refused.
+/// A plan's fields are public: indices that would lead a kernel out of its buffers are refused.
 fn a_changed_plan_is_refused() -> Outcome {
     let rig = Rig::shared()?;
     let good = rig.load(small(&[(37, 1), (90, 2)]));
@@ -135,7 +135,7 @@ fn growth_leaves_recorded_commands_alone() -> Outcome {
     Ok(())
 }
 
-/// A refused plan leaves what is on the device: commands that were recorded before run, new ones wait for another prepare.
+/// A refused plan changes nothing on the device: commands recorded before it run, new ones need another prepare.
 fn a_refused_plan_changes_nothing() -> Outcome {
     let rig = Rig::shared()?;
     let good = rig.load(small(&[(37, 1), (90, 2)]));
@@ -202,7 +202,7 @@ fn slices_give_the_bits_of_the_whole() -> Outcome {
     Ok(())
 }
 
-/// Budgets that make no sense still cut something that runs.
+/// Absurd budgets still give slices that run.
 fn odd_budgets_make_slices_that_run() -> Outcome {
     let rig = Rig::shared()?;
     let loaded = rig.load(small(&[(90, 2)]));
@@ -396,8 +396,8 @@ fn steps_of_a_range_serve_every_op_of_their_device() -> Outcome {
     Ok(())
 }
 
-/// A step with room for many rows merges them with workgroups of another shape. Counts of partial results around those at which
-/// either goes on differently: 1, fewer than 16 and more, and more than a workgroup holds at a time.
+/// A step with room for many rows merges with the other shape of workgroups. Counts of partial results where either shape takes
+/// another path: 1, fewer than 16 and more, and more than a workgroup holds at a time.
 fn the_room_for_merges_changes_no_bit() -> Outcome {
     let rig = Rig::shared()?;
     let policy = SplitPolicy::FixedTokens(1);

@@ -1,4 +1,4 @@
-//! The tables of a step: the same words whatever form the pages came in, and nothing wild among them.
+//! The tables of a step: the same words for every form of page table, and no page outside of the pool.
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -44,7 +44,7 @@ fn section<T: bytemuck::Pod>(words: &[u32], at: u32, count: usize) -> Vec<T> {
     bytemuck::cast_slice(&words[at as usize..][..count * size_of::<T>() / 4]).to_vec()
 }
 
-/// The same draws in every run; another seed or more cases is a matter of editing this.
+/// A fixed seed: the same draws in every run.
 fn config() -> ProptestConfig {
     ProptestConfig {
         cases: 256,
@@ -158,7 +158,7 @@ fn a_table_of_another_size_is_refused() {
     let lost_row = PageTable::Csr { kv_indptr: &[0, 2], kv_indices: &[0; 2] };
     let error = tables(&plan, lost_row, &spec).unwrap_err();
     assert!(matches!(error, Error::Length { what: "kv_indptr", got: 2, want: 3, .. }), "{error}");
-    // A short row, a row past the indices, rows that go down, and a negative place.
+    // A short row, a row past the indices, rows that go down, and a negative offset.
     for kv_indptr in [[0, 2, 4], [0, 2, 6], [0, 2, 1], [0, 2, i32::MAX], [-1, 2, 5]] {
         let pages = PageTable::Csr { kv_indptr: &kv_indptr, kv_indices: &[0; 5] };
         let error = tables(&plan, pages, &spec).unwrap_err();

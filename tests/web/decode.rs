@@ -80,7 +80,7 @@ async fn run(
         q_scale: problem.q_scale,
     };
 
-    // All that the browser has against the step, the binding and the commands.
+    // The browser's errors about the step, the binding and the commands.
     let record = || {
         let mut step = mla.step(Capacity::default())?;
         mla.prepare(&mut step, (&plan, dense_table(problem)))?;
@@ -173,7 +173,7 @@ async fn shared_prefix() {
     check(&Make { sequences, prefix: 64, ..Make::default() }, &[SPLITS]).await;
 }
 
-/// A problem's expected results, each of which a run must be able to miss.
+/// A problem's expected results.
 pub async fn run_expecting(problem: &Problem, out: &[f64], lse: &[f64]) -> Result<(), String> {
     let gpu = gpu().await;
     run(&gpu, problem, None, &How::default(), out, lse).await

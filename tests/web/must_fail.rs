@@ -1,5 +1,5 @@
-//! Tests that must fail, left out of an ordinary run: `scripts/web.sh` runs them alone and wants a failure of each, so
-//! that a run that is well means something.
+//! Tests that must fail, left out of an ordinary run: `scripts/web.sh` runs them by themselves and requires that each fails,
+//! which shows that the other tests can fail too.
 
 use wasm_bindgen_test::wasm_bindgen_test;
 use wgpu_mla::Dtype;
@@ -21,7 +21,7 @@ async fn a_wrong_result() {
     run_expecting(&problem, &out, &lse).await.expect("deliberate: a wrong result");
 }
 
-/// A shader that naga would take and a browser must not: subgroups without `enable subgroups;`.
+/// A shader that naga accepts and a browser must refuse: subgroups without `enable subgroups;`.
 #[wasm_bindgen_test]
 #[ignore = "it must fail"]
 async fn a_wrong_shader() {

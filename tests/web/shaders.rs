@@ -29,7 +29,7 @@ fn all_dims() -> impl Iterator<Item = (u32, u32)> + Clone {
     SUPPORTED_DIMS.iter().map(|&(latent, rope, _)| (latent, rope))
 }
 
-/// Makes something, and panics with what the browser has against it.
+/// Runs `make`, and panics with the browser's error.
 async fn make<T>(gpu: &Gpu, what: &str, make: impl FnOnce() -> Result<T>) {
     if let Err(error) = checked(gpu.device(), "a pipeline", make).await {
         panic!("{what}: {error}");

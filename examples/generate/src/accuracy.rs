@@ -1,4 +1,4 @@
-//! What a dtype of the cache costs: perplexity, accuracy and logits of each dtype on each backend, beside those of an f32 cache on the CPU.
+//! The accuracy of each cache dtype: perplexity, accuracy and logits on each backend, compared with an f32 cache on the CPU.
 
 use std::fmt::Write;
 
@@ -24,7 +24,7 @@ pub struct AccuracyRow {
     /// The device, its driver and the variant of the decode.
     pub device: String,
     pub dtype: Dtype,
-    /// What an e4m3 cache was scaled by, for a person.
+    /// The e4m3 cache's scales, as text.
     pub k_scale: Option<&'static str>,
     pub score: Score,
     /// Positions where the likeliest token is the reference's.
@@ -167,7 +167,7 @@ impl Accuracy {
     }
 }
 
-/// With its sign, and none of its own for 0.
+/// With its sign; 0 has none.
 fn signed(x: f64) -> String {
     if x.abs() < 5e-4 { "0".into() } else { format!("{x:+.3}") }
 }

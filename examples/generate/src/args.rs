@@ -28,7 +28,7 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
 
 const ACCURACY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/accuracy.md");
 
-/// As the text is that the checkpoint in the repo was trained on.
+/// In the style of the text that the checkpoint in the repo was trained on.
 const SCENE: &str = "\
 First Citizen:
 Good morrow, neighbour. Have you heard the news?
@@ -77,7 +77,7 @@ impl Default for Args {
 }
 
 impl Args {
-    /// `None` where help is wanted.
+    /// `None` for `--help`.
     pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Option<Self>> {
         let text =
             |word: OsString| word.into_string().map_err(|word| wrong(format!("{word:?}: must be UTF-8")));

@@ -1,4 +1,4 @@
-//! The seam between a model and what attends.
+//! The interface between a model and its attention.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use wgpu_mla::SeqId;
 
 use crate::{Pages, Result};
 
-/// What a layer's projections made of the tokens of a step, row by row.
+/// The output of a layer's projections for a step's tokens, row by row.
 pub struct Rows {
     /// Queries `[T, H, P + R]`, the rotary part last and not yet rotated.
     pub q: Vec<f32>,
@@ -21,7 +21,7 @@ pub trait Attention {
     /// For a person: the adapter, and how it attends.
     fn describe(&self) -> String;
 
-    /// Who has which pages.
+    /// The pages of each sequence.
     fn pages(&self) -> &Pages;
 
     /// To add, fork and free sequences between steps.
@@ -40,7 +40,7 @@ pub trait Attention {
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>>;
 }
 
-/// An attention that knows how long it took.
+/// An attention that measures its time.
 pub struct Timed<'a> {
     inner: &'a mut dyn Attention,
     spent: Duration,
@@ -51,7 +51,7 @@ impl<'a> Timed<'a> {
         Self { inner, spent: Duration::ZERO }
     }
 
-    /// Since it was last asked.
+    /// The time spent since the last call.
     pub fn take(&mut self) -> Duration {
         std::mem::take(&mut self.spent)
     }

@@ -5,10 +5,10 @@ use wgpu_mla::any::AnyBackend;
 
 use crate::{Error, Result};
 
-/// A wish.
+/// The choice of a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Where {
-    /// The best that is here.
+    /// The best one here.
     #[default]
     Auto,
     Cuda,

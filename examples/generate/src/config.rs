@@ -9,7 +9,7 @@ use crate::defaults::{Defaults, V2, V3};
 use crate::fields::Fields;
 use crate::{Error, Result, RopeConfig, files};
 
-/// What a model is made of.
+/// A model's dims and options.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub vocab_size: usize,

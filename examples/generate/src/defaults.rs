@@ -1,4 +1,4 @@
-//! What transformers takes for fields that config.json lacks.
+//! transformers' defaults for fields that config.json lacks.
 
 /// Defaults that differ between model types.
 pub struct Defaults {

@@ -1,4 +1,4 @@
-//! How well a model foretells a text.
+//! How well a model predicts a text.
 
 use crate::attention::Attention;
 use crate::sample::likeliest;
@@ -7,9 +7,9 @@ use crate::{Error, Model, Result};
 /// Sums over windows of a text, each begun with an empty cache.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Score {
-    /// Natural logarithm of what each token was thought to be worth, negated and summed, a window.
+    /// Of each window, the sum of its tokens' losses: negated natural logarithms of their probabilities.
     pub loss: Vec<f64>,
-    /// Tokens that were thought the likeliest, a window.
+    /// Of each window, the tokens that were the likeliest.
     pub right: Vec<usize>,
     /// Tokens in a window.
     pub window: usize,
@@ -21,7 +21,7 @@ impl Score {
         (self.loss.iter().sum::<f64>() / self.tokens()).exp()
     }
 
-    /// The part of the tokens that were thought the likeliest.
+    /// The share of tokens that were the likeliest.
     pub fn accuracy(&self) -> f64 {
         self.right.iter().sum::<usize>() as f64 / self.tokens()
     }
@@ -106,7 +106,7 @@ pub(crate) fn each_position(
     attention.pages_mut().free(sequence)
 }
 
-/// The natural logarithm of how little a token was expected.
+/// A token's loss: the negated natural logarithm of its probability.
 pub(crate) fn surprise(logits: &[f32], target: usize) -> f64 {
     let max = f64::from(logits[likeliest(logits)]);
     let sum: f64 = logits.iter().map(|&x| (f64::from(x) - max).exp()).sum();

@@ -1,4 +1,4 @@
-//! Mixture of experts: the router, as transformers' DeepseekV2 and DeepseekV3 have it, and what the chosen experts add up to.
+//! Mixture of experts: the router, as in transformers' DeepseekV2 and DeepseekV3, and the weighted sum of the chosen experts.
 
 use candle_core::{Device, Tensor};
 
@@ -107,7 +107,7 @@ fn softmax(logits: &[f32]) -> Vec<f32> {
     weights.into_iter().map(|weight| weight / sum).collect()
 }
 
-/// Where the `count` largest are; of equal ones the first.
+/// Indices of the `count` largest; of equal ones the first.
 fn largest(xs: &[f32], count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..xs.len()).collect();
     order.sort_by(|&a, &b| xs[b].total_cmp(&xs[a]));

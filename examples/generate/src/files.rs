@@ -1,5 +1,5 @@
-//! The files of a checkpoint: regular ones, in its directory. A checkpoint may come from anywhere, so its index names no file outside of
-//! it, and a pipe or a device is not opened, which would wait for ever.
+//! The files of a checkpoint. A checkpoint may come from anywhere, so its index may only name files in its directory, and only regular
+//! files are opened: a pipe would block.
 
 use std::io::ErrorKind;
 use std::path::Path;

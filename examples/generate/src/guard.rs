@@ -10,8 +10,8 @@ thread_local! {
 
 /// What `call` gives, or the message it panicked with.
 ///
-/// The message goes into an error, which is printed once. So the panic hook, which would print it first, says nothing of this thread
-/// meanwhile; other panics go to the hook that was there.
+/// The message becomes an error, which is printed once. So the panic hook is silent for this thread meanwhile; panics of other threads
+/// go to the previous hook.
 pub fn caught<T>(call: impl FnOnce() -> T) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -72,7 +72,7 @@ impl Mlp {
     }
 }
 
-/// What makes queries and latents of a layer's input, and what takes the attention's output back.
+/// The projections to queries and latents, and `o_proj`.
 pub struct Projections {
     query: Query,
     kv_a: Linear,
@@ -123,7 +123,7 @@ impl Projections {
         })
     }
 
-    /// A layer's normed input `[T, hidden]` as the attention takes it.
+    /// The attention's input from a layer's normed input `[T, hidden]`.
     pub fn rows(&self, x: &Tensor) -> Result<Rows> {
         let q = match &self.query {
             Query::Direct(direct) => direct.of(x)?,
@@ -135,7 +135,7 @@ impl Projections {
         Ok(Rows { q: values(&q)?, kv_c: values(&kv_c)?, k_pe: values(&k_pe)? })
     }
 
-    /// The attention's output `[T, H, V]` as what the layer adds, `[T, hidden]`.
+    /// `o_proj` of the attention's output `[T, H, V]`: `[T, hidden]`.
     pub fn back(&self, attended: Vec<f32>, tokens: usize) -> Result<Tensor> {
         let inner = attended.len() / tokens.max(1);
         self.out.of(&Tensor::from_vec(attended, (tokens, inner), &candle_core::Device::Cpu)?)

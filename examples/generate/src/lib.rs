@@ -13,7 +13,7 @@
 //! # Ok(()) }
 //! ```
 //!
-//! The seam is [`attention::Attention`]: what is before it are projections, what is behind it is `o_proj`.
+//! [`attention::Attention`] is the interface between both: before it are the projections, after it `o_proj`.
 
 mod accuracy;
 mod arrays;

@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        // A reader that has seen enough, such as `head`.
+        // The reader closed the pipe, such as `head`.
         Err(Error::Output(error)) if error.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             tell(&format!("generate: {error}\n"));
@@ -42,8 +42,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// candle asks how many threads there are at every matrix product, and finds out by reading what the system says of each core, unless this
-/// variable has the number: 60 times a token, which on 16 cores took longer than the model.
+/// Without this variable candle queries the system's cores at every matrix product to count its threads: 60 times a token, which on 16
+/// cores took longer than the model.
 fn name_threads() {
     const THREADS: &str = "RAYON_NUM_THREADS";
     if std::env::var_os(THREADS).is_none() {
@@ -94,7 +94,7 @@ pub fn setup(args: &Args, checkpoint: &Checkpoint) -> Setup {
     }
 }
 
-/// One token for nothing: a backend compiles what it needs when it first runs.
+/// Runs one token before timing, since a backend compiles its kernels at its first run.
 fn warm_up(checkpoint: &Checkpoint, attention: &mut dyn Attention) -> Result<()> {
     let sequence = attention.pages_mut().add();
     attention.begin(&[(sequence, 1)])?;

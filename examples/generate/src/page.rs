@@ -1,4 +1,4 @@
-//! `--accuracy`: tables of what each dtype of the cache costs, as a page.
+//! `--accuracy`: tables of each cache dtype's accuracy, as a page.
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -20,7 +20,7 @@ pub fn accuracy(args: &Args) -> Result<()> {
     let checkpoint = Checkpoint::open(&args.dir)?;
     let to = args.accuracy.as_deref().filter(|file| *file != Path::new("-"));
     if let Some(file) = to {
-        // Before the minutes that it takes; what is there stays until then.
+        // Checked before the run, which takes minutes. An existing file stays until its end.
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(file);
         opened.map_err(|error| Error::file(file, error))?;
     }

@@ -33,7 +33,7 @@ struct Paged<D: Backend> {
 impl<D: Backend> Paged<D> {
     fn new(device: &D, model: &Model, setup: &Setup) -> Result<Self> {
         let (spec, max_tokens) = (setup.spec(model), setup.max_tokens());
-        // A prompt's last piece may be one token: that is decoded, wherever it stands in a batch.
+        // A prompt's last piece may be one token, which is decoded, anywhere in a batch.
         let capacity =
             LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, ..LayerCapacity::default() };
         let variant = if setup.exact { exact_variant(device, &spec) } else { None };

@@ -1,4 +1,4 @@
-//! Prompts into the cache: what several begin with is computed and stored once.
+//! Prefills prompts. A prefix that several share is computed and stored once.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use crate::{Model, Result};
 /// A prompt in the cache.
 pub struct Prefilled {
     pub id: SeqId,
-    /// Those that follow its last token.
+    /// The logits that follow its last token.
     pub logits: Vec<f32>,
 }
 
@@ -44,7 +44,7 @@ pub fn prefill(
     Ok((prefilled, computed))
 }
 
-/// Prompts without those that came before, and which of them each is.
+/// The distinct prompts, and which of them each prompt is.
 fn different(prompts: &[Vec<u32>]) -> (Vec<&[u32]>, Vec<usize>) {
     let (mut different, mut known) = (Vec::new(), HashMap::new());
     let mut index_of = |prompt| {
@@ -57,7 +57,7 @@ fn different(prompts: &[Vec<u32>]) -> (Vec<&[u32]>, Vec<usize>) {
     (different, same_as)
 }
 
-/// Prompts that differ, on their way into the cache.
+/// Distinct prompts that are being prefilled.
 struct Prompts<'a>(Vec<Prompt<'a>>);
 
 struct Prompt<'a> {
@@ -83,7 +83,7 @@ struct Step {
 
 impl<'a> Prompts<'a> {
     fn new(prompts: Vec<&'a [u32]>, page_size: usize) -> Self {
-        // Whole pages, which nobody will write to; and the last token is computed, for its logits.
+        // Only whole pages are shared, so that no page is copied; and the last token is computed, for its logits.
         let shared = |a: &[u32], b: &[u32]| {
             let common = a.iter().zip(b).take_while(|(a, b)| a == b).count().min(b.len().saturating_sub(1));
             common / page_size * page_size
@@ -125,7 +125,7 @@ impl<'a> Prompts<'a> {
         Ok(if step.tokens.is_empty() { None } else { Some(step) })
     }
 
-    /// Those that share with nobody, and those whose shared part is in the cache.
+    /// Prompts without a shared prefix, and those whose shared prefix is in the cache.
     fn begin_sequences(&mut self, attention: &mut dyn Attention) -> Result<()> {
         for index in 0..self.0.len() {
             if self.0[index].id.is_some() {

@@ -1,4 +1,4 @@
-//! Text on its way to a terminal: at once where there is one sequence, line by line where there are several.
+//! Prints text: at once for one sequence, line by line for several.
 
 use std::io::{Write, stderr, stdout};
 
@@ -45,7 +45,7 @@ pub fn say(text: &str) -> Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::Output)
 }
 
-/// Writes to standard error, if anybody reads it: `eprintln!` panics where nobody does.
+/// Writes to standard error, and ignores errors: `eprintln!` panics where it is closed.
 pub fn tell(text: &str) {
     let _ = stderr().lock().write_all(text.as_bytes());
 }

@@ -1,4 +1,4 @@
-//! What to do about quantised weights, which are not served.
+//! Error messages for quantised weights, which are not served.
 
 /// The advice for weights that are not plain floats: by the `quant_method` of config.json's `quantization_config`, and by whether FP8 was
 /// found. Plain weights load whatever the method: DeepSeek's `fp8_cast_bf16.py` leaves `quantization_config` where it was.

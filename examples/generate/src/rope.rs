@@ -1,4 +1,4 @@
-//! The rotary part of a config: what it says becomes [`RopeFrequencies`].
+//! [`RopeFrequencies`] from the rotary fields of a config.
 
 use wgpu_mla::{RopeFrequencies, Yarn};
 

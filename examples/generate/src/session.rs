@@ -1,4 +1,4 @@
-//! A batch of prompts from its first token to its last: prefill in pieces, then all sequences a token at a time.
+//! Generates for a batch of prompts: prefill in pieces, then all sequences a token at a time.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use crate::attention::{Attention, Timed};
 use crate::prefill::{Prefilled, prefill};
 use crate::{Error, Model, Result, Sampler, Sampling};
 
-/// What is asked.
+/// The options of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     /// Tokens that each sequence gets at most.
@@ -16,7 +16,7 @@ pub struct Options {
     pub sampling: Sampling,
 }
 
-/// What came of it.
+/// The result of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Done {
     /// New tokens of each sequence.
@@ -29,7 +29,7 @@ pub struct Done {
 pub struct Stats {
     /// Tokens of all prompts.
     pub prompt_tokens: usize,
-    /// Those that were computed: what prompts begin with alike is computed once.
+    /// Those that were computed: a shared prefix is computed once.
     pub prefill_tokens: usize,
     pub prefill: Duration,
     /// The part of it that the attention took.
@@ -134,7 +134,7 @@ fn begin(
     Ok(prefilled.into_iter().enumerate().map(sequence).collect())
 }
 
-/// One more token for each of these.
+/// One more token for each sequence.
 fn decode(
     model: &Model,
     attention: &mut dyn Attention,

@@ -1,4 +1,4 @@
-//! What is asked of a cache and of who attends it.
+//! The options of a cache and its attention.
 
 use wgpu_mla::{Dtype, KvSpec, MlaLayer, RopeLayout};
 

@@ -34,8 +34,8 @@ impl Text {
         checked(|| self.0.decode(tokens, true))
     }
 
-    /// Text as its tokens come, one stream a sequence: each call gives what a token completes, which for a part of a character is
-    /// nothing.
+    /// Decodes a stream of tokens, one stream a sequence. Each call gives the text that a token completes: nothing for a part of a
+    /// character.
     pub fn stream(&self) -> impl FnMut(u32) -> Result<String> + '_ {
         let mut stream = self.0.decode_stream(true);
         move |token| Ok(checked(|| stream.step(token))?.unwrap_or_default())

@@ -1,4 +1,4 @@
-//! The program as a person meets it: what it prints, and what it says to wrong words.
+//! The command line: what it prints, and its errors for wrong arguments.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Batches are the sequences that they are made of, and a bad prompt is an error that names the cure.
+//! A batch gives what its sequences give by themselves, and a bad prompt is an error that names the cure.
 
 mod common;
 

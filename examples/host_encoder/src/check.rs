@@ -45,20 +45,20 @@ impl Check {
                     let (query, cache) = inputs.split_at(ends[0] as usize);
                     compare(query, cache, out, &seq_lens, &table)
                 });
-                // Nobody listens any more once the window was closed.
+                // The receiver is gone once the window was closed.
                 let _ = sender.send(verdict);
             });
         });
         Ok(Self { receiver, verdict: None })
     }
 
-    /// The verdict, if it is there.
+    /// The result, if it has arrived.
     pub fn poll(&mut self) -> Option<&Verdict> {
         self.verdict = self.verdict.take().or_else(|| self.receiver.try_recv().ok());
         self.verdict.as_ref()
     }
 
-    /// The verdict. Waits: for the end of a program, not for a frame.
+    /// The result. Waits, so it is for the end of a program, not for a frame.
     pub fn wait(mut self, device: &wgpu::Device) -> Verdict {
         if self.poll().is_none() {
             device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| error.to_string())?;

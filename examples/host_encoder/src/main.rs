@@ -1,4 +1,4 @@
-//! A window that shares everything with wgpu-mla: one device, one encoder and one submit a frame.
+//! A window that shares one device, one encoder and one submit a frame with wgpu-mla.
 //!
 //! The device is made from egui's needs and [`wgpu_mla::gpu::wanted`]. egui hands its encoder to a paint callback
 //! ahead of its own render pass; `model.rs` records into it a pass of the host, a slice of a decode, and the

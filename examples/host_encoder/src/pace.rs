@@ -33,11 +33,11 @@ struct Clock {
 impl Pace {
     pub fn new(device: &wgpu::Device, queue: &wgpu::Queue) -> Self {
         let timestamps = device.features().contains(wgpu::Features::TIMESTAMP_QUERY);
-        // A guess for a slow device: better too many slices at first than a window that stands still.
+        // A guess for a slow device: too many slices at first are better than a window that freezes.
         Self { clock: timestamps.then(|| Clock::new(device, queue)), work: 2e3, milliseconds: 1.0 }
     }
 
-    /// What a slice may be.
+    /// The budget of a slice.
     pub fn budget(&self) -> SliceBudget {
         SliceBudget { milliseconds: SLICE_MS, work_per_millisecond: self.work / self.milliseconds }
     }

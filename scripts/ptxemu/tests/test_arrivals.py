@@ -1,4 +1,4 @@
-"""Barriers in shared memory: who waits sees what came before the arrivals, and what is wrong with them is found."""
+"""mbarriers: a lane that waits sees all writes before the arrivals, and wrong uses are found."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ WAIT = "$AGAIN: mbarrier.test_wait.parity.shared.b64 %p3, [%r5], 0; @!%p3 bra $A
 REUSE = "$LATER: mbarrier.test_wait.parity.shared.b64 %p4, [%r5+8], 0; @!%p4 bra $LATER;"
 COPY = "cp.async.ca.shared.global [%r2], [%rd2], 4;"
 ARRIVE = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r5];"
-# The second warp copies, the first waits for the copies and reads them. Then the first arrives, and the second reuses the place.
+# The second warp copies, the first waits for the copies and reads them. Then the first arrives, and the second reuses the memory.
 TEXT = f"""mov.u32 %r1, %tid.x; mov.u32 %r2, s; mov.u32 %r5, b; shl.b32 %r3, %r1, 2; add.u32 %r2, %r2, %r3;
     cvt.u64.u32 %rd2, %r3; add.u64 %rd2, %rd2, %rd1;
     setp.eq.u32 %p2, %r1, 0; @%p2 mbarrier.init.shared.b64 [%r5], 32;
@@ -38,7 +38,7 @@ def test_a_place_is_reused_only_after_a_wait():
 
 def test_copies_are_not_there_before_the_wait():
     expect_fault(lambda: run(TEXT.replace(WAIT, "")), "race")
-    # An arrival that does not wait for the copies: whoever reads finds poison.
+    # An arrival that does not wait for the copies: the reader finds poison.
     early = TEXT.replace(ARRIVE, "mbarrier.arrive.shared.b64 %rd3, [%r5];")
     assert (run(early)[:32] == 0xFFFFFFFF).all()
 

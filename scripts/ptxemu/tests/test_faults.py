@@ -1,4 +1,4 @@
-"""The interpreter finds what is wrong: barriers and waits that are missing, accesses out of bounds, races."""
+"""The interpreter finds missing barriers and waits, accesses out of bounds, and races."""
 
 import struct
 

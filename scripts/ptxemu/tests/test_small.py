@@ -1,4 +1,4 @@
-"""The interpreter computes what small.cu says."""
+"""The interpreter's results of the kernels in small.cu."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels in an interpreter, a unit a test: one runs again when an entry that it read has changed, or the interpreter."""
+"""The CUDA kernels in an interpreter. A unit is a test; it runs again when the interpreter, or an entry that it read, has changed."""
 
 import ast
 import platform
@@ -46,11 +46,11 @@ class Emulate(Part):
         """With the text of each entry that the test read."""
         from entries import part
 
-        texts = []
+        entries = []
         for item in traced:
             path, entry = item.split(":")
-            texts.append((item, part((ROOT / path).read_text(), entry)))
-        return digest([*inputs, *texts])
+            entries.append((item, part((ROOT / path).read_text(), entry)))
+        return digest([*inputs, *entries])
 
 
 def run(stale, full, log):

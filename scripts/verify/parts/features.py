@@ -14,7 +14,7 @@ COMMANDS = {
     "lints of the examples' packages": [*CLIPPY, "-p", "generate", "-p", "host_encoder", "--features", "generate/cuda", *DENY],
     "lints without features": [*CLIPPY, "--no-default-features", *DENY],
     "lints with cuda alone": [*CLIPPY, "--no-default-features", "--features", "cuda", *DENY],
-    # The examples that these tests would run are of other features.
+    # The examples that these tests run need other features.
     "tests without features": ["cargo", "test", "--locked", "--no-default-features", "--lib", "--test", "it", "--", "--skip", "examples::"],
 }
 

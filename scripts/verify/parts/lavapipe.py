@@ -1,5 +1,6 @@
-"""Each decode variant by each group of the conformance suite on this machine's adapter, a unit an op; scripts/check.sh takes
-representatives. The host's side of an op is its business too: here an op runs again when a kernel or its test has changed."""
+"""Each decode variant by each group of the conformance suite on this machine's adapter. scripts/check.sh runs representatives only.
+
+A unit is an op; it runs again when its kernels or tests have changed. Host code is tested by scripts/check.sh."""
 
 import re
 
@@ -8,7 +9,7 @@ from part import Part, Passed, locked, run as run_command, version_of
 from records import Failed, files
 
 VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
-# Kernels and files of tests of each op; what all tests are made of comes in addition.
+# Kernels and test files of each op; inputs of all tests are added.
 SUITE = "tests/support/src/suite"
 OPS = {
     "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
@@ -40,8 +41,8 @@ def units():
     return {op: [*own, *inputs(*of)] for op, of in OPS.items()}
 
 
-def texts(op, matrix):
-    """The texts that name an op's tests."""
+def filters(op, matrix):
+    """Filters that match an op's tests."""
     names = [f"conformance::wgpu::{variant}::{op}::" for variant in VARIANTS] + [f"conformance::any_wgpu::shared::{op}::"]
     return names + ["matrix::"] if matrix and op == "decode" else names
 
@@ -50,7 +51,7 @@ def run(stale, full, log):
     ok, failed = {}, set()
     # With wgpu's run-time checks of indices and loops, then as they are shipped.
     for checks in ({"MLA_CHECKED_SHADERS": "1"}, {}):
-        names = [text for op in stale for text in texts(op, bool(checks))]
+        names = [text for op in stale for text in filters(op, bool(checks))]
         command = ["cargo", "test", "--locked", "--features", "cuda", "--test", "it", "--", *names]
         _, said = run_command(log, *command, env=checks | {"MLA_CASES": "product"}, minutes=600 if full else 60)
         seen = set()
@@ -60,7 +61,7 @@ def run(stale, full, log):
             ok[op] = ok.get(op, 0) + (how == "ok")
             if how == "FAILED":
                 failed.add(op)
-        # A program that ended early says nothing of what it left.
+        # A test program that ended early does not report the tests that it left out.
         finished = re.search(r"^test result: ", said, re.M)
         failed |= set(stale) if not finished else set(stale) - seen
     return {op: Passed(ok[op]) for op in stale if op not in failed}

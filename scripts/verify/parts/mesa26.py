@@ -1,4 +1,4 @@
-"""The variants on cooperative matrices, run by Mesa 26's lavapipe, which offers 8x8: a unit an op."""
+"""The variants on cooperative matrices, run by Mesa 26's lavapipe, which has 8x8. A unit is an op."""
 
 import re
 

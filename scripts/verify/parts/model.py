@@ -1,4 +1,4 @@
-"""examples/generate: its tests with the model that it carries."""
+"""The tests of examples/generate, with the checkpoint in the repository."""
 
 from part import RUSTC, Part, Passed, must, tests_in, versions
 from records import files

@@ -1,4 +1,4 @@
-"""The committed PTX is what the pinned compiler gives, and three assemblers take it within its limits: a unit a .cu."""
+"""The committed PTX is the pinned compiler's, and three assemblers accept it within its limits. A unit is a .cu."""
 
 import re
 

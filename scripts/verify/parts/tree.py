@@ -8,7 +8,7 @@ from records import ROOT
 
 
 def tools():
-    """Its Mesa, if it is there."""
+    """The version of its Mesa, or None without the tree."""
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     status = Path(os.environ.get("MESA_TREE", target / "mesa-tree")) / "var/lib/dpkg/status"
     found = status.exists() and re.search(r"^Package: mesa-vulkan-drivers\n(?:.+\n)*?Version: (\S+)", status.read_text(), re.M)

@@ -1,4 +1,4 @@
-"""Every WGSL kernel through the compilers of other vendors' GPUs, a unit an op."""
+"""Every WGSL kernel through the compilers of other vendors' GPUs. A unit is an op."""
 
 import os
 import re
@@ -9,8 +9,8 @@ from part import Part, Passed, locked, must
 from records import ROOT, Failed, files
 from tree import tools
 
-# What names an op's pipelines in `examples/pipelines --list`.
-TEXTS = {op: f"any {op} " for op in kernels.RUST} | {
+# Filters that match an op's pipelines in `examples/pipelines --list`.
+FILTERS = {op: f"any {op} " for op in kernels.RUST} | {
     "decode_plain": " subgroup q_, shared q_",
     "decode_coop": " coop q_, coop_small q_",
     "mla_prefill": " mla_prefill ",
@@ -24,10 +24,10 @@ def units():
 
 
 def run(stale, full, log):
-    only = {"ONLY": ",".join(TEXTS[op] for op in stale)} if len(stale) < len(kernels.RUST) else {}
+    only = {"ONLY": ",".join(FILTERS[op] for op in stale)} if len(stale) < len(kernels.RUST) else {}
     must(log, "scripts/vendors.sh", *(["--full"] if full else []), "compile", "all", env=only, minutes=600 if full else 60)
     compiled = [name for path in LOGS.glob("*.out") for name in re.findall(r"^ *[\d.]+ ms  (.*)$", path.read_text(), re.M)]
-    passed = {op: Passed(sum(any(text in name for text in TEXTS[op].split(",")) for name in compiled)) for op in stale}
+    passed = {op: Passed(sum(any(text in name for text in FILTERS[op].split(",")) for name in compiled)) for op in stale}
     if not compiled:
         raise Failed("nothing was compiled")
     return passed

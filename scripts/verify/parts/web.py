@@ -1,4 +1,4 @@
-"""The crate in a browser: lints for wasm32, and the tests of tests/web, a unit a module."""
+"""The crate in a browser: lints for wasm32, and the tests of tests/web. A unit is a module."""
 
 import re
 
@@ -7,7 +7,7 @@ from part import RUSTC, Part, Passed, locked, run as run_command, version_of, ve
 from records import files
 
 SMALL = ["merge_state", "kv_append", "kv_copy_pages"]
-# What a module runs: kernels, and other files.
+# Kernels and other files that a module depends on.
 MODULES = {
     "case_files": (["decode_plain", *SMALL], ["tests/cases/*"]),
     "decode": (["decode_plain"], []),
@@ -34,9 +34,9 @@ def run(stale, _full, log):
             passed["lints"] = Passed(1)
     modules = [module for module in MODULES if module in stale]
     if modules:
-        # All of them share one page, and so its pipelines.
-        texts = [] if len(modules) == len(MODULES) else [f"{module}::" for module in modules]
-        status, said = run_command(log, "scripts/web.sh", *texts)
+        # All modules run in one page, which shares its pipelines.
+        filters = [] if len(modules) == len(MODULES) else [f"{module}::" for module in modules]
+        status, said = run_command(log, "scripts/web.sh", *filters)
         for module in modules if status == 0 else []:
             passed[module] = Passed(len(set(re.findall(rf"test ({module}::\w+) \.\.\. ok", said))))
     return passed

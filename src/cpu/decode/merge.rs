@@ -9,7 +9,7 @@ use crate::cpu::pool::Pool;
 /// Columns that are summed at a time, on the stack.
 const COLUMNS: usize = 512;
 
-/// Rows to a unit of work: one is too little to take a turn for.
+/// Rows of a unit of work: taking a unit from the pool costs more than merging one row.
 const ROWS: usize = 8;
 
 /// Merges every row of a call. `outs` is `[partials, L]`, `lses` `[partials]`, each half of one in base 2.
@@ -40,7 +40,7 @@ fn merge_row(call: &Call<'_>, token: usize, head: usize, partials: &[u32], outs:
     let mut one = parts.clone();
     let half_lse = match (one.next(), one.next()) {
         (None, _) => f32::NEG_INFINITY,
-        // Bit for bit: a row does not notice that its other splits were empty.
+        // Copied, so that splits without visible keys do not change a bit.
         (Some(partial), None) if lses[partial] != WEIGHTLESS => {
             out.copy_from_slice(part(partial));
             lses[partial]

@@ -93,7 +93,7 @@ impl Prepared {
     }
 }
 
-/// Words of the tables, if they can be counted at all: places in them are `u32`.
+/// Words of the tables; `None` where offsets in them would not fit a `u32`.
 fn table_words(capacity: &Capacity) -> Option<usize> {
     let Capacity { items, queries, pages, merges, merge_partials, .. } = *capacity;
     let sizes = [(items, 8), (queries, 2), (pages, 1), (merges, 3), (merge_partials, 1)];

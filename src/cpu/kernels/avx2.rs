@@ -1,5 +1,5 @@
 //! The kernels with AVX2, FMA and F16C. Every `unsafe` here has one reason: this module's private [`Avx`] is used
-//! only below functions with those target features, and [`super::attend::VARIANTS`] offers them only where
+//! only below functions with those target features, and [`super::VARIANTS`] offers them only where
 //! [`runs_here`] has seen the processor.
 
 use std::arch::x86_64::*;
@@ -14,7 +14,7 @@ pub(super) fn runs_here() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
 }
 
-/// [`kernel::attend`].
+/// [`super::attend::attend`].
 ///
 /// # Safety
 /// [`runs_here`].

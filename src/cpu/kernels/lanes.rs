@@ -1,7 +1,7 @@
 //! Eight floats at once: what a kernel needs of them, and the form in plain Rust.
 //!
 //! The kernels are written once over [`Lanes`]. Every function here and there is `inline(always)` and free of
-//! closures, so that a body takes on the instruction set of the function that it is called from.
+//! closures, so that it is compiled for its caller's instruction set.
 
 /// Floats in a [`Lanes`].
 pub(super) const LANES: usize = 8;
@@ -58,12 +58,12 @@ pub(super) fn exp2<V: Lanes>(x: V) -> V {
     V::splat(1.0).shift_exponent(shifted).mul(y).zero_below(x, V::splat(-125.0))
 }
 
-/// [`Lanes`] in plain Rust: the compiler makes what vectors the target has out of it.
+/// [`Lanes`] in plain Rust, which the compiler vectorises for the target.
 #[derive(Clone, Copy)]
 #[repr(align(32))]
 pub(super) struct Plain([f32; LANES]);
 
-/// Fused where that is one instruction: elsewhere it would be a call for each element.
+/// Fused where the target has the instruction: elsewhere `mul_add` is a library call for each element.
 #[inline(always)]
 fn fma(a: f32, b: f32, c: f32) -> f32 {
     if cfg!(any(target_arch = "aarch64", target_feature = "fma")) { a.mul_add(b, c) } else { a * b + c }

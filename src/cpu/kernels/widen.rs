@@ -33,8 +33,8 @@ pub(in crate::cpu) fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
 /// exponent biases, `hidden` the first bit above the mantissa.
 #[inline(always)]
 fn rebias(magnitude: u32, bias: u32, hidden: u32) -> f32 {
-    // A subnormal gets the exponent of the smallest normal and its hidden bit, which a subtraction takes away
-    // again: no f32 subnormal is ever computed with, as some processors are slow at that.
+    // A subnormal gets the exponent of the smallest normal and its hidden bit, which a subtraction removes. f32 subnormals
+    // are avoided because some processors are slow at them.
     let subnormal = magnitude < hidden;
     let bits = magnitude + (bias << 23) + if subnormal { 1 << 23 } else { 0 };
     let hidden_value = if subnormal { f32::from_bits((bias + 1) << 23) } else { 0.0 };

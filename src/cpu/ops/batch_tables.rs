@@ -104,7 +104,7 @@ fn cut(plan: &Plan, sequences: &Sequences, arrays: &Arrays<'_>) -> Plan {
     plan
 }
 
-/// A batch's arrays, locked: what is in them is anyone's.
+/// A batch's arrays, locked. Their contents are unchecked.
 struct Arrays<'a> {
     locked: Locked<'a, 3>,
     batch: usize,

@@ -17,9 +17,9 @@ const COLUMNS: usize = 16;
 const TOKENS: usize = 4;
 
 thread_local! {
-    /// A call's rows in f32, kept for the next: only a larger call makes memory.
+    /// A call's rows in f32. Kept for the next call, so that only a larger one allocates.
     static ROWS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-    /// The same of a unit's columns, and of one column.
+    /// Likewise a unit's columns, and one column.
     static BLOCK: Cell<Vec<[f32; COLUMNS]>> = const { Cell::new(Vec::new()) };
     static COLUMN: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
@@ -60,7 +60,7 @@ impl HostOp for HeadProject {
             let (head, first) = (unit / blocks, unit % blocks * COLUMNS);
             let weight = columns_of(self, args, locked.bytes(1), head, first);
             for token in (0..tokens).step_by(TOKENS) {
-                // The last token again where there are fewer.
+                // Past the end, the last token again.
                 let x: [&[f32]; TOKENS] = std::array::from_fn(|i| {
                     let row = (token + i).min(tokens - 1) * heads + head % heads;
                     &rows[row * k..][..k]

@@ -25,7 +25,7 @@ impl HostOp for KvGather {
         let (places, rows) =
             (Pages::of(&args.kv, self.kv.page_size, self.shape.row_elems()), Rows::of(&args.out));
         let dim = self.shape.row_elems() as usize;
-        // A byte has few values.
+        // Each of the 256 codes is converted once.
         let codes: [u32; 256] =
             std::array::from_fn(|code| bits_of(out, dequantised(code as u8, args.k_scale)));
         let from = locked.bytes(0);

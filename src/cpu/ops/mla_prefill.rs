@@ -109,7 +109,7 @@ impl Kernel<MlaPrefill> for Cpu {
         };
         self.pool.for_each(tiles.len() * spec.num_heads as usize, |thread, unit| {
             let mut scratch = threads.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
-            // Heads one after the other: their keys are most of what is read.
+            // One head after the other: their keys are most of what is read.
             call.attend(&mut scratch.tile(), &tiles[unit % tiles.len()], unit / tiles.len());
         });
         Ok(())
@@ -151,7 +151,7 @@ impl Call<'_> {
                 self.widen(K_PE, key, head, k_pe);
                 self.widen(V, key, head, v);
             }
-            // Neighbours that see as much of the block are attended together.
+            // Neighbouring rows with equally many visible keys are attended together.
             let seen = |r: usize| item.visible(r as u32).clamp(begin, end) - begin;
             let mut r = 0;
             while r < num_rows {

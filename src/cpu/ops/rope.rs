@@ -11,7 +11,7 @@ use crate::cpu::pool::Pool;
 use crate::ops::{Rope, RopeArgs, RopeLayout};
 use crate::view::check_tokens;
 
-/// Of a row: [`Rope::rope_dim`].
+/// The largest [`Rope::rope_dim`].
 const MAX_DIM: usize = 1024;
 
 impl HostOp for Rope {

@@ -12,7 +12,7 @@ use crate::ops::{
 use crate::view::View;
 
 thread_local! {
-    /// A call's rotated keys, kept for the next: only a larger call makes memory.
+    /// A call's rotated keys. Kept for the next call, so that only a larger one allocates.
     static KEYS: Cell<Option<Buffer>> = const { Cell::new(None) };
 }
 

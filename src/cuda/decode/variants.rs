@@ -21,34 +21,32 @@ macro_rules! variant {
     ($name:literal, $rows:literal, $body:expr) => {{
         const TILE: &Tile = &Tile { name: $name, rows: $rows, body: $body };
         let variant = Variant::new($name, |card, (spec, _)| TILE.kernel(card, spec)).costing(cost);
-        if TILE.on_matrices() { variant.rounding_weights() } else { variant }
+        if TILE.on_tensor_cores() { variant.rounding_weights() } else { variant }
     }};
 }
 
-/// In dispatch order: the cheapest of those on tensor cores that run, else the last, which runs everywhere.
+/// In dispatch order. The cheapest tensor-core variant that runs is taken, else the last, which runs everywhere.
 pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
-    variant!("wgmma_m64", 64, Body::Warpgroups { tokens: 32, swapped: false }),
-    variant!("wgmma_swap_ab_n32", 32, Body::Warpgroups { tokens: 8, swapped: true }),
-    variant!("wgmma_swap_ab_n16", 16, Body::Warpgroups { tokens: 8, swapped: true }),
-    variant!("mma_m64", 64, Body::Matrices),
-    variant!("mma_m32", 32, Body::Matrices),
-    variant!("mma_m64_small", 64, Body::Matrices),
-    variant!("mma_m32_small", 32, Body::Matrices),
-    variant!("mma_tma_m16", 16, Body::TensorCopies { tokens: 16, otherwise: "mma_m16" }),
-    variant!("mma_m16", 16, Body::Matrices),
-    variant!("mma_m16_small", 16, Body::Matrices),
+    variant!("wgmma_m64", 64, Body::Wgmma { tokens: 32, swapped: false }),
+    variant!("wgmma_swap_ab_n32", 32, Body::Wgmma { tokens: 8, swapped: true }),
+    variant!("wgmma_swap_ab_n16", 16, Body::Wgmma { tokens: 8, swapped: true }),
+    variant!("mma_m64", 64, Body::Mma),
+    variant!("mma_m32", 32, Body::Mma),
+    variant!("mma_m64_small", 64, Body::Mma),
+    variant!("mma_m32_small", 32, Body::Mma),
+    variant!("mma_tma_m16", 16, Body::MmaTma { tokens: 16, otherwise: "mma_m16" }),
+    variant!("mma_m16", 16, Body::Mma),
+    variant!("mma_m16_small", 16, Body::Mma),
     variant!("simple", 8, Body::Simple),
 ];
 
-/// Each tile reads the cache once more, which costs as much as about 16 rows of arithmetic. wgmma multiplies 64 rows in the time in which
-/// mma.sync does 36.
+/// In query rows of mma.sync arithmetic. Each tile reads the cache once, which costs about 16; wgmma multiplies 64 rows in the time of 36.
 fn cost(&(_, query_rows): &Request, kernel: &Kernel) -> u32 {
     let tile = kernel.tile;
-    if !tile.on_matrices() {
+    if !tile.on_tensor_cores() {
         return u32::MAX;
     }
-    let arithmetic =
-        if matches!(tile.body, Body::Warpgroups { swapped: false, .. }) { 36 } else { tile.rows };
+    let arithmetic = if matches!(tile.body, Body::Wgmma { swapped: false, .. }) { 36 } else { tile.rows };
     query_rows.div_ceil(tile.rows) * (arithmetic + 16)
 }
 
@@ -66,18 +64,19 @@ pub(super) struct Tile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body {
     /// mma.sync, and cp.async of 16 bytes.
-    Matrices,
-    /// mma.sync, and TMA boxes of `tokens` tokens; the variant `otherwise` has the same tiles, for a binding that TMA
-    /// cannot copy.
-    TensorCopies { tokens: u32, otherwise: &'static str },
-    /// wgmma, of compute capability 9.0 alone, and TMA boxes of `tokens` tokens where pages are a multiple of them, else cp.async.
-    /// `swapped`: operands are swapped (swap AB), query rows are wgmma's N.
-    Warpgroups { tokens: u32, swapped: bool },
+    Mma,
+    /// mma.sync, and TMA boxes of `tokens` tokens. The variant `otherwise` has the same tiles and serves bindings whose strides or
+    /// address TMA does not take.
+    MmaTma { tokens: u32, otherwise: &'static str },
+    /// wgmma (compute capability 9.0 only), and TMA boxes of `tokens` tokens where pages are a multiple of them, else cp.async.
+    /// `swapped`: swap AB, query rows are wgmma's N.
+    Wgmma { tokens: u32, swapped: bool },
     /// Without tensor cores.
     Simple,
 }
 
-/// The least shared memory of a card for [`Body::TensorCopies`]: with less, a block is alone on its multiprocessor and its copies' latency is exposed.
+/// Shared memory of a card below which [`Body::MmaTma`] is not used: only one block would fit a multiprocessor, and nothing would
+/// hide the latency of its copies.
 const TMA_SHARED_BYTES: u32 = 200 << 10;
 
 /// A compiled variant.
@@ -96,24 +95,22 @@ impl Tile {
         Ok(Kernel { tile: self, compiled: self.compiled(spec)? })
     }
 
-    /// What keeps it from running; `Ok` where nothing does.
+    /// Whether it runs.
     ///
     /// # Errors
-    /// A sentence that names what is missing.
+    /// What is missing.
     fn runs_on(&self, card: &Card, spec: &MlaDecode) -> Result<(), String> {
         let compiled = self.compiled(spec)?;
         match self.body {
-            Body::TensorCopies { .. } if !card.tma || card.shared_bytes < TMA_SHARED_BYTES => {
-                return Err("no tensor copies (TMA), or too little shared memory: H100 and B100 have both, with a driver of 525 or later".into());
+            Body::MmaTma { .. } if !card.tma || card.shared_bytes < TMA_SHARED_BYTES => {
+                return Err("no TMA (needs compute capability 9.0 or later, driver 525 or later), or less than 200 KiB of shared memory".into());
             }
-            Body::TensorCopies { tokens, .. } if !spec.kv.page_size.is_multiple_of(tokens) => {
+            Body::MmaTma { tokens, .. } if !spec.kv.page_size.is_multiple_of(tokens) => {
                 let page_size = spec.kv.page_size;
-                return Err(format!(
-                    "pages of {page_size} tokens: tensor copies take a multiple of {tokens}"
-                ));
+                return Err(format!("page_size {page_size}: TMA needs a multiple of {tokens}"));
             }
-            Body::Warpgroups { .. } if card.capability != 90 || !card.tma => {
-                return Err("no matrices of warpgroups (wgmma): H100 and H200 have them, with a driver of 525 or later".into());
+            Body::Wgmma { .. } if card.capability != 90 || !card.tma => {
+                return Err("no wgmma (needs compute capability 9.0, driver 525 or later)".into());
             }
             _ => {}
         }
@@ -121,21 +118,24 @@ impl Tile {
             let (need, has) = (compiled.shared_bytes, card.shared_bytes);
             return Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"));
         }
-        if self.on_matrices() && spec.kv.dtype.is_fp8() && card.capability < 89 {
-            return Err(format!("compute capability {} converts no FP8: 89 does", card.capability));
+        if self.on_tensor_cores() && spec.kv.dtype.is_fp8() && card.capability < 89 {
+            return Err(format!(
+                "compute capability {} does not convert FP8 (needs 89 or later)",
+                card.capability
+            ));
         }
         Ok(())
     }
 
-    /// Whether it is on tensor cores.
-    pub const fn on_matrices(&self) -> bool {
+    /// Whether it uses tensor cores.
+    pub const fn on_tensor_cores(&self) -> bool {
         !matches!(self.body, Body::Simple)
     }
 
     /// Its kernel for a spec.
     ///
     /// # Errors
-    /// A sentence about why there is none.
+    /// Why there is none.
     fn compiled(&self, spec: &MlaDecode) -> Result<Compiled, String> {
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
         let (dtype, has) = (spec.kv.dtype, |module: &str| ENTRIES.iter().any(|entry| entry.module == module));
@@ -144,14 +144,14 @@ impl Tile {
                 let entry = find("mla_decode_simple", &format!("mla_decode_{dtype}_{latent}_{rope}"));
                 return Ok(entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?.into());
             }
-            Body::Matrices => "",
-            Body::TensorCopies { .. } => "tma_",
-            Body::Warpgroups { swapped: false, .. } => "wgmma_",
-            Body::Warpgroups { swapped: true, .. } => "swap_",
+            Body::Mma => "",
+            Body::MmaTma { .. } => "tma_",
+            Body::Wgmma { swapped: false, .. } => "wgmma_",
+            Body::Wgmma { swapped: true, .. } => "swap_",
         };
         let module = format!("mla_decode_{body}{dtype}");
         if !has(&module) {
-            return Err(format!("no such kernel for tensor cores reads an {dtype} cache"));
+            return Err(format!("no kernel of this variant reads a cache of {dtype}"));
         }
         let parts = if splits_queries(spec) { "_split" } else { "" };
         let name = format!("mla_decode_{latent}_{rope}_{}{parts}", self.name);
@@ -170,7 +170,7 @@ impl From<&'static Entry> for Compiled {
     }
 }
 
-/// Whether the tensor cores' dtype does not hold a query, even scaled by a power of two.
+/// Whether a query is split into two parts, because the tensor cores' dtype cannot hold it even if scaled by a power of two.
 fn splits_queries(spec: &MlaDecode) -> bool {
     matches!((spec.kv.dtype, spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
 }
@@ -206,9 +206,14 @@ mod tests {
                     for query in Dtype::ALL {
                         let spec = spec((latent, rope), 16, cache, query);
                         let tile = chosen(&card, &spec, 16);
-                        let on_matrices =
+                        let on_tensor_cores =
                             cache != Dtype::F32 && (cache != Dtype::E4m3 || card.capability >= 89);
-                        assert_eq!(tile.on_matrices(), on_matrices, "{card:?} {spec:?}: {}", tile.name);
+                        assert_eq!(
+                            tile.on_tensor_cores(),
+                            on_tensor_cores,
+                            "{card:?} {spec:?}: {}",
+                            tile.name
+                        );
                     }
                 }
             }

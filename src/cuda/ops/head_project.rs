@@ -139,7 +139,7 @@ impl Kernel<HeadProject> for Cuda {
         if max_tokens == 0 {
             return Ok(());
         }
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
         // - the kernels cut the table's range to the binding's max_tokens, up to where `check_args` found `x` and `y`; tokens past the range
         //   read its last one, and are not stored;
         // - rows and quads of matrices are below k and n by `min`, and those that are stored by comparison; heads are below num_heads, as

@@ -167,7 +167,7 @@ impl Kernel<KvAppend> for Cuda {
         layer: &Layer,
     ) -> Result<()> {
         let Some(args) = layer.args.for_table(step) else { return Ok(()) };
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
         // - the kernel reads slots and rows of tokens below max_tokens, for which the table has room and whose last row's end
         //   `check_args` found inside, and takes those below the table's count;
         // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.

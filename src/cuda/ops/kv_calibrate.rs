@@ -103,8 +103,8 @@ impl Kernel<KvCalibrate> for Cuda {
         layer: &Layer,
     ) -> Result<()> {
         let Some(table) = step.ptr() else { return Ok(()) };
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds: the kernel reads rows of tokens below
-        // max_tokens, whose last row's end `check_args` found inside, and adds to 8 words of the counters, which it found there.
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds: the kernel reads rows of
+        // tokens below max_tokens, whose last row's end `check_args` found inside, and adds to 8 words of counters, likewise checked.
         let items = items(spec, layer.args.max_tokens)?;
         let args = CalibrateParams { table, ..layer.args };
         self.launch(

@@ -111,7 +111,7 @@ impl Kernel<KvCopyPages> for Cuda {
         layer: &Layer,
     ) -> Result<()> {
         let Some(table) = step.ptr() else { return Ok(()) };
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds: the kernel reads pairs below
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds: the kernel reads pairs below
         // max_copies, for which the table has room, and moves units below page_units of pages below num_pages, whose last one's end
         // `check_args` found inside.
         let args = CopyParams { table, max_copies: step.room(2), ..layer.args };

@@ -116,7 +116,7 @@ impl Kernel<KvGather> for Cuda {
         // A table may have room for more pieces than a grid has items; `prepare` refuses those.
         let max_pieces = step.room(3).min(max_pieces(spec));
         let Some(table) = step.ptr() else { return Ok(()) };
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
         // - the kernel reads triples below max_pieces, for which the table has room, and takes those below the table's count;
         // - it reads slots below num_slots only, of pages whose last one's end `check_args` found inside;
         // - it writes rows below max_rows only, whose last one's end `check_args` found inside.

@@ -117,7 +117,7 @@ impl Kernel<MergeStates> for Cuda {
         step: &TokenTable,
         layer: &Layer,
     ) -> Result<()> {
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds: the kernel takes tokens below the
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds: the kernel takes tokens below the
         // binding's max_tokens only, quotients and rests by head_quads and num_heads are heads and quads of the rows, and sets are below
         // max_sets by `min`; `check_args` found where the last set's rows end.
         let max_tokens = step.max_tokens().min(layer.args.max_tokens);

@@ -167,7 +167,7 @@ impl Kernel<MlaPrefill> for Cuda {
         let max_tiles = step.room(TILE_WORDS.into()).min(MAX_ITEMS / spec.num_heads);
         let is_empty = layer.args.max_tokens == 0 || layer.args.max_rows == 0;
         let Some(table) = step.ptr().filter(|_| !is_empty) else { return Ok(()) };
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
         // - the kernels read tiles below max_tiles, for which the table has room, and take those below the table's count; heads are the
         //   rest of a division by num_heads;
         // - query tokens that are read are below max_tokens and keys below max_keys by `min`, and where that is 0 no key is read; rows

@@ -135,7 +135,7 @@ impl Kernel<Rope> for Cuda {
         step: &TokenTable,
         layer: &Layer,
     ) -> Result<()> {
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
         // - the kernel takes tokens below the binding's max_tokens only, up to where `check_args` found rows and positions; `first + index`
         //   cannot wrap into them, as `TokenTable::upload` bounds their sum;
         // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`).

@@ -104,7 +104,7 @@ impl Kernel<RopeAppend> for Cuda {
         layer: &Layer,
     ) -> Result<()> {
         let Some(append) = layer.args.append.for_table(step) else { return Ok(()) };
-        // Every address is in its buffer, whichever pair is recorded and whatever the table holds:
+        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
         // - the kernel reads slots, positions and rows of tokens below max_tokens, for which the table has room, for its positions too,
         //   and up to whose last `check_args` found rows and positions, and takes those below the table's count;
         // - inside a row: part < head_units, units or latent_octs, by their shares of token_items;

@@ -41,32 +41,31 @@ impl SliceBudget {
 #[derive(Debug)]
 pub struct Tables {
     pub(super) capacity: Capacity,
-    /// Of each region; the slice is bound with a dynamic offset.
+    /// One for each region; the slice is bound with a dynamic offset.
     groups: Vec<wgpu::BindGroup>,
     ring: Ring,
     /// Bytes of a region of the tables' and of the page list's buffer.
     region_bytes: [u64; 2],
     /// Whether the host may write the page list itself.
     device_page_list: bool,
-    /// Whether a kernel of ours writes the tables too, which are then not what was uploaded.
+    /// Whether `batch_lists` writes the tables too, so that they may differ from what was uploaded.
     device_tables: bool,
     /// Counts calls of `prepare`.
     generation: u64,
     tables: wgpu::Buffer,
-    /// Nothing but the page list: a host that writes it may write all of it.
+    /// A buffer of its own, because the host may write it with `device_page_list`.
     pages: wgpu::Buffer,
     slices_buffer: wgpu::Buffer,
     slice_stride: u32,
     slices: Vec<Range<u32>>,
     budget: Option<SliceBudget>,
-    /// What the next upload would be.
+    /// Staging for the next upload.
     words: Vec<u32>,
     slice_words: Vec<u32>,
-    /// What the device has, a region.
+    /// What each region holds, so that only changes are uploaded.
     uploaded: Vec<Uploaded>,
 }
 
-/// What a region holds.
 #[derive(Debug, Clone, Default)]
 struct Uploaded {
     words: Vec<u32>,
@@ -108,7 +107,7 @@ impl Tables {
         // Aligned for any device.
         let region_bytes = [bytes.tables, bytes.pages].map(|bytes| bytes.next_multiple_of(256));
         let most = gpu.caps().max_buffer_bytes / region_bytes[0].max(region_bytes[1]);
-        // A page list that the host writes has one place; the largest lists leave no room for a second.
+        // A page list that the host writes has one region; so do the largest lists, as two would exceed a buffer.
         let regions = if pipes.device_page_list { 1 } else { most.clamp(1, REGIONS.into()) as u32 };
         let of = |bytes: u64, region: u64| if regions == 1 { bytes } else { region * u64::from(regions) };
         let tables = storage(gpu, "mla.tables", of(bytes.tables, region_bytes[0]))?;
@@ -175,7 +174,7 @@ impl Tables {
         Bytes::within_limits(gpu.caps(), spec, &capacity)?;
         // Checked in full before anything on the device changes.
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
-        // One whose page list the host writes is written in place.
+        // A step whose page list the host writes is rewritten in place.
         if capacity == self.capacity && (self.device_page_list || self.ring.turn()) {
             alive(gpu.device())?;
         } else {
@@ -210,7 +209,7 @@ impl Tables {
             });
         }
         // Words past `used` are left as they are, so that they need not be sent again when the batch grows back.
-        // A list that the device wrote is not known here.
+        // The host does not know what the device wrote into a page list.
         if uploaded.len() < used || matches!(pages, PageTable::Device) {
             uploaded.resize(used, 0);
         }
@@ -230,7 +229,7 @@ impl Tables {
         self.slices.clear();
         if let Some(budget) = self.budget {
             let most = (budget.milliseconds * budget.work_per_millisecond).max(1.0) as u64;
-            // Never more slices than there is room for.
+            // At most MAX_SLICES.
             let most = most.max(plan.work().div_ceil(MAX_SLICES as u64 / 2));
             let (mut begin, mut work) = (0, 0);
             for (item, at) in plan.items.iter().zip(0..) {
@@ -244,7 +243,7 @@ impl Tables {
         }
         let stride = self.slice_stride as usize / 4;
         self.slice_words.clear();
-        // Those of an earlier prepare that this one has not are emptied, where commands may have been recorded with them.
+        // Commands may have been recorded with more slices of an earlier prepare: those are emptied.
         let old = self.uploaded[self.ring.current() as usize].slices.len();
         self.slice_words.resize((stride * (self.slices.len() + 1)).max(old), 0);
         let whole = 0..header.num_items;

@@ -47,8 +47,8 @@ pub(crate) struct Coop {
     k_split: u32,
 }
 
-/// Tokens and columns of the tiles of `coop`. The first reads least in all, where its workgroups fill a card; the second
-/// where there are not; the last where neither divides the columns.
+/// Tokens and columns of the tiles of `coop`. The first reads the fewest bytes, and is used where its workgroups fill a card; the second
+/// where they do not; the last where neither divides the columns.
 const SHAPES: [[u32; 2]; 3] = [[64, 64], [32, 32], [64, 16]];
 /// The bindings of all variants.
 const PARAMS: &str = include_str!("../../../shaders/lib/project.wgsl");
@@ -78,7 +78,7 @@ impl Tile {
         }
     }
 
-    /// Its text.
+    /// Its WGSL.
     pub(crate) fn source(&self, caps: &Caps, spec: &HeadProject) -> Source {
         match self {
             Self::Plain { rows } => plain(*rows, spec),
@@ -322,7 +322,7 @@ fn direct(rows: u32, spec: &HeadProject) -> Source {
 
 /// A kernel that reads octs of x and weights as f32.
 fn summed_in_f32(
-    row: &str,
+    variant: &str,
     tile: u32,
     spec: &HeadProject,
     consts: &[(&'static str, u32)],
@@ -340,11 +340,11 @@ fn summed_in_f32(
         files.push(oct_file(spec.weight, false));
     }
     files.extend([include_str!("../../../shaders/lib/round.wgsl"), lib_out(spec.output), PARAMS, body]);
-    module(row, tile, spec, consts, &aliases, &files)
+    module(variant, tile, spec, consts, &aliases, &files)
 }
 
 fn module(
-    row: &str,
+    variant: &str,
     tile: u32,
     spec: &HeadProject,
     consts: &[(&'static str, u32)],
@@ -355,6 +355,6 @@ fn module(
         WeightOrder::Kn => "kn",
         WeightOrder::Nk => "nk",
     };
-    let variant = format!("{row}{tile}.{order}.x_{}.w_{}.y_{}", spec.input, spec.weight, spec.output);
-    unrolled("head_project", &variant, consts, aliases, files)
+    let name = format!("{variant}{tile}.{order}.x_{}.w_{}.y_{}", spec.input, spec.weight, spec.output);
+    unrolled("head_project", &name, consts, aliases, files)
 }

@@ -72,7 +72,7 @@ mod tests {
     fn the_inverses_stay_on_their_sides_of_a_rounded_product() {
         let rounding = (-23f64).exp2();
         for i in 1..1u32 << 16 {
-            // mantissas all over, the exponents of the fast way
+            // mantissas over the whole range, with exponents that take the fast path
             let bits = i.wrapping_mul(0x9E37_79B1);
             let k_scale = f32::from_bits((bits & 0x7F_FFFF) | ((27 + i % 200) << 23));
             if bits & 0x7F_FFFF == 0 {

@@ -28,7 +28,7 @@ pub struct Pipes {
 #[derive(Debug)]
 pub struct Tokens {
     buffer: wgpu::Buffer,
-    /// Of each region.
+    /// One for each region.
     groups: Vec<wgpu::BindGroup>,
     ring: Ring,
     count: u32,
@@ -77,20 +77,20 @@ impl Kernel<HeadProject> for Gpu {
         let step = layout(self, "mla.head_project.step", &[Access::Uniform])?;
         let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
         let layer = layout(self, "mla.head_project.layer", &entries)?;
-        // Every index is in bounds, for each step and binding, whichever pair is recorded:
+        // Every index is in bounds, for every pair of step and binding:
         // - tokens: `first` and `count` are cut to max_tokens in the shader, since `prepare` may have been called again since
-        //   `record`; rows past the last token read that one's, or nothing, and write nothing. `check_args` refuses rows that end past the buffer for
-        //   max_tokens tokens, and `Window::of` binds up to there;
+        //   `record`; rows past the last token read the last token's, or nothing, and write nothing. `check_args` refuses rows that
+        //   end past the buffer for max_tokens tokens, and `Window::of` binds up to there;
         // - head < num_heads: the grid's second dimension;
-        // - `plain` asks k < K and n < 8 * N_OCTS of what it stages and writes, and `direct` part < PARTS, which are all columns; in `coop` K is CHUNKS * CHUNK and N a multiple of
-        //   COLUMNS, whose groups are the grid's first dimension (`Coop::of`). `check_args` found the end of the last matrix
-        //   inside the buffer;
+        // - `plain` checks k < K and n < 8 * N_OCTS of what it stages and writes, and `direct` part < PARTS, which are all columns; in
+        //   `coop` K is CHUNKS * CHUNK and N a multiple of COLUMNS, whose groups are the grid's first dimension (`Coop::of`).
+        //   `check_args` found the end of the last matrix inside the buffer;
         // - no sum of offset and strides wraps: a window has less than 2^32 bytes, and a stride that is used is less than that;
         // - workgroup arrays: a thread of `coop` stages octs of row thread / ROW_LANES < TOKENS at i * ROW_LANES + thread % ROW_LANES
         //   < CHUNK_OCTS <= X_PITCH, and W's items are below CHUNK * COLUMN_OCTS; matrices lie in [TOKENS, CHUNK] and
         //   [CHUNK, COLUMNS], as their splits divide them, and sums in a share's [TOKENS, SUM_QUADS].
-        // Loops end: their bounds are constants, and what they count up by is at least 1. What a second attempt hangs on is the same for
-        // all invocations of a workgroup, which have read all subgroups' tops.
+        // Loops end: their bounds are constants, and their steps are at least 1. Whether there is a second attempt is uniform in a
+        // workgroup: every invocation has read the largest |weight| of all subgroups.
         let compile = |tile: Tile| {
             let pipeline = self.pipeline(&tile.source(self.caps(), spec), &[&step, &layer])?;
             Ok::<_, Error>((tile, pipeline))
@@ -129,7 +129,7 @@ impl Kernel<HeadProject> for Gpu {
         args: &HeadProjectArgs<&wgpu::Buffer>,
         max_tokens: u32,
     ) -> Result<Option<wgpu::BindGroup>> {
-        // The tile for many tokens has most; the other one is taken below it only.
+        // The limit of the tile for many tokens: the other tile is used for fewer only.
         let limit = u64::from(self.caps().max_workgroups) * u64::from(pipes.tiles[1].0.tokens());
         if u64::from(max_tokens) > limit {
             let cure = "project in several steps, and bind a part of the tokens for each";

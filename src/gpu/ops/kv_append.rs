@@ -12,7 +12,7 @@ use crate::ops::{Choice, Kernel, KvAppend, KvAppendArgs, OpOptions};
 use crate::view::View;
 use crate::{Error, Result};
 
-/// Tokens of which an invocation converts a quad each, so that enough loads are in flight: fastest on an H200.
+/// Tokens of which an invocation converts a quad each, so that enough loads are in flight. Fastest on an H200.
 const TOKENS_PER_LANE: u32 = 8;
 
 /// `AppendParams` of the shader.
@@ -39,13 +39,13 @@ impl Kernel<KvAppend> for Gpu {
     fn kernel_compile(&self, spec: &KvAppend, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
         let labels = ["mla.kv_append.step", "mla.kv_append.layer"];
         let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
-        // Every index is in bounds, for each table and binding, whichever pair is recorded:
+        // Every index is in bounds, for every pair of table and binding:
         // - the table holds its count and as many slots (`Table`; besides it only `batch_slots` writes slots, and leaves the
         //   count), and the shader reads slots below that count only;
         // - token < max_tokens, by a `min` in the shader: `prepare` may have been called again since `record`. `check_args` refuses
         //   rows that end past the buffer for max_tokens tokens, and `Window::of` binds up to there;
         // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;
-        // - slot < NUM_SLOTS is asked in the shader, so the page is one of the pool's, whose last `check_args` found inside the
+        // - slot < NUM_SLOTS is checked in the shader, so the page is one of the pool's, whose last `check_args` found inside the
         //   buffer (`KvView::check`).
         // All loops are unrolled.
         Ok((Pipe::new(self, labels, &entries, &source(spec))?, (), only(options)?))

@@ -38,8 +38,8 @@ impl Kernel<KvCalibrate> for Gpu {
     fn kernel_compile(&self, spec: &KvCalibrate, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
         let labels = ["mla.kv_calibrate.step", "mla.kv_calibrate.layer"];
         let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
-        // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table has two words (`Table`, which nobody else writes);
+        // Every index is in bounds, for every pair of table and binding:
+        // - the table has two words (`Table`, which nothing else writes);
         // - token < max_tokens, by both `min`s in the shader: `prepare` may have been called again since `record`. `check_args`
         //   refuses rows that end past the buffer for max_tokens tokens, and `Window::of` binds up to there;
         // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;

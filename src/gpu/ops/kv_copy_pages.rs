@@ -11,10 +11,10 @@ use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
 use crate::view::KvView;
 
-/// The same copy by units of both sizes, of which an alignment allows one.
+/// The same copy by units of 16 bytes and of a word.
 #[derive(Debug)]
 pub struct Pipes {
-    /// Where a page is a multiple of it.
+    /// `None` where a page is not a multiple of 16 bytes.
     wide: Option<Pipe>,
     words: Pipe,
 }
@@ -60,10 +60,10 @@ impl Kernel<KvCopyPages> for Gpu {
     fn kernel_compile(&self, spec: &KvCopyPages, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let labels = ["mla.kv_copy_pages.step", "mla.kv_copy_pages.layer"];
         let entries = [Access::Uniform, Access::Write];
-        // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds its count and as many pairs (`Table`, which nobody else writes), and the shader reads pairs
+        // Every index is in bounds, for every pair of table and binding:
+        // - the table holds its count and as many pairs (`Table`, which nothing else writes), and the shader reads pairs
         //   below that count only;
-        // - both pages < NUM_PAGES is asked in the shader, and `check_args` found the pool's last page inside the buffer
+        // - both pages < NUM_PAGES is checked in the shader, and `check_args` found the pool's last page inside the buffer
         //   (`KvView::check`); unit < PAGE_UNITS.
         // There is no loop.
         let compile = |unit| Pipe::new(self, labels, &entries, &source(spec, unit));

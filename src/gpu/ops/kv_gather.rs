@@ -36,12 +36,12 @@ impl Kernel<KvGather> for Gpu {
     fn kernel_compile(&self, spec: &KvGather, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
         let labels = ["mla.kv_gather.step", "mla.kv_gather.layer"];
         let entries = [Access::Uniform, Access::Read, Access::Write];
-        // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds its count and as many triples (`Table`, which nobody else writes), and the shader reads triples
+        // Every index is in bounds, for every pair of table and binding:
+        // - the table holds its count and as many triples (`Table`, which nothing else writes), and the shader reads triples
         //   below that count only: place < count * PAGE_SIZE, which `prepare` keeps below 2^32;
         // - slot < NUM_SLOTS, by a `min` in the shader, so the page is one of the pool's, whose last `check_args` found inside the
         //   buffer (`KvView::check`); a piece's tokens are of one page (`KvGather::pieces`);
-        // - row < max_rows is asked in the shader: `prepare` may have been called again since `record`. `check_args` refuses an
+        // - row < max_rows is checked in the shader: `prepare` may have been called again since `record`. `check_args` refuses an
         //   output that ends before max_rows rows, and `Window::of` binds up to there;
         // - quad < ROW_QUADS; the table of results has an entry a code, and as many as invocations.
         // All loops are unrolled.
@@ -60,7 +60,7 @@ impl Kernel<KvGather> for Gpu {
         batch: GatherBatch<'_>,
     ) -> Result<u32> {
         let all = spec.pieces(batch)?;
-        // The shader numbers its items in a `u32`.
+        // The shader counts items in a `u32`.
         let (places, row) = (u64::from(spec.kv.page_size), u64::from(spec.shape.row_elems()));
         let (need, limit) = (all.pieces.len() as u64, u64::from(u32::MAX) / (places * row));
         if need > limit {

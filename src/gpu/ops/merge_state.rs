@@ -10,15 +10,15 @@ use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
 use crate::view::View;
 use crate::{Dtype, Result};
 
-/// Rows that an invocation works on, and units of 16 bytes of each at most: for loads in flight, and so that what is done
-/// once a row is done for several units.
+/// Rows that an invocation works on, and at most so many 16-byte units of each: more loads are in flight, and the weights of a row
+/// are computed once for several units.
 const ROWS_PER_LANE: u32 = 1;
 const UNITS_PER_LANE: u32 = 1;
 
-/// The same merge by 16 bytes and by words, of which an alignment allows one.
+/// The same merge by 16-byte units and by words.
 #[derive(Debug)]
 pub struct Pipes {
-    /// Where a head is a multiple of 16 bytes.
+    /// `None` where a head is not a multiple of 16 bytes. Offsets and strides must be multiples too.
     units: Option<wgpu::ComputePipeline>,
     /// Any size, offset and stride.
     words: wgpu::ComputePipeline,
@@ -78,7 +78,7 @@ impl Kernel<MergeState> for Gpu {
         let layout = layout(self, "mla.merge_state", &[Uniform, Read, Read, Write, Read, Read, Write])?;
         // Every index is in bounds, for each binding that `bind` makes:
         // - both bodies address rows (token, head) with token < num_tokens and head < num_heads, the units body by a `min`
-        //   and by counting heads up to num_heads, the words body by asking each element for its row. `check_args` refuses views
+        //   and by counting heads up to num_heads, the words body by checking the row of each element. `check_args` refuses views
         //   whose last row ends past the buffer, and `Window::of` binds at least up to there;
         // - inside a row the units body adds unit + j * ROW_LANES < HEAD_UNITS, the words body d < HEAD_SIZE;
         // - the words body writes first_word + item, item < num_items: the words from the first row to the last;

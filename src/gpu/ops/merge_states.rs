@@ -63,8 +63,8 @@ impl Kernel<MergeStates> for Gpu {
     fn kernel_compile(&self, spec: &MergeStates, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         use Access::{Read, Uniform, Write};
         let labels = ["mla.merge_states.step", "mla.merge_states.layer"];
-        // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds three words (`prepare`, and nobody else writes it); tokens are below max_tokens and sets below max_sets by `min`
+        // Every index is in bounds, for every pair of table and binding:
+        // - the table holds three words (`prepare`, and nothing else writes it); tokens are below max_tokens and sets below max_sets by `min`
         //   in the shader, each at least 1 where there is a group, and what is written is so by comparison too; heads are the rest of a
         //   division by num_heads, which is at least 1 where there is a group. `check_args` refuses views and sets that end past their buffers
         //   for so many, and `Window::of` binds up to there;

@@ -23,7 +23,7 @@ pub struct Pipes {
     rows: u32,
     /// Elements that queries, keys and values are read by.
     unit: u64,
-    /// Bound where there is room for no key: a row of the longest of keys and values, which a kernel may ask for.
+    /// Bound where there is room for no key: one row as long as a key or a value, which a kernel may load.
     no_keys: wgpu::Buffer,
 }
 
@@ -89,13 +89,14 @@ impl Kernel<MlaPrefill> for Gpu {
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
         let read = if kernel.pins_loads { Access::Write } else { Access::Read };
         let entries = [Access::Uniform, read, read, read, read, read, Access::Write, Access::Write];
-        // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table holds its count and as many tiles (`Table`, which nobody else writes, at least 64 words); `tile_of` reads inside of it
-        //   whatever the number; a workgroup whose number is not below tiles times heads then leaves, and the others have read the tile
-        //   that their number divided by NUM_HEADS says, for the head that is left;
+        // Every index is in bounds, for every pair of table and binding:
+        // - the table holds its count and as many tiles (`Table`, which nothing else writes, at least 64 words); `tile_of` reads
+        //   inside of it for any workgroup number; a workgroup past tiles * heads then returns, and the others take tile
+        //   number / NUM_HEADS of head number % NUM_HEADS;
         // - query tokens, keys and rows of the output go through `token_of`, `key_of` and `output_row`, which are below `max_tokens`,
-        //   `max_keys` and `max_rows` whatever the table says, also for a tile without keys; where there is room for none, `no_keys` is
-        //   bound, one row with strides of 0. `check_args` refuses views that end past their buffers for so many, and `Window::of` binds up to there;
+        //   `max_keys` and `max_rows` whatever the table says, also for a tile without keys; where there is room for none, `no_keys`
+        //   is bound, one row with strides of 0. `check_args` refuses views that end past their buffers for so many, and
+        //   `Window::of` binds up to there;
         // - columns are below P, R and V by comparison with them, or by the loops' bounds, which are constants;
         // - places in workgroup memory are sums of constants, thread numbers and loop counters below what the array was sized for
         //   (`plain.rs`, `coop.rs`).
@@ -107,7 +108,7 @@ impl Kernel<MlaPrefill> for Gpu {
         let target_groups = match self.caps().kind {
             DeviceKind::Software => 8,
             DeviceKind::Integrated => 32,
-            // A workgroup for each multiprocessor of an H200: more run one after the other, since one's memory fills it.
+            // A workgroup for each multiprocessor of an H200, whose shared memory holds one at a time.
             _ => 132,
         };
         let tiling = PrefillTiling { rows: kernel.rows, target_groups, num_heads: spec.num_heads };

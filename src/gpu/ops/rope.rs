@@ -76,11 +76,11 @@ impl Kernel<Rope> for Gpu {
     fn kernel_compile(&self, spec: &Rope, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let labels = ["mla.rope.step", "mla.rope.layer"];
         let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write, Access::Read];
-        // Every index is in bounds, for each table and binding, whichever pair is recorded:
-        // - the table always has two words (`Table`, which nobody else writes);
+        // Every index is in bounds, for every pair of table and binding:
+        // - the table always has two words (`Table`, which nothing else writes);
         // - token < max_tokens, by a `min` in the shader, and head < num_heads as HEAD_UNITS counts units: `check_args` refuses views whose
-        //   last row ends past the buffer, positions that are fewer, and the windows reach at least up to there. What is
-        //   written is asked for with the table's numbers, which may wrap: the `min` is after that;
+        //   last row ends past the buffer, positions that are fewer, and the windows reach at least up to there. Whether an item
+        //   is written is decided from the table's numbers, which may wrap, before the `min`;
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`).
         // There are no loops.
         let compile = |place| Pipe::new(self, labels, &entries, &source(spec, place));

@@ -34,7 +34,7 @@ impl Kernel<RopeAppend> for Gpu {
         use Access::{Read, Uniform, Write};
         // With the step's table they are all of WebGPU's eight storage buffers.
         let entries = [Uniform, Read, Read, Write, Read, Read, Read, Write];
-        // Every index is in bounds, for each table and binding, whichever pair is recorded:
+        // Every index is in bounds, for every pair of table and binding:
         // - the table holds its count and as many slots, and positions if it says so (`Table`; besides it only `batch_slots` writes slots,
         //   and leaves the count); the shader reads those of a token below the count, or of token 0, and takes them for an item below
         //   the count only;
@@ -42,7 +42,7 @@ impl Kernel<RopeAppend> for Gpu {
         //   tokens, and the windows reach at least up to there;
         // - inside a row: part < HEAD_UNITS, part - QUERY_ITEMS < UNITS, and the rest is below LATENT_QUADS by TOKEN_ITEMS;
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`);
-        // - slot < NUM_SLOTS is asked in the shader, so the page is one of the pool's, whose last `check_args` found inside the buffer.
+        // - slot < NUM_SLOTS is checked in the shader, so the page is one of the pool's, whose last `check_args` found inside the buffer.
         // There are no loops.
         let compile = |place| Pipe::new(self, labels, &entries, &source(spec, place));
         Ok((Pipes::new(compile)?, (), only(options)?))

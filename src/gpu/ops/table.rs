@@ -16,7 +16,7 @@ pub struct Table {
 #[derive(Debug)]
 struct Uploaded {
     buffer: wgpu::Buffer,
-    /// Of each region.
+    /// One for each region.
     groups: Vec<wgpu::BindGroup>,
     region_bytes: u64,
     ring: Ring,
@@ -76,9 +76,9 @@ impl Uploaded {
             let cure = "split the list over several calls";
             return Err(Error::Limit { what: "the step's table in bytes", need, limit, cure });
         }
-        // Powers of two, so that a batch that grows by a token a step does not make a buffer a step; and aligned for any device.
+        // A power of two: a batch that grows by a token a step needs few new buffers, and any device's alignment is met.
         let region_bytes = need.next_power_of_two().max(256);
-        // The largest tables leave no room for a second.
+        // The largest tables have one region: two would exceed a buffer.
         let most = gpu.caps().max_buffer_bytes / region_bytes;
         let regions = most.clamp(1, REGIONS.into()) as u32;
         let region_bytes = if most == 0 { need } else { region_bytes };
@@ -88,7 +88,7 @@ impl Uploaded {
         Ok(Self { buffer, groups, region_bytes, ring: Ring::new(regions) })
     }
 
-    /// With a region that may be written; `None` where all were recorded.
+    /// Moves to a region that may be written; `None` where commands were recorded with all of them.
     fn turned(mut self) -> Option<Self> {
         self.ring.turn().then_some(self)
     }

@@ -1,5 +1,5 @@
-//! Tables made where a batch is: batches whose lengths the host does not know, padded to a fixed size. The same checks on every backend,
-//! through its own types: what is recorded once, as a pass or a graph, serves batch after batch.
+//! Tables made on the device, for batches whose lengths the host does not know, padded to a fixed size. The same checks on every
+//! backend: commands that are recorded once, as a pass or a graph, serve batch after batch.
 
 mod on_cpu;
 #[cfg(feature = "cuda")]

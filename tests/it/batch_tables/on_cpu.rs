@@ -37,7 +37,7 @@ impl Serves for Cpu {
         &made.decode
     }
 
-    /// There is nothing to prepare before the batch is there; what is wrong with a plan shows on the first.
+    /// Nothing is prepared before the batch is known, so the first batch refuses a wrong plan.
     fn prepare_bounds(&self, made: &mut Made, plan: &Plan) -> Result<()> {
         made.plan = plan.clone();
         let zeros = self.buffer(7 * 4)?;

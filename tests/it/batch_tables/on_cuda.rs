@@ -1,4 +1,4 @@
-//! On CUDA, where all of a step is one graph: what changes between its replays is what the card has in memory.
+//! On CUDA, where a whole step is one graph. Only the card's memory changes between replays.
 
 use wgpu_mla::cuda::ops::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 use wgpu_mla::cuda::{Buffer, Cuda, Graph};

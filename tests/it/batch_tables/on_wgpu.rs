@@ -1,4 +1,4 @@
-//! On wgpu, where all of a step is one pass of the host's encoder.
+//! On wgpu, where a whole step is one pass of the host's encoder.
 
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::gpu::ops::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};

@@ -1,4 +1,4 @@
-//! What every backend's tables of batches have to do.
+//! The checks of `BatchTables` for every backend.
 
 use mla_support::reference::slot_mapping;
 use wgpu_mla::{
@@ -9,16 +9,16 @@ use wgpu_mla::{
 use mla_support::close::{Tolerance, close};
 use mla_support::paint::{Make, POISON, Problem, Sees, sequences};
 
-/// Sequences and query tokens that every batch is padded to. The last two have never more.
+/// Sequences and query tokens that every batch is padded to. The last two sequences never have more.
 const PADDED: [(u32, u32); 6] = [(37, 1), (300, 2), (64, 2), (90, 1), (0, 1), (0, 1)];
 /// What the host plans for: nothing longer.
 const BOUNDS: [i32; 6] = [40, 333, 64, 96, 50, 1];
 /// Query tokens of all.
 pub const TOKENS: u32 = 8;
 
-/// A backend's own types that serve batch after batch.
+/// A backend's types for recorded steps.
 pub trait Serves: Backend + Sized {
-    /// The name of a decode variant that needs nothing.
+    /// The decode variant that runs everywhere.
     const PLAIN: &'static str;
     /// A decode and an append, the tables of both, and everything bound.
     type Made;
@@ -29,7 +29,7 @@ pub trait Serves: Backend + Sized {
     fn prepare_bounds(&self, made: &mut Self::Made, plan: &Plan) -> Result<()>;
     /// Prepares the step with tables of the host.
     fn prepare_of_host(&self, made: &mut Self::Made, plan: &Plan, pages: PageTable<'_>) -> Result<()>;
-    /// Lengths arrive, new rows go to the cache, the batch is decoded.
+    /// Uploads the lengths, appends the new tokens and decodes the batch.
     fn serve(
         &self,
         made: &mut Self::Made,
@@ -254,13 +254,13 @@ pub fn host_tables_after_device_tables<D: Serves>(backend: &D) {
     let lens = PADDED.map(|(len, _)| len as i32);
     let mut serving = Serving::new(backend, None, &lens, SplitPolicy::FixedTokens(32));
     serving.check(&[1, 150, 2, 0, 0, 0], &[0, 1, 3, 5, 6, 7, 8]);
-    // The same plan as the device's: nothing of it would be uploaded if it were not known that the device has changed it.
+    // The same plan again: it is uploaded only because the step knows that the device has changed its tables.
     let host = Problem { sees: Sees::Full, ..serving.problem.clone() };
     serving.upload(&serving.arrays.kv, &host.kv);
     let plan = serving.plan(&lens, Mask::Full, SplitPolicy::FixedTokens(32));
     let pages = PageTable::Dense { block_table: &host.block_table, max_pages: host.max_pages as u32 };
     backend.prepare_of_host(&mut serving.made, &plan, pages).expect("prepares");
-    // The lists are of another prepare: they are refused, and the step decodes what it has.
+    // The lists belong to another prepare: they are refused, and the step decodes its own tables.
     for _ in 0..2 {
         serving.poison();
         backend.run_stale(&mut serving.made);

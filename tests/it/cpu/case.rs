@@ -1,4 +1,4 @@
-//! A case: its arrays, and what an oracle of its own makes of them.
+//! A case: its arrays, and their result by an oracle of its own.
 
 use super::*;
 
@@ -46,7 +46,7 @@ impl Case {
         }
     }
 
-    /// Row `token` of a sequence's cache, encoded. Streams below 100 share their first 64 rows.
+    /// Token `token` of a sequence's cache, encoded. Streams below 100 share their first 64 tokens.
     fn cache_row(&self, seq: Seq, token: u32) -> Vec<u8> {
         let n = u64::from(self.spec.shape.row_elems());
         let stream = if seq.0 < 100 && token < 64 { 0 } else { seq.0 };

@@ -1,4 +1,4 @@
-//! Decodes of every kind, and the bits that they promise.
+//! Decodes of every kind, and which of their bits must be the same.
 
 use super::*;
 
@@ -129,7 +129,7 @@ fn fixed_splits_are_bit_exact() {
                 case.spec.kv.page_size = 16;
                 case.shared = vec![SharedPrefix { sequences: vec![0, 2, 3], tokens: 64 }];
                 same("shared prefix", &case, first_row);
-                // The same keys and query as the last token of a longer run: another place in another tile.
+                // The same keys and query as the last token of a longer run, in another tile.
                 case.shared.clear();
                 let whole = Case { seqs: vec![Seq(7, 203, 2)], ..case };
                 let one = whole.run();
@@ -140,7 +140,7 @@ fn fixed_splits_are_bit_exact() {
     }
 }
 
-/// A row's bits do not depend on how many keys its tile-mates see.
+/// A row's bits do not depend on how many keys the other rows of its tile see.
 fn tile_mates_do_not_matter() {
     for policy in [SplitPolicy::OneSplit, SplitPolicy::FixedTokens(64)] {
         let bounds: [&'static [u32]; 3] = [&[45, 203, 1], &[45, 46, 203], &[45, 0, 45]];

@@ -87,7 +87,7 @@ fn errors_of_prepare_and_run() {
     assert!(matches!(error, Err(Error::PageOutOfRange { seq: 0, block: 1, page: 9, .. })));
     mismatch(mla.run(&step, &two));
 
-    // A plan for more heads, another tiling or another page size, or one that someone has edited.
+    // A plan for more heads, another tiling or another page size, or one that was edited.
     let bad = |plan: &Plan, step: &mut Step<MlaDecode, Cpu>| {
         assert!(matches!(
             mla.prepare(step, (plan, table)),

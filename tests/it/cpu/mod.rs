@@ -20,7 +20,7 @@ use case::{Case, Seq, bits, shape};
 const DTYPES: [Dtype; 4] = Dtype::ALL;
 const WILD: i32 = 2_147_480_000;
 
-/// About normal, from a counter: the same element whatever the batch around it.
+/// About normal, from a counter, so that an element does not depend on the batch around it.
 fn noise(stream: u64, index: u64) -> f32 {
     let mut x = stream.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ index.wrapping_mul(0xD6E8_FEB8_6659_FD93);
     let mut sum = 0.0;

@@ -59,7 +59,7 @@ fn a_captured_graph_replays_with_new_lengths() -> Outcome {
     Ok(())
 }
 
-/// The graph alone keeps what it names: the step's tables and partial results, and the layer's buffers.
+/// A graph keeps the memory alive that it uses: the step's tables and partial results, and the layer's buffers.
 fn a_graph_outlives_what_it_was_captured_from() -> Outcome {
     let cuda = cuda()?;
     let problem = Make { sequences: sequences(&[(150, 1), (90, 2)]), ..Make::default() }.build();
@@ -77,7 +77,7 @@ fn a_graph_outlives_what_it_was_captured_from() -> Outcome {
         decode.prepare(&mut step, (&plan, dense_table(&problem))).expect("prepared");
         (captured(&cuda, || decode.record(&step, &binding)), decode.rounds_weights())
     };
-    // What was freed would be handed out again.
+    // Freed memory would be reused here.
     let others: Vec<_> = (0..64)
         .map(|_| {
             let other = cuda.buffer(problem.kv.len() as u64 / 4 * 4).expect("memory");
@@ -104,7 +104,7 @@ fn check_decode(cuda: &Cuda, problem: &Problem, rounds_weights: bool, [out, lse]
     close(&problem.name, &got(lse, rows), &want_lse, &Tolerance::lse()).into_result().expect("right");
 }
 
-/// In a graph, so that a list which the card wrote is all that differs between replays.
+/// In a graph, so that replays differ in the card's page list only.
 fn page_lists_written_on_the_card() -> Outcome {
     let cuda = cuda()?;
     for (cache, variant) in [(Dtype::Bf16, None), (Dtype::E4m3, None), (Dtype::F32, Some("simple"))] {
@@ -176,7 +176,7 @@ struct Tail {
 }
 
 impl Tail {
-    /// Takes up to `tokens` tokens of each sequence out of a problem's cache, and leaves poison. Behind each sequence's is one to skip.
+    /// Takes up to `tokens` tokens of each sequence out of a problem's cache, and leaves poison. After each sequence's is one to skip.
     fn cut(problem: &mut Problem, input: Dtype, tokens: u32) -> Self {
         let (spec, page_size) = (problem.spec, problem.spec.kv.page_size as usize);
         let latent = spec.shape.kv_lora_rank as usize;
@@ -252,7 +252,7 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
         };
         let binding = decode.bind(&layer, 3).expect("a binding");
         let appends = append.bind(&new_rows, most).expect("a binding");
-        // Captured with a step of nothing: the grids are those of the capacities.
+        // Captured with an empty step: the grids are those of the capacities.
         let none =
             Plan::new(&spec, &decode.tiling(), &Batch::new(&[], &[0]), SplitPolicy::Auto).expect("a plan");
         let no_pages = PageTable::Dense { block_table: &[], max_pages: 0 };

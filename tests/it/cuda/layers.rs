@@ -21,7 +21,7 @@ const ROOM: LayerCapacity =
 const DECODES: Capacity =
     Capacity { items: 1024, queries: 1024, pages: 1024, merges: 1024, merge_partials: 1024, partials: 1024 };
 
-/// A layer that is bound once, to arrays that are filled anew for each batch.
+/// A layer that is bound once, to arrays that are refilled for each batch.
 struct Bound<D: Backend> {
     layer: Compiled<MlaLayer, D>,
     step: Step<MlaLayer, D>,
@@ -34,7 +34,7 @@ struct Bound<D: Backend> {
     out: D::Buffer,
 }
 
-/// What a batch brings for each new token: queries, latent row, rotary key.
+/// The inputs of each new token: queries, latent row, rotary key.
 fn input_elems(spec: &MlaLayer) -> [usize; 3] {
     let head = spec.qk_nope_head_dim + spec.shape.qk_rope_head_dim;
     [spec.shape.num_heads * head, spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim]
@@ -99,7 +99,7 @@ impl<D: Backend> Bound<D> {
         }
     }
 
-    /// Everything of a batch but the layer itself, which is not captured: pages that part are copied, prefixes expanded.
+    /// What a batch needs before the captured layer: page copies of forks, and expanded prefixes.
     fn prepare(
         &mut self,
         inputs: &[Vec<u8>; 3],
@@ -146,7 +146,7 @@ struct Both {
 }
 
 impl Both {
-    /// One batch: so many new tokens of each sequence. `replays` says that the graph of the batch before it serves.
+    /// One batch: so many new tokens of each sequence. `replays`: whether the previous batch's graph is replayed.
     fn step(&mut self, name: &str, replays: bool, requests: &[(SeqId, u32)], prefixes: &[ExpandedPrefix]) {
         let spec = *self.card.layer.op();
         let name = format!("{} over {}, {name}", spec.dtype, spec.kv.dtype);
@@ -193,7 +193,7 @@ impl Both {
         graph.as_ref().expect("captured").1.launch().expect("launched");
 
         let ([got, got_cache], [_, want_cache]) = (card.read(tokens), host.read(tokens));
-        // What is rotated may be rounded to the other side.
+        // Rotated elements may be rounded to a neighbour.
         let step = match spec.kv.dtype {
             Dtype::F32 | Dtype::F16 => 1.0 / 1024.0,
             Dtype::Bf16 | Dtype::E4m3 => 1.0 / 8.0,
@@ -202,7 +202,7 @@ impl Both {
             let is_close = (got - want).abs() <= step * want.abs() + 1e-6 || (got.is_nan() && want.is_nan());
             assert!(is_close, "{name}: element {at} of the cache is {got}, not {want}");
         }
-        // What the host attends is what the card does, to the bit.
+        // The host attends exactly the card's cache.
         host.layer.device().upload(&host.kv, 0, &spec.kv.dtype.encode_all(&got_cache)).expect("uploaded");
         let attended = LayerBatch { slot_mapping: &vec![-1; tokens], ..batch };
         host.prepare(&exact, &[], &attended, &prefix_pages);
@@ -252,7 +252,7 @@ fn captured_layers_replay_with_new_batches() -> Outcome {
         both.step("decodes and another prompt", true, &[(c, 2), (f, 10)], &[]);
         both.step("decodes and a longer sequence", true, &[(e, 1), (f, 2), (d, 1), (b, 5)], &[]);
 
-        // Forks share pages, the last of which only in part: the first to write it copies it.
+        // Forks share pages. The last is partly full, and the first to write to it copies it.
         let [g, h, i] = [a, a, b].map(|seq| both.pool.fork(seq).expect("a fork"));
         let of = |sequences: &[u32], tokens, first_row| ExpandedPrefix {
             sequences: sequences.to_vec(),

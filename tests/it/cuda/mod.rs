@@ -22,7 +22,7 @@ fn no_card_is_an_error_that_names_the_cure() {
     println!("{error}");
 }
 
-/// Instead of a driver of long ago, a library that has nothing of one. This program runs itself with it.
+/// In place of an old driver, a library without the driver's functions. This program runs itself with it.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn a_driver_without_what_is_called_is_an_error_too() {
     use std::{path::Path, process::Command};

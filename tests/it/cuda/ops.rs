@@ -24,7 +24,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let spec = RopeAppend { append, query: Dtype::F32, num_heads: 2, layout };
     let of = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout };
     let (fused, rotate) = (cuda.compile(spec).expect("loads"), cuda.compile(of).expect("loads"));
-    // Nothing but the first pair of a row is not 0, and each call turns it by a quarter.
+    // All but the first pair of a row are 0, and each call rotates it by a quarter turn.
     let row = |x: f32| [&[x][..], &[0.0; 31]].concat();
     let queries = Dtype::F32.encode_all(&row(3.0).repeat(4 * 2));
     let (q, q_out) = (uploaded(&cuda, &queries), uploaded(&cuda, &queries));
@@ -153,7 +153,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
     );
     let (mut range, mut list) =
         (project.step(tokens as u32).expect("a step"), prefill.step(8).expect("a step"));
-    // Captured with a step of nothing: the grids are those of the capacities.
+    // Captured with an empty step: the grids are those of the capacities.
     project.prepare(&mut range, 0..0).expect("prepared");
     prefill.prepare(&mut list, &[]).expect("prepared");
     let graph = captured(&cuda, || {

@@ -1,4 +1,4 @@
-//! What a layer must not be, and what it may be of large buffers.
+//! Wrong arguments of a layer, and layers inside of large buffers.
 
 use mla_support::Outcome;
 use mla_support::paint::{Make, sequences};
@@ -26,7 +26,7 @@ fn wrong_layers() -> Outcome {
         }
     }
 
-    // What is written must be no buffer that is read, nor the other that is written.
+    // A buffer that is written must not be read, nor be written twice.
     let in_buffer = |view: View<&wgpu::Buffer>, buffer| View { buffer, ..view };
     let large = rig.gpu.buffer(1 << 20).expect("a buffer");
     let (out, lse) = (in_buffer(good.out, &large), in_buffer(good.lse, &large));
@@ -188,7 +188,7 @@ fn empty_batches_in_tiny_buffers() -> Outcome {
     let rig = Rig::shared()?;
     let loaded = rig.load(small(&[(37, 1)]));
     let tiny = [4, 16, 32].map(|bytes| rig.gpu.buffer(bytes).expect("a buffer"));
-    // A grid of some items, all of which find that there is nothing to do.
+    // A grid of some work items for an empty batch.
     let mut step = rig.step(&loaded.problem, FIXED);
     rig.prepare(&mut step, &small(&[(37, 0)]), FIXED);
     for buffer in &tiny {

@@ -81,7 +81,7 @@ fn truncate_gives_pages_back_and_copies_what_is_shared() {
     assert_eq!(pool.pages(seq).unwrap(), [0u32; 0]);
     assert_eq!(pool.len(seq).unwrap(), 0);
     assert_eq!(pool.num_free_pages(), 6);
-    // Page 0 is still the fork's; page 1 was freed last.
+    // The fork still owns page 0; page 1 was freed last.
     assert_eq!(pool.append(seq, 9).map(|a| a.tokens), Ok(0..9));
     assert_eq!(pool.pages(seq).unwrap(), [1, 2, 4]);
 }
@@ -99,7 +99,7 @@ fn the_last_owner_of_a_batch_writes_in_place() {
     assert_eq!(pool.slot_mapping(&batch.tokens).unwrap(), [6, 10, 2]);
     check_copies(pool.spec(), &batch.copies).unwrap();
 
-    // One owner stays behind, so both writers copy.
+    // A third owner keeps the page, so both writers copy.
     assert_eq!(two.append_batch(&[(b, 1), (a, 1), (c, 0)]).unwrap().copies, [(0, 1), (0, 2)]);
 }
 
@@ -150,7 +150,7 @@ fn sizes_past_u32_are_out_of_pages() {
     assert!(want(pool.append(a, u32::MAX).unwrap_err()));
     assert!(want(pool.append_batch(&[(a, u32::MAX), (a, u32::MAX)]).unwrap_err()));
     assert_eq!(pool, before);
-    // The largest pool there is costs nothing before it is used.
+    // The largest pool takes no memory before it is used.
     let mut large = PagePool::new(spec(1, i32::MAX as u32)).unwrap();
     assert_eq!(large.num_free_pages(), i32::MAX as u32);
     let first = large.add();

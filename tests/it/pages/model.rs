@@ -26,7 +26,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What a slot holds that no token was written to.
+/// The content of a slot that no token was written to.
 const POISON: u64 = u64::MAX;
 
 /// A pool, the memory it manages, and each sequence's tokens. Every token that is ever written is another number.
@@ -245,7 +245,7 @@ proptest! {
             world.pool.free(seq).unwrap();
         }
         assert_eq!(world.pool.num_used_pages(), 0);
-        // Nothing leaked: all pages can be had again.
+        // Nothing leaked: all pages can be allocated again.
         let all = world.pool.add();
         world.pool.append(all, page_size * num_pages).unwrap();
     }

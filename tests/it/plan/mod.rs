@@ -12,7 +12,7 @@ use wgpu_mla::{
     Batch, Dtype, Error, KvSpec, Mask, MlaDecode, MlaShape, Plan, SharedPrefix, SplitPolicy, Tiling,
 };
 
-/// Which keys are seen, before there is a batch to bound them by.
+/// Which keys are seen, before the batch's lengths bound them.
 #[derive(Debug, Clone)]
 enum Sees {
     Causal,
@@ -256,7 +256,7 @@ fn parts_of_rows(
     parts
 }
 
-/// Each key exactly once, and results that arrive exactly once.
+/// Each row attends each visible key exactly once, and each result is stored exactly once.
 fn check_rows(recipe: &Recipe, arrays: &Arrays, plan: &Plan, parts: &mut BTreeMap<(u32, u32), Vec<Part>>) {
     assert_eq!(parts.len(), arrays.tokens.len() * recipe.heads as usize, "rows with an output");
     let merge_of: BTreeMap<u32, _> = plan.merges.iter().map(|merge| (merge.token, merge)).collect();
@@ -295,7 +295,7 @@ fn visible_end(arrays: &Arrays, seq: usize) -> Option<u32> {
     arrays.tokens.iter().filter(|token| token.0 == seq).map(|token| token.1).max()
 }
 
-/// What there is to cut: prefixes, then what sequences attend of their own.
+/// Runs of tokens that can be cut: prefixes, then the rest of each sequence.
 fn runs(recipe: &Recipe, arrays: &Arrays, shared: &[(u32, usize)]) -> Vec<cuts::Run> {
     let tiles = |queries: usize| (queries as u32 * recipe.heads).div_ceil(recipe.tiling.rows_per_tile);
     let queries_of = |seq: usize| arrays.tokens.iter().filter(|token| token.0 == seq).count();
@@ -382,7 +382,7 @@ fn check(recipe: &Recipe, arrays: &Arrays, plan: &Plan) {
     check_policy(recipe, arrays, plan, &shared);
 }
 
-/// The same draws in every run; another seed or more cases is a matter of editing this.
+/// A fixed seed: the same draws in every run.
 fn config() -> ProptestConfig {
     ProptestConfig {
         cases: 2000,

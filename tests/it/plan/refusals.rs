@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Plans a batch over a plan that was in use, and expects an error and nothing left of either.
+/// Plans a batch into a plan that holds another; expects an error and an empty plan.
 fn refused(spec: &MlaDecode, batch: &Batch<'_>, policy: SplitPolicy) -> Error {
     let mut plan =
         Plan::new(spec, &TILING, &Batch::new(&[900], &[0, 2]), SplitPolicy::FixedTokens(64)).unwrap();
@@ -74,7 +74,7 @@ fn refuses_splits_of_no_tokens() {
     assert!(matches!(error, Error::Shape { what: "tokens per split", got: 0, .. }), "{error}");
 }
 
-/// Whether a group can be used must not decide whether it is checked: a host finds its mistake on the first batch.
+/// A group is checked even where it cannot be used, so that a host finds its mistake on the first batch.
 fn refuses_a_sequence_in_two_prefixes_or_in_none_of_the_batch() {
     let group = |sequences: &[u32], tokens| SharedPrefix { sequences: sequences.to_vec(), tokens };
     for (groups, got) in [

@@ -1,4 +1,4 @@
-//! `kv_append`: every byte, with every other byte of the buffer where it was.
+//! `kv_append`: every byte that is written, and every other byte of the buffer unchanged.
 
 use super::*;
 
@@ -116,8 +116,8 @@ fn append_is_byte_exact_for_every_pair_of_dtypes() -> Outcome {
     Ok(())
 }
 
-/// What a cache must hold for a quotient: the code of the nearest e4m3 value, ties to even. The f64 quotient of two f32 is
-/// on the same side of every tie as the exact one.
+/// The expected code of a quotient: the nearest e4m3 value, ties to even. The f64 quotient of two f32 is on the same side of
+/// every tie as the exact one.
 fn nearest_code(quotient: f64, ties: &[f64]) -> u8 {
     if quotient.is_nan() {
         return 0x7F;
@@ -128,7 +128,7 @@ fn nearest_code(quotient: f64, ties: &[f64]) -> u8 {
     (below as u8 + u8::from(up)) | if quotient.is_sign_negative() { 0x80 } else { 0 }
 }
 
-/// What lies halfway between each e4m3 value and the next.
+/// The ties: halfway between each e4m3 value and the next.
 fn e4m3_ties() -> Vec<f64> {
     let value = |code| f64::from(e4m3_decode(code));
     (0..0x7E).map(|code| f64::midpoint(value(code), value(code + 1))).collect()
@@ -154,8 +154,8 @@ fn append_divides_exactly_by_any_scale() -> Outcome {
         let mut step = op.step(0).expect("a step");
         let slots: Vec<i64> = (0..tokens as i64).collect();
         op.prepare(&mut step, &slots).expect("prepares");
-        // 1.75 and 0.4375 put many 16-bit values exactly on ties; 448 and 0.01 reach both ends of the range; the rest is
-        // on both sides of where the shader goes over to integers alone, powers of two among them.
+        // 1.75 and 0.4375 put many 16-bit values exactly on ties; 448 and 0.01 reach both ends of the range; the others take both
+        // the shader's fast path and its integer path, powers of two among them.
         for k_scale in [1.0, 1.75, 0.4375, 1.375, 0.037, 448.0, 0.01]
             .into_iter()
             .chain([-101f32, -100., -99.5, 99.5, 100., 100.5].map(f32::exp2))

@@ -8,7 +8,7 @@ fn range(begin: u32, tokens: u32, out_row: u32) -> GatherRange {
     GatherRange { sequence: 0, begin, tokens, out_row }
 }
 
-/// Every code times scales on both sides of everything: subnormal, ordinary, close to overflow.
+/// Every code times scales of every kind: subnormal, ordinary, close to overflow.
 fn gather_multiplies_as_the_host_does() -> Outcome {
     let gpu = gpu()?;
     let codes: Vec<u8> = (0..12 * 288).map(|i| (i * 5 + i / 288) as u8).collect();

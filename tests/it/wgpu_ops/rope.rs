@@ -116,7 +116,7 @@ fn a_rotation_in_place_binds_one_window() -> Outcome {
         .enumerate()
         .flat_map(|(token, &position)| turned(&x[token * ROW..][..ROW], position, &table))
         .collect();
-    // In front of the input, behind it, then where it is.
+    // In front of the input, behind it, then in place.
     for y in [first - 4096, first + 4096, first] {
         let binding = op.bind(&args(y), 3).expect("a window of 16 KB and the rows fits");
         op.run(&step, &binding).expect("runs");

@@ -22,7 +22,7 @@ fn bf16_pairs(low: vec4<u32>, high: vec4<u32>) -> vec4<u32> {
 fn round_test(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>) {
     for (var i = id.x; i < arrayLength(&x); i += groups.x * 64u) {
         let b = x[i];
-        // eight at once must be as one by one; neighbours mix what is usual and what is rare
+        // eight at once must equal one by one; usual and rare values are mixed among neighbours
         let n = arrayLength(&x);
         let low = vec4<u32>(b, x[(i + 1u) % n], x[(i + 2u) % n], x[(i + 3u) % n]);
         let high = vec4<u32>(x[(i + 4u) % n], x[(i + 5u) % n], x[(i + 6u) % n], x[(i + 7u) % n]);

@@ -1,4 +1,4 @@
-//! Reads the case files of the spec, trusting nothing in them: a broken file is an `Err` that names what is wrong.
+//! Reads the case files. Everything in them is checked: a broken file is an `Err` that names what is wrong.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -298,7 +298,7 @@ fn narrow(what: &str, got: u64) -> Result<u32, String> {
 /// An open file: its tensors by name, and its metadata.
 struct File<'a> {
     tensors: SafeTensors<'a>,
-    texts: HashMap<String, String>,
+    metadata: HashMap<String, String>,
 }
 
 /// A tensor whose bytes the file format has checked against its shape.
@@ -327,11 +327,11 @@ impl<'a> File<'a> {
         check_numbers(bytes)?;
         let (_, metadata): (usize, Metadata) = SafeTensors::read_metadata(bytes).map_err(broken)?;
         let tensors = SafeTensors::deserialize(bytes).map_err(broken)?;
-        Ok(Self { tensors, texts: metadata.metadata().clone().unwrap_or_default() })
+        Ok(Self { tensors, metadata: metadata.metadata().clone().unwrap_or_default() })
     }
 
     fn text(&self, key: &str) -> Result<&str, String> {
-        self.texts.get(key).map(String::as_str).ok_or_else(|| format!("metadata {key} is missing"))
+        self.metadata.get(key).map(String::as_str).ok_or_else(|| format!("metadata {key} is missing"))
     }
 
     fn number(&self, key: &str) -> Result<u32, String> {

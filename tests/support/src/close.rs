@@ -1,11 +1,11 @@
-//! The three-way check of the spec's accuracy table: the pattern of non-finite values must match, each element must
-//! be within abs OR rel, and the cosine distance of the whole case must be small. Never panics.
+//! Compares results by three criteria: non-finite values must match, each element must be within abs OR rel, and the cosine
+//! distance of the whole array must be small. Never panics. docs/numbers.md has the tolerances.
 
 use std::fmt;
 
 use wgpu_mla::Dtype;
 
-/// One row of the accuracy table.
+/// The allowed error of an array.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tolerance {
     /// Absolute error of an element.
@@ -65,7 +65,7 @@ pub struct Report {
     pub worst_ratio: f64,
     /// Cosine distance of the finite elements.
     pub one_minus_cos: f64,
-    /// The first thing that is wrong.
+    /// The first difference that is not allowed.
     pub failure: Option<String>,
 }
 

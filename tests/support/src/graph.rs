@@ -9,7 +9,7 @@ pub fn cuda() -> Result<Cuda, Ignored> {
     Cuda::new(0).map_err(|error| ignored_unless_required("MLA_REQUIRE_CUDA", error))
 }
 
-/// A graph of what `record` launches: kernels and nothing else, so no memory is made and no host is waited for.
+/// A graph of what `record` launches. It must be kernels only: no allocation, no host callback.
 pub fn captured(cuda: &Cuda, record: impl Fn() -> wgpu_mla::Result<()>) -> Graph {
     let captured = cuda.capture(record).expect("captured");
     let graph = captured.raw();

@@ -1,4 +1,4 @@
-//! What the crate logged: a program has one logger, and some tests read what was said.
+//! The crate's log messages, for tests that check them: a program has only one logger.
 
 use std::sync::{Mutex, Once, PoisonError};
 

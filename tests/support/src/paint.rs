@@ -1,4 +1,4 @@
-//! Test problems: painted or random data that does not depend on how it is paged, and poison everywhere else.
+//! Test problems: periodic or random data that does not depend on the paging, and poison everywhere else.
 
 use crate::reference::{Decode, mla_decode};
 use wgpu_mla::{Dtype, KvSpec, Mask, MlaDecode, MlaShape, SharedPrefix};
@@ -45,7 +45,7 @@ impl Rng {
 /// A byte that makes a NaN of every dtype when it fills an element.
 pub const POISON: u8 = 0xFF;
 
-/// Table entries that no one may follow.
+/// Table entries that no kernel may follow.
 const WILD: [i32; 4] = [2_147_480_000, -1, i32::MIN, i32::MAX];
 
 /// The rotary-scaled factor of DeepSeek's smaller models; any would do.
@@ -54,8 +54,8 @@ pub const SOFTMAX_SCALE: f32 = 0.114_721;
 /// What the elements are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Data {
-    /// Prime cycles of about +-1 with logits of about +-2, so that every token and head has an answer of its own:
-    /// with `Randn` all heads agree within the tolerances of 16-bit dtypes.
+    /// Sawtooths of prime periods, about +-1, with logits of about +-2, so that every token and head has a distinct result: with
+    /// `Randn` all heads agree within the tolerances of 16-bit dtypes.
     Painted,
     /// randn / 10.
     Randn,
@@ -63,8 +63,8 @@ pub enum Data {
     Needle,
     /// Logits from +-100 to beyond +-1000.
     BigLogits,
-    /// Logits that rise or fall by 24 with each of the first 20 blocks of 16 tokens, and with the last 8 of every 64: half of the heads
-    /// have a new maximum then. f32 rounds logits that large too much for an f32 cache.
+    /// Logits that rise or fall by 24 with each of the first 20 blocks of 16 tokens, and with the last 8 of every 64, where half of
+    /// the heads have a new maximum. Not for f32 caches: f32 rounds such large logits too much.
     Rising,
     /// Cache elements of 1e-4 and of 300, side by side.
     Extremes,
@@ -91,7 +91,7 @@ impl Data {
         }
     }
 
-    /// A cache row of `latent + rope` elements.
+    /// The key of a token: `latent + rope` elements.
     fn key(self, sequence: &Sequence, token: u64, latent: usize, row: usize) -> Vec<f32> {
         let mut rng = Rng(sequence.id << 40 ^ token << 8 ^ 1);
         let mut randn = || (0..row).map(|_| rng.randn() / 10.0).collect::<Vec<f32>>();
@@ -153,7 +153,7 @@ impl Data {
     }
 }
 
-/// A sawtooth of a prime period, which no two rows enter at the same place.
+/// A sawtooth of a prime period; no two rows begin at the same phase.
 fn cycle(index: u64, row: usize, step: u64, prime: u64, half: f32) -> Vec<f32> {
     (0..row as u64)
         .map(|i| (((index * row as u64 + i) * step % prime) as f32 - (prime / 2) as f32) / half)

@@ -1,4 +1,4 @@
-//! The f64 oracle: what the ops mean, written to be read. It shares no code with any kernel.
+//! The f64 oracle: a short definition of each op. It shares no code with any kernel.
 //!
 //! Values come in as f32, decoded from their dtype; results go out as f64. Arguments that contradict each other
 //! panic: an oracle is for tests and for checking one's own host, not for serving.

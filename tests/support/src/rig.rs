@@ -28,7 +28,7 @@ pub struct Loaded {
     pub binding: Binding<MlaDecode, Gpu>,
 }
 
-/// A problem of the one spec that these tests use: kernels are what costs on a software device.
+/// A problem. All have one spec, since a software device takes seconds to compile its kernels.
 pub fn small(lens: &[(u32, u32)]) -> Problem {
     Make {
         dims: (256, 32),

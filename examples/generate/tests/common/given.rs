@@ -1,8 +1,8 @@
 //! An attention whose cache gets the rows that transformers stored.
 //!
-//! A row that is rounded to few bits is as good as its last bit before that is the same: where a value is near the middle of two codes, two right programs, or
-//! one on two machines, store different ones, and with bf16 and e4m3 a logit may then move by more than 2e-3. So both are compared:
-//! what follows from the same rows, closely, and what a whole run gives, by how far such codes can take it.
+//! Where a value is near the middle of two codes, two correct programs, or one on two machines, may round it to different ones, and
+//! with bf16 and e4m3 a logit may then move by more than 2e-3. So two comparisons are made: logits from the same stored rows, closely;
+//! and those of a whole run, with room for such codes.
 
 use generate::attention::{Attention, Rows};
 use generate::{Model, Pages, Result};
@@ -76,7 +76,7 @@ impl Attention for Given<'_> {
             kv_c.extend_from_slice(latent);
             k_pe.extend(rotary);
         }
-        // What is replaced is what the model made, but for the last bits and what they did to the codes.
+        // The model's own rows equal the replaced ones but for last bits, and codes that these changed.
         let apart = |a: &[f32], b: &[f32]| {
             let squares = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
             let all = a.iter().map(|a| f64::from(*a).powi(2)).sum::<f64>();

@@ -1,4 +1,4 @@
-//! What transformers saved, and how it is followed.
+//! Goldens of transformers, and runs that are compared with them.
 #![allow(dead_code)] // Each test binary uses a part.
 
 pub mod changed;

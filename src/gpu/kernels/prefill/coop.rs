@@ -25,7 +25,7 @@ struct Cut {
 
 /// The variants on cooperative matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Row {
+enum Coop {
     /// In about 48 KiB of workgroup memory.
     Large,
     /// In 32 KiB.
@@ -34,7 +34,7 @@ enum Row {
     Few,
 }
 
-impl Row {
+impl Coop {
     const fn name(self) -> &'static str {
         match self {
             Self::Large => "coop",
@@ -55,7 +55,7 @@ impl Row {
 
 impl Cut {
     /// Best first.
-    fn all(row: Row, tile: u32, subgroup: u32) -> Vec<Self> {
+    fn all(variant: Coop, tile: u32, subgroup: u32) -> Vec<Self> {
         let cut = |row_tiles, row_groups, column_split, tokens| Self {
             tile,
             subgroup,
@@ -64,10 +64,10 @@ impl Cut {
             column_split,
             tokens,
         };
-        match row {
-            Row::Large => vec![cut(2, 4, 2, 32), cut(1, 4, 2, 32), cut(1, 8, 1, 32)],
-            Row::Small => vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)],
-            Row::Few => vec![cut(2, 2, 4, 64), cut(1, 4, 2, 32), cut(1, 4, 1, 16), cut(2, 4, 1, 32)],
+        match variant {
+            Coop::Large => vec![cut(2, 4, 2, 32), cut(1, 4, 2, 32), cut(1, 8, 1, 32)],
+            Coop::Small => vec![cut(2, 2, 2, 32), cut(2, 2, 1, 32), cut(2, 2, 2, 16)],
+            Coop::Few => vec![cut(2, 2, 4, 64), cut(1, 4, 2, 32), cut(1, 4, 1, 16), cut(2, 4, 1, 32)],
         }
     }
 
@@ -205,22 +205,22 @@ fn consts(cut: &Cut, spec: &MlaPrefill) -> Vec<(&'static str, u32)> {
     ]
 }
 
-/// [`Row::Large`].
+/// [`Coop::Large`].
 pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String> {
-    on_matrices(Row::Large, caps, spec)
+    coop(Coop::Large, caps, spec)
 }
 
-/// [`Row::Small`].
+/// [`Coop::Small`].
 pub(super) fn small_kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String> {
-    on_matrices(Row::Small, caps, spec)
+    coop(Coop::Small, caps, spec)
 }
 
-/// [`Row::Few`].
+/// [`Coop::Few`].
 pub(super) fn few_kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String> {
-    on_matrices(Row::Few, caps, spec)
+    coop(Coop::Few, caps, spec)
 }
 
-fn on_matrices(row: Row, caps: &Caps, spec: &MlaPrefill) -> Result<Kernel, String> {
+fn coop(variant: Coop, caps: &Caps, spec: &MlaPrefill) -> Result<Kernel, String> {
     let half_file = half_file(spec.dtype)?;
     crate::gpu::kernels::matrices(caps)?;
     if !caps.shader_f16 {
@@ -233,17 +233,17 @@ fn on_matrices(row: Row, caps: &Caps, spec: &MlaPrefill) -> Result<Kernel, Strin
     if caps.max_storage_buffers < 8 {
         return Err("8 storage buffers are needed".into());
     }
-    let memory = row.memory(caps);
+    let memory = variant.memory(caps);
     if caps.workgroup_memory_bytes < memory {
         let has = caps.workgroup_memory_bytes;
         return Err(format!("{memory} bytes of workgroup memory are needed, the device was made with {has}"));
     }
-    let cut = Cut::all(row, caps.cooperative_tile, subgroup)
+    let cut = Cut::all(variant, caps.cooperative_tile, subgroup)
         .into_iter()
         .filter(|cut| cut.serves(spec) && cut.threads() <= caps.max_invocations)
         .find(|cut| cut.workgroup_bytes(spec) <= memory)
         .ok_or_else(|| format!("no cut of these dims fits {memory} bytes of workgroup memory"))?;
-    let source = source(row.name(), half_file, &cut, caps, spec);
+    let source = source(variant.name(), half_file, &cut, caps, spec);
     Ok(Kernel { source, rows: cut.rows(), unit: 8, pins_loads: true })
 }
 
@@ -304,19 +304,19 @@ mod tests {
         let apple = Caps { cooperative_tile: 8, workgroup_memory_bytes: 32 << 10, ..card };
         let lavapipe =
             Caps { kind: DeviceKind::Software, min_subgroup_size: 8, max_subgroup_size: 8, ..apple };
-        let less = [Row::Small, Row::Few];
-        for (caps, rows) in
-            [(card, &[Row::Large, Row::Small, Row::Few][..]), (apple, &less), (lavapipe, &less)]
+        let less = [Coop::Small, Coop::Few];
+        for (caps, variants) in
+            [(card, &[Coop::Large, Coop::Small, Coop::Few][..]), (apple, &less), (lavapipe, &less)]
         {
             for spec in super::super::specs() {
-                for row in rows {
-                    let Ok(kernel) = on_matrices(*row, &caps, &spec) else { continue };
+                for &variant in variants {
+                    let Ok(kernel) = coop(variant, &caps, &spec) else { continue };
                     check(&kernel.source);
                 }
             }
             let usual = MlaPrefill { dtype: Dtype::F16, ..super::super::specs()[0] };
-            for row in rows {
-                assert!(on_matrices(*row, &caps, &usual).is_ok(), "{row:?}");
+            for &variant in variants {
+                assert!(coop(variant, &caps, &usual).is_ok(), "{variant:?}");
             }
         }
     }

@@ -53,7 +53,7 @@ fn each_vendor_gets_its_variant() {
     for (name, caps, rows) in vendors() {
         for (cache, row) in Dtype::ALL.into_iter().zip(rows) {
             let spec = spec((512, 64), 16, Dtype::F16, cache, Dtype::F16);
-            let (chosen, why) = choose(None, &caps, &spec).expect("some row runs everywhere");
+            let (chosen, why) = choose(None, &caps, &spec).expect("some variant runs everywhere");
             assert_eq!(chosen.name(), row, "{name}, {cache} cache: {why}");
             for better in Body::ALL.iter().take_while(|better| **better != chosen) {
                 let lacks = format!("not {}: ", better.name());
@@ -71,10 +71,10 @@ fn each_vendors_kernels_fit_it() {
             for (query, cache, out) in all_dtypes() {
                 for heads in [16, 20, 128] {
                     let spec = spec(dims, heads, query, cache, out);
-                    let (variant, _) = choose(None, &caps, &spec).expect("some row runs everywhere");
+                    let (variant, _) = choose(None, &caps, &spec).expect("some variant runs everywhere");
                     let tiling = variant.tiling(&caps, &spec, 1).expect("it runs");
-                    let slots = u64::from(tiling.target_items) * u64::from(tiling.rows_per_tile);
-                    let partials = slots * (u64::from(dims.0) + 4) * 4;
+                    let num_partials = u64::from(tiling.target_items) * u64::from(tiling.rows_per_tile);
+                    let partials = num_partials * (u64::from(dims.0) + 4) * 4;
                     assert!(
                         partials <= caps.max_binding_bytes,
                         "{name}, {spec:?}: {partials} bytes of partial results"

@@ -1,4 +1,4 @@
-//! What a step's new tokens and queries are, from the arrays of a batch.
+//! The slots of a step's new tokens, from the arrays of a batch.
 
 /// The slot of each of `num_tokens` new tokens, `page * page_size + offset`; -1 for a token of no sequence.
 ///

@@ -1,4 +1,4 @@
-//! `kv_calibrate`: what an e4m3 cache with a scale would make of data.
+//! The oracle of `kv_calibrate`.
 
 use wgpu_mla::CalibrationStats;
 

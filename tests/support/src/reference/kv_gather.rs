@@ -49,7 +49,7 @@ pub fn kv_gather(args: &GatherPages<'_>, ranges: &[GatherRange], output: Dtype, 
     }
 }
 
-/// A NaN keeps away from arithmetic, which may change its bits.
+/// NaN is handled apart, since arithmetic may change its bits.
 fn dequantised(code: u8, k_scale: f32) -> f32 {
     let value = e4m3_decode(code);
     if value.is_nan() {

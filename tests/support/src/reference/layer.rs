@@ -1,6 +1,6 @@
 //! The layer in its expanded form, as DeepSeek-V2's paper writes it (arXiv:2405.04434, equations 9 to 19).
 
-/// One sequence's query tokens over its rows of the cache. Everything as the exact values that were stored.
+/// One sequence's query tokens over its tokens of the cache, with the values exactly as they were stored.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerSequence<'a> {
     /// `H`.

@@ -1,4 +1,4 @@
-//! What a head's matrix does to its rows.
+//! The oracle of `head_project`.
 
 use wgpu_mla::WeightOrder;
 

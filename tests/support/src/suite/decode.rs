@@ -32,7 +32,7 @@ fn dtypes<B: Backend>(session: &Session<'_, B>, dims: (u32, u32), place: usize) 
     let mut turn = 0;
     for (cache_place, cache) in Dtype::ALL.into_iter().enumerate() {
         for (query_place, query) in Dtype::ALL.into_iter().enumerate() {
-            // Other pairs than tests/it/matrix.rs takes.
+            // Other pairs than those of tests/it/matrix.rs.
             if !session.takes(place + 2, cache_place, query_place) {
                 turn += 1;
                 continue;
@@ -207,7 +207,7 @@ pub fn hard_data<B: Backend>(session: &Session<'_, B>) {
     session.finish("hard data");
 }
 
-/// A maximum that moves in each block of a long item, whatever is looked up or loaded ahead then.
+/// The running maximum moves in each block of a long item, while the next blocks are already being loaded.
 pub fn rising_logits<B: Backend>(session: &Session<'_, B>) {
     for (cache, heads, page_size, len) in [
         (Dtype::Bf16, 16, 3, 331),
@@ -252,7 +252,7 @@ pub fn empty_batches<B: Backend>(session: &Session<'_, B>) {
     session.finish("empty batches");
 }
 
-/// One step and one binding for batches that grow and shrink: nothing of an earlier batch may show.
+/// One step and one binding for batches that grow and shrink: an earlier batch must not change a result.
 pub fn a_step_serves_batch_after_batch<B: Backend>(session: &Session<'_, B>) {
     let batches: [&[(u32, u32)]; 6] = [
         &[(20, 1)],

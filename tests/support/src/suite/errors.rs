@@ -1,4 +1,4 @@
-//! What a backend must refuse before a kernel can see it. The cases are those that corrupt memory or results.
+//! Input that a backend must refuse, because a kernel would corrupt memory or results.
 
 use wgpu_mla::{
     Backend, Batch, Capacity, DecodeOptions, Dtype, Error, KvAppend, KvAppendArgs, KvCopyPages, KvSpec,
@@ -102,7 +102,7 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
                     refuses(session, &format!("{why} {bad}"), decode.bind(&layer, tokens), why);
                 }
             }
-            // The problem's cache and queries are no codes, which alone have scales.
+            // Only e4m3 has scales; the problem's cache and queries are of another dtype.
             for (layer, why) in [
                 (MlaDecodeArgs { k_scale: 0.5, ..good }, "k_scale 0.5"),
                 (MlaDecodeArgs { q_scale: 2.0, ..good }, "q_scale 2"),

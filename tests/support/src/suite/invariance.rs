@@ -17,11 +17,11 @@ const FIXED: How = How {
     query_tokens: 0,
 };
 
-/// Cache and query dtypes that between them meet every kind of kernel.
+/// Cache and query dtypes that together run every kind of kernel.
 const PAIRS: [(Dtype, Dtype); 3] =
     [(Dtype::F32, Dtype::F32), (Dtype::Bf16, Dtype::Bf16), (Dtype::E4m3, Dtype::Bf16)];
 
-/// The order of pages and their size; and nothing at all.
+/// The order of pages and their size; and the same run twice.
 pub fn bits_of_pages<B: Backend>(session: &Session<'_, B>) {
     for (cache, query) in session.one_in(2, PAIRS) {
         let make = Make { cache, query, ..Make::default() };

@@ -11,7 +11,7 @@ use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload
 use super::run::Layout;
 use crate::paint::{POISON, Rng};
 
-/// A cache of any bits, tables with wild entries where no one may look, and ranges that begin and end anywhere.
+/// A cache of any bits, tables whose unused entries are wild, and ranges that begin and end anywhere.
 struct Case {
     spec: KvGather,
     cache: Vec<u8>,

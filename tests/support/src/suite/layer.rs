@@ -253,7 +253,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
     ) -> Result<()> {
         let op = self.layer.device().compile(MlaExpand(*self.layer.op()))?;
         for ExpandedPrefix { sequences, tokens, first_row } in prefixes {
-            // One that is not in the batch is for the layer to refuse.
+            // Sequences that are not in the batch are left for the layer to refuse.
             let Some(&first) = seqs.get(sequences[0] as usize) else { continue };
             let pages: Vec<i32> = self.pool.pages(first)?.iter().map(|&page| page as i32).collect();
             let mut step = op.step(())?;
@@ -279,12 +279,12 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         y
     }
 
-    /// A life: prompts, a prompt in parts beside decodes, a fork that diverges. The outputs of all steps.
+    /// A run of several steps: prompts, a prompt in parts beside decodes, a fork that diverges. Gives the outputs of all steps.
     pub fn life(&mut self, policy: SplitPolicy) -> Result<Vec<StepOutput>> {
         let [a, b, c] = [(); 3].map(|()| self.pool.add());
         let mut steps = vec![self.step(&[(a, 37), (b, 1), (c, 20)], policy, None)?];
         steps.push(self.step(&[(b, 18), (a, 1), (c, 2)], policy, None)?);
-        // They share pages, the last of which only in part: the first to write it copies it.
+        // They share pages. The last is partly full, and the first to write to it copies it.
         let d = self.pool.fork(a)?;
         steps.push(self.step(&[(a, 1), (d, 1), (c, 1), (b, 7)], policy, None)?);
         steps.push(self.step(&[(d, 5), (a, 1), (c, 0)], policy, None)?);
@@ -390,7 +390,7 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
     session.finish("layers");
 }
 
-/// What the workspace holds changes nothing but the last bits, and with splits of a fixed length not even those.
+/// The size of the workspace changes last bits at most, and no bit with splits of a fixed length.
 pub fn layer_workspaces<B: Backend>(session: &Session<'_, B>) {
     for (policy, rows) in [(SplitPolicy::Auto, [8, 24]), (SplitPolicy::FixedTokens(8), [8, 41])] {
         let life = |rows: u64| {

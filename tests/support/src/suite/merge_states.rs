@@ -22,7 +22,7 @@ enum Order {
     TokensFirst,
 }
 
-/// Sets of a number that is no multiple of anything, dense and apart, LSEs of any kind; with and without an output LSE.
+/// An odd number of sets, dense and strided, LSEs of any kind; with and without an output LSE.
 pub fn state_merges<B: Backend>(session: &Session<'_, B>) {
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         for (sets, tokens, heads, head_size) in [(1, 3, 2, 8), (2, 7, 3, 128), (9, 5, 6, 72), (33, 2, 1, 264)]

@@ -1,4 +1,4 @@
-//! Things that were not made for each other: of another spec, pool or batch; and steps that share a submit.
+//! Plans, tables and steps of another spec, pool or batch; and steps that share a submit.
 
 use wgpu_mla::{
     Backend, Batch, Binding, BlockTable, Capacity, Compiled, Dtype, Error, KvSpec, KvView, LayerBatch,
@@ -210,7 +210,7 @@ pub fn refuses_layer_batches<B: Backend>(session: &Session<'_, B>) {
     session.finish("refuses layer batches");
 }
 
-/// Two steps, and one step that is prepared twice, before a submit: each has what it was prepared with.
+/// Two steps, and one step that is prepared twice, before a submit: each runs with the tables it was recorded with.
 pub fn steps_share_a_submit<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let rig = Rig::new(session.backend)?;

@@ -34,14 +34,14 @@ use run::How;
 /// Decodes by their spec, and the query tokens of a sequence that they are made for.
 type Decodes<B> = HashMap<(MlaDecode, u32), Rc<Compiled<MlaDecode, B>>>;
 
-/// A backend under test, with the kernels that it has compiled so far: on a software device they are what costs.
+/// A backend under test, with the kernels that it has compiled so far: a software device spends its time compiling.
 pub struct Session<'a, B: Backend> {
     pub backend: &'a B,
     /// Forces a decode variant. Specs that it does not serve are left out, and counted.
     pub variant: Option<&'a str>,
     /// How much of each group is taken.
     pub cases: Cases,
-    /// The variant's place among those of the backend: representatives of one are not those of the next.
+    /// The variant's index in the backend's table: each variant has other representatives.
     pub place: usize,
     decodes: RefCell<Decodes<B>>,
     checks: Cell<usize>,
@@ -78,7 +78,7 @@ impl<'a, B: Backend> Session<'a, B> {
         }
     }
 
-    /// All of a list, each of which costs a kernel; as representatives every `n`th, other ones for the next variant.
+    /// All of a list whose entries each compile a kernel; as representatives only every `n`th, other ones for the next variant.
     pub fn one_in<T>(&self, n: usize, list: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
         let (n, first) = match self.cases {
             Cases::Representative => (n, self.place % n),
@@ -146,7 +146,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let checked = |report: Report| report.into_result().map(drop);
         checked(close("lse", &answer.lse, lse, &Tolerance::lse()))?;
         checked(close("out", &answer.out, out, &self.tolerance(problem, how.query_tokens)))?;
-        // The tolerance knows nothing of empty rows: they are exactly 0.
+        // Empty rows are exactly 0, whatever the tolerance.
         let empty = |(row, _): &(usize, &f64)| answer.out[row * latent..][..latent].iter().any(|&x| x != 0.0);
         match lse.iter().enumerate().filter(|(_, lse)| **lse == f64::NEG_INFINITY).find(empty) {
             Some((row, _)) => Err(format!("row {row} sees no key: its out must be exactly 0")),

@@ -71,7 +71,7 @@ fn key_at(problem: &Problem, seq: usize, token: usize, column: usize) -> usize {
     (page * page_size + token % page_size) * row + column
 }
 
-/// The problem with one odd element, or a column of them.
+/// The problem with one non-finite element, or a column of them.
 fn with(clean: &Problem, place: Place, odd: Odd) -> Option<Problem> {
     let mut problem = clean.clone();
     let (row, heads) = (clean.spec.shape.row_elems() as usize, clean.spec.shape.num_heads as usize);
@@ -131,7 +131,7 @@ pub fn non_finite<B: Backend>(session: &Session<'_, B>) {
         let all = runs
             .iter()
             .flat_map(|run| places.iter().flat_map(move |&place| Odd::ALL.map(|odd| (run, place, odd))));
-        // Representatives have each policy, each place and each element that is odd, though not each with each.
+        // Representatives have each policy, each place and each non-finite element, but not every combination.
         for ((how, before), place, odd) in session.one_in(4, all) {
             if let Some(problem) = with(&clean, place, odd) {
                 let result = before.as_ref().map_err(Clone::clone).and_then(|before| {
@@ -145,8 +145,8 @@ pub fn non_finite<B: Backend>(session: &Session<'_, B>) {
     session.finish("non-finite elements");
 }
 
-/// The oracle's pattern and numbers. Rows that see nothing odd keep their bits, but that matrices may give a tile with something odd to
-/// slower sums: there only other sequences do.
+/// The oracle's pattern and numbers. Rows that see no non-finite element keep their bits. Variants on cooperative matrices may
+/// compute a tile with such an element again in f32: there only other sequences keep them.
 fn compare<B: Backend>(
     session: &Session<'_, B>,
     clean: &Problem,
@@ -191,7 +191,7 @@ pub fn huge_logits<B: Backend>(session: &Session<'_, B>) {
             session.leave_out();
             continue;
         }
-        // All that makes a logit is in the last column, which is in no output where keys have a rotary part.
+        // Logits come from the last column alone, which is in no output where keys have a rotary part.
         let row = problem.spec.shape.row_elems() as usize;
         problem.softmax_scale = 1.0;
         let name = problem.name.clone();
@@ -218,7 +218,7 @@ pub fn huge_logits<B: Backend>(session: &Session<'_, B>) {
                 let (out, lse) = problem.expected();
                 for policy in POLICIES {
                     let how = How { policy, ..How::default() };
-                    // No float holds such a logit and ln(40) beside it: keys that are alike only have to stay numbers.
+                    // At this size f32 rounds ln(40) away: results of equal keys only have to be finite.
                     let result = if alone {
                         session.compare(&problem, &how, &out, &lse)
                     } else {

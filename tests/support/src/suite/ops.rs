@@ -35,7 +35,7 @@ pub fn merges<B: Backend>(session: &Session<'_, B>) {
     session.finish("merges of attention states");
 }
 
-/// Runs a merge case as it lies in its file.
+/// Runs a merge case in the layout of its file.
 pub fn check_merge_case<B: Backend>(backend: &B, case: &MergeCase) -> Result<(), String> {
     check_merge(backend, case, Layout::Dense, true)
 }
@@ -187,7 +187,7 @@ pub fn appends<B: Backend>(session: &Session<'_, B>) {
     session.finish("appends");
 }
 
-/// Runs an append case as it lies in its file.
+/// Runs an append case in the layout of its file.
 pub fn check_append_case<B: Backend>(backend: &B, case: &AppendCase) -> Result<(), String> {
     check_append(backend, case, false)
 }

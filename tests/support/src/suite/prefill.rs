@@ -20,7 +20,7 @@ fn spec(heads: u32, [nope, rope, value]: [u32; 3], dtype: Dtype, out: Dtype) -> 
 
 /// The variants that a session runs: the forced one, or all that run here.
 fn variants<B: Backend>(session: &Session<'_, B>, spec: &MlaPrefill) -> Vec<Candidate> {
-    // One for few queries, which no decode has, goes with the one that asks as much of a device.
+    // `coop_few` has no decode variant of its name: it runs with the decode variant of the same requirements.
     let name = |found: &Candidate| if found.name == "coop_few" { "coop_small" } else { found.name };
     let wanted = |found: &Candidate| session.variant.is_none_or(|wanted| wanted == name(found));
     let all = session.backend.variants(spec).into_iter();
@@ -279,7 +279,7 @@ pub fn prefill_shapes<B: Backend>(session: &Session<'_, B>) {
     session.finish("prefill: shapes");
 }
 
-/// Logits beyond 100, values that a sum must not lose, what f16 does not hold in bf16, subnormals and zeros.
+/// Logits beyond 100, values of very different sizes, bf16 beyond f16's range, subnormals and zeros.
 pub fn prefill_hard_data<B: Backend>(session: &Session<'_, B>) {
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         let spec = match dtype {

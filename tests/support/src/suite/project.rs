@@ -17,7 +17,7 @@ use crate::paint::{POISON, Rng};
 pub enum Data {
     /// randn.
     Randn,
-    /// Rows of very different sizes, whose elements are too: 1e5 beside 1e-4, and rows of 1e-6. Weights of 300 beside 1e-4.
+    /// Rows and elements of very different sizes: 1e5 beside 1e-4, and rows of 1e-6. Weights of 300 beside 1e-4.
     Hard,
     /// Small weights, as no model has them.
     Tiny,

@@ -1,4 +1,4 @@
-//! The rotary ops: `rope` against the oracle, `rope_append` against the three ops that it stands for.
+//! The rotary ops: `rope` against the oracle, `rope_append` against the three ops that it replaces.
 
 use crate::reference::{Rotation, rope};
 use wgpu_mla::{
@@ -36,7 +36,7 @@ pub fn rotations<B: Backend>(session: &Session<'_, B>) {
     let shapes = [(9, 3, 64), (7, 1, 32), (1, 16, 64), (5, 4, 8)];
     for (turn, dtype) in DTYPES.into_iter().enumerate() {
         for (half, layout) in LAYOUTS.into_iter().enumerate() {
-            // Kernels are what costs: two shapes for each.
+            // Compiling takes most of the time: two shapes for each.
             for i in [0, 1] {
                 let (tokens, heads, rope_dim) = shapes[(turn + half + 2 * i) % shapes.len()];
                 let spec = Rope { dtype, num_heads: heads, rope_dim, layout };
@@ -71,7 +71,7 @@ fn words(positions: &[i32]) -> Vec<u8> {
     positions.iter().flat_map(|position| position.to_le_bytes()).collect()
 }
 
-/// Usual values, the ends of the dtype's range, and now and then what is no number.
+/// Usual values, the ends of the dtype's range, and some that are not finite.
 pub fn rows(rng: &mut Rng, dtype: Dtype, elements: usize) -> Vec<u8> {
     let mut bytes = Vec::new();
     for i in 0..elements {
@@ -212,7 +212,7 @@ pub fn rotated_appends<B: Backend>(session: &Session<'_, B>) {
     session.finish("rotated appends");
 }
 
-/// Runs the fused op and the three that it stands for, and compares every byte of both.
+/// Runs the fused op and the three that it replaces, and compares every byte.
 pub fn check_rotated_append<B: Backend>(
     backend: &B,
     spec: &RopeAppend,
@@ -233,7 +233,7 @@ pub fn check_rotated_append<B: Backend>(
     };
     let queries = rows(&mut rng, spec.query, tokens * heads * rope_dim as usize);
     let (places, angles) = (positions(&mut rng, tokens), table(rope_dim));
-    // The host knows them, or the device does; what is then unread holds other positions.
+    // Positions from the host or from the device; the array that is then unread holds other positions.
     let known: Vec<i32> = places.iter().map(|&place| place.clamp(0, MAX_POSITION as i32 - 1)).collect();
     let unread = upload(backend, &words(&vec![1; tokens])).map_err(text)?;
     let places = upload(backend, &words(&places)).map_err(text)?;
