@@ -154,7 +154,7 @@ pub struct Pipe {
 }
 
 impl Pipe {
-    /// Of a step whose one binding is its [`Table`](super::ops::table::Table). Labels are those of a step and of a layer.
+    /// Of a step whose one binding is its `Table` of `ops/table.rs`. Labels are those of a step and of a layer.
     ///
     /// # Errors
     /// Those of [`Gpu::pipeline`].
