@@ -158,6 +158,7 @@ def atomic(machine, instruction):
     size = size_of(type_name)
 
     def run(team, mask):
+        machine.atomics += 1
         # Two atomics of the same word are no race, a plain write and an atomic are.
         memory, offsets = place.locate(team, mask, size, size, READ)
         if memory is machine.memory.bytes:

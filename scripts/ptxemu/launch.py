@@ -38,6 +38,7 @@ class Device:
     def __init__(self):
         self.memory = Global()
         self.steps = 0
+        self.atomics = 0  # atomic instructions that ran
 
     def buffer(self, array, writable=True):
         """Copies an array into a buffer of its own; returns the address."""
@@ -84,6 +85,7 @@ class Device:
                 some = blocks[start : start + beside]
                 machine = Machine(entry, self.memory, symbols, grid, block, some, shared, order, races)
                 self.steps += machine.run()
+                self.atomics += machine.atomics
 
 
 # What the test that runs has read: `PATH:ENTRY`, or `PATH:` for the names of a file's entries. See entries.py.

@@ -131,7 +131,7 @@ class Machine:
         self.entry, self.memory, self.grid, self.block_dim = entry, memory, grid, block_dim
         self.threads = int(np.prod(block_dim))
         self.warps = -(-self.threads // 32)
-        self.steps = 0
+        self.steps = self.atomics = 0
         dynamic = -(-entry.static_bytes // 1024) * 1024 if entry.dynamic else entry.static_bytes
         self.shared = Shared(len(blocks), dynamic + dynamic_bytes, self.warps, races)
         self.symbols = dict(params)
