@@ -103,7 +103,7 @@ pub(super) mod tests {
         found.extend(batch_tables::ENTRIES.map(takes::<BatchParams>));
         found.extend(head_project::ENTRIES.map(takes::<ProjectParams>));
         found.push(takes::<MergeStatesParams>(merge_states::ENTRY));
-        found.extend(mla_prefill::ENTRIES.map(takes::<PrefillParams>));
+        found.extend(mla_prefill::entries().iter().map(|name| takes::<PrefillParams>(name)));
         found
     }
 

@@ -6,6 +6,7 @@ use super::array::Array;
 use super::table::Table;
 use super::{Divisor, MAX_ITEMS, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
+use crate::cuda::kernels::ptx;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::mla_prefill::tiles::{PrefillTile, TILE_WORDS, tiles};
 use crate::ops::variants::{Variant, candidates, choose};
@@ -15,19 +16,75 @@ use crate::ops::{
 };
 use crate::{Dtype, Result};
 
-/// An entry of mla_prefill.cu, and the query rows of its tile.
-type Entry = (&'static str, u32);
-/// For 16-bit inputs with values of up to 128 columns, and of up to 256.
-const NARROW: Entry = ("mla_prefill_128", 64);
-const WIDE: Entry = ("mla_prefill_256", 32);
-/// For f32 inputs.
-const EXACT: Entry = ("mla_prefill_exact", 32);
+/// A kernel, and the query rows of its tile.
+#[derive(Debug, Clone)]
+struct Body {
+    name: String,
+    rows: u32,
+    threads: u32,
+    shared_bytes: u32,
+}
 
 /// In dispatch order.
-const VARIANTS: [Variant<Card, MlaPrefill, Entry>; 1] =
-    [Variant::new("simple", |_, spec| Ok(entry_of(spec)))];
+const VARIANTS: [Variant<Card, Request, Body>; 4] = [
+    Variant::new("wgmma_m128", |card, (spec, _)| wgmma(card, spec)).rounding_weights().costing(cost),
+    Variant::new("mma_m128", |card, (spec, _)| on_tensor_cores(card, spec, "mma", 128))
+        .rounding_weights()
+        .costing(cost),
+    Variant::new("mma_m64", |card, (spec, _)| on_tensor_cores(card, spec, "mma", 64))
+        .rounding_weights()
+        .costing(cost),
+    Variant::new("simple", |_, (spec, _)| Ok(simple(spec))).costing(|_, _| u32::MAX),
+];
 
-/// `Args` of mla_prefill.cu.
+/// What is asked for, and the most query tokens of a sequence, 0 for any number.
+type Request = (MlaPrefill, u32);
+
+/// Query rows that the tiles of a sequence have.
+fn cost(&(_, query_tokens): &Request, body: &Body) -> u32 {
+    if query_tokens == 0 { 0 } else { query_tokens.div_ceil(body.rows).saturating_mul(body.rows) }
+}
+
+/// The kernel by wgmma.
+///
+/// # Errors
+/// What is missing.
+fn wgmma(card: &Card, spec: &MlaPrefill) -> Result<Body, String> {
+    if card.capability != 90 || !card.tma {
+        return Err("no wgmma (needs compute capability 9.0, driver 525 or later)".into());
+    }
+    on_tensor_cores(card, spec, "wgmma", 128)
+}
+
+/// The kernel for tiles of `rows` query rows on tensor cores, by these instructions.
+///
+/// # Errors
+/// What is missing.
+fn on_tensor_cores(card: &Card, spec: &MlaPrefill, by: &str, rows: u32) -> Result<Body, String> {
+    let (dtype, dim, value) = (spec.dtype, spec.qk_nope_head_dim + spec.qk_rope_head_dim, spec.v_head_dim);
+    let name = format!("mla_prefill_{by}_m{rows}_{dim}_{value}_{dtype}");
+    let entry =
+        ptx::named(&name).ok_or_else(|| format!("no kernel for head sizes {dim} and {value} in {dtype}"))?;
+    let (need, has) = (entry.shared_bytes, card.shared_bytes);
+    if need > has {
+        return Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"));
+    }
+    Ok(Body { name, rows, threads: entry.threads, shared_bytes: need })
+}
+
+/// The kernel without tensor cores: for 16-bit inputs with values of up to 128 columns, of up to 256, and for f32 inputs.
+fn simple(spec: &MlaPrefill) -> Body {
+    let (name, rows) = match (spec.dtype, spec.v_head_dim) {
+        (Dtype::F32, _) => (SIMPLE[2], 32),
+        (_, ..=128) => (SIMPLE[0], 64),
+        _ => (SIMPLE[1], 32),
+    };
+    Body { name: name.to_owned(), rows, threads: THREADS, shared_bytes: 0 }
+}
+
+const SIMPLE: [&str; 3] = ["mla_prefill_128", "mla_prefill_256", "mla_prefill_exact"];
+
+/// `Args` of prefill.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct PrefillParams {
@@ -62,6 +119,8 @@ unsafe impl DeviceRepr for PrefillParams {}
 pub struct Tiled {
     kernel: Function,
     rows: u32,
+    threads: u32,
+    shared_bytes: u32,
 }
 
 /// One layer's buffers, held.
@@ -77,7 +136,7 @@ impl Kernel<MlaPrefill> for Cuda {
     type Binding = Layer;
 
     fn kernel_variants(&self, spec: &MlaPrefill) -> Vec<Candidate> {
-        candidates(&VARIANTS, self.card(), spec)
+        candidates(&VARIANTS, self.card(), &(*spec, 0))
     }
 
     fn kernel_compile(
@@ -85,11 +144,14 @@ impl Kernel<MlaPrefill> for Cuda {
         spec: &MlaPrefill,
         options: &PrefillOptions,
     ) -> Result<(Tiled, PrefillTiling, Choice)> {
-        let ((entry, rows), choice) = choose(&VARIANTS, self.card(), spec, options.variant.as_deref())?;
-        let kernel = self.kernel(entry)?;
+        let request = (*spec, options.query_tokens);
+        let (body, choice) = choose(&VARIANTS, self.card(), &request, options.variant.as_deref())?;
+        let Body { name, rows, threads, shared_bytes } = body;
+        let kernel = self.kernel(&name)?;
+        kernel.allow_shared(shared_bytes)?;
         let target_groups = self.card().multiprocessors;
         let tiling = PrefillTiling { rows, target_groups, num_heads: spec.num_heads };
-        Ok((Tiled { kernel, rows }, tiling, choice))
+        Ok((Tiled { kernel, rows, threads, shared_bytes }, tiling, choice))
     }
 
     fn kernel_step(&self, spec: &MlaPrefill, _: &Tiled, max_tiles: u32) -> Result<Table> {
@@ -173,14 +235,15 @@ impl Kernel<MlaPrefill> for Cuda {
         // - query tokens that are read are below max_tokens and keys below max_keys by `min`, and where that is 0 no key is read; rows
         //   that are written are below max_rows by comparison. `check_args` found where views end for so many;
         // - quads are below P, R and V by `min`, and those that are stored by comparison;
+        // - `mma_*` and `wgmma_*` copy chunks of 8 elements below P + R and V, which its entry's name has, of arrays that are aligned to 16 bytes;
         // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have.
         // A tile's `num_keys` is below 2^30, which bounds the only loop that the table bounds.
         let args = PrefillParams { table, max_tiles, ..layer.args };
         self.launch(
             &tiled.kernel,
             max_tiles * spec.num_heads,
-            THREADS,
-            0,
+            tiled.threads,
+            tiled.shared_bytes,
             &args,
             layer.buffers.iter().chain(step.buffer()),
         )
@@ -192,13 +255,64 @@ fn blocks(spec: &MlaPrefill, tiles: u64) -> Result<u32> {
     checked_items("blocks of a prefill", blocks, "attend fewer query tokens a step")
 }
 
-fn entry_of(spec: &MlaPrefill) -> Entry {
-    match (spec.dtype, spec.v_head_dim) {
-        (Dtype::F32, _) => EXACT,
-        (_, ..=128) => NARROW,
-        _ => WIDE,
-    }
+/// The entries, for the check that the manifest has them.
+#[cfg(test)]
+pub(super) fn entries() -> Vec<String> {
+    let dims = [(192, 128), (128, 128), (256, 256), (96, 64)];
+    let tiles = [("wgmma_m128", &dims[..3]), ("mma_m128", &dims[..2]), ("mma_m64", &dims)];
+    let on_tensor_cores = tiles.into_iter().flat_map(|(tile, dims)| {
+        let name = move |dtype, (dim, value)| format!("mla_prefill_{tile}_{dim}_{value}_{dtype}");
+        dims.iter().flat_map(move |&dims| [Dtype::F16, Dtype::Bf16].map(|dtype| name(dtype, dims)))
+    });
+    SIMPLE.map(str::to_owned).into_iter().chain(on_tensor_cores).collect()
 }
 
 #[cfg(test)]
-pub(super) const ENTRIES: [&str; 3] = [NARROW.0, WIDE.0, EXACT.0];
+mod tests {
+    use super::*;
+
+    /// The head sizes of released models run on tensor cores on each card, unless inputs are f32.
+    #[test]
+    fn models_run_on_tensor_cores() {
+        let h200 = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
+        let rtx_5090 = Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376, tma: true };
+        let a100 = Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912, tma: false };
+        // DeepSeek and Kimi; GLM; Mistral Small 4; MiniCPM3; and one that has no kernel of its own.
+        let models = [
+            ([128, 64, 128], "wgmma_m128", "mma_m128"),
+            ([192, 64, 256], "wgmma_m128", "mma_m64"),
+            ([64, 64, 128], "wgmma_m128", "mma_m128"),
+            ([64, 32, 64], "mma_m64", "mma_m64"),
+            ([24, 0, 72], "simple", "simple"),
+        ];
+        for ([nope, rope, value], on_h200, elsewhere) in models {
+            for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+                let (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) = (nope, rope, value);
+                let spec = MlaPrefill {
+                    num_heads: 16,
+                    qk_nope_head_dim,
+                    qk_rope_head_dim,
+                    v_head_dim,
+                    dtype,
+                    out: dtype,
+                };
+                for (card, best) in [(h200, on_h200), (rtx_5090, elsewhere), (a100, elsewhere)] {
+                    let chosen = |query_tokens| {
+                        choose(&VARIANTS, &card, &(spec, query_tokens), None)
+                            .expect("one runs everywhere")
+                            .1
+                            .variant
+                    };
+                    assert_eq!(
+                        chosen(0),
+                        if dtype == Dtype::F32 { "simple" } else { best },
+                        "{card:?} {spec:?}"
+                    );
+                    if best != "simple" && dtype != Dtype::F32 {
+                        assert_eq!((chosen(64), chosen(1000)), ("mma_m64", best), "{card:?} {spec:?}");
+                    }
+                }
+            }
+        }
+    }
+}

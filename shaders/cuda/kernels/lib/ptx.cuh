@@ -112,6 +112,13 @@ DEVICE void wait_for_arrivals(u32 barrier, u32 parity) {
         "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Whether the phase of this parity has ended.
+DEVICE bool has_arrived(u32 barrier, u32 parity) {
+    u32 ended;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+    return ended != 0;
+}
+
 DEVICE void store_4(u32 to, u32 word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }

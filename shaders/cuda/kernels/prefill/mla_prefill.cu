@@ -17,8 +17,7 @@
 // limits: mla_prefill_256 registers=128 threads=256
 // limits: mla_prefill_exact registers=128 threads=256
 
-#include "lib/divisor.cuh"
-#include "lib/quads.cuh"
+#include "prefill.cuh"
 
 #define THREADS 256u
 #define KEYS 64u
@@ -26,66 +25,6 @@
 // In float4. One more than the data: 8 lanes that read consecutive rows have no bank conflicts.
 #define SLICE_PITCH (DEPTH_QUADS + 1)
 #define WEIGHT_PITCH (KEYS / 4 + 1)
-// Finite sentinel for the LSE -inf of a row that attends to no key.
-#define EMPTY (-1.0e38f)
-
-struct Args {
-    Place q_nope; // [max_tokens, H, P], strided, as the others
-    Place q_pe; // [max_tokens, H, R]
-    Place k_nope; // [max_keys, H, P]
-    Place k_pe; // [max_keys, H, R]
-    Place v; // [max_keys, H, V]
-    Place out; // [max_rows, H, V]
-    Place lse; // f32 [max_rows, H]
-    u64 table; // u32 [1 + 6 * max_tiles] num_tiles, then tiles
-    float logit_scale; // softmax_scale * log2(e)
-    u32 max_tokens;
-    u32 max_keys;
-    u32 max_rows; // of the output and the LSE
-    u32 max_tiles; // for which the table has room
-    u32 num_heads;
-    u32 nope_quads; // P / 4
-    u32 quads; // (P + R) / 4
-    u32 value_quads; // V / 4
-    u32 dtype;
-    u32 out_dtype;
-    u32 reserved;
-    Divisor by_num_heads;
-};
-
-// PrefillTile of src/ops/mla_prefill/tiles.rs, for one head.
-struct Tile {
-    u32 first_token, num_rows, kv_begin, num_keys;
-    int first_visible;
-    u32 first_row; // of the output
-    u32 head;
-};
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float log2_fast(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// A step prepared again after its graph was captured may have more than the binding's buffers hold: the clamps keep accesses inside them.
-__device__ __forceinline__ u32 token_of(const Args &args, const Tile &tile, u32 row) {
-    return min(tile.first_token + min(row, tile.num_rows - 1), args.max_tokens - 1);
-}
-
-__device__ __forceinline__ u32 key_of(const Args &args, const Tile &tile, u32 key) {
-    return min(tile.kv_begin + min(key, tile.num_keys - 1), args.max_keys - 1);
-}
-
-// How many of the tile's keys a row attends to (the causal mask).
-__device__ __forceinline__ u32 visible_to(const Tile &tile, u32 row) {
-    return (u32)min(max(tile.first_visible + (int)row, 0), (int)tile.num_keys);
-}
 
 // Stages a slice of queries, then of keys; zeros past their last quad.
 template <u32 ROWS>
@@ -164,15 +103,12 @@ __device__ __forceinline__ void attend(const Args &args) {
     __shared__ float4 staged[SLICES > 4 * THREADS ? SLICES : 4 * THREADS];
     __shared__ float4 weights[ROWS * WEIGHT_PITCH];
 
-    u32 number = divide(blockIdx.x, args.by_num_heads);
     let_next_kernel_begin();
     wait_for_kernel_before();
-    if (number >= min(read_4(args.table), args.max_tiles)) {
+    Tile tile;
+    if (!tile_of_block(args, tile)) {
         return;
     }
-    u64 at = args.table + 4 + 24ull * number;
-    Tile tile = {read_4(at), read_4(at + 4), read_4(at + 8), read_4(at + 12), (int)read_4(at + 16), read_4(at + 20), blockIdx.x - number * args.num_heads};
-    tile.num_keys = args.max_keys > 0 ? tile.num_keys : 0;
     u32 tx = threadIdx.x % 16, ty = threadIdx.x / 16;
 
     float row_max[ROWS_OF_THREAD], row_sum[ROWS_OF_THREAD]; // the sum is over this thread's keys only
