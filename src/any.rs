@@ -55,6 +55,7 @@ impl AnyBackend {
     ///
     /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To choose a backend yourself, use `From`:
     /// `AnyBackend::from(Gpu::new()?)`, or `Cuda::on_stream(stream)?` with the host's own stream.
+    #[must_use]
     pub fn best(spec: &MlaDecode) -> Self {
         let (found, why) = choose(Found::cuda(spec), || Found::wgpu(spec));
         let chosen = found.unwrap_or_else(|| crate::cpu::Cpu::new().into());
@@ -63,16 +64,19 @@ impl AnyBackend {
     }
 
     /// Which backend was chosen, and what each better one lacks here.
+    #[must_use]
     pub fn why(&self) -> &str {
         &self.why
     }
 
     /// The backend itself, such as for its stream, or its device and queue.
+    #[must_use]
     pub fn chosen(&self) -> &Chosen {
         &self.chosen
     }
 
     /// The backend itself, for what [`crate::Device`] does not offer.
+    #[must_use]
     pub fn into_chosen(self) -> Chosen {
         self.chosen
     }

@@ -20,6 +20,7 @@ impl Dtype {
     pub const ALL: [Self; 4] = [Self::F32, Self::F16, Self::Bf16, Self::E4m3];
 
     /// The field's short name, which is also the suffix of the WGSL files that read it.
+    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -30,11 +31,13 @@ impl Dtype {
     }
 
     /// Whether its elements are 8-bit codes, which need a scale beside them.
+    #[must_use]
     pub const fn is_fp8(self) -> bool {
         matches!(self, Self::E4m3)
     }
 
     /// Bytes of an element.
+    #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -56,6 +59,7 @@ impl Dtype {
     }
 
     /// [`Dtype::encode`] of a whole slice.
+    #[must_use]
     pub fn encode_all(self, xs: &[f32]) -> Vec<u8> {
         let mut out = Vec::with_capacity(xs.len() * self.bytes());
         xs.iter().for_each(|&x| self.encode(x, &mut out));
@@ -66,6 +70,7 @@ impl Dtype {
     ///
     /// # Panics
     /// Where the array ends before that element.
+    #[must_use]
     pub fn decode_at(self, bytes: &[u8], index: usize) -> f32 {
         let at = index * self.bytes();
         match self {
@@ -77,6 +82,7 @@ impl Dtype {
     }
 
     /// The values of a little-endian array; a torn last element is dropped.
+    #[must_use]
     pub fn decode_all(self, bytes: &[u8]) -> Vec<f32> {
         (0..bytes.len() / self.bytes()).map(|i| self.decode_at(bytes, i)).collect()
     }
@@ -92,6 +98,7 @@ impl std::fmt::Display for Dtype {
 pub const E4M3_MAX: f32 = 448.0;
 
 /// The value of an e4m3fn code; 0x7F and 0xFF are NaN.
+#[must_use]
 pub fn e4m3_decode(code: u8) -> f32 {
     let exponent = i32::from(code >> 3 & 0xF);
     let mantissa = f32::from(code & 7);
@@ -104,6 +111,7 @@ pub fn e4m3_decode(code: u8) -> f32 {
 }
 
 /// The e4m3fn code nearest to `x`: ties to even, saturating at 448, NaN to 0x7F.
+#[must_use]
 pub fn e4m3_encode(x: f32) -> u8 {
     if x.is_nan() {
         return 0x7F;
@@ -135,6 +143,7 @@ pub struct Calibration {
 ///
 /// With a power of two every backend stores the same bytes. Non-finite elements are left out; all-zero or
 /// empty data gives 1.
+#[must_use]
 pub fn calibrate_k_scale(data: &[f32], power_of_two: bool) -> Calibration {
     let amax = data.iter().filter(|x| x.is_finite()).fold(0f32, |m, x| m.max(x.abs()));
     let k_scale = k_scale_of(amax, power_of_two);
@@ -159,6 +168,7 @@ pub(crate) fn k_scale_of(amax: f32, power_of_two: bool) -> f32 {
 }
 
 /// Finite elements that an e4m3 cache with this `k_scale` cannot hold.
+#[must_use]
 pub fn count_saturated(data: &[f32], k_scale: f32) -> usize {
     data.iter().filter(|x| x.is_finite() && x.abs() > E4M3_MAX * k_scale).count()
 }

@@ -63,6 +63,7 @@ impl<'a> KvBProj<'a> {
     }
 
     /// Its dims.
+    #[must_use]
     pub fn dims(&self) -> HeadDims {
         self.dims
     }
@@ -93,6 +94,7 @@ impl<'a> KvBProj<'a> {
     }
 
     /// The largest magnitude: what decides whether f16 holds them all. A NaN is left out.
+    #[must_use]
     pub fn largest(&self) -> f32 {
         (0..self.dims.elements() as usize).fold(0.0, |largest, index| self.value(index).abs().max(largest))
     }

@@ -109,6 +109,7 @@ pub struct MlaLayer {
 
 impl MlaLayer {
     /// Bytes of one token in the workspace: its row of the cache and, for each head, its key and value.
+    #[must_use]
     pub const fn workspace_row_bytes(&self) -> u64 {
         let heads = self.shape.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64);
         (self.shape.row_elems() as u64 + heads) * self.dtype.bytes() as u64
@@ -152,6 +153,7 @@ impl MlaLayer {
     }
 
     /// The decode in absorbed form.
+    #[must_use]
     pub const fn mla(&self) -> MlaDecode {
         MlaDecode { shape: self.shape, kv: self.kv, query: self.dtype, out: self.dtype }
     }

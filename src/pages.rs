@@ -25,6 +25,7 @@ pub struct SeqId {
 
 impl SeqId {
     /// Sequences that the pool made before it.
+    #[must_use]
     pub const fn number(self) -> u64 {
         self.number
     }
@@ -77,6 +78,7 @@ pub struct Append {
 
 impl Append {
     /// The copy as a list of at most one, the way `kv_copy_pages` takes it.
+    #[must_use]
     pub fn copies(&self) -> &[(u32, u32)] {
         self.copy.as_slice()
     }
@@ -207,6 +209,7 @@ impl PagePool {
     }
 
     /// The cache that the pages belong to.
+    #[must_use]
     pub fn spec(&self) -> &KvSpec {
         &self.spec
     }
@@ -328,21 +331,25 @@ impl PagePool {
     }
 
     /// Sequences in the pool.
+    #[must_use]
     pub fn num_sequences(&self) -> usize {
         self.sequences.len()
     }
 
     /// Pages that no sequence has.
+    #[must_use]
     pub fn num_free_pages(&self) -> u32 {
         self.store.num_free_pages()
     }
 
     /// Pages that at least one sequence has. A shared page counts once.
+    #[must_use]
     pub fn num_used_pages(&self) -> u32 {
         self.store.total - self.store.num_free_pages()
     }
 
     /// Sequences that have a page: 0 for a free page and for an id that is not in the pool.
+    #[must_use]
     pub fn owners(&self, page: u32) -> usize {
         self.store.owners(page)
     }

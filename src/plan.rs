@@ -122,6 +122,7 @@ pub struct Batch<'a> {
 
 impl<'a> Batch<'a> {
     /// A causal batch with no shared prefixes.
+    #[must_use]
     pub fn new(seq_lens: &'a [i32], query_start_loc: &'a [i32]) -> Self {
         Self { seq_lens, query_start_loc, mask: Mask::Causal, shared_prefixes: &[] }
     }
@@ -224,6 +225,7 @@ impl Plan {
     }
 
     /// Words of the flat page list, room for growth included.
+    #[must_use]
     pub fn page_list_len(&self) -> u32 {
         self.page_begin.last().copied().unwrap_or(0)
     }
@@ -375,6 +377,7 @@ impl Plan {
 
 impl WorkItem {
     /// Query rows times tokens.
+    #[must_use]
     pub fn work(&self) -> u64 {
         u64::from(self.num_rows) * u64::from(self.kv_end - self.kv_begin)
     }

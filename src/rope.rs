@@ -26,6 +26,7 @@ pub struct Yarn {
 
 impl Yarn {
     /// A factor and the original context, the rest as it is where a checkpoint does not give it.
+    #[must_use]
     pub fn new(factor: f64, original_max_position_embeddings: f64) -> Self {
         Self {
             factor,
@@ -43,6 +44,7 @@ impl Yarn {
     ///
     /// With `mscale` alone transformers leaves it at `m(1)`, and DeepSeek's code takes `m(mscale)`: every released checkpoint gives both
     /// or has an `mscale` of 1.
+    #[must_use]
     pub fn attention_factor(&self) -> f64 {
         let m = |x: f64| if self.factor > 1.0 { 0.1 * x * self.factor.ln() + 1.0 } else { 1.0 };
         if self.mscale != 0.0 && self.mscale_all_dim != 0.0 {
@@ -147,11 +149,13 @@ impl RopeFrequencies {
     }
 
     /// Radians a position, for each of the `qk_rope_head_dim / 2` pairs.
+    #[must_use]
     pub fn inv_freq(&self) -> &[f64] {
         &self.inv_freq
     }
 
     /// The factor of cosines and sines.
+    #[must_use]
     pub fn attention_factor(&self) -> f64 {
         self.attention_factor
     }

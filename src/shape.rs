@@ -25,6 +25,7 @@ pub const SUPPORTED_DIMS: [(u32, u32, &str); 4] = [
 
 impl MlaShape {
     /// Elements of a cache row and of a query row: `L + R`.
+    #[must_use]
     pub const fn row_elems(&self) -> u32 {
         self.kv_lora_rank + self.qk_rope_head_dim
     }
@@ -63,11 +64,13 @@ pub struct KvSpec {
 
 impl KvSpec {
     /// Slots in the pool: `num_pages * page_size`.
+    #[must_use]
     pub const fn num_slots(&self) -> u64 {
         self.num_pages as u64 * self.page_size as u64
     }
 
     /// Pages that `tokens` tokens fill, the last one perhaps in part.
+    #[must_use]
     pub const fn pages_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.page_size)
     }
@@ -155,21 +158,25 @@ impl MlaDecode {
     }
 
     /// Bytes of the cache of one layer, `[num_pages, page_size, L + R]`.
+    #[must_use]
     pub const fn cache_bytes(&self) -> u64 {
         self.kv.num_slots() * self.shape.row_elems() as u64 * self.kv.dtype.bytes() as u64
     }
 
     /// Bytes of the query, `[tokens, H, L + R]`.
+    #[must_use]
     pub const fn query_bytes(&self, tokens: u32) -> u64 {
         self.rows(tokens) * self.shape.row_elems() as u64 * self.query.bytes() as u64
     }
 
     /// Bytes of the output, `[tokens, H, L]`.
+    #[must_use]
     pub const fn out_bytes(&self, tokens: u32) -> u64 {
         self.rows(tokens) * self.shape.kv_lora_rank as u64 * self.out.bytes() as u64
     }
 
     /// Bytes of the LSE, f32 `[tokens, H]`.
+    #[must_use]
     pub const fn lse_bytes(&self, tokens: u32) -> u64 {
         self.rows(tokens) * 4
     }
@@ -189,6 +196,7 @@ impl MlaDecode {
 /// let v3 = wgpu_mla::softmax_scale(128, 64, 40.0, 1.0);
 /// assert!((v3 - 0.135_234).abs() < 1e-6);
 /// ```
+#[must_use]
 pub fn softmax_scale(qk_nope_head_dim: u32, qk_rope_head_dim: u32, factor: f64, m: f64) -> f32 {
     let mscale = if factor > 1.0 { 0.1 * m * factor.ln() + 1.0 } else { 1.0 };
     (f64::from(qk_nope_head_dim + qk_rope_head_dim).powf(-0.5) * mscale * mscale) as f32

@@ -132,6 +132,7 @@ pub struct Capacity {
 
 impl Capacity {
     /// Exactly what a plan needs.
+    #[must_use]
     pub fn of(plan: &Plan) -> Self {
         Self {
             items: plan.items.len() as u32,
@@ -149,11 +150,13 @@ impl Capacity {
     }
 
     /// Whether everything in `other` fits.
+    #[must_use]
     pub fn holds(self, other: Self) -> bool {
         self.max(other) == self
     }
 
     /// Enough for `other`, with the fields that had to grow rounded up so that they seldom grow again.
+    #[must_use]
     pub fn grown_to(self, other: Self) -> Self {
         self.zip(other, |have, want| {
             if want > have { want.checked_next_power_of_two().unwrap_or(want).max(16) } else { have }
@@ -192,6 +195,7 @@ impl Capacity {
 
     /// The header of empty tables of this capacity. Tables of more words than 32 bits count have no place for their last
     /// sections: `end` is then `u32::MAX`, which no other table has.
+    #[must_use]
     pub fn header(&self, kv: &KvSpec) -> Header {
         let after = |begin: u32, count: u32, size: usize| {
             let end = u64::from(begin) + (u64::from(count) * (size as u64 / 4)).next_multiple_of(4);

@@ -31,6 +31,7 @@ impl Buffer {
     }
 
     /// Bytes that it holds, a multiple of 4.
+    #[must_use]
     pub fn bytes(&self) -> u64 {
         self.len as u64 * 4
     }

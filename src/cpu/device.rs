@@ -39,11 +39,13 @@ impl Cpu {
     }
 
     /// This many threads, the calling one included; at least 1, and fewer where the system gives no more.
+    #[must_use]
     pub fn with_threads(threads: usize) -> Self {
         Self { pool: Arc::new(Pool::new(threads)), id: next_id() }
     }
 
     /// Threads in use, the calling one included.
+    #[must_use]
     pub fn threads(&self) -> usize {
         self.pool.threads()
     }

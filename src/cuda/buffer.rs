@@ -46,16 +46,19 @@ impl Buffer {
     /// # Safety
     /// `address` is of `bytes` bytes of memory that the stream's context can use, aligned to 16 bytes, for as long as a clone of this
     /// buffer, or a binding or graph made of it, is used.
+    #[must_use]
     pub unsafe fn from_raw(address: u64, bytes: u64) -> Self {
         Self { address, bytes, owner: None }
     }
 
     /// Where it begins on the card.
+    #[must_use]
     pub fn ptr(&self) -> u64 {
         self.address
     }
 
     /// Bytes that it holds.
+    #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -80,6 +80,7 @@ impl Cuda {
     }
 
     /// The stream that everything is launched on.
+    #[must_use]
     pub fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
     }

@@ -117,11 +117,13 @@ impl Graph {
     }
 
     /// The graph itself. What is launched or copied of it uses memory that only `self` keeps.
+    #[must_use]
     pub fn raw(&self) -> &CudaGraph {
         &self.graph
     }
 
     /// The device that it was captured on.
+    #[must_use]
     pub fn device(&self) -> &Cuda {
         &self.cuda
     }

@@ -71,6 +71,7 @@ impl Caps {
     };
 
     /// Every weaker set that a kernel may meet on some device: tests force each one.
+    #[must_use]
     pub fn downgrades(self) -> Vec<(&'static str, Self)> {
         vec![
             ("as it is", self),

@@ -53,11 +53,13 @@ impl Gpu {
     /// `queue` must be the one that was made with `device`, and every buffer and encoder of `device` too. wgpu tells of another queue or
     /// encoder to the error handler of the device that it is of, which panics by default, and not to this crate; what is of another
     /// `wgpu::Instance` may panic inside of wgpu.
+    #[must_use]
     pub fn on(adapter: &wgpu::Adapter, device: &wgpu::Device, queue: &wgpu::Queue) -> Self {
         Self::with(adapter, device, queue, &Setup::default())
     }
 
     /// As [`Gpu::on`], with other choices than the defaults.
+    #[must_use]
     pub fn with(
         adapter: &wgpu::Adapter,
         device: &wgpu::Device,
@@ -68,6 +70,7 @@ impl Gpu {
     }
 
     /// For a host that has no adapter at hand: variants on cooperative matrices are then not selected.
+    #[must_use]
     pub fn without_adapter(device: &wgpu::Device, queue: &wgpu::Queue, setup: &Setup<'_>) -> Self {
         Self::open(None, device, queue, setup, None)
     }
@@ -97,21 +100,25 @@ impl Gpu {
     }
 
     /// The adapter, if it was given.
+    #[must_use]
     pub fn adapter(&self) -> Option<&wgpu::Adapter> {
         self.shared.adapter.as_ref()
     }
 
     /// The device.
+    #[must_use]
     pub fn device(&self) -> &wgpu::Device {
         &self.shared.device
     }
 
     /// Its queue.
+    #[must_use]
     pub fn queue(&self) -> &wgpu::Queue {
         &self.shared.queue
     }
 
     /// What the device can do.
+    #[must_use]
     pub fn caps(&self) -> &Caps {
         &self.shared.caps
     }
@@ -130,11 +137,13 @@ impl Gpu {
     }
 
     /// What [`Setup::disk_cache`] asked for.
+    #[must_use]
     pub fn disk(&self) -> Option<&DiskCache> {
         self.shared.disk.as_ref()
     }
 
     /// The adapter's name, driver and API, for a person.
+    #[must_use]
     pub fn describe(&self) -> String {
         let info = self.device().adapter_info();
         format!("{} ({} {}, {:?})", info.name, info.driver, info.driver_info, info.backend)

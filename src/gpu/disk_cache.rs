@@ -78,6 +78,7 @@ impl DiskCache {
     /// wrong, the result is a cache that works, and [`status`](Self::status) and the log say what it was.
     ///
     /// The checks find accidents, not forgeries: name a directory that only this user can write to.
+    #[must_use]
     pub fn open(device: &wgpu::Device, directory: &Path) -> Self {
         // The device's own info: a key that the caller brings could be another adapter's.
         let info = device.adapter_info();

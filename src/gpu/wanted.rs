@@ -48,6 +48,7 @@ pub struct Wanted {
 ///     .await?;
 /// # Ok(()) }
 /// ```
+#[must_use]
 pub fn wanted(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures) -> Wanted {
     let useful = wgpu::Features::SUBGROUP
         | wgpu::Features::SHADER_F16
@@ -70,11 +71,13 @@ pub fn wanted(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures)
 }
 
 /// What a device can do, as it was made; without cooperative matrices, of which only its adapter knows.
+#[must_use]
 pub fn caps(device: &wgpu::Device) -> Caps {
     caps_on(None, device)
 }
 
 /// What a device can do, as it was made from an adapter.
+#[must_use]
 pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
     let (info, limits, features) = (device.adapter_info(), device.limits(), device.features());
     let subgroups = features.contains(wgpu::Features::SUBGROUP);

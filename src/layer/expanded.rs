@@ -64,6 +64,7 @@ impl<B: Copy> Expanded<B> {
 
 impl MlaLayer {
     /// Bytes of the arrays of [`Expanded`] for prefixes of so many tokens in all: together [`MlaLayer::workspace_row_bytes`] each.
+    #[must_use]
     pub const fn expanded_bytes(&self, tokens: u32) -> [u64; 3] {
         let row = tokens as u64 * self.dtype.bytes() as u64;
         let heads = row * self.shape.num_heads as u64;

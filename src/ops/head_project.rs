@@ -22,11 +22,13 @@ pub struct HeadDims {
 
 impl HeadDims {
     /// Rows of `kv_b_proj`: `H * (P + V)`.
+    #[must_use]
     pub const fn rows(&self) -> u64 {
         self.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64)
     }
 
     /// Elements of `kv_b_proj`: `H * (P + V) * L`.
+    #[must_use]
     pub const fn elements(&self) -> u64 {
         self.rows() * self.kv_lora_rank as u64
     }
@@ -97,18 +99,21 @@ pub struct HeadProject {
 
 impl HeadProject {
     /// `ql_nope[t,h,:] = q_nope[t,h,:] . W_UK[h]`: queries into the latent space. The weights are [`WeightView::w_uk`].
+    #[must_use]
     pub fn absorb(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
         let (k, n) = (dims.qk_nope_head_dim, dims.kv_lora_rank);
         Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Kn }
     }
 
     /// `o[t,h,:] = attn[t,h,:] . W_UV[h]^T`: latents to values. The weights are [`WeightView::w_uv`].
+    #[must_use]
     pub fn v_up(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
         let (k, n) = (dims.kv_lora_rank, dims.v_head_dim);
         Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
     }
 
     /// `k_nope[s,h,:] = kv_c[s,:] . W_UK[h]^T`: latents to keys, for a prefill. The weights are [`WeightView::w_uk`].
+    #[must_use]
     pub fn k_up(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
         let (k, n) = (dims.kv_lora_rank, dims.qk_nope_head_dim);
         Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }

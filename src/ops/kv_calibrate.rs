@@ -91,6 +91,7 @@ impl CalibrationStats {
 
     /// The `k_scale` that holds all that was counted: `amax / 448`, or the next power of two; 1 where all was zero, as
     /// [`crate::calibrate_k_scale`]. With it none of these elements saturates.
+    #[must_use]
     pub fn calibration(&self, power_of_two: bool) -> Calibration {
         Calibration { k_scale: k_scale_of(self.amax, power_of_two), saturated: 0 }
     }

@@ -72,11 +72,13 @@ pub struct PrefillSequence {
 
 impl PrefillSequence {
     /// A sequence whose last query sees all keys, the one before it all but the last, and so on.
+    #[must_use]
     pub fn causal(q_begin: u32, q_len: u32, kv_begin: u32, kv_len: u32) -> Self {
         Self { q_begin, q_len, kv_begin, kv_len, mask: Mask::Causal, out_begin: q_begin }
     }
 
     /// A sequence whose queries all see all of its keys.
+    #[must_use]
     pub fn full(q_begin: u32, q_len: u32, kv_begin: u32, kv_len: u32) -> Self {
         Self { q_begin, q_len, kv_begin, kv_len, mask: Mask::Full, out_begin: q_begin }
     }
@@ -174,6 +176,7 @@ pub struct PrefillTiling {
 impl PrefillTiling {
     /// Parts into which to split the keys of sequences that have `query_tokens` query tokens in all, so that they fill the device: see
     /// [`PrefillSequence::split_keys`].
+    #[must_use]
     pub fn key_parts(&self, query_tokens: u32, keys: u32) -> u32 {
         let tiles = u64::from(query_tokens.div_ceil(self.rows).max(1)) * u64::from(self.num_heads);
         let parts = (u64::from(self.target_groups) / tiles).min(keys.div_ceil(LEAST_PART_KEYS).into());

@@ -91,6 +91,7 @@ pub struct RopeAppendExtent {
 
 impl RopeAppendExtent {
     /// Room for so many tokens.
+    #[must_use]
     pub const fn of(tokens: u32) -> Self {
         Self { tokens, positions: 0 }
     }
@@ -98,6 +99,7 @@ impl RopeAppendExtent {
 
 impl<'a> RopeAppendBatch<'a> {
     /// Tokens whose positions are in [`RopeAppendArgs::positions`].
+    #[must_use]
     pub const fn slots(slot_mapping: &'a [i64]) -> Self {
         Self { slot_mapping, positions: None }
     }

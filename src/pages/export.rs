@@ -18,6 +18,7 @@ pub struct BlockTable {
 
 impl BlockTable {
     /// The table as `prepare` takes it.
+    #[must_use]
     pub fn page_table(&self) -> PageTable<'_> {
         let Self { entries, max_pages, page_size } = self;
         PageTable::Pool { block_table: entries, max_pages: *max_pages, page_size: *page_size }
@@ -39,6 +40,7 @@ pub struct Csr {
 
 impl Csr {
     /// The rows as `prepare` takes them.
+    #[must_use]
     pub fn page_table(&self) -> PageTable<'_> {
         let Self { kv_indptr, kv_indices, page_size, .. } = self;
         PageTable::PoolCsr { kv_indptr, kv_indices, page_size: *page_size }
