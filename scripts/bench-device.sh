@@ -34,7 +34,7 @@ add() { # FOLDER EXECUTABLE..
     done
 }
 
-mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench gather --bench prefill --bench cascade --bench project --bench rope)
+mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench gather --bench prefill --bench cascade --bench project --bench rope --bench layer)
 add bin "${benches[@]}"
 if [ -n "$tests" ]; then
     mapfile -t binaries < <(built test --release --test it)
@@ -76,7 +76,7 @@ bench() {
 
 all() {
     local name failed=
-    for name in decode merge append gather prefill cascade project rope; do
+    for name in decode merge append gather prefill cascade project rope layer; do
         bench $name "$@" || failed+=" $name"
         echo
     done
