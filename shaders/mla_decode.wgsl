@@ -9,20 +9,20 @@
 // The cache is read in place, not staged: what one row group reads the others find in the nearest cache.
 //
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
-// which rows share its tile. Nor does it on what is in keys that it does not see: logits that are no numbers are left out of the sums,
-// and their blocks, which are rare, add up values without what is infinite or NaN. At the end NaN is put where it has to be.
+// which rows share its tile. Nor does it depend on keys that the row does not see: non-finite logits are left out of the sums, and a block that
+// has one, which is rare, adds its values without those that are infinite or NaN. The epilogue writes NaN where the formulas have it.
 
 var<workgroup> token_at: array<u32, TOKEN_PLACES>; // [2, TOKENS]: first oct of each token's cache row, this block and the next
 var<workgroup> quad_max: array<f32, TILE_QUADS_PADDED>; // [ROWS, TOKEN_QUADS]
 var<workgroup> weights: array<vec4<f32>, TILE_QUADS>; // [ROWS, TOKEN_QUADS], four tokens each
 var<workgroup> rescale: array<f32, ROWS_PADDED>; // [ROWS]
-var<workgroup> notes: array<atomic<u32>, 4>; // for all threads: see ODD_BLOCK
+var<workgroup> notes: array<atomic<u32>, 4>; // shared by all threads; indices below
 var<workgroup> query_at: array<vec2<u32>, ROWS_PADDED>; // [ROWS]: first oct of each row's q_nope and q_pe
 
-// Places in `notes`: what a thread would otherwise keep in a register across the blocks.
-const ODD_BLOCK = 0u; // the last block with a logit that is no number, plus 1
-const ODD_ITEM = 1u; // whether there was one
-const NAN_ROWS = 2u; // a bit for each row of the tile, which is NaN
+// Indices of `notes`, which saves registers across the loop over blocks.
+const ODD_BLOCK = 0u; // the last block with a non-finite logit, plus 1
+const ODD_ITEM = 1u; // whether any block had one
+const NAN_ROWS = 2u; // bit r: row r of the tile is NaN
 const_assert ROWS <= 32u;
 const KV_BEGIN = 3u;
 
@@ -53,10 +53,10 @@ fn mla_decode(
     let column_oct = thread % LATENT_OCTS;
     let lane = column_oct % LANES;
     let token_quad = column_oct / LANES;
-    // A group whose rows are all missing only keeps the barriers.
+    // A row group past the tile's last row only takes part in barriers.
     let has_rows = group_row < num_rows;
     if (thread < ROWS) {
-        // Other missing rows repeat the last one; their results go nowhere.
+        // Rows past the last one repeat it; their results are not stored.
         let query = query_of(first_row, min(thread, num_rows - 1u));
         query_at[thread] = vec2<u32>(
             layer.q_nope_at + query.token * layer.q_nope_token_stride + query.head * layer.q_nope_head_stride,
@@ -93,7 +93,7 @@ fn mla_decode(
         let row_3 = token_at[parity + token_quad * 4u + 3u];
         var score = array<vec4<f32>, ROWS_PER_GROUP>();
         if (has_rows) {
-            // Registers: places are read where they are needed, and the few octs of q_pe take no loop, whose counters cost more.
+            // To save registers, offsets are read from workgroup memory where they are used, and the octs of q_pe are unrolled.
             var q_nope_row: array<u32, ROWS_PER_GROUP>;
             for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
                 q_nope_row[r] = query_at[group_row + r].x;
@@ -229,7 +229,7 @@ fn mla_decode(
             var value = mat2x4<f32>(acc_low[r], acc_high[r]) * (KV_SCALE * (1.0 / divisor));
             let query = query_of(first_row, row);
             if (is_odd_item) {
-                // A column is NaN where a visible key is infinite there, though the key weighs 0.
+                // 0 * inf: a column is NaN where a visible key is infinite, even if the key's weight is 0.
                 for (var token = begin; token < min(query.visible, kv_end); token++) {
                     let v = decode_value(kv[cache_row(page_begin, token) + column_oct]);
                     value = mat2x4<f32>(with_nan(value[0], is_odd(v[0])), with_nan(value[1], is_odd(v[1])));

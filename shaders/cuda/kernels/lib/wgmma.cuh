@@ -147,21 +147,18 @@ DEVICE void multiply_turned(float (&sums)[4][4], u64 a, u64 b) {
 // m64n64k16 or m64n128k16: sums [64, N] = or += a [64, 16] x b^T, b [N, 16], both in shared memory.
 #define MULTIPLY_KEYS_64(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PLACES_32 "}, %32, %33, p, 1, 1, 0, 0;}" \
-                 : SUMS_32(sums, 0) \
-                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
+                 : SUMS_32(sums, 0) : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
 #define MULTIPLY_KEYS_128(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" PLACES_64 "}, %64, %65, p, 1, 1, 0, 0;}" \
-                 : SUMS_32(sums, 0), SUMS_32(sums, 32) \
-                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
+                 : SUMS_32(sums, 0), SUMS_32(sums, 32) : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
 
-template <bool IS_BF16>
-DEVICE void multiply_keys(float (&sums)[8][4], u64 a, u64 b, bool adds) {
-    OF_TYPE(MULTIPLY_KEYS_64)
-}
-
-template <bool IS_BF16>
-DEVICE void multiply_keys(float (&sums)[16][4], u64 a, u64 b, bool adds) {
-    OF_TYPE(MULTIPLY_KEYS_128)
+template <bool IS_BF16, int TILES>
+DEVICE void multiply_keys(float (&sums)[TILES][4], u64 a, u64 b, bool adds) {
+    if constexpr (TILES == 8) {
+        OF_TYPE(MULTIPLY_KEYS_64)
+    } else {
+        OF_TYPE(MULTIPLY_KEYS_128)
+    }
 }
 
 // m64n128k16 or m64n256k16: sums [64, N] += a [64, 16] x b, a in registers, b [16, N] in shared memory.

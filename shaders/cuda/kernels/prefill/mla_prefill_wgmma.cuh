@@ -13,7 +13,7 @@
 #pragma once
 
 #include "decode/decode_order.cuh"
-#include "lib/tma.cuh"
+#include "lib/in_flight.cuh"
 #include "lib/wgmma.cuh"
 #include "prefill_rows.cuh"
 
@@ -40,7 +40,7 @@ struct PrefillLoader {
     const Args &args;
     const Tile &tile;
     const u32 shared, thread;
-    u32 unfinished = 0; // the mbarrier of what is in flight
+    InFlight in_flight;
 
     DEVICE void run() {
         const u32 blocks = (tile.num_keys + T::KEYS - 1) / T::KEYS;
@@ -53,32 +53,21 @@ struct PrefillLoader {
             copy_rows<typename T::KeyOrder, T::VALUE * 2, T::KEYS, T::LOADERS * LANES, 2>(shared + T::VALUES_AT + stage * T::VALUES_BYTES, thread, count, T::VALUE / 8, values_from(args, tile, block));
             end(T::STAGES + stage);
         }
-        finish<0>();
+        in_flight.finish<0>();
     }
 
     // Waits until a stage is empty. If it is not yet, what is in flight is signalled first: the warpgroups may need it to empty the stage.
     DEVICE void begin(u32 stage, u32 i) {
         const u32 barrier = shared + T::EMPTY_AT + stage * 8, parity = i / T::STAGES % 2 ^ 1;
         if (__all_sync(~0u, has_arrived(barrier, parity))) return;
-        finish<0>();
+        in_flight.finish<0>();
         wait_for_arrivals(barrier, parity);
     }
 
     DEVICE void end(u32 stage) {
         end_of_group();
-        finish<1>();
-        unfinished = shared + T::FULL_AT + stage * 8;
-    }
-
-    // Waits until all but LEFT groups of cp.async have landed, and signals the stage in flight as full.
-    template <int LEFT>
-    DEVICE void finish() {
-        if (unfinished == 0) return;
-        wait_for_all_but<LEFT>();
-        before_tensor_copies();
-        __syncwarp();
-        if (threadIdx.x % LANES == 0) arrive(unfinished);
-        unfinished = 0;
+        in_flight.finish<1>();
+        in_flight.barrier = shared + T::FULL_AT + stage * 8;
     }
 };
 

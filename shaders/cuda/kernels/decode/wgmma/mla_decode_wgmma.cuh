@@ -20,6 +20,7 @@
 #include "decode/decode_f32.cuh"
 #include "decode/decode_queries.cuh"
 #include "decode/decode_tile.cuh"
+#include "lib/in_flight.cuh"
 #include "lib/wgmma.cuh"
 
 // The tile's parameters and shared-memory layout.
@@ -55,7 +56,7 @@ struct GroupLoader {
     const TensorMap& map;
     const WorkItem& item;
     const u32 stages, full, empty, warp; // `warp` counts within the warpgroup
-    u32 unfinished = 0; // the mbarrier of a tile whose cp.async are in flight
+    InFlight in_flight;
 
     DEVICE void run() {
         const bool boxes = args.copies == BOXES && item.kv_begin % T::TOKENS == 0;
@@ -83,15 +84,15 @@ struct GroupLoader {
                 }
             } else {
                 by_chunks(tile_begin, to);
-                finish<1>();
-                unfinished = barrier;
+                in_flight.finish<1>();
+                in_flight.barrier = barrier;
             }
             if (++stage == T::STAGES) {
                 stage = 0;
                 parity ^= 1;
             }
         }
-        finish<0>();
+        in_flight.finish<0>();
     }
 
     DEVICE void by_chunks(u32 tile_begin, u32 to) const {
@@ -109,17 +110,6 @@ struct GroupLoader {
             for (int i = 0; i < T::ROW_BYTES / 128; i++) copy_16(place + Order::groups(i), from + i * 128, is_there, true);
         }
         end_of_group();
-    }
-
-    // Waits until all but LEFT groups of cp.async have landed, and signals the tile in flight as full.
-    template <int LEFT>
-    DEVICE void finish() {
-        if (unfinished == 0) return;
-        wait_for_all_but<LEFT>();
-        before_tensor_copies();
-        __syncwarp();
-        if (threadIdx.x % LANES == 0) arrive(unfinished);
-        unfinished = 0;
     }
 };
 
