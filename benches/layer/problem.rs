@@ -1,0 +1,208 @@
+//! A step of a layer: its arrays, rotated past the L2, and its batch.
+
+use wgpu_mla::{
+    Dtype, HeadDims, KvSpec, KvView, LayerBatch, LayerCapacity, MlaLayer, MlaLayerArgs, MlaShape, PageTable,
+    RopeFrequencies, RopeLayout, View, softmax_scale,
+};
+
+use crate::support::Result;
+use crate::support::device::Timed;
+use crate::support::paint::Paint;
+
+pub const DTYPE: Dtype = Dtype::Bf16;
+const PAGE_SIZE: u32 = 64;
+/// P and V.
+const HEAD_DIM: u32 = 128;
+/// Least bytes of all layers' caches together.
+const ROTATED_BYTES: u64 = 600_000_000;
+
+#[derive(Clone, Copy)]
+pub struct Shape {
+    heads: u32,
+    pub sequences: u32,
+    /// Tokens of each sequence after the step.
+    pub len: u32,
+    /// New tokens of each sequence.
+    pub q_len: u32,
+}
+
+impl Shape {
+    /// One new token of each sequence.
+    pub fn decode(heads: u32, sequences: u32, len: u32) -> Self {
+        Self { heads, sequences, len, q_len: 1 }
+    }
+
+    /// A sequence whose tokens are all new.
+    pub fn prompt(heads: u32, len: u32) -> Self {
+        Self { heads, sequences: 1, len, q_len: len }
+    }
+
+    pub fn is_prompt(&self) -> bool {
+        self.q_len > 1
+    }
+
+    pub fn name(&self) -> String {
+        let Self { heads, sequences, len, .. } = self;
+        if self.is_prompt() {
+            format!("H{heads} prompt {len}")
+        } else {
+            format!("H{heads} decode b{sequences}x{len}")
+        }
+    }
+
+    /// Query tokens of the step.
+    pub fn tokens(&self) -> u32 {
+        self.sequences * self.q_len
+    }
+}
+
+pub struct Problem<B> {
+    pub shape: Shape,
+    pub spec: MlaLayer,
+    /// Layers that are rotated.
+    pub copies: u32,
+    pub cos_sin: B,
+    pub out: B,
+    pub block_table: Vec<i32>,
+    pub slot_mapping: Vec<i64>,
+    pub positions: Vec<i32>,
+    pub seq_lens: Vec<i32>,
+    query_start_loc: Vec<i32>,
+    q_nope: B,
+    q_pe: B,
+    kv_c: B,
+    k_pe: B,
+    cache: B,
+    weights: Vec<B>,
+}
+
+impl<B> Problem<B> {
+    pub fn new<D: Timed<Buffer = B>>(gpu: &D, shape: Shape) -> Result<Self> {
+        let mla = MlaShape { num_heads: shape.heads, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+        let max_pages = shape.len.div_ceil(PAGE_SIZE);
+        let num_pages = shape.sequences * max_pages;
+        let kv = KvSpec { dtype: DTYPE, page_size: PAGE_SIZE, num_pages };
+        let spec = MlaLayer {
+            shape: mla,
+            qk_nope_head_dim: HEAD_DIM,
+            v_head_dim: HEAD_DIM,
+            kv,
+            dtype: DTYPE,
+            weight: DTYPE,
+            rope: RopeLayout::Interleaved,
+            decode_threshold: 1,
+            workspace_bytes: 0,
+        };
+        // Room for all keys of a prompt at once; decodes need the least there is.
+        let rows = if shape.is_prompt() { kv.num_slots() } else { PAGE_SIZE.into() };
+        let spec = MlaLayer { workspace_bytes: rows * spec.workspace_row_bytes(), ..spec };
+        let layer_elems = kv.num_slots() * u64::from(mla.row_elems());
+        let wanted = ROTATED_BYTES.div_ceil(layer_elems * DTYPE.bytes() as u64).clamp(2, 61);
+        let fits = (gpu.largest_buffer() / (layer_elems * DTYPE.bytes() as u64)).max(1);
+        let copies = if gpu.is_small() || shape.is_prompt() { 1 } else { wanted.min(fits) as u32 };
+
+        // Consecutive pages of a sequence are not adjacent: 7919 is a prime, and divides no number of pages here.
+        let page = |index: u32| (u64::from(index) * 7919 % u64::from(num_pages)) as i32;
+        let block_table: Vec<i32> = (0..num_pages).map(page).collect();
+        let new = shape.len - shape.q_len..shape.len;
+        let slot = |(sequence, token): (u32, u32)| {
+            let page = block_table[(sequence * max_pages + token / PAGE_SIZE) as usize];
+            i64::from(page) * i64::from(PAGE_SIZE) + i64::from(token % PAGE_SIZE)
+        };
+        let tokens =
+            (0..shape.sequences).flat_map(|sequence| new.clone().map(move |token| (sequence, token)));
+        let slot_mapping = tokens.map(slot).collect();
+        let positions = (0..shape.sequences).flat_map(|_| new.clone()).map(|token| token as i32).collect();
+
+        let paint = Paint::new(DTYPE);
+        let painted = |elems: u64| gpu.painted(&paint, elems);
+        let count = u64::from(shape.tokens());
+        let per_head = |dim: u32| count * u64::from(shape.heads) * u64::from(dim);
+        let angles = RopeFrequencies::plain(mla.qk_rope_head_dim, 1e4)?.cos_sin(shape.len)?;
+        let cos_sin = gpu.buffer(angles.len() as u64 * 4)?;
+        gpu.upload(&cos_sin, 0, bytemuck::cast_slice(&angles))?;
+        let weight = u64::from(shape.heads) * u64::from(2 * HEAD_DIM) * u64::from(mla.kv_lora_rank);
+        Ok(Self {
+            shape,
+            spec,
+            copies,
+            cos_sin,
+            out: gpu.buffer(per_head(HEAD_DIM) * DTYPE.bytes() as u64)?,
+            slot_mapping,
+            positions,
+            seq_lens: vec![shape.len as i32; shape.sequences as usize],
+            query_start_loc: (0..=shape.sequences).map(|i| (i * shape.q_len) as i32).collect(),
+            q_nope: painted(per_head(HEAD_DIM))?,
+            q_pe: painted(per_head(mla.qk_rope_head_dim))?,
+            kv_c: painted(count * u64::from(mla.kv_lora_rank))?,
+            k_pe: painted(count * u64::from(mla.qk_rope_head_dim))?,
+            cache: painted(u64::from(copies) * layer_elems)?,
+            weights: (0..copies).map(|_| painted(weight)).collect::<Result<_>>()?,
+            block_table,
+        })
+    }
+
+    pub fn pages(&self) -> PageTable<'_> {
+        PageTable::Dense { block_table: &self.block_table, max_pages: self.shape.len.div_ceil(PAGE_SIZE) }
+    }
+
+    pub fn batch(&self) -> LayerBatch<'_> {
+        LayerBatch {
+            seq_lens: &self.seq_lens,
+            query_start_loc: &self.query_start_loc,
+            slot_mapping: &self.slot_mapping,
+            pages: self.pages(),
+            shared_prefixes: &[],
+            expanded: &[],
+        }
+    }
+
+    pub fn query_start_loc(&self) -> &[i32] {
+        &self.query_start_loc
+    }
+
+    pub fn capacity(&self) -> LayerCapacity {
+        let tokens = self.shape.tokens();
+        let decode_tokens = if self.shape.is_prompt() { 0 } else { tokens };
+        LayerCapacity { tokens, decode_tokens, ..LayerCapacity::default() }
+    }
+
+    pub fn dims(&self) -> HeadDims {
+        HeadDims {
+            num_heads: self.shape.heads,
+            kv_lora_rank: self.spec.shape.kv_lora_rank,
+            qk_nope_head_dim: HEAD_DIM,
+            v_head_dim: HEAD_DIM,
+        }
+    }
+
+    /// Layer `copy` of those that are rotated.
+    pub fn args(&self, copy: u32) -> MlaLayerArgs<&B> {
+        let MlaShape { num_heads: heads, kv_lora_rank: latent, qk_rope_head_dim: rope } = self.spec.shape;
+        MlaLayerArgs {
+            q_nope: View::dense(&self.q_nope, heads, HEAD_DIM),
+            q_pe: View::dense(&self.q_pe, heads, rope),
+            kv_c: View::dense(&self.kv_c, 1, latent),
+            k_pe: View::dense(&self.k_pe, 1, rope),
+            kv: KvView::of_layer(&self.cache, &self.spec.mla(), copy),
+            kv_b_proj: &self.weights[copy as usize],
+            cos_sin: &self.cos_sin,
+            max_position: self.shape.len,
+            out: View::dense(&self.out, heads, HEAD_DIM),
+            softmax_scale: softmax_scale(HEAD_DIM, rope, 1.0, 0.0),
+            k_scale: 1.0,
+            expanded: None,
+        }
+    }
+
+    pub fn out_bytes(&self) -> u64 {
+        u64::from(self.shape.tokens())
+            * u64::from(self.shape.heads)
+            * u64::from(HEAD_DIM)
+            * DTYPE.bytes() as u64
+    }
+
+    pub fn is_finite(&self, out: &[u8]) -> bool {
+        DTYPE.decode_all(out).iter().all(|x| x.is_finite())
+    }
+}
