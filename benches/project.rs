@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! cargo bench --bench project -- [--variant NAME] [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench project --features cuda -- --backend cuda
 //! ```
 //! Weights rotate over enough layers to miss the L2; all layers share the buffers of `x` and `y`, as in a model.
 
@@ -14,7 +15,7 @@ use serde_json::json;
 use support::Result;
 use support::args::Args;
 use support::device::{Layers, Timed};
-use support::paint::{Canvas, Paint};
+use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions, View, WeightView, wgpu};
@@ -69,16 +70,22 @@ impl Shape {
 }
 
 /// A projection with the weights of several layers, which are rotated, and their common output.
-struct Bound {
-    project: Layers<HeadProject, Gpu>,
-    y: wgpu::Buffer,
+struct Bound<D: Timed> {
+    project: Layers<HeadProject, D>,
+    y: D::Buffer,
+}
+
+/// A device with a kernel that reads and does nothing else.
+trait Reads: Timed {
+    /// Seconds of that kernel over `bytes`, another of the `parts` of the weights each time: the best of some grids.
+    fn read_once(&self, weights: &Self::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64>;
 }
 
 fn main() {
-    support::on_wgpu(run);
+    support::on_cards!(run);
 }
 
-fn run(gpu: &Gpu, args: &Args) -> Result<()> {
+fn run<D: Reads>(gpu: &D, args: &Args) -> Result<()> {
     let tokens: &[u32] = match (args.test, gpu.is_small() && !args.full) {
         (true, _) => &[3],
         (_, true) => &[1, 64],
@@ -99,15 +106,16 @@ fn run(gpu: &Gpu, args: &Args) -> Result<()> {
     let weights = [0, 1].map(|i| gpu.painted(&paints[i], copies * DIMS.elements()));
     let [bf16, f16] = weights;
     let weights = [bf16?, f16?];
-    let [half, whole] = [layer_bytes / 2, layer_bytes].map(|bytes| read_once(gpu, &weights[0], bytes, args));
+    let [half, whole] = [layer_bytes / 2, layer_bytes]
+        .map(|bytes| gpu.read_once(&weights[0], bytes, copies * layer_bytes / bytes, args.replays()));
     let (half, whole) = (half?, whole?);
     let mut records = Records::new("project", gpu.facts());
     records.note("read_half_us", half * 1e6);
     records.note("read_whole_us", whole * 1e6);
     println!(
         "# head_project on {}\n\n16 heads, P = V = 128, L = 512. A kernel that only reads: {} us for one op's weights ({half_mb} MB), \
-         {} us for both ops' at once.\nus: device time, many calls in a pass; alone: a pass for each. read: times the kernels that read \
-         the same weights, one for each op; at once: times one kernel that reads both ops'.\n",
+         {} us for both ops' at once.\nus: device time, many calls in a pass or graph; alone: a pass or launch for each. \
+         read: times the kernels that read the same weights, one for each op; at once: times one kernel that reads both ops'.\n",
         gpu.name(),
         micros(half * 1e6),
         micros(whole * 1e6),
@@ -127,65 +135,75 @@ fn run(gpu: &Gpu, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-/// Seconds of a kernel that only reads `bytes`, another part of the weights each time: the best of some shapes.
-fn read_once(gpu: &Gpu, weights: &wgpu::Buffer, bytes: u64, args: &Args) -> Result<f64> {
-    let target = gpu.buffer(16)?;
-    let parts = weights.size() / bytes;
-    let mut best = f64::INFINITY;
-    for loads in [1u32, 2, 4, 8, 16] {
-        let read = |i| format!("let quad_{i} = source[first + {i}u * GROUP];\n");
-        let quads: Vec<_> = (0..loads).map(|i| format!("quad_{i}")).collect();
-        let text = include_str!("support/read_once.wgsl")
-            .replace("LOAD_QUADS", &(0..loads).map(read).collect::<String>())
-            .replace("SUM_OF_QUADS", &quads.join(" ^ "));
-        let text = format!("const LOADS = {loads}u;\n{text}");
-        let descriptor =
-            wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(text.into()) };
-        // SAFETY: each binding has as many quads as its grid's invocations read.
-        let module = unsafe {
-            gpu.device().create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
-        };
-        let pipeline = gpu.device().create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-            label: Some("read_once"),
-            layout: None,
-            module: &module,
-            entry_point: Some("read_once"),
-            compilation_options: Default::default(),
-            cache: None,
-        });
-        let group = |part: u64| {
-            let size = wgpu::BufferSize::new(bytes);
-            let source = wgpu::BufferBinding { buffer: weights, offset: part * bytes, size };
-            gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
-                label: None,
-                layout: &pipeline.get_bind_group_layout(0),
-                entries: &[
-                    wgpu::BindGroupEntry { binding: 0, resource: wgpu::BindingResource::Buffer(source) },
-                    wgpu::BindGroupEntry { binding: 1, resource: target.as_entire_binding() },
-                ],
-            })
-        };
-        let groups: Vec<_> = (0..parts).map(group).collect();
-        let grid = (bytes / (256 * 16 * u64::from(loads))) as u32;
-        let together = gpu.time(args.replays(), |pass, call| {
-            pass.set_pipeline(&pipeline);
-            pass.set_bind_group(0, &groups[call % groups.len()], &[]);
-            pass.dispatch_workgroups(grid, 1, 1);
-            Ok(())
-        })?;
-        best = best.min(together.median);
+/// By read_once.wgsl, with some numbers of loads a thread.
+impl Reads for Gpu {
+    fn read_once(&self, weights: &wgpu::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64> {
+        let target = self.buffer(16)?;
+        let mut best = f64::INFINITY;
+        for loads in [1u32, 2, 4, 8, 16] {
+            let read = |i| format!("let quad_{i} = source[first + {i}u * GROUP];\n");
+            let quads: Vec<_> = (0..loads).map(|i| format!("quad_{i}")).collect();
+            let text = include_str!("support/read_once.wgsl")
+                .replace("LOAD_QUADS", &(0..loads).map(read).collect::<String>())
+                .replace("SUM_OF_QUADS", &quads.join(" ^ "));
+            let text = format!("const LOADS = {loads}u;\n{text}");
+            let descriptor =
+                wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(text.into()) };
+            // SAFETY: each binding has as many quads as its grid's invocations read.
+            let module = unsafe {
+                self.device().create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
+            };
+            let pipeline = self.device().create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+                label: Some("read_once"),
+                layout: None,
+                module: &module,
+                entry_point: Some("read_once"),
+                compilation_options: Default::default(),
+                cache: None,
+            });
+            let group = |part: u64| {
+                let size = wgpu::BufferSize::new(bytes);
+                let source = wgpu::BufferBinding { buffer: weights, offset: part * bytes, size };
+                self.device().create_bind_group(&wgpu::BindGroupDescriptor {
+                    label: None,
+                    layout: &pipeline.get_bind_group_layout(0),
+                    entries: &[
+                        wgpu::BindGroupEntry { binding: 0, resource: wgpu::BindingResource::Buffer(source) },
+                        wgpu::BindGroupEntry { binding: 1, resource: target.as_entire_binding() },
+                    ],
+                })
+            };
+            let groups: Vec<_> = (0..parts).map(group).collect();
+            let grid = (bytes / (256 * 16 * u64::from(loads))) as u32;
+            let together = self.time(replays, |pass, call| {
+                pass.set_pipeline(&pipeline);
+                pass.set_bind_group(0, &groups[call % groups.len()], &[]);
+                pass.dispatch_workgroups(grid, 1, 1);
+                Ok(())
+            })?;
+            best = best.min(together.median);
+        }
+        Ok(best)
     }
-    Ok(best)
 }
 
-fn bound(
-    gpu: &Gpu,
+/// By `read_all` of ceiling.ptx, with some numbers of blocks. A thread of it loads 64 bytes at a time, so that 2 MB have at most 128 blocks:
+/// unlike that of wgpu, it may not be the fastest that there is.
+#[cfg(feature = "cuda")]
+impl Reads for wgpu_mla::cuda::Cuda {
+    fn read_once(&self, weights: &Self::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64> {
+        support::cuda::read_parts(self, weights, bytes, parts, replays)
+    }
+}
+
+fn bound<D: Timed>(
+    gpu: &D,
     op: Op,
     tokens: u32,
-    (weights, copies): (&wgpu::Buffer, u64),
+    (weights, copies): (&D::Buffer, u64),
     paint: &Paint,
     args: &Args,
-) -> Result<Bound> {
+) -> Result<Bound<D>> {
     let dtype = paint.dtype;
     let (spec, view) = match op {
         Op::VUp => (HeadProject::v_up(&DIMS, dtype, dtype, dtype), WeightView::w_uv(&DIMS, weights)),
@@ -204,10 +222,10 @@ fn bound(
     Ok(Bound { project, y })
 }
 
-fn time(
-    gpu: &Gpu,
+fn time<D: Timed>(
+    gpu: &D,
     shape: &Shape,
-    weights: &wgpu::Buffer,
+    weights: &D::Buffer,
     copies: u64,
     paint: &Paint,
     [half, whole]: [f64; 2],
@@ -219,8 +237,9 @@ fn time(
     for op in &ops {
         worst = worst.max(check(gpu, op, shape.tokens, paint)?);
     }
-    let record =
-        |pass: &mut wgpu::ComputePass<'_>, call| ops.iter().try_for_each(|op| op.project.record(pass, call));
+    let record = |recorder: &mut D::Recorder<'_>, call| {
+        ops.iter().try_for_each(|op| op.project.record(recorder, call))
+    };
     let [together, alone] = gpu.time_both(args.replays(), record)?;
     let us = |seconds: f64| seconds * 1e6;
     let rate = shape.bytes() as f64 / together.median / 1e9;
@@ -242,7 +261,7 @@ fn time(
 }
 
 /// Compares the first and the last tokens of the first layer with the oracle: the largest error as a share of what is allowed.
-fn check(gpu: &Gpu, op: &Bound, tokens: u32, paint: &Paint) -> Result<f64> {
+fn check<D: Timed>(gpu: &D, op: &Bound<D>, tokens: u32, paint: &Paint) -> Result<f64> {
     op.project.run_first()?;
     let spec = *op.project.op.op();
     let HeadProject { k, n, order, .. } = spec;

@@ -141,6 +141,32 @@ fn walk(
     Ok(())
 }
 
+/// Seconds of a kernel that only reads `bytes`, another of the `parts` of a buffer each time: the best of the grids that walk them in whole
+/// turns.
+pub fn read_parts(
+    cuda: &Cuda,
+    buffer: &<Cuda as Device>::Buffer,
+    bytes: u64,
+    parts: u64,
+    replays: usize,
+) -> Result<f64> {
+    if parts * bytes > Cuda::size(buffer) {
+        return Err("the buffer has fewer parts".into());
+    }
+    let module = cuda.stream().context().load_module(Ptx::from_src(include_str!("ceiling.ptx")))?;
+    let (function, target) = (module.load_function("read_all")?, cuda.buffer(16)?);
+    let mut best = f64::INFINITY;
+    for groups in [32, 64, 128, 256, 512] {
+        if !bytes.is_multiple_of(u64::from(groups * THREADS) * TURN_BYTES) {
+            continue;
+        }
+        let part = |call: usize| [buffer.ptr() + call as u64 % parts * bytes, target.ptr()];
+        let (timing, _) = graphs(cuda, replays, |call| walk(cuda, &function, groups, part(call), bytes))?;
+        best = best.min(timing.median);
+    }
+    Ok(best)
+}
+
 /// A graph of many calls, one after the other.
 fn capture(cuda: &Cuda, calls: usize, record: impl Fn(usize) -> Result<()>) -> Result<CudaGraph> {
     let stream = cuda.stream();

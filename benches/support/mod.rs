@@ -10,21 +10,9 @@ pub mod paint;
 pub mod peers;
 pub mod record;
 
-use args::Args;
-use wgpu_mla::gpu::Gpu;
-
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Runs a bench that exists on wgpu only; an error is printed, and the status is 1.
-pub fn on_wgpu(run: impl FnOnce(&Gpu, &Args) -> Result<()>) {
-    let args = Args::parse();
-    end(match args.backend.as_str() {
-        "wgpu" => Gpu::new().map_err(Into::into).and_then(|gpu| run(&gpu, &args)),
-        other => Err(format!("--backend {other}: there is wgpu").into()),
-    });
-}
-
-/// The same for a bench of wgpu and CUDA: `$run` is generic over the device.
+/// Runs a bench of wgpu and CUDA: `$run` is generic over the device. An error is printed, and the status is 1.
 #[allow(unused_macros)]
 macro_rules! on_cards {
     ($run:ident) => {{
