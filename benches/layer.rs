@@ -31,9 +31,9 @@ use wgpu_mla::{Capacity, LayerOptions, SplitPolicy};
 const MODEL_LAYERS: f64 = 61.0;
 
 fn main() {
-    if Args::parse().backend == "cpu" {
-        let args = Args::parse();
-        return support::end(run(&Cpu::with_threads(args.threads.unwrap_or(0)), &args));
+    let args = Args::parse();
+    if args.backend == "cpu" {
+        return support::end(run(&args.threads.map_or_else(Cpu::new, Cpu::with_threads), &args));
     }
     support::on_cards!(run);
 }
