@@ -44,7 +44,7 @@ NAN = {"bf16": np.uint16(0x7FFF), "e4m3": np.uint8(0x7F), "f16": np.float16("nan
 class Case:
     """The arrays of one launch, and the expected results."""
 
-    def __init__(self, latent, rope, cache, query, heads, length, page, odd=()):
+    def __init__(self, latent, rope, cache, query, heads, length, page, non_finite=()):
         random = np.random.default_rng(latent + rope + heads)
         self.latent, self.dim, self.heads, self.length, self.page = latent, latent + rope, heads, length, page
         self.cache, self.query = cache, query
@@ -53,7 +53,7 @@ class Case:
         # Logits that rise repeatedly move the running maximum.
         rows[:: max(length // 5, 1)] += 0.1 * self.q[0, 0]
         stored, self.rows = encode(rows, cache)
-        for token, column, value in odd:
+        for token, column, value in non_finite:
             stored[token, column] = NAN[cache] if np.isnan(value) else bf16_bits(np.float32(value)) if cache == "bf16" else value
             self.rows[token, column] = value
         pages = -(-length // page)
@@ -115,11 +115,11 @@ def boxes(case, address, name, tile):
     )
 
 
-def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse"), odd=()):
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse"), non_finite=()):
     """Runs one entry of a file, or `entry` in its place, on tiles of `rows` rows, over twice `tokens` tokens and `rest`. The first tile is
     cut `beyond` tokens after half of them."""
     heads = rows // 2 + 1
-    case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page, odd)
+    case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page, non_finite)
     middle, length = tokens + beyond, case.length
     items = [
         (0, rows, 3, 0, middle, 0),
@@ -151,7 +151,7 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8,
         args.append(boxes(case, address["kv"], name, tile))
     device.launch(entry, (len(items) + 1, 1, 1), args, shared=shared, orders=orders)
     # A variant on tensor cores notes a logit that is not finite by an atomic, and then does the item again: that would hide what it lacks.
-    assert odd or not device.atomics, f"{name}: logits that are not finite"
+    assert non_finite or not device.atomics, f"{name}: logits that are not finite"
     results = [device.read(address[key]) for key in ("partials", "out", "lse")]
     check(case, items, *results, name)
     return results
@@ -323,41 +323,41 @@ def test_simple_e4m3():
     simple("e4m3")
 
 
-def odd_tokens(begin, middle, length, dim):
+def non_finite_tokens(middle, length, dim):
     """NaN in a token that only the last query token sees, and an infinity among others; a split of logits that are infinite."""
-    yield [(length - 1, 3, np.nan), (begin + 5, 7, np.inf)]
+    yield [(length - 1, 3, np.nan), (5, 7, np.inf)]
     yield [(token, dim - 1, -np.inf) for token in range(middle)] + [(2, 9, np.inf)]
 
 
-def not_finite(ptx, name, cache, query, rows, tokens, copies=1, page=PAGE, latent=512, rope=64):
+def non_finite_items(ptx, name, cache, query, rows, tokens, copies=1, page=PAGE, latent=512, rope=64):
     """Items with NaN or infinities among their tokens: what sees them is as the formulas give it, and nothing else changes."""
-    for odd in odd_tokens(0, tokens + 8, 2 * tokens + 21, latent + rope):
+    for non_finite in non_finite_tokens(tokens + 8, 2 * tokens + 21, latent + rope):
         if cache == "e4m3":
-            odd = [(token, column, np.nan) for token, column, _ in odd[:1]]
-        run(ptx, name, latent, rope, cache, query, rows, tokens, copies=copies, page=page, orders=("forward",), odd=odd)
+            non_finite = [(token, column, np.nan) for token, column, _ in non_finite[:1]]
+        run(ptx, name, latent, rope, cache, query, rows, tokens, copies=copies, page=page, orders=("forward",), non_finite=non_finite)
 
 
-def test_not_finite():
+def test_non_finite():
     path = "shaders/cuda/ptx/mla_decode"
-    not_finite(f"{path}_bf16.ptx", "mla_decode_512_64_mma_m16", "bf16", "bf16", 16, 64)
-    not_finite(f"{path}_simple.ptx", "mla_decode_f16_256_32", "f16", "f32", 8, 12, latent=256, rope=32)
+    non_finite_items(f"{path}_bf16.ptx", "mla_decode_512_64_mma_m16", "bf16", "bf16", 16, 64)
+    non_finite_items(f"{path}_simple.ptx", "mla_decode_f16_256_32", "f16", "f32", 8, 12, latent=256, rope=32)
 
 
-def test_not_finite_sharers():
+def test_non_finite_sharers():
     path = "shaders/cuda/ptx/mla_decode"
-    not_finite(f"{path}_f16.ptx", "mla_decode_512_64_mma_m32", "f16", "e4m3", 32, 64)
-    not_finite(f"{path}_e4m3.ptx", "mla_decode_512_64_mma_m32_small", "e4m3", "bf16", 32, 64)
+    non_finite_items(f"{path}_f16.ptx", "mla_decode_512_64_mma_m32", "f16", "e4m3", 32, 64)
+    non_finite_items(f"{path}_e4m3.ptx", "mla_decode_512_64_mma_m32_small", "e4m3", "bf16", 32, 64)
 
 
-def test_not_finite_tensor_copies():
-    not_finite("shaders/cuda/ptx/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_mma_tma_m16", "e4m3", "f16", 16, 64, page=BOXED_PAGE)
-    not_finite("shaders/cuda/ptx/mla_decode_tma_bf16.ptx", "mla_decode_512_64_mma_tma_m16", "bf16", "bf16", 16, 64, page=BOXED_PAGE)
+def test_non_finite_tensor_copies():
+    non_finite_items("shaders/cuda/ptx/mla_decode_tma_e4m3.ptx", "mla_decode_512_64_mma_tma_m16", "e4m3", "f16", 16, 64, page=BOXED_PAGE)
+    non_finite_items("shaders/cuda/ptx/mla_decode_tma_bf16.ptx", "mla_decode_512_64_mma_tma_m16", "bf16", "bf16", 16, 64, page=BOXED_PAGE)
 
 
-def test_not_finite_warpgroups():
+def test_non_finite_warpgroups():
     path = "shaders/cuda/ptx/mla_decode"
-    not_finite(f"{path}_wgmma_bf16.ptx", "mla_decode_512_64_wgmma_m64", "bf16", "bf16", 64, 64, BOXES, GROUPS_PAGE)
-    not_finite(f"{path}_swap_f16.ptx", "mla_decode_512_64_wgmma_swap_ab_n16", "f16", "f16", 16, 64, BOXES, GROUPS_PAGE)
+    non_finite_items(f"{path}_wgmma_bf16.ptx", "mla_decode_512_64_wgmma_m64", "bf16", "bf16", 64, 64, BOXES, GROUPS_PAGE)
+    non_finite_items(f"{path}_swap_f16.ptx", "mla_decode_512_64_wgmma_swap_ab_n16", "f16", "f16", 16, 64, BOXES, GROUPS_PAGE)
 
 
 def without_each_barrier(ptx, name, rows, chosen):

@@ -12,3 +12,30 @@ pub struct Card {
     /// TMA, and a driver that makes tensor maps.
     pub tma: bool,
 }
+
+impl Card {
+    /// Whether it has wgmma, with a driver that takes it.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub fn has_wgmma(&self) -> Result<(), String> {
+        if self.capability == 90 && self.tma {
+            Ok(())
+        } else {
+            Err("no wgmma (needs compute capability 9.0, driver 525 or later)".into())
+        }
+    }
+
+    /// Whether a block may have so much dynamic shared memory.
+    ///
+    /// # Errors
+    /// How much it may have.
+    pub fn has_shared(&self, need: u32) -> Result<(), String> {
+        let has = self.shared_bytes;
+        if need <= has {
+            Ok(())
+        } else {
+            Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"))
+        }
+    }
+}

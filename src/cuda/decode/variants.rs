@@ -109,15 +109,10 @@ impl Tile {
                 let page_size = spec.kv.page_size;
                 return Err(format!("page_size {page_size}: TMA needs a multiple of {tokens}"));
             }
-            Body::Wgmma { .. } if card.capability != 90 || !card.tma => {
-                return Err("no wgmma (needs compute capability 9.0, driver 525 or later)".into());
-            }
+            Body::Wgmma { .. } => card.has_wgmma()?,
             _ => {}
         }
-        if compiled.shared_bytes > card.shared_bytes {
-            let (need, has) = (compiled.shared_bytes, card.shared_bytes);
-            return Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"));
-        }
+        card.has_shared(compiled.shared_bytes)?;
         if self.on_tensor_cores() && spec.kv.dtype.is_fp8() && card.capability < 89 {
             return Err(format!(
                 "compute capability {} does not convert FP8 (needs 89 or later)",

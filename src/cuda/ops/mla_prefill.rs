@@ -50,9 +50,7 @@ fn cost(&(_, query_tokens): &Request, body: &Body) -> u32 {
 /// # Errors
 /// What is missing.
 fn wgmma(card: &Card, spec: &MlaPrefill) -> Result<Body, String> {
-    if card.capability != 90 || !card.tma {
-        return Err("no wgmma (needs compute capability 9.0, driver 525 or later)".into());
-    }
+    card.has_wgmma()?;
     on_tensor_cores(card, spec, "wgmma", 128)
 }
 
@@ -65,11 +63,8 @@ fn on_tensor_cores(card: &Card, spec: &MlaPrefill, by: &str, rows: u32) -> Resul
     let name = format!("mla_prefill_{by}_m{rows}_{dim}_{value}_{dtype}");
     let entry =
         ptx::named(&name).ok_or_else(|| format!("no kernel for head sizes {dim} and {value} in {dtype}"))?;
-    let (need, has) = (entry.shared_bytes, card.shared_bytes);
-    if need > has {
-        return Err(format!("a block needs {need} bytes of shared memory, the card allows {has}"));
-    }
-    Ok(Body { name, rows, threads: entry.threads, shared_bytes: need })
+    card.has_shared(entry.shared_bytes)?;
+    Ok(Body { name, rows, threads: entry.threads, shared_bytes: entry.shared_bytes })
 }
 
 /// The kernel without tensor cores: for 16-bit inputs with values of up to 128 columns, of up to 256, and for f32 inputs.

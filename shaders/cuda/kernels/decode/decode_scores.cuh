@@ -10,11 +10,7 @@ DEVICE void e4m3_to_f16(u32 codes, u32& low, u32& high) {
 
 template <class T>
 DEVICE void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if constexpr (T::CACHE == BF16) {
-        multiply_bf16(sum, a, b0, b1);
-    } else {
-        multiply_f16(sum, a, b0, b1);
-    }
+    multiply_16_bit<T::CACHE == BF16>(sum, a, b0, b1);
 }
 
 // SHARERS of 1 or 2: a warp multiplies TOKEN_TILES x 8 tokens with its own 16 query rows and, of two sharers, with those of the other, over

@@ -248,7 +248,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         // 2. softmax
         const u32 first = tile_begin + token_warp * (T::TOKEN_TILES * 8) + lane % 4 * 2;
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
-        bool grows = false, is_odd = false;
+        bool grows = false, has_non_finite = false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u32 row = row_warp * 16 + h * 8 + lane / 4;
@@ -261,7 +261,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
                 for (int e = 0; e < 2; e++) {
                     float& logit = logits[j][2 * h + e];
                     logit *= scale;
-                    is_odd |= !is_finite(logit);
+                    has_non_finite |= !is_finite(logit);
                     if (masks && first + j * 8 + e >= limit) logit = EMPTY;
                     grows |= logit > top[h] + LAZY;
                 }
@@ -269,9 +269,9 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         }
         float fresh[2];
         weigh<T>(logits, top, fresh, own);
-        if (any_of_block(grows || is_odd)) {
+        if (any_of_block(grows || has_non_finite)) {
             // Noted where no register is needed: all warps have read their scales of this tile, and find them after the next barrier.
-            if (is_odd) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
+            if (has_non_finite) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 float largest = EMPTY;

@@ -159,6 +159,16 @@ DEVICE void multiply_f16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same for either dtype of 16 bits.
+template <bool IS_BF16>
+DEVICE void multiply_16_bit(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (IS_BF16) {
+        multiply_bf16(sum, a, b0, b1);
+    } else {
+        multiply_f16(sum, a, b0, b1);
+    }
+}
+
 // Two elements in a word, the first one low, rounded to nearest even.
 DEVICE u32 pack_bf16(float first, float second) {
     u32 word;

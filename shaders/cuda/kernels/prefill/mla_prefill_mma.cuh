@@ -73,15 +73,6 @@ struct PrefillQueries {
 };
 
 template <class T>
-DEVICE void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if constexpr (T::IS_BF16) {
-        multiply_bf16(sum, a, b0, b1);
-    } else {
-        multiply_f16(sum, a, b0, b1);
-    }
-}
-
-template <class T>
 DEVICE void attend_mma(const Args &args) {
     extern __shared__ __align__(1024) u8 shared[];
     let_next_kernel_begin();
@@ -119,8 +110,8 @@ DEVICE void attend_mma(const Args &args) {
                 for (int j = 0; j < T::KEY_TILES; j += 2) {
                     u32 b[4];
                     load_matrices(b, T::KeyOrder::rows(T::KeyOrder::from(stage + key_at, step * 2), j * 8));
-                    multiply<T>(scores[j], a, b[0], b[1]);
-                    multiply<T>(scores[j + 1], a, b[2], b[3]);
+                    multiply_16_bit<T::IS_BF16>(scores[j], a, b[0], b[1]);
+                    multiply_16_bit<T::IS_BF16>(scores[j + 1], a, b[2], b[3]);
                 }
             }
 
@@ -138,8 +129,8 @@ DEVICE void attend_mma(const Args &args) {
                 for (int c = 0; c < T::COLUMN_TILES; c += 2) {
                     u32 b[4];
                     load_matrices_transposed(b, T::ValueOrder::rows(T::ValueOrder::from(stage + value_at, c), j * 8));
-                    multiply<T>(out[c], a, b[0], b[1]);
-                    multiply<T>(out[c + 1], a, b[2], b[3]);
+                    multiply_16_bit<T::IS_BF16>(out[c], a, b[0], b[1]);
+                    multiply_16_bit<T::IS_BF16>(out[c + 1], a, b[2], b[3]);
                 }
             }
         }

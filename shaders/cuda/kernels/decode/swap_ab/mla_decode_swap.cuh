@@ -225,7 +225,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         const u32 tile_begin = item.kv_begin + tile * T::TOKENS;
         // 2. softmax
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
-        bool grows = false, is_odd = false;
+        bool grows = false, has_non_finite = false;
 #pragma unroll
         for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
@@ -233,7 +233,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
                 const u32 row = first_row + j * 8 + e % 2;
                 float& logit = logits[j][e];
                 logit *= scales[row];
-                is_odd |= !is_finite(logit);
+                has_non_finite |= !is_finite(logit);
                 if (masks && tile_begin + first_token + e / 2 * 8 >= seen[row]) logit = EMPTY;
                 grows |= logit > top[j][e % 2] + LAZY;
             }
@@ -241,9 +241,9 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         const u32 turn = tile % 2 * T::TURN_BYTES, to = own_weights ^ turn;
         weigh_turned<T>(logits, top, fresh, to);
         before_tensor_copies();
-        if (any_of_warps<T::WARPS>(1, grows || is_odd)) {
+        if (any_of_warps<T::WARPS>(1, grows || has_non_finite)) {
             // Noted where no register is needed: all warps have read their scales of this tile, and find them after the next barrier.
-            if (is_odd) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
+            if (has_non_finite) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
             float factor[T::ROW_TILES][2];
 #pragma unroll
             for (int j = 0; j < T::ROW_TILES; j++)

@@ -43,8 +43,8 @@ struct GroupTile {
     static constexpr int EMPTY_AT = FULL_AT + STAGES * 8; // [STAGES]
     static constexpr int GIVEN_AT = EMPTY_AT + STAGES * 8; // [WARPS]
     static constexpr int TURN_AT = GIVEN_AT + WARPS * 8; // [2]
-    static constexpr int ODD_AT = TURN_AT + 2 * 8; // whether some logit is NaN or infinite
-    static constexpr int SHARED_BYTES = ODD_AT + 8;
+    static constexpr int NON_FINITE_AT = TURN_AT + 2 * 8; // whether some logit is NaN or infinite
+    static constexpr int SHARED_BYTES = NON_FINITE_AT + 8;
 };
 
 // The loader warpgroup: one TMA box a tile; cp.async where the page size or the item's begin is no multiple of TOKENS, or where the item ends
@@ -166,7 +166,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     const u32 base = shared_address(shared), stages = base + T::STAGES_AT, full = base + T::FULL_AT, empty = base + T::EMPTY_AT;
     float* tops = reinterpret_cast<float*>(shared + T::TOPS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
-    u32* odd = reinterpret_cast<u32*>(shared + T::ODD_AT);
+    u32* non_finite = reinterpret_cast<u32*>(shared + T::NON_FINITE_AT);
     // Uniform in a warp, which the shuffle tells the compiler.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
@@ -180,7 +180,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         for (int i = 0; i < T::WARPS; i++) begin_barrier(base + T::GIVEN_AT + i * 8, LANES);
 #pragma unroll
         for (int i = 0; i < 2; i++) begin_barrier(base + T::TURN_AT + i * 8, T::WARPS / 2);
-        *odd = 0;
+        *non_finite = 0;
         before_tensor_copies();
     }
     __syncthreads();
@@ -286,7 +286,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         const u32 tile_begin = item.kv_begin + tile * T::TOKENS, first = tile_begin + lane % 4 * 2;
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
         float largest[2], factor[2];
-        bool is_odd = false;
+        bool has_non_finite = false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             largest[h] = EMPTY;
@@ -297,13 +297,13 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
                 for (int e = 0; e < 2; e++) {
                     float& logit = logits[j][2 * h + e];
                     logit *= scale[h];
-                    is_odd |= !is_finite(logit);
+                    has_non_finite |= !is_finite(logit);
                     if (masks && first + j * 8 + e >= seen[h]) logit = EMPTY;
                     largest[h] = fmaxf(largest[h], logit);
                 }
             }
         }
-        if (is_odd) atomicOr(odd, 1u);
+        if (has_non_finite) atomicOr(non_finite, 1u);
         const bool grows = __any_sync(~0u, largest[0] > top[0] + LAZY || largest[1] > top[1] + LAZY);
         if (grows) {
 #pragma unroll
@@ -349,7 +349,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
     }
     wait_for_warps<T::WARPS>(1);
-    if (*odd != 0) return decode_rows<T>(args, warp);
+    if (*non_finite != 0) return decode_rows<T>(args, warp);
     if (lane % 4 == 0) {
         tops[group * T::ROWS + first_row] = sum[0];
         tops[group * T::ROWS + first_row + 8] = sum[1];
