@@ -87,11 +87,17 @@ fn shapes(test: bool, small: bool) -> Vec<Shape> {
     }
     vec![
         Shape::new("8192 causal", &[(8192, 8192, true)], V3, 16, Dtype::F16),
+        Shape::new("8192 full", &[(8192, 8192, false)], V3, 16, Dtype::F16),
+        Shape::new("8192 full", &[(8192, 8192, false)], V3, 16, Dtype::Bf16),
+        Shape::new("2048 causal", &[(2048, 2048, true)], V3, 16, Dtype::F16),
+        Shape::new("2048 causal", &[(2048, 2048, true)], V3, 16, Dtype::Bf16),
         Shape::new("2048 x 4 causal", &[(2048, 2048, true); 4], V3, 16, Dtype::F16),
         Shape::new("1024 to 32768", &[(1024, 32768, false)], V3, 16, Dtype::F16),
         Shape::new("8192 causal", &[(8192, 8192, true)], V3, 16, Dtype::Bf16),
         Shape::new("8192 causal", &[(8192, 8192, true)], V3, 128, Dtype::F16),
         Shape::new("8192 causal", &[(8192, 8192, true)], [192, 64, 256], 16, Dtype::F16),
+        Shape::new("8192 causal", &[(8192, 8192, true)], [192, 64, 256], 16, Dtype::Bf16),
+        Shape::new("8192 causal", &[(8192, 8192, true)], [64, 64, 128], 16, Dtype::Bf16),
         Shape::new("8192 causal", &[(8192, 8192, true)], [64, 32, 64], 32, Dtype::F16),
         Shape::new("4096 causal", &[(4096, 4096, true)], V3, 16, Dtype::F32),
     ]

@@ -36,7 +36,7 @@ def rows(kernels, source, arch, ptx, table):
     own = {part.split("(")[0]: part for part in ptx.split(".entry ")[1:]}
     declared = {what: constants(ptx, what) for what in ("threads", "shared_bytes", "tokens")}
     for name, threads in entries(ptx).items():
-        of, takes_map = layouts[name]
+        of, tensor_maps = layouts[name]
         static, line = struct(kernels, source, of)
         structs[static] = line
         limits, results = table[file, name]
@@ -53,7 +53,7 @@ def rows(kernels, source, arch, ptx, table):
             "tokens": f"Some({tokens})" if tokens else "None",
             "registers": max(usage.registers for usage in results.values()),
             "waits": str(WAITS in own[name]).lower(),
-            "tensor_map": str(takes_map).lower(),
+            "tensor_maps": tensor_maps,
             "args": f"&{static}",
             "deflated": f'deflated!("{module}", "{name}")',
         }

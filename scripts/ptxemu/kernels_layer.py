@@ -7,6 +7,7 @@ import numpy as np
 from kernels_rope import CODES, Rows, size_of
 from kernels_small_ops import divisor, encoded, f32_bits
 from launch import Device, kernels
+from tma import tensor_map
 
 # The allowed error as a share of a row's largest magnitude: f32 sums, and half a unit in the last place.
 ERROR = {"f32": 1e-5, "f16": 2.0**-10, "bf16": 2.0**-7}
@@ -97,7 +98,7 @@ def tiles(sequences, rows, shift):
 SEQUENCES = [(1, 5, 2, 9, 5), (7, 3, 12, 67, None), (10, 4, 80, 3, -2), (14, 2, 3, 0, None), (17, 40, 83, 40, 1)]
 
 
-def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, room=1, size=1.0, max_tokens=None, shift=0, variant="simple"):
+def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, room=1, size=1.0, max_tokens=None, shift=0, variant="simple", section=1):
     rng = np.random.default_rng(nope + value)
     ptx = "mla_prefill" if variant == "simple" else f"mla_prefill_{variant.split('_')[0]}_{dtype}"
     name, block = ("mla_prefill_exact", 32) if dtype == "f32" else ("mla_prefill_128", 64) if value <= 128 else ("mla_prefill_256", 32)
@@ -131,11 +132,15 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
     args = q_nope[0] + q_pe[0] + k_nope[0] + k_pe[0] + v[0] + place(out, out_at) + place(lse, lse_at)
     args += struct.pack("<Qf", device.buffer(words, False), np.float32(scale * np.log2(np.e)))
     args += struct.pack("<5I", limit, keys, limit + shift, len(work) + room, heads)
-    args += struct.pack("<6I", nope // 4, (nope + rope) // 4, value // 4, CODES[dtype], CODES[out_dtype], 0)
+    args += struct.pack("<6I", nope // 4, (nope + rope) // 4, value // 4, CODES[dtype], CODES[out_dtype], section)
     args += struct.pack("<2I", *divisor(heads))
     entry = kernels(f"shaders/cuda/ptx/{ptx}.ptx")[name]
     shared = int.from_bytes(entry.data.get(f"{name}_shared_bytes", b""), "little")
-    device.launch(entry, ((len(work) + room) * heads, 1, 1), [args], shared=shared)
+    params = [args]
+    if variant.startswith("wgmma"):
+        block_keys = int.from_bytes(entry.data[f"{name}_tokens"], "little")
+        params.append(b"".join([maps(q_nope, nope, limit, heads, block), maps(q_pe, rope, limit, heads, block)] + [maps(array, dim, keys, heads, block_keys) for array, dim in ((k_nope, nope), (k_pe, rope), (v, value))]))
+    device.launch(entry, ((len(work) + room) * heads, 1, 1), params, shared=shared)
 
     got, got_lse = device.read(out_at), device.read(lse_at)
     kept, kept_lse = out.before.copy(), lse.before.copy()
@@ -163,9 +168,18 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
     assert (got == kept).all() and (got_lse == kept_lse).all(), "written outside of the sequences"
 
 
+def maps(array, dim, tokens, heads, box):
+    """The TMA tensor map of an array's rows: see src/cuda/kernels/tensor_map.rs."""
+    if dim == 0:
+        return bytes(128)
+    address, token_stride, head_stride = struct.unpack("<3Q", array[0])
+    one = heads == 1 or head_stride == 0
+    return tensor_map(address, 2, dims=[64, tokens, dim // 64, 1 if one else heads], strides=[token_stride, 128, 128 if one else head_stride], box=[64, box, dim // 64, 1], swizzle=128)
+
+
 def test_prefill():
     prefill("f32", "f32", 2, 16, 32, 16)
-    prefill("bf16", "bf16", 2, 24, 0, 72, shift=5)
+    prefill("bf16", "bf16", 3, 24, 0, 72, shift=5, section=2)
     prefill("f16", "f32", 1, 40, 8, 136)
 
 
@@ -193,7 +207,7 @@ def test_prefill_mma_bf16():
 
 
 def test_prefill_wgmma_f16():
-    prefill("f16", "f16", 2, 128, 64, 128, LONG, variant="wgmma_m128")
+    prefill("f16", "f16", 3, 128, 64, 128, LONG, variant="wgmma_m128", section=2)
     prefill("f16", "f32", 1, 192, 64, 256, LONG, variant="wgmma_m128", shift=5)
 
 

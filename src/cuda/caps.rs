@@ -9,6 +9,8 @@ pub struct Card {
     pub multiprocessors: u32,
     /// Largest dynamic shared memory of a block, in bytes.
     pub shared_bytes: u32,
+    /// L2 cache.
+    pub l2_bytes: u32,
     /// TMA, and a driver that makes tensor maps.
     pub tma: bool,
 }

@@ -187,7 +187,7 @@ impl Kernel<MlaDecode> for Cuda {
         let Split { compiled: Compiled { threads, shared_bytes, .. }, kernel } = &layer.split;
         let items = step.capacity.items;
         let held = || layer.buffers.iter().chain([&step.tables, &step.partials]);
-        self.launch_with_map(kernel, items, *threads, *shared_bytes, &args, layer.map.as_ref(), held())?;
+        self.launch_with_maps(kernel, items, *threads, *shared_bytes, &args, layer.map.as_slice(), held())?;
         let [few, many] = &kernels.merges;
         match merge_blocks(spec, step.capacity.merges, self.card().multiprocessors)? {
             MergeBlocks::Few(blocks) => self.launch(few, blocks, FEW.1, 0, &args, held()),
@@ -332,7 +332,8 @@ pub(super) mod tests {
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
     /// Every variant runs there.
-    const HOPPER: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
+    const HOPPER: Card =
+        Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, l2_bytes: 50 << 20, tma: true };
 
     #[test]
     fn a_merge_has_a_block_for_all_or_is_refused() {
@@ -387,7 +388,7 @@ pub(super) mod tests {
                         let entry = compiled.entry;
                         compare::<Args>(entry);
                         let by_map = matches!(tile.body, Body::MmaTma { .. } | Body::Wgmma { .. });
-                        assert_eq!(entry.tensor_map, by_map, "{entry:?}");
+                        assert_eq!(entry.tensor_maps, u32::from(by_map), "{entry:?}");
                         assert_eq!(entry.tokens.is_some(), tile.on_tensor_cores(), "{entry:?}");
                         found.push(entry);
                     }

@@ -40,6 +40,8 @@ pub struct Function {
     function: CudaFunction,
     /// It waits itself for the kernel before it, and may be launched before that has ended.
     waits: bool,
+    /// Of its second parameter.
+    tensor_maps: u32,
 }
 
 impl Cuda {
@@ -70,6 +72,7 @@ impl Cuda {
             capability,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
             tma: capability >= 90 && library::describes_tensors(),
         };
         if card.capability < 80 {
@@ -111,7 +114,11 @@ impl Cuda {
         let loaded = self.stream.context().load_module(text);
         let module = loaded.map_err(failed("to load a module"))?;
         let function = module.load_function(entry.name).map_err(failed("to find a kernel"))?;
-        let kernel = Function { function, waits: entry.waits && self.card.capability >= ptx::HOPPER };
+        let kernel = Function {
+            function,
+            waits: entry.waits && self.card.capability >= ptx::HOPPER,
+            tensor_maps: entry.tensor_maps,
+        };
         kernels.insert(key, kernel.clone());
         Ok(kernel)
     }
@@ -126,23 +133,27 @@ impl Cuda {
         args: &A,
         held: impl IntoIterator<Item = &'a Buffer>,
     ) -> Result<()> {
-        self.launch_with_map(kernel, grid, threads, shared_bytes, args, None, held)
+        self.launch_with_maps(kernel, grid, threads, shared_bytes, args, &[], held)
     }
 
-    /// The same with a map, the second parameter of the kernels that copy boxes.
+    /// The same with tensor maps, the second parameter of the kernels that copy boxes.
     #[allow(clippy::too_many_arguments, reason = "those of a launch")]
-    pub(super) fn launch_with_map<'a, A: DeviceRepr>(
+    pub(super) fn launch_with_maps<'a, A: DeviceRepr>(
         &self,
         kernel: &Function,
         grid: u32,
         threads: u32,
         shared_bytes: u32,
         args: &A,
-        map: Option<&TensorMap>,
+        maps: &[TensorMap],
         held: impl IntoIterator<Item = &'a Buffer>,
     ) -> Result<()> {
         if grid == 0 {
             return Ok(());
+        }
+        if maps.len() != kernel.tensor_maps as usize {
+            let detail = format!("it takes {} tensor maps, not {}", kernel.tensor_maps, maps.len());
+            return Err(Error::Cuda { what: "to launch a kernel", detail });
         }
         self.captures.hold(held);
         let mut early = sys::CUlaunchAttribute {
@@ -162,11 +173,11 @@ impl Cuda {
             attrs: &raw mut early,
             numAttrs: kernel.waits.into(),
         };
-        let map = map.map_or(std::ptr::null_mut(), TensorMap::as_param);
-        let mut args = [std::ptr::from_ref(args).cast_mut().cast(), map];
+        // A kernel without tensor maps has one parameter, and the driver does not read the second pointer.
+        let mut args = [std::ptr::from_ref(args).cast_mut().cast(), maps.as_ptr().cast_mut().cast()];
         self.stream.context().bind_to_thread().map_err(failed("to launch a kernel"))?;
         // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/manifest_test.rs compares all fields), and its
-        // callers have checked every address that it names; only those of the variants `mma_tma_*` and `wgmma_*` take a tensor map too. The driver copies both.
+        // callers have checked every address that it names; as many tensor maps as it takes follow. The driver copies both.
         unsafe {
             sys::cuLaunchKernelEx(
                 &raw const config,

@@ -42,8 +42,8 @@ pub struct Entry {
     /// Whether it waits itself for the kernel before it, on cards since compute capability 90, where the text has the instructions
     /// behind `// sm_90: `: it may then begin before that has ended.
     pub waits: bool,
-    /// Whether a tensor map (`CUtensorMap`) is its second parameter.
-    pub tensor_map: bool,
+    /// Tensor maps (`CUtensorMap`, 128 bytes each) of its second parameter, which it has none of where this is 0.
+    pub tensor_maps: u32,
     /// Its first parameter.
     pub args: &'static Layout,
     deflated: &'static [u8],
@@ -129,7 +129,9 @@ mod tests {
                 assert_eq!(text.matches('{').count(), text.matches('}').count(), "{entry:?}");
                 assert_eq!(text.contains("// sm_90: "), entry.waits, "{entry:?}");
                 assert!(text.contains(&format!("{name}_param_0[{}]", entry.args.bytes)), "{entry:?}");
-                assert_eq!(text.contains("_param_1["), entry.tensor_map, "{entry:?}");
+                let maps = format!("{name}_param_1[{}]", entry.tensor_maps * 128);
+                assert_eq!(text.contains("_param_1["), entry.tensor_maps > 0, "{entry:?}");
+                assert!(entry.tensor_maps == 0 || text.contains(&maps), "{entry:?}");
                 assert!(text.contains(&format!(".target sm_{}", entry.capability)), "{entry:?}");
                 if let Ok(folder) = std::env::var("MLA_PTX_OUT") {
                     std::fs::write(format!("{folder}/{module}.{name}.ptx"), text).expect("written");

@@ -180,9 +180,12 @@ mod tests {
         choose(VARIANTS, card, &(*spec, query_rows), None).expect("some variant runs everywhere").0.tile
     }
 
-    const H200: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
-    const RTX_5090: Card = Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376, tma: true };
-    const A100: Card = Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912, tma: false };
+    const H200: Card =
+        Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, l2_bytes: 50 << 20, tma: true };
+    const RTX_5090: Card =
+        Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376, l2_bytes: 96 << 20, tma: true };
+    const A100: Card =
+        Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912, l2_bytes: 40 << 20, tma: false };
 
     fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaDecode {
         MlaDecode {

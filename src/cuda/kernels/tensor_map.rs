@@ -1,4 +1,4 @@
-//! A layer's cache as a TMA tensor map (CUtensorMap), copied in boxes of some tokens.
+//! Arrays as TMA tensor maps (CUtensorMap), copied in boxes of some tokens.
 
 use cudarc::driver::sys;
 
@@ -13,6 +13,7 @@ const LINE: u64 = 128;
 
 /// A tensor as the driver encodes it: a parameter of the kernels that copy TMA boxes of it.
 #[derive(Debug, Clone, Copy)]
+#[repr(transparent)]
 pub struct TensorMap(sys::CUtensorMap);
 
 impl TensorMap {
@@ -35,6 +36,44 @@ impl TensorMap {
         let dims = [LINE / element, tokens_of_page, row / LINE, spec.kv.num_pages.into()];
         let strides = [row, LINE, block_bytes];
         let sides = [(LINE / element) as u32, tokens / together, (row / LINE) as u32, 1];
+        Self::encoded(dtype, address, dims, strides, sides)
+    }
+
+    /// The map of an array of [tokens, heads, dim] elements of 16 bits at `address`, `dim` a multiple of 64: [heads, lines, tokens, 64 elements], a
+    /// line being 128 bytes of a row, copied in boxes of all lines of `box_tokens` tokens of a head. Address and strides are multiples of 16
+    /// bytes. A `head_stride` of 0 makes the map of one head; other strides of 0 are of dimensions of 1.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn of_rows(
+        address: u64,
+        [tokens, heads, dim]: [u32; 3],
+        [token_stride, head_stride]: [u64; 2],
+        box_tokens: u32,
+    ) -> Result<Self> {
+        if tokens == 0 || dim == 0 {
+            return Ok(Self::none());
+        }
+        let heads = if head_stride == 0 { 1 } else { heads };
+        let (elements, lines) = (LINE as u32 / 2, u64::from(dim) * 2 / LINE);
+        let strides = [token_stride, LINE, if heads == 1 { LINE } else { head_stride }];
+        Self::encoded(
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            address,
+            [elements.into(), tokens.into(), lines, heads.into()],
+            strides,
+            [elements, box_tokens, lines as u32, 1],
+        )
+    }
+
+    /// By dims, strides in bytes (the innermost dimension has none) and sides of a box, in elements.
+    fn encoded(
+        dtype: sys::CUtensorMapDataType,
+        address: u64,
+        dims: [u64; 4],
+        strides: [u64; 3],
+        sides: [u32; 4],
+    ) -> Result<Self> {
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         // SAFETY: each array has as many numbers as the rank says, one stride less; the driver writes the map and keeps nothing.
         unsafe {
@@ -54,17 +93,12 @@ impl TensorMap {
             )
         }
         .result()
-        .map_err(failed("to describe a cache"))?;
+        .map_err(failed("to describe an array by a tensor map"))?;
         Ok(Self(map))
     }
 
     /// For a launch whose kernel uses none.
     pub fn none() -> Self {
         Self(sys::CUtensorMap { opaque: [0; 16] })
-    }
-
-    /// The pointer to it that a launch takes.
-    pub fn as_param(&self) -> *mut std::ffi::c_void {
-        (&raw const self.0).cast_mut().cast()
     }
 }

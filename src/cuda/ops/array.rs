@@ -1,6 +1,8 @@
 //! Addresses and strides of arrays in device memory.
 
+use crate::Result;
 use crate::cuda::Buffer;
+use crate::cuda::kernels::TensorMap;
 use crate::view::View;
 
 /// `Place` of quads.cuh: strides count bytes.
@@ -26,5 +28,13 @@ impl Array {
             token_stride: used(tokens, view.token_stride),
             head_stride: used(heads, view.head_stride),
         }
+    }
+
+    /// Its tensor map, for boxes of `box_tokens` tokens of a head: the array has [tokens, heads, dim] elements of 16 bits.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub(super) fn map(&self, shape: [u32; 3], box_tokens: u32) -> Result<TensorMap> {
+        TensorMap::of_rows(self.address, shape, [self.token_stride, self.head_stride], box_tokens)
     }
 }

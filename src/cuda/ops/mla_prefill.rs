@@ -6,7 +6,7 @@ use super::array::Array;
 use super::table::Table;
 use super::{Divisor, MAX_ITEMS, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
-use crate::cuda::kernels::ptx;
+use crate::cuda::kernels::{TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::mla_prefill::tiles::{PrefillTile, TILE_WORDS, tiles};
 use crate::ops::variants::{Variant, candidates, choose};
@@ -21,6 +21,8 @@ use crate::{Dtype, Result};
 struct Body {
     name: String,
     rows: u32,
+    /// Keys of a block that is copied by TMA; `None` where threads copy.
+    keys: Option<u32>,
     threads: u32,
     shared_bytes: u32,
 }
@@ -51,6 +53,12 @@ fn cost(&(_, query_tokens): &Request, body: &Body) -> u32 {
 /// What is missing.
 fn wgmma(card: &Card, spec: &MlaPrefill) -> Result<Body, String> {
     card.has_wgmma()?;
+    let whole_lines = |dim: u32| dim.is_multiple_of(64);
+    if ![spec.qk_nope_head_dim, spec.qk_rope_head_dim].into_iter().all(whole_lines) {
+        return Err(
+            "TMA copies whole lines (needs qk_nope_head_dim and qk_rope_head_dim in multiples of 64)".into(),
+        );
+    }
     on_tensor_cores(card, spec, "wgmma", 128)
 }
 
@@ -64,7 +72,7 @@ fn on_tensor_cores(card: &Card, spec: &MlaPrefill, by: &str, rows: u32) -> Resul
     let entry =
         ptx::named(&name).ok_or_else(|| format!("no kernel for head sizes {dim} and {value} in {dtype}"))?;
     card.has_shared(entry.shared_bytes)?;
-    Ok(Body { name, rows, threads: entry.threads, shared_bytes: entry.shared_bytes })
+    Ok(Body { name, rows, keys: entry.tokens, threads: entry.threads, shared_bytes: entry.shared_bytes })
 }
 
 /// The kernel without tensor cores: for 16-bit inputs with values of up to 128 columns, of up to 256, and for f32 inputs.
@@ -74,7 +82,7 @@ fn simple(spec: &MlaPrefill) -> Body {
         (_, ..=128) => (SIMPLE[0], 64),
         _ => (SIMPLE[1], 32),
     };
-    Body { name: name.to_owned(), rows, threads: THREADS, shared_bytes: 0 }
+    Body { name: name.to_owned(), rows, keys: None, threads: THREADS, shared_bytes: 0 }
 }
 
 const SIMPLE: [&str; 3] = ["mla_prefill_128", "mla_prefill_256", "mla_prefill_exact"];
@@ -102,7 +110,7 @@ pub struct PrefillParams {
     value_quads: u32,
     dtype: u32,
     out_dtype: u32,
-    reserved: u32,
+    section_heads: u32,
     by_num_heads: Divisor,
 }
 
@@ -114,6 +122,7 @@ unsafe impl DeviceRepr for PrefillParams {}
 pub struct Tiled {
     kernel: Function,
     rows: u32,
+    keys: Option<u32>,
     threads: u32,
     shared_bytes: u32,
 }
@@ -122,6 +131,8 @@ pub struct Tiled {
 #[derive(Debug)]
 pub struct Layer {
     args: PrefillParams,
+    /// `PrefillMaps` of mla_prefill_wgmma.cuh, or none.
+    maps: Vec<TensorMap>,
     buffers: [Buffer; 7],
 }
 
@@ -141,12 +152,12 @@ impl Kernel<MlaPrefill> for Cuda {
     ) -> Result<(Tiled, PrefillTiling, Choice)> {
         let request = (*spec, options.query_tokens);
         let (body, choice) = choose(&VARIANTS, self.card(), &request, options.variant.as_deref())?;
-        let Body { name, rows, threads, shared_bytes } = body;
+        let Body { name, rows, keys, threads, shared_bytes } = body;
         let kernel = self.kernel(&name)?;
         kernel.allow_shared(shared_bytes)?;
         let target_groups = self.card().multiprocessors;
         let tiling = PrefillTiling { rows, target_groups, num_heads: spec.num_heads };
-        Ok((Tiled { kernel, rows, threads, shared_bytes }, tiling, choice))
+        Ok((Tiled { kernel, rows, keys, threads, shared_bytes }, tiling, choice))
     }
 
     fn kernel_step(&self, spec: &MlaPrefill, _: &Tiled, max_tiles: u32) -> Result<Table> {
@@ -175,7 +186,7 @@ impl Kernel<MlaPrefill> for Cuda {
     fn kernel_bind(
         &self,
         spec: &MlaPrefill,
-        _: &Tiled,
+        tiled: &Tiled,
         args: &MlaPrefillArgs<&Buffer>,
         room: PrefillExtent,
     ) -> Result<Layer> {
@@ -203,12 +214,16 @@ impl Kernel<MlaPrefill> for Cuda {
             value_quads: spec.v_head_dim / 4,
             dtype: code(spec.dtype),
             out_dtype: code(spec.out),
-            reserved: 0,
+            section_heads: section_heads(spec, room.keys, self.card().l2_bytes),
             by_num_heads: Divisor::new(spec.num_heads),
         };
         let [a, b, c, d, e] = read.map(|view| view.buffer.clone());
         let buffers = [a, b, c, d, e, args.out.buffer.clone(), args.lse.buffer.clone()];
-        Ok(Layer { args: bound, buffers })
+        let maps = match tiled.keys {
+            Some(keys) => maps(spec, &bound, room, [tiled.rows, keys])?,
+            None => Vec::new(),
+        };
+        Ok(Layer { args: bound, maps, buffers })
     }
 
     /// The grid covers the step's capacity: a captured launch attends to what the step's work list holds at the replay.
@@ -230,19 +245,48 @@ impl Kernel<MlaPrefill> for Cuda {
         // - query tokens that are read are below max_tokens and keys below max_keys by `min`, and where that is 0 no key is read; rows
         //   that are written are below max_rows by comparison. `check_args` found where views end for so many;
         // - quads are below P, R and V by `min`, and those that are stored by comparison;
-        // - `mma_*` and `wgmma_*` copy chunks of 8 elements below P + R and V, which its entry's name has, of arrays that are aligned to 16 bytes;
+        // - `mma_*` copy chunks of 8 elements below P + R and V, which the entry's name has, of arrays that are aligned to 16 bytes; `wgmma_*`
+        //   copy boxes of tensor maps of max_tokens and max_keys rows, past which a box is zeros;
         // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have.
         // A tile's `num_keys` is below 2^30, which bounds the only loop that the table bounds.
         let args = PrefillParams { table, max_tiles, ..layer.args };
-        self.launch(
+        self.launch_with_maps(
             &tiled.kernel,
             max_tiles * spec.num_heads,
             tiled.threads,
             tiled.shared_bytes,
             &args,
+            &layer.maps,
             layer.buffers.iter().chain(step.buffer()),
         )
     }
+}
+
+/// Heads whose keys and values take half of the L2 together, so that the tiles that run side by side find them there.
+fn section_heads(spec: &MlaPrefill, keys: u32, l2_bytes: u32) -> u32 {
+    let MlaPrefill { qk_nope_head_dim, qk_rope_head_dim, v_head_dim, .. } = *spec;
+    let key_bytes = u64::from(qk_nope_head_dim + qk_rope_head_dim + v_head_dim) * spec.dtype.bytes() as u64;
+    let heads = u64::from(l2_bytes / 2) / (u64::from(keys) * key_bytes).max(1);
+    heads.clamp(1, spec.num_heads.into()) as u32
+}
+
+/// `PrefillMaps` of mla_prefill_wgmma.cuh, for boxes of so many query rows and keys.
+fn maps(
+    spec: &MlaPrefill,
+    args: &PrefillParams,
+    room: PrefillExtent,
+    [rows, keys]: [u32; 2],
+) -> Result<Vec<TensorMap>> {
+    let MlaPrefill { num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, .. } = *spec;
+    let queries = |array: &Array, dim| array.map([room.tokens, num_heads, dim], rows);
+    let of_keys = |array: &Array, dim| array.map([room.keys, num_heads, dim], keys);
+    Ok(vec![
+        queries(&args.q_nope, qk_nope_head_dim)?,
+        queries(&args.q_pe, qk_rope_head_dim)?,
+        of_keys(&args.k_nope, qk_nope_head_dim)?,
+        of_keys(&args.k_pe, qk_rope_head_dim)?,
+        of_keys(&args.v, v_head_dim)?,
+    ])
 }
 
 fn blocks(spec: &MlaPrefill, tiles: u64) -> Result<u32> {
@@ -269,15 +313,35 @@ mod tests {
     /// The head sizes of released models run on tensor cores on each card, unless inputs are f32.
     #[test]
     fn models_run_on_tensor_cores() {
-        let h200 = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
-        let rtx_5090 = Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376, tma: true };
-        let a100 = Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912, tma: false };
-        // DeepSeek and Kimi; GLM; Mistral Small 4; MiniCPM3; and one that has no kernel of its own.
+        let h200 = Card {
+            capability: 90,
+            multiprocessors: 132,
+            shared_bytes: 232_448,
+            l2_bytes: 50 << 20,
+            tma: true,
+        };
+        let rtx_5090 = Card {
+            capability: 120,
+            multiprocessors: 170,
+            shared_bytes: 101_376,
+            l2_bytes: 96 << 20,
+            tma: true,
+        };
+        let a100 = Card {
+            capability: 80,
+            multiprocessors: 108,
+            shared_bytes: 166_912,
+            l2_bytes: 40 << 20,
+            tma: false,
+        };
+        // DeepSeek and Kimi; GLM; Mistral Small 4; MiniCPM3; and two that are of no model.
         let models = [
             ([128, 64, 128], "wgmma_m128", "mma_m128"),
             ([192, 64, 256], "wgmma_m128", "mma_m64"),
             ([64, 64, 128], "wgmma_m128", "mma_m128"),
             ([64, 32, 64], "mma_m64", "mma_m64"),
+            // Rows that are no whole lines.
+            ([160, 32, 128], "mma_m128", "mma_m128"),
             ([24, 0, 72], "simple", "simple"),
         ];
         for ([nope, rope, value], on_h200, elsewhere) in models {

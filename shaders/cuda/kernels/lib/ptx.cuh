@@ -46,6 +46,12 @@ DEVICE void wait_for_warps(u32 barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(WARPS * LANES) : "memory");
 }
 
+// Arrives at such a barrier without waiting.
+template <int WARPS>
+DEVICE void arrive_at_warps(u32 barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(WARPS * LANES) : "memory");
+}
+
 // __syncthreads_or: a barrier of the block, and whether `value` is true for any thread.
 DEVICE bool any_of_block(bool value) {
     u32 any;

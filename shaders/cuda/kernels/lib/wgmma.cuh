@@ -62,6 +62,7 @@ DEVICE void take_registers() {
 #define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define PLACES_32 PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_40 PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define PLACES_64 \
     PLACES_32 ", " \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
@@ -144,21 +145,31 @@ DEVICE void multiply_turned(float (&sums)[4][4], u64 a, u64 b) {
     OF_TYPE(MULTIPLY_TURNED_32)
 }
 
-// m64n64k16 or m64n128k16: sums [64, N] = or += a [64, 16] x b^T, b [N, 16], both in shared memory.
-#define MULTIPLY_KEYS_64(type) \
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PLACES_32 "}, %32, %33, p, 1, 1, 0, 0;}" \
-                 : SUMS_32(sums, 0) : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
+// m64n80k16 or m64n128k16: sums [64, N] = or += a [64, 16] x b^T, b [N, 16], both in shared memory.
+#define MULTIPLY_KEYS_80(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %42, 0; wgmma.mma_async.sync.aligned.m64n80k16.f32." type "." type " {" PLACES_40 "}, %40, %41, p, 1, 1, 0, 0;}" \
+                 : SUMS_32(sums, 0), SUMS_8(sums, 32) : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
 #define MULTIPLY_KEYS_128(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" PLACES_64 "}, %64, %65, p, 1, 1, 0, 0;}" \
                  : SUMS_32(sums, 0), SUMS_32(sums, 32) : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
 
 template <bool IS_BF16, int TILES>
 DEVICE void multiply_keys(float (&sums)[TILES][4], u64 a, u64 b, bool adds) {
-    if constexpr (TILES == 8) {
-        OF_TYPE(MULTIPLY_KEYS_64)
+    if constexpr (TILES == 10) {
+        OF_TYPE(MULTIPLY_KEYS_80)
     } else {
         OF_TYPE(MULTIPLY_KEYS_128)
     }
+}
+
+// m64n128k16 with a in registers.
+#define MULTIPLY_KEYS_128_KEPT(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" PLACES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}" \
+                 : SUMS_32(sums, 0), SUMS_32(sums, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)))
+
+template <bool IS_BF16>
+DEVICE void multiply_keys(float (&sums)[16][4], const u32 (&a)[4], u64 b, bool adds) {
+    OF_TYPE(MULTIPLY_KEYS_128_KEPT)
 }
 
 // m64n128k16 or m64n256k16: sums [64, N] += a [64, 16] x b, a in registers, b [16, N] in shared memory.

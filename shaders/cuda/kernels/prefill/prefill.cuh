@@ -30,7 +30,7 @@ struct Args {
     u32 value_quads; // V / 4
     u32 dtype;
     u32 out_dtype;
-    u32 reserved;
+    u32 section_heads; // as many heads take their turn together: L2 holds their keys and values
     Divisor by_num_heads;
 };
 
@@ -56,14 +56,18 @@ __device__ __forceinline__ u32 visible_to(const Tile &tile, u32 row) {
     return (u32)min(max(tile.first_visible + (int)row, 0), (int)tile.num_keys);
 }
 
-// The tile of this block, with no keys if the binding has room for none; false for a block past the tiles of the work list.
+// The tile of this block, with no keys if the binding has room for none; false for a block past the tiles of the work list. Blocks run through
+// the heads in sections, and in each through the work list, for each of its heads.
 __device__ __forceinline__ bool tile_of_block(const Args &args, Tile &tile) {
-    const u32 number = divide(blockIdx.x, args.by_num_heads);
-    if (number >= min(read_4(args.table), args.max_tiles)) {
+    const u32 count = min(read_4(args.table), args.max_tiles);
+    if (divide(blockIdx.x, args.by_num_heads) >= count) {
         return false;
     }
+    const u32 first_head = blockIdx.x / (count * args.section_heads) * args.section_heads;
+    const u32 heads = min(args.section_heads, args.num_heads - first_head);
+    const u32 rest = blockIdx.x - first_head * count, number = rest / heads;
     const u64 at = args.table + 4 + 24ull * number;
-    tile = {read_4(at), read_4(at + 4), read_4(at + 8), read_4(at + 12), (int)read_4(at + 16), read_4(at + 20), blockIdx.x - number * args.num_heads};
+    tile = {read_4(at), read_4(at + 4), read_4(at + 8), read_4(at + 12), (int)read_4(at + 16), read_4(at + 20), first_head + rest - number * heads};
     tile.num_keys = args.max_keys > 0 ? tile.num_keys : 0;
     return true;
 }

@@ -282,7 +282,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "kv_gather" false: kv_gather { gathers, refuses_gathers }
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
         "head_project" false: project { projections, kv_b_proj, refuses_projections }
-        "mla_prefill" true: prefill { prefill_shapes, prefill_hard_data, prefill_errors }
+        "mla_prefill" true: prefill { prefill_shapes, prefill_repeated_rows, prefill_hard_data, prefill_errors }
         "rope" false: rope { rotations, refuses_rotations }
         "rope_append" false: rope { rotated_appends }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }

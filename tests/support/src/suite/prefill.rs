@@ -245,6 +245,7 @@ pub fn prefill_shapes<B: Backend>(session: &Session<'_, B>) {
         spec(2, [128, 64, 128], Dtype::Bf16, Dtype::Bf16),
         spec(1, [24, 0, 72], Dtype::F16, Dtype::F32),
         spec(1, [192, 64, 256], Dtype::F16, Dtype::F32),
+        spec(2, [64, 64, 128], Dtype::Bf16, Dtype::F32),
     ];
     for (i, spec) in specs.into_iter().enumerate() {
         let variants = variants(session, &spec);
@@ -277,6 +278,56 @@ pub fn prefill_shapes<B: Backend>(session: &Session<'_, B>) {
         }
     }
     session.finish("prefill: shapes");
+}
+
+/// Views with strides of 0, all of whose rows are one row: the bits of arrays that hold it as often.
+pub fn prefill_repeated_rows<B: Backend>(session: &Session<'_, B>) {
+    const TOKENS: u32 = 5;
+    const KEYS: u32 = 9;
+    let spec = spec(2, [128, 64, 128], Dtype::F16, Dtype::F16);
+    let variants = variants(session, &spec);
+    if variants.is_empty() {
+        session.leave_out();
+    }
+    for variant in &variants {
+        let run = |times: [u32; 2], strides: bool| -> Result<Vec<u8>, Error> {
+            let mut rng = Rng(9);
+            let mut array = |dim: u32, times: u32| {
+                let row: Vec<f32> = (0..dim).map(|_| rng.randn()).collect();
+                upload(session.backend, &spec.dtype.encode_all(&row.repeat(times as usize)))
+            };
+            let (q_nope, q_pe) = (array(2 * 128, times[0])?, array(2 * 64, times[0])?);
+            let (k_nope, k_pe, v) =
+                (array(2 * 128, times[1])?, array(64, times[1])?, array(2 * 128, times[1])?);
+            let out = session.backend.buffer(u64::from(TOKENS) * 2 * 128 * 2)?;
+            let lse = session.backend.buffer(u64::from(TOKENS) * 2 * 4)?;
+            let of = |buffer, heads, dim| {
+                let dense = View::dense(buffer, heads, dim);
+                if strides { View { token_stride: 0, ..dense } } else { dense }
+            };
+            let args = MlaPrefillArgs {
+                q_nope: of(&q_nope, 2, 128),
+                q_pe: of(&q_pe, 2, 64),
+                k_nope: of(&k_nope, 2, 128),
+                k_pe: View { head_stride: 0, ..of(&k_pe, 1, 64) },
+                v: of(&v, 2, 128),
+                out: View::dense(&out, 2, 128),
+                lse: View::dense(&lse, 2, 1),
+                softmax_scale: SCALE,
+            };
+            let batch = [PrefillSequence::full(0, TOKENS, 0, KEYS)];
+            session.backend.once_with(spec, &forced(variant.name), &batch, &args)?;
+            session.backend.download(&out, u64::from(TOKENS) * 2 * 128 * 2)
+        };
+        let result = run([TOKENS, KEYS], false).and_then(|whole| Ok((whole, run([1, 1], true)?)));
+        let result = match result {
+            Ok((whole, repeated)) if whole == repeated => Ok(()),
+            Ok(_) => Err("other bits".to_owned()),
+            Err(error) => Err(error.to_string()),
+        };
+        session.note(variant.name, result);
+    }
+    session.finish("prefill: repeated rows");
 }
 
 /// Logits beyond 100, values of very different sizes, bf16 beyond f16's range, subnormals and zeros.
