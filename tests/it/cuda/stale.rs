@@ -5,7 +5,7 @@ use super::layers::{Model, spec_of, weights};
 use super::uploaded;
 use mla_support::Outcome;
 use mla_support::graph::{captured, cuda};
-use mla_support::paint::{Make, POISON, Rng, sequences};
+use mla_support::paint::{Make, POISON, Problem, Rng, sequences};
 use mla_support::suite::run::dense_table;
 use wgpu_mla::cuda::{Cuda, Graph};
 use wgpu_mla::{
@@ -31,13 +31,12 @@ fn a_decode_that_grew_needs_another_graph() -> Outcome {
         let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
         Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::FixedTokens(32)).expect("a plan")
     });
-    let [q, kv, out, lse] = [
-        3 * 6 * 288 * 4,
-        problems.iter().map(|p| p.kv.len()).max().unwrap_or(0) as u64,
-        3 * 6 * 256 * 4,
-        3 * 6 * 4,
-    ]
-    .map(|bytes| cuda.buffer(bytes).expect("memory"));
+    let most = |bytes: fn(&Problem) -> usize| problems.iter().map(bytes).max().unwrap_or(0) as u64;
+    let rows = 3 * u64::from(spec.shape.num_heads);
+    let bytes = [most(|problem| problem.q.len()), most(|problem| problem.kv.len())];
+    let [q, kv] = bytes.map(|bytes| cuda.buffer(bytes).expect("memory"));
+    let [out, lse] =
+        [u64::from(spec.shape.kv_lora_rank), 1].map(|row| cuda.buffer(rows * row * 4).expect("memory"));
     let args = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, problems[0].softmax_scale);
     let binding = |room| decode.bind(&args, room).expect("a binding");
     let mut step = decode.step(Capacity::of(&plans[0])).expect("a step");
