@@ -15,20 +15,21 @@ mod support;
 mod layer {
     pub mod ops;
     pub mod problem;
+    pub mod step;
 }
 
+use std::cell::RefCell;
+
 use layer::ops::Ops;
-use layer::problem::{Problem, Shape};
+use layer::problem::{HostBatch, Problem, Shape};
+use layer::step::{StepTiming, Steps};
 use serde_json::json;
 use support::Result;
 use support::args::Args;
-use support::device::{Layers, Timed};
+use support::device::Layers;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{Capacity, LayerOptions, SplitPolicy};
-
-/// Layers of DeepSeek-V3: a step of the model is so many.
-const MODEL_LAYERS: f64 = 61.0;
+use wgpu_mla::{Capacity, LayerOptions, MlaLayer, SplitPolicy};
 
 fn main() {
     let args = Args::parse();
@@ -55,7 +56,7 @@ fn shapes(args: &Args, small: bool) -> Vec<Shape> {
     ]
 }
 
-fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
+fn run<D: Steps>(gpu: &D, args: &Args) -> Result<()> {
     let shapes = shapes(args, gpu.is_small()).into_iter().filter(|shape| args.wants(&shape.name()));
     if args.list {
         shapes.for_each(|shape| println!("{}", shape.name()));
@@ -63,12 +64,15 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     }
     let mut records = Records::new("layer", gpu.facts());
     println!(
-        "# mla_layer on {}\n\nbf16, page size 64, P = V = 128. us: device time of a layer, many layers in a pass or graph; ms: of {MODEL_LAYERS} layers. \
-         Sum: of the ops, each by itself; parts: the sum over the layer. Host: us to record a layer.\n",
+        "# mla_layer on {}\n\nbf16, page size 64, P = V = 128. us: device time of a layer, many layers in a pass or graph. Sum: of the ops, each by \
+         itself; parts: the sum over the layer. Step: 61 layers, of a prompt one, prepared each time with other pages, lengths and slots; \
+         host, us of a step: to prepare it; to launch it (the graph on CUDA, record and submit on wgpu); to capture the graph.\n",
         gpu.name()
     );
-    println!("| workload | us | min | ms | sum | parts | host | ops: us (share of the layer) |");
-    println!("|---|---|---|---|---|---|---|---|");
+    println!(
+        "| workload | us | min | sum | parts | step: ms | host: prepare | host: launch | host: capture | ops: us (share of the layer) |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|");
     for shape in shapes {
         match time(gpu, &shape, args) {
             Ok(record) => records.add(record),
@@ -78,14 +82,14 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
-fn time<D: Timed>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Value> {
+fn time<D: Steps>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Value> {
     let problem = Problem::new(gpu, *shape)?;
     let options = LayerOptions { capacity: problem.capacity(), ..LayerOptions::default() };
     let op = gpu.compile_with(problem.spec, &options)?;
     let variant = op.why().to_owned();
     let layers = (0..problem.copies).map(|copy| problem.args(copy));
-    let batch = problem.batch();
-    let layer = Layers::new(op, Capacity::default(), (&batch, SplitPolicy::Auto), layers)?;
+    let batch = problem.batch.of_layer();
+    let mut layer = Layers::new(op, Capacity::default(), (&batch, SplitPolicy::Auto), layers)?;
     layer.run_first()?;
     let out = gpu.download(&problem.out, problem.out_bytes())?;
     if !problem.is_finite(&out) {
@@ -101,6 +105,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
     let replays = args.replays().min(if gpu.is_software() { 9 } else { usize::MAX });
     let whole = gpu.time(replays, |recorder, call| layer.record(recorder, call))?;
     let parts = ops.time(gpu, replays)?;
+    let step = steps(gpu, shape, &mut layer, replays)?;
     let us = |seconds: f64| seconds * 1e6;
     let sum: f64 = parts.iter().map(|(_, part)| part.median).sum();
     let shares: Vec<String> = parts
@@ -110,14 +115,16 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
         })
         .collect();
     println!(
-        "| {} | {} | {} | {} | {} | {:.3} | {} | {} |",
+        "| {} | {} | {} | {} | {:.3} | {} | {} | {} | {} | {} |",
         shape.name(),
         micros(us(whole.median)),
         micros(us(whole.min)),
-        figure(whole.median * 1e3 * MODEL_LAYERS),
         micros(us(sum)),
         sum / whole.median,
-        figure(us(whole.host)),
+        figure(step.device * 1e3),
+        figure(us(step.prepare)),
+        figure(us(step.launch)),
+        figure(us(step.capture)),
         shares.join(", "),
     );
     let parts: serde_json::Map<String, serde_json::Value> =
@@ -126,6 +133,45 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
         json!({ "workload": shape.name(), "variant": variant, "ops_us": parts, "parts": sum / whole.median });
     if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&whole));
+        let times = [
+            ("step_us", step.device),
+            ("step_prepare_us", step.prepare),
+            ("step_launch_us", step.launch),
+            ("step_capture_us", step.capture),
+        ];
+        fields.extend(times.map(|(name, seconds)| (name.to_owned(), json!(us(seconds)))));
+        fields.insert("step_layers".into(), json!(layers_of(gpu, shape)));
     }
     Ok(record)
+}
+
+/// Times steps, each with another batch.
+fn steps<D: Steps>(
+    gpu: &D,
+    shape: &Shape,
+    layer: &mut Layers<MlaLayer, D>,
+    replays: usize,
+) -> Result<StepTiming> {
+    let batches: Vec<HostBatch> = (0..8).map(|turn| HostBatch::new(shape, turn)).collect();
+    let Layers { op, step, bindings } = layer;
+    // The first may still grow tables.
+    for batch in &batches {
+        op.prepare(step, (&batch.of_layer(), SplitPolicy::Auto))?;
+    }
+    let step = RefCell::new(step);
+    let prepare = |turn: usize| {
+        let batch = batches[turn % batches.len()].of_layer();
+        op.prepare(&mut step.borrow_mut(), (&batch, SplitPolicy::Auto))
+    };
+    let num_layers = layers_of(gpu, shape);
+    gpu.steps(replays, prepare, |recorder| {
+        let step = step.borrow();
+        let layers = bindings.iter().cycle().take(num_layers);
+        layers.into_iter().try_for_each(|binding| op.record_on(recorder, &step, binding))
+    })
+}
+
+/// Layers of a step, where the device is fast enough.
+fn layers_of<D: Steps>(gpu: &D, shape: &Shape) -> usize {
+    if gpu.is_software() { 1 } else { shape.layers() }
 }

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! What `record` launches may be captured in a graph, of every op: `cuda.capture(|| mla.record(&step, &binding))?` gives a [`Graph`], which
-//! keeps the memory that it names. The grid is the step's capacity: a `prepare` before a
-//! replay gives the graph new lengths, slots or copies, as long as they fit.
+//! keeps the memory that it names. All layers of a step may be one graph. The grid is the step's capacity: a `prepare` before a
+//! replay gives the graph new lengths, slots or copies, as long as they fit; where they do not, [`Graph::launch`] is an error.
 
 mod buffer;
 mod caps;

@@ -12,6 +12,7 @@ mod merge_state;
 mod merge_states;
 pub(crate) mod mla_prefill;
 pub(crate) mod op;
+mod replay;
 mod rope;
 mod rope_append;
 pub(crate) mod variants;
@@ -33,6 +34,8 @@ pub use mla_prefill::{
     MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, PrefillTiling,
 };
 pub use op::{Binding, Compiled, Device, Kernel, Op, Step, Use};
+#[cfg(feature = "cuda")]
+pub(crate) use replay::Replay;
 pub use rope::{Rope, RopeArgs, RopeLayout};
 pub use rope_append::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 pub use variants::{Candidate, Choice, OpOptions};

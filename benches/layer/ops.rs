@@ -58,8 +58,8 @@ impl<D: Timed> Ops<D> {
                 max_position: args.max_position,
             }
         });
-        let positions = Some(&problem.positions[..]);
-        let batch = RopeAppendBatch { slot_mapping: &problem.slot_mapping, positions };
+        let positions = Some(&problem.batch.positions[..]);
+        let batch = RopeAppendBatch { slot_mapping: &problem.batch.slot_mapping, positions };
         let append = Layers::new(gpu.compile(append)?, tokens, batch, layers)?;
         let rest =
             if shape.is_prompt() { prompt(gpu, problem, rotated)? } else { decode(gpu, problem, rotated)? };
@@ -135,7 +135,7 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         q_scale: 1.0,
     });
     let mla = gpu.compile(spec.mla())?;
-    let batch = Batch::new(&problem.seq_lens, problem.query_start_loc());
+    let batch = Batch::new(&problem.batch.seq_lens, problem.batch.query_start_loc());
     let plan = Plan::new(&spec.mla(), &mla.tiling(), &batch, SplitPolicy::Auto)?;
     let v_ups = layers().map(|args| HeadProjectArgs {
         x: latent_out,
@@ -145,7 +145,7 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     let v_up = gpu.compile(HeadProject::v_up(&dims, DTYPE, DTYPE, DTYPE))?;
     Ok(Rest::Decode {
         absorb: Layers::new(absorb, tokens, 0..tokens, absorbs)?,
-        decode: Layers::new(mla, Capacity::default(), (&plan, problem.pages()), decodes)?,
+        decode: Layers::new(mla, Capacity::default(), (&plan, problem.batch.pages()), decodes)?,
         v_up: Layers::new(v_up, tokens, 0..tokens, v_ups)?,
     })
 }
@@ -165,7 +165,8 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
 
     let gather = gpu.compile(KvGather { shape: spec.shape, kv: spec.kv, output: DTYPE })?;
     let ranges = [GatherRange { sequence: 0, begin: 0, tokens, out_row: 0 }];
-    let batch = GatherBatch { pages: problem.pages(), seq_lens: &problem.seq_lens, ranges: &ranges };
+    let batch =
+        GatherBatch { pages: problem.batch.pages(), seq_lens: &problem.batch.seq_lens, ranges: &ranges };
     let gathers = layers().map(|args| KvGatherArgs { kv: args.kv, k_scale: 1.0, out: rows });
     let k_ups = layers().map(|args| HeadProjectArgs {
         x: shared,

@@ -11,6 +11,8 @@ use crate::support::paint::Paint;
 
 pub const DTYPE: Dtype = Dtype::Bf16;
 const PAGE_SIZE: u32 = 64;
+/// Layers of DeepSeek-V3.
+const MODEL_LAYERS: usize = 61;
 /// P and V.
 const HEAD_DIM: u32 = 128;
 /// Least bytes of all layers' caches together.
@@ -35,6 +37,11 @@ impl Shape {
     /// A sequence whose tokens are all new.
     pub fn prompt(heads: u32, len: u32) -> Self {
         Self { heads, sequences: 1, len, q_len: len }
+    }
+
+    /// Layers of a step: the model's, of a prompt one.
+    pub fn layers(&self) -> usize {
+        if self.is_prompt() { 1 } else { MODEL_LAYERS }
     }
 
     pub fn is_prompt(&self) -> bool {
@@ -63,17 +70,69 @@ pub struct Problem<B> {
     pub copies: u32,
     pub cos_sin: B,
     pub out: B,
-    pub block_table: Vec<i32>,
-    pub slot_mapping: Vec<i64>,
-    pub positions: Vec<i32>,
-    pub seq_lens: Vec<i32>,
-    query_start_loc: Vec<i32>,
+    pub batch: HostBatch,
     q_nope: B,
     q_pe: B,
     kv_c: B,
     k_pe: B,
     cache: B,
     weights: Vec<B>,
+}
+
+/// What the host knows of a step.
+pub struct HostBatch {
+    pub seq_lens: Vec<i32>,
+    pub slot_mapping: Vec<i64>,
+    pub positions: Vec<i32>,
+    block_table: Vec<i32>,
+    query_start_loc: Vec<i32>,
+    max_pages: u32,
+}
+
+impl HostBatch {
+    /// The batch of a shape. Other turns have other pages, and decodes shorter sequences.
+    pub fn new(shape: &Shape, turn: u32) -> Self {
+        let Shape { sequences, len, q_len, .. } = *shape;
+        let max_pages = len.div_ceil(PAGE_SIZE);
+        let num_pages = sequences * max_pages;
+        let len = if shape.is_prompt() { len } else { len - turn % PAGE_SIZE.min(len) };
+        // Consecutive pages of a sequence are not adjacent: 7919 is a prime, and divides no number of pages here.
+        let page = |index: u32| (u64::from(index + turn) * 7919 % u64::from(num_pages)) as i32;
+        let block_table: Vec<i32> = (0..num_pages).map(page).collect();
+        let new = len - q_len..len;
+        let slot = |(sequence, token): (u32, u32)| {
+            let page = block_table[(sequence * max_pages + token / PAGE_SIZE) as usize];
+            i64::from(page) * i64::from(PAGE_SIZE) + i64::from(token % PAGE_SIZE)
+        };
+        let tokens = (0..sequences).flat_map(|sequence| new.clone().map(move |token| (sequence, token)));
+        Self {
+            seq_lens: vec![len as i32; sequences as usize],
+            slot_mapping: tokens.map(slot).collect(),
+            positions: (0..sequences).flat_map(|_| new.clone()).map(|token| token as i32).collect(),
+            query_start_loc: (0..=sequences).map(|i| (i * q_len) as i32).collect(),
+            block_table,
+            max_pages,
+        }
+    }
+
+    pub fn pages(&self) -> PageTable<'_> {
+        PageTable::Dense { block_table: &self.block_table, max_pages: self.max_pages }
+    }
+
+    pub fn of_layer(&self) -> LayerBatch<'_> {
+        LayerBatch {
+            seq_lens: &self.seq_lens,
+            query_start_loc: &self.query_start_loc,
+            slot_mapping: &self.slot_mapping,
+            pages: self.pages(),
+            shared_prefixes: &[],
+            expanded: &[],
+        }
+    }
+
+    pub fn query_start_loc(&self) -> &[i32] {
+        &self.query_start_loc
+    }
 }
 
 impl<B> Problem<B> {
@@ -97,22 +156,9 @@ impl<B> Problem<B> {
         let rows = if shape.is_prompt() { kv.num_slots() } else { PAGE_SIZE.into() };
         let spec = MlaLayer { workspace_bytes: rows * spec.workspace_row_bytes(), ..spec };
         let layer_elems = kv.num_slots() * u64::from(mla.row_elems());
-        let wanted = ROTATED_BYTES.div_ceil(layer_elems * DTYPE.bytes() as u64).clamp(2, 61);
+        let wanted = ROTATED_BYTES.div_ceil(layer_elems * DTYPE.bytes() as u64).clamp(2, MODEL_LAYERS as u64);
         let fits = (gpu.largest_buffer() / (layer_elems * DTYPE.bytes() as u64)).max(1);
         let copies = if gpu.is_small() || shape.is_prompt() { 1 } else { wanted.min(fits) as u32 };
-
-        // Consecutive pages of a sequence are not adjacent: 7919 is a prime, and divides no number of pages here.
-        let page = |index: u32| (u64::from(index) * 7919 % u64::from(num_pages)) as i32;
-        let block_table: Vec<i32> = (0..num_pages).map(page).collect();
-        let new = shape.len - shape.q_len..shape.len;
-        let slot = |(sequence, token): (u32, u32)| {
-            let page = block_table[(sequence * max_pages + token / PAGE_SIZE) as usize];
-            i64::from(page) * i64::from(PAGE_SIZE) + i64::from(token % PAGE_SIZE)
-        };
-        let tokens =
-            (0..shape.sequences).flat_map(|sequence| new.clone().map(move |token| (sequence, token)));
-        let slot_mapping = tokens.map(slot).collect();
-        let positions = (0..shape.sequences).flat_map(|_| new.clone()).map(|token| token as i32).collect();
 
         let paint = Paint::new(DTYPE);
         let painted = |elems: u64| gpu.painted(&paint, elems);
@@ -128,37 +174,14 @@ impl<B> Problem<B> {
             copies,
             cos_sin,
             out: gpu.buffer(per_head(HEAD_DIM) * DTYPE.bytes() as u64)?,
-            slot_mapping,
-            positions,
-            seq_lens: vec![shape.len as i32; shape.sequences as usize],
-            query_start_loc: (0..=shape.sequences).map(|i| (i * shape.q_len) as i32).collect(),
+            batch: HostBatch::new(&shape, 0),
             q_nope: painted(per_head(HEAD_DIM))?,
             q_pe: painted(per_head(mla.qk_rope_head_dim))?,
             kv_c: painted(count * u64::from(mla.kv_lora_rank))?,
             k_pe: painted(count * u64::from(mla.qk_rope_head_dim))?,
             cache: painted(u64::from(copies) * layer_elems)?,
             weights: (0..copies).map(|_| painted(weight)).collect::<Result<_>>()?,
-            block_table,
         })
-    }
-
-    pub fn pages(&self) -> PageTable<'_> {
-        PageTable::Dense { block_table: &self.block_table, max_pages: self.shape.len.div_ceil(PAGE_SIZE) }
-    }
-
-    pub fn batch(&self) -> LayerBatch<'_> {
-        LayerBatch {
-            seq_lens: &self.seq_lens,
-            query_start_loc: &self.query_start_loc,
-            slot_mapping: &self.slot_mapping,
-            pages: self.pages(),
-            shared_prefixes: &[],
-            expanded: &[],
-        }
-    }
-
-    pub fn query_start_loc(&self) -> &[i32] {
-        &self.query_start_loc
     }
 
     pub fn capacity(&self) -> LayerCapacity {

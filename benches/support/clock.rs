@@ -95,6 +95,15 @@ impl<'a> Clock<'a> {
         Ok(Timing { median: middle, min: device[0], host: median(&mut host) })
     }
 
+    /// Seconds of one pass on the device, and of the host to record and submit it.
+    pub fn pass(
+        &self,
+        record: impl Fn(&mut wgpu::ComputePass<'_>) -> wgpu_mla::Result<()>,
+    ) -> Result<(f64, f64)> {
+        let (device, [recording, submitting]) = self.submit((1, 1), |pass, _| record(pass))?;
+        Ok((device, recording + submitting))
+    }
+
     /// Seconds a call, on the device and on the host.
     fn replay(
         &self,
@@ -102,29 +111,40 @@ impl<'a> Clock<'a> {
         calls: usize,
         record: &impl Fn(&mut wgpu::ComputePass<'_>, usize) -> wgpu_mla::Result<()>,
     ) -> Result<(f64, f64)> {
-        let device = self.gpu.device();
         let first = self.calls.get();
         self.calls.set(first + calls);
-        let begin = Instant::now();
-        let mut encoder = device.create_command_encoder(&Default::default());
-        let (count, each) = match passes {
+        let passes = match passes {
             Passes::One => (1, calls),
             Passes::Each => (calls, 1),
         };
+        let (device, [host, _]) = self.submit(passes, |pass, call| record(pass, first + call))?;
+        Ok((device / calls as f64, host / calls as f64))
+    }
+
+    /// So many passes of so many calls each: seconds on the device, and of the host to record and to submit.
+    fn submit(
+        &self,
+        (count, each): (usize, usize),
+        record: impl Fn(&mut wgpu::ComputePass<'_>, usize) -> wgpu_mla::Result<()>,
+    ) -> Result<(f64, [f64; 2])> {
+        let device = self.gpu.device();
+        let begin = Instant::now();
+        let mut encoder = device.create_command_encoder(&Default::default());
         for number in 0..count {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
                 label: None,
                 timestamp_writes: self.stamps(number == 0, number + 1 == count),
             });
-            (0..each).try_for_each(|call| record(&mut pass, first + number + call))?;
+            (0..each).try_for_each(|call| record(&mut pass, number + call))?;
         }
         let commands = encoder.finish();
-        let host = begin.elapsed().as_secs_f64();
+        let recording = begin.elapsed().as_secs_f64();
         let begin = Instant::now();
         self.gpu.queue().submit([commands]);
+        let submitting = begin.elapsed().as_secs_f64();
         device.poll(wgpu::PollType::wait_indefinitely())?;
         let wall = begin.elapsed().as_secs_f64();
-        Ok((self.stamped()?.unwrap_or(wall) / calls as f64, host / calls as f64))
+        Ok((self.stamped()?.unwrap_or(wall), [recording, submitting]))
     }
 
     fn stamps(&self, first: bool, last: bool) -> Option<wgpu::ComputePassTimestampWrites<'_>> {

@@ -180,7 +180,7 @@ fn capture(cuda: &Cuda, calls: usize, record: impl Fn(usize) -> Result<()>) -> R
 }
 
 /// Seconds on the card.
-fn stamped(cuda: &Cuda, launch: &dyn Fn() -> Result<()>) -> Result<f64> {
+pub fn stamped(cuda: &Cuda, launch: &dyn Fn() -> Result<()>) -> Result<f64> {
     let stamp = || cuda.stream().record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT));
     let begin = stamp()?;
     launch()?;

@@ -135,7 +135,7 @@ impl Timed for Cpu {
 pub struct Layers<O: Op, D: Kernel<O>> {
     pub op: Compiled<O, D>,
     pub step: Step<O, D>,
-    bindings: Vec<Binding<O, D>>,
+    pub bindings: Vec<Binding<O, D>>,
 }
 
 impl<O: Op, D: Kernel<O>> Layers<O, D> {

@@ -14,6 +14,7 @@ use super::caps::Card;
 use super::graph::Captures;
 use super::kernels::{TensorMap, ptx};
 use super::library::{self, failed, said};
+use crate::ops::Replay;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
 use crate::{Error, Result};
 
@@ -220,6 +221,10 @@ impl Device for Cuda {
     /// What is recorded here is launched on the stream.
     fn submit(&self, record: impl FnOnce(()) -> Result<()>) -> Result<()> {
         record(())
+    }
+
+    fn note(&self, recorded: impl FnOnce() -> Box<dyn Replay>) {
+        self.captures.note(recorded);
     }
 
     fn size(buffer: &Buffer) -> u64 {

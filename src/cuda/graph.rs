@@ -1,40 +1,50 @@
 //! What was launched on a stream, as a graph that can be launched again.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaGraph, sys};
 
 use super::buffer::Buffer;
 use super::device::Cuda;
 use super::library::failed;
+use crate::ops::Replay;
 use crate::{Error, Result};
 
 /// Kernels that [`Cuda::capture`] took from the stream.
 ///
 /// They name memory of steps and bindings by its address. The graph owns a share of all that memory, so that neither a step that is
 /// dropped or grows, nor a binding or buffer that is dropped, leaves it with addresses of nothing. A step that grew has new tables,
-/// which the graph does not read: capture it again.
+/// which the graph does not read: [`Graph::launch`] refuses until it was captured again.
 pub struct Graph {
     // Dropped in this order: first what uses the others.
     graph: CudaGraph,
-    held: Vec<Buffer>,
+    held: Held,
     cuda: Cuda,
 }
 
 impl std::fmt::Debug for Graph {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Graph").field("held", &self.held.len()).finish_non_exhaustive()
+        f.debug_struct("Graph").field("held", &self.held.buffers.len()).finish_non_exhaustive()
     }
 }
 
-/// The memory that the launches of a capture name, while there is one.
+/// What a graph keeps of its capture.
+#[derive(Default)]
+struct Held {
+    /// The memory that its launches name.
+    buffers: Vec<Buffer>,
+    /// The steps that it serves, and for how long.
+    replays: Vec<Box<dyn Replay>>,
+}
+
+/// What is kept for the graph of a capture, while there is one.
 #[derive(Clone, Default)]
-pub(super) struct Captures(Arc<Mutex<Option<Vec<Buffer>>>>);
+pub(super) struct Captures(Arc<Mutex<Option<Held>>>);
 
 impl Captures {
     /// Keeps these for the graph, if there is to be one.
     pub(super) fn hold<'a>(&self, buffers: impl IntoIterator<Item = &'a Buffer>) {
-        if let Some(held) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(Held { buffers: held, .. }) = &mut *self.lock() {
             for buffer in buffers {
                 if !held.iter().any(|other| other.shares_owner(buffer)) {
                     held.push(buffer.clone());
@@ -43,20 +53,34 @@ impl Captures {
         }
     }
 
+    /// Keeps a check for the graph, if there is to be one: once, though each layer of a model has the same.
+    pub(super) fn note(&self, recorded: impl FnOnce() -> Box<dyn Replay>) {
+        if let Some(Held { replays, .. }) = &mut *self.lock() {
+            let recorded = recorded();
+            if !replays.iter().any(|other| other.is(&*recorded)) {
+                replays.push(recorded);
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Held>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// # Errors
     /// [`Error::LayoutMismatch`] in a capture.
     fn begin(&self) -> Result<()> {
-        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.lock();
         if held.is_some() {
             let detail = "Cuda::capture within a capture of the same stream: end that one first";
             return Err(Error::LayoutMismatch { detail });
         }
-        *held = Some(Vec::new());
+        *held = Some(Held::default());
         Ok(())
     }
 
-    fn end(&self) -> Vec<Buffer> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default()
+    fn end(&self) -> Held {
+        self.lock().take().unwrap_or_default()
     }
 }
 
@@ -70,7 +94,7 @@ struct Capture<'a> {
 }
 
 impl Capture<'_> {
-    fn end(&mut self) -> (Result<Option<CudaGraph>>, Vec<Buffer>) {
+    fn end(&mut self) -> (Result<Option<CudaGraph>>, Held) {
         self.is_open = false;
         let graph = self.cuda.stream().end_capture(FLAGS).map_err(failed("to end a capture"));
         (graph, self.cuda.captures.end())
@@ -111,12 +135,15 @@ impl Graph {
     /// Launches it on the device's stream: with what the steps hold that were prepared before.
     ///
     /// # Errors
-    /// [`Error::Cuda`].
+    /// [`Error::LayoutMismatch`] where it would give wrong results: a step's last prepare failed, or reached past its binding's room; or
+    /// it needed more than the capacity, or other kernels of a layer, so that the graph has to be captured again. [`Error::Cuda`].
     pub fn launch(&self) -> Result<()> {
+        self.held.replays.iter().try_for_each(|replay| replay.check())?;
         self.graph.launch().map_err(failed("to launch a graph"))
     }
 
-    /// The graph itself. What is launched or copied of it uses memory that only `self` keeps.
+    /// The graph itself. What is launched or copied of it uses memory that only `self` keeps, and is not checked as by
+    /// [`Graph::launch`].
     #[must_use]
     pub fn raw(&self) -> &CudaGraph {
         &self.graph
@@ -139,14 +166,14 @@ mod tests {
         let [a, b] = [16, 32].map(|address| unsafe { Buffer::from_raw(address, 16) });
         let captures = Captures::default();
         captures.hold([&a]);
-        assert!(captures.end().is_empty(), "nothing is captured");
+        assert!(captures.end().buffers.is_empty(), "nothing is captured");
         captures.begin().expect("the first");
         let error = captures.begin().expect_err("a second");
         assert!(error.to_string().contains("end that one first"), "{error}");
         captures.hold([&a, &b]);
         captures.hold([&b, &a]);
-        assert_eq!(captures.end().iter().map(Buffer::ptr).collect::<Vec<_>>(), [16, 32]);
+        assert_eq!(captures.end().buffers.iter().map(Buffer::ptr).collect::<Vec<_>>(), [16, 32]);
         captures.begin().expect("the next");
-        assert!(captures.end().is_empty());
+        assert!(captures.end().buffers.is_empty());
     }
 }

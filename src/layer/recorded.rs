@@ -92,6 +92,10 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         step.decode.capacity()
     }
 
+    fn kernel_form(step: &Steps<D>) -> u64 {
+        step.generation
+    }
+
     fn kernel_prepare(
         &self,
         spec: &MlaLayer,
@@ -289,7 +293,7 @@ impl<D: Composes> Steps<D> {
 impl<D: Composes> Step<MlaLayer, D> {
     /// Grows with each prepare after which what was recorded before, such as a captured graph, no longer serves and must be recorded
     /// again: where the batch has other runs of decodes or other chunks of prefills, or where a table had to grow. Else what was
-    /// recorded runs with the lengths, pages and slots that were prepared last.
+    /// recorded runs with the lengths, pages and slots that were prepared last. A `cuda::Graph` of an older generation refuses to launch.
     pub fn generation(&self) -> u64 {
         self.raw.generation
     }

@@ -10,6 +10,7 @@
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::replay::{Now, Replay};
 use super::variants::{Candidate, Choice, only_candidate};
 use crate::{Error, Result};
 
@@ -19,7 +20,7 @@ pub(crate) mod sealed {
 }
 
 /// An operation: a plain struct that says what it is compiled for. All of this is pure, the same for every backend.
-pub trait Op: Copy + Debug {
+pub trait Op: Copy + Debug + 'static {
     /// Its name, as in labels and errors.
     const NAME: &'static str;
     /// Whether a step holds nothing that depends on the spec: ops of one type and device may then record each other's steps.
@@ -33,9 +34,9 @@ pub trait Op: Copy + Debug {
     /// One layer's arrays, on handles `B`: `&Buffer` where a caller hands them over.
     type Args<B>;
     /// How far a step reaches, or a binding has room for: usually query tokens.
-    type Extent: Copy + Default + Debug;
+    type Extent: Copy + Default + PartialEq + Debug + Send;
     /// What a step has room for without new memory.
-    type Capacity: Copy + Default;
+    type Capacity: Copy + Default + PartialEq + Debug + Send;
 
     /// Whether the op is served.
     ///
@@ -173,6 +174,10 @@ pub trait Device: sealed::Sealed + Clone + Debug {
     /// Those of `record`, and [`Error::DeviceLost`].
     fn submit(&self, record: impl FnOnce(Self::Recorder<'_>) -> Result<()>) -> Result<()>;
 
+    /// While a graph is captured, keeps what each replay has to check; elsewhere `recorded` is not called.
+    #[doc(hidden)]
+    fn note(&self, _recorded: impl FnOnce() -> Box<dyn Replay>) {}
+
     /// Bytes of the largest array that a kernel can read or write.
     fn largest_binding(&self) -> u64 {
         u64::MAX
@@ -284,6 +289,11 @@ pub trait Kernel<O: Op>: Device {
         O::Capacity::default()
     }
 
+    /// A number for what the kernels of a step depend on beside its capacity: where it changes, those recorded before serve no more.
+    fn kernel_form(_: &Self::Step) -> u64 {
+        0
+    }
+
     /// Checks and uploads a step's input: see [`Compiled::prepare`], whose errors it has.
     fn kernel_prepare(
         &self,
@@ -328,13 +338,15 @@ pub struct Compiled<O: Op, D: Kernel<O>> {
 ///
 /// On wgpu an upload takes effect before the next submit: give each step that shares a submit a `Step` of its own. On CUDA it is in the
 /// stream's order; a prepare that fits the step's capacity rewrites it in place, so that a captured graph replays with what was
-/// prepared last, and one that does not fit replaces its buffers: graphs captured before must be captured again.
+/// prepared last, and one that does not fit replaces its buffers: graphs captured before must be captured again, and refuse to launch.
 #[derive(Debug)]
 #[must_use]
 pub struct Step<O: Op, D: Kernel<O>> {
     pub(crate) raw: D::Step,
     /// `None` until it was prepared, and after a prepare that failed.
     pub(crate) used: Option<O::Extent>,
+    /// For the graphs that were captured of it.
+    now: Now<O>,
     owner: u64,
 }
 
@@ -352,9 +364,12 @@ pub(crate) fn next_id() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-const fn mismatch(detail: &'static str) -> Error {
+pub(super) const fn mismatch(detail: &'static str) -> Error {
     Error::LayoutMismatch { detail }
 }
+
+pub(super) const UNPREPARED: &str =
+    "the step was not prepared, or its last prepare failed: call `prepare` first";
 
 impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// What it was compiled for.
@@ -397,7 +412,8 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     }
 
     pub(crate) fn step_of(&self, raw: D::Step, used: Option<O::Extent>) -> Step<O, D> {
-        Step { raw, used, owner: self.step_owner() }
+        let now = Now::new(used, D::kernel_capacity(&raw), D::kernel_form(&raw));
+        Step { raw, used, now, owner: self.step_owner() }
     }
 
     /// Checks a step's input and uploads it, making new buffers only where it does not fit. After an error the step cannot be recorded
@@ -409,8 +425,10 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     pub fn prepare(&self, step: &mut Step<O, D>, input: O::Input<'_>) -> Result<()> {
         self.owns(step.owner, true)?;
         step.used = None;
-        step.used = Some(self.device.kernel_prepare(&self.op, &self.kernels, &mut step.raw, input)?);
-        Ok(())
+        let prepared = self.device.kernel_prepare(&self.op, &self.kernels, &mut step.raw, input);
+        step.used = prepared.as_ref().ok().copied();
+        step.now.set(step.used, D::kernel_capacity(&step.raw), D::kernel_form(&step.raw));
+        prepared.map(drop)
     }
 
     /// Checks one layer's buffers and binds them, for steps that reach no further than `room`.
@@ -433,10 +451,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// [`Error::LayoutMismatch`].
     pub fn check(&self, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
         self.owns(step.owner, true).and(self.owns(binding.owner, false))?;
-        let used = step
-            .used
-            .ok_or(mismatch("the step was not prepared, or its last prepare failed: call `prepare` first"))?;
-        O::fits(used, binding.room).map_err(mismatch)
+        O::fits(step.used.ok_or(mismatch(UNPREPARED))?, binding.room).map_err(mismatch)
     }
 
     /// Records one layer. Creates nothing, allocates nothing, neither submits nor waits.
@@ -450,7 +465,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         binding: &Binding<O, D>,
     ) -> Result<()> {
         self.check(step, binding)?;
-        self.device.kernel_record(&self.op, &self.kernels, recorder, &step.raw, &binding.raw)
+        self.add(recorder, step, binding)
     }
 
     /// Records one layer and submits it.
@@ -459,9 +474,13 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// Those of [`Compiled::record_on`] and [`Device::submit`].
     pub fn run(&self, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
         self.check(step, binding)?;
-        self.device.submit(|mut recorder| {
-            self.device.kernel_record(&self.op, &self.kernels, &mut recorder, &step.raw, &binding.raw)
-        })
+        self.device.submit(|mut recorder| self.add(&mut recorder, step, binding))
+    }
+
+    /// Records a pair that was checked.
+    fn add(&self, recorder: &mut D::Recorder<'_>, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
+        self.device.note(|| step.recorded(binding.room));
+        self.device.kernel_record(&self.op, &self.kernels, recorder, &step.raw, &binding.raw)
     }
 
     fn step_owner(&self) -> u64 {
@@ -483,6 +502,11 @@ impl<O: Op, D: Kernel<O>> Step<O, D> {
     /// How far the step reaches: a binding needs as much room. Nothing before it is prepared.
     pub fn used(&self) -> O::Extent {
         self.used.unwrap_or_default()
+    }
+
+    /// What a graph keeps of it as it is recorded now, with a binding of so much room.
+    pub(crate) fn recorded(&self, room: O::Extent) -> Box<dyn Replay> {
+        self.now.recorded(room)
     }
 
     /// What fits without new memory. Grids of commands that were recorded are of this size.

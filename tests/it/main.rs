@@ -21,6 +21,8 @@ mod devices;
 #[cfg(feature = "wgpu")]
 mod disk_cache;
 mod examples;
+#[cfg(all(feature = "cuda", feature = "wgpu"))]
+mod fastest;
 #[cfg(feature = "wgpu")]
 mod head_project;
 mod layer_plan;
@@ -79,6 +81,10 @@ fn main() -> std::process::ExitCode {
     ];
     #[cfg(not(feature = "wgpu"))]
     let on_wgpu: &[Tests] = &[];
-    let modules = [everywhere, on_cuda, on_wgpu].concat();
+    #[cfg(all(feature = "cuda", feature = "wgpu"))]
+    let on_both: &[Tests] = &[fastest::tests];
+    #[cfg(not(all(feature = "cuda", feature = "wgpu")))]
+    let on_both: &[Tests] = &[];
+    let modules = [everywhere, on_cuda, on_wgpu, on_both].concat();
     harness::run(modules.into_iter().flat_map(|tests| tests()).collect())
 }

@@ -1,7 +1,11 @@
 //! A step's tables and scratch on the card.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::Step;
+use crate::ops::op::next_id;
 use crate::plan::Plan;
 use crate::tables::{Capacity, Header, PageTable, write_tables};
 use crate::{Error, MlaDecode, Result};
@@ -15,8 +19,8 @@ pub struct Tables {
     pub(super) header: Header,
     /// Whether the host may write the page list itself.
     device_page_list: bool,
-    /// Counts calls of `prepare`.
-    generation: u64,
+    /// Of the last `prepare`; no other has the same. Graphs share it.
+    generation: Arc<AtomicU64>,
     words: Vec<u32>,
 }
 
@@ -58,14 +62,14 @@ impl Tables {
             partials: Buffer::zeroed(cuda.stream(), u64::from(capacity.partials) * partial * 4)?,
             header,
             device_page_list,
-            generation: 0,
+            generation: Arc::new(next_id().into()),
             words: Vec::new(),
         })
     }
 
     /// Which `prepare` made what the step holds.
-    pub(in crate::cuda) fn generation(&self) -> u64 {
-        self.generation
+    pub(in crate::cuda) fn generation(&self) -> &Arc<AtomicU64> {
+        &self.generation
     }
 
     /// The tables, the page list included.
@@ -90,10 +94,10 @@ impl Tables {
         // Checked in full before anything on the card changes.
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
         if capacity != self.capacity {
-            let (words, generation) = (std::mem::take(&mut self.words), self.generation);
+            let (words, generation) = (std::mem::take(&mut self.words), self.generation.clone());
             *self = Self { words, generation, ..Self::new(cuda, spec, self.device_page_list, capacity)? };
         }
-        self.generation += 1;
+        self.generation.store(next_id(), Ordering::Relaxed);
         let used = match pages {
             // The page list is written on the card.
             PageTable::Device => header.pages,

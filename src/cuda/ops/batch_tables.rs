@@ -1,11 +1,15 @@
 //! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch that only the device knows.
 
+use std::any::Any;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
 use cudarc::driver::DeviceRepr;
 
 use super::THREADS;
 use super::table::Table;
 use crate::cuda::{Buffer, Cuda, Function};
-use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
+use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Replay, Sequences, Step, template};
 use crate::plan::Plan;
 use crate::tables::PageTable;
 use crate::{Error, KvSpec, MlaDecode, Result};
@@ -55,9 +59,53 @@ where
 #[derive(Debug, Default)]
 pub struct DecodeLists {
     plan: Table,
+    /// The tables that it was prepared for, held so that no other has their address.
+    tables: Option<Buffer>,
+    now: Arc<Mutex<Option<Prepared>>>,
+}
+
+/// Which `prepare` of a step lists belong to, and the sequences that it planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Prepared {
+    generation: u64,
     batch: u32,
-    /// Which `prepare` of which step it belongs to. The buffer is held, so that no other has its address.
-    prepared: Option<(u64, Buffer)>,
+}
+
+/// Lists in a graph: each replay needs the step as the lists' own last prepare left it.
+struct RecordedLists {
+    now: Arc<Mutex<Option<Prepared>>>,
+    step: Arc<AtomicU64>,
+    batch: u32,
+}
+
+impl RecordedLists {
+    fn new(lists: &DecodeLists, step: &Step<MlaDecode, Cuda>, batch: &BatchBinding) -> Self {
+        Self { now: lists.now.clone(), step: step.raw.generation().clone(), batch: batch.args.batch }
+    }
+}
+
+impl Replay for RecordedLists {
+    fn check(&self) -> Result<()> {
+        let generation = self.step.load(Ordering::Relaxed);
+        let now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(now) = now.filter(|now| now.generation == generation) else {
+            let detail = "the step was prepared by another call than the last BatchTables::prepare of these lists: prepare both again by it";
+            return Err(Error::LayoutMismatch { detail });
+        };
+        if now.batch != self.batch {
+            let detail = "the plan has another number of sequences than the batch";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        Ok(())
+    }
+
+    fn is(&self, other: &dyn Any) -> bool {
+        other.downcast_ref::<Self>().is_some_and(|other| {
+            Arc::ptr_eq(&self.now, &other.now)
+                && Arc::ptr_eq(&self.step, &other.step)
+                && self.batch == other.batch
+        })
+    }
 }
 
 /// `Args` of batch_tables.cu.
@@ -91,6 +139,12 @@ where
     /// What [`Compiled::record`] takes: of `max_tokens` tokens, those without a slot skipped.
     pub fn step(&self) -> &Step<O, Cuda> {
         &self.step
+    }
+}
+
+impl DecodeLists {
+    fn set(&self, prepared: Option<Prepared>) {
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner) = prepared;
     }
 }
 
@@ -181,17 +235,19 @@ impl BatchTables {
             return Err(Error::LayoutMismatch { detail: "the decode is of another pool of pages or device" });
         }
         let sequences = Sequences::of(plan, mla.op().shape.num_heads)?;
+        lists.set(None);
         mla.prepare(step, (plan, PageTable::Device))?;
         let tables = step.raw.buffer();
-        let is_same = lists.prepared.take().is_some_and(|(_, prepared)| prepared.ptr() == tables.ptr());
+        let is_same = lists.tables.take().is_some_and(|prepared| prepared.ptr() == tables.ptr());
         if !is_same {
             // A template serves the tables of one capacity, in which its places are.
             lists.plan = Table::default();
         }
         let words = template(plan, &sequences, &step.capacity(), &self.kv);
         lists.plan.upload(&self.cuda, plan.items.len() as u32, words)?;
-        lists.batch = plan.seq_lens.len() as u32;
-        lists.prepared = Some((step.raw.generation(), tables.clone()));
+        lists.tables = Some(tables.clone());
+        let generation = step.raw.generation().load(Ordering::Relaxed);
+        lists.set(Some(Prepared { generation, batch: plan.seq_lens.len() as u32 }));
         Ok(())
     }
 
@@ -205,17 +261,9 @@ impl BatchTables {
         step: &Step<MlaDecode, Cuda>,
         batch: &BatchBinding,
     ) -> Result<()> {
-        let is_of = |(generation, tables): &(u64, Buffer)| {
-            *generation == step.raw.generation() && tables.ptr() == step.raw.buffer().ptr()
-        };
-        if !lists.prepared.as_ref().is_some_and(is_of) {
-            let detail =
-                "the step was prepared by another call than the last BatchTables::prepare of these lists";
-            return Err(Error::LayoutMismatch { detail });
-        }
-        if lists.batch != batch.args.batch || !self.serves(&batch.kv) {
-            let detail = "the plan has another number of sequences than the batch, or another pool";
-            return Err(Error::LayoutMismatch { detail });
+        RecordedLists::new(lists, step, batch).check()?;
+        if !self.serves(&batch.kv) {
+            return Err(Error::LayoutMismatch { detail: "lists and batch are of different pools" });
         }
         Ok(())
     }
@@ -255,6 +303,8 @@ impl BatchTables {
         batch: &BatchBinding,
     ) -> Result<()> {
         self.check(lists, step, batch)?;
+        self.cuda.note(|| Box::new(RecordedLists::new(lists, step, batch)));
+        self.cuda.note(|| step.recorded(u32::MAX));
         let Some(plan) = lists.plan.ptr() else { return Ok(()) };
         let (tables, pages) = (step.raw.buffer().ptr(), step.raw.pages());
         let args = BatchParams { plan, tables, pages, ..batch.args };

@@ -55,6 +55,11 @@ impl Kernel<RopeAppend> for Cuda {
         step.room(1)
     }
 
+    /// Whether it has positions of its own: the kernel is given where they are.
+    fn kernel_form(step: &Table) -> u64 {
+        step.positions().is_some().into()
+    }
+
     fn kernel_prepare(
         &self,
         spec: &RopeAppend,

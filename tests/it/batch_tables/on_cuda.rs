@@ -83,6 +83,8 @@ impl Serves for Cuda {
     fn run_stale(&self, made: &mut Made) {
         let refused = made.tables.record_lists(&made.lists, &made.step, &made.batch);
         assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+        let refused = made.graph.as_ref().expect("captured").0.launch();
+        assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
         made.decode.record(&made.step, &made.binding).expect("launched");
     }
 

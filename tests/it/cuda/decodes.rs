@@ -91,7 +91,7 @@ fn a_graph_outlives_what_it_was_captured_from() -> Outcome {
     Ok(())
 }
 
-fn check_decode(cuda: &Cuda, problem: &Problem, rounds_weights: bool, [out, lse]: [&Buffer; 2]) {
+pub(super) fn check_decode(cuda: &Cuda, problem: &Problem, rounds_weights: bool, [out, lse]: [&Buffer; 2]) {
     let spec = &problem.spec;
     let latent = spec.shape.kv_lora_rank as usize;
     let rows = problem.total_q() * spec.shape.num_heads as usize;

@@ -1,8 +1,9 @@
-//! What only the CUDA backend promises: an error without a driver, and graphs that replay with new lengths, slots and copies.
+//! What only the CUDA backend promises: an error without a driver, and graphs that replay with new lengths, slots and copies, or refuse to.
 
 mod decodes;
 mod layers;
 mod ops;
+mod stale;
 
 use wgpu_mla::cuda::{Buffer, Cuda};
 use wgpu_mla::{Device, Error};
@@ -42,7 +43,7 @@ fn a_driver_without_what_is_called_is_an_error_too() {
 }
 
 crate::tests![
-    (in decodes, layers, ops)
+    (in decodes, layers, ops, stale)
     no_card_is_an_error_that_names_the_cure,
     #[cfg(all(target_os = "linux", target_env = "gnu"))] a_driver_without_what_is_called_is_an_error_too,
 ];
