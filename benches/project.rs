@@ -1,5 +1,5 @@
-//! Times `head_project`: absorb and v_up of a decode, beside a kernel that reads their weights once and does nothing else. Each is compared
-//! with the oracle first; a wrong one is not timed, and the run ends with status 1.
+//! Times `head_project`: absorb and v_up of a decode, and k_up of a prefill, beside a kernel that reads their weights once and does nothing
+//! else. Each is compared with the oracle first; a wrong one is not timed, and the run ends with status 1.
 //!
 //! ```text
 //! cargo bench --bench project -- [--variant NAME] [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
@@ -9,6 +9,8 @@
 
 #[allow(dead_code)]
 mod support;
+
+use std::collections::BTreeMap;
 
 use mla_support::reference::{Projection as Oracle, head_project};
 use serde_json::json;
@@ -20,16 +22,22 @@ use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions, View, WeightView, wgpu};
 
-/// Those of DeepSeek-V2-Lite, and one device's share of DeepSeek-V3 on 8 devices.
-const DIMS: HeadDims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
+/// Those of DeepSeek-V2-Lite and of one device's share of DeepSeek-V3 on 8 devices, 16 heads; or all of its 128.
+const fn dims(num_heads: u32) -> HeadDims {
+    HeadDims { num_heads, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 }
+}
+
+/// Heads of a few of the rows.
+const MANY_HEADS: u32 = 128;
 /// Least total bytes of the rotated weights: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
 
-/// One of a layer's two projections, or both.
+/// One of a layer's projections, or both of a decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Op {
     Absorb,
     VUp,
+    KUp,
     Both,
 }
 
@@ -38,6 +46,7 @@ struct Shape {
     op: Op,
     /// The dtype of x and the weights.
     dtype: Dtype,
+    heads: u32,
     tokens: u32,
 }
 
@@ -46,31 +55,35 @@ impl Shape {
         let op = match self.op {
             Op::Absorb => "absorb",
             Op::VUp => "v_up",
+            Op::KUp => "k_up",
             Op::Both => "absorb + v_up",
         };
-        format!("{op} batch {} {}", self.tokens, self.dtype)
+        let heads = if self.heads == 16 { String::new() } else { format!(" {} heads", self.heads) };
+        format!("{op} batch {} {}{heads}", self.tokens, self.dtype)
     }
 
     fn ops(&self) -> &'static [Op] {
         match self.op {
             Op::Absorb => &[Op::Absorb],
             Op::VUp => &[Op::VUp],
+            Op::KUp => &[Op::KUp],
             Op::Both => &[Op::Absorb, Op::VUp],
         }
     }
 
     /// Bytes of the weights.
     fn bytes(&self) -> u64 {
-        DIMS.elements() * self.dtype.bytes() as u64 / 2 * self.ops().len() as u64
+        dims(self.heads).elements() * self.dtype.bytes() as u64 / 2 * self.ops().len() as u64
     }
 
     fn flops(&self) -> f64 {
-        2.0 * f64::from(self.tokens) * (DIMS.elements() / 2) as f64 * self.ops().len() as f64
+        2.0 * f64::from(self.tokens) * (dims(self.heads).elements() / 2) as f64 * self.ops().len() as f64
     }
 }
 
 /// A projection with the weights of several layers, which are rotated, and their common output.
 struct Bound<D: Timed> {
+    op: Op,
     project: Layers<HeadProject, D>,
     y: D::Buffer,
 }
@@ -92,41 +105,62 @@ fn run<D: Reads>(gpu: &D, args: &Args) -> Result<()> {
         _ => &[1, 8, 64, 512],
     };
     let ops = [Op::Absorb, Op::VUp, Op::Both];
-    let shapes = [Dtype::Bf16, Dtype::F16]
-        .into_iter()
-        .flat_map(|dtype| tokens.iter().flat_map(move |&tokens| ops.map(|op| Shape { op, dtype, tokens })));
+    let few = [Dtype::Bf16, Dtype::F16].into_iter().flat_map(|dtype| {
+        tokens.iter().flat_map(move |&tokens| ops.map(|op| Shape { op, dtype, heads: 16, tokens }))
+    });
+    let many = [(MANY_HEADS, 64, &ops[..]), (MANY_HEADS, 512, &ops), (16, 8192, &[Op::KUp])];
+    let many = many.into_iter().flat_map(|(heads, tokens, ops)| {
+        ops.iter().map(move |&op| Shape { op, dtype: Dtype::Bf16, heads, tokens })
+    });
+    let is_card = !args.test && (args.full || !gpu.is_small());
+    let shapes = few.chain(many.filter(|_| is_card));
     let shapes: Vec<Shape> = shapes.filter(|shape| args.wants(&shape.name())).collect();
     if args.list {
         shapes.iter().for_each(|shape| println!("{}", shape.name()));
         return Ok(());
     }
-    let layer_bytes = DIMS.elements() * 2;
-    let copies = if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(layer_bytes) };
+    let rotated = if gpu.is_small() { dims(16).elements() } else { ROTATED_BYTES.div_ceil(2) };
+    let most_heads = shapes.iter().map(|shape| shape.heads).max().unwrap_or(16);
+    let rotated = rotated.next_multiple_of(dims(most_heads).elements());
     let paints = [Dtype::Bf16, Dtype::F16].map(Paint::new);
-    let weights = [0, 1].map(|i| gpu.painted(&paints[i], copies * DIMS.elements()));
-    let [bf16, f16] = weights;
+    let [bf16, f16] = [0, 1].map(|i| gpu.painted(&paints[i], rotated));
     let weights = [bf16?, f16?];
-    let [half, whole] = [layer_bytes / 2, layer_bytes]
-        .map(|bytes| gpu.read_once(&weights[0], bytes, copies * layer_bytes / bytes, args.replays()));
-    let (half, whole) = (half?, whole?);
     let mut records = Records::new("project", gpu.facts());
-    records.note("read_half_us", half * 1e6);
-    records.note("read_whole_us", whole * 1e6);
+    println!("# head_project on {}\n\nP = V = 128, L = 512, 16 heads unless said.", gpu.name());
+    // Seconds of the kernel that only reads one op's weights and both ops', by the number of heads.
+    let mut read = BTreeMap::new();
+    for shape in &shapes {
+        let bytes = dims(shape.heads).elements() * 2;
+        if read.contains_key(&shape.heads) {
+            continue;
+        }
+        let times = [bytes / 2, bytes]
+            .map(|bytes| gpu.read_once(&weights[0], bytes, rotated * 2 / bytes, args.replays()));
+        let [half, whole] = times;
+        let times = [half?, whole?];
+        let [half, whole] = times.map(|seconds| micros(seconds * 1e6));
+        println!(
+            "A kernel that only reads, {} heads: {half} us for one op's weights ({} MB), {whole} us for both ops' at once.",
+            shape.heads,
+            figure(bytes as f64 / 2e6),
+        );
+        if shape.heads == 16 {
+            records.note("read_half_us", times[0] * 1e6);
+            records.note("read_whole_us", times[1] * 1e6);
+        }
+        read.insert(shape.heads, times);
+    }
     println!(
-        "# head_project on {}\n\n16 heads, P = V = 128, L = 512. A kernel that only reads: {} us for one op's weights ({half_mb} MB), \
-         {} us for both ops' at once.\nus: device time, many calls in a pass or graph; alone: a pass or launch for each. \
-         read: times the kernels that read the same weights, one for each op; at once: times one kernel that reads both ops'.\n",
-        gpu.name(),
-        micros(half * 1e6),
-        micros(whole * 1e6),
-        half_mb = figure(layer_bytes as f64 / 2e6),
+        "us: device time, many calls in a pass or graph; alone: a pass or launch for each. \
+         read: times the kernels that read the same weights, one for each op; at once: times one kernel that reads both ops'.\n"
     );
     println!(
         "| shape | variant | us | min | alone | GB/s of weights | TFLOP/s | read | at once | host | worst |\n|---|---|---|---|---|---|---|---|---|---|---|"
     );
     for shape in &shapes {
         let which = usize::from(shape.dtype == Dtype::F16);
-        let result = time(gpu, shape, &weights[which], copies, &paints[which], [half, whole], args);
+        let weights = (&weights[which], rotated / dims(shape.heads).elements());
+        let result = time(gpu, shape, weights, &paints[which], read[&shape.heads], args);
         match result {
             Ok(record) => records.add(record),
             Err(error) => records.fail(&shape.name(), error.as_ref()),
@@ -199,39 +233,42 @@ impl Reads for wgpu_mla::cuda::Cuda {
 fn bound<D: Timed>(
     gpu: &D,
     op: Op,
-    tokens: u32,
+    shape: &Shape,
     (weights, copies): (&D::Buffer, u64),
     paint: &Paint,
     args: &Args,
 ) -> Result<Bound<D>> {
-    let dtype = paint.dtype;
+    let (dtype, tokens, dims) = (paint.dtype, shape.tokens, dims(shape.heads));
     let (spec, view) = match op {
-        Op::VUp => (HeadProject::v_up(&DIMS, dtype, dtype, dtype), WeightView::w_uv(&DIMS, weights)),
-        _ => (HeadProject::absorb(&DIMS, dtype, dtype, dtype), WeightView::w_uk(&DIMS, weights)),
+        Op::VUp => (HeadProject::v_up(&dims, dtype, dtype, dtype), WeightView::w_uv(&dims, weights)),
+        Op::KUp => (HeadProject::k_up(&dims, dtype, dtype, dtype), WeightView::w_uk(&dims, weights)),
+        _ => (HeadProject::absorb(&dims, dtype, dtype, dtype), WeightView::w_uk(&dims, weights)),
     };
-    let rows = u64::from(tokens * DIMS.num_heads);
-    let x = gpu.painted(paint, rows * u64::from(spec.k))?;
-    let y = gpu.buffer(rows * u64::from(spec.n) * dtype.bytes() as u64)?;
+    let x_heads = if op == Op::KUp { 1 } else { dims.num_heads };
+    let x = gpu.painted(paint, u64::from(tokens) * u64::from(x_heads * spec.k))?;
+    let y = gpu.buffer(u64::from(tokens) * u64::from(dims.num_heads * spec.n) * dtype.bytes() as u64)?;
     let layer = |layer: u64| {
-        let weight = WeightView { offset: view.offset + layer * DIMS.elements(), ..view };
-        let (x, y) = (View::dense(&x, DIMS.num_heads, spec.k), View::dense(&y, DIMS.num_heads, spec.n));
-        HeadProjectArgs { x, weight, y }
+        let weight = WeightView { offset: view.offset + layer * dims.elements(), ..view };
+        let mut x = View::dense(&x, x_heads, spec.k);
+        if op == Op::KUp {
+            x.head_stride = 0;
+        }
+        HeadProjectArgs { x, weight, y: View::dense(&y, dims.num_heads, spec.n) }
     };
     let project = gpu.compile_with(spec, &OpOptions { variant: args.variant.clone() })?;
     let project = Layers::new(project, tokens, 0..tokens, (0..copies).map(layer))?;
-    Ok(Bound { project, y })
+    Ok(Bound { op, project, y })
 }
 
 fn time<D: Timed>(
     gpu: &D,
     shape: &Shape,
-    weights: &D::Buffer,
-    copies: u64,
+    weights: (&D::Buffer, u64),
     paint: &Paint,
     [half, whole]: [f64; 2],
     args: &Args,
 ) -> Result<serde_json::Value> {
-    let ops = shape.ops().iter().map(|&op| bound(gpu, op, shape.tokens, (weights, copies), paint, args));
+    let ops = shape.ops().iter().map(|&op| bound(gpu, op, shape, weights, paint, args));
     let ops = ops.collect::<Result<Vec<_>>>()?;
     let mut worst = 0f64;
     for op in &ops {
@@ -251,7 +288,8 @@ fn time<D: Timed>(
     print!("| {} | {} | {} ", figure(tflops), figure(read), figure(at_once.unwrap_or(f64::NAN)));
     println!("| {} | {worst:.2} |", figure(us(together.host)));
     let mut record = json!({
-        "workload": shape.name(), "variant": ops[0].project.op.variant(), "tokens": shape.tokens,
+        "workload": shape.name(), "variant": ops[0].project.op.variant(), "heads": shape.heads,
+        "tokens": shape.tokens,
         "us_alone": us(alone.median), "gb_s": rate, "tflop_s": tflops, "times_read": read, "times_read_at_once": at_once,
     });
     if let Some(fields) = record.as_object_mut() {
@@ -265,18 +303,21 @@ fn check<D: Timed>(gpu: &D, op: &Bound<D>, tokens: u32, paint: &Paint) -> Result
     op.project.run_first()?;
     let spec = *op.project.op.op();
     let HeadProject { k, n, order, .. } = spec;
-    let (heads, k, n) = (DIMS.num_heads as usize, k as usize, n as usize);
+    let dims = dims(spec.num_heads);
+    let (heads, k, n) = (spec.num_heads as usize, k as usize, n as usize);
     let dtype = paint.dtype;
     let got = dtype.decode_all(&gpu.download(&op.y, (tokens as usize * heads * n * dtype.bytes()) as u64)?);
-    let (latent, rows) = (DIMS.kv_lora_rank as usize, DIMS.qk_nope_head_dim as usize);
-    let skip = if spec == HeadProject::v_up(&DIMS, dtype, dtype, dtype) { rows } else { 0 };
-    let element = |head: usize, at: usize| (head * (rows + DIMS.v_head_dim as usize) + skip) * latent + at;
+    let (latent, rows) = (dims.kv_lora_rank as usize, dims.qk_nope_head_dim as usize);
+    let skip = if op.op == Op::VUp { rows } else { 0 };
+    let x_heads = if op.op == Op::KUp { 1 } else { heads };
+    let element = |head: usize, at: usize| (head * (rows + dims.v_head_dim as usize) + skip) * latent + at;
     let weight: Vec<f32> =
         (0..heads * k * n).map(|at| paint.at(element(at / (k * n), at % (k * n)) as u64)).collect();
     let tokens = tokens as usize;
     let mut worst = 0f64;
     for token in (0..tokens.min(4)).chain(tokens.saturating_sub(4).max(4)..tokens) {
-        let x: Vec<f32> = (0..heads * k).map(|at| paint.at((token * heads * k + at) as u64)).collect();
+        let x: Vec<f32> =
+            (0..heads * k).map(|at| paint.at((token * x_heads * k + at % (x_heads * k)) as u64)).collect();
         let want = head_project(&Oracle { num_heads: heads, k, n, order, x: &x, weight: &weight });
         for (head, want) in want.chunks(n).enumerate() {
             let largest = want.iter().fold(0f64, |max, y| max.max(y.abs()));

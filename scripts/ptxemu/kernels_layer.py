@@ -33,7 +33,8 @@ def near(what, dtype, got, want, share=1.0):
     assert not wrong.any(), f"{what}: {wrong.sum()} of {wrong.size}, the first at {np.argwhere(wrong)[0]}, off by {np.nanmax(np.abs(got - want) / allowed):.2f} of what is allowed"
 
 
-def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=False, entry=None, pads=(8, 16)):
+def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=False, entry=None, tile=None, pads=(8, 16)):
+    """`tile` is that of a variant on tensor cores: tokens and columns."""
     rng = np.random.default_rng(tokens * 100 + k + n)
     count = tokens if count is None else count
     x_dtype, w_dtype, y_dtype = dtypes
@@ -47,14 +48,20 @@ def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=Fals
         rows.before[:] = np.frombuffer(bytes([POISON]) * rows.before.nbytes, rows.before.dtype)
     out = device.buffer(y.before)
     args = place(x, device.buffer(x.holding(x_codes), False)) + place(w, device.buffer(w.holding(w_codes), False)) + place(y, out)
-    name, block = ("head_project_few", 16) if tokens <= 16 else ("head_project_many", 64)
+    name, block, width, ptx, limit = *(("head_project_few", 16) if tokens <= 16 else ("head_project_many", 64)), 64, "head_project", 0
     if entry:
         name, block = entry
-    columns, tiles = -(-n // 64), -(-tokens // block)
+    if tile:
+        (block, width), ptx = tile, f"head_project_mma_{w_dtype}"
+        name = f"head_project_mma_m{block}n{width}_{'kn' if is_kn else 'nk'}_{w_dtype}"
+    kernel = kernels(f"shaders/cuda/ptx/{ptx}.ptx")[name]
+    if tile:
+        limit = int.from_bytes(kernel.data[f"{name}_shared_bytes"], "little")
+    columns, tiles = -(-n // width), -(-tokens // block)
     args += struct.pack("<Q", device.buffer(np.array([count, first], np.uint32), False))
     args += struct.pack("<10I", tokens, k // 4, n // 4, *(CODES[dtype] for dtype in dtypes), is_kn, columns, tiles, 0)
     args += struct.pack("<4I", *divisor(columns), *divisor(tiles))
-    device.launch(kernels("shaders/cuda/ptx/head_project.ptx")[name], (columns * tiles * heads, 1, 1), [args])
+    device.launch(kernel, (columns * tiles * heads, 1, 1), [args], shared=min(limit, -(-k // 64) * (block + width) * 128))
 
     got = device.read(out)
     some = slice(first, min(first + count, tokens))
@@ -83,6 +90,40 @@ def test_project_of_few_and_many_gives_the_same_bits():
     few = project(("f16", "f16", "f32"), 11, 2, 72, 72, 1)
     many = project(("f16", "f16", "f32"), 11, 2, 72, 72, 1, entry=("head_project_many", 64))
     assert (few == many).all()
+
+
+TILES = [(16, 32), (32, 32), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
+
+
+def project_mma(dtype):
+    """Each tile: k and n that fill it, and ends of both; more slices of k than stages, and fewer; every dtype of y."""
+    for turn, (tokens, columns) in enumerate(TILES):
+        y_dtype = (dtype, "f32", "f16", "bf16")[turn % 4]
+        for is_kn in (0, 1):
+            project((dtype, dtype, y_dtype), tokens + 3, 2, 72, columns + 40, is_kn, tile=(tokens, columns))
+            project((dtype, dtype, "f32" if y_dtype == dtype else dtype), 5, 1, (8, 640)[is_kn ^ turn % 2], (8, 136)[turn % 2], is_kn, tile=(tokens, columns), shared=True)
+
+
+def test_project_mma_bf16():
+    project_mma("bf16")
+
+
+def test_project_mma_f16():
+    project_mma("f16")
+
+
+def test_project_mma_of_a_range():
+    for is_kn, tile in ((1, (16, 32)), (0, (64, 64))):
+        project(("bf16", "bf16", "bf16"), 39, 2, 40, 24, is_kn, first=2, count=33, tile=tile)
+        project(("bf16", "bf16", "f32"), 70, 1, 16, 8, is_kn, first=68, count=0xFFFFFFFF, tile=tile)
+        project(("f16", "f16", "f16"), 40, 2, 8, 16, is_kn, first=0xFFFFFFFF, count=7, tile=tile)
+        project(("f16", "f16", "f16"), 40, 2, 8, 16, is_kn, count=0, tile=tile)
+
+
+def test_project_mma_of_each_tile_gives_the_same_bits():
+    for is_kn in (0, 1):
+        few, *others = [project(("f16", "f16", "f32"), 35, 2, 136, 72, is_kn, tile=tile) for tile in TILES]
+        assert all((few == other).all() for other in others)
 
 
 def tiles(sequences, rows, shift):

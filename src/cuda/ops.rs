@@ -101,7 +101,7 @@ pub(super) mod tests {
         found.push(takes::<GatherParams>("kv_gather_e4m3_e4m3"));
         found.extend(["kv_copy_pages_wide", "kv_copy_pages_words"].map(takes::<CopyParams>));
         found.extend(batch_tables::ENTRIES.map(takes::<BatchParams>));
-        found.extend(head_project::ENTRIES.map(takes::<ProjectParams>));
+        found.extend(head_project::entries().iter().map(|name| takes::<ProjectParams>(name)));
         found.push(takes::<MergeStatesParams>(merge_states::ENTRY));
         found.extend(mla_prefill::entries().iter().map(|name| takes::<PrefillParams>(name)));
         found

@@ -7,21 +7,112 @@ use cudarc::driver::DeviceRepr;
 use super::array::Array;
 use super::range::TokenTable;
 use super::{Divisor, THREADS, checked_items, code};
-use crate::Result;
+use crate::cuda::caps::Card;
+use crate::cuda::kernels::ptx;
 use crate::cuda::{Buffer, Cuda, Function};
-use crate::ops::variants::only;
-use crate::ops::{Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
+use crate::ops::variants::{Variant, candidates, choose};
+use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
 use crate::view::View;
+use crate::{Dtype, Result};
 
-/// An entry of head_project.cu, and the tokens of its tile.
-type Entry = (&'static str, u32);
-const FEW: Entry = ("head_project_few", 16);
-const MANY: Entry = ("head_project_many", 64);
-/// `COLUMNS` of head_project.cu.
-const COLUMNS: u32 = 64;
+/// A kernel, and the tile of its blocks.
+#[derive(Debug, Clone)]
+struct Tile {
+    name: String,
+    tokens: u32,
+    columns: u32,
+    threads: u32,
+    /// Of all stages; and of one, for 64 elements of `k`.
+    shared_bytes: u32,
+    stage_bytes: u32,
+    /// It is taken for more tokens than these, if it has so many blocks.
+    few_tokens: u32,
+    least_blocks: u32,
+    /// Blocks that fetch their weights while the kernel before drains.
+    prefetching: u32,
+}
+
+/// In dispatch order. Tiles are in the order of [`Tiles::of`]; those of `mma_*` are one each.
+const VARIANTS: [Variant<Card, HeadProject, Vec<Tile>>; 10] = [
+    Variant::new("mma", |card, spec| on_tensor_cores(card, spec, &TILES)),
+    Variant::new("mma_m16n32", |card, spec| on_tensor_cores(card, spec, &TILES[..1])).unless(forced_only),
+    Variant::new("mma_m32n32", |card, spec| on_tensor_cores(card, spec, &TILES[1..2])).unless(forced_only),
+    Variant::new("mma_m64n32", |card, spec| on_tensor_cores(card, spec, &TILES[2..3])).unless(forced_only),
+    Variant::new("mma_m64n64", |card, spec| on_tensor_cores(card, spec, &TILES[3..4])).unless(forced_only),
+    Variant::new("mma_m64n128", |card, spec| on_tensor_cores(card, spec, &TILES[4..5])).unless(forced_only),
+    Variant::new("mma_m128n64", |card, spec| on_tensor_cores(card, spec, &TILES[5..6])).unless(forced_only),
+    Variant::new("mma_m128n128", |card, spec| on_tensor_cores(card, spec, &TILES[6..])).unless(forced_only),
+    Variant::new("mma_no_prefetch", |card, spec| {
+        let tiles = on_tensor_cores(card, spec, &TILES)?;
+        Ok(tiles.into_iter().map(|tile| Tile { prefetching: 0, ..tile }).collect())
+    })
+    .unless(forced_only),
+    Variant::new("simple", |_, _| Ok(simple())),
+];
+
+/// Tokens and columns of the tiles of head_project_mma.cuh, smallest first.
+const TILES: [[u32; 2]; 7] = [[16, 32], [32, 32], [64, 32], [64, 64], [64, 128], [128, 64], [128, 128]];
+/// The longest sum on tensor cores, which cut partial sums where f32 arithmetic rounds them.
+const MOST_K: u32 = 2048;
+/// `DEPTH` of head_project_mma.cuh.
+const DEPTH: u32 = 64;
 const CURE: &str = "project in several steps, and bind a part of the tokens for each";
 
-/// `Args` of head_project.cu.
+fn forced_only(_: &Card, _: &HeadProject) -> Result<(), String> {
+    Err("mma chooses among the tiles".into())
+}
+
+/// The kernels on tensor cores with these tiles.
+///
+/// # Errors
+/// What is missing.
+fn on_tensor_cores(card: &Card, spec: &HeadProject, tiles: &[[u32; 2]]) -> Result<Vec<Tile>, String> {
+    let HeadProject { input, weight, k, .. } = *spec;
+    if input != weight || !matches!(input, Dtype::F16 | Dtype::Bf16) {
+        return Err(format!("{input} x and {weight} weights are not of one 16-bit dtype"));
+    }
+    if k > MOST_K {
+        return Err(format!("k is {k}, past the {MOST_K} that tensor cores sum accurately"));
+    }
+    let order = if spec.order == WeightOrder::Kn { "kn" } else { "nk" };
+    let tile = |&[tokens, columns]: &[u32; 2]| {
+        let name = format!("head_project_mma_m{tokens}n{columns}_{order}_{input}");
+        let entry = ptx::named(&name).ok_or_else(|| format!("no kernel {name}"))?;
+        card.has_shared(entry.shared_bytes)?;
+        Ok(Tile {
+            name,
+            tokens,
+            columns,
+            threads: entry.threads,
+            shared_bytes: entry.shared_bytes,
+            stage_bytes: (tokens + columns) * DEPTH * 2,
+            few_tokens: if tokens == 16 { 0 } else { tokens / 2 },
+            least_blocks: card.multiprocessors * 7 / 8,
+            prefetching: card.multiprocessors * 4,
+        })
+    };
+    tiles.iter().map(tile).collect()
+}
+
+/// The kernels without tensor cores.
+fn simple() -> Vec<Tile> {
+    let tile = |name: &str, tokens, few_tokens| Tile {
+        name: name.to_owned(),
+        tokens,
+        columns: 64,
+        threads: THREADS,
+        shared_bytes: 0,
+        stage_bytes: 0,
+        few_tokens,
+        least_blocks: 0,
+        prefetching: 0,
+    };
+    vec![tile(SIMPLE[0], 16, 0), tile(SIMPLE[1], 64, 16)]
+}
+
+const SIMPLE: [&str; 2] = ["head_project_few", "head_project_many"];
+
+/// `Args` of project.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct ProjectParams {
@@ -38,7 +129,7 @@ pub struct ProjectParams {
     is_kn: u32,
     column_tiles: u32,
     token_tiles: u32,
-    reserved: u32,
+    prefetching: u32,
     by_column_tiles: Divisor,
     by_token_tiles: Divisor,
 }
@@ -46,11 +137,30 @@ pub struct ProjectParams {
 // SAFETY: plain data without padding, as the kernels have it.
 unsafe impl DeviceRepr for ProjectParams {}
 
-/// For few tokens and for many; both give the same bits.
+/// A kernel for each tile; all give the same bits.
 #[derive(Debug)]
-pub struct Functions {
-    few: Function,
-    many: Function,
+pub struct Tiles {
+    kernels: Vec<(Tile, Function)>,
+}
+
+impl Tiles {
+    /// The largest tile that there are enough tokens and blocks for, or the smallest; and its number of blocks.
+    fn of(&self, spec: &HeadProject, tokens: u32) -> Result<(&Tile, &Function, u32)> {
+        let suits = |(tile, _): &(Tile, Function)| tile.suits(spec, tokens);
+        let (tile, kernel) = &self.kernels[self.kernels.iter().rposition(suits).unwrap_or(0)];
+        Ok((tile, kernel, checked_items("blocks of a projection", tile.blocks(spec, tokens), CURE)?))
+    }
+}
+
+impl Tile {
+    fn blocks(&self, spec: &HeadProject, tokens: u32) -> u64 {
+        let tiles = u64::from(spec.n.div_ceil(self.columns)) * u64::from(tokens.div_ceil(self.tokens));
+        tiles.saturating_mul(spec.num_heads.into())
+    }
+
+    fn suits(&self, spec: &HeadProject, tokens: u32) -> bool {
+        tokens > self.few_tokens && self.blocks(spec, tokens) >= self.least_blocks.into()
+    }
 }
 
 /// One layer's buffers, held.
@@ -61,16 +171,26 @@ pub struct Layer {
 }
 
 impl Kernel<HeadProject> for Cuda {
-    type Kernels = Functions;
+    type Kernels = Tiles;
     type Step = TokenTable;
     type Binding = Layer;
 
-    fn kernel_compile(&self, _: &HeadProject, options: &OpOptions) -> Result<(Functions, (), Choice)> {
-        let load = |(name, _): Entry| self.kernel(name);
-        Ok((Functions { few: load(FEW)?, many: load(MANY)? }, (), only(options)?))
+    fn kernel_variants(&self, spec: &HeadProject) -> Vec<Candidate> {
+        candidates(&VARIANTS, self.card(), spec)
     }
 
-    fn kernel_step(&self, _: &HeadProject, _: &Functions, max_tokens: u32) -> Result<TokenTable> {
+    fn kernel_compile(&self, spec: &HeadProject, options: &OpOptions) -> Result<(Tiles, (), Choice)> {
+        let (tiles, choice) = choose(&VARIANTS, self.card(), spec, options.variant.as_deref())?;
+        let load = |tile: Tile| {
+            let kernel = self.kernel(&tile.name)?;
+            kernel.allow_shared(tile.shared_bytes)?;
+            Ok((tile, kernel))
+        };
+        let kernels = tiles.into_iter().map(load).collect::<Result<_>>()?;
+        Ok((Tiles { kernels }, (), choice))
+    }
+
+    fn kernel_step(&self, _: &HeadProject, _: &Tiles, max_tokens: u32) -> Result<TokenTable> {
         TokenTable::new(self, max_tokens)
     }
 
@@ -81,7 +201,7 @@ impl Kernel<HeadProject> for Cuda {
     fn kernel_prepare(
         &self,
         _: &HeadProject,
-        _: &Functions,
+        _: &Tiles,
         step: &mut TokenTable,
         tokens: Range<u32>,
     ) -> Result<u32> {
@@ -91,11 +211,11 @@ impl Kernel<HeadProject> for Cuda {
     fn kernel_bind(
         &self,
         spec: &HeadProject,
-        _: &Functions,
+        tiles: &Tiles,
         args: &HeadProjectArgs<&Buffer>,
         max_tokens: u32,
     ) -> Result<Layer> {
-        grid(spec, max_tokens)?;
+        tiles.of(spec, max_tokens)?;
         let rows = [max_tokens, spec.num_heads];
         let weight = View {
             buffer: args.weight.buffer,
@@ -103,7 +223,6 @@ impl Kernel<HeadProject> for Cuda {
             token_stride: args.weight.row_stride,
             head_stride: args.weight.head_stride,
         };
-        let column_tiles = spec.n.div_ceil(COLUMNS);
         let bound = ProjectParams {
             x: Array::new(&args.x, spec.input.bytes(), rows),
             weight: Array::new(&weight, spec.weight.bytes(), [spec.matrix().0, spec.num_heads]),
@@ -116,10 +235,10 @@ impl Kernel<HeadProject> for Cuda {
             weight_dtype: code(spec.weight),
             y_dtype: code(spec.output),
             is_kn: (spec.order == WeightOrder::Kn).into(),
-            column_tiles,
+            column_tiles: 0,
             token_tiles: 0,
-            reserved: 0,
-            by_column_tiles: Divisor::new(column_tiles),
+            prefetching: 0,
+            by_column_tiles: Divisor::new(1),
             by_token_tiles: Divisor::new(1),
         };
         let buffers = [args.x.buffer, args.weight.buffer, args.y.buffer].map(Buffer::clone);
@@ -130,7 +249,7 @@ impl Kernel<HeadProject> for Cuda {
     fn kernel_record(
         &self,
         spec: &HeadProject,
-        kernels: &Functions,
+        tiles: &Tiles,
         (): &mut (),
         step: &TokenTable,
         layer: &Layer,
@@ -141,26 +260,91 @@ impl Kernel<HeadProject> for Cuda {
         }
         // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
         // - the kernels cut the table's range to the binding's max_tokens, up to where `check_args` found `x` and `y`; tokens past the range
-        //   read its last one, and are not stored;
-        // - rows and quads of matrices are below k and n by `min`, and those that are stored by comparison; heads are below num_heads, as
-        //   the grid has column_tiles * token_tiles blocks of each;
-        // - offsets in shared memory are those of a slice: sums of thread numbers and loop counters below what the arrays have.
-        let (tokens_of_block, blocks) = grid(spec, max_tokens)?;
-        let token_tiles = max_tokens.div_ceil(tokens_of_block);
-        let by_token_tiles = Divisor::new(token_tiles);
-        let args = ProjectParams { table: step.ptr(), token_tiles, by_token_tiles, ..layer.args };
-        let kernel = if tokens_of_block == FEW.1 { &kernels.few } else { &kernels.many };
-        self.launch(kernel, blocks, THREADS, 0, &args, layer.buffers.iter().chain(step.buffer()))
+        //   are not read, or are its last one (`simple`), and are not stored;
+        // - rows and quads of matrices are below k and n by `min` (`simple`), or their copy by cp.async reads nothing, by comparison; those
+        //   that are stored are below by comparison; heads are below num_heads, as the grid has column_tiles * token_tiles blocks of each;
+        // - `mma` copies and stores chunks of 8 elements, of which k and n are multiples, of arrays that are aligned to 16 bytes; what it
+        //   prefetches is in its matrix too, and may be written by the kernel before, as that writes to the L2;
+        // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have: no more stages are used than
+        //   k has slices.
+        let (tile, kernel, blocks) = tiles.of(spec, max_tokens)?;
+        let (column_tiles, token_tiles) = (spec.n.div_ceil(tile.columns), max_tokens.div_ceil(tile.tokens));
+        let args = ProjectParams {
+            table: step.ptr(),
+            column_tiles,
+            token_tiles,
+            prefetching: tile.prefetching,
+            by_column_tiles: Divisor::new(column_tiles),
+            by_token_tiles: Divisor::new(token_tiles),
+            ..layer.args
+        };
+        let shared_bytes = tile.shared_bytes.min(spec.k.div_ceil(DEPTH) * tile.stage_bytes);
+        let held = layer.buffers.iter().chain(step.buffer());
+        self.launch(kernel, blocks, tile.threads, shared_bytes, &args, held)
     }
 }
 
-/// Tokens of a block, and the number of blocks, for a number of tokens.
-fn grid(spec: &HeadProject, tokens: u32) -> Result<(u32, u32)> {
-    let (_, tokens_of_block) = if tokens <= FEW.1 { FEW } else { MANY };
-    let tiles = u64::from(spec.n.div_ceil(COLUMNS)) * u64::from(tokens.div_ceil(tokens_of_block));
-    let blocks = tiles.saturating_mul(spec.num_heads.into());
-    Ok((tokens_of_block, checked_items("blocks of a projection", blocks, CURE)?))
+/// The entries, for the check that the manifest has them.
+#[cfg(test)]
+pub(super) fn entries() -> Vec<String> {
+    let on_tensor_cores = TILES.iter().flat_map(|[tokens, columns]| {
+        ["kn_f16", "kn_bf16", "nk_f16", "nk_bf16"]
+            .map(|of| format!("head_project_mma_m{tokens}n{columns}_{of}"))
+    });
+    SIMPLE.map(str::to_owned).into_iter().chain(on_tensor_cores).collect()
 }
 
 #[cfg(test)]
-pub(super) const ENTRIES: [&str; 2] = [FEW.0, MANY.0];
+mod tests {
+    use super::*;
+    use crate::HeadDims;
+
+    const H200: Card = Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, tma: true };
+
+    /// Tiles of absorb and of v_up on an H200: small where few blocks would leave multiprocessors idle.
+    #[test]
+    fn tiles_fill_the_card() {
+        let bf16 = Dtype::Bf16;
+        for (num_heads, tokens, absorb, v_up) in [
+            (16, 1, [16, 32], [16, 32]),
+            (16, 64, [64, 64], [32, 32]),
+            (16, 512, [128, 128], [128, 64]),
+            (128, 1, [16, 32], [16, 32]),
+            (128, 64, [64, 128], [64, 128]),
+            (128, 512, [128, 128], [128, 128]),
+        ] {
+            let dims = HeadDims { num_heads, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
+            for (spec, want) in [
+                (HeadProject::absorb(&dims, bf16, bf16, bf16), absorb),
+                (HeadProject::v_up(&dims, bf16, bf16, bf16), v_up),
+            ] {
+                let (tiles, choice) = choose(&VARIANTS, &H200, &spec, None).expect("mma runs");
+                let chosen = tiles.iter().rfind(|tile| tile.suits(&spec, tokens)).unwrap_or(&tiles[0]);
+                assert_eq!(
+                    (choice.variant, [chosen.tokens, chosen.columns]),
+                    ("mma", want),
+                    "{tokens} {spec:?}"
+                );
+            }
+        }
+    }
+
+    /// Tensor cores take two arrays of one 16-bit dtype, and sums that are not too long.
+    #[test]
+    fn other_dtypes_and_long_sums_stay_exact() {
+        let (f32s, f16, bf16) = (Dtype::F32, Dtype::F16, Dtype::Bf16);
+        for ((input, weight), k, want) in [
+            ((f16, f16), 8, "mma"),
+            ((bf16, bf16), MOST_K, "mma"),
+            ((bf16, bf16), MOST_K + 8, "simple"),
+            ((f16, bf16), 64, "simple"),
+            ((f32s, bf16), 64, "simple"),
+            ((f32s, f32s), 64, "simple"),
+        ] {
+            let order = WeightOrder::Kn;
+            let spec = HeadProject { input, weight, output: f32s, num_heads: 1, k, n: 8, order };
+            let (_, choice) = choose(&VARIANTS, &H200, &spec, None).expect("one runs");
+            assert_eq!(choice.variant, want, "{spec:?}");
+        }
+    }
+}

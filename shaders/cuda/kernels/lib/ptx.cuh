@@ -82,6 +82,11 @@ DEVICE void copy_8(u32 to, const void* from, bool is_there, bool wanted) {
                  : "memory");
 }
 
+// Fetches what lies at an address of global memory into the L2, since compute capability 9.0: a hint, which reads nothing.
+DEVICE void prefetch_to_l2(u64 at) {
+    asm volatile("// sm_90: prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 DEVICE void end_of_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -172,6 +177,21 @@ DEVICE void multiply_16_bit(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) 
         multiply_bf16(sum, a, b0, b1);
     } else {
         multiply_f16(sum, a, b0, b1);
+    }
+}
+
+// Transposes 4 x 4 words of the lanes of a quad: lane i gets word i of each lane, in the order of the lanes.
+DEVICE void transpose_in_quads(u32 (&words)[4]) {
+#pragma unroll
+    for (int by = 1; by < 4; by *= 2) {
+        const bool is_upper = threadIdx.x & by;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & by) continue;
+            u32 &low = words[i], &high = words[i | by];
+            const u32 got = __shfl_xor_sync(~0u, is_upper ? low : high, by);
+            (is_upper ? low : high) = got;
+        }
     }
 }
 

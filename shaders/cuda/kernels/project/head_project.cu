@@ -1,4 +1,4 @@
-// Batched GEMM, one matrix a head, in f32 without tensor cores.
+// Batched GEMM, one matrix a head, in f32 without tensor cores: the variant `simple`, for every dtype.
 //
 //   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
 //
@@ -11,8 +11,7 @@
 // limits: head_project_few registers=64 threads=256
 // limits: head_project_many registers=128 threads=256
 
-#include "lib/divisor.cuh"
-#include "lib/quads.cuh"
+#include "project.cuh"
 
 #define THREADS 256u
 #define COLUMNS 64u
@@ -21,25 +20,6 @@
 // In float4. One more than the data: 8 lanes that read consecutive rows have no bank conflicts.
 #define X_PITCH (DEPTH_QUADS + 1)
 #define W_PITCH (COLUMNS / 4 + 1)
-
-struct Args {
-    Place x; // [max_tokens, H, k], strided
-    Place weight; // [H, k, n] or [H, n, k], strided; token_stride is the matrix row's
-    Place y; // [max_tokens, H, n], strided
-    u64 table; // u32 [2] num_tokens, first token
-    u32 max_tokens;
-    u32 k_quads;
-    u32 n_quads;
-    u32 x_dtype;
-    u32 weight_dtype;
-    u32 y_dtype;
-    u32 is_kn; // 1: W is [k, n], 0: [n, k]
-    u32 column_tiles;
-    u32 token_tiles;
-    u32 reserved;
-    Divisor by_column_tiles;
-    Divisor by_token_tiles;
-};
 
 // A thread's share of a slice.
 template <u32 X_LOADS> struct Slice {
@@ -97,18 +77,13 @@ __device__ __forceinline__ void project(const Args &args) {
     __shared__ float4 x_tile[TOKENS * X_PITCH];
     __shared__ float4 weight_tile[DEPTH * W_PITCH];
 
-    u32 rest = divide(blockIdx.x, args.by_column_tiles);
-    u32 first_column = (blockIdx.x - rest * args.column_tiles) * COLUMNS;
-    u32 head = divide(rest, args.by_token_tiles);
-    u32 begin = (rest - head * args.token_tiles) * TOKENS;
+    Tile tile = tile_of_block<TOKENS, COLUMNS>(args);
     let_next_kernel_begin();
     wait_for_kernel_before();
-    uint2 range = read_8(args.table);
-    u32 first = min(range.y, args.max_tokens);
-    u32 count = min(range.x, args.max_tokens - first);
-    if (begin >= count) {
+    if (!has_tokens(args, tile)) {
         return;
     }
+    u32 head = tile.head, first_column = tile.first_column, begin = tile.begin, first = tile.first, count = tile.count;
     u32 tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float4 sums[ROWS];

@@ -1,0 +1,209 @@
+// Batched GEMM, one matrix a head, on tensor cores (mma.sync m16n8k16): variants `mma` and `mma_*`, for x and weights of one 16-bit dtype.
+//
+//   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
+//
+// Tile: TOKENS x COLUMNS of one head a block, WARPS_M x WARPS_N warps, k in slices of DEPTH through STAGES stages of shared memory, copied by
+// cp.async. Every tile sums k in ascending steps of 16 into one accumulator, so a token's bits do not depend on the tile, nor on how many tokens
+// there are.
+//
+// Zeros past the end of k, of the columns and of the tokens; products of the latter two are not stored. The grid covers max_tokens, so that a
+// captured launch serves every range that fits: blocks past its tokens leave early.
+#pragma once
+
+#include "decode/decode_order.cuh"
+#include "project.cuh"
+
+constexpr int DEPTH = 64, CHUNKS = DEPTH / 8;
+
+// The tile's parameters and shared-memory layout: stages of x, then weights as they lie.
+template <bool IS_BF16_, bool IS_KN_, int TOKENS_, int COLUMNS_, int WARPS_M, int WARPS_N_, int STAGES_>
+struct MmaTile {
+    static constexpr bool IS_BF16 = IS_BF16_, IS_KN = IS_KN_;
+    static constexpr int TOKENS = TOKENS_, COLUMNS = COLUMNS_, STAGES = STAGES_, WARPS_N = WARPS_N_;
+    static constexpr int THREADS = WARPS_M * WARPS_N * LANES;
+    static constexpr int WARP_TOKENS = TOKENS / WARPS_M, WARP_COLUMNS = COLUMNS / WARPS_N;
+    static constexpr int ROW_TILES = WARP_TOKENS / 16, COLUMN_TILES = WARP_COLUMNS / 8;
+    using XOrder = Swizzle<DEPTH * 2>;
+    static constexpr int WEIGHT_ROWS = IS_KN ? DEPTH : COLUMNS, WEIGHT_COLUMNS = IS_KN ? COLUMNS : DEPTH;
+    using WeightOrder = Swizzle<WEIGHT_COLUMNS * 2>;
+    static constexpr int X_BYTES = TOKENS * DEPTH * 2, STAGE_BYTES = X_BYTES + COLUMNS * DEPTH * 2;
+    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
+    static_assert(WARP_TOKENS % 16 == 0 && WARP_COLUMNS % 16 == 0, "whole fragments");
+};
+
+// Where a tile begins, and how far it goes.
+struct Source {
+    u64 x, weight;
+    u32 tokens, k_chunks, columns, column_chunks;
+};
+
+// Issues cp.async of ROWS rows of ROW_CHUNKS chunks of 16 bytes by THREADS threads. Zeros from row `rows` and from chunk `chunks` on.
+template <class Order, int ROWS, int ROW_CHUNKS, int THREADS>
+DEVICE void copy_rows(u32 to, u64 from, u64 stride, u32 rows, u32 chunks) {
+    constexpr int PASS_ROWS = THREADS / ROW_CHUNKS;
+    static_assert(ROWS % PASS_ROWS == 0, "whole passes");
+    const u32 row = threadIdx.x / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+    from += row * stride + chunk * 16;
+#pragma unroll
+    for (int pass = 0; pass < ROWS / PASS_ROWS; pass++) {
+        const u32 at = pass * PASS_ROWS + row;
+        copy_16(to + Order::at(at, chunk), reinterpret_cast<const void *>(from), at < rows && chunk < chunks, true);
+        from += PASS_ROWS * stride;
+    }
+}
+
+template <class T>
+DEVICE void copy_slice(const Args &args, const Source &source, u32 slice, u32 to) {
+    const u32 chunks = source.k_chunks - slice * CHUNKS;
+    copy_rows<typename T::XOrder, T::TOKENS, CHUNKS, T::THREADS>(to, source.x + slice * (DEPTH * 2), args.x.token_stride, source.tokens, chunks);
+    if constexpr (T::IS_KN) {
+        const u64 from = source.weight + slice * DEPTH * args.weight.token_stride;
+        copy_rows<typename T::WeightOrder, DEPTH, T::COLUMNS / 8, T::THREADS>(to + T::X_BYTES, from, args.weight.token_stride, chunks * 8, source.column_chunks);
+    } else {
+        copy_rows<typename T::WeightOrder, T::COLUMNS, CHUNKS, T::THREADS>(to + T::X_BYTES, source.weight + slice * (DEPTH * 2), args.weight.token_stride, source.columns, chunks);
+    }
+}
+
+// Fetches a tile's weights into the L2, where all writes to them go: the kernel before may still be writing them.
+template <class T>
+DEVICE void prefetch_weights(const Args &args, const Source &source) {
+    const u32 rows = T::IS_KN ? source.k_chunks * 8 : min(source.columns, T::COLUMNS);
+    const u32 parts = ((T::IS_KN ? min(source.column_chunks, T::COLUMNS / 8) : source.k_chunks) + 3) / 4;
+    // As many rows at a time as there are parts of 64 bytes for the threads.
+    constexpr u32 PARTS = T::IS_KN ? (T::COLUMNS + 31) / 32 : 16;
+#pragma unroll 1
+    for (u32 row = threadIdx.x / PARTS; row < rows; row += T::THREADS / PARTS) {
+        const u64 from = source.weight + row * args.weight.token_stride;
+#pragma unroll 1
+        for (u32 part = threadIdx.x % PARTS; part < parts; part += PARTS) prefetch_to_l2(from + part * 64);
+    }
+}
+
+// Stores a warp's sums. A quad of lanes exchanges 16-bit words, so that each lane has 8 columns.
+template <class T>
+DEVICE void store_tile(const Args &args, const Tile &tile, const Source &source, u32 first_row, u32 first_column, const float (&sums)[T::ROW_TILES][T::COLUMN_TILES][4]) {
+    const u32 lane = threadIdx.x % LANES, quad = lane % 4;
+#pragma unroll
+    for (int i = 0; i < T::ROW_TILES; i++) {
+        const u32 row = first_row + i * 16 + lane / 4;
+        const u64 at = row_of(args.y, tile.first + tile.begin + row, tile.head);
+        if (args.y_dtype == DTYPE_F32) {
+#pragma unroll
+            for (int j = 0; j < 2 * T::COLUMN_TILES; j++) {
+                const u32 h = j / T::COLUMN_TILES, c = j % T::COLUMN_TILES, column = first_column + c * 8;
+                const uint2 words = make_uint2(__float_as_uint(sums[i][c][2 * h]), __float_as_uint(sums[i][c][2 * h + 1]));
+                if (row + h * 8 < source.tokens && column < source.columns) {
+                    store_8(at + h * 8 * args.y.token_stride + (tile.first_column + column + quad * 2) * 4, words);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int group = 0; group < T::COLUMN_TILES / 2; group++) {
+                u32 words[4];
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    const int j = group * 4 + w, h = j / T::COLUMN_TILES, c = j % T::COLUMN_TILES;
+                    const float first = sums[i][c][2 * h], second = sums[i][c][2 * h + 1];
+                    words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
+                }
+                transpose_in_quads(words);
+                const u32 j = group * 4 + quad, h = j / T::COLUMN_TILES, column = first_column + j % T::COLUMN_TILES * 8;
+                if (row + h * 8 < source.tokens && column < source.columns) {
+                    store_16(at + h * 8 * args.y.token_stride + (tile.first_column + column) * 2, make_uint4(words[0], words[1], words[2], words[3]));
+                }
+            }
+        }
+    }
+}
+
+template <class T>
+DEVICE void project_mma(const Args &args) {
+    extern __shared__ __align__(1024) u8 shared[];
+    let_next_kernel_begin();
+    Tile tile = tile_of_block<T::TOKENS, T::COLUMNS>(args);
+    Source source;
+    source.k_chunks = args.k_quads / 2;
+    source.columns = args.n_quads * 4 - tile.first_column;
+    source.column_chunks = source.columns / 8;
+    source.weight = row_of(args.weight, T::IS_KN ? 0 : tile.first_column, tile.head) + (T::IS_KN ? tile.first_column * 2 : 0);
+    if (blockIdx.x < args.prefetching && tile.begin == 0) prefetch_weights<T>(args, source);
+    wait_for_kernel_before();
+    if (!has_tokens(args, tile)) return;
+    source.tokens = tile.count - tile.begin;
+    source.x = row_of(args.x, tile.first + tile.begin, tile.head);
+
+    const u32 stages = shared_address(shared), slices = (source.k_chunks + CHUNKS - 1) / CHUNKS;
+#pragma unroll 1
+    for (u32 slice = 0; slice < T::STAGES - 1; slice++) {
+        if (slice < slices) copy_slice<T>(args, source, slice, stages + slice * T::STAGE_BYTES);
+        end_of_group();
+    }
+
+    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const u32 first_row = warp / T::WARPS_N * T::WARP_TOKENS, first_column = warp % T::WARPS_N * T::WARP_COLUMNS;
+    // ldmatrix addresses: of x, 16 tokens of two chunks; of weights, two chunks of 16 columns, or transposed, 16 rows of two chunks.
+    const u32 x_at = T::XOrder::at(first_row + lane % 16, lane / 16);
+    const u32 weight_at = T::X_BYTES + (T::IS_KN ? T::WeightOrder::at(lane % 16, first_column / 8 + lane / 16) : T::WeightOrder::at(first_column + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    float sums[T::ROW_TILES][T::COLUMN_TILES][4] = {};
+
+    u32 stage = stages, free = stages + (T::STAGES - 1) * T::STAGE_BYTES;
+    const u32 last = free;
+#pragma unroll 1
+    for (u32 slice = 0; slice < slices; slice++) {
+        wait_for_all_but<T::STAGES - 2>();
+        __syncthreads();
+        if (slice + T::STAGES - 1 < slices) copy_slice<T>(args, source, slice + T::STAGES - 1, free);
+        end_of_group();
+#pragma unroll
+        for (int step = 0; step < DEPTH / 16; step++) {
+            u32 a[T::ROW_TILES][4];
+#pragma unroll
+            for (int i = 0; i < T::ROW_TILES; i++) load_matrices(a[i], T::XOrder::rows(T::XOrder::from(stage + x_at, step * 2), i * 16));
+#pragma unroll
+            for (int j = 0; j < T::COLUMN_TILES; j += 2) {
+                u32 b[4];
+                if constexpr (T::IS_KN) {
+                    load_matrices_transposed(b, T::WeightOrder::rows(T::WeightOrder::from(stage + weight_at, j), step * 16));
+                } else {
+                    load_matrices(b, T::WeightOrder::rows(T::WeightOrder::from(stage + weight_at, step * 2), j * 8));
+                }
+#pragma unroll
+                for (int i = 0; i < T::ROW_TILES; i++) {
+                    multiply_16_bit<T::IS_BF16>(sums[i][j], a[i], b[0], b[1]);
+                    multiply_16_bit<T::IS_BF16>(sums[i][j + 1], a[i], b[2], b[3]);
+                }
+            }
+        }
+        free = stage;
+        stage = stage == last ? stages : stage + T::STAGE_BYTES;
+    }
+    store_tile<T>(args, tile, source, first_row, first_column, sums);
+}
+
+#define PROJECT(name, BLOCKS, ...) \
+    extern "C" __device__ const u32 name##_threads = MmaTile<__VA_ARGS__>::THREADS; \
+    extern "C" __device__ const u32 name##_shared_bytes = MmaTile<__VA_ARGS__>::SHARED_BYTES; \
+    extern "C" __global__ void __launch_bounds__(MmaTile<__VA_ARGS__>::THREADS, BLOCKS) name(const __grid_constant__ Args args) { \
+        project_mma<MmaTile<__VA_ARGS__>>(args); \
+    }
+
+// All fit the 99 KB of shared memory of a desktop card. A launch asks for the stages that its k fills.
+// limits: head_project_mma_m16n32_* registers=128 threads=64 shared=101376
+// limits: head_project_mma_m32n32_* registers=128 threads=128 shared=101376
+// limits: head_project_mma_m64n32_* registers=128 threads=128 shared=101376
+// limits: head_project_mma_m64n64_* registers=128 threads=128 shared=101376
+// limits: head_project_mma_m64n128_* registers=80 threads=256 shared=101376
+// limits: head_project_mma_m128n64_* registers=128 threads=128 shared=101376
+// limits: head_project_mma_m128n128_* registers=128 threads=256 shared=101376
+#define PROJECTS_OF_ORDER(order, IS_BF16, IS_KN) \
+    /*      entry                         blocks            tokens columns warps stages */ \
+    PROJECT(head_project_mma_m16n32_##order, 8, IS_BF16, IS_KN, 16, 32, 1, 2, 9) \
+    PROJECT(head_project_mma_m32n32_##order, 4, IS_BF16, IS_KN, 32, 32, 2, 2, 9) \
+    PROJECT(head_project_mma_m64n32_##order, 4, IS_BF16, IS_KN, 64, 32, 4, 1, 8) \
+    PROJECT(head_project_mma_m64n64_##order, 4, IS_BF16, IS_KN, 64, 64, 2, 2, 5) \
+    PROJECT(head_project_mma_m64n128_##order, 3, IS_BF16, IS_KN, 64, 128, 2, 4, 4) \
+    PROJECT(head_project_mma_m128n64_##order, 4, IS_BF16, IS_KN, 128, 64, 2, 2, 4) \
+    PROJECT(head_project_mma_m128n128_##order, 2, IS_BF16, IS_KN, 128, 128, 2, 4, 3)
+#define PROJECTS(dtype, IS_BF16) \
+    PROJECTS_OF_ORDER(kn_##dtype, IS_BF16, true) \
+    PROJECTS_OF_ORDER(nk_##dtype, IS_BF16, false)

@@ -1,0 +1,46 @@
+// What the kernels of head_project are given, and which tile of it is a block's.
+#pragma once
+
+#include "lib/divisor.cuh"
+#include "lib/quads.cuh"
+
+struct Args {
+    Place x; // [max_tokens, H, k], strided
+    Place weight; // [H, k, n] or [H, n, k], strided; token_stride is the matrix row's
+    Place y; // [max_tokens, H, n], strided
+    u64 table; // u32 [2] num_tokens, first token
+    u32 max_tokens;
+    u32 k_quads;
+    u32 n_quads;
+    u32 x_dtype;
+    u32 weight_dtype;
+    u32 y_dtype;
+    u32 is_kn; // 1: W is [k, n], 0: [n, k]
+    u32 column_tiles;
+    u32 token_tiles;
+    u32 prefetching; // blocks that fetch their weights into the L2 while the kernel before drains: the first ones
+    Divisor by_column_tiles;
+    Divisor by_token_tiles;
+};
+
+// The tile of a block: its columns change fastest, its head slowest, so that the blocks of a head run side by side.
+struct Tile {
+    u32 head, first_column;
+    u32 begin; // its first token, counted from the range's
+    u32 first, count; // the table's range
+};
+
+template <u32 TOKENS, u32 COLUMNS>
+__device__ __forceinline__ Tile tile_of_block(const Args &args) {
+    u32 rest = divide(blockIdx.x, args.by_column_tiles);
+    u32 head = divide(rest, args.by_token_tiles);
+    return Tile{head, (blockIdx.x - rest * args.column_tiles) * COLUMNS, (rest - head * args.token_tiles) * TOKENS, 0, 0};
+}
+
+// Reads the table; false for a tile without tokens.
+__device__ __forceinline__ bool has_tokens(const Args &args, Tile &tile) {
+    uint2 range = read_8(args.table);
+    tile.first = min(range.y, args.max_tokens);
+    tile.count = min(range.x, args.max_tokens - tile.first);
+    return tile.begin < tile.count;
+}
