@@ -3,6 +3,7 @@
 mod decodes;
 mod layers;
 mod ops;
+mod projections;
 mod stale;
 
 use wgpu_mla::cuda::{Buffer, Cuda};
@@ -43,7 +44,7 @@ fn a_driver_without_what_is_called_is_an_error_too() {
 }
 
 crate::tests![
-    (in decodes, layers, ops, stale)
+    (in decodes, layers, ops, projections, stale)
     no_card_is_an_error_that_names_the_cure,
     #[cfg(all(target_os = "linux", target_env = "gnu"))] a_driver_without_what_is_called_is_an_error_too,
 ];
