@@ -51,11 +51,11 @@ impl AnyBackend {
     /// 1. CUDA, with the feature `cuda`, on the driver's first card, if it is an Ampere or later, where a variant on tensor cores serves
     ///    the spec;
     /// 2. wgpu, with the feature `wgpu`, on the adapter that `Gpu::new` picks, where a variant on cooperative matrices does;
-    /// 3. CUDA on any other variant, then wgpu on any other: also on an adapter in software, such as lavapipe;
+    /// 3. wgpu on any other variant, on a discrete card; then CUDA on any other; then wgpu on any adapter, also in software, such as lavapipe;
     /// 4. the CPU, where wgpu finds no adapter at all.
     ///
-    /// That is the order of measured times on one card for queries of 16 bits, in decodes, prefills and layers of any batch. With f32
-    /// queries either may be faster by a few percent, depending on the batch, which is unknown here.
+    /// That is the order of measured times on one card, in decodes, prefills and layers of any batch, but for f32 queries of a cache of 16 bits:
+    /// there either may be faster, depending on op and batch, which are unknown here.
     ///
     /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To choose a backend yourself, use `From`:
     /// `AnyBackend::from(Gpu::new()?)`, or `Cuda::on_stream(stream)?` with the host's own stream.
@@ -92,17 +92,20 @@ impl<B: Into<Chosen>> From<B> for AnyBackend {
     }
 }
 
-/// A backend that is here, and whether one of its tensor-core variants serves the spec.
+/// A backend that is here.
 struct Found<T> {
     backend: T,
+    /// Whether one of its variants on tensor cores serves the spec.
     tensor_cores: bool,
+    /// Whether it is on a discrete card.
+    card: bool,
 }
 
 impl Found<Chosen> {
     #[cfg(feature = "cuda")]
     fn cuda(spec: &MlaDecode) -> Result<Self, String> {
         let cuda = Cuda::new(0).map_err(lack)?;
-        Ok(Self { tensor_cores: cuda.has_tensor_cores_for(spec), backend: cuda.into() })
+        Ok(Self { tensor_cores: cuda.has_tensor_cores_for(spec), card: true, backend: cuda.into() })
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -113,7 +116,8 @@ impl Found<Chosen> {
     #[cfg(feature = "wgpu")]
     fn wgpu(spec: &MlaDecode) -> Result<Self, String> {
         let gpu = Gpu::new().map_err(lack)?;
-        Ok(Self { tensor_cores: gpu.has_tensor_cores_for(spec), backend: gpu.into() })
+        let card = gpu.caps().kind == crate::DeviceKind::Discrete;
+        Ok(Self { tensor_cores: gpu.has_tensor_cores_for(spec), card, backend: gpu.into() })
     }
 
     #[cfg(not(feature = "wgpu"))]
@@ -136,8 +140,9 @@ fn lack(error: crate::Error) -> String {
 ///
 /// By measurement, CUDA and wgpu on H200s: bf16, 16 heads, 64 x 8192, 146 and 173 us, with an f32 query 186 and 179, and on wgpu without
 /// tensor cores 857 (`benches/results/h200-cuda9-2026-11-24.md`, one card); 1 x 4096, 8.3 and 14.7 us (`h200-cuda8-2026-11-23.md`,
-/// `h200-coop4-2026-11-22.md`); prefill of 8192 tokens, 535 and 205 TFLOP/s (`h200-prefill-cuda-2026-11-24.md`). f32 queries take CUDA too: a
-/// large batch loses 4 %, and what a small one gains with bf16 is more. `tests/it/fastest.rs` measures again.
+/// `h200-coop4-2026-11-22.md`); prefill of 8192 tokens, 535 and 205 TFLOP/s (`h200-prefill-cuda-2026-11-24.md`). f32 queries of bf16 take CUDA too:
+/// 0.86 of wgpu's time on the whole. Without tensor cores on either, all of f32, CUDA takes 1.2 to 1.9 of wgpu's time
+/// (`h200-layer-cuda-2026-11-25.md`). `tests/it/fastest.rs` measures again.
 fn choose<T>(
     cuda: Result<Found<T>, String>,
     wgpu: impl FnOnce() -> Result<Found<T>, String>,
@@ -149,6 +154,10 @@ fn choose<T>(
         (Ok(_), Ok(wgpu)) if wgpu.tensor_cores => (
             wgpu.backend,
             "wgpu, on cooperative matrices; not CUDA: no variant on tensor cores serves this".into(),
+        ),
+        (Ok(_), Ok(wgpu)) if wgpu.card => (
+            wgpu.backend,
+            "wgpu, faster than CUDA where neither has a variant on tensor cores for this".into(),
         ),
         (Ok(cuda), _) => {
             (cuda.backend, "CUDA; neither it nor wgpu has a variant on tensor cores for this".into())
@@ -167,21 +176,23 @@ mod tests {
 
     #[test]
     fn cuda_where_it_is_better_and_wgpu_elsewhere() {
-        type Of = Option<bool>;
-        let found = |name: &'static str, tensor_cores: Of| {
-            tensor_cores
-                .map(|tensor_cores| Found { backend: name, tensor_cores })
+        // Tensor cores, and a discrete card.
+        type Of = Option<(bool, bool)>;
+        let found = |name: &'static str, of: Of| {
+            of.map(|(tensor_cores, card)| Found { backend: name, tensor_cores, card })
                 .ok_or(format!("no {name} here"))
         };
+        let (both, card, neither) = (Some((true, true)), Some((false, true)), Some((false, false)));
         let chosen = |cuda: Of, wgpu: Of| choose(found("cuda", cuda), || found("wgpu", wgpu));
         for (cuda, wgpu, want) in [
-            (Some(true), None, Some("cuda")),
-            (Some(true), Some(true), Some("cuda")),
-            (Some(false), Some(true), Some("wgpu")),
-            (Some(false), Some(false), Some("cuda")),
-            (Some(false), None, Some("cuda")),
-            (None, Some(true), Some("wgpu")),
-            (None, Some(false), Some("wgpu")),
+            (both, None, Some("cuda")),
+            (both, both, Some("cuda")),
+            (card, both, Some("wgpu")),
+            (card, card, Some("wgpu")),
+            (card, neither, Some("cuda")),
+            (card, None, Some("cuda")),
+            (None, both, Some("wgpu")),
+            (None, neither, Some("wgpu")),
             (None, None, None),
         ] {
             let (got, why) = chosen(cuda, wgpu);
@@ -193,7 +204,8 @@ mod tests {
 
     #[test]
     fn no_device_is_made_for_wgpu_where_cuda_is_better() {
-        let (got, _) = choose(Ok(Found { backend: 1, tensor_cores: true }), || unreachable!("asked wgpu"));
+        let (got, _) =
+            choose(Ok(Found { backend: 1, tensor_cores: true, card: true }), || unreachable!("asked wgpu"));
         assert_eq!(got, Some(1));
     }
 }

@@ -28,30 +28,22 @@ struct Tile {
     /// It is taken for more tokens than these, if it has so many blocks.
     few_tokens: u32,
     least_blocks: u32,
-    /// Blocks that fetch their weights while the kernel before drains.
-    prefetching: u32,
+    /// Whether blocks fetch their weights while the kernel before drains: it pays where latency binds, so for few.
+    prefetches: bool,
 }
 
 /// In dispatch order. Tiles are in the order of [`Tiles::of`]; those of `mma_*` are one each.
-const VARIANTS: [Variant<Card, HeadProject, Vec<Tile>>; 10] = [
+const VARIANTS: [Variant<Card, HeadProject, Vec<Tile>>; 6] = [
     Variant::new("mma", |card, spec| on_tensor_cores(card, spec, &TILES)),
     Variant::new("mma_m16n32", |card, spec| on_tensor_cores(card, spec, &TILES[..1])).unless(forced_only),
-    Variant::new("mma_m32n32", |card, spec| on_tensor_cores(card, spec, &TILES[1..2])).unless(forced_only),
-    Variant::new("mma_m64n32", |card, spec| on_tensor_cores(card, spec, &TILES[2..3])).unless(forced_only),
-    Variant::new("mma_m64n64", |card, spec| on_tensor_cores(card, spec, &TILES[3..4])).unless(forced_only),
-    Variant::new("mma_m64n128", |card, spec| on_tensor_cores(card, spec, &TILES[4..5])).unless(forced_only),
-    Variant::new("mma_m128n64", |card, spec| on_tensor_cores(card, spec, &TILES[5..6])).unless(forced_only),
-    Variant::new("mma_m128n128", |card, spec| on_tensor_cores(card, spec, &TILES[6..])).unless(forced_only),
-    Variant::new("mma_no_prefetch", |card, spec| {
-        let tiles = on_tensor_cores(card, spec, &TILES)?;
-        Ok(tiles.into_iter().map(|tile| Tile { prefetching: 0, ..tile }).collect())
-    })
-    .unless(forced_only),
+    Variant::new("mma_m64n32", |card, spec| on_tensor_cores(card, spec, &TILES[1..2])).unless(forced_only),
+    Variant::new("mma_m64n64", |card, spec| on_tensor_cores(card, spec, &TILES[2..3])).unless(forced_only),
+    Variant::new("mma_m128n128", |card, spec| on_tensor_cores(card, spec, &TILES[3..])).unless(forced_only),
     Variant::new("simple", |_, _| Ok(simple())),
 ];
 
 /// Tokens and columns of the tiles of head_project_mma.cuh, smallest first.
-const TILES: [[u32; 2]; 7] = [[16, 32], [32, 32], [64, 32], [64, 64], [64, 128], [128, 64], [128, 128]];
+const TILES: [[u32; 2]; 4] = [[16, 32], [64, 32], [64, 64], [128, 128]];
 /// The longest sum on tensor cores, which cut partial sums where f32 arithmetic rounds them.
 const MOST_K: u32 = 2048;
 /// `DEPTH` of head_project_mma.cuh.
@@ -75,6 +67,7 @@ fn on_tensor_cores(card: &Card, spec: &HeadProject, tiles: &[[u32; 2]]) -> Resul
         return Err(format!("k is {k}, past the {MOST_K} that tensor cores sum accurately"));
     }
     let order = if spec.order == WeightOrder::Kn { "kn" } else { "nk" };
+    let matrices_bytes = u64::from(spec.num_heads) * u64::from(k) * u64::from(spec.n) * weight.bytes() as u64;
     let tile = |&[tokens, columns]: &[u32; 2]| {
         let name = format!("head_project_mma_m{tokens}n{columns}_{order}_{input}");
         let entry = ptx::named(&name).ok_or_else(|| format!("no kernel {name}"))?;
@@ -87,8 +80,9 @@ fn on_tensor_cores(card: &Card, spec: &HeadProject, tiles: &[[u32; 2]]) -> Resul
             shared_bytes: entry.shared_bytes,
             stage_bytes: (tokens + columns) * DEPTH * 2,
             few_tokens: if tokens == 16 { 0 } else { tokens / 2 },
-            least_blocks: card.multiprocessors * 7 / 8,
-            prefetching: card.multiprocessors * 4,
+            // Two for each multiprocessor, nearly.
+            least_blocks: card.multiprocessors * 15 / 8,
+            prefetches: matrices_bytes <= u64::from(card.l2_bytes) / 8,
         })
     };
     tiles.iter().map(tile).collect()
@@ -105,7 +99,7 @@ fn simple() -> Vec<Tile> {
         stage_bytes: 0,
         few_tokens,
         least_blocks: 0,
-        prefetching: 0,
+        prefetches: false,
     };
     vec![tile(SIMPLE[0], 16, 0), tile(SIMPLE[1], 64, 16)]
 }
@@ -129,7 +123,7 @@ pub struct ProjectParams {
     is_kn: u32,
     column_tiles: u32,
     token_tiles: u32,
-    prefetching: u32,
+    prefetches: u32,
     by_column_tiles: Divisor,
     by_token_tiles: Divisor,
 }
@@ -237,7 +231,7 @@ impl Kernel<HeadProject> for Cuda {
             is_kn: (spec.order == WeightOrder::Kn).into(),
             column_tiles: 0,
             token_tiles: 0,
-            prefetching: 0,
+            prefetches: 0,
             by_column_tiles: Divisor::new(1),
             by_token_tiles: Divisor::new(1),
         };
@@ -273,7 +267,7 @@ impl Kernel<HeadProject> for Cuda {
             table: step.ptr(),
             column_tiles,
             token_tiles,
-            prefetching: tile.prefetching,
+            prefetches: tile.prefetches.into(),
             by_column_tiles: Divisor::new(column_tiles),
             by_token_tiles: Divisor::new(token_tiles),
             ..layer.args
@@ -308,10 +302,10 @@ mod tests {
         let bf16 = Dtype::Bf16;
         for (num_heads, tokens, absorb, v_up) in [
             (16, 1, [16, 32], [16, 32]),
-            (16, 64, [64, 64], [32, 32]),
-            (16, 512, [128, 128], [128, 64]),
+            (16, 64, [64, 32], [16, 32]),
+            (16, 512, [128, 128], [64, 64]),
             (128, 1, [16, 32], [16, 32]),
-            (128, 64, [64, 128], [64, 128]),
+            (128, 64, [64, 64], [64, 64]),
             (128, 512, [128, 128], [128, 128]),
         ] {
             let dims = HeadDims { num_heads, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };

@@ -126,9 +126,11 @@ DEVICE void project_mma(const Args &args) {
     source.columns = args.n_quads * 4 - tile.first_column;
     source.column_chunks = source.columns / 8;
     source.weight = row_of(args.weight, T::IS_KN ? 0 : tile.first_column, tile.head) + (T::IS_KN ? tile.first_column * 2 : 0);
-    if (blockIdx.x < args.prefetching && tile.begin == 0) prefetch_weights<T>(args, source);
+    if (args.prefetches && tile.begin == 0) prefetch_weights<T>(args, source);
+    // The host writes the table, no kernel does.
+    const bool any = has_tokens(args, tile);
     wait_for_kernel_before();
-    if (!has_tokens(args, tile)) return;
+    if (!any) return;
     source.tokens = tile.count - tile.begin;
     source.x = row_of(args.x, tile.first + tile.begin, tile.head);
 
@@ -189,20 +191,14 @@ DEVICE void project_mma(const Args &args) {
 
 // All fit the 99 KB of shared memory of a desktop card. A launch asks for the stages that its k fills.
 // limits: head_project_mma_m16n32_* registers=128 threads=64 shared=101376
-// limits: head_project_mma_m32n32_* registers=128 threads=128 shared=101376
 // limits: head_project_mma_m64n32_* registers=128 threads=128 shared=101376
 // limits: head_project_mma_m64n64_* registers=128 threads=128 shared=101376
-// limits: head_project_mma_m64n128_* registers=80 threads=256 shared=101376
-// limits: head_project_mma_m128n64_* registers=128 threads=128 shared=101376
 // limits: head_project_mma_m128n128_* registers=128 threads=256 shared=101376
 #define PROJECTS_OF_ORDER(order, IS_BF16, IS_KN) \
     /*      entry                         blocks            tokens columns warps stages */ \
     PROJECT(head_project_mma_m16n32_##order, 8, IS_BF16, IS_KN, 16, 32, 1, 2, 9) \
-    PROJECT(head_project_mma_m32n32_##order, 4, IS_BF16, IS_KN, 32, 32, 2, 2, 9) \
     PROJECT(head_project_mma_m64n32_##order, 4, IS_BF16, IS_KN, 64, 32, 4, 1, 8) \
     PROJECT(head_project_mma_m64n64_##order, 4, IS_BF16, IS_KN, 64, 64, 2, 2, 5) \
-    PROJECT(head_project_mma_m64n128_##order, 3, IS_BF16, IS_KN, 64, 128, 2, 4, 4) \
-    PROJECT(head_project_mma_m128n64_##order, 4, IS_BF16, IS_KN, 128, 64, 2, 2, 4) \
     PROJECT(head_project_mma_m128n128_##order, 2, IS_BF16, IS_KN, 128, 128, 2, 4, 3)
 #define PROJECTS(dtype, IS_BF16) \
     PROJECTS_OF_ORDER(kn_##dtype, IS_BF16, true) \

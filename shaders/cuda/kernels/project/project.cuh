@@ -18,7 +18,7 @@ struct Args {
     u32 is_kn; // 1: W is [k, n], 0: [n, k]
     u32 column_tiles;
     u32 token_tiles;
-    u32 prefetching; // blocks that fetch their weights into the L2 while the kernel before drains: the first ones
+    u32 prefetches; // 1: blocks fetch their weights into the L2 while the kernel before drains
     Divisor by_column_tiles;
     Divisor by_token_tiles;
 };
