@@ -52,16 +52,23 @@ def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=Fals
     if entry:
         name, block = entry
     if tile:
-        (block, width), ptx = tile, f"head_project_mma_{w_dtype}"
-        name = f"head_project_mma_m{block}n{width}_{'kn' if is_kn else 'nk'}_{w_dtype}"
+        (block, width), by = tile, "wgmma" if tile in WGMMA else "mma"
+        ptx = f"head_project_{by}_{w_dtype}"
+        name = f"head_project_{by}_m{block}n{width}_{'kn' if is_kn else 'nk'}_{w_dtype}"
     kernel = kernels(f"shaders/cuda/ptx/{ptx}.ptx")[name]
     if tile:
         limit = int.from_bytes(kernel.data[f"{name}_shared_bytes"], "little")
     columns, tiles = -(-n // width), -(-tokens // block)
     args += struct.pack("<Q", device.buffer(np.array([count, first], np.uint32), False))
-    args += struct.pack("<10I", tokens, k // 4, n // 4, *(CODES[dtype] for dtype in dtypes), is_kn, columns, tiles, 0)
+    args += struct.pack("<12I", tokens, k // 4, n // 4, *(CODES[dtype] for dtype in dtypes), is_kn, columns, tiles, columns * tiles * heads, 0, 0)
     args += struct.pack("<4I", *divisor(columns), *divisor(tiles))
-    device.launch(kernel, (columns * tiles * heads, 1, 1), [args], shared=min(limit, -(-k // 64) * (block + width) * 128))
+    grid, params, shared_bytes = columns * tiles * heads, [args], min(limit, -(-k // 64) * (block + width) * 128)
+    if tile in WGMMA:
+        # Persistent blocks.
+        box = (64, width // 64) if is_kn else (width, 1)
+        params.append(maps(args[:24], k, tokens, heads, block, 1) + maps(args[24:48], n if is_kn else k, k if is_kn else n, heads, *box))
+        grid, shared_bytes = min(grid, 3), limit
+    device.launch(kernel, (grid, 1, 1), params, shared=shared_bytes)
 
     got = device.read(out)
     some = slice(first, min(first + count, tokens))
@@ -92,6 +99,7 @@ def test_project_of_few_and_many_gives_the_same_bits():
     assert (few == many).all()
 
 
+WGMMA = [(256, 128), (128, 256)]  # by `is_kn`
 TILES = [(16, 32), (64, 32), (64, 64), (128, 128)]
 
 
@@ -120,9 +128,19 @@ def test_project_mma_of_a_range():
         project(("f16", "f16", "f16"), 40, 2, 8, 16, is_kn, count=0, tile=tile)
 
 
+def test_project_wgmma():
+    """Parts of tiles, more slices than stages, more tiles than blocks; every dtype of y."""
+    for is_kn, tile in enumerate(WGMMA):
+        project(("f16", "f16", "f32"), tile[0] + 3, 2, 64, tile[1] + 64, is_kn, tile=tile)
+        project(("bf16", "bf16", "bf16"), 70, 2, 384, 64, is_kn, tile=tile, shared=True)
+        project(("bf16", "bf16", "f16"), 70, 1, 128, 64, is_kn, first=68, count=0xFFFFFFFF, tile=tile)
+        project(("f16", "f16", "f16"), 300, 1, 64, 64, is_kn, first=2, count=9, tile=tile)
+        project(("f16", "f16", "f16"), 40, 2, 64, 64, is_kn, count=0, tile=tile)
+
+
 def test_project_mma_of_each_tile_gives_the_same_bits():
     for is_kn in (0, 1):
-        few, *others = [project(("f16", "f16", "f32"), 35, 2, 136, 72, is_kn, tile=tile) for tile in TILES]
+        few, *others = [project(("f16", "f16", "f32"), 35, 2, 128, 64, is_kn, tile=tile) for tile in [*TILES, WGMMA[is_kn]]]
         assert all((few == other).all() for other in others)
 
 
@@ -180,7 +198,7 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
     params = [args]
     if variant.startswith("wgmma"):
         block_keys = int.from_bytes(entry.data[f"{name}_tokens"], "little")
-        params.append(b"".join([maps(q_nope, nope, limit, heads, block), maps(q_pe, rope, limit, heads, block)] + [maps(array, dim, keys, heads, block_keys) for array, dim in ((k_nope, nope), (k_pe, rope), (v, value))]))
+        params.append(b"".join([maps(q_nope[0], nope, limit, heads, block), maps(q_pe[0], rope, limit, heads, block)] + [maps(array[0], dim, keys, heads, block_keys) for array, dim in ((k_nope, nope), (k_pe, rope), (v, value))]))
     device.launch(entry, ((len(work) + room) * heads, 1, 1), params, shared=shared)
 
     got, got_lse = device.read(out_at), device.read(lse_at)
@@ -209,13 +227,13 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
     assert (got == kept).all() and (got_lse == kept_lse).all(), "written outside of the sequences"
 
 
-def maps(array, dim, tokens, heads, box):
+def maps(array, dim, tokens, heads, box, lines=None):
     """The TMA tensor map of an array's rows: see src/cuda/kernels/tensor_map.rs."""
     if dim == 0:
         return bytes(128)
-    address, token_stride, head_stride = struct.unpack("<3Q", array[0])
+    address, token_stride, head_stride = struct.unpack("<3Q", array)
     one = heads == 1 or head_stride == 0
-    return tensor_map(address, 2, dims=[64, tokens, dim // 64, 1 if one else heads], strides=[token_stride, 128, 128 if one else head_stride], box=[64, box, dim // 64, 1], swizzle=128)
+    return tensor_map(address, 2, dims=[64, tokens, dim // 64, 1 if one else heads], strides=[token_stride, 128, 128 if one else head_stride], box=[64, box, lines or dim // 64, 1], swizzle=128)
 
 
 def test_prefill():

@@ -54,7 +54,15 @@ impl Cuda {
         library::check()?;
         let missing = |error: DriverError| Error::NoCuda { detail: said(error) };
         let context = CudaContext::new(ordinal).map_err(missing)?;
-        Self::on_stream(context.new_stream().map_err(missing)?)
+        // With event tracking the first stream waits for the whole card, which breaks captures on other threads.
+        // SAFETY: nothing is allocated in between that would miss its events.
+        let stream = unsafe {
+            context.disable_event_tracking();
+            let stream = context.new_stream();
+            context.enable_event_tracking();
+            stream
+        };
+        Self::on_stream(stream.map_err(missing)?)
     }
 
     /// On the host's stream. The caller keeps work on other streams from touching buffers in use.

@@ -3,8 +3,8 @@
 pub(super) mod ptx;
 mod tensor_map;
 
-pub(super) use tensor_map::MOST_STRIDE;
 pub use tensor_map::TensorMap;
+pub(super) use tensor_map::{LINE_ELEMENTS as LINE, MOST_STRIDE};
 
 use super::buffer::Buffer;
 use crate::Dtype;

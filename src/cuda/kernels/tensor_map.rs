@@ -10,6 +10,8 @@ pub(in crate::cuda) const MOST_STRIDE: u64 = 1 << 40;
 
 /// Bytes of a line within which the hardware swizzles.
 const LINE: u64 = 128;
+/// Elements of 16 bits of a line.
+pub(in crate::cuda) const LINE_ELEMENTS: u32 = 64;
 
 /// A tensor as the driver encodes it: a parameter of the kernels that copy TMA boxes of it.
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +42,7 @@ impl TensorMap {
     }
 
     /// The map of an array of [tokens, heads, dim] elements of 16 bits at `address`, `dim` a multiple of 64: [heads, lines, tokens, 64 elements], a
-    /// line being 128 bytes of a row, copied in boxes of all lines of `box_tokens` tokens of a head. Address and strides are multiples of 16
+    /// line being 128 bytes of a row, copied in boxes of so many tokens and lines of a head. Address and strides are multiples of 16
     /// bytes. A `head_stride` of 0 makes the map of one head; other strides of 0 are of dimensions of 1.
     ///
     /// # Errors
@@ -49,20 +51,20 @@ impl TensorMap {
         address: u64,
         [tokens, heads, dim]: [u32; 3],
         [token_stride, head_stride]: [u64; 2],
-        box_tokens: u32,
+        [box_tokens, box_lines]: [u32; 2],
     ) -> Result<Self> {
         if tokens == 0 || dim == 0 {
             return Ok(Self::none());
         }
         let heads = if head_stride == 0 { 1 } else { heads };
-        let (elements, lines) = (LINE as u32 / 2, u64::from(dim) * 2 / LINE);
+        let (elements, lines) = (LINE_ELEMENTS, dim / LINE_ELEMENTS);
         let strides = [token_stride, LINE, if heads == 1 { LINE } else { head_stride }];
         Self::encoded(
             sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
             address,
-            [elements.into(), tokens.into(), lines, heads.into()],
+            [elements.into(), tokens.into(), lines.into(), heads.into()],
             strides,
-            [elements, box_tokens, lines as u32, 1],
+            [elements, box_tokens, box_lines, 1],
         )
     }
 

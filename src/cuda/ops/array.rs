@@ -30,11 +30,11 @@ impl Array {
         }
     }
 
-    /// Its tensor map, for boxes of `box_tokens` tokens of a head: the array has [tokens, heads, dim] elements of 16 bits.
+    /// Its tensor map, for boxes of so many tokens and lines of a head: the array has [tokens, heads, dim] elements of 16 bits.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub(super) fn map(&self, shape: [u32; 3], box_tokens: u32) -> Result<TensorMap> {
-        TensorMap::of_rows(self.address, shape, [self.token_stride, self.head_stride], box_tokens)
+    pub(super) fn map(&self, shape: [u32; 3], sides: [u32; 2]) -> Result<TensorMap> {
+        TensorMap::of_rows(self.address, shape, [self.token_stride, self.head_stride], sides)
     }
 }

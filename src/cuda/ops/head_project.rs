@@ -8,7 +8,7 @@ use super::array::Array;
 use super::range::TokenTable;
 use super::{Divisor, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
-use crate::cuda::kernels::ptx;
+use crate::cuda::kernels::{LINE, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
@@ -28,17 +28,24 @@ struct Tile {
     /// It is taken for more tokens than these, if it has so many blocks.
     few_tokens: u32,
     least_blocks: u32,
+    /// Tokens and columns of its TMA boxes, and lines of those of weights; `None` where threads copy.
+    boxes: Option<[[u32; 2]; 2]>,
     /// Whether blocks fetch their weights while the kernel before drains: it pays where latency binds, so for few.
     prefetches: bool,
 }
 
 /// In dispatch order. Tiles are in the order of [`Tiles::of`]; those of `mma_*` are one each.
-const VARIANTS: [Variant<Card, HeadProject, Vec<Tile>>; 6] = [
-    Variant::new("mma", |card, spec| on_tensor_cores(card, spec, &TILES)),
+const VARIANTS: [Variant<Card, HeadProject, Vec<Tile>>; 7] = [
+    Variant::new("mma", |card, spec| {
+        let mut tiles = on_tensor_cores(card, spec, &TILES)?;
+        tiles.extend(wgmma(card, spec));
+        Ok(tiles)
+    }),
     Variant::new("mma_m16n32", |card, spec| on_tensor_cores(card, spec, &TILES[..1])).unless(forced_only),
     Variant::new("mma_m64n32", |card, spec| on_tensor_cores(card, spec, &TILES[1..2])).unless(forced_only),
     Variant::new("mma_m64n64", |card, spec| on_tensor_cores(card, spec, &TILES[2..3])).unless(forced_only),
     Variant::new("mma_m128n128", |card, spec| on_tensor_cores(card, spec, &TILES[3..])).unless(forced_only),
+    Variant::new("wgmma", |card, spec| wgmma(card, spec).map(|tile| vec![tile])).unless(forced_only),
     Variant::new("simple", |_, _| Ok(simple())),
 ];
 
@@ -59,6 +66,19 @@ fn forced_only(_: &Card, _: &HeadProject) -> Result<(), String> {
 /// # Errors
 /// What is missing.
 fn on_tensor_cores(card: &Card, spec: &HeadProject, tiles: &[[u32; 2]]) -> Result<Vec<Tile>, String> {
+    tiles.iter().map(|&tile| on_tensor_cores_by(card, spec, "mma", tile)).collect()
+}
+
+/// The kernel by these instructions with this tile.
+///
+/// # Errors
+/// What is missing.
+fn on_tensor_cores_by(
+    card: &Card,
+    spec: &HeadProject,
+    by: &str,
+    [tokens, columns]: [u32; 2],
+) -> Result<Tile, String> {
     let HeadProject { input, weight, k, .. } = *spec;
     if input != weight || !matches!(input, Dtype::F16 | Dtype::Bf16) {
         return Err(format!("{input} x and {weight} weights are not of one 16-bit dtype"));
@@ -68,25 +88,43 @@ fn on_tensor_cores(card: &Card, spec: &HeadProject, tiles: &[[u32; 2]]) -> Resul
     }
     let order = if spec.order == WeightOrder::Kn { "kn" } else { "nk" };
     let matrices_bytes = u64::from(spec.num_heads) * u64::from(k) * u64::from(spec.n) * weight.bytes() as u64;
-    let tile = |&[tokens, columns]: &[u32; 2]| {
-        let name = format!("head_project_mma_m{tokens}n{columns}_{order}_{input}");
-        let entry = ptx::named(&name).ok_or_else(|| format!("no kernel {name}"))?;
-        card.has_shared(entry.shared_bytes)?;
-        Ok(Tile {
-            name,
-            tokens,
-            columns,
-            threads: entry.threads,
-            shared_bytes: entry.shared_bytes,
-            stage_bytes: (tokens + columns) * DEPTH * 2,
-            few_tokens: if tokens == 16 { 0 } else { tokens / 2 },
-            // Two for each multiprocessor, nearly.
-            least_blocks: card.multiprocessors * 15 / 8,
-            prefetches: matrices_bytes <= u64::from(card.l2_bytes) / 8,
-        })
-    };
-    tiles.iter().map(tile).collect()
+    let name = format!("head_project_{by}_m{tokens}n{columns}_{order}_{input}");
+    let entry = ptx::named(&name).ok_or_else(|| format!("no kernel {name}"))?;
+    card.has_shared(entry.shared_bytes)?;
+    Ok(Tile {
+        name,
+        tokens,
+        columns,
+        threads: entry.threads,
+        shared_bytes: entry.shared_bytes,
+        stage_bytes: (tokens + columns) * DEPTH * 2,
+        few_tokens: if columns == 32 { 0 } else { tokens / 2 },
+        // Two for each multiprocessor, nearly. Of the next tile down few do better: the next kernel begins beside them.
+        least_blocks: if columns == 32 { card.multiprocessors / 3 } else { card.multiprocessors * 15 / 8 },
+        boxes: None,
+        prefetches: matrices_bytes <= u64::from(card.l2_bytes) / 8,
+    })
 }
+
+/// The kernel by wgmma.
+///
+/// # Errors
+/// What is missing.
+fn wgmma(card: &Card, spec: &HeadProject) -> Result<Tile, String> {
+    card.has_wgmma()?;
+    if ![spec.k, spec.n].into_iter().all(|dim| dim.is_multiple_of(LINE)) {
+        return Err("TMA copies whole lines (needs k and n in multiples of 64)".into());
+    }
+    let is_kn = spec.order == WeightOrder::Kn;
+    let tile = if is_kn { WGMMA[0] } else { WGMMA[1] };
+    let mut tile = on_tensor_cores_by(card, spec, "wgmma", tile)?;
+    let of_weights = if is_kn { [DEPTH, tile.columns / LINE] } else { [tile.columns, 1] };
+    tile.boxes = Some([[tile.tokens, 1], of_weights]);
+    Ok(tile)
+}
+
+/// Tokens and columns of the tiles of head_project_wgmma.cuh, by weight order.
+const WGMMA: [[u32; 2]; 2] = [[128, 256], [256, 128]];
 
 /// The kernels without tensor cores.
 fn simple() -> Vec<Tile> {
@@ -99,6 +137,7 @@ fn simple() -> Vec<Tile> {
         stage_bytes: 0,
         few_tokens,
         least_blocks: 0,
+        boxes: None,
         prefetches: false,
     };
     vec![tile(SIMPLE[0], 16, 0), tile(SIMPLE[1], 64, 16)]
@@ -123,7 +162,9 @@ pub struct ProjectParams {
     is_kn: u32,
     column_tiles: u32,
     token_tiles: u32,
+    num_tiles: u32,
     prefetches: u32,
+    reserved: u32,
     by_column_tiles: Divisor,
     by_token_tiles: Divisor,
 }
@@ -161,6 +202,8 @@ impl Tile {
 #[derive(Debug)]
 pub struct Layer {
     args: ProjectParams,
+    /// `ProjectMaps` of head_project_wgmma.cuh, if it is one of the tiles.
+    maps: Vec<TensorMap>,
     buffers: [Buffer; 3],
 }
 
@@ -231,12 +274,25 @@ impl Kernel<HeadProject> for Cuda {
             is_kn: (spec.order == WeightOrder::Kn).into(),
             column_tiles: 0,
             token_tiles: 0,
+            num_tiles: 0,
             prefetches: 0,
+            reserved: 0,
             by_column_tiles: Divisor::new(1),
             by_token_tiles: Divisor::new(1),
         };
         let buffers = [args.x.buffer, args.weight.buffer, args.y.buffer].map(Buffer::clone);
-        Ok(Layer { args: bound, buffers })
+        let boxes = tiles.kernels.iter().find_map(|(tile, _)| tile.boxes);
+        let maps = match boxes {
+            Some([of_x, of_weights]) => {
+                let (rows, columns) = spec.matrix();
+                vec![
+                    bound.x.map([max_tokens, spec.num_heads, spec.k], of_x)?,
+                    bound.weight.map([rows, spec.num_heads, columns], of_weights)?,
+                ]
+            }
+            None => Vec::new(),
+        };
+        Ok(Layer { args: bound, maps, buffers })
     }
 
     /// The grid covers the smaller capacity of step and binding: a captured launch projects what the step's range holds at the replay.
@@ -259,6 +315,7 @@ impl Kernel<HeadProject> for Cuda {
         //   that are stored are below by comparison; heads are below num_heads, as the grid has column_tiles * token_tiles blocks of each;
         // - `mma` copies and stores chunks of 8 elements, of which k and n are multiples, of arrays that are aligned to 16 bytes; what it
         //   prefetches is in its matrix too, and may be written by the kernel before, as that writes to the L2;
+        // - `wgmma` copies boxes of tensor maps of max_tokens rows of x, and of the matrices, past which a box is zeros;
         // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have: no more stages are used than
         //   k has slices.
         let (tile, kernel, blocks) = tiles.of(spec, max_tokens)?;
@@ -267,13 +324,26 @@ impl Kernel<HeadProject> for Cuda {
             table: step.ptr(),
             column_tiles,
             token_tiles,
+            num_tiles: blocks,
             prefetches: tile.prefetches.into(),
             by_column_tiles: Divisor::new(column_tiles),
             by_token_tiles: Divisor::new(token_tiles),
             ..layer.args
         };
-        let shared_bytes = tile.shared_bytes.min(spec.k.div_ceil(DEPTH) * tile.stage_bytes);
         let held = layer.buffers.iter().chain(step.buffer());
+        if tile.boxes.is_some() {
+            let blocks = blocks.min(self.card().multiprocessors);
+            return self.launch_with_maps(
+                kernel,
+                blocks,
+                tile.threads,
+                tile.shared_bytes,
+                &args,
+                &layer.maps,
+                held,
+            );
+        }
+        let shared_bytes = tile.shared_bytes.min(spec.k.div_ceil(DEPTH) * tile.stage_bytes);
         self.launch(kernel, blocks, tile.threads, shared_bytes, &args, held)
     }
 }
@@ -285,7 +355,10 @@ pub(super) fn entries() -> Vec<String> {
         ["kn_f16", "kn_bf16", "nk_f16", "nk_bf16"]
             .map(|of| format!("head_project_mma_m{tokens}n{columns}_{of}"))
     });
-    SIMPLE.map(str::to_owned).into_iter().chain(on_tensor_cores).collect()
+    let wgmma = ["f16", "bf16"].into_iter().flat_map(|dtype| {
+        ["m128n256_kn", "m256n128_nk"].map(|tile| format!("head_project_wgmma_{tile}_{dtype}"))
+    });
+    SIMPLE.map(str::to_owned).into_iter().chain(on_tensor_cores).chain(wgmma).collect()
 }
 
 #[cfg(test)]
@@ -301,12 +374,13 @@ mod tests {
     fn tiles_fill_the_card() {
         let bf16 = Dtype::Bf16;
         for (num_heads, tokens, absorb, v_up) in [
-            (16, 1, [16, 32], [16, 32]),
-            (16, 64, [64, 32], [16, 32]),
+            (8, 64, [64, 32], [16, 32]),
+            (16, 1, [64, 32], [64, 32]),
+            (16, 64, [64, 32], [64, 32]),
             (16, 512, [128, 128], [64, 64]),
-            (128, 1, [16, 32], [16, 32]),
+            (128, 1, [64, 32], [64, 32]),
             (128, 64, [64, 64], [64, 64]),
-            (128, 512, [128, 128], [128, 128]),
+            (128, 512, [128, 256], [256, 128]),
         ] {
             let dims = HeadDims { num_heads, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
             for (spec, want) in [

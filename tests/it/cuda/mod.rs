@@ -6,8 +6,9 @@ mod ops;
 mod projections;
 mod stale;
 
+use mla_support::Outcome;
 use wgpu_mla::cuda::{Buffer, Cuda};
-use wgpu_mla::{Device, Error};
+use wgpu_mla::{Device, Dtype, Error, KvCopyPages, KvSpec, KvView};
 
 /// A buffer of bytes, whole words.
 fn uploaded(cuda: &Cuda, bytes: &[u8]) -> Buffer {
@@ -22,6 +23,24 @@ fn no_card_is_an_error_that_names_the_cure() {
     assert!(matches!(error, Error::NoCuda { .. }), "{error:?}");
     assert!(error.to_string().contains("install NVIDIA's driver"), "{error}");
     println!("{error}");
+}
+
+/// A capture goes on while another thread makes a device of the same card.
+fn devices_are_made_beside_a_capture() -> Outcome {
+    let cuda = mla_support::graph::cuda()?;
+    let bytes = cuda.buffer(4 * 288 * 4).expect("memory");
+    let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 2 };
+    let copy = cuda.compile(KvCopyPages { kv, row_elems: 288 }).expect("a copy");
+    let cache = KvView { buffer: &bytes, offset: 0, layer_stride: 0, layer: 0, block_stride: 2 * 288 };
+    let mut step = copy.step(1).expect("a step");
+    copy.prepare(&mut step, &[(0, 1)]).expect("prepared");
+    let binding = copy.bind(&cache, ()).expect("binds");
+    let graph = mla_support::graph::captured(&cuda, || {
+        std::thread::spawn(|| Cuda::new(0).map(drop)).join().expect("no panic")?;
+        copy.record(&step, &binding)
+    });
+    graph.launch().expect("launched");
+    Ok(())
 }
 
 /// In place of an old driver, a library without the driver's functions. This program runs itself with it.
@@ -46,5 +65,6 @@ fn a_driver_without_what_is_called_is_an_error_too() {
 crate::tests![
     (in decodes, layers, ops, projections, stale)
     no_card_is_an_error_that_names_the_cure,
+    devices_are_made_beside_a_capture,
     #[cfg(all(target_os = "linux", target_env = "gnu"))] a_driver_without_what_is_called_is_an_error_too,
 ];

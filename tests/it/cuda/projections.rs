@@ -162,19 +162,25 @@ fn bits_do_not_depend_on_the_tile_or_on_other_tokens() -> Outcome {
 /// An infinity or NaN of `x` gives what f32 arithmetic gives, in its own row alone; k has an end that is filled with zeros.
 fn what_is_not_finite_stays_in_its_row() -> Outcome {
     let cuda = cuda()?;
-    for (dtype, order) in [(F16, Kn), (F16, Nk), (Bf16, Kn), (Bf16, Nk)] {
-        let mut arrays = Arrays::new(spec([dtype, dtype, F32], 1, (24, 40), order), 40);
+    let dims = [(24, 40), (64, 64)];
+    for (dtype, order, (k, n)) in [F16, Bf16]
+        .into_iter()
+        .flat_map(|dtype| [Kn, Nk].map(|order| dims.map(|dims| (dtype, order, dims))))
+        .flatten()
+    {
+        let mut arrays = Arrays::new(spec([dtype, dtype, F32], 1, (k, n), order), 40);
         for variant in variants(&cuda, &arrays.spec) {
             let all = 0..40;
             let finite = F32.decode_all(&arrays.run(&cuda, variant, 40, std::slice::from_ref(&all))[0]);
             for (value, sign) in [(f32::INFINITY, 1.0), (f32::NEG_INFINITY, -1.0), (f32::NAN, f32::NAN)] {
-                let at = 17 * 24 + 23;
+                let at = 17 * k as usize + 23;
                 let before = std::mem::replace(&mut arrays.x[at], value);
                 let got = F32.decode_all(&arrays.run(&cuda, variant, 40, std::slice::from_ref(&all))[0]);
                 arrays.x[at] = before;
                 for (i, (got, finite)) in got.iter().zip(&finite).enumerate() {
-                    let (token, column) = (i / 40, i % 40);
-                    let weight = arrays.weight[if order == Kn { 23 * 40 + column } else { column * 24 + 23 }];
+                    let (k, n) = (k as usize, n as usize);
+                    let (token, column) = (i / n, i % n);
+                    let weight = arrays.weight[if order == Kn { 23 * n + column } else { column * k + 23 }];
                     let want = if token == 17 { weight.signum() * sign * f32::INFINITY } else { *finite };
                     let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
                     assert!(

@@ -19,7 +19,14 @@ DEVICE void copy_box(u32 to, const TensorMap& map, u32 token, u32 page, u32 barr
                  : "memory");
 }
 
-// The same with the L2 hint evict_first, for a cache that is read once: it does not displace partial results in L2.
+// The same of a map whose boxes have fewer lines: the box that begins at a line, a token and a head of [heads, lines, tokens, 64 elements].
+DEVICE void copy_lines(u32 to, const TensorMap& map, u32 token, u32 line, u32 head, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to), "l"(&map), "r"(0),
+                 "r"(token), "r"(line), "r"(head), "r"(barrier)
+                 : "memory");
+}
+
+// The same as `copy_box` with the L2 hint evict_first, for a cache that is read once: it does not displace partial results in L2.
 DEVICE void copy_box_once(u32 to, const TensorMap& map, u32 token, u32 page, u32 barrier) {
     u64 once;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));

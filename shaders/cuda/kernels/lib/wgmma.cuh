@@ -162,6 +162,17 @@ DEVICE void multiply_keys(float (&sums)[TILES][4], u64 a, u64 b, bool adds) {
     }
 }
 
+// m64n256k16: sums [64, 256] = or += a [64, 16] x b, b [16, 256], both in shared memory.
+#define MULTIPLY_COLUMNS_256(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" PLACES_128 "}, %128, %129, p, 1, 1, 0, 1;}" \
+                 : SUMS_32(sums, 0), SUMS_32(sums, 32), SUMS_32(sums, 64), SUMS_32(sums, 96) \
+                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
+
+template <bool IS_BF16>
+DEVICE void multiply_columns(float (&sums)[32][4], u64 a, u64 b, bool adds) {
+    OF_TYPE(MULTIPLY_COLUMNS_256)
+}
+
 // m64n128k16 with a in registers.
 #define MULTIPLY_KEYS_128_KEPT(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" PLACES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}" \

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "decode/decode_order.cuh"
-#include "project.cuh"
+#include "project_store.cuh"
 
 constexpr int DEPTH = 64, CHUNKS = DEPTH / 8;
 
@@ -79,43 +79,6 @@ DEVICE void prefetch_weights(const Args &args, const Source &source) {
     }
 }
 
-// Stores a warp's sums. A quad of lanes exchanges 16-bit words, so that each lane has 8 columns.
-template <class T>
-DEVICE void store_tile(const Args &args, const Tile &tile, const Source &source, u32 first_row, u32 first_column, const float (&sums)[T::ROW_TILES][T::COLUMN_TILES][4]) {
-    const u32 lane = threadIdx.x % LANES, quad = lane % 4;
-#pragma unroll
-    for (int i = 0; i < T::ROW_TILES; i++) {
-        const u32 row = first_row + i * 16 + lane / 4;
-        const u64 at = row_of(args.y, tile.first + tile.begin + row, tile.head);
-        if (args.y_dtype == DTYPE_F32) {
-#pragma unroll
-            for (int j = 0; j < 2 * T::COLUMN_TILES; j++) {
-                const u32 h = j / T::COLUMN_TILES, c = j % T::COLUMN_TILES, column = first_column + c * 8;
-                const uint2 words = make_uint2(__float_as_uint(sums[i][c][2 * h]), __float_as_uint(sums[i][c][2 * h + 1]));
-                if (row + h * 8 < source.tokens && column < source.columns) {
-                    store_8(at + h * 8 * args.y.token_stride + (tile.first_column + column + quad * 2) * 4, words);
-                }
-            }
-        } else {
-#pragma unroll
-            for (int group = 0; group < T::COLUMN_TILES / 2; group++) {
-                u32 words[4];
-#pragma unroll
-                for (int w = 0; w < 4; w++) {
-                    const int j = group * 4 + w, h = j / T::COLUMN_TILES, c = j % T::COLUMN_TILES;
-                    const float first = sums[i][c][2 * h], second = sums[i][c][2 * h + 1];
-                    words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
-                }
-                transpose_in_quads(words);
-                const u32 j = group * 4 + quad, h = j / T::COLUMN_TILES, column = first_column + j % T::COLUMN_TILES * 8;
-                if (row + h * 8 < source.tokens && column < source.columns) {
-                    store_16(at + h * 8 * args.y.token_stride + (tile.first_column + column) * 2, make_uint4(words[0], words[1], words[2], words[3]));
-                }
-            }
-        }
-    }
-}
-
 template <class T>
 DEVICE void project_mma(const Args &args) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -179,7 +142,7 @@ DEVICE void project_mma(const Args &args) {
         free = stage;
         stage = stage == last ? stages : stage + T::STAGE_BYTES;
     }
-    store_tile<T>(args, tile, source, first_row, first_column, sums);
+    store_tile(args, tile, source.tokens, source.columns, first_row, first_column, sums);
 }
 
 #define PROJECT(name, BLOCKS, ...) \

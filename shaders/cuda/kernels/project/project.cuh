@@ -18,7 +18,9 @@ struct Args {
     u32 is_kn; // 1: W is [k, n], 0: [n, k]
     u32 column_tiles;
     u32 token_tiles;
+    u32 num_tiles; // column_tiles * token_tiles * H
     u32 prefetches; // 1: blocks fetch their weights into the L2 while the kernel before drains
+    u32 reserved;
     Divisor by_column_tiles;
     Divisor by_token_tiles;
 };
@@ -31,10 +33,15 @@ struct Tile {
 };
 
 template <u32 TOKENS, u32 COLUMNS>
-__device__ __forceinline__ Tile tile_of_block(const Args &args) {
-    u32 rest = divide(blockIdx.x, args.by_column_tiles);
+__device__ __forceinline__ Tile tile_at(const Args &args, u32 index) {
+    u32 rest = divide(index, args.by_column_tiles);
     u32 head = divide(rest, args.by_token_tiles);
-    return Tile{head, (blockIdx.x - rest * args.column_tiles) * COLUMNS, (rest - head * args.token_tiles) * TOKENS, 0, 0};
+    return Tile{head, (index - rest * args.column_tiles) * COLUMNS, (rest - head * args.token_tiles) * TOKENS, 0, 0};
+}
+
+template <u32 TOKENS, u32 COLUMNS>
+__device__ __forceinline__ Tile tile_of_block(const Args &args) {
+    return tile_at<TOKENS, COLUMNS>(args, blockIdx.x);
 }
 
 // Reads the table; false for a tile without tokens.

@@ -1,0 +1,42 @@
+// The epilogue of head_project on tensor cores.
+#pragma once
+
+#include "lib/ptx.cuh"
+#include "project.cuh"
+
+// Stores a warp's sums, in the layout of mma.sync and wgmma, of a tile that has so many tokens and columns. A quad of lanes exchanges 16-bit words, so that each lane has 8 columns.
+template <int ROW_TILES, int COLUMN_TILES>
+DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
+    const u32 lane = threadIdx.x % LANES, quad = lane % 4;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; i++) {
+        const u32 row = first_row + i * 16 + lane / 4;
+        const u64 at = row_of(args.y, tile.first + tile.begin + row, tile.head);
+        if (args.y_dtype == DTYPE_F32) {
+#pragma unroll
+            for (int j = 0; j < 2 * COLUMN_TILES; j++) {
+                const u32 h = j / COLUMN_TILES, c = j % COLUMN_TILES, column = first_column + c * 8;
+                const uint2 words = make_uint2(__float_as_uint(sums[i][c][2 * h]), __float_as_uint(sums[i][c][2 * h + 1]));
+                if (row + h * 8 < tokens && column < columns) {
+                    store_8(at + h * 8 * args.y.token_stride + (tile.first_column + column + quad * 2) * 4, words);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int group = 0; group < COLUMN_TILES / 2; group++) {
+                u32 words[4];
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    const int j = group * 4 + w, h = j / COLUMN_TILES, c = j % COLUMN_TILES;
+                    const float first = sums[i][c][2 * h], second = sums[i][c][2 * h + 1];
+                    words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
+                }
+                transpose_in_quads(words);
+                const u32 j = group * 4 + quad, h = j / COLUMN_TILES, column = first_column + j % COLUMN_TILES * 8;
+                if (row + h * 8 < tokens && column < columns) {
+                    store_16(at + h * 8 * args.y.token_stride + (tile.first_column + column) * 2, make_uint4(words[0], words[1], words[2], words[3]));
+                }
+            }
+        }
+    }
+}
