@@ -2,6 +2,7 @@
 //! [`Compiled`] of it on the wgpu, CUDA or CPU backend. Each op's page has an example.
 
 mod batch_tables;
+mod compiled;
 mod decode;
 mod head_project;
 mod kv_append;
@@ -21,6 +22,7 @@ pub(crate) use batch_tables::Sequences;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use batch_tables::template;
 pub use batch_tables::{AppendsSlots, DeviceBatch};
+pub use compiled::{Binding, Compiled, Step};
 pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
 pub use kv_append::{KvAppend, KvAppendArgs};
@@ -33,7 +35,7 @@ pub use merge_states::{MergeStates, MergeStatesArgs, MergeStatesExtent};
 pub use mla_prefill::{
     MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, PrefillTiling,
 };
-pub use op::{Binding, Compiled, Device, Kernel, Op, Step, Use};
+pub use op::{Device, Kernel, Op, Use};
 #[cfg(feature = "cuda")]
 pub(crate) use replay::Replay;
 pub use rope::{Rope, RopeArgs, RopeLayout};

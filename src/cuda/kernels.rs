@@ -4,7 +4,7 @@ pub(super) mod ptx;
 mod tensor_map;
 
 pub use tensor_map::TensorMap;
-pub(super) use tensor_map::{LINE_ELEMENTS as LINE, MOST_STRIDE};
+pub(super) use tensor_map::{LINE_ELEMENTS, MOST_STRIDE};
 
 use super::buffer::Buffer;
 use crate::Dtype;

@@ -3,7 +3,8 @@
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::op::{Op, UNPREPARED, mismatch};
+use super::compiled::{UNPREPARED, mismatch};
+use super::op::Op;
 use crate::Result;
 
 /// What a step holds now. The step shares it with the graphs that were captured of it.

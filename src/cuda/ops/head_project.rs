@@ -8,7 +8,7 @@ use super::array::Array;
 use super::range::TokenTable;
 use super::{Divisor, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
-use crate::cuda::kernels::{LINE, TensorMap, ptx};
+use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
@@ -28,13 +28,13 @@ struct Tile {
     /// It is taken for more tokens than these, if it has so many blocks.
     few_tokens: u32,
     least_blocks: u32,
-    /// Tokens and columns of its TMA boxes, and lines of those of weights; `None` where threads copy.
+    /// Rows and lines of 64 elements of its TMA boxes of `x`, and of those of weights; `None` where threads copy.
     boxes: Option<[[u32; 2]; 2]>,
     /// Whether blocks fetch their weights while the kernel before drains: it pays where latency binds, so for few.
     prefetches: bool,
 }
 
-/// In dispatch order. Tiles are in the order of [`Tiles::of`]; those of `mma_*` are one each.
+/// In dispatch order. `mma` and `simple` have several tiles, of which each launch takes one by [`Tiles::of`]: smallest first.
 const VARIANTS: [Variant<Card, HeadProject, Vec<Tile>>; 7] = [
     Variant::new("mma", |card, spec| {
         let mut tiles = on_tensor_cores(card, spec, &TILES)?;
@@ -112,13 +112,13 @@ fn on_tensor_cores_by(
 /// What is missing.
 fn wgmma(card: &Card, spec: &HeadProject) -> Result<Tile, String> {
     card.has_wgmma()?;
-    if ![spec.k, spec.n].into_iter().all(|dim| dim.is_multiple_of(LINE)) {
+    if ![spec.k, spec.n].into_iter().all(|dim| dim.is_multiple_of(LINE_ELEMENTS)) {
         return Err("TMA copies whole lines (needs k and n in multiples of 64)".into());
     }
     let is_kn = spec.order == WeightOrder::Kn;
     let tile = if is_kn { WGMMA[0] } else { WGMMA[1] };
     let mut tile = on_tensor_cores_by(card, spec, "wgmma", tile)?;
-    let of_weights = if is_kn { [DEPTH, tile.columns / LINE] } else { [tile.columns, 1] };
+    let of_weights = if is_kn { [DEPTH, tile.columns / LINE_ELEMENTS] } else { [tile.columns, 1] };
     tile.boxes = Some([[tile.tokens, 1], of_weights]);
     Ok(tile)
 }

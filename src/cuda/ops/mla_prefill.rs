@@ -6,7 +6,7 @@ use super::array::Array;
 use super::table::Table;
 use super::{Divisor, MAX_ITEMS, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
-use crate::cuda::kernels::{LINE, TensorMap, ptx};
+use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::mla_prefill::tiles::{PrefillTile, TILE_WORDS, tiles};
 use crate::ops::variants::{Variant, candidates, choose};
@@ -53,7 +53,7 @@ fn cost(&(_, query_tokens): &Request, body: &Body) -> u32 {
 /// What is missing.
 fn wgmma(card: &Card, spec: &MlaPrefill) -> Result<Body, String> {
     card.has_wgmma()?;
-    let whole_lines = |dim: u32| dim.is_multiple_of(LINE);
+    let whole_lines = |dim: u32| dim.is_multiple_of(LINE_ELEMENTS);
     if ![spec.qk_nope_head_dim, spec.qk_rope_head_dim].into_iter().all(whole_lines) {
         return Err(
             "TMA copies whole lines (needs qk_nope_head_dim and qk_rope_head_dim in multiples of 64)".into(),
@@ -278,8 +278,8 @@ fn maps(
     [rows, keys]: [u32; 2],
 ) -> Result<Vec<TensorMap>> {
     let MlaPrefill { num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, .. } = *spec;
-    let queries = |array: &Array, dim| array.map([room.tokens, num_heads, dim], [rows, dim / LINE]);
-    let of_keys = |array: &Array, dim| array.map([room.keys, num_heads, dim], [keys, dim / LINE]);
+    let queries = |array: &Array, dim| array.map([room.tokens, num_heads, dim], [rows, dim / LINE_ELEMENTS]);
+    let of_keys = |array: &Array, dim| array.map([room.keys, num_heads, dim], [keys, dim / LINE_ELEMENTS]);
     Ok(vec![
         queries(&args.q_nope, qk_nope_head_dim)?,
         queries(&args.q_pe, qk_rope_head_dim)?,

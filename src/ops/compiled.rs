@@ -1,0 +1,200 @@
+//! An op that was compiled on a device, its steps and its bindings.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::op::{Kernel, Op};
+use super::replay::{Now, Replay};
+use super::variants::Choice;
+use crate::{Error, Result};
+
+/// An op, compiled on a device by [`Device::compile`]. It makes steps and bindings, and records a step with a binding.
+#[derive(Debug)]
+pub struct Compiled<O: Op, D: Kernel<O>> {
+    pub(crate) device: D,
+    pub(crate) op: O,
+    pub(crate) facts: O::Facts,
+    pub(crate) choice: Choice,
+    pub(crate) kernels: D::Kernels,
+    pub(crate) id: u64,
+}
+
+/// What changes with a step, on the device: prepared once for all layers of a model. Made by [`Compiled::step`].
+///
+/// On wgpu an upload takes effect before the next submit: give each step that shares a submit a `Step` of its own. On CUDA it is in the
+/// stream's order; a prepare that fits the step's capacity rewrites it in place, so that a captured graph replays with what was
+/// prepared last, and one that does not fit replaces its buffers: graphs captured before must be captured again, and refuse to launch.
+#[derive(Debug)]
+#[must_use]
+pub struct Step<O: Op, D: Kernel<O>> {
+    pub(crate) raw: D::Step,
+    /// `None` until it was prepared, and after a prepare that failed.
+    pub(crate) used: Option<O::Extent>,
+    /// For the graphs that were captured of it.
+    now: Now<O>,
+    owner: u64,
+}
+
+/// One layer's buffers, checked and held. Made by [`Compiled::bind`].
+#[derive(Debug)]
+pub struct Binding<O: Op, D: Kernel<O>> {
+    pub(crate) raw: D::Binding,
+    room: O::Extent,
+    owner: u64,
+}
+
+/// No two things have the same.
+pub(crate) fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+pub(super) const fn mismatch(detail: &'static str) -> Error {
+    Error::LayoutMismatch { detail }
+}
+
+pub(super) const UNPREPARED: &str =
+    "the step was not prepared, or its last prepare failed: call `prepare` first";
+
+impl<O: Op, D: Kernel<O>> Compiled<O, D> {
+    /// What it was compiled for.
+    pub fn op(&self) -> &O {
+        &self.op
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
+    /// What a host has to know of it, such as a decode's [`crate::Tiling`].
+    pub fn facts(&self) -> &O::Facts {
+        &self.facts
+    }
+
+    /// The kernel variant that was selected.
+    pub fn variant(&self) -> &'static str {
+        self.choice.variant
+    }
+
+    /// Which variant was selected, and what each better one lacks here.
+    pub fn why(&self) -> &str {
+        &self.choice.why
+    }
+
+    /// Whether the variant rounds softmax weights to 16 bits, as tensor cores take them: results are then up to twice as far from the
+    /// exact ones.
+    pub fn rounds_weights(&self) -> bool {
+        self.choice.rounds_weights
+    }
+
+    /// A step with room for `capacity`; the default leaves it to the first [`Compiled::prepare`].
+    ///
+    /// # Errors
+    /// [`Error::Limit`], [`Error::OutOfMemory`] and [`Error::DeviceLost`].
+    pub fn step(&self, capacity: O::Capacity) -> Result<Step<O, D>> {
+        Ok(self.step_of(self.device.kernel_step(&self.op, &self.kernels, capacity)?, O::unprepared()))
+    }
+
+    pub(crate) fn step_of(&self, raw: D::Step, used: Option<O::Extent>) -> Step<O, D> {
+        let now = Now::new(used, D::kernel_capacity(&raw), D::kernel_form(&raw));
+        Step { raw, used, now, owner: self.step_owner() }
+    }
+
+    /// Checks a step's input and uploads it, making new buffers only where it does not fit. After an error the step cannot be recorded
+    /// until it was prepared again.
+    ///
+    /// # Errors
+    /// Those of the op's input, see its page, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::LayoutMismatch`] for a
+    /// step that another op made.
+    pub fn prepare(&self, step: &mut Step<O, D>, input: O::Input<'_>) -> Result<()> {
+        self.owns(step.owner, true)?;
+        step.used = None;
+        let prepared = self.device.kernel_prepare(&self.op, &self.kernels, &mut step.raw, input);
+        step.used = prepared.as_ref().ok().copied();
+        step.now.set(step.used, D::kernel_capacity(&step.raw), D::kernel_form(&step.raw));
+        prepared.map(drop)
+    }
+
+    /// Checks one layer's buffers and binds them, for steps that reach no further than `room`.
+    ///
+    /// # Errors
+    /// Those of [`Op::check_args`], [`Error::Aliased`], [`Error::OtherBackend`], [`Error::Limit`] and [`Error::OutOfMemory`]; on wgpu
+    /// [`Error::BufferUsage`] without `STORAGE`, [`Error::ForeignResource`] and [`Error::DeviceLost`]; [`Error::Capacity`] of an `MlaLayer`.
+    pub fn bind(&self, args: &O::Args<&D::Buffer>, room: O::Extent) -> Result<Binding<O, D>> {
+        self.op.map(args, |_, buffer| self.device.accepts(buffer))?;
+        self.op.check_args(args, room, D::size)?;
+        self.op.check_aliases(args, room, D::offset)?;
+        let raw = self.device.kernel_bind(&self.op, &self.kernels, args, room)?;
+        let room = self.op.room(args, room);
+        Ok(Binding { raw, room, owner: self.id })
+    }
+
+    /// Whether a step and a binding can be recorded together.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
+    pub fn check(&self, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
+        self.owns(step.owner, true).and(self.owns(binding.owner, false))?;
+        O::fits(step.used.ok_or(mismatch(UNPREPARED))?, binding.room).map_err(mismatch)
+    }
+
+    /// Records one layer. Creates nothing, allocates nothing, neither submits nor waits.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`], before anything is recorded; [`Error::Cuda`] on CUDA, [`Error::OutOfMemory`] on the CPU.
+    pub fn record_on(
+        &self,
+        recorder: &mut D::Recorder<'_>,
+        step: &Step<O, D>,
+        binding: &Binding<O, D>,
+    ) -> Result<()> {
+        self.check(step, binding)?;
+        self.add(recorder, step, binding)
+    }
+
+    /// Records one layer and submits it.
+    ///
+    /// # Errors
+    /// Those of [`Compiled::record_on`] and [`Device::submit`].
+    pub fn run(&self, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
+        self.check(step, binding)?;
+        self.device.submit(|mut recorder| self.add(&mut recorder, step, binding))
+    }
+
+    /// Records a pair that was checked.
+    fn add(&self, recorder: &mut D::Recorder<'_>, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
+        self.device.note(|| step.recorded(binding.room));
+        self.device.kernel_record(&self.op, &self.kernels, recorder, &step.raw, &binding.raw)
+    }
+
+    fn step_owner(&self) -> u64 {
+        if O::SHARES_STEPS { self.device.id() } else { self.id }
+    }
+
+    fn owns(&self, owner: u64, is_step: bool) -> Result<()> {
+        let own = if is_step { self.step_owner() } else { self.id };
+        if owner != own {
+            return Err(mismatch(
+                "the step or the binding was made by another op, or by this one on another device: make both with the op that records them",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl<O: Op, D: Kernel<O>> Step<O, D> {
+    /// How far the step reaches: a binding needs as much room. Nothing before it is prepared.
+    pub fn used(&self) -> O::Extent {
+        self.used.unwrap_or_default()
+    }
+
+    /// What a graph keeps of it as it is recorded now, with a binding of so much room.
+    pub(crate) fn recorded(&self, room: O::Extent) -> Box<dyn Replay> {
+        self.now.recorded(room)
+    }
+
+    /// What fits without new memory. Grids of commands that were recorded are of this size.
+    pub fn capacity(&self) -> O::Capacity {
+        D::kernel_capacity(&self.raw)
+    }
+}
