@@ -7,7 +7,7 @@ use super::replay::{Now, Replay};
 use super::variants::Choice;
 use crate::{Error, Result};
 
-/// An op, compiled on a device by [`Device::compile`]. It makes steps and bindings, and records a step with a binding.
+/// An op, compiled on a device by [`Device::compile`](super::Device::compile). It makes steps and bindings, and records a step with a binding.
 #[derive(Debug)]
 pub struct Compiled<O: Op, D: Kernel<O>> {
     pub(crate) device: D,
@@ -155,7 +155,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// Records one layer and submits it.
     ///
     /// # Errors
-    /// Those of [`Compiled::record_on`] and [`Device::submit`].
+    /// Those of [`Compiled::record_on`] and [`Device::submit`](super::Device::submit).
     pub fn run(&self, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
         self.check(step, binding)?;
         self.device.submit(|mut recorder| self.add(&mut recorder, step, binding))
