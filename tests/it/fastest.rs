@@ -2,6 +2,7 @@
 //!
 //! Run it alone, `it fastest:: --test-threads 1`: other tests on the card disturb its times.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use mla_support::{Ignored, Outcome, cuda, gpu, ignored_unless_required};
@@ -24,6 +25,8 @@ const TURNS: usize = 7;
 /// A row that fails is measured again: another program may have had the card.
 const TRIES: usize = 3;
 const PAGE_SIZE: u32 = 64;
+/// One test measures at a time.
+static CARD: Mutex<()> = Mutex::new(());
 const HEAD_DIM: u32 = 128;
 
 /// What is timed: an op of a model with so many heads.
@@ -290,6 +293,7 @@ fn both() -> Result<(Cuda, Gpu), Ignored> {
 
 /// Measures rows; gives those whose pick is slower, and the geometric mean of all ratios.
 fn measured(rows: &[Row]) -> Result<(Vec<String>, f64), Ignored> {
+    let _alone = CARD.lock().unwrap_or_else(PoisonError::into_inner);
     let (cuda, gpu) = both()?;
     let (mut slower, mut logs) = (Vec::new(), 0.0);
     for row in rows {
