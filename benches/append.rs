@@ -17,7 +17,7 @@ use support::ceiling::Kind;
 use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::{Dtype, KvAppend, KvAppendArgs, KvSpec, KvView, MlaShape, View};
+use wgpu_mla::{Dtype, KvAppend, KvAppendArgs, KvSpec, KvView, MlaShape, Slabs, View};
 
 const PAGE_SIZE: u32 = 64;
 const LATENT: u32 = 512;
@@ -134,6 +134,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
                 layer_stride: shape.layer_elems(),
                 layer: copy as u32,
                 block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)),
+                slabs: Slabs::ONE,
             },
             k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
         }

@@ -18,7 +18,7 @@ use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::{
-    Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, KvSpec, KvView, MlaShape, PageTable, View,
+    Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, KvSpec, KvView, MlaShape, PageTable, Slabs, View,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -131,6 +131,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
             layer_stride: shape.layer_elems(),
             layer: copy as u32,
             block_stride: u64::from(PAGE_SIZE) * row,
+            slabs: Slabs::ONE,
         },
         k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
         out: View { offset: copy * out_elems, ..View::dense(&out, 1, LATENT + ROPE) },

@@ -19,7 +19,7 @@ use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::{
     Dtype, Kernel, KvAppend, KvAppendArgs, KvSpec, KvView, MlaShape, Op, Rope, RopeAppend, RopeAppendArgs,
-    RopeAppendBatch, RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
+    RopeAppendBatch, RopeArgs, RopeFrequencies, RopeLayout, Slabs, View, Yarn,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -183,6 +183,7 @@ impl<B> Arrays<B> {
                 layer_stride: shape.cache_elems(),
                 layer: copy as u32,
                 block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)),
+                slabs: Slabs::ONE,
             },
             k_scale: if shape.cache == Some(Dtype::E4m3) { K_SCALE } else { 1.0 },
         }

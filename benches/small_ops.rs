@@ -26,7 +26,7 @@ use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::{
-    CalibrationStats, Dtype, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvSpec, KvView, MlaShape, View,
+    CalibrationStats, Dtype, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvSpec, KvView, MlaShape, Slabs, View,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -186,6 +186,7 @@ fn copy_pages<D: Timed>(
         layer_stride: layer_elems,
         layer: layer as u32,
         block_stride: PAGE_ELEMS,
+        slabs: Slabs::ONE,
     };
     let op = gpu.compile(KvCopyPages { kv, row_elems: LATENT + ROPE })?;
     let op = Layers::new(op, pages, &copies, (0..num_layers).map(layer))?;

@@ -8,7 +8,7 @@
 //
 // Tile: one quad of TOKENS_PER_LANE tokens a thread; all loads are issued before the first conversion, to overlap their latency.
 // Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/convert_*, lib/append.
-// Constants: GROUP, PAGE_SIZE, NUM_SLOTS, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE.
+// Constants: GROUP, PAGE_SIZE, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE.
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then slots
 @group(1) @binding(0) var<uniform> params: AppendParams;
@@ -47,9 +47,9 @@ fn kv_append(
         }
     }
     for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
-        // NO_SLOT fails this test too. The host checked the slots; the bound also covers a table made for a larger pool.
-        let slot = slots[i];
-        if slot < NUM_SLOTS {
+        // NO_SLOT and slots of other slabs fail this test. The host checked the slots; the bound also covers a table made for a larger pool.
+        let slot = slots[i] - params.first_slot;
+        if slot < params.num_slots {
             kv[row_of(slot, params) + quad] = convert(quads[i], params.scale);
         }
     }

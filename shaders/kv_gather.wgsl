@@ -8,7 +8,7 @@
 //
 // Tile: one quad of PLACES_PER_LANE places a thread; all loads are issued before the first conversion, to overlap their latency.
 // Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/convert_*, and lib/pack_* or lib/convert_begin_nothing.
-// Constants: GROUP, PAGE_SIZE, NUM_SLOTS, ROW_QUADS, PLACES_PER_LANE.
+// Constants: GROUP, PAGE_SIZE, ROW_QUADS, PLACES_PER_LANE.
 
 struct GatherParams {
     scale: E4m3Scale,
@@ -17,9 +17,9 @@ struct GatherParams {
     out_base_quads: u32,
     out_stride_quads: u32,
     max_rows: u32,
+    first_slot: u32, // of the slab that is bound; 0 where it is the whole pool
+    num_slots: u32, // of that slab
     reserved_0: u32,
-    reserved_1: u32,
-    reserved_2: u32,
 }
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + 3 * pieces] num_pieces, then (slot, out_row, tokens) of each
@@ -49,9 +49,10 @@ fn kv_gather(
         let place = min(first + i, num_places - 1u);
         let piece = 1u + place / PAGE_SIZE * 3u;
         let t = place % PAGE_SIZE;
-        // The host checked the slots; the bound also covers a table made for a larger pool.
-        let slot = min(table[piece] + t, NUM_SLOTS - 1u);
-        let is_used = first + i < num_places && t < table[piece + 2u];
+        // The host checked the slots; the bounds also cover a table made for a larger pool. Other slabs' tokens are left to their dispatch.
+        let in_slab = table[piece] + t - params.first_slot;
+        let slot = min(in_slab, params.num_slots - 1u);
+        let is_used = first + i < num_places && t < table[piece + 2u] && in_slab == slot;
         rows[i] = select(NO_ROW, table[piece + 1u] + t, is_used);
         let row = params.kv_base_quads + slot / PAGE_SIZE * params.kv_block_stride_quads + slot % PAGE_SIZE * ROW_QUADS;
         quads[i] = kv[row + quad];

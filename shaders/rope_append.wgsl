@@ -13,7 +13,7 @@
 // lib/rope_apart or lib/rope_in_place.
 // Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
 // TOKEN_ITEMS (of all three kinds), POSITIONS_FOLLOW (a bit of the count: the table has positions too), INTERLEAVED, PAGE_SIZE,
-// NUM_SLOTS, LATENT_QUADS, ROW_QUADS.
+// LATENT_QUADS, ROW_QUADS.
 
 struct RopeAppendParams {
     append: AppendParams,
@@ -47,12 +47,14 @@ fn rope_append(
     }
     if part < QUERY_ITEMS {
         if part < HEAD_UNITS {
-            rotate_unit(token, position, part, params.query, is_item);
+            // Of a pool in several slabs, one dispatch rotates the queries: twice in place would be wrong.
+            rotate_unit(token, position, part, params.query, is_item && params.append.first_slot == 0u);
         }
         return;
     }
-    // Writes test slot < NUM_SLOTS, which NO_SLOT fails. The host checked the slots; the bound also covers a table of a larger pool.
-    let slot = select(NO_SLOT, table[1u + in_table], is_item);
+    // Writes test slot < num_slots, which NO_SLOT and slots of other slabs fail. The host checked the slots; the bound also covers a
+    // table of a larger pool.
+    let slot = select(NO_SLOT, table[1u + in_table], is_item) - params.append.first_slot;
     if part < QUERY_ITEMS + KEY_ITEMS {
         if part - QUERY_ITEMS < UNITS {
             append_key(token, position, part - QUERY_ITEMS, slot);
@@ -68,7 +70,7 @@ fn append_key(token: u32, position: i32, unit: u32, slot: u32) {
     let second = second_quad(unit);
     let quads = TwoQuads(input_bits(k_pe[key + first]), input_bits(k_pe[key + second]));
     let turned = rotated(quads, angles_of(position, unit, params.query.max_position));
-    if slot < NUM_SLOTS {
+    if slot < params.append.num_slots {
         let row = row_of(slot, params.append) + LATENT_QUADS;
         kv[row + first] = convert(input_quad(turned.first), params.append.scale);
         kv[row + second] = convert(input_quad(turned.second), params.append.scale);
@@ -77,7 +79,7 @@ fn append_key(token: u32, position: i32, unit: u32, slot: u32) {
 
 fn append_latent(token: u32, quad: u32, slot: u32) {
     let latent = kv_c[params.append.kv_c_base_quads + token * params.append.kv_c_stride_quads + quad];
-    if slot < NUM_SLOTS {
+    if slot < params.append.num_slots {
         kv[row_of(slot, params.append) + quad] = convert(latent, params.append.scale);
     }
 }

@@ -266,6 +266,8 @@ pub struct LayerOptions {
     pub variant: Option<String>,
     /// What the workspace is for.
     pub capacity: LayerCapacity,
+    /// Pages of a slab, where the pool is in several: those of the [`KvView::in_slabs`] that it is bound to. 0: a pool in one buffer.
+    pub slab_pages: u32,
 }
 
 /// What a host has to know of a compiled [`MlaLayer`].

@@ -162,11 +162,11 @@ pub use ops::{
     RopeAppendExtent, RopeArgs, RopeLayout, Step, WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
-pub use plan::{Batch, Plan, SharedPrefix, SplitPolicy, Tiling};
+pub use plan::{Batch, Plan, SharedPrefix, SlabPlan, SlabTable, SplitPolicy, Tiling};
 pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
-pub use view::{KvView, View};
+pub use view::{KvView, Slabs, View};
 
 #[cfg(feature = "wgpu")]
 pub use wgpu;

@@ -37,7 +37,7 @@ impl SeqId {
 /// caller runs with `kv_copy_pages` before the new tokens are written: one call for each append, in the order of
 /// the appends. Commands of one queue run in order, so a page may be freed while earlier commands still read it.
 ///
-/// Pages are handed out last freed first, and then by lowest id; a sequence's pages are freed last page first. The
+/// Pages of a slab are handed out last freed first, and then by lowest id; a sequence's pages are freed last page first. The
 /// same calls therefore give the same pages.
 ///
 /// A call that fails changes nothing.
@@ -134,22 +134,45 @@ impl Sequence {
     }
 }
 
-/// Free pages and the owners of the others.
+/// Free pages and the owners of the others, slab by slab.
 #[derive(Debug, Clone, PartialEq)]
 struct Store {
     /// Pages in the pool.
     total: u32,
+    /// Pages of a slab: all, for a pool in one buffer.
+    slab_pages: u32,
+    slabs: Vec<SlabStore>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct SlabStore {
+    total: u32,
     /// Owners of each page that was ever handed out. The ids at and past its end are free: a large pool costs no
     /// memory before it is used. An owner takes memory of its own, so a count cannot overflow.
     owners: Vec<usize>,
-    /// Pages that were freed; the last is handed out first.
+    /// Pages that were freed, counted in the slab; the last is handed out first.
     freed: Vec<u32>,
 }
 
-impl Store {
+impl SlabStore {
     fn num_free_pages(&self) -> u32 {
         // `owners` and `freed` have at most `total` entries.
         self.total - self.owners.len() as u32 + self.freed.len() as u32
+    }
+}
+
+impl Store {
+    fn new(total: u32, slab_pages: u32) -> Self {
+        let slabs = (0..total).step_by(slab_pages as usize).map(|first| SlabStore {
+            total: slab_pages.min(total - first),
+            owners: Vec::new(),
+            freed: Vec::new(),
+        });
+        Self { total, slab_pages, slabs: slabs.collect() }
+    }
+
+    fn num_free_pages(&self) -> u32 {
+        self.slabs.iter().map(SlabStore::num_free_pages).sum()
     }
 
     fn check_room(&self, wanted: u64) -> Result<()> {
@@ -160,31 +183,45 @@ impl Store {
         Ok(())
     }
 
-    /// A page for one owner. [`Self::check_room`] comes first.
-    fn take(&mut self) -> u32 {
+    /// A page for one owner, in the slab of another page if there is one left, else in the slab with the most free pages: a sequence in few
+    /// slabs has few partial results. [`Self::check_room`] comes first.
+    fn take(&mut self, near: Option<u32>) -> u32 {
         debug_assert!(self.num_free_pages() > 0, "check_room must come before take");
-        let page = self.freed.pop().unwrap_or_else(|| {
-            self.owners.push(0);
-            (self.owners.len() - 1) as u32
+        let near = near.map(|page| (page / self.slab_pages) as usize);
+        let near = near.filter(|&slab| self.slabs[slab].num_free_pages() > 0);
+        let emptiest = || (0..self.slabs.len()).rev().max_by_key(|&slab| self.slabs[slab].num_free_pages());
+        let index = near.or_else(emptiest).unwrap_or(0);
+        let slab = &mut self.slabs[index];
+        let page = slab.freed.pop().unwrap_or_else(|| {
+            slab.owners.push(0);
+            (slab.owners.len() - 1) as u32
         });
-        self.owners[page as usize] = 1;
-        page
+        slab.owners[page as usize] = 1;
+        index as u32 * self.slab_pages + page
     }
 
     fn share(&mut self, page: u32) {
-        self.owners[page as usize] += 1;
+        let (slab, page) = self.place(page);
+        self.slabs[slab].owners[page] += 1;
     }
 
     fn release(&mut self, page: u32) {
-        let owners = &mut self.owners[page as usize];
-        *owners -= 1;
-        if *owners == 0 {
-            self.freed.push(page);
+        let (slab, page) = self.place(page);
+        let SlabStore { owners, freed, .. } = &mut self.slabs[slab];
+        owners[page] -= 1;
+        if owners[page] == 0 {
+            freed.push(page as u32);
         }
     }
 
     fn owners(&self, page: u32) -> usize {
-        self.owners.get(page as usize).copied().unwrap_or(0)
+        let (slab, page) = self.place(page);
+        self.slabs.get(slab).and_then(|slab| slab.owners.get(page)).copied().unwrap_or(0)
+    }
+
+    /// A page's slab, and its index there.
+    fn place(&self, page: u32) -> (usize, usize) {
+        ((page / self.slab_pages) as usize, (page % self.slab_pages) as usize)
     }
 }
 
@@ -203,9 +240,25 @@ impl PagePool {
     /// # Errors
     /// [`Error::Shape`] as [`KvSpec::check`].
     pub fn new(spec: KvSpec) -> Result<Self> {
+        Self::in_slabs(spec, spec.num_pages.max(1))
+    }
+
+    /// A pool whose pages are in slabs of `slab_pages` pages each: see [`crate::Slabs`]. A sequence stays in a slab while that has free
+    /// pages; one that begins or has to leave goes to the slab with the most.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] as [`KvSpec::check`] and [`KvSpec::num_slabs`].
+    pub fn in_slabs(spec: KvSpec, slab_pages: u32) -> Result<Self> {
         spec.check()?;
-        let store = Store { total: spec.num_pages, owners: Vec::new(), freed: Vec::new() };
+        spec.num_slabs(slab_pages)?;
+        let store = Store::new(spec.num_pages, slab_pages);
         Ok(Self { id: next_id(), spec, store, sequences: HashMap::new(), next_number: 0 })
+    }
+
+    /// Pages of a slab: all, for a pool in one buffer.
+    #[must_use]
+    pub fn slab_pages(&self) -> u32 {
+        self.store.slab_pages
     }
 
     /// The cache that the pages belong to.
@@ -412,14 +465,14 @@ impl PagePool {
         let sequence = sequences.get_mut(&seq).ok_or(unknown(*id, seq))?;
         let shared = if tokens > 0 { sequence.shared_tail(spec.page_size, store) } else { None };
         let copy = shared.map(|from| {
-            let to = store.take();
+            let to = store.take(Some(from));
             store.release(from);
             sequence.pages.pop();
             sequence.pages.push(to);
             (from, to)
         });
         for _ in 0..sequence.fresh_pages(tokens.into(), spec.page_size) {
-            sequence.pages.push(store.take());
+            sequence.pages.push(store.take(sequence.pages.last().copied()));
         }
         let first = sequence.len;
         sequence.len += tokens;

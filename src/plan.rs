@@ -13,7 +13,10 @@ use crate::{Error, Mask, MlaDecode, Result};
 mod balance;
 mod check;
 mod cut;
+mod slabs;
 pub(crate) use check::check_plan;
+pub(crate) use slabs::check_slabs;
+pub use slabs::{SlabPlan, SlabTable};
 
 /// What one workgroup does. Plain data with one layout for every backend: 8 little-endian `u32`.
 #[repr(C)]
@@ -118,13 +121,15 @@ pub struct Batch<'a> {
     pub mask: Mask<'a>,
     /// Groups that share a prefix: [`crate::PagePool::shared_prefixes`] finds them. Empty for none.
     pub shared_prefixes: &'a [SharedPrefix],
+    /// The pages of a pool in several slabs: [`crate::KvView::in_slabs`]. `None` for a pool in one buffer.
+    pub slabs: Option<SlabTable<'a>>,
 }
 
 impl<'a> Batch<'a> {
-    /// A causal batch with no shared prefixes.
+    /// A causal batch with no shared prefixes, of a pool in one buffer.
     #[must_use]
     pub fn new(seq_lens: &'a [i32], query_start_loc: &'a [i32]) -> Self {
-        Self { seq_lens, query_start_loc, mask: Mask::Causal, shared_prefixes: &[] }
+        Self { seq_lens, query_start_loc, mask: Mask::Causal, shared_prefixes: &[], slabs: None }
     }
 }
 
@@ -153,6 +158,10 @@ pub struct Plan {
     pub page_begin: Vec<u32>,
     /// The shared prefixes in use: `(first sequence, other sequence, tokens)`.
     pub shared: Vec<(u32, u32, u32)>,
+    /// The parts of a plan over a pool in several slabs, which then has no items, queries, sequences and pages of its own. Else empty.
+    pub slabs: Vec<SlabPlan>,
+    /// Pages of a slab; 0 where there are none.
+    pub slab_pages: u32,
     scratch: Scratch,
 }
 
@@ -166,6 +175,10 @@ struct Scratch {
     /// `(query token, index of its head 0's partial result)` in the order in which merges sum.
     partials: Vec<(u32, u32)>,
     balance: balance::Scratch,
+    /// Whether this is the plan of a slab: all of its items leave partial results.
+    is_slab: bool,
+    /// Memory of slabs of earlier plans.
+    slabs: Vec<SlabPlan>,
 }
 
 /// Scratch memory does not take part in comparisons of plans.
@@ -232,11 +245,14 @@ impl Plan {
 
     /// Query rows times tokens over all items: what a step costs, in units that do not depend on the device.
     pub fn work(&self) -> u64 {
-        self.items.iter().map(WorkItem::work).sum()
+        let own: u64 = self.items.iter().map(WorkItem::work).sum();
+        own + self.slabs.iter().map(|slab| slab.plan.work()).sum::<u64>()
     }
 
     fn clear(&mut self) {
-        let Self { items, queries, merges, merge_partials, seq_lens, page_begin, shared, scratch, .. } = self;
+        let Self { items, queries, merges, merge_partials, seq_lens, page_begin, shared, slabs, scratch, .. } = self;
+        // Taken from the end by the next plan.
+        scratch.slabs.extend(slabs.drain(..).rev());
         items.clear();
         queries.clear();
         merges.clear();
@@ -251,6 +267,7 @@ impl Plan {
         self.num_queries = 0;
         self.num_heads = 0;
         self.page_size = 0;
+        self.slab_pages = 0;
     }
 
     fn build(
@@ -263,6 +280,24 @@ impl Plan {
         if policy == SplitPolicy::FixedTokens(0) {
             return Err(Error::Shape { what: "tokens per split", got: 0, cure: "must be at least 1" });
         }
+        match &batch.slabs {
+            Some(table) if spec.kv.num_slabs(table.slab_pages)? > 1 => {
+                self.num_heads = spec.shape.num_heads;
+                self.page_size = spec.kv.page_size;
+                self.build_slabs(spec, tiling, (batch, table), policy)
+            }
+            _ => self.build_one(spec, tiling, batch, policy),
+        }
+    }
+
+    /// Plans a pool in one buffer.
+    fn build_one(
+        &mut self,
+        spec: &MlaDecode,
+        tiling: &Tiling,
+        batch: &Batch<'_>,
+        policy: SplitPolicy,
+    ) -> Result<()> {
         self.num_heads = spec.shape.num_heads;
         self.page_size = spec.kv.page_size;
         self.check_batch(spec, batch)?;
@@ -271,7 +306,9 @@ impl Plan {
         self.share_prefixes(batch, policy, tiling)?;
         self.add_own_runs(batch)?;
         self.cut(spec.shape.num_heads, tiling, policy)?;
-        self.list_merges();
+        if !self.scratch.is_slab {
+            self.list_merges();
+        }
         self.sort_items(tiling);
         Ok(())
     }
@@ -350,7 +387,7 @@ impl Plan {
                 page_begin: self.page_begin[seq],
                 begin,
                 end: end.max(begin),
-                partial: begin > 0,
+                partial: begin > 0 || self.scratch.is_slab,
             });
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! The dims of the attention and of the cache, and their checks.
 
+use crate::view::Slabs;
 use crate::{Dtype, Error, Result};
 
 /// Dims of one MLA layer in its absorbed form: `H` heads that share one latent row a token.
@@ -73,6 +74,19 @@ impl KvSpec {
     #[must_use]
     pub const fn pages_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.page_size)
+    }
+
+    /// Slabs of a pool that is cut every `slab_pages` pages: see [`Slabs`].
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for slabs of no page, and for more than [`Slabs::MOST`] of them.
+    pub fn num_slabs(&self, slab_pages: u32) -> Result<u32> {
+        let count = self.num_pages.checked_div(slab_pages).map_or(u32::MAX, |_| self.num_pages.div_ceil(slab_pages));
+        if count > Slabs::<()>::MOST {
+            let cure = "must be at least 1, and large enough for at most 64 slabs: raise max_storage_buffer_binding_size with `wanted`, or make the pool smaller";
+            return Err(Error::Shape { what: "slab_pages", got: slab_pages.into(), cure });
+        }
+        Ok(count)
     }
 
     /// Whether a cache can have these pages.
@@ -161,6 +175,21 @@ impl MlaDecode {
     #[must_use]
     pub const fn cache_bytes(&self) -> u64 {
         self.kv.num_slots() * self.shape.row_elems() as u64 * self.kv.dtype.bytes() as u64
+    }
+
+    /// Pages of a slab in bindings of at most `largest_binding` bytes, such as [`crate::Device::largest_binding`]: all pages where they
+    /// fit, else as many as fit, at least 1. See [`Slabs`].
+    #[must_use]
+    pub fn slab_pages(&self, largest_binding: u64) -> u32 {
+        let page = self.slab_bytes(1);
+        (largest_binding / page).clamp(1, self.kv.num_pages.max(1).into()) as u32
+    }
+
+    /// Bytes of one layer's pages in a slab of `slab_pages` pages.
+    #[must_use]
+    pub const fn slab_bytes(&self, slab_pages: u32) -> u64 {
+        let page = self.kv.page_size as u64 * self.shape.row_elems() as u64;
+        page * slab_pages as u64 * self.kv.dtype.bytes() as u64
     }
 
     /// Bytes of the query, `[tokens, H, L + R]`.

@@ -54,7 +54,11 @@ impl PageTable<'_> {
     /// # Errors
     /// [`Error::LayoutMismatch`] for pages of the device where kernels trust them.
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
-    pub(crate) fn check_device(self, clamps: bool) -> Result<()> {
+    pub(crate) fn check_device(self, clamps: bool, plan: &Plan) -> Result<()> {
+        if clamps && !plan.slabs.is_empty() {
+            let detail = "a decode made with DecodeOptions::device_page_list serves a pool in one buffer: plan without Batch::slabs";
+            return Err(Error::LayoutMismatch { detail });
+        }
         if matches!(self, Self::Device) && !clamps {
             let detail = "PageTable::Device needs a decode made with DecodeOptions::device_page_list";
             return Err(Error::LayoutMismatch { detail });
@@ -301,14 +305,9 @@ fn put<T: Pod>(words: &mut [u32], at: u32, section: &[T]) {
 fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec) -> Result<()> {
     check_rows(pages, plan.seq_lens.len(), kv)?;
     for (seq, &len) in plan.seq_lens.iter().enumerate() {
-        let used = kv.pages_for(len) as usize;
-        let row = row_of(pages, seq);
-        let Some(row) = row.get(..used) else {
-            let max = row.len() as i64 * i64::from(kv.page_size);
-            return Err(Error::SeqLen { seq, got: len.into(), max, cure: ROW_HOLDS });
-        };
+        let row = used_pages(pages, seq, len, kv)?;
         let (to, room) =
-            list[plan.page_begin[seq] as usize..plan.page_begin[seq + 1] as usize].split_at_mut(used);
+            list[plan.page_begin[seq] as usize..plan.page_begin[seq + 1] as usize].split_at_mut(row.len());
         // Room for growth holds pages too, so that no word of the list leads out of the pool.
         room.fill(0);
         let mut wild = false;
@@ -365,6 +364,18 @@ pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Resu
         }
         _ => Ok(()),
     }
+}
+
+/// The pages of a sequence's `len` tokens.
+///
+/// # Errors
+/// [`Error::SeqLen`] where its row has no more.
+pub(crate) fn used_pages<'a>(pages: PageTable<'a>, seq: usize, len: u32, kv: &KvSpec) -> Result<&'a [i32]> {
+    let row = row_of(pages, seq);
+    row.get(..kv.pages_for(len) as usize).ok_or_else(|| {
+        let max = row.len() as i64 * i64::from(kv.page_size);
+        Error::SeqLen { seq, got: len.into(), max, cure: ROW_HOLDS }
+    })
 }
 
 /// Why a length is more than a sequence's row has pages for.

@@ -74,7 +74,7 @@ pub fn run() -> Result<()> {
     // Made after the decode was timed: wgpu tracks every object, so these would slow the passes measured above.
     let capacity =
         LayerCapacity { tokens: BATCH as u32, decode_tokens: BATCH as u32, ..LayerCapacity::default() };
-    let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { variant: None, capacity })?;
+    let layer = gpu.compile_with(LAYER_SPEC, &LayerOptions { capacity, ..LayerOptions::default() })?;
     let layer_bindings = bind_layers(&gpu, &layer, &kv, capacity)?;
     let mut step = layer.step(Default::default())?;
     table(&gpu, ["whole layer, plan and prepare", "whole layer, record, one pass: a layer"], |turn| {

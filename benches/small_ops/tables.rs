@@ -3,7 +3,7 @@
 use mla_support::reference::{Concat, concat_and_cache, slot_mapping};
 use wgpu_mla::{
     Batch, Binding, Capacity, Compiled, DecodeOptions, DeviceBatch, Dtype, KvAppend, KvAppendArgs, KvSpec,
-    KvView, Mask, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, SplitPolicy, Step, View,
+    KvView, Mask, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Slabs, SplitPolicy, Step, View,
 };
 
 use crate::support::Result;
@@ -222,6 +222,7 @@ impl<D: DeviceTables> Problem<D> {
             layer_stride: 0,
             layer: 0,
             block_stride: u64::from(PAGE_SIZE * row),
+            slabs: Slabs::ONE,
         };
         let args =
             KvAppendArgs { kv_c: view(0), k_pe: view(append.shape.kv_lora_rank), kv, k_scale: K_SCALE };

@@ -19,7 +19,7 @@ def dequantised(codes, k_scale):
     return np.where(magnitude == 0x7F, 0x7FC00000, bits).astype(np.uint32) | sign
 
 
-def gather(dtype, output, row=288, page_size=16, k_scale=1.0, pad=0, room=0, max_rows=40):
+def gather(dtype, output, row=288, page_size=16, k_scale=1.0, pad=0, room=0, max_rows=40, first_page=0):
     """Pieces of pages to rows, some past the output's end; a table with `room` for more pieces, which must write nothing."""
     rng = np.random.default_rng(row + page_size)
     size, out = np.dtype(BITS[dtype]).itemsize, np.dtype(BITS[output]).itemsize
@@ -30,14 +30,18 @@ def gather(dtype, output, row=288, page_size=16, k_scale=1.0, pad=0, room=0, max
     half = page_size // 2
     pieces = [(5 * page_size + half, 3, page_size - half), (page_size, 4 + page_size - half, page_size), (6 * page_size, max_rows - 1, page_size)]
     unused = [(0, 0, page_size)] * room
-    words = np.concatenate([[len(pieces)], np.ravel(pieces + unused)]).astype(np.uint32)
+    # The slab is pages first_page to first_page + 6 of a pool; pieces of other slabs write nothing.
+    elsewhere = [(page * page_size, 0, page_size) for page in (first_page - 1, first_page + num_pages) if first_page]
+    listed = [(slot + first_page * page_size, *rest) for slot, *rest in pieces] + elsewhere
+    words = np.concatenate([[len(listed)], np.ravel(listed + unused)]).astype(np.uint32)
     device = Device()
     at, to, table = device.buffer(kv, False), device.buffer(before), device.buffer(words, False)
     args = struct.pack("<5Q", at + 8 * size, to + 4 * out, table, stride * size, out_stride * out)
-    args += struct.pack("<5If", max_rows, len(pieces) + room, num_pages * page_size, page_size, row // 4, np.float32(k_scale))
+    numbers = max_rows, len(listed) + room, num_pages * page_size, first_page * page_size, 0, page_size, row // 4
+    args += struct.pack("<7If", *numbers, np.float32(k_scale))
     args += struct.pack("<4I", *divisor(row // 4), *divisor(page_size))
     entry = kernels("shaders/cuda/ptx/kv_gather.ptx")[f"kv_gather_{dtype}_{output}"]
-    items = -(-(len(pieces) + room) * page_size // 8) * (row // 4)
+    items = -(-(len(listed) + room) * page_size // 8) * (row // 4)
     device.launch(entry, (-(-items // 256), 1, 1), [args])
 
     want = before.copy()
@@ -61,6 +65,8 @@ def test_gather_every_pair():
                 gather(dtype, output, [288, 576, 320][turn % 3], [16, 3, 8][turn % 3], 0.37, pad=4 * (turn % 2), room=turn % 3)
     gather("f16", "f16", page_size=1)
     gather("bf16", "f32", page_size=64, max_rows=102)
+    gather("f32", "f16", room=1, first_page=7)
+    gather("e4m3", "e4m3", page_size=3, first_page=1)
 
 
 def test_gather_scales():

@@ -128,7 +128,7 @@ def test_rope_of_a_range():
     rope("f32", 4, 2, 32, 1, False, count=0)
 
 
-def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, latent=256, rope=32, page_size=3, k_scale=1.0, pad=0):
+def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, latent=256, rope=32, page_size=3, k_scale=1.0, pad=0, first_page=0):
     """Compares the whole cache and all queries. Tables and inputs have `room` for more tokens, which must write nothing."""
     rng = np.random.default_rng(tokens + page_size)
     most, row = tokens + room, latent + rope
@@ -145,17 +145,22 @@ def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, 
     num_pages = -(-most // page_size) + 2
     slots = rng.permutation(num_pages * page_size)[:most]
     slots[1::5] = -1
+    # The slab begins at a page of the pool; tokens of other slabs are not written, and queries are rotated with the first slab only.
+    first = first_page * page_size
+    listed = np.where(slots < 0, -1, slots + first)
+    if first:
+        listed[2::5], slots[2::5] = first - 1, -1
     stride = page_size * row + 8
     before = random_bits(rng, 8 + (num_pages - 1) * stride + page_size * row, cache)
     kv = device.buffer(before)
-    words = device.buffer(np.concatenate([[tokens], slots]).astype(np.uint32), False)
+    words = device.buffer(np.concatenate([[tokens], listed]).astype(np.uint32), False)
 
     args = rope_args(x, q, y, out, device.buffer(places, False), device.buffer(table, False), rope, heads, interleaved)
     firsts = kv_c_rows.first(kv_c), k_pe_rows.first(k_pe)
     steps = kv_c_rows.steps()[0], k_pe_rows.steps()[0]
     is_wide = all(number % 16 == 0 for number in [*firsts, *steps])
     args += struct.pack("<7Q", *firsts, kv + 8 * size_of(cache), words, *steps, stride * size_of(cache))
-    args += struct.pack("<6I", most, num_pages * page_size, page_size, latent // 8, row // 8, is_wide)
+    args += struct.pack("<8I", most, num_pages * page_size, first, 0, page_size, latent // 8, row // 8, is_wide)
     args += struct.pack("<4I3fI", *divisor(row // 8), *divisor(page_size), *e4m3_scale(k_scale))
     items = [-(-units // 32) * 32 for units in (rope // 8 * heads, rope // 8)]
     items.append(sum(items) + latent // 8)
@@ -163,7 +168,8 @@ def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, 
     entry = kernels("shaders/cuda/ptx/rope_append.ptx")[f"rope_append_{dtype}_{cache}"]
     device.launch(entry, (-(-most * items[2] // 128), 1, 1), [args])
 
-    want_out[y.at[:tokens]] = rotated(query, codes[:tokens], places[:tokens], table, interleaved)
+    if not first:
+        want_out[y.at[:tokens]] = rotated(query, codes[:tokens], places[:tokens], table, interleaved)
     wrong = np.flatnonzero(device.read(out) != want_out)
     assert not len(wrong), f"q_pe of {query}: {len(wrong)} elements, the first is {wrong[0]}"
     new = np.concatenate([latents, rotated(dtype, keys, places, table, interleaved)], -1)[:, 0]
@@ -190,3 +196,4 @@ def test_append_of_fewer_tokens_than_a_grid_is_for():
     for tokens, room in [(0, 2), (1, 3), (5, 1)]:
         append("bf16", "bf16", "e4m3", 1, True, tokens, room, heads=16, latent=512, rope=64, page_size=64, k_scale=0.25)
     append("f16", "f32", "bf16", 0, False, 2, 1, heads=20)
+    append("f16", "bf16", "f16", 0, True, 7, 1, first_page=4)

@@ -65,7 +65,7 @@ def e4m3_scale(k_scale):
     return k, float(np.float32(128 * (1 - margin) / k)), float(np.float32(128 * (1 + margin) / k)), largest
 
 
-def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, offset=0, pad=0, room=0):
+def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, offset=0, pad=0, room=0, first_page=0):
     """Cuts codes into rows, appends most of them to random slots, and compares the whole cache. Tables and inputs have `room` for more
     tokens, which must write nothing."""
     rng = np.random.default_rng(len(codes) + page_size)
@@ -75,6 +75,12 @@ def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, 
     num_pages = -(-tokens // page_size) + 2
     slots = np.resize(rng.permutation(num_pages * page_size), tokens + room)
     slots[1::9] = -1
+    # The slab begins at a page of the pool; tokens of other slabs are not written.
+    first = first_page * page_size
+    listed = np.where(slots < 0, -1, slots + first)
+    if first:
+        listed[2::9], slots[2::9] = first - 1, -1
+        listed[3::9], slots[3::9] = first + num_pages * page_size, -1
     strides = latent + pad, rope + pad
 
     def spread(part, stride):
@@ -90,12 +96,12 @@ def append(dtype, cache, codes, latent=512, rope=64, page_size=64, k_scale=1.0, 
     kv_c = device.buffer(spread(rows[:, :latent], strides[0]), False) + offset * size
     k_pe = device.buffer(spread(rows[:, latent:], strides[1]), False) + offset * size if rope else 0
     kv = device.buffer(before)
-    table = device.buffer(np.concatenate([[tokens], slots]).astype(np.uint32), False)
+    table = device.buffer(np.concatenate([[tokens], listed]).astype(np.uint32), False)
     most = tokens + room
     steps = [stride * size if most > 1 else 0 for stride in strides]
     is_wide = all(number % 16 == 0 for number in [kv_c, k_pe, *steps])
     args = struct.pack("<7Q", kv_c, k_pe, kv + 8 * out, table, *steps, stride * out)
-    args += struct.pack("<6I", most, num_pages * page_size, page_size, latent // 8, row // 8, is_wide)
+    args += struct.pack("<8I", most, num_pages * page_size, first, 0, page_size, latent // 8, row // 8, is_wide)
     args += struct.pack("<4I3fI", *divisor(row // 8), *divisor(page_size), *e4m3_scale(k_scale))
     entry = kernels("shaders/cuda/ptx/kv_append.ptx")[f"kv_append_{dtype}_{cache}"]
     device.launch(entry, (-(-(-(-most // 4) * (row // 8)) // 256), 1, 1), [args])
@@ -138,6 +144,7 @@ def test_append_shapes_of_every_pair():
             append(dtype, cache, codes, page_size=3, k_scale=scale)
             append(dtype, cache, codes[:900], 256, 32, 48, k_scale=scale, offset=4, pad=4)
             append(dtype, cache, codes[:512], 512, 0, 1, k_scale=scale)
+            append(dtype, cache, codes, 256, 32, 3, k_scale=scale, first_page=5)
 
 
 def test_append_of_fewer_tokens_than_a_grid_is_for():
@@ -256,7 +263,7 @@ def test_merge_elements():
         merge(dtype, "elements", 5, 1, 17)
 
 
-def copy_pages(dtype, body, row, page_size, pad):
+def copy_pages(dtype, body, row, page_size, pad, cut=None):
     rng = np.random.default_rng(row + page_size)
     size, stride, num_pages = np.dtype(BITS[dtype]).itemsize, page_size * row + pad, 7
     before = random_bits(rng, 8 + (num_pages - 1) * stride + page_size * row, dtype)
@@ -269,12 +276,18 @@ def copy_pages(dtype, body, row, page_size, pad):
     kv, table = device.buffer(before), device.buffer(words, False)
     units = page_size * row * size // (16 if body == "wide" else 4)
     blocks = -(-units // 1024)
-    args = struct.pack("<3Q4I", kv + 8 * size, table, stride * size, num_pages, units, blocks, len(used) + 2)
+    # With a cut, from the pages before it to a slab of those from it on.
+    source, target = (0, num_pages), (0, num_pages)
+    if cut:
+        source, target = (0, cut), (cut, num_pages - cut)
+    at = kv + 8 * size
+    args = struct.pack("<4Q", at, at + target[0] * stride * size, table, stride * size)
+    args += struct.pack("<8I", *source, *target, units, blocks, len(used) + 2, 0)
     entry = kernels("shaders/cuda/ptx/kv_copy_pages.ptx")[f"kv_copy_pages_{body}"]
     # a block more than there is work for
     device.launch(entry, ((len(used) + 2) * blocks + 1, 1, 1), [args])
     want = before.copy()
-    for source, target in copies:
+    for source, target in [copy for copy in copies if not cut or copy[0] < cut <= copy[1]]:
         want[8 + target * stride :][: page_size * row] = before[8 + source * stride :][: page_size * row]
     assert (device.read(kv) == want).all(), f"{dtype} {body} {row} x {page_size}"
 
@@ -285,3 +298,4 @@ def test_copy_pages():
     copy_pages("e4m3", "words", 576, 1, 8)
     copy_pages("e4m3", "words", 4, 1, 8)
     copy_pages("bf16", "words", 288, 16, 8)
+    copy_pages("bf16", "wide", 288, 16, 8, cut=2)

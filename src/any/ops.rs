@@ -86,6 +86,10 @@ impl Device for AnyBackend {
         }
     }
 
+    fn binds_each_slab(&self) -> bool {
+        false
+    }
+
     fn largest_binding(&self) -> u64 {
         on!(self, b => b.largest_binding())
     }

@@ -13,20 +13,20 @@ pub(super) use step::Scratch;
 use binding::{Bound, KV, LSE, OUT, Q_NOPE, Q_PE};
 use step::{Prepared, Tables};
 
-use super::buffer::{Buffer, bits_of, exclusive, store_elements};
+use super::buffer::{Buffer, Locked, bits_of, exclusive, store_elements};
 use super::device::Cpu;
 use super::kernels::attend::{BLOCK, MAX_ROWS, Tile};
 use super::kernels::{Kernels, VARIANTS};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
-use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem};
+use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem, check_slabs};
 use crate::tables::{Capacity, PageTable};
 use crate::{Dtype, MlaDecode, Result};
 
 impl Kernel<MlaDecode> for Cpu {
     type Kernels = Kernels;
     type Step = Prepared;
-    type Binding = Bound;
+    type Binding = Layer;
 
     fn kernel_variants(&self, _: &MlaDecode) -> Vec<Candidate> {
         candidates(VARIANTS, &(), &())
@@ -63,8 +63,9 @@ impl Kernel<MlaDecode> for Cpu {
         _: &Kernels,
         args: &MlaDecodeArgs<&Buffer>,
         _: u32,
-    ) -> Result<Bound> {
-        Ok(Bound::new(spec, args))
+    ) -> Result<Layer> {
+        let slabs = args.kv.each_slab().map(|kv| Bound::new(spec, &MlaDecodeArgs { kv, ..*args }));
+        Ok(Layer { slabs: slabs.collect(), slab_pages: args.kv.slabs.slab_pages() })
     }
 
     fn kernel_record(
@@ -73,35 +74,36 @@ impl Kernel<MlaDecode> for Cpu {
         kernels: &Kernels,
         (): &mut (),
         step: &Prepared,
-        binding: &Bound,
+        layer: &Layer,
     ) -> Result<()> {
-        let Some(tables) = step.tables() else { return Ok(()) };
-        let locked = binding.lock();
+        check_slabs(step.slab_pages, layer.slab_pages)?;
+        let Some(merges) = step.tables() else { return Ok(()) };
         let mut partials = step.partials.lock().unwrap_or_else(PoisonError::into_inner);
         let lses_at = step.num_partials() * spec.shape.kv_lora_rank as usize;
         let (outs, lses) = partials.split_at_mut(lses_at);
-        let call = Call {
-            spec,
-            kernels,
-            binding,
-            tables,
-            queries: tables.queries(),
-            pages: tables.pages(),
-            q_nope: locked.bytes(Q_NOPE),
-            q_pe: locked.bytes(Q_PE),
-            kv: locked.bytes(KV),
-            out: locked.words(OUT),
-            lse: locked.words(LSE),
-        };
-        let (partial_outs, partial_lses) = (&*outs, &*lses);
-        let items = tables.items();
-        self.pool.for_each(items.len(), |thread, unit| {
-            let mut scratch = step.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
-            call.attend(&mut scratch.tile(), &items[unit], partial_outs, partial_lses);
-        });
+        let Some(first) = layer.slabs.first() else { return Ok(()) };
+        for (binding, tables) in layer.slabs.iter().zip(step.each_slab()) {
+            let locked = binding.lock();
+            let call = Call::new(spec, kernels, binding, tables, &locked);
+            let (partial_outs, partial_lses) = (&*outs, &*lses);
+            let items = tables.items();
+            self.pool.for_each(items.len(), |thread, unit| {
+                let mut scratch = step.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
+                call.attend(&mut scratch.tile(), &items[unit], partial_outs, partial_lses);
+            });
+        }
+        let locked = first.lock();
+        let call = Call::new(spec, kernels, first, merges, &locked);
         merge::run(&self.pool, &call, exclusive(outs), exclusive(lses));
         Ok(())
     }
+}
+
+/// A layer's buffers, with the cache of each slab.
+#[derive(Debug)]
+pub struct Layer {
+    slabs: Vec<Bound>,
+    slab_pages: u32,
 }
 
 /// A tile has whole query tokens where they fit, else an equal share of one token's heads, so that no tile is left with a few rows.
@@ -137,7 +139,29 @@ struct Call<'a> {
     lse: &'a [AtomicU32],
 }
 
-impl Call<'_> {
+impl<'a> Call<'a> {
+    fn new(
+        spec: &'a MlaDecode,
+        kernels: &'a Kernels,
+        binding: &'a Bound,
+        tables: Tables<'a>,
+        locked: &'a Locked<'_, 5>,
+    ) -> Self {
+        Self {
+            spec,
+            kernels,
+            binding,
+            tables,
+            queries: tables.queries(),
+            pages: tables.pages(),
+            q_nope: locked.bytes(Q_NOPE),
+            q_pe: locked.bytes(Q_PE),
+            kv: locked.bytes(KV),
+            out: locked.words(OUT),
+            lse: locked.words(LSE),
+        }
+    }
+
     /// Does one work item.
     fn attend(&self, tile: &mut Tile<'_>, item: &WorkItem, outs: &[AtomicU32], lses: &[AtomicU32]) {
         let (num_rows, latent) = (item.num_rows as usize, tile.latent);

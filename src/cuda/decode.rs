@@ -17,9 +17,9 @@ use super::kernels::{MOST_STRIDE, TensorMap, address, code};
 use super::{Buffer, Cuda, Function};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
-use crate::plan::{Plan, Tiling, check_plan};
+use crate::plan::{Plan, Tiling, check_plan, check_slabs};
 use crate::tables::{Capacity, PageTable};
-use crate::{Dtype, Error, MlaDecode, Result};
+use crate::{Dtype, Error, KvSpec, MlaDecode, Result};
 
 /// The kernels of a decode.
 #[derive(Debug)]
@@ -38,10 +38,17 @@ struct Split {
     kernel: Function,
 }
 
+/// A layer's buffers, with the cache of each slab.
+#[derive(Debug)]
+pub struct Layer {
+    max_queries: u32,
+    slabs: Vec<Bound>,
+    slab_pages: u32,
+}
+
 /// A layer's buffers, held.
 #[derive(Debug)]
-pub struct Bound {
-    max_queries: u32,
+struct Bound {
     args: Args,
     split: Split,
     /// Of a variant that uses TMA.
@@ -59,7 +66,7 @@ const FEW_BLOCKS: u32 = 16;
 impl Kernel<MlaDecode> for Cuda {
     type Kernels = Functions;
     type Step = Tables;
-    type Binding = Bound;
+    type Binding = Layer;
 
     fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
         candidates(VARIANTS, self.card(), &(*spec, spec.shape.num_heads))
@@ -95,6 +102,10 @@ impl Kernel<MlaDecode> for Cuda {
         step.capacity
     }
 
+    fn kernel_form(step: &Tables) -> u64 {
+        step.form()
+    }
+
     fn kernel_prepare(
         &self,
         spec: &MlaDecode,
@@ -102,8 +113,8 @@ impl Kernel<MlaDecode> for Cuda {
         step: &mut Tables,
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
-        pages.check_device(kernels.device_page_list)?;
-        check_plan(plan, spec, kernels.tile.rows)?;
+        pages.check_device(kernels.device_page_list, plan)?;
+        check_plan(plan, spec, pages, kernels.tile.rows)?;
         step.prepare(self, spec, plan, pages)?;
         Ok(plan.num_queries)
     }
@@ -114,7 +125,42 @@ impl Kernel<MlaDecode> for Cuda {
         kernels: &Functions,
         args: &MlaDecodeArgs<&Buffer>,
         max_queries: u32,
+    ) -> Result<Layer> {
+        let bind = |kv| self.bind_decode(spec, kernels, &MlaDecodeArgs { kv, ..*args }, max_queries);
+        let slabs = args.kv.each_slab().map(bind).collect::<Result<_>>()?;
+        Ok(Layer { max_queries, slabs, slab_pages: args.kv.slabs.slab_pages() })
+    }
+
+    fn kernel_record(
+        &self,
+        spec: &MlaDecode,
+        kernels: &Functions,
+        (): &mut (),
+        step: &Tables,
+        layer: &Layer,
+    ) -> Result<()> {
+        check_slabs(step.slab_pages, layer.slab_pages)?;
+        if layer.max_queries == 0 {
+            return Ok(());
+        }
+        for (bound, tables) in layer.slabs.iter().zip(step.each_slab()) {
+            self.launch_split(bound, tables, &step.partials)?;
+        }
+        layer.slabs.first().map_or(Ok(()), |bound| self.launch_merge(spec, kernels, bound, step))
+    }
+}
+
+impl Cuda {
+    /// With the one slab that the arguments have.
+    fn bind_decode(
+        &self,
+        spec: &MlaDecode,
+        kernels: &Functions,
+        args: &MlaDecodeArgs<&Buffer>,
+        max_queries: u32,
     ) -> Result<Bound> {
+        let num_pages = args.kv.pages(&spec.kv).len() as u32;
+        let spec = &MlaDecode { kv: KvSpec { num_pages, ..spec.kv }, ..*spec };
         let [q_nope, q_pe] = args.query_parts(spec);
         let (kv, out, lse) = (args.kv, args.out, args.lse);
         let (logit_scale, out_scale, lse_scale) = args.kernel_scales();
@@ -156,42 +202,49 @@ impl Kernel<MlaDecode> for Cuda {
             ..Args::default()
         };
         let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer].map(Buffer::clone);
-        Ok(Bound { max_queries, args: bound, split, map, buffers })
+        Ok(Bound { args: bound, split, map, buffers })
     }
 
-    fn kernel_record(
+    fn launch_split(&self, layer: &Bound, step: &Tables, partials: &Buffer) -> Result<()> {
+        // Every index of the kernels is bounded as src/gpu/decode.rs lists: `check_plan` and `write_tables` for what tables and page list
+        // name, `KvView::check` and `check_args` for what that makes of the buffers, `bound_token` for a replay.
+        let args = layer.with_tables(step, partials);
+        let Split { compiled: Compiled { threads, shared_bytes, .. }, kernel } = &layer.split;
+        let items = step.capacity.items;
+        let held = layer.buffers.iter().chain([&step.tables, partials]);
+        self.launch_with_maps(kernel, items, *threads, *shared_bytes, &args, layer.map.as_slice(), held)
+    }
+
+    fn launch_merge(
         &self,
         spec: &MlaDecode,
         kernels: &Functions,
-        (): &mut (),
-        step: &Tables,
         layer: &Bound,
+        step: &Tables,
     ) -> Result<()> {
-        if layer.max_queries == 0 {
-            return Ok(());
+        let args = layer.with_tables(step, &step.partials);
+        let held = || layer.buffers.iter().chain([&step.tables, &step.partials]);
+        let [few, many] = &kernels.merges;
+        match merge_blocks(spec, step.capacity.merges, self.card().multiprocessors)? {
+            MergeBlocks::Few(blocks) => self.launch(few, blocks, FEW.1, 0, &args, held()),
+            MergeBlocks::Many(blocks) => self.launch(many, blocks, MANY.1, 0, &args, held()),
         }
-        // Every index of the kernels is bounded as src/gpu/decode.rs lists: `check_plan` and `write_tables` for what tables and page list
-        // name, `KvView::check` and `check_args` for what that makes of the buffers, `bound_token` for a replay.
+    }
+}
+
+impl Bound {
+    fn with_tables(&self, step: &Tables, partials: &Buffer) -> Args {
         let (tables, header) = (step.tables.ptr(), &step.header);
         let at = |words: u32| tables + u64::from(words) * 4;
-        let args = Args {
+        Args {
             header: tables,
             items: at(header.items),
             queries: at(header.queries),
             merges: at(header.merges),
             merge_partials: at(header.merge_partials),
             pages: at(header.pages),
-            partials: step.partials.ptr(),
-            ..layer.args
-        };
-        let Split { compiled: Compiled { threads, shared_bytes, .. }, kernel } = &layer.split;
-        let items = step.capacity.items;
-        let held = || layer.buffers.iter().chain([&step.tables, &step.partials]);
-        self.launch_with_maps(kernel, items, *threads, *shared_bytes, &args, layer.map.as_slice(), held())?;
-        let [few, many] = &kernels.merges;
-        match merge_blocks(spec, step.capacity.merges, self.card().multiprocessors)? {
-            MergeBlocks::Few(blocks) => self.launch(few, blocks, FEW.1, 0, &args, held()),
-            MergeBlocks::Many(blocks) => self.launch(many, blocks, MANY.1, 0, &args, held()),
+            partials: partials.ptr(),
+            ..self.args
         }
     }
 }

@@ -45,8 +45,12 @@ impl<'a> Window<'a> {
             view.start - view.start % u64::from(gpu.device().limits().min_storage_buffer_offset_alignment);
         let need = end - offset;
         if need > limit {
-            let cure =
-                "make the device with `wanted`'s max_storage_buffer_binding_size, or use smaller arrays";
+            let cure = match what {
+                "kv" => {
+                    "make the device with `wanted`'s max_storage_buffer_binding_size, or cut the pool into slabs: `KvView::in_slabs`"
+                }
+                _ => "make the device with `wanted`'s max_storage_buffer_binding_size, or use smaller arrays",
+            };
             return Err(Error::Limit { what, need, limit, cure });
         }
         Ok(Self { buffer, offset, size: need })

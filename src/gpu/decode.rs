@@ -18,9 +18,25 @@ use super::kernels::decode::{Kernel as Chosen, Merging, Request, VARIANTS, split
 use super::pipelines::{Access, layout};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Binding, Candidate, Choice, Compiled, DecodeOptions, Kernel, MlaDecodeArgs, Step};
-use crate::plan::{Plan, Tiling, check_plan};
+use crate::plan::{Plan, Tiling, check_plan, check_slabs};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, MlaDecode, Result};
+
+/// A layer's buffers, bound.
+#[derive(Debug)]
+pub struct Layer {
+    /// With the cache of each slab; none where there is room for no query token.
+    slabs: Vec<wgpu::BindGroup>,
+    slab_pages: u32,
+}
+
+impl Layer {
+    /// # Errors
+    /// [`Error::LayoutMismatch`] for a step that was planned for a pool in other slabs.
+    fn check(&self, step: &Tables) -> Result<()> {
+        check_slabs(step.slab_pages, self.slab_pages)
+    }
+}
 
 /// The kernels of a decode, and what they are bound with: group 0 a layer, group 1 a step.
 #[derive(Debug)]
@@ -38,8 +54,7 @@ pub struct Pipes {
 impl Kernel<MlaDecode> for Gpu {
     type Kernels = Pipes;
     type Step = Tables;
-    /// `None` where there is room for no query token.
-    type Binding = Option<wgpu::BindGroup>;
+    type Binding = Layer;
 
     fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
         candidates(&VARIANTS, self.caps(), &(*spec, 1))
@@ -109,8 +124,8 @@ impl Kernel<MlaDecode> for Gpu {
         step: &mut Tables,
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
-        pages.check_device(pipes.device_page_list)?;
-        check_plan(plan, spec, pipes.rows_per_tile)?;
+        pages.check_device(pipes.device_page_list, plan)?;
+        check_plan(plan, spec, pages, pipes.rows_per_tile)?;
         step.prepare(self, pipes, spec, plan, pages)?;
         Ok(plan.num_queries)
     }
@@ -121,9 +136,10 @@ impl Kernel<MlaDecode> for Gpu {
         pipes: &Pipes,
         args: &MlaDecodeArgs<&wgpu::Buffer>,
         max_queries: u32,
-    ) -> Result<Option<wgpu::BindGroup>> {
-        let bind = || binding::bind(self, &pipes.layer, spec, max_queries, args);
-        if max_queries == 0 { Ok(None) } else { bind().map(Some) }
+    ) -> Result<Layer> {
+        let slabs = args.kv.each_slab().filter(|_| max_queries > 0);
+        let bind = |kv| binding::bind(self, &pipes.layer, spec, max_queries, &MlaDecodeArgs { kv, ..*args });
+        Ok(Layer { slabs: slabs.map(bind).collect::<Result<_>>()?, slab_pages: args.kv.slabs.slab_pages() })
     }
 
     fn kernel_record(
@@ -132,13 +148,14 @@ impl Kernel<MlaDecode> for Gpu {
         pipes: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Tables,
-        binding: &Option<wgpu::BindGroup>,
+        layer: &Layer,
     ) -> Result<()> {
-        if let Some(layer) = binding {
-            pass.set_bind_group(0, layer, &[]);
-            self.dispatch_split(pipes, pass, step, None);
-            self.dispatch_merge(spec, pipes, pass, step);
+        layer.check(step)?;
+        for (group, tables) in layer.slabs.iter().zip(step.each_slab()) {
+            pass.set_bind_group(0, group, &[]);
+            self.dispatch_split(pipes, pass, tables, None);
         }
+        self.dispatch_merge(spec, pipes, pass, step, layer);
         Ok(())
     }
 }
@@ -179,12 +196,14 @@ impl Compiled<MlaDecode, Gpu> {
         if index >= slices {
             return Err(Error::LayoutMismatch { detail });
         }
-        if let Some(layer) = &binding.raw {
-            pass.set_bind_group(0, layer, &[]);
-            self.device.dispatch_split(&self.kernels, pass, &step.raw, Some(index));
-            if index + 1 == slices {
-                self.device.dispatch_merge(&self.op, &self.kernels, pass, &step.raw);
-            }
+        binding.raw.check(&step.raw)?;
+        let Some((slab, tables, slice)) = step.raw.slice(index) else { return Ok(()) };
+        if let Some(group) = binding.raw.slabs.get(slab) {
+            pass.set_bind_group(0, group, &[]);
+            self.device.dispatch_split(&self.kernels, pass, tables, Some(slice));
+        }
+        if index + 1 == slices {
+            self.device.dispatch_merge(&self.op, &self.kernels, pass, &step.raw, &binding.raw);
         }
         Ok(())
     }
@@ -212,16 +231,22 @@ impl Gpu {
         }
     }
 
-    /// Follows the split in the same pass, with its bind groups.
+    /// Follows the split in the same pass.
     fn dispatch_merge(
         &self,
         spec: &MlaDecode,
         pipes: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
         step: &Tables,
+        layer: &Layer,
     ) {
         let rows = step.capacity.merges * spec.shape.num_heads;
-        if rows > 0 {
+        if let (Some(group), 1..) = (layer.slabs.first(), rows) {
+            // After slabs, which have tables of their own.
+            if layer.slabs.len() > 1 {
+                pass.set_bind_group(0, group, &[]);
+                step.bind(pass, None);
+            }
             let merging = Merging::of(rows.into());
             pass.set_pipeline(&pipes.merges[merging as usize]);
             self.dispatch_groups(pass, rows * merging.parts(&spec.shape));

@@ -53,6 +53,8 @@ pub struct Ops<D: Composes> {
     pub(super) merge_step: Step<MergeState, D>,
     pub(super) space: Workspace<D::Buffer>,
     pub(super) capacity: LayerCapacity,
+    /// 0 for a pool in one buffer.
+    pub(super) slab_pages: u32,
 }
 
 /// The ops of decodes that attend expanded prefixes.
@@ -95,6 +97,11 @@ impl<D: Composes> Ops<D> {
             space: Workspace::new(device, spec, &capacity, prefixes.as_ref().map_or(0, |all| all.num_sets))?,
             prefixes,
             capacity,
+            slab_pages: match options.slab_pages {
+                0 => 0,
+                pages if spec.kv.num_slabs(pages)? == 1 => 0,
+                pages => pages,
+            },
         })
     }
 }

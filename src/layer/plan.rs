@@ -15,7 +15,7 @@ use crate::Mask;
 use crate::ops::GatherRange;
 use crate::ops::PrefillSequence;
 use crate::tables::{ROW_HOLDS, check_rows, row_of};
-use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SplitPolicy, Tiling};
+use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SlabTable, SplitPolicy, Tiling};
 
 /// One step's batch of an [`MlaLayer`].
 #[derive(Debug, Clone, Copy)]
@@ -137,6 +137,20 @@ impl LayerPlan {
         batch: &LayerBatch<'_>,
         policy: SplitPolicy,
     ) -> Result<Self> {
+        Self::in_slabs(spec, tiling, batch, policy, 0)
+    }
+
+    /// As [`LayerPlan::new`], over a pool in slabs of so many pages each: see [`crate::KvView::in_slabs`]. 0 is a pool in one buffer.
+    ///
+    /// # Errors
+    /// Those of [`LayerPlan::new`]; [`Error::Shape`] for slabs that are too small.
+    pub fn in_slabs(
+        spec: &MlaLayer,
+        tiling: &Tiling,
+        batch: &LayerBatch<'_>,
+        policy: SplitPolicy,
+        slab_pages: u32,
+    ) -> Result<Self> {
         // It checks what the rest relies on: lengths, order, signs.
         let all = Batch::new(batch.seq_lens, batch.query_start_loc);
         let mla = spec.mla();
@@ -168,7 +182,8 @@ impl LayerPlan {
             }
         }
         check_slots(spec, batch)?;
-        plan.plan_decodes(spec, tiling, batch, policy, &decodes, &expanded)?;
+        let decodes = (&decodes[..], slab_pages);
+        plan.plan_decodes(spec, tiling, batch, policy, decodes, &expanded)?;
         plan.plan_chunks(spec, policy, &prompts)?;
         Ok(plan)
     }
@@ -191,7 +206,7 @@ impl LayerPlan {
         tiling: &Tiling,
         batch: &LayerBatch<'_>,
         policy: SplitPolicy,
-        decodes: &[Prompt],
+        (decodes, slab_pages): (&[Prompt], u32),
         expanded: &[Option<&ExpandedPrefix>],
     ) -> Result<()> {
         let prefix = |decode: &Prompt| expanded.get(decode.sequence as usize).copied().flatten();
@@ -210,17 +225,14 @@ impl LayerPlan {
         }
         let shared: Vec<SharedPrefix> =
             batch.shared_prefixes.iter().map(|group| group.among(decodes, expanded)).collect();
-        let compact = Batch { shared_prefixes: &shared, ..Batch::new(&seq_lens, &loc) };
-        self.decode = Plan::new(&spec.mla(), tiling, &compact, policy)?;
-        for query in &mut self.decode.queries {
-            query.token = tokens[query.token as usize];
-        }
-        for merge in &mut self.decode.merges {
-            merge.token = tokens[merge.token as usize];
-        }
-        self.decode.num_queries = self.decoded.last().map_or(0, |run| run.end);
         let sequences = decodes.iter().map(|decode| (decode.sequence as usize, skipped(decode)..decode.len));
         self.decode_pages = pages_of(batch.pages, spec, sequences)?;
+        let (kv_indptr, kv_indices) = &self.decode_pages;
+        let pages = PageTable::Csr { kv_indptr, kv_indices };
+        let slabs = (slab_pages > 0).then_some(SlabTable { pages, slab_pages });
+        let compact = Batch { shared_prefixes: &shared, slabs, ..Batch::new(&seq_lens, &loc) };
+        self.decode = Plan::new(&spec.mla(), tiling, &compact, policy)?;
+        self.decode.renumber(&tokens, self.decoded.last().map_or(0, |run| run.end));
         let tokens: Vec<_> =
             decodes.iter().map(|decode| (decode.q_begin, decode.q_len, prefix(decode))).collect();
         self.over_prefixes = over_prefixes(&tokens);

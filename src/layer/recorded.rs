@@ -9,6 +9,7 @@ use crate::ops::variants::{Candidate, Choice};
 use crate::ops::{
     GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend, RopeAppendBatch,
 };
+use crate::plan::check_slabs;
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, MlaDecode, Result, SplitPolicy};
 
@@ -103,7 +104,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         step: &mut Steps<D>,
         (batch, policy): (&LayerBatch<'_>, SplitPolicy),
     ) -> Result<LayerCapacity> {
-        let plan = LayerPlan::new(spec, &ops.decode.tiling(), batch, policy)?;
+        let plan = LayerPlan::in_slabs(spec, &ops.decode.tiling(), batch, policy, ops.slab_pages)?;
         let used = plan.used(batch);
         ops.capacity.check_holds(&used)?;
         match (&ops.append, &mut step.append) {
@@ -129,6 +130,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         room: LayerCapacity,
     ) -> Result<Bindings<D>> {
         ops.capacity.check_holds(&room)?;
+        check_slabs(ops.slab_pages, args.kv.slabs.slab_pages())?;
         Bind { spec, ops, args, room }.all()
     }
 
@@ -272,6 +274,7 @@ impl<D: Composes> Steps<D> {
         let shape = &mut self.shape;
         shape.extend([u64::from(plan.positions.is_empty()), append.into(), runs as u64]);
         shape.extend(if runs > 0 { decode } else { [0; 6] });
+        shape.push(if runs > 0 { <D as Kernel<MlaDecode>>::kernel_form(&self.decode.raw) } else { 0 });
         shape.extend(self.decoded[..runs].iter().map(|step| u64::from(step.capacity())));
         if let Some(step) = self.prefixes.as_ref().filter(|_| !plan.over_prefixes.is_empty()) {
             shape.push(step.parts.capacity().into());

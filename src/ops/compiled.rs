@@ -37,7 +37,10 @@ pub struct Step<O: Op, D: Kernel<O>> {
 /// One layer's buffers, checked and held. Made by [`Compiled::bind`].
 #[derive(Debug)]
 pub struct Binding<O: Op, D: Kernel<O>> {
+    /// Of the first slab, of an op that runs once a slab of the cache.
     pub(crate) raw: D::Binding,
+    /// Of the other slabs.
+    more: Vec<D::Binding>,
     room: O::Extent,
     owner: u64,
 }
@@ -124,9 +127,12 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         self.op.map(args, |_, buffer| self.device.accepts(buffer))?;
         self.op.check_args(args, room, D::size)?;
         self.op.check_aliases(args, room, D::offset)?;
-        let raw = self.device.kernel_bind(&self.op, &self.kernels, args, room)?;
+        let bind = |args| self.device.kernel_bind(&self.op, &self.kernels, args, room);
+        let slabs = if self.device.binds_each_slab() { self.op.each_slab(args) } else { Vec::new() };
+        let raw = bind(slabs.first().unwrap_or(args))?;
+        let more = slabs.iter().skip(1).map(bind).collect::<Result<_>>()?;
         let room = self.op.room(args, room);
-        Ok(Binding { raw, room, owner: self.id })
+        Ok(Binding { raw, more, room, owner: self.id })
     }
 
     /// Whether a step and a binding can be recorded together.
@@ -164,7 +170,9 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// Records a pair that was checked.
     fn add(&self, recorder: &mut D::Recorder<'_>, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
         self.device.note(|| step.recorded(binding.room));
-        self.device.kernel_record(&self.op, &self.kernels, recorder, &step.raw, &binding.raw)
+        std::iter::once(&binding.raw)
+            .chain(&binding.more)
+            .try_for_each(|raw| self.device.kernel_record(&self.op, &self.kernels, recorder, &step.raw, raw))
     }
 
     fn step_owner(&self) -> u64 {

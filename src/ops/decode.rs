@@ -160,7 +160,7 @@ impl Op for MlaDecode {
         positive("softmax_scale", args.softmax_scale)?;
         scale_of("k_scale", self.kv.dtype, args.k_scale)?;
         scale_of("q_scale", self.query, args.q_scale)?;
-        args.kv.check(&self.kv, self.shape.row_elems(), size(args.kv.buffer))?;
+        args.kv.check(&self.kv, self.shape.row_elems(), size)?;
         let (heads, latent) = (self.shape.num_heads, self.shape.kv_lora_rank);
         let (q_nope, q_pe) = args.query.parts(latent);
         for (what, view, dim, bytes, unit) in [
@@ -188,7 +188,8 @@ impl Op for MlaDecode {
         offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {
         let [q_nope, q_pe] = self.query_buffers(args);
-        for (a, read) in [("q_nope", q_nope), ("q_pe", q_pe), ("kv", args.kv.buffer)] {
+        let slabs = args.kv.buffers().map(|slab| ("kv", *slab));
+        for (a, read) in [("q_nope", q_nope), ("q_pe", q_pe)].into_iter().chain(slabs) {
             for (b, written) in [("out", args.out.buffer), ("lse", args.lse.buffer)] {
                 if offset(read, written).is_some() {
                     return Err(Error::Aliased { a, b });

@@ -141,12 +141,16 @@ impl Op for KvAppend {
         if !(1.0 / args.k_scale).is_finite() {
             return Err(Error::Scale { what: "k_scale", got: args.k_scale });
         }
-        args.kv.check(&self.kv, self.shape.row_elems(), size(args.kv.buffer))?;
+        args.kv.check(&self.kv, self.shape.row_elems(), size)?;
         let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = self.shape;
         for (what, view, dim) in [("kv_c", args.kv_c, kv_lora_rank), ("k_pe", args.k_pe, qk_rope_head_dim)] {
             view.check(what, [max_tokens, 1, dim], self.input.bytes(), 4, size(view.buffer))?;
         }
         Ok(())
+    }
+
+    fn each_slab<B: Copy>(&self, args: &KvAppendArgs<B>) -> Vec<KvAppendArgs<B>> {
+        args.kv.each_slab().map(|kv| KvAppendArgs { kv, ..*args }).collect()
     }
 
     fn fits(tokens: u32, max_tokens: u32) -> Result<(), &'static str> {

@@ -12,7 +12,7 @@ use crate::{Error, KvSpec, Result};
 /// [`crate::AppendBatch::copies`]. [`check_copies`] is the check of it: [`Error::CopyConflict`].
 ///
 /// ```
-/// use wgpu_mla::{Device, Dtype, KvCopyPages, KvSpec, KvView, cpu::Cpu};
+/// use wgpu_mla::{Device, Dtype, KvCopyPages, KvSpec, KvView, Slabs, cpu::Cpu};
 ///
 /// # fn main() -> wgpu_mla::Result<()> {
 /// // Three pages of 2 tokens, 4 elements each.
@@ -20,7 +20,7 @@ use crate::{Error, KvSpec, Result};
 /// let cpu = Cpu::new();
 /// let cache = cpu.buffer(3 * 8 * 4)?;
 /// cpu.upload(&cache, 0, &Dtype::F32.encode_all(&[1.0; 8]))?;
-/// let layer = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 8 };
+/// let layer = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 8, slabs: Slabs::ONE };
 ///
 /// cpu.once(KvCopyPages { kv, row_elems: 4 }, &[(0, 2)], &layer)?;
 /// let elements = Dtype::F32.decode_all(&cpu.download(&cache, 3 * 8 * 4)?);
@@ -71,7 +71,17 @@ impl Op for KvCopyPages {
     }
 
     fn check_args<B>(&self, kv: &KvView<&B>, (): (), size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
-        kv.check(&self.kv, self.row_elems, size(kv.buffer))
+        kv.check(&self.kv, self.row_elems, size)
+    }
+
+    /// Each pair of slabs, from the first to the second; a slab alone for copies inside of it.
+    fn each_slab<B: Copy>(&self, kv: &KvView<B>) -> Vec<KvView<B>> {
+        let slabs: Vec<_> = kv.each_slab().collect();
+        let pairs = |(i, from): (usize, &KvView<B>)| {
+            let others = slabs.iter().enumerate();
+            others.map(|(j, to)| if i == j { *to } else { from.with(to) }).collect::<Vec<_>>()
+        };
+        slabs.iter().enumerate().flat_map(pairs).collect()
     }
 
     fn fits((): (), (): ()) -> Result<(), &'static str> {

@@ -243,10 +243,14 @@ impl Op for KvGather {
     ) -> Result<()> {
         scale_of("k_scale", self.kv.dtype, args.k_scale)?;
         let row_elems = self.shape.row_elems();
-        args.kv.check(&self.kv, row_elems, size(args.kv.buffer))?;
+        args.kv.check(&self.kv, row_elems, size)?;
         aligned("out", args.out.token_stride, 4)?;
         distinct("out", &args.out, rows.into(), 1, row_elems.into())?;
         args.out.check("out", [rows, 1, row_elems], self.output.bytes(), 4, size(args.out.buffer))
+    }
+
+    fn each_slab<B: Copy>(&self, args: &KvGatherArgs<B>) -> Vec<KvGatherArgs<B>> {
+        args.kv.each_slab().map(|kv| KvGatherArgs { kv, ..*args }).collect()
     }
 
     fn fits(rows: u32, max_rows: u32) -> Result<(), &'static str> {

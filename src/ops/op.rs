@@ -72,6 +72,11 @@ pub trait Op: Copy + Debug + 'static {
         room
     }
 
+    /// The arguments of each slab of a cache that is in several, for an op that runs once a slab; empty where it runs once.
+    fn each_slab<B: Copy>(&self, _: &Self::Args<B>) -> Vec<Self::Args<B>> {
+        Vec::new()
+    }
+
     /// Whether a step that reaches so far may be recorded with a binding of so much room.
     ///
     /// # Errors
@@ -178,6 +183,12 @@ pub trait Device: sealed::Sealed + Clone + Debug {
     /// While a graph is captured, keeps what each replay has to check; elsewhere `recorded` is not called.
     #[doc(hidden)]
     fn note(&self, _recorded: impl FnOnce() -> Box<dyn Replay>) {}
+
+    /// Whether an op of a cache in several slabs is bound once a slab; not where what it forwards to does so.
+    #[doc(hidden)]
+    fn binds_each_slab(&self) -> bool {
+        true
+    }
 
     /// Bytes of the largest array that a kernel can read or write.
     fn largest_binding(&self) -> u64 {

@@ -189,6 +189,11 @@ impl Op for RopeAppend {
         args.rope().check_as(&self.rope(), NAMES, room.tokens, size)
     }
 
+    fn each_slab<B: Copy>(&self, args: &RopeAppendArgs<B>) -> Vec<RopeAppendArgs<B>> {
+        let layers = self.append.each_slab(&args.layer);
+        layers.into_iter().map(|layer| RopeAppendArgs { layer, ..*args }).collect()
+    }
+
     fn room<B>(&self, args: &RopeAppendArgs<B>, room: RopeAppendExtent) -> RopeAppendExtent {
         RopeAppendExtent { positions: args.max_position, ..room }
     }
@@ -218,7 +223,7 @@ impl Op for RopeAppend {
             ("cos_sin", args.cos_sin),
         ];
         for (a, input) in inputs {
-            if offset(input, kv.buffer).is_some() {
+            if kv.buffers().any(|slab| offset(input, slab).is_some()) {
                 return Err(Error::Aliased { a, b: "kv" });
             }
         }
@@ -227,6 +232,7 @@ impl Op for RopeAppend {
                 return Err(Error::Aliased { a, b: NAMES[1] });
             }
         }
+        kv.check_slabs_apart(|a, b| offset(a, b))?;
         args.rope().check_aliases_as(&self.rope(), NAMES, room.tokens, offset)
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{PagePool, SeqId, Sequence};
-use crate::{Error, PageTable, Result};
+use crate::{Error, PageTable, Result, SlabTable};
 
 /// `block_table` of a batch, i32 `[batch, max_pages]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -14,13 +14,21 @@ pub struct BlockTable {
     pub max_pages: u32,
     /// Tokens per page of the pool.
     pub page_size: u32,
+    /// Pages of a slab of the pool.
+    pub slab_pages: u32,
 }
 
 impl BlockTable {
+    /// The table as [`crate::Batch::slabs`] takes it.
+    #[must_use]
+    pub fn slab_table(&self) -> SlabTable<'_> {
+        SlabTable { pages: self.page_table(), slab_pages: self.slab_pages }
+    }
+
     /// The table as `prepare` takes it.
     #[must_use]
     pub fn page_table(&self) -> PageTable<'_> {
-        let Self { entries, max_pages, page_size } = self;
+        let Self { entries, max_pages, page_size, .. } = self;
         PageTable::Pool { block_table: entries, max_pages: *max_pages, page_size: *page_size }
     }
 }
@@ -89,8 +97,8 @@ impl PagePool {
     /// # Errors
     /// As [`Self::block_table`]; `table` is then empty.
     pub fn block_table_into(&self, seqs: &[SeqId], pad: i32, table: &mut BlockTable) -> Result<()> {
-        let BlockTable { entries, max_pages, page_size } = table;
-        *page_size = self.spec.page_size;
+        let BlockTable { entries, max_pages, page_size, slab_pages } = table;
+        (*page_size, *slab_pages) = (self.spec.page_size, self.slab_pages());
         entries.clear();
         *max_pages = 0;
         let mut longest = 0;

@@ -1,6 +1,7 @@
 //! Checks of a batch before it is planned, and of a caller's plan before a kernel follows its indices.
 
 use super::{Batch, DIRECT, Merge, Plan, WorkItem, countable};
+use crate::tables::PageTable;
 use crate::{Error, Mask, MlaDecode, Result};
 
 impl Plan {
@@ -68,13 +69,34 @@ impl Plan {
 ///
 /// # Errors
 /// [`Error::OtherSpec`] and [`Error::Shape`].
-pub(crate) fn check_plan(plan: &Plan, spec: &MlaDecode, rows_per_tile: u32) -> Result<()> {
+pub(crate) fn check_plan(plan: &Plan, spec: &MlaDecode, pages: PageTable<'_>, rows_per_tile: u32) -> Result<()> {
+    if plan.slabs.is_empty() {
+        return check_one(plan, spec, rows_per_tile);
+    }
+    plan.check_slab_table(spec, pages)?;
+    check_one(plan, spec, rows_per_tile)?;
+    for (slab_spec, slab) in plan.slab_plans(spec) {
+        // Partial results and query tokens are those of the whole plan.
+        if slab.plan.num_partials != plan.num_partials || slab.plan.num_queries != plan.num_queries {
+            return Err(other_plan(plan));
+        }
+        check_one(&slab.plan, &slab_spec, rows_per_tile)?;
+    }
+    Ok(())
+}
+
+fn other_plan(plan: &Plan) -> Error {
+    let (what, got) = ("plan of items", plan.items.len() as u64);
+    Error::Shape { what, got, cure: "plan with the spec and the tiling of the decode that runs it" }
+}
+
+fn check_one(plan: &Plan, spec: &MlaDecode, rows_per_tile: u32) -> Result<()> {
     for (what, got, want) in [
         ("num_heads of the plan", plan.num_heads, spec.shape.num_heads),
         ("page_size of the plan", plan.page_size, spec.kv.page_size),
     ] {
         // An empty plan is of any spec.
-        if got != want && !plan.seq_lens.is_empty() {
+        if got != want && !(plan.seq_lens.is_empty() && plan.slabs.is_empty()) {
             return Err(Error::OtherSpec { what, got, want });
         }
     }
@@ -83,9 +105,7 @@ pub(crate) fn check_plan(plan: &Plan, spec: &MlaDecode, rows_per_tile: u32) -> R
         && merges_fit(plan, spec.shape.num_heads)
         && pages_fit(plan, spec);
     if !fits {
-        let (what, got) = ("plan of items", plan.items.len() as u64);
-        let cure = "plan with the spec and the tiling of the decode that runs it";
-        return Err(Error::Shape { what, got, cure });
+        return Err(other_plan(plan));
     }
     Ok(())
 }

@@ -4,11 +4,14 @@ mod foreign;
 mod layers;
 
 use mla_support::rig::{Rig, pages, plan, small};
+use mla_support::suite::run::How;
+use mla_support::suite::{Session, layer};
 use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::{Gpu, Setup, wanted};
 use wgpu_mla::{
     Capacity, Caps, DecodeOptions, Device, Dtype, Error, HeadProject, KvAppend, KvAppendArgs, KvCopyPages,
-    KvView, MergeState, MlaDecode, MlaDecodeArgs, SplitPolicy, View, WeightOrder, wgpu,
+    KvView, MergeState, MlaDecode, MlaDecodeArgs, RopeLayout, SplitPolicy, View,
+    WeightOrder, wgpu,
 };
 
 const FIXED: SplitPolicy = SplitPolicy::FixedTokens(32);
@@ -313,6 +316,26 @@ fn a_device_that_computes_nothing() {
     assert_eq!(pollster::block_on(scope.pop()).map(|error| error.to_string()), None);
 }
 
+/// In one buffer it is refused with the cure; in slabs as large as the limit it decodes, and so does a layer.
+fn a_pool_larger_than_a_binding() -> Outcome {
+    let gpu = device(|_, limits| limits.max_storage_buffer_binding_size = 128 << 10)?;
+    let problem = small(&[(37, 1), (90, 2), (600, 1)]);
+    let spec = &problem.spec;
+    let slab_pages = spec.slab_pages(gpu.largest_binding());
+    assert!(spec.kv.num_slabs(slab_pages).expect("slabs") >= 4, "slabs of {slab_pages} pages");
+    let session = Session::new(&gpu);
+    let error = session.run_decode(&problem, &How::default()).expect_err("larger than a binding");
+    assert!(error.contains("cut the pool into slabs"), "{error}");
+    session.check(&problem, &How { slab_pages, policy: SplitPolicy::OneSplit, ..How::default() });
+    session.finish("slabs of a small limit");
+
+    let layer = layer::spec(Dtype::F16, Dtype::E4m3, RopeLayout::Interleaved, 24);
+    let rig = layer::Rig::in_slabs(&gpu, (layer, 11), 0, layer::Submitted, 3).expect("a layer");
+    let steps = { rig }.life(SplitPolicy::Auto).expect("runs");
+    steps.iter().for_each(|step| step.check().expect("right"));
+    Ok(())
+}
+
 crate::tests![
     (in foreign, layers)
     a_default_device_works_and_says_what_it_lacks,
@@ -324,5 +347,6 @@ crate::tests![
     small_ops_on_a_lost_device,
     absurd_capacities,
     growth_past_a_limit,
+    a_pool_larger_than_a_binding,
     a_device_that_computes_nothing,
 ];

@@ -54,6 +54,7 @@ async fn run(
         query_start_loc: &problem.query_start_loc,
         mask: problem.mask(),
         shared_prefixes: &problem.shared_prefixes,
+        slabs: None,
     };
     let plan = Plan::new(spec, &mla.tiling(), &batch, how.policy).map_err(wrong)?;
 

@@ -9,39 +9,37 @@ use crate::cpu::buffer::{Line, zeroed};
 use crate::cpu::kernels::attend::{BLOCK, MAX_ROWS, Tile};
 use crate::plan::{Merge, Plan, QueryToken, WorkItem, check_plan};
 use crate::tables::{Capacity, Header, PageTable, write_tables};
-use crate::{Error, MlaDecode, Result};
+use crate::{Error, KvSpec, MlaDecode, Result};
 
 /// A step's tables, room for its partial results, and each thread's scratch.
 #[derive(Debug)]
 pub struct Prepared {
     spec: MlaDecode,
-    capacity: Capacity,
-    words: Vec<u32>,
-    /// None until a plan was prepared.
-    header: Option<Header>,
+    /// The whole step; with a pool in several slabs its merges.
+    own: Words,
+    /// Of each slab of a pool in several, kept for later batches: `num_slabs` are in use.
+    slabs: Vec<Words>,
+    num_slabs: usize,
+    /// Pages of a slab, 0 for a pool in one buffer.
+    pub(super) slab_pages: u32,
     /// Partial outputs `[partials, L]`, then their LSEs `[partials]`. Locked by a run.
     pub(super) partials: Mutex<Vec<AtomicU32>>,
+    num_partials: u32,
     /// One a thread, taken by the thread of that index only.
     pub(super) scratch: Vec<Mutex<Scratch>>,
 }
 
-impl Prepared {
-    pub(super) fn new(spec: MlaDecode, capacity: Capacity, threads: usize) -> Result<Self> {
-        let mut step = Self {
-            spec,
-            capacity: Capacity::default(),
-            words: Vec::new(),
-            header: None,
-            partials: Mutex::default(),
-            scratch: (0..threads)
-                .map(|_| Scratch::of_decode(&spec).map(Mutex::new))
-                .collect::<Result<_>>()?,
-        };
-        step.grow(capacity)?;
-        Ok(step)
-    }
+/// The tables of one plan.
+#[derive(Debug, Default)]
+struct Words {
+    capacity: Capacity,
+    words: Vec<u32>,
+    /// None until a plan was prepared.
+    header: Option<Header>,
+}
 
-    /// Makes room; what the step held is lost where it had to grow.
+impl Words {
+    /// Makes room; what they held is lost where they had to grow.
     fn grow(&mut self, need: Capacity) -> Result<()> {
         if self.capacity.holds(need) && !self.words.is_empty() {
             return Ok(());
@@ -53,18 +51,50 @@ impl Prepared {
         };
         self.words.try_reserve_exact(words.saturating_sub(self.words.len())).map_err(out_of_memory)?;
         self.words.resize(words, 0);
-        if capacity.partials > self.capacity.partials {
-            let per_partial = self.spec.shape.kv_lora_rank as usize + 1;
-            let partials =
-                zeroed((capacity.partials as usize).saturating_mul(per_partial), "partial results")?;
-            self.partials = Mutex::new(partials);
-        }
         self.capacity = capacity;
         Ok(())
     }
 
+    fn write(&mut self, plan: &Plan, pages: PageTable<'_>, kv: &KvSpec) -> Result<()> {
+        self.header = Some(write_tables(&mut self.words, &self.capacity, plan, pages, kv)?);
+        Ok(())
+    }
+
+    fn tables(&self) -> Option<Tables<'_>> {
+        Some(Tables { words: &self.words, header: self.header.as_ref()? })
+    }
+}
+
+impl Prepared {
+    pub(super) fn new(spec: MlaDecode, capacity: Capacity, threads: usize) -> Result<Self> {
+        let scratch = (0..threads).map(|_| Scratch::of_decode(&spec).map(Mutex::new));
+        let mut step = Self {
+            spec,
+            own: Words::default(),
+            slabs: Vec::new(),
+            num_slabs: 0,
+            slab_pages: 0,
+            partials: Mutex::default(),
+            num_partials: 0,
+            scratch: scratch.collect::<Result<_>>()?,
+        };
+        step.grow(capacity)?;
+        Ok(step)
+    }
+
+    fn grow(&mut self, need: Capacity) -> Result<()> {
+        self.own.grow(need)?;
+        let partials = self.own.capacity.partials;
+        if partials > self.num_partials {
+            let per_partial = self.spec.shape.kv_lora_rank as usize + 1;
+            let grown = zeroed((partials as usize).saturating_mul(per_partial), "partial results")?;
+            (self.partials, self.num_partials) = (Mutex::new(grown), partials);
+        }
+        Ok(())
+    }
+
     pub(super) fn prepare(&mut self, rows_per_tile: u32, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
-        self.header = None;
+        self.own.header = None;
         if matches!(pages, PageTable::Device) {
             let cure = "there is no device to write the page list here: pass PageTable::Dense or Csr";
             return Err(Error::Shape {
@@ -73,23 +103,38 @@ impl Prepared {
                 cure,
             });
         }
-        check_plan(plan, &self.spec, rows_per_tile)?;
+        check_plan(plan, &self.spec, pages, rows_per_tile)?;
+        for (i, (spec, slab)) in plan.slab_plans(&self.spec).enumerate() {
+            if i == self.slabs.len() {
+                self.slabs.push(Words::default());
+            }
+            self.slabs[i].grow(Capacity::of(&slab.plan))?;
+            self.slabs[i].write(&slab.plan, slab.pages(), &spec.kv)?;
+        }
+        (self.num_slabs, self.slab_pages) = (plan.slabs.len(), plan.slab_pages);
         self.grow(Capacity::of(plan))?;
-        self.header = Some(write_tables(&mut self.words, &self.capacity, plan, pages, &self.spec.kv)?);
-        Ok(())
+        let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
+        let pages = if plan.slabs.is_empty() { pages } else { merges_only };
+        self.own.write(plan, pages, &self.spec.kv)
     }
 
-    /// `None` where no plan was prepared.
+    /// The whole step, or its merges; `None` where no plan was prepared.
     pub(super) fn tables(&self) -> Option<Tables<'_>> {
-        Some(Tables { words: &self.words, header: self.header.as_ref()? })
+        self.own.tables()
+    }
+
+    /// What has work items: the tables of the whole step, or of each slab.
+    pub(super) fn each_slab(&self) -> impl Iterator<Item = Tables<'_>> {
+        let own = (self.num_slabs == 0).then_some(&self.own);
+        own.into_iter().chain(&self.slabs[..self.num_slabs]).filter_map(Words::tables)
     }
 
     pub(super) fn capacity(&self) -> Capacity {
-        self.capacity
+        self.own.capacity
     }
 
     pub(super) fn num_partials(&self) -> usize {
-        self.capacity.partials as usize
+        self.num_partials as usize
     }
 }
 

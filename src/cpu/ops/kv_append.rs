@@ -30,11 +30,14 @@ impl HostOp for KvAppend {
             (locked.bytes(1), Rows::of(&k_pe), latent, rope),
         ];
         let (input, cache) = (self.input, self.kv.dtype);
+        let (first_slot, num_slots) = args.kv.slots(&self.kv);
         pool.for_each(slots.len(), |_, token| {
-            if slots[token] == u32::MAX {
+            // A skipped token, and one of another slab.
+            let slot = slots[token].wrapping_sub(first_slot);
+            if slot >= num_slots {
                 return;
             }
-            let row = pages.slot(slots[token] as usize);
+            let row = pages.slot(slot as usize);
             for (from, rows, column, dim) in parts {
                 let at = rows.at(token, 0);
                 if input == cache {

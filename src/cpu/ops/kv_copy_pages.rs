@@ -19,13 +19,18 @@ impl HostOp for KvCopyPages {
     }
 
     fn run(&self, _: &Pool, copies: &Vec<(u32, u32)>, view: &KvView<&Buffer>) -> Result<()> {
-        let locked = lock([(view.buffer, Access::Write)]);
-        let words = locked.words(0);
+        // From the first slab to the second, if there are two.
+        let slabs: Vec<_> = view.each_slab().collect();
+        let (from, to) = (slabs[0], slabs[slabs.len() - 1]);
+        let locked = lock([(from.buffer, Access::Write), (to.buffer, Access::Write)]);
+        let (sources, targets) = (locked.words(0), locked.words(1));
         let pages = Pages::of(view, self.kv.page_size, self.row_elems);
         let word = |page: u32| pages.at(page as usize, 0) * self.kv.dtype.bytes() / 4;
         let page_words = self.page_bytes() as usize / 4;
-        for &(from, to) in copies {
-            let (from, to) = (&words[word(from)..][..page_words], &words[word(to)..][..page_words]);
+        let (read, written) = (from.pages(&self.kv), to.pages(&self.kv));
+        for (from, to) in copies.iter().filter(|(from, to)| read.contains(from) && written.contains(to)) {
+            let from = &sources[word(from - read.start)..][..page_words];
+            let to = &targets[word(to - written.start)..][..page_words];
             for (from, to) in from.iter().zip(to) {
                 to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
             }

@@ -29,10 +29,16 @@ impl HostOp for KvGather {
         let codes: [u32; 256] =
             std::array::from_fn(|code| bits_of(out, dequantised(code as u8, args.k_scale)));
         let from = locked.bytes(0);
+        let (first_slot, num_slots) = args.kv.slots(&self.kv);
         pool.for_each(pieces.len(), |_, piece| {
             let piece = pieces[piece];
+            // A piece is inside a page, so in one slab.
+            let first = piece.slot.wrapping_sub(first_slot);
+            if first >= num_slots {
+                return;
+            }
             for token in 0..piece.tokens as usize {
-                let at = places.slot(piece.slot as usize + token);
+                let at = places.slot(first as usize + token);
                 let to = rows.at(piece.out_row as usize + token, 0);
                 let store = |bits: &dyn Fn(usize) -> u32| {
                     store_elements(locked.words(1), out.bytes(), to, dim, bits);

@@ -51,7 +51,10 @@ impl HostOp for RopeAppend {
         let k_pe = View::dense(&keys, 1, key.rope_dim);
         let positions = positions.as_ref().unwrap_or(args.positions);
         let queries = RopeArgs { positions, ..args.rope() };
-        HostOp::run(&query, pool, &tokens, &queries)?;
+        // Of a pool in several slabs, one call rotates the queries: twice in place would be wrong.
+        if args.layer.kv.slots(&self.append.kv).0 == 0 {
+            HostOp::run(&query, pool, &tokens, &queries)?;
+        }
         HostOp::run(&key, pool, &tokens, &RopeArgs { x: args.layer.k_pe, y: k_pe, ..queries })?;
         HostOp::run(&self.append, pool, slots, &KvAppendArgs { k_pe, ..args.layer })?;
         KEYS.set(Some(keys));

@@ -22,6 +22,14 @@ pub struct Tables {
     /// Of the last `prepare`; no other has the same. Graphs share it.
     generation: Arc<AtomicU64>,
     words: Vec<u32>,
+    /// Of each slab of a pool in several; this one then has their partial results and the merges. They are kept for later batches:
+    /// `num_slabs` are in use.
+    slabs: Vec<Tables>,
+    num_slabs: usize,
+    /// Whether this is of a slab, with no partial results of its own.
+    is_slab: bool,
+    /// Pages of a slab, 0 for a pool in one buffer.
+    pub(super) slab_pages: u32,
 }
 
 impl Step<MlaDecode, Cuda> {
@@ -48,6 +56,15 @@ impl Tables {
         device_page_list: bool,
         capacity: Capacity,
     ) -> Result<Self> {
+        Self::with_partials(cuda, spec, (device_page_list, capacity), capacity.partials)
+    }
+
+    fn with_partials(
+        cuda: &Cuda,
+        spec: &MlaDecode,
+        (device_page_list, capacity): (bool, Capacity),
+        partials: u32,
+    ) -> Result<Self> {
         super::check_grids(spec, &capacity, cuda.card().multiprocessors)?;
         let header = capacity.header(&spec.kv);
         if header.end == u32::MAX {
@@ -59,12 +76,28 @@ impl Tables {
         Ok(Self {
             capacity,
             tables: Buffer::zeroed(cuda.stream(), u64::from(header.end) * 4)?,
-            partials: Buffer::zeroed(cuda.stream(), u64::from(capacity.partials) * partial * 4)?,
+            partials: Buffer::zeroed(cuda.stream(), u64::from(partials) * partial * 4)?,
             header,
             device_page_list,
             generation: Arc::new(next_id().into()),
             words: Vec::new(),
+            slabs: Vec::new(),
+            num_slabs: 0,
+            is_slab: false,
+            slab_pages: 0,
         })
+    }
+
+    /// What the splits are launched with: this, or the tables of each slab.
+    pub(super) fn each_slab(&self) -> impl Iterator<Item = &Tables> {
+        let own = (self.num_slabs == 0).then_some(self);
+        own.into_iter().chain(&self.slabs[..self.num_slabs])
+    }
+
+    /// A number for the launches of a step beside its capacity: how many slabs, and where their tables are.
+    pub(super) fn form(&self) -> u64 {
+        let words = self.each_slab().filter(|_| self.num_slabs > 0).map(|slab| slab.tables.ptr() ^ u64::from(slab.capacity.items));
+        words.fold(self.slab_pages.into(), |form, word| form.wrapping_mul(0x100_0000_01B3).wrapping_add(word))
     }
 
     /// Which `prepare` made what the step holds.
@@ -90,12 +123,36 @@ impl Tables {
         plan: &Plan,
         pages: PageTable<'_>,
     ) -> Result<()> {
+        let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
+        let own = if plan.slabs.is_empty() { pages } else { merges_only };
+        self.prepare_one(cuda, spec, plan, own)?;
+        (self.num_slabs, self.slab_pages) = (0, plan.slab_pages);
+        for (i, (spec, slab)) in plan.slab_plans(spec).enumerate() {
+            if i == self.slabs.len() {
+                let new = Self::with_partials(cuda, &spec, (false, Capacity::of(&slab.plan)), 0)?;
+                self.slabs.push(Self { is_slab: true, ..new });
+            }
+            self.slabs[i].prepare_one(cuda, &spec, &slab.plan, slab.pages())?;
+        }
+        self.num_slabs = plan.slabs.len();
+        Ok(())
+    }
+
+    fn prepare_one(
+        &mut self,
+        cuda: &Cuda,
+        spec: &MlaDecode,
+        plan: &Plan,
+        pages: PageTable<'_>,
+    ) -> Result<()> {
         let capacity = self.capacity.grown_to(Capacity::of(plan));
         // Checked in full before anything on the card changes.
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
         if capacity != self.capacity {
-            let (words, generation) = (std::mem::take(&mut self.words), self.generation.clone());
-            *self = Self { words, generation, ..Self::new(cuda, spec, self.device_page_list, capacity)? };
+            let partials = if self.is_slab { 0 } else { capacity.partials };
+            let grown = Self::with_partials(cuda, spec, (self.device_page_list, capacity), partials)?;
+            let (words, slabs) = (std::mem::take(&mut self.words), std::mem::take(&mut self.slabs));
+            *self = Self { words, slabs, is_slab: self.is_slab, generation: self.generation.clone(), ..grown };
         }
         self.generation.store(next_id(), Ordering::Relaxed);
         let used = match pages {

@@ -54,6 +54,8 @@ pub struct AppendParams {
     block_stride: u64,
     max_tokens: u32,
     num_slots: u32,
+    first_slot: u32,
+    reserved_0: u32,
     page_size: u32,
     latent_octs: u32,
     row_octs: u32,
@@ -82,6 +84,7 @@ impl AppendParams {
             let first = address(view.buffer, view.offset, input);
             (first, stride(max_tokens, view.token_stride, input))
         });
+        let (first_slot, num_slots) = kv.slots(&spec.kv);
         let is_wide = rows.iter().all(|(first, stride)| (first | stride).is_multiple_of(16));
         Self {
             kv_c: rows[0].0,
@@ -92,7 +95,9 @@ impl AppendParams {
             k_pe_stride: rows[1].1,
             block_stride: stride(spec.kv.num_pages, kv.block_stride, cache),
             max_tokens,
-            num_slots: spec.kv.num_slots() as u32,
+            num_slots,
+            first_slot,
+            reserved_0: 0,
             page_size: spec.kv.page_size,
             latent_octs: shape.kv_lora_rank / 8,
             row_octs,

@@ -17,13 +17,18 @@ const UNITS_PER_THREAD: u32 = 4;
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct CopyParams {
-    kv: u64,
+    source: u64,
+    target: u64,
     table: u64,
     block_stride: u64,
-    num_pages: u32,
+    from_first_page: u32,
+    from_num_pages: u32,
+    to_first_page: u32,
+    to_num_pages: u32,
     page_units: u32,
     blocks_per_page: u32,
     max_copies: u32,
+    reserved_0: u32,
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
@@ -42,7 +47,8 @@ pub struct Functions {
 pub struct Layer {
     kernel: Function,
     args: CopyParams,
-    buffer: Buffer,
+    /// Of the slab that is read, and of the one that is written.
+    buffers: [Buffer; 2],
 }
 
 impl Kernel<KvCopyPages> for Cuda {
@@ -84,21 +90,30 @@ impl Kernel<KvCopyPages> for Cuda {
         (): (),
     ) -> Result<Layer> {
         let (bytes, page_bytes) = (spec.kv.dtype.bytes(), spec.page_bytes());
-        let first = address(kv.buffer, kv.base(), bytes);
+        // From the first slab to the second, if there are two.
+        let slabs: Vec<_> = kv.each_slab().collect();
+        let pair = [slabs[0], slabs[slabs.len() - 1]];
+        let [source, target] = pair.map(|slab| address(slab.buffer, slab.base(), bytes));
+        let [from, to] = pair.map(|slab| slab.pages(&spec.kv));
         let block_stride = stride(spec.kv.num_pages, kv.block_stride, bytes);
-        let is_wide = (first | block_stride | page_bytes).is_multiple_of(16);
+        let is_wide = (source | target | block_stride | page_bytes).is_multiple_of(16);
         let (kernel, unit) = if is_wide { (&kernels.wide, 16) } else { (&kernels.words, 4) };
         let page_units = (page_bytes / unit) as u32;
         let args = CopyParams {
-            kv: first,
+            source,
+            target,
             table: 0,
             block_stride,
-            num_pages: spec.kv.num_pages,
+            from_first_page: from.start,
+            from_num_pages: from.len() as u32,
+            to_first_page: to.start,
+            to_num_pages: to.len() as u32,
             page_units,
             blocks_per_page: page_units.div_ceil(THREADS * UNITS_PER_THREAD),
             max_copies: 0,
+            reserved_0: 0,
         };
-        Ok(Layer { kernel: kernel.clone(), args, buffer: kv.buffer.clone() })
+        Ok(Layer { kernel: kernel.clone(), args, buffers: pair.map(|slab| slab.buffer.clone()) })
     }
 
     /// The grid covers the step's capacity: a captured launch copies what the step's table holds at the replay.
@@ -112,11 +127,11 @@ impl Kernel<KvCopyPages> for Cuda {
     ) -> Result<()> {
         let Some(table) = step.ptr() else { return Ok(()) };
         // Every address is in its buffer, for every pair of step and binding and whatever the table holds: the kernel reads pairs below
-        // max_copies, for which the table has room, and moves units below page_units of pages below num_pages, whose last one's end
+        // max_copies, for which the table has room, and moves units below page_units of pages below their slab's num_pages, whose last one's end
         // `check_args` found inside.
         let args = CopyParams { table, max_copies: step.room(2), ..layer.args };
         let grid = u64::from(args.max_copies) * u64::from(args.blocks_per_page);
         let grid = checked_items("blocks of a copy", grid, "split the list over several steps")?;
-        self.launch(&layer.kernel, grid, THREADS, 0, &args, step.buffer().into_iter().chain([&layer.buffer]))
+        self.launch(&layer.kernel, grid, THREADS, 0, &args, step.buffer().into_iter().chain(&layer.buffers))
     }
 }

@@ -24,6 +24,8 @@ pub struct GatherParams {
     max_rows: u32,
     max_pieces: u32,
     num_slots: u32,
+    first_slot: u32,
+    reserved_0: u32,
     page_size: u32,
     row_quads: u32,
     k_scale: f32,
@@ -86,6 +88,7 @@ impl Kernel<KvGather> for Cuda {
     ) -> Result<Layer> {
         let (cache, output, row_quads) =
             (spec.kv.dtype.bytes(), spec.output.bytes(), spec.shape.row_elems() / 4);
+        let (first_slot, num_slots) = args.kv.slots(&spec.kv);
         let bound = GatherParams {
             kv: address(args.kv.buffer, args.kv.base(), cache),
             out: address(args.out.buffer, args.out.offset, output),
@@ -94,7 +97,9 @@ impl Kernel<KvGather> for Cuda {
             out_stride: stride(max_rows, args.out.token_stride, output),
             max_rows,
             max_pieces: 0,
-            num_slots: spec.kv.num_slots() as u32,
+            num_slots,
+            first_slot,
+            reserved_0: 0,
             page_size: spec.kv.page_size,
             row_quads,
             k_scale: args.k_scale,

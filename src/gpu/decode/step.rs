@@ -64,6 +64,15 @@ pub struct Tables {
     slice_words: Vec<u32>,
     /// What each region holds, so that only changes are uploaded.
     uploaded: Vec<Uploaded>,
+    partials: wgpu::Buffer,
+    /// Whether [`Tables::partials`] are those of another, whose slab this is.
+    is_slab: bool,
+    /// Of each slab of a pool in several, with partial results in [`Tables::partials`]; this one then has the merges. They are kept for
+    /// later batches: `num_slabs` are in use.
+    slabs: Vec<Tables>,
+    num_slabs: usize,
+    /// Pages of a slab, 0 for a pool in one buffer.
+    pub(super) slab_pages: u32,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -80,7 +89,7 @@ impl Step<MlaDecode, Gpu> {
 
     /// Slices that the prepared step has: 1 without a budget.
     pub fn num_slices(&self) -> usize {
-        self.raw.slices.len().max(1)
+        self.raw.each_slab().map(|tables| tables.slices.len().max(1)).sum()
     }
 
     /// The device's copy of the flat page list, for a host that writes it on the device: a buffer of nothing else, which a
@@ -102,7 +111,17 @@ impl Step<MlaDecode, Gpu> {
 
 impl Tables {
     pub(super) fn new(gpu: &Gpu, pipes: &Pipes, spec: &MlaDecode, capacity: Capacity) -> Result<Self> {
-        let bytes = Bytes::within_limits(gpu.caps(), spec, &capacity)?;
+        Self::with_partials(gpu, pipes, spec, capacity, None)
+    }
+
+    fn with_partials(
+        gpu: &Gpu,
+        pipes: &Pipes,
+        spec: &MlaDecode,
+        capacity: Capacity,
+        partials: Option<&wgpu::Buffer>,
+    ) -> Result<Self> {
+        let (bytes, is_slab) = (Bytes::within_limits(gpu.caps(), spec, &capacity)?, partials.is_some());
         let slice_stride = gpu.uniform_stride();
         // Aligned for any device.
         let region_bytes = [bytes.tables, bytes.pages].map(|bytes| bytes.next_multiple_of(256));
@@ -112,7 +131,10 @@ impl Tables {
         let of = |bytes: u64, region: u64| if regions == 1 { bytes } else { region * u64::from(regions) };
         let tables = storage(gpu, "mla.tables", of(bytes.tables, region_bytes[0]))?;
         let pages = storage(gpu, "mla.pages", of(bytes.pages, region_bytes[1]))?;
-        let partials = storage(gpu, "mla.partials", bytes.partials)?;
+        let partials = match partials {
+            Some(shared) => shared.clone(),
+            None => storage(gpu, "mla.partials", bytes.partials)?,
+        };
         let slices_bytes = u64::from(slice_stride) * (MAX_SLICES as u64 + 1) * u64::from(regions);
         let slices = buffer(gpu, "mla.slices", slices_bytes, wgpu::BufferUsages::UNIFORM)?;
         let resources = |region: u64| {
@@ -141,6 +163,11 @@ impl Tables {
             words: Vec::new(),
             slice_words: Vec::new(),
             uploaded: vec![Uploaded::default(); regions as usize],
+            partials,
+            is_slab,
+            slabs: Vec::new(),
+            num_slabs: 0,
+            slab_pages: 0,
         })
     }
 
@@ -160,8 +187,55 @@ impl Tables {
         (&self.tables, &self.pages)
     }
 
+    /// What the splits are dispatched with: this, or the tables of each slab.
+    pub(super) fn each_slab(&self) -> impl Iterator<Item = &Tables> {
+        let own = (self.num_slabs == 0).then_some(self);
+        own.into_iter().chain(&self.slabs[..self.num_slabs])
+    }
+
+    /// The slab that a slice of the step belongs to, its tables, and the slice's index there.
+    pub(super) fn slice(&self, index: usize) -> Option<(usize, &Tables, usize)> {
+        let mut rest = index;
+        for (slab, tables) in self.each_slab().enumerate() {
+            let slices = tables.slices.len().max(1);
+            if rest < slices {
+                return Some((slab, tables, rest));
+            }
+            rest -= slices;
+        }
+        None
+    }
+
     /// With a plan that [`crate::plan::check_plan`] let pass.
     pub(super) fn prepare(
+        &mut self,
+        gpu: &Gpu,
+        pipes: &Pipes,
+        spec: &MlaDecode,
+        plan: &Plan,
+        pages: PageTable<'_>,
+    ) -> Result<()> {
+        let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
+        let own = if plan.slabs.is_empty() { pages } else { merges_only };
+        self.prepare_one(gpu, pipes, spec, plan, own)?;
+        (self.num_slabs, self.slab_pages) = (0, plan.slab_pages);
+        for (i, (spec, slab)) in plan.slab_plans(spec).enumerate() {
+            let partials = Some(&self.partials);
+            if self.slabs.get(i).is_none_or(|tables| tables.partials != self.partials) {
+                let capacity = Capacity::of(&slab.plan);
+                let new = Self::with_partials(gpu, pipes, &spec, capacity, partials)?;
+                self.slabs.truncate(i);
+                self.slabs.push(new);
+            }
+            let tables = &mut self.slabs[i];
+            tables.budget = self.budget;
+            tables.prepare_one(gpu, pipes, &spec, &slab.plan, slab.pages())?;
+        }
+        self.num_slabs = plan.slabs.len();
+        Ok(())
+    }
+
+    fn prepare_one(
         &mut self,
         gpu: &Gpu,
         pipes: &Pipes,
@@ -178,9 +252,10 @@ impl Tables {
         if capacity == self.capacity && (self.device_page_list || self.ring.turn()) {
             alive(gpu.device())?;
         } else {
-            let grown = Self::new(gpu, pipes, spec, capacity)?;
-            let (words, budget) = (std::mem::take(&mut self.words), self.budget);
-            *self = Self { words, budget, generation: self.generation, ..grown };
+            let shared = self.is_slab.then_some(&self.partials);
+            let grown = Self::with_partials(gpu, pipes, spec, capacity, shared)?;
+            let (words, slabs) = (std::mem::take(&mut self.words), std::mem::take(&mut self.slabs));
+            *self = Self { words, slabs, budget: self.budget, generation: self.generation, ..grown };
         }
         self.generation += 1;
         let region = self.ring.current();

@@ -27,7 +27,9 @@ pub(super) struct Params {
     k_pe_base_quads: u32,
     k_pe_stride_quads: u32,
     max_tokens: u32,
-    reserved: u32,
+    first_slot: u32,
+    num_slots: u32,
+    reserved: [u32; 3],
 }
 
 impl Kernel<KvAppend> for Gpu {
@@ -45,7 +47,7 @@ impl Kernel<KvAppend> for Gpu {
         // - token < max_tokens, by a `min` in the shader: `prepare` may have been called again since `record`. `check_args` refuses
         //   rows that end past the buffer for max_tokens tokens, and `Window::of` binds up to there;
         // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;
-        // - slot < NUM_SLOTS is checked in the shader, so the page is one of the pool's, whose last `check_args` found inside the
+        // - slot < num_slots is checked in the shader, so the page is one of the slab's, whose last `check_args` found inside the
         //   buffer (`KvView::check`).
         // All loops are unrolled.
         Ok((Pipe::new(self, labels, &entries, &source(spec))?, (), only(options)?))
@@ -124,6 +126,7 @@ impl Params {
         let k_pe = Window::of(gpu, "k_pe", &k_pe_view, [max_tokens, 1, k_pe_dim], bytes)?;
         let kv = Window::of_cache(gpu, &args.kv, &spec.kv, shape.row_elems())?;
         let token_stride = |view: &View<_>| stride(max_tokens, view.token_stride, 4);
+        let (first_slot, num_slots) = args.kv.slots(&spec.kv);
         let params = Self {
             scale: Scale::new(if spec.kv.dtype.is_fp8() { args.k_scale } else { 1.0 }),
             kv_base_quads: kv.at(args.kv.base(), spec.kv.dtype.bytes(), 4),
@@ -133,7 +136,9 @@ impl Params {
             k_pe_base_quads: k_pe.at(k_pe_view.offset, bytes, 4),
             k_pe_stride_quads: token_stride(&k_pe_view),
             max_tokens,
-            reserved: 0,
+            first_slot,
+            num_slots,
+            reserved: [0; 3],
         };
         Ok((params, [kv_c, k_pe, kv]))
     }
@@ -159,7 +164,6 @@ fn source(spec: &KvAppend) -> Source {
     let consts = [
         ("GROUP", GROUP),
         ("PAGE_SIZE", spec.kv.page_size),
-        ("NUM_SLOTS", spec.kv.num_slots() as u32),
         ("LATENT_QUADS", spec.shape.kv_lora_rank / 4),
         ("ROW_QUADS", spec.shape.row_elems() / 4),
         ("TOKENS_PER_LANE", TOKENS_PER_LANE),
@@ -182,5 +186,5 @@ pub(super) fn every_source() -> Vec<Source> {
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("AppendParams", Params: scale, kv_base_quads, kv_block_stride_quads, kv_c_base_quads, kv_c_stride_quads, k_pe_base_quads, k_pe_stride_quads, max_tokens, reserved)
+    super::layout_of!("AppendParams", Params: scale, kv_base_quads, kv_block_stride_quads, kv_c_base_quads, kv_c_stride_quads, k_pe_base_quads, k_pe_stride_quads, max_tokens, first_slot, num_slots; reserved: reserved_0, reserved_1, reserved_2)
 }

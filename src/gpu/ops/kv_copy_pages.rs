@@ -1,5 +1,7 @@
 //! `kv_copy_pages`: whole pages inside one layer's pool, for a sequence that forks.
 
+use std::ops::Range;
+
 use super::table::Table;
 use crate::Result;
 use crate::gpu::Gpu;
@@ -11,12 +13,12 @@ use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
 use crate::view::KvView;
 
-/// The same copy by units of 16 bytes and of a word.
+/// The same copy by units of 16 bytes and of a word, inside of a buffer and from one slab to another.
 #[derive(Debug)]
 pub struct Pipes {
     /// `None` where a page is not a multiple of 16 bytes.
-    wide: Option<Pipe>,
-    words: Pipe,
+    wide: Option<[Pipe; 2]>,
+    words: [Pipe; 2],
 }
 
 /// A layer's cache, and the unit that its alignment allows.
@@ -25,6 +27,16 @@ pub struct Layer {
     group: wgpu::BindGroup,
     pipeline: wgpu::ComputePipeline,
     page_units: u64,
+    /// The pages of the slabs that it copies from and to.
+    pages: [Range<u32>; 2],
+}
+
+/// A step's copies.
+#[derive(Debug, Default)]
+pub struct Copies {
+    table: Table,
+    /// The same, for a pool in several slabs: which of them have copies.
+    pairs: Vec<(u32, u32)>,
 }
 
 /// `CopyParams` of the shader.
@@ -33,7 +45,12 @@ pub struct Layer {
 struct Params {
     kv_base_units: u32,
     kv_block_stride_units: u32,
-    pad: [u32; 2],
+    from_first_page: u32,
+    from_num_pages: u32,
+    to_first_page: u32,
+    to_num_pages: u32,
+    target_base_units: u32,
+    reserved_0: u32,
 }
 
 /// What an invocation moves.
@@ -52,40 +69,53 @@ impl Unit {
     }
 }
 
+/// Where a copy's pages are.
+#[derive(Debug, Clone, Copy)]
+enum Place {
+    Within,
+    Between,
+}
+
 impl Kernel<KvCopyPages> for Gpu {
     type Kernels = Pipes;
-    type Step = Table;
+    type Step = Copies;
     type Binding = Layer;
 
     fn kernel_compile(&self, spec: &KvCopyPages, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let labels = ["mla.kv_copy_pages.step", "mla.kv_copy_pages.layer"];
-        let entries = [Access::Uniform, Access::Write];
+        let entries = [Access::Uniform, Access::Write, Access::Read];
         // Every index is in bounds, for every pair of table and binding:
         // - the table holds its count and as many pairs (`Table`, which nothing else writes), and the shader reads pairs
         //   below that count only;
-        // - both pages < NUM_PAGES is checked in the shader, and `check_args` found the pool's last page inside the buffer
+        // - both pages < their slab's num_pages is checked in the shader, and `check_args` found each slab's last page inside its buffer
         //   (`KvView::check`); unit < PAGE_UNITS.
         // There is no loop.
-        let compile = |unit| Pipe::new(self, labels, &entries, &source(spec, unit));
+        let compile = |unit| -> Result<[Pipe; 2]> {
+            let pipe = |place, entries| Pipe::new(self, labels, entries, &source(spec, unit, place));
+            Ok([pipe(Place::Within, &entries[..2])?, pipe(Place::Between, &entries)?])
+        };
         let wide = if spec.page_bytes().is_multiple_of(16) { Some(compile(Unit::Wide)?) } else { None };
         Ok((Pipes { wide, words: compile(Unit::Word)? }, (), only(options)?))
     }
 
-    fn kernel_step(&self, _: &KvCopyPages, _: &Pipes, _: u32) -> Result<Table> {
-        Ok(Table::default())
+    fn kernel_step(&self, _: &KvCopyPages, _: &Pipes, _: u32) -> Result<Copies> {
+        Ok(Copies::default())
     }
 
     fn kernel_prepare(
         &self,
         spec: &KvCopyPages,
         pipes: &Pipes,
-        step: &mut Table,
+        step: &mut Copies,
         copies: &[(u32, u32)],
     ) -> Result<()> {
         check_copies(&spec.kv, copies)?;
         // Each copy writes a page of its own, so there are fewer than pages.
         let words = copies.iter().flat_map(|&(from, to)| [from, to]);
-        step.upload(self, &pipes.words.step, copies.len() as u32, words)
+        step.table.upload(self, &pipes.words[0].step, copies.len() as u32, words)?;
+        step.pairs.clear();
+        step.pairs.extend(copies);
+        Ok(())
     }
 
     fn kernel_bind(
@@ -95,34 +125,49 @@ impl Kernel<KvCopyPages> for Gpu {
         view: &KvView<&wgpu::Buffer>,
         (): (),
     ) -> Result<Layer> {
-        let window = Window::of_cache(self, view, &spec.kv, spec.row_elems)?;
         let bytes = spec.kv.dtype.bytes() as u64;
-        let base = u64::from(window.at(view.base() * bytes, 1, 1));
+        // From the first slab to the second, if there are two.
+        let slabs: Vec<_> = view.each_slab().collect();
+        let [from, to] = [slabs[0], slabs[slabs.len() - 1]];
+        let place = if slabs.len() > 1 { Place::Between } else { Place::Within };
+        let windows = [Window::of_cache(self, &to, &spec.kv, spec.row_elems)?, Window::of_cache(self, &from, &spec.kv, spec.row_elems)?];
+        let bases = windows.each_ref().map(|window| u64::from(window.at(view.base() * bytes, 1, 1)));
         let stride = if spec.kv.num_pages > 1 { view.block_stride * bytes } else { 0 };
-        let (unit, pipe) = match &pipes.wide {
-            Some(wide) if (base | stride).is_multiple_of(16) => (Unit::Wide, wide),
+        let (unit, pipes) = match &pipes.wide {
+            Some(wide) if (bases[0] | bases[1] | stride).is_multiple_of(16) => (Unit::Wide, wide),
             _ => (Unit::Word, &pipes.words),
         };
+        let pipe = &pipes[place as usize];
+        let pages = [from.pages(&spec.kv), to.pages(&spec.kv)];
         let params = Params {
-            kv_base_units: (base / unit.bytes()) as u32,
+            kv_base_units: (bases[1] / unit.bytes()) as u32,
             kv_block_stride_units: (stride / unit.bytes()) as u32,
-            pad: [0; 2],
+            from_first_page: pages[0].start,
+            from_num_pages: pages[0].len() as u32,
+            to_first_page: pages[1].start,
+            to_num_pages: pages[1].len() as u32,
+            target_base_units: (bases[0] / unit.bytes()) as u32,
+            reserved_0: 0,
         };
         let label = "mla.kv_copy_pages.layer";
-        let group = group_with_params(self, label, &pipe.layer, &params, [window.resource()])?;
+        let resources = windows.iter().take(slabs.len()).map(Window::resource);
+        let group = group_with_params(self, label, &pipe.layer, &params, resources)?;
         let page_units = spec.page_bytes() / unit.bytes();
-        Ok(Layer { group, pipeline: pipe.pipeline.clone(), page_units })
+        Ok(Layer { group, pipeline: pipe.pipeline.clone(), page_units, pages })
     }
 
     fn kernel_record(
         &self,
-        _: &KvCopyPages,
+        spec: &KvCopyPages,
         _: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
-        step: &Table,
+        step: &Copies,
         layer: &Layer,
     ) -> Result<()> {
-        if let (Some(table), copies @ 1..) = (step.group(), step.count()) {
+        let [from, to] = &layer.pages;
+        let is_pool = to.len() == spec.kv.num_pages as usize;
+        let has_copies = is_pool || step.pairs.iter().any(|(a, b)| from.contains(a) && to.contains(b));
+        if let (Some(table), copies @ 1.., true) = (step.table.group(), step.table.count(), has_copies) {
             let grid = self.grid(u64::from(copies) * layer.page_units);
             dispatch(pass, &layer.pipeline, &[table, &layer.group], grid);
         }
@@ -130,19 +175,22 @@ impl Kernel<KvCopyPages> for Gpu {
     }
 }
 
-fn source(spec: &KvCopyPages, unit: Unit) -> Source {
+fn source(spec: &KvCopyPages, unit: Unit, place: Place) -> Source {
     let (variant, ty) = match unit {
         Unit::Wide => ("wide", "vec4<u32>"),
         Unit::Word => ("words", "u32"),
     };
+    let (load, variant) = match place {
+        Place::Within => (include_str!("../../../shaders/lib/copy_within.wgsl"), variant.to_owned()),
+        Place::Between => (include_str!("../../../shaders/lib/copy_between.wgsl"), format!("{variant}.between")),
+    };
     let consts = [
         ("GROUP", Const::U32(GROUP)),
-        ("NUM_PAGES", Const::U32(spec.kv.num_pages)),
         ("PAGE_UNITS", Const::U32((spec.page_bytes() / unit.bytes()) as u32)),
         ("Unit", Const::Alias(ty)),
     ];
     let files =
-        [include_str!("../../../shaders/lib/grid.wgsl"), include_str!("../../../shaders/kv_copy_pages.wgsl")];
+        [include_str!("../../../shaders/lib/grid.wgsl"), load, include_str!("../../../shaders/kv_copy_pages.wgsl")];
     compose("kv_copy_pages", &format!("{variant}.{}", spec.kv.dtype), &consts, &files)
 }
 
@@ -150,11 +198,15 @@ fn source(spec: &KvCopyPages, unit: Unit) -> Source {
 pub(super) fn every_source() -> Vec<Source> {
     let spec =
         |dtype| KvCopyPages { kv: crate::KvSpec { dtype, page_size: 16, num_pages: 7 }, row_elems: 576 };
-    let both = |dtype| [Unit::Wide, Unit::Word].map(|unit| source(&spec(dtype), unit));
+    let both = |dtype| {
+        [Place::Within, Place::Between]
+            .into_iter()
+            .flat_map(move |place| [Unit::Wide, Unit::Word].map(|unit| source(&spec(dtype), unit, place)))
+    };
     crate::Dtype::ALL.into_iter().flat_map(both).collect()
 }
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("CopyParams", Params: kv_base_units, kv_block_stride_units; pad: pad0, pad1)
+    super::layout_of!("CopyParams", Params: kv_base_units, kv_block_stride_units, from_first_page, from_num_pages, to_first_page, to_num_pages, target_base_units, reserved_0)
 }

@@ -24,7 +24,9 @@ struct Params {
     out_base_quads: u32,
     out_stride_quads: u32,
     max_rows: u32,
-    reserved: [u32; 3],
+    first_slot: u32,
+    num_slots: u32,
+    reserved_0: u32,
 }
 
 impl Kernel<KvGather> for Gpu {
@@ -39,7 +41,7 @@ impl Kernel<KvGather> for Gpu {
         // Every index is in bounds, for every pair of table and binding:
         // - the table holds its count and as many triples (`Table`, which nothing else writes), and the shader reads triples
         //   below that count only: place < count * PAGE_SIZE, which `prepare` keeps below 2^32;
-        // - slot < NUM_SLOTS, by a `min` in the shader, so the page is one of the pool's, whose last `check_args` found inside the
+        // - slot < num_slots, by a `min` in the shader, so the page is one of the slab's, whose last `check_args` found inside the
         //   buffer (`KvView::check`); a piece's tokens are of one page (`KvGather::pieces`);
         // - row < max_rows is checked in the shader: `prepare` may have been called again since `record`. `check_args` refuses an
         //   output that ends before max_rows rows, and `Window::of` binds up to there;
@@ -85,6 +87,7 @@ impl Kernel<KvGather> for Gpu {
         let (row_elems, output) = (spec.shape.row_elems(), spec.output.bytes());
         let kv = Window::of_cache(self, &args.kv, &spec.kv, row_elems)?;
         let out = Window::of(self, "out", &args.out, [max_rows, 1, row_elems], output)?;
+        let (first_slot, num_slots) = args.kv.slots(&spec.kv);
         let params = Params {
             scale: Scale::new(if spec.dequantises() { args.k_scale } else { 1.0 }),
             kv_base_quads: kv.at(args.kv.base(), spec.kv.dtype.bytes(), 4),
@@ -92,7 +95,9 @@ impl Kernel<KvGather> for Gpu {
             out_base_quads: out.at(args.out.offset, output, 4),
             out_stride_quads: stride(max_rows, args.out.token_stride, 4),
             max_rows,
-            reserved: [0; 3],
+            first_slot,
+            num_slots,
+            reserved_0: 0,
         };
         let resources = [kv.resource(), out.resource()];
         group_with_params(self, "mla.kv_gather.layer", &pipe.layer, &params, resources).map(Some)
@@ -119,7 +124,6 @@ fn source(spec: &KvGather) -> Source {
     let consts = [
         ("GROUP", GROUP),
         ("PAGE_SIZE", spec.kv.page_size),
-        ("NUM_SLOTS", spec.kv.num_slots() as u32),
         ("ROW_QUADS", spec.shape.row_elems() / 4),
         ("PLACES_PER_LANE", PLACES_PER_LANE),
     ];
@@ -167,5 +171,5 @@ pub(super) fn every_source() -> Vec<Source> {
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("GatherParams", Params: scale, kv_base_quads, kv_block_stride_quads, out_base_quads, out_stride_quads, max_rows; reserved: reserved_0, reserved_1, reserved_2)
+    super::layout_of!("GatherParams", Params: scale, kv_base_quads, kv_block_stride_quads, out_base_quads, out_stride_quads, max_rows, first_slot, num_slots, reserved_0)
 }

@@ -42,7 +42,7 @@ impl Kernel<RopeAppend> for Gpu {
         //   tokens, and the windows reach at least up to there;
         // - inside a row: part < HEAD_UNITS, part - QUERY_ITEMS < UNITS, and the rest is below LATENT_QUADS by TOKEN_ITEMS;
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`);
-        // - slot < NUM_SLOTS is checked in the shader, so the page is one of the pool's, whose last `check_args` found inside the buffer.
+        // - slot < num_slots is checked in the shader, so the page is one of the slab's, whose last `check_args` found inside the buffer.
         // There are no loops.
         let compile = |place| Pipe::new(self, labels, &entries, &source(spec, place));
         Ok((Pipes::new(compile)?, (), only(options)?))
@@ -139,7 +139,6 @@ fn source(spec: &RopeAppend, place: Place) -> Source {
             ("TOKEN_ITEMS", items.token() as u32),
             ("POSITIONS_FOLLOW", POSITIONS_FOLLOW),
             ("PAGE_SIZE", append.kv.page_size),
-            ("NUM_SLOTS", append.kv.num_slots() as u32),
             ("LATENT_QUADS", items.latent),
             ("ROW_QUADS", append.shape.row_elems() / 4),
         ]

@@ -171,6 +171,7 @@ fn pages_are_copied_whole_and_alone() {
         layer_stride: 4 * stride as u64 - 8,
         layer: 1,
         block_stride: stride as u64,
+        slabs: wgpu_mla::Slabs::ONE,
     };
     let row_elems = spec.shape.row_elems();
     let copy = KvCopyPages { kv, row_elems };

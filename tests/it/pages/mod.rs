@@ -165,7 +165,7 @@ fn tables_of_a_batch() {
     let empty = pool.add();
     let b = grown(&mut pool, 4);
 
-    let mut table = BlockTable { entries: vec![5; 40], max_pages: 40, page_size: 9 };
+    let mut table = BlockTable { entries: vec![5; 40], max_pages: 40, page_size: 9, slab_pages: 3 };
     pool.block_table_into(&[b, a, empty], 77, &mut table).unwrap();
     assert_eq!(table.entries, [3, 77, 77, 0, 1, 2, 77, 77, 77]);
     assert_eq!(table.max_pages, 3);
@@ -180,7 +180,7 @@ fn tables_of_a_batch() {
 
     assert_eq!(pool.seq_lens(&[b, a, empty]).unwrap(), [4, 9, 0]);
     assert_eq!(pool.slot_mapping(&[(a, 3..5), (empty, 0..0), (b, 2..4)]).unwrap(), [3, 4, 14, 15]);
-    assert_eq!(pool.block_table(&[], 0).unwrap(), BlockTable { page_size: 4, ..BlockTable::default() });
+    assert_eq!(pool.block_table(&[], 0).unwrap(), BlockTable { page_size: 4, slab_pages: 8, ..BlockTable::default() });
     assert_eq!(pool.csr(&[]).unwrap().kv_indptr, [0]);
 }
 
@@ -279,6 +279,34 @@ fn a_short_prefix_does_not_spoil_a_long_one() {
     );
 }
 
+fn a_sequence_stays_in_a_slab_while_it_has_room() {
+    // Slabs of pages 0 to 3, 4 to 7, 8 and 9.
+    let mut pool = PagePool::in_slabs(spec(4, 10), 4).unwrap();
+    let [a, b, c] = [8, 4, 4].map(|tokens| grown(&mut pool, tokens));
+    assert_eq!([a, b, c].map(|seq| pool.pages(seq).unwrap().to_vec()), [vec![0, 1], vec![4], vec![5]]);
+    pool.append(b, 12).unwrap();
+    assert_eq!(pool.pages(b).unwrap(), [4, 6, 7, 2], "the rest of its slab, then that with the most free pages");
+    // The copy of a shared page is in its slab.
+    pool.truncate(a, 6).unwrap();
+    let fork = pool.fork(a).unwrap();
+    assert_eq!(pool.append(fork, 1).unwrap().copies(), [(1, 3)]);
+    let table = pool.block_table(&[a], -1).unwrap();
+    assert_eq!((table.slab_pages, pool.slab_pages()), (4, 4));
+    pool.append(c, 8).unwrap();
+    assert_eq!(pool.pages(c).unwrap(), [5, 8, 9]);
+    assert!(matches!(pool.append(c, 4), Err(Error::OutOfPages { wanted: 1, free: 0, total: 10 })));
+}
+
+fn slabs_have_pages_and_are_not_too_many() {
+    for (slab_pages, is_good) in [(0, false), (1, false), (2, true), (128, true), (u32::MAX, true)] {
+        let made = PagePool::in_slabs(spec(4, 128), slab_pages);
+        match made {
+            Err(error) => assert!(!is_good && error.to_string().contains("slab_pages"), "{slab_pages}: {error}"),
+            Ok(_) => assert!(is_good, "{slab_pages}"),
+        }
+    }
+}
+
 crate::tests![
     (in model)
     a_fork_copies_its_partial_page_when_it_writes,
@@ -294,4 +322,6 @@ crate::tests![
     unknown_handles_and_tokens_are_errors,
     prefixes_count_full_pages_only,
     a_short_prefix_does_not_spoil_a_long_one,
+    a_sequence_stays_in_a_slab_while_it_has_room,
+    slabs_have_pages_and_are_not_too_many,
 ];

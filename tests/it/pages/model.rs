@@ -39,7 +39,9 @@ struct World {
 
 impl World {
     fn new(page_size: u32, num_pages: u32) -> Self {
-        let pool = pool(page_size, num_pages);
+        // One slab to three.
+        let spec = spec(page_size, num_pages);
+        let pool = PagePool::in_slabs(spec, num_pages.div_ceil(1 + page_size % 3)).unwrap();
         let memory = vec![POISON; pool.spec().num_slots() as usize];
         Self { pool, memory, tokens: BTreeMap::new(), written: 0 }
     }

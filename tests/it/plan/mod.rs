@@ -106,6 +106,7 @@ impl Arrays {
                 Sees::Bounds(_) => Mask::Bounds(&self.bounds),
             },
             shared_prefixes: &self.groups,
+            slabs: None,
         }
     }
 }

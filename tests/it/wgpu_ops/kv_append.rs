@@ -69,6 +69,7 @@ impl AppendCase {
                 layer_stride: layer_stride as u64,
                 layer: 1,
                 block_stride: block_stride as u64,
+                slabs: wgpu_mla::Slabs::ONE,
             },
             k_scale,
         };

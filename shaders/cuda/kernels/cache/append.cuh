@@ -17,7 +17,9 @@ struct AppendArgs {
     u64 k_pe_stride;
     u64 block_stride;
     u32 max_tokens; // tokens that table and inputs hold
-    u32 num_slots;
+    u32 num_slots; // of the slab that is written
+    u32 first_slot; // of that slab; 0 where it is the whole pool
+    u32 reserved_0;
     u32 page_size;
     u32 latent_octs;
     u32 row_octs;
@@ -171,9 +173,12 @@ __device__ __forceinline__ uint2 e4m3_oct_exact(u64 at, float k_scale) {
     return make_uint2((u32)codes, (u32)(codes >> 32));
 }
 
-__device__ __forceinline__ u32 slot_of(const AppendArgs &args, u32 token) { return read_4(args.table + 4ull + 4ull * token); }
+// The slot of a token in the slab; num_slots or more for one that is elsewhere, or nowhere (NO_SLOT).
+__device__ __forceinline__ u32 slot_of(const AppendArgs &args, u32 token) {
+    return read_4(args.table + 4ull + 4ull * token) - args.first_slot;
+}
 
-// Address of an oct of the token in a slot.
+// Address of an oct of the token in a slot of the slab.
 template <class Out>
 __device__ __forceinline__ u64 target(const AppendArgs &args, u32 slot, u32 oct) {
     u32 page = divide(slot, args.by_page_size);

@@ -2,6 +2,8 @@
 //
 //   for (from, to) of the table: kv[to] = kv[from]
 //
+// Of a pool in several slabs, a launch copies from one slab to another, or inside of one.
+//
 // The host checked that no page is both read and written, and none written twice, so the copies need no order.
 //
 // Tile: a part of a page a block, UNITS_PER_THREAD units a thread, all loaded before the first is stored.
@@ -16,13 +18,18 @@
 #define UNITS_PER_THREAD 4u
 
 struct Args {
-    u64 kv;     // [num_pages, page_units], the layer's first page, pages strided
+    u64 source; // [from_num_pages, page_units], the layer's first page in a slab, pages strided
+    u64 target; // [to_num_pages, page_units], the same of the slab that is written, perhaps the same one
     u64 table;  // u32 [1 + 2 * max_copies] num_copies, then (from, to) of each
     u64 block_stride; // bytes
-    u32 num_pages;
+    u32 from_first_page; // 0 where the slab is the whole pool
+    u32 from_num_pages;
+    u32 to_first_page;
+    u32 to_num_pages;
     u32 page_units;
     u32 blocks_per_page;
     u32 max_copies; // copies that the table holds
+    u32 reserved_0;
 };
 
 struct Wide {
@@ -47,14 +54,14 @@ __device__ __forceinline__ void copy_pages(const Args &args) {
         return;
     }
     u32 num_copies = read_4(args.table);
-    u32 from = read_4(args.table + 4ull + 8ull * copy);
-    u32 to = read_4(args.table + 8ull + 8ull * copy);
-    // The host checked the ids; the bound also covers a table made for a larger pool.
-    if (copy >= num_copies || from >= args.num_pages || to >= args.num_pages) {
+    u32 from = read_4(args.table + 4ull + 8ull * copy) - args.from_first_page;
+    u32 to = read_4(args.table + 8ull + 8ull * copy) - args.to_first_page;
+    // Copies between other slabs are left to their launch. The host checked the ids; the bound also covers a table made for a larger pool.
+    if (copy >= num_copies || from >= args.from_num_pages || to >= args.to_num_pages) {
         return;
     }
-    u64 source = args.kv + from * args.block_stride + (u64)first * sizeof(Unit);
-    u64 target = args.kv + to * args.block_stride + (u64)first * sizeof(Unit);
+    u64 source = args.source + from * args.block_stride + (u64)first * sizeof(Unit);
+    u64 target = args.target + to * args.block_stride + (u64)first * sizeof(Unit);
     Unit units[UNITS_PER_THREAD];
 #pragma unroll
     for (u32 i = 0; i < UNITS_PER_THREAD; i++) {

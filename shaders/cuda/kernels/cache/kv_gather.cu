@@ -27,7 +27,9 @@ struct Args {
     u64 out_stride;
     u32 max_rows;   // rows that the output holds
     u32 max_pieces; // pieces that the table holds
-    u32 num_slots;
+    u32 num_slots; // of the slab that is read
+    u32 first_slot; // of that slab; 0 where it is the whole pool
+    u32 reserved_0;
     u32 page_size;
     u32 row_quads;
     float k_scale;
@@ -172,9 +174,10 @@ __device__ __forceinline__ void gather(const Args &args) {
         u32 piece = divide(place, args.by_page_size);
         u32 t = place - piece * args.page_size;
         u64 at = args.table + 4ull + 12ull * piece;
-        // The host checked the slots; the bound also covers a table made for a larger pool.
-        u32 slot = min(read_4(at) + t, args.num_slots - 1);
-        bool is_used = first + i < num_places && t < read_4(at + 8);
+        // The host checked the slots; the bounds also cover a table made for a larger pool. Other slabs' tokens are left to their launch.
+        u32 in_slab = read_4(at) + t - args.first_slot;
+        u32 slot = min(in_slab, args.num_slots - 1);
+        bool is_used = first + i < num_places && t < read_4(at + 8) && in_slab == slot;
         rows[i] = is_used ? read_4(at + 4) + t : NO_ROW;
         u32 page = divide(slot, args.by_page_size);
         u32 row = slot - page * args.page_size;

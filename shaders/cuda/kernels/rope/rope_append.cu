@@ -87,7 +87,8 @@ __device__ __forceinline__ void rope_append(const Args &args) {
         return;
     }
     if (part < args.query_items) {
-        if (part < args.query.head_units) {
+        // Of a pool in several slabs, one launch rotates the queries: twice in place would be wrong.
+        if (part < args.query.head_units && append.first_slot == 0) {
             switch (args.query_dtype) {
                 case 0: rotate_unit<F32>(args.query, token, position, part); break;
                 case 1: rotate_unit<F16>(args.query, token, position, part); break;
@@ -96,7 +97,7 @@ __device__ __forceinline__ void rope_append(const Args &args) {
         }
         return;
     }
-    // NO_SLOT fails this test too. The host checked the slots; the bound also covers a table made for a larger pool.
+    // NO_SLOT and slots of other slabs fail this test too. The host checked the slots; the bound also covers a table made for a larger pool.
     if (slot >= append.num_slots) {
         return;
     }

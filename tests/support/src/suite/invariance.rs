@@ -15,6 +15,7 @@ const FIXED: How = How {
     unshared: false,
     grow: false,
     query_tokens: 0,
+    slab_pages: 0,
 };
 
 /// Cache and query dtypes that together run every kind of kernel.

@@ -62,7 +62,9 @@ pub struct Rig<B: Backend, R: Runs<B>> {
     k_scale: f32,
     weight: Vec<f64>,
     cos_sin: Vec<f32>,
-    kv: B::Buffer,
+    /// One, or slabs of `slab_pages` pages.
+    kv: Vec<B::Buffer>,
+    slab_pages: u32,
     weight_buffer: B::Buffer,
     cos_sin_buffer: B::Buffer,
 }
@@ -96,9 +98,21 @@ fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec
 impl<B: Backend, R: Runs<B>> Rig<B, R> {
     /// `prefix_rows` is 0 or [`PREFIX_ROWS`].
     pub fn new(backend: &B, spec: MlaLayer, prefix_rows: u32, runs: R, seed: u64) -> Result<Self> {
+        Self::in_slabs(backend, (spec, spec.kv.num_pages), prefix_rows, runs, seed)
+    }
+
+    /// With a pool in slabs of so many pages.
+    pub fn in_slabs(
+        backend: &B,
+        (spec, slab_pages): (MlaLayer, u32),
+        prefix_rows: u32,
+        runs: R,
+        seed: u64,
+    ) -> Result<Self> {
         let capacity =
             LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows, positions: 0 };
-        let layer = backend.compile_with(spec, &LayerOptions { capacity, ..LayerOptions::default() })?;
+        let options = LayerOptions { capacity, slab_pages, ..LayerOptions::default() };
+        let layer = backend.compile_with(spec, &options)?;
         assert!(layer.facts().workspace_bytes <= spec.workspace_bytes, "the workspace is over its budget");
         let mut rng = Rng(seed);
         let shape = spec.shape;
@@ -114,13 +128,16 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         }
         let cos_sin_buffer = uploaded(backend, &Dtype::F32.encode_all(&cos_sin))?;
         // Rows that were never written hold NaN.
-        let elems = spec.kv.num_slots() as usize * shape.row_elems() as usize;
-        let kv = uploaded(backend, &spec.kv.dtype.encode_all(&vec![f32::NAN; elems]))?;
+        let num_slabs = spec.kv.num_slabs(slab_pages)?;
+        let elems = (slab_pages * spec.kv.page_size * shape.row_elems()) as usize;
+        let nothing = spec.kv.dtype.encode_all(&vec![f32::NAN; elems]);
+        let kv = (0..num_slabs).map(|_| uploaded(backend, &nothing)).collect::<Result<_>>()?;
         Ok(Self {
             step: layer.step(Capacity::default())?,
             layer,
             runs,
-            pool: PagePool::new(spec.kv)?,
+            pool: PagePool::in_slabs(spec.kv, slab_pages)?,
+            slab_pages,
             rng,
             k_scale: if spec.kv.dtype == Dtype::E4m3 { 1.0 / 128.0 } else { 1.0 },
             weight,
@@ -143,14 +160,15 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         let (latent, rope) = (spec.shape.kv_lora_rank as usize, spec.shape.qk_rope_head_dim as usize);
         let (value, row_elems) = (spec.v_head_dim as usize, latent + rope);
 
+        let slabs = self.kv.clone();
+        let cache = KvView::in_slabs(&slabs.iter().collect::<Vec<_>>(), &spec.mla(), self.slab_pages, 0)?;
         let seqs: Vec<SeqId> = requests.iter().map(|&(seq, _)| seq).collect();
         let mut tokens = Vec::new();
         let mut loc = vec![0i32];
         for &(seq, count) in requests {
             let append = self.pool.append(seq, count)?;
-            let view = KvView::dense(&self.kv, &spec.mla());
             let copy = KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() };
-            backend.once(copy, append.copies(), &view)?;
+            backend.once(copy, append.copies(), &cache)?;
             tokens.push((seq, append.tokens));
             loc.push(loc[loc.len() - 1] + count as i32);
         }
@@ -184,7 +202,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             q_pe: View { offset: nope as u64, ..q_nope },
             kv_c: View::dense(&kv_c, 1, latent as u32),
             k_pe: View::dense(&k_pe, 1, rope as u32),
-            kv: KvView::dense(&self.kv, &spec.mla()),
+            kv: cache,
             kv_b_proj: &self.weight_buffer,
             cos_sin: &self.cos_sin_buffer,
             max_position: MAX_POSITION,
@@ -204,8 +222,9 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         self.runs.run(&self.layer, &self.step, &binding)?;
 
         let got = spec.dtype.decode_all(&backend.download(&out, out_bytes.next_multiple_of(4) as u64)?);
-        let size = spec.kv.num_slots() as usize * row_elems * spec.kv.dtype.bytes();
-        let cache = spec.kv.dtype.decode_all(&backend.download(&self.kv, size.next_multiple_of(4) as u64)?);
+        let size = (self.slab_pages * spec.kv.page_size) as usize * row_elems * spec.kv.dtype.bytes();
+        let slabs = self.kv.iter().map(|slab| backend.download(slab, size.next_multiple_of(4) as u64));
+        let cache = spec.kv.dtype.decode_all(&slabs.collect::<Result<Vec<_>>>()?.concat());
         let mut want = Vec::new();
         for (i, (seq, positions)) in tokens.iter().enumerate() {
             let page_size = spec.kv.page_size as usize;

@@ -1,6 +1,6 @@
 //! Arrays inside buffers: strides, gaps that are poisoned, and guards that must survive.
 
-use wgpu_mla::{Device, KvSpec, KvView, Result, View};
+use wgpu_mla::{Device, KvSpec, KvView, Result, Slabs, View};
 
 use crate::paint::POISON;
 
@@ -104,7 +104,7 @@ impl Pages {
     pub fn view<'a, T>(&self, buffer: &'a T) -> KvView<&'a T> {
         let [offset, layer_stride, block_stride] =
             [self.offset, self.layer_stride, self.block_stride].map(|x| x as u64);
-        KvView { buffer, offset, layer_stride, layer: self.layer as u32, block_stride }
+        KvView { buffer, offset, layer_stride, layer: self.layer as u32, block_stride, slabs: Slabs::ONE }
     }
 }
 

@@ -43,7 +43,7 @@ pub fn refuses_other_specs<B: Backend>(session: &Session<'_, B>) {
         }
         let plan = Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::Auto)?;
         let (entries, max_pages) = (problem.block_table.clone(), problem.max_pages as u32);
-        let table = BlockTable { entries, max_pages, page_size: pages + 1 };
+        let table = BlockTable { entries, max_pages, page_size: pages + 1, slab_pages: spec.kv.num_pages };
         let why = format!("page_size of the block table is {}, the op was compiled for {pages}", pages + 1);
         refuses(
             session,

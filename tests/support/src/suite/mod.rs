@@ -19,6 +19,7 @@ pub mod prefill;
 pub mod project;
 pub mod rope;
 pub mod run;
+pub mod slabs;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -271,6 +272,8 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
         "decode" false: mixed { refuses_other_specs }
+        "decode" true: slabs { slabs }
+        "slabs" false: slabs { ops_in_slabs, layers_in_slabs, refuses_slabs }
         "decode" true: non_finite { non_finite, huge_logits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }

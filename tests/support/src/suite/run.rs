@@ -1,8 +1,8 @@
 //! One decode through a backend: upload, plan, prepare, bind, run, download.
 
 use wgpu_mla::{
-    Backend, Batch, Capacity, Dtype, LseBase, MlaDecodeArgs, PageTable, Plan, Query, Result, SharedPrefix,
-    SplitPolicy, View,
+    Backend, Batch, Capacity, Dtype, KvSpec, KvView, LseBase, MlaDecode, MlaDecodeArgs, PageTable, Plan, Query,
+    Result, SharedPrefix, SlabTable, SplitPolicy, View,
 };
 
 use super::Session;
@@ -46,6 +46,8 @@ pub struct How {
     pub grow: bool,
     /// Query tokens of a sequence that the decode is made for; 0 is 1.
     pub query_tokens: u32,
+    /// Cuts the pool into slabs of so many pages; 0: one buffer.
+    pub slab_pages: u32,
 }
 
 /// What a decode wrote.
@@ -83,6 +85,8 @@ impl<B: Backend> Session<'_, B> {
             query_start_loc: &problem.query_start_loc,
             mask: problem.mask(),
             shared_prefixes: shared,
+            slabs: (how.slab_pages > 0)
+                .then_some(SlabTable { pages: dense_table(problem), slab_pages: how.slab_pages }),
         };
         let plan = Plan::new(spec, &decode.tiling(), &batch, how.policy).map_err(wrong)?;
         let capacity = if how.grow { Capacity::default() } else { Capacity::of(&plan) };
@@ -92,17 +96,12 @@ impl<B: Backend> Session<'_, B> {
         decode.prepare(&mut step, (&plan, pages)).map_err(wrong)?;
 
         let (heads, tokens) = (spec.shape.num_heads as usize, problem.total_q());
-        let (latent, row) = (spec.shape.kv_lora_rank as usize, spec.shape.row_elems() as usize);
+        let latent = spec.shape.kv_lora_rank as usize;
         let query = QueryArrays::of(problem, how);
         let [q0, q1] = [&query.parts[0], &query.parts[1]];
         let (q0_buffer, q1_buffer) =
             (upload(backend, &q0.bytes).map_err(wrong)?, upload(backend, &q1.bytes).map_err(wrong)?);
-        let kv_pages = match how.layout {
-            Layout::Dense => Pages::dense(&spec.kv, row),
-            Layout::Gaps | Layout::HeadMajor => Pages::gaps(&spec.kv, row),
-        };
-        let kv = scatter(&problem.kv, page_dims(&spec.kv, row), spec.kv.dtype.bytes(), kv_pages.strides());
-        let kv_buffer = upload(backend, &kv).map_err(wrong)?;
+        let slabs = self.upload_slabs(problem, how).map_err(wrong)?;
         let out = Output::new([tokens, heads, latent], spec.out, how.layout, 8);
         let lse = Output::new([tokens, heads, 1], Dtype::F32, how.layout, 1);
         let out_buffer = upload(backend, &vec![POISON; out.len]).map_err(wrong)?;
@@ -113,7 +112,7 @@ impl<B: Backend> Session<'_, B> {
                 Slicing::Whole => Query::Whole(q0.view(&q0_buffer)),
                 Slicing::Split => Query::Split { q_nope: q0.view(&q0_buffer), q_pe: q1.view(&q1_buffer) },
             },
-            kv: kv_pages.view(&kv_buffer),
+            kv: slabs.view(spec).map_err(wrong)?,
             out: out.strides.view(&out_buffer),
             lse: lse.strides.view(&lse_buffer),
             lse_base: how.lse_base,
@@ -136,6 +135,43 @@ impl<B: Backend> Session<'_, B> {
             lse: Dtype::F32.decode_all(&lse_bits).into_iter().map(natural).collect(),
             bits: [out_bits, lse_bits],
         })
+    }
+}
+
+/// A problem's cache, in one buffer or in several.
+struct Cache<B: Backend> {
+    buffers: Vec<B::Buffer>,
+    pages: Pages,
+    slab_pages: u32,
+}
+
+impl<B: Backend> Cache<B> {
+    fn view(&self, spec: &MlaDecode) -> Result<KvView<&B::Buffer>> {
+        let buffers: Vec<_> = self.buffers.iter().collect();
+        let laid_out = self.pages.view(buffers[0]);
+        let slabs = KvView::in_slabs(&buffers, spec, self.slab_pages, 0)?.slabs;
+        Ok(KvView { slabs, ..laid_out })
+    }
+}
+
+impl<B: Backend> Session<'_, B> {
+    fn upload_slabs(&self, problem: &Problem, how: &How) -> Result<Cache<B>> {
+        let (kv, row) = (problem.spec.kv, problem.spec.shape.row_elems() as usize);
+        let slab_pages = if how.slab_pages > 0 { how.slab_pages } else { kv.num_pages };
+        // A slab has room for as many pages as any other; of the last one perhaps some are missing.
+        let slab = KvSpec { num_pages: slab_pages, ..kv };
+        let pages = match how.layout {
+            Layout::Dense => Pages::dense(&slab, row),
+            Layout::Gaps | Layout::HeadMajor => Pages::gaps(&slab, row),
+        };
+        let page_bytes = kv.page_size as usize * row * kv.dtype.bytes();
+        let upload_slab = |codes: &[u8]| {
+            let slab = KvSpec { num_pages: (codes.len() / page_bytes) as u32, ..kv };
+            let bytes = scatter(codes, page_dims(&slab, row), kv.dtype.bytes(), pages.strides());
+            upload(self.backend, &bytes)
+        };
+        let buffers = problem.kv.chunks(page_bytes * slab_pages as usize).map(upload_slab);
+        Ok(Cache { buffers: buffers.collect::<Result<_>>()?, pages, slab_pages })
     }
 }
 
