@@ -22,8 +22,8 @@ use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    Batch, BlockTable, Capacity, DecodeOptions, Device, Dtype, KvSpec, KvView, MlaDecode, MlaDecodeArgs, MlaShape,
-    PagePool, Plan, SplitPolicy,
+    Batch, BlockTable, Capacity, DecodeOptions, Device, Dtype, KvSpec, KvView, MlaDecode, MlaDecodeArgs,
+    MlaShape, PagePool, Plan, SplitPolicy,
 };
 
 const PAGE_SIZE: u32 = 64;
@@ -60,7 +60,9 @@ impl Shape {
     }
 
     fn kv_bytes(&self) -> f64 {
-        f64::from(self.sequences) * f64::from(self.tokens) * (self.spec().slab_bytes(1) / u64::from(PAGE_SIZE)) as f64
+        f64::from(self.sequences)
+            * f64::from(self.tokens)
+            * (self.spec().slab_bytes(1) / u64::from(PAGE_SIZE)) as f64
     }
 }
 
@@ -101,7 +103,9 @@ fn table<D: Timed>(device: &D, args: &Args) -> Result<()> {
         device.name(),
         figure(ceiling)
     );
-    println!("| workload | variant | slabs | us | min | KV GB/s | ceiling | one binding: us | per token | checked |");
+    println!(
+        "| workload | variant | slabs | us | min | KV GB/s | ceiling | one binding: us | per token | checked |"
+    );
     println!("|---|---|---|---|---|---|---|---|---|---|");
     for shape in &shapes {
         if let Err(error) = time(device, shape, args, ceiling, &mut records) {
@@ -126,14 +130,21 @@ fn time<D: Timed>(device: &D, shape: &Shape, args: &Args, ceiling: f64, records:
     let one = Shape { sequences: (slab_pages / sequence_pages).clamp(1, shape.sequences), ..*shape };
     let whole = one.spec().kv.num_pages;
     let one_problem = Problem::new(device, &one, whole, args)?;
-    let one_timing = device.time(args.replays(), |recorder, call| one_problem.layers.record(recorder, call))?;
+    let one_timing =
+        device.time(args.replays(), |recorder, call| one_problem.layers.record(recorder, call))?;
     let per_token = |timing: &Timing, shape: &Shape| timing.median / shape.kv_bytes();
     let ratio = per_token(&timing, shape) / per_token(&one_timing, &one);
 
     let rate = shape.kv_bytes() / timing.median / 1e9;
     let us = |seconds: f64| micros(seconds * 1e6);
     print!("| {} | {variant} | {slabs} | {} | {} ", shape.name(), us(timing.median), us(timing.min));
-    print!("| {} | {} % | {} x: {} ", figure(rate), figure(rate / ceiling * 100.0), one.sequences, us(one_timing.median));
+    print!(
+        "| {} | {} % | {} x: {} ",
+        figure(rate),
+        figure(rate / ceiling * 100.0),
+        one.sequences,
+        us(one_timing.median)
+    );
     println!("| {ratio:.3} | {checked} |");
     let mut record = json!({
         "workload": shape.name(), "variant": variant, "slabs": slabs, "slab_pages": slab_pages, "gb_s": rate, "share": rate / ceiling,
@@ -163,11 +174,12 @@ impl<D: Timed> Problem<D> {
         let paint = Paint::new(shape.kv);
         let page = u64::from(PAGE_SIZE * spec.shape.row_elems());
         let pages_of = |slab: u32| slab_pages.min(spec.kv.num_pages - slab * slab_pages);
-        let slabs = (0..spec.kv.num_slabs(slab_pages)?).map(|slab| device.painted(&paint, u64::from(pages_of(slab)) * page));
+        let slabs = (0..spec.kv.num_slabs(slab_pages)?)
+            .map(|slab| device.painted(&paint, u64::from(pages_of(slab)) * page));
         let slabs = slabs.collect::<Result<Vec<_>>>()?;
         let q = query(device, shape)?;
-        let [out, lse] =
-            [spec.out_bytes(shape.sequences), spec.lse_bytes(shape.sequences)].map(|bytes| device.buffer(bytes));
+        let [out, lse] = [spec.out_bytes(shape.sequences), spec.lse_bytes(shape.sequences)]
+            .map(|bytes| device.buffer(bytes));
         let (out, lse) = (out?, lse?);
 
         let mut pool = PagePool::in_slabs(spec.kv, slab_pages)?;
@@ -182,7 +194,8 @@ impl<D: Timed> Problem<D> {
         let batch = Batch { slabs: Some(table.slab_table()), ..Batch::new(&lens, &starts) };
         let plan = Plan::new(&spec, &decode.tiling(), &batch, SplitPolicy::Auto)?;
         let kv = KvView::in_slabs(&slabs.iter().collect::<Vec<_>>(), &spec, slab_pages, 0)?;
-        let args = MlaDecodeArgs { kv, ..MlaDecodeArgs::dense(&spec, &q, &slabs[0], &out, &lse, SOFTMAX_SCALE) };
+        let args =
+            MlaDecodeArgs { kv, ..MlaDecodeArgs::dense(&spec, &q, &slabs[0], &out, &lse, SOFTMAX_SCALE) };
         let layers = Layers::new(decode, Capacity::of(&plan), (&plan, table.page_table()), [args])?;
         Ok(Self { shape: *shape, slab_pages, layers, table, paint, out, lse })
     }
@@ -219,7 +232,8 @@ impl<D: Timed> Problem<D> {
         let plan = Plan::new(&spec, &decode.tiling(), &Batch::new(&lens, &starts), SplitPolicy::Auto)?;
         let mut step = decode.step(Capacity::of(&plan))?;
         decode.prepare(&mut step, (&plan, self.table.page_table()))?;
-        let bound = decode.bind(&MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, SOFTMAX_SCALE), shape.sequences)?;
+        let bound =
+            decode.bind(&MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, SOFTMAX_SCALE), shape.sequences)?;
         decode.run(&step, &bound)?;
         let wide = |bytes: &[u8], dtype: Dtype| -> Vec<f64> {
             dtype.decode_all(bytes).into_iter().map(f64::from).collect()

@@ -250,7 +250,9 @@ impl Plan {
     }
 
     fn clear(&mut self) {
-        let Self { items, queries, merges, merge_partials, seq_lens, page_begin, shared, slabs, scratch, .. } = self;
+        let Self {
+            items, queries, merges, merge_partials, seq_lens, page_begin, shared, slabs, scratch, ..
+        } = self;
         // Taken from the end by the next plan.
         scratch.slabs.extend(slabs.drain(..).rev());
         items.clear();

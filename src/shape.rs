@@ -81,7 +81,8 @@ impl KvSpec {
     /// # Errors
     /// [`Error::Shape`] for slabs of no page, and for more than [`Slabs::MOST`] of them.
     pub fn num_slabs(&self, slab_pages: u32) -> Result<u32> {
-        let count = self.num_pages.checked_div(slab_pages).map_or(u32::MAX, |_| self.num_pages.div_ceil(slab_pages));
+        let count =
+            self.num_pages.checked_div(slab_pages).map_or(u32::MAX, |_| self.num_pages.div_ceil(slab_pages));
         if count > Slabs::<()>::MOST {
             let cure = "must be at least 1, and large enough for at most 64 slabs: raise max_storage_buffer_binding_size with `wanted`, or make the pool smaller";
             return Err(Error::Shape { what: "slab_pages", got: slab_pages.into(), cure });

@@ -106,8 +106,7 @@ pub struct Slabs<B> {
 
 impl<B> Slabs<B> {
     /// One buffer holds all pages.
-    pub const ONE: Self =
-        Self { slab_pages: 0, first_page: 0, more: [const { None }; MORE] };
+    pub const ONE: Self = Self { slab_pages: 0, first_page: 0, more: [const { None }; MORE] };
 
     /// The most slabs of a pool.
     pub const MOST: u32 = MORE as u32 + 1;
@@ -233,7 +232,8 @@ impl<B: Copy> KvView<B> {
     /// `num_pages` pages fill.
     pub fn in_slabs(buffers: &[B], spec: &MlaDecode, slab_pages: u32, layer: u32) -> Result<Self> {
         let want = spec.kv.num_slabs(slab_pages)?;
-        let Some((&buffer, rest)) = buffers.split_first().filter(|_| buffers.len() as u64 == want.into()) else {
+        let Some((&buffer, rest)) = buffers.split_first().filter(|_| buffers.len() as u64 == want.into())
+        else {
             let cure = "one buffer for each slab_pages pages, and one for what is left";
             return Err(Error::Length { what: "slabs", got: buffers.len() as u64, want: want.into(), cure });
         };
@@ -294,7 +294,8 @@ impl<B: Copy> KvView<B> {
         if self.slabs.slab_pages > 0 {
             let (got, want) = (self.num_slabs().into(), kv.num_slabs(self.slabs.slab_pages)?.into());
             if got != want {
-                let cure = "the view is of a pool of other pages: make it with `KvView::in_slabs` of this spec";
+                let cure =
+                    "the view is of a pool of other pages: make it with `KvView::in_slabs` of this spec";
                 return Err(Error::Length { what: "slabs", got, want, cure });
             }
         }

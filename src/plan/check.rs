@@ -69,7 +69,12 @@ impl Plan {
 ///
 /// # Errors
 /// [`Error::OtherSpec`] and [`Error::Shape`].
-pub(crate) fn check_plan(plan: &Plan, spec: &MlaDecode, pages: PageTable<'_>, rows_per_tile: u32) -> Result<()> {
+pub(crate) fn check_plan(
+    plan: &Plan,
+    spec: &MlaDecode,
+    pages: PageTable<'_>,
+    rows_per_tile: u32,
+) -> Result<()> {
     if plan.slabs.is_empty() {
         return check_one(plan, spec, rows_per_tile);
     }

@@ -81,7 +81,8 @@ impl Plan {
         let (mut share, mut partials) = (Share::default(), std::mem::take(&mut self.scratch.partials));
         for slab in slabs(spec.kv, table.slab_pages)? {
             let SlabPlan { mut plan, mut kv_indptr, mut kv_indices } = free.pop().unwrap_or_default();
-            (kv_indptr.clear(), kv_indices.clear());
+            kv_indptr.clear();
+            kv_indices.clear();
             self.share_of(slab, batch, table.pages, &mut share, (&mut kv_indptr, &mut kv_indices))?;
             let local = Batch {
                 seq_lens: &share.seq_lens,
@@ -103,7 +104,7 @@ impl Plan {
         for slab in &mut self.slabs {
             slab.plan.num_partials = self.num_partials;
         }
-        self.merge_slabs(&mut partials)?;
+        self.merge_slabs(&mut partials);
         self.scratch.partials = partials;
         self.scratch.slabs = free;
         // A plan over slabs has no pages of its own.
@@ -138,7 +139,9 @@ impl Plan {
     ) -> Result<()> {
         let page_size = slab.kv.page_size;
         let Share { seq_lens, bounds, prefixes, before } = share;
-        (seq_lens.clear(), bounds.clear(), prefixes.clear());
+        seq_lens.clear();
+        bounds.clear();
+        prefixes.clear();
         kv_indptr.push(0);
         let mut prefix_tokens = vec![0; batch.shared_prefixes.len()];
         for (seq, &len) in self.seq_lens.iter().enumerate() {
@@ -185,7 +188,7 @@ impl Plan {
     }
 
     /// A merge for every query token, of its partial results in all slabs: of none where it sees no key.
-    fn merge_slabs(&mut self, partials: &mut Vec<(u32, u32)>) -> Result<()> {
+    fn merge_slabs(&mut self, partials: &mut [(u32, u32)]) {
         partials.sort_unstable();
         let mut partials = partials.iter().peekable();
         for token in 0..self.num_queries {
@@ -195,7 +198,6 @@ impl Plan {
             }
             self.merges.push(Merge { token, begin, end: self.merge_partials.len() as u32 });
         }
-        Ok(())
     }
 
     /// Each slab's plan with the spec that it is a plan of.
@@ -237,7 +239,9 @@ impl Plan {
             }
             lens.iter_mut().zip(&slab.plan.seq_lens).for_each(|(sum, len)| *sum += len);
         }
-        if matches!(pages, PageTable::Device) || spec.kv.num_slabs(self.slab_pages)? as usize != self.slabs.len() {
+        if matches!(pages, PageTable::Device)
+            || spec.kv.num_slabs(self.slab_pages)? as usize != self.slabs.len()
+        {
             return mismatch;
         }
         check_rows(pages, batch, &spec.kv)?;
@@ -246,7 +250,8 @@ impl Plan {
             let mut each = Vec::with_capacity(self.slabs.len());
             for slab in &self.slabs {
                 let range = slab.kv_indptr.get(seq).zip(slab.kv_indptr.get(seq + 1));
-                let planned = range.and_then(|(&begin, &end)| slab.kv_indices.get(begin as usize..end as usize));
+                let planned =
+                    range.and_then(|(&begin, &end)| slab.kv_indices.get(begin as usize..end as usize));
                 let Some(planned) = planned else { return mismatch };
                 each.push(planned.iter());
             }

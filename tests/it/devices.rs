@@ -10,8 +10,7 @@ use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::{Gpu, Setup, wanted};
 use wgpu_mla::{
     Capacity, Caps, DecodeOptions, Device, Dtype, Error, HeadProject, KvAppend, KvAppendArgs, KvCopyPages,
-    KvView, MergeState, MlaDecode, MlaDecodeArgs, RopeLayout, SplitPolicy, View,
-    WeightOrder, wgpu,
+    KvView, MergeState, MlaDecode, MlaDecodeArgs, RopeLayout, SplitPolicy, View, WeightOrder, wgpu,
 };
 
 const FIXED: SplitPolicy = SplitPolicy::FixedTokens(32);

@@ -174,7 +174,14 @@ fn what_a_device_compiles_is_kept() -> Outcome {
         let kv = KvSpec { dtype: Dtype::F32, page_size: 1, num_pages: 2 };
         let cache = gpu.buffer(2 * 8 * 4).expect("a buffer");
         gpu.upload(&cache, 0, &[7; 32]).expect("uploads");
-        let view = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 8, slabs: Slabs::ONE };
+        let view = KvView {
+            buffer: &cache,
+            offset: 0,
+            layer_stride: 0,
+            layer: 0,
+            block_stride: 8,
+            slabs: Slabs::ONE,
+        };
         gpu.once(KvCopyPages { kv, row_elems: 8 }, &[(0, 1)], &view).expect("copies");
         assert_eq!(gpu.download(&cache, 64).expect("downloads"), [7; 64]);
         gpu

@@ -37,7 +37,8 @@ impl<D: Backend> Paged<D> {
         let capacity =
             LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, ..LayerCapacity::default() };
         let variant = if setup.exact { exact_variant(device, &spec) } else { None };
-        let mla = device.compile_with(spec, &LayerOptions { variant, capacity, ..LayerOptions::default() })?;
+        let mla =
+            device.compile_with(spec, &LayerOptions { variant, capacity, ..LayerOptions::default() })?;
         let copy = device.compile(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
         let arrays = Arrays::new(device, model, setup)?;
         let bind = |layer| Ok((copy.bind(&arrays.kv(layer), ())?, mla.bind(&arrays.args(layer), capacity)?));

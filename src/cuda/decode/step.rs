@@ -96,7 +96,10 @@ impl Tables {
 
     /// A number for the launches of a step beside its capacity: how many slabs, and where their tables are.
     pub(super) fn form(&self) -> u64 {
-        let words = self.each_slab().filter(|_| self.num_slabs > 0).map(|slab| slab.tables.ptr() ^ u64::from(slab.capacity.items));
+        let words = self
+            .each_slab()
+            .filter(|_| self.num_slabs > 0)
+            .map(|slab| slab.tables.ptr() ^ u64::from(slab.capacity.items));
         words.fold(self.slab_pages.into(), |form, word| form.wrapping_mul(0x100_0000_01B3).wrapping_add(word))
     }
 
@@ -152,7 +155,8 @@ impl Tables {
             let partials = if self.is_slab { 0 } else { capacity.partials };
             let grown = Self::with_partials(cuda, spec, (self.device_page_list, capacity), partials)?;
             let (words, slabs) = (std::mem::take(&mut self.words), std::mem::take(&mut self.slabs));
-            *self = Self { words, slabs, is_slab: self.is_slab, generation: self.generation.clone(), ..grown };
+            *self =
+                Self { words, slabs, is_slab: self.is_slab, generation: self.generation.clone(), ..grown };
         }
         self.generation.store(next_id(), Ordering::Relaxed);
         let used = match pages {

@@ -130,7 +130,10 @@ impl Kernel<KvCopyPages> for Gpu {
         let slabs: Vec<_> = view.each_slab().collect();
         let [from, to] = [slabs[0], slabs[slabs.len() - 1]];
         let place = if slabs.len() > 1 { Place::Between } else { Place::Within };
-        let windows = [Window::of_cache(self, &to, &spec.kv, spec.row_elems)?, Window::of_cache(self, &from, &spec.kv, spec.row_elems)?];
+        let windows = [
+            Window::of_cache(self, &to, &spec.kv, spec.row_elems)?,
+            Window::of_cache(self, &from, &spec.kv, spec.row_elems)?,
+        ];
         let bases = windows.each_ref().map(|window| u64::from(window.at(view.base() * bytes, 1, 1)));
         let stride = if spec.kv.num_pages > 1 { view.block_stride * bytes } else { 0 };
         let (unit, pipes) = match &pipes.wide {
@@ -182,15 +185,20 @@ fn source(spec: &KvCopyPages, unit: Unit, place: Place) -> Source {
     };
     let (load, variant) = match place {
         Place::Within => (include_str!("../../../shaders/lib/copy_within.wgsl"), variant.to_owned()),
-        Place::Between => (include_str!("../../../shaders/lib/copy_between.wgsl"), format!("{variant}.between")),
+        Place::Between => {
+            (include_str!("../../../shaders/lib/copy_between.wgsl"), format!("{variant}.between"))
+        }
     };
     let consts = [
         ("GROUP", Const::U32(GROUP)),
         ("PAGE_UNITS", Const::U32((spec.page_bytes() / unit.bytes()) as u32)),
         ("Unit", Const::Alias(ty)),
     ];
-    let files =
-        [include_str!("../../../shaders/lib/grid.wgsl"), load, include_str!("../../../shaders/kv_copy_pages.wgsl")];
+    let files = [
+        include_str!("../../../shaders/lib/grid.wgsl"),
+        load,
+        include_str!("../../../shaders/kv_copy_pages.wgsl"),
+    ];
     compose("kv_copy_pages", &format!("{variant}.{}", spec.kv.dtype), &consts, &files)
 }
 

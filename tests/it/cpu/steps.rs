@@ -62,7 +62,14 @@ fn strides_move_rows_only() {
             q_nope: View { buffer: &q_nope, offset: 8, token_stride: 528, head_stride: 264 },
             q_pe: View::dense(&q_pe, 2, 32),
         },
-        kv: KvView { buffer: &kv2, offset: 8, layer_stride: 20_000, layer: 1, block_stride, slabs: wgpu_mla::Slabs::ONE },
+        kv: KvView {
+            buffer: &kv2,
+            offset: 8,
+            layer_stride: 20_000,
+            layer: 1,
+            block_stride,
+            slabs: wgpu_mla::Slabs::ONE,
+        },
         out: View { buffer: &out2, offset: 16, token_stride: 256, head_stride: 600 },
         lse: View { buffer: &lse2, offset: 3, token_stride: 1, head_stride: 5 },
         ..dense

@@ -31,7 +31,14 @@ fn devices_are_made_beside_a_capture() -> Outcome {
     let bytes = cuda.buffer(4 * 288 * 4).expect("memory");
     let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 2 };
     let copy = cuda.compile(KvCopyPages { kv, row_elems: 288 }).expect("a copy");
-    let cache = KvView { buffer: &bytes, offset: 0, layer_stride: 0, layer: 0, block_stride: 2 * 288, slabs: Slabs::ONE };
+    let cache = KvView {
+        buffer: &bytes,
+        offset: 0,
+        layer_stride: 0,
+        layer: 0,
+        block_stride: 2 * 288,
+        slabs: Slabs::ONE,
+    };
     let mut step = copy.step(1).expect("a step");
     copy.prepare(&mut step, &[(0, 1)]).expect("prepared");
     let binding = copy.bind(&cache, ()).expect("binds");

@@ -10,8 +10,8 @@ use wgpu_mla::cuda::Buffer;
 use wgpu_mla::{
     Device, Dtype, Error, HeadProject, HeadProjectArgs, KvAppend, KvAppendArgs, KvCopyPages, KvSpec, KvView,
     MergeState, MergeStateArgs, MlaPrefill, MlaPrefillArgs, MlaShape, PrefillExtent, PrefillSequence, Rope,
-    RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs, RopeLayout, Slabs, View, WeightOrder,
-    WeightView,
+    RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs, RopeLayout, Slabs, View,
+    WeightOrder, WeightView,
 };
 
 /// One graph of both ops; each replay has other slots, as many tokens as fit, and another range of queries to rotate in place.
@@ -33,7 +33,14 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let (cos_sin, places) = (uploaded(&cuda, &Dtype::F32.encode_all(&quarter)), uploaded(&cuda, &[0xFF; 16]));
     let cache = uploaded(&cuda, &vec![0; 8 * 288 * 4]);
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 0 };
-    let kv_view = KvView { buffer: &cache, offset: 0, block_stride: 4 * 288, layer_stride: 0, layer: 0, slabs: Slabs::ONE };
+    let kv_view = KvView {
+        buffer: &cache,
+        offset: 0,
+        block_stride: 4 * 288,
+        layer_stride: 0,
+        layer: 0,
+        slabs: Slabs::ONE,
+    };
     let args = RopeAppendArgs {
         q_pe: View::dense(&q, 2, 32),
         q_pe_out: View::dense(&q_out, 2, 32),
@@ -239,7 +246,8 @@ fn captured_copies_replay_with_a_new_list() -> Outcome {
             cache.chunks(page_bytes).flat_map(page).collect()
         };
         let buffer = uploaded(&cuda, &spread(&cache));
-        let view = KvView { buffer: &buffer, offset: 0, block_stride, layer_stride: 0, layer: 0, slabs: Slabs::ONE };
+        let view =
+            KvView { buffer: &buffer, offset: 0, block_stride, layer_stride: 0, layer: 0, slabs: Slabs::ONE };
         let mut step = copy.step(3).expect("a step");
         let binding = copy.bind(&view, ()).expect("a binding");
         copy.prepare(&mut step, &[]).expect("prepared");

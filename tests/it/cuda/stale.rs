@@ -97,7 +97,14 @@ fn an_append_that_grew_needs_another_graph() -> Outcome {
     let args = KvAppendArgs {
         kv_c: View { buffer: &rows, offset: 0, token_stride: 288, head_stride: 0 },
         k_pe: View { buffer: &rows, offset: 256, token_stride: 288, head_stride: 0 },
-        kv: KvView { buffer: &cache, offset: 0, block_stride: 4 * 288, layer_stride: 0, layer: 0, slabs: Slabs::ONE },
+        kv: KvView {
+            buffer: &cache,
+            offset: 0,
+            block_stride: 4 * 288,
+            layer_stride: 0,
+            layer: 0,
+            slabs: Slabs::ONE,
+        },
         k_scale: 1.0,
     };
     let binding = append.bind(&args, 2).expect("binds");

@@ -180,7 +180,10 @@ fn tables_of_a_batch() {
 
     assert_eq!(pool.seq_lens(&[b, a, empty]).unwrap(), [4, 9, 0]);
     assert_eq!(pool.slot_mapping(&[(a, 3..5), (empty, 0..0), (b, 2..4)]).unwrap(), [3, 4, 14, 15]);
-    assert_eq!(pool.block_table(&[], 0).unwrap(), BlockTable { page_size: 4, slab_pages: 8, ..BlockTable::default() });
+    assert_eq!(
+        pool.block_table(&[], 0).unwrap(),
+        BlockTable { page_size: 4, slab_pages: 8, ..BlockTable::default() }
+    );
     assert_eq!(pool.csr(&[]).unwrap().kv_indptr, [0]);
 }
 
@@ -285,7 +288,11 @@ fn a_sequence_stays_in_a_slab_while_it_has_room() {
     let [a, b, c] = [8, 4, 4].map(|tokens| grown(&mut pool, tokens));
     assert_eq!([a, b, c].map(|seq| pool.pages(seq).unwrap().to_vec()), [vec![0, 1], vec![4], vec![5]]);
     pool.append(b, 12).unwrap();
-    assert_eq!(pool.pages(b).unwrap(), [4, 6, 7, 2], "the rest of its slab, then that with the most free pages");
+    assert_eq!(
+        pool.pages(b).unwrap(),
+        [4, 6, 7, 2],
+        "the rest of its slab, then that with the most free pages"
+    );
     // The copy of a shared page is in its slab.
     pool.truncate(a, 6).unwrap();
     let fork = pool.fork(a).unwrap();
@@ -301,7 +308,9 @@ fn slabs_have_pages_and_are_not_too_many() {
     for (slab_pages, is_good) in [(0, false), (1, false), (2, true), (128, true), (u32::MAX, true)] {
         let made = PagePool::in_slabs(spec(4, 128), slab_pages);
         match made {
-            Err(error) => assert!(!is_good && error.to_string().contains("slab_pages"), "{slab_pages}: {error}"),
+            Err(error) => {
+                assert!(!is_good && error.to_string().contains("slab_pages"), "{slab_pages}: {error}")
+            }
             Ok(_) => assert!(is_good, "{slab_pages}"),
         }
     }

@@ -18,7 +18,14 @@ fn pages_are_copied_bit_for_bit() -> Outcome {
         let before: Vec<u8> = (0..base + 9 * stride).map(|i| (i * i % 251) as u8).collect();
         let kv = upload(gpu, &before);
         let block_stride = (stride / dtype.bytes()) as u64;
-        let view = KvView { buffer: &kv, offset: offset as u64, layer_stride: 0, layer: 0, block_stride, slabs: wgpu_mla::Slabs::ONE };
+        let view = KvView {
+            buffer: &kv,
+            offset: offset as u64,
+            layer_stride: 0,
+            layer: 0,
+            block_stride,
+            slabs: wgpu_mla::Slabs::ONE,
+        };
         let op = gpu.compile(spec).expect("compiles");
         let binding = op.bind(&view, ()).expect("binds");
         let mut step = op.step(0).expect("a step");

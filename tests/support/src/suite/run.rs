@@ -1,8 +1,8 @@
 //! One decode through a backend: upload, plan, prepare, bind, run, download.
 
 use wgpu_mla::{
-    Backend, Batch, Capacity, Dtype, KvSpec, KvView, LseBase, MlaDecode, MlaDecodeArgs, PageTable, Plan, Query,
-    Result, SharedPrefix, SlabTable, SplitPolicy, View,
+    Backend, Batch, Capacity, Dtype, KvSpec, KvView, LseBase, MlaDecode, MlaDecodeArgs, PageTable, Plan,
+    Query, Result, SharedPrefix, SlabTable, SplitPolicy, View,
 };
 
 use super::Session;

@@ -1,9 +1,9 @@
 //! Pools that are larger than one binding: the same results from a cache in several slabs.
 
 use wgpu_mla::{
-    Backend, Batch, Dtype, GatherBatch, GatherRange, KvAppend, KvAppendArgs, KvCopyPages, KvGather, KvGatherArgs,
-    KvSpec, KvView, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Result, RopeLayout, SlabTable, SplitPolicy,
-    View,
+    Backend, Batch, Dtype, GatherBatch, GatherRange, KvAppend, KvAppendArgs, KvCopyPages, KvGather,
+    KvGatherArgs, KvSpec, KvView, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Result, RopeLayout,
+    SlabTable, SplitPolicy, View,
 };
 
 use super::Session;
@@ -31,7 +31,13 @@ pub fn slabs<B: Backend>(session: &Session<'_, B>) {
         let hows = [
             How { slab_pages: pages.div_ceil(2), ..How::default() },
             How { slab_pages: pages.div_ceil(3), policy: SplitPolicy::FixedTokens(32), ..How::default() },
-            How { slab_pages: 2, layout: Layout::Gaps, slicing: Slicing::Split, query_tokens: 2, ..How::default() },
+            How {
+                slab_pages: 2,
+                layout: Layout::Gaps,
+                slicing: Slicing::Split,
+                query_tokens: 2,
+                ..How::default()
+            },
             How { slab_pages: 1, policy: SplitPolicy::OneSplit, csr: true, grow: true, ..How::default() },
         ];
         for how in hows {
@@ -145,7 +151,10 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
 pub fn refuses_slabs<B: Backend>(session: &Session<'_, B>) {
     let problem = Make { cache: Dtype::F32, query: Dtype::F32, dims: (256, 32), ..Make::default() }.build();
     if session.serves(&problem.spec) {
-        session.note("refusals", refusals(session, &problem).map_err(|error| error.to_string()).and_then(|all| all));
+        session.note(
+            "refusals",
+            refusals(session, &problem).map_err(|error| error.to_string()).and_then(|all| all),
+        );
     }
     session.finish("refusals of slabs");
 }
@@ -173,7 +182,8 @@ fn refusals<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<R
     decode.prepare(&mut step, (&plan, pages))?;
     decode.run(&step, &bound)?;
 
-    let other_pages: Vec<i32> = problem.block_table.iter().map(|&page| if page == 0 { 1 } else { page }).collect();
+    let other_pages: Vec<i32> =
+        problem.block_table.iter().map(|&page| if page == 0 { 1 } else { page }).collect();
     let other_table = PageTable::Dense { block_table: &other_pages, max_pages: problem.max_pages as u32 };
     let mut third = decode.step(Default::default())?;
     decode.prepare(&mut third, (&planned(spec.kv.num_pages.div_ceil(3))?, pages))?;
