@@ -3,6 +3,7 @@
 //! A group is a function that takes a [`Session`]: it runs all of its checks and then panics with every failure. [`groups`] lists
 //! them by op.
 
+pub mod correct_attn_out;
 pub mod decode;
 pub mod errors;
 pub mod extremes;
@@ -275,6 +276,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }
         "merge_states" false: merge_states { state_merges, refuses_state_merges }
+        "correct_attn_out" false: correct_attn_out { corrections, refuses_corrections }
         "kv_append" false: ops { appends }
         "kv_append" false: errors { refuses_ops }
         "every_op" false: extremes { extreme_views }
