@@ -155,19 +155,17 @@ impl Sets {
     }
 }
 
+/// `w` and `i`: world and interleave.
 pub fn dcp_decode_shape(case: &DcpDecodeCase) -> String {
     let (world, interleave) = (case.shares.world(), case.shares.interleave());
-    format!("{world} ranks by {interleave}, {}", decode_shape(&case.decode))
+    format!("w{world} i{interleave} {}", decode_shape(&case.decode))
 }
 
 pub fn combine_shape(case: &DcpCombineCase) -> String {
     let DcpCombineCase { world, num_tokens, num_heads, spec, lse_base, .. } = case;
     let base = if *lse_base == LseBase::Two { "2" } else { "e" };
     let dtype = dtypes(spec.dtype, spec.dtype);
-    format!(
-        "{world} ranks, tokens {num_tokens} H{num_heads} head_size {} {dtype} base {base}",
-        spec.head_size
-    )
+    format!("w{world} tokens {num_tokens} H{num_heads} head_size {} {dtype} base {base}", spec.head_size)
 }
 
 /// Read and written.
