@@ -3,6 +3,7 @@
 
 mod batch_tables;
 mod compiled;
+mod correct_attn_out;
 mod decode;
 mod head_project;
 mod kv_append;
@@ -23,6 +24,7 @@ pub(crate) use batch_tables::Sequences;
 pub(crate) use batch_tables::template;
 pub use batch_tables::{AppendsSlots, DeviceBatch};
 pub use compiled::{Binding, Compiled, Step};
+pub use correct_attn_out::{CorrectAttnOut, CorrectAttnOutArgs};
 pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
 pub use kv_append::{KvAppend, KvAppendArgs};
@@ -31,6 +33,8 @@ pub use kv_copy_pages::{KvCopyPages, check_copies};
 pub(crate) use kv_gather::Piece;
 pub use kv_gather::{GatherBatch, GatherRange, KvGather, KvGatherArgs};
 pub use merge_state::{MergeState, MergeStateArgs};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use merge_states::is_wide;
 pub use merge_states::{MergeStates, MergeStatesArgs, MergeStatesExtent};
 pub use mla_prefill::{
     MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, PrefillTiling,
