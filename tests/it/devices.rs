@@ -330,7 +330,8 @@ fn a_pool_larger_than_a_binding() -> Outcome {
 
     let layer = layer::spec(Dtype::F16, Dtype::E4m3, RopeLayout::Interleaved, 24);
     let rig = layer::Rig::in_slabs(&gpu, (layer, 11), 0, layer::Submitted, 3).expect("a layer");
-    let steps = { rig }.life(SplitPolicy::Auto).expect("runs");
+    // Few partial results, on any card: they have to fit a binding too.
+    let steps = { rig }.life(SplitPolicy::OneSplit).expect("runs");
     steps.iter().for_each(|step| step.check().expect("right"));
     Ok(())
 }

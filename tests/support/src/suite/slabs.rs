@@ -149,12 +149,16 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
 
 /// Wrong slabs are errors before anything is recorded.
 pub fn refuses_slabs<B: Backend>(session: &Session<'_, B>) {
-    let problem = Make { cache: Dtype::F32, query: Dtype::F32, dims: (256, 32), ..Make::default() }.build();
-    if session.serves(&problem.spec) {
-        session.note(
-            "refusals",
-            refusals(session, &problem).map_err(|error| error.to_string()).and_then(|all| all),
-        );
+    // Whichever the forced variant serves.
+    let specs = [(Dtype::F32, (256, 32)), (Dtype::Bf16, (512, 64))];
+    let problems =
+        specs.map(|(dtype, dims)| Make { cache: dtype, query: dtype, dims, ..Make::default() }.build());
+    match problems.iter().find(|problem| session.serves(&problem.spec)) {
+        Some(problem) => {
+            let what = refusals(session, problem).map_err(|error| error.to_string());
+            session.note("refusals", what.and_then(|all| all));
+        }
+        None => session.leave_out(),
     }
     session.finish("refusals of slabs");
 }
