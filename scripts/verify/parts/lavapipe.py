@@ -19,6 +19,7 @@ OPS = {
     "kv_append": (["kv_append"], [f"{SUITE}/ops.rs", f"{SUITE}/errors.rs"]),
     "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),
     "kv_gather": (["kv_gather"], [f"{SUITE}/kv_gather.rs", "tests/support/src/reference/kv_gather.rs"]),
+    "reorg_kvcache": (["reorg_kvcache"], [f"{SUITE}/reorg_kvcache.rs", "tests/support/src/reference/reorg_kvcache.rs"]),
     "kv_calibrate": (["kv_calibrate"], [f"{SUITE}/kv_calibrate.rs", "tests/support/src/reference/kv_calibrate.rs"]),
     "head_project": (["head_project"], [f"{SUITE}/project.rs", "tests/support/src/reference/project.rs"]),
     "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", "tests/support/src/reference/prefill.rs"]),
