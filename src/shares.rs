@@ -41,8 +41,9 @@ pub struct Shares {
     begins: Vec<u32>,
 }
 
-/// What [`crate::ops`]' tables on a device know of one rank's share.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What `BatchTables` on a device knows of one rank's share; without blocks it holds all tokens.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Pattern {
     pub interleave: u32,
     /// Blocks of the rank in the pattern.
@@ -283,6 +284,7 @@ impl Shares {
     ///
     /// # Errors
     /// [`Error::Shape`] for a rank that there is not.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn pattern(&self, rank: u32) -> Result<Pattern> {
         self.check(rank)?;
         let mut held = 0;
@@ -425,6 +427,7 @@ mod tests {
         }
     }
 
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     #[test]
     fn a_device_counts_the_same_from_a_pattern() {
         for shares in all() {
