@@ -294,7 +294,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" true: invariance {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
-        "decode" true: ranks { shares }
+        "decode" true: ranks { shares, bits_of_ranks }
         "decode" false: mixed { refuses_other_specs }
         "decode" true: non_finite { non_finite, huge_logits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
