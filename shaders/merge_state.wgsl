@@ -2,50 +2,15 @@
 //
 //   output = prefix * w.prefix + suffix * w.suffix, the weights of lib/merge_weights.wgsl
 //
-// Two 16-bit elements share a word, and with odd sizes they may belong to different rows, where a row is a (token, head). So a thread
-// owns a word of the output, not an element, and finds the row of each element in it from its address:
-//
-//   for word in the span of the output:
-//     for element e in it: rest = e - offset
-//       outer = rest / outer_stride; inner = rest % outer_stride / inner_stride; d = rest % outer_stride % inner_stride
-//       if d, inner and outer are in range: merge element d of row (outer, inner), else keep the bits in memory
-//
-// The division inverts the addressing because the host checked that rows do not overlap. Outer and inner are token and head or head
-// and token: outer is the one with the larger stride.
+// A thread owns a word of the output, and finds the row of each element in it: see lib/words.
 //
 // Tile: one word of the output a thread.
-// Concatenated with: lib/grid, lib/round, lib/merge_weights, lib/in_*, lib/out_*.
-// Constants: GROUP, HEAD_SIZE, PER_WORD (elements in a word), CODE_MASK.
+// Concatenated with: lib/grid, lib/round, lib/merge_weights, lib/words, lib/in_*, lib/out_*.
+// Constants: GROUP, and those of lib/words.
 
 @group(0) @binding(1) var<storage, read> prefix_output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
 @group(0) @binding(2) var<storage, read> suffix_output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
 @group(0) @binding(3) var<storage, read_write> output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
-
-struct Owner {
-    is_in: bool,
-    token: u32,
-    head: u32,
-    d: u32,
-}
-
-fn owner_of(element: u32) -> Owner {
-    if element < params.output.offset {
-        return Owner(false, 0u, 0u, 0u);
-    }
-    let rest = element - params.output.offset;
-    let outer = rest / params.outer_stride;
-    let in_outer = rest % params.outer_stride;
-    let inner = in_outer / params.inner_stride;
-    let d = in_outer % params.inner_stride;
-    let by_head = params.inner_is_token != 0u;
-    let token = select(outer, inner, by_head);
-    let head = select(inner, outer, by_head);
-    return Owner(d < HEAD_SIZE && token < params.num_tokens && head < params.num_heads, token, head, d);
-}
-
-fn code_at(word: u32, element: u32) -> u32 {
-    return (word >> (16u * (element % PER_WORD))) & CODE_MASK;
-}
 
 // The bits of one merged element.
 fn merged(o: Owner, w: Weights) -> u32 {
@@ -77,7 +42,7 @@ fn merge_state(
     for (var half = 0u; half < PER_WORD; half++) {
         let element = word_index * PER_WORD + half;
         let o = owner_of(element);
-        if o.is_in {
+        if o.is_in && o.token < params.num_tokens {
             let prefix_bits = prefix_lse[at(params.prefix_lse, o.token, o.head)];
             let suffix_bits = suffix_lse[at(params.suffix_lse, o.token, o.head)];
             let w = weigh(prefix_bits, suffix_bits);

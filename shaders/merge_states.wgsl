@@ -1,34 +1,14 @@
-// Merges any number of partial attention states (sets) of the same queries, as FlashInfer's merge_states.
+// Merges any number of partial attention states (sets) of the same queries, as FlashInfer's merge_states and vLLM's dcp_lse_combine.
 //
-//   top = max over sets of lse; weight = exp(lse - top), 0 where lse is -inf, +inf or NaN
-//   output = sum(weight * state) / sum(weight), in the order of the sets; lse = top + ln(sum(weight))
-//   one set with a weight: its bits unchanged; none: 0 and -inf
+//   top = max over sets of lse; weight = base^(lse - top), 0 where lse is -inf, +inf or NaN
+//   output = sum(weight * state) / sum(weight), in the order of the sets; lse = top + log(sum(weight))
+//   one set with a weight: its bits unchanged; none: 0 and -inf; a weight of 0 leaves a state out, whatever it holds
 //
 // Tile: one quad (4 consecutive elements) of a row a thread, where a row is a (token, head), heads first. Online, TURN sets at a time:
 // their loads are issued together, to overlap their latency, and sums are rescaled where a turn raises `top`. Sets past the last one
 // repeat it and weigh 0.
 //
-// Concatenated with: lib/grid, lib/round, lib/quad_*, lib/out_*. Constants: GROUP, HEAD_QUADS, TURN.
-
-// Element (set, token, head, 0) of an array is at offset + set * set_stride + token * token_stride + head * head_stride.
-struct SetStrides {
-    offset: u32,
-    set_stride: u32,
-    token_stride: u32,
-    head_stride: u32,
-}
-
-struct MergeSetsParams {
-    // states and the output in quads, LSEs in elements
-    states: SetStrides,
-    lse: SetStrides,
-    output: SetStrides,
-    output_lse: SetStrides,
-    max_tokens: u32, // at least 1
-    max_sets: u32, // at least 1
-    num_heads: u32,
-    writes_lse: u32,
-}
+// Concatenated with: lib/grid, lib/round, lib/sets, lib/quad_*, lib/out_*. Constants: GROUP, HEAD_QUADS, TURN.
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [3] num_tokens, first token, num_sets
 @group(1) @binding(0) var<uniform> params: MergeSetsParams;
@@ -37,19 +17,6 @@ struct MergeSetsParams {
 @group(1) @binding(2) var<storage, read> lse: array<u32>; // [sets, tokens, heads], strided
 @group(1) @binding(3) var<storage, read_write> output: array<OutQuad>; // [tokens, heads, HEAD_QUADS], strided
 @group(1) @binding(4) var<storage, read_write> output_lse: array<u32>; // [tokens, heads], strided; unused without writes_lse
-
-const NOTHING = 0xFF800000u; // -inf, the LSE of an empty set
-const LOWEST = 0xFF7FFFFFu; // the lowest finite f32
-
-fn at(s: SetStrides, number: u32, token: u32, head: u32) -> u32 {
-    return s.offset + number * s.set_stride + token * s.token_stride + head * s.head_stride;
-}
-
-// exp(x - top), exactly 1 where both are equal. Halving first keeps the difference of any two finite values finite; below -120 exp
-// underflows to 0 in any case.
-fn exp_below(x: f32, top: f32) -> f32 {
-    return select(exp(2.0 * max(0.5 * x - 0.5 * top, -60.0)), 1.0, x == top);
-}
 
 @compute @workgroup_size(GROUP)
 fn merge_states(
@@ -84,19 +51,35 @@ fn merge_states(
         let old = top;
         for (var i = 0u; i < TURN; i++) { // unroll
             bits[i] = select(NOTHING, bits[i], first + i < num_sets);
-            let weighs = (bits[i] & F32_INF) != F32_INF;
-            top = max(top, bitcast<f32>(select(LOWEST, bits[i], weighs)));
-            some += select(0u, 1u, weighs);
-            only = select(only, first + i, weighs);
+            let is_some = weighs(bits[i]);
+            top = max(top, bitcast<f32>(select(LOWEST, bits[i], is_some)));
+            some += select(0u, 1u, is_some);
+            only = select(only, first + i, is_some);
         }
         let factor = exp_below(old, top);
         sum *= factor;
-        merged *= factor;
+        merged = select(vec4<f32>(0.0), merged * factor, factor > 0.0);
         for (var i = 0u; i < TURN; i++) { // unroll
-            if (bits[i] & F32_INF) != F32_INF {
+            if weighs(bits[i]) {
                 let weight = exp_below(bitcast<f32>(bits[i]), top);
                 sum += weight;
-                merged += weight * decode_quad(bitcast<Quad>(state[i]));
+                if weight > 0.0 {
+                    merged += weight * decode_quad(bitcast<Quad>(state[i]));
+                }
+            }
+        }
+    }
+    // A state that is not finite may have got in by a weight that a later turn made 0: added up once more, by the last weights.
+    if num_sets > TURN && any((bitcast<vec4<u32>>(merged) & vec4<u32>(F32_INF)) == vec4<u32>(F32_INF)) {
+        merged = vec4<f32>(0.0);
+        for (var number = 0u; number < num_sets; number++) {
+            let lse_bits = lse[at(params.lse, number, token, head)];
+            if weighs(lse_bits) {
+                let weight = exp_below(bitcast<f32>(lse_bits), top);
+                if weight > 0.0 {
+                    let quad_bits = states[at(params.states, number, token, head) + quad];
+                    merged += weight * decode_quad(bitcast<Quad>(quad_bits));
+                }
             }
         }
     }
@@ -108,7 +91,7 @@ fn merge_states(
     var lse_bits = NOTHING;
     if some > 1u {
         output[to] = out_quad(bitcast<vec4<u32>>(merged * (1.0 / sum)), UNSCALED);
-        lse_bits = bitcast<u32>(top + log(sum));
+        lse_bits = bitcast<u32>(top + log(sum) * params.per_ln);
     } else if some == 1u {
         output[to] = states[at(params.states, only, token, head) + quad];
         lse_bits = lse[at(params.lse, only, token, head)];

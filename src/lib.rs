@@ -139,6 +139,7 @@ mod pages;
 pub mod plan;
 mod rope;
 mod shape;
+mod shares;
 pub mod tables;
 mod view;
 
@@ -168,6 +169,7 @@ pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SplitPolicy, Tiling};
 pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
+pub use shares::Shares;
 pub use tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
 pub use view::{KvView, View};
 

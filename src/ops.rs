@@ -31,6 +31,8 @@ pub use kv_copy_pages::{KvCopyPages, check_copies};
 pub(crate) use kv_gather::Piece;
 pub use kv_gather::{GatherBatch, GatherRange, KvGather, KvGatherArgs};
 pub use merge_state::{MergeState, MergeStateArgs};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use merge_states::is_wide;
 pub use merge_states::{MergeStates, MergeStatesArgs, MergeStatesExtent};
 pub use mla_prefill::{
     MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, PrefillTiling,

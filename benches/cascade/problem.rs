@@ -324,6 +324,7 @@ impl<D: Timed> Problem<D> {
                 lse_set_stride,
                 output: out_view,
                 output_lse: None,
+                lse_base: LseBase::E,
                 num_heads: heads,
             });
             let merge = device.compile(MergeStates { dtype, head_size: value })?;

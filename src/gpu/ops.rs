@@ -13,6 +13,7 @@ mod mla_prefill;
 mod rope;
 mod rope_append;
 mod table;
+mod words;
 
 pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 
@@ -93,10 +94,10 @@ mod tests {
             ("kv_copy_pages", 2 * Dtype::ALL.len()), // two widths
             ("kv_gather", 13),                       // all pairs but three into e4m3
             ("merge_state", 3 * 2),                  // units and words
-            ("merge_states", 3),
-            ("mla_prefill", 5 * 3 * 3),         // dims, inputs to outputs
-            ("rope", 2 * 2 * 3),                // layouts, places, dtypes
-            ("rope_append", 2 * 2 * 3 * 3 * 4), // the same, and inputs into caches
+            ("merge_states", 3 * 2),                 // quads and words
+            ("mla_prefill", 5 * 3 * 3),              // dims, inputs to outputs
+            ("rope", 2 * 2 * 3),                     // layouts, places, dtypes
+            ("rope_append", 2 * 2 * 3 * 3 * 4),      // the same, and inputs into caches
         ];
         assert_eq!(counts, want);
         for source in every_source() {

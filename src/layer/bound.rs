@@ -173,6 +173,7 @@ impl<D: Composes> Bind<'_, D> {
             lse_set_stride: lse.token_stride * set_rows,
             output: args.out,
             output_lse: None,
+            lse_base: LseBase::E,
             num_heads: spec.shape.num_heads,
         };
         let parts = MlaPrefillArgs {

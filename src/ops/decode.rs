@@ -33,11 +33,36 @@ impl<B: Copy> Query<B> {
 /// The base of the logarithm that an LSE is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LseBase {
-    /// Natural logarithm, as everywhere in this crate's own ops.
+    /// Natural logarithm, as everywhere in this crate where no op says otherwise.
     #[default]
     E,
     /// Base 2, as FlashInfer's.
     Two,
+}
+
+impl LseBase {
+    /// The natural logarithm of the base, and its reciprocal, as kernels take them.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub(crate) fn ln(self) -> [f32; 2] {
+        match self {
+            Self::E => [1.0, 1.0],
+            Self::Two => [std::f32::consts::LN_2, std::f32::consts::LOG2_E],
+        }
+    }
+
+    pub(crate) fn exp(self, x: f64) -> f64 {
+        match self {
+            Self::E => x.exp(),
+            Self::Two => x.exp2(),
+        }
+    }
+
+    pub(crate) fn log(self, x: f64) -> f64 {
+        match self {
+            Self::E => x.ln(),
+            Self::Two => x.log2(),
+        }
+    }
 }
 
 /// One layer of a model, as an [`MlaDecode`] reads and writes it. `total_q` is the number of query tokens of a batch. Offsets

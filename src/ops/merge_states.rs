@@ -2,19 +2,21 @@
 
 use std::ops::Range;
 
+use super::LseBase;
 use super::merge_state::check_state;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::view::{View, aligned, check_tokens, distinct};
 use crate::{Dtype, Error, Result};
 
-/// Merges any number of partial attention results of the same queries by LSE: FlashInfer's `merge_states`.
+/// Merges any number of partial attention results of the same queries by LSE: FlashInfer's `merge_states`, and vLLM's `dcp_lse_combine`,
+/// which combines the ranks of its all-to-all form of decode context parallelism.
 ///
 /// Arguments of a layer: [`MergeStatesArgs`]. Input of a step: `(Range<u32>, u32)`: which tokens are merged, and how many of the sets.
 /// [`Error::Shape`] is a range that ends before it begins, or a number of sets outside 1 to 65,536.
 ///
 /// ```
-/// use wgpu_mla::{Device, Dtype, MergeStates, MergeStatesArgs, View, cpu::Cpu};
+/// use wgpu_mla::{Device, Dtype, LseBase, MergeStates, MergeStatesArgs, View, cpu::Cpu};
 ///
 /// # fn main() -> wgpu_mla::Result<()> {
 /// // Three sets of one token, one head of 8 elements.
@@ -31,6 +33,7 @@ use crate::{Dtype, Error, Result};
 ///     lse_set_stride: 1,
 ///     output: View::dense(&output, 1, 8),
 ///     output_lse: None,
+///     lse_base: LseBase::E,
 ///     num_heads: 1,
 /// };
 ///
@@ -42,19 +45,19 @@ use crate::{Dtype, Error, Result};
 pub struct MergeStates {
     /// Dtype of the inputs and of the output: f32, f16 or bf16.
     pub dtype: Dtype,
-    /// Elements of a head: a multiple of 8.
+    /// Elements of a head: any. A multiple of 8 is the fast way, and then offsets and strides are such multiples too.
     pub head_size: u32,
 }
 
 /// One layer of a [`MergeStates`]: sets of partial attention results of the same queries, each over other keys, and where their merge
 /// goes.
 ///
-/// `lse = ln(sum exp(lse_i))`, `out = sum exp(lse_i - lse) * out_i`, added in the order of the sets. A set whose LSE is -inf, +inf or
-/// NaN has no part in that row, whatever it holds; where one only is left the output is its bits, and where none is, 0 and -inf.
-/// LSEs are natural logarithms.
+/// `lse = ln(sum exp(lse_i))`, `out = sum exp(lse_i - lse) * out_i`, added in the order of the sets; in base 2 likewise. A set whose LSE
+/// is -inf, +inf or NaN has no part in that row, whatever it holds; where one only is left the output is its bits, and where none is, 0
+/// and -inf. A finite LSE so far below the largest that its weight is 0 in f32 gives 0 too, whatever the set holds.
 ///
-/// Sets lie as their strides say, `[sets, tokens, heads, head_size]` or `[tokens, sets, heads, head_size]`. `head_size`, offsets and
-/// strides are multiples of 8 elements, but for those of the LSEs.
+/// Sets lie as their strides say, `[sets, tokens, heads, head_size]` or `[tokens, sets, heads, head_size]`. Where `head_size` is a
+/// multiple of 8, so are offsets and strides, but for those of the LSEs; with another `head_size` they may be anything.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeStatesArgs<B> {
     /// `[tokens, heads, head_size]` of set 0.
@@ -69,6 +72,8 @@ pub struct MergeStatesArgs<B> {
     pub output: View<B>,
     /// f32 `[tokens, heads]`, where the merged LSE goes, if it is wanted.
     pub output_lse: Option<View<B>>,
+    /// Base of the LSEs, those that are read and that which is written.
+    pub lse_base: LseBase,
     /// Heads.
     pub num_heads: u32,
 }
@@ -104,6 +109,16 @@ fn check_sets(sets: u32) -> Result<()> {
     Ok(())
 }
 
+/// What offsets and strides of rows of so many elements are multiples of: kernels take 4 elements at a time where they can.
+pub(super) fn row_unit(head_size: u32) -> u64 {
+    if is_wide(head_size) { 8 } else { 1 }
+}
+
+/// Whether rows of so many elements are taken 4 at a time.
+pub(crate) fn is_wide(head_size: u32) -> bool {
+    head_size.is_multiple_of(8)
+}
+
 impl MergeStates {
     /// How far a step of so many tokens and sets reaches.
     ///
@@ -127,12 +142,7 @@ impl Op for MergeStates {
     type Capacity = u32;
 
     fn check(&self) -> Result<()> {
-        check_state("merge_states", self.dtype, self.head_size)?;
-        if !self.head_size.is_multiple_of(8) {
-            let (what, got) = ("head_size of merge_states", self.head_size.into());
-            return Err(Error::Shape { what, got, cure: "must be a multiple of 8" });
-        }
-        Ok(())
+        check_state("merge_states", self.dtype, self.head_size)
     }
 
     fn map<'a, B: 'a, C>(
@@ -150,6 +160,7 @@ impl Op for MergeStates {
                 Some(view) => Some(view.map(|buffer| f(Use::Write("output_lse"), buffer))?),
                 None => None,
             },
+            lse_base: args.lse_base,
             num_heads: args.num_heads,
         })
     }
@@ -165,14 +176,17 @@ impl Op for MergeStates {
         if tokens == 0 || heads == 0 {
             return Ok(());
         }
-        aligned("states set_stride", args.set_stride, 8)?;
+        let unit = row_unit(dim);
+        if room.sets > 1 {
+            aligned("states set_stride", args.set_stride, unit)?;
+        }
         let (states, lse) = args.last(room.sets);
         let bytes = self.dtype.bytes();
         for (what, view, dim, bytes, unit) in [
-            ("states", Some(args.states), dim, bytes, 8),
-            ("states", Some(states), dim, bytes, 8),
+            ("states", Some(args.states), dim, bytes, unit),
+            ("states", Some(states), dim, bytes, unit),
             ("lse", Some(lse), 1, 4, 1),
-            ("output", Some(args.output), dim, bytes, 8),
+            ("output", Some(args.output), dim, bytes, unit),
             ("output_lse", args.output_lse, 1, 4, 1),
         ] {
             if let Some(view) = view {

@@ -7,7 +7,7 @@ use wgpu_mla::cpu::{Buffer, Cpu};
 use wgpu_mla::{
     Batch, Capacity, DecodeOptions, Device, Dtype, ExpandBatch, ExpandedPrefix, GatherBatch, GatherRange,
     HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages,
-    KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, MergeState,
+    KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, LseBase, MergeState,
     MergeStateArgs, MergeStates, MergeStatesArgs, MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs,
     MlaPrefill, MlaPrefillArgs, MlaShape, Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence,
     Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, RopeLayout, SharedPrefix, SplitPolicy,
@@ -200,6 +200,7 @@ fn every_op_runs_without_an_allocation() {
         lse_set_stride: 50 * 2,
         output: states(c),
         output_lse: Some(lse(d)),
+        lse_base: LseBase::E,
         num_heads,
     };
     runs_without_an_allocation(MergeStates { dtype, head_size: 24 }, &one, (0..50, 3), &sets);

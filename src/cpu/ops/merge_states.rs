@@ -66,13 +66,16 @@ impl HostOp for MergeStates {
                     }
                     _ => {
                         let top = sets().map(|(_, lse)| f64::from(lse)).fold(f64::NEG_INFINITY, f64::max);
-                        let weight = |lse: f32| (f64::from(lse) - top).exp();
+                        let weight = |lse: f32| args.lse_base.exp(f64::from(lse) - top);
                         let sum: f64 = sets().map(|(_, lse)| weight(lse)).sum();
                         for begin in (0..dim).step_by(COLUMNS) {
                             let mut columns = [0f32; COLUMNS];
                             let columns = &mut columns[..COLUMNS.min(dim - begin)];
                             for (first, lse) in sets() {
                                 let weight = (weight(lse) / sum) as f32;
+                                if weight == 0.0 {
+                                    continue; // whatever the set holds
+                                }
                                 for (i, x) in columns.iter_mut().enumerate() {
                                     *x += weight * dtype.decode_at(states, first + begin + i);
                                 }
@@ -80,7 +83,7 @@ impl HostOp for MergeStates {
                             let bits = |i: usize| bits_of(dtype, columns[i]);
                             store_elements(locked.words(2), bytes, out + begin, columns.len(), bits);
                         }
-                        (top + sum.ln()) as f32
+                        (top + args.lse_base.log(sum)) as f32
                     }
                 };
                 if args.output_lse.is_some() {

@@ -1,9 +1,10 @@
 //! `merge_state`: two partial attention results into one.
 
+use super::words::{Words, word_consts, word_files};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
+use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, dispatch, group_with_params, layout, storage};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
@@ -143,7 +144,12 @@ impl Kernel<MergeState> for Gpu {
                 u64::from(params.num_items.div_ceil(ROWS_PER_LANE)) * u64::from(row_lanes)
             }
             Body::Words => {
-                params.span_of_words(spec, args, &output);
+                let words = Words::of(&args.output, &output, dims, spec.dtype);
+                params.first_word = words.first_word;
+                params.num_items = words.num_words;
+                params.inner_is_token = words.inner_is_token;
+                params.inner_stride = words.inner_stride;
+                params.outer_stride = words.outer_stride;
                 params.num_items.into()
             }
         };
@@ -165,31 +171,6 @@ impl Kernel<MergeState> for Gpu {
             dispatch(pass, &work.pipeline, &[&work.group], work.grid);
         }
         Ok(())
-    }
-}
-
-impl Params {
-    /// The words that the output touches, and how an element in them is traced back to its row.
-    fn span_of_words(&mut self, spec: &MergeState, args: &Args<'_>, output: &Window<'_>) {
-        let (tokens, heads) = (u64::from(args.num_tokens), u64::from(args.num_heads));
-        let (dim, view) = (u64::from(spec.head_size), &args.output);
-        let (t, h) = (view.token_stride, view.head_stride);
-        let start = u64::from(self.output.offset);
-        let end = u64::from(output.at(view.end(tokens, heads, dim), spec.dtype.bytes(), 1));
-        // A dimension of one row has no stride of its own: it gets one that keeps the division an inverse.
-        let (inner_is_token, inner, outer) = match (tokens, heads) {
-            (1, 1) => (false, dim, end - start),
-            (1, _) => (false, h, end - start),
-            (_, 1) => (false, dim, t),
-            _ if t >= h.saturating_mul(heads - 1).saturating_add(dim) => (false, h, t),
-            _ => (true, t, h),
-        };
-        let per_word = per_word(spec.dtype).into();
-        self.first_word = (start / per_word) as u32;
-        self.num_items = end.div_ceil(per_word) as u32 - self.first_word;
-        self.inner_is_token = inner_is_token.into();
-        self.inner_stride = inner as u32;
-        self.outer_stride = outer as u32;
     }
 }
 
@@ -236,10 +217,6 @@ fn strides(
     }
 }
 
-fn per_word(dtype: Dtype) -> u32 {
-    4 / dtype.bytes() as u32
-}
-
 fn source(spec: &MergeState, body: Body) -> Source {
     let mut consts = vec![("GROUP", GROUP)];
     let (variant, files) = match body {
@@ -251,12 +228,10 @@ fn source(spec: &MergeState, body: Body) -> Source {
             ("units", vec![merge_unit(spec.dtype), file])
         }
         Body::Words => {
-            let mask = if spec.dtype == Dtype::F32 { u32::MAX } else { 0xFFFF };
-            consts.push(("HEAD_SIZE", spec.head_size));
-            consts.push(("PER_WORD", per_word(spec.dtype)));
-            consts.push(("CODE_MASK", mask));
+            consts.extend(word_consts(spec.dtype, spec.head_size));
             let file = include_str!("../../../shaders/merge_state.wgsl");
-            ("words", vec![lib_in(spec.dtype), lib_out(spec.dtype), file])
+            let files = word_files(spec.dtype);
+            ("words", files.into_iter().chain([file]).collect())
         }
     };
     let mut all = vec![

@@ -3,12 +3,14 @@
 use std::ops::Range;
 
 use super::table::Table;
+use super::words::{Words, word_consts, word_files};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
 use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
+use crate::ops::is_wide;
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeStates, MergeStatesArgs, MergeStatesExtent, OpOptions};
 use crate::view::View;
@@ -29,6 +31,8 @@ pub struct Layer {
     /// `None` where there is room for no token or no head.
     group: Option<wgpu::BindGroup>,
     num_heads: u32,
+    /// Words of the output, for the shader by words.
+    num_words: u32,
 }
 
 /// `SetStrides` of the shader.
@@ -53,6 +57,14 @@ struct Params {
     max_sets: u32,
     num_heads: u32,
     writes_lse: u32,
+    ln_base: f32,
+    per_ln: f32,
+    first_word: u32,
+    num_words: u32,
+    inner_is_token: u32,
+    inner_stride: u32,
+    outer_stride: u32,
+    reserved: u32,
 }
 
 impl Kernel<MergeStates> for Gpu {
@@ -68,9 +80,10 @@ impl Kernel<MergeStates> for Gpu {
         //   in the shader, each at least 1 where there is a group, and what is written is so by comparison too; heads are the rest of a
         //   division by num_heads, which is at least 1 where there is a group. `check_args` refuses views and sets that end past their buffers
         //   for so many, and `Window::of` binds up to there;
-        // - a quad is below HEAD_QUADS, the rest of a division by it;
+        // - a quad is below HEAD_QUADS, the rest of a division by it; by words an element is below HEAD_SIZE and its row in range, by
+        //   comparison, and the words that are written are those from the first row of the output to its last;
         // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
-        // Loops count up by TURN to the number of sets, at most 2^16.
+        // Loops count up, by TURN or 1, to the number of sets, at most 2^16.
         let pipe = Pipe::new(self, labels, &[Uniform, Read, Read, Write, Write], &source(spec))?;
         Ok((Pipes { pipe, no_lse: storage(self, "mla.merge_states.no_lse", 16)? }, (), only(options)?))
     }
@@ -100,7 +113,7 @@ impl Kernel<MergeStates> for Gpu {
     ) -> Result<Layer> {
         let (tokens, heads) = (room.tokens, args.num_heads);
         if tokens == 0 || heads == 0 {
-            return Ok(Layer { group: None, num_heads: heads });
+            return Ok(Layer { group: None, num_heads: heads, num_words: 0 });
         }
         let (dim, bytes) = (spec.head_size, spec.dtype.bytes());
         // From the first set to the end of the last.
@@ -117,6 +130,14 @@ impl Kernel<MergeStates> for Gpu {
             Some(view) => Window::of(self, "output_lse", view, [tokens, heads, 1], 4)?,
             None => Window::new(self, "output_lse", &pipes.no_lse, 0..16)?,
         };
+        let is_wide = is_wide(dim);
+        let unit = if is_wide { 4 } else { 1 };
+        let words = if is_wide {
+            Words::default()
+        } else {
+            Words::of(&args.output, &output, [tokens, heads, dim], spec.dtype)
+        };
+        let [ln_base, per_ln] = args.lse_base.ln();
         let strides =
             |view: &View<_>, window: &Window<'_>, set_stride: u64, bytes: usize, unit: u64| SetStrides {
                 offset: window.at(view.offset, bytes, unit),
@@ -125,19 +146,27 @@ impl Kernel<MergeStates> for Gpu {
                 head_stride: stride(heads, view.head_stride, unit),
             };
         let params = Params {
-            states: strides(&args.states, &states, args.set_stride, bytes, 4),
+            states: strides(&args.states, &states, args.set_stride, bytes, unit),
             lse: strides(&args.lse, &lse, args.lse_set_stride, 4, 1),
-            output: strides(&args.output, &output, 0, bytes, 4),
+            output: strides(&args.output, &output, 0, bytes, unit),
             output_lse: args.output_lse.map(|view| strides(&view, &output_lse, 0, 4, 1)).unwrap_or_default(),
             max_tokens: tokens,
             max_sets: room.sets,
             num_heads: heads,
             writes_lse: args.output_lse.is_some().into(),
+            ln_base,
+            per_ln,
+            first_word: words.first_word,
+            num_words: words.num_words,
+            inner_is_token: words.inner_is_token,
+            inner_stride: words.inner_stride,
+            outer_stride: words.outer_stride,
+            reserved: 0,
         };
         let windows = [states, lse, output, output_lse];
         let (label, resources) = ("mla.merge_states.layer", windows.iter().map(Window::resource));
         let group = group_with_params(self, label, &pipes.pipe.layer, &params, resources)?;
-        Ok(Layer { group: Some(group), num_heads: heads })
+        Ok(Layer { group: Some(group), num_heads: heads, num_words: words.num_words })
     }
 
     fn kernel_record(
@@ -151,7 +180,8 @@ impl Kernel<MergeStates> for Gpu {
         if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
             // Output rows do not overlap and are in a window of at most 4 GiB, of quads of 8 bytes or more: this fits.
             let rows = u64::from(tokens) * u64::from(layer.num_heads);
-            let grid = self.grid(rows * u64::from(spec.head_size / 4));
+            let quads = rows * u64::from(spec.head_size / 4);
+            let grid = self.grid(if is_wide(spec.head_size) { quads } else { layer.num_words.into() });
             dispatch(pass, &pipes.pipe.pipeline, &[table, group], grid);
         }
         Ok(())
@@ -159,25 +189,34 @@ impl Kernel<MergeStates> for Gpu {
 }
 
 fn source(spec: &MergeStates) -> Source {
-    let consts = [("GROUP", GROUP), ("HEAD_QUADS", spec.head_size / 4), ("TURN", TURN)];
-    let files = [
+    let mut files = vec![
         include_str!("../../../shaders/lib/grid.wgsl"),
         include_str!("../../../shaders/lib/round.wgsl"),
-        lib_quad(spec.dtype),
-        lib_out(spec.dtype),
-        include_str!("../../../shaders/merge_states.wgsl"),
+        include_str!("../../../shaders/lib/sets.wgsl"),
     ];
-    unrolled("merge_states", spec.dtype.name(), &consts, &[], &files)
+    let mut consts = vec![("GROUP", GROUP)];
+    let variant = if is_wide(spec.head_size) {
+        consts.extend([("HEAD_QUADS", spec.head_size / 4), ("TURN", TURN)]);
+        let file = include_str!("../../../shaders/merge_states.wgsl");
+        files.extend([lib_quad(spec.dtype), lib_out(spec.dtype), file]);
+        spec.dtype.name().to_owned()
+    } else {
+        consts.extend(word_consts(spec.dtype, spec.head_size));
+        files.extend(word_files(spec.dtype));
+        files.push(include_str!("../../../shaders/merge_states_words.wgsl"));
+        format!("words.{}", spec.dtype)
+    };
+    unrolled("merge_states", &variant, &consts, &[], &files)
 }
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
     use crate::Dtype;
-    let spec = |dtype| MergeStates { dtype, head_size: 96 };
-    [Dtype::F32, Dtype::F16, Dtype::Bf16].map(|dtype| source(&spec(dtype))).into()
+    let both = |dtype| [96, 37].map(|head_size| source(&MergeStates { dtype, head_size }));
+    [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().flat_map(both).collect()
 }
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("MergeSetsParams", Params: states, lse, output, output_lse, max_tokens, max_sets, num_heads, writes_lse)
+    super::layout_of!("MergeSetsParams", Params: states, lse, output, output_lse, max_tokens, max_sets, num_heads, writes_lse, ln_base, per_ln, first_word, num_words, inner_is_token, inner_stride, outer_stride, reserved)
 }

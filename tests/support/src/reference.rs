@@ -19,7 +19,7 @@ pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
 pub use project::{Projection, head_project};
 pub use rope::{Rotation, rope};
 
-use wgpu_mla::{Dtype, Mask};
+use wgpu_mla::{Dtype, LseBase, Mask};
 
 /// Arguments of [`mla_decode`], dense arrays in the shapes of the README.
 #[derive(Debug, Clone, Copy)]
@@ -114,24 +114,38 @@ fn log_sum_exp(xs: &[f64]) -> f64 {
 
 /// Merges partial results `(out, lse)` of one row over different keys.
 ///
-/// One whose LSE is not finite is empty, and what its `out` holds is ignored. A single non-empty one is returned
-/// bit for bit; none gives 0 and -inf.
+/// One whose LSE is not finite is empty, and what its `out` holds is ignored, as is one whose weight is 0 in f32. A single non-empty one is
+/// returned bit for bit; none gives 0 and -inf.
 ///
 /// # Panics
 /// Without any partial result, since nothing then says how long a row is.
 pub fn merge_states(partials: &[(&[f64], f64)]) -> (Vec<f64>, f64) {
+    merge_states_in(LseBase::E, partials)
+}
+
+/// [`merge_states`] with LSEs in another base, the one that comes out too.
+///
+/// # Panics
+/// Without any partial result.
+pub fn merge_states_in(base: LseBase, partials: &[(&[f64], f64)]) -> (Vec<f64>, f64) {
     let some: Vec<_> = partials.iter().filter(|(_, lse)| lse.is_finite()).collect();
     match some[..] {
         [] => (vec![0.0; partials[0].0.len()], f64::NEG_INFINITY),
         [&(out, lse)] => (out.to_vec(), lse),
         _ => {
-            let lse = log_sum_exp(&some.iter().map(|(_, lse)| *lse).collect::<Vec<_>>());
+            let natural = match base {
+                LseBase::E => 1.0,
+                LseBase::Two => std::f64::consts::LN_2,
+            };
+            let lse = log_sum_exp(&some.iter().map(|(_, lse)| lse * natural).collect::<Vec<_>>());
             let mut merged = vec![0.0; partials[0].0.len()];
             for (out, part) in some {
-                let weight = (part - lse).exp();
-                merged.iter_mut().zip(*out).for_each(|(sum, x)| *sum += weight * x);
+                let weight = (part * natural - lse).exp();
+                if weight as f32 > 0.0 {
+                    merged.iter_mut().zip(*out).for_each(|(sum, x)| *sum += weight * x);
+                }
             }
-            (merged, lse)
+            (merged, lse / natural)
         }
     }
 }

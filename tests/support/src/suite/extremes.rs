@@ -358,6 +358,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             lse_set_stride: 8,
             output: view(c),
             output_lse: Some(View::dense(h, num_heads, 1)),
+            lse_base: LseBase::E,
             num_heads,
         };
         let rooms = [(0, 1), (1, 1), (2, 1), (2, 2)].map(|(tokens, sets)| MergeStatesExtent { tokens, sets });

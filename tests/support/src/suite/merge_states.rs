@@ -1,7 +1,7 @@
 //! `merge_states` against the oracle.
 
-use crate::reference::merge_states;
-use wgpu_mla::{Backend, Dtype, Error, MergeStates, MergeStatesArgs, View};
+use crate::reference::merge_states_in;
+use wgpu_mla::{Backend, Dtype, Error, LseBase, MergeStates, MergeStatesArgs, View};
 
 use super::Session;
 use super::memory::{Strides, download, gather, scatter, upload};
@@ -22,17 +22,29 @@ enum Order {
     TokensFirst,
 }
 
-/// An odd number of sets, dense and strided, LSEs of any kind; with and without an output LSE.
+/// Any number of sets, dense and strided, LSEs of any kind, in both bases; with and without an output LSE.
 pub fn state_merges<B: Backend>(session: &Session<'_, B>) {
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-        for (sets, tokens, heads, head_size) in [(1, 3, 2, 8), (2, 7, 3, 128), (9, 5, 6, 72), (33, 2, 1, 264)]
-        {
-            let case = Case::new(dtype, sets, tokens, heads, head_size);
-            for order in [Order::SetsFirst, Order::TokensFirst] {
-                for with_lse in [true, false] {
-                    let what =
-                        format!("{sets} sets {dtype} {tokens}x{heads}x{head_size} {order:?} lse {with_lse}");
-                    session.note(&what, case.check(session.backend, order, with_lse));
+        // The last few are of rows that are no multiple of 8 elements.
+        for (sets, tokens, heads, head_size) in [
+            (1, 3, 2, 8),
+            (2, 7, 3, 128),
+            (9, 5, 6, 72),
+            (33, 2, 3, 264),
+            (3, 5, 4, 70),
+            (8, 4, 3, 37),
+            (12, 6, 1, 1),
+            (2, 1, 5, 4),
+        ] {
+            for lse_base in [LseBase::E, LseBase::Two] {
+                let case = Case::new(dtype, lse_base, sets, tokens, heads, head_size);
+                for order in [Order::SetsFirst, Order::TokensFirst] {
+                    for with_lse in [true, false] {
+                        let what = format!(
+                            "{sets} sets {dtype} {tokens}x{heads}x{head_size} {order:?} base {lse_base:?} lse {with_lse}"
+                        );
+                        session.note(&what, case.check(session.backend, order, with_lse));
+                    }
                 }
             }
         }
@@ -43,14 +55,23 @@ pub fn state_merges<B: Backend>(session: &Session<'_, B>) {
 /// Dense `[sets, tokens, heads, head_size]`, encoded, and `[sets, tokens, heads]`.
 struct Case {
     spec: MergeStates,
+    lse_base: LseBase,
     dims: [usize; 4],
     states: Vec<u8>,
     lse: Vec<f32>,
 }
 
 impl Case {
-    /// LSEs that are close, far apart, large or empty; empty sets hold NaN. In some rows one set is not empty, in some none.
-    fn new(dtype: Dtype, sets: usize, tokens: usize, heads: usize, head_size: usize) -> Self {
+    /// LSEs that are close, far apart, large or empty; empty sets hold NaN, as do those whose weight is 0 beside another. In some rows one
+    /// set is not empty, in some none.
+    fn new(
+        dtype: Dtype,
+        lse_base: LseBase,
+        sets: usize,
+        tokens: usize,
+        heads: usize,
+        head_size: usize,
+    ) -> Self {
         let mut rng = Rng((sets * tokens * heads * head_size) as u64);
         let rows = tokens * heads;
         let kinds = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, 300.0, -300.0, 3.3e38, -3.3e38];
@@ -63,24 +84,33 @@ impl Case {
                     3 if set != (row * 7) % (sets + 1) => f32::NEG_INFINITY,
                     4 => kinds.get((set * 5 + row) % 13).copied().unwrap_or(x),
                     1 => x + 90.0,
+                    2 if set == row % sets => -10000.0,
+                    // Each far above the last, so that sums are rescaled to nothing step by step.
+                    0 if row % 2 == 1 => x + 60.0 * set as f32,
                     _ => x,
                 });
             }
         }
+        let largest = |row: usize| {
+            let of_row = lse.iter().skip(row).step_by(rows).filter(|lse| lse.is_finite());
+            of_row.fold(f32::NEG_INFINITY, |a, &b| a.max(b))
+        };
         let mut states = Vec::new();
-        for lse in &lse {
+        for (at, lse) in lse.iter().enumerate() {
             for _ in 0..head_size {
                 let x = rng.randn() / 10.0;
-                dtype.encode(if lse.is_finite() { x } else { f32::NAN }, &mut states);
+                let weighs = lse.is_finite() && *lse > largest(at % rows) - 170.0;
+                dtype.encode(if weighs { x } else { f32::NAN }, &mut states);
             }
         }
         let spec = MergeStates { dtype, head_size: head_size as u32 };
-        Self { spec, dims: [sets, tokens, heads, head_size], states, lse }
+        Self { spec, lse_base, dims: [sets, tokens, heads, head_size], states, lse }
     }
 
     fn check<B: Backend>(&self, backend: &B, order: Order, with_lse: bool) -> Result<(), String> {
         let Self { spec, dims: [sets, tokens, heads, head_size], .. } = *self;
         let elem = spec.dtype.bytes();
+        let unit = if head_size % 8 == 0 { 8 } else { 1 };
         // Sets and tokens as the tokens of an array, in either order, with gaps between sets or none.
         let place = |bytes: &[u8], dim: usize, elem: usize, unit: usize| -> Result<_, String> {
             let (gap, row) = (unit * 3, heads * dim + unit);
@@ -104,10 +134,10 @@ impl Case {
             }
             Ok((upload(backend, &all).map_err(text)?, strides, set_stride as u64))
         };
-        let (states, states_at, set_stride) = place(&self.states, head_size, elem, 8)?;
+        let (states, states_at, set_stride) = place(&self.states, head_size, elem, unit)?;
         let (lse, lse_at, lse_set_stride) = place(&Dtype::F32.encode_all(&self.lse), 1, 4, 1)?;
         let out_dims = [tokens, heads, head_size];
-        let out = Output::new(out_dims, spec.dtype, Layout::HeadMajor, 8);
+        let out = Output::new(out_dims, spec.dtype, Layout::HeadMajor, unit);
         let out_buffer = upload(backend, &vec![POISON; out.len]).map_err(text)?;
         let (log_dims, log_at) = ([tokens, heads, 1], Strides { offset: 3, token: 1, head: tokens + 2 });
         let log_bytes = log_at.end(log_dims) * 4;
@@ -119,6 +149,7 @@ impl Case {
             lse_set_stride,
             output: out.strides.view(&out_buffer),
             output_lse: with_lse.then(|| log_at.view(&log_buffer)),
+            lse_base: self.lse_base,
             num_heads: heads as u32,
         };
         backend.once(spec, (0..tokens as u32, sets as u32), &args).map_err(text)?;
@@ -137,7 +168,7 @@ impl Case {
             let state =
                 |set: usize| (&values[at(set) * head_size..][..head_size], f64::from(self.lse[at(set)]));
             let partials: Vec<_> = (0..sets).map(state).collect();
-            let (row_out, row_lse) = merge_states(&partials);
+            let (row_out, row_lse) = merge_states_in(self.lse_base, &partials);
             let some: Vec<usize> = (0..sets).filter(|&set| self.lse[at(set)].is_finite()).collect();
             let (got, size) = (&bytes[row * head_size * elem..][..head_size * elem], head_size * elem);
             let exact = match some[..] {
@@ -179,6 +210,7 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
             lse_set_stride: 4 * 2,
             output: View::dense(&output, 2, 16),
             output_lse: Some(View::dense(&output_lse, 2, 1)),
+            lse_base: LseBase::E,
             num_heads: 2,
         };
         session.note("good", backend.once(good, (0..4, 3), &args).map_err(text));
@@ -191,7 +223,7 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
             session.note(why, noted);
         };
         refuses(MergeStates { dtype: Dtype::E4m3, ..good }, 3, args, "e4m3");
-        refuses(MergeStates { head_size: 12, ..good }, 3, args, "head_size");
+        refuses(MergeStates { head_size: 0, ..good }, 3, args, "head_size");
         for (sets, why) in [(0, "num_sets"), (1 << 17, "num_sets"), (4, "states")] {
             refuses(good, sets, args, why);
         }
