@@ -40,6 +40,8 @@ pub struct ContextParallelSpec {
     pub out: Dtype,
     /// Base of the LSEs, which the decode must write.
     pub lse_base: LseBase,
+    /// This rank, below `world`.
+    pub rank: u32,
     /// Ranks in the group.
     pub world: u32,
     /// Query tokens of the largest step. An exchange is of so many, however few a step has: make one for each size that is
@@ -52,12 +54,12 @@ pub struct ContextParallelSpec {
 impl ContextParallelSpec {
     /// For a decode: LSEs are natural, the form is an all-to-all where the ranks can share out the heads and an all-gather otherwise.
     #[must_use]
-    pub fn of(decode: &MlaDecode, world: u32, max_tokens: u32) -> Self {
+    pub fn of(decode: &MlaDecode, rank: u32, world: u32, max_tokens: u32) -> Self {
         let num_heads = decode.shape.num_heads;
         let divides = num_heads.is_multiple_of(world.max(1));
         let form = if divides { CombineForm::AllToAll } else { CombineForm::AllGather };
         let (kv_lora_rank, out) = (decode.shape.kv_lora_rank, decode.out);
-        Self { num_heads, kv_lora_rank, out, lse_base: LseBase::E, world, max_tokens, form }
+        Self { num_heads, kv_lora_rank, out, lse_base: LseBase::E, rank, world, max_tokens, form }
     }
 
     /// Heads whose output a rank gets: those from `rank * local_heads()` on, or all.
@@ -90,6 +92,9 @@ impl ContextParallelSpec {
     fn check(&self) -> Result<()> {
         check_world(self.world)?;
         let shape = |what, got: u32, cure| Err(Error::Shape { what, got: got.into(), cure });
+        if self.rank >= self.world {
+            return shape("rank", self.rank, "must be below world");
+        }
         if self.max_tokens == 0 || self.max_tokens > 1 << 20 {
             return shape("max_tokens", self.max_tokens, "must be from 1 to 2^20 query tokens");
         }
@@ -280,6 +285,7 @@ impl<D: Kernel<MergeStates>> Merged<D> {
             set_stride: spec.rows(heads) * u64::from(spec.kv_lora_rank),
             lse: spec.lse_view(&gathered.lse),
             lse_set_stride: spec.rows(heads),
+            lse_base: spec.lse_base,
             output: spec.out_view(&joined.out),
             output_lse: Some(spec.lse_view(&joined.lse)),
             num_heads: heads,

@@ -210,6 +210,7 @@ fn spec(world: u32, form: CombineForm) -> ContextParallelSpec {
         kv_lora_rank: 256,
         out: Dtype::F32,
         lse_base: LseBase::E,
+        rank: 0,
         world,
         max_tokens: 3,
         form,

@@ -1,0 +1,53 @@
+//! Decodes batches over several devices of this process, or over cards through NCCL.
+
+use std::process::ExitCode;
+
+use context_parallel::args::{Args, Engine, HELP, Parsed};
+use context_parallel::{Result, bench, model, problems, report, threads};
+
+fn main() -> ExitCode {
+    let args = match Args::parse(std::env::args().skip(1)) {
+        Ok(Parsed::Run(args)) => args,
+        Ok(Parsed::Help) => {
+            println!("{HELP}");
+            return ExitCode::SUCCESS;
+        }
+        Err(why) => {
+            eprintln!("error: {why}\nsee --help");
+            return ExitCode::from(2);
+        }
+    };
+    match run(&args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(why) => {
+            eprintln!("error: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<bool> {
+    if args.model {
+        model::print();
+        return Ok(true);
+    }
+    match args.engine {
+        Engine::Threads if args.bench => Ok(bench::over_threads(args)),
+        Engine::Threads => {
+            let wholes = wholes(args)?;
+            let ranks = threads::run(args, &wholes);
+            Ok(report::print(&wholes, |whole| threads::forms(args, whole), &ranks))
+        }
+        #[cfg(feature = "nccl")]
+        Engine::Nccl => context_parallel::nccl::run(args, || wholes(args)),
+        #[cfg(not(feature = "nccl"))]
+        Engine::Nccl => Err("--engine nccl: built without it; build with `--features nccl`".into()),
+    }
+}
+
+fn wholes(args: &Args) -> Result<Vec<problems::Whole>> {
+    let mut wholes = problems::load(&args.paths)?;
+    wholes.extend(problems::drawn());
+    Ok(wholes)
+}
