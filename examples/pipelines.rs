@@ -14,9 +14,9 @@ use std::time::Instant;
 
 use wgpu_mla::gpu::{Gpu, ops::BatchTables};
 use wgpu_mla::{
-    Candidate, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend, KvCalibrate,
-    KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op, OpOptions,
-    PrefillOptions, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS,
+    Candidate, CorrectAttnOut, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend,
+    KvCalibrate, KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op,
+    OpOptions, PrefillOptions, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -130,10 +130,10 @@ fn small_ops() -> Vec<Job> {
         // Rows of whole words, and rows that end in half a word.
         for head_size in [128, 33] {
             let about = format!("{dtype} head_size {head_size}");
-            jobs.push(Job::of(about, MergeState { dtype, head_size }));
+            jobs.push(Job::of(about.clone(), MergeState { dtype, head_size }));
+            jobs.push(Job::of(about.clone(), MergeStates { dtype, head_size }));
+            jobs.push(Job::of(about, CorrectAttnOut { dtype, head_size }));
         }
-        let about = format!("{dtype} head_size 128");
-        jobs.push(Job::of(about, MergeStates { dtype, head_size: 128 }));
         let append = |cache| KvAppend { shape, kv: kv(cache), input: dtype };
         jobs.extend(Dtype::ALL.map(|cache| Job::of(format!("{dtype} into {cache}"), append(cache))));
         // In place and not.

@@ -70,7 +70,8 @@
 //! | [`KvCalibrate`] | the `k_scale` of `calculate_kv_scales` | |
 //! | [`Rope`] | `rotary_embedding` | `apply_rope_with_cos_sin_cache` |
 //! | [`HeadProject`] | the `bmm` with `W_UK_T` and `W_UV` | |
-//! | [`MergeState`], [`MergeStates`] | `merge_attn_states` | `merge_state`, `merge_states` |
+//! | [`MergeState`], [`MergeStates`] | `merge_attn_states`, `dcp_lse_combine` | `merge_state`, `merge_states` |
+//! | [`CorrectAttnOut`] | `correct_attn_out` | |
 //!
 //! [`PagePool`] hands out pages: `block_table`, `slot_mapping`, forks with copy-on-write. [`Plan`] is FlashInfer's `plan`: it turns
 //! `seq_lens` and `query_start_loc` into work items on the host, once a step for all layers.
@@ -158,12 +159,13 @@ pub use layer::{
 };
 pub use mask::Mask;
 pub use ops::{
-    Binding, CalibrationStats, Candidate, Compiled, DecodeOptions, Device, DeviceBatch, GatherBatch,
-    GatherRange, HeadDims, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate,
-    KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, LseBase, MergeState, MergeStateArgs, MergeStates,
-    MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, Op, OpOptions,
-    PrefillExtent, PrefillOptions, PrefillSequence, Query, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
-    RopeAppendExtent, RopeArgs, RopeLayout, Step, WeightOrder, WeightView, check_copies,
+    Binding, CalibrationStats, Candidate, Compiled, CorrectAttnOut, CorrectAttnOutArgs, DecodeOptions,
+    Device, DeviceBatch, GatherBatch, GatherRange, HeadDims, HeadProject, HeadProjectArgs, Kernel, KvAppend,
+    KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, LseBase, MergeState,
+    MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
+    MlaPrefillArgs, Op, OpOptions, PrefillExtent, PrefillOptions, PrefillSequence, Query, Rope, RopeAppend,
+    RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs, RopeLayout, Step, WeightOrder, WeightView,
+    check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SplitPolicy, Tiling};

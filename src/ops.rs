@@ -3,6 +3,7 @@
 
 mod batch_tables;
 mod compiled;
+mod correct_attn_out;
 mod decode;
 mod head_project;
 mod kv_append;
@@ -23,6 +24,7 @@ pub(crate) use batch_tables::Sequences;
 pub(crate) use batch_tables::template;
 pub use batch_tables::{AppendsSlots, DeviceBatch};
 pub use compiled::{Binding, Compiled, Step};
+pub use correct_attn_out::{CorrectAttnOut, CorrectAttnOutArgs};
 pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
 pub use kv_append::{KvAppend, KvAppendArgs};

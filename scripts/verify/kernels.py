@@ -17,6 +17,9 @@ DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/dec
 
 # Further inputs of every small op: files of src/gpu, and patterns of src.
 MORE = {
+    "merge_state": ["gpu/ops/words"],
+    "merge_states": ["gpu/ops/words"],
+    "correct_attn_out": ["gpu/ops/words"],
     "kv_append": ["gpu/ops/e4m3_scale"],
     "kv_gather": ["gpu/ops/e4m3_scale"],
     "rope_append": ["gpu/ops/rope", "gpu/ops/kv_append", "gpu/ops/e4m3_scale"],

@@ -1,6 +1,7 @@
 //! The ops besides the decode on host memory, a file each; and [`BatchTables`], which makes the tables of a decode from a batch in buffers.
 
 mod batch_tables;
+mod correct_attn_out;
 mod head_project;
 mod kv_append;
 mod kv_calibrate;

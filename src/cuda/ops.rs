@@ -2,6 +2,7 @@
 
 mod array;
 mod batch_tables;
+mod correct_attn_out;
 mod head_project;
 mod kv_append;
 mod kv_calibrate;
@@ -59,6 +60,7 @@ pub(super) mod tests {
     use wgpu_mla_ptx::Entry;
 
     use super::batch_tables::{self, BatchParams};
+    use super::correct_attn_out::{self, CorrectParams};
     use super::head_project::{self, ProjectParams};
     use super::kv_append::{AppendParams, append_entry};
     use super::kv_calibrate::{CalibrateParams, calibrate_entry};
@@ -102,7 +104,8 @@ pub(super) mod tests {
         found.extend(["kv_copy_pages_wide", "kv_copy_pages_words"].map(takes::<CopyParams>));
         found.extend(batch_tables::ENTRIES.map(takes::<BatchParams>));
         found.extend(head_project::entries().iter().map(|name| takes::<ProjectParams>(name)));
-        found.push(takes::<MergeStatesParams>(merge_states::ENTRY));
+        found.extend(correct_attn_out::ENTRIES.map(takes::<CorrectParams>));
+        found.extend(merge_states::ENTRIES.map(takes::<MergeStatesParams>));
         found.extend(mla_prefill::entries().iter().map(|name| takes::<PrefillParams>(name)));
         found
     }

@@ -1,6 +1,7 @@
 //! The ops besides the decode on wgpu, a file each; and [`BatchTables`], which makes tables for them and for decodes on the device.
 
 mod batch_tables;
+mod correct_attn_out;
 mod e4m3_scale;
 mod head_project;
 mod kv_append;
@@ -25,6 +26,7 @@ use super::kernels::compose::Source;
 pub(crate) fn every_source() -> Vec<Source> {
     let mut all = merge_state::every_source();
     all.extend(merge_states::every_source());
+    all.extend(correct_attn_out::every_source());
     all.extend(kv_append::every_source());
     all.extend(kv_copy_pages::every_source());
     all.extend(kv_gather::every_source());
@@ -88,6 +90,7 @@ mod tests {
         let want = [
             ("batch_lists", 1),
             ("batch_slots", 1),
+            ("correct_attn_out", 3 * 2),      // quads and words
             ("head_project", 27 * 2 * 2 * 2), // dtypes, rows, tiles, orders
             ("kv_append", 3 * 4),             // inputs into caches
             ("kv_calibrate", 3),
@@ -122,6 +125,7 @@ mod tests {
             let append = [kv_append::host_layout(), scale.clone()];
             let layouts = match source.entry {
                 "batch_lists" | "batch_slots" => vec![batch_tables::host_layout()],
+                "correct_attn_out" => vec![correct_attn_out::host_layout()],
                 "head_project" => vec![head_project::host_layout()],
                 "kv_append" => append.into(),
                 "kv_calibrate" => vec![kv_calibrate::host_layout()],

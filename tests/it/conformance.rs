@@ -15,11 +15,47 @@ pub fn tests() -> Vec<Test> {
     let mut tests = of_backend("cpu", here, &[None, Some("portable")], Cases::Full, |_, _| true);
     let any = || Ok(AnyBackend::from(Cpu::new()));
     tests.extend(of_backend("any_cpu", any, &[None], Cases::Full, |_, _| true));
+    tests.extend(in_ranks("cpu", here, None));
     #[cfg(feature = "wgpu")]
     tests.extend(on_wgpu());
     #[cfg(feature = "cuda")]
     tests.extend(on_cuda());
     tests
+}
+
+/// Groups of decodes that [`Session::check`] runs, so that they can be cut into ranks.
+const CUT: [&str; 11] = [
+    "varlen",
+    "masks",
+    "lengths",
+    "layouts",
+    "heads",
+    "page_sizes",
+    "query_tokens",
+    "policies",
+    "hard_data",
+    "shared_prefixes",
+    "dtypes_of_256_32",
+];
+
+/// Every decode of these groups cut into 2, 3 and 4 ranks, whose results are combined.
+fn in_ranks<B: Backend + 'static>(
+    name: &'static str,
+    open: impl Fn() -> Result<B, Ignored> + Copy + Send + 'static,
+    variant: Option<&'static str>,
+) -> Vec<Test> {
+    let cut = groups::<B>().into_iter().filter(|group| CUT.contains(&group.name));
+    let test = |group: Group<B>| {
+        let Group { op, name: group_name, run, .. } = group;
+        Test::new(format!("conformance::{name}::ranks::{op}::{group_name}"), move || {
+            let backend = open()?;
+            let mut session = Session::new(&backend);
+            (session.variant, session.ranks) = (variant, &[2, 3, 4]);
+            run(&session);
+            ended(name, &session)
+        })
+    };
+    cut.map(test).collect()
 }
 
 /// The decode variants on wgpu, in dispatch order.

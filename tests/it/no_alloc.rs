@@ -5,13 +5,13 @@ use std::cell::Cell;
 
 use wgpu_mla::cpu::{Buffer, Cpu};
 use wgpu_mla::{
-    Batch, Capacity, DecodeOptions, Device, Dtype, ExpandBatch, ExpandedPrefix, GatherBatch, GatherRange,
-    HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages,
-    KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, LseBase, MergeState,
-    MergeStateArgs, MergeStates, MergeStatesArgs, MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs,
-    MlaPrefill, MlaPrefillArgs, MlaShape, Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence,
-    Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, RopeLayout, SharedPrefix, SplitPolicy,
-    Tiling, View, WeightOrder, WeightView, write_tables,
+    Batch, Capacity, CorrectAttnOut, CorrectAttnOutArgs, DecodeOptions, Device, Dtype, ExpandBatch,
+    ExpandedPrefix, GatherBatch, GatherRange, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs,
+    KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch,
+    LayerCapacity, LayerOptions, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs,
+    MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, OpOptions,
+    PageTable, Plan, PrefillOptions, PrefillSequence, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
+    RopeArgs, RopeLayout, SharedPrefix, SplitPolicy, Tiling, View, WeightOrder, WeightView, write_tables,
 };
 
 use crate::cpu::layer_args;
@@ -204,6 +204,18 @@ fn every_op_runs_without_an_allocation() {
         num_heads,
     };
     runs_without_an_allocation(MergeStates { dtype, head_size: 24 }, &one, (0..50, 3), &sets);
+    let corrected = CorrectAttnOutArgs {
+        out: states(a),
+        lses: lse(b),
+        lse_rank_stride: 50 * 2,
+        output: states(c),
+        output_lse: Some(lse(d)),
+        lse_base: LseBase::Two,
+        world: 3,
+        rank: 1,
+        num_heads,
+    };
+    runs_without_an_allocation(CorrectAttnOut { dtype, head_size: 24 }, &one, 0..50, &corrected);
 }
 
 /// Decodes, one run of them over a prefix that is kept expanded, and a prompt in chunks that are merged.

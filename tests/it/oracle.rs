@@ -5,9 +5,11 @@ mod identities;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
+use mla_support::case::{AppendCase, Case, DcpCombineCase, DecodeCase, MergeCase, Saved, save};
 use mla_support::close::{Tolerance, close};
-use mla_support::reference::{Concat, Decode, State, concat_and_cache, merge_state, mla_decode};
+use mla_support::reference::{
+    Concat, Decode, State, concat_and_cache, merge_state, merge_states_in, mla_decode,
+};
 use wgpu_mla::{Dtype, Mask};
 
 fn case_files() -> Vec<PathBuf> {
@@ -60,6 +62,8 @@ fn the_oracle_agrees_with_every_case_file() {
             Case::Decode(case) => check_decode(&what, &case),
             Case::Merge(case) => check_merge(&what, &case),
             Case::Append(case) => check_append(&what, &case),
+            Case::DcpDecode(case) => check_decode(&what, &case.decode),
+            Case::DcpCombine(case) => check_combine(&what, &case),
         }
     }
 }
@@ -86,6 +90,27 @@ fn check_merge(what: &str, case: &MergeCase) {
     for report in [
         close(what, &case.output, &output, &Tolerance::merge(Dtype::F32)),
         close(&format!("{what} lse"), &case.output_lse, &lse, &Tolerance::merge_lse()),
+    ] {
+        println!("{report}");
+        assert!(report.ok(), "{report}");
+    }
+}
+
+fn check_combine(what: &str, case: &DcpCombineCase) {
+    let (rows, size) = (case.num_tokens * case.num_heads, case.spec.head_size as usize);
+    let outs: Vec<f64> = wide(&case.spec.dtype.decode_all(&case.outs));
+    let (mut out, mut lse) = (vec![], vec![]);
+    for row in 0..rows {
+        let at = |rank: usize| rank * rows + row;
+        let part = |rank: usize| (&outs[at(rank) * size..][..size], f64::from(case.lses[at(rank)]));
+        let (row_out, row_lse) =
+            merge_states_in(case.lse_base, &(0..case.world).map(part).collect::<Vec<_>>());
+        out.extend(row_out);
+        lse.push(row_lse);
+    }
+    for report in [
+        close(what, &case.out, &out, &Tolerance::merge(Dtype::F32)),
+        close(&format!("{what} lse"), &case.lse, &lse, &Tolerance::merge_lse()),
     ] {
         println!("{report}");
         assert!(report.ok(), "{report}");

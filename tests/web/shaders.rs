@@ -8,9 +8,9 @@ use wasm_bindgen_test::{console_log, wasm_bindgen_test};
 use wgpu_mla::gpu::ops::BatchTables;
 use wgpu_mla::gpu::{Gpu, Source, checked, decode_sources};
 use wgpu_mla::{
-    Caps, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend, KvCalibrate, KvCopyPages,
-    KvGather, KvSpec, MergeState, MlaDecode, MlaPrefill, MlaShape, Op, Result, Rope, RopeAppend, RopeLayout,
-    SUPPORTED_DIMS, wgpu,
+    Caps, CorrectAttnOut, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend, KvCalibrate,
+    KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op, Result,
+    Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS, wgpu,
 };
 
 use crate::page::gpu;
@@ -122,6 +122,8 @@ async fn every_small_op_compiles() {
     for dtype in OUTS {
         for head_size in [64, 96, 127, 128, 512] {
             compile(&gpu, MergeState { dtype, head_size }).await;
+            compile(&gpu, MergeStates { dtype, head_size }).await;
+            compile(&gpu, CorrectAttnOut { dtype, head_size }).await;
         }
     }
     for cache in Dtype::ALL {

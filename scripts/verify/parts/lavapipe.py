@@ -15,6 +15,7 @@ OPS = {
     "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
     "merge_state": (["merge_state"], [f"{SUITE}/ops.rs"]),
     "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs"]),
+    "correct_attn_out": (["correct_attn_out"], [f"{SUITE}/correct_attn_out.rs", f"{SUITE}/merge_states.rs"]),
     "kv_append": (["kv_append"], [f"{SUITE}/ops.rs", f"{SUITE}/errors.rs"]),
     "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),
     "kv_gather": (["kv_gather"], [f"{SUITE}/kv_gather.rs", "tests/support/src/reference/kv_gather.rs"]),

@@ -9,10 +9,12 @@ use super::range::TokenTable;
 use super::{Divisor, THREADS, checked_items, code};
 use crate::Result;
 use crate::cuda::{Buffer, Cuda, Function};
+use crate::ops::is_wide;
 use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, MergeStates, MergeStatesArgs, MergeStatesExtent, OpOptions};
+use crate::ops::{Choice, Kernel, LseBase, MergeStates, MergeStatesArgs, MergeStatesExtent, OpOptions};
 
-pub(super) const ENTRY: &str = "merge_states";
+/// The entries for rows of a multiple of 8 elements, and for others.
+pub(super) const ENTRIES: [&str; 2] = ["merge_states", "merge_states_elements"];
 
 /// `Args` of merge_states.cu.
 #[repr(C)]
@@ -28,10 +30,12 @@ pub struct MergeStatesParams {
     max_tokens: u32,
     max_sets: u32,
     num_heads: u32,
-    head_quads: u32,
+    row_units: u32,
     dtype: u32,
+    log2_base: f32,
+    per_ln: f32,
     reserved: u32,
-    by_head_quads: Divisor,
+    by_row_units: Divisor,
     by_num_heads: Divisor,
 }
 
@@ -50,8 +54,10 @@ impl Kernel<MergeStates> for Cuda {
     type Step = TokenTable;
     type Binding = Layer;
 
-    fn kernel_compile(&self, _: &MergeStates, options: &OpOptions) -> Result<(Function, (), Choice)> {
-        Ok((self.kernel(ENTRY)?, (), only(options)?))
+    fn kernel_compile(&self, spec: &MergeStates, options: &OpOptions) -> Result<(Function, (), Choice)> {
+        let [wide, elements] = ENTRIES;
+        let entry = if is_wide(spec.head_size) { wide } else { elements };
+        Ok((self.kernel(entry)?, (), only(options)?))
     }
 
     fn kernel_step(&self, _: &MergeStates, _: &Function, max_tokens: u32) -> Result<TokenTable> {
@@ -82,8 +88,9 @@ impl Kernel<MergeStates> for Cuda {
         room: MergeStatesExtent,
     ) -> Result<Layer> {
         items(spec, room.tokens, args.num_heads)?;
-        let (rows, head_quads, bytes) =
-            ([room.tokens, args.num_heads], spec.head_size / 4, spec.dtype.bytes());
+        let (rows, row_units, bytes) =
+            ([room.tokens, args.num_heads], row_units(spec.head_size), spec.dtype.bytes());
+        let [_, per_ln] = args.lse_base.ln();
         // The stride of one set is unused and may be anything, as may that of no token.
         let sets = |stride: u64, bytes: u64| if room.sets > 1 { stride.wrapping_mul(bytes) } else { 0 };
         let bound = MergeStatesParams {
@@ -97,10 +104,12 @@ impl Kernel<MergeStates> for Cuda {
             max_tokens: room.tokens,
             max_sets: room.sets,
             num_heads: args.num_heads,
-            head_quads,
+            row_units,
             dtype: code(spec.dtype),
+            log2_base: log2_of(args.lse_base),
+            per_ln,
             reserved: 0,
-            by_head_quads: Divisor::new(head_quads),
+            by_row_units: Divisor::new(row_units),
             by_num_heads: Divisor::new(args.num_heads.max(1)),
         };
         let output_lse = args.output_lse.unwrap_or(args.lse);
@@ -118,7 +127,7 @@ impl Kernel<MergeStates> for Cuda {
         layer: &Layer,
     ) -> Result<()> {
         // Every address is in its buffer, for every pair of step and binding and whatever the table holds: the kernel takes tokens below the
-        // binding's max_tokens only, quotients and rests by head_quads and num_heads are heads and quads of the rows, and sets are below
+        // binding's max_tokens only, quotients and rests by row_units and num_heads are heads and units of the rows, and sets are below
         // max_sets by `min`; `check_args` found where the last set's rows end.
         let max_tokens = step.max_tokens().min(layer.args.max_tokens);
         let items = items(spec, max_tokens, layer.args.num_heads)?;
@@ -134,9 +143,22 @@ impl Kernel<MergeStates> for Cuda {
     }
 }
 
-/// Quads (4 consecutive elements) of the output of a number of tokens.
+/// What a thread takes of a row: quads (4 consecutive elements), or elements where a row is no multiple of 8.
+pub(super) fn row_units(head_size: u32) -> u32 {
+    if is_wide(head_size) { head_size / 4 } else { head_size }
+}
+
+/// The binary logarithm of a base: kernels raise 2 to powers.
+pub(super) fn log2_of(base: LseBase) -> f32 {
+    match base {
+        LseBase::E => std::f32::consts::LOG2_E,
+        LseBase::Two => 1.0,
+    }
+}
+
+/// Units of the output of a number of tokens.
 fn items(spec: &MergeStates, tokens: u32, heads: u32) -> Result<u32> {
     let items = u64::from(tokens) * u64::from(heads);
     let cure = "merge the states of fewer tokens a call";
-    checked_items("items of a merge", items.saturating_mul((spec.head_size / 4).into()), cure)
+    checked_items("items of a merge", items.saturating_mul(row_units(spec.head_size).into()), cure)
 }

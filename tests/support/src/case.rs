@@ -5,7 +5,7 @@ use std::path::Path;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as FileDtype, Metadata, TensorView};
-use wgpu_mla::{Dtype, KvAppend, KvSpec, MergeState, MlaDecode, MlaShape, Op};
+use wgpu_mla::{Dtype, KvAppend, KvSpec, LseBase, MergeState, MergeStates, MlaDecode, MlaShape, Op, Shares};
 
 /// One conformance case.
 #[derive(Debug, Clone)]
@@ -16,6 +16,10 @@ pub enum Case {
     Merge(MergeCase),
     /// Kind `concat_and_cache_mla`.
     Append(AppendCase),
+    /// Kind `dcp_decode`.
+    DcpDecode(DcpDecodeCase),
+    /// Kind `dcp_combine`.
+    DcpCombine(DcpCombineCase),
 }
 
 /// A decode: arrays as in the spec, dense and little-endian.
@@ -91,6 +95,40 @@ pub struct AppendCase {
     pub kv_cache: Vec<u8>,
 }
 
+/// A decode that is cut into ranks.
+#[derive(Debug, Clone)]
+pub struct DcpDecodeCase {
+    /// The whole.
+    pub decode: DecodeCase,
+    /// Whose each token is.
+    pub shares: Shares,
+    /// Expected `[world, batch]`.
+    pub local_seq_lens: Vec<i32>,
+}
+
+/// The results of several ranks, to be combined.
+#[derive(Debug, Clone)]
+pub struct DcpCombineCase {
+    /// Dtype and head size.
+    pub spec: MergeStates,
+    /// Ranks.
+    pub world: usize,
+    /// Query tokens.
+    pub num_tokens: usize,
+    /// Heads.
+    pub num_heads: usize,
+    /// Of `lses` and `lse`.
+    pub lse_base: LseBase,
+    /// `[world, tokens, heads, head_size]` of `spec.dtype`.
+    pub outs: Vec<u8>,
+    /// `[world, tokens, heads]`.
+    pub lses: Vec<f32>,
+    /// Expected `[tokens, heads, head_size]`.
+    pub out: Vec<f32>,
+    /// Expected `[tokens, heads]`.
+    pub lse: Vec<f32>,
+}
+
 impl Case {
     /// Reads a case file.
     pub fn load(path: &Path) -> Result<Self, String> {
@@ -109,9 +147,11 @@ impl Case {
             "decode" => decode(&file).map(Self::Decode),
             "merge_attn_states" => merge(&file).map(Self::Merge),
             "concat_and_cache_mla" => append(&file).map(Self::Append),
-            other => {
-                Err(format!("kind is {other:?}: must be decode, merge_attn_states or concat_and_cache_mla"))
-            }
+            "dcp_decode" => dcp_decode(&file).map(Self::DcpDecode),
+            "dcp_combine" => dcp_combine(&file).map(Self::DcpCombine),
+            other => Err(format!(
+                "kind is {other:?}: must be decode, merge_attn_states, concat_and_cache_mla, dcp_decode or dcp_combine"
+            )),
         }
     }
 }
@@ -286,6 +326,43 @@ fn append(file: &File<'_>) -> Result<AppendCase, String> {
     let k_scale = file.scale("k_scale")?;
     let (kv_c, kv_cache_before, kv_cache) = (kv_c.bytes(), before.bytes(), after.bytes());
     Ok(AppendCase { spec, k_scale, kv_c, k_pe, slot_mapping, kv_cache_before, kv_cache })
+}
+
+fn dcp_decode(file: &File<'_>) -> Result<DcpDecodeCase, String> {
+    let decode = decode(file)?;
+    let (world, interleave) = (file.number("world")?, file.number("interleave")?);
+    let shares = Shares::even(world, interleave).map_err(|error| error.to_string())?;
+    let local = file.typed("local_seq_lens", FileDtype::I32)?;
+    local.expect(&[world.into(), decode.seq_lens.len() as u64])?;
+    Ok(DcpDecodeCase { decode, shares, local_seq_lens: local.elements(i32::from_le_bytes) })
+}
+
+fn dcp_combine(file: &File<'_>) -> Result<DcpCombineCase, String> {
+    let outs = file.floats("outs")?;
+    let [world, tokens, heads, head_size] = outs.shape(["world", "tokens", "heads", "head_size"])?;
+    if [world, tokens, heads].contains(&0) {
+        return Err(format!("outs is {:?}: no dim may be 0", outs.dims));
+    }
+    narrow("world", world)?;
+    narrow("tokens", tokens)?;
+    narrow("heads", heads)?;
+    let spec = MergeStates { dtype: outs.dtype, head_size: narrow("head_size", head_size)? };
+    spec.check().map_err(|error| error.to_string())?;
+    Ok(DcpCombineCase {
+        spec,
+        world: world as usize,
+        num_tokens: tokens as usize,
+        num_heads: heads as usize,
+        lse_base: match file.text("lse_base")? {
+            "e" => LseBase::E,
+            "2" => LseBase::Two,
+            other => return Err(format!("lse_base is {other:?}: must be e or 2")),
+        },
+        outs: outs.bytes(),
+        lses: file.f32s("lses", &[world, tokens, heads])?,
+        out: file.f32s("out", &[tokens, heads, head_size])?,
+        lse: file.f32s("lse", &[tokens, heads])?,
+    })
 }
 
 fn narrow(what: &str, got: u64) -> Result<u32, String> {

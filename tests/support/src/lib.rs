@@ -8,6 +8,7 @@ pub mod graph;
 #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub mod logged;
 pub mod paint;
+pub mod ranks;
 pub mod reference;
 #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub mod rig;

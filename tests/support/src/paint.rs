@@ -46,7 +46,7 @@ impl Rng {
 pub const POISON: u8 = 0xFF;
 
 /// Table entries that no kernel may follow.
-const WILD: [i32; 4] = [2_147_480_000, -1, i32::MIN, i32::MAX];
+pub const WILD: [i32; 4] = [2_147_480_000, -1, i32::MIN, i32::MAX];
 
 /// The rotary-scaled factor of DeepSeek's smaller models; any would do.
 pub const SOFTMAX_SCALE: f32 = 0.114_721;

@@ -150,6 +150,19 @@ pub fn merge_states_in(base: LseBase, partials: &[(&[f64], f64)]) -> (Vec<f64>, 
     }
 }
 
+/// One rank's `out` of a row, weighted by the LSEs of all ranks, and the LSE of the whole: the outputs of all ranks add up to
+/// [`merge_states_in`].
+///
+/// # Panics
+/// For a rank that there is not.
+pub fn correct_attn_out(base: LseBase, out: &[f64], lses: &[f64], rank: usize) -> (Vec<f64>, f64) {
+    // Nothing of the others is left where they are zeros.
+    let zeros = vec![0.0; out.len()];
+    let partials: Vec<(&[f64], f64)> =
+        lses.iter().enumerate().map(|(r, &lse)| (if r == rank { out } else { &zeros[..] }, lse)).collect();
+    merge_states_in(base, &partials)
+}
+
 /// Outputs `[tokens, heads, head_size]` with their LSEs `[heads, tokens]`.
 #[derive(Debug, Clone, Copy)]
 pub struct State<'a> {

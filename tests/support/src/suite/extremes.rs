@@ -3,11 +3,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use wgpu_mla::{
-    Backend, Dtype, Error, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate,
-    KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LseBase, MergeState,
-    MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode, MlaDecodeArgs, MlaPrefill,
-    MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent,
-    RopeArgs, RopeLayout, View, WeightOrder, WeightView,
+    Backend, CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, HeadProject, HeadProjectArgs, Kernel,
+    KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec,
+    KvView, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode,
+    MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, Rope, RopeAppend,
+    RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View, WeightOrder, WeightView,
 };
 
 use super::Session;
@@ -362,25 +362,59 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             num_heads,
         };
         let rooms = [(0, 1), (1, 1), (2, 1), (2, 2)].map(|(tokens, sets)| MergeStatesExtent { tokens, sets });
-        bind_all(
-            session,
-            MergeStates { dtype: f32s, head_size: 32 },
-            args,
-            &rooms,
-            places![
-                states.offset,
-                states.token_stride,
-                states.head_stride,
-                set_stride,
-                lse.offset,
-                lse.token_stride,
-                lse.head_stride,
-                lse_set_stride,
-                output.offset,
-                output.token_stride,
-                output.head_stride,
-            ],
-        )?;
+        // Rows that are a multiple of 8 elements, and others.
+        for head_size in [32, 31] {
+            bind_all(
+                session,
+                MergeStates { dtype: f32s, head_size },
+                args,
+                &rooms,
+                places![
+                    states.offset,
+                    states.token_stride,
+                    states.head_stride,
+                    set_stride,
+                    lse.offset,
+                    lse.token_stride,
+                    lse.head_stride,
+                    lse_set_stride,
+                    output.offset,
+                    output.token_stride,
+                    output.head_stride,
+                ],
+            )?;
+        }
+        let args = CorrectAttnOutArgs {
+            out: view(a),
+            lses: View::dense(b, num_heads, 1),
+            lse_rank_stride: 8,
+            output: view(c),
+            output_lse: Some(View::dense(h, num_heads, 1)),
+            lse_base: LseBase::E,
+            world: 2,
+            rank: 1,
+            num_heads,
+        };
+        for head_size in [32, 31] {
+            bind_all(
+                session,
+                CorrectAttnOut { dtype: f32s, head_size },
+                args,
+                &[0, 1, 2],
+                places![
+                    out.offset,
+                    out.token_stride,
+                    out.head_stride,
+                    lses.offset,
+                    lses.token_stride,
+                    lses.head_stride,
+                    lse_rank_stride,
+                    output.offset,
+                    output.token_stride,
+                    output.head_stride,
+                ],
+            )?;
+        }
     }
     Ok(())
 }

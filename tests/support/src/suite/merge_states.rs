@@ -53,18 +53,18 @@ pub fn state_merges<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Dense `[sets, tokens, heads, head_size]`, encoded, and `[sets, tokens, heads]`.
-struct Case {
-    spec: MergeStates,
-    lse_base: LseBase,
-    dims: [usize; 4],
-    states: Vec<u8>,
-    lse: Vec<f32>,
+pub(super) struct Case {
+    pub spec: MergeStates,
+    pub lse_base: LseBase,
+    pub dims: [usize; 4],
+    pub states: Vec<u8>,
+    pub lse: Vec<f32>,
 }
 
 impl Case {
     /// LSEs that are close, far apart, large or empty; empty sets hold NaN, as do those whose weight is 0 beside another. In some rows one
     /// set is not empty, in some none.
-    fn new(
+    pub fn new(
         dtype: Dtype,
         lse_base: LseBase,
         sets: usize,

@@ -3,6 +3,7 @@
 //! A group is a function that takes a [`Session`]: it runs all of its checks and then panics with every failure. [`groups`] lists
 //! them by op.
 
+pub mod correct_attn_out;
 pub mod decode;
 pub mod errors;
 pub mod extremes;
@@ -17,6 +18,7 @@ pub mod non_finite;
 pub mod ops;
 pub mod prefill;
 pub mod project;
+pub mod ranks;
 pub mod rope;
 pub mod run;
 
@@ -24,9 +26,9 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use wgpu_mla::{Backend, Compiled, DecodeOptions, Dtype, MlaDecode, Result};
+use wgpu_mla::{Backend, Compiled, DecodeOptions, Dtype, MlaDecode, Result, Shares};
 
-use super::case::Case;
+use super::case::{Case, DcpDecodeCase};
 use super::close::{Report, Tolerance, close};
 use super::paint::Problem;
 use run::How;
@@ -41,6 +43,8 @@ pub struct Session<'a, B: Backend> {
     pub variant: Option<&'a str>,
     /// How much of each group is taken.
     pub cases: Cases,
+    /// Cuts every decode that [`Session::check`] runs into each of these numbers of ranks; none: decodes are left whole.
+    pub ranks: &'a [u32],
     /// The variant's index in the backend's table: each variant has other representatives.
     pub place: usize,
     decodes: RefCell<Decodes<B>>,
@@ -57,6 +61,7 @@ impl<'a, B: Backend> Session<'a, B> {
             backend,
             variant: None,
             cases: Cases::Full,
+            ranks: &[],
             place: 0,
             decodes: RefCell::default(),
             checks: Cell::default(),
@@ -134,6 +139,18 @@ impl<'a, B: Backend> Session<'a, B> {
     pub fn check(&self, problem: &Problem, how: &How) {
         if !self.serves(&problem.spec) {
             return self.leave_out();
+        }
+        for &world in self.ranks {
+            // In turn by tokens, by some that no page size divides, by pages, and unevenly.
+            let turn = self.checks.get() / self.ranks.len();
+            let shares = match [1, 7, 16, 3][turn % 4] {
+                3 => Shares::weighted(&[5, 2, 1, 4][..world.min(4) as usize], 3),
+                interleave => Shares::even(world, interleave),
+            };
+            self.check_ranks(problem, how, &shares.expect("shares"));
+        }
+        if !self.ranks.is_empty() {
+            return;
         }
         let (out, lse) = problem.expected();
         self.note(&format!("{}, {how:?}", problem.name), self.compare(problem, how, &out, &lse));
@@ -216,6 +233,8 @@ pub fn run_case<B: Backend>(session: &Session<'_, B>, name: &str, case: &Case) -
         }
         Case::Merge(case) => ops::check_merge_case(session.backend, case),
         Case::Append(case) => ops::check_append_case(session.backend, case),
+        Case::DcpDecode(case) => ranks::check_dcp_decode(session, name, case),
+        Case::DcpCombine(case) => ranks::check_dcp_combine(session.backend, case),
     }
 }
 
@@ -231,7 +250,11 @@ pub fn case_files<B: Backend>(session: &Session<'_, B>) {
             let case = Case::load(&path).expect("a case file");
             ran += 1;
             match &case {
-                Case::Decode(decode) if !session.serves(&decode.spec) => session.leave_out(),
+                Case::Decode(decode) | Case::DcpDecode(DcpDecodeCase { decode, .. })
+                    if !session.serves(&decode.spec) =>
+                {
+                    session.leave_out();
+                }
                 _ => session.note(&name, run_case(session, &name, &case)),
             }
         }
@@ -270,11 +293,13 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" true: invariance {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
+        "decode" true: ranks { shares }
         "decode" false: mixed { refuses_other_specs }
         "decode" true: non_finite { non_finite, huge_logits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }
         "merge_states" false: merge_states { state_merges, refuses_state_merges }
+        "correct_attn_out" false: correct_attn_out { corrections, refuses_corrections }
         "kv_append" false: ops { appends }
         "kv_append" false: errors { refuses_ops }
         "every_op" false: extremes { extreme_views }

@@ -1,0 +1,192 @@
+//! Decodes cut into ranks, whose results are combined, against the oracle of the whole.
+
+use wgpu_mla::{Backend, Dtype, LseBase, MergeStates, MergeStatesArgs, Shares, SplitPolicy, View};
+
+use super::Session;
+use super::memory::{download, upload};
+use super::run::How;
+use crate::case::{DcpCombineCase, DcpDecodeCase};
+use crate::close::{Tolerance, close};
+use crate::paint::{Make, POISON, Problem, Sees, sequences};
+use crate::ranks::cut;
+
+fn text(error: wgpu_mla::Error) -> String {
+    error.to_string()
+}
+
+/// Worlds of 1 to 8 and uneven shares, any interleave, ragged batches of 0 to 4 query tokens, every cache dtype.
+pub fn shares<B: Backend>(session: &Session<'_, B>) {
+    let lens = [(37, 1), (0, 1), (1, 2), (90, 4), (3, 4), (16, 0), (64, 3), (129, 2)];
+    let mut turn = 0;
+    for cache in session.one_in(4, Dtype::ALL) {
+        for world in 1..=8 {
+            let interleave = [1, 2, 16, 5, 64, 3, 1][turn % 7];
+            let weights = [&[7, 2, 1][..], &[1, 3], &[2, 0, 5]][turn % 3];
+            for shares in [Shares::even(world, interleave), Shares::weighted(weights, interleave)] {
+                let sees = if turn % 4 == 3 { Sees::Full } else { Sees::Causal };
+                let make = Make {
+                    dims: (256, 32),
+                    heads: 6,
+                    cache,
+                    query: if cache == Dtype::F32 { Dtype::F32 } else { Dtype::Bf16 },
+                    page_size: if cache == Dtype::F16 { 3 } else { 16 },
+                    sequences: sequences(&lens),
+                    sees,
+                    ..Make::default()
+                };
+                let how = How {
+                    lse_base: [LseBase::E, LseBase::Two][turn % 2],
+                    policy: [SplitPolicy::Auto, SplitPolicy::FixedTokens(16)][turn % 2],
+                    ..How::default()
+                };
+                let shares = shares.expect("shares");
+                session.check_ranks(&make.build(), &how, &shares);
+                turn += 1;
+            }
+        }
+    }
+    session.finish("decodes cut into ranks");
+}
+
+impl<B: Backend> Session<'_, B> {
+    /// Cuts a decode into ranks, combines their results and compares with the oracle of the whole.
+    pub fn check_ranks(&self, whole: &Problem, how: &How, shares: &Shares) {
+        if !self.serves(&whole.spec) {
+            return self.leave_out();
+        }
+        let (out, lse) = whole.expected();
+        let what = format!("{} ranks by {}, {}, {how:?}", shares.world(), shares.interleave(), whole.name);
+        self.note(&what, self.compare_ranks(whole, how, shares, &out, &lse));
+    }
+
+    /// As [`Session::compare`], of a decode that is cut into ranks.
+    pub fn compare_ranks(
+        &self,
+        whole: &Problem,
+        how: &How,
+        shares: &Shares,
+        out: &[f64],
+        lse: &[f64],
+    ) -> Result<(), String> {
+        let (heads, latent) = (whole.spec.shape.num_heads as usize, whole.spec.shape.kv_lora_rank as usize);
+        let (mut outs, mut lses, mut tolerance) = (Vec::new(), Vec::new(), Tolerance::lse());
+        for rank in 0..shares.world() {
+            let part = cut(whole, shares, rank).map_err(text)?;
+            let answer = self.run_decode(&part, how).map_err(|error| format!("rank {rank}: {error}"))?;
+            outs.extend_from_slice(&answer.bits[0]);
+            lses.extend(Dtype::F32.decode_all(&answer.bits[1]));
+            if rank == 0 {
+                let rounds_p =
+                    self.decode_for(&part.spec, how.query_tokens).is_ok_and(|d| d.rounds_weights());
+                let (cache, query) = (part.spec.kv.dtype, part.spec.query);
+                tolerance =
+                    Tolerance::decode(cache, query, Dtype::F32, rounds_p, whole.largest_latent(), latent);
+            }
+        }
+        let rows = lse.len();
+        if rows == 0 {
+            return Ok(());
+        }
+        let spec = MergeStates { dtype: Dtype::F32, head_size: latent as u32 };
+        let world = shares.world() as usize;
+        let states = States {
+            spec,
+            dims: [world, rows / heads, heads],
+            lse_base: how.lse_base,
+            outs: &outs,
+            lses: &lses,
+        };
+        let (got, got_lse) = states.combined(self.backend)?;
+        let natural = match how.lse_base {
+            LseBase::E => 1.0,
+            LseBase::Two => std::f64::consts::LN_2,
+        };
+        let got_lse: Vec<f32> = got_lse.iter().map(|&lse| (f64::from(lse) * natural) as f32).collect();
+        close("lse", &got_lse, lse, &Tolerance::lse()).into_result()?;
+        close("out", &Dtype::F32.decode_all(&got), out, &tolerance).into_result()?;
+        // Rows that see no key are exactly 0, whatever the tolerance.
+        for (row, lse) in lse.iter().enumerate() {
+            let bytes = &got[row * latent * 4..][..latent * 4];
+            if *lse == f64::NEG_INFINITY && bytes.iter().any(|&byte| byte != 0) {
+                return Err(format!("row {row} sees no key: its out must be exactly 0"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Results of ranks, dense.
+struct States<'a> {
+    spec: MergeStates,
+    /// `[world, tokens, heads]`.
+    dims: [usize; 3],
+    lse_base: LseBase,
+    /// `[world, tokens, heads, head_size]`.
+    outs: &'a [u8],
+    /// `[world, tokens, heads]`.
+    lses: &'a [f32],
+}
+
+impl States<'_> {
+    /// The bytes of their merge, and its LSE.
+    fn combined<B: Backend>(&self, backend: &B) -> Result<(Vec<u8>, Vec<f32>), String> {
+        let [world, tokens, heads] = self.dims;
+        let (rows, size) = (tokens * heads, self.spec.head_size);
+        let out_bytes = rows * size as usize * self.spec.dtype.bytes();
+        let states = upload(backend, self.outs).map_err(text)?;
+        let lse = upload(backend, &Dtype::F32.encode_all(self.lses)).map_err(text)?;
+        let output = upload(backend, &vec![POISON; out_bytes]).map_err(text)?;
+        let output_lse = upload(backend, &vec![POISON; rows * 4]).map_err(text)?;
+        let args = MergeStatesArgs {
+            states: View::dense(&states, heads as u32, size),
+            set_stride: rows as u64 * u64::from(size),
+            lse: View::dense(&lse, heads as u32, 1),
+            lse_set_stride: rows as u64,
+            output: View::dense(&output, heads as u32, size),
+            output_lse: Some(View::dense(&output_lse, heads as u32, 1)),
+            lse_base: self.lse_base,
+            num_heads: heads as u32,
+        };
+        backend.once(self.spec, (0..tokens as u32, world as u32), &args).map_err(text)?;
+        let read = |buffer, bytes: usize| {
+            let mut all = download(backend, buffer, bytes).map_err(text)?;
+            let guard = all.split_off(bytes);
+            if guard.iter().any(|&byte| byte != POISON) {
+                return Err("bytes behind the result were written".to_owned());
+            }
+            Ok(all)
+        };
+        Ok((read(&output, out_bytes)?, Dtype::F32.decode_all(&read(&output_lse, rows * 4)?)))
+    }
+}
+
+/// Runs a `dcp_decode` case, each rank with what its file has of the whole.
+pub fn check_dcp_decode<B: Backend>(
+    session: &Session<'_, B>,
+    name: &str,
+    case: &DcpDecodeCase,
+) -> Result<(), String> {
+    let mut local = Vec::new();
+    for rank in 0..case.shares.world() {
+        local.extend(case.shares.local_seq_lens(rank, &case.decode.seq_lens).map_err(text)?);
+    }
+    if local != case.local_seq_lens {
+        return Err(format!("local_seq_lens are {local:?}, expected {:?}", case.local_seq_lens));
+    }
+    let wide = |xs: &[f32]| xs.iter().map(|&x| x.into()).collect::<Vec<f64>>();
+    let (out, lse) = (wide(&case.decode.out), wide(&case.decode.lse));
+    let whole = Problem::of_case(name, &case.decode);
+    session.compare_ranks(&whole, &How::default(), &case.shares, &out, &lse)
+}
+
+/// Runs a `dcp_combine` case.
+pub fn check_dcp_combine<B: Backend>(backend: &B, case: &DcpCombineCase) -> Result<(), String> {
+    let dims = [case.world, case.num_tokens, case.num_heads];
+    let states =
+        States { spec: case.spec, dims, lse_base: case.lse_base, outs: &case.outs, lses: &case.lses };
+    let (out, lse) = states.combined(backend)?;
+    let wide = |xs: &[f32]| xs.iter().map(|&x| x.into()).collect::<Vec<f64>>();
+    let dtype = case.spec.dtype;
+    close("out", &dtype.decode_all(&out), &wide(&case.out), &Tolerance::merge(dtype)).into_result()?;
+    close("lse", &lse, &wide(&case.lse), &Tolerance::merge_lse()).into_result().map(drop)
+}
