@@ -12,7 +12,8 @@
 use crate::communicator::{Communicator, Exchange, StepDigest, check_world};
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Step};
 use crate::{
-    Dtype, Error, LseBase, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode, Result, View,
+    CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, LseBase, MergeStates, MergeStatesArgs,
+    MergeStatesExtent, MlaDecode, Result, View,
 };
 
 /// How partial results are exchanged. All give the same numbers, within rounding.
@@ -105,8 +106,18 @@ impl ContextParallelSpec {
             let cure = "must be a multiple of the ranks, which share the heads out: use CombineForm::AllGather";
             return shape("num_heads", self.num_heads, cure);
         }
-        // A message of heads is then of whole words.
+        let row_bytes = u64::from(self.kv_lora_rank) * self.out.bytes() as u64;
+        if row_bytes == 0 || !row_bytes.is_multiple_of(4) {
+            let cure = "must be elements of whole words: exchanges are of multiples of 4 bytes";
+            return shape("kv_lora_rank", self.kv_lora_rank, cure);
+        }
         Ok(())
+    }
+
+    /// Heads of the joined LSE: a reduce-scatter is of outputs, each rank knows the LSEs of all heads.
+    fn joined_lse_heads(&self) -> u32 {
+        let all = self.world == 1 || self.form == CombineForm::AllGatherReduceScatter;
+        if all { self.num_heads } else { self.local_heads() }
     }
 
     fn rows(&self, heads: u32) -> u64 {
@@ -144,10 +155,9 @@ pub struct ContextParallel<D: Device> {
     device: D,
     spec: ContextParallelSpec,
     partial: Pair<D::Buffer>,
-    /// With one rank, clones of the partial ones.
+    /// With one rank, clones of the partial ones. Of a reduce-scatter, the LSEs are those of all heads.
     joined: Pair<D::Buffer>,
     combine: Option<Box<dyn Combine<D>>>,
-    tokens: u32,
 }
 
 #[derive(Debug, Clone)]
@@ -169,7 +179,7 @@ trait Combine<D: Device> {
     fn run(&self, communicator: &dyn Communicator<D>, partial: &Pair<D::Buffer>) -> Result<()>;
 }
 
-impl<D: Kernel<MergeStates> + 'static> ContextParallel<D> {
+impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut> + 'static> ContextParallel<D> {
     /// Makes the buffers and compiles what combines.
     ///
     /// # Errors
@@ -185,12 +195,18 @@ impl<D: Kernel<MergeStates> + 'static> ContextParallel<D> {
         let partial = pair(spec.num_heads, 1)?;
         if spec.world == 1 {
             let joined = partial.clone();
-            return Ok(Self { device: device.clone(), spec, partial, joined, combine: None, tokens: 0 });
+            return Ok(Self { device: device.clone(), spec, partial, joined, combine: None });
         }
         let heads = spec.local_heads();
-        let joined = pair(heads, 1)?;
-        let combine = Some(Box::new(Merged::new(device, spec, pair(heads, spec.world)?, &joined)?) as Box<_>);
-        Ok(Self { device: device.clone(), spec, partial, joined, combine, tokens: 0 })
+        let joined = Pair {
+            out: device.buffer(spec.out_bytes(heads))?,
+            lse: device.buffer(spec.lse_bytes(spec.joined_lse_heads()))?,
+        };
+        let combine: Box<dyn Combine<D>> = match spec.form {
+            CombineForm::AllGatherReduceScatter => Box::new(Weighted::new(device, spec, &partial, &joined)?),
+            _ => Box::new(Merged::new(device, spec, pair(heads, spec.world)?, &joined)?),
+        };
+        Ok(Self { device: device.clone(), spec, partial, joined, combine: Some(combine) })
     }
 }
 
@@ -219,7 +235,10 @@ impl<D: Device> ContextParallel<D> {
 
     /// The joined LSE, f32 `[local_heads, max_tokens]`, in the spec's base.
     pub fn lse(&self) -> View<&D::Buffer> {
-        self.spec.lse_view(&self.joined.lse)
+        let lse = self.spec.lse_view(&self.joined.lse);
+        let all = self.spec.joined_lse_heads() > self.spec.local_heads();
+        let heads_before = if all { self.spec.rank * self.spec.local_heads() } else { 0 };
+        View { offset: u64::from(heads_before) * lse.head_stride, ..lse }
     }
 
     /// Query tokens of the next combines, at most `max_tokens`.
@@ -231,7 +250,6 @@ impl<D: Device> ContextParallel<D> {
             let cure = "must be at most the spec's max_tokens";
             return Err(Error::Shape { what: "query tokens", got: tokens.into(), cure });
         }
-        self.tokens = tokens;
         self.combine.as_mut().map_or(Ok(()), |combine| combine.prepare(tokens))
     }
 
@@ -314,5 +332,65 @@ impl<D: Kernel<MergeStates>> Combine<D> for Merged<D> {
             _ => communicator.all_to_all(&self.device, &exchanges)?,
         }
         self.merge.run(&self.step, &self.binding)
+    }
+}
+
+/// The LSEs are gathered, the outputs weighted, and summed by a reduce-scatter.
+struct Weighted<D: Kernel<CorrectAttnOut>> {
+    device: D,
+    spec: ContextParallelSpec,
+    /// `[world, num_heads, max_tokens]`.
+    lses: D::Buffer,
+    /// `[num_heads, max_tokens, L]`.
+    weighted: D::Buffer,
+    /// `[local_heads, max_tokens, L]`.
+    out: D::Buffer,
+    correct: Compiled<CorrectAttnOut, D>,
+    step: Step<CorrectAttnOut, D>,
+    binding: Binding<CorrectAttnOut, D>,
+}
+
+impl<D: Kernel<CorrectAttnOut>> Weighted<D> {
+    fn new(
+        device: &D,
+        spec: ContextParallelSpec,
+        partial: &Pair<D::Buffer>,
+        joined: &Pair<D::Buffer>,
+    ) -> Result<Self> {
+        let heads = spec.num_heads;
+        let lses = device.buffer(spec.lse_bytes(heads) * u64::from(spec.world))?;
+        let weighted = device.buffer(spec.out_bytes(heads))?;
+        let correct = device.compile(CorrectAttnOut { dtype: spec.out, head_size: spec.kv_lora_rank })?;
+        let args = CorrectAttnOutArgs {
+            out: spec.out_view(&partial.out),
+            lses: spec.lse_view(&lses),
+            lse_rank_stride: spec.rows(heads),
+            output: spec.out_view(&weighted),
+            output_lse: Some(spec.lse_view(&joined.lse)),
+            lse_base: spec.lse_base,
+            world: spec.world,
+            rank: spec.rank,
+            num_heads: heads,
+        };
+        let binding = correct.bind(&args, spec.max_tokens)?;
+        let step = correct.step(spec.max_tokens)?;
+        let (device, out) = (device.clone(), joined.out.clone());
+        Ok(Self { device, spec, lses, weighted, out, correct, step, binding })
+    }
+}
+
+impl<D: Kernel<CorrectAttnOut>> Combine<D> for Weighted<D> {
+    fn prepare(&mut self, tokens: u32) -> Result<()> {
+        self.correct.prepare(&mut self.step, 0..tokens)
+    }
+
+    fn run(&self, communicator: &dyn Communicator<D>, partial: &Pair<D::Buffer>) -> Result<()> {
+        let bytes = self.spec.lse_bytes(self.spec.num_heads);
+        let lses = Exchange { from: &partial.lse, to: &self.lses, bytes };
+        communicator.all_gather(&self.device, &[lses])?;
+        self.correct.run(&self.step, &self.binding)?;
+        let bytes = self.spec.out_bytes(self.spec.local_heads());
+        let sums = Exchange { from: &self.weighted, to: &self.out, bytes };
+        communicator.reduce_scatter(&self.device, &sums, self.spec.out)
     }
 }

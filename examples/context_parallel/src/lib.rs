@@ -12,7 +12,6 @@ pub mod nccl;
 pub mod problems;
 pub mod rank;
 pub mod report;
-pub mod shard;
 pub mod threads;
 pub mod timed;
 

@@ -35,19 +35,13 @@ fn run(args: &Args) -> Result<bool> {
     match args.engine {
         Engine::Threads if args.bench => Ok(bench::over_threads(args)),
         Engine::Threads => {
-            let wholes = wholes(args)?;
-            let ranks = threads::run(args, &wholes);
-            Ok(report::print(&wholes, |whole| threads::forms(args, whole), &ranks))
+            let work = problems::load(&args.paths, args.world())?;
+            let ranks = threads::run(args, &work);
+            Ok(report::print(&work, |heads| threads::forms(args, heads), &ranks))
         }
         #[cfg(feature = "nccl")]
-        Engine::Nccl => context_parallel::nccl::run(args, || wholes(args)),
+        Engine::Nccl => context_parallel::nccl::run(args),
         #[cfg(not(feature = "nccl"))]
         Engine::Nccl => Err("--engine nccl: built without it; build with `--features nccl`".into()),
     }
-}
-
-fn wholes(args: &Args) -> Result<Vec<problems::Whole>> {
-    let mut wholes = problems::load(&args.paths)?;
-    wholes.extend(problems::drawn());
-    Ok(wholes)
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use mla_support::case::Case;
+use mla_support::case::{Case, DcpCombineCase, DcpDecodeCase, DecodeCase};
 use mla_support::paint::{Data, Make, Problem, sequences};
 use wgpu_mla::Dtype;
 
@@ -17,8 +17,6 @@ pub struct Whole {
     pub lse: Vec<f64>,
     /// That of a case.
     pub interleave: Option<u32>,
-    /// Of a case: `world`, and the lengths `[world, batch]` that even shares have there.
-    pub local_seq_lens: Option<(u32, Vec<i32>)>,
 }
 
 impl Whole {
@@ -26,7 +24,7 @@ impl Whole {
         let mut problem = make.build();
         name.clone_into(&mut problem.name);
         let (out, lse) = problem.expected();
-        Self { problem, out, lse, interleave: None, local_seq_lens: None }
+        Self { problem, out, lse, interleave: None }
     }
 }
 
@@ -55,31 +53,62 @@ pub fn drawn() -> Vec<Whole> {
     ]
 }
 
-/// The cases of files and directories that are batches; the others are passed over.
-///
-/// # Errors
-/// A file that cannot be read.
-pub fn load(paths: &[PathBuf]) -> Result<Vec<Whole>> {
-    let mut wholes = Vec::new();
-    for file in files(paths)? {
-        let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        wholes.extend(whole_of(&name, Case::load(&file)?));
-    }
-    Ok(wholes)
+/// What is run: batches, and partial results to join.
+#[derive(Default)]
+pub struct Work {
+    pub wholes: Vec<Whole>,
+    pub combines: Vec<(String, DcpCombineCase)>,
 }
 
-fn whole_of(name: &str, case: Case) -> Option<Whole> {
-    let wide = |xs: &[f32]| xs.iter().map(|&x| x.into()).collect();
-    match case {
-        Case::Decode(case) => Some(Whole {
-            problem: Problem::of_case(name, &case),
-            out: wide(&case.out),
-            lse: wide(&case.lse),
-            interleave: None,
-            local_seq_lens: None,
-        }),
-        _ => None,
+impl Work {
+    /// The names of what is run, and its heads, in order.
+    pub fn names(&self) -> impl Iterator<Item = (&str, u32)> {
+        let wholes = self.wholes.iter().map(|whole| (whole.problem.name.as_str(), whole.problem.spec.shape.num_heads));
+        wholes.chain(self.combines.iter().map(|(name, case)| (name.as_str(), case.num_heads as u32)))
     }
+}
+
+/// The cases of files and directories that are batches, and those of partial results of so many ranks; the others are passed over.
+/// Without paths the repository's of kind `dcp_decode` and `dcp_combine`. Then what is drawn here.
+///
+/// # Errors
+/// A file that cannot be read, and a case whose tokens are not shared out as it says.
+pub fn load(paths: &[PathBuf], world: u32) -> Result<Work> {
+    let mut work = Work::default();
+    let own = [Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/cases")];
+    let (paths, only_ranks) = if paths.is_empty() { (&own[..], true) } else { (paths, false) };
+    for file in files(paths)? {
+        let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        match Case::load(&file)? {
+            Case::Decode(case) if !only_ranks => work.wholes.push(of_case(&name, &case)),
+            Case::DcpDecode(case) => {
+                check_lens(&name, &case)?;
+                let interleave = Some(case.shares.interleave());
+                work.wholes.push(Whole { interleave, ..of_case(&name, &case.decode) });
+            }
+            Case::DcpCombine(case) if case.world == world as usize => work.combines.push((name, case)),
+            Case::DcpCombine(case) => println!("{name}: not run, it is of {} ranks", case.world),
+            _ => {}
+        }
+    }
+    work.wholes.extend(drawn());
+    Ok(work)
+}
+
+fn of_case(name: &str, case: &DecodeCase) -> Whole {
+    let wide = |xs: &[f32]| xs.iter().map(|&x| x.into()).collect();
+    let (out, lse) = (wide(&case.out), wide(&case.lse));
+    Whole { problem: Problem::of_case(name, case), out, lse, interleave: None }
+}
+
+fn check_lens(name: &str, case: &DcpDecodeCase) -> Result<()> {
+    let ranks = 0..case.shares.world();
+    let lens: Result<Vec<_>, _> =
+        ranks.map(|rank| case.shares.local_seq_lens(rank, &case.decode.seq_lens)).collect();
+    if lens.map_err(crate::text)?.concat() != case.local_seq_lens {
+        return Err(format!("{name}: local_seq_lens are others"));
+    }
+    Ok(())
 }
 
 fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {

@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use mla_support::close::{Tolerance, close};
+use mla_support::case::DcpCombineCase;
+use mla_support::close::{Report, Tolerance, close};
+use mla_support::paint::Problem;
+use mla_support::ranks;
 use wgpu_mla::communicator::Communicator;
 use wgpu_mla::{
     Backend, Batch, CombineForm, ContextParallel, ContextParallelSpec, Dtype, Error, MlaDecodeArgs, PageTable,
@@ -10,7 +13,6 @@ use wgpu_mla::{
 };
 
 use crate::problems::Whole;
-use crate::shard;
 use crate::timed::Timed;
 
 /// How a batch is decoded.
@@ -68,8 +70,7 @@ pub fn run<D: Backend + 'static>(
     let Setup { shares, form, steps, kill } = setup;
     let communicator = Timed::new(communicator);
     let (rank, world) = (communicator.rank(), communicator.world());
-    let part = shard::of(&whole.problem, shares, rank)
-        .map_err(|detail| Error::Exchange { what: "a rank's part", rank, detail })?;
+    let part = ranks::cut(&whole.problem, shares, rank)?;
     let tokens = part.total_q() as u32;
     let spec = part.spec;
 
@@ -129,13 +130,93 @@ pub fn run<D: Backend + 'static>(
         variant: mla.variant(),
         form: *form,
         tokens: part.seq_lens.iter().map(|&len| len as u64).sum(),
-        read: shard::bytes_read(&part),
+        read: bytes_read(&part),
         sent: cp.spec().bytes_sent(),
         computed,
         waited,
         error,
         failure,
     })
+}
+
+/// Joins the partial results of a case, of which each rank holds its own, and checks the heads that it gets.
+///
+/// # Errors
+/// As of [`run`].
+pub fn combine<D: Backend + 'static>(
+    device: &D,
+    communicator: &dyn Communicator<D>,
+    case: &DcpCombineCase,
+    form: CombineForm,
+) -> Result<Did, Error> {
+    let communicator = Timed::new(communicator);
+    let (rank, world) = (communicator.rank(), communicator.world());
+    let (tokens, num_heads) = (case.num_tokens as u32, case.num_heads as u32);
+    let (dim, dtype) = (case.spec.head_size, case.spec.dtype);
+    let spec = ContextParallelSpec {
+        num_heads,
+        kv_lora_rank: dim,
+        out: dtype,
+        lse_base: case.lse_base,
+        rank,
+        world,
+        max_tokens: tokens,
+        form,
+    };
+    let mut cp = ContextParallel::new(device, spec)?;
+    cp.prepare(tokens)?;
+    cp.digest().agree(&communicator)?;
+
+    // As a decode leaves them: by head.
+    let rows = case.num_tokens * case.num_heads;
+    let row_bytes = dim as usize * dtype.bytes();
+    let (outs, lses) = (&case.outs[rank as usize * rows * row_bytes..], &case.lses[rank as usize * rows..]);
+    let by_head = (0..case.num_heads).flat_map(|head| (0..case.num_tokens).map(move |token| (token, head)));
+    let (mut out, mut lse) = (Vec::new(), Vec::new());
+    for row in by_head.map(|(token, head)| token * case.num_heads + head) {
+        out.extend_from_slice(&outs[row * row_bytes..][..row_bytes]);
+        lse.extend_from_slice(&lses[row].to_le_bytes());
+    }
+    let partial = cp.partial();
+    device.upload(partial.0.buffer, 0, &out)?;
+    device.upload(partial.1.buffer, 0, &lse)?;
+    communicator.take();
+    cp.combine(&communicator)?;
+    communicator.wait(device)?;
+    let waited = communicator.take();
+
+    let heads = cp.spec().local_heads();
+    let first_head = if heads == num_heads { 0 } else { rank * heads };
+    let out = read(device, cp.out(), tokens, heads, dim, dtype)?;
+    let lse = read(device, cp.lse(), tokens, heads, 1, Dtype::F32)?;
+    let wide = |xs: &[f32]| xs.iter().map(|&x| x.into()).collect::<Vec<f64>>();
+    let heads = first_head..first_head + heads;
+    let want_out = of_heads(&wide(&case.out), case.num_heads, &heads, dim as usize);
+    let want_lse = of_heads(&wide(&case.lse), case.num_heads, &heads, 1);
+    let (error, failure) = worst([
+        close("out", &out, &want_out, &Tolerance::merge(dtype)),
+        close("lse", &lse, &want_lse, &Tolerance::merge_lse()),
+    ]);
+    Ok(Did {
+        rank,
+        device: device.name(),
+        variant: "combine",
+        form,
+        tokens: tokens.into(),
+        read: 0,
+        sent: cp.spec().bytes_sent(),
+        computed: Duration::ZERO,
+        waited,
+        error,
+        failure,
+    })
+}
+
+/// Bytes of the cache that a decode of this batch reads, once.
+fn bytes_read(part: &Problem) -> u64 {
+    let row = u64::from(part.spec.shape.row_elems()) * part.spec.kv.dtype.bytes() as u64;
+    let queried = part.seq_lens.iter().zip(part.query_start_loc.windows(2)).filter(|(_, q)| q[1] > q[0]);
+    queried.map(|(&len, _)| len.max(0) as u64 * row).sum()
 }
 
 /// What says how the tokens are shared out.
@@ -198,16 +279,21 @@ fn check(
 ) -> (f64, Option<String>) {
     let spec = whole.problem.spec;
     let (all, latent) = (spec.shape.num_heads as usize, spec.shape.kv_lora_rank as usize);
-    let part = |values: &[f64], dim: usize| -> Vec<f64> {
-        let rows = values.chunks(all * dim);
-        rows.flat_map(|row| row[heads.start as usize * dim..heads.end as usize * dim].iter().copied()).collect()
-    };
     let u = whole.problem.largest_latent();
     let tolerance = Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_weights, u, latent);
-    let reports = [
-        close("out", out, &part(&whole.out, latent), &tolerance),
-        close("lse", lse, &part(&whole.lse, 1), &Tolerance::lse()),
-    ];
+    worst([
+        close("out", out, &of_heads(&whole.out, all, &heads, latent), &tolerance),
+        close("lse", lse, &of_heads(&whole.lse, all, &heads, 1), &Tolerance::lse()),
+    ])
+}
+
+/// Some heads of `[tokens, all, dim]`.
+fn of_heads(values: &[f64], all: usize, heads: &std::ops::Range<u32>, dim: usize) -> Vec<f64> {
+    let part = heads.start as usize * dim..heads.end as usize * dim;
+    values.chunks(all * dim).flat_map(|row| row[part.clone()].iter().copied()).collect()
+}
+
+fn worst(reports: [Report; 2]) -> (f64, Option<String>) {
     let failure = reports.iter().find(|report| !report.ok()).map(ToString::to_string);
     (reports.iter().map(|report| report.worst_ratio).fold(0.0, f64::max), failure)
 }

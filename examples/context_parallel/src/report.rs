@@ -3,7 +3,7 @@
 use wgpu_mla::CombineForm;
 
 use crate::Result;
-use crate::problems::Whole;
+use crate::problems::Work;
 use crate::rank::Did;
 
 /// A form's name on the command line.
@@ -17,15 +17,15 @@ pub fn name(form: CombineForm) -> &'static str {
 }
 
 /// Prints what the ranks did; true if all of it was right.
-pub fn print(wholes: &[Whole], forms: impl Fn(&Whole) -> Vec<CombineForm>, ranks: &[Result<Vec<Did>>]) -> bool {
-    let runs = wholes.iter().flat_map(|whole| forms(whole).into_iter().map(move |form| (whole, form)));
+pub fn print(work: &Work, forms: impl Fn(u32) -> Vec<CombineForm>, ranks: &[Result<Vec<Did>>]) -> bool {
+    let runs = work.names().flat_map(|(name, heads)| forms(heads).into_iter().map(move |form| (name, form)));
     let (mut right, mut count) = (true, 0);
-    for (run, (whole, form)) in runs.enumerate() {
+    for (run, (what, form)) in runs.enumerate() {
         let dids: Vec<&Did> = ranks.iter().filter_map(|rank| rank.as_ref().ok()?.get(run)).collect();
         if dids.is_empty() {
             continue;
         }
-        println!("{} ({})", whole.problem.name, name(form));
+        println!("{what} ({})", name(form));
         for did in dids {
             line(did);
             right &= did.failure.is_none();
@@ -36,8 +36,12 @@ pub fn print(wholes: &[Whole], forms: impl Fn(&Whole) -> Vec<CombineForm>, ranks
         println!("error: {error}");
         right = false;
     }
+    if count == 0 && right {
+        println!("error: nothing was run: the heads are no multiple of the ranks, --form ag serves them");
+        right = false;
+    }
     let verdict = if right { "PASS" } else { "FAIL" };
-    println!("{} batches, {count} results of ranks: {verdict}", wholes.len());
+    println!("{} cases and batches, {count} results of ranks: {verdict}", work.names().count());
     right
 }
 

@@ -6,7 +6,7 @@ use wgpu_mla::communicator::{Communicator, InProcess};
 use wgpu_mla::{Backend, CombineForm};
 
 use crate::args::{Args, Engine};
-use crate::problems::Whole;
+use crate::problems::Work;
 use crate::rank::{self, Did, Kill, Setup};
 use crate::{Result, devices, on_device, text};
 
@@ -17,13 +17,13 @@ use crate::{Result, devices, on_device, text};
 pub fn job<D: Backend + 'static>(
     device: &D,
     communicator: &dyn Communicator<D>,
-    wholes: &[Whole],
+    work: &Work,
     args: &Args,
     kill: Kill,
 ) -> Result<Vec<Did>> {
     let mut all = Vec::new();
-    for whole in wholes {
-        for form in forms(args, whole) {
+    for whole in &work.wholes {
+        for form in forms(args, whole.problem.spec.shape.num_heads) {
             let shares = args.shares(args.interleave.or(whole.interleave).unwrap_or(16))?;
             let kill = args.kill_after.map(|after| (after, kill));
             let setup = Setup { shares, form, steps: args.steps, kill };
@@ -31,15 +31,22 @@ pub fn job<D: Backend + 'static>(
             all.push(did.map_err(|error| format!("{}: {error}", whole.problem.name))?);
         }
     }
+    for (name, case) in &work.combines {
+        for form in forms(args, case.num_heads as u32) {
+            let did = rank::combine(device, communicator, case, form);
+            all.push(did.map_err(|error| format!("{name}: {error}"))?);
+        }
+    }
     Ok(all)
 }
 
-/// The forms that a batch is decoded in.
+/// The forms that a batch of so many heads is decoded in.
 #[must_use]
-pub fn forms(args: &Args, whole: &Whole) -> Vec<CombineForm> {
-    let divides = whole.problem.spec.shape.num_heads.is_multiple_of(args.world());
+pub fn forms(args: &Args, heads: u32) -> Vec<CombineForm> {
+    let divides = heads.is_multiple_of(args.world());
     match args.form {
-        Some(form) => vec![form],
+        Some(form) if divides || form == CombineForm::AllGather => vec![form],
+        Some(_) => Vec::new(),
         None if divides => {
             vec![CombineForm::AllToAll, CombineForm::AllGatherReduceScatter, CombineForm::AllGather]
         }
@@ -48,9 +55,9 @@ pub fn forms(args: &Args, whole: &Whole) -> Vec<CombineForm> {
 }
 
 /// Runs all ranks; what each did, or why it could not, in their order.
-pub fn run(args: &Args, wholes: &[Whole]) -> Vec<Result<Vec<Did>>> {
+pub fn run(args: &Args, work: &Work) -> Vec<Result<Vec<Did>>> {
     each(args, |rank, device, end| {
-        on_device!(device, device => job(&device, &end, wholes, args, Kill::Panic))
+        on_device!(device, device => job(&device, &end, work, args, Kill::Panic))
             .map_err(|error| format!("rank {rank}: {error}"))
     })
 }
