@@ -150,7 +150,6 @@ impl Args {
                 _ => vec!["cpu".into(); args.weights.len().max(2)],
             };
         }
-        args.shares(args.interleave.unwrap_or(16))?;
         Ok(Parsed::Run(Box::new(args)))
     }
 

@@ -6,7 +6,11 @@ use context_parallel::args::{Args, Engine, HELP, Parsed};
 use context_parallel::{Result, bench, model, problems, report, threads};
 
 fn main() -> ExitCode {
-    let args = match Args::parse(std::env::args().skip(1)) {
+    let parsed = Args::parse(std::env::args().skip(1)).and_then(|parsed| match parsed {
+        Parsed::Run(args) => args.shares(args.interleave.unwrap_or(16)).map(|_| Parsed::Run(args)),
+        Parsed::Help => Ok(Parsed::Help),
+    });
+    let args = match parsed {
         Ok(Parsed::Run(args)) => args,
         Ok(Parsed::Help) => {
             println!("{HELP}");
