@@ -3,7 +3,7 @@
 use wgpu_mla::Dtype;
 
 use mla_support::cache::same_cache;
-use mla_support::case::{AppendCase, DecodeCase, MergeCase};
+use mla_support::case::{AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, MergeCase};
 use mla_support::close::{Report, Tolerance, close};
 
 /// The largest error as text, and what is wrong.
@@ -45,6 +45,34 @@ pub fn decode(case: &DecodeCase, rounds_weights: bool, out: &[f32], lse: &[f32])
         let filled = |row: usize| out[row * latent..][..latent].iter().any(|&x| x != 0.0);
         let row = case.lse.iter().enumerate().filter(empty).map(|(row, _)| row).find(|&row| filled(row))?;
         Some(format!("row {row} sees no key: its out must be exactly 0"))
+    })
+}
+
+/// As [`decode`], of one that was cut into ranks; `local_seq_lens` as they were found.
+pub fn dcp_decode(
+    case: &DcpDecodeCase,
+    rounds_weights: bool,
+    out: &[f32],
+    lse: &[f32],
+    local_seq_lens: &[i32],
+) -> Verdict {
+    decode(&case.decode, rounds_weights, out, lse).or_fail(|| {
+        let expected = &case.local_seq_lens;
+        (local_seq_lens != expected)
+            .then(|| format!("local_seq_lens are {local_seq_lens:?}, expected {expected:?}"))
+    })
+}
+
+pub fn dcp_combine(case: &DcpCombineCase, out: &[f32], lse: &[f32]) -> Verdict {
+    let size = case.spec.head_size as usize;
+    let out_report = close("out", out, &wide(&case.out), &Tolerance::merge(case.spec.dtype));
+    let lse_report = close("lse", lse, &wide(&case.lse), &Tolerance::merge_lse());
+    Verdict::worse([out_report, lse_report]).or_fail(|| {
+        // Rows of which no rank has a part are exactly 0, whatever the tolerance.
+        let empty = |&row: &usize| case.lse[row] == f32::NEG_INFINITY;
+        let row =
+            (0..lse.len()).filter(empty).find(|row| out[row * size..][..size].iter().any(|&x| x != 0.0))?;
+        Some(format!("row {row} is of no rank: its out must be exactly 0"))
     })
 }
 

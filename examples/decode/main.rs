@@ -12,6 +12,7 @@ mod args;
 mod check;
 mod files;
 mod list;
+mod ranks;
 mod report;
 mod run;
 
@@ -101,7 +102,7 @@ fn run_all(backend: &AnyBackend, args: &Args, found: &Found, out: &mut Output) -
     let mut why = runner.why_of_first_decode(&found.files);
     out.line(&format!("variant:  {}", why.as_deref().unwrap_or("no decode case to choose one for")));
     out.line("time:     median of up to 9 runs after a warm-up, host clock, from submit to done");
-    out.line("GB/s:     cache rows read by a decode; bytes read and written by a merge or an append\n");
+    out.line("GB/s:     cache rows read by a decode, of all ranks; bytes read and written by a merge, a combine or an append\n");
     let width = found.names().map(|name| name.chars().count()).max().unwrap_or(0);
     out.line(&report::heading(width));
 

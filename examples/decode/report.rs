@@ -114,14 +114,14 @@ impl Row {
             End::Fail => "FAIL",
             End::Unreadable => "FAIL (not run)",
         };
-        format!("{name:width$}  {kind:6}  {shape:43}  {variant:8}  {time:>8}  {rate:>6}  {error:30}  {end}")
+        format!("{name:width$}  {kind:11}  {shape:49}  {variant:8}  {time:>8}  {rate:>6}  {error:30}  {end}")
     }
 }
 
 pub fn heading(width: usize) -> String {
     let (error, pass) = ("worst error (of the allowed)", "result");
     format!(
-        "{:width$}  {:6}  {:43}  {:8}  {:>8}  {:>6}  {error:30}  {pass}",
+        "{:width$}  {:11}  {:49}  {:8}  {:>8}  {:>6}  {error:30}  {pass}",
         "case", "kind", "shape", "variant", "time", "GB/s"
     )
 }

@@ -7,18 +7,19 @@ use std::time::{Duration, Instant};
 
 use wgpu_mla::any::{AnyBackend, Buffer};
 use wgpu_mla::{
-    Batch, Binding, Capacity, Compiled, DecodeOptions, Device, Dtype, Kernel, KvAppendArgs, KvView, Mask,
-    MergeStateArgs, MlaDecode, MlaDecodeArgs, Op, PageTable, Plan, Result, SplitPolicy, Step, View,
+    Batch, Capacity, Compiled, DecodeOptions, Device, Dtype, KvAppendArgs, KvView, Mask, MergeStateArgs,
+    MlaDecode, MlaDecodeArgs, PageTable, Plan, Result, SplitPolicy, View,
 };
 
 use crate::check::{self, Verdict, dtypes};
 use crate::files;
+use crate::ranks;
 use crate::report::{End, Row};
 use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 
 /// Runs cases. Compiled ops are kept for later cases of the same spec.
 pub struct Runner<'a> {
-    backend: &'a AnyBackend,
+    pub backend: &'a AnyBackend,
     variant: Option<&'a str>,
     save: Option<&'a Path>,
     /// Compiled once a spec.
@@ -29,11 +30,11 @@ pub struct Runner<'a> {
 }
 
 /// The result of a case.
-struct Ran {
-    seconds: f64,
-    variant: &'static str,
-    verdict: Verdict,
-    computed: Vec<Saved>,
+pub struct Ran {
+    pub seconds: f64,
+    pub variant: &'static str,
+    pub verdict: Verdict,
+    pub computed: Vec<Saved>,
 }
 
 impl<'a> Runner<'a> {
@@ -49,10 +50,10 @@ impl<'a> Runner<'a> {
     /// Compiles the first decode ahead of its turn, to say which variant it gets.
     pub fn why_of_first_decode(&mut self, files: &[PathBuf]) -> Option<String> {
         let first = files.iter().find_map(|file| match files::load(file) {
-            Ok(Case::Decode(case)) => Some(case),
+            Ok(Case::Decode(case)) => Some(case.spec),
             _ => None,
         })?;
-        Some(match self.decode(&first.spec) {
+        Some(match self.decode(&first) {
             Ok(_) => self.why.take()?,
             Err(error) => error.to_string(),
         })
@@ -71,6 +72,14 @@ impl<'a> Runner<'a> {
             }
             Case::Append(case) => {
                 ("append", append_shape(case), append_bytes(case), run_append(self.backend, case))
+            }
+            Case::DcpDecode(case) => {
+                let (shape, bytes) = (ranks::dcp_decode_shape(case), decode_bytes(&case.decode));
+                ("dcp_decode", shape, bytes, ranks::run_decode(self, case))
+            }
+            Case::DcpCombine(case) => {
+                let (shape, bytes) = (ranks::combine_shape(case), ranks::combine_bytes(case));
+                ("dcp_combine", shape, bytes, ranks::run_combine(self.backend, case))
             }
         };
         let mut row = Row {
@@ -109,7 +118,7 @@ impl<'a> Runner<'a> {
         save(&path, computed).map_err(|error| format!("not saved: {error}"))
     }
 
-    fn decode(&mut self, spec: &MlaDecode) -> Result<Rc<Compiled<MlaDecode, AnyBackend>>> {
+    pub fn decode(&mut self, spec: &MlaDecode) -> Result<Rc<Compiled<MlaDecode, AnyBackend>>> {
         let decode = match self.decodes.get(spec) {
             Some(decode) => decode.clone(),
             None => {
@@ -139,7 +148,7 @@ impl<'a> Runner<'a> {
         let dense = MlaDecodeArgs::dense(spec, &q, &kv, &out, &lse, case.softmax_scale);
         let layer = MlaDecodeArgs { k_scale: case.k_scale, q_scale: case.q_scale, ..dense };
         let binding = decode.bind(&layer, plan.num_queries)?;
-        let seconds = time(&decode, &step, &binding)?;
+        let seconds = time(backend, || decode.run(&step, &binding))?;
 
         let out = Dtype::F32.decode_all(&backend.download(&out, case.out.len() as u64 * 4)?);
         let lse = Dtype::F32.decode_all(&backend.download(&lse, case.lse.len() as u64 * 4)?);
@@ -173,7 +182,8 @@ fn run_merge(backend: &AnyBackend, case: &MergeCase) -> Result<Ran> {
         num_heads: heads as u32,
     };
     let merge = backend.compile(case.spec)?;
-    let seconds = time(&merge, &merge.step(())?, &merge.bind(&args, ())?)?;
+    let (step, binding) = (merge.step(())?, merge.bind(&args, ())?);
+    let seconds = time(backend, || merge.run(&step, &binding))?;
 
     let bytes = download(backend, &output, output_bytes)?;
     let lse = Dtype::F32.decode_all(&download(backend, &output_lse, tokens * heads * 4)?);
@@ -207,17 +217,18 @@ fn run_append(backend: &AnyBackend, case: &AppendCase) -> Result<Ran> {
     let mut step = append.step(0)?;
     append.prepare(&mut step, &case.slot_mapping)?;
     // Another run writes the same bytes again.
-    let seconds = time(&append, &step, &append.bind(&layer, step.used())?)?;
+    let binding = append.bind(&layer, step.used())?;
+    let seconds = time(backend, || append.run(&step, &binding))?;
 
     let bytes = download(backend, &cache, case.kv_cache.len())?;
     let verdict = check::append(case, &bytes);
     let dims = [kv.num_pages, kv.page_size, shape.row_elems()].map(|dim| dim as usize);
-    let computed = vec![Saved { name: "kv_cache", dtype: kv.dtype, shape: dims.to_vec(), bytes }];
+    let computed = vec![Saved::encoded("kv_cache", kv.dtype, &dims, bytes)];
     Ok(Ran { seconds, variant: "-", verdict, computed })
 }
 
 /// A buffer that holds `bytes`.
-fn upload(backend: &AnyBackend, bytes: &[u8]) -> Result<Buffer> {
+pub fn upload(backend: &AnyBackend, bytes: &[u8]) -> Result<Buffer> {
     let buffer = backend.buffer(bytes.len() as u64)?;
     let whole = bytes.len() / 4 * 4;
     backend.upload(&buffer, 0, &bytes[..whole])?;
@@ -231,26 +242,19 @@ fn upload(backend: &AnyBackend, bytes: &[u8]) -> Result<Buffer> {
 }
 
 /// A buffer of NaN, so that an element that is not written is found.
-fn poisoned(backend: &AnyBackend, bytes: usize) -> Result<Buffer> {
+pub fn poisoned(backend: &AnyBackend, bytes: usize) -> Result<Buffer> {
     upload(backend, &vec![0xFF; bytes])
 }
 
-fn download(backend: &AnyBackend, buffer: &Buffer, bytes: usize) -> Result<Vec<u8>> {
+pub fn download(backend: &AnyBackend, buffer: &Buffer, bytes: usize) -> Result<Vec<u8>> {
     let mut all = backend.download(buffer, bytes.next_multiple_of(4) as u64)?;
     all.truncate(bytes);
     Ok(all)
 }
 
 /// Median seconds of up to 9 runs after a warm-up; fewer, but at least 3, where they take long.
-fn time<O: Op>(
-    op: &Compiled<O, AnyBackend>,
-    step: &Step<O, AnyBackend>,
-    binding: &Binding<O, AnyBackend>,
-) -> Result<f64>
-where
-    AnyBackend: Kernel<O>,
-{
-    let run = || op.run(step, binding).and_then(|()| wait(op.device()));
+pub fn time(backend: &AnyBackend, run: impl Fn() -> Result<()>) -> Result<f64> {
+    let run = || run().and_then(|()| wait(backend));
     run()?;
     let begin = Instant::now();
     let mut times = Vec::new();
@@ -281,7 +285,7 @@ fn wait(backend: &AnyBackend) -> Result<()> {
     }
 }
 
-fn decode_shape(case: &DecodeCase) -> String {
+pub fn decode_shape(case: &DecodeCase) -> String {
     let shape = case.spec.shape;
     let (heads, latent, rope) = (shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim);
     let queries = case.query_start_loc.last().unwrap_or(&0);

@@ -65,7 +65,7 @@ impl Ran {
 
     /// Every case passed, on a decode variant that runs on the device.
     fn must_pass_on(&self, device: &impl Kernel<MlaDecode>) {
-        self.must(0, &[&format!("adapter:  {}", device.name()), "11 PASS, 0 FAIL"]);
+        self.must(0, &[&format!("adapter:  {}", device.name()), "15 PASS, 0 FAIL"]);
         let variants = device.variants(&Make::default().build().spec);
         let line = self.text.lines().find(|line| line.starts_with("variant: ")).unwrap_or_default();
         let is_named = |variant: &Candidate| line.contains(variant.name);
@@ -112,7 +112,7 @@ fn the_repositorys_cases_pass_on_wgpu() -> Outcome {
     let gpu = mla_support::gpu()?;
     run("decode", &["--backend=wgpu"]).must_pass_on(&gpu);
     run("decode", &["--backend", "wgpu", "--variant", "shared"])
-        .must(0, &["shared, forced", "11 PASS, 0 FAIL"]);
+        .must(0, &["shared, forced", "15 PASS, 0 FAIL"]);
     Ok(())
 }
 
@@ -137,19 +137,21 @@ fn cuda_that_was_not_built_in_says_how_to() {
 fn without_a_wish_the_best_backend_runs_the_cases() {
     let best = AnyBackend::best(&Make::default().build().spec);
     let ran = run("decode", &[]);
-    ran.must(0, &["backend:  ", &format!("adapter:  {}", best.name()), "11 PASS, 0 FAIL"]);
+    ran.must(0, &["backend:  ", &format!("adapter:  {}", best.name()), "15 PASS, 0 FAIL"]);
     if matches!(best.chosen(), Chosen::Cpu(_)) {
         ran.must(0, &["not CUDA: ", "not wgpu: ", "notice:   running on the CPU path instead"]);
     }
 }
 
 fn what_is_saved_can_be_read_and_passes_as_expected() {
-    let cases = [SMALL, "merge_bf16_d96", "append_fp8_pow2"];
+    let cases = [SMALL, "merge_bf16_d96", "append_fp8_pow2", "dcp_decode_bf16_w2_i1", "dcp_combine_w4_base2"];
     let from = folder("save-from", &cases);
     let to = folder("save-to", &[]).join("made/here");
     let (from_text, to_text) = (from.to_str().expect("text"), to.to_str().expect("text"));
-    run("decode", &["--backend", "cpu", "--save", to_text, from_text]).must(0, &["3 PASS, 0 FAIL"]);
-    let names: [&[&str]; 3] = [&["out", "lse"], &["output", "output_lse"], &["kv_cache"]];
+    run("decode", &["--backend", "cpu", "--save", to_text, from_text]).must(0, &["5 PASS, 0 FAIL"]);
+    let decoded: &[&str] = &["out", "lse"];
+    let names: [&[&str]; 5] =
+        [decoded, &["output", "output_lse"], &["kv_cache"], &["out", "lse", "local_seq_lens"], decoded];
     for (case, names) in cases.iter().zip(names) {
         let read = |folder: &Path| std::fs::read(folder.join(format!("{case}.safetensors"))).expect("a file");
         let (expected, saved) = (read(&from), read(&to));
@@ -159,7 +161,7 @@ fn what_is_saved_can_be_read_and_passes_as_expected() {
         for name in names {
             let [want, got] = [&expected, &saved].map(|file| file.tensor(name).expect(name));
             assert_eq!((want.shape(), want.dtype()), (got.shape(), got.dtype()), "{case} {name}");
-            if *case == "append_fp8_pow2" {
+            if ["kv_cache", "local_seq_lens"].contains(name) {
                 assert_eq!(want.data(), got.data());
                 continue;
             }
@@ -171,18 +173,21 @@ fn what_is_saved_can_be_read_and_passes_as_expected() {
     }
     // Never over the cases themselves.
     let again = run("decode", &["--backend", "cpu", "--save", from_text, from_text]);
-    again.must(1, &["is the case itself", "0 PASS, 3 FAIL"]);
+    again.must(1, &["is the case itself", "0 PASS, 5 FAIL"]);
     assert!(Case::load(&from.join(format!("{SMALL}.safetensors"))).is_ok());
 }
 
 fn wrong_values_fail() {
-    let from = folder("wrong", &[SMALL, "merge_f32", "append_bf16"]);
+    let from =
+        folder("wrong", &[SMALL, "merge_f32", "append_bf16", "dcp_decode_fp8_w3_i16", "dcp_combine_w3_e"]);
     let file = |name: &str| from.join(format!("{name}.safetensors"));
     alter(&file(SMALL), "out", |bytes| bytes[..4].copy_from_slice(&9f32.to_le_bytes()));
     alter(&file("merge_f32"), "output_lse", |bytes| bytes[..4].copy_from_slice(&9f32.to_le_bytes()));
     alter(&file("append_bf16"), "kv_cache", |bytes| bytes[7] ^= 1);
+    alter(&file("dcp_decode_fp8_w3_i16"), "local_seq_lens", |bytes| bytes[0] ^= 1);
+    alter(&file("dcp_combine_w3_e"), "lse", |bytes| bytes[..4].copy_from_slice(&9f32.to_le_bytes()));
     let ran = run("decode", &["--backend", "cpu", from.to_str().expect("text")]);
-    ran.must(1, &["expected 9", "slot 0 column 3", "3 cases: 0 PASS, 3 FAIL"]);
+    ran.must(1, &["expected 9", "slot 0 column 3", "local_seq_lens are [36", "5 cases: 0 PASS, 5 FAIL"]);
 }
 
 fn a_broken_file_does_not_stop_the_others() {

@@ -400,7 +400,7 @@ fn saved_tensors_are_read_back() {
     let file = safetensors::SafeTensors::deserialize(&bytes).expect("a safetensors file");
     let lse = file.tensor("lse").expect("lse");
     assert_eq!((lse.shape(), lse.data()), (&[2, 1][..], &Dtype::F32.encode_all(&values)[..]));
-    let wrong = Saved { bytes: vec![0; 3], ..Saved::f32s("lse", &[2], &values) };
+    let wrong = Saved::encoded("lse", Dtype::F32, &[2], vec![0; 3]);
     assert!(save(&path, &[wrong]).is_err_and(|error| error.contains("lse")));
 }
 

@@ -39,6 +39,8 @@ async fn case_files() {
             }
             Case::Merge(case) => check_merge(&gpu, case, Layout::Dense).await,
             Case::Append(case) => check_append(&gpu, case, false).await,
+            // Cut into ranks by tests of other devices: a browser cannot wait for one after the other.
+            Case::DcpDecode(_) | Case::DcpCombine(_) => Ok(()),
         };
         assert_eq!(result, Ok(()), "{name}");
     }

@@ -536,8 +536,7 @@ impl Tensor<'_> {
 pub struct Saved {
     /// Its name in the file.
     pub name: &'static str,
-    /// What an element is.
-    pub dtype: Dtype,
+    dtype: FileDtype,
     /// Its dims.
     pub shape: Vec<usize>,
     /// Its elements, little-endian.
@@ -547,7 +546,24 @@ pub struct Saved {
 impl Saved {
     /// A tensor of f32.
     pub fn f32s(name: &'static str, shape: &[usize], values: &[f32]) -> Self {
-        Self { name, dtype: Dtype::F32, shape: shape.to_vec(), bytes: Dtype::F32.encode_all(values) }
+        Self::encoded(name, Dtype::F32, shape, Dtype::F32.encode_all(values))
+    }
+
+    /// A tensor of i32.
+    pub fn i32s(name: &'static str, shape: &[usize], values: &[i32]) -> Self {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Self { name, dtype: FileDtype::I32, shape: shape.to_vec(), bytes }
+    }
+
+    /// A tensor of elements that are encoded already.
+    pub fn encoded(name: &'static str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Self {
+        let dtype = match dtype {
+            Dtype::F32 => FileDtype::F32,
+            Dtype::F16 => FileDtype::F16,
+            Dtype::Bf16 => FileDtype::BF16,
+            Dtype::E4m3 => FileDtype::F8_E4M3,
+        };
+        Self { name, dtype, shape: shape.to_vec(), bytes }
     }
 }
 
@@ -555,13 +571,7 @@ impl Saved {
 pub fn save(path: &Path, tensors: &[Saved]) -> Result<(), String> {
     let mut views = Vec::with_capacity(tensors.len());
     for tensor in tensors {
-        let dtype = match tensor.dtype {
-            Dtype::F32 => FileDtype::F32,
-            Dtype::F16 => FileDtype::F16,
-            Dtype::Bf16 => FileDtype::BF16,
-            Dtype::E4m3 => FileDtype::F8_E4M3,
-        };
-        let view = TensorView::new(dtype, tensor.shape.clone(), &tensor.bytes);
+        let view = TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes);
         views.push((tensor.name, view.map_err(|error| format!("tensor {}: {error}", tensor.name))?));
     }
     let written = safetensors::serialize_to_file(views, None, path);
