@@ -141,7 +141,10 @@ impl Api {
     /// What is missing.
     pub fn load(path: &OsStr) -> Result<Self, String> {
         // SAFETY: NCCL's initialisers have no requirements.
-        let library = unsafe { Library::new(path) }.map_err(|error| error.to_string())?;
+        let library = unsafe { Library::new(path) }.map_err(|error| {
+            // What the loader said is its source.
+            std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
+        })?;
         let api = Self::of(&library);
         std::mem::forget(library);
         api
