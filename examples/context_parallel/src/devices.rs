@@ -6,7 +6,9 @@ use wgpu_mla::cuda::Cuda;
 #[cfg(feature = "wgpu")]
 use wgpu_mla::gpu::Gpu;
 
-use crate::{Result, text};
+use crate::Result;
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+use crate::text;
 
 /// A device of one of the kinds that were built in.
 pub enum AnyDevice {

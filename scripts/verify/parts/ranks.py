@@ -65,11 +65,11 @@ def run(stale, _full, log):
         clippy = ["cargo", "clippy", "--locked", "--all-targets"]
         must(log, *clippy, "-p", "context_parallel", "--features", "nccl", "--", "-D", "warnings")
         must(log, *clippy, "--features", "nccl", "--", "-D", "warnings")
-        must(log, *clippy, "--manifest-path", "mpi/Cargo.toml", "--", "-D", "warnings")
+        must(log, *clippy, "--manifest-path", "mpi/Cargo.toml", "--target-dir", "mpi/target", "--", "-D", "warnings")
         passed["lints of the packages"] = Passed(3)
     if of_mpi:
-        must(log, "cargo", "build", "--locked", "--manifest-path", "mpi/Cargo.toml", "--target-dir", "target/mpi")
-        program = "target/mpi/debug/wgpu-mla-mpi"
+        must(log, "cargo", "build", "--locked", "--manifest-path", "mpi/Cargo.toml", "--target-dir", "mpi/target")
+        program = "mpi/target/debug/wgpu-mla-mpi"
         for count in PROCESSES:
             if f"mpirun -n {count}" in stale:
                 cases = 0
