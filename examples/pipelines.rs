@@ -16,7 +16,7 @@ use wgpu_mla::gpu::{Gpu, ops::BatchTables};
 use wgpu_mla::{
     Candidate, CorrectAttnOut, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend,
     KvCalibrate, KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op,
-    OpOptions, PrefillOptions, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS,
+    OpOptions, PrefillOptions, ReorgKvCache, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -155,6 +155,11 @@ fn small_ops() -> Vec<Job> {
     jobs.extend(Dtype::ALL.map(|cache| {
         let spec = KvCopyPages { kv: kv(cache), row_elems: shape.row_elems() };
         Job::of(format!("{cache} rows of {}", spec.row_elems), spec)
+    }));
+    // By bytes, so that f16 stands for bf16.
+    jobs.extend([Dtype::F32, Dtype::F16, Dtype::E4m3].map(|dtype| {
+        let spec = ReorgKvCache { dtype, row_elems: shape.row_elems() };
+        Job::of(format!("{dtype} rows of {}", spec.row_elems), spec)
     }));
     jobs
 }

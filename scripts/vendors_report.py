@@ -13,7 +13,7 @@ import sys
 
 SMALL_OPS = (
     "batch_lists", "batch_slots", "correct_attn_out", "head_project", "kv_append", "kv_calibrate", "kv_copy_pages", "kv_gather", "merge_state",
-    "merge_states",    "mla_merge", "mla_prefill", "rope", "rope_append",
+    "merge_states",    "mla_merge", "mla_prefill", "reorg_kvcache", "rope", "rope_append",
 )
 from pathlib import Path
 

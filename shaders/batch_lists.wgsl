@@ -1,5 +1,7 @@
 // Shortens the tables of a decode planned for upper bounds to the sequence lengths that only the device knows (seq_lens).
 //
+// Where a rank holds a share of the tokens, all of these count its own.
+//
 //   for each work item:             kv_end = min(planned kv_end, seq_len); an empty range becomes [0, 0)
 //   for each query token:           visible = min(planned visible, its causal limit), which counts the keys that it attends to
 //   for each word of the page list: the page id from block_table, clamped to the pool; 0 past the sequence's end

@@ -1,10 +1,10 @@
 // Computes the cache slot of each new token (vLLM's slot_mapping) on the device, in the table that `kv_append` reads.
 //
 //   for token: s = the last sequence with query_start_loc[s] <= token
-//     position = seq_lens[s] - (query_start_loc[s + 1] - token)
+//     position = seq_lens[s] - (query_start_loc[s + 1] - token); of a rank with a share of the tokens: its index among the rank's
 //     slots[token] = block_table[s][position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 //
-// A token of no sequence gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite another page.
+// A token of no sequence or of another rank gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite another page.
 //
 // Tile: one thread a token.
 // Concatenated with: lib/grid, lib/device_batch. Constants: GROUP, PAGE_SIZE, NUM_PAGES.
@@ -35,9 +35,9 @@ fn batch_slots(
         }
     }
     var slot = NO_SLOT;
-    let visible = visible_of(sequence, token);
-    if visible > 0u {
-        let position = visible - 1u;
+    let visible = whole_visible_of(sequence, token);
+    if visible > 0u && is_local(visible - 1u) {
+        let position = local_of(visible - 1u);
         let page = page_at(sequence, position / PAGE_SIZE);
         if page < NUM_PAGES {
             slot = page * PAGE_SIZE + position % PAGE_SIZE;

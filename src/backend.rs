@@ -4,7 +4,7 @@ use crate::MlaDecode;
 use crate::layer::{MlaExpand, MlaLayer};
 use crate::ops::{
     CorrectAttnOut, Device, HeadProject, Kernel, KvAppend, KvCalibrate, KvCopyPages, KvGather, MergeState,
-    MergeStates, MlaPrefill, Rope, RopeAppend,
+    MergeStates, MlaPrefill, ReorgKvCache, Rope, RopeAppend,
 };
 
 macro_rules! backend {
@@ -20,6 +20,6 @@ backend! {
     /// A device that runs every op, for code that is generic over backends: one conformance suite runs on all of them.
     ///
     /// Memory of different backends is never shared silently: [`Device::upload`] and `Device::download` are the copies.
-    MlaDecode, MergeState, MergeStates, CorrectAttnOut, KvAppend, KvCopyPages, KvGather, KvCalibrate, Rope, RopeAppend,
+    MlaDecode, MergeState, MergeStates, CorrectAttnOut, KvAppend, KvCopyPages, KvGather, ReorgKvCache, KvCalibrate, Rope, RopeAppend,
     HeadProject, MlaPrefill, MlaLayer, MlaExpand
 }

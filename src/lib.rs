@@ -66,6 +66,7 @@
 //! | [`MlaExpand`] | | |
 //! | [`KvAppend`], [`RopeAppend`] | `concat_and_cache_mla`; with RoPE before it | `append_paged_mla_kv_cache` |
 //! | [`KvGather`] | `cp_gather_cache`, `gather_and_maybe_dequant_cache` | |
+//! | [`ReorgKvCache`] | `reorg_kvcache` | |
 //! | [`KvCopyPages`] | `copy_blocks_mla` | |
 //! | [`KvCalibrate`] | the `k_scale` of `calculate_kv_scales` | |
 //! | [`Rope`] | `rotary_embedding` | `apply_rope_with_cos_sin_cache` |
@@ -163,9 +164,9 @@ pub use ops::{
     Device, DeviceBatch, GatherBatch, GatherRange, HeadDims, HeadProject, HeadProjectArgs, Kernel, KvAppend,
     KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, LseBase, MergeState,
     MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
-    MlaPrefillArgs, Op, OpOptions, PrefillExtent, PrefillOptions, PrefillSequence, Query, Rope, RopeAppend,
-    RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs, RopeLayout, Step, WeightOrder, WeightView,
-    check_copies,
+    MlaPrefillArgs, Op, OpOptions, PrefillExtent, PrefillOptions, PrefillSequence, Query, ReorgBatch,
+    ReorgCapacity, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs,
+    RopeAppendBatch, RopeAppendExtent, RopeArgs, RopeLayout, Step, WeightOrder, WeightView, check_copies,
 };
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SplitPolicy, Tiling};

@@ -14,6 +14,7 @@ mod merge_state;
 mod merge_states;
 pub(crate) mod mla_prefill;
 pub(crate) mod op;
+mod reorg_kvcache;
 mod replay;
 mod rope;
 mod rope_append;
@@ -40,6 +41,7 @@ pub use mla_prefill::{
     MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, PrefillTiling,
 };
 pub use op::{Device, Kernel, Op, Use};
+pub use reorg_kvcache::{ReorgBatch, ReorgCapacity, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
 #[cfg(feature = "cuda")]
 pub(crate) use replay::Replay;
 pub use rope::{Rope, RopeArgs, RopeLayout};

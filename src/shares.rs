@@ -41,8 +41,9 @@ pub struct Shares {
     begins: Vec<u32>,
 }
 
-/// What [`crate::ops`]' tables on a device know of one rank's share.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What `BatchTables` on a device knows of one rank's share; without blocks it holds all tokens.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Pattern {
     pub interleave: u32,
     /// Blocks of the rank in the pattern.
@@ -250,10 +251,40 @@ impl Shares {
         Ok(mine.into_iter().map(|own| if own { slots.next().copied().unwrap_or(-1) } else { -1 }).collect())
     }
 
+    /// A rank's own tokens of the `tokens` tokens from `begin` on, in its own count: what it gathers of a chunk of a sequence.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a rank that there is not.
+    pub fn local_range(&self, rank: u32, begin: u32, tokens: u32) -> Result<Range<u32>> {
+        self.check(rank)?;
+        Ok(self.count(rank, begin)..self.count(rank, begin.saturating_add(tokens)))
+    }
+
+    /// The most tokens that a rank holds of the `tokens` tokens from `begin` on: rows of its part where all ranks lay theirs out alike.
+    #[must_use]
+    pub fn padded_len(&self, begin: u32, tokens: u32) -> u32 {
+        let end = begin.saturating_add(tokens);
+        let held = |rank| self.count(rank, end) - self.count(rank, begin);
+        (0..self.world()).map(held).max().unwrap_or(0)
+    }
+
+    /// How many of the first `len` tokens each rank holds.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub(crate) fn counts(&self, len: u32) -> impl Iterator<Item = u32> {
+        (0..self.world()).map(move |rank| self.count(rank, len))
+    }
+
+    /// Of each block of the pattern its owner and how many of the owner's blocks are before it, and of each rank how many it has.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub(crate) fn blocks(&self) -> (&[u32], &[u32], impl Iterator<Item = u32>) {
+        (&self.owners, &self.before, (0..self.world()).map(|rank| self.blocks_of(rank).len() as u32))
+    }
+
     /// What a device needs to count a rank's tokens.
     ///
     /// # Errors
     /// [`Error::Shape`] for a rank that there is not.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn pattern(&self, rank: u32) -> Result<Pattern> {
         self.check(rank)?;
         let mut held = 0;
@@ -396,6 +427,7 @@ mod tests {
         }
     }
 
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     #[test]
     fn a_device_counts_the_same_from_a_pattern() {
         for shares in all() {

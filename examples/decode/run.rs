@@ -51,6 +51,7 @@ impl<'a> Runner<'a> {
     pub fn why_of_first_decode(&mut self, files: &[PathBuf]) -> Option<String> {
         let first = files.iter().find_map(|file| match files::load(file) {
             Ok(Case::Decode(case)) => Some(case.spec),
+            Ok(Case::DcpDecode(case)) => Some(case.decode.spec),
             _ => None,
         })?;
         Some(match self.decode(&first) {

@@ -18,6 +18,36 @@ def visible_of(lens, starts, sequence, token):
     return 0 if not begin <= token < end or begin < 0 or end - token > length else length - (end - token) + 1
 
 
+class Share:
+    """A rank's share: the owner of each block of a pattern that repeats, block by block of `interleave` tokens."""
+
+    def __init__(self, owners, rank, interleave):
+        self.owners, self.rank, self.interleave = owners, rank, interleave
+
+    def holds(self, token):
+        return self.owners[token // self.interleave % len(self.owners)] == self.rank
+
+    def local(self, length):
+        """How many of the first tokens it holds."""
+        turn = self.interleave * len(self.owners)
+        return length // turn * self.interleave * self.owners.count(self.rank) + sum(self.holds(token) for token in range(length % turn))
+
+    def words(self):
+        marks = [2 * self.owners[:i].count(self.rank) + (owner == self.rank) for i, owner in enumerate(self.owners)]
+        return marks, (self.interleave, self.owners.count(self.rank), len(self.owners))
+
+
+class Whole:
+    def holds(self, token):
+        return True
+
+    def local(self, length):
+        return length
+
+    def words(self):
+        return [0], (0, 0, 0)
+
+
 def page_at(table, sequence, block):
     return int(table[sequence, block]) & NONE if block < MAX_PAGES else NONE
 
@@ -32,14 +62,16 @@ def found(numbers, value):
 
 
 class Batch:
-    def __init__(self, lens, starts, table):
-        self.lens, self.starts, self.table = lens, starts, np.asarray(table, np.int32)
+    def __init__(self, lens, starts, table, share=Whole()):
+        self.lens, self.starts, self.table, self.share = lens, starts, np.asarray(table, np.int32), share
 
     def args(self, device, slots=0, plan=0, tables=0, pages=0, max_tokens=0):
         arrays = [np.asarray(array, np.int32) for array in (self.lens, self.starts, self.table.ravel())]
         places = [device.buffer(array.view(np.uint32), False) for array in arrays]
-        words = (len(self.lens), MAX_PAGES, PAGE_SIZE, NUM_PAGES, max_tokens, 0)
-        return struct.pack("<7Q6I", *places, slots, plan, tables, pages, *words)
+        marks, share = self.share.words()
+        places.append(device.buffer(np.asarray(marks, np.uint32), False))
+        words = (len(self.lens), MAX_PAGES, PAGE_SIZE, NUM_PAGES, max_tokens, *share)
+        return struct.pack("<8Q8I", *places, slots, plan, tables, pages, *words)
 
     def slots(self, room=9, count=7):
         device = Device()
@@ -50,7 +82,9 @@ class Batch:
         for token in range(count):
             sequence = found(self.starts[: len(self.lens)], token)
             position = visible_of(self.lens, self.starts, sequence, token) - 1
-            page = page_at(self.table, sequence, position // PAGE_SIZE) if position >= 0 else NONE
+            is_here = position >= 0 and self.share.holds(position)
+            position = self.share.local(position) if is_here else 0
+            page = page_at(self.table, sequence, position // PAGE_SIZE) if is_here else NONE
             want[1 + token] = page * PAGE_SIZE + position % PAGE_SIZE if page < NUM_PAGES else NONE
         assert (device.read(slots) == want).all(), f"{self.lens}: {device.read(slots)} instead of {want}"
 
@@ -77,15 +111,15 @@ class Batch:
 
         want, want_pages = np.full(words, POISON, np.uint32), np.full(100, POISON, np.uint32)
         for i, (item, sequence) in enumerate(zip(items, item_sequences)):
-            end = min(item[4], max(self.lens[sequence], 0))
+            end = min(item[4], self.share.local(max(self.lens[sequence], 0)))
             begin, end = (item[3], end) if item[3] < end else (0, 0)
             want[items_at + 8 * i :][:8] = [*item[:3], begin, end, *item[5:]]
         for i, (query, sequence) in enumerate(zip(queries, query_sequences)):
-            want[queries_at + 2 * i :][:2] = [query[0], min(query[1], visible_of(self.lens, self.starts, sequence, query[0]))]
+            want[queries_at + 2 * i :][:2] = [query[0], min(query[1], self.share.local(visible_of(self.lens, self.starts, sequence, query[0])))]
         for index in range(page_begin[-1]):
             sequence = found(page_begin[:3], index)
             block = index - page_begin[sequence]
-            is_used = block < -(-max(self.lens[sequence], 0) // PAGE_SIZE)
+            is_used = block < -(-self.share.local(max(self.lens[sequence], 0)) // PAGE_SIZE)
             want_pages[index] = min(page_at(self.table, sequence, block), NUM_PAGES - 1) if is_used else 0
         for what, place, expected in (("tables", tables, want), ("pages", pages, want_pages)):
             got = device.read(place)
@@ -107,10 +141,11 @@ def test_batches():
         ([0, 0, 0], [0, 0, 0, 0]),
         ([500, 2**31 - 1, 17], STARTS),
     ]:
-        batch = Batch(lens, starts, table(rng))
-        batch.slots()
-        batch.slots(room=4, count=4)
-        batch.lists()
+        for share in (Whole(), Share([0, 1], 1, 1), Share([2, 0, 1, 2], 2, 16)):
+            batch = Batch(lens, starts, table(rng), share)
+            batch.slots()
+            batch.slots(room=4, count=4)
+            batch.lists()
 
 
 def test_wild_batches():
@@ -118,6 +153,6 @@ def test_wild_batches():
     for turn in range(6):
         lens = [WILD[(i + turn) % 6] for i in range(3)]
         starts = [WILD[(5 * i + turn) % 6] if turn % 2 else i for i in range(4)]
-        batch = Batch(lens, starts, np.resize(WILD[:5], (3, MAX_PAGES)) if turn < 3 else table(rng))
+        batch = Batch(lens, starts, np.resize(WILD[:5], (3, MAX_PAGES)) if turn < 3 else table(rng), Share([0, 1, 1], 1, 3) if turn % 3 else Whole())
         batch.slots()
         batch.lists()

@@ -25,7 +25,8 @@ MORE = {
     "rope_append": ["gpu/ops/rope", "gpu/ops/kv_append", "gpu/ops/e4m3_scale"],
     "head_project": ["gpu/kernels/project", "gpu/kernels/decode/coop", "gpu/kernels/decode/plain"],
     "mla_prefill": ["gpu/kernels/prefill", "gpu/kernels/prefill/*", "ops/mla_prefill/*"],
-    "batch_tables": ["ops/batch_tables/*"],
+    "reorg_kvcache": ["shares"],
+    "batch_tables": ["ops/batch_tables/*", "shares"],
 }
 
 

@@ -10,6 +10,7 @@ mod kv_gather;
 mod merge_state;
 mod merge_states;
 mod mla_prefill;
+mod reorg_kvcache;
 mod rope;
 mod rope_append;
 

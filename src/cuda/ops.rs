@@ -12,6 +12,7 @@ mod merge_state;
 mod merge_states;
 mod mla_prefill;
 mod range;
+mod reorg_kvcache;
 mod rope;
 mod rope_append;
 mod table;
@@ -69,6 +70,7 @@ pub(super) mod tests {
     use super::merge_state::MergeStateParams;
     use super::merge_states::{self, MergeStatesParams};
     use super::mla_prefill::{self, PrefillParams};
+    use super::reorg_kvcache::{ReorgParams, reorg_entry};
     use super::rope::{RopeParams, rope_entry};
     use super::rope_append::{RopeAppendParams, rope_append_entry};
     use super::*;
@@ -102,6 +104,7 @@ pub(super) mod tests {
         }
         found.push(takes::<GatherParams>("kv_gather_e4m3_e4m3"));
         found.extend(["kv_copy_pages_wide", "kv_copy_pages_words"].map(takes::<CopyParams>));
+        found.extend(Dtype::ALL.map(|dtype| takes::<ReorgParams>(&reorg_entry(dtype))));
         found.extend(batch_tables::ENTRIES.map(takes::<BatchParams>));
         found.extend(head_project::entries().iter().map(|name| takes::<ProjectParams>(name)));
         found.extend(correct_attn_out::ENTRIES.map(takes::<CorrectParams>));

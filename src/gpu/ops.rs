@@ -11,6 +11,7 @@ mod kv_gather;
 mod merge_state;
 mod merge_states;
 mod mla_prefill;
+mod reorg_kvcache;
 mod rope;
 mod rope_append;
 mod table;
@@ -33,6 +34,7 @@ pub(crate) fn every_source() -> Vec<Source> {
     all.extend(head_project::every_source());
     all.extend(crate::gpu::kernels::prefill::every_source());
     all.extend(kv_calibrate::every_source());
+    all.extend(reorg_kvcache::every_source());
     all.extend(rope::every_source());
     all.extend(rope_append::every_source());
     all.extend(batch_tables::every_source());
@@ -99,6 +101,7 @@ mod tests {
             ("merge_state", 3 * 2),                  // units and words
             ("merge_states", 3 * 2),                 // quads and words
             ("mla_prefill", 5 * 3 * 3),              // dims, inputs to outputs
+            ("reorg_kvcache", 3),                    // widths
             ("rope", 2 * 2 * 3),                     // layouts, places, dtypes
             ("rope_append", 2 * 2 * 3 * 3 * 4),      // the same, and inputs into caches
         ];
@@ -133,6 +136,7 @@ mod tests {
                 "merge_state" => vec![merge_state::host_layout()],
                 "merge_states" => vec![merge_states::host_layout()],
                 "mla_prefill" => vec![mla_prefill::host_layout()],
+                "reorg_kvcache" => vec![reorg_kvcache::host_layout()],
                 "rope" => vec![rope::host_layout()],
                 "rope_append" => [&append[..], &[rope::host_layout(), rope_append::host_layout()]].concat(),
                 "kv_copy_pages" => vec![kv_copy_pages::host_layout()],

@@ -15,11 +15,12 @@ use crate::{Error, KvSpec, Result, RopeAppendBatch};
 /// host: kernels that read them skip or clamp what leads out of the pool.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceBatch<B> {
-    /// `[batch]`: tokens in the cache, this step's new ones included; 0 or less for a sequence that is only padding.
+    /// `[batch]`: tokens in the cache, this step's new ones included; 0 or less for a sequence that is only padding. Where ranks hold
+    /// shares of them, those of the whole sequence.
     pub seq_lens: B,
     /// `[batch + 1]`: where each sequence's query tokens begin. Tokens from the last entry on are padding.
     pub query_start_loc: B,
-    /// `[batch, max_pages]`. Entries at or past `ceil(seq_len / page_size)` may hold anything.
+    /// `[batch, max_pages]`, of what this device holds. Entries at or past `ceil(seq_len / page_size)` may hold anything.
     pub block_table: B,
     /// Sequences, those that are padding included: at least 1.
     pub batch: u32,

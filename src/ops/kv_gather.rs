@@ -186,7 +186,7 @@ impl KvGather {
 }
 
 /// Each row is written once.
-fn check_overlaps(ranges: &[GatherRange]) -> Result<()> {
+pub(super) fn check_overlaps(ranges: &[GatherRange]) -> Result<()> {
     let mut order: Vec<usize> = (0..ranges.len()).filter(|&i| ranges[i].tokens > 0).collect();
     order.sort_unstable_by_key(|&i| (ranges[i].out_row, i));
     for pair in order.windows(2) {

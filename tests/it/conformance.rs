@@ -15,7 +15,7 @@ pub fn tests() -> Vec<Test> {
     let mut tests = of_backend("cpu", here, &[None, Some("portable")], Cases::Full, |_, _| true);
     let any = || Ok(AnyBackend::from(Cpu::new()));
     tests.extend(of_backend("any_cpu", any, &[None], Cases::Full, |_, _| true));
-    tests.extend(in_ranks("cpu", here, None));
+    tests.extend(in_ranks("cpu", here, Cases::Full, &CUT));
     #[cfg(feature = "wgpu")]
     tests.extend(on_wgpu());
     #[cfg(feature = "cuda")]
@@ -42,15 +42,16 @@ const CUT: [&str; 11] = [
 fn in_ranks<B: Backend + 'static>(
     name: &'static str,
     open: impl Fn() -> Result<B, Ignored> + Copy + Send + 'static,
-    variant: Option<&'static str>,
+    cases: Cases,
+    names: &'static [&'static str],
 ) -> Vec<Test> {
-    let cut = groups::<B>().into_iter().filter(|group| CUT.contains(&group.name));
+    let cut = groups::<B>().into_iter().filter(|group| names.contains(&group.name));
     let test = |group: Group<B>| {
         let Group { op, name: group_name, run, .. } = group;
         Test::new(format!("conformance::{name}::ranks::{op}::{group_name}"), move || {
             let backend = open()?;
             let mut session = Session::new(&backend);
-            (session.variant, session.ranks) = (variant, &[2, 3, 4]);
+            (session.cases, session.ranks) = (cases, &[2, 3, 4]);
             run(&session);
             ended(name, &session)
         })
@@ -80,6 +81,9 @@ fn on_wgpu() -> Vec<Test> {
     if cases == Cases::Representative {
         tests.extend(of_backend("wgpu", gpu, &[None], cases, |_, group| !group.by_variant));
     }
+    // A sample, unless more was asked for.
+    let cut = if cases == Cases::Representative { &CUT[..1] } else { &CUT[..] };
+    tests.extend(in_ranks("wgpu", gpu, cases, cut));
     // Only a part: the tests above run every group on wgpu.
     let some = |_: usize, group: &Group<_>| {
         ["varlen", "merges", "page_copies", "refuses_layers", "refuses_ops"].contains(&group.name)
@@ -97,6 +101,7 @@ fn on_cuda() -> Vec<Test> {
     let variants: Vec<_> = [None].into_iter().chain(wgpu_mla::cuda::decode_variants().map(Some)).collect();
     let mut tests = of_backend("cuda", cuda, &variants, Cases::Full, |_, _| true);
     let any = || cuda().map(AnyBackend::from);
+    tests.extend(in_ranks("cuda", cuda, Cases::Full, &CUT));
     tests.extend(of_backend("any_cuda", any, &[None], Cases::Full, |_, _| true));
     tests
 }

@@ -205,7 +205,7 @@ fn a_broken_file_does_not_stop_the_others() {
 
 fn lists_what_there_is() {
     run("decode", &["--list"])
-        .must(0, &["backend cuda: ", "backend wgpu: ", "backend cpu: ", "portable: runs", "case files: 11"]);
+        .must(0, &["backend cuda: ", "backend wgpu: ", "backend cpu: ", "portable: runs", "case files: 15"]);
 }
 
 fn bad_arguments_are_named() {

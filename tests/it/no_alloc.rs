@@ -10,8 +10,9 @@ use wgpu_mla::{
     KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch,
     LayerCapacity, LayerOptions, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs,
     MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, OpOptions,
-    PageTable, Plan, PrefillOptions, PrefillSequence, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
-    RopeArgs, RopeLayout, SharedPrefix, SplitPolicy, Tiling, View, WeightOrder, WeightView, write_tables,
+    PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk, ReorgKvCache, ReorgKvCacheArgs,
+    Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, RopeLayout, SharedPrefix, Shares,
+    SplitPolicy, Tiling, View, WeightOrder, WeightView, write_tables,
 };
 
 use crate::cpu::layer_args;
@@ -150,6 +151,15 @@ fn every_op_runs_without_an_allocation() {
     let gathered = KvGatherArgs { kv: cache, k_scale: 1.0, out: View::dense(a, 1, 288) };
     let batch = GatherBatch { pages, seq_lens: &[200, 77], ranges };
     runs_without_an_allocation(gather, &one, batch, &gathered);
+    let shares = Shares::even(3, 2).expect("shares");
+    let chunks = &[ReorgChunk { begin: 5, tokens: 60, local_row: 1, out_row: 2 }];
+    let reorg = ReorgKvCacheArgs {
+        gathered: View::dense(a, 1, 288),
+        rank_stride: 25 * 288,
+        out: View::dense(b, 1, 288),
+    };
+    let batch = ReorgBatch { shares: &shares, chunks };
+    runs_without_an_allocation(ReorgKvCache { dtype, row_elems: 288 }, &one, batch, &reorg);
 
     let rope = Rope { dtype, num_heads, rope_dim: 32, layout };
     let (x, y) = (View::dense(d, 2, 32), View::dense(e, 2, 32));

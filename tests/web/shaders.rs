@@ -9,8 +9,8 @@ use wgpu_mla::gpu::ops::BatchTables;
 use wgpu_mla::gpu::{Gpu, Source, checked, decode_sources};
 use wgpu_mla::{
     Caps, CorrectAttnOut, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend, KvCalibrate,
-    KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op, Result,
-    Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS, wgpu,
+    KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op,
+    ReorgKvCache, Result, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS, wgpu,
 };
 
 use crate::page::gpu;
@@ -130,6 +130,7 @@ async fn every_small_op_compiles() {
         for (latent, rope) in all_dims() {
             let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
             compile(&gpu, KvCopyPages { kv, row_elems: latent + rope }).await;
+            compile(&gpu, ReorgKvCache { dtype: cache, row_elems: latent + rope }).await;
             for input in INPUTS {
                 let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
                 let spec = KvAppend { shape, kv, input };

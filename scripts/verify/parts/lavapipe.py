@@ -12,13 +12,14 @@ VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
 # Kernels and test files of each op; inputs of all tests are added.
 SUITE = "tests/support/src/suite"
 OPS = {
-    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
+    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", f"{SUITE}/ranks.rs", "src/shares.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
     "merge_state": (["merge_state"], [f"{SUITE}/ops.rs"]),
     "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs"]),
     "correct_attn_out": (["correct_attn_out"], [f"{SUITE}/correct_attn_out.rs", f"{SUITE}/merge_states.rs"]),
     "kv_append": (["kv_append"], [f"{SUITE}/ops.rs", f"{SUITE}/errors.rs"]),
     "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),
     "kv_gather": (["kv_gather"], [f"{SUITE}/kv_gather.rs", "tests/support/src/reference/kv_gather.rs"]),
+    "reorg_kvcache": (["reorg_kvcache"], [f"{SUITE}/reorg_kvcache.rs", "tests/support/src/reference/reorg_kvcache.rs"]),
     "kv_calibrate": (["kv_calibrate"], [f"{SUITE}/kv_calibrate.rs", "tests/support/src/reference/kv_calibrate.rs"]),
     "head_project": (["head_project"], [f"{SUITE}/project.rs", "tests/support/src/reference/project.rs"]),
     "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", "tests/support/src/reference/prefill.rs"]),
@@ -45,6 +46,7 @@ def units():
 def filters(op, matrix):
     """Filters that match an op's tests."""
     names = [f"conformance::wgpu::{variant}::{op}::" for variant in VARIANTS] + [f"conformance::any_wgpu::shared::{op}::"]
+    names += [f"conformance::wgpu::ranks::{op}::"]
     return names + ["matrix::"] if matrix and op == "decode" else names
 
 

@@ -5,7 +5,7 @@ use crate::cpu::buffer::{Access, Buffer, Locked, lock};
 use crate::ops::{Compiled, DeviceBatch, Sequences, Step};
 use crate::plan::Plan;
 use crate::tables::PageTable;
-use crate::{Error, KvSpec, MlaDecode, Result};
+use crate::{Error, KvSpec, MlaDecode, Result, Shares};
 
 /// What `gpu::ops::BatchTables` makes on a device, made here, from the same arrays: for a host that runs its steps on either, and keeps
 /// its batches in a backend's buffers, padded to a fixed size. The arrays are read by each call.
@@ -15,9 +15,11 @@ use crate::{Error, KvSpec, MlaDecode, Result};
 /// a step    slots = tables.slot_mapping(&batch, max_tokens), append.prepare(.., &slots), append.run(..) for each layer
 ///           tables.prepare(&mla, &mut step, &plan, &batch), mla.run(&step, ..) for each layer
 /// ```
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct BatchTables {
     kv: KvSpec,
+    /// `None` where all tokens are here.
+    share: Option<(Shares, u32)>,
 }
 
 impl BatchTables {
@@ -27,7 +29,19 @@ impl BatchTables {
     /// Those of [`KvSpec::check`].
     pub fn new(kv: KvSpec) -> Result<Self> {
         kv.check()?;
-        Ok(Self { kv })
+        Ok(Self { kv, share: None })
+    }
+
+    /// As [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
+    /// its `block_table` and the plan's bounds the rank's own: lengths, bounds and slots are made for its own tokens, and
+    /// tokens of other ranks are skipped.
+    ///
+    /// # Errors
+    /// Those of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
+    pub fn sharded(kv: KvSpec, shares: &Shares, rank: u32) -> Result<Self> {
+        kv.check()?;
+        shares.local_len(rank, 0)?;
+        Ok(Self { kv, share: Some((shares.clone(), rank)) })
     }
 
     /// What an append takes for the new tokens of a batch: `max_tokens` entries, -1 for a token of no sequence and for
@@ -36,7 +50,7 @@ impl BatchTables {
     /// # Errors
     /// [`Error::Shape`] and [`Error::BufferTooSmall`].
     pub fn slot_mapping(&self, batch: &DeviceBatch<&Buffer>, max_tokens: u32) -> Result<Vec<i64>> {
-        let arrays = Arrays::of(batch)?;
+        let arrays = Arrays::of(batch, self)?;
         Ok((0..max_tokens).map(|token| self.slot(&arrays, token).map_or(-1, i64::from)).collect())
     }
 
@@ -66,7 +80,7 @@ impl BatchTables {
             return Err(Error::LayoutMismatch { detail });
         }
         let sequences = Sequences::of(plan, mla.op().shape.num_heads)?;
-        let arrays = Arrays::of(batch)?;
+        let arrays = Arrays::of(batch, self)?;
         let plan = cut(plan, &sequences, &arrays);
         let max_pages = plan.seq_lens.iter().map(|&len| kv.pages_for(len)).max().unwrap_or(0);
         // Clamped to the pool, as a device does.
@@ -81,7 +95,13 @@ impl BatchTables {
         // The last sequence that begins at or before the token.
         let sequence = arrays.starts().partition_point(|&start| i64::from(start) <= token.into());
         let sequence = sequence.saturating_sub(1);
-        let position = arrays.visible(sequence, token).checked_sub(1)?;
+        let position = arrays.whole_visible(sequence, token).checked_sub(1)?;
+        let position = match &self.share {
+            None => position,
+            Some((shares, rank)) => {
+                (shares.owner(position) == *rank).then(|| shares.local_index(position))?
+            }
+        };
         let page = arrays.page(sequence, position / self.kv.page_size)?;
         (page < self.kv.num_pages).then(|| page * self.kv.page_size + position % self.kv.page_size)
     }
@@ -107,15 +127,16 @@ fn cut(plan: &Plan, sequences: &Sequences, arrays: &Arrays<'_>) -> Plan {
 /// A batch's arrays, locked. Their contents are unchecked.
 struct Arrays<'a> {
     locked: Locked<'a, 3>,
+    tables: &'a BatchTables,
     batch: usize,
     max_pages: usize,
 }
 
 impl<'a> Arrays<'a> {
-    fn of(batch: &DeviceBatch<&'a Buffer>) -> Result<Self> {
+    fn of(batch: &DeviceBatch<&'a Buffer>, tables: &'a BatchTables) -> Result<Self> {
         batch.check(Buffer::bytes)?;
         let locked = lock(batch.arrays().map(|(_, buffer)| (buffer, Access::Read)));
-        Ok(Self { locked, batch: batch.batch as usize, max_pages: batch.max_pages as usize })
+        Ok(Self { locked, tables, batch: batch.batch as usize, max_pages: batch.max_pages as usize })
     }
 
     fn array(&self, argument: usize) -> &[i32] {
@@ -127,21 +148,40 @@ impl<'a> Arrays<'a> {
         &self.array(1)[..self.batch]
     }
 
-    /// Tokens of a sequence; none for a negative length.
-    fn len(&self, sequence: usize) -> u32 {
+    /// Tokens of a whole sequence; none for a negative length.
+    fn whole_len(&self, sequence: usize) -> u32 {
         self.array(0).get(sequence).map_or(0, |&len| len.max(0) as u32)
     }
 
-    /// Keys that a query token of a sequence sees, bottom-right: its own position and those before; 0 for a token of another
-    /// sequence, or before the first key.
+    /// Tokens of a sequence that are here.
+    fn len(&self, sequence: usize) -> u32 {
+        self.local(self.whole_len(sequence))
+    }
+
+    /// How many of the first `len` tokens of a whole sequence are here.
+    fn local(&self, len: u32) -> u32 {
+        match &self.tables.share {
+            None => len,
+            // `sharded` found the rank.
+            Some((shares, rank)) => shares.local_len(*rank, len).unwrap_or(0),
+        }
+    }
+
+    /// Keys here that a query token of a sequence sees.
     fn visible(&self, sequence: usize, token: u32) -> u32 {
+        self.local(self.whole_visible(sequence, token))
+    }
+
+    /// Keys of the whole that a query token of a sequence sees, bottom-right: its own position and those before; 0 for a token of
+    /// another sequence, or before the first key.
+    fn whole_visible(&self, sequence: usize, token: u32) -> u32 {
         let (begin, end) = (self.array(1)[sequence], self.array(1)[sequence + 1]);
         let (begin, end, token) = (i64::from(begin), i64::from(end), i64::from(token));
         if begin < 0 || !(begin..end).contains(&token) {
             return 0;
         }
         // At most the length, which is a u32.
-        (i64::from(self.len(sequence)) - (end - token) + 1).max(0) as u32
+        (i64::from(self.whole_len(sequence)) - (end - token) + 1).max(0) as u32
     }
 
     /// What `block_table` has for a block of a sequence; `None` past the table.

@@ -11,6 +11,7 @@ use super::table::Table;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Replay, Sequences, Step, template};
 use crate::plan::Plan;
+use crate::shares::{Pattern, Shares};
 use crate::tables::PageTable;
 use crate::{Error, KvSpec, MlaDecode, Result};
 
@@ -29,6 +30,10 @@ use crate::{Error, KvSpec, MlaDecode, Result};
 pub struct BatchTables {
     cuda: Cuda,
     kv: KvSpec,
+    /// Of whole sequences: none.
+    share: Pattern,
+    /// Its marks, at least a word.
+    marks: Buffer,
     slots: Function,
     items: Function,
     pages: Function,
@@ -39,7 +44,7 @@ pub struct BatchTables {
 pub struct BatchBinding {
     args: BatchParams,
     kv: KvSpec,
-    buffers: [Buffer; 3],
+    buffers: [Buffer; 4],
 }
 
 /// Slots that the device writes and an append of new tokens, [`crate::KvAppend`] or [`crate::RopeAppend`], reads.
@@ -115,6 +120,7 @@ pub(super) struct BatchParams {
     seq_lens: u64,
     query_start_loc: u64,
     block_table: u64,
+    marks: u64,
     slots: u64,
     plan: u64,
     tables: u64,
@@ -124,7 +130,9 @@ pub(super) struct BatchParams {
     page_size: u32,
     num_pages: u32,
     max_tokens: u32,
-    reserved: u32,
+    interleave: u32,
+    owned: u32,
+    blocks: u32,
 }
 
 // SAFETY: plain data without padding, as the kernels have it.
@@ -154,12 +162,28 @@ impl BatchTables {
     /// # Errors
     /// Those of [`KvSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, kv: KvSpec) -> Result<Self> {
+        Self::of_share(cuda, kv, Pattern::default())
+    }
+
+    /// As [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
+    /// its `block_table` and the plan's bounds the rank's own: lengths, bounds and slots are made for its own tokens, and
+    /// tokens of other ranks are skipped.
+    ///
+    /// # Errors
+    /// Those of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
+    pub fn sharded(cuda: &Cuda, kv: KvSpec, shares: &Shares, rank: u32) -> Result<Self> {
+        Self::of_share(cuda, kv, shares.pattern(rank)?)
+    }
+
+    fn of_share(cuda: &Cuda, kv: KvSpec, share: Pattern) -> Result<Self> {
         kv.check()?;
+        let marks = cuda.buffer(share.marks.len().max(1) as u64 * 4)?;
+        cuda.upload(&marks, 0, bytemuck::cast_slice(&share.marks))?;
         // Every address is in its buffer, whatever the batch's arrays hold, and whichever step, plan and binding are recorded, as
         // src/gpu/ops/batch_tables.rs lists: `DeviceBatch::check` for the arrays, `max_tokens` of the step's room for its slots, and
         // a template of the capacity whose tables it is written to.
         let [slots, items, pages] = ENTRIES.map(|entry| cuda.kernel(entry));
-        Ok(Self { cuda: cuda.clone(), kv, slots: slots?, items: items?, pages: pages? })
+        Ok(Self { cuda: cuda.clone(), kv, share, marks, slots: slots?, items: items?, pages: pages? })
     }
 
     /// Checks and binds a batch's arrays. They are read when the kernels run.
@@ -172,6 +196,7 @@ impl BatchTables {
             seq_lens: batch.seq_lens.ptr(),
             query_start_loc: batch.query_start_loc.ptr(),
             block_table: batch.block_table.ptr(),
+            marks: self.marks.ptr(),
             slots: 0,
             plan: 0,
             tables: 0,
@@ -181,9 +206,12 @@ impl BatchTables {
             page_size: self.kv.page_size,
             num_pages: self.kv.num_pages,
             max_tokens: 0,
-            reserved: 0,
+            interleave: self.share.interleave,
+            owned: self.share.owned,
+            blocks: self.share.marks.len() as u32,
         };
-        let buffers = batch.arrays().map(|(_, buffer)| buffer.clone());
+        let [a, b, c] = batch.arrays().map(|(_, buffer)| buffer.clone());
+        let buffers = [a, b, c, self.marks.clone()];
         Ok(BatchBinding { args, kv: self.kv, buffers })
     }
 

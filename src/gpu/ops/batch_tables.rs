@@ -8,6 +8,7 @@ use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, dispatch, group, group_with_params, layout};
 use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
 use crate::plan::Plan;
+use crate::shares::{Pattern, Shares};
 use crate::tables::PageTable;
 use crate::{Error, KvSpec, MlaDecode, Result};
 
@@ -25,6 +26,10 @@ use crate::{Error, KvSpec, MlaDecode, Result};
 pub struct BatchTables {
     gpu: Gpu,
     kv: KvSpec,
+    /// Of whole sequences: none.
+    share: Pattern,
+    /// Its marks, at least a word.
+    marks: wgpu::Buffer,
     slots: wgpu::ComputePipeline,
     lists: wgpu::ComputePipeline,
     slots_layout: wgpu::BindGroupLayout,
@@ -75,7 +80,10 @@ struct StepTables {
 struct Params {
     batch: u32,
     max_pages: u32,
-    reserved: [u32; 2],
+    interleave: u32,
+    owned: u32,
+    blocks: u32,
+    reserved: [u32; 3],
 }
 
 impl<O: AppendsSlots> DeviceSlots<O>
@@ -94,15 +102,32 @@ impl BatchTables {
     /// # Errors
     /// Those of [`KvSpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
     pub fn new(gpu: &Gpu, kv: KvSpec) -> Result<Self> {
+        Self::of_share(gpu, kv, Pattern::default())
+    }
+
+    /// As [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
+    /// its `block_table` and the plan's bounds the rank's own: lengths, bounds and slots are made for its own tokens, and
+    /// tokens of other ranks are skipped.
+    ///
+    /// # Errors
+    /// Those of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
+    pub fn sharded(gpu: &Gpu, kv: KvSpec, shares: &Shares, rank: u32) -> Result<Self> {
+        Self::of_share(gpu, kv, shares.pattern(rank)?)
+    }
+
+    fn of_share(gpu: &Gpu, kv: KvSpec, share: Pattern) -> Result<Self> {
         kv.check()?;
+        let marks = gpu.buffer(share.marks.len().max(1) as u64 * 4)?;
+        gpu.upload(&marks, 0, bytemuck::cast_slice(&share.marks))?;
         let slots_layout = layout(gpu, "mla.batch_slots.step", &[Access::Write])?;
-        let batch = [Access::Uniform, Access::Read, Access::Read, Access::Read];
+        let batch = [Access::Uniform, Access::Read, Access::Read, Access::Read, Access::Read];
         let batch_layout = layout(gpu, "mla.batch", &batch)?;
         let plan_layout = layout(gpu, "mla.batch_lists.plan", &[Access::Read])?;
         let step_layout = layout(gpu, "mla.batch_lists.step", &[Access::Write, Access::Write])?;
         // Every index is in bounds, whatever the batch's arrays hold, and whichever step, plan and binding are recorded:
         // - the batch: sequence < params.batch and block < max_pages are checked in the shaders, and `bind` found that many words in
-        //   each buffer (`DeviceBatch::check`);
+        //   each buffer (`DeviceBatch::check`); a mark is at a rest of params.blocks, of which `of_share` uploaded so many. The rank's part
+        //   of a length or position is no more than the whole's (`Shares`), and bounded as that is;
         // - `batch_slots`: word 0 of the table is its number of tokens, which `slots` wrote and the shader leaves;
         //   token < that. What it writes is a slot of the pool or none;
         // - `batch_lists`: nothing else writes the template (`Table`), its sections follow from the counts in front; `prepare` made the
@@ -116,7 +141,18 @@ impl BatchTables {
         let slots = gpu.pipeline(&source("batch_slots", &kv), &[&slots_layout, &batch_layout])?;
         let groups = [&plan_layout, &batch_layout, &step_layout];
         let lists = gpu.pipeline(&source("batch_lists", &kv), &groups)?;
-        Ok(Self { gpu: gpu.clone(), kv, slots, lists, slots_layout, batch_layout, plan_layout, step_layout })
+        Ok(Self {
+            gpu: gpu.clone(),
+            kv,
+            share,
+            marks,
+            slots,
+            lists,
+            slots_layout,
+            batch_layout,
+            plan_layout,
+            step_layout,
+        })
     }
 
     /// Checks and binds a batch's arrays. They are read when the commands run.
@@ -130,8 +166,15 @@ impl BatchTables {
         for ((what, buffer), words) in batch.arrays().into_iter().zip(batch.words()) {
             windows.push(Window::new(&self.gpu, what, buffer, 0..words * 4)?);
         }
-        let params = Params { batch: batch.batch, max_pages: batch.max_pages, reserved: [0; 2] };
-        let resources = windows.iter().map(Window::resource);
+        let params = Params {
+            batch: batch.batch,
+            max_pages: batch.max_pages,
+            interleave: self.share.interleave,
+            owned: self.share.owned,
+            blocks: self.share.marks.len() as u32,
+            reserved: [0; 3],
+        };
+        let resources = windows.iter().map(Window::resource).chain([self.marks.as_entire_binding()]);
         let group = group_with_params(&self.gpu, "mla.batch", &self.batch_layout, &params, resources)?;
         Ok(BatchBinding { group, kv: self.kv, batch: batch.batch })
     }
@@ -302,5 +345,5 @@ pub(super) fn every_source() -> Vec<Source> {
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("BatchParams", Params: batch, max_pages; reserved: reserved_0, reserved_1)
+    super::layout_of!("BatchParams", Params: batch, max_pages, interleave, owned, blocks; reserved: reserved_0, reserved_1, reserved_2)
 }

@@ -20,6 +20,7 @@ macro_rules! serving_tests {
     ($backend:expr) => {
         super::serving_tests!(@of $backend;
             a_step_of_upper_bounds_decodes_the_true_lengths
+            ranks_of_a_batch_decode_their_shares
             wild_batches_stay_in_the_pool
             host_tables_after_device_tables
             every_refusal_of_device_tables

@@ -25,7 +25,11 @@ impl Serves for Cpu {
         let options = DecodeOptions { variant: variant.map(str::to_owned), ..DecodeOptions::default() };
         let decode = self.compile_with(*spec, &options).expect("a decode");
         Made {
-            tables: BatchTables::new(spec.kv).expect("tables"),
+            tables: match &arrays.share {
+                None => BatchTables::new(spec.kv),
+                Some((shares, rank)) => BatchTables::sharded(spec.kv, shares, *rank),
+            }
+            .expect("tables"),
             step: decode.step(Capacity::default()).expect("a step"),
             binding: decode.bind(&arrays.layer(spec), TOKENS).expect("a binding"),
             decode,

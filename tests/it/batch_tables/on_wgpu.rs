@@ -30,7 +30,11 @@ impl Serves for Gpu {
         let options = DecodeOptions { variant, device_page_list: true, ..DecodeOptions::default() };
         let decode = self.compile_with(*spec, &options).expect("a decode");
         let append = self.compile(append_spec(spec)).expect("compiles");
-        let tables = BatchTables::new(self, spec.kv).expect("compiles");
+        let tables = match &arrays.share {
+            None => BatchTables::new(self, spec.kv),
+            Some((shares, rank)) => BatchTables::sharded(self, spec.kv, shares, *rank),
+        }
+        .expect("compiles");
         Made {
             batch: tables.bind(&arrays.batch()).expect("binds"),
             appends: append.bind(&arrays.new_rows(spec), TOKENS).expect("binds"),

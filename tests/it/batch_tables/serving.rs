@@ -1,9 +1,10 @@
 //! The checks of `BatchTables` for every backend.
 
+use mla_support::ranks::cut;
 use mla_support::reference::slot_mapping;
 use wgpu_mla::{
     Backend, Batch, Compiled, DeviceBatch, Dtype, Error, KvAppend, KvAppendArgs, KvView, Mask, MlaDecode,
-    MlaDecodeArgs, PageTable, Plan, Result, SharedPrefix, SplitPolicy, View,
+    MlaDecodeArgs, PageTable, Plan, Result, SharedPrefix, Shares, SplitPolicy, View,
 };
 
 use mla_support::close::{Tolerance, close};
@@ -57,6 +58,8 @@ pub struct Arrays<B> {
     pub lse: B,
     pub max_pages: u32,
     pub softmax_scale: f32,
+    /// Whose each token is, and which rank this device is; `None`: it has all.
+    pub share: Option<(Shares, u32)>,
 }
 
 impl<B> Arrays<B> {
@@ -99,7 +102,18 @@ struct Serving<'a, D: Serves> {
 
 impl<'a, D: Serves> Serving<'a, D> {
     fn new(backend: &'a D, variant: Option<&str>, bounds: &[i32], policy: SplitPolicy) -> Self {
-        let problem = Make {
+        Self::of_rank(backend, variant, bounds, policy, None)
+    }
+
+    /// `bounds` are those of whole sequences.
+    fn of_rank(
+        backend: &'a D,
+        variant: Option<&str>,
+        bounds: &[i32],
+        policy: SplitPolicy,
+        share: Option<(Shares, u32)>,
+    ) -> Self {
+        let whole = Make {
             dims: (256, 32),
             heads: 6,
             cache: Dtype::F16,
@@ -108,6 +122,13 @@ impl<'a, D: Serves> Serving<'a, D> {
             ..Make::default()
         }
         .build();
+        let (problem, bounds) = match &share {
+            None => (whole, bounds.to_vec()),
+            Some((shares, rank)) => {
+                let bounds = shares.local_seq_lens(*rank, bounds).expect("bounds");
+                (cut(&whole, shares, *rank).expect("a part"), bounds)
+            }
+        };
         let spec = problem.spec;
         let rows = (TOKENS * spec.shape.num_heads) as usize;
         let buffer = |bytes: &[u8]| {
@@ -126,10 +147,11 @@ impl<'a, D: Serves> Serving<'a, D> {
             lse: buffer(&vec![POISON; rows * 4]),
             max_pages: problem.max_pages as u32,
             softmax_scale: problem.softmax_scale,
+            share,
         };
         let made = backend.make(variant, &spec, &arrays);
         let mut serving = Self { backend, problem, arrays, made };
-        let plan = serving.plan(bounds, Mask::Full, policy);
+        let plan = serving.plan(&bounds, Mask::Full, policy);
         backend.prepare_bounds(&mut serving.made, &plan).expect("prepares");
         serving
     }
@@ -180,19 +202,43 @@ impl<'a, D: Serves> Serving<'a, D> {
     fn check(&mut self, seq_lens: &[i32], query_start_loc: &[i32]) {
         let problem = &self.problem;
         let (kv, row) = (problem.spec.kv, problem.spec.shape.row_elems() as usize * 2);
-        let batch = Problem {
+        let mut batch = Problem {
             seq_lens: seq_lens.to_vec(),
             query_start_loc: query_start_loc.to_vec(),
             ..problem.clone()
         };
-        let slots = slot_mapping(seq_lens, query_start_loc, &batch.block_table, kv.page_size as i32, 8);
+        if let Some((shares, rank)) = &self.arrays.share {
+            batch.seq_lens = shares.local_seq_lens(*rank, seq_lens).expect("lengths");
+            batch.sees = Sees::Bounds(shares.local_bounds(*rank, seq_lens, query_start_loc).expect("bounds"));
+        }
+        // Where a token of a whole sequence is here, if it is.
+        let place = |token: i32| match &self.arrays.share {
+            None => Some(token),
+            Some((shares, rank)) => {
+                let here = shares.owner(token as u32) == *rank;
+                here.then(|| shares.local_index(token as u32) as i32)
+            }
+        };
+        // Slots are those of the positions, at which a table of the whole has the pages of what is here.
+        let slots: Vec<i64> = if self.arrays.share.is_none() {
+            slot_mapping(seq_lens, query_start_loc, &batch.block_table, kv.page_size as i32, 8)
+        } else {
+            let of_token = |token: i32| {
+                let seq = (0..seq_lens.len()).find(|&seq| token < query_start_loc[seq + 1])?;
+                let position = seq_lens[seq] - (query_start_loc[seq + 1] - token);
+                let at = if position < 0 { None } else { place(position) }?;
+                let page = batch.block_table[seq * batch.max_pages + (at as u32 / kv.page_size) as usize];
+                Some(i64::from(page) * i64::from(kv.page_size) + i64::from(at as u32 % kv.page_size))
+            };
+            (0..8).map(|token| of_token(token).unwrap_or(-1)).collect()
+        };
         let mut before = vec![POISON; problem.kv.len()];
         let mut after = before.clone();
         for (seq, &len) in seq_lens.iter().enumerate() {
             let new = query_start_loc[seq + 1] - query_start_loc[seq];
-            for token in 0..len {
-                let page = batch.block_table[seq * batch.max_pages + token as usize / kv.page_size as usize];
-                let at = (page * kv.page_size as i32 + token % kv.page_size as i32) as usize * row;
+            for (token, here) in (0..len).filter_map(|token| Some((token, place(token)?))) {
+                let page = batch.block_table[seq * batch.max_pages + here as usize / kv.page_size as usize];
+                let at = (page * kv.page_size as i32 + here % kv.page_size as i32) as usize * row;
                 let there = if token < len - new { vec![&mut before, &mut after] } else { vec![&mut after] };
                 there.into_iter().for_each(|kv| kv[at..at + row].copy_from_slice(&problem.kv[at..at + row]));
             }
@@ -229,9 +275,33 @@ pub fn a_step_of_upper_bounds_decodes_the_true_lengths<D: Serves>(backend: &D) {
     }
 }
 
+/// Each rank of several shares: global lengths arrive, local ones are decoded.
+pub fn ranks_of_a_batch_decode_their_shares<D: Serves>(backend: &D) {
+    for (shares, policy) in [
+        (Shares::even(2, 1), SplitPolicy::FixedTokens(32)),
+        (Shares::even(3, 16), SplitPolicy::Auto),
+        (Shares::weighted(&[3, 0, 2], 5), SplitPolicy::OneSplit),
+    ] {
+        let shares = shares.expect("shares");
+        for rank in 0..shares.world() {
+            let share = Some((shares.clone(), rank));
+            let mut serving = Serving::of_rank(backend, Some(D::PLAIN), &BOUNDS, policy, share);
+            serving.check(&[30, 300, 17, 90, 0, 0], &[0, 1, 3, 5, 6, 6, 6]);
+            serving.check(&[1, 150, 2, 0, 0, 0], &[0, 1, 3, 5, 6, 7, 8]);
+            serving.check(&[33, 1, 40, 0, 0, 0], &[0, 1, 3, 4, 4, 4, 4]);
+        }
+    }
+}
+
 /// Whatever the arrays hold, reads and writes stay in the pool, and the next batch is right.
 pub fn wild_batches_stay_in_the_pool<D: Serves>(backend: &D) {
-    let mut serving = Serving::new(backend, None, &BOUNDS, SplitPolicy::FixedTokens(32));
+    let shares = Shares::weighted(&[2, 3], 1).expect("shares");
+    for share in [None, Some((shares, 1))] {
+        wild_batches(Serving::of_rank(backend, None, &BOUNDS, SplitPolicy::FixedTokens(32), share));
+    }
+}
+
+fn wild_batches<D: Serves>(mut serving: Serving<'_, D>) {
     serving.upload(&serving.arrays.rows, &vec![0; 8 * 288 * 2]);
     let wild = [i32::MAX, i32::MIN, -1, 2_147_480_000, 1 << 30, 77];
     let table: Vec<i32> = (0..serving.problem.block_table.len()).map(|i| wild[i % 5]).collect();
@@ -240,7 +310,7 @@ pub fn wild_batches_stay_in_the_pool<D: Serves>(backend: &D) {
         serving.upload(&serving.arrays.block_table, bytemuck::cast_slice(&table));
         let lens: Vec<i32> = (0..6).map(|i| wild[(i + turn) % 6]).collect();
         let starts: Vec<i32> = (0..7).map(|i| [wild[(i * 5 + turn) % 6], i as i32][turn % 2]).collect();
-        backend.serve(&mut serving.made, &serving.arrays, &lens, &starts);
+        serving.backend.serve(&mut serving.made, &serving.arrays, &lens, &starts);
         for values in serving.answer() {
             assert!(!values.iter().any(|x| x.is_nan()), "{lens:?} {starts:?}");
         }

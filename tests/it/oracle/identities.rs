@@ -1,7 +1,9 @@
 //! What must hold of the oracle whatever the data.
 
-use mla_support::reference::{Decode, Projection, head_project, merge_states, mla_decode};
-use wgpu_mla::{Mask, WeightOrder};
+use mla_support::paint::{Make, sequences};
+use mla_support::ranks::cut;
+use mla_support::reference::{Decode, Projection, correct_attn_out, head_project, merge_states, mla_decode};
+use wgpu_mla::{Dtype, LseBase, Mask, Shares, WeightOrder};
 
 fn merging_splits_gives_the_whole() {
     // One head, L 2, R 0: keys are (logit, value) with q = (1, 0).
@@ -50,4 +52,52 @@ fn both_orders_are_one_matrix() {
     }
 }
 
-crate::tests![merging_splits_gives_the_whole, empty_sides_are_ignored, both_orders_are_one_matrix];
+/// vLLM's own test of its interleaved context parallelism, in f64: ranks that are combined are the whole, rows without keys too, and
+/// all-gather and reduce-scatter give what an all-to-all does.
+fn ranks_are_the_whole() {
+    let lens = [(37, 1), (0, 2), (70, 4), (1, 3), (16, 0), (5, 1)];
+    let make = Make {
+        dims: (256, 32),
+        heads: 2,
+        cache: Dtype::F32,
+        query: Dtype::F32,
+        sequences: sequences(&lens),
+        ..Make::default()
+    };
+    let whole = make.build();
+    let (out, lse) = whole.expected();
+    assert!(lse.contains(&f64::NEG_INFINITY), "some rows see no key");
+    let mut all: Vec<Shares> =
+        [1, 2, 4, 16].map(|interleave| Shares::even(3, interleave).expect("shares")).into();
+    all.extend((1..=8).map(|world| Shares::even(world, 1).expect("shares")));
+    all.push(Shares::weighted(&[7, 2, 1], 4).expect("shares"));
+    for shares in all {
+        let ranks: Vec<_> =
+            (0..shares.world()).map(|rank| cut(&whole, &shares, rank).expect("a part").expected()).collect();
+        for row in 0..lse.len() {
+            let part = |of: &[f64]| of[row * 256..][..256].to_vec();
+            let outs: Vec<_> = ranks.iter().map(|(out, _)| part(out)).collect();
+            let lses: Vec<_> = ranks.iter().map(|(_, lse)| lse[row]).collect();
+            let partials: Vec<_> = outs.iter().map(Vec::as_slice).zip(lses.iter().copied()).collect();
+            let (combined, combined_lse) = merge_states(&partials);
+            let mut summed = vec![0.0; 256];
+            for (rank, out) in outs.iter().enumerate() {
+                let (corrected, corrected_lse) = correct_attn_out(LseBase::E, out, &lses, rank);
+                assert_eq!(corrected_lse, combined_lse);
+                summed.iter_mut().zip(corrected).for_each(|(sum, x)| *sum += x);
+            }
+            let same = |a: f64, b: f64| a == b || (a - b).abs() < 1e-12;
+            assert!(same(combined_lse, lse[row]), "{shares:?} row {row}: {combined_lse} {}", lse[row]);
+            for (i, want) in part(&out).into_iter().enumerate() {
+                assert!(same(combined[i], want) && same(summed[i], want), "{shares:?} row {row}");
+            }
+        }
+    }
+}
+
+crate::tests![
+    merging_splits_gives_the_whole,
+    empty_sides_are_ignored,
+    both_orders_are_one_matrix,
+    ranks_are_the_whole
+];

@@ -9,6 +9,7 @@ mod kv_gather;
 mod layer;
 mod prefill;
 mod project;
+mod reorg_kvcache;
 mod rope;
 
 pub use batch_tables::slot_mapping;
@@ -17,6 +18,7 @@ pub use kv_gather::{GatherPages, kv_gather};
 pub use layer::{LayerSequence, mla_layer};
 pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
 pub use project::{Projection, head_project};
+pub use reorg_kvcache::{Chunk, reorg_kvcache};
 pub use rope::{Rotation, rope};
 
 use wgpu_mla::{Dtype, LseBase, Mask};

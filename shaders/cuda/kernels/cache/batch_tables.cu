@@ -13,9 +13,10 @@
 #define NO_PAGE 0xFFFFFFFFu
 
 struct Args {
-    u64 seq_lens;        // i32 [batch]
+    u64 seq_lens;        // i32 [batch], of whole sequences
     u64 query_start_loc; // i32 [batch + 1]
-    u64 block_table;     // i32 [batch, max_pages] page ids
+    u64 block_table;     // i32 [batch, max_pages] page ids, of what this rank holds
+    u64 marks; // u32 [blocks] twice the number of this rank's blocks before it, plus 1 where it is this rank's
     u64 slots;  // u32 [1 + max_tokens] num_tokens, which the host wrote, then slots
     u64 plan;   // u32, the template: see Plan
     u64 tables; // u32 [Header, items, queries, merges, merge_partials], the step's
@@ -25,7 +26,10 @@ struct Args {
     u32 page_size;
     u32 num_pages;
     u32 max_tokens; // slots that `slots` holds
-    u32 reserved;
+    // Of a rank that holds a share of the tokens; all 0: one that holds all.
+    u32 interleave; // tokens in a block of the pattern, at least 1
+    u32 owned;      // blocks of the pattern that are this rank's
+    u32 blocks;     // blocks of the pattern
 };
 
 // u32 [8] num_items, num_queries, num_words, items_at, queries_at (in `tables`), batch, unused; then
@@ -47,17 +51,38 @@ struct Plan {
     __device__ __forceinline__ u32 word(u32 index) const { return read_4(at + 4ull * index); }
 };
 
-// Tokens of a sequence; 0 for a negative length.
-__device__ __forceinline__ u32 len_of(const Args &args, u32 sequence) { return max((int)read_4(args.seq_lens + 4ull * sequence), 0); }
+// How many of the first `len` tokens of a whole sequence this rank holds.
+__device__ __forceinline__ u32 local_of(const Args &args, u32 len) {
+    if (args.blocks == 0) {
+        return len;
+    }
+    u32 whole = len / args.interleave, turn = whole / args.blocks;
+    u32 mark = read_4(args.marks + 4ull * (whole - turn * args.blocks));
+    return (turn * args.owned + mark / 2) * args.interleave + (mark & 1 ? len - whole * args.interleave : 0u);
+}
+
+// Whether this rank holds a token of a whole sequence.
+__device__ __forceinline__ bool is_local(const Args &args, u32 token) {
+    return args.blocks == 0 || read_4(args.marks + 4ull * (token / args.interleave % args.blocks)) & 1;
+}
+
+// Tokens of a whole sequence; 0 for a negative length.
+__device__ __forceinline__ u32 whole_len_of(const Args &args, u32 sequence) { return max((int)read_4(args.seq_lens + 4ull * sequence), 0); }
+
+// Tokens of a sequence that this rank holds.
+__device__ __forceinline__ u32 len_of(const Args &args, u32 sequence) { return local_of(args, whole_len_of(args, sequence)); }
 
 __device__ __forceinline__ int start_of(const Args &args, u32 sequence) { return read_4(args.query_start_loc + 4ull * sequence); }
 
-// How many keys a query token attends to, by the causal mask aligned bottom-right: its own position and those before. 0 for a token of another
-// sequence, or before the first key.
-__device__ __forceinline__ u32 visible_of(const Args &args, u32 sequence, u32 token) {
-    int begin = start_of(args, sequence), end = start_of(args, sequence + 1), t = token, len = len_of(args, sequence);
+// How many keys of the whole a query token attends to, by the causal mask aligned bottom-right: its own position and those before. 0 for a token
+// of another sequence, or before the first key.
+__device__ __forceinline__ u32 whole_visible_of(const Args &args, u32 sequence, u32 token) {
+    int begin = start_of(args, sequence), end = start_of(args, sequence + 1), t = token, len = whole_len_of(args, sequence);
     return t < begin || t >= end || begin < 0 || end - t > len ? 0u : len - (end - t) + 1;
 }
+
+// How many of them this rank holds.
+__device__ __forceinline__ u32 visible_of(const Args &args, u32 sequence, u32 token) { return local_of(args, whole_visible_of(args, sequence, token)); }
 
 // The page id of a block of a sequence; NO_PAGE past the table.
 __device__ __forceinline__ u32 page_at(const Args &args, u32 sequence, u32 block) {
@@ -84,7 +109,7 @@ __device__ __forceinline__ u32 last_not_above(T value, u32 count, At at) {
 //   s = the last sequence with query_start_loc[s] <= token; position = seq_lens[s] - (query_start_loc[s + 1] - token)
 //   slots[token] = block_table[s][position / page_size] * page_size + position % page_size
 //
-// A token of no sequence gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite another page.
+// position: of a rank with a share of the tokens its index among the rank's. A token of no sequence or of another rank gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite another page.
 extern "C" __global__ void __launch_bounds__(THREADS) batch_slots(const Args args) {
     u32 token = blockIdx.x * THREADS + threadIdx.x;
     if (token >= args.max_tokens || token >= read_4(args.slots)) {
@@ -92,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_slots(const Args arg
     }
     u32 sequence = last_not_above((int)token, args.batch, [&](u32 i) { return start_of(args, i); });
     u32 slot = NO_SLOT;
-    u32 visible = visible_of(args, sequence, token);
-    if (visible > 0) {
-        u32 position = visible - 1;
+    u32 visible = whole_visible_of(args, sequence, token);
+    if (visible > 0 && is_local(args, visible - 1)) {
+        u32 position = local_of(args, visible - 1);
         u32 page = page_at(args, sequence, position / args.page_size);
         if (page < args.num_pages) {
             slot = page * args.page_size + position % args.page_size;
@@ -107,6 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_slots(const Args arg
 //
 //   item:        kv_end = min(planned kv_end, seq_len); an empty range becomes [0, 0)
 //   query token: visible = min(planned visible, its causal limit)
+//
+// Where a rank holds a share of the tokens, all of these count its own.
 //
 // Items and query tokens are copied whole from a template that the host checked, and ranges only shrink. So whatever the batch holds, and
 // whatever plan the tables held before, every entry stays inside the bounds that the host proved.

@@ -6,8 +6,9 @@ use wgpu_mla::{
     Backend, CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, HeadProject, HeadProjectArgs, Kernel,
     KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec,
     KvView, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode,
-    MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, Rope, RopeAppend,
-    RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View, WeightOrder, WeightView,
+    MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache,
+    ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View,
+    WeightOrder, WeightView,
 };
 
 use super::Session;
@@ -188,6 +189,19 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             cache,
             &[()],
             places![offset, layer_stride, block_stride,],
+        )?;
+        let reorg = ReorgKvCacheArgs {
+            gathered: View::dense(a, 1, 288),
+            rank_stride: 288 * 2,
+            out: View::dense(c, 1, 288),
+        };
+        let rooms = [(0, 0, 0), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)];
+        bind_all(
+            session,
+            ReorgKvCache { dtype: Dtype::F32, row_elems: 288 },
+            reorg,
+            &rooms.map(|(rows, local_rows, world)| ReorgExtent { rows, local_rows, world }),
+            places![gathered.offset, gathered.token_stride, rank_stride, out.offset, out.token_stride,],
         )?;
         let gather = KvGatherArgs { kv: cache, k_scale: 1.0, out: View::dense(c, 1, 288) };
         bind_all(

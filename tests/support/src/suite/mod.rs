@@ -19,6 +19,7 @@ pub mod ops;
 pub mod prefill;
 pub mod project;
 pub mod ranks;
+pub mod reorg_kvcache;
 pub mod rope;
 pub mod run;
 
@@ -293,7 +294,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" true: invariance {
             bits_of_pages, bits_of_tables, bits_of_batch_position, bits_of_tile_mates, bits_of_shared_prefixes
         }
-        "decode" true: ranks { shares }
+        "decode" true: ranks { shares, bits_of_ranks }
         "decode" false: mixed { refuses_other_specs }
         "decode" true: non_finite { non_finite, huge_logits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
@@ -305,6 +306,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "every_op" false: extremes { extreme_views }
         "kv_copy_pages" false: ops { page_copies }
         "kv_gather" false: kv_gather { gathers, refuses_gathers }
+        "reorg_kvcache" false: reorg_kvcache { reorgs, sharded_contexts, refuses_reorgs }
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
         "head_project" false: project { projections, kv_b_proj, refuses_projections }
         "mla_prefill" true: prefill { prefill_shapes, prefill_repeated_rows, prefill_hard_data, prefill_errors }

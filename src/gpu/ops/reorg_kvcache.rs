@@ -1,0 +1,137 @@
+//! `reorg_kvcache`: gathered parts of several ranks, back in the order of their tokens.
+
+use super::table::Table;
+use crate::gpu::Gpu;
+use crate::gpu::buffer::{Window, stride};
+use crate::gpu::kernels::GROUP;
+use crate::gpu::kernels::compose::{Const, Source, compose};
+use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::ops::variants::only;
+use crate::ops::{
+    Choice, Kernel, OpOptions, ReorgBatch, ReorgCapacity, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs,
+};
+use crate::{Dtype, Result};
+
+/// `ReorgParams` of the shader.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+struct Params {
+    gathered_base_units: u32,
+    gathered_stride_units: u32,
+    rank_stride_units: u32,
+    out_base_units: u32,
+    out_stride_units: u32,
+    max_rows: u32,
+    max_local_rows: u32,
+    world: u32,
+}
+
+impl Kernel<ReorgKvCache> for Gpu {
+    type Kernels = Pipe;
+    type Step = Table;
+    /// `None` where there is room for no row.
+    type Binding = Option<wgpu::BindGroup>;
+
+    fn kernel_compile(&self, spec: &ReorgKvCache, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
+        let labels = ["mla.reorg_kvcache.step", "mla.reorg_kvcache.layer"];
+        let entries = [Access::Uniform, Access::Read, Access::Write];
+        // Every index is in bounds, for every pair of table and binding:
+        // - the table is what `ReorgBatch::table` made, whole (`Table`, which nothing else writes): a chunk is below num_chunks, of which there
+        //   is one where there is a token; a block is a rest of blocks, and its owner below the table's world, so all sections are met inside;
+        // - rank < world, local_row < max_local_rows and row < max_rows of the binding are checked in the shader: `prepare` may have been
+        //   called again since `record`, and sources may wrap. `check_args` refuses arrays that end before that, and the windows reach
+        //   up to there;
+        // - a unit is below ROW_UNITS, the rest of a division by it.
+        // The loop halves a range of at most num_chunks until it is 1. interleave and blocks, which the shader divides by, are at least 1.
+        Ok((Pipe::new(self, labels, &entries, &source(spec))?, (), only(options)?))
+    }
+
+    fn kernel_step(&self, _: &ReorgKvCache, _: &Pipe, _: ReorgCapacity) -> Result<Table> {
+        Ok(Table::default())
+    }
+
+    fn kernel_prepare(
+        &self,
+        _: &ReorgKvCache,
+        pipe: &Pipe,
+        step: &mut Table,
+        batch: ReorgBatch<'_>,
+    ) -> Result<ReorgExtent> {
+        let extent = batch.extent()?;
+        let (tokens, words) = batch.table();
+        step.upload(self, &pipe.step, tokens, words)?;
+        Ok(extent)
+    }
+
+    fn kernel_bind(
+        &self,
+        spec: &ReorgKvCache,
+        pipe: &Pipe,
+        args: &ReorgKvCacheArgs<&wgpu::Buffer>,
+        room: ReorgExtent,
+    ) -> Result<Option<wgpu::BindGroup>> {
+        if room.rows == 0 || room.local_rows == 0 || room.world == 0 {
+            return Ok(None);
+        }
+        let (elems, bytes) = (spec.row_elems, spec.dtype.bytes());
+        // From the first rank's part to the end of the last.
+        let end = args.last(room.world).end(room.local_rows.into(), 1, elems.into());
+        let part = [args.gathered.offset, end].map(|element| element.saturating_mul(bytes as u64));
+        let gathered = Window::new(self, "gathered", args.gathered.buffer, part[0]..part[1])?;
+        let out = Window::of(self, "out", &args.out, [room.rows, 1, elems], bytes)?;
+        let params = Params {
+            gathered_base_units: gathered.at(args.gathered.offset, bytes, 4),
+            gathered_stride_units: stride(room.local_rows, args.gathered.token_stride, 4),
+            rank_stride_units: stride(room.world, args.rank_stride, 4),
+            out_base_units: out.at(args.out.offset, bytes, 4),
+            out_stride_units: stride(room.rows, args.out.token_stride, 4),
+            max_rows: room.rows,
+            max_local_rows: room.local_rows,
+            world: room.world,
+        };
+        let resources = [gathered.resource(), out.resource()];
+        group_with_params(self, "mla.reorg_kvcache.layer", &pipe.layer, &params, resources).map(Some)
+    }
+
+    fn kernel_record(
+        &self,
+        spec: &ReorgKvCache,
+        pipe: &Pipe,
+        pass: &mut wgpu::ComputePass<'_>,
+        step: &Table,
+        binding: &Option<wgpu::BindGroup>,
+    ) -> Result<()> {
+        if let (Some(table), Some(layer), tokens @ 1..) = (step.group(), binding, step.count()) {
+            // The rows of the output are in a window of less than 2^32 bytes, of 4 bytes a unit or more: this fits.
+            let items = u64::from(tokens) * u64::from(spec.row_elems / 4);
+            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items));
+        }
+        Ok(())
+    }
+}
+
+fn source(spec: &ReorgKvCache) -> Source {
+    let (unit, width) = match spec.dtype {
+        Dtype::F32 => ("vec4<u32>", "quads"),
+        Dtype::F16 | Dtype::Bf16 => ("vec2<u32>", "pairs"),
+        Dtype::E4m3 => ("u32", "words"),
+    };
+    let prelude = [
+        ("GROUP", Const::U32(GROUP)),
+        ("ROW_UNITS", Const::U32(spec.row_elems / 4)),
+        ("Unit", Const::Alias(unit)),
+    ];
+    let files =
+        [include_str!("../../../shaders/lib/grid.wgsl"), include_str!("../../../shaders/reorg_kvcache.wgsl")];
+    compose("reorg_kvcache", width, &prelude, &files)
+}
+
+#[cfg(test)]
+pub(super) fn every_source() -> Vec<Source> {
+    Dtype::ALL.map(|dtype| source(&ReorgKvCache { dtype, row_elems: 576 })).into()
+}
+
+#[cfg(test)]
+pub(super) fn host_layout() -> super::HostLayout {
+    super::layout_of!("ReorgParams", Params: gathered_base_units, gathered_stride_units, rank_stride_units, out_base_units, out_stride_units, max_rows, max_local_rows, world)
+}
