@@ -36,7 +36,7 @@ use crate::{Device, Dtype, Error, Result};
 /// A host that has its own engine implements three methods, on host bytes; exchanges of device buffers then go through the host. An
 /// engine that works in the order of the device's stream overrides those, and [`Communicator::in_stream_order`].
 ///
-/// Every call ends within the engine's time-out: with an [`Error::Exchange`](crate::Error::Exchange) where another rank is gone, failed
+/// Every call ends within the engine's time-out: with an [`Error::Exchange`] where another rank is gone, failed
 /// or did not come. The group is of no use after that.
 ///
 /// ```
@@ -91,14 +91,14 @@ pub trait Communicator<D: Device> {
     /// Every rank's bytes, as many of each, in the order of the ranks.
     ///
     /// # Errors
-    /// [`Error::Exchange`](crate::Error::Exchange).
+    /// [`Error::Exchange`].
     fn all_gather_host(&self, mine: &[u8]) -> Result<Vec<u8>>;
 
     /// `parts` are as many bytes for each rank, in the order of the ranks; what comes back are the parts that the ranks had for this one.
     /// Without an implementation of its own, the engine gathers all parts.
     ///
     /// # Errors
-    /// [`Error::Exchange`](crate::Error::Exchange), and [`Error::Shape`](crate::Error::Shape) for what is no equal part a rank.
+    /// [`Error::Exchange`], and [`Error::Shape`] for what is no equal part a rank.
     fn all_to_all_host(&self, parts: &[u8]) -> Result<Vec<u8>> {
         staged::all_to_all_by_gather(self, parts)
     }
@@ -114,8 +114,8 @@ pub trait Communicator<D: Device> {
     /// message.
     ///
     /// # Errors
-    /// [`Error::Exchange`](crate::Error::Exchange); [`Error::BufferTooSmall`](crate::Error::BufferTooSmall),
-    /// [`Error::Alignment`](crate::Error::Alignment) and the device's, on this rank alone: the others are told when this rank leaves.
+    /// [`Error::Exchange`]; [`Error::BufferTooSmall`],
+    /// [`Error::Alignment`] and the device's, on this rank alone: the others are told when this rank leaves.
     fn all_gather(&self, device: &D, exchanges: &[Exchange<&D::Buffer>]) -> Result<()> {
         staged::all_gather(self, device, exchanges)
     }
@@ -133,7 +133,7 @@ pub trait Communicator<D: Device> {
     /// made in f64; an engine may round between the ranks.
     ///
     /// # Errors
-    /// Those of [`Communicator::all_gather`], and [`Error::DtypeUnsupported`](crate::Error::DtypeUnsupported) for e4m3.
+    /// Those of [`Communicator::all_gather`], and [`Error::DtypeUnsupported`] for e4m3.
     fn reduce_scatter(&self, device: &D, exchange: &Exchange<&D::Buffer>, dtype: Dtype) -> Result<()> {
         staged::reduce_scatter(self, device, exchange, dtype)
     }
@@ -142,7 +142,7 @@ pub trait Communicator<D: Device> {
     /// for the device in any other way, such as a download: a rank that is gone would keep the stream busy for ever.
     ///
     /// # Errors
-    /// [`Error::Exchange`](crate::Error::Exchange).
+    /// [`Error::Exchange`].
     fn wait(&self, _: &D) -> Result<()> {
         Ok(())
     }
@@ -163,7 +163,11 @@ pub struct Exchange<B> {
 /// [`Error::Shape`] for no ranks, or more than 65,536.
 pub(crate) fn check_world(world: u32) -> Result<()> {
     if !(1..=1 << 16).contains(&world) {
-        return Err(Error::Shape { what: "world", got: world.into(), cure: "must be from 1 to 65,536 ranks" });
+        return Err(Error::Shape {
+            what: "world",
+            got: world.into(),
+            cure: "must be from 1 to 65,536 ranks",
+        });
     }
     Ok(())
 }

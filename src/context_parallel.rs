@@ -82,9 +82,7 @@ impl ContextParallelSpec {
         match self.form {
             CombineForm::AllGather => others * tokens * heads * (out + 4),
             CombineForm::AllToAll => others * tokens * (heads / world.max(1)) * (out + 4),
-            CombineForm::AllGatherReduceScatter => {
-                others * tokens * (heads * 4 + heads / world.max(1) * out)
-            }
+            CombineForm::AllGatherReduceScatter => others * tokens * (heads * 4 + heads / world.max(1) * out),
         }
     }
 
@@ -103,7 +101,8 @@ impl ContextParallelSpec {
             return shape("num_heads", self.num_heads, "must be 1..=128");
         }
         if self.form != CombineForm::AllGather && !self.num_heads.is_multiple_of(self.world) {
-            let cure = "must be a multiple of the ranks, which share the heads out: use CombineForm::AllGather";
+            let cure =
+                "must be a multiple of the ranks, which share the heads out: use CombineForm::AllGather";
             return shape("num_heads", self.num_heads, cure);
         }
         let row_bytes = u64::from(self.kv_lora_rank) * self.out.bytes() as u64;

@@ -391,7 +391,9 @@ pub enum Error {
         detail: String,
     },
     /// The ranks of a group are not at the same step, or were not set up alike: every rank gets this error. Give all ranks the same.
-    #[error("the ranks differ in {what}: rank {first} has {first_has}, rank {other} has {other_has}: give all ranks the same")]
+    #[error(
+        "the ranks differ in {what}: rank {first} has {first_has}, rank {other} has {other_has}: give all ranks the same"
+    )]
     RanksDiffer {
         /// What differs.
         what: &'static str,

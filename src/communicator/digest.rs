@@ -96,7 +96,8 @@ impl StepDigest {
     #[must_use]
     pub fn batch(self, batch: &Batch<'_>) -> Self {
         let numbers = |xs: &[i32]| hash(xs.iter().map(|&x| x as u64));
-        let (first, count) = (batch.seq_lens.first().map_or(0, |&len| len as u64), batch.seq_lens.len() as u64);
+        let (first, count) =
+            (batch.seq_lens.first().map_or(0, |&len| len as u64), batch.seq_lens.len() as u64);
         let mask = match batch.mask {
             Mask::Causal => 0,
             Mask::Full => 1,

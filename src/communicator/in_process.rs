@@ -94,9 +94,12 @@ impl InProcess {
             self.group.changed.notify_all();
         }
         // All ranks see the same, and so all fail here, or none.
-        let differs = given.iter().position(|(call, bytes)| (*call, bytes.len()) != (given[0].0, given[0].1.len()));
+        let differs =
+            given.iter().position(|(call, bytes)| (*call, bytes.len()) != (given[0].0, given[0].1.len()));
         if let Some(other) = differs {
-            let said = |rank: usize| format!("rank {rank} calls {} with {} bytes", given[rank].0, given[rank].1.len());
+            let said = |rank: usize| {
+                format!("rank {rank} calls {} with {} bytes", given[rank].0, given[rank].1.len())
+            };
             let why = format!("{}, {}", said(0), said(other));
             state.broken.get_or_insert(why.clone());
             return Err(failed(why));
@@ -135,7 +138,12 @@ impl InProcess {
                     format!("rank {} did not come to {what} within {:?}", late.join(", "), self.group.timeout)
                 }
                 None => {
-                    state = self.group.changed.wait_timeout(state, late).unwrap_or_else(PoisonError::into_inner).0;
+                    state = self
+                        .group
+                        .changed
+                        .wait_timeout(state, late)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0;
                     continue;
                 }
             };

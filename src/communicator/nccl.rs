@@ -10,8 +10,8 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use self::comm::{Alive, Comm};
 use self::calls::{Ends, Target, worst};
+use self::comm::{Alive, Comm};
 use self::library::{Code, Stream, UniqueId};
 use super::{Communicator, Exchange, staged};
 use crate::cuda::{Buffer, Cuda};
@@ -219,7 +219,10 @@ impl Communicator<Cuda> for Nccl {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let [from, to] = match &*scratch {
             Some(buffers) if buffers[0].bytes() >= bytes as u64 => buffers.clone(),
-            _ => [self.cuda.buffer(bytes as u64)?, self.cuda.buffer((bytes.next_multiple_of(16) * world) as u64)?],
+            _ => [
+                self.cuda.buffer(bytes as u64)?,
+                self.cuda.buffer((bytes.next_multiple_of(16) * world) as u64)?,
+            ],
         };
         *scratch = Some([from.clone(), to.clone()]);
         let mut padded = mine.to_vec();

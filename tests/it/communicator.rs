@@ -14,15 +14,12 @@ const PATIENT: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(300);
 
 /// Runs each rank on a thread of its own. A rank that panics gives `None`.
-fn ranks<T: Send>(
-    world: u32,
-    timeout: Duration,
-    run: impl Fn(InProcess, u32) -> T + Sync,
-) -> Vec<Option<T>> {
+fn ranks<T: Send>(world: u32, timeout: Duration, run: impl Fn(InProcess, u32) -> T + Sync) -> Vec<Option<T>> {
     let group = InProcess::group(world, timeout).expect("a group");
     std::thread::scope(|scope| {
         let run = &run;
-        let threads: Vec<_> = (0..).zip(group).map(|(rank, end)| scope.spawn(move || run(end, rank))).collect();
+        let threads: Vec<_> =
+            (0..).zip(group).map(|(rank, end)| scope.spawn(move || run(end, rank))).collect();
         threads.into_iter().map(|thread| thread.join().ok()).collect()
     })
 }
@@ -46,8 +43,10 @@ fn every_exchange_gives_each_rank_its_bytes() {
     for world in 1..=4 {
         let all = ranks(world, PATIENT, |end, rank| -> Result<()> {
             let (end, cpu) = (as_dyn(&end), Cpu::with_threads(1));
-            let part = |from: u32, to: u32, bytes| (0..bytes).map(move |i| byte(from, to, i)).collect::<Vec<_>>();
-            let parts = |bytes| buffer(&cpu, &(0..world).flat_map(|to| part(rank, to, bytes)).collect::<Vec<_>>());
+            let part =
+                |from: u32, to: u32, bytes| (0..bytes).map(move |i| byte(from, to, i)).collect::<Vec<_>>();
+            let parts =
+                |bytes| buffer(&cpu, &(0..world).flat_map(|to| part(rank, to, bytes)).collect::<Vec<_>>());
             let room = |bytes: u64| cpu.buffer(bytes * u64::from(world)).expect("a buffer");
             for _ in 0..3 {
                 // Two arrays at once, of 4 and 8 bytes a rank.
@@ -149,12 +148,20 @@ fn a_rank_that_returns_early_is_an_error_on_the_others() {
 }
 
 fn other_sizes_and_other_calls_are_an_error_on_every_rank() {
-    must_fail(3, PATIENT, "rank 0 calls all_gather with 4 bytes, rank 2 calls all_gather with 8 bytes", |end, rank| {
-        gather(&end, if rank == 2 { 8 } else { 4 })
-    });
-    must_fail(2, PATIENT, "rank 0 calls all_gather with 4 bytes, rank 1 calls all_to_all with 4 bytes", |end, rank| {
-        if rank == 0 { gather(&end, 4) } else { as_dyn(&end).all_to_all_host(&[1; 4]).map(drop) }
-    });
+    must_fail(
+        3,
+        PATIENT,
+        "rank 0 calls all_gather with 4 bytes, rank 2 calls all_gather with 8 bytes",
+        |end, rank| gather(&end, if rank == 2 { 8 } else { 4 }),
+    );
+    must_fail(
+        2,
+        PATIENT,
+        "rank 0 calls all_gather with 4 bytes, rank 1 calls all_to_all with 4 bytes",
+        |end, rank| {
+            if rank == 0 { gather(&end, 4) } else { as_dyn(&end).all_to_all_host(&[1; 4]).map(drop) }
+        },
+    );
     // And from then on.
     must_fail(2, PATIENT, "with 8 bytes", |end, rank| {
         let first = gather(&end, if rank == 1 { 8 } else { 4 });
@@ -235,7 +242,10 @@ fn another_world_or_form_is_an_error_on_every_rank() {
         let mut cp = ContextParallel::new(&cpu, spec(4, CombineForm::AllToAll)).expect("made");
         cp.prepare(1).expect("prepared");
         let combined = cp.combine(as_dyn(&end));
-        assert!(matches!(combined, Err(Error::RanksDiffer { first_has: 4, other_has: 2, .. })), "{combined:?}");
+        assert!(
+            matches!(combined, Err(Error::RanksDiffer { first_has: 4, other_has: 2, .. })),
+            "{combined:?}"
+        );
         cp.digest().agree(as_dyn(&end))
     });
     assert!(all.iter().all(|result| matches!(result, Some(Err(Error::RanksDiffer { .. })))), "{all:?}");

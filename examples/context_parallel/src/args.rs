@@ -137,8 +137,14 @@ impl Args {
         }
         args.one_rank = match (rank, world, id_file) {
             (None, None, None) => None,
-            (Some(rank), Some(world), Some(id_file)) if rank < world => Some(OneRank { rank, world, id_file }),
-            _ => return Err("--rank, --world and --id-file go together, and the rank is below the world".into()),
+            (Some(rank), Some(world), Some(id_file)) if rank < world => {
+                Some(OneRank { rank, world, id_file })
+            }
+            _ => {
+                return Err(
+                    "--rank, --world and --id-file go together, and the rank is below the world".into()
+                );
+            }
         };
         if args.one_rank.is_some() && (args.engine != Engine::Nccl || args.devices.len() > 1) {
             return Err("--rank is of one process a rank: give --engine nccl and one device".into());

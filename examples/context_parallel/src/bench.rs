@@ -32,17 +32,20 @@ pub struct Bench<'a, D: Launch> {
     probe: D::Buffer,
 }
 
+type PartOf<D> = fn(&Bench<'_, D>) -> Result<(), Error>;
+
 /// All parts, by threads of this process; true if all was right.
 #[must_use]
 pub fn over_threads(args: &Args) -> bool {
-    let ranks = threads::each(args, |_, device, end| on_device!(device, device => Ok(run(&device, &end, args))));
+    let ranks =
+        threads::each(args, |_, device, end| on_device!(device, device => Ok(run(&device, &end, args))));
     ranks.iter().filter_map(|rank| rank.as_ref().err()).for_each(|error| println!("error: {error}"));
     ranks.iter().all(|rank| *rank == Ok(true))
 }
 
 /// All parts, as one rank; rank 0 prints.
 pub fn run<D: Launch>(device: &D, communicator: &dyn Communicator<D>, args: &Args) -> bool {
-    let parts: [(&str, fn(&Bench<'_, D>) -> Result<(), Error>); 4] =
+    let parts: [(&str, PartOf<D>); 4] =
         [("long", long::run), ("exchange", exchange::run), ("replays", replays::run), ("plain", plain::run)];
     let (rank, world) = (communicator.rank(), communicator.world());
     let wanted = |name: &str| args.parts.is_empty() || args.parts.iter().any(|part| part == name);

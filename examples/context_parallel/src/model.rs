@@ -12,8 +12,8 @@ use wgpu_mla::{CombineForm, ContextParallelSpec, Dtype, LseBase};
 
 use crate::report::name;
 use figures::{
-    CARD_BYTES, H200, IN_PROCESS, LAYERS, LINKS, Link, MEASURED, MEASURED_EXCHANGES, MEASURED_TOKENS, Machine,
-    TWO_CORES,
+    CARD_BYTES, H200, IN_PROCESS, LAYERS, LINKS, Link, MEASURED, MEASURED_EXCHANGES, MEASURED_TOKENS,
+    Machine, TWO_CORES,
 };
 
 const FORMS: [CombineForm; 3] =
@@ -59,7 +59,7 @@ impl Case {
         if ranks == 1 {
             return Some(Cost { ranks, form, us: decode, read, sent: 0.0, launches: 2 });
         }
-        let Some((exchange, sent)) = self.exchange(ranks, form) else { return None };
+        let (exchange, sent) = self.exchange(ranks, form)?;
         let launches = 2 + if form == CombineForm::AllGatherReduceScatter { 3 } else { 2 };
         Some(Cost { ranks, form, us: decode + exchange, read, sent, launches })
     }
@@ -188,7 +188,8 @@ fn batches() {
             for heads in [16, 128] {
                 let cache = Dtype::Bf16;
                 let case = case(link, sequences, f64::from(sequences) * len, heads, cache);
-                let us: Vec<f64> = [1, 2, 8].into_iter().filter_map(|ranks| Some(case.best(ranks)?.us)).collect();
+                let us: Vec<f64> =
+                    [1, 2, 8].into_iter().filter_map(|ranks| Some(case.best(ranks)?.us)).collect();
                 let [one, two, eight] = us[..] else { continue };
                 println!(
                     "| {} | {sequences} x {len} | {heads} | {cache} | {one:.0} | {two:.0} | {:.2} | {eight:.0} | {:.2} |",
@@ -240,7 +241,12 @@ fn check() {
     for run in MEASURED {
         let case = of(1, MEASURED_TOKENS.into(), run.heads, run.cache);
         let Some(cost) = case.best(run.ranks) else { continue };
-        line(format!("1 x {MEASURED_TOKENS}, {} heads, {}", run.heads, run.cache), run.ranks, cost.us, run.us);
+        line(
+            format!("1 x {MEASURED_TOKENS}, {} heads, {}", run.heads, run.cache),
+            run.ranks,
+            cost.us,
+            run.us,
+        );
     }
     for (ranks, measured) in MEASURED_EXCHANGES {
         for (form, measured) in FORMS.into_iter().zip(measured) {

@@ -44,9 +44,15 @@ pub fn drawn() -> Vec<Whole> {
     vec![
         Whole::drawn(
             "f32, ragged, 1 to 4 query tokens",
-            &Make { sequences: lens(&[(70, 1), (3, 2), (0, 0), (133, 4), (1, 1), (17, 0)]), ..make(Dtype::F32, Dtype::F32, Data::Painted, &[]) },
+            &Make {
+                sequences: lens(&[(70, 1), (3, 2), (0, 0), (133, 4), (1, 1), (17, 0)]),
+                ..make(Dtype::F32, Dtype::F32, Data::Painted, &[])
+            },
         ),
-        Whole::drawn("f32, one token takes the weight", &make(Dtype::F32, Dtype::F32, Data::Needle, &[(200, 1), (90, 2)])),
+        Whole::drawn(
+            "f32, one token takes the weight",
+            &make(Dtype::F32, Dtype::F32, Data::Needle, &[(200, 1), (90, 2)]),
+        ),
         Whole::drawn("f16", &make(Dtype::F16, Dtype::F16, Data::Painted, &[(150, 2), (64, 1)])),
         Whole::drawn("bf16 up to 1e5", &make(Dtype::Bf16, Dtype::Bf16, Data::Huge, &[(100, 1), (31, 3)])),
         Whole::drawn("e4m3", &make(Dtype::E4m3, Dtype::Bf16, Data::Painted, &[(120, 1), (0, 1), (77, 2)])),
@@ -63,7 +69,8 @@ pub struct Work {
 impl Work {
     /// The names of what is run, and its heads, in order.
     pub fn names(&self) -> impl Iterator<Item = (&str, u32)> {
-        let wholes = self.wholes.iter().map(|whole| (whole.problem.name.as_str(), whole.problem.spec.shape.num_heads));
+        let wholes =
+            self.wholes.iter().map(|whole| (whole.problem.name.as_str(), whole.problem.spec.shape.num_heads));
         wholes.chain(self.combines.iter().map(|(name, case)| (name.as_str(), case.num_heads as u32)))
     }
 }

@@ -8,8 +8,8 @@ use mla_support::paint::Problem;
 use mla_support::ranks;
 use wgpu_mla::communicator::Communicator;
 use wgpu_mla::{
-    Backend, Batch, CombineForm, ContextParallel, ContextParallelSpec, Dtype, Error, MlaDecodeArgs, PageTable,
-    Plan, Shares, SplitPolicy, View,
+    Backend, Batch, CombineForm, ContextParallel, ContextParallelSpec, Dtype, Error, MlaDecodeArgs,
+    PageTable, Plan, Shares, SplitPolicy, View,
 };
 
 use crate::problems::Whole;

@@ -91,9 +91,10 @@ pub fn each<T: Send>(
                 })
             })
             .collect();
-        let joined = threads.into_iter().enumerate().map(|(rank, thread)| {
-            thread.join().unwrap_or_else(|_| Err(format!("rank {rank}: it panicked")))
-        });
+        let joined = threads
+            .into_iter()
+            .enumerate()
+            .map(|(rank, thread)| thread.join().unwrap_or_else(|_| Err(format!("rank {rank}: it panicked"))));
         joined.collect()
     })
 }

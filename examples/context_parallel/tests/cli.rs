@@ -23,7 +23,8 @@ fn must(args: &[&str], status: i32, want: &[&str]) {
 /// The cases of two ranks, and of others by two; five batches of its own.
 #[test]
 fn two_and_four_ranks_on_the_cpu() {
-    let of_two = ["7 cases and batches, 42 results of ranks: PASS", "dcp_decode_bf16_w2_i1 (ag_rs)", "e4m3 (a2a)"];
+    let of_two =
+        ["7 cases and batches, 42 results of ranks: PASS", "dcp_decode_bf16_w2_i1 (ag_rs)", "e4m3 (a2a)"];
     must(&["--devices", "cpu,cpu", "--timeout", "60"], 0, &of_two);
     let of_four = ["8 cases and batches, 80 results of ranks: PASS", "dcp_combine_w4_base2 (ag)"];
     must(&["--devices=cpu,cpu,cpu,cpu", "--timeout", "60"], 0, &of_four);
@@ -32,7 +33,8 @@ fn two_and_four_ranks_on_the_cpu() {
 #[test]
 fn uneven_shares_of_every_interleave() {
     for interleave in ["1", "5", "64"] {
-        let args = ["--devices", "cpu,cpu,cpu", "--shares", "7,2,1", "--interleave", interleave, "--timeout", "60"];
+        let args =
+            ["--devices", "cpu,cpu,cpu", "--shares", "7,2,1", "--interleave", interleave, "--timeout", "60"];
         must(&args, 0, &["8 cases and batches, 66 results of ranks: PASS", "dcp_combine_w3_e (a2a)"]);
     }
 }
@@ -68,7 +70,11 @@ fn a_rank_that_dies_is_an_error_on_the_others_in_time() {
 
 #[test]
 fn a_device_that_is_not_here_is_an_error_on_every_rank() {
-    must(&["--devices", "cpu,tpu", "--timeout", "20"], 1, &["must be cpu, wgpu, cuda", "rank 1 left", "FAIL"]);
+    must(
+        &["--devices", "cpu,tpu", "--timeout", "20"],
+        1,
+        &["must be cpu, wgpu, cuda", "rank 1 left", "FAIL"],
+    );
 }
 
 #[test]

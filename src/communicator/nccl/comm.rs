@@ -1,6 +1,6 @@
 //! A communicator of NCCL's, of which no call blocks longer than its time-out.
 
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -230,7 +230,9 @@ impl Replay for Alive {
 }
 
 fn late(timeout: Duration) -> String {
-    format!("the ranks did not all come within {timeout:?}: one is gone, late, or was set up for another world")
+    format!(
+        "the ranks did not all come within {timeout:?}: one is gone, late, or was set up for another world"
+    )
 }
 
 /// The result of a call that may never come back: it is then left to its thread.
@@ -241,10 +243,7 @@ fn bounded<T: Send + 'static>(timeout: Duration, call: impl FnOnce() -> T + Send
     if spawned.is_err() {
         return None;
     }
-    match receive.recv_timeout(timeout) {
-        Ok(result) => Some(result),
-        Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-    }
+    receive.recv_timeout(timeout).ok()
 }
 
 /// Between two looks: busy at first, since exchanges take microseconds.

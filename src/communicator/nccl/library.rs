@@ -153,11 +153,16 @@ impl Api {
     /// What the library says of an error.
     pub fn said(&self, code: Code, communicator: Handle) -> String {
         // SAFETY: both give C strings that live on, or null.
-        let [what, last] = unsafe { [(self.error_string)(code), (self.last_error)(communicator)] }.map(|text| {
-            let some = !text.is_null();
-            // SAFETY: a C string, which is copied.
-            if some { unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned() } else { String::new() }
-        });
+        let [what, last] =
+            unsafe { [(self.error_string)(code), (self.last_error)(communicator)] }.map(|text| {
+                let some = !text.is_null();
+                // SAFETY: a C string, which is copied.
+                if some {
+                    unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
+                } else {
+                    String::new()
+                }
+            });
         let last = if last.is_empty() { last } else { format!(": {last}") };
         format!("{what} ({}){last}", code.0)
     }

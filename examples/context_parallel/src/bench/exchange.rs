@@ -29,12 +29,7 @@ pub fn run<D: Launch>(bench: &Bench<'_, D>) -> Result<(), Error> {
     Ok(())
 }
 
-fn row<D: Launch>(
-    bench: &Bench<'_, D>,
-    tokens: u32,
-    form: CombineForm,
-    dtype: Dtype,
-) -> Result<(), Error> {
+fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, form: CombineForm, dtype: Dtype) -> Result<(), Error> {
     let Bench { device, communicator, rank, world, .. } = *bench;
     let spec = ContextParallelSpec {
         num_heads: HEADS,
@@ -60,8 +55,7 @@ fn row<D: Launch>(
     let (out, lse) = cp.partial();
     device.upload(out.buffer, 0, &dtype.encode_all(&values(HEADS * tokens * 512)))?;
     device.upload(lse.buffer, 0, &Dtype::F32.encode_all(&values(HEADS * tokens)))?;
-    let launch =
-        device.again(bench.in_graph(), || (0..LAYERS).try_for_each(|_| cp.combine(communicator)))?;
+    let launch = device.again(bench.in_graph(), || (0..LAYERS).try_for_each(|_| cp.combine(communicator)))?;
     let seconds = bench.time(&*launch)? / f64::from(LAYERS);
     let sent = cp.spec().bytes_sent() as f64;
     bench.say(&format!(

@@ -35,17 +35,13 @@ pub trait Launch: Backend + 'static {
     ///
     /// # Errors
     /// Those of `record`, of a capture, and where there are no graphs.
-    fn captured(
-        device: &Self,
-        record: impl Fn() -> Result<(), Error>,
-    ) -> Result<Again<'static>, Error> {
+    fn captured(device: &Self, record: impl Fn() -> Result<(), Error>) -> Result<Again<'static>, Error> {
         let _ = (device, record);
         Err(Error::LayoutMismatch { detail: "this device has no graphs" })
     }
 }
 
 impl Launch for Cpu {}
-
 
 #[cfg(feature = "wgpu")]
 impl Launch for Gpu {}
@@ -67,10 +63,7 @@ impl Launch for Cuda {
         Self::captured(self, record).map(|launch| launch as Again<'a>)
     }
 
-    fn captured(
-        device: &Self,
-        record: impl Fn() -> Result<(), Error>,
-    ) -> Result<Again<'static>, Error> {
+    fn captured(device: &Self, record: impl Fn() -> Result<(), Error>) -> Result<Again<'static>, Error> {
         // Once outside of a capture: NCCL makes connections for each size.
         record()?;
         let graph = device.capture(record)?;

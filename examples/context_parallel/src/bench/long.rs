@@ -43,7 +43,8 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, heads: u32, cache: Dtype) -
         query: Dtype::Bf16,
         out: Dtype::F32,
     };
-    let shares = bench.args.shares(PAGE).map_err(|detail| Error::Exchange { what: "--shares", rank, detail })?;
+    let shares =
+        bench.args.shares(PAGE).map_err(|detail| Error::Exchange { what: "--shares", rank, detail })?;
     let q = query(device, &shape)?;
     let content = content(cache, shape.row_elems());
 

@@ -45,15 +45,22 @@ pub fn run<D: Launch>(bench: &Bench<'_, D>) -> Result<(), Error> {
     let mut cp = ContextParallel::new(device, ContextParallelSpec::of(&part_spec, rank, world, queries))?;
     cp.prepare(queries)?;
     let (cp_out, cp_lse) = cp.partial();
-    let part_binding = part_mla.bind(&MlaDecodeArgs { kv: MlaDecodeArgs::dense(&part_spec, &q, &part_kv, &out, &lse, 1.0).kv, out: cp_out, lse: cp_lse, ..dense }, queries)?;
+    let part_binding = part_mla.bind(
+        &MlaDecodeArgs {
+            kv: MlaDecodeArgs::dense(&part_spec, &q, &part_kv, &out, &lse, 1.0).kv,
+            out: cp_out,
+            lse: cp_lse,
+            ..dense
+        },
+        queries,
+    )?;
 
     // All plans first: a graph serves what fits the step that it was captured of.
     let mut rng = Rng(11);
     let mut steps = Vec::new();
     let (mut room, mut part_room) = (Capacity::default(), Capacity::default());
     for _ in 0..replays {
-        let lens: Vec<i32> =
-            whole.seq_lens.iter().map(|&len| rng.below(len as usize + 1) as i32).collect();
+        let lens: Vec<i32> = whole.seq_lens.iter().map(|&len| rng.below(len as usize + 1) as i32).collect();
         let plans = Plans::new(&mla, &part_mla, &shares, rank, &lens, &whole.query_start_loc)?;
         room = room.max(Capacity::of(&plans.whole));
         part_room = part_room.max(Capacity::of(&plans.part));

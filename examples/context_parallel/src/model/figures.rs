@@ -67,13 +67,18 @@ pub struct Link {
 pub const LINKS: [Link; 4] = [
     Link { name: "NVLink 4 in a host", latency_us: 8.0, rank_us: 0.5, gbs: 360.0, ranks: 8 },
     Link { name: "PCIe 5 x16 in a host", latency_us: 12.0, rank_us: 1.0, gbs: 45.0, ranks: 8 },
-    Link { name: "InfiniBand NDR, 400 Gbit/s a card", latency_us: 18.0, rank_us: 1.0, gbs: 46.0, ranks: 1024 },
+    Link {
+        name: "InfiniBand NDR, 400 Gbit/s a card",
+        latency_us: 18.0,
+        rank_us: 1.0,
+        gbs: 46.0,
+        ranks: 1024,
+    },
     Link { name: "Ethernet, 100 Gbit/s a card", latency_us: 40.0, rank_us: 4.0, gbs: 11.0, ranks: 1024 },
 ];
 
 /// Threads of one process, through host memory, two cores for all: of the runs below.
-pub const IN_PROCESS: Link =
-    Link { name: "InProcess", latency_us: 60.0, rank_us: 20.0, gbs: 5.0, ranks: 8 };
+pub const IN_PROCESS: Link = Link { name: "InProcess", latency_us: 60.0, rank_us: 20.0, gbs: 5.0, ranks: 8 };
 
 /// A run that the model is compared with.
 #[derive(Debug, Clone, Copy)]
