@@ -73,6 +73,7 @@ step "lints" cargo clippy --locked "${crates[@]}" --all-targets --features cuda 
 step "tests: build" cargo test --locked "${crates[@]}" --features cuda --no-run
 step "unit tests" cargo test --locked "${crates[@]}" --features cuda --lib
 step "tests" cargo test --locked --features cuda --test it
+step "several devices" cargo test --locked -p context_parallel
 step "examples in the docs" cargo test --locked "${crates[@]}" --features cuda --doc
 step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc --locked "${crates[@]}" --no-deps --features cuda
 

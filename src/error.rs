@@ -371,6 +371,41 @@ pub enum Error {
         /// What the driver said.
         detail: String,
     },
+    /// NCCL cannot be used. Install it and put its folder on the library path, or use another communicator.
+    #[error(
+        "no NCCL: {detail}; install NCCL 2.14 or later (pip's nvidia-nccl-cu12 has it) and put its folder on LD_LIBRARY_PATH, or use another communicator"
+    )]
+    NoNccl {
+        /// What is missing.
+        detail: String,
+    },
+    /// An exchange between ranks did not come about: a rank is gone, failed, did not come within the time-out, or passed something else.
+    /// The group is of no use after that. Find out why at the rank that is named, and make a new group on every rank.
+    #[error("rank {rank}: {what} between the ranks failed: {detail}; make a new group on every rank")]
+    Exchange {
+        /// What was being done.
+        what: &'static str,
+        /// The rank that says so.
+        rank: u32,
+        /// What happened, with the rank at fault where it is known.
+        detail: String,
+    },
+    /// The ranks of a group are not at the same step, or were not set up alike: every rank gets this error. Give all ranks the same.
+    #[error(
+        "the ranks differ in {what}: rank {first} has {first_has}, rank {other} has {other_has}: give all ranks the same"
+    )]
+    RanksDiffer {
+        /// What differs.
+        what: &'static str,
+        /// A rank.
+        first: u32,
+        /// What it has.
+        first_has: u64,
+        /// The first rank that has something else.
+        other: u32,
+        /// What that one has.
+        other_has: u64,
+    },
     /// The adapter refused to make the device. Ask for fewer features or lower limits, or use another adapter or driver.
     #[error(
         "the adapter refused the device: {detail}; ask for fewer features or lower limits, or use another adapter or driver"

@@ -124,6 +124,8 @@
 #[cfg(not(target_arch = "wasm32"))]
 pub mod any;
 mod backend;
+pub mod communicator;
+mod context_parallel;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -146,6 +148,7 @@ mod view;
 #[cfg(not(target_arch = "wasm32"))]
 pub use any::AnyBackend;
 pub use backend::Backend;
+pub use context_parallel::{CombineForm, ContextParallel, ContextParallelSpec};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
 pub use error::{Error, Result};
 #[cfg(feature = "wgpu")]

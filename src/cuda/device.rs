@@ -97,6 +97,18 @@ impl Cuda {
         &self.stream
     }
 
+    /// Whether all that was put on the stream has run. Waits for nothing, but is no call for a capture.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn is_idle(&self) -> Result<bool> {
+        self.stream.context().bind_to_thread().map_err(failed("to ask the stream"))?;
+        // SAFETY: the stream is open as long as `self` is.
+        match unsafe { sys::cuStreamQuery(self.stream.cu_stream()) } {
+            sys::CUresult::CUDA_SUCCESS => Ok(true),
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => Err(failed("to ask the stream")(DriverError(code))),
+        }
+    }
+
     pub(super) fn card(&self) -> &Card {
         &self.card
     }

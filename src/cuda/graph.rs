@@ -63,6 +63,11 @@ impl Captures {
         }
     }
 
+    #[cfg(feature = "nccl")]
+    fn is_open(&self) -> bool {
+        self.lock().is_some()
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<Held>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -128,6 +133,26 @@ impl Cuda {
         recorded?;
         let empty = Error::LayoutMismatch { detail: "nothing was launched in Cuda::capture: record in it" };
         Ok(Graph { graph: graph?.ok_or(empty)?, held, cuda: self.clone() })
+    }
+}
+
+#[cfg(feature = "nccl")]
+impl Cuda {
+    /// Whether [`Cuda::capture`] is under way.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.captures.is_open()
+    }
+
+    /// Before something else than a kernel is put on the stream: what a graph that is captured has to keep and to check. Makes the card
+    /// current.
+    pub(crate) fn note_exchange<'a>(
+        &self,
+        buffers: impl IntoIterator<Item = &'a Buffer>,
+        check: impl FnOnce() -> Box<dyn Replay>,
+    ) -> Result<()> {
+        self.captures.hold(buffers);
+        self.captures.note(check);
+        self.stream().context().bind_to_thread().map_err(failed("to use the card"))
     }
 }
 

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// Every function that this backend cannot do without, most of them reached through cudarc, which panics where one is missing.
 /// `cuLaunchKernelEx` is the newest, of CUDA 11.8.
-const CALLED: [&str; 29] = [
+const CALLED: [&str; 30] = [
     "cuInit",
     "cuGetErrorString",
     "cuDeviceGet",
@@ -19,6 +19,7 @@ const CALLED: [&str; 29] = [
     "cuCtxSynchronize",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
+    "cuStreamQuery",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuEventCreate",

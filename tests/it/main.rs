@@ -12,6 +12,7 @@ mod harness;
 mod any;
 mod batch_tables;
 mod codes;
+mod communicator;
 mod conformance;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -53,6 +54,7 @@ fn main() -> std::process::ExitCode {
         any::tests,
         batch_tables::tests,
         codes::tests,
+        communicator::tests,
         conformance::tests,
         cpu::tests,
         examples::tests,

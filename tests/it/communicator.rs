@@ -1,0 +1,299 @@
+//! Exchanges between ranks that are threads: what arrives, and that whatever goes wrong is an error on every rank, in time.
+
+use std::time::{Duration, Instant};
+
+use wgpu_mla::communicator::{Communicator, Exchange, InProcess, StepDigest};
+use wgpu_mla::cpu::Cpu;
+use wgpu_mla::{
+    Batch, CombineForm, ContextParallel, ContextParallelSpec, Device, Dtype, Error, LseBase, Result,
+};
+
+/// Longer than any exchange here takes, on a busy machine too.
+const PATIENT: Duration = Duration::from_secs(60);
+/// For a test that waits it out.
+const SHORT: Duration = Duration::from_millis(300);
+
+/// Runs each rank on a thread of its own. A rank that panics gives `None`.
+fn ranks<T: Send>(world: u32, timeout: Duration, run: impl Fn(InProcess, u32) -> T + Sync) -> Vec<Option<T>> {
+    let group = InProcess::group(world, timeout).expect("a group");
+    std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> =
+            (0..).zip(group).map(|(rank, end)| scope.spawn(move || run(end, rank))).collect();
+        threads.into_iter().map(|thread| thread.join().ok()).collect()
+    })
+}
+
+fn as_dyn(rank: &InProcess) -> &dyn Communicator<Cpu> {
+    rank
+}
+
+fn buffer(cpu: &Cpu, bytes: &[u8]) -> wgpu_mla::cpu::Buffer {
+    let buffer = cpu.buffer(bytes.len() as u64).expect("a buffer");
+    cpu.upload(&buffer, 0, bytes).expect("uploaded");
+    buffer
+}
+
+/// Byte `i` of what `rank` has for `to`.
+fn byte(rank: u32, to: u32, i: usize) -> u8 {
+    (rank * 50 + to * 10) as u8 + i as u8
+}
+
+fn every_exchange_gives_each_rank_its_bytes() {
+    for world in 1..=4 {
+        let all = ranks(world, PATIENT, |end, rank| -> Result<()> {
+            let (end, cpu) = (as_dyn(&end), Cpu::with_threads(1));
+            let part =
+                |from: u32, to: u32, bytes| (0..bytes).map(move |i| byte(from, to, i)).collect::<Vec<_>>();
+            let parts =
+                |bytes| buffer(&cpu, &(0..world).flat_map(|to| part(rank, to, bytes)).collect::<Vec<_>>());
+            let room = |bytes: u64| cpu.buffer(bytes * u64::from(world)).expect("a buffer");
+            for _ in 0..3 {
+                // Two arrays at once, of 4 and 8 bytes a rank.
+                let (from, to) = ([parts(4), parts(8)], [room(4), room(8)]);
+                let exchange = |i: usize, bytes| Exchange { from: &from[i], to: &to[i], bytes };
+                end.all_to_all(&cpu, &[exchange(0, 4), exchange(1, 8)])?;
+                for (to, bytes) in to.iter().zip([4, 8]) {
+                    let want: Vec<u8> = (0..world).flat_map(|of| part(of, rank, bytes)).collect();
+                    assert_eq!(cpu.download(to, want.len() as u64)?, want);
+                }
+                let from = [4, 8].map(|bytes| buffer(&cpu, &part(rank, 9, bytes)));
+                let exchange = |i: usize, bytes| Exchange { from: &from[i], to: &to[i], bytes };
+                end.all_gather(&cpu, &[exchange(0, 4), exchange(1, 8)])?;
+                for (to, bytes) in to.iter().zip([4, 8]) {
+                    let want: Vec<u8> = (0..world).flat_map(|of| part(of, 9, bytes)).collect();
+                    assert_eq!(cpu.download(to, want.len() as u64)?, want);
+                }
+            }
+            Ok(())
+        });
+        assert_eq!(all, vec![Some(Ok(())); world as usize]);
+    }
+}
+
+fn sums_are_those_of_the_ranks_in_every_dtype() {
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+        let all = ranks(3, PATIENT, |end, rank| -> Result<Vec<f32>> {
+            let cpu = Cpu::with_threads(1);
+            let values: Vec<f32> = (0..12).map(|i| (i as f32 + 1.0) * (rank as f32 + 1.0)).collect();
+            let (from, to) = (buffer(&cpu, &dtype.encode_all(&values)), cpu.buffer(16)?);
+            let bytes = 4 * dtype.bytes() as u64;
+            as_dyn(&end).reduce_scatter(&cpu, &Exchange { from: &from, to: &to, bytes }, dtype)?;
+            Ok(dtype.decode_all(&cpu.download(&to, bytes)?))
+        });
+        for (rank, got) in all.into_iter().enumerate() {
+            let want: Vec<f32> = (0..4).map(|i| ((rank * 4 + i) as f32 + 1.0) * 6.0).collect();
+            assert_eq!(got, Some(Ok(want)), "{dtype}");
+        }
+    }
+    let all = ranks(1, PATIENT, |end, _| {
+        let cpu = Cpu::with_threads(1);
+        let [from, to] = [0; 2].map(|_| cpu.buffer(16).expect("a buffer"));
+        as_dyn(&end).reduce_scatter(&cpu, &Exchange { from: &from, to: &to, bytes: 4 }, Dtype::E4m3)
+    });
+    assert!(matches!(&all[..], [Some(Err(Error::DtypeUnsupported { .. }))]), "{all:?}");
+}
+
+fn what_does_not_fit_is_refused_before_it_is_sent() {
+    let all = ranks(1, SHORT, |end, _| {
+        let (end, cpu) = (as_dyn(&end), Cpu::with_threads(1));
+        let [a, b] = [0; 2].map(|_| cpu.buffer(16).expect("a buffer"));
+        let gather = |from, to, bytes| end.all_gather(&cpu, &[Exchange { from, to, bytes }]);
+        assert!(matches!(gather(&a, &b, 20), Err(Error::BufferTooSmall { end: 20, .. })));
+        assert!(matches!(gather(&a, &b, 6), Err(Error::Alignment { got: 6, .. })));
+        assert!(matches!(gather(&a, &a, 4), Err(Error::Aliased { .. })));
+        assert!(end.all_to_all_host(&[]).is_ok_and(|bytes| bytes.is_empty()));
+    });
+    assert_eq!(all, [Some(())]);
+    assert!(matches!(InProcess::group(0, SHORT), Err(Error::Shape { what: "world", .. })));
+}
+
+/// What each rank says, which must be an error on all that came back, soon.
+fn must_fail(world: u32, timeout: Duration, why: &str, run: impl Fn(InProcess, u32) -> Result<()> + Sync) {
+    let begin = Instant::now();
+    let all = ranks(world, timeout, run);
+    assert!(begin.elapsed() < PATIENT / 2, "an error, but late");
+    let errors: Vec<String> =
+        all.into_iter().flatten().map(|result| result.expect_err("an error").to_string()).collect();
+    assert!(!errors.is_empty());
+    for error in errors {
+        assert!(error.contains(why) && error.contains("make a new group"), "{error}");
+    }
+}
+
+fn gather(end: &InProcess, bytes: usize) -> Result<()> {
+    as_dyn(end).all_gather_host(&vec![1; bytes]).map(drop)
+}
+
+fn a_rank_that_panics_is_an_error_on_the_others() {
+    must_fail(3, PATIENT, "rank 1 panicked before its all_gather", |end, rank| {
+        gather(&end, 4)?;
+        assert_ne!(rank, 1, "on purpose");
+        gather(&end, 4)
+    });
+}
+
+fn a_rank_that_returns_early_is_an_error_on_the_others() {
+    let all = ranks(3, PATIENT, |end, rank| {
+        gather(&end, 4)?;
+        if rank == 2 { Ok(()) } else { gather(&end, 4) }
+    });
+    assert_eq!(all[2], Some(Ok(())));
+    for error in all[..2].iter().flatten() {
+        let text = error.as_ref().expect_err("an error").to_string();
+        assert!(text.contains("rank 2 left before its all_gather"), "{text}");
+    }
+    // One that leaves after the last exchange, as all do, is none.
+    assert!(ranks(4, PATIENT, |end, _| gather(&end, 4)).iter().all(|result| *result == Some(Ok(()))));
+}
+
+fn other_sizes_and_other_calls_are_an_error_on_every_rank() {
+    must_fail(
+        3,
+        PATIENT,
+        "rank 0 calls all_gather with 4 bytes, rank 2 calls all_gather with 8 bytes",
+        |end, rank| gather(&end, if rank == 2 { 8 } else { 4 }),
+    );
+    must_fail(
+        2,
+        PATIENT,
+        "rank 0 calls all_gather with 4 bytes, rank 1 calls all_to_all with 4 bytes",
+        |end, rank| {
+            if rank == 0 { gather(&end, 4) } else { as_dyn(&end).all_to_all_host(&[1; 4]).map(drop) }
+        },
+    );
+    // And from then on.
+    must_fail(2, PATIENT, "with 8 bytes", |end, rank| {
+        let first = gather(&end, if rank == 1 { 8 } else { 4 });
+        gather(&end, 4).and(first)
+    });
+}
+
+fn a_rank_that_does_not_come_is_an_error_in_time() {
+    must_fail(3, SHORT, "rank 1 did not come to all_gather within 300ms", |end, rank| {
+        if rank == 1 {
+            std::thread::sleep(3 * SHORT);
+        }
+        gather(&end, 4)
+    });
+}
+
+fn a_step_that_differs_is_an_error_on_every_rank_that_names_what() {
+    let (lens, starts) = ([100, 7], [0, 1, 2]);
+    let agree = |change: fn(StepDigest, &Batch<'_>) -> StepDigest| {
+        ranks(3, PATIENT, move |end, rank| {
+            let batch = Batch::new(&lens, &starts);
+            let same = StepDigest::new().step(5).batch(&batch).shares([1, 1, 1, 16]);
+            let digest = if rank == 1 { change(same, &batch) } else { same };
+            digest.agree(as_dyn(&end)).map_err(|error| error.to_string())
+        })
+    };
+    assert_eq!(agree(|same, _| same), [Some(Ok(())), Some(Ok(())), Some(Ok(()))]);
+    let must_say = |text: &str, change| {
+        for result in agree(change) {
+            let error = result.expect("no panic").expect_err("differs");
+            assert!(error.contains(text), "{error}");
+        }
+    };
+    must_say("the ranks differ in step: rank 0 has 5, rank 1 has 6", |same, _| same.step(6));
+    must_say("the ranks differ in the shares of the context", |same, _| same.shares([1, 1, 1, 8]));
+    must_say("the ranks differ in seq_lens: ", |same, batch| {
+        same.batch(&Batch { seq_lens: &[100, 8], ..*batch })
+    });
+    must_say("the ranks differ in seq_lens[0]: rank 0 has 100, rank 1 has 99", |same, batch| {
+        same.batch(&Batch { seq_lens: &[99, 7], ..*batch })
+    });
+    must_say("the number of sequences: rank 0 has 2, rank 1 has 1", |same, _| {
+        same.batch(&Batch::new(&[100], &[0, 1]))
+    });
+    must_say("the ranks differ in query_start_loc", |same, batch| {
+        same.batch(&Batch { query_start_loc: &[0, 1, 3], ..*batch })
+    });
+}
+
+fn spec(world: u32, form: CombineForm) -> ContextParallelSpec {
+    ContextParallelSpec {
+        num_heads: 4,
+        kv_lora_rank: 256,
+        out: Dtype::F32,
+        lse_base: LseBase::E,
+        rank: 0,
+        world,
+        max_tokens: 3,
+        form,
+    }
+}
+
+fn another_world_or_form_is_an_error_on_every_rank() {
+    // A group of two, of which one rank was set up for four.
+    let all = ranks(2, PATIENT, |end, rank| {
+        let cpu = Cpu::with_threads(1);
+        let world = if rank == 0 { 2 } else { 4 };
+        let cp = ContextParallel::new(&cpu, spec(world, CombineForm::AllToAll)).expect("made");
+        cp.digest().agree(as_dyn(&end))
+    });
+    for result in all {
+        let error = result.expect("no panic").expect_err("differs").to_string();
+        assert!(error.contains("the ranks differ in world: rank 0 has 2, rank 1 has 4"), "{error}");
+    }
+    // All were set up for another world than the group's.
+    let all = ranks(2, PATIENT, |end, _| {
+        let cpu = Cpu::with_threads(1);
+        let mut cp = ContextParallel::new(&cpu, spec(4, CombineForm::AllToAll)).expect("made");
+        cp.prepare(1).expect("prepared");
+        let combined = cp.combine(as_dyn(&end));
+        assert!(
+            matches!(combined, Err(Error::RanksDiffer { first_has: 4, other_has: 2, .. })),
+            "{combined:?}"
+        );
+        cp.digest().agree(as_dyn(&end))
+    });
+    assert!(all.iter().all(|result| matches!(result, Some(Err(Error::RanksDiffer { .. })))), "{all:?}");
+    let all = ranks(2, PATIENT, |end, rank| {
+        let form = if rank == 0 { CombineForm::AllToAll } else { CombineForm::AllGather };
+        let cp = ContextParallel::new(&Cpu::with_threads(1), spec(2, form)).expect("made");
+        cp.digest().agree(as_dyn(&end))
+    });
+    for result in all {
+        let error = result.expect("no panic").expect_err("differs").to_string();
+        assert!(error.contains("the combine's form"), "{error}");
+    }
+}
+
+fn one_rank_exchanges_nothing_and_reads_where_the_decode_wrote() {
+    let all = ranks(1, PATIENT, |end, _| {
+        let cpu = Cpu::with_threads(1);
+        let mut cp = ContextParallel::new(&cpu, spec(1, CombineForm::AllToAll)).expect("made");
+        cp.prepare(3).expect("prepared");
+        let values: Vec<f32> = (0..4 * 3 * 256).map(|i| i as f32).collect();
+        cpu.upload(cp.partial().0.buffer, 0, &Dtype::F32.encode_all(&values)).expect("uploaded");
+        cp.combine(as_dyn(&end)).expect("combined");
+        let out = cp.out();
+        assert_eq!(out.head_stride, 3 * 256);
+        assert_eq!(cp.partial().0.head_stride, out.head_stride);
+        assert_eq!(Dtype::F32.decode_all(&cpu.download(out.buffer, 4 * 3 * 256 * 4).expect("read")), values);
+        assert!(matches!(cp.prepare(4), Err(Error::Shape { what: "query tokens", .. })));
+    });
+    assert_eq!(all, [Some(())]);
+    for (world, form, what) in [
+        (3, CombineForm::AllToAll, "use CombineForm::AllGather"),
+        (3, CombineForm::AllGatherReduceScatter, "use CombineForm::AllGather"),
+        (0, CombineForm::AllGather, "world 0"),
+    ] {
+        let error = ContextParallel::new(&Cpu::with_threads(1), spec(world, form)).expect_err("refused");
+        assert!(error.to_string().contains(what), "{error}");
+    }
+}
+
+crate::tests![
+    every_exchange_gives_each_rank_its_bytes,
+    sums_are_those_of_the_ranks_in_every_dtype,
+    what_does_not_fit_is_refused_before_it_is_sent,
+    a_rank_that_panics_is_an_error_on_the_others,
+    a_rank_that_returns_early_is_an_error_on_the_others,
+    other_sizes_and_other_calls_are_an_error_on_every_rank,
+    a_rank_that_does_not_come_is_an_error_in_time,
+    a_step_that_differs_is_an_error_on_every_rank_that_names_what,
+    another_world_or_form_is_an_error_on_every_rank,
+    one_rank_exchanges_nothing_and_reads_where_the_decode_wrote,
+];
