@@ -150,6 +150,66 @@ impl ContextParallelSpec {
 /// With one rank these are the same buffers, and nothing is copied, launched or exchanged.
 ///
 /// Layers run one after another: each combine reads what its decode wrote, and overwrites the one before.
+///
+/// A sequence of 40 tokens on two CPUs, a thread each:
+///
+/// ```
+/// use std::time::Duration;
+/// use wgpu_mla::communicator::{Communicator, InProcess};
+/// use wgpu_mla::{
+///     Batch, ContextParallel, ContextParallelSpec, Device, Dtype, KvSpec, Mask, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Result,
+///     Shares, SplitPolicy, cpu::Cpu,
+/// };
+///
+/// fn rank(communicator: &dyn Communicator<Cpu>) -> Result<()> {
+///     let (rank, world) = (communicator.rank(), communicator.world());
+///     let shape = MlaShape { num_heads: 4, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+///     let kv = KvSpec { dtype: Dtype::F32, page_size: 16, num_pages: 2 };
+///     let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
+///     let cpu = Cpu::with_threads(1);
+///     let (q, cache) = (cpu.buffer(spec.query_bytes(1))?, cpu.buffer(spec.cache_bytes())?);
+///     // Rank 0 holds tokens of 1, rank 1 tokens of 2.
+///     cpu.upload(&cache, 0, &Dtype::F32.encode_all(&vec![rank as f32 + 1.0; 2 * 16 * 288]))?;
+///
+///     // Once: the decode writes where the exchange reads.
+///     let mla = cpu.compile(spec)?;
+///     let mut cp = ContextParallel::new(&cpu, ContextParallelSpec::of(&spec, rank, world, 1))?;
+///     let (out, lse) = cp.partial();
+///     let dense = MlaDecodeArgs::dense(&spec, &q, &cache, out.buffer, lse.buffer, 0.1);
+///     let layer = mla.bind(&MlaDecodeArgs { out, lse, ..dense }, 1)?;
+///
+///     // Every step: all ranks know the whole batch, and each plans its own tokens of it, every other block of 4.
+///     let (seq_lens, starts, shares) = ([40], [0, 1], Shares::even(world, 4)?);
+///     cp.digest().spec(&spec).batch(&Batch::new(&seq_lens, &starts)).agree(communicator)?;
+///     let local = shares.local_seq_lens(rank, &seq_lens)?;
+///     let bounds = shares.local_bounds(rank, &seq_lens, &starts)?;
+///     let batch = Batch { mask: Mask::Bounds(&bounds), ..Batch::new(&local, &starts) };
+///     let plan = Plan::new(&spec, &mla.tiling(), &batch, SplitPolicy::Auto)?;
+///     let mut step = mla.step(Default::default())?;
+///     mla.prepare(&mut step, (&plan, PageTable::Dense { block_table: &[1, 0], max_pages: 2 }))?;
+///     cp.prepare(1)?;
+///
+///     // Every layer.
+///     mla.run(&step, &layer)?;
+///     cp.combine(communicator)?;
+///     communicator.wait(&cpu)?;
+///
+///     // Two of the four heads, the average of 20 tokens of 1 and 20 of 2.
+///     assert_eq!(cp.spec().local_heads(), 2);
+///     let out = Dtype::F32.decode_all(&cpu.download(cp.out().buffer, 2 * 256 * 4)?);
+///     assert!(out.iter().all(|x| (x - 1.5).abs() < 1e-6));
+///     Ok(())
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let group = InProcess::group(2, Duration::from_secs(30))?;
+/// std::thread::scope(|scope| {
+///     for communicator in group {
+///         scope.spawn(move || rank(&communicator).expect("both came"));
+///     }
+/// });
+/// # Ok(()) }
+/// ```
 pub struct ContextParallel<D: Device> {
     device: D,
     spec: ContextParallelSpec,

@@ -31,6 +31,8 @@ mod layer_plan;
 mod layer_wgpu;
 #[cfg(feature = "wgpu")]
 mod matrix;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod no_alloc;
 mod oracle;
 #[cfg(feature = "wgpu")]
@@ -87,6 +89,10 @@ fn main() -> std::process::ExitCode {
     let on_both: &[Tests] = &[fastest::tests];
     #[cfg(not(all(feature = "cuda", feature = "wgpu")))]
     let on_both: &[Tests] = &[];
-    let modules = [everywhere, on_cuda, on_wgpu, on_both].concat();
+    #[cfg(feature = "nccl")]
+    let on_nccl: &[Tests] = &[nccl::tests];
+    #[cfg(not(feature = "nccl"))]
+    let on_nccl: &[Tests] = &[];
+    let modules = [everywhere, on_cuda, on_wgpu, on_both, on_nccl].concat();
     harness::run(modules.into_iter().flat_map(|tests| tests()).collect())
 }
