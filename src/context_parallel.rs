@@ -245,27 +245,109 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut> + 'static> ContextParallel<
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`] for a spec that is not served, such as heads that the ranks cannot share out;
     /// those of [`Device::buffer`], [`Device::compile`] and [`Compiled::bind`].
     pub fn new(device: &D, spec: ContextParallelSpec) -> Result<Self> {
+        Self::with(device, spec, |bytes| device.buffer(bytes))
+    }
+
+    /// As [`ContextParallel::new`], with buffers that the communicator makes ([`Communicator::buffer`]), which its exchanges are fastest
+    /// from and to. Every rank makes it at the same time, with the same spec but for the rank.
+    ///
+    /// # Errors
+    /// Those of [`ContextParallel::new`] and of the communicator.
+    pub fn over(device: &D, communicator: &dyn Communicator<D>, spec: ContextParallelSpec) -> Result<Self> {
+        Self::with(device, spec, |bytes| communicator.buffer(device, bytes))
+    }
+
+    fn with(
+        device: &D,
+        spec: ContextParallelSpec,
+        exchanged: impl Fn(u64) -> Result<D::Buffer>,
+    ) -> Result<Self> {
         spec.check()?;
-        let pair = |heads: u32, sets: u32| {
-            let sets = u64::from(sets);
-            let out = device.buffer(spec.out_bytes(heads) * sets)?;
-            Ok::<_, Error>(Pair { out, lse: device.buffer(spec.lse_bytes(heads) * sets)? })
+        let pair = |heads: u32| {
+            let out = device.buffer(spec.out_bytes(heads))?;
+            Ok::<_, Error>(Pair { out, lse: device.buffer(spec.lse_bytes(heads))? })
         };
-        let partial = pair(spec.num_heads, 1)?;
         if spec.world == 1 {
+            let partial = pair(spec.num_heads)?;
             let joined = partial.clone();
             return Ok(Self { device: device.clone(), spec, partial, joined, combine: None });
         }
-        let heads = spec.local_heads();
         let joined = Pair {
-            out: device.buffer(spec.out_bytes(heads))?,
+            out: device.buffer(spec.out_bytes(spec.local_heads()))?,
             lse: device.buffer(spec.lse_bytes(spec.joined_lse_heads()))?,
         };
+        let sets = Sets::new::<D>(&spec, &exchanged)?;
+        let partial = sets.partial.clone();
         let combine: Box<dyn Combine<D>> = match spec.form {
             CombineForm::AllGatherReduceScatter => Box::new(Weighted::new(device, spec, &partial, &joined)?),
-            _ => Box::new(Merged::new(device, spec, pair(heads, spec.world)?, &joined)?),
+            _ => Box::new(Merged::new(device, spec, sets, &joined)?),
         };
         Ok(Self { device: device.clone(), spec, partial, joined, combine: Some(combine) })
+    }
+}
+
+/// What is exchanged: this rank's partial results, and those that come.
+struct Sets<B> {
+    partial: Pair<B>,
+    gathered: Pair<B>,
+    /// Both pairs as one piece of memory each, where the device has parts of buffers: an exchange is then one message.
+    whole: Option<(B, B)>,
+    /// Heads of a rank that come to each rank.
+    heads: u32,
+    /// Bytes of a rank's set in `whole`.
+    set_bytes: u64,
+}
+
+/// Up to so many bytes all heads are gathered, though a rank needs only some: an all-gather of few bytes is sooner done than sends and
+/// receives are (`benches/results/h100x2-context-parallel-2026-11-25.md`).
+const SMALL_GATHER: u64 = 1 << 20;
+
+impl<B: Clone> Sets<B> {
+    fn new<D: Device<Buffer = B>>(
+        spec: &ContextParallelSpec,
+        exchanged: &impl Fn(u64) -> Result<B>,
+    ) -> Result<Self> {
+        let world = u64::from(spec.world);
+        let [out, lse] = [spec.out_bytes(spec.num_heads), spec.lse_bytes(spec.num_heads)];
+        // A set begins where vector loads may.
+        let set_bytes = (out + lse).next_multiple_of(32);
+        let heads = match spec.form {
+            CombineForm::AllToAll if world * set_bytes > SMALL_GATHER => spec.local_heads(),
+            _ => spec.num_heads,
+        };
+        if heads == spec.num_heads
+            && spec.form != CombineForm::AllGatherReduceScatter
+            && out.is_multiple_of(16)
+        {
+            let (from, to) = (exchanged(set_bytes)?, exchanged(set_bytes * world)?);
+            let parts = |whole: &B, bytes: u64| D::part(whole, 0, bytes).zip(D::part(whole, out, lse));
+            if let (Some(partial), Some(gathered)) = (parts(&from, out), parts(&to, out)) {
+                let [partial, gathered] = [partial, gathered].map(|(out, lse)| Pair { out, lse });
+                return Ok(Self { partial, gathered, whole: Some((from, to)), heads, set_bytes });
+            }
+        }
+        let partial = Pair { out: exchanged(out)?, lse: exchanged(lse)? };
+        let gathered = Pair {
+            out: exchanged(spec.out_bytes(heads) * world)?,
+            lse: exchanged(spec.lse_bytes(heads) * world)?,
+        };
+        Ok(Self { partial, gathered, whole: None, heads, set_bytes })
+    }
+
+    /// The heads that this rank merges: views of their first set, and strides from a set to the next.
+    fn merged(&self, spec: &ContextParallelSpec) -> [(View<&B>, u64); 2] {
+        let first = if self.heads == spec.local_heads() { 0 } else { spec.rank * spec.local_heads() };
+        let Pair { out, lse } = &self.gathered;
+        let [out, lse] = [spec.out_view(out), spec.lse_view(lse)]
+            .map(|view| View { offset: u64::from(first) * view.head_stride, ..view });
+        let Some((_, all)) = &self.whole else {
+            let rows = spec.rows(self.heads);
+            return [(out, rows * u64::from(spec.kv_lora_rank)), (lse, rows)];
+        };
+        let lse_at = spec.out_bytes(self.heads) / 4;
+        let (out, lse) =
+            (View { buffer: all, ..out }, View { buffer: all, offset: lse_at + lse.offset, ..lse });
+        [(out, self.set_bytes / spec.out.bytes() as u64), (lse, self.set_bytes / 4)]
     }
 }
 
@@ -341,8 +423,7 @@ impl<D: Device> ContextParallel<D> {
 struct Merged<D: Kernel<MergeStates>> {
     device: D,
     spec: ContextParallelSpec,
-    /// `[world, heads, max_tokens, L]` and `[world, heads, max_tokens]`.
-    gathered: Pair<D::Buffer>,
+    sets: Sets<D::Buffer>,
     merge: Compiled<MergeStates, D>,
     step: Step<MergeStates, D>,
     binding: Binding<MergeStates, D>,
@@ -352,25 +433,25 @@ impl<D: Kernel<MergeStates>> Merged<D> {
     fn new(
         device: &D,
         spec: ContextParallelSpec,
-        gathered: Pair<D::Buffer>,
+        sets: Sets<D::Buffer>,
         joined: &Pair<D::Buffer>,
     ) -> Result<Self> {
         let merge = device.compile(MergeStates { dtype: spec.out, head_size: spec.kv_lora_rank })?;
-        let heads = spec.local_heads();
+        let [(states, set_stride), (lse, lse_set_stride)] = sets.merged(&spec);
         let args = MergeStatesArgs {
-            states: spec.out_view(&gathered.out),
-            set_stride: spec.rows(heads) * u64::from(spec.kv_lora_rank),
-            lse: spec.lse_view(&gathered.lse),
-            lse_set_stride: spec.rows(heads),
+            states,
+            set_stride,
+            lse,
+            lse_set_stride,
             lse_base: spec.lse_base,
             output: spec.out_view(&joined.out),
             output_lse: Some(spec.lse_view(&joined.lse)),
-            num_heads: heads,
+            num_heads: spec.local_heads(),
         };
         let room = MergeStatesExtent { tokens: spec.max_tokens, sets: spec.world };
         let binding = merge.bind(&args, room)?;
         let step = merge.step(spec.max_tokens)?;
-        Ok(Self { device: device.clone(), spec, gathered, merge, step, binding })
+        Ok(Self { device: device.clone(), spec, sets, merge, step, binding })
     }
 }
 
@@ -380,15 +461,20 @@ impl<D: Kernel<MergeStates>> Combine<D> for Merged<D> {
     }
 
     fn run(&self, communicator: &dyn Communicator<D>, partial: &Pair<D::Buffer>) -> Result<()> {
-        let heads = self.spec.local_heads();
+        let Sets { gathered, whole, heads, set_bytes, .. } = &self.sets;
+        if let Some((from, to)) = whole {
+            communicator.all_gather(&self.device, &[Exchange { from, to, bytes: *set_bytes }])?;
+            return self.merge.run(&self.step, &self.binding);
+        }
         let exchanges = [
-            (&partial.out, &self.gathered.out, self.spec.out_bytes(heads)),
-            (&partial.lse, &self.gathered.lse, self.spec.lse_bytes(heads)),
+            (&partial.out, &gathered.out, self.spec.out_bytes(*heads)),
+            (&partial.lse, &gathered.lse, self.spec.lse_bytes(*heads)),
         ]
         .map(|(from, to, bytes)| Exchange { from, to, bytes });
-        match self.spec.form {
-            CombineForm::AllGather => communicator.all_gather(&self.device, &exchanges)?,
-            _ => communicator.all_to_all(&self.device, &exchanges)?,
+        if *heads == self.spec.num_heads {
+            communicator.all_gather(&self.device, &exchanges)?;
+        } else {
+            communicator.all_to_all(&self.device, &exchanges)?;
         }
         self.merge.run(&self.step, &self.binding)
     }

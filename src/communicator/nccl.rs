@@ -43,6 +43,7 @@ use crate::{Device, Dtype, Error, Result};
 pub struct Nccl {
     cuda: Cuda,
     comm: Arc<Comm>,
+    symmetric: bool,
     /// For host bytes: what is sent, and what comes.
     scratch: Mutex<Option<[Buffer; 2]>>,
 }
@@ -59,6 +60,16 @@ pub struct NcclSetup {
     /// NCCL's blocking communicators: a call that sets up connections to a dead rank does not come back. For drivers or versions of
     /// NCCL that have trouble with the others.
     pub blocking: bool,
+    /// Whether [`Communicator::buffer`] gives memory that NCCL's symmetric kernels reach on every rank, where the library is 2.27 or later.
+    pub symmetric: bool,
+}
+
+impl NcclSetup {
+    /// With a time-out, and the faster of each choice.
+    #[must_use]
+    pub fn new(timeout: Duration) -> Self {
+        Self { timeout, blocking: false, symmetric: true }
+    }
 }
 
 impl NcclId {
@@ -105,7 +116,7 @@ impl Nccl {
     /// # Errors
     /// Those of [`Nccl::with`].
     pub fn new(cuda: &Cuda, id: NcclId, rank: u32, world: u32, timeout: Duration) -> Result<Self> {
-        Self::with(cuda, id, rank, world, &NcclSetup { timeout, blocking: false })
+        Self::with(cuda, id, rank, world, &NcclSetup::new(timeout))
     }
 
     /// As [`Nccl::new`], with other choices.
@@ -124,9 +135,9 @@ impl Nccl {
         let bind = Arc::new(move || {
             let _ = context.bind_to_thread();
         });
-        let NcclSetup { timeout, blocking } = *setup;
+        let NcclSetup { timeout, blocking, symmetric } = *setup;
         let comm = Arc::new(Comm::init(api, id.0, rank, world, timeout, blocking, bind)?);
-        let nccl = Self { cuda: cuda.clone(), comm, scratch: Mutex::default() };
+        let nccl = Self { cuda: cuda.clone(), comm, symmetric, scratch: Mutex::default() };
         nccl.connect()?;
         Ok(nccl)
     }
@@ -255,6 +266,21 @@ impl Communicator<Cuda> for Nccl {
         // SAFETY: as above, of whole elements.
         let call = |target: &Target<'_>, ends| unsafe { target.reduce_scatter(ends, dtype) };
         self.exchange("reduce_scatter", device, std::slice::from_ref(exchange), parts, call)
+    }
+
+    /// With NCCL 2.27 and later memory that its symmetric kernels reach on every rank. On two H100s exchanges of some MB take a sixth less, and
+    /// that after a long decode 12.5 us instead of 14.3.
+    fn buffer(&self, device: &Cuda, bytes: u64) -> Result<Buffer> {
+        self.not_capturing()?;
+        let bytes = bytes.next_multiple_of(16).max(16);
+        if device.id() != self.cuda.id() || !self.symmetric {
+            return device.buffer(bytes);
+        }
+        let Some(memory) = self.comm.window(bytes as usize)? else { return device.buffer(bytes) };
+        // SAFETY: the memory lives as long as the communicator.
+        let buffer = unsafe { Buffer::of_owner(memory as u64, bytes, self.comm.clone()) };
+        device.upload(&buffer, 0, &vec![0; bytes as usize])?;
+        Ok(buffer)
     }
 
     fn wait(&self, device: &Cuda) -> Result<()> {

@@ -247,6 +247,11 @@ impl Device for Cuda {
         self.captures.note(recorded);
     }
 
+    fn part(buffer: &Buffer, offset: u64, bytes: u64) -> Option<Buffer> {
+        let is_inside = offset.checked_add(bytes).is_some_and(|end| end <= buffer.bytes());
+        is_inside.then(|| buffer.part(offset, bytes))
+    }
+
     fn size(buffer: &Buffer) -> u64 {
         buffer.bytes()
     }

@@ -203,6 +203,12 @@ pub trait Device: sealed::Sealed + Clone + Debug {
         Ok(())
     }
 
+    /// A part of a buffer as a buffer of its own, where the device has such and it is inside.
+    #[doc(hidden)]
+    fn part(_: &Self::Buffer, _offset: u64, _bytes: u64) -> Option<Self::Buffer> {
+        None
+    }
+
     /// Bytes of a buffer.
     fn size(buffer: &Self::Buffer) -> u64;
 

@@ -27,6 +27,7 @@ One process a rank, with --engine nccl and one device:
   --tokens N            of the long sequence                                   default: 1048576; 16384 on cpu and wgpu
   --parts LIST          of the bench: long, exchange, replays, plain           default: all
   --blocking            NCCL's blocking communicators
+  --device-memory       exchanges from the device's own memory, not NCCL's symmetric
   --model               prints the cost model of docs/scale.md, and ends
   --help                this text
 
@@ -64,6 +65,7 @@ pub struct Args {
     pub tokens: Option<u32>,
     pub parts: Vec<String>,
     pub blocking: bool,
+    pub device_memory: bool,
     pub model: bool,
 }
 
@@ -84,6 +86,7 @@ impl Default for Args {
             tokens: None,
             parts: Vec::new(),
             blocking: false,
+            device_memory: false,
             model: false,
         }
     }
@@ -131,6 +134,7 @@ impl Args {
                 "--tokens" => args.tokens = Some(number(&name, &value()?)?),
                 "--parts" => args.parts = list(&value()?),
                 "--blocking" => args.blocking = true,
+                "--device-memory" => args.device_memory = true,
                 "--model" => args.model = true,
                 _ => return Err(format!("{word}: no such option")),
             }

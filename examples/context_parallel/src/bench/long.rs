@@ -68,7 +68,7 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, heads: u32, cache: Dtype) -
     let part = spec(len.div_ceil(PAGE).max(1));
     let pages = (0..len.div_ceil(PAGE)).map(|page| shares.token(rank, page * PAGE).map(|token| token / PAGE));
     let kv = fill(device, &part, &content, pages.collect::<Result<Vec<_>, _>>()?)?;
-    let mut cp = ContextParallel::new(device, ContextParallelSpec::of(&part, rank, world, 1))?;
+    let mut cp = ContextParallel::over(device, communicator, ContextParallelSpec::of(&part, rank, world, 1))?;
     cp.prepare(1)?;
     let (out, lse) = cp.partial();
     let dense = MlaDecodeArgs::dense(&part, &q, &kv, out.buffer, lse.buffer, SCALE);
