@@ -316,7 +316,8 @@ impl<D: Device> ContextParallel<D> {
     #[must_use]
     pub fn digest(&self) -> StepDigest {
         let spec = &self.spec;
-        let facts = [spec.form as u64, spec.lse_base as u64, spec.max_tokens.into()];
+        let dims = [spec.num_heads, spec.kv_lora_rank, spec.max_tokens].map(u64::from);
+        let facts = dims.into_iter().chain([spec.out as u64, spec.form as u64, spec.lse_base as u64]);
         StepDigest::new().combine(spec.world, facts)
     }
 

@@ -21,6 +21,8 @@ pub struct Comm {
     pub timeout: Duration,
     bind: Bind,
     state: Mutex<State>,
+    /// Held while NCCL is called: it takes one call of a communicator at a time.
+    busy: Mutex<()>,
 }
 
 enum State {
@@ -29,7 +31,7 @@ enum State {
     Broken(String),
 }
 
-/// NCCL's pointer. It is used by one thread at a time.
+/// NCCL's pointer. It is used by one thread at a time: see [`Comm::busy`].
 #[derive(Clone, Copy)]
 struct Owned(Handle);
 
@@ -50,7 +52,7 @@ impl Comm {
         blocking: bool,
         bind: Bind,
     ) -> Result<Self> {
-        let api = *api;
+        let (api, deadline) = (*api, Instant::now() + timeout);
         let failed = |detail| Error::Exchange { what: "joining the group", rank, detail };
         let bind_too = bind.clone();
         // A blocking call comes back when all ranks came, or never.
@@ -65,9 +67,17 @@ impl Comm {
             (code, Owned(unsafe { handle.read_volatile() }))
         });
         let (code, handle) = joined.ok_or_else(|| failed(late(timeout)))?;
-        let comm = Self { api, rank, world, timeout, bind, state: Mutex::new(State::Open(handle)) };
+        let comm = Self {
+            api,
+            rank,
+            world,
+            timeout,
+            bind,
+            state: Mutex::new(State::Open(handle)),
+            busy: Mutex::default(),
+        };
         let done = match code {
-            Code::SUCCESS | Code::IN_PROGRESS => comm.settle(handle, Instant::now() + timeout),
+            Code::SUCCESS | Code::IN_PROGRESS => comm.settle(handle, deadline),
             _ => Err(api.said(code, std::ptr::null_mut())),
         };
         done.map_err(|why| failed(comm.give_up(why)))?;
@@ -79,6 +89,7 @@ impl Comm {
     /// # Errors
     /// [`Error::Exchange`].
     pub fn group(&self, what: &'static str, calls: impl FnOnce(&Api, Handle) -> Code) -> Result<()> {
+        let _busy = self.busy();
         let handle = self.open(what)?;
         let api = &self.api;
         // SAFETY: neither takes anything; the end follows whatever the calls gave.
@@ -105,13 +116,14 @@ impl Comm {
     /// then been aborted, and its results are worth nothing. Those of `is_idle`.
     pub fn wait(&self, is_idle: impl Fn() -> Result<bool>) -> Result<()> {
         let what = "waiting for an exchange";
-        let handle = self.open(what)?;
         let deadline = Instant::now() + self.timeout;
         let mut pause = Pause::default();
         while !is_idle()? {
-            let state = self.asked(handle);
-            let why = match state {
+            let busy = self.busy();
+            let handle = self.open(what)?;
+            let why = match self.asked(handle) {
                 Ok(Code::SUCCESS | Code::IN_PROGRESS) if Instant::now() < deadline => {
+                    drop(busy);
                     pause.next();
                     continue;
                 }
@@ -125,7 +137,8 @@ impl Comm {
             }
             return Err(self.failed(what, why));
         }
-        Ok(())
+        // An exchange before it may have failed, and been aborted.
+        self.open(what).map(drop)
     }
 
     /// Waits for what NCCL does in the background.
@@ -190,6 +203,10 @@ impl Comm {
 
     fn failed(&self, what: &'static str, detail: String) -> Error {
         Error::Exchange { what, rank: self.rank, detail }
+    }
+
+    fn busy(&self) -> MutexGuard<'_, ()> {
+        self.busy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
