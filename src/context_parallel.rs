@@ -10,7 +10,7 @@
 //! ```
 
 use crate::communicator::{Communicator, Exchange, StepDigest, check_world};
-use crate::ops::op::{Binding, Compiled, Device, Kernel, Step};
+use crate::ops::op::{Binding, Compiled, Kernel, Step};
 use crate::{
     CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, LseBase, MergeStates, MergeStatesArgs,
     MergeStatesExtent, MlaDecode, Result, View,
@@ -210,13 +210,13 @@ impl ContextParallelSpec {
 /// });
 /// # Ok(()) }
 /// ```
-pub struct ContextParallel<D: Device> {
+pub struct ContextParallel<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> {
     device: D,
     spec: ContextParallelSpec,
     partial: Pair<D::Buffer>,
     /// With one rank, clones of the partial ones. Of a reduce-scatter, the LSEs are those of all heads.
     joined: Pair<D::Buffer>,
-    combine: Option<Box<dyn Combine<D>>>,
+    combine: Combine<D>,
 }
 
 #[derive(Debug, Clone)]
@@ -225,25 +225,28 @@ struct Pair<B> {
     lse: B,
 }
 
-impl<D: Device> std::fmt::Debug for ContextParallel<D> {
+impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> std::fmt::Debug for ContextParallel<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ContextParallel").field("spec", &self.spec).finish_non_exhaustive()
     }
 }
 
 /// A form, compiled.
-trait Combine<D: Device> {
-    fn prepare(&mut self, tokens: u32) -> Result<()>;
-
-    fn run(&self, communicator: &dyn Communicator<D>, partial: &Pair<D::Buffer>) -> Result<()>;
+// A host has few of them: their size matters less than a box's indirection.
+#[allow(clippy::large_enum_variant)]
+enum Combine<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> {
+    /// With one rank.
+    Nothing,
+    Merged(Merged<D>),
+    Weighted(Weighted<D>),
 }
 
-impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut> + 'static> ContextParallel<D> {
+impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
     /// Makes the buffers and compiles what combines.
     ///
     /// # Errors
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`] for a spec that is not served, such as heads that the ranks cannot share out;
-    /// those of [`Device::buffer`], [`Device::compile`] and [`Compiled::bind`].
+    /// those of [`buffer`](crate::Device::buffer), [`compile`](crate::Device::compile) and [`Compiled::bind`].
     pub fn new(device: &D, spec: ContextParallelSpec) -> Result<Self> {
         spec.check()?;
         let pair = |heads: u32, sets: u32| {
@@ -254,22 +257,22 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut> + 'static> ContextParallel<
         let partial = pair(spec.num_heads, 1)?;
         if spec.world == 1 {
             let joined = partial.clone();
-            return Ok(Self { device: device.clone(), spec, partial, joined, combine: None });
+            return Ok(Self { device: device.clone(), spec, partial, joined, combine: Combine::Nothing });
         }
         let heads = spec.local_heads();
         let joined = Pair {
             out: device.buffer(spec.out_bytes(heads))?,
             lse: device.buffer(spec.lse_bytes(spec.joined_lse_heads()))?,
         };
-        let combine: Box<dyn Combine<D>> = match spec.form {
-            CombineForm::AllGatherReduceScatter => Box::new(Weighted::new(device, spec, &partial, &joined)?),
-            _ => Box::new(Merged::new(device, spec, pair(heads, spec.world)?, &joined)?),
+        let combine = match spec.form {
+            CombineForm::AllGatherReduceScatter => {
+                Combine::Weighted(Weighted::new(device, spec, &partial, &joined)?)
+            }
+            _ => Combine::Merged(Merged::new(device, spec, pair(heads, spec.world)?, &joined)?),
         };
-        Ok(Self { device: device.clone(), spec, partial, joined, combine: Some(combine) })
+        Ok(Self { device: device.clone(), spec, partial, joined, combine })
     }
-}
 
-impl<D: Device> ContextParallel<D> {
     /// What it was made for.
     #[must_use]
     pub fn spec(&self) -> &ContextParallelSpec {
@@ -309,7 +312,11 @@ impl<D: Device> ContextParallel<D> {
             let cure = "must be at most the spec's max_tokens";
             return Err(Error::Shape { what: "query tokens", got: tokens.into(), cure });
         }
-        self.combine.as_mut().map_or(Ok(()), |combine| combine.prepare(tokens))
+        match &mut self.combine {
+            Combine::Nothing => Ok(()),
+            Combine::Merged(merged) => merged.prepare(tokens),
+            Combine::Weighted(weighted) => weighted.prepare(tokens),
+        }
     }
 
     /// What the ranks must have in common, as far as it is known here; the host adds the batch, the shares and the decode's spec.
@@ -334,7 +341,11 @@ impl<D: Device> ContextParallel<D> {
             let what = "world (of the ContextParallel and of its communicator)";
             return Err(Error::RanksDiffer { what, first: rank, first_has, other: rank, other_has });
         }
-        self.combine.as_ref().map_or(Ok(()), |combine| combine.run(communicator, &self.partial))
+        match &self.combine {
+            Combine::Nothing => Ok(()),
+            Combine::Merged(merged) => merged.run(communicator, &self.partial),
+            Combine::Weighted(weighted) => weighted.run(communicator, &self.partial),
+        }
     }
 }
 
@@ -373,9 +384,7 @@ impl<D: Kernel<MergeStates>> Merged<D> {
         let step = merge.step(spec.max_tokens)?;
         Ok(Self { device: device.clone(), spec, gathered, merge, step, binding })
     }
-}
 
-impl<D: Kernel<MergeStates>> Combine<D> for Merged<D> {
     fn prepare(&mut self, tokens: u32) -> Result<()> {
         self.merge.prepare(&mut self.step, (0..tokens, self.spec.world))
     }
@@ -437,9 +446,7 @@ impl<D: Kernel<CorrectAttnOut>> Weighted<D> {
         let (device, out) = (device.clone(), joined.out.clone());
         Ok(Self { device, spec, lses, weighted, out, correct, step, binding })
     }
-}
 
-impl<D: Kernel<CorrectAttnOut>> Combine<D> for Weighted<D> {
     fn prepare(&mut self, tokens: u32) -> Result<()> {
         self.correct.prepare(&mut self.step, 0..tokens)
     }
