@@ -74,6 +74,8 @@
 //! | [`MergeState`], [`MergeStates`] | `merge_attn_states`, `dcp_lse_combine` | `merge_state`, `merge_states` |
 //! | [`CorrectAttnOut`] | `correct_attn_out` | |
 //!
+//! [`Shares`] says which rank holds which token where a context is sharded over devices (decode context parallelism).
+//!
 //! [`PagePool`] hands out pages: `block_table`, `slot_mapping`, forks with copy-on-write. [`Plan`] is FlashInfer's `plan`: it turns
 //! `seq_lens` and `query_start_loc` into work items on the host, once a step for all layers.
 //!

@@ -9,12 +9,14 @@ use std::sync::OnceLock;
 use mla_support::Outcome;
 use mla_support::case::Case;
 use mla_support::paint::{Data, Make, Sees, sequences};
+use mla_support::reference::merge_states_in;
+use mla_support::suite::merge_states::Case as SetsCase;
 use mla_support::suite::ops::{random_append, random_merge};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as FileDtype, TensorView};
 use wgpu_mla::any::{AnyBackend, Chosen};
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{Candidate, Device, Dtype, Kernel, MlaDecode};
+use wgpu_mla::{Candidate, Device, Dtype, Kernel, LseBase, MlaDecode, Shares};
 
 /// The built example. `cargo test` builds examples too; `cargo test --test examples` alone does not.
 fn example(name: &'static str) -> PathBuf {
@@ -277,7 +279,9 @@ fn more_cases(to: &Path) -> usize {
         safetensors::serialize_to_file(tensors, Some(entries), &file).expect("writable");
         written += 1;
     };
-    for make in makes {
+    // Each as it is, and cut into ranks.
+    let worlds = [(1, 1), (2, 1), (8, 3), (3, 16), (4, 64), (5, 1)];
+    for (turn, make) in makes.into_iter().enumerate() {
         let p = make.build();
         let (shape, kv) = (p.spec.shape, p.spec.kv);
         let [row, latent, heads] =
@@ -291,14 +295,20 @@ fn more_cases(to: &Path) -> usize {
         let ints = |xs: &[i32]| -> Vec<u8> { xs.iter().flat_map(|x| x.to_le_bytes()).collect() };
         let (table, lens, starts) = (ints(&p.block_table), ints(&p.seq_lens), ints(&p.query_start_loc));
         let batch = p.seq_lens.len();
+        let (world, interleave) = worlds[turn % worlds.len()];
+        let shares = Shares::even(world, interleave).expect("shares");
+        let local = |rank| shares.local_seq_lens(rank, &p.seq_lens).expect("lengths");
+        let local = ints(&(0..world).flat_map(local).collect::<Vec<_>>());
         let metadata = [
+            ("world", world.to_string()),
+            ("interleave", interleave.to_string()),
             ("softmax_scale", p.softmax_scale.to_string()),
             ("kv_lora_rank", latent.to_string()),
             ("qk_rope_head_dim", shape.qk_rope_head_dim.to_string()),
             ("page_size", page_size.to_string()),
             ("causal", (make.sees == Sees::Causal).to_string()),
         ];
-        let tensors = vec![
+        let mut tensors = vec![
             ("q", view(of(p.spec.query), &[p.total_q(), heads, row], &p.q)),
             ("kv_cache", view(of(kv.dtype), &[pages, page_size, row], &p.kv)),
             ("block_table", view(FileDtype::I32, &[batch, p.max_pages], &table)),
@@ -309,7 +319,37 @@ fn more_cases(to: &Path) -> usize {
             ("out", view(FileDtype::F32, &[p.total_q(), heads, latent], &out)),
             ("lse", view(FileDtype::F32, &[p.total_q(), heads], &lse)),
         ];
-        write("decode", &metadata, tensors);
+        write("decode", &metadata, tensors.clone());
+        tensors.push(("local_seq_lens", view(FileDtype::I32, &[world as usize, batch], &local)));
+        write("dcp_decode", &metadata, tensors);
+    }
+    for (dtype, lse_base, [world, tokens, heads, size]) in [
+        (Dtype::F32, LseBase::Two, [8, 7, 3, 37]),
+        (Dtype::Bf16, LseBase::E, [4, 1, 1, 1]),
+        (Dtype::F16, LseBase::Two, [3, 4, 5, 127]),
+        (Dtype::F32, LseBase::E, [33, 2, 3, 264]),
+        (Dtype::F32, LseBase::E, [1, 5, 2, 100]),
+    ] {
+        let case = SetsCase::new(dtype, lse_base, world, tokens, heads, size);
+        let values: Vec<f64> = dtype.decode_all(&case.states).into_iter().map(f64::from).collect();
+        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        for row in 0..tokens * heads {
+            let at = |rank: usize| rank * tokens * heads + row;
+            let part = |rank: usize| (&values[at(rank) * size..][..size], f64::from(case.lse[at(rank)]));
+            let partials: Vec<_> = (0..world).map(part).collect();
+            let (row_out, row_lse) = merge_states_in(lse_base, &partials);
+            out.extend(row_out.into_iter().flat_map(|x| (x as f32).to_le_bytes()));
+            lse.extend((row_lse as f32).to_le_bytes());
+        }
+        let lses = Dtype::F32.encode_all(&case.lse);
+        let tensors = vec![
+            ("outs", view(of(dtype), &[world, tokens, heads, size], &case.states)),
+            ("lses", view(FileDtype::F32, &[world, tokens, heads], &lses)),
+            ("out", view(FileDtype::F32, &[tokens, heads, size], &out)),
+            ("lse", view(FileDtype::F32, &[tokens, heads], &lse)),
+        ];
+        let base = if lse_base == LseBase::Two { "2" } else { "e" };
+        write("dcp_combine", &[("lse_base", base.to_owned())], tensors);
     }
     for (dtype, tokens, heads, size) in
         [(Dtype::F16, 7, 3, 3), (Dtype::Bf16, 1, 1, 1), (Dtype::F32, 4, 5, 127)]

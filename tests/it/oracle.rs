@@ -391,6 +391,56 @@ fn every_field_of_a_decode_case_is_checked() {
     assert!(Case::parse(&new().without("k_scale").bytes()).is_ok());
 }
 
+fn every_field_of_ranks_is_checked() {
+    use safetensors::Dtype::{F32, I32};
+    let new = || {
+        let mut parts = Parts::new().meta("kind", "dcp_decode").meta("world", "2").meta("interleave", "1");
+        parts.tensors.push(("local_seq_lens", I32, vec![2, 1], vec![0; 8]));
+        parts
+    };
+    assert!(matches!(Case::parse(&new().bytes()), Ok(Case::DcpDecode(case)) if case.shares.world() == 2));
+    for (parts, why) in [
+        (new().meta("world", "0"), "world"),
+        (new().meta("world", "4000000000"), "world"),
+        (new().meta("interleave", "0"), "interleave"),
+        (new().meta("interleave", "x"), "interleave"),
+        (new().meta("world", "3"), "local_seq_lens"),
+        (new().tensor("local_seq_lens", &[2], &[0; 2]), "local_seq_lens"),
+        (new().typed("local_seq_lens", F32), "local_seq_lens"),
+        (new().without("local_seq_lens"), "local_seq_lens"),
+        (new().tensor("seq_lens", &[1], &[5]), "seq_lens[0]"),
+    ] {
+        let error = parts.error();
+        assert!(error.contains(why), "{error:?} does not name {why:?}");
+    }
+
+    let new = || {
+        let mut parts = Parts::new().meta("kind", "dcp_combine").meta("lse_base", "2");
+        parts.tensors = vec![
+            ("outs", F32, vec![2, 1, 1, 3], vec![0; 24]),
+            ("lses", F32, vec![2, 1, 1], vec![0; 8]),
+            ("out", F32, vec![1, 1, 3], vec![0; 12]),
+            ("lse", F32, vec![1, 1], vec![0; 4]),
+        ];
+        parts
+    };
+    assert!(matches!(Case::parse(&new().bytes()), Ok(Case::DcpCombine(case)) if case.world == 2));
+    for (parts, why) in [
+        (new().meta("lse_base", "10"), "lse_base"),
+        (new().tensor("outs", &[2, 1, 1, 0], &[]), "head_size"),
+        (new().tensor("outs", &[0, 1, 1, 3], &[]), "outs"),
+        (new().tensor("outs", &[1, 1, 3], &[0; 3]), "outs"),
+        (new().typed("outs", I32), "outs"),
+        (new().tensor("lses", &[1, 1, 1], &[0]), "lses"),
+        (new().tensor("out", &[1, 1, 2], &[0; 2]), "out"),
+        (new().tensor("lse", &[1], &[0]), "lse"),
+        (new().without("lses"), "lses"),
+    ] {
+        let error = parts.error();
+        assert!(error.contains(why), "{error:?} does not name {why:?}");
+    }
+}
+
 fn saved_tensors_are_read_back() {
     let path = std::env::temp_dir().join(format!("wgpu-mla-saved-{}.safetensors", std::process::id()));
     let values = [1.5, f32::NEG_INFINITY];
@@ -413,5 +463,6 @@ crate::tests![
     flipped_header_bytes_never_panic,
     hostile_files_are_errors_that_name_what_is_wrong,
     every_field_of_a_decode_case_is_checked,
+    every_field_of_ranks_is_checked,
     saved_tensors_are_read_back,
 ];

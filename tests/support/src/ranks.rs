@@ -17,11 +17,10 @@ pub fn cut(whole: &Problem, shares: &Shares, rank: u32) -> Result<Problem> {
         parts.push(Part { sequence, tokens });
     }
     let name = format!("rank {rank} of {} by {}", shares.world(), shares.interleave());
-    let bounds = bounds(whole, |visible| shares.local_len(rank, visible))?;
     // As an engine has them, where the mask is the usual one.
     let bounds = match whole.sees {
         Sees::Causal => shares.local_bounds(rank, &whole.seq_lens, &whole.query_start_loc)?,
-        _ => bounds,
+        _ => bounds(whole, |visible| shares.local_len(rank, visible))?,
     };
     Ok(of_parts(whole, &name, &parts, bounds, u64::from(rank) + 77))
 }

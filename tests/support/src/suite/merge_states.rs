@@ -53,7 +53,7 @@ pub fn state_merges<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Dense `[sets, tokens, heads, head_size]`, encoded, and `[sets, tokens, heads]`.
-pub(super) struct Case {
+pub struct Case {
     pub spec: MergeStates,
     pub lse_base: LseBase,
     pub dims: [usize; 4],
