@@ -10,7 +10,7 @@
 //! ```
 
 use crate::communicator::{Communicator, Exchange, StepDigest, check_world};
-use crate::ops::op::{Binding, Compiled, Device, Kernel, Step};
+use crate::ops::op::{Binding, Compiled, Kernel, Step};
 use crate::{
     CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, LseBase, MergeStates, MergeStatesArgs,
     MergeStatesExtent, MlaDecode, Result, View,
@@ -210,13 +210,13 @@ impl ContextParallelSpec {
 /// });
 /// # Ok(()) }
 /// ```
-pub struct ContextParallel<D: Device> {
+pub struct ContextParallel<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> {
     device: D,
     spec: ContextParallelSpec,
     partial: Pair<D::Buffer>,
     /// With one rank, clones of the partial ones. Of a reduce-scatter, the LSEs are those of all heads.
     joined: Pair<D::Buffer>,
-    combine: Option<Box<dyn Combine<D>>>,
+    combine: Combine<D>,
 }
 
 #[derive(Debug, Clone)]
@@ -225,25 +225,28 @@ struct Pair<B> {
     lse: B,
 }
 
-impl<D: Device> std::fmt::Debug for ContextParallel<D> {
+impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> std::fmt::Debug for ContextParallel<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ContextParallel").field("spec", &self.spec).finish_non_exhaustive()
     }
 }
 
 /// A form, compiled.
-trait Combine<D: Device> {
-    fn prepare(&mut self, tokens: u32) -> Result<()>;
-
-    fn run(&self, communicator: &dyn Communicator<D>, partial: &Pair<D::Buffer>) -> Result<()>;
+// A host has few of them: their size matters less than a box's indirection.
+#[allow(clippy::large_enum_variant)]
+enum Combine<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> {
+    /// With one rank.
+    Nothing,
+    Merged(Merged<D>),
+    Weighted(Weighted<D>),
 }
 
-impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut> + 'static> ContextParallel<D> {
+impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
     /// Makes the buffers and compiles what combines.
     ///
     /// # Errors
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`] for a spec that is not served, such as heads that the ranks cannot share out;
-    /// those of [`Device::buffer`], [`Device::compile`] and [`Compiled::bind`].
+    /// those of [`buffer`](crate::Device::buffer), [`compile`](crate::Device::compile) and [`Compiled::bind`].
     pub fn new(device: &D, spec: ContextParallelSpec) -> Result<Self> {
         Self::with(device, spec, |bytes| device.buffer(bytes))
     }
@@ -270,7 +273,7 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut> + 'static> ContextParallel<
         if spec.world == 1 {
             let partial = pair(spec.num_heads)?;
             let joined = partial.clone();
-            return Ok(Self { device: device.clone(), spec, partial, joined, combine: None });
+            return Ok(Self { device: device.clone(), spec, partial, joined, combine: Combine::Nothing });
         }
         let joined = Pair {
             out: device.buffer(spec.out_bytes(spec.local_heads()))?,
@@ -278,11 +281,88 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut> + 'static> ContextParallel<
         };
         let sets = Sets::new::<D>(&spec, &exchanged)?;
         let partial = sets.partial.clone();
-        let combine: Box<dyn Combine<D>> = match spec.form {
-            CombineForm::AllGatherReduceScatter => Box::new(Weighted::new(device, spec, &partial, &joined)?),
-            _ => Box::new(Merged::new(device, spec, sets, &joined)?),
+        let combine = match spec.form {
+            CombineForm::AllGatherReduceScatter => {
+                Combine::Weighted(Weighted::new(device, spec, &partial, &joined)?)
+            }
+            _ => Combine::Merged(Merged::new(device, spec, sets, &joined)?),
         };
-        Ok(Self { device: device.clone(), spec, partial, joined, combine: Some(combine) })
+        Ok(Self { device: device.clone(), spec, partial, joined, combine })
+    }
+
+    /// What it was made for.
+    #[must_use]
+    pub fn spec(&self) -> &ContextParallelSpec {
+        &self.spec
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
+    /// `out` and `lse` of the decode's [`crate::MlaDecodeArgs`], with `lse_base` as in the spec: `[num_heads, max_tokens, L]` and
+    /// `[num_heads, max_tokens]`, so that the heads of a rank lie together.
+    pub fn partial(&self) -> (View<&D::Buffer>, View<&D::Buffer>) {
+        (self.spec.out_view(&self.partial.out), self.spec.lse_view(&self.partial.lse))
+    }
+
+    /// The joined output, `[local_heads, max_tokens, L]`.
+    pub fn out(&self) -> View<&D::Buffer> {
+        self.spec.out_view(&self.joined.out)
+    }
+
+    /// The joined LSE, f32 `[local_heads, max_tokens]`, in the spec's base.
+    pub fn lse(&self) -> View<&D::Buffer> {
+        let lse = self.spec.lse_view(&self.joined.lse);
+        let all = self.spec.joined_lse_heads() > self.spec.local_heads();
+        let heads_before = if all { self.spec.rank * self.spec.local_heads() } else { 0 };
+        View { offset: u64::from(heads_before) * lse.head_stride, ..lse }
+    }
+
+    /// Query tokens of the next combines, at most `max_tokens`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for more, and those of [`Compiled::prepare`].
+    pub fn prepare(&mut self, tokens: u32) -> Result<()> {
+        if tokens > self.spec.max_tokens {
+            let cure = "must be at most the spec's max_tokens";
+            return Err(Error::Shape { what: "query tokens", got: tokens.into(), cure });
+        }
+        match &mut self.combine {
+            Combine::Nothing => Ok(()),
+            Combine::Merged(merged) => merged.prepare(tokens),
+            Combine::Weighted(weighted) => weighted.prepare(tokens),
+        }
+    }
+
+    /// What the ranks must have in common, as far as it is known here; the host adds the batch, the shares and the decode's spec.
+    #[must_use]
+    pub fn digest(&self) -> StepDigest {
+        let spec = &self.spec;
+        let dims = [spec.num_heads, spec.kv_lora_rank, spec.max_tokens].map(u64::from);
+        let facts = dims.into_iter().chain([spec.out as u64, spec.form as u64, spec.lse_base as u64]);
+        StepDigest::new().combine(spec.world, facts)
+    }
+
+    /// Exchanges the partial results of a layer and joins them. Called after the decode was submitted. With an engine in stream order
+    /// all of it is put on the stream, and may be captured together with the decode; otherwise it waits for the decode.
+    ///
+    /// # Errors
+    /// Those of the [`Communicator`], [`Error::RanksDiffer`] for one of another world, and those of [`Compiled::run`].
+    pub fn combine(&self, communicator: &dyn Communicator<D>) -> Result<()> {
+        let world = communicator.world();
+        if world != self.spec.world {
+            let (first_has, other_has) = (self.spec.world.into(), world.into());
+            let rank = communicator.rank();
+            let what = "world (of the ContextParallel and of its communicator)";
+            return Err(Error::RanksDiffer { what, first: rank, first_has, other: rank, other_has });
+        }
+        match &self.combine {
+            Combine::Nothing => Ok(()),
+            Combine::Merged(merged) => merged.run(communicator, &self.partial),
+            Combine::Weighted(weighted) => weighted.run(communicator, &self.partial),
+        }
     }
 }
 
@@ -303,7 +383,7 @@ struct Sets<B> {
 const SMALL_GATHER: u64 = 1 << 20;
 
 impl<B: Clone> Sets<B> {
-    fn new<D: Device<Buffer = B>>(
+    fn new<D: crate::Device<Buffer = B>>(
         spec: &ContextParallelSpec,
         exchanged: &impl Fn(u64) -> Result<B>,
     ) -> Result<Self> {
@@ -351,74 +431,6 @@ impl<B: Clone> Sets<B> {
     }
 }
 
-impl<D: Device> ContextParallel<D> {
-    /// What it was made for.
-    #[must_use]
-    pub fn spec(&self) -> &ContextParallelSpec {
-        &self.spec
-    }
-
-    /// Where it runs.
-    pub fn device(&self) -> &D {
-        &self.device
-    }
-
-    /// `out` and `lse` of the decode's [`crate::MlaDecodeArgs`], with `lse_base` as in the spec: `[num_heads, max_tokens, L]` and
-    /// `[num_heads, max_tokens]`, so that the heads of a rank lie together.
-    pub fn partial(&self) -> (View<&D::Buffer>, View<&D::Buffer>) {
-        (self.spec.out_view(&self.partial.out), self.spec.lse_view(&self.partial.lse))
-    }
-
-    /// The joined output, `[local_heads, max_tokens, L]`.
-    pub fn out(&self) -> View<&D::Buffer> {
-        self.spec.out_view(&self.joined.out)
-    }
-
-    /// The joined LSE, f32 `[local_heads, max_tokens]`, in the spec's base.
-    pub fn lse(&self) -> View<&D::Buffer> {
-        let lse = self.spec.lse_view(&self.joined.lse);
-        let all = self.spec.joined_lse_heads() > self.spec.local_heads();
-        let heads_before = if all { self.spec.rank * self.spec.local_heads() } else { 0 };
-        View { offset: u64::from(heads_before) * lse.head_stride, ..lse }
-    }
-
-    /// Query tokens of the next combines, at most `max_tokens`.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for more, and those of [`Compiled::prepare`].
-    pub fn prepare(&mut self, tokens: u32) -> Result<()> {
-        if tokens > self.spec.max_tokens {
-            let cure = "must be at most the spec's max_tokens";
-            return Err(Error::Shape { what: "query tokens", got: tokens.into(), cure });
-        }
-        self.combine.as_mut().map_or(Ok(()), |combine| combine.prepare(tokens))
-    }
-
-    /// What the ranks must have in common, as far as it is known here; the host adds the batch, the shares and the decode's spec.
-    #[must_use]
-    pub fn digest(&self) -> StepDigest {
-        let spec = &self.spec;
-        let facts = [spec.form as u64, spec.lse_base as u64, spec.max_tokens.into()];
-        StepDigest::new().combine(spec.world, facts)
-    }
-
-    /// Exchanges the partial results of a layer and joins them. Called after the decode was submitted. With an engine in stream order
-    /// all of it is put on the stream, and may be captured together with the decode; otherwise it waits for the decode.
-    ///
-    /// # Errors
-    /// Those of the [`Communicator`], [`Error::RanksDiffer`] for one of another world, and those of [`Compiled::run`].
-    pub fn combine(&self, communicator: &dyn Communicator<D>) -> Result<()> {
-        let world = communicator.world();
-        if world != self.spec.world {
-            let (first_has, other_has) = (self.spec.world.into(), world.into());
-            let rank = communicator.rank();
-            let what = "world (of the ContextParallel and of its communicator)";
-            return Err(Error::RanksDiffer { what, first: rank, first_has, other: rank, other_has });
-        }
-        self.combine.as_ref().map_or(Ok(()), |combine| combine.run(communicator, &self.partial))
-    }
-}
-
 /// All-to-all, or all-gather, and a merge.
 struct Merged<D: Kernel<MergeStates>> {
     device: D,
@@ -453,9 +465,7 @@ impl<D: Kernel<MergeStates>> Merged<D> {
         let step = merge.step(spec.max_tokens)?;
         Ok(Self { device: device.clone(), spec, sets, merge, step, binding })
     }
-}
 
-impl<D: Kernel<MergeStates>> Combine<D> for Merged<D> {
     fn prepare(&mut self, tokens: u32) -> Result<()> {
         self.merge.prepare(&mut self.step, (0..tokens, self.spec.world))
     }
@@ -522,9 +532,7 @@ impl<D: Kernel<CorrectAttnOut>> Weighted<D> {
         let (device, out) = (device.clone(), joined.out.clone());
         Ok(Self { device, spec, lses, weighted, out, correct, step, binding })
     }
-}
 
-impl<D: Kernel<CorrectAttnOut>> Combine<D> for Weighted<D> {
     fn prepare(&mut self, tokens: u32) -> Result<()> {
         self.correct.prepare(&mut self.step, 0..tokens)
     }

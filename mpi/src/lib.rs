@@ -109,7 +109,11 @@ impl Mpi {
                 break;
             }
             // Exchanges take microseconds, unless the others are late.
-            if turn < 10_000 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(20)) }
+            if turn < 10_000 {
+                std::thread::yield_now()
+            } else {
+                std::thread::sleep(Duration::from_micros(20))
+            }
         }
         Err(format!("the ranks did not all come within {:?}: one is gone or late", self.timeout))
     }

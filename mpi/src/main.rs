@@ -25,7 +25,9 @@ fn run() -> Result<bool> {
     let words = || std::env::args().skip(1);
     let timeout = match Args::parse(words())? {
         Parsed::Help => {
-            println!("{HELP}\n\nUnder mpirun: a device a rank, or one for all; --engine, --rank and --id-file are of no use.");
+            println!(
+                "{HELP}\n\nUnder mpirun: a device a rank, or one for all; --engine, --rank and --id-file are of no use."
+            );
             return Ok(true);
         }
         Parsed::Run(args) => args.timeout,

@@ -37,7 +37,7 @@ const FIELDS: [&str; 15] = [
     "qk_rope_head_dim",
     "the query's dtype",
     "the output's dtype",
-    "the combine's form, base and max_tokens",
+    "the ContextParallelSpec",
     "the shares of the context",
     "the number of sequences",
     "seq_lens[0]",
@@ -88,7 +88,7 @@ impl StepDigest {
     }
 
     /// How partial results are combined.
-    pub(crate) fn combine(self, world: u32, facts: [u64; 3]) -> Self {
+    pub(crate) fn combine(self, world: u32, facts: impl IntoIterator<Item = u64>) -> Self {
         self.with(WORLD, [world.into()]).with(COMBINE, [hash(facts)])
     }
 

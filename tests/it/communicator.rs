@@ -256,7 +256,7 @@ fn another_world_or_form_is_an_error_on_every_rank() {
     });
     for result in all {
         let error = result.expect("no panic").expect_err("differs").to_string();
-        assert!(error.contains("the combine's form"), "{error}");
+        assert!(error.contains("the ContextParallelSpec"), "{error}");
     }
 }
 

@@ -102,7 +102,7 @@ impl<D: Launch> Bench<'_, D> {
         };
         round(1)?;
         let once = round(1)?;
-        let count = self.most(((0.15 / once) as u64).clamp(1, 300))?;
+        let count = self.most(((0.03 / once) as u64).clamp(1, 300))?;
         // All ranks make as many.
         let rounds = if count == 1 { 1 } else { 5 };
         let mut times = (0..rounds).map(|_| round(count)).collect::<Result<Vec<_>, Error>>()?;

@@ -24,6 +24,8 @@ pub struct Comm {
     state: Mutex<State>,
     /// Memory of windows, which ends with the communicator.
     windows: Mutex<Vec<Memory>>,
+    /// Held while NCCL is called: it takes one call of a communicator at a time.
+    busy: Mutex<()>,
 }
 
 /// An address of NCCL's memory.
@@ -38,7 +40,7 @@ enum State {
     Broken(String),
 }
 
-/// NCCL's pointer. It is used by one thread at a time.
+/// NCCL's pointer. It is used by one thread at a time: see [`Comm::busy`].
 #[derive(Clone, Copy)]
 struct Owned(Handle);
 
@@ -59,7 +61,7 @@ impl Comm {
         blocking: bool,
         bind: Bind,
     ) -> Result<Self> {
-        let api = *api;
+        let (api, deadline) = (*api, Instant::now() + timeout);
         let failed = |detail| Error::Exchange { what: "joining the group", rank, detail };
         let bind_too = bind.clone();
         // A blocking call comes back when all ranks came, or never.
@@ -82,9 +84,10 @@ impl Comm {
             bind,
             state: Mutex::new(State::Open(handle)),
             windows: Mutex::default(),
+            busy: Mutex::default(),
         };
         let done = match code {
-            Code::SUCCESS | Code::IN_PROGRESS => comm.settle(handle, Instant::now() + timeout),
+            Code::SUCCESS | Code::IN_PROGRESS => comm.settle(handle, deadline),
             _ => Err(api.said(code, std::ptr::null_mut())),
         };
         done.map_err(|why| failed(comm.give_up(why)))?;
@@ -96,6 +99,7 @@ impl Comm {
     /// # Errors
     /// [`Error::Exchange`].
     pub fn group(&self, what: &'static str, calls: impl FnOnce(&Api, Handle) -> Code) -> Result<()> {
+        let _busy = self.busy();
         let handle = self.open(what)?;
         let api = &self.api;
         // SAFETY: neither takes anything; the end follows whatever the calls gave.
@@ -124,6 +128,7 @@ impl Comm {
         let what = "making memory for exchanges";
         let handle = self.open(what)?;
         let Some(windows) = self.api.windows else { return Ok(None) };
+        let _busy = self.busy();
         let (mut memory, mut window) = (std::ptr::null_mut(), Box::new(std::ptr::null_mut()));
         // SAFETY: it writes an address.
         let made = unsafe { (windows.allocate)(&raw mut memory, bytes) };
@@ -161,13 +166,14 @@ impl Comm {
     /// then been aborted, and its results are worth nothing. Those of `is_idle`.
     pub fn wait(&self, is_idle: impl Fn() -> Result<bool>) -> Result<()> {
         let what = "waiting for an exchange";
-        let handle = self.open(what)?;
         let deadline = Instant::now() + self.timeout;
         let mut pause = Pause::default();
         while !is_idle()? {
-            let state = self.asked(handle);
-            let why = match state {
+            let busy = self.busy();
+            let handle = self.open(what)?;
+            let why = match self.asked(handle) {
                 Ok(Code::SUCCESS | Code::IN_PROGRESS) if Instant::now() < deadline => {
+                    drop(busy);
                     pause.next();
                     continue;
                 }
@@ -181,7 +187,8 @@ impl Comm {
             }
             return Err(self.failed(what, why));
         }
-        Ok(())
+        // An exchange before it may have failed, and been aborted.
+        self.open(what).map(drop)
     }
 
     /// Waits for what NCCL does in the background.
@@ -246,6 +253,10 @@ impl Comm {
 
     fn failed(&self, what: &'static str, detail: String) -> Error {
         Error::Exchange { what, rank: self.rank, detail }
+    }
+
+    fn busy(&self) -> MutexGuard<'_, ()> {
+        self.busy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -9,6 +9,8 @@ use wgpu_mla::{
 
 use super::{Bench, Launch, us};
 use crate::rank::read;
+use crate::report::name;
+use crate::threads;
 
 const PAGE: u32 = 64;
 /// Pages whose content differs: uploads are from these.
@@ -20,8 +22,8 @@ pub fn run<D: Launch>(bench: &Bench<'_, D>) -> Result<(), Error> {
     let graph = if bench.in_graph() { "in a captured graph" } else { "each launched by the host" };
     bench.say(&format!(
         "\n1 x {tokens} tokens, {} ranks, rank 0 on {}, {graph}; alone: the whole on each device\n\n\
-         | heads | cache | variant | alone us | alone GB/s | {} ranks us | faster | decode of the part us | exchange and merge us | error of the allowed |\n\
-         |---|---|---|---|---|---|---|---|---|---|",
+         | heads | cache | variant | alone us | alone GB/s | form | {} ranks us | faster | decode of the part us | exchange and merge us | error of the allowed |\n\
+         |---|---|---|---|---|---|---|---|---|---|---|",
         bench.world,
         bench.device.name(),
         bench.world,
@@ -68,30 +70,58 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, heads: u32, cache: Dtype) -
     let part = spec(len.div_ceil(PAGE).max(1));
     let pages = (0..len.div_ceil(PAGE)).map(|page| shares.token(rank, page * PAGE).map(|token| token / PAGE));
     let kv = fill(device, &part, &content, pages.collect::<Result<Vec<_>, _>>()?)?;
-    let mut cp = ContextParallel::over(device, communicator, ContextParallelSpec::of(&part, rank, world, 1))?;
-    cp.prepare(1)?;
-    let (out, lse) = cp.partial();
-    let dense = MlaDecodeArgs::dense(&part, &q, &kv, out.buffer, lse.buffer, SCALE);
-    let decode = Decode::new(device, part, &MlaDecodeArgs { out, lse, ..dense }, len)?;
-    let of_part = {
-        let launch = device.again(D::HAS_GRAPHS, || decode.run())?;
-        bench.time(&*launch)?
-    };
-    let launch = device.again(bench.in_graph(), || {
-        decode.run()?;
-        cp.combine(communicator)
-    })?;
-    launch()?;
-    bench.finish()?;
-    let local = cp.spec().local_heads();
-    let first = if local == heads { 0 } else { rank * local };
+    let mut of_part = None;
+    for form in threads::forms(bench.args, heads) {
+        let spec = ContextParallelSpec { form, ..ContextParallelSpec::of(&part, rank, world, 1) };
+        let Ok(mut cp) = ContextParallel::over(device, communicator, spec) else { continue };
+        cp.prepare(1)?;
+        let (out, lse) = cp.partial();
+        let dense = MlaDecodeArgs::dense(&part, &q, &kv, out.buffer, lse.buffer, SCALE);
+        let decode = Decode::new(device, part, &MlaDecodeArgs { out, lse, ..dense }, len)?;
+        if of_part.is_none() {
+            of_part = Some(bench.time(&*device.again(D::HAS_GRAPHS, || decode.run())?)?);
+        }
+        let alone_of_part = of_part.unwrap_or_default();
+        let launch = device.again(bench.in_graph(), || {
+            decode.run()?;
+            cp.combine(communicator)
+        })?;
+        launch()?;
+        bench.finish()?;
+        let error = compare(bench, &cp, decode.mla.rounds_weights(), &reference, cache)?;
+        let joined = bench.time(&*launch)?;
+        let bytes = f64::from(tokens) * f64::from(shape.row_elems()) * cache.bytes() as f64;
+        bench.say(&format!(
+            "| {heads} | {cache} | {} | {} | {:.0} | {} | {} | {:.3} | {} | {} | {error:.2} |",
+            decode.mla.variant(),
+            us(alone),
+            bytes / alone / 1e9,
+            name(form),
+            us(joined),
+            alone / joined,
+            us(alone_of_part),
+            us(joined - alone_of_part),
+        ));
+    }
+    Ok(())
+}
+
+/// Compares the joined heads with those of the whole on one device: the largest error as a share of what is allowed.
+fn compare<D: Launch>(
+    bench: &Bench<'_, D>,
+    cp: &ContextParallel<D>,
+    rounds_weights: bool,
+    reference: &[Vec<f32>; 2],
+    cache: Dtype,
+) -> Result<f64, Error> {
+    let (device, rank, local) = (bench.device, bench.rank, cp.spec().local_heads());
+    let first = if local == cp.spec().num_heads { 0 } else { rank * local };
     let got = [
         read(device, cp.out(), 1, local, 512, Dtype::F32)?,
         read(device, cp.lse(), 1, local, 1, Dtype::F32)?,
     ];
-    let rounds = decode.mla.rounds_weights();
     // Both sides round.
-    let mut tolerance = Tolerance::decode(cache, Dtype::Bf16, Dtype::F32, rounds, 1.0, 512);
+    let mut tolerance = Tolerance::decode(cache, Dtype::Bf16, Dtype::F32, rounds_weights, 1.0, 512);
     tolerance.abs *= 2.0;
     let want = |i: usize, dim: u32| -> Vec<f64> {
         let rows = (first * dim) as usize..((first + local) * dim) as usize;
@@ -101,24 +131,10 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, heads: u32, cache: Dtype) -
         close("out", &got[0], &want(0, 512), &tolerance),
         close("lse", &got[1], &want(1, 1), &Tolerance::lse()),
     ];
-    if let Some(report) = reports.iter().find(|report| !report.ok()) {
-        return Err(Error::Exchange { what: "the comparison", rank, detail: report.to_string() });
+    match reports.iter().find(|report| !report.ok()) {
+        Some(report) => Err(Error::Exchange { what: "the comparison", rank, detail: report.to_string() }),
+        None => Ok(reports.iter().map(|report| report.worst_ratio).fold(0.0, f64::max)),
     }
-    let joined = bench.time(&*launch)?;
-    let bytes = f64::from(tokens) * f64::from(shape.row_elems()) * cache.bytes() as f64;
-    let error = reports.iter().map(|report| report.worst_ratio).fold(0.0, f64::max);
-    bench.say(&format!(
-        "| {heads} | {cache} | {} | {} | {:.0} | {} | {:.3} | {} | {} | {:.2} |",
-        decode.mla.variant(),
-        us(alone),
-        bytes / alone / 1e9,
-        us(joined),
-        alone / joined,
-        us(of_part),
-        us(joined - of_part),
-        error,
-    ));
-    Ok(())
 }
 
 /// A decode of one query token of one sequence, prepared.
