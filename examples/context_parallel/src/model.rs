@@ -12,8 +12,8 @@ use wgpu_mla::{CombineForm, ContextParallelSpec, Dtype, LseBase};
 
 use crate::report::name;
 use figures::{
-    CARD_BYTES, H200, IN_PROCESS, LAYERS, LINKS, Link, MEASURED, MEASURED_EXCHANGES, MEASURED_TOKENS,
-    Machine, TWO_CORES,
+    CARD_BYTES, H100, H200, IN_PROCESS, LAYERS, LINKS, Link, MEASURED, MEASURED_CARD_EXCHANGES,
+    MEASURED_CARDS, MEASURED_EXCHANGES, MEASURED_TOKENS, Machine, NVLINK, TWO_CORES,
 };
 
 const FORMS: [CombineForm; 3] =
@@ -126,6 +126,7 @@ pub fn print() {
     long();
     batches();
     forms();
+    check_cards();
     check();
 }
 
@@ -221,6 +222,45 @@ fn forms() {
     }
 }
 
+/// The model against two cards.
+fn check_cards() {
+    println!(
+        "\n## Against measurement: two of {}, joined by {}, NCCL\n\n\
+         | what | ranks | model us | measured us | model over measured |\n|---|---|---|---|---|",
+        H100.name, NVLINK.name
+    );
+    let mut ratios = Vec::new();
+    let mut line = |what: String, ranks: u32, model: f64, measured: f64| {
+        ratios.push(model / measured);
+        println!("| {what} | {ranks} | {model:.1} | {measured:.1} | {:.2} |", model / measured);
+    };
+    let of = |sequences: u32, tokens: f64, heads: u32, cache: Dtype, out: Dtype| Case {
+        machine: H100,
+        out,
+        ..case(NVLINK, sequences, tokens, heads, cache)
+    };
+    for run in MEASURED_CARDS {
+        let case = of(1, 1_048_576.0, run.heads, run.cache, Dtype::F32);
+        if let Some(cost) = case.best(run.ranks) {
+            line(format!("1 x 1048576, {} heads, {}", run.heads, run.cache), run.ranks, cost.us, run.us);
+        }
+    }
+    for (sequences, out, measured) in MEASURED_CARD_EXCHANGES {
+        for (form, measured) in FORMS.into_iter().zip(measured) {
+            if let Some((us, _)) = of(sequences, 0.0, 128, Dtype::Bf16, out).exchange(2, form) {
+                line(format!("exchange of {sequences} x 128 x 512 {out}, {}", name(form)), 2, us, measured);
+            }
+        }
+    }
+    said(ratios);
+}
+
+fn said(mut ratios: Vec<f64>) {
+    ratios.sort_by(f64::total_cmp);
+    let (first, last) = (ratios.first().copied().unwrap_or(1.0), ratios.last().copied().unwrap_or(1.0));
+    println!("\nModel over measured: {first:.2} to {last:.2}, median {:.2}.", ratios[ratios.len() / 2]);
+}
+
 /// The model against what was measured here.
 fn check() {
     println!(
@@ -256,7 +296,5 @@ fn check() {
             }
         }
     }
-    ratios.sort_by(f64::total_cmp);
-    let (first, last) = (ratios.first().copied().unwrap_or(1.0), ratios.last().copied().unwrap_or(1.0));
-    println!("\nModel over measured: {first:.2} to {last:.2}, median {:.2}.", ratios[ratios.len() / 2]);
+    said(ratios);
 }
