@@ -2,7 +2,7 @@
 # examples/context_parallel over two or more NVIDIA cards of this host through NCCL: cases, times, and a rank that is killed; one process for
 # all cards, and one a card. Every run ends within its time. The machine needs a driver and NCCL, and no Rust: carry the binary.
 #
-#   cargo build --release -p context_parallel --features nccl
+#   cargo build --release -p context_parallel --no-default-features --features nccl
 #   scripts/cards.sh target/release/context_parallel [CARDS] [OUT]       CARDS: 2; OUT: a folder for what is printed, target/cards
 set -uo pipefail
 cd "$(dirname "$0")/.."
