@@ -7,6 +7,10 @@ use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{AnyBackend, Backend};
 
 use crate::harness::{Test, count};
+#[cfg(feature = "wgpu")]
+use mla_support::paint::Problem;
+#[cfg(feature = "wgpu")]
+use mla_support::suite::run::How;
 use mla_support::suite::{Cases, Group, Session, groups};
 use mla_support::{Ignored, Outcome};
 
@@ -84,6 +88,7 @@ fn on_wgpu() -> Vec<Test> {
     // A sample, unless more was asked for.
     let cut = if cases == Cases::Representative { &CUT[..1] } else { &CUT[..] };
     tests.extend(in_ranks("wgpu", gpu, cases, cut));
+    tests.extend(in_mixed_ranks(cases, cut));
     // Only a part: the tests above run every group on wgpu.
     let some = |_: usize, group: &Group<_>| {
         ["varlen", "merges", "page_copies", "refuses_layers", "refuses_ops"].contains(&group.name)
@@ -92,6 +97,26 @@ fn on_wgpu() -> Vec<Test> {
     let any = || gpu().map(AnyBackend::from);
     tests.extend(of_backend("any_wgpu", any, &[Some("shared")], cases, some));
     tests
+}
+
+/// Even ranks on wgpu, odd ones on the CPU.
+#[cfg(feature = "wgpu")]
+fn in_mixed_ranks(cases: Cases, names: &'static [&'static str]) -> Vec<Test> {
+    let cut = groups::<wgpu_mla::gpu::Gpu>().into_iter().filter(|group| names.contains(&group.name));
+    let test = |group: Group<_>| {
+        let Group { op, name: group_name, run, .. } = group;
+        Test::new(format!("conformance::wgpu_and_cpu::ranks::{op}::{group_name}"), move || {
+            let (gpu, cpu) = (mla_support::gpu()?, Cpu::new());
+            let on_cpu = Session::new(&cpu);
+            let odd_ranks = |part: &Problem, how: &How| on_cpu.run_part(part, how);
+            let mut session = Session::new(&gpu);
+            (session.cases, session.ranks) = (cases, &[2, 3, 4]);
+            session.odd_ranks = Some(&odd_ranks);
+            run(&session);
+            ended("wgpu_and_cpu", &session)
+        })
+    };
+    cut.map(test).collect()
 }
 
 /// CUDA kernels are compiled already, so everything runs, except what is left out under a sanitizer.

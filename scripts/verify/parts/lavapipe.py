@@ -12,7 +12,7 @@ VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
 # Kernels and test files of each op; inputs of all tests are added.
 SUITE = "tests/support/src/suite"
 OPS = {
-    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", f"{SUITE}/ranks.rs", "src/shares.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
+    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", f"{SUITE}/ranks.rs", f"{SUITE}/slabs.rs", "src/plan/slabs.rs", "src/shares.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
     "merge_state": (["merge_state"], [f"{SUITE}/ops.rs"]),
     "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs"]),
     "correct_attn_out": (["correct_attn_out"], [f"{SUITE}/correct_attn_out.rs", f"{SUITE}/merge_states.rs"]),
@@ -25,6 +25,7 @@ OPS = {
     "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", "tests/support/src/reference/prefill.rs"]),
     "rope": (["rope"], [f"{SUITE}/rope.rs", "tests/support/src/reference/rope.rs"]),
     "rope_append": (["rope_append"], [f"{SUITE}/rope.rs", "tests/support/src/reference/rope.rs"]),
+    "slabs": (["kv_append", "kv_copy_pages", "kv_gather", "decode_plain", "decode_coop"], [f"{SUITE}/slabs.rs", f"{SUITE}/layer.rs", "src/plan/slabs.rs"]),
     "layer": (list(kernels.RUST), [f"{SUITE}/layer.rs", "tests/support/src/reference/layer.rs"]),
 }
 COMMON = [f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/memory.rs", "tests/support/src/*.rs", "tests/it/harness.rs", "tests/it/conformance.rs"]
@@ -46,7 +47,7 @@ def units():
 def filters(op, matrix):
     """Filters that match an op's tests."""
     names = [f"conformance::wgpu::{variant}::{op}::" for variant in VARIANTS] + [f"conformance::any_wgpu::shared::{op}::"]
-    names += [f"conformance::wgpu::ranks::{op}::"]
+    names += [f"conformance::wgpu::ranks::{op}::", f"conformance::wgpu_and_cpu::ranks::{op}::"]
     return names + ["matrix::"] if matrix and op == "decode" else names
 
 

@@ -33,10 +33,13 @@ use wgpu_mla::{Backend, Compiled, DecodeOptions, Dtype, MlaDecode, Result, Share
 use super::case::{Case, DcpDecodeCase};
 use super::close::{Report, Tolerance, close};
 use super::paint::Problem;
-use run::How;
+use run::{Answer, How};
 
 /// Decodes by their spec, and the query tokens of a sequence that they are made for.
 type Decodes<B> = HashMap<(MlaDecode, u32), Rc<Compiled<MlaDecode, B>>>;
+
+/// Decodes a problem elsewhere: what it wrote, and whether the variant rounds weights.
+pub type Elsewhere<'a> = &'a dyn Fn(&Problem, &How) -> Result<(Answer, bool), String>;
 
 /// A backend under test, with the kernels that it has compiled so far: a software device spends its time compiling.
 pub struct Session<'a, B: Backend> {
@@ -47,6 +50,8 @@ pub struct Session<'a, B: Backend> {
     pub cases: Cases,
     /// Cuts every decode that [`Session::check`] runs into each of these numbers of ranks; none: decodes are left whole.
     pub ranks: &'a [u32],
+    /// Decodes the parts of odd ranks, on another device; `None`: this one decodes all.
+    pub odd_ranks: Option<Elsewhere<'a>>,
     /// The variant's index in the backend's table: each variant has other representatives.
     pub place: usize,
     decodes: RefCell<Decodes<B>>,
@@ -64,6 +69,7 @@ impl<'a, B: Backend> Session<'a, B> {
             variant: None,
             cases: Cases::Full,
             ranks: &[],
+            odd_ranks: None,
             place: 0,
             decodes: RefCell::default(),
             checks: Cell::default(),

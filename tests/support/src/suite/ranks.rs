@@ -4,7 +4,7 @@ use wgpu_mla::{Backend, Dtype, LseBase, MergeStates, MergeStatesArgs, Shares, Sp
 
 use super::Session;
 use super::memory::{download, upload};
-use super::run::How;
+use super::run::{Answer, How};
 use crate::case::{DcpCombineCase, DcpDecodeCase};
 use crate::close::{Tolerance, close};
 use crate::paint::{Make, POISON, Problem, Sees, sequences};
@@ -163,12 +163,24 @@ impl<B: Backend> Session<'_, B> {
         let (mut outs, mut lses, mut rounds_p) = (Vec::new(), Vec::new(), false);
         for rank in 0..shares.world() {
             let part = cut(whole, shares, rank).map_err(text)?;
-            let answer = self.run_decode(&part, how).map_err(|error| format!("rank {rank}: {error}"))?;
+            let answer = match self.odd_ranks {
+                Some(elsewhere) if rank % 2 == 1 => elsewhere(&part, how),
+                _ => self.run_part(&part, how),
+            };
+            let (answer, rounds) = answer.map_err(|error| format!("rank {rank}: {error}"))?;
             outs.extend_from_slice(&answer.bits[0]);
             lses.extend(Dtype::F32.decode_all(&answer.bits[1]));
-            rounds_p |= self.decode_for(&part.spec, how.query_tokens).is_ok_and(|d| d.rounds_weights());
+            rounds_p |= rounds;
         }
         Ok((outs, lses, rounds_p))
+    }
+
+    /// One rank's decode, and whether the variant rounds weights.
+    pub fn run_part(&self, part: &Problem, how: &How) -> Result<(Answer, bool), String> {
+        let answer = self.run_decode(part, how)?;
+        let rounds =
+            self.decode_for(&part.spec, how.query_tokens).is_ok_and(|decode| decode.rounds_weights());
+        Ok((answer, rounds))
     }
 
     /// Cuts a decode into ranks, combines their results and compares with the oracle of the whole.
