@@ -42,13 +42,14 @@ function act(task) {
 function fail(error, task) {
   console.log(`the page says: ${error.message}`);
   const crashed = error instanceof WebAssembly.RuntimeError;
-  const lost = !crashed && engine?.lost();
+  // A read may fail before the device tells of its loss.
+  const lost = !crashed && (engine?.lost() ?? (error.message.startsWith("device lost") && error.message));
   problem(
     crashed ? `The page's program failed (${error.message}). Load the page again.`
-      : lost ? `The GPU is gone (${lost}). A driver that was reset or a computer that slept does that. Try again, or go on with the CPU.`
+      : lost ? `The GPU is gone (${lost.split(";")[0]}). A driver that was reset or a computer that slept does that. Try again, or go on with the CPU.`
       : error.message,
     crashed ? () => location.reload() : lost ? () => act(reopen) : () => act(task),
-    Boolean(lost || (!crashed && about?.gpu)),
+    Boolean(lost),
   );
   status(null);
 }
@@ -151,8 +152,11 @@ async function write() {
   run.prompt = engine.prompt_tokens();
   run.tokens = engine.tokens();
   run.first = performance.now() - start;
-  $("first").textContent = `${seconds(run.first)} after Write, ${run.prompt} tokens of prompt`;
-  if (!("firstToken" in document.body.dataset)) document.body.dataset.firstToken = Math.round(performance.now() - begun);
+  $("first").textContent = `${seconds(run.first)} for ${run.prompt} tokens of prompt`;
+  if (!("firstToken" in document.body.dataset)) {
+    document.body.dataset.firstToken = Math.round(performance.now() - begun);
+    $("first").textContent += `, ${seconds(performance.now() - begun)} after the page began to load`;
+  }
   status(null);
   await goOn();
 }
@@ -228,7 +232,7 @@ function render() {
   const [attention, bytes] = engine.traffic();
   const share = Math.round(100 * attention / run.ms);
   $("speed").textContent = `${(1000 * run.decodes / run.ms).toPrecision(3)} tokens/s, ${share} % of the time attention`;
-  $("bandwidth").textContent = `${(bytes / attention / 1e6).toPrecision(3)} GB/s of the time attention, ${(bytes / run.decodes / 1e6).toPrecision(3)} MB a token`;
+  $("bandwidth").textContent = `${(bytes / attention / 1e6).toPrecision(3)} GB/s while it attends, ${(bytes / run.decodes / 1e6).toPrecision(3)} MB a token`;
 }
 
 async function check() {
