@@ -287,8 +287,9 @@ def shot(page, path):
     page.js("document.getElementById('text').scrollTop = 1e9; document.getElementById('picture').focus({ preventScroll: true }); document.activeElement.blur()")
     page.devtools("Emulation.setDeviceMetricsOverride", width=1100, height=1200, deviceScaleFactor=1, mobile=False)
     time.sleep(0.5)
-    height = page.js("return document.documentElement.offsetHeight")
-    clip = {"x": 0, "y": 0, "width": 1100, "height": height, "scale": 1}
+    # Without the form.
+    top, height = page.js("return [document.getElementById('stats').offsetTop - 8, document.documentElement.offsetHeight]")
+    clip = {"x": 0, "y": top, "width": 1100, "height": height - top, "scale": 0.8}
     path.write_bytes(base64.b64decode(page.devtools("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]))
     print(f"wrote {path}")
 

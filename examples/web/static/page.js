@@ -123,7 +123,7 @@ async function open() {
   }
   $("note").hidden = note === "";
   $("note").textContent = note;
-  $("adapter").textContent = about.gpu ? await adapter() : `${about.device}: the attention runs on the CPU, in WebAssembly`;
+  $("adapter").textContent = about.gpu ? await adapter() : "none: the attention runs on the CPU, in WebAssembly";
   $("variant").textContent = `${about.variant}, ${about.kv} cache`;
   $("why").textContent = about.why;
 }
