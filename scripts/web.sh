@@ -3,6 +3,9 @@
 # Chromium's own compiler sees every shader that a browser would get. Then it checks that a failing test is noticed.
 #   scripts/web.sh [TEST...]       all tests, or those whose names contain a TEST, which takes one page each
 #   scripts/web.sh --lints         only that it builds for wasm32 without a warning
+#   scripts/web.sh page            builds the page of examples/web into WEB_DIR/page, for any server of files
+#   scripts/web.sh page --test     and looks at it in that browser: scripts/web_page.py
+#   scripts/web.sh page --shot     and takes docs/page.png of it
 # Downloads and builds are kept in WEB_DIR (default target/web) and in cargo's target folder.
 #   CHROMIUM, CHROMEDRIVER         these instead of the system's
 #   WEB_BUILD_STD=1                build std for wasm32 even where the toolchain has it
@@ -116,18 +119,19 @@ library_sources() {
     echo "$version" >"${library%/*}/version"
 }
 
-# The test runner of exactly the wasm-bindgen that the lock file names.
-runner() {
-    local version
+# A tool of exactly the wasm-bindgen that the lock file names, from the path or from a folder of its own; `tool` is its path.
+wasm_bindgen_tool() {
+    local name=$1 version root
     version=$(awk '/^name = / { name = $3 } /^version = / && name == "\"wasm-bindgen\"" { gsub("\"", "", $3); print $3 }' Cargo.lock)
     [ -n "$version" ] || die "Cargo.lock names no wasm-bindgen"
-    runner=$(command -v wasm-bindgen-test-runner || true)
-    if [ -z "$runner" ] || [[ $("$runner" --version) != *" $version"* ]]; then
-        runner=$web/wasm-bindgen-$version/bin/wasm-bindgen-test-runner
+    root=$web/$2-$version
+    tool=$(command -v "$name" || true)
+    if [ -z "$tool" ] || [[ $("$tool" --version) != *" $version"* ]]; then
+        tool=$root/bin/$name
     fi
-    if [ ! -x "$runner" ]; then
+    if [ ! -x "$tool" ]; then
         local install=(cargo install wasm-bindgen-cli --version "=$version" --no-default-features
-            --bin wasm-bindgen-test-runner --root "$web/wasm-bindgen-$version" --target-dir "$web/wasm-bindgen-build")
+            --bin "$name" --root "$root" --target-dir "$web/wasm-bindgen-build")
         export CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_DEBUG=0
         # Its own lock file first; a registry's mirror may lack a version that is in there.
         "${install[@]}" --locked || CARGO_RESOLVER_INCOMPATIBLE_RUST_VERSIONS=fallback "${install[@]}" \
@@ -135,17 +139,40 @@ runner() {
         unset CARGO_PROFILE_RELEASE_OPT_LEVEL CARGO_PROFILE_RELEASE_DEBUG
         rm -rf "$web/wasm-bindgen-build"
     fi
-    "$runner" --version
+    "$tool" --version
 }
+
+runner() { wasm_bindgen_tool wasm-bindgen-test-runner wasm-bindgen && runner=$tool; }
+
+bindgen() { wasm_bindgen_tool wasm-bindgen wasm-bindgen-cli && bindgen=$tool; }
 
 lints() {
     cargo clippy --locked --target "$wasm" -p wgpu-mla --lib --no-default-features -- -D warnings
     cargo clippy --locked --target "$wasm" -p wgpu-mla --lib -- -D warnings
     cargo clippy --locked --target "$wasm" -p web_tests --tests -- -D warnings
+    cargo clippy --locked --target "$wasm" -p web -- -D warnings
 }
 
 build() {
     cargo test --locked --profile browser --target "$wasm" -p web_tests --no-run
+}
+
+# The program, the files that call it, and the checkpoint.
+page() {
+    local folder=$web/page model=examples/generate/model
+    cargo build --locked --profile page --target "$wasm" -p web
+    rm -rf "$folder"
+    mkdir "$folder"
+    "$bindgen" --target web --no-typescript --remove-name-section --remove-producers-section --out-dir "$folder" \
+        "${CARGO_TARGET_DIR:-target}/$wasm/page/web.wasm"
+    cp examples/web/static/* "$model"/{config.json,model.safetensors,tokenizer.json,kv_cache_scales.json} "$folder"
+    ls -l "$folder"
+    du -sb "$folder"
+}
+
+page_in_browser() {
+    TMPDIR=$browser_files timeout 600 python3 scripts/web_page.py "$web/page" --chromedriver "$chromedriver" \
+        --capabilities "$web/webdriver.json" "$@" || die "the page is not as it should be"
 }
 
 # The browser is a new one every time, its WebGPU the software device that comes with it.
@@ -206,6 +233,20 @@ finish() {
 if [[ ${1:-} == --lints ]]; then
     step "std for $wasm" wasm_std
     step "lints for $wasm" lints
+    finish
+fi
+if [[ ${1:-} == page ]]; then
+    case ${2:-} in '' | --test | --shot) ;; *) die "page $2: must be --test or --shot" ;; esac
+    if [[ -n ${2:-} ]]; then step "browser" browser; fi
+    step "std for $wasm" wasm_std
+    step "wasm-bindgen" bindgen
+    step "the page" page
+    if [[ -n ${2:-} ]]; then capabilities; fi
+    case ${2:-} in
+        --test) step "the page in the browser" page_in_browser ;;
+        --shot) step "a picture of the page" page_in_browser --shot docs/page.png ;;
+    esac
+    echo "the page is in $web/page: python3 -m http.server -d $web/page"
     finish
 fi
 step "browser" browser

@@ -70,6 +70,16 @@ impl<B> Arrays<B> {
         &self.out
     }
 
+    /// Its dims and dtypes.
+    pub fn spec(&self) -> &MlaLayer {
+        &self.spec
+    }
+
+    /// `k_scale` of a layer.
+    pub fn k_scale(&self, layer: usize) -> f32 {
+        self.layers[layer].1
+    }
+
     /// Bytes of `out` that so many tokens have.
     pub fn out_bytes(&self, tokens: usize) -> u64 {
         tokens as u64 * u64::from(self.spec.shape.num_heads * self.spec.v_head_dim) * 4

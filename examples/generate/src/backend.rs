@@ -1,7 +1,7 @@
 //! Where attention runs.
 
-use wgpu_mla::MlaDecode;
-use wgpu_mla::any::AnyBackend;
+#[cfg(not(target_arch = "wasm32"))]
+use wgpu_mla::{MlaDecode, any::AnyBackend};
 
 use crate::{Error, Result};
 
@@ -45,6 +45,7 @@ impl Where {
 ///
 /// # Errors
 /// Those of a backend that was asked for by name.
+#[cfg(not(target_arch = "wasm32"))]
 pub fn with_cpu(wish: Where) -> Result<Vec<Where>> {
     Ok(match wish {
         Where::Cpu => vec![Where::Cpu],
@@ -65,6 +66,7 @@ pub fn with_cpu(wish: Where) -> Result<Vec<Where>> {
 ///
 /// # Errors
 /// [`wgpu_mla::Error::NoAdapter`] and the like, [`Error::Input`] for CUDA without the feature `cuda`.
+#[cfg(not(target_arch = "wasm32"))]
 pub fn open(wish: Where, spec: &MlaDecode) -> Result<AnyBackend> {
     Ok(match wish {
         Where::Auto => AnyBackend::best(spec),

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::{Error, Model, Result, Text, files};
+use crate::weights::Weights;
+use crate::{Config, Error, Model, Result, Text, files};
 
 pub struct Checkpoint {
     pub dir: PathBuf,
@@ -34,6 +35,17 @@ impl Checkpoint {
         Ok(Self { dir: dir.into(), model, k_scales })
     }
 
+    /// Of the contents of config.json, model.safetensors and kv_cache_scales.json. [`Text::parse`] makes its tokenizer.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn parse(config: &str, weights: Vec<u8>, scales: &str) -> Result<Self> {
+        let config = Config::from_json(config)?;
+        let weights = Weights::of("model.safetensors", weights, &config)?;
+        let k_scales = parse_scales(Path::new("kv_cache_scales.json"), scales, config.num_layers)?;
+        Ok(Self { dir: PathBuf::new(), model: Model::load(config, weights)?, k_scales })
+    }
+
     /// # Errors
     /// [`Error::File`].
     pub fn tokenizer(&self) -> Result<Text> {
@@ -46,8 +58,11 @@ fn k_scales(dir: &Path, layers: usize) -> Result<Vec<f32>> {
     if !files::is_there(&path)? {
         return Ok(Vec::new());
     }
-    let text = files::read_text(&path, "download it again")?;
-    let scales: Scales = serde_json::from_str(&text).map_err(|error| Error::file(&path, error))?;
+    parse_scales(&path, &files::read_text(&path, "download it again")?, layers)
+}
+
+fn parse_scales(path: &Path, text: &str, layers: usize) -> Result<Vec<f32>> {
+    let scales: Scales = serde_json::from_str(text).map_err(|error| Error::file(path, error))?;
     let of_layer = |layer: usize| {
         let scale = scales.kv_cache.scaling_factor.get("0").and_then(|rank| rank.get(&layer.to_string()));
         // The cache multiplies by the scale's inverse.
@@ -55,7 +70,7 @@ fn k_scales(dir: &Path, layers: usize) -> Result<Vec<f32>> {
         served.ok_or_else(|| {
             let which = format!("scaling_factor of rank 0 and layer {layer}");
             let cure = "must be there and above 0; delete the file for scales of 1";
-            Error::file(&path, format!("{which}: {cure}"))
+            Error::file(path, format!("{which}: {cure}"))
         })
     };
     (0..layers).map(of_layer).collect()

@@ -75,6 +75,14 @@ impl Config {
         Self::parse(&text).map_err(|why| Error::file(&path, why))
     }
 
+    /// As [`Config::open`], of the file's text.
+    ///
+    /// # Errors
+    /// [`Error::File`] that names the field and the cure.
+    pub fn from_json(text: &str) -> Result<Self> {
+        Self::parse(text).map_err(|why| Error::file(Path::new("config.json"), why))
+    }
+
     fn parse(text: &str) -> Result<Self, String> {
         let value: Value = serde_json::from_str(text)
             .map_err(|error| format!("{error}; it has to be the config of a DeepSeek-V2/V3-style model"))?;

@@ -15,6 +15,7 @@
 //!
 //! [`attention::Attention`] is the interface between both: before it are the projections, after it `o_proj`.
 
+#[cfg(not(target_arch = "wasm32"))]
 mod accuracy;
 mod arrays;
 pub mod attention;
@@ -38,20 +39,25 @@ mod rope;
 mod sample;
 mod session;
 mod setup;
+mod stored;
 mod text;
 mod weights;
 
+#[cfg(not(target_arch = "wasm32"))]
 pub use accuracy::{Accuracy, AccuracyRow, accuracy};
 pub use backend::Where;
 pub use checkpoint::Checkpoint;
 pub use config::Config;
 pub use error::{Error, Result};
 pub use evaluate::{Score, evaluate};
-pub use model::Model;
+pub use model::{Model, Pass};
+pub use paged::Paged;
+#[cfg(not(target_arch = "wasm32"))]
 pub use paged::paged;
 pub use pages::Pages;
 pub use rope::RopeConfig;
 pub use sample::{Sampler, Sampling};
 pub use session::{Done, Options, Stats, generate};
 pub use setup::Setup;
+pub use stored::Stored;
 pub use text::Text;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 
-use crate::attention::Attention;
+use crate::attention::{Attention, Rows};
 use crate::experts::Experts;
 use crate::layer::{Mlp, Norm, Projections, values};
 use crate::weights::{Dim, Weights};
@@ -39,7 +39,11 @@ impl Model {
     /// [`Error::File`].
     pub fn open(dir: &Path) -> Result<Self> {
         let config = Config::open(dir)?;
-        let mut weights = Weights::open(dir, &config)?;
+        let weights = Weights::open(dir, &config)?;
+        Self::load(config, weights)
+    }
+
+    pub(crate) fn load(config: Config, mut weights: Weights) -> Result<Self> {
         let hidden = Dim(config.hidden_size, "hidden_size");
         let vocab = Dim(config.vocab_size, "vocab_size");
         let embed = weights.take("model.embed_tokens.weight", &[vocab, hidden])?;
@@ -64,13 +68,29 @@ impl Model {
     /// # Errors
     /// [`Error::Input`] for a token that the model does not have; those of the attention.
     pub fn step(&self, tokens: &[u32], wanted: &[u32], attention: &mut dyn Attention) -> Result<Vec<f32>> {
-        self.check_tokens(tokens)?;
-        let mut x = self.embed.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            x = layer.of(&x, index, attention)?;
+        let mut pass = self.pass(tokens)?;
+        while let Some(rows) = pass.rows()? {
+            pass.attended(attention.attend(pass.layer, &rows)?)?;
         }
-        let x = self.norm.of(&x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
-        values(&x.matmul(&self.head.t()?)?)
+        pass.logits(wanted)
+    }
+
+    /// A step for a host that awaits its attention: [`Pass::rows`], then [`Pass::attended`], for each layer, and [`Pass::logits`].
+    ///
+    /// # Errors
+    /// [`Error::Input`] for a token that the model does not have.
+    pub fn pass(&self, tokens: &[u32]) -> Result<Pass<'_>> {
+        self.check_tokens(tokens)?;
+        let x = self.embed.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        Ok(Pass { model: self, layer: 0, x })
+    }
+
+    /// A layer's `kv_b_proj`, `[H, P + V, L]`.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn kv_b_proj(&self, layer: usize) -> Result<Vec<f32>> {
+        values(&self.kv_b[layer])
     }
 
     /// # Errors
@@ -83,6 +103,45 @@ impl Model {
                 "token {token}: the model has {size}; use the tokenizer.json that came with it"
             ))),
         }
+    }
+}
+
+/// A step between two layers.
+pub struct Pass<'a> {
+    model: &'a Model,
+    /// The next one.
+    pub layer: usize,
+    /// Its input, `[T, hidden]`.
+    x: Tensor,
+}
+
+impl Pass<'_> {
+    /// What the next layer's attention needs; `None` after the last.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn rows(&self) -> Result<Option<Rows>> {
+        let layer = self.model.layers.get(self.layer);
+        layer.map(|layer| layer.projections.rows(&layer.input_norm.of(&self.x)?)).transpose()
+    }
+
+    /// The rest of that layer, from what its attention gave: `[T, H, V]`.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn attended(&mut self, attended: Vec<f32>) -> Result<()> {
+        self.x = self.model.layers[self.layer].after(&self.x, attended)?;
+        self.layer += 1;
+        Ok(())
+    }
+
+    /// The logits that follow the tokens at `wanted`, `[wanted, vocab_size]`.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn logits(self, wanted: &[u32]) -> Result<Vec<f32>> {
+        let x = self.model.norm.of(&self.x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
+        values(&x.matmul(&self.model.head.t()?)?)
     }
 }
 
@@ -113,9 +172,7 @@ impl Layer {
         Ok(Self { input_norm, projections, post_norm, mlp })
     }
 
-    fn of(&self, x: &Tensor, index: usize, attention: &mut dyn Attention) -> Result<Tensor> {
-        let rows = self.projections.rows(&self.input_norm.of(x)?)?;
-        let attended = attention.attend(index, &rows)?;
+    fn after(&self, x: &Tensor, attended: Vec<f32>) -> Result<Tensor> {
         let x = (x + self.projections.back(attended, x.dim(0)?)?)?;
         let normed = self.post_norm.of(&x)?;
         let add = match &self.mlp {

@@ -7,31 +7,36 @@ use wgpu_mla::{
 
 use crate::arrays::Arrays;
 use crate::attention::{Attention, Rows};
-use crate::{Model, Pages, Result, Setup, backend};
+use crate::{Model, Pages, Result, Setup};
 
 /// An attention for a model, on the backend that is asked for.
 ///
 /// # Errors
 /// Those of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large.
+#[cfg(not(target_arch = "wasm32"))]
 pub fn paged(model: &Model, setup: &Setup) -> Result<Box<dyn Attention>> {
-    let device = backend::open(setup.backend, &setup.spec(model).mla())?;
+    let device = crate::backend::open(setup.backend, &setup.spec(model).mla())?;
     Ok(Box::new(Paged::new(&device, model, setup)?))
 }
 
-/// The ops are compiled once, prepared once a step, and bound once a layer.
-struct Paged<D: Backend> {
+/// An attention on one device. The ops are compiled once, prepared once a step, and bound once a layer.
+pub struct Paged<D: Backend> {
     device: D,
     copy: Compiled<KvCopyPages, D>,
     copy_step: Step<KvCopyPages, D>,
     mla: Compiled<MlaLayer, D>,
     step: Step<MlaLayer, D>,
     layers: Vec<(Binding<KvCopyPages, D>, Binding<MlaLayer, D>)>,
-    arrays: Arrays<D::Buffer>,
+    pub(crate) arrays: Arrays<D::Buffer>,
     pages: Pages,
 }
 
 impl<D: Backend> Paged<D> {
-    fn new(device: &D, model: &Model, setup: &Setup) -> Result<Self> {
+    /// An attention for a model.
+    ///
+    /// # Errors
+    /// Those of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large.
+    pub fn new(device: &D, model: &Model, setup: &Setup) -> Result<Self> {
         let (spec, max_tokens) = (setup.spec(model), setup.max_tokens());
         // A prompt's last piece may be one token, which is decoded, anywhere in a batch.
         let capacity =
@@ -52,6 +57,29 @@ impl<D: Backend> Paged<D> {
             copy,
             mla,
         })
+    }
+
+    /// The layer that was compiled, which knows its variant and why it was chosen.
+    pub fn layer(&self) -> &Compiled<MlaLayer, D> {
+        &self.mla
+    }
+
+    /// As [`Attention::attend`], without waiting for what [`Paged::out`] will hold.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn submit(&self, layer: usize, rows: &Rows) -> Result<()> {
+        let (device, arrays, (copies, binding)) = (&self.device, &self.arrays, &self.layers[layer]);
+        device.upload(arrays.rows(), 0, &arrays.packed(rows))?;
+        Ok(device.submit(|mut recorder| {
+            self.copy.record_on(&mut recorder, &self.copy_step, copies)?;
+            self.mla.record_on(&mut recorder, &self.step, binding)
+        })?)
+    }
+
+    /// Where a layer's output is once it is done, `[T, H, V]` in f32, and its bytes.
+    pub fn out(&self) -> (&D::Buffer, u64) {
+        (self.arrays.out(), self.arrays.out_bytes(self.pages.positions.len()))
     }
 }
 
@@ -81,13 +109,8 @@ impl<D: Backend> Attention for Paged<D> {
     }
 
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>> {
-        let (device, arrays, (copies, binding)) = (&self.device, &self.arrays, &self.layers[layer]);
-        device.upload(arrays.rows(), 0, &arrays.packed(rows))?;
-        device.submit(|mut recorder| {
-            self.copy.record_on(&mut recorder, &self.copy_step, copies)?;
-            self.mla.record_on(&mut recorder, &self.step, binding)
-        })?;
-        let bytes = arrays.out_bytes(self.pages.positions.len());
-        Ok(Dtype::F32.decode_all(&device.download(arrays.out(), bytes)?))
+        self.submit(layer, rows)?;
+        let (out, bytes) = self.out();
+        Ok(Dtype::F32.decode_all(&self.device.download(out, bytes)?))
     }
 }

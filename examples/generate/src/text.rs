@@ -16,10 +16,22 @@ impl Text {
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let text = files::read_text(&path, "download the checkpoint's tokenizer.json")?;
+        Self::load(&path, &text)
+    }
+
+    /// Of the file's text.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn parse(text: &str) -> Result<Self> {
+        Self::load(Path::new("tokenizer.json"), text)
+    }
+
+    fn load(path: &Path, text: &str) -> Result<Self> {
         // `tokenizers` panics on some malformed files.
         let loaded =
             caught(|| text.parse::<Tokenizer>()).and_then(|it| it.map_err(|error| error.to_string()));
-        Ok(Self(loaded.map_err(|why| Error::file(&path, format!("{why}; download it again")))?))
+        Ok(Self(loaded.map_err(|why| Error::file(path, format!("{why}; download it again")))?))
     }
 
     /// # Errors

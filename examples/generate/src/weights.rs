@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
@@ -19,9 +19,14 @@ pub struct Dim(pub usize, pub &'static str);
 pub struct Weights {
     dir: PathBuf,
     quant_method: Option<String>,
-    files: Vec<(PathBuf, File)>,
+    files: Vec<(PathBuf, Box<dyn Source>)>,
     tensors: BTreeMap<String, Place>,
 }
+
+/// A file, or what was downloaded of one.
+trait Source: Read + Seek {}
+
+impl<T: Read + Seek> Source for T {}
 
 /// Where a tensor is.
 struct Place {
@@ -37,20 +42,38 @@ impl Weights {
     /// # Errors
     /// [`Error::File`]; for weights that are not f32, f16 or bf16 it names one and the cure.
     pub fn open(dir: &Path, config: &Config) -> Result<Self> {
-        let quant_method = config.quant_method.clone();
-        let mut weights = Self { dir: dir.into(), quant_method, files: Vec::new(), tensors: BTreeMap::new() };
+        let mut weights = Self::none(dir, config);
         for path in paths(dir)? {
-            weights.add(path)?;
+            let file = File::open(&path).map_err(|error| Error::file(&path, error))?;
+            weights.add(path, Box::new(file))?;
         }
-        weights.tensors.retain(|name, _| !is_ignored(name, config.num_layers));
-        weights.check_dtypes()?;
-        Ok(weights)
+        weights.checked(config)
     }
 
-    fn add(&mut self, path: PathBuf) -> Result<()> {
+    /// Those of one file, `name`, that is in memory.
+    ///
+    /// # Errors
+    /// Those of [`Weights::open`].
+    pub fn of(name: &str, bytes: Vec<u8>, config: &Config) -> Result<Self> {
+        let mut weights = Self::none(Path::new(name), config);
+        weights.add(name.into(), Box::new(Cursor::new(bytes)))?;
+        weights.checked(config)
+    }
+
+    fn none(dir: &Path, config: &Config) -> Self {
+        let quant_method = config.quant_method.clone();
+        Self { dir: dir.into(), quant_method, files: Vec::new(), tensors: BTreeMap::new() }
+    }
+
+    fn checked(mut self, config: &Config) -> Result<Self> {
+        self.tensors.retain(|name, _| !is_ignored(name, config.num_layers));
+        self.check_dtypes()?;
+        Ok(self)
+    }
+
+    fn add(&mut self, path: PathBuf, mut file: Box<dyn Source>) -> Result<()> {
         let again = |why: &dyn std::fmt::Display| Error::file(&path, format!("{why}; download it again"));
-        let mut file = File::open(&path).map_err(|error| Error::file(&path, error))?;
-        let (begin, header) = header(&mut file).map_err(|why| again(&why))?;
+        let (begin, header) = header(file.as_mut()).map_err(|why| again(&why))?;
         for (name, info) in header.tensors() {
             let offset = begin + info.data_offsets.0 as u64;
             let place = Place { file: self.files.len(), offset, info: info.clone() };
@@ -158,8 +181,9 @@ fn float(stored: Stored) -> Option<Dtype> {
 }
 
 /// Where the tensors begin, and what they are. The file is as long as they need, so a tensor's length is no more than the file's.
-fn header(file: &mut File) -> Result<(u64, Metadata), String> {
-    let size = file.metadata().map_err(|error| error.to_string())?.len();
+fn header(file: &mut dyn Source) -> Result<(u64, Metadata), String> {
+    let size = file.seek(SeekFrom::End(0)).and_then(|size| file.rewind().map(|()| size));
+    let size = size.map_err(|error| error.to_string())?;
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(|_| "it has no header")?;
     let begin = u64::from_le_bytes(length).checked_add(8).filter(|&begin| begin <= size);

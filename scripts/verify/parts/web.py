@@ -1,4 +1,4 @@
-"""The crate in a browser: lints for wasm32, and the tests of tests/web. A unit is a module."""
+"""The crate in a browser: lints for wasm32, the tests of tests/web, whose units are modules, and the page of examples/web."""
 
 import re
 
@@ -18,11 +18,17 @@ MODULES = {
 COMMON = ["scripts/web.sh", "scripts/verify/parts/web.py", "tests/web/web.rs", "tests/web/page.rs", "tests/web/must_fail.rs", "tests/web/Cargo.toml", "tests/support/Cargo.toml", "tests/support/src/*.rs"]
 
 
+PAGE_SOURCES = ["examples/web/Cargo.toml", "examples/web/src/*.rs", "examples/generate/Cargo.toml", "examples/generate/src/*.rs"]
+
+
 def units():
-    found = {"lints": files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "tests/web/*.rs", "tests/support/**/*.rs", *COMMON)}
+    found = {"lints": files("Cargo.toml", "Cargo.lock", "src/**/*.rs", "tests/web/*.rs", "tests/support/**/*.rs", *PAGE_SOURCES, *COMMON)}
     for module, (ops, more) in MODULES.items():
         paths = {path for op in ops for path in kernels.inputs_of(op)} | set(files(f"tests/web/{module}.rs", *COMMON, *more))
         found[module] = [*sorted(paths), *locked("naga", "wgpu", "wasm-bindgen")]
+    model = ["examples/generate/model/*", "examples/generate/tests/goldens/*", "examples/generate/data/held_out.txt"]
+    sources = ["Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/*.wgsl", "shaders/lib/*.wgsl", "tests/support/Cargo.toml", "tests/support/src/reference.rs", "tests/support/src/reference/*.rs"]
+    found["page"] = files(*sources, *PAGE_SOURCES, *model, "examples/web/static/*", "scripts/web.sh", "scripts/web_page.py", "scripts/verify/parts/web.py")
     return found
 
 
@@ -32,6 +38,10 @@ def run(stale, _full, log):
         status, _ = run_command(log, "scripts/web.sh", "--lints")
         if status == 0:
             passed["lints"] = Passed(1)
+    if "page" in stale:
+        status, said = run_command(log, "scripts/web.sh", "page", "--test")
+        if status == 0:
+            passed["page"] = Passed(len(re.findall(r"^ok  ", said, re.M)))
     modules = [module for module in MODULES if module in stale]
     if modules:
         # All modules run in one page, which shares its pipelines.

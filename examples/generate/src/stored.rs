@@ -1,0 +1,64 @@
+//! What the cache holds of a sequence, for who looks into it.
+
+use wgpu_mla::{
+    Backend, Binding, Compiled, Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, Step, View,
+};
+
+use crate::attention::Attention;
+use crate::{Paged, Result};
+
+/// Gathers tokens of the first sequence of a step out of the pages, with the values as they are stored, in f32.
+pub struct Stored<D: Backend> {
+    gather: Compiled<KvGather, D>,
+    step: Step<KvGather, D>,
+    layers: Vec<Binding<KvGather, D>>,
+    /// `[tokens, layers, L + R]`.
+    rows: D::Buffer,
+    row_elems: u32,
+    max_tokens: u32,
+}
+
+impl<D: Backend> Stored<D> {
+    /// For at most so many tokens at a time.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn new(device: &D, paged: &Paged<D>, max_tokens: u32) -> Result<Self> {
+        let (spec, arrays) = (paged.arrays.spec(), &paged.arrays);
+        let (row_elems, layers) = (spec.shape.row_elems(), arrays.num_layers() as u32);
+        let gather = device.compile(KvGather { shape: spec.shape, kv: spec.kv, output: Dtype::F32 })?;
+        let rows = device.buffer(u64::from(max_tokens * layers * row_elems) * 4)?;
+        let bind = |layer: u32| {
+            let out = View {
+                buffer: &rows,
+                offset: (layer * row_elems).into(),
+                token_stride: (layers * row_elems).into(),
+                head_stride: row_elems.into(),
+            };
+            let (kv, k_scale) = (arrays.kv(layer as usize), arrays.k_scale(layer as usize));
+            gather.bind(&KvGatherArgs { kv, k_scale, out }, max_tokens)
+        };
+        let layers = (0..layers).map(bind).collect::<wgpu_mla::Result<_>>()?;
+        Ok(Self { step: gather.step(0)?, layers, rows, gather, row_elems, max_tokens })
+    }
+
+    /// Tokens at a time.
+    pub fn max_tokens(&self) -> u32 {
+        self.max_tokens
+    }
+
+    /// Gathers `tokens` tokens from `begin` on of every layer, and says where they will be, `[tokens, layers, L + R]`, and their bytes.
+    ///
+    /// # Errors
+    /// [`wgpu_mla::Error::GatherRange`] for tokens that the sequence does not have; those of the backend.
+    pub fn submit(&mut self, paged: &Paged<D>, begin: u32, tokens: u32) -> Result<(&D::Buffer, u64)> {
+        let pages = paged.pages();
+        let ranges = &[GatherRange { sequence: 0, begin, tokens, out_row: 0 }];
+        let batch = GatherBatch { pages: pages.table.page_table(), seq_lens: &pages.seq_lens, ranges };
+        self.gather.prepare(&mut self.step, batch)?;
+        for layer in &self.layers {
+            self.gather.run(&self.step, layer)?;
+        }
+        Ok((&self.rows, u64::from(tokens * self.row_elems) * self.layers.len() as u64 * 4))
+    }
+}
