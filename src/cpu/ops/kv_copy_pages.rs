@@ -20,8 +20,9 @@ impl HostOp for KvCopyPages {
 
     fn run(&self, _: &Pool, copies: &Vec<(u32, u32)>, view: &KvView<&Buffer>) -> Result<()> {
         // From the first slab to the second, if there are two.
-        let slabs: Vec<_> = view.each_slab().collect();
-        let (from, to) = (slabs[0], slabs[slabs.len() - 1]);
+        let mut slabs = view.each_slab();
+        let from = slabs.next().unwrap_or(*view);
+        let to = slabs.last().unwrap_or(from);
         let locked = lock([(from.buffer, Access::Write), (to.buffer, Access::Write)]);
         let (sources, targets) = (locked.words(0), locked.words(1));
         let pages = Pages::of(view, self.kv.page_size, self.row_elems);
