@@ -261,6 +261,15 @@ def failures(page):
     expect("and on the CPU", page.text("adapter"), "on the CPU" in page.text("adapter") and not page.seen("problem"))
     expect("uncaught errors", page.js("return uncaught"), page.js("return uncaught") == [])
 
+    page.open()
+    page.wait("return document.body.dataset.firstToken", "a first token")
+    page.js("GPUQueue.prototype.submit = () => { throw new Error('broken, for a test'); }")
+    page.wait("return !document.getElementById('problem').hidden", "a crash is told")
+    expect("a crash", page.text("problem-text"), "Load the page again" in page.text("problem-text") and not page.js("return document.getElementById('write').disabled === false"))
+    page.js("delete document.body.dataset.done; document.getElementById('again').click()")
+    page.finished()
+    expect("and loaded again", page.text("adapter"), not page.seen("problem"))
+
     Files.missing.add("model.safetensors")
     page.open()
     page.wait("return !document.getElementById('problem').hidden", "the failed download is told")

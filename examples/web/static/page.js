@@ -41,18 +41,35 @@ function act(task) {
 
 function fail(error, task) {
   console.log(`the page says: ${error.message}`);
-  const crashed = error instanceof WebAssembly.RuntimeError;
+  if (error instanceof WebAssembly.RuntimeError) return crashed(error.message);
   // A read may fail before the device tells of its loss.
-  const lost = !crashed && (engine?.lost() ?? (error.message.startsWith("device lost") && error.message));
+  const lost = engine?.lost() ?? (error.message.startsWith("device lost") && error.message);
   problem(
-    crashed ? `The page's program failed (${error.message}). Load the page again.`
-      : lost ? `The GPU is gone (${lost.split(";")[0]}). A driver that was reset or a computer that slept does that. Try again, or go on with the CPU.`
+    lost ? `The GPU is gone (${lost.split(";")[0]}). A driver that was reset or a computer that slept does that. Try again, or go on with the CPU.`
       : error.message,
-    crashed ? () => location.reload() : lost ? () => act(reopen) : () => act(task),
+    () => act(lost ? reopen : task),
     Boolean(lost),
   );
   status(null);
 }
+
+/// After a panic, whose call is never answered: the engine is not to be used again.
+function crashed(why) {
+  engine = about = null;
+  asked += 1;
+  problem(`The page's program failed (${why}). Load the page again.`, () => location.reload(), false);
+  status(null);
+  enable();
+}
+
+addEventListener("error", (event) => {
+  event.preventDefault();
+  crashed(event.message);
+});
+addEventListener("unhandledrejection", (event) => {
+  event.preventDefault();
+  crashed(event.reason?.message ?? event.reason);
+});
 
 let again = null;
 function problem(text, retry, cpu) {
