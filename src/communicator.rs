@@ -138,15 +138,6 @@ pub trait Communicator<D: Device> {
         staged::reduce_scatter(self, device, exchange, dtype)
     }
 
-    /// Zeroed memory that exchanges of this group are fastest from and to; the device's own, unless the engine has some. Every rank makes the
-    /// same calls in the same order, with the same sizes.
-    ///
-    /// # Errors
-    /// Those of [`Device::buffer`] and [`Communicator::all_gather`].
-    fn buffer(&self, device: &D, bytes: u64) -> Result<D::Buffer> {
-        device.buffer(bytes)
-    }
-
     /// Waits, within the time-out, for the exchanges that are in stream order, and for all before them. A host calls it before it waits
     /// for the device in any other way, such as a download: a rank that is gone would keep the stream busy for ever.
     ///

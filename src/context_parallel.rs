@@ -248,23 +248,6 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`] for a spec that is not served, such as heads that the ranks cannot share out;
     /// those of [`buffer`](crate::Device::buffer), [`compile`](crate::Device::compile) and [`Compiled::bind`].
     pub fn new(device: &D, spec: ContextParallelSpec) -> Result<Self> {
-        Self::with(device, spec, |bytes| device.buffer(bytes))
-    }
-
-    /// As [`ContextParallel::new`], with buffers that the communicator makes ([`Communicator::buffer`]), which its exchanges are fastest
-    /// from and to. Every rank makes it at the same time, with the same spec but for the rank.
-    ///
-    /// # Errors
-    /// Those of [`ContextParallel::new`] and of the communicator.
-    pub fn over(device: &D, communicator: &dyn Communicator<D>, spec: ContextParallelSpec) -> Result<Self> {
-        Self::with(device, spec, |bytes| communicator.buffer(device, bytes))
-    }
-
-    fn with(
-        device: &D,
-        spec: ContextParallelSpec,
-        exchanged: impl Fn(u64) -> Result<D::Buffer>,
-    ) -> Result<Self> {
         spec.check()?;
         let pair = |heads: u32| {
             let out = device.buffer(spec.out_bytes(heads))?;
@@ -279,7 +262,7 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
             out: device.buffer(spec.out_bytes(spec.local_heads()))?,
             lse: device.buffer(spec.lse_bytes(spec.joined_lse_heads()))?,
         };
-        let sets = Sets::new::<D>(&spec, &exchanged)?;
+        let sets = Sets::new(device, &spec)?;
         let partial = sets.partial.clone();
         let combine = match spec.form {
             CombineForm::AllGatherReduceScatter => {
@@ -383,10 +366,7 @@ struct Sets<B> {
 const SMALL_GATHER: u64 = 1 << 20;
 
 impl<B: Clone> Sets<B> {
-    fn new<D: crate::Device<Buffer = B>>(
-        spec: &ContextParallelSpec,
-        exchanged: &impl Fn(u64) -> Result<B>,
-    ) -> Result<Self> {
+    fn new<D: crate::Device<Buffer = B>>(device: &D, spec: &ContextParallelSpec) -> Result<Self> {
         let world = u64::from(spec.world);
         let [out, lse] = [spec.out_bytes(spec.num_heads), spec.lse_bytes(spec.num_heads)];
         // A set begins where vector loads may.
@@ -399,17 +379,17 @@ impl<B: Clone> Sets<B> {
             && spec.form != CombineForm::AllGatherReduceScatter
             && out.is_multiple_of(16)
         {
-            let (from, to) = (exchanged(set_bytes)?, exchanged(set_bytes * world)?);
+            let (from, to) = (device.buffer(set_bytes)?, device.buffer(set_bytes * world)?);
             let parts = |whole: &B, bytes: u64| D::part(whole, 0, bytes).zip(D::part(whole, out, lse));
             if let (Some(partial), Some(gathered)) = (parts(&from, out), parts(&to, out)) {
                 let [partial, gathered] = [partial, gathered].map(|(out, lse)| Pair { out, lse });
                 return Ok(Self { partial, gathered, whole: Some((from, to)), heads, set_bytes });
             }
         }
-        let partial = Pair { out: exchanged(out)?, lse: exchanged(lse)? };
+        let partial = Pair { out: device.buffer(out)?, lse: device.buffer(lse)? };
         let gathered = Pair {
-            out: exchanged(spec.out_bytes(heads) * world)?,
-            lse: exchanged(spec.lse_bytes(heads) * world)?,
+            out: device.buffer(spec.out_bytes(heads) * world)?,
+            lse: device.buffer(spec.lse_bytes(heads) * world)?,
         };
         Ok(Self { partial, gathered, whole: None, heads, set_bytes })
     }

@@ -43,7 +43,6 @@ use crate::{Device, Dtype, Error, Result};
 pub struct Nccl {
     cuda: Cuda,
     comm: Arc<Comm>,
-    symmetric: bool,
     /// For host bytes: what is sent, and what comes.
     scratch: Mutex<Option<[Buffer; 2]>>,
 }
@@ -60,15 +59,13 @@ pub struct NcclSetup {
     /// NCCL's blocking communicators: a call that sets up connections to a dead rank does not come back. For drivers or versions of
     /// NCCL that have trouble with the others.
     pub blocking: bool,
-    /// Whether [`Communicator::buffer`] gives memory that NCCL's symmetric kernels reach on every rank, where the library is 2.27 or later.
-    pub symmetric: bool,
 }
 
 impl NcclSetup {
-    /// With a time-out, and the faster of each choice.
+    /// With a time-out, and communicators that do not block.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
-        Self { timeout, blocking: false, symmetric: true }
+        Self { timeout, blocking: false }
     }
 }
 
@@ -135,9 +132,9 @@ impl Nccl {
         let bind = Arc::new(move || {
             let _ = context.bind_to_thread();
         });
-        let NcclSetup { timeout, blocking, symmetric } = *setup;
+        let NcclSetup { timeout, blocking } = *setup;
         let comm = Arc::new(Comm::init(api, id.0, rank, world, timeout, blocking, bind)?);
-        let nccl = Self { cuda: cuda.clone(), comm, symmetric, scratch: Mutex::default() };
+        let nccl = Self { cuda: cuda.clone(), comm, scratch: Mutex::default() };
         nccl.connect()?;
         Ok(nccl)
     }
@@ -266,21 +263,6 @@ impl Communicator<Cuda> for Nccl {
         // SAFETY: as above, of whole elements.
         let call = |target: &Target<'_>, ends| unsafe { target.reduce_scatter(ends, dtype) };
         self.exchange("reduce_scatter", device, std::slice::from_ref(exchange), parts, call)
-    }
-
-    /// With NCCL 2.27 and later memory that its symmetric kernels reach on every rank. On two H100s exchanges of some MB take a sixth less, and
-    /// that after a long decode 12.5 us instead of 14.3.
-    fn buffer(&self, device: &Cuda, bytes: u64) -> Result<Buffer> {
-        self.not_capturing()?;
-        let bytes = bytes.next_multiple_of(16).max(16);
-        if device.id() != self.cuda.id() || !self.symmetric {
-            return device.buffer(bytes);
-        }
-        let Some(memory) = self.comm.window(bytes as usize)? else { return device.buffer(bytes) };
-        // SAFETY: the memory lives as long as the communicator.
-        let buffer = unsafe { Buffer::of_owner(memory as u64, bytes, self.comm.clone()) };
-        device.upload(&buffer, 0, &vec![0; bytes as usize])?;
-        Ok(buffer)
     }
 
     fn wait(&self, device: &Cuda) -> Result<()> {

@@ -13,28 +13,7 @@ pub struct Buffer {
     address: u64,
     bytes: u64,
     /// None where the memory is the host's own.
-    owner: Option<Owner>,
-}
-
-/// What keeps memory alive.
-#[derive(Clone)]
-enum Owner {
-    Slice(Arc<CudaSlice<u8>>),
-    /// Whatever frees it as it is dropped.
-    #[cfg(feature = "nccl")]
-    Other(Arc<dyn Send + Sync>),
-}
-
-impl Owner {
-    fn is(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Slice(a), Self::Slice(b)) => Arc::ptr_eq(a, b),
-            #[cfg(feature = "nccl")]
-            (Self::Other(a), Self::Other(b)) => Arc::ptr_eq(a, b),
-            #[cfg(feature = "nccl")]
-            _ => false,
-        }
-    }
+    owner: Option<Arc<CudaSlice<u8>>>,
 }
 
 impl std::fmt::Debug for Buffer {
@@ -59,7 +38,7 @@ impl Buffer {
         // SAFETY: every byte is a value of u8; what is not written is not read.
         let slice = unsafe { stream.alloc::<u8>(len) }.map_err(failed("a buffer"))?;
         let address = slice.device_ptr(stream).0;
-        Ok(Self { address, bytes, owner: Some(Owner::Slice(Arc::new(slice))) })
+        Ok(Self { address, bytes, owner: Some(Arc::new(slice)) })
     }
 
     /// Memory that the host allocated itself.
@@ -70,15 +49,6 @@ impl Buffer {
     #[must_use]
     pub unsafe fn from_raw(address: u64, bytes: u64) -> Self {
         Self { address, bytes, owner: None }
-    }
-
-    /// Memory that its owner frees.
-    ///
-    /// # Safety
-    /// `address` is of `bytes` bytes of memory that the stream's context can use, aligned to 16 bytes, while the owner lives.
-    #[cfg(feature = "nccl")]
-    pub(crate) unsafe fn of_owner(address: u64, bytes: u64, owner: Arc<dyn Send + Sync>) -> Self {
-        Self { address, bytes, owner: Some(Owner::Other(owner)) }
     }
 
     /// Where it begins on the card.
@@ -101,7 +71,7 @@ impl Buffer {
     /// Whether both keep the same memory alive; host's memory is kept by none.
     pub(super) fn shares_owner(&self, other: &Self) -> bool {
         match (&self.owner, &other.owner) {
-            (Some(a), Some(b)) => a.is(b),
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
             (None, None) => self.address == other.address,
             _ => false,
         }

@@ -27,7 +27,6 @@ One process a rank, with --engine nccl and one device:
   --tokens N            of the long sequence                                   default: 1048576; 16384 on cpu and wgpu
   --parts LIST          of the bench: long, exchange, replays, plain           default: all
   --blocking            NCCL's blocking communicators
-  --device-memory       exchanges from the device's own memory, not NCCL's symmetric
   --model               prints the cost model of docs/scale.md, and ends
   --help                this text
 
@@ -65,7 +64,6 @@ pub struct Args {
     pub tokens: Option<u32>,
     pub parts: Vec<String>,
     pub blocking: bool,
-    pub device_memory: bool,
     pub model: bool,
 }
 
@@ -86,7 +84,6 @@ impl Default for Args {
             tokens: None,
             parts: Vec::new(),
             blocking: false,
-            device_memory: false,
             model: false,
         }
     }
@@ -134,7 +131,6 @@ impl Args {
                 "--tokens" => args.tokens = Some(number(&name, &value()?)?),
                 "--parts" => args.parts = list(&value()?),
                 "--blocking" => args.blocking = true,
-                "--device-memory" => args.device_memory = true,
                 "--model" => args.model = true,
                 _ => return Err(format!("{word}: no such option")),
             }

@@ -79,8 +79,7 @@ fn each<T: Send>(args: &Args, id: NcclId, run: impl Fn(Cuda, Nccl) -> Result<T> 
 }
 
 fn join(args: &Args, cuda: &Cuda, id: NcclId, rank: u32) -> Result<Nccl> {
-    let setup =
-        NcclSetup { blocking: args.blocking, symmetric: !args.device_memory, ..NcclSetup::new(args.timeout) };
+    let setup = NcclSetup { blocking: args.blocking, ..NcclSetup::new(args.timeout) };
     Nccl::with(cuda, id, rank, args.world(), &setup).map_err(text)
 }
 

@@ -77,8 +77,7 @@ pub fn run<D: Backend + 'static>(
     // Once a model.
     let mla = device.compile(spec)?;
     let of_decode = ContextParallelSpec::of(&spec, rank, world, tokens.max(1));
-    let mut cp =
-        ContextParallel::over(device, &communicator, ContextParallelSpec { form: *form, ..of_decode })?;
+    let mut cp = ContextParallel::new(device, ContextParallelSpec { form: *form, ..of_decode })?;
 
     // Once a layer: the decode writes where the exchange reads.
     let (q, cache) = (upload(device, &part.q)?, upload(device, &part.kv)?);
@@ -164,7 +163,7 @@ pub fn combine<D: Backend + 'static>(
         max_tokens: tokens,
         form,
     };
-    let mut cp = ContextParallel::over(device, &communicator, spec)?;
+    let mut cp = ContextParallel::new(device, spec)?;
     cp.prepare(tokens)?;
     cp.digest().agree(&communicator)?;
 

@@ -63,10 +63,6 @@ impl<D: Device> Communicator<D> for Timed<'_, D> {
         self.timed(|| self.inner.reduce_scatter(device, exchange, dtype))
     }
 
-    fn buffer(&self, device: &D, bytes: u64) -> Result<D::Buffer> {
-        self.inner.buffer(device, bytes)
-    }
-
     fn wait(&self, device: &D) -> Result<()> {
         self.timed(|| self.inner.wait(device))
     }

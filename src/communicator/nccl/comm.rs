@@ -1,11 +1,10 @@
 //! A communicator of NCCL's, of which no call blocks longer than its time-out.
 
-use std::ffi::c_void;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::library::{Api, Code, Config, Handle, SYMMETRIC, UniqueId};
+use super::library::{Api, Code, Config, Handle, UniqueId};
 use crate::ops::Replay;
 use crate::{Error, Result};
 
@@ -22,17 +21,9 @@ pub struct Comm {
     pub timeout: Duration,
     bind: Bind,
     state: Mutex<State>,
-    /// Memory of windows, which ends with the communicator.
-    windows: Mutex<Vec<Memory>>,
     /// Held while NCCL is called: it takes one call of a communicator at a time.
     busy: Mutex<()>,
 }
-
-/// An address of NCCL's memory.
-struct Memory(*mut c_void);
-
-// SAFETY: it is an address, used by NCCL alone.
-unsafe impl Send for Memory {}
 
 enum State {
     Open(Owned),
@@ -83,7 +74,6 @@ impl Comm {
             timeout,
             bind,
             state: Mutex::new(State::Open(handle)),
-            windows: Mutex::default(),
             busy: Mutex::default(),
         };
         let done = match code {
@@ -117,46 +107,6 @@ impl Comm {
             None => self.settle(handle, Instant::now() + self.timeout),
         };
         done.map_err(|why| self.failed(what, self.give_up(why)))
-    }
-
-    /// Memory of so many bytes that NCCL's symmetric kernels reach on every rank; `None` where the library has none, or cannot share memory
-    /// between these cards. Every rank asks for as much, in the same order.
-    ///
-    /// # Errors
-    /// [`Error::Exchange`] where the communicator broke.
-    pub fn window(&self, bytes: usize) -> Result<Option<*mut c_void>> {
-        let what = "making memory for exchanges";
-        let handle = self.open(what)?;
-        let Some(windows) = self.api.windows else { return Ok(None) };
-        let _busy = self.busy();
-        let (mut memory, mut window) = (std::ptr::null_mut(), Box::new(std::ptr::null_mut()));
-        // SAFETY: it writes an address.
-        let made = unsafe { (windows.allocate)(&raw mut memory, bytes) };
-        if made != Code::SUCCESS || memory.is_null() {
-            log::info!(
-                "NCCL, rank {}: no memory for symmetric kernels: {}",
-                self.rank,
-                self.api.said(made, handle.0)
-            );
-            return Ok(None);
-        }
-        self.windows.lock().unwrap_or_else(PoisonError::into_inner).push(Memory(memory));
-        // SAFETY: the memory was just made, and lives as long as the communicator.
-        let code = unsafe { (windows.register)(handle.0, memory, bytes, &raw mut *window, SYMMETRIC) };
-        // A call that does not block may write it later: it is leaked.
-        Box::leak(window);
-        match code {
-            Code::SUCCESS | Code::IN_PROGRESS => {
-                let settled = self.settle(handle, Instant::now() + self.timeout);
-                settled.map_err(|why| self.failed(what, self.give_up(why)))?;
-            }
-            code => log::info!(
-                "NCCL, rank {}: memory is not shared: {}",
-                self.rank,
-                self.api.said(code, handle.0)
-            ),
-        }
-        Ok(Some(memory))
     }
 
     /// Waits until the stream is idle.
@@ -275,27 +225,10 @@ impl Drop for Comm {
             _ => Err(self.api.said(code, handle.0)),
         };
         match flushed {
-            Ok(()) => {
-                if self.close(handle, |api| api.destroy, self.timeout) {
-                    self.free_windows();
-                }
-            }
+            Ok(()) => drop(self.close(handle, |api| api.destroy, self.timeout)),
             Err(why) => {
                 log::warn!("NCCL, rank {}: {}", self.rank, self.give_up(why));
             }
-        }
-    }
-}
-
-impl Comm {
-    /// After the communicator is gone. Memory of one that broke is left to the process: another rank may still write to it.
-    fn free_windows(&self) {
-        let Some(windows) = self.api.windows else { return };
-        let memory = std::mem::take(&mut *self.windows.lock().unwrap_or_else(PoisonError::into_inner));
-        (self.bind)();
-        for Memory(memory) in memory {
-            // SAFETY: made by `window`; whoever used it held the communicator.
-            unsafe { (windows.free)(memory) };
         }
     }
 }

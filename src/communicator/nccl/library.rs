@@ -69,8 +69,6 @@ macro_rules! functions {
         #[derive(Clone, Copy, Debug)]
         pub struct Api {
             $(pub $field: unsafe extern "C" fn($($arg),*) -> $result,)*
-            /// None before 2.27.
-            pub windows: Option<Windows>,
         }
 
         impl Api {
@@ -79,7 +77,6 @@ macro_rules! functions {
                     // SAFETY: the type is the function's in nccl.h, and the library is never unloaded.
                     $($field: *unsafe { library.get($name.as_bytes()) }
                         .map_err(|_| format!("the library has no {}", $name))?,)*
-                    windows: Windows::of(library),
                 })
             }
         }
@@ -103,31 +100,6 @@ functions! {
     receive = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, Handle, Stream) -> Code;
     group_start = "ncclGroupStart": fn() -> Code;
     group_end = "ncclGroupEnd": fn() -> Code;
-}
-
-/// Memory that NCCL's symmetric kernels reach on every rank: of 2.27 and later.
-#[derive(Clone, Copy, Debug)]
-pub struct Windows {
-    pub allocate: unsafe extern "C" fn(*mut *mut c_void, usize) -> Code,
-    pub free: unsafe extern "C" fn(*mut c_void) -> Code,
-    pub register: unsafe extern "C" fn(Handle, *mut c_void, usize, *mut *mut c_void, c_int) -> Code,
-}
-
-/// `NCCL_WIN_COLL_SYMMETRIC`.
-pub const SYMMETRIC: c_int = 1;
-
-impl Windows {
-    /// `None` in a library without them.
-    fn of(library: &Library) -> Option<Self> {
-        // SAFETY: the types are the functions' in nccl.h, and the library is never unloaded.
-        unsafe {
-            Some(Self {
-                allocate: *library.get(b"ncclMemAlloc").ok()?,
-                free: *library.get(b"ncclMemFree").ok()?,
-                register: *library.get(b"ncclCommWindowRegister").ok()?,
-            })
-        }
-    }
 }
 
 /// The names that Linux packages and pip's give it.

@@ -206,7 +206,6 @@ const API: Api = Api {
     receive,
     group_start: group,
     group_end: group,
-    windows: None,
 };
 
 fn join(does: Does) -> Result<Comm> {

@@ -41,7 +41,7 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, form: CombineForm, dtype: D
         max_tokens: tokens,
         form,
     };
-    let mut cp = match ContextParallel::over(device, communicator, spec) {
+    let mut cp = match ContextParallel::new(device, spec) {
         Ok(cp) => cp,
         // The same on every rank of one kind: the others go on.
         Err(error) => {

@@ -16,10 +16,12 @@ const PAGE: u32 = 64;
 /// Pages whose content differs: uploads are from these.
 const PAGES: usize = 61;
 const SCALE: f32 = 0.114_721;
+/// Decodes in a graph, as a model's layers are: replays one after the other have gaps of 10 to 20 us between them.
+const LAYERS: u32 = 10;
 
 pub fn run<D: Launch>(bench: &Bench<'_, D>) -> Result<(), Error> {
     let tokens = bench.args.tokens.unwrap_or(D::LONG).next_multiple_of(PAGE * bench.world);
-    let graph = if bench.in_graph() { "in a captured graph" } else { "each launched by the host" };
+    let graph = if bench.in_graph() { "10 layers in a captured graph" } else { "each launched by the host" };
     bench.say(&format!(
         "\n1 x {tokens} tokens, {} ranks, rank 0 on {}, {graph}; alone: the whole on each device\n\n\
          | heads | cache | variant | alone us | alone GB/s | form | {} ranks us | faster | decode of the part us | exchange and merge us | error of the allowed |\n\
@@ -58,8 +60,7 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, heads: u32, cache: Dtype) -
         let [out, lse] = [device.buffer(whole.out_bytes(1))?, device.buffer(whole.lse_bytes(1))?];
         let args = MlaDecodeArgs::dense(&whole, &q, &kv, &out, &lse, SCALE);
         let decode = Decode::new(device, whole, &args, tokens)?;
-        let launch = device.again(D::HAS_GRAPHS, || decode.run())?;
-        let seconds = bench.time(&*launch)?;
+        let seconds = time_layers(bench, D::HAS_GRAPHS, &|| decode.run())?;
         reference[0] = read(device, View::dense(&out, heads, 512), 1, heads, 512, Dtype::F32)?;
         reference[1] = read(device, View::dense(&lse, heads, 1), 1, heads, 1, Dtype::F32)?;
         seconds
@@ -73,23 +74,23 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, heads: u32, cache: Dtype) -
     let mut of_part = None;
     for form in threads::forms(bench.args, heads) {
         let spec = ContextParallelSpec { form, ..ContextParallelSpec::of(&part, rank, world, 1) };
-        let Ok(mut cp) = ContextParallel::over(device, communicator, spec) else { continue };
+        let Ok(mut cp) = ContextParallel::new(device, spec) else { continue };
         cp.prepare(1)?;
         let (out, lse) = cp.partial();
         let dense = MlaDecodeArgs::dense(&part, &q, &kv, out.buffer, lse.buffer, SCALE);
         let decode = Decode::new(device, part, &MlaDecodeArgs { out, lse, ..dense }, len)?;
         if of_part.is_none() {
-            of_part = Some(bench.time(&*device.again(D::HAS_GRAPHS, || decode.run())?)?);
+            of_part = Some(time_layers(bench, D::HAS_GRAPHS, &|| decode.run())?);
         }
         let alone_of_part = of_part.unwrap_or_default();
-        let launch = device.again(bench.in_graph(), || {
+        let layer = || {
             decode.run()?;
             cp.combine(communicator)
-        })?;
-        launch()?;
+        };
+        layer()?;
         bench.finish()?;
         let error = compare(bench, &cp, decode.mla.rounds_weights(), &reference, cache)?;
-        let joined = bench.time(&*launch)?;
+        let joined = time_layers(bench, bench.in_graph(), &layer)?;
         let bytes = f64::from(tokens) * f64::from(shape.row_elems()) * cache.bytes() as f64;
         bench.say(&format!(
             "| {heads} | {cache} | {} | {} | {:.0} | {} | {} | {:.3} | {} | {} | {error:.2} |",
@@ -104,6 +105,17 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, heads: u32, cache: Dtype) -
         ));
     }
     Ok(())
+}
+
+/// Seconds of a layer: of [`LAYERS`] in a graph, or of one that the host launches.
+fn time_layers<D: Launch>(
+    bench: &Bench<'_, D>,
+    in_graph: bool,
+    layer: &dyn Fn() -> Result<(), Error>,
+) -> Result<f64, Error> {
+    let layers = if in_graph { LAYERS } else { 1 };
+    let launch = bench.device.again(in_graph, || (0..layers).try_for_each(|_| layer()))?;
+    Ok(bench.time(&*launch)? / f64::from(layers))
 }
 
 /// Compares the joined heads with those of the whole on one device: the largest error as a share of what is allowed.

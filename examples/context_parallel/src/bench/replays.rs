@@ -42,11 +42,7 @@ pub fn run<D: Launch>(bench: &Bench<'_, D>) -> Result<(), Error> {
     let (mla, part_mla) = (device.compile(spec)?, device.compile(part_spec)?);
     let dense = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, whole.softmax_scale);
     let binding = mla.bind(&dense, queries)?;
-    let mut cp = ContextParallel::over(
-        device,
-        communicator,
-        ContextParallelSpec::of(&part_spec, rank, world, queries),
-    )?;
+    let mut cp = ContextParallel::new(device, ContextParallelSpec::of(&part_spec, rank, world, queries))?;
     cp.prepare(queries)?;
     let (cp_out, cp_lse) = cp.partial();
     let part_binding = part_mla.bind(
