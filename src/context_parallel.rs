@@ -362,7 +362,7 @@ struct Sets<B> {
 }
 
 /// Up to so many bytes all heads are gathered, though a rank needs only some: an all-gather of few bytes is sooner done than sends and
-/// receives are (`benches/results/h100x2-context-parallel-2026-11-25.md`).
+/// receives are (`benches/results/h200x2-context-parallel-2026-11-25.md`).
 const SMALL_GATHER: u64 = 1 << 20;
 
 impl<B: Clone> Sets<B> {

@@ -12,7 +12,7 @@ use wgpu_mla::{CombineForm, ContextParallelSpec, Dtype, LseBase};
 
 use crate::report::name;
 use figures::{
-    CARD_BYTES, H100, H200, IN_PROCESS, LAYERS, LINKS, Link, MEASURED, MEASURED_CARD_EXCHANGES,
+    CARD_BYTES, H200, H200_OF_TWO, IN_PROCESS, LAYERS, LINKS, Link, MEASURED, MEASURED_CARD_EXCHANGES,
     MEASURED_CARDS, MEASURED_EXCHANGES, MEASURED_TOKENS, Machine, NVLINK, TWO_CORES,
 };
 
@@ -227,7 +227,7 @@ fn check_cards() {
     println!(
         "\n## Against measurement: two of {}, joined by {}, NCCL\n\n\
          | what | ranks | model us | measured us | model over measured |\n|---|---|---|---|---|",
-        H100.name, NVLINK.name
+        H200_OF_TWO.name, NVLINK.name
     );
     let mut ratios = Vec::new();
     let mut line = |what: String, ranks: u32, model: f64, measured: f64| {
@@ -235,7 +235,7 @@ fn check_cards() {
         println!("| {what} | {ranks} | {model:.1} | {measured:.1} | {:.2} |", model / measured);
     };
     let of = |sequences: u32, tokens: f64, heads: u32, cache: Dtype, out: Dtype| Case {
-        machine: H100,
+        machine: H200_OF_TWO,
         out,
         ..case(NVLINK, sequences, tokens, heads, cache)
     };

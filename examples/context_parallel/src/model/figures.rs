@@ -30,13 +30,12 @@ pub const H200: Machine = Machine {
     cores: 0,
 };
 
-/// NVIDIA H100 80GB HBM3, CUDA: 1 x 1048576 and 1 x 524288 of `benches/results/h100x2-context-parallel-2026-11-25.md`. Combine: what makes the exchanges
-/// of 64 sequences there those that were measured.
-pub const H100: Machine = Machine {
-    name: "NVIDIA H100, CUDA",
-    start_us: [26.0, 23.0],
-    token_ns: [0.3835, 0.2195, 0.533, 0.7048],
-    combine_gbs: 2500.0,
+/// The cards of `benches/results/h200x2-context-parallel-2026-11-25.md`, outputs in f32: 1 x 1048576 and 1 x 524288.
+pub const H200_OF_TWO: Machine = Machine {
+    name: "NVIDIA H200, CUDA, outputs in f32",
+    start_us: [29.0, 25.0],
+    token_ns: [0.2561, 0.2298, 0.514, 0.6895],
+    combine_gbs: 3700.0,
     launch_us: 3.0,
     cores: 0,
 };
@@ -73,10 +72,10 @@ pub struct Link {
     pub ranks: u32,
 }
 
-/// Two ranks on NVLink, through NCCL: latency and rate of `benches/results/h100x2-context-parallel-2026-11-25.md`. More ranks than two are an
+/// Two ranks on NVLink, through NCCL: latency and rate of `benches/results/h200x2-context-parallel-2026-11-25.md`. More ranks than two are an
 /// assumption.
 pub const NVLINK: Link =
-    Link { name: "NVLink 4 in a host", latency_us: 5.5, rank_us: 0.5, gbs: 213.0, ranks: 8 };
+    Link { name: "NVLink 4 in a host", latency_us: 4.5, rank_us: 0.5, gbs: 170.0, ranks: 8 };
 
 /// All but NVLink are assumptions: rates are what collectives reach of the data sheets' (128, 400 Gbit/s and 100 Gbit/s both ways), latencies what
 /// NCCL's tests commonly show. `--bench` measures its own.
@@ -140,25 +139,25 @@ pub const MEASURED_EXCHANGES: [(u32, [Option<f64>; 3]); 3] = [
     (4, [Some(7691.7), Some(16_696.2), Some(32_905.0)]),
 ];
 
-/// Two H100s, 1 x 1048576 tokens, outputs in f32: `context_parallel --bench --parts long --devices cuda:0,cuda:1 --engine nccl`, the means of
-/// `benches/results/h100x2-context-parallel-2026-11-25.md`.
+/// Two H200s, 1 x 1048576 tokens, all-to-all: `context_parallel --bench --parts long --devices cuda:0,cuda:1 --engine nccl`, the means of
+/// `benches/results/h200x2-context-parallel-2026-11-25.md`.
 pub const MEASURED_CARDS: [Measured; 8] = [
-    run(1, 16, Dtype::Bf16, 428.1),
-    run(1, 16, Dtype::E4m3, 256.1),
-    run(1, 128, Dtype::Bf16, 582.0),
-    run(1, 128, Dtype::E4m3, 762.0),
-    run(2, 16, Dtype::Bf16, 238.0),
-    run(2, 16, Dtype::E4m3, 157.4),
-    run(2, 128, Dtype::Bf16, 327.0),
-    run(2, 128, Dtype::E4m3, 430.5),
+    run(1, 16, Dtype::Bf16, 297.5),
+    run(1, 16, Dtype::E4m3, 270.0),
+    run(1, 128, Dtype::Bf16, 564.0),
+    run(1, 128, Dtype::E4m3, 747.9),
+    run(2, 16, Dtype::Bf16, 170.0),
+    run(2, 16, Dtype::E4m3, 158.7),
+    run(2, 128, Dtype::Bf16, 317.7),
+    run(2, 128, Dtype::E4m3, 413.3),
 ];
 
 /// The same, `--parts exchange`, two ranks: sequences, dtype of the output, all-to-all, all-gather and reduce-scatter, all-gather.
 pub const MEASURED_CARD_EXCHANGES: [(u32, Dtype, [f64; 3]); 4] = [
-    (1, Dtype::Bf16, [9.8, 13.6, 9.8]),
-    (1, Dtype::F32, [11.2, 13.9, 11.2]),
-    (64, Dtype::Bf16, [37.2, 48.2, 58.5]),
-    (64, Dtype::F32, [52.6, 73.3, 99.5]),
+    (1, Dtype::Bf16, [9.0, 13.2, 9.0]),
+    (1, Dtype::F32, [10.0, 13.4, 10.0]),
+    (64, Dtype::Bf16, [41.7, 47.5, 67.6]),
+    (64, Dtype::F32, [62.3, 69.4, 105.8]),
 ];
 
 /// Bytes that a card has for the caches of all layers, and layers of DeepSeek-V3: an assumption.
