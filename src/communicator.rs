@@ -10,7 +10,7 @@
 //! |---|---|---|
 //! | [`InProcess`] | threads of a process, a device each, of any kinds | no |
 //! | `Nccl`, feature `nccl` | NVIDIA cards, of one process or many | yes: part of a captured graph |
-//! | `wgpu_mla_mpi::Mpi`, the package `mpi/` | processes, on one host or many | no |
+//! | `wgpu_mla_mpi::Mpi`, the package `examples/mpi` | processes, on one host or many | no |
 //! | the host's own | what it likes | as it says |
 //!
 //! There is no wire protocol here: engines that exist carry the bytes.

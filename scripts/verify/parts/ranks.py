@@ -26,7 +26,7 @@ def units():
         "scripts/verify/parts/ranks.py",
     ]
     inputs = files(*sources)
-    of_mpi = [*inputs, *files("mpi/Cargo.toml", "mpi/Cargo.lock", "mpi/src/*.rs")]
+    of_mpi = [*inputs, *files("examples/mpi/Cargo.toml", "examples/mpi/Cargo.lock", "examples/mpi/src/*.rs")]
     return {
         "lints of the packages": of_mpi,
         "tests": inputs,
@@ -65,11 +65,11 @@ def run(stale, _full, log):
         clippy = ["cargo", "clippy", "--locked", "--all-targets"]
         must(log, *clippy, "-p", "context_parallel", "--features", "nccl", "--", "-D", "warnings")
         must(log, *clippy, "--features", "nccl", "--", "-D", "warnings")
-        must(log, *clippy, "--manifest-path", "mpi/Cargo.toml", "--target-dir", "mpi/target", "--", "-D", "warnings")
+        must(log, *clippy, "--manifest-path", "examples/mpi/Cargo.toml", "--target-dir", "examples/mpi/target", "--", "-D", "warnings")
         passed["lints of the packages"] = Passed(3)
     if of_mpi:
-        must(log, "cargo", "build", "--locked", "--manifest-path", "mpi/Cargo.toml", "--target-dir", "mpi/target")
-        program = "mpi/target/debug/wgpu-mla-mpi"
+        must(log, "cargo", "build", "--locked", "--manifest-path", "examples/mpi/Cargo.toml", "--target-dir", "examples/mpi/target")
+        program = "examples/mpi/target/debug/wgpu-mla-mpi"
         for count in PROCESSES:
             if f"mpirun -n {count}" in stale:
                 cases = 0
