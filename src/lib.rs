@@ -133,6 +133,7 @@ pub mod cpu;
 pub mod cuda;
 mod dtype;
 mod error;
+mod fnv;
 #[cfg(feature = "wgpu")]
 pub mod gpu;
 mod kv_b_proj;

@@ -3,6 +3,8 @@
 //! Tokens are dealt out in blocks of `interleave` tokens, by a pattern of ranks that repeats. A rank keeps its tokens in their order, in
 //! pages of its own: token `t` of the whole is token `local_index(t)` of rank `owner(t)`.
 
+mod batch;
+
 use std::ops::Range;
 
 use crate::{Error, Result};
@@ -174,83 +176,6 @@ impl Shares {
         Ok(self.count(rank, len))
     }
 
-    /// The lengths of a rank's parts of a batch's sequences, its new tokens included: `seq_lens` of that rank's decode.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for a rank that there is not, [`Error::SeqLen`] for a negative length.
-    pub fn local_seq_lens(&self, rank: u32, seq_lens: &[i32]) -> Result<Vec<i32>> {
-        self.check(rank)?;
-        // A part is no longer than the whole.
-        let local = |(seq, &len)| Ok(self.count(rank, length(seq, len)?) as i32);
-        seq_lens.iter().enumerate().map(local).collect()
-    }
-
-    /// How many of a rank's tokens each query token sees, for [`Mask::Bounds`](crate::Mask::Bounds) with [`Shares::local_seq_lens`].
-    ///
-    /// The bound is the causal one of the whole, bottom-right: query `i` of `q_len` sees the first `seq_len - q_len + i + 1` tokens,
-    /// whoever holds them.
-    ///
-    /// # Errors
-    /// Those of [`Shares::local_seq_lens`], and [`Error::Length`] and [`Error::QueryStartLoc`].
-    pub fn local_bounds(&self, rank: u32, seq_lens: &[i32], query_start_loc: &[i32]) -> Result<Vec<u32>> {
-        self.check(rank)?;
-        let mut bounds = Vec::new();
-        for queries in Queries::of(seq_lens, query_start_loc)? {
-            bounds.extend(queries.positions().map(|position| match position {
-                Some(position) => self.count(rank, position + 1),
-                None => 0,
-            }));
-        }
-        Ok(bounds)
-    }
-
-    /// Which of a step's new tokens a rank appends: for each sequence the range of its own tokens, in its own count. They begin where the
-    /// rank's part ended before the step, so that they are what [`PagePool::append`](crate::PagePool::append) gives for as many tokens.
-    ///
-    /// # Errors
-    /// Those of [`Shares::local_bounds`].
-    pub fn local_appends(
-        &self,
-        rank: u32,
-        seq_lens: &[i32],
-        query_start_loc: &[i32],
-    ) -> Result<Vec<Range<u32>>> {
-        self.check(rank)?;
-        let range = |queries: Queries| {
-            let old = queries.seq_len.saturating_sub(queries.q_len);
-            self.count(rank, old)..self.count(rank, queries.seq_len)
-        };
-        Ok(Queries::of(seq_lens, query_start_loc)?.into_iter().map(range).collect())
-    }
-
-    /// The `slot_mapping` of a rank, an entry for each query token: -1 where another rank holds it. `slots` are those of its own tokens,
-    /// as its pool's [`PagePool::slot_mapping`](crate::PagePool::slot_mapping) gives them for [`Shares::local_appends`].
-    ///
-    /// # Errors
-    /// Those of [`Shares::local_bounds`], and [`Error::Length`] for another number of slots than the rank appends.
-    pub fn slot_mapping(
-        &self,
-        rank: u32,
-        seq_lens: &[i32],
-        query_start_loc: &[i32],
-        slots: &[i64],
-    ) -> Result<Vec<i64>> {
-        self.check(rank)?;
-        let all = Queries::of(seq_lens, query_start_loc)?;
-        let mut mine: Vec<bool> = Vec::new();
-        for queries in all {
-            let own = |position: Option<u32>| position.is_some_and(|token| self.owner(token) == rank);
-            mine.extend(queries.positions().map(own));
-        }
-        let want = mine.iter().filter(|&&own| own).count() as u64;
-        if slots.len() as u64 != want {
-            let cure = "give the slots of the tokens that this rank appends, as PagePool::slot_mapping makes them for local_appends";
-            return Err(Error::Length { what: "slots", got: slots.len() as u64, want, cure });
-        }
-        let mut slots = slots.iter();
-        Ok(mine.into_iter().map(|own| if own { slots.next().copied().unwrap_or(-1) } else { -1 }).collect())
-    }
-
     /// A rank's own tokens of the `tokens` tokens from `begin` on, in its own count: what it gathers of a chunk of a sequence.
     ///
     /// # Errors
@@ -278,6 +203,11 @@ impl Shares {
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn blocks(&self) -> (&[u32], &[u32], impl Iterator<Item = u32>) {
         (&self.owners, &self.before, (0..self.world()).map(|rank| self.blocks_of(rank).len() as u32))
+    }
+
+    /// All that tells them from others.
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = u64> {
+        [self.world(), self.interleave].into_iter().chain(self.owners.iter().copied()).map(u64::from)
     }
 
     /// What a device needs to count a rank's tokens.
@@ -337,55 +267,12 @@ fn common_factor(mut a: u32, mut b: u32) -> u32 {
     a
 }
 
-/// # Errors
-/// [`Error::SeqLen`].
-fn length(seq: usize, len: i32) -> Result<u32> {
-    let (max, cure) = (i32::MAX.into(), "count the tokens of the whole sequence, new ones included");
-    u32::try_from(len).map_err(|_| Error::SeqLen { seq, got: len.into(), max, cure })
-}
-
-/// A sequence's query tokens.
-#[derive(Debug, Clone, Copy)]
-struct Queries {
-    seq_len: u32,
-    q_len: u32,
-}
-
-impl Queries {
-    /// # Errors
-    /// [`Error::Length`], [`Error::QueryStartLoc`] and [`Error::SeqLen`].
-    fn of(seq_lens: &[i32], query_start_loc: &[i32]) -> Result<Vec<Self>> {
-        let (got, want) = (query_start_loc.len() as u64, seq_lens.len() as u64 + 1);
-        if got != want {
-            let cure = "give one entry more than seq_lens has";
-            return Err(Error::Length { what: "query_start_loc", got, want, cure });
-        }
-        if let Some(&first) = query_start_loc.first().filter(|&&first| first != 0) {
-            return Err(Error::QueryStartLoc { index: 0, got: first.into() });
-        }
-        let mut all = Vec::with_capacity(seq_lens.len());
-        for (seq, (&len, ends)) in seq_lens.iter().zip(query_start_loc.windows(2)).enumerate() {
-            let (begin, end) = (ends[0], ends[1]);
-            if end < begin {
-                return Err(Error::QueryStartLoc { index: seq + 1, got: end.into() });
-            }
-            // Both are at least 0.
-            all.push(Self { seq_len: length(seq, len)?, q_len: end.abs_diff(begin) });
-        }
-        Ok(all)
-    }
-
-    /// The position of each query token in its sequence; `None` before the first key, where there are more query tokens than tokens.
-    fn positions(self) -> impl Iterator<Item = Option<u32>> {
-        (0..self.q_len).map(move |i| (self.seq_len + i).checked_sub(self.q_len))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn all() -> Vec<Shares> {
+    /// Even and uneven ones.
+    pub fn all() -> Vec<Shares> {
         let mut all = Vec::new();
         for interleave in [1, 2, 3, 16, 64] {
             for world in 1..=8 {
@@ -480,51 +367,6 @@ mod tests {
     }
 
     #[test]
-    fn bounds_are_those_of_the_whole() {
-        let (lens, starts) = ([9, 2, 0, 5, 4], [0, 4, 8, 9, 9, 10]);
-        for shares in all() {
-            for rank in 0..shares.world() {
-                let held = |tokens: i64| {
-                    (0..tokens.max(0) as u32).filter(|&t| shares.owner(t) == rank).count() as u32
-                };
-                let mut want = Vec::new();
-                for (seq, &len) in lens.iter().enumerate() {
-                    let q_len = i64::from(starts[seq + 1] - starts[seq]);
-                    want.extend((0..q_len).map(|i| held(i64::from(len) - q_len + i + 1)));
-                }
-                assert_eq!(shares.local_bounds(rank, &lens, &starts).unwrap(), want);
-                let local: Vec<i32> = lens.iter().map(|&len| held(len.into()) as i32).collect();
-                assert_eq!(shares.local_seq_lens(rank, &lens).unwrap(), local);
-                let appends = shares.local_appends(rank, &lens, &starts).unwrap();
-                for (seq, range) in appends.iter().enumerate() {
-                    let q_len = i64::from(starts[seq + 1] - starts[seq]);
-                    assert_eq!(*range, held(i64::from(lens[seq]) - q_len)..held(lens[seq].into()));
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn each_new_token_is_appended_by_one_rank() {
-        let (lens, starts) = ([9, 2, 0, 5, 4], [0, 4, 8, 9, 9, 10]);
-        for shares in all() {
-            let mut times = [0; 10];
-            for rank in 0..shares.world() {
-                let appends = shares.local_appends(rank, &lens, &starts).unwrap();
-                let count: u32 = appends.iter().map(|range| range.end - range.start).sum();
-                let slots: Vec<i64> = (0..count.into()).map(|slot| slot + 100).collect();
-                let mapping = shares.slot_mapping(rank, &lens, &starts, &slots).unwrap();
-                let used: Vec<i64> = mapping.iter().copied().filter(|&slot| slot >= 0).collect();
-                assert_eq!(used, slots);
-                times.iter_mut().zip(&mapping).for_each(|(times, &slot)| *times += i32::from(slot >= 0));
-                assert!(shares.slot_mapping(rank, &lens, &starts, &[slots, vec![1]].concat()).is_err());
-            }
-            // Of the second sequence two query tokens are before its first token; the third has none.
-            assert_eq!(times, [1, 1, 1, 1, 0, 0, 1, 1, 0, 1]);
-        }
-    }
-
-    #[test]
     fn every_refusal_names_its_cure() {
         let text = |result: Result<Shares>| result.expect_err("refused").to_string();
         assert_eq!(text(Shares::even(0, 1)), "world 0: must be from 1 to 65,536 ranks");
@@ -536,11 +378,5 @@ mod tests {
         let shares = Shares::weighted(&[3, 0], 4).unwrap();
         assert!(shares.local_len(2, 7).unwrap_err().to_string().contains("rank 2: must be below the world"));
         assert!(shares.token(1, 0).unwrap_err().to_string().contains("below its local_len"));
-        assert!(matches!(shares.local_seq_lens(0, &[4, -1]), Err(Error::SeqLen { seq: 1, got: -1, .. })));
-        assert!(matches!(shares.local_bounds(0, &[4], &[0]), Err(Error::Length { got: 1, want: 2, .. })));
-        for (starts, at) in [([1, 2], 0), ([0, -1], 1)] {
-            let error = shares.local_bounds(0, &[4], &starts).expect_err("refused");
-            assert!(matches!(error, Error::QueryStartLoc { index, .. } if index == at), "{error}");
-        }
     }
 }

@@ -1,7 +1,8 @@
 //! Whether all ranks are at the same step.
 
 use super::Communicator;
-use crate::{Batch, Device, Error, Mask, MlaDecode, Result};
+use crate::fnv::{FNV_START, fnv1a};
+use crate::{Batch, Device, Error, Mask, MlaDecode, Result, Shares};
 
 /// What all ranks of a group must have in common in a step. Ranks that differ would give wrong numbers, or wait for each other.
 ///
@@ -81,10 +82,10 @@ impl StepDigest {
         self.with(SPEC, [heads, latent, rope, spec.query as u64, spec.out as u64])
     }
 
-    /// How the context is shared out: all that says so, as numbers.
+    /// Which rank holds which token.
     #[must_use]
-    pub fn shares(self, shares: impl IntoIterator<Item = u64>) -> Self {
-        self.with(SHARES, [hash(shares)])
+    pub fn shares(self, shares: &Shares) -> Self {
+        self.with(SHARES, [hash(shares.numbers())])
     }
 
     /// How partial results are combined.
@@ -154,11 +155,6 @@ fn differs(digests: &[[u64; FIELDS.len()]], world: u64) -> Option<Error> {
     (first_has != world).then_some(Error::RanksDiffer { what, first: 0, first_has, other: 0, other_has })
 }
 
-/// FNV-1a, of 64 bits.
-pub(crate) fn hash(values: impl IntoIterator<Item = u64>) -> u64 {
-    let mut hash = 0xCBF2_9CE4_8422_2325u64;
-    for byte in values.into_iter().flat_map(u64::to_le_bytes) {
-        hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3);
-    }
-    hash
+fn hash(values: impl IntoIterator<Item = u64>) -> u64 {
+    values.into_iter().fold(FNV_START, |state, value| fnv1a(state, &value.to_le_bytes()))
 }

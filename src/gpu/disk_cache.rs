@@ -9,7 +9,8 @@ mod header;
 pub use header::Rejection;
 
 use super::scope::scoped;
-use header::{FNV_START, decode, encode, fnv1a};
+use crate::fnv::{FNV_START, fnv1a};
+use header::{decode, encode};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};

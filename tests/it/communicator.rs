@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use wgpu_mla::communicator::{Communicator, Exchange, InProcess, StepDigest};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{
-    Batch, CombineForm, ContextParallel, ContextParallelSpec, Device, Dtype, Error, LseBase, Result,
+    Batch, CombineForm, ContextParallel, ContextParallelSpec, Device, Dtype, Error, LseBase, Result, Shares,
 };
 
 /// Longer than any exchange here takes, on a busy machine too.
@@ -183,7 +183,8 @@ fn a_step_that_differs_is_an_error_on_every_rank_that_names_what() {
     let agree = |change: fn(StepDigest, &Batch<'_>) -> StepDigest| {
         ranks(3, PATIENT, move |end, rank| {
             let batch = Batch::new(&lens, &starts);
-            let same = StepDigest::new().step(5).batch(&batch).shares([1, 1, 1, 16]);
+            let shares = Shares::weighted(&[200, 1, 1], 16).expect("shares");
+            let same = StepDigest::new().step(5).batch(&batch).shares(&shares);
             let digest = if rank == 1 { change(same, &batch) } else { same };
             digest.agree(as_dyn(&end)).map_err(|error| error.to_string())
         })
@@ -196,7 +197,13 @@ fn a_step_that_differs_is_an_error_on_every_rank_that_names_what() {
         }
     };
     must_say("the ranks differ in step: rank 0 has 5, rank 1 has 6", |same, _| same.step(6));
-    must_say("the ranks differ in the shares of the context", |same, _| same.shares([1, 1, 1, 8]));
+    must_say("the ranks differ in the shares of the context", |same, _| {
+        same.shares(&Shares::weighted(&[200, 1, 1], 8).expect("shares"))
+    });
+    // The first blocks of both are rank 0's.
+    must_say("the ranks differ in the shares of the context", |same, _| {
+        same.shares(&Shares::weighted(&[201, 1, 1], 16).expect("shares"))
+    });
     must_say("the ranks differ in seq_lens: ", |same, batch| {
         same.batch(&Batch { seq_lens: &[100, 8], ..*batch })
     });
@@ -260,6 +267,67 @@ fn another_world_or_form_is_an_error_on_every_rank() {
     }
 }
 
+/// Of each rank a constant output a token, weighted by an LSE of its own.
+fn every_form_joins_what_the_ranks_have() {
+    const FORMS: [CombineForm; 3] =
+        [CombineForm::AllToAll, CombineForm::AllGatherReduceScatter, CombineForm::AllGather];
+    let partial = |rank: u32, head: u32, token: u32| {
+        let out = f64::from(rank * 7 + head * 3 + token % 11);
+        (out, f64::from((rank * 5 + head + token) % 9) * 0.5)
+    };
+    // Of 3 tokens an all-to-all is made as an all-gather, of 200 it is not.
+    for (world, form, max_tokens) in [2, 4]
+        .into_iter()
+        .flat_map(|world| FORMS.map(|form| [3, 200].map(|tokens| (world, form, tokens))))
+        .flatten()
+    {
+        let spec = ContextParallelSpec { max_tokens, ..spec(world, form) };
+        let pairs = u64::from(max_tokens) * 4 * (256 * 4 + 4);
+        let others = u64::from(world) - 1;
+        match (form, max_tokens) {
+            (CombineForm::AllToAll, 200) => assert_eq!(spec.bytes_sent(), others * pairs / u64::from(world)),
+            (CombineForm::AllToAll | CombineForm::AllGather, _) => {
+                assert_eq!(spec.bytes_sent(), others * pairs)
+            }
+            (CombineForm::AllGatherReduceScatter, _) => assert!(spec.bytes_sent() < others * pairs),
+        }
+        let all = ranks(world, PATIENT, |end, rank| {
+            let cpu = Cpu::with_threads(1);
+            let mut cp = ContextParallel::new(&cpu, ContextParallelSpec { rank, ..spec })?;
+            let rows =
+                || (0..4).flat_map(|head| (0..max_tokens).map(move |token| partial(rank, head, token)));
+            let outs: Vec<f32> = rows().flat_map(|(out, _)| [out as f32; 256]).collect();
+            let lses: Vec<f32> = rows().map(|(_, lse)| lse as f32).collect();
+            cpu.upload(cp.partial().0.buffer, 0, &Dtype::F32.encode_all(&outs))?;
+            cpu.upload(cp.partial().1.buffer, 0, &Dtype::F32.encode_all(&lses))?;
+            cp.prepare(max_tokens)?;
+            cp.combine(as_dyn(&end))?;
+            let heads = cp.spec().local_heads();
+            let first = if heads == 4 { 0 } else { rank * heads };
+            let (out, lse) = (cp.out(), cp.lse());
+            let rows = u64::from(heads * max_tokens);
+            let outs = Dtype::F32.decode_all(&cpu.download(out.buffer, rows * 256 * 4)?);
+            let lses = Dtype::F32.decode_all(&cpu.download(lse.buffer, (lse.offset + rows) * 4)?);
+            for (head, token) in (0..heads).flat_map(|head| (0..max_tokens).map(move |token| (head, token))) {
+                let parts = || (0..world).map(|rank| partial(rank, first + head, token));
+                let sum: f64 = parts().map(|(_, lse)| lse.exp()).sum();
+                let want = parts().map(|(out, lse)| out * lse.exp() / sum).sum::<f64>();
+                let row = (head * max_tokens + token) as usize;
+                for &got in &outs[row * 256..][..256] {
+                    assert!(
+                        (f64::from(got) - want).abs() < 1e-5 * want.max(1.0),
+                        "{spec:?}: {got}, not {want}"
+                    );
+                }
+                let got = f64::from(lses[lse.offset as usize + row]);
+                assert!((got - sum.ln()).abs() < 1e-5, "{spec:?}: {got}, not {}", sum.ln());
+            }
+            Ok::<_, Error>(())
+        });
+        assert!(all.iter().all(|result| *result == Some(Ok(()))), "{spec:?}: {all:?}");
+    }
+}
+
 fn one_rank_exchanges_nothing_and_reads_where_the_decode_wrote() {
     let all = ranks(1, PATIENT, |end, _| {
         let cpu = Cpu::with_threads(1);
@@ -295,5 +363,6 @@ crate::tests![
     a_rank_that_does_not_come_is_an_error_in_time,
     a_step_that_differs_is_an_error_on_every_rank_that_names_what,
     another_world_or_form_is_an_error_on_every_rank,
+    every_form_joins_what_the_ranks_have,
     one_rank_exchanges_nothing_and_reads_where_the_decode_wrote,
 ];

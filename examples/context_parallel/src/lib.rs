@@ -1,7 +1,7 @@
 //! One batch on several devices: each holds a share of every sequence's tokens, decodes it, and the ranks join their results.
 //!
 //! What a rank does is generic over its device and over what joins the ranks, so that threads (`main.rs`), processes with NCCL
-//! (`main.rs`) and processes under `mpirun` (`mpi/` at the top of the repository) run the same.
+//! (`main.rs`) and processes under `mpirun` (`examples/mpi`) run the same.
 
 pub mod args;
 pub mod bench;

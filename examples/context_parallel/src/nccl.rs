@@ -70,11 +70,7 @@ fn each<T: Send>(args: &Args, id: NcclId, run: impl Fn(Cuda, Nccl) -> Result<T> 
                 })
             })
             .collect();
-        let joined = threads
-            .into_iter()
-            .enumerate()
-            .map(|(rank, thread)| thread.join().unwrap_or_else(|_| Err(format!("rank {rank}: it panicked"))));
-        joined.collect()
+        threads::join(threads)
     })
 }
 

@@ -100,7 +100,7 @@ pub fn run<D: Backend + 'static>(
             mask: whole.problem.mask(),
             ..Batch::new(&whole.problem.seq_lens, &whole.problem.query_start_loc)
         };
-        let digest = cp.digest().step(count).spec(&spec).batch(&all).shares(numbers(shares));
+        let digest = cp.digest().step(count).spec(&spec).batch(&all).shares(shares);
         digest.agree(&communicator)?;
         let batch = Batch { mask: part.mask(), ..Batch::new(&part.seq_lens, &part.query_start_loc) };
         let plan = Plan::new(&spec, &mla.tiling(), &batch, SplitPolicy::Auto)?;
@@ -217,12 +217,6 @@ fn bytes_read(part: &Problem) -> u64 {
     let row = u64::from(part.spec.shape.row_elems()) * part.spec.kv.dtype.bytes() as u64;
     let queried = part.seq_lens.iter().zip(part.query_start_loc.windows(2)).filter(|(_, q)| q[1] > q[0]);
     queried.map(|(&len, _)| len.max(0) as u64 * row).sum()
-}
-
-/// What says how the tokens are shared out.
-pub fn numbers(shares: &Shares) -> impl Iterator<Item = u64> {
-    let period = (0..64).map(|block| u64::from(shares.owner(block * shares.interleave())));
-    [shares.world().into(), shares.interleave().into()].into_iter().chain(period)
 }
 
 fn die(how: Kill) {

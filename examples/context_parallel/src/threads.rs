@@ -1,6 +1,7 @@
 //! Ranks that are threads of this process, a device each.
 
 use std::sync::Mutex;
+use std::thread::ScopedJoinHandle;
 
 use wgpu_mla::communicator::{Communicator, InProcess};
 use wgpu_mla::{Backend, CombineForm};
@@ -91,10 +92,14 @@ pub fn each<T: Send>(
                 })
             })
             .collect();
-        let joined = threads
-            .into_iter()
-            .enumerate()
-            .map(|(rank, thread)| thread.join().unwrap_or_else(|_| Err(format!("rank {rank}: it panicked"))));
-        joined.collect()
+        join(threads)
     })
+}
+
+/// Waits for a thread of each rank, in their order; a rank that panicked is an error.
+pub fn join<T>(threads: Vec<ScopedJoinHandle<'_, Result<T>>>) -> Vec<Result<T>> {
+    let joined = (0..).zip(threads).map(|(rank, thread): (u32, _)| {
+        thread.join().unwrap_or_else(|_| Err(format!("rank {rank}: it panicked")))
+    });
+    joined.collect()
 }

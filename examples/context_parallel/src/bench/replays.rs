@@ -11,7 +11,7 @@ use wgpu_mla::{
 };
 
 use super::{Bench, Launch, us};
-use crate::rank::{numbers, read, upload};
+use crate::rank::{read, upload};
 
 const LEN: u32 = 1500;
 const SEQUENCES: usize = 6;
@@ -95,7 +95,7 @@ pub fn run<D: Launch>(bench: &Bench<'_, D>) -> Result<(), Error> {
     };
     for (count, (lens, plans)) in (0u64..).zip(&steps) {
         let all = Batch::new(lens, &whole.query_start_loc);
-        cp.digest().step(count).spec(&spec).batch(&all).shares(numbers(&shares)).agree(communicator)?;
+        cp.digest().step(count).spec(&spec).batch(&all).shares(&shares).agree(communicator)?;
         mla.prepare(&mut step, (&plans.whole, table))?;
         part_mla.prepare(&mut part_step, (&plans.part, part_table))?;
         let since = Instant::now();
