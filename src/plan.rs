@@ -284,8 +284,6 @@ impl Plan {
         }
         match &batch.slabs {
             Some(table) if spec.kv.num_slabs(table.slab_pages)? > 1 => {
-                self.num_heads = spec.shape.num_heads;
-                self.page_size = spec.kv.page_size;
                 self.build_slabs(spec, tiling, (batch, table), policy)
             }
             _ => self.build_one(spec, tiling, batch, policy),
@@ -300,8 +298,6 @@ impl Plan {
         batch: &Batch<'_>,
         policy: SplitPolicy,
     ) -> Result<()> {
-        self.num_heads = spec.shape.num_heads;
-        self.page_size = spec.kv.page_size;
         self.check_batch(spec, batch)?;
         self.check_prefixes(batch)?;
         self.lay_out_pages(spec)?;

@@ -6,6 +6,8 @@ use crate::{Error, Mask, MlaDecode, Result};
 
 impl Plan {
     pub(crate) fn check_batch(&mut self, spec: &MlaDecode, batch: &Batch<'_>) -> Result<()> {
+        self.num_heads = spec.shape.num_heads;
+        self.page_size = spec.kv.page_size;
         let starts = batch.query_start_loc;
         if starts.len() != batch.seq_lens.len() + 1 {
             return Err(Error::Length {
