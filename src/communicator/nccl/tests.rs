@@ -351,8 +351,14 @@ fn a_library_is_loaded_if_it_has_every_function() {
         "ncclGroupStart",
         "ncclGroupEnd",
     ];
-    Api::load(library_of("whole", &FUNCTIONS).as_os_str()).expect("a whole library");
-    let old = Api::load(library_of("old", &FUNCTIONS[..4]).as_os_str()).expect_err("an old one");
+    let [whole, old] = [("whole", &FUNCTIONS[..]), ("old", &FUNCTIONS[..4])].map(|(name, has)| {
+        let library = library_of(name, has);
+        let loaded = Api::load(library.as_os_str());
+        std::fs::remove_dir_all(library.parent().expect("a folder")).expect("removed");
+        loaded
+    });
+    whole.expect("a whole library");
+    let old = old.expect_err("an old one");
     assert_eq!(old, "the library has no ncclCommFinalize");
     let none = Api::load("/nowhere/libnccl.so.2".as_ref()).expect_err("none");
     let text = Error::NoNccl { detail: none }.to_string();
