@@ -12,11 +12,13 @@
 
 const COLUMNS = 64u;
 const CHUNK = 16u;
-const X_PITCH = 17u; // odd: the rows of x_tile begin in different banks, so reads have no bank conflicts
+// What a thread stores lies apart: FXC, DX12's compiler of shader model 5, fails on stores to neighbours. Pitches spread banks.
+const X_PITCH = TOKENS + 2u;
 const W_PITCH = 68u;
+const COLUMN_PITCH = 17u;
 
-var<workgroup> x_tile: array<f32, TOKENS * X_PITCH>; // [TOKENS, CHUNK]
-var<workgroup> w_tile: array<f32, CHUNK * W_PITCH>; // [CHUNK, COLUMNS]
+var<workgroup> x_tile: array<f32, CHUNK * X_PITCH>; // [CHUNK, TOKENS]
+var<workgroup> w_tile: array<f32, CHUNK * W_PITCH>; // [CHUNK, 4, COLUMNS / 4]: column 4 q + c at [c, q]
 
 // Stages one oct of x as f32; zeros past the end of k.
 fn stage_x(item: u32, head: u32, first: u32, last: u32, chunk: u32) {
@@ -27,10 +29,10 @@ fn stage_x(item: u32, head: u32, first: u32, last: u32, chunk: u32) {
         let token = min(first + row, last);
         value = read_x(x[params.x_base + token * params.x_token_stride + head * params.x_head_stride + column / 8u]);
     }
-    let at = row * X_PITCH + item % 2u * 8u;
+    let at = item % 2u * 8u * X_PITCH + row;
     for (var i = 0u; i < 4u; i++) { // unroll
-        x_tile[at + i] = value[0][i];
-        x_tile[at + 4u + i] = value[1][i];
+        x_tile[at + i * X_PITCH] = value[0][i];
+        x_tile[at + (4u + i) * X_PITCH] = value[1][i];
     }
 }
 
@@ -44,10 +46,10 @@ fn stage_w(item: u32, head: u32, first: u32, chunk: u32) {
         if k < K && oct < N_OCTS {
             value = read_w(weight[base + k * params.w_row_stride + oct]);
         }
-        let at = item / 8u * W_PITCH + item % 8u * 8u;
+        let at = item / 8u * W_PITCH + item % 8u * 2u;
         for (var i = 0u; i < 4u; i++) { // unroll
-            w_tile[at + i] = value[0][i];
-            w_tile[at + 4u + i] = value[1][i];
+            w_tile[at + i * COLUMN_PITCH] = value[0][i];
+            w_tile[at + 1u + i * COLUMN_PITCH] = value[1][i];
         }
     } else {
         let n = first + item / 2u;
@@ -55,7 +57,8 @@ fn stage_w(item: u32, head: u32, first: u32, chunk: u32) {
         if k < K && n < N_OCTS * 8u {
             value = read_w(weight[base + n * params.w_row_stride + k / 8u]);
         }
-        let at = item % 2u * 8u * W_PITCH + item / 2u;
+        let column = item / 2u;
+        let at = item % 2u * 8u * W_PITCH + column % 4u * COLUMN_PITCH + column / 4u;
         for (var i = 0u; i < 4u; i++) { // unroll
             w_tile[at + i * W_PITCH] = value[0][i];
             w_tile[at + (4u + i) * W_PITCH] = value[1][i];
@@ -90,10 +93,10 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
         }
         workgroupBarrier();
         for (var k = select(0u, CHUNK, first + row >= end); k < CHUNK; k++) { // skipped by a thread without tokens
-            let at = k * W_PITCH + quad * 4u;
-            let w = vec4<f32>(w_tile[at], w_tile[at + 1u], w_tile[at + 2u], w_tile[at + 3u]);
+            let at = k * W_PITCH + quad;
+            let w = vec4<f32>(w_tile[at], w_tile[at + COLUMN_PITCH], w_tile[at + 2u * COLUMN_PITCH], w_tile[at + 3u * COLUMN_PITCH]);
             for (var r = 0u; r < ROWS; r++) { // unroll
-                sums[r] += x_tile[(row + r) * X_PITCH + k] * w;
+                sums[r] += x_tile[k * X_PITCH + row + r] * w;
             }
         }
         workgroupBarrier();
