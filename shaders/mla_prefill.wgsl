@@ -127,6 +127,9 @@ fn mla_prefill(
     }
     var acc = array<vec4<f32>, ACC>(); // [4 * COLUMN_QUADS, ROW_QUADS]: four rows of a column
 
+    // Where ROLLED, always the same too, but the compiler cannot know: Mesa's for Intel would unroll the loops, and spill.
+    let depth = select(DEPTH, min(DEPTH, tile.num_keys | DEPTH), ROLLED != 0u);
+    let slice_keys = select(SLICE_KEYS, min(SLICE_KEYS, tile.num_keys | SLICE_KEYS), ROLLED != 0u);
     for (var block = 0u; block < tile.num_keys; block += TOKENS) {
         // 1. scores
         var score = array<vec4<f32>, SCORES>(); // [4 * KEY_QUADS, ROW_QUADS]: four rows of a key
@@ -134,7 +137,7 @@ fn mla_prefill(
             workgroupBarrier();
             stage_slice(tile, block, slice, lane);
             workgroupBarrier();
-            for (var d = 0u; d < DEPTH; d += DEPTH_TURN) {
+            for (var d = 0u; d < depth; d += DEPTH_TURN) {
                 let before = score;
                 if (SUMS_APART != 0u) {
                     score = array<vec4<f32>, SCORES>();
@@ -207,7 +210,7 @@ fn mla_prefill(
                 }
                 stage_values(tile, block + k * 64u + part * SLICE_KEYS, lane);
                 workgroupBarrier();
-                for (var key = 0u; key < SLICE_KEYS; key += VALUE_TURN) {
+                for (var key = 0u; key < slice_keys; key += VALUE_TURN) {
                     for (var e = 0u; e < VALUE_TURN; e++) { // unroll on cards
                         var weight: array<vec4<f32>, ROW_QUADS>;
                         for (var r = 0u; r < ROW_QUADS; r++) { // unroll

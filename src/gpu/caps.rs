@@ -70,6 +70,42 @@ impl Caps {
         max_workgroups: 65_535,
     };
 
+    /// What both can do, of the other's kind. Subgroups have any size that either has.
+    #[must_use]
+    pub fn no_better_than(self, other: &Self) -> Self {
+        let subgroups = self.subgroups && other.subgroups;
+        let size = |lanes: u32| if subgroups { lanes } else { 0 };
+        let tile = if self.cooperative_tile == other.cooperative_tile { self.cooperative_tile } else { 0 };
+        Self {
+            kind: other.kind,
+            subgroups,
+            min_subgroup_size: size(self.min_subgroup_size.min(other.min_subgroup_size)),
+            max_subgroup_size: size(self.max_subgroup_size.max(other.max_subgroup_size)),
+            shader_f16: self.shader_f16 && other.shader_f16,
+            cooperative_tile: tile,
+            matrices_unknown: self.matrices_unknown && other.matrices_unknown,
+            deep_loads: self.deep_loads && other.deep_loads,
+            f16_subnormals: self.f16_subnormals && other.f16_subnormals,
+            workgroup_memory_bytes: self.workgroup_memory_bytes.min(other.workgroup_memory_bytes),
+            max_invocations: self.max_invocations.min(other.max_invocations),
+            max_storage_buffers: self.max_storage_buffers.min(other.max_storage_buffers),
+            max_binding_bytes: self.max_binding_bytes.min(other.max_binding_bytes),
+            max_buffer_bytes: self.max_buffer_bytes.min(other.max_buffer_bytes),
+            max_workgroups: self.max_workgroups.min(other.max_workgroups),
+        }
+    }
+
+    fn with_subgroups_to_32(self) -> Self {
+        let min = self.min_subgroup_size.min(8);
+        Self { min_subgroup_size: min, max_subgroup_size: if self.subgroups { 32 } else { 0 }, ..self }
+    }
+
+    /// Whether subgroups vary from 8 lanes, or from 16, to 32, which only Intel's do: the more registers a kernel takes, the fewer lanes
+    /// its compiler gives it, and with more than 128 a lane at the fewest it spills.
+    pub(super) const fn subgroups_vary_to_32(&self) -> bool {
+        matches!((self.min_subgroup_size, self.max_subgroup_size), (8 | 16, 32))
+    }
+
     /// Every weaker set that a kernel may meet on some device: tests force each one.
     #[must_use]
     pub fn downgrades(self) -> Vec<(&'static str, Self)> {
@@ -77,6 +113,7 @@ impl Caps {
             ("as it is", self),
             ("no subgroups", Self { subgroups: false, min_subgroup_size: 0, max_subgroup_size: 0, ..self }),
             ("subgroups of 4", Self { min_subgroup_size: 4, max_subgroup_size: 4, ..self }),
+            ("subgroups of 8 to 32, as Intel's", self.with_subgroups_to_32()),
             ("no cooperative matrices", Self { cooperative_tile: 0, deep_loads: false, ..self }),
             ("no f16", Self { shader_f16: false, f16_subnormals: false, ..self }),
             (

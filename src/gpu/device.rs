@@ -44,6 +44,9 @@ pub struct Setup<'a> {
     /// Keeps wgpu's run-time checks of every index and loop in kernels that do without, since the host has proved them.
     /// The environment variable `MLA_CHECKED_SHADERS` does the same.
     pub checked_shaders: bool,
+    /// Takes the device for one that can do no more than this, and is of this kind: the kernels of another vendor's card run where it is
+    /// not. What the device cannot do stays out: see [`Caps::no_better_than`].
+    pub no_better_than: Option<Caps>,
 }
 
 impl Gpu {
@@ -84,11 +87,12 @@ impl Gpu {
         setup: &Setup<'_>,
         lost: Option<Arc<Mutex<Option<String>>>>,
     ) -> Self {
+        let own = caps_on(adapter, device);
         let shared = Shared {
             adapter: adapter.cloned(),
             device: device.clone(),
             queue: queue.clone(),
-            caps: caps_on(adapter, device),
+            caps: setup.no_better_than.map_or(own, |other| own.no_better_than(&other)),
             pipelines: Mutex::default(),
             disk: setup.disk_cache.map(|directory| DiskCache::open(device, directory)),
             checked_shaders: setup.checked_shaders || std::env::var_os("MLA_CHECKED_SHADERS").is_some(),

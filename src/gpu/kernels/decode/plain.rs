@@ -27,14 +27,15 @@ impl Tile {
         query_rows: u32,
     ) -> Option<Self> {
         let group_threads = spec.shape.kv_lora_rank / 8;
-        let (most_rows, most_threads) = Self::most_rows_and_threads(caps.kind);
+        let (most_rows, most_threads) = Self::most_rows_and_threads(caps);
+        let most_groups = if caps.subgroups_vary_to_32() { 8 } else { 4 };
         // Rows computed, twice: once as arithmetic, which row groups without rows are spared, and once as time, which they
         // are not. Each tile reads the cache once more, which is worth about three rows.
         let cost = |tile: &Self| {
             let tiles = query_rows.div_ceil(tile.rows());
             query_rows.next_multiple_of(tile.rows_per_group) + tiles * (tile.rows() + 2 * 3)
         };
-        (1..=4)
+        (1..=most_groups)
             .flat_map(|row_groups| (1..=most_rows).map(move |rows_per_group| (rows_per_group, row_groups)))
             .map(|(rows_per_group, row_groups)| Self { group_threads, rows_per_group, row_groups })
             .filter(|tile| tile.workgroup_bytes(sum) <= caps.workgroup_memory_bytes)
@@ -65,9 +66,11 @@ impl Tile {
 
     /// The most query rows of a thread and threads of a workgroup for a kind of device, by the registers that the compilers of AMD,
     /// Apple M1 and Adreno report. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three
-    /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128.
-    const fn most_rows_and_threads(kind: DeviceKind) -> (u32, u32) {
-        match kind {
+    /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128. Intel's spills with 4, and
+    /// reckons as many cycles a row with 2 as with 4 (`benches/results/vendors.md`).
+    const fn most_rows_and_threads(caps: &Caps) -> (u32, u32) {
+        match caps.kind {
+            _ if caps.subgroups_vary_to_32() => (2, 256),
             DeviceKind::Discrete | DeviceKind::Software => (5, 256),
             DeviceKind::Integrated | DeviceKind::Other => (4, 192),
         }

@@ -23,7 +23,7 @@ impl Cut {
         // Measured on an H200 at 128/64/128, row_quads and key_quads: 1 and 2, 24.6 TFLOP/s; 1 and 1 with a depth of 32, 22.7; 2 and 2, 22.5; 2 and 1, 17.7. Elsewhere by
         // registers: 32 of scores and, for 128 columns, 32 of the output.
         let key_quads = match caps.kind {
-            DeviceKind::Discrete if spec.dtype != Dtype::F32 => 2,
+            DeviceKind::Discrete if spec.dtype != Dtype::F32 && !caps.subgroups_vary_to_32() => 2,
             _ => 1,
         };
         let slice_keys = if spec.v_head_dim > 128 { 8 } else { 16 };
@@ -79,6 +79,7 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
         ("SUMS_APART", u32::from(spec.dtype == Dtype::F32)),
         ("SLICE_KEYS", cut.slice_keys),
         ("VALUE_TURN", 4),
+        ("ROLLED", caps.subgroups_vary_to_32().into()),
         ("STAGED", cut.staged(spec)),
     ];
     let files = [

@@ -83,6 +83,23 @@ fn what_a_device_lacks_is_said() {
     assert!(why.contains("f32 cache"), "{why:?}");
 }
 
+/// Intel's compiler spills with more rows a thread: `benches/results/vendors.md`.
+#[test]
+fn intels_threads_have_two_rows() {
+    let [.., card, integrated, _] = devices();
+    for caps in [card, integrated].map(|caps| Caps { min_subgroup_size: 8, ..caps }) {
+        for (dims, heads) in all_dims().flat_map(|dims| HEADS.map(|heads| (dims, heads))) {
+            let spec = spec(dims, heads, Dtype::F16, Dtype::F16, Dtype::F32);
+            let tile = Tile::balanced(Sum::Subgroup, &caps, &spec, heads).expect("it runs");
+            assert!(tile.rows_per_group <= 2 && tile.threads() <= 256, "{heads} heads: {tile:?}");
+            assert!(heads < 16 || tile.rows() >= 8, "{heads} heads: {tile:?}");
+        }
+        let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
+        let (chosen, why) = choose(None, &caps, &spec).expect("some variant runs everywhere");
+        assert_eq!(chosen.name(), "subgroup", "{why}");
+    }
+}
+
 /// A promise: there is a variant for every device of WebGPU, whatever else it has.
 #[test]
 fn some_variant_runs_on_every_device() {
