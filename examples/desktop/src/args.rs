@@ -15,6 +15,7 @@ usage: desktop [options]
   --seed N             (1)
   --kv-dtype DTYPE     of the cache: f32, f16, bf16 or e4m3 (f16)
   --theme NAME         dark or light (the system's)
+  --size WIDTHxHEIGHT  of the window, in points (1180x760)
 for tests and pictures:
   --frames N           closes after N frames that decoded, checks one decode against an oracle, and at temperature 0 the text against the CPU
   --p95 MS             fails if more than 5 % of these frames took longer
@@ -27,6 +28,7 @@ pub struct Args {
     pub model: PathBuf,
     pub wish: Wish,
     pub dark: Option<bool>,
+    pub size: [f32; 2],
     pub frames: Option<usize>,
     pub p95_ms: Option<f32>,
     pub forks: Vec<usize>,
@@ -40,6 +42,7 @@ impl Args {
             model: concat!(env!("CARGO_MANIFEST_DIR"), "/../generate/model").into(),
             wish: Wish::default(),
             dark: None,
+            size: [1180.0, 760.0],
             frames: None,
             p95_ms: None,
             forks: Vec::new(),
@@ -64,6 +67,7 @@ impl Args {
                 "--seed" => wish.seed = number(&name, &value()?, 0.0)? as u64,
                 "--kv-dtype" => wish.kv = dtype(&value()?)?,
                 "--theme" => parsed.dark = Some(is_dark(&value()?)?),
+                "--size" => parsed.size = size(&value()?)?,
                 "--frames" => parsed.frames = Some(number(&name, &value()?, 1.0)?),
                 "--p95" => parsed.p95_ms = Some(number(&name, &value()?, 1.0)? as f32),
                 "--fork" => parsed.forks.push(number(&name, &value()?, 1.0)?),
@@ -85,6 +89,12 @@ fn dtype(name: &str) -> Result<Dtype, String> {
     let all = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3];
     let named = all.into_iter().find(|dtype| dtype.to_string() == name);
     named.ok_or(format!("--kv-dtype {name}: must be f32, f16, bf16 or e4m3"))
+}
+
+fn size(text: &str) -> Result<[f32; 2], String> {
+    let sides = text.split_once('x').and_then(|(width, height)| Some([width.parse().ok()?, height.parse().ok()?]));
+    let served = sides.filter(|sides| sides.iter().all(|side: &f32| (100.0..=10_000.0).contains(side)));
+    served.ok_or(format!("--size {text}: must be like 1180x760, of 100 to 10000 each"))
 }
 
 fn is_dark(name: &str) -> Result<bool, String> {
@@ -110,6 +120,7 @@ mod tests {
             ("--frames 0", "--frames 0: must be a whole number from 1"),
             ("--temperature warm", "--temperature warm: must be a number from 0"),
             ("--kv-dtype int4", "--kv-dtype int4: must be f32, f16, bf16 or e4m3"),
+            ("--size 10", "--size 10: must be like 1180x760, of 100 to 10000 each"),
             ("--theme blue", "--theme blue: must be dark or light"),
             ("--frame 3", "unknown argument --frame"),
         ] {

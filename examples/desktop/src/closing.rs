@@ -11,6 +11,7 @@ use crate::times::{Times, quantile};
 pub struct Report {
     frames: Vec<f32>,
     tokens: u64,
+    layer_ms: f64,
     losses: usize,
     sequences: usize,
     /// New tokens of the first sequence, as it was last.
@@ -29,6 +30,7 @@ impl Report {
         Self {
             frames: times.decoding.clone(),
             tokens: shown.speed.tokens,
+            layer_ms: shown.speed.layer_ms,
             losses,
             sequences: shown.sequences.len(),
             written: first.map_or(Vec::new(), |first| first.tokens[first.prompt_tokens.min(first.tokens.len())..].to_vec()),
@@ -60,10 +62,11 @@ pub fn line(args: &Args, report: &Report) -> Result<String, String> {
     let (p50, p95) = (quantile(frames.iter().copied(), 0.5), quantile(frames.iter().copied(), 0.95));
     let seconds = frames.iter().sum::<f32>().max(1e-6) / 1000.0;
     let mut line = format!(
-        "desktop: {} frames decoded {tokens} tokens of {} sequences, {:.1} tokens/s; frames p50 {p50:.1} ms, p95 {p95:.1} ms; {}, variant {}",
+        "desktop: {} frames decoded {tokens} tokens of {} sequences, {:.1} tokens/s; frames p50 {p50:.1} ms, p95 {p95:.1} ms, of it {:.1} ms a layer's attention; {}, variant {}",
         frames.len(),
         report.sequences,
         *tokens as f32 / seconds,
+        report.layer_ms,
         report.adapter,
         report.variant,
     );

@@ -41,21 +41,24 @@ impl Panels {
     pub fn show(&mut self, ui: &mut egui::Ui, shown: &Shown, times: &Times, lost: Option<&str>) -> Pressed {
         let (mut asks, mut restart) = (Vec::new(), false);
         let size = ui.available_size();
-        egui::Panel::bottom("status").show(ui, |ui| {
+        // The window is cleared in the panels' colour: to fill them again costs a software device most of its frame.
+        let panel = egui::Frame::side_top_panel(ui.style()).fill(egui::Color32::TRANSPARENT);
+        let center = egui::Frame::central_panel(ui.style()).fill(egui::Color32::TRANSPARENT);
+        egui::Panel::bottom("status").frame(panel).show(ui, |ui| {
             status::show(ui, shown, times, &mut self.shows_why);
         });
         if size.x >= TWO_COLUMNS && size.y >= FIXED_PROMPT {
-            egui::Panel::top("prompt").show(ui, |ui| {
+            egui::Panel::top("prompt").frame(panel).show(ui, |ui| {
                 self.top(ui, shown, lost, &mut asks, &mut restart);
             });
-            egui::Panel::left("texts").default_size(size.x * 0.42).min_size(260.0).show(ui, |ui| {
+            egui::Panel::left("texts").frame(panel).default_size(size.x * 0.42).min_size(260.0).show(ui, |ui| {
                 scroll(ui, "texts", |ui| texts::show(ui, shown, &mut self.selected, &mut asks));
             });
-            egui::CentralPanel::default().show(ui, |ui| {
+            egui::CentralPanel::default().frame(center).show(ui, |ui| {
                 scroll(ui, "pictures", |ui| self.pictures(ui, shown, times, &mut asks));
             });
         } else {
-            egui::CentralPanel::default().show(ui, |ui| {
+            egui::CentralPanel::default().frame(center).show(ui, |ui| {
                 scroll(ui, "all", |ui| {
                     self.top(ui, shown, lost, &mut asks, &mut restart);
                     ui.separator();

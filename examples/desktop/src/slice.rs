@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use generate::attention::{Attention, Rows};
 use generate::{Model, Paged, Result, Setup, Stored};
 use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Device, Dtype, Error, SeqId, wgpu};
+use wgpu_mla::{Device, Error, SeqId, wgpu};
 
 use crate::shared::{Shared, lock};
 
@@ -162,8 +162,8 @@ impl Slices {
         let (clock, out_end) = (CLOCK_BYTES as usize, (CLOCK_BYTES + out_bytes) as usize);
         let bytes = self.staging.get_mapped_range(..CLOCK_BYTES + out_bytes + row_bytes).map_err(lost)?;
         let [begin, end]: [u64; 2] = bytemuck::pod_read_unaligned(&bytes[..clock]);
-        let out = Dtype::F32.decode_all(&bytes[clock..out_end]);
-        let rows = Dtype::F32.decode_all(&bytes[out_end..]);
+        let out = bytemuck::pod_collect_to_vec(&bytes[clock..out_end]);
+        let rows = bytemuck::pod_collect_to_vec(&bytes[out_end..]);
         drop(bytes);
         self.staging.unmap();
         let ms = match &self.clock {

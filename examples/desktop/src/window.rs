@@ -3,6 +3,7 @@
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use eframe::egui;
 use eframe::egui_wgpu::{self, CallbackResources, ScreenDescriptor};
@@ -30,9 +31,11 @@ pub fn run(args: &Args) -> Result<Report, String> {
         let left = Arc::new(Mutex::new(None));
         let options = eframe::NativeOptions {
             viewport: egui::ViewportBuilder::default()
-                .with_inner_size([1180.0, 760.0])
+                .with_inner_size(args.size)
                 .with_min_inner_size([360.0, 320.0]),
             renderer: eframe::Renderer::Wgpu,
+            // It costs a software device a third of its frame.
+            dithering: false,
             wgpu_options: egui_wgpu::WgpuConfiguration { wgpu_setup: device::setup(), ..Default::default() },
             ..Default::default()
         };
@@ -199,11 +202,20 @@ impl eframe::App for Window {
         }
 
         let ctx = ui.ctx().clone();
-        match is_busy || matches!(shown.phase, Phase::Loading | Phase::Compiling) {
-            true => ctx.request_repaint(),
-            false => self.times.rest(),
+        if is_busy {
+            ctx.request_repaint();
+        } else {
+            self.times.rest();
+            if matches!(shown.phase, Phase::Loading | Phase::Compiling) {
+                // For what turns while a person waits; the cores are the compiler's.
+                ctx.request_repaint_after(Duration::from_millis(50));
+            }
         }
         self.follow_args(&ctx, &shown);
+    }
+
+    fn clear_color(&self, visuals: &egui::Visuals) -> [f32; 4] {
+        visuals.panel_fill.to_normalized_gamma_f32()
     }
 
     fn on_exit(&mut self) {

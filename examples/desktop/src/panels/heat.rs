@@ -80,6 +80,7 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<
         .allow_boxed_zoom(false)
         .allow_double_click_reset(false)
         .allow_axis_zoom_drag(false)
+        .show_background(false)
         .show_grid(false)
         .show_axes(shown_ticks)
         .x_axis_label("token of the context")

@@ -27,6 +27,7 @@ pub fn show(ui: &mut egui::Ui, times: &Times) {
         .allow_boxed_zoom(false)
         .allow_double_click_reset(false)
         .allow_axis_zoom_drag(false)
+        .show_background(false)
         .show_grid([false, true])
         .x_axis_label("frame")
         .y_axis_label("ms")
