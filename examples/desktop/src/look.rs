@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use generate::look::{Cached, Layer};
-use generate::{Checkpoint, Furthest, Result, softmax_weights};
+use generate::{Checkpoint, Error, Furthest, Result, softmax_weights};
 
 use crate::shared::Shared;
 use crate::shown::{Check, Weights};
@@ -54,7 +54,9 @@ pub fn start(shared: Arc<Shared>, checkpoint: Arc<Checkpoint>) -> Result<(Sender
     let (sender, receiver) = channel();
     let mut looker =
         Looker { shared, checkpoint, kv_b, seen: BTreeMap::new(), selected: 1, is_new: false, check: false };
-    Ok((sender, std::thread::spawn(move || looker.run(&receiver))))
+    let thread = std::thread::Builder::new().name("looker".into()).spawn(move || looker.run(&receiver));
+    let why = |error| Error::Input(format!("no thread to look into the attention: {error}"));
+    Ok((sender, thread.map_err(why)?))
 }
 
 impl Looker {

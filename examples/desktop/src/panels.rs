@@ -93,9 +93,8 @@ impl Panels {
 
 fn scroll(ui: &mut egui::Ui, name: &str, show: impl FnOnce(&mut egui::Ui)) {
     egui::ScrollArea::vertical().id_salt(name).auto_shrink(false).show(ui, |ui| {
-        ui.add_space(4.0);
-        show(ui);
-        ui.add_space(8.0);
+        // Beside the bar.
+        egui::Frame::new().inner_margin(egui::Margin { right: 8, top: 4, bottom: 8, left: 0 }).show(ui, show);
     });
 }
 

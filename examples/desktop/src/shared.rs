@@ -15,6 +15,8 @@ pub struct Shared {
     /// What the next frame records.
     slice: Mutex<Option<Slice>>,
     closing: AtomicBool,
+    /// See [`Shared::draw`].
+    drawing: AtomicBool,
     lost: OnceLock<String>,
 }
 
@@ -25,6 +27,7 @@ impl Shared {
             shown: Mutex::new(shown),
             slice: Mutex::default(),
             closing: AtomicBool::new(false),
+            drawing: AtomicBool::new(false),
             lost: OnceLock::new(),
         }
     }
@@ -58,6 +61,16 @@ impl Shared {
 
     pub fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Relaxed)
+    }
+
+    /// While egui draws, up to the frame's commands, no other thread may ask the device anything that would tell of its loss: egui-wgpu
+    /// panics where the device is lost between the look at it, in `App::ui`, and the upload of what was drawn.
+    pub fn draw(&self, is_drawing: bool) {
+        self.drawing.store(is_drawing, Ordering::Relaxed);
+    }
+
+    pub fn is_drawing(&self) -> bool {
+        self.drawing.load(Ordering::Relaxed)
     }
 
     /// The device is gone. The first reason stays: what fails afterwards follows from it.

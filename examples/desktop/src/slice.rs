@@ -152,6 +152,9 @@ impl Slices {
         if let Some(why) = shared.lost() {
             return Err(Error::DeviceLost { detail: why.into() }.into());
         }
+        if shared.is_drawing() {
+            return Ok(());
+        }
         // It fails on a lost device, which tells of that itself.
         let _ = self.gpu.device().poll(wgpu::PollType::Poll);
         Ok(())

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 /// As many as the graph shows.
-pub const SHOWN: usize = 240;
+pub const SHOWN: usize = 160;
 
 #[derive(Default)]
 pub struct Times {

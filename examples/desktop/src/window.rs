@@ -69,7 +69,7 @@ struct Before {
 struct Window {
     args: Args,
     shared: Arc<Shared>,
-    device: wgpu::Device,
+    gpu: Gpu,
     asks: Sender<Ask>,
     thread: Option<JoinHandle<()>>,
     panels: Panels,
@@ -105,11 +105,11 @@ impl Window {
             schedule.sort_by_key(|&(tokens, _)| tokens);
         }
         let first = told.is_none().then(|| wish.clone());
-        let (asks, thread) = writer::start(shared.clone(), gpu, args.model.clone(), first, schedule);
+        let (asks, thread) = writer::start(shared.clone(), gpu.clone(), args.model.clone(), first, schedule)?;
         Ok(Self {
             losses: usize::from(told.is_some()),
             panels: Panels::new(wish),
-            device: state.device.clone(),
+            gpu: gpu.clone(),
             thread: Some(thread),
             times: Times::default(),
             told_frames: 0,
@@ -132,9 +132,6 @@ impl Window {
                 self.start_again();
             }
             ctx.request_repaint();
-        }
-        if self.losses == 0 && self.args.lose.is_some_and(|frames| decoded == frames) {
-            self.device.destroy();
         }
         // A check is waited for, a second or so.
         let frames = self.args.frames.unwrap_or(usize::MAX);
@@ -176,12 +173,24 @@ impl eframe::App for Window {
                 self.shared.show(|shown| shown.notice = Some(why.into()));
             }
         }
-        if self.shared.lost().is_some() && self.told.is_none() {
-            self.end(ctx);
+        self.shared.draw(false);
+        let decoded = self.times.decoding.len();
+        if self.losses == 0 && self.args.lose.is_some_and(|frames| decoded >= frames) {
+            self.losses = 1;
+            self.gpu.device().destroy();
         }
     }
 
     fn ui(&mut self, ui: &mut egui::Ui, _: &mut eframe::Frame) {
+        self.shared.draw(true);
+        if let Err(error) = self.gpu.check_lost() {
+            // Another reason was told before, where the device told of it.
+            self.shared.lose(error.to_string());
+        }
+        if self.shared.lost().is_some() {
+            // Nothing can be drawn any more, not even words: the next window has them.
+            self.end(ui.ctx());
+        }
         if self.is_ending {
             return;
         }
@@ -225,7 +234,7 @@ impl eframe::App for Window {
             let _ = thread.join();
         }
         let shown = self.shared.shown().clone();
-        let lost = self.shared.lost().filter(|_| self.told.is_none()).map(|why| Before {
+        let lost = self.shared.lost().map(|why| Before {
             why: why.to_owned(),
             wish: self.panels.wish.clone(),
             shown: Shown { about: None, notice: None, phase: Phase::Loading, ..shown.clone() },
@@ -247,6 +256,8 @@ impl egui_wgpu::CallbackTrait for Callback {
         encoder: &mut wgpu::CommandEncoder,
         _: &mut CallbackResources,
     ) -> Vec<wgpu::CommandBuffer> {
+        // Behind egui's uploads.
+        self.0.draw(false);
         if let Some(slice) = self.0.take() {
             slice.record(encoder);
         }

@@ -52,9 +52,9 @@ pub struct Writer {
 }
 
 /// Starts the thread. `schedule` asks by itself, once the first sequence has so many new tokens.
-pub fn start(shared: Arc<Shared>, gpu: Gpu, dir: std::path::PathBuf, first: Option<Wish>, schedule: Vec<(usize, Ask)>) -> (Sender<Ask>, JoinHandle<()>) {
+pub fn start(shared: Arc<Shared>, gpu: Gpu, dir: std::path::PathBuf, first: Option<Wish>, schedule: Vec<(usize, Ask)>) -> std::io::Result<(Sender<Ask>, JoinHandle<()>)> {
     let (sender, asks) = channel();
-    let thread = std::thread::spawn(move || {
+    let thread = std::thread::Builder::new().name("writer".into()).spawn(move || {
         let told = shared.clone();
         let ran = open::checkpoint(&shared, &gpu, &dir).and_then(|(checkpoint, text)| {
             let (looks, looker) = look::start(shared.clone(), checkpoint.clone())?;
@@ -82,8 +82,8 @@ pub fn start(shared: Arc<Shared>, gpu: Gpu, dir: std::path::PathBuf, first: Opti
         if let Err(error) = ran {
             fail(&told, &error);
         }
-    });
-    (sender, thread)
+    })?;
+    Ok((sender, thread))
 }
 
 /// Says what went wrong, and what helps.

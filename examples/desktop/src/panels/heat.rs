@@ -8,7 +8,7 @@ use egui_plot::{GridMark, HoverPosition, Plot, PlotBounds, PlotImage, PlotPoint}
 use super::palette;
 use crate::shown::{Shown, Weights};
 
-const HEIGHT: f32 = 236.0;
+const HEIGHT: f32 = 200.0;
 
 /// The picture, which changes with a token and not with a frame.
 #[derive(Default)]
@@ -86,6 +86,7 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<
         .x_axis_label("token of the context")
         .y_axis_label(format!("{heads} heads a layer"))
         .y_axis_min_width(58.0)
+        .x_grid_spacer(move |_| marks(tokens))
         .y_grid_spacer(middles)
         .y_axis_formatter(layer_at)
         .x_axis_formatter(|mark, _| format!("{:.0}", mark.value))
@@ -97,6 +98,12 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<
                 plot.image(PlotImage::new("weights", texture, center, size).allow_hover(false));
             }
         });
+}
+
+/// A few tokens, to be numbered.
+fn marks(tokens: usize) -> Vec<GridMark> {
+    let every = [5, 10, 20, 50, 100].into_iter().find(|every| tokens / every <= 10).unwrap_or(200);
+    (0..=tokens).step_by(every).map(|at| GridMark { value: at as f64, step_size: every as f64 }).collect()
 }
 
 /// What is at a place of the picture.

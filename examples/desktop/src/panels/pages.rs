@@ -1,13 +1,13 @@
 //! The pages of the cache as a grid: coloured by sequence, striped where several share one.
 
-use eframe::egui::{self, Align2, Color32, FontId, Painter, Pos2, Rect, Sense, Stroke, StrokeKind, pos2, vec2};
+use eframe::egui::{self, Align2, Color32, FontId, Mesh, Painter, Pos2, Rect, Sense, Stroke, pos2, vec2};
 
 use super::{palette, select};
 use crate::shown::{PagesShown, Shown};
 use crate::writer::Ask;
 
-const CELL: egui::Vec2 = vec2(32.0, 20.0);
-const GAP: f32 = 3.0;
+const CELL: egui::Vec2 = vec2(32.0, 18.0);
+const GAP: f32 = 2.0;
 
 /// A page's sequences, and how much of it is used.
 #[derive(Clone, Default)]
@@ -39,12 +39,14 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, selected: &mut usize, asks: &mut V
     let rows = pages.len().div_ceil(columns);
     let size = vec2(ui.available_width(), rows as f32 * (CELL.y + GAP));
     let (rect, response) = ui.allocate_exact_size(size, Sense::click());
+    let corner = pos2(rect.left().round(), rect.top().round());
     let place = |at: usize| {
         let (column, row) = ((at % columns) as f32, (at / columns) as f32);
-        Rect::from_min_size(rect.min + vec2(column * (CELL.x + GAP), row * (CELL.y + GAP)), CELL)
+        Rect::from_min_size(corner + vec2(column * (CELL.x + GAP), row * (CELL.y + GAP)), CELL)
     };
-    for (at, page) in pages.iter().enumerate() {
-        cell(ui, place(at), at, page, shown.pages.page_size);
+    grounds(ui, pages.iter().enumerate().map(|(at, page)| (place(at), page)), shown.pages.page_size);
+    for (at, page) in pages.iter().enumerate().filter(|(_, page)| !page.owners.is_empty()) {
+        used_page(ui, place(at), at, page, shown.pages.page_size);
     }
     let pointed = response.hover_pos().and_then(|at| (0..pages.len()).find(|&page| place(page).contains(at)));
     if let Some(at) = pointed {
@@ -68,33 +70,48 @@ fn owners(shown: &PagesShown) -> Vec<Page> {
     pages
 }
 
-fn cell(ui: &egui::Ui, rect: Rect, id: usize, page: &Page, page_size: usize) {
-    let painter = ui.painter();
-    let edge = ui.visuals().widgets.noninteractive.bg_stroke;
-    let mut ink = ui.visuals().weak_text_color();
-    if let Some(&first) = page.owners.first() {
-        // A page that is partly filled is partly coloured, from the left.
-        let filled = page.filled as f32 / page_size.max(1) as f32;
-        let part = Rect::from_min_size(rect.min, vec2(rect.width() * filled, rect.height()));
-        painter.rect_filled(rect, 2.0, ui.visuals().extreme_bg_color);
-        paint(painter, part, &page.owners);
-        ink = if filled > 0.6 { palette::ink_on(palette::of_sequence(first)) } else { ui.visuals().text_color() };
-        if page.owners.len() > 1 {
-            // On stripes a number needs a ground of its own.
-            let ground = Rect::from_center_size(rect.center(), vec2(22.0, 12.0));
-            painter.rect_filled(ground, 2.0, ui.visuals().extreme_bg_color);
-            ink = ui.visuals().strong_text_color();
+/// All pages as one mesh, a line where one is free, and as much colour from the left as one is filled. A shape a page, or more area, costs
+/// a software device milliseconds.
+fn grounds<'a>(ui: &egui::Ui, pages: impl Iterator<Item = (Rect, &'a Page)>, page_size: usize) {
+    let (free, empty) = (ui.visuals().widgets.inactive.bg_fill, ui.visuals().extreme_bg_color);
+    let mut mesh = Mesh::default();
+    for (rect, page) in pages {
+        match page.owners.first() {
+            None => mesh.add_colored_rect(rect.with_min_y(rect.bottom() - 2.0), free),
+            Some(&owner) => {
+                mesh.add_colored_rect(rect, empty);
+                mesh.add_colored_rect(filled(rect, page, page_size), palette::of_sequence(owner));
+            }
         }
     }
-    painter.rect_stroke(rect, 2.0, edge, StrokeKind::Inside);
+    ui.painter().add(mesh);
+}
+
+/// The part of a page's cell that its tokens fill.
+fn filled(rect: Rect, page: &Page, page_size: usize) -> Rect {
+    let part = page.filled as f32 / page_size.max(1) as f32;
+    Rect::from_min_size(rect.min, vec2((rect.width() * part).round(), rect.height()))
+}
+
+/// A page's number, and stripes where several sequences have it.
+fn used_page(ui: &egui::Ui, rect: Rect, id: usize, page: &Page, page_size: usize) {
+    let painter = ui.painter();
+    let is_plain = page.owners.len() == 1 && page.filled == page_size;
+    let mut ink = palette::ink_on(palette::of_sequence(page.owners[0]));
+    if !is_plain {
+        stripes(painter, filled(rect, page, page_size), &page.owners);
+        // On stripes and beside the colour's end a number needs a ground of its own.
+        let ground = Rect::from_center_size(rect.center(), vec2(22.0, 12.0));
+        painter.rect_filled(ground, 0.0, ui.visuals().extreme_bg_color);
+        ink = ui.visuals().strong_text_color();
+    }
     painter.text(rect.center(), Align2::CENTER_CENTER, id, FontId::proportional(10.5), ink);
 }
 
-/// Stripes of the owners' colours; one colour where there is one.
-fn paint(painter: &Painter, rect: Rect, owners: &[usize]) {
+/// Stripes of the owners' colours, over that of the first; none where there is but one.
+fn stripes(painter: &Painter, rect: Rect, owners: &[usize]) {
     const STRIPE: f32 = 6.0;
     let colour = |at: usize| palette::of_sequence(owners[at % owners.len()]);
-    painter.rect_filled(rect, 2.0, colour(0));
     if owners.len() < 2 {
         return;
     }
@@ -115,7 +132,8 @@ fn swatch(ui: &mut egui::Ui, owners: &[usize], words: &str) {
     ui.horizontal(|ui| {
         ui.spacing_mut().item_spacing.x = 4.0;
         let (rect, _) = ui.allocate_exact_size(vec2(18.0, 12.0), Sense::hover());
-        paint(ui.painter(), rect, owners);
+        ui.painter().rect_filled(rect, 0.0, palette::of_sequence(owners[0]));
+        stripes(ui.painter(), rect, owners);
         ui.weak(words);
     });
 }

@@ -6,7 +6,7 @@ use crate::shown::{Check, Phase, Shown};
 use crate::wish::Wish;
 use crate::writer::Ask;
 
-const CONTROLS: f32 = 400.0;
+const CONTROLS: f32 = 350.0;
 
 pub fn show(ui: &mut egui::Ui, wish: &mut Wish, shown: &Shown, is_enabled: bool, asks: &mut Vec<Ask>) {
     let width = ui.available_width();
@@ -37,10 +37,17 @@ fn prompt(ui: &mut egui::Ui, wish: &mut Wish, asks: &mut Vec<Ask>) {
     let edit = egui::TextEdit::multiline(&mut wish.prompt)
         .id(id)
         .desired_rows(4)
+        .background_color(egui::Color32::TRANSPARENT)
         .desired_width(f32::INFINITY)
         .hint_text("A prompt. Enter writes, Shift+Enter begins a line.")
         .return_key(egui::KeyboardShortcut::new(Modifiers::SHIFT, Key::Enter));
-    egui::ScrollArea::vertical().id_salt("prompt").max_height(86.0).show(ui, |ui| ui.add(edit));
+    // An outline for its ground, which would cost a software device more.
+    let has_focus = ui.memory(|memory| memory.has_focus(id));
+    let widgets = &ui.visuals().widgets;
+    let outline = if has_focus { ui.visuals().selection.stroke } else { widgets.noninteractive.bg_stroke };
+    egui::Frame::new().stroke(outline).corner_radius(4.0).inner_margin(2.0).show(ui, |ui| {
+        egui::ScrollArea::vertical().id_salt("prompt").max_height(86.0).show(ui, |ui| ui.add(edit.frame(egui::Frame::NONE.inner_margin(4.0))));
+    });
     if enter {
         asks.push(Ask::Write(wish.clone()));
     }
@@ -74,8 +81,8 @@ fn controls(ui: &mut egui::Ui, wish: &mut Wish, shown: &Shown, asks: &mut Vec<As
         if shown.dtypes.is_empty() {
             ui.weak("-");
         }
-        ui.weak("a change begins the text again");
     });
+    ui.weak("Another dtype is another cache: the text begins again.");
     ui.horizontal_wrapped(|ui| {
         if ui.button(RichText::new("Write").strong()).on_hover_text("Begins a text from the prompt. So does Enter.").clicked() {
             asks.push(Ask::Write(wish.clone()));
