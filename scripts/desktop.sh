@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Builds examples/host_encoder and runs it for some frames on a virtual X server.
-#   scripts/host_encoder.sh [FRAMES]                 60 frames unless said
-#   SHOT=docs/host_encoder.png scripts/host_encoder.sh 400      and takes a picture of its window after 4 s
+# Builds examples/desktop and runs it on a virtual X server: its greedy text, with a fork, is compared with the CPU's, a decode with the oracle.
+#   scripts/desktop.sh [FRAMES [OPTION...]]              120 frames unless said; options of the program, such as `--p95 50` or `--lose 20`
+#   SHOT=docs/desktop.png scripts/desktop.sh 400         and takes a picture of its window after 9 s
 set -euo pipefail
 cd "$(dirname "$0")/.."
-frames=${1:-60}
+frames=${1:-120}
+options=("${@:2}")
 
 # winit and wgpu load the libraries of X and Vulkan at run time, so a missing one is not found by the linker.
 packages=(xvfb xauth libvulkan1 mesa-vulkan-drivers libx11-6 libx11-xcb1 libxcursor1 libxi6 libxkbcommon0 libxkbcommon-x11-0 libxrandr2)
@@ -17,19 +18,20 @@ if command -v apt-get >/dev/null; then
     if ((${#missing[@]} > 0)); then scripts/apt.sh "${missing[@]}"; fi
 fi
 
-timeout 1800 cargo build --locked -p host_encoder
+timeout 1800 cargo build --locked -p desktop
 
 if [[ -z ${XDG_RUNTIME_DIR:-} ]]; then
     XDG_RUNTIME_DIR=$(mktemp -d)
     export XDG_RUNTIME_DIR
     trap 'rm -rf "$XDG_RUNTIME_DIR"' EXIT
 fi
-binary=${CARGO_TARGET_DIR:-target}/debug/host_encoder
-run() { timeout 300 xvfb-run --auto-servernum --server-args='-screen 0 560x460x24' "$@"; }
+binary=${CARGO_TARGET_DIR:-target}/debug/desktop
+run() { timeout 300 xvfb-run --auto-servernum --server-args='-screen 0 1180x760x24' "$@"; }
 
 if [[ -n ${SHOT:-} ]]; then
     # shellcheck disable=SC2016 # The inner shell expands these.
-    run bash -c '"$1" --frames "$2" & sleep 4; import -window root -strip "$3"; wait $!' shot "$binary" "$frames" "$SHOT"
+    run bash -c '"${@:2}" & sleep 9; import -window root -strip "$1"; wait $!' shot "$SHOT" \
+        "$binary" --frames "$frames" --theme light --fork 12 --fork 40 "${options[@]}"
 else
-    run "$binary" --frames "$frames"
+    run "$binary" --frames "$frames" --temperature 0 --fork 10 "${options[@]}"
 fi

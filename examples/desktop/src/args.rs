@@ -18,7 +18,7 @@ usage: desktop [options]
   --size WIDTHxHEIGHT  of the window, in points (1180x760)
 for tests and pictures:
   --frames N           closes after N frames that decoded, checks one decode against an oracle, and at temperature 0 the text against the CPU
-  --p95 MS             fails if more than 5 % of these frames took longer
+  --p95 MS             fails if more than 5 % of these frames took longer, times what other programs took of the cores
   --fork N             forks the first sequence once it has N new tokens; may be given more than once
   --lose N             loses the device after N frames that decoded, and starts again
   --help";

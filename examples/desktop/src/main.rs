@@ -15,6 +15,7 @@ mod compiled;
 mod device;
 mod look;
 mod open;
+mod others;
 mod pace;
 mod panels;
 mod sequence;

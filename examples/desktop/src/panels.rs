@@ -1,6 +1,6 @@
 //! What a person sees, and what they press: drawn from plain data, in each frame anew.
 
-mod banner;
+pub mod banner;
 mod heat;
 mod pages;
 mod palette;
@@ -30,8 +30,12 @@ pub struct Panels {
     shows_why: bool,
 }
 
-/// What came of a frame: what was asked for, and whether to start again on a new device.
-pub type Pressed = (Vec<Ask>, bool);
+/// What came of a frame.
+#[derive(Default)]
+pub struct Pressed {
+    pub asks: Vec<Ask>,
+    pub banner: banner::Answer,
+}
 
 impl Panels {
     pub fn new(wish: Wish) -> Self {
@@ -39,7 +43,7 @@ impl Panels {
     }
 
     pub fn show(&mut self, ui: &mut egui::Ui, shown: &Shown, times: &Times, lost: Option<&str>) -> Pressed {
-        let (mut asks, mut restart) = (Vec::new(), false);
+        let mut pressed = Pressed::default();
         let size = ui.available_size();
         // The window is cleared in the panels' colour: to fill them again costs a software device most of its frame.
         let panel = egui::Frame::side_top_panel(ui.style()).fill(egui::Color32::TRANSPARENT);
@@ -49,36 +53,35 @@ impl Panels {
         });
         if size.x >= TWO_COLUMNS && size.y >= FIXED_PROMPT {
             egui::Panel::top("prompt").frame(panel).show(ui, |ui| {
-                self.top(ui, shown, lost, &mut asks, &mut restart);
+                self.top(ui, shown, lost, &mut pressed);
             });
             egui::Panel::left("texts").frame(panel).default_size(size.x * 0.42).min_size(260.0).show(ui, |ui| {
-                scroll(ui, "texts", |ui| texts::show(ui, shown, &mut self.selected, &mut asks));
+                scroll(ui, "texts", |ui| texts::show(ui, shown, &mut self.selected, &mut pressed.asks));
             });
             egui::CentralPanel::default().frame(center).show(ui, |ui| {
-                scroll(ui, "pictures", |ui| self.pictures(ui, shown, times, &mut asks));
+                scroll(ui, "pictures", |ui| self.pictures(ui, shown, times, &mut pressed.asks));
             });
         } else {
             egui::CentralPanel::default().frame(center).show(ui, |ui| {
                 scroll(ui, "all", |ui| {
-                    self.top(ui, shown, lost, &mut asks, &mut restart);
+                    self.top(ui, shown, lost, &mut pressed);
                     ui.separator();
-                    texts::show(ui, shown, &mut self.selected, &mut asks);
+                    texts::show(ui, shown, &mut self.selected, &mut pressed.asks);
                     ui.separator();
-                    self.pictures(ui, shown, times, &mut asks);
+                    self.pictures(ui, shown, times, &mut pressed.asks);
                 });
             });
         }
-        (asks, restart)
+        pressed
     }
 
-    fn top(&mut self, ui: &mut egui::Ui, shown: &Shown, lost: Option<&str>, asks: &mut Vec<Ask>, restart: &mut bool) {
+    fn top(&mut self, ui: &mut egui::Ui, shown: &Shown, lost: Option<&str>, pressed: &mut Pressed) {
         ui.add_space(6.0);
-        let pressed = asks.len();
-        prompt::show(ui, &mut self.wish, shown, lost.is_none(), asks);
-        if asks[pressed..].iter().any(|ask| matches!(ask, Ask::Write(_))) {
+        prompt::show(ui, &mut self.wish, shown, lost.is_none(), &mut pressed.asks);
+        if pressed.asks.iter().any(|ask| matches!(ask, Ask::Write(_))) {
             self.selected = 1;
         }
-        *restart = banner::show(ui, shown, lost);
+        pressed.banner = banner::show(ui, shown, lost);
         ui.add_space(4.0);
     }
 

@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use crate::others::{self, Ticks};
+
 /// As many as the graph shows.
 pub const SHOWN: usize = 160;
 
@@ -13,6 +15,8 @@ pub struct Times {
     pub recent: VecDeque<f32>,
     /// All frames that decoded, and their seconds.
     pub decoding: Vec<f32>,
+    /// The machine as the first of them began.
+    pub begin: Option<Ticks>,
 }
 
 impl Times {
@@ -26,6 +30,7 @@ impl Times {
                 self.recent.pop_front();
             }
             if is_decoding {
+                self.begin = self.begin.or_else(others::ticks);
                 self.decoding.push(ms);
             }
         }

@@ -201,13 +201,16 @@ impl eframe::App for Window {
 
         let callback = Callback(self.shared.clone());
         ui.painter().add(egui_wgpu::Callback::new_paint_callback(ui.max_rect(), callback));
-        let (asks, restart) = self.panels.show(ui, &shown, &self.times, self.told.as_deref());
-        for ask in asks {
+        let pressed = self.panels.show(ui, &shown, &self.times, self.told.as_deref());
+        for ask in pressed.asks {
             // The thread is there for as long as the window.
             let _ = self.asks.send(ask);
         }
-        if restart {
+        if pressed.banner.restart {
             self.start_again();
+        }
+        if pressed.banner.dismiss {
+            self.shared.show(|shown| shown.notice = None);
         }
 
         let ctx = ui.ctx().clone();

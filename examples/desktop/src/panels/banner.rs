@@ -4,9 +4,17 @@ use eframe::egui::{self, RichText};
 
 use crate::shown::{Phase, Shown};
 
-/// True once a person wants to start again.
-pub fn show(ui: &mut egui::Ui, shown: &Shown, lost: Option<&str>) -> bool {
-    let mut restart = false;
+/// What a person pressed.
+#[derive(Default)]
+pub struct Answer {
+    /// To start again on the new device.
+    pub restart: bool,
+    /// To see the notice no more.
+    pub dismiss: bool,
+}
+
+pub fn show(ui: &mut egui::Ui, shown: &Shown, lost: Option<&str>) -> Answer {
+    let mut answer = Answer::default();
     if let Some(why) = lost {
         let why = why.split(['.', ';']).next().unwrap_or(why);
         let words = format!(
@@ -15,14 +23,14 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, lost: Option<&str>) -> bool {
         );
         framed(ui, &words, |ui| {
             let button = ui.button(RichText::new("Start again").strong());
-            restart = button.clicked();
+            answer.restart = button.clicked();
             button.request_focus();
         });
     } else if let Some(notice) = &shown.notice {
-        framed(ui, notice, |_| {});
+        framed(ui, notice, |ui| answer.dismiss = ui.button("Close").clicked());
     }
     progress(ui, &shown.phase, lost.is_some());
-    restart
+    answer
 }
 
 fn framed(ui: &mut egui::Ui, words: &str, more: impl FnOnce(&mut egui::Ui)) {
@@ -30,8 +38,10 @@ fn framed(ui: &mut egui::Ui, words: &str, more: impl FnOnce(&mut egui::Ui)) {
     let frame = egui::Frame::group(ui.style()).stroke((1.0, warn)).inner_margin(8.0);
     frame.show(ui, |ui| {
         ui.set_width(ui.available_width());
-        ui.label(RichText::new(words).color(ui.visuals().strong_text_color()));
-        more(ui);
+        ui.horizontal_wrapped(|ui| {
+            ui.label(RichText::new(words).color(ui.visuals().strong_text_color()));
+            more(ui);
+        });
     });
 }
 
