@@ -62,7 +62,8 @@ impl Args {
                 "--temperature" => {
                     let temperature = value()?;
                     let parsed = temperature.parse().ok().filter(|it: &f32| it.is_finite() && *it >= 0.0);
-                    wish.temperature = parsed.ok_or(format!("{name} {temperature}: must be a number from 0"))?;
+                    wish.temperature =
+                        parsed.ok_or(format!("{name} {temperature}: must be a number from 0"))?;
                 }
                 "--seed" => wish.seed = number(&name, &value()?, 0.0)? as u64,
                 "--kv-dtype" => wish.kv = dtype(&value()?)?,
@@ -92,7 +93,8 @@ fn dtype(name: &str) -> Result<Dtype, String> {
 }
 
 fn size(text: &str) -> Result<[f32; 2], String> {
-    let sides = text.split_once('x').and_then(|(width, height)| Some([width.parse().ok()?, height.parse().ok()?]));
+    let sides =
+        text.split_once('x').and_then(|(width, height)| Some([width.parse().ok()?, height.parse().ok()?]));
     let served = sides.filter(|sides| sides.iter().all(|side: &f32| (100.0..=10_000.0).contains(side)));
     served.ok_or(format!("--size {text}: must be like 1180x760, of 100 to 10000 each"))
 }

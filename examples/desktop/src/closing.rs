@@ -37,7 +37,9 @@ impl Report {
             left: times.begin.zip(others::ticks()).map_or(1.0, |(begin, end)| others::left(begin, end)),
             losses,
             sequences: shown.sequences.len(),
-            written: first.map_or(Vec::new(), |first| first.tokens[first.prompt_tokens.min(first.tokens.len())..].to_vec()),
+            written: first.map_or(Vec::new(), |first| {
+                first.tokens[first.prompt_tokens.min(first.tokens.len())..].to_vec()
+            }),
             prompt_tokens: first.map_or(0, |first| first.prompt_tokens),
             adapter: about.map_or(String::new(), |about| about.adapter.clone()),
             variant: about.map_or(String::new(), |about| format!("{}, {} cache", about.variant, about.kv)),
@@ -88,7 +90,9 @@ pub fn line(args: &Args, report: &Report) -> Result<String, String> {
     match most.filter(|&most| p95 > most) {
         Some(most) => {
             let why = "slices are too large for this device, or the window is";
-            Err(format!("{line}\np95 of the frames is {p95:.1} ms, and may be {most:.1} ms of what others left: {why}"))
+            Err(format!(
+                "{line}\np95 of the frames is {p95:.1} ms, and may be {most:.1} ms of what others left: {why}"
+            ))
         }
         None => Ok(line),
     }
@@ -103,7 +107,9 @@ fn checked(report: &Report) -> Result<String, String> {
     let (error, layer, head) = (furthest.error, furthest.layer, furthest.head);
     match furthest.elements > 0 && error <= most {
         true => Ok(format!("; a decode over {tokens} tokens checked, largest error {error:.1e}")),
-        false => Err(format!("wrong: a decode is {error:.1e} from the oracle in layer {layer}, head {head}; it may be {most:e}")),
+        false => Err(format!(
+            "wrong: a decode is {error:.1e} from the oracle in layer {layer}, head {head}; it may be {most:e}"
+        )),
     }
 }
 
@@ -116,7 +122,10 @@ fn compared(args: &Args, report: &Report) -> Result<String, String> {
     match report.written.iter().zip(&want).position(|(got, want)| got != want) {
         None if report.written.is_empty() => Err("the first sequence wrote nothing".into()),
         None => Ok(format!("; the first {} tokens are the CPU's", report.written.len())),
-        Some(at) => Err(format!("wrong: token {at} of the text is {}, and {} on the CPU", report.written[at], want[at])),
+        Some(at) => Err(format!(
+            "wrong: token {at} of the text is {}, and {} on the CPU",
+            report.written[at], want[at]
+        )),
     }
 }
 
@@ -131,7 +140,9 @@ fn on_the_cpu(args: &Args, report: &Report) -> generate::Result<Vec<u32>> {
         ..Setup::default()
     };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
-    let options = Options { max_tokens: report.written.len(), sampling: Sampling { temperature: 0.0, seed: 0 } };
-    let done = generate::generate(&checkpoint.model, attention.as_mut(), &[prompt], &options, &mut |_, _| Ok(()))?;
+    let options =
+        Options { max_tokens: report.written.len(), sampling: Sampling { temperature: 0.0, seed: 0 } };
+    let done =
+        generate::generate(&checkpoint.model, attention.as_mut(), &[prompt], &options, &mut |_, _| Ok(()))?;
     Ok(done.tokens.into_iter().next().unwrap_or_default())
 }

@@ -15,8 +15,15 @@ use crate::shown::{Check, Weights};
 /// What it is told.
 pub enum Look {
     /// The tokens that a sequence got, `[tokens, layers, L + R]`, and the last of them in each layer.
-    Stored { number: usize, rows: Vec<f32>, last: Vec<Layer> },
-    Forked { from: usize, to: usize },
+    Stored {
+        number: usize,
+        rows: Vec<f32>,
+        last: Vec<Layer>,
+    },
+    Forked {
+        from: usize,
+        to: usize,
+    },
     Ended(usize),
     /// All sequences are gone.
     Clear,
@@ -67,7 +74,8 @@ impl Looker {
                 self.note(look);
             }
             if let Err(error) = self.look() {
-                self.shared.show(|shown| shown.notice = Some(format!("The attention cannot be shown: {error}")));
+                self.shared
+                    .show(|shown| shown.notice = Some(format!("The attention cannot be shown: {error}")));
             }
         }
     }
@@ -127,7 +135,14 @@ impl Looker {
             self.shared.show(|shown| shown.check = Check::Running);
             let mut furthest = Furthest::default();
             for (layer, (token, kv_b)) in seen.last.iter().zip(&self.kv_b).enumerate() {
-                furthest.compare(config, &seen.cached, layer, token, &token.rotated(config, tokens - 1)?, kv_b);
+                furthest.compare(
+                    config,
+                    &seen.cached,
+                    layer,
+                    token,
+                    &token.rotated(config, tokens - 1)?,
+                    kv_b,
+                );
             }
             self.shared.show(|shown| shown.check = Check::Done { furthest, tokens });
         }

@@ -18,6 +18,7 @@ mod open;
 mod others;
 mod pace;
 mod panels;
+mod publish;
 mod sequence;
 mod shared;
 mod shown;
@@ -26,6 +27,7 @@ mod speed;
 mod step;
 mod times;
 mod window;
+mod windows;
 mod wish;
 mod writer;
 
@@ -47,7 +49,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match window::run(&args).and_then(|report| closing::line(&args, &report)) {
+    match windows::run(&args).and_then(|report| closing::line(&args, &report)) {
         Ok(line) => {
             println!("{line}");
             ExitCode::SUCCESS

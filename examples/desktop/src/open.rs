@@ -32,7 +32,8 @@ pub fn checkpoint(shared: &Shared, gpu: &Gpu, dir: &Path) -> Result<(Arc<Checkpo
     let checkpoint = Checkpoint::open(dir)?;
     let text = checkpoint.tokenizer()?;
     let config = &checkpoint.model.config;
-    let vocabulary = (0..config.vocab_size as u32).map(|token| text.decode(&[token])).collect::<Result<_>>()?;
+    let vocabulary =
+        (0..config.vocab_size as u32).map(|token| text.decode(&[token])).collect::<Result<_>>()?;
     let dtypes = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3];
     let dtypes = dtypes.map(|dtype| DtypeShown { dtype, lacks: lacks(gpu, &checkpoint.model, dtype) });
     shared.show(|shown| {
@@ -48,7 +49,12 @@ fn lacks(gpu: &Gpu, model: &Model, dtype: Dtype) -> Option<String> {
     let variants = gpu.variants(&spec);
     match variants.iter().any(|variant| variant.lacks.is_none()) {
         true => None,
-        false => Some(variants.last().and_then(|last| last.lacks.as_ref()).map_or("no kernel".into(), |it| it.to_string())),
+        false => Some(
+            variants
+                .last()
+                .and_then(|last| last.lacks.as_ref())
+                .map_or("no kernel".into(), |it| it.to_string()),
+        ),
     }
 }
 

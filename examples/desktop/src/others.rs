@@ -10,7 +10,8 @@ pub struct Ticks {
 
 /// As of now; `None` where the system has no `/proc`.
 pub fn ticks() -> Option<Ticks> {
-    let (cores, own) = (std::fs::read_to_string("/proc/stat").ok()?, std::fs::read_to_string("/proc/self/stat").ok()?);
+    let (cores, own) =
+        (std::fs::read_to_string("/proc/stat").ok()?, std::fs::read_to_string("/proc/self/stat").ok()?);
     parse(&cores, &own)
 }
 
@@ -28,7 +29,8 @@ fn parse(cores: &str, own: &str) -> Option<Ticks> {
     let all: f64 = times.iter().take(8).sum();
     let idle = times.get(3)? + times.get(4)?;
     // Behind the name, which may have spaces: utime and stime are the 14th and 15th field of all.
-    let mut fields = own.rsplit_once(')')?.1.split_whitespace().skip(11).map_while(|time| time.parse::<f64>().ok());
+    let mut fields =
+        own.rsplit_once(')')?.1.split_whitespace().skip(11).map_while(|time| time.parse::<f64>().ok());
     let own = fields.next()? + fields.next()?;
     Some(Ticks { busy: all - idle, all, own })
 }

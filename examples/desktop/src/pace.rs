@@ -99,7 +99,13 @@ impl Pace {
     pub fn piece(&self, left: usize, at: usize) -> usize {
         let fits = |&tokens: &usize| tokens <= left && self.ms(tokens, at + tokens) <= SLICE_MS;
         let most_decoded = || (1..=DECODED.min(left)).rev().find(fits).unwrap_or(1);
-        PIECES.iter().copied().map(|piece| piece.min(left)).filter(|&it| it > DECODED).find(fits).unwrap_or_else(most_decoded)
+        PIECES
+            .iter()
+            .copied()
+            .map(|piece| piece.min(left))
+            .filter(|&it| it > DECODED)
+            .find(fits)
+            .unwrap_or_else(most_decoded)
     }
 
     /// How many of these sequences, by their lengths, decode a token in one slice: at least one.
@@ -114,7 +120,10 @@ impl Pace {
 
     /// For a person.
     pub fn describe(&self) -> String {
-        format!("{SLICE_MS} ms of attention a frame, at {:.1} G multiply-adds/s", self.decode.work / self.decode.ms / 1e6)
+        format!(
+            "{SLICE_MS} ms of attention a frame, at {:.1} G multiply-adds/s",
+            self.decode.work / self.decode.ms / 1e6
+        )
     }
 }
 
@@ -124,7 +133,14 @@ mod tests {
 
     fn pace(rate: f64) -> Pace {
         let rates = || Rate { work: rate, ms: 1.0 };
-        Pace { heads: 8.0, latent: 512.0, rope: 64.0, nope_and_value: 64.0, decode: rates(), prefill: rates() }
+        Pace {
+            heads: 8.0,
+            latent: 512.0,
+            rope: 64.0,
+            nope_and_value: 64.0,
+            decode: rates(),
+            prefill: rates(),
+        }
     }
 
     #[test]

@@ -55,9 +55,12 @@ impl Panels {
             egui::Panel::top("prompt").frame(panel).show(ui, |ui| {
                 self.top(ui, shown, lost, &mut pressed);
             });
-            egui::Panel::left("texts").frame(panel).default_size(size.x * 0.42).min_size(260.0).show(ui, |ui| {
-                scroll(ui, "texts", |ui| texts::show(ui, shown, &mut self.selected, &mut pressed.asks));
-            });
+            egui::Panel::left("texts").frame(panel).default_size(size.x * 0.42).min_size(260.0).show(
+                ui,
+                |ui| {
+                    scroll(ui, "texts", |ui| texts::show(ui, shown, &mut self.selected, &mut pressed.asks));
+                },
+            );
             egui::CentralPanel::default().frame(center).show(ui, |ui| {
                 scroll(ui, "pictures", |ui| self.pictures(ui, shown, times, &mut pressed.asks));
             });

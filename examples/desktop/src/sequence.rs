@@ -53,7 +53,14 @@ impl Sequence {
 
     /// A fork, whose pages are `id`. It begins with another token than this one took, by the same logits: greedy texts would else be
     /// the same.
-    pub fn fork(&self, id: SeqId, number: usize, text: &Text, sampling: Sampling, most: usize) -> Result<Self> {
+    pub fn fork(
+        &self,
+        id: SeqId,
+        number: usize,
+        text: &Text,
+        sampling: Sampling,
+        most: usize,
+    ) -> Result<Self> {
         let mut fork = Self {
             number,
             id,

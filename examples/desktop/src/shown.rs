@@ -29,7 +29,10 @@ pub enum Phase {
     Loading,
     /// Kernels compile on a thread of their own; `compiled.rs` knows how far they are.
     Compiling,
-    Reading { done: usize, all: usize },
+    Reading {
+        done: usize,
+        all: usize,
+    },
     Writing,
     /// Stopped by a person.
     Paused,
@@ -106,7 +109,10 @@ pub enum Check {
     #[default]
     NotYet,
     Running,
-    Done { furthest: Furthest, tokens: usize },
+    Done {
+        furthest: Furthest,
+        tokens: usize,
+    },
 }
 
 /// The largest error that an element of a decode may have: of f32 sums, whose elements are up to about 4.

@@ -117,7 +117,13 @@ impl Slices {
     ///
     /// # Errors
     /// Those of the device.
-    pub fn attend(self: &Arc<Self>, shared: &Shared, layer: usize, is_last: bool, rows: &Rows) -> Result<Option<Attended>> {
+    pub fn attend(
+        self: &Arc<Self>,
+        shared: &Shared,
+        layer: usize,
+        is_last: bool,
+        rows: &Rows,
+    ) -> Result<Option<Attended>> {
         let (out_bytes, row_bytes) = {
             let paged = lock(&self.paged);
             paged.upload(rows)?;

@@ -39,7 +39,12 @@ impl Meter {
         }
         // What came with the first of them was written before it.
         let first = self.tokens.front().map(|&(at, _)| at);
-        let since = self.tokens.iter().filter(|&&(at, _)| Some(at) != first).map(|&(_, tokens)| tokens).sum::<usize>();
+        let since = self
+            .tokens
+            .iter()
+            .filter(|&&(at, _)| Some(at) != first)
+            .map(|&(_, tokens)| tokens)
+            .sum::<usize>();
         let last = self.tokens.back().map(|&(at, _)| at);
         let seconds = first.zip(last).map_or(0.0, |(first, last)| last.duration_since(first).as_secs_f64());
         Speed {

@@ -31,7 +31,9 @@ impl Writer {
         let mut stored = Vec::new();
         while let Some(rows) = pass.rows()? {
             let is_last = pass.layer + 1 == config.num_layers;
-            let Some(attended) = slices.attend(&self.shared, pass.layer, is_last, &rows)? else { return Ok(()) };
+            let Some(attended) = slices.attend(&self.shared, pass.layer, is_last, &rows)? else {
+                return Ok(());
+            };
             for (layers, &end) in last.iter_mut().zip(&wanted) {
                 layers.push(Layer::of(&rows.q, &attended.out, tokens.len(), end as usize));
             }

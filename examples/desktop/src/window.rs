@@ -16,57 +16,15 @@ use crate::panels::{self, Panels};
 use crate::shared::{Shared, lock};
 use crate::shown::{Check, Phase, Shown};
 use crate::times::Times;
-use crate::wish::Wish;
+use crate::windows::{Before, Left, TITLE};
 use crate::writer::{self, Ask};
 
-const TITLE: &str = "wgpu-mla";
 /// Frames for which a lost device is told before a test goes on by itself.
 const TOLD_FRAMES: usize = 30;
+/// New tokens after which a test's decode is checked.
+const CHECK_AT: usize = 12;
 
-/// Opens the window, and another where the device of the last was lost: a surface and all of egui's own are of one device.
-pub fn run(args: &Args) -> Result<Report, String> {
-    let mut report = Report::default();
-    let mut before = None;
-    loop {
-        let left = Arc::new(Mutex::new(None));
-        let options = eframe::NativeOptions {
-            viewport: egui::ViewportBuilder::default()
-                .with_inner_size(args.size)
-                .with_min_inner_size([360.0, 320.0]),
-            renderer: eframe::Renderer::Wgpu,
-            // It costs a software device a third of its frame.
-            dithering: false,
-            wgpu_options: egui_wgpu::WgpuConfiguration { wgpu_setup: device::setup(), ..Default::default() },
-            ..Default::default()
-        };
-        let (leaves, args, before_it) = (left.clone(), args.clone(), before.take());
-        let open: eframe::AppCreator<'_> =
-            Box::new(move |context| Ok(Box::new(Window::new(context, args, before_it, leaves)?)));
-        eframe::run_native(TITLE, options, open).map_err(|error| error.to_string())?;
-        let Some(one) = lock(&left).take() else { return Err("the window never opened".into()) };
-        let Left { report: of_one, lost } = one;
-        report.add(of_one);
-        match lost {
-            Some(lost) => before = Some(lost),
-            None => return Ok(report),
-        }
-    }
-}
-
-/// What a window leaves behind.
-struct Left {
-    report: Report,
-    lost: Option<Before>,
-}
-
-/// A window whose device was lost, for the next one.
-struct Before {
-    why: String,
-    shown: Shown,
-    wish: Wish,
-}
-
-struct Window {
+pub struct Window {
     args: Args,
     shared: Arc<Shared>,
     gpu: Gpu,
@@ -84,7 +42,7 @@ struct Window {
 }
 
 impl Window {
-    fn new(
+    pub fn new(
         context: &eframe::CreationContext<'_>,
         args: Args,
         before: Option<Before>,
@@ -99,7 +57,8 @@ impl Window {
         let shared = Arc::new(Shared::new(context.egui_ctx.clone(), shown));
         device::watch(state, &shared);
         let gpu = Gpu::on(&state.adapter, &state.device, &state.queue);
-        let mut schedule: Vec<(usize, Ask)> = args.forks.iter().map(|&tokens| (tokens, Ask::Fork(1))).collect();
+        let mut schedule: Vec<(usize, Ask)> =
+            args.forks.iter().map(|&tokens| (tokens, Ask::Fork(1))).collect();
         if args.frames.is_some() {
             schedule.push((CHECK_AT, Ask::Check));
             schedule.sort_by_key(|&(tokens, _)| tokens);
@@ -156,9 +115,6 @@ impl Window {
     }
 }
 
-/// New tokens after which a test's decode is checked.
-const CHECK_AT: usize = 12;
-
 impl eframe::App for Window {
     /// Also while the window is minimised: then there are no frames, and the writing rests.
     fn logic(&mut self, ctx: &egui::Context, _: &mut eframe::Frame) {
@@ -169,7 +125,8 @@ impl eframe::App for Window {
             let title = if minimised { format!("{TITLE}: paused while minimised") } else { TITLE.into() };
             ctx.send_viewport_cmd(egui::ViewportCommand::Title(title));
             if !minimised {
-                let why = "The writing rested while the window was minimised: its attention is recorded by frames.";
+                let why =
+                    "The writing rested while the window was minimised: its attention is recorded by frames.";
                 self.shared.show(|shown| shown.notice = Some(why.into()));
             }
         }

@@ -15,7 +15,7 @@ use crate::open;
 use crate::pace::Pace;
 use crate::sequence::Sequence;
 use crate::shared::{Shared, lock};
-use crate::shown::{Check, Phase, Shown};
+use crate::shown::{Check, Phase};
 use crate::slice::Slices;
 use crate::speed::Meter;
 use crate::wish::Wish;
@@ -52,7 +52,13 @@ pub struct Writer {
 }
 
 /// Starts the thread. `schedule` asks by itself, once the first sequence has so many new tokens.
-pub fn start(shared: Arc<Shared>, gpu: Gpu, dir: std::path::PathBuf, first: Option<Wish>, schedule: Vec<(usize, Ask)>) -> std::io::Result<(Sender<Ask>, JoinHandle<()>)> {
+pub fn start(
+    shared: Arc<Shared>,
+    gpu: Gpu,
+    dir: std::path::PathBuf,
+    first: Option<Wish>,
+    schedule: Vec<(usize, Ask)>,
+) -> std::io::Result<(Sender<Ask>, JoinHandle<()>)> {
     let (sender, asks) = channel();
     let thread = std::thread::Builder::new().name("writer".into()).spawn(move || {
         let told = shared.clone();
@@ -199,7 +205,9 @@ impl Writer {
     fn fork(&mut self, number: usize) -> Result<()> {
         if self.sequences.len() >= open::MOST_SEQUENCES {
             let most = open::MOST_SEQUENCES;
-            return Err(Error::Input(format!("There are {most} sequences, as many as fit a step: end one first.")));
+            return Err(Error::Input(format!(
+                "There are {most} sequences, as many as fit a step: end one first."
+            )));
         }
         let Some(parent) = self.sequences.iter().find(|it| it.number == number && it.can_fork()) else {
             return Ok(());
@@ -228,29 +236,5 @@ impl Writer {
     pub(crate) fn tell(&self, look: Look) {
         // The thread ends with this one, not before, or it panicked: then weights stay as they are.
         let _ = self.looks.send(look);
-    }
-
-    /// Shows what there is.
-    pub(crate) fn publish(&mut self) {
-        let phase = self.phase();
-        let pages = self.slices.as_ref().map(|slices| open::pages(slices, &self.sequences)).unwrap_or_default();
-        let (sequences, speed) = (self.sequences.iter().map(Sequence::shown).collect(), self.meter.speed());
-        let slice = self.pace.describe();
-        self.shared.show(|shown: &mut Shown| {
-            (shown.phase, shown.pages, shown.sequences, shown.speed) = (phase, pages, sequences, speed);
-            if let Some(about) = &mut shown.about {
-                about.slice = slice;
-            }
-        });
-    }
-
-    fn phase(&self) -> Phase {
-        let reading = self.sequences.iter().find(|sequence| sequence.is_reading());
-        match reading {
-            _ if self.sequences.iter().all(|sequence| sequence.ended.is_some()) => Phase::Done,
-            _ if self.is_paused => Phase::Paused,
-            Some(one) => Phase::Reading { done: one.cached, all: one.given() },
-            None => Phase::Writing,
-        }
     }
 }

@@ -2,9 +2,7 @@
 
 use generate::attention::Attention;
 use generate::look::{Cached, Layer};
-use generate::{
-    Checkpoint, Error, Furthest, Pages, Result, Sampler, Sampling, Setup, Text, softmax_weights,
-};
+use generate::{Checkpoint, Error, Furthest, Pages, Result, Sampler, Sampling, Setup, Text, softmax_weights};
 use serde_json::{Value, json};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::{Gpu, checked};

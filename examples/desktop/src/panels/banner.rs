@@ -60,7 +60,9 @@ fn progress(ui: &mut egui::Ui, phase: &Phase, is_lost: bool) {
             let (done, last) = crate::compiled::progress();
             let words = match done {
                 0 => "Compiling the attention's kernels for this device, on a thread of their own.".into(),
-                _ => format!("Compiling the attention's kernels for this device: {done} ops are compiled, {last} the last."),
+                _ => format!(
+                    "Compiling the attention's kernels for this device: {done} ops are compiled, {last} the last."
+                ),
             };
             waits(ui, words);
         }

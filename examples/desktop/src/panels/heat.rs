@@ -48,7 +48,9 @@ impl Heat {
                 texture.set(image, TextureOptions::NEAREST);
                 texture.id()
             }
-            None => self.texture.insert(ui.ctx().load_texture("weights", image, TextureOptions::NEAREST)).id(),
+            None => {
+                self.texture.insert(ui.ctx().load_texture("weights", image, TextureOptions::NEAREST)).id()
+            }
         }
     }
 }
@@ -68,7 +70,8 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<
     };
     let hovered = picture.as_ref().map(|(_, weights)| weights.clone());
     let words = move |position: &HoverPosition<'_>| {
-        let (HoverPosition::NearDataPoint { position, .. } | HoverPosition::Elsewhere { position }) = position;
+        let (HoverPosition::NearDataPoint { position, .. } | HoverPosition::Elsewhere { position }) =
+            position;
         tell(hovered.as_deref()?, shown, position.x, lines - position.y)
     };
     let shown_ticks = picture.is_some();
@@ -94,7 +97,8 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<
         .show(ui, |plot| {
             plot.set_plot_bounds(PlotBounds::from_min_max([0.0, 0.0], [tokens as f64, lines]));
             if let Some((texture, _)) = picture {
-                let (center, size) = (PlotPoint::new(tokens as f64 / 2.0, lines / 2.0), [tokens as f32, lines as f32]);
+                let (center, size) =
+                    (PlotPoint::new(tokens as f64 / 2.0, lines / 2.0), [tokens as f32, lines as f32]);
                 plot.image(PlotImage::new("weights", texture, center, size).allow_hover(false));
             }
         });
@@ -116,7 +120,11 @@ fn tell(weights: &Weights, shown: &Shown, token: f64, line: f64) -> Option<Strin
     let sequence = shown.sequences.iter().find(|sequence| sequence.number == weights.number)?;
     let name = sequence.tokens.get(token).and_then(|&id| shown.vocabulary.get(id as usize))?;
     let (layer, head) = (line / weights.heads + 1, line % weights.heads + 1);
-    Some(format!("layer {layer}, head {head}\ntoken {} of {}: {name:?}\nweight {weight:.4}", token + 1, weights.tokens))
+    Some(format!(
+        "layer {layer}, head {head}\ntoken {} of {}: {name:?}\nweight {weight:.4}",
+        token + 1,
+        weights.tokens
+    ))
 }
 
 /// What a colour means, drawn from right to left.
@@ -126,7 +134,10 @@ fn legend(ui: &mut egui::Ui) {
     let (rect, response) = ui.allocate_exact_size(vec2(120.0, 12.0), Sense::hover());
     let step = rect.width() / STEPS as f32;
     for at in 0..STEPS {
-        let part = egui::Rect::from_min_size(rect.min + vec2(at as f32 * step, 0.0), vec2(step + 0.5, rect.height()));
+        let part = egui::Rect::from_min_size(
+            rect.min + vec2(at as f32 * step, 0.0),
+            vec2(step + 0.5, rect.height()),
+        );
         let colour = palette::of_weight((at as f32 + 0.5) / STEPS as f32, ui.visuals());
         ui.painter().rect_filled(part, 0.0, colour);
     }

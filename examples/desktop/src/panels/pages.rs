@@ -26,7 +26,11 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, selected: &mut usize, asks: &mut V
     let shared = pages.iter().filter(|page| page.owners.len() > 1).count();
     ui.heading("Pages of the cache");
     ui.horizontal_wrapped(|ui| {
-        ui.weak(format!("{used} of {} pages of {} tokens in use, {shared} shared", pages.len(), shown.pages.page_size));
+        ui.weak(format!(
+            "{used} of {} pages of {} tokens in use, {shared} shared",
+            pages.len(),
+            shown.pages.page_size
+        ));
         for &(number, ..) in &shown.pages.tables {
             swatch(ui, &[number], &format!("sequence {number}"));
         }
@@ -50,7 +54,9 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, selected: &mut usize, asks: &mut V
     }
     let pointed = response.hover_pos().and_then(|at| (0..pages.len()).find(|&page| place(page).contains(at)));
     if let Some(at) = pointed {
-        if response.clicked() && let Some(&owner) = pages[at].owners.first() {
+        if response.clicked()
+            && let Some(&owner) = pages[at].owners.first()
+        {
             select(owner, selected, asks);
         }
         response.on_hover_text_at_pointer(tell(at, &pages[at], shown));
@@ -64,7 +70,8 @@ fn owners(shown: &PagesShown) -> Vec<Page> {
             let Some(page) = pages.get_mut(id as usize) else { continue };
             page.owners.push(*number);
             page.place = place;
-            page.filled = page.filled.max(tokens.saturating_sub(place * shown.page_size).min(shown.page_size));
+            page.filled =
+                page.filled.max(tokens.saturating_sub(place * shown.page_size).min(shown.page_size));
         }
     }
     pages
@@ -125,7 +132,10 @@ fn stripes(painter: &Painter, rect: Rect, owners: &[usize]) {
 
 fn slanted(painter: &Painter, from: Pos2, height: f32, width: f32, colour: Color32) {
     let beyond = vec2(2.0, -2.0);
-    painter.line_segment([from - beyond, from + vec2(height, -height) + beyond], Stroke::new(width * 0.72, colour));
+    painter.line_segment(
+        [from - beyond, from + vec2(height, -height) + beyond],
+        Stroke::new(width * 0.72, colour),
+    );
 }
 
 fn swatch(ui: &mut egui::Ui, owners: &[usize], words: &str) {
@@ -150,7 +160,9 @@ fn tell(id: usize, page: &Page, shown: &Shown) -> String {
     let size = shown.pages.page_size;
     let (first, last) = (page.place * size, page.place * size + page.filled);
     let owner = shown.sequences.iter().find(|sequence| sequence.number == page.owners[0]);
-    let tokens = owner.map_or(&[][..], |owner| owner.tokens.get(first..last.min(owner.tokens.len())).unwrap_or_default());
-    let text: String = tokens.iter().filter_map(|&id| shown.vocabulary.get(id as usize)).map(String::as_str).collect();
+    let tokens = owner
+        .map_or(&[][..], |owner| owner.tokens.get(first..last.min(owner.tokens.len())).unwrap_or_default());
+    let text: String =
+        tokens.iter().filter_map(|&id| shown.vocabulary.get(id as usize)).map(String::as_str).collect();
     format!("Page {id} holds tokens {} to {last} of {who}: {text:?}", first + 1)
 }

@@ -46,7 +46,10 @@ fn prompt(ui: &mut egui::Ui, wish: &mut Wish, asks: &mut Vec<Ask>) {
     let widgets = &ui.visuals().widgets;
     let outline = if has_focus { ui.visuals().selection.stroke } else { widgets.noninteractive.bg_stroke };
     egui::Frame::new().stroke(outline).corner_radius(4.0).inner_margin(2.0).show(ui, |ui| {
-        egui::ScrollArea::vertical().id_salt("prompt").max_height(86.0).show(ui, |ui| ui.add(edit.frame(egui::Frame::NONE.inner_margin(4.0))));
+        egui::ScrollArea::vertical()
+            .id_salt("prompt")
+            .max_height(86.0)
+            .show(ui, |ui| ui.add(edit.frame(egui::Frame::NONE.inner_margin(4.0))));
     });
     if enter {
         asks.push(Ask::Write(wish.clone()));
@@ -56,10 +59,12 @@ fn prompt(ui: &mut egui::Ui, wish: &mut Wish, asks: &mut Vec<Ask>) {
 fn controls(ui: &mut egui::Ui, wish: &mut Wish, shown: &Shown, asks: &mut Vec<Ask>) {
     ui.horizontal_wrapped(|ui| {
         ui.label("Temperature");
-        let temperature = egui::DragValue::new(&mut wish.temperature).range(0.0..=5.0).speed(0.01).max_decimals(2);
+        let temperature =
+            egui::DragValue::new(&mut wish.temperature).range(0.0..=5.0).speed(0.01).max_decimals(2);
         ui.add(temperature).on_hover_text("0: always the likeliest token. From the next text on.");
         ui.label("New tokens");
-        ui.add(egui::DragValue::new(&mut wish.new_tokens).range(1..=1000)).on_hover_text("That each sequence gets.");
+        ui.add(egui::DragValue::new(&mut wish.new_tokens).range(1..=1000))
+            .on_hover_text("That each sequence gets.");
         ui.label("Seed");
         ui.add(egui::DragValue::new(&mut wish.seed).range(0..=u64::from(u32::MAX)));
     });
@@ -69,10 +74,16 @@ fn controls(ui: &mut egui::Ui, wish: &mut Wish, shown: &Shown, asks: &mut Vec<As
             let (dtype, is_chosen) = (offered.dtype, wish.kv == offered.dtype);
             let words = match &offered.lacks {
                 Some(lacks) => format!("Not on this device: {lacks}"),
-                None => "Another dtype is another cache: it is lost, and the text begins again from the prompt.".into(),
+                None => {
+                    "Another dtype is another cache: it is lost, and the text begins again from the prompt."
+                        .into()
+                }
             };
             let choice = egui::Button::selectable(is_chosen, dtype.to_string());
-            let choice = ui.add_enabled(offered.lacks.is_none(), choice).on_hover_text(&words).on_disabled_hover_text(&words);
+            let choice = ui
+                .add_enabled(offered.lacks.is_none(), choice)
+                .on_hover_text(&words)
+                .on_disabled_hover_text(&words);
             if choice.clicked() && !is_chosen {
                 wish.kv = dtype;
                 asks.push(Ask::Write(wish.clone()));
@@ -84,7 +95,11 @@ fn controls(ui: &mut egui::Ui, wish: &mut Wish, shown: &Shown, asks: &mut Vec<As
     });
     ui.weak("Another dtype is another cache: the text begins again.");
     ui.horizontal_wrapped(|ui| {
-        if ui.button(RichText::new("Write").strong()).on_hover_text("Begins a text from the prompt. So does Enter.").clicked() {
+        if ui
+            .button(RichText::new("Write").strong())
+            .on_hover_text("Begins a text from the prompt. So does Enter.")
+            .clicked()
+        {
             asks.push(Ask::Write(wish.clone()));
         }
         let paused = shown.phase == Phase::Paused;

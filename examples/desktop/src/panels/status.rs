@@ -11,9 +11,13 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, times: &Times, shows_why: &mut boo
         ui.label(RichText::new(doing(&shown.phase)).strong());
         let Some(about) = &shown.about else { return };
         ui.separator();
-        ui.label(format!("{:.1} tokens/s", shown.speed.tokens_per_second)).on_hover_text("New tokens of all sequences, of the last 1.5 s.");
+        ui.label(format!("{:.1} tokens/s", shown.speed.tokens_per_second))
+            .on_hover_text("New tokens of all sequences, of the last 1.5 s.");
         ui.separator();
-        let layer = format!("Bytes of the cache that attention read, by the device's clock; a layer takes {:.2} ms.", shown.speed.layer_ms);
+        let layer = format!(
+            "Bytes of the cache that attention read, by the device's clock; a layer takes {:.2} ms.",
+            shown.speed.layer_ms
+        );
         ui.label(format!("{:.2} GB/s", shown.speed.gigabytes_per_second)).on_hover_text(layer);
         ui.separator();
         let p95 = quantile(times.recent.iter().copied(), 0.95);

@@ -28,7 +28,13 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, selected: &mut usize, asks: &mut V
     }
 }
 
-fn header(ui: &mut egui::Ui, sequence: &SequenceShown, shown: &Shown, selected: &mut usize, asks: &mut Vec<Ask>) {
+fn header(
+    ui: &mut egui::Ui,
+    sequence: &SequenceShown,
+    shown: &Shown,
+    selected: &mut usize,
+    asks: &mut Vec<Ask>,
+) {
     let number = sequence.number;
     ui.horizontal_wrapped(|ui| {
         let colour = palette::of_sequence(number);
@@ -70,7 +76,9 @@ fn text(ui: &egui::Ui, sequence: &SequenceShown) -> egui::text::LayoutJob {
     let mut job = egui::text::LayoutJob::default();
     let font = egui::TextStyle::Body.resolve(ui.style());
     let (weak, strong) = (ui.visuals().weak_text_color(), ui.visuals().strong_text_color());
-    if sequence.forked.is_some() && let Some((at, _)) = given.char_indices().rev().nth(GIVEN - 1) {
+    if sequence.forked.is_some()
+        && let Some((at, _)) = given.char_indices().rev().nth(GIVEN - 1)
+    {
         given = &given[at..];
         job.append("\u{2026}", 0.0, TextFormat::simple(font.clone(), weak));
     }

@@ -12,7 +12,10 @@ pub fn show(ui: &mut egui::Ui, times: &Times) {
         ui.heading("Frame times");
         let recent = || times.recent.iter().copied();
         let (half, most) = (quantile(recent(), 0.5), quantile(recent(), 0.95));
-        ui.weak(format!("of the last {} frames: p50 {half:.1} ms, p95 {most:.1} ms; dashed: 60 Hz", times.recent.len()));
+        ui.weak(format!(
+            "of the last {} frames: p50 {half:.1} ms, p95 {most:.1} ms; dashed: 60 Hz",
+            times.recent.len()
+        ));
     });
     let points: PlotPoints<'_> =
         times.recent.iter().rev().enumerate().map(|(at, &ms)| [-(at as f64), f64::from(ms)]).collect();
@@ -42,12 +45,18 @@ pub fn show(ui: &mut egui::Ui, times: &Times) {
         .y_axis_formatter(|mark, _| format!("{:.0}", mark.value))
         .x_axis_formatter(|_, _| String::new())
         .label_formatter(|position| {
-            let (egui_plot::HoverPosition::NearDataPoint { position, .. } | egui_plot::HoverPosition::Elsewhere { position }) = position;
+            let (egui_plot::HoverPosition::NearDataPoint { position, .. }
+            | egui_plot::HoverPosition::Elsewhere { position }) = position;
             Some(format!("{:.1} ms", position.y))
         })
         .show(ui, |plot| {
             plot.set_plot_bounds(PlotBounds::from_min_max([-(SHOWN as f64), 0.0], [0.0, top]));
-            plot.hline(HLine::new("60 Hz", 1000.0 / 60.0).color(weak).style(LineStyle::dashed_loose()).allow_hover(false));
+            plot.hline(
+                HLine::new("60 Hz", 1000.0 / 60.0)
+                    .color(weak)
+                    .style(LineStyle::dashed_loose())
+                    .allow_hover(false),
+            );
             plot.line(Line::new("frame", points).color(colour).width(1.2));
         });
 }
