@@ -11,7 +11,7 @@ mod times;
 
 use eframe::egui;
 
-use crate::shown::Shown;
+use crate::shown::{Phase, Shown};
 use crate::times::Times;
 use crate::wish::Wish;
 use crate::writer::Ask;
@@ -80,7 +80,8 @@ impl Panels {
 
     fn top(&mut self, ui: &mut egui::Ui, shown: &Shown, lost: Option<&str>, pressed: &mut Pressed) {
         ui.add_space(6.0);
-        prompt::show(ui, &mut self.wish, shown, lost.is_none(), &mut pressed.asks);
+        let is_enabled = lost.is_none() && shown.phase != Phase::Failed;
+        prompt::show(ui, &mut self.wish, shown, is_enabled, &mut pressed.asks);
         if pressed.asks.iter().any(|ask| matches!(ask, Ask::Write(_))) {
             self.selected = 1;
         }

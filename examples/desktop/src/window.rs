@@ -95,7 +95,9 @@ impl Window {
         // A check is waited for, a second or so.
         let frames = self.args.frames.unwrap_or(usize::MAX);
         let is_checked = matches!(shown.check, Check::Done { .. }) || decoded > frames.saturating_add(200);
-        let has_failed = shown.phase == Phase::Failed && self.told.is_none() && self.args.frames.is_some();
+        let is_refused = shown.notice.is_some() && shown.sequences.is_empty();
+        let has_failed =
+            self.args.frames.is_some() && (shown.phase == Phase::Failed || is_refused && self.told.is_none());
         let is_done = shown.phase == Phase::Done && self.args.frames.is_some() && !shown.sequences.is_empty();
         if decoded >= frames && is_checked || has_failed || is_done {
             self.end(ctx);

@@ -99,7 +99,7 @@ fn fail(shared: &Shared, error: &Error) {
     }
     shared.show(|shown| {
         shown.phase = Phase::Failed;
-        shown.notice = Some(error.to_string());
+        shown.notice = Some(format!("{error}. Then start the program again."));
     });
 }
 

@@ -28,8 +28,13 @@ impl Heat {
             }
             ui.with_layout(egui::Layout::right_to_left(egui::Align::Center), legend);
         });
-        let texture = weights.map(|weights| (self.texture(ui, weights), weights.clone()));
-        plot(ui, shown, texture);
+        match weights {
+            Some(weights) => plot(ui, shown, self.texture(ui, weights), weights),
+            None => {
+                ui.weak("No token yet.");
+                ui.allocate_space(vec2(ui.available_width(), HEIGHT));
+            }
+        }
     }
 
     fn texture(&mut self, ui: &egui::Ui, weights: &Arc<Weights>) -> egui::TextureId {
@@ -55,9 +60,8 @@ impl Heat {
     }
 }
 
-fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<Weights>)>) {
-    let (layers, heads, tokens) =
-        picture.as_ref().map_or((1, 1, 1), |(_, it)| (it.layers, it.heads, it.tokens.max(1)));
+fn plot(ui: &mut egui::Ui, shown: &Shown, texture: egui::TextureId, weights: &Arc<Weights>) {
+    let (layers, heads, tokens) = (weights.layers, weights.heads, weights.tokens.max(1));
     let lines = (layers * heads) as f64;
     // The first layer is at the top; its label is at the middle of its heads.
     let middles = move |_| {
@@ -68,13 +72,11 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<
         let layer = ((lines - mark.value) / heads as f64).floor() as usize;
         if layer < layers { format!("layer {}", layer + 1) } else { String::new() }
     };
-    let hovered = picture.as_ref().map(|(_, weights)| weights.clone());
     let words = move |position: &HoverPosition<'_>| {
         let (HoverPosition::NearDataPoint { position, .. } | HoverPosition::Elsewhere { position }) =
             position;
-        tell(hovered.as_deref()?, shown, position.x, lines - position.y)
+        tell(weights, shown, position.x, lines - position.y)
     };
-    let shown_ticks = picture.is_some();
     Plot::new("weights")
         .height(HEIGHT)
         .allow_zoom(false)
@@ -85,7 +87,6 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<
         .allow_axis_zoom_drag(false)
         .show_background(false)
         .show_grid(false)
-        .show_axes(shown_ticks)
         .x_axis_label("token of the context")
         .y_axis_label(format!("{heads} heads a layer"))
         .y_axis_min_width(58.0)
@@ -96,11 +97,9 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, picture: Option<(egui::TextureId, Arc<
         .label_formatter(words)
         .show(ui, |plot| {
             plot.set_plot_bounds(PlotBounds::from_min_max([0.0, 0.0], [tokens as f64, lines]));
-            if let Some((texture, _)) = picture {
-                let (center, size) =
-                    (PlotPoint::new(tokens as f64 / 2.0, lines / 2.0), [tokens as f32, lines as f32]);
-                plot.image(PlotImage::new("weights", texture, center, size).allow_hover(false));
-            }
+            let (center, size) =
+                (PlotPoint::new(tokens as f64 / 2.0, lines / 2.0), [tokens as f32, lines as f32]);
+            plot.image(PlotImage::new("weights", texture, center, size).allow_hover(false));
         });
 }
 

@@ -33,6 +33,8 @@ fn prompt(ui: &mut egui::Ui, wish: &mut Wish, asks: &mut Vec<Ask>) {
     let id = ui.make_persistent_id("prompt");
     // Enter writes, Shift and Enter begin a line.
     let enter = ui.memory(|memory| memory.has_focus(id))
+        // `consume_key` would take it with Shift too.
+        && ui.input(|input| !input.modifiers.shift)
         && ui.input_mut(|input| input.consume_key(Modifiers::NONE, Key::Enter));
     let edit = egui::TextEdit::multiline(&mut wish.prompt)
         .id(id)

@@ -18,7 +18,7 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, times: &Times, shows_why: &mut boo
             "Bytes of the cache that attention read, by the device's clock; a layer takes {:.2} ms.",
             shown.speed.layer_ms
         );
-        ui.label(format!("{:.2} GB/s", shown.speed.gigabytes_per_second)).on_hover_text(layer);
+        ui.label(format!("{:.3} GB/s", shown.speed.gigabytes_per_second)).on_hover_text(layer);
         ui.separator();
         let p95 = quantile(times.recent.iter().copied(), 0.95);
         ui.label(format!("p95 of frames {p95:.0} ms")).on_hover_text(&about.slice);
