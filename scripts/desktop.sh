@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds examples/desktop and runs it on a virtual X server: its greedy text, with a fork, is compared with the CPU's, a decode with the oracle.
 #   scripts/desktop.sh [FRAMES [OPTION...]]              120 frames unless said; options of the program, such as `--p95 50` or `--lose 20`
-#   SHOT=docs/desktop.png scripts/desktop.sh 400         and takes a picture of its window after 9 s
+#   SHOT=docs/desktop.png scripts/desktop.sh 700         and takes a picture of its window, with two forks, shortly before it closes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 frames=${1:-120}
@@ -30,7 +30,12 @@ run() { timeout 300 xvfb-run --auto-servernum --server-args='-screen 0 1180x760x
 
 if [[ -n ${SHOT:-} ]]; then
     # shellcheck disable=SC2016 # The inner shell expands these.
-    run bash -c '"${@:2}" & sleep 9; import -window root -strip "$1"; wait $!' shot "$SHOT" \
+    run bash -c '"${@:2}" & window=$!
+        while sleep 1 && kill -0 $window 2>/dev/null; do
+            import -window root -strip "png:$1.new"
+            if kill -0 $window 2>/dev/null; then mv "$1.new" "$1"; fi
+        done
+        rm -f "$1.new"; wait $window' shot "$SHOT" \
         "$binary" --frames "$frames" --theme light --fork 12 --fork 40 "${options[@]}"
 else
     run "$binary" --frames "$frames" --temperature 0 --fork 10 "${options[@]}"

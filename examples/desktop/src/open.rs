@@ -84,7 +84,9 @@ pub(crate) fn slices(writer: &mut Writer, kv: Dtype) -> Result<Slices> {
     let slices = Slices::new(&writer.gpu, model, &setup)?;
     warm_up(&slices, model)?;
     let paged = lock(&slices.paged);
+    let info = writer.gpu.device().adapter_info();
     let about = About {
+        name: format!("{}, {:?}", info.name, info.backend),
         adapter: writer.gpu.describe(),
         variant: paged.layer().variant(),
         rounds: paged.layer().rounds_weights(),

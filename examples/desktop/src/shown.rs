@@ -52,6 +52,8 @@ impl Phase {
 /// Who attends.
 #[derive(Clone)]
 pub struct About {
+    /// The adapter's name and API, and with its driver.
+    pub name: String,
     pub adapter: String,
     pub variant: &'static str,
     /// Whether the variant rounds softmax weights to 16 bits.

@@ -116,12 +116,4 @@ fn controls(ui: &mut egui::Ui, wish: &mut Wish, shown: &Shown, asks: &mut Vec<As
             asks.push(Ask::Check);
         }
     });
-    match &shown.check {
-        Check::NotYet => {}
-        Check::Running => _ = ui.weak("Checking a decode."),
-        Check::Done { furthest, tokens } => {
-            let (error, elements, largest) = (furthest.error, furthest.elements, furthest.largest);
-            ui.weak(format!("Checked: largest error {error:.1e}, of {elements} elements up to {largest:.1}, over {tokens} tokens."));
-        }
-    }
 }

@@ -2,7 +2,7 @@
 
 use eframe::egui::{self, RichText};
 
-use crate::shown::{Phase, Shown};
+use crate::shown::{Check, Phase, Shown};
 use crate::times::{Times, quantile};
 
 pub fn show(ui: &mut egui::Ui, shown: &Shown, times: &Times, shows_why: &mut bool) {
@@ -26,7 +26,8 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, times: &Times, shows_why: &mut boo
         ui.label(format!("variant {}, {} cache", about.variant, about.kv));
         ui.toggle_value(shows_why, "why").on_hover_text("Why this variant was selected.");
         ui.separator();
-        ui.label(&about.adapter);
+        check(ui, &shown.check);
+        ui.label(&about.name).on_hover_text(&about.adapter);
     });
     if let Some(about) = shown.about.as_ref().filter(|_| *shows_why) {
         egui::ScrollArea::vertical().id_salt("why").max_height(96.0).show(ui, |ui| {
@@ -35,6 +36,22 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, times: &Times, shows_why: &mut boo
         });
     }
     ui.add_space(2.0);
+}
+
+/// What a check found, where one was made.
+fn check(ui: &mut egui::Ui, check: &Check) {
+    match check {
+        Check::NotYet => return,
+        Check::Running => _ = ui.label("checking"),
+        Check::Done { furthest, tokens } => {
+            let words = format!(
+                "A decode over {tokens} tokens against an f64 oracle: the largest error of {} elements, which are up to {:.1}.",
+                furthest.elements, furthest.largest
+            );
+            ui.label(format!("checked: error {:.1e}", furthest.error)).on_hover_text(words);
+        }
+    }
+    ui.separator();
 }
 
 fn doing(phase: &Phase) -> &'static str {
