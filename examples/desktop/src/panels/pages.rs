@@ -8,6 +8,8 @@ use crate::writer::Ask;
 
 const CELL: egui::Vec2 = vec2(32.0, 18.0);
 const GAP: f32 = 2.0;
+/// Height of a free page's line.
+const FREE: f32 = 2.0;
 
 /// A page's sequences, and how much of it is used.
 #[derive(Clone, Default)]
@@ -27,13 +29,14 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, selected: &mut usize, asks: &mut V
     ui.heading("Pages of the cache");
     ui.horizontal_wrapped(|ui| {
         ui.weak(format!(
-            "{used} of {} pages of {} tokens in use, {shared} shared",
+            "{used} of {} pages of {} tokens in use, {shared} shared; by sequence:",
             pages.len(),
             shown.pages.page_size
         ));
         for &(number, ..) in &shown.pages.tables {
-            swatch(ui, &[number], &format!("sequence {number}"));
+            swatch(ui, &[number], &number.to_string());
         }
+        free_swatch(ui);
         let first: Vec<usize> = shown.pages.tables.iter().map(|&(number, ..)| number).take(2).collect();
         if first.len() > 1 {
             swatch(ui, &first, "shared");
@@ -84,7 +87,7 @@ fn grounds<'a>(ui: &egui::Ui, pages: impl Iterator<Item = (Rect, &'a Page)>, pag
     let mut mesh = Mesh::default();
     for (rect, page) in pages {
         match page.owners.first() {
-            None => mesh.add_colored_rect(rect.with_min_y(rect.bottom() - 2.0), free),
+            None => mesh.add_colored_rect(rect.with_min_y(rect.bottom() - FREE), free),
             Some(&owner) => {
                 mesh.add_colored_rect(rect, empty);
                 mesh.add_colored_rect(filled(rect, page, page_size), palette::of_sequence(owner));
@@ -145,6 +148,16 @@ fn swatch(ui: &mut egui::Ui, owners: &[usize], words: &str) {
         ui.painter().rect_filled(rect, 0.0, palette::of_sequence(owners[0]));
         stripes(ui.painter(), rect, owners);
         ui.weak(words);
+    });
+}
+
+fn free_swatch(ui: &mut egui::Ui) {
+    ui.horizontal(|ui| {
+        ui.spacing_mut().item_spacing.x = 4.0;
+        let (rect, _) = ui.allocate_exact_size(vec2(18.0, 12.0), Sense::hover());
+        let line = rect.with_min_y(rect.bottom() - FREE);
+        ui.painter().rect_filled(line, 0.0, ui.visuals().widgets.inactive.bg_fill);
+        ui.weak("free");
     });
 }
 

@@ -6,6 +6,11 @@ use super::{palette, select};
 use crate::shown::{SequenceShown, Shown};
 use crate::writer::Ask;
 
+/// Points of the panel's heading, and of a sequence's frame and its first line.
+const HEADING: f32 = 44.0;
+const HEADER: f32 = 54.0;
+/// Of a sequence's text.
+const LEAST: f32 = 76.0;
 /// Characters of a fork's parent that are shown.
 const GIVEN: usize = 60;
 
@@ -14,6 +19,9 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, selected: &mut usize, asks: &mut V
     if shown.sequences.is_empty() {
         ui.weak("No text yet.");
     }
+    // So much for each that all are in sight, as far as they can be.
+    let (all, count) = (ui.clip_rect().height() - HEADING, shown.sequences.len().max(1) as f32);
+    let height = (all / count - HEADER).max(LEAST);
     for sequence in &shown.sequences {
         let mut stroke = ui.visuals().widgets.noninteractive.bg_stroke;
         if sequence.number == *selected && shown.sequences.len() > 1 {
@@ -23,7 +31,11 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, selected: &mut usize, asks: &mut V
         frame.show(ui, |ui| {
             ui.set_width(ui.available_width());
             header(ui, sequence, shown, selected, asks);
-            ui.label(text(ui, sequence));
+            let lines = egui::ScrollArea::vertical().id_salt(sequence.number).max_height(height);
+            lines
+                .auto_shrink([false, true])
+                .stick_to_bottom(true)
+                .show(ui, |ui| ui.label(text(ui, sequence)));
         });
     }
 }
