@@ -28,6 +28,7 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, selected: &mut usize, asks: &mut V
     let shared = pages.iter().filter(|page| page.owners.len() > 1).count();
     ui.heading("Pages of the cache");
     ui.horizontal_wrapped(|ui| {
+        ui.spacing_mut().item_spacing.x = 5.0;
         ui.weak(format!(
             "{used} of {} pages of {} tokens in use, {shared} shared; by sequence:",
             pages.len(),
@@ -141,24 +142,19 @@ fn slanted(painter: &Painter, from: Pos2, height: f32, width: f32, colour: Color
     );
 }
 
+/// Not in a group of their own, as those do not wrap.
 fn swatch(ui: &mut egui::Ui, owners: &[usize], words: &str) {
-    ui.horizontal(|ui| {
-        ui.spacing_mut().item_spacing.x = 4.0;
-        let (rect, _) = ui.allocate_exact_size(vec2(18.0, 12.0), Sense::hover());
-        ui.painter().rect_filled(rect, 0.0, palette::of_sequence(owners[0]));
-        stripes(ui.painter(), rect, owners);
-        ui.weak(words);
-    });
+    let (rect, _) = ui.allocate_exact_size(vec2(18.0, 12.0), Sense::hover());
+    ui.painter().rect_filled(rect, 0.0, palette::of_sequence(owners[0]));
+    stripes(ui.painter(), rect, owners);
+    ui.weak(words);
 }
 
 fn free_swatch(ui: &mut egui::Ui) {
-    ui.horizontal(|ui| {
-        ui.spacing_mut().item_spacing.x = 4.0;
-        let (rect, _) = ui.allocate_exact_size(vec2(18.0, 12.0), Sense::hover());
-        let line = rect.with_min_y(rect.bottom() - FREE);
-        ui.painter().rect_filled(line, 0.0, ui.visuals().widgets.inactive.bg_fill);
-        ui.weak("free");
-    });
+    let (rect, _) = ui.allocate_exact_size(vec2(18.0, 12.0), Sense::hover());
+    let line = rect.with_min_y(rect.bottom() - FREE);
+    ui.painter().rect_filled(line, 0.0, ui.visuals().widgets.inactive.bg_fill);
+    ui.weak("free");
 }
 
 fn tell(id: usize, page: &Page, shown: &Shown) -> String {
