@@ -69,12 +69,26 @@ impl<D: Backend> Paged<D> {
     /// # Errors
     /// Those of the backend.
     pub fn submit(&self, layer: usize, rows: &Rows) -> Result<()> {
-        let (device, arrays, (copies, binding)) = (&self.device, &self.arrays, &self.layers[layer]);
-        device.upload(arrays.rows(), 0, &arrays.packed(rows))?;
-        Ok(device.submit(|mut recorder| {
-            self.copy.record_on(&mut recorder, &self.copy_step, copies)?;
-            self.mla.record_on(&mut recorder, &self.step, binding)
-        })?)
+        self.upload(rows)?;
+        Ok(self.device.submit(|mut recorder| self.record_on(&mut recorder, layer))?)
+    }
+
+    /// Uploads a layer's rows, for a host that records the layer itself: they are there for its next submit.
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub fn upload(&self, rows: &Rows) -> Result<()> {
+        Ok(self.device.upload(self.arrays.rows(), 0, &self.arrays.packed(rows))?)
+    }
+
+    /// Records one layer of the step into the host's commands: page copies, then the layer.
+    ///
+    /// # Errors
+    /// [`wgpu_mla::Error::LayoutMismatch`] where no step was begun, before anything is recorded; those of the backend.
+    pub fn record_on(&self, recorder: &mut D::Recorder<'_>, layer: usize) -> wgpu_mla::Result<()> {
+        let (copies, binding) = &self.layers[layer];
+        self.copy.record_on(recorder, &self.copy_step, copies)?;
+        self.mla.record_on(recorder, &self.step, binding)
     }
 
     /// Where a layer's output is once it is done, `[T, H, V]` in f32, and its bytes.

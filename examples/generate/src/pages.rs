@@ -100,6 +100,11 @@ impl Pages {
         }
     }
 
+    /// The pages of a sequence, in its order.
+    pub fn of(&self, sequence: SeqId) -> Result<&[u32]> {
+        Ok(self.pool.pages(sequence)?)
+    }
+
     /// Pages in use now, the most so far, and all there are.
     pub fn used(&self) -> (u32, u32, u32) {
         (self.pool.num_used_pages(), self.most_used, self.pool.spec().num_pages)

@@ -19,6 +19,8 @@ pub struct Setup {
     pub positions: u32,
     /// Tokens of a step: a longer prompt is computed in pieces.
     pub step_tokens: u32,
+    /// A sequence with at most so many new tokens in a step is decoded, one with more is prefilled.
+    pub decode_threshold: u32,
     /// Bytes that the keys and values of a prompt may take at a time.
     pub workspace_bytes: u64,
     /// Takes the best variant of the decode that rounds no softmax weights, as those on tensor cores do.
@@ -37,6 +39,7 @@ impl Default for Setup {
             sequences: 1,
             positions: u32::MAX,
             step_tokens: 256,
+            decode_threshold: 1,
             workspace_bytes: 64 << 20,
             exact: false,
             k_scales: Vec::new(),
@@ -57,7 +60,7 @@ impl Setup {
             dtype: Dtype::F32,
             weight: Dtype::F32,
             rope: if rope.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
-            decode_threshold: 1,
+            decode_threshold: self.decode_threshold.max(1),
             workspace_bytes: self.workspace_bytes,
         }
     }

@@ -1,4 +1,4 @@
-//! What the cache holds of a sequence, for who looks into it.
+//! What the cache holds of its sequences, for who looks into it.
 
 use wgpu_mla::{
     Backend, Binding, Compiled, Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, Step, View,
@@ -7,7 +7,7 @@ use wgpu_mla::{
 use crate::attention::Attention;
 use crate::{Paged, Result};
 
-/// Gathers tokens of the first sequence of a step out of the pages, with the values as they are stored, in f32.
+/// Gathers tokens of a step's sequences out of the pages, with the values as they are stored, in f32.
 pub struct Stored<D: Backend> {
     gather: Compiled<KvGather, D>,
     step: Step<KvGather, D>,
@@ -47,18 +47,56 @@ impl<D: Backend> Stored<D> {
         self.max_tokens
     }
 
-    /// Gathers `tokens` tokens from `begin` on of every layer, and says where they will be, `[tokens, layers, L + R]`, and their bytes.
+    /// Gathers `tokens` tokens of the first sequence from `begin` on, of every layer, and says where they will be,
+    /// `[tokens, layers, L + R]`, and their bytes.
     ///
     /// # Errors
     /// [`wgpu_mla::Error::GatherRange`] for tokens that the sequence does not have; those of the backend.
     pub fn submit(&mut self, paged: &Paged<D>, begin: u32, tokens: u32) -> Result<(&D::Buffer, u64)> {
+        let bytes = self.prepare(paged, &[GatherRange { sequence: 0, begin, tokens, out_row: 0 }])?;
+        self.gather.device().submit(|mut recorder| self.record_on(&mut recorder))?;
+        Ok((&self.rows, bytes))
+    }
+
+    /// Prepares to gather the new tokens of the step that was begun last, all sequences' in its order, for a host that records it behind
+    /// the step's last layer. Gives the bytes that [`Stored::rows`] will have.
+    ///
+    /// # Errors
+    /// [`wgpu_mla::Error::GatherRange`] for a step of more than [`Stored::max_tokens`] tokens; those of the backend.
+    pub fn prepare_new(&mut self, paged: &Paged<D>) -> Result<u64> {
         let pages = paged.pages();
-        let ranges = &[GatherRange { sequence: 0, begin, tokens, out_row: 0 }];
+        let ends = pages.query_start_loc.windows(2).zip(&pages.seq_lens).enumerate();
+        let range = |(sequence, (query, &len)): (usize, (&[i32], &i32))| {
+            let tokens = (query[1] - query[0]) as u32;
+            GatherRange {
+                sequence: sequence as u32,
+                begin: len as u32 - tokens,
+                tokens,
+                out_row: query[0] as u32,
+            }
+        };
+        let ranges: Vec<GatherRange> = ends.map(range).collect();
+        self.prepare(paged, &ranges)
+    }
+
+    /// Records what was prepared into the host's commands.
+    ///
+    /// # Errors
+    /// [`wgpu_mla::Error::LayoutMismatch`] where nothing was prepared; those of the backend.
+    pub fn record_on(&self, recorder: &mut D::Recorder<'_>) -> wgpu_mla::Result<()> {
+        self.layers.iter().try_for_each(|layer| self.gather.record_on(recorder, &self.step, layer))
+    }
+
+    /// Where the gathered tokens are once it is done, `[tokens, layers, L + R]`.
+    pub fn rows(&self) -> &D::Buffer {
+        &self.rows
+    }
+
+    fn prepare(&mut self, paged: &Paged<D>, ranges: &[GatherRange]) -> Result<u64> {
+        let pages = paged.pages();
         let batch = GatherBatch { pages: pages.table.page_table(), seq_lens: &pages.seq_lens, ranges };
         self.gather.prepare(&mut self.step, batch)?;
-        for layer in &self.layers {
-            self.gather.run(&self.step, layer)?;
-        }
-        Ok((&self.rows, u64::from(tokens * self.row_elems) * self.layers.len() as u64 * 4))
+        let tokens: u64 = ranges.iter().map(|range| u64::from(range.tokens)).sum();
+        Ok(tokens * u64::from(self.row_elems) * self.layers.len() as u64 * 4)
     }
 }

@@ -1,17 +1,14 @@
 //! Writes text, a token at a time.
 
 use generate::attention::Attention;
-use generate::{Checkpoint, Error, Pages, Result, Sampler, Sampling, Setup, Text};
-use mla_support::reference::{Rotation, rope};
+use generate::look::{Cached, Layer};
+use generate::{Checkpoint, Error, Furthest, Pages, Result, Sampler, Sampling, Setup, Text, softmax_weights};
 use serde_json::{Value, json};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::{Gpu, checked};
-use wgpu_mla::{Device, Dtype, RopeLayout, SeqId};
+use wgpu_mla::{Device, Dtype, SeqId};
 
-use crate::check::Furthest;
-use crate::layers::{Cached, Layer, Step};
-use crate::on::On;
-use crate::weights::weights;
+use crate::on::{On, Step};
 
 /// Small pages, since a page of the cache is something to look at here.
 const PAGE_SIZE: u32 = 16;
@@ -210,7 +207,8 @@ impl Writer {
         let mut all = Vec::new();
         for (layer, token) in self.last.iter().enumerate() {
             let (config, kv_b) = (&self.checkpoint.model.config, self.checkpoint.model.kv_b_proj(layer)?);
-            all.extend(weights(config, &self.cached, layer, token, &self.rotated(token)?, &kv_b));
+            let q_pe = token.rotated(config, self.cached.tokens() - 1)?;
+            all.extend(softmax_weights(config, &self.cached, layer, token, &q_pe, &kv_b));
         }
         Ok(all)
     }
@@ -223,7 +221,8 @@ impl Writer {
         let mut furthest = Furthest::default();
         for (layer, token) in self.last.iter().enumerate() {
             let (config, kv_b) = (&self.checkpoint.model.config, self.checkpoint.model.kv_b_proj(layer)?);
-            furthest.compare(config, &self.cached, layer, token, &self.rotated(token)?, &kv_b);
+            let q_pe = token.rotated(config, self.cached.tokens() - 1)?;
+            furthest.compare(config, &self.cached, layer, token, &q_pe, &kv_b);
         }
         let Furthest { error, layer, head, largest, elements } = furthest;
         let error = if error.is_finite() { json!(error) } else { Value::Null };
@@ -235,8 +234,9 @@ impl Writer {
 
     /// Reads what the cache has got since.
     async fn look(&mut self) -> Result<()> {
-        let config = &self.checkpoint.model.config;
-        (self.cached.layers, self.cached.row_elems) = (config.num_layers, config.shape.row_elems() as usize);
+        if self.cached.tokens() == 0 {
+            self.cached = Cached::new(&self.checkpoint.model.config);
+        }
         let (begin, end) = (self.cached.tokens() as u32, self.tokens.len().saturating_sub(1) as u32);
         if self.sequence.is_some() && begin < end {
             let attention = self.attention.as_mut().ok_or_else(unopened)?;
@@ -244,27 +244,6 @@ impl Writer {
             self.cached.rows.extend(rows);
         }
         Ok(())
-    }
-
-    /// The rotary part of a token's query at the cache's last position, `[H, R]`.
-    fn rotated(&self, token: &Layer) -> Result<Vec<f64>> {
-        let config = &self.checkpoint.model.config;
-        let (heads, dim) = (config.shape.num_heads as usize, config.shape.qk_rope_head_dim as usize);
-        let q_pe: Vec<f32> = token
-            .q
-            .chunks_exact(config.qk_nope_head_dim + dim)
-            .flat_map(|q| &q[q.len() - dim..])
-            .copied()
-            .collect();
-        let tokens = self.cached.tokens() as u32;
-        Ok(rope(&Rotation {
-            x: &q_pe,
-            positions: &[tokens as i32 - 1],
-            cos_sin: &config.rope.cos_sin(tokens)?,
-            num_heads: heads,
-            rope_dim: dim,
-            layout: if config.rope.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
-        }))
     }
 
     /// Leaves the text, and gives its pages back.

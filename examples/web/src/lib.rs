@@ -2,11 +2,8 @@
 //! page's WebGPU, or on the CPU. `page.js` is what a visitor sees of it.
 #![cfg(target_arch = "wasm32")]
 
-mod check;
 mod engine;
-mod layers;
 mod on;
-mod weights;
 
 use wasm_bindgen::prelude::*;
 

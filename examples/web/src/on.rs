@@ -1,12 +1,21 @@
 //! Attention on one device, awaited.
 
 use generate::attention::Attention;
+use generate::look::Layer;
 use generate::{Model, Paged, Result, Setup, Stored};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::{self, Gpu};
 use wgpu_mla::{Backend, Device, Dtype, SeqId};
 
-use crate::layers::{Layer, Step};
+/// The result of a step.
+#[derive(Default)]
+pub struct Step {
+    pub logits: Vec<f32>,
+    /// What was awaited for the attention.
+    pub attention_ms: f64,
+    /// The last token in each layer.
+    pub layers: Vec<Layer>,
+}
 
 /// A device whose memory can be awaited.
 pub trait Reads: Backend {

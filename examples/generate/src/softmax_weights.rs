@@ -1,13 +1,12 @@
 //! Softmax weights of one token, on the host: kernels do not give them away.
 
-use generate::Config;
-
-use crate::layers::{Cached, Layer};
+use crate::Config;
+use crate::look::{Cached, Layer};
 
 /// `[H, tokens]` of one layer, in absorbed form as a decode computes them.
 ///
 /// `kv_b` is `[H, P + V, L]`, `q_pe` the rotated part of the queries, `[H, R]`.
-pub fn weights(
+pub fn softmax_weights(
     config: &Config,
     cached: &Cached,
     layer: usize,

@@ -1,12 +1,12 @@
 //! One decode against the f64 oracle, which shares no code with any kernel.
 
-use generate::Config;
 use mla_support::reference::{LayerSequence, mla_layer};
 
-use crate::layers::{Cached, Layer};
+use crate::Config;
+use crate::look::{Cached, Layer};
 
 /// Where the device and the oracle are furthest apart.
-#[derive(Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Furthest {
     pub error: f64,
     pub layer: usize,
