@@ -4,7 +4,8 @@
 #   scripts/vendors.sh                        compiles all for each vendor, writes benches/results/vendors.{md,tsv};
 #                                             fails where one does not compile, or spills and is the variant that is chosen
 #   scripts/vendors.sh compile VENDOR...      some vendors, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
-#                                             adreno740 nvk-turing; or `all`. ONLY=TEXT,TEXT...: the pipelines whose names,
+#                                             adreno740 nvk-turing intel-skl intel-tgl intel-dg2 intel-mtl intel-lnl
+#                                             intel-bmg dx12; or `all`. ONLY=TEXT,TEXT...: the pipelines whose names,
 #                                             in `examples/pipelines --list`, contain a TEXT
 #   scripts/vendors.sh mesa26 [OP...]         the GPU tests of variants on cooperative matrices, on Mesa 26's lavapipe, which has
 #                                             8x8: of all, or of some of decode, head_project, batch_tables
@@ -16,113 +17,41 @@
 # Mesa's compilers run behind a stub of the kernel driver (mesa-drm-shim): pipelines compile as they would with the card
 # in the machine, dispatches do nothing. All of it lives in a Debian trixie tree with backports, made once by debootstrap
 # (half a GB) from the Debian mirror that this machine's apt uses. MESA_TREE: where, target/mesa-tree unless set;
-# DEBIAN_MIRROR: the mirror where apt has another system's. Needs Debian or Ubuntu, and root or sudo.
+# DEBIAN_MIRROR: the mirror where apt has another system's. Needs Debian or Ubuntu, and root or sudo. Intel's driver is built there from
+# Mesa's source, which takes 15 minutes on two cores, and DX12's compilers are Microsoft's own, under Wine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 tree=$(realpath -m "${MESA_TREE:-$target/mesa-tree}")
 logs=$target/vendors
-VENDORS=(nvk-turing adreno740 apple-m1 navi21 navi31 gfx1201 vega20)
+VENDORS=(nvk-turing adreno740 apple-m1 navi21 navi31 gfx1201 vega20 intel-skl intel-tgl intel-dg2 intel-bmg)
+# Of generations that are there already: Intel's Xe and Xe2.
+MORE=(intel-mtl intel-lnl)
 
-step() { printf '\n== %s (after %s s)\n' "$*" "$SECONDS" >&2; }
+. scripts/vendors/tree.sh
+. scripts/vendors/intel.sh
+. scripts/vendors/dx12.sh
 
-as_root=()
-if ((EUID != 0)); then
-    command -v sudo >/dev/null || { echo "vendors.sh needs root or sudo: it makes a chroot" >&2; exit 1; }
-    as_root=(sudo)
-fi
-
-# The mirror of Debian proper, as apt has it.
-debian_mirror() {
-    if [[ -n ${DEBIAN_MIRROR:-} ]]; then echo "$DEBIAN_MIRROR"; return; fi
-    # shellcheck disable=SC2016 # apt expands these.
-    apt-get indextargets --format '$(REPO_URI) $(ORIGIN) $(RELEASE)' 'Created-By: Packages' |
-        awk '$NF !~ /security|updates|backports/ && $1 ~ /debian\/?$/ { print $1; exit }'
-}
-
-# A marker file is written last: a tree without it is made again.
-setup() {
-    # Parallel runs make it once.
-    mkdir -p "$target"
-    exec 9>"$target/vendors.lock"
-    flock 9
-    [[ -e $tree/ready ]] || debian_tree
-    exec 9>&-
-}
-
-debian_tree() {
-    step "a Debian tree with Mesa from backports in $tree"
-    local mirror
-    mirror=$(debian_mirror)
-    [[ -n $mirror ]] || { echo "apt knows no Debian mirror here: set DEBIAN_MIRROR" >&2; exit 1; }
-    if ! { command -v debootstrap && command -v python3; } >/dev/null; then
-        scripts/apt.sh debootstrap debian-archive-keyring python3
-    fi
-    "${as_root[@]}" rm -rf --one-file-system "$tree"
-    "${as_root[@]}" debootstrap --variant=minbase trixie "$tree" "$mirror" >"$target/debootstrap.log"
-    "${as_root[@]}" sh -c 'echo "deb $1 trixie-backports main" >"$2/etc/apt/sources.list.d/backports.list"
-        cp -r /etc/apt/apt.conf.d "$2/etc/apt/"; cp /etc/resolv.conf "$2/etc/"' sh "$mirror" "$tree"
-    inside sh -c 'export DEBIAN_FRONTEND=noninteractive; apt-get update -qq &&
-        apt-get install -qq -y --no-install-recommends -t trixie-backports mesa-vulkan-drivers mesa-drm-shim libvulkan1' \
-        >>"$target/debootstrap.log"
-    "${as_root[@]}" touch "$tree/ready"
-}
-
-# Runs a command in the tree, with this repository at its own path. The mounts are in a namespace of their own and end with it:
-# through one that stayed, `rm -r target` would reach /dev.
-inside() {
-    # shellcheck disable=SC2016 # The inner shell expands these.
-    "${as_root[@]}" unshare --mount --propagation private bash -c 'set -e
-        tree=$1; shift
-        for dir in "$1" "$2"; do mkdir -p "$tree$dir"; mount --bind "$dir" "$tree$dir"; done
-        shift 2
-        for dir in dev proc sys; do mount --rbind "/$dir" "$tree/$dir"; done
-        exec chroot "$tree" "$@"' inside "$tree" "$root" "$target" "$@"
-}
-
-# Runs a command on one driver, inside the tree. STATS=1: the compiler writes its statistics to stderr.
-on() {
-    local driver=$1 icd shim env=() stats=()
-    shift
-    case $driver in
-        # With a cache of compiled kernels for later processes; without LLVM's optimiser, since a test runs each kernel briefly.
-        lavapipe) icd=lvp shim='' env=("MESA_SHADER_CACHE_DIR=$logs/lavapipe" GALLIVM_PERF=nopt) ;;
-        navi* | gfx* | vega*) icd=radeon shim=amdgpu env=("AMDGPU_GPU_ID=$driver") stats=(RADV_DEBUG=shaderstats) ;;
-        apple-m1) icd=asahi shim=asahi stats=(AGX_MESA_DEBUG=shaderdb) ;;
-        adreno740) icd=freedreno shim=freedreno env=(FD_GPU_ID=740) stats=(IR3_SHADER_DEBUG=cs) ;;
-        nvk-turing)
-            icd=nouveau shim=nouveau env=(NOUVEAU_CHIPSET=174 NVK_I_WANT_A_BROKEN_VULKAN_DRIVER=1) stats=(NAK_DEBUG=print) ;;
-        *) echo "vendors.sh: no driver $driver; there are lavapipe ${VENDORS[*]}" >&2; exit 2 ;;
-    esac
-    # A vendor without a cache compiles every pipeline, and prints its statistics, each time.
-    [[ $driver == lavapipe ]] || env+=(MESA_SHADER_CACHE_DISABLE=true)
-    env+=(WGPU_BACKEND=vulkan XDG_RUNTIME_DIR=/tmp
-        "VK_DRIVER_FILES=/usr/share/vulkan/icd.d/${icd}_icd.json")
-    # sudo passes no environment on.
-    local name
-    for name in "${!MLA_@}"; do env+=("$name=${!name}"); done
-    [[ -z ${STATS:-} ]] || env+=("${stats[@]}")
-    [[ -z $shim ]] || env+=("LD_PRELOAD=/usr/lib/x86_64-linux-gnu/lib${shim}_noop_drm_shim.so")
-    inside /usr/bin/env --chdir="$root" "${env[@]}" "$@"
-}
-
-# The lines of a compiler's output that scripts/vendors_report.py reads.
-KEPT='^@@ |^(\*\*\* SHADER STATS|SGPRs|VGPRs|Spilled|Code size|LDS size|Subgroups per SIMD|Latency|Inverse)|^CS shader:'
+# The lines of a compiler's output that scripts/vendors/report.py reads.
+KEPT='^@@ |^SIMD[0-9]+ shader:|^(\*\*\* SHADER STATS|SGPRs|VGPRs|Spilled|Code size|LDS size|Subgroups per SIMD|Latency|Inverse)|^CS shader:'
 KEPT+='|^(MESA: info: )?shared_size|^MESA: info: (; CL prog|.*\b(stp|ldp)\.)|^(Stage|Instruction count|Static|Max warps|Spills|Num GPRs|SLM)'
+
+# What a program that ends badly says.
+WRONG='^error|panicked|[Aa]ssert|terminate|signal'
+KEPT+="|$WRONG"
 
 # Compiles pipelines for a vendor: what was compiled goes to $logs/JOB.out, statistics to JOB.stats. JOB is VENDOR.PART.
 part() {
     local job=$1 vendor=${1%.*} status=0 before=$SECONDS all=()
-    local raw=$logs/$job.raw out=$logs/$job.out
+    local out=$logs/$job.out stats=$logs/$job.stats
     shift
     [[ -z $full ]] || all=(--all)
-    on "$vendor" "$target/debug/examples/pipelines" --markers "${all[@]}" "$@" >"$out" 2>"$raw" || status=$?
-    grep -aE "$KEPT" "$raw" >"$logs/$job.stats" || true
-    ((status == 0)) || tail -n 5 "$raw" >&2
+    on "$vendor" "$target/debug/examples/pipelines" --markers "${all[@]}" "$@" 2>&1 >"$out" | grep -aE "$KEPT" >"$stats" ||
+        status=${PIPESTATUS[0]}
+    ((status == 0)) || grep -aE "$WRONG" "$stats" | tail -n 5 >&2
     # A compiler that crashes takes the program with it.
     ((status <= 1)) || echo "    FAILED  the program, with status $status, after the line above" >>"$out"
-    rm -f "$raw"
     echo "$vendor: $(tail -n 1 "$out"), $((SECONDS - before)) s with statistics" >&2
 }
 
@@ -139,7 +68,9 @@ compile_all() {
     [[ -z ${ONLY:-} ]] || only=(--only "$ONLY")
     rm -f "$logs"/*.{out,stats}
     for vendor in "$@"; do
-        if [[ $vendor != nvk-turing ]]; then
+        if [[ $vendor == dx12 ]]; then
+            dx12_compile
+        elif [[ $vendor != nvk-turing ]]; then
             STATS=1 beside part "$vendor.0" "${only[@]}"
         elif [[ -n $full ]]; then
             beside part "$vendor.1" --only offered "${only[@]}"
@@ -152,6 +83,7 @@ compile_all() {
     done
     wait
     for vendor in "$@"; do
+        [[ $vendor != dx12 ]] || continue
         for ending in out stats; do cat "$logs/$vendor".*."$ending" >"$logs/$vendor.$ending"; done
     done
 }
@@ -221,7 +153,11 @@ verb=${1:-compile}
 (($# == 0)) || shift
 case $verb in
     setup) setup ;;
-    run) setup && on "$@" ;;
+    run)
+        setup
+        [[ ${1:-} != intel-* ]] || intel_setup
+        on "$@"
+        ;;
     mesa26)
         names=("$@")
         setup
@@ -233,17 +169,23 @@ case $verb in
         # The profile of the tests, so that dependencies are not built twice.
         cargo build --locked --profile test --features cuda --example pipelines
         mkdir -p "$logs"
-        step "compile"
         out=()
         if (($# == 0)); then
-            set -- "${VENDORS[@]}"
+            set -- all
             out=(--out benches/results)
         fi
-        if [[ $* == all ]]; then set -- "${VENDORS[@]}"; fi
+        if [[ $* == all ]]; then
+            set -- dx12 "${VENDORS[@]}"
+            # Where results are written, and with --full.
+            [[ -z ${out[*]}$full ]] || set -- "$@" "${MORE[@]}"
+        fi
         [[ -z ${ONLY:-} ]] || out=(--partial)
+        if [[ " $*" == *" intel-"* ]]; then intel_setup; fi
+        if [[ " $* " == *" dx12 "* ]]; then dx12_setup; fi
+        step "compile"
         compile_all "$@"
         step "report"
-        python3 scripts/vendors_report.py "$logs" "$@" "${out[@]}"
+        python3 scripts/vendors/report.py "$logs" "$@" "${out[@]}"
         ;;
     *) sed -n '2,/^set/{/^#/p}' "$0" >&2; exit 2 ;;
 esac

@@ -14,6 +14,7 @@ use crate::ops::variants;
 use crate::plan::{Plan, SplitPolicy};
 use crate::{Batch, Dtype, KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS};
 
+mod dx12;
 mod layouts;
 mod projections;
 mod selection;

@@ -34,14 +34,25 @@ const ADRENO: Caps = Caps {
 const TURING: Caps =
     Caps { cooperative_tile: 16, workgroup_memory_bytes: 48 << 10, max_buffer_bytes: 2 << 30, ..CARD };
 
+const ARC: Caps = Caps { min_subgroup_size: 8, max_subgroup_size: 32, f16_subnormals: false, ..CARD };
+const INTEL: Caps = Caps { kind: DeviceKind::Integrated, ..ARC };
+const BATTLEMAGE: Caps = Caps { min_subgroup_size: 16, workgroup_memory_bytes: 128 << 10, ..ARC };
+const LUNAR_LAKE: Caps = Caps { kind: DeviceKind::Integrated, ..BATTLEMAGE };
+
 /// Name, capabilities, and the variant of a decode from each cache of [`Dtype::ALL`].
-fn vendors() -> [(&'static str, Caps, [&'static str; 4]); 7] {
+fn vendors() -> [(&'static str, Caps, [&'static str; 4]); 13] {
     let subgroup = ["subgroup"; 4];
     [
         ("AMD RDNA2", RDNA2, subgroup),
         ("AMD RDNA3", RDNA3, subgroup),
         ("AMD RDNA4", RDNA3, subgroup),
         ("AMD Vega", VEGA, subgroup),
+        ("Intel Skylake", INTEL, subgroup),
+        ("Intel Tiger Lake", INTEL, subgroup),
+        ("Intel Arc A770", ARC, subgroup),
+        ("Intel Meteor Lake", INTEL, subgroup),
+        ("Intel Lunar Lake", LUNAR_LAKE, subgroup),
+        ("Intel Battlemage", BATTLEMAGE, subgroup),
         ("Apple M1", M1, subgroup),
         ("Qualcomm Adreno 740", ADRENO, subgroup),
         ("NVIDIA Turing", TURING, ["subgroup", "coop", "coop", "coop"]),

@@ -1,27 +1,35 @@
 #!/usr/bin/env python3
 """Reads what scripts/vendors.sh collected and writes vendors.md, and every pipeline into vendors.tsv beside it.
 
-    vendors_report.py LOGS VENDOR... [--out DIRECTORY | --partial]
+    report.py LOGS VENDOR... [--out DIRECTORY | --partial]
 
-LOGS holds VENDOR.out (what examples/pipelines printed) and VENDOR.stats (its markers with the compiler's statistics).
+LOGS holds VENDOR.out (what examples/pipelines printed) and VENDOR.stats (its markers with the compiler's statistics); of the vendor `dx12`
+hlsl/list.tsv and hlsl/out.*.
 Status 1 where a pipeline did not compile, has no statistics, or spills and is of the variant that would be chosen. --partial: only some
 pipelines were compiled, perhaps none on a vendor.
 """
 
-import re
 import sys
+from pathlib import Path
+
+from dx12 import Dx12
+from stats import COLUMNS, Kernel
 
 SMALL_OPS = (
     "batch_lists", "batch_slots", "correct_attn_out", "head_project", "kv_append", "kv_calibrate", "kv_copy_pages", "kv_gather", "merge_state",
-    "merge_states",    "mla_merge", "mla_prefill", "reorg_kvcache", "rope", "rope_append",
+    "merge_states", "mla_merge", "mla_prefill", "reorg_kvcache", "rope", "rope_append",
 )
-from pathlib import Path
-
 TITLES = {
     "navi21": "AMD RDNA2 (RADV)",
     "navi31": "AMD RDNA3 (RADV)",
     "gfx1201": "AMD RDNA4 (RADV)",
     "vega20": "AMD Vega (RADV)",
+    "intel-skl": "Intel Skylake (ANV)",
+    "intel-tgl": "Intel Tiger Lake (ANV)",
+    "intel-dg2": "Intel Arc A770 (ANV)",
+    "intel-mtl": "Intel Meteor Lake (ANV)",
+    "intel-lnl": "Intel Lunar Lake (ANV)",
+    "intel-bmg": "Intel Battlemage (ANV)",
     "apple-m1": "Apple M1 (Honeykrisp)",
     "adreno740": "Qualcomm Adreno 740 (Turnip)",
     "nvk-turing": "NVIDIA Turing (NVK)",
@@ -29,97 +37,6 @@ TITLES = {
 # What identifies a line of the table, and the dtypes that stand for the others.
 SHOWN_DTYPES = ["q_f16.kv_f16.out_f16", "q_bf16.kv_bf16.out_bf16", "q_f32.kv_f32.out_f32", "q_bf16.kv_e4m3.out_bf16"]
 SHOWN_SHAPES = ["512/64x16", "512/64x20"]
-COLUMNS = ["registers", "spills", "LDS", "waves", "code", "latency", "inverse throughput"]
-
-
-def numbers(pattern, line):
-    """The groups of a pattern as numbers, or None."""
-    found = re.search(pattern, line)
-    return found and [int(group) for group in found.groups()]
-
-
-class Statistics:
-    """What a compiler said about one kernel, gathered from its lines."""
-
-    def __init__(self):
-        self.values = {}
-        self.spills = 0
-        self.seen = False
-
-    def read(self, line):
-        # RADV: a block of `name: number` lines.
-        if found := numbers(r"^VGPRs: (\d+)", line):
-            self.seen = True
-            self.values["registers"] = f"{found[0]} VGPR {self.values.get('registers', '')}".strip()
-        elif found := numbers(r"^SGPRs: (\d+)", line):
-            self.values["registers"] = f"{found[0]} SGPR"
-        elif found := numbers(r"^Spilled [SV]GPRs: (\d+)", line):
-            self.spills += found[0]
-        elif found := numbers(r"^Code size: (\d+)", line):
-            self.values["code"] = found[0]
-        elif found := numbers(r"^LDS size: (\d+)", line):
-            self.values["LDS"] = found[0]
-        elif found := numbers(r"^Subgroups per SIMD: (\d+)", line):
-            self.values["waves"] = found[0]
-        elif found := numbers(r"^Latency: (\d+)", line):
-            self.values["latency"] = found[0]
-        elif found := numbers(r"^Inverse Throughput: (\d+)", line):
-            self.values["inverse throughput"] = found[0]
-        # AGX: one line.
-        elif found := numbers(
-            r"^CS shader: .* (\d+) code size, (\d+) gprs, (\d+) uniforms, .* (\d+) threads, .* (\d+):(\d+) spills", line
-        ):
-            self.seen = True
-            code, registers, uniforms, threads, spills, fills = found
-            self.values.update(code=code, registers=f"{registers} GPR {uniforms} uniform", waves=f"{threads} threads")
-            self.spills += spills + fills
-        # ir3: comments, and the instructions that reach private memory.
-        elif found := numbers(r"CL prog .* (\d+) dwords", line):
-            self.seen = True
-            self.values["code"] = 4 * found[0]
-        elif found := numbers(r"CL prog .* (\d+) half, (\d+) full", line):
-            self.values["registers"] = f"{found[1]} full {found[0]} half"
-        elif found := numbers(r"CL prog .* (\d+) max_waves", line):
-            self.values["waves"] = found[0]
-        elif re.search(r"\b(stp|ldp)\.", line):
-            self.spills += 1
-        elif found := numbers(r"shared_size: (\d+)", line):
-            self.values["LDS"] = found[0]
-        # NAK: a block of `name: number` lines; an instruction has 16 bytes.
-        elif found := numbers(r"^Instruction count: (\d+)", line):
-            self.seen = True
-            self.values["code"] = 16 * found[0]
-        elif found := numbers(r"^Static cycle count: (\d+)", line):
-            self.values["latency"] = found[0]
-        elif found := numbers(r"^Max warps/SM: (\d+)", line):
-            self.values["waves"] = found[0]
-        elif found := numbers(r"^Spills to mem: (\d+)", line):
-            self.spills += found[0]
-        elif found := numbers(r"^Num GPRs: (\d+)", line):
-            self.values["registers"] = f"{found[0]} GPR"
-
-    def cells(self):
-        if not self.seen:
-            return [""] * len(COLUMNS)
-        return [str(self.spills if column == "spills" else self.values.get(column, "")) for column in COLUMNS]
-
-
-class Kernel:
-    """One compiled kernel: of which shape and dtypes, and whether a decode would get it."""
-
-    def __init__(self, pipeline, label):
-        chosen, self.shape, self.variant, self.dtypes, *more = pipeline.split(" ", 4)
-        # A merge serves every variant, and the small ops have one.
-        self.chosen = chosen == "chosen" or "mla_decode" not in label
-        self.clamps = "device_page_list" in more
-        if "mla_decode" not in label:
-            self.variant = label.removeprefix("mla.")
-            self.dtypes = " ".join([self.dtypes, *more]) if self.shape == "any" else self.dtypes
-        self.statistics = Statistics()
-
-    def __str__(self):
-        clamps = " device_page_list" if self.clamps else ""
-        return f"{self.variant} {self.shape} {self.dtypes}{clamps}"
 
 
 class Vendor:
@@ -202,19 +119,21 @@ class Vendor:
 HEAD = """\
 # Kernels through the vendors' compilers
 
-Written by `scripts/vendors.sh`: Mesa's compilers behind a stub of the kernel driver compile every pipeline of
+Written by `scripts/vendors.sh`. Mesa's compilers behind a stub of the kernel driver compile every pipeline of
 `examples/pipelines`; nothing is executed, so nothing here is a time. Every pipeline is in [vendors.tsv](vendors.tsv).
 
-Registers are a lane's. Spills: registers spilled (AMD), spills and fills (Apple), accesses of private memory (Adreno),
-spills to memory (NVIDIA); a chosen variant must have 0. LDS: workgroup memory in bytes. Waves: per SIMD (AMD), per core
+Registers are a lane's; of Intel a thread's, and the lanes that share them. Spills: registers spilled (AMD), spills and fills (Intel, Apple),
+accesses of private memory (Adreno), spills to memory (NVIDIA); a chosen variant must have 0. LDS: workgroup memory in bytes. Waves: per SIMD (AMD), per core
 (Adreno) or per SM (NVIDIA), threads per core (Apple). Code in bytes. Latency and inverse throughput: the compiler's own
 estimate in cycles, where it prints one, loops counted by its guess. Small ops: the largest of each.
+
+HLSL that naga writes is compiled by Microsoft's own DXC and FXC, under Wine. Apple's compiler of MSL is not to be had: Metal goes through none here.
 
 | vendor | kernels compiled | with statistics | chosen and spill | not chosen and spill | most registers of a chosen one |
 |---|---|---|---|---|---|"""
 
 
-def write(vendors, directory):
+def write(vendors, dx12, directory):
     lines = [HEAD]
     for vendor in vendors:
         registers = [k.statistics.values["registers"] for k in vendor.kernels if k.chosen and k.statistics.seen]
@@ -222,15 +141,15 @@ def write(vendors, directory):
         told = sum(kernel.statistics.seen for kernel in vendor.kernels)
         counts = [len(vendor.kernels), told, len(vendor.spilling(True)), len(vendor.spilling(False)), most]
         lines.append(f"| {TITLES[vendor.name]} | " + " | ".join(map(str, counts)) + " |")
-    for vendor in vendors:
+    for vendor in [*vendors, *dx12]:
         lines.extend(vendor.section())
     (directory / "vendors.md").write_text("\n".join(lines) + "\n")
 
     table = ["\t".join(["vendor", "kernel", "shape", "dtypes", "page list", "chosen", *COLUMNS])]
-    for vendor in vendors:
+    for vendor in [*vendors, *dx12]:
         for kernel in vendor.kernels:
             flags = ["device" if kernel.clamps else "", "yes" if kernel.chosen else ""]
-            what = [vendor.name, kernel.variant, kernel.shape, kernel.dtypes, *flags]
+            what = [kernel.compiler or vendor.name, kernel.variant, kernel.shape, kernel.dtypes, *flags]
             table.append("\t".join(what + kernel.statistics.cells()))
     (directory / "vendors.tsv").write_text("\n".join(table) + "\n")
 
@@ -242,13 +161,15 @@ def main(words):
         at = words.index("--out")
         directory = Path(words[at + 1])
         words = words[:at] + words[at + 2 :]
-    vendors = [Vendor(name, Path(words[0])) for name in TITLES if name in words[1:]]
+    logs = Path(words[0])
+    vendors = [Vendor(name, logs) for name in TITLES if name in words[1:]]
+    dx12 = [Dx12(logs / "hlsl")] if "dx12" in words[1:] else []
     if directory:
-        write(vendors, directory)
-    failed = [f"{vendor.name}: {failure}" for vendor in vendors for failure in vendor.failures(partial)]
+        write(vendors, dx12, directory)
+    failed = [f"{vendor.name}: {failure}" for vendor in [*vendors, *dx12] for failure in vendor.failures(partial)]
     print("\n".join(failed), file=sys.stderr)
-    kernels = sum(len(vendor.kernels) for vendor in vendors)
-    print(f"{kernels} kernels on {len(vendors)} compilers, {len(failed)} failures")
+    kernels = sum(len(vendor.kernels) for vendor in [*vendors, *dx12])
+    print(f"{kernels} kernels on {len(vendors) + 2 * len(dx12)} compilers, {len(failed)} failures")
     return 1 if failed or kernels == 0 else 0
 
 
