@@ -22,6 +22,7 @@ class Part:
 
     `units()` gives the inputs of each unit by its name, in under a second and without any tool; see `records.digest`.
     `tools()` gives the versions of the tools that are installed here, which must not install any.
+    `alone`: it measures times, so nothing runs beside it.
     `run(stale, full, log)` runs units and returns `Passed` by unit; a unit that it leaves out has failed, and the log says why.
     """
 
@@ -31,6 +32,7 @@ class Part:
     units: object
     run: object
     tools: object = dict
+    alone: bool = False
 
     def digest(self, inputs, traced):
         """The digest of a unit whose run named further inputs: paths, which may have an entry behind a `:`."""

@@ -3,7 +3,6 @@
 use generate::{Checkpoint, Options, Sampling, Setup, Where};
 
 use crate::args::Args;
-use crate::others;
 use crate::shown::{Check, ROUNDED_TOLERANCE, Shown, TOLERANCE};
 use crate::times::{Times, quantile};
 
@@ -13,8 +12,6 @@ pub struct Report {
     frames: Vec<f32>,
     tokens: u64,
     layer_ms: f64,
-    /// The share of the cores that other programs left.
-    left: f64,
     losses: usize,
     sequences: usize,
     /// New tokens of the first sequence, as it was last.
@@ -34,7 +31,6 @@ impl Report {
             frames: times.decoding.clone(),
             tokens: shown.speed.tokens,
             layer_ms: shown.speed.layer_ms,
-            left: times.begin.zip(others::ticks()).map_or(1.0, |(begin, end)| others::left(begin, end)),
             losses,
             sequences: shown.sequences.len(),
             written: first.map_or(Vec::new(), |first| {
@@ -84,15 +80,10 @@ pub fn line(args: &Args, report: &Report) -> Result<String, String> {
     }
     line += &checked(report)?;
     line += &compared(args, report)?;
-    // What others take of the cores, frames have to wait for.
-    let most = args.p95_ms.map(|ms| ms / (report.left.max(0.2) as f32));
-    line += &format!("; other programs left {:.0} % of the cores", report.left * 100.0);
-    match most.filter(|&most| p95 > most) {
+    match args.p95_ms.filter(|&most| p95 > most) {
         Some(most) => {
-            let why = "slices are too large for this device, or the window is";
-            Err(format!(
-                "{line}\np95 of the frames is {p95:.1} ms, and may be {most:.1} ms of what others left: {why}"
-            ))
+            let why = "slices are too large for this device, the window is, or other programs took the cores";
+            Err(format!("{line}\np95 of the frames is {p95:.1} ms, and may be {most:.1}: {why}"))
         }
         None => Ok(line),
     }

@@ -15,7 +15,6 @@ mod compiled;
 mod device;
 mod look;
 mod open;
-mod others;
 mod pace;
 mod panels;
 mod publish;

@@ -3,8 +3,6 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use crate::others::{self, Ticks};
-
 /// As many as the graph shows.
 pub const SHOWN: usize = 160;
 
@@ -15,8 +13,6 @@ pub struct Times {
     pub recent: VecDeque<f32>,
     /// All frames that decoded, and their seconds.
     pub decoding: Vec<f32>,
-    /// The machine as the first of them began.
-    pub begin: Option<Ticks>,
 }
 
 impl Times {
@@ -30,7 +26,6 @@ impl Times {
                 self.recent.pop_front();
             }
             if is_decoding {
-                self.begin = self.begin.or_else(others::ticks);
                 self.decoding.push(ms);
             }
         }
