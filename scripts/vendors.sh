@@ -25,16 +25,14 @@ root=$PWD
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 tree=$(realpath -m "${MESA_TREE:-$target/mesa-tree}")
 logs=$target/vendors
-VENDORS=(nvk-turing adreno740 apple-m1 navi21 navi31 gfx1201 vega20 intel-skl intel-tgl intel-dg2 intel-bmg)
-# Of generations that are there already: Intel's Xe and Xe2.
-MORE=(intel-mtl intel-lnl)
+VENDORS=(nvk-turing adreno740 apple-m1 navi21 navi31 gfx1201 vega20 intel-skl intel-tgl intel-dg2 intel-mtl intel-lnl intel-bmg)
 
 . scripts/vendors/tree.sh
 . scripts/vendors/intel.sh
 . scripts/vendors/dx12.sh
 
 # The lines of a compiler's output that scripts/vendors/report.py reads.
-KEPT='^@@ |^SIMD[0-9]+ shader:|^(\*\*\* SHADER STATS|SGPRs|VGPRs|Spilled|Code size|LDS size|Subgroups per SIMD|Latency|Inverse)|^CS shader:'
+KEPT='^@@ |^CS SIMD|^(\*\*\* SHADER STATS|SGPRs|VGPRs|Spilled|Code size|LDS size|Subgroups per SIMD|Latency|Inverse)|^CS shader:'
 KEPT+='|^(MESA: info: )?shared_size|^MESA: info: (; CL prog|.*\b(stp|ldp)\.)|^(Stage|Instruction count|Static|Max warps|Spills|Num GPRs|SLM)'
 
 # What a program that ends badly says.
@@ -174,11 +172,7 @@ case $verb in
             set -- all
             out=(--out benches/results)
         fi
-        if [[ $* == all ]]; then
-            set -- dx12 "${VENDORS[@]}"
-            # Where results are written, and with --full.
-            [[ -z ${out[*]}$full ]] || set -- "$@" "${MORE[@]}"
-        fi
+        if [[ $* == all ]]; then set -- dx12 "${VENDORS[@]}"; fi
         [[ -z ${ONLY:-} ]] || out=(--partial)
         if [[ " $*" == *" intel-"* ]]; then intel_setup; fi
         if [[ " $* " == *" dx12 "* ]]; then dx12_setup; fi

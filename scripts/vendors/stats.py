@@ -72,7 +72,7 @@ class Statistics:
             self.values["registers"] = f"{found[0]} GPR"
         # Intel: one line, of the width that was taken. Every thread has 128 registers of 8 lanes, or of 16 from Xe2 on.
         elif found := numbers(
-            r"^SIMD(\d+) shader: (\d+) instructions\. \d+ loops\. (\d+) cycles\. (\d+):(\d+) spills:fills,.* to (\d+) bytes", line
+            r"^CS SIMD(\d+) shader: (\d+) inst, \d+ loops, (\d+) cycles, (\d+):(\d+) spills:fills,.* to (\d+) bytes", line
         ):
             self.seen = True
             width, instructions, cycles, spills, fills, code = found

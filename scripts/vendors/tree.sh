@@ -69,7 +69,8 @@ on() {
         nvk-turing)
             icd=nouveau shim=nouveau env=(NOUVEAU_CHIPSET=174 NVK_I_WANT_A_BROKEN_VULKAN_DRIVER=1) stats=(NAK_DEBUG=print) ;;
         intel-*)
-            icd=intel shim=intel env=("INTEL_STUB_GPU_PLATFORM=${driver#intel-}") stats=(INTEL_DEBUG=cs)
+            # It prints its statistics in any case.
+            icd=intel shim=intel env=("INTEL_STUB_GPU_PLATFORM=${driver#intel-}")
             ;;
         *) echo "vendors.sh: no driver $driver; there are lavapipe ${VENDORS[*]}" >&2; exit 2 ;;
     esac
