@@ -268,6 +268,8 @@ pub struct LayerOptions {
     pub capacity: LayerCapacity,
     /// Pages of a slab, where the pool is in several: those of the [`KvView::in_slabs`] that it is bound to. 0: a pool in one buffer.
     pub slab_pages: u32,
+    /// Decodes that begin with a shared prefix: [`DecodeOptions::shared_sequences`](crate::DecodeOptions::shared_sequences).
+    pub shared_sequences: u32,
 }
 
 /// What a host has to know of a compiled [`MlaLayer`].

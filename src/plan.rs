@@ -301,7 +301,7 @@ impl Plan {
         self.check_batch(spec, batch)?;
         self.check_prefixes(batch)?;
         self.lay_out_pages(spec)?;
-        self.share_prefixes(batch, policy, tiling)?;
+        self.share_prefixes(batch, policy, tiling, spec.shape.num_heads)?;
         self.add_own_runs(batch)?;
         self.cut(spec.shape.num_heads, tiling, policy)?;
         if !self.scratch.is_slab {
@@ -341,8 +341,18 @@ impl Plan {
         Ok(())
     }
 
-    /// One run for each group's prefix, ahead of the sequences' own.
-    fn share_prefixes(&mut self, batch: &Batch<'_>, policy: SplitPolicy, tiling: &Tiling) -> Result<()> {
+    /// One run for each group's prefix, ahead of the sequences' own, where tiles then attend it fewer times. Else it would only add merges: the
+    /// sequences' own tiles read the same pages, at about the same time.
+    fn share_prefixes(
+        &mut self,
+        batch: &Batch<'_>,
+        policy: SplitPolicy,
+        tiling: &Tiling,
+        heads: u32,
+    ) -> Result<()> {
+        let loc = batch.query_start_loc;
+        let rows = |seq: u32| heads * (loc[seq as usize + 1] - loc[seq as usize]) as u32;
+        let tiles = |rows: u32| rows.div_ceil(tiling.rows_per_tile.max(1));
         for group in batch.shared_prefixes {
             let unit = match policy {
                 SplitPolicy::FixedTokens(n) => n,
@@ -351,7 +361,9 @@ impl Plan {
             };
             let shortest = group.sequences.iter().map(|&s| self.seq_lens[s as usize]).min().unwrap_or(0);
             let tokens = group.tokens.min(shortest) / unit * unit;
-            if tokens == 0 || group.sequences.len() < 2 {
+            let apart: u32 = group.sequences.iter().map(|&seq| tiles(rows(seq))).sum();
+            let together = tiles(group.sequences.iter().map(|&seq| rows(seq)).sum());
+            if tokens == 0 || together >= apart {
                 continue;
             }
             let first_query = self.queries.len() as u32;

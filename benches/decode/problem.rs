@@ -58,7 +58,16 @@ impl<'a, D: Timed> Problem<'a, D> {
         let lse = device.buffer(rows * 4)?;
 
         let variant = variant.map(Into::into);
-        let options = DecodeOptions { variant, query_tokens: workload.q_len, ..Default::default() };
+        let options = DecodeOptions {
+            variant,
+            query_tokens: workload.q_len,
+            shared_sequences: workload
+                .shared_prefixes()
+                .iter()
+                .map(|group| group.sequences.len() as u32)
+                .sum(),
+            ..Default::default()
+        };
         let decode = device.compile_with(spec, &options)?;
         let layer_stride = workload.layer_elems();
         let layers = (0..copies).map(|layer| {

@@ -77,7 +77,7 @@ impl Kernel<MlaDecode> for Cuda {
         spec: &MlaDecode,
         options: &DecodeOptions,
     ) -> Result<(Functions, Tiling, Choice)> {
-        let request = (*spec, spec.shape.num_heads * options.query_tokens.clamp(1, 64));
+        let request = (*spec, spec.shape.num_heads * options.tile_tokens(spec.shape.num_heads));
         let (chosen, choice) = choose(VARIANTS, self.card(), &request, options.variant.as_deref())?;
         let tiling = options.tiling.unwrap_or(tiling(self, &chosen));
         let merges = match spec.shape.kv_lora_rank {

@@ -61,7 +61,8 @@ impl Kernel<MlaDecode> for Gpu {
     }
 
     fn kernel_compile(&self, spec: &MlaDecode, options: &DecodeOptions) -> Result<(Pipes, Tiling, Choice)> {
-        let (request, clamp_pages) = ((*spec, options.query_tokens), options.device_page_list);
+        let (request, clamp_pages) =
+            ((*spec, options.tile_tokens(spec.shape.num_heads)), options.device_page_list);
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
         let (read, write) =
             (if kernel.body.pins_loads() { Access::Write } else { Access::Read }, Access::Write);
@@ -266,7 +267,7 @@ impl Gpu {
 /// Those of [`MlaDecode::check`], [`Error::VariantUnavailable`].
 pub fn decode_sources(caps: &Caps, spec: &MlaDecode, options: &DecodeOptions) -> Result<[Source; 3]> {
     spec.check()?;
-    let request = (*spec, options.query_tokens);
+    let request = (*spec, options.tile_tokens(spec.shape.num_heads));
     let (kernel, _) = choose(&VARIANTS, caps, &request, options.variant.as_deref())?;
     sources_of(&kernel, caps, &request, options.device_page_list)
 }

@@ -75,6 +75,7 @@ impl<D: Composes> Ops<D> {
         let decode = DecodeOptions {
             variant: options.variant.clone(),
             query_tokens: spec.decode_threshold,
+            shared_sequences: options.shared_sequences,
             ..DecodeOptions::default()
         };
         let has_prefixes = capacity.prefix_rows > 0 && capacity.decode_tokens > 0;

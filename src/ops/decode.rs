@@ -95,11 +95,29 @@ pub struct DecodeOptions {
     /// Query tokens of a sequence that the decode is made for, such as 2 with one speculative token; 0 is 1. Sizes the tile,
     /// so that a sequence's tokens read the cache once where all their heads fit one tile. Other lengths stay right.
     pub query_tokens: u32,
+    /// Sequences that begin with a shared prefix ([`crate::Batch::shared_prefixes`]), where that is most of what they attend; 0 is 1, none.
+    /// Sizes the tile, so that query rows of several sequences attend a token of the prefix together: without it a batch of 16 heads gains
+    /// nothing from the planner's shared prefixes on tensor cores. Other batches stay right, and take longer.
+    pub shared_sequences: u32,
     /// Page lists are written on the device ([`PageTable::Device`]): kernels clamp every page id to the pool. Not on the CPU.
     pub device_page_list: bool,
     /// Replaces how the planner cuts work, such as for a card whose best [`Tiling::target_items`] was measured:
     /// `cargo bench --bench decode -- --items N`. Tiles may be smaller than the kernel's, not larger: a prepare refuses such a plan.
     pub tiling: Option<Tiling>,
+}
+
+/// Query rows of a tile for sequences that share a prefix. On an H100 through CUDA 64 are no faster: 64 sequences of 16 heads sharing 8192 of
+/// 9216 tokens take 96.9 us with tiles of 16 rows, 75.0 of 32, 77.5 of 64.
+const SHARED_ROWS: u32 = 32;
+
+impl DecodeOptions {
+    /// Query tokens that a tile is sized for: those of one sequence, or of as many that share a prefix as fill it.
+    pub(crate) fn tile_tokens(&self, num_heads: u32) -> u32 {
+        let own = self.query_tokens.clamp(1, 64);
+        let shared =
+            own.saturating_mul(self.shared_sequences.max(1)).min(SHARED_ROWS.div_ceil(num_heads.max(1)));
+        own.max(shared)
+    }
 }
 
 impl<B> MlaDecodeArgs<B> {
@@ -248,5 +266,24 @@ impl<D: Kernel<MlaDecode>> Compiled<MlaDecode, D> {
     /// How the planner is to cut work for it.
     pub fn tiling(&self) -> Tiling {
         *self.facts()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_sized_for_a_sequence_or_for_several_that_share() {
+        let tokens = |query_tokens, shared_sequences, heads| {
+            DecodeOptions { query_tokens, shared_sequences, ..DecodeOptions::default() }.tile_tokens(heads)
+        };
+        assert_eq!(
+            [tokens(0, 0, 16), tokens(1, 1, 16), tokens(2, 0, 16), tokens(u32::MAX, 0, 128)],
+            [1, 1, 2, 64]
+        );
+        assert_eq!([tokens(0, 64, 16), tokens(0, 3, 1), tokens(0, 64, 6), tokens(0, 64, 128)], [2, 3, 6, 1]);
+        assert_eq!([tokens(4, 64, 16), tokens(2, u32::MAX, 8)], [4, 4], "never fewer than a sequence has");
+        assert_eq!(tokens(0, 64, 0), 32, "a spec that is refused later");
     }
 }

@@ -200,7 +200,13 @@ fn check_shared(recipe: &Recipe, arrays: &Arrays, plan: &Plan) -> Vec<(u32, usiz
         let shortest = group.sequences.iter().map(|&seq| arrays.seq_lens[seq as usize] as u32).min();
         let most = group.tokens.min(shortest.unwrap_or(0));
         let tokens = recipe.unit().map_or(0, |unit| most / unit * unit);
-        if tokens > 0 && group.sequences.len() > 1 {
+        // Attended together only by fewer tiles than apart.
+        let q_len =
+            |seq: u32| arrays.query_start_loc[seq as usize + 1] - arrays.query_start_loc[seq as usize];
+        let rows: Vec<u32> = group.sequences.iter().map(|&seq| recipe.heads * q_len(seq) as u32).collect();
+        let tiles = |rows: u32| rows.div_ceil(recipe.tiling.rows_per_tile);
+        let fewer = tiles(rows.iter().sum()) < rows.iter().map(|&rows| tiles(rows)).sum();
+        if tokens > 0 && fewer {
             for &seq in &group.sequences {
                 shared[seq as usize] = (tokens, group.sequences[0] as usize);
                 listed.push((group.sequences[0], seq, tokens));

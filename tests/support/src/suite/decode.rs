@@ -227,7 +227,8 @@ pub fn shared_prefixes<B: Backend>(session: &Session<'_, B>) {
     let batches: [&[(u32, u32)]; 3] =
         [&[(100, 1), (90, 2), (64, 1)], &[(64, 1), (64, 1)], &[(70, 0), (66, 3), (80, 1)]];
     for lens in batches {
-        for heads in [1, 16] {
+        // 16 heads share nothing in a tile of 16 rows.
+        for (heads, query_tokens) in [(1, 0), (16, 0), (16, 2)] {
             let make = Make { heads, sequences: sequences(lens), prefix: 64, ..Make::default() };
             for policy in [
                 SplitPolicy::Auto,
@@ -235,7 +236,7 @@ pub fn shared_prefixes<B: Backend>(session: &Session<'_, B>) {
                 SplitPolicy::FixedTokens(48),
                 SplitPolicy::OneSplit,
             ] {
-                session.check(&make.build(), &How { policy, ..How::default() });
+                session.check(&make.build(), &How { policy, query_tokens, ..How::default() });
             }
         }
     }
