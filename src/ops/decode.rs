@@ -108,8 +108,10 @@ pub struct DecodeOptions {
 
 /// Query rows of a tile for sequences that share a prefix. On an H100 through CUDA 64 are no faster: 64 sequences of 16 heads sharing 8192 of
 /// 9216 tokens take 96.9 us with tiles of 16 rows, 75.0 of 32, 77.5 of 64.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 const SHARED_ROWS: u32 = 32;
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 impl DecodeOptions {
     /// Query tokens that a tile is sized for: those of one sequence, or of as many that share a prefix as fill it.
     pub(crate) fn tile_tokens(&self, num_heads: u32) -> u32 {
@@ -269,7 +271,7 @@ impl<D: Kernel<MlaDecode>> Compiled<MlaDecode, D> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, any(feature = "wgpu", feature = "cuda")))]
 mod tests {
     use super::*;
 
