@@ -203,7 +203,9 @@ fn a_prefix_on_other_pages_is_refused() {
     let spec = spec(16);
     let shared = [SharedPrefix { sequences: vec![0, 1, 2], tokens: 48 }];
     let batch = Batch { shared_prefixes: &shared, ..Batch::new(&[60, 70, 80], &[0, 1, 2, 3]) };
-    let plan = Plan::new(&spec, &TILING, &batch, SplitPolicy::FixedTokens(16)).unwrap();
+    // One tile for all three, which a prefix is shared for.
+    let tiling = Tiling { rows_per_tile: 18, ..TILING };
+    let plan = Plan::new(&spec, &tiling, &batch, SplitPolicy::FixedTokens(16)).unwrap();
     let same = [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3, 8, 9];
     assert!(tables(&plan, PageTable::Dense { block_table: &same, max_pages: 5 }, &spec).is_ok());
     let mut other = same;

@@ -4,7 +4,7 @@ use mla_support::ranks::cut;
 use mla_support::reference::slot_mapping;
 use wgpu_mla::{
     Backend, Batch, Compiled, DeviceBatch, Dtype, Error, KvAppend, KvAppendArgs, KvView, Mask, MlaDecode,
-    MlaDecodeArgs, PageTable, Plan, Result, SharedPrefix, Shares, SplitPolicy, View,
+    MlaDecodeArgs, PageTable, Plan, Result, SharedPrefix, Shares, SplitPolicy, Tiling, View,
 };
 
 use mla_support::close::{Tolerance, close};
@@ -353,7 +353,9 @@ pub fn every_refusal_of_device_tables<D: Serves>(backend: &D) {
         shared_prefixes: &prefixes,
         ..Batch::new(&BOUNDS, &serving.problem.query_start_loc)
     };
-    let prefixed = Plan::new(&spec, &tiling, &batch, SplitPolicy::FixedTokens(16)).expect("a plan");
+    // A prefix is shared where one tile has rows of several sequences.
+    let wide = Tiling { rows_per_tile: 1024, ..tiling };
+    let prefixed = Plan::new(&spec, &wide, &batch, SplitPolicy::FixedTokens(16)).expect("a plan");
     let refused = backend.prepare_bounds(&mut serving.made, &prefixed).expect_err("refused");
     assert!(matches!(refused, Error::Shape { what: "shared prefixes of the plan", .. }), "{refused}");
     let full = serving.plan(&BOUNDS, Mask::Full, SplitPolicy::Auto);
