@@ -5,11 +5,12 @@ mod heat;
 mod pages;
 mod palette;
 mod prompt;
+mod sequences;
 mod status;
-mod texts;
 mod times;
 
 use eframe::egui;
+use egui_plot::Plot;
 
 use crate::shown::{Phase, Shown};
 use crate::times::Times;
@@ -55,10 +56,12 @@ impl Panels {
             egui::Panel::top("prompt").frame(panel).show(ui, |ui| {
                 self.top(ui, shown, lost, &mut pressed);
             });
-            egui::Panel::left("texts").frame(panel).default_size(size.x * 0.42).min_size(260.0).show(
+            egui::Panel::left("sequences").frame(panel).default_size(size.x * 0.42).min_size(260.0).show(
                 ui,
                 |ui| {
-                    scroll(ui, "texts", |ui| texts::show(ui, shown, &mut self.selected, &mut pressed.asks));
+                    scroll(ui, "sequences", |ui| {
+                        sequences::show(ui, shown, &mut self.selected, &mut pressed.asks)
+                    });
                 },
             );
             egui::CentralPanel::default().frame(center).show(ui, |ui| {
@@ -69,7 +72,7 @@ impl Panels {
                 scroll(ui, "all", |ui| {
                     self.top(ui, shown, lost, &mut pressed);
                     ui.separator();
-                    texts::show(ui, shown, &mut self.selected, &mut pressed.asks);
+                    sequences::show(ui, shown, &mut self.selected, &mut pressed.asks);
                     ui.separator();
                     self.pictures(ui, shown, times, &mut pressed.asks);
                 });
@@ -96,6 +99,19 @@ impl Panels {
         ui.add_space(8.0);
         times::show(ui, times);
     }
+}
+
+/// A plot that the pointer reads and does not move.
+fn fixed_plot<'a>(name: &str, height: f32) -> Plot<'a> {
+    Plot::new(name)
+        .height(height)
+        .allow_zoom(false)
+        .allow_drag(false)
+        .allow_scroll(false)
+        .allow_boxed_zoom(false)
+        .allow_double_click_reset(false)
+        .allow_axis_zoom_drag(false)
+        .show_background(false)
 }
 
 fn scroll(ui: &mut egui::Ui, name: &str, show: impl FnOnce(&mut egui::Ui)) {

@@ -51,8 +51,8 @@ impl Sequence {
         })
     }
 
-    /// A fork, whose pages are `id`. It begins with another token than this one took, by the same logits: greedy texts would else be
-    /// the same.
+    /// A fork, whose pages are `id`. It begins with another token than this one took, by the same logits: otherwise greedy sampling
+    /// would give both the same tokens.
     pub fn fork(
         &self,
         id: SeqId,

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use eframe::egui::{self, Color32, ColorImage, Sense, TextureHandle, TextureOptions, vec2};
-use egui_plot::{GridMark, HoverPosition, Plot, PlotBounds, PlotImage, PlotPoint};
+use egui_plot::{GridMark, HoverPosition, PlotBounds, PlotImage, PlotPoint};
 
-use super::palette;
+use super::{fixed_plot, palette};
 use crate::shown::{Shown, Weights};
 
 const HEIGHT: f32 = 200.0;
@@ -77,15 +77,7 @@ fn plot(ui: &mut egui::Ui, shown: &Shown, texture: egui::TextureId, weights: &Ar
             position;
         tell(weights, shown, position.x, lines - position.y)
     };
-    Plot::new("weights")
-        .height(HEIGHT)
-        .allow_zoom(false)
-        .allow_drag(false)
-        .allow_scroll(false)
-        .allow_boxed_zoom(false)
-        .allow_double_click_reset(false)
-        .allow_axis_zoom_drag(false)
-        .show_background(false)
+    fixed_plot("weights", HEIGHT)
         .show_grid(false)
         .x_axis_label("token of the context")
         .y_axis_label(format!("{heads} heads a layer"))

@@ -1,8 +1,9 @@
 //! A graph of the last frames' times.
 
 use eframe::egui;
-use egui_plot::{GridMark, HLine, Line, LineStyle, Plot, PlotBounds, PlotPoints};
+use egui_plot::{GridMark, HLine, Line, LineStyle, PlotBounds, PlotPoints};
 
+use super::fixed_plot;
 use crate::times::{SHOWN, Times, quantile};
 
 const HEIGHT: f32 = 104.0;
@@ -28,15 +29,7 @@ pub fn show(ui: &mut egui::Ui, times: &Times) {
     };
     let weak = ui.visuals().weak_text_color();
     let colour = ui.visuals().hyperlink_color;
-    Plot::new("times")
-        .height(HEIGHT)
-        .allow_zoom(false)
-        .allow_drag(false)
-        .allow_scroll(false)
-        .allow_boxed_zoom(false)
-        .allow_double_click_reset(false)
-        .allow_axis_zoom_drag(false)
-        .show_background(false)
+    fixed_plot("times", HEIGHT)
         .show_grid([false, true])
         .x_axis_label("the last frames, the newest at the right")
         .y_axis_label("ms")

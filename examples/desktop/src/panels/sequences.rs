@@ -1,4 +1,4 @@
-//! The texts, a frame a sequence, in its colour.
+//! The sequences, each with its generated text, in its colour.
 
 use eframe::egui::{self, RichText, TextFormat};
 
