@@ -3,9 +3,10 @@
 mod foreign;
 mod layers;
 
+use mla_support::paint::Make;
 use mla_support::rig::{Rig, pages, plan, small};
 use mla_support::suite::run::How;
-use mla_support::suite::{Cases, Session, decode, layer, prefill};
+use mla_support::suite::{Cases, Session, layer, prefill};
 use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::{Gpu, Setup, wanted};
 use wgpu_mla::{
@@ -156,7 +157,10 @@ fn intels_tiles_run() -> Outcome {
     }
     let mut session = Session::new(&gpu);
     session.cases = Cases::Representative;
-    decode::heads(&session);
+    for dims in [(512, 64), (256, 32)] {
+        session.check(&Make { dims, ..Make::default() }.build(), &How { policy: FIXED, ..How::default() });
+    }
+    session.finish("Intel's tiles");
     prefill::prefill_shapes(&session);
     Ok(())
 }
