@@ -30,7 +30,7 @@ def convert_address(machine, instruction):
     """Only shared memory has an address window of its own; all other state spaces use generic addresses."""
     target = register(instruction.operands[0])
     get = source(machine, instruction.operands[1], instruction.mods[-1])
-    shift = np.uint64(SHARED_WINDOW if instruction.has("shared") else 0)
+    shift = np.uint64(SHARED_WINDOW if any(mod.startswith("shared") for mod in instruction.mods) else 0)
 
     def run(team, mask):
         value = get(team).astype(np.uint64)
@@ -55,6 +55,8 @@ class Place:
         if instruction.has("local"):
             raise Unsupported("local memory: an array that is no register")
         self.shared = True if shared else False if elsewhere else None
+        # Whether it may be in another block of the cluster.
+        self.may_leave = instruction.has("shared::cluster") or self.shared is None
 
     def locate(self, team, mask, size, align, right, note=True):
         """(bytes, offsets of the active lanes)."""
@@ -71,8 +73,10 @@ class Place:
                 addresses = addresses - np.uint64(SHARED_WINDOW)
         if not shared:
             return self.machine.memory.bytes, self.machine.memory.locate(addresses, size, align, right)
-        memory = self.machine.shared
-        offsets = memory.locate(addresses, blocks, size, align)
+        memory, owners = self.machine.shared, blocks
+        if self.machine.clustered:
+            addresses, owners = self.machine.cluster.resolve(team, addresses, blocks, self.may_leave)
+        offsets = memory.locate(addresses, owners, size, align)
         if note and memory.races:
             memory.races.access(team.number, offsets, blocks, size, right == WRITE)
         return memory.bytes, offsets

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cluster import shape_of
 from machine import Machine
 from memory import Fault, Global
 from parse import matching_brace, parse
@@ -48,18 +49,20 @@ class Device:
         """A buffer's array as it is now."""
         return self.memory.get(address)
 
-    def launch(self, entry, grid, args, block=None, shared=0, orders=("forward", "reverse"), races=True, beside=8, same=True):
+    def launch(self, entry, grid, args, block=None, shared=0, orders=("forward", "reverse"), races=True, beside=8, same=True, cluster=None):
         """Runs an entry. `args` has the bytes of each parameter; `block` is needed where the launch bounds do not
-        give its size; `shared` is dynamic shared memory in bytes; `beside` blocks run at a time. `same` is off where the result may depend
+        give its size; `shared` is dynamic shared memory in bytes; `beside` blocks run at a time; `cluster` is the blocks of a cluster, along x
+        or (x, y, z), where the entry does not require it. `same` is off where the result may depend
         on the order, as with sums by atomics. Raises Fault."""
         block = block or (entry.threads, 1, 1)
         if entry.threads and int(np.prod(block)) > entry.threads:
             raise Fault(f"{entry.name}: {int(np.prod(block))} threads, but bounds of {entry.threads}")
+        shape = shape_of(entry, grid, cluster)
         symbols = self.symbols(entry, args)
         before, results = self.memory.bytes.copy(), []
         for name in orders:
             self.memory.bytes = before.copy()
-            self.once(entry, symbols, grid, block, shared, ORDERS[name], races, beside)
+            self.once(entry, symbols, grid, block, shared, ORDERS[name], races, beside, shape)
             results.append(self.memory.bytes)
         if same and any((one != results[0]).any() for one in results):
             at = int(np.flatnonzero(results[0] != results[-1])[0])
@@ -78,14 +81,20 @@ class Device:
             symbols[name] = self.buffer(np.frombuffer(value, np.uint8))
         return symbols
 
-    def once(self, entry, symbols, grid, block, shared, order, races, beside):
-        blocks = order([(x, y, z) for z, y, x in product(*(range(size) for size in grid[::-1]))])
+    def once(self, entry, symbols, grid, block, shared, order, races, beside, cluster):
+        clusters = order(list(places([count // side for count, side in zip(grid, cluster)])))
+        some = max(beside // int(np.prod(cluster)), 1)
         with np.errstate(all="ignore"):
-            for start in range(0, len(blocks), beside):
-                some = blocks[start : start + beside]
-                machine = Machine(entry, self.memory, symbols, grid, block, some, shared, order, races)
+            for start in range(0, len(clusters), some):
+                blocks = [tuple(np.add(np.multiply(at, cluster), within).tolist()) for at in clusters[start : start + some] for within in places(cluster)]
+                machine = Machine(entry, self.memory, symbols, grid, block, blocks, shared, order, races, cluster)
                 self.steps += machine.run()
                 self.atomics += machine.atomics
+
+
+def places(sides):
+    """All (x, y, z) of a grid, x first."""
+    return ((x, y, z) for z, y, x in product(*(range(side) for side in sides[::-1])))
 
 
 # What the test that runs has read: `PATH:ENTRY`, or `PATH:` for the names of a file's entries. See entries.py.

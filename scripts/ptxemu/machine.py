@@ -2,7 +2,8 @@
 
 A team is the warps of one index in all these blocks: its instructions run as numpy operations over all their lanes. The teams run
 one after the other, first to last or last to first, each up to its next barrier: where a barrier is missing, one of both orders reads
-data that was not yet written. Diverged lanes run lowest address first, until they reconverge.
+data that was not yet written. Diverged lanes run lowest address first, until they reconverge. The blocks of a cluster are always in the
+same team.
 """
 
 import heapq
@@ -12,6 +13,8 @@ import numpy as np
 import access
 import alu
 import arrivals
+import cluster
+import cluster_barrier
 import convert
 import tensor
 import tma
@@ -19,6 +22,7 @@ import wgmma
 from memory import Fault, Shared
 from operands import source
 from parse import Unsupported
+from races import Races
 
 DTYPES = {"pred": np.bool_, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 MAX_STEPS = 20_000_000
@@ -53,6 +57,7 @@ class Team:
             named[f"%ntid.{letter}"] = np.full(self.lanes, machine.block_dim[axis], np.uint32)
             named[f"%nctaid.{letter}"] = np.full(self.lanes, machine.grid[axis], np.uint32)
             named[f"%ctaid.{letter}"] = np.repeat(blocks[:, axis], 32)
+        named |= cluster.special_registers(self, machine.grid, machine.cluster_dim, blocks)
         one = np.uint32(1)
         named["%lanemask_eq"] = one << self.lane
         named["%lanemask_lt"] = (one << self.lane) - one
@@ -125,15 +130,22 @@ class Team:
 
 
 class Machine:
-    """Blocks that run beside one another."""
+    """Blocks that run beside one another; those of a cluster are side by side, by rank."""
 
-    def __init__(self, entry, memory, params, grid, block_dim, blocks, dynamic_bytes, order, races):
-        self.entry, self.memory, self.grid, self.block_dim = entry, memory, grid, block_dim
+    def __init__(self, entry, memory, params, grid, block_dim, blocks, dynamic_bytes, order, races, cluster_dim=(1, 1, 1)):
+        self.entry, self.memory, self.grid, self.block_dim, self.cluster_dim = entry, memory, grid, block_dim, cluster_dim
         self.threads = int(np.prod(block_dim))
         self.warps = -(-self.threads // 32)
         self.steps = self.atomics = 0
         dynamic = -(-entry.static_bytes // 1024) * 1024 if entry.dynamic else entry.static_bytes
-        self.shared = Shared(len(blocks), dynamic + dynamic_bytes, self.warps, races)
+        self.cluster = cluster.Cluster(self, int(np.prod(cluster_dim)), blocks)
+        # Whether addresses may name a block, and whether arrivals may lack release.
+        self.clustered = self.cluster.size > 1 or any(instruction.name == "mapa" for instruction in entry.code)
+        self.has_relaxed = any(instruction.name in ("barrier", "mbarrier") and instruction.has("relaxed") for instruction in entry.code)
+        self.shared = Shared(len(blocks), dynamic + dynamic_bytes)
+        if races:
+            self.shared.races = Races(len(blocks), self.shared.size, self.warps, self.cluster.size)
+        self.cluster_barrier = cluster_barrier.ClusterBarrier(self, len(blocks) // self.cluster.size)
         self.symbols = dict(params)
         self.shared_names = set(entry.shared)
         for name, (offset, _) in entry.shared.items():
@@ -150,16 +162,22 @@ class Machine:
     def run(self):
         while True:
             moved = [self.teams[number].run() for number in self.turns]
-            released = self.release() | self.arrivals.release()
+            released = self.release() | self.arrivals.release() | self.cluster_barrier.release()
+            if self.cluster.size > 1:
+                self.cluster.note_exits()
             if not any(moved) and not released:
                 break
-        if self.arrivals.parked:
-            (block, at), parity, team, _, _ = self.arrivals.parked[0]
-            raise Fault(f"{self.entry.name}: warp {team.number} of block {block} waits for ever for parity {parity} of the mbarrier at {at - block * self.shared.size}")
-        if self.barriers:
-            (block, number), state = next(iter(self.barriers.items()))
-            raise Fault(f"{self.entry.name}: {state['threads']} threads of block {block} wait for ever at barrier {number}")
+        lacks = self.lacks()
+        if lacks:
+            raise Fault(f"{self.entry.name}: {'; '.join(lacks)}")
         return self.steps
+
+    def lacks(self):
+        """Who waits for ever."""
+        found = [f"warp {warp} of {self.cluster.name(block)} waits for ever for parity {parity} of the mbarrier at {at}" for block, warp, parity, at in self.arrivals.waiting()]
+        found += [f"{state['threads']} threads of {self.cluster.name(block)} wait for ever at barrier {number}" for (block, number), state in self.barriers.items()]
+        at_cluster = self.cluster_barrier.lacks()
+        return (found[:4] if self.cluster.size > 1 else found[:1]) + [at_cluster] * bool(at_cluster)
 
     def arrive(self, team, mask, number, threads, address, vote=None):
         """Lanes arrive at a barrier; they park for `address` unless it is None. A vote is a register and each lane's value."""
@@ -168,8 +186,8 @@ class Machine:
         for block in np.flatnonzero(lanes.any(1)):
             if (alive[block] & ~lanes[block]).any():
                 raise Fault("a barrier that only a part of a warp has reached")
-            warps = self.warps
-            fresh = {"threads": 0, "parked": [], "joined": np.zeros(warps, np.int32), "want": threads, "any": False}
+            nothing = self.shared.races and self.shared.races.nothing()
+            fresh = {"threads": 0, "parked": [], "joined": nothing, "want": threads, "any": False}
             state = self.barriers.setdefault((int(block), number), fresh)
             if state["want"] != threads:
                 raise Fault(f"barrier {number} with {state['want']} threads and with {threads}")
@@ -205,8 +223,10 @@ class Machine:
 
 def decode(machine, instruction, at):
     """An instruction as a function of (team, mask)."""
-    step = control(instruction, at, machine) or arrivals.decode(machine, instruction, at) or tma.decode(machine, instruction) or wgmma.decode(machine, instruction)
-    for family in (access, convert, tensor, alu):
+    step = control(instruction, at, machine)
+    for family in (cluster_barrier, arrivals):
+        step = step or family.decode(machine, instruction, at)
+    for family in (cluster, tma, wgmma, access, convert, tensor, alu):
         step = step or family.decode(machine, instruction)
     if step is None:
         raise Unsupported(f"instruction `{instruction.text}`")
@@ -261,7 +281,7 @@ def control(instruction, at, machine):
             return True
 
         return leave
-    if name in ("bar", "barrier") and instruction.has("sync", "arrive") and not instruction.has("warp"):
+    if name in ("bar", "barrier") and instruction.has("sync", "arrive") and not instruction.has("warp", "cluster"):
         number, threads = instruction.operands[0], instruction.operands[1:]
         return barrier(machine, number, threads, None if instruction.has("arrive") else at + 1)
     if name in ("bar", "barrier") and instruction.has("red") and instruction.has("or"):

@@ -1,10 +1,11 @@
-"""Checked memory: every access is checked for bounds and alignment, and shared memory for races."""
+"""Checked memory: every access is checked for bounds and alignment, and shared memory for races (races.py)."""
 
 import numpy as np
 
 BASE = 0x7F00_0000_0000
-# Where the generic addresses of shared memory begin.
+# Where the generic addresses of shared memory begin, and their number: see cluster.py.
 SHARED_WINDOW = 0x7E00_0000_0000
+SHARED_ROOM = 1 << 29
 GAP = 4096
 READ, WRITE = 1, 2
 POISON = 0xFF
@@ -62,11 +63,11 @@ class Global:
 class Shared:
     """The shared memory of several blocks, one behind the other, full of NaN until it is written."""
 
-    def __init__(self, blocks, size, warps, races):
+    def __init__(self, blocks, size):
         self.size = -(-max(size, 16) // 16) * 16
         self.used = size
         self.bytes = np.full(blocks * self.size, POISON, np.uint8)
-        self.races = Races(blocks, self.size, warps) if races else None
+        self.races = None
 
     def locate(self, addresses, blocks, size, align):
         """Offsets into `bytes`; `blocks` says whose memory each access is to."""
@@ -76,74 +77,3 @@ class Shared:
         if offsets.max() + size > self.used:
             raise Fault(f"shared access of {size} bytes at {int(offsets.max())}, but a block has {self.used}")
         return offsets + blocks * self.size
-
-
-CELL = 2
-
-
-class Races:
-    """Finds accesses of two warps that no barrier orders, by vector clocks, in cells of two bytes.
-
-    Each warp counts its own steps between barriers, and has the count of every other warp at the last barrier that they
-    shared. An access is ordered after another warp's if its warp has at least that count.
-    """
-
-    def __init__(self, blocks, size, warps):
-        cells = blocks * size // CELL
-        self.known = np.zeros((blocks, warps, warps), np.int32)
-        self.known[:, np.arange(warps), np.arange(warps)] = 1
-        self.writer = np.zeros(cells, np.int16)
-        self.written = np.zeros(cells, np.int32)
-        self.read_at = np.zeros((warps, cells), np.int32)
-        # Written, with no proxy fence since; TMA and wgmma need one.
-        self.unfenced = np.zeros(cells, bool)
-
-    def access(self, warp, offsets, blocks, size, write):
-        """Notes accesses of one warp in several blocks; a fault if another warp's is not ordered before them."""
-        width = max(size // CELL, 1)
-        cells = (offsets[:, None] // CELL + np.arange(width)).reshape(-1)
-        blocks = np.repeat(blocks, width)
-        writer = self.writer[cells]
-        late = (writer != warp) & (self.written[cells] > self.known[blocks, warp, writer])
-        if late.any():
-            self.fault("write" if write else "read", warp, "write", int(writer[late][0]))
-        now = self.known[blocks, warp, warp]
-        if not write:
-            self.read_at[warp, cells] = now
-            return
-        unseen = self.read_at[:, cells] > self.known[blocks, warp].T
-        unseen[warp] = False
-        if unseen.any():
-            self.fault("write", warp, "read", int(np.argwhere(unseen)[0][0]))
-        self.writer[cells] = warp
-        self.written[cells] = now
-        self.unfenced[cells] = True
-
-    def fence(self, warp):
-        """A proxy fence: a warp's writes so far are visible to TMA and wgmma too."""
-        self.unfenced[self.writer == warp] = False
-
-    def check_fenced(self, cells):
-        if self.unfenced[cells].any():
-            raise Fault("a tensor copy, or a matrix of a warpgroup, where a warp has written with no fence since")
-
-    def copied(self, warp, offsets, block):
-        """Notes a TMA copy that a warp issues, byte by byte: a write, ordered after earlier writes only by a proxy fence."""
-        cells = offsets[::CELL] // CELL
-        self.check_fenced(cells)
-        self.access(warp, cells * CELL, np.full(len(cells), block), CELL, True)
-        self.unfenced[cells] = False
-
-    @staticmethod
-    def fault(what, warp, other, whose):
-        raise Fault(f"race in shared memory: a {what} of warp {warp}, and a {other} of warp {whose} with no barrier between")
-
-    def arrive(self, block, warp, joined):
-        """A warp reaches a barrier: its clock is merged into the barrier's, and its own count goes up."""
-        joined = np.maximum(joined, self.known[block, warp])
-        self.known[block, warp, warp] += 1
-        return joined
-
-    def leave(self, block, warp, joined):
-        """A warp leaves a barrier with the merged clock of all that arrived."""
-        self.known[block, warp] = np.maximum(self.known[block, warp], joined)

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 
-from memory import SHARED_WINDOW
+from memory import SHARED_ROOM, SHARED_WINDOW
 from parse import Unsupported, size_of, split_operands
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -96,4 +96,4 @@ def address(machine, text):
 
 
 def in_shared_window(addresses):
-    return (addresses >= np.uint64(SHARED_WINDOW)) & (addresses < np.uint64(SHARED_WINDOW + (1 << 24)))
+    return (addresses >= np.uint64(SHARED_WINDOW)) & (addresses < np.uint64(SHARED_WINDOW + SHARED_ROOM))

@@ -44,6 +44,9 @@ class Entry:
     dynamic: str = None
     data: dict = field(default_factory=dict)
     threads: int = None
+    # The blocks of a cluster, and whether a launch must be in clusters.
+    cluster: tuple = None
+    needs_cluster: bool = False
 
 
 def size_of(type_name):
@@ -195,6 +198,12 @@ def matching_brace(text, start):
     raise Unsupported("a brace without its end")
 
 
+def dims_after(directive, text):
+    """The three numbers of a directive, or None."""
+    found = re.search(rf"\.{directive}\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", text)
+    return found and tuple(int(number or 1) for number in found.groups())
+
+
 def parse(text):
     """The entries of a PTX text by name."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
@@ -211,8 +220,9 @@ def parse(text):
         entry = Entry(head[1])
         for param in re.finditer(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s)?(\w+)(?:\[(\d+)\])?", head[2] or ""):
             entry.params.append((param[2], int(param[3] or 1) * size_of(param[1])))
-        bound = re.search(r"\.(?:max|req)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", head[3])
-        entry.threads = bound and int(bound[1]) * int(bound[2] or 1) * int(bound[3] or 1)
+        bound, cluster = dims_after("(?:max|req)ntid", head[3]), dims_after("reqnctapercluster", head[3])
+        entry.threads = bound and bound[0] * bound[1] * bound[2]
+        entry.cluster, entry.needs_cluster = cluster, ".explicitcluster" in head[3]
         for statement in re.sub(r"^\s*\.(version|target|address_size).*$", "", module + text[end:], flags=re.M).split(";"):
             if statement.strip():
                 add_variable(entry, " ".join(statement.split()))

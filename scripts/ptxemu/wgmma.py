@@ -6,9 +6,10 @@ wait, so a barrier that comes too late on either side is found. Descriptors are 
 
 import numpy as np
 
-from memory import CELL, READ, Fault
+from memory import READ, Fault
 from operands import elements, register, source
 from parse import Unsupported
+from races import CELL
 from tensor import COLUMN, DECODERS, ROW, fragments
 
 DEPTH = 16
