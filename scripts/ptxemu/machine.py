@@ -18,6 +18,7 @@ import cluster_barrier
 import convert
 import tensor
 import tma
+import warp_barrier
 import wgmma
 from memory import Fault, Shared
 from operands import source
@@ -43,7 +44,7 @@ class Team:
         # Diverged groups: (address, a number that makes it unique, mask).
         self.waiting, self.count = [], 0
         self.committed = np.zeros(self.lanes, np.int64)
-        self.flying = []
+        self.flying, self.at_warp_barrier = [], []
         self.multiplications = wgmma.Multiplications(self.lanes)
         self.wait(0, self.alive)
 
@@ -162,7 +163,7 @@ class Machine:
     def run(self):
         while True:
             moved = [self.teams[number].run() for number in self.turns]
-            released = self.release() | self.arrivals.release() | self.cluster_barrier.release()
+            released = self.release() | self.arrivals.release() | self.cluster_barrier.release() | any([warp_barrier.release(team) for team in self.teams])
             if self.cluster.size > 1:
                 self.cluster.note_exits()
             if not any(moved) and not released:
@@ -176,6 +177,7 @@ class Machine:
         """Who waits for ever."""
         found = [f"warp {warp} of {self.cluster.name(block)} waits for ever for parity {parity} of the mbarrier at {at}" for block, warp, parity, at in self.arrivals.waiting()]
         found += [f"{state['threads']} threads of {self.cluster.name(block)} wait for ever at barrier {number}" for (block, number), state in self.barriers.items()]
+        found += [f"warp {team.number} of {self.cluster.name(block)} waits for ever for its lanes" for team in self.teams for _, block, _, _ in team.at_warp_barrier]
         at_cluster = self.cluster_barrier.lacks()
         return (found[:4] if self.cluster.size > 1 else found[:1]) + [at_cluster] * bool(at_cluster)
 
@@ -224,7 +226,7 @@ class Machine:
 def decode(machine, instruction, at):
     """An instruction as a function of (team, mask)."""
     step = control(instruction, at, machine)
-    for family in (cluster_barrier, arrivals):
+    for family in (warp_barrier, cluster_barrier, arrivals):
         step = step or family.decode(machine, instruction, at)
     for family in (cluster, tma, wgmma, access, convert, tensor, alu):
         step = step or family.decode(machine, instruction)

@@ -27,9 +27,6 @@ def decode(machine, instruction):
         return load_matrix(machine, instruction)
     if name == "mma":
         return multiply(machine, instruction)
-    if name == "bar" and instruction.has("warp"):
-        members = source(machine, instruction.operands[0], "u32")
-        return lambda team, mask: check_members(team, mask, members(team))
     return None
 
 
