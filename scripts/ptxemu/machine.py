@@ -13,6 +13,7 @@ import numpy as np
 import access
 import alu
 import arrivals
+import bulk
 import cluster
 import cluster_barrier
 import convert
@@ -228,7 +229,7 @@ def decode(machine, instruction, at):
     step = control(instruction, at, machine)
     for family in (warp_barrier, cluster_barrier, arrivals):
         step = step or family.decode(machine, instruction, at)
-    for family in (cluster, tma, wgmma, access, convert, tensor, alu):
+    for family in (bulk, cluster, tma, wgmma, access, convert, tensor, alu):
         step = step or family.decode(machine, instruction)
     if step is None:
         raise Unsupported(f"instruction `{instruction.text}`")
