@@ -36,7 +36,7 @@ def units():
     for path in files(*TESTS):
         inputs = [*scripts, *local_imports(path)]
         if "/tests/" in path:
-            inputs += files("scripts/ptxemu/tests/small.cu", "scripts/ptx/compiler.py", "scripts/ptx/nvcc-*.txt", "scripts/ptxemu/*.py")
+            inputs += files("scripts/ptxemu/tests/*.cu", "scripts/ptx/compiler.py", "scripts/ptx/nvcc-*.txt", "scripts/ptxemu/*.py")
         found |= {name: inputs for name, is_long in tests_of(path).items() if not is_long}
     return found
 
