@@ -115,9 +115,9 @@ def boxes(case, address, name, tile):
     )
 
 
-def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse"), non_finite=()):
+def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8, rest=21, alone=False, page=PAGE, entry=None, orders=("forward", "reverse"), non_finite=(), cluster=None):
     """Runs one entry of a file, or `entry` in its place, on tiles of `rows` rows, over twice `tokens` tokens and `rest`. The first tile is
-    cut `beyond` tokens after half of them."""
+    cut `beyond` tokens after half of them. `cluster` is the blocks of a cluster, where the entry does not require it."""
     heads = rows // 2 + 1
     case = Case(latent, rope, cache, query, heads, 2 * tokens + rest, page, non_finite)
     middle, length = tokens + beyond, case.length
@@ -130,10 +130,12 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8,
     device, address = Device(), {}
     entry = entry or kernels(ptx)[name]
     shared, tile = (int.from_bytes(entry.data.get(f"{name}_{what}", b""), "little") for what in ("shared_bytes", "tokens"))
+    size = cluster or (entry.cluster or (1,))[0]
+    blocks = -(-(len(items) + 1) // size) * size
     only_read = {
         "header": np.array([len(items), 0, page, len(case.kv)], np.uint32),
         # One more than there are: a step has room for an item of each block.
-        "items": np.array([(*item, 0, 0) for item in [*items, (0,) * 6]], np.uint32),
+        "items": np.array([(*item, 0, 0) for item in [*items, *[(0,) * 6] * (blocks - len(items))]], np.uint32),
         "queries": np.array(list(zip(case.tokens, case.visible)), np.uint32),
         "merges": np.zeros(4, np.uint32),
         "merge_partials": np.zeros(4, np.uint32),
@@ -149,7 +151,7 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8,
     args = [pack(case, address, heads, copies, tile, len(items) + alone)]
     if len(entry.params) > 1:
         args.append(boxes(case, address["kv"], name, tile))
-    device.launch(entry, (len(items) + 1, 1, 1), args, shared=shared, orders=orders)
+    device.launch(entry, (blocks, 1, 1), args, shared=shared, orders=orders, cluster=cluster)
     # A variant on tensor cores notes a logit that is not finite by an atomic, and then does the item again: that would hide what it lacks.
     assert non_finite or not device.atomics, f"{name}: logits that are not finite"
     results = [device.read(address[key]) for key in ("partials", "out", "lse")]
