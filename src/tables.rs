@@ -206,7 +206,8 @@ impl Capacity {
             u32::try_from(end).unwrap_or(u32::MAX)
         };
         let items = HEADER_WORDS;
-        let queries = after(items, self.items, size_of::<WorkItem>());
+        // CUDA's grids are whole clusters of two blocks, each of which looks at an item.
+        let queries = after(items, self.items.checked_next_multiple_of(2).unwrap_or(u32::MAX), size_of::<WorkItem>());
         let merges = after(queries, self.queries, size_of::<QueryToken>());
         let merge_partials = after(merges, self.merges, size_of::<Merge>());
         let pages = after(merge_partials, self.merge_partials, 4);

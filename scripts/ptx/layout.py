@@ -30,7 +30,7 @@ class Layout:
 def layouts_of(path, include, ptx):
     """By entry: its layout, and whether it takes a TMA tensor map too."""
     text = preprocessed(path, include)
-    pattern = r'extern "C" __global__ void\s+__launch_bounds__\s*\(.*?\)\s*(\w+)\(\s*const (?:__grid_constant__ )?([\w<>]+) args\b'
+    pattern = r'extern "C" __global__ void\s+(?:__cluster_dims__\([^)]*\) )?__launch_bounds__\s*\(.*?\)\s*(\w+)\(\s*const (?:__grid_constant__ )?([\w<>]+) args\b'
     types = dict(re.findall(pattern, text))
     return {entry: checked(path, entry, parameters, types, text) for entry, parameters in parameters_of(ptx).items()}
 

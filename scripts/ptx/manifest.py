@@ -54,11 +54,18 @@ def rows(kernels, source, arch, ptx, table):
             "registers": max(usage.registers for usage in results.values()),
             "waits": str(WAITS in own[name]).lower(),
             "tensor_maps": tensor_maps,
+            "cluster": cluster(own[name]),
             "args": f"&{static}",
             "deflated": f'deflated!("{module}", "{name}")',
         }
         lines.append(f"    Entry {{ {', '.join(f'{field}: {value}' for field, value in fields.items())} }},")
     return list(structs.values()), lines
+
+
+def cluster(ptx):
+    """Blocks of a cluster, by an entry's text: 1 where it asks for none."""
+    found = re.search(r"\.reqnctapercluster (\d+)", ptx)
+    return int(found[1]) if found else 1
 
 
 def struct(kernels, source, of):

@@ -104,13 +104,15 @@ def boxes(case, address, name, tile):
     element = case.kv.itemsize
     together = 1 if case.dim * element % LINE == 0 else 2
     row = together * case.dim * element
-    tokens = 16 if "_tma_" in name else tile if "_wgmma_m" in name else 8
+    tokens, lines = 16 if "_tma_" in name else 8, row // LINE
+    if "_wgmma_m" in name:
+        tokens, lines = min(tile, case.page & -case.page), 1
     return tensor_map(
         address,
         element,
         dims=[LINE // element, case.page // together, row // LINE, len(case.kv)],
         strides=[row, LINE, case.stride * element],
-        box=[LINE // element, tokens // together, row // LINE, 1],
+        box=[LINE // element, tokens // together, lines, 1],
         swizzle=LINE,
     )
 

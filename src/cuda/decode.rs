@@ -56,6 +56,9 @@ struct Bound {
     buffers: [Buffer; 5],
 }
 
+/// Tokens of a TMA box of a wgmma kernel, at least: the rows that the hardware swizzles together.
+const BOX_TOKENS: u32 = 8;
+
 /// Of `mla_merge_few`: columns of a block, and its threads.
 const FEW: (u32, u32) = (32, 64);
 /// Of `mla_merge_many`: columns of a warp, and threads of a block.
@@ -317,7 +320,7 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
         // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with
         // 256). Beside `wgmma_swap_ab_n16` there is room (1 x 131072: 45.8 with 86, 43.8 with 114).
         single_sequence_items: match kernel.tile.body {
-            Body::Wgmma { swapped: true, .. } => card.multiprocessors * 7 / 8,
+            Body::Wgmma { swapped: true } => card.multiprocessors * 7 / 8,
             _ if blocks == 1 => card.multiprocessors * 2 / 3,
             _ => card.multiprocessors * blocks / 2,
         },
@@ -350,16 +353,22 @@ impl Functions {
         let chunks = if aligned { Copying::Chunks16 } else { Copying::Chunks8 };
         // A stride that a single page has no use for may be anything.
         let boxes = aligned && block_bytes < MOST_STRIDE;
-        let map = |tokens| TensorMap::of_cache(spec, address, block_bytes, tokens);
+        let map = |tokens, lines| TensorMap::of_cache(spec, address, block_bytes, (tokens, lines));
         Ok(match self.tile.body {
-            Body::MmaTma { tokens, .. } if boxes => (self.split.clone(), Some(map(tokens)?), Copying::Boxes),
+            Body::MmaTma { tokens, .. } if boxes => (self.split.clone(), Some(map(tokens, None)?), Copying::Boxes),
             Body::MmaTma { otherwise, .. } => {
                 let request = (*spec, spec.shape.num_heads);
                 let (kernel, _) = choose(VARIANTS, cuda.card(), &request, Some(otherwise))?;
                 (Split::new(cuda, kernel.compiled)?, None, chunks)
             }
-            Body::Wgmma { tokens, .. } if boxes && spec.kv.page_size.is_multiple_of(tokens) => {
-                (self.split.clone(), Some(map(tokens)?), Copying::Boxes)
+            Body::Wgmma { swapped } if boxes && spec.kv.page_size.is_multiple_of(BOX_TOKENS) => {
+                let map = if swapped {
+                    map(BOX_TOKENS, None)?
+                } else {
+                    // As many as lie in one page, and in a tile.
+                    map(1 << spec.kv.page_size.trailing_zeros().min(self.split.compiled.tokens.ilog2()), Some(1))?
+                };
+                (self.split.clone(), Some(map), Copying::Boxes)
             }
             Body::Wgmma { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
             Body::Mma | Body::Simple => (self.split.clone(), None, chunks),

@@ -43,6 +43,8 @@ pub struct Function {
     waits: bool,
     /// Of its second parameter.
     tensor_maps: u32,
+    /// Blocks of a cluster.
+    cluster: u32,
 }
 
 impl Cuda {
@@ -139,6 +141,7 @@ impl Cuda {
             function,
             waits: entry.waits && self.card.capability >= ptx::HOPPER,
             tensor_maps: entry.tensor_maps,
+            cluster: entry.cluster,
         };
         kernels.insert(key, kernel.clone());
         Ok(kernel)
@@ -183,7 +186,7 @@ impl Cuda {
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
         let config = sys::CUlaunchConfig {
-            gridDimX: grid,
+            gridDimX: grid.next_multiple_of(kernel.cluster),
             gridDimY: 1,
             gridDimZ: 1,
             blockDimX: threads,

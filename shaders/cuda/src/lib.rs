@@ -44,6 +44,8 @@ pub struct Entry {
     pub waits: bool,
     /// Tensor maps (`CUtensorMap`, 128 bytes each) of its second parameter, which it has none of where this is 0.
     pub tensor_maps: u32,
+    /// Blocks of a cluster: a grid is a multiple of it. 1 where the entry asks for none.
+    pub cluster: u32,
     /// Its first parameter.
     pub args: &'static Layout,
     deflated: &'static [u8],
@@ -132,6 +134,8 @@ mod tests {
                 let maps = format!("{name}_param_1[{}]", entry.tensor_maps * 128);
                 assert_eq!(text.contains("_param_1["), entry.tensor_maps > 0, "{entry:?}");
                 assert!(entry.tensor_maps == 0 || text.contains(&maps), "{entry:?}");
+                let cluster = format!(".reqnctapercluster {}, 1, 1", entry.cluster);
+                assert_eq!(text.contains(&cluster), entry.cluster > 1, "{entry:?}");
                 assert!(text.contains(&format!(".target sm_{}", entry.capability)), "{entry:?}");
                 if let Ok(folder) = std::env::var("MLA_PTX_OUT") {
                     std::fs::write(format!("{folder}/{module}.{name}.ptx"), text).expect("written");

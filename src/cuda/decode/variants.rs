@@ -27,9 +27,9 @@ macro_rules! variant {
 
 /// In dispatch order. The cheapest tensor-core variant that runs is taken, else the last, which runs everywhere.
 pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
-    variant!("wgmma_m64", 64, Body::Wgmma { tokens: 32, swapped: false }),
-    variant!("wgmma_swap_ab_n32", 32, Body::Wgmma { tokens: 8, swapped: true }),
-    variant!("wgmma_swap_ab_n16", 16, Body::Wgmma { tokens: 8, swapped: true }),
+    variant!("wgmma_m64", 64, Body::Wgmma { swapped: false }),
+    variant!("wgmma_swap_ab_n32", 32, Body::Wgmma { swapped: true }),
+    variant!("wgmma_swap_ab_n16", 16, Body::Wgmma { swapped: true }),
     variant!("mma_m64", 64, Body::Mma),
     variant!("mma_m32", 32, Body::Mma),
     variant!("mma_m64_small", 64, Body::Mma),
@@ -46,7 +46,7 @@ fn cost(&(_, query_rows): &Request, kernel: &Kernel) -> u32 {
     if !tile.on_tensor_cores() {
         return u32::MAX;
     }
-    let arithmetic = if matches!(tile.body, Body::Wgmma { swapped: false, .. }) { 36 } else { tile.rows };
+    let arithmetic = if matches!(tile.body, Body::Wgmma { swapped: false }) { 36 } else { tile.rows };
     query_rows.div_ceil(tile.rows) * (arithmetic + 16)
 }
 
@@ -68,9 +68,9 @@ pub(super) enum Body {
     /// mma.sync, and TMA boxes of `tokens` tokens. The variant `otherwise` has the same tiles and serves bindings whose strides or
     /// address TMA does not take.
     MmaTma { tokens: u32, otherwise: &'static str },
-    /// wgmma (compute capability 9.0 only), and TMA boxes of `tokens` tokens where pages are a multiple of them, else cp.async.
-    /// `swapped`: swap AB, query rows are wgmma's N.
-    Wgmma { tokens: u32, swapped: bool },
+    /// wgmma (compute capability 9.0 only), and TMA boxes where pages are a multiple of 8 tokens, else cp.async. `swapped`: swap AB, query
+    /// rows are wgmma's N.
+    Wgmma { swapped: bool },
     /// Without tensor cores.
     Simple,
 }
@@ -141,8 +141,8 @@ impl Tile {
             }
             Body::Mma => "",
             Body::MmaTma { .. } => "tma_",
-            Body::Wgmma { swapped: false, .. } => "wgmma_",
-            Body::Wgmma { swapped: true, .. } => "swap_",
+            Body::Wgmma { swapped: false } => "wgmma_",
+            Body::Wgmma { swapped: true } => "swap_",
         };
         let module = format!("mla_decode_{body}{dtype}");
         if !has(&module) {

@@ -19,13 +19,19 @@ pub(in crate::cuda) const LINE_ELEMENTS: u32 = 64;
 pub struct TensorMap(sys::CUtensorMap);
 
 impl TensorMap {
-    /// The map of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's `tokens`: [pages, lines, tokens, columns],
+    /// The map of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's tokens, copied in boxes of so many tokens and
+    /// lines, or all lines of a token: [pages, lines, tokens, columns],
     /// a line being 128 bytes, so that requests are whole lines: where a token is no multiple of that, two tokens are one row of the tensor. Address and strides are multiples of 16 bytes, strides below [`MOST_STRIDE`].
     /// `BoxOrder` and `GroupOrder` of shaders/cuda/kernels/decode/decode_order.cuh describe the same layout in shared memory.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn of_cache(spec: &MlaDecode, address: u64, block_bytes: u64, tokens: u32) -> Result<Self> {
+    pub fn of_cache(
+        spec: &MlaDecode,
+        address: u64,
+        block_bytes: u64,
+        (tokens, lines): (u32, Option<u32>),
+    ) -> Result<Self> {
         let element = spec.kv.dtype.bytes() as u64;
         let row = u64::from(spec.shape.row_elems()) * element;
         let together = if row.is_multiple_of(LINE) { 1 } else { 2 };
@@ -37,7 +43,8 @@ impl TensorMap {
         let tokens_of_page = u64::from(spec.kv.page_size / together);
         let dims = [LINE / element, tokens_of_page, row / LINE, spec.kv.num_pages.into()];
         let strides = [row, LINE, block_bytes];
-        let sides = [(LINE / element) as u32, tokens / together, (row / LINE) as u32, 1];
+        let lines = lines.unwrap_or((row / LINE) as u32);
+        let sides = [(LINE / element) as u32, tokens / together, lines, 1];
         Self::encoded(dtype, address, dims, strides, sides)
     }
 

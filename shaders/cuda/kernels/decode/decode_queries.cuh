@@ -143,6 +143,29 @@ struct QueryRows {
     }
 };
 
+// A warp's query rows of bf16 for a bf16 cache, copied as they are: all are on their way at once.
+template <class T>
+DEVICE void copy_query_rows(const Args& args, const WorkItem& item, u32 warp, u32 to, float* scales) {
+    constexpr u32 ROWS = T::ROWS / T::WARPS, CHUNKS = T::DIM / 8, LATENT_CHUNKS = T::LATENT / 8;
+    const u32 lane = threadIdx.x % LANES, own = warp + lane % ROWS * T::WARPS, index = item.first_row + min(own, item.num_rows - 1);
+    const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
+    const u64 nope = token * args.q_nope_token_stride + head * args.q_nope_head_stride;
+    const u64 pe = token * args.q_pe_token_stride + head * args.q_pe_head_stride;
+    if (lane < ROWS) scales[own] = args.logit_scale;
+#pragma unroll 1
+    for (u32 i = 0; i < ROWS; i++) {
+        const u8* latent = args.q_nope + __shfl_sync(~0u, nope, i) * 2;
+        const u8* rope = args.q_pe + __shfl_sync(~0u, pe, i) * 2;
+#pragma unroll
+        for (u32 chunk = lane; chunk < CHUNKS; chunk += LANES) {
+            const u8* from = chunk < LATENT_CHUNKS ? latent + chunk * 16 : rope + (chunk - LATENT_CHUNKS) * 16;
+            copy_16(to + T::QueryOrder::at(warp + i * T::WARPS, chunk), from, true, true);
+        }
+    }
+    end_of_group();
+    wait_for_all_but<0>();
+}
+
 // A warp's query fragments, [PARTS, SCORE_ROWS, WARP_STEPS], its own 16 rows first: KEPT steps in registers, the others in shared memory.
 template <class T>
 struct Queries {

@@ -7,7 +7,7 @@
 // of several, and the stride between groups of eight rows, in bytes. Offsets may be added to it, in units of 16 bytes.
 DEVICE u64 matrix_at(u32 begin, u32 group_stride = 0, u64 eight_rows = 8 * 128) {
     constexpr u64 SWIZZLE_128 = 1;
-    return u64(begin >> 4) | u64(group_stride >> 4) << 16 | eight_rows >> 4 << 32 | SWIZZLE_128 << 62;
+    return u64((begin & 0x3FFFF) >> 4) | u64(group_stride >> 4) << 16 | eight_rows >> 4 << 32 | SWIZZLE_128 << 62;
 }
 
 // A compiler barrier for these accumulators: nvcc does not know that a wgmma still writes them after its instruction.
@@ -100,6 +100,26 @@ DEVICE void multiply_32(float (&sums)[4][4], u64 a, u64 b, bool adds) {
 template <bool IS_BF16>
 DEVICE void multiply_32(float (&sums)[4][4], const u32 (&a)[4], u64 b, bool adds) {
     OF_TYPE(MULTIPLY_32_KEPT)
+}
+
+// m64n64k16: sums [64, 64] = or += a [64, 16] x b^T, b [64, 16], both in shared memory; the same with a in registers.
+#define MULTIPLY_64(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PLACES_32 "}, %32, %33, p, 1, 1, 0, 0;}" \
+                 : SUMS_32(sums, 0) \
+                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)))
+#define MULTIPLY_64_KEPT(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PLACES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}" \
+                 : SUMS_32(sums, 0) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)))
+
+template <bool IS_BF16>
+DEVICE void multiply_64(float (&sums)[8][4], u64 a, u64 b, bool adds) {
+    OF_TYPE(MULTIPLY_64)
+}
+
+template <bool IS_BF16>
+DEVICE void multiply_64(float (&sums)[8][4], const u32 (&a)[4], u64 b, bool adds) {
+    OF_TYPE(MULTIPLY_64_KEPT)
 }
 
 // m64n256k16: sums [64, 256] += a [64, 16] x b, a in registers, b [16, 256] in shared memory.

@@ -1,0 +1,84 @@
+// The output of mla_decode_wgmma.cuh: a warpgroup's accumulators, and the epilogue.
+#pragma once
+
+#include "decode/decode_f32.cuh"
+#include "wgmma_tile.cuh"
+
+// The accumulators of a warpgroup's half of the output, in two quarters: a quarter's columns of a stage are released as soon as they are added.
+template <class T>
+struct HalfOutput {
+    static constexpr int TILES = T::QUARTER_TILES;
+    float sums[2][TILES][4] = {};
+
+    DEVICE void rescale(const float (&factor)[2]) {
+#pragma unroll
+        for (int q = 0; q < 2; q++)
+#pragma unroll
+            for (int c = 0; c < TILES; c++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[q][c][e] *= factor[e / 2];
+    }
+
+    // Issues the wgmma of a tile at `stage`, asynchronously: a group a quarter.
+    DEVICE void add(const u32 (&words)[2][T::TOKEN_TILES], u32 stage, u32 group) {
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            const u64 values = matrix_at(stage + T::Order::groups(group * 4 + q * 2), T::Order::GROUP_BYTES);
+            begin_multiplications(sums[q]);
+#pragma unroll
+            for (int step = 0; step < T::TOKENS / 16; step++) {
+                const u32 a[4] = {words[0][2 * step], words[1][2 * step], words[0][2 * step + 1], words[1][2 * step + 1]};
+                multiply_values<T::CACHE == BF16>(sums[q], a, values + step * (16 * 128 / 16));
+            }
+            end_of_multiplications(sums[q]);
+        }
+    }
+
+    // Waits for a quarter.
+    template <int QUARTER>
+    DEVICE void wait() {
+        wait_for_multiplications<1 - QUARTER>();
+        pin(sums[QUARTER]);
+    }
+};
+
+// Writes the rows of the output, [ROWS, OUTPUT_PITCH] in place of the stages, a warp a row.
+template <class T>
+DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared, u32 warp, bool again) {
+    const float* staged = reinterpret_cast<const float*>(shared + T::STAGES_AT);
+    const float* sums = reinterpret_cast<const float*>(shared + T::TOPS_AT);
+    const float* tops = reinterpret_cast<const float*>(shared + T::SCALES_AT);
+    const u32 lane = threadIdx.x % LANES;
+#pragma unroll 1
+    for (u32 row = warp; row < item.num_rows; row += T::WARPS) {
+        const float total = sums[row] + sums[T::ROWS + row];
+        const bool any = !(total == 0.0f); // NaN too
+        const float base_2 = any ? tops[row] + log2_fast(total) : EMPTY, share = any ? 1.0f / total : 1.0f;
+        const u32 index = item.first_row + row, head = index % args.num_heads;
+        const QueryToken query = args.queries[index / args.num_heads];
+        const u32 token = bound_token(args, query.token);
+        if (again || (!any && min(query.visible, item.kv_end) > item.kv_begin)) {
+            decode_row<T::LATENT, T::DIM - T::LATENT, T::CACHE>(args, item, row);
+            continue;
+        }
+        float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
+        if (lane == 0) {
+            if (item.partial == DIRECT) {
+                store_lse(args, token, head, base_2, any);
+            } else {
+                partial[T::LATENT] = base_2;
+            }
+        }
+#pragma unroll 1
+        for (u32 column = lane * 4; column < T::LATENT; column += LANES * 4) {
+            float4 out = *reinterpret_cast<const float4*>(staged + row * T::OUTPUT_PITCH + column);
+            out = make_float4(out.x * share, out.y * share, out.z * share, out.w * share);
+            if (item.partial == DIRECT) {
+                store_out(args, token, head, column, out.x, out.y);
+                store_out(args, token, head, column + 2, out.z, out.w);
+            } else {
+                *reinterpret_cast<float4*>(partial + column) = out;
+            }
+        }
+    }
+}
