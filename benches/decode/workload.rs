@@ -89,6 +89,8 @@ pub fn full() -> Vec<Workload> {
         Workload { heads: 128, ..BASE },
         Workload { heads: 128, lens: uniform(32, 4096), ..BASE },
         Workload { heads: 128, lens: long, ..BASE },
+        Workload { heads: 128, lens: RAGGED, ..BASE },
+        Workload { heads: 128, q_len: 2, ..BASE },
         Workload { dims: (256, 64), ..BASE },
         Workload { dims: (256, 32), ..BASE },
         Workload { plain: true, ..BASE },
@@ -96,7 +98,8 @@ pub fn full() -> Vec<Workload> {
         e4m3.clone(),
         Workload { lens: RAGGED, ..e4m3.clone() },
         Workload { lens: long, ..e4m3.clone() },
-        Workload { heads: 128, ..e4m3 },
+        Workload { heads: 128, ..e4m3.clone() },
+        Workload { heads: 128, query: Dtype::E4m3, ..e4m3 },
         shared.clone(),
         Workload { cascade: true, ..shared },
     ]
