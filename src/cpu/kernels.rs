@@ -3,6 +3,8 @@
 pub(super) mod attend;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 pub(super) mod lanes;
 pub(super) mod widen;
 
@@ -28,6 +30,10 @@ pub struct Kernels {
 
 /// In dispatch order; the last runs everywhere. A variant is only built where the processor has its instructions.
 pub(super) static VARIANTS: &[Variant<(), (), Kernels>] = &[
+    #[cfg(target_arch = "x86_64")]
+    Variant::new("avx512", |(), ()| {
+        where_it_runs(avx512::runs_here(), Kernels { attend: avx512::attend, widen: avx512::widen })
+    }),
     #[cfg(target_arch = "x86_64")]
     Variant::new("avx2", |(), ()| {
         where_it_runs(avx2::runs_here(), Kernels { attend: avx2::attend, widen: avx2::widen })
