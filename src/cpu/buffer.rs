@@ -196,6 +196,7 @@ pub(super) fn zeroed<T: Zero>(len: usize, what: &'static str) -> Result<Vec<T>> 
 }
 
 /// Rounds `value` to the dtype: its bits, in the low end of a word.
+#[inline]
 pub(super) fn bits_of(dtype: Dtype, value: f32) -> u32 {
     match dtype {
         Dtype::F32 => value.to_bits(),
@@ -214,7 +215,16 @@ pub(super) fn store_elements(
     count: usize,
     bits: impl Fn(usize) -> u32,
 ) {
-    let per_word = 4 / element_bytes;
+    // Constants, so that nothing is divided in the loop.
+    match element_bytes {
+        1 => store::<1>(words, first, count, bits),
+        2 => store::<2>(words, first, count, bits),
+        _ => store::<4>(words, first, count, bits),
+    }
+}
+
+fn store<const BYTES: usize>(words: &[AtomicU32], first: usize, count: usize, bits: impl Fn(usize) -> u32) {
+    let per_word = 4 / BYTES;
     let mut done = 0;
     while done < count {
         let at = first + done;
@@ -223,9 +233,9 @@ pub(super) fn store_elements(
         let word = &words[at / per_word];
         let (mut value, mut mask) = (0, 0);
         for i in 0..many {
-            let shift = (lane + i) * element_bytes * 8;
+            let shift = (lane + i) * BYTES * 8;
             value |= bits(done + i) << shift;
-            mask |= (u32::MAX >> (32 - element_bytes * 8)) << shift;
+            mask |= (u32::MAX >> (32 - BYTES * 8)) << shift;
         }
         if many == per_word {
             word.store(value, Ordering::Relaxed);

@@ -176,24 +176,33 @@ impl<'a> Call<'a> {
         tile.max[..num_rows].fill(f32::NEG_INFINITY);
         tile.sum[..num_rows].fill(0.0);
 
-        for begin in (item.kv_begin..item.kv_end).step_by(BLOCK) {
-            let end = item.kv_end.min(begin.saturating_add(BLOCK as u32));
-            self.load_block(tile, item, begin, end);
+        let mut next = self.block(item, item.kv_begin);
+        let mut begin = item.kv_begin;
+        while begin < item.kv_end {
+            let (block, end) = (next, begin + next.tokens as u32);
+            for (row, bytes) in tile.kv.chunks_exact_mut(tile.stride).zip(block.rows()) {
+                self.widen(self.spec.kv.dtype, bytes, &mut row[..tile.dim]);
+            }
+            next = self.block(item, end);
             // Neighbouring rows with equally many visible keys are attended together. The kernel gets visible keys only, so a
             // row's result does not depend on what its neighbours see.
             let visible = |r: usize| rows[r].1.clamp(begin, end) - begin;
             let mut r = 0;
             while r < num_rows {
                 let tokens = visible(r);
-                let next = (r + 1..num_rows).find(|&next| visible(next) != tokens).unwrap_or(num_rows);
+                let end_row = (r + 1..num_rows).find(|&next| visible(next) != tokens).unwrap_or(num_rows);
                 if tokens > 0 {
+                    // Fetched once.
+                    let ahead = if r == 0 { next.rows() } else { &[] };
                     // SAFETY: the table of variants gives only what runs here.
                     unsafe {
-                        (self.kernels.attend)(tile, r..next, tokens as usize, self.binding.logit_scale);
+                        let scale = self.binding.logit_scale;
+                        (self.kernels.attend)(tile, r..end_row, tokens as usize, scale, ahead);
                     }
                 }
-                r = next;
+                r = end_row;
             }
+            begin = end;
         }
 
         for (r, &(query, visible)) in rows[..num_rows].iter().enumerate() {
@@ -229,25 +238,28 @@ impl<'a> Call<'a> {
         let token = self.queries[query].token as usize;
         let (dtype, binding) = (self.spec.query, self.binding);
         let (nope, pe) = tile.q[r * tile.stride..][..tile.dim].split_at_mut(tile.latent);
-        self.widen(dtype, self.q_nope, binding.q_nope.at(token, head), nope);
+        self.widen(dtype, elements(self.q_nope, dtype, binding.q_nope.at(token, head), nope.len()), nope);
         if !pe.is_empty() {
-            self.widen(dtype, self.q_pe, binding.q_pe.at(token, head), pe);
+            self.widen(dtype, elements(self.q_pe, dtype, binding.q_pe.at(token, head), pe.len()), pe);
         }
     }
 
-    fn load_block(&self, tile: &mut Tile<'_>, item: &WorkItem, begin: u32, end: u32) {
+    /// The rows of the cache from a token of an item on.
+    fn block(&self, item: &WorkItem, begin: u32) -> Block<'a> {
         let page_size = self.spec.kv.page_size;
         let pages = &self.pages[item.page_begin as usize..];
-        for (token, row) in (begin..end).zip(tile.kv.chunks_exact_mut(tile.stride)) {
+        let mut block =
+            Block { rows: [&[]; BLOCK], tokens: (item.kv_end - begin).min(BLOCK as u32) as usize };
+        for (token, row) in (begin..).zip(&mut block.rows[..block.tokens]) {
             let page = pages[(token / page_size) as usize] as usize;
             let at = self.binding.kv.at(page, (token % page_size) as usize);
-            self.widen(self.spec.kv.dtype, self.kv, at, &mut row[..tile.dim]);
+            *row = elements(self.kv, self.spec.kv.dtype, at, self.spec.shape.row_elems() as usize);
         }
+        block
     }
 
-    /// The elements from `first` on as f32.
-    fn widen(&self, dtype: Dtype, bytes: &[u8], first: usize, to: &mut [f32]) {
-        let bytes = &bytes[first * dtype.bytes()..][..to.len() * dtype.bytes()];
+    /// Elements as f32.
+    fn widen(&self, dtype: Dtype, bytes: &[u8], to: &mut [f32]) {
         // SAFETY: the table of variants gives only what runs here.
         unsafe { (self.kernels.widen)(dtype, bytes, to) }
     }
@@ -260,4 +272,22 @@ impl<'a> Call<'a> {
         let lse = (half_lse * (2.0 * lse_scale)).to_bits();
         self.lse[self.binding.lse.at(token, head)].store(lse, Ordering::Relaxed);
     }
+}
+
+/// Tokens that are widened and attended together: their rows of the cache.
+#[derive(Clone, Copy)]
+struct Block<'a> {
+    rows: [&'a [u8]; BLOCK],
+    tokens: usize,
+}
+
+impl<'a> Block<'a> {
+    fn rows(&self) -> &[&'a [u8]] {
+        &self.rows[..self.tokens]
+    }
+}
+
+/// The bytes of `count` elements from the first on.
+fn elements(bytes: &[u8], dtype: Dtype, first: usize, count: usize) -> &[u8] {
+    &bytes[first * dtype.bytes()..][..count * dtype.bytes()]
 }

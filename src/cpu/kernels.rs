@@ -3,7 +3,9 @@
 pub(super) mod attend;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
-mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub(super) mod lanes;
 pub(super) mod widen;
 
 use std::ops::Range;
@@ -14,11 +16,14 @@ use lanes::Plain;
 use crate::Dtype;
 use crate::ops::variants::Variant;
 
+/// [`attend::attend`] of an instruction set.
+type Attend = unsafe fn(&mut Tile<'_>, Range<usize>, usize, f32, &[&[u8]]);
+
 /// The same kernels for one instruction set.
 #[derive(Debug, Clone, Copy)]
 pub struct Kernels {
-    /// [`attend::attend`]; safe to call where the processor has the instructions.
-    pub(super) attend: unsafe fn(&mut Tile<'_>, Range<usize>, usize, f32),
+    /// Safe to call where the processor has the instructions.
+    pub(super) attend: Attend,
     /// [`widen::widen`]; likewise.
     pub(super) widen: unsafe fn(Dtype, &[u8], &mut [f32]),
 }
@@ -26,12 +31,19 @@ pub struct Kernels {
 /// In dispatch order; the last runs everywhere. A variant is only built where the processor has its instructions.
 pub(super) static VARIANTS: &[Variant<(), (), Kernels>] = &[
     #[cfg(target_arch = "x86_64")]
-    Variant::new("avx2", |(), ()| {
-        if avx2::runs_here() {
-            Ok(Kernels { attend: avx2::attend, widen: avx2::widen })
-        } else {
-            Err("the processor lacks its instructions".into())
-        }
+    Variant::new("avx512", |(), ()| {
+        where_it_runs(avx512::runs_here(), Kernels { attend: avx512::attend, widen: avx512::widen })
     }),
-    Variant::new("portable", |(), ()| Ok(Kernels { attend: attend::attend::<Plain>, widen: widen::widen })),
+    #[cfg(target_arch = "x86_64")]
+    Variant::new("avx2", |(), ()| {
+        where_it_runs(avx2::runs_here(), Kernels { attend: avx2::attend, widen: avx2::widen })
+    }),
+    Variant::new("portable", |(), ()| {
+        Ok(Kernels { attend: attend::attend::<Plain, 4, 4, 4, 4>, widen: widen::widen })
+    }),
 ];
+
+#[cfg(target_arch = "x86_64")]
+fn where_it_runs(runs_here: bool, kernels: Kernels) -> Result<Kernels, String> {
+    if runs_here { Ok(kernels) } else { Err("the processor lacks its instructions".into()) }
+}

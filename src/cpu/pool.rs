@@ -1,4 +1,6 @@
 //! A pool of waiting threads. A call runs its job on them and on its own thread, and returns when all are done.
+//!
+//! Who waits looks for a moment before it sleeps: to be woken takes as long as a small job, and a decode is two jobs.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,6 +18,9 @@ pub struct Pool {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
+    /// Counts jobs, so that a thread takes each once. Changed with the state locked, as is `running`.
+    number: AtomicUsize,
+    running: AtomicUsize,
     wake: Condvar,
     idle: Condvar,
 }
@@ -23,9 +28,6 @@ struct Shared {
 #[derive(Default)]
 struct State {
     job: Option<Job>,
-    /// Counts jobs, so that a thread takes each once.
-    number: u64,
-    running: usize,
     panic: Option<Box<dyn std::any::Any + Send>>,
     quit: bool,
 }
@@ -35,6 +37,18 @@ struct State {
 struct Job(*const (dyn Fn(usize) + Sync));
 // SAFETY: the closure is Sync, and the pointer is followed only while `Pool::broadcast` keeps it alive.
 unsafe impl Send for Job {}
+
+/// Looks at most this often before it sleeps: 10 to 40 us.
+const LOOKS: usize = 1000;
+
+fn look_for(come: impl Fn() -> bool) {
+    for _ in 0..LOOKS {
+        if come() {
+            return;
+        }
+        std::hint::spin_loop();
+    }
+}
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -85,7 +99,7 @@ impl Pool {
         {
             let mut state = locked(&self.shared.state);
             state.job = Some(job);
-            state.number += 1;
+            self.shared.number.fetch_add(1, Ordering::Relaxed);
         }
         self.shared.wake.notify_all();
         let recall = Recall(&self.shared);
@@ -104,9 +118,11 @@ struct Recall<'a>(&'a Shared);
 
 impl Drop for Recall<'_> {
     fn drop(&mut self) {
+        locked(&self.0.state).job = None;
+        let running = || self.0.running.load(Ordering::Relaxed);
+        look_for(|| running() == 0);
         let mut state = locked(&self.0.state);
-        state.job = None;
-        while state.running > 0 {
+        while running() > 0 {
             state = self.0.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -124,26 +140,35 @@ impl Drop for Pool {
 
 fn work(shared: &Shared, index: usize) {
     let mut seen = 0;
+    let number = || shared.number.load(Ordering::Relaxed);
     let mut state = locked(&shared.state);
     while !state.quit {
         match state.job {
-            Some(job) if state.number != seen => {
-                seen = state.number;
-                state.running += 1;
+            Some(job) if number() != seen => {
+                seen = number();
+                shared.running.fetch_add(1, Ordering::Relaxed);
                 drop(state);
                 // SAFETY: `running` was raised under the lock that `Recall` takes, so the caller waits for us.
                 let run = unsafe { &*job.0 };
                 let done = catch_unwind(AssertUnwindSafe(|| run(index)));
                 state = locked(&shared.state);
-                state.running -= 1;
                 if let Err(panic) = done {
                     state.panic.get_or_insert(panic);
                 }
-                if state.running == 0 {
+                if shared.running.fetch_sub(1, Ordering::Relaxed) == 1 {
                     shared.idle.notify_all();
                 }
             }
-            _ => state = shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
+            _ => {
+                // Where its job is gone already, it counts as seen.
+                seen = number();
+                drop(state);
+                look_for(|| number() != seen);
+                state = locked(&shared.state);
+                if number() == seen && !state.quit {
+                    state = shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
         }
     }
 }

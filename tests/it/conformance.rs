@@ -14,9 +14,12 @@ use mla_support::suite::run::How;
 use mla_support::suite::{Cases, Group, Session, groups};
 use mla_support::{Ignored, Outcome};
 
+/// The best that this processor runs, which is `avx512` or `avx2`, and with that forced off.
+const CPU_VARIANTS: [Option<&str>; 3] = [None, Some("avx2"), Some("portable")];
+
 pub fn tests() -> Vec<Test> {
     let here = || Ok(Cpu::new());
-    let mut tests = of_backend("cpu", here, &[None, Some("portable")], Cases::Full, |_, _| true);
+    let mut tests = of_backend("cpu", here, &CPU_VARIANTS, Cases::Full, |_, _| true);
     let any = || Ok(AnyBackend::from(Cpu::new()));
     tests.extend(of_backend("any_cpu", any, &[None], Cases::Full, |_, _| true));
     tests.extend(in_ranks("cpu", here, Cases::Full, &CUT));

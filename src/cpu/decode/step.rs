@@ -7,6 +7,7 @@ use bytemuck::{Pod, cast_slice};
 
 use crate::cpu::buffer::{Line, zeroed};
 use crate::cpu::kernels::attend::{BLOCK, MAX_ROWS, Tile};
+use crate::cpu::kernels::lanes::MAX_LANES;
 use crate::plan::{Merge, Plan, QueryToken, WorkItem, check_plan};
 use crate::tables::{Capacity, Header, PageTable, write_tables};
 use crate::{Error, KvSpec, MlaDecode, Result};
@@ -197,11 +198,14 @@ impl std::fmt::Debug for Scratch {
 
 impl Scratch {
     fn of_decode(spec: &MlaDecode) -> Result<Self> {
-        Self::new(spec.shape.row_elems() as usize, spec.shape.kv_lora_rank as usize, 0)
+        Self::new(spec.shape.row_elems() as usize, spec.shape.kv_lora_rank as usize, false)
     }
 
-    /// For keys of `dim` elements and values of `latent`, from `value_at` on in a row.
-    pub(in crate::cpu) fn new(dim: usize, latent: usize, value_at: usize) -> Result<Self> {
+    /// For keys of `dim` elements and values of `latent`, beside them or, as in a cache of latents, a part of them.
+    pub(in crate::cpu) fn new(dim: usize, latent: usize, beside: bool) -> Result<Self> {
+        // What pads them is zero from here on: nothing writes there.
+        let [dim, latent] = [dim, latent].map(|elements| elements.next_multiple_of(MAX_LANES));
+        let value_at = if beside { dim } else { 0 };
         // An odd number of cache lines, so that a column of a block is spread over every set of the cache.
         let stride = dim.max(value_at + latent).next_multiple_of(32) + 16;
         let floats = (MAX_ROWS + BLOCK) * stride + MAX_ROWS * (BLOCK + latent + 3);

@@ -1,16 +1,16 @@
 //! The decode kernel: one block of the cache against a tile of query rows, in f32.
 //!
 //! ```text
-//! S = Q K^T            register tiles of 4 rows x 3 tokens, 8 lanes over the dims
+//! S = Q K^T            tiles of registers: rows x tokens, lanes over the dims
 //! m' = max(m, max S);  a = 2^(scale * (m - m'));  P = 2^(scale * (S - m'));  l = l * a + sum P
-//! O = O * a + P V      register tiles of 4 rows x 3 vectors, over the tokens
+//! O = O * a + P V      tiles of registers: rows x vectors of columns, over the tokens
 //! ```
 //! A query row's result does not depend on the other rows of its tile: a tile of another shape does the same operations in the same
 //! order for each of its elements.
 
 use std::ops::Range;
 
-use super::lanes::{LANES, Lanes, exp2};
+use super::lanes::{Lanes, exp2};
 
 /// Tokens that are widened and attended at a time.
 pub(in crate::cpu) const BLOCK: usize = 32;
@@ -36,9 +36,9 @@ pub(in crate::cpu) struct Tile<'a> {
     pub rescale: &'a mut [f32],
     /// Floats from a row of `q` or `kv` to the next.
     pub stride: usize,
-    /// Elements of a row: `L + R`.
+    /// Elements of a row: `L + R`, and zeros up to a multiple of `MAX_LANES`.
     pub dim: usize,
-    /// Elements of a value: `L` in a decode.
+    /// Elements of a value: `L` in a decode; likewise.
     pub latent: usize,
     /// Where in a row of `kv` the value is: at 0 it is part of the key.
     pub value_at: usize,
@@ -46,9 +46,9 @@ pub(in crate::cpu) struct Tile<'a> {
 
 impl Tile<'_> {
     /// What the kernels' pointers rely on.
-    fn check(&self, rows: &Range<usize>, tokens: usize) {
+    fn check(&self, lanes: usize, rows: &Range<usize>, tokens: usize) {
         let Self { stride, dim, latent, value_at, .. } = *self;
-        assert!(dim % LANES == 0 && latent % LANES == 0 && value_at + latent <= stride && dim <= stride);
+        assert!(dim % lanes == 0 && latent % lanes == 0 && value_at + latent <= stride && dim <= stride);
         assert!(tokens <= BLOCK && self.kv.len() >= BLOCK * stride);
         assert!(self.q.len() >= rows.end * stride && self.p.len() >= rows.end * BLOCK);
         assert!(self.o.len() >= rows.end * latent);
@@ -80,112 +80,183 @@ impl Tile<'_> {
 /// The LSE of a part that saw keys, each with a logit of -inf: beside other parts it weighs 0, without any the row is NaN.
 pub(in crate::cpu) const WEIGHTLESS: f32 = f32::INFINITY;
 
-/// Lets `rows` of a tile attend the first `tokens` tokens of its block. `scale` brings dot products to base 2.
+/// Lets `rows` of a tile attend the first `tokens` tokens of its block. `scale` brings dot products to base 2. Meanwhile `next`, rows
+/// of the cache, are fetched from memory.
+///
+/// Tiles of registers have `R` rows x `T` tokens of dot products, `RO` rows x `C` vectors of outputs. Such a tile, a row of it and one
+/// more must fit the registers: one sum that is spilled halves the speed.
 #[inline(always)]
-pub(in crate::cpu) fn attend<V: Lanes>(tile: &mut Tile<'_>, rows: Range<usize>, tokens: usize, scale: f32) {
-    tile.check(&rows, tokens);
-    let mut row = rows.start;
-    while row < rows.end {
-        let many = rows.end - row;
-        // SAFETY: `check` has found every array long enough for `rows` and a block, and the match takes no more
-        // rows than are left.
+pub(in crate::cpu) fn attend<V: Lanes, const R: usize, const T: usize, const RO: usize, const C: usize>(
+    tile: &mut Tile<'_>,
+    rows: Range<usize>,
+    tokens: usize,
+    scale: f32,
+    next: &[&[u8]],
+) {
+    tile.check(V::LANES, &rows, tokens);
+    let Tile { stride, dim, latent, value_at, .. } = *tile;
+    let (first, num_rows) = (rows.start, rows.len());
+    // SAFETY: `check` has found every array long enough for `rows` and a block. `p` is `BLOCK` floats a row, a multiple of the
+    // lanes.
+    unsafe {
+        let kv = tile.kv.as_ptr();
+        let (q, p) = (tile.q.as_ptr().add(first * stride), tile.p.as_mut_ptr().add(first * BLOCK));
+        let next_bytes = next.first().map_or(0, |row| row.len()).div_ceil(num_rows.max(1));
+        each_tile::<V, R, T>(&Dots { q, k: kv, p, stride, dim, next, next_bytes }, num_rows, tokens);
+        for row in rows {
+            weights::<V>(tile, row, tokens, scale);
+        }
+        let (p, rescale) = (tile.p.as_ptr().add(first * BLOCK), tile.rescale.as_ptr().add(first));
+        let (v, o) = (kv.add(value_at), tile.o.as_mut_ptr().add(first * latent));
+        each_tile::<V, RO, C>(
+            &Values { p, rescale, v, o, tokens, stride, latent },
+            num_rows,
+            latent / V::LANES,
+        );
+    }
+}
+
+/// A product of two matrices, of which one has a row a query row. Its sums are computed a tile of registers at a time.
+trait Product<V: Lanes> {
+    /// The sums of `R` rows and `C` columns.
+    ///
+    /// # Safety
+    /// The product's pointers reach as far as the last of them.
+    unsafe fn tile<const R: usize, const C: usize>(&self, row: usize, column: usize);
+}
+
+/// All sums of a product, by tiles of up to `R` rows and of `C` columns or one. What a tile's columns need is read from memory
+/// once, and for the other rows from the L1 cache.
+///
+/// # Safety
+/// The product's pointers reach as far as `rows` and `columns`.
+#[inline(always)]
+unsafe fn each_tile<V: Lanes, const R: usize, const C: usize>(
+    product: &impl Product<V>,
+    rows: usize,
+    columns: usize,
+) {
+    let mut column = 0;
+    while column < columns {
+        // SAFETY: as many columns are left.
+        unsafe {
+            if columns - column >= C {
+                rows_of_tiles::<V, R, C>(product, rows, column);
+                column += C;
+            } else {
+                rows_of_tiles::<V, R, 1>(product, rows, column);
+                column += 1;
+            }
+        }
+    }
+}
+
+/// The tiles of `C` columns, with about as many rows each: one with few rows waits for its own sums.
+///
+/// # Safety
+/// As [`each_tile`].
+#[inline(always)]
+unsafe fn rows_of_tiles<V: Lanes, const R: usize, const C: usize>(
+    product: &impl Product<V>,
+    rows: usize,
+    column: usize,
+) {
+    let mut row = 0;
+    while row < rows {
+        let left = rows - row;
+        let many = left.div_ceil(left.div_ceil(R));
+        // SAFETY: no more rows than are left. What is beyond `R` is not compiled.
         unsafe {
             match many {
-                1 => band::<V, 1>(tile, row, tokens, scale),
-                2 => band::<V, 2>(tile, row, tokens, scale),
-                3 => band::<V, 3>(tile, row, tokens, scale),
-                _ => band::<V, 4>(tile, row, tokens, scale),
+                1 => product.tile::<1, C>(row, column),
+                2 if R >= 2 => product.tile::<2, C>(row, column),
+                3 if R >= 3 => product.tile::<3, C>(row, column),
+                4 if R >= 4 => product.tile::<4, C>(row, column),
+                5 if R >= 5 => product.tile::<5, C>(row, column),
+                _ => product.tile::<R, C>(row, column),
             }
         }
-        row += many.min(4);
+        row += many;
     }
 }
 
-/// `R` rows against the whole block.
-///
-/// # Safety
-/// The tile passes [`Tile::check`] for rows up to `row + R`.
-#[inline(always)]
-unsafe fn band<V: Lanes, const R: usize>(tile: &mut Tile<'_>, row: usize, tokens: usize, scale: f32) {
-    let Tile { stride, dim, latent, value_at, .. } = *tile;
-    // SAFETY: every pointer below stays in its array: rows < row + R, tokens < BLOCK, dims < dim <= stride and
-    // columns < latent, from value_at on < stride. `p` is `BLOCK` floats a row, a multiple of the lanes.
-    unsafe {
-        let (q, kv) = (tile.q.as_ptr().add(row * stride), tile.kv.as_ptr());
-        let p = tile.p.as_mut_ptr().add(row * BLOCK);
-        let mut token = 0;
-        while token < tokens {
-            let (k, p) = (kv.add(token * stride), p.add(token));
-            match tokens - token {
-                1 => dots::<V, R, 1>(q, k, p, stride, dim),
-                2 => dots::<V, R, 2>(q, k, p, stride, dim),
-                _ => dots::<V, R, 3>(q, k, p, stride, dim),
-            }
-            token += 3;
-        }
-        for r in row..row + R {
-            weights::<V>(tile, r, tokens, scale);
-        }
-        let (p, rescale) = (tile.p.as_ptr().add(row * BLOCK), tile.rescale.as_ptr().add(row));
-        let o = tile.o.as_mut_ptr().add(row * latent);
-        let mut column = 0;
-        while column < latent {
-            let (v, o) = (kv.add(value_at + column), o.add(column));
-            match (latent - column) / LANES {
-                1 => values::<V, R, 1>(p, rescale, v, o, tokens, stride, latent),
-                2 => values::<V, R, 2>(p, rescale, v, o, tokens, stride, latent),
-                _ => values::<V, R, 3>(p, rescale, v, o, tokens, stride, latent),
-            }
-            column += 3 * LANES;
-        }
-    }
-}
-
-/// `p[r][t] = q[r] . k[t]`.
-///
-/// # Safety
-/// `q` and `k` are readable for `R` and `T` rows, `p` is writable for `R` rows of `BLOCK`.
-#[inline(always)]
-unsafe fn dots<V: Lanes, const R: usize, const T: usize>(
+/// `p[r][t] = q[r] . k[t]`: the columns are tokens.
+struct Dots<'a> {
+    /// `[rows, stride]`, of which `dim` are used.
     q: *const f32,
+    /// `[tokens, stride]`, of which `dim` are used.
     k: *const f32,
+    /// `[rows, BLOCK]`.
     p: *mut f32,
     stride: usize,
     dim: usize,
-) {
-    let mut sums = [[V::splat(0.0); T]; R];
-    let mut d = 0;
-    while d < dim {
-        let mut keys = [V::splat(0.0); T];
-        for (t, key) in keys.iter_mut().enumerate() {
-            // SAFETY: row t of `k`, in its `dim`.
-            *key = unsafe { V::load(k.add(t * stride + d)) };
+    /// Rows to be fetched, `next_bytes` of each with every query row: all at once they would wait for each other.
+    next: &'a [&'a [u8]],
+    next_bytes: usize,
+}
+
+impl<V: Lanes> Product<V> for Dots<'_> {
+    #[inline(always)]
+    unsafe fn tile<const R: usize, const C: usize>(&self, row: usize, token: usize) {
+        let Self { stride, dim, next, next_bytes, .. } = *self;
+        for next in next.get(token..).unwrap_or_default().iter().take(C) {
+            prefetch(next, row * next_bytes..(row + R) * next_bytes);
         }
-        for (r, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: row r of `q`, in its `dim`.
-            let query = unsafe { V::load(q.add(r * stride + d)) };
-            for (sum, key) in sums.iter_mut().zip(&keys) {
-                *sum = query.mul_add(*key, *sum);
+        // SAFETY: the caller vouches for these rows and tokens.
+        let (q, k, p) = unsafe {
+            (self.q.add(row * stride), self.k.add(token * stride), self.p.add(row * BLOCK + token))
+        };
+        let mut sums = [[V::splat(0.0); C]; R];
+        let mut d = 0;
+        while d < dim {
+            let mut keys = [V::splat(0.0); C];
+            for (t, key) in keys.iter_mut().enumerate() {
+                // SAFETY: row t of `k`, in its `dim`.
+                *key = unsafe { V::load(k.add(t * stride + d)) };
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                // SAFETY: row r of `q`, in its `dim`.
+                let query = unsafe { V::load(q.add(r * stride + d)) };
+                for (sum, key) in sums.iter_mut().zip(&keys) {
+                    *sum = query.mul_add(*key, *sum);
+                }
+            }
+            d += V::LANES;
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (t, sum) in sums.iter().enumerate() {
+                // SAFETY: row r of `p`, one of its tokens.
+                unsafe { *p.add(r * BLOCK + t) = sum.sum() }
             }
         }
-        d += LANES;
     }
-    for (r, sums) in sums.iter().enumerate() {
-        for (t, sum) in sums.iter().enumerate() {
-            // SAFETY: row r of `p`, one of its tokens.
-            unsafe { *p.add(r * BLOCK + t) = sum.sum() }
+}
+
+/// Asks for some bytes of a row, where the target has an instruction for it.
+#[inline(always)]
+fn prefetch(row: &[u8], bytes: Range<usize>) {
+    let mut at = bytes.start;
+    while at < bytes.end {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a hint, which reads nothing whatever the address.
+        unsafe {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T1>(row.as_ptr().wrapping_add(at).cast());
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = row;
+        at += 64;
     }
 }
 
 /// One query row's online softmax over a block: dot products to weights.
 ///
 /// # Safety
-/// As [`band`].
+/// The tile passes [`Tile::check`] for this row.
 #[inline(always)]
 unsafe fn weights<V: Lanes>(tile: &mut Tile<'_>, row: usize, tokens: usize, scale: f32) {
     let p = &mut tile.p[row * BLOCK..][..BLOCK];
-    let end = tokens.next_multiple_of(LANES);
+    let end = tokens.next_multiple_of(V::LANES);
     // Lanes past the last token weigh exactly nothing, and lose every comparison.
     p[tokens..end].fill(f32::NEG_INFINITY);
     let p = p.as_mut_ptr();
@@ -195,7 +266,7 @@ unsafe fn weights<V: Lanes>(tile: &mut Tile<'_>, row: usize, tokens: usize, scal
     while t < end {
         // SAFETY: `end` is at most BLOCK.
         largest = unsafe { V::load(p.add(t)) }.max(largest);
-        t += LANES;
+        t += V::LANES;
     }
     let (old, here) = (tile.max[row], largest.largest());
     let max = if here > old { here } else { old };
@@ -213,7 +284,7 @@ unsafe fn weights<V: Lanes>(tile: &mut Tile<'_>, row: usize, tokens: usize, scal
             weight.store(p.add(t));
             sum = sum.add(weight);
         }
-        t += LANES;
+        t += V::LANES;
     }
     let rescale = exp2(V::splat((old - at) * scale)).largest();
     tile.max[row] = max;
@@ -221,47 +292,58 @@ unsafe fn weights<V: Lanes>(tile: &mut Tile<'_>, row: usize, tokens: usize, scal
     tile.rescale[row] = rescale;
 }
 
-/// `o[r][c] = o[r][c] * rescale[r] + sum over t of p[r][t] * v[t][c]`, for `C` vectors of columns.
-///
-/// # Safety
-/// `p` is readable for `R` rows of `BLOCK`, `rescale` for `R`, `v` for `tokens` rows, `o` is writable for `R` rows.
-#[inline(always)]
-unsafe fn values<V: Lanes, const R: usize, const C: usize>(
+/// `o[r][c] = o[r][c] * rescale[r] + sum over t of p[r][t] * v[t][c]`: a column is a vector of columns.
+struct Values {
+    /// `[rows, BLOCK]`.
     p: *const f32,
+    /// `[rows]`.
     rescale: *const f32,
+    /// `[tokens, stride]`, of which `latent` are used.
     v: *const f32,
+    /// `[rows, latent]`.
     o: *mut f32,
     tokens: usize,
     stride: usize,
     latent: usize,
-) {
-    let mut sums = [[V::splat(0.0); C]; R];
-    for (r, sums) in sums.iter_mut().enumerate() {
-        for (c, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: row r of `rescale` and of `o`, in its columns.
-            *sum = unsafe { V::load(o.add(r * latent + c * LANES)).mul(V::splat(*rescale.add(r))) };
-        }
-    }
-    let mut t = 0;
-    while t < tokens {
-        let mut row = [V::splat(0.0); C];
-        for (c, value) in row.iter_mut().enumerate() {
-            // SAFETY: row t of `v`, in its columns.
-            *value = unsafe { V::load(v.add(t * stride + c * LANES)) };
-        }
+}
+
+impl<V: Lanes> Product<V> for Values {
+    #[inline(always)]
+    unsafe fn tile<const R: usize, const C: usize>(&self, row: usize, column: usize) {
+        let Self { tokens, stride, latent, .. } = *self;
+        // SAFETY: the caller vouches for these rows and columns.
+        let (p, rescale, v, o) = unsafe {
+            let (v, o) = (self.v.add(column * V::LANES), self.o.add(row * latent + column * V::LANES));
+            (self.p.add(row * BLOCK), self.rescale.add(row), v, o)
+        };
+        let mut sums = [[V::splat(0.0); C]; R];
         for (r, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: row r of `p`, one of its tokens.
-            let weight = V::splat(unsafe { *p.add(r * BLOCK + t) });
-            for (sum, value) in sums.iter_mut().zip(&row) {
-                *sum = weight.mul_add(*value, *sum);
+            for (c, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: row r of `rescale` and of `o`, in its columns.
+                *sum = unsafe { V::load(o.add(r * latent + c * V::LANES)).mul(V::splat(*rescale.add(r))) };
             }
         }
-        t += 1;
-    }
-    for (r, sums) in sums.iter().enumerate() {
-        for (c, sum) in sums.iter().enumerate() {
-            // SAFETY: row r of `o`, in its columns.
-            unsafe { sum.store(o.add(r * latent + c * LANES)) }
+        let mut t = 0;
+        while t < tokens {
+            let mut values = [V::splat(0.0); C];
+            for (c, value) in values.iter_mut().enumerate() {
+                // SAFETY: row t of `v`, in its columns.
+                *value = unsafe { V::load(v.add(t * stride + c * V::LANES)) };
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                // SAFETY: row r of `p`, one of its tokens.
+                let weight = V::splat(unsafe { *p.add(r * BLOCK + t) });
+                for (sum, value) in sums.iter_mut().zip(&values) {
+                    *sum = weight.mul_add(*value, *sum);
+                }
+            }
+            t += 1;
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (c, sum) in sums.iter().enumerate() {
+                // SAFETY: row r of `o`, in its columns.
+                unsafe { sum.store(o.add(r * latent + c * V::LANES)) }
+            }
         }
     }
 }
@@ -269,16 +351,17 @@ unsafe fn values<V: Lanes, const R: usize, const C: usize>(
 #[cfg(test)]
 mod tests {
     use super::super::VARIANTS;
+    use super::super::lanes::MAX_LANES;
     use super::*;
     use crate::ops::variants::{candidates, choose};
 
     /// Keys of one element each, against the query 1: `(half the base-2 LSE, the first value column)`.
     fn one_row(variant: &str, dots: &[f32], scale: f32) -> (f32, f32) {
         let (kernels, _) = choose(VARIANTS, &(), &(), Some(variant)).expect("it runs here");
-        let (mut kv, mut p) = ([0f32; BLOCK * 2 * LANES], [0f32; BLOCK]);
-        let (mut o, [mut max, mut sum, mut rescale]) = ([0f32; LANES], [[0f32]; 3]);
+        let (mut kv, mut p) = ([0f32; BLOCK * 2 * MAX_LANES], [0f32; BLOCK]);
+        let (mut o, [mut max, mut sum, mut rescale]) = ([0f32; MAX_LANES], [[0f32]; 3]);
         max[0] = f32::NEG_INFINITY;
-        let mut query = [0f32; 2 * LANES];
+        let mut query = [0f32; 2 * MAX_LANES];
         query[0] = 1.0;
         let mut tile = Tile {
             q: &mut query,
@@ -288,18 +371,18 @@ mod tests {
             max: &mut max,
             sum: &mut sum,
             rescale: &mut rescale,
-            stride: 2 * LANES,
-            dim: LANES,
-            latent: LANES,
-            value_at: LANES,
+            stride: 2 * MAX_LANES,
+            dim: MAX_LANES,
+            latent: MAX_LANES,
+            value_at: MAX_LANES,
         };
         for (block, dots) in dots.chunks(3).enumerate() {
             for (t, &dot) in dots.iter().enumerate() {
-                tile.kv[t * 2 * LANES] = dot;
-                tile.kv[t * 2 * LANES + LANES] = (block * 3 + t + 1) as f32;
+                tile.kv[t * 2 * MAX_LANES] = dot;
+                tile.kv[t * 2 * MAX_LANES + MAX_LANES] = (block * 3 + t + 1) as f32;
             }
             // SAFETY: `choose` gives what runs here.
-            unsafe { (kernels.attend)(&mut tile, 0..1, dots.len(), scale) }
+            unsafe { (kernels.attend)(&mut tile, 0..1, dots.len(), scale, &[]) }
         }
         let half = tile.finish_alone(0, scale);
         (half, o[0])

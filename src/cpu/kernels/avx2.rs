@@ -19,8 +19,15 @@ pub(super) fn runs_here() -> bool {
 /// # Safety
 /// [`runs_here`].
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn attend(tile: &mut Tile<'_>, rows: Range<usize>, tokens: usize, scale: f32) {
-    attend::attend::<Avx>(tile, rows, tokens, scale);
+pub(super) unsafe fn attend(
+    tile: &mut Tile<'_>,
+    rows: Range<usize>,
+    tokens: usize,
+    scale: f32,
+    next: &[&[u8]],
+) {
+    // With outputs of 4 x 3 the compiler spills a sum, though 16 registers would do.
+    attend::attend::<Avx, 4, 3, 6, 2>(tile, rows, tokens, scale, next);
 }
 
 /// [`super::widen::widen`].
@@ -45,6 +52,8 @@ pub(super) unsafe fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
 struct Avx(__m256);
 
 impl Lanes for Avx {
+    const LANES: usize = 8;
+
     #[inline(always)]
     fn splat(x: f32) -> Self {
         // SAFETY: see the top of the file.

@@ -1,20 +1,22 @@
-//! Eight floats at once: what a kernel needs of them, and the form in plain Rust.
+//! Several floats at once: what a kernel needs of them, and the form in plain Rust.
 //!
 //! The kernels are written once over [`Lanes`]. Every function here and there is `inline(always)` and free of
 //! closures, so that it is compiled for its caller's instruction set.
 
-/// Floats in a [`Lanes`].
-pub(super) const LANES: usize = 8;
+/// Floats in the widest [`Lanes`]: the rows of a tile are padded with zeros to a multiple.
+pub(in crate::cpu) const MAX_LANES: usize = 16;
 
-/// Eight f32. All forms use the same order of operations; only the fusing of a multiply and an add may differ.
+/// Several f32.
 pub(in crate::cpu) trait Lanes: Copy {
+    /// How many: 8 or 16.
+    const LANES: usize;
     /// The same value in every lane.
     fn splat(x: f32) -> Self;
     /// # Safety
-    /// `from` is readable for 8 floats; it need not be aligned.
+    /// `from` is readable for `LANES` floats; it need not be aligned.
     unsafe fn load(from: *const f32) -> Self;
     /// # Safety
-    /// `to` is writable for 8 floats; it need not be aligned.
+    /// `to` is writable for `LANES` floats; it need not be aligned.
     unsafe fn store(self, to: *mut f32);
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
@@ -61,7 +63,7 @@ pub(super) fn exp2<V: Lanes>(x: V) -> V {
 /// [`Lanes`] in plain Rust, which the compiler vectorises for the target.
 #[derive(Clone, Copy)]
 #[repr(align(32))]
-pub(super) struct Plain([f32; LANES]);
+pub(super) struct Plain([f32; 8]);
 
 /// Fused where the target has the instruction: elsewhere `mul_add` is a library call for each element.
 #[inline(always)]
@@ -70,21 +72,23 @@ fn fma(a: f32, b: f32, c: f32) -> f32 {
 }
 
 impl Lanes for Plain {
+    const LANES: usize = 8;
+
     #[inline(always)]
     fn splat(x: f32) -> Self {
-        Self([x; LANES])
+        Self([x; 8])
     }
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
         // SAFETY: the caller vouches for 8 floats.
-        Self(unsafe { from.cast::<[f32; LANES]>().read() })
+        Self(unsafe { from.cast::<[f32; 8]>().read() })
     }
 
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
         // SAFETY: the caller vouches for 8 floats; an array of floats is aligned as one.
-        unsafe { to.cast::<[f32; LANES]>().write(self.0) }
+        unsafe { to.cast::<[f32; 8]>().write(self.0) }
     }
 
     #[inline(always)]

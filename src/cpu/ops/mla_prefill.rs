@@ -52,7 +52,7 @@ impl Kernel<MlaPrefill> for Cpu {
     ) -> Result<(Threads, PrefillTiling, Choice)> {
         let (kernels, choice) = choose(VARIANTS, &(), &(), options.variant.as_deref())?;
         let dim = (spec.qk_nope_head_dim + spec.qk_rope_head_dim) as usize;
-        let scratch = || Scratch::new(dim, spec.v_head_dim as usize, dim).map(Mutex::new);
+        let scratch = || Scratch::new(dim, spec.v_head_dim as usize, true).map(Mutex::new);
         let scratch = (0..self.threads()).map(|_| scratch()).collect::<Result<_>>()?;
         let tiling = PrefillTiling {
             rows: MAX_ROWS as u32,
@@ -128,15 +128,17 @@ struct Call<'a> {
 
 impl Call<'_> {
     fn attend(&self, tile: &mut Tile<'_>, item: &PrefillTile, head: usize) {
-        let (num_rows, dim) = (item.num_rows as usize, tile.latent);
-        let nope = self.spec.qk_nope_head_dim as usize;
+        let num_rows = item.num_rows as usize;
+        let [nope, rope, dim] =
+            [self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim, self.spec.v_head_dim]
+                .map(|elements| elements as usize);
         for r in 0..num_rows {
             let token = item.first_token as usize + r;
-            let (q_nope, q_pe) = tile.q[r * tile.stride..][..tile.dim].split_at_mut(nope);
+            let (q_nope, q_pe) = tile.q[r * tile.stride..][..nope + rope].split_at_mut(nope);
             self.widen(Q_NOPE, token, head, q_nope);
             self.widen(Q_PE, token, head, q_pe);
         }
-        tile.o[..num_rows * dim].fill(0.0);
+        tile.o[..num_rows * tile.latent].fill(0.0);
         tile.max[..num_rows].fill(f32::NEG_INFINITY);
         tile.sum[..num_rows].fill(0.0);
 
@@ -145,11 +147,11 @@ impl Call<'_> {
             let end = item.num_keys.min(begin + BLOCK as u32);
             for (key, row) in (begin..end).zip(tile.kv.chunks_exact_mut(tile.stride)) {
                 let key = (item.kv_begin + key) as usize;
-                let (k, v) = row[..tile.value_at + dim].split_at_mut(tile.value_at);
-                let (k_nope, k_pe) = k.split_at_mut(nope);
+                let (k, v) = row.split_at_mut(tile.value_at);
+                let (k_nope, k_pe) = k[..nope + rope].split_at_mut(nope);
                 self.widen(K_NOPE, key, head, k_nope);
                 self.widen(K_PE, key, head, k_pe);
-                self.widen(V, key, head, v);
+                self.widen(V, key, head, &mut v[..dim]);
             }
             // Neighbouring rows with equally many visible keys are attended together.
             let seen = |r: usize| item.visible(r as u32).clamp(begin, end) - begin;
@@ -159,7 +161,7 @@ impl Call<'_> {
                 let next = (r + 1..num_rows).find(|&next| seen(next) != keys).unwrap_or(num_rows);
                 if keys > 0 {
                     // SAFETY: the table of variants gives only what runs here.
-                    unsafe { (self.kernels.attend)(tile, r..next, keys as usize, self.scale) }
+                    unsafe { (self.kernels.attend)(tile, r..next, keys as usize, self.scale, &[]) }
                 }
                 r = next;
             }
@@ -172,7 +174,7 @@ impl Call<'_> {
             if item.visible(r as u32) > 0 {
                 lse = tile.finish_alone(r, self.scale) * (2.0 * std::f32::consts::LN_2);
             }
-            let out = &tile.o[r * dim..][..dim];
+            let out = &tile.o[r * tile.latent..][..dim];
             let (dtype, first) = (self.spec.out, self.at[OUT].at(row, head));
             store_elements(self.locked.words(OUT), dtype.bytes(), first, dim, |i| bits_of(dtype, out[i]));
             self.locked.words(LSE)[self.at[LSE].at(row, head)].store(lse.to_bits(), Ordering::Relaxed);
