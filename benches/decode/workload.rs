@@ -222,7 +222,8 @@ impl Workload {
             },
             kv: KvSpec { dtype: self.kv, page_size: PAGE_SIZE, num_pages: self.pages() },
             query: self.query,
-            out: self.query,
+            // No output is e4m3.
+            out: if self.query == Dtype::E4m3 { Dtype::Bf16 } else { self.query },
         }
     }
 
