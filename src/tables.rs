@@ -207,7 +207,8 @@ impl Capacity {
         };
         let items = HEADER_WORDS;
         // CUDA's grids are whole clusters of two blocks, each of which looks at an item.
-        let queries = after(items, self.items.checked_next_multiple_of(2).unwrap_or(u32::MAX), size_of::<WorkItem>());
+        let queries =
+            after(items, self.items.checked_next_multiple_of(2).unwrap_or(u32::MAX), size_of::<WorkItem>());
         let merges = after(queries, self.queries, size_of::<QueryToken>());
         let merge_partials = after(merges, self.merges, size_of::<Merge>());
         let pages = after(merge_partials, self.merge_partials, 4);

@@ -355,7 +355,9 @@ impl Functions {
         let boxes = aligned && block_bytes < MOST_STRIDE;
         let map = |tokens, lines| TensorMap::of_cache(spec, address, block_bytes, (tokens, lines));
         Ok(match self.tile.body {
-            Body::MmaTma { tokens, .. } if boxes => (self.split.clone(), Some(map(tokens, None)?), Copying::Boxes),
+            Body::MmaTma { tokens, .. } if boxes => {
+                (self.split.clone(), Some(map(tokens, None)?), Copying::Boxes)
+            }
             Body::MmaTma { otherwise, .. } => {
                 let request = (*spec, spec.shape.num_heads);
                 let (kernel, _) = choose(VARIANTS, cuda.card(), &request, Some(otherwise))?;
@@ -366,7 +368,10 @@ impl Functions {
                     map(BOX_TOKENS, None)?
                 } else {
                     // As many as lie in one page, and in a tile.
-                    map(1 << spec.kv.page_size.trailing_zeros().min(self.split.compiled.tokens.ilog2()), Some(1))?
+                    map(
+                        1 << spec.kv.page_size.trailing_zeros().min(self.split.compiled.tokens.ilog2()),
+                        Some(1),
+                    )?
                 };
                 (self.split.clone(), Some(map), Copying::Boxes)
             }
