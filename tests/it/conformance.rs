@@ -1,10 +1,10 @@
 //! The conformance suite on each backend and each decode variant of it, a test a group: `conformance::wgpu::shared::decode::heads`.
 //!
-//! On wgpu, where kernels take seconds to compile, groups that do not depend on the decode variant run once, unless
+//! On wgpu, where kernels take seconds to compile, and on the CPU, groups that do not depend on the decode variant run once; on wgpu
 //! `MLA_CASES=product` asks for the product.
 
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{AnyBackend, Backend};
+use wgpu_mla::{AnyBackend, Backend, Device};
 
 use crate::harness::{Test, count};
 #[cfg(feature = "wgpu")]
@@ -14,12 +14,17 @@ use mla_support::suite::run::How;
 use mla_support::suite::{Cases, Group, Session, groups};
 use mla_support::{Ignored, Outcome};
 
-/// The best that this processor runs, which is `avx512` or `avx2`, and with that forced off.
-const CPU_VARIANTS: [Option<&str>; 3] = [None, Some("avx2"), Some("portable")];
+/// The best variant that this processor runs, and each that it would be without: of `avx512`, `avx2` and `portable`.
+fn cpu_variants() -> Vec<Option<&'static str>> {
+    let candidates = Cpu::new().variants(&mla_support::paint::Make::default().build().spec);
+    let run_here = candidates.iter().filter(|candidate| candidate.lacks.is_none());
+    [None].into_iter().chain(run_here.skip(1).map(|candidate| Some(candidate.name))).collect()
+}
 
 pub fn tests() -> Vec<Test> {
     let here = || Ok(Cpu::new());
-    let mut tests = of_backend("cpu", here, &CPU_VARIANTS, Cases::Full, |_, _| true);
+    let once = |place: usize, group: &Group<_>| place == 0 || group.by_variant;
+    let mut tests = of_backend("cpu", here, &cpu_variants(), Cases::Full, once);
     let any = || Ok(AnyBackend::from(Cpu::new()));
     tests.extend(of_backend("any_cpu", any, &[None], Cases::Full, |_, _| true));
     tests.extend(in_ranks("cpu", here, Cases::Full, &CUT));
@@ -72,7 +77,6 @@ pub const WGPU_VARIANTS: [&str; 4] = ["coop", "coop_small", "subgroup", "shared"
 
 #[cfg(feature = "wgpu")]
 fn the_lists_name_every_variant() -> Outcome {
-    use wgpu_mla::Device;
     let variants = mla_support::gpu()?.variants(&mla_support::paint::Make::default().build().spec);
     assert_eq!(variants.iter().map(|variant| variant.name).collect::<Vec<_>>(), WGPU_VARIANTS);
     Ok(())

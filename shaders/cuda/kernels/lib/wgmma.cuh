@@ -91,18 +91,7 @@ DEVICE void multiply_32(float (&sums)[4][4], u64 a, u64 b, bool adds) {
     OF_TYPE(MULTIPLY_32)
 }
 
-// The same with a in registers, in the layout of mma.sync.
-#define MULTIPLY_32_KEPT(type) \
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}" \
-                 : SUMS_8(sums, 0), SUMS_8(sums, 8) \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)))
-
-template <bool IS_BF16>
-DEVICE void multiply_32(float (&sums)[4][4], const u32 (&a)[4], u64 b, bool adds) {
-    OF_TYPE(MULTIPLY_32_KEPT)
-}
-
-// m64n64k16: sums [64, 64] = or += a [64, 16] x b^T, b [64, 16], both in shared memory; the same with a in registers.
+// m64n64k16: sums [64, 64] = or += a [64, 16] x b^T, b [64, 16], both in shared memory; the same with a in registers, in the layout of mma.sync.
 #define MULTIPLY_64(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PLACES_32 "}, %32, %33, p, 1, 1, 0, 0;}" \
                  : SUMS_32(sums, 0) \
@@ -120,17 +109,6 @@ DEVICE void multiply_64(float (&sums)[8][4], u64 a, u64 b, bool adds) {
 template <bool IS_BF16>
 DEVICE void multiply_64(float (&sums)[8][4], const u32 (&a)[4], u64 b, bool adds) {
     OF_TYPE(MULTIPLY_64_KEPT)
-}
-
-// m64n256k16: sums [64, 256] += a [64, 16] x b, a in registers, b [16, 256] in shared memory.
-#define MULTIPLY_256(type) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" PLACES_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;" \
-                 : SUMS_32(sums, 0), SUMS_32(sums, 32), SUMS_32(sums, 64), SUMS_32(sums, 96) \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-
-template <bool IS_BF16>
-DEVICE void multiply_256(float (&sums)[32][4], const u32 (&a)[4], u64 b) {
-    OF_TYPE(MULTIPLY_256)
 }
 
 // m64n16k16 or m64n32k16: sums [64, N] = or += a [64, 16] x b^T, b [N, 16], both in shared memory.
@@ -209,6 +187,11 @@ DEVICE void multiply_keys(float (&sums)[16][4], const u32 (&a)[4], u64 b, bool a
                  : SUMS_32(sums, 0), SUMS_32(sums, 32) \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
+#define MULTIPLY_VALUES_256(type) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" PLACES_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;" \
+                 : SUMS_32(sums, 0), SUMS_32(sums, 32), SUMS_32(sums, 64), SUMS_32(sums, 96) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
 template <bool IS_BF16>
 DEVICE void multiply_values(float (&sums)[16][4], const u32 (&a)[4], u64 b) {
     OF_TYPE(MULTIPLY_VALUES_128)
@@ -216,5 +199,5 @@ DEVICE void multiply_values(float (&sums)[16][4], const u32 (&a)[4], u64 b) {
 
 template <bool IS_BF16>
 DEVICE void multiply_values(float (&sums)[32][4], const u32 (&a)[4], u64 b) {
-    multiply_256<IS_BF16>(sums, a, b);
+    OF_TYPE(MULTIPLY_VALUES_256)
 }

@@ -19,7 +19,7 @@ struct HalfOutput {
                 for (int e = 0; e < 4; e++) sums[q][c][e] *= factor[e / 2];
     }
 
-    // Issues the wgmma of a tile at `stage`, asynchronously: a group a quarter.
+    // Issues the wgmma of a tile at `stage`, asynchronously: a commit group for each quarter. `group` is the warpgroup.
     DEVICE void add(const u32 (&words)[2][T::TOKEN_TILES], u32 stage, u32 group) {
 #pragma unroll
         for (int q = 0; q < 2; q++) {
@@ -34,7 +34,7 @@ struct HalfOutput {
         }
     }
 
-    // Waits for a quarter.
+    // Waits for a quarter; of the first, the second may stay in flight.
     template <int QUARTER>
     DEVICE void wait() {
         wait_for_multiplications<1 - QUARTER>();
@@ -42,7 +42,8 @@ struct HalfOutput {
     }
 };
 
-// Writes the rows of the output, [ROWS, OUTPUT_PITCH] in place of the stages, a warp a row.
+// Writes the rows of the output, [ROWS, OUTPUT_PITCH] in place of the stages, a warp a row; or does them `again` in f32, as it does a row that
+// sees keys but whose weights are all 0: the logits of those keys are -inf.
 template <class T>
 DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared, u32 warp, bool again) {
     const float* staged = reinterpret_cast<const float*>(shared + T::STAGES_AT);
