@@ -29,6 +29,8 @@ from races import Races
 DTYPES = {"pred": np.bool_, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 MAX_STEPS = 20_000_000
 
+REGISTERS = 65536  # of a multiprocessor
+
 
 class Team:
     """One warp of each block. A register is an array over all lanes that is replaced, never written into."""
@@ -160,6 +162,9 @@ class Machine:
         # What parked at a barrier of a block: (block, barrier) to its state.
         self.barriers = {}
         self.turns = order(list(range(self.warps)))
+        # Registers of each warp's threads: a block has as many as it is launched with, and `setmaxnreg.inc` waits for others to give theirs.
+        self.registers = np.full(self.warps, min(REGISTERS // (32 * self.warps) // 8 * 8, 255))
+        self.register_pool = int(self.registers.sum())
 
     def run(self):
         while True:
@@ -179,6 +184,8 @@ class Machine:
         found = [f"warp {warp} of {self.cluster.name(block)} waits for ever for parity {parity} of the mbarrier at {at}" for block, warp, parity, at in self.arrivals.waiting()]
         found += [f"{state['threads']} threads of {self.cluster.name(block)} wait for ever at barrier {number}" for (block, number), state in self.barriers.items()]
         found += [f"warp {team.number} of {self.cluster.name(block)} waits for ever for its lanes" for team in self.teams for _, block, _, _ in team.at_warp_barrier]
+        if (wanted := int(self.registers.sum())) > self.register_pool:
+            found.append(f"setmaxnreg waits for ever: {wanted} registers for a thread of each warp, the block has {self.register_pool}")
         at_cluster = self.cluster_barrier.lacks()
         return (found[:4] if self.cluster.size > 1 else found[:1]) + [at_cluster] * bool(at_cluster)
 

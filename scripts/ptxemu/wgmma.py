@@ -36,7 +36,7 @@ class Multiplications:
 
 def decode(machine, instruction):
     if instruction.name == "setmaxnreg":
-        return lambda team, mask: team.whole_warps(mask, "setmaxnreg")
+        return set_registers(machine, int(instruction.operands[0], 0))
     if instruction.name != "wgmma":
         return None
     if instruction.has("fence"):
@@ -47,6 +47,14 @@ def decode(machine, instruction):
         left = int(instruction.operands[0], 0)
         return lambda team, mask: team.multiplications.finish(team, lanes_of(team, mask), left)
     return multiply(machine, instruction) if instruction.has("mma_async") else None
+
+
+def set_registers(machine, count):
+    def run(team, mask):
+        team.whole_warps(mask, "setmaxnreg")
+        machine.registers[team.number] = count
+
+    return run
 
 
 def lanes_of(team, mask):

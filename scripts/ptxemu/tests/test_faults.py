@@ -109,3 +109,28 @@ def test_names_in_braces_are_their_own():
     text = """mov.u32 %r1, %tid.x; { .reg .b32 x; mov.b32 x, 7; { .reg .b64 x; cvt.u64.u32 x, %r1; shl.b64 x, x, 2; add.u64 %rd2, %rd1, x; }
         st.global.u32 [%rd2], x; }"""
     assert (by_hand(text, ".reg .b32 %r<9>;") == 7).all()
+
+
+def test_registers_that_a_block_does_not_have():
+    """Of 384 threads: 168 each at launch, so that two warpgroups may have 224 where the third keeps 56."""
+
+    def run(taken, kept):
+        ptx = f"""{HEAD.replace("sm_80", "sm_90a").replace("7.0", "8.0")}.visible .entry share()
+.maxntid 384, 1, 1
+{{
+.reg .pred %p<2>;
+.reg .b32 %r<2>;
+mov.u32 %r1, %tid.x;
+setp.ge.u32 %p1, %r1, 256;
+@%p1 bra LOADER;
+setmaxnreg.inc.sync.aligned.u32 {taken};
+ret;
+LOADER:
+setmaxnreg.dec.sync.aligned.u32 {kept};
+ret;
+}}"""
+        Device().launch(parse(ptx)["share"], (2, 1, 1), [])
+
+    run(224, 56)
+    run(240, 24)
+    expect_fault(lambda: run(232, 48), "setmaxnreg waits for ever")
