@@ -25,12 +25,15 @@ mod composed;
 mod expanded;
 mod plan;
 mod prefix;
+mod prefix_cost;
 mod recorded;
 mod workspace;
 
 pub use expanded::{Expanded, ExpandedPrefix};
 pub use plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
 pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
+
+use prefix_cost::PrefixCost;
 
 use crate::ops::op::{Op, Use};
 use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
@@ -280,6 +283,17 @@ pub struct LayerFacts {
     pub tiling: Tiling,
     /// Bytes of the keys and values of prefills: never more than [`MlaLayer::workspace_bytes`].
     pub workspace_bytes: u64,
+    prefix_cost: PrefixCost,
+}
+
+impl LayerFacts {
+    /// Whether the decodes of `sequences` sequences, of a query token each, attend an [`ExpandedPrefix`] of `tokens` tokens through its keys
+    /// and values. If not, they attend it in absorbed form, which costs less, and need not have it expanded.
+    #[must_use]
+    pub fn attends_expanded(&self, spec: &MlaLayer, sequences: u32, tokens: u32) -> bool {
+        let query_tokens = std::iter::repeat_n(1, sequences as usize);
+        self.prefix_cost.pays(spec, &self.tiling, tokens, query_tokens, true)
+    }
 }
 
 /// One layer of a model, as an [`MlaLayer`] reads and writes it. `T` is the number of query tokens of a batch. Offsets and

@@ -1,5 +1,6 @@
 //! The ops that a layer is made of, and their workspace.
 
+use super::prefix_cost::PrefixCost;
 use super::workspace::Workspace;
 use super::{LayerCapacity, LayerOptions, MlaLayer};
 use crate::ops::op::{Compiled, Device, Kernel, Step};
@@ -21,13 +22,27 @@ pub trait Composes:
     + Kernel<MergeState>
     + Kernel<MergeStates>
 {
+    /// What expanded prefixes cost beside a decode on tensor cores, or without, and by tiles of so many query tokens.
+    fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost;
 }
 
-impl Composes for crate::cpu::Cpu {}
+impl Composes for crate::cpu::Cpu {
+    fn prefix_cost(_: bool, _: u32) -> PrefixCost {
+        PrefixCost::NONE
+    }
+}
 #[cfg(feature = "cuda")]
-impl Composes for crate::cuda::Cuda {}
+impl Composes for crate::cuda::Cuda {
+    fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
+        if on_tensor_cores { PrefixCost::CUDA } else { PrefixCost::NONE }.with_tiles(tile_queries)
+    }
+}
 #[cfg(feature = "wgpu")]
-impl Composes for crate::gpu::Gpu {}
+impl Composes for crate::gpu::Gpu {
+    fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
+        if on_tensor_cores { PrefixCost::MATRICES } else { PrefixCost::NONE }.with_tiles(tile_queries)
+    }
+}
 
 /// With a rotary part, or without.
 #[derive(Debug)]
@@ -49,6 +64,7 @@ pub struct Ops<D: Composes> {
     pub(super) merge: Compiled<MergeState, D>,
     /// `None` where the capacity has no room for prefixes.
     pub(super) prefixes: Option<Prefixes<D>>,
+    pub(super) prefix_cost: PrefixCost,
     /// The only step of `merge`, which has nothing that changes with a step.
     pub(super) merge_step: Step<MergeState, D>,
     pub(super) space: Workspace<D::Buffer>,
@@ -78,8 +94,10 @@ impl<D: Composes> Ops<D> {
             shared_sequences: options.shared_sequences,
             ..DecodeOptions::default()
         };
+        let decode = device.compile_with(spec.mla(), &decode)?;
         let has_prefixes = capacity.prefix_rows > 0 && capacity.decode_tokens > 0;
         let prefixes = if has_prefixes { Some(Prefixes::new(device, spec, &capacity)?) } else { None };
+        let prefill = device.compile(spec.prefill())?;
         let merge = device.compile(spec.merge())?;
         Ok(Self {
             append: if spec.shape.qk_rope_head_dim == 0 {
@@ -90,9 +108,15 @@ impl<D: Composes> Ops<D> {
             absorb: device.compile(HeadProject::absorb(&dims, dtype, weight, dtype))?,
             k_up: device.compile(HeadProject::k_up(&dims, dtype, weight, dtype))?,
             v_up: device.compile(HeadProject::v_up(&dims, dtype, weight, dtype))?,
-            decode: device.compile_with(spec.mla(), &decode)?,
+            // Variants that round the softmax weights are those on tensor cores.
+            // Variants that round the softmax weights are those on tensor cores.
+            prefix_cost: D::prefix_cost(
+                decode.rounds_weights(),
+                prefixes.as_ref().map_or(&prefill, |prefixes| &prefixes.prefill).facts().rows,
+            ),
+            decode,
             gather: device.compile(spec.gather())?,
-            prefill: device.compile(spec.prefill())?,
+            prefill,
             merge_step: merge.step(())?,
             merge,
             space: Workspace::new(device, spec, &capacity, prefixes.as_ref().map_or(0, |all| all.num_sets))?,

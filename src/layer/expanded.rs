@@ -5,8 +5,9 @@ use crate::Result;
 use crate::ops::Use;
 use crate::view::View;
 
-/// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. Worth it from some ten sequences
-/// on, since one reads `H * (P + V)` elements a token of it in place of `L + R`.
+/// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. One pass reads `H * (P + V)` elements a
+/// token of it in place of `L + R`, so it takes many sequences to pay; with fewer a layer attends it in absorbed form
+/// ([`LayerBatch::expanded`](super::LayerBatch::expanded)). So the sequences' pages go on holding it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpandedPrefix {
     /// Sequences of the batch that begin with it; each has one such prefix.

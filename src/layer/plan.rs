@@ -7,9 +7,11 @@
 //!
 //! All keys come from the cache, those of a step's new tokens too: cutting a prompt into steps or chunks changes no key.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use super::expanded::ExpandedPrefix;
+use super::prefix_cost::{PrefixCost, has_pages};
 use super::{LayerCapacity, MlaLayer};
 use crate::Mask;
 use crate::ops::GatherRange;
@@ -31,7 +33,8 @@ pub struct LayerBatch<'a> {
     /// Groups that share a prefix, for those of its sequences that are decoded.
     pub shared_prefixes: &'a [SharedPrefix],
     /// Prefixes that are kept as keys and values, for those of their sequences that are decoded; these have no part in
-    /// `shared_prefixes` then.
+    /// `shared_prefixes` then. Where it costs less, and [`SplitPolicy`] is not `FixedTokens`, a layer attends such a prefix in absorbed form
+    /// instead, in the sequences' pages: on an H100, a prefix of 8192 tokens of fewer than some 45 sequences.
     pub expanded: &'a [ExpandedPrefix],
 }
 
@@ -151,13 +154,26 @@ impl LayerPlan {
         policy: SplitPolicy,
         slab_pages: u32,
     ) -> Result<Self> {
+        Self::by_cost(spec, tiling, batch, policy, slab_pages, None)
+    }
+
+    /// As [`LayerPlan::in_slabs`], but prefixes that cost more expanded than in absorbed form are attended in that. Not with
+    /// [`SplitPolicy::FixedTokens`]: a result must not depend on how many sequences share a prefix.
+    pub(super) fn by_cost(
+        spec: &MlaLayer,
+        tiling: &Tiling,
+        batch: &LayerBatch<'_>,
+        policy: SplitPolicy,
+        slab_pages: u32,
+        cost: Option<&PrefixCost>,
+    ) -> Result<Self> {
         // It checks what the rest relies on: lengths, order, signs.
         let all = Batch::new(batch.seq_lens, batch.query_start_loc);
         let mla = spec.mla();
         Plan::default().check_batch(&mla, &all)?;
         check_rows(batch.pages, batch.seq_lens.len(), &spec.kv)?;
         check_groups(batch)?;
-        let expanded = prefixes(spec, batch)?;
+        let mut expanded = prefixes(spec, batch)?;
         let num_queries = batch.query_start_loc.last().copied().unwrap_or(0) as u32;
         let (got, want) = (batch.slot_mapping.len() as u64, u64::from(num_queries));
         if got != want {
@@ -182,6 +198,11 @@ impl LayerPlan {
             }
         }
         check_slots(spec, batch)?;
+        let mut shared = Cow::Borrowed(batch.shared_prefixes);
+        if let (Some(cost), SplitPolicy::Auto | SplitPolicy::OneSplit) = (cost, policy) {
+            keep_what_pays(spec, tiling, batch, cost, &mut expanded, &mut shared);
+        }
+        let batch = &LayerBatch { shared_prefixes: &shared, ..*batch };
         let decodes = (&decodes[..], slab_pages);
         plan.plan_decodes(spec, tiling, batch, policy, decodes, &expanded)?;
         plan.plan_chunks(spec, policy, &prompts)?;
@@ -455,6 +476,37 @@ fn prefixes<'a>(spec: &MlaLayer, batch: &LayerBatch<'a>) -> Result<Vec<Option<&'
         }
     }
     Ok(of)
+}
+
+/// Takes prefixes that cost more expanded out of `expanded`; the planner may share them in absorbed form.
+fn keep_what_pays(
+    spec: &MlaLayer,
+    tiling: &Tiling,
+    batch: &LayerBatch<'_>,
+    cost: &PrefixCost,
+    expanded: &mut [Option<&ExpandedPrefix>],
+    shared: &mut Cow<'_, [SharedPrefix]>,
+) {
+    let loc = batch.query_start_loc;
+    let query_tokens = |&sequence: &u32| (loc[sequence as usize + 1] - loc[sequence as usize]) as u32;
+    let is_decoded = |&tokens: &u32| (1..=spec.decode_threshold).contains(&tokens);
+    for prefix in batch.expanded {
+        // Where the prefix has no pages any more, the expanded rows are all there is.
+        if !has_pages(spec, prefix, |sequence| row_of(batch.pages, sequence as usize)) {
+            continue;
+        }
+        let grouped = |sequence: &u32| shared.iter().any(|group| group.sequences.contains(sequence));
+        let shares = !prefix.sequences.iter().any(grouped);
+        let decoded = prefix.sequences.iter().map(query_tokens).filter(is_decoded);
+        if cost.pays(spec, tiling, prefix.tokens, decoded, shares) {
+            continue;
+        }
+        prefix.sequences.iter().for_each(|&sequence| expanded[sequence as usize] = None);
+        if shares {
+            let (sequences, tokens) = (prefix.sequences.clone(), prefix.tokens);
+            shared.to_mut().push(SharedPrefix { sequences, tokens });
+        }
+    }
 }
 
 /// What decoded tokens attend of prefixes: neighbours that share one together, and no keys for those that have none, so that each has

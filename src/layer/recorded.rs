@@ -61,7 +61,11 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         options: &LayerOptions,
     ) -> Result<(Ops<D>, LayerFacts, Choice)> {
         let ops = Ops::new(self, spec, options)?;
-        let facts = LayerFacts { tiling: ops.decode.tiling(), workspace_bytes: ops.space.chunk_bytes() };
+        let facts = LayerFacts {
+            tiling: ops.decode.tiling(),
+            workspace_bytes: ops.space.chunk_bytes(),
+            prefix_cost: ops.prefix_cost,
+        };
         let choice = Choice {
             variant: ops.decode.variant(),
             why: format!("decode {}; prefill {}", ops.decode.why(), ops.prefill.why()),
@@ -104,7 +108,8 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         step: &mut Steps<D>,
         (batch, policy): (&LayerBatch<'_>, SplitPolicy),
     ) -> Result<LayerCapacity> {
-        let plan = LayerPlan::in_slabs(spec, &ops.decode.tiling(), batch, policy, ops.slab_pages)?;
+        let cost = Some(&ops.prefix_cost);
+        let plan = LayerPlan::by_cost(spec, &ops.decode.tiling(), batch, policy, ops.slab_pages, cost)?;
         let used = plan.used(batch);
         ops.capacity.check_holds(&used)?;
         match (&ops.append, &mut step.append) {

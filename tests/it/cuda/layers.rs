@@ -368,6 +368,8 @@ fn captured_layers_replay_with_new_batches() -> Outcome {
             tokens,
             first_row,
         };
+        // With `Auto` so few sequences would be attended in absorbed form.
+        both.policy = SplitPolicy::FixedTokens(16);
         let two = [of(&[0, 1, 2], 40, 24), of(&[3, 4], 16, 3)];
         both.step("two prefixes", false, &[(a, 1), (g, 1), (h, 2), (b, 1), (i, 1), (c, 1)], &two);
         let requests = [(b, 1), (c, 2), (i, 1), (h, 1)];
@@ -378,6 +380,10 @@ fn captured_layers_replay_with_new_batches() -> Outcome {
         both.step("a prefix beside a prompt", false, &requests, &[of(&[0, 1], 40, 8)]);
         let requests = [(b, 2), (i, 1), (c, 1), (d, 6)];
         both.step("another beside another", true, &requests, &[of(&[0, 1], 16, 0)]);
+
+        both.policy = SplitPolicy::Auto;
+        let few = [of(&[0, 1], 40, 8)];
+        both.step("a prefix that costs less in absorbed form", false, &[(g, 1), (a, 1)], &few);
 
         // More keys than the workspace holds: chunks, whose results are merged.
         both.step("chunks", false, &[(c, 1), (e, 57)], &[]);

@@ -327,7 +327,9 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         };
         let mut both = Cascade { arrays, prefixes: vec![of(&[0, 2, 1], 56, 24), of(&[3, 5], 16, 3)] };
         let requests = [(a, 1), (d, 2), (e, 1), (b, 1), (c, 1), (f, 1)];
-        steps.push(("two prefixes", self.step(&requests, SplitPolicy::Auto, Some(&both))?));
+        // Attended expanded on every device. With `Auto` cards attend so few sequences in absorbed form.
+        steps.push(("two prefixes", self.step(&requests, SplitPolicy::FixedTokens(16), Some(&both))?));
+        steps.push(("by cost", self.step(&requests, SplitPolicy::Auto, Some(&both))?));
         both.prefixes = vec![of(&[3, 0, 4], 56, 24)];
         let requests = [(a, 1), (b, 1), (c, 7), (d, 1), (e, 1)];
         steps.push(("beside a prompt", self.step(&requests, SplitPolicy::Auto, Some(&both))?));
