@@ -41,7 +41,10 @@ fn shapes(test: bool, small: bool) -> Vec<Shape> {
         return vec![Shape { sequences: 8, prefix: 1024, context: 1100, heads: 2, layers: 1, ..card }];
     }
     let bf16 = Shape { dtype: Dtype::Bf16, ..card };
-    vec![card, bf16, Shape { sequences: 16, ..card }, Shape { sequences: 128, ..card }]
+    // By the number of sequences: an expanded prefix pays from some number on.
+    let of = |sequences| Shape { sequences, ..card };
+    let wide = |sequences| Shape { sequences, heads: 128, layers: 2, ..card };
+    [card, bf16].into_iter().chain([16, 32, 48, 128].map(of)).chain([32, 96].map(wide)).collect()
 }
 
 fn main() {

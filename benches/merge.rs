@@ -97,14 +97,17 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
         figure(ceiling),
         peers::DEVICE
     );
+    let own = own_cost(gpu, args)?;
+    records.note("dispatch_us", own);
+    println!("A dispatch's own cost, that of one row: {} us; \"less that\": us without it.\n", micros(own));
     println!(
-        "| shape | us | min | alone | GB/s | ceiling | host | error (of allowed) | vLLM Triton | vLLM CUDA | of Triton | of CUDA |"
+        "| shape | us | less that | min | alone | GB/s | ceiling | host | error (of allowed) | vLLM Triton | vLLM CUDA | of Triton | of CUDA |"
     );
-    println!("|{}", "---|".repeat(12));
+    println!("|{}", "---|".repeat(13));
     for shapes in shapes.chunk_by(|a, b| a.dtype == b.dtype) {
         let arrays = Arrays::new(gpu, shapes)?;
         for shape in shapes {
-            match time(gpu, &arrays, shape, ceiling, args) {
+            match time(gpu, &arrays, shape, (ceiling, own), args) {
                 Ok(record) => records.add(record),
                 Err(error) => records.fail(&shape.name(), error.as_ref()),
             }
@@ -113,11 +116,21 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     records.save(args.json.as_deref())
 }
 
+/// Microseconds of a merge of one row, many in a pass or graph.
+fn own_cost<D: Timed>(gpu: &D, args: &Args) -> Result<f64> {
+    let shape = Shape { dtype: Dtype::Bf16, tokens: 1, heads: 1 };
+    let arrays = Arrays::new(gpu, &[shape])?;
+    let merge = gpu.compile(MergeState { dtype: shape.dtype, head_size: HEAD_SIZE })?;
+    let merge = Layers::new(merge, (), (), [arrays.layer(&shape, 0)])?;
+    let timing = gpu.time(args.replays(), |recorder, call| merge.record(recorder, call))?;
+    Ok(timing.median * 1e6)
+}
+
 fn time<D: Timed>(
     gpu: &D,
     arrays: &Arrays<D::Buffer>,
     shape: &Shape,
-    ceiling: f64,
+    (ceiling, own): (f64, f64),
     args: &Args,
 ) -> Result<serde_json::Value> {
     let merge = gpu.compile(MergeState { dtype: shape.dtype, head_size: HEAD_SIZE })?;
@@ -130,7 +143,7 @@ fn time<D: Timed>(
     let (triton, cuda) = peers.unwrap_or((f64::NAN, f64::NAN));
     let us = together.median * 1e6;
     let rate = shape.bytes() as f64 / together.median / 1e9;
-    print!("| {} | {} | {} ", shape.name(), micros(us), micros(together.min * 1e6));
+    print!("| {} | {} | {} | {} ", shape.name(), micros(us), micros(us - own), micros(together.min * 1e6));
     print!("| {} | {} | {} % ", micros(alone.median * 1e6), figure(rate), figure(100.0 * rate / ceiling));
     print!("| {} | {right} ", figure(together.host * 1e6));
     println!("| {} | {} | {} | {} |", micros(triton), micros(cuda), figure(us / triton), figure(us / cuda));

@@ -3,9 +3,9 @@
 use mla_support::reference::{LayerSequence, mla_layer};
 use wgpu_mla::{
     Batch, Capacity, Dtype, GatherBatch, GatherRange, HeadDims, HeadProject, HeadProjectArgs, KvGather,
-    KvGatherArgs, KvSpec, KvView, LseBase, MergeStates, MergeStatesArgs, MlaDecode, MlaDecodeArgs,
-    MlaPrefill, MlaPrefillArgs, MlaShape, PageTable, Plan, PrefillOptions, PrefillSequence, Query,
-    SharedPrefix, SplitPolicy, View, WeightView,
+    KvGatherArgs, KvSpec, KvView, LayerCapacity, LayerOptions, LseBase, MergeStates, MergeStatesArgs,
+    MlaDecode, MlaDecodeArgs, MlaLayer, MlaPrefill, MlaPrefillArgs, MlaShape, PageTable, Plan,
+    PrefillOptions, PrefillSequence, Query, RopeLayout, SharedPrefix, SplitPolicy, View, WeightView,
 };
 
 use crate::support::Result;
@@ -94,12 +94,14 @@ pub enum What {
     StepShared,
     /// Absorb, prefix in parts, suffixes, v_up, merge.
     StepCascade,
+    /// The one of these two that a layer chooses by their cost: `LayerFacts::attends_expanded`.
+    StepChosen,
 }
 
 use What::*;
 
 /// Each with the earlier one that its time is compared with.
-pub const TIMED: [(What, Option<What>); 12] = [
+pub const TIMED: [(What, Option<What>); 13] = [
     (PrefixPerSequence, None),
     (PrefixOnce, Some(PrefixPerSequence)),
     (PrefixParts, None),
@@ -112,6 +114,7 @@ pub const TIMED: [(What, Option<What>); 12] = [
     (StepPerSequence, None),
     (StepShared, Some(StepPerSequence)),
     (StepCascade, Some(StepPerSequence)),
+    (StepChosen, Some(StepPerSequence)),
 ];
 
 /// A layer's buffers.
@@ -205,10 +208,30 @@ pub struct Problem<D: Timed> {
     v_up: [Layers<HeadProject, D>; 2],
     prefill: Layers<MlaPrefill, D>,
     num_parts: u32,
+    /// Whether a layer attends the prefix in expanded form.
+    attends_expanded: bool,
     /// Of all sets, and of those of the prefix.
     merges: [Layers<MergeStates, D>; 2],
     out: D::Buffer,
     paints: Paints,
+}
+
+fn attends_expanded<D: Timed>(device: &D, shape: &Shape) -> Result<bool> {
+    let (spec, [_, _, qk_nope_head_dim, v_head_dim]) = (shape.spec(), shape.dims);
+    let layer = MlaLayer {
+        shape: spec.shape,
+        qk_nope_head_dim,
+        v_head_dim,
+        kv: spec.kv,
+        dtype: shape.dtype,
+        weight: shape.dtype,
+        rope: RopeLayout::Interleaved,
+        decode_threshold: 1,
+        workspace_bytes: 1 << 24,
+    };
+    let capacity = LayerCapacity { tokens: 1, decode_tokens: 1, ..LayerCapacity::default() };
+    let compiled = device.compile_with(layer, &LayerOptions { capacity, ..Default::default() })?;
+    Ok(compiled.facts().attends_expanded(&layer, shape.sequences, shape.prefix))
 }
 
 struct Paints {
@@ -331,12 +354,16 @@ impl<D: Timed> Problem<D> {
             Layers::new(merge, sequences, (0..sequences, num_sets), layers)
         };
         let merges = [merge(0, num_parts + 1)?, merge(1, num_parts)?];
-        Ok(Self { shape: *shape, decodes, absorb, v_up, prefill, num_parts, merges, out, paints })
+        let attends_expanded = attends_expanded(device, shape)?;
+        let shape = *shape;
+        Ok(Self { shape, decodes, absorb, v_up, prefill, num_parts, attends_expanded, merges, out, paints })
     }
 
     pub fn describe(&self) -> String {
         let (variant, parts) = (self.prefill.op.variant(), self.num_parts);
-        format!("prefix by {variant} in {parts} parts, decodes by {}", self.decodes[WHOLE].op.variant())
+        let chosen = if self.attends_expanded { StepCascade } else { StepPerSequence };
+        let decode = self.decodes[WHOLE].op.variant();
+        format!("prefix by {variant} in {parts} parts, decodes by {decode}; a layer chooses {chosen:?}")
     }
 
     pub fn record(&self, what: What, recorder: &mut D::Recorder<'_>, call: usize) -> wgpu_mla::Result<()> {
@@ -358,6 +385,8 @@ impl<D: Timed> Problem<D> {
                 self.decodes[if what == StepShared { SHARED } else { WHOLE }].record(recorder, call)?;
                 self.v_up[0].record(recorder, call)
             }
+            StepChosen if self.attends_expanded => self.record(StepCascade, recorder, call),
+            StepChosen => self.record(StepPerSequence, recorder, call),
             StepCascade => {
                 self.absorb.record(recorder, call)?;
                 self.prefill.record(recorder, call)?;
