@@ -43,6 +43,7 @@ impl PrefixCost {
         Self { tile_rows: u64::MAX, read: 16, token: 32, tile_queries: 1, step: 8_000_000, step_row: 1000 };
 
     /// With tiles of so many query tokens.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(super) const fn with_tiles(self, tile_queries: u32) -> Self {
         Self { tile_queries: if tile_queries == 0 { 1 } else { tile_queries as u64 }, ..self }
     }
