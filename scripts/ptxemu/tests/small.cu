@@ -107,6 +107,30 @@ __device__ void tile(const Args& a) {
 extern "C" __global__ void __launch_bounds__(32) tile_f16(const Args a) { tile<__half, false>(a); }
 extern "C" __global__ void __launch_bounds__(32) tile_bf16(const Args a) { tile<__nv_bfloat16, true>(a); }
 
+// The same of FP8: A [16, 32] row by row, and B [8, 32] column by column.
+extern "C" __global__ void __launch_bounds__(32) tile_e4m3(const Args a) {
+#if __CUDA_ARCH__ >= 890
+    __shared__ __align__(16) unsigned short sa[16 * 16], sb[8 * 16];
+    const int t = threadIdx.x;
+    auto pair = [&](int i) {
+        unsigned short codes;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(a.in[2 * i + 1]), "f"(a.in[2 * i]));
+        return codes;
+    };
+    for (int i = t; i < 256; i += 32) sa[i] = pair(i);
+    for (int i = t; i < 128; i += 32) sb[i] = pair(256 + i);
+    __syncthreads();
+    u32 x[4], y[2];
+    float d[4] = {1, 1, 1, 1};
+    const u32 pa = (u32)__cvta_generic_to_shared(sa + t % 16 * 16 + t / 16 * 8), pb = (u32)__cvta_generic_to_shared(sb + t % 8 * 16 + t / 8 % 2 * 8);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(pa));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(y[0]), "=r"(y[1]) : "r"(pb));
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+    for (int i = 0; i < 4; i++) a.out[(t / 4 + i / 2 * 8) * 8 + t % 4 * 2 + i % 2] = d[i];
+#endif
+}
+
 // The last block to come adds up what all have written.
 extern "C" __global__ void __launch_bounds__(64) last_block(const Args a, u32* counter) {
     __shared__ u32 mine;

@@ -4,8 +4,9 @@ import struct
 
 import numpy as np
 
-from convert import E4M3, bf16_bits, bf16_value
+from convert import E4M3, bf16_bits, bf16_value, e4m3_code
 from launch import Device, compiled, parse
+from tensor import cut
 
 SMALL = "scripts/ptxemu/tests/small.cu"
 
@@ -89,6 +90,19 @@ def test_a_tile_of_f16():
 
 def test_a_tile_of_bf16():
     tile("tile_bf16", lambda x: bf16_value(bf16_bits(x)))
+
+
+def test_a_tile_of_e4m3():
+    x = normal(512 + 256) * 30
+    out, _ = go("tile_e4m3", x, nans(128), arch="compute_89")
+    values = E4M3[e4m3_code(x)].astype(np.float64)
+    want = values[:512].reshape(16, 32) @ values[512:].reshape(8, 32).T + 1
+    assert np.allclose(out.reshape(16, 8), want, rtol=1e-6, atol=1e-6), np.abs(out.reshape(16, 8) - want).max()
+
+
+def test_sums_of_few_bits():
+    values = np.array([0.0, 1.0, -1.75, 255.99, 2.0**-140])
+    assert (cut(values, 3) == [0, 1, -1.75, 224, 2.0**-140]).all()
 
 
 def test_the_last_block_sees_all():
