@@ -13,6 +13,8 @@ pub struct Card {
     pub l2_bytes: u32,
     /// TMA, and a driver that makes tensor maps.
     pub tma: bool,
+    /// `mma.sync` of FP8 codes, and a driver that reads PTX 8.4.
+    pub fp8_mma: bool,
 }
 
 impl Card {
@@ -25,6 +27,18 @@ impl Card {
             Ok(())
         } else {
             Err("no wgmma (needs compute capability 9.0, driver 525 or later)".into())
+        }
+    }
+
+    /// Whether it multiplies FP8 codes by mma.sync, with a driver that takes it.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub fn has_fp8_mma(&self) -> Result<(), String> {
+        if self.fp8_mma {
+            Ok(())
+        } else {
+            Err("no FP8 mma.sync (needs compute capability 8.9 or later, driver 550 or later)".into())
         }
     }
 

@@ -376,7 +376,7 @@ impl Functions {
                 (self.split.clone(), Some(map), Copying::Boxes)
             }
             Body::Wgmma { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
-            Body::Mma | Body::Simple => (self.split.clone(), None, chunks),
+            Body::Mma | Body::MmaFp8 | Body::Simple => (self.split.clone(), None, chunks),
         })
     }
 }
@@ -399,8 +399,14 @@ pub(super) mod tests {
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
     /// Every variant runs there.
-    const HOPPER: Card =
-        Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, l2_bytes: 50 << 20, tma: true };
+    const HOPPER: Card = Card {
+        capability: 90,
+        multiprocessors: 132,
+        shared_bytes: 232_448,
+        l2_bytes: 50 << 20,
+        tma: true,
+        fp8_mma: true,
+    };
 
     #[test]
     fn a_merge_has_a_block_for_all_or_is_refused() {

@@ -85,6 +85,7 @@ impl Cuda {
             shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
             tma: capability >= 90 && library::describes_tensors(),
+            fp8_mma: capability >= 89 && library::reads_ptx_8_4(),
         };
         if card.capability < 80 {
             let detail = format!("compute capability {}: 80 is needed", card.capability);

@@ -58,6 +58,12 @@ pub(super) fn describes_tensors() -> bool {
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(b"cuTensorMapEncodeTiled") }.is_ok()
 }
 
+/// Whether it is of CUDA 12.4 or later, whose drivers read PTX 8.4. Only after [`check`].
+pub(super) fn reads_ptx_8_4() -> bool {
+    // SAFETY: the library is there, and what is found in it is not called here.
+    unsafe { sys::culib().get::<unsafe extern "C" fn()>(b"cuGreenCtxCreate") }.is_ok()
+}
+
 fn has_all(has: impl Fn(&str) -> bool) -> Result<()> {
     match CALLED.into_iter().find(|name| !has(name)) {
         None => Ok(()),

@@ -37,8 +37,14 @@ pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
     variant!("mma_tma_m16", 16, Body::MmaTma { tokens: 16, otherwise: "mma_m16" }),
     variant!("mma_m16", 16, Body::Mma),
     variant!("mma_m16_small", 16, Body::Mma),
+    variant!("mma_fp8_m16", 16, Body::MmaFp8).unless(not_run_yet),
     variant!("simple", 8, Body::Simple),
 ];
+
+/// Keeps a variant from being chosen before it has run on a card.
+fn not_run_yet(_: &Card, _: &Request) -> Result<(), String> {
+    Err("interpreted and assembled, not run on a card yet: only if it is forced".into())
+}
 
 /// In query rows of mma.sync arithmetic. Each tile reads the cache once, which costs about 16; wgmma multiplies 64 rows in the time of 36.
 fn cost(&(_, query_rows): &Request, kernel: &Kernel) -> u32 {
@@ -68,6 +74,8 @@ pub(super) enum Body {
     /// mma.sync, and TMA boxes of `tokens` tokens. The variant `otherwise` has the same tiles and serves bindings whose strides or
     /// address TMA does not take.
     MmaTma { tokens: u32, otherwise: &'static str },
+    /// mma.sync of FP8 codes as they are, of the cache and of an e4m3 query, and cp.async of 16 bytes.
+    MmaFp8,
     /// wgmma (compute capability 9.0 only), and TMA boxes where pages are a multiple of 8 tokens, else cp.async. `swapped`: swap AB, query
     /// rows are wgmma's N.
     Wgmma { swapped: bool },
@@ -109,6 +117,7 @@ impl Tile {
                 let page_size = spec.kv.page_size;
                 return Err(format!("page_size {page_size}: TMA needs a multiple of {tokens}"));
             }
+            Body::MmaFp8 => card.has_fp8_mma()?,
             Body::Wgmma { .. } => card.has_wgmma()?,
             _ => {}
         }
@@ -141,6 +150,11 @@ impl Tile {
             }
             Body::Mma => "",
             Body::MmaTma { .. } => "tma_",
+            Body::MmaFp8 if spec.query != Dtype::E4m3 => {
+                let query = spec.query;
+                return Err(format!("a query of {query} would be rounded: it needs e4m3, with a q_scale"));
+            }
+            Body::MmaFp8 => "fp8_",
             Body::Wgmma { swapped: false } => "wgmma_",
             Body::Wgmma { swapped: true } => "swap_",
         };
@@ -180,12 +194,30 @@ mod tests {
         choose(VARIANTS, card, &(*spec, query_rows), None).expect("some variant runs everywhere").0.tile
     }
 
-    const H200: Card =
-        Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, l2_bytes: 50 << 20, tma: true };
-    const RTX_5090: Card =
-        Card { capability: 120, multiprocessors: 170, shared_bytes: 101_376, l2_bytes: 96 << 20, tma: true };
-    const A100: Card =
-        Card { capability: 80, multiprocessors: 108, shared_bytes: 166_912, l2_bytes: 40 << 20, tma: false };
+    const H200: Card = Card {
+        capability: 90,
+        multiprocessors: 132,
+        shared_bytes: 232_448,
+        l2_bytes: 50 << 20,
+        tma: true,
+        fp8_mma: true,
+    };
+    const RTX_5090: Card = Card {
+        capability: 120,
+        multiprocessors: 170,
+        shared_bytes: 101_376,
+        l2_bytes: 96 << 20,
+        tma: true,
+        fp8_mma: true,
+    };
+    const A100: Card = Card {
+        capability: 80,
+        multiprocessors: 108,
+        shared_bytes: 166_912,
+        l2_bytes: 40 << 20,
+        tma: false,
+        fp8_mma: false,
+    };
 
     fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaDecode {
         MlaDecode {
@@ -216,6 +248,38 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn fp8_products_are_forced_only_and_of_codes_only() {
+        let forced = |card: &Card, cache, query| {
+            let request = (spec((512, 64), 16, cache, query), 16);
+            choose(VARIANTS, card, &request, Some("mma_fp8_m16"))
+                .map(|(kernel, _)| kernel.compiled.entry.name)
+                .map_err(|error| error.to_string())
+        };
+        let ada = Card { capability: 89, ..RTX_5090 };
+        for card in [ada, RTX_5090, H200] {
+            assert_eq!(forced(&card, Dtype::E4m3, Dtype::E4m3), Ok("mla_decode_512_64_mma_fp8_m16"));
+            for (latent, rope, _) in SUPPORTED_DIMS {
+                let spec = spec((latent, rope), 16, Dtype::E4m3, Dtype::E4m3);
+                let forced = choose(VARIANTS, &card, &(spec, 16), Some("mma_fp8_m16"));
+                forced.expect("every dims has a kernel");
+                assert_ne!(chosen(&card, &spec, 16).name, "mma_fp8_m16");
+            }
+        }
+        let lacks = |card, cache, query, why: &str| {
+            let error = forced(card, cache, query).expect_err("it cannot run");
+            let want = format!("variant mma_fp8_m16 cannot run here: {why}; force another, or none");
+            assert_eq!(error, want);
+        };
+        let rounded = "a query of bf16 would be rounded: it needs e4m3, with a q_scale";
+        lacks(&ada, Dtype::E4m3, Dtype::Bf16, rounded);
+        let other = "no kernel of this variant reads a cache of bf16";
+        lacks(&ada, Dtype::Bf16, Dtype::E4m3, other);
+        let old = "no FP8 mma.sync (needs compute capability 8.9 or later, driver 550 or later)";
+        lacks(&A100, Dtype::E4m3, Dtype::E4m3, old);
+        lacks(&Card { fp8_mma: false, ..ada }, Dtype::E4m3, Dtype::E4m3, old);
     }
 
     #[test]

@@ -366,8 +366,14 @@ mod tests {
     use super::*;
     use crate::HeadDims;
 
-    const H200: Card =
-        Card { capability: 90, multiprocessors: 132, shared_bytes: 232_448, l2_bytes: 50 << 20, tma: true };
+    const H200: Card = Card {
+        capability: 90,
+        multiprocessors: 132,
+        shared_bytes: 232_448,
+        l2_bytes: 50 << 20,
+        tma: true,
+        fp8_mma: true,
+    };
 
     /// Tiles of absorb and of v_up on an H200: small where few blocks would leave multiprocessors idle.
     #[test]

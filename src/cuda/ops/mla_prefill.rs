@@ -319,6 +319,7 @@ mod tests {
             shared_bytes: 232_448,
             l2_bytes: 50 << 20,
             tma: true,
+            fp8_mma: true,
         };
         let rtx_5090 = Card {
             capability: 120,
@@ -326,6 +327,7 @@ mod tests {
             shared_bytes: 101_376,
             l2_bytes: 96 << 20,
             tma: true,
+            fp8_mma: true,
         };
         let a100 = Card {
             capability: 80,
@@ -333,6 +335,7 @@ mod tests {
             shared_bytes: 166_912,
             l2_bytes: 40 << 20,
             tma: false,
+            fp8_mma: false,
         };
         // DeepSeek and Kimi; GLM; Mistral Small 4; MiniCPM3; and two that are of no model.
         let models = [
