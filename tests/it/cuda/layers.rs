@@ -376,9 +376,9 @@ fn captured_layers_replay_with_new_batches() -> Outcome {
         both.step("one prefix elsewhere", true, &requests, &[of(&[0, 2], 24, 40)]);
         both.step("a prefix of other sequences", true, &[(d, 1), (g, 2), (a, 1)], &[of(&[1, 2], 32, 0)]);
 
-        let requests = [(g, 1), (a, 1), (f, 4)];
+        let requests = [(g, 1), (a, 1), (f, 5)];
         both.step("a prefix beside a prompt", false, &requests, &[of(&[0, 1], 40, 8)]);
-        let requests = [(b, 2), (i, 1), (c, 1), (d, 6)];
+        let requests = [(b, 2), (i, 1), (c, 1), (f, 6)];
         both.step("another beside another", true, &requests, &[of(&[0, 1], 16, 0)]);
 
         both.policy = SplitPolicy::Auto;
