@@ -220,6 +220,8 @@ def arrive_with_copies(machine, instruction):
 def wait(machine, instruction, at):
     target, place = register(instruction.operands[0]), Place(machine, instruction, instruction.operands[1])
     parity, acquires = source(machine, instruction.operands[2], "u32"), not instruction.has("relaxed")
+    # A loop that waits parks; a test whose result is used otherwise does not.
+    polls = machine.entry.code[at + 1].name != "bra"
 
     def run(team, mask):
         gone, parked = np.zeros(team.lanes, bool), False
@@ -233,6 +235,8 @@ def wait(machine, instruction, at):
                 if acquires:
                     machine.arrivals.leave(block, team, barrier)
                 gone |= mine
+            elif polls:
+                team.put(target, np.zeros(team.lanes, bool), mine)
             else:
                 machine.arrivals.parked.append((key, int(wanted[0]), team, at, mine))
                 parked = True

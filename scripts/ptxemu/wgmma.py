@@ -1,7 +1,8 @@
 """`wgmma`: each warp of a warpgroup multiplies its 16 of M = 64 rows.
 
 Operands are read, and accumulators written, as late as possible: when the warp waits. The race check sees the reads at issue and at the
-wait, so a barrier that comes too late on either side is found. Descriptors are those with 128-byte swizzling.
+wait, so a barrier that comes too late on either side is found. Descriptors are those with 128-byte swizzling, or 64-byte for operands along k.
+Sums are in f64: that the hardware keeps about 14 bits of a sum of FP8 products does not show.
 """
 
 import numpy as np
@@ -12,9 +13,10 @@ from parse import Unsupported
 from races import CELL
 from tensor import COLUMN, DECODERS, ROW, fragments
 
-DEPTH = 16
-CHUNK = 16  # bytes, 8 elements
-SWIZZLE_128 = 1
+DEPTH_BYTES = 32  # of a row of an instruction: k = 16 of 16 bits, 32 of 8
+CHUNK = 16  # bytes
+# Bytes of the lines within which a descriptor's swizzle permutes chunks, by its code.
+LINES = {1: 128, 2: 64}
 
 
 class Multiplications:
@@ -66,17 +68,19 @@ def commit(team, mask):
 
 
 class Matrix:
-    """An operand in shared memory, by its descriptor. `by_depth`: it is stored transposed, with rows along k. Of its columns those from `first` on."""
+    """An operand in shared memory, by its descriptor; an element has `size` bytes. `by_depth`: it is stored transposed, with rows along k. Of its columns those from `first` on."""
 
-    def __init__(self, descriptors, rows, columns, by_depth, first=0):
+    def __init__(self, descriptors, rows, columns, size, by_depth, first=0):
         self.start, self.groups, self.eights = (((descriptors >> np.uint64(at)) & np.uint64(0x3FFF)).astype(np.int64) << 4 for at in (0, 16, 32))
-        if (descriptors >> np.uint64(62) != SWIZZLE_128).any():
-            raise Unsupported("a descriptor with another swizzle than 128 bytes")
-        row, chunk = np.meshgrid(np.arange(rows), np.arange(first // 8, (first + columns) // 8), indexing="ij")
+        codes, each = set((descriptors >> np.uint64(62)).tolist()), CHUNK // size
+        line = LINES.get(*codes) if len(codes) == 1 else None
+        if line != 128 and (line is None or by_depth):
+            raise Unsupported(f"a descriptor with another swizzle: {sorted(codes)}")
+        row, chunk = np.meshgrid(np.arange(rows), np.arange(first // each, (first + columns) // each), indexing="ij")
         place = (chunk // 8)[None] * self.groups[:, None, None] if by_depth else 0
-        place = place + self.start[:, None, None] + (row // 8) * self.eights[:, None, None] + row % 8 * 128 + (chunk % 8 if by_depth else chunk) * CHUNK
-        self.addresses = place ^ (place >> 7 & 7) << 4
-        self.shape = (rows, columns)
+        place = place + self.start[:, None, None] + (row // 8) * self.eights[:, None, None] + row % 8 * line + (chunk % 8 if by_depth else chunk) * CHUNK
+        self.addresses = place ^ (place >> 7) % (line // CHUNK) << 4
+        self.shape, self.dtype = (rows, columns), np.dtype(f"u{size}")
 
     def read(self, machine, team, blocks, which):
         """Of some blocks, whose descriptors are at `which` of those that were given."""
@@ -86,18 +90,24 @@ class Matrix:
         if memory.races:
             memory.races.check_fenced((offsets[:, None] // CELL + np.arange(CHUNK // CELL)).reshape(-1))
             memory.races.access(team.number, offsets, repeated, CHUNK, False)
-        return memory.bytes.view(np.uint16)[(offsets // 2)[:, None] + np.arange(8)].reshape(len(blocks), *self.shape)
+        each = CHUNK // self.dtype.itemsize
+        return memory.bytes.view(self.dtype)[(offsets // self.dtype.itemsize)[:, None] + np.arange(each)].reshape(len(blocks), *self.shape)
 
 
 def multiply(machine, instruction):
     shape, d_type, a_type, b_type = (mod for mod in instruction.mods if mod not in ("mma_async", "sync", "aligned"))
-    columns = int(shape.removeprefix("m64n").removesuffix(f"k{DEPTH}"))
-    if d_type != "f32" or a_type != b_type or a_type not in ("bf16", "f16"):
+    if d_type != "f32" or a_type != b_type or a_type not in DECODERS:
         raise Unsupported(f"wgmma `{instruction.text}`")
-    values = DECODERS[a_type][1]
+    part, values = DECODERS[a_type]
+    size = np.dtype(part).itemsize
+    depth = DEPTH_BYTES // size
+    columns = int(shape.removeprefix("m64n").removesuffix(f"k{depth}"))
     sums, a, b, adds, scale_a, scale_b, *transposed = instruction.operands
     in_registers = a[0] == "{"
-    if (scale_a, scale_b) != ("1", "1") or len(elements(sums)) != columns // 2:
+    if size == 1:
+        # Operands of 8 bits are not transposed. Fragments of a are left out.
+        transposed = ["0", "0"] if not transposed and not in_registers else None
+    if (scale_a, scale_b) != ("1", "1") or len(elements(sums)) != columns // 2 or not transposed:
         raise Unsupported(f"wgmma `{instruction.text}`")
     targets, by_depth, a_by_depth = [register(text) for text in elements(sums)], transposed[-1] == "1", not in_registers and transposed[0] == "1"
     gets_sum = [source(machine, text, "f32") for text in elements(sums)]
@@ -113,13 +123,13 @@ def multiply(machine, instruction):
         left, place = None, np.zeros(team.blocks, np.int64)
         place[team.block[first]] = np.arange(len(first))
         if a_by_depth:
-            left = Matrix(np.broadcast_to(gets_a(team), team.lanes)[first], DEPTH, 16, True, team.number % 4 * 16)
+            left = Matrix(np.broadcast_to(gets_a(team), team.lanes)[first], depth, 16, size, True, team.number % 4 * 16)
         elif not in_registers:
             # Eight rows further for each half of the 16 that are this warp's.
             descriptors = np.broadcast_to(gets_a(team), team.lanes)[first]
             further = (descriptors >> np.uint64(32) & np.uint64(0x3FFF)) * np.uint64(2 * (team.number % 4))
-            left = Matrix(descriptors + further, 16, DEPTH, False)
-        right = Matrix(np.broadcast_to(get_b(team), team.lanes)[first], *((DEPTH, columns, True) if by_depth else (columns, DEPTH, False)))
+            left = Matrix(descriptors + further, 16, depth, size, False)
+        right = Matrix(np.broadcast_to(get_b(team), team.lanes)[first], *((depth, columns, size, True) if by_depth else (columns, depth, size, False)))
         for matrix in (left, right):
             if matrix:
                 matrix.read(machine, team, team.block[first], place[team.block[first]])
@@ -133,7 +143,7 @@ def multiply(machine, instruction):
                 a = a.swapaxes(1, 2) if a_by_depth else a
             else:
                 words = np.stack([np.broadcast_to(get(team), team.lanes).reshape(-1, 32)[blocks] for get in gets_a], 1)
-                a = np.empty((len(blocks), 16, DEPTH))
+                a = np.empty((len(blocks), 16, depth))
                 a[:, at_a[0], at_a[1]] = values(np.ascontiguousarray(words).view(np.uint16).reshape(len(blocks), 4, 32, 2))
             product = a @ b
             for index, target in enumerate(targets):
