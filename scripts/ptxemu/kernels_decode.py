@@ -21,6 +21,7 @@ CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
 # Tokens of a page: no multiple of 16, of 16 (TMA boxes of 16 tokens), of 32; elements between pages.
 PAGE, BOXED_PAGE, GROUPS_PAGE, GAP = 24, 48, 64, 16
 LINE = 128  # bytes of a line, within which TMA swizzles
+CODES_LINE = 64  # of codes of one group of columns, where a kernel wants them apart
 BOXES = 2  # `Copying` of shaders/cuda/kernels/decode/mla.cuh
 # The allowed error: that of the rounded weights, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
@@ -99,6 +100,10 @@ def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
     return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
 
 
+def cache_is_codes(case):
+    return case.kv.itemsize == 1
+
+
 def boxes(case, address, name, tile):
     """The cache's TMA tensor map: see src/cuda/kernels/tensor_map.rs."""
     element = case.kv.itemsize
@@ -107,6 +112,10 @@ def boxes(case, address, name, tile):
     tokens, lines = 16 if "_tma_" in name else 8, row // LINE
     if "_wgmma_m" in name:
         tokens, lines = min(tile, case.page & -case.page), 1
+    if "_wgmma_m" in name and cache_is_codes(case):
+        # Lines of 64 codes, one group of columns each.
+        strides, dims = [case.dim, CODES_LINE, case.stride], [CODES_LINE, case.page, case.dim // CODES_LINE, len(case.kv)]
+        return tensor_map(address, 1, dims=dims, strides=strides, box=[CODES_LINE, tokens, 1, 1], swizzle=CODES_LINE)
     return tensor_map(
         address,
         element,
@@ -459,3 +468,35 @@ def test_what_swapped_warpgroups_lack_is_found():
     cases = [(192, 64, 21, False, BOXES, "reverse"), (192, 64, 21, False, 1, "forward")]
     unneeded = unneeded_synchronisation("shaders/cuda/ptx/mla_decode_swap_bf16.ptx", "mla_decode_512_64_wgmma_swap_ab_n16", 16, cases)
     assert unneeded == [], unneeded
+
+
+def fp8(page, cases, **options):
+    """FP8 scores of e4m3 queries."""
+    ptx, name = "shaders/cuda/ptx/mla_decode_wgmma_e4m3.ptx", "mla_decode_512_64_wgmma_m64"
+    return [run(ptx, name, 512, 64, "e4m3", "e4m3", 64, tokens, rest=rest, beyond=beyond, page=page, **options) for tokens, rest, beyond in cases]
+
+
+def test_wgmma_e4m3():
+    fp8(GROUPS_PAGE, [(192, 21, 64), (64, 1, 0), (32, 0, -24)] if FULL else [(192, 21, 64)], copies=BOXES)
+
+
+def test_wgmma_e4m3_small_boxes():
+    """Pages of 16-token boxes; by boxes and, where an item begins inside of one, chunk by chunk: the same bits."""
+    boxed, chunks = fp8(BOXED_PAGE, [(96, 21, 16)], copies=BOXES), fp8(BOXED_PAGE, [(96, 21, 16)])
+    for one, other in zip(boxed[0], chunks[0]):
+        assert (one.view(np.uint32) == other.view(np.uint32)).all(), "other bits"
+    fp8(BOXED_PAGE, [(96, 21, 8)], copies=BOXES)
+
+
+def test_non_finite_e4m3_warpgroups():
+    non_finite_items("shaders/cuda/ptx/mla_decode_wgmma_e4m3.ptx", "mla_decode_512_64_wgmma_m64", "e4m3", "e4m3", 64, 64, BOXES, GROUPS_PAGE)
+
+
+@long
+def test_what_fp8_warpgroups_lack_is_found():
+    """Results do not depend on the wait for stages that are empty from the start, nor on a fence after codes were loaded chunk by chunk: that of a
+    conversion follows before they are multiplied, if warps take turns as here. Nor on waits that are for the compiler, or that one for more
+    follows."""
+    cases = [(192, 64, 21, False, BOXES, "reverse"), (192, 64, 21, False, 1, "forward")]
+    unneeded = unneeded_synchronisation("shaders/cuda/ptx/mla_decode_wgmma_e4m3.ptx", "mla_decode_512_64_wgmma_m64", 64, cases)
+    assert set(unneeded) <= {"test_wait", "proxy", "wait_group"} and unneeded.count("test_wait") == 1 and unneeded.count("proxy") == 1, unneeded

@@ -339,6 +339,19 @@ impl Cuda {
 }
 
 impl Functions {
+    /// Tokens of a box of a tile, which lies in one page.
+    fn tokens_of_a_box(&self, spec: &MlaDecode) -> u32 {
+        1 << spec.kv.page_size.trailing_zeros().min(self.split.compiled.tokens.ilog2())
+    }
+
+    /// The kernel of a variant with tiles of as many rows, for a binding that this one's copies do not serve.
+    fn instead(&self, cuda: &Cuda, spec: &MlaDecode, variant: &str) -> Result<Split> {
+        let request = (*spec, spec.shape.num_heads);
+        let (kernel, _) = choose(VARIANTS, cuda.card(), &request, Some(variant))?;
+        debug_assert_eq!(kernel.tile.rows, self.tile.rows);
+        Split::new(cuda, kernel.compiled)
+    }
+
     /// The kernel for the cache at an address, and how it copies.
     fn copies_of(
         &self,
@@ -358,21 +371,17 @@ impl Functions {
             Body::MmaTma { tokens, .. } if boxes => {
                 (self.split.clone(), Some(map(tokens, None)?), Copying::Boxes)
             }
-            Body::MmaTma { otherwise, .. } => {
-                let request = (*spec, spec.shape.num_heads);
-                let (kernel, _) = choose(VARIANTS, cuda.card(), &request, Some(otherwise))?;
-                (Split::new(cuda, kernel.compiled)?, None, chunks)
+            Body::MmaTma { otherwise, .. } => (self.instead(cuda, spec, otherwise)?, None, chunks),
+            Body::Wgmma { .. } if spec.kv.dtype.is_fp8() => {
+                if !boxes {
+                    return Ok((self.instead(cuda, spec, "mma_m64")?, None, chunks));
+                }
+                let map = TensorMap::of_codes(spec, address, block_bytes, self.tokens_of_a_box(spec))?;
+                (self.split.clone(), Some(map), Copying::Boxes)
             }
             Body::Wgmma { swapped } if boxes && spec.kv.page_size.is_multiple_of(BOX_TOKENS) => {
-                let map = if swapped {
-                    map(BOX_TOKENS, None)?
-                } else {
-                    // As many as lie in one page, and in a tile.
-                    map(
-                        1 << spec.kv.page_size.trailing_zeros().min(self.split.compiled.tokens.ilog2()),
-                        Some(1),
-                    )?
-                };
+                let map =
+                    if swapped { map(BOX_TOKENS, None)? } else { map(self.tokens_of_a_box(spec), Some(1))? };
                 (self.split.clone(), Some(map), Copying::Boxes)
             }
             Body::Wgmma { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),

@@ -77,7 +77,8 @@ pub(super) enum Body {
     /// mma.sync of FP8 codes as they are, of the cache and of an e4m3 query, and cp.async of 16 bytes.
     MmaFp8,
     /// wgmma (compute capability 9.0 only), and TMA boxes where pages are a multiple of 8 tokens, else cp.async. `swapped`: swap AB, query
-    /// rows are wgmma's N.
+    /// rows are wgmma's N. A cache of FP8 is always copied by TMA: for bindings whose strides or address TMA does not take, see
+    /// `Functions::copies_of`.
     Wgmma { swapped: bool },
     /// Without tensor cores.
     Simple,
@@ -86,6 +87,9 @@ pub(super) enum Body {
 /// Shared memory of a card below which [`Body::MmaTma`] is not used: only one block would fit a multiprocessor, and nothing would
 /// hide the latency of its copies.
 const TMA_SHARED_BYTES: u32 = 200 << 10;
+
+/// Tokens of a TMA box of FP8 codes for wgmma, at least.
+const CODE_BOX_TOKENS: u32 = 16;
 
 /// A compiled variant.
 #[derive(Debug, Clone)]
@@ -118,7 +122,13 @@ impl Tile {
                 return Err(format!("page_size {page_size}: TMA needs a multiple of {tokens}"));
             }
             Body::MmaFp8 => card.has_fp8_mma()?,
-            Body::Wgmma { .. } => card.has_wgmma()?,
+            Body::Wgmma { .. } => {
+                card.has_wgmma()?;
+                let page_size = spec.kv.page_size;
+                if spec.kv.dtype.is_fp8() && !page_size.is_multiple_of(CODE_BOX_TOKENS) {
+                    return Err(format!("page_size {page_size}: FP8 by wgmma needs a multiple of {CODE_BOX_TOKENS}"));
+                }
+            }
             _ => {}
         }
         card.has_shared(compiled.shared_bytes)?;
@@ -150,7 +160,7 @@ impl Tile {
             }
             Body::Mma => "",
             Body::MmaTma { .. } => "tma_",
-            Body::MmaFp8 if spec.query != Dtype::E4m3 => {
+            Body::MmaFp8 | Body::Wgmma { .. } if dtype.is_fp8() && spec.query != Dtype::E4m3 => {
                 let query = spec.query;
                 return Err(format!("a query of {query} would be rounded: it needs e4m3, with a q_scale"));
             }
@@ -301,5 +311,14 @@ mod tests {
         assert_eq!(name(&RTX_5090, 16, Dtype::Bf16), "mma_m16_small");
         assert_eq!(name(&RTX_5090, 128, Dtype::F32), "mma_m16_small");
         assert_eq!(name(&RTX_5090, 16, Dtype::F32), "mma_m16_small");
+        let of_e4m3 = |page_size, query| {
+            let mut spec = spec((512, 64), 128, Dtype::E4m3, query);
+            spec.kv.page_size = page_size;
+            chosen(&H200, &spec, 128).name
+        };
+        assert_eq!(of_e4m3(64, Dtype::E4m3), "wgmma_m64");
+        assert_eq!(of_e4m3(48, Dtype::E4m3), "wgmma_m64");
+        assert_eq!(of_e4m3(24, Dtype::E4m3), "mma_m64");
+        assert_eq!(of_e4m3(64, Dtype::Bf16), "mma_m64");
     }
 }

@@ -3,11 +3,6 @@
 
 #include "decode_queries.cuh"
 
-// Four FP8 codes to f16: exact, NaN stays NaN.
-DEVICE void e4m3_to_f16(u32 codes, u32& low, u32& high) {
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(codes));
-}
-
 template <class T>
 DEVICE void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     multiply_16_bit<T::CACHE == BF16>(sum, a, b0, b1);

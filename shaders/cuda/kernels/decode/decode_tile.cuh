@@ -24,6 +24,11 @@ DEVICE u32 weigh_two(float first, float second, float base, float& sum) {
     return T::CACHE == BF16 ? pack_bf16(low, high) : pack_f16(low, high);
 }
 
+// Four FP8 codes to f16: exact, NaN stays NaN.
+DEVICE void e4m3_to_f16(u32 codes, u32& low, u32& high) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(codes));
+}
+
 // Constants of an entry that scripts/ptx.sh reads from the PTX and writes into the manifest.
 #define NUMBERS_OF(name, ...) \
     extern "C" __device__ const u32 name##_threads = __VA_ARGS__::THREADS; \

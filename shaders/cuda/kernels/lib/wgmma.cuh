@@ -10,6 +10,12 @@ DEVICE u64 matrix_at(u32 begin, u32 group_stride = 0, u64 eight_rows = 8 * 128) 
     return u64((begin & 0x3FFFF) >> 4) | u64(group_stride >> 4) << 16 | eight_rows >> 4 << 32 | SWIZZLE_128 << 62;
 }
 
+// The same of a K-major operand of FP8 codes in a CodeOrder: 64-byte swizzling.
+DEVICE u64 codes_at(u32 begin) {
+    constexpr u64 SWIZZLE_64 = 2;
+    return u64((begin & 0x3FFFF) >> 4) | u64(8 * 64 >> 4) << 32 | SWIZZLE_64 << 62;
+}
+
 // A compiler barrier for these accumulators: nvcc does not know that a wgmma still writes them after its instruction.
 template <int TILES>
 DEVICE void pin(float (&sums)[TILES][4]) {
@@ -58,6 +64,9 @@ DEVICE void take_registers() {
 
 #define SUMS_8(s, i) "+f"(s[(i) / 4][0]), "+f"(s[(i) / 4][1]), "+f"(s[(i) / 4][2]), "+f"(s[(i) / 4][3]), "+f"(s[(i) / 4 + 1][0]), "+f"(s[(i) / 4 + 1][1]), "+f"(s[(i) / 4 + 1][2]), "+f"(s[(i) / 4 + 1][3])
 #define SUMS_32(s, i) SUMS_8(s, i), SUMS_8(s, (i) + 8), SUMS_8(s, (i) + 16), SUMS_8(s, (i) + 24)
+
+#define NEW_SUMS_8(s, i) "=f"(s[(i) / 4][0]), "=f"(s[(i) / 4][1]), "=f"(s[(i) / 4][2]), "=f"(s[(i) / 4][3]), "=f"(s[(i) / 4 + 1][0]), "=f"(s[(i) / 4 + 1][1]), "=f"(s[(i) / 4 + 1][2]), "=f"(s[(i) / 4 + 1][3])
+#define NEW_SUMS_32(s, i) NEW_SUMS_8(s, i), NEW_SUMS_8(s, (i) + 8), NEW_SUMS_8(s, (i) + 16), NEW_SUMS_8(s, (i) + 24)
 
 #define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -109,6 +118,21 @@ DEVICE void multiply_64(float (&sums)[8][4], u64 a, u64 b, bool adds) {
 template <bool IS_BF16>
 DEVICE void multiply_64(float (&sums)[8][4], const u32 (&a)[4], u64 b, bool adds) {
     OF_TYPE(MULTIPLY_64_KEPT)
+}
+
+// m64n64k32: sums [64, 64] += a [64, 32] x b^T, b [64, 32], both e4m3 in shared memory.
+DEVICE void multiply_codes(float (&sums)[8][4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" PLACES_32 "}, %32, %33, 1, 1, 1;" : SUMS_32(sums, 0) : "l"(a), "l"(b));
+}
+
+// The same, = instead of +=. What the registers had before is not read, so that they may hold something else until then.
+DEVICE void multiply_first_codes(float (&sums)[8][4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" PLACES_32 "}, %32, %33, 0, 1, 1;" : NEW_SUMS_32(sums, 0) : "l"(a), "l"(b));
+}
+
+// The same in registers that had sums before: ptxas 12.8 and 13.0 give a second array of new ones registers beside the first's, and serialise.
+DEVICE void multiply_again_codes(float (&sums)[8][4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" PLACES_32 "}, %32, %33, 0, 1, 1;" : SUMS_32(sums, 0) : "l"(a), "l"(b));
 }
 
 // m64n16k16 or m64n32k16: sums [64, N] = or += a [64, 16] x b^T, b [N, 16], both in shared memory.

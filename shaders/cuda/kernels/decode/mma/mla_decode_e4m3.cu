@@ -1,4 +1,4 @@
-// ptx: compute_89
+// ptx: compute_89 version=8.1
 // The variants `mma_*` for FP8 (e4m3) caches; names and columns as in mla_decode_16_bit.cuh.
 #include "decode/mla_decode.cuh"
 

@@ -21,24 +21,7 @@
 #include "decode/decode_queries.cuh"
 #include "wgmma_loader.cuh"
 #include "wgmma_output.cuh"
-
-// Softmax weights in registers, two tokens a word, and a lane's sums of them by row.
-template <class T>
-DEVICE void weigh_in_registers(const float (&logits)[T::TOKEN_TILES][4], const float (&scale)[2], const float (&top)[2], float (&sum)[2], u32 (&words)[2][T::TOKEN_TILES]) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const float base = base_of(top[h]);
-        float sums[2] = {};
-#pragma unroll
-        for (int j = 0; j < T::TOKEN_TILES; j++) {
-            const float low = exp2_fast(fmaf(logits[j][2 * h], scale[h], -base)), high = exp2_fast(fmaf(logits[j][2 * h + 1], scale[h], -base));
-            sums[0] += low;
-            sums[1] += high;
-            words[h][j] = T::CACHE == BF16 ? pack_bf16(low, high) : pack_f16(low, high);
-        }
-        sum[h] = sums[0] + sums[1];
-    }
-}
+#include "wgmma_softmax.cuh"
 
 template <class T>
 DEVICE void decode_groups(const Args& args, const TensorMap& map) {
@@ -250,37 +233,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         output.template wait<1>();
     }
 
-    // Row sums across the two warpgroups. The output is staged where the cache was: its rows are then written by a short loop, since code
-    // that runs once is as slow as its instructions are many.
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-        sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-    }
-    wait_for_warps<T::WARPS>(1);
-    if (lane % 4 == 0) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            tops[group * T::ROWS + first_row + h * 8] = sum[h];
-            if (group == 0) scales[first_row + h * 8] = top[h];
-        }
-    }
-    const u32 place = stages + (first_row * T::OUTPUT_PITCH + group * (T::LATENT / 2) + lane % 4 * 2) * 4;
-    float check[4] = {}; // NaN where some element is NaN or infinite
-#pragma unroll
-    for (int q = 0; q < 2; q++)
-#pragma unroll
-        for (int c = 0; c < T::QUARTER_TILES; c++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float first = output.sums[q][c][2 * h], second = output.sums[q][c][2 * h + 1];
-                check[2 * h] = fmaf(first, 0.0f, check[2 * h]);
-                check[2 * h + 1] = fmaf(second, 0.0f, check[2 * h + 1]);
-                store_8(place + (h * 8 * T::OUTPUT_PITCH + (q * T::QUARTER_TILES + c) * 8) * 4, first, second);
-            }
-    if (!((check[0] + check[1]) + (check[2] + check[3]) == 0.0f)) atomicOr(non_finite, 1u);
-    wait_for_warps<T::WARPS>(1);
-    write_rows<T>(args, item, shared, warp, *non_finite != 0);
+    finish<T>(args, item, shared, warp, output, top, sum);
 }
 
 #define DECODE_GROUPS(name, ...) \
