@@ -126,7 +126,9 @@ impl Tile {
                 card.has_wgmma()?;
                 let page_size = spec.kv.page_size;
                 if spec.kv.dtype.is_fp8() && !page_size.is_multiple_of(CODE_BOX_TOKENS) {
-                    return Err(format!("page_size {page_size}: FP8 by wgmma needs a multiple of {CODE_BOX_TOKENS}"));
+                    return Err(format!(
+                        "page_size {page_size}: FP8 by wgmma needs a multiple of {CODE_BOX_TOKENS}"
+                    ));
                 }
             }
             _ => {}
@@ -160,7 +162,7 @@ impl Tile {
             }
             Body::Mma => "",
             Body::MmaTma { .. } => "tma_",
-            Body::MmaFp8 | Body::Wgmma { .. } if dtype.is_fp8() && spec.query != Dtype::E4m3 => {
+            Body::MmaFp8 | Body::Wgmma { swapped: false } if dtype.is_fp8() && spec.query != Dtype::E4m3 => {
                 let query = spec.query;
                 return Err(format!("a query of {query} would be rounded: it needs e4m3, with a q_scale"));
             }
