@@ -23,6 +23,7 @@
 mod bound;
 mod composed;
 mod expanded;
+mod over_prefixes;
 mod plan;
 mod prefix;
 mod prefix_cost;
@@ -288,11 +289,11 @@ pub struct LayerFacts {
 
 impl LayerFacts {
     /// Whether the decodes of `sequences` sequences, of a query token each, attend an [`ExpandedPrefix`] of `tokens` tokens through its keys
-    /// and values. If not, they attend it in absorbed form, which costs less, and need not have it expanded.
+    /// and values. If not, they attend it in absorbed form, which costs less, and it need not be expanded. `spec` is that of the layer. With
+    /// [`SplitPolicy::FixedTokens`] they always attend it expanded.
     #[must_use]
     pub fn attends_expanded(&self, spec: &MlaLayer, sequences: u32, tokens: u32) -> bool {
-        let query_tokens = std::iter::repeat_n(1, sequences as usize);
-        self.prefix_cost.pays(spec, &self.tiling, tokens, query_tokens, true)
+        self.prefix_cost.pays(spec, &self.tiling, tokens, [(sequences, 1)].into_iter(), true)
     }
 }
 

@@ -95,7 +95,7 @@ pub enum SplitPolicy {
     Auto,
     /// Cuts at the multiples of this many tokens. The result of a query row then depends on nothing but its own inputs: not
     /// on the batch, its order or shared prefixes, bit for bit. CUDA's variants with TMA boxes load splits slowly
-    /// that are no multiple of 16, or on Hopper, with a 16-bit cache and more than 32 query rows, of 64.
+    /// that are no multiple of 16, or on Hopper, with more than 32 query rows and a 16-bit cache or an e4m3 query, of 64.
     FixedTokens(u32),
     /// No cuts and no merge.
     OneSplit,

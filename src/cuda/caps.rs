@@ -55,3 +55,33 @@ impl Card {
         }
     }
 }
+
+/// Cards that tests choose variants for.
+#[cfg(test)]
+impl Card {
+    /// Every variant runs there.
+    pub const H200: Self = Self {
+        capability: 90,
+        multiprocessors: 132,
+        shared_bytes: 232_448,
+        l2_bytes: 50 << 20,
+        tma: true,
+        fp8_mma: true,
+    };
+    pub const RTX_5090: Self = Self {
+        capability: 120,
+        multiprocessors: 170,
+        shared_bytes: 101_376,
+        l2_bytes: 96 << 20,
+        tma: true,
+        fp8_mma: true,
+    };
+    pub const A100: Self = Self {
+        capability: 80,
+        multiprocessors: 108,
+        shared_bytes: 166_912,
+        l2_bytes: 40 << 20,
+        tma: false,
+        fp8_mma: false,
+    };
+}

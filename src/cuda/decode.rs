@@ -407,16 +407,6 @@ pub(super) mod tests {
     use crate::cuda::manifest_test::{compare, takes};
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
-    /// Every variant runs there.
-    const HOPPER: Card = Card {
-        capability: 90,
-        multiprocessors: 132,
-        shared_bytes: 232_448,
-        l2_bytes: 50 << 20,
-        tma: true,
-        fp8_mma: true,
-    };
-
     #[test]
     fn a_merge_has_a_block_for_all_or_is_refused() {
         let spec = |num_heads, kv_lora_rank| MlaDecode {
@@ -463,10 +453,10 @@ pub(super) mod tests {
                     let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
                     let kv = KvSpec { dtype, page_size: 64, num_pages: 4 };
                     let spec = MlaDecode { shape, kv, query, out: Dtype::F32 };
-                    let all = candidates(VARIANTS, &HOPPER, &(spec, 16));
+                    let all = candidates(VARIANTS, &Card::H200, &(spec, 16));
                     for name in all.iter().filter(|one| one.lacks.is_none()).map(|one| one.name) {
                         let (Chosen { tile, compiled }, _) =
-                            choose(VARIANTS, &HOPPER, &(spec, 16), Some(name)).expect("it runs");
+                            choose(VARIANTS, &Card::H200, &(spec, 16), Some(name)).expect("it runs");
                         let entry = compiled.entry;
                         compare::<Args>(entry);
                         let by_map = matches!(tile.body, Body::MmaTma { .. } | Body::Wgmma { .. });

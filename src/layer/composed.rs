@@ -22,25 +22,26 @@ pub trait Composes:
     + Kernel<MergeState>
     + Kernel<MergeStates>
 {
-    /// What expanded prefixes cost beside a decode on tensor cores, or without, and by tiles of so many query tokens.
+    /// What expanded prefixes cost, with a decode on tensor cores or without, and an attention over them in tiles of so many query tokens.
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost;
 }
 
 impl Composes for crate::cpu::Cpu {
+    /// It multiplies no missing rows of a tile.
     fn prefix_cost(_: bool, _: u32) -> PrefixCost {
-        PrefixCost::NONE
+        PrefixCost::ARITHMETIC
     }
 }
 #[cfg(feature = "cuda")]
 impl Composes for crate::cuda::Cuda {
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
-        if on_tensor_cores { PrefixCost::CUDA } else { PrefixCost::NONE }.with_tiles(tile_queries)
+        if on_tensor_cores { PrefixCost::CUDA } else { PrefixCost::ARITHMETIC }.with_tiles(tile_queries)
     }
 }
 #[cfg(feature = "wgpu")]
 impl Composes for crate::gpu::Gpu {
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
-        if on_tensor_cores { PrefixCost::MATRICES } else { PrefixCost::NONE }.with_tiles(tile_queries)
+        if on_tensor_cores { PrefixCost::MATRICES } else { PrefixCost::ARITHMETIC }.with_tiles(tile_queries)
     }
 }
 
@@ -108,7 +109,6 @@ impl<D: Composes> Ops<D> {
             absorb: device.compile(HeadProject::absorb(&dims, dtype, weight, dtype))?,
             k_up: device.compile(HeadProject::k_up(&dims, dtype, weight, dtype))?,
             v_up: device.compile(HeadProject::v_up(&dims, dtype, weight, dtype))?,
-            // Variants that round the softmax weights are those on tensor cores.
             // Variants that round the softmax weights are those on tensor cores.
             prefix_cost: D::prefix_cost(
                 decode.rounds_weights(),

@@ -11,7 +11,8 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use super::expanded::ExpandedPrefix;
-use super::prefix_cost::{PrefixCost, has_pages};
+use super::over_prefixes::{keep_what_pays, over_prefixes, prefixes};
+use super::prefix_cost::PrefixCost;
 use super::{LayerCapacity, MlaLayer};
 use crate::Mask;
 use crate::ops::GatherRange;
@@ -429,103 +430,4 @@ fn pages_of(
         indptr.push(indices.len() as i32);
     }
     Ok((indptr, indices))
-}
-
-impl LayerPlan {
-    /// Keys of the longest expanded prefix; 0 without any.
-    pub(crate) fn longest_prefix(&self) -> u32 {
-        self.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
-    }
-
-    /// What decoded tokens attend of expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is that of the
-    /// decodes.
-    pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Vec<PrefillSequence> {
-        let split = |sequence: &PrefillSequence| {
-            let first =
-                PrefillSequence { out_begin: sequence.out_begin.saturating_add(set_stride), ..*sequence };
-            first.split_keys(num_parts, set_stride)
-        };
-        self.over_prefixes.iter().flat_map(split).collect()
-    }
-}
-
-/// Of each sequence of a batch the expanded prefix that it begins with.
-///
-/// # Errors
-/// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page.
-fn prefixes<'a>(spec: &MlaLayer, batch: &LayerBatch<'a>) -> Result<Vec<Option<&'a ExpandedPrefix>>> {
-    let mut of = vec![None; batch.seq_lens.len()];
-    for prefix in batch.expanded {
-        let refuse = |what, got: u32, cure| Err(Error::Shape { what, got: got.into(), cure });
-        if !prefix.tokens.is_multiple_of(spec.kv.page_size) {
-            return refuse("ExpandedPrefix tokens", prefix.tokens, "must be whole pages");
-        }
-        for &sequence in &prefix.sequences {
-            let place = of.get_mut(sequence as usize).filter(|place| place.is_none());
-            let Some(place) = place else {
-                let cure = "must be in the batch, and in one expanded prefix only";
-                return refuse("ExpandedPrefix sequence", sequence, cure);
-            };
-            let at = sequence as usize;
-            let query_tokens = batch.query_start_loc[at + 1] - batch.query_start_loc[at];
-            if i64::from(prefix.tokens) > i64::from(batch.seq_lens[at]) - i64::from(query_tokens) {
-                let cure = "must be no more than a sequence has before its query tokens";
-                return refuse("ExpandedPrefix tokens", prefix.tokens, cure);
-            }
-            *place = Some(prefix);
-        }
-    }
-    Ok(of)
-}
-
-/// Takes prefixes that cost more expanded out of `expanded`; the planner may share them in absorbed form.
-fn keep_what_pays(
-    spec: &MlaLayer,
-    tiling: &Tiling,
-    batch: &LayerBatch<'_>,
-    cost: &PrefixCost,
-    expanded: &mut [Option<&ExpandedPrefix>],
-    shared: &mut Cow<'_, [SharedPrefix]>,
-) {
-    let loc = batch.query_start_loc;
-    let query_tokens = |&sequence: &u32| (loc[sequence as usize + 1] - loc[sequence as usize]) as u32;
-    let is_decoded = |&tokens: &u32| (1..=spec.decode_threshold).contains(&tokens);
-    for prefix in batch.expanded {
-        // Where the prefix has no pages any more, the expanded rows are all there is.
-        if !has_pages(spec, prefix, |sequence| row_of(batch.pages, sequence as usize)) {
-            continue;
-        }
-        let grouped = |sequence: &u32| shared.iter().any(|group| group.sequences.contains(sequence));
-        let shares = !prefix.sequences.iter().any(grouped);
-        let decoded = prefix.sequences.iter().map(query_tokens).filter(is_decoded);
-        if cost.pays(spec, tiling, prefix.tokens, decoded, shares) {
-            continue;
-        }
-        prefix.sequences.iter().for_each(|&sequence| expanded[sequence as usize] = None);
-        if shares {
-            let (sequences, tokens) = (prefix.sequences.clone(), prefix.tokens);
-            shared.to_mut().push(SharedPrefix { sequences, tokens });
-        }
-    }
-}
-
-/// What decoded tokens attend of prefixes: neighbours that share one together, and no keys for those that have none, so that each has
-/// rows in every part. Empty where none has a prefix.
-fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> Vec<PrefillSequence> {
-    let mut all: Vec<PrefillSequence> = Vec::new();
-    for &(q_begin, q_len, prefix) in tokens {
-        let (kv_begin, kv_len) = prefix.map_or((0, 0), |prefix| (prefix.first_row, prefix.tokens));
-        match all.last_mut() {
-            Some(last)
-                if (last.q_begin + last.q_len, last.kv_begin, last.kv_len) == (q_begin, kv_begin, kv_len) =>
-            {
-                last.q_len += q_len;
-            }
-            _ => all.push(PrefillSequence::full(q_begin, q_len, kv_begin, kv_len)),
-        }
-    }
-    if all.iter().all(|sequence| sequence.kv_len == 0) {
-        all.clear();
-    }
-    all
 }

@@ -206,31 +206,6 @@ mod tests {
         choose(VARIANTS, card, &(*spec, query_rows), None).expect("some variant runs everywhere").0.tile
     }
 
-    const H200: Card = Card {
-        capability: 90,
-        multiprocessors: 132,
-        shared_bytes: 232_448,
-        l2_bytes: 50 << 20,
-        tma: true,
-        fp8_mma: true,
-    };
-    const RTX_5090: Card = Card {
-        capability: 120,
-        multiprocessors: 170,
-        shared_bytes: 101_376,
-        l2_bytes: 96 << 20,
-        tma: true,
-        fp8_mma: true,
-    };
-    const A100: Card = Card {
-        capability: 80,
-        multiprocessors: 108,
-        shared_bytes: 166_912,
-        l2_bytes: 40 << 20,
-        tma: false,
-        fp8_mma: false,
-    };
-
     fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaDecode {
         MlaDecode {
             shape: MlaShape { num_heads, kv_lora_rank: latent, qk_rope_head_dim: rope },
@@ -242,7 +217,7 @@ mod tests {
 
     #[test]
     fn each_spec_has_a_variant_on_each_card() {
-        for card in [H200, RTX_5090, A100] {
+        for card in [Card::H200, Card::RTX_5090, Card::A100] {
             for (latent, rope, _) in SUPPORTED_DIMS {
                 for cache in Dtype::ALL {
                     for query in Dtype::ALL {
@@ -270,8 +245,8 @@ mod tests {
                 .map(|(kernel, _)| kernel.compiled.entry.name)
                 .map_err(|error| error.to_string())
         };
-        let ada = Card { capability: 89, ..RTX_5090 };
-        for card in [ada, RTX_5090, H200] {
+        let ada = Card { capability: 89, ..Card::RTX_5090 };
+        for card in [ada, Card::RTX_5090, Card::H200] {
             assert_eq!(forced(&card, Dtype::E4m3, Dtype::E4m3), Ok("mla_decode_512_64_mma_fp8_m16"));
             for (latent, rope, _) in SUPPORTED_DIMS {
                 let spec = spec((latent, rope), 16, Dtype::E4m3, Dtype::E4m3);
@@ -290,33 +265,33 @@ mod tests {
         let other = "no kernel of this variant reads a cache of bf16";
         lacks(&ada, Dtype::Bf16, Dtype::E4m3, other);
         let old = "no FP8 mma.sync (needs compute capability 8.9 or later, driver 550 or later)";
-        lacks(&A100, Dtype::E4m3, Dtype::E4m3, old);
+        lacks(&Card::A100, Dtype::E4m3, Dtype::E4m3, old);
         lacks(&Card { fp8_mma: false, ..ada }, Dtype::E4m3, Dtype::E4m3, old);
     }
 
     #[test]
     fn tiles_suit_card_and_heads() {
         let name = |card, heads, query| chosen(card, &spec((512, 64), heads, Dtype::Bf16, query), heads).name;
-        assert_eq!(name(&H200, 16, Dtype::Bf16), "wgmma_swap_ab_n16");
-        assert_eq!(name(&Card { capability: 100, ..H200 }, 16, Dtype::Bf16), "mma_tma_m16");
-        assert_eq!(name(&Card { tma: false, ..H200 }, 16, Dtype::Bf16), "mma_m16");
-        assert_eq!(name(&H200, 20, Dtype::Bf16), "wgmma_swap_ab_n32");
-        assert_eq!(name(&H200, 32, Dtype::Bf16), "wgmma_swap_ab_n32");
-        assert_eq!(name(&Card { capability: 100, ..H200 }, 32, Dtype::Bf16), "mma_m32");
-        assert_eq!(name(&H200, 40, Dtype::Bf16), "wgmma_m64");
-        assert_eq!(name(&H200, 128, Dtype::Bf16), "wgmma_m64");
-        assert_eq!(name(&Card { tma: false, ..H200 }, 128, Dtype::Bf16), "mma_m64");
-        assert_eq!(name(&Card { capability: 100, ..H200 }, 128, Dtype::Bf16), "mma_m64");
-        assert_eq!(name(&H200, 128, Dtype::F32), "mma_m16");
-        assert_eq!(name(&RTX_5090, 128, Dtype::Bf16), "mma_m64_small");
-        assert_eq!(name(&RTX_5090, 20, Dtype::Bf16), "mma_m32_small");
-        assert_eq!(name(&RTX_5090, 16, Dtype::Bf16), "mma_m16_small");
-        assert_eq!(name(&RTX_5090, 128, Dtype::F32), "mma_m16_small");
-        assert_eq!(name(&RTX_5090, 16, Dtype::F32), "mma_m16_small");
+        assert_eq!(name(&Card::H200, 16, Dtype::Bf16), "wgmma_swap_ab_n16");
+        assert_eq!(name(&Card { capability: 100, ..Card::H200 }, 16, Dtype::Bf16), "mma_tma_m16");
+        assert_eq!(name(&Card { tma: false, ..Card::H200 }, 16, Dtype::Bf16), "mma_m16");
+        assert_eq!(name(&Card::H200, 20, Dtype::Bf16), "wgmma_swap_ab_n32");
+        assert_eq!(name(&Card::H200, 32, Dtype::Bf16), "wgmma_swap_ab_n32");
+        assert_eq!(name(&Card { capability: 100, ..Card::H200 }, 32, Dtype::Bf16), "mma_m32");
+        assert_eq!(name(&Card::H200, 40, Dtype::Bf16), "wgmma_m64");
+        assert_eq!(name(&Card::H200, 128, Dtype::Bf16), "wgmma_m64");
+        assert_eq!(name(&Card { tma: false, ..Card::H200 }, 128, Dtype::Bf16), "mma_m64");
+        assert_eq!(name(&Card { capability: 100, ..Card::H200 }, 128, Dtype::Bf16), "mma_m64");
+        assert_eq!(name(&Card::H200, 128, Dtype::F32), "mma_m16");
+        assert_eq!(name(&Card::RTX_5090, 128, Dtype::Bf16), "mma_m64_small");
+        assert_eq!(name(&Card::RTX_5090, 20, Dtype::Bf16), "mma_m32_small");
+        assert_eq!(name(&Card::RTX_5090, 16, Dtype::Bf16), "mma_m16_small");
+        assert_eq!(name(&Card::RTX_5090, 128, Dtype::F32), "mma_m16_small");
+        assert_eq!(name(&Card::RTX_5090, 16, Dtype::F32), "mma_m16_small");
         let of_e4m3 = |page_size, query| {
             let mut spec = spec((512, 64), 128, Dtype::E4m3, query);
             spec.kv.page_size = page_size;
-            chosen(&H200, &spec, 128).name
+            chosen(&Card::H200, &spec, 128).name
         };
         assert_eq!(of_e4m3(64, Dtype::E4m3), "wgmma_m64");
         assert_eq!(of_e4m3(48, Dtype::E4m3), "wgmma_m64");

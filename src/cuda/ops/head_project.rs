@@ -366,15 +366,6 @@ mod tests {
     use super::*;
     use crate::HeadDims;
 
-    const H200: Card = Card {
-        capability: 90,
-        multiprocessors: 132,
-        shared_bytes: 232_448,
-        l2_bytes: 50 << 20,
-        tma: true,
-        fp8_mma: true,
-    };
-
     /// Tiles of absorb and of v_up on an H200: small where few blocks would leave multiprocessors idle.
     #[test]
     fn tiles_fill_the_card() {
@@ -393,7 +384,7 @@ mod tests {
                 (HeadProject::absorb(&dims, bf16, bf16, bf16), absorb),
                 (HeadProject::v_up(&dims, bf16, bf16, bf16), v_up),
             ] {
-                let (tiles, choice) = choose(&VARIANTS, &H200, &spec, None).expect("mma runs");
+                let (tiles, choice) = choose(&VARIANTS, &Card::H200, &spec, None).expect("mma runs");
                 let chosen = tiles.iter().rfind(|tile| tile.suits(&spec, tokens)).unwrap_or(&tiles[0]);
                 assert_eq!(
                     (choice.variant, [chosen.tokens, chosen.columns]),
@@ -418,7 +409,7 @@ mod tests {
         ] {
             let order = WeightOrder::Kn;
             let spec = HeadProject { input, weight, output: f32s, num_heads: 1, k, n: 8, order };
-            let (_, choice) = choose(&VARIANTS, &H200, &spec, None).expect("one runs");
+            let (_, choice) = choose(&VARIANTS, &Card::H200, &spec, None).expect("one runs");
             assert_eq!(choice.variant, want, "{spec:?}");
         }
     }

@@ -313,30 +313,9 @@ mod tests {
     /// The head sizes of released models run on tensor cores on each card, unless inputs are f32.
     #[test]
     fn models_run_on_tensor_cores() {
-        let h200 = Card {
-            capability: 90,
-            multiprocessors: 132,
-            shared_bytes: 232_448,
-            l2_bytes: 50 << 20,
-            tma: true,
-            fp8_mma: true,
-        };
-        let rtx_5090 = Card {
-            capability: 120,
-            multiprocessors: 170,
-            shared_bytes: 101_376,
-            l2_bytes: 96 << 20,
-            tma: true,
-            fp8_mma: true,
-        };
-        let a100 = Card {
-            capability: 80,
-            multiprocessors: 108,
-            shared_bytes: 166_912,
-            l2_bytes: 40 << 20,
-            tma: false,
-            fp8_mma: false,
-        };
+        let h200 = Card::H200;
+        let rtx_5090 = Card::RTX_5090;
+        let a100 = Card::A100;
         // DeepSeek and Kimi; GLM; Mistral Small 4; MiniCPM3; and two that are of no model.
         let models = [
             ([128, 64, 128], "wgmma_m128", "mma_m128"),

@@ -1,0 +1,167 @@
+//! What decodes attend of expanded prefixes. Pure.
+
+use std::borrow::Cow;
+
+use super::prefix_cost::PrefixCost;
+use super::{ExpandedPrefix, LayerBatch, LayerPlan, MlaLayer};
+use crate::ops::PrefillSequence;
+use crate::tables::row_of;
+use crate::{Error, Result, SharedPrefix, Tiling};
+
+impl LayerPlan {
+    /// Keys of the longest expanded prefix; 0 without any.
+    pub(crate) fn longest_prefix(&self) -> u32 {
+        self.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
+    }
+
+    /// What decoded tokens attend of expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is that of the
+    /// decodes.
+    pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Vec<PrefillSequence> {
+        let split = |sequence: &PrefillSequence| {
+            let first =
+                PrefillSequence { out_begin: sequence.out_begin.saturating_add(set_stride), ..*sequence };
+            first.split_keys(num_parts, set_stride)
+        };
+        self.over_prefixes.iter().flat_map(split).collect()
+    }
+}
+
+/// Of each sequence of a batch the expanded prefix that it begins with.
+///
+/// # Errors
+/// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page.
+pub(super) fn prefixes<'a>(
+    spec: &MlaLayer,
+    batch: &LayerBatch<'a>,
+) -> Result<Vec<Option<&'a ExpandedPrefix>>> {
+    let mut of = vec![None; batch.seq_lens.len()];
+    for prefix in batch.expanded {
+        let refuse = |what, got: u32, cure| Err(Error::Shape { what, got: got.into(), cure });
+        if !prefix.tokens.is_multiple_of(spec.kv.page_size) {
+            return refuse("ExpandedPrefix tokens", prefix.tokens, "must be whole pages");
+        }
+        for &sequence in &prefix.sequences {
+            let place = of.get_mut(sequence as usize).filter(|place| place.is_none());
+            let Some(place) = place else {
+                let cure = "must be in the batch, and in one expanded prefix only";
+                return refuse("ExpandedPrefix sequence", sequence, cure);
+            };
+            let at = sequence as usize;
+            let query_tokens = batch.query_start_loc[at + 1] - batch.query_start_loc[at];
+            if i64::from(prefix.tokens) > i64::from(batch.seq_lens[at]) - i64::from(query_tokens) {
+                let cure = "must be no more than a sequence has before its query tokens";
+                return refuse("ExpandedPrefix tokens", prefix.tokens, cure);
+            }
+            *place = Some(prefix);
+        }
+    }
+    Ok(of)
+}
+
+/// Takes prefixes that cost more expanded out of `expanded`; the planner may share them in absorbed form.
+pub(super) fn keep_what_pays(
+    spec: &MlaLayer,
+    tiling: &Tiling,
+    batch: &LayerBatch<'_>,
+    cost: &PrefixCost,
+    expanded: &mut [Option<&ExpandedPrefix>],
+    shared: &mut Cow<'_, [SharedPrefix]>,
+) {
+    let loc = batch.query_start_loc;
+    let query_tokens = |&sequence: &u32| (loc[sequence as usize + 1] - loc[sequence as usize]) as u32;
+    let is_decoded = |&tokens: &u32| (1..=spec.decode_threshold).contains(&tokens);
+    for prefix in batch.expanded {
+        // Where the prefix has no pages any more, the expanded rows are all there is.
+        if !has_pages(spec, prefix, |sequence| row_of(batch.pages, sequence as usize)) {
+            continue;
+        }
+        let grouped = |sequence: &u32| shared.iter().any(|group| group.sequences.contains(sequence));
+        let shares = !prefix.sequences.iter().any(grouped);
+        let decoded = prefix.sequences.iter().map(query_tokens).filter(is_decoded).map(|tokens| (1, tokens));
+        if cost.pays(spec, tiling, prefix.tokens, decoded, shares) {
+            continue;
+        }
+        prefix.sequences.iter().for_each(|&sequence| expanded[sequence as usize] = None);
+        if shares {
+            let (sequences, tokens) = (prefix.sequences.clone(), prefix.tokens);
+            shared.to_mut().push(SharedPrefix { sequences, tokens });
+        }
+    }
+}
+
+/// What decoded tokens attend of prefixes: neighbours that share one together, and no keys for those that have none, so that each has
+/// rows in every part. Empty where none has a prefix.
+pub(super) fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> Vec<PrefillSequence> {
+    let mut all: Vec<PrefillSequence> = Vec::new();
+    for &(q_begin, q_len, prefix) in tokens {
+        let (kv_begin, kv_len) = prefix.map_or((0, 0), |prefix| (prefix.first_row, prefix.tokens));
+        match all.last_mut() {
+            Some(last)
+                if (last.q_begin + last.q_len, last.kv_begin, last.kv_len) == (q_begin, kv_begin, kv_len) =>
+            {
+                last.q_len += q_len;
+            }
+            _ => all.push(PrefillSequence::full(q_begin, q_len, kv_begin, kv_len)),
+        }
+    }
+    if all.iter().all(|sequence| sequence.kv_len == 0) {
+        all.clear();
+    }
+    all
+}
+
+/// Whether all of a prefix's sequences have the same pages for it, and those are in the pool.
+fn has_pages<'a>(spec: &MlaLayer, prefix: &ExpandedPrefix, row: impl Fn(u32) -> &'a [i32]) -> bool {
+    let pages = spec.kv.pages_for(prefix.tokens) as usize;
+    let of = |sequence| row(sequence).get(..pages);
+    let Some(first) = prefix.sequences.first().and_then(|&sequence| of(sequence)) else { return false };
+    let in_pool = |&page: &i32| u32::try_from(page).is_ok_and(|page| page < spec.kv.num_pages);
+    first.iter().all(in_pool) && prefix.sequences.iter().all(|&sequence| of(sequence) == Some(first))
+}
+
+#[cfg(all(test, feature = "cuda", feature = "wgpu"))]
+mod tests {
+    use super::*;
+    use crate::layer::prefix_cost::tests::{spec, tiling};
+    use crate::{Dtype, PageTable, SplitPolicy};
+
+    #[test]
+    fn pages_are_those_of_the_pool_and_the_same() {
+        let prefix = ExpandedPrefix { sequences: vec![0, 1], tokens: 128, first_row: 0 };
+        let has = |rows: [&[i32]; 2]| has_pages(&spec(16, Dtype::F16), &prefix, |seq| rows[seq as usize]);
+        assert!(has([&[3, 1, 0], &[3, 1]]));
+        assert!(!has([&[3, 1, 0], &[3, 2]]));
+        assert!(!has([&[3], &[3]]));
+        assert!(!has([&[3, -1], &[3, -1]]) && !has([&[3, 8], &[3, 8]]));
+    }
+
+    /// Two sequences of 130 tokens whose first two pages are a prefix: what each way to plan leaves to the absorbed decode.
+    #[test]
+    fn what_does_not_pay_is_planned_in_absorbed_form() {
+        let spec = spec(16, Dtype::F16);
+        let prefix = [ExpandedPrefix { sequences: vec![0, 1], tokens: 128, first_row: 0 }];
+        let visible = |cost, policy, block_table: &[i32]| {
+            let batch = LayerBatch {
+                seq_lens: &[130, 130],
+                query_start_loc: &[0, 1, 2],
+                slot_mapping: &[-1, -1],
+                pages: PageTable::Dense { block_table, max_pages: 3 },
+                shared_prefixes: &[],
+                expanded: &prefix,
+            };
+            let plan = LayerPlan::by_cost(&spec, &tiling(32), &batch, policy, 0, cost).expect("a plan");
+            let visible: Vec<u32> = plan.decode.queries.iter().map(|query| query.visible).collect();
+            assert_eq!(plan.over_prefixes.is_empty(), visible.contains(&130), "either expanded or absorbed");
+            visible
+        };
+        let (same, cuda) = (&[3, 1, 0, 3, 1, 2], Some(&PrefixCost::CUDA));
+        // A tile of 32 query rows holds those of both sequences: one run over the prefix, and each sequence's own.
+        assert_eq!(visible(cuda, SplitPolicy::Auto, same), [130; 4]);
+        assert_eq!(visible(cuda, SplitPolicy::OneSplit, same), [130; 2]);
+        assert_eq!(visible(cuda, SplitPolicy::FixedTokens(16), same), [2; 2]);
+        assert_eq!(visible(Some(&PrefixCost::ARITHMETIC), SplitPolicy::Auto, same), [2; 2]);
+        assert_eq!(visible(None, SplitPolicy::Auto, same), [2; 2]);
+        // The prefix has no pages any more.
+        assert_eq!(visible(cuda, SplitPolicy::Auto, &[-1, -1, 0, -1, -1, 2]), [2; 2]);
+    }
+}
