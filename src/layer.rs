@@ -20,6 +20,7 @@
 //! Both halves compute the same (DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C): the first reads the fewest bytes a
 //! token of the cache, the second does the least arithmetic a pair of tokens.
 
+mod batch;
 mod bound;
 mod composed;
 mod expanded;
@@ -30,8 +31,9 @@ mod prefix_cost;
 mod recorded;
 mod workspace;
 
+pub use batch::LayerBatch;
 pub use expanded::{Expanded, ExpandedPrefix};
-pub use plan::{Chunk, LayerBatch, LayerPlan, Round, Target};
+pub use plan::{Chunk, LayerPlan, Round, Target};
 pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
 
 use prefix_cost::PrefixCost;

@@ -2,29 +2,13 @@
 
 use std::borrow::Cow;
 
+use super::MlaLayer;
+use super::batch::LayerBatch;
+use super::expanded::ExpandedPrefix;
 use super::prefix_cost::PrefixCost;
-use super::{ExpandedPrefix, LayerBatch, LayerPlan, MlaLayer};
 use crate::ops::PrefillSequence;
 use crate::tables::row_of;
 use crate::{Error, Result, SharedPrefix, Tiling};
-
-impl LayerPlan {
-    /// Keys of the longest expanded prefix; 0 without any.
-    pub(crate) fn longest_prefix(&self) -> u32 {
-        self.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
-    }
-
-    /// What decoded tokens attend of expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is that of the
-    /// decodes.
-    pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Vec<PrefillSequence> {
-        let split = |sequence: &PrefillSequence| {
-            let first =
-                PrefillSequence { out_begin: sequence.out_begin.saturating_add(set_stride), ..*sequence };
-            first.split_keys(num_parts, set_stride)
-        };
-        self.over_prefixes.iter().flat_map(split).collect()
-    }
-}
 
 /// Of each sequence of a batch the expanded prefix that it begins with.
 ///
@@ -122,8 +106,8 @@ fn has_pages<'a>(spec: &MlaLayer, prefix: &ExpandedPrefix, row: impl Fn(u32) -> 
 #[cfg(all(test, feature = "cuda", feature = "wgpu"))]
 mod tests {
     use super::*;
-    use crate::layer::prefix_cost::tests::{spec, tiling};
-    use crate::{Dtype, PageTable, SplitPolicy};
+    use crate::Dtype;
+    use crate::layer::prefix_cost::tests::spec;
 
     #[test]
     fn pages_are_those_of_the_pool_and_the_same() {
@@ -133,35 +117,5 @@ mod tests {
         assert!(!has([&[3, 1, 0], &[3, 2]]));
         assert!(!has([&[3], &[3]]));
         assert!(!has([&[3, -1], &[3, -1]]) && !has([&[3, 8], &[3, 8]]));
-    }
-
-    /// Two sequences of 130 tokens whose first two pages are a prefix: what each way to plan leaves to the absorbed decode.
-    #[test]
-    fn what_does_not_pay_is_planned_in_absorbed_form() {
-        let spec = spec(16, Dtype::F16);
-        let prefix = [ExpandedPrefix { sequences: vec![0, 1], tokens: 128, first_row: 0 }];
-        let visible = |cost, policy, block_table: &[i32]| {
-            let batch = LayerBatch {
-                seq_lens: &[130, 130],
-                query_start_loc: &[0, 1, 2],
-                slot_mapping: &[-1, -1],
-                pages: PageTable::Dense { block_table, max_pages: 3 },
-                shared_prefixes: &[],
-                expanded: &prefix,
-            };
-            let plan = LayerPlan::by_cost(&spec, &tiling(32), &batch, policy, 0, cost).expect("a plan");
-            let visible: Vec<u32> = plan.decode.queries.iter().map(|query| query.visible).collect();
-            assert_eq!(plan.over_prefixes.is_empty(), visible.contains(&130), "either expanded or absorbed");
-            visible
-        };
-        let (same, cuda) = (&[3, 1, 0, 3, 1, 2], Some(&PrefixCost::CUDA));
-        // A tile of 32 query rows holds those of both sequences: one run over the prefix, and each sequence's own.
-        assert_eq!(visible(cuda, SplitPolicy::Auto, same), [130; 4]);
-        assert_eq!(visible(cuda, SplitPolicy::OneSplit, same), [130; 2]);
-        assert_eq!(visible(cuda, SplitPolicy::FixedTokens(16), same), [2; 2]);
-        assert_eq!(visible(Some(&PrefixCost::ARITHMETIC), SplitPolicy::Auto, same), [2; 2]);
-        assert_eq!(visible(None, SplitPolicy::Auto, same), [2; 2]);
-        // The prefix has no pages any more.
-        assert_eq!(visible(cuda, SplitPolicy::Auto, &[-1, -1, 0, -1, -1, 2]), [2; 2]);
     }
 }

@@ -10,6 +10,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
+use super::batch::LayerBatch;
 use super::expanded::ExpandedPrefix;
 use super::over_prefixes::{keep_what_pays, over_prefixes, prefixes};
 use super::prefix_cost::PrefixCost;
@@ -19,25 +20,6 @@ use crate::ops::GatherRange;
 use crate::ops::PrefillSequence;
 use crate::tables::{ROW_HOLDS, check_rows, row_of};
 use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SlabTable, SplitPolicy, Tiling};
-
-/// One step's batch of an [`MlaLayer`].
-#[derive(Debug, Clone, Copy)]
-pub struct LayerBatch<'a> {
-    /// Tokens of each sequence in the cache, this step's new ones included.
-    pub seq_lens: &'a [i32],
-    /// Where each sequence's query tokens begin; one entry more than `seq_lens`. A sequence's query tokens are its last ones.
-    pub query_start_loc: &'a [i32],
-    /// Where each query token's row goes: `page * page_size + offset`. Negative: it is in the cache already.
-    pub slot_mapping: &'a [i64],
-    /// The pages of each sequence.
-    pub pages: PageTable<'a>,
-    /// Groups that share a prefix, for those of its sequences that are decoded.
-    pub shared_prefixes: &'a [SharedPrefix],
-    /// Prefixes that are kept as keys and values, for those of their sequences that are decoded; these have no part in
-    /// `shared_prefixes` then. Where it costs less, and [`SplitPolicy`] is not `FixedTokens`, a layer attends such a prefix in absorbed form
-    /// instead, in the sequences' pages: on an H100, a prefix of 8192 tokens of fewer than some 45 sequences.
-    pub expanded: &'a [ExpandedPrefix],
-}
 
 /// Where partial results go. Merges ping-pong between [`Target::Out`] and [`Target::Other`], as no op reads and writes one buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -430,4 +412,59 @@ fn pages_of(
         indptr.push(indices.len() as i32);
     }
     Ok((indptr, indices))
+}
+
+impl LayerPlan {
+    /// Keys of the longest expanded prefix; 0 without any.
+    pub(crate) fn longest_prefix(&self) -> u32 {
+        self.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
+    }
+
+    /// What decoded tokens attend of expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is that of the
+    /// decodes.
+    pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Vec<PrefillSequence> {
+        let split = |sequence: &PrefillSequence| {
+            let first =
+                PrefillSequence { out_begin: sequence.out_begin.saturating_add(set_stride), ..*sequence };
+            first.split_keys(num_parts, set_stride)
+        };
+        self.over_prefixes.iter().flat_map(split).collect()
+    }
+}
+
+#[cfg(all(test, feature = "cuda", feature = "wgpu"))]
+mod tests {
+    use super::*;
+    use crate::Dtype;
+    use crate::layer::prefix_cost::tests::{spec, tiling};
+
+    /// Two sequences of 130 tokens whose first two pages are a prefix: what each way to plan leaves to the absorbed decode.
+    #[test]
+    fn what_does_not_pay_is_planned_in_absorbed_form() {
+        let spec = spec(16, Dtype::F16);
+        let prefix = [ExpandedPrefix { sequences: vec![0, 1], tokens: 128, first_row: 0 }];
+        let visible = |cost, policy, block_table: &[i32]| {
+            let batch = LayerBatch {
+                seq_lens: &[130, 130],
+                query_start_loc: &[0, 1, 2],
+                slot_mapping: &[-1, -1],
+                pages: PageTable::Dense { block_table, max_pages: 3 },
+                shared_prefixes: &[],
+                expanded: &prefix,
+            };
+            let plan = LayerPlan::by_cost(&spec, &tiling(32), &batch, policy, 0, cost).expect("a plan");
+            let visible: Vec<u32> = plan.decode.queries.iter().map(|query| query.visible).collect();
+            assert_eq!(plan.over_prefixes.is_empty(), visible.contains(&130), "either expanded or absorbed");
+            visible
+        };
+        let (same, cuda) = (&[3, 1, 0, 3, 1, 2], Some(&PrefixCost::CUDA));
+        // A tile of 32 query rows holds those of both sequences: one run over the prefix, and each sequence's own.
+        assert_eq!(visible(cuda, SplitPolicy::Auto, same), [130; 4]);
+        assert_eq!(visible(cuda, SplitPolicy::OneSplit, same), [130; 2]);
+        assert_eq!(visible(cuda, SplitPolicy::FixedTokens(16), same), [2; 2]);
+        assert_eq!(visible(Some(&PrefixCost::ARITHMETIC), SplitPolicy::Auto, same), [2; 2]);
+        assert_eq!(visible(None, SplitPolicy::Auto, same), [2; 2]);
+        // The prefix has no pages any more.
+        assert_eq!(visible(cuda, SplitPolicy::Auto, &[-1, -1, 0, -1, -1, 2]), [2; 2]);
+    }
 }

@@ -1,8 +1,9 @@
 //! The layer as an op made of ops: the same for every device that has them, recorded.
 
+use super::batch::LayerBatch;
 use super::bound::{Bind, Bindings};
 use super::composed::{Append, Composes, Ops};
-use super::plan::{Chunk, LayerBatch, LayerPlan, Target};
+use super::plan::{Chunk, LayerPlan, Target};
 use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
 use crate::ops::op::{Kernel, Step};
 use crate::ops::variants::{Candidate, Choice};
