@@ -43,7 +43,7 @@ impl PrefixCost {
     /// Cooperative matrices through Vulkan.
     #[cfg(feature = "wgpu")]
     pub(super) const MATRICES: Self =
-        Self { tile_rows: u32::MAX, read: 16, token: 32, tile_queries: 1, step: 8_000_000, step_row: 1000 };
+        Self { tile_rows: u32::MAX, read: 16, token: 30, tile_queries: 1, step: 4_000_000, step_row: 1400 };
 
     /// With tiles of so many query tokens.
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -128,12 +128,16 @@ pub(super) mod tests {
         let (cuda, vulkan) = (&PrefixCost::CUDA, &PrefixCost::MATRICES);
         for cost in [cuda, vulkan] {
             assert!([8, 16, 24, 32].into_iter().all(|sequences| !pays(cost, 16, 16, sequences)));
-            assert!([64, 128].into_iter().all(|sequences| pays(cost, 16, 16, sequences)));
-            assert!([8, 16, 32].into_iter().all(|sequences| !pays(cost, 128, 64, sequences)));
+            assert!([48, 64, 128].into_iter().all(|sequences| pays(cost, 16, 16, sequences)));
+            assert!([8, 16].into_iter().all(|sequences| !pays(cost, 128, 64, sequences)));
             assert!(pays(cost, 128, 64, 256));
         }
-        assert!(pays(cuda, 16, 16, 48));
+        assert!(pays(vulkan, 128, 64, 32) && !pays(cuda, 128, 64, 32));
         // Short prefixes do not pay for a step's dispatches.
+        for (sequences, tokens) in [(128, 512), (64, 2048), (128, 2048), (256, 1024)] {
+            let decodes = [(sequences, 1)].into_iter();
+            assert!(!vulkan.pays(&spec(16, Dtype::F16), &tiling(16), tokens, decodes, true));
+        }
         assert!(!cuda.pays(&spec(16, Dtype::F16), &tiling(16), 512, [(128, 1)].into_iter(), true));
     }
 
