@@ -106,16 +106,9 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         u32 words[2][T::TOKEN_TILES];
         float factor[2];
         bool grew = false;
+        load_weights<T>(words, other_weights);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            u32 low[4], high[4];
-            load_16(low, other_weights + h * 2 * (LANES * 16));
-            load_16(high, other_weights + (h * 2 + 1) * (LANES * 16));
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                words[h][i] = low[i];
-                words[h][4 + i] = high[i];
-            }
             const float now = tops[(group ^ 1) * T::ROWS + first_row + h * 8];
             factor[h] = exp2_fast(top[h] - now);
             grew |= now != top[h];
@@ -172,36 +165,9 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         release(stage, 4);
 
         // 2. softmax
-        const u32 tile_begin = item.kv_begin + tile * T::TOKENS;
-        if (tile_begin + T::TOKENS > seen_by_all) {
-            asm volatile(""); // keeps the branch: few tiles have masked tokens
-#pragma unroll
-            for (int j = 0; j < T::TOKEN_TILES; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (tile_begin + lane % 4 * 2 + j * 8 + e % 2 >= seen[e / 2]) logits[j][e] = NO_WEIGHT;
-        }
-        float largest[2], factor[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float most[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) most[i] = fmaxf(fmaxf(logits[2 * i][2 * h], logits[2 * i][2 * h + 1]), fmaxf(logits[2 * i + 1][2 * h], logits[2 * i + 1][2 * h + 1]));
-            largest[h] = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * scale[h];
-            factor[h] = 1.0f;
-        }
-        const bool grows = __any_sync(~0u, largest[0] > top[0] + LAZY || largest[1] > top[1] + LAZY);
-        if (grows) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
-                largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
-                if (largest[h] > top[h] + LAZY) {
-                    factor[h] = exp2_fast(top[h] - largest[h]);
-                    top[h] = largest[h];
-                }
-            }
-        }
+        mask_tokens<T>(logits, item.kv_begin + tile * T::TOKENS, seen, seen_by_all);
+        float factor[2];
+        const bool grows = move_tops<T>(logits, scale, top, factor);
         float fresh[2];
         u32 words[2][T::TOKEN_TILES];
         weigh_in_registers<T>(logits, scale, top, fresh, words);
@@ -211,11 +177,9 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         output.add(words, own_stage, group);
 
         // The buffer is free: the other warpgroup took the previous weights before it gave those that add_other took above.
+        store_weights<T>(own_weights, words);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const u32 low[4] = {words[h][0], words[h][1], words[h][2], words[h][3]}, high[4] = {words[h][4], words[h][5], words[h][6], words[h][7]};
-            store_16(own_weights + h * 2 * (LANES * 16), low);
-            store_16(own_weights + (h * 2 + 1) * (LANES * 16), high);
             if (lane % 4 == 0) tops[group * T::ROWS + first_row + h * 8] = top[h];
             sum[h] = sum[h] * factor[h] + fresh[h];
         }
