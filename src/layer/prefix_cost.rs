@@ -3,7 +3,8 @@
 //! Costs are in the time that one query row of an absorbed tile takes for one token of the cache. Expanded, each head reads `P + V` elements
 //! of its own a token, however few the queries are; many queries cost multiplications. A step over expanded prefixes has more dispatches, and
 //! a merge.
-//! The numbers are of an H100, and of lavapipe for devices without tensor cores: benches/results/h100-cascade-2026-11-25.md.
+//! The numbers are of an H100, and of lavapipe for devices without tensor cores: benches/results/h100-cascade-2026-11-25.md; through Vulkan
+//! h100-unrolled-loops-2026-11-25.md.
 
 use super::MlaLayer;
 use crate::Tiling;
