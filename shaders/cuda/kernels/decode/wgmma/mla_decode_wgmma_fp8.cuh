@@ -100,18 +100,9 @@ DEVICE void decode_codes(const Args& args, const TensorMap& map) {
     // The wgmma accumulator layout: a lane has rows lane / 4 and lane / 4 + 8 of its warp's 16, and of each two consecutive tokens of every
     // eight.
     const u32 group = warp / 4, first_row = warp % 4 * 16 + lane / 4;
-    float top[2], sum[2], scale[2];
-    u32 seen[2], seen_by_all = ~0u; // keys before this position are visible
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const u32 row = first_row + h * 8, index = item.first_row + min(row, item.num_rows - 1);
-        seen[h] = min(args.queries[index / args.num_heads].visible, item.kv_end);
-        seen_by_all = min(seen_by_all, seen[h]);
-        scale[h] = scales[row];
-        top[h] = EMPTY;
-        sum[h] = 0.0f;
-    }
-    seen_by_all = __reduce_min_sync(~0u, seen_by_all);
+    float top[2] = {EMPTY, EMPTY}, sum[2] = {}, scale[2];
+    u32 seen[2]; // keys before this position are visible
+    const u32 seen_by_all = see_rows(args, item, scales, first_row, scale, seen);
     HalfOutput<T> output;
 
     const u64 queries = codes_at(base + T::QUERIES_AT);
@@ -142,26 +133,11 @@ DEVICE void decode_codes(const Args& args, const TensorMap& map) {
     // ptxas serialises wgmma that are in flight only on some paths.
     auto add_other = [&](u32 tile) {
         u32 words[2][T::TOKEN_TILES] = {};
-        float factor[2];
-        bool grew = false;
         if (tile > 0) {
             wait_for_arrivals(other_given, (tile - 1) / 2 % 2);
             load_weights<T>(words, other_weights);
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float now = tile > 0 ? tops[(group ^ 1) * T::ROWS + first_row + h * 8] : top[h];
-            factor[h] = exp2_fast(top[h] - now);
-            grew |= now != top[h];
-            top[h] = now;
-            sum[h] *= factor[h];
-        }
-        // No wgmma on the output is in flight here; the waits tell the compiler so.
-        if (__any_sync(~0u, grew)) {
-            output.template wait<0>();
-            output.template wait<1>();
-            output.rescale(factor);
-        }
+        adopt_tops(output, [&](int h) { return tile > 0 ? tops[(group ^ 1) * T::ROWS + first_row + h * 8] : top[h]; }, top, sum);
         add_values(words, tile - 1, tile == 0);
     };
 

@@ -1,4 +1,4 @@
-// The output of mla_decode_wgmma.cuh: a warpgroup's accumulators, and the epilogue.
+// The output of mla_decode_wgmma.cuh and mla_decode_wgmma_fp8.cuh: a warpgroup's accumulators, and the epilogue.
 #pragma once
 
 #include "decode/decode_f32.cuh"
@@ -44,6 +44,27 @@ struct HalfOutput {
         pin(sums[QUARTER]);
     }
 };
+
+// Adopts the running maxima that the other warpgroup has of a lane's two rows, `top_of(0)` and `top_of(1)`, and rescales what was summed before.
+template <class T, class Tops>
+DEVICE void adopt_tops(HalfOutput<T>& output, Tops top_of, float (&top)[2], float (&sum)[2]) {
+    float factor[2];
+    bool grew = false;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float now = top_of(h);
+        factor[h] = exp2_fast(top[h] - now);
+        grew |= now != top[h];
+        top[h] = now;
+        sum[h] *= factor[h];
+    }
+    // No wgmma on the output is in flight here; the waits tell the compiler so.
+    if (__any_sync(~0u, grew)) {
+        output.template wait<0>();
+        output.template wait<1>();
+        output.rescale(factor);
+    }
+}
 
 // Writes the rows of the output, [ROWS, OUTPUT_PITCH] in place of the stages, a warp a row; or does them `again` in f32, as it does a row that
 // sees keys but whose weights are all 0: the logits of those keys are -inf.

@@ -3,6 +3,20 @@
 
 #include "decode/decode_tile.cuh"
 
+// The scales of a lane's two rows, `first_row` and 8 further, and the position before which each sees keys. Returns that before which all rows of the
+// warp do.
+DEVICE u32 see_rows(const Args& args, const WorkItem& item, const float* scales, u32 first_row, float (&scale)[2], u32 (&seen)[2]) {
+    u32 seen_by_all = ~0u;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u32 row = first_row + h * 8, index = item.first_row + min(row, item.num_rows - 1);
+        seen[h] = min(args.queries[index / args.num_heads].visible, item.kv_end);
+        seen_by_all = min(seen_by_all, seen[h]);
+        scale[h] = scales[row];
+    }
+    return __reduce_min_sync(~0u, seen_by_all);
+}
+
 // Softmax weights in registers, two tokens a word, and a lane's sums of them by row.
 template <class T>
 DEVICE void weigh_in_registers(const float (&logits)[T::TOKEN_TILES][4], const float (&scale)[2], const float (&top)[2], float (&sum)[2], u32 (&words)[2][T::TOKEN_TILES]) {
