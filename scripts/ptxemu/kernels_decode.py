@@ -21,7 +21,6 @@ CODES = {"f32": 0, "f16": 1, "bf16": 2, "e4m3": 3}
 # Tokens of a page: no multiple of 16, of 16 (TMA boxes of 16 tokens), of 32; elements between pages.
 PAGE, BOXED_PAGE, GROUPS_PAGE, GAP = 24, 48, 64, 16
 LINE = 128  # bytes of a line, within which TMA swizzles
-CODES_LINE = 64  # of codes of one group of columns, where a kernel wants them apart
 BOXES = 2  # `Copying` of shaders/cuda/kernels/decode/mla.cuh
 # The allowed error: that of the rounded weights, times the largest value.
 NEAR = {"f32": 2e-6, "f16": 6e-4, "bf16": 4e-3, "e4m3": 6e-4}
@@ -109,13 +108,9 @@ def boxes(case, address, name, tile):
     element = case.kv.itemsize
     together = 1 if case.dim * element % LINE == 0 else 2
     row = together * case.dim * element
-    tokens, lines = 16 if "_tma_" in name else 8, row // LINE
+    tokens, lines = 16 if "_tma_" in name or cache_is_codes(case) else 8, row // LINE
     if "_wgmma_m" in name:
         tokens, lines = min(tile, case.page & -case.page), 1
-    if "_wgmma_m" in name and cache_is_codes(case):
-        # Lines of 64 codes, one group of columns each.
-        strides, dims = [case.dim, CODES_LINE, case.stride], [CODES_LINE, case.page, case.dim // CODES_LINE, len(case.kv)]
-        return tensor_map(address, 1, dims=dims, strides=strides, box=[CODES_LINE, tokens, 1, 1], swizzle=CODES_LINE)
     return tensor_map(
         address,
         element,
@@ -283,7 +278,7 @@ def test_tma_e4m3():
 
 def wgmma(cache, query, cases, rows=64, text="wgmma", page=GROUPS_PAGE):
     """With TMA and with cp.async: the same bits. Items that begin at a box, and one that does not; more tiles than stages, and fewer."""
-    ptx, name = f"shaders/cuda/ptx/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_wgmma_{'m64' if rows == 64 else f'swap_ab_n{rows}'}"
+    ptx, name = f"shaders/cuda/ptx/mla_decode_{text}_{cache}.ptx", f"mla_decode_512_64_wgmma_{f'swap_ab_n{rows}' if text == 'swap' else 'm64'}"
     for tokens, rest, beyond in cases:
         both = [run(ptx, name, 512, 64, cache, query, rows, tokens, copies=copies, rest=rest, beyond=beyond, page=page) for copies in (BOXES, 1)]
         for boxed, chunks in zip(*both):
@@ -389,7 +384,7 @@ def must_fail(ptx, name, rows, text, lack, cases):
     for tokens, beyond, rest, alone, *more in cases:
         copies, order = more or (1, "forward")
         try:
-            query = "e4m3" if "_fp8_" in name or ptx.endswith("_wgmma_e4m3.ptx") else "bf16"
+            query = "e4m3" if "_fp8_" in name else "bf16"
             run(ptx, name, 512, 64, cache, query, rows, tokens, copies=copies, beyond=beyond, rest=rest, alone=alone, page=page, entry=parse(text)[name], orders=(order,))
         except (Fault, AssertionError):
             return
@@ -470,34 +465,34 @@ def test_what_swapped_warpgroups_lack_is_found():
     assert unneeded == [], unneeded
 
 
-def fp8(page, cases, **options):
-    """FP8 scores of e4m3 queries."""
-    ptx, name = "shaders/cuda/ptx/mla_decode_wgmma_e4m3.ptx", "mla_decode_512_64_wgmma_m64"
-    return [run(ptx, name, 512, 64, "e4m3", "e4m3", 64, tokens, rest=rest, beyond=beyond, page=page, **options) for tokens, rest, beyond in cases]
+def test_swap_e4m3():
+    wgmma("e4m3", "bf16", ((192, 21, 64), (32, 0, -24), (64, 1, 0)) if FULL else ((192, 21, 64),), 64, "swap")
 
 
-def test_wgmma_e4m3():
-    fp8(GROUPS_PAGE, [(192, 21, 64), (64, 1, 0), (32, 0, -24)] if FULL else [(192, 21, 64)], copies=BOXES)
+def test_swap_e4m3_fewer_rows():
+    """Two warpgroups, and four, of which some have no tile."""
+    wgmma("e4m3", "f16", ((192, 21, 64), (32, 0, -24), (64, 1, 0)) if FULL else ((192, 21, 64),), 32, "swap")
+    wgmma("e4m3", "e4m3", ((320, 21, 64), (32, 0, -24), (64, 1, 0)) if FULL else ((320, 21, 64),), 16, "swap")
 
 
-def test_wgmma_e4m3_small_boxes():
-    """Pages of 16-token boxes; by boxes and, where an item begins inside of one, chunk by chunk: the same bits."""
-    boxed, chunks = fp8(BOXED_PAGE, [(96, 21, 16)], copies=BOXES), fp8(BOXED_PAGE, [(96, 21, 16)])
-    for one, other in zip(boxed[0], chunks[0]):
-        assert (one.view(np.uint32) == other.view(np.uint32)).all(), "other bits"
-    fp8(BOXED_PAGE, [(96, 21, 8)], copies=BOXES)
+def test_swap_e4m3_any_pages():
+    """Pages of several boxes, and of no whole number of them; an item that begins inside of a box; tokens aligned to 8 bytes: the same bits."""
+    ptx, name = "shaders/cuda/ptx/mla_decode_swap_e4m3.ptx", "mla_decode_512_64_wgmma_swap_ab_n64"
+    ways = [(BOXED_PAGE, BOXES, 16), (PAGE, 1, 16), (PAGE, 0, 16)] + ([(BOXED_PAGE, BOXES, 8), (PAGE, 1, 8)] if FULL else [])
+    results = {}
+    for page, copies, beyond in ways:
+        found = run(ptx, name, 512, 64, "e4m3", "bf16", 64, 96, copies=copies, beyond=beyond, page=page, orders=("forward",))
+        for one, other in zip(found, results.setdefault(beyond, found)):
+            assert (one.view(np.uint32) == other.view(np.uint32)).all(), f"other bits: page {page}"
 
 
 def test_non_finite_e4m3_warpgroups():
-    non_finite_items("shaders/cuda/ptx/mla_decode_wgmma_e4m3.ptx", "mla_decode_512_64_wgmma_m64", "e4m3", "e4m3", 64, 64, BOXES, GROUPS_PAGE)
+    for rows in (64, 16) if FULL else (64,):
+        non_finite_items("shaders/cuda/ptx/mla_decode_swap_e4m3.ptx", f"mla_decode_512_64_wgmma_swap_ab_n{rows}", "e4m3", "bf16", rows, 64, BOXES, GROUPS_PAGE)
 
 
 @long
-def test_what_fp8_warpgroups_lack_is_found():
-    """Results do not depend on the wait for stages that are empty from the start. Nor, for codes that are loaded chunk by chunk, on a fence: that of a
-    conversion follows before they are multiplied, if warps take turns as here; and on the barrier of a later tile: its owner has waited for values
-    of its last tile, which all loaders filled after they had stored those codes. Nor on waits that are for the compiler, or that one for more
-    follows."""
+def test_what_swapped_warpgroups_of_codes_lack_is_found():
     cases = [(192, 64, 21, False, BOXES, "reverse"), (192, 64, 21, False, 1, "forward")]
-    unneeded = unneeded_synchronisation("shaders/cuda/ptx/mla_decode_wgmma_e4m3.ptx", "mla_decode_512_64_wgmma_m64", 64, cases)
-    assert unneeded == ["barrier", "test_wait", "proxy"] + ["wait_group"] * 5, unneeded
+    unneeded = unneeded_synchronisation("shaders/cuda/ptx/mla_decode_swap_e4m3.ptx", "mla_decode_512_64_wgmma_swap_ab_n64", 64, cases)
+    assert unneeded == [], unneeded

@@ -58,6 +58,8 @@ struct Bound {
 
 /// Tokens of a TMA box of a wgmma kernel, at least: the rows that the hardware swizzles together.
 const BOX_TOKENS: u32 = 8;
+/// Likewise of one that reads a cache of FP8, two tokens a row of the box.
+const FP8_BOX_TOKENS: u32 = 16;
 
 /// Of `mla_merge_few`: columns of a block, and its threads.
 const FEW: (u32, u32) = (32, 64);
@@ -320,7 +322,7 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
         // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with
         // 256). Beside `wgmma_swap_ab_n16` there is room (1 x 131072: 45.8 with 86, 43.8 with 114).
         single_sequence_items: match kernel.tile.body {
-            Body::Wgmma { swapped: true } => card.multiprocessors * 7 / 8,
+            Body::Wgmma { swapped: true } if kernel.tile.rows < 64 => card.multiprocessors * 7 / 8,
             _ if blocks == 1 => card.multiprocessors * 2 / 3,
             _ => card.multiprocessors * blocks / 2,
         },
@@ -367,22 +369,18 @@ impl Functions {
         // A stride that a single page has no use for may be anything.
         let boxes = aligned && block_bytes < MOST_STRIDE;
         let map = |tokens, lines| TensorMap::of_cache(spec, address, block_bytes, (tokens, lines));
+        let in_boxes = |tokens| boxes && spec.kv.page_size.is_multiple_of(tokens);
+        let swapped_tokens = if spec.kv.dtype.is_fp8() { FP8_BOX_TOKENS } else { BOX_TOKENS };
         Ok(match self.tile.body {
             Body::MmaTma { tokens, .. } if boxes => {
                 (self.split.clone(), Some(map(tokens, None)?), Copying::Boxes)
             }
             Body::MmaTma { otherwise, .. } => (self.instead(cuda, spec, otherwise)?, None, chunks),
-            Body::Wgmma { .. } if spec.kv.dtype.is_fp8() => {
-                if !boxes {
-                    return Ok((self.instead(cuda, spec, "mma_m64")?, None, chunks));
-                }
-                let map = TensorMap::of_codes(spec, address, block_bytes, self.tokens_of_a_box(spec))?;
-                (self.split.clone(), Some(map), Copying::Boxes)
+            Body::Wgmma { swapped: true } if in_boxes(swapped_tokens) => {
+                (self.split.clone(), Some(map(swapped_tokens, None)?), Copying::Boxes)
             }
-            Body::Wgmma { swapped } if boxes && spec.kv.page_size.is_multiple_of(BOX_TOKENS) => {
-                let map =
-                    if swapped { map(BOX_TOKENS, None)? } else { map(self.tokens_of_a_box(spec), Some(1))? };
-                (self.split.clone(), Some(map), Copying::Boxes)
+            Body::Wgmma { swapped: false } if in_boxes(BOX_TOKENS) => {
+                (self.split.clone(), Some(map(self.tokens_of_a_box(spec), Some(1))?), Copying::Boxes)
             }
             Body::Wgmma { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
             Body::Mma | Body::MmaFp8 | Body::Simple => (self.split.clone(), None, chunks),

@@ -28,6 +28,7 @@ macro_rules! variant {
 /// In dispatch order. The cheapest tensor-core variant that runs is taken, else the last, which runs everywhere.
 pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
     variant!("wgmma_m64", 64, Body::Wgmma { swapped: false }),
+    variant!("wgmma_swap_ab_n64", 64, Body::Wgmma { swapped: true }),
     variant!("wgmma_swap_ab_n32", 32, Body::Wgmma { swapped: true }),
     variant!("wgmma_swap_ab_n16", 16, Body::Wgmma { swapped: true }),
     variant!("mma_m64", 64, Body::Mma),
@@ -52,7 +53,7 @@ fn cost(&(_, query_rows): &Request, kernel: &Kernel) -> u32 {
     if !tile.on_tensor_cores() {
         return u32::MAX;
     }
-    let arithmetic = if matches!(tile.body, Body::Wgmma { swapped: false }) { 36 } else { tile.rows };
+    let arithmetic = if matches!(tile.body, Body::Wgmma { .. }) { tile.rows.min(36) } else { tile.rows };
     query_rows.div_ceil(tile.rows) * (arithmetic + 16)
 }
 
@@ -76,9 +77,8 @@ pub(super) enum Body {
     MmaTma { tokens: u32, otherwise: &'static str },
     /// mma.sync of FP8 codes as they are, of the cache and of an e4m3 query, and cp.async of 16 bytes.
     MmaFp8,
-    /// wgmma (compute capability 9.0 only), and TMA boxes where pages are a multiple of 8 tokens, else cp.async. `swapped`: swap AB, query
-    /// rows are wgmma's N. A cache of FP8 is always copied by TMA: for bindings whose strides or address TMA does not take, see
-    /// `Functions::copies_of`.
+    /// wgmma (compute capability 9.0 only), and TMA boxes where pages are a multiple of 8 tokens, of 16 where a swapped variant reads a
+    /// cache of FP8, else cp.async. `swapped`: swap AB, query rows are wgmma's N.
     Wgmma { swapped: bool },
     /// Without tensor cores.
     Simple,
@@ -87,9 +87,6 @@ pub(super) enum Body {
 /// Shared memory of a card below which [`Body::MmaTma`] is not used: only one block would fit a multiprocessor, and nothing would
 /// hide the latency of its copies.
 const TMA_SHARED_BYTES: u32 = 200 << 10;
-
-/// Tokens of a TMA box of FP8 codes for wgmma, at least.
-const CODE_BOX_TOKENS: u32 = 16;
 
 /// A compiled variant.
 #[derive(Debug, Clone)]
@@ -122,15 +119,7 @@ impl Tile {
                 return Err(format!("page_size {page_size}: TMA needs a multiple of {tokens}"));
             }
             Body::MmaFp8 => card.has_fp8_mma()?,
-            Body::Wgmma { .. } => {
-                card.has_wgmma()?;
-                let page_size = spec.kv.page_size;
-                if spec.kv.dtype.is_fp8() && !page_size.is_multiple_of(CODE_BOX_TOKENS) {
-                    return Err(format!(
-                        "page_size {page_size}: FP8 by wgmma needs a multiple of {CODE_BOX_TOKENS}"
-                    ));
-                }
-            }
+            Body::Wgmma { .. } => card.has_wgmma()?,
             _ => {}
         }
         card.has_shared(compiled.shared_bytes)?;
@@ -162,7 +151,7 @@ impl Tile {
             }
             Body::Mma => "",
             Body::MmaTma { .. } => "tma_",
-            Body::MmaFp8 | Body::Wgmma { swapped: false } if dtype.is_fp8() && spec.query != Dtype::E4m3 => {
+            Body::MmaFp8 if dtype.is_fp8() && spec.query != Dtype::E4m3 => {
                 let query = spec.query;
                 return Err(format!("a query of {query} would be rounded: it needs e4m3, with a q_scale"));
             }
@@ -288,14 +277,21 @@ mod tests {
         assert_eq!(name(&Card::RTX_5090, 16, Dtype::Bf16), "mma_m16_small");
         assert_eq!(name(&Card::RTX_5090, 128, Dtype::F32), "mma_m16_small");
         assert_eq!(name(&Card::RTX_5090, 16, Dtype::F32), "mma_m16_small");
-        let of_e4m3 = |page_size, query| {
-            let mut spec = spec((512, 64), 128, Dtype::E4m3, query);
-            spec.kv.page_size = page_size;
-            chosen(&Card::H200, &spec, 128).name
-        };
-        assert_eq!(of_e4m3(64, Dtype::E4m3), "wgmma_m64");
-        assert_eq!(of_e4m3(48, Dtype::E4m3), "wgmma_m64");
-        assert_eq!(of_e4m3(24, Dtype::E4m3), "mma_m64");
-        assert_eq!(of_e4m3(64, Dtype::Bf16), "mma_m64");
+    }
+
+    #[test]
+    fn tiles_of_an_fp8_cache_suit_card_and_heads() {
+        let name = |card, heads, query| chosen(card, &spec((512, 64), heads, Dtype::E4m3, query), heads).name;
+        assert_eq!(name(&Card::H200, 16, Dtype::Bf16), "wgmma_swap_ab_n16");
+        assert_eq!(name(&Card::H200, 20, Dtype::Bf16), "wgmma_swap_ab_n32");
+        for heads in [40, 96, 128] {
+            for query in [Dtype::Bf16, Dtype::F16, Dtype::E4m3] {
+                assert_eq!(name(&Card::H200, heads, query), "wgmma_swap_ab_n64");
+            }
+        }
+        assert_eq!(name(&Card::H200, 128, Dtype::F32), "mma_m16");
+        let blackwell = Card { capability: 100, ..Card::H200 };
+        assert_eq!(name(&blackwell, 16, Dtype::Bf16), "mma_tma_m16");
+        assert_eq!(name(&blackwell, 128, Dtype::E4m3), "mma_m64");
     }
 }

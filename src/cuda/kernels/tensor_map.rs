@@ -48,21 +48,6 @@ impl TensorMap {
         Self::encoded(dtype, address, dims, strides, sides)
     }
 
-    /// The map of a cache of FP8 codes likewise, copied in boxes of so many tokens and 64 codes of each: [pages, groups of 64 codes, tokens, codes].
-    ///
-    /// # Errors
-    /// [`crate::Error::Cuda`].
-    pub fn of_codes(spec: &MlaDecode, address: u64, block_bytes: u64, tokens: u32) -> Result<Self> {
-        let (row, codes) = (u64::from(spec.shape.row_elems()), u64::from(LINE_ELEMENTS));
-        Self::encoded(
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            address,
-            [codes, spec.kv.page_size.into(), row / codes, spec.kv.num_pages.into()],
-            [row, codes, block_bytes],
-            [LINE_ELEMENTS, tokens, 1, 1],
-        )
-    }
-
     /// The map of an array of [tokens, heads, dim] elements of 16 bits at `address`, `dim` a multiple of 64: [heads, lines, tokens, 64 elements], a
     /// line being 128 bytes of a row, copied in boxes of so many tokens and lines of a head. Address and strides are multiples of 16
     /// bytes. A `head_stride` of 0 makes the map of one head; other strides of 0 are of dimensions of 1.
@@ -99,12 +84,6 @@ impl TensorMap {
         sides: [u32; 4],
     ) -> Result<Self> {
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        let line = u64::from(sides[0])
-            * if dtype == sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8 { 1 } else { 2 };
-        let swizzle = match line {
-            LINE => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
-        };
         // SAFETY: each array has as many numbers as the rank says, one stride less; the driver writes the map and keeps nothing.
         unsafe {
             sys::cuTensorMapEncodeTiled(
@@ -117,7 +96,7 @@ impl TensorMap {
                 sides.as_ptr(),
                 [1; 4].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

@@ -36,6 +36,12 @@ DEVICE void unrolled(const Body& body) {
     }
 }
 
+// The same value, which the compiler keeps in one register: it does not keep what it was computed from instead.
+DEVICE u32 in_a_register(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 DEVICE u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }

@@ -10,12 +10,6 @@ DEVICE u64 matrix_at(u32 begin, u32 group_stride = 0, u64 eight_rows = 8 * 128) 
     return u64((begin & 0x3FFFF) >> 4) | u64(group_stride >> 4) << 16 | eight_rows >> 4 << 32 | SWIZZLE_128 << 62;
 }
 
-// The same of a K-major operand of FP8 codes in a CodeOrder: 64-byte swizzling.
-DEVICE u64 codes_at(u32 begin) {
-    constexpr u64 SWIZZLE_64 = 2;
-    return u64((begin & 0x3FFFF) >> 4) | u64(8 * 64 >> 4) << 32 | SWIZZLE_64 << 62;
-}
-
 // A compiler barrier for these accumulators: nvcc does not know that a wgmma still writes them after its instruction.
 template <int TILES>
 DEVICE void pin(float (&sums)[TILES][4]) {
@@ -64,9 +58,6 @@ DEVICE void take_registers() {
 
 #define SUMS_8(s, i) "+f"(s[(i) / 4][0]), "+f"(s[(i) / 4][1]), "+f"(s[(i) / 4][2]), "+f"(s[(i) / 4][3]), "+f"(s[(i) / 4 + 1][0]), "+f"(s[(i) / 4 + 1][1]), "+f"(s[(i) / 4 + 1][2]), "+f"(s[(i) / 4 + 1][3])
 #define SUMS_32(s, i) SUMS_8(s, i), SUMS_8(s, (i) + 8), SUMS_8(s, (i) + 16), SUMS_8(s, (i) + 24)
-
-#define NEW_SUMS_8(s, i) "=f"(s[(i) / 4][0]), "=f"(s[(i) / 4][1]), "=f"(s[(i) / 4][2]), "=f"(s[(i) / 4][3]), "=f"(s[(i) / 4 + 1][0]), "=f"(s[(i) / 4 + 1][1]), "=f"(s[(i) / 4 + 1][2]), "=f"(s[(i) / 4 + 1][3])
-#define NEW_SUMS_32(s, i) NEW_SUMS_8(s, i), NEW_SUMS_8(s, (i) + 8), NEW_SUMS_8(s, (i) + 16), NEW_SUMS_8(s, (i) + 24)
 
 #define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -120,21 +111,6 @@ DEVICE void multiply_64(float (&sums)[8][4], const u32 (&a)[4], u64 b, bool adds
     OF_TYPE(MULTIPLY_64_KEPT)
 }
 
-// m64n64k32: sums [64, 64] += a [64, 32] x b^T, b [64, 32], both e4m3 in shared memory.
-DEVICE void multiply_codes(float (&sums)[8][4], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" PLACES_32 "}, %32, %33, 1, 1, 1;" : SUMS_32(sums, 0) : "l"(a), "l"(b));
-}
-
-// The same, = instead of +=. What the registers had before is not read, so that they may hold something else until then.
-DEVICE void multiply_first_codes(float (&sums)[8][4], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" PLACES_32 "}, %32, %33, 0, 1, 1;" : NEW_SUMS_32(sums, 0) : "l"(a), "l"(b));
-}
-
-// The same in registers that had sums before: ptxas 12.8 and 13.0 give a second array of new ones registers beside the first's, and serialise.
-DEVICE void multiply_again_codes(float (&sums)[8][4], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" PLACES_32 "}, %32, %33, 0, 1, 1;" : SUMS_32(sums, 0) : "l"(a), "l"(b));
-}
-
 // m64n16k16 or m64n32k16: sums [64, N] = or += a [64, 16] x b^T, b [N, 16], both in shared memory.
 #define MULTIPLY_16(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, %8, %9, p, 1, 1, 0, 0;}" \
@@ -151,7 +127,32 @@ DEVICE void multiply_columns(float (&sums)[4][4], u64 a, u64 b, bool adds) {
     multiply_32<IS_BF16>(sums, a, b, adds);
 }
 
-// The same shapes, += only, with both operands transposed: a [16, 64], b [16, N], sums += a^T x b.
+// The same and m64n64k16, with a in registers.
+#define MULTIPLY_16_KEPT(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;}" \
+                 : SUMS_8(sums, 0) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)))
+#define MULTIPLY_32_KEPT(type) \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}" \
+                 : SUMS_8(sums, 0), SUMS_8(sums, 8) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)))
+
+template <bool IS_BF16>
+DEVICE void multiply_columns(float (&sums)[2][4], const u32 (&a)[4], u64 b, bool adds) {
+    OF_TYPE(MULTIPLY_16_KEPT)
+}
+
+template <bool IS_BF16>
+DEVICE void multiply_columns(float (&sums)[4][4], const u32 (&a)[4], u64 b, bool adds) {
+    OF_TYPE(MULTIPLY_32_KEPT)
+}
+
+template <bool IS_BF16>
+DEVICE void multiply_columns(float (&sums)[8][4], const u32 (&a)[4], u64 b, bool adds) {
+    multiply_64<IS_BF16>(sums, a, b, adds);
+}
+
+// m64n16k16 or m64n32k16, += only, with both operands transposed: a [16, 64], b [16, N], sums += a^T x b.
 #define MULTIPLY_TURNED_16(type) \
     asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, %8, %9, 1, 1, 1, 1, 1;" : SUMS_8(sums, 0) : "l"(a), "l"(b))
 #define MULTIPLY_TURNED_32(type) \
@@ -205,7 +206,20 @@ DEVICE void multiply_keys(float (&sums)[16][4], const u32 (&a)[4], u64 b, bool a
     OF_TYPE(MULTIPLY_KEYS_128_KEPT)
 }
 
-// m64n128k16 or m64n256k16: sums [64, N] += a [64, 16] x b, a in registers, b [16, N] in shared memory.
+// m64n16k16 to m64n256k16: sums [64, N] += a [64, 16] x b, a in registers, b [16, N] in shared memory.
+#define MULTIPLY_VALUES_16(type) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" PLACES_8 "}, {%8, %9, %10, %11}, %12, 1, 1, 1, 1;" \
+                 : SUMS_8(sums, 0) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define MULTIPLY_VALUES_32(type) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PLACES_16 "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 1;" \
+                 : SUMS_8(sums, 0), SUMS_8(sums, 8) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define MULTIPLY_VALUES_64(type) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PLACES_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;" \
+                 : SUMS_32(sums, 0) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
 #define MULTIPLY_VALUES_128(type) \
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" PLACES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;" \
                  : SUMS_32(sums, 0), SUMS_32(sums, 32) \
@@ -215,6 +229,21 @@ DEVICE void multiply_keys(float (&sums)[16][4], const u32 (&a)[4], u64 b, bool a
     asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" PLACES_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;" \
                  : SUMS_32(sums, 0), SUMS_32(sums, 32), SUMS_32(sums, 64), SUMS_32(sums, 96) \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+template <bool IS_BF16>
+DEVICE void multiply_values(float (&sums)[2][4], const u32 (&a)[4], u64 b) {
+    OF_TYPE(MULTIPLY_VALUES_16)
+}
+
+template <bool IS_BF16>
+DEVICE void multiply_values(float (&sums)[4][4], const u32 (&a)[4], u64 b) {
+    OF_TYPE(MULTIPLY_VALUES_32)
+}
+
+template <bool IS_BF16>
+DEVICE void multiply_values(float (&sums)[8][4], const u32 (&a)[4], u64 b) {
+    OF_TYPE(MULTIPLY_VALUES_64)
+}
 
 template <bool IS_BF16>
 DEVICE void multiply_values(float (&sums)[16][4], const u32 (&a)[4], u64 b) {
