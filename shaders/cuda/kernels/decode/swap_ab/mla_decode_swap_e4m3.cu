@@ -7,4 +7,5 @@ DECODE_SWAPPED_CODES(mla_decode_512_64_wgmma_swap_ab_n16, 16)
 // limits: mla_decode_512_64_wgmma_swap_ab_n32 registers=168 threads=384 shared=232448
 DECODE_SWAPPED_CODES(mla_decode_512_64_wgmma_swap_ab_n32, 32)
 // limits: mla_decode_512_64_wgmma_swap_ab_n64 registers=168 threads=384 shared=232448
-DECODE_SWAPPED_CODES(mla_decode_512_64_wgmma_swap_ab_n64, 64)
+// The two tiles of 128 query rows are in one cluster, as in mla_decode_wgmma.cuh.
+DECODE_SWAPPED_CODES(mla_decode_512_64_wgmma_swap_ab_n64, 64, __cluster_dims__(2, 1, 1))

@@ -249,9 +249,9 @@ DEVICE void decode_swapped_codes(const Args& args, const TensorMap& map) {
     multiplier.finish(shared);
 }
 
-// Blocks of two tiles of query rows are in one cluster, as in mla_decode_wgmma.cuh.
-#define DECODE_SWAPPED_CODES(name, rows) \
-    extern "C" __global__ void __cluster_dims__(rows == 64 ? 2 : 1, 1, 1) __launch_bounds__(SwapFp8Tile<rows>::THREADS, 1) name(const __grid_constant__ Args args, const __grid_constant__ TensorMap map) { \
+// The last argument may be a cluster's dims.
+#define DECODE_SWAPPED_CODES(name, rows, ...) \
+    extern "C" __global__ void __VA_ARGS__ __launch_bounds__(SwapFp8Tile<rows>::THREADS, 1) name(const __grid_constant__ Args args, const __grid_constant__ TensorMap map) { \
         decode_swapped_codes<SwapFp8Tile<rows>>(args, map); \
     } \
     NUMBERS_OF(name, SwapFp8Tile<rows>)
