@@ -112,7 +112,8 @@ struct Fp8Multiplier {
         arrive(base + T::GIVEN_AT + group * 8);
     }
 
-    // Issues the wgmma of a tile's values, and releases its stage. `before_first` is called before the first; FIRST is the operands that it may use.
+    // Issues the wgmma of a tile's values, and releases its stage. `before_first` is called before the first is issued; FIRST of the two
+    // `operands` is converted first: where scores are still multiplied, not the one that they use.
     template <int FIRST, class Wait>
     DEVICE void add_values(u32 tile, const Wait& before_first) {
         constexpr int AHEAD = T::AHEAD < T::COLUMN_TILES ? T::AHEAD : T::COLUMN_TILES;
