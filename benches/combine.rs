@@ -178,6 +178,7 @@ impl<B> Arrays<B> {
                 ..View::dense(&self.output_lse, shape.heads, 1)
             }),
             num_heads: shape.heads,
+            output_scale: 1.0,
         }
     }
 

@@ -201,6 +201,7 @@ impl<B> Arrays<B> {
             output_lse: Some(lse(&self.output_lse, 0)),
             num_tokens: shape.tokens,
             num_heads: shape.heads,
+            output_scale: 1.0,
         }
     }
 

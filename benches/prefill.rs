@@ -159,6 +159,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, variant: &Candidate, args: &Args) -> R
         out: View::dense(&out, spec.num_heads, spec.v_head_dim),
         lse: View::dense(&lse, spec.num_heads, 1),
         softmax_scale: SCALE,
+        v_scale: 1.0,
     };
     let tiles = shape.sequences.iter().map(|sequence| sequence.q_len.div_ceil(prefill.facts().rows)).sum();
     let prefill = Layers::new(prefill, tiles, &shape.sequences, [layer])?;

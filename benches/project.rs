@@ -253,7 +253,13 @@ fn bound<D: Timed>(
         if op == Op::KUp {
             x.head_stride = 0;
         }
-        HeadProjectArgs { x, weight, y: View::dense(&y, dims.num_heads, spec.n) }
+        HeadProjectArgs {
+            x,
+            weight,
+            y: View::dense(&y, dims.num_heads, spec.n),
+            scale: 1.0,
+            saturates: false,
+        }
     };
     let project = gpu.compile_with(spec, &OpOptions { variant: args.variant.clone() })?;
     let project = Layers::new(project, tokens, 0..tokens, (0..copies).map(layer))?;

@@ -170,7 +170,14 @@ impl<B> Arrays<B> {
     /// The queries of a layer, in place.
     fn rope(&self, shape: &Shape, copy: u64) -> RopeArgs<&B> {
         let x = View { offset: copy * shape.query_elems(), ..View::dense(&self.queries, shape.heads, ROPE) };
-        RopeArgs { x, y: x, positions: &self.positions, cos_sin: &self.cos_sin, max_position: MAX_POSITION }
+        RopeArgs {
+            x,
+            y: x,
+            positions: &self.positions,
+            cos_sin: &self.cos_sin,
+            max_position: MAX_POSITION,
+            scale: 1.0,
+        }
     }
 
     fn layer<'a>(&'a self, shape: &Shape, copy: u64, cache: &'a B) -> KvAppendArgs<&'a B> {
@@ -198,6 +205,7 @@ impl<B> Arrays<B> {
             positions: queries.positions,
             cos_sin: queries.cos_sin,
             max_position: MAX_POSITION,
+            q_pe_scale: 1.0,
         }
     }
 }

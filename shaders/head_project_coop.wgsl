@@ -191,7 +191,7 @@ fn head_project(
             value = value * w_factor * factors[out_row];
             if (first + out_row < end) {
                 let to = params.y_base + (first + out_row) * params.y_token_stride + head * params.y_head_stride;
-                y[to + group.x * COLUMN_OCTS + oct] = encode_out(value);
+                y[to + group.x * COLUMN_OCTS + oct] = encode_out(mat2x4<f32>(scaled(value[0]), scaled(value[1])));
             }
         }
         break;

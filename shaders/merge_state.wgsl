@@ -18,9 +18,9 @@ fn merged(o: Owner, w: Weights) -> u32 {
     let se = at(params.suffix, o.token, o.head) + o.d;
     let p_code = code_at(prefix_output[pe / PER_WORD], pe);
     let s_code = code_at(suffix_output[se / PER_WORD], se);
-    if w.has_prefix && w.has_suffix {
-        let p = bitcast<f32>(in_bits(p_code));
-        let s = bitcast<f32>(in_bits(s_code));
+    if !w.is_copy {
+        let p = bitcast<f32>(select(0u, in_bits(p_code), w.has_prefix));
+        let s = bitcast<f32>(select(0u, in_bits(s_code), w.has_suffix));
         return out_code(bitcast<u32>(w.prefix * p + w.suffix * s));
     }
     return select(select(0u, s_code, w.has_suffix), p_code, w.has_prefix);

@@ -1,7 +1,7 @@
 // Merges two attention states (FlashInfer's merge_state): variant `units`, 16 bytes (a unit) at a time. head_size and all offsets and
 // strides are multiples of a unit.
 //
-//   output = prefix * w.prefix + suffix * w.suffix, or the bits of the only side whose LSE is finite
+//   output = prefix * w.prefix + suffix * w.suffix, or the bits of the only side whose LSE is finite (with an output_scale of 1)
 //
 // Tile: UNITS_PER_LANE units of ROWS_PER_LANE rows a thread, where a row is a (token, head), heads first. Both LSEs and all units of
 // both sides are loaded before the first is used, to overlap their latency. One division a thread finds the first row; the next one
@@ -59,7 +59,7 @@ fn merge_state(
                 // A select, not a branch: a compiler may sink a load into the branch that uses it, behind the LSEs' latency.
                 let p = select(vec4<u32>(0u), prefix[i * UNITS_PER_LANE + j], w.has_prefix);
                 let s = select(vec4<u32>(0u), suffix[i * UNITS_PER_LANE + j], w.has_suffix);
-                output[at_output + j * ROW_LANES] = select(p | s, merge_unit(p, s, w), w.has_prefix & w.has_suffix);
+                output[at_output + j * ROW_LANES] = select(merge_unit(p, s, w), p | s, w.is_copy);
             }
             if unit == 0u {
                 write_lse(tokens[i], heads[i], lse_bits[i].x, lse_bits[i].y, w);

@@ -89,14 +89,17 @@ fn merge_states(
     }
     let to = at(params.output, 0u, token, head) + quad;
     var lse_bits = NOTHING;
-    if some > 1u {
-        output[to] = out_quad(bitcast<vec4<u32>>(merged * (1.0 / sum)), UNSCALED);
-        lse_bits = bitcast<u32>(top + log(sum) * params.per_ln);
+    if some > 1u || (some == 1u && params.output_scale != 1.0) {
+        output[to] = out_quad(bitcast<vec4<u32>>(merged * (1.0 / sum) * params.output_scale), UNSCALED);
     } else if some == 1u {
         output[to] = states[at(params.states, only, token, head) + quad];
-        lse_bits = lse[at(params.lse, only, token, head)];
     } else {
         output[to] = OutQuad();
+    }
+    if some > 1u {
+        lse_bits = bitcast<u32>(top + log(sum) * params.per_ln);
+    } else if some == 1u {
+        lse_bits = lse[at(params.lse, only, token, head)];
     }
     if params.writes_lse != 0u && quad == 0u {
         output_lse[at(params.output_lse, 0u, token, head)] = lse_bits;

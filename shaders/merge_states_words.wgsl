@@ -52,7 +52,7 @@ fn merged(o: Owner, m: Merge, num_sets: u32) -> u32 {
     if m.some == 0u {
         return 0u;
     }
-    if m.some == 1u {
+    if m.some == 1u && params.output_scale == 1.0 {
         return state_code(o, m.only);
     }
     var x = 0.0;
@@ -65,7 +65,7 @@ fn merged(o: Owner, m: Merge, num_sets: u32) -> u32 {
             }
         }
     }
-    return out_code(bitcast<u32>(x * (1.0 / m.sum)));
+    return out_code(bitcast<u32>(x * (1.0 / m.sum) * params.output_scale));
 }
 
 fn write_lse(o: Owner, m: Merge) {

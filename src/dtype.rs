@@ -46,6 +46,16 @@ impl Dtype {
         }
     }
 
+    /// The largest finite number.
+    pub(crate) const fn max(self) -> f32 {
+        match self {
+            Self::F32 => f32::MAX,
+            Self::F16 => 65_504.0,
+            Self::Bf16 => f32::from_bits(0x7F7F_0000),
+            Self::E4m3 => E4M3_MAX,
+        }
+    }
+
     /// The nearest element to `x` (ties to even), little-endian, appended to `out`.
     ///
     /// f16 and bf16 overflow to infinity; e4m3 saturates to 448 and turns NaN into 0x7F.

@@ -28,6 +28,7 @@ mod over_prefixes;
 mod plan;
 mod prefix;
 mod prefix_cost;
+mod range;
 mod recorded;
 mod workspace;
 
@@ -35,6 +36,7 @@ pub use batch::LayerBatch;
 pub use expanded::{Expanded, ExpandedPrefix};
 pub use plan::{Chunk, LayerPlan, Round, Target};
 pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
+use range::check_range;
 
 use prefix_cost::PrefixCost;
 
@@ -378,7 +380,7 @@ impl Op for MlaLayer {
             let detail = "room for expanded prefixes needs MlaLayerArgs::expanded";
             return Err(Error::LayoutMismatch { detail });
         }
-        Ok(())
+        check_range(self, args.k_scale)
     }
 
     fn room<B>(&self, args: &MlaLayerArgs<B>, room: LayerCapacity) -> LayerCapacity {

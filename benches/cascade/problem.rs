@@ -171,7 +171,7 @@ impl<B> Arrays<B> {
             &KvGatherArgs { kv, k_scale: 1.0, out: arrays.rows(shape) },
         )?;
         let x = View { head_stride: 0, ..arrays.rows(shape) };
-        let up = |weight, y| HeadProjectArgs { x, weight, y };
+        let up = |weight, y| HeadProjectArgs { x, weight, y, scale: 1.0, saturates: false };
         device.once(
             HeadProject::k_up(&dims, dtype, dtype, dtype),
             0..prefix,
@@ -309,6 +309,8 @@ impl<D: Timed> Problem<D> {
             x: layer.q_nope(shape),
             weight: WeightView::w_uk(&dims, &layer.weight),
             y: view(&layer.ql_nope, latent),
+            scale: 1.0,
+            saturates: false,
         });
         let absorb_spec = HeadProject::absorb(&dims, dtype, dtype, dtype);
         let absorb = Layers::new(device.compile(absorb_spec)?, sequences, 0..sequences, absorb)?;
@@ -317,6 +319,8 @@ impl<D: Timed> Problem<D> {
                 x: view(&layer.latent, latent),
                 weight: WeightView::w_uv(&dims, &layer.weight),
                 y: if into_sets { view(&layer.sets, value) } else { out_view },
+                scale: 1.0,
+                saturates: false,
             });
             let v_up = device.compile(HeadProject::v_up(&dims, dtype, dtype, dtype))?;
             Layers::new(v_up, sequences, 0..sequences, layers)
@@ -336,6 +340,7 @@ impl<D: Timed> Problem<D> {
             out: view(&layer.sets, value),
             lse: view(&layer.set_lse, 1),
             softmax_scale: SCALE,
+            v_scale: 1.0,
         });
         let prefill = Layers::new(prefill, tiles, &split, layers)?;
         let merge = |first: u64, num_sets: u32| {
@@ -349,6 +354,7 @@ impl<D: Timed> Problem<D> {
                 output_lse: None,
                 lse_base: LseBase::E,
                 num_heads: heads,
+                output_scale: 1.0,
             });
             let merge = device.compile(MergeStates { dtype, head_size: value })?;
             Layers::new(merge, sequences, (0..sequences, num_sets), layers)

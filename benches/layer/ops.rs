@@ -56,6 +56,7 @@ impl<D: Timed> Ops<D> {
                 positions: &positions,
                 cos_sin: args.cos_sin,
                 max_position: args.max_position,
+                q_pe_scale: 1.0,
             }
         });
         let positions = Some(&problem.batch.positions[..]);
@@ -122,6 +123,8 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         x: args.q_nope,
         weight: WeightView::w_uk(&dims, args.kv_b_proj),
         y: ql_nope,
+        scale: 1.0,
+        saturates: false,
     });
     let absorb = gpu.compile(HeadProject::absorb(&dims, DTYPE, DTYPE, DTYPE))?;
     let decodes = layers().map(|args| MlaDecodeArgs {
@@ -141,6 +144,8 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         x: latent_out,
         weight: WeightView::w_uv(&dims, args.kv_b_proj),
         y: args.out,
+        scale: 1.0,
+        saturates: false,
     });
     let v_up = gpu.compile(HeadProject::v_up(&dims, DTYPE, DTYPE, DTYPE))?;
     Ok(Rest::Decode {
@@ -172,11 +177,15 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         x: shared,
         weight: WeightView::w_uk(&dims, args.kv_b_proj),
         y: k_nope,
+        scale: 1.0,
+        saturates: false,
     });
     let v_ups = layers().map(|args| HeadProjectArgs {
         x: shared,
         weight: WeightView::w_uv(&dims, args.kv_b_proj),
         y: v,
+        scale: 1.0,
+        saturates: false,
     });
     let (k_up, v_up) =
         (HeadProject::k_up(&dims, DTYPE, DTYPE, DTYPE), HeadProject::v_up(&dims, DTYPE, DTYPE, DTYPE));
@@ -197,6 +206,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         out: args.out,
         lse: View::dense(&lse, heads, 1),
         softmax_scale: args.softmax_scale,
+        v_scale: 1.0,
     });
     let prefill = gpu.compile(prefill)?;
     let tiles = tokens.div_ceil(prefill.facts().rows);

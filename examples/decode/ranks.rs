@@ -139,6 +139,7 @@ impl Sets {
             output_lse: Some(View::dense(&self.lse, self.heads, 1)),
             lse_base,
             num_heads: self.heads,
+            output_scale: 1.0,
         };
         let op = backend.compile(spec)?;
         let mut step = op.step(self.tokens as u32)?;

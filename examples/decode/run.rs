@@ -181,6 +181,7 @@ fn run_merge(backend: &AnyBackend, case: &MergeCase) -> Result<Ran> {
         output_lse: Some(by_head(&output_lse, tokens)),
         num_tokens: tokens as u32,
         num_heads: heads as u32,
+        output_scale: 1.0,
     };
     let merge = backend.compile(case.spec)?;
     let (step, binding) = (merge.step(())?, merge.bind(&args, ())?);

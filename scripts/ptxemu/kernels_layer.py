@@ -12,6 +12,7 @@ from tma import tensor_map
 # The allowed error as a share of a row's largest magnitude: f32 sums, and half a unit in the last place.
 ERROR = {"f32": 1e-5, "f16": 2.0**-10, "bf16": 2.0**-7}
 POISON = 0xFF
+MOST = 3.402823466e38  # of f32
 
 
 def codes(dtype, x):
@@ -33,7 +34,7 @@ def near(what, dtype, got, want, share=1.0):
     assert not wrong.any(), f"{what}: {wrong.sum()} of {wrong.size}, the first at {np.argwhere(wrong)[0]}, off by {np.nanmax(np.abs(got - want) / allowed):.2f} of what is allowed"
 
 
-def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=False, entry=None, tile=None, pads=(8, 16)):
+def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=False, entry=None, tile=None, pads=(8, 16), scale=1.0, limit=MOST):
     """`tile` is that of a variant on tensor cores: tokens and columns."""
     rng = np.random.default_rng(tokens * 100 + k + n)
     count = tokens if count is None else count
@@ -48,7 +49,7 @@ def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=Fals
         rows.before[:] = np.frombuffer(bytes([POISON]) * rows.before.nbytes, rows.before.dtype)
     out = device.buffer(y.before)
     args = place(x, device.buffer(x.holding(x_codes), False)) + place(w, device.buffer(w.holding(w_codes), False)) + place(y, out)
-    name, block, width, ptx, limit = *(("head_project_few", 16) if tokens <= 16 else ("head_project_many", 64)), 64, "head_project", 0
+    name, block, width, ptx, shared_limit = *(("head_project_few", 16) if tokens <= 16 else ("head_project_many", 64)), 64, "head_project", 0
     if entry:
         name, block = entry
     if tile:
@@ -57,22 +58,23 @@ def project(dtypes, tokens, heads, k, n, is_kn, first=0, count=None, shared=Fals
         name = f"head_project_{by}_m{block}n{width}_{'kn' if is_kn else 'nk'}_{w_dtype}"
     kernel = kernels(f"shaders/cuda/ptx/{ptx}.ptx")[name]
     if tile:
-        limit = int.from_bytes(kernel.data[f"{name}_shared_bytes"], "little")
+        shared_limit = int.from_bytes(kernel.data[f"{name}_shared_bytes"], "little")
     columns, tiles = -(-n // width), -(-tokens // block)
     args += struct.pack("<Q", device.buffer(np.array([count, first], np.uint32), False))
-    args += struct.pack("<12I", tokens, k // 4, n // 4, *(CODES[dtype] for dtype in dtypes), is_kn, columns, tiles, columns * tiles * heads, 0, 0)
+    args += struct.pack("<11I2fI", tokens, k // 4, n // 4, *(CODES[dtype] for dtype in dtypes), is_kn, columns, tiles, columns * tiles * heads, 0, scale, limit, 0)
     args += struct.pack("<4I", *divisor(columns), *divisor(tiles))
-    grid, params, shared_bytes = columns * tiles * heads, [args], min(limit, -(-k // 64) * (block + width) * 128)
+    grid, params, shared_bytes = columns * tiles * heads, [args], min(shared_limit, -(-k // 64) * (block + width) * 128)
     if tile in WGMMA:
         # Persistent blocks.
         box = (64, width // 64) if is_kn else (width, 1)
         params.append(maps(args[:24], k, tokens, heads, block, 1) + maps(args[24:48], n if is_kn else k, k if is_kn else n, heads, *box))
-        grid, shared_bytes = min(grid, 3), limit
+        grid, shared_bytes = min(grid, 3), shared_limit
     device.launch(kernel, (grid, 1, 1), params, shared=shared_bytes)
 
     got = device.read(out)
     some = slice(first, min(first + count, tokens))
     want = np.einsum("thk,khn->thn" if is_kn else "thk,nhk->thn", np.broadcast_to(wide(x_dtype, x_codes), (tokens, heads, k)), wide(w_dtype, w_codes))
+    want = np.clip(want * scale, -limit, limit)
     near(f"{dtypes} {tokens} {k} {n}", y_dtype, wide(y_dtype, got[y.at[some]]), want[some])
     kept = y.before.copy()
     kept[y.at[some]] = got[y.at[some]]
@@ -84,7 +86,7 @@ def test_project():
     project(("f32", "f32", "f32"), 3, 2, 40, 72, 1)
     project(("f16", "bf16", "f32"), 5, 2, 24, 136, 0, shared=True)
     project(("bf16", "f16", "bf16"), 17, 2, 64, 64, 1)
-    project(("f32", "bf16", "f16"), 70, 1, 8, 8, 0)
+    project(("f32", "bf16", "f16"), 70, 1, 8, 8, 0, scale=0.25, limit=1.5)
 
 
 def test_project_of_a_range():
@@ -124,6 +126,7 @@ def test_project_mma_of_a_range():
     for is_kn, tile in ((1, (16, 32)), (0, (64, 64))):
         project(("bf16", "bf16", "bf16"), 39, 2, 40, 24, is_kn, first=2, count=33, tile=tile)
         project(("bf16", "bf16", "f32"), 70, 1, 16, 8, is_kn, first=68, count=0xFFFFFFFF, tile=tile)
+        project(("f16", "f16", "f16"), 40, 2, 8, 16, is_kn, first=30, count=7, tile=tile, scale=0.5, limit=1.0)
         project(("f16", "f16", "f16"), 40, 2, 8, 16, is_kn, first=0xFFFFFFFF, count=7, tile=tile)
         project(("f16", "f16", "f16"), 40, 2, 8, 16, is_kn, count=0, tile=tile)
 
@@ -133,7 +136,7 @@ def test_project_wgmma():
     for is_kn, tile in enumerate(WGMMA):
         project(("f16", "f16", "f32"), tile[0] + 3, 2, 64, tile[1] + 64, is_kn, tile=tile)
         project(("bf16", "bf16", "bf16"), 70, 2, 384, 64, is_kn, tile=tile, shared=True)
-        project(("bf16", "bf16", "f16"), 70, 1, 128, 64, is_kn, first=68, count=0xFFFFFFFF, tile=tile)
+        project(("bf16", "bf16", "f16"), 70, 1, 128, 64, is_kn, first=68, count=0xFFFFFFFF, tile=tile, scale=8.0, limit=100.0)
         project(("f16", "f16", "f16"), 300, 1, 64, 64, is_kn, first=2, count=9, tile=tile)
         project(("f16", "f16", "f16"), 40, 2, 64, 64, is_kn, count=0, tile=tile)
 
@@ -157,7 +160,7 @@ def tiles(sequences, rows, shift):
 SEQUENCES = [(1, 5, 2, 9, 5), (7, 3, 12, 67, None), (10, 4, 80, 3, -2), (14, 2, 3, 0, None), (17, 40, 83, 40, 1)]
 
 
-def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, room=1, size=1.0, max_tokens=None, shift=0, variant="simple", section=1):
+def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, room=1, size=1.0, max_tokens=None, shift=0, variant="simple", section=1, v_scale=1.0):
     rng = np.random.default_rng(nope + value)
     ptx = "mla_prefill" if variant == "simple" else f"mla_prefill_{variant.split('_')[0]}_{dtype}"
     name, block = ("mla_prefill_exact", 32) if dtype == "f32" else ("mla_prefill_128", 64) if value <= 128 else ("mla_prefill_256", 32)
@@ -192,7 +195,7 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
     args += struct.pack("<Qf", device.buffer(words, False), np.float32(scale * np.log2(np.e)))
     args += struct.pack("<5I", limit, keys, limit + shift, len(work) + room, heads)
     args += struct.pack("<6I", nope // 4, (nope + rope) // 4, value // 4, CODES[dtype], CODES[out_dtype], section)
-    args += struct.pack("<2I", *divisor(heads))
+    args += struct.pack("<fI2I", v_scale, 0, *divisor(heads))
     entry = kernels(f"shaders/cuda/ptx/{ptx}.ptx")[name]
     shared = int.from_bytes(entry.data.get(f"{name}_shared_bytes", b""), "little")
     params = [args]
@@ -217,7 +220,7 @@ def prefill(dtype, out_dtype, heads, nope, rope, value, sequences=SEQUENCES, roo
         logits *= np.float32(scale)
         top = logits.max(-1, keepdims=True)
         powers = np.exp(logits - top)
-        want = np.einsum("hs,shd->hd", powers / powers.sum(-1, keepdims=True), v[1][some])
+        want = np.einsum("hs,shd->hd", powers / powers.sum(-1, keepdims=True), v[1][some]) * v_scale
         # On tensor cores weights are rounded too, to the inputs' dtype; their errors are those of values larger than their mean.
         coarser, share = (out_dtype, 1.0) if variant == "simple" else (dtype, 4.0)
         near(f"token {token}", coarser, wide(out_dtype, got[out.at[token + shift]]), want, share)
@@ -239,7 +242,7 @@ def maps(array, dim, tokens, heads, box, lines=None):
 def test_prefill():
     prefill("f32", "f32", 2, 16, 32, 16)
     prefill("bf16", "bf16", 3, 24, 0, 72, shift=5, section=2)
-    prefill("f16", "f32", 1, 40, 8, 136)
+    prefill("f16", "f32", 1, 40, 8, 136, v_scale=8.0)
 
 
 def test_prefill_of_large_logits():
@@ -256,7 +259,7 @@ LONG = [(1, 5, 2, 9, 5), (7, 3, 12, 167, None), (10, 4, 180, 3, -2), (14, 2, 3, 
 
 def test_prefill_mma_f16():
     prefill("f16", "f16", 2, 128, 64, 128, LONG, variant="mma_m128")
-    prefill("f16", "f32", 1, 192, 64, 256, LONG, variant="mma_m64", shift=5)
+    prefill("f16", "f32", 1, 192, 64, 256, LONG, variant="mma_m64", shift=5, v_scale=8.0)
 
 
 def test_prefill_mma_bf16():

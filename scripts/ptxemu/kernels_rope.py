@@ -82,12 +82,12 @@ class Rows:
         return [stride * size_of(self.dtype) for stride in self.strides]
 
 
-def rope_args(x, x_address, y, y_address, places, table, dim, heads, interleaved):
+def rope_args(x, x_address, y, y_address, places, table, dim, heads, interleaved, scale=1.0):
     args = struct.pack("<6Q", x.first(x_address), y.first(y_address), *x.steps(), *y.steps())
-    return args + struct.pack("<2Q6I", places, table, MAX_POSITION, dim // 8, dim // 8 * heads, interleaved, *divisor(dim // 8))
+    return args + struct.pack("<2Q4IfI2I", places, table, MAX_POSITION, dim // 8, dim // 8 * heads, interleaved, scale, 0, *divisor(dim // 8))
 
 
-def rope(dtype, tokens, heads, dim, interleaved, in_place, first=0, count=None, offset=0, pads=(0, 0)):
+def rope(dtype, tokens, heads, dim, interleaved, in_place, first=0, count=None, offset=0, pads=(0, 0), scale=1.0):
     rng = np.random.default_rng(tokens * 100 + heads * 10 + dim)
     count = tokens if count is None else count
     device, shape = Device(), (tokens, heads, dim)
@@ -101,13 +101,13 @@ def rope(dtype, tokens, heads, dim, interleaved, in_place, first=0, count=None, 
         x_address, y_address = device.buffer(x.holding(codes), False), device.buffer(y.before)
         before = y.before.copy()
     at = device.buffer(places, False), device.buffer(table, False)
-    args = rope_args(x, x_address, y, y_address, *at, dim, heads, interleaved)
+    args = rope_args(x, x_address, y, y_address, *at, dim, heads, interleaved, scale)
     ranges = device.buffer(np.array([count, first], np.uint32), False)
     args += struct.pack("<Q4I", ranges, *divisor(dim // 8 * heads), tokens, 0)
     grid = -(-tokens * (dim // 8 * heads) // 128)
     device.launch(kernels("shaders/cuda/ptx/rope.ptx")[f"rope_{dtype}"], (grid, 1, 1), [args])
     some = slice(first, min(first + count, tokens))
-    before[y.at[some]] = rotated(dtype, codes[some], places[some], table, interleaved)
+    before[y.at[some]] = rotated(dtype, codes[some], places[some], table * np.float32(scale), interleaved)
     wrong = np.flatnonzero(device.read(y_address) != before)
     assert not len(wrong), f"{dtype} {shape}: {len(wrong)} elements, the first is {wrong[0]}"
 
@@ -117,7 +117,7 @@ def test_rope():
         for interleaved in (0, 1):
             rope(dtype, 5, 3, 64, interleaved, False)
             rope(dtype, 7, 1, 32, interleaved, True, offset=4, pads=(4, 8))
-            rope(dtype, 3, 2, 8, interleaved, False, offset=8, pads=(4, 12))
+            rope(dtype, 3, 2, 8, interleaved, False, offset=8, pads=(4, 12), scale=0.25)
 
 
 def test_rope_of_a_range():
@@ -128,7 +128,7 @@ def test_rope_of_a_range():
     rope("f32", 4, 2, 32, 1, False, count=0)
 
 
-def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, latent=256, rope=32, page_size=3, k_scale=1.0, pad=0, first_page=0):
+def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, latent=256, rope=32, page_size=3, k_scale=1.0, pad=0, first_page=0, q_pe_scale=1.0):
     """Compares the whole cache and all queries. Tables and inputs have `room` for more tokens, which must write nothing."""
     rng = np.random.default_rng(tokens + page_size)
     most, row = tokens + room, latent + rope
@@ -155,7 +155,7 @@ def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, 
     kv = device.buffer(before)
     words = device.buffer(np.concatenate([[tokens], listed]).astype(np.uint32), False)
 
-    args = rope_args(x, q, y, out, device.buffer(places, False), device.buffer(table, False), rope, heads, interleaved)
+    args = rope_args(x, q, y, out, device.buffer(places, False), device.buffer(table, False), rope, heads, interleaved, q_pe_scale)
     firsts = kv_c_rows.first(kv_c), k_pe_rows.first(k_pe)
     steps = kv_c_rows.steps()[0], k_pe_rows.steps()[0]
     is_wide = all(number % 16 == 0 for number in [*firsts, *steps])
@@ -169,7 +169,7 @@ def append(query, dtype, cache, interleaved, in_place, tokens, room=0, heads=3, 
     device.launch(entry, (-(-most * items[2] // 128), 1, 1), [args])
 
     if not first:
-        want_out[y.at[:tokens]] = rotated(query, codes[:tokens], places[:tokens], table, interleaved)
+        want_out[y.at[:tokens]] = rotated(query, codes[:tokens], places[:tokens], table * np.float32(q_pe_scale), interleaved)
     wrong = np.flatnonzero(device.read(out) != want_out)
     assert not len(wrong), f"q_pe of {query}: {len(wrong)} elements, the first is {wrong[0]}"
     new = np.concatenate([latents, rotated(dtype, keys, places, table, interleaved)], -1)[:, 0]
@@ -194,6 +194,6 @@ def test_append_of_every_pair():
 
 def test_append_of_fewer_tokens_than_a_grid_is_for():
     for tokens, room in [(0, 2), (1, 3), (5, 1)]:
-        append("bf16", "bf16", "e4m3", 1, True, tokens, room, heads=16, latent=512, rope=64, page_size=64, k_scale=0.25)
+        append("bf16", "bf16", "e4m3", 1, True, tokens, room, heads=16, latent=512, rope=64, page_size=64, k_scale=0.25, q_pe_scale=0.25)
     append("f16", "f32", "bf16", 0, False, 2, 1, heads=20)
     append("f16", "bf16", "f16", 0, True, 7, 1, first_page=4)

@@ -77,7 +77,7 @@ def compare(dtype, got, want):
     assert (error <= TOLERANCE[dtype] * np.maximum(np.abs(want), 1)).all(), error.max()
 
 
-def merge(dtype, sets, tokens, heads, size, base, first=0):
+def merge(dtype, sets, tokens, heads, size, base, first=0, output_scale=1.0):
     lse, codes, values = problem(dtype, sets, tokens, heads, size)
     units, elem = (size // 4 if size % 8 == 0 else size), codes.dtype.itemsize
     device = Device()
@@ -88,12 +88,12 @@ def merge(dtype, sets, tokens, heads, size, base, first=0):
     rows = heads * size * elem
     args = place(at, rows, size * elem) + place(lses, heads * 4, 4) + place(out, rows, size * elem) + place(out_lse, heads * 4, 4)
     args += struct.pack("<3Q5I", table, tokens * rows, tokens * heads * 4, tokens, sets, heads, units, CODES[dtype])
-    args += scaled(base) + struct.pack("<5I", 0, *divisor(units), *divisor(heads))
+    args += scaled(base) + struct.pack("<f4I", output_scale, *divisor(units), *divisor(heads))
     entry = "merge_states" if size % 8 == 0 else "merge_states_elements"
     blocks = -(-tokens * heads * units // THREADS)
     device.launch(kernels("shaders/cuda/ptx/merge_states.ptx")[entry], (blocks, 1, 1), [args])
     weights, whole = expected(lse, values, base)
-    want = np.einsum("sr,srd->rd", weights, np.where(weights[..., None] > 0, values, 0))
+    want = np.einsum("sr,srd->rd", weights, np.where(weights[..., None] > 0, values, 0)) * output_scale
     got_codes, got_lse = device.read(out), device.read(out_lse)
     rows = slice(first * heads, None)
     compare(dtype, widened(dtype, got_codes)[rows].astype(np.float64), want[rows])
@@ -101,7 +101,7 @@ def merge(dtype, sets, tokens, heads, size, base, first=0):
     assert np.isnan(got_lse[: first * heads]).all()
     for row in range(first * heads, tokens * heads):
         some = np.flatnonzero(np.isfinite(lse[:, row]))
-        if len(some) == 1:
+        if len(some) == 1 and output_scale == 1:
             assert (got_codes[row] == codes[some[0], row]).all()
     return got_codes
 
@@ -136,6 +136,8 @@ def test_merges_of_sets():
         merge(dtype, 3, 7, 2, 40, "e")
         merge(dtype, 8, 2, 3, 37, 2)
     merge("f32", 11, 4, 3, 8, 2, first=1)
+    merge("f16", 3, 7, 2, 8, "e", output_scale=0.25)
+    merge("bf16", 3, 7, 2, 7, 2, output_scale=0.25)
     merge("f32", 1, 3, 2, 1, "e")
 
 

@@ -176,7 +176,7 @@ def test_append_divides_exactly_by_any_scale():
             append(dtype, "e4m3", every_code(), k_scale=k_scale)
 
 
-def merge(dtype, body, tokens, heads, dim, offset=0, pads=(0, 0), by_head=False, wants_lse=True, threads=128):
+def merge(dtype, body, tokens, heads, dim, offset=0, pads=(0, 0), by_head=False, wants_lse=True, threads=128, output_scale=1.0):
     """One merge with empty sides, extreme LSEs, NaN in empty sides, and gaps that must not change."""
     rng = np.random.default_rng(tokens * 1000 + heads * 100 + dim)
     size = np.dtype(BITS[dtype]).itemsize
@@ -208,7 +208,7 @@ def merge(dtype, body, tokens, heads, dim, offset=0, pads=(0, 0), by_head=False,
         return struct.pack(form, address + elements * size, *used)
 
     items = tokens * heads * dim // unit
-    args = struct.pack("<8I", items, dim // unit, heads, 0, *divisor(dim // unit), *divisor(heads))
+    args = struct.pack("<3If4I", items, dim // unit, heads, output_scale, *divisor(dim // unit), *divisor(heads))
     for _, _, _, lses in sides:
         args += rows(device.buffer(lses, False), 1, (1, tokens + 1), 1, 4)
     for address in [device.buffer(array, False) for _, _, array, _ in sides] + [output]:
@@ -224,12 +224,15 @@ def merge(dtype, body, tokens, heads, dim, offset=0, pads=(0, 0), by_head=False,
     want, want_lse = np.zeros(at.shape, BITS[dtype]), np.full((tokens, heads), 0xFF800000, np.uint32)
     for (codes, lse, _, _), mine in zip(sides, has):
         want[mine], want_lse[mine] = codes[mine], lse.view(np.uint32)[mine]
+    if output_scale != 1:
+        scaled = f32_bits(dtype, want).view(np.float32) * np.float32(output_scale)
+        want = encoded(dtype, scaled.view(np.uint32))
     assert (got[at][~both] == want[~both]).all(), "rows of one side or none"
     x, y = (f32_bits(dtype, codes[both]).view(np.float32).astype(np.float64) for codes, _, _, _ in sides)
     lses = np.array([lse[both] for _, lse, _, _ in sides], np.float64)
     shares = np.exp(lses - lses.max(0))
     merged, weights = lses.max(0) + np.log(shares.sum(0)), (shares / shares.sum(0))[..., None]
-    close(f32_bits(dtype, got[at][both]).view(np.float32), weights[0] * x + weights[1] * y, TOLERANCE[dtype])
+    close(f32_bits(dtype, got[at][both]).view(np.float32), (weights[0] * x + weights[1] * y) * output_scale, TOLERANCE[dtype])
     if wants_lse:
         assert (got_lse[lse_at][~both] == want_lse[~both]).all(), "LSEs of one side or none"
         close(got_lse[lse_at][both].view(np.float32), merged, 2e-6)
@@ -251,7 +254,7 @@ def test_merge_units():
             merge(dtype, body, 7, 3, 96, offset=unit, pads=(unit, 2 * unit), threads=64)
             merge(dtype, body, 9, 2, unit, pads=(0, unit), by_head=True, threads=32)
             merge(dtype, body, 1, 4, 128, wants_lse=False, threads=256)
-            merge(dtype, body, 6, 1, 5 * unit)
+            merge(dtype, body, 6, 1, 5 * unit, output_scale=0.25)
 
 
 def test_merge_elements():
@@ -260,7 +263,7 @@ def test_merge_elements():
             merge(dtype, "elements", 5, 3, dim, offset=1, pads=(1, 3))
         merge(dtype, "elements", 6, 3, 33, offset=3, pads=(0, 5), by_head=True, wants_lse=False)
         merge(dtype, "elements", 1, 5, 17)
-        merge(dtype, "elements", 5, 1, 17)
+        merge(dtype, "elements", 5, 1, 17, output_scale=0.25)
 
 
 def copy_pages(dtype, body, row, page_size, pad, cut=None):

@@ -25,6 +25,10 @@ struct MergeParams {
     inner_is_token: u32,
     inner_stride: u32,
     outer_stride: u32,
+    output_scale: f32,
+    reserved_0: u32,
+    reserved_1: u32,
+    reserved_2: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: MergeParams;
@@ -37,7 +41,8 @@ struct MergeParams {
 struct Weights {
     has_prefix: bool,
     has_suffix: bool,
-    prefix: f32,
+    is_copy: bool, // of the bits of the only side, or of zeros
+    prefix: f32, // with output_scale
     suffix: f32,
     top: f32, // the larger LSE
     sum: f32, // of both sides, in units of exp(top)
@@ -65,7 +70,12 @@ fn weigh(prefix_bits: u32, suffix_bits: u32) -> Weights {
     let high = 1.0 / sum;
     let low = below * high;
     let prefix_is_top = p >= s;
-    return Weights(has_prefix, has_suffix, select(low, high, prefix_is_top), select(high, low, prefix_is_top), top, sum);
+    let both = has_prefix & has_suffix;
+    let by = params.output_scale;
+    // Alone, a side has all of the weight; an empty side is read as zeros.
+    let of_prefix = select(1.0, select(low, high, prefix_is_top), both) * by;
+    let of_suffix = select(1.0, select(high, low, prefix_is_top), both) * by;
+    return Weights(has_prefix, has_suffix, !both & (by == 1.0), of_prefix, of_suffix, top, sum);
 }
 
 // called once a row; prefix_bits and suffix_bits are those of `weigh`

@@ -26,6 +26,7 @@ struct PrefillParams {
     lse_at: u32, // f32 elements
     lse_token_stride: u32,
     lse_head_stride: u32,
+    v_scale: f32,
 }
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tiles * TILE_WORDS] num_tiles, then tiles
@@ -80,10 +81,10 @@ fn visible_to(tile: Tile, row: u32) -> u32 {
     return u32(clamp(tile.first_visible + i32(row), 0, i32(tile.num_keys)));
 }
 
-// Stores a quad of an output row.
+// Stores a quad of an output row, given without v_scale.
 fn store_quad(tile: Tile, row: u32, column_quad: u32, value: vec4<f32>) {
     let at = params.out_at + output_row(tile, row) * params.out_token_stride + tile.head * params.out_head_stride;
-    out[at + column_quad] = out_quad(bitcast<vec4<u32>>(value), UNSCALED);
+    out[at + column_quad] = out_quad(bitcast<vec4<u32>>(value * params.v_scale), UNSCALED);
 }
 
 // Stores a row's LSE, given in base 2; `any` is false for a row that attends to no key, whose LSE is -inf.

@@ -11,8 +11,8 @@ struct ProjectParams {
     w_head_stride: u32,
     w_row_stride: u32,
     max_tokens: u32,
-    reserved_0: u32,
-    reserved_1: u32,
+    scale: f32, // of the products
+    limit: f32, // the largest magnitude that a finite product is stored with
 }
 
 struct TokenRange {
@@ -31,4 +31,12 @@ struct TokenRange {
 fn step_tokens() -> vec2<u32> {
     let begin = min(range.first, params.max_tokens);
     return vec2<u32>(begin, begin + min(range.count, params.max_tokens - begin));
+}
+
+// A sum as it is stored. What is infinite or NaN is found by its bits, and stays.
+fn scaled(sum: vec4<f32>) -> vec4<f32> {
+    let product = sum * params.scale;
+    let is_number = (bitcast<vec4<u32>>(product) & vec4<u32>(0x7F800000u)) != vec4<u32>(0x7F800000u);
+    let limit = vec4<f32>(params.limit);
+    return bitcast<vec4<f32>>(select(bitcast<vec4<u32>>(product), bitcast<vec4<u32>>(clamp(product, -limit, limit)), is_number));
 }

@@ -15,6 +15,10 @@ struct RopeParams {
     y_token_stride_quads: u32,
     y_head_stride_quads: u32,
     max_tokens: u32,
+    scale: f32, // of what is rotated
+    reserved_0: u32,
+    reserved_1: u32,
+    reserved_2: u32,
 }
 
 struct Angles {

@@ -12,7 +12,8 @@ fn rotate_unit(token: u32, position: i32, unit: u32, params: RopeParams, is_item
     let x_row = params.x_base_quads + token * params.x_token_stride_quads + head * params.x_head_stride_quads;
     let y_row = params.y_base_quads + token * params.y_token_stride_quads + head * params.y_head_stride_quads;
     let quads = TwoQuads(query_bits(x_quad(x_row + first)), query_bits(x_quad(x_row + second)));
-    let turned = rotated(quads, angles_of(position, unit % UNITS, params.max_position));
+    let angles = angles_of(position, unit % UNITS, params.max_position);
+    let turned = rotated(quads, Angles(angles.cos * params.scale, angles.sin * params.scale));
     if is_item {
         y[y_row + first] = query_quad(turned.first);
         y[y_row + second] = query_quad(turned.second);

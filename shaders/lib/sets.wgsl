@@ -26,7 +26,7 @@ struct MergeSetsParams {
     inner_is_token: u32,
     inner_stride: u32,
     outer_stride: u32,
-    reserved: u32,
+    output_scale: f32,
 }
 
 const NOTHING = 0xFF800000u; // -inf, the LSE of an empty set

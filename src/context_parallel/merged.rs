@@ -86,6 +86,7 @@ impl<D: Kernel<MergeStates>> Merged<D> {
             output: spec.out_view(&joined.out),
             output_lse: Some(spec.lse_view(&joined.lse)),
             num_heads: spec.local_heads(),
+            output_scale: 1.0,
         };
         let room = MergeStatesExtent { tokens: spec.max_tokens, sets: spec.world };
         let binding = merge.bind(&args, room)?;

@@ -2,6 +2,7 @@
 
 use super::composed::{Append, Composes, Ops, Prefixes};
 use super::plan::Target;
+use super::range::Scales;
 use super::{Expanded, LayerCapacity, MlaLayer, MlaLayerArgs};
 use crate::ops::op::Binding;
 use crate::ops::{
@@ -21,10 +22,14 @@ pub struct Bindings<D: Composes> {
     pub(super) v_up: Binding<HeadProject, D>,
     pub(super) gather: Binding<KvGather, D>,
     pub(super) rows: [Binding<HeadProject, D>; 2],
-    /// Into each [`Target`].
+    /// Into each [`Target`], as scaled as the values are.
     pub(super) prefill: [Binding<MlaPrefill, D>; 3],
-    /// From [`Target::Out`] to [`Target::Other`], and back.
+    /// Into the output, of what no merge follows.
+    pub(super) last_prefill: Binding<MlaPrefill, D>,
+    /// From [`Target::Out`] to [`Target::Other`], and back, as scaled as they are.
     pub(super) merge: [Binding<MergeState, D>; 2],
+    /// From [`Target::Other`] into the output.
+    pub(super) last_merge: Binding<MergeState, D>,
     pub(super) prefixes: Option<BoundPrefixes<D>>,
 }
 
@@ -53,23 +58,28 @@ impl<D: Composes> Bind<'_, D> {
         let gathered = KvGatherArgs { kv: args.kv, k_scale: args.k_scale, out: rows };
         // All heads read the same row.
         let shared = View { head_stride: 0, ..rows };
-        let project = |x, weight, y| HeadProjectArgs { x, weight, y };
+        let Scales { keys, values, saturates } = self.spec.scales();
+        let project = |x, weight, y, scale| HeadProjectArgs { x, weight, y, scale, saturates };
+        // The output itself: what it does not hold is infinite.
+        let whole = |x, weight, y| HeadProjectArgs { x, weight, y, scale: 1.0, saturates: false };
         Ok(Bindings {
             append: self.append()?,
-            absorb: ops.absorb.bind(&project(args.q_nope, w_uk, space.ql_nope()), decode_tokens)?,
+            absorb: ops.absorb.bind(&project(args.q_nope, w_uk, space.ql_nope(), keys), decode_tokens)?,
             decode: self.decode()?,
-            v_up: ops.v_up.bind(&project(space.latent_out(), w_uv, args.out), decode_tokens)?,
+            v_up: ops.v_up.bind(&whole(space.latent_out(), w_uv, args.out), decode_tokens)?,
             gather: ops.gather.bind(&gathered, num_rows)?,
             rows: [
-                ops.k_up.bind(&project(shared, w_uk, space.k_nope()), num_rows)?,
-                ops.v_up.bind(&project(shared, w_uv, space.v()), num_rows)?,
+                ops.k_up.bind(&project(shared, w_uk, space.k_nope(), keys), num_rows)?,
+                ops.v_up.bind(&project(shared, w_uv, space.v(), values), num_rows)?,
             ],
             prefill: [
-                self.prefill(Target::Out)?,
-                self.prefill(Target::Other)?,
-                self.prefill(Target::Partial)?,
+                self.prefill(Target::Out, 1.0)?,
+                self.prefill(Target::Other, 1.0)?,
+                self.prefill(Target::Partial, 1.0)?,
             ],
-            merge: [self.merge(Target::Out)?, self.merge(Target::Other)?],
+            last_prefill: self.prefill(Target::Out, 1.0 / values)?,
+            merge: [self.merge(Target::Out, 1.0)?, self.merge(Target::Other, 1.0)?],
+            last_merge: self.merge(Target::Other, 1.0 / values)?,
             prefixes: match (&ops.prefixes, &args.expanded) {
                 (Some(prefixes), Some(expanded)) => Some(self.prefixes(prefixes, expanded)?),
                 _ => None,
@@ -90,6 +100,7 @@ impl<D: Composes> Bind<'_, D> {
                     positions: &space.positions,
                     cos_sin: args.cos_sin,
                     max_position: args.max_position,
+                    q_pe_scale: self.spec.scales().keys,
                 };
                 Append::Rotated(append.bind(&args, RopeAppendExtent::of(tokens))?)
             }
@@ -109,11 +120,16 @@ impl<D: Composes> Bind<'_, D> {
             out: space.latent_out(),
             lse,
             lse_base: LseBase::E,
-            softmax_scale: args.softmax_scale,
+            softmax_scale: self.softmax_scale(),
             k_scale: args.k_scale,
             q_scale: 1.0,
         };
         self.ops.decode.bind(&layer, self.room.decode_tokens)
+    }
+
+    /// The factor of the logits of queries and keys that are stored scaled.
+    fn softmax_scale(&self) -> f32 {
+        self.args.softmax_scale / self.spec.scales().keys
     }
 
     /// The rotated part of the query, if it has one.
@@ -121,7 +137,7 @@ impl<D: Composes> Bind<'_, D> {
         if self.spec.shape.qk_rope_head_dim > 0 { self.ops.space.q_pe() } else { self.args.q_nope }
     }
 
-    fn prefill(&self, target: Target) -> Result<Binding<MlaPrefill, D>> {
+    fn prefill(&self, target: Target, v_scale: f32) -> Result<Binding<MlaPrefill, D>> {
         let (args, space) = (self.args, &self.ops.space);
         let (out, lse) = space.target(args.out, target);
         let rows = space.rows();
@@ -133,7 +149,8 @@ impl<D: Composes> Bind<'_, D> {
             v: space.v(),
             out,
             lse,
-            softmax_scale: args.softmax_scale,
+            softmax_scale: self.softmax_scale(),
+            v_scale,
         };
         // A workspace without rows belongs to a layer whose steps have no prefills.
         let tokens = if space.num_rows > 0 { self.room.tokens } else { 0 };
@@ -141,7 +158,7 @@ impl<D: Composes> Bind<'_, D> {
     }
 
     /// Merges [`Target::Partial`] into `state` and writes the other of the two.
-    fn merge(&self, state: Target) -> Result<Binding<MergeState, D>> {
+    fn merge(&self, state: Target, output_scale: f32) -> Result<Binding<MergeState, D>> {
         let target = |target| self.ops.space.target(self.args.out, target);
         let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) =
             (target(state), target(Target::Partial));
@@ -156,6 +173,7 @@ impl<D: Composes> Bind<'_, D> {
             output_lse: Some(output_lse),
             num_tokens: self.room.tokens,
             num_heads: self.spec.shape.num_heads,
+            output_scale,
         };
         self.ops.merge.bind(&args, ())
     }
@@ -164,6 +182,7 @@ impl<D: Composes> Bind<'_, D> {
         let (spec, args, ops) = (self.spec, self.args, self.ops);
         let LayerCapacity { decode_tokens, prefix_rows, .. } = self.room;
         let (states, lse) = ops.space.sets();
+        let scales = spec.scales();
         // The stride of a set is that of the workspace, not of the binding's room.
         let set_rows = u64::from(ops.capacity.decode_tokens);
         let sets = MergeStatesArgs {
@@ -175,6 +194,7 @@ impl<D: Composes> Bind<'_, D> {
             output_lse: None,
             lse_base: LseBase::E,
             num_heads: spec.shape.num_heads,
+            output_scale: 1.0 / scales.values,
         };
         let parts = MlaPrefillArgs {
             q_nope: args.q_nope,
@@ -184,11 +204,18 @@ impl<D: Composes> Bind<'_, D> {
             v: expanded.v,
             out: states,
             lse,
-            softmax_scale: args.softmax_scale,
+            softmax_scale: self.softmax_scale(),
+            v_scale: 1.0,
         };
         let rows = ops.capacity.decode_tokens * prefixes.num_sets;
         let w_uv = WeightView::w_uv(&spec.dims(), args.kv_b_proj);
-        let own = HeadProjectArgs { x: ops.space.latent_out(), weight: w_uv, y: states };
+        let own = HeadProjectArgs {
+            x: ops.space.latent_out(),
+            weight: w_uv,
+            y: states,
+            scale: scales.values,
+            saturates: scales.saturates,
+        };
         Ok(BoundPrefixes {
             v_up: ops.v_up.bind(&own, decode_tokens)?,
             parts: prefixes

@@ -19,7 +19,7 @@ pub struct ExpandedPrefix {
 }
 
 /// One layer's keys and values of prefixes, in the caller's buffers; [`super::MlaExpand`] is the op that fills them. `S` rows, as many as
-/// prefixes have tokens in all.
+/// prefixes have tokens in all. In f16 keys are stored by 2^-6 and values by 2^-3, so that f16 holds them; the layer undoes it.
 #[derive(Debug, Clone, Copy)]
 pub struct Expanded<B> {
     /// `[S, L + R]`, rows of the cache; `head_stride` is unread.

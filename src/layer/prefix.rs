@@ -1,6 +1,7 @@
 //! The expansion of a prefix as an op made of ops: rows of the cache as the keys and values of each head.
 
 use super::composed::Composes;
+use super::range::{Scales, check_range};
 use super::{Expanded, MlaLayer};
 use crate::Result;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
@@ -123,9 +124,9 @@ impl Op for MlaExpand {
         })
     }
 
-    /// Its ops do.
-    fn check_args<B>(&self, _: &MlaExpandArgs<&B>, _: u32, _: impl Fn(&B) -> u64 + Copy) -> Result<()> {
-        Ok(())
+    /// Its ops check the rest.
+    fn check_args<B>(&self, args: &MlaExpandArgs<&B>, _: u32, _: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+        check_range(&self.0, args.k_scale)
     }
 
     fn fits(rows: u32, max_rows: u32) -> Result<(), &'static str> {
@@ -182,13 +183,19 @@ impl<D: Composes> Kernel<MlaExpand> for D {
     ) -> Result<Bindings<D>> {
         let (dims, expanded) = (spec.dims(), &args.expanded);
         let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
+        let Scales { keys, values, saturates } = spec.scales();
         // All heads read the same row.
         let x = View { head_stride: 0, ..expanded.rows };
         let gathered = KvGatherArgs { kv: args.kv, k_scale: args.k_scale, out: expanded.rows };
         Ok(Bindings {
             gather: ops.gather.bind(&gathered, rows)?,
-            k_up: ops.k_up.bind(&HeadProjectArgs { x, weight: w_uk, y: expanded.k_nope }, rows)?,
-            v_up: ops.v_up.bind(&HeadProjectArgs { x, weight: w_uv, y: expanded.v }, rows)?,
+            k_up: ops.k_up.bind(
+                &HeadProjectArgs { x, weight: w_uk, y: expanded.k_nope, scale: keys, saturates },
+                rows,
+            )?,
+            v_up: ops
+                .v_up
+                .bind(&HeadProjectArgs { x, weight: w_uv, y: expanded.v, scale: values, saturates }, rows)?,
         })
     }
 

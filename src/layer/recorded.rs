@@ -160,8 +160,9 @@ impl<D: Composes> Kernel<MlaLayer> for D {
             }
             _ => return Err(MIXED),
         }
+        let mut merges_left = step.plan.num_merges;
         for (chunk, plan) in step.chunks.iter().zip(&step.plan.chunks) {
-            ops.record_chunk(recorder, chunk, plan, binding)?;
+            ops.record_chunk(recorder, chunk, plan, binding, &mut merges_left)?;
         }
         ops.record_decodes(recorder, step, binding)
     }
@@ -176,15 +177,25 @@ impl<D: Composes> Ops<D> {
         step: &ChunkStep<D>,
         chunk: &Chunk,
         binding: &Bindings<D>,
+        merges_left: &mut u32,
     ) -> Result<()> {
         self.gather.record_on(recorder, &step.gather, &binding.gather)?;
         self.k_up.record_on(recorder, &step.rows, &binding.rows[0])?;
         self.v_up.record_on(recorder, &step.rows, &binding.rows[1])?;
         for ([first, more], round) in step.rounds.iter().zip(&chunk.rounds) {
-            self.prefill.record_on(recorder, first, &binding.prefill[round.state as usize])?;
+            // The state of what no merge follows is the output.
+            let into = match *merges_left {
+                0 => &binding.last_prefill,
+                _ => &binding.prefill[round.state as usize],
+            };
+            self.prefill.record_on(recorder, first, into)?;
             if !round.more.is_empty() {
                 self.prefill.record_on(recorder, more, &binding.prefill[Target::Partial as usize])?;
-                let merge = &binding.merge[round.state as usize];
+                let merge = match *merges_left {
+                    1 => &binding.last_merge,
+                    _ => &binding.merge[round.state as usize],
+                };
+                *merges_left -= 1;
                 self.merge.record_on(recorder, &self.merge_step, merge)?;
             }
         }

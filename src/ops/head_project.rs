@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{View, aligned, distinct, fits};
+use crate::view::{View, aligned, distinct, fits, positive};
 use crate::{Dtype, Error, Result};
 
 /// Dims of a model's heads, as its `kv_b_proj` has them: `[H, P + V, L]`.
@@ -72,7 +72,7 @@ pub enum WeightOrder {
 /// // [H, P + V, L], 1 for the first head and 2 for the second.
 /// cpu.upload(&kv_b_proj, 0, &Dtype::F32.encode_all(&[[1.0; 16 * 16], [2.0; 16 * 16]].concat()))?;
 /// let weight = WeightView::w_uk(&dims, &kv_b_proj);
-/// let layer = HeadProjectArgs { x: View::dense(&q_nope, 2, 8), weight, y: View::dense(&ql_nope, 2, 16) };
+/// let layer = HeadProjectArgs { x: View::dense(&q_nope, 2, 8), weight, y: View::dense(&ql_nope, 2, 16), scale: 1.0, saturates: false };
 ///
 /// cpu.once(HeadProject::absorb(&dims, Dtype::F32, Dtype::F32, Dtype::F32), 0..1, &layer)?;
 /// let ql_nope = Dtype::F32.decode_all(&cpu.download(&ql_nope, 2 * 16 * 4)?);
@@ -174,6 +174,17 @@ pub struct HeadProjectArgs<B> {
     pub weight: WeightView<B>,
     /// `[tokens, H, n]`.
     pub y: View<B>,
+    /// Factor of the products, before they are rounded to the output's dtype; usually 1.
+    pub scale: f32,
+    /// Whether a finite product past the largest number of an f16 or bf16 output becomes that number. Else it becomes infinite.
+    pub saturates: bool,
+}
+
+impl<B> HeadProjectArgs<B> {
+    /// The largest magnitude that a finite product is stored with.
+    pub(crate) fn limit(&self, output: Dtype) -> f32 {
+        if self.saturates { output.max() } else { f32::MAX }
+    }
 }
 
 impl Op for HeadProject {
@@ -219,6 +230,8 @@ impl Op for HeadProject {
                 row_stride,
             },
             y: args.y.map(|buffer| f(Use::Write("y"), buffer))?,
+            scale: args.scale,
+            saturates: args.saturates,
         })
     }
 
@@ -228,6 +241,7 @@ impl Op for HeadProject {
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
+        positive("scale", args.scale)?;
         let heads = self.num_heads;
         args.x.check("x", [max_tokens, heads, self.k], self.input.bytes(), 8, size(args.x.buffer))?;
         args.y.check("y", [max_tokens, heads, self.n], self.output.bytes(), 8, size(args.y.buffer))?;

@@ -2,7 +2,7 @@
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{View, distinct, wide};
+use crate::view::{View, distinct, positive, wide};
 use crate::{Dtype, Error, Result};
 
 /// Merges two partial attention results of the same queries by LSE: FlashInfer's `merge_state`, vLLM's `merge_attn_states`.
@@ -28,6 +28,7 @@ use crate::{Dtype, Error, Result};
 ///     output_lse: Some(View::dense(&output_lse, 1, 1)),
 ///     num_tokens: 1,
 ///     num_heads: 1,
+///     output_scale: 1.0,
 /// };
 ///
 /// // Both have an LSE of 0, so that they weigh the same.
@@ -68,6 +69,8 @@ pub struct MergeStateArgs<B> {
     pub num_tokens: u32,
     /// Heads.
     pub num_heads: u32,
+    /// Factor of the output; usually 1. With another no output is copied bit for bit.
+    pub output_scale: f32,
 }
 
 /// # Errors
@@ -117,6 +120,7 @@ impl Op for MergeState {
             },
             num_tokens: args.num_tokens,
             num_heads: args.num_heads,
+            output_scale: args.output_scale,
         })
     }
 
@@ -126,6 +130,7 @@ impl Op for MergeState {
         (): (),
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
+        positive("output_scale", args.output_scale)?;
         if args.is_empty() {
             return Ok(());
         }

@@ -6,7 +6,7 @@ use super::LseBase;
 use super::merge_state::check_state;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{View, aligned, check_tokens, distinct};
+use crate::view::{View, aligned, check_tokens, distinct, positive};
 use crate::{Dtype, Error, Result};
 
 /// Merges any number of partial attention results of the same queries by LSE: FlashInfer's `merge_states`, and vLLM's `dcp_lse_combine`,
@@ -35,6 +35,7 @@ use crate::{Dtype, Error, Result};
 ///     output_lse: None,
 ///     lse_base: LseBase::E,
 ///     num_heads: 1,
+///     output_scale: 1.0,
 /// };
 ///
 /// cpu.once(MergeStates { dtype: Dtype::F32, head_size: 8 }, (0..1, 3), &layer)?;
@@ -76,6 +77,8 @@ pub struct MergeStatesArgs<B> {
     pub lse_base: LseBase,
     /// Heads.
     pub num_heads: u32,
+    /// Factor of the output; usually 1. With another no output is copied bit for bit.
+    pub output_scale: f32,
 }
 
 /// How many tokens and sets a merge reaches.
@@ -162,6 +165,7 @@ impl Op for MergeStates {
             },
             lse_base: args.lse_base,
             num_heads: args.num_heads,
+            output_scale: args.output_scale,
         })
     }
 
@@ -171,6 +175,7 @@ impl Op for MergeStates {
         room: MergeStatesExtent,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
+        positive("output_scale", args.output_scale)?;
         check_sets(room.sets)?;
         let (tokens, heads, dim) = (room.tokens, args.num_heads, self.head_size);
         if tokens == 0 || heads == 0 {

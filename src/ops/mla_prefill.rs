@@ -25,7 +25,7 @@ pub(crate) mod tiles;
 /// let [q_nope, k_nope, v] = [&q, &k, &v].map(|buffer| View::dense(buffer, 1, 8));
 /// let (q_pe, k_pe) = (q_nope, k_nope); // unread
 /// let (rows, lses) = (View::dense(&out, 1, 8), View::dense(&lse, 1, 1));
-/// let layer = MlaPrefillArgs { q_nope, q_pe, k_nope, k_pe, v, out: rows, lse: lses, softmax_scale: 0.1 };
+/// let layer = MlaPrefillArgs { q_nope, q_pe, k_nope, k_pe, v, out: rows, lse: lses, softmax_scale: 0.1, v_scale: 1.0 };
 ///
 /// // Two query tokens and three keys: the first sees two of them, the second all. All logits are 0.
 /// cpu.once(spec, &[PrefillSequence::causal(0, 2, 0, 3)], &layer)?;
@@ -118,7 +118,7 @@ impl PrefillSequence {
 /// One layer of an [`MlaPrefill`]: queries, keys and values, and where the result goes. `T` query tokens, `S` keys.
 ///
 /// Head `h` of query `t` attends the keys `k_nope[s, h, :] ++ k_pe[s, h, :]` with the logits `softmax_scale * (q . k)`, and
-/// `out[t, h, :]` is the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Rows of no
+/// `out[t, h, :]` is `v_scale` times the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Rows of no
 /// sequence are left as they are. Offsets and strides are multiples of 8 elements, but for the LSE's; `k_nope` and `v` may be parts of
 /// one array, and `k_pe` is shared by all heads with `head_stride` 0.
 #[derive(Debug, Clone, Copy)]
@@ -139,6 +139,8 @@ pub struct MlaPrefillArgs<B> {
     pub lse: View<B>,
     /// Factor of the logits; see [`crate::softmax_scale`].
     pub softmax_scale: f32,
+    /// Factor of the values, and so of `out`; usually 1.
+    pub v_scale: f32,
 }
 
 /// How far a batch reaches: query tokens, keys and rows of the output that the arrays must have.
@@ -293,6 +295,7 @@ impl Op for MlaPrefill {
             out: args.out.map(|buffer| f(Use::Write("out"), buffer))?,
             lse: args.lse.map(|buffer| f(Use::Write("lse"), buffer))?,
             softmax_scale: args.softmax_scale,
+            v_scale: args.v_scale,
         })
     }
 
@@ -303,6 +306,7 @@ impl Op for MlaPrefill {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         positive("softmax_scale", args.softmax_scale)?;
+        positive("v_scale", args.v_scale)?;
         let heads = self.num_heads;
         for (i, (what, view, dim)) in args.read_views(self).into_iter().enumerate() {
             let rows = if i < 2 { room.tokens } else { room.keys };

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::rope::check_max_position;
-use crate::view::{View, distinct, fits, wide};
+use crate::view::{View, distinct, fits, positive, wide};
 use crate::{Dtype, Error, Result};
 
 /// Which elements of a row make a pair. The output has the layout of the input.
@@ -37,7 +37,7 @@ pub enum RopeLayout {
 /// cpu.upload(&positions, 0, &3i32.to_le_bytes())?;
 /// cpu.upload(&cos_sin, 0, &Dtype::F32.encode_all(&table))?;
 /// let (x, rotated) = (View::dense(&x, 1, 8), View::dense(&y, 1, 8));
-/// let layer = RopeArgs { x, y: rotated, positions: &positions, cos_sin: &cos_sin, max_position: 4 };
+/// let layer = RopeArgs { x, y: rotated, positions: &positions, cos_sin: &cos_sin, max_position: 4, scale: 1.0 };
 ///
 /// // Pair 0 turns by one radian a position.
 /// let spec = Rope { dtype: Dtype::F32, num_heads: 1, rope_dim: 8, layout: RopeLayout::Interleaved };
@@ -74,6 +74,8 @@ pub struct RopeArgs<B> {
     pub cos_sin: B,
     /// Rows of `cos_sin`.
     pub max_position: u32,
+    /// Factor of what is rotated, before it is rounded to the dtype; usually 1.
+    pub scale: f32,
 }
 
 impl Rope {
@@ -106,6 +108,7 @@ impl<B> RopeArgs<&B> {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         check_max_position(self.max_position)?;
+        positive("scale", self.scale)?;
         let dims = [max_tokens, spec.num_heads, spec.rope_dim];
         for (what, view) in [(x, &self.x), (y, &self.y)] {
             view.check(what, dims, spec.dtype.bytes(), 4, size(view.buffer))?;
@@ -182,6 +185,7 @@ impl Op for Rope {
             positions: f(Use::Read("positions"), &args.positions)?,
             cos_sin: f(Use::Read("cos_sin"), &args.cos_sin)?,
             max_position: args.max_position,
+            scale: args.scale,
         })
     }
 

@@ -29,7 +29,7 @@ use crate::{Dtype, Error, Result};
 /// let (q_pe, kv_c, k_pe) = (View::dense(&q, 1, 32), View::dense(&kv_c, 1, 256), View::dense(&k, 1, 32));
 /// let layer = KvAppendArgs { kv_c, k_pe, kv: KvView::dense(&cache, &mla), k_scale: 1.0 };
 /// let (positions, cos_sin) = (&positions, &cos_sin); // the step's positions are those that count
-/// let args = RopeAppendArgs { q_pe, q_pe_out: q_pe, layer, positions, cos_sin, max_position: 8 };
+/// let args = RopeAppendArgs { q_pe, q_pe_out: q_pe, layer, positions, cos_sin, max_position: 8, q_pe_scale: 1.0 };
 ///
 /// // One token at position 7, into slot 0.
 /// let append = KvAppend { shape, kv, input: Dtype::F32 };
@@ -69,6 +69,8 @@ pub struct RopeAppendArgs<B> {
     pub cos_sin: B,
     /// Rows of `cos_sin`.
     pub max_position: u32,
+    /// Factor of `q_pe_out`, not of the keys; see [`RopeArgs::scale`].
+    pub q_pe_scale: f32,
 }
 
 /// The new tokens of a step of a [`RopeAppend`].
@@ -143,6 +145,7 @@ impl<B: Copy> RopeAppendArgs<B> {
             positions: self.positions,
             cos_sin: self.cos_sin,
             max_position: self.max_position,
+            scale: self.q_pe_scale,
         }
     }
 }
@@ -176,6 +179,7 @@ impl Op for RopeAppend {
             positions: f(Use::Read("positions"), &args.positions)?,
             cos_sin: f(Use::Read("cos_sin"), &args.cos_sin)?,
             max_position: args.max_position,
+            q_pe_scale: args.q_pe_scale,
         })
     }
 

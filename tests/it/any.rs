@@ -126,6 +126,7 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                 output_lse: Some(View::dense(f, 1, 1)),
                 num_tokens: 1,
                 num_heads: 1,
+                output_scale: 1.0,
             };
             let of = MergeState { dtype: Dtype::F32, head_size: 8 };
             must_refuse(cpu.once(of, (), &states));
@@ -142,6 +143,7 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                 positions: c,
                 cos_sin: d,
                 max_position: 1,
+                scale: 1.0,
             };
             let layout = RopeLayout::Interleaved;
             let of = Rope { dtype: Dtype::F32, num_heads: 1, rope_dim: 64, layout };
@@ -160,6 +162,7 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                 positions: c,
                 cos_sin: d,
                 max_position: 1,
+                q_pe_scale: 1.0,
             };
             let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
             let of = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout };

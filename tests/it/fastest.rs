@@ -152,6 +152,7 @@ impl Row {
             out: View::dense(&out, heads, HEAD_DIM),
             lse: View::dense(&lse, heads, 1),
             softmax_scale: 0.1,
+            v_scale: 1.0,
         };
         let binding = op.bind(&args, step.used()).expect("bound");
         calls(op, step, binding)

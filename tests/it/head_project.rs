@@ -134,6 +134,8 @@ fn a_step_names_its_tokens() -> Outcome {
             x: View::dense(&x_buffer, 2, 16),
             weight: WeightView { buffer: &ones, offset: 0, head_stride: 128, row_stride: 8 },
             y: View::dense(&y, 2, 8),
+            scale: 1.0,
+            saturates: false,
         };
         let binding = project.bind(&args, 40).expect("binds");
         project.prepare(&mut step, tokens.clone()).expect("prepares");

@@ -163,17 +163,30 @@ fn every_op_runs_without_an_allocation() {
 
     let rope = Rope { dtype, num_heads, rope_dim: 32, layout };
     let (x, y) = (View::dense(d, 2, 32), View::dense(e, 2, 32));
-    let rotated = RopeArgs { x, y, positions: f, cos_sin: g, max_position: 4 };
+    let rotated = RopeArgs { x, y, positions: f, cos_sin: g, max_position: 4, scale: 1.0 };
     runs_without_an_allocation(rope, &one, 1..9, &rotated);
     let both = RopeAppend { append, query: dtype, num_heads, layout };
-    let args =
-        RopeAppendArgs { q_pe: x, q_pe_out: y, layer: rows, positions: f, cos_sin: g, max_position: 4 };
+    let args = RopeAppendArgs {
+        q_pe: x,
+        q_pe_out: y,
+        layer: rows,
+        positions: f,
+        cos_sin: g,
+        max_position: 4,
+        q_pe_scale: 1.0,
+    };
     runs_without_an_allocation(both, &one, RopeAppendBatch::slots(&[3, -1, 70]), &args);
 
     let order = WeightOrder::Kn;
     let project = HeadProject { input: dtype, weight: dtype, output: dtype, num_heads, k: 64, n: 48, order };
     let weight = WeightView { buffer: b, offset: 0, head_stride: 64 * 48, row_stride: 48 };
-    let projected = HeadProjectArgs { x: View::dense(a, 2, 64), weight, y: View::dense(c, 2, 48) };
+    let projected = HeadProjectArgs {
+        x: View::dense(a, 2, 64),
+        weight,
+        y: View::dense(c, 2, 48),
+        scale: 1.0,
+        saturates: false,
+    };
     runs_without_an_allocation(project, &one, 0..70, &projected);
 
     let (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) = (16, 32, 24);
@@ -187,6 +200,7 @@ fn every_op_runs_without_an_allocation() {
         out: View::dense(f, 2, 24),
         lse: View::dense(g, 2, 1),
         softmax_scale: 0.1,
+        v_scale: 1.0,
     };
     let sequences = &[PrefillSequence::causal(0, 70, 0, 90), PrefillSequence::full(70, 3, 90, 200)];
     runs_without_an_allocation(prefill, &PrefillOptions::default(), sequences, &attended);
@@ -201,6 +215,7 @@ fn every_op_runs_without_an_allocation() {
         output_lse: Some(lse(f)),
         num_tokens: 50,
         num_heads,
+        output_scale: 1.0,
     };
     runs_without_an_allocation(MergeState { dtype, head_size: 24 }, &one, (), &merged);
     let sets = MergeStatesArgs {
@@ -212,6 +227,7 @@ fn every_op_runs_without_an_allocation() {
         output_lse: Some(lse(d)),
         lse_base: LseBase::E,
         num_heads,
+        output_scale: 1.0,
     };
     runs_without_an_allocation(MergeStates { dtype, head_size: 24 }, &one, (0..50, 3), &sets);
     let corrected = CorrectAttnOutArgs {

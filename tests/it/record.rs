@@ -373,6 +373,7 @@ fn steps_of_a_range_serve_every_op_of_their_device() -> Outcome {
         positions: &positions,
         cos_sin: &cos_sin,
         max_position: 1,
+        scale: 1.0,
     };
     let of_queries = queries.bind(&args(&many, 2), 4).expect("binds");
     let of_keys = keys.bind(&args(&one, 1), 4).expect("binds");

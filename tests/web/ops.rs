@@ -58,6 +58,7 @@ pub async fn check_merge(gpu: &Gpu, case: &MergeCase, layout: Layout) -> Result<
         output_lse: Some(lse_view.view(&output_lse)),
         num_tokens: num_tokens as u32,
         num_heads: num_heads as u32,
+        output_scale: 1.0,
     };
     checked(gpu.device(), "a merge", || gpu.once(spec, (), &args)).await.map_err(wrong)?;
 

@@ -54,6 +54,11 @@ impl HostOp for HeadProject {
             widen(self.input, &locked.bytes(0)[at..][..k * self.input.bytes()], into);
         }
 
+        let (scale, limit) = (args.scale, args.limit(self.output));
+        let stored = |sum: f32| {
+            let product = sum * scale;
+            if product.is_finite() { product.clamp(-limit, limit) } else { product }
+        };
         // A unit is some columns of a head's result.
         let blocks = n.div_ceil(COLUMNS);
         pool.for_each(self.num_heads as usize * blocks, |_, unit| {
@@ -68,7 +73,7 @@ impl HostOp for HeadProject {
                 let sums = products(x, &weight);
                 for (i, sums) in sums.iter().enumerate().take(tokens - token) {
                     let at = y_at.at(first_token + token + i, head) + first;
-                    let bits = |column: usize| bits_of(self.output, sums[column]);
+                    let bits = |column: usize| bits_of(self.output, stored(sums[column]));
                     store_elements(locked.words(2), self.output.bytes(), at, COLUMNS.min(n - first), bits);
                 }
             }

@@ -43,13 +43,18 @@ impl HostOp for MergeState {
                 let store = |bits: &dyn Fn(usize) -> u32| {
                     store_elements(locked.words(4), bytes, output_at.at(token, head), dim, bits);
                 };
-                let copy = |(from, at): (&[u8], usize)| store(&|i| raw(from, bytes, at + i));
+                let copy = |(from, at): (&[u8], usize)| {
+                    if args.output_scale == 1.0 {
+                        return store(&|i| raw(from, bytes, at + i));
+                    }
+                    store(&|i| bits_of(self.dtype, self.dtype.decode_at(from, at + i) * args.output_scale));
+                };
                 let lse = match (prefix.is_finite(), suffix.is_finite()) {
                     (true, true) => {
                         let (lse, weights) = pair_weights(prefix, suffix);
                         store(&|i| {
                             let [x, y] = rows.map(|(from, at)| self.dtype.decode_at(from, at + i));
-                            bits_of(self.dtype, x * weights[0] + y * weights[1])
+                            bits_of(self.dtype, (x * weights[0] + y * weights[1]) * args.output_scale)
                         });
                         lse
                     }

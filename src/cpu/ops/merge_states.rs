@@ -60,7 +60,7 @@ impl HostOp for MergeStates {
                         store_elements(locked.words(2), bytes, out, dim, |_| 0);
                         f32::NEG_INFINITY
                     }
-                    (Some((first, lse)), None) => {
+                    (Some((first, lse)), None) if args.output_scale == 1.0 => {
                         store_elements(locked.words(2), bytes, out, dim, |i| raw(states, bytes, first + i));
                         lse
                     }
@@ -80,7 +80,7 @@ impl HostOp for MergeStates {
                                     *x += weight * dtype.decode_at(states, first + begin + i);
                                 }
                             }
-                            let bits = |i: usize| bits_of(dtype, columns[i]);
+                            let bits = |i: usize| bits_of(dtype, columns[i] * args.output_scale);
                             store_elements(locked.words(2), bytes, out + begin, columns.len(), bits);
                         }
                         (top + args.lse_base.log(sum)) as f32

@@ -106,6 +106,7 @@ impl Kernel<MlaPrefill> for Cpu {
             locked: lock([a, b, c, d, e, written[0], written[1]]),
             at: [q_nope, q_pe, k_nope, k_pe, v, args.out, args.lse].map(|view| Rows::of(&view)),
             scale: (f64::from(args.softmax_scale) * std::f64::consts::LOG2_E) as f32,
+            v_scale: args.v_scale,
         };
         self.pool.for_each(tiles.len() * spec.num_heads as usize, |thread, unit| {
             let mut scratch = threads.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,6 +125,7 @@ struct Call<'a> {
     at: [Rows; 7],
     /// Dot products to logits in base 2.
     scale: f32,
+    v_scale: f32,
 }
 
 impl Call<'_> {
@@ -176,7 +178,8 @@ impl Call<'_> {
             }
             let out = &tile.o[r * tile.latent..][..dim];
             let (dtype, first) = (self.spec.out, self.at[OUT].at(row, head));
-            store_elements(self.locked.words(OUT), dtype.bytes(), first, dim, |i| bits_of(dtype, out[i]));
+            let bits = |i: usize| bits_of(dtype, out[i] * self.v_scale);
+            store_elements(self.locked.words(OUT), dtype.bytes(), first, dim, bits);
             self.locked.words(LSE)[self.at[LSE].at(row, head)].store(lse.to_bits(), Ordering::Relaxed);
         }
     }

@@ -62,7 +62,7 @@ impl HostOp for Rope {
                     let [a, b] = places(pair);
                     let from = x_at.at(token, head);
                     let turned = rotated([element(from + a), element(from + b)], cos[pair], sin[pair]);
-                    (row[a], row[b]) = (turned[0], turned[1]);
+                    (row[a], row[b]) = (turned[0] * args.scale, turned[1] * args.scale);
                 }
                 let to = y_at.at(token, head);
                 store_elements(locked.words(1), dtype.bytes(), to, dim, |i| bits_of(dtype, row[i]));

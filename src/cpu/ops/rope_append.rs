@@ -55,7 +55,7 @@ impl HostOp for RopeAppend {
         if args.layer.kv.slots(&self.append.kv).0 == 0 {
             HostOp::run(&query, pool, &tokens, &queries)?;
         }
-        HostOp::run(&key, pool, &tokens, &RopeArgs { x: args.layer.k_pe, y: k_pe, ..queries })?;
+        HostOp::run(&key, pool, &tokens, &RopeArgs { x: args.layer.k_pe, y: k_pe, scale: 1.0, ..queries })?;
         HostOp::run(&self.append, pool, slots, &KvAppendArgs { k_pe, ..args.layer })?;
         KEYS.set(Some(keys));
         Ok(())

@@ -34,7 +34,7 @@ pub struct MergeStatesParams {
     dtype: u32,
     log2_base: f32,
     per_ln: f32,
-    reserved: u32,
+    output_scale: f32,
     by_row_units: Divisor,
     by_num_heads: Divisor,
 }
@@ -108,7 +108,7 @@ impl Kernel<MergeStates> for Cuda {
             dtype: code(spec.dtype),
             log2_base: log2_of(args.lse_base),
             per_ln,
-            reserved: 0,
+            output_scale: args.output_scale,
             by_row_units: Divisor::new(row_units),
             by_num_heads: Divisor::new(args.num_heads.max(1)),
         };

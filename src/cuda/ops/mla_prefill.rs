@@ -111,6 +111,8 @@ pub struct PrefillParams {
     dtype: u32,
     out_dtype: u32,
     section_heads: u32,
+    v_scale: f32,
+    reserved: u32,
     by_num_heads: Divisor,
 }
 
@@ -215,6 +217,8 @@ impl Kernel<MlaPrefill> for Cuda {
             dtype: code(spec.dtype),
             out_dtype: code(spec.out),
             section_heads: section_heads(spec, room.keys, self.card().l2_bytes),
+            v_scale: args.v_scale,
+            reserved: 0,
             by_num_heads: Divisor::new(spec.num_heads),
         };
         let [a, b, c, d, e] = read.map(|view| view.buffer.clone());

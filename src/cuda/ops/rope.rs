@@ -31,6 +31,8 @@ pub(super) struct Rows {
     units: u32,
     head_units: u32,
     is_interleaved: u32,
+    scale: f32,
+    reserved: u32,
     by_units: Divisor,
 }
 
@@ -65,6 +67,8 @@ impl Rows {
             units,
             head_units: units * spec.num_heads,
             is_interleaved: (spec.layout == RopeLayout::Interleaved).into(),
+            scale: args.scale,
+            reserved: 0,
             by_units: Divisor::new(units),
         }
     }

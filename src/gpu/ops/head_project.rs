@@ -48,8 +48,8 @@ struct Params {
     w_head_stride: u32,
     w_row_stride: u32,
     max_tokens: u32,
-    reserved_0: u32,
-    reserved_1: u32,
+    scale: f32,
+    limit: f32,
 }
 
 /// `TokenRange` of the shaders.
@@ -164,8 +164,8 @@ impl Kernel<HeadProject> for Gpu {
             w_head_stride: stride(heads, args.weight.head_stride, 8),
             w_row_stride: (args.weight.row_stride / 8) as u32,
             max_tokens,
-            reserved_0: 0,
-            reserved_1: 0,
+            scale: args.scale,
+            limit: args.limit(spec.output),
         };
         let resources = [x.resource(), w.resource(), y.resource()];
         group_with_params(self, "mla.head_project.layer", &pipes.layer, &params, resources).map(Some)
@@ -239,5 +239,5 @@ pub(super) fn every_source() -> Vec<crate::gpu::kernels::compose::Source> {
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("ProjectParams", Params: x_base, x_token_stride, x_head_stride, y_base, y_token_stride, y_head_stride, w_base, w_head_stride, w_row_stride, max_tokens, reserved_0, reserved_1)
+    super::layout_of!("ProjectParams", Params: x_base, x_token_stride, x_head_stride, y_base, y_token_stride, y_head_stride, w_base, w_head_stride, w_row_stride, max_tokens, scale, limit)
 }

@@ -64,6 +64,10 @@ struct Params {
     inner_is_token: u32,
     inner_stride: u32,
     outer_stride: u32,
+    output_scale: f32,
+    reserved_0: u32,
+    reserved_1: u32,
+    reserved_2: u32,
 }
 
 type Args<'a> = MergeStateArgs<&'a wgpu::Buffer>;
@@ -134,6 +138,7 @@ impl Kernel<MergeState> for Gpu {
             num_tokens: args.num_tokens,
             num_heads: args.num_heads,
             writes_lse: args.output_lse.is_some().into(),
+            output_scale: args.output_scale,
             ..Params::default()
         };
         let lanes = match body {
@@ -265,5 +270,5 @@ pub(super) fn every_source() -> Vec<Source> {
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("MergeParams", Params: prefix, suffix, output, prefix_lse, suffix_lse, output_lse, num_tokens, num_heads, num_items, writes_lse, first_word, inner_is_token, inner_stride, outer_stride)
+    super::layout_of!("MergeParams", Params: prefix, suffix, output, prefix_lse, suffix_lse, output_lse, num_tokens, num_heads, num_items, writes_lse, first_word, inner_is_token, inner_stride, outer_stride, output_scale, reserved_0, reserved_1, reserved_2)
 }

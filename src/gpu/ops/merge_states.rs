@@ -64,7 +64,7 @@ struct Params {
     inner_is_token: u32,
     inner_stride: u32,
     outer_stride: u32,
-    reserved: u32,
+    output_scale: f32,
 }
 
 impl Kernel<MergeStates> for Gpu {
@@ -161,7 +161,7 @@ impl Kernel<MergeStates> for Gpu {
             inner_is_token: words.inner_is_token,
             inner_stride: words.inner_stride,
             outer_stride: words.outer_stride,
-            reserved: 0,
+            output_scale: args.output_scale,
         };
         let windows = [states, lse, output, output_lse];
         let (label, resources) = ("mla.merge_states.layer", windows.iter().map(Window::resource));
@@ -218,5 +218,5 @@ pub(super) fn every_source() -> Vec<Source> {
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("MergeSetsParams", Params: states, lse, output, output_lse, max_tokens, max_sets, num_heads, writes_lse, ln_base, per_ln, first_word, num_words, inner_is_token, inner_stride, outer_stride, reserved)
+    super::layout_of!("MergeSetsParams", Params: states, lse, output, output_lse, max_tokens, max_sets, num_heads, writes_lse, ln_base, per_ln, first_word, num_words, inner_is_token, inner_stride, outer_stride, output_scale)
 }

@@ -42,6 +42,7 @@ struct Params {
     v: Array,
     out: Array,
     lse: Array,
+    v_scale: f32,
 }
 
 /// Where an array begins, and its strides.
@@ -180,6 +181,7 @@ impl Kernel<MlaPrefill> for Gpu {
             v,
             out: Array::new(&args.out, &out, spec.out.bytes(), 4, rows),
             lse: Array::new(&args.lse, &lse, 4, 1, rows),
+            v_scale: args.v_scale,
         };
         windows.extend([out, lse]);
         let resources = windows.iter().map(Window::resource);
@@ -226,5 +228,6 @@ pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize)
         fields.push((b, at + offset_of!(Array, token_stride)));
         fields.push((c, at + offset_of!(Array, head_stride)));
     }
+    fields.push(("v_scale", offset_of!(Params, v_scale)));
     ("PrefillParams", fields, size_of::<Params>())
 }

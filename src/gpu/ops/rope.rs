@@ -43,6 +43,10 @@ pub(super) struct Params {
     y_token_stride_quads: u32,
     y_head_stride_quads: u32,
     max_tokens: u32,
+    scale: f32,
+    reserved_0: u32,
+    reserved_1: u32,
+    reserved_2: u32,
 }
 
 /// What is bound of a rotation's buffers.
@@ -150,7 +154,7 @@ impl Params {
         in_place: bool,
         [x_name, y_name]: [&'static str; 2],
     ) -> Result<(Self, Windows<'a>)> {
-        let RopeArgs { x, y, max_position, .. } = *args;
+        let RopeArgs { x, y, max_position, scale, .. } = *args;
         let (dims, bytes) = ([max_tokens, spec.num_heads, spec.rope_dim], spec.dtype.bytes());
         let (x_window, y_window) = if in_place {
             // One binding for both.
@@ -177,6 +181,10 @@ impl Params {
             y_token_stride_quads: stride(max_tokens, y.token_stride, 4),
             y_head_stride_quads: stride(spec.num_heads, y.head_stride, 4),
             max_tokens,
+            scale,
+            reserved_0: 0,
+            reserved_1: 0,
+            reserved_2: 0,
         };
         Ok((params, windows))
     }
@@ -296,5 +304,5 @@ pub(super) fn every_source() -> Vec<Source> {
 
 #[cfg(test)]
 pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("RopeParams", Params: x_base_quads, x_token_stride_quads, x_head_stride_quads, max_position, y_base_quads, y_token_stride_quads, y_head_stride_quads, max_tokens)
+    super::layout_of!("RopeParams", Params: x_base_quads, x_token_stride_quads, x_head_stride_quads, max_position, y_base_quads, y_token_stride_quads, y_head_stride_quads, max_tokens, scale, reserved_0, reserved_1, reserved_2)
 }

@@ -180,7 +180,7 @@ fn steps_and_bindings_of_others_are_refused() {
 
     let rope = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout: RopeLayout::Interleaved };
     let (x, y) = (View::dense(a, 2, 32), View::dense(b, 2, 32));
-    let rotated = RopeArgs { x, y, positions: c, cos_sin: d, max_position: 1 };
+    let rotated = RopeArgs { x, y, positions: c, cos_sin: d, max_position: 1, scale: 1.0 };
     #[allow(clippy::reversed_empty_ranges)] // What is wrong with it.
     refuses_steps_and_bindings(rope, &one, || 1..3, 3..1, &rotated);
 

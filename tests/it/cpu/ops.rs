@@ -42,6 +42,7 @@ fn merge_state_follows_the_spec() {
             output_lse: Some(by_head(&output_lse)),
             num_tokens: tokens,
             num_heads: heads,
+            output_scale: 1.0,
         };
         cpu.once(spec, (), &args).unwrap();
         let got = cpu.download(&output, count as u64 * 4 + 8).unwrap();

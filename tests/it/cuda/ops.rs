@@ -48,6 +48,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 1,
+        q_pe_scale: 1.0,
     };
     let again = RopeArgs {
         x: View::dense(&q_out, 2, 32),
@@ -55,6 +56,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 1,
+        scale: 1.0,
     };
     let (mut slots, mut range) = (fused.step(4).expect("a step"), rotate.step(4).expect("a step"));
     let (layer, in_place) =
@@ -142,6 +144,8 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
             row_stride: nope as u64,
         },
         y: View::dense(&q, heads, dims[0]),
+        scale: 1.0,
+        saturates: false,
     };
     let attended = MlaPrefillArgs {
         q_nope: View::dense(&q, heads, dims[0]),
@@ -152,6 +156,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         out: View::dense(&out, heads, dims[2]),
         lse: View::dense(&lse, heads, 1),
         softmax_scale: 0.2,
+        v_scale: 1.0,
     };
     let max = PrefillExtent { tokens: tokens as u32, keys: keys as u32, rows: tokens as u32 };
     let (to_queries, layer) = (
@@ -286,6 +291,7 @@ fn a_captured_merge_replays_with_new_states() -> Outcome {
             output_lse: Some(lse(&output_lse)),
             num_tokens: tokens as u32,
             num_heads: heads as u32,
+            output_scale: 1.0,
         };
         let binding = merge.bind(&args, ()).expect("a binding");
         let step = merge.step(()).expect("a step");

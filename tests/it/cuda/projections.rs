@@ -111,6 +111,8 @@ impl Arrays {
                 row_stride: columns.into(),
             },
             y: View::dense(&y, num_heads, n),
+            scale: 1.0,
+            saturates: false,
         };
         let project =
             cuda.compile_with(self.spec, &OpOptions { variant: Some(variant.into()) }).expect("loads");

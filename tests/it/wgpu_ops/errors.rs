@@ -70,6 +70,7 @@ fn every_refusal_names_its_cure() -> Outcome {
         output_lse: Some(View { buffer: output_lse, offset: 0, token_stride: 1, head_stride: 2 }),
         num_tokens: 2,
         num_heads: 2,
+        output_scale: 1.0,
     };
     merge.bind(&args(heads(&d), &e), ()).expect("one buffer for every input");
     let error = merge.bind(&args(heads(&c), &e), ()).expect_err("refused");

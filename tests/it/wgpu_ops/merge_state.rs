@@ -102,6 +102,7 @@ impl MergeCase {
             output_lse: Some(by_head.view(&ol)),
             num_tokens: tokens as u32,
             num_heads: heads as u32,
+            output_scale: 1.0,
         };
         let binding = op.bind(&args, ()).expect("binds");
         let without_lse = op.bind(&MergeStateArgs { output_lse: None, ..args }, ()).expect("binds");

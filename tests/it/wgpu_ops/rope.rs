@@ -41,6 +41,7 @@ fn a_binding_serves_steps_of_any_range() -> Outcome {
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 100,
+        scale: 1.0,
     };
     let op = gpu.compile(SPEC).expect("compiles");
     let apart = op.bind(&args(&input, &output), 9).expect("binds");
@@ -108,6 +109,7 @@ fn a_rotation_in_place_binds_one_window() -> Outcome {
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 100,
+        scale: 1.0,
     };
     let mut step = op.step(0).expect("a step");
     op.prepare(&mut step, 0..3).expect("prepares");
@@ -151,6 +153,7 @@ fn a_rotated_append_never_leaves_its_binding() -> Outcome {
         positions: places,
         cos_sin: &cos_sin,
         max_position: 100,
+        q_pe_scale: 1.0,
     };
     let op = gpu.compile(spec).expect("compiles");
     let binding = op.bind(&args(&places, &q), RopeAppendExtent::of(2)).expect("binds");

@@ -2,6 +2,7 @@
 //
 //   lse = ln(exp(prefix_lse) + exp(suffix_lse)); output = exp(prefix_lse - lse) * prefix + exp(suffix_lse - lse) * suffix
 //   a side whose LSE is -inf, +inf or NaN is empty: the result is the bits of the other side, or 0 and -inf
+//   an output_scale other than 1 multiplies all outputs, also those of one side
 //
 // Two variants. `units`: an item is 16 bytes of a row; head_size and all offsets and strides of the outputs are multiples of that.
 // `elements`: an item is an element; any head_size, offset and stride. A row is a (token, head), heads first; consecutive threads take
@@ -37,7 +38,7 @@ template <class Stride> struct Args {
     u32 num_items;
     u32 row_items;
     u32 num_heads;
-    u32 reserved;
+    float output_scale;
     Divisor by_row_items;
     Divisor by_num_heads;
     Rows<Stride> prefix_lse; // f32 [tokens, heads], as the other LSEs, strided
@@ -56,14 +57,15 @@ __device__ __forceinline__ u64 row_of(Rows<Stride> rows, u32 token, u32 head) {
 struct Weights {
     bool has_prefix;
     bool has_suffix;
-    float prefix;
+    bool is_copy; // of the bits of the only side, or of zeros
+    float prefix; // with output_scale, as the next
     float suffix;
     float top; // the larger LSE
     float sum; // of both sides, in units of exp(top): 1 to 2
 };
 
-// Weights from the bits of both LSEs. All but has_* are valid only where both sides have keys.
-__device__ __forceinline__ Weights weigh(u32 prefix_bits, u32 suffix_bits) {
+// Weights from the bits of both LSEs. `top` and `sum` are valid only where both sides have keys; where one has, its weight is `prefix`.
+__device__ __forceinline__ Weights weigh(u32 prefix_bits, u32 suffix_bits, float output_scale) {
     Weights w;
     // -inf, +inf and NaN have all bits of the exponent set.
     w.has_prefix = (prefix_bits & F32_INF) != F32_INF;
@@ -75,9 +77,12 @@ __device__ __forceinline__ Weights weigh(u32 prefix_bits, u32 suffix_bits) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(below) : "f"((fminf(prefix, suffix) - w.top) * 1.4426950408889634f));
     w.sum = 1.0f + below;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(high) : "f"(w.sum));
+    high *= output_scale;
     float low = below * high;
-    w.prefix = prefix >= suffix ? high : low;
-    w.suffix = prefix >= suffix ? low : high;
+    const bool both = w.has_prefix & w.has_suffix;
+    w.prefix = !both ? output_scale : prefix >= suffix ? high : low;
+    w.suffix = !both ? 0.0f : prefix >= suffix ? low : high;
+    w.is_copy = !both & (output_scale == 1.0f);
     return w;
 }
 
@@ -121,15 +126,16 @@ struct Bf16 {
     static __device__ __forceinline__ void store(u64 at, u32 x) { store_2(at, x); }
 };
 
-// The word of the only side with keys, or 0.
-__device__ __forceinline__ u32 one_side(u32 p, u32 s, const Weights &w) { return w.has_prefix ? p : w.has_suffix ? s : 0u; }
+// The merged word. Where one side has keys, it stands for the prefix, and zeros for the suffix.
+template <class Dtype>
+__device__ __forceinline__ u32 merged(u32 p, u32 s, const Weights &w) {
+    const u32 first = w.has_prefix ? p : w.has_suffix ? s : 0u;
+    return w.is_copy ? first : Dtype::word(first, w.has_prefix & w.has_suffix ? s : 0u, w);
+}
 
 template <class Dtype>
 __device__ __forceinline__ uint4 merged(const uint4 &p, const uint4 &s, const Weights &w) {
-    if (w.has_prefix & w.has_suffix) {
-        return make_uint4(Dtype::word(p.x, s.x, w), Dtype::word(p.y, s.y, w), Dtype::word(p.z, s.z, w), Dtype::word(p.w, s.w, w));
-    }
-    return make_uint4(one_side(p.x, s.x, w), one_side(p.y, s.y, w), one_side(p.z, s.z, w), one_side(p.w, s.w, w));
+    return make_uint4(merged<Dtype>(p.x, s.x, w), merged<Dtype>(p.y, s.y, w), merged<Dtype>(p.z, s.z, w), merged<Dtype>(p.w, s.w, w));
 }
 
 template <class Dtype, u32 ITEMS>
@@ -157,7 +163,7 @@ __device__ __forceinline__ void merge_units(const Args<u32> &args) {
 #pragma unroll
     for (u32 i = 0; i < ITEMS; i++) {
         if (first + i * blockDim.x < args.num_items) {
-            Weights w = weigh(lse[i][0], lse[i][1]);
+            Weights w = weigh(lse[i][0], lse[i][1], args.output_scale);
             u64 at = row_of(args.output, token[i], head[i]) + unit[i];
             store_16_once(args.output.address + 16ull * at, merged<Dtype>(prefix[i], suffix[i], w));
             if (unit[i] == 0 && args.output_lse.address != 0) {
@@ -184,8 +190,8 @@ __device__ __forceinline__ void merge_elements(const Args<u64> &args) {
     u64 at_suffix = row_of(args.suffix_output, token, head) + d;
     u32 p = Dtype::load(args.prefix_output.address + Dtype::BYTES * at_prefix);
     u32 s = Dtype::load(args.suffix_output.address + Dtype::BYTES * at_suffix);
-    Weights w = weigh(prefix_bits, suffix_bits);
-    u32 x = w.has_prefix & w.has_suffix ? Dtype::word(p, s, w) : one_side(p, s, w);
+    Weights w = weigh(prefix_bits, suffix_bits, args.output_scale);
+    u32 x = merged<Dtype>(p, s, w);
     if (index < args.num_items) {
         u64 at = row_of(args.output, token, head) + d;
         Dtype::store(args.output.address + Dtype::BYTES * at, x);

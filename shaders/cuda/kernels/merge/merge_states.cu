@@ -34,7 +34,7 @@ struct Args {
     u32 dtype;
     float log2_base; // of the base that LSEs are in: log2 e or 1
     float per_ln; // what a natural logarithm is multiplied by to be in it: 1 or log2 e
-    u32 reserved;
+    float output_scale;
     Divisor by_row_units;
     Divisor by_num_heads;
 };
@@ -89,14 +89,15 @@ template <class Unit> __device__ __forceinline__ void merge(const Args &args) {
 
     u64 to = row_of(args.output, token, head) + column;
     u32 lse_bits = NOTHING;
-    if (some == 1) {
+    if (some == 1 && args.output_scale == 1.0f) {
         Unit::copy(to, states + only * args.set_stride, args.dtype);
-        lse_bits = read_4(lses + only * args.lse_set_stride);
     } else {
-        merged.times(some > 1 ? 1.0f / sum : 0.0f).store(to, args.dtype);
-        if (some > 1) {
-            lse_bits = __float_as_uint(fmaf(logf(sum), args.per_ln, top));
-        }
+        merged.times(some > 0 ? 1.0f / sum : 0.0f).times(args.output_scale).store(to, args.dtype);
+    }
+    if (some == 1) {
+        lse_bits = read_4(lses + only * args.lse_set_stride);
+    } else if (some > 1) {
+        lse_bits = __float_as_uint(fmaf(logf(sum), args.per_ln, top));
     }
     if (unit == 0 && args.output_lse.address != 0) {
         store_4(row_of(args.output_lse, token, head), lse_bits);

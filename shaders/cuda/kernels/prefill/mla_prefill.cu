@@ -233,7 +233,7 @@ __device__ __forceinline__ void attend(const Args &args) {
             continue;
         }
         bool any = sum > 0.0f;
-        float factor = any ? 1.0f / sum : 0.0f;
+        float factor = any ? 1.0f / sum * args.v_scale : 0.0f;
 #pragma unroll
         for (u32 c = 0; c < COLUMN_QUADS; c++) {
             if (c * 16 + tx < args.value_quads) {

@@ -31,6 +31,8 @@ struct Args {
     u32 dtype;
     u32 out_dtype;
     u32 section_heads; // as many heads take their turn together: L2 holds their keys and values
+    float v_scale;
+    u32 reserved;
     Divisor by_num_heads;
 };
 

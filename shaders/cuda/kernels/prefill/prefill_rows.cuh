@@ -84,7 +84,7 @@ struct PrefillRows {
             const u32 row = first_row + h * 8 + lane / 4, to = tile.first_row + row;
             if (row >= tile.num_rows || to >= args.max_rows) continue;
             const bool any = !(sum[h] == 0.0f); // NaN too
-            const float factor = any ? 1.0f / sum[h] : 0.0f;
+            const float factor = any ? 1.0f / sum[h] * args.v_scale : 0.0f;
             const u64 at = row_of(args.out, to, tile.head);
 #pragma unroll
             for (int c = 0; c < TILES; c++) {

@@ -151,7 +151,8 @@ __device__ __forceinline__ void project(const Args &args) {
     for (u32 i = 0; i < ROWS; i++) {
         u32 token = begin + i * 16 + ty;
         if (token < count && column < args.n_quads) {
-            store_quad(row_of(args.y, first + token, head) + column * quad_bytes(args.y_dtype), args.y_dtype, sums[i]);
+            const float4 sum = make_float4(scaled(args, sums[i].x), scaled(args, sums[i].y), scaled(args, sums[i].z), scaled(args, sums[i].w));
+            store_quad(row_of(args.y, first + token, head) + column * quad_bytes(args.y_dtype), args.y_dtype, sum);
         }
     }
 }

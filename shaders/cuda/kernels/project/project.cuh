@@ -20,10 +20,18 @@ struct Args {
     u32 token_tiles;
     u32 num_tiles; // column_tiles * token_tiles * H
     u32 prefetches; // 1: blocks fetch their weights into the L2 while the kernel before drains
+    float scale; // of the products
+    float limit; // the largest magnitude that a finite product is stored with
     u32 reserved;
     Divisor by_column_tiles;
     Divisor by_token_tiles;
 };
+
+// A sum as it is stored. What is infinite or NaN stays.
+__device__ __forceinline__ float scaled(const Args &args, float sum) {
+    const float product = sum * args.scale;
+    return fabsf(product) <= 3.402823466e38f ? fminf(fmaxf(product, -args.limit), args.limit) : product;
+}
 
 // The tile of a block: its columns change fastest, its head slowest, so that the blocks of a head run side by side.
 struct Tile {

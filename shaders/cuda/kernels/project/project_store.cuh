@@ -16,7 +16,7 @@ DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 colum
 #pragma unroll
             for (int j = 0; j < 2 * COLUMN_TILES; j++) {
                 const u32 h = j / COLUMN_TILES, c = j % COLUMN_TILES, column = first_column + c * 8;
-                const uint2 words = make_uint2(__float_as_uint(sums[i][c][2 * h]), __float_as_uint(sums[i][c][2 * h + 1]));
+                const uint2 words = make_uint2(__float_as_uint(scaled(args, sums[i][c][2 * h])), __float_as_uint(scaled(args, sums[i][c][2 * h + 1])));
                 if (row + h * 8 < tokens && column < columns) {
                     store_8(at + h * 8 * args.y.token_stride + (tile.first_column + column + quad * 2) * 4, words);
                 }
@@ -28,7 +28,7 @@ DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 colum
 #pragma unroll
                 for (int w = 0; w < 4; w++) {
                     const int j = group * 4 + w, h = j / COLUMN_TILES, c = j % COLUMN_TILES;
-                    const float first = sums[i][c][2 * h], second = sums[i][c][2 * h + 1];
+                    const float first = scaled(args, sums[i][c][2 * h]), second = scaled(args, sums[i][c][2 * h + 1]);
                     words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
                 }
                 transpose_in_quads(words);

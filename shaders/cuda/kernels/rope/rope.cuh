@@ -20,6 +20,8 @@ struct RopeArgs {
     u32 units;      // of a head: R / 8
     u32 head_units; // of all heads of a token
     u32 is_interleaved;
+    float scale; // of what is rotated
+    u32 reserved;
     Divisor by_units;
 };
 
@@ -36,6 +38,14 @@ __device__ __forceinline__ u32 position_of(const RopeArgs &args, u32 token) {
 __device__ __forceinline__ Angles angles_of(const RopeArgs &args, u32 position, u32 unit) {
     u64 at = args.cos_sin + ((u64)position * (2 * args.units) + unit) * 16;
     return Angles{read_16(at), read_16(at + 16ull * args.units)};
+}
+
+__device__ __forceinline__ u32 times(u32 bits, float scale) { return __float_as_uint(__fmul_rn(__uint_as_float(bits), scale)); }
+
+__device__ __forceinline__ Angles scaled(const Angles &angles, float scale) {
+    const uint4 cos = angles.cos, sin = angles.sin;
+    return Angles{make_uint4(times(cos.x, scale), times(cos.y, scale), times(cos.z, scale), times(cos.w, scale)),
+                  make_uint4(times(sin.x, scale), times(sin.y, scale), times(sin.z, scale), times(sin.w, scale))};
 }
 
 // The two quads of a unit.
@@ -113,7 +123,7 @@ __device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 token, u32
     u32 words[2 * T::BYTES];
     u64 x_row = args.x + token * args.x_token_stride + head * args.x_head_stride;
     u64 y_row = args.y + token * args.y_token_stride + head * args.y_head_stride;
-    rotated<T>(args, x_row, unit, angles_of(args, position, unit), words);
+    rotated<T>(args, x_row, unit, scaled(angles_of(args, position, unit), args.scale), words);
     store_quad<T>(y_row, first_quad(args, unit), words);
     store_quad<T>(y_row, second_quad(args, unit), words + T::BYTES);
 }

@@ -194,6 +194,7 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
             output_lse: None,
             num_tokens: 4,
             num_heads: 2,
+            output_scale: 1.0,
         };
         for (dtype, head_size, why) in
             [(Dtype::F32, 8, "output"), (Dtype::E4m3, 8, "e4m3"), (Dtype::F32, 0, "head_size")]

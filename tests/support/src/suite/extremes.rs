@@ -161,6 +161,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             positions: f,
             cos_sin: g,
             max_position: 8,
+            q_pe_scale: 1.0,
         };
         bind_all(
             session,
@@ -245,6 +246,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
                 positions: f,
                 cos_sin: g,
                 max_position: 8,
+                scale: 1.0,
             };
             bind_all(
                 session,
@@ -267,6 +269,8 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             x: View::dense(a, num_heads, 8),
             weight: WeightView { buffer: b, offset: 0, head_stride: 128, row_stride: 16 },
             y: View::dense(c, num_heads, 16),
+            scale: 1.0,
+            saturates: false,
         };
         bind_all(
             session,
@@ -303,6 +307,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             out: view(f),
             lse: View::dense(g, num_heads, 1),
             softmax_scale: 0.1,
+            v_scale: 1.0,
         };
         let room = |count| PrefillExtent { tokens: count, keys: count, rows: count };
         bind_all(
@@ -344,6 +349,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
                 output_lse: None,
                 num_tokens,
                 num_heads,
+                output_scale: 1.0,
             };
             bind_all(
                 session,
@@ -374,6 +380,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             output_lse: Some(View::dense(h, num_heads, 1)),
             lse_base: LseBase::E,
             num_heads,
+            output_scale: 1.0,
         };
         let rooms = [(0, 1), (1, 1), (2, 1), (2, 2)].map(|(tokens, sets)| MergeStatesExtent { tokens, sets });
         // Rows that are a multiple of 8 elements, and others.

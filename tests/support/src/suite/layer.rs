@@ -52,6 +52,22 @@ pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -
     MlaLayer { workspace_bytes: workspace_rows * spec.workspace_row_bytes(), ..spec }
 }
 
+/// How large random values are.
+#[derive(Debug, Clone, Copy)]
+pub struct Amplitudes {
+    pub w_uk: f32,
+    pub w_uv: f32,
+    pub q: f32,
+    pub kv_c: f32,
+    /// `None`: by [`wgpu_mla::softmax_scale`].
+    pub softmax_scale: Option<f32>,
+}
+
+impl Amplitudes {
+    pub const USUAL: Self =
+        Self { w_uk: 1.0 / 16.0, w_uv: 1.0 / 16.0, q: 0.7, kv_c: 0.3, softmax_scale: None };
+}
+
 /// A compiled layer, its weights and cache on a backend, and what the oracle needs to know of them.
 pub struct Rig<B: Backend, R: Runs<B>> {
     layer: Compiled<MlaLayer, B>,
@@ -59,6 +75,7 @@ pub struct Rig<B: Backend, R: Runs<B>> {
     runs: R,
     pool: PagePool,
     rng: Rng,
+    amplitudes: Amplitudes,
     k_scale: f32,
     weight: Vec<f64>,
     cos_sin: Vec<f32>,
@@ -109,6 +126,18 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         runs: R,
         seed: u64,
     ) -> Result<Self> {
+        Self::with(backend, (spec, slab_pages), prefix_rows, runs, seed, Amplitudes::USUAL)
+    }
+
+    /// With values of those sizes.
+    pub fn with(
+        backend: &B,
+        (spec, slab_pages): (MlaLayer, u32),
+        prefix_rows: u32,
+        runs: R,
+        seed: u64,
+        amplitudes: Amplitudes,
+    ) -> Result<Self> {
         let capacity =
             LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows, positions: 0 };
         let options = LayerOptions { capacity, slab_pages, ..LayerOptions::default() };
@@ -117,8 +146,16 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         let mut rng = Rng(seed);
         let shape = spec.shape;
         let (latent, rope) = (shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize);
-        let rows = (shape.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)) as usize;
-        let (weight, bytes) = draw(&mut rng, spec.weight, rows * latent, 1.0 / 16.0);
+        let (mut weight, mut bytes) = (Vec::new(), Vec::new());
+        for _ in 0..shape.num_heads {
+            for (rows, amplitude) in
+                [(spec.qk_nope_head_dim, amplitudes.w_uk), (spec.v_head_dim, amplitudes.w_uv)]
+            {
+                let part = draw(&mut rng, spec.weight, rows as usize * latent, amplitude);
+                weight.extend(part.0);
+                bytes.extend(part.1);
+            }
+        }
         let weight_buffer = uploaded(backend, &bytes)?;
         let mut cos_sin = Vec::new();
         for position in 0..MAX_POSITION {
@@ -139,7 +176,13 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             pool: PagePool::in_slabs(spec.kv, slab_pages)?,
             slab_pages,
             rng,
-            k_scale: if spec.kv.dtype == Dtype::E4m3 { 1.0 / 128.0 } else { 1.0 },
+            // No code saturates.
+            k_scale: if spec.kv.dtype == Dtype::E4m3 {
+                (amplitudes.kv_c / 38.4).log2().round().exp2()
+            } else {
+                1.0
+            },
+            amplitudes,
             weight,
             cos_sin,
             kv,
@@ -177,8 +220,8 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         let (table, lens) = (self.pool.block_table(&seqs, -1)?, self.pool.seq_lens(&seqs)?);
         let shared = self.pool.shared_prefixes(&seqs)?;
 
-        let (q, q_bytes) = draw(&mut self.rng, spec.dtype, total * heads * (nope + rope), 0.7);
-        let (_, kv_c_bytes) = draw(&mut self.rng, spec.dtype, total * latent, 0.3);
+        let (q, q_bytes) = draw(&mut self.rng, spec.dtype, total * heads * (nope + rope), self.amplitudes.q);
+        let (_, kv_c_bytes) = draw(&mut self.rng, spec.dtype, total * latent, self.amplitudes.kv_c);
         let (_, k_pe_bytes) = draw(&mut self.rng, spec.dtype, total * rope, 0.5);
         let [q_buffer, kv_c, k_pe] = [&q_bytes, &kv_c_bytes, &k_pe_bytes].map(|bytes| {
             let room = bytes.len() / total * MAX_TOKENS as usize;
@@ -196,7 +239,8 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             expanded: cascade.map_or(&[][..], |cascade| &cascade.prefixes),
         };
         let q_nope = View::dense(&q_buffer, heads as u32, (nope + rope) as u32);
-        let softmax_scale = wgpu_mla::softmax_scale(nope as u32, rope as u32, 1.0, 1.0);
+        let usual = wgpu_mla::softmax_scale(nope as u32, rope as u32, 1.0, 1.0);
+        let softmax_scale = self.amplitudes.softmax_scale.unwrap_or(usual);
         let args = MlaLayerArgs {
             q_nope,
             q_pe: View { offset: nope as u64, ..q_nope },

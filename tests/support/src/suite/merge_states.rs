@@ -151,6 +151,7 @@ impl Case {
             output_lse: with_lse.then(|| log_at.view(&log_buffer)),
             lse_base: self.lse_base,
             num_heads: heads as u32,
+            output_scale: 1.0,
         };
         backend.once(spec, (0..tokens as u32, sets as u32), &args).map_err(text)?;
 
@@ -212,6 +213,7 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
             output_lse: Some(View::dense(&output_lse, 2, 1)),
             lse_base: LseBase::E,
             num_heads: 2,
+            output_scale: 1.0,
         };
         session.note("good", backend.once(good, (0..4, 3), &args).map_err(text));
         session.note("no token", backend.once(good, (0..0, 3), &args).map_err(text));

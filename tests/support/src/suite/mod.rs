@@ -7,10 +7,12 @@ pub mod correct_attn_out;
 pub mod decode;
 pub mod errors;
 pub mod extremes;
+pub mod factors;
 pub mod invariance;
 pub mod kv_calibrate;
 pub mod kv_gather;
 pub mod layer;
+pub mod layer_range;
 pub mod memory;
 pub mod merge_states;
 mod mixed;
@@ -313,6 +315,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "kv_append" false: ops { appends }
         "kv_append" false: errors { refuses_ops }
         "every_op" false: extremes { extreme_views }
+        "every_op" false: factors { factors }
         "kv_copy_pages" false: ops { page_copies }
         "kv_gather" false: kv_gather { gathers, refuses_gathers }
         "reorg_kvcache" false: reorg_kvcache { reorgs, sharded_contexts, refuses_reorgs }
@@ -323,6 +326,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "rope_append" false: rope { rotated_appends }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
         "layer" false: layer { layers, layer_workspaces, cascades }
+        "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }
     };
     all.insert(0, Group { op: "decode", name: "case_files", by_variant: true, run: case_files });
     all

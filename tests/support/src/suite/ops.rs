@@ -128,6 +128,7 @@ pub fn check_merge<B: Backend>(
         output_lse: with_lse.then(|| lse_strides.view(&log_buffer)),
         num_tokens: num_tokens as u32,
         num_heads: num_heads as u32,
+        output_scale: 1.0,
     };
     backend.once(spec, (), &args).map_err(text)?;
 

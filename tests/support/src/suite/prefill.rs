@@ -178,6 +178,7 @@ impl Problem {
             out: out.strides.view(&out_buffer),
             lse: lse.strides.view(&lse_buffer),
             softmax_scale: SCALE,
+            v_scale: 1.0,
         };
         backend.once_with(spec, &forced(variant.name), sequences, &args).map_err(text)?;
         let out_bytes = out.read(backend, &out_buffer).map_err(|error| format!("out: {error}"))?;
@@ -314,6 +315,7 @@ pub fn prefill_repeated_rows<B: Backend>(session: &Session<'_, B>) {
                 out: View::dense(&out, 2, 128),
                 lse: View::dense(&lse, 2, 1),
                 softmax_scale: SCALE,
+                v_scale: 1.0,
             };
             let batch = [PrefillSequence::full(0, TOKENS, 0, KEYS)];
             session.backend.once_with(spec, &forced(variant.name), &batch, &args)?;
@@ -398,6 +400,7 @@ pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
             out: View::dense(&out, 2, 16),
             lse: View::dense(&lse, 2, 1),
             softmax_scale: 0.1,
+            v_scale: 1.0,
         };
         let one = [PrefillSequence::causal(0, 8, 0, 8)];
         let refuses = |what: &str, result: Result<(), Error>, why: &str| {

@@ -108,6 +108,8 @@ pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Res
         x: x_view,
         weight: WeightView { buffer: &w_buffer, offset, head_stride, row_stride },
         y: y.strides.view(&y_buffer),
+        scale: 1.0,
+        saturates: false,
     };
     let options = OpOptions { variant: variant.map(str::to_owned) };
     backend.once_with(spec, &options, 0..tokens as u32, &args).map_err(text)?;
@@ -219,6 +221,8 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
             x: Strides::dense(heads, k).view(&x_buffer),
             weight: view,
             y: y.strides.view(&y_buffer),
+            scale: 1.0,
+            saturates: false,
         };
         backend.once(spec, 0..tokens as u32, &args).map_err(text)?;
         let got = output.decode_all(&y.read(backend, &y_buffer)?);
@@ -241,6 +245,8 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
             x: Strides::dense(2, 16).view(&x),
             weight,
             y: Strides::dense(2, 24).view(&y),
+            scale: 1.0,
+            saturates: false,
         };
         let refuses = |what: &str, result: Result<()>, why: &str| {
             let checked = match result {

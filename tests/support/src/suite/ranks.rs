@@ -274,6 +274,7 @@ impl<'a> States<'a> {
             output_lse: Some(View::dense(&output_lse, heads as u32, 1)),
             lse_base: self.lse_base,
             num_heads: heads as u32,
+            output_scale: 1.0,
         };
         backend.once(self.spec, (0..tokens as u32, world as u32), &args).map_err(text)?;
         let read = |buffer, bytes: usize| {

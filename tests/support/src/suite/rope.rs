@@ -132,6 +132,7 @@ pub fn check_rotation<B: Backend>(
         positions: &places,
         cos_sin: &angles,
         max_position: MAX_POSITION,
+        scale: 1.0,
     };
     backend.once(*spec, 0..tokens as u32, &args).map_err(text)?;
 
@@ -263,6 +264,7 @@ pub fn check_rotated_append<B: Backend>(
                 positions: if gaps { &unread } else { &places },
                 cos_sin: &angles,
                 max_position: MAX_POSITION,
+                q_pe_scale: 1.0,
             };
             let batch =
                 RopeAppendBatch { slot_mapping: &case.slot_mapping, positions: gaps.then_some(&known[..]) };
@@ -274,6 +276,7 @@ pub fn check_rotated_append<B: Backend>(
                 positions: &places,
                 cos_sin: &angles,
                 max_position: MAX_POSITION,
+                scale: 1.0,
             };
             let keys = RopeArgs { x: k_pe_strides.view(&k_pe), y: k_pe_strides.view(&turned), ..queries };
             let query = Rope { dtype: spec.query, num_heads: spec.num_heads, rope_dim, layout: spec.layout };
@@ -321,6 +324,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             positions: &places,
             cos_sin: &angles,
             max_position: 5,
+            scale: 1.0,
         };
         session.note("a good rotation", backend.once(spec, 0..3, &good).map_err(text));
         session.note("no token", backend.once(spec, 0..0, &good).map_err(text));
@@ -388,6 +392,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             positions: &places,
             cos_sin: &angles,
             max_position: 5,
+            q_pe_scale: 1.0,
         };
         session.note(
             "a good append",
