@@ -30,7 +30,8 @@ use crate::{CorrectAttnOut, Error, MergeStates, Result, View};
 ///
 /// With one rank these are the same buffers, and nothing is copied, launched or exchanged.
 ///
-/// Layers run one after another: each combine reads what its decode wrote, and overwrites the one before.
+/// Layers run one after another: each combine reads what its decode wrote, and overwrites the one before. So one thread at a time decodes into
+/// it and combines; threads that decode at once have one each, with a communicator each.
 ///
 /// A sequence of 40 tokens on two CPUs, a thread each:
 ///

@@ -23,6 +23,7 @@
 mod batch;
 mod bound;
 mod composed;
+mod each;
 mod expanded;
 mod over_prefixes;
 mod plan;
@@ -266,8 +267,9 @@ impl LayerCapacity {
     }
 }
 
-/// Choices of an [`MlaLayer`]. It owns a workspace for its capacity, which all layers of the model share, and the positions of the step that
-/// was prepared last: submit what was recorded for a step before another is prepared.
+/// Choices of an [`MlaLayer`]. What is compiled owns a workspace for its capacity, which all layers of the model share, one after the other. All that
+/// changes with a step is in the [`Step`](crate::Step), so that several may be prepared before what was recorded of them is submitted, and by
+/// several threads: see [the crate's page](crate#threads).
 #[derive(Debug, Clone, Default)]
 pub struct LayerOptions {
     /// Forces a kernel variant of the decode by name, such as one that rounds no softmax weights.

@@ -109,6 +109,16 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # Threads
+//!
+//! Devices, buffers, compiled ops, steps, bindings, plans and pools are `Send + Sync`, in generic code too: [`Device`] and [`Kernel`] ask for
+//! it. A step is prepared through `&mut`, all else goes through `&`, so that threads share one compiled op, each with a step, a binding and arrays of
+//! its own, or with a step in common. What an op records is one unit, whatever it keeps between its kernels: on the CPU and on CUDA, where an op runs
+//! or is launched as it is recorded, threads that record one [`MlaLayer`] take turns; on wgpu they record in parallel, each into an encoder
+//! of its own, and the encoders run in the order of their submits. Buffers that the host's commands have in common are the host's to order.
+//!
+//! On `wasm32` wgpu's objects stay on their thread; there the traits ask for nothing: [`WasmNotSendSync`].
+//!
 //! # Errors
 //!
 //! What a caller hands over is checked before anything is recorded: [`Error`] says what is wrong and what to do about it. What is
@@ -146,6 +156,7 @@ mod rope;
 mod shape;
 mod shares;
 pub mod tables;
+mod threads;
 mod view;
 
 #[cfg(not(target_arch = "wasm32"))]
@@ -177,6 +188,7 @@ pub use rope::{RopeFrequencies, Yarn};
 pub use shape::{KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
 pub use shares::Shares;
 pub use tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
+pub use threads::WasmNotSendSync;
 pub use view::{KvView, Slabs, View};
 
 #[cfg(feature = "wgpu")]

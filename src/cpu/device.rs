@@ -99,7 +99,7 @@ impl Device for Cpu {
 /// An op that is a function of host memory.
 pub trait HostOp: Op<Options = OpOptions, Facts = ()> {
     /// A step, checked.
-    type Prepared: Default + Debug;
+    type Prepared: Default + Debug + Send + Sync;
 
     /// # Errors
     /// Those of the op's input.
@@ -114,7 +114,7 @@ pub trait HostOp: Op<Options = OpOptions, Facts = ()> {
 
 impl<O: HostOp> Kernel<O> for Cpu
 where
-    O::Args<Buffer>: Debug,
+    O::Args<Buffer>: Debug + Send + Sync,
 {
     type Kernels = ();
     type Step = O::Prepared;

@@ -4,6 +4,8 @@ mod args;
 mod step;
 mod variants;
 
+use std::sync::PoisonError;
+
 use args::{Args, Copying};
 use step::Tables;
 use variants::{Body, Compiled, Kernel as Chosen, Tile, VARIANTS};
@@ -148,6 +150,7 @@ impl Kernel<MlaDecode> for Cuda {
         if layer.max_queries == 0 {
             return Ok(());
         }
+        let _turn = step.turn.lock().unwrap_or_else(PoisonError::into_inner);
         for (bound, tables) in layer.slabs.iter().zip(step.each_slab()) {
             self.launch_split(bound, tables, &step.partials)?;
         }

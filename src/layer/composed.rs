@@ -1,5 +1,7 @@
 //! The ops that a layer is made of, and their workspace.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use super::prefix_cost::PrefixCost;
 use super::workspace::Workspace;
 use super::{LayerCapacity, LayerOptions, MlaLayer};
@@ -22,11 +24,17 @@ pub trait Composes:
     + Kernel<MergeState>
     + Kernel<MergeStates>
 {
+    /// Whether an op runs, or is launched on the device's stream, as it is recorded: then two threads that record one layer would mix
+    /// their ops in its workspace. What is recorded into an encoder is whole, whatever other threads record.
+    const RUNS_AS_RECORDED: bool;
+
     /// What expanded prefixes cost, with a decode on tensor cores or without, and an attention over them in tiles of so many query tokens.
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost;
 }
 
 impl Composes for crate::cpu::Cpu {
+    const RUNS_AS_RECORDED: bool = true;
+
     /// It multiplies no missing rows of a tile.
     fn prefix_cost(_: bool, _: u32) -> PrefixCost {
         PrefixCost::ARITHMETIC
@@ -34,12 +42,16 @@ impl Composes for crate::cpu::Cpu {
 }
 #[cfg(feature = "cuda")]
 impl Composes for crate::cuda::Cuda {
+    const RUNS_AS_RECORDED: bool = true;
+
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
         if on_tensor_cores { PrefixCost::CUDA } else { PrefixCost::ARITHMETIC }.with_tiles(tile_queries)
     }
 }
 #[cfg(feature = "wgpu")]
 impl Composes for crate::gpu::Gpu {
+    const RUNS_AS_RECORDED: bool = false;
+
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
         if on_tensor_cores { PrefixCost::MATRICES } else { PrefixCost::ARITHMETIC }.with_tiles(tile_queries)
     }
@@ -69,6 +81,8 @@ pub struct Ops<D: Composes> {
     /// The only step of `merge`, which has nothing that changes with a step.
     pub(super) merge_step: Step<MergeState, D>,
     pub(super) space: Workspace<D::Buffer>,
+    /// Held while a step is recorded: see [`Ops::turn`].
+    turn: Mutex<()>,
     pub(super) capacity: LayerCapacity,
     /// 0 for a pool in one buffer.
     pub(super) slab_pages: u32,
@@ -120,6 +134,7 @@ impl<D: Composes> Ops<D> {
             merge_step: merge.step(())?,
             merge,
             space: Workspace::new(device, spec, &capacity, prefixes.as_ref().map_or(0, |all| all.num_sets))?,
+            turn: Mutex::new(()),
             prefixes,
             capacity,
             slab_pages: match options.slab_pages {
@@ -128,6 +143,13 @@ impl<D: Composes> Ops<D> {
                 pages => pages,
             },
         })
+    }
+}
+
+impl<D: Composes> Ops<D> {
+    /// Keeps other threads from using the workspace while a step is recorded, where it is used as it is recorded.
+    pub(super) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+        D::RUNS_AS_RECORDED.then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

@@ -3,7 +3,8 @@
 use super::batch::LayerBatch;
 use super::bound::{Bind, Bindings};
 use super::composed::{Append, Composes, Ops};
-use super::plan::{Chunk, LayerPlan, Target};
+use super::each::{Check, Record};
+use super::plan::LayerPlan;
 use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
 use crate::ops::op::{Kernel, Step};
 use crate::ops::variants::{Candidate, Choice};
@@ -17,13 +18,13 @@ use crate::{Error, MlaDecode, Result, SplitPolicy};
 /// A step's tables. They grow as needed.
 #[derive(Debug)]
 pub struct Steps<D: Composes> {
-    append: Append<Step<RopeAppend, D>, Step<KvAppend, D>>,
-    decode: Step<MlaDecode, D>,
-    plan: LayerPlan,
+    pub(super) append: Append<Step<RopeAppend, D>, Step<KvAppend, D>>,
+    pub(super) decode: Step<MlaDecode, D>,
+    pub(super) plan: LayerPlan,
     /// As many as there are runs of decoded tokens, or more from an earlier step.
-    decoded: Vec<Step<HeadProject, D>>,
-    chunks: Vec<ChunkStep<D>>,
-    prefixes: Option<PrefixesStep<D>>,
+    pub(super) decoded: Vec<Step<HeadProject, D>>,
+    pub(super) chunks: Vec<ChunkStep<D>>,
+    pub(super) prefixes: Option<PrefixesStep<D>>,
     /// Recorded commands stay valid while these are unchanged: the number of runs of decoded tokens, and whether they attend prefixes;
     /// the rounds of each chunk, and whether each is merged; the capacity of every step.
     shape: Vec<u64>,
@@ -32,18 +33,18 @@ pub struct Steps<D: Composes> {
 
 /// The steps of one chunk of the plan.
 #[derive(Debug)]
-struct ChunkStep<D: Composes> {
-    gather: Step<KvGather, D>,
-    rows: Step<HeadProject, D>,
+pub(super) struct ChunkStep<D: Composes> {
+    pub(super) gather: Step<KvGather, D>,
+    pub(super) rows: Step<HeadProject, D>,
     /// Of each round: [`super::plan::Round::first`] and [`super::plan::Round::more`].
-    rounds: Vec<[Step<MlaPrefill, D>; 2]>,
+    pub(super) rounds: Vec<[Step<MlaPrefill, D>; 2]>,
 }
 
 #[derive(Debug)]
-struct PrefixesStep<D: Composes> {
-    parts: Step<MlaPrefill, D>,
+pub(super) struct PrefixesStep<D: Composes> {
+    pub(super) parts: Step<MlaPrefill, D>,
     /// As many as there are runs of decoded tokens, or more from an earlier step.
-    merges: Vec<Step<MergeStates, D>>,
+    pub(super) merges: Vec<Step<MergeStates, D>>,
 }
 
 impl<D: Composes> Kernel<MlaLayer> for D {
@@ -151,81 +152,14 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         if step.plan.positions.is_empty() {
             return Ok(());
         }
-        match (&ops.append, &step.append, &binding.append) {
-            (Append::Rotated(append), Append::Rotated(step), Append::Rotated(layer)) => {
-                append.record_on(recorder, step, layer)?;
-            }
-            (Append::Plain(append), Append::Plain(step), Append::Plain(layer)) => {
-                append.record_on(recorder, step, layer)?;
-            }
-            _ => return Err(MIXED),
-        }
-        let mut merges_left = step.plan.num_merges;
-        for (chunk, plan) in step.chunks.iter().zip(&step.plan.chunks) {
-            ops.record_chunk(recorder, chunk, plan, binding, &mut merges_left)?;
-        }
-        ops.record_decodes(recorder, step, binding)
+        // Nothing is recorded before all is known to fit.
+        ops.each(step, binding, &mut Check)?;
+        let _turn = ops.turn();
+        ops.each(step, binding, &mut Record::<D>(recorder))
     }
 }
 
-const MIXED: Error = Error::LayoutMismatch { detail: "a layer has one kind of append" };
-
-impl<D: Composes> Ops<D> {
-    fn record_chunk(
-        &self,
-        recorder: &mut D::Recorder<'_>,
-        step: &ChunkStep<D>,
-        chunk: &Chunk,
-        binding: &Bindings<D>,
-        merges_left: &mut u32,
-    ) -> Result<()> {
-        self.gather.record_on(recorder, &step.gather, &binding.gather)?;
-        self.k_up.record_on(recorder, &step.rows, &binding.rows[0])?;
-        self.v_up.record_on(recorder, &step.rows, &binding.rows[1])?;
-        for ([first, more], round) in step.rounds.iter().zip(&chunk.rounds) {
-            // The state of what no merge follows is the output.
-            let into = match *merges_left {
-                0 => &binding.last_prefill,
-                _ => &binding.prefill[round.state as usize],
-            };
-            self.prefill.record_on(recorder, first, into)?;
-            if !round.more.is_empty() {
-                self.prefill.record_on(recorder, more, &binding.prefill[Target::Partial as usize])?;
-                let merge = match *merges_left {
-                    1 => &binding.last_merge,
-                    _ => &binding.merge[round.state as usize],
-                };
-                *merges_left -= 1;
-                self.merge.record_on(recorder, &self.merge_step, merge)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn record_decodes(
-        &self,
-        recorder: &mut D::Recorder<'_>,
-        step: &Steps<D>,
-        binding: &Bindings<D>,
-    ) -> Result<()> {
-        let decoded = &step.decoded[..step.plan.decoded.len()];
-        if decoded.is_empty() {
-            return Ok(());
-        }
-        decoded.iter().try_for_each(|tokens| self.absorb.record_on(recorder, tokens, &binding.absorb))?;
-        self.decode.record_on(recorder, &step.decode, &binding.decode)?;
-        let attends = !step.plan.over_prefixes.is_empty();
-        match (&self.prefixes, &step.prefixes, &binding.prefixes) {
-            (Some(ops), Some(step), Some(bound)) if attends => {
-                decoded.iter().try_for_each(|tokens| self.v_up.record_on(recorder, tokens, &bound.v_up))?;
-                ops.prefill.record_on(recorder, &step.parts, &bound.parts)?;
-                let merges = &step.merges[..decoded.len()];
-                merges.iter().try_for_each(|tokens| ops.merge.record_on(recorder, tokens, &bound.merge))
-            }
-            _ => decoded.iter().try_for_each(|tokens| self.v_up.record_on(recorder, tokens, &binding.v_up)),
-        }
-    }
-}
+pub(super) const MIXED: Error = Error::LayoutMismatch { detail: "a layer has one kind of append" };
 
 impl<D: Composes> Steps<D> {
     fn prepare_decodes(&mut self, ops: &Ops<D>) -> Result<()> {

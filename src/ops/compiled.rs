@@ -167,8 +167,13 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         self.device.submit(|mut recorder| self.add(&mut recorder, step, binding))
     }
 
-    /// Records a pair that was checked.
-    fn add(&self, recorder: &mut D::Recorder<'_>, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
+    /// Records a pair that passed [`Compiled::check`].
+    pub(crate) fn add(
+        &self,
+        recorder: &mut D::Recorder<'_>,
+        step: &Step<O, D>,
+        binding: &Binding<O, D>,
+    ) -> Result<()> {
         self.device.note(|| step.recorded(binding.room));
         std::iter::once(&binding.raw)
             .chain(&binding.more)

@@ -13,6 +13,7 @@ pub(crate) use super::compiled::next_id;
 pub use super::compiled::{Binding, Compiled, Step};
 use super::replay::Replay;
 use super::variants::{Candidate, Choice, only_candidate};
+use crate::threads::WasmNotSendSync;
 use crate::{Error, Result};
 
 pub(crate) mod sealed {
@@ -21,7 +22,7 @@ pub(crate) mod sealed {
 }
 
 /// An operation: a plain struct that says what it is compiled for. All of this is pure, the same for every backend.
-pub trait Op: Copy + Debug + 'static {
+pub trait Op: Copy + Debug + Send + Sync + 'static {
     /// Its name, as in labels and errors.
     const NAME: &'static str;
     /// Whether a step holds nothing that depends on the spec: ops of one type and device may then record each other's steps.
@@ -29,15 +30,15 @@ pub trait Op: Copy + Debug + 'static {
     /// Choices of a compilation that have a default.
     type Options: Default + Debug;
     /// Plain data that a host has to know of the compiled op, such as how a decode cuts its work.
-    type Facts: Clone + Debug;
+    type Facts: Clone + Debug + Send + Sync;
     /// What changes with a step.
     type Input<'a>;
     /// One layer's arrays, on handles `B`: `&Buffer` where a caller hands them over.
     type Args<B>;
     /// How far a step reaches, or a binding has room for: usually query tokens.
-    type Extent: Copy + Default + PartialEq + Debug + Send;
+    type Extent: Copy + Default + PartialEq + Debug + Send + Sync;
     /// What a step has room for without new memory.
-    type Capacity: Copy + Default + PartialEq + Debug + Send;
+    type Capacity: Copy + Default + PartialEq + Debug + Send + Sync;
 
     /// Whether the op is served.
     ///
@@ -134,9 +135,11 @@ pub enum Use {
 /// A backend's device: its memory, and where its commands go. A clone is another handle on it. Sealed; implemented by `Gpu`, `Cuda`,
 /// `Cpu` and `AnyBackend`. Beside the errors that are listed, any call may be [`Error::Cuda`] on CUDA, where the driver fails it, and
 /// [`Error::OtherBackend`] on `AnyBackend`, for what another backend made.
-pub trait Device: sealed::Sealed + Clone + Debug {
+///
+/// A device, its buffers and what is compiled on it are `Send + Sync`, for generic code too; not on `wasm32`. See [the crate's page](crate#threads).
+pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// Memory that this device's kernels read and write.
-    type Buffer: Clone + Debug;
+    type Buffer: Clone + Debug + WasmNotSendSync;
     /// What commands are recorded to: a compute pass of wgpu; nothing on CUDA, whose stream is the device's, and on the CPU.
     type Recorder<'r>;
 
@@ -285,11 +288,11 @@ pub trait Device: sealed::Sealed + Clone + Debug {
 /// A device that runs an op: what a backend's author writes. [`Compiled`] has checked all that these are given.
 pub trait Kernel<O: Op>: Device {
     /// What is compiled.
-    type Kernels: Debug;
+    type Kernels: Debug + WasmNotSendSync;
     /// A step's tables on the device.
-    type Step: Debug;
+    type Step: Debug + WasmNotSendSync;
     /// A layer's buffers, held.
-    type Binding: Debug;
+    type Binding: Debug + WasmNotSendSync;
 
     /// See [`Device::variants`]. Usually there is one kernel, which runs everywhere.
     fn kernel_variants(&self, _: &O) -> Vec<Candidate> {

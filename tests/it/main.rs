@@ -43,6 +43,7 @@ mod problems;
 #[cfg(feature = "wgpu")]
 mod record;
 mod tables;
+mod threads;
 #[cfg(feature = "wgpu")]
 mod wgpu_ops;
 
@@ -67,6 +68,7 @@ fn main() -> std::process::ExitCode {
         plan::tests,
         problems::tests,
         tables::tests,
+        threads::tests,
     ];
     #[cfg(feature = "cuda")]
     let on_cuda: &[Tests] = &[cuda::tests];

@@ -57,7 +57,7 @@ pub fn refuses_other_specs<B: Backend>(session: &Session<'_, B>) {
     session.finish("refuses other specs");
 }
 
-const MAX_TOKENS: u32 = 16;
+pub(super) const MAX_TOKENS: u32 = 16;
 /// Positions of the RoPE table: fewer than a sequence may have tokens.
 const POSITIONS: u32 = 40;
 
@@ -65,11 +65,79 @@ const POSITIONS: u32 = 40;
 struct Rig<'a, B: Backend> {
     backend: &'a B,
     layer: Compiled<MlaLayer, B>,
-    arrays: [B::Buffer; 6],
+    inputs: Inputs<B>,
     outs: [B::Buffer; 2],
 }
 
-struct Arrays {
+/// All that a layer reads, and its cache: drawn at random.
+pub(super) struct Inputs<B: Backend>([B::Buffer; 6]);
+
+pub(super) fn compiled<B: Backend>(backend: &B) -> Result<Compiled<MlaLayer, B>, Error> {
+    let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);
+    let capacity = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, ..Default::default() };
+    backend.compile_with(spec, &LayerOptions { capacity, ..Default::default() })
+}
+
+/// Memory for the output of a layer.
+pub(super) fn out<B: Backend>(layer: &Compiled<MlaLayer, B>) -> Result<B::Buffer, Error> {
+    let spec = layer.op();
+    layer.device().buffer(u64::from(MAX_TOKENS * spec.shape.num_heads * spec.v_head_dim) * 4)
+}
+
+impl<B: Backend> Inputs<B> {
+    pub(super) fn new(layer: &Compiled<MlaLayer, B>, seed: u64) -> Result<Self, Error> {
+        let (backend, spec) = (layer.device(), layer.op());
+        let (heads, row) = (spec.shape.num_heads, spec.shape.row_elems());
+        let MlaLayer { qk_nope_head_dim: nope, v_head_dim: value, .. } = *spec;
+        let MlaShape { kv_lora_rank: latent, qk_rope_head_dim: rope, .. } = spec.shape;
+        let mut rng = Rng(seed);
+        let mut array = |dtype: Dtype, count: u32| {
+            let bytes = dtype.encode_all(&(0..count).map(|_| rng.randn() * 0.3).collect::<Vec<_>>());
+            let buffer = backend.buffer(bytes.len() as u64)?;
+            backend.upload(&buffer, 0, &bytes)?;
+            Ok::<_, Error>(buffer)
+        };
+        Ok(Self([
+            array(Dtype::F32, MAX_TOKENS * heads * (nope + rope))?,
+            array(Dtype::F32, MAX_TOKENS * latent)?,
+            array(Dtype::F32, MAX_TOKENS * rope)?,
+            array(Dtype::F16, spec.kv.num_slots() as u32 * row)?,
+            array(Dtype::F32, heads * (nope + value) * latent)?,
+            array(Dtype::F32, POSITIONS * rope)?,
+        ]))
+    }
+
+    pub(super) fn bind(
+        &self,
+        layer: &Compiled<MlaLayer, B>,
+        out: &B::Buffer,
+    ) -> Result<Binding<MlaLayer, B>, Error> {
+        let room = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, ..Default::default() };
+        layer.bind(&self.args(layer.op(), out), room)
+    }
+
+    pub(super) fn args<'a>(&'a self, spec: &MlaLayer, out: &'a B::Buffer) -> MlaLayerArgs<&'a B::Buffer> {
+        let [q, kv_c, k_pe, kv, kv_b_proj, cos_sin] = &self.0;
+        let (heads, nope) = (spec.shape.num_heads, spec.qk_nope_head_dim);
+        let q_nope = View::dense(q, heads, nope + spec.shape.qk_rope_head_dim);
+        MlaLayerArgs {
+            q_nope,
+            q_pe: View { offset: nope.into(), ..q_nope },
+            kv_c: View::dense(kv_c, 1, spec.shape.kv_lora_rank),
+            k_pe: View::dense(k_pe, 1, spec.shape.qk_rope_head_dim),
+            kv: KvView::dense(kv, &spec.mla()),
+            kv_b_proj,
+            cos_sin,
+            max_position: POSITIONS,
+            out: View::dense(out, heads, spec.v_head_dim),
+            softmax_scale: 0.2,
+            k_scale: 1.0,
+            expanded: None,
+        }
+    }
+}
+
+pub(super) struct Arrays {
     seq_lens: Vec<i32>,
     query_start_loc: Vec<i32>,
     slot_mapping: Vec<i64>,
@@ -78,7 +146,7 @@ struct Arrays {
 
 impl Arrays {
     /// Sequences of so many tokens, of which so many are new.
-    fn new(pool: &mut PagePool, sequences: &[(u32, u32)]) -> Result<Self, Error> {
+    pub(super) fn new(pool: &mut PagePool, sequences: &[(u32, u32)]) -> Result<Self, Error> {
         let (mut ids, mut tokens, mut query_start_loc) = (Vec::new(), Vec::new(), vec![0]);
         for &(len, q_len) in sequences {
             let id = pool.add();
@@ -95,7 +163,7 @@ impl Arrays {
         })
     }
 
-    fn batch(&self) -> LayerBatch<'_> {
+    pub(super) fn batch(&self) -> LayerBatch<'_> {
         LayerBatch {
             seq_lens: &self.seq_lens,
             query_start_loc: &self.query_start_loc,
@@ -109,52 +177,13 @@ impl Arrays {
 
 impl<'a, B: Backend> Rig<'a, B> {
     fn new(backend: &'a B) -> Result<Self, Error> {
-        let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);
-        let capacity = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, ..Default::default() };
-        let layer = backend.compile_with(spec, &LayerOptions { capacity, ..Default::default() })?;
-        let (heads, row) = (spec.shape.num_heads, spec.shape.row_elems());
-        let MlaLayer { qk_nope_head_dim: nope, v_head_dim: value, .. } = spec;
-        let MlaShape { kv_lora_rank: latent, qk_rope_head_dim: rope, .. } = spec.shape;
-        let mut rng = Rng(7);
-        let mut array = |dtype: Dtype, count: u32| {
-            let bytes = dtype.encode_all(&(0..count).map(|_| rng.randn() * 0.3).collect::<Vec<_>>());
-            let buffer = backend.buffer(bytes.len() as u64)?;
-            backend.upload(&buffer, 0, &bytes)?;
-            Ok::<_, Error>(buffer)
-        };
-        let arrays = [
-            array(Dtype::F32, MAX_TOKENS * heads * (nope + rope))?,
-            array(Dtype::F32, MAX_TOKENS * latent)?,
-            array(Dtype::F32, MAX_TOKENS * rope)?,
-            array(Dtype::F16, spec.kv.num_slots() as u32 * row)?,
-            array(Dtype::F32, heads * (nope + value) * latent)?,
-            array(Dtype::F32, POSITIONS * rope)?,
-        ];
-        let out = || backend.buffer(u64::from(MAX_TOKENS * heads * value) * 4);
-        Ok(Self { backend, layer, arrays, outs: [out()?, out()?] })
+        let layer = compiled(backend)?;
+        let (inputs, outs) = (Inputs::new(&layer, 7)?, [out(&layer)?, out(&layer)?]);
+        Ok(Self { backend, layer, inputs, outs })
     }
 
     fn bind(&self, out: usize) -> Result<Binding<MlaLayer, B>, Error> {
-        let spec = self.layer.op();
-        let [q, kv_c, k_pe, kv, kv_b_proj, cos_sin] = &self.arrays;
-        let (heads, nope) = (spec.shape.num_heads, spec.qk_nope_head_dim);
-        let q_nope = View::dense(q, heads, nope + spec.shape.qk_rope_head_dim);
-        let args = MlaLayerArgs {
-            q_nope,
-            q_pe: View { offset: nope.into(), ..q_nope },
-            kv_c: View::dense(kv_c, 1, spec.shape.kv_lora_rank),
-            k_pe: View::dense(k_pe, 1, spec.shape.qk_rope_head_dim),
-            kv: KvView::dense(kv, &spec.mla()),
-            kv_b_proj,
-            cos_sin,
-            max_position: POSITIONS,
-            out: View::dense(&self.outs[out], heads, spec.v_head_dim),
-            softmax_scale: 0.2,
-            k_scale: 1.0,
-            expanded: None,
-        };
-        let room = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, ..Default::default() };
-        self.layer.bind(&args, room)
+        self.inputs.bind(&self.layer, &self.outs[out])
     }
 
     fn step(&self) -> Result<Step<MlaLayer, B>, Error> {

@@ -25,6 +25,8 @@ pub mod reorg_kvcache;
 pub mod rope;
 pub mod run;
 pub mod slabs;
+#[cfg(not(target_arch = "wasm32"))]
+mod threads;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -328,6 +330,8 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "layer" false: layer { layers, layer_workspaces, cascades }
         "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }
     };
+    #[cfg(not(target_arch = "wasm32"))]
+    all.extend(groups! { "threads" false: threads { layers_of_threads, steps_of_threads } });
     all.insert(0, Group { op: "decode", name: "case_files", by_variant: true, run: case_files });
     all
 }
