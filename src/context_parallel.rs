@@ -12,6 +12,8 @@
 mod layout;
 mod merged;
 mod spec;
+#[cfg(test)]
+mod tests;
 mod weighted;
 
 pub use spec::{CombineForm, ContextParallelSpec};

@@ -162,6 +162,19 @@ pub enum Error {
         /// The slot of both.
         slot: i64,
     },
+    /// Two sequences of a batch that write new tokens to one page, so that each reads what the other wrote. A page that is written belongs to one
+    /// sequence: copy it first, as [`PagePool::append`](crate::PagePool::append) asks for.
+    #[error(
+        "sequences {first} and {other} both write to page {page}: a page that is written belongs to one sequence; copy it first, as PagePool::append asks for"
+    )]
+    PageWrittenTwice {
+        /// Index of a sequence in the batch.
+        first: usize,
+        /// Index of the other.
+        other: usize,
+        /// The page.
+        page: u32,
+    },
     /// A range of a gather that names a sequence, tokens or rows that are not there. Do what `cure` says.
     #[error("gather range {index}: {what} {got}, the limit is {limit}: {cure}")]
     GatherRange {

@@ -20,11 +20,14 @@
 //! Both halves compute the same (DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C): the first reads the fewest bytes a
 //! token of the cache, the second does the least arithmetic a pair of tokens.
 
+mod aliases;
+mod arrays;
 mod batch;
 mod bound;
 mod composed;
 mod each;
 mod expanded;
+mod names;
 mod over_prefixes;
 mod plan;
 mod prefix;
@@ -33,6 +36,7 @@ mod range;
 mod recorded;
 mod workspace;
 
+pub use arrays::{LayerArrays, PageCopies};
 pub use batch::LayerBatch;
 pub use expanded::{Expanded, ExpandedPrefix};
 pub use plan::{Chunk, LayerPlan, Round, Target};
@@ -53,6 +57,9 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolic
 /// Arguments of a layer: [`MlaLayerArgs`]. Input of a step: a [`LayerBatch`] and a [`SplitPolicy`]. Options: [`LayerOptions`]; its
 /// [`LayerOptions::capacity`] has no useful default. `prepare` refuses a step with the errors of [`LayerPlan::new`], and one past that
 /// capacity with [`Error::Capacity`].
+///
+/// Room of a binding: a [`LayerCapacity`], at most that of the options. Capacity of a step: a [`Capacity`], that of its decode: the default leaves
+/// it to the first `prepare`.
 ///
 /// ```
 /// use wgpu_mla::*;
@@ -112,7 +119,8 @@ pub struct MlaLayer {
     /// Sequences of at most so many query tokens are decoded in absorbed form, the others prefilled. 1 is usual; 2 or more with
     /// speculative tokens.
     pub decode_threshold: u32,
-    /// Bytes that the keys and values of prefills may take: at least [`MlaLayer::workspace_row_bytes`] times a page.
+    /// Bytes that the keys and values of prefills may take: at least [`MlaLayer::workspace_row_bytes`] times a page, or 0 for a layer that only
+    /// decodes, whose `prepare` refuses longer queries. With [`SplitPolicy::FixedTokens`] a prompt's split has to fit too.
     pub workspace_bytes: u64,
 }
 
@@ -144,21 +152,41 @@ impl MlaLayer {
         requests.sort_by_key(|&(_, tokens)| tokens > self.decode_threshold);
     }
 
-    /// Rows that the workspace holds.
+    /// Rows that the workspace holds: at most as many as the pool has tokens. Prompts that share pages may have more in all, and are then in several
+    /// chunks.
     pub(crate) fn workspace_rows(&self) -> u32 {
         // Kernels count its elements in 32 bits.
-        let most = i32::MAX as u64 / (self.workspace_row_bytes() / self.dtype.bytes() as u64);
-        (self.workspace_bytes / self.workspace_row_bytes()).min(most) as u32
+        let most = i32::MAX as u64 / (self.workspace_row_bytes() / self.dtype.bytes() as u64).max(1);
+        (self.workspace_bytes / self.workspace_row_bytes().max(1)).min(most).min(self.kv.num_slots()) as u32
     }
 
-    /// The dims of `kv_b_proj`.
-    pub(crate) const fn dims(&self) -> HeadDims {
+    /// The dims of `kv_b_proj`, as [`crate::KvBProj`] takes them.
+    #[must_use]
+    pub const fn dims(&self) -> HeadDims {
         HeadDims {
             num_heads: self.shape.num_heads,
             kv_lora_rank: self.shape.kv_lora_rank,
             qk_nope_head_dim: self.qk_nope_head_dim,
             v_head_dim: self.v_head_dim,
         }
+    }
+
+    /// Bytes of the queries of so many tokens, `[T, H, P + R]`: a head's part that does not rotate, then the one that does.
+    #[must_use]
+    pub const fn q_bytes(&self, tokens: u32) -> u64 {
+        let head = self.qk_nope_head_dim as u64 + self.shape.qk_rope_head_dim as u64;
+        self.bytes_of(tokens, head)
+    }
+
+    /// Bytes of the output of so many tokens, `[T, H, V]`.
+    #[must_use]
+    pub const fn out_bytes(&self, tokens: u32) -> u64 {
+        self.bytes_of(tokens, self.v_head_dim as u64)
+    }
+
+    const fn bytes_of(&self, tokens: u32, head: u64) -> u64 {
+        let rows = tokens as u64 * self.shape.num_heads as u64;
+        rows.saturating_mul(head).saturating_mul(self.dtype.bytes() as u64)
     }
 
     /// The decode in absorbed form.
@@ -170,9 +198,11 @@ impl MlaLayer {
     /// Whether these dims and dtypes are served.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where only the cache may have it.
+    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where only the cache may have it, [`Error::Capacity`] for a workspace that
+    /// holds less than a page.
     pub fn check(&self) -> Result<()> {
         self.mla().check()?;
+        self.check_workspace()?;
         for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
             wide(what, got)?;
         }
@@ -181,6 +211,18 @@ impl MlaLayer {
                 let got = got.into();
                 return Err(Error::Shape { what, got, cure: "must be a multiple of 8 in 8..=256" });
             }
+        }
+        Ok(())
+    }
+}
+
+impl MlaLayer {
+    fn check_workspace(&self) -> Result<()> {
+        let need = self.workspace_row_bytes().saturating_mul(self.kv.page_size.into());
+        if self.workspace_bytes > 0 && self.workspace_bytes < need {
+            let cure = "it must hold the keys and values of a page; 0 is a layer that only decodes";
+            let got = self.workspace_bytes;
+            return Err(Error::Capacity { what: "MlaLayer::workspace_bytes", got, need, cure });
         }
         Ok(())
     }
@@ -236,9 +278,16 @@ pub struct LayerCapacity {
 }
 
 impl LayerCapacity {
+    /// `num_decoded`: query tokens that are decoded, wherever they are in the batch.
+    ///
     /// # Errors
     /// [`Error::Capacity`] that says what is too small.
-    fn check_holds(&self, used: &Self) -> Result<()> {
+    fn check_holds(&self, used: &Self, num_decoded: u32) -> Result<()> {
+        let (decode_tokens, decode_cure) = if num_decoded <= self.decode_tokens {
+            (used.decode_tokens, "put decodes first: MlaLayer::decodes_first")
+        } else {
+            (num_decoded, "compile the layer with more LayerCapacity::decode_tokens")
+        };
         for (what, need, limit, cure) in [
             (
                 "LayerCapacity::tokens",
@@ -246,12 +295,7 @@ impl LayerCapacity {
                 self.tokens,
                 "compile the layer with more LayerCapacity::tokens",
             ),
-            (
-                "LayerCapacity::decode_tokens",
-                used.decode_tokens,
-                self.decode_tokens,
-                "put decodes first (MlaLayer::decodes_first), or compile the layer with more LayerCapacity::decode_tokens",
-            ),
+            ("LayerCapacity::decode_tokens", decode_tokens, self.decode_tokens, decode_cure),
             (
                 "LayerCapacity::prefix_rows",
                 used.prefix_rows,
@@ -288,18 +332,23 @@ pub struct LayerOptions {
 pub struct LayerFacts {
     /// How its decode cuts work.
     pub tiling: Tiling,
-    /// Bytes of the keys and values of prefills: never more than [`MlaLayer::workspace_bytes`].
+    /// Bytes of the keys and values of prefills: never more than [`MlaLayer::workspace_bytes`], nor than all tokens of the pool take.
     pub workspace_bytes: u64,
+    /// Tokens of prompts whose keys and values are in the workspace at a time; longer prompts are attended in chunks.
+    pub workspace_rows: u32,
+    /// What a step may have: that of [`LayerOptions::capacity`], with `decode_tokens` at most `tokens`.
+    pub capacity: LayerCapacity,
+    spec: MlaLayer,
     prefix_cost: PrefixCost,
 }
 
 impl LayerFacts {
     /// Whether the decodes of `sequences` sequences, of a query token each, attend an [`ExpandedPrefix`] of `tokens` tokens through its keys
-    /// and values. If not, they attend it in absorbed form, which costs less, and it need not be expanded. `spec` is that of the layer. With
-    /// [`SplitPolicy::FixedTokens`] they always attend it expanded.
+    /// and values. If not, they attend it in absorbed form, which costs less, and it need not be expanded. With [`SplitPolicy::FixedTokens`] they
+    /// always attend it expanded.
     #[must_use]
-    pub fn attends_expanded(&self, spec: &MlaLayer, sequences: u32, tokens: u32) -> bool {
-        self.prefix_cost.pays(spec, &self.tiling, tokens, [(sequences, 1)].into_iter(), true)
+    pub fn attends_expanded(&self, sequences: u32, tokens: u32) -> bool {
+        self.prefix_cost.pays(&self.spec, &self.tiling, tokens, [(sequences, 1)].into_iter(), true)
     }
 }
 
@@ -411,13 +460,13 @@ impl Op for MlaLayer {
         Ok(())
     }
 
-    /// Its ops check them, one after the other.
+    /// Those within an op are checked by that.
     fn check_aliases<B>(
         &self,
-        _: &MlaLayerArgs<&B>,
-        _: LayerCapacity,
-        _: impl Fn(&B, &B) -> Option<i64> + Copy,
+        args: &MlaLayerArgs<&B>,
+        room: LayerCapacity,
+        offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {
-        Ok(())
+        aliases::check_aliases(self, args, room, offset)
     }
 }

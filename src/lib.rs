@@ -169,8 +169,8 @@ pub use error::{Error, Result};
 pub use gpu::{Caps, DeviceKind};
 pub use kv_b_proj::KvBProj;
 pub use layer::{
-    ExpandBatch, Expanded, ExpandedPrefix, LayerBatch, LayerCapacity, LayerFacts, LayerOptions, LayerPlan,
-    MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs,
+    ExpandBatch, Expanded, ExpandedPrefix, LayerArrays, LayerBatch, LayerCapacity, LayerFacts, LayerOptions,
+    LayerPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, PageCopies,
 };
 pub use mask::Mask;
 pub use ops::{
@@ -197,3 +197,7 @@ pub use wgpu;
 #[cfg(all(doctest, feature = "wgpu"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(all(doctest, feature = "wgpu"))]
+#[doc = include_str!("../docs/using.md")]
+struct Using;

@@ -374,15 +374,23 @@ pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Resu
 /// [`Error::SeqLen`] where its row has no more.
 pub(crate) fn used_pages<'a>(pages: PageTable<'a>, seq: usize, len: u32, kv: &KvSpec) -> Result<&'a [i32]> {
     let row = row_of(pages, seq);
-    row.get(..kv.pages_for(len) as usize).ok_or_else(|| {
-        let max = row.len() as i64 * i64::from(kv.page_size);
-        Error::SeqLen { seq, got: len.into(), max, cure: ROW_HOLDS }
-    })
+    row.get(..kv.pages_for(len) as usize).ok_or_else(|| row_too_short(pages, seq, len.into(), kv))
 }
 
-/// Why a length is more than a sequence's row has pages for.
-pub(crate) const ROW_HOLDS: &str =
-    "its row of the block table has no more pages: append pages to it before the step, or correct seq_lens";
+/// What is wrong where a sequence's row does not hold its tokens.
+pub(crate) fn row_too_short(pages: PageTable<'_>, seq: usize, got: i64, kv: &KvSpec) -> Error {
+    if let PageTable::Csr { kv_indptr, kv_indices } | PageTable::PoolCsr { kv_indptr, kv_indices, .. } = pages
+    {
+        let (begin, end) = (i64::from(kv_indptr[seq]), i64::from(kv_indptr[seq + 1]));
+        if begin < 0 || end < begin || end > kv_indices.len() as i64 {
+            let cure = "kv_indptr must begin at 0, never go down, and end at the length of kv_indices: correct it at this sequence";
+            return Error::Shape { what: "kv_indptr at sequence", got: seq as u64, cure };
+        }
+    }
+    let max = row_of(pages, seq).len() as i64 * i64::from(kv.page_size);
+    let cure = "its row of the block table has no more pages: append pages to it before the step, or correct seq_lens";
+    Error::SeqLen { seq, got, max, cure }
+}
 
 /// The entries of a sequence; none where the CSR arrays contradict themselves.
 pub(crate) fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {

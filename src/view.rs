@@ -27,6 +27,12 @@ impl<B> View<B> {
         Self { buffer, offset: 0, token_stride: u64::from(heads) * head_stride, head_stride }
     }
 
+    /// The same view of its buffer, lent.
+    pub(crate) fn lent(&self) -> View<&B> {
+        let Self { ref buffer, offset, token_stride, head_stride } = *self;
+        View { buffer, offset, token_stride, head_stride }
+    }
+
     /// The same view of another handle.
     pub(crate) fn map<'a, C>(&'a self, f: impl FnOnce(&'a B) -> Result<C>) -> Result<View<C>> {
         let Self { offset, token_stride, head_stride, .. } = *self;

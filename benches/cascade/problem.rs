@@ -231,7 +231,7 @@ fn attends_expanded<D: Timed>(device: &D, shape: &Shape) -> Result<bool> {
     };
     let capacity = LayerCapacity { tokens: 1, decode_tokens: 1, ..LayerCapacity::default() };
     let compiled = device.compile_with(layer, &LayerOptions { capacity, ..Default::default() })?;
-    Ok(compiled.facts().attends_expanded(&layer, shape.sequences, shape.prefix))
+    Ok(compiled.facts().attends_expanded(shape.sequences, shape.prefix))
 }
 
 struct Paints {

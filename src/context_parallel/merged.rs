@@ -99,6 +99,8 @@ impl<D: Kernel<MergeStates>> Merged<D> {
     }
 
     pub fn run(&self, communicator: &dyn Communicator<D>) -> Result<()> {
+        // Nothing is exchanged before the merge is known to fit.
+        self.merge.check(&self.step, &self.binding)?;
         let Sets { partial, gathered, whole, heads, set_bytes } = &self.sets;
         if let Some((from, to)) = whole {
             communicator.all_gather(&self.device, &[Exchange { from, to, bytes: *set_bytes }])?;

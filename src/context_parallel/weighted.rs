@@ -54,6 +54,8 @@ impl<D: Kernel<CorrectAttnOut>> Weighted<D> {
     }
 
     pub fn run(&self, communicator: &dyn Communicator<D>, partial: &Pair<D::Buffer>) -> Result<()> {
+        // Nothing is exchanged before the correction is known to fit.
+        self.correct.check(&self.step, &self.binding)?;
         let bytes = self.spec.lse_bytes(self.spec.num_heads);
         let lses = Exchange { from: &partial.lse, to: &self.lses, bytes };
         communicator.all_gather(&self.device, &[lses])?;

@@ -1,6 +1,7 @@
 //! One layer's arrays, bound to each of its ops.
 
 use super::composed::{Append, Composes, Ops, Prefixes};
+use super::names::{self, named};
 use super::plan::Target;
 use super::range::Scales;
 use super::{Expanded, LayerCapacity, MlaLayer, MlaLayerArgs};
@@ -64,13 +65,23 @@ impl<D: Composes> Bind<'_, D> {
         let whole = |x, weight, y| HeadProjectArgs { x, weight, y, scale: 1.0, saturates: false };
         Ok(Bindings {
             append: self.append()?,
-            absorb: ops.absorb.bind(&project(args.q_nope, w_uk, space.ql_nope(), keys), decode_tokens)?,
+            absorb: ops
+                .absorb
+                .bind(&project(args.q_nope, w_uk, space.ql_nope(), keys), decode_tokens)
+                .map_err(named(names::ABSORB))?,
             decode: self.decode()?,
-            v_up: ops.v_up.bind(&whole(space.latent_out(), w_uv, args.out), decode_tokens)?,
+            v_up: ops
+                .v_up
+                .bind(&whole(space.latent_out(), w_uv, args.out), decode_tokens)
+                .map_err(named(names::V_UP))?,
             gather: ops.gather.bind(&gathered, num_rows)?,
             rows: [
-                ops.k_up.bind(&project(shared, w_uk, space.k_nope(), keys), num_rows)?,
-                ops.v_up.bind(&project(shared, w_uv, space.v(), values), num_rows)?,
+                ops.k_up
+                    .bind(&project(shared, w_uk, space.k_nope(), keys), num_rows)
+                    .map_err(named(names::K_UP))?,
+                ops.v_up
+                    .bind(&project(shared, w_uv, space.v(), values), num_rows)
+                    .map_err(named(names::K_UP))?,
             ],
             prefill: [
                 self.prefill(Target::Out, 1.0)?,
@@ -175,7 +186,7 @@ impl<D: Composes> Bind<'_, D> {
             num_heads: self.spec.shape.num_heads,
             output_scale,
         };
-        self.ops.merge.bind(&args, ())
+        self.ops.merge.bind(&args, ()).map_err(named(names::MERGE))
     }
 
     fn prefixes(&self, prefixes: &Prefixes<D>, expanded: &Expanded<&D::Buffer>) -> Result<BoundPrefixes<D>> {
@@ -217,13 +228,15 @@ impl<D: Composes> Bind<'_, D> {
             saturates: scales.saturates,
         };
         Ok(BoundPrefixes {
-            v_up: ops.v_up.bind(&own, decode_tokens)?,
+            v_up: ops.v_up.bind(&own, decode_tokens).map_err(named(names::K_UP))?,
             parts: prefixes
                 .prefill
-                .bind(&parts, PrefillExtent { tokens: decode_tokens, keys: prefix_rows, rows })?,
+                .bind(&parts, PrefillExtent { tokens: decode_tokens, keys: prefix_rows, rows })
+                .map_err(named(names::PARTS))?,
             merge: prefixes
                 .merge
-                .bind(&sets, MergeStatesExtent { tokens: decode_tokens, sets: prefixes.num_sets })?,
+                .bind(&sets, MergeStatesExtent { tokens: decode_tokens, sets: prefixes.num_sets })
+                .map_err(named(names::MERGE))?,
         })
     }
 }

@@ -116,3 +116,82 @@ impl<D: Composes> Ops<D> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::cpu::Cpu;
+    use crate::layer::{Expanded, LayerBatch, LayerCapacity, LayerOptions, MlaLayerArgs};
+    use crate::ops::op::{Device, Step};
+    use crate::view::{KvView, View};
+    use crate::{Dtype, KvSpec, MlaLayer, MlaShape, PageTable, RopeLayout, SplitPolicy};
+
+    /// Any op of a layer that does not fit leaves the cache as it was: the append, which comes first, is not recorded either.
+    #[test]
+    fn nothing_runs_before_all_fits() {
+        let spec = MlaLayer {
+            shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 },
+            qk_nope_head_dim: 16,
+            v_head_dim: 24,
+            kv: KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 4 },
+            dtype: Dtype::F32,
+            weight: Dtype::F32,
+            rope: RopeLayout::Interleaved,
+            decode_threshold: 1,
+            workspace_bytes: 1 << 16,
+        };
+        let cpu = Cpu::with_threads(1);
+        let capacity = LayerCapacity { tokens: 4, decode_tokens: 4, ..LayerCapacity::default() };
+        let options = LayerOptions { capacity, ..LayerOptions::default() };
+        let layer = cpu.compile_with(spec, &options).expect("a layer");
+        let array = |elems: usize| {
+            let buffer = cpu.buffer(elems as u64 * 4).expect("memory");
+            cpu.upload(&buffer, 0, &Dtype::F32.encode_all(&vec![1.0; elems])).expect("uploaded");
+            buffer
+        };
+        let [q, kv_c, k_pe, kv, weight, cos_sin, out] =
+            [4 * 48, 4 * 256, 4 * 32, 16 * 288, 40 * 256, 16 * 32, 4 * 24].map(array);
+        cpu.upload(&kv, 0, &vec![0; 16 * 288 * 4]).expect("uploaded");
+        let q_nope = View::dense(&q, 1, 48);
+        let args = MlaLayerArgs {
+            q_nope,
+            q_pe: View { offset: 16, ..q_nope },
+            kv_c: View::dense(&kv_c, 1, 256),
+            k_pe: View::dense(&k_pe, 1, 32),
+            kv: KvView::dense(&kv, &spec.mla()),
+            kv_b_proj: &weight,
+            cos_sin: &cos_sin,
+            max_position: 16,
+            out: View::dense(&out, 1, 24),
+            softmax_scale: 0.1,
+            k_scale: 1.0,
+            expanded: None::<Expanded<_>>,
+        };
+        let binding = layer.bind(&args, capacity).expect("binds");
+        let batch = LayerBatch {
+            seq_lens: &[3, 6],
+            query_start_loc: &[0, 1, 4],
+            slot_mapping: &[2, 11, 12, 13],
+            pages: PageTable::Dense { block_table: &[0, -1, 2, 3], max_pages: 2 },
+            shared_prefixes: &[],
+            expanded: &[],
+        };
+        let cache = || cpu.download(&kv, 16 * 288 * 4).expect("read");
+        type Spoil = fn(&mut Step<MlaLayer, Cpu>);
+        let spoil: [Spoil; 6] = [
+            |step| step.raw.decode.used = None,
+            |step| step.raw.decoded[0].used = Some(u32::MAX),
+            |step| step.raw.chunks[0].gather.used = None,
+            |step| step.raw.chunks[0].rows.used = Some(u32::MAX),
+            |step| step.raw.chunks[0].rounds[0][0].used = None,
+            |_| {},
+        ];
+        for (place, spoil) in spoil.into_iter().enumerate() {
+            let mut step = layer.step(Default::default()).expect("a step");
+            layer.prepare(&mut step, (&batch, SplitPolicy::Auto)).expect("prepared");
+            spoil(&mut step);
+            let (ran, untouched) = (layer.run(&step, &binding), cache().iter().all(|&byte| byte == 0));
+            let is_last = place == 5;
+            assert_eq!((ran.is_ok(), untouched), (is_last, !is_last), "{place}: {ran:?}");
+        }
+    }
+}

@@ -2,15 +2,16 @@
 
 use super::MlaLayer;
 use crate::Result;
-use crate::ops::Use;
+use crate::ops::{Device, Use};
 use crate::view::View;
 
 /// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. One pass reads `H * (P + V)` elements a
 /// token of it in place of `L + R`, so it takes many sequences to pay; with fewer a layer attends it in absorbed form
-/// ([`LayerBatch::expanded`](super::LayerBatch::expanded)). So the sequences' pages go on holding it.
+/// ([`LayerBatch::expanded`](super::LayerBatch::expanded)). So the sequences' pages go on holding it. A sequence that gave up its pages of the
+/// prefix has -1 for them, and attends the arrays always.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpandedPrefix {
-    /// Sequences of the batch that begin with it; each has one such prefix.
+    /// Sequences of the batch that begin with it, in the same pages, or -1 for those given up; each has one such prefix.
     pub sequences: Vec<u32>,
     /// Its tokens: whole pages, which none of these sequences' query tokens is in.
     pub tokens: u32,
@@ -31,6 +32,22 @@ pub struct Expanded<B> {
 }
 
 impl<B> Expanded<B> {
+    /// New, dense arrays for prefixes of so many tokens in all. [`Expanded::as_ref`] lends them.
+    ///
+    /// # Errors
+    /// Those of [`Device::buffer`].
+    pub fn new(device: &impl Device<Buffer = B>, spec: &MlaLayer, rows: u32) -> Result<Self> {
+        let [rows, k_nope, v] = spec.expanded_bytes(rows);
+        Ok(Self::dense(spec, [device.buffer(rows)?, device.buffer(k_nope)?, device.buffer(v)?]))
+    }
+
+    /// The arrays as arguments take them.
+    #[must_use]
+    pub fn as_ref(&self) -> Expanded<&B> {
+        let Self { rows, k_nope, v } = self;
+        Expanded { rows: rows.lent(), k_nope: k_nope.lent(), v: v.lent() }
+    }
+
     /// Dense arrays, each at the front of a buffer of [`MlaLayer::expanded_bytes`].
     pub fn dense(spec: &MlaLayer, [rows, k_nope, v]: [B; 3]) -> Self {
         let heads = spec.shape.num_heads;
@@ -48,9 +65,9 @@ impl<B> Expanded<B> {
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
     ) -> Result<Expanded<C>> {
         Ok(Expanded {
-            rows: self.rows.map(|buffer| f(how("rows"), buffer))?,
-            k_nope: self.k_nope.map(|buffer| f(how("k_nope"), buffer))?,
-            v: self.v.map(|buffer| f(how("v"), buffer))?,
+            rows: self.rows.map(|buffer| f(how("expanded.rows"), buffer))?,
+            k_nope: self.k_nope.map(|buffer| f(how("expanded.k_nope"), buffer))?,
+            v: self.v.map(|buffer| f(how("expanded.v"), buffer))?,
         })
     }
 }

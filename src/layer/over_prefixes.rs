@@ -13,7 +13,8 @@ use crate::{Error, Result, SharedPrefix, Tiling};
 /// Of each sequence of a batch the expanded prefix that it begins with.
 ///
 /// # Errors
-/// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page.
+/// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page; those of
+/// [`check_pages`].
 pub(super) fn prefixes<'a>(
     spec: &MlaLayer,
     batch: &LayerBatch<'a>,
@@ -38,8 +39,36 @@ pub(super) fn prefixes<'a>(
             }
             *place = Some(prefix);
         }
+        check_pages(spec, prefix, |sequence| row_of(batch.pages, sequence as usize))?;
     }
     Ok(of)
+}
+
+/// The sequences of a prefix have the same pages for it, but for those that were given up, which are negative. Rows that are too short are
+/// refused where their pages are read.
+///
+/// # Errors
+/// [`Error::PrefixNotShared`], and [`Error::PageOutOfRange`] for a page that is not in the pool.
+fn check_pages<'a>(spec: &MlaLayer, prefix: &ExpandedPrefix, row: impl Fn(u32) -> &'a [i32]) -> Result<()> {
+    let num_pages = spec.kv.num_pages;
+    for block in 0..spec.kv.pages_for(prefix.tokens) as usize {
+        let mut shared: Option<(u32, i32)> = None;
+        for &sequence in &prefix.sequences {
+            let Some(&page) = row(sequence).get(block).filter(|page| **page >= 0) else { continue };
+            if page as u32 >= num_pages {
+                let (seq, page) = (sequence as usize, page.into());
+                return Err(Error::PageOutOfRange { seq, block, page, num_pages });
+            }
+            match shared {
+                Some((first, other)) if other != page => {
+                    return Err(Error::PrefixNotShared { first, other: sequence, block });
+                }
+                Some(_) => {}
+                None => shared = Some((sequence, page)),
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Takes prefixes that cost more expanded out of `expanded`; the planner may share them in absorbed form.
@@ -55,7 +84,7 @@ pub(super) fn keep_what_pays(
     let query_tokens = |&sequence: &u32| (loc[sequence as usize + 1] - loc[sequence as usize]) as u32;
     let is_decoded = |&tokens: &u32| (1..=spec.decode_threshold).contains(&tokens);
     for prefix in batch.expanded {
-        // Where the prefix has no pages any more, the expanded rows are all there is.
+        // Where a sequence has given up its pages, the expanded rows are all there is.
         if !has_pages(spec, prefix, |sequence| row_of(batch.pages, sequence as usize)) {
             continue;
         }
@@ -94,13 +123,11 @@ pub(super) fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> V
     all
 }
 
-/// Whether all of a prefix's sequences have the same pages for it, and those are in the pool.
+/// Whether all of a prefix's sequences have its pages, which passed [`check_pages`].
 fn has_pages<'a>(spec: &MlaLayer, prefix: &ExpandedPrefix, row: impl Fn(u32) -> &'a [i32]) -> bool {
     let pages = spec.kv.pages_for(prefix.tokens) as usize;
-    let of = |sequence| row(sequence).get(..pages);
-    let Some(first) = prefix.sequences.first().and_then(|&sequence| of(sequence)) else { return false };
-    let in_pool = |&page: &i32| u32::try_from(page).is_ok_and(|page| page < spec.kv.num_pages);
-    first.iter().all(in_pool) && prefix.sequences.iter().all(|&sequence| of(sequence) == Some(first))
+    let has = |sequence| row(sequence).get(..pages).is_some_and(|pages| pages.iter().all(|&page| page >= 0));
+    prefix.sequences.iter().all(|&sequence| has(sequence))
 }
 
 #[cfg(all(test, feature = "cuda", feature = "wgpu"))]
@@ -109,13 +136,33 @@ mod tests {
     use crate::Dtype;
     use crate::layer::prefix_cost::tests::spec;
 
+    fn checked(rows: [&[i32]; 3]) -> Result<bool> {
+        let prefix = ExpandedPrefix { sequences: vec![0, 2, 1], tokens: 128, first_row: 0 };
+        let (spec, row) = (spec(16, Dtype::F16), |sequence: u32| rows[sequence as usize]);
+        check_pages(&spec, &prefix, row).map(|()| has_pages(&spec, &prefix, row))
+    }
+
     #[test]
-    fn pages_are_those_of_the_pool_and_the_same() {
-        let prefix = ExpandedPrefix { sequences: vec![0, 1], tokens: 128, first_row: 0 };
-        let has = |rows: [&[i32]; 2]| has_pages(&spec(16, Dtype::F16), &prefix, |seq| rows[seq as usize]);
-        assert!(has([&[3, 1, 0], &[3, 1]]));
-        assert!(!has([&[3, 1, 0], &[3, 2]]));
-        assert!(!has([&[3], &[3]]));
-        assert!(!has([&[3, -1], &[3, -1]]) && !has([&[3, 8], &[3, 8]]));
+    fn pages_are_the_same_or_were_given_up() {
+        assert_eq!(checked([&[3, 1, 0], &[3, 1], &[3, 1, 7]]), Ok(true));
+        for given_up in [[3, -1], [-1, -1], [-1, 1], [i32::MIN, -2]] {
+            assert_eq!(checked([&[3, 1, 0], &given_up, &[3, 1]]), Ok(false));
+            assert_eq!(checked([&given_up, &[3, 1], &[-1, -1]]), Ok(false));
+        }
+        assert_eq!(checked([&[3], &[3, 1], &[3, 1]]), Ok(false), "refused where the row is read");
+    }
+
+    #[test]
+    fn pages_that_differ_are_refused() {
+        let differs = |first, other, block| Err(Error::PrefixNotShared { first, other, block });
+        assert_eq!(checked([&[3, 1], &[3, 2], &[3, 1]]), differs(0, 1, 1));
+        assert_eq!(checked([&[3, 1], &[3, 1], &[2, 1]]), differs(0, 2, 0));
+        assert_eq!(
+            checked([&[-1, -1], &[3, 2], &[3, 1]]),
+            differs(2, 1, 1),
+            "also where the first gave up its own"
+        );
+        let outside = checked([&[3, 8], &[3, 8], &[3, 8]]);
+        assert_eq!(outside, Err(Error::PageOutOfRange { seq: 0, block: 1, page: 8, num_pages: 8 }));
     }
 }

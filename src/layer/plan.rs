@@ -18,7 +18,7 @@ use super::{LayerCapacity, MlaLayer};
 use crate::Mask;
 use crate::ops::GatherRange;
 use crate::ops::PrefillSequence;
-use crate::tables::{ROW_HOLDS, check_rows, row_of};
+use crate::tables::{check_rows, row_of, row_too_short};
 use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SlabTable, SplitPolicy, Tiling};
 
 /// Where partial results go. Merges ping-pong between [`Target::Out`] and [`Target::Other`], as no op reads and writes one buffer.
@@ -114,8 +114,9 @@ impl LayerPlan {
     /// # Errors
     /// Those of [`Plan::new`]; [`Error::QueryLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
     /// `slot_mapping` or page table of another batch, [`Error::OtherSpec`] for a table of other pages; [`Error::SlotMismatch`] where
-    /// mapping and table contradict each other; [`Error::SeqLen`] for a sequence whose pages do not hold its tokens;
-    /// [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::Shape`] for a prefix that its sequences do not have, and for a
+    /// mapping and table contradict each other, [`Error::PageWrittenTwice`] where two sequences write to one page; [`Error::SeqLen`] for a sequence whose pages do not hold its tokens;
+    /// [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::PrefixNotShared`] for a prefix whose sequences have other pages;
+    /// [`Error::Shape`] for a prefix that its sequences do not have, for a `kv_indptr` that contradicts itself, and for a
     /// workspace that holds not even one page, or one split of [`SplitPolicy::FixedTokens`].
     pub fn new(
         spec: &MlaLayer,
@@ -201,6 +202,11 @@ impl LayerPlan {
             decode_tokens: self.decoded.last().map_or(0, |tokens| tokens.end),
             prefix_rows: batch.expanded.iter().map(rows).max().unwrap_or(0),
         }
+    }
+
+    /// Query tokens that are decoded.
+    pub(super) fn num_decoded(&self) -> u32 {
+        self.decoded.iter().map(|run| run.end - run.start).sum()
     }
 
     /// The decodes as a batch of their own, whose tokens are then numbered as in the whole batch.
@@ -367,12 +373,14 @@ fn check_groups(batch: &LayerBatch<'_>) -> Result<()> {
     }
 }
 
-/// A new token is read where the block table has it, so it must be written there.
+/// A new token is read where the block table has it, so it must be written there, and no other sequence may write to its page.
 ///
 /// # Errors
-/// [`Error::SlotMismatch`].
+/// [`Error::SlotMismatch`] and [`Error::PageWrittenTwice`].
 fn check_slots(spec: &MlaLayer, batch: &LayerBatch<'_>) -> Result<()> {
     let page_size = spec.kv.page_size as usize;
+    // Each once a sequence.
+    let mut written: Vec<(i32, usize)> = Vec::new();
     for (seq, (&len, loc)) in batch.seq_lens.iter().zip(batch.query_start_loc.windows(2)).enumerate() {
         let row = row_of(batch.pages, seq);
         let tokens = loc[0] as usize..loc[1] as usize;
@@ -385,9 +393,18 @@ fn check_slots(spec: &MlaLayer, batch: &LayerBatch<'_>) -> Result<()> {
             if slot >= 0 && slot != want {
                 return Err(Error::SlotMismatch { index, slot, want });
             }
+            if slot >= 0 && written.last() != Some(&(page, seq)) {
+                written.push((page, seq));
+            }
         }
     }
-    Ok(())
+    written.sort_unstable();
+    match written.windows(2).find(|pair| pair[0].0 == pair[1].0 && pair[0].1 != pair[1].1) {
+        Some(&[(page, first), (_, other)]) => {
+            Err(Error::PageWrittenTwice { first, other, page: page as u32 })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The pages of some sequences and their tokens, which begin where a page does, as `(kv_indptr, kv_indices)`.
@@ -405,8 +422,7 @@ fn pages_of(
         let row = row_of(pages, seq);
         let used = (tokens.start / spec.kv.page_size) as usize..spec.kv.pages_for(tokens.end) as usize;
         let Some(row) = row.get(used) else {
-            let max = row.len() as i64 * i64::from(spec.kv.page_size);
-            return Err(Error::SeqLen { seq, got: tokens.end.into(), max, cure: ROW_HOLDS });
+            return Err(row_too_short(pages, seq, tokens.end.into(), &spec.kv));
         };
         indices.extend_from_slice(row);
         indptr.push(indices.len() as i32);

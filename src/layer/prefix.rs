@@ -1,9 +1,10 @@
 //! The expansion of a prefix as an op made of ops: rows of the cache as the keys and values of each head.
 
 use super::composed::Composes;
+use super::each::{Check, Record, Visit};
+use super::names::{self, named};
 use super::range::{Scales, check_range};
 use super::{Expanded, MlaLayer};
-use crate::Result;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
 use crate::ops::variants::{Choice, OpOptions};
 use crate::ops::{
@@ -11,15 +12,15 @@ use crate::ops::{
 };
 use crate::tables::PageTable;
 use crate::view::{KvView, View};
+use crate::{Error, Result};
 
 /// Expands a prefix that sequences share: its rows of the cache become the keys and values of each head, in [`Expanded`] arrays that an
 /// [`MlaLayer`] of the same spec attends: see [`ExpandedPrefix`](crate::ExpandedPrefix).
 ///
-/// Arguments of a layer: [`MlaExpandArgs`]. Input of a step: an [`ExpandBatch`], with the errors of a [`KvGather`]'s: [`SeqLen`] for pages
-/// that do not hold its tokens, [`PageOutOfRange`] for a page that is not in the pool.
+/// Arguments of a layer: [`MlaExpandArgs`]. Input of a step: an [`ExpandBatch`]; `prepare` refuses one with [`Error::Length`] for pages that do not
+/// hold its tokens, [`Error::PageOutOfRange`] for a page that is not in the pool, and [`Error::GatherRange`] for rows that 32 bits do not count.
 ///
-/// [`SeqLen`]: crate::Error::SeqLen
-/// [`PageOutOfRange`]: crate::Error::PageOutOfRange
+/// Room of a binding: `u32`, rows of the arrays. Capacity of a step: `()`.
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, ExpandBatch, Expanded, KvView, MlaExpand, MlaExpandArgs, cpu::Cpu};
@@ -158,12 +159,17 @@ impl<D: Composes> Kernel<MlaExpand> for D {
 
     fn kernel_prepare(
         &self,
-        _: &MlaExpand,
+        MlaExpand(spec): &MlaExpand,
         ops: &Ops<D>,
         step: &mut Steps<D>,
         batch: ExpandBatch<'_>,
     ) -> Result<u32> {
         let ExpandBatch { pages, tokens, first_row } = batch;
+        let (got, want) = (pages.len() as u64, u64::from(spec.kv.pages_for(tokens)));
+        if got < want {
+            let cure = "pass the pages of all of the prefix's tokens, or expand fewer tokens";
+            return Err(Error::Length { what: "ExpandBatch::pages", got, want, cure });
+        }
         let kv_indptr = [0, i32::try_from(pages.len()).unwrap_or(i32::MAX)];
         let pages = PageTable::Csr { kv_indptr: &kv_indptr, kv_indices: pages };
         let seq_lens = &[i32::try_from(tokens).unwrap_or(i32::MAX)];
@@ -188,14 +194,15 @@ impl<D: Composes> Kernel<MlaExpand> for D {
         let x = View { head_stride: 0, ..expanded.rows };
         let gathered = KvGatherArgs { kv: args.kv, k_scale: args.k_scale, out: expanded.rows };
         Ok(Bindings {
-            gather: ops.gather.bind(&gathered, rows)?,
-            k_up: ops.k_up.bind(
-                &HeadProjectArgs { x, weight: w_uk, y: expanded.k_nope, scale: keys, saturates },
-                rows,
-            )?,
+            gather: ops.gather.bind(&gathered, rows).map_err(named(names::GATHER_PREFIX))?,
+            k_up: ops
+                .k_up
+                .bind(&HeadProjectArgs { x, weight: w_uk, y: expanded.k_nope, scale: keys, saturates }, rows)
+                .map_err(named(names::EXPAND_K))?,
             v_up: ops
                 .v_up
-                .bind(&HeadProjectArgs { x, weight: w_uv, y: expanded.v, scale: values, saturates }, rows)?,
+                .bind(&HeadProjectArgs { x, weight: w_uv, y: expanded.v, scale: values, saturates }, rows)
+                .map_err(named(names::EXPAND_V))?,
         })
     }
 
@@ -207,8 +214,15 @@ impl<D: Composes> Kernel<MlaExpand> for D {
         step: &Steps<D>,
         binding: &Bindings<D>,
     ) -> Result<()> {
-        ops.gather.record_on(recorder, &step.gather, &binding.gather)?;
-        ops.k_up.record_on(recorder, &step.rows, &binding.k_up)?;
-        ops.v_up.record_on(recorder, &step.rows, &binding.v_up)
+        ops.each(step, binding, &mut Check)?;
+        ops.each(step, binding, &mut Record::<D>(recorder))
+    }
+}
+
+impl<D: Composes> Ops<D> {
+    fn each(&self, step: &Steps<D>, binding: &Bindings<D>, visit: &mut impl Visit<D>) -> Result<()> {
+        visit.op(&self.gather, &step.gather, &binding.gather)?;
+        visit.op(&self.k_up, &step.rows, &binding.k_up)?;
+        visit.op(&self.v_up, &step.rows, &binding.v_up)
     }
 }

@@ -66,6 +66,9 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         let facts = LayerFacts {
             tiling: ops.decode.tiling(),
             workspace_bytes: ops.space.chunk_bytes(),
+            workspace_rows: ops.space.num_rows,
+            capacity: ops.capacity,
+            spec: *spec,
             prefix_cost: ops.prefix_cost,
         };
         let choice = Choice {
@@ -113,7 +116,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         let cost = Some(&ops.prefix_cost);
         let plan = LayerPlan::by_cost(spec, &ops.decode.tiling(), batch, policy, ops.slab_pages, cost)?;
         let used = plan.used(batch);
-        ops.capacity.check_holds(&used)?;
+        ops.capacity.check_holds(&used, plan.num_decoded())?;
         match (&ops.append, &mut step.append) {
             (Append::Rotated(append), Append::Rotated(step)) => {
                 let positions = Some(&plan.positions[..]);
@@ -136,7 +139,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         args: &MlaLayerArgs<&D::Buffer>,
         room: LayerCapacity,
     ) -> Result<Bindings<D>> {
-        ops.capacity.check_holds(&room)?;
+        ops.capacity.check_holds(&room, room.decode_tokens)?;
         check_slabs(ops.slab_pages, args.kv.slabs.slab_pages())?;
         Bind { spec, ops, args, room }.all()
     }

@@ -51,8 +51,7 @@ impl<B> Workspace<B> {
         let row = |elems: u32| u64::from(elems) * bytes;
         let LayerCapacity { tokens, decode_tokens, .. } = *capacity;
         let set_rows = decode_tokens.saturating_mul(num_sets);
-        // At most as many as the pool has tokens.
-        let num_rows = u64::from(spec.workspace_rows()).min(spec.kv.num_slots()) as u32;
+        let num_rows = spec.workspace_rows();
         let latent = heads * row(spec.shape.kv_lora_rank);
         let value = heads * row(spec.v_head_dim);
         Ok(Self {

@@ -3,7 +3,7 @@
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::tables::{PageTable, ROW_HOLDS, check_rows, row_of};
+use crate::tables::{PageTable, check_rows, row_of, row_too_short};
 use crate::view::{KvView, View, aligned, distinct, scale_of};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
@@ -13,6 +13,8 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 /// Arguments of a layer: [`KvGatherArgs`]. Input of a step: a [`GatherBatch`]. `prepare` refuses one with [`Error::Length`],
 /// [`Error::OtherSpec`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::GatherRange`], [`Error::GatherOverlap`], and
 /// [`Error::LayoutMismatch`] for [`PageTable::Device`].
+///
+/// Room of a binding: `u32`, rows of the output. Capacity of a step: `u32`, pages, those in part included.
 ///
 /// Bits are copied where the dtypes agree. An e4m3 code becomes the f32 product of its value and `k_scale`, then an element of the output:
 /// rounded to nearest even both times, on every device; a NaN code becomes a quiet NaN of its sign. Other pairs of dtypes are rounded
@@ -150,7 +152,7 @@ impl KvGather {
         let row = row_of(pages, seq);
         let held = row.len() as i64 * i64::from(self.kv.page_size);
         if len < 0 || i64::from(len) > held {
-            return Err(Error::SeqLen { seq, got: len.into(), max: held, cure: ROW_HOLDS });
+            return Err(row_too_short(pages, seq, len.into(), &self.kv));
         }
         let end = u64::from(range.begin) + u64::from(range.tokens);
         if end > len as u64 {

@@ -73,7 +73,7 @@ pub struct Rig<B: Backend, R: Runs<B>> {
     layer: Compiled<MlaLayer, B>,
     step: Step<MlaLayer, B>,
     runs: R,
-    pool: PagePool,
+    pub(super) pool: PagePool,
     rng: Rng,
     amplitudes: Amplitudes,
     k_scale: f32,
@@ -87,7 +87,7 @@ pub struct Rig<B: Backend, R: Runs<B>> {
 }
 
 /// A layer's expanded prefixes: rows, keys and values.
-struct Cascade<B: Backend> {
+pub(super) struct Cascade<B: Backend> {
     arrays: [B::Buffer; 3],
     prefixes: Vec<ExpandedPrefix>,
 }
@@ -192,7 +192,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
     }
 
     /// One step: so many new tokens of each sequence, appended, attended, and compared with what the oracle says.
-    fn step(
+    pub(super) fn step(
         &mut self,
         requests: &[(SeqId, u32)],
         policy: SplitPolicy,
@@ -382,7 +382,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             (of(&[0], 72, 0), "before its query tokens"),
             (of(&[7], 16, 0), "in the batch"),
             (of(&[0, 0], 16, 0), "in one expanded prefix only"),
-            (of(&[0], 56, 64), "out"),
+            (of(&[0], 56, 64), "expanded.rows"),
         ] {
             both.prefixes = vec![prefix];
             match self.step(&[(a, 1)], SplitPolicy::Auto, Some(&both)) {

@@ -12,6 +12,7 @@ pub mod invariance;
 pub mod kv_calibrate;
 pub mod kv_gather;
 pub mod layer;
+mod layer_batches;
 pub mod layer_range;
 pub mod memory;
 pub mod merge_states;
@@ -329,6 +330,9 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
         "layer" false: layer { layers, layer_workspaces, cascades }
         "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }
+        "layer" false: layer_batches {
+            prompts_share_pages, refuses_overlaps, arrays_share_a_buffer, names_layer_arguments, refuses_shared_pages, workspace_bytes
+        }
     };
     #[cfg(not(target_arch = "wasm32"))]
     all.extend(groups! { "threads" false: threads { layers_of_threads, steps_of_threads } });

@@ -1,0 +1,46 @@
+//! Errors of a layer's ops, told by the names of the layer's arguments.
+
+use crate::Error;
+
+/// What an op calls an argument, and what the layer calls it. What is not here has the same name, or is of the workspace.
+pub(super) type Names = &'static [(&'static str, &'static str)];
+
+pub(super) const ABSORB: Names = &[("x", "q_nope"), ("weight", "kv_b_proj")];
+pub(super) const K_UP: Names = &[("weight", "kv_b_proj")];
+/// To the output.
+pub(super) const V_UP: Names = &[("weight", "kv_b_proj"), ("y", "out")];
+pub(super) const MERGE: Names = &[("prefix_output", "out"), ("output", "out")];
+/// Over prefixes that are kept expanded.
+pub(super) const PARTS: Names =
+    &[("k_nope", "expanded.k_nope"), ("k_pe", "expanded.rows"), ("v", "expanded.v")];
+/// Of an [`MlaExpand`](super::MlaExpand).
+pub(super) const GATHER_PREFIX: Names = &[("out", "expanded.rows")];
+pub(super) const EXPAND_K: Names =
+    &[("x", "expanded.rows"), ("weight", "kv_b_proj"), ("y", "expanded.k_nope")];
+pub(super) const EXPAND_V: Names = &[("x", "expanded.rows"), ("weight", "kv_b_proj"), ("y", "expanded.v")];
+
+/// The error with these names.
+pub(super) fn named(names: Names) -> impl Fn(Error) -> Error {
+    let name = move |name: &mut &'static str| {
+        if let Some((_, of_layer)) = names.iter().find(|(of_op, _)| of_op == name) {
+            *name = of_layer;
+        }
+    };
+    move |mut error| {
+        match &mut error {
+            Error::Shape { what, .. }
+            | Error::Length { what, .. }
+            | Error::BufferTooSmall { what, .. }
+            | Error::Alignment { what, .. }
+            | Error::DtypeUnsupported { what, .. }
+            | Error::Limit { what, .. }
+            | Error::BufferUsage { what, .. } => name(what),
+            Error::Aliased { a, b } => {
+                name(a);
+                name(b);
+            }
+            _ => {}
+        }
+        error
+    }
+}
