@@ -34,7 +34,7 @@ pub struct WorkItem {
     pub kv_end: u32,
     /// Index of the first row's partial result, or [`DIRECT`].
     pub partial: u32,
-    /// Which buffer of the pool holds the pages: 0, as pools have one.
+    /// Zero: of a pool in slabs each has a plan of its own ([`Plan::slabs`]), whose pages are in one buffer.
     pub pool: u32,
     /// Zero.
     pub reserved: u32,

@@ -116,6 +116,8 @@ impl KvSpec {
 /// Arguments of a layer: [`crate::MlaDecodeArgs`]. Input of a step: a [`crate::Plan`] and a [`crate::PageTable`]. Options:
 /// [`crate::DecodeOptions`].
 ///
+/// Room of a binding: `u32`, query tokens. Capacity of a step: [`crate::Capacity`], that of a plan: [`crate::Capacity::of`].
+///
 /// `prepare` refuses a plan of another spec or tiling ([`Error::OtherSpec`], [`Error::Shape`]) and what [`crate::write_tables`] does, such
 /// as [`Error::PageOutOfRange`]; [`Error::LayoutMismatch`] is [`crate::PageTable::Device`] without
 /// [`crate::DecodeOptions::device_page_list`].

@@ -11,8 +11,8 @@ pub struct Wanted {
     /// `TIMESTAMP_QUERY` to measure.
     pub features: wgpu::Features,
     /// For `required_limits`. WebGPU's defaults, or what the adapter has where that is less. Raised to what the adapter has: bytes of a
-    /// storage binding and of a buffer, bytes and invocations of a workgroup. One layer's cache has to fit one storage binding, which
-    /// is 128 MiB by default.
+    /// storage binding and of a buffer, bytes and invocations of a workgroup. One layer's cache, or a slab of it where the pool is in
+    /// several buffers ([`KvView::in_slabs`](crate::KvView::in_slabs)), has to fit one storage binding, which is 128 MiB by default.
     pub limits: wgpu::Limits,
     /// For `experimental_features`: what [`wanted`] was given. wgpu refuses a device whose `features` have an experimental one while this
     /// is disabled.

@@ -20,9 +20,11 @@ pub struct Compiled<O: Op, D: Kernel<O>> {
 
 /// What changes with a step, on the device: prepared once for all layers of a model. Made by [`Compiled::step`].
 ///
-/// On wgpu an upload takes effect before the next submit: give each step that shares a submit a `Step` of its own. On CUDA it is in the
-/// stream's order; a prepare that fits the step's capacity rewrites it in place, so that a captured graph replays with what was
-/// prepared last, and one that does not fit replaces its buffers: graphs captured before must be captured again, and refuse to launch.
+/// On wgpu what was recorded keeps the tables that it was recorded with: several steps, or one that is prepared again and again, may share a
+/// submit. (Only a step of [`DecodeOptions::device_page_list`](crate::DecodeOptions::device_page_list) is rewritten in place, before the next submit.) On
+/// CUDA an upload is in the stream's order; a prepare that fits the step's capacity rewrites it in place, so that a captured graph replays with
+/// what was prepared last, and one that does not fit replaces its buffers: graphs captured before must be captured again, and refuse to
+/// launch.
 #[derive(Debug)]
 #[must_use]
 pub struct Step<O: Op, D: Kernel<O>> {
@@ -90,7 +92,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         self.choice.rounds_weights
     }
 
-    /// A step with room for `capacity`; the default leaves it to the first [`Compiled::prepare`].
+    /// A step with room for `capacity`, whose type is on the op's page; the default leaves it to the first [`Compiled::prepare`].
     ///
     /// # Errors
     /// [`Error::Limit`], [`Error::OutOfMemory`] and [`Error::DeviceLost`].
@@ -118,7 +120,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         prepared.map(drop)
     }
 
-    /// Checks one layer's buffers and binds them, for steps that reach no further than `room`.
+    /// Checks one layer's buffers and binds them, for steps that reach no further than `room`: for most ops a number of query tokens, see the op's page.
     ///
     /// # Errors
     /// Those of [`Op::check_args`], [`Error::Aliased`], [`Error::OtherBackend`], [`Error::Limit`] and [`Error::OutOfMemory`]; on wgpu

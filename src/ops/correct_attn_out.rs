@@ -16,6 +16,8 @@ use crate::{Dtype, Error, Result};
 /// Arguments of a layer: [`CorrectAttnOutArgs`]. Input of a step: a `Range<u32>` of tokens; [`Error::Shape`] is one that ends before it
 /// begins.
 ///
+/// Room of a binding: `u32`, one past the last token. Capacity of a step: `u32`, tokens.
+///
 /// ```
 /// use wgpu_mla::{CorrectAttnOut, CorrectAttnOutArgs, Device, Dtype, LseBase, View, cpu::Cpu};
 ///

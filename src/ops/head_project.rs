@@ -60,6 +60,8 @@ pub enum WeightOrder {
 /// Arguments of a layer: [`HeadProjectArgs`]. Input of a step: a `Range<u32>`: the tokens that are projected, of `x` and of `y`.
 /// [`Error::Shape`] is a range that ends before it begins.
 ///
+/// Room of a binding: `u32`, one past the last token. Capacity of a step: `u32`, tokens.
+///
 /// ```
 /// use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, View, WeightView, cpu::Cpu};
 ///

@@ -16,6 +16,8 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 /// the slot of each token, `page * page_size + offset`, or a negative number for a token that is skipped. A slot outside the pool is
 /// [`Error::SlotOutOfRange`], and two tokens in one slot are [`Error::SlotOverlap`], before anything is written.
 ///
+/// Room of a binding: `u32`, tokens, skipped ones included. Capacity of a step: `u32`, tokens.
+///
 /// ```
 /// use wgpu_mla::{Device, Dtype, KvAppend, KvAppendArgs, KvSpec, KvView, View, cpu::Cpu, e4m3_decode};
 /// # use wgpu_mla::{MlaDecode, MlaShape};

@@ -14,6 +14,8 @@ use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaDecode, MlaShape, Re
 /// Arguments of a layer: [`KvCalibrateArgs`]. Input of a step: a `Range<u32>`: the tokens that are looked at. [`Error::Shape`] is a range that
 /// ends before it begins.
 ///
+/// Room of a binding: `u32`, one past the last token. Capacity of a step: `()`.
+///
 /// ```
 /// use wgpu_mla::{CalibrationStats, Device, Dtype, KvCalibrate, KvCalibrateArgs, MlaShape, View, cpu::Cpu};
 ///

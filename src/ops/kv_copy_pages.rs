@@ -11,6 +11,8 @@ use crate::{Error, KvSpec, Result};
 /// Arguments of a layer: its cache, a [`KvView`]. Input of a step: a list of copies `(from, to)`, `&[(u32, u32)]` in page ids:
 /// [`crate::AppendBatch::copies`]. [`check_copies`] is the check of it: [`Error::CopyConflict`].
 ///
+/// Room of a binding: `()`. Capacity of a step: `u32`, copies.
+///
 /// ```
 /// use wgpu_mla::{Device, Dtype, KvCopyPages, KvSpec, KvView, Slabs, cpu::Cpu};
 ///

@@ -9,6 +9,8 @@ use crate::{Dtype, Error, Result};
 ///
 /// Arguments of a layer: [`MergeStateArgs`]. A step has no input. [`MergeStates`](crate::MergeStates) merges any number of them.
 ///
+/// Room of a binding: `()`, since its arguments say it. Capacity of a step: `()`.
+///
 /// ```
 /// use wgpu_mla::{Device, Dtype, MergeState, MergeStateArgs, View, cpu::Cpu};
 ///

@@ -15,6 +15,8 @@ use crate::{Dtype, Error, Result};
 /// Arguments of a layer: [`MergeStatesArgs`]. Input of a step: `(Range<u32>, u32)`: which tokens are merged, and how many of the sets.
 /// [`Error::Shape`] is a range that ends before it begins, or a number of sets outside 1 to 65,536.
 ///
+/// Room of a binding: a [`MergeStatesExtent`], tokens and sets. Capacity of a step: `u32`, tokens.
+///
 /// ```
 /// use wgpu_mla::{Device, Dtype, LseBase, MergeStates, MergeStatesArgs, View, cpu::Cpu};
 ///

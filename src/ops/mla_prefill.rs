@@ -12,6 +12,8 @@ pub(crate) mod tiles;
 /// Arguments of a layer: [`MlaPrefillArgs`]. Input of a step: a list of [`PrefillSequence`]s, with the errors of [`PrefillExtent::of`].
 /// Options: [`PrefillOptions`].
 ///
+/// Room of a binding: a [`PrefillExtent`], query tokens, keys and rows of results. Capacity of a step: `u32`, tiles.
+///
 /// ```
 /// use wgpu_mla::{Device, Dtype, MlaPrefill, MlaPrefillArgs, PrefillSequence, View, cpu::Cpu};
 ///

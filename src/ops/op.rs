@@ -21,7 +21,8 @@ pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
-/// An operation: a plain struct that says what it is compiled for. All of this is pure, the same for every backend.
+/// An operation: a plain struct that says what it is compiled for. All of this is pure, the same for every backend. The page of an op says what its
+/// [`Op::Args`], [`Op::Input`], [`Op::Extent`] (the `room` of a binding) and [`Op::Capacity`] are.
 pub trait Op: Copy + Debug + Send + Sync + 'static {
     /// Its name, as in labels and errors.
     const NAME: &'static str;

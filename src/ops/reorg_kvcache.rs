@@ -12,6 +12,8 @@ use crate::{Dtype, Error, Result, Shares};
 /// Arguments of a layer: [`ReorgKvCacheArgs`]. Input of a step: a [`ReorgBatch`]. `prepare` refuses one with [`Error::Shape`] for a chunk
 /// or rows that end past 2^31, and [`Error::GatherOverlap`].
 ///
+/// Room of a binding: a [`ReorgExtent`], rows. Capacity of a step: a [`ReorgCapacity`].
+///
 /// vLLM's function leaves a sequence's keys rank by rank; here they are in their order, so that masks that depend on it hold too.
 ///
 /// ```

@@ -25,6 +25,8 @@ pub enum RopeLayout {
 /// Arguments of a layer: [`RopeArgs`]. Input of a step: a `Range<u32>`: the tokens that are rotated. [`Error::Shape`] is a range that ends
 /// before it begins.
 ///
+/// Room of a binding: `u32`, one past the last token. Capacity of a step: `u32`, tokens.
+///
 /// ```
 /// use wgpu_mla::{Device, Dtype, Rope, RopeArgs, RopeFrequencies, RopeLayout, View, cpu::Cpu};
 ///

@@ -13,6 +13,8 @@ use crate::{Dtype, Error, Result};
 /// Arguments of a layer: [`RopeAppendArgs`]. Input of a step: a [`RopeAppendBatch`], with the errors of a [`KvAppend`]'s, [`Error::Length`]
 /// for another number of positions than tokens, and [`Error::Shape`] for a negative position.
 ///
+/// Room of a binding: a [`RopeAppendExtent`], usually [`RopeAppendExtent::of`] so many tokens. Capacity of a step: `u32`, tokens.
+///
 /// ```
 /// use wgpu_mla::{Device, Dtype, KvAppend, KvAppendArgs, RopeAppend, RopeAppendArgs, RopeAppendBatch, cpu::Cpu};
 /// # use wgpu_mla::{KvSpec, KvView, MlaDecode, MlaShape, RopeFrequencies, RopeLayout, View};

@@ -1,6 +1,6 @@
 //! A model's cache, weights and activations in a device's memory, as its layers take them.
 
-use wgpu_mla::{Device, Dtype, HeadDims, KvBProj, KvView, MlaLayer, MlaLayerArgs, View};
+use wgpu_mla::{Device, Dtype, KvBProj, KvView, MlaLayer, MlaLayerArgs, View};
 
 use crate::attention::Rows;
 use crate::layer::values;
@@ -29,16 +29,10 @@ impl<B> Arrays<B> {
             Ok(buffer)
         };
         let floats = |per_token: u32| device.buffer(u64::from(setup.max_tokens()) * u64::from(per_token) * 4);
-        let dims = HeadDims {
-            num_heads: spec.shape.num_heads,
-            kv_lora_rank: spec.shape.kv_lora_rank,
-            qk_nope_head_dim: spec.qk_nope_head_dim,
-            v_head_dim: spec.v_head_dim,
-        };
         let mut layers = Vec::new();
         for (index, kv_b) in model.kv_b.iter().enumerate() {
             let weights = Dtype::F32.encode_all(&values(kv_b)?);
-            let weights = KvBProj::new(dims, Dtype::F32, &weights)?.prepare(spec.weight)?;
+            let weights = KvBProj::new(spec.dims(), Dtype::F32, &weights)?.prepare(spec.weight)?;
             layers.push((uploaded(&weights)?, setup.k_scale(index)));
         }
         // A row of the table is smaller than what its token has in the cache: a device that holds the cache holds the table.
@@ -47,7 +41,7 @@ impl<B> Arrays<B> {
         Ok(Self {
             kv: device.buffer(cache)?,
             rows: floats(row_elems(&spec))?,
-            out: floats(spec.shape.num_heads * spec.v_head_dim)?,
+            out: device.buffer(spec.out_bytes(setup.max_tokens()))?,
             cos_sin: uploaded(&Dtype::F32.encode_all(&config.rope.cos_sin(max_position)?))?,
             max_position,
             softmax_scale: config.softmax_scale(),
@@ -82,7 +76,7 @@ impl<B> Arrays<B> {
 
     /// Bytes of `out` that so many tokens have.
     pub fn out_bytes(&self, tokens: usize) -> u64 {
-        tokens as u64 * u64::from(self.spec.shape.num_heads * self.spec.v_head_dim) * 4
+        self.spec.out_bytes(tokens as u32)
     }
 
     /// A step's rows as they lie in `rows`.

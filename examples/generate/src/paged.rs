@@ -118,7 +118,7 @@ impl<D: Backend> Attention for Paged<D> {
 
     fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
         self.pages.begin(batch)?;
-        self.copy.prepare(&mut self.copy_step, &self.pages.append.copies)?;
+        self.copy.prepare(&mut self.copy_step, &self.pages.copies)?;
         Ok(self.mla.prepare(&mut self.step, (&self.pages.batch(), SplitPolicy::Auto))?)
     }
 

@@ -1,24 +1,17 @@
 //! The pages of all sequences, and a step's tables: what any attention over a paged cache needs on the host.
 
-use wgpu_mla::{AppendBatch, BlockTable, KvSpec, LayerBatch, PagePool, SeqId};
+use wgpu_mla::{KvSpec, LayerArrays, LayerBatch, PageCopies, PagePool, SeqId};
 
 use crate::{Error, Result};
 
-/// A page pool and the tables of the step that was begun last.
+/// A page pool and the arrays of the step that was begun last.
 pub struct Pages {
     pool: PagePool,
-    /// What each sequence got: positions, and page copies that come before the new rows.
-    pub append: AppendBatch,
-    /// Tokens in the cache, the step's included.
-    pub seq_lens: Vec<i32>,
-    /// Where each sequence's new tokens begin.
-    pub query_start_loc: Vec<i32>,
-    /// Slot of each new token.
-    pub slot_mapping: Vec<i64>,
+    arrays: LayerArrays,
+    /// Page copies that come before the new rows.
+    pub copies: PageCopies,
     /// Position of each new token in its sequence.
     pub positions: Vec<i32>,
-    /// Pages of each sequence.
-    pub table: BlockTable,
     most_used: u32,
     max_position: usize,
     max_tokens: u32,
@@ -29,12 +22,9 @@ impl Pages {
     pub fn new(spec: KvSpec, max_position: usize, max_tokens: u32) -> Result<Self> {
         Ok(Self {
             pool: PagePool::new(spec)?,
-            append: AppendBatch::default(),
-            seq_lens: Vec::new(),
-            query_start_loc: Vec::new(),
-            slot_mapping: Vec::new(),
+            arrays: LayerArrays::default(),
+            copies: PageCopies::default(),
             positions: Vec::new(),
-            table: BlockTable::default(),
             most_used: 0,
             max_position,
             max_tokens,
@@ -60,21 +50,13 @@ impl Pages {
         Ok(self.pool.free(sequence)?)
     }
 
-    /// Grows the sequences and writes the step's tables.
+    /// Grows the sequences and makes the step's arrays.
     pub fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
-        self.pool.append_batch_into(batch, &mut self.append)?;
-        self.most_used = self.most_used.max(self.pool.num_used_pages());
-        let sequences: Vec<SeqId> = batch.iter().map(|&(sequence, _)| sequence).collect();
-        self.pool.seq_lens_into(&sequences, &mut self.seq_lens)?;
-        self.pool.block_table_into(&sequences, -1, &mut self.table)?;
-        self.slot_mapping = self.pool.slot_mapping(&self.append.tokens)?;
         self.positions.clear();
-        self.query_start_loc.clear();
-        self.query_start_loc.push(0);
-        for (_, tokens) in &self.append.tokens {
-            self.positions.extend(tokens.clone().map(|position| position as i32));
-            self.query_start_loc.push(self.positions.len() as i32);
-        }
+        self.copies = self.pool.layer_step_into(batch, &mut self.arrays)?;
+        self.most_used = self.most_used.max(self.pool.num_used_pages());
+        let positions = self.arrays.tokens().iter().flat_map(|(_, tokens)| tokens.clone());
+        self.positions.extend(positions.map(|position| position as i32));
         self.check_positions()
     }
 
@@ -88,16 +70,18 @@ impl Pages {
         Ok(())
     }
 
-    /// The step's tables as a layer takes them.
+    /// The step's arrays as a layer takes them. Its forks are few, and each attends its prefix alone: what one writes does then not depend on the
+    /// others, in any bit.
     pub fn batch(&self) -> LayerBatch<'_> {
-        LayerBatch {
-            seq_lens: &self.seq_lens,
-            query_start_loc: &self.query_start_loc,
-            slot_mapping: &self.slot_mapping,
-            pages: self.table.page_table(),
-            shared_prefixes: &[],
-            expanded: &[],
-        }
+        LayerBatch { shared_prefixes: &[], ..self.arrays.batch() }
+    }
+
+    /// Pages of the step's first sequence, in its order.
+    pub fn of_first(&self) -> &[i32] {
+        let page_size = self.spec().page_size;
+        let used =
+            self.arrays.batch().seq_lens.first().map_or(0, |&len| (len as u32).div_ceil(page_size) as usize);
+        &self.arrays.block_table().entries[..used]
     }
 
     /// The pages of a sequence, in its order.

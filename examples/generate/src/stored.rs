@@ -1,7 +1,8 @@
 //! What the cache holds of its sequences, for who looks into it.
 
 use wgpu_mla::{
-    Backend, Binding, Compiled, Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, Step, View,
+    Backend, Binding, Compiled, Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, LayerBatch, Step,
+    View,
 };
 
 use crate::attention::Attention;
@@ -64,8 +65,8 @@ impl<D: Backend> Stored<D> {
     /// # Errors
     /// [`wgpu_mla::Error::GatherRange`] for a step of more than [`Stored::max_tokens`] tokens; those of the backend.
     pub fn prepare_new(&mut self, paged: &Paged<D>) -> Result<u64> {
-        let pages = paged.pages();
-        let ends = pages.query_start_loc.windows(2).zip(&pages.seq_lens).enumerate();
+        let batch = paged.pages().batch();
+        let ends = batch.query_start_loc.windows(2).zip(batch.seq_lens).enumerate();
         let range = |(sequence, (query, &len)): (usize, (&[i32], &i32))| {
             let tokens = (query[1] - query[0]) as u32;
             GatherRange {
@@ -93,9 +94,8 @@ impl<D: Backend> Stored<D> {
     }
 
     fn prepare(&mut self, paged: &Paged<D>, ranges: &[GatherRange]) -> Result<u64> {
-        let pages = paged.pages();
-        let batch = GatherBatch { pages: pages.table.page_table(), seq_lens: &pages.seq_lens, ranges };
-        self.gather.prepare(&mut self.step, batch)?;
+        let LayerBatch { pages, seq_lens, .. } = paged.pages().batch();
+        self.gather.prepare(&mut self.step, GatherBatch { pages, seq_lens, ranges })?;
         let tokens: u64 = ranges.iter().map(|range| u64::from(range.tokens)).sum();
         Ok(tokens * u64::from(self.row_elems) * self.layers.len() as u64 * 4)
     }

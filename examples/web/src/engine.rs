@@ -197,9 +197,7 @@ impl Writer {
 
     pub fn pages(&self) -> Vec<i32> {
         let (Some(attention), true) = (&self.attention, self.sequence.is_some()) else { return Vec::new() };
-        let pages = attention.pages();
-        let used = pages.seq_lens.first().map_or(0, |&len| (len as u32).div_ceil(PAGE_SIZE) as usize);
-        pages.table.entries.iter().copied().take(used).collect()
+        attention.pages().of_first().to_vec()
     }
 
     pub async fn weights(&mut self) -> Result<Vec<f32>> {
