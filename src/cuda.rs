@@ -23,6 +23,7 @@ mod library;
 #[cfg(test)]
 mod manifest_test;
 pub mod ops;
+mod turn;
 
 pub use buffer::Buffer;
 pub use decode::decode_variants;
@@ -31,3 +32,4 @@ pub use graph::Graph;
 pub use {cudarc, cudarc::driver::CudaStream};
 
 use device::Function;
+pub(crate) use turn::Taken;

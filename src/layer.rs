@@ -24,10 +24,12 @@ mod aliases;
 mod arrays;
 mod batch;
 mod bound;
+mod check;
 mod composed;
 mod each;
 mod expanded;
 mod names;
+mod options;
 mod over_prefixes;
 mod plan;
 mod prefix;
@@ -39,17 +41,16 @@ mod workspace;
 pub use arrays::{LayerArrays, PageCopies};
 pub use batch::LayerBatch;
 pub use expanded::{Expanded, ExpandedPrefix};
+pub use options::{LayerCapacity, LayerFacts, LayerOptions};
 pub use plan::{Chunk, LayerPlan, Round, Target};
 pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
 use range::check_range;
-
-use prefix_cost::PrefixCost;
 
 use crate::ops::op::{Op, Use};
 use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
 use crate::tables::Capacity;
 use crate::view::{KvView, View, wide};
-use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolicy, Tiling};
+use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolicy};
 
 /// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
 /// absorbed form, and prefills in chunks of the workspace, in one batch. One compiled layer serves all layers of a model.
@@ -260,95 +261,6 @@ impl MlaLayer {
 
     pub(crate) fn merge_sets(&self) -> MergeStates {
         MergeStates { dtype: self.dtype, head_size: self.v_head_dim }
-    }
-}
-
-/// How much a step may have, or a binding has room for.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct LayerCapacity {
-    /// Query tokens in all.
-    pub tokens: u32,
-    /// Those that are decoded have to be among the first so many of a batch: they take `2 * H * L` elements of workspace each.
-    pub decode_tokens: u32,
-    /// Rows of [`MlaLayerArgs::expanded`], the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
-    pub prefix_rows: u32,
-    /// Positions that a step reaches: one more than its last. A binding has those of its own [`MlaLayerArgs::max_position`], whatever
-    /// stands here.
-    pub positions: u32,
-}
-
-impl LayerCapacity {
-    /// `num_decoded`: query tokens that are decoded, wherever they are in the batch.
-    ///
-    /// # Errors
-    /// [`Error::Capacity`] that says what is too small.
-    fn check_holds(&self, used: &Self, num_decoded: u32) -> Result<()> {
-        let (decode_tokens, decode_cure) = if num_decoded <= self.decode_tokens {
-            (used.decode_tokens, "put decodes first: MlaLayer::decodes_first")
-        } else {
-            (num_decoded, "compile the layer with more LayerCapacity::decode_tokens")
-        };
-        for (what, need, limit, cure) in [
-            (
-                "LayerCapacity::tokens",
-                used.tokens,
-                self.tokens,
-                "compile the layer with more LayerCapacity::tokens",
-            ),
-            ("LayerCapacity::decode_tokens", decode_tokens, self.decode_tokens, decode_cure),
-            (
-                "LayerCapacity::prefix_rows",
-                used.prefix_rows,
-                self.prefix_rows,
-                "compile the layer with more LayerCapacity::prefix_rows",
-            ),
-        ] {
-            if need > limit {
-                return Err(Error::Capacity { what, got: limit.into(), need: need.into(), cure });
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Choices of an [`MlaLayer`]. What is compiled owns a workspace for its capacity, which all layers of the model share, one after the other. All that
-/// changes with a step is in the [`Step`](crate::Step), so that several may be prepared before what was recorded of them is submitted, and by
-/// several threads: see [the crate's page](crate#threads).
-#[derive(Debug, Clone, Default)]
-pub struct LayerOptions {
-    /// Forces a kernel variant of the decode by name, such as one that rounds no softmax weights.
-    pub variant: Option<String>,
-    /// What the workspace is for.
-    pub capacity: LayerCapacity,
-    /// Pages of a slab, where the pool is in several: those of the [`KvView::in_slabs`] that it is bound to. 0: a pool in one buffer.
-    pub slab_pages: u32,
-    /// Decodes that begin with a shared prefix: [`DecodeOptions::shared_sequences`](crate::DecodeOptions::shared_sequences).
-    pub shared_sequences: u32,
-}
-
-/// What a host has to know of a compiled [`MlaLayer`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct LayerFacts {
-    /// How its decode cuts work.
-    pub tiling: Tiling,
-    /// Bytes of the keys and values of prefills: never more than [`MlaLayer::workspace_bytes`], nor than all tokens of the pool take.
-    pub workspace_bytes: u64,
-    /// Tokens of prompts whose keys and values are in the workspace at a time; longer prompts are attended in chunks.
-    pub workspace_rows: u32,
-    /// What a step may have: that of [`LayerOptions::capacity`], with `decode_tokens` at most `tokens`.
-    pub capacity: LayerCapacity,
-    spec: MlaLayer,
-    prefix_cost: PrefixCost,
-}
-
-impl LayerFacts {
-    /// Whether the decodes of `sequences` sequences, of a query token each, attend an [`ExpandedPrefix`] of `tokens` tokens through its keys
-    /// and values. If not, they attend it in absorbed form, which costs less, and it need not be expanded. With [`SplitPolicy::FixedTokens`] they
-    /// always attend it expanded.
-    #[must_use]
-    pub fn attends_expanded(&self, sequences: u32, tokens: u32) -> bool {
-        self.prefix_cost.pays(&self.spec, &self.tiling, tokens, [(sequences, 1)].into_iter(), true)
     }
 }
 

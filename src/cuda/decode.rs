@@ -4,8 +4,6 @@ mod args;
 mod step;
 mod variants;
 
-use std::sync::PoisonError;
-
 use args::{Args, Copying};
 use step::Tables;
 use variants::{Body, Compiled, Kernel as Chosen, Tile, VARIANTS};
@@ -150,7 +148,8 @@ impl Kernel<MlaDecode> for Cuda {
         if layer.max_queries == 0 {
             return Ok(());
         }
-        let _turn = step.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another thread's launches of this step would write its partial results before the merge reads them.
+        let _turn = self.turn();
         for (bound, tables) in layer.slabs.iter().zip(step.each_slab()) {
             self.launch_split(bound, tables, &step.partials)?;
         }

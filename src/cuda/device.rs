@@ -14,6 +14,7 @@ use super::caps::Card;
 use super::graph::Captures;
 use super::kernels::{TensorMap, ptx};
 use super::library::{self, failed, said};
+use super::turn::{Taken, Turn};
 use crate::ops::Replay;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
 use crate::{Error, Result};
@@ -26,6 +27,7 @@ pub struct Cuda {
     /// By their modules and names.
     kernels: Arc<Mutex<HashMap<(&'static str, &'static str), Function>>>,
     pub(super) captures: Captures,
+    turn: Turn,
     id: u64,
 }
 
@@ -91,7 +93,14 @@ impl Cuda {
             let detail = format!("compute capability {}: 80 is needed", card.capability);
             return Err(Error::NoCuda { detail });
         }
-        Ok(Self { stream, card, kernels: Arc::default(), captures: Captures::default(), id: next_id() })
+        Ok(Self {
+            stream,
+            card,
+            kernels: Arc::default(),
+            captures: Captures::default(),
+            turn: Turn::default(),
+            id: next_id(),
+        })
     }
 
     /// The stream that everything is launched on.
@@ -110,6 +119,11 @@ impl Cuda {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             code => Err(failed("to ask the stream")(DriverError(code))),
         }
+    }
+
+    /// Keeps other threads from putting ops of several launches on the stream.
+    pub(crate) fn turn(&self) -> Taken<'_> {
+        self.turn.take()
     }
 
     pub(super) fn card(&self) -> &Card {

@@ -164,6 +164,7 @@ impl Graph {
     /// it needed more than the capacity, or other kernels of a layer, so that the graph has to be captured again. [`Error::Cuda`].
     pub fn launch(&self) -> Result<()> {
         self.held.replays.iter().try_for_each(|replay| replay.check())?;
+        let _turn = self.cuda.turn();
         self.graph.launch().map_err(failed("to launch a graph"))
     }
 

@@ -91,7 +91,7 @@ fn check_once(sequences: &[SeqId]) -> Result<()> {
     sorted.sort_unstable();
     match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => {
-            let cure = "is in the step twice: ask for all of its tokens in one request";
+            let cure = "must be in the step once: ask for all of its tokens in one request";
             Err(Error::Shape { what: "sequence", got: pair[0].number(), cure })
         }
         None => Ok(()),
@@ -177,7 +177,7 @@ mod tests {
         let twice = pool.layer_step_into(&[(a, 1), (b, 1), (a, 1)], &mut arrays);
         assert_eq!(
             twice.expect_err("twice").to_string(),
-            "sequence 0 is in the step twice: ask for all of its tokens in one request"
+            "sequence 0: must be in the step once: ask for all of its tokens in one request"
         );
         let full = pool.layer_step_into(&[(a, 1), (b, 9)], &mut arrays);
         assert!(matches!(full, Err(Error::OutOfPages { .. })));

@@ -24,16 +24,25 @@ pub trait Composes:
     + Kernel<MergeState>
     + Kernel<MergeStates>
 {
-    /// Whether an op runs, or is launched on the device's stream, as it is recorded: then two threads that record one layer would mix
-    /// their ops in its workspace. What is recorded into an encoder is whole, whatever other threads record.
-    const RUNS_AS_RECORDED: bool;
+    /// What keeps other threads from using a layer's workspace while a step is recorded, where ops run, or are launched on the device's
+    /// stream, as they are recorded. What is recorded into an encoder is whole, whatever other threads record.
+    type Turn<'a>
+    where
+        Self: 'a;
+
+    /// `of_layer` is held by nothing else.
+    fn turn<'a>(&'a self, of_layer: &'a Mutex<()>) -> Self::Turn<'a>;
 
     /// What expanded prefixes cost, with a decode on tensor cores or without, and an attention over them in tiles of so many query tokens.
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost;
 }
 
 impl Composes for crate::cpu::Cpu {
-    const RUNS_AS_RECORDED: bool = true;
+    type Turn<'a> = MutexGuard<'a, ()>;
+
+    fn turn<'a>(&'a self, of_layer: &'a Mutex<()>) -> MutexGuard<'a, ()> {
+        of_layer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 
     /// It multiplies no missing rows of a tile.
     fn prefix_cost(_: bool, _: u32) -> PrefixCost {
@@ -42,7 +51,12 @@ impl Composes for crate::cpu::Cpu {
 }
 #[cfg(feature = "cuda")]
 impl Composes for crate::cuda::Cuda {
-    const RUNS_AS_RECORDED: bool = true;
+    type Turn<'a> = crate::cuda::Taken<'a>;
+
+    /// The stream's, for graphs of a layer too.
+    fn turn<'a>(&'a self, _: &'a Mutex<()>) -> crate::cuda::Taken<'a> {
+        crate::cuda::Cuda::turn(self)
+    }
 
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
         if on_tensor_cores { PrefixCost::CUDA } else { PrefixCost::ARITHMETIC }.with_tiles(tile_queries)
@@ -50,7 +64,9 @@ impl Composes for crate::cuda::Cuda {
 }
 #[cfg(feature = "wgpu")]
 impl Composes for crate::gpu::Gpu {
-    const RUNS_AS_RECORDED: bool = false;
+    type Turn<'a> = ();
+
+    fn turn(&self, _: &Mutex<()>) {}
 
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
         if on_tensor_cores { PrefixCost::MATRICES } else { PrefixCost::ARITHMETIC }.with_tiles(tile_queries)
@@ -81,8 +97,8 @@ pub struct Ops<D: Composes> {
     /// The only step of `merge`, which has nothing that changes with a step.
     pub(super) merge_step: Step<MergeState, D>,
     pub(super) space: Workspace<D::Buffer>,
-    /// Held while a step is recorded: see [`Ops::turn`].
-    turn: Mutex<()>,
+    /// For [`Composes::turn`].
+    pub(super) turn: Mutex<()>,
     pub(super) capacity: LayerCapacity,
     /// 0 for a pool in one buffer.
     pub(super) slab_pages: u32,
@@ -143,13 +159,6 @@ impl<D: Composes> Ops<D> {
                 pages => pages,
             },
         })
-    }
-}
-
-impl<D: Composes> Ops<D> {
-    /// Keeps other threads from using the workspace while a step is recorded, where it is used as it is recorded.
-    pub(super) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
-        D::RUNS_AS_RECORDED.then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

@@ -157,7 +157,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         }
         // Nothing is recorded before all is known to fit.
         ops.each(step, binding, &mut Check)?;
-        let _turn = ops.turn();
+        let _turn = self.turn(&ops.turn);
         ops.each(step, binding, &mut Record::<D>(recorder))
     }
 }

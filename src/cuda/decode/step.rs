@@ -1,7 +1,7 @@
 //! A step's tables and scratch on the card.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::Step;
@@ -16,8 +16,6 @@ pub struct Tables {
     pub(super) capacity: Capacity,
     pub(super) tables: Buffer,
     pub(super) partials: Buffer,
-    /// Held from the first launch to the merge: another thread's launches of this step would write the partial results in between.
-    pub(super) turn: Mutex<()>,
     pub(super) header: Header,
     /// Whether the host may write the page list itself.
     device_page_list: bool,
@@ -79,7 +77,6 @@ impl Tables {
             capacity,
             tables: Buffer::zeroed(cuda.stream(), u64::from(header.end) * 4)?,
             partials: Buffer::zeroed(cuda.stream(), u64::from(partials) * partial * 4)?,
-            turn: Mutex::new(()),
             header,
             device_page_list,
             generation: Arc::new(next_id().into()),

@@ -24,7 +24,7 @@ const DECODES: Capacity =
     Capacity { items: 1024, queries: 1024, pages: 1024, merges: 1024, merge_partials: 1024, partials: 1024 };
 
 /// A layer's encoded inputs: queries, latent rows and rotary keys of new tokens.
-type Inputs = [Vec<u8>; 3];
+pub(super) type Inputs = [Vec<u8>; 3];
 
 /// A model's layers and the step that they share.
 pub(super) struct Model<D: Backend> {
@@ -45,14 +45,14 @@ pub(super) struct Bound<D: Backend> {
 }
 
 /// The inputs of each new token: queries, latent row, rotary key.
-fn input_elems(spec: &MlaLayer) -> [usize; 3] {
+pub(super) fn input_elems(spec: &MlaLayer) -> [usize; 3] {
     let head = spec.qk_nope_head_dim + spec.shape.qk_rope_head_dim;
     [spec.shape.num_heads * head, spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim]
         .map(|elems| elems as usize)
 }
 
 /// Random codes of a dtype.
-fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> Vec<u8> {
+pub(super) fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> Vec<u8> {
     dtype.encode_all(&(0..count).map(|_| rng.randn() * scale).collect::<Vec<_>>())
 }
 
@@ -73,7 +73,7 @@ impl<D: Backend> Model<D> {
     }
 
     /// What a batch needs before the captured layers: page copies of forks, and expanded prefixes.
-    fn prepare(
+    pub(super) fn prepare(
         &mut self,
         inputs: &[Inputs],
         copies: &[(u32, u32)],
