@@ -255,7 +255,10 @@ fn a_layer_runs_without_an_allocation() {
         query_start_loc: &[0, 1, 3, 13],
         slot_mapping: &[-1; 13],
         pages: PageTable::Dense {
-            block_table: &std::array::from_fn::<i32, 21, _>(|i| i as i32),
+            // The first two share two pages.
+            block_table: &std::array::from_fn::<i32, 21, _>(|i| {
+                if (7..9).contains(&i) { i as i32 - 7 } else { i as i32 }
+            }),
             max_pages: 7,
         },
         shared_prefixes: &[],

@@ -40,11 +40,11 @@ impl<O: Op, B: Kernel<O>> One<O, B> {
     }
 }
 
+/// What a thread runs, and the step that it runs with.
+type Run<'a, O, B> = (&'a Step<O, B>, &'a One<O, B>);
+
 /// A thread each, all at once; says how many runs gave other bits.
-fn together<O: Op, B: Kernel<O>>(
-    op: &Compiled<O, B>,
-    each: &[(&Step<O, B>, &One<O, B>)],
-) -> Result<(), String> {
+fn together<O: Op, B: Kernel<O>>(op: &Compiled<O, B>, each: &[Run<'_, O, B>]) -> Result<(), String> {
     let start = std::sync::Barrier::new(each.len());
     let wrong = std::thread::scope(|scope| {
         let threads: Vec<_> = each
