@@ -38,6 +38,7 @@ mod pages;
 mod prefill;
 mod quantization;
 mod rope;
+mod rope_keys;
 mod sample;
 mod session;
 mod setup;

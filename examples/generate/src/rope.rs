@@ -3,6 +3,7 @@
 use wgpu_mla::{RopeFrequencies, Yarn};
 
 use crate::fields::Fields;
+use crate::rope_keys::{self, Kind};
 
 /// How a model's rotary embedding turns.
 #[derive(Debug, Clone, PartialEq)]
@@ -17,43 +18,29 @@ pub struct RopeConfig {
 }
 
 impl RopeConfig {
-    /// From `rope_scaling`, as DeepSeek ships it, or else `rope_parameters`, as transformers 5 writes it; both have the same fields. For
-    /// `R` rotary elements.
+    /// From `rope_scaling`, as DeepSeek ships it, or `rope_parameters`, as transformers 5 writes it; both have the same fields. For `R`
+    /// rotary elements.
     pub(crate) fn parse(
         config: &Fields<'_>,
         interleaved: bool,
         rope_dim: u32,
         max_position: usize,
     ) -> Result<Self, String> {
+        rope_keys::check_outer(config)?;
         let none = serde_json::Map::new();
-        let given = match config.object("rope_scaling")? {
-            Some(fields) => Some(fields),
-            None => config.object("rope_parameters")?,
-        };
-        let fields = given.unwrap_or(Fields(&none));
-        let theta = fields.number("rope_theta")?.or(config.number("rope_theta")?).unwrap_or(10_000.0);
-        let why = |error: wgpu_mla::Error| error.to_string();
-        match rope_type(&fields)? {
-            "default" => Ok(Self {
-                frequencies: RopeFrequencies::plain(rope_dim, theta).map_err(why)?,
-                interleaved,
-                softmax_mscale: (1.0, 0.0),
-                attention_factor: None,
-            }),
-            "yarn" => {
-                let yarn = yarn(&fields, max_position)?;
-                let attention_factor = fields.number("attention_factor")?;
-                if let Some(factor) = attention_factor.filter(|&factor| factor <= 0.0) {
-                    return Err(format!("attention_factor {factor}: must be more than 0"));
-                }
-                Ok(Self {
-                    frequencies: RopeFrequencies::yarn(rope_dim, theta, &yarn).map_err(why)?,
-                    interleaved,
-                    softmax_mscale: (yarn.factor, yarn.mscale_all_dim),
-                    attention_factor,
-                })
-            }
-            other => Err(format!("rope_type {other}: must be default or yarn")),
+        let own = Outer { config, interleaved, rope_dim, max_position };
+        let [scaling, parameters] = rope_keys::OBJECTS;
+        match (config.object(scaling)?, config.object(parameters)?) {
+            (None, None) => own.rope(parameters, &Fields(&none)),
+            (Some(fields), None) => own.rope(scaling, &fields),
+            (None, Some(fields)) => own.rope(parameters, &fields),
+            // transformers 5 would take `rope_scaling`, vLLM `rope_parameters`.
+            (Some(old), Some(new)) => match (own.rope(scaling, &old)?, own.rope(parameters, &new)?) {
+                (old, new) if old == new => Ok(new),
+                _ => Err(format!(
+                    "{scaling} and {parameters} differ in what they say: delete the one that is not the checkpoint's"
+                )),
+            },
         }
     }
 
@@ -71,30 +58,131 @@ impl RopeConfig {
     }
 }
 
-/// `rope_type`, or `type` as it was called; a config that transformers saved again has both.
-fn rope_type<'a>(fields: &Fields<'a>) -> Result<&'a str, String> {
-    match (fields.text("rope_type")?, fields.text("type")?) {
-        (Some(new), Some(old)) if new != old => {
-            Err(format!("rope_type {new} and type {old}: must be the same; delete the wrong one"))
+/// What one object of rotary fields is read with.
+struct Outer<'a> {
+    config: &'a Fields<'a>,
+    interleaved: bool,
+    rope_dim: u32,
+    max_position: usize,
+}
+
+impl Outer<'_> {
+    fn rope(&self, object: &str, fields: &Fields<'_>) -> Result<RopeConfig, String> {
+        let kind = rope_keys::kind(fields)?;
+        rope_keys::check(object, fields, kind)?;
+        self.check_what_is_served(object, fields)?;
+        let theta = self.one_of(object, fields, "rope_theta")?.unwrap_or(10_000.0);
+        let why = |error: wgpu_mla::Error| error.to_string();
+        let (interleaved, rope_dim) = (self.interleaved, self.rope_dim);
+        if kind == Kind::Plain {
+            return Ok(RopeConfig {
+                frequencies: RopeFrequencies::plain(rope_dim, theta).map_err(why)?,
+                interleaved,
+                softmax_mscale: (1.0, 0.0),
+                attention_factor: None,
+            });
         }
-        (new, old) => Ok(new.or(old).unwrap_or("default")),
+        let yarn = self.yarn(object, fields)?;
+        let attention_factor = fields.number("attention_factor")?;
+        if let Some(factor) = attention_factor.filter(|&factor| factor <= 0.0) {
+            return Err(format!("attention_factor {factor}: must be more than 0"));
+        }
+        let attention_factor = match (attention_factor, kind) {
+            (None, Kind::DeepSeekYarn) => {
+                // Where both formulas give the same, the two types are equal.
+                Some(deepseek_factor(fields, &yarn)?).filter(|&factor| factor != yarn.attention_factor())
+            }
+            (given, _) => given,
+        };
+        Ok(RopeConfig {
+            frequencies: RopeFrequencies::yarn(rope_dim, theta, &yarn).map_err(why)?,
+            interleaved,
+            softmax_mscale: (yarn.factor, yarn.mscale_all_dim),
+            attention_factor,
+        })
+    }
+
+    /// Keys of other models, which change nothing at the value that is served.
+    fn check_what_is_served(&self, object: &str, fields: &Fields<'_>) -> Result<(), String> {
+        let number = |name: &str| fields.number(name);
+        if let Some(beta) = number("llama_4_scaling_beta")?.filter(|&beta| beta != 0.0) {
+            return Err(format!(
+                "llama_4_scaling_beta {beta} of {object}: queries scaled by position are not served; serve a model without them"
+            ));
+        }
+        if let Some(other) = fields.0.get("apply_yarn_scaling").filter(|it| !it.is_null() && **it != true) {
+            return Err(format!("apply_yarn_scaling {other} of {object}: must be true"));
+        }
+        let most = self.max_position as f64;
+        if let Some(other) = number("max_position_embeddings")?.filter(|&other| other != most) {
+            return Err(format!(
+                "max_position_embeddings {other} of {object} and {most} of the config: must be the same; delete the wrong one"
+            ));
+        }
+        // Of the elements of a head: of R, as transformers counts for DeepSeek-V3, or of P + R, as for Mistral Small 4.
+        let rope = f64::from(self.rope_dim);
+        let head = rope + self.config.size("qk_nope_head_dim", 128)? as f64;
+        match number("partial_rotary_factor")?.filter(|&part| part != 1.0 && part * head != rope) {
+            Some(part) => Err(format!(
+                "partial_rotary_factor {part} of {object}: must be 1, as qk_rope_head_dim says what RoPE turns"
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// A number of the object, or else of the config itself, as transformers reads it.
+    fn one_of(&self, object: &str, fields: &Fields<'_>, name: &str) -> Result<Option<f64>, String> {
+        match (fields.number(name)?, self.config.number(name)?) {
+            (Some(inner), Some(outer)) if inner != outer => Err(format!(
+                "{name} {inner} of {object} and {outer} of the config: must be the same; delete the wrong one"
+            )),
+            (inner, outer) => Ok(inner.or(outer)),
+        }
+    }
+
+    fn yarn(&self, object: &str, fields: &Fields<'_>) -> Result<Yarn, String> {
+        let max_position = self.max_position as f64;
+        let original = self.one_of(object, fields, "original_max_position_embeddings")?;
+        if let Some(original) = original.filter(|&original| original <= 0.0) {
+            return Err(format!("original_max_position_embeddings {original}: must be more than 0"));
+        }
+        let (factor, named) = match (fields.number("factor")?, original) {
+            (Some(factor), _) => (factor, format!("factor {factor}")),
+            (None, Some(original)) => {
+                let named = "max_position_embeddings / original_max_position_embeddings";
+                (max_position / original, format!("{named} = {}", max_position / original))
+            }
+            (None, None) => return Err(format!("factor: missing in {object}, and YaRN needs it; give it")),
+        };
+        if factor < 1.0 {
+            let what = "by how much YaRN extended the context";
+            return Err(format!("{named} of {object}: must be at least 1, {what}"));
+        }
+        let plain = Yarn::new(factor, original.unwrap_or(max_position));
+        // As transformers: 0 is as if it were not there.
+        let given = |name: &str, default: f64| -> Result<f64, String> {
+            Ok(fields.number(name)?.filter(|&value| value != 0.0).unwrap_or(default))
+        };
+        Ok(Yarn {
+            beta_fast: given("beta_fast", plain.beta_fast)?,
+            beta_slow: given("beta_slow", plain.beta_slow)?,
+            mscale: fields.number("mscale")?.unwrap_or(0.0),
+            mscale_all_dim: fields.number("mscale_all_dim")?.unwrap_or(0.0),
+            truncate: fields.flag("truncate", true)?,
+            ..plain
+        })
     }
 }
 
-fn yarn(fields: &Fields<'_>, max_position: usize) -> Result<Yarn, String> {
-    let max_position = max_position as f64;
-    let original = fields.number("original_max_position_embeddings")?.unwrap_or(max_position);
-    let plain = Yarn::new(fields.number("factor")?.unwrap_or(max_position / original), original);
-    // As transformers: 0 is as if it were not there.
-    let given = |name: &str, default: f64| -> Result<f64, String> {
-        Ok(fields.number(name)?.filter(|&value| value != 0.0).unwrap_or(default))
-    };
-    Ok(Yarn {
-        beta_fast: given("beta_fast", plain.beta_fast)?,
-        beta_slow: given("beta_slow", plain.beta_slow)?,
-        mscale: fields.number("mscale")?.unwrap_or(0.0),
-        mscale_all_dim: fields.number("mscale_all_dim")?.unwrap_or(0.0),
-        truncate: fields.flag("truncate", true)?,
-        ..plain
-    })
+/// The factor of cosines and sines in DeepSeek's code, where `mscale` is 1 and `mscale_all_dim` 0 unless given. transformers' is another
+/// where a config gives one of them, and not 1.
+fn deepseek_factor(fields: &Fields<'_>, yarn: &Yarn) -> Result<f64, String> {
+    let m = |x: f64| 0.1 * x * yarn.factor.ln() + 1.0;
+    let factor = m(fields.number("mscale")?.unwrap_or(1.0)) / m(yarn.mscale_all_dim);
+    match factor.is_finite() && factor > 0.0 {
+        true => Ok(factor),
+        false => Err(format!(
+            "mscale and mscale_all_dim make an attention factor of {factor}: must be more than 0"
+        )),
+    }
 }
