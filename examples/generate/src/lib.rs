@@ -30,6 +30,7 @@ mod experts;
 mod fields;
 mod files;
 mod guard;
+mod index;
 mod layer;
 pub mod look;
 mod model;

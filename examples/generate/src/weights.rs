@@ -1,6 +1,6 @@
 //! A checkpoint's tensors, in one file or several. The headers are checked first; a tensor is read when it is taken.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,8 @@ use candle_core::{Device, Tensor};
 use safetensors::tensor::{Dtype as Stored, Metadata, TensorInfo};
 use wgpu_mla::Dtype;
 
-use crate::{Config, Error, Result, files, quantization};
+use crate::index::{self, Index};
+use crate::{Config, Error, Result, quantization};
 
 /// A size, and the fields of config.json that it comes from.
 #[derive(Debug, Clone, Copy)]
@@ -21,6 +22,8 @@ pub struct Weights {
     quant_method: Option<String>,
     files: Vec<(PathBuf, Box<dyn Source>)>,
     tensors: BTreeMap<String, Place>,
+    /// Tensors of the files that the index does not have, and their files.
+    unlisted: BTreeMap<String, PathBuf>,
 }
 
 /// A file, or what was downloaded of one.
@@ -37,16 +40,30 @@ struct Place {
 }
 
 impl Weights {
-    /// `model.safetensors`, or what `model.safetensors.index.json` lists.
+    /// `model.safetensors`, or what `model.safetensors.index.json` lists: where there is an index, each tensor is that of the file that it
+    /// maps the tensor to, whatever other files have.
     ///
     /// # Errors
     /// [`Error::File`]; for weights that are not f32, f16 or bf16 it names one and the cure.
     pub fn open(dir: &Path, config: &Config) -> Result<Self> {
         let mut weights = Self::none(dir, config);
-        for path in paths(dir)? {
-            let file = File::open(&path).map_err(|error| Error::file(&path, error))?;
-            weights.add(path, Box::new(file))?;
+        let open = |path: &Path| File::open(path).map_err(|error| Error::file(path, error));
+        let Some(index) = Index::open(dir, |name| is_ignored(name, config.num_layers))? else {
+            let only = index::only_file(dir)?;
+            weights.add(&only, Box::new(open(&only)?), |_| true)?;
+            return weights.checked(config);
+        };
+        for (path, names) in &index.files {
+            weights.add(path, Box::new(open(path)?), |name| names.contains(name))?;
+            if let Some(lost) = names.iter().find(|name| !weights.tensors.contains_key(*name)) {
+                let cure = "download it and the index again";
+                return Err(Error::file(
+                    path,
+                    format!("no tensor {lost}, but the index says that it is here; {cure}"),
+                ));
+            }
         }
+        weights.unlisted.retain(|name, _| !weights.tensors.contains_key(name));
         weights.checked(config)
     }
 
@@ -56,13 +73,14 @@ impl Weights {
     /// Those of [`Weights::open`].
     pub fn of(name: &str, bytes: Vec<u8>, config: &Config) -> Result<Self> {
         let mut weights = Self::none(Path::new(name), config);
-        weights.add(name.into(), Box::new(Cursor::new(bytes)))?;
+        weights.add(Path::new(name), Box::new(Cursor::new(bytes)), |_| true)?;
         weights.checked(config)
     }
 
     fn none(dir: &Path, config: &Config) -> Self {
         let quant_method = config.quant_method.clone();
-        Self { dir: dir.into(), quant_method, files: Vec::new(), tensors: BTreeMap::new() }
+        let (files, tensors, unlisted) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        Self { dir: dir.into(), quant_method, files, tensors, unlisted }
     }
 
     fn checked(mut self, config: &Config) -> Result<Self> {
@@ -71,17 +89,24 @@ impl Weights {
         Ok(self)
     }
 
-    fn add(&mut self, path: PathBuf, mut file: Box<dyn Source>) -> Result<()> {
-        let again = |why: &dyn std::fmt::Display| Error::file(&path, format!("{why}; download it again"));
+    /// The tensors of a file that are wanted from it.
+    fn add(
+        &mut self,
+        path: &Path,
+        mut file: Box<dyn Source>,
+        is_wanted: impl Fn(&str) -> bool,
+    ) -> Result<()> {
+        let again = |why: &dyn std::fmt::Display| Error::file(path, format!("{why}; download it again"));
         let (begin, header) = header(file.as_mut()).map_err(|why| again(&why))?;
         for (name, info) in header.tensors() {
-            let offset = begin + info.data_offsets.0 as u64;
-            let place = Place { file: self.files.len(), offset, info: info.clone() };
-            if self.tensors.insert(name.clone(), place).is_some() {
-                return Err(again(&format!("{name} is in another file too")));
+            if is_wanted(&name) {
+                let offset = begin + info.data_offsets.0 as u64;
+                self.tensors.insert(name, Place { file: self.files.len(), offset, info: info.clone() });
+            } else {
+                self.unlisted.insert(name, path.into());
             }
         }
-        self.files.push((path, file));
+        self.files.push((path.into(), file));
         Ok(())
     }
 
@@ -111,8 +136,12 @@ impl Weights {
     /// A tensor that some checkpoints have.
     ///
     /// # Errors
-    /// [`Error::File`] where it has another shape.
+    /// [`Error::File`] where it has another shape, or is in a file but not in the index: the index may be cut off.
     pub fn take_if_there(&mut self, name: &str, shape: &[Dim]) -> Result<Option<Tensor>> {
+        if let Some(path) = self.unlisted.get(name) {
+            let cure = "download the index again, or add it there";
+            return Err(Error::file(path, format!("{name} is here, but the index does not have it; {cure}")));
+        }
         let Some(Place { file, offset, info }) = self.tensors.remove(name) else { return Ok(None) };
         if !info.shape.iter().eq(shape.iter().map(|Dim(size, _)| size)) {
             let wanted: Vec<String> =
@@ -196,37 +225,4 @@ fn header(file: &mut dyn Source) -> Result<(u64, Metadata), String> {
         true => Ok((begin, header)),
         false => Err(format!("it has {size} bytes, its header asks for {end}")),
     }
-}
-
-fn paths(dir: &Path) -> Result<Vec<PathBuf>> {
-    let index = dir.join("model.safetensors.index.json");
-    if !files::is_there(&index)? {
-        let only = dir.join("model.safetensors");
-        if !files::is_there(&only)? {
-            return Err(Error::file(&only, "not there; download the checkpoint's weights as safetensors"));
-        }
-        return Ok(vec![only]);
-    }
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: HashMap<String, String>,
-    }
-    let text = files::read_text(&index, "download it again")?;
-    let of: Index = serde_json::from_str(&text)
-        .map_err(|error| Error::file(&index, format!("{error}; download it again")))?;
-    let names: BTreeSet<&String> = of.weight_map.values().collect();
-    let mut paths = Vec::new();
-    for name in names {
-        if !files::is_plain(name) {
-            let must = "must be the name of a .safetensors file in the checkpoint's directory";
-            return Err(Error::file(&index, format!("weight_map names {name:?}: {must}; download it again")));
-        }
-        let path = dir.join(name);
-        if !files::is_there(&path)? {
-            let cure = "download all files of the checkpoint";
-            return Err(Error::file(&path, format!("not there, but the index lists it; {cure}")));
-        }
-        paths.push(path);
-    }
-    Ok(paths)
 }
