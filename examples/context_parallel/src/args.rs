@@ -1,5 +1,7 @@
 //! The command line.
 
+use std::ffi::OsString;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -12,13 +14,13 @@ Decodes batches whose sequences lie on several devices, and checks every value a
 
 context_parallel [FILE | DIRECTORY]...   case files of kind decode, dcp_decode and dcp_combine, and a few batches of its own
   --devices LIST        a device a rank: cpu, wgpu, cuda, cuda:1, ..           default: cpu,cpu
-  --shares LIST         the share of each rank, such as 3,1                    default: equal
+  --shares LIST         the share of each rank, such as 3,1; 0 holds nothing   default: equal
   --interleave N        tokens in a row that one rank holds                    default: the case's, or 16
   --form FORM           a2a, ag_rs (vLLM's cp_lse_ag_out_rs), or ag (all heads everywhere)   default: all that the heads allow
   --engine ENGINE       threads, or nccl (feature `nccl`): what joins the ranks  default: threads
   --timeout SECONDS     how long a rank waits for the others                   default: 30
-  --steps N             decodes of each batch                                  default: 3
-  --kill-after N        the last rank dies in its Nth step: the others must say so in time, with status 1
+  --steps N             decodes of each batch, at least 1                      default: 3
+  --kill-after N        the last rank dies in its Nth step, at most --steps: the others must say so in time, with status 1
 
 One process a rank, with --engine nccl and one device:
   --rank R --world W --id-file PATH      rank 0 writes NCCL's id to PATH, the others wait for it
@@ -31,6 +33,12 @@ One process a rank, with --engine nccl and one device:
   --help                this text
 
 Status 0: all passed; 1: a value is wrong, or a rank failed; 2: bad arguments; 3: out of time.";
+
+/// The parts of the bench, in their order.
+pub const PARTS: [&str; 4] = ["long", "exchange", "replays", "plain"];
+
+/// Lengths are i32, and the bench's is rounded up to whole pages on every rank.
+const MOST_TOKENS: u32 = 1 << 30;
 
 /// What joins the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -97,10 +105,11 @@ pub enum Parsed {
 impl Args {
     /// # Errors
     /// What is wrong with the arguments.
-    pub fn parse(words: impl Iterator<Item = String>) -> Result<Parsed> {
+    pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Parsed> {
         let mut args = Self::default();
         let (mut rank, mut world, mut id_file) = (None, None, None);
-        let mut words = words;
+        let text = |word: OsString| word.into_string().map_err(|word| format!("{word:?}: must be UTF-8"));
+        let mut words = words.map(text).collect::<Result<Vec<_>>>()?.into_iter();
         while let Some(word) = words.next() {
             if !word.starts_with('-') {
                 args.paths.push(word.into());
@@ -110,31 +119,36 @@ impl Args {
                 Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
                 None => (word.clone(), None),
             };
+            let flag = joined.is_none();
             let mut value = || {
                 let value = joined.clone().or_else(|| words.next()).filter(|value| !value.is_empty());
                 value.ok_or_else(|| format!("{name} needs a value"))
             };
             match name.as_str() {
-                "--help" | "-h" => return Ok(Parsed::Help),
-                "--devices" => args.devices = list(&value()?),
+                "--help" | "-h" if flag => return Ok(Parsed::Help),
+                "--devices" => args.devices = list(&name, &value()?)?,
                 "--shares" => args.weights = numbers(&name, &value()?)?,
-                "--interleave" => args.interleave = Some(number(&name, &value()?)?),
+                "--interleave" => args.interleave = Some(number(&name, &value()?, 1..=u32::MAX)?),
                 "--form" => args.form = Some(form(&value()?)?),
                 "--engine" => args.engine = engine(&value()?)?,
                 "--timeout" => args.timeout = seconds(&value()?)?,
-                "--steps" => args.steps = number(&name, &value()?)?.max(1).into(),
-                "--kill-after" => args.kill_after = Some(number(&name, &value()?)?.into()),
-                "--rank" => rank = Some(number(&name, &value()?)?),
-                "--world" => world = Some(number(&name, &value()?)?),
+                "--steps" => args.steps = number(&name, &value()?, 1..=u32::MAX)?.into(),
+                "--kill-after" => args.kill_after = Some(number(&name, &value()?, 1..=u32::MAX)?.into()),
+                "--rank" => rank = Some(number(&name, &value()?, 0..=u32::MAX)?),
+                "--world" => world = Some(number(&name, &value()?, 1..=u32::MAX)?),
                 "--id-file" => id_file = Some(PathBuf::from(value()?)),
-                "--bench" => args.bench = true,
-                "--tokens" => args.tokens = Some(number(&name, &value()?)?),
-                "--parts" => args.parts = list(&value()?),
-                "--blocking" => args.blocking = true,
-                "--model" => args.model = true,
+                "--bench" if flag => args.bench = true,
+                "--tokens" => args.tokens = Some(number(&name, &value()?, 1..=MOST_TOKENS)?),
+                "--parts" => args.parts = parts(&name, &value()?)?,
+                "--blocking" if flag => args.blocking = true,
+                "--model" if flag => args.model = true,
+                "--help" | "-h" | "--bench" | "--blocking" | "--model" => {
+                    return Err(format!("{word}: {name} has no value"));
+                }
                 _ => return Err(format!("{word}: no such option")),
             }
         }
+        args.check_together()?;
         args.one_rank = match (rank, world, id_file) {
             (None, None, None) => None,
             (Some(rank), Some(world), Some(id_file)) if rank < world => {
@@ -159,6 +173,22 @@ impl Args {
         Ok(Parsed::Run(Box::new(args)))
     }
 
+    /// An option that would change nothing is an error.
+    fn check_together(&self) -> Result<()> {
+        let of_bench = [("--tokens", self.tokens.is_some()), ("--parts", !self.parts.is_empty())];
+        if let Some((name, _)) = of_bench.iter().find(|(_, given)| *given && !self.bench) {
+            return Err(format!("{name} is of the bench: give --bench too"));
+        }
+        if self.blocking && self.engine != Engine::Nccl {
+            return Err("--blocking is of NCCL: give --engine nccl too".into());
+        }
+        if let Some(after) = self.kill_after.filter(|&after| self.bench || after > self.steps) {
+            let (steps, cure) = (self.steps, "must be 1 to --steps, and is not of --bench");
+            return Err(format!("--kill-after {after} of {steps} steps: {cure}"));
+        }
+        Ok(())
+    }
+
     /// Ranks.
     #[must_use]
     pub fn world(&self) -> u32 {
@@ -181,21 +211,40 @@ impl Args {
     }
 }
 
-fn list(value: &str) -> Vec<String> {
-    value.split(',').map(|word| word.trim().to_owned()).filter(|word| !word.is_empty()).collect()
+fn list(name: &str, value: &str) -> Result<Vec<String>> {
+    let words: Vec<String> = value.split(',').map(|word| word.trim().to_owned()).collect();
+    match words.iter().any(String::is_empty) {
+        true => {
+            Err(format!("{name} {value}: a name is empty; separate names by one comma each, such as a,b"))
+        }
+        false => Ok(words),
+    }
 }
 
-fn number(name: &str, value: &str) -> Result<u32> {
-    value.parse().map_err(|_| format!("{name} {value}: must be a whole number"))
+fn parts(name: &str, value: &str) -> Result<Vec<String>> {
+    let words = list(name, value)?;
+    match words.iter().find(|word| !PARTS.contains(&word.as_str())) {
+        Some(other) => Err(format!("{name} {other}: must be of {}", PARTS.join(", "))),
+        None => Ok(words),
+    }
+}
+
+fn number(name: &str, value: &str, served: RangeInclusive<u32>) -> Result<u32> {
+    let number = value.parse().ok().filter(|number| served.contains(number));
+    number.ok_or_else(|| {
+        format!("{name} {value}: must be a whole number from {} to {}", served.start(), served.end())
+    })
 }
 
 fn numbers(name: &str, value: &str) -> Result<Vec<u32>> {
-    list(value).iter().map(|word| number(name, word)).collect()
+    list(name, value)?.iter().map(|word| number(name, word, 0..=u32::MAX)).collect()
 }
 
 fn seconds(value: &str) -> Result<Duration> {
     let seconds: Option<f64> = value.parse().ok().filter(|&seconds| seconds > 0.0 && seconds < 1e6);
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| format!("--timeout {value}: must be seconds above 0"))
+    seconds
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| format!("--timeout {value}: must be seconds above 0, below 1000000"))
 }
 
 fn form(value: &str) -> Result<CombineForm> {

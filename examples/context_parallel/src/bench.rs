@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use wgpu_mla::Error;
 use wgpu_mla::communicator::Communicator;
 
-use crate::args::Args;
+use crate::args::{Args, PARTS};
 use crate::{on_device, threads};
 pub use launch::Launch;
 
@@ -45,11 +45,10 @@ pub fn over_threads(args: &Args) -> bool {
 
 /// All parts, as one rank; rank 0 prints.
 pub fn run<D: Launch>(device: &D, communicator: &dyn Communicator<D>, args: &Args) -> bool {
-    let parts: [(&str, PartOf<D>); 4] =
-        [("long", long::run), ("exchange", exchange::run), ("replays", replays::run), ("plain", plain::run)];
+    let runs: [PartOf<D>; 4] = [long::run, exchange::run, replays::run, plain::run];
     let (rank, world) = (communicator.rank(), communicator.world());
     let wanted = |name: &str| args.parts.is_empty() || args.parts.iter().any(|part| part == name);
-    for (name, part) in parts.into_iter().filter(|(name, _)| wanted(name)) {
+    for (name, part) in PARTS.into_iter().zip(runs).filter(|(name, _)| wanted(name)) {
         let _watch = Watch::new(name, LIMIT.max(args.timeout * 2));
         let run = || -> Result<(), Error> {
             let probe = device.buffer(4)?;

@@ -39,7 +39,13 @@ macro_rules! on_device {
 /// A name that is none, and a device that is not here.
 pub fn open(name: &str, sharers: usize) -> Result<AnyDevice> {
     let (kind, number) = name.split_once(':').unwrap_or((name, "0"));
-    let ordinal: usize = number.parse().map_err(|_| format!("--devices {name}: the number is none"))?;
+    let cure = "must be a card's number, as in cuda:1";
+    let ordinal: usize = number.parse().map_err(|_| format!("--devices {name}: {number:?} {cure}"))?;
+    if matches!(kind, "cpu" | "wgpu") && name != kind {
+        return Err(format!(
+            "--devices {name}: only cuda has a number; WGPU_ADAPTER_NAME chooses wgpu's adapter"
+        ));
+    }
     match kind {
         "cpu" => {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);

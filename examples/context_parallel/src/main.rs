@@ -6,7 +6,7 @@ use context_parallel::args::{Args, Engine, HELP, Parsed};
 use context_parallel::{Result, bench, model, problems, report, threads};
 
 fn main() -> ExitCode {
-    let parsed = Args::parse(std::env::args().skip(1)).and_then(|parsed| match parsed {
+    let parsed = Args::parse(std::env::args_os().skip(1)).and_then(|parsed| match parsed {
         Parsed::Run(args) => args.shares(args.interleave.unwrap_or(16)).map(|_| Parsed::Run(args)),
         Parsed::Help => Ok(Parsed::Help),
     });

@@ -83,7 +83,8 @@ fn card(name: &str) -> Result<Cuda> {
     match name.split_once(':') {
         None if name == "cuda" => devices::cuda(0),
         Some(("cuda", number)) => {
-            devices::cuda(number.parse().map_err(|_| format!("--devices {name}: the number is none"))?)
+            let cure = "must be a card's number, as in cuda:1";
+            devices::cuda(number.parse().map_err(|_| format!("--devices {name}: {number:?} {cure}"))?)
         }
         _ => Err(format!("--devices {name}: --engine nccl is of cuda, cuda:1, ..")),
     }

@@ -85,15 +85,65 @@ fn bad_arguments_are_named() {
         (&["--form", "ring"], "must be a2a, ag_rs or ag"),
         (&["--shares", "1,2,3", "--devices", "cpu,cpu"], "--shares names 3 ranks, there are 2"),
         (&["--shares", "0,0"], "give at least one rank a weight above 0"),
-        (&["--interleave", "0"], "interleave 0: must be at least 1 token"),
+        (&["--interleave", "0"], "--interleave 0: must be a whole number from 1 to"),
         (&["--timeout", "0"], "must be seconds above 0"),
         (&["--rank", "0"], "go together"),
         (&["--rank", "0", "--world", "2", "--id-file", "x"], "--engine nccl"),
+        (&["--rank", "2", "--world", "2", "--id-file", "x"], "the rank is below the world"),
+        (&["--steps", "0"], "--steps 0: must be a whole number from 1 to"),
+        (&["--steps=-1"], "--steps -1: must be a whole number from 1 to"),
+        (&["--steps", "4294967296"], "--steps 4294967296: must be a whole number from 1 to 4294967295"),
+        (&["--steps", "2.5"], "--steps 2.5: must be a whole number"),
+        (&["--steps="], "--steps needs a value"),
+        (&["--devices", ","], "--devices ,: a name is empty; separate names by one comma each"),
+        (&["--devices", "cpu,,cpu"], "a name is empty"),
+        (&["--devices", "cpu,"], "a name is empty"),
+        (&["--devices", " "], "a name is empty"),
+        (&["--devices="], "--devices needs a value"),
+        (&["--shares", ",", "--devices", "cpu,cpu"], "--shares ,: a name is empty"),
+        (&["--shares", "1,-1"], "--shares -1: must be a whole number from 0 to"),
+        (&["--shares", "1,4294967295"], "must be at most 65,536 without a common factor"),
+        (&["--interleave", "-16"], "--interleave -16: must be a whole number from 1 to"),
+        (&["--timeout", "-1"], "must be seconds above 0, below 1000000"),
+        (&["--timeout", "nan"], "must be seconds above 0"),
+        (&["--timeout", "1e30"], "must be seconds above 0, below 1000000"),
+        (&["--kill-after", "0"], "--kill-after 0: must be a whole number from 1 to"),
+        (&["--kill-after", "4"], "--kill-after 4 of 3 steps: must be 1 to --steps"),
+        (&["--kill-after", "1", "--bench"], "is not of --bench"),
+        (&["--bench", "--tokens", "0"], "--tokens 0: must be a whole number from 1 to 1073741824"),
+        (
+            &["--bench", "--tokens", "4294967295"],
+            "--tokens 4294967295: must be a whole number from 1 to 1073741824",
+        ),
+        (&["--tokens", "64"], "--tokens is of the bench: give --bench too"),
+        (&["--bench", "--parts", "long,short"], "--parts short: must be of long, exchange, replays, plain"),
+        (&["--bench", "--parts", ","], "--parts ,: a name is empty"),
+        (&["--parts", "long"], "--parts is of the bench: give --bench too"),
+        (&["--bench=yes"], "--bench has no value"),
+        (&["--blocking"], "--blocking is of NCCL: give --engine nccl too"),
     ] {
         must(args, 2, &[want, "see --help"]);
     }
+    for (device, want) in [
+        ("wgpu:1", "only cuda has a number"),
+        ("cpu:0", "only cuda has a number"),
+        ("cuda:x", "\"x\" must be a card's number, as in cuda:1"),
+        ("cuda:-1", "\"-1\" must be a card's number, as in cuda:1"),
+    ] {
+        must(&["--devices", &format!("cpu,{device}"), "--timeout", "20"], 1, &[want, "FAIL"]);
+    }
     must(&["--help"], 0, &["--devices LIST", "Status 0"]);
     must(&["nowhere.safetensors"], 1, &["nowhere.safetensors"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn words_that_are_not_utf8_are_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let mut command = Command::new(env!("CARGO_BIN_EXE_context_parallel"));
+    let output = command.arg(std::ffi::OsStr::from_bytes(b"\xff")).output().expect("it starts");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output).contains("must be UTF-8"), "{}", text(&output));
 }
 
 #[test]

@@ -22,7 +22,7 @@ fn main() -> ExitCode {
 
 fn run() -> Result<bool> {
     // The time-out is an argument, and the number of ranks is MPI's: a world that is given is of no use.
-    let words = || std::env::args().skip(1);
+    let words = || std::env::args_os().skip(1);
     let timeout = match Args::parse(words())? {
         Parsed::Help => {
             println!(
@@ -35,6 +35,13 @@ fn run() -> Result<bool> {
     let mpi = Mpi::new(timeout).map_err(context_parallel::text)?;
     let (rank, world) = (Communicator::<Cpu>::rank(&mpi), Communicator::<Cpu>::world(&mpi));
     let Parsed::Run(mut args) = Args::parse(words())? else { return Ok(true) };
+    let given = words().any(|word| word.to_string_lossy().starts_with("--devices"));
+    if given && ![1, world as usize].contains(&args.devices.len()) {
+        return Err(format!(
+            "--devices names {} ranks, mpirun has {world}: name one for all, or one each",
+            args.devices.len()
+        ));
+    }
     if args.devices.len() != world as usize {
         let name = if args.devices.len() == 1 { args.devices[0].clone() } else { "cpu".to_owned() };
         args.devices = vec![name; world as usize];
