@@ -85,6 +85,10 @@ pub(crate) fn slices(writer: &mut Writer, kv: Dtype) -> Result<Slices> {
     warm_up(&slices, model)?;
     let paged = lock(&slices.paged);
     let info = writer.gpu.device().adapter_info();
+    let scales = writer.checkpoint.scales_notice(kv);
+    if let Some(notice) = scales {
+        eprintln!("desktop: {kv} cache: {notice}");
+    }
     let about = About {
         name: format!("{}, {:?}", info.name, info.backend),
         adapter: writer.gpu.describe(),
@@ -92,6 +96,7 @@ pub(crate) fn slices(writer: &mut Writer, kv: Dtype) -> Result<Slices> {
         rounds: paged.layer().rounds_weights(),
         why: paged.layer().why().to_owned(),
         kv,
+        scales,
         slice: String::new(),
     };
     drop(paged);

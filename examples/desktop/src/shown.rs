@@ -60,6 +60,8 @@ pub struct About {
     pub rounds: bool,
     pub why: String,
     pub kv: Dtype,
+    /// What is to be told of the cache's scales.
+    pub scales: Option<&'static str>,
     pub slice: String,
 }
 

@@ -108,7 +108,11 @@ fn describe(args: &Args, checkpoint: &Checkpoint, attention: &dyn Attention, rea
     let (heads, latent, rope) = (shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim);
     tell(&format!("{}: {layers} layers, {heads} heads of {latent}+{rope}\n", args.dir.display()));
     let (who, seconds) = (attention.describe(), ready.as_secs_f64());
-    tell(&format!("attention: {who}, {} cache; ready in {seconds:.1} s\n\n", args.kv));
+    tell(&format!("attention: {who}, {} cache; ready in {seconds:.1} s\n", args.kv));
+    if let Some(notice) = checkpoint.scales_notice(args.kv) {
+        tell(&format!("{} cache: {notice}\n", args.kv));
+    }
+    tell("\n");
 }
 
 fn summarise(stats: &Stats, attention: &dyn Attention) {

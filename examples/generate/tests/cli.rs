@@ -32,6 +32,33 @@ fn it_says_what_it_did() {
     assert!(told.contains("cache: at most 1 of 2 pages of 64 tokens in use"), "{told}");
 }
 
+/// A cache of e4m3 without scales is less exact, and nothing else would say why.
+#[test]
+fn an_e4m3_cache_without_scales_says_that_it_takes_1() {
+    const SAID: &str = "e4m3 cache: no kv_cache_scales.json, so k_scale is 1 in every layer";
+    let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-scales");
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).expect("a folder");
+    for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+        std::fs::copy(common::path("model").join(file), dir.join(file)).expect("a copy");
+    }
+    let without = dir.to_str().expect("UTF-8");
+    let text_to_foretell = common::path("data/held_out.txt");
+    let evaluate =
+        ["--evaluate", text_to_foretell.to_str().expect("UTF-8"), "--window", "16", "--windows", "1"];
+    for (words, is_said) in [
+        (vec![without, "--kv-dtype", "e4m3"], true),
+        ([&[without, "--kv-dtype", "e4m3"][..], &evaluate].concat(), true),
+        (vec![without], false),
+        (vec!["--kv-dtype", "e4m3"], false),
+    ] {
+        let output = output(&words);
+        let told = text(&output.stderr);
+        assert!(output.status.success(), "{words:?}: {told}");
+        assert_eq!(told.contains(SAID), is_said, "{words:?}: {told}");
+    }
+}
+
 #[test]
 fn prompts_that_begin_alike_share_pages() {
     let scene = "First Citizen:\nGood morrow, neighbour. Have you heard the news?\n\n";

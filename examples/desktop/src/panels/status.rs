@@ -24,6 +24,9 @@ pub fn show(ui: &mut egui::Ui, shown: &Shown, times: &Times, shows_why: &mut boo
         ui.label(format!("p95 of frames {p95:.0} ms")).on_hover_text(&about.slice);
         ui.separator();
         ui.label(format!("variant {}, {} cache", about.variant, about.kv));
+        if let Some(scales) = about.scales {
+            ui.label(RichText::new("k_scale 1").color(ui.visuals().warn_fg_color)).on_hover_text(scales);
+        }
         ui.toggle_value(shows_why, "why").on_hover_text("Why this variant was selected.");
         ui.separator();
         check(ui, &shown.check);
