@@ -138,10 +138,9 @@ fn lack(error: crate::Error) -> String {
 
 /// The order of [`AnyBackend::best`], `None` for the CPU, and a sentence about the choice. wgpu's device is made only if it may be chosen.
 ///
-/// By measurement, CUDA and wgpu on H200s: bf16, 16 heads, 64 x 8192, 146 and 173 us, with an f32 query 186 and 179, and on wgpu without
-/// tensor cores 857 (`benches/results/h200-cuda9-2026-11-24.md`, one card); 1 x 4096, 8.3 and 14.7 us (`h200-cuda8-2026-11-23.md`,
-/// `h200-coop4-2026-11-22.md`); prefill of 8192 tokens, 608 and 205 TFLOP/s (`h200-layer-cuda-2026-11-25.md`, `h200-prefill-cuda-2026-11-24.md`). f32 queries of bf16 take CUDA too:
-/// 0.86 of wgpu's time on the whole. Without tensor cores on either, all of f32, CUDA takes 1.2 to 2.0 of wgpu's time
+/// By measurement, CUDA and wgpu on one H200 (`benches/results/h200-2026-11-26.md`): bf16, 16 heads, 64 x 8192, 144 and 171 us, with an f32 query
+/// 182 and 178, and on wgpu without tensor cores 861; 1 x 4096, 8.4 and 14.8 us; prefill of 8192 tokens, 621 and 222 TFLOP/s. f32 queries of bf16
+/// take CUDA too: 0.86 of wgpu's time on the whole. Without tensor cores on either, all of f32, CUDA takes 1.2 to 2.0 of wgpu's time
 /// (`h200-layer-cuda-2026-11-25.md`). `tests/it/fastest.rs` measures again.
 fn choose<T>(
     cuda: Result<Found<T>, String>,
