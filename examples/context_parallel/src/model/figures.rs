@@ -19,7 +19,7 @@ pub struct Machine {
 
 /// NVIDIA H200, CUDA. Start and slope of 16 heads bf16: 1 x 32768 and 1 x 131072, 17.5 and 44.1 us; e4m3: 1 x 131072, 32.6 us, the same
 /// start; 128 heads: 64 x 8192, 301.9 us bf16 and 380.7 e4m3, all in `benches/results/h200-cuda9-2026-11-24.md`, and a start that makes 1 x 131072
-/// the 88.0 us of `h200-cuda6-2026-11-23.md`. Combine: the merge of `h200-cuda2-2026-11-22.md` at 0.9 of its copy ceiling of 4112 GB/s; its
+/// the 88.0 us of `h200-cuda6-2026-11-23.md`. Today's kernels for 128 heads take less (269.9 and 250.8 us, `h200-2026-11-26.md`). Combine: the merge of `h200-cuda2-2026-11-22.md` at 0.9 of its copy ceiling of 4112 GB/s; its
 /// launch is an assumption.
 pub const H200: Machine = Machine {
     name: "NVIDIA H200, CUDA",
