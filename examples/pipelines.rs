@@ -9,6 +9,7 @@
 //! `scripts/vendors.sh` reads them.
 //! Status 0: all compiled; 1: one did not, or there is no adapter; 2: bad arguments.
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -222,7 +223,9 @@ impl Args {
     }
 }
 
-fn parse(mut words: impl Iterator<Item = String>) -> Result<Args, String> {
+fn parse(words: impl Iterator<Item = OsString>) -> Result<Args, String> {
+    let text = |word: OsString| word.into_string().map_err(|word| format!("{word:?}: must be UTF-8"));
+    let mut words = words.map(text).collect::<Result<Vec<_>, _>>()?.into_iter();
     let mut args = Args::default();
     while let Some(word) = words.next() {
         match word.as_str() {
@@ -241,7 +244,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Args, String> {
 }
 
 fn main() -> ExitCode {
-    let args = match parse(std::env::args().skip(1)) {
+    let args = match parse(std::env::args_os().skip(1)) {
         Ok(args) => args,
         Err(error) => {
             eprintln!("error: {error}");

@@ -1,5 +1,7 @@
 //! The command line.
 
+use std::ffi::OsString;
+
 pub const HELP: &str = "\
 A continuous batch on wgpu-mla, checked against the f64 oracle.
 
@@ -24,7 +26,9 @@ pub struct Args {
 
 impl Args {
     /// `None` for `--help`.
-    pub fn parse(mut words: impl Iterator<Item = String>) -> Result<Option<Self>, String> {
+    pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Option<Self>, String> {
+        let text = |word: OsString| word.into_string().map_err(|word| format!("{word:?}: must be UTF-8"));
+        let mut words = words.map(text).collect::<Result<Vec<_>, _>>()?.into_iter();
         let mut args = Self { backend: None, steps: 300, seed: 1 };
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or_else(|| format!("{word} needs a value"));
@@ -51,5 +55,6 @@ impl Args {
 }
 
 fn number<T: std::str::FromStr>(option: &str, text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("{option} {text}: must be a whole number"))
+    let bits = 8 * size_of::<T>();
+    text.parse().map_err(|_| format!("{option} {text}: must be a whole number from 0 to 2^{bits} - 1"))
 }

@@ -43,7 +43,7 @@ pub struct Work<'a> {
 }
 
 fn main() -> ExitCode {
-    let args = match Args::parse(std::env::args().skip(1)) {
+    let args = match Args::parse(std::env::args_os().skip(1)) {
         Ok(Some(args)) => args,
         Ok(None) => {
             progress::say(args::HELP);

@@ -81,7 +81,7 @@ impl<'a, D: Backend> Runner<'a, D> {
 
     /// For a person.
     pub fn describe(&self) -> String {
-        format!("{}, row {}", self.device.name(), self.mla.why())
+        format!("{}, variant {}", self.device.name(), self.mla.why())
     }
 
     /// Whether it rounds the softmax weights: the check then allows a larger error.

@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use wgpu_mla::Dtype;
@@ -37,7 +38,9 @@ pub struct Args {
 
 impl Args {
     /// `None` where help is asked for.
-    pub fn parse(args: impl Iterator<Item = String>) -> Result<Option<Self>, String> {
+    pub fn parse(args: impl Iterator<Item = OsString>) -> Result<Option<Self>, String> {
+        let text = |word: OsString| word.into_string().map_err(|word| format!("{word:?}: must be UTF-8"));
+        let mut args = args.map(text).collect::<Result<Vec<_>, _>>()?.into_iter();
         let mut parsed = Self {
             model: concat!(env!("CARGO_MANIFEST_DIR"), "/../generate/model").into(),
             wish: Wish::default(),
@@ -48,7 +51,6 @@ impl Args {
             forks: Vec::new(),
             lose: None,
         };
-        let mut args = args;
         while let Some(name) = args.next() {
             if name == "--help" {
                 return Ok(None);
@@ -83,7 +85,9 @@ impl Args {
 
 fn number(name: &str, text: &str, least: f64) -> Result<usize, String> {
     let number = text.parse::<u32>().ok().filter(|&number| f64::from(number) >= least);
-    number.map(|number| number as usize).ok_or(format!("{name} {text}: must be a whole number from {least}"))
+    number
+        .map(|number| number as usize)
+        .ok_or(format!("{name} {text}: must be a whole number from {least} to {}", u32::MAX))
 }
 
 fn dtype(name: &str) -> Result<Dtype, String> {
@@ -119,7 +123,9 @@ mod tests {
     fn what_is_wrong_is_said_with_the_cure() {
         for (line, words) in [
             ("--frames", "--frames needs a value"),
-            ("--frames 0", "--frames 0: must be a whole number from 1"),
+            ("--frames 0", "--frames 0: must be a whole number from 1 to 4294967295"),
+            ("--fork -1", "--fork -1: must be a whole number from 1 to 4294967295"),
+            ("--seed 4294967296", "--seed 4294967296: must be a whole number from 0 to 4294967295"),
             ("--temperature warm", "--temperature warm: must be a number from 0"),
             ("--kv-dtype int4", "--kv-dtype int4: must be f32, f16, bf16 or e4m3"),
             ("--size 10", "--size 10: must be like 1180x760, of 100 to 10000 each"),

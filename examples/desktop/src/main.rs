@@ -37,7 +37,7 @@ use args::Args;
 fn main() -> ExitCode {
     one_thread();
     compiled::listen();
-    let args = match Args::parse(std::env::args().skip(1)) {
+    let args = match Args::parse(std::env::args_os().skip(1)) {
         Ok(Some(args)) => args,
         Ok(None) => {
             println!("{}", args::HELP);

@@ -91,13 +91,16 @@ impl Args {
                 "--prompt" => args.prompts.push(value()?),
                 "--batch" => args.batch = Some(number(&word, &value()?)?),
                 "--max-tokens" => args.max_tokens = number(&word, &value()?)?,
-                "--temperature" => args.temperature = number(&word, &value()?)?,
+                "--temperature" => args.temperature = temperature(&value()?)?,
                 "--seed" => args.seed = number(&word, &value()?)?,
                 "--kv-dtype" => args.kv = dtype(&value()?)?,
                 "--page-size" => args.page_size = number(&word, &value()?)?,
                 "--backend" => args.backend = value()?.parse()?,
                 "--exact" => args.exact = true,
-                "--evaluate" => args.evaluate = Some(value()?.into()),
+                "--evaluate" => {
+                    let file = Some(value()?).filter(|file| !file.is_empty());
+                    args.evaluate = Some(file.ok_or_else(|| wrong("--evaluate needs a file".into()))?.into());
+                }
                 "--window" => args.window = number(&word, &value()?)?,
                 "--windows" => args.windows = Some(number(&word, &value()?)?),
                 "--accuracy" => args.accuracy = Some(ACCURACY.into()),
@@ -155,7 +158,13 @@ fn wrong(why: String) -> Error {
 }
 
 fn number<T: std::str::FromStr>(option: &str, text: &str) -> Result<T> {
-    text.parse().map_err(|_| wrong(format!("{option} {text}: must be a number, whole but for --temperature")))
+    let bits = 8 * size_of::<T>();
+    text.parse()
+        .map_err(|_| wrong(format!("{option} {text}: must be a number, whole and from 0 to 2^{bits} - 1")))
+}
+
+fn temperature(text: &str) -> Result<f32> {
+    text.parse().map_err(|_| wrong(format!("--temperature {text}: must be a number, 0 or more")))
 }
 
 fn dtype(text: &str) -> Result<Dtype> {
