@@ -247,7 +247,7 @@ fn mla_decode(
                 partials[at + 2u * column_oct] = value[0];
                 partials[at + 2u * column_oct + 1u] = value[1];
                 if (column_oct == 0u) {
-                    partials[at + 2u * LATENT_OCTS] = vec4<f32>(base_2, select(1.0, -1.0, is_odd_item), 0.0, 0.0);
+                    partials[at + 2u * LATENT_OCTS] = vec4<f32>(base_2, 1.0 - 2.0 * f32(is_odd_item), 0.0, 0.0);
                 }
             }
         }

@@ -3,8 +3,12 @@
  *
  *     hlsl.exe LIST FIRST STEP      lines FIRST, FIRST + STEP ... of LIST: file, entry point, profile, more, by tabs
  *
- * Prints a line each, by tabs: number of the line, `ok` or `FAILED`, seconds, bytes, registers and instructions (FXC only), then, where it
- * failed, the compiler's message with its line ends as ` | `. Status 0 if it ran to the end.
+ * DXC compiles each twice: as it is by default, and with -Od, as wgpu does in a debug build. An optimiser hides what a kernel should not
+ * ask for, such as doubles.
+ *
+ * Prints a line each, by tabs: number of the line, `ok` or `FAILED`, seconds, bytes, registers and instructions (FXC only), the feature
+ * flags (part SFI0) of the container and, with -Od, of the other, in hexadecimal, then, where it failed, the compiler's message with its
+ * line ends as ` | `. Status 0 if it ran to the end.
  */
 #include <windows.h>
 #include <stdint.h>
@@ -29,7 +33,23 @@ static void release(void *object) { if (object) ((ULONG(__stdcall *)(void *))fun
 static char *bytes(void *blob) { return ((char *(__stdcall *)(void *))function(blob, 3))(blob); }
 static size_t size(void *blob) { return ((SIZE_T(__stdcall *)(void *))function(blob, 4))(blob); }
 
-typedef struct { int ok; size_t bytes; int registers, instructions; char message[2000]; } Result;
+typedef struct { int ok; size_t bytes; int registers, instructions; uint64_t flags, flags_unoptimised; char message[2000]; } Result;
+
+/* What a container of DXIL asks of a device, from its part SFI0; 0 without one. Its header has the number of parts at byte 28, then their
+ * offsets; a part has its name, its size and its data. */
+static uint64_t flags(void *blob) {
+    const char *data = bytes(blob);
+    const size_t end = size(blob);
+    uint32_t parts = 0, at = 0;
+    uint64_t found = 0;
+    if (end < 32) return 0;
+    memcpy(&parts, data + 28, 4);
+    for (uint32_t i = 0; i < parts && 36 + 4 * (size_t)i <= end; i++) {
+        memcpy(&at, data + 32 + 4 * i, 4);
+        if ((size_t)at + 16 <= end && !memcmp(data + at, "SFI0", 4)) memcpy(&found, data + at + 8, 8);
+    }
+    return found;
+}
 
 static void keep(Result *result, void *blob) {
     if (!blob) return;
@@ -68,7 +88,7 @@ static Result fxc(const char *text, size_t length, const char *name, const char 
     return result;
 }
 
-static Result dxc(const char *text, size_t length, const char *name, const char *entry, const char *profile) {
+static Result dxc_once(const char *text, size_t length, const char *name, const char *entry, const char *profile, int optimised) {
     static void *library, *compiler;
     Result result = {0};
     if (!compiler) {
@@ -87,8 +107,10 @@ static Result dxc(const char *text, size_t length, const char *name, const char 
     const char *narrow[] = {name, entry, profile};
     for (int i = 0; i < 3; i++) MultiByteToWideChar(CP_UTF8, 0, narrow[i], -1, wide[i], 300);
     /* wgpu's options; 16-bit types are from 6.2 on. */
-    const WCHAR *options[] = {L"-HV", L"2018", L"-no-warnings", L"-enable-16bit-types"};
-    const UINT32 count = strcmp(profile, "cs_6_2") < 0 ? 3 : 4;
+    const WCHAR *options[6] = {L"-HV", L"2018", L"-no-warnings", L"-Ges"};
+    UINT32 count = 4;
+    if (strcmp(profile, "cs_6_2") >= 0) options[count++] = L"-enable-16bit-types";
+    if (!optimised) options[count++] = L"-Od";
     HRESULT status = E_FAIL;
     ((HRESULT(__stdcall *)(void *, void *, const WCHAR *, const WCHAR *, const WCHAR *, const WCHAR **, UINT32, void *, UINT32, void *, void **))
          function(compiler, 3))(compiler, source, wide[0], wide[1], wide[2], options, count, NULL, 0, NULL, &done);
@@ -98,9 +120,18 @@ static Result dxc(const char *text, size_t length, const char *name, const char 
         ((HRESULT(__stdcall *)(void *, void **))function(done, 5))(done, &error);
     }
     result.ok = status >= 0 && code && size(code) > 0;
-    if (result.ok) result.bytes = size(code);
+    if (result.ok) result.bytes = size(code), result.flags = flags(code);
     else keep(&result, error);
     release(source), release(done), release(code), release(error);
+    return result;
+}
+
+static Result dxc(const char *text, size_t length, const char *name, const char *entry, const char *profile) {
+    Result result = dxc_once(text, length, name, entry, profile, 1);
+    if (!result.ok) return result;
+    Result unoptimised = dxc_once(text, length, name, entry, profile, 0);
+    if (!unoptimised.ok) return unoptimised;
+    result.flags_unoptimised = unoptimised.flags;
     return result;
 }
 
@@ -117,14 +148,15 @@ int main(int count, char **words) {
         next += step;
         char *name = strtok(line, "\t"), *entry = strtok(NULL, "\t"), *profile = strtok(NULL, "\t\r\n");
         FILE *file = profile ? fopen(name, "rb") : NULL;
-        if (!file) { printf("%d\tFAILED\t0\t0\t0\t0\tno such file\n", at); continue; }
+        if (!file) { printf("%d\tFAILED\t0\t0\t0\t0\t0\t0\tno such file\n", at); continue; }
         size_t length = fread(text, 1, sizeof text, file);
         fclose(file);
         QueryPerformanceCounter(&begin);
         Result result = (profile[3] == '5' ? fxc : dxc)(text, length, name, entry, profile);
         QueryPerformanceCounter(&end);
-        printf("%d\t%s\t%.2f\t%zu\t%d\t%d\t%s\n", at, result.ok ? "ok" : "FAILED", (double)(end.QuadPart - begin.QuadPart) / frequency.QuadPart,
-               result.bytes, result.registers, result.instructions, result.ok ? "" : result.message);
+        printf("%d\t%s\t%.2f\t%zu\t%d\t%d\t%llx\t%llx\t%s\n", at, result.ok ? "ok" : "FAILED", (double)(end.QuadPart - begin.QuadPart) / frequency.QuadPart,
+               result.bytes, result.registers, result.instructions, (unsigned long long)result.flags,
+               (unsigned long long)result.flags_unoptimised, result.ok ? "" : result.message);
         fflush(stdout);
     }
     return 0;

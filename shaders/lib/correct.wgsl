@@ -55,7 +55,7 @@ fn correction_of(token: u32, head: u32) -> Correction {
     }
     let mine = lses[at(params.lses, params.rank, token, head)];
     if some < 2u {
-        return Correction(select(0.0, 1.0, weighs(mine)), true, only);
+        return Correction(f32(weighs(mine)), true, only);
     }
     let lse_bits = bitcast<u32>(top + log(sum) * params.per_ln);
     if !weighs(mine) {

@@ -16,6 +16,7 @@ use crate::{Batch, Dtype, KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS};
 
 mod dx12;
 mod layouts;
+mod literals;
 mod projections;
 mod selection;
 mod vendors;

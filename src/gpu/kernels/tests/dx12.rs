@@ -147,7 +147,7 @@ fn prefills(caps: &Caps) -> Vec<Pipeline> {
     specs.map(pipeline).collect()
 }
 
-/// Writes into a folder: HLSL files, and of each a line `file, entry point, profile, device, pipeline` in `list.tsv`.
+/// Writes into a folder: HLSL files, and of each a line `file, entry point, profile, device, pipeline, label, features` in `list.tsv`.
 fn save(folder: &Path, written: &[(&'static str, ShaderModel, &Pipeline, String)]) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
     let mut list = String::new();
@@ -155,7 +155,10 @@ fn save(folder: &Path, written: &[(&'static str, ShaderModel, &Pipeline, String)
         let file = format!("{at:05}.hlsl");
         std::fs::write(folder.join(&file), text)?;
         let (entry, name) = (pipeline.source.entry, &pipeline.name);
-        writeln!(list, "{file}\t{entry}\tcs_{}\t{device}\t{name}\t{}", model.to_str(), pipeline.source.label)
+        // What scripts/vendors/dx12.py lets a device be asked for.
+        let features = if pipeline.capabilities.contains(Capabilities::SUBGROUP) { "waves" } else { "" };
+        let (model, label) = (model.to_str(), &pipeline.source.label);
+        writeln!(list, "{file}\t{entry}\tcs_{model}\t{device}\t{name}\t{label}\t{features}")
             .expect("a string takes all");
     }
     std::fs::write(folder.join("list.tsv"), list)

@@ -47,6 +47,8 @@ fn dx12(label: &str, module: &Module, info: &ModuleInfo) {
     let entry = written.entry_point_names.first().unwrap_or_else(|| panic!("{label}: no entry point"));
     let entry = entry.as_ref().unwrap_or_else(|error| panic!("{label}: HLSL: {error}"));
     assert!(text.contains(&format!("void {entry}(")), "{label}: HLSL without its kernel");
+    let found = literals::selection_of_literals(&text);
+    assert_eq!(found, None, "{label}: a selection of float literals alone, which DXC makes doubles of");
 }
 
 /// naga 30 writes cooperative matrices for Metal only, of 8x8 only.
