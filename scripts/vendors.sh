@@ -131,6 +131,7 @@ mesa26() {
         mesa26_tests 2 "${conformance[@]}" || status=$?
         [[ -n $full ]] || MLA_DIMS=512/64 mesa26_tests 3 "$decode::varlen" || status=$?
         wait "$job" || status=$?
+        mesa26_tests 6 devices::made || status=$?
     fi
     if wanted head_project; then mesa26_tests 4 head_project::coop || status=$?; fi
     if wanted batch_tables; then mesa26_tests 5 batch_tables::on_wgpu || status=$?; fi

@@ -1,5 +1,6 @@
 //! A device for programs that have none of their own.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 
 use super::device::{Gpu, Setup};
@@ -34,19 +35,20 @@ impl Gpu {
     /// A device with what [`wanted`] says, perhaps changed, such as a test that plays a weaker one needs.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`], also where wgpu panics since the driver lacks a feature that wgpu offered (unless panics abort the program).
     pub async fn from_adapter(adapter: wgpu::Adapter, wanted: &Wanted) -> Result<Self> {
         let Wanted { features, limits, experimental } = wanted;
-        let (device, queue) = adapter
-            .request_device(&wgpu::DeviceDescriptor {
-                label: Some("wgpu-mla"),
-                required_features: *features,
-                required_limits: limits.clone(),
-                experimental_features: *experimental,
-                ..Default::default()
-            })
-            .await
-            .map_err(|error| Error::Device { detail: error.to_string() })?;
+        let descriptor = wgpu::DeviceDescriptor {
+            label: Some("wgpu-mla"),
+            required_features: *features,
+            required_limits: limits.clone(),
+            experimental_features: *experimental,
+            ..Default::default()
+        };
+        // Outside of a browser the device is made in the call, before its future is awaited.
+        let request = catch_unwind(AssertUnwindSafe(|| adapter.request_device(&descriptor)))
+            .map_err(|panic| Error::Device { detail: said(&*panic) })?;
+        let (device, queue) = request.await.map_err(|error| Error::Device { detail: error.to_string() })?;
         let lost = Arc::new(Mutex::new(None));
         let note = lost.clone();
         device.set_device_lost_callback(move |reason, message| {
@@ -58,6 +60,12 @@ impl Gpu {
         log::info!("{} ({}, {:?}), features {features:?}", info.name, info.driver_info, info.backend);
         Ok(Self::open(Some(&adapter), &device, &queue, &Setup::default(), Some(lost)))
     }
+}
+
+/// The message of a panic.
+fn said(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    format!("wgpu panicked: {}", text.unwrap_or("without a message"))
 }
 
 /// NVIDIA's drivers for Vulkan and CUDA in one process: once the last Vulkan instance is gone and its driver unloaded, a thread that used

@@ -8,7 +8,7 @@ use super::caps::{Caps, DeviceKind};
 pub struct Wanted {
     /// For `required_features`. Those of these that the adapter has: `SUBGROUP`, `SHADER_F16`, `SHADER_I16` and
     /// `EXPERIMENTAL_COOPERATIVE_MATRIX` for kernel variants, `PIPELINE_CACHE` for [`Setup::disk_cache`](super::Setup::disk_cache),
-    /// `TIMESTAMP_QUERY` to measure.
+    /// `TIMESTAMP_QUERY` to measure. Without cooperative matrices on a software adapter with subgroups of fewer than 8 lanes.
     pub features: wgpu::Features,
     /// For `required_limits`. WebGPU's defaults, or what the adapter has where that is less. Raised to what the adapter has: bytes of a
     /// storage binding and of a buffer, bytes and invocations of a workgroup. One layer's cache, or a slab of it where the pool is in
@@ -67,7 +67,17 @@ pub fn wanted(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures)
     if !experimental.is_enabled() {
         features.remove(wgpu::Features::all_experimental_mask());
     }
+    if lists_matrices_that_are_off(&adapter.get_info()) {
+        features.remove(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+    }
     Wanted { features, limits, experimental }
+}
+
+/// wgpu-hal 30 offers cooperative matrices wherever a driver lists their sizes, without a look at the driver's feature, and panics as the device
+/// is made where that is off. Mesa's lavapipe has it off with vectors of 128 bits, its only width on aarch64. No kernel here runs on matrices
+/// with so few lanes.
+fn lists_matrices_that_are_off(info: &wgpu::AdapterInfo) -> bool {
+    info.device_type == wgpu::DeviceType::Cpu && info.subgroup_max_size < 8
 }
 
 /// What a device can do, as it was made; without cooperative matrices, of which only its adapter knows.

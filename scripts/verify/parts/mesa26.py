@@ -8,12 +8,13 @@ from records import files
 from tree import tools
 
 BATCH_TABLES = (["batch_tables"], ["tests/it/batch_tables/*.rs", "tests/support/src/reference/batch_tables.rs"])
+DECODE = (OPS["decode"][0], [*OPS["decode"][1], "src/gpu/host.rs", "src/gpu/wanted.rs", "tests/it/devices/made.rs"])
 PROJECT = (OPS["head_project"][0], [*OPS["head_project"][1], "tests/it/head_project.rs"])
 
 
 def units():
     scripts = [*files("scripts/vendors.sh", "scripts/verify/parts/mesa26.py"), *locked("naga", "wgpu")]
-    return {op: [*scripts, *inputs(*of)] for op, of in {"decode": OPS["decode"], "head_project": PROJECT, "batch_tables": BATCH_TABLES}.items()}
+    return {op: [*scripts, *inputs(*of)] for op, of in {"decode": DECODE, "head_project": PROJECT, "batch_tables": BATCH_TABLES}.items()}
 
 
 def run(stale, full, log):
