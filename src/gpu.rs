@@ -17,6 +17,7 @@ mod device;
 pub mod disk_cache;
 mod host;
 pub(crate) mod kernels;
+mod limits;
 pub mod ops;
 mod pipelines;
 mod read;

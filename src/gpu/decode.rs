@@ -15,7 +15,7 @@ use super::Gpu;
 use super::caps::Caps;
 use super::kernels::compose::Source;
 use super::kernels::decode::{Kernel as Chosen, Merging, Request, VARIANTS, split};
-use super::pipelines::{Access, layout};
+use super::pipelines::{Access, Layout, Pipeline, layout};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Binding, Candidate, Choice, Compiled, DecodeOptions, Kernel, MlaDecodeArgs, Step};
 use crate::plan::{Plan, Tiling, check_plan, check_slabs};
@@ -41,11 +41,11 @@ impl Layer {
 /// The kernels of a decode, and what they are bound with: group 0 a layer, group 1 a step.
 #[derive(Debug)]
 pub struct Pipes {
-    layer: wgpu::BindGroupLayout,
-    step: wgpu::BindGroupLayout,
-    split: wgpu::ComputePipeline,
+    layer: Layout,
+    step: Layout,
+    split: Pipeline,
     /// In the order of [`Merging::ALL`].
-    merges: [wgpu::ComputePipeline; 2],
+    merges: [Pipeline; 2],
     /// Of the kernel; a plan's tiles may be smaller.
     rows_per_tile: u32,
     device_page_list: bool,

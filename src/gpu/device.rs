@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use super::caps::Caps;
 use super::disk_cache::DiskCache;
+use super::pipelines::Pipeline;
 use super::read::{check_range, check_usage};
 use super::scope::{alive, hosts, scoped};
 use super::wanted::caps_on;
@@ -25,7 +26,7 @@ pub(super) struct Shared {
     pub(super) queue: wgpu::Queue,
     caps: Caps,
     /// By their WGSL.
-    pub(super) pipelines: Mutex<HashMap<String, wgpu::ComputePipeline>>,
+    pub(super) pipelines: Mutex<HashMap<String, Pipeline>>,
     pub(super) disk: Option<DiskCache>,
     pub(super) checked_shaders: bool,
     /// Why the device was lost, where this crate made it.
@@ -130,6 +131,11 @@ impl Gpu {
     /// From a uniform to the next that is bound with a dynamic offset, in bytes.
     pub(super) fn uniform_stride(&self) -> u32 {
         self.device().limits().min_uniform_buffer_offset_alignment.max(64)
+    }
+
+    /// What offsets of storage bindings are multiples of, in bytes: 256 is enough unless the device was made with more.
+    pub(super) fn storage_alignment(&self) -> u64 {
+        u64::from(self.device().limits().min_storage_buffer_offset_alignment).max(256)
     }
 
     /// Writes the file of [`Setup::disk_cache`], if what was compiled changed it. True if it was written.

@@ -118,6 +118,7 @@ mod tests {
             assert_eq!((entry.name.as_str(), module.entry_points.len()), (source.entry, 1));
             let group = if source.label.contains("direct") { DIRECT_GROUP } else { GROUP };
             assert_eq!(entry.workgroup_size, [group, 1, 1]);
+            assert_eq!(source.threads(), group);
         }
     }
 

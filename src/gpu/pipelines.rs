@@ -1,14 +1,19 @@
 //! From WGSL to compiled pipelines, kept by their text, and from a caller's buffers to bind groups.
 
 use std::num::NonZero;
-use std::sync::PoisonError;
+use std::ops::Deref;
+use std::sync::{Arc, PoisonError};
 
 use super::device::Gpu;
 use super::disk_cache::DiskCache;
 use super::kernels::GROUP;
 use super::kernels::compose::Source;
+use super::limits::{self, Bindings};
 use super::scope::{scoped, uniform};
-use crate::Result;
+use crate::{Error, Result};
+
+/// A compiled pipeline: [`Gpu`] keeps one, and each op and binding that uses it another, so that it knows which are unused.
+pub(super) type Pipeline = Arc<wgpu::ComputePipeline>;
 
 /// What a binding is to a shader.
 #[derive(Debug, Clone, Copy)]
@@ -20,11 +25,38 @@ pub(super) enum Access {
     Write,
 }
 
+impl Access {
+    fn bindings(self) -> Bindings {
+        match self {
+            Self::Uniform => Bindings { uniforms: 1, ..Bindings::default() },
+            Self::UniformAt(uniform_bytes) => Bindings { uniforms: 1, dynamic: 1, uniform_bytes, storage: 0 },
+            Self::Read | Self::Write => Bindings { storage: 1, ..Bindings::default() },
+        }
+    }
+}
+
+/// The layout of a bind group, and what it takes of the device's limits.
+#[derive(Debug)]
+pub(super) struct Layout {
+    raw: wgpu::BindGroupLayout,
+    bindings: Bindings,
+}
+
+impl Deref for Layout {
+    type Target = wgpu::BindGroupLayout;
+
+    fn deref(&self) -> &wgpu::BindGroupLayout {
+        &self.raw
+    }
+}
+
 /// The layout of a bind group, its bindings in order.
 ///
 /// # Errors
-/// Those of [`scoped`].
-pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Result<wgpu::BindGroupLayout> {
+/// [`Error::Limit`], and those of [`scoped`].
+pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Result<Layout> {
+    let bindings = accesses.iter().fold(Bindings::default(), |all, access| all.with(access.bindings()));
+    bindings.check_group(gpu)?;
     let entry = |(binding, access): (u32, &Access)| {
         let (ty, size) = match *access {
             Access::Uniform => (wgpu::BufferBindingType::Uniform, None),
@@ -41,9 +73,10 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Res
     };
     let entries: Vec<_> = (0..).zip(accesses).map(entry).collect();
     let label = Some(label);
-    scoped(gpu.device(), "a bind group layout", || {
+    let raw = scoped(gpu.device(), "a bind group layout", || {
         gpu.device().create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label, entries: &entries })
-    })
+    })?;
+    Ok(Layout { raw, bindings })
 }
 
 /// A bind group of these resources in order.
@@ -100,7 +133,7 @@ pub(super) fn part(buffer: &wgpu::Buffer, offset: u64, bytes: u64) -> wgpu::Bind
 /// A bind group whose binding 0 is a uniform buffer of `params` and whose others are `resources`.
 ///
 /// # Errors
-/// Those of [`scoped`].
+/// [`Error::Limit`], and those of [`scoped`].
 pub(super) fn group_with_params<'a>(
     gpu: &Gpu,
     label: &'static str,
@@ -108,6 +141,7 @@ pub(super) fn group_with_params<'a>(
     params: &impl bytemuck::NoUninit,
     resources: impl IntoIterator<Item = wgpu::BindingResource<'a>>,
 ) -> Result<wgpu::BindGroup> {
+    check_uniform(gpu, params)?;
     let uniform = scoped(gpu.device(), label, || uniform(gpu.device(), label, bytemuck::bytes_of(params)))?;
     // Not `once(uniform).chain(resources)`: that would have to live as long as the resources do.
     let mut all = vec![uniform.as_entire_binding()];
@@ -117,10 +151,19 @@ pub(super) fn group_with_params<'a>(
     group(gpu, label, layout, all)
 }
 
+/// Whether a uniform of this size can be bound.
+///
+/// # Errors
+/// [`Error::Limit`].
+pub(super) fn check_uniform<T>(gpu: &Gpu, _: &T) -> Result<()> {
+    let limit = gpu.device().limits().max_uniform_buffer_binding_size;
+    limits::check([("max_uniform_buffer_binding_size", size_of::<T>() as u64, limit)])
+}
+
 /// A buffer that shaders read and the host may write, of at least a word.
 ///
 /// # Errors
-/// Those of [`scoped`].
+/// [`Error::Limit`], and those of [`scoped`].
 pub(super) fn storage(gpu: &Gpu, label: &'static str, bytes: u64) -> Result<wgpu::Buffer> {
     buffer(gpu, label, bytes, wgpu::BufferUsages::STORAGE)
 }
@@ -135,10 +178,12 @@ pub(super) fn buffer(
     bytes: u64,
     usage: wgpu::BufferUsages,
 ) -> Result<wgpu::Buffer> {
+    let bytes = bytes.next_multiple_of(4).max(4);
+    limits::check([("max_buffer_size", bytes, gpu.caps().max_buffer_bytes)])?;
     scoped(gpu.device(), label, || {
         gpu.device().create_buffer(&wgpu::BufferDescriptor {
             label: Some(label),
-            size: bytes.next_multiple_of(4).max(4),
+            size: bytes,
             usage: usage | wgpu::BufferUsages::COPY_DST,
             mapped_at_creation: false,
         })
@@ -148,9 +193,9 @@ pub(super) fn buffer(
 /// A pipeline, and the layouts of what it is bound with: group 0 a step, group 1 a layer.
 #[derive(Debug)]
 pub struct Pipe {
-    pub(super) pipeline: wgpu::ComputePipeline,
-    pub(super) step: wgpu::BindGroupLayout,
-    pub(super) layer: wgpu::BindGroupLayout,
+    pub(super) pipeline: Pipeline,
+    pub(super) step: Layout,
+    pub(super) layer: Layout,
 }
 
 impl Pipe {
@@ -175,18 +220,19 @@ impl Gpu {
     /// inside its array and every loop ends.
     ///
     /// # Errors
-    /// [`crate::Error::Internal`] where the driver refuses it, [`crate::Error::OutOfMemory`], [`crate::Error::DeviceLost`].
-    pub(super) fn pipeline(
-        &self,
-        source: &Source,
-        groups: &[&wgpu::BindGroupLayout],
-    ) -> Result<wgpu::ComputePipeline> {
+    /// [`Error::Limit`], [`Error::Internal`] where the driver refuses it, [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    // In a browser wgpu's objects stay on their thread, and so does what holds them.
+    #[cfg_attr(target_arch = "wasm32", allow(clippy::arc_with_non_send_sync))]
+    pub(super) fn pipeline(&self, source: &Source, groups: &[&Layout]) -> Result<Pipeline> {
         let mut compiled = self.shared.pipelines.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pipeline) = compiled.get(&source.text) {
             return Ok(pipeline.clone());
         }
+        limits::check_kernel(self, source, groups.len())?;
+        let bindings = groups.iter().fold(Bindings::default(), |all, group| all.with(group.bindings));
+        bindings.check(self)?;
         let (device, label) = (self.device(), Some(source.label.as_str()));
-        let groups: Vec<_> = groups.iter().map(|&group| Some(group)).collect();
+        let groups: Vec<_> = groups.iter().map(|group| Some(&group.raw)).collect();
         let pipeline = scoped(device, source.entry, || {
             log::debug!("compiling {}", source.label);
             let layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
@@ -207,8 +253,22 @@ impl Gpu {
                 cache: self.disk().and_then(DiskCache::as_wgpu),
             })
         })?;
+        let pipeline = Arc::new(pipeline);
         compiled.insert(source.text.clone(), pipeline.clone());
         Ok(pipeline)
+    }
+
+    /// Drops the compiled pipelines that no [`Compiled`](crate::Compiled), no binding and no
+    /// [`BatchTables`](super::ops::BatchTables) of this device holds, and returns how many those were. Without it each is kept as long as
+    /// the device, so that an op that is compiled again finds its own, as [`Device::once`](crate::Device::once) does: a host that compiles
+    /// ever new specs calls it now and then.
+    ///
+    /// What was recorded or submitted with them still runs; wgpu frees their memory after that.
+    pub fn drop_unused_pipelines(&self) -> usize {
+        let mut compiled = self.shared.pipelines.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = compiled.len();
+        compiled.retain(|_, pipeline| Arc::strong_count(pipeline) > 1);
+        before - compiled.len()
     }
 
     fn module(&self, source: &Source) -> wgpu::ShaderModule {
@@ -227,23 +287,31 @@ impl Gpu {
     }
 
     /// Workgroups for `items` items, folded in two: a dimension is limited.
-    pub(super) fn grid(&self, items: u64) -> [u32; 2] {
+    ///
+    /// # Errors
+    /// [`Error::Limit`] where two dimensions do not hold them.
+    pub(super) fn grid(&self, items: u64) -> Result<[u32; 2]> {
         grid(items, self.caps().max_workgroups)
     }
 }
 
 /// A shader numbers the lanes in a `u32`. They are at most twice the items and a workgroup, and every op's items are at
 /// most 2^30: words, or more bytes, of a binding of at most 4 GiB.
-fn grid(items: u64, limit: u32) -> [u32; 2] {
+fn grid(items: u64, limit: u32) -> Result<[u32; 2]> {
     let groups = items.div_ceil(u64::from(GROUP));
+    let most = u64::from(limit).pow(2);
+    if groups > most {
+        let cure = "take fewer tokens, rows or pages at a time, or make the device with a higher max_compute_workgroups_per_dimension";
+        return Err(Error::Limit { what: "workgroups of a dispatch", need: groups, limit: most, cure });
+    }
     let x = groups.min(u64::from(limit)).max(1);
-    [x as u32, groups.div_ceil(x) as u32]
+    Ok([x as u32, groups.div_ceil(x) as u32])
 }
 
 /// Adds a dispatch with its bind groups, from group 0 on.
 pub(super) fn dispatch(
     pass: &mut wgpu::ComputePass<'_>,
-    pipeline: &wgpu::ComputePipeline,
+    pipeline: &Pipeline,
     groups: &[&wgpu::BindGroup],
     [x, y]: [u32; 2],
 ) {
@@ -256,14 +324,17 @@ pub(super) fn dispatch(
 
 #[cfg(test)]
 mod tests {
-    use super::grid;
+    use super::*;
 
     #[test]
     fn a_grid_covers_its_items() {
         for items in [0, 1, 256, 257, 65_535 * 256, 65_535 * 256 + 1, u64::from(u32::MAX)] {
-            let [x, y] = grid(items, 65_535);
+            let [x, y] = grid(items, 65_535).expect("it fits");
             assert!(u64::from(x) * u64::from(y) * 256 >= items && x <= 65_535 && y <= 65_535);
             assert_eq!(y == 0, items == 0);
         }
+        assert_eq!(grid(24 * 24 * 256, 24), Ok([24, 24]));
+        let refused = grid(24 * 24 * 256 + 1, 24);
+        assert!(matches!(refused, Err(Error::Limit { need: 577, limit: 576, .. })), "{refused:?}");
     }
 }

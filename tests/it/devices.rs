@@ -3,6 +3,7 @@
 
 mod foreign;
 mod layers;
+mod limits;
 mod made;
 
 use mla_support::paint::Make;
@@ -362,7 +363,7 @@ fn a_pool_larger_than_a_binding() -> Outcome {
 }
 
 crate::tests![
-    (in foreign, layers, made)
+    (in foreign, layers, limits, made)
     a_default_device_works_and_says_what_it_lacks,
     a_hosts_device_gets_the_same_variant,
     a_device_without_its_adapter_says_so,

@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
-use crate::gpu::pipelines::group;
+use crate::gpu::pipelines::{check_uniform, group};
 use crate::gpu::scope::{scoped, uniform};
 use crate::ops::MlaDecodeArgs;
 use crate::{Error, MlaDecode, Result};
@@ -99,6 +99,7 @@ pub(super) fn bind(
         max_queries,
         reserved_0: 0,
     };
+    check_uniform(gpu, &params)?;
     let params = scoped(gpu.device(), "a layer's scales and strides", || {
         uniform(gpu.device(), "mla.layer", bytemuck::bytes_of(&params))
     })?;

@@ -123,8 +123,8 @@ impl Tables {
     ) -> Result<Self> {
         let (bytes, is_slab) = (Bytes::within_limits(gpu.caps(), spec, &capacity)?, partials.is_some());
         let slice_stride = gpu.uniform_stride();
-        // Aligned for any device.
-        let region_bytes = [bytes.tables, bytes.pages].map(|bytes| bytes.next_multiple_of(256));
+        let region_bytes =
+            [bytes.tables, bytes.pages].map(|bytes| bytes.next_multiple_of(gpu.storage_alignment()));
         let most = gpu.caps().max_buffer_bytes / region_bytes[0].max(region_bytes[1]);
         // A page list that the host writes has one region; so do the largest lists, as two would exceed a buffer.
         let regions = if pipes.device_page_list { 1 } else { most.clamp(1, REGIONS.into()) as u32 };
@@ -421,7 +421,7 @@ impl Bytes {
         let groups = u64::from(capacity.items).max(rows * u64::from(parts));
         let limit = u64::from(caps.max_workgroups).pow(2);
         if groups > limit {
-            let cure = "use a smaller batch, or fewer or longer splits";
+            let cure = "use a smaller batch, fewer or longer splits, or a device with a higher max_compute_workgroups_per_dimension";
             return Err(Error::Limit { what: "workgroups of a step", need: groups, limit, cure });
         }
         Ok(Self { tables, pages, partials })

@@ -13,6 +13,18 @@ pub struct Source {
     pub text: String,
 }
 
+impl Source {
+    /// Invocations of a workgroup: `@workgroup_size` names a constant of the prelude.
+    pub(crate) fn threads(&self) -> u32 {
+        let between = |begin: &str, end: &str| {
+            let (_, rest) = self.text.split_once(begin)?;
+            Some(rest.split_once(end)?.0)
+        };
+        let value = |name| between(&format!("const {name} = "), "u;")?.parse().ok();
+        between("@workgroup_size(", ")").and_then(value).unwrap_or(0)
+    }
+}
+
 /// The value of a name in the prelude.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Const {
@@ -60,5 +72,8 @@ mod tests {
         let source = compose("op", "words.f16", &consts, &["fn a() {}\n", "fn b() {}\n"]);
         assert_eq!(source.label, "mla.op.words.f16");
         assert_eq!(source.text, "const GROUP = 256u;\nalias Unit = vec4<u32>;\n\nfn a() {}\n\nfn b() {}\n");
+        assert_eq!(source.threads(), 0);
+        let files = ["@compute @workgroup_size(GROUP)\nfn op() {}\n"];
+        assert_eq!(compose("op", "words.f16", &consts, &files).threads(), 256);
     }
 }

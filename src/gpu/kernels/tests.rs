@@ -144,6 +144,7 @@ fn check_module(source: &Source, module: &Module, caps: &Caps) {
     let [entry] = &module.entry_points[..] else { panic!("{label}: one entry point, please") };
     assert_eq!(entry.name, source.entry);
     let threads: u32 = entry.workgroup_size.iter().product();
+    assert_eq!(source.threads(), threads, "{label}");
     assert!(threads <= caps.max_invocations.min(256), "{label}: {threads} invocations");
 
     let shared = sizes(module, |space| space == AddressSpace::WorkGroup);

@@ -5,7 +5,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, unrolled};
-use crate::gpu::pipelines::{Access, dispatch, group, group_with_params, layout};
+use crate::gpu::pipelines::{Access, Layout, Pipeline, dispatch, group, group_with_params, layout};
 use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
 use crate::plan::Plan;
 use crate::shares::{Pattern, Shares};
@@ -30,12 +30,12 @@ pub struct BatchTables {
     share: Pattern,
     /// Its marks, at least a word.
     marks: wgpu::Buffer,
-    slots: wgpu::ComputePipeline,
-    lists: wgpu::ComputePipeline,
-    slots_layout: wgpu::BindGroupLayout,
-    batch_layout: wgpu::BindGroupLayout,
-    plan_layout: wgpu::BindGroupLayout,
-    step_layout: wgpu::BindGroupLayout,
+    slots: Pipeline,
+    lists: Pipeline,
+    slots_layout: Layout,
+    batch_layout: Layout,
+    plan_layout: Layout,
+    step_layout: Layout,
 }
 
 /// A batch's arrays, checked and bound.
@@ -166,6 +166,7 @@ impl BatchTables {
         for ((what, buffer), words) in batch.arrays().into_iter().zip(batch.words()) {
             windows.push(Window::new(&self.gpu, what, buffer, 0..words * 4)?);
         }
+        windows.push(Window::new(&self.gpu, "marks of the shares", &self.marks, 0..self.marks.size())?);
         let params = Params {
             batch: batch.batch,
             max_pages: batch.max_pages,
@@ -174,7 +175,7 @@ impl BatchTables {
             blocks: self.share.marks.len() as u32,
             reserved: [0; 3],
         };
-        let resources = windows.iter().map(Window::resource).chain([self.marks.as_entire_binding()]);
+        let resources = windows.iter().map(Window::resource);
         let group = group_with_params(&self.gpu, "mla.batch", &self.batch_layout, &params, resources)?;
         Ok(BatchBinding { group, kv: self.kv, batch: batch.batch })
     }
@@ -191,6 +192,7 @@ impl BatchTables {
         if !self.serves(append.op().cache()) || append.device().id() != self.gpu.id() {
             return Err(Error::LayoutMismatch { detail: "the append is of another pool of pages or device" });
         }
+        self.gpu.grid(max_tokens.into())?;
         // All without a slot, until the device has written them.
         let none = vec![-1i64; max_tokens as usize];
         let mut step = append.step(0)?;
@@ -226,6 +228,7 @@ impl BatchTables {
             return Err(Error::LayoutMismatch { detail: "the decode is of another pool of pages or device" });
         }
         let sequences = Sequences::of(plan, mla.op().shape.num_heads)?;
+        self.gpu.grid(items(&step.capacity().grown_to(crate::Capacity::of(plan))))?;
         mla.prepare(step, (plan, PageTable::Device))?;
         let generation = step.raw.written_by_device();
         let (tables, pages) = step.raw.buffers();
@@ -290,7 +293,7 @@ impl BatchTables {
             return Err(Error::LayoutMismatch { detail: "slots and batch are of different pools" });
         }
         if slots.max_tokens > 0 {
-            let grid = self.gpu.grid(slots.max_tokens.into());
+            let grid = self.gpu.grid(slots.max_tokens.into())?;
             dispatch(pass, &self.slots, &[&slots.group, &batch.group], grid);
         }
         Ok(())
@@ -310,9 +313,8 @@ impl BatchTables {
         self.check(lists, step, batch)?;
         if let (Some(plan), Some((_, bound))) = (lists.plan.group(), &lists.prepared) {
             // The capacity, as a decode's grids: a replay has the plan that was prepared last.
-            let capacity = step.capacity();
-            let items = capacity.items.max(capacity.queries).max(capacity.pages);
-            dispatch(pass, &self.lists, &[plan, &batch.group, &bound.group], self.gpu.grid(items.into()));
+            let grid = self.gpu.grid(items(&step.capacity()))?;
+            dispatch(pass, &self.lists, &[plan, &batch.group, &bound.group], grid);
         }
         Ok(())
     }
@@ -321,6 +323,11 @@ impl BatchTables {
     fn serves(&self, kv: &KvSpec) -> bool {
         (kv.page_size, kv.num_pages) == (self.kv.page_size, self.kv.num_pages)
     }
+}
+
+/// Of `batch_lists`: one for each of what it writes.
+fn items(capacity: &crate::Capacity) -> u64 {
+    capacity.items.max(capacity.queries).max(capacity.pages).into()
 }
 
 fn source(entry: &'static str, kv: &KvSpec) -> Source {

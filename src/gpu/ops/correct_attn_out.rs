@@ -134,6 +134,7 @@ impl Kernel<CorrectAttnOut> for Gpu {
         };
         let of_ranks = stride(args.world, args.lse_rank_stride, 1);
         let [ln_base, per_ln] = args.lse_base.ln();
+        self.grid(items(spec, tokens, heads, words.num_words))?;
         let params = Params {
             input: strides(&args.out, &input, bytes, unit),
             lses: SetStrides { set_stride: of_ranks, ..strides(&args.lses, &lses, 4, 1) },
@@ -167,13 +168,18 @@ impl Kernel<CorrectAttnOut> for Gpu {
         layer: &Layer,
     ) -> Result<()> {
         if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
-            // Output rows do not overlap and are in a window of at most 4 GiB, of quads of 8 bytes or more: this fits.
-            let quads = u64::from(tokens) * u64::from(layer.num_heads) * u64::from(spec.head_size / 4);
-            let grid = self.grid(if is_wide(spec.head_size) { quads } else { layer.num_words.into() });
+            let grid = self.grid(items(spec, tokens, layer.num_heads, layer.num_words))?;
             dispatch(pass, &pipes.pipe.pipeline, &[table, group], grid);
         }
         Ok(())
     }
+}
+
+/// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at most
+/// 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
+fn items(spec: &CorrectAttnOut, tokens: u32, heads: u32, num_words: u32) -> u64 {
+    let quads = u64::from(tokens) * u64::from(heads) * u64::from(spec.head_size / 4);
+    if is_wide(spec.head_size) { quads } else { num_words.into() }
 }
 
 fn source(spec: &CorrectAttnOut) -> Source {

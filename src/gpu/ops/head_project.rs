@@ -5,7 +5,10 @@ use std::ops::Range;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::project::{TARGET_GROUPS, Tile, VARIANTS};
-use crate::gpu::pipelines::{Access, buffer, group_with_params, groups_of_regions, layout, part};
+use crate::gpu::limits;
+use crate::gpu::pipelines::{
+    Access, Layout, Pipeline, buffer, check_uniform, group_with_params, groups_of_regions, layout, part,
+};
 use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::scoped;
 use crate::ops::variants::{candidates, choose};
@@ -19,9 +22,9 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct Pipes {
     /// For few tokens and for many.
-    tiles: [(Tile, wgpu::ComputePipeline); 2],
-    step: wgpu::BindGroupLayout,
-    layer: wgpu::BindGroupLayout,
+    tiles: [(Tile, Pipeline); 2],
+    step: Layout,
+    layer: Layout,
 }
 
 /// Which tokens a step projects.
@@ -92,6 +95,9 @@ impl Kernel<HeadProject> for Gpu {
         // Loops end: their bounds are constants, and their steps are at least 1. Whether there is a second attempt is uniform in a
         // workgroup: every invocation has read the largest |weight| of all subgroups.
         let compile = |tile: Tile| {
+            let (name, most) = ("max_compute_workgroups_per_dimension", self.caps().max_workgroups.into());
+            let grid = [tile.column_groups(spec), spec.num_heads];
+            limits::check(grid.map(|groups| (name, groups.into(), most)))?;
             let pipeline = self.pipeline(&tile.source(self.caps(), spec), &[&step, &layer])?;
             Ok::<_, Error>((tile, pipeline))
         };
@@ -132,7 +138,7 @@ impl Kernel<HeadProject> for Gpu {
         // The limit of the tile for many tokens: the other tile is used for fewer only.
         let limit = u64::from(self.caps().max_workgroups) * u64::from(pipes.tiles[1].0.tokens());
         if u64::from(max_tokens) > limit {
-            let cure = "project in several steps, and bind a part of the tokens for each";
+            let cure = "project in several steps, and bind a part of the tokens for each, or make the device with a higher max_compute_workgroups_per_dimension";
             return Err(Error::Limit {
                 what: "tokens of a projection",
                 need: max_tokens.into(),
@@ -193,6 +199,7 @@ impl Kernel<HeadProject> for Gpu {
 
 impl Tokens {
     fn new(gpu: &Gpu, pipes: &Pipes) -> Result<Self> {
+        check_uniform(gpu, &TokenRange::default())?;
         let (label, bytes) = ("mla.head_project.step", u64::from(gpu.uniform_stride()) * u64::from(REGIONS));
         let buffer = buffer(gpu, label, bytes, wgpu::BufferUsages::UNIFORM)?;
         let stride = u64::from(gpu.uniform_stride());
@@ -204,7 +211,7 @@ impl Tokens {
 
 impl Pipes {
     /// The tile for many tokens where they fill its device, or one of the other tile's.
-    fn for_tokens(&self, spec: &HeadProject, count: u32) -> &(Tile, wgpu::ComputePipeline) {
+    fn for_tokens(&self, spec: &HeadProject, count: u32) -> &(Tile, Pipeline) {
         let [few, many] = &self.tiles;
         let fills = match many.0 {
             Tile::Plain { .. } | Tile::Direct { .. } => count > few.0.tokens(),

@@ -65,6 +65,7 @@ impl Kernel<KvAppend> for Gpu {
         slot_mapping: &[i64],
     ) -> Result<u32> {
         let tokens = checked_tokens(spec, slot_mapping.len() as u64)?;
+        self.grid(items(spec, tokens))?;
         step.upload(self, &pipe.step, tokens, spec.slots(slot_mapping)?)?;
         Ok(tokens)
     }
@@ -93,13 +94,15 @@ impl Kernel<KvAppend> for Gpu {
         step: &Table,
         binding: &Option<wgpu::BindGroup>,
     ) -> Result<()> {
-        let blocks = step.count().div_ceil(TOKENS_PER_LANE);
-        if let (Some(table), Some(layer), 1..) = (step.group(), binding, blocks) {
-            let items = u64::from(blocks) * u64::from(spec.shape.row_elems() / 4);
-            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items));
+        if let (Some(table), Some(layer), tokens @ 1..) = (step.group(), binding, step.count()) {
+            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items(spec, tokens))?);
         }
         Ok(())
     }
+}
+
+fn items(spec: &KvAppend, tokens: u32) -> u64 {
+    u64::from(tokens.div_ceil(TOKENS_PER_LANE)) * u64::from(spec.shape.row_elems() / 4)
 }
 
 /// The shader numbers its items in a `u32`.

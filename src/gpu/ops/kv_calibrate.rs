@@ -61,6 +61,7 @@ impl Kernel<KvCalibrate> for Gpu {
     ) -> Result<u32> {
         let (count, end) = check_tokens(&tokens)?;
         checked_tokens(spec, count)?;
+        self.grid(items(spec, count))?;
         step.upload(self, &pipe.step, count, [tokens.start])?;
         Ok(end)
     }
@@ -105,13 +106,15 @@ impl Kernel<KvCalibrate> for Gpu {
         step: &Table,
         binding: &Option<wgpu::BindGroup>,
     ) -> Result<()> {
-        let blocks = step.count().div_ceil(TOKENS_PER_LANE);
-        if let (Some(table), Some(layer), 1..) = (step.group(), binding, blocks) {
-            let items = u64::from(blocks) * u64::from(spec.shape.row_elems() / 4);
-            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items));
+        if let (Some(table), Some(layer), tokens @ 1..) = (step.group(), binding, step.count()) {
+            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items(spec, tokens))?);
         }
         Ok(())
     }
+}
+
+fn items(spec: &KvCalibrate, tokens: u32) -> u64 {
+    u64::from(tokens.div_ceil(TOKENS_PER_LANE)) * u64::from(spec.shape.row_elems() / 4)
 }
 
 /// The shader numbers its items in a `u32`.

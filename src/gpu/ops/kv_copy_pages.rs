@@ -8,7 +8,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, Pipeline, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
 use crate::view::KvView;
@@ -25,7 +25,7 @@ pub struct Pipes {
 #[derive(Debug)]
 pub struct Layer {
     group: wgpu::BindGroup,
-    pipeline: wgpu::ComputePipeline,
+    pipeline: Pipeline,
     page_units: u64,
     /// The pages of the slabs that it copies from and to.
     pages: [Range<u32>; 2],
@@ -110,6 +110,9 @@ impl Kernel<KvCopyPages> for Gpu {
         copies: &[(u32, u32)],
     ) -> Result<()> {
         check_copies(&spec.kv, copies)?;
+        // A binding that is not aligned to the wide unit needs more, and then refuses to be recorded.
+        let unit = if pipes.wide.is_some() { Unit::Wide } else { Unit::Word };
+        self.grid(copies.len() as u64 * (spec.page_bytes() / unit.bytes()))?;
         // Each copy writes a page of its own, so there are fewer than pages.
         let words = copies.iter().flat_map(|&(from, to)| [from, to]);
         step.table.upload(self, &pipes.words[0].step, copies.len() as u32, words)?;
@@ -171,7 +174,7 @@ impl Kernel<KvCopyPages> for Gpu {
         let is_pool = to.len() == spec.kv.num_pages as usize;
         let has_copies = is_pool || step.pairs.iter().any(|(a, b)| from.contains(a) && to.contains(b));
         if let (Some(table), copies @ 1.., true) = (step.table.group(), step.table.count(), has_copies) {
-            let grid = self.grid(u64::from(copies) * layer.page_units);
+            let grid = self.grid(u64::from(copies) * layer.page_units)?;
             dispatch(pass, &layer.pipeline, &[table, &layer.group], grid);
         }
         Ok(())

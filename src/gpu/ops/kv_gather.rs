@@ -69,6 +69,7 @@ impl Kernel<KvGather> for Gpu {
             let cure = "gather in several steps";
             return Err(Error::Limit { what: "pages of a gather", need, limit, cure });
         }
+        self.grid(items(spec, need as u32))?;
         let words: &[u32] = bytemuck::cast_slice(&all.pieces);
         step.upload(self, &pipe.step, need as u32, words.iter().copied())?;
         Ok(all.rows)
@@ -112,12 +113,15 @@ impl Kernel<KvGather> for Gpu {
         binding: &Option<wgpu::BindGroup>,
     ) -> Result<()> {
         if let (Some(table), Some(layer), pieces @ 1..) = (step.group(), binding, step.count()) {
-            let places = u64::from(pieces) * u64::from(spec.kv.page_size);
-            let items = places.div_ceil(PLACES_PER_LANE.into()) * u64::from(spec.shape.row_elems() / 4);
-            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items));
+            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items(spec, pieces))?);
         }
         Ok(())
     }
+}
+
+fn items(spec: &KvGather, pieces: u32) -> u64 {
+    let places = u64::from(pieces) * u64::from(spec.kv.page_size);
+    places.div_ceil(PLACES_PER_LANE.into()) * u64::from(spec.shape.row_elems() / 4)
 }
 
 fn source(spec: &KvGather) -> Source {

@@ -5,7 +5,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, unrolled};
-use crate::gpu::pipelines::{Access, dispatch, group_with_params, layout, storage};
+use crate::gpu::pipelines::{Access, Layout, Pipeline, dispatch, group_with_params, layout, storage};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
 use crate::view::View;
@@ -20,10 +20,10 @@ const UNITS_PER_LANE: u32 = 1;
 #[derive(Debug)]
 pub struct Pipes {
     /// `None` where a head is not a multiple of 16 bytes. Offsets and strides must be multiples too.
-    units: Option<wgpu::ComputePipeline>,
+    units: Option<Pipeline>,
     /// Any size, offset and stride.
-    words: wgpu::ComputePipeline,
-    layout: wgpu::BindGroupLayout,
+    words: Pipeline,
+    layout: Layout,
     /// Bound where the caller wants no LSE.
     no_lse: wgpu::Buffer,
 }
@@ -31,7 +31,7 @@ pub struct Pipes {
 /// One merge's dispatch.
 #[derive(Debug)]
 pub struct Work {
-    pipeline: wgpu::ComputePipeline,
+    pipeline: Pipeline,
     group: wgpu::BindGroup,
     grid: [u32; 2],
 }
@@ -158,10 +158,11 @@ impl Kernel<MergeState> for Gpu {
                 params.num_items.into()
             }
         };
+        let grid = self.grid(lanes)?;
         let windows = [prefix, suffix, output, prefix_lse, suffix_lse, output_lse];
         let (label, resources) = ("mla.merge_state", windows.iter().map(Window::resource));
         let group = group_with_params(self, label, &pipes.layout, &params, resources)?;
-        Ok(Some(Work { pipeline: pipeline.clone(), group, grid: self.grid(lanes) }))
+        Ok(Some(Work { pipeline: pipeline.clone(), group, grid }))
     }
 
     fn kernel_record(

@@ -133,7 +133,7 @@ impl Kernel<MlaPrefill> for Gpu {
         let need = tiles.len() as u64 * u64::from(spec.num_heads);
         let limit = u64::from(self.caps().max_workgroups).pow(2).min(1 << 31);
         if need > limit {
-            let cure = "attend fewer query tokens a step";
+            let cure = "attend fewer query tokens a step, or make the device with a higher max_compute_workgroups_per_dimension";
             return Err(Error::Limit { what: "workgroups of a prefill", need, limit, cure });
         }
         let words = tiles.iter().flat_map(PrefillTile::words);

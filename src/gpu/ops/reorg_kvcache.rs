@@ -52,13 +52,14 @@ impl Kernel<ReorgKvCache> for Gpu {
 
     fn kernel_prepare(
         &self,
-        _: &ReorgKvCache,
+        spec: &ReorgKvCache,
         pipe: &Pipe,
         step: &mut Table,
         batch: ReorgBatch<'_>,
     ) -> Result<ReorgExtent> {
         let extent = batch.extent()?;
         let (tokens, words) = batch.table();
+        self.grid(items(spec, tokens))?;
         step.upload(self, &pipe.step, tokens, words)?;
         Ok(extent)
     }
@@ -102,12 +103,15 @@ impl Kernel<ReorgKvCache> for Gpu {
         binding: &Option<wgpu::BindGroup>,
     ) -> Result<()> {
         if let (Some(table), Some(layer), tokens @ 1..) = (step.group(), binding, step.count()) {
-            // The rows of the output are in a window of less than 2^32 bytes, of 4 bytes a unit or more: this fits.
-            let items = u64::from(tokens) * u64::from(spec.row_elems / 4);
-            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items));
+            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items(spec, tokens))?);
         }
         Ok(())
     }
+}
+
+/// The rows of the output are in a window of less than 2^32 bytes, of 4 bytes a unit or more: they fit a `u32` as the shader counts.
+fn items(spec: &ReorgKvCache, tokens: u32) -> u64 {
+    u64::from(tokens) * u64::from(spec.row_elems / 4)
 }
 
 fn source(spec: &ReorgKvCache) -> Source {

@@ -7,7 +7,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
+use crate::gpu::pipelines::{Access, Pipe, Pipeline, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeArgs, RopeLayout};
 use crate::view::{View, check_tokens};
@@ -28,7 +28,7 @@ pub struct Pipes {
 pub struct Layer {
     /// `None` where there is room for no token.
     pub(super) group: Option<wgpu::BindGroup>,
-    pub(super) pipeline: wgpu::ComputePipeline,
+    pub(super) pipeline: Pipeline,
 }
 
 /// `RopeParams` of the shaders.
@@ -95,8 +95,15 @@ impl Kernel<Rope> for Gpu {
         Ok(Table::default())
     }
 
-    fn kernel_prepare(&self, _: &Rope, pipes: &Pipes, step: &mut Table, tokens: Range<u32>) -> Result<u32> {
+    fn kernel_prepare(
+        &self,
+        spec: &Rope,
+        pipes: &Pipes,
+        step: &mut Table,
+        tokens: Range<u32>,
+    ) -> Result<u32> {
         let (count, end) = check_tokens(&tokens)?;
+        self.grid(items(spec, count))?;
         step.upload(self, &pipes.apart.step, count, [tokens.start])?;
         Ok(end)
     }
@@ -129,8 +136,7 @@ impl Kernel<Rope> for Gpu {
         layer: &Layer,
     ) -> Result<()> {
         if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
-            let grid = self.grid(u64::from(tokens) * token_units(spec));
-            dispatch(pass, &layer.pipeline, &[table, group], grid);
+            dispatch(pass, &layer.pipeline, &[table, group], self.grid(items(spec, tokens))?);
         }
         Ok(())
     }
@@ -193,6 +199,10 @@ impl Params {
 /// Units of a token: four pairs of a head each.
 pub(super) fn token_units(spec: &Rope) -> u64 {
     u64::from(spec.num_heads) * u64::from(spec.rope_dim / 8)
+}
+
+fn items(spec: &Rope, tokens: u32) -> u64 {
+    u64::from(tokens) * token_units(spec)
 }
 
 /// # Errors

@@ -61,6 +61,7 @@ impl Kernel<RopeAppend> for Gpu {
     ) -> Result<RopeAppendExtent> {
         let used = batch.extent()?;
         rope::checked_items(batch.slot_mapping.len() as u64, Items::of(spec).token())?;
+        self.grid(u64::from(used.tokens) * Items::of(spec).token())?;
         let positions = batch.positions.unwrap_or(&[]).iter().map(|&position| position as u32);
         let words = spec.append.slots(batch.slot_mapping)?.into_iter().chain(positions);
         let follow = if batch.positions.is_some() { POSITIONS_FOLLOW } else { 0 };
@@ -102,7 +103,7 @@ impl Kernel<RopeAppend> for Gpu {
     ) -> Result<()> {
         let tokens = step.count() & !POSITIONS_FOLLOW;
         if let (Some(table), Some(group), 1..) = (step.group(), &layer.group, tokens) {
-            let grid = self.grid(u64::from(tokens) * Items::of(spec).token());
+            let grid = self.grid(u64::from(tokens) * Items::of(spec).token())?;
             dispatch(pass, &layer.pipeline, &[table, group], grid);
         }
         Ok(())

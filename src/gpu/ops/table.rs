@@ -76,12 +76,14 @@ impl Uploaded {
             let cure = "split the list over several calls";
             return Err(Error::Limit { what: "the step's table in bytes", need, limit, cure });
         }
-        // A power of two: a batch that grows by a token a step needs few new buffers, and any device's alignment is met.
-        let region_bytes = need.next_power_of_two().max(256);
-        // The largest tables have one region: two would exceed a buffer.
-        let most = gpu.caps().max_buffer_bytes / region_bytes;
-        let regions = most.clamp(1, REGIONS.into()) as u32;
-        let region_bytes = if most == 0 { need } else { region_bytes };
+        // A power of two, as alignments are: a batch that grows by a token a step needs few new buffers.
+        let region_bytes = need.next_power_of_two().max(gpu.storage_alignment());
+        // The largest tables have one region: two would exceed a buffer, or one a binding.
+        let (region_bytes, regions) = if region_bytes > limit {
+            (need, 1)
+        } else {
+            (region_bytes, (gpu.caps().max_buffer_bytes / region_bytes).clamp(1, REGIONS.into()) as u32)
+        };
         let buffer = storage(gpu, "mla.step.table", region_bytes * u64::from(regions))?;
         let region = |index: u64| [part(&buffer, index * region_bytes, region_bytes)];
         let groups = groups_of_regions(gpu, "mla.step.table", layout, regions, region)?;
