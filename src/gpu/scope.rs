@@ -32,7 +32,7 @@ pub(crate) fn hosts<T>(device: &wgpu::Device, what: &'static str, use_them: impl
     })
 }
 
-/// Runs `make`, such as [`crate::Device::compile`] or a `bind`, and awaits what the device has against it.
+/// Runs `make`, such as [`crate::Device::compile`], a `bind` or a `run`, and awaits what the device has against it.
 ///
 /// It is for browsers, which compile and check after the call returned: without it their errors reach only the device's
 /// own handler. Elsewhere the calls report all that themselves. `what` names it in the error.
@@ -45,7 +45,7 @@ pub(crate) fn hosts<T>(device: &wgpu::Device, what: &'static str, use_them: impl
 /// ```
 ///
 /// # Errors
-/// Those of `make`, [`Error::OutOfMemory`] and [`Error::Internal`].
+/// Those of `make`, [`Error::OutOfMemory`], [`Error::ForeignResource`] for a buffer that was destroyed or is mapped, and [`Error::Internal`].
 pub async fn checked<T>(
     device: &wgpu::Device,
     what: &'static str,
@@ -70,8 +70,9 @@ async fn in_scopes<T>(device: &wgpu::Device, what: &'static str, make: impl FnOn
         Some(error) => {
             let detail = error.to_string();
             // Both errors can only be about a resource of the host. wgpu has nothing but the message to tell them by.
-            let is_foreign =
-                ["doesn't match Device", "has been destroyed"].iter().any(|it| detail.contains(it));
+            let is_foreign = ["doesn't match Device", "has been destroyed", "is still mapped"]
+                .iter()
+                .any(|it| detail.contains(it));
             Err(if is_foreign {
                 Error::ForeignResource { what, detail }
             } else {

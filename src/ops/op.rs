@@ -181,7 +181,8 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// Records, and submits what was recorded.
     ///
     /// # Errors
-    /// Those of `record`, and [`Error::DeviceLost`].
+    /// Those of `record`, and [`Error::DeviceLost`]; on wgpu [`Error::ForeignResource`] where a buffer was destroyed or mapped after it was
+    /// bound (in a browser `gpu::checked` tells), and [`Error::OutOfMemory`].
     fn submit(&self, record: impl FnOnce(Self::Recorder<'_>) -> Result<()>) -> Result<()>;
 
     /// While a graph is captured, keeps what each replay has to check; elsewhere `recorded` is not called.

@@ -221,6 +221,11 @@ fn a_lost_device() -> Outcome {
     let lost = |what: &str, error: Option<Error>| {
         assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
     };
+    // Before the callback is called.
+    lost("check_lost", rig.gpu.check_lost().err());
+    lost("run", rig.mla.run(&step, &loaded.binding).err());
+    lost("upload", rig.gpu.upload(&loaded.q, 0, &[0; 4]).err());
+    lost("buffer", rig.gpu.buffer(16).err());
     lost("compiled before", rig.gpu.compile(spec()).err());
     lost("compile", rig.gpu.compile(MlaDecode { out: Dtype::F16, ..spec() }).err());
     lost("step", rig.mla.step(Capacity::default()).err());
@@ -243,6 +248,35 @@ fn a_lost_device() -> Outcome {
     rig.gpu.device().poll(wgpu::PollType::Poll).ok();
     lost("buffer", rig.gpu.buffer(16).err());
     lost("run", rig.mla.run(&step, &loaded.binding).err());
+    lost("check_lost", rig.gpu.check_lost().err());
+    Ok(())
+}
+
+/// A host's own device tells as soon, and calls the host's own callback.
+fn a_hosts_lost_device() -> Outcome {
+    let made = device(|_, _| ())?;
+    let rig = Rig::on(Gpu::on(&adapter(&made), made.device(), made.queue()), &spec());
+    let told = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let note = told.clone();
+    made.device()
+        .set_device_lost_callback(move |_, _| note.store(true, std::sync::atomic::Ordering::Relaxed));
+    let loaded = rig.load(small(&[(37, 1), (90, 2)]));
+    let step = rig.step(&loaded.problem, FIXED);
+    rig.mla.run(&step, &loaded.binding).expect("runs");
+    assert_eq!(rig.gpu.check_lost(), Ok(()));
+
+    made.device().destroy();
+
+    for (what, error) in [
+        ("check_lost", rig.gpu.check_lost().err()),
+        ("run", rig.mla.run(&step, &loaded.binding).err()),
+        ("upload", rig.gpu.upload(&loaded.q, 0, &[0; 4]).err()),
+        ("buffer", rig.gpu.buffer(16).err()),
+    ] {
+        assert!(matches!(error, Some(Error::DeviceLost { .. })), "{what}: {error:?}");
+    }
+    made.device().poll(wgpu::PollType::wait_indefinitely()).ok();
+    assert!(told.load(std::sync::atomic::Ordering::Relaxed), "the host's callback is still in place");
     Ok(())
 }
 
@@ -371,6 +405,7 @@ crate::tests![
     intels_tiles_run,
     a_folded_grid,
     a_lost_device,
+    a_hosts_lost_device,
     small_ops_on_a_lost_device,
     absurd_capacities,
     growth_past_a_limit,

@@ -3,7 +3,7 @@
 use mla_support::Outcome;
 use mla_support::rig::{Rig, small};
 use wgpu_mla::gpu::{Gpu, read, wanted};
-use wgpu_mla::{Device, Error, MlaDecodeArgs, Result, wgpu};
+use wgpu_mla::{Device, Dtype, Error, KvAppend, KvAppendArgs, KvView, MlaDecodeArgs, Result, View, wgpu};
 
 const ALL: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
@@ -72,4 +72,46 @@ fn what_is_of_another_device() -> Outcome {
     Ok(())
 }
 
-crate::tests![copies_of_what_cannot_be_copied, what_is_of_another_device];
+/// `run` submits by itself, so it tells what became of a buffer after it was bound.
+fn buffers_given_up_after_bind() -> Outcome {
+    let rig = Rig::shared()?;
+    let gpu = &rig.gpu;
+    let loaded = rig.load(small(&[(3, 1)]));
+    let step = rig.step(&loaded.problem, wgpu_mla::SplitPolicy::OneSplit);
+    for mapped in [false, true] {
+        let out = buffer(gpu, ALL, mapped);
+        let args = MlaDecodeArgs::dense(rig.mla.op(), &loaded.q, &loaded.kv, &out, &loaded.lse, 1.0);
+        let binding = rig.mla.bind(&args, 1).expect("bound");
+        if !mapped {
+            rig.mla.run(&step, &binding).expect("runs");
+            out.destroy();
+        }
+        refuses(rig.mla.run(&step, &binding), CURE);
+        // Again, and the device is as before.
+        refuses(rig.mla.run(&step, &binding), CURE);
+        if mapped {
+            out.unmap();
+            rig.mla.run(&step, &binding).expect("runs once it is unmapped");
+        }
+        rig.mla.run(&step, &loaded.binding).expect("runs");
+        rig.check(&loaded, &loaded.problem);
+    }
+
+    let append = gpu.compile(KvAppend { shape: rig.mla.op().shape, kv: rig.mla.op().kv, input: Dtype::F32 });
+    let append = append.expect("compiles");
+    let rows = buffer(gpu, ALL, false);
+    let args = KvAppendArgs {
+        kv_c: View::dense(&rows, 1, 256),
+        k_pe: View { offset: 512, ..View::dense(&rows, 1, 32) },
+        kv: KvView::dense(&loaded.kv, rig.mla.op()),
+        k_scale: 1.0,
+    };
+    let mut step = append.step(0).expect("a step");
+    append.prepare(&mut step, &[0, 1]).expect("prepared");
+    let binding = append.bind(&args, 2).expect("bound");
+    rows.destroy();
+    refuses(append.run(&step, &binding), CURE);
+    Ok(())
+}
+
+crate::tests![copies_of_what_cannot_be_copied, what_is_of_another_device, buffers_given_up_after_bind];
