@@ -98,7 +98,7 @@ fn project(gpu: &Gpu, [x, w, y, ..]: &[wgpu::Buffer; 8], tokens: u32) -> Result<
     gpu.once(op, 0..tokens, &args)
 }
 
-fn append_args<'a>([kv_c, k_pe, kv, ..]: &'a [wgpu::Buffer; 8]) -> KvAppendArgs<&'a wgpu::Buffer> {
+fn append_args([kv_c, k_pe, kv, ..]: &[wgpu::Buffer; 8]) -> KvAppendArgs<&wgpu::Buffer> {
     let spec = MlaDecode { shape: SHAPE, kv: KV, query: Dtype::F16, out: Dtype::F32 };
     KvAppendArgs {
         kv_c: View::dense(kv_c, 1, 256),
