@@ -20,10 +20,11 @@ mod rope;
 mod rope_append;
 pub(crate) mod variants;
 
-pub(crate) use batch_tables::Sequences;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub(crate) use batch_tables::template;
 pub use batch_tables::{AppendsSlots, DeviceBatch};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use batch_tables::{Sequences, check_binding, no_slots, template};
+#[cfg(not(any(feature = "wgpu", feature = "cuda")))]
+pub(crate) use batch_tables::{Sequences, no_slots};
 pub use compiled::{Binding, Compiled, Step};
 pub use correct_attn_out::{CorrectAttnOut, CorrectAttnOutArgs};
 pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};

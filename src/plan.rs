@@ -134,6 +134,9 @@ impl<'a> Batch<'a> {
 }
 
 /// A step's work, ready for any backend and any layer of the model.
+///
+/// What a kernel follows is checked when a step is prepared with it, so a host may change the public fields: docs/bounds.md has a table
+/// of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
     /// The work items, longest first; those of a batch whose items are about equally long are not sorted.
@@ -159,9 +162,10 @@ pub struct Plan {
     /// The shared prefixes in use: `(first sequence, other sequence, tokens)`.
     pub shared: Vec<(u32, u32, u32)>,
     /// The parts of a plan over a pool in several slabs, which then has no items, queries, sequences and pages of its own. Else empty.
-    pub slabs: Vec<SlabPlan>,
+    /// Private, as is `slab_pages`: which slab's buffer a page id is an index of follows from them.
+    slabs: Vec<SlabPlan>,
     /// Pages of a slab; 0 where there are none.
-    pub slab_pages: u32,
+    slab_pages: u32,
     scratch: Scratch,
 }
 
@@ -230,6 +234,7 @@ impl Plan {
         policy: SplitPolicy,
     ) -> Result<()> {
         self.clear();
+        self.scratch.is_slab = false;
         let done = self.build(spec, tiling, batch, policy);
         if done.is_err() {
             self.clear();
@@ -245,8 +250,8 @@ impl Plan {
 
     /// Query rows times tokens over all items: what a step costs, in units that do not depend on the device.
     pub fn work(&self) -> u64 {
-        let own: u64 = self.items.iter().map(WorkItem::work).sum();
-        own + self.slabs.iter().map(|slab| slab.plan.work()).sum::<u64>()
+        let own = self.items.iter().map(WorkItem::work);
+        own.chain(self.slabs.iter().map(|slab| slab.plan.work())).fold(0, u64::saturating_add)
     }
 
     fn clear(&mut self) {
@@ -426,7 +431,7 @@ impl WorkItem {
     /// Query rows times tokens.
     #[must_use]
     pub fn work(&self) -> u64 {
-        u64::from(self.num_rows) * u64::from(self.kv_end - self.kv_begin)
+        u64::from(self.num_rows) * u64::from(self.kv_end.saturating_sub(self.kv_begin))
     }
 }
 

@@ -45,7 +45,7 @@ pub struct Shares {
 
 /// What `BatchTables` on a device knows of one rank's share; without blocks it holds all tokens.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Pattern {
     pub interleave: u32,
     /// Blocks of the rank in the pattern.

@@ -55,7 +55,7 @@ impl PageTable<'_> {
     /// [`Error::LayoutMismatch`] for pages of the device where kernels trust them.
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn check_device(self, clamps: bool, plan: &Plan) -> Result<()> {
-        if clamps && !plan.slabs.is_empty() {
+        if clamps && !plan.slabs().is_empty() {
             let detail = "a decode made with DecodeOptions::device_page_list serves a pool in one buffer: plan without Batch::slabs";
             return Err(Error::LayoutMismatch { detail });
         }

@@ -8,6 +8,8 @@ pub(crate) use template::template;
 
 use super::op::{Op, sealed};
 use super::{KvAppend, RopeAppend};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use crate::shares::Pattern;
 use crate::view::fits;
 use crate::{Error, KvSpec, Result, RopeAppendBatch};
 
@@ -56,6 +58,48 @@ impl<'a, B> DeviceBatch<&'a B> {
         let batch = u64::from(self.batch);
         [batch, batch + 1, batch * u64::from(self.max_pages)]
     }
+}
+
+/// The most new tokens of a step that tables are made for: rows of 288 elements of e4m3, the shortest, are 19 GB then.
+pub(crate) const MOST_NEW_TOKENS: u32 = 1 << 26;
+
+/// A mapping in which no token has a slot.
+///
+/// # Errors
+/// [`Error::Limit`] and [`Error::OutOfMemory`].
+pub(crate) fn no_slots(max_tokens: u32) -> Result<Vec<i64>> {
+    if max_tokens > MOST_NEW_TOKENS {
+        let (what, cure) = ("max_tokens of BatchTables", "pass the most new tokens of a step");
+        return Err(Error::Limit { what, need: max_tokens.into(), limit: MOST_NEW_TOKENS.into(), cure });
+    }
+    let mut slots = Vec::new();
+    let out_of_memory = |_| Error::OutOfMemory { what: "a slot_mapping" };
+    slots.try_reserve_exact(max_tokens as usize).map_err(out_of_memory)?;
+    slots.resize(max_tokens as usize, -1);
+    Ok(slots)
+}
+
+/// A batch is recorded by tables of the pool and share that it was bound for.
+///
+/// # Errors
+/// [`Error::LayoutMismatch`].
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) fn check_binding(
+    is_of_pool: bool,
+    tables: &std::sync::Arc<Pattern>,
+    batch: &std::sync::Arc<Pattern>,
+) -> Result<()> {
+    if !is_of_pool {
+        let detail =
+            "the batch was bound by BatchTables of another pool of pages: bind it with those that record it";
+        return Err(Error::LayoutMismatch { detail });
+    }
+    // Most often they are one and the same: a pattern may have 65,536 blocks.
+    if !std::sync::Arc::ptr_eq(tables, batch) && tables != batch {
+        let detail = "the batch was bound by BatchTables of another rank or of other shares: bind it with those that record it";
+        return Err(Error::LayoutMismatch { detail });
+    }
+    Ok(())
 }
 
 /// An op that writes new tokens to slots of a cache, which may be written on the device.

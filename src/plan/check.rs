@@ -65,7 +65,7 @@ impl Plan {
     }
 }
 
-/// A plan's fields are public and a plan may be of another decode, so it may hold anything. After this, and with a page list
+/// Most of a plan's fields are public and a plan may be of another decode, so it may hold anything. After this, and with a page list
 /// whose every word is a page (see [`crate::write_tables`]), a kernel of at least `rows_per_tile` rows stays inside of its
 /// tables, partial results and the rows of `num_queries` query tokens, and its loops end.
 ///
@@ -77,6 +77,14 @@ pub(crate) fn check_plan(
     pages: PageTable<'_>,
     rows_per_tile: u32,
 ) -> Result<()> {
+    // A binding in slabs is recorded with the plans of those slabs, or not at all.
+    if plan.slabs.is_empty() != (plan.slab_pages == 0) {
+        return Err(other_plan(plan));
+    }
+    if plan.scratch.is_slab {
+        let detail = "the plan is of one slab, whose partial results nothing merges: prepare with the plan that Plan::new made";
+        return Err(Error::LayoutMismatch { detail });
+    }
     if plan.slabs.is_empty() {
         return check_one(plan, spec, rows_per_tile);
     }
@@ -155,4 +163,49 @@ fn pages_fit(plan: &Plan, spec: &MlaDecode) -> bool {
         && plan.page_begin.first().is_none_or(|&first| first == 0)
         && plan.page_begin.windows(2).zip(&plan.seq_lens).all(room)
         && plan.shared.iter().all(|&(first, other, tokens)| has(first, tokens) && has(other, tokens))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Dtype, KvSpec, MlaShape, SlabTable, SplitPolicy, Tiling};
+
+    /// A plan for one buffer that says that it is of slabs would be recorded with a binding in slabs, whose first buffer has fewer pages than
+    /// the page list names.
+    #[test]
+    fn slabs_and_their_pages_go_together() {
+        let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+        let kv = KvSpec { dtype: Dtype::F32, page_size: 1, num_pages: 4096 };
+        let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
+        let tiling = Tiling {
+            rows_per_tile: 16,
+            tokens_per_block: 16,
+            target_items: 4,
+            min_split_tokens: 16,
+            single_sequence_items: 0,
+            item_overhead_tokens: 0,
+        };
+        let pages = PageTable::Dense { block_table: &[4095], max_pages: 1 };
+        let check = |plan: &Plan, pages| check_plan(plan, &spec, pages, 16);
+        let mut plan = Plan::new(&spec, &tiling, &Batch::new(&[1], &[0, 1]), SplitPolicy::Auto).unwrap();
+        assert_eq!(check(&plan, pages), Ok(()));
+        plan.slab_pages = 64;
+        for pages in [pages, PageTable::Device] {
+            assert!(matches!(check(&plan, pages), Err(Error::Shape { what: "plan of items", .. })));
+        }
+
+        let slabs = Some(SlabTable { pages, slab_pages: 64 });
+        let batch = Batch { slabs, ..Batch::new(&[1], &[0, 1]) };
+        let mut plan = Plan::new(&spec, &tiling, &batch, SplitPolicy::Auto).unwrap();
+        assert_eq!(check(&plan, pages), Ok(()));
+        for slab_pages in [0, 1, 63, 65, 4096, u32::MAX] {
+            plan.slab_pages = slab_pages;
+            check(&plan, pages).unwrap_err();
+        }
+        plan.slab_pages = 64;
+        plan.slabs.swap(0, 63);
+        check(&plan, pages).unwrap_err();
+        plan.slabs.clear();
+        check(&plan, pages).unwrap_err();
+    }
 }

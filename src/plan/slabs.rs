@@ -20,13 +20,19 @@ pub struct SlabTable<'a> {
 pub struct SlabPlan {
     /// Its work items and their tables. Sequences are those of the batch, with the tokens that the slab holds. It has no merges: those
     /// of the whole plan combine the partial results of all slabs.
-    pub plan: Plan,
+    pub(super) plan: Plan,
     /// The page list in CSR form, in pages of the slab.
     kv_indptr: Vec<i32>,
     kv_indices: Vec<i32>,
 }
 
 impl SlabPlan {
+    /// The slab's work items and their tables. It is no plan of a step by itself: a decode refuses it.
+    #[must_use]
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
     pub(crate) fn pages(&self) -> PageTable<'_> {
         PageTable::Csr { kv_indptr: &self.kv_indptr, kv_indices: &self.kv_indices }
     }
@@ -66,6 +72,18 @@ fn slabs(kv: KvSpec, slab_pages: u32) -> Result<impl Iterator<Item = Slab>> {
 }
 
 impl Plan {
+    /// The parts of a plan over a pool in several slabs, which then has no items, queries, sequences and pages of its own. Else empty.
+    #[must_use]
+    pub fn slabs(&self) -> &[SlabPlan] {
+        &self.slabs
+    }
+
+    /// Pages of a slab; 0 for a plan over a pool in one buffer.
+    #[must_use]
+    pub fn slab_pages(&self) -> u32 {
+        self.slab_pages
+    }
+
     /// Plans each slab, and the merge of all.
     pub(super) fn build_slabs(
         &mut self,
@@ -203,7 +221,7 @@ impl Plan {
     /// Each slab's plan with the spec that it is a plan of.
     pub(crate) fn slab_plans(&self, spec: &MlaDecode) -> impl Iterator<Item = (MlaDecode, &SlabPlan)> {
         let kv = move |(slab, plan): (u32, _)| {
-            let first_page = slab * self.slab_pages;
+            let first_page = slab.saturating_mul(self.slab_pages);
             let num_pages = self.slab_pages.min(spec.kv.num_pages.saturating_sub(first_page)).max(1);
             (MlaDecode { kv: KvSpec { num_pages, ..spec.kv }, ..*spec }, plan)
         };
@@ -237,7 +255,7 @@ impl Plan {
             if slab.plan.seq_lens.len() != batch {
                 return mismatch;
             }
-            lens.iter_mut().zip(&slab.plan.seq_lens).for_each(|(sum, len)| *sum += len);
+            lens.iter_mut().zip(&slab.plan.seq_lens).for_each(|(sum, len)| *sum = sum.saturating_add(*len));
         }
         if matches!(pages, PageTable::Device)
             || spec.kv.num_slabs(self.slab_pages)? as usize != self.slabs.len()

@@ -109,13 +109,13 @@ impl Prepared {
             if i == self.slabs.len() {
                 self.slabs.push(Words::default());
             }
-            self.slabs[i].grow(Capacity::of(&slab.plan))?;
-            self.slabs[i].write(&slab.plan, slab.pages(), &spec.kv)?;
+            self.slabs[i].grow(Capacity::of(slab.plan()))?;
+            self.slabs[i].write(slab.plan(), slab.pages(), &spec.kv)?;
         }
-        (self.num_slabs, self.slab_pages) = (plan.slabs.len(), plan.slab_pages);
+        (self.num_slabs, self.slab_pages) = (plan.slabs().len(), plan.slab_pages());
         self.grow(Capacity::of(plan))?;
         let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
-        let pages = if plan.slabs.is_empty() { pages } else { merges_only };
+        let pages = if plan.slabs().is_empty() { pages } else { merges_only };
         self.own.write(plan, pages, &self.spec.kv)
     }
 

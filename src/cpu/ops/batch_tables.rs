@@ -2,7 +2,7 @@
 
 use crate::cpu::Cpu;
 use crate::cpu::buffer::{Access, Buffer, Locked, lock};
-use crate::ops::{Compiled, DeviceBatch, Sequences, Step};
+use crate::ops::{Compiled, DeviceBatch, Sequences, Step, no_slots};
 use crate::plan::Plan;
 use crate::tables::PageTable;
 use crate::{Error, KvSpec, MlaDecode, Result, Shares};
@@ -48,10 +48,14 @@ impl BatchTables {
     /// one whose page is not of the pool.
     ///
     /// # Errors
-    /// [`Error::Shape`] and [`Error::BufferTooSmall`].
+    /// [`Error::Shape`] and [`Error::BufferTooSmall`]; [`Error::Limit`] for more than 2^26 tokens, [`Error::OutOfMemory`].
     pub fn slot_mapping(&self, batch: &DeviceBatch<&Buffer>, max_tokens: u32) -> Result<Vec<i64>> {
         let arrays = Arrays::of(batch, self)?;
-        Ok((0..max_tokens).map(|token| self.slot(&arrays, token).map_or(-1, i64::from)).collect())
+        let mut slots = no_slots(max_tokens)?;
+        for (token, slot) in (0..).zip(&mut slots) {
+            *slot = self.slot(&arrays, token).map_or(-1, i64::from);
+        }
+        Ok(slots)
     }
 
     /// Prepares a decode's step with a plan for the longest that each sequence may be, cut down to the batch.

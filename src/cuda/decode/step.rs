@@ -127,17 +127,17 @@ impl Tables {
         pages: PageTable<'_>,
     ) -> Result<()> {
         let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
-        let own = if plan.slabs.is_empty() { pages } else { merges_only };
+        let own = if plan.slabs().is_empty() { pages } else { merges_only };
         self.prepare_one(cuda, spec, plan, own)?;
-        (self.num_slabs, self.slab_pages) = (0, plan.slab_pages);
+        (self.num_slabs, self.slab_pages) = (0, plan.slab_pages());
         for (i, (spec, slab)) in plan.slab_plans(spec).enumerate() {
             if i == self.slabs.len() {
-                let new = Self::with_partials(cuda, &spec, (false, Capacity::of(&slab.plan)), 0)?;
+                let new = Self::with_partials(cuda, &spec, (false, Capacity::of(slab.plan())), 0)?;
                 self.slabs.push(Self { is_slab: true, ..new });
             }
-            self.slabs[i].prepare_one(cuda, &spec, &slab.plan, slab.pages())?;
+            self.slabs[i].prepare_one(cuda, &spec, slab.plan(), slab.pages())?;
         }
-        self.num_slabs = plan.slabs.len();
+        self.num_slabs = plan.slabs().len();
         Ok(())
     }
 

@@ -9,7 +9,10 @@ use cudarc::driver::DeviceRepr;
 use super::THREADS;
 use super::table::Table;
 use crate::cuda::{Buffer, Cuda, Function};
-use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Replay, Sequences, Step, template};
+use crate::ops::{
+    AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Replay, Sequences, Step, check_binding, no_slots,
+    template,
+};
 use crate::plan::Plan;
 use crate::shares::{Pattern, Shares};
 use crate::tables::PageTable;
@@ -31,7 +34,7 @@ pub struct BatchTables {
     cuda: Cuda,
     kv: KvSpec,
     /// Of whole sequences: none.
-    share: Pattern,
+    share: Arc<Pattern>,
     /// Its marks, at least a word.
     marks: Buffer,
     slots: Function,
@@ -44,6 +47,8 @@ pub struct BatchTables {
 pub struct BatchBinding {
     args: BatchParams,
     kv: KvSpec,
+    share: Arc<Pattern>,
+    device: u64,
     buffers: [Buffer; 4],
 }
 
@@ -58,12 +63,15 @@ where
     table: Option<Buffer>,
     max_tokens: u32,
     kv: KvSpec,
+    device: u64,
 }
 
 /// The template of a decode's tables for each batch: the plan for its upper bounds.
 #[derive(Debug, Default)]
 pub struct DecodeLists {
     plan: Table,
+    /// The device of the tables that prepared it.
+    device: u64,
     /// The tables that it was prepared for, held so that no other has their address.
     tables: Option<Buffer>,
     now: Arc<Mutex<Option<Prepared>>>,
@@ -177,6 +185,7 @@ impl BatchTables {
 
     fn of_share(cuda: &Cuda, kv: KvSpec, share: Pattern) -> Result<Self> {
         kv.check()?;
+        let share = Arc::new(share);
         let marks = cuda.buffer(share.marks.len().max(1) as u64 * 4)?;
         cuda.upload(&marks, 0, bytemuck::cast_slice(&share.marks))?;
         // Every address is in its buffer, whatever the batch's arrays hold, and whichever step, plan and binding are recorded, as
@@ -212,14 +221,15 @@ impl BatchTables {
         };
         let [a, b, c] = batch.arrays().map(|(_, buffer)| buffer.clone());
         let buffers = [a, b, c, self.marks.clone()];
-        Ok(BatchBinding { args, kv: self.kv, buffers })
+        let (share, device) = (self.share.clone(), self.cuda.id());
+        Ok(BatchBinding { args, kv: self.kv, share, device, buffers })
     }
 
     /// Slots for up to `max_tokens` new tokens, for an append of the same cache. All are skipped until
     /// [`BatchTables::record_slots`] has run.
     ///
     /// # Errors
-    /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::Cuda`].
+    /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`] for more than 2^26 tokens, [`Error::OutOfMemory`], [`Error::Cuda`].
     pub fn slots<O: AppendsSlots>(
         &self,
         append: &Compiled<O, Cuda>,
@@ -232,11 +242,11 @@ impl BatchTables {
             return Err(Error::LayoutMismatch { detail: "the append is of another pool of pages or device" });
         }
         // All skipped, until the device has written slots.
-        let none = vec![-1i64; max_tokens as usize];
+        let none = no_slots(max_tokens)?;
         let mut step = append.step(max_tokens)?;
         append.prepare(&mut step, O::of_slots(&none))?;
         let table = step.raw.buffer().filter(|_| max_tokens > 0).cloned();
-        Ok(DeviceSlots { step, table, max_tokens, kv: self.kv })
+        Ok(DeviceSlots { step, table, max_tokens, kv: self.kv, device: self.cuda.id() })
     }
 
     /// Prepares a decode's step with a plan for the longest that each sequence may be, [`PageTable::Device`], and keeps what
@@ -274,6 +284,7 @@ impl BatchTables {
         let words = template(plan, &sequences, &step.capacity(), &self.kv);
         lists.plan.upload(&self.cuda, plan.items.len() as u32, words)?;
         lists.tables = Some(tables.clone());
+        lists.device = self.cuda.id();
         let generation = step.raw.generation().load(Ordering::Relaxed);
         lists.set(Some(Prepared { generation, batch: plan.seq_lens.len() as u32 }));
         Ok(())
@@ -290,10 +301,8 @@ impl BatchTables {
         batch: &BatchBinding,
     ) -> Result<()> {
         RecordedLists::new(lists, step, batch).check()?;
-        if !self.serves(&batch.kv) {
-            return Err(Error::LayoutMismatch { detail: "lists and batch are of different pools" });
-        }
-        Ok(())
+        self.is_here(lists.device)?;
+        self.check_batch(batch)
     }
 
     /// Launches the kernel that writes the slots of the batch's new tokens. Allocates nothing, waits for nothing, and may be captured in a graph.
@@ -304,7 +313,9 @@ impl BatchTables {
     where
         Cuda: Kernel<O>,
     {
-        if !self.serves(&slots.kv) || !self.serves(&batch.kv) {
+        self.is_here(slots.device)?;
+        self.check_batch(batch)?;
+        if !self.serves(&slots.kv) {
             return Err(Error::LayoutMismatch { detail: "slots and batch are of different pools" });
         }
         let (max_tokens, Some(table)) = (slots.max_tokens, &slots.table) else { return Ok(()) };
@@ -343,6 +354,25 @@ impl BatchTables {
         self.cuda.launch(&self.items, items.div_ceil(THREADS), THREADS, 0, &args, held())?;
         // In this order: see batch_tables.cu.
         self.cuda.launch(&self.pages, capacity.pages.div_ceil(THREADS), THREADS, 0, &args, held())
+    }
+
+    /// Whether a batch was bound by tables of this device, pool and share.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`].
+    fn check_batch(&self, batch: &BatchBinding) -> Result<()> {
+        self.is_here(batch.device)?;
+        check_binding(self.serves(&batch.kv), &self.share, &batch.share)
+    }
+
+    /// # Errors
+    /// [`Error::LayoutMismatch`] for what was made on another device, whose addresses mean nothing on this one.
+    fn is_here(&self, device: u64) -> Result<()> {
+        if device != self.cuda.id() {
+            let detail = "slots, lists or batch were made on another device: make them with the BatchTables that record them";
+            return Err(Error::LayoutMismatch { detail });
+        }
+        Ok(())
     }
 
     /// The dtype does not matter.

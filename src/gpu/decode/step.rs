@@ -216,22 +216,22 @@ impl Tables {
         pages: PageTable<'_>,
     ) -> Result<()> {
         let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
-        let own = if plan.slabs.is_empty() { pages } else { merges_only };
+        let own = if plan.slabs().is_empty() { pages } else { merges_only };
         self.prepare_one(gpu, pipes, spec, plan, own)?;
-        (self.num_slabs, self.slab_pages) = (0, plan.slab_pages);
+        (self.num_slabs, self.slab_pages) = (0, plan.slab_pages());
         for (i, (spec, slab)) in plan.slab_plans(spec).enumerate() {
             let partials = Some(&self.partials);
             if self.slabs.get(i).is_none_or(|tables| tables.partials != self.partials) {
-                let capacity = Capacity::of(&slab.plan);
+                let capacity = Capacity::of(slab.plan());
                 let new = Self::with_partials(gpu, pipes, &spec, capacity, partials)?;
                 self.slabs.truncate(i);
                 self.slabs.push(new);
             }
             let tables = &mut self.slabs[i];
             tables.budget = self.budget;
-            tables.prepare_one(gpu, pipes, &spec, &slab.plan, slab.pages())?;
+            tables.prepare_one(gpu, pipes, &spec, slab.plan(), slab.pages())?;
         }
-        self.num_slabs = plan.slabs.len();
+        self.num_slabs = plan.slabs().len();
         Ok(())
     }
 

@@ -1,12 +1,16 @@
 //! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch that only the device knows.
 
+use std::sync::Arc;
+
 use super::table::Table;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, Layout, Pipeline, dispatch, group, group_with_params, layout};
-use crate::ops::{AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, template};
+use crate::ops::{
+    AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, check_binding, no_slots, template,
+};
 use crate::plan::Plan;
 use crate::shares::{Pattern, Shares};
 use crate::tables::PageTable;
@@ -27,7 +31,7 @@ pub struct BatchTables {
     gpu: Gpu,
     kv: KvSpec,
     /// Of whole sequences: none.
-    share: Pattern,
+    share: Arc<Pattern>,
     /// Its marks, at least a word.
     marks: wgpu::Buffer,
     slots: Pipeline,
@@ -44,6 +48,8 @@ pub struct BatchBinding {
     group: wgpu::BindGroup,
     kv: KvSpec,
     batch: u32,
+    share: Arc<Pattern>,
+    device: u64,
 }
 
 /// Slots that the device writes, and an append of new tokens, [`crate::KvAppend`] or [`crate::RopeAppend`], reads.
@@ -56,6 +62,7 @@ where
     group: wgpu::BindGroup,
     max_tokens: u32,
     kv: KvSpec,
+    device: u64,
 }
 
 /// What the device makes a step's tables from, for each batch: the plan of upper bounds.
@@ -63,6 +70,8 @@ where
 pub struct DecodeLists {
     plan: Table,
     batch: u32,
+    /// The device of the tables that prepared it.
+    device: u64,
     /// Which `prepare` of which step it belongs to.
     prepared: Option<(u64, StepTables)>,
 }
@@ -117,6 +126,7 @@ impl BatchTables {
 
     fn of_share(gpu: &Gpu, kv: KvSpec, share: Pattern) -> Result<Self> {
         kv.check()?;
+        let share = Arc::new(share);
         let marks = gpu.buffer(share.marks.len().max(1) as u64 * 4)?;
         gpu.upload(&marks, 0, bytemuck::cast_slice(&share.marks))?;
         let slots_layout = layout(gpu, "mla.batch_slots.step", &[Access::Write])?;
@@ -177,14 +187,15 @@ impl BatchTables {
         };
         let resources = windows.iter().map(Window::resource);
         let group = group_with_params(&self.gpu, "mla.batch", &self.batch_layout, &params, resources)?;
-        Ok(BatchBinding { group, kv: self.kv, batch: batch.batch })
+        let (share, device) = (self.share.clone(), self.gpu.id());
+        Ok(BatchBinding { group, kv: self.kv, batch: batch.batch, share, device })
     }
 
     /// Slots for up to `max_tokens` new tokens, for an append of the same cache. All are skipped until
     /// [`BatchTables::record_slots`] has run.
     ///
     /// # Errors
-    /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`], [`Error::OutOfMemory`].
+    /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`] for more than 2^26 tokens, [`Error::OutOfMemory`].
     pub fn slots<O: AppendsSlots>(&self, append: &Compiled<O, Gpu>, max_tokens: u32) -> Result<DeviceSlots<O>>
     where
         Gpu: Kernel<O, Step = Table>,
@@ -194,13 +205,13 @@ impl BatchTables {
         }
         self.gpu.grid(max_tokens.into())?;
         // All without a slot, until the device has written them.
-        let none = vec![-1i64; max_tokens as usize];
+        let none = no_slots(max_tokens)?;
         let mut step = append.step(0)?;
         append.prepare(&mut step, O::of_slots(&none))?;
         let detail = "an append's step has a table once it was prepared";
         let table = step.raw.buffer().ok_or(Error::LayoutMismatch { detail })?;
         let group = group(&self.gpu, "mla.batch_tables", &self.slots_layout, [table.as_entire_binding()])?;
-        Ok(DeviceSlots { step, group, max_tokens, kv: self.kv })
+        Ok(DeviceSlots { step, group, max_tokens, kv: self.kv, device: self.gpu.id() })
     }
 
     /// Prepares a decode's step with a plan for the longest that each sequence may be, [`PageTable::Device`], and keeps what
@@ -246,6 +257,7 @@ impl BatchTables {
         let words = template(plan, &sequences, &step.capacity(), &self.kv);
         lists.plan.upload(&self.gpu, &self.plan_layout, plan.items.len() as u32, words)?;
         lists.batch = plan.seq_lens.len() as u32;
+        lists.device = self.gpu.id();
         lists.prepared = Some((generation, bound));
         Ok(())
     }
@@ -253,7 +265,7 @@ impl BatchTables {
     /// Whether these can be recorded together.
     ///
     /// # Errors
-    /// [`Error::LayoutMismatch`].
+    /// [`Error::LayoutMismatch`], and [`Error::ForeignResource`] for what another [`Gpu`] made.
     pub fn check(
         &self,
         lists: &DecodeLists,
@@ -269,8 +281,10 @@ impl BatchTables {
                 "the step was prepared by another call than the last BatchTables::prepare of these lists";
             return Err(Error::LayoutMismatch { detail });
         }
-        if lists.batch != batch.batch || !self.serves(&batch.kv) {
-            let detail = "the plan has another number of sequences than the batch, or another pool";
+        self.is_here("the lists of BatchTables", lists.device)?;
+        self.check_batch(batch)?;
+        if lists.batch != batch.batch {
+            let detail = "the plan has another number of sequences than the batch";
             return Err(Error::LayoutMismatch { detail });
         }
         Ok(())
@@ -279,7 +293,7 @@ impl BatchTables {
     /// Adds one dispatch that writes the slots of the batch's new tokens. Creates nothing.
     ///
     /// # Errors
-    /// [`Error::LayoutMismatch`], before anything is recorded.
+    /// [`Error::LayoutMismatch`], and [`Error::ForeignResource`] for what another [`Gpu`] made, before anything is recorded.
     pub fn record_slots<O: AppendsSlots>(
         &self,
         pass: &mut wgpu::ComputePass<'_>,
@@ -289,7 +303,9 @@ impl BatchTables {
     where
         Gpu: Kernel<O>,
     {
-        if !self.serves(&slots.kv) || !self.serves(&batch.kv) {
+        self.is_here("the slots of BatchTables", slots.device)?;
+        self.check_batch(batch)?;
+        if !self.serves(&slots.kv) {
             return Err(Error::LayoutMismatch { detail: "slots and batch are of different pools" });
         }
         if slots.max_tokens > 0 {
@@ -315,6 +331,27 @@ impl BatchTables {
             // The capacity, as a decode's grids: a replay has the plan that was prepared last.
             let grid = self.gpu.grid(items(&step.capacity()))?;
             dispatch(pass, &self.lists, &[plan, &batch.group, &bound.group], grid);
+        }
+        Ok(())
+    }
+
+    /// Whether a batch was bound by tables of this device, pool and share.
+    ///
+    /// # Errors
+    /// [`Error::LayoutMismatch`] and [`Error::ForeignResource`].
+    fn check_batch(&self, batch: &BatchBinding) -> Result<()> {
+        self.is_here("a batch that was bound by BatchTables", batch.device)?;
+        check_binding(self.serves(&batch.kv), &self.share, &batch.share)
+    }
+
+    /// wgpu would refuse what another device made when it is recorded, by a call to the host's handler.
+    ///
+    /// # Errors
+    /// [`Error::ForeignResource`].
+    fn is_here(&self, what: &'static str, device: u64) -> Result<()> {
+        if device != self.gpu.id() {
+            let detail = "another device made it: make it with the BatchTables that record it".to_owned();
+            return Err(Error::ForeignResource { what, detail });
         }
         Ok(())
     }

@@ -86,6 +86,8 @@ impl Serves for Cpu {
             let refused = tables.prepare(&made.decode, &mut made.step, plan, batch);
             assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
         }
+        let refused = made.tables.slot_mapping(&arrays.batch(), u32::MAX).expect_err("refused");
+        assert!(matches!(refused, Error::Limit { what: "max_tokens of BatchTables", .. }), "{refused}");
     }
 }
 

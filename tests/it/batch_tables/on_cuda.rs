@@ -4,7 +4,7 @@ use wgpu_mla::cuda::ops::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 use wgpu_mla::cuda::{Buffer, Cuda, Graph};
 use wgpu_mla::{
     Binding, Capacity, Compiled, DecodeOptions, Device, DeviceBatch, Error, KvAppend, KvSpec, MlaDecode,
-    PageTable, Plan, Result, Step,
+    PageTable, Plan, Result, Shares, Step,
 };
 
 use super::serving::{Arrays, Serves, TOKENS, append_spec};
@@ -112,6 +112,37 @@ impl Serves for Cuda {
         made.tables.prepare(&mut made.lists, &made.decode, &mut made.step, plan).expect("prepares");
         let refused = made.tables.check(&made.lists, &made.step, &five);
         assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+        let refused = made.tables.slots(&made.append, u32::MAX).map(drop).expect_err("refused");
+        assert!(matches!(refused, Error::Limit { what: "max_tokens of BatchTables", .. }), "{refused}");
+
+        let kv = made.decode.op().kv;
+        let (even, uneven) = (Shares::even(2, 4).expect("shares"), Shares::even(2, 3).expect("shares"));
+        let of = |shares, rank| BatchTables::sharded(self, kv, shares, rank).expect("tables");
+        let whole = BatchTables::new(self, kv).expect("tables");
+        let ranks = [of(&even, 0), of(&even, 1), of(&uneven, 0)];
+        for (tables, binds) in
+            [(&whole, &ranks[0]), (&ranks[0], &whole), (&ranks[0], &ranks[1]), (&ranks[0], &ranks[2])]
+        {
+            let batch = binds.bind(&arrays.batch()).expect("binds");
+            for refused in [
+                tables.record_slots(&made.slots, &batch),
+                tables.record_lists(&made.lists, &made.step, &batch),
+            ] {
+                assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+            }
+        }
+        let same = of(&even, 0).bind(&arrays.batch()).expect("binds");
+        ranks[0].record_slots(&made.slots, &same).expect("an equal share");
+
+        // The same card, as another device: its streams' order is not this one's.
+        let other = Cuda::new(0).expect("a card");
+        let tables = BatchTables::new(&other, kv).expect("tables");
+        for refused in [
+            tables.record_slots(&made.slots, &made.batch),
+            tables.record_lists(&made.lists, &made.step, &made.batch),
+        ] {
+            assert!(matches!(refused, Err(Error::LayoutMismatch { .. })), "{refused:?}");
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! A group is a function that takes a [`Session`]: it runs all of its checks and then panics with every failure. [`groups`] lists
 //! them by op.
 
+pub mod changed;
 pub mod correct_attn_out;
 pub mod decode;
 pub mod errors;
@@ -309,6 +310,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" true: ranks { shares, bits_of_ranks }
         "decode" false: mixed { refuses_other_specs }
         "decode" true: slabs { slabs }
+        "decode" false: changed { changed_plans, plans_of_one_slab }
         "slabs" false: slabs { ops_in_slabs, layers_in_slabs, refuses_slabs }
         "decode" true: non_finite { non_finite, huge_logits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
