@@ -36,12 +36,13 @@ pub enum Error {
     },
     /// A buffer ends before the view that was described on it. Make the buffer larger, or correct the view's offset, strides or counts.
     #[error(
-        "{what}: the view ends at byte {end}, the buffer has {size}: make the buffer larger or correct the offset, strides or counts"
+        "{what}: the view ends at byte {}, the buffer has {size}: make the buffer larger or correct the offset, strides or counts",
+        counted(*end)
     )]
     BufferTooSmall {
         /// The buffer at fault.
         what: &'static str,
-        /// First byte past the view.
+        /// First byte past the view; `u64::MAX` where it is past all that 64 bits count.
         end: u64,
         /// Bytes in the buffer.
         size: u64,
@@ -263,6 +264,21 @@ pub enum Error {
         /// What bounds it, and what to do.
         cure: &'static str,
     },
+    /// A `kv_indptr` that is negative, goes down, or ends behind `kv_indices`, so that it names no pages. Make both from one list of pages:
+    /// [`PagePool::csr`](crate::PagePool::csr) does.
+    #[error(
+        "kv_indptr[{index}] = {got}: must be {least} to {most}: it never goes down, and ends within kv_indices; correct kv_indptr, or hand over all of kv_indices"
+    )]
+    KvIndptr {
+        /// Index of the entry at fault.
+        index: usize,
+        /// Its value.
+        got: i64,
+        /// The entry before it.
+        least: i64,
+        /// The length of `kv_indices`.
+        most: u64,
+    },
     /// A sequence with more query tokens than tokens. `seq_lens` counts this step's tokens too: correct it or `query_start_loc`.
     #[error(
         "sequence {seq} has {got} query tokens and seq_lens[{seq}] = {seq_len}: seq_lens counts the tokens in the cache, this step's included; correct it or query_start_loc"
@@ -288,11 +304,11 @@ pub enum Error {
         cure: &'static str,
     },
     /// More than a device allows, or than 32 bits count. Do what `cure` says, such as to ask for higher limits or use a smaller batch.
-    #[error("{what}: {need} needed, the limit is {limit}: {cure}")]
+    #[error("{what}: {} needed, the limit is {limit}: {cure}", counted(*need))]
     Limit {
         /// What is limited.
         what: &'static str,
-        /// What the call needs.
+        /// What the call needs; `u64::MAX` where that is past all that 64 bits count.
         need: u64,
         /// The most there can be.
         limit: u64,
@@ -442,8 +458,8 @@ pub enum Error {
         cure: &'static str,
     },
 
-    /// The device has no memory left for this call. Use a smaller pool, batch or context.
-    #[error("out of device memory for {what}: use a smaller pool, batch or context")]
+    /// The device, or the host, has no memory left for this call. Use a smaller pool, batch or context.
+    #[error("out of memory for {what}: use a smaller pool, batch or context")]
     OutOfMemory {
         /// What was being made.
         what: &'static str,
@@ -467,4 +483,26 @@ pub enum Error {
         /// What wgpu said.
         detail: String,
     },
+}
+
+/// A number that a check counted in 64 bits, saturating.
+fn counted(number: u64) -> String {
+    if number == u64::MAX { "2^64 or more".to_owned() } else { number.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_past_64_bits_is_not_shown_as_a_number() {
+        let small = Error::BufferTooSmall { what: "kv", end: u64::MAX, size: 16 };
+        assert!(small.to_string().starts_with("kv: the view ends at byte 2^64 or more, the buffer has 16"));
+        let limit = Error::Limit { what: "bytes", need: u64::MAX, limit: u64::MAX - 1, cure: "use fewer" };
+        assert_eq!(
+            limit.to_string(),
+            "bytes: 2^64 or more needed, the limit is 18446744073709551614: use fewer"
+        );
+        assert_eq!((counted(0), counted(u64::MAX - 1)), ("0".to_owned(), "18446744073709551614".to_owned()));
+    }
 }

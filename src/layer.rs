@@ -36,6 +36,7 @@ mod prefix;
 mod prefix_cost;
 mod range;
 mod recorded;
+mod rounds;
 mod workspace;
 
 pub use arrays::{LayerArrays, PageCopies};
@@ -126,11 +127,11 @@ pub struct MlaLayer {
 }
 
 impl MlaLayer {
-    /// Bytes of one token in the workspace: its row of the cache and, for each head, its key and value.
+    /// Bytes of one token in the workspace: its row of the cache and, for each head, its key and value. At most `u64::MAX`.
     #[must_use]
     pub const fn workspace_row_bytes(&self) -> u64 {
-        let heads = self.shape.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64);
-        (self.shape.row_elems() as u64 + heads) * self.dtype.bytes() as u64
+        let heads = self.dims().rows();
+        heads.saturating_add(self.shape.row_elems() as u64).saturating_mul(self.dtype.bytes() as u64)
     }
 
     /// Orders the sequences of a step, and the tokens that each of them gets, as a layer wants them: those that are decoded first, else
@@ -157,8 +158,9 @@ impl MlaLayer {
     /// chunks.
     pub(crate) fn workspace_rows(&self) -> u32 {
         // Kernels count its elements in 32 bits.
-        let most = i32::MAX as u64 / (self.workspace_row_bytes() / self.dtype.bytes() as u64).max(1);
-        (self.workspace_bytes / self.workspace_row_bytes().max(1)).min(most).min(self.kv.num_slots()) as u32
+        let row = self.workspace_row_bytes().max(1);
+        let most = i32::MAX as u64 / row.div_ceil(self.dtype.bytes() as u64);
+        (self.workspace_bytes / row).min(most).min(self.kv.num_slots()) as u32
     }
 
     /// The dims of `kv_b_proj`, as [`crate::KvBProj`] takes them.

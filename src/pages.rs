@@ -6,6 +6,7 @@
 
 mod export;
 mod prefix;
+mod store;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,6 +15,10 @@ use crate::ops::op::next_id;
 use crate::{Error, KvSpec, Result};
 
 pub use export::{BlockTable, Csr};
+use store::Store;
+
+/// What the host's memory does not hold.
+const OUT_OF_MEMORY: Error = Error::OutOfMemory { what: "a pool's pages" };
 
 /// Names a sequence of a [`PagePool`]. Only a pool makes one, never the same twice, and no other pool accepts it, but for a clone of
 /// the pool.
@@ -134,97 +139,6 @@ impl Sequence {
     }
 }
 
-/// Free pages and the owners of the others, slab by slab.
-#[derive(Debug, Clone, PartialEq)]
-struct Store {
-    /// Pages in the pool.
-    total: u32,
-    /// Pages of a slab: all, for a pool in one buffer.
-    slab_pages: u32,
-    slabs: Vec<SlabStore>,
-}
-
-#[derive(Debug, Clone, PartialEq)]
-struct SlabStore {
-    total: u32,
-    /// Owners of each page that was ever handed out. The ids at and past its end are free: a large pool costs no
-    /// memory before it is used. An owner takes memory of its own, so a count cannot overflow.
-    owners: Vec<usize>,
-    /// Pages that were freed, counted in the slab; the last is handed out first.
-    freed: Vec<u32>,
-}
-
-impl SlabStore {
-    fn num_free_pages(&self) -> u32 {
-        // `owners` and `freed` have at most `total` entries.
-        self.total - self.owners.len() as u32 + self.freed.len() as u32
-    }
-}
-
-impl Store {
-    fn new(total: u32, slab_pages: u32) -> Self {
-        let slabs = (0..total).step_by(slab_pages as usize).map(|first| SlabStore {
-            total: slab_pages.min(total - first),
-            owners: Vec::new(),
-            freed: Vec::new(),
-        });
-        Self { total, slab_pages, slabs: slabs.collect() }
-    }
-
-    fn num_free_pages(&self) -> u32 {
-        self.slabs.iter().map(SlabStore::num_free_pages).sum()
-    }
-
-    fn check_room(&self, wanted: u64) -> Result<()> {
-        let free = self.num_free_pages();
-        if wanted > u64::from(free) {
-            return Err(Error::OutOfPages { wanted, free, total: self.total });
-        }
-        Ok(())
-    }
-
-    /// A page for one owner, in the slab of another page if there is one left, else in the slab with the most free pages: a sequence in few
-    /// slabs has few partial results. [`Self::check_room`] comes first.
-    fn take(&mut self, near: Option<u32>) -> u32 {
-        debug_assert!(self.num_free_pages() > 0, "check_room must come before take");
-        let near = near.map(|page| (page / self.slab_pages) as usize);
-        let near = near.filter(|&slab| self.slabs[slab].num_free_pages() > 0);
-        let emptiest = || (0..self.slabs.len()).rev().max_by_key(|&slab| self.slabs[slab].num_free_pages());
-        let index = near.or_else(emptiest).unwrap_or(0);
-        let slab = &mut self.slabs[index];
-        let page = slab.freed.pop().unwrap_or_else(|| {
-            slab.owners.push(0);
-            (slab.owners.len() - 1) as u32
-        });
-        slab.owners[page as usize] = 1;
-        index as u32 * self.slab_pages + page
-    }
-
-    fn share(&mut self, page: u32) {
-        let (slab, page) = self.place(page);
-        self.slabs[slab].owners[page] += 1;
-    }
-
-    fn release(&mut self, page: u32) {
-        let (slab, page) = self.place(page);
-        let SlabStore { owners, freed, .. } = &mut self.slabs[slab];
-        owners[page] -= 1;
-        if owners[page] == 0 {
-            freed.push(page as u32);
-        }
-    }
-
-    fn owners(&self, page: u32) -> usize {
-        let (slab, page) = self.place(page);
-        self.slabs.get(slab).and_then(|slab| slab.owners.get(page)).copied().unwrap_or(0)
-    }
-
-    /// A page's slab, and its index there.
-    fn place(&self, page: u32) -> (usize, usize) {
-        ((page / self.slab_pages) as usize, (page % self.slab_pages) as usize)
-    }
-}
-
 /// What is wrong with a handle that the pool `pool` does not have.
 fn unknown(pool: u64, seq: SeqId) -> Error {
     if seq.pool == pool {
@@ -278,12 +192,24 @@ impl PagePool {
     /// result must run before the new tokens are written.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`].
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`]; [`Error::OutOfMemory`] where the host has none for as many
+    /// pages.
     pub fn append(&mut self, seq: SeqId, tokens: u32) -> Result<Append> {
         let (sequence, page_size) = (self.sequence(seq)?, self.spec.page_size);
         let copies = tokens > 0 && sequence.shared_tail(page_size, &self.store).is_some();
-        self.store.check_room(sequence.fresh_pages(tokens.into(), page_size) + u64::from(copies))?;
+        let wanted = sequence.fresh_pages(tokens.into(), page_size) + u64::from(copies);
+        self.store.check_room(wanted)?;
+        self.reserve(seq, tokens.into())?;
+        self.store.reserve(wanted)?;
         self.grow(seq, tokens)
+    }
+
+    /// Makes room in a sequence for so many more tokens' pages.
+    fn reserve(&mut self, seq: SeqId, tokens: u64) -> Result<()> {
+        let page_size = self.spec.page_size;
+        let sequence = self.sequences.get_mut(&seq).ok_or(unknown(self.id, seq))?;
+        let fresh = sequence.fresh_pages(tokens, page_size) as usize;
+        sequence.pages.try_reserve(fresh).map_err(|_| OUT_OF_MEMORY)
     }
 
     /// [`Self::append`] for a whole batch of `(sequence, tokens)`: all of it or nothing.
@@ -292,7 +218,7 @@ impl PagePool {
     /// sequence owns the page. A sequence that stands in the batch twice grows twice.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`].
+    /// Those of [`Self::append`].
     pub fn append_batch(&mut self, requests: &[(SeqId, u32)]) -> Result<AppendBatch> {
         let mut batch = AppendBatch::default();
         self.append_batch_into(requests, &mut batch)?;
@@ -306,7 +232,12 @@ impl PagePool {
     pub fn append_batch_into(&mut self, requests: &[(SeqId, u32)], batch: &mut AppendBatch) -> Result<()> {
         batch.copies.clear();
         batch.tokens.clear();
-        self.store.check_room(self.pages_wanted(requests, batch)?)?;
+        let wanted = self.pages_wanted(requests, batch)?;
+        self.store.check_room(wanted)?;
+        self.store.reserve(wanted)?;
+        for &(seq, tokens) in &batch.totals {
+            self.reserve(seq, tokens)?;
+        }
         for &(seq, tokens) in requests {
             let Append { tokens, copy } = self.grow(seq, tokens)?;
             batch.copies.extend(copy);
@@ -319,7 +250,7 @@ impl PagePool {
     /// of them writes to it.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::OutOfMemory`] where the host has none for as many pages.
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId> {
         let tokens = self.sequence(seq)?.len;
         self.fork_prefix(seq, tokens)
@@ -328,11 +259,14 @@ impl PagePool {
     /// A new sequence with the first `tokens` tokens of another, in the same pages.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Shape`] for more tokens than there are.
+    /// Those of [`Self::fork`]; [`Error::Shape`] for more tokens than there are.
     pub fn fork_prefix(&mut self, seq: SeqId, tokens: u32) -> Result<SeqId> {
         let parent = self.sequence(seq)?;
         parent.check_tokens("tokens to fork", tokens)?;
-        let pages = parent.pages[..self.spec.pages_for(tokens) as usize].to_vec();
+        let shared = &parent.pages[..self.spec.pages_for(tokens) as usize];
+        let mut pages = Vec::new();
+        pages.try_reserve_exact(shared.len()).map_err(|_| OUT_OF_MEMORY)?;
+        pages.extend_from_slice(shared);
         for &page in &pages {
             self.store.share(page);
         }
@@ -471,9 +405,8 @@ impl PagePool {
             sequence.pages.push(to);
             (from, to)
         });
-        for _ in 0..sequence.fresh_pages(tokens.into(), spec.page_size) {
-            sequence.pages.push(store.take(sequence.pages.last().copied()));
-        }
+        let fresh = sequence.fresh_pages(tokens.into(), spec.page_size);
+        store.take_all(&mut sequence.pages, fresh);
         let first = sequence.len;
         sequence.len += tokens;
         Ok(Append { tokens: first..sequence.len, copy })

@@ -13,6 +13,7 @@ use crate::{Error, Mask, MlaDecode, Result};
 mod balance;
 mod check;
 mod cut;
+mod room;
 mod slabs;
 pub(crate) use check::check_plan;
 pub(crate) use slabs::check_slabs;
@@ -181,6 +182,8 @@ struct Scratch {
     balance: balance::Scratch,
     /// Whether this is the plan of a slab: all of its items leave partial results.
     is_slab: bool,
+    /// Words that this plan takes, with those of the slabs before it.
+    words: u64,
     /// Memory of slabs of earlier plans.
     slabs: Vec<SlabPlan>,
 }
@@ -214,8 +217,9 @@ impl Plan {
     /// Plans a step.
     ///
     /// # Errors
-    /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that contradicts itself;
-    /// [`Error::Limit`] for more query rows, pages or partial results than 32 bits count.
+    /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that contradicts itself, and as
+    /// [`MlaDecode::check`]; [`Error::Limit`] for more query rows, pages or partial results than 32 bits count, and for items, query tokens and
+    /// merges of more than 2^28 words, where splits are too short; [`Error::OutOfMemory`].
     pub fn new(spec: &MlaDecode, tiling: &Tiling, batch: &Batch<'_>, policy: SplitPolicy) -> Result<Self> {
         let mut plan = Self::default();
         plan.update(spec, tiling, batch, policy)?;
@@ -270,6 +274,7 @@ impl Plan {
         scratch.own_begin.clear();
         scratch.runs.clear();
         scratch.partials.clear();
+        self.scratch.words = 0;
         self.num_partials = 0;
         self.num_queries = 0;
         self.num_heads = 0;
@@ -284,6 +289,7 @@ impl Plan {
         batch: &Batch<'_>,
         policy: SplitPolicy,
     ) -> Result<()> {
+        spec.check()?;
         if policy == SplitPolicy::FixedTokens(0) {
             return Err(Error::Shape { what: "tokens per split", got: 0, cure: "must be at least 1" });
         }
@@ -305,6 +311,7 @@ impl Plan {
     ) -> Result<()> {
         self.check_batch(spec, batch)?;
         self.check_prefixes(batch)?;
+        self.check_least_room(spec.shape.num_heads, tiling.rows_per_tile)?;
         self.lay_out_pages(spec)?;
         self.share_prefixes(batch, policy, tiling, spec.shape.num_heads)?;
         self.add_own_runs(batch)?;

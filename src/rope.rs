@@ -117,10 +117,10 @@ impl RopeFrequencies {
     /// Pair p of `rope_dim / 2` turns by `theta^(-2p / rope_dim)` a position.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a `rope_dim` that is odd or 0, or a `theta` that is not above 1.
+    /// [`Error::Shape`] for a `rope_dim` that is odd, 0 or above 65,536, or a `theta` that is not above 1.
     pub fn plain(rope_dim: u32, theta: f64) -> Result<Self> {
-        if rope_dim == 0 || !rope_dim.is_multiple_of(2) {
-            let cure = "must be even and at least 2";
+        if rope_dim == 0 || !rope_dim.is_multiple_of(2) || rope_dim > MOST_DIM {
+            let cure = "must be even, from 2 to 65,536";
             return Err(Error::Shape { what: "qk_rope_head_dim", got: rope_dim.into(), cure });
         }
         if !(theta.is_finite() && theta > 1.0) {
@@ -167,10 +167,10 @@ impl RopeFrequencies {
     /// up to some 1e-3 at positions of 1e5.
     ///
     /// # Errors
-    /// [`Error::Shape`] for no position, or more than 2^31; [`Error::TableMemory`] where the host has no memory for the table.
+    /// [`Error::Shape`] for no position, or more than 2^31; [`Error::Limit`] for a table above 4 GiB; [`Error::TableMemory`] where the host has no memory for the table.
     pub fn cos_sin(&self, max_position: u32) -> Result<Vec<f32>> {
         check_max_position(max_position)?;
-        let mut table = room_for_table(max_position, 2 * self.inv_freq.len())?;
+        let mut table = room_for_table(max_position, 2 * self.inv_freq.len(), MOST_TABLE_BYTES)?;
         for position in 0..max_position {
             let angle = |inv_freq: &f64| f64::from(position) * inv_freq;
             let scaled = |x: f64| (x * self.attention_factor) as f32;
@@ -181,12 +181,23 @@ impl RopeFrequencies {
     }
 }
 
+/// The most elements of a rotary part.
+const MOST_DIM: u32 = 1 << 16;
+
+/// The most bytes of a table: ten million positions of 64 elements are 2.6 GB.
+const MOST_TABLE_BYTES: u64 = 1 << 32;
+
 /// An empty table with room for rows of `row` numbers.
 ///
 /// # Errors
-/// [`Error::TableMemory`].
-fn room_for_table(max_position: u32, row: usize) -> Result<Vec<f32>> {
-    let refused = || Error::TableMemory { max_position, bytes: u64::from(max_position) * row as u64 * 4 };
+/// [`Error::Limit`] and [`Error::TableMemory`].
+fn room_for_table(max_position: u32, row: usize, limit: u64) -> Result<Vec<f32>> {
+    let bytes = u64::from(max_position).saturating_mul(row as u64).saturating_mul(4);
+    if bytes > limit {
+        let cure = "pass the model's max_position_embeddings, or the longest sequence that is served";
+        return Err(Error::Limit { what: "bytes of cos_sin", need: bytes, limit, cure });
+    }
+    let refused = || Error::TableMemory { max_position, bytes };
     let numbers = (max_position as usize).checked_mul(row).ok_or_else(refused)?;
     let mut table = Vec::new();
     table.try_reserve_exact(numbers).map_err(|_| refused())?;
@@ -344,6 +355,14 @@ mod tests {
 
     #[test]
     fn what_is_refused() {
+        let most = RopeFrequencies::plain(1 << 16, 1e4).unwrap();
+        assert_eq!(most.inv_freq().len(), 1 << 15);
+        let error = most.cos_sin(1 << 31).unwrap_err();
+        assert!(matches!(error, Error::Limit { what: "bytes of cos_sin", need, .. } if need == 1 << 49));
+        for dim in [(1 << 16) + 2, u32::MAX - 1, u32::MAX] {
+            let error = RopeFrequencies::plain(dim, 1e4).unwrap_err();
+            assert!(matches!(error, Error::Shape { what: "qk_rope_head_dim", .. }), "{error}");
+        }
         for (dim, theta) in [(0, 1e4), (63, 1e4), (64, 1.0), (64, 0.0), (64, f64::NAN), (64, f64::INFINITY)] {
             assert!(matches!(RopeFrequencies::plain(dim, theta), Err(Error::Shape { .. })), "{dim} {theta}");
         }
@@ -369,12 +388,12 @@ mod tests {
     #[test]
     fn a_table_beyond_memory_is_an_error() {
         // No address space has room for it, whatever the system promises.
-        let error = room_for_table(1 << 31, 1 << 30).expect_err("2^63 bytes");
+        let error = room_for_table(1 << 31, 1 << 30, u64::MAX).expect_err("2^63 bytes");
         assert_eq!(
             error.to_string(),
             "cos_sin of 2147483648 positions takes 9223372036854775808 bytes, which the host has no memory for: \
              pass the model's max_position_embeddings, or the longest sequence that is served"
         );
-        assert_eq!(room_for_table(4, 8).map(|table| table.capacity()), Ok(32));
+        assert_eq!(room_for_table(4, 8, 128).map(|table| table.capacity()), Ok(32));
     }
 }

@@ -25,10 +25,10 @@ pub const SUPPORTED_DIMS: [(u32, u32, &str); 4] = [
 ];
 
 impl MlaShape {
-    /// Elements of a cache row and of a query row: `L + R`.
+    /// Elements of a cache row and of a query row: `L + R`, at most `u32::MAX`.
     #[must_use]
     pub const fn row_elems(&self) -> u32 {
-        self.kv_lora_rank + self.qk_rope_head_dim
+        self.kv_lora_rank.saturating_add(self.qk_rope_head_dim)
     }
 
     /// Whether these dims are served: see [`SUPPORTED_DIMS`].
@@ -70,10 +70,15 @@ impl KvSpec {
         self.num_pages as u64 * self.page_size as u64
     }
 
-    /// Pages that `tokens` tokens fill, the last one perhaps in part.
+    /// Pages that `tokens` tokens fill, the last one perhaps in part. Pages of no token, which [`KvSpec::check`] refuses, hold none:
+    /// `u32::MAX` of them.
     #[must_use]
     pub const fn pages_for(&self, tokens: u32) -> u32 {
-        tokens.div_ceil(self.page_size)
+        match (tokens, self.page_size) {
+            (0, _) => 0,
+            (_, 0) => u32::MAX,
+            (tokens, page_size) => tokens.div_ceil(page_size),
+        }
     }
 
     /// Slabs of a pool that is cut every `slab_pages` pages: see [`Slabs`].
@@ -160,6 +165,7 @@ pub struct MlaDecode {
     pub out: Dtype,
 }
 
+/// Numbers of bytes saturate: where a spec that no op serves makes them too large for 64 bits they are `u64::MAX`, which no buffer has.
 impl MlaDecode {
     /// Whether these dims and dtypes are served.
     ///
@@ -177,45 +183,49 @@ impl MlaDecode {
     /// Bytes of the cache of one layer, `[num_pages, page_size, L + R]`.
     #[must_use]
     pub const fn cache_bytes(&self) -> u64 {
-        self.kv.num_slots() * self.shape.row_elems() as u64 * self.kv.dtype.bytes() as u64
+        bytes_of(self.kv.num_slots(), self.shape.row_elems(), self.kv.dtype)
     }
 
     /// Pages of a slab in bindings of at most `largest_binding` bytes, such as [`crate::Device::largest_binding`]: all pages where they
     /// fit, else as many as fit, at least 1. See [`Slabs`].
     #[must_use]
     pub fn slab_pages(&self, largest_binding: u64) -> u32 {
-        let page = self.slab_bytes(1);
-        (largest_binding / page).clamp(1, self.kv.num_pages.max(1).into()) as u32
+        let fit = largest_binding.checked_div(self.slab_bytes(1)).unwrap_or(u64::MAX);
+        fit.clamp(1, self.kv.num_pages.max(1).into()) as u32
     }
 
     /// Bytes of one layer's pages in a slab of `slab_pages` pages.
     #[must_use]
     pub const fn slab_bytes(&self, slab_pages: u32) -> u64 {
-        let page = self.kv.page_size as u64 * self.shape.row_elems() as u64;
-        page * slab_pages as u64 * self.kv.dtype.bytes() as u64
+        bytes_of(self.kv.page_size as u64 * slab_pages as u64, self.shape.row_elems(), self.kv.dtype)
     }
 
     /// Bytes of the query, `[tokens, H, L + R]`.
     #[must_use]
     pub const fn query_bytes(&self, tokens: u32) -> u64 {
-        self.rows(tokens) * self.shape.row_elems() as u64 * self.query.bytes() as u64
+        bytes_of(self.rows(tokens), self.shape.row_elems(), self.query)
     }
 
     /// Bytes of the output, `[tokens, H, L]`.
     #[must_use]
     pub const fn out_bytes(&self, tokens: u32) -> u64 {
-        self.rows(tokens) * self.shape.kv_lora_rank as u64 * self.out.bytes() as u64
+        bytes_of(self.rows(tokens), self.shape.kv_lora_rank, self.out)
     }
 
     /// Bytes of the LSE, f32 `[tokens, H]`.
     #[must_use]
     pub const fn lse_bytes(&self, tokens: u32) -> u64 {
-        self.rows(tokens) * 4
+        bytes_of(self.rows(tokens), 1, Dtype::F32)
     }
 
     const fn rows(&self, tokens: u32) -> u64 {
         tokens as u64 * self.shape.num_heads as u64
     }
+}
+
+/// Bytes of `rows` rows of `elems` elements, at most `u64::MAX`.
+pub(crate) const fn bytes_of(rows: u64, elems: u32, dtype: Dtype) -> u64 {
+    rows.saturating_mul(elems as u64).saturating_mul(dtype.bytes() as u64)
 }
 
 /// `(P + R)^-1/2 * mscale^2` with YaRN's `mscale = 0.1 * m * ln(factor) + 1`.
@@ -231,5 +241,6 @@ impl MlaDecode {
 #[must_use]
 pub fn softmax_scale(qk_nope_head_dim: u32, qk_rope_head_dim: u32, factor: f64, m: f64) -> f32 {
     let mscale = if factor > 1.0 { 0.1 * m * factor.ln() + 1.0 } else { 1.0 };
-    (f64::from(qk_nope_head_dim + qk_rope_head_dim).powf(-0.5) * mscale * mscale) as f32
+    let dim = f64::from(qk_nope_head_dim) + f64::from(qk_rope_head_dim);
+    (dim.powf(-0.5) * mscale * mscale) as f32
 }

@@ -4,10 +4,14 @@
 //! recorded commands serve every batch that fits. On wgpu the last section, the page list, is a buffer of its own: a host
 //! that writes it there holds nothing else of a step.
 
-use bytemuck::{Pod, Zeroable};
+mod capacity;
 
-use crate::plan::{Merge, Plan, QueryToken, WorkItem};
+use bytemuck::Pod;
+
+use crate::plan::Plan;
 use crate::{Error, KvSpec, Result};
+
+pub use capacity::{Capacity, HEADER_WORDS, Header};
 
 /// Which pages hold each sequence, as the host has them.
 #[derive(Debug, Clone, Copy)]
@@ -117,156 +121,15 @@ pub fn csr_seq_lens(kv_indptr: &[i32], kv_last_page_len: &[i32], page_size: u32)
     Ok(lens)
 }
 
-/// How much a step holds before it grows, and how large its grids are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
-pub struct Capacity {
-    /// Work items.
-    pub items: u32,
-    /// Entries of [`Plan::queries`].
-    pub queries: u32,
-    /// Words of the flat page list.
-    pub pages: u32,
-    /// Entries of [`Plan::merges`].
-    pub merges: u32,
-    /// Entries of [`Plan::merge_partials`].
-    pub merge_partials: u32,
-    /// Partial results, one a row and split.
-    pub partials: u32,
-}
-
-impl Capacity {
-    /// Exactly what a plan needs.
-    #[must_use]
-    pub fn of(plan: &Plan) -> Self {
-        Self {
-            items: plan.items.len() as u32,
-            queries: plan.queries.len() as u32,
-            pages: plan.page_list_len(),
-            merges: plan.merges.len() as u32,
-            merge_partials: plan.merge_partials.len() as u32,
-            partials: plan.num_partials,
-        }
-    }
-
-    /// The larger of both, field by field.
-    pub fn max(self, other: Self) -> Self {
-        self.zip(other, u32::max)
-    }
-
-    /// Whether everything in `other` fits.
-    #[must_use]
-    pub fn holds(self, other: Self) -> bool {
-        self.max(other) == self
-    }
-
-    /// Enough for `other`, with the fields that had to grow rounded up so that they seldom grow again.
-    #[must_use]
-    pub fn grown_to(self, other: Self) -> Self {
-        self.zip(other, |have, want| {
-            if want > have { want.checked_next_power_of_two().unwrap_or(want).max(16) } else { have }
-        })
-    }
-
-    /// # Errors
-    /// [`Error::Capacity`] that names the first field that is too small.
-    fn check(&self, need: &Self) -> Result<()> {
-        for (what, got, want) in [
-            ("Capacity::items", self.items, need.items),
-            ("Capacity::queries", self.queries, need.queries),
-            ("Capacity::pages", self.pages, need.pages),
-            ("Capacity::merges", self.merges, need.merges),
-            ("Capacity::merge_partials", self.merge_partials, need.merge_partials),
-            ("Capacity::partials", self.partials, need.partials),
-        ] {
-            if got < want {
-                let cure = "use `Capacity::of` the plan, or `grown_to` it";
-                return Err(Error::Capacity { what, got: got.into(), need: want.into(), cure });
-            }
-        }
-        Ok(())
-    }
-
-    fn zip(self, other: Self, f: impl Fn(u32, u32) -> u32) -> Self {
-        Self {
-            items: f(self.items, other.items),
-            queries: f(self.queries, other.queries),
-            pages: f(self.pages, other.pages),
-            merges: f(self.merges, other.merges),
-            merge_partials: f(self.merge_partials, other.merge_partials),
-            partials: f(self.partials, other.partials),
-        }
-    }
-
-    /// The header of empty tables of this capacity. Tables of more words than 32 bits count have no place for their last
-    /// sections: `end` is then `u32::MAX`, which no other table has.
-    #[must_use]
-    pub fn header(&self, kv: &KvSpec) -> Header {
-        let after = |begin: u32, count: u32, size: usize| {
-            let end = u64::from(begin) + (u64::from(count) * (size as u64 / 4)).next_multiple_of(4);
-            u32::try_from(end).unwrap_or(u32::MAX)
-        };
-        let items = HEADER_WORDS;
-        // CUDA's grids are whole clusters of two blocks, each of which looks at an item.
-        let queries =
-            after(items, self.items.checked_next_multiple_of(2).unwrap_or(u32::MAX), size_of::<WorkItem>());
-        let merges = after(queries, self.queries, size_of::<QueryToken>());
-        let merge_partials = after(merges, self.merges, size_of::<Merge>());
-        let pages = after(merge_partials, self.merge_partials, 4);
-        Header {
-            num_items: 0,
-            num_merges: 0,
-            page_size: kv.page_size,
-            num_pages: kv.num_pages,
-            items,
-            queries,
-            merges,
-            merge_partials,
-            pages,
-            end: after(pages, self.pages, 4),
-            reserved: [0; 6],
-        }
-    }
-}
-
-/// The first words of the tables. Places are counted in words from the front.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-pub struct Header {
-    /// Work items in use.
-    pub num_items: u32,
-    /// Merges in use.
-    pub num_merges: u32,
-    /// Tokens in a page.
-    pub page_size: u32,
-    /// Pages in the pool.
-    pub num_pages: u32,
-    /// Place of the [`WorkItem`]s.
-    pub items: u32,
-    /// Place of the [`QueryToken`]s.
-    pub queries: u32,
-    /// Place of the [`Merge`]s.
-    pub merges: u32,
-    /// Place of the merged partial results.
-    pub merge_partials: u32,
-    /// Place of the flat page list: on wgpu the words of the buffer without it.
-    pub pages: u32,
-    /// Words in all.
-    pub end: u32,
-    /// Zero.
-    pub reserved: [u32; 6],
-}
-
-/// Words of a [`Header`].
-pub const HEADER_WORDS: u32 = (size_of::<Header>() / 4) as u32;
-
 /// Writes the tables of a plan into `words`, which keep their memory from step to step.
 ///
-/// Every page id that a kernel will follow is checked here, and every word of the page list is one. The plan is taken as
-/// [`Plan::new`] made it; backends check one that may have been changed.
+/// Every page id that a kernel will follow is checked here, and every word of the page list is one. Items, query tokens and merges are taken
+/// as they are: backends check those of a plan that may have been changed.
 ///
 /// # Errors
-/// [`Error::Capacity`], [`Error::Length`], [`Error::OtherSpec`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`]
-/// and [`Error::Limit`]; `words` are then not to be used.
+/// [`Error::Capacity`], [`Error::Length`], [`Error::OtherSpec`], [`Error::KvIndptr`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`],
+/// [`Error::Limit`] and [`Error::OutOfMemory`], and [`Error::Shape`] for a plan whose sequences and their places were changed; `words` are then
+/// not to be used.
 pub fn write_tables(
     words: &mut Vec<u32>,
     capacity: &Capacity,
@@ -275,18 +138,12 @@ pub fn write_tables(
     kv: &KvSpec,
 ) -> Result<Header> {
     capacity.check(&Capacity::of(plan))?;
+    capacity.check_words()?;
     let mut header = capacity.header(kv);
-    if header.end == u32::MAX {
-        let (need, limit) = (u64::from(header.end), u64::from(header.end) - 1);
-        return Err(Error::Limit {
-            what: "words of a step's tables",
-            need,
-            limit,
-            cure: "use a smaller batch",
-        });
-    }
     header.num_items = plan.items.len() as u32;
     header.num_merges = plan.merges.len() as u32;
+    let out_of_memory = |_| Error::OutOfMemory { what: "a step's tables" };
+    words.try_reserve_exact((header.end as usize).saturating_sub(words.len())).map_err(out_of_memory)?;
     words.resize(header.end as usize, 0);
     put(words, 0, std::slice::from_ref(&header));
     put(words, header.items, &plan.items);
@@ -305,6 +162,7 @@ fn put<T: Pod>(words: &mut [u32], at: u32, section: &[T]) {
 }
 
 fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec) -> Result<()> {
+    plan.check_places(kv)?;
     check_rows(pages, plan.seq_lens.len(), kv)?;
     for (seq, &len) in plan.seq_lens.iter().enumerate() {
         let row = used_pages(pages, seq, len, kv)?;
@@ -335,7 +193,7 @@ fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec)
 }
 
 /// # Errors
-/// [`Error::Length`] for a table of another number of sequences, [`Error::OtherSpec`] for one of other pages.
+/// [`Error::Length`] for a table of another number of sequences, [`Error::OtherSpec`] for one of other pages, [`Error::KvIndptr`].
 pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Result<()> {
     match pages {
         PageTable::Pool { page_size, .. } | PageTable::PoolCsr { page_size, .. }
@@ -364,8 +222,25 @@ pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Resu
                 cure: "one entry a sequence and one more for the end",
             })
         }
+        PageTable::Csr { kv_indptr, kv_indices } | PageTable::PoolCsr { kv_indptr, kv_indices, .. } => {
+            check_indptr(kv_indptr, kv_indices.len() as u64)
+        }
         _ => Ok(()),
     }
+}
+
+/// # Errors
+/// [`Error::KvIndptr`] for entries that are no ranges of `most` page ids.
+fn check_indptr(kv_indptr: &[i32], most: u64) -> Result<()> {
+    let mut least = 0;
+    for (index, &got) in kv_indptr.iter().enumerate() {
+        let got = i64::from(got);
+        if got < least || got.unsigned_abs() > most {
+            return Err(Error::KvIndptr { index, got, least, most });
+        }
+        least = got;
+    }
+    Ok(())
 }
 
 /// The pages of a sequence's `len` tokens.

@@ -69,7 +69,7 @@ impl<B> View<B> {
             return 0;
         }
         let last = (tokens - 1).saturating_mul(self.token_stride);
-        let last = last.saturating_add((heads - 1).saturating_mul(self.head_stride));
+        let last = last.saturating_add(heads.saturating_sub(1).saturating_mul(self.head_stride));
         self.offset.saturating_add(last).saturating_add(dim)
     }
 }
@@ -94,6 +94,28 @@ pub struct KvView<B> {
 
 /// The most slabs after the first.
 const MORE: usize = 63;
+
+macro_rules! slab_names {
+    ($($slab:literal)*) => { [$(concat!("slab ", $slab, " of kv")),*] };
+}
+
+/// What errors call each slab of a view in several.
+#[rustfmt::skip]
+const SLAB_NAMES: [&str; MORE + 1] = slab_names![
+    0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
+    32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63
+];
+
+/// Gives each slab a name of its own, where the name of the cache stands for several buffers: they are in their order.
+pub(crate) fn name_slabs<B>(arguments: &mut [(&'static str, B)]) {
+    let is_kv = |(name, _): &&mut (&'static str, B)| *name == KV;
+    if arguments.iter().filter(|(name, _)| *name == KV).count() > 1 {
+        arguments.iter_mut().filter(is_kv).zip(SLAB_NAMES).for_each(|(argument, name)| argument.0 = name);
+    }
+}
+
+/// The cache, as arguments call it.
+const KV: &str = "kv";
 
 /// The buffers after the first of a pool that is cut into slabs of equally many pages, the last perhaps of fewer. Page `p` is page
 /// `p % slab_pages` of slab `p / slab_pages`; offset and strides are the same in every slab.
@@ -145,7 +167,7 @@ impl<B> KvView<B> {
     /// [`MlaDecode::cache_bytes`] times the number of layers.
     pub fn of_layer(buffer: B, spec: &MlaDecode, layer: u32) -> Self {
         let dense = Self::dense(buffer, spec);
-        Self { layer_stride: dense.block_stride * u64::from(spec.kv.num_pages), layer, ..dense }
+        Self { layer_stride: dense.block_stride.saturating_mul(spec.kv.num_pages.into()), layer, ..dense }
     }
 
     /// Elements before this layer's first page.
@@ -178,9 +200,10 @@ impl<B> KvView<B> {
     /// [`Error::Aliased`].
     pub(crate) fn check_slabs_apart(&self, offset: impl Fn(&B, &B) -> Option<i64>) -> Result<()> {
         let slabs: Vec<&B> = self.buffers().collect();
-        let is_apart = |(i, b): (usize, &&B)| slabs[..i].iter().all(|a| offset(a, b).is_none());
-        if !slabs.iter().enumerate().all(is_apart) {
-            return Err(Error::Aliased { a: "kv", b: "another slab of kv" });
+        for (i, b) in slabs.iter().enumerate() {
+            if let Some(at) = slabs[..i].iter().position(|a| offset(a, b).is_some()) {
+                return Err(Error::Aliased { a: SLAB_NAMES[at], b: SLAB_NAMES[i] });
+            }
         }
         Ok(())
     }
@@ -251,7 +274,8 @@ impl<B: Copy> KvView<B> {
         for ((to, &buffer), i) in slabs.more.iter_mut().zip(rest).zip(1..) {
             *to = Some((buffer, i * slab_pages));
         }
-        Ok(Self { layer_stride: dense.block_stride * u64::from(slab_pages), layer, slabs, ..dense })
+        let layer_stride = dense.block_stride.saturating_mul(slab_pages.into());
+        Ok(Self { layer_stride, layer, slabs, ..dense })
     }
 
     /// Each slab as a view of its own, which knows the pages that it holds.
@@ -342,7 +366,8 @@ pub(crate) fn distinct<B>(
     dim: u64,
 ) -> Result<()> {
     let (t, h) = (view.token_stride, view.head_stride);
-    let by_token = h >= dim && (tokens <= 1 || t >= h.saturating_mul(heads - 1).saturating_add(dim));
+    let by_token =
+        h >= dim && (tokens <= 1 || t >= h.saturating_mul(heads.saturating_sub(1)).saturating_add(dim));
     let by_head = (tokens <= 1 || t >= dim)
         && (heads <= 1 || h >= t.saturating_mul(tokens.saturating_sub(1)).saturating_add(dim));
     if heads > 1 && !(by_token || by_head) || heads == 1 && tokens > 1 && t < dim {

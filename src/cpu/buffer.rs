@@ -175,6 +175,8 @@ pub(super) struct Line(pub(super) [f32; 16]);
 pub(super) unsafe trait Zero {}
 // SAFETY: zero is an AtomicU32.
 unsafe impl Zero for AtomicU32 {}
+// SAFETY: zero is a u32.
+unsafe impl Zero for u32 {}
 // SAFETY: zeros are a line of floats.
 unsafe impl Zero for Line {}
 

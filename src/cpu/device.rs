@@ -32,16 +32,19 @@ impl Default for Cpu {
     }
 }
 
+/// More than any processor runs at once: each has scratch of its own in every step.
+const MOST_THREADS: usize = 4096;
+
 impl Cpu {
     /// As many threads as the system says it can run at once.
     pub fn new() -> Self {
         Self::with_threads(std::thread::available_parallelism().map_or(1, usize::from))
     }
 
-    /// This many threads, the calling one included; at least 1, and fewer where the system gives no more.
+    /// This many threads, the calling one included; at least 1 and at most 4096, and fewer where the system gives no more.
     #[must_use]
     pub fn with_threads(threads: usize) -> Self {
-        Self { pool: Arc::new(Pool::new(threads)), id: next_id() }
+        Self { pool: Arc::new(Pool::new(threads.min(MOST_THREADS))), id: next_id() }
     }
 
     /// Threads in use, the calling one included.

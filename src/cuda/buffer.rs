@@ -24,7 +24,8 @@ impl std::fmt::Debug for Buffer {
 
 impl Buffer {
     pub(super) fn zeroed(stream: &Arc<CudaStream>, bytes: u64) -> Result<Self> {
-        let buffer = Self::uninitialized(stream, bytes.next_multiple_of(16).max(16))?;
+        let bytes = bytes.checked_next_multiple_of(16).ok_or(Error::OutOfMemory { what: "a buffer" })?;
+        let buffer = Self::uninitialized(stream, bytes.max(16))?;
         // SAFETY: the memory was just made, with this many bytes, on this stream.
         let set =
             unsafe { result::memset_d8_async(buffer.address, 0, buffer.bytes as usize, stream.cu_stream()) };

@@ -223,7 +223,7 @@ impl Device for Gpu {
         let made = scoped(self.device(), "a buffer", || {
             self.device().create_buffer(&wgpu::BufferDescriptor {
                 label: None,
-                size: bytes.next_multiple_of(4).max(4),
+                size: bytes.checked_next_multiple_of(4).unwrap_or(bytes).max(4),
                 usage: wgpu::BufferUsages::STORAGE
                     | wgpu::BufferUsages::COPY_DST
                     | wgpu::BufferUsages::COPY_SRC,

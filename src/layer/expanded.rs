@@ -3,6 +3,7 @@
 use super::MlaLayer;
 use crate::Result;
 use crate::ops::{Device, Use};
+use crate::shape::bytes_of;
 use crate::view::View;
 
 /// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. One pass reads `H * (P + V)` elements a
@@ -81,15 +82,15 @@ impl<B: Copy> Expanded<B> {
 }
 
 impl MlaLayer {
-    /// Bytes of the arrays of [`Expanded`] for prefixes of so many tokens in all: together [`MlaLayer::workspace_row_bytes`] each.
+    /// Bytes of the arrays of [`Expanded`] for prefixes of so many tokens in all: together [`MlaLayer::workspace_row_bytes`] each. Each is at most
+    /// `u64::MAX`.
     #[must_use]
     pub const fn expanded_bytes(&self, tokens: u32) -> [u64; 3] {
-        let row = tokens as u64 * self.dtype.bytes() as u64;
-        let heads = row * self.shape.num_heads as u64;
+        let heads = tokens as u64 * self.shape.num_heads as u64;
         [
-            row * self.shape.row_elems() as u64,
-            heads * self.qk_nope_head_dim as u64,
-            heads * self.v_head_dim as u64,
+            bytes_of(tokens as u64, self.shape.row_elems(), self.dtype),
+            bytes_of(heads, self.qk_nope_head_dim, self.dtype),
+            bytes_of(heads, self.v_head_dim, self.dtype),
         ]
     }
 }

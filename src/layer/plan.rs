@@ -15,6 +15,7 @@ use super::check::{check_groups, check_slots, pages_of};
 use super::expanded::ExpandedPrefix;
 use super::over_prefixes::{keep_what_pays, over_prefixes, prefixes};
 use super::prefix_cost::PrefixCost;
+use super::rounds::check_rounds;
 use super::{LayerCapacity, MlaLayer};
 use crate::Mask;
 use crate::ops::GatherRange;
@@ -115,9 +116,10 @@ impl LayerPlan {
     /// # Errors
     /// Those of [`Plan::new`]; [`Error::QueryLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
     /// `slot_mapping` or page table of another batch, [`Error::OtherSpec`] for a table of other pages; [`Error::SlotMismatch`] where
-    /// mapping and table contradict each other, [`Error::PageWrittenTwice`] where two sequences write to one page; [`Error::SeqLen`] for a sequence whose pages do not hold its tokens;
-    /// [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::PrefixNotShared`] for a prefix whose sequences have other pages;
-    /// [`Error::Shape`] for a prefix that its sequences do not have, for a `kv_indptr` that contradicts itself, and for a
+    /// mapping and table contradict each other, [`Error::PageWrittenTwice`] where two sequences write to one page; [`Error::SeqLen`] for a sequence
+    /// whose pages do not hold its tokens; [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::PrefixNotShared`] for a prefix whose
+    /// sequences have other pages; [`Error::Limit`] for prompts in too many parts; [`Error::Shape`] for a spec as [`MlaLayer::check`], for a
+    /// prefix that its sequences do not have, for a `kv_indptr` that contradicts itself, and for a
     /// workspace that holds not even one page, or one split of [`SplitPolicy::FixedTokens`].
     pub fn new(
         spec: &MlaLayer,
@@ -152,6 +154,7 @@ impl LayerPlan {
         slab_pages: u32,
         cost: Option<&PrefixCost>,
     ) -> Result<Self> {
+        spec.check()?;
         // It checks what the rest relies on: lengths, order, signs.
         let all = Batch::new(batch.seq_lens, batch.query_start_loc);
         let mla = spec.mla();
@@ -190,7 +193,7 @@ impl LayerPlan {
         let batch = &LayerBatch { shared_prefixes: &shared, ..*batch };
         let decodes = (&decodes[..], slab_pages);
         plan.plan_decodes(spec, tiling, batch, policy, decodes, &expanded)?;
-        plan.plan_chunks(spec, policy, &prompts)?;
+        plan.plan_chunks(spec, policy, (&prompts, batch.pages))?;
         Ok(plan)
     }
 
@@ -250,7 +253,12 @@ impl LayerPlan {
         Ok(())
     }
 
-    fn plan_chunks(&mut self, spec: &MlaLayer, policy: SplitPolicy, prompts: &[Prompt]) -> Result<()> {
+    fn plan_chunks(
+        &mut self,
+        spec: &MlaLayer,
+        policy: SplitPolicy,
+        (prompts, pages): (&[Prompt], PageTable<'_>),
+    ) -> Result<()> {
         if prompts.is_empty() {
             return Ok(());
         }
@@ -265,6 +273,8 @@ impl LayerPlan {
             let cure = "must hold a page, and a split of SplitPolicy::FixedTokens: see MlaLayer::workspace_row_bytes";
             return Err(Error::Shape { what: "workspace_bytes", got: spec.workspace_bytes, cure });
         }
+        let lens = prompts.iter().map(|prompt| (prompt.sequence, prompt.len));
+        check_rounds(spec, pages, lens, split.min((room / unit * unit).max(room.min(longest))))?;
         let mut chunks: Vec<Vec<Piece>> = vec![Vec::new()];
         let mut used = 0;
         for &prompt in prompts {

@@ -40,7 +40,7 @@ impl<'a, B> DeviceBatch<&'a B> {
             }
         }
         for ((what, buffer), words) in self.arrays().into_iter().zip(self.words()) {
-            fits(what, words * 4, size(buffer))?;
+            fits(what, words.saturating_mul(4), size(buffer))?;
         }
         Ok(())
     }

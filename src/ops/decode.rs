@@ -232,6 +232,7 @@ impl Op for MlaDecode {
         max_queries: u32,
         offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {
+        args.kv.check_slabs_apart(|a, b| offset(a, b))?;
         let [q_nope, q_pe] = self.query_buffers(args);
         let slabs = args.kv.buffers().map(|slab| ("kv", *slab));
         for (a, read) in [("q_nope", q_nope), ("q_pe", q_pe)].into_iter().chain(slabs) {

@@ -21,16 +21,16 @@ pub struct HeadDims {
 }
 
 impl HeadDims {
-    /// Rows of `kv_b_proj`: `H * (P + V)`.
+    /// Rows of `kv_b_proj`: `H * (P + V)`, at most `u64::MAX`.
     #[must_use]
     pub const fn rows(&self) -> u64 {
-        self.num_heads as u64 * (self.qk_nope_head_dim as u64 + self.v_head_dim as u64)
+        (self.qk_nope_head_dim as u64 + self.v_head_dim as u64).saturating_mul(self.num_heads as u64)
     }
 
-    /// Elements of `kv_b_proj`: `H * (P + V) * L`.
+    /// Elements of `kv_b_proj`: `H * (P + V) * L`, at most `u64::MAX`.
     #[must_use]
     pub const fn elements(&self) -> u64 {
-        self.rows() * self.kv_lora_rank as u64
+        self.rows().saturating_mul(self.kv_lora_rank as u64)
     }
 
     /// Whether a [`HeadProject`] serves these dims.
@@ -148,7 +148,7 @@ impl<B> WeightView<B> {
     pub fn w_uk(dims: &HeadDims, buffer: B) -> Self {
         let row_stride = u64::from(dims.kv_lora_rank);
         let rows = u64::from(dims.qk_nope_head_dim) + u64::from(dims.v_head_dim);
-        Self { buffer, offset: 0, head_stride: rows * row_stride, row_stride }
+        Self { buffer, offset: 0, head_stride: rows.saturating_mul(row_stride), row_stride }
     }
 
     /// `W_UV` of the same: a head's last `V` rows.

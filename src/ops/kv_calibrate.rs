@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::dtype::k_scale_of;
-use crate::view::{View, fits, positive, wide};
+use crate::view::{View, distinct, fits, positive, wide};
 use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// Counts in the rows that a [`KvAppend`](crate::KvAppend) would write what an e4m3 cache would make of them, and adds to the counters
@@ -45,7 +45,8 @@ pub struct KvCalibrate {
 /// One layer of a [`KvCalibrate`]: new rows, as a [`KvAppend`](crate::KvAppend) gets them, and where what is in them is counted.
 #[derive(Debug, Clone, Copy)]
 pub struct KvCalibrateArgs<B> {
-    /// Latent rows `[tokens, L]`; offset and `token_stride` are multiples of 4 elements, `head_stride` is unread.
+    /// Latent rows `[tokens, L]`; offset and `token_stride` are multiples of 4 elements, `head_stride` is unread. No two rows overlap: an
+    /// element would be counted more than once.
     pub kv_c: View<B>,
     /// Rotary rows `[tokens, R]`, the same; unread where `R` is 0.
     pub k_pe: View<B>,
@@ -152,6 +153,7 @@ impl Op for KvCalibrate {
         let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = self.shape;
         for (what, view, dim) in [("kv_c", args.kv_c, kv_lora_rank), ("k_pe", args.k_pe, qk_rope_head_dim)] {
             view.check(what, [max_tokens, 1, dim], self.input.bytes(), 4, size(view.buffer))?;
+            distinct(what, &view, max_tokens.into(), 1, dim.into())?;
         }
         fits("stats", CalibrationStats::BYTES, size(args.stats))
     }

@@ -109,6 +109,9 @@ pub(crate) struct Pieces {
     pub rows: u32,
 }
 
+/// The most pages, those in part included, of a step: rows of 288 elements of e4m3 in pages of one token are 19 GB then.
+const MOST_PIECES: u64 = 1 << 26;
+
 impl KvGather {
     /// Whether codes become what they stand for.
     pub(crate) fn dequantises(&self) -> bool {
@@ -118,8 +121,8 @@ impl KvGather {
     /// Checks ranges, and the page ids that they need, and cuts them at the ends of pages.
     ///
     /// # Errors
-    /// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::GatherRange`], [`Error::GatherOverlap`], and
-    /// [`Error::LayoutMismatch`] for [`PageTable::Device`].
+    /// [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::GatherRange`], [`Error::GatherOverlap`],
+    /// [`Error::Limit`] for more than 2^26 pages, [`Error::OutOfMemory`], and [`Error::LayoutMismatch`] for [`PageTable::Device`].
     pub(crate) fn pieces(&self, batch: GatherBatch<'_>) -> Result<Pieces> {
         let GatherBatch { pages, seq_lens, ranges } = batch;
         if matches!(pages, PageTable::Device) {
@@ -166,6 +169,13 @@ impl KvGather {
         if range.tokens > 0 {
             all.rows = all.rows.max(out_end as u32);
         }
+        let need = all.pieces.len() as u64 + u64::from(self.kv.pages_for(range.tokens)) + 1;
+        if need > MOST_PIECES {
+            let (what, cure) = ("pages of a gather", "gather in several steps");
+            return Err(Error::Limit { what, need, limit: MOST_PIECES, cure });
+        }
+        let out_of_memory = |_| Error::OutOfMemory { what: "a gather's pages" };
+        all.pieces.try_reserve(need as usize - all.pieces.len()).map_err(out_of_memory)?;
         let mut token = range.begin;
         while u64::from(token) < end {
             let (block, offset) = ((token / self.kv.page_size) as usize, token % self.kv.page_size);

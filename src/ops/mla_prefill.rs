@@ -182,7 +182,8 @@ impl PrefillTiling {
     /// [`PrefillSequence::split_keys`].
     #[must_use]
     pub fn key_parts(&self, query_tokens: u32, keys: u32) -> u32 {
-        let tiles = u64::from(query_tokens.div_ceil(self.rows).max(1)) * u64::from(self.num_heads);
+        let tiles = u64::from(query_tokens.div_ceil(self.rows.max(1)).max(1));
+        let tiles = tiles * u64::from(self.num_heads.max(1));
         let parts = (u64::from(self.target_groups) / tiles).min(keys.div_ceil(LEAST_PART_KEYS).into());
         parts.max(1) as u32
     }

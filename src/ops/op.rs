@@ -14,6 +14,7 @@ pub use super::compiled::{Binding, Compiled, Step};
 use super::replay::Replay;
 use super::variants::{Candidate, Choice, only_candidate};
 use crate::threads::WasmNotSendSync;
+use crate::view::name_slabs;
 use crate::{Error, Result};
 
 pub(crate) mod sealed {
@@ -107,6 +108,15 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
             Ok(())
         })?;
         let is_same = |a: &B, b: &B| offset(a, b).is_some();
+        name_slabs(&mut inputs);
+        name_slabs(&mut outputs);
+        // Slabs are apart even where they are only read: one for another has other pages.
+        let slabs: Vec<_> = inputs.iter().filter(|(name, _)| name.starts_with("slab ")).collect();
+        for (i, &&(b, slab)) in slabs.iter().enumerate() {
+            if let Some(&&(a, _)) = slabs[..i].iter().find(|(_, other)| is_same(other, slab)) {
+                return Err(Error::Aliased { a, b });
+            }
+        }
         for (i, &(b, output)) in outputs.iter().enumerate() {
             let written = inputs.iter().chain(&outputs[..i]);
             if let Some(&(a, _)) = written.clone().find(|(_, other)| is_same(other, output)) {

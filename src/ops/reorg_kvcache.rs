@@ -78,6 +78,10 @@ pub struct ReorgKvCacheArgs<B> {
     pub out: View<B>,
 }
 
+/// The most words of a table: a gibibyte, as 4096 chunks for 65,536 ranks.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+const MOST_WORDS: u64 = 1 << 28;
+
 /// How far a step of a [`ReorgKvCache`] reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ReorgExtent {
@@ -148,12 +152,25 @@ impl ReorgBatch<'_> {
     }
 
     /// The words of `table` in `reorg_kvcache.wgsl` and `reorg_kvcache.cu`, behind the number of tokens, which comes first.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] and [`Error::OutOfMemory`].
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
-    pub(crate) fn table(&self) -> (u32, Vec<u32>) {
+    pub(crate) fn table(&self) -> Result<(u32, Vec<u32>)> {
         let chunks = || self.chunks.iter().filter(|chunk| chunk.tokens > 0);
         let world = self.shares.world();
         let (owners, before, owned) = self.shares.blocks();
-        let mut words = vec![chunks().count() as u32, world, self.shares.interleave(), owners.len() as u32];
+        // Of each chunk three words and one a rank; of each block two, and of each rank one.
+        let need = (chunks().count() as u64).saturating_mul(u64::from(world) + 3) + 4;
+        let need = need.saturating_add(2 * owners.len() as u64 + u64::from(world));
+        if need > MOST_WORDS {
+            let (what, cure) = ("words of a step's chunks and ranks", "copy fewer chunks a step");
+            return Err(Error::Limit { what, need, limit: MOST_WORDS, cure });
+        }
+        let mut words = Vec::new();
+        let out_of_memory = |_| Error::OutOfMemory { what: "a step's chunks and ranks" };
+        words.try_reserve_exact(need as usize).map_err(out_of_memory)?;
+        words.extend([chunks().count() as u32, world, self.shares.interleave(), owners.len() as u32]);
         let mut first = 0;
         words.extend(chunks().map(|chunk| {
             first += chunk.tokens;
@@ -167,7 +184,7 @@ impl ReorgBatch<'_> {
             words.extend(held.map(|held| chunk.local_row.wrapping_sub(held)));
         }
         words.extend(owners.iter().chain(before).copied().chain(owned));
-        (first, words)
+        Ok((first, words))
     }
 }
 

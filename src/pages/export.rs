@@ -55,12 +55,35 @@ impl Csr {
     }
 }
 
+/// More new tokens than a step appends: rows of 288 elements of e4m3, the shortest, are 19 GB then.
+const MOST_SLOTS: u64 = 1 << 26;
+/// A dense table of 4 GiB.
+const MOST_ENTRIES: u64 = 1 << 30;
+
+/// Makes room for `count` entries.
+///
+/// # Errors
+/// [`Error::Limit`] and [`Error::OutOfMemory`].
+fn make_room<T>(
+    array: &mut Vec<T>,
+    what: &'static str,
+    count: u64,
+    limit: u64,
+    cure: &'static str,
+) -> Result<()> {
+    if count > limit {
+        return Err(Error::Limit { what, need: count, limit, cure });
+    }
+    array.try_reserve(count as usize).map_err(|_| Error::OutOfMemory { what })
+}
+
 impl PagePool {
     /// Slots of a range of tokens of each sequence, one after another: the `slot_mapping` of `kv_append` for
     /// tokens that were just appended.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Shape`] for a range that goes past its sequence's length.
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Shape`] for a range that goes past its sequence's length;
+    /// [`Error::Limit`] for more than 2^26 tokens in all, and [`Error::OutOfMemory`].
     pub fn slot_mapping(&self, tokens: &[(SeqId, Range<u32>)]) -> Result<Vec<i64>> {
         let mut slots = Vec::new();
         self.slot_mapping_into(tokens, &mut slots)?;
@@ -73,6 +96,8 @@ impl PagePool {
     /// As [`Self::slot_mapping`]; `slots` is then not to be used.
     pub fn slot_mapping_into(&self, tokens: &[(SeqId, Range<u32>)], slots: &mut Vec<i64>) -> Result<()> {
         slots.clear();
+        let count = tokens.iter().map(|(_, range)| range.len() as u64).fold(0, u64::saturating_add);
+        make_room(slots, "slots of a slot_mapping", count, MOST_SLOTS, "append in several steps")?;
         for (seq, range) in tokens {
             let sequence = self.sequence(*seq)?;
             sequence.check_tokens("end of a token range", range.end)?;
@@ -85,7 +110,7 @@ impl PagePool {
     /// kernel reads.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Limit`] for more than 2^30 entries, and [`Error::OutOfMemory`].
     pub fn block_table(&self, seqs: &[SeqId], pad: i32) -> Result<BlockTable> {
         let mut table = BlockTable::default();
         self.block_table_into(seqs, pad, &mut table)?;
@@ -107,6 +132,9 @@ impl PagePool {
         }
         // At most num_pages, a u32.
         *max_pages = longest as u32;
+        let (count, cure) = (seqs.len() as u64 * longest as u64, "use PagePool::csr, or a smaller batch");
+        make_room(entries, "entries of a block table", count, MOST_ENTRIES, cure)
+            .inspect_err(|_| *max_pages = 0)?;
         for &seq in seqs {
             let pages = self.pages(seq)?;
             entries.extend(pages.iter().map(|&page| page as i32));
@@ -118,7 +146,7 @@ impl PagePool {
     /// The pages of a batch as compressed rows.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Limit`] past 2^31 - 1 page ids in all.
+    /// [`Error::UnknownSequence`] and [`Error::OtherPool`]; [`Error::Limit`] past 2^31 - 1 page ids in all, and [`Error::OutOfMemory`].
     pub fn csr(&self, seqs: &[SeqId]) -> Result<Csr> {
         let mut csr = Csr::default();
         self.csr_into(seqs, &mut csr)?;
@@ -136,15 +164,12 @@ impl PagePool {
         kv_indices.clear();
         kv_last_page_len.clear();
         kv_indptr.push(0);
+        let pages = seqs.iter().map(|&seq| Ok(self.pages(seq)?.len() as u64)).sum::<Result<u64>>()?;
+        make_room(kv_indices, "page ids of one batch", pages, i32::MAX as u64, "use a smaller batch")?;
         for &seq in seqs {
             let Sequence { pages, len } = self.sequence(seq)?;
-            let end = kv_indices.len() + pages.len();
-            kv_indptr.push(i32::try_from(end).map_err(|_| Error::Limit {
-                what: "page ids of one batch",
-                need: end as u64,
-                limit: i32::MAX as u64,
-                cure: "use a smaller batch",
-            })?);
+            // As many as fit i32.
+            kv_indptr.push((kv_indices.len() + pages.len()) as i32);
             kv_indices.extend(pages.iter().map(|&page| page as i32));
             let before = pages.len().saturating_sub(1) as u32 * self.spec.page_size;
             kv_last_page_len.push((len - before) as i32);

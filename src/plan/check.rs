@@ -2,9 +2,17 @@
 
 use super::{Batch, DIRECT, Merge, Plan, WorkItem, countable};
 use crate::tables::PageTable;
-use crate::{Error, Mask, MlaDecode, Result};
+use crate::{Error, KvSpec, Mask, MlaDecode, Result};
 
 impl Plan {
+    /// The page list has a place for every sequence's pages.
+    ///
+    /// # Errors
+    /// [`Error::Shape`].
+    pub(crate) fn check_places(&self, kv: &KvSpec) -> Result<()> {
+        if pages_fit(self, kv) { Ok(()) } else { Err(other_plan(self)) }
+    }
+
     pub(crate) fn check_batch(&mut self, spec: &MlaDecode, batch: &Batch<'_>) -> Result<()> {
         self.num_heads = spec.shape.num_heads;
         self.page_size = spec.kv.page_size;
@@ -118,7 +126,7 @@ fn check_one(plan: &Plan, spec: &MlaDecode, rows_per_tile: u32) -> Result<()> {
     let fits = plan.items.iter().all(item_fits(plan, spec, rows_per_tile))
         && plan.queries.iter().all(|query| query.token < plan.num_queries)
         && merges_fit(plan, spec.shape.num_heads)
-        && pages_fit(plan, spec);
+        && pages_fit(plan, &spec.kv);
     if !fits {
         return Err(other_plan(plan));
     }
@@ -152,10 +160,9 @@ fn merges_fit(plan: &Plan, num_heads: u32) -> bool {
 }
 
 /// The page list has a place for every sequence, one after the other from its front, and prefixes are parts of sequences.
-fn pages_fit(plan: &Plan, spec: &MlaDecode) -> bool {
-    let room = |(begin, &len): (&[u32], &u32)| {
-        u64::from(begin[0]) + u64::from(spec.kv.pages_for(len)) <= begin[1].into()
-    };
+fn pages_fit(plan: &Plan, kv: &KvSpec) -> bool {
+    let room =
+        |(begin, &len): (&[u32], &u32)| u64::from(begin[0]) + u64::from(kv.pages_for(len)) <= begin[1].into();
     let has = |seq: u32, tokens: u32| plan.seq_lens.get(seq as usize).is_some_and(|&len| tokens <= len);
     // A plan that was never made, or failed, has no place at all.
     let nothing = plan.page_begin.is_empty() && plan.seq_lens.is_empty();
@@ -168,7 +175,7 @@ fn pages_fit(plan: &Plan, spec: &MlaDecode) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, KvSpec, MlaShape, SlabTable, SplitPolicy, Tiling};
+    use crate::{Dtype, MlaShape, SlabTable, SplitPolicy, Tiling};
 
     /// A plan for one buffer that says that it is of slabs would be recorded with a binding in slabs, whose first buffer has fewer pages than
     /// the page list names.

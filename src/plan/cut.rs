@@ -1,7 +1,8 @@
 //! Cuts runs (query tokens over one range of tokens) into splits, and splits into tiles; lists the partial results that a merge combines.
 
 use super::balance::{Cut, Pieces, balanced};
-use super::{DIRECT, Merge, Plan, Run, SplitPolicy, Tiling, WorkItem, countable};
+use super::room::splits_of;
+use super::{DIRECT, Merge, Plan, Run, SplitPolicy, Tiling, WorkItem};
 use crate::Result;
 
 impl Plan {
@@ -13,16 +14,14 @@ impl Plan {
             SplitPolicy::FixedTokens(n) => pieces(n),
             SplitPolicy::OneSplit => pieces(u32::MAX),
         };
+        let rows_per_tile = tiling.rows_per_tile.max(1);
+        self.make_room(heads, rows_per_tile, cut)?;
         for i in 0..self.scratch.runs.len() {
             let run = self.scratch.runs[i];
             let rows = run.num_queries * heads;
             let tokens = run.end - run.begin;
-            // A run with no token to attend to still writes its rows' output, unless the shared prefix's items do.
-            let splits = if tokens == 0 { u32::from(!run.partial) } else { cut.splits(tokens) };
+            let splits = splits_of(cut, tokens, run.partial);
             let direct = splits == 1 && !run.partial;
-            let partials = if direct { 0 } else { u64::from(splits) * u64::from(rows) };
-            let cure = "use longer splits or a smaller batch";
-            countable("partial results of one step", u64::from(self.num_partials) + partials, cure)?;
             for split in 0..splits {
                 let at = |k| run.begin + cut.at(tokens, splits, k);
                 let partial = if direct { DIRECT } else { self.num_partials };
@@ -32,13 +31,7 @@ impl Plan {
                     }
                     self.num_partials += rows;
                 }
-                self.push_tiles(
-                    &run,
-                    heads,
-                    tiling.rows_per_tile.max(1),
-                    (at(split), at(split + 1)),
-                    partial,
-                );
+                self.push_tiles(&run, heads, rows_per_tile, (at(split), at(split + 1)), partial);
             }
         }
         Ok(())

@@ -94,6 +94,7 @@ impl Plan {
     ) -> Result<()> {
         self.check_batch(spec, batch)?;
         self.check_prefixes(batch)?;
+        self.check_least_room(spec.shape.num_heads, tiling.rows_per_tile)?;
         self.check_table(spec, table.pages)?;
         let mut free = std::mem::take(&mut self.scratch.slabs);
         let (mut share, mut partials) = (Share::default(), std::mem::take(&mut self.scratch.partials));
@@ -112,8 +113,10 @@ impl Plan {
             plan.clear();
             plan.scratch.is_slab = true;
             plan.num_partials = self.num_partials;
+            plan.scratch.words = self.scratch.words;
             plan.build_one(&MlaDecode { kv: slab.kv, ..*spec }, tiling, &local, policy)?;
             self.num_partials = plan.num_partials;
+            self.scratch.words = plan.scratch.words;
             let tokens = plan.scratch.partials.iter();
             partials.extend(tokens.map(|&(query, partial)| (plan.queries[query as usize].token, partial)));
             self.slabs.push(SlabPlan { plan, kv_indptr, kv_indices });

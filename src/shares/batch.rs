@@ -23,11 +23,13 @@ impl Shares {
     /// whoever holds them.
     ///
     /// # Errors
-    /// Those of [`Shares::local_seq_lens`], and [`Error::Length`] and [`Error::QueryStartLoc`].
+    /// Those of [`Shares::local_seq_lens`], and [`Error::Length`] and [`Error::QueryStartLoc`]; [`Error::Limit`] for more than 2^27 query
+    /// tokens, which no [`Plan`](crate::Plan) has, and [`Error::OutOfMemory`].
     pub fn local_bounds(&self, rank: u32, seq_lens: &[i32], query_start_loc: &[i32]) -> Result<Vec<u32>> {
         self.check(rank)?;
-        let mut bounds = Vec::new();
-        for queries in Queries::of(seq_lens, query_start_loc)? {
+        let all = Queries::of(seq_lens, query_start_loc)?;
+        let mut bounds = room_for(query_start_loc)?;
+        for queries in all {
             bounds.extend(queries.positions().map(|position| match position {
                 Some(position) => self.count(rank, position + 1),
                 None => 0,
@@ -69,7 +71,7 @@ impl Shares {
     ) -> Result<Vec<i64>> {
         self.check(rank)?;
         let all = Queries::of(seq_lens, query_start_loc)?;
-        let mut mine: Vec<bool> = Vec::new();
+        let mut mine: Vec<bool> = room_for(query_start_loc)?;
         for queries in all {
             let own = |position: Option<u32>| position.is_some_and(|token| self.owner(token) == rank);
             mine.extend(queries.positions().map(own));
@@ -82,6 +84,24 @@ impl Shares {
         let mut slots = slots.iter();
         Ok(mine.into_iter().map(|own| if own { slots.next().copied().unwrap_or(-1) } else { -1 }).collect())
     }
+}
+
+/// The most query tokens of a step.
+const MOST_QUERIES: u64 = 1 << 27;
+
+/// An array with room for an entry a query token.
+///
+/// # Errors
+/// [`Error::Limit`] and [`Error::OutOfMemory`].
+fn room_for<T>(query_start_loc: &[i32]) -> Result<Vec<T>> {
+    let need = query_start_loc.last().map_or(0, |&end| u64::from(end.max(0).unsigned_abs()));
+    let (what, cure) = ("query tokens of a batch", "use a smaller batch");
+    if need > MOST_QUERIES {
+        return Err(Error::Limit { what, need, limit: MOST_QUERIES, cure });
+    }
+    let mut array = Vec::new();
+    array.try_reserve_exact(need as usize).map_err(|_| Error::OutOfMemory { what })?;
+    Ok(array)
 }
 
 /// # Errors

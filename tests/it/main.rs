@@ -29,6 +29,7 @@ mod head_project;
 mod layer_plan;
 #[cfg(feature = "wgpu")]
 mod layer_wgpu;
+mod limits;
 #[cfg(feature = "wgpu")]
 mod matrix;
 #[cfg(feature = "nccl")]
@@ -62,6 +63,7 @@ fn main() -> std::process::ExitCode {
         cpu::tests,
         examples::tests,
         layer_plan::tests,
+        limits::tests,
         no_alloc::tests,
         oracle::tests,
         pages::tests,

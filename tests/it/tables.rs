@@ -162,7 +162,15 @@ fn a_table_of_another_size_is_refused() {
     for kv_indptr in [[0, 2, 4], [0, 2, 6], [0, 2, 1], [0, 2, i32::MAX], [-1, 2, 5]] {
         let pages = PageTable::Csr { kv_indptr: &kv_indptr, kv_indices: &[0; 5] };
         let error = tables(&plan, pages, &spec).unwrap_err();
-        assert!(matches!(error, Error::SeqLen { .. }), "{kv_indptr:?}: {error}");
+        match kv_indptr {
+            [0, 2, 4] => assert!(matches!(error, Error::SeqLen { seq: 1, .. }), "{error}"),
+            [first, _, last] => {
+                let (index, got) = if first < 0 { (0, first) } else { (2, last) };
+                let text =
+                    format!("kv_indptr[{index}] = {got}: must be {} to 5", if index == 0 { 0 } else { 2 });
+                assert!(error.to_string().starts_with(&text), "{kv_indptr:?}: {error}");
+            }
+        }
     }
 }
 

@@ -46,12 +46,8 @@ impl Words {
             return Ok(());
         }
         let capacity = self.capacity.grown_to(need);
-        let out_of_memory = |_| Error::OutOfMemory { what: "a step's tables" };
-        let Some(words) = table_words(&capacity) else {
-            return Err(Error::OutOfMemory { what: "a step's tables" });
-        };
-        self.words.try_reserve_exact(words.saturating_sub(self.words.len())).map_err(out_of_memory)?;
-        self.words.resize(words, 0);
+        capacity.check_words()?;
+        self.words = zeroed(capacity.words() as usize, "a step's tables")?;
         self.capacity = capacity;
         Ok(())
     }
@@ -137,14 +133,6 @@ impl Prepared {
     pub(super) fn num_partials(&self) -> usize {
         self.num_partials as usize
     }
-}
-
-/// Words of the tables; `None` where offsets in them would not fit a `u32`.
-fn table_words(capacity: &Capacity) -> Option<usize> {
-    let Capacity { items, queries, pages, merges, merge_partials, .. } = *capacity;
-    let sizes = [(items, 8), (queries, 2), (pages, 1), (merges, 3), (merge_partials, 1)];
-    let words = sizes.iter().map(|&(count, words)| u64::from(count) * words + 4).sum::<u64>() + 16;
-    (words <= u32::MAX.into()).then_some(words as usize)
 }
 
 /// A plan as the kernels read it.

@@ -74,7 +74,7 @@ impl Kernel<MlaPrefill> for Cpu {
         sequences: &[PrefillSequence],
     ) -> Result<PrefillExtent> {
         let extent = PrefillExtent::of(sequences)?;
-        *step = tiles(sequences, MAX_ROWS as u32);
+        *step = tiles(sequences, MAX_ROWS as u32)?;
         Ok(extent)
     }
 

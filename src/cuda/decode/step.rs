@@ -66,12 +66,8 @@ impl Tables {
         partials: u32,
     ) -> Result<Self> {
         super::check_grids(spec, &capacity, cuda.card().multiprocessors)?;
+        capacity.check_words()?;
         let header = capacity.header(&spec.kv);
-        if header.end == u32::MAX {
-            let cure = "use a smaller batch, or fewer or longer splits";
-            let (need, limit) = (u64::from(header.end), u64::from(u32::MAX - 1));
-            return Err(Error::Limit { what: "words of a step's tables", need, limit, cure });
-        }
         let partial = u64::from(spec.shape.kv_lora_rank) + 4;
         Ok(Self {
             capacity,

@@ -179,7 +179,7 @@ impl Kernel<MlaPrefill> for Cuda {
         sequences: &[PrefillSequence],
     ) -> Result<PrefillExtent> {
         let extent = PrefillExtent::of(sequences)?;
-        let tiles = tiles(sequences, tiled.rows);
+        let tiles = tiles(sequences, tiled.rows)?;
         blocks(spec, tiles.len() as u64)?;
         step.upload(self, tiles.len() as u32, tiles.iter().flat_map(PrefillTile::words))?;
         Ok(extent)

@@ -70,7 +70,7 @@ impl Kernel<ReorgKvCache> for Cuda {
         batch: ReorgBatch<'_>,
     ) -> Result<ReorgExtent> {
         let extent = batch.extent()?;
-        let (tokens, words) = batch.table();
+        let (tokens, words) = batch.table()?;
         items(spec, tokens)?;
         step.table.upload(self, tokens, words)?;
         step.max_tokens = step.max_tokens.max(tokens);

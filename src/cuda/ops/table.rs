@@ -1,7 +1,7 @@
 //! A table of words that changes with every step: rewritten in place, grown where it is too small.
 
-use crate::Result;
 use crate::cuda::{Buffer, Cuda};
+use crate::{Error, Result};
 
 /// Word 0 is a count, which kernels read; the rest is the op's.
 #[derive(Debug, Default)]
@@ -70,6 +70,9 @@ impl Table {
     ) -> Result<()> {
         self.staged.clear();
         self.staged.push(count);
+        let words = words.into_iter();
+        let out_of_memory = |_| Error::OutOfMemory { what: "a step's table" };
+        self.staged.try_reserve(words.size_hint().0).map_err(out_of_memory)?;
         self.staged.extend(words);
         let need = self.staged.len() as u64 - 1;
         if need > self.room {

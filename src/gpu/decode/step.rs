@@ -397,6 +397,7 @@ impl Bytes {
     /// # Errors
     /// [`Error::Limit`].
     fn within_limits(caps: &Caps, spec: &MlaDecode, capacity: &Capacity) -> Result<Self> {
+        capacity.check_words()?;
         let header = capacity.header(&spec.kv);
         let words = |count: u32| u64::from(count) * 4;
         let tables = words(header.pages);
@@ -406,8 +407,6 @@ impl Bytes {
             (u64::from(capacity.partials) * (u64::from(spec.shape.kv_lora_rank) / 4 + 1) * 16).max(16);
         let limit = caps.max_binding_bytes.min(caps.max_buffer_bytes);
         for (what, need, limit) in [
-            // The header's end says so where it could not be counted.
-            ("a step's tables and page list", words(header.end), words(u32::MAX - 1)),
             ("a step's tables", tables, limit),
             ("a step's page list", pages, limit),
             ("a step's partial results", partials, limit),

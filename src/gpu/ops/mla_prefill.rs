@@ -129,7 +129,7 @@ impl Kernel<MlaPrefill> for Gpu {
         sequences: &[PrefillSequence],
     ) -> Result<PrefillExtent> {
         let extent = PrefillExtent::of(sequences)?;
-        let tiles = tiles(sequences, pipes.rows);
+        let tiles = tiles(sequences, pipes.rows)?;
         let need = tiles.len() as u64 * u64::from(spec.num_heads);
         let limit = u64::from(self.caps().max_workgroups).pow(2).min(1 << 31);
         if need > limit {

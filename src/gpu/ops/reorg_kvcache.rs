@@ -58,7 +58,7 @@ impl Kernel<ReorgKvCache> for Gpu {
         batch: ReorgBatch<'_>,
     ) -> Result<ReorgExtent> {
         let extent = batch.extent()?;
-        let (tokens, words) = batch.table();
+        let (tokens, words) = batch.table()?;
         self.grid(items(spec, tokens))?;
         step.upload(self, &pipe.step, tokens, words)?;
         Ok(extent)

@@ -41,6 +41,9 @@ impl Table {
     ) -> Result<()> {
         self.staged.clear();
         self.staged.push(count);
+        let words = words.into_iter();
+        let out_of_memory = |_| Error::OutOfMemory { what: "a step's table" };
+        self.staged.try_reserve(words.size_hint().0).map_err(out_of_memory)?;
         self.staged.extend(words);
         let bytes: &[u8] = bytemuck::cast_slice(&self.staged);
         let need = bytes.len() as u64;

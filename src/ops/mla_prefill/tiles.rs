@@ -1,6 +1,10 @@
 //! From sequences to tiles of query rows: the work list that every backend follows, for each head.
 
 use super::PrefillSequence;
+use crate::{Error, Result};
+
+/// The most tiles of a step: with 16 query tokens of 8 elements each, the least there can be, their queries are 4 GB.
+const MOST_TILES: u64 = 1 << 24;
 
 /// Consecutive query tokens of one sequence, and the keys that any of them sees. One workgroup does it for one head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,8 +41,18 @@ impl PrefillTile {
 }
 
 /// Cuts sequences into tiles of up to `rows` rows. Those with the most keys come first, so that a device ends on short ones.
-pub(crate) fn tiles(sequences: &[PrefillSequence], rows: u32) -> Vec<PrefillTile> {
+///
+/// # Errors
+/// [`Error::Limit`] and [`Error::OutOfMemory`].
+pub(crate) fn tiles(sequences: &[PrefillSequence], rows: u32) -> Result<Vec<PrefillTile>> {
+    let need = sequences.iter().map(|sequence| u64::from(sequence.q_len.div_ceil(rows))).sum::<u64>();
+    if need > MOST_TILES {
+        let (what, cure) = ("tiles of a prefill", "attend fewer query tokens a step");
+        return Err(Error::Limit { what, need, limit: MOST_TILES, cure });
+    }
     let mut all = Vec::new();
+    let out_of_memory = |_| Error::OutOfMemory { what: "a prefill's tiles" };
+    all.try_reserve_exact(need as usize).map_err(out_of_memory)?;
     for sequence in sequences {
         let mut begin = 0;
         while begin < sequence.q_len {
@@ -58,7 +72,7 @@ pub(crate) fn tiles(sequences: &[PrefillSequence], rows: u32) -> Vec<PrefillTile
         }
     }
     all.sort_by_key(|tile| std::cmp::Reverse(tile.num_keys));
-    all
+    Ok(all)
 }
 
 #[cfg(test)]
@@ -84,7 +98,7 @@ mod tests {
         }
         let extent = PrefillExtent::of(&sequences).unwrap();
         for rows in [1, 16, 64] {
-            let tiles = tiles(&sequences, rows);
+            let tiles = tiles(&sequences, rows).unwrap();
             assert!(tiles.is_sorted_by_key(|tile| std::cmp::Reverse(tile.num_keys)));
             let mut seen = vec![None; extent.tokens as usize];
             for tile in &tiles {
@@ -141,7 +155,7 @@ mod tests {
         assert_eq!(extent, PrefillExtent { tokens: 8, keys: 8, rows: 16 });
         let error = PrefillExtent::of(&[PrefillSequence { out_begin: 7, ..one }, one]).unwrap_err();
         assert!(error.to_string().contains("row of out 7"), "{error}");
-        assert_eq!(tiles(&[next], 5).iter().map(|tile| tile.first_row).sum::<u32>(), 8 + 13);
+        assert_eq!(tiles(&[next], 5).unwrap().iter().map(|tile| tile.first_row).sum::<u32>(), 8 + 13);
         let far = PrefillSequence { kv_begin: u32::MAX, ..one };
         assert!(PrefillExtent::of(&[far]).is_err());
     }

@@ -136,6 +136,24 @@ pub fn refuses_calibrations<B: Backend>(session: &Session<'_, B>) {
                 "kv_c",
             ),
             (
+                "one row for all tokens",
+                run(
+                    &spec,
+                    0..u32::MAX,
+                    KvCalibrateArgs { kv_c: View { token_stride: 0, ..good().kv_c }, ..good() },
+                ),
+                "kv_c 0: token and head strides make rows overlap",
+            ),
+            (
+                "rotary rows that overlap",
+                run(
+                    &spec,
+                    0..2,
+                    KvCalibrateArgs { k_pe: View { token_stride: 28, ..good().k_pe }, ..good() },
+                ),
+                "k_pe 28: token and head strides make rows overlap",
+            ),
+            (
                 "counters in the rows",
                 run(&spec, 0..1, KvCalibrateArgs { stats: &rows, ..good() }),
                 "same buffer",

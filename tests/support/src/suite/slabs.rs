@@ -199,6 +199,9 @@ fn refusals<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<R
     let twice = KvView::in_slabs(&[&buffers[0], &buffers[0]], spec, half, 0)?;
     let small = backend.buffer(spec.slab_bytes(1))?;
     let short = KvView::in_slabs(&[&buffers[0], &small], spec, half, 0)?;
+    let gather = KvGather { shape: spec.shape, kv: spec.kv, output: Dtype::F32 };
+    let gathered = KvGatherArgs { kv: twice, k_scale: 1.0, out: View::dense(&q, 1, spec.shape.row_elems()) };
+    let gathered_twice = backend.compile(gather)?.bind(&gathered, 1).map(drop);
     let wrong = [
         ("other slabs", decode.run(&third, &bound), "other slabs"),
         ("one buffer's plan", decode.run(&whole, &bound), "other slabs"),
@@ -207,7 +210,17 @@ fn refusals<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<R
         ("no pages", planned(0).map(drop), "slab_pages"),
         ("one buffer for two", KvView::in_slabs(&[&buffers[0]], spec, half, 0).map(drop), "slabs"),
         ("a slab that is too small", decode.bind(&args(short), tokens).map(drop), "kv"),
-        ("one buffer twice", backend.once(copy, &[(0, 1)], &twice), "kv"),
+        (
+            "one buffer twice",
+            backend.once(copy, &[(0, 1)], &twice),
+            "slab 0 of kv and slab 1 of kv are the same buffer",
+        ),
+        (
+            "read twice",
+            decode.bind(&args(twice), tokens).map(drop),
+            "slab 0 of kv and slab 1 of kv are the same buffer",
+        ),
+        ("gathered twice", gathered_twice, "slab 0 of kv and slab 1 of kv are the same buffer"),
     ];
     for (what, result, cure) in wrong {
         match result {
