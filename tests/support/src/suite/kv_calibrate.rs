@@ -139,7 +139,7 @@ pub fn refuses_calibrations<B: Backend>(session: &Session<'_, B>) {
                 "one row for all tokens",
                 run(
                     &spec,
-                    0..u32::MAX,
+                    0..1 << 20,
                     KvCalibrateArgs { kv_c: View { token_stride: 0, ..good().kv_c }, ..good() },
                 ),
                 "kv_c 0: token and head strides make rows overlap",
