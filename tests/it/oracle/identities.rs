@@ -2,7 +2,10 @@
 
 use mla_support::paint::{Make, sequences};
 use mla_support::ranks::cut;
-use mla_support::reference::{Decode, Projection, correct_attn_out, head_project, merge_states, mla_decode};
+use mla_support::reference::{
+    Decode, Expanded, Projection, correct_attn_out, head_project, merge_states, merge_states_in, mla_decode,
+    mla_prefill_row,
+};
 use wgpu_mla::{Dtype, LseBase, Mask, Shares, WeightOrder};
 
 fn merging_splits_gives_the_whole() {
@@ -41,6 +44,52 @@ fn empty_sides_are_ignored() {
         let (out, lse) = merge_states(&[(&nan, empty), (&one, 3.0)]);
         assert_eq!((out[0].to_bits(), out[1], lse), ((-0f64).to_bits(), 1.5, 3.0));
         assert_eq!(merge_states(&[(&nan, empty), (&nan, empty)]), (vec![0.0; 2], f64::NEG_INFINITY));
+    }
+}
+
+/// At 1e30 an LSE in f64 has lost the `ln` of the number of equal logits: weights that came from it would add up to their number.
+fn weights_add_up_to_1_at_any_logit() {
+    for logit in [0.0, 3001.7, 1e6, 1e10, 1e30] {
+        for base in [LseBase::E, LseBase::Two] {
+            let (ones, lses) = ([1.0; 3], [logit; 3]);
+            let (out, lse) = merge_states_in(base, &lses.map(|lse| (&ones[..1], lse)));
+            assert!((out[0] - 1.0).abs() < 1e-14 && lse >= logit, "{logit:e}: {out:?} {lse}");
+            let corrected = (0..3).map(|rank| correct_attn_out(base, &ones[..1], &lses, rank).0[0]);
+            assert!((corrected.sum::<f64>() - 1.0).abs() < 1e-14, "{logit:e}");
+        }
+        // Keys of `(logit, value)`: values of 1, 1 and -1 are 1/3 on average.
+        let (x, q) = (logit as f32, [1.0f32, 0.0]);
+        let (out, _) = mla_decode(&Decode {
+            num_heads: 1,
+            kv_lora_rank: 2,
+            qk_rope_head_dim: 0,
+            page_size: 1,
+            q: &q,
+            kv_cache: &[x, 1.0, x, 1.0, x, -1.0],
+            block_table: &[0, 1, 2],
+            max_pages: 3,
+            seq_lens: &[3],
+            query_start_loc: &[0, 1],
+            mask: Mask::Full,
+            softmax_scale: 1.0,
+            k_scale: 1.0,
+            q_scale: 1.0,
+        });
+        assert!((out[1] - 1.0 / 3.0).abs() < 1e-14, "{logit:e}: {out:?}");
+        let expanded = Expanded {
+            num_heads: 1,
+            qk_nope_head_dim: 1,
+            qk_rope_head_dim: 0,
+            v_head_dim: 1,
+            q_nope: &q[..1],
+            q_pe: &[],
+            k_nope: &[x; 3],
+            k_pe: &[],
+            v: &[1.0, 1.0, -1.0],
+            softmax_scale: 1.0,
+        };
+        let (out, _) = mla_prefill_row(&expanded, 0, 0, 0..3);
+        assert!((out[0] - 1.0 / 3.0).abs() < 1e-14, "{logit:e}: {out:?}");
     }
 }
 
@@ -98,6 +147,7 @@ fn ranks_are_the_whole() {
 crate::tests![
     merging_splits_gives_the_whole,
     empty_sides_are_ignored,
+    weights_add_up_to_1_at_any_logit,
     both_orders_are_one_matrix,
     ranks_are_the_whole
 ];

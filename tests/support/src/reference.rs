@@ -92,9 +92,9 @@ pub fn mla_decode(args: &Decode<'_>) -> (Vec<f64>, Vec<f64>) {
                 let q = &args.q[at * row..][..row];
                 let scale = args.softmax_scale * args.q_scale * args.k_scale;
                 let logits: Vec<f64> = keys.clone().map(|j| scale * dot(q, key(j))).collect();
-                lse[at] = log_sum_exp(&logits);
-                for (j, logit) in keys.clone().zip(&logits) {
-                    let weight = (logit - lse[at]).exp();
+                let weights;
+                (weights, lse[at]) = softmax(&logits);
+                for (j, weight) in keys.clone().zip(weights) {
                     for (out, &v) in out[at * latent..][..latent].iter_mut().zip(key(j)) {
                         *out += weight * args.k_scale * f64::from(v);
                     }
@@ -109,9 +109,12 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
 }
 
-fn log_sum_exp(xs: &[f64]) -> f64 {
-    let max = xs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    max + xs.iter().map(|x| (x - max).exp()).sum::<f64>().ln()
+/// Weights that add up to 1, and the LSE. The weights do not come from the LSE: at logits of 1e30 that has lost the `ln` of their number.
+fn softmax(logits: &[f64]) -> (Vec<f64>, f64) {
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = logits.iter().map(|logit| (logit - max).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    (weights.iter().map(|weight| weight / sum).collect(), max + sum.ln())
 }
 
 /// Merges partial results `(out, lse)` of one row over different keys.
@@ -139,10 +142,9 @@ pub fn merge_states_in(base: LseBase, partials: &[(&[f64], f64)]) -> (Vec<f64>, 
                 LseBase::E => 1.0,
                 LseBase::Two => std::f64::consts::LN_2,
             };
-            let lse = log_sum_exp(&some.iter().map(|(_, lse)| lse * natural).collect::<Vec<_>>());
+            let (weights, lse) = softmax(&some.iter().map(|(_, lse)| lse * natural).collect::<Vec<_>>());
             let mut merged = vec![0.0; partials[0].0.len()];
-            for (out, part) in some {
-                let weight = (part * natural - lse).exp();
+            for ((out, _), weight) in some.into_iter().zip(weights) {
                 if weight as f32 > 0.0 {
                     merged.iter_mut().zip(*out).for_each(|(sum, x)| *sum += weight * x);
                 }

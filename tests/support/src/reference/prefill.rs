@@ -1,6 +1,6 @@
 //! The oracle of `mla_prefill`.
 
-use super::{dot, log_sum_exp};
+use super::{dot, softmax};
 use wgpu_mla::{Mask, PrefillSequence};
 
 /// Arguments of [`mla_prefill`], dense arrays.
@@ -51,9 +51,8 @@ pub fn mla_prefill_row(
         args.softmax_scale * (dot(q_nope, k_nope) + dot(q_pe, &args.k_pe[key * rope..][..rope]))
     };
     let logits: Vec<f64> = keys.clone().map(logit).collect();
-    let lse = log_sum_exp(&logits);
-    for (key, logit) in keys.zip(logits) {
-        let weight = (logit - lse).exp();
+    let (weights, lse) = softmax(&logits);
+    for (key, weight) in keys.zip(weights) {
         let value = &args.v[(key * num_heads + head) * dim..][..dim];
         out.iter_mut().zip(value).for_each(|(out, &v)| *out += weight * f64::from(v));
     }
