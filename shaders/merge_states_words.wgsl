@@ -4,7 +4,7 @@
 //   one set with a weight: its bits unchanged; none: 0 and -inf; a weight of 0 leaves a state out, whatever it holds
 //
 // Tile: one word of the output a thread, whose elements may belong to two rows: see lib/words. Words of tokens that a step does not
-// merge are left as they are.
+// merge are left as they are. Sums are in levels where lines end in `all f32`, as in merge_states.wgsl.
 //
 // Concatenated with: lib/grid, lib/round, lib/sets, lib/words, lib/in_*, lib/out_*. Constants: GROUP, and those of lib/words.
 
@@ -33,12 +33,23 @@ fn merge_of(o: Owner, num_sets: u32) -> Merge {
             m.only = number;
         }
     }
+    var mid = 0.0; // all f32
+    var far = 0.0; // all f32
     for (var number = 0u; number < num_sets; number++) {
+        if number % 32u == 0u { // all f32
+            mid += m.sum; // all f32
+            m.sum = 0.0; // all f32
+            if number % 1024u == 0u { // all f32
+                far += mid; // all f32
+                mid = 0.0; // all f32
+            } // all f32
+        } // all f32
         let bits = lse[at(params.lse, number, o.token, o.head)];
         if weighs(bits) {
             m.sum += exp_below(bitcast<f32>(bits), m.top);
         }
     }
+    m.sum = far + (mid + m.sum); // all f32
     return m;
 }
 
@@ -56,7 +67,17 @@ fn merged(o: Owner, m: Merge, num_sets: u32) -> u32 {
         return state_code(o, m.only);
     }
     var x = 0.0;
+    var mid = 0.0; // all f32
+    var far = 0.0; // all f32
     for (var number = 0u; number < num_sets; number++) {
+        if number % 32u == 0u { // all f32
+            mid += x; // all f32
+            x = 0.0; // all f32
+            if number % 1024u == 0u { // all f32
+                far += mid; // all f32
+                mid = 0.0; // all f32
+            } // all f32
+        } // all f32
         let bits = lse[at(params.lse, number, o.token, o.head)];
         if weighs(bits) {
             let weight = exp_below(bitcast<f32>(bits), m.top);
@@ -65,6 +86,7 @@ fn merged(o: Owner, m: Merge, num_sets: u32) -> u32 {
             }
         }
     }
+    x = far + (mid + x); // all f32
     return out_code(bitcast<u32>(x * (1.0 / m.sum) * params.output_scale));
 }
 

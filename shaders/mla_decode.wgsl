@@ -8,6 +8,10 @@
 //   3. values   each thread owns one oct of output columns for its group's rows: acc[row] += weight * value
 // The cache is read in place, not staged: what one row group reads the others find in the nearest cache.
 //
+// Lines that end in `all f32` are compiled where cache, query and output are f32, and 1e-5 of the output is promised. A running sum of 8000
+// equal terms would be off by 1e-4. So sums have three levels: a block is summed from 0 and then added to `acc`, and every TOTAL_TOKENS tokens
+// `acc` is added to totals, which lie where the output will be (lib/totals.wgsl) and so cost no registers.
+//
 // Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile. Nor does it depend on keys that the row does not see: non-finite logits are left out of the sums, and a block that
 // has one, which is rare, adds its values without those that are infinite or NaN. The epilogue writes NaN where the formulas have it.
@@ -75,6 +79,8 @@ fn mla_decode(
     // Values: a row's oct of columns in two halves.
     var acc_low = array<vec4<f32>, ROWS_PER_GROUP>();
     var acc_high = array<vec4<f32>, ROWS_PER_GROUP>();
+    var total_max = EMPTY; // all f32
+    var total_sum = 0.0; // all f32
 
     if (thread < 4u) {
         atomicStore(&notes[thread], select(0u, kv_begin, thread == KV_BEGIN));
@@ -177,6 +183,10 @@ fn mla_decode(
             acc_low[r] *= rescale[group_row + r];
             acc_high[r] *= rescale[group_row + r];
         }
+        let before_low = acc_low; // all f32
+        let before_high = acc_high; // all f32
+        acc_low = array<vec4<f32>, ROWS_PER_GROUP>(); // all f32
+        acc_high = array<vec4<f32>, ROWS_PER_GROUP>(); // all f32
         var quads = select(0u, min(TOKEN_QUADS, (kv_end - block + 3u) / 4u), has_rows);
         if (atomicLoad(&notes[ODD_BLOCK]) == block + 1u) {
             for (var i = 0u; i < quads * 4u; i++) {
@@ -201,6 +211,39 @@ fn mla_decode(
                 acc_high[r] = fma(vec4<f32>(w.w), v_3[1], fma(vec4<f32>(w.z), v_2[1], fma(vec4<f32>(w.y), v_1[1], fma(vec4<f32>(w.x), v_0[1], acc_high[r]))));
             }
         }
+        for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll // all f32
+            acc_low[r] += before_low[r]; // all f32
+            acc_high[r] += before_high[r]; // all f32
+        } // all f32
+        let done = block + TOKENS - kv_begin; // all f32
+        let is_last = block + TOKENS >= kv_end; // all f32
+        if (kv_end - kv_begin > TOTAL_TOKENS && (done % TOTAL_TOKENS == 0u || is_last)) { // all f32
+            workgroupBarrier(); // all f32
+            if (in_softmax) { // all f32
+                let factor = exp2_exact(total_max - row_max); // all f32
+                total_max = row_max; // all f32
+                total_sum = fma(total_sum, factor, row_sum); // all f32
+                row_sum = select(0.0, total_sum, is_last); // all f32
+                if (softmax_quad == 0u) { // all f32
+                    rescale[softmax_row] = factor; // all f32
+                } // all f32
+            } // all f32
+            workgroupBarrier(); // all f32
+            for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll // all f32
+                if (group_row + r < num_rows) { // all f32
+                    var total = mat2x4<f32>(acc_low[r], acc_high[r]); // all f32
+                    if (done > TOTAL_TOKENS) { // all f32
+                        total += load_total(first_row, group_row + r, partial, column_oct) * rescale[group_row + r]; // all f32
+                    } // all f32
+                    if (!is_last) { // all f32
+                        store_total(first_row, group_row + r, partial, column_oct, total); // all f32
+                        total = mat2x4<f32>(); // all f32
+                    } // all f32
+                    acc_low[r] = total[0]; // all f32
+                    acc_high[r] = total[1]; // all f32
+                } // all f32
+            } // all f32
+        } // all f32
         parity = TOKENS - parity;
     }
 
@@ -236,8 +279,8 @@ fn mla_decode(
                 }
             }
             let sees_keys = min(query.visible, kv_end) > begin;
-            let base_2 = part_lse(rescale[row] + log2(divisor), sum, sees_keys);
             if (partial == DIRECT) {
+                let base_2 = part_lse(rescale[row] + log2(divisor), sum, sees_keys);
                 store_out(query.token, query.head, column_oct, nan_if(value, is_nan_row(base_2)));
                 if (column_oct == 0u) {
                     store_lse(query.token, query.head, base_2);
@@ -247,7 +290,7 @@ fn mla_decode(
                 partials[at + 2u * column_oct] = value[0];
                 partials[at + 2u * column_oct + 1u] = value[1];
                 if (column_oct == 0u) {
-                    partials[at + 2u * LATENT_OCTS] = vec4<f32>(base_2, 1.0 - 2.0 * f32(is_odd_item), 0.0, 0.0);
+                    partials[at + 2u * LATENT_OCTS] = vec4<f32>(part_lse(rescale[row], sum, sees_keys), 1.0 - 2.0 * f32(is_odd_item), max(sum, 0.0), 0.0);
                 }
             }
         }

@@ -103,13 +103,13 @@ fn write_oct(first_row: u32, row: u32, partial: u32, oct: u32, value: mat2x4<f32
     }
 }
 
-// A row's LSE in base 2, or EMPTY and the like. The merge multiplies a partial result by the magnitude of `scale`, which is negative where
-// the result may hold NaN.
-fn write_lse(query: Query, row: u32, partial: u32, base_2: f32, scale: f32) {
+// What a row weighs: its largest logit in base 2, or EMPTY and the like, whose `sum` is 0, and the sum of its weights. The merge multiplies
+// a partial result by the magnitude of `scale`, which is negative where the result may hold NaN.
+fn write_lse(query: Query, row: u32, partial: u32, largest: f32, sum: f32, scale: f32) {
     if (partial == DIRECT) {
-        store_lse(query.token, query.head, base_2);
+        store_lse(query.token, query.head, largest + log2(select(1.0, sum, sum > 0.0)));
     } else {
-        partials[(partial + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(base_2, scale, 0.0, 0.0);
+        partials[(partial + row) * PARTIAL_QUADS + 2u * LATENT_OCTS] = vec4<f32>(largest, scale, sum, 0.0);
     }
 }
 
@@ -378,7 +378,7 @@ fn mla_decode(
     if (column == 0u) {
         factors[row] = select(factor, 1.0, is_partial);
         if (row < num_rows) {
-            write_lse(query, row, partial, select(EMPTY, row_max + log2(divisor), any), factor);
+            write_lse(query, row, partial, select(EMPTY, row_max, any), sum, factor);
         }
     }
     if (is_partial && num_rows == ROWS) {

@@ -1,10 +1,11 @@
-// Merges the partial results of one query row: out = sum 2^(lse_i - max) out_i / sum 2^(lse_i - max).
+// Merges the partial results of one query row: weight_i = sum_i 2^(max_i - max), out = sum weight_i out_i / sum weight_i. Weights are in units
+// of the largest sum.
 //
 // Partial result i belongs to group i % MERGE_GROUPS. A group adds its partial results in order, then the groups of each half are added
 // in order, then the halves. The order is the same for both shapes of a workgroup, and so are the bits. A workgroup takes MERGE_OCTS
 // octs of one token and head. Its threads form teams of MERGE_OCTS threads; a team takes TEAM_GROUPS groups, and a thread one oct of
 // columns. For many rows a workgroup has two teams and takes a whole row; for few rows it has as many teams as there are groups.
-//   1. all threads find the largest LSE, while the first partial results are being loaded
+//   1. all threads find the largest maximum and the largest sum, while the first partial results are being loaded
 //   2. each team weighs its partial results, BATCH at a time, and adds them
 //   3. team 0 adds the teams' sums and stores the row
 // A partial result of a row that has NaN (NO_NUMBER) makes the row NaN. NaN in single columns stays NaN even with weight 0.
@@ -12,9 +13,12 @@
 // bit.
 
 // Arrays of f32, not of vectors: on some drivers, threads that write components of one vector overwrite each other's.
-var<workgroup> maxima: array<f32, MERGE_THREADS>; // the largest LSE that each thread found
-var<workgroup> sixteenths: array<f32, MERGE_SIXTEENTHS>; // the largest of 16 threads each
-var<workgroup> ends: array<vec2<f32>, MERGE_CHUNK>; // LSE and factor of each partial result
+var<workgroup> maxima: array<f32, MERGE_THREADS>; // the largest maximum that each thread found
+var<workgroup> sums: array<f32, MERGE_THREADS>; // and the largest sum
+var<workgroup> sixteenths: array<f32, MERGE_SIXTEENTHS>; // the largest maximum of 16 threads each
+var<workgroup> sixteenth_sums: array<f32, MERGE_SIXTEENTHS>;
+var<workgroup> ends: array<vec2<f32>, MERGE_CHUNK>; // maximum and factor of each partial result
+var<workgroup> end_sums: array<f32, MERGE_CHUNK>;
 var<workgroup> team_sum: array<f32, MERGE_GROUPS>; // of MERGE_TEAMS
 var<workgroup> team_value: array<mat2x4<f32>, MERGE_THREADS>; // [MERGE_TEAMS, MERGE_OCTS]
 
@@ -23,15 +27,16 @@ fn partial_at(i: u32, head: u32) -> u32 {
     return (tables[i] + head) * PARTIAL_QUADS;
 }
 
-// Its base-2 LSE, or EMPTY and the like, and its factor, which is negative where it may hold NaN.
-fn partial_end(at: u32) -> vec2<f32> {
-    return partials[at + 2u * LATENT_OCTS].xy;
+// Its largest base-2 logit, or EMPTY and the like, its factor, which is negative where it may hold NaN, and its sum.
+fn partial_end(at: u32) -> vec3<f32> {
+    return partials[at + 2u * LATENT_OCTS].xyz;
 }
 
-fn largest_of_16(first: u32) -> f32 {
-    var largest = EMPTY;
+// A maximum and a sum.
+fn largest_of_16(first: u32) -> vec2<f32> {
+    var largest = vec2<f32>(EMPTY, 0.0);
     for (var i = 0u; i < 16u; i++) { // unroll
-        largest = max(largest, maxima[first + i]);
+        largest = max(largest, vec2<f32>(maxima[first + i], sums[first + i]));
     }
     return largest;
 }
@@ -103,34 +108,43 @@ fn mla_merge(
     let far = partial_end(far_at);
     var batch = load_batch(first_at, column_oct);
 
-    // 1. the largest LSE
-    var largest = max(near.x, far.x);
+    // 1. the largest maximum and the largest sum
+    var tops = max(near.xz, far.xz);
     if (thread < count) {
-        ends[thread] = near;
+        ends[thread] = near.xy;
+        end_sums[thread] = near.z;
     }
     if (thread + MERGE_THREADS < count) {
-        ends[thread + MERGE_THREADS] = far;
+        ends[thread + MERGE_THREADS] = far.xy;
+        end_sums[thread + MERGE_THREADS] = far.z;
     }
     for (var i = thread + 2u * MERGE_THREADS; i < count; i += MERGE_THREADS) {
-        let lse_scale = partial_end(partial_at(begin + i, head));
-        largest = max(largest, lse_scale.x);
+        let more = partial_end(partial_at(begin + i, head));
+        tops = max(tops, more.xz);
         if (i < MERGE_CHUNK) {
-            ends[i] = lse_scale;
+            ends[i] = more.xy;
+            end_sums[i] = more.z;
         }
     }
-    maxima[thread] = largest;
+    maxima[thread] = tops.x;
+    sums[thread] = tops.y;
     workgroupBarrier();
     if (count > 16u) {
         if (thread < MERGE_SIXTEENTHS) {
-            sixteenths[thread] = largest_of_16(16u * thread);
+            let of_16 = largest_of_16(16u * thread);
+            sixteenths[thread] = of_16.x;
+            sixteenth_sums[thread] = of_16.y;
         }
         workgroupBarrier();
         for (var i = 0u; i < MERGE_SIXTEENTHS; i++) { // unroll
-            largest = max(largest, sixteenths[i]);
+            tops = max(tops, vec2<f32>(sixteenths[i], sixteenth_sums[i]));
         }
     } else {
-        largest = largest_of_16(0u);
+        tops = largest_of_16(0u);
     }
+    let largest = tops.x;
+    let unit = select(1.0, tops.y, tops.y > 0.0); // of the weights
+    let per_unit = 1.0 / unit;
 
     // 2. this team's share, without groups that are empty in all teams
     var sum = 0.0;
@@ -139,16 +153,41 @@ fn mla_merge(
     var group_sum = 0.0;
     var group_low = vec4<f32>(0.0);
     var group_high = vec4<f32>(0.0);
+    // Sums of a group in three levels, as in mla_decode.wgsl: of 16 partial results, of 32 such sums, of all of these.
+    var mid_sum = 0.0; // all f32
+    var mid_low = vec4<f32>(0.0); // all f32
+    var mid_high = vec4<f32>(0.0); // all f32
+    var far_sum = 0.0; // all f32
+    var far_low = vec4<f32>(0.0); // all f32
+    var far_high = vec4<f32>(0.0); // all f32
     var group = 0u; // of this team: the first group of the current batch
     var from_partial = 0u; // the group's next partial result
     while (group < min(count, TEAM_GROUPS)) {
         if (count > MERGE_CHUNK && from_partial % MERGE_CHUNK == 0u) {
             workgroupBarrier();
             for (var i = thread; i < min(count - from_partial, MERGE_CHUNK); i += MERGE_THREADS) {
-                ends[i] = partial_end(partial_at(begin + from_partial + i, head));
+                let end = partial_end(partial_at(begin + from_partial + i, head));
+                ends[i] = end.xy;
+                end_sums[i] = end.z;
             }
             workgroupBarrier();
         }
+        if (from_partial % (16u * MERGE_GROUPS) == 0u) { // all f32
+            mid_sum += group_sum; // all f32
+            mid_low += group_low; // all f32
+            mid_high += group_high; // all f32
+            group_sum = 0.0; // all f32
+            group_low = vec4<f32>(0.0); // all f32
+            group_high = vec4<f32>(0.0); // all f32
+            if (from_partial % (512u * MERGE_GROUPS) == 0u) { // all f32
+                far_sum += mid_sum; // all f32
+                far_low += mid_low; // all f32
+                far_high += mid_high; // all f32
+                mid_sum = 0.0; // all f32
+                mid_low = vec4<f32>(0.0); // all f32
+                mid_high = vec4<f32>(0.0); // all f32
+            } // all f32
+        } // all f32
         let first = from_partial + first_group + group;
         if (by_groups) {
             group += BATCH;
@@ -158,15 +197,27 @@ fn mla_merge(
         let ends_group = by_groups || from_partial >= count;
         for (var i = 0u; i < BATCH; i++) { // unroll
             let partial = first + i * step;
-            let lse_scale = ends[min(partial, last) % MERGE_CHUNK];
-            let counts = partial < count && lse_scale.x > EMPTY;
-            let weight = select(0.0, exp2_exact(lse_scale.x - largest), counts);
-            if (weight > 0.0 || (counts && lse_scale.y < 0.0)) {
+            let end = ends[min(partial, last) % MERGE_CHUNK];
+            let end_sum = end_sums[min(partial, last) % MERGE_CHUNK];
+            let counts = partial < count && end.x > EMPTY;
+            // Exactly 1 where the partial result is alone.
+            let units = select(end_sum * per_unit, 1.0, end_sum == tops.y);
+            let weight = select(0.0, units * exp2_exact(end.x - largest), counts);
+            if (weight > 0.0 || (counts && end.y < 0.0)) {
                 group_sum += weight;
-                group_low = fma(vec4<f32>(weight * abs(lse_scale.y)), batch.low[i], group_low);
-                group_high = fma(vec4<f32>(weight * abs(lse_scale.y)), batch.high[i], group_high);
+                group_low = fma(vec4<f32>(weight * abs(end.y)), batch.low[i], group_low);
+                group_high = fma(vec4<f32>(weight * abs(end.y)), batch.high[i], group_high);
             }
             if (by_groups || (ends_group && i + 1u == BATCH)) {
+                group_sum = far_sum + (mid_sum + group_sum); // all f32
+                group_low = far_low + (mid_low + group_low); // all f32
+                group_high = far_high + (mid_high + group_high); // all f32
+                far_sum = 0.0; // all f32
+                far_low = vec4<f32>(0.0); // all f32
+                far_high = vec4<f32>(0.0); // all f32
+                mid_sum = 0.0; // all f32
+                mid_low = vec4<f32>(0.0); // all f32
+                mid_high = vec4<f32>(0.0); // all f32
                 sum += group_sum;
                 low += group_low;
                 high += group_high;
@@ -214,7 +265,7 @@ fn mla_merge(
         store_out(token, head, column_oct, nan_if(value, is_nan_row(largest)));
         if (column_oct == 0u) {
             // EMPTY and the like are so large that adding log2 does not change them.
-            store_lse(token, head, largest + select(0.0, log2(divisor), many));
+            store_lse(token, head, largest + log2(divisor * unit));
         }
     }
 }

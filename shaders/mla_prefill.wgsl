@@ -12,6 +12,9 @@
 //   3. values   slices of SLICE_KEYS keys: weights, a vec4 of four rows, and values
 // Keys past the last visible one of the tile repeat it and weigh 0. A quad is 4 consecutive elements.
 //
+// Lines that end in `all f32` are compiled where inputs and output are f32: as in mla_decode.wgsl, a block is summed from 0, then added to
+// `acc`, and every TOTAL_TOKENS keys `acc` is added to totals, which lie where the output will be (lib/prefill_totals.wgsl).
+//
 // Measured on an H200: 24.6 TFLOP/s at head dims 128/64/128; other tiles in src/gpu/kernels/prefill/plain.rs.
 // Concatenated with: lib/round, lib/quad_*, alias Unit = Quad, lib/out_*, lib/prefill, lib/prefill_read.
 // Constants: src/gpu/kernels/prefill/plain.rs.
@@ -125,6 +128,12 @@ fn mla_prefill(
         row_max[r] = vec4<f32>(EMPTY);
         row_sum[r] = vec4<f32>(0.0);
     }
+    var total_max: array<vec4<f32>, ROW_QUADS>; // all f32
+    var total_sum: array<vec4<f32>, ROW_QUADS>; // all f32
+    for (var r = 0u; r < ROW_QUADS; r++) { // unroll // all f32
+        total_max[r] = vec4<f32>(EMPTY); // all f32
+        total_sum[r] = vec4<f32>(0.0); // all f32
+    } // all f32
     var acc = array<vec4<f32>, ACC>(); // [4 * COLUMN_QUADS, ROW_QUADS]: four rows of a column
 
     // Where ROLLED, always the same too, but the compiler cannot know: Mesa's for Intel would unroll the loops, and spill.
@@ -188,6 +197,8 @@ fn mla_prefill(
             for (var c = 0u; c < COLUMNS_OF_THREAD; c++) { // unroll
                 acc[c * ROW_QUADS + r] *= factor;
             }
+            let sum_before = row_sum[r]; // all f32
+            row_sum[r] = vec4<f32>(0.0); // all f32
             for (var k = 0u; k < KEYS_OF_THREAD; k++) { // unroll
                 let seen = vec4<u32>(block + (k / 4u * 16u + tx) * 4u + k % 4u) < visible[r];
                 // fma: the product is not rounded before the subtraction, so large logits lose no accuracy beyond the dot product's.
@@ -195,7 +206,10 @@ fn mla_prefill(
                 score[k * ROW_QUADS + r] = select(vec4<f32>(0.0), exp2(select(vec4<f32>(0.0), exponent, seen)), seen);
                 row_sum[r] += score[k * ROW_QUADS + r];
             }
+            row_sum[r] += sum_before; // all f32
         }
+        let acc_before = acc; // all f32
+        acc = array<vec4<f32>, ACC>(); // all f32
 
         // 3. values
         for (var k = 0u; k < KEY_QUADS; k++) { // unroll
@@ -229,6 +243,39 @@ fn mla_prefill(
                 }
             }
         }
+        for (var i = 0u; i < ACC; i++) { // unroll // all f32
+            acc[i] += acc_before[i]; // all f32
+        } // all f32
+        let done = block + TOKENS; // all f32
+        let is_last = done >= tile.num_keys; // all f32
+        if (tile.num_keys > TOTAL_TOKENS && (done % TOTAL_TOKENS == 0u || is_last)) { // all f32
+            for (var r = 0u; r < ROW_QUADS; r++) { // unroll // all f32
+                let gap = total_max[r] - row_max[r]; // all f32
+                let factor = vec4<f32>(exp2_exact(gap.x), exp2_exact(gap.y), exp2_exact(gap.z), exp2_exact(gap.w)); // all f32
+                total_max[r] = row_max[r]; // all f32
+                total_sum[r] = fma(total_sum[r], factor, row_sum[r]); // all f32
+                row_sum[r] = select(vec4<f32>(0.0), total_sum[r], is_last); // all f32
+                for (var i = 0u; i < 4u; i++) { // unroll // all f32
+                    let row = (r * 16u + ty) * 4u + i; // all f32
+                    for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll // all f32
+                        if (row < tile.num_rows && c * 16u + tx < V_QUADS) { // all f32
+                            var total = vec4<f32>(acc[(c * 4u) * ROW_QUADS + r][i], acc[(c * 4u + 1u) * ROW_QUADS + r][i], acc[(c * 4u + 2u) * ROW_QUADS + r][i], acc[(c * 4u + 3u) * ROW_QUADS + r][i]); // all f32
+                            if (done > TOTAL_TOKENS) { // all f32
+                                total = fma(load_total(tile, row, c * 16u + tx), vec4<f32>(factor[i]), total); // all f32
+                            } // all f32
+                            if (!is_last) { // all f32
+                                store_total(tile, row, c * 16u + tx, total); // all f32
+                                total = vec4<f32>(0.0); // all f32
+                            } // all f32
+                            acc[(c * 4u) * ROW_QUADS + r][i] = total.x; // all f32
+                            acc[(c * 4u + 1u) * ROW_QUADS + r][i] = total.y; // all f32
+                            acc[(c * 4u + 2u) * ROW_QUADS + r][i] = total.z; // all f32
+                            acc[(c * 4u + 3u) * ROW_QUADS + r][i] = total.w; // all f32
+                        } // all f32
+                    } // all f32
+                } // all f32
+            } // all f32
+        } // all f32
     }
 
     // Row sums over the 16 threads of a row, then the epilogue.

@@ -30,6 +30,8 @@ use crate::{CorrectAttnOut, Error, MergeStates, Result, View};
 /// [`ContextParallel::partial`], and [`ContextParallel::combine`] leaves the joined ones in [`ContextParallel::out`] and
 /// [`ContextParallel::lse`].
 ///
+/// Ranks are joined by their LSEs, which f32 rounds: of a magnitude above about 256 they cost more than 1e-5 (docs/numbers.md).
+///
 /// With one rank these are the same buffers, and nothing is copied, launched or exchanged.
 ///
 /// Layers run one after another: each combine reads what its decode wrote, and overwrites the one before. So one thread at a time decodes into

@@ -19,7 +19,9 @@ struct Slice {
 @group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [partials, PARTIAL_QUADS]
 @group(1) @binding(2) var<uniform> slice: Slice;
 
-// A query row's output, then its base-2 LSE and the factor that the output still needs, negative where the output may hold NaN.
+// A query row's output, then a quad: its largest base-2 logit, the factor that the output still needs, negative where the output may hold
+// NaN, and the sum of its weights. Maximum and sum are kept apart, since the LSE of a large logit has rounded the sum away. In place of a
+// maximum there may be EMPTY and the like; their sum is 0.
 const PARTIAL_QUADS = 2u * LATENT_OCTS + 1u;
 const DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: its rows have one split
 const MINUS_INFINITY = 0xFF800000u;
@@ -56,7 +58,7 @@ fn nan_if(x: mat2x4<f32>, is_nan: bool) -> mat2x4<f32> {
     return mat2x4<f32>(with_nan(x[0], vec4<bool>(is_nan)), with_nan(x[1], vec4<bool>(is_nan)));
 }
 
-// The LSE of a part of a row, or what stands for it. `sum` is of the weights, below 0 after a logit that has_weight.
+// The LSE, or the maximum, of a part of a row, or what stands for it. `sum` is of the weights, below 0 after a logit that has_weight.
 fn part_lse(base_2: f32, sum: f32, sees_keys: bool) -> f32 {
     if (sum > 0.0) {
         return base_2;

@@ -35,13 +35,14 @@ fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_e
         let sum = select(row_sum, -1.0, is_nan);
         let any = sum > 0.0;
         let divisor = select(1.0, sum, any);
-        let base_2 = part_lse(row_max + log2(divisor), sum, end > kv_begin);
+        // Where it stands for an LSE it is so large that the sum does not change it.
+        let largest = part_lse(row_max, sum, end > kv_begin);
         for (var i = 0u; i < LANE_OCTS; i++) { // unroll
             let value = acc[i] * (1.0 / divisor);
-            write_oct(first_row, row, partial, i * SUBGROUP + lane, nan_if(value, partial == DIRECT && is_nan_row(base_2)));
+            write_oct(first_row, row, partial, i * SUBGROUP + lane, nan_if(value, partial == DIRECT && is_nan_row(largest)));
         }
         if (lane == 0u) {
-            write_lse(query, row, partial, base_2, -1.0);
+            write_lse(query, row, partial, largest, max(sum, 0.0), -1.0);
         }
     }
 }

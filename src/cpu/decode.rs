@@ -15,7 +15,7 @@ use step::{Prepared, Tables};
 
 use super::buffer::{Buffer, Locked, bits_of, exclusive, store_elements};
 use super::device::Cpu;
-use super::kernels::attend::{BLOCK, MAX_ROWS, Tile};
+use super::kernels::attend::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile, Weight};
 use super::kernels::{Kernels, VARIANTS};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
@@ -79,22 +79,22 @@ impl Kernel<MlaDecode> for Cpu {
         check_slabs(step.slab_pages, layer.slab_pages)?;
         let Some(merges) = step.tables() else { return Ok(()) };
         let mut partials = step.partials.lock().unwrap_or_else(PoisonError::into_inner);
-        let lses_at = step.num_partials() * spec.shape.kv_lora_rank as usize;
-        let (outs, lses) = partials.split_at_mut(lses_at);
+        let weights_at = step.num_partials() * spec.shape.kv_lora_rank as usize;
+        let (outs, weights) = partials.split_at_mut(weights_at);
         let Some(first) = layer.slabs.first() else { return Ok(()) };
         for (binding, tables) in layer.slabs.iter().zip(step.each_slab()) {
             let locked = binding.lock();
             let call = Call::new(spec, kernels, binding, tables, &locked);
-            let (partial_outs, partial_lses) = (&*outs, &*lses);
+            let (partial_outs, partial_weights) = (&*outs, &*weights);
             let items = tables.items();
             self.pool.for_each(items.len(), |thread, unit| {
                 let mut scratch = step.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
-                call.attend(&mut scratch.tile(), &items[unit], partial_outs, partial_lses);
+                call.attend(&mut scratch.tile(), &items[unit], partial_outs, partial_weights);
             });
         }
         let locked = first.lock();
         let call = Call::new(spec, kernels, first, merges, &locked);
-        merge::run(&self.pool, &call, exclusive(outs), exclusive(lses));
+        merge::run(&self.pool, &call, exclusive(outs), exclusive(weights));
         Ok(())
     }
 }
@@ -162,8 +162,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Does one work item.
-    fn attend(&self, tile: &mut Tile<'_>, item: &WorkItem, outs: &[AtomicU32], lses: &[AtomicU32]) {
+    /// Does one work item. `outs` is `[partials, L]`, `weights` the two words of a [`Weight`] each.
+    fn attend(&self, tile: &mut Tile<'_>, item: &WorkItem, outs: &[AtomicU32], weights: &[AtomicU32]) {
         let (num_rows, latent) = (item.num_rows as usize, tile.latent);
         // The row's query token and its last visible key in this item, exclusive.
         let mut rows = [(QueryToken { token: 0, visible: 0 }, 0u32); MAX_ROWS];
@@ -172,9 +172,7 @@ impl<'a> Call<'a> {
             *row = (query, query.visible.clamp(item.kv_begin, item.kv_end));
             self.load_query(tile, item, r);
         }
-        tile.o[..num_rows * latent].fill(0.0);
-        tile.max[..num_rows].fill(f32::NEG_INFINITY);
-        tile.sum[..num_rows].fill(0.0);
+        tile.clear(num_rows);
 
         let mut next = self.block(item, item.kv_begin);
         let mut begin = item.kv_begin;
@@ -203,24 +201,24 @@ impl<'a> Call<'a> {
                 r = end_row;
             }
             begin = end;
+            if (begin - item.kv_begin).is_multiple_of((CARRY_BLOCKS * BLOCK) as u32) {
+                tile.carry(num_rows, self.binding.logit_scale);
+            }
         }
 
         for (r, &(query, visible)) in rows[..num_rows].iter().enumerate() {
-            let empty = visible == item.kv_begin;
-            let (direct, scale) = (item.partial == DIRECT, self.binding.logit_scale);
-            let half_lse = match (empty, direct) {
-                (true, _) => f32::NEG_INFINITY,
-                (false, true) => tile.finish_alone(r, scale),
-                (false, false) => tile.finish(r, scale),
-            };
-            let out = &tile.o[r * latent..][..latent];
-            if direct {
+            let (empty, scale) = (visible == item.kv_begin, self.binding.logit_scale);
+            if item.partial == DIRECT {
+                let half_lse = if empty { f32::NEG_INFINITY } else { tile.finish_alone(r, scale) };
+                let out = &tile.o[r * latent..][..latent];
                 self.store(query.token as usize, self.row(item, r).1, out, half_lse);
                 continue;
             }
+            let Weight { max, sum } = if empty { Weight::EMPTY } else { tile.finish(r, scale) };
             let partial = item.partial as usize + r;
-            lses[partial].store(half_lse.to_bits(), Ordering::Relaxed);
-            for (to, x) in outs[partial * latent..][..latent].iter().zip(out) {
+            weights[2 * partial].store(max.to_bits(), Ordering::Relaxed);
+            weights[2 * partial + 1].store(sum.to_bits(), Ordering::Relaxed);
+            for (to, x) in outs[partial * latent..][..latent].iter().zip(&tile.o[r * latent..]) {
                 to.store(x.to_bits(), Ordering::Relaxed);
             }
         }

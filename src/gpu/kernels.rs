@@ -49,6 +49,16 @@ const fn matrix_aliases(side: u32) -> [(&'static str, Const); 3] {
     }
 }
 
+/// A file with its lines that end in `// all f32`, or without them. They are what sums in f32 take to keep the accuracy that is promised
+/// where all elements are f32; without them nothing of it is left in the text of other kernels, not even for a compiler to remove.
+pub(crate) fn where_all_f32(text: &str, is_all_f32: bool) -> String {
+    let kept = |line: &str| match line.strip_suffix("// all f32") {
+        Some(line) => is_all_f32.then(|| line.trim_end().to_owned()),
+        None => Some(line.to_owned()),
+    };
+    text.lines().filter_map(kept).flat_map(|line| [line, "\n".to_owned()]).collect()
+}
+
 /// A module of constants, types and files whose marked loops are unrolled.
 pub(crate) fn unrolled(
     entry: &'static str,

@@ -56,6 +56,8 @@ pub struct CorrectAttnOut {
 /// or NaN has no part in that row. This rank's output is 0 where it has none, or where its weight is 0 in f32, whatever `out` holds;
 /// where it alone has one, its bits are kept. Where none has, 0 and -inf.
 ///
+/// f32 rounds LSEs of a magnitude above about 256 so much that weights are off by more than 1e-5: see docs/numbers.md.
+///
 /// Where `head_size` is a multiple of 8, so are offsets and strides, but for those of the LSEs; with another `head_size` they may be
 /// anything.
 #[derive(Debug, Clone, Copy)]

@@ -53,6 +53,8 @@ pub struct MergeState {
 /// as empty, and what it holds is ignored. Strides are never inferred from each other: outputs are
 /// `[tokens, heads, head_size]` and LSEs f32 `[heads, tokens]` as users of vLLM know them, but any strides do.
 /// LSEs are natural logarithms. Both inputs may be one buffer. Heads, offsets and strides that are multiples of 16 bytes are the fast way.
+///
+/// f32 rounds an LSE of a magnitude above about 256 so much that weights are off by more than 1e-5: see docs/numbers.md.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeStateArgs<B> {
     /// `[tokens, heads, head_size]`, the output over the first keys.

@@ -59,6 +59,8 @@ pub struct MergeStates {
 /// is -inf, +inf or NaN has no part in that row, whatever it holds; where one only is left the output is its bits, and where none is, 0
 /// and -inf. A finite LSE so far below the largest that its weight is 0 in f32 gives 0 too, whatever the set holds.
 ///
+/// f32 rounds LSEs of a magnitude above about 256 so much that weights are off by more than 1e-5: see docs/numbers.md.
+///
 /// Sets lie as their strides say, `[sets, tokens, heads, head_size]` or `[tokens, sets, heads, head_size]`. Where `head_size` is a
 /// multiple of 8, so are offsets and strides, but for those of the LSEs; with another `head_size` they may be anything.
 #[derive(Debug, Clone, Copy)]

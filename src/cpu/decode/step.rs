@@ -23,7 +23,7 @@ pub struct Prepared {
     num_slabs: usize,
     /// Pages of a slab, 0 for a pool in one buffer.
     pub(super) slab_pages: u32,
-    /// Partial outputs `[partials, L]`, then their LSEs `[partials]`. Locked by a run.
+    /// Partial outputs `[partials, L]`, then a [`Weight`](crate::cpu::kernels::attend::Weight) each. Locked by a run.
     pub(super) partials: Mutex<Vec<AtomicU32>>,
     num_partials: u32,
     /// One a thread, taken by the thread of that index only.
@@ -83,7 +83,7 @@ impl Prepared {
         self.own.grow(need)?;
         let partials = self.own.capacity.partials;
         if partials > self.num_partials {
-            let per_partial = self.spec.shape.kv_lora_rank as usize + 1;
+            let per_partial = self.spec.shape.kv_lora_rank as usize + 2;
             let grown = zeroed((partials as usize).saturating_mul(per_partial), "partial results")?;
             (self.partials, self.num_partials) = (Mutex::new(grown), partials);
         }
@@ -172,6 +172,8 @@ impl<'a> Tables<'a> {
 /// One thread's scratch: the arrays of a [`Tile`].
 pub(in crate::cpu) struct Scratch {
     lines: Vec<Line>,
+    /// Of f64.
+    carried: Vec<Line>,
     stride: usize,
     dim: usize,
     latent: usize,
@@ -196,14 +198,19 @@ impl Scratch {
         let value_at = if beside { dim } else { 0 };
         // An odd number of cache lines, so that a column of a block is spread over every set of the cache.
         let stride = dim.max(value_at + latent).next_multiple_of(32) + 16;
-        let floats = (MAX_ROWS + BLOCK) * stride + MAX_ROWS * (BLOCK + latent + 3);
-        Ok(Self { lines: zeroed(floats.div_ceil(16), "a thread's scratch")?, stride, dim, latent, value_at })
+        let floats = (MAX_ROWS + BLOCK) * stride + MAX_ROWS * (BLOCK + latent + 4);
+        let what = "a thread's scratch";
+        let (lines, carried) =
+            (zeroed(floats.div_ceil(16), what)?, zeroed((MAX_ROWS * (latent + 1)).div_ceil(8), what)?);
+        Ok(Self { lines, carried, stride, dim, latent, value_at })
     }
 
     pub(in crate::cpu) fn tile(&mut self) -> Tile<'_> {
         let Self { stride, dim, latent, value_at, .. } = *self;
         let mut rest: &mut [f32] = bytemuck::cast_slice_mut(&mut self.lines);
         let mut take = |floats: usize| rest.split_off_mut(..floats).unwrap_or_default();
+        let (carried_o, carried_sum) =
+            bytemuck::cast_slice_mut(&mut self.carried).split_at_mut(MAX_ROWS * latent);
         Tile {
             q: take(MAX_ROWS * stride),
             kv: take(BLOCK * stride),
@@ -212,6 +219,10 @@ impl Scratch {
             max: take(MAX_ROWS),
             sum: take(MAX_ROWS),
             rescale: take(MAX_ROWS),
+            carried_max: take(MAX_ROWS),
+            carried_o,
+            carried_sum,
+            has_carried: false,
             stride,
             dim,
             latent,

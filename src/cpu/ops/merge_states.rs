@@ -69,18 +69,19 @@ impl HostOp for MergeStates {
                         let weight = |lse: f32| args.lse_base.exp(f64::from(lse) - top);
                         let sum: f64 = sets().map(|(_, lse)| weight(lse)).sum();
                         for begin in (0..dim).step_by(COLUMNS) {
-                            let mut columns = [0f32; COLUMNS];
+                            // In f64: 65,536 sets may be merged.
+                            let mut columns = [0f64; COLUMNS];
                             let columns = &mut columns[..COLUMNS.min(dim - begin)];
                             for (first, lse) in sets() {
-                                let weight = (weight(lse) / sum) as f32;
-                                if weight == 0.0 {
+                                let weight = weight(lse) / sum;
+                                if weight as f32 == 0.0 {
                                     continue; // whatever the set holds
                                 }
                                 for (i, x) in columns.iter_mut().enumerate() {
-                                    *x += weight * dtype.decode_at(states, first + begin + i);
+                                    *x += weight * f64::from(dtype.decode_at(states, first + begin + i));
                                 }
                             }
-                            let bits = |i: usize| bits_of(dtype, columns[i] * args.output_scale);
+                            let bits = |i: usize| bits_of(dtype, columns[i] as f32 * args.output_scale);
                             store_elements(locked.words(2), bytes, out + begin, columns.len(), bits);
                         }
                         (top + args.lse_base.log(sum)) as f32

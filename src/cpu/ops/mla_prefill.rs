@@ -7,7 +7,7 @@ use crate::Result;
 use crate::cpu::buffer::{Access, Buffer, Locked, bits_of, lock, store_elements};
 use crate::cpu::decode::{Rows, Scratch};
 use crate::cpu::device::Cpu;
-use crate::cpu::kernels::attend::{BLOCK, MAX_ROWS, Tile};
+use crate::cpu::kernels::attend::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile};
 use crate::cpu::kernels::{Kernels, VARIANTS};
 use crate::ops::mla_prefill::tiles::{PrefillTile, tiles};
 use crate::ops::variants::{candidates, choose};
@@ -140,9 +140,7 @@ impl Call<'_> {
             self.widen(Q_NOPE, token, head, q_nope);
             self.widen(Q_PE, token, head, q_pe);
         }
-        tile.o[..num_rows * tile.latent].fill(0.0);
-        tile.max[..num_rows].fill(f32::NEG_INFINITY);
-        tile.sum[..num_rows].fill(0.0);
+        tile.clear(num_rows);
 
         let mut begin = 0;
         while begin < item.num_keys {
@@ -168,6 +166,9 @@ impl Call<'_> {
                 r = next;
             }
             begin = end;
+            if begin.is_multiple_of((CARRY_BLOCKS * BLOCK) as u32) {
+                tile.carry(num_rows, self.scale);
+            }
         }
 
         for r in 0..num_rows {

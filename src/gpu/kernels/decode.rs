@@ -1,7 +1,7 @@
 //! The decode: its variants in dispatch order, which of them runs where, and the WGSL of each.
 
 use super::compose::{Const, Source};
-use super::unrolled;
+use super::{unrolled, where_all_f32};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants::Variant;
 use crate::{Dtype, MlaDecode, MlaShape, Tiling};
@@ -220,7 +220,8 @@ impl Merging {
     /// The kernel that merges the partial results of query rows. It does not read the cache, but is bound with it, and a step has one
     /// layout.
     pub(crate) fn source(self, spec: &MlaDecode, pins_loads: bool) -> Source {
-        let files = [if pins_loads { PINNED } else { READ }, include_str!("../../../shaders/mla_merge.wgsl")];
+        let merge = where_all_f32(include_str!("../../../shaders/mla_merge.wgsl"), is_all_f32(spec));
+        let files = [if pins_loads { PINNED } else { READ }, &merge];
         // Partial results whose loads a thread has in flight.
         let batch = match self {
             Self::FewRows => 8,
@@ -242,6 +243,11 @@ impl Merging {
         let types = [("KvOct", Const::Alias("u32"))]; // bound, but not read
         compose_step("mla_merge", spec.out.name(), spec, &consts, &types, &files)
     }
+}
+
+/// Whether an output within 1e-5 is promised: see docs/numbers.md.
+fn is_all_f32(spec: &MlaDecode) -> bool {
+    [spec.query, spec.kv.dtype, spec.out] == [Dtype::F32; 3]
 }
 
 fn dtypes(spec: &MlaDecode) -> String {

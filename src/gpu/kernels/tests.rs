@@ -365,6 +365,46 @@ fn every_merge_is_valid_and_fits() {
     }
 }
 
+/// Totals cost time and registers: only what promises f32 has them, and the text of every other kernel is without.
+#[test]
+fn only_kernels_of_f32_sum_in_levels() {
+    let has_levels = |source: &Source| {
+        assert!(!source.text.lines().any(|line| line.ends_with("// all f32")), "{}", source.label);
+        ["total_max", "mid_sum", "load_total("].iter().any(|name| source.text.contains(name))
+    };
+    for (query, cache, out) in all_dtypes() {
+        let is_all_f32 = [query, cache, out] == [Dtype::F32; 3];
+        let spec = spec((256, 32), 8, query, cache, out);
+        for variant in Body::ALL {
+            let caps = devices().into_iter().find(|caps| variant.runs_on(caps, &spec).is_ok());
+            if let Some(source) = caps.and_then(|caps| decode(&variant, &caps, &spec, 1, false)) {
+                assert_eq!(has_levels(&source), is_all_f32, "{}", source.label);
+            }
+        }
+        for merging in Merging::ALL {
+            let source = merging.source(&spec, false);
+            assert_eq!(has_levels(&source), is_all_f32, "{} for {spec:?}", source.label);
+        }
+    }
+    for source in crate::gpu::kernels::prefill::every_source() {
+        let is_all_f32 = source.label.contains(".f32.out_f32.");
+        assert_eq!(has_levels(&source), is_all_f32, "{}", source.label);
+    }
+}
+
+/// An LSE would have rounded the sum of the weights away where logits are large.
+#[test]
+fn partial_results_keep_their_maximum_and_their_sum_apart() {
+    let spec = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::F32);
+    for (variant, caps) in runs_somewhere() {
+        let source = decode(&variant, &caps, &spec, 1, false).expect("it runs");
+        let last_quad = |line: &&str| line.contains("2u * LATENT_OCTS] = vec4<f32>(");
+        let quads: Vec<&str> = source.text.lines().filter(last_quad).collect();
+        let holds = |quad: &&str| quad.contains("sum") && !quad.contains("log2");
+        assert!(!quads.is_empty() && quads.iter().all(holds), "{}: {quads:?}", source.label);
+    }
+}
+
 /// A variant needs each capability that it asks for.
 #[test]
 fn variants_ask_for_what_they_use() {

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
+use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled, where_all_f32};
 use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
 use crate::ops::is_wide;
 use crate::ops::variants::only;
@@ -202,15 +202,19 @@ fn source(spec: &MergeStates) -> Source {
     let mut consts = vec![("GROUP", GROUP)];
     let variant = if is_wide(spec.head_size) {
         consts.extend([("HEAD_QUADS", spec.head_size / 4), ("TURN", TURN)]);
-        let file = include_str!("../../../shaders/merge_states.wgsl");
-        files.extend([lib_quad(spec.dtype), lib_out(spec.dtype), file]);
+        files.extend([lib_quad(spec.dtype), lib_out(spec.dtype)]);
         spec.dtype.name().to_owned()
     } else {
         consts.extend(word_consts(spec.dtype, spec.head_size));
         files.extend(word_files(spec.dtype));
-        files.push(include_str!("../../../shaders/merge_states_words.wgsl"));
         format!("words.{}", spec.dtype)
     };
+    let text = match is_wide(spec.head_size) {
+        true => include_str!("../../../shaders/merge_states.wgsl"),
+        false => include_str!("../../../shaders/merge_states_words.wgsl"),
+    };
+    let text = where_all_f32(text, spec.dtype == crate::Dtype::F32);
+    files.push(&text);
     unrolled("merge_states", &variant, &consts, &[], &files)
 }
 

@@ -1,8 +1,9 @@
 //! The variants `subgroup` and `shared`, without tensor cores: the tile of a workgroup, and the WGSL. Pure.
 
-use super::{QUERY, READ, Sum, compose_module, dtypes, oct_file, oct_type, scale, shape_consts};
+use super::{QUERY, READ, Sum, compose_module, dtypes, is_all_f32, oct_file, oct_type, scale, shape_consts};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::{Const, Source};
+use crate::gpu::kernels::where_all_f32;
 use crate::{Dtype, MlaDecode, Tiling};
 
 /// Lanes that share a score: a subgroup must have as many.
@@ -111,6 +112,10 @@ impl Tile {
     }
 }
 
+/// Blocks whose sums are added up before they go to totals in memory, where all is f32: about the square root of the blocks of 400,000
+/// tokens, as an error grows by the additions of each level.
+const TOTAL_BLOCKS: u32 = 128;
+
 /// Parts in which a dot product takes an oct (8 consecutive elements), by registers, as [`Tile::most_rows_and_threads`].
 ///
 /// Whole keys of f32, four at a time, just fit the registers of an Apple M1 next to its 4 rows, and spill where wgpu's run-time
@@ -173,7 +178,13 @@ pub(in crate::gpu::kernels) fn decode(
     if kv != spec.query {
         files.push(oct_file(kv, caps.f16_subnormals));
     }
-    files.extend([READ, QUERY, sum, dot, include_str!("../../../../shaders/mla_decode.wgsl")]);
+    let all_f32 = is_all_f32(spec);
+    if all_f32 {
+        consts.push(("TOTAL_TOKENS", TOTAL_BLOCKS * tile.tokens()));
+        files.push(include_str!("../../../../shaders/lib/totals.wgsl"));
+    }
+    let text = where_all_f32(include_str!("../../../../shaders/mla_decode.wgsl"), all_f32);
+    files.extend([READ, QUERY, sum, dot, &text]);
     let types = [("KvOct", Const::Alias(oct_type(kv)))];
     compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }

@@ -3,7 +3,7 @@
 use super::{Kernel, Request};
 use crate::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
-use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
+use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled, where_all_f32};
 use crate::ops::MlaPrefill;
 
 /// The tile of a workgroup and its division among threads: see the head of `shaders/mla_prefill.wgsl`.
@@ -58,8 +58,10 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
     // Software devices keep arrays in memory anyway, and unrolled kernels compile for long there.
     let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
     let text = include_str!("../../../../shaders/mla_prefill.wgsl").replace("// unroll on cards", marker);
+    let all_f32 = [spec.dtype, spec.out] == [Dtype::F32; 2];
+    let text = where_all_f32(&text, all_f32);
     let columns = spec.qk_nope_head_dim + spec.qk_rope_head_dim;
-    let consts = [
+    let mut consts = vec![
         ("GROUP", GROUP),
         ("NUM_HEADS", spec.num_heads),
         ("NOPE_QUADS", spec.qk_nope_head_dim / 4),
@@ -82,7 +84,7 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
         ("ROLLED", caps.subgroups_vary_to_32().into()),
         ("STAGED", cut.staged(spec)),
     ];
-    let files = [
+    let mut files = vec![
         include_str!("../../../../shaders/lib/round.wgsl"),
         lib_quad(spec.dtype),
         "alias Unit = Quad;\n",
@@ -91,6 +93,11 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
         include_str!("../../../../shaders/lib/prefill_read.wgsl"),
         &text,
     ];
+    if all_f32 {
+        // 80 blocks: about the square root of the blocks of 400,000 keys, as in the decode.
+        consts.push(("TOTAL_TOKENS", 80 * 64 * cut.key_quads));
+        files.push(include_str!("../../../../shaders/lib/prefill_totals.wgsl"));
+    }
     let dims = format!("{}.{}.{}", spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim);
     let variant = format!("shared.{}.out_{}.{dims}", spec.dtype, spec.out);
     let source = unrolled("mla_prefill", &variant, &consts, &[], &files);

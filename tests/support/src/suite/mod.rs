@@ -27,6 +27,7 @@ pub mod reorg_kvcache;
 pub mod rope;
 pub mod run;
 pub mod slabs;
+pub mod sums;
 #[cfg(not(target_arch = "wasm32"))]
 mod threads;
 
@@ -313,9 +314,11 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" false: changed { changed_plans, plans_of_one_slab }
         "slabs" false: slabs { ops_in_slabs, layers_in_slabs, refuses_slabs }
         "decode" true: non_finite { non_finite, huge_logits }
+        "decode" true: sums { equal_large_logits, long_sums, sums_of_many_splits }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }
         "merge_states" false: merge_states { state_merges, refuses_state_merges }
+        "merge_states" false: sums { merges_of_many_sets }
         "correct_attn_out" false: correct_attn_out { corrections, refuses_corrections }
         "kv_append" false: ops { appends }
         "kv_append" false: errors { refuses_ops }
@@ -327,6 +330,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
         "head_project" false: project { projections, kv_b_proj, refuses_projections }
         "mla_prefill" true: prefill { prefill_shapes, prefill_repeated_rows, prefill_hard_data, prefill_errors }
+        "mla_prefill" true: sums { prefill_long_sums }
         "rope" false: rope { rotations, refuses_rotations }
         "rope_append" false: rope { rotated_appends }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }

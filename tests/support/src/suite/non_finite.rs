@@ -218,16 +218,8 @@ pub fn huge_logits<B: Backend>(session: &Session<'_, B>) {
                 let (out, lse) = problem.expected();
                 for policy in POLICIES {
                     let how = How { policy, ..How::default() };
-                    // At this size f32 rounds ln(40) away: results of equal keys only have to be finite.
-                    let result = if alone {
-                        session.compare(&problem, &how, &out, &lse)
-                    } else {
-                        session.run_decode(&problem, &how).and_then(|got| {
-                            close("lse", &got.lse, &lse, &Tolerance::lse()).into_result()?;
-                            let finite = got.out.iter().all(|x| x.is_finite());
-                            if finite { Ok(()) } else { Err("out is not finite".to_owned()) }
-                        })
-                    };
+                    // Equal keys weigh the same, however many of them a split has: the LSE has lost that number at this size.
+                    let result = session.compare(&problem, &how, &out, &lse);
                     session.note(&format!("{}, {how:?}", problem.name), result);
                 }
             }

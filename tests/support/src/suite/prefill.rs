@@ -19,7 +19,7 @@ fn spec(heads: u32, [nope, rope, value]: [u32; 3], dtype: Dtype, out: Dtype) -> 
 }
 
 /// The variants that a session runs: the forced one, or all that run here.
-fn variants<B: Backend>(session: &Session<'_, B>, spec: &MlaPrefill) -> Vec<Candidate> {
+pub(super) fn variants<B: Backend>(session: &Session<'_, B>, spec: &MlaPrefill) -> Vec<Candidate> {
     // `coop_few` has no decode variant of its name: it runs with the decode variant of the same requirements.
     let name = |found: &Candidate| if found.name == "coop_few" { "coop_small" } else { found.name };
     let wanted = |found: &Candidate| session.variant.is_none_or(|wanted| wanted == name(found));
@@ -31,7 +31,7 @@ fn variants<B: Backend>(session: &Session<'_, B>, spec: &MlaPrefill) -> Vec<Cand
     runs
 }
 
-fn forced(variant: &str) -> PrefillOptions {
+pub(super) fn forced(variant: &str) -> PrefillOptions {
     PrefillOptions { variant: Some(variant.to_owned()), ..PrefillOptions::default() }
 }
 
