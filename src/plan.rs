@@ -312,6 +312,8 @@ impl Plan {
         self.check_batch(spec, batch)?;
         self.check_prefixes(batch)?;
         self.check_least_room(spec.shape.num_heads, tiling.rows_per_tile)?;
+        let out_of_memory = |_| Error::OutOfMemory { what: "a plan" };
+        self.queries.try_reserve(self.num_queries as usize).map_err(out_of_memory)?;
         self.lay_out_pages(spec)?;
         self.share_prefixes(batch, policy, tiling, spec.shape.num_heads)?;
         self.add_own_runs(batch)?;

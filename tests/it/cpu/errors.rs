@@ -54,7 +54,7 @@ fn errors_of_decode_and_bind() {
         Err(Error::OutOfMemory { .. })
     ));
     let huge = Capacity { items: u32::MAX, ..Capacity::default() };
-    assert!(matches!(mla.step(huge), Err(Error::OutOfMemory { .. })));
+    assert!(matches!(mla.step(huge), Err(Error::Limit { what: "words of a step's tables", .. })));
 }
 
 fn errors_of_prepare_and_run() {
