@@ -119,8 +119,8 @@ impl LayerPlan {
     /// mapping and table contradict each other, [`Error::PageWrittenTwice`] where two sequences write to one page; [`Error::SeqLen`] for a sequence
     /// whose pages do not hold its tokens; [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::PrefixNotShared`] for a prefix whose
     /// sequences have other pages; [`Error::Limit`] for prompts in too many parts; [`Error::Shape`] for a spec as [`MlaLayer::check`], for a
-    /// prefix that its sequences do not have, for a `kv_indptr` that contradicts itself, and for a
-    /// workspace that holds not even one page, or one split of [`SplitPolicy::FixedTokens`].
+    /// prefix that its sequences do not have, and for a workspace that holds not even one page, or one split of
+    /// [`SplitPolicy::FixedTokens`].
     pub fn new(
         spec: &MlaLayer,
         tiling: &Tiling,

@@ -292,7 +292,7 @@ pub fn refuses_shared_pages<B: Backend>(session: &Session<'_, B>) {
             session,
             "a kv_indptr that goes down",
             prepare(&LayerBatch { pages, ..read }),
-            "kv_indptr at sequence 1",
+            "kv_indptr[2] = 1",
         );
 
         let five = LayerBatch {
