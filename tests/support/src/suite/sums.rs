@@ -101,7 +101,35 @@ pub fn long_sums<B: Backend>(session: &Session<'_, B>) {
     session.finish("long sums");
 }
 
-/// The same where the merge has the long sum: up to 32,768 partial results.
+/// A row that sees a part of a long item has the bits that it has in an item of its own: sums that were moved to totals, and nothing
+/// after them, are the same sums.
+pub fn bits_of_long_sums<B: Backend>(session: &Session<'_, B>) {
+    let with_bounds = |bounds: [u32; 2]| {
+        let mut problem = repeated_page(512, 512, LOGITS[1]);
+        problem.q = problem.q.repeat(2);
+        problem.query_start_loc = vec![0, 2];
+        problem.sees = Sees::Bounds(bounds.into());
+        problem
+    };
+    if !session.serves(&with_bounds([0, 0]).spec) {
+        session.leave_out();
+        return session.finish("bits of long sums");
+    }
+    let how = How { policy: SplitPolicy::OneSplit, query_tokens: 2, ..How::default() };
+    // Around the tokens after which sums move: 1024 on the CPU, 2048 on wgpu.
+    for bound in [0, 1, 1000, 1024, 1025, 2047, 2048, 2049, 3000, 4096, 20_000] {
+        let first_row = |other: u32| {
+            let answer = session.run_decode(&with_bounds([bound, other]), &how)?;
+            Ok::<_, String>(answer.bits.map(|bytes| bytes[..bytes.len() / 2].to_vec()))
+        };
+        let same = first_row(bound).and_then(|alone| Ok(alone == first_row(32_768)?));
+        let result = same.and_then(|same| if same { Ok(()) } else { Err("other bits".to_owned()) });
+        session.note(&format!("{bound} tokens of 32,768"), result);
+    }
+    session.finish("bits of long sums");
+}
+
+/// [`long_sums`] where the merge has the long sum: up to 32,768 partial results.
 pub fn sums_of_many_splits<B: Backend>(session: &Session<'_, B>) {
     check_pages(session, 512, 512, &[SplitPolicy::FixedTokens(1), SplitPolicy::FixedTokens(48)]);
     session.finish("sums of many splits");
