@@ -24,6 +24,7 @@ mod library;
 mod manifest_test;
 pub mod ops;
 mod turn;
+mod uploads;
 
 pub use buffer::Buffer;
 pub use decode::decode_variants;

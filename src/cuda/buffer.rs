@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 
+use super::Cuda;
 use super::library::failed;
 use crate::{Error, Result};
 
@@ -82,15 +83,14 @@ impl Buffer {
         self.address < other.address + other.bytes && other.address < self.address + self.bytes
     }
 
-    pub(super) fn upload(&self, stream: &Arc<CudaStream>, offset: u64, bytes: &[u8]) -> Result<()> {
+    /// In the stream's order; `bytes` may be changed when it returns.
+    pub(super) fn upload(&self, cuda: &Cuda, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check("upload", offset, bytes.len() as u64)?;
         if bytes.is_empty() {
             return Ok(());
         }
-        stream.context().bind_to_thread().map_err(failed("an upload"))?;
-        // SAFETY: inside of the buffer, as was just checked. From pageable memory the call has read all of `bytes` when it returns.
-        unsafe { result::memcpy_htod_async(self.address + offset, bytes, stream.cu_stream()) }
-            .map_err(failed("an upload"))
+        // SAFETY: inside of the buffer, as was just checked, whose memory is of the device's context.
+        unsafe { cuda.uploads().copy(cuda.stream(), self.address + offset, bytes) }
     }
 
     pub(super) fn download(&self, stream: &Arc<CudaStream>, bytes: u64) -> Result<Vec<u8>> {

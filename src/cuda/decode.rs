@@ -364,6 +364,7 @@ impl Functions {
         address: u64,
         block_bytes: u64,
     ) -> Result<(Split, Option<TensorMap>, Copying)> {
+        cuda.make_current("to describe an array by a tensor map")?;
         let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype.bytes() as u64;
         // Rows of e4m3 may begin between multiples of 16 bytes.
         let aligned = [address, row_bytes, block_bytes].iter().all(|bytes| bytes % 16 == 0);
@@ -393,7 +394,7 @@ impl Functions {
 impl Split {
     fn new(cuda: &Cuda, compiled: Compiled) -> Result<Self> {
         let kernel = cuda.load(compiled.entry)?;
-        kernel.allow_shared(compiled.shared_bytes)?;
+        kernel.allow_shared(cuda, compiled.shared_bytes)?;
         Ok(Self { compiled, kernel })
     }
 }

@@ -15,6 +15,7 @@ use super::graph::Captures;
 use super::kernels::{TensorMap, ptx};
 use super::library::{self, failed, said};
 use super::turn::{Taken, Turn};
+use super::uploads::Uploads;
 use crate::ops::Replay;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
 use crate::{Error, Result};
@@ -28,6 +29,7 @@ pub struct Cuda {
     kernels: Arc<Mutex<HashMap<(&'static str, &'static str), Function>>>,
     pub(super) captures: Captures,
     turn: Turn,
+    uploads: Uploads,
     id: u64,
 }
 
@@ -99,6 +101,7 @@ impl Cuda {
             kernels: Arc::default(),
             captures: Captures::default(),
             turn: Turn::default(),
+            uploads: Uploads::default(),
             id: next_id(),
         })
     }
@@ -112,7 +115,7 @@ impl Cuda {
     /// Whether all that was put on the stream has run. Waits for nothing, but is no call for a capture.
     #[cfg(feature = "nccl")]
     pub(crate) fn is_idle(&self) -> Result<bool> {
-        self.stream.context().bind_to_thread().map_err(failed("to ask the stream"))?;
+        self.make_current("to ask the stream")?;
         // SAFETY: the stream is open as long as `self` is.
         match unsafe { sys::cuStreamQuery(self.stream.cu_stream()) } {
             sys::CUresult::CUDA_SUCCESS => Ok(true),
@@ -124,6 +127,15 @@ impl Cuda {
     /// Keeps other threads from putting ops of several launches on the stream.
     pub(crate) fn turn(&self) -> Taken<'_> {
         self.turn.take()
+    }
+
+    pub(super) fn uploads(&self) -> &Uploads {
+        &self.uploads
+    }
+
+    /// Makes the card's context that of the calling thread, which may have another's: most calls of the driver are of the current one.
+    pub(super) fn make_current(&self, what: &'static str) -> Result<()> {
+        self.stream.context().bind_to_thread().map_err(failed(what))
     }
 
     pub(super) fn card(&self) -> &Card {
@@ -143,6 +155,7 @@ impl Cuda {
 
     /// The kernel of an entry, loaded once.
     pub(super) fn load(&self, entry: &'static Entry) -> Result<Function> {
+        self.make_current("to load a module")?;
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (entry.module, entry.name);
         if let Some(kernel) = kernels.get(&key) {
@@ -214,7 +227,7 @@ impl Cuda {
         };
         // A kernel without tensor maps has one parameter, and the driver does not read the second pointer.
         let mut args = [std::ptr::from_ref(args).cast_mut().cast(), maps.as_ptr().cast_mut().cast()];
-        self.stream.context().bind_to_thread().map_err(failed("to launch a kernel"))?;
+        self.make_current("to launch a kernel")?;
         // SAFETY: every kernel of this crate takes one struct, which `A` repeats (src/cuda/manifest_test.rs compares all fields), and its
         // callers have checked every address that it names; as many tensor maps as it takes follow. The driver copies both.
         unsafe {
@@ -249,7 +262,7 @@ impl Device for Cuda {
     }
 
     fn upload(&self, buffer: &Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
-        buffer.upload(&self.stream, offset, bytes)
+        buffer.upload(self, offset, bytes)
     }
 
     fn download(&self, buffer: &Buffer, bytes: u64) -> Result<Vec<u8>> {
@@ -295,8 +308,9 @@ where
 }
 
 impl Function {
-    /// Lets its blocks have this much dynamic shared memory.
-    pub(super) fn allow_shared(&self, bytes: u32) -> Result<()> {
+    /// Lets its blocks have this much dynamic shared memory. `cuda` is what it was loaded on.
+    pub(super) fn allow_shared(&self, cuda: &Cuda, bytes: u32) -> Result<()> {
+        cuda.make_current("to ask for shared memory")?;
         let what = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         self.function.set_attribute(what, bytes as i32).map_err(failed("to ask for shared memory"))
     }

@@ -152,7 +152,14 @@ impl Cuda {
     ) -> Result<()> {
         self.captures.hold(buffers);
         self.captures.note(check);
-        self.stream().context().bind_to_thread().map_err(failed("to use the card"))
+        self.make_current("to use the card")
+    }
+}
+
+impl Drop for Graph {
+    /// What it is made of is destroyed after this, in the card's context.
+    fn drop(&mut self) {
+        drop(self.cuda.make_current("to destroy a graph"));
     }
 }
 

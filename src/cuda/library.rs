@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// Every function that this backend cannot do without, most of them reached through cudarc, which panics where one is missing.
 /// `cuLaunchKernelEx` is the newest, of CUDA 11.8.
-const CALLED: [&str; 30] = [
+const CALLED: [&str; 34] = [
     "cuInit",
     "cuGetErrorString",
     "cuDeviceGet",
@@ -20,16 +20,20 @@ const CALLED: [&str; 30] = [
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamQuery",
+    "cuStreamIsCapturing",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuEventCreate",
     "cuEventDestroy_v2",
     "cuEventRecord",
+    "cuEventSynchronize",
     "cuMemAlloc_v2",
     "cuMemAllocAsync",
     "cuMemFree_v2",
     "cuMemFreeAsync",
     "cuMemsetD8Async",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuModuleLoadData",

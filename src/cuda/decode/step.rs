@@ -161,7 +161,7 @@ impl Tables {
             _ => header.pages + plan.page_list_len(),
         };
         let used = used as usize;
-        self.tables.upload(cuda.stream(), 0, bytemuck::cast_slice(&self.words[..used]))?;
+        self.tables.upload(cuda, 0, bytemuck::cast_slice(&self.words[..used]))?;
         self.header = header;
         Ok(())
     }

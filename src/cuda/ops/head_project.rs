@@ -222,7 +222,7 @@ impl Kernel<HeadProject> for Cuda {
         let (tiles, choice) = choose(&VARIANTS, self.card(), spec, options.variant.as_deref())?;
         let load = |tile: Tile| {
             let kernel = self.kernel(&tile.name)?;
-            kernel.allow_shared(tile.shared_bytes)?;
+            kernel.allow_shared(self, tile.shared_bytes)?;
             Ok((tile, kernel))
         };
         let kernels = tiles.into_iter().map(load).collect::<Result<_>>()?;
@@ -289,6 +289,7 @@ impl Kernel<HeadProject> for Cuda {
         let maps = match boxes {
             Some([of_x, of_weights]) => {
                 let (rows, columns) = spec.matrix();
+                self.make_current("to describe an array by a tensor map")?;
                 vec![
                     bound.x.map([max_tokens, spec.num_heads, spec.k], of_x)?,
                     bound.weight.map([rows, spec.num_heads, columns], of_weights)?,

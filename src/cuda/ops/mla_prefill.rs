@@ -156,7 +156,7 @@ impl Kernel<MlaPrefill> for Cuda {
         let (body, choice) = choose(&VARIANTS, self.card(), &request, options.variant.as_deref())?;
         let Body { name, rows, keys, threads, shared_bytes } = body;
         let kernel = self.kernel(&name)?;
-        kernel.allow_shared(shared_bytes)?;
+        kernel.allow_shared(self, shared_bytes)?;
         let target_groups = self.card().multiprocessors;
         let tiling = PrefillTiling { rows, target_groups, num_heads: spec.num_heads };
         Ok((Tiled { kernel, rows, keys, threads, shared_bytes }, tiling, choice))
@@ -224,7 +224,10 @@ impl Kernel<MlaPrefill> for Cuda {
         let [a, b, c, d, e] = read.map(|view| view.buffer.clone());
         let buffers = [a, b, c, d, e, args.out.buffer.clone(), args.lse.buffer.clone()];
         let maps = match tiled.keys {
-            Some(keys) => maps(spec, &bound, room, [tiled.rows, keys])?,
+            Some(keys) => {
+                self.make_current("to describe an array by a tensor map")?;
+                maps(spec, &bound, room, [tiled.rows, keys])?
+            }
             None => Vec::new(),
         };
         Ok(Layer { args: bound, maps, buffers })

@@ -50,7 +50,7 @@ impl Table {
             Some(buffer) => buffer,
             None => Buffer::zeroed(cuda.stream(), self.room * 4)?,
         };
-        buffer.upload(cuda.stream(), 0, bytemuck::cast_slice(positions))?;
+        buffer.upload(cuda, 0, bytemuck::cast_slice(positions))?;
         self.positions = Some(buffer);
         Ok(())
     }
@@ -80,7 +80,7 @@ impl Table {
             (self.buffer, self.room) = (grown.buffer, grown.room);
         }
         match &self.buffer {
-            Some(buffer) => buffer.upload(cuda.stream(), 0, bytemuck::cast_slice(&self.staged)),
+            Some(buffer) => buffer.upload(cuda, 0, bytemuck::cast_slice(&self.staged)),
             None => Ok(()),
         }
     }

@@ -1,6 +1,8 @@
-//! What only the CUDA backend promises: an error without a driver, and graphs that replay with new lengths, slots and copies, or refuse to.
+//! What only the CUDA backend promises: an error without a driver, graphs that replay with new lengths, slots and copies, or refuse to, and calls
+//! from any thread, with memory of any kind.
 
 mod decodes;
+mod host;
 mod layers;
 mod ops;
 mod projections;
@@ -71,7 +73,7 @@ fn a_driver_without_what_is_called_is_an_error_too() {
 }
 
 crate::tests![
-    (in decodes, layers, ops, projections, stale, threads)
+    (in decodes, host, layers, ops, projections, stale, threads)
     no_card_is_an_error_that_names_the_cure,
     devices_are_made_beside_a_capture,
     #[cfg(all(target_os = "linux", target_env = "gnu"))] a_driver_without_what_is_called_is_an_error_too,
