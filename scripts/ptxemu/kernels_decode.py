@@ -166,6 +166,12 @@ def run(ptx, name, latent, rope, cache, query, rows, tokens, copies=1, beyond=8,
     return results
 
 
+def result_of(partial, latent):
+    """Output and base-2 LSE of a partial result: it has sums, of latents and of weights, and the logit that weights are relative to."""
+    top, total = partial[latent : latent + 2].astype(np.float64)
+    return (partial[:latent], top) if total == 0 else (partial[:latent] / total, top + np.log2(total))
+
+
 def check(case, items, partials, out, lse, name, near):
     largest = np.abs(case.rows[np.isfinite(case.rows)]).max()
     for first, count, _, begin, end, partial in items:
@@ -177,7 +183,7 @@ def check(case, items, partials, out, lse, name, near):
                 got, got_lse = out[token, head] / case.out_scale, lse[token, head] / np.float32(np.log(2))
                 base_2 = -np.inf if base_2 == EMPTY else base_2
             else:
-                got, got_lse = partials[partial + row, : case.latent], partials[partial + row, case.latent]
+                got, got_lse = result_of(partials[partial + row], case.latent)
             assert (np.isnan(got) == np.isnan(want)).all(), f"{name}: row {first + row} from {begin}: NaN in {np.isnan(got).sum()} columns, not {np.isnan(want).sum()}"
             worst = np.abs(got - want)[~np.isnan(want)].max(initial=0)
             assert worst <= near * largest, f"{name}: row {first + row} from {begin}: off by {worst:.2e} of {largest:.2f}"
@@ -330,6 +336,88 @@ def test_simple_bf16():
 
 def test_simple_e4m3():
     simple("e4m3")
+
+
+class Equal(Case):
+    """Equal large logits, by rope columns alone: a quarter of the latents is -1, the others 1."""
+
+    def __init__(self, latent, rope, cache, query, heads, length, page, non_finite=()):
+        super().__init__(latent, rope, cache, query, heads, length, page)
+        # In all dtypes, and in codes of e4m3; logits of 16,000.
+        value, one, minus = {"e4m3": (0x68, 0x38, 0xB8)}.get(cache, (64, 1, -1))
+        self.rows = np.where(np.arange(length)[:, None] % 4 == 3, np.float32(-1), np.float32(1)) * np.ones((1, self.dim), np.float32)
+        self.rows[:, latent:] = 64
+        self.q = np.zeros_like(self.q)
+        self.q[..., latent:] = 64
+        self.q_stored = np.full(self.q.shape, 0x68, np.uint8) * (self.q > 0) if query == "e4m3" else encode(self.q, query)[0]
+        for token, page in enumerate(np.repeat(self.pages[3:-2], self.page)[:length]):
+            stored = np.where(self.rows[token] == 64, value, np.where(self.rows[token] > 0, one, minus))
+            at = token % self.page * self.dim
+            self.kv[page, at : at + self.dim] = stored if cache == "e4m3" else encode(stored.astype(np.float32), cache)[0]
+        for token, column, value in non_finite:
+            # Seen by no row but the last query token's, which is not looked at.
+            self.kv[self.pages[3 + token // self.page], token % self.page * self.dim + column] = NAN[cache]
+            self.rows[token, column] = value
+
+
+def equal_large_logits(ptx, name, cache, query, rows, tokens=64, latent=512, rope=64, **more):
+    """A partial result has the number of its tokens exactly, whatever the logits are, and the same maximum as another."""
+    made = []
+    beyond, length = 8, 2 * tokens + 21
+    partials, _, _ = run(ptx, name, latent, rope, cache, query, rows, tokens, beyond=beyond, orders=("forward",), make=lambda *shape: made.append(Equal(*shape)) or made[0], **more)
+    case, middle = made[0], tokens + beyond
+    for row in range(rows):
+        for begin, end, partial in ((0, middle, row), (middle, length, rows + row)):
+            seen = case.rows[begin : min(end, case.visible[row // case.heads]), 0]
+            assert not np.isnan(seen).any()
+            top, total = partials[partial, latent : latent + 2]
+            assert total == len(seen), f"{name}: row {row} from {begin}: weights add up to {total}, not {len(seen)}"
+            assert top == partials[row, latent] and top > 1e4, f"{name}: relative to {top}"
+            assert (partials[partial, :latent] == seen.sum()).all(), f"{name}: row {row} from {begin}"
+
+
+def test_equal_large_logits():
+    path = "shaders/cuda/ptx/mla_decode"
+    equal_large_logits(f"{path}_bf16.ptx", "mla_decode_512_64_mma_m32", "bf16", "bf16", 32)
+    equal_large_logits(f"{path}_e4m3.ptx", "mla_decode_512_64_mma_m16_split", "e4m3", "f32", 16)
+    equal_large_logits(f"{path}_fp8_e4m3.ptx", "mla_decode_512_64_mma_fp8_m16", "e4m3", "e4m3", 16)
+    for cache in ("f32", "f16"):
+        equal_large_logits(f"{path}_simple.ptx", f"mla_decode_{cache}_256_32", cache, "f32", 8, 12, latent=256, rope=32)
+
+
+def test_equal_large_logits_tensor_copies():
+    equal_large_logits("shaders/cuda/ptx/mla_decode_tma_f16.ptx", "mla_decode_512_64_mma_tma_m16", "f16", "f16", 16, copies=BOXES, page=BOXED_PAGE)
+
+
+def test_equal_large_logits_warpgroups():
+    path = "shaders/cuda/ptx/mla_decode"
+    equal_large_logits(f"{path}_wgmma_bf16.ptx", "mla_decode_512_64_wgmma_m64", "bf16", "bf16", 64, copies=BOXES, page=GROUPS_PAGE)
+    equal_large_logits(f"{path}_swap_f16.ptx", "mla_decode_512_64_wgmma_swap_ab_n16", "f16", "f16", 16, copies=BOXES, page=GROUPS_PAGE)
+    equal_large_logits(f"{path}_swap_e4m3.ptx", "mla_decode_512_64_wgmma_swap_ab_n64", "e4m3", "bf16", 64, copies=BOXES, page=GROUPS_PAGE)
+
+
+def test_equal_large_logits_again_in_f32():
+    """A token that no row of the item sees holds NaN."""
+    for name, more in (("mla_decode_bf16.ptx", {}), ("mla_decode_wgmma_bf16.ptx", {"copies": BOXES, "page": GROUPS_PAGE})):
+        entry, rows = ("mla_decode_512_64_wgmma_m64", 64) if more else ("mla_decode_512_64_mma_m16", 16)
+        equal_large_logits(f"shaders/cuda/ptx/{name}", entry, "bf16", "bf16", rows, non_finite=[(2 * 64 + 20, 3, np.nan)], **more)
+
+
+class Alike(Case):
+    """Queries of 0 over tokens that all hold 0.1 + 0.0137 i: the output is a token."""
+
+    def __init__(self, latent, rope, cache, query, heads, length, page, non_finite=()):
+        super().__init__(latent, rope, cache, query, heads, length, page)
+        self.q_stored, self.q = np.zeros_like(self.q_stored), np.zeros_like(self.q)
+        self.rows[:] = np.float32(0.1) + np.float32(0.0137) * np.arange(self.dim, dtype=np.float32)
+        for token, page in enumerate(np.repeat(self.pages[3:-2], self.page)[:length]):
+            at = token % self.page * self.dim
+            self.kv[page, at : at + self.dim] = self.rows[token]
+
+
+def test_sums_of_f32_over_many_tokens():
+    """One running sum is off by 1e-5 over 1000 tokens."""
+    run("shaders/cuda/ptx/mla_decode_simple.ptx", "mla_decode_f32_256_32", 256, 32, "f32", "f32", 1, 500, orders=("forward",), make=Alike, near=1e-6)
 
 
 def non_finite_tokens(middle, length, dim):

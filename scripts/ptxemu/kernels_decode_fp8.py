@@ -55,6 +55,7 @@ def test_weights_are_as_good_as_bf16():
     partials, _, _ = decode(make=lambda *shape: made.append(one_hot(*shape)) or made[0], near=2.0**-9)
     case, middle = made[0], 128 + 8
     for row in range(16):
+        # Weights times what they are relative to.
         got = partials[row, :middle].astype(np.float64) * np.exp2(np.float64(partials[row, case.latent]))
         want = np.exp2(np.float64(case.scale) * case.q[case.tokens[row // case.heads], row % case.heads, :middle].astype(np.float64))
         for begin in range(0, middle, TILE):

@@ -7,6 +7,7 @@ mod layers;
 mod ops;
 mod projections;
 mod stale;
+mod sums;
 mod threads;
 
 use mla_support::Outcome;
@@ -73,7 +74,7 @@ fn a_driver_without_what_is_called_is_an_error_too() {
 }
 
 crate::tests![
-    (in decodes, host, layers, ops, projections, stale, threads)
+    (in decodes, host, layers, ops, projections, stale, sums, threads)
     no_card_is_an_error_that_names_the_cure,
     devices_are_made_beside_a_capture,
     #[cfg(all(target_os = "linux", target_env = "gnu"))] a_driver_without_what_is_called_is_an_error_too,

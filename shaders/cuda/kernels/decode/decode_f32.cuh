@@ -5,8 +5,12 @@
 //
 // Masked tokens are not read, so that what they hold has no influence. IEEE arithmetic gives the rest of the pattern in docs/numbers.md: a logit
 // of NaN or +inf makes the row's sum NaN; one of -inf weighs 0, and 0 times an infinite element is NaN in that column.
+//
+// Of an f32 cache 1e-5 is promised, however many tokens there are: blocks of TERMS tokens are summed from 0, and added up with compensation. The
+// running maximum moves only when it grows by more than LAZY, since each move rounds the sums.
 #pragma once
 
+#include "lib/sum.cuh"
 #include "mla.cuh"
 
 // False for NaN and infinities.
@@ -30,9 +34,81 @@ DEVICE float2 cache_pair(const u8* row, u32 column) {
     }
 }
 
-// A lane has two consecutive columns of every 64.
+constexpr u32 TERMS = 32; // tokens of a block of an f32 cache
+constexpr int F32_THREADS = 256; // of a block with an f32 cache
+
+// The sums of a lane of an f32 cache: of each of its columns, and of the weights.
+__host__ __device__ constexpr int sums_of_lane(int latent) {
+    return latent / LANES + 1;
+}
+
+// A lane's sums of weights times latents, and of the weights.
+template <int PAIRS, bool IS_EXACT>
+struct RowSums {
+    float weight = 0.0f;
+    float2 out[PAIRS] = {};
+
+    DEVICE RowSums(Compensated* = nullptr) {}
+
+    DEVICE void add(float by, const float2* latent) {
+        weight += by;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) out[i] = make_float2(fmaf(by, latent[i].x, out[i].x), fmaf(by, latent[i].y, out[i].y));
+    }
+
+    DEVICE void scale(float factor) {
+        weight *= factor;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) out[i] = make_float2(out[i].x * factor, out[i].y * factor);
+    }
+
+    DEVICE void end() {}
+};
+
+// Totals lie in shared memory, since registers are short: [sums_of_lane, F32_THREADS], of which `totals` is the thread's first.
+template <int PAIRS>
+struct RowSums<PAIRS, true> {
+    static constexpr int SUMS = sums_of_lane(PAIRS * 64);
+    RowSums<PAIRS, false> block;
+    Compensated* totals;
+    float weight;
+    float2 out[PAIRS];
+
+    DEVICE RowSums(Compensated* totals) : totals(totals) {
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) totals[i * F32_THREADS] = Compensated();
+    }
+
+    DEVICE void add(float by, const float2* latent) { block.add(by, latent); }
+
+    DEVICE void scale(float factor) {
+        block.scale(factor);
+#pragma unroll 1
+        for (int i = 0; i < SUMS; i++) totals[i * F32_THREADS].scale(factor);
+    }
+
+    DEVICE void end_block() {
+        auto add = [&](int i, float x) { totals[i * F32_THREADS].add(x); };
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            add(2 * i, block.out[i].x);
+            add(2 * i + 1, block.out[i].y);
+        }
+        add(2 * PAIRS, block.weight);
+        block = RowSums<PAIRS, false>();
+    }
+
+    DEVICE void end() {
+        auto total = [&](int i) { return totals[i * F32_THREADS].value(); };
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) out[i] = make_float2(total(2 * i), total(2 * i + 1));
+        weight = total(2 * PAIRS);
+    }
+};
+
+// A lane has two consecutive columns of every 64. `totals` is that of RowSums, of an f32 cache.
 template <int LATENT, int ROPE, Dtype CACHE>
-DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row) {
+DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensated* totals = nullptr) {
     constexpr int BYTES = bytes_of(CACHE), DIM = LATENT + ROPE, PAIRS = (DIM + 63) / 64, VALUE_PAIRS = LATENT / 64;
     const u32 lane = threadIdx.x % LANES, index = item.first_row + row, head = index % args.num_heads;
     const QueryToken query = args.queries[index / args.num_heads];
@@ -50,12 +126,14 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row) {
         const u32 at = column < LATENT ? column : column - LATENT;
         q[i] = make_float2(element(part, args.query_dtype, at), element(part, args.query_dtype, at + 1));
     }
+    // Together again: the last columns are of some lanes only.
+    if (DIM % 64 != 0) __syncwarp();
 
     const u32 page_size = args.page_size;
     const u32 end = min(query.visible, item.kv_end);
-    float top = EMPTY, sum = 0.0f;
-    float2 out[VALUE_PAIRS] = {};
-    for (u32 at = item.kv_begin; at < end; at++) {
+    float top = EMPTY;
+    RowSums<VALUE_PAIRS, CACHE == F32> sums(totals);
+    auto add_token = [&](u32 at) {
         const u32 page = at / page_size;
         const u32 id = bound_page(args, args.pages[item.page_begin + page]);
         const u64 first = id * args.kv_block_stride + static_cast<u64>(at - page * page_size) * DIM;
@@ -73,24 +151,28 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row) {
 #pragma unroll
         for (int lanes = 1; lanes < LANES; lanes *= 2) logit += __shfl_xor_sync(~0u, logit, lanes);
         logit *= args.logit_scale;
-        if (logit > top) {
-            const float factor = exp2_fast(top - logit);
-            sum *= factor;
-#pragma unroll
-            for (int i = 0; i < VALUE_PAIRS; i++) out[i] = make_float2(out[i].x * factor, out[i].y * factor);
+        if (logit > top + (CACHE == F32 ? LAZY : 0.0f)) {
+            sums.scale(exp2_fast(top - logit));
             top = logit;
         }
-        const float weight = exp2_fast(logit - top);
-        sum += weight;
-#pragma unroll
-        for (int i = 0; i < VALUE_PAIRS; i++) out[i] = make_float2(fmaf(weight, k[i].x, out[i].x), fmaf(weight, k[i].y, out[i].y));
+        sums.add(exp2_fast(logit - top), k);
+    };
+    if constexpr (CACHE == F32) {
+        for (u32 at = item.kv_begin; at < end;) {
+            for (const u32 end_of_block = min(at + TERMS, end); at < end_of_block; at++) add_token(at);
+            sums.end_block();
+        }
+    } else {
+        for (u32 at = item.kv_begin; at < end; at++) add_token(at);
     }
+    sums.end();
+    const float sum = sums.weight;
+    const float2(&out)[VALUE_PAIRS] = sums.out;
 
     // The sum is 0 where the row sees no key, or only keys of logit -inf: then the whole row is NaN, but a split of it only has no weight.
     const bool sees_keys = end > item.kv_begin, any = !(sum == 0.0f); // NaN too
     const bool is_direct = item.partial == DIRECT;
-    const float factor = any ? 1.0f / sum : sees_keys && is_direct ? NOT_A_NUMBER : 1.0f;
-    const float base_2 = any ? top + log2_fast(sum) : !sees_keys ? EMPTY : is_direct ? NOT_A_NUMBER : NO_WEIGHT;
+    const float factor = !is_direct ? 1.0f : any ? 1.0f / sum : sees_keys ? NOT_A_NUMBER : 1.0f;
     float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (LATENT + 4);
 #pragma unroll
     for (int i = 0; i < VALUE_PAIRS; i++) {
@@ -103,9 +185,10 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row) {
     }
     if (lane == 0) {
         if (is_direct) {
-            store_lse(args, token, head, base_2, sees_keys);
+            store_lse(args, token, head, any ? top + log2_fast(sum) : NOT_A_NUMBER, sees_keys);
         } else {
-            partial[LATENT] = base_2;
+            store_weight(partial, LATENT, top, sum);
+            if (!any && sees_keys) partial[LATENT] = NO_WEIGHT;
         }
     }
 }

@@ -6,9 +6,6 @@
 #include "mla.cuh"
 #include "lib/tma.cuh"
 
-// Lazy rescaling (FlashAttention-4): a row's running maximum moves only when it grew by more than this, in base 2.
-constexpr float LAZY = 12.0f;
-
 // The maximum that logits are relative to. 0 for a row without a visible token yet, so that masked logits weigh 0 there too.
 DEVICE float base_of(float top) {
     return top == EMPTY ? 0.0f : top;

@@ -5,8 +5,10 @@
 #include "lib/ptx.cuh"
 
 constexpr u32 DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: its rows have one split
-constexpr float EMPTY = -1.0e38f; // finite sentinel for the LSE -inf of a row that attends to no key
-#define NO_WEIGHT __uint_as_float(0xFF800000u) // -inf: the LSE of a split whose keys all have the logit -inf
+constexpr float EMPTY = -1.0e38f; // finite sentinel for the maximum, and the LSE -inf, of a row that attends to no key
+#define NO_WEIGHT __uint_as_float(0xFF800000u) // -inf: the maximum of a split whose keys all have the logit -inf
+// Lazy rescaling (FlashAttention-4): a row's running maximum moves only when it grew by more than this, in base 2.
+constexpr float LAZY = 12.0f;
 constexpr u32 NAN_BITS = 0x7FC00000u;
 #define NOT_A_NUMBER __uint_as_float(NAN_BITS)
 
@@ -40,7 +42,7 @@ struct Args {
     const Merge* merges; // [num_merges]
     const u32* merge_partials; // [num_partials] indices, those of a merge consecutive
     const u32* pages; // [num_words] page ids, those of a sequence consecutive
-    float* partials; // [partials, L + 4] a query row's output, its base-2 LSE, padding
+    float* partials; // [partials, L + 4] a query row's weighted sum of latents, the maximum and the sum of its weights (store_weight), padding
     const u8* q_nope; // [total_q, H, L]
     const u8* q_pe; // [total_q, H, R]
     const u8* kv; // [num_pages, page_size, L + R], the layer's first page
@@ -106,4 +108,12 @@ DEVICE void store_out(const Args& args, u32 token, u32 head, u32 column, float f
 DEVICE void store_lse(const Args& args, u32 token, u32 head, float base_2, bool seen) {
     args.lse[token * args.lse_token_stride + head * args.lse_head_stride] =
         seen ? base_2 * args.lse_scale : __uint_as_float(0xFF800000u);
+}
+
+// Stores what a merge weighs a partial result by, behind its latents: `top`, the base-2 logit that its weights are relative to, and their sum.
+// They stay apart, since an f32 LSE of 1e5 has no room for the log2 of the sum; the latents are not divided by the sum, so that a partial result
+// that is merged with empty ones alone is divided as an item that writes `out` itself, to the same bits. `top` counts where the sum is not 0.
+DEVICE void store_weight(float* partial, u32 latent, float top, float sum) {
+    const float from = sum > 0.0f ? top : sum == 0.0f ? EMPTY : NOT_A_NUMBER;
+    *reinterpret_cast<float2*>(partial + latent) = make_float2(from, sum);
 }

@@ -332,14 +332,13 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         for (int w = 0; w < T::TOKEN_WARPS; w++) total += maxima[w * T::ROWS + row];
         if (token_warp == 0 && lane % 4 == 0) {
             const bool any = !(total == 0.0f); // NaN too
-            const float base_2 = any ? top[h] + log2_fast(total) : EMPTY;
-            factors[row] = any ? 1.0f / total : 1.0f;
+            factors[row] = any && item.partial == DIRECT ? 1.0f / total : 1.0f;
             if (row < item.num_rows) {
                 if (item.partial == DIRECT) {
                     const u32 index = item.first_row + row;
-                    store_lse(args, bound_token(args, args.queries[index / args.num_heads].token), index % args.num_heads, base_2, any);
+                    store_lse(args, bound_token(args, args.queries[index / args.num_heads].token), index % args.num_heads, top[h] + log2_fast(total), any);
                 } else {
-                    args.partials[(static_cast<u64>(item.partial) + row) * (T::LATENT + 4) + T::LATENT] = base_2;
+                    store_weight(args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4), T::LATENT, top[h], total);
                 }
             }
         }

@@ -16,7 +16,7 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
     for (u32 row = warp; row < item.num_rows; row += T::WARPS) {
         const float total = sums[row] + sums[T::ROWS + row];
         const bool any = !(total == 0.0f); // NaN too
-        const float base_2 = any ? tops[row] + log2_fast(total) : EMPTY, share = any ? 1.0f / total : 1.0f;
+        const float share = any && item.partial == DIRECT ? 1.0f / total : 1.0f;
         const u32 index = item.first_row + row, head = index % args.num_heads;
         const QueryToken query = args.queries[index / args.num_heads];
         const u32 token = bound_token(args, query.token);
@@ -27,9 +27,9 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
         float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
         if (lane == 0) {
             if (item.partial == DIRECT) {
-                store_lse(args, token, head, base_2, any);
+                store_lse(args, token, head, tops[row] + log2_fast(total), any);
             } else {
-                partial[T::LATENT] = base_2;
+                store_weight(partial, T::LATENT, tops[row], total);
             }
         }
 #pragma unroll 1

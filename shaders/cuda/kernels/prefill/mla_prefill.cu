@@ -9,7 +9,8 @@
 //   3. values   weights x values, VALUE_KEYS keys at a time, staged where the slices were
 //
 // A thread owns ROWS / 16 rows, 16 apart; for these 4 keys, 16 apart, then COLUMN_QUADS quads (4 consecutive elements) of the output. Keys past
-// the last visible one of the tile repeat it and weigh 0.
+// the last visible one of the tile repeat it and weigh 0. With f32 inputs a block of keys is summed from 0, and blocks are added up with
+// compensation, so that many keys cost no digits; half of the columns at a time, as registers are short.
 //
 // The grid covers max_tiles, so that a captured launch serves every work list that fits: blocks past its tiles leave early.
 
@@ -17,6 +18,7 @@
 // limits: mla_prefill_256 registers=128 threads=256
 // limits: mla_prefill_exact registers=128 threads=256
 
+#include "lib/sum.cuh"
 #include "prefill.cuh"
 
 #define THREADS 256u
@@ -54,15 +56,15 @@ __device__ __forceinline__ void stage_slice(const Args &args, const Tile &tile, 
     }
 }
 
-// Stages values, [VALUE_KEYS, ROW_QUADS]; columns past the last one repeat it, for sums that are not stored.
+// Stages values from quad `first_quad` on, [VALUE_KEYS, ROW_QUADS]; columns past the last one repeat it, for sums that are not stored.
 template <u32 ROW_QUADS>
-__device__ __forceinline__ void stage_values(const Args &args, const Tile &tile, u32 first_key, float4 *staged) {
+__device__ __forceinline__ void stage_values(const Args &args, const Tile &tile, u32 first_key, u32 first_quad, float4 *staged) {
     u64 at[4];
     float4 loaded[4];
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         u32 index = i * THREADS + threadIdx.x;
-        u32 quad = min(index % ROW_QUADS, args.value_quads - 1);
+        u32 quad = min(first_quad + index % ROW_QUADS, args.value_quads - 1);
         at[i] = row_of(args.v, key_of(args, tile, first_key + index / ROW_QUADS), tile.head) + quad * quad_bytes(args.dtype);
     }
     read_quads(at, args.dtype, loaded);
@@ -93,11 +95,43 @@ __device__ __forceinline__ float sum_of_row(float x) {
     return x;
 }
 
+// Adds weights x values of a block of keys to COLUMN_QUADS quads of the output, those from `first_quad` on.
+template <u32 ROWS_OF_THREAD, u32 COLUMN_QUADS>
+__device__ __forceinline__ void add_values(const Args &args, const Tile &tile, u32 block, u32 first_quad, const float4 *weights, float4 *staged, float4 (&out)[ROWS_OF_THREAD][COLUMN_QUADS]) {
+    constexpr u32 ROW_QUADS = 16 * COLUMN_QUADS;
+    constexpr u32 VALUE_KEYS = 4 * THREADS / ROW_QUADS;
+    u32 tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+#pragma unroll 1
+    for (u32 first = 0; first < KEYS && block + first < tile.num_keys; first += VALUE_KEYS) {
+        __syncthreads();
+        stage_values<ROW_QUADS>(args, tile, block + first, first_quad, staged);
+        __syncthreads();
+#pragma unroll 1
+        for (u32 key = 0; key < VALUE_KEYS; key += 4) {
+            float4 weight[ROWS_OF_THREAD];
+#pragma unroll
+            for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                weight[i] = weights[(i * 16 + ty) * WEIGHT_PITCH + (first + key) / 4];
+            }
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+#pragma unroll
+                for (u32 c = 0; c < COLUMN_QUADS; c++) {
+                    float4 value = staged[(key + j) * ROW_QUADS + c * 16 + tx];
+#pragma unroll
+                    for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
+                        float w = j == 0 ? weight[i].x : j == 1 ? weight[i].y : j == 2 ? weight[i].z : weight[i].w;
+                        out[i][c] = plus_product(w, value, out[i][c]);
+                    }
+                }
+            }
+        }
+    }
+}
+
 template <u32 ROWS, u32 COLUMN_QUADS, bool IS_EXACT>
 __device__ __forceinline__ void attend(const Args &args) {
     constexpr u32 ROWS_OF_THREAD = ROWS / 16;
-    constexpr u32 ROW_QUADS = 16 * COLUMN_QUADS;
-    constexpr u32 VALUE_KEYS = 4 * THREADS / ROW_QUADS;
     constexpr u32 TURN = IS_EXACT ? 1 : 2;
     constexpr u32 SLICES = (ROWS + KEYS) * SLICE_PITCH;
     __shared__ float4 staged[SLICES > 4 * THREADS ? SLICES : 4 * THREADS];
@@ -113,13 +147,15 @@ __device__ __forceinline__ void attend(const Args &args) {
 
     float row_max[ROWS_OF_THREAD], row_sum[ROWS_OF_THREAD]; // the sum is over this thread's keys only
     float4 out[ROWS_OF_THREAD][COLUMN_QUADS];
+    float sum_rest[ROWS_OF_THREAD]; // of compensated sums: exact only
+    float4 out_rest[ROWS_OF_THREAD][COLUMN_QUADS];
 #pragma unroll
     for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
         row_max[i] = EMPTY;
-        row_sum[i] = 0.0f;
+        row_sum[i] = sum_rest[i] = 0.0f;
 #pragma unroll
         for (u32 c = 0; c < COLUMN_QUADS; c++) {
-            out[i][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            out[i][c] = out_rest[i][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
     }
 
@@ -181,45 +217,44 @@ __device__ __forceinline__ void attend(const Args &args) {
             float factor = exp2_fast(row_max[i] - top);
             row_max[i] = top;
             row_sum[i] *= factor;
+            if (IS_EXACT) sum_rest[i] *= factor;
 #pragma unroll
             for (u32 c = 0; c < COLUMN_QUADS; c++) {
                 out[i][c] = plus_product(factor, out[i][c], make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+                if (IS_EXACT) out_rest[i][c] = plus_product(factor, out_rest[i][c], make_float4(0.0f, 0.0f, 0.0f, 0.0f));
             }
+            float block_sum = 0.0f;
 #pragma unroll
             for (u32 j = 0; j < 4; j++) {
                 // fma: the product is not rounded before the subtraction, so large logits lose no accuracy beyond the dot product's.
                 float exponent = fmaf(score[i][j], args.logit_scale, -top);
                 exponent = IS_EXACT ? fmaf(rest[i][j], args.logit_scale, exponent) : exponent;
                 float weight = block + j * 16 + tx < visible ? exp2_fast(exponent) : 0.0f;
-                row_sum[i] += weight;
+                if (IS_EXACT) {
+                    block_sum += weight;
+                } else {
+                    row_sum[i] += weight;
+                }
                 ((float *)weights)[(i * 16 + ty) * (4 * WEIGHT_PITCH) + j * 16 + tx] = weight;
             }
+            if (IS_EXACT) add_compensated(row_sum[i], sum_rest[i], block_sum);
         }
 
         // 3. values
-#pragma unroll 1
-        for (u32 first = 0; first < KEYS && block + first < tile.num_keys; first += VALUE_KEYS) {
-            __syncthreads();
-            stage_values<ROW_QUADS>(args, tile, block + first, staged);
-            __syncthreads();
-#pragma unroll 1
-            for (u32 key = 0; key < VALUE_KEYS; key += 4) {
-                float4 weight[ROWS_OF_THREAD];
+        if (!IS_EXACT) {
+            add_values(args, tile, block, 0, weights, staged, out);
+        } else {
+            constexpr u32 HALF = COLUMN_QUADS / 2;
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                // Uniform over the grid: a narrow output has no columns in the second half.
+                if (half * 16 * HALF >= args.value_quads) break;
+                float4 sums[ROWS_OF_THREAD][HALF] = {};
+                add_values(args, tile, block, half * 16 * HALF, weights, staged, sums);
 #pragma unroll
                 for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
-                    weight[i] = weights[(i * 16 + ty) * WEIGHT_PITCH + (first + key) / 4];
-                }
 #pragma unroll
-                for (u32 j = 0; j < 4; j++) {
-#pragma unroll
-                    for (u32 c = 0; c < COLUMN_QUADS; c++) {
-                        float4 value = staged[(key + j) * ROW_QUADS + c * 16 + tx];
-#pragma unroll
-                        for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
-                            float w = j == 0 ? weight[i].x : j == 1 ? weight[i].y : j == 2 ? weight[i].z : weight[i].w;
-                            out[i][c] = plus_product(w, value, out[i][c]);
-                        }
-                    }
+                    for (u32 c = 0; c < HALF; c++) add_compensated(out[i][half * HALF + c], out_rest[i][half * HALF + c], sums[i][c]);
                 }
             }
         }
@@ -227,7 +262,7 @@ __device__ __forceinline__ void attend(const Args &args) {
 
 #pragma unroll
     for (u32 i = 0; i < ROWS_OF_THREAD; i++) {
-        float sum = sum_of_row(row_sum[i]);
+        float sum = sum_of_row(IS_EXACT ? compensated(row_sum[i], sum_rest[i]) : row_sum[i]);
         u32 row = i * 16 + ty, to = tile.first_row + row;
         if (row >= tile.num_rows || to >= args.max_rows) {
             continue;
@@ -237,7 +272,7 @@ __device__ __forceinline__ void attend(const Args &args) {
 #pragma unroll
         for (u32 c = 0; c < COLUMN_QUADS; c++) {
             if (c * 16 + tx < args.value_quads) {
-                float4 x = out[i][c];
+                float4 x = IS_EXACT ? compensated(out[i][c], out_rest[i][c]) : out[i][c];
                 x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
                 store_quad(row_of(args.out, to, tile.head) + (c * 16 + tx) * quad_bytes(args.out_dtype), args.out_dtype, x);
             }

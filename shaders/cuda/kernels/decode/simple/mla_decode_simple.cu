@@ -12,7 +12,13 @@ DEVICE void decode(const Args& args) {
     if (blockIdx.x >= args.header->num_items) return;
     const WorkItem item = args.items[blockIdx.x];
     const u32 row = threadIdx.x / LANES;
-    if (row < item.num_rows) decode_row<LATENT, ROPE, CACHE>(args, item, row);
+    if constexpr (CACHE == F32) {
+        static_assert(ROWS * LANES == F32_THREADS, "their pitch");
+        __shared__ Compensated totals[sums_of_lane(LATENT)][F32_THREADS];
+        if (row < item.num_rows) decode_row<LATENT, ROPE, CACHE>(args, item, row, &totals[0][threadIdx.x]);
+    } else {
+        if (row < item.num_rows) decode_row<LATENT, ROPE, CACHE>(args, item, row);
+    }
 }
 
 #define DECODE(name, ...) \

@@ -40,9 +40,9 @@ struct SwapTile {
     static constexpr int WEIGHTS_AT = PLACES_AT + LOADERS * PLACE_BYTES, WEIGHTS_BYTES = TOKENS * 128, TURN_BYTES = ROWS * 2; // [TOKENS, 64], two buffers of ROWS in each
     static constexpr int MAXIMA_AT = WEIGHTS_AT + WEIGHTS_BYTES; // [WARPS, ROWS] maxima; row sums at the end
     static constexpr int SCALES_AT = MAXIMA_AT + WARPS * ROWS * 4; // [ROWS]
-    static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]
-    static constexpr int LSE_AT = SEEN_AT + ROWS * 4; // [ROWS]
-    static constexpr int FULL_AT = LSE_AT + ROWS * 4; // [LOADERS] mbarriers, of 8 bytes
+    static constexpr int SEEN_AT = SCALES_AT + ROWS * 4; // [ROWS]; row sums over all warps at the end
+    static constexpr int TOPS_AT = SEEN_AT + ROWS * 4; // [ROWS] running maxima at the end
+    static constexpr int FULL_AT = TOPS_AT + ROWS * 4; // [LOADERS] mbarriers, of 8 bytes
     static constexpr int EMPTY_AT = FULL_AT + LOADERS * 8; // [LOADERS] mbarriers
     static constexpr int STAGED_AT = EMPTY_AT + LOADERS * 8; // an mbarrier: the output is staged
     static constexpr int SHARED_BYTES = STAGED_AT + 8;
@@ -108,16 +108,18 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
     // The other warps do the item again in f32.
     if (!is_finite(*reinterpret_cast<const float*>(shared + T::SCALES_AT))) return;
     const float* staged = reinterpret_cast<const float*>(shared + T::PLACES_AT);
-    const float* lse = reinterpret_cast<const float*>(shared + T::LSE_AT);
+    const float* tops = reinterpret_cast<const float*>(shared + T::TOPS_AT);
+    const float* totals = reinterpret_cast<const float*>(shared + T::SEEN_AT);
     const u32 lane = threadIdx.x % LANES;
     for (u32 row = warp; row < item.num_rows; row += T::WARPS + T::LOADERS) {
         const u32 index = item.first_row + row, token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
         float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
         if (lane == 0) {
             if (item.partial == DIRECT) {
-                store_lse(args, token, head, lse[row], lse[row] != EMPTY);
+                const bool any = !(totals[row] == 0.0f); // NaN too
+                store_lse(args, token, head, tops[row] + log2_fast(totals[row]), any);
             } else {
-                partial[T::LATENT] = lse[row];
+                store_weight(partial, T::LATENT, tops[row], totals[row]);
             }
         }
 #pragma unroll
@@ -144,7 +146,6 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
     u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT);
-    float* lse = reinterpret_cast<float*>(shared + T::LSE_AT);
     // Uniform in a warp, which the shuffle tells the compiler.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
@@ -300,7 +301,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         pin(logits);
     }
 
-    // Row sums across warps, LSEs, then the epilogue by rows.
+    // Row sums across warps, then the epilogue by rows.
 #pragma unroll
     for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
@@ -315,6 +316,8 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         return decode_rows<T>(args, warp);
     }
     float* staged_out = reinterpret_cast<float*>(shared + T::PLACES_AT);
+    float* tops = reinterpret_cast<float*>(shared + T::TOPS_AT);
+    float* totals = reinterpret_cast<float*>(shared + T::SEEN_AT);
 #pragma unroll
     for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
@@ -324,8 +327,11 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
 #pragma unroll
             for (int w = 0; w < T::WARPS; w++) total += maxima[w * T::ROWS + row];
             const bool any = !(total == 0.0f); // NaN too
-            const float share = any ? 1.0f / total : 1.0f;
-            if (warp == 0 && lane < 4) lse[row] = any ? top[j][e] + log2_fast(total) : EMPTY;
+            const float share = any && item.partial == DIRECT ? 1.0f / total : 1.0f;
+            if (warp == 0 && lane < 4) {
+                tops[row] = top[j][e];
+                totals[row] = total;
+            }
 #pragma unroll
             for (int c = 0; c < T::COLUMN_TILES; c++)
 #pragma unroll
