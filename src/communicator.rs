@@ -15,7 +15,10 @@
 //!
 //! There is no wire protocol here: engines that exist carry the bytes.
 
+#[cfg(not(target_arch = "wasm32"))]
+mod deadline;
 mod digest;
+pub(crate) mod digest_fields;
 #[cfg(not(target_arch = "wasm32"))]
 mod in_process;
 #[cfg(feature = "nccl")]

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! once       cp = ContextParallel::new(&device, spec)?            buffers of the exchange, and what combines
-//!            args = MlaDecodeArgs { out, lse, .. }                out and lse from cp.partial(): the decode writes there
+//!            args = cp.decode_args(query, kv, softmax_scale)      the decode writes where the exchange reads
 //! per step   cp.prepare(tokens)?                                  a plan of this rank's own tokens is the host's, as ever
-//!            digest.agree(&communicator)?                         once a step, where ranks may differ
+//!            cp.digest().layer(&args).agree(&communicator)?       once a step, where ranks may differ
 //! per layer  mla.run(&step, &binding)?; cp.combine(&communicator)?
 //!            cp.out(), cp.lse()                                   all keys of all ranks, for this rank's heads
 //! ```
@@ -22,9 +22,9 @@ use layout::Pair;
 use merged::{Merged, Sets};
 use weighted::Weighted;
 
-use crate::communicator::{Communicator, StepDigest};
+use crate::communicator::{Communicator, StepDigest, digest_fields as field};
 use crate::ops::op::Kernel;
-use crate::{CorrectAttnOut, Error, MergeStates, Result, View};
+use crate::{CorrectAttnOut, Error, KvView, MergeStates, MlaDecodeArgs, Query, Result, View};
 
 /// Joins the partial results of a group's ranks, on one rank's device. It owns the buffers: the decode writes its `out` and `lse` to
 /// [`ContextParallel::partial`], and [`ContextParallel::combine`] leaves the joined ones in [`ContextParallel::out`] and
@@ -43,8 +43,8 @@ use crate::{CorrectAttnOut, Error, MergeStates, Result, View};
 /// use std::time::Duration;
 /// use wgpu_mla::communicator::{Communicator, InProcess};
 /// use wgpu_mla::{
-///     Batch, ContextParallel, ContextParallelSpec, Device, Dtype, KvSpec, Mask, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Result,
-///     Shares, SplitPolicy, cpu::Cpu,
+///     Batch, ContextParallel, ContextParallelSpec, Device, Dtype, KvSpec, KvView, Mask, MlaDecode, MlaShape, PageTable, Plan, Query, Result,
+///     Shares, SplitPolicy, View, cpu::Cpu,
 /// };
 ///
 /// fn rank(communicator: &dyn Communicator<Cpu>) -> Result<()> {
@@ -60,13 +60,13 @@ use crate::{CorrectAttnOut, Error, MergeStates, Result, View};
 ///     // Once: the decode writes where the exchange reads.
 ///     let mla = cpu.compile(spec)?;
 ///     let mut cp = ContextParallel::new(&cpu, ContextParallelSpec::of(&spec, rank, world, 1))?;
-///     let (out, lse) = cp.partial();
-///     let dense = MlaDecodeArgs::dense(&spec, &q, &cache, out.buffer, lse.buffer, 0.1);
-///     let layer = mla.bind(&MlaDecodeArgs { out, lse, ..dense }, 1)?;
+///     let args = cp.decode_args(Query::Whole(View::dense(&q, 4, 288)), KvView::dense(&cache, &spec), 0.1);
+///     let layer = mla.bind(&args, 1)?;
+///     let alike = cp.digest().spec(&spec).layer(&args);
 ///
 ///     // Every step: all ranks know the whole batch, and each plans its own tokens of it, every other block of 4.
 ///     let (seq_lens, starts, shares) = ([40], [0, 1], Shares::even(world, 4)?);
-///     cp.digest().spec(&spec).shares(&shares).batch(&Batch::new(&seq_lens, &starts)).agree(communicator)?;
+///     alike.shares(&shares).batch(&Batch::new(&seq_lens, &starts)).agree(communicator)?;
 ///     let local = shares.local_seq_lens(rank, &seq_lens)?;
 ///     let bounds = shares.local_bounds(rank, &seq_lens, &starts)?;
 ///     let batch = Batch { mask: Mask::Bounds(&bounds), ..Batch::new(&local, &starts) };
@@ -163,10 +163,22 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
         &self.device
     }
 
-    /// `out` and `lse` of the decode's [`crate::MlaDecodeArgs`], with `lse_base` as in the spec: `[num_heads, max_tokens, L]` and
+    /// `out` and `lse` of the decode's [`MlaDecodeArgs`], with `lse_base` as in the spec: `[num_heads, max_tokens, L]` and
     /// `[num_heads, max_tokens]`, so that the heads of a rank lie together.
     pub fn partial(&self) -> (View<&D::Buffer>, View<&D::Buffer>) {
         (self.spec.out_view(&self.partial.out), self.spec.lse_view(&self.partial.lse))
+    }
+
+    /// The arguments of a layer's decode into [`ContextParallel::partial`], with the spec's base of LSEs. `k_scale` and `q_scale` are 1:
+    /// those of e4m3 elements replace them, `MlaDecodeArgs { k_scale, ..cp.decode_args(query, kv, softmax_scale) }`.
+    pub fn decode_args<'a>(
+        &'a self,
+        query: Query<&'a D::Buffer>,
+        kv: KvView<&'a D::Buffer>,
+        softmax_scale: f32,
+    ) -> MlaDecodeArgs<&'a D::Buffer> {
+        let ((out, lse), lse_base) = (self.partial(), self.spec.lse_base);
+        MlaDecodeArgs { query, kv, out, lse, lse_base, softmax_scale, k_scale: 1.0, q_scale: 1.0 }
     }
 
     /// The joined output, `[local_heads, max_tokens, L]`.
@@ -198,32 +210,60 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
         }
     }
 
-    /// What the ranks must have in common, as far as it is known here; the host adds the batch, the shares and the decode's spec.
+    /// What the ranks must have in common, as far as it is known here, and this rank's place; the host adds the batch, the shares, the
+    /// decode's spec and its scales ([`StepDigest::layer`]).
     #[must_use]
     pub fn digest(&self) -> StepDigest {
         let spec = &self.spec;
-        let dims = [spec.num_heads, spec.kv_lora_rank, spec.max_tokens].map(u64::from);
-        let facts = dims.into_iter().chain([spec.out as u64, spec.form as u64, spec.lse_base as u64]);
-        StepDigest::new().combine(spec.world, facts)
+        StepDigest::new().combine([
+            (field::CP_WORLD, spec.world.into()),
+            (field::CP_RANK, spec.rank.into()),
+            (field::CP_HEADS, spec.num_heads.into()),
+            (field::CP_LATENT, spec.kv_lora_rank.into()),
+            (field::CP_OUT, spec.out as u64),
+            (field::CP_TOKENS, spec.max_tokens.into()),
+            (field::CP_FORM, spec.form as u64),
+            (field::CP_BASE, spec.lse_base as u64),
+        ])
     }
 
     /// Exchanges the partial results of a layer and joins them. Called after the decode was submitted. With an engine in stream order
     /// all of it is put on the stream, and may be captured together with the decode; otherwise it waits for the decode.
     ///
     /// # Errors
-    /// Those of the [`Communicator`], [`Error::RanksDiffer`] for one of another world, and those of [`Compiled::run`](crate::Compiled::run).
+    /// Those of the [`Communicator`], [`Error::RanksDiffer`] for one of another rank or world than the spec's, before anything is exchanged,
+    /// and those of [`Compiled::run`](crate::Compiled::run). The other ranks learn of the former by [`StepDigest::agree`].
     pub fn combine(&self, communicator: &dyn Communicator<D>) -> Result<()> {
-        let world = communicator.world();
-        if world != self.spec.world {
-            let (first_has, other_has) = (self.spec.world.into(), world.into());
-            let rank = communicator.rank();
-            let what = "world (of the ContextParallel and of its communicator)";
-            return Err(Error::RanksDiffer { what, first: rank, first_has, other: rank, other_has });
-        }
+        self.check_place(communicator.rank(), communicator.world())?;
         match &self.combine {
             Combine::Nothing => Ok(()),
             Combine::Merged(merged) => merged.run(communicator),
             Combine::Weighted(weighted) => weighted.run(communicator, &self.partial),
         }
+    }
+
+    /// With another rank's place the wrong heads would be merged, or the wrong weights used.
+    ///
+    /// # Errors
+    /// [`Error::RanksDiffer`].
+    fn check_place(&self, rank: u32, world: u32) -> Result<()> {
+        for (what, has, of_communicator) in [
+            ("world (of its ContextParallel, and of its communicator)", self.spec.world, world),
+            ("rank (of its ContextParallel, and of its communicator)", self.spec.rank, rank),
+        ] {
+            if has != of_communicator {
+                let (first_has, other_has) = (has.to_string(), of_communicator.to_string());
+                let cure = "make the ContextParallel with the rank and world of its communicator";
+                return Err(Error::RanksDiffer {
+                    what,
+                    first: rank,
+                    first_has,
+                    other: rank,
+                    other_has,
+                    cure,
+                });
+            }
+        }
+        Ok(())
     }
 }

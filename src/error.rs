@@ -419,21 +419,25 @@ pub enum Error {
         /// What happened, with the rank at fault where it is known.
         detail: String,
     },
-    /// The ranks of a group are not at the same step, or were not set up alike: every rank gets this error. Give all ranks the same.
-    #[error(
-        "the ranks differ in {what}: rank {first} has {first_has}, rank {other} has {other_has}: give all ranks the same"
-    )]
+    /// The ranks of a group are not at the same step, or were not set up alike; or one rank contradicts itself, and is both `first` and
+    /// `other`, such as a `ContextParallel` of another rank than its communicator's. [`StepDigest::agree`] gives every rank this error.
+    /// Do what `cure` says.
+    ///
+    /// [`StepDigest::agree`]: crate::communicator::StepDigest::agree
+    #[error("{}: {cure}", what_differs(.what, *.first, .first_has, *.other, .other_has))]
     RanksDiffer {
         /// What differs.
         what: &'static str,
         /// A rank.
         first: u32,
         /// What it has.
-        first_has: u64,
-        /// The first rank that has something else.
+        first_has: String,
+        /// The first rank that has something else; the same one where it contradicts itself.
         other: u32,
         /// What that one has.
-        other_has: u64,
+        other_has: String,
+        /// What to do.
+        cure: &'static str,
     },
     /// The adapter refused to make the device. Ask for fewer features or lower limits, or use another adapter or driver.
     #[error(
@@ -483,6 +487,14 @@ pub enum Error {
         /// What wgpu said.
         detail: String,
     },
+}
+
+fn what_differs(what: &str, first: u32, first_has: &str, other: u32, other_has: &str) -> String {
+    if first == other {
+        format!("rank {first} has {first_has} and {other_has} as {what}")
+    } else {
+        format!("the ranks differ in {what}: rank {first} has {first_has}, rank {other} has {other_has}")
+    }
 }
 
 /// A number that a check counted in 64 bits, saturating.

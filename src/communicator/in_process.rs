@@ -1,8 +1,9 @@
 //! Ranks that are threads of one process.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::deadline::Deadline;
 use super::{Communicator, staged};
 use crate::{Device, Error, Result};
 
@@ -61,7 +62,7 @@ struct Seat {
 
 impl InProcess {
     /// A group of so many ranks; hand each to a thread of its own. `timeout` is how long a rank waits for the others in one exchange:
-    /// more than the slowest rank's work between two of them.
+    /// more than the slowest rank's work between two of them. With [`Duration::MAX`] it waits until the others come or leave.
     ///
     /// # Errors
     /// [`Error::Shape`] for no ranks, or more than 65,536.
@@ -75,7 +76,7 @@ impl InProcess {
 
     /// Gives bytes to all ranks and takes those of all, in the order of the ranks.
     fn meet(&self, what: &'static str, mine: &[u8]) -> Result<Vec<Arc<[u8]>>> {
-        let deadline = Instant::now() + self.group.timeout;
+        let deadline = Deadline::after(self.group.timeout);
         let failed = |detail| Error::Exchange { what, rank: self.rank, detail };
         let me = self.rank as usize;
         // The round before is over once every rank has read it.
@@ -113,7 +114,7 @@ impl InProcess {
     /// What keeps this from coming true: it breaks the group, so that all ranks say the same.
     fn wait_until(
         &self,
-        deadline: Instant,
+        deadline: Deadline,
         what: &str,
         done: impl Fn(&State) -> bool,
     ) -> Result<MutexGuard<'_, State>, String> {
@@ -127,23 +128,24 @@ impl InProcess {
             }
             let missing = |rank: &Seat| rank.given.is_none();
             let gone = state.ranks.iter().enumerate().find(|(_, rank)| missing(rank) && rank.left.is_some());
-            let late = deadline.saturating_duration_since(Instant::now());
+            let left = deadline.left();
             let why = match gone {
                 Some((rank, Seat { left, .. })) => {
                     format!("rank {rank} {} before its {what}", left.unwrap_or_default())
                 }
-                None if late.is_zero() => {
+                None if left.is_some_and(|left| left.is_zero()) => {
                     let late = state.ranks.iter().enumerate().filter(|(_, rank)| missing(rank));
                     let late: Vec<_> = late.map(|(rank, _)| rank.to_string()).collect();
                     format!("rank {} did not come to {what} within {:?}", late.join(", "), self.group.timeout)
                 }
                 None => {
-                    state = self
-                        .group
-                        .changed
-                        .wait_timeout(state, late)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0;
+                    let changed = &self.group.changed;
+                    state = match left {
+                        Some(left) => {
+                            changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                        }
+                        None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                    };
                     continue;
                 }
             };

@@ -1,6 +1,6 @@
 //! Exchanges of device buffers through the host, for every engine that carries host bytes.
 
-use super::{Communicator, Exchange};
+use super::{Communicator, Exchange, check_world};
 use crate::view::fits;
 use crate::{Device, Dtype, Error, Result};
 
@@ -9,9 +9,10 @@ pub(super) fn all_to_all_by_gather<D: Device, C: Communicator<D> + ?Sized>(
     communicator: &C,
     parts: &[u8],
 ) -> Result<Vec<u8>> {
-    let part = part_bytes(communicator.world(), parts.len())?;
+    let (rank, world) = place(communicator)?;
+    let part = part_bytes(world, parts.len())?;
     let all = gather(communicator, parts)?;
-    let mine = communicator.rank() as usize * part;
+    let mine = rank as usize * part;
     Ok(all.chunks(parts.len().max(1)).map(|of_rank| &of_rank[mine..mine + part]).collect::<Vec<_>>().concat())
 }
 
@@ -20,8 +21,8 @@ pub(super) fn all_gather<D: Device, C: Communicator<D> + ?Sized>(
     device: &D,
     exchanges: &[Exchange<&D::Buffer>],
 ) -> Result<()> {
-    let world = communicator.world().into();
-    check::<D>(exchanges, 1, world)?;
+    let (_, world) = place(communicator)?;
+    check::<D>(exchanges, 1, world.into())?;
     let mut mine = Vec::new();
     for exchange in exchanges {
         mine.extend(device.download(exchange.from, exchange.bytes)?);
@@ -35,7 +36,7 @@ pub(super) fn all_to_all<D: Device, C: Communicator<D> + ?Sized>(
     device: &D,
     exchanges: &[Exchange<&D::Buffer>],
 ) -> Result<()> {
-    let world = communicator.world();
+    let (_, world) = place(communicator)?;
     check::<D>(exchanges, world.into(), world.into())?;
     let arrays = exchanges
         .iter()
@@ -59,7 +60,7 @@ pub(super) fn reduce_scatter<D: Device, C: Communicator<D> + ?Sized>(
     dtype: Dtype,
 ) -> Result<()> {
     check_sum(dtype, exchange.bytes)?;
-    let world = communicator.world();
+    let (_, world) = place(communicator)?;
     check::<D>(std::slice::from_ref(exchange), world.into(), 1)?;
     let parts = device.download(exchange.from, exchange.bytes * u64::from(world))?;
     let got = communicator.all_to_all_host(&parts)?;
@@ -91,6 +92,20 @@ pub(super) fn check<D: Device>(exchanges: &[Exchange<&D::Buffer>], from: u64, to
         }
     }
     Ok(())
+}
+
+/// A host's engine is not to be trusted with its numbers either.
+///
+/// # Errors
+/// [`Error::Shape`] for a group of no ranks or too many, or a rank that is not in it.
+fn place<D: Device, C: Communicator<D> + ?Sized>(communicator: &C) -> Result<(u32, u32)> {
+    let (rank, world) = (communicator.rank(), communicator.world());
+    check_world(world)?;
+    if rank >= world {
+        let cure = "must be below its world: correct the engine's rank() or world()";
+        return Err(Error::Shape { what: "rank of the communicator", got: rank.into(), cure });
+    }
+    Ok((rank, world))
 }
 
 /// Spreads what came of each rank, `message` bytes, over the exchanges' buffers.

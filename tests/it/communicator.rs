@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use wgpu_mla::communicator::{Communicator, Exchange, InProcess, StepDigest};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{
-    Batch, CombineForm, ContextParallel, ContextParallelSpec, Device, Dtype, Error, LseBase, Result, Shares,
+    Batch, CombineForm, ContextParallel, ContextParallelSpec, Device, Dtype, Error, KvSpec, LseBase, Mask,
+    MlaDecode, MlaDecodeArgs, MlaShape, Result, Shares,
 };
 
 /// Longer than any exchange here takes, on a busy machine too.
@@ -216,6 +217,87 @@ fn a_step_that_differs_is_an_error_on_every_rank_that_names_what() {
     must_say("the ranks differ in query_start_loc", |same, batch| {
         same.batch(&Batch { query_start_loc: &[0, 1, 3], ..*batch })
     });
+    must_say("the ranks differ in the mask", |same, batch| {
+        same.batch(&Batch { mask: Mask::CausalFrom(5), ..*batch })
+    });
+    must_say("the ranks differ in num_heads: rank 0 has none, rank 1 has 4", |same, _| {
+        same.spec(&decode(Dtype::F16))
+    });
+    must_say("the ranks differ in softmax_scale: rank 0 has none, rank 1 has 0.25", |same, _| {
+        same.layer(&layer(0.25, LseBase::E))
+    });
+    // All of three ranks have shares of two.
+    let all = ranks(3, PATIENT, |end, _| {
+        StepDigest::new().shares(&Shares::even(2, 1).expect("shares")).agree(as_dyn(&end))
+    });
+    for result in all {
+        let error = result.expect("no panic").expect_err("differs").to_string();
+        assert!(
+            error.contains("rank 0 has 2 and 3 as world (of its Shares, and of its communicator)"),
+            "{error}"
+        );
+    }
+}
+
+fn decode(query: Dtype) -> MlaDecode {
+    let shape = MlaShape { num_heads: 4, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+    MlaDecode { shape, kv: KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 }, query, out: Dtype::F32 }
+}
+
+fn layer(softmax_scale: f32, lse_base: LseBase) -> MlaDecodeArgs<()> {
+    MlaDecodeArgs { lse_base, ..MlaDecodeArgs::dense(&decode(Dtype::F32), (), (), (), (), softmax_scale) }
+}
+
+/// What the decodes have in common, with each other and with what combines them.
+fn layers_that_differ_are_an_error_on_every_rank() {
+    let says = |of: fn(StepDigest, u32) -> StepDigest, text: &str| {
+        let all = ranks(2, PATIENT, |end, rank| {
+            let spec = ContextParallelSpec { rank, ..spec(2, CombineForm::AllToAll) };
+            let cp = ContextParallel::new(&Cpu::with_threads(1), spec).expect("made");
+            of(cp.digest(), rank).agree(as_dyn(&end)).map_err(|error| error.to_string())
+        });
+        for result in all {
+            let said = result.expect("no panic").err().unwrap_or_default();
+            assert!(said.contains(text) && said.is_empty() == text.is_empty(), "{said}, not {text}");
+        }
+    };
+    let same = |all: StepDigest, _| all.spec(&decode(Dtype::F32)).layer(&layer(0.1, LseBase::E));
+    says(same, "");
+    says(
+        |all, rank| all.layer(&layer(if rank == 0 { 0.1 } else { 0.11 }, LseBase::E)),
+        "the ranks differ in softmax_scale: rank 0 has 0.1, rank 1 has 0.11",
+    );
+    says(
+        |all, rank| {
+            let one = layer(0.1, LseBase::E);
+            all.layer(&MlaDecodeArgs { q_scale: if rank == 0 { 2.0 } else { 0.5 }, ..one })
+        },
+        "the ranks differ in q_scale: rank 0 has 2.0, rank 1 has 0.5",
+    );
+    // A rank's cache has a scale of its own.
+    says(|all, rank| all.layer(&MlaDecodeArgs { k_scale: rank as f32 + 1.0, ..layer(0.1, LseBase::E) }), "");
+    says(
+        |all, rank| all.layer(&layer(0.1, if rank == 0 { LseBase::E } else { LseBase::Two })),
+        "the ranks differ in lse_base of the decode: rank 0 has E, rank 1 has Two",
+    );
+    says(
+        |all, _| all.layer(&layer(0.1, LseBase::Two)),
+        "rank 0 has E and Two as lse_base (of its ContextParallelSpec, and of its decode)",
+    );
+    says(
+        |all, rank| {
+            let second = if rank == 0 { 0.1 } else { 0.11 };
+            [0.2, second].into_iter().fold(all, |all, scale| all.layer(&layer(scale, LseBase::E)))
+        },
+        "the scales of the layers after the first",
+    );
+    says(
+        |all, _| {
+            let one = decode(Dtype::F32);
+            all.spec(&MlaDecode { shape: MlaShape { num_heads: 8, ..one.shape }, ..one })
+        },
+        "rank 0 has 4 and 8 as num_heads (of its ContextParallelSpec, and of its decode)",
+    );
 }
 
 fn spec(world: u32, form: CombineForm) -> ContextParallelSpec {
@@ -249,28 +331,161 @@ fn another_world_or_form_is_an_error_on_every_rank() {
         let mut cp = ContextParallel::new(&cpu, spec(4, CombineForm::AllToAll)).expect("made");
         cp.prepare(1).expect("prepared");
         let combined = cp.combine(as_dyn(&end));
-        assert!(
-            matches!(combined, Err(Error::RanksDiffer { first_has: 4, other_has: 2, .. })),
-            "{combined:?}"
-        );
+        let says = |error: &Error| error.to_string().contains("has 4 and 2 as world (of its ContextParallel");
+        assert!(combined.as_ref().is_err_and(says), "{combined:?}");
         cp.digest().agree(as_dyn(&end))
     });
     assert!(all.iter().all(|result| matches!(result, Some(Err(Error::RanksDiffer { .. })))), "{all:?}");
     let all = ranks(2, PATIENT, |end, rank| {
         let form = if rank == 0 { CombineForm::AllToAll } else { CombineForm::AllGather };
-        let cp = ContextParallel::new(&Cpu::with_threads(1), spec(2, form)).expect("made");
+        let cp = ContextParallel::new(&Cpu::with_threads(1), ContextParallelSpec { rank, ..spec(2, form) })
+            .expect("made");
         cp.digest().agree(as_dyn(&end))
     });
     for result in all {
         let error = result.expect("no panic").expect_err("differs").to_string();
-        assert!(error.contains("the ContextParallelSpec"), "{error}");
+        assert!(
+            error.contains("form of the ContextParallelSpec: rank 0 has AllToAll, rank 1 has AllGather"),
+            "{error}"
+        );
     }
+}
+
+const FORMS: [CombineForm; 3] =
+    [CombineForm::AllToAll, CombineForm::AllGatherReduceScatter, CombineForm::AllGather];
+
+/// Both were set up as rank 0: rank 1 would merge the heads of the other, or weigh its output by the other's LSEs.
+fn another_rank_than_the_communicators_is_an_error_before_anything_is_exchanged() {
+    for (form, max_tokens) in FORMS.into_iter().flat_map(|form| [(form, 3), (form, 200)]) {
+        let all = ranks(2, SHORT, |end, rank| {
+            let spec = ContextParallelSpec { max_tokens, ..spec(2, form) };
+            let mut cp = ContextParallel::new(&Cpu::with_threads(1), spec).expect("made");
+            cp.prepare(1).expect("prepared");
+            // Every rank is told.
+            let agreed = cp.digest().agree(as_dyn(&end)).expect_err("differs").to_string();
+            let text = "rank 1 has 0 and 1 as rank (of its ContextParallelSpec, and of its communicator): \
+                        make each with the rank and world of its communicator";
+            assert!(agreed.contains(text), "{agreed}");
+            // Rank 0 says nothing of its own: nothing comes of rank 1.
+            (rank == 1).then(|| cp.combine(as_dyn(&end)))
+        });
+        let error =
+            all[1].as_ref().and_then(Option::as_ref).expect("no panic").as_ref().expect_err("differs");
+        assert!(matches!(error, Error::RanksDiffer { first: 1, other: 1, .. }), "{form:?}: {error}");
+        let text = "rank 1 has 0 and 1 as rank (of its ContextParallel, and of its communicator): make the ContextParallel";
+        assert!(error.to_string().contains(text), "{error}");
+    }
+}
+
+/// An engine of a host's own that says what it likes.
+struct Says {
+    rank: u32,
+    world: u32,
+}
+
+impl Communicator<Cpu> for Says {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn world(&self) -> u32 {
+        self.world
+    }
+
+    fn all_gather_host(&self, mine: &[u8]) -> Result<Vec<u8>> {
+        Ok(mine.repeat(self.world as usize))
+    }
+}
+
+/// Gives other bytes than were asked for.
+struct Short;
+
+impl Communicator<Cpu> for Short {
+    fn rank(&self) -> u32 {
+        0
+    }
+
+    fn world(&self) -> u32 {
+        2
+    }
+
+    fn all_gather_host(&self, mine: &[u8]) -> Result<Vec<u8>> {
+        Ok(mine.to_vec())
+    }
+
+    fn all_to_all_host(&self, parts: &[u8]) -> Result<Vec<u8>> {
+        Ok(parts[..parts.len() / 2].to_vec())
+    }
+}
+
+fn an_engine_is_not_trusted_with_its_numbers() {
+    let cpu = Cpu::with_threads(1);
+    let [from, to] = [0; 2].map(|_| cpu.buffer(64).expect("a buffer"));
+    let every = |end: &dyn Communicator<Cpu>| {
+        let exchange = Exchange { from: &from, to: &to, bytes: 4 };
+        let combined = |form| {
+            let mut cp = ContextParallel::new(&cpu, spec(2, form)).expect("made");
+            cp.prepare(1).and_then(|()| cp.combine(end))
+        };
+        let mut all = vec![
+            ("all_gather", end.all_gather(&cpu, &[exchange])),
+            ("all_to_all", end.all_to_all(&cpu, &[exchange])),
+            ("reduce_scatter", end.reduce_scatter(&cpu, &exchange, Dtype::F32)),
+            ("agree", StepDigest::new().agree(end)),
+        ];
+        all.extend(FORMS.map(|form| ("combine", combined(form))));
+        all
+    };
+    for (rank, world) in [(7, 2), (2, 2), (u32::MAX, 4), (0, 0), (1, 0), (0, u32::MAX)] {
+        let end = Says { rank, world };
+        for (what, result) in every(&end) {
+            let error = result.expect_err(what);
+            let is_place =
+                matches!(&error, Error::Shape { what, .. } if what.contains("rank") || *what == "world");
+            assert!(
+                is_place || matches!(error, Error::RanksDiffer { .. }),
+                "{what}, {rank} of {world}: {error}"
+            );
+        }
+        let parts = Communicator::<Cpu>::all_to_all_host(&end, &[1; 8]);
+        assert!(matches!(parts, Err(Error::Shape { .. })), "{rank} of {world}: {parts:?}");
+    }
+    for (what, result) in every(&Short) {
+        let error = result.expect_err(what);
+        assert!(matches!(error, Error::Exchange { .. }), "{what}: {error}");
+    }
+    // A place that is not the one in which its bytes come.
+    let error =
+        StepDigest::new().agree(&Says { rank: 1, world: 2 } as &dyn Communicator<Cpu>).expect_err("both 1");
+    let text = "rank 0 has 1 and 0 as rank (of its communicator, and by the order";
+    assert!(error.to_string().contains(text), "{error}");
+    // All of one place.
+    let error =
+        StepDigest::new().agree(&Says { rank: 7, world: 8 } as &dyn Communicator<Cpu>).expect_err("all 7");
+    assert!(error.to_string().contains("rank 0 has 7 and 0 as rank"), "{error}");
+}
+
+fn no_deadline_is_none() {
+    let all = ranks(3, Duration::MAX, |end, rank| -> Result<()> {
+        for round in 0..3 {
+            if rank == round {
+                std::thread::sleep(SHORT / 3);
+            }
+            let got = as_dyn(&end).all_gather_host(&[rank as u8])?;
+            assert_eq!(got, [0, 1, 2]);
+        }
+        as_dyn(&end).all_to_all_host(&[0; 6]).map(drop)
+    });
+    assert_eq!(all, vec![Some(Ok(())); 3]);
+    // One that leaves is still an error.
+    must_fail(2, Duration::MAX, "rank 1 panicked before its all_gather", |end, rank| {
+        assert_eq!(rank, 0, "on purpose");
+        gather(&end, 4)
+    });
 }
 
 /// Of each rank a constant output a token, weighted by an LSE of its own.
 fn every_form_joins_what_the_ranks_have() {
-    const FORMS: [CombineForm; 3] =
-        [CombineForm::AllToAll, CombineForm::AllGatherReduceScatter, CombineForm::AllGather];
     let partial = |rank: u32, head: u32, token: u32| {
         let out = f64::from(rank * 7 + head * 3 + token % 11);
         (out, f64::from((rank * 5 + head + token) % 9) * 0.5)
@@ -362,7 +577,11 @@ crate::tests![
     other_sizes_and_other_calls_are_an_error_on_every_rank,
     a_rank_that_does_not_come_is_an_error_in_time,
     a_step_that_differs_is_an_error_on_every_rank_that_names_what,
+    layers_that_differ_are_an_error_on_every_rank,
     another_world_or_form_is_an_error_on_every_rank,
+    another_rank_than_the_communicators_is_an_error_before_anything_is_exchanged,
+    an_engine_is_not_trusted_with_its_numbers,
+    no_deadline_is_none,
     every_form_joins_what_the_ranks_have,
     one_rank_exchanges_nothing_and_reads_where_the_decode_wrote,
 ];

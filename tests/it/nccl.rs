@@ -6,7 +6,7 @@ use mla_support::graph::cuda;
 use mla_support::{Ignored, Outcome, ignored_unless_required};
 use wgpu_mla::communicator::{Communicator, Exchange, Nccl, NcclId, StepDigest};
 use wgpu_mla::cuda::{Buffer, Cuda};
-use wgpu_mla::{Device, Dtype, Error};
+use wgpu_mla::{CombineForm, ContextParallel, ContextParallelSpec, Device, Dtype, Error, LseBase};
 
 const PATIENT: Duration = Duration::from_secs(60);
 
@@ -87,4 +87,33 @@ fn what_cannot_be_is_refused() -> Outcome {
     Ok(())
 }
 
-crate::tests![exchanges_are_part_of_a_graph, host_bytes_of_any_length_come_back, what_cannot_be_is_refused];
+/// In a group of one: two cards are `examples/context_parallel`'s.
+fn another_rank_than_the_communicators_is_refused() -> Outcome {
+    let (cuda, nccl) = alone()?;
+    for form in [CombineForm::AllToAll, CombineForm::AllGatherReduceScatter, CombineForm::AllGather] {
+        let spec = ContextParallelSpec {
+            num_heads: 4,
+            kv_lora_rank: 256,
+            out: Dtype::F32,
+            lse_base: LseBase::E,
+            rank: 1,
+            world: 2,
+            max_tokens: 200,
+            form,
+        };
+        let mut cp = ContextParallel::new(&cuda, spec).expect("made");
+        cp.prepare(1).expect("prepared");
+        for refused in [cp.combine(&nccl), cp.digest().agree(&nccl as &dyn Communicator<Cuda>)] {
+            assert!(matches!(refused, Err(Error::RanksDiffer { .. })), "{form:?}: {refused:?}");
+        }
+    }
+    nccl.wait(&cuda).expect("nothing is on the stream");
+    Ok(())
+}
+
+crate::tests![
+    exchanges_are_part_of_a_graph,
+    host_bytes_of_any_length_come_back,
+    what_cannot_be_is_refused,
+    another_rank_than_the_communicators_is_refused
+];

@@ -8,8 +8,8 @@ use mla_support::paint::Problem;
 use mla_support::ranks;
 use wgpu_mla::communicator::Communicator;
 use wgpu_mla::{
-    Backend, Batch, CombineForm, ContextParallel, ContextParallelSpec, Dtype, Error, MlaDecodeArgs,
-    PageTable, Plan, Shares, SplitPolicy, View,
+    Backend, Batch, CombineForm, ContextParallel, ContextParallelSpec, Dtype, Error, KvView, MlaDecodeArgs,
+    PageTable, Plan, Query, Shares, SplitPolicy, View,
 };
 
 use crate::problems::Whole;
@@ -81,10 +81,11 @@ pub fn run<D: Backend + 'static>(
 
     // Once a layer: the decode writes where the exchange reads.
     let (q, cache) = (upload(device, &part.q)?, upload(device, &part.kv)?);
-    let (out, lse) = cp.partial();
-    let dense = MlaDecodeArgs::dense(&spec, &q, &cache, out.buffer, lse.buffer, part.softmax_scale);
-    let args = MlaDecodeArgs { out, lse, k_scale: part.k_scale, q_scale: part.q_scale, ..dense };
+    let query = Query::Whole(View::dense(&q, spec.shape.num_heads, spec.shape.row_elems()));
+    let args = cp.decode_args(query, KvView::dense(&cache, &spec), part.softmax_scale);
+    let args = MlaDecodeArgs { k_scale: part.k_scale, q_scale: part.q_scale, ..args };
     let binding = mla.bind(&args, tokens)?;
+    let alike = cp.digest().spec(&spec).layer(&args).shares(shares);
 
     let mut step = mla.step(Default::default())?;
     let (mut computed, mut waited) = Default::default();
@@ -100,8 +101,7 @@ pub fn run<D: Backend + 'static>(
             mask: whole.problem.mask(),
             ..Batch::new(&whole.problem.seq_lens, &whole.problem.query_start_loc)
         };
-        let digest = cp.digest().step(count).spec(&spec).batch(&all).shares(shares);
-        digest.agree(&communicator)?;
+        alike.step(count).batch(&all).agree(&communicator)?;
         let batch = Batch { mask: part.mask(), ..Batch::new(&part.seq_lens, &part.query_start_loc) };
         let plan = Plan::new(&spec, &mla.tiling(), &batch, SplitPolicy::Auto)?;
         let pages = PageTable::Dense { block_table: &part.block_table, max_pages: part.max_pages as u32 };

@@ -94,7 +94,8 @@ impl Mpi {
     }
 
     fn poll(&self, request: &mut ffi::MPI_Request) -> Result<(), String> {
-        let deadline = Instant::now() + self.timeout;
+        // None where it is too far off to be a point in time, as with `Duration::MAX`.
+        let deadline = Instant::now().checked_add(self.timeout);
         for turn in 0u64.. {
             let mut done: c_int = 0;
             // SAFETY: a request that is open; its status is not asked for.
@@ -105,7 +106,7 @@ impl Mpi {
             if done != 0 {
                 return Ok(());
             }
-            if Instant::now() > deadline {
+            if deadline.is_some_and(|deadline| Instant::now() > deadline) {
                 break;
             }
             // Exchanges take microseconds, unless the others are late.

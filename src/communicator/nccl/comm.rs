@@ -2,8 +2,9 @@
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::super::deadline::Deadline;
 use super::library::{Api, Code, Config, Handle, UniqueId};
 use crate::ops::Replay;
 use crate::{Error, Result};
@@ -52,7 +53,7 @@ impl Comm {
         blocking: bool,
         bind: Bind,
     ) -> Result<Self> {
-        let (api, deadline) = (*api, Instant::now() + timeout);
+        let (api, deadline) = (*api, Deadline::after(timeout));
         let failed = |detail| Error::Exchange { what: "joining the group", rank, detail };
         let bind_too = bind.clone();
         // A blocking call comes back when all ranks came, or never.
@@ -104,7 +105,7 @@ impl Comm {
         let bad = codes.into_iter().find(|&code| code != Code::SUCCESS && code != Code::IN_PROGRESS);
         let done = match bad {
             Some(code) => Err(api.said(code, handle.0)),
-            None => self.settle(handle, Instant::now() + self.timeout),
+            None => self.settle(handle, Deadline::after(self.timeout)),
         };
         done.map_err(|why| self.failed(what, self.give_up(why)))
     }
@@ -116,13 +117,13 @@ impl Comm {
     /// then been aborted, and its results are worth nothing. Those of `is_idle`.
     pub fn wait(&self, is_idle: impl Fn() -> Result<bool>) -> Result<()> {
         let what = "waiting for an exchange";
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Deadline::after(self.timeout);
         let mut pause = Pause::default();
         while !is_idle()? {
             let busy = self.busy();
             let handle = self.open(what)?;
             let why = match self.asked(handle) {
-                Ok(Code::SUCCESS | Code::IN_PROGRESS) if Instant::now() < deadline => {
+                Ok(Code::SUCCESS | Code::IN_PROGRESS) if !deadline.is_over() => {
                     drop(busy);
                     pause.next();
                     continue;
@@ -131,8 +132,8 @@ impl Comm {
                 Ok(code) | Err(code) => self.api.said(code, handle.0),
             };
             let why = self.give_up(why);
-            let until = Instant::now() + AFTER_ABORT;
-            while !is_idle()? && Instant::now() < until {
+            let until = Deadline::after(AFTER_ABORT);
+            while !is_idle()? && !until.is_over() {
                 pause.next();
             }
             return Err(self.failed(what, why));
@@ -142,12 +143,12 @@ impl Comm {
     }
 
     /// Waits for what NCCL does in the background.
-    fn settle(&self, handle: Owned, deadline: Instant) -> Result<(), String> {
+    fn settle(&self, handle: Owned, deadline: Deadline) -> Result<(), String> {
         let mut pause = Pause::default();
         loop {
             match self.asked(handle) {
                 Ok(Code::SUCCESS) => return Ok(()),
-                Ok(Code::IN_PROGRESS) if Instant::now() < deadline => pause.next(),
+                Ok(Code::IN_PROGRESS) if !deadline.is_over() => pause.next(),
                 Ok(Code::IN_PROGRESS) => return Err(late(self.timeout)),
                 Ok(code) | Err(code) => return Err(self.api.said(code, handle.0)),
             }
@@ -217,7 +218,7 @@ impl Comm {
 impl Drop for Comm {
     fn drop(&mut self) {
         let State::Open(handle) = *self.state() else { return };
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Deadline::after(self.timeout);
         // SAFETY: the handle is open.
         let code = unsafe { (self.api.finalize)(handle.0) };
         let flushed = match code {

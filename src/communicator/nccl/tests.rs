@@ -264,6 +264,19 @@ fn exchanges_are_nccls_calls() {
 }
 
 #[test]
+fn no_deadline_is_none() {
+    let id = UniqueId([Does::Work as u8; 128]);
+    let comm = Comm::init(&API, id, 1, 2, Duration::MAX, false, Arc::new(|| {})).expect("joined");
+    gather(&comm).expect("called");
+    let looks = std::cell::Cell::new(0);
+    let is_idle = || {
+        looks.set(looks.get() + 1);
+        Ok(looks.get() > 3)
+    };
+    comm.wait(is_idle).expect("idle in the end");
+}
+
+#[test]
 fn a_rank_that_never_comes_is_an_error_in_time() {
     for does in [Does::NeverJoin, Does::BlockInJoin] {
         let begin = Instant::now();

@@ -4,6 +4,7 @@
 //! them by op.
 
 pub mod changed;
+pub mod context_parallel;
 pub mod correct_attn_out;
 pub mod decode;
 pub mod errors;
@@ -320,6 +321,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "merge_states" false: merge_states { state_merges, refuses_state_merges }
         "merge_states" false: sums { merges_of_many_sets }
         "correct_attn_out" false: correct_attn_out { corrections, refuses_corrections }
+        "context_parallel" false: context_parallel { refuses_other_ranks, decode_arguments }
         "kv_append" false: ops { appends }
         "kv_append" false: errors { refuses_ops }
         "every_op" false: extremes { extreme_views }
