@@ -188,7 +188,8 @@ fn copy_pages<D: Timed>(
         block_stride: PAGE_ELEMS,
         slabs: Slabs::ONE,
     };
-    let op = gpu.compile(KvCopyPages { kv, row_elems: LATENT + ROPE })?;
+    let dims = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
+    let op = gpu.compile(KvCopyPages { shape: dims, kv })?;
     let op = Layers::new(op, pages, &copies, (0..num_layers).map(layer))?;
     op.run_first()?;
 

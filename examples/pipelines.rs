@@ -154,8 +154,8 @@ fn small_ops() -> Vec<Job> {
         compile: Box::new(move |gpu| BatchTables::new(gpu, cache).map(drop)),
     });
     jobs.extend(Dtype::ALL.map(|cache| {
-        let spec = KvCopyPages { kv: kv(cache), row_elems: shape.row_elems() };
-        Job::of(format!("{cache} rows of {}", spec.row_elems), spec)
+        let spec = KvCopyPages { shape, kv: kv(cache) };
+        Job::of(format!("{cache} rows of {}", shape.row_elems()), spec)
     }));
     // By bytes, so that f16 stands for bf16.
     jobs.extend([Dtype::F32, Dtype::F16, Dtype::E4m3].map(|dtype| {

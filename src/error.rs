@@ -69,13 +69,16 @@ pub enum Error {
         /// What it can be.
         cure: &'static str,
     },
-    /// A factor that is zero, negative, infinite or NaN, or so small that its reciprocal is infinite. Pass one that is finite and above 0.
-    #[error("{what} {got}: must be finite and greater than zero")]
+    /// A factor outside of its range, such as zero, negative, infinite, NaN, or so small that its reciprocal is infinite; or a product of
+    /// factors that is too small or too large to scale logits by. Pass one in the range that `cure` names.
+    #[error("{what} {}: {cure}", number(*.got))]
     Scale {
-        /// The scale at fault.
+        /// The factor at fault, or the product.
         what: &'static str,
         /// Its value.
-        got: f32,
+        got: f64,
+        /// The range.
+        cure: &'static str,
     },
     /// A `k_scale` or `q_scale` other than 1 for elements that are no FP8 codes. Pass 1, or use e4m3.
     #[error("{what} {got}: {dtype} elements have no scale: pass 1, or use e4m3")]
@@ -487,6 +490,12 @@ pub enum Error {
         /// What wgpu said.
         detail: String,
     },
+}
+
+/// As few digits as tell it from others: an f32 is shown as one.
+fn number(x: f64) -> String {
+    let narrow = x as f32;
+    if f64::from(narrow) == x { format!("{narrow:?}") } else { format!("{x:?}") }
 }
 
 fn what_differs(what: &str, first: u32, first_has: &str, other: u32, other_has: &str) -> String {

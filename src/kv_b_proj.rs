@@ -57,7 +57,11 @@ impl<'a> KvBProj<'a> {
         length("weight_scale_inv", weight_scale_inv, 4, (rows * columns) as u64)?;
         let scales = weight_scale_inv.chunks_exact(4).map(|scale| Dtype::F32.decode_at(scale, 0));
         match { scales }.find(|scale| !(scale.is_finite() && *scale >= 0.0)) {
-            Some(got) => Err(Error::Scale { what: "weight_scale_inv", got }),
+            Some(got) => Err(Error::Scale {
+                what: "weight_scale_inv",
+                got: got.into(),
+                cure: "must be finite and at least 0",
+            }),
             None => Ok(this),
         }
     }

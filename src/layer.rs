@@ -50,7 +50,7 @@ use range::check_range;
 use crate::ops::op::{Op, Use};
 use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
 use crate::tables::Capacity;
-use crate::view::{KvView, View, wide};
+use crate::view::{KvView, View, distinct, wide};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolicy};
 
 /// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
@@ -288,9 +288,9 @@ pub struct MlaLayerArgs<B> {
     pub max_position: u32,
     /// `[T, H, V]`, the output.
     pub out: View<B>,
-    /// Factor of the logits; see [`crate::softmax_scale`].
+    /// Factor of the logits; see [`crate::softmax_scale`]. Times log2(e), and times that and `k_scale`, it is from 2^-100 to 2^100.
     pub softmax_scale: f32,
-    /// Factor of every cache element; 1 unless the cache is e4m3.
+    /// Factor of every cache element; 1 unless the cache is e4m3. At least 2^-126.
     pub k_scale: f32,
     /// The layer's keys and values of prefixes that decodes share, if the batch names any: see [`LayerBatch::expanded`].
     pub expanded: Option<Expanded<B>>,
@@ -345,7 +345,10 @@ impl Op for MlaLayer {
             let detail = "room for expanded prefixes needs MlaLayerArgs::expanded";
             return Err(Error::LayoutMismatch { detail });
         }
-        check_range(self, args.k_scale)
+        check_range(self, args.k_scale)?;
+        // To a projection heads may have one row.
+        let (tokens, heads) = (room.tokens.into(), self.shape.num_heads.into());
+        distinct("q_nope", &args.q_nope, tokens, heads, self.qk_nope_head_dim.into())
     }
 
     fn room<B>(&self, args: &MlaLayerArgs<B>, room: LayerCapacity) -> LayerCapacity {

@@ -24,7 +24,7 @@
 //! // Once a layer: checks and binds its buffers.
 //! let [q, cache] = [gpu.buffer(spec.query_bytes(64))?, gpu.buffer(spec.cache_bytes())?];
 //! let [out, lse] = [gpu.buffer(spec.out_bytes(64))?, gpu.buffer(spec.lse_bytes(64))?];
-//! let scale = wgpu_mla::softmax_scale(128, 64, 40.0, 1.0);
+//! let scale = wgpu_mla::softmax_scale(128, 64, 40.0, 1.0)?;
 //! let layer = mla.bind(&MlaDecodeArgs::dense(&spec, &q, &cache, &out, &lse, scale), 64)?;
 //!
 //! // Once a step, for all layers: pages, plan, upload.

@@ -12,7 +12,8 @@ pub struct Yarn {
     pub factor: f64,
     /// `original_max_position_embeddings`: the context that the model was trained for.
     pub original_max_position_embeddings: f64,
-    /// `beta_fast`: pairs that turn this often or more in the original context keep their frequency; 32 where it is not given.
+    /// `beta_fast`: pairs that turn this often or more in the original context keep their frequency; 32 where it is not given. At least
+    /// `beta_slow`.
     pub beta_fast: f64,
     /// `beta_slow`: pairs that turn this often or less are slowed down by the whole factor; 1 where it is not given.
     pub beta_slow: f64,
@@ -63,14 +64,24 @@ impl Yarn {
         ];
         for (what, got) in fields {
             if !(got.is_finite() && got > 0.0) {
-                return Err(Error::Scale { what, got: got as f32 });
+                return Err(Error::Scale { what, got, cure: "must be finite and above 0" });
             }
         }
-        let factor = self.attention_factor();
-        if !(factor.is_finite() && factor > 0.0) {
+        if self.factor < 1.0 {
+            let cure = "must be at least 1: by how much the context was extended";
+            return Err(Error::Scale { what: "rope factor", got: self.factor, cure });
+        }
+        if self.beta_fast < self.beta_slow {
+            let cure = "must be at least beta_slow: fast pairs turn more often than slow ones";
+            return Err(Error::Scale { what: "beta_fast", got: self.beta_fast, cure });
+        }
+        let got = self.attention_factor();
+        if !((got as f32).is_normal() && got > 0.0) {
+            let what = "the attention factor of mscale and mscale_all_dim";
             return Err(Error::Scale {
-                what: "the attention factor of mscale and mscale_all_dim",
-                got: factor as f32,
+                what,
+                got,
+                cure: "must be a finite f32 of at least 2^-126: correct the two",
             });
         }
         Ok(())
@@ -117,7 +128,7 @@ impl RopeFrequencies {
     /// Pair p of `rope_dim / 2` turns by `theta^(-2p / rope_dim)` a position.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a `rope_dim` that is odd, 0 or above 65,536, or a `theta` that is not above 1.
+    /// [`Error::Shape`] for a `rope_dim` that is odd, 0 or above 65,536, [`Error::Scale`] for a `theta` that is not finite and above 1.
     pub fn plain(rope_dim: u32, theta: f64) -> Result<Self> {
         if rope_dim == 0 || !rope_dim.is_multiple_of(2) || rope_dim > MOST_DIM {
             let cure = "must be even, from 2 to 65,536";
@@ -125,7 +136,7 @@ impl RopeFrequencies {
         }
         if !(theta.is_finite() && theta > 1.0) {
             let cure = "must be finite and above 1: the checkpoint's rope_theta, such as 10000";
-            return Err(Error::Shape { what: "rope_theta", got: theta as u64, cure });
+            return Err(Error::Scale { what: "rope_theta", got: theta, cure });
         }
         let inv_freq = |pair: u32| theta.powf(-2.0 * f64::from(pair) / f64::from(rope_dim));
         Ok(Self { inv_freq: (0..rope_dim / 2).map(inv_freq).collect(), attention_factor: 1.0 })
@@ -135,7 +146,8 @@ impl RopeFrequencies {
     /// between them.
     ///
     /// # Errors
-    /// Those of [`RopeFrequencies::plain`], and [`Error::Scale`] for a number that is not finite and above 0.
+    /// Those of [`RopeFrequencies::plain`], and [`Error::Scale`] for a number that is not finite and above 0, a factor below 1, a `beta_fast`
+    /// below `beta_slow`, and an attention factor beyond f32.
     pub fn yarn(rope_dim: u32, theta: f64, yarn: &Yarn) -> Result<Self> {
         let mut frequencies = Self::plain(rope_dim, theta)?;
         yarn.check()?;
@@ -363,8 +375,15 @@ mod tests {
             let error = RopeFrequencies::plain(dim, 1e4).unwrap_err();
             assert!(matches!(error, Error::Shape { what: "qk_rope_head_dim", .. }), "{error}");
         }
-        for (dim, theta) in [(0, 1e4), (63, 1e4), (64, 1.0), (64, 0.0), (64, f64::NAN), (64, f64::INFINITY)] {
-            assert!(matches!(RopeFrequencies::plain(dim, theta), Err(Error::Shape { .. })), "{dim} {theta}");
+        for dim in [0, 63] {
+            assert!(matches!(RopeFrequencies::plain(dim, 1e4), Err(Error::Shape { .. })), "{dim}");
+        }
+        for theta in [1.0, 0.5, 0.0, -1e4, f64::NAN, f64::INFINITY] {
+            let error = RopeFrequencies::plain(64, theta).expect_err("refused").to_string();
+            assert!(
+                error.starts_with(&format!("rope_theta {theta:?}: must be finite and above 1")),
+                "{error}"
+            );
         }
         for bad in [0.0, -1.0, f64::NAN, f64::INFINITY] {
             for yarn in [
@@ -379,8 +398,19 @@ mod tests {
                 );
             }
         }
-        let mscale = Yarn { mscale: f64::NAN, ..V3 };
-        assert!(matches!(RopeFrequencies::yarn(64, 1e4, &mscale), Err(Error::Scale { .. })));
+        for (yarn, why) in [
+            (Yarn { factor: 0.5, ..V3 }, "rope factor 0.5: must be at least 1"),
+            (Yarn { factor: 1.0f64.next_down(), ..V3 }, "rope factor 0.9999999999999999: must be at least 1"),
+            (Yarn { beta_fast: 0.5, ..V3 }, "beta_fast 0.5: must be at least beta_slow"),
+            (Yarn { beta_slow: 32.5, ..V3 }, "beta_fast 32.0: must be at least beta_slow"),
+            (Yarn { mscale: f64::NAN, ..V3 }, "the attention factor of mscale and mscale_all_dim NaN"),
+            (Yarn { mscale: 1e300, ..V3 }, "the attention factor of mscale and mscale_all_dim"),
+            (Yarn { mscale_all_dim: 1e60, ..V3 }, "the attention factor of mscale and mscale_all_dim"),
+            (Yarn { mscale: -10.0, ..V3 }, "the attention factor of mscale and mscale_all_dim -"),
+        ] {
+            let error = RopeFrequencies::yarn(64, 1e4, &yarn).expect_err("refused");
+            assert!(matches!(error, Error::Scale { .. }) && error.to_string().starts_with(why), "{error}");
+        }
         let plain = RopeFrequencies::plain(64, 1e4).unwrap();
         assert!(matches!(plain.cos_sin(0), Err(Error::Shape { what: "max_position", .. })));
     }

@@ -1,6 +1,6 @@
 //! The dims of the attention and of the cache, and their checks.
 
-use crate::view::Slabs;
+use crate::view::{Slabs, logit_scale};
 use crate::{Dtype, Error, Result};
 
 /// Dims of one MLA layer in its absorbed form: `H` heads that share one latent row a token.
@@ -235,12 +235,57 @@ pub(crate) const fn bytes_of(rows: u64, elems: u32, dtype: Dtype) -> u64 {
 /// `1/sqrt(L + R)` is wrong for every released model, so `softmax_scale` has no default anywhere.
 ///
 /// ```
-/// let v3 = wgpu_mla::softmax_scale(128, 64, 40.0, 1.0);
+/// # fn main() -> wgpu_mla::Result<()> {
+/// let v3 = wgpu_mla::softmax_scale(128, 64, 40.0, 1.0)?;
 /// assert!((v3 - 0.135_234).abs() < 1e-6);
+/// # Ok(()) }
 /// ```
-#[must_use]
-pub fn softmax_scale(qk_nope_head_dim: u32, qk_rope_head_dim: u32, factor: f64, m: f64) -> f32 {
-    let mscale = if factor > 1.0 { 0.1 * m * factor.ln() + 1.0 } else { 1.0 };
-    let dim = f64::from(qk_nope_head_dim) + f64::from(qk_rope_head_dim);
-    (dim.powf(-0.5) * mscale * mscale) as f32
+///
+/// # Errors
+/// [`Error::Shape`] for dims of 0; [`Error::Scale`] for a factor that is below 1 or not finite, and for an `m` with which nothing is left of
+/// the scale, or too much.
+pub fn softmax_scale(qk_nope_head_dim: u32, qk_rope_head_dim: u32, factor: f64, m: f64) -> Result<f32> {
+    let dim = u64::from(qk_nope_head_dim) + u64::from(qk_rope_head_dim);
+    if dim == 0 {
+        let cure = "must be at least 1: a head's dims before absorption";
+        return Err(Error::Shape { what: "qk_nope_head_dim + qk_rope_head_dim", got: 0, cure });
+    }
+    if !(factor.is_finite() && factor >= 1.0) {
+        let cure = "must be finite and at least 1, which is none";
+        return Err(Error::Scale { what: "rope factor", got: factor, cure });
+    }
+    let mscale = 0.1 * m * factor.ln() + 1.0;
+    let scale = ((dim as f64).powf(-0.5) * mscale * mscale) as f32;
+    if logit_scale("softmax_scale", &[scale]).is_err() {
+        let cure = "must be the checkpoint's, such as 1, or 0 for none: it leaves no scale of logits";
+        return Err(Error::Scale { what: "mscale_all_dim", got: m, cure });
+    }
+    Ok(scale)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn softmax_scales_are_those_of_models_or_refused() {
+        let of = |nope, rope, factor, m| softmax_scale(nope, rope, factor, m);
+        assert_eq!(of(128, 64, 1.0, 0.0), Ok(192f32.powf(-0.5)));
+        assert_eq!(of(128, 64, 1.0, 1.0), of(128, 64, 40.0, 0.0));
+        assert!((of(128, 64, 40.0, 1.0).unwrap() - 0.135_234).abs() < 1e-6);
+        assert_eq!(of(u32::MAX, u32::MAX, 1.0, 0.0), Ok((2.0 * f64::from(u32::MAX)).powf(-0.5) as f32));
+        for (factor, m, why) in [
+            (0.5, 1.0, "rope factor 0.5: must be finite and at least 1"),
+            (f64::NAN, 1.0, "rope factor NaN"),
+            (f64::INFINITY, 1.0, "rope factor inf"),
+            (40.0, f64::NAN, "mscale_all_dim NaN"),
+            (40.0, 1e60, "mscale_all_dim 1e60"),
+            (std::f64::consts::E, -10.0, "mscale_all_dim -10.0"),
+        ] {
+            let error = of(128, 64, factor, m).expect_err("refused").to_string();
+            assert!(error.starts_with(why), "{error}");
+        }
+        let error = of(0, 0, 1.0, 0.0).expect_err("refused").to_string();
+        assert!(error.contains("qk_nope_head_dim + qk_rope_head_dim 0: must be at least 1"), "{error}");
+    }
 }

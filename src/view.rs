@@ -33,18 +33,82 @@ impl<B> View<B> {
         View { buffer, offset, token_stride, head_stride }
     }
 
+    /// Some columns of its rows, such as the parts of a fused tensor: of `q`, `[tokens, heads, P + R]`, columns `0..P` are `q_nope` and
+    /// `P..P + R` are `q_pe`. Nothing is copied.
+    ///
+    /// ```
+    /// use wgpu_mla::View;
+    ///
+    /// # fn main() -> wgpu_mla::Result<()> {
+    /// let (heads, nope, rope) = (16, 128, 64);
+    /// let q = View::dense("q", heads, nope + rope);
+    /// let (q_nope, q_pe) = (q.columns(0..nope)?, q.columns(nope..nope + rope)?);
+    /// assert_eq!((q_nope.offset, q_pe.offset, q_pe.head_stride), (0, 128, 192));
+    /// assert!(q.columns(nope..nope + rope + 8).is_err());
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a range that ends before it begins, or past the row: a row is at most as long as the strides, but for those that
+    /// are 0.
+    pub fn columns(self, columns: Range<u32>) -> Result<Self> {
+        let (begin, end) = (u64::from(columns.start), u64::from(columns.end));
+        let (what, got) = ("the end of columns", end);
+        if end < begin {
+            return Err(Error::Shape { what, got, cure: "must not be before their start" });
+        }
+        let row = [self.token_stride, self.head_stride].into_iter().filter(|&stride| stride > 0).min();
+        if row.is_some_and(|row| end > row) {
+            let cure = "must be inside the row, which is at most as long as the token and head strides";
+            return Err(Error::Shape { what, got, cure });
+        }
+        Ok(Self { offset: self.offset.saturating_add(begin), ..self })
+    }
+
     /// The same view of another handle.
     pub(crate) fn map<'a, C>(&'a self, f: impl FnOnce(&'a B) -> Result<C>) -> Result<View<C>> {
         let Self { offset, token_stride, head_stride, .. } = *self;
         Ok(View { buffer: f(&self.buffer)?, offset, token_stride, head_stride })
     }
 
-    /// Checks `[tokens, heads, dim]` elements of `bytes` bytes: offset and strides in multiples of `unit` elements, and the end inside a
-    /// buffer of `size` bytes. The stride of a dimension of 1 is unread, and may be anything.
+    /// Checks `[tokens, heads, dim]` elements of `bytes` bytes: offset and strides in multiples of `unit` elements, the end inside a
+    /// buffer of `size` bytes, and rows that do not overlap. The stride of a dimension of 1 is unread, and may be anything.
     ///
     /// # Errors
-    /// [`Error::Alignment`] and [`Error::BufferTooSmall`].
+    /// [`Error::Alignment`], [`Error::BufferTooSmall`] and [`Error::Shape`].
     pub(crate) fn check(
+        &self,
+        what: &'static str,
+        dims: [u32; 3],
+        bytes: usize,
+        unit: u64,
+        size: u64,
+    ) -> Result<()> {
+        self.check_inside(what, dims, bytes, unit, size)?;
+        let [tokens, heads, dim] = dims.map(u64::from);
+        distinct(what, self, tokens, heads, dim)
+    }
+
+    /// As [`View::check`], where a stride of 0 gives all tokens, or all heads, one row, as `repeats` allows.
+    pub(crate) fn check_repeats(
+        &self,
+        repeats: [bool; 2],
+        what: &'static str,
+        [tokens, heads, dim]: [u32; 3],
+        bytes: usize,
+        unit: u64,
+        size: u64,
+    ) -> Result<()> {
+        let rows = |repeats: bool, count: u32, stride: u64| {
+            if repeats && stride == 0 { count.min(1) } else { count }
+        };
+        let tokens = rows(repeats[0], tokens, self.token_stride);
+        let heads = rows(repeats[1], heads, self.head_stride);
+        self.check(what, [tokens, heads, dim], bytes, unit, size)
+    }
+
+    /// As [`View::check`], but for rows that overlap.
+    fn check_inside(
         &self,
         what: &'static str,
         [tokens, heads, dim]: [u32; 3],
@@ -332,7 +396,15 @@ impl<B: Copy> KvView<B> {
         self.each_slab().try_for_each(|slab| {
             let end = slab.end(kv, row_elems).saturating_mul(kv.dtype.bytes() as u64);
             fits("kv", end, size(slab.buffer))
-        })
+        })?;
+        let pages = self.pages(kv).len() as u64;
+        let dims = [(u64::from(self.layer) + 1, self.layer_stride), (pages, self.block_stride)];
+        if nested(dims, page).is_some() {
+            let got = self.layer_stride;
+            let cure = "makes the pages of layers overlap: must be at least num_pages * block_stride, or block_stride at least layers * layer_stride";
+            return Err(Error::Shape { what: "kv layer_stride", got, cure });
+        }
+        Ok(())
     }
 }
 
@@ -354,7 +426,7 @@ pub(crate) fn fits(what: &'static str, end: u64, size: u64) -> Result<()> {
     Ok(())
 }
 
-/// Rows that are written must not overlap, or the result would depend on timing.
+/// Rows must not overlap: what is written would depend on timing, and what is read would be one row for several.
 ///
 /// # Errors
 /// [`Error::Shape`].
@@ -365,23 +437,61 @@ pub(crate) fn distinct<B>(
     heads: u64,
     dim: u64,
 ) -> Result<()> {
-    let (t, h) = (view.token_stride, view.head_stride);
-    let by_token =
-        h >= dim && (tokens <= 1 || t >= h.saturating_mul(heads.saturating_sub(1)).saturating_add(dim));
-    let by_head = (tokens <= 1 || t >= dim)
-        && (heads <= 1 || h >= t.saturating_mul(tokens.saturating_sub(1)).saturating_add(dim));
-    if heads > 1 && !(by_token || by_head) || heads == 1 && tokens > 1 && t < dim {
-        let cure = "token and head strides make rows overlap: nest one inside the other";
-        return Err(Error::Shape { what, got: t.min(h), cure });
+    let dims = [(tokens, view.token_stride), (heads, view.head_stride)];
+    let cure = "token and head strides make rows overlap: nest one inside the other";
+    nested(dims, dim).map_or(Ok(()), |got| Err(Error::Shape { what, got, cure }))
+}
+
+/// Sets of rows, such as those of ranks, must not overlap either. `set_stride` is from a set to the next.
+///
+/// # Errors
+/// [`Error::Shape`], which names `what` with the stride of the sets.
+pub(crate) fn distinct_sets<B>(
+    what: &'static str,
+    (sets, set_stride): (u64, u64),
+    view: &View<B>,
+    [tokens, heads, dim]: [u32; 3],
+) -> Result<()> {
+    let dims = [(sets, set_stride), (tokens.into(), view.token_stride), (heads.into(), view.head_stride)];
+    let cure =
+        "makes sets overlap: it must be at least a set's elements, or lie between the token and head strides";
+    nested(dims, dim.into()).map_or(Ok(()), |_| Err(Error::Shape { what, got: set_stride, cure }))
+}
+
+/// The first stride that is smaller than what lies inside of it, of dimensions of so many entries in any order. The stride of a dimension of 1
+/// is unread.
+fn nested<const N: usize>(mut dims: [(u64, u64); N], dim: u64) -> Option<u64> {
+    if dims.iter().any(|&(count, _)| count == 0) {
+        return None;
     }
-    Ok(())
+    dims.sort_unstable_by_key(|&(_, stride)| stride);
+    let mut inside = dim;
+    for (count, stride) in dims.into_iter().filter(|&(count, _)| count > 1) {
+        if stride < inside {
+            return Some(stride);
+        }
+        inside = inside.saturating_add((count - 1).saturating_mul(stride));
+    }
+    None
 }
 
 /// # Errors
 /// [`Error::Scale`] for a factor that is not finite and above 0.
 pub(crate) fn positive(what: &'static str, got: f32) -> Result<()> {
     if !(got.is_finite() && got > 0.0) {
-        return Err(Error::Scale { what, got });
+        return Err(Error::Scale { what, got: got.into(), cure: "must be finite and above 0" });
+    }
+    Ok(())
+}
+
+/// A factor that is divided by, or multiplied with others: a device may take a smaller one for 0.
+///
+/// # Errors
+/// [`Error::Scale`].
+pub(crate) fn normal(what: &'static str, got: f32) -> Result<()> {
+    if !(got.is_normal() && got > 0.0) {
+        let cure = "must be finite and at least 2^-126 (1.18e-38), so that its reciprocal is finite too";
+        return Err(Error::Scale { what, got: got.into(), cure });
     }
     Ok(())
 }
@@ -391,9 +501,31 @@ pub(crate) fn positive(what: &'static str, got: f32) -> Result<()> {
 /// # Errors
 /// [`Error::Scale`] and [`Error::ScaleWithoutCodes`].
 pub(crate) fn scale_of(what: &'static str, dtype: Dtype, got: f32) -> Result<()> {
-    positive(what, got)?;
+    normal(what, got)?;
+    codes_only(what, dtype, got)
+}
+
+/// # Errors
+/// [`Error::ScaleWithoutCodes`].
+pub(crate) fn codes_only(what: &'static str, dtype: Dtype, got: f32) -> Result<()> {
     if !dtype.is_fp8() && got != 1.0 {
         return Err(Error::ScaleWithoutCodes { what, got, dtype });
+    }
+    Ok(())
+}
+
+/// What logits are multiplied by, in base 2: the product of an attention's scales and log2(e). Kernels multiply it by powers of two that
+/// undo the scales of staged elements, at most 2^16 either way, and compare logits with finite sentinels: within these bounds none of that leaves
+/// f32's normal numbers.
+const LOGIT_SCALES: std::ops::RangeInclusive<f64> = 1.0 / (1u128 << 100) as f64..=(1u128 << 100) as f64;
+
+/// # Errors
+/// [`Error::Scale`] for a product of scales that not every backend multiplies logits by.
+pub(crate) fn logit_scale(what: &'static str, scales: &[f32]) -> Result<()> {
+    let got: f64 = scales.iter().map(|&scale| f64::from(scale)).product();
+    if !LOGIT_SCALES.contains(&(got * std::f64::consts::LOG2_E)) {
+        let cure = "must be, times log2(e), from 2^-100 to 2^100 (5.5e-31 to 8.7e29 without log2(e))";
+        return Err(Error::Scale { what, got, cure });
     }
     Ok(())
 }
@@ -421,4 +553,49 @@ pub(crate) fn wide(what: &'static str, got: Dtype) -> Result<()> {
         return Err(Error::DtypeUnsupported { what, got, cure: "use f32, f16 or bf16" });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_inside_of_their_rows() {
+        let q = View { offset: 8, ..View::dense((), 16, 192) };
+        let part = |view: View<()>, columns| {
+            view.columns(columns).map(|part| (part.offset, part.token_stride, part.head_stride))
+        };
+        assert_eq!(part(q, 0..128), Ok((8, 16 * 192, 192)));
+        assert_eq!(part(q, 128..192), Ok((136, 16 * 192, 192)));
+        assert_eq!(part(q, 192..192), Ok((200, 16 * 192, 192)));
+        // By head: a row ends where the next token's begins.
+        let by_head = View { token_stride: 192, head_stride: 192 * 5, ..q };
+        assert_eq!(part(by_head, 128..192), Ok((136, 192, 960)));
+        // All heads share a row.
+        let shared = View { token_stride: 576, head_stride: 0, ..q };
+        assert_eq!(part(shared, 512..576), Ok((520, 576, 0)));
+        #[allow(clippy::reversed_empty_ranges)]
+        for (view, columns) in
+            [(q, 128..193), (q, 8..0), (by_head, 0..200), (shared, 512..577), (q, 0..u32::MAX)]
+        {
+            let error = part(view, columns).expect_err("refused");
+            assert!(matches!(error, Error::Shape { what: "the end of columns", .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn rows_of_one_dimension_lie_inside_of_the_next() {
+        for (dims, overlaps) in [
+            ([(4, 8), (2, 4), (3, 32)], false),
+            ([(3, 32), (4, 8), (2, 4)], false),
+            ([(4, 8), (2, 4), (3, 31)], true),
+            ([(4, 7), (2, 4), (3, 32)], true),
+            ([(4, 8), (2, 3), (3, 32)], true),
+            ([(4, 0), (2, 4), (3, 32)], true),
+            ([(1, 0), (1, 0), (1, 0)], false),
+            ([(0, 0), (2, 0), (3, 0)], false),
+        ] {
+            assert_eq!(nested(dims, 4).is_some(), overlaps, "{dims:?}");
+        }
+    }
 }

@@ -212,7 +212,7 @@ impl<B> Problem<B> {
             cos_sin: &self.cos_sin,
             max_position: self.shape.len,
             out: View::dense(&self.out, heads, HEAD_DIM),
-            softmax_scale: softmax_scale(HEAD_DIM, rope, 1.0, 0.0),
+            softmax_scale: softmax_scale(HEAD_DIM, rope, 1.0, 0.0).expect("a model's"),
             k_scale: 1.0,
             expanded: None,
         }

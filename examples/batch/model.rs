@@ -42,7 +42,7 @@ impl Model {
                 out: Dtype::F32,
             },
             layers: 2,
-            softmax_scale: softmax_scale(128, 64, 40.0, 1.0),
+            softmax_scale: softmax_scale(128, 64, 40.0, 1.0).expect("a model's"),
             max_tokens: 64,
             paint: paint.collect(),
         }

@@ -38,7 +38,7 @@ struct LayerState<D: Backend> {
 impl<'a, D: Backend> Runner<'a, D> {
     pub fn new(device: D, model: &'a Model) -> Result<Self> {
         let spec = model.spec;
-        let copy = device.compile(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
+        let copy = device.compile(KvCopyPages { shape: spec.shape, kv: spec.kv })?;
         let append = device.compile(model.append_spec())?;
         let mla = device.compile(spec)?;
         let (copy_step, append_step) = (copy.step(0)?, append.step(model.max_tokens)?);

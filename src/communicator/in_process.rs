@@ -128,19 +128,18 @@ impl InProcess {
             }
             let missing = |rank: &Seat| rank.given.is_none();
             let gone = state.ranks.iter().enumerate().find(|(_, rank)| missing(rank) && rank.left.is_some());
-            let left = deadline.left();
             let why = match gone {
                 Some((rank, Seat { left, .. })) => {
                     format!("rank {rank} {} before its {what}", left.unwrap_or_default())
                 }
-                None if left.is_some_and(|left| left.is_zero()) => {
+                None if deadline.is_over() => {
                     let late = state.ranks.iter().enumerate().filter(|(_, rank)| missing(rank));
                     let late: Vec<_> = late.map(|(rank, _)| rank.to_string()).collect();
                     format!("rank {} did not come to {what} within {:?}", late.join(", "), self.group.timeout)
                 }
                 None => {
                     let changed = &self.group.changed;
-                    state = match left {
+                    state = match deadline.left() {
                         Some(left) => {
                             changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
                         }

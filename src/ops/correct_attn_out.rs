@@ -7,7 +7,7 @@ use super::merge_state::check_state;
 use super::merge_states::row_unit;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{View, check_tokens, distinct};
+use crate::view::{View, check_tokens, distinct, distinct_sets};
 use crate::{Dtype, Error, Result};
 
 /// Weights one rank's attention output by the LSEs of all ranks, so that the sum over the ranks is the attention of the whole: vLLM's
@@ -66,7 +66,7 @@ pub struct CorrectAttnOutArgs<B> {
     pub out: View<B>,
     /// f32 `[tokens, heads]` of rank 0, of the gathered `[world, tokens, heads]`.
     pub lses: View<B>,
-    /// Elements from a rank's LSEs to the next rank's.
+    /// Elements from a rank's LSEs to the next rank's, which do not overlap.
     pub lse_rank_stride: u64,
     /// `[tokens, heads, head_size]`, where the weighted output goes: with a head stride above its token stride it is
     /// `[heads, tokens, head_size]`, as a reduce-scatter over heads takes it.
@@ -168,6 +168,8 @@ impl Op for CorrectAttnOut {
                 view.check(what, [tokens, heads, dim], bytes, unit, size(view.buffer))?;
             }
         }
+        let ranks = (world.into(), args.lse_rank_stride);
+        distinct_sets("lse_rank_stride", ranks, &args.lses, [tokens, heads, 1])?;
         distinct("output", &args.output, tokens.into(), heads.into(), dim.into())?;
         let lse = args.output_lse;
         lse.map_or(Ok(()), |lse| distinct("output_lse", &lse, tokens.into(), heads.into(), 1))

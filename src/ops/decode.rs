@@ -3,7 +3,7 @@
 use super::op::{Compiled, Kernel, Op, Use};
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
-use crate::view::{KvView, View, distinct, positive, scale_of};
+use crate::view::{KvView, View, distinct, logit_scale, normal, scale_of};
 use crate::{Error, MlaDecode, Result};
 
 /// The query of a layer, already absorbed into the latent space.
@@ -79,11 +79,11 @@ pub struct MlaDecodeArgs<B> {
     pub lse: View<B>,
     /// Base of `lse`.
     pub lse_base: LseBase,
-    /// Factor of the logits; see [`crate::softmax_scale`].
+    /// Factor of the logits; see [`crate::softmax_scale`]. Times `k_scale`, `q_scale` and log2(e) it is from 2^-100 to 2^100.
     pub softmax_scale: f32,
-    /// Factor of every cache element; 1 unless the cache is e4m3.
+    /// Factor of every cache element; 1 unless the cache is e4m3. At least 2^-126.
     pub k_scale: f32,
-    /// Factor of every query element; 1 unless the query is e4m3.
+    /// Factor of every query element; 1 unless the query is e4m3. At least 2^-126.
     pub q_scale: f32,
 }
 
@@ -202,9 +202,11 @@ impl Op for MlaDecode {
         max_queries: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        positive("softmax_scale", args.softmax_scale)?;
+        normal("softmax_scale", args.softmax_scale)?;
         scale_of("k_scale", self.kv.dtype, args.k_scale)?;
         scale_of("q_scale", self.query, args.q_scale)?;
+        let scales = [args.softmax_scale, args.k_scale, args.q_scale];
+        logit_scale("softmax_scale * k_scale * q_scale", &scales)?;
         args.kv.check(&self.kv, self.shape.row_elems(), size)?;
         let (heads, latent) = (self.shape.num_heads, self.shape.kv_lora_rank);
         let (q_nope, q_pe) = args.query.parts(latent);
@@ -217,6 +219,9 @@ impl Op for MlaDecode {
             view.check(what, [max_queries, heads, dim], bytes, unit, size(view.buffer))?;
         }
         let (tokens, heads) = (max_queries.into(), heads.into());
+        if let Query::Whole(q) = &args.query {
+            distinct("q", q, tokens, heads, self.shape.row_elems().into())?;
+        }
         distinct("out", &args.out, tokens, heads, latent.into())?;
         distinct("lse", &args.lse, tokens, heads, 1)
     }

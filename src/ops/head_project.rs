@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{View, aligned, distinct, fits, positive};
+use crate::view::{View, aligned, distinct, fits, normal};
 use crate::{Dtype, Error, Result};
 
 /// Dims of a model's heads, as its `kv_b_proj` has them: `[H, P + V, L]`.
@@ -243,9 +243,10 @@ impl Op for HeadProject {
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        positive("scale", args.scale)?;
+        normal("scale", args.scale)?;
         let heads = self.num_heads;
-        args.x.check("x", [max_tokens, heads, self.k], self.input.bytes(), 8, size(args.x.buffer))?;
+        let dims = [max_tokens, heads, self.k];
+        args.x.check_repeats([false, true], "x", dims, self.input.bytes(), 8, size(args.x.buffer))?;
         args.y.check("y", [max_tokens, heads, self.n], self.output.bytes(), 8, size(args.y.buffer))?;
         let weight = &args.weight;
         for got in [weight.offset, weight.head_stride, weight.row_stride] {
@@ -253,6 +254,10 @@ impl Op for HeadProject {
         }
         let end = weight.end(self).saturating_mul(self.weight.bytes() as u64);
         fits("weight", end, size(weight.buffer))?;
+        let (rows, columns) = self.matrix();
+        let matrix =
+            View { buffer: (), offset: 0, token_stride: weight.row_stride, head_stride: weight.head_stride };
+        distinct("weight", &matrix, rows.into(), heads.into(), columns.into())?;
         distinct("y", &args.y, max_tokens.into(), heads.into(), self.n.into())
     }
 

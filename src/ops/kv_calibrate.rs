@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::dtype::k_scale_of;
-use crate::view::{View, distinct, fits, positive, wide};
+use crate::view::{View, distinct, fits, normal, wide};
 use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// Counts in the rows that a [`KvAppend`](crate::KvAppend) would write what an e4m3 cache would make of them, and adds to the counters
@@ -50,7 +50,7 @@ pub struct KvCalibrateArgs<B> {
     pub kv_c: View<B>,
     /// Rotary rows `[tokens, R]`, the same; unread where `R` is 0.
     pub k_pe: View<B>,
-    /// The scale in use: elements above `448 * k_scale` count as saturated. Finite and above 0.
+    /// The scale in use: elements above `448 * k_scale` count as saturated. Finite and at least 2^-126, as that of an append.
     pub k_scale: f32,
     /// [`CalibrationStats::BYTES`] at the front of a buffer, zeros before the first call. Every call adds to them.
     pub stats: B,
@@ -149,7 +149,7 @@ impl Op for KvCalibrate {
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        positive("k_scale", args.k_scale)?;
+        normal("k_scale", args.k_scale)?;
         let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = self.shape;
         for (what, view, dim) in [("kv_c", args.kv_c, kv_lora_rank), ("k_pe", args.k_pe, qk_rope_head_dim)] {
             view.check(what, [max_tokens, 1, dim], self.input.bytes(), 4, size(view.buffer))?;

@@ -3,7 +3,7 @@
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::view::KvView;
-use crate::{Error, KvSpec, Result};
+use crate::{Error, KvSpec, MlaShape, Result};
 
 /// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
 /// `copy_blocks_mla`.
@@ -14,32 +14,33 @@ use crate::{Error, KvSpec, Result};
 /// Room of a binding: `()`. Capacity of a step: `u32`, copies.
 ///
 /// ```
-/// use wgpu_mla::{Device, Dtype, KvCopyPages, KvSpec, KvView, Slabs, cpu::Cpu};
+/// use wgpu_mla::{Device, Dtype, KvCopyPages, KvSpec, KvView, MlaShape, Slabs, cpu::Cpu};
 ///
 /// # fn main() -> wgpu_mla::Result<()> {
-/// // Three pages of 2 tokens, 4 elements each.
+/// // Three pages of 2 tokens, 256 + 32 elements each.
+/// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
 /// let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 3 };
 /// let cpu = Cpu::new();
-/// let cache = cpu.buffer(3 * 8 * 4)?;
-/// cpu.upload(&cache, 0, &Dtype::F32.encode_all(&[1.0; 8]))?;
-/// let layer = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 8, slabs: Slabs::ONE };
+/// let cache = cpu.buffer(3 * 576 * 4)?;
+/// cpu.upload(&cache, 0, &Dtype::F32.encode_all(&[1.0; 576]))?;
+/// let layer = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 576, slabs: Slabs::ONE };
 ///
-/// cpu.once(KvCopyPages { kv, row_elems: 4 }, &[(0, 2)], &layer)?;
-/// let elements = Dtype::F32.decode_all(&cpu.download(&cache, 3 * 8 * 4)?);
-/// assert_eq!(elements, [[1.0; 8], [0.0; 8], [1.0; 8]].concat());
+/// cpu.once(KvCopyPages { shape, kv }, &[(0, 2)], &layer)?;
+/// let elements = Dtype::F32.decode_all(&cpu.download(&cache, 3 * 576 * 4)?);
+/// assert_eq!(elements, [[1.0; 576], [0.0; 576], [1.0; 576]].concat());
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvCopyPages {
+    /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
+    pub shape: MlaShape,
     /// The cache.
     pub kv: KvSpec,
-    /// Elements of a row, `L + R`: a multiple of 4. Where in a row the latent ends does not matter.
-    pub row_elems: u32,
 }
 
 impl KvCopyPages {
     pub(crate) fn page_bytes(&self) -> u64 {
-        u64::from(self.kv.page_size) * u64::from(self.row_elems) * self.kv.dtype.bytes() as u64
+        u64::from(self.kv.page_size) * u64::from(self.shape.row_elems()) * self.kv.dtype.bytes() as u64
     }
 }
 
@@ -56,12 +57,8 @@ impl Op for KvCopyPages {
     type Capacity = u32;
 
     fn check(&self) -> Result<()> {
-        self.kv.check()?;
-        if !self.row_elems.is_multiple_of(4) || !(4..=65_536).contains(&self.row_elems) {
-            let cure = "must be kv_lora_rank + qk_rope_head_dim, a multiple of 4 in 4..=65536";
-            return Err(Error::Shape { what: "row_elems", got: self.row_elems.into(), cure });
-        }
-        Ok(())
+        self.shape.check()?;
+        self.kv.check()
     }
 
     fn map<'a, B: 'a, C>(
@@ -73,7 +70,7 @@ impl Op for KvCopyPages {
     }
 
     fn check_args<B>(&self, kv: &KvView<&B>, (): (), size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
-        kv.check(&self.kv, self.row_elems, size)
+        kv.check(&self.kv, self.shape.row_elems(), size)
     }
 
     /// Each pair of slabs, from the first to the second; a slab alone for copies inside of it.

@@ -4,7 +4,7 @@
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::tables::{PageTable, check_rows, row_of, row_too_short};
-use crate::view::{KvView, View, aligned, distinct, scale_of};
+use crate::view::{KvView, View, aligned, codes_only, distinct, positive};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// Copies tokens of the paged cache to rows of a contiguous array: vLLM's `cp_gather_cache`, and with an e4m3 cache and a wider output
@@ -253,7 +253,9 @@ impl Op for KvGather {
         rows: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        scale_of("k_scale", self.kv.dtype, args.k_scale)?;
+        // Each code is multiplied exactly, by integers: the range of an append, which divides, does not matter.
+        positive("k_scale", args.k_scale)?;
+        codes_only("k_scale", self.kv.dtype, args.k_scale)?;
         let row_elems = self.shape.row_elems();
         args.kv.check(&self.kv, row_elems, size)?;
         aligned("out", args.out.token_stride, 4)?;

@@ -2,7 +2,7 @@
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{View, distinct, positive, wide};
+use crate::view::{View, distinct, normal, wide};
 use crate::{Dtype, Error, Result};
 
 /// Merges two partial attention results of the same queries by LSE: FlashInfer's `merge_state`, vLLM's `merge_attn_states`.
@@ -134,7 +134,7 @@ impl Op for MergeState {
         (): (),
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        positive("output_scale", args.output_scale)?;
+        normal("output_scale", args.output_scale)?;
         if args.is_empty() {
             return Ok(());
         }

@@ -6,7 +6,7 @@ use super::LseBase;
 use super::merge_state::check_state;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{View, aligned, check_tokens, distinct, positive};
+use crate::view::{View, aligned, check_tokens, distinct, distinct_sets, normal};
 use crate::{Dtype, Error, Result};
 
 /// Merges any number of partial attention results of the same queries by LSE: FlashInfer's `merge_states`, and vLLM's `dcp_lse_combine`,
@@ -67,11 +67,11 @@ pub struct MergeStates {
 pub struct MergeStatesArgs<B> {
     /// `[tokens, heads, head_size]` of set 0.
     pub states: View<B>,
-    /// Elements from a set to the next.
+    /// Elements from a set to the next. Sets do not overlap.
     pub set_stride: u64,
     /// f32 `[tokens, heads]` of set 0.
     pub lse: View<B>,
-    /// Elements from a set's LSEs to the next set's.
+    /// Elements from a set's LSEs to the next set's, which do not overlap.
     pub lse_set_stride: u64,
     /// `[tokens, heads, head_size]`, where the merged output goes.
     pub output: View<B>,
@@ -179,7 +179,7 @@ impl Op for MergeStates {
         room: MergeStatesExtent,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        positive("output_scale", args.output_scale)?;
+        normal("output_scale", args.output_scale)?;
         check_sets(room.sets)?;
         let (tokens, heads, dim) = (room.tokens, args.num_heads, self.head_size);
         if tokens == 0 || heads == 0 {
@@ -202,6 +202,9 @@ impl Op for MergeStates {
                 view.check(what, [tokens, heads, dim], bytes, unit, size(view.buffer))?;
             }
         }
+        let sets = u64::from(room.sets);
+        distinct_sets("states set_stride", (sets, args.set_stride), &args.states, [tokens, heads, dim])?;
+        distinct_sets("lse_set_stride", (sets, args.lse_set_stride), &args.lse, [tokens, heads, 1])?;
         distinct("output", &args.output, tokens.into(), heads.into(), dim.into())?;
         let lse = args.output_lse;
         lse.map_or(Ok(()), |lse| distinct("output_lse", &lse, tokens.into(), heads.into(), 1))

@@ -1,7 +1,7 @@
 //! `mla_prefill`: attention in MLA's expanded form. Arguments, checks and its work list.
 
 use super::op::{Op, Use};
-use crate::view::{View, distinct, positive, wide};
+use crate::view::{View, distinct, logit_scale, normal, wide};
 use crate::{Dtype, Error, Mask, Result};
 
 pub(crate) mod tiles;
@@ -122,7 +122,8 @@ impl PrefillSequence {
 /// Head `h` of query `t` attends the keys `k_nope[s, h, :] ++ k_pe[s, h, :]` with the logits `softmax_scale * (q . k)`, and
 /// `out[t, h, :]` is `v_scale` times the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Rows of no
 /// sequence are left as they are. Offsets and strides are multiples of 8 elements, but for the LSE's; `k_nope` and `v` may be parts of
-/// one array, and `k_pe` is shared by all heads with `head_stride` 0.
+/// one array, and `k_pe` is shared by all heads with `head_stride` 0. A `token_stride` of 0 gives all queries, or all keys, one row. Rows
+/// do not overlap otherwise.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaPrefillArgs<B> {
     /// `[T, H, P]`.
@@ -139,7 +140,7 @@ pub struct MlaPrefillArgs<B> {
     pub out: View<B>,
     /// Natural log-sum-exp of the scaled logits, f32 `[rows, H]`.
     pub lse: View<B>,
-    /// Factor of the logits; see [`crate::softmax_scale`].
+    /// Factor of the logits; see [`crate::softmax_scale`]. Times log2(e) it is from 2^-100 to 2^100.
     pub softmax_scale: f32,
     /// Factor of the values, and so of `out`; usually 1.
     pub v_scale: f32,
@@ -308,12 +309,13 @@ impl Op for MlaPrefill {
         room: PrefillExtent,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        positive("softmax_scale", args.softmax_scale)?;
-        positive("v_scale", args.v_scale)?;
-        let heads = self.num_heads;
+        normal("softmax_scale", args.softmax_scale)?;
+        logit_scale("softmax_scale", &[args.softmax_scale])?;
+        normal("v_scale", args.v_scale)?;
+        let (heads, bytes) = (self.num_heads, self.dtype.bytes());
         for (i, (what, view, dim)) in args.read_views(self).into_iter().enumerate() {
-            let rows = if i < 2 { room.tokens } else { room.keys };
-            view.check(what, [rows, heads, dim], self.dtype.bytes(), 8, size(view.buffer))?;
+            let dims = [if i < 2 { room.tokens } else { room.keys }, heads, dim];
+            view.check_repeats([true, what == "k_pe"], what, dims, bytes, 8, size(view.buffer))?;
         }
         for (what, view, dim, bytes, unit) in
             [("out", args.out, self.v_head_dim, self.out.bytes(), 8), ("lse", args.lse, 1, 4, 1)]

@@ -3,7 +3,7 @@
 use super::kv_gather::{GatherRange, check_overlaps};
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{View, aligned, distinct};
+use crate::view::{View, aligned, distinct, distinct_sets};
 use crate::{Dtype, Error, Result, Shares};
 
 /// Puts the gathered parts of several ranks, each with its own tokens of each sequence's chunk, back in the order of their tokens: vLLM's
@@ -72,7 +72,7 @@ pub struct ReorgBatch<'a> {
 pub struct ReorgKvCacheArgs<B> {
     /// `[local rows, row_elems]` of rank 0; offset and `token_stride` are multiples of 4 elements, `head_stride` is unread.
     pub gathered: View<B>,
-    /// Elements from a rank's part to the next rank's, a multiple of 4.
+    /// Elements from a rank's part to the next rank's, a multiple of 4. Parts do not overlap.
     pub rank_stride: u64,
     /// `[rows, row_elems]`, as `gathered`. Rows of no chunk are left as they are.
     pub out: View<B>,
@@ -230,6 +230,8 @@ impl Op for ReorgKvCache {
         let last = args.last(room.world);
         args.gathered.check("gathered", [room.local_rows, 1, self.row_elems], bytes, 4, u64::MAX)?;
         last.check("gathered", [room.local_rows, 1, self.row_elems], bytes, 4, size(last.buffer))?;
+        let ranks = (room.world.into(), args.rank_stride);
+        distinct_sets("rank_stride", ranks, &args.gathered, [room.local_rows, 1, self.row_elems])?;
         distinct("out", &args.out, room.rows.into(), 1, self.row_elems.into())?;
         args.out.check("out", [room.rows, 1, self.row_elems], bytes, 4, size(args.out.buffer))
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::rope::check_max_position;
-use crate::view::{View, distinct, fits, positive, wide};
+use crate::view::{View, distinct, fits, normal, wide};
 use crate::{Dtype, Error, Result};
 
 /// Which elements of a row make a pair. The output has the layout of the input.
@@ -110,7 +110,7 @@ impl<B> RopeArgs<&B> {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         check_max_position(self.max_position)?;
-        positive("scale", self.scale)?;
+        normal("scale", self.scale)?;
         let dims = [max_tokens, spec.num_heads, spec.rope_dim];
         for (what, view) in [(x, &self.x), (y, &self.y)] {
             view.check(what, dims, spec.dtype.bytes(), 4, size(view.buffer))?;

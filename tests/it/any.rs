@@ -169,7 +169,7 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
             must_refuse(cpu.once(of, RopeAppendBatch::slots(&[0]), &args));
         }
         let kv = KvView::dense(foreign, &spec);
-        must_refuse(cpu.once(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() }, &[], &kv));
+        must_refuse(cpu.once(KvCopyPages { shape: spec.shape, kv: spec.kv }, &[], &kv));
     }
 }
 

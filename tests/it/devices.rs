@@ -285,7 +285,7 @@ fn small_ops_on_a_lost_device() -> Outcome {
     let gpu = device(|_, _| ())?;
     let spec = spec();
     let append_spec = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
-    let copy_spec = KvCopyPages { kv: spec.kv, row_elems: 288 };
+    let copy_spec = KvCopyPages { shape: spec.shape, kv: spec.kv };
     let append = gpu.compile(append_spec).expect("compiles");
     let copy = gpu.compile(copy_spec).expect("compiles");
     let [rows, cache] =

@@ -1,4 +1,5 @@
 //! The pipeline cache on disk, on a real driver: it is kept and checked, and a bad file never fails a call.
+use mla_support::cache::shape_of_row;
 use mla_support::{Ignored, Outcome, ignored_unless_required, logged};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -172,18 +173,19 @@ fn what_a_device_compiles_is_kept() -> Outcome {
         let status = gpu.disk().expect("asked for").status();
         assert_eq!(matches!(status, Status::Loaded { .. }), kept, "{status:?}");
         let kv = KvSpec { dtype: Dtype::F32, page_size: 1, num_pages: 2 };
-        let cache = gpu.buffer(2 * 8 * 4).expect("a buffer");
+        let cache = gpu.buffer(2 * 288 * 4).expect("a buffer");
         gpu.upload(&cache, 0, &[7; 32]).expect("uploads");
         let view = KvView {
             buffer: &cache,
             offset: 0,
             layer_stride: 0,
             layer: 0,
-            block_stride: 8,
+            block_stride: 288,
             slabs: Slabs::ONE,
         };
-        gpu.once(KvCopyPages { kv, row_elems: 8 }, &[(0, 1)], &view).expect("copies");
-        assert_eq!(gpu.download(&cache, 64).expect("downloads"), [7; 64]);
+        gpu.once(KvCopyPages { shape: shape_of_row(288), kv }, &[(0, 1)], &view).expect("copies");
+        let all = gpu.download(&cache, 2 * 288 * 4).expect("downloads");
+        assert!(all.chunks(288 * 4).all(|page| page[..32] == [7; 32] && page[32..].iter().all(|&x| x == 0)));
         gpu
     };
     let first = made(false);

@@ -145,7 +145,7 @@ fn every_op_runs_without_an_allocation() {
     runs_without_an_allocation(append, &one, &[3, -1, 70], &rows);
     let calibrate = KvCalibrateArgs { kv_c, k_pe, k_scale: 1.0, stats: c };
     runs_without_an_allocation(KvCalibrate { shape, input: dtype }, &one, 0..9, &calibrate);
-    runs_without_an_allocation(KvCopyPages { kv, row_elems: 288 }, &one, &[(0, 3), (1, 2)], &cache);
+    runs_without_an_allocation(KvCopyPages { shape, kv }, &one, &[(0, 3), (1, 2)], &cache);
     let gather = KvGather { shape, kv, output: dtype };
     let ranges = &[GatherRange { sequence: 1, begin: 5, tokens: 60, out_row: 2 }];
     let gathered = KvGatherArgs { kv: cache, k_scale: 1.0, out: View::dense(a, 1, 288) };

@@ -6,7 +6,7 @@ use wgpu_mla::gpu::{Gpu, checked};
 use wgpu_mla::{Device, Dtype, KvAppendArgs, KvCopyPages, KvSpec, MergeStateArgs};
 
 use crate::page::{download, gpu, upload};
-use mla_support::cache::same_cache;
+use mla_support::cache::{same_cache, shape_of_row};
 use mla_support::case::{AppendCase, MergeCase};
 use mla_support::close::{Tolerance, close};
 use mla_support::paint::{POISON, Rng};
@@ -145,7 +145,7 @@ async fn check_copies(gpu: &Gpu, kv: &KvSpec, row: usize, gaps: bool) -> Result<
     let mut cache: Vec<u8> = (0..dims[0] * page_bytes).map(|_| rng.next() as u8).collect();
     let before = scatter(&cache, dims, elem, pages.strides());
     let buffer = upload(gpu, &before);
-    let spec = KvCopyPages { kv: *kv, row_elems: row as u32 };
+    let spec = KvCopyPages { shape: shape_of_row(row), kv: *kv };
     let run = || gpu.once(spec, &copies, &pages.view(&buffer));
     checked(gpu.device(), "a copy", run).await.map_err(wrong)?;
     copy_pages(&mut cache, page_bytes, &copies);

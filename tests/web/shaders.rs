@@ -129,10 +129,10 @@ async fn every_small_op_compiles() {
     for cache in Dtype::ALL {
         for (latent, rope) in all_dims() {
             let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
-            compile(&gpu, KvCopyPages { kv, row_elems: latent + rope }).await;
+            let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
+            compile(&gpu, KvCopyPages { shape, kv }).await;
             compile(&gpu, ReorgKvCache { dtype: cache, row_elems: latent + rope }).await;
             for input in INPUTS {
-                let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
                 let spec = KvAppend { shape, kv, input };
                 compile(&gpu, spec).await;
                 if rope == 0 {

@@ -44,7 +44,7 @@ impl<B> Arrays<B> {
             out: device.buffer(spec.out_bytes(setup.max_tokens()))?,
             cos_sin: uploaded(&Dtype::F32.encode_all(&config.rope.cos_sin(max_position)?))?,
             max_position,
-            softmax_scale: config.softmax_scale(),
+            softmax_scale: config.softmax_scale()?,
             layers,
             spec,
         })

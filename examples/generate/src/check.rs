@@ -43,7 +43,7 @@ impl Furthest {
             rows: &rows,
             kv_b_proj: &wide(kv_b),
             visible: &[cached.tokens()],
-            softmax_scale: config.softmax_scale().into(),
+            softmax_scale: config.softmax_scale().unwrap_or(f32::NAN).into(),
         });
         for (at, (got, want)) in token.out.iter().zip(&want).enumerate() {
             let error = (f64::from(*got) - want).abs();

@@ -134,7 +134,10 @@ impl Config {
     }
 
     /// The factor of the attention's logits.
-    pub fn softmax_scale(&self) -> f32 {
+    ///
+    /// # Errors
+    /// Those of [`wgpu_mla::softmax_scale`].
+    pub fn softmax_scale(&self) -> wgpu_mla::Result<f32> {
         let (factor, m) = self.rope.softmax_mscale;
         wgpu_mla::softmax_scale(self.qk_nope_head_dim as u32, self.shape.qk_rope_head_dim, factor, m)
     }

@@ -44,7 +44,7 @@ impl<D: Backend> Paged<D> {
         let variant = if setup.exact { exact_variant(device, &spec) } else { None };
         let mla =
             device.compile_with(spec, &LayerOptions { variant, capacity, ..LayerOptions::default() })?;
-        let copy = device.compile(KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() })?;
+        let copy = device.compile(KvCopyPages { shape: spec.shape, kv: spec.kv })?;
         let arrays = Arrays::new(device, model, setup)?;
         let bind = |layer| Ok((copy.bind(&arrays.kv(layer), ())?, mla.bind(&arrays.args(layer), capacity)?));
         Ok(Self {

@@ -17,7 +17,8 @@ pub fn softmax_weights(
     let (heads, latent) = (config.shape.num_heads as usize, config.shape.kv_lora_rank as usize);
     let (rope, nope, value) =
         (config.shape.qk_rope_head_dim as usize, config.qk_nope_head_dim, config.v_head_dim);
-    let scale = config.softmax_scale();
+    // A layer without a scale was refused before it attended.
+    let scale = config.softmax_scale().unwrap_or(f32::NAN);
     let mut all = Vec::with_capacity(heads * cached.tokens());
     for head in 0..heads {
         let mut query = vec![0.0f32; latent];

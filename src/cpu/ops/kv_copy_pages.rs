@@ -25,7 +25,7 @@ impl HostOp for KvCopyPages {
         let to = slabs.last().unwrap_or(from);
         let locked = lock([(from.buffer, Access::Write), (to.buffer, Access::Write)]);
         let (sources, targets) = (locked.words(0), locked.words(1));
-        let pages = Pages::of(view, self.kv.page_size, self.row_elems);
+        let pages = Pages::of(view, self.kv.page_size, self.shape.row_elems());
         let word = |page: u32| pages.at(page as usize, 0) * self.kv.dtype.bytes() / 4;
         let page_words = self.page_bytes() as usize / 4;
         let (read, written) = (from.pages(&self.kv), to.pages(&self.kv));

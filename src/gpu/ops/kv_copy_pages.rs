@@ -134,8 +134,8 @@ impl Kernel<KvCopyPages> for Gpu {
         let [from, to] = [slabs[0], slabs[slabs.len() - 1]];
         let place = if slabs.len() > 1 { Place::Between } else { Place::Within };
         let windows = [
-            Window::of_cache(self, &to, &spec.kv, spec.row_elems)?,
-            Window::of_cache(self, &from, &spec.kv, spec.row_elems)?,
+            Window::of_cache(self, &to, &spec.kv, spec.shape.row_elems())?,
+            Window::of_cache(self, &from, &spec.kv, spec.shape.row_elems())?,
         ];
         let bases = windows.each_ref().map(|window| u64::from(window.at(view.base() * bytes, 1, 1)));
         let stride = if spec.kv.num_pages > 1 { view.block_stride * bytes } else { 0 };
@@ -207,8 +207,8 @@ fn source(spec: &KvCopyPages, unit: Unit, place: Place) -> Source {
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
-    let spec =
-        |dtype| KvCopyPages { kv: crate::KvSpec { dtype, page_size: 16, num_pages: 7 }, row_elems: 576 };
+    let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+    let spec = |dtype| KvCopyPages { shape, kv: crate::KvSpec { dtype, page_size: 16, num_pages: 7 } };
     let both = |dtype| {
         [Place::Within, Place::Between]
             .into_iter()

@@ -175,7 +175,7 @@ fn steps_and_bindings_of_others_are_refused() {
     let rows = KvAppendArgs { kv_c: View::dense(a, 1, 256), k_pe: View::dense(b, 1, 32), kv, k_scale: 1.0 };
     refuses_steps_and_bindings(append, &one, || &[3, 5], &[3, 3], &rows);
 
-    let copy = KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() };
+    let copy = KvCopyPages { shape: spec.shape, kv: spec.kv };
     refuses_steps_and_bindings(copy, &one, || &[(0, 1)], &[(0, 4)], &kv);
 
     let rope = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout: RopeLayout::Interleaved };

@@ -174,8 +174,7 @@ fn pages_are_copied_whole_and_alone() {
         block_stride: stride as u64,
         slabs: wgpu_mla::Slabs::ONE,
     };
-    let row_elems = spec.shape.row_elems();
-    let copy = KvCopyPages { kv, row_elems };
+    let copy = KvCopyPages { shape: spec.shape, kv };
     cpu.once(copy, &[(0, 3), (1, 2)], &view).unwrap();
     let mut want = before;
     for (from, to) in [(0, 3), (1, 2)] {
@@ -186,7 +185,8 @@ fn pages_are_copied_whole_and_alone() {
     for copies in [&[(0, 4)][..], &[(0, 1), (1, 2)], &[(0, 2), (1, 2)]] {
         assert!(matches!(cpu.once(copy, copies, &view), Err(Error::CopyConflict { .. })));
     }
-    assert!(matches!(cpu.once(KvCopyPages { kv, row_elems: 5 }, &[], &view), Err(Error::Shape { .. })));
+    let half = MlaShape { kv_lora_rank: 128, qk_rope_head_dim: 16, ..spec.shape };
+    assert!(matches!(cpu.once(KvCopyPages { shape: half, kv }, &[], &view), Err(Error::Shape { .. })));
     let long = KvView { layer: 9, ..view };
     assert!(matches!(cpu.once(copy, &[(0, 1)], &long), Err(Error::BufferTooSmall { .. })));
 }

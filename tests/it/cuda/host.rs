@@ -12,15 +12,19 @@ use wgpu_mla::cuda::Cuda;
 use wgpu_mla::cuda::cudarc::driver::{CudaContext, sys};
 use wgpu_mla::{
     Batch, Capacity, DecodeOptions, Device, Dtype, Error, HeadProject, HeadProjectArgs, KvCopyPages, KvSpec,
-    KvView, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, Plan, PrefillExtent, PrefillSequence, Result, Slabs,
-    SplitPolicy, View, WeightOrder, WeightView,
+    KvView, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Plan, PrefillExtent, PrefillSequence,
+    Result, Slabs, SplitPolicy, View, WeightOrder, WeightView,
 };
+
+fn shape(kv_lora_rank: u32, qk_rope_head_dim: u32) -> MlaShape {
+    MlaShape { num_heads: 1, kv_lora_rank, qk_rope_head_dim }
+}
 
 /// Work for some milliseconds, so that what is put on the stream after it comes late.
 fn busy(cuda: &Cuda) {
     let kv = KvSpec { dtype: Dtype::F32, page_size: 256, num_pages: 400 };
     let bytes = cuda.buffer(400 * 256 * 576 * 4).expect("memory");
-    let copy = cuda.compile(KvCopyPages { kv, row_elems: 576 }).expect("a copy");
+    let copy = cuda.compile(KvCopyPages { shape: shape(512, 64), kv }).expect("a copy");
     let cache = KvView {
         buffer: &bytes,
         offset: 0,
@@ -71,11 +75,11 @@ fn memory_is_the_hosts_again_after_an_upload() -> Outcome {
 fn tables_are_staged_before_the_next_prepare() -> Outcome {
     let cuda = cuda()?;
     let kv = KvSpec { dtype: Dtype::F32, page_size: 1, num_pages: 4 };
-    let copy = cuda.compile(KvCopyPages { kv, row_elems: 4 }).expect("a copy");
+    let copy = cuda.compile(KvCopyPages { shape: shape(256, 32), kv }).expect("a copy");
     let bytes =
-        uploaded(&cuda, &Dtype::F32.encode_all(&[7.0; 4].into_iter().chain([0.0; 12]).collect::<Vec<_>>()));
+        uploaded(&cuda, &Dtype::F32.encode_all(&[[7.0; 288], [0.0; 288], [0.0; 288], [0.0; 288]].concat()));
     let cache =
-        KvView { buffer: &bytes, offset: 0, layer_stride: 0, layer: 0, block_stride: 4, slabs: Slabs::ONE };
+        KvView { buffer: &bytes, offset: 0, layer_stride: 0, layer: 0, block_stride: 288, slabs: Slabs::ONE };
     let mut step = copy.step(1).expect("a step");
     let binding = copy.bind(&cache, ()).expect("binds");
     busy(&cuda);
@@ -83,8 +87,8 @@ fn tables_are_staged_before_the_next_prepare() -> Outcome {
         copy.prepare(&mut step, &[(to - 1, to)]).expect("prepared");
         copy.record(&step, &binding).expect("recorded");
     }
-    let got = Dtype::F32.decode_all(&cuda.download(&bytes, 64).expect("read"));
-    assert_eq!(got, [7.0; 16]);
+    let got = Dtype::F32.decode_all(&cuda.download(&bytes, 4 * 288 * 4).expect("read"));
+    assert_eq!(got, [7.0; 4 * 288]);
     Ok(())
 }
 

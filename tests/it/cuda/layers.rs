@@ -81,7 +81,7 @@ impl<D: Backend> Model<D> {
         prefix_pages: &[Vec<i32>],
     ) {
         let (device, spec) = (self.layer.device().clone(), *self.layer.op());
-        let copy = KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() };
+        let copy = KvCopyPages { shape: spec.shape, kv: spec.kv };
         for (bound, inputs) in self.layers.iter().zip(inputs) {
             device.once(copy, copies, &KvView::dense(&bound.kv, &spec.mla())).expect("copied");
             for (buffer, bytes) in bound.inputs.iter().zip(inputs) {
@@ -171,7 +171,7 @@ impl<D: Backend> Bound<D> {
             cos_sin: &cos_sin,
             max_position: MAX_POSITION,
             out: View::dense(&out, heads, spec.v_head_dim),
-            softmax_scale: wgpu_mla::softmax_scale(spec.qk_nope_head_dim, rope, 1.0, 1.0),
+            softmax_scale: wgpu_mla::softmax_scale(spec.qk_nope_head_dim, rope, 1.0, 1.0).expect("a scale"),
             k_scale,
             expanded: Some(Expanded::dense(spec, arrays.each_ref())),
         };

@@ -34,7 +34,8 @@ fn devices_are_made_beside_a_capture() -> Outcome {
     let cuda = mla_support::graph::cuda()?;
     let bytes = cuda.buffer(4 * 288 * 4).expect("memory");
     let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 2 };
-    let copy = cuda.compile(KvCopyPages { kv, row_elems: 288 }).expect("a copy");
+    let copy =
+        cuda.compile(KvCopyPages { shape: mla_support::cache::shape_of_row(288), kv }).expect("a copy");
     let cache = KvView {
         buffer: &bytes,
         offset: 0,

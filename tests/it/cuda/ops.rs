@@ -2,6 +2,7 @@
 
 use super::uploaded;
 use mla_support::Outcome;
+use mla_support::cache::shape_of_row;
 use mla_support::close::{Tolerance, close};
 use mla_support::graph::{captured, cuda};
 use mla_support::paint::{POISON, Rng};
@@ -237,14 +238,14 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
 fn captured_copies_replay_with_a_new_list() -> Outcome {
     let cuda = cuda()?;
     let lists: [&[(u32, u32)]; 4] = [&[(0, 3)], &[(1, 4), (2, 5), (1, 0)], &[], &[(5, 0), (4, 1)]];
-    for (dtype, page_size, row_elems) in [(Dtype::Bf16, 16, 576), (Dtype::E4m3, 1, 36)] {
+    for (dtype, page_size, row_elems) in [(Dtype::Bf16, 16, 576), (Dtype::E4m3, 1, 288)] {
         let kv = KvSpec { dtype, page_size, num_pages: 6 };
-        let copy = cuda.compile(KvCopyPages { kv, row_elems }).expect("a copy");
+        let copy = cuda.compile(KvCopyPages { shape: shape_of_row(row_elems as usize), kv }).expect("a copy");
         let page_bytes = page_size as usize * row_elems as usize * dtype.bytes();
         let mut rng = Rng(7);
         let mut cache: Vec<u8> = (0..6 * page_bytes).map(|_| rng.next() as u8).collect();
-        // Strides are multiples of 8 elements: a page of 36 bytes lies in one of 40.
-        let block_stride = u64::from(page_size * row_elems).next_multiple_of(8);
+        // With a gap behind each page.
+        let block_stride = u64::from(page_size * row_elems) + 8;
         let stride = block_stride as usize * dtype.bytes();
         let spread = |cache: &[u8]| -> Vec<u8> {
             let page = |page: &[u8]| [page, &vec![POISON; stride - page.len()]].concat();

@@ -117,7 +117,7 @@ fn append(gpu: &Gpu, buffers: &[wgpu::Buffer; 8], tokens: u32) -> Result<()> {
 
 fn copy(gpu: &Gpu, buffers: &[wgpu::Buffer; 8], tokens: u32) -> Result<()> {
     let pairs: Vec<_> = (0..tokens.min(128)).map(|page| (page, page + 128)).collect();
-    gpu.once(KvCopyPages { kv: KV, row_elems: 288 }, &pairs, &append_args(buffers).kv)
+    gpu.once(KvCopyPages { shape: SHAPE, kv: KV }, &pairs, &append_args(buffers).kv)
 }
 
 fn gather(gpu: &Gpu, buffers: &[wgpu::Buffer; 8], tokens: u32) -> Result<()> {

@@ -45,10 +45,11 @@ fn every_refusal_names_its_cure() -> Outcome {
 
     let e4m3 = KvAppend { input: Dtype::E4m3, ..spec };
     assert!(matches!(gpu.compile(e4m3), Err(Error::DtypeUnsupported { .. })));
-    let odd = KvCopyPages { kv, row_elems: 6 };
-    assert!(matches!(gpu.compile(odd), Err(Error::Shape { what: "row_elems", got: 6, .. })));
+    let half = MlaShape { kv_lora_rank: 128, qk_rope_head_dim: 16, ..SHAPE };
+    let refused = gpu.compile(KvCopyPages { shape: half, kv });
+    assert!(matches!(refused, Err(Error::Shape { what: "kv_lora_rank + qk_rope_head_dim", got: 144, .. })));
 
-    let copy = gpu.compile(KvCopyPages { kv, row_elems: 288 }).expect("compiles");
+    let copy = gpu.compile(KvCopyPages { shape: SHAPE, kv }).expect("compiles");
     let mut step = copy.step(0).expect("a step");
     for copies in [&[(0, 2)][..], &[(0, 1), (1, 0)], &[(0, 0)]] {
         let error = copy.prepare(&mut step, copies).expect_err("refused");

@@ -1,17 +1,20 @@
 //! `kv_copy_pages`.
 
+use mla_support::cache::shape_of_row;
+
 use super::*;
 
 fn pages_are_copied_bit_for_bit() -> Outcome {
     let gpu = gpu()?;
-    // wide units; a page of 12 bytes; and a base that is no multiple of 16 bytes
+    // wide units; pages with a gap behind them; and a base that is no multiple of 16 bytes
     for (dtype, page_size, row_elems, offset, gap) in [
         (Dtype::Bf16, 16, 576, 0, 0),
-        (Dtype::E4m3, 3, 4, 8, 4),
+        (Dtype::E4m3, 3, 288, 8, 8),
         (Dtype::E4m3, 1, 576, 8, 0),
         (Dtype::F32, 7, 288, 8, 8),
     ] {
-        let spec = KvCopyPages { kv: KvSpec { dtype, page_size, num_pages: 9 }, row_elems };
+        let kv = KvSpec { dtype, page_size, num_pages: 9 };
+        let spec = KvCopyPages { shape: shape_of_row(row_elems as usize), kv };
         let page = (page_size * row_elems) as usize * dtype.bytes();
         let stride = page + gap * dtype.bytes();
         let base = offset * dtype.bytes();

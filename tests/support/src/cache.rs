@@ -1,8 +1,15 @@
 //! Compares the cache that an append wrote with what is expected.
 
-use wgpu_mla::{Dtype, KvAppend};
+use wgpu_mla::{Dtype, KvAppend, MlaShape, SUPPORTED_DIMS};
 
 use super::case::AppendCase;
+
+/// The dims of a cache with rows of so many elements, for an op to which heads do not matter.
+pub fn shape_of_row(elems: usize) -> MlaShape {
+    let dims = SUPPORTED_DIMS.iter().find(|&&(latent, rope, _)| (latent + rope) as usize == elems);
+    let &(kv_lora_rank, qk_rope_head_dim, _) = dims.expect("rows that are served");
+    MlaShape { num_heads: 1, kv_lora_rank, qk_rope_head_dim }
+}
 
 /// Byte for byte, but for what the spec leaves open: the kind of a NaN that was converted, and, with a `k_scale`
 /// that is no power of two, the neighbouring code of one element in 1000 next to a tie. Counts those.

@@ -2,12 +2,12 @@
 
 use wgpu_mla::{
     Backend, Batch, Capacity, DecodeOptions, Dtype, Error, KvAppend, KvAppendArgs, KvCopyPages, KvSpec,
-    KvView, MergeState, MergeStateArgs, MlaDecodeArgs, MlaShape, Plan, SplitPolicy, View,
+    KvView, MergeState, MergeStateArgs, MlaDecodeArgs, MlaShape, Plan, Query, SplitPolicy, View,
 };
 
 use super::Session;
 use super::memory::{Pages, Strides};
-use super::run::dense_table;
+use super::run::{How, dense_table};
 use crate::paint::{Make, Problem};
 
 /// Notes whether a result is an error whose text contains `why`.
@@ -102,6 +102,19 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
                     refuses(session, &format!("{why} {bad}"), decode.bind(&layer, tokens), why);
                 }
             }
+            for softmax_scale in [1e-45, 5e-31, 9e29, 1e38] {
+                let bound = decode.bind(&MlaDecodeArgs { softmax_scale, ..good }, tokens);
+                refuses(session, &format!("softmax_scale {softmax_scale:e}"), bound, "softmax_scale");
+            }
+            for (what, layer, why) in [
+                ("one query for all tokens", MlaDecodeArgs { query: whole(&q, 0, 576), ..good }, "q_nope 0"),
+                ("one query for all heads", MlaDecodeArgs { query: whole(&q, 1152, 0), ..good }, "q_nope 0"),
+                ("half a query", MlaDecodeArgs { query: whole(&q, 576, 288), ..good }, "q_nope 288"),
+                ("half a token", MlaDecodeArgs { query: whole(&q, 576, 576), ..good }, "q_nope 576"),
+                ("rows of a latent alone", MlaDecodeArgs { query: whole(&q, 1024, 512), ..good }, "q 512"),
+            ] {
+                refuses(session, what, decode.bind(&layer, tokens), why);
+            }
             // Only e4m3 has scales; the problem's cache and queries are of another dtype.
             for (layer, why) in [
                 (MlaDecodeArgs { k_scale: 0.5, ..good }, "k_scale 0.5"),
@@ -147,6 +160,64 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
     session.finish("refuses layers");
 }
 
+/// A query of given strides.
+fn whole<B>(buffer: &B, token_stride: u64, head_stride: u64) -> Query<&B> {
+    Query::Whole(View { buffer, offset: 0, token_stride, head_stride })
+}
+
+/// Scales of an e4m3 cache and query, each and as a product; those in the range are right, where logits are 0 and where they are not.
+pub fn scale_products<B: Backend>(session: &Session<'_, B>) {
+    let make = Make { cache: Dtype::E4m3, query: Dtype::E4m3, out: Dtype::F32, ..Make::default() };
+    let problem = make.build();
+    if !session.serves(&problem.spec) {
+        session.leave_out();
+        return session.finish("scale products");
+    }
+    let with =
+        |softmax_scale, k_scale, q_scale| Problem { softmax_scale, k_scale, q_scale, ..problem.clone() };
+    let result = || -> Result<(), Error> {
+        let (backend, spec) = (session.backend, &problem.spec);
+        let decode = session.decode(spec)?;
+        let tokens = problem.total_q() as u32;
+        let [q, kv] = [backend.buffer(problem.q.len() as u64)?, backend.buffer(problem.kv.len() as u64)?];
+        let [out, lse] = [backend.buffer(spec.out_bytes(tokens))?, backend.buffer(spec.lse_bytes(tokens))?];
+        let good = MlaDecodeArgs::dense(spec, &q, &kv, &out, &lse, 0.1);
+        let product = "softmax_scale * k_scale * q_scale";
+        for (softmax_scale, k_scale, q_scale, why) in [
+            (0.1, 1e-45, 1.0, "k_scale 1e-45: must be finite and at least 2^-126"),
+            (0.1, 1.0, 1e-39, "q_scale 1e-39: must be finite and at least 2^-126"),
+            (0.1, 1e38, 1.0, product),
+            (0.1, 1.0, 1e38, product),
+            (1e-30, 1e-30, 1.0, "softmax_scale * k_scale * q_scale 1.0000"),
+            (1.0, 1e-30, 1e-30, product),
+            (1e20, 1e20, 1e20, product),
+            (f32::MAX, 1.0, 1.0, product),
+        ] {
+            let args = MlaDecodeArgs { softmax_scale, k_scale, q_scale, ..good };
+            let what = format!("{softmax_scale:e} * {k_scale:e} * {q_scale:e}");
+            refuses(session, &what, decode.bind(&args, tokens), why);
+        }
+        Ok(())
+    }();
+    session.note("scale products", result.map_err(|error| error.to_string()));
+    for (softmax_scale, k_scale, q_scale) in [
+        (6e-31, 1.0, 1.0),
+        (1e-30, 1e-3, 1e3),
+        (1e-20, 1e15, 1e-25),
+        (1e30, 1e-15, 1e-16),
+        (f32::MIN_POSITIVE, 1e18, 1e19),
+    ] {
+        session.check(&with(softmax_scale, k_scale, q_scale), &How::default());
+    }
+    // With logits of 0 the largest scale is right too.
+    for (softmax_scale, k_scale, q_scale) in [(8e29, 1.0, 1.0), (1e29, 2.0, 4.0)] {
+        let mut zero = with(softmax_scale, k_scale, q_scale);
+        zero.q.fill(0);
+        session.check(&zero, &How::default());
+    }
+    session.finish("scale products");
+}
+
 /// Slots, scales, pages and sizes of the small ops.
 pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
@@ -165,7 +236,16 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         refuses(session, "slot 12 of 12", backend.once(spec, &[0, 12], &good), "12");
         refuses(session, "a slot twice", backend.once(spec, &[7, 7], &good), "7");
         refuses(session, "rows past their buffer", backend.once(spec, &[0, 1, 2], &good), "kv_c");
-        for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-39] {
+        for (kv_c, why) in [(0, "kv_c 0"), (128, "kv_c 128")] {
+            let kv_c = View { token_stride: kv_c, ..good.kv_c };
+            let layer = KvAppendArgs { kv_c, ..good };
+            refuses(session, "one row for all tokens", backend.once(spec, &[0, 1], &layer), why);
+        }
+        let overlap = KvView { layer: 1, layer_stride: 4 * 288, ..good.kv };
+        let layer = KvAppendArgs { kv: overlap, ..good };
+        let two = KvAppend { kv: KvSpec { num_pages: 2, ..kv }, ..spec };
+        refuses(session, "layers that overlap", backend.once(two, &[0], &layer), "layers overlap");
+        for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-39, 1e-45] {
             let layer = KvAppendArgs { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv };
             refuses(session, &format!("k_scale {k_scale}"), backend.once(spec, &[0], &layer), "k_scale");
         }
@@ -176,7 +256,9 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         let wrong = KvAppend { input: Dtype::E4m3, ..spec };
         refuses(session, "an e4m3 input", backend.once(wrong, &[0], &good), "e4m3");
 
-        let copy = KvCopyPages { kv, row_elems: 288 };
+        let copy = KvCopyPages { shape, kv };
+        let half = KvCopyPages { shape: MlaShape { kv_lora_rank: 128, ..shape }, kv };
+        refuses(session, "half a row", backend.once(half, &[(0, 1)], &good.kv), "kv_lora_rank");
         for (copies, why) in
             [(&[(0, 3)][..], "3"), (&[(9, 0)], "9"), (&[(0, 1), (1, 2)], "1"), (&[(0, 2), (1, 2)], "2")]
         {

@@ -12,6 +12,7 @@ use wgpu_mla::{
 };
 
 use super::Session;
+use crate::cache::shape_of_row;
 
 /// Numbers whose sums and products with counts and sizes leave u64, multiples of every unit among them.
 const NUMBERS: [u64; 7] =
@@ -186,7 +187,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
         )?;
         bind_all(
             session,
-            KvCopyPages { kv, row_elems: 288 },
+            KvCopyPages { shape: shape_of_row(288), kv },
             cache,
             &[()],
             places![offset, layer_stride, block_stride,],
@@ -302,7 +303,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             q_nope: view(a),
             q_pe: view(b),
             k_nope: view(c),
-            k_pe: View::dense(d, 1, 32),
+            k_pe: View { head_stride: 0, ..View::dense(d, 1, 32) },
             v: view(e),
             out: view(f),
             lse: View::dense(g, num_heads, 1),

@@ -129,6 +129,25 @@ pub fn refuses_calibrations<B: Backend>(session: &Session<'_, B>) {
             ("too many tokens", run(&spec, 1..3, good()), "kv_c"),
             ("a range that ends before it begins", run(&spec, 2..1, good()), "range"),
             ("k_scale 0", run(&spec, 0..1, KvCalibrateArgs { k_scale: 0.0, ..good() }), "k_scale"),
+            (
+                "k_scale 1e-39",
+                run(&spec, 0..1, KvCalibrateArgs { k_scale: 1e-39, ..good() }),
+                "k_scale 1e-39",
+            ),
+            (
+                "one row for all tokens",
+                run(&spec, 0..2, KvCalibrateArgs { kv_c: View { token_stride: 0, ..good().kv_c }, ..good() }),
+                "kv_c 0",
+            ),
+            (
+                "half a row",
+                run(
+                    &spec,
+                    0..2,
+                    KvCalibrateArgs { k_pe: View { token_stride: 16, ..good().k_pe }, ..good() },
+                ),
+                "k_pe 16",
+            ),
             ("k_scale NaN", run(&spec, 0..1, KvCalibrateArgs { k_scale: f32::NAN, ..good() }), "k_scale"),
             (
                 "an odd offset",

@@ -210,7 +210,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         let mut loc = vec![0i32];
         for &(seq, count) in requests {
             let append = self.pool.append(seq, count)?;
-            let copy = KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() };
+            let copy = KvCopyPages { shape: spec.shape, kv: spec.kv };
             backend.once(copy, append.copies(), &cache)?;
             tokens.push((seq, append.tokens));
             loc.push(loc[loc.len() - 1] + count as i32);
@@ -239,7 +239,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             expanded: cascade.map_or(&[][..], |cascade| &cascade.prefixes),
         };
         let q_nope = View::dense(&q_buffer, heads as u32, (nope + rope) as u32);
-        let usual = wgpu_mla::softmax_scale(nope as u32, rope as u32, 1.0, 1.0);
+        let usual = wgpu_mla::softmax_scale(nope as u32, rope as u32, 1.0, 1.0)?;
         let softmax_scale = self.amplitudes.softmax_scale.unwrap_or(usual);
         let args = MlaLayerArgs {
             q_nope,

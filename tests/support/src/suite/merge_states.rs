@@ -217,6 +217,17 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
         };
         session.note("good", backend.once(good, (0..4, 3), &args).map_err(text));
         session.note("no token", backend.once(good, (0..0, 3), &args).map_err(text));
+        let one = MergeStatesArgs { set_stride: 0, lse_set_stride: 0, ..args };
+        session.note("one set, whose strides are unread", backend.once(good, (0..4, 1), &one).map_err(text));
+        // [tokens, sets, heads, head_size], and LSEs [heads, sets, tokens].
+        let nested = MergeStatesArgs {
+            states: View { token_stride: 3 * 2 * 16, ..args.states },
+            set_stride: 2 * 16,
+            lse: View { token_stride: 1, head_stride: 3 * 4, ..args.lse },
+            lse_set_stride: 4,
+            ..args
+        };
+        session.note("sets inside of tokens", backend.once(good, (0..4, 3), &nested).map_err(text));
         let refuses = |spec: MergeStates, sets: u32, args: MergeStatesArgs<&B::Buffer>, why: &str| {
             let noted = match backend.once(spec, (0..4, sets), &args) {
                 Err(error) if error.to_string().contains(why) => Ok(()),
@@ -231,6 +242,14 @@ pub fn refuses_state_merges<B: Backend>(session: &Session<'_, B>) {
         }
         for (args, why) in [
             (MergeStatesArgs { set_stride: 132, ..args }, "set_stride"),
+            (MergeStatesArgs { set_stride: 0, ..args }, "states set_stride 0: makes sets overlap"),
+            (MergeStatesArgs { set_stride: 120, ..args }, "states set_stride 120: makes sets overlap"),
+            (MergeStatesArgs { set_stride: 32, ..args }, "states set_stride 32: makes sets overlap"),
+            (MergeStatesArgs { lse_set_stride: 0, ..args }, "lse_set_stride 0: makes sets overlap"),
+            (MergeStatesArgs { lse_set_stride: 7, ..args }, "lse_set_stride 7: makes sets overlap"),
+            (MergeStatesArgs { states: View { token_stride: 0, ..args.states }, ..args }, "states 0"),
+            (MergeStatesArgs { states: View { head_stride: 8, ..args.states }, ..args }, "states 8"),
+            (MergeStatesArgs { lse: View { token_stride: 0, ..args.lse }, ..args }, "lse 0"),
             (MergeStatesArgs { set_stride: u64::MAX - 7, ..args }, "states"),
             (MergeStatesArgs { lse_set_stride: 9, ..args }, "lse"),
             (MergeStatesArgs { states: View { offset: 4, ..args.states }, ..args }, "states"),

@@ -186,6 +186,17 @@ impl<'a, B: Backend> Rig<'a, B> {
         self.inputs.bind(&self.layer, &self.outs[out])
     }
 
+    fn bind_with<'b>(
+        &'b self,
+        out: usize,
+        change: impl FnOnce(&mut MlaLayerArgs<&'b B::Buffer>),
+    ) -> Result<Binding<MlaLayer, B>, Error> {
+        let mut args = self.inputs.args(self.layer.op(), &self.outs[out]);
+        change(&mut args);
+        let room = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, ..Default::default() };
+        self.layer.bind(&args, room)
+    }
+
     fn step(&self) -> Result<Step<MlaLayer, B>, Error> {
         self.layer.step(Capacity::default())
     }
@@ -206,6 +217,18 @@ pub fn refuses_layer_batches<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let rig = Rig::new(session.backend)?;
         let (mut step, binding) = (rig.step()?, rig.bind(0)?);
+        for scale in [0.0, 1e-45, 5e-31, 9e29, 3e38, f32::NAN] {
+            let bound = rig.bind_with(0, |args| args.softmax_scale = scale);
+            refuses(session, "a scale of a layer", bound, "softmax_scale");
+        }
+        for strides in [(0, 48), (96, 0), (48, 48)] {
+            let bound = rig.bind_with(0, |args| {
+                (args.q_nope.token_stride, args.q_nope.head_stride) = strides;
+            });
+            refuses(session, "one query of a layer for several", bound, "q_nope ");
+        }
+        let bound = rig.bind_with(0, |args| args.kv_c.token_stride = 0);
+        refuses(session, "one new row for all", bound, "kv_c 0");
         let mut pool = PagePool::new(rig.layer.op().kv)?;
         let mut arrays = Arrays::new(&mut pool, &[(17, 1), (9, 3)])?;
         let good = arrays.slot_mapping.clone();

@@ -8,7 +8,7 @@ use wgpu_mla::{
 use super::Session;
 use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
 use super::run::{Layout, Output};
-use crate::cache::same_cache;
+use crate::cache::{same_cache, shape_of_row};
 use crate::case::{AppendCase, MergeCase};
 use crate::close::{Tolerance, close};
 use crate::paint::{POISON, Rng};
@@ -275,7 +275,7 @@ pub fn page_copies<B: Backend>(session: &Session<'_, B>) {
     for (dtype, page_size, row) in
         [(Dtype::F32, 16, 576), (Dtype::Bf16, 3, 288), (Dtype::F16, 64, 576), (Dtype::E4m3, 1, 288)]
     {
-        let spec = KvCopyPages { kv: KvSpec { dtype, page_size, num_pages: 12 }, row_elems: row };
+        let spec = KvCopyPages { shape: shape_of_row(row), kv: KvSpec { dtype, page_size, num_pages: 12 } };
         for copies in [&[(0, 11), (3, 7), (0, 2), (10, 1)][..], &[(5, 4)], &[]] {
             for gaps in [false, true] {
                 let result = check_page_copies(session.backend, &spec, copies, gaps);
@@ -293,7 +293,7 @@ pub fn check_page_copies<B: Backend>(
     copies: &[(u32, u32)],
     gaps: bool,
 ) -> Result<(), String> {
-    let (kv, row) = (&spec.kv, spec.row_elems as usize);
+    let (kv, row) = (&spec.kv, spec.shape.row_elems() as usize);
     let pages = if gaps { Pages::gaps(kv, row) } else { Pages::dense(kv, row) };
     let (dims, elem) = (page_dims(kv, row), kv.dtype.bytes());
     let page_bytes = dims[2] * elem;

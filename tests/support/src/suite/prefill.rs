@@ -412,6 +412,10 @@ pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
         };
         let run = |spec: &MlaPrefill, batch: &[PrefillSequence], args: &_| backend.once(*spec, batch, args);
         session.note("good", run(&good, &one, &args).map_err(|error| error.to_string()));
+        for scale in [6e-31, 1e-30, 8e29] {
+            let args = MlaPrefillArgs { softmax_scale: scale, ..args };
+            session.note("a scale in its range", run(&good, &one, &args).map_err(|error| error.to_string()));
+        }
         session.note("no sequence", run(&good, &[], &args).map_err(|error| error.to_string()));
         for (spec, why) in [
             (MlaPrefill { dtype: Dtype::E4m3, ..good }, "e4m3"),
@@ -423,7 +427,7 @@ pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
         ] {
             refuses(why, run(&spec, &one, &args), why);
         }
-        for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        for scale in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-45, 5e-31, 9e29, 3e38] {
             refuses(
                 "a scale",
                 run(&good, &one, &MlaPrefillArgs { softmax_scale: scale, ..args }),
@@ -434,6 +438,13 @@ pub fn prefill_errors<B: Backend>(session: &Session<'_, B>) {
             (MlaPrefillArgs { q_nope: View { offset: 4, ..args.q_nope }, ..args }, "q_nope"),
             (MlaPrefillArgs { k_pe: View { token_stride: 33, ..args.k_pe }, ..args }, "k_pe"),
             (MlaPrefillArgs { v: View { head_stride: 2, ..args.v }, ..args }, "v"),
+            (MlaPrefillArgs { v: View { head_stride: 0, ..args.v }, ..args }, "v 0"),
+            (MlaPrefillArgs { v: View { token_stride: 16, ..args.v }, ..args }, "v 16"),
+            (MlaPrefillArgs { k_nope: View { token_stride: 16, ..args.k_nope }, ..args }, "k_nope 16"),
+            (MlaPrefillArgs { k_pe: View { token_stride: 16, ..args.k_pe }, ..args }, "k_pe 16"),
+            (MlaPrefillArgs { k_pe: View { head_stride: 8, ..args.k_pe }, ..args }, "k_pe 8"),
+            (MlaPrefillArgs { q_nope: View { token_stride: 8, ..args.q_nope }, ..args }, "q_nope 8"),
+            (MlaPrefillArgs { q_pe: View { head_stride: 16, ..args.q_pe }, ..args }, "q_pe 16"),
             (MlaPrefillArgs { out: View { head_stride: 8, ..args.out }, ..args }, "out"),
             (MlaPrefillArgs { lse: View { offset: 60, ..args.lse }, ..args }, "lse"),
             (MlaPrefillArgs { q_pe: View { offset: 4096, ..args.q_pe }, ..args }, "q_pe"),

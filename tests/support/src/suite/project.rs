@@ -2,8 +2,8 @@
 
 use crate::reference::{Projection, head_project};
 use wgpu_mla::{
-    Backend, Dtype, Error, HeadDims, HeadProject, HeadProjectArgs, KvBProj, OpOptions, Result, WeightOrder,
-    WeightView,
+    Backend, Dtype, Error, HeadDims, HeadProject, HeadProjectArgs, KvBProj, OpOptions, Result, View,
+    WeightOrder, WeightView,
 };
 
 use super::Session;
@@ -276,9 +276,25 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
                 "weight",
             ),
             ("misaligned weights", WeightView { head_stride: 380, ..weight }, "weight 380"),
+            ("one row for all", WeightView { row_stride: 0, ..weight }, "weight 0"),
+            ("half a row", WeightView { row_stride: 8, ..weight }, "weight 8"),
+            ("one matrix for all heads", WeightView { head_stride: 0, ..weight }, "weight 0"),
+            ("half a matrix", WeightView { head_stride: 192, ..weight }, "weight"),
         ] {
             refuses(what, backend.once(good, 0..4, &args(weight)), why);
         }
+        for (what, token_stride, head_stride) in [
+            ("one row for all tokens", 0, 16),
+            ("half a row", 32, 8),
+            ("half a token", 16, 16),
+            ("one token", 0, 0),
+        ] {
+            let x = View { token_stride, head_stride, ..args(weight).x };
+            refuses(what, backend.once(good, 0..4, &HeadProjectArgs { x, ..args(weight) }), "x ");
+        }
+        let shared = View { token_stride: 16, head_stride: 0, ..args(weight).x };
+        let shared = backend.once(good, 0..4, &HeadProjectArgs { x: shared, ..args(weight) });
+        session.note("a row for all heads", shared.map_err(|e| e.to_string()));
         let mut bad = args(weight);
         bad.x.token_stride = 1 << 30;
         refuses("x past its buffer", backend.once(good, 0..4, &bad), "x");

@@ -245,6 +245,10 @@ pub fn refuses_reorgs<B: Backend>(session: &Session<'_, B>) {
         for (args, why) in [
             (ReorgKvCacheArgs { rank_stride: 36, ..args }, "gathered"),
             (ReorgKvCacheArgs { rank_stride: 30, ..args }, "rank_stride"),
+            (ReorgKvCacheArgs { rank_stride: 0, ..args }, "rank_stride 0: makes sets overlap"),
+            (ReorgKvCacheArgs { rank_stride: 28, ..args }, "rank_stride 28: makes sets overlap"),
+            (ReorgKvCacheArgs { gathered: View { token_stride: 0, ..args.gathered }, ..args }, "gathered 0"),
+            (ReorgKvCacheArgs { gathered: View { token_stride: 4, ..args.gathered }, ..args }, "gathered 4"),
             (ReorgKvCacheArgs { rank_stride: u64::MAX - 3, ..args }, "gathered"),
             (ReorgKvCacheArgs { gathered: View { offset: 2, ..args.gathered }, ..args }, "gathered"),
             (ReorgKvCacheArgs { out: View { token_stride: 4, ..args.out }, ..args }, "out"),

@@ -329,6 +329,11 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
         session.note("a good rotation", backend.once(spec, 0..3, &good).map_err(text));
         session.note("no token", backend.once(spec, 0..0, &good).map_err(text));
         refuses("too many tokens", backend.once(spec, 0..4, &good), "x");
+        for (token_stride, head_stride) in [(0, 8), (16, 0), (16, 4), (8, 8)] {
+            let x = View { token_stride, head_stride, ..good.x };
+            let rotated = backend.once(spec, 0..3, &RopeArgs { x, ..good });
+            refuses("one row for several", rotated, "x ");
+        }
         for (wrong, why) in [
             (Rope { dtype: Dtype::E4m3, ..spec }, "e4m3"),
             (Rope { num_heads: 0, ..spec }, "num_heads"),

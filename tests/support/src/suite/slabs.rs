@@ -124,7 +124,7 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
     backend.once(KvAppend { shape: SHAPE, kv, input: Dtype::F32 }, &slots, &args)?;
     // Inside of a slab, and between two in both directions.
     let copies = [(0, 1), (2, 9), (10, 4), (7, 6), (2, 3)];
-    backend.once(KvCopyPages { kv, row_elems: ROW as u32 }, &copies, &view)?;
+    backend.once(KvCopyPages { shape: SHAPE, kv }, &copies, &view)?;
 
     let output = kv.dtype;
     let out = upload(backend, &vec![POISON; 30 * ROW * output.bytes()])?;
@@ -195,7 +195,7 @@ fn refusals<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<R
     let batch = Batch::new(&problem.seq_lens, &problem.query_start_loc);
     let plan_of_one = Plan::new(spec, &decode.tiling(), &batch, SplitPolicy::Auto)?;
     decode.prepare(&mut whole, (&plan_of_one, pages))?;
-    let copy = KvCopyPages { kv: spec.kv, row_elems: spec.shape.row_elems() };
+    let copy = KvCopyPages { shape: spec.shape, kv: spec.kv };
     let twice = KvView::in_slabs(&[&buffers[0], &buffers[0]], spec, half, 0)?;
     let small = backend.buffer(spec.slab_bytes(1))?;
     let short = KvView::in_slabs(&[&buffers[0], &small], spec, half, 0)?;
