@@ -2,6 +2,7 @@
 #pragma once
 
 #include "lib/quads.cuh"
+#include "lib/sum.cuh"
 
 // -inf, +inf and NaN have all bits of the exponent set: a set with such an LSE is empty.
 #define EXPONENT 0x7F800000u
@@ -41,7 +42,9 @@ struct Quads {
         }
     }
     __device__ __forceinline__ Quads times(float by) const { return {make_float4(x.x * by, x.y * by, x.z * by, x.w * by)}; }
-    __device__ __forceinline__ Quads plus(float weight, const Quads &other) const { return {plus_product(weight, other.x, x)}; }
+    // Adds to a sum and its rest.
+    __device__ __forceinline__ void add(Quads &rest, const Quads &other) { add_compensated(x, rest.x, other.x); }
+    __device__ __forceinline__ Quads with(const Quads &rest) const { return {compensated(x, rest.x)}; }
     __device__ __forceinline__ bool not_finite() const {
         return is_not_finite(x.x) | is_not_finite(x.y) | is_not_finite(x.z) | is_not_finite(x.w);
     }
@@ -76,6 +79,7 @@ struct Element {
         }
     }
     __device__ __forceinline__ Element times(float by) const { return {x * by}; }
-    __device__ __forceinline__ Element plus(float weight, const Element &other) const { return {fmaf(weight, other.x, x)}; }
+    __device__ __forceinline__ void add(Element &rest, const Element &other) { add_compensated(x, rest.x, other.x); }
+    __device__ __forceinline__ Element with(const Element &rest) const { return {compensated(x, rest.x)}; }
     __device__ __forceinline__ bool not_finite() const { return is_not_finite(x); }
 };
