@@ -104,14 +104,14 @@ mesa26_tests() {
 
 # lavapipe compiles a kernel on cooperative matrices for 10 to 60 s on one core; compiled ones are kept in $logs/lavapipe. So without
 # --full only these run: the smallest dims with each dtype of the cache and all head counts; of the conformance suite, also at the
-# smallest dims, the groups that share the kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes);
-# and one group at 512/64. Other variants run on this machine's own driver.
+# smallest dims, the groups that share the kernels of bf16 and e4m3 (VARLEN, empty rows, LSE, page sizes, invariance, shared prefixes), and
+# large logits; and one group at 512/64. Other variants run on this machine's own driver.
 # The variant `coop` needs 48 KiB of workgroup memory, and lavapipe has 32. mla_prefill's kernels on cooperative matrices compile for
 # minutes: only with --full.
 mesa26() {
     local group decode=conformance::wgpu::coop_small::decode status=0 job
     local matrix=(matrix::coop_small::256_32) conformance=()
-    for group in page_sizes varlen masks policies shared_prefixes empty_batches a_step_serves bits_of rising; do
+    for group in page_sizes varlen masks policies shared_prefixes empty_batches a_step_serves bits_of rising equal_large_logits; do
         conformance+=("$decode::$group")
     done
     step "tests on lavapipe"

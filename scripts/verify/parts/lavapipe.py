@@ -12,9 +12,9 @@ VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
 # Kernels and test files of each op; inputs of all tests are added.
 SUITE = "tests/support/src/suite"
 OPS = {
-    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", f"{SUITE}/ranks.rs", f"{SUITE}/slabs.rs", "src/plan/slabs.rs", "src/shares.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
+    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", f"{SUITE}/ranks.rs", f"{SUITE}/slabs.rs", f"{SUITE}/sums.rs", "src/plan/slabs.rs", "src/shares.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
     "merge_state": (["merge_state"], [f"{SUITE}/ops.rs"]),
-    "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs"]),
+    "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs", f"{SUITE}/sums.rs"]),
     "correct_attn_out": (["correct_attn_out"], [f"{SUITE}/correct_attn_out.rs", f"{SUITE}/merge_states.rs"]),
     "kv_append": (["kv_append"], [f"{SUITE}/ops.rs", f"{SUITE}/errors.rs"]),
     "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),
@@ -22,7 +22,7 @@ OPS = {
     "reorg_kvcache": (["reorg_kvcache"], [f"{SUITE}/reorg_kvcache.rs", "tests/support/src/reference/reorg_kvcache.rs"]),
     "kv_calibrate": (["kv_calibrate"], [f"{SUITE}/kv_calibrate.rs", "tests/support/src/reference/kv_calibrate.rs"]),
     "head_project": (["head_project"], [f"{SUITE}/project.rs", "tests/support/src/reference/project.rs"]),
-    "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", "tests/support/src/reference/prefill.rs"]),
+    "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", f"{SUITE}/sums.rs", "tests/support/src/reference/prefill.rs"]),
     "rope": (["rope"], [f"{SUITE}/rope.rs", "tests/support/src/reference/rope.rs"]),
     "rope_append": (["rope_append"], [f"{SUITE}/rope.rs", "tests/support/src/reference/rope.rs"]),
     "slabs": (["kv_append", "kv_copy_pages", "kv_gather", "decode_plain", "decode_coop"], [f"{SUITE}/slabs.rs", f"{SUITE}/layer.rs", "src/plan/slabs.rs"]),
