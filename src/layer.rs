@@ -37,6 +37,7 @@ mod prefix_cost;
 mod range;
 mod recorded;
 mod rounds;
+mod steps;
 mod workspace;
 
 pub use arrays::{LayerArrays, PageCopies};

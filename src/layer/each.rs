@@ -3,7 +3,7 @@
 use super::bound::Bindings;
 use super::composed::{Append, Composes, Ops};
 use super::plan::{Chunk, Target};
-use super::recorded::{ChunkStep, MIXED, Steps};
+use super::steps::{ChunkStep, MIXED, Steps};
 use crate::Result;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 

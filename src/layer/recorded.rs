@@ -5,47 +5,14 @@ use super::bound::{Bind, Bindings};
 use super::composed::{Append, Composes, Ops};
 use super::each::{Check, Record};
 use super::plan::LayerPlan;
+use super::steps::{MIXED, Steps};
 use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
-use crate::ops::op::{Kernel, Step};
+use crate::ops::RopeAppendBatch;
+use crate::ops::op::Kernel;
 use crate::ops::variants::{Candidate, Choice};
-use crate::ops::{
-    GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend, RopeAppendBatch,
-};
 use crate::plan::check_slabs;
-use crate::tables::{Capacity, PageTable};
-use crate::{Error, MlaDecode, Result, SplitPolicy};
-
-/// A step's tables. They grow as needed.
-#[derive(Debug)]
-pub struct Steps<D: Composes> {
-    pub(super) append: Append<Step<RopeAppend, D>, Step<KvAppend, D>>,
-    pub(super) decode: Step<MlaDecode, D>,
-    pub(super) plan: LayerPlan,
-    /// As many as there are runs of decoded tokens, or more from an earlier step.
-    pub(super) decoded: Vec<Step<HeadProject, D>>,
-    pub(super) chunks: Vec<ChunkStep<D>>,
-    pub(super) prefixes: Option<PrefixesStep<D>>,
-    /// Recorded commands stay valid while these are unchanged: the number of runs of decoded tokens, and whether they attend prefixes;
-    /// the rounds of each chunk, and whether each is merged; the capacity of every step.
-    shape: Vec<u64>,
-    generation: u64,
-}
-
-/// The steps of one chunk of the plan.
-#[derive(Debug)]
-pub(super) struct ChunkStep<D: Composes> {
-    pub(super) gather: Step<KvGather, D>,
-    pub(super) rows: Step<HeadProject, D>,
-    /// Of each round: [`super::plan::Round::first`] and [`super::plan::Round::more`].
-    pub(super) rounds: Vec<[Step<MlaPrefill, D>; 2]>,
-}
-
-#[derive(Debug)]
-pub(super) struct PrefixesStep<D: Composes> {
-    pub(super) parts: Step<MlaPrefill, D>,
-    /// As many as there are runs of decoded tokens, or more from an earlier step.
-    pub(super) merges: Vec<Step<MergeStates, D>>,
-}
+use crate::tables::Capacity;
+use crate::{Result, SplitPolicy};
 
 impl<D: Composes> Kernel<MlaLayer> for D {
     type Kernels = Ops<D>;
@@ -80,22 +47,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
     }
 
     fn kernel_step(&self, _: &MlaLayer, ops: &Ops<D>, decode: Capacity) -> Result<Steps<D>> {
-        Ok(Steps {
-            append: match &ops.append {
-                Append::Rotated(append) => Append::Rotated(append.step(ops.capacity.tokens)?),
-                Append::Plain(append) => Append::Plain(append.step(ops.capacity.tokens)?),
-            },
-            decode: ops.decode.step(decode)?,
-            plan: LayerPlan::default(),
-            decoded: Vec::new(),
-            chunks: Vec::new(),
-            prefixes: match &ops.prefixes {
-                Some(prefixes) => Some(PrefixesStep { parts: prefixes.prefill.step(0)?, merges: Vec::new() }),
-                None => None,
-            },
-            shape: Vec::new(),
-            generation: 0,
-        })
+        Steps::new(ops, decode)
     }
 
     fn kernel_capacity(step: &Steps<D>) -> Capacity {
@@ -159,104 +111,5 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         ops.each(step, binding, &mut Check)?;
         let _turn = self.turn(&ops.turn);
         ops.each(step, binding, &mut Record::<D>(recorder))
-    }
-}
-
-pub(super) const MIXED: Error = Error::LayoutMismatch { detail: "a layer has one kind of append" };
-
-impl<D: Composes> Steps<D> {
-    fn prepare_decodes(&mut self, ops: &Ops<D>) -> Result<()> {
-        let plan = &self.plan;
-        if plan.decoded.is_empty() {
-            return Ok(());
-        }
-        let (kv_indptr, kv_indices) = &plan.decode_pages;
-        ops.decode.prepare(&mut self.decode, (&plan.decode, PageTable::Csr { kv_indptr, kv_indices }))?;
-        while self.decoded.len() < plan.decoded.len() {
-            self.decoded.push(ops.absorb.step(ops.capacity.decode_tokens)?);
-        }
-        for (step, tokens) in self.decoded.iter_mut().zip(&plan.decoded) {
-            ops.absorb.prepare(step, tokens.clone())?;
-        }
-        let (Some(prefixes), Some(step)) = (&ops.prefixes, &mut self.prefixes) else { return Ok(()) };
-        if plan.over_prefixes.is_empty() {
-            return Ok(());
-        }
-        let num_parts = prefixes.prefill.facts().key_parts(plan.decode.num_queries, plan.longest_prefix());
-        let num_parts = num_parts.min(prefixes.num_sets - 1);
-        let parts = plan.prefix_parts(num_parts, ops.capacity.decode_tokens);
-        prefixes.prefill.prepare(&mut step.parts, &parts)?;
-        while step.merges.len() < plan.decoded.len() {
-            step.merges.push(prefixes.merge.step(ops.capacity.decode_tokens)?);
-        }
-        for (step, tokens) in step.merges.iter_mut().zip(&plan.decoded) {
-            prefixes.merge.prepare(step, (tokens.clone(), num_parts + 1))?;
-        }
-        Ok(())
-    }
-
-    fn prepare_chunks(&mut self, ops: &Ops<D>, batch: &LayerBatch<'_>) -> Result<()> {
-        while self.chunks.len() < self.plan.chunks.len() {
-            let (gather, rows) = (ops.gather.step(0)?, ops.k_up.step(0)?);
-            self.chunks.push(ChunkStep { gather, rows, rounds: Vec::new() });
-        }
-        for (step, chunk) in self.chunks.iter_mut().zip(&self.plan.chunks) {
-            let (pages, seq_lens, ranges) = (batch.pages, batch.seq_lens, &chunk.ranges[..]);
-            ops.gather.prepare(&mut step.gather, GatherBatch { pages, seq_lens, ranges })?;
-            ops.k_up.prepare(&mut step.rows, 0..chunk.rows)?;
-            while step.rounds.len() < chunk.rounds.len() {
-                step.rounds.push([ops.prefill.step(0)?, ops.prefill.step(0)?]);
-            }
-            for ([first, more], round) in step.rounds.iter_mut().zip(&chunk.rounds) {
-                ops.prefill.prepare(first, &round.first)?;
-                ops.prefill.prepare(more, &round.more)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn note_shape(&mut self) {
-        let old = std::mem::take(&mut self.shape);
-        let plan = &self.plan;
-        let append = match &self.append {
-            Append::Rotated(step) => step.capacity(),
-            Append::Plain(step) => step.capacity(),
-        };
-        let Capacity { items, queries, pages, merges, merge_partials, partials } = self.decode.capacity();
-        let decode = [items, queries, pages, merges, merge_partials, partials].map(u64::from);
-        let runs = plan.decoded.len();
-        let shape = &mut self.shape;
-        shape.extend([u64::from(plan.positions.is_empty()), append.into(), runs as u64]);
-        shape.extend(if runs > 0 { decode } else { [0; 6] });
-        shape.push(if runs > 0 { <D as Kernel<MlaDecode>>::kernel_form(&self.decode.raw) } else { 0 });
-        shape.extend(self.decoded[..runs].iter().map(|step| u64::from(step.capacity())));
-        if let Some(step) = self.prefixes.as_ref().filter(|_| !plan.over_prefixes.is_empty()) {
-            shape.push(step.parts.capacity().into());
-            shape.extend(step.merges[..runs].iter().map(|step| u64::from(step.capacity())));
-        }
-        for (step, chunk) in self.chunks.iter().zip(&plan.chunks) {
-            let rounds = chunk.rounds.len() as u64;
-            shape.extend([step.gather.capacity().into(), step.rows.capacity().into(), rounds]);
-            for ([first, more], round) in step.rounds.iter().zip(&chunk.rounds) {
-                let merged = u64::from(!round.more.is_empty());
-                shape.extend([round.state as u64, merged]);
-                shape.extend([first, more].map(|step| u64::from(step.capacity())));
-            }
-        }
-        self.generation += u64::from(old != self.shape);
-    }
-}
-
-impl<D: Composes> Step<MlaLayer, D> {
-    /// Grows with each prepare after which what was recorded before, such as a captured graph, no longer serves and must be recorded
-    /// again: where the batch has other runs of decodes or other chunks of prefills, or where a table had to grow. Else what was
-    /// recorded runs with the lengths, pages and slots that were prepared last. A `cuda::Graph` of an older generation refuses to launch.
-    pub fn generation(&self) -> u64 {
-        self.raw.generation
-    }
-
-    /// How the step is executed.
-    pub fn plan(&self) -> &LayerPlan {
-        &self.raw.plan
     }
 }

@@ -46,7 +46,7 @@ pub fn loud_f16_layers<B: Backend>(session: &Session<'_, B>) {
         };
         let name = format!("{cache}, a workspace of {rows} rows");
         let life = rig(0).and_then(|mut rig| rig.life(SplitPolicy::Auto));
-        note(name, life.map(|steps| numbered(steps)));
+        note(name, life.map(numbered));
         if rows == 64 {
             let cascade = rig(PREFIX_ROWS).and_then(|mut rig| rig.cascade());
             let named = cascade.map(|steps| steps.into_iter().map(|(name, step)| (name.to_owned(), step)));
