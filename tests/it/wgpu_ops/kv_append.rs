@@ -204,7 +204,8 @@ fn append_binds_a_window_of_a_buffer_that_is_too_large() -> Outcome {
 
     let kv = KvSpec { num_pages: 40, ..kv };
     let op = gpu.compile(KvAppend { kv, ..spec }).expect("compiles");
-    let error = op.bind(&layer, 1).expect_err("a layer of 368 KB does not fit");
+    let first = KvAppendArgs { kv: KvView { layer: 0, ..kv_view }, ..layer };
+    let error = op.bind(&first, 1).expect_err("a layer of 368 KB does not fit");
     assert!(matches!(error, Error::Limit { what: "kv", limit: 0x40000, .. }), "{error}");
     Ok(())
 }
