@@ -57,6 +57,9 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolic
 /// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
 /// absorbed form, and prefills in chunks of the workspace, in one batch. One compiled layer serves all layers of a model.
 ///
+/// It is of one device: over the ranks of a [`ContextParallel`](crate::ContextParallel) a layer is made of its single ops, as the program in
+/// `docs/using.md` does.
+///
 /// Arguments of a layer: [`MlaLayerArgs`]. Input of a step: a [`LayerBatch`] and a [`SplitPolicy`]. Options: [`LayerOptions`]; its
 /// [`LayerOptions::capacity`] has no useful default. `prepare` refuses a step with the errors of [`LayerPlan::new`], and one past that
 /// capacity with [`Error::Capacity`].
