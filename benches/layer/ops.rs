@@ -56,7 +56,7 @@ impl<D: Timed> Ops<D> {
                 positions: &positions,
                 cos_sin: args.cos_sin,
                 max_position: args.max_position,
-                q_pe_scale: 1.0,
+                q_pe_scale: KEYS,
             }
         });
         let positions = Some(&problem.batch.positions[..]);
@@ -106,6 +106,11 @@ impl<D: Timed> Ops<D> {
     }
 }
 
+/// The factors of what a layer of f16 stores between its ops: docs/numbers.md, "Range of a layer of f16".
+const SATURATES: bool = matches!(DTYPE, wgpu_mla::Dtype::F16);
+const KEYS: f32 = if SATURATES { 1.0 / 64.0 } else { 1.0 };
+const VALUES: f32 = if SATURATES { 1.0 / 8.0 } else { 1.0 };
+
 fn array<D: Timed>(gpu: &D, rows: u32, elems: u32) -> Result<D::Buffer> {
     Ok(gpu.buffer(u64::from(rows) * u64::from(elems) * DTYPE.bytes() as u64)?)
 }
@@ -123,8 +128,8 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         x: args.q_nope,
         weight: WeightView::w_uk(&dims, args.kv_b_proj),
         y: ql_nope,
-        scale: 1.0,
-        saturates: false,
+        scale: KEYS,
+        saturates: SATURATES,
     });
     let absorb = gpu.compile(HeadProject::absorb(&dims, DTYPE, DTYPE, DTYPE))?;
     let decodes = layers().map(|args| MlaDecodeArgs {
@@ -133,7 +138,7 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         out: latent_out,
         lse: View::dense(&lse, heads, 1),
         lse_base: LseBase::E,
-        softmax_scale: args.softmax_scale,
+        softmax_scale: args.softmax_scale / KEYS,
         k_scale: 1.0,
         q_scale: 1.0,
     });
@@ -177,15 +182,15 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         x: shared,
         weight: WeightView::w_uk(&dims, args.kv_b_proj),
         y: k_nope,
-        scale: 1.0,
-        saturates: false,
+        scale: KEYS,
+        saturates: SATURATES,
     });
     let v_ups = layers().map(|args| HeadProjectArgs {
         x: shared,
         weight: WeightView::w_uv(&dims, args.kv_b_proj),
         y: v,
-        scale: 1.0,
-        saturates: false,
+        scale: VALUES,
+        saturates: SATURATES,
     });
     let (k_up, v_up) =
         (HeadProject::k_up(&dims, DTYPE, DTYPE, DTYPE), HeadProject::v_up(&dims, DTYPE, DTYPE, DTYPE));
@@ -205,8 +210,8 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         v,
         out: args.out,
         lse: View::dense(&lse, heads, 1),
-        softmax_scale: args.softmax_scale,
-        v_scale: 1.0,
+        softmax_scale: args.softmax_scale / KEYS,
+        v_scale: 1.0 / VALUES,
     });
     let prefill = gpu.compile(prefill)?;
     let tiles = tokens.div_ceil(prefill.facts().rows);
