@@ -266,7 +266,9 @@ fn inputs<B: Backend>(backend: &B) -> Result<()> {
     let prefill = backend.compile(PREFILL)?;
     let mut step = prefill.step(0)?;
     let all = [PrefillSequence::full(0, 1 << 30, 0, 1)];
-    limited("a prefill of 2^30 queries", || prefill.prepare(&mut step, &all));
+    // Tiles of 128 rows are few enough.
+    let tiled = quickly("a prefill of 2^30 queries", || prefill.prepare(&mut step, &all));
+    assert!(matches!(tiled, Ok(()) | Err(Error::Limit { .. })), "{tiled:?}");
 
     let gather =
         backend.compile(KvGather { shape: SHAPES[1], kv: mla(1, 1 << 20).kv, output: Dtype::F32 })?;
@@ -291,7 +293,11 @@ fn inputs<B: Backend>(backend: &B) -> Result<()> {
     let most = Capacity { items: MAX, queries: MAX, pages: MAX, ..Capacity::default() };
     let step = quickly("a step of 2^32 items", || decode.step(most).map(drop));
     let Err(Error::Limit { need, limit, .. }) = step else { panic!("{step:?}") };
-    assert_eq!((need, limit), (16 + 8 * (1 << 32) + 2 * (1 << 32) + (1 << 32), u64::from(MAX) - 1));
+    // CUDA names the items of its grid, the others the words of the tables.
+    assert!(need > limit, "{need} of {limit}");
+    if limit == u64::from(MAX) - 1 {
+        assert_eq!(need, 16 + 8 * (1 << 32) + 2 * (1 << 32) + (1 << 32));
+    }
     Ok(())
 }
 

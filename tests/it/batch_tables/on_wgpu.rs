@@ -188,7 +188,8 @@ impl RefusesOthers for Gpu {
 
     fn refuses_other_devices(&self, made: &Made, plan: &Plan) {
         let adapter = self.adapter().expect("ours").clone();
-        let wanted = wanted(&adapter, wgpu::ExperimentalFeatures::disabled());
+        // SAFETY: as `Gpu::new`, whose tiles it has to have.
+        let wanted = wanted(&adapter, unsafe { wgpu::ExperimentalFeatures::enabled() });
         let other = pollster::block_on(Gpu::from_adapter(adapter, &wanted)).expect("a second device");
         let spec = *made.decode.op();
         let options = DecodeOptions { device_page_list: true, ..DecodeOptions::default() };

@@ -9,7 +9,7 @@ use wgpu_mla::{
     MlaPrefillArgs, MlaShape, PageTable, Plan, PrefillExtent, PrefillSequence, SplitPolicy, View,
 };
 
-/// One query token of a sequence whose pages are one, as often as it takes.
+/// One query token of a sequence whose pages hold the same.
 struct OnePage<'a> {
     spec: MlaDecode,
     /// `[L + R]`, of all heads.
@@ -23,20 +23,21 @@ struct OnePage<'a> {
 impl OnePage<'_> {
     /// The output, `[H, L]`.
     fn decoded(&self, cuda: &Cuda, variant: Option<&str>, policy: SplitPolicy) -> Vec<f32> {
-        let spec = self.spec;
+        let mut spec = self.spec;
+        spec.kv.num_pages = self.tokens.div_ceil(spec.kv.page_size);
         let options = DecodeOptions { variant: variant.map(str::to_owned), ..DecodeOptions::default() };
         let decode = cuda.compile_with(spec, &options).expect("a decode");
         let (seq_lens, query_start_loc) = ([self.tokens as i32], [0, 1]);
         let batch = Batch::new(&seq_lens, &query_start_loc);
         let plan = Plan::new(&spec, &decode.tiling(), &batch, policy).expect("a plan");
-        let max_pages = self.tokens.div_ceil(spec.kv.page_size);
-        let block_table = vec![0; max_pages as usize];
+        let max_pages = spec.kv.num_pages;
+        let block_table: Vec<i32> = (0..max_pages as i32).collect();
         let pages = PageTable::Dense { block_table: &block_table, max_pages };
         let mut step = decode.step(Capacity::of(&plan)).expect("a step");
         decode.prepare(&mut step, (&plan, pages)).expect("prepared");
         let (heads, latent) = (spec.shape.num_heads as usize, spec.shape.kv_lora_rank as usize);
         let q = uploaded(cuda, &spec.query.encode_all(&self.query.repeat(heads)));
-        let kv = uploaded(cuda, &spec.kv.dtype.encode_all(self.page));
+        let kv = uploaded(cuda, &spec.kv.dtype.encode_all(self.page).repeat(max_pages as usize));
         let [out, lse] = [latent, 1].map(|row| cuda.buffer((heads * row * 4) as u64).expect("memory"));
         let args = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, self.softmax_scale);
         let binding = decode.bind(&args, 1).expect("a binding");

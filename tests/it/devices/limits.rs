@@ -73,7 +73,7 @@ fn prefill(gpu: &Gpu, [a, b, c, d, e, out, lse, _]: &[wgpu::Buffer; 8], tokens: 
         q_nope: View::dense(a, 2, 64),
         q_pe: View::dense(b, 2, 32),
         k_nope: View::dense(c, 2, 64),
-        k_pe: View::dense(d, 1, 32),
+        k_pe: View { head_stride: 0, ..View::dense(d, 1, 32) },
         v: View::dense(e, 2, 64),
         out: View::dense(out, 2, 64),
         lse: View::dense(lse, 2, 1),

@@ -51,8 +51,7 @@ const FIELDS: [(Change, &str); 4] = [
 /// all of them.
 pub fn changed_plans<B: Backend>(session: &Session<'_, B>) {
     let sequences = sequences(&[(37, 1), (90, 2)]);
-    let problem =
-        Make { cache: Dtype::F32, query: Dtype::F32, dims: (256, 32), sequences, ..Make::default() }.build();
+    let Some(problem) = served(session, &Make { sequences, ..Make::default() }) else { return };
     let result = || -> Result<(), Error> {
         let rig = Rig::new(session, &problem)?;
         for (what, change) in CHANGES {
@@ -77,7 +76,7 @@ pub fn changed_plans<B: Backend>(session: &Session<'_, B>) {
 
 /// The parts of a plan over slabs are no plans of a step, and may be planned anew.
 pub fn plans_of_one_slab<B: Backend>(session: &Session<'_, B>) {
-    let problem = Make { cache: Dtype::F32, query: Dtype::F32, dims: (256, 32), ..Make::default() }.build();
+    let Some(problem) = served(session, &Make::default()) else { return };
     let result = || -> Result<(), Error> {
         let rig = Rig::new(session, &problem)?;
         let slab_pages = problem.spec.kv.num_pages.div_ceil(2);
@@ -94,6 +93,17 @@ pub fn plans_of_one_slab<B: Backend>(session: &Session<'_, B>) {
     }();
     session.note("plans of one slab", result.map_err(|error| error.to_string()));
     session.finish("plans of one slab");
+}
+
+/// Of dims and dtypes that the session's variant serves.
+fn served<B: Backend>(session: &Session<'_, B>, make: &Make) -> Option<Problem> {
+    let dtypes = [(Dtype::F32, (256, 32)), (Dtype::Bf16, (512, 64)), (Dtype::E4m3, (512, 64))];
+    let build = |(dtype, dims)| Make { cache: dtype, query: dtype, dims, ..make.clone() }.build();
+    let problem = dtypes.map(build).into_iter().find(|problem| session.serves(&problem.spec));
+    if problem.is_none() {
+        session.leave_out();
+    }
+    problem
 }
 
 /// A problem's arrays, with gaps around the results.

@@ -189,7 +189,8 @@ fn equal_logits<B: Backend>(
     problem.q = query.encode_all(&one.repeat((heads * q_len) as usize));
     let mean = (2.0 * more as f64 - f64::from(len)) / f64::from(len);
     let rows = (heads * q_len) as usize;
-    for logit in [-1e6f32, -3001.7, 1.0, 3001.7, 1e5, 1e6, 1e10, 1e30] {
+    // The last is as large as a scale may be.
+    for logit in [-1e6f32, -3001.7, 1.0, 3001.7, 1e5, 1e6, 1e10, 5e29] {
         // The logit is `softmax_scale * q . k`, and scales are above 0.
         let mut problem = problem.clone();
         problem.softmax_scale = logit.abs();
