@@ -33,9 +33,12 @@ fn step_tokens() -> vec2<u32> {
     return vec2<u32>(begin, begin + min(range.count, params.max_tokens - begin));
 }
 
-// A sum as it is stored. What is infinite or NaN is found by its bits, and stays.
+// A sum as it is stored. What is infinite or NaN is found by its bits, and stays. Few products are past the limit: a branch costs less.
 fn scaled(sum: vec4<f32>) -> vec4<f32> {
     let product = sum * params.scale;
+    if !any(abs(product) > vec4<f32>(params.limit)) {
+        return product;
+    }
     let is_number = (bitcast<vec4<u32>>(product) & vec4<u32>(0x7F800000u)) != vec4<u32>(0x7F800000u);
     let limit = vec4<f32>(params.limit);
     return bitcast<vec4<f32>>(select(bitcast<vec4<u32>>(product), bitcast<vec4<u32>>(clamp(product, -limit, limit)), is_number));

@@ -27,10 +27,12 @@ struct Args {
     Divisor by_token_tiles;
 };
 
+#define MOST_F32 3.402823466e38f
+
 // A sum as it is stored. What is infinite or NaN stays.
 __device__ __forceinline__ float scaled(const Args &args, float sum) {
     const float product = sum * args.scale;
-    return fabsf(product) <= 3.402823466e38f ? fminf(fmaxf(product, -args.limit), args.limit) : product;
+    return fabsf(product) <= MOST_F32 ? fminf(fmaxf(product, -args.limit), args.limit) : product;
 }
 
 // The tile of a block: its columns change fastest, its head slowest, so that the blocks of a head run side by side.

@@ -5,8 +5,10 @@
 #include "project.cuh"
 
 // Stores a warp's sums, in the layout of mma.sync and wgmma, of a tile that has so many tokens and columns. A quad of lanes exchanges 16-bit words, so that each lane has 8 columns.
-template <int ROW_TILES, int COLUMN_TILES>
-DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
+// `IS_FAR`: some product may be past the limit.
+template <bool IS_FAR, int ROW_TILES, int COLUMN_TILES>
+DEVICE void store_sums(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
+    const auto value = [&args](float sum) { return IS_FAR ? scaled(args, sum) : sum * args.scale; };
     const u32 lane = threadIdx.x % LANES, quad = lane % 4;
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++) {
@@ -16,7 +18,7 @@ DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 colum
 #pragma unroll
             for (int j = 0; j < 2 * COLUMN_TILES; j++) {
                 const u32 h = j / COLUMN_TILES, c = j % COLUMN_TILES, column = first_column + c * 8;
-                const uint2 words = make_uint2(__float_as_uint(scaled(args, sums[i][c][2 * h])), __float_as_uint(scaled(args, sums[i][c][2 * h + 1])));
+                const uint2 words = make_uint2(__float_as_uint(value(sums[i][c][2 * h])), __float_as_uint(value(sums[i][c][2 * h + 1])));
                 if (row + h * 8 < tokens && column < columns) {
                     store_8(at + h * 8 * args.y.token_stride + (tile.first_column + column + quad * 2) * 4, words);
                 }
@@ -28,7 +30,7 @@ DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 colum
 #pragma unroll
                 for (int w = 0; w < 4; w++) {
                     const int j = group * 4 + w, h = j / COLUMN_TILES, c = j % COLUMN_TILES;
-                    const float first = scaled(args, sums[i][c][2 * h]), second = scaled(args, sums[i][c][2 * h + 1]);
+                    const float first = value(sums[i][c][2 * h]), second = value(sums[i][c][2 * h + 1]);
                     words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
                 }
                 transpose_in_quads(words);
@@ -38,5 +40,24 @@ DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 colum
                 }
             }
         }
+    }
+}
+
+// As store_sums. One comparison a sum tells whether the warp has a product past the limit, which is rare.
+template <int ROW_TILES, int COLUMN_TILES>
+DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
+    bool is_far = false;
+    if (args.limit < MOST_F32) {
+        const float most = args.limit / args.scale;
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; i++) {
+#pragma unroll
+            for (int j = 0; j < COLUMN_TILES * 4; j++) is_far |= fabsf(sums[i][j / 4][j % 4]) > most;
+        }
+    }
+    if (__any_sync(~0u, is_far)) {
+        store_sums<true>(args, tile, tokens, columns, first_row, first_column, sums);
+    } else {
+        store_sums<false>(args, tile, tokens, columns, first_row, first_column, sums);
     }
 }
