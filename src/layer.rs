@@ -208,8 +208,13 @@ impl MlaLayer {
     /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where only the cache may have it, [`Error::Capacity`] for a workspace that
     /// holds less than a page.
     pub fn check(&self) -> Result<()> {
+        self.check_dims()?;
+        self.check_workspace()
+    }
+
+    /// As [`MlaLayer::check`], but for the workspace, of which a plan says what it needs.
+    pub(crate) fn check_dims(&self) -> Result<()> {
         self.mla().check()?;
-        self.check_workspace()?;
         for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
             wide(what, got)?;
         }

@@ -154,7 +154,7 @@ impl LayerPlan {
         slab_pages: u32,
         cost: Option<&PrefixCost>,
     ) -> Result<Self> {
-        spec.check()?;
+        spec.check_dims()?;
         // It checks what the rest relies on: lengths, order, signs.
         let all = Batch::new(batch.seq_lens, batch.query_start_loc);
         let mla = spec.mla();

@@ -168,9 +168,7 @@ DEVICE void merge_few(const Args& args) {
             }
             batch.weigh(top);
 #pragma unroll
-            for (u32 i = 0; i < AHEAD; i++) {
-                if (first + i * GROUPS < end) batch.add_to(sum, i);
-            }
+            for (u32 i = 0; i < AHEAD; i++) batch.add_to(sum, i);
         }
         values[group][lane] = sum.value;
         if (lane == 0) weights[group] = sum.weight;
@@ -213,7 +211,7 @@ DEVICE void merge_many(const Args& args) {
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++) {
             Sum group;
-            if (i < partials.count) batch.add_to(group, i);
+            batch.add_to(group, i);
             total.add(group);
         }
     } else {
@@ -226,9 +224,7 @@ DEVICE void merge_many(const Args& args) {
                 batch.ask(partials);
                 batch.weigh(top);
 #pragma unroll
-                for (u32 i = 0; i < AHEAD; i++) {
-                    if (first + i * GROUPS < end) batch.add_to(group, i);
-                }
+                for (u32 i = 0; i < AHEAD; i++) batch.add_to(group, i);
             }
             total.add(group);
         }
