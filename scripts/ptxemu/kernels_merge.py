@@ -59,7 +59,7 @@ def merge(name, latent, out_dtype, counts, seed, large=None):
             assert np.allclose(got[token, head], want, rtol=1e-5, atol=1e-5 if out_dtype == 0 else 4e-3)
             assert np.isclose(got_lse[token, head], part[:, latent].max() + np.log2(total), atol=1e-4)
             if len(part) == 1:
-                # As an item that has all of the row.
+                # The division is that of an item that has all of the row.
                 alone = partials[indices[begin:end] + head][partials[indices[begin:end] + head, latent] > EMPTY][0]
                 factor = np.float32(1) / alone[latent + 1]
                 same = (alone[:latent] * factor * np.float32(0.5)).astype(dtype)

@@ -185,8 +185,8 @@ fn plans_that_are_too_large_are_refused() {
     limited("2^31 queries", || plan(&TILING, &[len], &[0, most], SplitPolicy::OneSplit));
     limited("2^31 queries of no token", || plan(&TILING, &[0], &[0, most], SplitPolicy::Auto));
     limited("2^28 queries", || plan(&fine, &[len], &[0, 1 << 28], SplitPolicy::Auto));
-    let lone = Tiling { target_items: 1, rows_per_tile: 1, ..TILING };
-    limited("one worker", || plan(&lone, &[len, 5], &[0, 1 << 26, 1 << 26], SplitPolicy::Auto));
+    let single = Tiling { target_items: 1, rows_per_tile: 1, ..TILING };
+    limited("one worker", || plan(&single, &[len, 5], &[0, 1 << 26, 1 << 26], SplitPolicy::Auto));
     // All but a page is in the second slab.
     let slab_pages = spec.kv.num_pages.div_ceil(2);
     let pages: Vec<i32> = (0..100_000).map(|page| page + slab_pages as i32 - 1).collect();

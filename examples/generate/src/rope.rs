@@ -119,7 +119,7 @@ impl Outer<'_> {
                 "max_position_embeddings {other} of {object} and {most} of the config: must be the same; delete the wrong one"
             ));
         }
-        // Of the elements of a head: of R, as transformers counts for DeepSeek-V3, or of P + R, as for Mistral Small 4.
+        // The share is of a head's elements: R, as transformers counts for DeepSeek-V3, or P + R, as for Mistral Small 4.
         let rope = f64::from(self.rope_dim);
         let head = rope + self.config.size("qk_nope_head_dim", 128)? as f64;
         match number("partial_rotary_factor")?.filter(|&part| part != 1.0 && part * head != rope) {
@@ -159,7 +159,7 @@ impl Outer<'_> {
             return Err(format!("{named} of {object}: must be at least 1, {what}"));
         }
         let plain = Yarn::new(factor, original.unwrap_or(max_position));
-        // As transformers: 0 is as if it were not there.
+        // transformers takes 0 for a key that is absent.
         let given = |name: &str, default: f64| -> Result<f64, String> {
             Ok(fields.number(name)?.filter(|&value| value != 0.0).unwrap_or(default))
         };

@@ -39,7 +39,7 @@ const OUTER: [&str; 4] = ["rope_theta", "rope_interleave", OBJECTS[0], OBJECTS[1
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Plain,
-    /// As transformers computes it.
+    /// The formula of transformers.
     Yarn,
     /// `deepseek_yarn`, as vLLM and SGLang write it: as DeepSeek's own code computes it.
     DeepSeekYarn,

@@ -64,7 +64,7 @@ fn a_newer_file_takes_the_place_of_an_older_ones_tensor() {
         write_index(&dir, all.keys(), |name| if name == UP { newer } else { "model.safetensors" });
         let overlaid = logits(&dir);
         assert_ne!(overlaid, before);
-        // As if the new one stood in one file.
+        // The same values as when the new tensor stands in one file.
         let alone = one_file("alone");
         with_tensors(&alone, |all| drop(all.insert(UP.into(), new[UP].clone())));
         assert_eq!(overlaid, logits(&alone));

@@ -81,7 +81,7 @@ fn a_key_that_nothing_reads_is_named() {
     }
 }
 
-/// As transformers 5 writes models whose layers are of several kinds.
+/// The form that transformers 5 writes for models whose layers are of several kinds.
 #[test]
 fn rope_by_kind_of_layer_is_refused() {
     for object in ["rope_scaling", "rope_parameters"] {

@@ -6,7 +6,7 @@
 // Masked tokens are not read, so that what they hold has no influence. IEEE arithmetic gives the rest of the pattern in docs/numbers.md: a logit
 // of NaN or +inf makes the row's sum NaN; one of -inf weighs 0, and 0 times an infinite element is NaN in that column.
 //
-// Of an f32 cache 1e-5 is promised, however many tokens there are: blocks of TERMS tokens are summed from 0, and added up with compensation. The
+// An f32 cache is promised 1e-5, however many tokens there are: blocks of TERMS tokens are summed from 0, and added up with compensation. The
 // running maximum moves only when it grows by more than LAZY, since each move rounds the sums.
 #pragma once
 

@@ -95,7 +95,7 @@ struct Batch {
         }
     }
 
-    // Of a lane's own; the largest of all lanes is that of the batch.
+    // The largest of a lane's own; the largest over all lanes is the batch's.
     DEVICE float top() const {
         float top = EMPTY;
 #pragma unroll
