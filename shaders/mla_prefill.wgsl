@@ -12,8 +12,8 @@
 //   3. values   slices of SLICE_KEYS keys: weights, a vec4 of four rows, and values
 // Keys past the last visible one of the tile repeat it and weigh 0. A quad is 4 consecutive elements.
 //
-// Lines that end in `all f32` are compiled where inputs and output are f32: as in mla_decode.wgsl, a block is summed from 0, then added to
-// `acc`, and every TOTAL_TOKENS keys `acc` is added to totals, which lie where the output will be (lib/prefill_totals.wgsl).
+// Lines under `if all f32`, or that end in `all f32`, are compiled where inputs and output are f32: values are summed in three levels, of
+// VALUE_TURN keys, of TOTAL_TOKENS keys in `acc`, and of all these in totals, which lie where the output will be (lib/prefill_totals.wgsl).
 //
 // Measured on an H200: 24.6 TFLOP/s at head dims 128/64/128; other tiles in src/gpu/kernels/prefill/plain.rs.
 // Concatenated with: lib/round, lib/quad_*, alias Unit = Quad, lib/out_*, lib/prefill, lib/prefill_read.
@@ -122,18 +122,16 @@ fn mla_prefill(
     var visible: array<vec4<u32>, ROW_QUADS>;
     var row_max: array<vec4<f32>, ROW_QUADS>;
     var row_sum: array<vec4<f32>, ROW_QUADS>; // over this thread's keys until the end
+    var total_max: array<vec4<f32>, ROW_QUADS>; // all f32
+    var total_sum: array<vec4<f32>, ROW_QUADS>; // all f32
     for (var r = 0u; r < ROW_QUADS; r++) { // unroll
         let row = (r * 16u + ty) * 4u;
         visible[r] = vec4<u32>(visible_to(tile, row), visible_to(tile, row + 1u), visible_to(tile, row + 2u), visible_to(tile, row + 3u));
         row_max[r] = vec4<f32>(EMPTY);
         row_sum[r] = vec4<f32>(0.0);
-    }
-    var total_max: array<vec4<f32>, ROW_QUADS>; // all f32
-    var total_sum: array<vec4<f32>, ROW_QUADS>; // all f32
-    for (var r = 0u; r < ROW_QUADS; r++) { // unroll // all f32
         total_max[r] = vec4<f32>(EMPTY); // all f32
         total_sum[r] = vec4<f32>(0.0); // all f32
-    } // all f32
+    }
     var acc = array<vec4<f32>, ACC>(); // [4 * COLUMN_QUADS, ROW_QUADS]: four rows of a column
 
     // Where ROLLED, always the same too, but the compiler cannot know: Mesa's for Intel would unroll the loops, and spill.
@@ -208,8 +206,6 @@ fn mla_prefill(
             }
             row_sum[r] += sum_before; // all f32
         }
-        let acc_before = acc; // all f32
-        acc = array<vec4<f32>, ACC>(); // all f32
 
         // 3. values
         for (var k = 0u; k < KEY_QUADS; k++) { // unroll
@@ -225,6 +221,24 @@ fn mla_prefill(
                 stage_values(tile, block + k * 64u + part * SLICE_KEYS, lane);
                 workgroupBarrier();
                 for (var key = 0u; key < slice_keys; key += VALUE_TURN) {
+                    // if all f32
+                    for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll
+                        var turn = array<vec4<f32>, TURN>();
+                        for (var e = 0u; e < VALUE_TURN; e++) { // unroll on cards
+                            let value = staged[VALUES_AT + (key + e) * VALUE_QUADS + c * 16u + tx];
+                            for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+                                let weight = staged[(key + e) * TILE_QUADS + r * 16u + ty];
+                                turn[r] = fma(weight, vec4<f32>(value.x), turn[r]);
+                                turn[ROW_QUADS + r] = fma(weight, vec4<f32>(value.y), turn[ROW_QUADS + r]);
+                                turn[2u * ROW_QUADS + r] = fma(weight, vec4<f32>(value.z), turn[2u * ROW_QUADS + r]);
+                                turn[3u * ROW_QUADS + r] = fma(weight, vec4<f32>(value.w), turn[3u * ROW_QUADS + r]);
+                            }
+                        }
+                        for (var i = 0u; i < TURN; i++) { // unroll
+                            acc[c * TURN + i] += turn[i];
+                        }
+                    }
+                    // else
                     for (var e = 0u; e < VALUE_TURN; e++) { // unroll on cards
                         var weight: array<vec4<f32>, ROW_QUADS>;
                         for (var r = 0u; r < ROW_QUADS; r++) { // unroll
@@ -240,12 +254,10 @@ fn mla_prefill(
                             }
                         }
                     }
+                    // end
                 }
             }
         }
-        for (var i = 0u; i < ACC; i++) { // unroll // all f32
-            acc[i] += acc_before[i]; // all f32
-        } // all f32
         let done = block + TOKENS; // all f32
         let is_last = done >= tile.num_keys; // all f32
         if (tile.num_keys > TOTAL_TOKENS && (done % TOTAL_TOKENS == 0u || is_last)) { // all f32

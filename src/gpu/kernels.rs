@@ -49,14 +49,27 @@ const fn matrix_aliases(side: u32) -> [(&'static str, Const); 3] {
     }
 }
 
-/// A file with its lines that end in `// all f32`, or without them. They are what sums in f32 take to keep the accuracy that is promised
-/// where all elements are f32; without them nothing of it is left in the text of other kernels, not even for a compiler to remove.
+/// A file with its lines that end in `// all f32`, or without them; of lines between `// if all f32`, `// else` and `// end`, with one part.
+/// They are what sums in f32 take to keep the accuracy that is promised where all elements are f32; without them nothing of it is left in
+/// the text of other kernels, not even for a compiler to remove.
 pub(crate) fn where_all_f32(text: &str, is_all_f32: bool) -> String {
-    let kept = |line: &str| match line.strip_suffix("// all f32") {
-        Some(line) => is_all_f32.then(|| line.trim_end().to_owned()),
-        None => Some(line.to_owned()),
-    };
-    text.lines().filter_map(kept).flat_map(|line| [line, "\n".to_owned()]).collect()
+    let mut kept = String::with_capacity(text.len());
+    let mut keeps = true;
+    for line in text.lines() {
+        let (line, marked) =
+            line.strip_suffix("// all f32").map_or((line, false), |line| (line.trim_end(), true));
+        match line.trim() {
+            "// if all f32" => keeps = is_all_f32,
+            "// else" => keeps = !is_all_f32,
+            "// end" => keeps = true,
+            _ if keeps && (is_all_f32 || !marked) => {
+                kept.push_str(line);
+                kept.push('\n');
+            }
+            _ => {}
+        }
+    }
+    kept
 }
 
 /// A module of constants, types and files whose marked loops are unrolled.

@@ -224,6 +224,7 @@ impl Merging {
         let files = [if pins_loads { PINNED } else { READ }, &merge];
         // Partial results whose loads a thread has in flight.
         let batch = match self {
+            Self::FewRows if is_all_f32(spec) => 4,
             Self::FewRows => 8,
             Self::ManyRows => 4,
         };

@@ -56,6 +56,12 @@ struct Sum {
         value = value + other.value;
     }
 
+    // The weight of a group: that of its lanes together, in all of them.
+    DEVICE void join_weights() {
+#pragma unroll
+        for (int lanes = 1; lanes < GROUPS; lanes *= 2) weight += __shfl_xor_sync(~0u, weight, lanes);
+    }
+
     DEVICE void write(const Args& args, u32 token, u32 head, u32 column, float top) const {
         const bool any = !(weight == 0.0f); // NaN too
         const float factor = any ? 1.0f / weight : 1.0f;
@@ -66,18 +72,23 @@ struct Sum {
 };
 
 // AHEAD partial results, `step` apart, whose loads are issued together. TOGETHER consecutive lanes have the same ones: each lane finds the weights of
-// some of them, and passes them to the others.
-template <int LATENT, u32 AHEAD, u32 TOGETHER>
+// some of them, and passes the shares to the others. It adds up its own weights, so that one value is passed, and not two.
+template <int LATENT, u32 AHEAD>
 struct Batch {
+    static constexpr u32 TOGETHER = GROUPS;
     static constexpr u32 OWN = (AHEAD + TOGETHER - 1) / TOGETHER;
     const float *at[AHEAD], *own_at[OWN];
     float2 own[OWN]; // what its weights are relative to, and their sum; then as `weigh` leaves it
     float4 value[AHEAD];
 
-    DEVICE void find(const Partials<LATENT>& partials, u32 from, u32 step) {
+    u32 shift; // lane (i + shift) % TOGETHER has partial result i
+
+    // `before` are in the batches before this one: the n-th of a group is the lane's n % TOGETHER, in batches of any size.
+    DEVICE void find(const Partials<LATENT>& partials, u32 from, u32 step, u32 before) {
+        shift = before % TOGETHER;
         auto find_one = [&](u32 i) { return i < AHEAD && from + i * step < partials.count ? partials.at(from + i * step) : nullptr; };
 #pragma unroll
-        for (u32 i = 0; i < OWN; i++) own_at[i] = find_one(i * TOGETHER + threadIdx.x % TOGETHER);
+        for (u32 i = 0; i < OWN; i++) own_at[i] = find_one(i * TOGETHER + (threadIdx.x - shift) % TOGETHER);
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++) at[i] = find_one(i);
     }
@@ -112,12 +123,23 @@ struct Batch {
         }
     }
 
-    // Adds partial result `i`. All lanes of the warp call it.
+    // Adds all: the latents to every lane's value, and the weights to the lane that has them. All lanes of the warp call it.
+    DEVICE void add_to(Sum& sum) const {
+#pragma unroll
+        for (u32 i = 0; i < OWN; i++) sum.weight += own[i].y;
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; i++) add_value(sum, i);
+    }
+
+    // Adds partial result `i` alone. All lanes of the warp call it.
     DEVICE void add_to(Sum& sum, u32 i) const {
-        const float share = __shfl_sync(~0u, own[i / TOGETHER].x, i % TOGETHER, TOGETHER);
-        const float weight = __shfl_sync(~0u, own[i / TOGETHER].y, i % TOGETHER, TOGETHER);
+        sum.weight += __shfl_sync(~0u, own[i / TOGETHER].y, i % TOGETHER + shift, TOGETHER);
+        add_value(sum, i);
+    }
+
+    DEVICE void add_value(Sum& sum, u32 i) const {
+        const float share = __shfl_sync(~0u, own[i / TOGETHER].x, i % TOGETHER + shift, TOGETHER);
         if (share < 0.0f) return;
-        sum.weight += weight;
         sum.value.x = fmaf(share, value[i].x, sum.value.x);
         sum.value.y = fmaf(share, value[i].y, sum.value.y);
         sum.value.z = fmaf(share, value[i].z, sum.value.z);
@@ -130,7 +152,7 @@ template <int LATENT>
 DEVICE void merge_few(const Args& args) {
     constexpr u32 COLUMNS = 32, PARTS = LATENT / COLUMNS, GROUP_LANES = COLUMNS / 4, THREADS = GROUPS * GROUP_LANES;
     constexpr u32 AHEAD = 18; // 18 * GROUPS: a row with a split on each multiprocessor is loaded at once
-    static_assert(RUN % (AHEAD * GROUPS) == 0, "whole batches");
+    static_assert(RUN % (AHEAD * GROUPS) == 0 && GROUP_LANES == GROUPS, "whole batches");
     __shared__ float4 values[GROUPS][GROUP_LANES];
     __shared__ float weights[GROUPS];
     __shared__ float maxima[THREADS / LANES];
@@ -141,8 +163,8 @@ DEVICE void merge_few(const Args& args) {
     if (row / args.num_heads >= args.header->num_merges) return wait_for_kernel_before();
     const Merge merge = args.merges[row / args.num_heads];
     const Partials<LATENT> partials(args, merge, head, column);
-    Batch<LATENT, AHEAD, GROUP_LANES> batch;
-    batch.find(partials, group, GROUPS);
+    Batch<LATENT, AHEAD> batch;
+    batch.find(partials, group, GROUPS, 0);
     wait_for_kernel_before();
 
     batch.ask(partials);
@@ -163,13 +185,13 @@ DEVICE void merge_few(const Args& args) {
         // As often in all groups, since a warp's lanes pass each other weights.
         for (const u32 end = min(first + RUN, partials.count); first < end; first += AHEAD * GROUPS) {
             if (first > 0) {
-                batch.find(partials, first + group, GROUPS);
+                batch.find(partials, first + group, GROUPS, first / GROUPS);
                 batch.ask(partials);
             }
             batch.weigh(top);
-#pragma unroll
-            for (u32 i = 0; i < AHEAD; i++) batch.add_to(sum, i);
+            batch.add_to(sum);
         }
+        sum.join_weights();
         values[group][lane] = sum.value;
         if (lane == 0) weights[group] = sum.weight;
         __syncthreads();
@@ -193,9 +215,9 @@ DEVICE void merge_many(const Args& args) {
     if (row / args.num_heads >= args.header->num_merges) return wait_for_kernel_before();
     const Merge merge = args.merges[row / args.num_heads];
     const Partials<LATENT> partials(args, merge, head, column);
-    Batch<LATENT, AHEAD, LANES> batch;
+    Batch<LATENT, AHEAD> batch;
     const bool is_short = partials.count <= GROUPS;
-    if (is_short) batch.find(partials, 0, 1);
+    if (is_short) batch.find(partials, 0, 1, 0);
     wait_for_kernel_before();
 
     if (is_short) batch.ask(partials);
@@ -220,12 +242,12 @@ DEVICE void merge_many(const Args& args) {
             const u32 begin = g / GROUPS * RUN, end = min(begin + RUN, partials.count);
             Sum group;
             for (u32 first = begin + g % GROUPS; first < end; first += AHEAD * GROUPS) {
-                batch.find(partials, first, GROUPS);
+                batch.find(partials, first, GROUPS, 0); // of whole TOGETHER
                 batch.ask(partials);
                 batch.weigh(top);
-#pragma unroll
-                for (u32 i = 0; i < AHEAD; i++) batch.add_to(group, i);
+                batch.add_to(group);
             }
+            group.join_weights();
             total.add(group);
         }
     }

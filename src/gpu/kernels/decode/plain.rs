@@ -28,7 +28,7 @@ impl Tile {
         query_rows: u32,
     ) -> Option<Self> {
         let group_threads = spec.shape.kv_lora_rank / 8;
-        let (most_rows, most_threads) = Self::most_rows_and_threads(caps);
+        let (most_rows, most_threads) = Self::most_rows_and_threads(caps, is_all_f32(spec));
         let most_groups = if caps.subgroups_vary_to_32() { 8 } else { 4 };
         // Rows computed, twice: once as arithmetic, which row groups without rows are spared, and once as time, which they
         // are not. Each tile reads the cache once more, which is worth about three rows.
@@ -69,10 +69,12 @@ impl Tile {
     /// Apple M1 and Adreno report. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three
     /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128. Intel's spills with 4, and
     /// reckons as many cycles a row with 2 as with 4 (`benches/results/vendors.md`).
-    const fn most_rows_and_threads(caps: &Caps) -> (u32, u32) {
+    const fn most_rows_and_threads(caps: &Caps, all_f32: bool) -> (u32, u32) {
         match caps.kind {
             _ if caps.subgroups_vary_to_32() => (2, 256),
             DeviceKind::Discrete | DeviceKind::Software => (5, 256),
+            // The sums of a row have levels there, which take as many registers once more: with 3 rows the M1 spills.
+            DeviceKind::Integrated | DeviceKind::Other if all_f32 => (2, 256),
             DeviceKind::Integrated | DeviceKind::Other => (4, 192),
         }
     }

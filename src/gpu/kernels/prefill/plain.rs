@@ -46,6 +46,7 @@ const fn column_quads(spec: &MlaPrefill) -> u32 {
 
 pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String> {
     let cut = Cut::of(caps, spec);
+    let all_f32 = [spec.dtype, spec.out] == [Dtype::F32; 2];
     let bytes = 16 * cut.staged(spec);
     let needs = [
         ("bytes of workgroup memory", bytes, caps.workgroup_memory_bytes),
@@ -58,9 +59,10 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
     // Software devices keep arrays in memory anyway, and unrolled kernels compile for long there.
     let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
     let text = include_str!("../../../../shaders/mla_prefill.wgsl").replace("// unroll on cards", marker);
-    let all_f32 = [spec.dtype, spec.out] == [Dtype::F32; 2];
     let text = where_all_f32(&text, all_f32);
     let columns = spec.qk_nope_head_dim + spec.qk_rope_head_dim;
+    // Where all is f32, the keys of the first level of sums; with 8, Intel's spill.
+    let value_turn = if all_f32 && !caps.subgroups_vary_to_32() { 8 } else { 4 };
     let mut consts = vec![
         ("GROUP", GROUP),
         ("NUM_HEADS", spec.num_heads),
@@ -80,7 +82,7 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
         ("DEPTH_TURN", 8),
         ("SUMS_APART", u32::from(spec.dtype == Dtype::F32)),
         ("SLICE_KEYS", cut.slice_keys),
-        ("VALUE_TURN", 4),
+        ("VALUE_TURN", value_turn),
         ("ROLLED", caps.subgroups_vary_to_32().into()),
         ("STAGED", cut.staged(spec)),
     ];
@@ -94,8 +96,9 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
         &text,
     ];
     if all_f32 {
-        // 80 blocks: about the square root of the blocks of 400,000 keys, as in the decode.
-        consts.push(("TOTAL_TOKENS", 80 * 64 * cut.key_quads));
+        // An error grows by the additions of each level: of 400,000 keys 8, 224 and 224, or 4, 320 and 312.
+        let total_blocks = if value_turn == 8 { 28 } else { 20 };
+        consts.extend([("TURN", 4 * cut.row_quads), ("TOTAL_TOKENS", total_blocks * 64 * cut.key_quads)]);
         files.push(include_str!("../../../../shaders/lib/prefill_totals.wgsl"));
     }
     let dims = format!("{}.{}.{}", spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim);

@@ -51,7 +51,9 @@ const FIELDS: [(Change, &str); 4] = [
 /// all of them.
 pub fn changed_plans<B: Backend>(session: &Session<'_, B>) {
     let sequences = sequences(&[(37, 1), (90, 2)]);
-    let Some(problem) = served(session, &Make { sequences, ..Make::default() }) else { return };
+    let Some(problem) = served(session, &Make { sequences, ..Make::default() }) else {
+        return session.finish("changed plans");
+    };
     let result = || -> Result<(), Error> {
         let rig = Rig::new(session, &problem)?;
         for (what, change) in CHANGES {
@@ -76,7 +78,7 @@ pub fn changed_plans<B: Backend>(session: &Session<'_, B>) {
 
 /// The parts of a plan over slabs are no plans of a step, and may be planned anew.
 pub fn plans_of_one_slab<B: Backend>(session: &Session<'_, B>) {
-    let Some(problem) = served(session, &Make::default()) else { return };
+    let Some(problem) = served(session, &Make::default()) else { return session.finish("plans of one slab") };
     let result = || -> Result<(), Error> {
         let rig = Rig::new(session, &problem)?;
         let slab_pages = problem.spec.kv.num_pages.div_ceil(2);

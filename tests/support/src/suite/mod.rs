@@ -110,6 +110,8 @@ impl<'a, B: Backend> Session<'a, B> {
 
     /// Checks that ran since the session began, and that were left out as not served.
     pub fn totals(&self) -> (usize, usize) {
+        let unfinished = self.checks.get() + self.left_out.get();
+        assert!(unfinished == 0, "the group ends with {unfinished} checks after its last `finish`");
         self.totals.get()
     }
 
