@@ -43,7 +43,11 @@ impl Shape {
     fn spec(&self) -> KvAppend {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let num_pages = if self.decodes() { self.tokens } else { self.tokens.div_ceil(PAGE_SIZE) };
-        KvAppend { shape, kv: KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages }, input: INPUT }
+        KvAppend {
+            shape,
+            kv: KvSpec { layout: self.cache.into(), page_size: PAGE_SIZE, num_pages },
+            input: INPUT,
+        }
     }
 
     /// One token for each of many sequences, not the tokens of one prompt.
@@ -131,9 +135,9 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
             kv: KvView {
                 buffer: &cache,
                 offset: 0,
-                layer_stride: shape.layer_elems(),
+                layer_stride: shape.layer_elems() * shape.cache.bytes() as u64,
                 layer: copy as u32,
-                block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)),
+                block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)) * shape.cache.bytes() as u64,
                 slabs: Slabs::ONE,
             },
             k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },

@@ -47,7 +47,7 @@ impl Shape {
     fn spec(&self) -> KvGather {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let num_pages = (self.tokens + BEGIN).div_ceil(PAGE_SIZE);
-        let kv = KvSpec { dtype: self.cache, page_size: PAGE_SIZE, num_pages };
+        let kv = KvSpec { layout: self.cache.into(), page_size: PAGE_SIZE, num_pages };
         KvGather { shape, kv, output: self.output }
     }
 
@@ -128,9 +128,9 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
         kv: KvView {
             buffer: &cache,
             offset: 0,
-            layer_stride: shape.layer_elems(),
+            layer_stride: shape.layer_elems() * shape.cache.bytes() as u64,
             layer: copy as u32,
-            block_stride: u64::from(PAGE_SIZE) * row,
+            block_stride: u64::from(PAGE_SIZE) * row * shape.cache.bytes() as u64,
             slabs: Slabs::ONE,
         },
         k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },

@@ -56,7 +56,7 @@ impl Shape {
 
     fn fused(&self, cache: Dtype) -> RopeAppend {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
-        let kv = KvSpec { dtype: cache, page_size: PAGE_SIZE, num_pages: self.tokens };
+        let kv = KvSpec { layout: cache.into(), page_size: PAGE_SIZE, num_pages: self.tokens };
         let append = KvAppend { shape, kv, input: INPUT };
         RopeAppend { append, query: INPUT, num_heads: self.heads, layout: LAYOUT }
     }
@@ -181,15 +181,16 @@ impl<B> Arrays<B> {
     }
 
     fn layer<'a>(&'a self, shape: &Shape, copy: u64, cache: &'a B) -> KvAppendArgs<&'a B> {
+        let bytes = shape.cache.map_or(1, Dtype::bytes) as u64;
         KvAppendArgs {
             kv_c: self.rows(&self.latents, shape, copy, LATENT),
             k_pe: self.rows(&self.ropes, shape, copy, ROPE),
             kv: KvView {
                 buffer: cache,
                 offset: 0,
-                layer_stride: shape.cache_elems(),
+                layer_stride: shape.cache_elems() * bytes,
                 layer: copy as u32,
-                block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)),
+                block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)) * bytes,
                 slabs: Slabs::ONE,
             },
             k_scale: if shape.cache == Some(Dtype::E4m3) { K_SCALE } else { 1.0 },

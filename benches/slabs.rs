@@ -50,7 +50,7 @@ impl Shape {
         MlaDecode {
             shape: MlaShape { num_heads: self.heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
             kv: KvSpec {
-                dtype: self.kv,
+                layout: self.kv.into(),
                 page_size: PAGE_SIZE,
                 num_pages: self.sequences * self.tokens.div_ceil(PAGE_SIZE),
             },

@@ -168,7 +168,7 @@ fn copy_pages<D: Timed>(
     ceilings: &Ceilings,
     args: &Args,
 ) -> Result<Vec<Value>> {
-    let kv = KvSpec { dtype: cache, page_size: PAGE_SIZE, num_pages: 2 * pages };
+    let kv = KvSpec { layout: cache.into(), page_size: PAGE_SIZE, num_pages: 2 * pages };
     let layer_elems = u64::from(kv.num_pages) * PAGE_ELEMS;
     let page_bytes = PAGE_ELEMS as usize * cache.bytes();
     // Even pages to odd ones, in a random order of both.
@@ -183,9 +183,9 @@ fn copy_pages<D: Timed>(
     let layer = |layer: u64| KvView {
         buffer: &buffer,
         offset: 0,
-        layer_stride: layer_elems,
+        layer_stride: layer_elems * cache.bytes() as u64,
         layer: layer as u32,
-        block_stride: PAGE_ELEMS,
+        block_stride: page_bytes as u64,
         slabs: Slabs::ONE,
     };
     let dims = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };

@@ -94,7 +94,9 @@ fn decode(gpu: &Gpu, spec: MlaDecode, device_page_list: bool) -> impl Iterator<I
         let clamp = if device_page_list { " device_page_list" } else { "" };
         let name = format!(
             "{chosen} {kv_lora_rank}/{qk_rope_head_dim}x{num_heads} {variant} q_{}.kv_{}.out_{}{clamp}",
-            spec.query, spec.kv.dtype, spec.out
+            spec.query,
+            spec.kv.dtype(),
+            spec.out
         );
         let variant = Some(variant.into());
         Job::new(name, spec, DecodeOptions { variant, device_page_list, ..DecodeOptions::default() })
@@ -189,7 +191,7 @@ fn projections(gpu: &Gpu) -> Vec<Job> {
 }
 
 fn kv(dtype: Dtype) -> KvSpec {
-    KvSpec { dtype, page_size: 64, num_pages: 64 }
+    KvSpec { layout: dtype.into(), page_size: 64, num_pages: 64 }
 }
 
 /// Passes on what the crate logs about each shader that it compiles.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every kernel through the real compilers of GPUs that are not here, and the tests on a newer software driver.
 #
-#   scripts/vendors.sh                        compiles all for each vendor, writes benches/results/vendors.{md,tsv};
+#   scripts/vendors.sh                        compiles all for each vendor, writes benches/results/vendors.md;
 #                                             fails where one does not compile, or spills and is the variant that is chosen
 #   scripts/vendors.sh compile VENDOR...      some vendors, writes nothing: navi21 navi31 gfx1201 vega20 apple-m1
 #                                             adreno740 nvk-turing intel-skl intel-tgl intel-dg2 intel-mtl intel-lnl

@@ -7,7 +7,7 @@
 //! # fn main() -> wgpu_mla::Result<()> {
 //! let spec = MlaDecode {
 //!     shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-//!     kv: KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 1024 },
+//!     kv: KvSpec { layout: Dtype::Bf16.into(), page_size: 64, num_pages: 1024 },
 //!     query: Dtype::Bf16,
 //!     out: Dtype::Bf16,
 //! };

@@ -50,7 +50,7 @@ use crate::{CorrectAttnOut, Error, KvView, MergeStates, MlaDecodeArgs, Query, Re
 /// fn rank(communicator: &dyn Communicator<Cpu>) -> Result<()> {
 ///     let (rank, world) = (communicator.rank(), communicator.world());
 ///     let shape = MlaShape { num_heads: 4, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-///     let kv = KvSpec { dtype: Dtype::F32, page_size: 16, num_pages: 2 };
+///     let kv = KvSpec { layout: Dtype::F32.into(), page_size: 16, num_pages: 2 };
 ///     let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
 ///     let cpu = Cpu::with_threads(1);
 ///     let (q, cache) = (cpu.buffer(spec.query_bytes(1))?, cpu.buffer(spec.cache_bytes())?);

@@ -7,7 +7,7 @@
 //! let cpu = wgpu_mla::cpu::Cpu::new();
 //! let spec = MlaDecode {
 //!     shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-//!     kv: KvSpec { dtype: Dtype::F16, page_size: 64, num_pages: 4 },
+//!     kv: KvSpec { layout: Dtype::F16.into(), page_size: 64, num_pages: 4 },
 //!     query: Dtype::F16,
 //!     out: Dtype::F32,
 //! };

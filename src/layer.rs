@@ -48,10 +48,11 @@ pub use plan::{Chunk, LayerPlan, Round, Target};
 pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
 use range::check_range;
 
+use crate::cache::KvView;
 use crate::ops::op::{Op, Use};
 use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
 use crate::tables::Capacity;
-use crate::view::{KvView, View, distinct, wide};
+use crate::view::{View, distinct, wide};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolicy};
 
 /// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
@@ -73,7 +74,7 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolic
 /// # fn main() -> Result<()> {
 /// let spec = MlaLayer {
 ///     shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 },
-///     kv: KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 },
+///     kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 },
 ///     # qk_nope_head_dim: 16, v_head_dim: 24, dtype: Dtype::F32, weight: Dtype::F32, rope: RopeLayout::Interleaved,
 ///     # decode_threshold: 1, workspace_bytes: 1 << 16,
 ///     // ...
@@ -143,7 +144,7 @@ impl MlaLayer {
     ///
     /// ```
     /// # use wgpu_mla::{Dtype, KvSpec, MlaLayer, MlaShape, PagePool, RopeLayout};
-    /// # let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 64 };
+    /// # let kv = KvSpec { layout: Dtype::F16.into(), page_size: 16, num_pages: 64 };
     /// # let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     /// # let spec = MlaLayer { shape, qk_nope_head_dim: 128, v_head_dim: 128, kv, dtype: Dtype::F16, weight: Dtype::F16,
     /// #     rope: RopeLayout::Interleaved, decode_threshold: 1, workspace_bytes: 1 << 24 };
@@ -277,7 +278,7 @@ impl MlaLayer {
 
 /// One layer of a model, as an [`MlaLayer`] reads and writes it. `T` is the number of query tokens of a batch. Offsets and
 /// strides are multiples of 8 elements.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct MlaLayerArgs<B> {
     /// `[T, H, P]`, the part of the query that does not rotate.
     pub q_nope: View<B>,

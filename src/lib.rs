@@ -15,7 +15,7 @@
 //! # fn main() -> wgpu_mla::Result<()> {
 //! let gpu = Gpu::new()?; // or `Gpu::on(&adapter, &device, &queue)`: your own
 //! let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-//! let kv = KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 64 * 128 };
+//! let kv = KvSpec { layout: Dtype::Bf16.into(), page_size: 64, num_pages: 64 * 128 };
 //! let spec = MlaDecode { shape, kv, query: Dtype::Bf16, out: Dtype::Bf16 };
 //!
 //! // Once a model: selects and compiles a kernel variant. `mla.why()` says which.
@@ -88,7 +88,7 @@
 //!
 //! # fn main() -> wgpu_mla::Result<()> {
 //! let shape = MlaShape { num_heads: 6, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-//! let kv = KvSpec { dtype: Dtype::F32, page_size: 16, num_pages: 3 };
+//! let kv = KvSpec { layout: Dtype::F32.into(), page_size: 16, num_pages: 3 };
 //! let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
 //! let cpu = Cpu::new();
 //! let (q, cache) = (cpu.buffer(spec.query_bytes(1))?, cpu.buffer(spec.cache_bytes())?);
@@ -136,6 +136,7 @@
 #[cfg(not(target_arch = "wasm32"))]
 pub mod any;
 mod backend;
+mod cache;
 pub mod communicator;
 mod context_parallel;
 pub mod cpu;
@@ -162,6 +163,7 @@ mod view;
 #[cfg(not(target_arch = "wasm32"))]
 pub use any::AnyBackend;
 pub use backend::Backend;
+pub use cache::{KvLayout, KvSpec, KvView, Scales, Section, Slabs, TokenLayout};
 pub use context_parallel::{CombineForm, ContextParallel, ContextParallelSpec};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
 pub use error::{Error, Result};
@@ -185,11 +187,11 @@ pub use ops::{
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SlabPlan, SlabTable, SplitPolicy, Tiling};
 pub use rope::{RopeFrequencies, Yarn};
-pub use shape::{KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
+pub use shape::{MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
 pub use shares::Shares;
 pub use tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
 pub use threads::WasmNotSendSync;
-pub use view::{KvView, Slabs, View};
+pub use view::View;
 
 #[cfg(feature = "wgpu")]
 pub use wgpu;

@@ -50,7 +50,7 @@ impl SeqId {
 /// ```
 /// use wgpu_mla::{Dtype, KvSpec, PagePool};
 ///
-/// let mut pool = PagePool::new(KvSpec { dtype: Dtype::F16, page_size: 4, num_pages: 8 })?;
+/// let mut pool = PagePool::new(KvSpec { layout: Dtype::F16.into(), page_size: 4, num_pages: 8 })?;
 /// let prompt = pool.add();
 /// let prefill = pool.append(prompt, 6)?;
 /// assert_eq!(pool.slot_mapping(&[(prompt, prefill.tokens)])?, [0, 1, 2, 3, 4, 5]);

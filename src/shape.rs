@@ -1,7 +1,7 @@
-//! The dims of the attention and of the cache, and their checks.
+//! The dims of the attention, and their checks.
 
-use crate::view::{Slabs, logit_scale};
-use crate::{Dtype, Error, Result};
+use crate::view::logit_scale;
+use crate::{Dtype, Error, KvSpec, Result};
 
 /// Dims of one MLA layer in its absorbed form: `H` heads that share one latent row a token.
 ///
@@ -52,69 +52,6 @@ impl MlaShape {
     }
 }
 
-/// The paged cache: `[num_pages, page_size, L + R]` of one dtype.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct KvSpec {
-    /// What an element is.
-    pub dtype: Dtype,
-    /// Tokens in a page: 1 to 256.
-    pub page_size: u32,
-    /// Pages in the pool.
-    pub num_pages: u32,
-}
-
-impl KvSpec {
-    /// Slots in the pool: `num_pages * page_size`.
-    #[must_use]
-    pub const fn num_slots(&self) -> u64 {
-        self.num_pages as u64 * self.page_size as u64
-    }
-
-    /// Pages that `tokens` tokens fill, the last one perhaps in part. Pages of no token, which [`KvSpec::check`] refuses, hold none:
-    /// `u32::MAX` of them.
-    #[must_use]
-    pub const fn pages_for(&self, tokens: u32) -> u32 {
-        match (tokens, self.page_size) {
-            (0, _) => 0,
-            (_, 0) => u32::MAX,
-            (tokens, page_size) => tokens.div_ceil(page_size),
-        }
-    }
-
-    /// Slabs of a pool that is cut every `slab_pages` pages: see [`Slabs`].
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for slabs of no page, and for more than [`Slabs::MOST`] of them.
-    pub fn num_slabs(&self, slab_pages: u32) -> Result<u32> {
-        let count =
-            self.num_pages.checked_div(slab_pages).map_or(u32::MAX, |_| self.num_pages.div_ceil(slab_pages));
-        if count > Slabs::<()>::MOST {
-            let cure = "must be at least 1, and large enough for at most 64 slabs: raise max_storage_buffer_binding_size with `wanted`, or make the pool smaller";
-            return Err(Error::Shape { what: "slab_pages", got: slab_pages.into(), cure });
-        }
-        Ok(count)
-    }
-
-    /// Whether a cache can have these pages.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for a page size outside 1..=256, an empty pool, or one of 2^31 slots or more.
-    pub fn check(&self) -> Result<()> {
-        if !(1..=256).contains(&self.page_size) {
-            let got = self.page_size.into();
-            return Err(Error::Shape { what: "page_size", got, cure: "must be 1..=256" });
-        }
-        if self.num_pages == 0 || self.num_slots() > i32::MAX as u64 {
-            return Err(Error::Shape {
-                what: "num_pages",
-                got: self.num_pages.into(),
-                cure: "must be at least 1, and num_pages * page_size below 2^31",
-            });
-        }
-        Ok(())
-    }
-}
-
 /// The attention of a decode in absorbed form, over a paged cache: `s = softmax_scale * (q . k)`, `out = sum softmax(s) * latent`,
 /// `lse = ln(sum exp(s))`. Each sequence's keys are split over work items; partial results are merged by LSE (FlashDecoding).
 ///
@@ -133,7 +70,7 @@ impl KvSpec {
 ///
 /// # fn main() -> wgpu_mla::Result<()> {
 /// let shape = MlaShape { num_heads: 2, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-/// let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 8 };
+/// let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 8 };
 /// let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
 /// let cpu = Cpu::new();
 /// let mla = cpu.compile(spec)?;
@@ -183,11 +120,11 @@ impl MlaDecode {
     /// Bytes of the cache of one layer, `[num_pages, page_size, L + R]`.
     #[must_use]
     pub const fn cache_bytes(&self) -> u64 {
-        bytes_of(self.kv.num_slots(), self.shape.row_elems(), self.kv.dtype)
+        self.slab_bytes(self.kv.num_pages)
     }
 
     /// Pages of a slab in bindings of at most `largest_binding` bytes, such as [`crate::Device::largest_binding`]: all pages where they
-    /// fit, else as many as fit, at least 1. See [`Slabs`].
+    /// fit, else as many as fit, at least 1. See [`crate::Slabs`].
     #[must_use]
     pub fn slab_pages(&self, largest_binding: u64) -> u32 {
         let fit = largest_binding.checked_div(self.slab_bytes(1)).unwrap_or(u64::MAX);
@@ -197,7 +134,7 @@ impl MlaDecode {
     /// Bytes of one layer's pages in a slab of `slab_pages` pages.
     #[must_use]
     pub const fn slab_bytes(&self, slab_pages: u32) -> u64 {
-        bytes_of(self.kv.page_size as u64 * slab_pages as u64, self.shape.row_elems(), self.kv.dtype)
+        self.kv.page_bytes(&self.shape).saturating_mul(slab_pages as u64)
     }
 
     /// Bytes of the query, `[tokens, H, L + R]`.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{Dtype, Error, KvSpec, MlaDecode, Result};
+use crate::{Dtype, Error, Result};
 
 /// A strided view of `[tokens, heads, dim]` (or `[tokens, heads]`) elements in a buffer.
 ///
@@ -138,281 +138,21 @@ impl<B> View<B> {
     }
 }
 
-/// The cache of a layer: `[num_pages, page_size, L + R]` somewhere in a buffer, or in several: see [`Slabs`]. It is all that a
-/// [`KvCopyPages`](crate::KvCopyPages) takes of a layer.
-#[derive(Debug, Clone, Copy)]
-pub struct KvView<B> {
-    /// The buffer, or that of the first slab; it may hold the caches of many layers.
-    pub buffer: B,
-    /// Elements before layer 0's first page; a multiple of 8.
-    pub offset: u64,
-    /// Elements from a layer to the next, at least a page where `layer` is not 0; a multiple of 8.
-    pub layer_stride: u64,
-    /// This layer's index.
-    pub layer: u32,
-    /// Elements from a page to the next, at least `page_size * (L + R)`; a multiple of 8.
-    pub block_stride: u64,
-    /// The other buffers of a pool that is larger than one binding; [`Slabs::ONE`] where `buffer` holds all pages.
-    pub slabs: Slabs<B>,
-}
-
-/// The most slabs after the first.
-const MORE: usize = 63;
-
-macro_rules! slab_names {
-    ($($slab:literal)*) => { [$(concat!("slab ", $slab, " of kv")),*] };
-}
-
-/// What errors call each slab of a view in several.
-#[rustfmt::skip]
-const SLAB_NAMES: [&str; MORE + 1] = slab_names![
-    0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
-    32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63
-];
-
-/// Gives each slab a name of its own, where the name of the cache stands for several buffers: they are in their order.
-pub(crate) fn name_slabs<B>(arguments: &mut [(&'static str, B)]) {
-    let is_kv = |(name, _): &&mut (&'static str, B)| *name == KV;
-    if arguments.iter().filter(|(name, _)| *name == KV).count() > 1 {
-        arguments.iter_mut().filter(is_kv).zip(SLAB_NAMES).for_each(|(argument, name)| argument.0 = name);
-    }
-}
-
-/// The cache, as arguments call it.
-const KV: &str = "kv";
-
-/// The buffers after the first of a pool that is cut into slabs of equally many pages, the last perhaps of fewer. Page `p` is page
-/// `p % slab_pages` of slab `p / slab_pages`; offset and strides are the same in every slab.
-///
-/// A slab is at most as large as a binding: 128 MiB is what WebGPU guarantees, 2 GiB what many drivers have. See
-/// [`MlaDecode::slab_pages`].
-#[derive(Debug, Clone, Copy)]
-pub struct Slabs<B> {
-    /// Pages of a slab; 0 for one buffer that holds the whole pool.
-    slab_pages: u32,
-    /// The first page of [`KvView::buffer`]; not 0 only in a part of a view.
-    first_page: u32,
-    /// Each with its first page.
-    more: [Option<(B, u32)>; MORE],
-}
-
-impl<B> Slabs<B> {
-    /// One buffer holds all pages.
-    pub const ONE: Self = Self { slab_pages: 0, first_page: 0, more: [const { None }; MORE] };
-
-    /// The most slabs of a pool.
-    pub const MOST: u32 = MORE as u32 + 1;
-
-    /// Pages of a slab; 0 for one buffer.
-    #[must_use]
-    pub fn slab_pages(&self) -> u32 {
-        self.slab_pages
-    }
-
-    fn map<'a, C>(&'a self, mut f: impl FnMut(&'a B) -> Result<C>) -> Result<Slabs<C>> {
-        let Self { slab_pages, first_page, .. } = *self;
-        let mut slabs = Slabs { slab_pages, first_page, ..Slabs::ONE };
-        for (to, from) in slabs.more.iter_mut().zip(&self.more) {
-            let Some((buffer, page)) = from else { break };
-            *to = Some((f(buffer)?, *page));
-        }
-        Ok(slabs)
-    }
-}
-
-impl<B> KvView<B> {
-    /// A buffer that holds one layer's pages and nothing else.
-    pub fn dense(buffer: B, spec: &MlaDecode) -> Self {
-        let block_stride = u64::from(spec.kv.page_size) * u64::from(spec.shape.row_elems());
-        Self { buffer, offset: 0, layer_stride: 0, layer: 0, block_stride, slabs: Slabs::ONE }
-    }
-
-    /// Layer `layer` of a buffer that holds the caches of a model's layers one after the other, `[layers, num_pages, page_size, L + R]`:
-    /// [`MlaDecode::cache_bytes`] times the number of layers.
-    pub fn of_layer(buffer: B, spec: &MlaDecode, layer: u32) -> Self {
-        let dense = Self::dense(buffer, spec);
-        Self { layer_stride: dense.block_stride.saturating_mul(spec.kv.num_pages.into()), layer, ..dense }
-    }
-
-    /// Elements before this layer's first page.
-    pub(crate) fn base(&self) -> u64 {
-        self.offset.saturating_add(self.layer_stride.saturating_mul(self.layer.into()))
-    }
-
-    /// The same view of other handles.
-    pub(crate) fn map<'a, C>(&'a self, mut f: impl FnMut(&'a B) -> Result<C>) -> Result<KvView<C>> {
-        let Self { offset, layer_stride, layer, block_stride, .. } = *self;
-        Ok(KvView {
-            buffer: f(&self.buffer)?,
-            offset,
-            layer_stride,
-            layer,
-            block_stride,
-            slabs: self.slabs.map(f)?,
-        })
-    }
-
-    /// Every slab's buffer.
-    pub(crate) fn buffers(&self) -> impl Iterator<Item = &B> {
-        let more = self.slabs.more.iter().map_while(|slab| slab.as_ref().map(|(buffer, _)| buffer));
-        std::iter::once(&self.buffer).chain(more)
-    }
-
-    /// No two slabs are of one memory. `offset` is that of [`Op::check_aliases`](crate::Op::check_aliases).
-    ///
-    /// # Errors
-    /// [`Error::Aliased`].
-    pub(crate) fn check_slabs_apart(&self, offset: impl Fn(&B, &B) -> Option<i64>) -> Result<()> {
-        let slabs: Vec<&B> = self.buffers().collect();
-        for (i, b) in slabs.iter().enumerate() {
-            if let Some(at) = slabs[..i].iter().position(|a| offset(a, b).is_some()) {
-                return Err(Error::Aliased { a: SLAB_NAMES[at], b: SLAB_NAMES[i] });
-            }
-        }
-        Ok(())
-    }
-
-    /// Slabs: 1 without any.
-    pub(crate) fn num_slabs(&self) -> u32 {
-        self.buffers().count() as u32
-    }
-
-    /// The pages of the pool that [`KvView::buffer`] holds.
-    pub(crate) fn pages(&self, kv: &KvSpec) -> Range<u32> {
-        let Slabs { slab_pages, first_page, .. } = self.slabs;
-        let end = if slab_pages == 0 { kv.num_pages } else { first_page.saturating_add(slab_pages) };
-        first_page..end.min(kv.num_pages)
-    }
-
-    /// The slots of the pool that [`KvView::buffer`] holds: where they begin, and how many.
-    pub(crate) fn slots(&self, kv: &KvSpec) -> (u32, u32) {
-        let pages = self.pages(kv);
-        (pages.start * kv.page_size, pages.len() as u32 * kv.page_size)
-    }
-
-    /// Elements from the buffer's front to the end of the last page that is in it, of rows of `row_elems` elements.
-    pub(crate) fn end(&self, kv: &KvSpec, row_elems: u32) -> u64 {
-        let pages = (self.pages(kv).len() as u64).saturating_sub(1);
-        let page = u64::from(kv.page_size) * u64::from(row_elems);
-        self.base().saturating_add(pages.saturating_mul(self.block_stride)).saturating_add(page)
-    }
-}
-
-impl<B: Copy> KvView<B> {
-    /// Layer `layer` of a pool in slabs of `slab_pages` pages each, the last perhaps of fewer. A buffer holds
-    /// `[layers, slab_pages, page_size, L + R]`: [`MlaDecode::slab_bytes`] times the number of layers.
-    ///
-    /// ```
-    /// use wgpu_mla::{Device, Dtype, KvSpec, KvView, MlaDecode, MlaShape, cpu::Cpu};
-    ///
-    /// # fn main() -> wgpu_mla::Result<()> {
-    /// let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    /// let kv = KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 100 };
-    /// let spec = MlaDecode { shape, kv, query: Dtype::Bf16, out: Dtype::Bf16 };
-    /// let cpu = Cpu::new();
-    /// // What a device with bindings of 3 MB would need: `spec.slab_pages(device.largest_binding())`.
-    /// let slab_pages = spec.slab_pages(3_000_000);
-    /// let slabs = (0..kv.num_pages.div_ceil(slab_pages)).map(|_| cpu.buffer(spec.slab_bytes(slab_pages)));
-    /// let slabs = slabs.collect::<wgpu_mla::Result<Vec<_>>>()?;
-    /// let slabs: Vec<_> = slabs.iter().collect();
-    /// let view = KvView::in_slabs(&slabs, &spec, slab_pages, 0)?;
-    /// assert_eq!((slab_pages, slabs.len()), (40, 3));
-    /// # Ok(()) }
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for slabs of no page and for more than [`Slabs::MOST`]; [`Error::Length`] for fewer or more buffers than
-    /// `num_pages` pages fill.
-    pub fn in_slabs(buffers: &[B], spec: &MlaDecode, slab_pages: u32, layer: u32) -> Result<Self> {
-        let want = spec.kv.num_slabs(slab_pages)?;
-        let Some((&buffer, rest)) = buffers.split_first().filter(|_| buffers.len() as u64 == want.into())
-        else {
-            let cure = "one buffer for each slab_pages pages, and one for what is left";
-            return Err(Error::Length { what: "slabs", got: buffers.len() as u64, want: want.into(), cure });
-        };
-        let dense = Self::dense(buffer, spec);
-        if rest.is_empty() {
-            return Ok(Self::of_layer(buffer, spec, layer));
-        }
-        let mut slabs = Slabs { slab_pages, ..Slabs::ONE };
-        for ((to, &buffer), i) in slabs.more.iter_mut().zip(rest).zip(1..) {
-            *to = Some((buffer, i * slab_pages));
-        }
-        let layer_stride = dense.block_stride.saturating_mul(slab_pages.into());
-        Ok(Self { layer_stride, layer, slabs, ..dense })
-    }
-
-    /// Each slab as a view of its own, which knows the pages that it holds.
-    pub(crate) fn each_slab(&self) -> impl Iterator<Item = Self> {
-        let view = *self;
-        let more = self.slabs.more.into_iter().map_while(|slab| slab);
-        std::iter::once((self.buffer, self.slabs.first_page))
-            .chain(more)
-            .map(move |(buffer, first_page)| view.of_slab(buffer, first_page))
-    }
-
-    fn of_slab(self, buffer: B, first_page: u32) -> Self {
-        let slabs = Slabs { slab_pages: self.slabs.slab_pages, first_page, ..Slabs::ONE };
-        Self { buffer, slabs, ..self }
-    }
-
-    /// Two slabs as one view, the first with the second behind it.
-    pub(crate) fn with(&self, other: &Self) -> Self {
-        let mut slabs = self.slabs;
-        slabs.more[0] = Some((other.buffer, other.slabs.first_page));
-        Self { slabs, ..*self }
-    }
-
-    /// `size` gives a buffer's bytes.
-    ///
-    /// # Errors
-    /// [`Error::Alignment`], [`Error::Shape`] where pages would overlap, [`Error::BufferTooSmall`].
-    pub(crate) fn check(&self, kv: &KvSpec, row_elems: u32, size: impl Fn(B) -> u64) -> Result<()> {
-        for (what, got) in [
-            ("kv offset", self.offset),
-            ("kv layer_stride", self.layer_stride),
-            ("kv block_stride", self.block_stride),
-        ] {
-            aligned(what, got, 8)?;
-        }
-        let page = u64::from(kv.page_size) * u64::from(row_elems);
-        if self.layer > 0 && self.layer_stride < page {
-            let cure = "must be at least a page in elements where `layer` is not 0: `KvView::dense` is of one layer alone";
-            return Err(Error::Shape { what: "kv layer_stride", got: self.layer_stride, cure });
-        }
-        if self.block_stride < page {
-            let got = self.block_stride;
-            let cure = "must be at least page_size * (kv_lora_rank + qk_rope_head_dim) elements";
-            return Err(Error::Shape { what: "kv block_stride", got, cure });
-        }
-        if self.slabs.slab_pages > 0 {
-            let (got, want) = (self.num_slabs().into(), kv.num_slabs(self.slabs.slab_pages)?.into());
-            if got != want {
-                let cure =
-                    "the view is of a pool of other pages: make it with `KvView::in_slabs` of this spec";
-                return Err(Error::Length { what: "slabs", got, want, cure });
-            }
-        }
-        self.each_slab().try_for_each(|slab| {
-            let end = slab.end(kv, row_elems).saturating_mul(kv.dtype.bytes() as u64);
-            fits("kv", end, size(slab.buffer))
-        })?;
-        let pages = self.pages(kv).len() as u64;
-        let dims = [(u64::from(self.layer) + 1, self.layer_stride), (pages, self.block_stride)];
-        if nested(dims, page).is_some() {
-            let got = self.layer_stride;
-            let cure = "makes the pages of layers overlap: must be at least num_pages * block_stride, or block_stride at least layers * layer_stride";
-            return Err(Error::Shape { what: "kv layer_stride", got, cure });
-        }
-        Ok(())
-    }
+/// # Errors
+/// [`Error::Alignment`].
+pub(crate) fn aligned(what: &'static str, got: u64, of: u64) -> Result<()> {
+    aligned_in("elements", what, got, of)
 }
 
 /// # Errors
 /// [`Error::Alignment`].
-pub(crate) fn aligned(what: &'static str, got: u64, of: u64) -> Result<()> {
+pub(crate) fn aligned_bytes(what: &'static str, got: u64, of: u64) -> Result<()> {
+    aligned_in("bytes", what, got, of)
+}
+
+fn aligned_in(unit: &'static str, what: &'static str, got: u64, of: u64) -> Result<()> {
     if !got.is_multiple_of(of) {
-        return Err(Error::Alignment { what, got, of, unit: "elements" });
+        return Err(Error::Alignment { what, got, of, unit });
     }
     Ok(())
 }
@@ -460,7 +200,7 @@ pub(crate) fn distinct_sets<B>(
 
 /// The first stride that is smaller than what lies inside of it, of dimensions of so many entries in any order. The stride of a dimension of 1
 /// is unread.
-fn nested<const N: usize>(mut dims: [(u64, u64); N], dim: u64) -> Option<u64> {
+pub(crate) fn nested<const N: usize>(mut dims: [(u64, u64); N], dim: u64) -> Option<u64> {
     if dims.iter().any(|&(count, _)| count == 0) {
         return None;
     }

@@ -53,7 +53,7 @@ impl Shape {
         let num_pages = self.shared_pages() + self.sequences * self.own_pages();
         MlaDecode {
             shape: MlaShape { num_heads: self.heads, kv_lora_rank: latent, qk_rope_head_dim: rope },
-            kv: KvSpec { dtype: self.dtype, page_size: PAGE_SIZE, num_pages },
+            kv: KvSpec { layout: self.dtype.into(), page_size: PAGE_SIZE, num_pages },
             query: self.dtype,
             out: self.dtype,
         }

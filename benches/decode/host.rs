@@ -21,7 +21,11 @@ const MAX_POSITION: u32 = 8192;
 const SPEC: MlaDecode = MlaDecode {
     shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
     // Small enough for one binding of any device: nothing is attended here, so sequences may share pages.
-    kv: KvSpec { dtype: Dtype::Bf16, page_size: PAGE_SIZE as u32, num_pages: 1024 },
+    kv: KvSpec {
+        layout: wgpu_mla::KvLayout::Plain(Dtype::Bf16),
+        page_size: PAGE_SIZE as u32,
+        num_pages: 1024,
+    },
     query: Dtype::Bf16,
     out: Dtype::Bf16,
 };

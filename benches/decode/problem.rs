@@ -69,7 +69,7 @@ impl<'a, D: Timed> Problem<'a, D> {
             ..Default::default()
         };
         let decode = device.compile_with(spec, &options)?;
-        let layer_stride = workload.layer_elems();
+        let layer_stride = spec.cache_bytes();
         let layers = (0..copies).map(|layer| {
             let dense = MlaDecodeArgs::dense(&spec, &q_buffer, &pool.buffer, &out, &lse, SOFTMAX_SCALE);
             let kv = KvView { layer_stride, layer, ..dense.kv };

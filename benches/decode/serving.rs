@@ -123,15 +123,15 @@ impl<D: Timed> Part<D> {
         let num_pages = sequences * shape.max_pages();
         let spec = MlaDecode {
             shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-            kv: KvSpec { dtype: Dtype::Bf16, page_size: PAGE_SIZE, num_pages },
+            kv: KvSpec { layout: Dtype::Bf16.into(), page_size: PAGE_SIZE, num_pages },
             query: Dtype::Bf16,
             out: Dtype::Bf16,
         };
-        let layer_stride = spec.kv.num_slots() * u64::from(spec.shape.row_elems());
+        let layer_stride = spec.cache_bytes();
         // Even the shortest contexts must miss the L2.
         let used = u64::from(shape.concurrency) * u64::from(shape.from) * ROW_BYTES;
         let copies = if device.is_small() { 1 } else { ROTATED_BYTES.div_ceil(used).clamp(1, 64) };
-        let pool = Pool::new(device, Dtype::Bf16, layer_stride * copies)?;
+        let pool = Pool::new(device, Dtype::Bf16, layer_stride / 2 * copies)?;
         let paint = Paint::query(spec.query);
         let rows = u64::from(sequences * spec.shape.num_heads);
         let q = device.painted(&paint, rows * u64::from(spec.shape.row_elems()))?;

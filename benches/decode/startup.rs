@@ -77,9 +77,9 @@ fn cuda() -> Result<()> {
 }
 
 fn specs() -> Vec<MlaDecode> {
-    let spec = |(num_heads, dtype)| MlaDecode {
+    let spec = |(num_heads, dtype): (u32, Dtype)| MlaDecode {
         shape: MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-        kv: KvSpec { dtype, page_size: 64, num_pages: 64 },
+        kv: KvSpec { layout: dtype.into(), page_size: 64, num_pages: 64 },
         query: Dtype::Bf16,
         out: Dtype::Bf16,
     };

@@ -220,7 +220,7 @@ impl Workload {
                 kv_lora_rank: self.dims.0,
                 qk_rope_head_dim: self.dims.1,
             },
-            kv: KvSpec { dtype: self.kv, page_size: PAGE_SIZE, num_pages: self.pages() },
+            kv: KvSpec { layout: self.kv.into(), page_size: PAGE_SIZE, num_pages: self.pages() },
             query: self.query,
             // No output is e4m3.
             out: if self.query == Dtype::E4m3 { Dtype::Bf16 } else { self.query },

@@ -140,7 +140,7 @@ impl<B> Problem<B> {
         let mla = MlaShape { num_heads: shape.heads, kv_lora_rank: 512, qk_rope_head_dim: 64 };
         let max_pages = shape.len.div_ceil(PAGE_SIZE);
         let num_pages = shape.sequences * max_pages;
-        let kv = KvSpec { dtype: DTYPE, page_size: PAGE_SIZE, num_pages };
+        let kv = KvSpec { layout: DTYPE.into(), page_size: PAGE_SIZE, num_pages };
         let spec = MlaLayer {
             shape: mla,
             qk_nope_head_dim: HEAD_DIM,

@@ -34,7 +34,7 @@ impl Shape {
     }
 
     fn kv(&self, dtype: Dtype) -> KvSpec {
-        KvSpec { dtype, page_size: PAGE_SIZE, num_pages: self.sequences * self.pages() }
+        KvSpec { layout: dtype.into(), page_size: PAGE_SIZE, num_pages: self.sequences * self.pages() }
     }
 
     fn decode(&self) -> MlaDecode {

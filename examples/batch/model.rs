@@ -37,7 +37,7 @@ impl Model {
         Self {
             spec: MlaDecode {
                 shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-                kv: KvSpec { dtype: Dtype::Bf16, page_size: 16, num_pages: 128 },
+                kv: KvSpec { layout: Dtype::Bf16.into(), page_size: 16, num_pages: 128 },
                 query: Dtype::Bf16,
                 out: Dtype::F32,
             },
@@ -51,7 +51,7 @@ impl Model {
     pub fn describe(&self) -> String {
         let (shape, kv) = (self.spec.shape, self.spec.kv);
         let (heads, latent, rope) = (shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim);
-        let (pages, size, dtype) = (kv.num_pages, kv.page_size, kv.dtype);
+        let (pages, size, dtype) = (kv.num_pages, kv.page_size, kv.dtype());
         format!(
             "{} layers, {heads} heads of {latent}+{rope}, {dtype}, {pages} pages of {size} tokens",
             self.layers
@@ -63,9 +63,9 @@ impl Model {
         KvAppend { shape: self.spec.shape, kv: self.spec.kv, input: self.spec.query }
     }
 
-    /// Elements from one layer's cache to the next.
+    /// Bytes from one layer's cache to the next.
     pub fn layer_stride(&self) -> u64 {
-        self.spec.kv.num_slots() * u64::from(self.spec.shape.row_elems())
+        self.spec.cache_bytes()
     }
 
     /// Queries and new rows of a step's tokens, for every layer.

@@ -64,7 +64,8 @@ impl<'a> Oracle<'a> {
         let (model, spec) = (self.model, &self.model.spec);
         let row = spec.shape.row_elems() as usize;
         let round = |values: Vec<f32>| spec.query.decode_all(&spec.query.encode_all(&values));
-        let store = |values: Vec<f32>| spec.kv.dtype.decode_all(&spec.kv.dtype.encode_all(&round(values)));
+        let store =
+            |values: Vec<f32>| spec.kv.dtype().decode_all(&spec.kv.dtype().encode_all(&round(values)));
         let len = sequence.tokens.len();
         let new = &sequence.tokens[len - sequence.q_len as usize..];
         let q: Vec<f32> = new.iter().flat_map(|&token| round(model.query(token, layer))).collect();
@@ -90,7 +91,7 @@ impl<'a> Oracle<'a> {
         });
         let latent = spec.shape.kv_lora_rank as usize;
         let tolerance =
-            Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, largest.into(), latent);
+            Tolerance::decode(spec.kv.dtype(), spec.query, spec.out, rounds_p, largest.into(), latent);
         let out = close("out", out, &want_out, &tolerance).into_result()?;
         let lse = close("lse", lse, &want_lse, &Tolerance::lse()).into_result()?;
         self.worst = self.worst.max(out.worst_ratio).max(lse.worst_ratio);

@@ -46,8 +46,7 @@ impl<'a, D: Backend> Runner<'a, D> {
         let mut runner =
             Self { device, model, copy, append, mla, copy_step, append_step, mla_step, layers: Vec::new() };
         // One buffer for the caches of all layers.
-        let elems = model.layer_stride() * model.layers as u64;
-        let kv = runner.device.buffer(elems * spec.kv.dtype.bytes() as u64)?;
+        let kv = runner.device.buffer(model.layer_stride() * model.layers as u64)?;
         for layer in 0..model.layers {
             runner.layers.push(runner.layer(&kv, layer)?);
         }
@@ -70,7 +69,7 @@ impl<'a, D: Backend> Runner<'a, D> {
         let new_rows = KvAppendArgs {
             kv_c: View::dense(&kv_c, 1, latent),
             k_pe: View::dense(&k_pe, 1, rope),
-            kv,
+            kv: kv.clone(),
             k_scale: 1.0,
         };
         let rows = self.append.bind(&new_rows, tokens)?;

@@ -35,8 +35,14 @@ fn wide(xs: &[f32]) -> Vec<f64> {
 /// `rounds_weights` is that of the decode.
 pub fn decode(case: &DecodeCase, rounds_weights: bool, out: &[f32], lse: &[f32]) -> Verdict {
     let (spec, latent) = (&case.spec, case.spec.shape.kv_lora_rank as usize);
-    let tolerance =
-        Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_weights, largest_latent(case), latent);
+    let tolerance = Tolerance::decode(
+        spec.kv.dtype(),
+        spec.query,
+        spec.out,
+        rounds_weights,
+        largest_latent(case),
+        latent,
+    );
     let out_report = close("out", out, &wide(&case.out), &tolerance);
     let lse_report = close("lse", lse, &wide(&case.lse), &Tolerance::lse());
     Verdict::worse([out_report, lse_report]).or_fail(|| {
@@ -85,7 +91,7 @@ fn largest_latent(case: &DecodeCase) -> f64 {
         for token in 0..len as usize {
             let at = (table[token / page_size] as usize * page_size + token % page_size) * row;
             for i in at..at + case.spec.shape.kv_lora_rank as usize {
-                let x = f64::from(kv.dtype.decode_at(&case.kv_cache, i)) * f64::from(case.k_scale);
+                let x = f64::from(kv.dtype().decode_at(&case.kv_cache, i)) * f64::from(case.k_scale);
                 largest = if x.is_finite() { largest.max(x.abs()) } else { largest };
             }
         }
@@ -131,7 +137,7 @@ pub fn append(case: &AppendCase, cache: &[u8]) -> Verdict {
         Ok(0) => "byte-exact".to_owned(),
         Ok(codes) => format!("{codes} codes at a tie"),
         Err(_) => {
-            let elem = case.spec.kv.dtype.bytes();
+            let elem = case.spec.kv.dtype().bytes();
             let pairs = cache.chunks(elem).zip(case.kv_cache.chunks(elem));
             format!("{} elements differ", pairs.filter(|(a, b)| a != b).count())
         }

@@ -128,7 +128,7 @@ fn run_all(backend: &AnyBackend, args: &Args, found: &Found, out: &mut Output) -
 fn common_spec(cache: Dtype) -> MlaDecode {
     MlaDecode {
         shape: MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-        kv: KvSpec { dtype: cache, page_size: 64, num_pages: 64 },
+        kv: KvSpec { layout: cache.into(), page_size: 64, num_pages: 64 },
         query: if cache == Dtype::E4m3 { Dtype::Bf16 } else { cache },
         out: Dtype::F32,
     }

@@ -225,7 +225,7 @@ fn run_append(backend: &AnyBackend, case: &AppendCase) -> Result<Ran> {
     let bytes = download(backend, &cache, case.kv_cache.len())?;
     let verdict = check::append(case, &bytes);
     let dims = [kv.num_pages, kv.page_size, shape.row_elems()].map(|dim| dim as usize);
-    let computed = vec![Saved::encoded("kv_cache", kv.dtype, &dims, bytes)];
+    let computed = vec![Saved::encoded("kv_cache", kv.dtype(), &dims, bytes)];
     Ok(Ran { seconds, variant: "-", verdict, computed })
 }
 
@@ -293,13 +293,13 @@ pub fn decode_shape(case: &DecodeCase) -> String {
     let queries = case.query_start_loc.last().unwrap_or(&0);
     let longest = case.seq_lens.iter().max().unwrap_or(&0);
     let (batch, page) = (case.seq_lens.len(), case.spec.kv.page_size);
-    let types = dtypes(case.spec.query, case.spec.kv.dtype);
+    let types = dtypes(case.spec.query, case.spec.kv.dtype());
     format!("b{batch} q{queries} H{heads} {latent}+{rope} ctx {longest} page {page} {types}")
 }
 
 /// Cache rows that some query token of each sequence attends, once each.
 fn decode_bytes(case: &DecodeCase) -> u64 {
-    let row = u64::from(case.spec.shape.row_elems()) * case.spec.kv.dtype.bytes() as u64;
+    let row = u64::from(case.spec.shape.row_elems()) * case.spec.kv.dtype().bytes() as u64;
     let queried = case.seq_lens.iter().zip(case.query_start_loc.windows(2)).filter(|(_, q)| q[1] > q[0]);
     queried.map(|(&len, _)| len.max(0) as u64 * row).sum()
 }
@@ -315,13 +315,13 @@ fn merge_bytes(case: &MergeCase) -> u64 {
 
 fn append_shape(case: &AppendCase) -> String {
     let (shape, kv, tokens) = (case.spec.shape, case.spec.kv, case.slot_mapping.len());
-    let types = dtypes(case.spec.input, kv.dtype);
+    let types = dtypes(case.spec.input, kv.dtype());
     let dims = format!("{}+{}", shape.kv_lora_rank, shape.qk_rope_head_dim);
     format!("tokens {tokens} {dims} page {} {types}", kv.page_size)
 }
 
 fn append_bytes(case: &AppendCase) -> u64 {
     let written = case.slot_mapping.iter().filter(|&&slot| slot >= 0).count() as u64;
-    let elem = case.spec.input.bytes() + case.spec.kv.dtype.bytes();
+    let elem = case.spec.input.bytes() + case.spec.kv.dtype().bytes();
     written * u64::from(case.spec.shape.row_elems()) * elem as u64
 }

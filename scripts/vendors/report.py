@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reads what scripts/vendors.sh collected and writes vendors.md, and every pipeline into vendors.tsv beside it.
+"""Reads what scripts/vendors.sh collected and writes vendors.md, and every pipeline into LOGS/vendors.tsv.
 
     report.py LOGS VENDOR... [--out DIRECTORY | --partial]
 
@@ -120,7 +120,7 @@ HEAD = """\
 # Kernels through the vendors' compilers
 
 Written by `scripts/vendors.sh`. Mesa's compilers behind a stub of the kernel driver compile every pipeline of
-`examples/pipelines`; nothing is executed, so nothing here is a time. Every pipeline is in [vendors.tsv](vendors.tsv).
+`examples/pipelines`; nothing is executed, so nothing here is a time. `scripts/vendors.sh` writes a line for every pipeline into `target/vendors/vendors.tsv`.
 
 Registers are a lane's; of Intel a thread's, and the lanes that share them. Spills: registers spilled (AMD), spills and fills (Intel, Apple),
 accesses of private memory (Adreno), spills to memory (NVIDIA); a chosen variant must have 0. LDS: workgroup memory in bytes. Waves: per SIMD (AMD), per core
@@ -145,13 +145,15 @@ def write(vendors, dx12, directory):
         lines.extend(vendor.section())
     (directory / "vendors.md").write_text("\n".join(lines) + "\n")
 
+
+def write_table(vendors, path):
     table = ["\t".join(["vendor", "kernel", "shape", "dtypes", "page list", "chosen", *COLUMNS])]
-    for vendor in [*vendors, *dx12]:
+    for vendor in vendors:
         for kernel in vendor.kernels:
             flags = ["device" if kernel.clamps else "", "yes" if kernel.chosen else ""]
             what = [kernel.compiler or vendor.name, kernel.variant, kernel.shape, kernel.dtypes, *flags]
             table.append("\t".join(what + kernel.statistics.cells()))
-    (directory / "vendors.tsv").write_text("\n".join(table) + "\n")
+    path.write_text("\n".join(table) + "\n")
 
 
 def main(words):
@@ -166,6 +168,7 @@ def main(words):
     dx12 = [Dx12(logs / "hlsl")] if "dx12" in words[1:] else []
     if directory:
         write(vendors, dx12, directory)
+        write_table([*vendors, *dx12], logs / "vendors.tsv")
     failed = [f"{vendor.name}: {failure}" for vendor in [*vendors, *dx12] for failure in vendor.failures(partial)]
     print("\n".join(failed), file=sys.stderr)
     kernels = sum(len(vendor.kernels) for vendor in [*vendors, *dx12])

@@ -26,7 +26,7 @@ impl<D: Device> Communicator<D> for Counts {
 #[test]
 fn nothing_is_exchanged_before_it_was_prepared() {
     let shape = MlaShape { num_heads: 4, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-    let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 };
+    let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 };
     let decode = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
     for form in [CombineForm::AllToAll, CombineForm::AllGather, CombineForm::AllGatherReduceScatter] {
         let spec = ContextParallelSpec { form, ..ContextParallelSpec::of(&decode, 0, 2, 2) };

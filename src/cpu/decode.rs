@@ -179,7 +179,7 @@ impl<'a> Call<'a> {
         while begin < item.kv_end {
             let (block, end) = (next, begin + next.tokens as u32);
             for (row, bytes) in tile.kv.chunks_exact_mut(tile.stride).zip(block.rows()) {
-                self.widen(self.spec.kv.dtype, bytes, &mut row[..tile.dim]);
+                self.widen(self.spec.kv.dtype(), bytes, &mut row[..tile.dim]);
             }
             next = self.block(item, end);
             // Neighbouring rows with equally many visible keys are attended together. The kernel gets visible keys only, so a
@@ -251,7 +251,7 @@ impl<'a> Call<'a> {
         for (token, row) in (begin..).zip(&mut block.rows[..block.tokens]) {
             let page = pages[(token / page_size) as usize] as usize;
             let at = self.binding.kv.at(page, (token % page_size) as usize);
-            *row = elements(self.kv, self.spec.kv.dtype, at, self.spec.shape.row_elems() as usize);
+            *row = elements(self.kv, self.spec.kv.dtype(), at, self.spec.shape.row_elems() as usize);
         }
         block
     }

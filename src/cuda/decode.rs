@@ -169,13 +169,12 @@ impl Cuda {
         let num_pages = args.kv.pages(&spec.kv).len() as u32;
         let spec = &MlaDecode { kv: KvSpec { num_pages, ..spec.kv }, ..*spec };
         let [q_nope, q_pe] = args.query_parts(spec);
-        let (kv, out, lse) = (args.kv, args.out, args.lse);
+        let (kv, out, lse) = (&args.kv, args.out, args.lse);
         let (logit_scale, out_scale, lse_scale) = args.kernel_scales();
         let at = |buffer, offset, dtype: Dtype| address(buffer, offset, dtype.bytes());
-        let kv_at = at(kv.buffer, kv.base(), spec.kv.dtype);
-        // Of a single page it may be anything.
-        let block_bytes = kv.block_stride.saturating_mul(spec.kv.dtype.bytes() as u64);
-        let (split, map, copies) = kernels.copies_of(self, spec, kv_at, block_bytes)?;
+        let kv_at = address(kv.buffer, kv.base(), 1);
+        // The stride of a single page may be anything.
+        let (split, map, copies) = kernels.copies_of(self, spec, kv_at, kv.block_stride)?;
         let tokens = split.compiled.tokens;
         let bound = Args {
             q_nope: at(q_nope.buffer, q_nope.offset, spec.query),
@@ -187,7 +186,7 @@ impl Cuda {
             q_nope_head_stride: q_nope.head_stride,
             q_pe_token_stride: q_pe.token_stride,
             q_pe_head_stride: q_pe.head_stride,
-            kv_block_stride: kv.block_stride,
+            kv_block_stride: kv.block_stride / spec.kv.dtype().bytes() as u64,
             out_token_stride: out.token_stride,
             out_head_stride: out.head_stride,
             lse_token_stride: lse.token_stride,
@@ -365,7 +364,7 @@ impl Functions {
         block_bytes: u64,
     ) -> Result<(Split, Option<TensorMap>, Copying)> {
         cuda.make_current("to describe an array by a tensor map")?;
-        let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype.bytes() as u64;
+        let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype().bytes() as u64;
         // Rows of e4m3 may begin between multiples of 16 bytes.
         let aligned = [address, row_bytes, block_bytes].iter().all(|bytes| bytes % 16 == 0);
         let chunks = if aligned { Copying::Chunks16 } else { Copying::Chunks8 };
@@ -373,7 +372,7 @@ impl Functions {
         let boxes = aligned && block_bytes < MOST_STRIDE;
         let map = |tokens, lines| TensorMap::of_cache(spec, address, block_bytes, (tokens, lines));
         let in_boxes = |tokens| boxes && spec.kv.page_size.is_multiple_of(tokens);
-        let swapped_tokens = if spec.kv.dtype.is_fp8() { FP8_BOX_TOKENS } else { BOX_TOKENS };
+        let swapped_tokens = if spec.kv.dtype().is_fp8() { FP8_BOX_TOKENS } else { BOX_TOKENS };
         Ok(match self.tile.body {
             Body::MmaTma { tokens, .. } if boxes => {
                 (self.split.clone(), Some(map(tokens, None)?), Copying::Boxes)
@@ -412,7 +411,7 @@ pub(super) mod tests {
     fn a_merge_has_a_block_for_all_or_is_refused() {
         let spec = |num_heads, kv_lora_rank| MlaDecode {
             shape: MlaShape { num_heads, kv_lora_rank, qk_rope_head_dim: 64 },
-            kv: KvSpec { dtype: Dtype::Bf16, page_size: 64, num_pages: 4 },
+            kv: KvSpec { layout: Dtype::Bf16.into(), page_size: 64, num_pages: 4 },
             query: Dtype::Bf16,
             out: Dtype::Bf16,
         };
@@ -452,7 +451,7 @@ pub(super) mod tests {
             for dtype in Dtype::ALL {
                 for query in Dtype::ALL {
                     let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
-                    let kv = KvSpec { dtype, page_size: 64, num_pages: 4 };
+                    let kv = KvSpec { layout: dtype.into(), page_size: 64, num_pages: 4 };
                     let spec = MlaDecode { shape, kv, query, out: Dtype::F32 };
                     let all = candidates(VARIANTS, &Card::H200, &(spec, 16));
                     for name in all.iter().filter(|one| one.lacks.is_none()).map(|one| one.name) {

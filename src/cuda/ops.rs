@@ -89,7 +89,7 @@ pub(super) mod tests {
             let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
             found.push(takes::<CalibrateParams>(&calibrate_entry(&KvCalibrate { shape, input })));
             for dtype in Dtype::ALL {
-                let kv = KvSpec { dtype, page_size: 64, num_pages: 1 };
+                let kv = KvSpec { layout: dtype.into(), page_size: 64, num_pages: 1 };
                 let append = KvAppend { shape, kv, input };
                 found.push(takes::<AppendParams>(&append_entry(&append)));
                 let layout = RopeLayout::Interleaved;

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use super::device::Gpu;
-use crate::view::{KvView, View};
-use crate::{Error, KvSpec, Result};
+use crate::cache::KvView;
+use crate::view::View;
+use crate::{Error, KvSpec, MlaShape, Result};
 
 /// Shaders count elements in `u32`, and an element has at least a byte.
 const MAX_BINDING_BYTES: u64 = (u32::MAX as u64) & !255;
@@ -80,10 +81,9 @@ impl<'a> Window<'a> {
         gpu: &Gpu,
         view: &KvView<&'a wgpu::Buffer>,
         kv: &KvSpec,
-        row_elems: u32,
+        shape: &MlaShape,
     ) -> Result<Self> {
-        let bytes = kv.dtype.bytes() as u64;
-        Self::new(gpu, "kv", view.buffer, view.base() * bytes..view.end(kv, row_elems) * bytes)
+        Self::new(gpu, "kv", view.buffer, view.base()..view.end(kv, shape))
     }
 
     /// Where element `offset` of the buffer is in the window, in units of `unit` elements of `bytes` bytes.

@@ -70,10 +70,10 @@ pub(super) fn check_aliases<B>(
         ]);
     }
     let out = Array::of("out", args.out, [tokens, heads, value], dtype);
-    let cache = args.kv.each_slab().map(|slab| {
-        let elems = slab.base()..slab.end(&spec.kv, row_elems);
-        Array::new("kv", slab.buffer, elems, spec.kv.dtype.bytes())
-    });
+    let cache = args
+        .kv
+        .each_slab()
+        .map(|slab| Array::new("kv", slab.buffer, slab.base()..slab.end(&spec.kv, &spec.shape), 1));
     let mut written: Vec<_> = cache.collect();
     if written.iter().any(|slab| slab.overlaps(&out, offset)) {
         return Err(Error::Aliased { a: "kv", b: "out" });

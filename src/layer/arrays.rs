@@ -40,7 +40,7 @@ impl PagePool {
     /// ```
     /// use wgpu_mla::{Dtype, KvSpec, PagePool};
     ///
-    /// let mut pool = PagePool::new(KvSpec { dtype: Dtype::F16, page_size: 4, num_pages: 8 })?;
+    /// let mut pool = PagePool::new(KvSpec { layout: Dtype::F16.into(), page_size: 4, num_pages: 8 })?;
     /// let prompt = pool.add();
     /// let (arrays, copies) = pool.layer_step(&[(prompt, 6)])?;
     /// assert_eq!((arrays.batch().seq_lens, arrays.batch().query_start_loc), (&[6][..], &[0, 6][..]));
@@ -168,7 +168,7 @@ mod tests {
     #[test]
     fn a_step_is_all_or_nothing() {
         let mut pool =
-            PagePool::new(KvSpec { dtype: Dtype::F16, page_size: 4, num_pages: 3 }).expect("a pool");
+            PagePool::new(KvSpec { layout: Dtype::F16.into(), page_size: 4, num_pages: 3 }).expect("a pool");
         let (a, b) = (pool.add(), pool.add());
         let mut arrays = LayerArrays::default();
         assert!(pool.layer_step_into(&[(b, 1), (a, 5)], &mut arrays).is_ok_and(|copies| copies.is_empty()));

@@ -56,7 +56,7 @@ impl<D: Composes> Bind<'_, D> {
         let dims = self.spec.dims();
         let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
         let (rows, num_rows) = (space.rows(), space.num_rows);
-        let gathered = KvGatherArgs { kv: args.kv, k_scale: args.k_scale, out: rows };
+        let gathered = KvGatherArgs { kv: args.kv.clone(), k_scale: args.k_scale, out: rows };
         // All heads read the same row.
         let shared = View { head_stride: 0, ..rows };
         let Scales { keys, values, saturates } = self.spec.scales();
@@ -100,7 +100,8 @@ impl<D: Composes> Bind<'_, D> {
 
     fn append(&self) -> Result<Append<Binding<RopeAppend, D>, Binding<KvAppend, D>>> {
         let (args, space, tokens) = (self.args, &self.ops.space, self.room.tokens);
-        let layer = KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv, k_scale: args.k_scale };
+        let layer =
+            KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv.clone(), k_scale: args.k_scale };
         Ok(match &self.ops.append {
             Append::Plain(append) => Append::Plain(append.bind(&layer, tokens)?),
             Append::Rotated(append) => {
@@ -127,7 +128,7 @@ impl<D: Composes> Bind<'_, D> {
         };
         let layer = MlaDecodeArgs {
             query: Query::Split { q_nope: space.ql_nope(), q_pe: space.q_pe() },
-            kv: args.kv,
+            kv: args.kv.clone(),
             out: space.latent_out(),
             lse,
             lse_base: LseBase::E,

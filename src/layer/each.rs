@@ -119,10 +119,11 @@ impl<D: Composes> Ops<D> {
 
 #[cfg(test)]
 mod tests {
+    use crate::cache::KvView;
     use crate::cpu::Cpu;
     use crate::layer::{Expanded, LayerBatch, LayerCapacity, LayerOptions, MlaLayerArgs};
     use crate::ops::op::{Device, Step};
-    use crate::view::{KvView, View};
+    use crate::view::View;
     use crate::{Dtype, KvSpec, MlaLayer, MlaShape, PageTable, RopeLayout, SplitPolicy};
 
     /// Any op of a layer that does not fit leaves the cache as it was: the append, which comes first, is not recorded either.
@@ -132,7 +133,7 @@ mod tests {
             shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 },
             qk_nope_head_dim: 16,
             v_head_dim: 24,
-            kv: KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 4 },
+            kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 4 },
             dtype: Dtype::F32,
             weight: Dtype::F32,
             rope: RopeLayout::Interleaved,

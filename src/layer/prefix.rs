@@ -5,13 +5,14 @@ use super::each::{Check, Record, Visit};
 use super::names::{self, named};
 use super::range::{Scales, check_range};
 use super::{Expanded, MlaLayer};
+use crate::cache::KvView;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
 use crate::ops::variants::{Choice, OpOptions};
 use crate::ops::{
     GatherBatch, GatherRange, HeadProject, HeadProjectArgs, KvGather, KvGatherArgs, WeightView,
 };
 use crate::tables::PageTable;
-use crate::view::{KvView, View};
+use crate::view::View;
 use crate::{Error, Result};
 
 /// Expands a prefix that sequences share: its rows of the cache become the keys and values of each head, in [`Expanded`] arrays that an
@@ -29,7 +30,7 @@ use crate::{Error, Result};
 /// # fn main() -> wgpu_mla::Result<()> {
 /// # let spec = MlaLayer {
 /// #     shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 }, qk_nope_head_dim: 16, v_head_dim: 24,
-/// #     kv: KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 }, dtype: Dtype::F32, weight: Dtype::F32,
+/// #     kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 }, dtype: Dtype::F32, weight: Dtype::F32,
 /// #     rope: RopeLayout::Interleaved, decode_threshold: 1, workspace_bytes: 1 << 16,
 /// # };
 /// // `spec` is the `MlaLayer`: L 256, R 32, P 16, V 24, one head, pages of 4 tokens.
@@ -63,7 +64,7 @@ pub struct ExpandBatch<'a> {
 }
 
 /// One layer of an [`MlaExpand`]: its cache, which holds the prefix, and the arrays for it. They serve every step until the pages change.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct MlaExpandArgs<B> {
     /// The layer's cache.
     pub kv: KvView<B>,
@@ -192,7 +193,7 @@ impl<D: Composes> Kernel<MlaExpand> for D {
         let Scales { keys, values, saturates } = spec.scales();
         // All heads read the same row.
         let x = View { head_stride: 0, ..expanded.rows };
-        let gathered = KvGatherArgs { kv: args.kv, k_scale: args.k_scale, out: expanded.rows };
+        let gathered = KvGatherArgs { kv: args.kv.clone(), k_scale: args.k_scale, out: expanded.rows };
         Ok(Bindings {
             gather: ops.gather.bind(&gathered, rows).map_err(named(names::GATHER_PREFIX))?,
             k_up: ops

@@ -75,7 +75,7 @@ impl PrefixCost {
         }
         let row = rows.min(self.tile_rows.into()) + f64::from(self.read);
         let elements = 2.0 * f64::from(shape.kv_lora_rank) + f64::from(shape.qk_rope_head_dim);
-        let of_dtype = if spec.kv.dtype.is_fp8() { FP8_CACHE } else { 1.0 };
+        let of_dtype = if spec.kv.dtype().is_fp8() { FP8_CACHE } else { 1.0 };
         let absorbed = tokens * tiles * row * elements / ABSORBED_ELEMENTS * of_dtype;
 
         let tile = f64::from(self.tile_queries);
@@ -103,7 +103,7 @@ pub(super) mod tests {
             shape: MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
             qk_nope_head_dim: 128,
             v_head_dim: 128,
-            kv: KvSpec { dtype: cache, page_size: 64, num_pages: 8 },
+            kv: KvSpec { layout: cache.into(), page_size: 64, num_pages: 8 },
             dtype: Dtype::F16,
             weight: Dtype::F16,
             rope: RopeLayout::Interleaved,

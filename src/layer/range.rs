@@ -34,7 +34,7 @@ impl MlaLayer {
 /// # Errors
 /// [`Error::LayoutMismatch`] for codes that are past the dtype's range once they are scaled.
 pub(super) fn check_range(spec: &MlaLayer, k_scale: f32) -> Result<()> {
-    if spec.dtype == Dtype::F16 && spec.kv.dtype.is_fp8() && k_scale * E4M3_MAX > Dtype::F16.max() {
+    if spec.dtype == Dtype::F16 && spec.kv.dtype().is_fp8() && k_scale * E4M3_MAX > Dtype::F16.max() {
         let detail = "a layer of f16 has no latent past 65504, so the k_scale of its cache is at most 146: calibrate it, or use a layer of bf16";
         return Err(Error::LayoutMismatch { detail });
     }

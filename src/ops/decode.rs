@@ -1,9 +1,10 @@
 //! Paged, split-KV decode in the latent space: arguments and checks.
 
 use super::op::{Compiled, Kernel, Op, Use};
+use crate::cache::KvView;
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
-use crate::view::{KvView, View, distinct, logit_scale, normal, scale_of};
+use crate::view::{View, distinct, logit_scale, normal, scale_of};
 use crate::{Error, MlaDecode, Result};
 
 /// The query of a layer, already absorbed into the latent space.
@@ -67,7 +68,7 @@ impl LseBase {
 
 /// One layer of a model, as an [`MlaDecode`] reads and writes it. `total_q` is the number of query tokens of a batch. Offsets
 /// and strides are multiples of 8 elements, but for those of the LSE.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct MlaDecodeArgs<B> {
     /// The absorbed query, `[total_q, H, L + R]` or in two parts.
     pub query: Query<B>,
@@ -203,11 +204,11 @@ impl Op for MlaDecode {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         normal("softmax_scale", args.softmax_scale)?;
-        scale_of("k_scale", self.kv.dtype, args.k_scale)?;
+        scale_of("k_scale", self.kv.dtype(), args.k_scale)?;
         scale_of("q_scale", self.query, args.q_scale)?;
         let scales = [args.softmax_scale, args.k_scale, args.q_scale];
         logit_scale("softmax_scale * k_scale * q_scale", &scales)?;
-        args.kv.check(&self.kv, self.shape.row_elems(), size)?;
+        args.kv.check(&self.kv, &self.shape, size)?;
         let (heads, latent) = (self.shape.num_heads, self.shape.kv_lora_rank);
         let (q_nope, q_pe) = args.query.parts(latent);
         for (what, view, dim, bytes, unit) in [

@@ -2,7 +2,8 @@
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::{KvView, View, scale_of, wide};
+use crate::cache::KvView;
+use crate::view::{View, scale_of, wide};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// Writes the rows of new tokens, `kv_c ++ k_pe`, to their slots of the paged cache: vLLM's `concat_and_cache_mla`.
@@ -24,7 +25,7 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 ///
 /// # fn main() -> wgpu_mla::Result<()> {
 /// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-/// let kv = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 2 };
+/// let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 4, num_pages: 2 };
 /// let mla = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
 /// let cpu = Cpu::new();
 /// let (kv_c, k_pe) = (cpu.buffer(2 * 256 * 4)?, cpu.buffer(2 * 32 * 4)?);
@@ -52,7 +53,7 @@ pub struct KvAppend {
 
 /// One layer of a [`KvAppend`]: new rows and the cache they go into. Offsets and the strides of `kv_c` and `k_pe` are multiples of 4
 /// elements.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct KvAppendArgs<B> {
     /// Latent rows `[tokens, L]`; `head_stride` is unread.
     pub kv_c: View<B>,
@@ -139,8 +140,8 @@ impl Op for KvAppend {
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        scale_of("k_scale", self.kv.dtype, args.k_scale)?;
-        args.kv.check(&self.kv, self.shape.row_elems(), size)?;
+        scale_of("k_scale", self.kv.dtype(), args.k_scale)?;
+        args.kv.check(&self.kv, &self.shape, size)?;
         let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = self.shape;
         for (what, view, dim) in [("kv_c", args.kv_c, kv_lora_rank), ("k_pe", args.k_pe, qk_rope_head_dim)] {
             view.check(what, [max_tokens, 1, dim], self.input.bytes(), 4, size(view.buffer))?;

@@ -124,7 +124,7 @@ impl Op for KvCalibrate {
     type Capacity = ();
 
     fn check(&self) -> Result<()> {
-        let kv = KvSpec { dtype: Dtype::E4m3, page_size: 1, num_pages: 1 };
+        let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 1, num_pages: 1 };
         MlaDecode { shape: self.shape, kv, query: self.input, out: Dtype::F32 }.check()?;
         wide("kv_c and k_pe", self.input)
     }

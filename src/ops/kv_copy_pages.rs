@@ -2,7 +2,7 @@
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::view::KvView;
+use crate::cache::KvView;
 use crate::{Error, KvSpec, MlaShape, Result};
 
 /// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
@@ -19,11 +19,11 @@ use crate::{Error, KvSpec, MlaShape, Result};
 /// # fn main() -> wgpu_mla::Result<()> {
 /// // Three pages of 2 tokens, 256 + 32 elements each.
 /// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-/// let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 3 };
+/// let kv = KvSpec { layout: Dtype::F32.into(), page_size: 2, num_pages: 3 };
 /// let cpu = Cpu::new();
 /// let cache = cpu.buffer(3 * 576 * 4)?;
 /// cpu.upload(&cache, 0, &Dtype::F32.encode_all(&[1.0; 576]))?;
-/// let layer = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 576, slabs: Slabs::ONE };
+/// let layer = KvView { buffer: &cache, offset: 0, layer_stride: 0, layer: 0, block_stride: 576 * 4, slabs: Slabs::ONE };
 ///
 /// cpu.once(KvCopyPages { shape, kv }, &[(0, 2)], &layer)?;
 /// let elements = Dtype::F32.decode_all(&cpu.download(&cache, 3 * 576 * 4)?);
@@ -40,7 +40,7 @@ pub struct KvCopyPages {
 
 impl KvCopyPages {
     pub(crate) fn page_bytes(&self) -> u64 {
-        u64::from(self.kv.page_size) * u64::from(self.shape.row_elems()) * self.kv.dtype.bytes() as u64
+        self.kv.page_bytes(&self.shape)
     }
 }
 
@@ -70,7 +70,7 @@ impl Op for KvCopyPages {
     }
 
     fn check_args<B>(&self, kv: &KvView<&B>, (): (), size: impl Fn(&B) -> u64 + Copy) -> Result<()> {
-        kv.check(&self.kv, self.shape.row_elems(), size)
+        kv.check(&self.kv, &self.shape, size)
     }
 
     /// Each pair of slabs, from the first to the second; a slab alone for copies inside of it.
@@ -78,7 +78,7 @@ impl Op for KvCopyPages {
         let slabs: Vec<_> = kv.each_slab().collect();
         let pairs = |(i, from): (usize, &KvView<B>)| {
             let others = slabs.iter().enumerate();
-            others.map(|(j, to)| if i == j { *to } else { from.with(to) }).collect::<Vec<_>>()
+            others.map(|(j, to)| if i == j { to.clone() } else { from.with(to) }).collect::<Vec<_>>()
         };
         slabs.iter().enumerate().flat_map(pairs).collect()
     }

@@ -3,8 +3,9 @@
 
 use super::op::{Op, Use};
 use super::variants::OpOptions;
+use crate::cache::KvView;
 use crate::tables::{PageTable, check_rows, row_of, row_too_short};
-use crate::view::{KvView, View, aligned, codes_only, distinct, positive};
+use crate::view::{View, aligned, codes_only, distinct, positive};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// Copies tokens of the paged cache to rows of a contiguous array: vLLM's `cp_gather_cache`, and with an e4m3 cache and a wider output
@@ -26,7 +27,7 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 ///
 /// # fn main() -> wgpu_mla::Result<()> {
 /// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-/// let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 2 };
+/// let kv = KvSpec { layout: Dtype::F32.into(), page_size: 2, num_pages: 2 };
 /// let mla = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
 /// let cpu = Cpu::new();
 /// let (cache, out) = (cpu.buffer(mla.cache_bytes())?, cpu.buffer(2 * 288 * 4)?);
@@ -67,7 +68,7 @@ pub struct GatherRange {
 }
 
 /// One layer of a [`KvGather`]: its cache, and the array that its rows go to.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct KvGatherArgs<B> {
     /// The cache.
     pub kv: KvView<B>,
@@ -115,7 +116,7 @@ const MOST_PIECES: u64 = 1 << 26;
 impl KvGather {
     /// Whether codes become what they stand for.
     pub(crate) fn dequantises(&self) -> bool {
-        self.kv.dtype.is_fp8() && !self.output.is_fp8()
+        self.kv.dtype().is_fp8() && !self.output.is_fp8()
     }
 
     /// Checks ranges, and the page ids that they need, and cuts them at the ends of pages.
@@ -224,7 +225,7 @@ impl Op for KvGather {
 
     fn check(&self) -> Result<()> {
         MlaDecode { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }.check()?;
-        if self.output.is_fp8() && self.kv.dtype != self.output {
+        if self.output.is_fp8() && self.kv.dtype() != self.output {
             let cure = "use f32, f16 or bf16; `kv_append` is what makes e4m3 codes";
             return Err(Error::DtypeUnsupported {
                 what: "the output of this gather",
@@ -255,9 +256,9 @@ impl Op for KvGather {
     ) -> Result<()> {
         // Each code is multiplied exactly, by integers: the range of an append, which divides, does not matter.
         positive("k_scale", args.k_scale)?;
-        codes_only("k_scale", self.kv.dtype, args.k_scale)?;
+        codes_only("k_scale", self.kv.dtype(), args.k_scale)?;
         let row_elems = self.shape.row_elems();
-        args.kv.check(&self.kv, row_elems, size)?;
+        args.kv.check(&self.kv, &self.shape, size)?;
         aligned("out", args.out.token_stride, 4)?;
         distinct("out", &args.out, rows.into(), 1, row_elems.into())?;
         args.out.check("out", [rows, 1, row_elems], self.output.bytes(), 4, size(args.out.buffer))
@@ -279,7 +280,7 @@ mod tests {
     const SHAPE: MlaShape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
 
     fn spec(page_size: u32) -> KvGather {
-        let kv = KvSpec { dtype: Dtype::F16, page_size, num_pages: 9 };
+        let kv = KvSpec { layout: Dtype::F16.into(), page_size, num_pages: 9 };
         KvGather { shape: SHAPE, kv, output: Dtype::F32 }
     }
 

@@ -13,8 +13,8 @@ pub(crate) use super::compiled::next_id;
 pub use super::compiled::{Binding, Compiled, Step};
 use super::replay::Replay;
 use super::variants::{Candidate, Choice, only_candidate};
+use crate::cache::name_slabs;
 use crate::threads::WasmNotSendSync;
-use crate::view::name_slabs;
 use crate::{Error, Result};
 
 pub(crate) mod sealed {

@@ -21,7 +21,7 @@ use crate::{Dtype, Error, Result};
 ///
 /// # fn main() -> wgpu_mla::Result<()> {
 /// let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-/// let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 1 };
+/// let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 1 };
 /// let mla = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
 /// let cpu = Cpu::new();
 /// # let (q, kv_c, k) = (cpu.buffer(32 * 4)?, cpu.buffer(256 * 4)?, cpu.buffer(32 * 4)?);
@@ -57,7 +57,7 @@ pub struct RopeAppend {
 ///
 /// The bits are those of [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other. Queries of tokens that the slot mapping
 /// skips are rotated too.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct RopeAppendArgs<B> {
     /// `[tokens, heads, R]`; see [`RopeArgs::x`].
     pub q_pe: View<B>,
@@ -219,7 +219,7 @@ impl Op for RopeAppend {
         room: RopeAppendExtent,
         offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {
-        let KvAppendArgs { kv_c, k_pe, kv, .. } = args.layer;
+        let KvAppendArgs { kv_c, k_pe, kv, .. } = &args.layer;
         let inputs = [
             ("kv_c", kv_c.buffer),
             ("k_pe", k_pe.buffer),

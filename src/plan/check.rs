@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn slabs_and_their_pages_go_together() {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let kv = KvSpec { dtype: Dtype::F32, page_size: 1, num_pages: 4096 };
+        let kv = KvSpec { layout: Dtype::F32.into(), page_size: 1, num_pages: 4096 };
         let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
         let tiling = Tiling {
             rows_per_tile: 16,

@@ -63,7 +63,7 @@ fn read_back<B: Backend>(
     let tokens = codes.len() / dtype.bytes() / LATENT;
     let spec = MlaDecode {
         shape: MlaShape { num_heads: 1, kv_lora_rank: LATENT as u32, qk_rope_head_dim: 0 },
-        kv: KvSpec { dtype, page_size: 1, num_pages: tokens as u32 },
+        kv: KvSpec { layout: dtype.into(), page_size: 1, num_pages: tokens as u32 },
         query: Dtype::F32,
         out: Dtype::F32,
     };

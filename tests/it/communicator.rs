@@ -241,7 +241,12 @@ fn a_step_that_differs_is_an_error_on_every_rank_that_names_what() {
 
 fn decode(query: Dtype) -> MlaDecode {
     let shape = MlaShape { num_heads: 4, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-    MlaDecode { shape, kv: KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 }, query, out: Dtype::F32 }
+    MlaDecode {
+        shape,
+        kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 },
+        query,
+        out: Dtype::F32,
+    }
 }
 
 fn layer(softmax_scale: f32, lse_base: LseBase) -> MlaDecodeArgs<()> {

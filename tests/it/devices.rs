@@ -307,7 +307,7 @@ fn small_ops_on_a_lost_device() -> Outcome {
     let layer = KvAppendArgs {
         kv_c: View::dense(&rows, 1, 256),
         k_pe: View { offset: 512, ..View::dense(&rows, 1, 32) },
-        kv,
+        kv: kv.clone(),
         k_scale: 1.0,
     };
     lost("bind append", append.bind(&layer, 2).err());

@@ -172,7 +172,7 @@ fn what_a_device_compiles_is_kept() -> Outcome {
         let gpu = gpu::Gpu::with(&adapter, &device, &queue, &setup);
         let status = gpu.disk().expect("asked for").status();
         assert_eq!(matches!(status, Status::Loaded { .. }), kept, "{status:?}");
-        let kv = KvSpec { dtype: Dtype::F32, page_size: 1, num_pages: 2 };
+        let kv = KvSpec { layout: Dtype::F32.into(), page_size: 1, num_pages: 2 };
         let cache = gpu.buffer(2 * 288 * 4).expect("a buffer");
         gpu.upload(&cache, 0, &[7; 32]).expect("uploads");
         let view = KvView {
@@ -180,7 +180,7 @@ fn what_a_device_compiles_is_kept() -> Outcome {
             offset: 0,
             layer_stride: 0,
             layer: 0,
-            block_stride: 288,
+            block_stride: 288 * 4,
             slabs: Slabs::ONE,
         };
         gpu.once(KvCopyPages { shape: shape_of_row(288), kv }, &[(0, 1)], &view).expect("copies");

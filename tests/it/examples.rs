@@ -310,7 +310,7 @@ fn more_cases(to: &Path) -> usize {
         ];
         let mut tensors = vec![
             ("q", view(of(p.spec.query), &[p.total_q(), heads, row], &p.q)),
-            ("kv_cache", view(of(kv.dtype), &[pages, page_size, row], &p.kv)),
+            ("kv_cache", view(of(kv.dtype()), &[pages, page_size, row], &p.kv)),
             ("block_table", view(FileDtype::I32, &[batch, p.max_pages], &table)),
             ("seq_lens", view(FileDtype::I32, &[batch], &lens)),
             ("query_start_loc", view(FileDtype::I32, &[batch + 1], &starts)),

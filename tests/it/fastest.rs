@@ -93,7 +93,11 @@ impl Row {
         };
         MlaDecode {
             shape: MlaShape { num_heads: self.num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-            kv: KvSpec { dtype: self.kv, page_size: PAGE_SIZE, num_pages: tokens.div_ceil(PAGE_SIZE) },
+            kv: KvSpec {
+                layout: self.kv.into(),
+                page_size: PAGE_SIZE,
+                num_pages: tokens.div_ceil(PAGE_SIZE),
+            },
             query: self.query,
             out: self.query,
         }

@@ -24,7 +24,7 @@ fn spec(page_size: u32, workspace_rows: u32, decode_threshold: u32) -> MlaLayer 
         shape: MlaShape { num_heads: 2, kv_lora_rank: 256, qk_rope_head_dim: 32 },
         qk_nope_head_dim: 16,
         v_head_dim: 24,
-        kv: KvSpec { dtype: Dtype::F16, page_size, num_pages: 4096 },
+        kv: KvSpec { layout: Dtype::F16.into(), page_size, num_pages: 4096 },
         dtype: Dtype::F32,
         weight: Dtype::F32,
         rope: RopeLayout::Interleaved,

@@ -19,7 +19,7 @@ fn decodes() -> Vec<MlaDecode> {
     for shape in SHAPES {
         for page_size in [0, 1, 256, MAX] {
             for num_pages in [0, 1, MAX] {
-                let kv = KvSpec { dtype: Dtype::F32, page_size, num_pages };
+                let kv = KvSpec { layout: Dtype::F32.into(), page_size, num_pages };
                 all.push(MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 });
             }
         }
@@ -151,7 +151,7 @@ const PREFILL: MlaPrefill = MlaPrefill {
 };
 
 fn mla(num_heads: u32, num_pages: u32) -> MlaDecode {
-    let kv = KvSpec { dtype: Dtype::F32, page_size: 256, num_pages };
+    let kv = KvSpec { layout: Dtype::F32.into(), page_size: 256, num_pages };
     MlaDecode { shape: MlaShape { num_heads, ..SHAPES[1] }, kv, query: Dtype::F32, out: Dtype::F32 }
 }
 
@@ -228,7 +228,7 @@ fn arrays_that_are_too_large_are_refused() {
 }
 
 fn arrays() -> Result<()> {
-    let mut pool = PagePool::new(KvSpec { dtype: Dtype::F32, page_size: 256, num_pages: 1 << 22 })?;
+    let mut pool = PagePool::new(KvSpec { layout: Dtype::F32.into(), page_size: 256, num_pages: 1 << 22 })?;
     let long = pool.add();
     let tokens = quickly("four million pages", || pool.append(long, 1 << 30))?.tokens;
     assert_eq!((tokens.clone(), pool.num_free_pages()), (0..1 << 30, 0));

@@ -46,7 +46,7 @@ const SEQUENCES: usize = 40;
 fn a_hundred_steps_without_an_allocation() {
     let spec = MlaDecode {
         shape: MlaShape { num_heads: 20, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-        kv: KvSpec { dtype: Dtype::Bf16, page_size: 16, num_pages: 4000 },
+        kv: KvSpec { layout: Dtype::Bf16.into(), page_size: 16, num_pages: 4000 },
         query: Dtype::Bf16,
         out: Dtype::F32,
     };
@@ -127,7 +127,7 @@ fn every_op_runs_without_an_allocation() {
     let layout = RopeLayout::HalfSplit;
 
     let shape = MlaShape { num_heads, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-    let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 40 };
+    let kv = KvSpec { layout: Dtype::F16.into(), page_size: 16, num_pages: 40 };
     let spec = MlaDecode { shape, kv, query: dtype, out: dtype };
     let decode = cpu.compile(spec).expect("compiles");
     // Split, so that partial results are merged.
@@ -141,7 +141,7 @@ fn every_op_runs_without_an_allocation() {
     let append = KvAppend { shape, kv, input: dtype };
     let cache = KvView::dense(c, &spec);
     let (kv_c, k_pe) = (View::dense(a, 1, 256), View::dense(b, 1, 32));
-    let rows = KvAppendArgs { kv_c, k_pe, kv: cache, k_scale: 1.0 };
+    let rows = KvAppendArgs { kv_c, k_pe, kv: cache.clone(), k_scale: 1.0 };
     runs_without_an_allocation(append, &one, &[3, -1, 70], &rows);
     let calibrate = KvCalibrateArgs { kv_c, k_pe, k_scale: 1.0, stats: c };
     runs_without_an_allocation(KvCalibrate { shape, input: dtype }, &one, 0..9, &calibrate);

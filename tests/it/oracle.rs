@@ -34,7 +34,7 @@ fn decode_oracle(case: &DecodeCase) -> (Vec<f64>, Vec<f64>) {
         qk_rope_head_dim: shape.qk_rope_head_dim as usize,
         page_size: case.spec.kv.page_size as usize,
         q: &case.spec.query.decode_all(&case.q),
-        kv_cache: &case.spec.kv.dtype.decode_all(&case.kv_cache),
+        kv_cache: &case.spec.kv.dtype().decode_all(&case.kv_cache),
         block_table: &case.block_table,
         max_pages: case.max_pages,
         seq_lens: &case.seq_lens,
@@ -128,7 +128,7 @@ fn check_append(what: &str, case: &AppendCase) {
         qk_rope_head_dim: case.spec.shape.qk_rope_head_dim as usize,
         k_scale: case.k_scale,
     };
-    concat_and_cache(&args, case.spec.kv.dtype, &mut cache);
+    concat_and_cache(&args, case.spec.kv.dtype(), &mut cache);
     let wrong = cache.iter().zip(&case.kv_cache).position(|(a, b)| a != b);
     assert_eq!(wrong, None, "{what}: first wrong byte");
 }

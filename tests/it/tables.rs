@@ -14,7 +14,7 @@ const NUM_PAGES: u32 = 500;
 fn spec(page_size: u32) -> MlaDecode {
     MlaDecode {
         shape: MlaShape { num_heads: 6, kv_lora_rank: 256, qk_rope_head_dim: 32 },
-        kv: KvSpec { dtype: Dtype::F16, page_size, num_pages: NUM_PAGES },
+        kv: KvSpec { layout: Dtype::F16.into(), page_size, num_pages: NUM_PAGES },
         query: Dtype::F16,
         out: Dtype::F32,
     }

@@ -65,7 +65,7 @@ async fn run(
     let q = upload(gpu, &scatter(&problem.q, q_dims, spec.query.bytes(), q_strides));
     let gaps = how.layout != Layout::Dense;
     let pages = if gaps { Pages::gaps(&spec.kv, row) } else { Pages::dense(&spec.kv, row) };
-    let kv_bytes = scatter(&problem.kv, page_dims(&spec.kv, row), spec.kv.dtype.bytes(), pages.strides());
+    let kv_bytes = scatter(&problem.kv, page_dims(&spec.kv, row), spec.kv.dtype().bytes(), pages.strides());
     let kv = upload(gpu, &kv_bytes);
     let out = Output::new([tokens, heads, latent], spec.out, how.layout, 8);
     let lse = Output::new([tokens, heads, 1], Dtype::F32, how.layout, 1);
@@ -99,7 +99,7 @@ async fn run(
     let ln_base = if how.lse_base == LseBase::Two { std::f64::consts::LN_2 } else { 1.0 };
     let natural: Vec<f32> = got_lse.iter().map(|&x| (f64::from(x) * ln_base) as f32).collect();
     let tolerance =
-        Tolerance::decode(spec.kv.dtype, spec.query, spec.out, false, problem.largest_latent(), latent);
+        Tolerance::decode(spec.kv.dtype(), spec.query, spec.out, false, problem.largest_latent(), latent);
     close("lse", &natural, want_lse, &Tolerance::lse()).into_result()?;
     close("out", &got_out, want_out, &tolerance).into_result()?;
     for (row, _) in want_lse.iter().enumerate().filter(|(_, lse)| **lse == f64::NEG_INFINITY) {

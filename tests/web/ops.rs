@@ -104,7 +104,7 @@ pub async fn check_append(gpu: &Gpu, case: &AppendCase, gaps: bool) -> Result<()
         [shape.kv_lora_rank, shape.qk_rope_head_dim].map(|dim| Strides::dense(1, dim as usize));
     let (kv_c, k_pe) = (upload(gpu, &case.kv_c), upload(gpu, &case.k_pe));
     let pages = if gaps { Pages::gaps(&kv, row) } else { Pages::dense(&kv, row) };
-    let (dims, elem) = (page_dims(&kv, row), kv.dtype.bytes());
+    let (dims, elem) = (page_dims(&kv, row), kv.dtype().bytes());
     let before = scatter(&case.kv_cache_before, dims, elem, pages.strides());
     let cache = upload(gpu, &before);
     let layer = KvAppendArgs {
@@ -128,7 +128,7 @@ async fn page_copies() {
     for (dtype, page_size, row) in
         [(Dtype::F32, 16, 576), (Dtype::Bf16, 3, 288), (Dtype::F16, 64, 576), (Dtype::E4m3, 1, 288)]
     {
-        let kv = KvSpec { dtype, page_size, num_pages: 12 };
+        let kv = KvSpec { layout: dtype.into(), page_size, num_pages: 12 };
         for gaps in [false, true] {
             let result = check_copies(&gpu, &kv, row, gaps).await;
             assert_eq!(result, Ok(()), "{dtype} page {page_size} gaps {gaps}");
@@ -139,7 +139,7 @@ async fn page_copies() {
 async fn check_copies(gpu: &Gpu, kv: &KvSpec, row: usize, gaps: bool) -> Result<(), String> {
     let copies = [(0, 11), (3, 7), (0, 2), (10, 1)];
     let pages = if gaps { Pages::gaps(kv, row) } else { Pages::dense(kv, row) };
-    let (dims, elem) = (page_dims(kv, row), kv.dtype.bytes());
+    let (dims, elem) = (page_dims(kv, row), kv.dtype().bytes());
     let page_bytes = dims[2] * elem;
     let mut rng = Rng(page_bytes as u64);
     let mut cache: Vec<u8> = (0..dims[0] * page_bytes).map(|_| rng.next() as u8).collect();

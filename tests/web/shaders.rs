@@ -22,7 +22,7 @@ const ANY: MlaDecode = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::F32)
 
 const fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaDecode {
     let shape = MlaShape { num_heads, kv_lora_rank: dims.0, qk_rope_head_dim: dims.1 };
-    MlaDecode { shape, kv: KvSpec { dtype: cache, page_size: 16, num_pages: 64 }, query, out }
+    MlaDecode { shape, kv: KvSpec { layout: cache.into(), page_size: 16, num_pages: 64 }, query, out }
 }
 
 fn all_dims() -> impl Iterator<Item = (u32, u32)> + Clone {
@@ -128,7 +128,7 @@ async fn every_small_op_compiles() {
     }
     for cache in Dtype::ALL {
         for (latent, rope) in all_dims() {
-            let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
+            let kv = KvSpec { layout: cache.into(), page_size: 48, num_pages: 7 };
             let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
             compile(&gpu, KvCopyPages { shape, kv }).await;
             compile(&gpu, ReorgKvCache { dtype: cache, row_elems: latent + rope }).await;
@@ -151,12 +151,12 @@ async fn every_small_op_compiles() {
         compile(&gpu, KvCalibrate { shape, input }).await;
     }
     for cache in Dtype::ALL {
-        let kv = KvSpec { dtype: cache, page_size: 48, num_pages: 7 };
+        let kv = KvSpec { layout: cache.into(), page_size: 48, num_pages: 7 };
         for output in Dtype::ALL.into_iter().filter(|&output| output != Dtype::E4m3 || cache == output) {
             compile(&gpu, KvGather { shape, kv, output }).await;
         }
     }
-    let kv = KvSpec { dtype: Dtype::F16, page_size: 48, num_pages: 7 };
+    let kv = KvSpec { layout: Dtype::F16.into(), page_size: 48, num_pages: 7 };
     make(&gpu, "tables of a batch", || BatchTables::new(&gpu, kv)).await;
     for dtype in OUTS {
         let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };

@@ -214,7 +214,7 @@ pub fn combine<D: Backend + 'static>(
 
 /// Bytes of the cache that a decode of this batch reads, once.
 fn bytes_read(part: &Problem) -> u64 {
-    let row = u64::from(part.spec.shape.row_elems()) * part.spec.kv.dtype.bytes() as u64;
+    let row = u64::from(part.spec.shape.row_elems()) * part.spec.kv.dtype().bytes() as u64;
     let queried = part.seq_lens.iter().zip(part.query_start_loc.windows(2)).filter(|(_, q)| q[1] > q[0]);
     queried.map(|(&len, _)| len.max(0) as u64 * row).sum()
 }
@@ -274,7 +274,7 @@ fn check(
     let spec = whole.problem.spec;
     let (all, latent) = (spec.shape.num_heads as usize, spec.shape.kv_lora_rank as usize);
     let u = whole.problem.largest_latent();
-    let tolerance = Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_weights, u, latent);
+    let tolerance = Tolerance::decode(spec.kv.dtype(), spec.query, spec.out, rounds_weights, u, latent);
     worst([
         close("out", out, &of_heads(&whole.out, all, &heads, latent), &tolerance),
         close("lse", lse, &of_heads(&whole.lse, all, &heads, 1), &Tolerance::lse()),

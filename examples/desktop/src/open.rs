@@ -44,7 +44,7 @@ pub fn checkpoint(shared: &Shared, gpu: &Gpu, dir: &Path) -> Result<(Arc<Checkpo
 
 /// What keeps the device from a cache of this dtype.
 fn lacks(gpu: &Gpu, model: &Model, dtype: Dtype) -> Option<String> {
-    let kv = KvSpec { dtype, page_size: PAGE_SIZE, num_pages: 1 };
+    let kv = KvSpec { layout: dtype.into(), page_size: PAGE_SIZE, num_pages: 1 };
     let spec = MlaDecode { shape: model.config.shape, kv, query: Dtype::F32, out: Dtype::F32 };
     let variants = gpu.variants(&spec);
     match variants.iter().any(|variant| variant.lacks.is_none()) {

@@ -37,7 +37,7 @@ impl<B> Arrays<B> {
         }
         // A row of the table is smaller than what its token has in the cache: a device that holds the cache holds the table.
         let max_position = setup.max_position(model);
-        let cache = layer_stride(&spec) * config.num_layers as u64 * spec.kv.dtype.bytes() as u64;
+        let cache = layer_stride(&spec) * config.num_layers as u64;
         Ok(Self {
             kv: device.buffer(cache)?,
             rows: floats(row_elems(&spec))?,
@@ -135,7 +135,7 @@ fn row_elems(spec: &MlaLayer) -> u32 {
     spec.shape.num_heads * (spec.qk_nope_head_dim + rope) + spec.shape.kv_lora_rank + rope
 }
 
-/// Elements from one layer's cache to the next.
+/// Bytes from one layer's cache to the next.
 fn layer_stride(spec: &MlaLayer) -> u64 {
-    spec.kv.num_slots() * u64::from(spec.shape.row_elems())
+    spec.mla().cache_bytes()
 }

@@ -55,7 +55,7 @@ impl Setup {
             shape,
             qk_nope_head_dim: qk_nope_head_dim as u32,
             v_head_dim: v_head_dim as u32,
-            kv: KvSpec { dtype: self.kv, page_size: self.page_size, num_pages },
+            kv: KvSpec { layout: self.kv.into(), page_size: self.page_size, num_pages },
             // Nothing beyond the cache is rounded.
             dtype: Dtype::F32,
             weight: Dtype::F32,

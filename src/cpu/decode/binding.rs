@@ -1,9 +1,10 @@
 //! A layer's buffers, checked and held.
 
-use crate::MlaDecode;
+use crate::cache::KvView;
 use crate::cpu::buffer::{Access, Buffer, Locked, lock};
 use crate::ops::MlaDecodeArgs;
-use crate::view::{KvView, View};
+use crate::view::View;
+use crate::{KvSpec, MlaDecode, MlaShape};
 
 /// A layer of a model, checked: its buffers, strides and scales. It keeps the buffers alive.
 #[derive(Debug)]
@@ -54,12 +55,13 @@ pub(in crate::cpu) struct Pages {
 }
 
 impl Pages {
-    pub(in crate::cpu) fn of<B>(view: &KvView<B>, page_size: u32, row_elems: u32) -> Self {
+    pub(in crate::cpu) fn of<B>(view: &KvView<B>, kv: &KvSpec, shape: &MlaShape) -> Self {
+        let elements = |bytes: u64| bytes as usize / kv.dtype().bytes();
         Self {
-            base: view.base() as usize,
-            block_stride: view.block_stride as usize,
-            page_size: page_size as usize,
-            row_elems: row_elems as usize,
+            base: elements(view.base()),
+            block_stride: elements(view.block_stride),
+            page_size: kv.page_size as usize,
+            row_elems: shape.row_elems() as usize,
         }
     }
 
@@ -91,7 +93,7 @@ impl Bound {
             buffers: buffers.map(Buffer::clone),
             q_nope: Rows::of(&q_nope),
             q_pe: Rows::of(&q_pe),
-            kv: Pages::of(&layer.kv, spec.kv.page_size, spec.shape.row_elems()),
+            kv: Pages::of(&layer.kv, &spec.kv, &spec.shape),
             out: Rows::of(&out),
             lse: Rows::of(&lse),
             logit_scale,

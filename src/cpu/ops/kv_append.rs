@@ -24,12 +24,12 @@ impl HostOp for KvAppend {
 
         let (read, write) = (Access::Read, Access::Write);
         let locked = lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.kv.buffer, write)]);
-        let pages = Pages::of(&args.kv, self.kv.page_size, self.shape.row_elems());
+        let pages = Pages::of(&args.kv, &self.kv, &self.shape);
         let parts = [
             (locked.bytes(0), Rows::of(&args.kv_c), 0, latent),
             (locked.bytes(1), Rows::of(&k_pe), latent, rope),
         ];
-        let (input, cache) = (self.input, self.kv.dtype);
+        let (input, cache) = (self.input, self.kv.dtype());
         let (first_slot, num_slots) = args.kv.slots(&self.kv);
         pool.for_each(slots.len(), |_, token| {
             // A skipped token, and one of another slab.

@@ -3,12 +3,12 @@
 use std::sync::atomic::Ordering;
 
 use crate::Result;
+use crate::cache::KvView;
 use crate::cpu::buffer::{Access, Buffer, lock};
 use crate::cpu::decode::Pages;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
 use crate::ops::{KvCopyPages, check_copies};
-use crate::view::KvView;
 
 impl HostOp for KvCopyPages {
     type Prepared = Vec<(u32, u32)>;
@@ -21,12 +21,12 @@ impl HostOp for KvCopyPages {
     fn run(&self, _: &Pool, copies: &Vec<(u32, u32)>, view: &KvView<&Buffer>) -> Result<()> {
         // From the first slab to the second, if there are two.
         let mut slabs = view.each_slab();
-        let from = slabs.next().unwrap_or(*view);
-        let to = slabs.last().unwrap_or(from);
+        let from = slabs.next().unwrap_or_else(|| view.clone());
+        let to = slabs.last().unwrap_or_else(|| from.clone());
         let locked = lock([(from.buffer, Access::Write), (to.buffer, Access::Write)]);
         let (sources, targets) = (locked.words(0), locked.words(1));
-        let pages = Pages::of(view, self.kv.page_size, self.shape.row_elems());
-        let word = |page: u32| pages.at(page as usize, 0) * self.kv.dtype.bytes() / 4;
+        let pages = Pages::of(view, &self.kv, &self.shape);
+        let word = |page: u32| pages.at(page as usize, 0) * self.kv.dtype().bytes() / 4;
         let page_words = self.page_bytes() as usize / 4;
         let (read, written) = (from.pages(&self.kv), to.pages(&self.kv));
         for (from, to) in copies.iter().filter(|(from, to)| read.contains(from) && written.contains(to)) {

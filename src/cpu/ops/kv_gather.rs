@@ -21,9 +21,8 @@ impl HostOp for KvGather {
             return Ok(());
         }
         let locked = lock([(args.kv.buffer, Access::Read), (args.out.buffer, Access::Write)]);
-        let (cache, out) = (self.kv.dtype, self.output);
-        let (places, rows) =
-            (Pages::of(&args.kv, self.kv.page_size, self.shape.row_elems()), Rows::of(&args.out));
+        let (cache, out) = (self.kv.dtype(), self.output);
+        let (places, rows) = (Pages::of(&args.kv, &self.kv, &self.shape), Rows::of(&args.out));
         let dim = self.shape.row_elems() as usize;
         // Each of the 256 codes is converted once.
         let codes: [u32; 256] =

@@ -56,7 +56,7 @@ impl HostOp for RopeAppend {
             HostOp::run(&query, pool, &tokens, &queries)?;
         }
         HostOp::run(&key, pool, &tokens, &RopeArgs { x: args.layer.k_pe, y: k_pe, scale: 1.0, ..queries })?;
-        HostOp::run(&self.append, pool, slots, &KvAppendArgs { k_pe, ..args.layer })?;
+        HostOp::run(&self.append, pool, slots, &KvAppendArgs { k_pe, ..args.layer.clone() })?;
         KEYS.set(Some(keys));
         Ok(())
     }

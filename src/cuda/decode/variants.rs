@@ -123,7 +123,7 @@ impl Tile {
             _ => {}
         }
         card.has_shared(compiled.shared_bytes)?;
-        if self.on_tensor_cores() && spec.kv.dtype.is_fp8() && card.capability < 89 {
+        if self.on_tensor_cores() && spec.kv.dtype().is_fp8() && card.capability < 89 {
             return Err(format!(
                 "compute capability {} does not convert FP8 (needs 89 or later)",
                 card.capability
@@ -143,7 +143,8 @@ impl Tile {
     /// Why there is none.
     fn compiled(&self, spec: &MlaDecode) -> Result<Compiled, String> {
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
-        let (dtype, has) = (spec.kv.dtype, |module: &str| ENTRIES.iter().any(|entry| entry.module == module));
+        let (dtype, has) =
+            (spec.kv.dtype(), |module: &str| ENTRIES.iter().any(|entry| entry.module == module));
         let body = match self.body {
             Body::Simple => {
                 let entry = find("mla_decode_simple", &format!("mla_decode_{dtype}_{latent}_{rope}"));
@@ -182,7 +183,7 @@ impl From<&'static Entry> for Compiled {
 
 /// Whether a query is split into two parts, because the tensor cores' dtype cannot hold it even if scaled by a power of two.
 fn splits_queries(spec: &MlaDecode) -> bool {
-    matches!((spec.kv.dtype, spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
+    matches!((spec.kv.dtype(), spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
 }
 
 #[cfg(test)]
@@ -198,7 +199,7 @@ mod tests {
     fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaDecode {
         MlaDecode {
             shape: MlaShape { num_heads, kv_lora_rank: latent, qk_rope_head_dim: rope },
-            kv: KvSpec { dtype: cache, page_size: 64, num_pages: 4 },
+            kv: KvSpec { layout: cache.into(), page_size: 64, num_pages: 4 },
             query,
             out: Dtype::F32,
         }

@@ -32,11 +32,11 @@ impl TensorMap {
         block_bytes: u64,
         (tokens, lines): (u32, Option<u32>),
     ) -> Result<Self> {
-        let element = spec.kv.dtype.bytes() as u64;
+        let element = spec.kv.dtype().bytes() as u64;
         let row = u64::from(spec.shape.row_elems()) * element;
         let together = if row.is_multiple_of(LINE) { 1 } else { 2 };
         let row = row * u64::from(together);
-        let dtype = match spec.kv.dtype {
+        let dtype = match spec.kv.dtype() {
             Dtype::E4m3 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
         };

@@ -79,7 +79,7 @@ impl AppendParams {
     /// One checked layer, for up to `max_tokens` tokens; without a table.
     pub(super) fn new(spec: &KvAppend, args: &KvAppendArgs<&Buffer>, max_tokens: u32) -> Self {
         let (shape, kv, k_pe) = (&spec.shape, &args.kv, args.rotary(spec));
-        let (input, cache, row_octs) = (spec.input.bytes(), spec.kv.dtype.bytes(), shape.row_elems() / 8);
+        let (input, row_octs) = (spec.input.bytes(), shape.row_elems() / 8);
         let rows = [&args.kv_c, &k_pe].map(|view| {
             let first = address(view.buffer, view.offset, input);
             (first, stride(max_tokens, view.token_stride, input))
@@ -89,11 +89,11 @@ impl AppendParams {
         Self {
             kv_c: rows[0].0,
             k_pe: rows[1].0,
-            kv: address(kv.buffer, kv.base(), cache),
+            kv: address(kv.buffer, kv.base(), 1),
             table: 0,
             kv_c_stride: rows[0].1,
             k_pe_stride: rows[1].1,
-            block_stride: stride(spec.kv.num_pages, kv.block_stride, cache),
+            block_stride: stride(spec.kv.num_pages, kv.block_stride, 1),
             max_tokens,
             num_slots,
             first_slot,
@@ -196,7 +196,7 @@ fn items(spec: &KvAppend, tokens: u32) -> Result<u32> {
 }
 
 pub(super) fn append_entry(spec: &KvAppend) -> String {
-    format!("kv_append_{}_{}", spec.input, spec.kv.dtype)
+    format!("kv_append_{}_{}", spec.input, spec.kv.dtype())
 }
 
 #[cfg(test)]

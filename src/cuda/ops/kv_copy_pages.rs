@@ -5,10 +5,10 @@ use cudarc::driver::DeviceRepr;
 use super::table::Table;
 use super::{THREADS, address, checked_items, stride};
 use crate::Result;
+use crate::cache::KvView;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
-use crate::view::KvView;
 
 /// `UNITS_PER_THREAD` of kv_copy_pages.cu.
 const UNITS_PER_THREAD: u32 = 4;
@@ -89,13 +89,13 @@ impl Kernel<KvCopyPages> for Cuda {
         kv: &KvView<&Buffer>,
         (): (),
     ) -> Result<Layer> {
-        let (bytes, page_bytes) = (spec.kv.dtype.bytes(), spec.page_bytes());
+        let page_bytes = spec.page_bytes();
         // From the first slab to the second, if there are two.
         let slabs: Vec<_> = kv.each_slab().collect();
-        let pair = [slabs[0], slabs[slabs.len() - 1]];
-        let [source, target] = pair.map(|slab| address(slab.buffer, slab.base(), bytes));
+        let pair = [&slabs[0], &slabs[slabs.len() - 1]];
+        let [source, target] = pair.map(|slab| address(slab.buffer, slab.base(), 1));
         let [from, to] = pair.map(|slab| slab.pages(&spec.kv));
-        let block_stride = stride(spec.kv.num_pages, kv.block_stride, bytes);
+        let block_stride = stride(spec.kv.num_pages, kv.block_stride, 1);
         let is_wide = (source | target | block_stride | page_bytes).is_multiple_of(16);
         let (kernel, unit) = if is_wide { (&kernels.wide, 16) } else { (&kernels.words, 4) };
         let page_units = (page_bytes / unit) as u32;

@@ -86,14 +86,13 @@ impl Kernel<KvGather> for Cuda {
         args: &KvGatherArgs<&Buffer>,
         max_rows: u32,
     ) -> Result<Layer> {
-        let (cache, output, row_quads) =
-            (spec.kv.dtype.bytes(), spec.output.bytes(), spec.shape.row_elems() / 4);
+        let (output, row_quads) = (spec.output.bytes(), spec.shape.row_elems() / 4);
         let (first_slot, num_slots) = args.kv.slots(&spec.kv);
         let bound = GatherParams {
-            kv: address(args.kv.buffer, args.kv.base(), cache),
+            kv: address(args.kv.buffer, args.kv.base(), 1),
             out: address(args.out.buffer, args.out.offset, output),
             table: 0,
-            block_stride: stride(spec.kv.num_pages, args.kv.block_stride, cache),
+            block_stride: stride(spec.kv.num_pages, args.kv.block_stride, 1),
             out_stride: stride(max_rows, args.out.token_stride, output),
             max_rows,
             max_pieces: 0,
@@ -147,5 +146,5 @@ fn max_pieces(spec: &KvGather) -> u32 {
 }
 
 pub(super) fn gather_entry(spec: &KvGather) -> String {
-    format!("kv_gather_{}_{}", spec.kv.dtype, spec.output)
+    format!("kv_gather_{}_{}", spec.kv.dtype(), spec.output)
 }

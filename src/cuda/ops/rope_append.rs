@@ -158,5 +158,5 @@ impl Items {
 }
 
 pub(super) fn rope_append_entry(spec: &RopeAppend) -> String {
-    format!("rope_append_{}_{}", spec.append.input, spec.append.kv.dtype)
+    format!("rope_append_{}_{}", spec.append.input, spec.append.kv.dtype())
 }

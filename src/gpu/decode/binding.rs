@@ -50,9 +50,9 @@ pub(super) fn bind(
     let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
     let [q_nope, q_pe] = layer.query_parts(spec);
     let (tokens, heads) = (u64::from(max_queries), u64::from(spec.shape.num_heads));
-    let (q_bytes, kv_bytes, out_bytes) =
-        (spec.query.bytes() as u64, spec.kv.dtype.bytes() as u64, spec.out.bytes() as u64);
-    // Elements from `begin` to `end`, of `size` bytes each; a binding holds at least one of the shader's `unit`s.
+    let (q_bytes, out_bytes) = (spec.query.bytes() as u64, spec.out.bytes() as u64);
+    let kv_oct = 8 * spec.kv.dtype().bytes() as u64;
+    // Elements from `begin` to `end`, of `size` bytes each, or bytes of the cache; a binding holds at least one of the shader's `unit`s.
     let window = |what, buffer, begin: u64, end: u64, size: u64, unit: u64| {
         let view = begin.saturating_mul(size)..end.saturating_mul(size);
         // Without a rotary part its view is empty and unread: the front of its buffer will do.
@@ -65,12 +65,12 @@ pub(super) fn bind(
     let q_pe_end = q_pe.end(tokens, heads, rope.into());
     let out_end = layer.out.end(tokens, heads, latent.into());
     let lse_end = layer.lse.end(tokens, heads, 1);
-    let kv_end = layer.kv.end(&spec.kv, spec.shape.row_elems());
+    let kv_end = layer.kv.end(&spec.kv, &spec.shape);
     // Each with the units from its front to the view.
     let windows = [
         window("q_nope", q_nope.buffer, q_nope.offset, q_nope_end, q_bytes, 8)?,
         window("q_pe", q_pe.buffer, q_pe.offset, q_pe_end, q_bytes, 8)?,
-        window("kv", layer.kv.buffer, layer.kv.base(), kv_end, kv_bytes, 8)?,
+        window("kv", layer.kv.buffer, layer.kv.base(), kv_end, 1, kv_oct)?,
         window("out", layer.out.buffer, layer.out.offset, out_end, out_bytes, 8)?,
         window("lse", layer.lse.buffer, layer.lse.offset, lse_end, 4, 1)?,
     ];
@@ -89,7 +89,7 @@ pub(super) fn bind(
         q_pe_token_stride: octs(q_pe.token_stride),
         q_pe_head_stride: octs(q_pe.head_stride),
         kv_at: windows[2].1,
-        kv_block_stride: octs(layer.kv.block_stride),
+        kv_block_stride: (layer.kv.block_stride / kv_oct) as u32,
         out_at: windows[3].1,
         out_token_stride: octs(layer.out.token_stride),
         out_head_stride: octs(layer.out.head_stride),

@@ -248,11 +248,11 @@ impl Merging {
 
 /// Whether an output within 1e-5 is promised: see docs/numbers.md.
 fn is_all_f32(spec: &MlaDecode) -> bool {
-    [spec.query, spec.kv.dtype, spec.out] == [Dtype::F32; 3]
+    [spec.query, spec.kv.dtype(), spec.out] == [Dtype::F32; 3]
 }
 
 fn dtypes(spec: &MlaDecode) -> String {
-    format!("q_{}.kv_{}.out_{}", spec.query, spec.kv.dtype, spec.out)
+    format!("q_{}.kv_{}.out_{}", spec.query, spec.kv.dtype(), spec.out)
 }
 
 fn shape_consts(spec: &MlaDecode) -> Vec<(&'static str, u32)> {

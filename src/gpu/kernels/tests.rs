@@ -74,7 +74,7 @@ fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaDecode) -> crate::Result<
 fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaDecode {
     MlaDecode {
         shape: MlaShape { num_heads, kv_lora_rank: dims.0, qk_rope_head_dim: dims.1 },
-        kv: KvSpec { dtype: cache, page_size: 16, num_pages: 64 },
+        kv: KvSpec { layout: cache.into(), page_size: 16, num_pages: 64 },
         query,
         out,
     }
@@ -248,7 +248,7 @@ fn serves(variant: &Body, caps: &Caps, spec: &MlaDecode) -> bool {
         Body::Coop { small: false } if serves.is_err() => body("coop_small").runs_on(caps, spec).is_err(),
         Body::Coop { .. } => true,
     };
-    let must = must && (spec.kv.dtype != Dtype::F32 || matches!(*variant, Body::Plain(_)));
+    let must = must && (spec.kv.dtype() != Dtype::F32 || matches!(*variant, Body::Plain(_)));
     assert!(serves.is_ok() || !must, "{} for {spec:?}: {serves:?}", variant.name());
     serves.is_ok()
 }

@@ -383,7 +383,7 @@ fn source(entry: &'static str, kv: &KvSpec) -> Source {
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
-    let kv = KvSpec { dtype: crate::Dtype::F16, page_size: 48, num_pages: 7 };
+    let kv = KvSpec { layout: crate::Dtype::F16.into(), page_size: 48, num_pages: 7 };
     ["batch_slots", "batch_lists"].map(|entry| source(entry, &kv)).into()
 }
 

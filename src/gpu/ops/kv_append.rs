@@ -127,13 +127,14 @@ impl Params {
         let k_pe_dim = if shape.qk_rope_head_dim > 0 { shape.qk_rope_head_dim } else { shape.kv_lora_rank };
         let kv_c = Window::of(gpu, "kv_c", &args.kv_c, [max_tokens, 1, shape.kv_lora_rank], bytes)?;
         let k_pe = Window::of(gpu, "k_pe", &k_pe_view, [max_tokens, 1, k_pe_dim], bytes)?;
-        let kv = Window::of_cache(gpu, &args.kv, &spec.kv, shape.row_elems())?;
+        let kv = Window::of_cache(gpu, &args.kv, &spec.kv, shape)?;
         let token_stride = |view: &View<_>| stride(max_tokens, view.token_stride, 4);
         let (first_slot, num_slots) = args.kv.slots(&spec.kv);
+        let quad = 4 * spec.kv.dtype().bytes() as u64;
         let params = Self {
-            scale: Scale::new(if spec.kv.dtype.is_fp8() { args.k_scale } else { 1.0 }),
-            kv_base_quads: kv.at(args.kv.base(), spec.kv.dtype.bytes(), 4),
-            kv_block_stride_quads: stride(spec.kv.num_pages, args.kv.block_stride, 4),
+            scale: Scale::new(if spec.kv.dtype().is_fp8() { args.k_scale } else { 1.0 }),
+            kv_base_quads: kv.at(args.kv.base(), 1, quad),
+            kv_block_stride_quads: stride(spec.kv.num_pages, args.kv.block_stride, quad),
             kv_c_base_quads: kv_c.at(args.kv_c.offset, bytes, 4),
             kv_c_stride_quads: token_stride(&args.kv_c),
             k_pe_base_quads: k_pe.at(k_pe_view.offset, bytes, 4),
@@ -149,7 +150,7 @@ impl Params {
 
 /// How new rows are read, converted and placed.
 pub(super) fn convert_libs(spec: &KvAppend) -> [&'static str; 5] {
-    let convert = if spec.input == spec.kv.dtype {
+    let convert = if spec.input == spec.kv.dtype() {
         include_str!("../../../shaders/lib/convert_copy.wgsl")
     } else {
         include_str!("../../../shaders/lib/convert_round.wgsl")
@@ -157,7 +158,7 @@ pub(super) fn convert_libs(spec: &KvAppend) -> [&'static str; 5] {
     [
         include_str!("../../../shaders/lib/round.wgsl"),
         lib_in(spec.input),
-        lib_out(spec.kv.dtype),
+        lib_out(spec.kv.dtype()),
         convert,
         include_str!("../../../shaders/lib/append.wgsl"),
     ]
@@ -174,14 +175,14 @@ fn source(spec: &KvAppend) -> Source {
     let mut files = vec![include_str!("../../../shaders/lib/grid.wgsl")];
     files.extend(convert_libs(spec));
     files.push(include_str!("../../../shaders/kv_append.wgsl"));
-    unrolled("kv_append", &format!("from_{}.{}", spec.input, spec.kv.dtype), &consts, &[], &files)
+    unrolled("kv_append", &format!("from_{}.{}", spec.input, spec.kv.dtype()), &consts, &[], &files)
 }
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
     use crate::Dtype;
     let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    let kv = |dtype| crate::KvSpec { dtype, page_size: 48, num_pages: 7 };
+    let kv = |dtype: Dtype| crate::KvSpec { layout: dtype.into(), page_size: 48, num_pages: 7 };
     let inputs = [Dtype::F32, Dtype::F16, Dtype::Bf16];
     let spec = |input| Dtype::ALL.map(|dtype| KvAppend { shape, kv: kv(dtype), input });
     inputs.into_iter().flat_map(spec).map(|spec| source(&spec)).collect()

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::table::Table;
 use crate::Result;
+use crate::cache::KvView;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::GROUP;
@@ -11,7 +12,6 @@ use crate::gpu::kernels::compose::{Const, Source, compose};
 use crate::gpu::pipelines::{Access, Pipe, Pipeline, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvCopyPages, OpOptions, check_copies};
-use crate::view::KvView;
 
 /// The same copy by units of 16 bytes and of a word, inside of a buffer and from one slab to another.
 #[derive(Debug)]
@@ -128,17 +128,16 @@ impl Kernel<KvCopyPages> for Gpu {
         view: &KvView<&wgpu::Buffer>,
         (): (),
     ) -> Result<Layer> {
-        let bytes = spec.kv.dtype.bytes() as u64;
         // From the first slab to the second, if there are two.
         let slabs: Vec<_> = view.each_slab().collect();
-        let [from, to] = [slabs[0], slabs[slabs.len() - 1]];
+        let [from, to] = [&slabs[0], &slabs[slabs.len() - 1]];
         let place = if slabs.len() > 1 { Place::Between } else { Place::Within };
         let windows = [
-            Window::of_cache(self, &to, &spec.kv, spec.shape.row_elems())?,
-            Window::of_cache(self, &from, &spec.kv, spec.shape.row_elems())?,
+            Window::of_cache(self, to, &spec.kv, &spec.shape)?,
+            Window::of_cache(self, from, &spec.kv, &spec.shape)?,
         ];
-        let bases = windows.each_ref().map(|window| u64::from(window.at(view.base() * bytes, 1, 1)));
-        let stride = if spec.kv.num_pages > 1 { view.block_stride * bytes } else { 0 };
+        let bases = windows.each_ref().map(|window| u64::from(window.at(view.base(), 1, 1)));
+        let stride = if spec.kv.num_pages > 1 { view.block_stride } else { 0 };
         let (unit, pipes) = match &pipes.wide {
             Some(wide) if (bases[0] | bases[1] | stride).is_multiple_of(16) => (Unit::Wide, wide),
             _ => (Unit::Word, &pipes.words),
@@ -202,13 +201,16 @@ fn source(spec: &KvCopyPages, unit: Unit, place: Place) -> Source {
         load,
         include_str!("../../../shaders/kv_copy_pages.wgsl"),
     ];
-    compose("kv_copy_pages", &format!("{variant}.{}", spec.kv.dtype), &consts, &files)
+    compose("kv_copy_pages", &format!("{variant}.{}", spec.kv.dtype()), &consts, &files)
 }
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
     let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    let spec = |dtype| KvCopyPages { shape, kv: crate::KvSpec { dtype, page_size: 16, num_pages: 7 } };
+    let spec = |dtype: crate::Dtype| KvCopyPages {
+        shape,
+        kv: crate::KvSpec { layout: dtype.into(), page_size: 16, num_pages: 7 },
+    };
     let both = |dtype| {
         [Place::Within, Place::Between]
             .into_iter()

@@ -86,13 +86,14 @@ impl Kernel<KvGather> for Gpu {
             return Ok(None);
         }
         let (row_elems, output) = (spec.shape.row_elems(), spec.output.bytes());
-        let kv = Window::of_cache(self, &args.kv, &spec.kv, row_elems)?;
+        let kv = Window::of_cache(self, &args.kv, &spec.kv, &spec.shape)?;
         let out = Window::of(self, "out", &args.out, [max_rows, 1, row_elems], output)?;
         let (first_slot, num_slots) = args.kv.slots(&spec.kv);
+        let quad = 4 * spec.kv.dtype().bytes() as u64;
         let params = Params {
             scale: Scale::new(if spec.dequantises() { args.k_scale } else { 1.0 }),
-            kv_base_quads: kv.at(args.kv.base(), spec.kv.dtype.bytes(), 4),
-            kv_block_stride_quads: stride(spec.kv.num_pages, args.kv.block_stride, 4),
+            kv_base_quads: kv.at(args.kv.base(), 1, quad),
+            kv_block_stride_quads: stride(spec.kv.num_pages, args.kv.block_stride, quad),
             out_base_quads: out.at(args.out.offset, output, 4),
             out_stride_quads: stride(max_rows, args.out.token_stride, 4),
             max_rows,
@@ -138,7 +139,7 @@ fn source(spec: &KvGather) -> Source {
             _ => include_str!("../../../shaders/lib/pack_halves.wgsl"),
         };
         [pack, include_str!("../../../shaders/lib/convert_table.wgsl")]
-    } else if spec.kv.dtype == spec.output {
+    } else if spec.kv.dtype() == spec.output {
         [nothing, include_str!("../../../shaders/lib/convert_copy.wgsl")]
     } else {
         [nothing, include_str!("../../../shaders/lib/convert_round.wgsl")]
@@ -146,13 +147,13 @@ fn source(spec: &KvGather) -> Source {
     let files = [
         include_str!("../../../shaders/lib/grid.wgsl"),
         include_str!("../../../shaders/lib/round.wgsl"),
-        lib_cache(spec.kv.dtype),
+        lib_cache(spec.kv.dtype()),
         lib_out(spec.output),
         convert[0],
         convert[1],
         include_str!("../../../shaders/kv_gather.wgsl"),
     ];
-    unrolled("kv_gather", &format!("from_{}.{}", spec.kv.dtype, spec.output), &consts, &[], &files)
+    unrolled("kv_gather", &format!("from_{}.{}", spec.kv.dtype(), spec.output), &consts, &[], &files)
 }
 
 /// How an element of the cache is read.
@@ -167,7 +168,7 @@ fn lib_cache(dtype: Dtype) -> &'static str {
 pub(super) fn every_source() -> Vec<Source> {
     use crate::Op;
     let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    let kv = |dtype| crate::KvSpec { dtype, page_size: 48, num_pages: 7 };
+    let kv = |dtype: Dtype| crate::KvSpec { layout: dtype.into(), page_size: 48, num_pages: 7 };
     let spec = |dtype| Dtype::ALL.map(|output| KvGather { shape, kv: kv(dtype), output });
     let served = Dtype::ALL.into_iter().flat_map(spec).filter(|spec| spec.check().is_ok());
     served.map(|spec| source(&spec)).collect()

@@ -154,7 +154,7 @@ fn source(spec: &RopeAppend, place: Place) -> Source {
     files.extend(kv_append::convert_libs(append));
     files.extend(rope::libs(place));
     files.push(include_str!("../../../shaders/rope_append.wgsl"));
-    let variant = format!("{}.from_{}.{}", rope::name(&query, place), append.input, append.kv.dtype);
+    let variant = format!("{}.from_{}.{}", rope::name(&query, place), append.input, append.kv.dtype());
     compose("rope_append", &variant, &consts, &files)
 }
 
@@ -166,7 +166,11 @@ pub(super) fn every_source() -> Vec<Source> {
     for query in rope::every_spec() {
         for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
             for dtype in Dtype::ALL {
-                let append = KvAppend { shape, kv: KvSpec { dtype, page_size: 48, num_pages: 7 }, input };
+                let append = KvAppend {
+                    shape,
+                    kv: KvSpec { layout: dtype.into(), page_size: 48, num_pages: 7 },
+                    input,
+                };
                 let (query, layout) = (query.dtype, query.layout);
                 let spec = RopeAppend { append, query, num_heads: 6, layout };
                 all.extend(Place::ALL.map(|place| source(&spec, place)));

@@ -190,7 +190,7 @@ impl<'a, D: Serves> Serving<'a, D> {
         let (want_out, want_lse) = problem.expected();
         let (spec, latent) = (problem.spec, problem.spec.shape.kv_lora_rank as usize);
         let (rounds_p, largest) = (D::decode_of(&self.made).rounds_weights(), problem.largest_latent());
-        let tolerance = Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, largest, latent);
+        let tolerance = Tolerance::decode(spec.kv.dtype(), spec.query, spec.out, rounds_p, largest, latent);
         for report in
             [close("lse", &lse, &want_lse, &Tolerance::lse()), close("out", &out, &want_out, &tolerance)]
         {

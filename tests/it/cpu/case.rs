@@ -28,13 +28,13 @@ pub fn shape(num_heads: u32, kv_lora_rank: u32, qk_rope_head_dim: u32) -> MlaSha
 
 impl Case {
     pub fn new(shape: MlaShape, kv: Dtype, query: Dtype, seqs: &[Seq]) -> Self {
-        let kv = KvSpec { dtype: kv, page_size: 16, num_pages: 1 };
+        let kv = KvSpec { layout: kv.into(), page_size: 16, num_pages: 1 };
         Self {
             spec: MlaDecode { shape, kv, query, out: Dtype::F32 },
             seqs: seqs.to_vec(),
             data: |stream, index| noise(stream, index) / 10.0,
             softmax_scale: 0.8,
-            k_scale: if kv.dtype == Dtype::E4m3 { 0.0078 } else { 1.0 },
+            k_scale: if kv.dtype() == Dtype::E4m3 { 0.0078 } else { 1.0 },
             q_scale: if query == Dtype::E4m3 { 0.5 } else { 1.0 },
             lse_base: LseBase::E,
             policy: SplitPolicy::Auto,
@@ -52,7 +52,7 @@ impl Case {
         let stream = if seq.0 < 100 && token < 64 { 0 } else { seq.0 };
         let row: Vec<f32> =
             (0..n).map(|i| (self.data)(stream, u64::from(token) * n + i) / self.k_scale).collect();
-        self.spec.kv.dtype.encode_all(&row)
+        self.spec.kv.dtype().encode_all(&row)
     }
 
     /// The query of token `i` of a sequence, all heads, encoded.
@@ -72,7 +72,7 @@ impl Case {
         spec.kv.num_pages = pages.iter().sum::<u32>() + 3;
 
         // Every byte is 0xFF, NaN in each dtype, but for the rows in use. Pages are handed out backwards.
-        let row_bytes = n * spec.kv.dtype.bytes();
+        let row_bytes = n * spec.kv.dtype().bytes();
         let mut cache = vec![0xFFu8; spec.kv.num_slots() as usize * row_bytes];
         let mut table = vec![WILD; self.seqs.len() * max_pages];
         let mut free = spec.kv.num_pages as i32 - 1;
@@ -151,7 +151,7 @@ impl Case {
         let (mut outs, mut lses) = (Vec::new(), Vec::new());
         for &seq in &self.seqs {
             let cache: Vec<Vec<f64>> =
-                (0..seq.1).map(|t| wide(kv.dtype, &self.cache_row(seq, t), self.k_scale)).collect();
+                (0..seq.1).map(|t| wide(kv.dtype(), &self.cache_row(seq, t), self.k_scale)).collect();
             for i in 0..seq.2 {
                 let q = wide(query, &self.query_rows(seq, i), self.q_scale);
                 let visible = match self.mask {
@@ -186,7 +186,7 @@ impl Case {
         let (want, want_lse) = self.reference();
         assert_eq!((got.len(), got_lse.len()), (want.len(), want_lse.len()), "{what}");
         let latent = self.spec.shape.kv_lora_rank as usize;
-        let f32_only = [self.spec.kv.dtype, self.spec.query, self.spec.out] == [Dtype::F32; 3];
+        let f32_only = [self.spec.kv.dtype(), self.spec.query, self.spec.out] == [Dtype::F32; 3];
         let (mut dot, mut norms) = (0.0, [0.0; 2]);
         for (row, (got, want)) in got.chunks(latent).zip(want.chunks(latent)).enumerate() {
             let u = want.iter().fold(1f64, |u, x| u.max(x.abs()));

@@ -37,15 +37,15 @@ fn errors_of_decode_and_bind() {
     let error = |layer: MlaDecodeArgs<&Buffer>| mla.bind(&layer, 2).unwrap_err();
     assert!(mla.bind(&layer, 2).is_ok());
     assert!(matches!(
-        error(MlaDecodeArgs { k_scale: f32::NAN, ..layer }),
+        error(MlaDecodeArgs { k_scale: f32::NAN, ..layer.clone() }),
         Error::Scale { what: "k_scale", .. }
     ));
     assert!(matches!(mla.bind(&layer, 100), Err(Error::BufferTooSmall { .. })));
-    let aliased = MlaDecodeArgs { out: View { buffer: &q, ..layer.out }, ..layer };
+    let aliased = MlaDecodeArgs { out: View { buffer: &q, ..layer.out }, ..layer.clone() };
     assert!(matches!(mla.bind(&aliased, 1), Err(Error::Aliased { a: "q_nope", b: "out" })));
-    let aliased = MlaDecodeArgs { lse: View { buffer: &kv, ..layer.lse }, ..layer };
+    let aliased = MlaDecodeArgs { lse: View { buffer: &kv, ..layer.lse }, ..layer.clone() };
     assert!(matches!(error(aliased), Error::Aliased { a: "kv", b: "lse" }));
-    let overlapping = MlaDecodeArgs { lse: View { buffer: &out, ..layer.lse }, ..layer };
+    let overlapping = MlaDecodeArgs { lse: View { buffer: &out, ..layer.lse }, ..layer.clone() };
     assert!(matches!(error(overlapping), Error::Aliased { a: "out", b: "lse" }));
     let disjoint = MlaDecodeArgs { lse: View { buffer: &out, offset: 2 * 2 * 256, ..layer.lse }, ..layer };
     assert!(mla.bind(&disjoint, 2).is_ok());
@@ -172,7 +172,12 @@ fn steps_and_bindings_of_others_are_refused() {
 
     let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F16 };
     let kv = KvView::dense(c, &spec);
-    let rows = KvAppendArgs { kv_c: View::dense(a, 1, 256), k_pe: View::dense(b, 1, 32), kv, k_scale: 1.0 };
+    let rows = KvAppendArgs {
+        kv_c: View::dense(a, 1, 256),
+        k_pe: View::dense(b, 1, 32),
+        kv: kv.clone(),
+        k_scale: 1.0,
+    };
     refuses_steps_and_bindings(append, &one, || &[3, 5], &[3, 3], &rows);
 
     let copy = KvCopyPages { shape: spec.shape, kv: spec.kv };

@@ -62,7 +62,7 @@ fn forced(variant: &str) -> DecodeOptions {
 }
 
 fn small_spec() -> MlaDecode {
-    let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 4 };
+    let kv = KvSpec { layout: Dtype::F16.into(), page_size: 16, num_pages: 4 };
     MlaDecode { shape: shape(2, 256, 32), kv, query: Dtype::F16, out: Dtype::F32 }
 }
 

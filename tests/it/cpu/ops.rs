@@ -95,7 +95,7 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
     for (l, r) in [(256u32, 32u32), (512, 0)] {
         for kv_dtype in DTYPES {
             for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-                let kv = KvSpec { dtype: kv_dtype, page_size: 3, num_pages: 4 };
+                let kv = KvSpec { layout: kv_dtype.into(), page_size: 3, num_pages: 4 };
                 let spec = KvAppend { shape: shape(1, l, r), kv, input };
                 let k_scale = if kv_dtype == Dtype::E4m3 { 0.013 } else { 1.0 };
                 let slots = [5i64, -1, 0, 11];
@@ -159,7 +159,7 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
 
 fn pages_are_copied_whole_and_alone() {
     let cpu = Cpu::with_threads(2);
-    let kv = KvSpec { dtype: Dtype::E4m3, page_size: 3, num_pages: 4 };
+    let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 3, num_pages: 4 };
     let spec = MlaDecode { kv, ..small_spec() };
     let page = 3 * spec.shape.row_elems() as usize;
     let stride = page + 8;

@@ -64,10 +64,10 @@ fn strides_move_rows_only() {
         },
         kv: KvView {
             buffer: &kv2,
-            offset: 8,
-            layer_stride: 20_000,
+            offset: 8 * 2,
+            layer_stride: 20_000 * 2,
             layer: 1,
-            block_stride,
+            block_stride: block_stride * 2,
             slabs: wgpu_mla::Slabs::ONE,
         },
         out: View { buffer: &out2, offset: 16, token_stride: 256, head_stride: 600 },

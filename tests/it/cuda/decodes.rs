@@ -99,7 +99,7 @@ pub(super) fn check_decode(cuda: &Cuda, problem: &Problem, rounds_weights: bool,
         |buffer, elems: usize| Dtype::F32.decode_all(&cuda.download(buffer, elems as u64 * 4).expect("read"));
     let (want_out, want_lse) = problem.expected();
     let largest = problem.largest_latent();
-    let tolerance = Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_weights, largest, latent);
+    let tolerance = Tolerance::decode(spec.kv.dtype(), spec.query, spec.out, rounds_weights, largest, latent);
     close(&problem.name, &got(out, rows * latent), &want_out, &tolerance).into_result().expect("right");
     close(&problem.name, &got(lse, rows), &want_lse, &Tolerance::lse()).into_result().expect("right");
 }
@@ -180,7 +180,7 @@ impl Tail {
     fn cut(problem: &mut Problem, input: Dtype, tokens: u32) -> Self {
         let (spec, page_size) = (problem.spec, problem.spec.kv.page_size as usize);
         let latent = spec.shape.kv_lora_rank as usize;
-        let row_bytes = spec.shape.row_elems() as usize * spec.kv.dtype.bytes();
+        let row_bytes = spec.shape.row_elems() as usize * spec.kv.dtype().bytes();
         let mut tail = Self { slot_mapping: Vec::new(), kv_c: Vec::new(), k_pe: Vec::new() };
         let poison = vec![POISON; spec.shape.row_elems() as usize * input.bytes()];
         for seq in 0..problem.seq_lens.len() {
@@ -190,7 +190,7 @@ impl Tail {
                 let slot = page * page_size + token % page_size;
                 let row = &mut problem.kv[slot * row_bytes..][..row_bytes];
                 // Codes come back from their values: equal dtypes are copied, and an e4m3 quotient is exact.
-                let values = spec.kv.dtype.decode_all(row).into_iter().map(|x| x * problem.k_scale);
+                let values = spec.kv.dtype().decode_all(row).into_iter().map(|x| x * problem.k_scale);
                 let codes = input.encode_all(&values.collect::<Vec<_>>());
                 tail.push(slot as i64, &codes, latent * input.bytes());
                 row.fill(POISON);
@@ -275,7 +275,7 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
             assert_eq!((slots.capacity(), step.capacity()), (most, capacity));
             graph.launch().expect("launched");
             let cache = cuda.download(&kv, whole.kv.len() as u64).expect("read");
-            assert!(cache == whole.kv, "{cache}, turn {turn}: the cache", cache = spec.kv.dtype);
+            assert!(cache == whole.kv, "{cache}, turn {turn}: the cache", cache = spec.kv.dtype());
             check_decode(&cuda, whole, decode.rounds_weights(), [&out, &lse]);
         }
 

@@ -22,7 +22,7 @@ fn shape(kv_lora_rank: u32, qk_rope_head_dim: u32) -> MlaShape {
 
 /// Work for some milliseconds, so that what is put on the stream after it comes late.
 fn busy(cuda: &Cuda) {
-    let kv = KvSpec { dtype: Dtype::F32, page_size: 256, num_pages: 400 };
+    let kv = KvSpec { layout: Dtype::F32.into(), page_size: 256, num_pages: 400 };
     let bytes = cuda.buffer(400 * 256 * 576 * 4).expect("memory");
     let copy = cuda.compile(KvCopyPages { shape: shape(512, 64), kv }).expect("a copy");
     let cache = KvView {
@@ -30,7 +30,7 @@ fn busy(cuda: &Cuda) {
         offset: 0,
         layer_stride: 0,
         layer: 0,
-        block_stride: 256 * 576,
+        block_stride: 256 * 576 * 4,
         slabs: Slabs::ONE,
     };
     let pairs: Vec<_> = (0..200).map(|page| (page, 200 + page)).collect();
@@ -74,12 +74,18 @@ fn memory_is_the_hosts_again_after_an_upload() -> Outcome {
 /// A batch is prepared again while the launches of the one before wait: each has its own tables.
 fn tables_are_staged_before_the_next_prepare() -> Outcome {
     let cuda = cuda()?;
-    let kv = KvSpec { dtype: Dtype::F32, page_size: 1, num_pages: 4 };
+    let kv = KvSpec { layout: Dtype::F32.into(), page_size: 1, num_pages: 4 };
     let copy = cuda.compile(KvCopyPages { shape: shape(256, 32), kv }).expect("a copy");
     let bytes =
         uploaded(&cuda, &Dtype::F32.encode_all(&[[7.0; 288], [0.0; 288], [0.0; 288], [0.0; 288]].concat()));
-    let cache =
-        KvView { buffer: &bytes, offset: 0, layer_stride: 0, layer: 0, block_stride: 288, slabs: Slabs::ONE };
+    let cache = KvView {
+        buffer: &bytes,
+        offset: 0,
+        layer_stride: 0,
+        layer: 0,
+        block_stride: 288 * 4,
+        slabs: Slabs::ONE,
+    };
     let mut step = copy.step(1).expect("a step");
     let binding = copy.bind(&cache, ()).expect("binds");
     busy(&cuda);

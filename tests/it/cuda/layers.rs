@@ -114,7 +114,7 @@ impl<D: Backend> Model<D> {
         let row = (spec.shape.num_heads * spec.v_head_dim) as usize;
         let cache = spec.kv.num_slots() as usize * spec.shape.row_elems() as usize;
         let read = |bound: &Bound<D>| {
-            [(&bound.out, spec.dtype, tokens * row), (&bound.kv, spec.kv.dtype, cache)].map(
+            [(&bound.out, spec.dtype, tokens * row), (&bound.kv, spec.kv.dtype(), cache)].map(
                 |(buffer, dtype, elems)| {
                     let bytes = (elems * dtype.bytes()) as u64;
                     dtype.decode_all(&self.layer.device().download(buffer, bytes).expect("read"))
@@ -155,7 +155,7 @@ impl<D: Backend> Bound<D> {
             input_elems(spec).map(|elems| filled(&vec![0; TOKENS as usize * elems * spec.dtype.bytes()]));
         // Rows that were never written hold NaN.
         let elems = spec.kv.num_slots() as usize * spec.shape.row_elems() as usize;
-        let kv = filled(&spec.kv.dtype.encode_all(&vec![f32::NAN; elems]));
+        let kv = filled(&spec.kv.dtype().encode_all(&vec![f32::NAN; elems]));
         let arrays = spec.expanded_bytes(PREFIX_ROWS).map(|bytes| filled(&vec![0; bytes as usize]));
         let heads = spec.shape.num_heads;
         let out = filled(&vec![0; (TOKENS * heads * spec.v_head_dim) as usize * spec.dtype.bytes()]);
@@ -175,7 +175,7 @@ impl<D: Backend> Bound<D> {
             k_scale,
             expanded: Some(Expanded::dense(spec, arrays.each_ref())),
         };
-        let MlaLayerArgs { kv: cache, kv_b_proj, .. } = args;
+        let MlaLayerArgs { kv: cache, kv_b_proj, .. } = args.clone();
         let expanded = Expanded::dense(spec, arrays.each_ref());
         let expand_args = MlaExpandArgs { kv: cache, k_scale, kv_b_proj, expanded };
         Self {
@@ -205,7 +205,7 @@ impl Both {
     /// One batch: so many new tokens of each sequence. `replays`: whether the previous batch's graph is replayed.
     fn step(&mut self, name: &str, replays: bool, requests: &[(SeqId, u32)], prefixes: &[ExpandedPrefix]) {
         let spec = *self.card.layer.op();
-        let name = format!("{} over {}, {:?}, {name}", spec.dtype, spec.kv.dtype, self.policy);
+        let name = format!("{} over {}, {:?}, {name}", spec.dtype, spec.kv.dtype(), self.policy);
         let append = self.pool.append_batch(requests).expect("pages");
         let seqs: Vec<SeqId> = requests.iter().map(|&(seq, _)| seq).collect();
         let mut query_start_loc = vec![0];
@@ -262,7 +262,7 @@ impl Both {
         card.run();
         assert_eq!(bits(&card.read(tokens)), bits(&got), "{name}: the graph's bits, and those without it");
         // Rotated elements may be rounded to a neighbour.
-        let step = match spec.kv.dtype {
+        let step = match spec.kv.dtype() {
             Dtype::F32 | Dtype::F16 => 1.0 / 1024.0,
             Dtype::Bf16 | Dtype::E4m3 => 1.0 / 8.0,
         };
@@ -275,7 +275,7 @@ impl Both {
         }
         // The host attends exactly the card's cache.
         for (bound, [_, cache]) in host.layers.iter().zip(&got) {
-            let codes = spec.kv.dtype.encode_all(cache);
+            let codes = spec.kv.dtype().encode_all(cache);
             host.layer.device().upload(&bound.kv, 0, &codes).expect("uploaded");
         }
         let attended = LayerBatch { slot_mapping: &vec![-1; tokens], ..batch };
@@ -312,7 +312,7 @@ pub(super) fn weights(rng: &mut Rng, spec: &MlaLayer) -> (Vec<Vec<u8>>, f32) {
     let rows = (spec.shape.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)) as usize;
     let count = rows * spec.shape.kv_lora_rank as usize;
     let weights = (0..LAYERS).map(|_| draw(rng, spec.weight, count, 1.0 / 16.0)).collect();
-    (weights, if spec.kv.dtype == Dtype::E4m3 { 1.0 / 128.0 } else { 1.0 })
+    (weights, if spec.kv.dtype() == Dtype::E4m3 { 1.0 / 128.0 } else { 1.0 })
 }
 
 /// A small layer in a pool that holds every sequence here.

@@ -33,7 +33,7 @@ fn no_card_is_an_error_that_names_the_cure() {
 fn devices_are_made_beside_a_capture() -> Outcome {
     let cuda = mla_support::graph::cuda()?;
     let bytes = cuda.buffer(4 * 288 * 4).expect("memory");
-    let kv = KvSpec { dtype: Dtype::F32, page_size: 2, num_pages: 2 };
+    let kv = KvSpec { layout: Dtype::F32.into(), page_size: 2, num_pages: 2 };
     let copy =
         cuda.compile(KvCopyPages { shape: mla_support::cache::shape_of_row(288), kv }).expect("a copy");
     let cache = KvView {
@@ -41,7 +41,7 @@ fn devices_are_made_beside_a_capture() -> Outcome {
         offset: 0,
         layer_stride: 0,
         layer: 0,
-        block_stride: 2 * 288,
+        block_stride: 2 * 288 * 4,
         slabs: Slabs::ONE,
     };
     let mut step = copy.step(1).expect("a step");

@@ -19,7 +19,7 @@ use wgpu_mla::{
 fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let cuda = cuda()?;
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-    let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 };
+    let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 };
     let append = KvAppend { shape, kv, input: Dtype::F32 };
     let layout = RopeLayout::HalfSplit;
     let spec = RopeAppend { append, query: Dtype::F32, num_heads: 2, layout };
@@ -37,7 +37,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let kv_view = KvView {
         buffer: &cache,
         offset: 0,
-        block_stride: 4 * 288,
+        block_stride: 4 * 288 * 4,
         layer_stride: 0,
         layer: 0,
         slabs: Slabs::ONE,
@@ -239,14 +239,14 @@ fn captured_copies_replay_with_a_new_list() -> Outcome {
     let cuda = cuda()?;
     let lists: [&[(u32, u32)]; 4] = [&[(0, 3)], &[(1, 4), (2, 5), (1, 0)], &[], &[(5, 0), (4, 1)]];
     for (dtype, page_size, row_elems) in [(Dtype::Bf16, 16, 576), (Dtype::E4m3, 1, 288)] {
-        let kv = KvSpec { dtype, page_size, num_pages: 6 };
+        let kv = KvSpec { layout: dtype.into(), page_size, num_pages: 6 };
         let copy = cuda.compile(KvCopyPages { shape: shape_of_row(row_elems as usize), kv }).expect("a copy");
         let page_bytes = page_size as usize * row_elems as usize * dtype.bytes();
         let mut rng = Rng(7);
         let mut cache: Vec<u8> = (0..6 * page_bytes).map(|_| rng.next() as u8).collect();
         // With a gap behind each page.
-        let block_stride = u64::from(page_size * row_elems) + 8;
-        let stride = block_stride as usize * dtype.bytes();
+        let stride = page_bytes + 8 * dtype.bytes();
+        let block_stride = stride as u64;
         let spread = |cache: &[u8]| -> Vec<u8> {
             let page = |page: &[u8]| [page, &vec![POISON; stride - page.len()]].concat();
             cache.chunks(page_bytes).flat_map(page).collect()

@@ -90,7 +90,7 @@ fn a_decode_that_grew_needs_another_graph() -> Outcome {
 fn an_append_that_grew_needs_another_graph() -> Outcome {
     let cuda = cuda()?;
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-    let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 };
+    let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 };
     let append = cuda.compile(KvAppend { shape, kv, input: Dtype::F32 }).expect("an append");
     let rows = uploaded(&cuda, &Dtype::F32.encode_all(&[2.0; 2 * 288]));
     let cache = uploaded(&cuda, &[0; 8 * 288 * 4]);
@@ -100,7 +100,7 @@ fn an_append_that_grew_needs_another_graph() -> Outcome {
         kv: KvView {
             buffer: &cache,
             offset: 0,
-            block_stride: 4 * 288,
+            block_stride: 4 * 288 * 4,
             layer_stride: 0,
             layer: 0,
             slabs: Slabs::ONE,

@@ -37,7 +37,7 @@ impl OnePage<'_> {
         decode.prepare(&mut step, (&plan, pages)).expect("prepared");
         let (heads, latent) = (spec.shape.num_heads as usize, spec.shape.kv_lora_rank as usize);
         let q = uploaded(cuda, &spec.query.encode_all(&self.query.repeat(heads)));
-        let kv = uploaded(cuda, &spec.kv.dtype.encode_all(self.page).repeat(max_pages as usize));
+        let kv = uploaded(cuda, &spec.kv.dtype().encode_all(self.page).repeat(max_pages as usize));
         let [out, lse] = [latent, 1].map(|row| cuda.buffer((heads * row * 4) as u64).expect("memory"));
         let args = MlaDecodeArgs::dense(&spec, &q, &kv, &out, &lse, self.softmax_scale);
         let binding = decode.bind(&args, 1).expect("a binding");
@@ -50,7 +50,7 @@ fn spec(shape: [u32; 3], cache: Dtype, query: Dtype, page_size: u32) -> MlaDecod
     let [num_heads, kv_lora_rank, qk_rope_head_dim] = shape;
     MlaDecode {
         shape: MlaShape { num_heads, kv_lora_rank, qk_rope_head_dim },
-        kv: KvSpec { dtype: cache, page_size, num_pages: 1 },
+        kv: KvSpec { layout: cache.into(), page_size, num_pages: 1 },
         query,
         out: Dtype::F32,
     }

@@ -24,7 +24,7 @@ fn device(change: impl FnOnce(&mut wgpu::Limits)) -> Gpu {
 }
 
 const SHAPE: MlaShape = MlaShape { num_heads: 2, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-const KV: KvSpec = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 256 };
+const KV: KvSpec = KvSpec { layout: wgpu_mla::KvLayout::Plain(Dtype::F16), page_size: 16, num_pages: 256 };
 /// More than the grids below hold, and no more than the pool.
 const MANY: u32 = 4000;
 

@@ -16,7 +16,7 @@ fn pool(page_size: u32, num_pages: u32) -> PagePool {
 }
 
 fn spec(page_size: u32, num_pages: u32) -> KvSpec {
-    KvSpec { dtype: Dtype::F16, page_size, num_pages }
+    KvSpec { layout: Dtype::F16.into(), page_size, num_pages }
 }
 
 fn grown(pool: &mut PagePool, tokens: u32) -> SeqId {

@@ -114,7 +114,7 @@ impl Arrays {
 fn spec(num_heads: u32, page_size: u32) -> MlaDecode {
     MlaDecode {
         shape: MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 },
-        kv: KvSpec { dtype: Dtype::F16, page_size, num_pages: 1000 },
+        kv: KvSpec { layout: Dtype::F16.into(), page_size, num_pages: 1000 },
         query: Dtype::F16,
         out: Dtype::F32,
     }

@@ -4,7 +4,7 @@ use super::*;
 
 fn every_refusal_names_its_cure() -> Outcome {
     let gpu = gpu()?;
-    let kv = KvSpec { dtype: Dtype::F16, page_size: 4, num_pages: 2 };
+    let kv = KvSpec { layout: Dtype::F16.into(), page_size: 4, num_pages: 2 };
     let spec = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
     let append = gpu.compile(spec).expect("compiles");
     let (a, b) = (upload(gpu, &[0; 8192]), upload(gpu, &[0; 8192]));

@@ -13,20 +13,19 @@ fn pages_are_copied_bit_for_bit() -> Outcome {
         (Dtype::E4m3, 1, 576, 8, 0),
         (Dtype::F32, 7, 288, 8, 8),
     ] {
-        let kv = KvSpec { dtype, page_size, num_pages: 9 };
+        let kv = KvSpec { layout: dtype.into(), page_size, num_pages: 9 };
         let spec = KvCopyPages { shape: shape_of_row(row_elems as usize), kv };
         let page = (page_size * row_elems) as usize * dtype.bytes();
         let stride = page + gap * dtype.bytes();
         let base = offset * dtype.bytes();
         let before: Vec<u8> = (0..base + 9 * stride).map(|i| (i * i % 251) as u8).collect();
         let kv = upload(gpu, &before);
-        let block_stride = (stride / dtype.bytes()) as u64;
         let view = KvView {
             buffer: &kv,
-            offset: offset as u64,
+            offset: base as u64,
             layer_stride: 0,
             layer: 0,
-            block_stride,
+            block_stride: stride as u64,
             slabs: wgpu_mla::Slabs::ONE,
         };
         let op = gpu.compile(spec).expect("compiles");

@@ -2,7 +2,7 @@
 
 use super::*;
 
-const KV: KvSpec = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };
+const KV: KvSpec = KvSpec { layout: wgpu_mla::KvLayout::Plain(Dtype::E4m3), page_size: 4, num_pages: 3 };
 
 fn range(begin: u32, tokens: u32, out_row: u32) -> GatherRange {
     GatherRange { sequence: 0, begin, tokens, out_row }
@@ -55,7 +55,7 @@ fn gather_multiplies_as_the_host_does() -> Outcome {
 
 fn one_binding_of_a_gather_serves_every_step() -> Outcome {
     let gpu = gpu()?;
-    let kv = KvSpec { dtype: Dtype::F32, ..KV };
+    let kv = KvSpec { layout: Dtype::F32.into(), ..KV };
     let spec = KvGather { shape: SHAPE, kv, output: Dtype::F32 };
     // A row holds its slot.
     let values: Vec<f32> = (0..12 * 288).map(|i| (i / 288) as f32).collect();
@@ -95,7 +95,7 @@ fn one_binding_of_a_gather_serves_every_step() -> Outcome {
     assert_eq!(first_of_rows(), [0.0, 2.0, 7.0, 4.0, 0.0, 0.0], "nothing is recorded");
 
     let no_storage = without_storage(gpu);
-    let refused = op.bind(&KvGatherArgs { out: View::dense(&no_storage, 1, 288), ..args }, 4);
+    let refused = op.bind(&KvGatherArgs { out: View::dense(&no_storage, 1, 288), ..args.clone() }, 4);
     assert_eq!(refused.expect_err("refused"), Error::BufferUsage { what: "out", usage: "STORAGE" });
     let nothing = op.bind(&args, 0).expect("room for no row");
     prepare(&mut step, &[0], 4, &[]).expect("no range");

@@ -132,7 +132,7 @@ fn a_rotation_in_place_binds_one_window() -> Outcome {
 
 fn a_rotated_append_never_leaves_its_binding() -> Outcome {
     let gpu = gpu()?;
-    let kv = KvSpec { dtype: Dtype::F32, page_size: 8, num_pages: 5 };
+    let kv = KvSpec { layout: Dtype::F32.into(), page_size: 8, num_pages: 5 };
     let append = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
     let layout = RopeLayout::HalfSplit;
     let spec = RopeAppend { append, query: Dtype::Bf16, num_heads: 3, layout };

@@ -18,7 +18,7 @@ pub fn same_cache(case: &AppendCase, got: &[u8]) -> Result<usize, String> {
         return Err(format!("{} bytes, expected {}", got.len(), case.kv_cache.len()));
     }
     let KvAppend { shape, kv, input } = case.spec;
-    let (row, elem, latent) = (shape.row_elems() as usize, kv.dtype.bytes(), shape.kv_lora_rank as usize);
+    let (row, elem, latent) = (shape.row_elems() as usize, kv.dtype().bytes(), shape.kv_lora_rank as usize);
     let mut token_of = vec![None; kv.num_slots() as usize];
     for (token, &slot) in case.slot_mapping.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
         token_of[slot as usize] = Some(token);
@@ -31,8 +31,8 @@ pub fn same_cache(case: &AppendCase, got: &[u8]) -> Result<usize, String> {
         let (slot, column) = (index / row, index % row);
         let wrong = || Err(format!("slot {slot} column {column}: bytes {a:02x?}, expected {b:02x?}"));
         let Some(token) = token_of[slot] else { return wrong() };
-        let (got, want) = (kv.dtype.decode_at(a, 0), kv.dtype.decode_at(b, 0));
-        if input != kv.dtype && got.is_nan() && want.is_nan() {
+        let (got, want) = (kv.dtype().decode_at(a, 0), kv.dtype().decode_at(b, 0));
+        if input != kv.dtype() && got.is_nan() && want.is_nan() {
             continue;
         }
         let x = if column < latent {
@@ -43,7 +43,7 @@ pub fn same_cache(case: &AppendCase, got: &[u8]) -> Result<usize, String> {
         let exact = f64::from(x) / f64::from(case.k_scale);
         let tie = f64::midpoint(got.into(), want.into());
         let ulp = f64::from((exact as f32).abs().next_up() - (exact as f32).abs());
-        let adjacent = kv.dtype == Dtype::E4m3 && a[0].abs_diff(b[0]) == 1;
+        let adjacent = kv.dtype() == Dtype::E4m3 && a[0].abs_diff(b[0]) == 1;
         let power_of_two = case.k_scale.to_bits() << 9 == 0;
         // NaN, where a NaN code or an infinity is involved, is next to no tie.
         let at_tie = (exact - tie).abs() <= 2.5 * ulp;

@@ -41,7 +41,7 @@ pub struct DecodeCase {
     pub causal: bool,
     /// `[total_q, H, L + R]` of `spec.query`.
     pub q: Vec<u8>,
-    /// `[num_pages, page_size, L + R]` of `spec.kv.dtype`.
+    /// `[num_pages, page_size, L + R]` of `spec.kv.dtype()`.
     pub kv_cache: Vec<u8>,
     /// `[batch, max_pages]`.
     pub block_table: Vec<i32>,
@@ -171,7 +171,7 @@ fn decode(file: &File<'_>) -> Result<DecodeCase, String> {
     let [num_pages, _, _] = kv.shape(["num_pages", "page_size", "L + R"])?;
     let shape =
         MlaShape { num_heads: narrow("num_heads", heads)?, kv_lora_rank: latent, qk_rope_head_dim: rope };
-    let kv_spec = KvSpec { dtype: kv.dtype, page_size, num_pages: narrow("num_pages", num_pages)? };
+    let kv_spec = KvSpec { layout: kv.dtype.into(), page_size, num_pages: narrow("num_pages", num_pages)? };
     let spec = MlaDecode { shape, kv: kv_spec, query: q.dtype, out: Dtype::F32 };
     spec.check().map_err(|error| error.to_string())?;
     narrow("total_q", total_q)?;
@@ -296,7 +296,7 @@ fn append(file: &File<'_>) -> Result<AppendCase, String> {
     let [num_pages, _, _] = before.shape(["num_pages", "page_size", "L + R"])?;
     let spec = KvAppend {
         shape: MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope },
-        kv: KvSpec { dtype: before.dtype, page_size, num_pages: narrow("num_pages", num_pages)? },
+        kv: KvSpec { layout: before.dtype.into(), page_size, num_pages: narrow("num_pages", num_pages)? },
         input: kv_c.dtype,
     };
     spec.check().map_err(|error| error.to_string())?;

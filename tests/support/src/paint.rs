@@ -350,7 +350,11 @@ impl Make {
                     kv_lora_rank: self.dims.0,
                     qk_rope_head_dim: self.dims.1,
                 },
-                kv: KvSpec { dtype: self.cache, page_size: self.page_size, num_pages: num_pages as u32 },
+                kv: KvSpec {
+                    layout: self.cache.into(),
+                    page_size: self.page_size,
+                    num_pages: num_pages as u32,
+                },
                 query: self.query,
                 out: self.out,
             },
@@ -422,7 +426,7 @@ impl Problem {
             qk_rope_head_dim: shape.qk_rope_head_dim as usize,
             page_size: self.spec.kv.page_size as usize,
             q: &self.spec.query.decode_all(&self.q),
-            kv_cache: &self.spec.kv.dtype.decode_all(&self.kv),
+            kv_cache: &self.spec.kv.dtype().decode_all(&self.kv),
             block_table: &self.block_table,
             max_pages: self.max_pages,
             seq_lens: &self.seq_lens,
@@ -443,7 +447,7 @@ impl Problem {
                 let page = self.block_table[seq * self.max_pages + token / page_size] as usize;
                 let at = (page * page_size + token % page_size) * row;
                 for i in at..at + self.spec.shape.kv_lora_rank as usize {
-                    let x = f64::from(self.spec.kv.dtype.decode_at(&self.kv, i)) * f64::from(self.k_scale);
+                    let x = f64::from(self.spec.kv.dtype().decode_at(&self.kv, i)) * f64::from(self.k_scale);
                     largest = largest.max(x.abs());
                 }
             }

@@ -64,7 +64,7 @@ fn of_parts(whole: &Problem, name: &str, parts: &[Part], bounds: Vec<u32>, seed:
         parts.iter().map(|part| kv.pages_for(part.tokens.len() as u32) as usize).collect();
     kv.num_pages = kv.num_pages.max(pages.iter().sum::<usize>() as u32);
     let shape = whole.spec.shape;
-    let (page_size, row_bytes) = (kv.page_size as usize, shape.row_elems() as usize * kv.dtype.bytes());
+    let (page_size, row_bytes) = (kv.page_size as usize, shape.row_elems() as usize * kv.dtype().bytes());
     let mut free: Vec<i32> = (0..kv.num_pages as i32).collect();
     Rng(seed).shuffle(&mut free);
 

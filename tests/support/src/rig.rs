@@ -135,7 +135,7 @@ impl Rig {
         let latent = spec.shape.kv_lora_rank as usize;
         let rounds_p = self.mla.rounds_weights();
         let tolerance = Tolerance::decode(
-            spec.kv.dtype,
+            spec.kv.dtype(),
             spec.query,
             spec.out,
             rounds_p,

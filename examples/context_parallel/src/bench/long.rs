@@ -43,7 +43,7 @@ fn row<D: Launch>(bench: &Bench<'_, D>, tokens: u32, heads: u32, cache: Dtype) -
     let shape = MlaShape { num_heads: heads, kv_lora_rank: 512, qk_rope_head_dim: 64 };
     let spec = |pages| MlaDecode {
         shape,
-        kv: KvSpec { dtype: cache, page_size: PAGE, num_pages: pages },
+        kv: KvSpec { layout: cache.into(), page_size: PAGE, num_pages: pages },
         query: Dtype::Bf16,
         out: Dtype::F32,
     };

@@ -19,7 +19,7 @@ pub fn run<D: Launch>(bench: &Bench<'_, D>) -> Result<(), Error> {
     let Bench { device, .. } = *bench;
     let (sequences, len) = (D::SEQUENCES, if D::HAS_GRAPHS { 8192 } else { 1024 });
     let shape = MlaShape { num_heads: HEADS, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    let kv = KvSpec { dtype: Dtype::Bf16, page_size: PAGE, num_pages: sequences * len / PAGE };
+    let kv = KvSpec { layout: Dtype::Bf16.into(), page_size: PAGE, num_pages: sequences * len / PAGE };
     let spec = MlaDecode { shape, kv, query: Dtype::Bf16, out: Dtype::F32 };
     let mut rng = Rng(3);
     let values: Vec<f32> = (0..sequences * HEADS * 576).map(|_| rng.randn()).collect();

@@ -155,7 +155,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, 
     let score_row_tiles = rows / side / tile.row_split;
     let query_rows = query_parts(spec.query) * score_row_tiles;
     // Independent accumulators of a score, as a multiply-add waits for the one before it; one where registers are short.
-    let chains = if rows > 16 || spec.kv.dtype == Dtype::E4m3 { 1 } else { 2 };
+    let chains = if rows > 16 || spec.kv.dtype() == Dtype::E4m3 { 1 } else { 2 };
     // Blocks by which the loop over them is unrolled.
     let turn = if caps.kind == DeviceKind::Software { 1 } else { 2 };
     let softmax_lanes = (threads / rows).min(tile.subgroup);
@@ -247,7 +247,7 @@ pub(in crate::gpu::kernels) fn decode(
     let marked = |text: &str| text.replace("// unroll on cards", marker);
     let files = [
         super::PINNED,
-        key_file(spec.kv.dtype)?,
+        key_file(spec.kv.dtype())?,
         QUERY,
         &marked(include_str!("../../../../shaders/lib/cache_block.wgsl")),
         &marked(include_str!("../../../../shaders/mla_decode_coop.wgsl")),
@@ -273,7 +273,7 @@ pub(in crate::gpu::kernels) fn runs_on(small: bool, caps: &Caps, spec: &MlaDecod
         let (min, max) = (caps.min_subgroup_size, caps.max_subgroup_size);
         return Err(format!("subgroups vary from {min} to {max} lanes, and lanes own columns here"));
     }
-    if key_file(spec.kv.dtype).is_none() {
+    if key_file(spec.kv.dtype()).is_none() {
         return Err("an f32 cache does not fit f16 matrices".into());
     }
     match CoopTile::for_device(small, caps, spec, spec.shape.num_heads) {

@@ -143,7 +143,7 @@ pub(in crate::gpu::kernels) fn decode(
         Sum::Subgroup => include_str!("../../../../shaders/lib/sum_subgroup.wgsl"),
         Sum::Shared => include_str!("../../../../shaders/lib/sum_shared.wgsl"),
     };
-    let parts = dot_parts(caps.kind, spec.query, spec.kv.dtype);
+    let parts = dot_parts(caps.kind, spec.query, spec.kv.dtype());
     let dot = match parts {
         1 => include_str!("../../../../shaders/lib/dot_whole.wgsl"),
         _ => include_str!("../../../../shaders/lib/dot_halves.wgsl"),
@@ -165,7 +165,7 @@ pub(in crate::gpu::kernels) fn decode(
         ("TILE_QUADS_PADDED", tile.tile_quads().next_multiple_of(4)),
         ("SCORE_PARTIALS", tile.tile_quads() * LANES),
     ]);
-    let kv = spec.kv.dtype;
+    let kv = spec.kv.dtype();
     let decoders = format!(
         "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
          fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{kv}(oct);\n}}\n\n\

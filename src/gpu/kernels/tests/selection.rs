@@ -77,7 +77,7 @@ fn what_a_device_lacks_is_said() {
         let why = variant.runs_on(&caps, &spec).expect_err(what);
         assert!(why.contains(what), "{why:?} does not say {what:?}");
     }
-    let f32_cache = MlaDecode { kv: KvSpec { dtype: Dtype::F32, ..spec.kv }, ..spec };
+    let f32_cache = MlaDecode { kv: KvSpec { layout: Dtype::F32.into(), ..spec.kv }, ..spec };
     assert_eq!(select(&good, &f32_cache), Some(subgroup));
     let why = coop.runs_on(&good, &f32_cache).expect_err("f16 does not hold f32");
     assert!(why.contains("f32 cache"), "{why:?}");

@@ -81,7 +81,7 @@ pub fn decode_arguments<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let backend = session.backend;
         let shape = MlaShape { num_heads: 4, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let kv = KvSpec { dtype: Dtype::F32, page_size: 4, num_pages: 2 };
+        let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 };
         let decode = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
         let [q, cache] = [backend.buffer(decode.query_bytes(3))?, backend.buffer(decode.cache_bytes())?];
         for lse_base in [LseBase::E, LseBase::Two] {

@@ -95,58 +95,85 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
             session.note("a good layer", decode.bind(&good, tokens).map(drop).map_err(|e| e.to_string()));
             for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
                 for (layer, why) in [
-                    (MlaDecodeArgs { softmax_scale: bad, ..good }, "softmax_scale"),
-                    (MlaDecodeArgs { k_scale: bad, ..good }, "k_scale"),
-                    (MlaDecodeArgs { q_scale: bad, ..good }, "q_scale"),
+                    (MlaDecodeArgs { softmax_scale: bad, ..good.clone() }, "softmax_scale"),
+                    (MlaDecodeArgs { k_scale: bad, ..good.clone() }, "k_scale"),
+                    (MlaDecodeArgs { q_scale: bad, ..good.clone() }, "q_scale"),
                 ] {
                     refuses(session, &format!("{why} {bad}"), decode.bind(&layer, tokens), why);
                 }
             }
             for softmax_scale in [1e-45, 5e-31, 9e29, 1e38] {
-                let bound = decode.bind(&MlaDecodeArgs { softmax_scale, ..good }, tokens);
+                let bound = decode.bind(&MlaDecodeArgs { softmax_scale, ..good.clone() }, tokens);
                 refuses(session, &format!("softmax_scale {softmax_scale:e}"), bound, "softmax_scale");
             }
             for (what, layer, why) in [
-                ("one query for all tokens", MlaDecodeArgs { query: whole(&q, 0, 576), ..good }, "q_nope 0"),
-                ("one query for all heads", MlaDecodeArgs { query: whole(&q, 1152, 0), ..good }, "q_nope 0"),
-                ("half a query", MlaDecodeArgs { query: whole(&q, 576, 288), ..good }, "q_nope 288"),
-                ("half a token", MlaDecodeArgs { query: whole(&q, 576, 576), ..good }, "q_nope 576"),
-                ("rows of a latent alone", MlaDecodeArgs { query: whole(&q, 1024, 512), ..good }, "q 512"),
+                (
+                    "one query for all tokens",
+                    MlaDecodeArgs { query: whole(&q, 0, 576), ..good.clone() },
+                    "q_nope 0",
+                ),
+                (
+                    "one query for all heads",
+                    MlaDecodeArgs { query: whole(&q, 1152, 0), ..good.clone() },
+                    "q_nope 0",
+                ),
+                ("half a query", MlaDecodeArgs { query: whole(&q, 576, 288), ..good.clone() }, "q_nope 288"),
+                ("half a token", MlaDecodeArgs { query: whole(&q, 576, 576), ..good.clone() }, "q_nope 576"),
+                (
+                    "rows of a latent alone",
+                    MlaDecodeArgs { query: whole(&q, 1024, 512), ..good.clone() },
+                    "q 512",
+                ),
             ] {
                 refuses(session, what, decode.bind(&layer, tokens), why);
             }
             // Only e4m3 has scales; the problem's cache and queries are of another dtype.
             for (layer, why) in [
-                (MlaDecodeArgs { k_scale: 0.5, ..good }, "k_scale 0.5"),
-                (MlaDecodeArgs { q_scale: 2.0, ..good }, "q_scale 2"),
-                (MlaDecodeArgs { kv: KvView { layer: 3, ..good.kv }, ..good }, "layer_stride"),
+                (MlaDecodeArgs { k_scale: 0.5, ..good.clone() }, "k_scale 0.5"),
+                (MlaDecodeArgs { q_scale: 2.0, ..good.clone() }, "q_scale 2"),
+                (MlaDecodeArgs { kv: KvView { layer: 3, ..good.kv.clone() }, ..good }, "layer_stride"),
             ] {
                 refuses(session, &format!("{why} without effect"), decode.bind(&layer, tokens), why);
             }
             let far = View { offset: 1 << 20, ..good.out };
             for (what, layer, why) in [
-                ("out past its buffer", MlaDecodeArgs { out: far, ..good }, "out"),
+                ("out past its buffer", MlaDecodeArgs { out: far, ..good.clone() }, "out"),
                 (
                     "lse past its buffer",
-                    MlaDecodeArgs { lse: View { offset: 1 << 20, ..good.lse }, ..good },
+                    MlaDecodeArgs { lse: View { offset: 1 << 20, ..good.lse }, ..good.clone() },
                     "lse",
                 ),
                 (
                     "overflow",
-                    MlaDecodeArgs { out: View { token_stride: u64::MAX / 8 * 4, ..far }, ..good },
+                    MlaDecodeArgs { out: View { token_stride: u64::MAX / 8 * 4, ..far }, ..good.clone() },
                     "out",
                 ),
-                ("misaligned out", MlaDecodeArgs { out: View { offset: 2, ..good.out }, ..good }, "out"),
-                ("out in the cache", MlaDecodeArgs { out: View { buffer: &kv, ..good.out }, ..good }, "out"),
-                ("overlap", MlaDecodeArgs { out: View { head_stride: 4, ..good.out }, ..good }, "out"),
+                (
+                    "misaligned out",
+                    MlaDecodeArgs { out: View { offset: 2, ..good.out }, ..good.clone() },
+                    "out",
+                ),
+                (
+                    "out in the cache",
+                    MlaDecodeArgs { out: View { buffer: &kv, ..good.out }, ..good.clone() },
+                    "out",
+                ),
+                (
+                    "overlap",
+                    MlaDecodeArgs { out: View { head_stride: 4, ..good.out }, ..good.clone() },
+                    "out",
+                ),
                 (
                     "pages that overlap",
-                    MlaDecodeArgs { kv: KvView { block_stride: 4, ..good.kv }, ..good },
+                    MlaDecodeArgs { kv: KvView { block_stride: 4, ..good.kv.clone() }, ..good },
                     "block_stride",
                 ),
                 (
                     "a layer past the buffer",
-                    MlaDecodeArgs { kv: KvView { layer: 1, layer_stride: 1 << 30, ..good.kv }, ..good },
+                    MlaDecodeArgs {
+                        kv: KvView { layer: 1, layer_stride: 1 << 30, ..good.kv.clone() },
+                        ..good
+                    },
                     "kv",
                 ),
             ] {
@@ -193,7 +220,7 @@ pub fn scale_products<B: Backend>(session: &Session<'_, B>) {
             (1e20, 1e20, 1e20, product),
             (f32::MAX, 1.0, 1.0, product),
         ] {
-            let args = MlaDecodeArgs { softmax_scale, k_scale, q_scale, ..good };
+            let args = MlaDecodeArgs { softmax_scale, k_scale, q_scale, ..good.clone() };
             let what = format!("{softmax_scale:e} * {k_scale:e} * {q_scale:e}");
             refuses(session, &what, decode.bind(&args, tokens), why);
         }
@@ -222,7 +249,7 @@ pub fn scale_products<B: Backend>(session: &Session<'_, B>) {
 pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let backend = session.backend;
-        let kv = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };
+        let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 4, num_pages: 3 };
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
         let spec = KvAppend { shape, kv, input: Dtype::F32 };
         let [rows, cache] = [2 * 288 * 4, 12 * 288].map(|bytes| backend.buffer(bytes));
@@ -238,20 +265,20 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         refuses(session, "rows past their buffer", backend.once(spec, &[0, 1, 2], &good), "kv_c");
         for (kv_c, why) in [(0, "kv_c 0"), (128, "kv_c 128")] {
             let kv_c = View { token_stride: kv_c, ..good.kv_c };
-            let layer = KvAppendArgs { kv_c, ..good };
+            let layer = KvAppendArgs { kv_c, ..good.clone() };
             refuses(session, "one row for all tokens", backend.once(spec, &[0, 1], &layer), why);
         }
-        let overlap = KvView { layer: 1, layer_stride: 4 * 288, ..good.kv };
+        let overlap = KvView { layer: 1, layer_stride: 4 * 288, ..good.kv.clone() };
         let layer = KvAppendArgs { kv: overlap, ..good };
         let two = KvAppend { kv: KvSpec { num_pages: 2, ..kv }, ..spec };
         refuses(session, "layers that overlap", backend.once(two, &[0], &layer), "layers overlap");
         for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-39, 1e-45] {
-            let layer = KvAppendArgs { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv };
+            let layer = KvAppendArgs { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv.clone() };
             refuses(session, &format!("k_scale {k_scale}"), backend.once(spec, &[0], &layer), "k_scale");
         }
-        let wide = KvAppend { kv: KvSpec { dtype: Dtype::F16, num_pages: 1, ..kv }, ..spec };
+        let wide = KvAppend { kv: KvSpec { layout: Dtype::F16.into(), num_pages: 1, ..kv }, ..spec };
         refuses(session, "a scale of f16 rows", backend.once(wide, &[0], &good), "k_scale 0.5");
-        let third = KvAppendArgs { kv: KvView { layer: 3, ..good.kv }, ..good };
+        let third = KvAppendArgs { kv: KvView { layer: 3, ..good.kv.clone() }, ..good };
         refuses(session, "a layer without a stride", backend.once(spec, &[0], &third), "layer_stride");
         let wrong = KvAppend { input: Dtype::E4m3, ..spec };
         refuses(session, "an e4m3 input", backend.once(wrong, &[0], &good), "e4m3");

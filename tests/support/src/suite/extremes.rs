@@ -77,19 +77,19 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
     let [a, b, c, d, e, f, g, h] = &buffers;
     let shape = MlaShape { num_heads: 2, kv_lora_rank: 256, qk_rope_head_dim: 32 };
     for num_pages in [1, 3] {
-        let kv = KvSpec { dtype: Dtype::Bf16, page_size: 4, num_pages };
+        let kv = KvSpec { layout: Dtype::Bf16.into(), page_size: 4, num_pages };
         let decode = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::Bf16 };
-        let cache = KvView { layer: 1, layer_stride: 2048 * 3, ..KvView::dense(b, &decode) };
+        let cache = KvView { layer: 1, layer_stride: 2 * 2048 * 3, ..KvView::dense(b, &decode) };
         let split = MlaDecodeArgs {
             query: Query::Split { q_nope: View::dense(a, 2, 256), q_pe: View::dense(e, 2, 32) },
-            kv: cache,
+            kv: cache.clone(),
             lse_base: LseBase::E,
             ..MlaDecodeArgs::dense(&decode, a, b, c, d, 0.1)
         };
         bind_all(
             session,
             decode,
-            split,
+            split.clone(),
             &[0, 1, 2],
             places![
                 kv.offset,
@@ -106,7 +106,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
         bind_all(
             session,
             decode,
-            split,
+            split.clone(),
             &[0, 1, 2],
             &[
                 ("q_nope.offset", |args| &mut part(args, 0).offset),
@@ -133,13 +133,13 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
         let rows = KvAppendArgs {
             kv_c: View::dense(a, 1, 256),
             k_pe: View::dense(e, 1, 32),
-            kv: cache,
+            kv: cache.clone(),
             k_scale: 1.0,
         };
         bind_all(
             session,
             append,
-            rows,
+            rows.clone(),
             &[0, 1, 2],
             places![
                 kv_c.offset,
@@ -188,7 +188,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
         bind_all(
             session,
             KvCopyPages { shape: shape_of_row(288), kv },
-            cache,
+            cache.clone(),
             &[()],
             places![offset, layer_stride, block_stride,],
         )?;

@@ -238,7 +238,7 @@ fn rotated<B: Backend>(mut arrays: Arrays<'_, B>, scale: f32) -> Result<Vec<f32>
 fn appended<B: Backend>(mut arrays: Arrays<'_, B>, q_pe_scale: f32) -> Result<(Vec<f32>, Vec<f32>)> {
     let dtype = arrays.dtype;
     let shape = MlaShape { num_heads: 2, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-    let kv = KvSpec { dtype, page_size: 3, num_pages: 1 };
+    let kv = KvSpec { layout: dtype.into(), page_size: 3, num_pages: 1 };
     let (q_pe, kv_c, k_pe) = (arrays.random(3 * 2 * 32)?, arrays.random(3 * 256)?, arrays.random(3 * 32)?);
     let (q_pe_out, cache) = (arrays.zeros(3 * 2 * 32)?, arrays.zeros(3 * 288)?);
     let (positions, cos_sin) = turns(&arrays, 32)?;

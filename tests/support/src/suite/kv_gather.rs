@@ -32,7 +32,7 @@ pub fn gathers<B: Backend>(session: &Session<'_, B>) {
         for output in Dtype::ALL {
             let ((latent, rope), page_size) = (dims[turn % 4], page_sizes[turn % 4]);
             turn += if output == Dtype::Bf16 { 2 } else { 1 };
-            let kv = KvSpec { dtype, page_size, num_pages: 260u32.div_ceil(page_size) };
+            let kv = KvSpec { layout: dtype.into(), page_size, num_pages: 260u32.div_ceil(page_size) };
             let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
             let spec = KvGather { shape, kv, output };
             if spec.check().is_err() {
@@ -59,14 +59,14 @@ pub fn gathers<B: Backend>(session: &Session<'_, B>) {
 impl Case {
     fn new(spec: KvGather) -> Self {
         let KvGather { kv, shape, .. } = spec;
-        let mut rng = Rng(u64::from(kv.page_size) << 8 | kv.dtype.bytes() as u64);
+        let mut rng = Rng(u64::from(kv.page_size) << 8 | kv.dtype().bytes() as u64);
         // Half of it ordinary values, half of it any bits: subnormals, infinities, NaN.
         let mut cache = Vec::new();
         for i in 0..kv.num_slots() as usize * shape.row_elems() as usize {
             if i % 2 == 0 {
-                kv.dtype.encode(rng.randn() * [1.0, 300.0, 1e-5][i % 3], &mut cache);
+                kv.dtype().encode(rng.randn() * [1.0, 300.0, 1e-5][i % 3], &mut cache);
             } else {
-                cache.extend_from_slice(&rng.next().to_le_bytes()[..kv.dtype.bytes()]);
+                cache.extend_from_slice(&rng.next().to_le_bytes()[..kv.dtype().bytes()]);
             }
         }
         let seq_lens = vec![70, 0, 37, 5];
@@ -99,7 +99,7 @@ impl Case {
         let KvGather { kv, shape, output } = self.spec;
         let row = shape.row_elems() as usize;
         let pages = if gaps { Pages::gaps(&kv, row) } else { Pages::dense(&kv, row) };
-        let cache = scatter(&self.cache, page_dims(&kv, row), kv.dtype.bytes(), pages.strides());
+        let cache = scatter(&self.cache, page_dims(&kv, row), kv.dtype().bytes(), pages.strides());
         let cache_buffer = upload(backend, &cache).map_err(text)?;
         let layout = if gaps { Layout::Gaps } else { Layout::Dense };
         let dims = [self.rows, 1, row];
@@ -123,7 +123,7 @@ impl Case {
         let mut want = vec![POISON; got.len()];
         let oracle = GatherPages {
             kv_cache: &self.cache,
-            dtype: kv.dtype,
+            dtype: kv.dtype(),
             page_size: kv.page_size as usize,
             row_elems: row,
             block_table: &self.block_table,
@@ -163,7 +163,7 @@ pub fn refuses_gathers<B: Backend>(session: &Session<'_, B>) {
     };
     let result = || -> Result<(), Error> {
         let backend = session.backend;
-        let kv = KvSpec { dtype: Dtype::E4m3, page_size: 4, num_pages: 3 };
+        let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 4, num_pages: 3 };
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
         let spec = KvGather { shape, kv, output: Dtype::Bf16 };
         let (cache, rows) = (backend.buffer(12 * 288)?, backend.buffer(8 * 288 * 2)?);
@@ -189,30 +189,34 @@ pub fn refuses_gathers<B: Backend>(session: &Session<'_, B>) {
         let device = GatherBatch { pages: PageTable::Device, seq_lens: &[8], ranges: &[] };
         refuses("a device table", backend.once(spec, device, &good), "Dense");
         for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-            let args = KvGatherArgs { k_scale, ..good };
+            let args = KvGatherArgs { k_scale, ..good.clone() };
             refuses(&format!("k_scale {k_scale}"), run(&spec, &[range(0, 0, 1, 0)], &args), "k_scale");
         }
         for (what, args, why) in [
             (
                 "a stride of 2",
-                KvGatherArgs { out: View { token_stride: 290, ..good.out }, ..good },
+                KvGatherArgs { out: View { token_stride: 290, ..good.out }, ..good.clone() },
                 "multiple of 4",
             ),
             (
                 "rows that overlap",
-                KvGatherArgs { out: View { token_stride: 284, ..good.out }, ..good },
+                KvGatherArgs { out: View { token_stride: 284, ..good.out }, ..good.clone() },
                 "overlap",
             ),
             (
                 "out in the cache",
-                KvGatherArgs { out: View { buffer: &cache, ..good.out }, ..good },
+                KvGatherArgs { out: View { buffer: &cache, ..good.out }, ..good.clone() },
                 "same buffer",
             ),
-            ("a layer past the cache", KvGatherArgs { kv: KvView { offset: 8, ..good.kv }, ..good }, "kv"),
+            (
+                "a layer past the cache",
+                KvGatherArgs { kv: KvView { offset: 8, ..good.kv.clone() }, ..good },
+                "kv",
+            ),
         ] {
             refuses(what, run(&spec, &[range(0, 0, 2, 0)], &args), why);
         }
-        let narrow = KvGather { kv: KvSpec { dtype: Dtype::F16, ..kv }, output: Dtype::E4m3, ..spec };
+        let narrow = KvGather { kv: KvSpec { layout: Dtype::F16.into(), ..kv }, output: Dtype::E4m3, ..spec };
         refuses("f16 to e4m3", run(&narrow, &[], &good), "e4m3");
         Ok(())
     }();

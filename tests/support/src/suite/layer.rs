@@ -42,7 +42,7 @@ pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -
         shape: MlaShape { num_heads: 3, kv_lora_rank: 256, qk_rope_head_dim: 32 },
         qk_nope_head_dim: 16,
         v_head_dim: 24,
-        kv: KvSpec { dtype: cache, page_size: 8, num_pages: 40 },
+        kv: KvSpec { layout: cache.into(), page_size: 8, num_pages: 40 },
         dtype,
         weight: dtype,
         rope,
@@ -167,7 +167,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         // Rows that were never written hold NaN.
         let num_slabs = spec.kv.num_slabs(slab_pages)?;
         let elems = (slab_pages * spec.kv.page_size * shape.row_elems()) as usize;
-        let nothing = spec.kv.dtype.encode_all(&vec![f32::NAN; elems]);
+        let nothing = spec.kv.dtype().encode_all(&vec![f32::NAN; elems]);
         let kv = (0..num_slabs).map(|_| uploaded(backend, &nothing)).collect::<Result<_>>()?;
         Ok(Self {
             step: layer.step(Capacity::default())?,
@@ -177,7 +177,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             slab_pages,
             rng,
             // No code saturates.
-            k_scale: if spec.kv.dtype == Dtype::E4m3 {
+            k_scale: if spec.kv.dtype() == Dtype::E4m3 {
                 (amplitudes.kv_c / 38.4).log2().round().exp2()
             } else {
                 1.0
@@ -256,7 +256,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             expanded: cascade.map(|Cascade { arrays: [a, b, c], .. }| Expanded::dense(&spec, [a, b, c])),
         };
         if let Some(expanded) = args.expanded {
-            let MlaLayerArgs { kv, k_scale, kv_b_proj, .. } = args;
+            let MlaLayerArgs { kv, k_scale, kv_b_proj, .. } = args.clone();
             self.expand(&seqs, batch.expanded, &MlaExpandArgs { kv, k_scale, kv_b_proj, expanded })?;
         }
         self.layer.prepare(&mut self.step, (&batch, policy))?;
@@ -266,9 +266,9 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         self.runs.run(&self.layer, &self.step, &binding)?;
 
         let got = spec.dtype.decode_all(&backend.download(&out, out_bytes.next_multiple_of(4) as u64)?);
-        let size = (self.slab_pages * spec.kv.page_size) as usize * row_elems * spec.kv.dtype.bytes();
+        let size = (self.slab_pages * spec.kv.page_size) as usize * row_elems * spec.kv.dtype().bytes();
         let slabs = self.kv.iter().map(|slab| backend.download(slab, size.next_multiple_of(4) as u64));
-        let cache = spec.kv.dtype.decode_all(&slabs.collect::<Result<Vec<_>>>()?.concat());
+        let cache = spec.kv.dtype().decode_all(&slabs.collect::<Result<Vec<_>>>()?.concat());
         let mut want = Vec::new();
         for (i, (seq, positions)) in tokens.iter().enumerate() {
             let page_size = spec.kv.page_size as usize;

@@ -55,8 +55,9 @@ pub fn refuses_overlaps<B: Backend>(session: &Session<'_, B>) {
         let expanded = Expanded::dense(&spec, arrays.each_ref());
         let good = MlaLayerArgs { expanded: Some(expanded), ..inputs.args(&spec, &output) };
         layer.bind(&good, ROOM)?;
-        let out_in = |buffer, offset| MlaLayerArgs { out: View { buffer, offset, ..good.out }, ..good };
-        let with = |expanded| MlaLayerArgs { expanded: Some(expanded), ..good };
+        let out_in =
+            |buffer, offset| MlaLayerArgs { out: View { buffer, offset, ..good.out }, ..good.clone() };
+        let with = |expanded| MlaLayerArgs { expanded: Some(expanded), ..good.clone() };
         let swap = |buffer| View { buffer, ..expanded.k_nope };
         let kv = good.kv.buffer;
         for (what, args, why) in [
@@ -68,12 +69,12 @@ pub fn refuses_overlaps<B: Backend>(session: &Session<'_, B>) {
             ("out in the weights", out_in(good.kv_b_proj, 0), "kv_b_proj and out"),
             (
                 "expanded keys in out",
-                with(Expanded { k_nope: swap(&output), ..expanded }),
+                with.clone()(Expanded { k_nope: swap(&output), ..expanded }),
                 "expanded.k_nope and out",
             ),
             (
                 "expanded keys in the cache",
-                with(Expanded { k_nope: swap(kv), ..expanded }),
+                with.clone()(Expanded { k_nope: swap(kv), ..expanded }),
                 "expanded.k_nope and kv",
             ),
             (
@@ -90,7 +91,7 @@ pub fn refuses_overlaps<B: Backend>(session: &Session<'_, B>) {
             refuses(session, what, layer.bind(&args, ROOM), why);
         }
         let op = session.backend.compile(MlaExpand(spec))?;
-        let MlaLayerArgs { kv: cache, k_scale, kv_b_proj, .. } = good;
+        let MlaLayerArgs { kv: cache, k_scale, kv_b_proj, .. } = good.clone();
         let good = MlaExpandArgs { kv: cache, k_scale, kv_b_proj, expanded };
         op.bind(&good, PREFIX_ROWS)?;
         for (what, expanded, why) in [
@@ -106,7 +107,7 @@ pub fn refuses_overlaps<B: Backend>(session: &Session<'_, B>) {
                 "kv_b_proj and expanded.k_nope",
             ),
         ] {
-            refuses(session, what, op.bind(&MlaExpandArgs { expanded, ..good }, PREFIX_ROWS), why);
+            refuses(session, what, op.bind(&MlaExpandArgs { expanded, ..good.clone() }, PREFIX_ROWS), why);
         }
         Ok(())
     }();
@@ -170,21 +171,24 @@ pub fn names_layer_arguments<B: Backend>(session: &Session<'_, B>) {
         let good = MlaLayerArgs { expanded: Some(expanded), ..inputs.args(&spec, &output) };
         let odd = View { offset: 4, ..good.out };
         let (overlapping, too_small) = (View { token_stride: 8, ..good.out }, "the view ends at byte");
-        let with = |expanded| MlaLayerArgs { expanded: Some(expanded), ..good };
+        let with = |expanded| MlaLayerArgs { expanded: Some(expanded), ..good.clone() };
         for (args, why) in [
-            (MlaLayerArgs { kv_b_proj: small, ..good }, format!("kv_b_proj: {too_small}")),
-            (MlaLayerArgs { cos_sin: small, ..good }, format!("cos_sin: {too_small}")),
+            (MlaLayerArgs { kv_b_proj: small, ..good.clone() }, format!("kv_b_proj: {too_small}")),
+            (MlaLayerArgs { cos_sin: small, ..good.clone() }, format!("cos_sin: {too_small}")),
             (
-                MlaLayerArgs { q_nope: View { buffer: small, ..good.q_nope }, ..good },
+                MlaLayerArgs { q_nope: View { buffer: small, ..good.q_nope }, ..good.clone() },
                 format!("q_nope: {too_small}"),
             ),
             (
-                MlaLayerArgs { q_pe: View { buffer: small, ..good.q_pe }, ..good },
+                MlaLayerArgs { q_pe: View { buffer: small, ..good.q_pe }, ..good.clone() },
                 format!("q_pe: {too_small}"),
             ),
-            (MlaLayerArgs { out: View { buffer: small, ..good.out }, ..good }, format!("out: {too_small}")),
-            (MlaLayerArgs { out: odd, ..good }, "out 4: must be a multiple of 8".to_owned()),
-            (MlaLayerArgs { out: overlapping, ..good }, "out 8: token and head strides".to_owned()),
+            (
+                MlaLayerArgs { out: View { buffer: small, ..good.out }, ..good.clone() },
+                format!("out: {too_small}"),
+            ),
+            (MlaLayerArgs { out: odd, ..good.clone() }, "out 4: must be a multiple of 8".to_owned()),
+            (MlaLayerArgs { out: overlapping, ..good.clone() }, "out 8: token and head strides".to_owned()),
             (
                 with(Expanded { v: View { buffer: small, ..expanded.v }, ..expanded }),
                 format!("expanded.v: {too_small}"),
@@ -201,21 +205,21 @@ pub fn names_layer_arguments<B: Backend>(session: &Session<'_, B>) {
             refuses(session, &why, layer.bind(&args, ROOM), &why);
         }
         let op = session.backend.compile(MlaExpand(spec))?;
-        let MlaLayerArgs { kv, k_scale, kv_b_proj, .. } = good;
+        let MlaLayerArgs { kv, k_scale, kv_b_proj, .. } = good.clone();
         let good = MlaExpandArgs { kv, k_scale, kv_b_proj, expanded };
         for (args, why) in [
-            (MlaExpandArgs { kv_b_proj: small, ..good }, "kv_b_proj: the view"),
+            (MlaExpandArgs { kv_b_proj: small, ..good.clone() }, "kv_b_proj: the view"),
             (
                 MlaExpandArgs {
                     expanded: Expanded { v: View { buffer: small, ..expanded.v }, ..expanded },
-                    ..good
+                    ..good.clone()
                 },
                 "expanded.v: the view",
             ),
             (
                 MlaExpandArgs {
                     expanded: Expanded { k_nope: View { buffer: small, ..expanded.k_nope }, ..expanded },
-                    ..good
+                    ..good.clone()
                 },
                 "expanded.k_nope: the view",
             ),

@@ -75,7 +75,7 @@ pub fn products_past_f16<B: Backend>(session: &Session<'_, B>) {
                         shape: MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope },
                         qk_nope_head_dim: 128,
                         v_head_dim: 128,
-                        kv: KvSpec { dtype: cache, page_size: 2, num_pages: 1 },
+                        kv: KvSpec { layout: cache.into(), page_size: 2, num_pages: 1 },
                         dtype: Dtype::F16,
                         weight: Dtype::F16,
                         rope: RopeLayout::Interleaved,
@@ -126,7 +126,7 @@ fn two_tokens<B: Backend>(backend: &B, spec: &MlaLayer, [q, w_uk, kv_c, w_uv]: [
         max_position: 2,
         out: View::dense(&out, 1, value),
         softmax_scale: 1e-6,
-        k_scale: if spec.kv.dtype == Dtype::E4m3 { 1.0 / 32.0 } else { 1.0 },
+        k_scale: if spec.kv.dtype() == Dtype::E4m3 { 1.0 / 32.0 } else { 1.0 },
         expanded: None,
     };
     let capacity = LayerCapacity { tokens: 2, decode_tokens: 2, ..LayerCapacity::default() };

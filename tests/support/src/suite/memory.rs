@@ -75,24 +75,27 @@ pub fn gather(
     (dense, intact)
 }
 
-/// Where the pages of a cache are, in elements.
+/// Where the pages of a cache are, in elements of `bytes` bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Pages {
     pub offset: usize,
     pub layer_stride: usize,
     pub layer: usize,
     pub block_stride: usize,
+    pub bytes: usize,
 }
 
 impl Pages {
     pub fn dense(kv: &KvSpec, row_elems: usize) -> Self {
-        Self { offset: 0, layer_stride: 0, layer: 0, block_stride: kv.page_size as usize * row_elems }
+        let bytes = kv.dtype().bytes();
+        Self { offset: 0, layer_stride: 0, layer: 0, block_stride: kv.page_size as usize * row_elems, bytes }
     }
 
     /// The second of three layers, with gaps before the first, between pages and between layers.
     pub fn gaps(kv: &KvSpec, row_elems: usize) -> Self {
         let block_stride = (kv.page_size as usize * row_elems).next_multiple_of(8) + 8;
-        Self { offset: 16, layer_stride: kv.num_pages as usize * block_stride + 8, layer: 1, block_stride }
+        let layer_stride = kv.num_pages as usize * block_stride + 8;
+        Self { offset: 16, layer_stride, layer: 1, block_stride, bytes: kv.dtype().bytes() }
     }
 
     /// Pages as rows of one array, so that [`scatter`] and [`gather`] work on them.
@@ -103,7 +106,7 @@ impl Pages {
 
     pub fn view<'a, T>(&self, buffer: &'a T) -> KvView<&'a T> {
         let [offset, layer_stride, block_stride] =
-            [self.offset, self.layer_stride, self.block_stride].map(|x| x as u64);
+            [self.offset, self.layer_stride, self.block_stride].map(|x| (x * self.bytes) as u64);
         KvView { buffer, offset, layer_stride, layer: self.layer as u32, block_stride, slabs: Slabs::ONE }
     }
 }

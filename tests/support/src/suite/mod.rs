@@ -150,7 +150,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let spec = problem.spec;
         let rounds_p = self.decode_for(&spec, query_tokens).is_ok_and(|decode| decode.rounds_weights());
         let latent = spec.shape.kv_lora_rank as usize;
-        Tolerance::decode(spec.kv.dtype, spec.query, spec.out, rounds_p, problem.largest_latent(), latent)
+        Tolerance::decode(spec.kv.dtype(), spec.query, spec.out, rounds_p, problem.largest_latent(), latent)
     }
 
     /// Runs a decode and compares it with the oracle; a failure is kept for [`Session::finish`].

@@ -77,10 +77,10 @@ fn with(clean: &Problem, place: Place, odd: Odd) -> Option<Problem> {
     let (row, heads) = (clean.spec.shape.row_elems() as usize, clean.spec.shape.num_heads as usize);
     match place {
         Place::Keys { seq, from, to, column } => {
-            let bits = odd.bits(clean.spec.kv.dtype)?;
+            let bits = odd.bits(clean.spec.kv.dtype())?;
             for token in from..to {
                 let at = key_at(clean, seq, token, column);
-                put(&mut problem.kv, clean.spec.kv.dtype, at, bits);
+                put(&mut problem.kv, clean.spec.kv.dtype(), at, bits);
             }
         }
         Place::Query { token, column } => {

@@ -203,7 +203,7 @@ pub fn random_append(
 ) -> AppendCase {
     let mut rng = Rng(u64::from(page_size) << 8 | input.bytes() as u64);
     let tokens = 37;
-    let kv = KvSpec { dtype: cache, page_size, num_pages: 64u32.div_ceil(page_size) };
+    let kv = KvSpec { layout: cache.into(), page_size, num_pages: 64u32.div_ceil(page_size) };
     let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
     let mut slot_mapping: Vec<i64> = (0..kv.num_slots() as i64).collect();
     rng.shuffle(&mut slot_mapping);
@@ -254,7 +254,7 @@ pub fn check_append<B: Backend>(backend: &B, case: &AppendCase, gaps: bool) -> R
     let (kv_c, kv_c_strides) = rows(&case.kv_c, shape.kv_lora_rank)?;
     let (k_pe, k_pe_strides) = rows(&case.k_pe, shape.qk_rope_head_dim)?;
     let pages = if gaps { Pages::gaps(&kv, row) } else { Pages::dense(&kv, row) };
-    let (dims, elem) = (page_dims(&kv, row), kv.dtype.bytes());
+    let (dims, elem) = (page_dims(&kv, row), kv.dtype().bytes());
     let before = scatter(&case.kv_cache_before, dims, elem, pages.strides());
     let cache = upload(backend, &before).map_err(text)?;
     let layer = KvAppendArgs {
@@ -275,7 +275,10 @@ pub fn page_copies<B: Backend>(session: &Session<'_, B>) {
     for (dtype, page_size, row) in
         [(Dtype::F32, 16, 576), (Dtype::Bf16, 3, 288), (Dtype::F16, 64, 576), (Dtype::E4m3, 1, 288)]
     {
-        let spec = KvCopyPages { shape: shape_of_row(row), kv: KvSpec { dtype, page_size, num_pages: 12 } };
+        let spec = KvCopyPages {
+            shape: shape_of_row(row),
+            kv: KvSpec { layout: dtype.into(), page_size, num_pages: 12 },
+        };
         for copies in [&[(0, 11), (3, 7), (0, 2), (10, 1)][..], &[(5, 4)], &[]] {
             for gaps in [false, true] {
                 let result = check_page_copies(session.backend, &spec, copies, gaps);
@@ -295,7 +298,7 @@ pub fn check_page_copies<B: Backend>(
 ) -> Result<(), String> {
     let (kv, row) = (&spec.kv, spec.shape.row_elems() as usize);
     let pages = if gaps { Pages::gaps(kv, row) } else { Pages::dense(kv, row) };
-    let (dims, elem) = (page_dims(kv, row), kv.dtype.bytes());
+    let (dims, elem) = (page_dims(kv, row), kv.dtype().bytes());
     let page_bytes = dims[2] * elem;
     let mut rng = Rng(page_bytes as u64);
     let mut cache: Vec<u8> = (0..dims[0] * page_bytes).map(|_| rng.next() as u8).collect();

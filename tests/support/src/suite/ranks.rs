@@ -207,7 +207,7 @@ impl<B: Backend> Session<'_, B> {
             return Ok(());
         }
         let latent = whole.spec.shape.kv_lora_rank as usize;
-        let (cache, query) = (whole.spec.kv.dtype, whole.spec.query);
+        let (cache, query) = (whole.spec.kv.dtype(), whole.spec.query);
         let tolerance = Tolerance::decode(cache, query, Dtype::F32, rounds_p, whole.largest_latent(), latent);
         let states = States::of(whole, shares.world() as usize, how, &outs, &lses);
         let (got, got_lse) = states.combined(self.backend)?;

@@ -141,7 +141,7 @@ fn check_context<B: Backend>(
     let rows = chunks.iter().map(|c| c.out_row + c.tokens).max().unwrap_or(0);
     let local_rows =
         chunks.iter().map(|c| c.local_row + shares.padded_len(c.begin, c.tokens)).max().unwrap_or(0);
-    let (elems, dtype) = (whole.spec.shape.row_elems(), whole.spec.kv.dtype);
+    let (elems, dtype) = (whole.spec.shape.row_elems(), whole.spec.kv.dtype());
     let row_bytes = elems as usize * dtype.bytes();
 
     // What an all-gather gives: each rank's part, one after the other.
@@ -195,11 +195,11 @@ fn gather_rows<B: Backend>(
     rows: u32,
 ) -> Result<Vec<u8>, String> {
     let (spec, elems) = (&problem.spec, problem.spec.shape.row_elems());
-    let bytes = rows as usize * elems as usize * spec.kv.dtype.bytes();
+    let bytes = rows as usize * elems as usize * spec.kv.dtype().bytes();
     let kv = upload(backend, &problem.kv).map_err(text)?;
     let out = upload(backend, &vec![POISON; bytes]).map_err(text)?;
     let args = KvGatherArgs { kv: KvView::dense(&kv, spec), k_scale: 1.0, out: View::dense(&out, 1, elems) };
-    let gather = KvGather { shape: spec.shape, kv: spec.kv, output: spec.kv.dtype };
+    let gather = KvGather { shape: spec.shape, kv: spec.kv, output: spec.kv.dtype() };
     let batch = GatherBatch { pages: dense_table(problem), seq_lens: &problem.seq_lens, ranges };
     backend.once(gather, batch, &args).map_err(text)?;
     let mut all = download(backend, &out, bytes).map_err(text)?;

@@ -242,7 +242,7 @@ pub fn check_rotated_append<B: Backend>(
     let (kv_c, kv_c_strides, _) = array(&case.kv_c, 1, shape.kv_lora_rank, input)?;
     let (k_pe, k_pe_strides, k_pe_len) = array(&case.k_pe, 1, rope_dim, input)?;
     let pages = if gaps { Pages::gaps(&kv, row) } else { Pages::dense(&kv, row) };
-    let before = scatter(&case.kv_cache_before, page_dims(&kv, row), kv.dtype.bytes(), pages.strides());
+    let before = scatter(&case.kv_cache_before, page_dims(&kv, row), kv.dtype().bytes(), pages.strides());
 
     let run = |fused: bool| -> Result<[Vec<u8>; 2], String> {
         let (q, q_strides, q_len) = array(&queries, heads, rope_dim, spec.query)?;
@@ -376,7 +376,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             refuses(what, backend.once(spec, 0..3, &args), why);
         }
 
-        let kv = KvSpec { dtype: Dtype::Bf16, page_size: 4, num_pages: 2 };
+        let kv = KvSpec { layout: Dtype::Bf16.into(), page_size: 4, num_pages: 2 };
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
         let append = KvAppend { shape, kv, input: Dtype::F32 };
         let layout = RopeLayout::Interleaved;

@@ -164,10 +164,10 @@ impl<B: Backend> Session<'_, B> {
             Layout::Dense => Pages::dense(&slab, row),
             Layout::Gaps | Layout::HeadMajor => Pages::gaps(&slab, row),
         };
-        let page_bytes = kv.page_size as usize * row * kv.dtype.bytes();
+        let page_bytes = kv.page_size as usize * row * kv.dtype().bytes();
         let upload_slab = |codes: &[u8]| {
             let slab = KvSpec { num_pages: (codes.len() / page_bytes) as u32, ..kv };
-            let bytes = scatter(codes, page_dims(&slab, row), kv.dtype.bytes(), pages.strides());
+            let bytes = scatter(codes, page_dims(&slab, row), kv.dtype().bytes(), pages.strides());
             upload(self.backend, &bytes)
         };
         let buffers = problem.kv.chunks(page_bytes * slab_pages as usize).map(upload_slab);

@@ -81,7 +81,7 @@ const ROW: usize = 288;
 /// Appends, copies and gathers: the bytes are those of a pool in one buffer.
 pub fn ops_in_slabs<B: Backend>(session: &Session<'_, B>) {
     for dtype in Dtype::ALL {
-        let kv = KvSpec { dtype, page_size: 4, num_pages: 11 };
+        let kv = KvSpec { layout: dtype.into(), page_size: 4, num_pages: 11 };
         let mut all = [11, 5, 1].map(|slab_pages| run_ops(session.backend, kv, slab_pages));
         let whole = std::mem::replace(&mut all[0], Ok([Vec::new(), Vec::new()]));
         for (slab_pages, got) in [5, 1].into_iter().zip(&all[1..]) {
@@ -119,14 +119,14 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
     let slot = |token: i64| if token % 5 == 3 { -1 } else { (token * 17 + 5) % 44 };
     let slots: Vec<i64> = (0..i64::from(tokens)).map(slot).collect();
     let whole = View::dense(&input, 1, ROW as u32);
-    let k_scale = if kv.dtype.is_fp8() { 0.125 } else { 1.0 };
-    let args = KvAppendArgs { kv_c: whole, k_pe: View { offset: 256, ..whole }, kv: view, k_scale };
+    let k_scale = if kv.dtype().is_fp8() { 0.125 } else { 1.0 };
+    let args = KvAppendArgs { kv_c: whole, k_pe: View { offset: 256, ..whole }, kv: view.clone(), k_scale };
     backend.once(KvAppend { shape: SHAPE, kv, input: Dtype::F32 }, &slots, &args)?;
     // Inside of a slab, and between two in both directions.
     let copies = [(0, 1), (2, 9), (10, 4), (7, 6), (2, 3)];
     backend.once(KvCopyPages { shape: SHAPE, kv }, &copies, &view)?;
 
-    let output = kv.dtype;
+    let output = kv.dtype();
     let out = upload(backend, &vec![POISON; 30 * ROW * output.bytes()])?;
     let range = |sequence, begin, tokens, out_row| GatherRange { sequence, begin, tokens, out_row };
     let batch = GatherBatch {
@@ -200,7 +200,8 @@ fn refusals<B: Backend>(session: &Session<'_, B>, problem: &Problem) -> Result<R
     let small = backend.buffer(spec.slab_bytes(1))?;
     let short = KvView::in_slabs(&[&buffers[0], &small], spec, half, 0)?;
     let gather = KvGather { shape: spec.shape, kv: spec.kv, output: Dtype::F32 };
-    let gathered = KvGatherArgs { kv: twice, k_scale: 1.0, out: View::dense(&q, 1, spec.shape.row_elems()) };
+    let gathered =
+        KvGatherArgs { kv: twice.clone(), k_scale: 1.0, out: View::dense(&q, 1, spec.shape.row_elems()) };
     let gathered_twice = backend.compile(gather)?.bind(&gathered, 1).map(drop);
     let wrong = [
         ("other slabs", decode.run(&third, &bound), "other slabs"),

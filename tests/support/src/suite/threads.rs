@@ -100,7 +100,7 @@ pub fn steps_of_threads<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         let backend = session.backend;
         let shape = MlaShape { num_heads: 6, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let kv = KvSpec { dtype: Dtype::F16, page_size: 16, num_pages: 8 };
+        let kv = KvSpec { layout: Dtype::F16.into(), page_size: 16, num_pages: 8 };
         let spec = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
         let decode = &backend.compile(spec)?;
         let (seq_lens, starts) = ([100, 17], [0, 1, 2]);
@@ -122,7 +122,8 @@ pub fn steps_of_threads<B: Backend>(session: &Session<'_, B>) {
                 backend.upload(&buffer, 0, &dtype.encode_all(&values))?;
                 Ok::<_, Error>(buffer)
             };
-            let (q, cache) = (drawn(spec.query, spec.query_bytes(2))?, drawn(kv.dtype, spec.cache_bytes())?);
+            let (q, cache) =
+                (drawn(spec.query, spec.query_bytes(2))?, drawn(kv.dtype(), spec.cache_bytes())?);
             let (out, lse) = (backend.buffer(spec.out_bytes(2))?, backend.buffer(spec.lse_bytes(2))?);
             let args = MlaDecodeArgs::dense(&spec, &q, &cache, &out, &lse, 0.1);
             One::new(decode, &step, decode.bind(&args, 2)?, out)

@@ -1,0 +1,11 @@
+//! The cache: what a token is, in bytes ([`layout`]), the pool of pages ([`spec`]), and where a layer's pages are ([`view`]). Pure; no other file
+//! knows how a token lies in memory.
+
+mod layout;
+mod spec;
+mod view;
+
+pub use layout::{KvLayout, Scales, Section, TokenLayout};
+pub use spec::KvSpec;
+pub(crate) use view::name_slabs;
+pub use view::{KvView, Slabs};
