@@ -17,6 +17,7 @@ mod buffer;
 mod caps;
 mod decode;
 mod device;
+mod formats;
 mod graph;
 mod kernels;
 mod library;

@@ -4,7 +4,7 @@ use std::alloc::Layout;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::{Dtype, Error, Result};
+use crate::{Error, Result};
 
 /// Host memory that the CPU backend's kernels read and write. Clones share it.
 ///
@@ -194,17 +194,6 @@ pub(super) fn zeroed<T: Zero>(len: usize, what: &'static str) -> Result<Vec<T>> 
             return Err(Error::OutOfMemory { what });
         }
         Ok(Vec::from_raw_parts(memory, len, len))
-    }
-}
-
-/// Rounds `value` to the dtype: its bits, in the low end of a word.
-#[inline]
-pub(super) fn bits_of(dtype: Dtype, value: f32) -> u32 {
-    match dtype {
-        Dtype::F32 => value.to_bits(),
-        Dtype::F16 => half::f16::from_f32(value).to_bits().into(),
-        Dtype::Bf16 => half::bf16::from_f32(value).to_bits().into(),
-        Dtype::E4m3 => crate::e4m3_encode(value).into(),
     }
 }
 

@@ -13,10 +13,11 @@ pub(super) use step::Scratch;
 use binding::{Bound, KV, LSE, OUT, Q_NOPE, Q_PE};
 use step::{Prepared, Tables};
 
-use super::buffer::{Buffer, Locked, bits_of, exclusive, store_elements};
+use super::buffer::{Buffer, Locked, exclusive, store_elements};
 use super::device::Cpu;
 use super::kernels::attend::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile, Weight};
 use super::kernels::{Kernels, VARIANTS};
+use crate::cpu::kernels::formats::bits_of;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
 use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem, check_slabs};

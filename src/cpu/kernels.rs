@@ -5,8 +5,8 @@ pub(super) mod attend;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(super) mod formats;
 pub(super) mod lanes;
-pub(super) mod widen;
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ type Attend = unsafe fn(&mut Tile<'_>, Range<usize>, usize, f32, &[&[u8]]);
 pub struct Kernels {
     /// Safe to call where the processor has the instructions.
     pub(super) attend: Attend,
-    /// [`widen::widen`]; likewise.
+    /// [`formats::widen`]; likewise.
     pub(super) widen: unsafe fn(Dtype, &[u8], &mut [f32]),
 }
 
@@ -39,7 +39,7 @@ pub(super) static VARIANTS: &[Variant<(), (), Kernels>] = &[
         where_it_runs(avx2::runs_here(), Kernels { attend: avx2::attend, widen: avx2::widen })
     }),
     Variant::new("portable", |(), ()| {
-        Ok(Kernels { attend: attend::attend::<Plain, 4, 4, 4, 4>, widen: widen::widen })
+        Ok(Kernels { attend: attend::attend::<Plain, 4, 4, 4, 4>, widen: formats::widen })
     }),
 ];
 

@@ -13,8 +13,9 @@ pub fn decode_variants() -> impl Iterator<Item = &'static str> {
     VARIANTS.iter().map(|variant| variant.name)
 }
 
-use super::kernels::{MOST_STRIDE, TensorMap, address, code};
+use super::kernels::{MOST_STRIDE, TensorMap, address};
 use super::{Buffer, Cuda, Function};
+use crate::cuda::formats::code;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
 use crate::plan::{Plan, Tiling, check_plan, check_slabs};

@@ -7,17 +7,6 @@ pub use tensor_map::TensorMap;
 pub(super) use tensor_map::{LINE_ELEMENTS, MOST_STRIDE};
 
 use super::buffer::Buffer;
-use crate::Dtype;
-
-/// `enum Dtype` of `shaders/cuda/kernels/decode/mla.cuh`.
-pub(super) const fn code(dtype: Dtype) -> u32 {
-    match dtype {
-        Dtype::F32 => 0,
-        Dtype::F16 => 1,
-        Dtype::Bf16 => 2,
-        Dtype::E4m3 => 3,
-    }
-}
 
 /// Where an element of `bytes` bytes is on the card. A view without elements may begin anywhere: nothing follows its address.
 pub(super) fn address(buffer: &Buffer, offset: u64, bytes: usize) -> u64 {

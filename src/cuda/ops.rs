@@ -19,7 +19,8 @@ mod table;
 
 pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 
-use super::kernels::{address, code};
+use super::kernels::address;
+use crate::cuda::formats::code;
 use crate::{Error, Result};
 
 /// `THREADS` of the kernels.

@@ -4,12 +4,12 @@
 
 pub(crate) mod compose;
 pub(crate) mod decode;
+pub(crate) mod formats;
 pub(crate) mod prefill;
 pub(crate) mod project;
 mod unroll;
 
 use super::caps::Caps;
-use crate::Dtype;
 use compose::{Const, Source, compose};
 use unroll::unroll;
 
@@ -89,36 +89,6 @@ pub(crate) fn unrolled(
         source.text = text;
     }
     source
-}
-
-/// How an input of f32, f16 or bf16 is read. No op reads e4m3: their specs refuse it, and tests compile all others.
-pub(crate) fn lib_in(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F32 => include_str!("../../shaders/lib/in_f32.wgsl"),
-        Dtype::F16 => include_str!("../../shaders/lib/in_f16.wgsl"),
-        Dtype::Bf16 => include_str!("../../shaders/lib/in_bf16.wgsl"),
-        Dtype::E4m3 => "",
-    }
-}
-
-/// How an output is rounded and written.
-pub(crate) fn lib_out(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F32 => include_str!("../../shaders/lib/out_f32.wgsl"),
-        Dtype::F16 => include_str!("../../shaders/lib/out_f16.wgsl"),
-        Dtype::Bf16 => include_str!("../../shaders/lib/out_bf16.wgsl"),
-        Dtype::E4m3 => include_str!("../../shaders/lib/out_e4m3.wgsl"),
-    }
-}
-
-/// How quads (4 consecutive elements) are read. The specs refuse e4m3.
-pub(crate) fn lib_quad(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F32 => include_str!("../../shaders/lib/quad_f32.wgsl"),
-        Dtype::F16 => include_str!("../../shaders/lib/quad_f16.wgsl"),
-        Dtype::Bf16 => include_str!("../../shaders/lib/quad_bf16.wgsl"),
-        Dtype::E4m3 => "",
-    }
 }
 
 #[cfg(test)]

@@ -30,21 +30,21 @@ pub(super) unsafe fn attend(
     attend::attend::<Avx, 4, 3, 6, 2>(tile, rows, tokens, scale, next);
 }
 
-/// [`super::widen::widen`].
+/// [`super::formats::widen`].
 ///
 /// # Safety
 /// [`runs_here`].
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     if dtype != Dtype::F16 {
-        return super::widen::widen(dtype, bytes, out);
+        return super::formats::widen(dtype, bytes, out);
     }
     let (mut from, mut to) = (bytes.chunks_exact(16), out.chunks_exact_mut(8));
     for (from, to) in from.by_ref().zip(to.by_ref()) {
         // SAFETY: 16 bytes are read from a slice of 16 and 8 floats written to one of 8, both unaligned.
         unsafe { _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast()))) }
     }
-    super::widen::widen(dtype, from.remainder(), to.into_remainder());
+    super::formats::widen(dtype, from.remainder(), to.into_remainder());
 }
 
 /// Eight floats in one register.
@@ -140,8 +140,8 @@ impl Lanes for Avx {
 
 #[cfg(test)]
 mod tests {
+    use super::super::formats::tests::check_widen;
     use super::super::lanes::{exp2, tests::check_exp2};
-    use super::super::widen::tests::check_widen;
     use super::*;
 
     #[test]

@@ -32,14 +32,14 @@ pub(super) unsafe fn attend(
     attend::attend::<Avx512, 4, 4, 4, 4>(tile, rows, tokens, scale, next);
 }
 
-/// [`super::widen::widen`].
+/// [`super::formats::widen`].
 ///
 /// # Safety
 /// [`runs_here`].
 #[target_feature(enable = "avx512f,avx512vl")]
 pub(super) unsafe fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     if dtype != Dtype::F16 {
-        return super::widen::widen(dtype, bytes, out);
+        return super::formats::widen(dtype, bytes, out);
     }
     let (mut from, mut to) = (bytes.chunks_exact(32), out.chunks_exact_mut(16));
     for (from, to) in from.by_ref().zip(to.by_ref()) {
@@ -48,7 +48,7 @@ pub(super) unsafe fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
             _mm512_storeu_ps(to.as_mut_ptr(), _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast())))
         }
     }
-    super::widen::widen(dtype, from.remainder(), to.into_remainder());
+    super::formats::widen(dtype, from.remainder(), to.into_remainder());
 }
 
 /// Sixteen floats in one register.
@@ -136,8 +136,8 @@ impl Lanes for Avx512 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::formats::tests::check_widen;
     use super::super::lanes::{exp2, tests::check_exp2};
-    use super::super::widen::tests::check_widen;
     use super::*;
 
     #[test]

@@ -3,10 +3,11 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
+use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
-use crate::cpu::kernels::widen::widen;
+use crate::cpu::kernels::formats::bits_of;
+use crate::cpu::kernels::formats::widen;
 use crate::cpu::pool::Pool;
 use crate::ops::{HeadProject, HeadProjectArgs, WeightOrder};
 use crate::view::check_tokens;

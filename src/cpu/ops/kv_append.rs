@@ -2,9 +2,10 @@
 
 use super::raw;
 use crate::Result;
-use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
+use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
+use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
 use crate::ops::{KvAppend, KvAppendArgs};
 

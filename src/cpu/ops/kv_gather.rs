@@ -1,9 +1,10 @@
 //! `kv_gather` on host memory.
 
 use super::raw;
-use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
+use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
+use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
 use crate::ops::{GatherBatch, KvGather, KvGatherArgs, Piece};
 use crate::{Result, e4m3_decode};

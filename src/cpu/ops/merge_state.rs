@@ -3,9 +3,10 @@
 use std::sync::atomic::Ordering;
 
 use super::raw;
-use crate::cpu::buffer::{Access, Buffer, bits_of, lock, store_elements};
+use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
+use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
 use crate::ops::{MergeState, MergeStateArgs};
 use crate::{Dtype, Result};

@@ -3,6 +3,7 @@
 use wgpu_mla_ptx::{ENTRIES, Entry, find};
 
 use crate::cuda::caps::Card;
+use crate::cuda::formats::splits_queries;
 use crate::ops::variants::Variant;
 use crate::{Dtype, MlaDecode};
 
@@ -179,11 +180,6 @@ impl From<&'static Entry> for Compiled {
         let Entry { threads, shared_bytes, tokens, .. } = *entry;
         Self { entry, threads, shared_bytes, tokens: tokens.unwrap_or(1) }
     }
-}
-
-/// Whether a query is split into two parts, because the tensor cores' dtype cannot hold it even if scaled by a power of two.
-fn splits_queries(spec: &MlaDecode) -> bool {
-    matches!((spec.kv.dtype(), spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
 }
 
 #[cfg(test)]

@@ -2,8 +2,9 @@
 
 use cudarc::driver::sys;
 
+use crate::cuda::formats::copied;
 use crate::cuda::library::failed;
-use crate::{Dtype, MlaDecode, Result};
+use crate::{MlaDecode, Result};
 
 /// The limit of a tensor map's strides, in bytes.
 pub(in crate::cuda) const MOST_STRIDE: u64 = 1 << 40;
@@ -36,10 +37,7 @@ impl TensorMap {
         let row = u64::from(spec.shape.row_elems()) * element;
         let together = if row.is_multiple_of(LINE) { 1 } else { 2 };
         let row = row * u64::from(together);
-        let dtype = match spec.kv.dtype() {
-            Dtype::E4m3 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        };
+        let dtype = copied(spec.kv.dtype());
         let tokens_of_page = u64::from(spec.kv.page_size / together);
         let dims = [LINE / element, tokens_of_page, row / LINE, spec.kv.num_pages.into()];
         let strides = [row, LINE, block_bytes];

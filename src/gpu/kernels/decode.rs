@@ -3,6 +3,7 @@
 use super::compose::{Const, Source};
 use super::{unrolled, where_all_f32};
 use crate::gpu::caps::{Caps, DeviceKind};
+use crate::gpu::kernels::formats::Format;
 use crate::ops::variants::Variant;
 use crate::{Dtype, MlaDecode, MlaShape, Tiling};
 
@@ -272,11 +273,11 @@ fn compose_step(
     types: &[(&'static str, Const)],
     op: &[&str],
 ) -> Source {
-    let (query, scale) = (spec.query, scale(spec.query));
+    let (query, scale) = (spec.query, Format::of(spec.query).scale);
     let decoder = format!(
         "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return {scale} * decode_{query}(oct);\n}}\n"
     );
-    let files = [&[decoder.as_str(), oct_file(query, false)], op].concat();
+    let files = [&[decoder.as_str(), Format::of(query).decoder(false)], op].concat();
     compose_module(entry, variant, spec, consts, types, &files)
 }
 
@@ -289,59 +290,13 @@ fn compose_module(
     types: &[(&'static str, Const)],
     op: &[&str],
 ) -> Source {
-    let mut all_types = vec![("QueryOct", Const::Alias(oct_type(spec.query)))];
+    let mut all_types = vec![("QueryOct", Const::Alias(Format::of(spec.query).oct_type))];
     all_types.extend(types);
-    let mut files = store_files(spec.out);
+    let mut files = Format::of(spec.out).store.to_vec();
     files.extend([
         include_str!("../../../shaders/lib/tables.wgsl"),
         include_str!("../../../shaders/lib/layer.wgsl"),
     ]);
     files.extend(op);
     unrolled(entry, variant, consts, &all_types, &files)
-}
-
-/// How an output is rounded and stored. e4m3 is refused by [`MlaDecode::check`].
-pub(super) fn store_files(out: Dtype) -> Vec<&'static str> {
-    match out {
-        Dtype::F16 => {
-            vec![
-                include_str!("../../../shaders/lib/store_f16.wgsl"),
-                include_str!("../../../shaders/lib/round.wgsl"),
-            ]
-        }
-        Dtype::Bf16 => {
-            vec![
-                include_str!("../../../shaders/lib/store_bf16.wgsl"),
-                include_str!("../../../shaders/lib/round.wgsl"),
-            ]
-        }
-        Dtype::F32 | Dtype::E4m3 => vec![include_str!("../../../shaders/lib/store_f32.wgsl")],
-    }
-}
-
-/// The scale of a decoded element.
-const fn scale(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::E4m3 => "SCALE_E4M3",
-        Dtype::F32 | Dtype::F16 | Dtype::Bf16 => "1.0",
-    }
-}
-
-pub(super) const fn oct_type(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F32 => "OctF32",
-        Dtype::F16 => "OctF16",
-        Dtype::Bf16 => "OctBf16",
-        Dtype::E4m3 => "OctE4m3",
-    }
-}
-
-pub(super) const fn oct_file(dtype: Dtype, f16_subnormals: bool) -> &'static str {
-    match dtype {
-        Dtype::F32 => include_str!("../../../shaders/lib/oct_f32.wgsl"),
-        Dtype::F16 => include_str!("../../../shaders/lib/oct_f16.wgsl"),
-        Dtype::Bf16 => include_str!("../../../shaders/lib/oct_bf16.wgsl"),
-        Dtype::E4m3 if f16_subnormals => include_str!("../../../shaders/lib/oct_e4m3_f16.wgsl"),
-        Dtype::E4m3 => include_str!("../../../shaders/lib/oct_e4m3.wgsl"),
-    }
 }

@@ -1,8 +1,9 @@
 //! `head_project`: its variants in dispatch order, which of them runs where, and the WGSL of each.
 
 use super::compose::{Const, Source};
-use super::decode::{oct_file, oct_type, store_files};
-use super::{GROUP, MATRIX_DIRECTIVES, lib_out, matrix_aliases, unrolled};
+use crate::gpu::kernels::formats::Format;
+
+use super::{GROUP, MATRIX_DIRECTIVES, matrix_aliases, unrolled};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants::Variant;
 use crate::{Dtype, HeadProject, WeightOrder};
@@ -186,12 +187,13 @@ impl Coop {
     }
 
     const fn workgroup_bytes(&self, spec: &HeadProject) -> u32 {
-        let octs = x_parts(spec) * self.tokens * self.x_pitch() + self.w_rows(spec) * self.w_pitch(spec);
+        let octs = Format::of(spec.input).matrix_parts * self.tokens * self.x_pitch()
+            + self.w_rows(spec) * self.w_pitch(spec);
         octs * 16 + self.k_split * self.tokens * self.sum_pitch() * 4 + self.tokens * 4 + 64
     }
 
     fn source(&self, caps: &Caps, spec: &HeadProject) -> Source {
-        let octs = |dtype| Const::Alias(oct_type(dtype));
+        let octs = |dtype| Const::Alias(Format::of(dtype).oct_type);
         let mut aliases = matrix_aliases(self.side).to_vec();
         aliases.extend([("XOct", octs(spec.input)), ("WOct", octs(spec.weight))]);
         let decoders = format!(
@@ -209,13 +211,13 @@ impl Coop {
         let mut files = vec![
             include_str!("../../../shaders/lib/half_oct.wgsl"),
             decoders.as_str(),
-            oct_file(spec.input, false),
-            part_file(spec.input),
+            Format::of(spec.input).decoder(false),
+            Format::of(spec.input).matrix_part,
         ];
         if spec.weight != spec.input {
-            files.extend([oct_file(spec.weight, false), part_file(spec.weight)]);
+            files.extend([Format::of(spec.weight).decoder(false), Format::of(spec.weight).matrix_part]);
         }
-        files.extend(store_files(spec.output));
+        files.extend(Format::of(spec.output).store);
         files.extend([PARAMS, &body]);
         let source = module("coop", self.columns, spec, &self.consts(spec), &aliases, &files);
         Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source }
@@ -225,7 +227,7 @@ impl Coop {
         let (threads, row_lanes) = (self.threads(), self.row_lanes());
         let row_tiles = self.tokens / self.side / self.row_split;
         let column_tiles = self.columns / self.side / self.column_split;
-        let parts = x_parts(spec);
+        let parts = Format::of(spec.input).matrix_parts;
         // f16 weights are used as they are; bf16 ones are scaled by a guess, and once more where it does not fit them.
         let [attempts, guess] = if spec.weight == Dtype::F16 { [1, 127] } else { [2, 127 + 14] };
         vec![
@@ -266,24 +268,6 @@ impl Coop {
             ("ATTEMPTS", attempts),
             ("GUESS", guess),
         ]
-    }
-}
-
-/// Parts that a row of x is split into so that f16 holds it.
-const fn x_parts(spec: &HeadProject) -> u32 {
-    match spec.input {
-        Dtype::F32 => 2,
-        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => 1,
-    }
-}
-
-/// The file that converts octs to f16; the spec refuses e4m3, and [`Coop::pair`] f32 weights.
-const fn part_file(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F32 => include_str!("../../../shaders/lib/part_f32.wgsl"),
-        Dtype::F16 => include_str!("../../../shaders/lib/part_f16.wgsl"),
-        Dtype::Bf16 => include_str!("../../../shaders/lib/part_bf16.wgsl"),
-        Dtype::E4m3 => "",
     }
 }
 
@@ -329,17 +313,22 @@ fn summed_in_f32(
     body: &str,
 ) -> Source {
     let aliases = [("XOct", spec.input), ("WOct", spec.weight)]
-        .map(|(name, dtype)| (name, Const::Alias(oct_type(dtype))));
+        .map(|(name, dtype)| (name, Const::Alias(Format::of(dtype).oct_type)));
     let decoders = format!(
         "fn read_x(oct: XOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\
          fn read_w(oct: WOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n",
         spec.input, spec.weight
     );
-    let mut files = vec![decoders.as_str(), oct_file(spec.input, false)];
+    let mut files = vec![decoders.as_str(), Format::of(spec.input).decoder(false)];
     if spec.weight != spec.input {
-        files.push(oct_file(spec.weight, false));
+        files.push(Format::of(spec.weight).decoder(false));
     }
-    files.extend([include_str!("../../../shaders/lib/round.wgsl"), lib_out(spec.output), PARAMS, body]);
+    files.extend([
+        include_str!("../../../shaders/lib/round.wgsl"),
+        Format::of(spec.output).out,
+        PARAMS,
+        body,
+    ]);
     module(variant, tile, spec, consts, &aliases, &files)
 }
 

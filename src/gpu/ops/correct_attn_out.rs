@@ -1,5 +1,6 @@
 //! `correct_attn_out`: one rank's attention output, weighted for a sum over the ranks.
 
+use crate::gpu::kernels::formats::Format;
 use std::ops::Range;
 
 use super::table::Table;
@@ -8,7 +9,7 @@ use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled};
+use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
 use crate::ops::is_wide;
 use crate::ops::variants::only;
@@ -193,7 +194,7 @@ fn source(spec: &CorrectAttnOut) -> Source {
     let variant = if is_wide(spec.head_size) {
         consts.push(("HEAD_QUADS", spec.head_size / 4));
         let file = include_str!("../../../shaders/correct_attn_out.wgsl");
-        files.extend([lib_quad(spec.dtype), lib_out(spec.dtype), file]);
+        files.extend([Format::of(spec.dtype).quad, Format::of(spec.dtype).out, file]);
         spec.dtype.name().to_owned()
     } else {
         consts.extend(word_consts(spec.dtype, spec.head_size));

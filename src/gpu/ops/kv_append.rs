@@ -5,7 +5,8 @@ use super::table::Table;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
+use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, KvAppend, KvAppendArgs, OpOptions};
@@ -157,8 +158,8 @@ pub(super) fn convert_libs(spec: &KvAppend) -> [&'static str; 5] {
     };
     [
         include_str!("../../../shaders/lib/round.wgsl"),
-        lib_in(spec.input),
-        lib_out(spec.kv.dtype()),
+        Format::of(spec.input).element,
+        Format::of(spec.kv.dtype()).out,
         convert,
         include_str!("../../../shaders/lib/append.wgsl"),
     ]

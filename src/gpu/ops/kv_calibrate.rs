@@ -1,12 +1,13 @@
 //! `kv_calibrate`: what an e4m3 cache would make of new rows, counted on the device.
 
+use crate::gpu::kernels::formats::Format;
 use std::ops::Range;
 
 use super::table::Table;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::{GROUP, lib_in, unrolled};
+use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{CalibrationStats, Choice, Kernel, KvCalibrate, KvCalibrateArgs, OpOptions};
@@ -137,7 +138,7 @@ fn source(spec: &KvCalibrate) -> Source {
     let files = [
         include_str!("../../../shaders/lib/grid.wgsl"),
         include_str!("../../../shaders/lib/round.wgsl"),
-        lib_in(spec.input),
+        Format::of(spec.input).element,
         include_str!("../../../shaders/kv_calibrate.wgsl"),
     ];
     unrolled("kv_calibrate", spec.input.name(), &consts, &[], &files)

@@ -5,7 +5,8 @@ use super::table::Table;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::{GROUP, lib_in, lib_out, unrolled};
+use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, GatherBatch, Kernel, KvGather, KvGatherArgs, OpOptions};
@@ -147,21 +148,13 @@ fn source(spec: &KvGather) -> Source {
     let files = [
         include_str!("../../../shaders/lib/grid.wgsl"),
         include_str!("../../../shaders/lib/round.wgsl"),
-        lib_cache(spec.kv.dtype()),
-        lib_out(spec.output),
+        Format::of(spec.kv.dtype()).element,
+        Format::of(spec.output).out,
         convert[0],
         convert[1],
         include_str!("../../../shaders/kv_gather.wgsl"),
     ];
     unrolled("kv_gather", &format!("from_{}.{}", spec.kv.dtype(), spec.output), &consts, &[], &files)
-}
-
-/// How an element of the cache is read.
-fn lib_cache(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::E4m3 => include_str!("../../../shaders/lib/in_e4m3.wgsl"),
-        wide => lib_in(wide),
-    }
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use super::words::{Words, word_consts, word_files};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
+use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, Layout, Pipeline, dispatch, group_with_params, layout, storage};
 use crate::ops::variants::only;
@@ -231,7 +232,7 @@ fn source(spec: &MergeState, body: Body) -> Source {
             consts.push(("ROWS_PER_LANE", ROWS_PER_LANE));
             consts.push(("UNITS_PER_LANE", units_per_lane(spec)));
             let file = include_str!("../../../shaders/merge_state_units.wgsl");
-            ("units", vec![merge_unit(spec.dtype), file])
+            ("units", vec![Format::of(spec.dtype).merge, file])
         }
         Body::Words => {
             consts.extend(word_consts(spec.dtype, spec.head_size));
@@ -247,16 +248,6 @@ fn source(spec: &MergeState, body: Body) -> Source {
     ];
     all.extend(files);
     unrolled("merge_state", &format!("{variant}.{}", spec.dtype), &consts, &[], &all)
-}
-
-/// How 16 bytes of both sides are weighted and added. The spec refuses e4m3.
-fn merge_unit(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F32 => include_str!("../../../shaders/lib/merge_f32.wgsl"),
-        Dtype::F16 => include_str!("../../../shaders/lib/merge_f16.wgsl"),
-        Dtype::Bf16 => include_str!("../../../shaders/lib/merge_bf16.wgsl"),
-        Dtype::E4m3 => "",
-    }
 }
 
 #[cfg(test)]

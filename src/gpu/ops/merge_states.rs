@@ -1,5 +1,6 @@
 //! `merge_states`: any number of partial attention results into one.
 
+use crate::gpu::kernels::formats::Format;
 use std::ops::Range;
 
 use super::table::Table;
@@ -8,7 +9,7 @@ use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled, where_all_f32};
+use crate::gpu::kernels::{GROUP, unrolled, where_all_f32};
 use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
 use crate::ops::is_wide;
 use crate::ops::variants::only;
@@ -202,7 +203,7 @@ fn source(spec: &MergeStates) -> Source {
     let mut consts = vec![("GROUP", GROUP)];
     let variant = if is_wide(spec.head_size) {
         consts.extend([("HEAD_QUADS", spec.head_size / 4), ("TURN", TURN)]);
-        files.extend([lib_quad(spec.dtype), lib_out(spec.dtype)]);
+        files.extend([Format::of(spec.dtype).quad, Format::of(spec.dtype).out]);
         spec.dtype.name().to_owned()
     } else {
         consts.extend(word_consts(spec.dtype, spec.head_size));

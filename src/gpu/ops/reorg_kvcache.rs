@@ -1,6 +1,7 @@
 //! `reorg_kvcache`: gathered parts of several ranks, back in the order of their tokens.
 
 use super::table::Table;
+use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
@@ -10,7 +11,6 @@ use crate::ops::variants::only;
 use crate::ops::{
     Choice, Kernel, OpOptions, ReorgBatch, ReorgCapacity, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs,
 };
-use crate::{Dtype, Result};
 
 /// `ReorgParams` of the shader.
 #[repr(C)]
@@ -115,11 +115,7 @@ fn items(spec: &ReorgKvCache, tokens: u32) -> u64 {
 }
 
 fn source(spec: &ReorgKvCache) -> Source {
-    let (unit, width) = match spec.dtype {
-        Dtype::F32 => ("vec4<u32>", "quads"),
-        Dtype::F16 | Dtype::Bf16 => ("vec2<u32>", "pairs"),
-        Dtype::E4m3 => ("u32", "words"),
-    };
+    let (unit, width) = crate::gpu::kernels::formats::Format::of(spec.dtype).copied;
     let prelude = [
         ("GROUP", Const::U32(GROUP)),
         ("ROW_UNITS", Const::U32(spec.row_elems / 4)),
@@ -132,7 +128,7 @@ fn source(spec: &ReorgKvCache) -> Source {
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
-    Dtype::ALL.map(|dtype| source(&ReorgKvCache { dtype, row_elems: 576 })).into()
+    crate::Dtype::ALL.map(|dtype| source(&ReorgKvCache { dtype, row_elems: 576 })).into()
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! `rope`: rows rotated by their positions.
 
+use crate::gpu::kernels::formats::Format;
 use std::ops::Range;
 
 use super::table::Table;
@@ -256,7 +257,7 @@ pub(super) fn prelude(spec: &Rope) -> Vec<(&'static str, Const)> {
         ("UNITS", Const::U32(spec.rope_dim / 8)),
         ("HEAD_UNITS", Const::U32(token_units(spec) as u32)),
         ("INTERLEAVED", Const::U32(is_interleaved.into())),
-        ("QueryQuad", Const::Alias(quad(spec.dtype).0)),
+        ("QueryQuad", Const::Alias(Format::of(spec.dtype).rotated.0)),
     ]
 }
 
@@ -270,16 +271,6 @@ pub(super) fn libs(place: Place) -> [&'static str; 4] {
     ]
 }
 
-/// Four elements of a dtype: the type, and the file that reads and rounds it. The specs refuse e4m3, and tests compile all others.
-pub(super) fn quad(dtype: Dtype) -> (&'static str, &'static str) {
-    match dtype {
-        Dtype::F32 => ("QuadF32", include_str!("../../../shaders/lib/round_quad_f32.wgsl")),
-        Dtype::F16 => ("QuadF16", include_str!("../../../shaders/lib/round_quad_f16.wgsl")),
-        Dtype::Bf16 => ("QuadBf16", include_str!("../../../shaders/lib/round_quad_bf16.wgsl")),
-        Dtype::E4m3 => ("", ""),
-    }
-}
-
 /// What a dtype is read and rounded by under the name of a part: `query` with `QueryQuad`, or `input` with `InQuad`.
 pub(super) fn role(part: &str, alias: &str, dtype: Dtype) -> String {
     format!(
@@ -290,7 +281,11 @@ pub(super) fn role(part: &str, alias: &str, dtype: Dtype) -> String {
 
 fn source(spec: &Rope, place: Place) -> Source {
     let query = role("query", "QueryQuad", spec.dtype);
-    let mut files = vec![include_str!("../../../shaders/lib/round.wgsl"), quad(spec.dtype).1, query.as_str()];
+    let mut files = vec![
+        include_str!("../../../shaders/lib/round.wgsl"),
+        Format::of(spec.dtype).rotated.1,
+        query.as_str(),
+    ];
     files.extend(libs(place));
     files.push(include_str!("../../../shaders/rope.wgsl"));
     compose("rope", &name(spec, place), &prelude(spec), &files)

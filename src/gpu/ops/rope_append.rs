@@ -6,6 +6,7 @@ use super::table::Table;
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::kernels::compose::{Const, Source, compose};
+use crate::gpu::kernels::formats::Format;
 use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
@@ -147,9 +148,9 @@ fn source(spec: &RopeAppend, place: Place) -> Source {
     );
     let roles =
         rope::role("query", "QueryQuad", spec.query) + "\n" + &rope::role("input", "InQuad", append.input);
-    let mut files = vec![roles.as_str(), rope::quad(spec.query).1];
+    let mut files = vec![roles.as_str(), Format::of(spec.query).rotated.1];
     if append.input != spec.query {
-        files.push(rope::quad(append.input).1);
+        files.push(Format::of(append.input).rotated.1);
     }
     files.extend(kv_append::convert_libs(append));
     files.extend(rope::libs(place));

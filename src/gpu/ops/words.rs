@@ -2,6 +2,7 @@
 
 use crate::Dtype;
 use crate::gpu::buffer::Window;
+use crate::gpu::kernels::formats::Format;
 use crate::view::View;
 
 /// The words that an output touches, and how an element in them is traced back to its row.
@@ -58,6 +59,5 @@ fn per_word(dtype: Dtype) -> u32 {
 
 /// The files of a shader by words, before its own.
 pub(super) fn word_files(dtype: Dtype) -> [&'static str; 3] {
-    use crate::gpu::kernels::{lib_in, lib_out};
-    [include_str!("../../../shaders/lib/words.wgsl"), lib_in(dtype), lib_out(dtype)]
+    [include_str!("../../../shaders/lib/words.wgsl"), Format::of(dtype).element, Format::of(dtype).out]
 }

@@ -3,6 +3,7 @@
 use super::{QUERY, compose_step, dtypes, shape_consts};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::Source;
+use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases};
 use crate::{Dtype, MlaDecode, Tiling};
 
@@ -137,14 +138,6 @@ impl CoopTile {
     }
 }
 
-/// Parts that a query is split into so that f16 holds it.
-const fn query_parts(query: Dtype) -> u32 {
-    match query {
-        Dtype::F32 => 2,
-        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => 1,
-    }
-}
-
 fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, u32)> {
     let (threads, rows, tokens, side) = (tile.threads(), tile.rows, tile.tokens, tile.tile);
     let latent_octs = spec.shape.kv_lora_rank / 8;
@@ -153,7 +146,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, 
     let key_tiles = tile.latent_key_tiles(spec) + tile.rope_key_tiles(spec);
     let latent_tiles = spec.shape.kv_lora_rank / side / tile.subgroups();
     let score_row_tiles = rows / side / tile.row_split;
-    let query_rows = query_parts(spec.query) * score_row_tiles;
+    let query_rows = Format::of(spec.query).matrix_parts * score_row_tiles;
     // Independent accumulators of a score, as a multiply-add waits for the one before it; one where registers are short.
     let chains = if rows > 16 || spec.kv.dtype() == Dtype::E4m3 { 1 } else { 2 };
     // Blocks by which the loop over them is unrolled.
@@ -178,7 +171,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, 
         ("ROPE_KEY_TILES", tile.rope_key_tiles(spec)),
         ("ROPE_SHARES", (spec.shape.qk_rope_head_dim / side) / tile.rope_key_tiles(spec).max(1)),
         ("KEY_TILES", key_tiles),
-        ("QUERY_PARTS", query_parts(spec.query)),
+        ("QUERY_PARTS", Format::of(spec.query).matrix_parts),
         ("QUERY_CHUNKS", rows.div_ceil(tokens)),
         ("QUERY_CHUNK_ROWS", rows.min(tokens)),
         ("LANE_OCTS", latent_octs / tile.subgroup),
@@ -209,28 +202,6 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, 
     ]
 }
 
-/// The file that converts keys to f16; `None` for a dtype that f16 cannot hold.
-fn key_file(dtype: Dtype) -> Option<&'static str> {
-    match dtype {
-        Dtype::F16 => Some(concat!(
-            include_str!("../../../../shaders/lib/key_f16.wgsl"),
-            "\n",
-            include_str!("../../../../shaders/lib/wide_rows.wgsl")
-        )),
-        Dtype::Bf16 => Some(concat!(
-            include_str!("../../../../shaders/lib/key_bf16.wgsl"),
-            "\n",
-            include_str!("../../../../shaders/lib/wide_rows.wgsl")
-        )),
-        Dtype::E4m3 => Some(concat!(
-            include_str!("../../../../shaders/lib/key_e4m3.wgsl"),
-            "\n",
-            include_str!("../../../../shaders/lib/wide_rows.wgsl")
-        )),
-        Dtype::F32 => None,
-    }
-}
-
 /// The split kernel.
 pub(in crate::gpu::kernels) fn decode(
     name: &str,
@@ -247,7 +218,7 @@ pub(in crate::gpu::kernels) fn decode(
     let marked = |text: &str| text.replace("// unroll on cards", marker);
     let files = [
         super::PINNED,
-        key_file(spec.kv.dtype())?,
+        Format::of(spec.kv.dtype()).matrix_key?,
         QUERY,
         &marked(include_str!("../../../../shaders/lib/cache_block.wgsl")),
         &marked(include_str!("../../../../shaders/mla_decode_coop.wgsl")),
@@ -273,7 +244,7 @@ pub(in crate::gpu::kernels) fn runs_on(small: bool, caps: &Caps, spec: &MlaDecod
         let (min, max) = (caps.min_subgroup_size, caps.max_subgroup_size);
         return Err(format!("subgroups vary from {min} to {max} lanes, and lanes own columns here"));
     }
-    if key_file(spec.kv.dtype()).is_none() {
+    if Format::of(spec.kv.dtype()).matrix_key.is_none() {
         return Err("an f32 cache does not fit f16 matrices".into());
     }
     match CoopTile::for_device(small, caps, spec, spec.shape.num_heads) {

@@ -1,8 +1,9 @@
 //! The variants `subgroup` and `shared`, without tensor cores: the tile of a workgroup, and the WGSL. Pure.
 
-use super::{QUERY, READ, Sum, compose_module, dtypes, is_all_f32, oct_file, oct_type, scale, shape_consts};
+use super::{QUERY, READ, Sum, compose_module, dtypes, is_all_f32, shape_consts};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::{Const, Source};
+use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::where_all_f32;
 use crate::{Dtype, MlaDecode, Tiling};
 
@@ -172,13 +173,13 @@ pub(in crate::gpu::kernels) fn decode(
          fn decode_value(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
          const QUERY_SCALE = {};\nconst KV_SCALE = {};\n",
         spec.query,
-        finite(kv),
-        scale(spec.query),
-        scale(kv)
+        Format::of(kv).finite,
+        Format::of(spec.query).scale,
+        Format::of(kv).scale
     );
-    let mut files = vec![decoders.as_str(), oct_file(spec.query, caps.f16_subnormals)];
+    let mut files = vec![decoders.as_str(), Format::of(spec.query).decoder(caps.f16_subnormals)];
     if kv != spec.query {
-        files.push(oct_file(kv, caps.f16_subnormals));
+        files.push(Format::of(kv).decoder(caps.f16_subnormals));
     }
     let all_f32 = is_all_f32(spec);
     if all_f32 {
@@ -187,16 +188,6 @@ pub(in crate::gpu::kernels) fn decode(
     }
     let text = where_all_f32(include_str!("../../../../shaders/mla_decode.wgsl"), all_f32);
     files.extend([READ, QUERY, sum, dot, &text]);
-    let types = [("KvOct", Const::Alias(oct_type(kv)))];
+    let types = [("KvOct", Const::Alias(Format::of(kv).oct_type))];
     compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
-}
-
-/// The decoder of values, which need not decode NaN codes to NaN: the scores already are NaN then.
-const fn finite(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::E4m3 => "finite_e4m3",
-        Dtype::F32 => "f32",
-        Dtype::F16 => "f16",
-        Dtype::Bf16 => "bf16",
-    }
 }

@@ -1,10 +1,10 @@
 //! The variants `coop`, `coop_small` and `coop_few`, on cooperative matrices (tensor cores): the tile of a workgroup, and the WGSL. Pure.
 
 use super::{Kernel, Request};
-use crate::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::{Const, Source};
-use crate::gpu::kernels::{MATRIX_DIRECTIVES, lib_out, matrix_aliases, unrolled};
+use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases, unrolled};
 use crate::ops::MlaPrefill;
 
 /// The tile of a workgroup and its division among subgroups: see the head of `shaders/mla_prefill_coop.wgsl`.
@@ -221,7 +221,8 @@ pub(super) fn few_kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, Str
 }
 
 fn coop(variant: Coop, caps: &Caps, spec: &MlaPrefill) -> Result<Kernel, String> {
-    let half_file = half_file(spec.dtype)?;
+    let half_file = Format::of(spec.dtype).matrix_half;
+    let half_file = half_file.ok_or_else(|| format!("{} does not fit f16 matrices", spec.dtype))?;
     crate::gpu::kernels::matrices(caps)?;
     if !caps.shader_f16 {
         return Err("the device was made without Features::SHADER_F16".into());
@@ -247,19 +248,6 @@ fn coop(variant: Coop, caps: &Caps, spec: &MlaPrefill) -> Result<Kernel, String>
     Ok(Kernel { source, rows: cut.rows(), unit: 8, pins_loads: true })
 }
 
-/// The file that converts octs to f16.
-fn half_file(dtype: Dtype) -> Result<&'static str, String> {
-    match dtype {
-        Dtype::F16 => Ok(include_str!("../../../../shaders/lib/prefill_half_f16.wgsl")),
-        Dtype::Bf16 => Ok(concat!(
-            include_str!("../../../../shaders/lib/oct_bf16.wgsl"),
-            "\n",
-            include_str!("../../../../shaders/lib/prefill_half_bf16.wgsl")
-        )),
-        Dtype::F32 | Dtype::E4m3 => Err(format!("{dtype} does not fit f16 matrices")),
-    }
-}
-
 /// The condition of the loop over blocks.
 const BLOCKS: &str = "block < tile.num_keys";
 
@@ -280,7 +268,7 @@ fn source(variant: Coop, half_file: &str, cut: &Cut, caps: &Caps, spec: &MlaPref
         include_str!("../../../../shaders/lib/round.wgsl"),
         include_str!("../../../../shaders/lib/half_oct.wgsl"),
         half_file,
-        lib_out(spec.out),
+        Format::of(spec.out).out,
         include_str!("../../../../shaders/lib/prefill.wgsl"),
         include_str!("../../../../shaders/lib/prefill_pinned.wgsl"),
         &text,
@@ -324,7 +312,7 @@ mod tests {
                     assert_eq!(ends_by_lanes, variant == Coop::Few, "{}", kernel.source.label);
                 }
             }
-            let usual = MlaPrefill { dtype: Dtype::F16, ..super::super::specs()[0] };
+            let usual = MlaPrefill { dtype: crate::Dtype::F16, ..super::super::specs()[0] };
             for &variant in variants {
                 assert!(coop(variant, &caps, &usual).is_ok(), "{variant:?}");
             }

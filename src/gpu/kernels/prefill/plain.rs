@@ -3,7 +3,8 @@
 use super::{Kernel, Request};
 use crate::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
-use crate::gpu::kernels::{GROUP, lib_out, lib_quad, unrolled, where_all_f32};
+use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::{GROUP, unrolled, where_all_f32};
 use crate::ops::MlaPrefill;
 
 /// The tile of a workgroup and its division among threads: see the head of `shaders/mla_prefill.wgsl`.
@@ -88,9 +89,9 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
     ];
     let mut files = vec![
         include_str!("../../../../shaders/lib/round.wgsl"),
-        lib_quad(spec.dtype),
+        Format::of(spec.dtype).quad,
         "alias Unit = Quad;\n",
-        lib_out(spec.out),
+        Format::of(spec.out).out,
         include_str!("../../../../shaders/lib/prefill.wgsl"),
         include_str!("../../../../shaders/lib/prefill_read.wgsl"),
         &text,

@@ -1,4 +1,5 @@
-//! Cache and query elements to f32, without branches, so that the loops become vectors.
+//! What the CPU has to know of a dtype: how its elements become f32, without branches, so that the loops become vectors, and how f32 is
+//! rounded to them. No other file of this backend tells all dtypes apart.
 
 use crate::Dtype;
 
@@ -26,6 +27,17 @@ pub(in crate::cpu) fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
                 *to = e4m3_value(*from);
             }
         }
+    }
+}
+
+/// Rounds `value` to the dtype: its bits, in the low end of a word.
+#[inline]
+pub(in crate::cpu) fn bits_of(dtype: Dtype, value: f32) -> u32 {
+    match dtype {
+        Dtype::F32 => value.to_bits(),
+        Dtype::F16 => half::f16::from_f32(value).to_bits().into(),
+        Dtype::Bf16 => half::bf16::from_f32(value).to_bits().into(),
+        Dtype::E4m3 => crate::e4m3_encode(value).into(),
     }
 }
 

@@ -1,0 +1,29 @@
+//! What PTX kernels have to know of a dtype: the one place of this backend that tells dtypes apart. The kernels of a cache's dtype are in
+//! modules of its name (`mla_decode_bf16`); a dtype without a module has no variant of that kind.
+
+use cudarc::driver::sys::CUtensorMapDataType;
+
+use crate::{Dtype, MlaDecode};
+
+/// `enum Dtype` of `shaders/cuda/kernels/decode/mla.cuh`.
+pub(super) const fn code(dtype: Dtype) -> u32 {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::F16 => 1,
+        Dtype::Bf16 => 2,
+        Dtype::E4m3 => 3,
+    }
+}
+
+/// What the Tensor Memory Accelerator copies: bytes, or 16 bits.
+pub(super) const fn copied(dtype: Dtype) -> CUtensorMapDataType {
+    match dtype {
+        Dtype::E4m3 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+    }
+}
+
+/// Whether a query is split into two parts, because the tensor cores' dtype cannot hold it even if scaled by a power of two.
+pub(super) fn splits_queries(spec: &MlaDecode) -> bool {
+    matches!((spec.kv.dtype(), spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
+}

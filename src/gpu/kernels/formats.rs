@@ -1,0 +1,138 @@
+//! What WGSL kernels have to know of a dtype, a row each: the one place of this backend that tells dtypes apart. Pure.
+//!
+//! A file is a part of a kernel's text. Where an op's spec refuses a dtype, its row has an empty one; tests compile all others.
+
+use crate::Dtype;
+
+/// A row of the table.
+pub(crate) struct Format {
+    /// The type of an oct (8 consecutive elements), as kernels bind it.
+    pub(crate) oct_type: &'static str,
+    /// `decode_DTYPE`: an oct as f32, without the scale.
+    pub(crate) oct: &'static str,
+    /// The same, for devices that keep subnormals of f16.
+    pub(crate) oct_by_f16: &'static str,
+    /// The decoder of octs whose NaN need not stay NaN, by its name without `decode_`.
+    pub(crate) finite: &'static str,
+    /// What a decoded element is still to be multiplied by.
+    pub(crate) scale: &'static str,
+    /// How an element is read.
+    pub(crate) element: &'static str,
+    /// How a quad (4 consecutive elements) is read.
+    pub(crate) quad: &'static str,
+    /// The type of a quad that is rotated, and the file that reads and rounds it.
+    pub(crate) rotated: (&'static str, &'static str),
+    /// How an output is rounded and written by words.
+    pub(crate) out: &'static str,
+    /// How a decode's output is rounded and stored.
+    pub(crate) store: &'static [&'static str],
+    /// How 16 bytes of both sides of a merge are weighted and added.
+    pub(crate) merge: &'static str,
+    /// What copies of a dtype move as a unit: 4 elements, and their name.
+    pub(crate) copied: (&'static str, &'static str),
+    /// How octs become f16 for matrices: keys of a decode, of a prefill, and `x` or weights of a projection.
+    pub(crate) matrix_key: Option<&'static str>,
+    pub(crate) matrix_half: Option<&'static str>,
+    pub(crate) matrix_part: &'static str,
+    /// Matrices of f16 that hold a query or `x` exactly.
+    pub(crate) matrix_parts: u32,
+}
+
+/// A file of `shaders/lib`, or several behind each other.
+macro_rules! lib {
+    ($first:literal $(, $more:literal)*) => {
+        concat!(include_str!(concat!("../../../shaders/lib/", $first, ".wgsl")) $(, "\n", include_str!(concat!("../../../shaders/lib/", $more, ".wgsl")))*)
+    };
+}
+
+static F32: Format = Format {
+    oct_type: "OctF32",
+    oct: lib!("oct_f32"),
+    oct_by_f16: lib!("oct_f32"),
+    finite: "f32",
+    scale: "1.0",
+    element: lib!("in_f32"),
+    quad: lib!("quad_f32"),
+    rotated: ("QuadF32", lib!("round_quad_f32")),
+    out: lib!("out_f32"),
+    store: &[lib!("store_f32")],
+    merge: lib!("merge_f32"),
+    copied: ("vec4<u32>", "quads"),
+    matrix_key: None,
+    matrix_half: None,
+    matrix_part: lib!("part_f32"),
+    matrix_parts: 2,
+};
+
+static F16: Format = Format {
+    oct_type: "OctF16",
+    oct: lib!("oct_f16"),
+    oct_by_f16: lib!("oct_f16"),
+    finite: "f16",
+    scale: "1.0",
+    element: lib!("in_f16"),
+    quad: lib!("quad_f16"),
+    rotated: ("QuadF16", lib!("round_quad_f16")),
+    out: lib!("out_f16"),
+    store: &[lib!("store_f16"), lib!("round")],
+    merge: lib!("merge_f16"),
+    copied: ("vec2<u32>", "pairs"),
+    matrix_key: Some(lib!("key_f16", "wide_rows")),
+    matrix_half: Some(lib!("prefill_half_f16")),
+    matrix_part: lib!("part_f16"),
+    matrix_parts: 1,
+};
+
+static BF16: Format = Format {
+    oct_type: "OctBf16",
+    oct: lib!("oct_bf16"),
+    oct_by_f16: lib!("oct_bf16"),
+    finite: "bf16",
+    scale: "1.0",
+    element: lib!("in_bf16"),
+    quad: lib!("quad_bf16"),
+    rotated: ("QuadBf16", lib!("round_quad_bf16")),
+    out: lib!("out_bf16"),
+    store: &[lib!("store_bf16"), lib!("round")],
+    merge: lib!("merge_bf16"),
+    copied: ("vec2<u32>", "pairs"),
+    matrix_key: Some(lib!("key_bf16", "wide_rows")),
+    matrix_half: Some(lib!("oct_bf16", "prefill_half_bf16")),
+    matrix_part: lib!("part_bf16"),
+    matrix_parts: 1,
+};
+
+static E4M3: Format = Format {
+    oct_type: "OctE4m3",
+    oct: lib!("oct_e4m3"),
+    oct_by_f16: lib!("oct_e4m3_f16"),
+    finite: "finite_e4m3",
+    scale: "SCALE_E4M3",
+    element: lib!("in_e4m3"),
+    quad: "",
+    rotated: ("", ""),
+    out: lib!("out_e4m3"),
+    store: &[],
+    merge: "",
+    copied: ("u32", "words"),
+    matrix_key: Some(lib!("key_e4m3", "wide_rows")),
+    matrix_half: None,
+    matrix_part: "",
+    matrix_parts: 1,
+};
+
+impl Format {
+    pub(crate) const fn of(dtype: Dtype) -> &'static Self {
+        match dtype {
+            Dtype::F32 => &F32,
+            Dtype::F16 => &F16,
+            Dtype::Bf16 => &BF16,
+            Dtype::E4m3 => &E4M3,
+        }
+    }
+
+    /// How octs are decoded, on a device that keeps subnormals of f16 or not.
+    pub(crate) const fn decoder(&self, f16_subnormals: bool) -> &'static str {
+        if f16_subnormals { self.oct_by_f16 } else { self.oct }
+    }
+}
