@@ -69,12 +69,12 @@ pub fn refuses_overlaps<B: Backend>(session: &Session<'_, B>) {
             ("out in the weights", out_in(good.kv_b_proj, 0), "kv_b_proj and out"),
             (
                 "expanded keys in out",
-                with.clone()(Expanded { k_nope: swap(&output), ..expanded }),
+                with(Expanded { k_nope: swap(&output), ..expanded }),
                 "expanded.k_nope and out",
             ),
             (
                 "expanded keys in the cache",
-                with.clone()(Expanded { k_nope: swap(kv), ..expanded }),
+                with(Expanded { k_nope: swap(kv), ..expanded }),
                 "expanded.k_nope and kv",
             ),
             (
