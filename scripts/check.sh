@@ -65,17 +65,18 @@ step() {
     table+=$(printf '%6s s  %s' "$((SECONDS - since))" "$name")$'\n'
 }
 
-# What is published. The features are those of the first.
-crates=(-p wgpu-mla -p wgpu-mla-ptx)
+# What is published, and what is tested with it: one set of packages and features, so that each is built once.
+published=(-p wgpu-mla -p wgpu-mla-ptx)
+crates=("${published[@]}" -p context_parallel)
 
 step "format" cargo fmt --all --check
 step "lints" cargo clippy --locked "${crates[@]}" --all-targets --features cuda -- -D warnings
 step "tests: build" cargo test --locked "${crates[@]}" --features cuda --no-run
 step "unit tests" cargo test --locked "${crates[@]}" --features cuda --lib
-step "tests" cargo test --locked --features cuda --test it
-step "several devices" cargo test --locked -p context_parallel
+step "tests" cargo test --locked "${crates[@]}" --features cuda --test it
+step "several devices" cargo test --locked "${crates[@]}" --features cuda --test cli
 step "examples in the docs" cargo test --locked "${crates[@]}" --features cuda --doc
-step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc --locked "${crates[@]}" --no-deps --features cuda
+step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc --locked "${published[@]}" --no-deps --features cuda
 
 total=$((SECONDS - begin))
 printf '\n== where the time went\n%s%6s s  in all, of a budget of %s s\n' "$table" "$total" "$budget"

@@ -2,10 +2,12 @@
 //! knows how a token lies in memory.
 
 mod layout;
+mod shape;
 mod spec;
 mod view;
 
 pub use layout::{KvLayout, Scales, Section, TokenLayout};
+pub use shape::{MlaShape, SUPPORTED_DIMS};
 pub use spec::KvSpec;
 pub(crate) use view::name_slabs;
 pub use view::{KvView, Slabs};

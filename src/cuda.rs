@@ -15,6 +15,7 @@
 
 mod buffer;
 mod caps;
+mod captures;
 mod decode;
 mod device;
 mod formats;

@@ -154,8 +154,8 @@ pub mod ops;
 mod pages;
 pub mod plan;
 mod rope;
-mod shape;
 mod shares;
+mod spec;
 pub mod tables;
 mod threads;
 mod view;
@@ -163,7 +163,7 @@ mod view;
 #[cfg(not(target_arch = "wasm32"))]
 pub use any::AnyBackend;
 pub use backend::Backend;
-pub use cache::{KvLayout, KvSpec, KvView, Scales, Section, Slabs, TokenLayout};
+pub use cache::{KvLayout, KvSpec, KvView, MlaShape, SUPPORTED_DIMS, Scales, Section, Slabs, TokenLayout};
 pub use context_parallel::{CombineForm, ContextParallel, ContextParallelSpec};
 pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
 pub use error::{Error, Result};
@@ -187,8 +187,8 @@ pub use ops::{
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SlabPlan, SlabTable, SplitPolicy, Tiling};
 pub use rope::{RopeFrequencies, Yarn};
-pub use shape::{MlaDecode, MlaShape, SUPPORTED_DIMS, softmax_scale};
 pub use shares::Shares;
+pub use spec::{MlaDecode, softmax_scale};
 pub use tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
 pub use threads::WasmNotSendSync;
 pub use view::View;

@@ -2,7 +2,6 @@
 //! [`Compiled`] of it on the wgpu, CUDA or CPU backend. Each op's page has an example.
 
 mod batch_tables;
-mod compiled;
 mod correct_attn_out;
 mod decode;
 mod head_project;
@@ -15,7 +14,6 @@ mod merge_states;
 pub(crate) mod mla_prefill;
 pub(crate) mod op;
 mod reorg_kvcache;
-mod replay;
 mod rope;
 mod rope_append;
 pub(crate) mod variants;
@@ -25,7 +23,6 @@ pub use batch_tables::{AppendsSlots, DeviceBatch};
 pub(crate) use batch_tables::{Sequences, check_binding, no_slots, template};
 #[cfg(not(any(feature = "wgpu", feature = "cuda")))]
 pub(crate) use batch_tables::{Sequences, no_slots};
-pub use compiled::{Binding, Compiled, Step};
 pub use correct_attn_out::{CorrectAttnOut, CorrectAttnOutArgs};
 pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
@@ -41,10 +38,10 @@ pub use merge_states::{MergeStates, MergeStatesArgs, MergeStatesExtent};
 pub use mla_prefill::{
     MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, PrefillTiling,
 };
-pub use op::{Device, Kernel, Op, Use};
-pub use reorg_kvcache::{ReorgBatch, ReorgCapacity, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
 #[cfg(feature = "cuda")]
-pub(crate) use replay::Replay;
+pub(crate) use op::Replay;
+pub use op::{Binding, Compiled, Device, Kernel, Op, Step, Use};
+pub use reorg_kvcache::{ReorgBatch, ReorgCapacity, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
 pub use rope::{Rope, RopeArgs, RopeLayout};
 pub use rope_append::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 pub use variants::{Candidate, Choice, OpOptions};

@@ -14,8 +14,10 @@ mod balance;
 mod check;
 mod cut;
 mod room;
+mod slabbed;
 mod slabs;
 pub(crate) use check::check_plan;
+pub(crate) use slabbed::Slabbed;
 pub(crate) use slabs::check_slabs;
 pub use slabs::{SlabPlan, SlabTable};
 

@@ -1,8 +1,11 @@
 //! The pool of pages that a cache has, and its checks. Pure.
 
 use super::layout::{KvLayout, TokenLayout};
-use super::view::Slabs;
-use crate::{Dtype, Error, MlaShape, Result};
+use super::shape::MlaShape;
+use crate::{Dtype, Error, Result};
+
+/// The most slabs of a pool.
+pub(super) const MOST_SLABS: u32 = 64;
 
 /// The paged cache: `[num_pages, page_size]` tokens of one layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -57,14 +60,14 @@ impl KvSpec {
         }
     }
 
-    /// Slabs of a pool that is cut every `slab_pages` pages: see [`Slabs`].
+    /// Slabs of a pool that is cut every `slab_pages` pages: see [`crate::Slabs`].
     ///
     /// # Errors
-    /// [`Error::Shape`] for slabs of no page, and for more than [`Slabs::MOST`] of them.
+    /// [`Error::Shape`] for slabs of no page, and for more than [`crate::Slabs::MOST`] of them.
     pub fn num_slabs(&self, slab_pages: u32) -> Result<u32> {
         let count =
             self.num_pages.checked_div(slab_pages).map_or(u32::MAX, |_| self.num_pages.div_ceil(slab_pages));
-        if count > Slabs::<()>::MOST {
+        if count > MOST_SLABS {
             let cure = "must be at least 1, and large enough for at most 64 slabs: raise max_storage_buffer_binding_size with `wanted`, or make the pool smaller";
             return Err(Error::Shape { what: "slab_pages", got: slab_pages.into(), cure });
         }

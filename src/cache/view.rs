@@ -3,9 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::spec::KvSpec;
+use super::shape::MlaShape;
+use super::spec::{KvSpec, MOST_SLABS};
 use crate::view::{aligned_bytes, fits, nested};
-use crate::{Error, MlaDecode, MlaShape, Result};
+use crate::{Error, MlaDecode, Result};
 
 /// The cache of a layer: `[num_pages, page_size]` tokens somewhere in a buffer, or in several: see [`Slabs`]. It is all that a
 /// [`KvCopyPages`](crate::KvCopyPages) takes of a layer.
@@ -27,16 +28,13 @@ pub struct KvView<B> {
     pub slabs: Slabs<B>,
 }
 
-/// The most slabs after the first.
-const MORE: usize = 63;
-
 macro_rules! slab_names {
     ($($slab:literal)*) => { [$(concat!("slab ", $slab, " of kv")),*] };
 }
 
 /// What errors call each slab of a view in several.
 #[rustfmt::skip]
-const SLAB_NAMES: [&str; MORE + 1] = slab_names![
+const SLAB_NAMES: [&str; MOST_SLABS as usize] = slab_names![
     0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
     32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63
 ];
@@ -72,7 +70,7 @@ impl<B> Slabs<B> {
     pub const ONE: Self = Self { slab_pages: 0, first_page: 0, more: None };
 
     /// The most slabs of a pool.
-    pub const MOST: u32 = MORE as u32 + 1;
+    pub const MOST: u32 = MOST_SLABS;
 
     /// Pages of a slab; 0 for one buffer.
     #[must_use]

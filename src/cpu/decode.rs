@@ -11,7 +11,7 @@ pub(super) use binding::{Pages, Rows};
 pub(super) use step::Scratch;
 
 use binding::{Bound, KV, LSE, OUT, Q_NOPE, Q_PE};
-use step::{Prepared, Tables};
+use step::{Prepared, Tables, Words};
 
 use super::buffer::{Buffer, Locked, exclusive, store_elements};
 use super::device::Cpu;
@@ -20,7 +20,7 @@ use super::kernels::{Kernels, VARIANTS};
 use crate::cpu::kernels::formats::bits_of;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
-use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem, check_slabs};
+use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem};
 use crate::tables::{Capacity, PageTable};
 use crate::{Dtype, MlaDecode, Result};
 
@@ -77,13 +77,13 @@ impl Kernel<MlaDecode> for Cpu {
         step: &Prepared,
         layer: &Layer,
     ) -> Result<()> {
-        check_slabs(step.slab_pages, layer.slab_pages)?;
-        let Some(merges) = step.tables() else { return Ok(()) };
+        step.words.check(layer.slab_pages)?;
+        let Some(merges) = step.words.own.tables() else { return Ok(()) };
         let mut partials = step.partials.lock().unwrap_or_else(PoisonError::into_inner);
         let weights_at = step.num_partials() * spec.shape.kv_lora_rank as usize;
         let (outs, weights) = partials.split_at_mut(weights_at);
         let Some(first) = layer.slabs.first() else { return Ok(()) };
-        for (binding, tables) in layer.slabs.iter().zip(step.each_slab()) {
+        for (binding, tables) in layer.slabs.iter().zip(step.words.each().filter_map(Words::tables)) {
             let locked = binding.lock();
             let call = Call::new(spec, kernels, binding, tables, &locked);
             let (partial_outs, partial_weights) = (&*outs, &*weights);

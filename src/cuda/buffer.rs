@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 
-use super::Cuda;
 use super::library::failed;
+use super::uploads::Uploads;
 use crate::{Error, Result};
 
 /// Memory that the CUDA backend's kernels read and write. Clones share it.
@@ -84,13 +84,19 @@ impl Buffer {
     }
 
     /// In the stream's order; `bytes` may be changed when it returns.
-    pub(super) fn upload(&self, cuda: &Cuda, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub(super) fn upload(
+        &self,
+        uploads: &Uploads,
+        stream: &Arc<CudaStream>,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<()> {
         self.check("upload", offset, bytes.len() as u64)?;
         if bytes.is_empty() {
             return Ok(());
         }
         // SAFETY: inside of the buffer, as was just checked, whose memory is of the device's context.
-        unsafe { cuda.uploads().copy(cuda.stream(), self.address + offset, bytes) }
+        unsafe { uploads.copy(stream, self.address + offset, bytes) }
     }
 
     pub(super) fn download(&self, stream: &Arc<CudaStream>, bytes: u64) -> Result<Vec<u8>> {

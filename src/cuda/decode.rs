@@ -18,7 +18,7 @@ use super::{Buffer, Cuda, Function};
 use crate::cuda::formats::code;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
-use crate::plan::{Plan, Tiling, check_plan, check_slabs};
+use crate::plan::{Plan, Slabbed, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
 use crate::{Dtype, Error, KvSpec, MlaDecode, Result};
 
@@ -71,7 +71,7 @@ const FEW_BLOCKS: u32 = 16;
 
 impl Kernel<MlaDecode> for Cuda {
     type Kernels = Functions;
-    type Step = Tables;
+    type Step = Slabbed<Tables>;
     type Binding = Layer;
 
     fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
@@ -100,28 +100,33 @@ impl Kernel<MlaDecode> for Cuda {
         Ok((functions, tiling, choice))
     }
 
-    fn kernel_step(&self, spec: &MlaDecode, kernels: &Functions, capacity: Capacity) -> Result<Tables> {
-        Tables::new(self, spec, kernels.device_page_list, capacity)
+    fn kernel_step(
+        &self,
+        spec: &MlaDecode,
+        kernels: &Functions,
+        capacity: Capacity,
+    ) -> Result<Slabbed<Tables>> {
+        Tables::new(self, spec, kernels.device_page_list, capacity).map(Slabbed::new)
     }
 
-    fn kernel_capacity(step: &Tables) -> Capacity {
-        step.capacity
+    fn kernel_capacity(step: &Slabbed<Tables>) -> Capacity {
+        step.own.capacity
     }
 
-    fn kernel_form(step: &Tables) -> u64 {
-        step.form()
+    fn kernel_form(step: &Slabbed<Tables>) -> u64 {
+        step::form(step)
     }
 
     fn kernel_prepare(
         &self,
         spec: &MlaDecode,
         kernels: &Functions,
-        step: &mut Tables,
+        step: &mut Slabbed<Tables>,
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
         pages.check_device(kernels.device_page_list, plan)?;
         check_plan(plan, spec, pages, kernels.tile.rows)?;
-        step.prepare(self, spec, plan, pages)?;
+        step::prepare(step, self, spec, (plan, pages))?;
         Ok(plan.num_queries)
     }
 
@@ -142,19 +147,19 @@ impl Kernel<MlaDecode> for Cuda {
         spec: &MlaDecode,
         kernels: &Functions,
         (): &mut (),
-        step: &Tables,
+        step: &Slabbed<Tables>,
         layer: &Layer,
     ) -> Result<()> {
-        check_slabs(step.slab_pages, layer.slab_pages)?;
+        step.check(layer.slab_pages)?;
         if layer.max_queries == 0 {
             return Ok(());
         }
         // Another thread's launches of this step would write its partial results before the merge reads them.
         let _turn = self.turn();
-        for (bound, tables) in layer.slabs.iter().zip(step.each_slab()) {
-            self.launch_split(bound, tables, &step.partials)?;
+        for (bound, tables) in layer.slabs.iter().zip(step.each()) {
+            self.launch_split(bound, tables, &step.own.partials)?;
         }
-        layer.slabs.first().map_or(Ok(()), |bound| self.launch_merge(spec, kernels, bound, step))
+        layer.slabs.first().map_or(Ok(()), |bound| self.launch_merge(spec, kernels, bound, &step.own))
     }
 }
 

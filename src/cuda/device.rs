@@ -11,7 +11,7 @@ use wgpu_mla_ptx::Entry;
 
 use super::buffer::Buffer;
 use super::caps::Card;
-use super::graph::Captures;
+use super::captures::Captures;
 use super::kernels::{TensorMap, ptx};
 use super::library::{self, failed, said};
 use super::turn::{Taken, Turn};
@@ -127,10 +127,6 @@ impl Cuda {
     /// Keeps other threads from putting ops of several launches on the stream.
     pub(crate) fn turn(&self) -> Taken<'_> {
         self.turn.take()
-    }
-
-    pub(super) fn uploads(&self) -> &Uploads {
-        &self.uploads
     }
 
     /// Makes the card's context that of the calling thread, which may have another's: most calls of the driver are of the current one.
@@ -262,7 +258,7 @@ impl Device for Cuda {
     }
 
     fn upload(&self, buffer: &Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
-        buffer.upload(self, offset, bytes)
+        buffer.upload(&self.uploads, &self.stream, offset, bytes)
     }
 
     fn download(&self, buffer: &Buffer, bytes: u64) -> Result<Vec<u8>> {

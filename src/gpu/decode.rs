@@ -18,7 +18,7 @@ use super::kernels::decode::{Kernel as Chosen, Merging, Request, VARIANTS, split
 use super::pipelines::{Access, Layout, Pipeline, layout};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Binding, Candidate, Choice, Compiled, DecodeOptions, Kernel, MlaDecodeArgs, Step};
-use crate::plan::{Plan, Tiling, check_plan, check_slabs};
+use crate::plan::{Plan, Slabbed, Tiling, check_plan};
 use crate::tables::{Capacity, PageTable};
 use crate::{Error, MlaDecode, Result};
 
@@ -28,14 +28,6 @@ pub struct Layer {
     /// With the cache of each slab; none where there is room for no query token.
     slabs: Vec<wgpu::BindGroup>,
     slab_pages: u32,
-}
-
-impl Layer {
-    /// # Errors
-    /// [`Error::LayoutMismatch`] for a step that was planned for a pool in other slabs.
-    fn check(&self, step: &Tables) -> Result<()> {
-        check_slabs(step.slab_pages, self.slab_pages)
-    }
 }
 
 /// The kernels of a decode, and what they are bound with: group 0 a layer, group 1 a step.
@@ -53,7 +45,7 @@ pub struct Pipes {
 
 impl Kernel<MlaDecode> for Gpu {
     type Kernels = Pipes;
-    type Step = Tables;
+    type Step = Slabbed<Tables>;
     type Binding = Layer;
 
     fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
@@ -110,24 +102,24 @@ impl Kernel<MlaDecode> for Gpu {
         Ok((pipes, options.tiling.unwrap_or(kernel.tiling), choice))
     }
 
-    fn kernel_step(&self, spec: &MlaDecode, pipes: &Pipes, capacity: Capacity) -> Result<Tables> {
-        Tables::new(self, pipes, spec, capacity)
+    fn kernel_step(&self, spec: &MlaDecode, pipes: &Pipes, capacity: Capacity) -> Result<Slabbed<Tables>> {
+        Tables::new(self, pipes, spec, capacity).map(Slabbed::new)
     }
 
-    fn kernel_capacity(step: &Tables) -> Capacity {
-        step.capacity
+    fn kernel_capacity(step: &Slabbed<Tables>) -> Capacity {
+        step.own.capacity
     }
 
     fn kernel_prepare(
         &self,
         spec: &MlaDecode,
         pipes: &Pipes,
-        step: &mut Tables,
+        step: &mut Slabbed<Tables>,
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
         pages.check_device(pipes.device_page_list, plan)?;
         check_plan(plan, spec, pages, pipes.rows_per_tile)?;
-        step.prepare(self, pipes, spec, plan, pages)?;
+        step::prepare(step, self, pipes, spec, (plan, pages))?;
         Ok(plan.num_queries)
     }
 
@@ -148,15 +140,15 @@ impl Kernel<MlaDecode> for Gpu {
         spec: &MlaDecode,
         pipes: &Pipes,
         pass: &mut wgpu::ComputePass<'_>,
-        step: &Tables,
+        step: &Slabbed<Tables>,
         layer: &Layer,
     ) -> Result<()> {
-        layer.check(step)?;
-        for (group, tables) in layer.slabs.iter().zip(step.each_slab()) {
+        step.check(layer.slab_pages)?;
+        for (group, tables) in layer.slabs.iter().zip(step.each()) {
             pass.set_bind_group(0, group, &[]);
             self.dispatch_split(pipes, pass, tables, None);
         }
-        self.dispatch_merge(spec, pipes, pass, step, layer);
+        self.dispatch_merge(spec, pipes, pass, &step.own, layer);
         Ok(())
     }
 }
@@ -197,14 +189,14 @@ impl Compiled<MlaDecode, Gpu> {
         if index >= slices {
             return Err(Error::LayoutMismatch { detail });
         }
-        binding.raw.check(&step.raw)?;
-        let Some((slab, tables, slice)) = step.raw.slice(index) else { return Ok(()) };
+        step.raw.check(binding.raw.slab_pages)?;
+        let Some((slab, tables, slice)) = step::slice(&step.raw, index) else { return Ok(()) };
         if let Some(group) = binding.raw.slabs.get(slab) {
             pass.set_bind_group(0, group, &[]);
             self.device.dispatch_split(&self.kernels, pass, tables, Some(slice));
         }
         if index + 1 == slices {
-            self.device.dispatch_merge(&self.op, &self.kernels, pass, &step.raw, &binding.raw);
+            self.device.dispatch_merge(&self.op, &self.kernels, pass, &step.raw.own, &binding.raw);
         }
         Ok(())
     }

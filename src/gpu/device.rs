@@ -6,12 +6,14 @@ use std::sync::{Arc, Mutex};
 
 use super::caps::Caps;
 use super::disk_cache::DiskCache;
-use super::pipelines::Pipeline;
 use super::read::{check_range, check_usage};
 use super::scope::{alive, hosts, scoped};
 use super::wanted::caps_on;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
 use crate::{Error, Result};
+
+/// A compiled pipeline: [`Gpu`] keeps one, and each op and binding that uses it another, so that it knows which are unused.
+pub(super) type Pipeline = Arc<wgpu::ComputePipeline>;
 
 /// A device, its queue, and what was compiled on them. A clone is another handle; the device stays the host's.
 #[derive(Debug, Clone)]

@@ -5,15 +5,13 @@ use std::ops::Deref;
 use std::sync::{Arc, PoisonError};
 
 use super::device::Gpu;
+pub(super) use super::device::Pipeline;
 use super::disk_cache::DiskCache;
 use super::kernels::GROUP;
 use super::kernels::compose::Source;
 use super::limits::{self, Bindings};
 use super::scope::{scoped, uniform};
 use crate::{Error, Result};
-
-/// A compiled pipeline: [`Gpu`] keeps one, and each op and binding that uses it another, so that it knows which are unused.
-pub(super) type Pipeline = Arc<wgpu::ComputePipeline>;
 
 /// What a binding is to a shader.
 #[derive(Debug, Clone, Copy)]

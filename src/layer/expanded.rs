@@ -3,7 +3,7 @@
 use super::MlaLayer;
 use crate::Result;
 use crate::ops::{Device, Use};
-use crate::shape::bytes_of;
+use crate::spec::bytes_of;
 use crate::view::View;
 
 /// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. One pass reads `H * (P + V)` elements a

@@ -7,11 +7,16 @@
 //! per layer  mla.record_on(&mut recorder, &step, &binding)?       creates nothing
 //! ```
 
+mod compiled;
+mod replay;
+mod shared_state;
+
 use std::fmt::Debug;
 
-pub(crate) use super::compiled::next_id;
-pub use super::compiled::{Binding, Compiled, Step};
-use super::replay::Replay;
+pub(crate) use compiled::next_id;
+pub use compiled::{Binding, Compiled, Step};
+pub(crate) use replay::Replay;
+
 use super::variants::{Candidate, Choice, only_candidate};
 use crate::cache::name_slabs;
 use crate::threads::WasmNotSendSync;

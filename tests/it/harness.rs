@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Completion, Trial};
 
@@ -21,9 +22,14 @@ impl Test {
 
     fn trial(self) -> Trial {
         let Self { name, run } = self;
-        Trial::ignorable_test(name, move || match run() {
-            Ok(()) => Ok(Completion::Completed),
-            Err(Ignored(why)) => Ok(Completion::ignored_with(why)),
+        Trial::ignorable_test(name.clone(), move || {
+            let begin = Instant::now();
+            let outcome = run();
+            TIMES.lock().unwrap_or_else(PoisonError::into_inner).push((begin.elapsed(), name));
+            match outcome {
+                Ok(()) => Ok(Completion::Completed),
+                Err(Ignored(why)) => Ok(Completion::ignored_with(why)),
+            }
         })
     }
 }
@@ -71,6 +77,18 @@ pub fn count(of: &str, checks: usize, left_out: usize) {
     *entry = (entry.0 + checks, entry.1 + left_out);
 }
 
+/// How long each test took.
+static TIMES: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
+
+/// The tests that took longest, of runs that are worth it.
+fn print_slowest() {
+    let mut times = std::mem::take(&mut *TIMES.lock().unwrap_or_else(PoisonError::into_inner));
+    times.sort_unstable();
+    for (time, name) in times.iter().rev().take(12).filter(|_| times.len() > 100) {
+        println!("slowest: {:5.1} s {name}", time.as_secs_f64());
+    }
+}
+
 /// Runs the tests whose name contains one of the filters on the command line, or all. `--help` tells of the options.
 pub fn run(tests: Vec<Test>) -> ExitCode {
     let (words, filters) = filters_of(std::env::args());
@@ -89,6 +107,7 @@ pub fn run(tests: Vec<Test>) -> ExitCode {
     for (of, (checks, left_out)) in CHECKS.lock().unwrap_or_else(PoisonError::into_inner).iter() {
         println!("checks: {of}: {checks} ran, {left_out} left out as not served");
     }
+    print_slowest();
     conclusion.exit_code()
 }
 

@@ -26,6 +26,7 @@ mod examples;
 mod fastest;
 #[cfg(feature = "wgpu")]
 mod head_project;
+mod imports;
 mod layer_plan;
 #[cfg(feature = "wgpu")]
 mod layer_wgpu;
@@ -62,6 +63,7 @@ fn main() -> std::process::ExitCode {
         conformance::tests,
         cpu::tests,
         examples::tests,
+        imports::tests,
         layer_plan::tests,
         limits::tests,
         no_alloc::tests,

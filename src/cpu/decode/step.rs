@@ -8,7 +8,7 @@ use bytemuck::{Pod, cast_slice};
 use crate::cpu::buffer::{Line, zeroed};
 use crate::cpu::kernels::attend::{BLOCK, MAX_ROWS, Tile};
 use crate::cpu::kernels::lanes::MAX_LANES;
-use crate::plan::{Merge, Plan, QueryToken, WorkItem, check_plan};
+use crate::plan::{Merge, Plan, QueryToken, Slabbed, WorkItem, check_plan};
 use crate::tables::{Capacity, Header, PageTable, write_tables};
 use crate::{Error, KvSpec, MlaDecode, Result};
 
@@ -16,13 +16,7 @@ use crate::{Error, KvSpec, MlaDecode, Result};
 #[derive(Debug)]
 pub struct Prepared {
     spec: MlaDecode,
-    /// The whole step; with a pool in several slabs its merges.
-    own: Words,
-    /// Of each slab of a pool in several, kept for later batches: `num_slabs` are in use.
-    slabs: Vec<Words>,
-    num_slabs: usize,
-    /// Pages of a slab, 0 for a pool in one buffer.
-    pub(super) slab_pages: u32,
+    pub(super) words: Slabbed<Words>,
     /// Partial outputs `[partials, L]`, then a [`Weight`](crate::cpu::kernels::attend::Weight) each. Locked by a run.
     pub(super) partials: Mutex<Vec<AtomicU32>>,
     num_partials: u32,
@@ -32,7 +26,7 @@ pub struct Prepared {
 
 /// The tables of one plan.
 #[derive(Debug, Default)]
-struct Words {
+pub(super) struct Words {
     capacity: Capacity,
     words: Vec<u32>,
     /// None until a plan was prepared.
@@ -57,7 +51,8 @@ impl Words {
         Ok(())
     }
 
-    fn tables(&self) -> Option<Tables<'_>> {
+    /// `None` where no plan was prepared.
+    pub(super) fn tables(&self) -> Option<Tables<'_>> {
         Some(Tables { words: &self.words, header: self.header.as_ref()? })
     }
 }
@@ -67,10 +62,7 @@ impl Prepared {
         let scratch = (0..threads).map(|_| Scratch::of_decode(&spec).map(Mutex::new));
         let mut step = Self {
             spec,
-            own: Words::default(),
-            slabs: Vec::new(),
-            num_slabs: 0,
-            slab_pages: 0,
+            words: Slabbed::new(Words::default()),
             partials: Mutex::default(),
             num_partials: 0,
             scratch: scratch.collect::<Result<_>>()?,
@@ -80,8 +72,8 @@ impl Prepared {
     }
 
     fn grow(&mut self, need: Capacity) -> Result<()> {
-        self.own.grow(need)?;
-        let partials = self.own.capacity.partials;
+        self.words.own.grow(need)?;
+        let partials = self.words.own.capacity.partials;
         if partials > self.num_partials {
             let per_partial = self.spec.shape.kv_lora_rank as usize + 2;
             let grown = zeroed((partials as usize).saturating_mul(per_partial), "partial results")?;
@@ -91,7 +83,7 @@ impl Prepared {
     }
 
     pub(super) fn prepare(&mut self, rows_per_tile: u32, plan: &Plan, pages: PageTable<'_>) -> Result<()> {
-        self.own.header = None;
+        self.words.own.header = None;
         if matches!(pages, PageTable::Device) {
             let cure = "there is no device to write the page list here: pass PageTable::Dense or Csr";
             return Err(Error::Shape {
@@ -101,33 +93,16 @@ impl Prepared {
             });
         }
         check_plan(plan, &self.spec, pages, rows_per_tile)?;
-        for (i, (spec, slab)) in plan.slab_plans(&self.spec).enumerate() {
-            if i == self.slabs.len() {
-                self.slabs.push(Words::default());
-            }
-            self.slabs[i].grow(Capacity::of(slab.plan()))?;
-            self.slabs[i].write(slab.plan(), slab.pages(), &spec.kv)?;
-        }
-        (self.num_slabs, self.slab_pages) = (plan.slabs().len(), plan.slab_pages());
         self.grow(Capacity::of(plan))?;
-        let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
-        let pages = if plan.slabs().is_empty() { pages } else { merges_only };
-        self.own.write(plan, pages, &self.spec.kv)
-    }
-
-    /// The whole step, or its merges; `None` where no plan was prepared.
-    pub(super) fn tables(&self) -> Option<Tables<'_>> {
-        self.own.tables()
-    }
-
-    /// What has work items: the tables of the whole step, or of each slab.
-    pub(super) fn each_slab(&self) -> impl Iterator<Item = Tables<'_>> {
-        let own = (self.num_slabs == 0).then_some(&self.own);
-        own.into_iter().chain(&self.slabs[..self.num_slabs]).filter_map(Words::tables)
+        let write = |words: &mut Words, spec: &MlaDecode, plan: &Plan, pages: PageTable<'_>| {
+            words.grow(Capacity::of(plan))?;
+            words.write(plan, pages, &spec.kv)
+        };
+        self.words.prepare(&self.spec, (plan, pages), write, |_, _| true, |_, _, _| Ok(Words::default()))
     }
 
     pub(super) fn capacity(&self) -> Capacity {
-        self.own.capacity
+        self.words.own.capacity
     }
 
     pub(super) fn num_partials(&self) -> usize {

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::Step;
+use crate::ops::op::Device;
 use crate::ops::op::next_id;
-use crate::plan::Plan;
+use crate::plan::{Plan, Slabbed};
 use crate::tables::{Capacity, Header, PageTable, write_tables};
 use crate::{Error, MlaDecode, Result};
 
@@ -22,14 +23,8 @@ pub struct Tables {
     /// Of the last `prepare`; no other has the same. Graphs share it.
     generation: Arc<AtomicU64>,
     words: Vec<u32>,
-    /// Of each slab of a pool in several; this one then has their partial results and the merges. They are kept for later batches:
-    /// `num_slabs` are in use.
-    slabs: Vec<Tables>,
-    num_slabs: usize,
     /// Whether this is of a slab, with no partial results of its own.
     is_slab: bool,
-    /// Pages of a slab, 0 for a pool in one buffer.
-    pub(super) slab_pages: u32,
 }
 
 impl Step<MlaDecode, Cuda> {
@@ -40,13 +35,35 @@ impl Step<MlaDecode, Cuda> {
     /// [`Error::LayoutMismatch`] for a step of a decode made without [`crate::DecodeOptions::device_page_list`]: its kernels trust the
     /// page list, which only a prepare writes.
     pub fn page_list(&self) -> Result<Buffer> {
-        if !self.raw.device_page_list {
+        if !self.raw.own.device_page_list {
             let detail = "Step::page_list needs a decode made with DecodeOptions::device_page_list";
             return Err(Error::LayoutMismatch { detail });
         }
-        let (begin, end) = (self.raw.header.pages, self.raw.header.end);
-        Ok(self.raw.tables.part(u64::from(begin) * 4, u64::from(end - begin) * 4))
+        let (begin, end) = (self.raw.own.header.pages, self.raw.own.header.end);
+        Ok(self.raw.own.tables.part(u64::from(begin) * 4, u64::from(end - begin) * 4))
     }
+}
+
+/// A number for the launches of a step beside its capacity: how many slabs, and where their tables are.
+pub(super) fn form(step: &Slabbed<Tables>) -> u64 {
+    let words = step.of_slabs().iter().map(|slab| slab.tables.ptr() ^ u64::from(slab.capacity.items));
+    words.fold(step.slab_pages().into(), |form, word| form.wrapping_mul(0x100_0000_01B3).wrapping_add(word))
+}
+
+/// For a plan that passed [`crate::plan::check_plan`].
+pub(super) fn prepare(
+    step: &mut Slabbed<Tables>,
+    cuda: &Cuda,
+    spec: &MlaDecode,
+    plan: (&Plan, PageTable<'_>),
+) -> Result<()> {
+    let write = |tables: &mut Tables, spec: &MlaDecode, plan: &Plan, pages: PageTable<'_>| {
+        tables.prepare_one(cuda, spec, plan, pages)
+    };
+    let new = |_: &Tables, spec: &MlaDecode, capacity| {
+        Ok(Tables { is_slab: true, ..Tables::with_partials(cuda, spec, (false, capacity), 0)? })
+    };
+    step.prepare(spec, plan, write, |_, _| true, new)
 }
 
 impl Tables {
@@ -77,26 +94,8 @@ impl Tables {
             device_page_list,
             generation: Arc::new(next_id().into()),
             words: Vec::new(),
-            slabs: Vec::new(),
-            num_slabs: 0,
             is_slab: false,
-            slab_pages: 0,
         })
-    }
-
-    /// What the splits are launched with: this, or the tables of each slab.
-    pub(super) fn each_slab(&self) -> impl Iterator<Item = &Tables> {
-        let own = (self.num_slabs == 0).then_some(self);
-        own.into_iter().chain(&self.slabs[..self.num_slabs])
-    }
-
-    /// A number for the launches of a step beside its capacity: how many slabs, and where their tables are.
-    pub(super) fn form(&self) -> u64 {
-        let words = self
-            .each_slab()
-            .filter(|_| self.num_slabs > 0)
-            .map(|slab| slab.tables.ptr() ^ u64::from(slab.capacity.items));
-        words.fold(self.slab_pages.into(), |form, word| form.wrapping_mul(0x100_0000_01B3).wrapping_add(word))
     }
 
     /// Which `prepare` made what the step holds.
@@ -114,29 +113,6 @@ impl Tables {
         self.tables.ptr() + u64::from(self.header.pages) * 4
     }
 
-    /// For a plan that passed [`crate::plan::check_plan`].
-    pub(super) fn prepare(
-        &mut self,
-        cuda: &Cuda,
-        spec: &MlaDecode,
-        plan: &Plan,
-        pages: PageTable<'_>,
-    ) -> Result<()> {
-        let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
-        let own = if plan.slabs().is_empty() { pages } else { merges_only };
-        self.prepare_one(cuda, spec, plan, own)?;
-        (self.num_slabs, self.slab_pages) = (0, plan.slab_pages());
-        for (i, (spec, slab)) in plan.slab_plans(spec).enumerate() {
-            if i == self.slabs.len() {
-                let new = Self::with_partials(cuda, &spec, (false, Capacity::of(slab.plan())), 0)?;
-                self.slabs.push(Self { is_slab: true, ..new });
-            }
-            self.slabs[i].prepare_one(cuda, &spec, slab.plan(), slab.pages())?;
-        }
-        self.num_slabs = plan.slabs().len();
-        Ok(())
-    }
-
     fn prepare_one(
         &mut self,
         cuda: &Cuda,
@@ -150,9 +126,8 @@ impl Tables {
         if capacity != self.capacity {
             let partials = if self.is_slab { 0 } else { capacity.partials };
             let grown = Self::with_partials(cuda, spec, (self.device_page_list, capacity), partials)?;
-            let (words, slabs) = (std::mem::take(&mut self.words), std::mem::take(&mut self.slabs));
-            *self =
-                Self { words, slabs, is_slab: self.is_slab, generation: self.generation.clone(), ..grown };
+            let words = std::mem::take(&mut self.words);
+            *self = Self { words, is_slab: self.is_slab, generation: self.generation.clone(), ..grown };
         }
         self.generation.store(next_id(), Ordering::Relaxed);
         let used = match pages {
@@ -161,7 +136,7 @@ impl Tables {
             _ => header.pages + plan.page_list_len(),
         };
         let used = used as usize;
-        self.tables.upload(cuda, 0, bytemuck::cast_slice(&self.words[..used]))?;
+        cuda.upload(&self.tables, 0, bytemuck::cast_slice(&self.words[..used]))?;
         self.header = header;
         Ok(())
     }

@@ -93,7 +93,7 @@ struct RecordedLists {
 
 impl RecordedLists {
     fn new(lists: &DecodeLists, step: &Step<MlaDecode, Cuda>, batch: &BatchBinding) -> Self {
-        Self { now: lists.now.clone(), step: step.raw.generation().clone(), batch: batch.args.batch }
+        Self { now: lists.now.clone(), step: step.raw.own.generation().clone(), batch: batch.args.batch }
     }
 }
 
@@ -275,7 +275,7 @@ impl BatchTables {
         let sequences = Sequences::of(plan, mla.op().shape.num_heads)?;
         lists.set(None);
         mla.prepare(step, (plan, PageTable::Device))?;
-        let tables = step.raw.buffer();
+        let tables = step.raw.own.buffer();
         let is_same = lists.tables.take().is_some_and(|prepared| prepared.ptr() == tables.ptr());
         if !is_same {
             // A template serves the tables of one capacity, in which its places are.
@@ -285,7 +285,7 @@ impl BatchTables {
         lists.plan.upload(&self.cuda, plan.items.len() as u32, words)?;
         lists.tables = Some(tables.clone());
         lists.device = self.cuda.id();
-        let generation = step.raw.generation().load(Ordering::Relaxed);
+        let generation = step.raw.own.generation().load(Ordering::Relaxed);
         lists.set(Some(Prepared { generation, batch: plan.seq_lens.len() as u32 }));
         Ok(())
     }
@@ -345,9 +345,9 @@ impl BatchTables {
         self.cuda.note(|| Box::new(RecordedLists::new(lists, step, batch)));
         self.cuda.note(|| step.recorded(u32::MAX));
         let Some(plan) = lists.plan.ptr() else { return Ok(()) };
-        let (tables, pages) = (step.raw.buffer().ptr(), step.raw.pages());
+        let (tables, pages) = (step.raw.own.buffer().ptr(), step.raw.own.pages());
         let args = BatchParams { plan, tables, pages, ..batch.args };
-        let held = || batch.buffers.iter().chain(lists.plan.buffer()).chain([step.raw.buffer()]);
+        let held = || batch.buffers.iter().chain(lists.plan.buffer()).chain([step.raw.own.buffer()]);
         // Grids cover the capacity, as a decode's do: a captured launch serves the plan that was prepared last.
         let capacity = step.capacity();
         let items = capacity.items.max(capacity.queries);

@@ -1,6 +1,7 @@
 //! A table of words that changes with every step: rewritten in place, grown where it is too small.
 
 use crate::cuda::{Buffer, Cuda};
+use crate::ops::op::Device;
 use crate::{Error, Result};
 
 /// Word 0 is a count, which kernels read; the rest is the op's.
@@ -50,7 +51,7 @@ impl Table {
             Some(buffer) => buffer,
             None => Buffer::zeroed(cuda.stream(), self.room * 4)?,
         };
-        buffer.upload(cuda, 0, bytemuck::cast_slice(positions))?;
+        cuda.upload(&buffer, 0, bytemuck::cast_slice(positions))?;
         self.positions = Some(buffer);
         Ok(())
     }
@@ -80,7 +81,7 @@ impl Table {
             (self.buffer, self.room) = (grown.buffer, grown.room);
         }
         match &self.buffer {
-            Some(buffer) => buffer.upload(cuda, 0, bytemuck::cast_slice(&self.staged)),
+            Some(buffer) => cuda.upload(buffer, 0, bytemuck::cast_slice(&self.staged)),
             None => Ok(()),
         }
     }

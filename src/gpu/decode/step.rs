@@ -12,7 +12,7 @@ use crate::gpu::pipelines::{buffer, groups_of_regions, part, storage};
 use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::alive;
 use crate::ops::Step;
-use crate::plan::Plan;
+use crate::plan::{Plan, Slabbed};
 use crate::tables::{Capacity, HEADER_WORDS, Header, PageTable, changed_runs, write_tables};
 use crate::{Error, MlaDecode, Result};
 
@@ -67,12 +67,6 @@ pub struct Tables {
     partials: wgpu::Buffer,
     /// Whether [`Tables::partials`] are those of another, whose slab this is.
     is_slab: bool,
-    /// Of each slab of a pool in several, with partial results in [`Tables::partials`]; this one then has the merges. They are kept for
-    /// later batches: `num_slabs` are in use.
-    slabs: Vec<Tables>,
-    num_slabs: usize,
-    /// Pages of a slab, 0 for a pool in one buffer.
-    pub(super) slab_pages: u32,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -84,12 +78,12 @@ struct Uploaded {
 impl Step<MlaDecode, Gpu> {
     /// Cuts the step at the next prepare into slices of at most this long each; `None` records it in one piece.
     pub fn set_slice_budget(&mut self, budget: Option<SliceBudget>) {
-        self.raw.budget = budget;
+        self.raw.own.budget = budget;
     }
 
     /// Slices that the prepared step has: 1 without a budget.
     pub fn num_slices(&self) -> usize {
-        self.raw.each_slab().map(|tables| tables.slices.len().max(1)).sum()
+        self.raw.each().map(|tables| tables.slices.len().max(1)).sum()
     }
 
     /// The device's copy of the flat page list, for a host that writes it on the device: a buffer of nothing else, which a
@@ -101,12 +95,44 @@ impl Step<MlaDecode, Gpu> {
     /// [`Error::LayoutMismatch`] for a step of a decode made without [`crate::DecodeOptions::device_page_list`]: its kernels trust
     /// the page list, which only a prepare writes.
     pub fn page_list(&self) -> Result<&wgpu::Buffer> {
-        if !self.raw.device_page_list {
+        if !self.raw.own.device_page_list {
             let detail = "Step::page_list needs a decode made with DecodeOptions::device_page_list";
             return Err(Error::LayoutMismatch { detail });
         }
-        Ok(&self.raw.pages)
+        Ok(&self.raw.own.pages)
     }
+}
+
+/// The slab that slice `index` of a step belongs to, its tables, and the slice's index there.
+pub(super) fn slice(step: &Slabbed<Tables>, index: usize) -> Option<(usize, &Tables, usize)> {
+    let mut rest = index;
+    for (slab, tables) in step.each().enumerate() {
+        let slices = tables.slices.len().max(1);
+        if rest < slices {
+            return Some((slab, tables, rest));
+        }
+        rest -= slices;
+    }
+    None
+}
+
+/// With a plan that [`crate::plan::check_plan`] let pass.
+pub(super) fn prepare(
+    step: &mut Slabbed<Tables>,
+    gpu: &Gpu,
+    pipes: &Pipes,
+    spec: &MlaDecode,
+    plan: (&Plan, PageTable<'_>),
+) -> Result<()> {
+    let budget = step.own.budget;
+    let write = |tables: &mut Tables, spec: &MlaDecode, plan: &Plan, pages: PageTable<'_>| {
+        tables.budget = budget;
+        tables.prepare_one(gpu, pipes, spec, plan, pages)
+    };
+    let new = |own: &Tables, spec: &MlaDecode, capacity| {
+        Tables::with_partials(gpu, pipes, spec, capacity, Some(&own.partials))
+    };
+    step.prepare(spec, plan, write, |own, slab| slab.partials == own.partials, new)
 }
 
 impl Tables {
@@ -165,9 +191,6 @@ impl Tables {
             uploaded: vec![Uploaded::default(); regions as usize],
             partials,
             is_slab,
-            slabs: Vec::new(),
-            num_slabs: 0,
-            slab_pages: 0,
         })
     }
 
@@ -185,54 +208,6 @@ impl Tables {
     /// The tables without the page list, and the page list.
     pub(in crate::gpu) fn buffers(&self) -> (&wgpu::Buffer, &wgpu::Buffer) {
         (&self.tables, &self.pages)
-    }
-
-    /// What the splits are dispatched with: this, or the tables of each slab.
-    pub(super) fn each_slab(&self) -> impl Iterator<Item = &Tables> {
-        let own = (self.num_slabs == 0).then_some(self);
-        own.into_iter().chain(&self.slabs[..self.num_slabs])
-    }
-
-    /// The slab that a slice of the step belongs to, its tables, and the slice's index there.
-    pub(super) fn slice(&self, index: usize) -> Option<(usize, &Tables, usize)> {
-        let mut rest = index;
-        for (slab, tables) in self.each_slab().enumerate() {
-            let slices = tables.slices.len().max(1);
-            if rest < slices {
-                return Some((slab, tables, rest));
-            }
-            rest -= slices;
-        }
-        None
-    }
-
-    /// With a plan that [`crate::plan::check_plan`] let pass.
-    pub(super) fn prepare(
-        &mut self,
-        gpu: &Gpu,
-        pipes: &Pipes,
-        spec: &MlaDecode,
-        plan: &Plan,
-        pages: PageTable<'_>,
-    ) -> Result<()> {
-        let merges_only = PageTable::Csr { kv_indptr: &[0], kv_indices: &[] };
-        let own = if plan.slabs().is_empty() { pages } else { merges_only };
-        self.prepare_one(gpu, pipes, spec, plan, own)?;
-        (self.num_slabs, self.slab_pages) = (0, plan.slab_pages());
-        for (i, (spec, slab)) in plan.slab_plans(spec).enumerate() {
-            let partials = Some(&self.partials);
-            if self.slabs.get(i).is_none_or(|tables| tables.partials != self.partials) {
-                let capacity = Capacity::of(slab.plan());
-                let new = Self::with_partials(gpu, pipes, &spec, capacity, partials)?;
-                self.slabs.truncate(i);
-                self.slabs.push(new);
-            }
-            let tables = &mut self.slabs[i];
-            tables.budget = self.budget;
-            tables.prepare_one(gpu, pipes, &spec, slab.plan(), slab.pages())?;
-        }
-        self.num_slabs = plan.slabs().len();
-        Ok(())
     }
 
     fn prepare_one(
@@ -254,8 +229,8 @@ impl Tables {
         } else {
             let shared = self.is_slab.then_some(&self.partials);
             let grown = Self::with_partials(gpu, pipes, spec, capacity, shared)?;
-            let (words, slabs) = (std::mem::take(&mut self.words), std::mem::take(&mut self.slabs));
-            *self = Self { words, slabs, budget: self.budget, generation: self.generation, ..grown };
+            let words = std::mem::take(&mut self.words);
+            *self = Self { words, budget: self.budget, generation: self.generation, ..grown };
         }
         self.generation += 1;
         let region = self.ring.current();

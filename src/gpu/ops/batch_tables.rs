@@ -241,8 +241,8 @@ impl BatchTables {
         let sequences = Sequences::of(plan, mla.op().shape.num_heads)?;
         self.gpu.grid(items(&step.capacity().grown_to(crate::Capacity::of(plan))))?;
         mla.prepare(step, (plan, PageTable::Device))?;
-        let generation = step.raw.written_by_device();
-        let (tables, pages) = step.raw.buffers();
+        let generation = step.raw.own.written_by_device();
+        let (tables, pages) = step.raw.own.buffers();
         let same = |old: &(u64, StepTables)| old.1.tables == *tables && old.1.pages == *pages;
         let bound = match lists.prepared.take().filter(same) {
             Some((_, bound)) => bound,
@@ -272,9 +272,9 @@ impl BatchTables {
         step: &Step<MlaDecode, Gpu>,
         batch: &BatchBinding,
     ) -> Result<()> {
-        let (tables, pages) = step.raw.buffers();
+        let (tables, pages) = step.raw.own.buffers();
         let is_of = |(generation, bound): &(u64, StepTables)| {
-            *generation == step.raw.generation() && bound.tables == *tables && bound.pages == *pages
+            *generation == step.raw.own.generation() && bound.tables == *tables && bound.pages == *pages
         };
         if !lists.prepared.as_ref().is_some_and(is_of) {
             let detail =

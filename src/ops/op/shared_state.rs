@@ -1,26 +1,33 @@
-//! Whether a captured graph still serves the steps that it was captured of: asked before each replay.
+//! What a step holds now, which it shares with the graphs that were captured of it: a replay asks whether the graph still serves it.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::compiled::{UNPREPARED, mismatch};
-use super::op::Op;
-use crate::Result;
+use super::Op;
+use super::replay::Replay;
+use crate::{Error, Result};
 
-/// What a step holds now. The step shares it with the graphs that were captured of it.
+pub(super) const fn mismatch(detail: &'static str) -> Error {
+    Error::LayoutMismatch { detail }
+}
+
+pub(super) const UNPREPARED: &str =
+    "the step was not prepared, or its last prepare failed: call `prepare` first";
+
+/// What a step holds now: one value for the step and its graphs.
 #[derive(Debug)]
-pub(crate) struct Now<O: Op>(Arc<Mutex<State<O::Extent, O::Capacity>>>);
+pub(crate) struct SharedState<O: Op>(Arc<Mutex<State<O::Extent, O::Capacity>>>);
 
 #[derive(Debug, Clone, Copy)]
 struct State<E, C> {
     /// `None` until it was prepared, and after a prepare that failed.
     used: Option<E>,
     capacity: C,
-    /// Of [`super::op::Kernel::kernel_form`].
+    /// Of [`super::Kernel::kernel_form`].
     form: u64,
 }
 
-impl<O: Op> Now<O> {
+impl<O: Op> SharedState<O> {
     pub(crate) fn new(used: Option<O::Extent>, capacity: O::Capacity, form: u64) -> Self {
         Self(Arc::new(Mutex::new(State { used, capacity, form })))
     }
@@ -39,19 +46,9 @@ impl<O: Op> Now<O> {
     }
 }
 
-/// What a graph checks before each replay.
-pub trait Replay: Any + Send {
-    /// # Errors
-    /// [`crate::Error::LayoutMismatch`] where the graph would give wrong results.
-    fn check(&self) -> Result<()>;
-
-    /// Whether `other` checks the same.
-    fn is(&self, other: &dyn Any) -> bool;
-}
-
 /// A step and the room of a binding, as they were recorded.
 struct Recorded<O: Op> {
-    now: Now<O>,
+    now: SharedState<O>,
     then: State<O::Extent, O::Capacity>,
     room: O::Extent,
 }
@@ -85,10 +82,10 @@ mod tests {
 
     #[test]
     fn a_replay_needs_a_step_that_is_prepared_and_fits_what_was_captured() {
-        let now = Now::<KvAppend>::new(Some(0), 16, 0);
+        let now = SharedState::<KvAppend>::new(Some(0), 16, 0);
         let [graph, again, wider] = [4, 4, 8].map(|room| now.recorded(room));
         assert!(graph.is(&*again) && !graph.is(&*wider));
-        assert!(!graph.is(&*Now::<KvAppend>::new(Some(0), 16, 0).recorded(4)), "another step");
+        assert!(!graph.is(&*SharedState::<KvAppend>::new(Some(0), 16, 0).recorded(4)), "another step");
         let refused = |why: &str| {
             let error = graph.check().expect_err("refused");
             assert!(error.to_string().contains(why), "{error}");

@@ -2,10 +2,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::op::{Kernel, Op};
-use super::replay::{Now, Replay};
-use super::variants::Choice;
-use crate::{Error, Result};
+use super::replay::Replay;
+use super::shared_state::{SharedState, UNPREPARED, mismatch};
+use super::{Kernel, Op};
+use crate::Result;
+use crate::ops::variants::Choice;
 
 /// An op, compiled on a device by [`Device::compile`](super::Device::compile). It makes steps and bindings, and records a step with a binding.
 #[derive(Debug)]
@@ -32,7 +33,7 @@ pub struct Step<O: Op, D: Kernel<O>> {
     /// `None` until it was prepared, and after a prepare that failed.
     pub(crate) used: Option<O::Extent>,
     /// For the graphs that were captured of it.
-    now: Now<O>,
+    now: SharedState<O>,
     owner: u64,
 }
 
@@ -52,13 +53,6 @@ pub(crate) fn next_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
-
-pub(super) const fn mismatch(detail: &'static str) -> Error {
-    Error::LayoutMismatch { detail }
-}
-
-pub(super) const UNPREPARED: &str =
-    "the step was not prepared, or its last prepare failed: call `prepare` first";
 
 impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// What it was compiled for.
@@ -101,7 +95,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     }
 
     pub(crate) fn step_of(&self, raw: D::Step, used: Option<O::Extent>) -> Step<O, D> {
-        let now = Now::new(used, D::kernel_capacity(&raw), D::kernel_form(&raw));
+        let now = SharedState::new(used, D::kernel_capacity(&raw), D::kernel_form(&raw));
         Step { raw, used, now, owner: self.step_owner() }
     }
 
