@@ -37,6 +37,7 @@ impl Dtype {
     }
 
     /// Bytes of an element.
+    #[inline]
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -80,13 +81,14 @@ impl Dtype {
     ///
     /// # Panics
     /// Where the array ends before that element.
+    #[inline]
     #[must_use]
     pub fn decode_at(self, bytes: &[u8], index: usize) -> f32 {
         let at = index * self.bytes();
         match self {
-            Self::F32 => f32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes")),
-            Self::F16 => f16::from_le_bytes(bytes[at..at + 2].try_into().expect("2 bytes")).to_f32(),
-            Self::Bf16 => bf16::from_le_bytes(bytes[at..at + 2].try_into().expect("2 bytes")).to_f32(),
+            Self::F32 => f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]),
+            Self::F16 => f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32(),
+            Self::Bf16 => bf16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32(),
             Self::E4m3 => e4m3_decode(bytes[at]),
         }
     }
@@ -94,7 +96,12 @@ impl Dtype {
     /// The values of a little-endian array; a torn last element is dropped.
     #[must_use]
     pub fn decode_all(self, bytes: &[u8]) -> Vec<f32> {
-        (0..bytes.len() / self.bytes()).map(|i| self.decode_at(bytes, i)).collect()
+        match self {
+            Self::F32 => bytes.as_chunks().0.iter().map(|&x| f32::from_le_bytes(x)).collect(),
+            Self::F16 => bytes.as_chunks().0.iter().map(|&x| f16::from_le_bytes(x).to_f32()).collect(),
+            Self::Bf16 => bytes.as_chunks().0.iter().map(|&x| bf16::from_le_bytes(x).to_f32()).collect(),
+            Self::E4m3 => bytes.iter().map(|&code| e4m3_decode(code)).collect(),
+        }
     }
 }
 

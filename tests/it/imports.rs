@@ -155,7 +155,11 @@ fn no_two_files_import_each_other() {
                 next.extend(&imports[file]);
             }
         }
-        assert!(!reached.contains(module), "{} imports itself by way of others: {reached:?}", module.join("/"));
+        assert!(
+            !reached.contains(module),
+            "{} imports itself by way of others: {reached:?}",
+            module.join("/")
+        );
     }
 }
 

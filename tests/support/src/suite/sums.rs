@@ -92,10 +92,12 @@ fn check_pages<B: Backend>(session: &Session<'_, B>, num_pages: u32, pages: u32,
 /// The output is the row that all tokens hold, within the 1e-5 of f32, in one split: of 400,000 tokens with `MLA_FULL=1`, a cache of
 /// 460 MB.
 pub fn long_sums<B: Backend>(session: &Session<'_, B>) {
-    for pages in [16, 125, 512] {
-        check_pages(session, 512, pages, &[SplitPolicy::OneSplit, SplitPolicy::Auto]);
+    let cases = Cases::asked_for();
+    let longest = if cases == Cases::Representative { 160 } else { 512 };
+    for pages in [16, 125, longest] {
+        check_pages(session, longest, pages, &[SplitPolicy::OneSplit, SplitPolicy::Auto]);
     }
-    if Cases::asked_for() == Cases::Full && !ends_long_loops(session) {
+    if cases == Cases::Full && !ends_long_loops(session) {
         check_pages(session, 6250, 6250, &[SplitPolicy::OneSplit, SplitPolicy::FixedTokens(16)]);
     }
     session.finish("long sums");
@@ -104,8 +106,9 @@ pub fn long_sums<B: Backend>(session: &Session<'_, B>) {
 /// A row that sees a part of a long item has the bits that it has in an item of its own: sums that were moved to totals, and nothing
 /// after them, are the same sums.
 pub fn bits_of_long_sums<B: Backend>(session: &Session<'_, B>) {
+    let pages = if Cases::asked_for() == Cases::Representative { 160 } else { 512 };
     let with_bounds = |bounds: [u32; 2]| {
-        let mut problem = repeated_page(512, 512, LOGITS[1]);
+        let mut problem = repeated_page(pages, pages, LOGITS[1]);
         problem.q = problem.q.repeat(2);
         problem.query_start_loc = vec![0, 2];
         problem.sees = Sees::Bounds(bounds.into());
@@ -117,14 +120,14 @@ pub fn bits_of_long_sums<B: Backend>(session: &Session<'_, B>) {
     }
     let how = How { policy: SplitPolicy::OneSplit, query_tokens: 2, ..How::default() };
     // Around the tokens after which sums move: 1024 on the CPU, 2048 on wgpu.
-    for bound in [0, 1, 1000, 1024, 1025, 2047, 2048, 2049, 3000, 4096, 20_000] {
+    for bound in [0, 1, 1000, 1024, 1025, 2047, 2048, 2049, 3000, 4096, 9000] {
         let first_row = |other: u32| {
             let answer = session.run_decode(&with_bounds([bound, other]), &how)?;
             Ok::<_, String>(answer.bits.map(|bytes| bytes[..bytes.len() / 2].to_vec()))
         };
-        let same = first_row(bound).and_then(|alone| Ok(alone == first_row(32_768)?));
+        let same = first_row(bound).and_then(|alone| Ok(alone == first_row(pages * PAGE)?));
         let result = same.and_then(|same| if same { Ok(()) } else { Err("other bits".to_owned()) });
-        session.note(&format!("{bound} tokens of 32,768"), result);
+        session.note(&format!("{bound} tokens of {}", pages * PAGE), result);
     }
     session.finish("bits of long sums");
 }
@@ -146,7 +149,8 @@ pub fn equal_large_logits<B: Backend>(session: &Session<'_, B>) {
     // Few rows and many are merged by kernels of two shapes.
     for (cache, query) in session.one_in(2, all) {
         for (heads, q_len) in [(2, 1), (40, 4)] {
-            for len in [45, 4099] {
+            // Many rows take long for each token.
+            for len in [45, if heads == 2 { 4099 } else { 515 }] {
                 equal_logits(session, [cache, query], [heads, q_len, len]);
             }
         }
@@ -201,10 +205,10 @@ fn equal_logits<B: Backend>(
         problem.name =
             format!("{len} tokens of logit {logit:e}, {heads} heads x {q_len}, kv {cache} q {query}");
         let lse = vec![f64::from(logit) + f64::from(len).ln(); rows];
-        let policies = if len == 45 {
-            [SplitPolicy::FixedTokens(16), SplitPolicy::OneSplit]
-        } else {
-            [SplitPolicy::FixedTokens(512), SplitPolicy::Auto]
+        let policies = match len {
+            45 => [SplitPolicy::FixedTokens(16), SplitPolicy::OneSplit],
+            515 => [SplitPolicy::FixedTokens(64), SplitPolicy::Auto],
+            _ => [SplitPolicy::FixedTokens(512), SplitPolicy::Auto],
         };
         for policy in policies {
             let how = How { policy, query_tokens: q_len, ..How::default() };
