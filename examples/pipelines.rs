@@ -3,7 +3,7 @@
 //! ```text
 //! cargo run --release --example pipelines -- [--all] [--only PART,PART...]... [--list] [--markers]
 //! ```
-//! Without options each pair of query and cache dtypes is compiled with one output dtype; `--all` takes every one.
+//! Without options each pair of query and cache dtypes is compiled with one output dtype, and at most 16 samples of an op; `--all` takes every one.
 //! `--only` keeps the pipelines whose line contains one of the parts, and may be repeated; `--list` compiles none.
 //! `--markers` writes a line to stderr before each compile, for drivers that print statistics there:
 //! `scripts/vendors.sh` reads them.
@@ -15,9 +15,8 @@ use std::time::Instant;
 
 use wgpu_mla::gpu::{Gpu, ops::BatchTables};
 use wgpu_mla::{
-    Candidate, CorrectAttnOut, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend,
-    KvCalibrate, KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op,
-    OpOptions, PrefillOptions, ReorgKvCache, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS,
+    Candidate, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvSpec, MlaDecode, MlaPrefill,
+    MlaShape, Op, OpOptions, PrefillOptions, SUPPORTED_DIMS, for_each_op,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -126,49 +125,61 @@ fn prefills(gpu: &Gpu, all: bool) -> Vec<Job> {
     jobs
 }
 
-fn small_ops() -> Vec<Job> {
+/// The samples of every op of one kernel, and the tables of a batch.
+fn small_ops(all: bool) -> Vec<Job> {
     let mut jobs = Vec::new();
-    let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    for dtype in FLOATS {
-        // Rows of whole words, and rows that end in half a word.
-        for head_size in [128, 33] {
-            let about = format!("{dtype} head_size {head_size}");
-            jobs.push(Job::of(about.clone(), MergeState { dtype, head_size }));
-            jobs.push(Job::of(about.clone(), MergeStates { dtype, head_size }));
-            jobs.push(Job::of(about, CorrectAttnOut { dtype, head_size }));
-        }
-        let append = |cache| KvAppend { shape, kv: kv(cache), input: dtype };
-        jobs.extend(Dtype::ALL.map(|cache| Job::of(format!("{dtype} into {cache}"), append(cache))));
-        // In place and not.
-        let layout = RopeLayout::Interleaved;
-        jobs.push(Job::of(dtype.to_string(), Rope { dtype, num_heads: 16, rope_dim: 64, layout }));
-        jobs.extend([dtype, Dtype::E4m3].map(|cache| {
-            let spec = RopeAppend { append: append(cache), query: dtype, num_heads: 16, layout };
-            Job::of(format!("{dtype} into {cache}"), spec)
-        }));
-        jobs.extend(Dtype::ALL.map(|cache| gather(shape, cache, dtype)));
-        jobs.push(Job::of(dtype.to_string(), KvCalibrate { shape, input: dtype }));
+    macro_rules! add {
+        ($($op:ty),*) => { $(jobs.extend(samples::<$op>(all));)* };
     }
-    jobs.push(gather(shape, Dtype::E4m3, Dtype::E4m3));
+    for_each_op!(add);
     let cache = kv(Dtype::E4m3);
     jobs.push(Job {
         name: format!("chosen any batch_tables page_size {}", cache.page_size),
         compile: Box::new(move |gpu| BatchTables::new(gpu, cache).map(drop)),
     });
-    jobs.extend(Dtype::ALL.map(|cache| {
-        let spec = KvCopyPages { shape, kv: kv(cache) };
-        Job::of(format!("{cache} rows of {}", shape.row_elems()), spec)
-    }));
-    // By bytes, so that f16 stands for bf16.
-    jobs.extend([Dtype::F32, Dtype::F16, Dtype::E4m3].map(|dtype| {
-        let spec = ReorgKvCache { dtype, row_elems: shape.row_elems() };
-        Job::of(format!("{dtype} rows of {}", spec.row_elems), spec)
-    }));
     jobs
 }
 
-fn gather(shape: MlaShape, cache: Dtype, output: Dtype) -> Job {
-    Job::of(format!("{cache} to {output}"), KvGather { shape, kv: kv(cache), output })
+/// Ops whose variants have jobs of their own.
+const IN_VARIANTS: [&str; 3] = [MlaDecode::NAME, MlaPrefill::NAME, HeadProject::NAME];
+/// The most samples of an op without `--all`.
+const MOST_SAMPLES: usize = 16;
+
+/// Each is named by what tells it from the others.
+fn samples<O: Op>(all: bool) -> Vec<Job>
+where
+    Gpu: Kernel<O>,
+    O::Options: 'static,
+{
+    if IN_VARIANTS.contains(&O::NAME) {
+        return Vec::new();
+    }
+    let samples = O::samples();
+    let step = if all { 1 } else { samples.len().div_ceil(MOST_SAMPLES) };
+    let fields: Vec<_> = samples.iter().map(fields).collect();
+    let about = |of: &[(String, String)]| {
+        let own = of.iter().enumerate().filter(|&(i, field)| fields.iter().any(|other| other[i] != *field));
+        let text = own.map(|(_, (name, value))| match value.parse::<u64>() {
+            Ok(_) => format!("{name} {value}"),
+            Err(_) => value.to_lowercase(),
+        });
+        text.collect::<Vec<_>>().join(" ")
+    };
+    samples.iter().zip(&fields).step_by(step).map(|(&op, of)| Job::of(about(of), op)).collect()
+}
+
+/// Names and values of a spec, as `Debug` prints them.
+fn fields(spec: &impl std::fmt::Debug) -> Vec<(String, String)> {
+    let mut fields: Vec<(String, String)> = Vec::new();
+    for word in format!("{spec:?}").split([' ', ',', '{', '}', '(', ')']).filter(|word| !word.is_empty()) {
+        match (word.strip_suffix(':'), fields.last_mut()) {
+            (Some(name), _) => fields.push((name.into(), String::new())),
+            (None, Some((_, value))) => *value = word.into(),
+            // The op.
+            (None, None) => {}
+        }
+    }
+    fields
 }
 
 /// absorb and v_up of DeepSeek-V3's dims on 8 devices, on every variant that runs.
@@ -270,7 +281,7 @@ fn main() -> ExitCode {
     }
 
     let mut jobs = decodes(&gpu, args.all);
-    jobs.extend(small_ops());
+    jobs.extend(small_ops(args.all));
     jobs.extend(prefills(&gpu, args.all));
     jobs.extend(projections(&gpu));
     jobs.retain(|job| args.keeps(&job.name));

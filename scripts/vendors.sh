@@ -88,7 +88,7 @@ compile_all() {
 
 # The largest kernel of each variant on cooperative matrices, with 16 heads and with more, and of each other kernel.
 NVK_STATS='512/64x16 coop q_bf16.kv_bf16,512/64x20 coop q_bf16.kv_bf16,512/64x16 coop q_bf16.kv_e4m3'
-NVK_STATS+=',merge_state bf16 head_size 33,kv_append bf16 into e4m3,kv_copy_pages e4m3,kv_gather e4m3 to f16,kv_calibrate bf16,batch_tables'
+NVK_STATS+=',merge_state bf16 head_size 33,kv_append e4m3 bf16,kv_copy_pages e4m3,kv_gather e4m3 f16,kv_calibrate bf16,batch_tables'
 
 # Tests on lavapipe; their output goes to $logs/mesa26-JOB.log, and here when they end. JOB is a number.
 mesa26_tests() {

@@ -316,6 +316,27 @@ impl Op for MlaLayer {
     /// Of its decode.
     type Capacity = Capacity;
 
+    fn samples() -> Vec<Self> {
+        let of = |decode: MlaDecode| Self {
+            shape: decode.shape,
+            qk_nope_head_dim: 128,
+            v_head_dim: 128,
+            kv: decode.kv,
+            dtype: decode.query,
+            weight: decode.query,
+            rope: RopeLayout::Interleaved,
+            decode_threshold: 1,
+            workspace_bytes: 0,
+        };
+        let one_dtype = |decode: &MlaDecode| decode.query == decode.out;
+        MlaDecode::samples()
+            .into_iter()
+            .filter(one_dtype)
+            .map(of)
+            .filter(|spec| spec.check().is_ok())
+            .collect()
+    }
+
     fn check(&self) -> Result<()> {
         self.check()
     }

@@ -175,15 +175,7 @@ pub use layer::{
     LayerPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, PageCopies,
 };
 pub use mask::Mask;
-pub use ops::{
-    Binding, CalibrationStats, Candidate, Compiled, CorrectAttnOut, CorrectAttnOutArgs, DecodeOptions,
-    Device, DeviceBatch, GatherBatch, GatherRange, HeadDims, HeadProject, HeadProjectArgs, Kernel, KvAppend,
-    KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, LseBase, MergeState,
-    MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
-    MlaPrefillArgs, Op, OpOptions, PrefillExtent, PrefillOptions, PrefillSequence, Query, ReorgBatch,
-    ReorgCapacity, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs,
-    RopeAppendBatch, RopeAppendExtent, RopeArgs, RopeLayout, Step, WeightOrder, WeightView, check_copies,
-};
+pub use ops::*;
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::{Batch, Plan, SharedPrefix, SlabPlan, SlabTable, SplitPolicy, Tiling};
 pub use rope::{RopeFrequencies, Yarn};

@@ -1,5 +1,5 @@
 //! Ops: the traits that describe one, and each op's spec, arguments and checks. An op is a plain value; [`Device::compile`] makes a
-//! [`Compiled`] of it on the wgpu, CUDA or CPU backend. Each op's page has an example.
+//! [`Compiled`] of it on the wgpu, CUDA or CPU backend. Each op's page has an example. `lib.rs` exports all that is `pub` here.
 
 mod batch_tables;
 mod correct_attn_out;
@@ -9,6 +9,7 @@ mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
+mod list;
 mod merge_state;
 mod merge_states;
 pub(crate) mod mla_prefill;
@@ -16,6 +17,8 @@ pub(crate) mod op;
 mod reorg_kvcache;
 mod rope;
 mod rope_append;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod step_table;
 pub(crate) mod variants;
 
 pub use batch_tables::{AppendsSlots, DeviceBatch};
@@ -35,13 +38,14 @@ pub use merge_state::{MergeState, MergeStateArgs};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use merge_states::is_wide;
 pub use merge_states::{MergeStates, MergeStatesArgs, MergeStatesExtent};
-pub use mla_prefill::{
-    MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence, PrefillTiling,
-};
+pub(crate) use mla_prefill::PrefillTiling;
+pub use mla_prefill::{MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence};
 #[cfg(feature = "cuda")]
 pub(crate) use op::Replay;
-pub use op::{Binding, Compiled, Device, Kernel, Op, Step, Use};
+pub(crate) use op::Use;
+pub use op::{Binding, Compiled, Device, Kernel, Op, Step};
 pub use reorg_kvcache::{ReorgBatch, ReorgCapacity, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
 pub use rope::{Rope, RopeArgs, RopeLayout};
 pub use rope_append::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
-pub use variants::{Candidate, Choice, OpOptions};
+pub(crate) use variants::Choice;
+pub use variants::{Candidate, OpOptions};

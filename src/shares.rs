@@ -357,7 +357,7 @@ mod tests {
                 let world = shares.world();
                 let total: u64 =
                     (0..world).map(|rank| u64::from(shares.local_len(rank, most).unwrap())).sum();
-                assert_eq!(total, most.into());
+                assert_eq!(total, u64::from(most));
                 let owner = shares.owner(most - 1);
                 assert_eq!(shares.token(owner, shares.local_index(most - 1)), Ok(most - 1));
                 // Past 2^32 or not: no panic.

@@ -19,7 +19,7 @@ DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/dec
 MORE = {
     "merge_state": ["gpu/ops/words"],
     "merge_states": ["gpu/ops/words"],
-    "correct_attn_out": ["gpu/ops/words"],
+    "correct_attn_out": ["gpu/ops/words", "gpu/ops/merge_states"],
     "kv_append": ["gpu/ops/e4m3_scale"],
     "kv_gather": ["gpu/ops/e4m3_scale"],
     "rope_append": ["gpu/ops/rope", "gpu/ops/kv_append", "gpu/ops/e4m3_scale"],
@@ -31,7 +31,7 @@ MORE = {
 
 
 def small(op):
-    return [*COMMON, f"{GPU}/ops.rs", f"{GPU}/ops/table.rs", f"{GPU}/ops/{op}.rs", f"src/ops/{op}.rs", *(f"src/{name}.rs" for name in MORE.get(op, []))]
+    return [*COMMON, f"{GPU}/ops.rs", f"{GPU}/ops/single.rs", f"{GPU}/ops/table.rs", "src/ops/step_table.rs", f"{GPU}/ops/{op}.rs", f"src/ops/{op}.rs", *(f"src/{name}.rs" for name in MORE.get(op, []))]
 
 
 # By op: the Rust files that compose and dispatch its kernels. A file of src/gpu/ops is an op if src/ops has one of the same name.

@@ -86,16 +86,12 @@ impl Device for AnyBackend {
         }
     }
 
-    fn binds_each_slab(&self) -> bool {
-        false
+    fn forwards(&self) -> bool {
+        true
     }
 
     fn largest_binding(&self) -> u64 {
         on!(self, b => b.largest_binding())
-    }
-
-    fn accepts(&self, buffer: &Buffer) -> Result<()> {
-        on!(self, b => own(b, buffer).map(drop))
     }
 
     fn size(buffer: &Buffer) -> u64 {

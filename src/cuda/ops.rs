@@ -11,10 +11,10 @@ mod kv_gather;
 mod merge_state;
 mod merge_states;
 mod mla_prefill;
-mod range;
 mod reorg_kvcache;
 mod rope;
 mod rope_append;
+mod single;
 mod table;
 
 pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
@@ -30,8 +30,8 @@ const MAX_ITEMS: u32 = (1 << 31) - 1024;
 
 /// `Divisor` of divisor.cuh.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
-struct Divisor {
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Divisor {
     magic: u32,
     shift: u32,
 }
@@ -62,55 +62,62 @@ pub(super) mod tests {
     use wgpu_mla_ptx::Entry;
 
     use super::batch_tables::{self, BatchParams};
-    use super::correct_attn_out::{self, CorrectParams};
     use super::head_project::{self, ProjectParams};
-    use super::kv_append::{AppendParams, append_entry};
-    use super::kv_calibrate::{CalibrateParams, calibrate_entry};
-    use super::kv_copy_pages::CopyParams;
-    use super::kv_gather::{GatherParams, gather_entry};
     use super::merge_state::MergeStateParams;
-    use super::merge_states::{self, MergeStatesParams};
     use super::mla_prefill::{self, PrefillParams};
-    use super::reorg_kvcache::{ReorgParams, reorg_entry};
-    use super::rope::{RopeParams, rope_entry};
-    use super::rope_append::{RopeAppendParams, rope_append_entry};
+    use super::single::SingleOp;
     use super::*;
     use crate::cuda::manifest_test::takes;
-    use crate::{Dtype, KvAppend, KvCalibrate, KvGather, KvSpec, MlaShape, RopeAppend, RopeLayout};
+    use crate::{HeadProject, MergeState, MlaPrefill, Op};
+
+    /// An op besides the decode.
+    trait Launches: Sized {
+        /// The entries that these specs launch, each compared with the struct that it is given.
+        fn entries_of(samples: &[Self]) -> Vec<&'static Entry>;
+    }
+
+    impl<O: SingleOp> Launches for O {
+        fn entries_of(samples: &[Self]) -> Vec<&'static Entry> {
+            samples.iter().flat_map(Self::entries).map(|name| takes::<O::Params>(&name)).collect()
+        }
+    }
+
+    impl Launches for MergeState {
+        fn entries_of(samples: &[Self]) -> Vec<&'static Entry> {
+            let of = |spec: &Self| {
+                let [one, two, elements] =
+                    ["units1", "units2", "elements"].map(|by| format!("merge_state_{by}_{}", spec.dtype));
+                [
+                    takes::<MergeStateParams<u32>>(&one),
+                    takes::<MergeStateParams<u32>>(&two),
+                    takes::<MergeStateParams<u64>>(&elements),
+                ]
+            };
+            samples.iter().flat_map(of).collect()
+        }
+    }
+
+    impl Launches for HeadProject {
+        fn entries_of(_: &[Self]) -> Vec<&'static Entry> {
+            head_project::entries().iter().map(|name| takes::<ProjectParams>(name)).collect()
+        }
+    }
+
+    impl Launches for MlaPrefill {
+        fn entries_of(_: &[Self]) -> Vec<&'static Entry> {
+            mla_prefill::entries().iter().map(|name| takes::<PrefillParams>(name)).collect()
+        }
+    }
 
     /// The entries that these ops launch, each compared with the struct that it is given.
     pub(in crate::cuda) fn entries() -> Vec<&'static Entry> {
-        let mut found = Vec::new();
-        for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-            found.extend([
-                takes::<MergeStateParams<u32>>(&format!("merge_state_units1_{input}")),
-                takes::<MergeStateParams<u32>>(&format!("merge_state_units2_{input}")),
-                takes::<MergeStateParams<u64>>(&format!("merge_state_elements_{input}")),
-            ]);
-            let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-            found.push(takes::<CalibrateParams>(&calibrate_entry(&KvCalibrate { shape, input })));
-            for dtype in Dtype::ALL {
-                let kv = KvSpec { layout: dtype.into(), page_size: 64, num_pages: 1 };
-                let append = KvAppend { shape, kv, input };
-                found.push(takes::<AppendParams>(&append_entry(&append)));
-                let layout = RopeLayout::Interleaved;
-                let rope = RopeAppend { append, query: input, num_heads: 1, layout };
-                found.push(takes::<RopeAppendParams>(&rope_append_entry(&rope)));
-                if dtype == Dtype::F32 {
-                    found.push(takes::<RopeParams>(&rope_entry(&rope.rope())));
-                }
-                let gather = KvGather { shape, kv, output: input };
-                found.push(takes::<GatherParams>(&gather_entry(&gather)));
-            }
+        let mut found: Vec<_> = batch_tables::ENTRIES.map(takes::<BatchParams>).into();
+        macro_rules! add {
+            ($_decode:ty, $($op:ty),*) => {
+                $(found.extend(<$op>::entries_of(&<$op>::samples()));)*
+            };
         }
-        found.push(takes::<GatherParams>("kv_gather_e4m3_e4m3"));
-        found.extend(["kv_copy_pages_wide", "kv_copy_pages_words"].map(takes::<CopyParams>));
-        found.extend(Dtype::ALL.map(|dtype| takes::<ReorgParams>(&reorg_entry(dtype))));
-        found.extend(batch_tables::ENTRIES.map(takes::<BatchParams>));
-        found.extend(head_project::entries().iter().map(|name| takes::<ProjectParams>(name)));
-        found.extend(correct_attn_out::ENTRIES.map(takes::<CorrectParams>));
-        found.extend(merge_states::ENTRIES.map(takes::<MergeStatesParams>));
-        found.extend(mla_prefill::entries().iter().map(|name| takes::<PrefillParams>(name)));
+        crate::for_each_op!(add);
         found
     }
 

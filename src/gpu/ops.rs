@@ -14,6 +14,7 @@ mod mla_prefill;
 mod reorg_kvcache;
 mod rope;
 mod rope_append;
+mod single;
 mod table;
 mod words;
 
@@ -23,41 +24,56 @@ pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 use super::kernels::compose::Source;
 
 #[cfg(test)]
-/// Every kernel of every small op.
-pub(crate) fn every_source() -> Vec<Source> {
-    let mut all = merge_state::every_source();
-    all.extend(merge_states::every_source());
-    all.extend(correct_attn_out::every_source());
-    all.extend(kv_append::every_source());
-    all.extend(kv_copy_pages::every_source());
-    all.extend(kv_gather::every_source());
-    all.extend(head_project::every_source());
-    all.extend(crate::gpu::kernels::prefill::every_source());
-    all.extend(kv_calibrate::every_source());
-    all.extend(reorg_kvcache::every_source());
-    all.extend(rope::every_source());
-    all.extend(rope_append::every_source());
-    all.extend(batch_tables::every_source());
+use single::{HostLayout, SingleOp, Uniform};
+
+/// What tests look at of an op besides the decode.
+#[cfg(test)]
+trait Shaders: Sized {
+    /// The kernels of these specs that run without any feature.
+    fn every_source(samples: &[Self]) -> Vec<Source>;
+
+    /// The structs that they share with the host.
+    fn layouts() -> Vec<HostLayout>;
+}
+
+#[cfg(test)]
+impl<O: SingleOp> Shaders for O {
+    fn every_source(samples: &[Self]) -> Vec<Source> {
+        samples.iter().flat_map(SingleOp::sources).collect()
+    }
+
+    fn layouts() -> Vec<HostLayout> {
+        layouts_of::<O::Params>()
+    }
+}
+
+#[cfg(test)]
+fn layouts_of<U: Uniform>() -> Vec<HostLayout> {
+    let mut all = Vec::new();
+    U::layouts(&mut all);
     all
 }
 
-/// A struct's name in WGSL, where its fields are, and its bytes.
+/// The kernels of every op besides the decode, and the structs that they share with the host.
 #[cfg(test)]
-type HostLayout = (&'static str, Vec<(&'static str, usize)>, usize);
-
-/// The [`HostLayout`] of a struct of the host's, by its fields; what is one array here is words of other names in WGSL.
-#[cfg(test)]
-macro_rules! layout_of {
-    ($wgsl:literal, $host:ident: $($field:ident),* $(; $array:ident: $($word:ident),*)?) => {{
-        use std::mem::offset_of;
-        #[allow(unused_mut)] // where there is no array
-        let mut fields = vec![$((stringify!($field), offset_of!($host, $field))),*];
-        $(fields.extend([$(stringify!($word)),*].iter().enumerate().map(|(i, &word)| (word, offset_of!($host, $array) + 4 * i)));)?
-        ($wgsl, fields, size_of::<$host>())
-    }};
+fn every_shader() -> Vec<(Source, Vec<HostLayout>)> {
+    let mut all = Vec::new();
+    macro_rules! add {
+        ($_decode:ty, $($op:ty),*) => {
+            $(let sources = <$op>::every_source(&<$op as crate::Op>::samples());
+            all.extend(sources.into_iter().map(|source| (source, <$op>::layouts())));)*
+        };
+    }
+    crate::for_each_op!(add);
+    all.extend(batch_tables::every_source().into_iter().map(|source| (source, batch_tables::layouts())));
+    all
 }
+
+/// The kernels of every op besides the decode.
 #[cfg(test)]
-use layout_of;
+pub(crate) fn every_source() -> Vec<Source> {
+    every_shader().into_iter().map(|(source, _)| source).collect()
+}
 
 #[cfg(test)]
 mod tests {
@@ -124,25 +140,8 @@ mod tests {
 
     #[test]
     fn host_and_shader_agree_on_the_parameters() {
-        for source in every_source() {
-            let scale = e4m3_scale::host_layout();
-            let append = [kv_append::host_layout(), scale.clone()];
-            let layouts = match source.entry {
-                "batch_lists" | "batch_slots" => vec![batch_tables::host_layout()],
-                "correct_attn_out" => vec![correct_attn_out::host_layout()],
-                "head_project" => vec![head_project::host_layout()],
-                "kv_append" => append.into(),
-                "kv_calibrate" => vec![kv_calibrate::host_layout()],
-                "kv_gather" => vec![kv_gather::host_layout(), scale],
-                "merge_state" => vec![merge_state::host_layout()],
-                "merge_states" => vec![merge_states::host_layout()],
-                "mla_prefill" => vec![mla_prefill::host_layout()],
-                "reorg_kvcache" => vec![reorg_kvcache::host_layout()],
-                "rope" => vec![rope::host_layout()],
-                "rope_append" => [&append[..], &[rope::host_layout(), rope_append::host_layout()]].concat(),
-                "kv_copy_pages" => vec![kv_copy_pages::host_layout()],
-                other => panic!("{other} has no layout here"),
-            };
+        for (source, layouts) in every_shader() {
+            assert!(!layouts.is_empty(), "{} has no layout", source.label);
             for (name, host, size) in layouts {
                 let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
                 assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);

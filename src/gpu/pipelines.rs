@@ -15,7 +15,7 @@ use crate::{Error, Result};
 
 /// What a binding is to a shader.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Access {
+pub enum Access {
     Uniform,
     /// With a dynamic offset, of at least so many bytes: given here, wgpu does not check it at each dispatch.
     UniformAt(u64),

@@ -109,6 +109,10 @@ impl Op for MlaExpand {
     type Extent = u32;
     type Capacity = ();
 
+    fn samples() -> Vec<Self> {
+        MlaLayer::samples().into_iter().map(Self).collect()
+    }
+
     fn check(&self) -> Result<()> {
         self.0.check()
     }

@@ -3,9 +3,12 @@
 use std::ops::Range;
 
 use super::LseBase;
+use super::list::{FLOATS, pairs};
 use super::merge_state::check_state;
 use super::merge_states::row_unit;
 use super::op::{Op, Use};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::view::{View, check_tokens, distinct, distinct_sets};
 use crate::{Dtype, Error, Result};
@@ -113,6 +116,11 @@ impl Op for CorrectAttnOut {
     /// Tokens.
     type Capacity = u32;
 
+    fn samples() -> Vec<Self> {
+        // Rows of whole words, and rows that end in half a word.
+        pairs(&FLOATS, &[128, 33], |dtype, head_size| CorrectAttnOut { dtype, head_size })
+    }
+
     fn check(&self) -> Result<()> {
         check_state("correct_attn_out", self.dtype, self.head_size)
     }
@@ -177,5 +185,14 @@ impl Op for CorrectAttnOut {
 
     fn fits(tokens: u32, room: u32) -> Result<(), &'static str> {
         if tokens > room { Err("the step has more tokens than the binding") } else { Ok(()) }
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for CorrectAttnOut {
+    fn table(&self, tokens: Range<u32>, check: impl FnOnce(u64) -> Result<()>) -> Result<StepTable<u32>> {
+        let (count, extent) = check_tokens(&tokens)?;
+        check(count.into())?;
+        Ok(StepTable { count, words: vec![tokens.start], extent })
     }
 }

@@ -1,11 +1,12 @@
 //! Paged, split-KV decode in the latent space: arguments and checks.
 
+use super::list::{FLOATS, SHAPE, kv, pairs};
 use super::op::{Compiled, Kernel, Op, Use};
 use crate::cache::KvView;
 use crate::plan::{Plan, Tiling};
 use crate::tables::{Capacity, PageTable};
 use crate::view::{View, distinct, logit_scale, normal, scale_of};
-use crate::{Error, MlaDecode, Result};
+use crate::{Dtype, Error, MlaDecode, MlaShape, Result, SUPPORTED_DIMS};
 
 /// The query of a layer, already absorbed into the latent space.
 #[derive(Debug, Clone, Copy)]
@@ -168,6 +169,23 @@ impl Op for MlaDecode {
     /// Query tokens.
     type Extent = u32;
     type Capacity = Capacity;
+
+    fn samples() -> Vec<Self> {
+        let of = |shape, cache, query, out| MlaDecode { shape, kv: kv(cache), query, out };
+        let dtypes = pairs(&Dtype::ALL, &FLOATS, |cache, out| (cache, out));
+        let mut all = pairs(&Dtype::ALL, &dtypes, |query, (cache, out)| of(SHAPE, cache, query, out));
+        // The other shapes, and heads that are no multiple of a tile's rows.
+        for (kv_lora_rank, qk_rope_head_dim, _) in SUPPORTED_DIMS {
+            for num_heads in [16, 20] {
+                let shape = MlaShape { num_heads, kv_lora_rank, qk_rope_head_dim };
+                if shape == SHAPE {
+                    continue;
+                }
+                all.extend(FLOATS.map(|dtype| of(shape, dtype, dtype, dtype)));
+            }
+        }
+        all
+    }
 
     fn check(&self) -> Result<()> {
         self.check()

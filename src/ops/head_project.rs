@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::view::{View, aligned, distinct, fits, normal};
@@ -202,6 +203,23 @@ impl Op for HeadProject {
     type Extent = u32;
     /// Tokens that a launch's grid is for.
     type Capacity = u32;
+
+    fn samples() -> Vec<Self> {
+        let orders = pairs(&[WeightOrder::Kn, WeightOrder::Nk], &FLOATS, |order, output| (order, output));
+        let inputs = pairs(&FLOATS, &FLOATS, |input, weight| (input, weight));
+        let mut all = pairs(&inputs, &orders, |(input, weight), (order, output)| HeadProject {
+            input,
+            weight,
+            output,
+            num_heads: 3,
+            k: 40,
+            n: 72,
+            order,
+        });
+        let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
+        all.extend(pairs(&[Self::absorb, Self::v_up], &FLOATS, |of, dtype| of(&dims, dtype, dtype, dtype)));
+        all
+    }
 
     fn check(&self) -> Result<()> {
         let cure = "use f32, f16 or bf16; `KvBProj` dequantises e4m3 weights";

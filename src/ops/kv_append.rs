@@ -1,6 +1,9 @@
 //! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`. Arguments and checks.
 
+use super::list::{FLOATS, SHAPE, kv, pairs};
 use super::op::{Op, Use};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::cache::KvView;
 use crate::view::{View, scale_of, wide};
@@ -115,6 +118,10 @@ impl Op for KvAppend {
     /// Tokens.
     type Capacity = u32;
 
+    fn samples() -> Vec<Self> {
+        pairs(&FLOATS, &Dtype::ALL, |input, cache| KvAppend { shape: SHAPE, kv: kv(cache), input })
+    }
+
     fn check(&self) -> Result<()> {
         MlaDecode { shape: self.shape, kv: self.kv, query: self.input, out: Dtype::F32 }.check()?;
         wide("kv_c and k_pe", self.input)
@@ -159,5 +166,15 @@ impl Op for KvAppend {
         } else {
             Ok(())
         }
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for KvAppend {
+    fn table(&self, slot_mapping: &[i64], check: impl FnOnce(u64) -> Result<()>) -> Result<StepTable<u32>> {
+        check(slot_mapping.len() as u64)?;
+        let words = self.slots(slot_mapping)?;
+        let count = words.len() as u32;
+        Ok(StepTable { count, words, extent: count })
     }
 }

@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
+use super::list::{FLOATS, SHAPE};
 use super::op::{Op, Use};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::dtype::k_scale_of;
 use crate::view::{View, distinct, fits, normal, wide};
@@ -123,6 +126,10 @@ impl Op for KvCalibrate {
     type Extent = u32;
     type Capacity = ();
 
+    fn samples() -> Vec<Self> {
+        FLOATS.map(|input| KvCalibrate { shape: SHAPE, input }).into()
+    }
+
     fn check(&self) -> Result<()> {
         let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 1, num_pages: 1 };
         MlaDecode { shape: self.shape, kv, query: self.input, out: Dtype::F32 }.check()?;
@@ -160,6 +167,15 @@ impl Op for KvCalibrate {
 
     fn fits(end: u32, max_tokens: u32) -> Result<(), &'static str> {
         if end > max_tokens { Err("the step's tokens end after the binding's max_tokens") } else { Ok(()) }
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for KvCalibrate {
+    fn table(&self, tokens: Range<u32>, check: impl FnOnce(u64) -> Result<()>) -> Result<StepTable<u32>> {
+        let (count, extent) = crate::view::check_tokens(&tokens)?;
+        check(count.into())?;
+        Ok(StepTable { count, words: vec![tokens.start], extent })
     }
 }
 

@@ -1,9 +1,12 @@
 //! `kv_copy_pages`: whole pages inside one layer's pool, for a sequence that forks. Arguments and checks.
 
+use super::list::{SHAPE, kv};
 use super::op::{Op, Use};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::cache::KvView;
-use crate::{Error, KvSpec, MlaShape, Result};
+use crate::{Dtype, Error, KvSpec, MlaShape, Result};
 
 /// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
 /// `copy_blocks_mla`.
@@ -55,6 +58,10 @@ impl Op for KvCopyPages {
     type Extent = ();
     /// Copies.
     type Capacity = u32;
+
+    fn samples() -> Vec<Self> {
+        Dtype::ALL.map(|dtype| KvCopyPages { shape: SHAPE, kv: kv(dtype) }).into()
+    }
 
     fn check(&self) -> Result<()> {
         self.shape.check()?;
@@ -115,4 +122,15 @@ pub fn check_copies(kv: &KvSpec, copies: &[(u32, u32)]) -> Result<()> {
         return conflict(index, pair[0], "is written twice: copy each page to a page of its own");
     }
     Ok(())
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for KvCopyPages {
+    fn table(&self, copies: &[(u32, u32)], check: impl FnOnce(u64) -> Result<()>) -> Result<StepTable<()>> {
+        check_copies(&self.kv, copies)?;
+        // Copies write different pages, none of which is read, so there are fewer copies than pages.
+        check(copies.len() as u64)?;
+        let words = copies.iter().flat_map(|&(from, to)| [from, to]).collect();
+        Ok(StepTable { count: copies.len() as u32, words, extent: () })
+    }
 }

@@ -1,7 +1,10 @@
 //! `kv_gather`: tokens of the paged cache to rows of a contiguous workspace, the field's `cp_gather_cache`, and with an e4m3 cache and a
 //! wider output its `gather_and_maybe_dequant_cache`. Arguments and checks.
 
+use super::list::{SHAPE, kv, pairs};
 use super::op::{Op, Use};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::cache::KvView;
 use crate::tables::{PageTable, check_rows, row_of, row_too_short};
@@ -223,6 +226,12 @@ impl Op for KvGather {
     /// Pages, those in part included.
     type Capacity = u32;
 
+    fn samples() -> Vec<Self> {
+        let all =
+            pairs(&Dtype::ALL, &Dtype::ALL, |cache, output| KvGather { shape: SHAPE, kv: kv(cache), output });
+        all.into_iter().filter(|spec| spec.check().is_ok()).collect()
+    }
+
     fn check(&self) -> Result<()> {
         MlaDecode { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }.check()?;
         if self.output.is_fp8() && self.kv.dtype() != self.output {
@@ -270,6 +279,17 @@ impl Op for KvGather {
 
     fn fits(rows: u32, max_rows: u32) -> Result<(), &'static str> {
         if rows > max_rows { Err("the step gathers to rows past the binding's max_rows") } else { Ok(()) }
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for KvGather {
+    fn table(&self, batch: GatherBatch<'_>, check: impl FnOnce(u64) -> Result<()>) -> Result<StepTable<u32>> {
+        let all = self.pieces(batch)?;
+        check(all.pieces.len() as u64)?;
+        let count = all.pieces.len() as u32;
+        let words = bytemuck::cast_slice(&all.pieces).to_vec();
+        Ok(StepTable { count, words, extent: all.rows })
     }
 }
 

@@ -1,5 +1,6 @@
 //! `merge_state`: two partial attention results into one. Arguments and checks.
 
+use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use super::variants::OpOptions;
 use crate::view::{View, distinct, normal, wide};
@@ -102,6 +103,11 @@ impl Op for MergeState {
     type Args<B> = MergeStateArgs<B>;
     type Extent = ();
     type Capacity = ();
+
+    fn samples() -> Vec<Self> {
+        // Rows of whole words, and rows that end in half a word.
+        pairs(&FLOATS, &[128, 33], |dtype, head_size| MergeState { dtype, head_size })
+    }
 
     fn check(&self) -> Result<()> {
         check_state("merge_state", self.dtype, self.head_size)

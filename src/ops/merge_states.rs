@@ -3,8 +3,11 @@
 use std::ops::Range;
 
 use super::LseBase;
+use super::list::{FLOATS, pairs};
 use super::merge_state::check_state;
 use super::op::{Op, Use};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::view::{View, aligned, check_tokens, distinct, distinct_sets, normal};
 use crate::{Dtype, Error, Result};
@@ -148,6 +151,11 @@ impl Op for MergeStates {
     /// Tokens.
     type Capacity = u32;
 
+    fn samples() -> Vec<Self> {
+        // Rows of whole words, and rows that end in half a word.
+        pairs(&FLOATS, &[128, 33], |dtype, head_size| MergeStates { dtype, head_size })
+    }
+
     fn check(&self) -> Result<()> {
         check_state("merge_states", self.dtype, self.head_size)
     }
@@ -215,5 +223,18 @@ impl Op for MergeStates {
             return Err("the step merges more tokens or sets than the binding has");
         }
         Ok(())
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for MergeStates {
+    fn table(
+        &self,
+        (tokens, num_sets): (Range<u32>, u32),
+        check: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<StepTable<MergeStatesExtent>> {
+        let extent = self.extent(&tokens, num_sets)?;
+        check(tokens.len() as u64)?;
+        Ok(StepTable { count: tokens.len() as u32, words: vec![tokens.start, num_sets], extent })
     }
 }

@@ -1,5 +1,6 @@
 //! `mla_prefill`: attention in MLA's expanded form. Arguments, checks and its work list.
 
+use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use crate::view::{View, distinct, logit_scale, normal, wide};
 use crate::{Dtype, Error, Mask, Result};
@@ -263,6 +264,19 @@ impl Op for MlaPrefill {
     type Extent = PrefillExtent;
     /// Tiles of query rows.
     type Capacity = u32;
+
+    fn samples() -> Vec<Self> {
+        let dims = [[128, 64, 128], [192, 64, 256], [64, 32, 64], [16, 32, 16], [24, 0, 72]];
+        let dtypes = pairs(&FLOATS, &FLOATS, |dtype, out| (dtype, out));
+        pairs(&dims, &dtypes, |[p, r, v], (dtype, out)| MlaPrefill {
+            num_heads: 16,
+            qk_nope_head_dim: p,
+            qk_rope_head_dim: r,
+            v_head_dim: v,
+            dtype,
+            out,
+        })
+    }
 
     fn check(&self) -> Result<()> {
         wide("queries, keys and values", self.dtype)?;

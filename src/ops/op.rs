@@ -47,6 +47,10 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
     /// What a step has room for without new memory.
     type Capacity: Copy + Default + PartialEq + Debug + Send + Sync;
 
+    /// Specs that together have every combination of dtypes, layouts and kinds of rows that kernels are made for: what tests and
+    /// `examples/pipelines.rs` compile.
+    fn samples() -> Vec<Self>;
+
     /// Whether the op is served.
     ///
     /// # Errors
@@ -204,23 +208,16 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     #[doc(hidden)]
     fn note(&self, _recorded: impl FnOnce() -> Box<dyn Replay>) {}
 
-    /// Whether an op of a cache in several slabs is bound once a slab; not where what it forwards to does so.
+    /// Whether it hands bindings on to the [`Compiled`] of another device, which checks arguments and binds an op of a cache in several slabs
+    /// once a slab.
     #[doc(hidden)]
-    fn binds_each_slab(&self) -> bool {
-        true
+    fn forwards(&self) -> bool {
+        false
     }
 
     /// Bytes of the largest array that a kernel can read or write.
     fn largest_binding(&self) -> u64 {
         u64::MAX
-    }
-
-    /// Whether a buffer is of this device, where that can be told.
-    ///
-    /// # Errors
-    /// [`Error::OtherBackend`].
-    fn accepts(&self, _: &Self::Buffer) -> Result<()> {
-        Ok(())
     }
 
     /// A part of a buffer as a buffer of its own, where the device has such and it is inside.

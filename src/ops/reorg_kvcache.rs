@@ -2,6 +2,8 @@
 
 use super::kv_gather::{GatherRange, check_overlaps};
 use super::op::{Op, Use};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::view::{View, aligned, distinct, distinct_sets};
 use crate::{Dtype, Error, Result, Shares};
@@ -197,6 +199,10 @@ impl Op for ReorgKvCache {
     type Extent = ReorgExtent;
     type Capacity = ReorgCapacity;
 
+    fn samples() -> Vec<Self> {
+        Dtype::ALL.map(|dtype| ReorgKvCache { dtype, row_elems: 576 }).into()
+    }
+
     fn check(&self) -> Result<()> {
         if self.row_elems == 0 || !self.row_elems.is_multiple_of(4) {
             let cure = "must be a multiple of 4 elements, at least 4";
@@ -241,6 +247,20 @@ impl Op for ReorgKvCache {
             return Err("the step copies more rows, or of more ranks, than the binding has");
         }
         Ok(())
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for ReorgKvCache {
+    fn table(
+        &self,
+        batch: ReorgBatch<'_>,
+        check: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<StepTable<ReorgExtent>> {
+        let extent = batch.extent()?;
+        let (count, words) = batch.table()?;
+        check(count.into())?;
+        Ok(StepTable { count, words, extent })
     }
 }
 

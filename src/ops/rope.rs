@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
+use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::rope::check_max_position;
 use crate::view::{View, distinct, fits, normal, wide};
@@ -172,6 +175,11 @@ impl Op for Rope {
     /// Tokens that a launch's grid is for.
     type Capacity = u32;
 
+    fn samples() -> Vec<Self> {
+        let layouts = [RopeLayout::Interleaved, RopeLayout::HalfSplit];
+        pairs(&layouts, &FLOATS, |layout, dtype| Rope { dtype, num_heads: 16, rope_dim: 64, layout })
+    }
+
     fn check(&self) -> Result<()> {
         self.check_as("x and y")
     }
@@ -211,5 +219,14 @@ impl Op for Rope {
         offset: impl Fn(&B, &B) -> Option<i64> + Copy,
     ) -> Result<()> {
         args.check_aliases_as(self, ["x", "y"], max_tokens, offset)
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for Rope {
+    fn table(&self, tokens: Range<u32>, check: impl FnOnce(u64) -> Result<()>) -> Result<StepTable<u32>> {
+        let (count, extent) = crate::view::check_tokens(&tokens)?;
+        check(count.into())?;
+        Ok(StepTable { count, words: vec![tokens.start], extent })
     }
 }

@@ -1,8 +1,11 @@
 //! `rope_append`: what comes before a decode, in one dispatch: queries rotated, new keys rotated and appended. Arguments and checks.
 
 use super::kv_append::{KvAppend, KvAppendArgs};
+use super::list::pairs;
 use super::op::{Op, Use};
 use super::rope::{Rope, RopeArgs, RopeLayout};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::view::View;
 use crate::{Dtype, Error, Result};
@@ -164,6 +167,15 @@ impl Op for RopeAppend {
     /// Tokens.
     type Capacity = u32;
 
+    fn samples() -> Vec<Self> {
+        pairs(&Rope::samples(), &KvAppend::samples(), |rope, append| RopeAppend {
+            append,
+            query: rope.dtype,
+            num_heads: 6,
+            layout: rope.layout,
+        })
+    }
+
     fn check(&self) -> Result<()> {
         self.append.check()?;
         self.rope().check_as("q_pe")
@@ -240,5 +252,19 @@ impl Op for RopeAppend {
         }
         kv.check_slabs_apart(|a, b| offset(a, b))?;
         args.rope().check_aliases_as(&self.rope(), NAMES, room.tokens, offset)
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl TableOp for RopeAppend {
+    /// The slots. Where a step's own positions go is the device's.
+    fn table(
+        &self,
+        batch: RopeAppendBatch<'_>,
+        check: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<StepTable<RopeAppendExtent>> {
+        let extent = batch.extent()?;
+        check(batch.slot_mapping.len() as u64)?;
+        Ok(StepTable { count: extent.tokens, words: self.append.slots(batch.slot_mapping)?, extent })
     }
 }

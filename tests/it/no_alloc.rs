@@ -1,7 +1,8 @@
 //! A steady decode loop allocates nothing on the host: plans and tables reuse their memory, and recording an op allocates none.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 
 use wgpu_mla::cpu::{Buffer, Cpu};
 use wgpu_mla::{
@@ -12,13 +13,15 @@ use wgpu_mla::{
     MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, OpOptions,
     PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk, ReorgKvCache, ReorgKvCacheArgs,
     Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, RopeLayout, SharedPrefix, Shares,
-    SplitPolicy, Tiling, View, WeightOrder, WeightView, write_tables,
+    SplitPolicy, Tiling, View, WeightOrder, WeightView, for_each_op, write_tables,
 };
 
 use crate::cpu::layer_args;
 
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+    /// The ops that ran.
+    static RAN: RefCell<BTreeSet<&'static str>> = const { RefCell::new(BTreeSet::new()) };
 }
 
 /// Counts this thread's allocations.
@@ -103,6 +106,7 @@ fn runs_without_an_allocation<O: Op>(
 ) where
     Cpu: Kernel<O>,
 {
+    RAN.with_borrow_mut(|ran| ran.insert(O::NAME));
     // One thread, so that every allocation is counted.
     let op = Cpu::with_threads(1).compile_with(op, options).expect("compiles");
     let mut step = op.step(O::Capacity::default()).expect("a step");
@@ -119,6 +123,7 @@ fn runs_without_an_allocation<O: Op>(
 }
 
 fn every_op_runs_without_an_allocation() {
+    RAN.take();
     let cpu = Cpu::with_threads(1);
     let buffers: [Buffer; 10] = std::array::from_fn(|_| cpu.buffer(1 << 20).expect("memory"));
     let [a, b, c, d, e, f, g, ..] = &buffers;
@@ -242,6 +247,10 @@ fn every_op_runs_without_an_allocation() {
         num_heads,
     };
     runs_without_an_allocation(CorrectAttnOut { dtype, head_size: 24 }, &one, 0..50, &corrected);
+    macro_rules! names {
+        ($($op:ty),*) => { BTreeSet::from([$(<$op>::NAME),*]) };
+    }
+    assert_eq!(RAN.take(), for_each_op!(names));
 }
 
 /// Decodes, one run of them over a prefix that is kept expanded, and a prompt in chunks that are merged.

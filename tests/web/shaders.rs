@@ -8,15 +8,14 @@ use wasm_bindgen_test::{console_log, wasm_bindgen_test};
 use wgpu_mla::gpu::ops::BatchTables;
 use wgpu_mla::gpu::{Gpu, Source, checked, decode_sources};
 use wgpu_mla::{
-    Caps, CorrectAttnOut, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvAppend, KvCalibrate,
-    KvCopyPages, KvGather, KvSpec, MergeState, MergeStates, MlaDecode, MlaPrefill, MlaShape, Op,
-    ReorgKvCache, Result, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS, wgpu,
+    Caps, CorrectAttnOut, DecodeOptions, Device, Dtype, Kernel, KvAppend, KvCopyPages, KvSpec, MergeState,
+    MergeStates, MlaDecode, MlaShape, Op, ReorgKvCache, Result, Rope, RopeAppend, RopeLayout, SUPPORTED_DIMS,
+    for_each_op, wgpu,
 };
 
 use crate::page::gpu;
 
-const OUTS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
-const INPUTS: [Dtype; 3] = OUTS;
+const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
 const ANY: MlaDecode = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::F32);
 
@@ -104,7 +103,7 @@ async fn every_module_compiles() {
             }
             for query in Dtype::ALL {
                 for cache in Dtype::ALL {
-                    for out in OUTS {
+                    for out in FLOATS {
                         modules.compile(&gpu, &caps, &spec(dims, 16, query, cache, out)).await;
                     }
                 }
@@ -115,12 +114,28 @@ async fn every_module_compiles() {
     assert!(modules.0.len() > 500, "only {} modules", modules.0.len());
 }
 
-/// The small ops.
+/// Compiles the samples of an op.
+async fn compile_samples<O: Op>(gpu: &Gpu)
+where
+    Gpu: Kernel<O>,
+{
+    for spec in O::samples() {
+        compile(gpu, spec).await;
+    }
+}
+
+/// Every op besides the decode; the tables of a batch; and more rows and dims of the ops that are compiled for them.
 #[wasm_bindgen_test]
 async fn every_small_op_compiles() {
     let gpu = gpu().await;
-    for dtype in OUTS {
-        for head_size in [64, 96, 127, 128, 512] {
+    macro_rules! samples {
+        ($_decode:ty, $($op:ty),*) => { $(compile_samples::<$op>(&gpu).await;)* };
+    }
+    for_each_op!(samples);
+    let kv = |dtype| KvSpec { layout: dtype.into(), page_size: 48, num_pages: 7 };
+    make(&gpu, "tables of a batch", || BatchTables::new(&gpu, kv(Dtype::F16))).await;
+    for dtype in FLOATS {
+        for head_size in [64, 96, 127, 512] {
             compile(&gpu, MergeState { dtype, head_size }).await;
             compile(&gpu, MergeStates { dtype, head_size }).await;
             compile(&gpu, CorrectAttnOut { dtype, head_size }).await;
@@ -128,49 +143,20 @@ async fn every_small_op_compiles() {
     }
     for cache in Dtype::ALL {
         for (latent, rope) in all_dims() {
-            let kv = KvSpec { layout: cache.into(), page_size: 48, num_pages: 7 };
             let shape = MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope };
-            compile(&gpu, KvCopyPages { shape, kv }).await;
+            compile(&gpu, KvCopyPages { shape, kv: kv(cache) }).await;
             compile(&gpu, ReorgKvCache { dtype: cache, row_elems: latent + rope }).await;
-            for input in INPUTS {
-                let spec = KvAppend { shape, kv, input };
-                compile(&gpu, spec).await;
+            for input in FLOATS {
+                let append = KvAppend { shape, kv: kv(cache), input };
+                compile(&gpu, append).await;
                 if rope == 0 {
                     continue;
                 }
                 for layout in [RopeLayout::Interleaved, RopeLayout::HalfSplit] {
-                    let query = if latent == 512 { input } else { Dtype::Bf16 };
-                    compile(&gpu, RopeAppend { append: spec, query, num_heads: 16, layout }).await;
+                    compile(&gpu, RopeAppend { append, query: Dtype::Bf16, num_heads: 16, layout }).await;
                     compile(&gpu, Rope { dtype: input, num_heads: 16, rope_dim: rope, layout }).await;
                 }
             }
         }
-    }
-    let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    for input in INPUTS {
-        compile(&gpu, KvCalibrate { shape, input }).await;
-    }
-    for cache in Dtype::ALL {
-        let kv = KvSpec { layout: cache.into(), page_size: 48, num_pages: 7 };
-        for output in Dtype::ALL.into_iter().filter(|&output| output != Dtype::E4m3 || cache == output) {
-            compile(&gpu, KvGather { shape, kv, output }).await;
-        }
-    }
-    let kv = KvSpec { layout: Dtype::F16.into(), page_size: 48, num_pages: 7 };
-    make(&gpu, "tables of a batch", || BatchTables::new(&gpu, kv)).await;
-    for dtype in OUTS {
-        let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
-        for of in [HeadProject::absorb, HeadProject::v_up] {
-            compile(&gpu, of(&dims, dtype, dtype, dtype)).await;
-        }
-        let spec = MlaPrefill {
-            num_heads: 16,
-            qk_nope_head_dim: 128,
-            qk_rope_head_dim: 64,
-            v_head_dim: 128,
-            dtype,
-            out: dtype,
-        };
-        compile(&gpu, spec).await;
     }
 }

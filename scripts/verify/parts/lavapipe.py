@@ -6,28 +6,40 @@ import re
 
 import kernels
 from part import Part, Passed, locked, run as run_command, version_of
-from records import Failed, files
+from records import ROOT, Failed, files
 
 VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
-# Kernels and test files of each op; inputs of all tests are added.
 SUITE = "tests/support/src/suite"
-OPS = {
-    "decode": (["decode_plain", "decode_coop"], [f"{SUITE}/decode.rs", f"{SUITE}/invariance.rs", f"{SUITE}/errors.rs", f"{SUITE}/ranks.rs", f"{SUITE}/slabs.rs", f"{SUITE}/sums.rs", "src/plan/slabs.rs", "src/shares.rs", "tests/it/matrix.rs", "tests/support/src/reference.rs"]),
-    "merge_state": (["merge_state"], [f"{SUITE}/ops.rs"]),
-    "merge_states": (["merge_states"], [f"{SUITE}/merge_states.rs", f"{SUITE}/sums.rs"]),
-    "correct_attn_out": (["correct_attn_out"], [f"{SUITE}/correct_attn_out.rs", f"{SUITE}/merge_states.rs"]),
-    "kv_append": (["kv_append"], [f"{SUITE}/ops.rs", f"{SUITE}/errors.rs"]),
-    "kv_copy_pages": (["kv_copy_pages"], [f"{SUITE}/ops.rs"]),
-    "kv_gather": (["kv_gather"], [f"{SUITE}/kv_gather.rs", "tests/support/src/reference/kv_gather.rs"]),
-    "reorg_kvcache": (["reorg_kvcache"], [f"{SUITE}/reorg_kvcache.rs", "tests/support/src/reference/reorg_kvcache.rs"]),
-    "kv_calibrate": (["kv_calibrate"], [f"{SUITE}/kv_calibrate.rs", "tests/support/src/reference/kv_calibrate.rs"]),
-    "head_project": (["head_project"], [f"{SUITE}/project.rs", "tests/support/src/reference/project.rs"]),
-    "mla_prefill": (["mla_prefill"], [f"{SUITE}/prefill.rs", f"{SUITE}/sums.rs", "tests/support/src/reference/prefill.rs"]),
-    "rope": (["rope"], [f"{SUITE}/rope.rs", "tests/support/src/reference/rope.rs"]),
-    "rope_append": (["rope_append"], [f"{SUITE}/rope.rs", "tests/support/src/reference/rope.rs"]),
-    "slabs": (["kv_append", "kv_copy_pages", "kv_gather", "decode_plain", "decode_coop"], [f"{SUITE}/slabs.rs", f"{SUITE}/layer.rs", "src/plan/slabs.rs"]),
-    "layer": (list(kernels.RUST), [f"{SUITE}/layer.rs", "tests/support/src/reference/layer.rs"]),
+# Groups of the suite that are of no op of `kernels.RUST`, by their kernels; and files that a group's modules use beside what is common.
+KERNELS = {
+    "decode": ["decode_plain", "decode_coop"],
+    "slabs": ["kv_append", "kv_copy_pages", "kv_gather", "decode_plain", "decode_coop"],
+    "layer": list(kernels.RUST),
 }
+MORE = {
+    "decode": ["src/plan/slabs.rs", "src/shares.rs", "tests/it/matrix.rs"],
+    "correct_attn_out": [f"{SUITE}/merge_states.rs"],
+    "slabs": [f"{SUITE}/layer.rs", "src/plan/slabs.rs"],
+}
+# A line of `groups` in the suite's mod.rs: an op, and the module of its tests.
+GROUP = re.compile(r'^ *"(\w+)" (?:true|false): (\w+) \{', re.M)
+
+
+def ops():
+    """Kernels and test files of each op that the suite tests and that has kernels here; inputs of all tests are added."""
+    modules = {}
+    for op, module in GROUP.findall((ROOT / SUITE / "mod.rs").read_text()):
+        modules.setdefault(op, []).append(module)
+    made = {op: KERNELS.get(op, [op]) for op in modules if op in KERNELS or op in kernels.RUST}
+
+    def tests(op):
+        # Not every module has an oracle of its own.
+        oracles = [f"tests/support/src/reference/{module}.rs" for module in modules[op]]
+        return [f"{SUITE}/{module}.rs" for module in modules[op]] + [path for path in oracles if (ROOT / path).exists()]
+
+    return {op: (of, tests(op) + MORE.get(op, [])) for op, of in made.items()}
+
+
 COMMON = [f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/memory.rs", "tests/support/src/*.rs", "tests/it/harness.rs", "tests/it/conformance.rs"]
 TEST = re.compile(r"^test (?:conformance::\w+::\w+::(\w+)|(matrix))::\S+\s+\.\.\. (ok|FAILED|ignored)", re.M)
 
@@ -41,7 +53,7 @@ def units():
     if kernels.unclaimed():
         raise Failed(f"no op in scripts/verify/kernels.py has {' '.join(kernels.unclaimed())}")
     own = [*files("scripts/verify/parts/lavapipe.py"), *locked("naga", "wgpu")]
-    return {op: [*own, *inputs(*of)] for op, of in OPS.items()}
+    return {op: [*own, *inputs(*of)] for op, of in ops().items()}
 
 
 def filters(op, matrix):

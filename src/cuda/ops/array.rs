@@ -7,17 +7,14 @@ use crate::view::View;
 
 /// `Place` of quads.cuh: strides count bytes.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Array {
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Array {
     address: u64,
     token_stride: u64,
     head_stride: u64,
 }
 
 impl Array {
-    /// An array that is not written.
-    pub(super) const NONE: Self = Self { address: 0, token_stride: 0, head_stride: 0 };
-
     /// An array of [tokens, heads, dim]; `bytes` is an element's size. The stride of a dimension of 1 is unused, and may be anything.
     pub(super) fn new(view: &View<&Buffer>, bytes: usize, [tokens, heads]: [u32; 2]) -> Self {
         let bytes = bytes as u64;

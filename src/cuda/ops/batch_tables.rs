@@ -4,9 +4,8 @@ use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::DeviceRepr;
-
 use super::THREADS;
+use super::single::kernel_args;
 use super::table::Table;
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::{
@@ -121,30 +120,27 @@ impl Replay for RecordedLists {
     }
 }
 
-/// `Args` of batch_tables.cu.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(super) struct BatchParams {
-    seq_lens: u64,
-    query_start_loc: u64,
-    block_table: u64,
-    marks: u64,
-    slots: u64,
-    plan: u64,
-    tables: u64,
-    pages: u64,
-    batch: u32,
-    max_pages: u32,
-    page_size: u32,
-    num_pages: u32,
-    max_tokens: u32,
-    interleave: u32,
-    owned: u32,
-    blocks: u32,
+kernel_args! {
+    /// `Args` of batch_tables.cu.
+    pub(super) struct BatchParams {
+        seq_lens: u64,
+        query_start_loc: u64,
+        block_table: u64,
+        marks: u64,
+        slots: u64,
+        plan: u64,
+        tables: u64,
+        pages: u64,
+        batch: u32,
+        max_pages: u32,
+        page_size: u32,
+        num_pages: u32,
+        max_tokens: u32,
+        interleave: u32,
+        owned: u32,
+        blocks: u32,
+    }
 }
-
-// SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for BatchParams {}
 
 pub(super) const ENTRIES: [&str; 3] = ["batch_slots", "batch_items", "batch_pages"];
 
@@ -206,18 +202,14 @@ impl BatchTables {
             query_start_loc: batch.query_start_loc.ptr(),
             block_table: batch.block_table.ptr(),
             marks: self.marks.ptr(),
-            slots: 0,
-            plan: 0,
-            tables: 0,
-            pages: 0,
             batch: batch.batch,
             max_pages: batch.max_pages,
             page_size: self.kv.page_size,
             num_pages: self.kv.num_pages,
-            max_tokens: 0,
             interleave: self.share.interleave,
             owned: self.share.owned,
             blocks: self.share.marks.len() as u32,
+            ..BatchParams::default()
         };
         let [a, b, c] = batch.arrays().map(|(_, buffer)| buffer.clone());
         let buffers = [a, b, c, self.marks.clone()];

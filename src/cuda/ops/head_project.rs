@@ -2,17 +2,16 @@
 
 use std::ops::Range;
 
-use cudarc::driver::DeviceRepr;
-
 use super::array::Array;
-use super::range::TokenTable;
+use super::single::kernel_args;
+use super::table::Table;
 use super::{Divisor, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
 use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
-use crate::view::View;
+use crate::view::{View, check_tokens};
 use crate::{Dtype, Result};
 
 /// A kernel, and the tile of its blocks.
@@ -145,34 +144,31 @@ fn simple() -> Vec<Tile> {
 
 const SIMPLE: [&str; 2] = ["head_project_few", "head_project_many"];
 
-/// `Args` of project.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct ProjectParams {
-    x: Array,
-    weight: Array,
-    y: Array,
-    table: u64,
-    max_tokens: u32,
-    k_quads: u32,
-    n_quads: u32,
-    x_dtype: u32,
-    weight_dtype: u32,
-    y_dtype: u32,
-    is_kn: u32,
-    column_tiles: u32,
-    token_tiles: u32,
-    num_tiles: u32,
-    prefetches: u32,
-    scale: f32,
-    limit: f32,
-    reserved: u32,
-    by_column_tiles: Divisor,
-    by_token_tiles: Divisor,
+kernel_args! {
+    /// `Args` of project.cuh.
+    pub struct ProjectParams {
+        x: Array,
+        weight: Array,
+        y: Array,
+        table: u64,
+        max_tokens: u32,
+        k_quads: u32,
+        n_quads: u32,
+        x_dtype: u32,
+        weight_dtype: u32,
+        y_dtype: u32,
+        is_kn: u32,
+        column_tiles: u32,
+        token_tiles: u32,
+        num_tiles: u32,
+        prefetches: u32,
+        scale: f32,
+        limit: f32,
+        reserved: u32,
+        by_column_tiles: Divisor,
+        by_token_tiles: Divisor,
+    }
 }
-
-// SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for ProjectParams {}
 
 /// A kernel for each tile; all give the same bits.
 #[derive(Debug)]
@@ -211,7 +207,7 @@ pub struct Layer {
 
 impl Kernel<HeadProject> for Cuda {
     type Kernels = Tiles;
-    type Step = TokenTable;
+    type Step = Table;
     type Binding = Layer;
 
     fn kernel_variants(&self, spec: &HeadProject) -> Vec<Candidate> {
@@ -229,22 +225,24 @@ impl Kernel<HeadProject> for Cuda {
         Ok((Tiles { kernels }, (), choice))
     }
 
-    fn kernel_step(&self, _: &HeadProject, _: &Tiles, max_tokens: u32) -> Result<TokenTable> {
-        TokenTable::new(self, max_tokens)
+    fn kernel_step(&self, _: &HeadProject, _: &Tiles, max_tokens: u32) -> Result<Table> {
+        Table::new(self, 2, max_tokens)
     }
 
-    fn kernel_capacity(step: &TokenTable) -> u32 {
-        step.max_tokens()
+    fn kernel_capacity(step: &Table) -> u32 {
+        step.most()
     }
 
     fn kernel_prepare(
         &self,
         _: &HeadProject,
         _: &Tiles,
-        step: &mut TokenTable,
+        step: &mut Table,
         tokens: Range<u32>,
     ) -> Result<u32> {
-        step.upload(self, &tokens)
+        let (count, end) = check_tokens(&tokens)?;
+        step.upload(self, count, [tokens.start])?;
+        Ok(end)
     }
 
     fn kernel_bind(
@@ -266,7 +264,6 @@ impl Kernel<HeadProject> for Cuda {
             x: Array::new(&args.x, spec.input.bytes(), rows),
             weight: Array::new(&weight, spec.weight.bytes(), [spec.matrix().0, spec.num_heads]),
             y: Array::new(&args.y, spec.output.bytes(), rows),
-            table: 0,
             max_tokens,
             k_quads: spec.k / 4,
             n_quads: spec.n / 4,
@@ -274,15 +271,9 @@ impl Kernel<HeadProject> for Cuda {
             weight_dtype: code(spec.weight),
             y_dtype: code(spec.output),
             is_kn: (spec.order == WeightOrder::Kn).into(),
-            column_tiles: 0,
-            token_tiles: 0,
-            num_tiles: 0,
-            prefetches: 0,
             scale: args.scale,
             limit: args.limit(spec.output),
-            reserved: 0,
-            by_column_tiles: Divisor::new(1),
-            by_token_tiles: Divisor::new(1),
+            ..ProjectParams::default()
         };
         let buffers = [args.x.buffer, args.weight.buffer, args.y.buffer].map(Buffer::clone);
         let boxes = tiles.kernels.iter().find_map(|(tile, _)| tile.boxes);
@@ -306,10 +297,10 @@ impl Kernel<HeadProject> for Cuda {
         spec: &HeadProject,
         tiles: &Tiles,
         (): &mut (),
-        step: &TokenTable,
+        step: &Table,
         layer: &Layer,
     ) -> Result<()> {
-        let max_tokens = step.max_tokens().min(layer.args.max_tokens);
+        let max_tokens = step.most().min(layer.args.max_tokens);
         if max_tokens == 0 {
             return Ok(());
         }
@@ -326,7 +317,7 @@ impl Kernel<HeadProject> for Cuda {
         let (tile, kernel, blocks) = tiles.of(spec, max_tokens)?;
         let (column_tiles, token_tiles) = (spec.n.div_ceil(tile.columns), max_tokens.div_ceil(tile.tokens));
         let args = ProjectParams {
-            table: step.ptr(),
+            table: step.address(),
             column_tiles,
             token_tiles,
             num_tiles: blocks,

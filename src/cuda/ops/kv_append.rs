@@ -1,21 +1,19 @@
 //! `kv_append`: new tokens into the paged cache, vLLM's `concat_and_cache_mla`.
 
-use cudarc::driver::DeviceRepr;
-
+use super::single::{SingleOp, kernel_args};
 use super::table::Table;
-use super::{Divisor, THREADS, address, checked_items, stride};
+use super::{Divisor, address, checked_items, stride};
 use crate::Result;
-use crate::cuda::{Buffer, Cuda, Function};
-use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, KvAppend, KvAppendArgs, OpOptions};
+use crate::cuda::{Buffer, Cuda};
+use crate::ops::{KvAppend, KvAppendArgs};
 
 /// `TOKENS_PER_THREAD` of kv_append.cu.
 const TOKENS_PER_THREAD: u32 = 4;
 
 /// `E4m3Scale` of round.cuh.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
-struct Scale {
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Scale {
     k_scale: f32,
     inv_low: f32,
     inv_high: f32,
@@ -41,38 +39,28 @@ impl Scale {
     }
 }
 
-/// `AppendParams` of append.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct AppendParams {
-    kv_c: u64,
-    k_pe: u64,
-    kv: u64,
-    table: u64,
-    kv_c_stride: u64,
-    k_pe_stride: u64,
-    block_stride: u64,
-    max_tokens: u32,
-    num_slots: u32,
-    first_slot: u32,
-    reserved_0: u32,
-    page_size: u32,
-    latent_octs: u32,
-    row_octs: u32,
-    is_wide: u32,
-    by_row_octs: Divisor,
-    by_page_size: Divisor,
-    scale: Scale,
-}
-
-// SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for AppendParams {}
-
-/// One layer's buffers, held.
-#[derive(Debug)]
-pub struct Layer {
-    args: AppendParams,
-    buffers: [Buffer; 3],
+kernel_args! {
+    /// `AppendParams` of append.cuh.
+    pub struct AppendParams {
+        kv_c: u64,
+        k_pe: u64,
+        kv: u64,
+        table: u64,
+        kv_c_stride: u64,
+        k_pe_stride: u64,
+        block_stride: u64,
+        max_tokens: u32,
+        num_slots: u32,
+        first_slot: u32,
+        reserved_0: u32,
+        page_size: u32,
+        latent_octs: u32,
+        row_octs: u32,
+        is_wide: u32,
+        by_row_octs: Divisor,
+        by_page_size: Divisor,
+        scale: Scale,
+    }
 }
 
 impl AppendParams {
@@ -90,14 +78,12 @@ impl AppendParams {
             kv_c: rows[0].0,
             k_pe: rows[1].0,
             kv: address(kv.buffer, kv.base(), 1),
-            table: 0,
             kv_c_stride: rows[0].1,
             k_pe_stride: rows[1].1,
             block_stride: stride(spec.kv.num_pages, kv.block_stride, 1),
             max_tokens,
             num_slots,
             first_slot,
-            reserved_0: 0,
             page_size: spec.kv.page_size,
             latent_octs: shape.kv_lora_rank / 8,
             row_octs,
@@ -105,13 +91,13 @@ impl AppendParams {
             by_row_octs: Divisor::new(row_octs),
             by_page_size: Divisor::new(spec.kv.page_size),
             scale: Scale::new(args.k_scale),
+            ..Self::default()
         }
     }
 
-    /// For a table, and as many tokens as it and the layer have room for; `None` for none.
-    pub(super) fn for_table(self, table: &Table) -> Option<Self> {
-        let max_tokens = table.room(1).min(self.max_tokens);
-        table.ptr().filter(|_| max_tokens > 0).map(|table| Self { table, max_tokens, ..self })
+    /// With a table, and as many tokens as it and the layer have room for.
+    pub(super) fn with_table(self, table: &Table) -> Self {
+        Self { table: table.address(), max_tokens: table.room(1).min(self.max_tokens), ..self }
     }
 
     pub(super) fn max_tokens(&self) -> u32 {
@@ -119,72 +105,33 @@ impl AppendParams {
     }
 }
 
-impl Kernel<KvAppend> for Cuda {
-    type Kernels = Function;
-    type Step = Table;
-    type Binding = Layer;
+impl SingleOp for KvAppend {
+    type Params = AppendParams;
 
-    fn kernel_compile(&self, spec: &KvAppend, options: &OpOptions) -> Result<(Function, (), Choice)> {
-        let kernel = self.kernel(&append_entry(spec))?;
-        Ok((kernel, (), only(options)?))
+    fn entries(&self) -> Vec<String> {
+        vec![format!("kv_append_{}_{}", self.input, self.kv.dtype())]
     }
 
-    fn kernel_step(&self, _: &KvAppend, _: &Function, max_tokens: u32) -> Result<Table> {
-        Table::new(self, max_tokens.into())
+    fn new_table(cuda: &Cuda, max_tokens: u32) -> Result<Table> {
+        Table::new(cuda, max_tokens.into(), 0)
     }
 
-    fn kernel_capacity(step: &Table) -> u32 {
-        step.room(1)
+    fn capacity(table: &Table) -> u32 {
+        table.room(1)
     }
 
-    fn kernel_prepare(
-        &self,
-        spec: &KvAppend,
-        _: &Function,
-        step: &mut Table,
-        slot_mapping: &[i64],
-    ) -> Result<u32> {
-        let slots = spec.slots(slot_mapping)?;
-        let tokens = slots.len() as u32;
-        step.upload(self, tokens, slots)?;
-        Ok(tokens)
+    fn params(&self, args: &KvAppendArgs<&Buffer>, max_tokens: u32) -> Result<AppendParams> {
+        items(self, max_tokens)?;
+        Ok(AppendParams::new(self, args, max_tokens))
     }
 
-    fn kernel_bind(
-        &self,
-        spec: &KvAppend,
-        _: &Function,
-        args: &KvAppendArgs<&Buffer>,
-        max_tokens: u32,
-    ) -> Result<Layer> {
-        items(spec, max_tokens)?;
-        let buffers = [args.kv_c.buffer, args.rotary(spec).buffer, args.kv.buffer].map(Buffer::clone);
-        Ok(Layer { args: AppendParams::new(spec, args, max_tokens), buffers })
-    }
-
-    /// The grid covers the smaller capacity of step and binding: a captured launch appends what the step's table holds at the replay.
-    fn kernel_record(
-        &self,
-        spec: &KvAppend,
-        kernel: &Function,
-        (): &mut (),
-        step: &Table,
-        layer: &Layer,
-    ) -> Result<()> {
-        let Some(args) = layer.args.for_table(step) else { return Ok(()) };
-        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
+    fn launch(&self, params: AppendParams, table: &Table) -> Result<(AppendParams, u64)> {
+        // Every address is in its buffer:
         // - the kernel reads slots and rows of tokens below max_tokens, for which the table has room and whose last row's end
         //   `check_args` found inside, and takes those below the table's count;
         // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
-        let items = items(spec, args.max_tokens)?;
-        self.launch(
-            kernel,
-            items.div_ceil(THREADS),
-            THREADS,
-            0,
-            &args,
-            layer.buffers.iter().chain(step.buffer()),
-        )
+        let params = params.with_table(table);
+        Ok((params, items(self, params.max_tokens)?.into()))
     }
 }
 
@@ -193,10 +140,6 @@ fn items(spec: &KvAppend, tokens: u32) -> Result<u32> {
     let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
     let items = blocks * u64::from(spec.shape.row_elems() / 8);
     checked_items("items of an append", items, "append in several steps")
-}
-
-pub(super) fn append_entry(spec: &KvAppend) -> String {
-    format!("kv_append_{}_{}", spec.input, spec.kv.dtype())
 }
 
 #[cfg(test)]

@@ -1,8 +1,7 @@
 //! `mla_prefill`: attention of new tokens in MLA's expanded form, over keys and values of each head.
 
-use cudarc::driver::DeviceRepr;
-
 use super::array::Array;
+use super::single::kernel_args;
 use super::table::Table;
 use super::{Divisor, MAX_ITEMS, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
@@ -87,37 +86,34 @@ fn simple(spec: &MlaPrefill) -> Body {
 
 const SIMPLE: [&str; 3] = ["mla_prefill_128", "mla_prefill_256", "mla_prefill_exact"];
 
-/// `Args` of prefill.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct PrefillParams {
-    q_nope: Array,
-    q_pe: Array,
-    k_nope: Array,
-    k_pe: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    table: u64,
-    logit_scale: f32,
-    max_tokens: u32,
-    max_keys: u32,
-    max_rows: u32,
-    max_tiles: u32,
-    num_heads: u32,
-    nope_quads: u32,
-    quads: u32,
-    value_quads: u32,
-    dtype: u32,
-    out_dtype: u32,
-    section_heads: u32,
-    v_scale: f32,
-    reserved: u32,
-    by_num_heads: Divisor,
+kernel_args! {
+    /// `Args` of prefill.cuh.
+    pub struct PrefillParams {
+        q_nope: Array,
+        q_pe: Array,
+        k_nope: Array,
+        k_pe: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        table: u64,
+        logit_scale: f32,
+        max_tokens: u32,
+        max_keys: u32,
+        max_rows: u32,
+        max_tiles: u32,
+        num_heads: u32,
+        nope_quads: u32,
+        quads: u32,
+        value_quads: u32,
+        dtype: u32,
+        out_dtype: u32,
+        section_heads: u32,
+        v_scale: f32,
+        reserved: u32,
+        by_num_heads: Divisor,
+    }
 }
-
-// SAFETY: plain data without padding, as the kernels have it.
-unsafe impl DeviceRepr for PrefillParams {}
 
 /// The kernel, and query rows of its tiles.
 #[derive(Debug)]
@@ -164,7 +160,7 @@ impl Kernel<MlaPrefill> for Cuda {
 
     fn kernel_step(&self, spec: &MlaPrefill, _: &Tiled, max_tiles: u32) -> Result<Table> {
         blocks(spec, max_tiles.into())?;
-        Table::new(self, u64::from(max_tiles) * u64::from(TILE_WORDS))
+        Table::new(self, u64::from(max_tiles) * u64::from(TILE_WORDS), 0)
     }
 
     fn kernel_capacity(step: &Table) -> u32 {
@@ -204,12 +200,10 @@ impl Kernel<MlaPrefill> for Cuda {
             v: array(&read[4], keys),
             out: Array::new(&args.out, spec.out.bytes(), rows),
             lse: Array::new(&args.lse, 4, rows),
-            table: 0,
             logit_scale: (f64::from(args.softmax_scale) * std::f64::consts::LOG2_E) as f32,
             max_tokens: room.tokens,
             max_keys: room.keys,
             max_rows: room.rows,
-            max_tiles: 0,
             num_heads: spec.num_heads,
             nope_quads: spec.qk_nope_head_dim / 4,
             quads: (spec.qk_nope_head_dim + spec.qk_rope_head_dim) / 4,
@@ -218,8 +212,8 @@ impl Kernel<MlaPrefill> for Cuda {
             out_dtype: code(spec.out),
             section_heads: section_heads(spec, room.keys, self.card().l2_bytes),
             v_scale: args.v_scale,
-            reserved: 0,
             by_num_heads: Divisor::new(spec.num_heads),
+            ..PrefillParams::default()
         };
         let [a, b, c, d, e] = read.map(|view| view.buffer.clone());
         let buffers = [a, b, c, d, e, args.out.buffer.clone(), args.lse.buffer.clone()];

@@ -11,21 +11,28 @@ pub struct Table {
     buffer: Option<Buffer>,
     /// Words that fit after the count.
     room: u64,
+    /// The largest count that it has had, or was made for.
+    most: u32,
     /// As many words as there is room for, once a step had any, and whether the last one did.
     positions: Option<Buffer>,
     has_positions: bool,
 }
 
 impl Table {
-    /// With a count of 0.
-    pub(crate) fn new(cuda: &Cuda, room: u64) -> Result<Self> {
+    /// With a count of 0, room for so many words behind it, and made to count so much.
+    pub(crate) fn new(cuda: &Cuda, room: u64, most: u32) -> Result<Self> {
         let buffer = if room == 0 { None } else { Some(Buffer::zeroed(cuda.stream(), (room + 1) * 4)?) };
-        Ok(Self { buffer, room, ..Self::default() })
+        Ok(Self { buffer, room, most, ..Self::default() })
     }
 
     /// Entries of so many words that fit behind the count.
     pub(crate) fn room(&self, words: u64) -> u32 {
         u32::try_from(self.room / words).unwrap_or(u32::MAX)
+    }
+
+    /// The largest count that it has had, or was made for: grids cover it where room does not bound a count.
+    pub(crate) fn most(&self) -> u32 {
+        self.most
     }
 
     /// Its memory, if it has room for anything.
@@ -41,6 +48,11 @@ impl Table {
     /// Its address, if it has room for any entry.
     pub(crate) fn ptr(&self) -> Option<u64> {
         self.buffer.as_ref().map(Buffer::ptr)
+    }
+
+    /// Its address; 0 if it has room for nothing.
+    pub(crate) fn address(&self) -> u64 {
+        self.ptr().unwrap_or(0)
     }
 
     /// Writes the positions of a step's tokens beside it, in the stream's order; after [`Table::upload`], which makes the room.
@@ -77,12 +89,13 @@ impl Table {
         self.staged.extend(words);
         let need = self.staged.len() as u64 - 1;
         if need > self.room {
-            let grown = Self::new(cuda, need.next_power_of_two().max(16))?;
+            let grown = Self::new(cuda, need.next_power_of_two().max(16), 0)?;
             (self.buffer, self.room) = (grown.buffer, grown.room);
         }
-        match &self.buffer {
-            Some(buffer) => cuda.upload(buffer, 0, bytemuck::cast_slice(&self.staged)),
-            None => Ok(()),
+        if let Some(buffer) = &self.buffer {
+            cuda.upload(buffer, 0, bytemuck::cast_slice(&self.staged))?;
         }
+        self.most = self.most.max(count);
+        Ok(())
     }
 }

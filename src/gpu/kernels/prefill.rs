@@ -44,31 +44,12 @@ fn slow(caps: &Caps, _: &Request) -> Result<(), String> {
     }
 }
 
-/// The specs that tests compile.
-#[cfg(test)]
-fn specs() -> Vec<MlaPrefill> {
-    use crate::Dtype;
-    let dtypes = [Dtype::F32, Dtype::F16, Dtype::Bf16];
-    let dims = [[128, 64, 128], [192, 64, 256], [64, 32, 64], [16, 32, 16], [24, 0, 72]];
-    let spec = |[p, r, v]: [u32; 3], dtype, out| MlaPrefill {
-        num_heads: 16,
-        qk_nope_head_dim: p,
-        qk_rope_head_dim: r,
-        v_head_dim: v,
-        dtype,
-        out,
-    };
-    let pairs = dtypes.iter().flat_map(|&dtype| dtypes.iter().map(move |&out| (dtype, out)));
-    let pairs: Vec<_> = pairs.collect();
-    dims.iter().flat_map(|&dims| pairs.iter().map(move |&(dtype, out)| spec(dims, dtype, out))).collect()
-}
-
 /// The kernels of the variant that runs everywhere.
 #[cfg(test)]
-pub(crate) fn every_source() -> Vec<Source> {
-    specs()
-        .into_iter()
-        .filter_map(|spec| plain::kernel(&Caps::WEBGPU, &(spec, 0)).ok())
+pub(crate) fn every_source(samples: &[MlaPrefill]) -> Vec<Source> {
+    samples
+        .iter()
+        .filter_map(|&spec| plain::kernel(&Caps::WEBGPU, &(spec, 0)).ok())
         .map(|k| k.source)
         .collect()
 }

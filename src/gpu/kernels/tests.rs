@@ -386,7 +386,7 @@ fn only_kernels_of_f32_sum_in_levels() {
             assert_eq!(has_levels(&source), is_all_f32, "{} for {spec:?}", source.label);
         }
     }
-    for source in crate::gpu::kernels::prefill::every_source() {
+    for source in crate::gpu::kernels::prefill::every_source(&<crate::MlaPrefill as crate::Op>::samples()) {
         let is_all_f32 = source.label.contains(".f32.out_f32.");
         assert_eq!(has_levels(&source), is_all_f32, "{}", source.label);
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::single::uniform;
 use super::table::Table;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
@@ -83,16 +84,18 @@ struct StepTables {
     pages: wgpu::Buffer,
 }
 
-/// `BatchParams` of the shaders.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
-    batch: u32,
-    max_pages: u32,
-    interleave: u32,
-    owned: u32,
-    blocks: u32,
-    reserved: [u32; 3],
+uniform! {
+    "BatchParams":
+    struct Params {
+        batch: u32,
+        max_pages: u32,
+        interleave: u32,
+        owned: u32,
+        blocks: u32,
+        reserved_0: u32,
+        reserved_1: u32,
+        reserved_2: u32,
+    }
 }
 
 impl<O: AppendsSlots> DeviceSlots<O>
@@ -183,7 +186,7 @@ impl BatchTables {
             interleave: self.share.interleave,
             owned: self.share.owned,
             blocks: self.share.marks.len() as u32,
-            reserved: [0; 3],
+            ..Params::default()
         };
         let resources = windows.iter().map(Window::resource);
         let group = group_with_params(&self.gpu, "mla.batch", &self.batch_layout, &params, resources)?;
@@ -388,6 +391,6 @@ pub(super) fn every_source() -> Vec<Source> {
 }
 
 #[cfg(test)]
-pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("BatchParams", Params: batch, max_pages, interleave, owned, blocks; reserved: reserved_0, reserved_1, reserved_2)
+pub(super) fn layouts() -> Vec<super::HostLayout> {
+    super::layouts_of::<Params>()
 }

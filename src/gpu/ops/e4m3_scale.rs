@@ -1,17 +1,19 @@
 //! How a shader divides by an e4m3 cache's scale.
 
-/// `E4m3Scale` of the shader.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct Scale {
-    inv_mantissa: f32,
-    exponent: i32,
-    mantissa: u32,
-    max_bits: u32,
-    inv_low: f32,
-    inv_high: f32,
-    two_to_24: f32,
-    pad: u32,
+use super::single::uniform;
+
+uniform! {
+    "E4m3Scale":
+    pub struct Scale {
+        inv_mantissa: f32,
+        exponent: i32,
+        mantissa: u32,
+        max_bits: u32,
+        inv_low: f32,
+        inv_high: f32,
+        two_to_24: f32,
+        pad: u32,
+    }
 }
 
 impl Scale {
@@ -37,11 +39,6 @@ impl Scale {
             pad: 0,
         }
     }
-}
-
-#[cfg(test)]
-pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("E4m3Scale", Scale: inv_mantissa, exponent, mantissa, max_bits, inv_low, inv_high, two_to_24, pad)
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::single::uniform;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::project::{TARGET_GROUPS, Tile, VARIANTS};
@@ -37,32 +38,32 @@ pub struct Tokens {
     count: u32,
 }
 
-/// `ProjectParams` of the shaders.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
-    x_base: u32,
-    x_token_stride: u32,
-    x_head_stride: u32,
-    y_base: u32,
-    y_token_stride: u32,
-    y_head_stride: u32,
-    w_base: u32,
-    w_head_stride: u32,
-    w_row_stride: u32,
-    max_tokens: u32,
-    scale: f32,
-    limit: f32,
+uniform! {
+    "ProjectParams":
+    struct Params {
+        x_base: u32,
+        x_token_stride: u32,
+        x_head_stride: u32,
+        y_base: u32,
+        y_token_stride: u32,
+        y_head_stride: u32,
+        w_base: u32,
+        w_head_stride: u32,
+        w_row_stride: u32,
+        max_tokens: u32,
+        scale: f32,
+        limit: f32,
+    }
 }
 
-/// `TokenRange` of the shaders.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
-struct TokenRange {
-    first: u32,
-    count: u32,
-    reserved_0: u32,
-    reserved_1: u32,
+uniform! {
+    "TokenRange":
+    struct TokenRange {
+        first: u32,
+        count: u32,
+        reserved_0: u32,
+        reserved_1: u32,
+    }
 }
 
 impl Kernel<HeadProject> for Gpu {
@@ -225,26 +226,17 @@ impl Pipes {
 }
 
 #[cfg(test)]
-pub(super) fn every_source() -> Vec<crate::gpu::kernels::compose::Source> {
-    use crate::Dtype;
-    let floats = [Dtype::F32, Dtype::F16, Dtype::Bf16];
-    let mut all = Vec::new();
-    for input in floats {
-        for weight in floats {
-            for output in floats {
-                for order in [crate::WeightOrder::Kn, crate::WeightOrder::Nk] {
-                    let spec = HeadProject { input, weight, output, num_heads: 3, k: 40, n: 72, order };
-                    let caps = crate::gpu::caps::Caps::WEBGPU;
-                    all.extend([1, 4].map(|rows| Tile::Plain { rows }.source(&caps, &spec)));
-                    all.extend([1, 4].map(|rows| Tile::Direct { rows }.source(&caps, &spec)));
-                }
-            }
-        }
+impl super::Shaders for HeadProject {
+    fn every_source(samples: &[Self]) -> Vec<crate::gpu::kernels::compose::Source> {
+        let caps = crate::gpu::caps::Caps::WEBGPU;
+        let tiles = [1, 4].map(|rows| [Tile::Plain { rows }, Tile::Direct { rows }]);
+        let of = |spec: &Self| {
+            tiles.as_flattened().iter().map(|tile| tile.source(&caps, spec)).collect::<Vec<_>>()
+        };
+        samples.iter().flat_map(of).collect()
     }
-    all
-}
 
-#[cfg(test)]
-pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("ProjectParams", Params: x_base, x_token_stride, x_head_stride, y_base, y_token_stride, y_head_stride, w_base, w_head_stride, w_row_stride, max_tokens, scale, limit)
+    fn layouts() -> Vec<super::HostLayout> {
+        [super::layouts_of::<Params>(), super::layouts_of::<TokenRange>()].concat()
+    }
 }

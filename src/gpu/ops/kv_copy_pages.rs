@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::single::uniform;
 use super::table::Table;
 use crate::Result;
 use crate::cache::KvView;
@@ -39,18 +40,18 @@ pub struct Copies {
     pairs: Vec<(u32, u32)>,
 }
 
-/// `CopyParams` of the shader.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
-    kv_base_units: u32,
-    kv_block_stride_units: u32,
-    from_first_page: u32,
-    from_num_pages: u32,
-    to_first_page: u32,
-    to_num_pages: u32,
-    target_base_units: u32,
-    reserved_0: u32,
+uniform! {
+    "CopyParams":
+    struct Params {
+        kv_base_units: u32,
+        kv_block_stride_units: u32,
+        from_first_page: u32,
+        from_num_pages: u32,
+        to_first_page: u32,
+        to_num_pages: u32,
+        target_base_units: u32,
+        reserved_0: u32,
+    }
 }
 
 /// What an invocation moves.
@@ -205,21 +206,17 @@ fn source(spec: &KvCopyPages, unit: Unit, place: Place) -> Source {
 }
 
 #[cfg(test)]
-pub(super) fn every_source() -> Vec<Source> {
-    let shape = crate::MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    let spec = |dtype: crate::Dtype| KvCopyPages {
-        shape,
-        kv: crate::KvSpec { layout: dtype.into(), page_size: 16, num_pages: 7 },
-    };
-    let both = |dtype| {
-        [Place::Within, Place::Between]
-            .into_iter()
-            .flat_map(move |place| [Unit::Wide, Unit::Word].map(|unit| source(&spec(dtype), unit, place)))
-    };
-    crate::Dtype::ALL.into_iter().flat_map(both).collect()
-}
+impl super::Shaders for KvCopyPages {
+    fn every_source(samples: &[Self]) -> Vec<Source> {
+        let both = |spec| {
+            [Place::Within, Place::Between]
+                .into_iter()
+                .flat_map(move |place| [Unit::Wide, Unit::Word].map(|unit| source(spec, unit, place)))
+        };
+        samples.iter().flat_map(both).collect()
+    }
 
-#[cfg(test)]
-pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("CopyParams", Params: kv_base_units, kv_block_stride_units, from_first_page, from_num_pages, to_first_page, to_num_pages, target_base_units, reserved_0)
+    fn layouts() -> Vec<super::HostLayout> {
+        super::layouts_of::<Params>()
+    }
 }

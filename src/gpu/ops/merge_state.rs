@@ -1,5 +1,6 @@
 //! `merge_state`: two partial attention results into one.
 
+use super::single::uniform;
 use super::words::{Words, word_consts, word_files};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
@@ -37,38 +38,38 @@ pub struct Work {
     grid: [u32; 2],
 }
 
-/// `Strides` of the shader.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
-struct Strides {
-    offset: u32,
-    token_stride: u32,
-    head_stride: u32,
-    pad: u32,
+uniform! {
+    "Strides":
+    struct Strides {
+        offset: u32,
+        token_stride: u32,
+        head_stride: u32,
+        pad: u32,
+    }
 }
 
-/// `MergeParams` of the shader.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
-    prefix: Strides,
-    suffix: Strides,
-    output: Strides,
-    prefix_lse: Strides,
-    suffix_lse: Strides,
-    output_lse: Strides,
-    num_tokens: u32,
-    num_heads: u32,
-    num_items: u32,
-    writes_lse: u32,
-    first_word: u32,
-    inner_is_token: u32,
-    inner_stride: u32,
-    outer_stride: u32,
-    output_scale: f32,
-    reserved_0: u32,
-    reserved_1: u32,
-    reserved_2: u32,
+uniform! {
+    "MergeParams":
+    struct Params {
+        prefix: Strides,
+        suffix: Strides,
+        output: Strides,
+        prefix_lse: Strides,
+        suffix_lse: Strides,
+        output_lse: Strides,
+        num_tokens: u32,
+        num_heads: u32,
+        num_items: u32,
+        writes_lse: u32,
+        first_word: u32,
+        inner_is_token: u32,
+        inner_stride: u32,
+        outer_stride: u32,
+        output_scale: f32,
+        reserved_0: u32,
+        reserved_1: u32,
+        reserved_2: u32,
+    }
 }
 
 type Args<'a> = MergeStateArgs<&'a wgpu::Buffer>;
@@ -251,16 +252,14 @@ fn source(spec: &MergeState, body: Body) -> Source {
 }
 
 #[cfg(test)]
-pub(super) fn every_source() -> Vec<Source> {
-    let dtypes = [Dtype::F32, Dtype::F16, Dtype::Bf16];
-    let both = |dtype| {
-        let spec = MergeState { dtype, head_size: 96 };
-        [source(&spec, Body::Units), source(&spec, Body::Words)]
-    };
-    dtypes.into_iter().flat_map(both).collect()
-}
+impl super::Shaders for MergeState {
+    fn every_source(samples: &[Self]) -> Vec<Source> {
+        let both = |spec: &Self| [source(spec, Body::Units), source(spec, Body::Words)];
+        // Rows of whole units, which the shader by words serves too.
+        samples.iter().filter(|spec| spec.head_size.is_multiple_of(8)).flat_map(both).collect()
+    }
 
-#[cfg(test)]
-pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("MergeParams", Params: prefix, suffix, output, prefix_lse, suffix_lse, output_lse, num_tokens, num_heads, num_items, writes_lse, first_word, inner_is_token, inner_stride, outer_stride, output_scale, reserved_0, reserved_1, reserved_2)
+    fn layouts() -> Vec<super::HostLayout> {
+        super::layouts_of::<Params>()
+    }
 }

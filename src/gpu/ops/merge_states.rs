@@ -1,81 +1,82 @@
 //! `merge_states`: any number of partial attention results into one.
 
-use crate::gpu::kernels::formats::Format;
-use std::ops::Range;
-
-use super::table::Table;
+use super::single::{Kernels, Layer, SingleOp, uniform};
 use super::words::{Words, word_consts, word_files};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
+use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{GROUP, unrolled, where_all_f32};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params, storage};
-use crate::ops::is_wide;
-use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, MergeStates, MergeStatesArgs, MergeStatesExtent, OpOptions};
+use crate::gpu::pipelines::Access;
+use crate::ops::{MergeStates, MergeStatesArgs, MergeStatesExtent, is_wide};
 use crate::view::View;
 
 /// Sets that an invocation has loads in flight for: those of a prefix in 8 parts and what is merged with it.
 const TURN: u32 = 9;
 
-/// The kernel, and what is bound where the caller wants no LSE.
-#[derive(Debug)]
-pub struct Pipes {
-    pipe: Pipe,
-    no_lse: wgpu::Buffer,
+uniform! {
+    "SetStrides":
+    pub(super) struct SetStrides {
+        offset: u32,
+        set_stride: u32,
+        token_stride: u32,
+        head_stride: u32,
+    }
 }
 
-/// One layer's sets.
-#[derive(Debug)]
-pub struct Layer {
-    /// `None` where there is room for no token or no head.
-    group: Option<wgpu::BindGroup>,
-    num_heads: u32,
-    /// Words of the output, for the shader by words.
-    num_words: u32,
+impl SetStrides {
+    /// A view of `[tokens, heads, ..]` in units of `unit` elements of `bytes` bytes, and no stride of sets.
+    pub(super) fn of(
+        view: &View<&wgpu::Buffer>,
+        window: &Window<'_>,
+        [tokens, heads]: [u32; 2],
+        bytes: usize,
+        unit: u64,
+    ) -> Self {
+        Self {
+            offset: window.at(view.offset, bytes, unit),
+            set_stride: 0,
+            token_stride: stride(tokens, view.token_stride, unit),
+            head_stride: stride(heads, view.head_stride, unit),
+        }
+    }
+
+    /// Of several sets, so many units apart.
+    pub(super) fn of_sets(self, set_stride: u32) -> Self {
+        Self { set_stride, ..self }
+    }
 }
 
-/// `SetStrides` of the shader.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
-struct SetStrides {
-    offset: u32,
-    set_stride: u32,
-    token_stride: u32,
-    head_stride: u32,
+uniform! {
+    "MergeSetsParams":
+    pub struct Params {
+        states: SetStrides,
+        lse: SetStrides,
+        output: SetStrides,
+        output_lse: SetStrides,
+        max_tokens: u32,
+        max_sets: u32,
+        num_heads: u32,
+        writes_lse: u32,
+        ln_base: f32,
+        per_ln: f32,
+        first_word: u32,
+        num_words: u32,
+        inner_is_token: u32,
+        inner_stride: u32,
+        outer_stride: u32,
+        output_scale: f32,
+    }
 }
 
-/// `MergeSetsParams` of the shader.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
-    states: SetStrides,
-    lse: SetStrides,
-    output: SetStrides,
-    output_lse: SetStrides,
-    max_tokens: u32,
-    max_sets: u32,
-    num_heads: u32,
-    writes_lse: u32,
-    ln_base: f32,
-    per_ln: f32,
-    first_word: u32,
-    num_words: u32,
-    inner_is_token: u32,
-    inner_stride: u32,
-    outer_stride: u32,
-    output_scale: f32,
-}
+impl SingleOp for MergeStates {
+    type Params = Params;
+    const LABELS: [&'static str; 2] = ["mla.merge_states.step", "mla.merge_states.layer"];
+    const BUFFERS: &'static [Access] = &[Access::Read, Access::Read, Access::Write, Access::Write];
+    const LAST_IS_OPTIONAL: bool = true;
 
-impl Kernel<MergeStates> for Gpu {
-    type Kernels = Pipes;
-    type Step = Table;
-    type Binding = Layer;
-
-    fn kernel_compile(&self, spec: &MergeStates, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
-        use Access::{Read, Uniform, Write};
-        let labels = ["mla.merge_states.step", "mla.merge_states.layer"];
+    fn sources(&self) -> Vec<Source> {
         // Every index is in bounds, for every pair of table and binding:
         // - the table holds three words (`prepare`, and nothing else writes it); tokens are below max_tokens and sets below max_sets by `min`
         //   in the shader, each at least 1 where there is a group, and what is written is so by comparison too; heads are the rest of a
@@ -85,38 +86,29 @@ impl Kernel<MergeStates> for Gpu {
         //   comparison, and the words that are written are those from the first row of the output to its last;
         // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
         // Loops count up, by TURN or 1, to the number of sets, at most 2^16.
-        let pipe = Pipe::new(self, labels, &[Uniform, Read, Read, Write, Write], &source(spec))?;
-        Ok((Pipes { pipe, no_lse: storage(self, "mla.merge_states.no_lse", 16)? }, (), only(options)?))
+        vec![source(self)]
     }
 
-    fn kernel_step(&self, _: &MergeStates, _: &Pipes, _: u32) -> Result<Table> {
-        Ok(Table::default())
+    /// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at most
+    /// 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
+    fn items(&self, tokens: u32, layer: Option<&Params>) -> u64 {
+        let Some(layer) = layer else { return 0 };
+        let quads = u64::from(tokens) * u64::from(layer.num_heads) * u64::from(self.head_size / 4);
+        if is_wide(self.head_size) { quads } else { layer.num_words.into() }
     }
 
-    fn kernel_prepare(
+    fn bind(
         &self,
-        spec: &MergeStates,
-        pipes: &Pipes,
-        step: &mut Table,
-        (tokens, num_sets): (Range<u32>, u32),
-    ) -> Result<MergeStatesExtent> {
-        let extent = spec.extent(&tokens, num_sets)?;
-        step.upload(self, &pipes.pipe.step, tokens.len() as u32, [tokens.start, num_sets])?;
-        Ok(extent)
-    }
-
-    fn kernel_bind(
-        &self,
-        spec: &MergeStates,
-        pipes: &Pipes,
+        gpu: &Gpu,
+        kernels: &Kernels,
         args: &MergeStatesArgs<&wgpu::Buffer>,
         room: MergeStatesExtent,
-    ) -> Result<Layer> {
+    ) -> Result<Option<Layer<Params>>> {
         let (tokens, heads) = (room.tokens, args.num_heads);
         if tokens == 0 || heads == 0 {
-            return Ok(Layer { group: None, num_heads: heads, num_words: 0 });
+            return Ok(None);
         }
-        let (dim, bytes) = (spec.head_size, spec.dtype.bytes());
+        let (dim, bytes) = (self.head_size, self.dtype.bytes());
         // From the first set to the end of the last.
         let (last, last_lse) = args.last(room.sets);
         let range = |first: u64, last: u64, bytes: usize| {
@@ -124,34 +116,31 @@ impl Kernel<MergeStates> for Gpu {
         };
         let (end, lse_end) =
             (last.end(tokens.into(), heads.into(), dim.into()), last_lse.end(tokens.into(), heads.into(), 1));
-        let states = Window::new(self, "states", args.states.buffer, range(args.states.offset, end, bytes))?;
-        let lse = Window::new(self, "lse", args.lse.buffer, range(args.lse.offset, lse_end, 4))?;
-        let output = Window::of(self, "output", &args.output, [tokens, heads, dim], bytes)?;
-        let output_lse = match &args.output_lse {
-            Some(view) => Window::of(self, "output_lse", view, [tokens, heads, 1], 4)?,
-            None => Window::new(self, "output_lse", &pipes.no_lse, 0..16)?,
-        };
+        let states = Window::new(gpu, "states", args.states.buffer, range(args.states.offset, end, bytes))?;
+        let lse = Window::new(gpu, "lse", args.lse.buffer, range(args.lse.offset, lse_end, 4))?;
+        let output = Window::of(gpu, "output", &args.output, [tokens, heads, dim], bytes)?;
+        let output_lse = args.output_lse.map(|view| {
+            let window = Window::of(gpu, "output_lse", &view, [tokens, heads, 1], 4)?;
+            Ok((window, SetStrides::of(&view, &window, [tokens, heads], 4, 1)))
+        });
+        let output_lse = output_lse.transpose()?;
         let is_wide = is_wide(dim);
         let unit = if is_wide { 4 } else { 1 };
         let words = if is_wide {
             Words::default()
         } else {
-            Words::of(&args.output, &output, [tokens, heads, dim], spec.dtype)
+            Words::of(&args.output, &output, [tokens, heads, dim], self.dtype)
         };
         let [ln_base, per_ln] = args.lse_base.ln();
-        self.grid(items(spec, tokens, heads, words.num_words))?;
-        let strides =
-            |view: &View<_>, window: &Window<'_>, set_stride: u64, bytes: usize, unit: u64| SetStrides {
-                offset: window.at(view.offset, bytes, unit),
-                set_stride: stride(room.sets, set_stride, unit),
-                token_stride: stride(tokens, view.token_stride, unit),
-                head_stride: stride(heads, view.head_stride, unit),
-            };
+        let strides = |view: &View<_>, window: &Window<'_>, bytes: usize, unit: u64| {
+            SetStrides::of(view, window, [tokens, heads], bytes, unit)
+        };
+        let sets = |set_stride: u64, unit: u64| stride(room.sets, set_stride, unit);
         let params = Params {
-            states: strides(&args.states, &states, args.set_stride, bytes, unit),
-            lse: strides(&args.lse, &lse, args.lse_set_stride, 4, 1),
-            output: strides(&args.output, &output, 0, bytes, unit),
-            output_lse: args.output_lse.map(|view| strides(&view, &output_lse, 0, 4, 1)).unwrap_or_default(),
+            states: strides(&args.states, &states, bytes, unit).of_sets(sets(args.set_stride, unit)),
+            lse: strides(&args.lse, &lse, 4, 1).of_sets(sets(args.lse_set_stride, 1)),
+            output: strides(&args.output, &output, bytes, unit),
+            output_lse: output_lse.map(|(_, strides)| strides).unwrap_or_default(),
             max_tokens: tokens,
             max_sets: room.sets,
             num_heads: heads,
@@ -165,33 +154,14 @@ impl Kernel<MergeStates> for Gpu {
             outer_stride: words.outer_stride,
             output_scale: args.output_scale,
         };
-        let windows = [states, lse, output, output_lse];
-        let (label, resources) = ("mla.merge_states.layer", windows.iter().map(Window::resource));
-        let group = group_with_params(self, label, &pipes.pipe.layer, &params, resources)?;
-        Ok(Layer { group: Some(group), num_heads: heads, num_words: words.num_words })
+        gpu.grid(self.items(tokens, Some(&params)))?;
+        kernels.layer(
+            gpu,
+            params,
+            [Some(states), Some(lse), Some(output), output_lse.map(|(window, _)| window)],
+            0,
+        )
     }
-
-    fn kernel_record(
-        &self,
-        spec: &MergeStates,
-        pipes: &Pipes,
-        pass: &mut wgpu::ComputePass<'_>,
-        step: &Table,
-        layer: &Layer,
-    ) -> Result<()> {
-        if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
-            let grid = self.grid(items(spec, tokens, layer.num_heads, layer.num_words))?;
-            dispatch(pass, &pipes.pipe.pipeline, &[table, group], grid);
-        }
-        Ok(())
-    }
-}
-
-/// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at most
-/// 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
-fn items(spec: &MergeStates, tokens: u32, heads: u32, num_words: u32) -> u64 {
-    let quads = u64::from(tokens) * u64::from(heads) * u64::from(spec.head_size / 4);
-    if is_wide(spec.head_size) { quads } else { num_words.into() }
 }
 
 fn source(spec: &MergeStates) -> Source {
@@ -217,16 +187,4 @@ fn source(spec: &MergeStates) -> Source {
     let text = where_all_f32(text, spec.dtype == crate::Dtype::F32);
     files.push(&text);
     unrolled("merge_states", &variant, &consts, &[], &files)
-}
-
-#[cfg(test)]
-pub(super) fn every_source() -> Vec<Source> {
-    use crate::Dtype;
-    let both = |dtype| [96, 37].map(|head_size| source(&MergeStates { dtype, head_size }));
-    [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().flat_map(both).collect()
-}
-
-#[cfg(test)]
-pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("MergeSetsParams", Params: states, lse, output, output_lse, max_tokens, max_sets, num_heads, writes_lse, ln_base, per_ln, first_word, num_words, inner_is_token, inner_stride, outer_stride, output_scale)
 }

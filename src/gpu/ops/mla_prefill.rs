@@ -206,28 +206,34 @@ impl Kernel<MlaPrefill> for Gpu {
 }
 
 #[cfg(test)]
-pub(super) fn host_layout() -> (&'static str, Vec<(&'static str, usize)>, usize) {
-    use std::mem::offset_of;
-    let mut fields = vec![
-        ("logit_scale", offset_of!(Params, logit_scale)),
-        ("max_tokens", offset_of!(Params, max_tokens)),
-        ("max_keys", offset_of!(Params, max_keys)),
-        ("max_rows", offset_of!(Params, max_rows)),
-    ];
-    let places = [
-        (offset_of!(Params, q_nope), ["q_nope_at", "q_nope_token_stride", "q_nope_head_stride"]),
-        (offset_of!(Params, q_pe), ["q_pe_at", "q_pe_token_stride", "q_pe_head_stride"]),
-        (offset_of!(Params, k_nope), ["k_nope_at", "k_nope_token_stride", "k_nope_head_stride"]),
-        (offset_of!(Params, k_pe), ["k_pe_at", "k_pe_token_stride", "k_pe_head_stride"]),
-        (offset_of!(Params, v), ["v_at", "v_token_stride", "v_head_stride"]),
-        (offset_of!(Params, out), ["out_at", "out_token_stride", "out_head_stride"]),
-        (offset_of!(Params, lse), ["lse_at", "lse_token_stride", "lse_head_stride"]),
-    ];
-    for (at, [a, b, c]) in places {
-        fields.push((a, at + offset_of!(Array, at)));
-        fields.push((b, at + offset_of!(Array, token_stride)));
-        fields.push((c, at + offset_of!(Array, head_stride)));
+impl super::Shaders for MlaPrefill {
+    fn every_source(samples: &[Self]) -> Vec<crate::gpu::kernels::compose::Source> {
+        crate::gpu::kernels::prefill::every_source(samples)
     }
-    fields.push(("v_scale", offset_of!(Params, v_scale)));
-    ("PrefillParams", fields, size_of::<Params>())
+
+    fn layouts() -> Vec<super::HostLayout> {
+        use std::mem::offset_of;
+        let mut fields = vec![
+            ("logit_scale", offset_of!(Params, logit_scale)),
+            ("max_tokens", offset_of!(Params, max_tokens)),
+            ("max_keys", offset_of!(Params, max_keys)),
+            ("max_rows", offset_of!(Params, max_rows)),
+        ];
+        let places = [
+            (offset_of!(Params, q_nope), ["q_nope_at", "q_nope_token_stride", "q_nope_head_stride"]),
+            (offset_of!(Params, q_pe), ["q_pe_at", "q_pe_token_stride", "q_pe_head_stride"]),
+            (offset_of!(Params, k_nope), ["k_nope_at", "k_nope_token_stride", "k_nope_head_stride"]),
+            (offset_of!(Params, k_pe), ["k_pe_at", "k_pe_token_stride", "k_pe_head_stride"]),
+            (offset_of!(Params, v), ["v_at", "v_token_stride", "v_head_stride"]),
+            (offset_of!(Params, out), ["out_at", "out_token_stride", "out_head_stride"]),
+            (offset_of!(Params, lse), ["lse_at", "lse_token_stride", "lse_head_stride"]),
+        ];
+        for (at, [a, b, c]) in places {
+            fields.push((a, at + offset_of!(Array, at)));
+            fields.push((b, at + offset_of!(Array, token_stride)));
+            fields.push((c, at + offset_of!(Array, head_stride)));
+        }
+        fields.push(("v_scale", offset_of!(Params, v_scale)));
+        vec![("PrefillParams", fields, size_of::<Params>())]
+    }
 }

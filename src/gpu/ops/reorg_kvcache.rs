@@ -1,40 +1,34 @@
 //! `reorg_kvcache`: gathered parts of several ranks, back in the order of their tokens.
 
-use super::table::Table;
+use super::single::{Kernels, Layer, SingleOp, uniform};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, dispatch, group_with_params};
-use crate::ops::variants::only;
-use crate::ops::{
-    Choice, Kernel, OpOptions, ReorgBatch, ReorgCapacity, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs,
-};
+use crate::gpu::pipelines::Access;
+use crate::ops::{ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
 
-/// `ReorgParams` of the shader.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
-    gathered_base_units: u32,
-    gathered_stride_units: u32,
-    rank_stride_units: u32,
-    out_base_units: u32,
-    out_stride_units: u32,
-    max_rows: u32,
-    max_local_rows: u32,
-    world: u32,
+uniform! {
+    "ReorgParams":
+    pub struct Params {
+        gathered_base_units: u32,
+        gathered_stride_units: u32,
+        rank_stride_units: u32,
+        out_base_units: u32,
+        out_stride_units: u32,
+        max_rows: u32,
+        max_local_rows: u32,
+        world: u32,
+    }
 }
 
-impl Kernel<ReorgKvCache> for Gpu {
-    type Kernels = Pipe;
-    type Step = Table;
-    /// `None` where there is room for no row.
-    type Binding = Option<wgpu::BindGroup>;
+impl SingleOp for ReorgKvCache {
+    type Params = Params;
+    const LABELS: [&'static str; 2] = ["mla.reorg_kvcache.step", "mla.reorg_kvcache.layer"];
+    const BUFFERS: &'static [Access] = &[Access::Read, Access::Write];
 
-    fn kernel_compile(&self, spec: &ReorgKvCache, options: &OpOptions) -> Result<(Pipe, (), Choice)> {
-        let labels = ["mla.reorg_kvcache.step", "mla.reorg_kvcache.layer"];
-        let entries = [Access::Uniform, Access::Read, Access::Write];
+    fn sources(&self) -> Vec<Source> {
         // Every index is in bounds, for every pair of table and binding:
         // - the table is what `ReorgBatch::table` made, whole (`Table`, which nothing else writes): a chunk is below num_chunks, of which there
         //   is one where there is a token; a block is a rest of blocks, and its owner below the table's world, so all sections are met inside;
@@ -43,43 +37,30 @@ impl Kernel<ReorgKvCache> for Gpu {
         //   up to there;
         // - a unit is below ROW_UNITS, the rest of a division by it.
         // The loop halves a range of at most num_chunks until it is 1. interleave and blocks, which the shader divides by, are at least 1.
-        Ok((Pipe::new(self, labels, &entries, &source(spec))?, (), only(options)?))
+        vec![source(self)]
     }
 
-    fn kernel_step(&self, _: &ReorgKvCache, _: &Pipe, _: ReorgCapacity) -> Result<Table> {
-        Ok(Table::default())
+    /// The rows of the output are in a window of less than 2^32 bytes, of 4 bytes a unit or more: they fit a `u32` as the shader counts.
+    fn items(&self, tokens: u32, _: Option<&Params>) -> u64 {
+        u64::from(tokens) * u64::from(self.row_elems / 4)
     }
 
-    fn kernel_prepare(
+    fn bind(
         &self,
-        spec: &ReorgKvCache,
-        pipe: &Pipe,
-        step: &mut Table,
-        batch: ReorgBatch<'_>,
-    ) -> Result<ReorgExtent> {
-        let extent = batch.extent()?;
-        let (tokens, words) = batch.table()?;
-        self.grid(items(spec, tokens))?;
-        step.upload(self, &pipe.step, tokens, words)?;
-        Ok(extent)
-    }
-
-    fn kernel_bind(
-        &self,
-        spec: &ReorgKvCache,
-        pipe: &Pipe,
+        gpu: &Gpu,
+        kernels: &Kernels,
         args: &ReorgKvCacheArgs<&wgpu::Buffer>,
         room: ReorgExtent,
-    ) -> Result<Option<wgpu::BindGroup>> {
+    ) -> Result<Option<Layer<Params>>> {
         if room.rows == 0 || room.local_rows == 0 || room.world == 0 {
             return Ok(None);
         }
-        let (elems, bytes) = (spec.row_elems, spec.dtype.bytes());
+        let (elems, bytes) = (self.row_elems, self.dtype.bytes());
         // From the first rank's part to the end of the last.
         let end = args.last(room.world).end(room.local_rows.into(), 1, elems.into());
         let part = [args.gathered.offset, end].map(|element| element.saturating_mul(bytes as u64));
-        let gathered = Window::new(self, "gathered", args.gathered.buffer, part[0]..part[1])?;
-        let out = Window::of(self, "out", &args.out, [room.rows, 1, elems], bytes)?;
+        let gathered = Window::new(gpu, "gathered", args.gathered.buffer, part[0]..part[1])?;
+        let out = Window::of(gpu, "out", &args.out, [room.rows, 1, elems], bytes)?;
         let params = Params {
             gathered_base_units: gathered.at(args.gathered.offset, bytes, 4),
             gathered_stride_units: stride(room.local_rows, args.gathered.token_stride, 4),
@@ -90,28 +71,8 @@ impl Kernel<ReorgKvCache> for Gpu {
             max_local_rows: room.local_rows,
             world: room.world,
         };
-        let resources = [gathered.resource(), out.resource()];
-        group_with_params(self, "mla.reorg_kvcache.layer", &pipe.layer, &params, resources).map(Some)
+        kernels.layer(gpu, params, [gathered, out].map(Some), 0)
     }
-
-    fn kernel_record(
-        &self,
-        spec: &ReorgKvCache,
-        pipe: &Pipe,
-        pass: &mut wgpu::ComputePass<'_>,
-        step: &Table,
-        binding: &Option<wgpu::BindGroup>,
-    ) -> Result<()> {
-        if let (Some(table), Some(layer), tokens @ 1..) = (step.group(), binding, step.count()) {
-            dispatch(pass, &pipe.pipeline, &[table, layer], self.grid(items(spec, tokens))?);
-        }
-        Ok(())
-    }
-}
-
-/// The rows of the output are in a window of less than 2^32 bytes, of 4 bytes a unit or more: they fit a `u32` as the shader counts.
-fn items(spec: &ReorgKvCache, tokens: u32) -> u64 {
-    u64::from(tokens) * u64::from(spec.row_elems / 4)
 }
 
 fn source(spec: &ReorgKvCache) -> Source {
@@ -124,14 +85,4 @@ fn source(spec: &ReorgKvCache) -> Source {
     let files =
         [include_str!("../../../shaders/lib/grid.wgsl"), include_str!("../../../shaders/reorg_kvcache.wgsl")];
     compose("reorg_kvcache", width, &prelude, &files)
-}
-
-#[cfg(test)]
-pub(super) fn every_source() -> Vec<Source> {
-    crate::Dtype::ALL.map(|dtype| source(&ReorgKvCache { dtype, row_elems: 576 })).into()
-}
-
-#[cfg(test)]
-pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("ReorgParams", Params: gathered_base_units, gathered_stride_units, rank_stride_units, out_base_units, out_stride_units, max_rows, max_local_rows, world)
 }

@@ -1,86 +1,43 @@
 //! `rope`: rows rotated by their positions.
 
-use crate::gpu::kernels::formats::Format;
-use std::ops::Range;
-
-use super::table::Table;
+use super::single::{Kernels, Layer, SingleOp, uniform};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
-use crate::gpu::pipelines::{Access, Pipe, Pipeline, dispatch, group_with_params};
-use crate::ops::variants::only;
-use crate::ops::{Choice, Kernel, OpOptions, Rope, RopeArgs, RopeLayout};
-use crate::view::{View, check_tokens};
+use crate::gpu::kernels::formats::Format;
+use crate::gpu::pipelines::Access;
+use crate::ops::{Rope, RopeArgs, RopeLayout};
+use crate::view::View;
 use crate::{Dtype, Error, Result};
 
 /// More would not fit the numbers of a grid.
 const MAX_ITEMS: u64 = 1 << 30;
 
-/// Of an input with a buffer of its own, and in place.
-#[derive(Debug)]
-pub struct Pipes {
-    pub(super) apart: Pipe,
-    pub(super) in_place: Pipe,
-}
-
-/// A layer's buffers, and the kernel for them.
-#[derive(Debug)]
-pub struct Layer {
-    /// `None` where there is room for no token.
-    pub(super) group: Option<wgpu::BindGroup>,
-    pub(super) pipeline: Pipeline,
-}
-
-/// `RopeParams` of the shaders.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct Params {
-    x_base_quads: u32,
-    x_token_stride_quads: u32,
-    x_head_stride_quads: u32,
-    max_position: u32,
-    y_base_quads: u32,
-    y_token_stride_quads: u32,
-    y_head_stride_quads: u32,
-    max_tokens: u32,
-    scale: f32,
-    reserved_0: u32,
-    reserved_1: u32,
-    reserved_2: u32,
-}
-
-/// What is bound of a rotation's buffers.
-pub(super) struct Windows<'a> {
-    positions: Window<'a>,
-    cos_sin: Window<'a>,
-    y: Window<'a>,
-    /// `None` in place.
-    x: Option<Window<'a>>,
-}
-
-impl Pipes {
-    /// For each of both.
-    ///
-    /// # Errors
-    /// Those of `compile`.
-    pub(super) fn new(compile: impl Fn(Place) -> Result<Pipe>) -> Result<Self> {
-        Ok(Self { apart: compile(Place::Apart)?, in_place: compile(Place::InPlace)? })
-    }
-
-    pub(super) fn of(&self, in_place: bool) -> &Pipe {
-        if in_place { &self.in_place } else { &self.apart }
+uniform! {
+    "RopeParams":
+    pub struct Params {
+        x_base_quads: u32,
+        x_token_stride_quads: u32,
+        x_head_stride_quads: u32,
+        max_position: u32,
+        y_base_quads: u32,
+        y_token_stride_quads: u32,
+        y_head_stride_quads: u32,
+        max_tokens: u32,
+        scale: f32,
+        reserved_0: u32,
+        reserved_1: u32,
+        reserved_2: u32,
     }
 }
 
-impl Kernel<Rope> for Gpu {
-    type Kernels = Pipes;
-    type Step = Table;
-    type Binding = Layer;
+impl SingleOp for Rope {
+    type Params = Params;
+    const LABELS: [&'static str; 2] = ["mla.rope.step", "mla.rope.layer"];
+    const BUFFERS: &'static [Access] = &[Access::Read, Access::Read, Access::Write, Access::Read];
 
-    fn kernel_compile(&self, spec: &Rope, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
-        let labels = ["mla.rope.step", "mla.rope.layer"];
-        let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write, Access::Read];
+    fn sources(&self) -> Vec<Source> {
         // Every index is in bounds, for every pair of table and binding:
         // - the table always has two words (`Table`, which nothing else writes);
         // - token < max_tokens, by a `min` in the shader, and head < num_heads as HEAD_UNITS counts units: `check_args` refuses views whose
@@ -88,97 +45,59 @@ impl Kernel<Rope> for Gpu {
         //   is written is decided from the table's numbers, which may wrap, before the `min`;
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`).
         // There are no loops.
-        let compile = |place| Pipe::new(self, labels, &entries, &source(spec, place));
-        Ok((Pipes::new(compile)?, (), only(options)?))
+        Place::ALL.map(|place| source(self, place)).into()
     }
 
-    fn kernel_step(&self, _: &Rope, _: &Pipes, _: u32) -> Result<Table> {
-        Ok(Table::default())
+    fn items(&self, tokens: u32, _: Option<&Params>) -> u64 {
+        u64::from(tokens) * token_units(self)
     }
 
-    fn kernel_prepare(
+    fn bind(
         &self,
-        spec: &Rope,
-        pipes: &Pipes,
-        step: &mut Table,
-        tokens: Range<u32>,
-    ) -> Result<u32> {
-        let (count, end) = check_tokens(&tokens)?;
-        self.grid(items(spec, count))?;
-        step.upload(self, &pipes.apart.step, count, [tokens.start])?;
-        Ok(end)
-    }
-
-    fn kernel_bind(
-        &self,
-        spec: &Rope,
-        pipes: &Pipes,
+        gpu: &Gpu,
+        kernels: &Kernels,
         args: &RopeArgs<&wgpu::Buffer>,
         max_tokens: u32,
-    ) -> Result<Layer> {
-        checked_items(max_tokens.into(), token_units(spec))?;
-        let in_place = args.is_in_place(|a, b| a == b);
-        let pipe = pipes.of(in_place);
-        let mut group = None;
-        if max_tokens > 0 {
-            let (params, windows) = Params::new(self, spec, args, max_tokens, in_place, ["x", "y"])?;
-            let resources = windows.resources();
-            group = Some(group_with_params(self, "mla.rope.layer", &pipe.layer, &params, resources)?);
+    ) -> Result<Option<Layer<Params>>> {
+        checked_items(max_tokens.into(), token_units(self))?;
+        if max_tokens == 0 {
+            return Ok(None);
         }
-        Ok(Layer { group, pipeline: pipe.pipeline.clone() })
-    }
-
-    fn kernel_record(
-        &self,
-        spec: &Rope,
-        _: &Pipes,
-        pass: &mut wgpu::ComputePass<'_>,
-        step: &Table,
-        layer: &Layer,
-    ) -> Result<()> {
-        if let (Some(table), Some(group), tokens @ 1..) = (step.group(), &layer.group, step.count()) {
-            dispatch(pass, &layer.pipeline, &[table, group], self.grid(items(spec, tokens))?);
-        }
-        Ok(())
-    }
-}
-
-impl<'a> Windows<'a> {
-    /// Bindings 1 to 4. In place the shader has no input of its own, and the positions stand in for it.
-    pub(super) fn resources(&self) -> [wgpu::BindingResource<'a>; 4] {
-        let x = self.x.unwrap_or(self.positions);
-        [self.positions, self.cos_sin, self.y, x].map(|window| window.resource())
+        let place = Place::of(args);
+        let (params, windows) = Params::new(gpu, self, args, max_tokens, place, ["x", "y"])?;
+        kernels.layer(gpu, params, windows.map(Some), place as usize)
     }
 }
 
 impl Params {
-    /// Rows of at least one token, checked; the names are those of `x` and `y` for errors.
+    /// Rows of at least one token, checked, and the windows of bindings 1 to 4; the names are those of `x` and `y` for errors.
     pub(super) fn new<'a>(
         gpu: &Gpu,
         spec: &Rope,
         args: &RopeArgs<&'a wgpu::Buffer>,
         max_tokens: u32,
-        in_place: bool,
+        place: Place,
         [x_name, y_name]: [&'static str; 2],
-    ) -> Result<(Self, Windows<'a>)> {
+    ) -> Result<(Self, [Window<'a>; 4])> {
         let RopeArgs { x, y, max_position, scale, .. } = *args;
         let (dims, bytes) = ([max_tokens, spec.num_heads, spec.rope_dim], spec.dtype.bytes());
-        let (x_window, y_window) = if in_place {
-            // One binding for both.
-            let [tokens, heads, dim] = dims.map(u64::from);
-            let end = |view: &View<_>| view.end(tokens, heads, dim) * bytes as u64;
-            let range = x.offset.min(y.offset) * bytes as u64..end(&x).max(end(&y));
-            (None, Window::new(gpu, y_name, y.buffer, range)?)
-        } else {
-            (Some(Window::of(gpu, x_name, &x, dims, bytes)?), Window::of(gpu, y_name, &y, dims, bytes)?)
+        let (x_window, y_window) = match place {
+            Place::InPlace => {
+                // One binding for both.
+                let [tokens, heads, dim] = dims.map(u64::from);
+                let end = |view: &View<_>| view.end(tokens, heads, dim) * bytes as u64;
+                let range = x.offset.min(y.offset) * bytes as u64..end(&x).max(end(&y));
+                (None, Window::new(gpu, y_name, y.buffer, range)?)
+            }
+            Place::Apart => {
+                (Some(Window::of(gpu, x_name, &x, dims, bytes)?), Window::of(gpu, y_name, &y, dims, bytes)?)
+            }
         };
         let table_bytes = u64::from(max_position) * u64::from(spec.rope_dim) * 4;
-        let windows = Windows {
-            positions: Window::new(gpu, "positions", args.positions, 0..u64::from(max_tokens) * 4)?,
-            cos_sin: Window::new(gpu, "cos_sin", args.cos_sin, 0..table_bytes)?,
-            y: y_window,
-            x: x_window,
-        };
+        let positions = Window::new(gpu, "positions", args.positions, 0..u64::from(max_tokens) * 4)?;
+        let cos_sin = Window::new(gpu, "cos_sin", args.cos_sin, 0..table_bytes)?;
+        // In place the shader has no input of its own, and the positions stand in for it.
+        let windows = [positions, cos_sin, y_window, x_window.unwrap_or(positions)];
         let params = Self {
             x_base_quads: x_window.unwrap_or(y_window).at(x.offset, bytes, 4),
             x_token_stride_quads: stride(max_tokens, x.token_stride, 4),
@@ -189,9 +108,7 @@ impl Params {
             y_head_stride_quads: stride(spec.num_heads, y.head_stride, 4),
             max_tokens,
             scale,
-            reserved_0: 0,
-            reserved_1: 0,
-            reserved_2: 0,
+            ..Self::default()
         };
         Ok((params, windows))
     }
@@ -200,10 +117,6 @@ impl Params {
 /// Units of a token: four pairs of a head each.
 pub(super) fn token_units(spec: &Rope) -> u64 {
     u64::from(spec.num_heads) * u64::from(spec.rope_dim / 8)
-}
-
-fn items(spec: &Rope, tokens: u32) -> u64 {
-    u64::from(tokens) * token_units(spec)
 }
 
 /// # Errors
@@ -225,8 +138,12 @@ pub(super) enum Place {
 }
 
 impl Place {
-    #[cfg(test)]
+    /// In the order of their numbers, which a layer's `source` is.
     pub(super) const ALL: [Self; 2] = [Self::Apart, Self::InPlace];
+
+    pub(super) fn of(args: &RopeArgs<&wgpu::Buffer>) -> Self {
+        if args.is_in_place(|a, b| a == b) { Self::InPlace } else { Self::Apart }
+    }
 
     fn lib(self) -> &'static str {
         match self {
@@ -289,25 +206,4 @@ fn source(spec: &Rope, place: Place) -> Source {
     files.extend(libs(place));
     files.push(include_str!("../../../shaders/rope.wgsl"));
     compose("rope", &name(spec, place), &prelude(spec), &files)
-}
-
-/// The layouts and dtypes of every rotation.
-#[cfg(test)]
-pub(super) fn every_spec() -> Vec<Rope> {
-    let layouts = [RopeLayout::Interleaved, RopeLayout::HalfSplit];
-    let spec = |layout| {
-        let of = move |dtype| Rope { dtype, num_heads: 16, rope_dim: 64, layout };
-        [Dtype::F32, Dtype::F16, Dtype::Bf16].map(of)
-    };
-    layouts.into_iter().flat_map(spec).collect()
-}
-
-#[cfg(test)]
-pub(super) fn every_source() -> Vec<Source> {
-    every_spec().iter().flat_map(|spec| Place::ALL.map(|place| source(spec, place))).collect()
-}
-
-#[cfg(test)]
-pub(super) fn host_layout() -> super::HostLayout {
-    super::layout_of!("RopeParams", Params: x_base_quads, x_token_stride_quads, x_head_stride_quads, max_position, y_base_quads, y_token_stride_quads, y_head_stride_quads, max_tokens, scale, reserved_0, reserved_1, reserved_2)
 }

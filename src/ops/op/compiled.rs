@@ -120,11 +120,13 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// Those of [`Op::check_args`], [`Error::Aliased`], [`Error::OtherBackend`], [`Error::Limit`] and [`Error::OutOfMemory`]; on wgpu
     /// [`Error::BufferUsage`] without `STORAGE`, [`Error::ForeignResource`] and [`Error::DeviceLost`]; [`Error::Capacity`] of an `MlaLayer`.
     pub fn bind(&self, args: &O::Args<&D::Buffer>, room: O::Extent) -> Result<Binding<O, D>> {
-        self.op.map(args, |_, buffer| self.device.accepts(buffer))?;
-        self.op.check_args(args, room, D::size)?;
-        self.op.check_aliases(args, room, D::offset)?;
+        let mut slabs = Vec::new();
+        if !self.device.forwards() {
+            self.op.check_args(args, room, D::size)?;
+            self.op.check_aliases(args, room, D::offset)?;
+            slabs = self.op.each_slab(args);
+        }
         let bind = |args| self.device.kernel_bind(&self.op, &self.kernels, args, room);
-        let slabs = if self.device.binds_each_slab() { self.op.each_slab(args) } else { Vec::new() };
         let raw = bind(slabs.first().unwrap_or(args))?;
         let more = slabs.iter().skip(1).map(bind).collect::<Result<_>>()?;
         let room = self.op.room(args, room);

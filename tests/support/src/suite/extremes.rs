@@ -1,5 +1,7 @@
 //! Offsets and strides at the end of u64, on every op: an error or, where one is unread, nothing. Never an overflow.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use wgpu_mla::{
@@ -8,7 +10,7 @@ use wgpu_mla::{
     KvView, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode,
     MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache,
     ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View,
-    WeightOrder, WeightView,
+    WeightOrder, WeightView, for_each_op,
 };
 
 use super::Session;
@@ -27,6 +29,11 @@ macro_rules! places {
     };
 }
 
+thread_local! {
+    /// The ops that were bound.
+    static BOUND: RefCell<BTreeSet<&'static str>> = const { RefCell::new(BTreeSet::new()) };
+}
+
 /// Binds with each number at each place, for each room.
 fn bind_all<'a, O, B>(
     session: &Session<'_, B>,
@@ -40,6 +47,7 @@ where
     B: Backend + Kernel<O>,
     O::Args<&'a B::Buffer>: Clone,
 {
+    BOUND.with_borrow_mut(|bound| bound.insert(O::NAME));
     let compiled = session.backend.compile(op)?;
     for &room in rooms {
         let what = format!("{} for {room:?}", O::NAME);
@@ -65,8 +73,17 @@ where
 
 /// Every number of every op's arguments.
 pub fn extreme_views<B: Backend>(session: &Session<'_, B>) {
+    BOUND.take();
     let result = all(session);
     session.note("extreme views", result.map_err(|error| error.to_string()));
+    macro_rules! names {
+        ($($op:ty),*) => { [$(<$op>::NAME),*] };
+    }
+    let bound = BOUND.take();
+    for name in for_each_op!(names) {
+        let result = if bound.contains(name) { Ok(()) } else { Err("no arguments here".to_owned()) };
+        session.note(&format!("{name} is bound"), result);
+    }
     session.finish("extreme views");
 }
 

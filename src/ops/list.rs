@@ -1,0 +1,86 @@
+//! The list of ops, which is written here alone, and what their samples are made of.
+
+use crate::{Dtype, KvSpec, MlaShape};
+
+/// Expands `$each!` with every op that has kernels of its own, by its path: `for_each_op!(each)` is `each! { wgpu_mla::MlaDecode, .. }`, and
+/// `for_each_op!(each ..)` begins with the other words. [`MlaLayer`](crate::MlaLayer) and [`MlaExpand`](crate::MlaExpand) are made of these.
+///
+/// ```
+/// use wgpu_mla::{Op, for_each_op};
+///
+/// macro_rules! names {
+///     ($($op:ty),*) => { [$(<$op>::NAME),*] };
+/// }
+/// assert!(for_each_op!(names).contains(&"kv_gather"));
+/// ```
+#[macro_export]
+macro_rules! for_each_op {
+    ($each:ident $($more:tt)*) => {
+        $each! {
+            $($more)*
+            $crate::MlaDecode, $crate::MergeState, $crate::MergeStates, $crate::CorrectAttnOut, $crate::KvAppend, $crate::KvCopyPages,
+            $crate::KvGather, $crate::ReorgKvCache, $crate::KvCalibrate, $crate::Rope, $crate::RopeAppend, $crate::HeadProject,
+            $crate::MlaPrefill
+        }
+    };
+}
+
+/// The dtypes of everything but caches, queries and what is copied.
+pub(super) const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+
+/// DeepSeek V3's cache.
+pub(super) const SHAPE: MlaShape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+
+/// A small cache of a dtype.
+pub(super) fn kv(dtype: Dtype) -> KvSpec {
+    KvSpec { layout: dtype.into(), page_size: 64, num_pages: 64 }
+}
+
+/// A spec for each pair.
+pub(super) fn pairs<A: Copy, B: Copy, O>(a: &[A], b: &[B], spec: impl Fn(A, B) -> O) -> Vec<O> {
+    a.iter().flat_map(|&a| b.iter().map(move |&b| (a, b))).map(|(a, b)| spec(a, b)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use crate::Op;
+
+    fn distinct_and_served<O: Op>() {
+        let samples = O::samples();
+        let texts: BTreeSet<_> = samples.iter().map(|spec| format!("{spec:?}")).collect();
+        assert!(!samples.is_empty() && texts.len() == samples.len(), "{}", O::NAME);
+        for spec in samples {
+            assert_eq!(spec.check(), Ok(()), "{spec:?}");
+        }
+    }
+
+    #[test]
+    fn samples_are_distinct_and_served() {
+        macro_rules! check {
+            ($($op:ty),*) => { $(distinct_and_served::<$op>();)* };
+        }
+        for_each_op!(check);
+        distinct_and_served::<crate::MlaLayer>();
+        distinct_and_served::<crate::MlaExpand>();
+    }
+
+    #[test]
+    fn every_op_of_this_folder_is_listed() {
+        macro_rules! names {
+            ($($op:ty),*) => { BTreeSet::from([$(<$op>::NAME.to_owned()),*]) };
+        }
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/ops");
+        let found: BTreeSet<_> = std::fs::read_dir(folder)
+            .expect("the sources")
+            .filter_map(|entry| std::fs::read_to_string(entry.expect("an entry").path()).ok())
+            .filter(|text| text.lines().any(|line| line.starts_with("impl Op for ")))
+            .map(|text| {
+                let (_, rest) = text.split_once("const NAME: &'static str = \"").expect("a name");
+                rest.split('"').next().expect("its end").to_owned()
+            })
+            .collect();
+        assert_eq!(found, for_each_op!(names));
+    }
+}
