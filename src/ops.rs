@@ -27,6 +27,8 @@ pub(crate) use batch_tables::{Sequences, check_binding, no_slots, template};
 #[cfg(not(any(feature = "wgpu", feature = "cuda")))]
 pub(crate) use batch_tables::{Sequences, no_slots};
 pub use correct_attn_out::{CorrectAttnOut, CorrectAttnOutArgs};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use decode::DecodeRequest;
 pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
 pub use kv_append::{KvAppend, KvAppendArgs};

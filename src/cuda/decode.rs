@@ -16,6 +16,7 @@ pub fn decode_variants() -> impl Iterator<Item = &'static str> {
 use super::kernels::{MOST_STRIDE, TensorMap, address};
 use super::{Buffer, Cuda, Function};
 use crate::cuda::formats::code;
+use crate::ops::DecodeRequest;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
 use crate::plan::{Plan, Slabbed, Tiling, check_plan};
@@ -75,7 +76,7 @@ impl Kernel<MlaDecode> for Cuda {
     type Binding = Layer;
 
     fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
-        candidates(VARIANTS, self.card(), &(*spec, spec.shape.num_heads))
+        candidates(VARIANTS, self.card(), &DecodeRequest::one_token(spec))
     }
 
     fn kernel_compile(
@@ -83,7 +84,7 @@ impl Kernel<MlaDecode> for Cuda {
         spec: &MlaDecode,
         options: &DecodeOptions,
     ) -> Result<(Functions, Tiling, Choice)> {
-        let request = (*spec, spec.shape.num_heads * options.tile_tokens(spec.shape.num_heads));
+        let request = DecodeRequest::new(spec, options);
         let (chosen, choice) = choose(VARIANTS, self.card(), &request, options.variant.as_deref())?;
         let tiling = options.tiling.unwrap_or(tiling(self, &chosen));
         let merges = match spec.shape.kv_lora_rank {
@@ -113,7 +114,7 @@ impl Kernel<MlaDecode> for Cuda {
         step.own.capacity
     }
 
-    fn kernel_form(step: &Slabbed<Tables>) -> u64 {
+    fn recording_key(step: &Slabbed<Tables>) -> u64 {
         step::form(step)
     }
 
@@ -342,8 +343,8 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
 impl Cuda {
     /// Whether a variant on tensor cores is selected for a spec.
     pub(crate) fn has_tensor_cores_for(&self, spec: &MlaDecode) -> bool {
-        let choice = choose(VARIANTS, self.card(), &(*spec, spec.shape.num_heads), None);
-        choice.is_ok_and(|(_, choice)| choice.rounds_weights)
+        let choice = choose(VARIANTS, self.card(), &DecodeRequest::one_token(spec), None);
+        choice.is_ok_and(|(_, choice)| choice.tensor_cores)
     }
 }
 
@@ -355,7 +356,7 @@ impl Functions {
 
     /// The kernel of a variant with tiles of as many rows, for a binding that this one's copies do not serve.
     fn instead(&self, cuda: &Cuda, spec: &MlaDecode, variant: &str) -> Result<Split> {
-        let request = (*spec, spec.shape.num_heads);
+        let request = DecodeRequest::one_token(spec);
         let (kernel, _) = choose(VARIANTS, cuda.card(), &request, Some(variant))?;
         debug_assert_eq!(kernel.tile.rows, self.tile.rows);
         Split::new(cuda, kernel.compiled)
@@ -459,10 +460,15 @@ pub(super) mod tests {
                     let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
                     let kv = KvSpec { layout: dtype.into(), page_size: 64, num_pages: 4 };
                     let spec = MlaDecode { shape, kv, query, out: Dtype::F32 };
-                    let all = candidates(VARIANTS, &Card::H200, &(spec, 16));
+                    let all = candidates(VARIANTS, &Card::H200, &DecodeRequest { spec, query_rows: 16 });
                     for name in all.iter().filter(|one| one.lacks.is_none()).map(|one| one.name) {
-                        let (Chosen { tile, compiled }, _) =
-                            choose(VARIANTS, &Card::H200, &(spec, 16), Some(name)).expect("it runs");
+                        let (Chosen { tile, compiled }, _) = choose(
+                            VARIANTS,
+                            &Card::H200,
+                            &DecodeRequest { spec, query_rows: 16 },
+                            Some(name),
+                        )
+                        .expect("it runs");
                         let entry = compiled.entry;
                         compare::<Args>(entry);
                         let by_map = matches!(tile.body, Body::MmaTma { .. } | Body::Wgmma { .. });

@@ -14,8 +14,9 @@ use step::Tables;
 use super::Gpu;
 use super::caps::Caps;
 use super::kernels::compose::Source;
-use super::kernels::decode::{Kernel as Chosen, Merging, Request, VARIANTS, split};
+use super::kernels::decode::{Kernel as Chosen, Merging, VARIANTS, split};
 use super::pipelines::{Access, Layout, Pipeline, layout};
+use crate::ops::DecodeRequest;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Binding, Candidate, Choice, Compiled, DecodeOptions, Kernel, MlaDecodeArgs, Step};
 use crate::plan::{Plan, Slabbed, Tiling, check_plan};
@@ -49,12 +50,11 @@ impl Kernel<MlaDecode> for Gpu {
     type Binding = Layer;
 
     fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
-        candidates(&VARIANTS, self.caps(), &(*spec, 1))
+        candidates(&VARIANTS, self.caps(), &DecodeRequest::one_token(spec))
     }
 
     fn kernel_compile(&self, spec: &MlaDecode, options: &DecodeOptions) -> Result<(Pipes, Tiling, Choice)> {
-        let (request, clamp_pages) =
-            ((*spec, options.tile_tokens(spec.shape.num_heads)), options.device_page_list);
+        let (request, clamp_pages) = (DecodeRequest::new(spec, options), options.device_page_list);
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
         let (read, write) =
             (if kernel.body.pins_loads() { Access::Write } else { Access::Read }, Access::Write);
@@ -206,8 +206,8 @@ impl Gpu {
     /// Whether a variant on cooperative matrices is selected for a spec.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn has_tensor_cores_for(&self, spec: &MlaDecode) -> bool {
-        let choice = choose(&VARIANTS, self.caps(), &(*spec, 1), None);
-        spec.check().is_ok() && choice.is_ok_and(|(_, choice)| choice.rounds_weights)
+        let choice = choose(&VARIANTS, self.caps(), &DecodeRequest::one_token(spec), None);
+        spec.check().is_ok() && choice.is_ok_and(|(_, choice)| choice.tensor_cores)
     }
 
     fn dispatch_split(
@@ -259,15 +259,20 @@ impl Gpu {
 /// Those of [`MlaDecode::check`], [`Error::VariantUnavailable`].
 pub fn decode_sources(caps: &Caps, spec: &MlaDecode, options: &DecodeOptions) -> Result<[Source; 3]> {
     spec.check()?;
-    let request = (*spec, options.tile_tokens(spec.shape.num_heads));
+    let request = DecodeRequest::new(spec, options);
     let (kernel, _) = choose(&VARIANTS, caps, &request, options.variant.as_deref())?;
     sources_of(&kernel, caps, &request, options.device_page_list)
 }
 
-fn sources_of(kernel: &Chosen, caps: &Caps, request: &Request, clamp_pages: bool) -> Result<[Source; 3]> {
+fn sources_of(
+    kernel: &Chosen,
+    caps: &Caps,
+    request: &DecodeRequest,
+    clamp_pages: bool,
+) -> Result<[Source; 3]> {
     let fits_no_tile =
         || Error::VariantUnavailable { name: "that was chosen".into(), why: "it fits no tile here".into() };
     let split = split(kernel.body, caps, request, clamp_pages).ok_or_else(fits_no_tile)?;
-    let [few, many] = Merging::ALL.map(|merging| merging.source(&request.0, kernel.body.pins_loads()));
+    let [few, many] = Merging::ALL.map(|merging| merging.source(&request.spec, kernel.body.pins_loads()));
     Ok([split, few, many])
 }

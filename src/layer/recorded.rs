@@ -42,6 +42,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
             variant: ops.decode.variant(),
             why: format!("decode {}; prefill {}", ops.decode.why(), ops.prefill.why()),
             rounds_weights: ops.decode.rounds_weights() || ops.prefill.rounds_weights(),
+            tensor_cores: ops.decode.tensor_cores() || ops.prefill.tensor_cores(),
         };
         Ok((ops, facts, choice))
     }
@@ -54,7 +55,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         step.decode.capacity()
     }
 
-    fn kernel_form(step: &Steps<D>) -> u64 {
+    fn recording_key(step: &Steps<D>) -> u64 {
         step.generation
     }
 

@@ -126,7 +126,7 @@ impl<D: Composes> Steps<D> {
         let shape = &mut self.shape;
         shape.extend([u64::from(plan.positions.is_empty()), append.into(), runs as u64]);
         shape.extend(if runs > 0 { decode } else { [0; 6] });
-        shape.push(if runs > 0 { <D as Kernel<MlaDecode>>::kernel_form(&self.decode.raw) } else { 0 });
+        shape.push(if runs > 0 { <D as Kernel<MlaDecode>>::recording_key(&self.decode.raw) } else { 0 });
         shape.extend(self.decoded[..runs].iter().map(|step| u64::from(step.capacity())));
         if let Some(step) = self.prefixes.as_ref().filter(|_| !plan.over_prefixes.is_empty()) {
             shape.push(step.parts.capacity().into());

@@ -108,6 +108,28 @@ pub struct DecodeOptions {
     pub tiling: Option<Tiling>,
 }
 
+/// What a backend chooses a decode's kernel for.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DecodeRequest {
+    pub(crate) spec: MlaDecode,
+    /// Query rows of a sequence, or of those that share a prefix: a tile is sized for them.
+    pub(crate) query_rows: u32,
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl DecodeRequest {
+    pub(crate) fn new(spec: &MlaDecode, options: &DecodeOptions) -> Self {
+        let heads = spec.shape.num_heads;
+        Self { spec: *spec, query_rows: heads.saturating_mul(options.tile_tokens(heads)) }
+    }
+
+    /// One query token a sequence.
+    pub(crate) const fn one_token(spec: &MlaDecode) -> Self {
+        Self { spec: *spec, query_rows: spec.shape.num_heads }
+    }
+}
+
 /// Query rows of a tile for sequences that share a prefix. On an H100 through CUDA 64 are no faster: 64 sequences of 16 heads sharing 8192 of
 /// 9216 tokens take 96.9 us with tiles of 16 rows, 75.0 of 32, 77.5 of 64.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -116,7 +138,7 @@ const SHARED_ROWS: u32 = 32;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 impl DecodeOptions {
     /// Query tokens that a tile is sized for: those of one sequence, or of as many that share a prefix as fill it.
-    pub(crate) fn tile_tokens(&self, num_heads: u32) -> u32 {
+    fn tile_tokens(&self, num_heads: u32) -> u32 {
         let own = self.query_tokens.clamp(1, 64);
         let shared =
             own.saturating_mul(self.shared_sequences.max(1)).min(SHARED_ROWS.div_ceil(num_heads.max(1)));

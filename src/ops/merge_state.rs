@@ -166,7 +166,7 @@ impl Op for MergeState {
         Ok(())
     }
 
-    fn unprepared() -> Option<()> {
+    fn initial_extent() -> Option<()> {
         Some(())
     }
 }

@@ -136,7 +136,7 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
     }
 
     /// What a step is prepared for as it is made; `None` where it has to be prepared.
-    fn unprepared() -> Option<Self::Extent> {
+    fn initial_extent() -> Option<Self::Extent> {
         None
     }
 }
@@ -325,7 +325,7 @@ pub trait Kernel<O: Op>: Device {
     }
 
     /// A number for what the kernels of a step depend on beside its capacity: where it changes, those recorded before serve no more.
-    fn kernel_form(_: &Self::Step) -> u64 {
+    fn recording_key(_: &Self::Step) -> u64 {
         0
     }
 

@@ -6,8 +6,9 @@ use crate::{Error, Result};
 pub(crate) struct Variant<C, R, K> {
     pub(crate) name: &'static str,
     rounds_weights: bool,
+    tensor_cores: bool,
     build: fn(&C, &R) -> Result<K, String>,
-    pays: fn(&C, &R) -> Result<(), String>,
+    by_default: fn(&C, &R) -> Result<(), String>,
     cost: fn(&R, &K) -> u32,
 }
 
@@ -17,8 +18,10 @@ pub(crate) struct Variant<C, R, K> {
 pub struct Candidate {
     /// Its name, by which it can be forced.
     pub name: &'static str,
-    /// Whether it rounds softmax weights to 16 bits, as tensor cores take them.
+    /// Whether it rounds softmax weights to 16 bits.
     pub rounds_weights: bool,
+    /// Whether it multiplies on tensor cores.
+    pub tensor_cores: bool,
     /// What keeps it from running here, if anything does.
     pub lacks: Option<String>,
     /// Whether it is the one that is taken if none is forced.
@@ -31,6 +34,7 @@ pub struct Choice {
     pub(crate) variant: &'static str,
     pub(crate) why: String,
     pub(crate) rounds_weights: bool,
+    pub(crate) tensor_cores: bool,
 }
 
 /// Choices of an op that has none but its kernel variant.
@@ -44,7 +48,14 @@ pub struct OpOptions {
 impl<C, R, K> Variant<C, R, K> {
     /// `build` gives the kernel for what is asked, or a sentence about what is missing.
     pub(crate) const fn new(name: &'static str, build: fn(&C, &R) -> Result<K, String>) -> Self {
-        Self { name, rounds_weights: false, build, pays: |_, _| Ok(()), cost: |_, _| 0 }
+        Self {
+            name,
+            rounds_weights: false,
+            tensor_cores: false,
+            build,
+            by_default: |_, _| Ok(()),
+            cost: |_, _| 0,
+        }
     }
 
     /// It rounds softmax weights to 16 bits.
@@ -52,9 +63,14 @@ impl<C, R, K> Variant<C, R, K> {
         Self { rounds_weights: true, ..self }
     }
 
-    /// What speaks against it where it runs, unless it is forced.
-    pub(crate) const fn unless(self, pays: fn(&C, &R) -> Result<(), String>) -> Self {
-        Self { pays, ..self }
+    /// It multiplies on tensor cores.
+    pub(crate) const fn on_tensor_cores(self) -> Self {
+        Self { tensor_cores: true, ..self }
+    }
+
+    /// It is chosen only where `by_default` has nothing against it, or where it is forced.
+    pub(crate) const fn not_by_default(self, by_default: fn(&C, &R) -> Result<(), String>) -> Self {
+        Self { by_default, ..self }
     }
 
     /// What it costs, next to those of the same table that run: the first of the cheapest is taken.
@@ -85,6 +101,7 @@ pub(crate) fn candidates<C, R, K>(table: &[Variant<C, R, K>], device: &C, reques
     let candidate = |variant: &Variant<C, R, K>| Candidate {
         name: variant.name,
         rounds_weights: variant.rounds_weights,
+        tensor_cores: variant.tensor_cores,
         lacks: (variant.build)(device, request).err(),
         chosen: chosen.as_ref().is_ok_and(|&name| name == variant.name),
     };
@@ -114,7 +131,7 @@ pub(crate) fn choose<C, R, K>(
     let mut lacking = Vec::new();
     for (place, variant) in table.iter().enumerate() {
         let kernel = (variant.build)(device, request);
-        match kernel.and_then(|kernel| (variant.pays)(device, request).map(|()| kernel)) {
+        match kernel.and_then(|kernel| (variant.by_default)(device, request).map(|()| kernel)) {
             Ok(kernel) => {
                 let cost = (variant.cost)(request, &kernel);
                 if best.as_ref().is_none_or(|(.., least)| cost < *least) {
@@ -137,7 +154,12 @@ pub(crate) fn choose<C, R, K>(
 
 impl<C, R, K> Variant<C, R, K> {
     fn choice(&self, why: String) -> Choice {
-        Choice { variant: self.name, why, rounds_weights: self.rounds_weights }
+        Choice {
+            variant: self.name,
+            why,
+            rounds_weights: self.rounds_weights,
+            tensor_cores: self.tensor_cores,
+        }
     }
 }
 
@@ -152,8 +174,8 @@ mod tests {
     }
 
     const TABLE: [Number; 4] = [
-        Number::new("eight", at_least::<8>).rounding_weights(),
-        Number::new("four", at_least::<4>).unless(|_, asked| match asked {
+        Number::new("eight", at_least::<8>).rounding_weights().on_tensor_cores(),
+        Number::new("four", at_least::<4>).not_by_default(|_, asked| match asked {
             3 => Err("3 is asked for".into()),
             _ => Ok(()),
         }),

@@ -4,11 +4,9 @@ use wgpu_mla_ptx::{ENTRIES, Entry, find};
 
 use crate::cuda::caps::Card;
 use crate::cuda::formats::splits_queries;
+use crate::ops::DecodeRequest;
 use crate::ops::variants::Variant;
 use crate::{Dtype, MlaDecode};
-
-/// What a decode is asked for: its spec, and query rows of a sequence.
-pub(super) type Request = (MlaDecode, u32);
 
 /// A variant for a request on a card.
 #[derive(Debug, Clone)]
@@ -21,13 +19,15 @@ pub(super) struct Kernel {
 macro_rules! variant {
     ($name:literal, $rows:literal, $body:expr) => {{
         const TILE: &Tile = &Tile { name: $name, rows: $rows, body: $body };
-        let variant = Variant::new($name, |card, (spec, _)| TILE.kernel(card, spec)).costing(cost);
-        if TILE.on_tensor_cores() { variant.rounding_weights() } else { variant }
+        let variant =
+            Variant::new($name, |card: &Card, asked: &DecodeRequest| TILE.kernel(card, &asked.spec))
+                .costing(cost);
+        if TILE.on_tensor_cores() { variant.rounding_weights().on_tensor_cores() } else { variant }
     }};
 }
 
 /// In dispatch order. The cheapest tensor-core variant that runs is taken, else the last, which runs everywhere.
-pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
+pub(super) const VARIANTS: &[Variant<Card, DecodeRequest, Kernel>] = &[
     variant!("wgmma_m64", 64, Body::Wgmma { swapped: false }),
     variant!("wgmma_swap_ab_n64", 64, Body::Wgmma { swapped: true }),
     variant!("wgmma_swap_ab_n32", 32, Body::Wgmma { swapped: true }),
@@ -39,17 +39,17 @@ pub(super) const VARIANTS: &[Variant<Card, Request, Kernel>] = &[
     variant!("mma_tma_m16", 16, Body::MmaTma { tokens: 16, otherwise: "mma_m16" }),
     variant!("mma_m16", 16, Body::Mma),
     variant!("mma_m16_small", 16, Body::Mma),
-    variant!("mma_fp8_m16", 16, Body::MmaFp8).unless(not_run_yet),
+    variant!("mma_fp8_m16", 16, Body::MmaFp8).not_by_default(not_run_yet),
     variant!("simple", 8, Body::Simple),
 ];
 
 /// Keeps a variant from being chosen before it has run on a card whose tensor cores take FP8 by `mma.sync`: those of 9.0 to 10.3 do not.
-fn not_run_yet(_: &Card, _: &Request) -> Result<(), String> {
+fn not_run_yet(_: &Card, _: &DecodeRequest) -> Result<(), String> {
     Err("not run yet on a card of compute capability 8.9 or 12.0: only if it is forced".into())
 }
 
 /// In query rows of mma.sync arithmetic. Each tile reads the cache once, which costs about 16; wgmma multiplies 64 rows in the time of 36.
-fn cost(&(_, query_rows): &Request, kernel: &Kernel) -> u32 {
+fn cost(&DecodeRequest { query_rows, .. }: &DecodeRequest, kernel: &Kernel) -> u32 {
     let tile = kernel.tile;
     if !tile.on_tensor_cores() {
         return u32::MAX;
@@ -189,7 +189,10 @@ mod tests {
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
     fn chosen(card: &Card, spec: &MlaDecode, query_rows: u32) -> &'static Tile {
-        choose(VARIANTS, card, &(*spec, query_rows), None).expect("some variant runs everywhere").0.tile
+        choose(VARIANTS, card, &DecodeRequest { spec: *spec, query_rows }, None)
+            .expect("some variant runs everywhere")
+            .0
+            .tile
     }
 
     fn spec((latent, rope): (u32, u32), num_heads: u32, cache: Dtype, query: Dtype) -> MlaDecode {
@@ -226,7 +229,7 @@ mod tests {
     #[test]
     fn fp8_products_are_forced_only_and_of_codes_only() {
         let forced = |card: &Card, cache, query| {
-            let request = (spec((512, 64), 16, cache, query), 16);
+            let request = DecodeRequest::one_token(&spec((512, 64), 16, cache, query));
             choose(VARIANTS, card, &request, Some("mma_fp8_m16"))
                 .map(|(kernel, _)| kernel.compiled.entry.name)
                 .map_err(|error| error.to_string())
@@ -236,7 +239,8 @@ mod tests {
             assert_eq!(forced(&card, Dtype::E4m3, Dtype::E4m3), Ok("mla_decode_512_64_mma_fp8_m16"));
             for (latent, rope, _) in SUPPORTED_DIMS {
                 let spec = spec((latent, rope), 16, Dtype::E4m3, Dtype::E4m3);
-                let forced = choose(VARIANTS, &card, &(spec, 16), Some("mma_fp8_m16"));
+                let forced =
+                    choose(VARIANTS, &card, &DecodeRequest { spec, query_rows: 16 }, Some("mma_fp8_m16"));
                 forced.expect("every dims has a kernel");
                 assert_ne!(chosen(&card, &spec, 16).name, "mma_fp8_m16");
             }

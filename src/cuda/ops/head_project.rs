@@ -39,12 +39,23 @@ const VARIANTS: [Variant<Card, HeadProject, Vec<Tile>>; 7] = [
         let mut tiles = on_tensor_cores(card, spec, &TILES)?;
         tiles.extend(wgmma(card, spec));
         Ok(tiles)
-    }),
-    Variant::new("mma_m16n32", |card, spec| on_tensor_cores(card, spec, &TILES[..1])).unless(forced_only),
-    Variant::new("mma_m64n32", |card, spec| on_tensor_cores(card, spec, &TILES[1..2])).unless(forced_only),
-    Variant::new("mma_m64n64", |card, spec| on_tensor_cores(card, spec, &TILES[2..3])).unless(forced_only),
-    Variant::new("mma_m128n128", |card, spec| on_tensor_cores(card, spec, &TILES[3..])).unless(forced_only),
-    Variant::new("wgmma", |card, spec| wgmma(card, spec).map(|tile| vec![tile])).unless(forced_only),
+    })
+    .on_tensor_cores(),
+    Variant::new("mma_m16n32", |card, spec| on_tensor_cores(card, spec, &TILES[..1]))
+        .on_tensor_cores()
+        .not_by_default(forced_only),
+    Variant::new("mma_m64n32", |card, spec| on_tensor_cores(card, spec, &TILES[1..2]))
+        .on_tensor_cores()
+        .not_by_default(forced_only),
+    Variant::new("mma_m64n64", |card, spec| on_tensor_cores(card, spec, &TILES[2..3]))
+        .on_tensor_cores()
+        .not_by_default(forced_only),
+    Variant::new("mma_m128n128", |card, spec| on_tensor_cores(card, spec, &TILES[3..]))
+        .on_tensor_cores()
+        .not_by_default(forced_only),
+    Variant::new("wgmma", |card, spec| wgmma(card, spec).map(|tile| vec![tile]))
+        .on_tensor_cores()
+        .not_by_default(forced_only),
     Variant::new("simple", |_, _| Ok(simple())),
 ];
 

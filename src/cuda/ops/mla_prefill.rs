@@ -28,12 +28,17 @@ struct Body {
 
 /// In dispatch order.
 const VARIANTS: [Variant<Card, Request, Body>; 4] = [
-    Variant::new("wgmma_m128", |card, (spec, _)| wgmma(card, spec)).rounding_weights().costing(cost),
+    Variant::new("wgmma_m128", |card, (spec, _)| wgmma(card, spec))
+        .rounding_weights()
+        .on_tensor_cores()
+        .costing(cost),
     Variant::new("mma_m128", |card, (spec, _)| on_tensor_cores(card, spec, "mma", 128))
         .rounding_weights()
+        .on_tensor_cores()
         .costing(cost),
     Variant::new("mma_m64", |card, (spec, _)| on_tensor_cores(card, spec, "mma", 64))
         .rounding_weights()
+        .on_tensor_cores()
         .costing(cost),
     Variant::new("simple", |_, (spec, _)| Ok(simple(spec))).costing(|_, _| u32::MAX),
 ];

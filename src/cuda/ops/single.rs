@@ -32,7 +32,7 @@ pub trait SingleOp: TableOp {
     /// See [`Kernel::kernel_capacity`].
     fn capacity(table: &Table) -> Self::Capacity;
 
-    /// See [`Kernel::kernel_form`].
+    /// See [`Kernel::recording_key`].
     fn form(_: &Table) -> u64 {
         0
     }
@@ -100,7 +100,7 @@ impl<O: SingleOp> Kernel<O> for Cuda {
         O::capacity(step)
     }
 
-    fn kernel_form(step: &Table) -> u64 {
+    fn recording_key(step: &Table) -> u64 {
         O::form(step)
     }
 

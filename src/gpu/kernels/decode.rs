@@ -4,6 +4,7 @@ use super::compose::{Const, Source};
 use super::{unrolled, where_all_f32};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::formats::Format;
+use crate::ops::DecodeRequest;
 use crate::ops::variants::Variant;
 use crate::{Dtype, MlaDecode, MlaShape, Tiling};
 
@@ -11,9 +12,6 @@ pub(super) mod coop;
 pub(super) mod plain;
 
 use plain::{LANES, Tile};
-
-/// What a decode is asked for: its spec, and query tokens of a sequence, 0 or 1 for one, which size the tile.
-pub(crate) type Request = (MlaDecode, u32);
 
 /// The body of a variant's split kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,19 +36,21 @@ pub(crate) struct Kernel {
 }
 
 /// In dispatch order; the last runs everywhere.
-pub(crate) const VARIANTS: [Variant<Caps, Request, Kernel>; 4] = [
+pub(crate) const VARIANTS: [Variant<Caps, DecodeRequest, Kernel>; 4] = [
     Variant::new(Body::COOP.name(), |caps, asked| Body::COOP.kernel(caps, asked))
         .rounding_weights()
-        .unless(slow),
+        .on_tensor_cores()
+        .not_by_default(slow),
     Variant::new(Body::COOP_SMALL.name(), |caps, asked| Body::COOP_SMALL.kernel(caps, asked))
         .rounding_weights()
-        .unless(slow),
+        .on_tensor_cores()
+        .not_by_default(slow),
     Variant::new(Body::SUBGROUP.name(), |caps, asked| Body::SUBGROUP.kernel(caps, asked)),
     Variant::new(Body::SHARED.name(), |caps, asked| Body::SHARED.kernel(caps, asked)),
 ];
 
 /// On Mesa 26.1's lavapipe they are half as fast as `subgroup`, and compile for half a minute.
-fn slow(caps: &Caps, _: &Request) -> Result<(), String> {
+fn slow(caps: &Caps, _: &DecodeRequest) -> Result<(), String> {
     if caps.kind == DeviceKind::Software {
         Err("a software device only imitates matrices".into())
     } else {
@@ -76,9 +76,9 @@ impl Body {
         }
     }
 
-    fn kernel(self, caps: &Caps, &(spec, query_tokens): &Request) -> Result<Kernel, String> {
-        self.runs_on(caps, &spec)?;
-        let tiling = self.tiling(caps, &spec, query_tokens).ok_or("it fits no tile here")?;
+    fn kernel(self, caps: &Caps, request: &DecodeRequest) -> Result<Kernel, String> {
+        self.runs_on(caps, &request.spec)?;
+        let tiling = self.tiling(caps, request).ok_or("it fits no tile here")?;
         Ok(Kernel { body: self, tiling })
     }
 
@@ -128,13 +128,16 @@ impl Body {
     }
 
     /// How this variant cuts work on a device; `None` where it does not run.
-    pub(super) fn tiling(self, caps: &Caps, spec: &MlaDecode, query_tokens: u32) -> Option<Tiling> {
-        let rows = query_rows(spec, query_tokens);
+    pub(super) fn tiling(
+        self,
+        caps: &Caps,
+        &DecodeRequest { ref spec, query_rows }: &DecodeRequest,
+    ) -> Option<Tiling> {
         match self {
             Self::Coop { small } => {
-                coop::CoopTile::for_device(small, caps, spec, rows).map(|tile| tile.tiling(caps))
+                coop::CoopTile::for_device(small, caps, spec, query_rows).map(|tile| tile.tiling(caps))
             }
-            Self::Plain(sum) => Tile::balanced(sum, caps, spec, rows).map(|tile| tile.tiling(caps)),
+            Self::Plain(sum) => Tile::balanced(sum, caps, spec, query_rows).map(|tile| tile.tiling(caps)),
         }
     }
 }
@@ -142,25 +145,18 @@ impl Body {
 /// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
 pub(super) const STORAGE_BUFFERS: u32 = 8;
 
-/// Query rows of a sequence, which a tile is sized for: the rows of a tile share one pass over the cache. More tokens than 64 fill
-/// many tiles of any size.
-pub(super) fn query_rows(spec: &MlaDecode, query_tokens: u32) -> u32 {
-    spec.shape.num_heads * query_tokens.clamp(1, 64)
-}
-
 /// The split kernel of a decode, `None` where the variant does not run. `clamp_pages` keeps page ids written on the
 /// device inside the pool.
 pub(crate) fn split(
     body: Body,
     caps: &Caps,
-    &(ref spec, query_tokens): &Request,
+    &DecodeRequest { ref spec, query_rows }: &DecodeRequest,
     clamp_pages: bool,
 ) -> Option<Source> {
-    let rows = query_rows(spec, query_tokens);
     let mut source = match body {
-        Body::Coop { small } => coop::decode(body.name(), small, caps, spec, rows)?,
+        Body::Coop { small } => coop::decode(body.name(), small, caps, spec, query_rows)?,
         Body::Plain(sum) => {
-            plain::decode(body.name(), sum, &Tile::balanced(sum, caps, spec, rows)?, caps, spec)
+            plain::decode(body.name(), sum, &Tile::balanced(sum, caps, spec, query_rows)?, caps, spec)
         }
     };
     source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");

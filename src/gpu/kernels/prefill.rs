@@ -27,11 +27,20 @@ const FEW: u32 = 64;
 
 /// In dispatch order; the last runs everywhere.
 pub(crate) const VARIANTS: [Variant<Caps, Request, Kernel>; 4] = [
-    Variant::new("coop", coop::kernel).rounding_weights().unless(slow).costing(|_, _| 1),
-    Variant::new("coop_small", coop::small_kernel).rounding_weights().unless(slow).costing(|_, _| 1),
+    Variant::new("coop", coop::kernel)
+        .rounding_weights()
+        .on_tensor_cores()
+        .not_by_default(slow)
+        .costing(|_, _| 1),
+    Variant::new("coop_small", coop::small_kernel)
+        .rounding_weights()
+        .on_tensor_cores()
+        .not_by_default(slow)
+        .costing(|_, _| 1),
     Variant::new("coop_few", coop::few_kernel)
         .rounding_weights()
-        .unless(slow)
+        .on_tensor_cores()
+        .not_by_default(slow)
         .costing(|(_, query_tokens), _| if (1..=FEW).contains(query_tokens) { 0 } else { 2 }),
     Variant::new("shared", plain::kernel).costing(|_, _| 3),
 ];

@@ -10,11 +10,11 @@ use crate::{Dtype, HeadProject, WeightOrder};
 
 /// In dispatch order; the last runs everywhere. Each has a tile for few tokens and one for many.
 pub(crate) const VARIANTS: [Variant<Caps, HeadProject, [Tile; 2]>; 3] = [
-    Variant::new("coop", Coop::pair).unless(|caps, _| match caps.kind {
+    Variant::new("coop", Coop::pair).on_tensor_cores().not_by_default(|caps, _| match caps.kind {
         DeviceKind::Software => Err("a software device only imitates matrices".into()),
         _ => Ok(()),
     }),
-    Variant::new("direct", |_, _| Ok([Tile::Direct { rows: 1 }, Tile::Direct { rows: 4 }])).unless(
+    Variant::new("direct", |_, _| Ok([Tile::Direct { rows: 1 }, Tile::Direct { rows: 4 }])).not_by_default(
         |caps, _| match caps.kind {
             DeviceKind::Software => Ok(()),
             _ => Err("it is for the few lanes of a software device".into()),

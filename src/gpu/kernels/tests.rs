@@ -8,9 +8,10 @@ use naga::{AddressSpace, Expression, Literal, Module, TypeInner};
 
 use super::compose::Source;
 use super::decode::plain::Tile;
-use super::decode::{Body, Merging, STORAGE_BUFFERS, Sum, VARIANTS, coop, query_rows, split};
+use super::decode::{Body, Merging, STORAGE_BUFFERS, Sum, VARIANTS, coop, split};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants;
+use crate::ops::{DecodeOptions, DecodeRequest};
 use crate::plan::{Plan, SplitPolicy};
 use crate::{Batch, Dtype, KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS};
 
@@ -62,12 +63,12 @@ fn decode(
     query_tokens: u32,
     clamp_pages: bool,
 ) -> Option<Source> {
-    split(*body, caps, &(*spec, query_tokens), clamp_pages)
+    split(*body, caps, &request(spec, query_tokens), clamp_pages)
 }
 
 /// The variant that is selected, and why.
 fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaDecode) -> crate::Result<(Body, String)> {
-    let (kernel, choice) = variants::choose(&VARIANTS, caps, &(*spec, 1), forced)?;
+    let (kernel, choice) = variants::choose(&VARIANTS, caps, &DecodeRequest::one_token(spec), forced)?;
     Ok((kernel.body, choice.why))
 }
 
@@ -191,12 +192,16 @@ fn lane_bytes(module: &Module, ty: naga::Handle<naga::Type>, caps: &Caps) -> u32
     }
 }
 
+fn request(spec: &MlaDecode, query_tokens: u32) -> DecodeRequest {
+    DecodeRequest::new(spec, &DecodeOptions { query_tokens, ..DecodeOptions::default() })
+}
+
 fn check_decode(variant: &Body, caps: &Caps, spec: &MlaDecode, query_tokens: u32, clamp_pages: bool) {
     let source = decode(variant, caps, spec, query_tokens, clamp_pages).expect("composed only where it runs");
     let (module, _) = valid(&source, capabilities(variant));
     check_module(&source, &module, caps);
 
-    let rows = query_rows(spec, query_tokens);
+    let rows = request(spec, query_tokens).query_rows;
     let (threads, estimate) = match *variant {
         Body::Plain(sum) => {
             let tile = Tile::balanced(sum, caps, spec, rows).expect("it was composed");
@@ -212,7 +217,7 @@ fn check_decode(variant: &Body, caps: &Caps, spec: &MlaDecode, query_tokens: u32
     let bytes: u32 = sizes(&module, |space| space == AddressSpace::WorkGroup).iter().map(|v| v.1).sum();
     assert_eq!(bytes, estimate, "{}", source.label);
     assert_eq!(constant(&module, "CLAMP_PAGES"), u32::from(clamp_pages), "{}", source.label);
-    let tiling = variant.tiling(caps, spec, query_tokens).expect("it was composed");
+    let tiling = variant.tiling(caps, &request(spec, query_tokens)).expect("it was composed");
     assert_eq!(
         constant(&module, "ROWS"),
         tiling.rows_per_tile,
@@ -320,7 +325,7 @@ fn two_query_tokens_share_a_tile() {
     let spec = MlaDecode { kv: KvSpec { num_pages, ..spec.kv }, ..spec };
     let batch = Batch::new(&[4096; 3], &[0, 2, 4, 6]);
     let plan = |query_tokens, policy| {
-        let tiling = coop.tiling(&caps, &spec, query_tokens).expect("it runs");
+        let tiling = coop.tiling(&caps, &request(&spec, query_tokens)).expect("it runs");
         (tiling.rows_per_tile, Plan::new(&spec, &tiling, &batch, policy).expect("a good batch"))
     };
     for (query_tokens, rows, items) in [(0, 16, 6), (1, 16, 6), (2, 32, 3)] {
@@ -331,7 +336,7 @@ fn two_query_tokens_share_a_tile() {
     let attended: u32 = plan.items.iter().map(|item| item.kv_end - item.kv_begin).sum();
     assert_eq!(attended, 3 * 4096, "each token of the cache is in one item");
     // What a host may have guessed wrong, or meant as `as many as come`.
-    assert!(coop.tiling(&caps, &spec, u32::MAX).is_some());
+    assert!(coop.tiling(&caps, &request(&spec, u32::MAX)).is_some());
 }
 
 /// Every triple of dtypes, on the weakest device of each variant.
@@ -423,7 +428,7 @@ fn variants_ask_for_what_they_use() {
 #[test]
 fn variants_on_matrices_round_the_weights() {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
-    let all = variants::candidates(&VARIANTS, &devices()[3], &(spec, 1));
+    let all = variants::candidates(&VARIANTS, &devices()[3], &DecodeRequest::one_token(&spec));
     let rounding: Vec<_> =
         all.iter().filter(|candidate| candidate.rounds_weights).map(|candidate| candidate.name).collect();
     assert_eq!(rounding, ["coop", "coop_small"]);

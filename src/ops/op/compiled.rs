@@ -86,16 +86,21 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         self.choice.rounds_weights
     }
 
+    /// Whether its kernels multiply on tensor cores.
+    pub fn tensor_cores(&self) -> bool {
+        self.choice.tensor_cores
+    }
+
     /// A step with room for `capacity`, whose type is on the op's page; the default leaves it to the first [`Compiled::prepare`].
     ///
     /// # Errors
     /// [`Error::Limit`], [`Error::OutOfMemory`] and [`Error::DeviceLost`].
     pub fn step(&self, capacity: O::Capacity) -> Result<Step<O, D>> {
-        Ok(self.step_of(self.device.kernel_step(&self.op, &self.kernels, capacity)?, O::unprepared()))
+        Ok(self.step_of(self.device.kernel_step(&self.op, &self.kernels, capacity)?, O::initial_extent()))
     }
 
     pub(crate) fn step_of(&self, raw: D::Step, used: Option<O::Extent>) -> Step<O, D> {
-        let now = SharedState::new(used, D::kernel_capacity(&raw), D::kernel_form(&raw));
+        let now = SharedState::new(used, D::kernel_capacity(&raw), D::recording_key(&raw));
         Step { raw, used, now, owner: self.step_owner() }
     }
 
@@ -110,7 +115,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         step.used = None;
         let prepared = self.device.kernel_prepare(&self.op, &self.kernels, &mut step.raw, input);
         step.used = prepared.as_ref().ok().copied();
-        step.now.set(step.used, D::kernel_capacity(&step.raw), D::kernel_form(&step.raw));
+        step.now.set(step.used, D::kernel_capacity(&step.raw), D::recording_key(&step.raw));
         prepared.map(drop)
     }
 

@@ -23,7 +23,7 @@ struct State<E, C> {
     /// `None` until it was prepared, and after a prepare that failed.
     used: Option<E>,
     capacity: C,
-    /// Of [`super::Kernel::kernel_form`].
+    /// Of [`super::Kernel::recording_key`].
     form: u64,
 }
 

@@ -113,7 +113,7 @@ fn some_variant_runs_on_every_device() {
                     let variant = choose(None, &caps.1, &spec)
                         .unwrap_or_else(|_| panic!("none on {caps:?} for {spec:?}"))
                         .0;
-                    assert!(variant.tiling(&caps.1, &spec, 1).is_some());
+                    assert!(variant.tiling(&caps.1, &DecodeRequest::one_token(&spec)).is_some());
                 }
             }
         }

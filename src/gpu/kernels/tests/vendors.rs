@@ -83,7 +83,7 @@ fn each_vendors_kernels_fit_it() {
                 for heads in [16, 20, 128] {
                     let spec = spec(dims, heads, query, cache, out);
                     let (variant, _) = choose(None, &caps, &spec).expect("some variant runs everywhere");
-                    let tiling = variant.tiling(&caps, &spec, 1).expect("it runs");
+                    let tiling = variant.tiling(&caps, &DecodeRequest::one_token(&spec)).expect("it runs");
                     let num_partials = u64::from(tiling.target_items) * u64::from(tiling.rows_per_tile);
                     let partials = num_partials * (u64::from(dims.0) + 4) * 4;
                     assert!(
