@@ -25,10 +25,13 @@ def compile_cu(path, arch, include=None):
 
 
 def normal(text, name, arch):
-    """The text without comments and empty lines, with the lowest `.version` that loads. `// sm_90: ` comments stay, for `for_card`."""
+    """The text without comments, empty lines and blanks that PTX does not need, which are a tenth of it, with short names of labels and parameters, which
+    are an entry's own, and with the lowest `.version` that loads. `// sm_90: ` comments stay, for `for_card`."""
     lines = (re.sub(r"\s*//(?! sm_90: ).*", "", line) for line in text.splitlines())
+    lines = (re.sub(r"([,;]) ", r"\1", " ".join(line.split())) for line in lines)
     # A hint to ptxas that needs PTX 8.3, unlike the rest.
-    text = "\n".join(line for line in lines if line.strip() and "used_bytes_mask" not in line)
+    text = "\n".join(line for line in lines if line and "used_bytes_mask" not in line)
+    text = re.sub(r"\$L__BB\d+_", "$L", re.sub(r"\b\w+_param_(\d)\b", r"args\1", text))
     text, found = re.subn(r"^\.version .*$", ".version {}.{}".format(*arch.version), text, flags=re.M)
     if found != 1:
         raise RuntimeError(f"nvcc of {name}: no `.version`")

@@ -497,7 +497,7 @@ def test_a_wait_for_arrivals_that_decode_lacks_is_found():
     """Without a wait a warp reads a stage before its copies are complete, or refills one that others still read."""
     ptx, name = "shaders/cuda/ptx/mla_decode_bf16.ptx", "mla_decode_512_64_mma_m64"
     before, after = text_with(ptx, name).split(f".entry {name}(")
-    waits = list(re.finditer(r"mbarrier\.test_wait\S* p, [^;]*;", after.split(".entry ")[0]))
+    waits = list(re.finditer(r"mbarrier\.test_wait\S* p,[^;]*;", after.split(".entry ")[0]))
     assert len(waits) == 2
     for wait in waits:
         start, end = wait.span()
@@ -512,8 +512,10 @@ def test_what_tensor_copies_lack_is_found():
     cases = ((128, 16, 21, False), (128, 16, 21, True), (128, 8, 21, False), (32, 16, 0, False))
     for index in range(len(barriers(text, name))):
         must_fail(ptx, name, 16, without_barrier(text, name, index), f"barrier {index}", cases)
-    for part in (r"mbarrier\.test_wait\S* p, [^;]*;", r"fence\.proxy\.async[^;]*;"):
-        for found in re.finditer(part, text):
+    for part in (r"mbarrier\.test_wait\S* p,[^;]*;", r"fence\.proxy\.async[^;]*;"):
+        places = list(re.finditer(part, text))
+        assert places, part
+        for found in places:
             less = "setp.eq.u32 p, 0, 0;" if "test_wait" in found[0] else ""
             changed = text[: found.start()] + less + text[found.end() :]
             must_fail(ptx, name, 16, changed, f"{found[0]} at {found.start()}", cases)
@@ -526,7 +528,7 @@ def unneeded_synchronisation(ptx, name, rows, cases):
     rest, unneeded = "".join(f".entry {others}" for others in rest), []
     text = before + entry + rest
     lacks = [("barrier", without_barrier(text, name, index)) for index in range(len(barriers(text, name)))]
-    for part in (r"mbarrier\.test_wait\S* p, [^;]*;", r"fence\.proxy\.async[^;]*;", r"wgmma\.wait_group[^;]*;"):
+    for part in (r"mbarrier\.test_wait\S* p,[^;]*;", r"fence\.proxy\.async[^;]*;", r"wgmma\.wait_group[^;]*;"):
         for found in re.finditer(part, entry):
             less = "setp.eq.u32 p, 0, 0;" if "test_wait" in found[0] else ""
             lacks.append((found[0].split(".")[1].split()[0], before + entry[: found.start()] + less + entry[found.end() :] + rest))

@@ -140,17 +140,26 @@ template <class A> struct Same<A, A> { static const bool VALUE = true; };
 
 template <class In, class Out>
 __device__ __forceinline__ void convert(const u32 *words, float k_scale, u32 *codes) {
-    if constexpr (Same<In, E4m3>::VALUE) {
-        // The common case, with a fifth of the instructions.
-        if (!E4m3::any_nan(words[0])) {
-            float x[4];
-            E4m3::scaled(words[0], k_scale, x);
-            return Out::round(x, codes);
-        }
-    }
     u32 bits[4];
     In::widen(words, k_scale, bits);
     Out::narrow(bits, codes);
+}
+
+// The output row of a place, or NO_ROW, and the address of a quad of what it holds. The host checked the slots; the bounds also cover a table made
+// for a larger pool. Other slabs' tokens are left to their launch.
+template <class In>
+__device__ __forceinline__ u64 locate(const Args &args, u32 place, u32 num_places, u32 quad, u32 &out_row) {
+    u32 bounded = min(place, num_places - 1);
+    u32 piece = divide(bounded, args.by_page_size);
+    u32 t = bounded - piece * args.page_size;
+    u64 at = args.table + 4ull + 12ull * piece;
+    u32 in_slab = read_4(at) + t - args.first_slot;
+    u32 slot = min(in_slab, args.num_slots - 1);
+    bool is_used = place < num_places && t < read_4(at + 8) && in_slab == slot;
+    out_row = is_used ? read_4(at + 4) + t : NO_ROW;
+    u32 page = divide(slot, args.by_page_size);
+    u32 row = slot - page * args.page_size;
+    return args.kv + page * args.block_stride + (u64)(row * args.row_quads + quad) * (4 * In::BYTES);
 }
 
 template <class In, class Out>
@@ -167,21 +176,11 @@ __device__ __forceinline__ void gather(const Args &args) {
         return;
     }
     u32 rows[PLACES_PER_THREAD];
+    u32 unsure = 0; // of an e4m3 cache, a bit for each place that has a NaN
     u32 words[PLACES_PER_THREAD][In::BYTES];
 #pragma unroll
     for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
-        u32 place = min(first + i, num_places - 1);
-        u32 piece = divide(place, args.by_page_size);
-        u32 t = place - piece * args.page_size;
-        u64 at = args.table + 4ull + 12ull * piece;
-        // The host checked the slots; the bounds also cover a table made for a larger pool. Other slabs' tokens are left to their launch.
-        u32 in_slab = read_4(at) + t - args.first_slot;
-        u32 slot = min(in_slab, args.num_slots - 1);
-        bool is_used = first + i < num_places && t < read_4(at + 8) && in_slab == slot;
-        rows[i] = is_used ? read_4(at + 4) + t : NO_ROW;
-        u32 page = divide(slot, args.by_page_size);
-        u32 row = slot - page * args.page_size;
-        In::load(args.kv + page * args.block_stride + (u64)(row * args.row_quads + quad) * (4 * In::BYTES), words[i]);
+        In::load(locate<In>(args, first + i, num_places, quad, rows[i]), words[i]);
     }
 #pragma unroll
     for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
@@ -191,8 +190,28 @@ __device__ __forceinline__ void gather(const Args &args) {
                 Out::store(to, words[i]);
             } else {
                 u32 codes[Out::BYTES];
-                convert<In, Out>(words[i], args.k_scale, codes);
+                if constexpr (Same<In, E4m3>::VALUE) {
+                    // The common case, with a fifth of the instructions.
+                    float x[4];
+                    E4m3::scaled(words[i][0], args.k_scale, x);
+                    Out::round(x, codes);
+                    unsure |= E4m3::any_nan(words[i][0]) ? 1u << i : 0u;
+                } else {
+                    convert<In, Out>(words[i], args.k_scale, codes);
+                }
                 Out::store(to, codes);
+            }
+        }
+    }
+    if constexpr (Same<In, E4m3>::VALUE && !Same<In, Out>::VALUE) {
+        // NaNs are rare: one rolled loop that loads its operands again, to save registers.
+#pragma unroll 1
+        for (u32 place = first; unsure != 0; place++, unsure >>= 1) {
+            if (unsure & 1u) {
+                u32 row, word[1], codes[Out::BYTES];
+                In::load(locate<In>(args, place, num_places, quad, row), word);
+                convert<In, Out>(word, args.k_scale, codes);
+                Out::store(args.out + row * args.out_stride + (u64)quad * (4 * Out::BYTES), codes);
             }
         }
     }

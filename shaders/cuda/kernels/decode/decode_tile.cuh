@@ -61,12 +61,13 @@ struct Tile {
     static constexpr int RUN = CACHE == E4M3 && SHARERS == 2 ? 2 : 1; // consecutive steps of a sharer
     static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
     static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's 16 rows
+    static constexpr int UNROLL_BY_8 = 1; // of the loop that copies 8 bytes at a time: it is rarely taken
     using Order = typename Either<BOXED, BoxOrder<ROW_BYTES>, Swizzle<ROW_BYTES>>::Type; // layout of a stage
     using QueryOrder = Swizzle<QUERY_BYTES>;
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
     // Queries kept in registers are staged in the last pipeline stage, STAGED_ROWS at a time; steps that do not fit registers go to REST_AT,
     // in the order of fragments.
-    static constexpr int QUERY_BATCH = 2; // rows of a warp at a time
+    static constexpr int QUERY_BATCH = 2, QUERY_UNROLL = 1; // rows of a warp that are loaded together; that are stored without a loop
     static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
     static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
     static constexpr int QUERIES_AT = KEPT > 0 ? (STAGES - 1) * STAGE_BYTES : 0;
@@ -151,26 +152,24 @@ struct Loader {
 
     DEVICE void begin(u32 stage) { to = stage + Order::at(threadIdx.x / ROW_LANES, threadIdx.x % ROW_LANES); }
 
-    // Issues copy `i`; calls are in order.
-    template <int BYTES>
-    DEVICE void copy(int i, bool wanted) {
+    // Issues copy `i`, or only if `wanted`; calls are in order.
+    template <class... Wanted>
+    DEVICE void copy(int i, Wanted... wanted) {
         const int pass = i / CHUNKS, chunk = i % CHUNKS;
-        if (chunk == 0) {
-            is_there = left > pass * PASS_ROWS;
-            const u32 known = bound_page(args, id[pass]);
-            const u64 element = known * args.kv_block_stride + static_cast<u64>(offset[pass]) * T::DIM;
-            from = args.kv + element * T::ELEMENT_BYTES + threadIdx.x % ROW_LANES * 16;
-        }
-        if (T::TOKENS % PASS_ROWS != 0 && threadIdx.x / ROW_LANES + pass * PASS_ROWS >= T::TOKENS) return;
-        const u32 place = Order::rows(to, pass * PASS_ROWS) + Order::groups(chunk);
-        const u8* row = from + chunk * ROW_LANES * 16;
-        if constexpr (BYTES == 16) {
-            copy_16(place, row, is_there, wanted);
-        } else {
-            copy_8(place, row, is_there, wanted);
-            copy_8(place + 8, row + 8, is_there, wanted);
-        }
+        if (chunk == 0) begin_pass(pass);
+        if (!has_row(pass)) return;
+        copy_16(Order::rows(to, pass * PASS_ROWS) + Order::groups(chunk), from + chunk * ROW_LANES * 16, is_there, wanted...);
     }
+
+    DEVICE void begin_pass(int pass) {
+        is_there = left > pass * PASS_ROWS;
+        const u32 known = bound_page(args, id[pass]);
+        const u64 element = known * args.kv_block_stride + static_cast<u64>(offset[pass]) * T::DIM;
+        from = args.kv + element * T::ELEMENT_BYTES + threadIdx.x % ROW_LANES * 16;
+    }
+
+    // Whether this thread has a token of the tile in a pass.
+    DEVICE static bool has_row(int pass) { return T::TOKENS % PASS_ROWS == 0 || threadIdx.x / ROW_LANES + pass * PASS_ROWS < T::TOKENS; }
 
     // Issues the copies that follow a step of the scores, in bursts: ptxas puts three idle loads between a load of shared memory and a
     // copy.
@@ -181,7 +180,7 @@ struct Loader {
         if (step % EVERY == 0) {
 #pragma unroll
             for (int i = 0; i < BURST; i++)
-                if (step / EVERY * BURST + i < COPIES) copy<16>(step / EVERY * BURST + i, wanted);
+                if (step / EVERY * BURST + i < COPIES) copy(step / EVERY * BURST + i, wanted);
         }
     }
 
@@ -205,12 +204,29 @@ struct Loader {
 
     DEVICE void load(u32 to, u32) {
         begin(to);
+        if (by_8()) {
+            copy_all_by_8();
+        } else {
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            if (!by_8()) copy<16>(i, true);
-            if (by_8()) copy<8>(i, true);
+            for (int i = 0; i < COPIES; i++) copy(i);
         }
         end();
+    }
+
+    DEVICE void copy_all_by_8() {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            begin_pass(pass);
+            if (!has_row(pass)) return;
+            u32 place = Order::rows(to, pass * PASS_ROWS);
+#pragma unroll T::UNROLL_BY_8
+            for (int chunk = 0; chunk < CHUNKS; chunk++) {
+                copy_8(place, from, is_there);
+                copy_8(place + 8, from + 8, is_there);
+                place += Order::groups(1);
+                from += ROW_LANES * 16;
+            }
+        }
     }
 };
 

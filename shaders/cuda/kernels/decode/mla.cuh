@@ -71,16 +71,6 @@ __host__ __device__ constexpr int bytes_of(Dtype dtype) {
     return dtype == F32 ? 4 : dtype == E4M3 ? 1 : 2;
 }
 
-// An element of a query as f32.
-DEVICE float element(const u8* row, u32 dtype, u32 column) {
-    switch (dtype) {
-        case F32: return reinterpret_cast<const float*>(row)[column];
-        case F16: return f16_to_float(reinterpret_cast<const u16*>(row)[column]);
-        case BF16: return bf16_to_float(reinterpret_cast<const u16*>(row)[column]);
-        default: return e4m3_to_float(row[column]);
-    }
-}
-
 // A step prepared again after its graph was captured may have more query tokens than the binding's buffers, which no host check can see:
 // the clamp keeps accesses inside q, out and lse.
 DEVICE u32 bound_token(const Args& args, u32 token) {
@@ -92,17 +82,49 @@ DEVICE u32 bound_page(const Args& args, u32 id) {
     return args.clamp_pages ? min(id, args.num_pages - 1) : id;
 }
 
-// Stores two consecutive elements of an output row; `column` is even.
-DEVICE void store_out(const Args& args, u32 token, u32 head, u32 column, float first, float second) {
-    const u64 at = token * args.out_token_stride + head * args.out_head_stride + column;
-    first *= args.out_scale;
-    second *= args.out_scale;
-    switch (args.out_dtype) {
-        case F32: reinterpret_cast<float2*>(args.out)[at / 2] = make_float2(first, second); break;
-        case F16: reinterpret_cast<u32*>(args.out)[at / 2] = pack_f16(first, second); break;
-        default: reinterpret_cast<u32*>(args.out)[at / 2] = pack_bf16(first, second);
+// Where the rows of an item are stored: in `out`, in its dtype and times its scale, or in the partial results as they are. Rows begin at multiples
+// of 16 bytes.
+struct Destination {
+    bool is_direct;
+    u32 dtype;
+    float scale;
+
+    DEVICE Destination(const Args& args, const WorkItem& item) : Destination(args, item.partial == DIRECT) {}
+    DEVICE Destination(const Args& args, bool is_direct) : is_direct(is_direct), dtype(is_direct ? args.out_dtype : F32), scale(is_direct ? args.out_scale : 1.0f) {}
+
+    // The row of an item, of a token and a head.
+    template <int LATENT>
+    DEVICE u8* row(const Args& args, const WorkItem& item, u32 row, u32 token, u32 head) const {
+        if (is_direct) return out_row(args, token, head);
+        return reinterpret_cast<u8*>(args.partials + (static_cast<u64>(item.partial) + row) * (LATENT + 4));
     }
-}
+
+    DEVICE u8* out_row(const Args& args, u32 token, u32 head) const {
+        return args.out + (token * args.out_token_stride + head * args.out_head_stride) * (dtype == F32 ? 4 : 2);
+    }
+
+    // Stores two consecutive elements of a row; `column` is even.
+    DEVICE void store(u8* row, u32 column, float first, float second) const {
+        first *= scale;
+        second *= scale;
+        if (dtype == F32) {
+            reinterpret_cast<float2*>(row)[column / 2] = make_float2(first, second);
+        } else {
+            reinterpret_cast<u32*>(row)[column / 2] = dtype == F16 ? pack_f16(first, second) : pack_bf16(first, second);
+        }
+    }
+
+    // The same for four; `column` is a multiple of 4.
+    DEVICE void store(u8* row, u32 column, float4 x) const {
+        x = make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale);
+        if (dtype == F32) {
+            reinterpret_cast<float4*>(row)[column / 4] = x;
+        } else {
+            const bool is_f16 = dtype == F16;
+            reinterpret_cast<uint2*>(row)[column / 4] = make_uint2(is_f16 ? pack_f16(x.x, x.y) : pack_bf16(x.x, x.y), is_f16 ? pack_f16(x.z, x.w) : pack_bf16(x.z, x.w));
+        }
+    }
+};
 
 // Stores a row's LSE, given in base 2; `seen` is false for a row that attends to no key, whose LSE is -inf.
 DEVICE void store_lse(const Args& args, u32 token, u32 head, float base_2, bool seen) {

@@ -89,41 +89,54 @@ struct Output {
         }
     }
 
-    // The epilogue: stores each row times its factor, to `out` (DIRECT) or to the partial results.
-    DEVICE void write(const Args& args, const WorkItem& item, const float* factors) const {
+    // The epilogue: stores each row times its factor. A warp's columns pass through shared memory, where the queries and the stages were, 16 rows at a
+    // time, so that a loop stores them: written out for each accumulator, the stores were a third of the kernel's code. `rows` are where rows begin.
+    static constexpr int COLUMNS = T::COLUMN_TILES * 8, PITCH = COLUMNS + 8, WARP_FLOATS = 16 * PITCH;
+    static constexpr int ROWS_AT = T::WARPS * WARP_FLOATS * 4;
+    static_assert(ROWS_AT + T::ROWS * 8 <= T::WEIGHTS_AT, "fits");
+
+    DEVICE void write(const Destination& destination, u32 num_rows, u8* const* rows, const float* factors, u8* shared) const {
         const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+        float* staged = reinterpret_cast<float*>(shared) + warp * WARP_FLOATS;
+#pragma unroll 1
+        for (int tile = 0; tile < T::ROW_TILES; tile++) {
 #pragma unroll
-        for (int r = 0; r < T::ROW_TILES; r++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const u32 row = r * 16 + h * 8 + lane / 4;
-                if (row >= item.num_rows) continue;
-                const float factor = factors[row];
-                const u32 index = item.first_row + row;
-                const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
-                float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
-                auto put = [&](u32 column, float first, float second) {
-                    if (item.partial == DIRECT) {
-                        store_out(args, token, head, column, first * factor, second * factor);
-                    } else {
-                        *reinterpret_cast<float2*>(partial + column) = make_float2(first * factor, second * factor);
-                    }
-                };
-                const u32 first_column = warp * (T::COLUMN_TILES * 8);
-#pragma unroll
-                for (int c = 0; c < T::COLUMN_TILES; c += 2) {
-                    if constexpr (T::CACHE == E4M3) {
-                        // Even columns in one tile, odd ones in the next.
-                        const u32 column = first_column + c * 8 + lane % 4 * 4;
-                        put(column, sums[r][c][2 * h], sums[r][c + 1][2 * h]);
-                        put(column + 2, sums[r][c][2 * h + 1], sums[r][c + 1][2 * h + 1]);
-                    } else {
-                        const u32 column = first_column + c * 8 + lane % 4 * 2;
-                        put(column, sums[r][c][2 * h], sums[r][c][2 * h + 1]);
-                        put(column + 8, sums[r][c + 1][2 * h], sums[r][c + 1][2 * h + 1]);
-                    }
-                }
+            for (int r = 0; r < T::ROW_TILES; r++)
+                if (r == tile) stage(sums[r], staged);
+            __syncwarp();
+#pragma unroll 1
+            for (u32 i = lane; i < 16 * COLUMNS / 4; i += LANES) {
+                const u32 row = i / (COLUMNS / 4), column = i % (COLUMNS / 4) * 4;
+                if (tile * 16 + row >= num_rows) break;
+                const float4 x = staged_columns(staged + row * PITCH, column);
+                const float factor = factors[tile * 16 + row];
+                u8* to = rows[tile * 16 + row];
+                __builtin_assume(__isGlobal(to));
+                destination.store(to, warp * COLUMNS + column, make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor));
             }
+            __syncwarp();
+        }
+    }
+
+    DEVICE static void stage(const float (&sums)[T::COLUMN_TILES][4], float* staged) {
+        const u32 lane = threadIdx.x % LANES;
+        float* to = staged + lane / 4 * PITCH + lane % 4 * 2;
+#pragma unroll
+        for (int c = 0; c < T::COLUMN_TILES; c++) {
+            *reinterpret_cast<float2*>(to + c * 8) = make_float2(sums[c][0], sums[c][1]);
+            *reinterpret_cast<float2*>(to + 8 * PITCH + c * 8) = make_float2(sums[c][2], sums[c][3]);
+        }
+    }
+
+    // Four columns of a staged row.
+    DEVICE static float4 staged_columns(const float* row, u32 column) {
+        if constexpr (T::CACHE == E4M3) {
+            // Even columns are in one tile, odd ones in the next.
+            const float* tile = row + column / 16 * 16 + column % 16 / 2;
+            const float2 even = *reinterpret_cast<const float2*>(tile), odd = *reinterpret_cast<const float2*>(tile + 8);
+            return make_float4(even.x, odd.x, even.y, odd.y);
+        } else {
+            return *reinterpret_cast<const float4*>(row + column);
         }
     }
 };
@@ -145,6 +158,52 @@ DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2
     }
 }
 
+// The end of a row of an item: its LSE, or what a merge weighs it by, and for Output::write its place and its factor.
+template <class T>
+DEVICE void finish_row(const Args& args, const WorkItem& item, const Destination& destination, u32 row, float top, float total, float* factors, u8** places) {
+    const bool any = !(total == 0.0f); // NaN too
+    factors[row] = any && destination.is_direct ? 1.0f / total : 1.0f;
+    if (row >= item.num_rows) return;
+    const u32 index = item.first_row + row, token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
+    places[row] = destination.row<T::LATENT>(args, item, row, token, head);
+    if (destination.is_direct) {
+        store_lse(args, token, head, top + log2_fast(total), any);
+    } else {
+        store_weight(reinterpret_cast<float*>(places[row]), T::LATENT, top, total);
+    }
+}
+
+// Row sums across warps, LSEs, then the epilogue. The item is read again, so that the main loop keeps fewer registers.
+template <class T>
+DEVICE void finish(const Args& args, u8* shared, const Output<T>& output, const float (&top)[2], float (&sum)[2]) {
+    const WorkItem item = args.items[blockIdx.x];
+    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
+    float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
+    float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
+    float* tops = reinterpret_cast<float*>(shared + T::SEEN_AT);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u32 row = row_warp * 16 + h * 8 + lane / 4;
+        sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+        sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+        if (lane % 4 == 0) maxima[token_warp * T::ROWS + row] = sum[h];
+        if (token_warp == 0 && lane % 4 == 0) tops[row] = top[h];
+    }
+    __syncthreads();
+    if (!is_finite(*reinterpret_cast<const float*>(shared + T::SCALES_AT))) return decode_rows<T>(args, warp);
+    const Destination destination(args, item);
+    u8** places = reinterpret_cast<u8**>(shared + Output<T>::ROWS_AT);
+#pragma unroll 1
+    for (u32 row = threadIdx.x; row < T::ROWS; row += T::THREADS) {
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < T::TOKEN_WARPS; w++) total += maxima[w * T::ROWS + row];
+        finish_row<T>(args, item, destination, row, tops[row], total, factors, places);
+    }
+    __syncthreads();
+    output.write(destination, item.num_rows, places, factors, shared);
+}
+
 template <class T>
 DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -157,7 +216,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
-    u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT); // [ROWS] keys before this position are visible to a row
+    u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT); // [ROWS] keys before this position are visible to a row; running maxima at the end
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
 
@@ -169,7 +228,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     Pace<T> pace(barriers);
     if (T::COPIES != GROUPS) __syncthreads();
     wait_for_kernel_before();
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < T::STAGES - 1; i++) {
         const bool any = item.kv_begin + i * T::TOKENS < item.kv_end;
         if (any) loader.load(stages + i * T::STAGE_BYTES, i);
@@ -315,36 +374,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     }
     if (T::COPIES == GROUPS) wait_for_all_but<0>();
 
-    // Row sums across warps, LSEs, then the epilogue.
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-        sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-        if (lane % 4 == 0) maxima[token_warp * T::ROWS + row_warp * 16 + h * 8 + lane / 4] = sum[h];
-    }
-    __syncthreads();
-    if (!is_finite(scales[0])) return decode_rows<T>(args, warp);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const u32 row = row_warp * 16 + h * 8 + lane / 4;
-        float total = 0.0f;
-#pragma unroll
-        for (int w = 0; w < T::TOKEN_WARPS; w++) total += maxima[w * T::ROWS + row];
-        if (token_warp == 0 && lane % 4 == 0) {
-            const bool any = !(total == 0.0f); // NaN too
-            factors[row] = any && item.partial == DIRECT ? 1.0f / total : 1.0f;
-            if (row < item.num_rows) {
-                if (item.partial == DIRECT) {
-                    const u32 index = item.first_row + row;
-                    store_lse(args, bound_token(args, args.queries[index / args.num_heads].token), index % args.num_heads, top[h] + log2_fast(total), any);
-                } else {
-                    store_weight(args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4), T::LATENT, top[h], total);
-                }
-            }
-        }
-    }
-    __syncthreads();
-    output.write(args, item, factors);
+    finish<T>(args, shared, output, top, sum);
 }
 
 #define DECODE(name, ...) \

@@ -9,6 +9,12 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// A pointer to an address of global memory, for loads and stores whose order the compiler may choose: constant offsets cost no instruction then.
+template <class T>
+__device__ __forceinline__ T *global_pointer(u64 at) {
+    return static_cast<T *>(__cvta_global_to_generic(at));
+}
+
 __device__ __forceinline__ uint4 read_16(u64 at) {
     uint4 x;
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));

@@ -36,6 +36,19 @@ DEVICE void unrolled(const Body& body) {
     }
 }
 
+// Replaces each element by `body(index, element)`, in a loop that is not unrolled although the array is in registers: the elements pass through the
+// first one's place. For code that runs once and is long.
+template <class X, int COUNT, class Body>
+DEVICE void rolled(X (&xs)[COUNT], const Body& body) {
+#pragma unroll 1
+    for (int i = 0; i < COUNT; i++) {
+        const X x = body(i, xs[0]);
+#pragma unroll
+        for (int j = 0; j + 1 < COUNT; j++) xs[j] = xs[j + 1];
+        xs[COUNT - 1] = x;
+    }
+}
+
 // The same value, which the compiler keeps in one register: it does not keep what it was computed from instead.
 DEVICE u32 in_a_register(u32 value) {
     asm volatile("" : "+r"(value));
@@ -76,15 +89,18 @@ DEVICE bool any_of_warps(u32 barrier, bool value) {
     return any != 0;
 }
 
-// cp.async of 16 bytes to shared memory, if `wanted`; complete after `wait_for_all_but`. Where `is_there` is false it writes zeros and reads
-// nothing.
-DEVICE void copy_16(u32 to, const void* from, bool is_there, bool wanted) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0), "r"(static_cast<u32>(wanted))
-                 : "memory");
+// cp.async of 16 bytes to shared memory; complete after `wait_for_all_but`. Where `is_there` is false it writes zeros and reads nothing.
+DEVICE void copy_16(u32 to, const void* from, bool is_there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
 
-DEVICE void copy_8(u32 to, const void* from, bool is_there, bool wanted) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.ca.shared.global [%0], [%1], 8, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 8 : 0), "r"(static_cast<u32>(wanted))
+DEVICE void copy_8(u32 to, const void* from, bool is_there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(is_there ? 8 : 0) : "memory");
+}
+
+// The same, if `wanted`.
+DEVICE void copy_16(u32 to, const void* from, bool is_there, bool wanted) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0), "r"(static_cast<u32>(wanted))
                  : "memory");
 }
 
@@ -245,6 +261,24 @@ DEVICE float e4m3_to_float(u8 code) {
     if (magnitude == 0x7F) return __uint_as_float(0x7FC00000u);
     const float value = __uint_as_float(magnitude << 20) * 0x1p120f;
     return code & 0x80 ? -value : value;
+}
+
+// Whether an instruction converts FP8 codes.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr bool CONVERTS_E4M3 = true;
+#else
+constexpr bool CONVERTS_E4M3 = false;
+#endif
+
+// Two codes, the first one low: exact, and a NaN for a NaN.
+DEVICE float2 e4m3_pair_to_float(u16 codes) {
+    if constexpr (CONVERTS_E4M3) {
+        u32 pair;
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+        return make_float2(f16_to_float(static_cast<u16>(pair)), f16_to_float(static_cast<u16>(pair >> 16)));
+    } else {
+        return make_float2(e4m3_to_float(static_cast<u8>(codes)), e4m3_to_float(static_cast<u8>(codes >> 8)));
+    }
 }
 
 DEVICE float exp2_fast(float x) {

@@ -73,31 +73,44 @@ struct PrefillRows {
         }
     }
 
+    // Stores a lane's columns of a row. The dtype is looked at once a row, not once a store.
+    template <int TILES>
+    DEVICE static void store_row(u64 row, u32 dtype, const float2 (&pairs)[TILES]) {
+        const u64 at = row + threadIdx.x % 4 * (dtype == DTYPE_F32 ? 8 : 4);
+        float2* to_f32 = global_pointer<float2>(at);
+        u32* to_16_bit = global_pointer<u32>(at);
+        if (dtype == DTYPE_F32) {
+#pragma unroll
+            for (int c = 0; c < TILES; c++) to_f32[c * 4] = pairs[c];
+        } else if (dtype == DTYPE_F16) {
+#pragma unroll
+            for (int c = 0; c < TILES; c++) to_16_bit[c * 4] = pack_f16(pairs[c].x, pairs[c].y);
+        } else {
+#pragma unroll
+            for (int c = 0; c < TILES; c++) to_16_bit[c * 4] = pack_bf16(pairs[c].x, pairs[c].y);
+        }
+    }
+
     // The epilogue: divides by the sums, and stores the output and the LSE of the warp's rows that the tile has.
     template <int TILES>
     DEVICE void write(const Args &args, const Tile &tile, u32 first_row, const float (&out)[TILES][4]) {
         const u32 lane = threadIdx.x % LANES;
-#pragma unroll
+        // Not unrolled, so that the code is there once: a row is selected, since registers have no index.
+#pragma unroll 1
         for (int h = 0; h < 2; h++) {
-            sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-            sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+            float total = h == 0 ? sum[0] : sum[1];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
             const u32 row = first_row + h * 8 + lane / 4, to = tile.first_row + row;
             if (row >= tile.num_rows || to >= args.max_rows) continue;
-            const bool any = !(sum[h] == 0.0f); // NaN too
-            const float factor = any ? 1.0f / sum[h] * args.v_scale : 0.0f;
-            const u64 at = row_of(args.out, to, tile.head);
+            const bool any = !(total == 0.0f); // NaN too
+            const float factor = any ? 1.0f / total * args.v_scale : 0.0f;
+            float2 pairs[TILES];
 #pragma unroll
-            for (int c = 0; c < TILES; c++) {
-                const u32 column = c * 8 + lane % 4 * 2;
-                const float first = out[c][2 * h] * factor, second = out[c][2 * h + 1] * factor;
-                if (args.out_dtype == DTYPE_F32) {
-                    store_8(at + column * 4, make_uint2(__float_as_uint(first), __float_as_uint(second)));
-                } else {
-                    store_4(at + column * 2, args.out_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second));
-                }
-            }
+            for (int c = 0; c < TILES; c++) pairs[c] = make_float2((h == 0 ? out[c][0] : out[c][2]) * factor, (h == 0 ? out[c][1] : out[c][3]) * factor);
+            store_row(row_of(args.out, to, tile.head), args.out_dtype, pairs);
             if (lane % 4 == 0) {
-                const float lse = (top[h] + log2_fast(sum[h])) * 0.693147182f;
+                const float lse = ((h == 0 ? top[0] : top[1]) + log2_fast(total)) * 0.693147182f;
                 store_4(row_of(args.lse, to, tile.head), any ? __float_as_uint(lse) : 0xFF800000u);
             }
         }
@@ -128,7 +141,7 @@ DEVICE void copy_rows(u32 to, u32 thread, u32 count, u32 first_chunks, const Row
 #pragma unroll
         for (int i = 0; i < CHUNKS / ROW_LANES; i++) {
             const u32 chunk = i * ROW_LANES + thread % ROW_LANES;
-            copy_16(to + Order::at(row, chunk), reinterpret_cast<const void *>((chunk < first_chunks ? first : second) + chunk * 16), row < count, true);
+            copy_16(to + Order::at(row, chunk), reinterpret_cast<const void *>((chunk < first_chunks ? first : second) + chunk * 16), row < count);
         }
     }
 }

@@ -21,7 +21,7 @@ struct Args {
     u32 reserved;
 };
 
-template <class T>
+template <u32 CODE>
 __device__ __forceinline__ void rope(const Args &args) {
     u32 item = blockIdx.x * THREADS + threadIdx.x;
     u32 index = divide(item, args.by_head_units);
@@ -30,13 +30,13 @@ __device__ __forceinline__ void rope(const Args &args) {
     uint2 range = read_8(args.table);
     u32 token = range.y + index;
     if (index < range.x && token < args.max_tokens) {
-        rotate_unit<T>(args.rope, token, position_of(args.rope, token), item - index * args.rope.head_units);
+        rotate_unit(args.rope, CODE, token, position_of(args.rope, token), item - index * args.rope.head_units);
     }
 }
 
-#define ROPE(NAME, T) \
-    extern "C" __global__ void __launch_bounds__(THREADS) rope_##NAME(const Args args) { rope<T>(args); }
+#define ROPE(NAME, CODE) \
+    extern "C" __global__ void __launch_bounds__(THREADS) rope_##NAME(const Args args) { rope<CODE>(args); }
 
-ROPE(f32, F32)
-ROPE(f16, F16)
-ROPE(bf16, Bf16)
+ROPE(f32, 0)
+ROPE(f16, 1)
+ROPE(bf16, 2)

@@ -115,15 +115,37 @@ __device__ __forceinline__ void rotated(const RopeArgs &args, u64 row, u32 unit,
     T::narrow(bits, words);
 }
 
-// Rotates one unit; `unit` counts the units of all heads of the token.
-template <class T>
-__device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 token, u32 position, u32 unit) {
+// Calls `body` with what `dtype` names: F32, F16 or Bf16.
+template <class Body>
+__device__ __forceinline__ void with_dtype(u32 dtype, const Body &body) {
+    switch (dtype) {
+        case 0: body(F32()); break;
+        case 1: body(F16()); break;
+        default: body(Bf16()); break;
+    }
+}
+
+// Rotates one unit; `unit` counts the units of all heads of the token. The dtype is looked at before and after the rotation, whose code is there once.
+__device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 dtype, u32 token, u32 position, u32 unit) {
     u32 head = divide(unit, args.by_units);
     unit -= head * args.units;
-    u32 words[2 * T::BYTES];
     u64 x_row = args.x + token * args.x_token_stride + head * args.x_head_stride;
     u64 y_row = args.y + token * args.y_token_stride + head * args.y_head_stride;
-    rotated<T>(args, x_row, unit, scaled(angles_of(args, position, unit), args.scale), words);
-    store_quad<T>(y_row, first_quad(args, unit), words);
-    store_quad<T>(y_row, second_quad(args, unit), words + T::BYTES);
+    Angles angles = scaled(angles_of(args, position, unit), args.scale);
+    u32 bits[8], first = first_quad(args, unit), second = second_quad(args, unit);
+    with_dtype(dtype, [&](auto x) {
+        using T = decltype(x);
+        u32 words[2 * T::BYTES];
+        load_quad<T>(x_row, first, words);
+        load_quad<T>(x_row, second, words + T::BYTES);
+        T::widen(words, bits);
+    });
+    rotate(bits, angles, args.is_interleaved);
+    with_dtype(dtype, [&](auto x) {
+        using T = decltype(x);
+        u32 words[2 * T::BYTES];
+        T::narrow(bits, words);
+        store_quad<T>(y_row, first, words);
+        store_quad<T>(y_row, second, words + T::BYTES);
+    });
 }

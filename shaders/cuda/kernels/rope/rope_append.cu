@@ -89,11 +89,7 @@ __device__ __forceinline__ void rope_append(const Args &args) {
     if (part < args.query_items) {
         // Of a pool in several slabs, one launch rotates the queries: twice in place would be wrong.
         if (part < args.query.head_units && append.first_slot == 0) {
-            switch (args.query_dtype) {
-                case 0: rotate_unit<F32>(args.query, token, position, part); break;
-                case 1: rotate_unit<F16>(args.query, token, position, part); break;
-                default: rotate_unit<Bf16>(args.query, token, position, part); break;
-            }
+            rotate_unit(args.query, args.query_dtype, token, position, part);
         }
         return;
     }
@@ -103,27 +99,27 @@ __device__ __forceinline__ void rope_append(const Args &args) {
     }
     part -= args.query_items;
     u32 words[2 * In::BYTES], codes[2 * Out::BYTES];
-    if (part < args.key_items) {
-        if (part < args.query.units) {
-            u64 row = append.k_pe + token * append.k_pe_stride;
-            rotated<In>(args.query, row, part, angles_of(args.query, position, part), words);
-            convert<In, Out>(append, words, codes);
-            u64 to = target<Out>(append, slot, append.latent_octs);
-            store_quad<Out>(to, first_quad(args.query, part), codes);
-            store_quad<Out>(to, second_quad(args.query, part), codes + Out::BYTES);
+    bool is_key = part < args.key_items;
+    u32 oct = is_key ? append.latent_octs : part - args.key_items;
+    if (is_key) {
+        if (part >= args.query.units) {
+            return;
         }
-        return;
-    }
-    u32 oct = part - args.key_items;
-    u64 from = append.kv_c + token * append.kv_c_stride + oct * (8 * In::BYTES);
-    if (In::BYTES == 4 || append.is_wide) {
-        load_oct<In, true>(from, words);
+        rotated<In>(args.query, append.k_pe + token * append.k_pe_stride, part, angles_of(args.query, position, part), words);
     } else {
-        load_oct<In, false>(from, words);
+        u64 from = append.kv_c + token * append.kv_c_stride + oct * (8 * In::BYTES);
+        if (In::BYTES == 4 || append.is_wide) {
+            load_oct<In, true>(from, words);
+        } else {
+            load_oct<In, false>(from, words);
+        }
     }
     convert<In, Out>(append, words, codes);
     u64 to = target<Out>(append, slot, oct);
-    if constexpr (Out::BYTES == 1) {
+    if (is_key) {
+        store_quad<Out>(to, first_quad(args.query, part), codes);
+        store_quad<Out>(to, second_quad(args.query, part), codes + Out::BYTES);
+    } else if constexpr (Out::BYTES == 1) {
         store_8(to, make_uint2(codes[0], codes[1]));
     } else {
         store_oct<Out>(to, codes);

@@ -20,7 +20,7 @@ DEVICE void load_codes(const Args& args, const WorkItem& item, u32 to) {
     for (int b = 0; b < T::QUERY_BATCH; b++) {
         const u32 index = item.first_row + min(warp + b * T::WARPS, item.num_rows - 1);
         const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
-        Rows::template ask_row<u16>(pairs[b], args, token * args.q_nope_token_stride + head * args.q_nope_head_stride, token * args.q_pe_token_stride + head * args.q_pe_head_stride);
+        load_pairs<T::LATENT, T::DIM, u16>(pairs[b], args, token * args.q_nope_token_stride + head * args.q_nope_head_stride, token * args.q_pe_token_stride + head * args.q_pe_head_stride);
     }
 #pragma unroll
     for (int b = 0; b < T::QUERY_BATCH; b++)
@@ -40,8 +40,7 @@ DEVICE void decode_fp8(const Args& args) {
     if (blockIdx.x >= args.header->num_items) return wait_for_kernel_before();
     const u32 stages = shared_address(shared + T::STAGES_AT), weights = shared_address(shared + T::WEIGHTS_AT);
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
-    float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
-    u32* non_finite = reinterpret_cast<u32*>(shared + T::SCALES_AT); // whether some logit is NaN or infinite
+    u32* non_finite = reinterpret_cast<u32*>(shared + T::SCALES_AT); // NaN as soon as some logit is NaN or infinite: `finish` looks there
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 
     if (args.clamp_pages) wait_for_kernel_before();
@@ -134,36 +133,8 @@ DEVICE void decode_fp8(const Args& args) {
     }
     wait_for_all_but<0>();
 
-    // Row sums of all warps, LSEs, then the output.
-    if (has_any_non_finite) atomicOr(non_finite, 1u);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-        sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-        if (lane % 4 == 0) maxima[warp * T::ROWS + h * 8 + lane / 4] = sum[h];
-    }
-    __syncthreads();
-    if (*non_finite != 0) return decode_rows<T>(args, warp);
-    if (warp == 0 && lane % 4 == 0) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u32 row = h * 8 + lane / 4;
-            float total = 0.0f;
-#pragma unroll
-            for (int w = 0; w < T::WARPS; w++) total += maxima[w * T::ROWS + row];
-            const bool any = total != 0.0f;
-            factors[row] = any && item.partial == DIRECT ? 1.0f / total : 1.0f;
-            if (row >= item.num_rows) continue;
-            if (item.partial == DIRECT) {
-                const u32 index = item.first_row + row;
-                store_lse(args, bound_token(args, args.queries[index / args.num_heads].token), index % args.num_heads, top[h] + log2_fast(total), any);
-            } else {
-                store_weight(args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4), T::LATENT, top[h], total);
-            }
-        }
-    }
-    __syncthreads();
-    output.write(args, item, factors);
+    if (has_any_non_finite) atomicOr(non_finite, NAN_BITS);
+    finish<T>(args, shared, output, top, sum);
 }
 
 #define DECODE_FP8(name, ...) \
