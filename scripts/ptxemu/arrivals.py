@@ -139,7 +139,7 @@ class Arrivals:
 
 def decode(machine, instruction, at):
     if instruction.name == "cp" and instruction.has("mbarrier"):
-        return arrive_with_copies(machine, instruction) if instruction.has("noinc") else None
+        return cp_async_mbarrier_arrive(machine, instruction) if instruction.has("noinc") else None
     if instruction.name != "mbarrier":
         return None
     if instruction.has("init"):
@@ -201,7 +201,7 @@ def expect(machine, instruction):
     return run
 
 
-def arrive_with_copies(machine, instruction):
+def cp_async_mbarrier_arrive(machine, instruction):
     place = Place(machine, instruction, instruction.operands[0])
 
     def run(team, mask):

@@ -61,7 +61,7 @@ struct BoxLoader {
     DEVICE void load(u32 to, u32 stage) {
         if (!asks) return;
         const u32 known = bound_page(args, id), barrier = barriers + stage * 8;
-        arrive_and_expect(barrier, left > 0 ? BYTES : 0);
+        mbarrier_arrive_expect_tx(barrier, left > 0 ? BYTES : 0);
         if (left > 0) copy_box_once(to + threadIdx.x / LANES * BYTES, map, offset / T::Order::TOGETHER, known, barrier);
         left -= T::TOKENS;
         page += args.tile_pages;

@@ -147,8 +147,8 @@ DEVICE void copy_query_rows(const Args& args, const WorkItem& item, u32 warp, u3
             copy_16(to + T::QueryOrder::at(warp + i * T::WARPS, chunk), from, true);
         }
     }
-    end_of_group();
-    wait_for_all_but<0>();
+    cp_async_commit();
+    cp_async_wait<0>();
 }
 
 // A warp's query fragments, [PARTS, SCORE_ROWS, WARP_STEPS], its own 16 rows first: KEPT steps in registers, the others in shared memory.

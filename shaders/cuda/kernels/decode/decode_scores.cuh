@@ -81,13 +81,13 @@ struct Scores {
             const u32 own = weights + weights_of<T>(row_warp, token_warp), other = weights + weights_of<T>(row_warp ^ 1, token_warp);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if (half == 1) wait_for_warps<2>(barrier);
+                if (half == 1) bar_sync<2>(barrier);
 #pragma unroll
                 for (int j = 0; j < T::TOKEN_TILES / 2; j++) {
                     const float(&sum)[4] = sums[0][T::SHARERS - 1][half * T::TOKEN_TILES / 2 + j];
                     store_16(other + lane + j * LANES * 16, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
                 }
-                wait_for_warps<2>(barrier);
+                bar_sync<2>(barrier);
 #pragma unroll
                 for (int j = 0; j < T::TOKEN_TILES / 2; j++) {
                     u32 words[4];
@@ -181,7 +181,7 @@ struct QuarterScores {
 
     // Reduces the quarters. The order of additions is the same for all four warps, so a row's bits do not depend on which warp owns it.
     DEVICE void exchange(u32 weights, u32 row_warp, u32 token_warp) {
-        wait_for_warps<4>(1 + row_warp / 2 * (T::TOKEN_WARPS / 2) + token_warp / 2);
+        bar_sync<4>(1 + row_warp / 2 * (T::TOKEN_WARPS / 2) + token_warp / 2);
 #pragma unroll
         for (int j = 0; j < T::TOKEN_TILES; j++) {
             u32 given[3][4];

@@ -241,30 +241,30 @@ struct Pace {
         if constexpr (T::COPIES != GROUPS) {
             if (threadIdx.x != 0) return;
 #pragma unroll
-            for (int i = 0; i < T::STAGES; i++) begin_barrier(copied + i * 8, T::BOXED ? T::TOKENS / 16 : T::THREADS);
-            if constexpr (T::PACED) begin_barrier(done, T::WARPS);
-            if constexpr (T::BOXED) before_tensor_copies();
+            for (int i = 0; i < T::STAGES; i++) mbarrier_init(copied + i * 8, T::BOXED ? T::TOKENS / 16 : T::THREADS);
+            if constexpr (T::PACED) mbarrier_init(done, T::WARPS);
+            if constexpr (T::BOXED) fence_proxy_async();
         }
     }
 
     // All copies of a tile are issued, or it has none.
     DEVICE void asked(u32 stage, bool any) {
         if constexpr (T::PACED) {
-            if (any) arrive_with_copies(copied + stage * 8);
+            if (any) cp_async_mbarrier_arrive(copied + stage * 8);
         } else if constexpr (T::COPIES == GROUPS) {
-            end_of_group();
+            cp_async_commit();
         }
     }
 
     DEVICE void wait(u32 stage) {
         if constexpr (T::PACED) {
-            wait_for_arrivals(copied + stage * 8, parity);
-            wait_for_arrivals(done, done_parity);
+            mbarrier_wait(copied + stage * 8, parity);
+            mbarrier_wait(done, done_parity);
             done_parity ^= 1;
         } else if constexpr (T::BOXED) {
-            wait_for_arrivals(copied + stage * 8, parity);
+            mbarrier_wait(copied + stage * 8, parity);
         } else {
-            wait_for_all_but<T::STAGES - 2>();
+            cp_async_wait<T::STAGES - 2>();
             __syncthreads();
         }
         if (T::COPIES != GROUPS && stage == T::STAGES - 1) parity ^= 1;

@@ -209,9 +209,9 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     extern __shared__ __align__(1024) u8 shared[];
     // The item is loaded before num_items is known, to overlap their latency: the table has room for an item a block.
     const WorkItem item = args.items[blockIdx.x];
-    let_next_kernel_begin();
+    griddep_launch();
     const u32 num_items = args.header->num_items;
-    if (blockIdx.x >= num_items) return wait_for_kernel_before();
+    if (blockIdx.x >= num_items) return griddep_wait();
     const u32 stages = shared_address(shared + T::STAGES_AT);
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* factors = reinterpret_cast<float*>(shared + T::FACTORS_AT);
@@ -222,12 +222,12 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
 
     // Programmatic dependent launch: the tables are the host's and may be read before the previous kernel has ended, but a page list written
     // on the device may not.
-    if (args.clamp_pages) wait_for_kernel_before();
+    if (args.clamp_pages) griddep_wait();
     const u32 barriers = shared_address(shared + T::BARRIERS_AT);
     auto loader = loader_of<T>(args, map, item, barriers);
     Pace<T> pace(barriers);
     if (T::COPIES != GROUPS) __syncthreads();
-    wait_for_kernel_before();
+    griddep_wait();
 #pragma unroll 1
     for (int i = 0; i < T::STAGES - 1; i++) {
         const bool any = item.kv_begin + i * T::TOKENS < item.kv_end;
@@ -264,7 +264,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     }
     seen_by_all = __reduce_min_sync(~0u, seen_by_all);
     Output<T> output;
-    if (T::BOXED) before_tensor_copies();
+    if (T::BOXED) fence_proxy_async();
     if (T::COPIES != GROUPS) __syncthreads();
     // With two stages, a block alone on its multiprocessor refills a stage as early as possible (`early`), at the price of a barrier. Two
     // blocks on one, or three stages, are faster refilling half a tile later, after the vote, without that barrier.
@@ -372,7 +372,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         if (T::BOXED) weights = shared_address(shared + T::WEIGHTS_AT) * 2 + T::WEIGHTS_TURN - weights;
         stage = stage + 1 == T::STAGES ? 0 : stage + 1;
     }
-    if (T::COPIES == GROUPS) wait_for_all_but<0>();
+    if (T::COPIES == GROUPS) cp_async_wait<0>();
 
     finish<T>(args, shared, output, top, sum);
 }

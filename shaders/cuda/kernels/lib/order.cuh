@@ -4,10 +4,12 @@
 // Since compute capability 9.0 a kernel may start while the previous one on the stream drains, and waits where it reads what that wrote or
 // overwrites what that reads. src/cuda/kernels/ptx.rs turns these comments of the PTX into instructions for such cards. Every block must
 // wait, one without work too: the next kernel waits for the completion of this one only.
-__device__ __forceinline__ void let_next_kernel_begin() {
+// Lets the next kernel on the stream start: griddepcontrol.launch_dependents.
+__device__ __forceinline__ void griddep_launch() {
     asm volatile("// sm_90: griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-__device__ __forceinline__ void wait_for_kernel_before() {
+// Waits until the kernel before has completed and its writes are visible.
+__device__ __forceinline__ void griddep_wait() {
     asm volatile("// sm_90: griddepcontrol.wait;" ::: "memory");
 }

@@ -61,13 +61,13 @@ DEVICE u32 shared_address(const void* pointer) {
 
 // A barrier of WARPS warps, by one of the block's 16 named barriers; __syncthreads is barrier 0.
 template <int WARPS>
-DEVICE void wait_for_warps(u32 barrier) {
+DEVICE void bar_sync(u32 barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(WARPS * LANES) : "memory");
 }
 
 // Arrives at such a barrier without waiting.
 template <int WARPS>
-DEVICE void arrive_at_warps(u32 barrier) {
+DEVICE void bar_arrive(u32 barrier) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(WARPS * LANES) : "memory");
 }
 
@@ -78,7 +78,7 @@ DEVICE bool any_of_block(bool value) {
     return any != 0;
 }
 
-// As `wait_for_warps`, and whether `value` is true for any of the threads.
+// As `bar_sync`, and whether `value` is true for any of the threads.
 template <int WARPS>
 DEVICE bool any_of_warps(u32 barrier, bool value) {
     u32 any;
@@ -89,7 +89,7 @@ DEVICE bool any_of_warps(u32 barrier, bool value) {
     return any != 0;
 }
 
-// cp.async of 16 bytes to shared memory; complete after `wait_for_all_but`. Where `is_there` is false it writes zeros and reads nothing.
+// cp.async of 16 bytes to shared memory; complete after `cp_async_wait`. Where `is_there` is false it writes zeros and reads nothing.
 DEVICE void copy_16(u32 to, const void* from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
@@ -109,17 +109,19 @@ DEVICE void prefetch_to_l2(u64 at) {
     asm volatile("// sm_90: prefetch.global.L2 [%0];" ::"l"(at));
 }
 
-DEVICE void end_of_group() {
+// Closes a group of the thread's cp.async.
+DEVICE void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// Waits until all but the GROUPS latest groups have landed.
 template <int GROUPS>
-DEVICE void wait_for_all_but() {
+DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
 // Initialises an mbarrier of 8 bytes for `arrivals` arrivals a phase. Phases have parities 0, 1, 0, ..
-DEVICE void begin_barrier(u32 barrier, u32 arrivals) {
+DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
@@ -128,12 +130,12 @@ DEVICE void arrive(u32 barrier) {
 }
 
 // Arrives once this thread's earlier cp.async have landed.
-DEVICE void arrive_with_copies(u32 barrier) {
+DEVICE void cp_async_mbarrier_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Waits for the end of the phase of this parity; the one before the first counts as ended. Since sm_90, try_wait suspends the thread.
-DEVICE void wait_for_arrivals(u32 barrier, u32 parity) {
+DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{.reg .pred p;\n"
         "AGAIN:\n"
@@ -146,7 +148,7 @@ DEVICE void wait_for_arrivals(u32 barrier, u32 parity) {
 }
 
 // Whether the phase of this parity has ended.
-DEVICE bool has_arrived(u32 barrier, u32 parity) {
+DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
     u32 ended;
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
     return ended != 0;

@@ -36,12 +36,12 @@ DEVICE void copy_box_once(u32 to, const TensorMap& map, u32 token, u32 page, u32
 }
 
 // Arrives at an mbarrier, whose phase then also waits for `bytes` more bytes.
-DEVICE void arrive_and_expect(u32 barrier, u32 bytes) {
+DEVICE void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;}" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Proxy fence: orders this thread's accesses to shared memory, and initialised mbarriers, before those of the async proxy (TMA, wgmma)
 // that are issued after a barrier.
-DEVICE void before_tensor_copies() {
+DEVICE void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -18,41 +18,42 @@ DEVICE void pin(float (&sums)[TILES][4]) {
 }
 
 // wgmma.fence: needed before the first wgmma after registers of accumulators were touched. Pin them before it.
-DEVICE void before_multiplications() {
+DEVICE void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
 // wgmma.commit_group: the wgmma issued since the last call form a group. Pin their accumulators after it.
-DEVICE void commit_multiplications() {
+DEVICE void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 template <int TILES>
 DEVICE void begin_multiplications(float (&sums)[TILES][4]) {
     pin(sums);
-    before_multiplications();
+    wgmma_fence();
 }
 
 template <int TILES>
 DEVICE void end_of_multiplications(float (&sums)[TILES][4]) {
-    commit_multiplications();
+    wgmma_commit();
     pin(sums);
 }
 
 // wgmma.wait_group: waits for all but the last LEFT groups. Pin their accumulators after it.
 template <int LEFT>
-DEVICE void wait_for_multiplications() {
+DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// setmaxnreg: the warpgroup's registers a thread from here on. Loader warps give up registers that multiplying warps take.
+// From here on a thread of the warpgroup has REGISTERS registers, fewer than before: loader warps give up what multiplying warps take.
 template <int REGISTERS>
-DEVICE void give_registers() {
+DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");
 }
 
+// The same, with more: waits until the block has them free.
 template <int REGISTERS>
-DEVICE void take_registers() {
+DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");
 }
 

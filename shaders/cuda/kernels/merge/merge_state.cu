@@ -140,8 +140,8 @@ __device__ __forceinline__ uint4 merged(const uint4 &p, const uint4 &s, const We
 
 template <class Dtype, u32 ITEMS>
 __device__ __forceinline__ void merge_units(const Args<u32> &args) {
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     u32 first = blockIdx.x * (blockDim.x * ITEMS) + threadIdx.x;
     u32 token[ITEMS], head[ITEMS], unit[ITEMS], lse[ITEMS][2];
     uint4 prefix[ITEMS], suffix[ITEMS];
@@ -176,8 +176,8 @@ __device__ __forceinline__ void merge_units(const Args<u32> &args) {
 
 template <class Dtype>
 __device__ __forceinline__ void merge_elements(const Args<u64> &args) {
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     u32 index = blockIdx.x * blockDim.x + threadIdx.x;
     u32 item = min(index, args.num_items - 1u);
     u32 row = divide(item, args.by_row_items);

@@ -41,8 +41,8 @@ struct Args {
 };
 
 template <class Unit> __device__ __forceinline__ void merge(const Args &args) {
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     u32 item = blockIdx.x * THREADS + threadIdx.x;
     u32 row = divide(item, args.by_row_units);
     u32 unit = item - row * args.row_units;

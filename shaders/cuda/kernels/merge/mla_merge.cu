@@ -159,13 +159,13 @@ DEVICE void merge_few(const Args& args) {
     const u32 row = blockIdx.x / PARTS, head = row % args.num_heads;
     const u32 group = threadIdx.x / GROUP_LANES, lane = threadIdx.x % GROUP_LANES;
     const u32 column = blockIdx.x % PARTS * COLUMNS + lane * 4;
-    let_next_kernel_begin();
-    if (row / args.num_heads >= args.header->num_merges) return wait_for_kernel_before();
+    griddep_launch();
+    if (row / args.num_heads >= args.header->num_merges) return griddep_wait();
     const Merge merge = args.merges[row / args.num_heads];
     const Partials<LATENT> partials(args, merge, head, column);
     Batch<LATENT, AHEAD> batch;
     batch.find(partials, group, GROUPS, 0);
-    wait_for_kernel_before();
+    griddep_wait();
 
     batch.ask(partials);
     float top = batch.top();
@@ -211,14 +211,14 @@ DEVICE void merge_many(const Args& args) {
     const u32 unit = blockIdx.x * GROUPS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const u32 row = unit / PARTS, head = row % args.num_heads;
     const u32 column = unit % PARTS * COLUMNS + lane * 4;
-    let_next_kernel_begin();
-    if (row / args.num_heads >= args.header->num_merges) return wait_for_kernel_before();
+    griddep_launch();
+    if (row / args.num_heads >= args.header->num_merges) return griddep_wait();
     const Merge merge = args.merges[row / args.num_heads];
     const Partials<LATENT> partials(args, merge, head, column);
     Batch<LATENT, AHEAD> batch;
     const bool is_short = partials.count <= GROUPS;
     if (is_short) batch.find(partials, 0, 1, 0);
-    wait_for_kernel_before();
+    griddep_wait();
 
     if (is_short) batch.ask(partials);
     float top = EMPTY;

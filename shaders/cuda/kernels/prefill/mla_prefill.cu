@@ -137,8 +137,8 @@ __device__ __forceinline__ void attend(const Args &args) {
     __shared__ float4 staged[SLICES > 4 * THREADS ? SLICES : 4 * THREADS];
     __shared__ float4 weights[ROWS * WEIGHT_PITCH];
 
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     Tile tile;
     if (!tile_of_block(args, tile)) {
         return;

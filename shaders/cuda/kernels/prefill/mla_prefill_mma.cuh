@@ -34,7 +34,7 @@ DEVICE void copy_block(const Args &args, const Tile &tile, u32 block, u32 to) {
     const u32 count = tile.num_keys - block;
     copy_rows<typename T::KeyOrder, T::DIM * 2, T::KEYS, T::THREADS>(to, threadIdx.x, count, args.nope_quads / 2, keys_from(args, tile, block));
     copy_rows<typename T::ValueOrder, T::VALUE * 2, T::KEYS, T::THREADS>(to + T::KEYS_BYTES, threadIdx.x, count, T::VALUE / 8, values_from(args, tile, block));
-    end_of_group();
+    cp_async_commit();
 }
 
 // A warp's 16 query rows as fragments: in registers, or in shared memory.
@@ -75,8 +75,8 @@ struct PrefillQueries {
 template <class T>
 DEVICE void attend_mma(const Args &args) {
     extern __shared__ __align__(1024) u8 shared[];
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     Tile tile;
     if (!tile_of_block(args, tile)) return;
     const u32 stages = shared_address(shared + T::STAGES_AT);
@@ -95,7 +95,7 @@ DEVICE void attend_mma(const Args &args) {
 
     u32 stage = stages;
     for (u32 block = 0; block < tile.num_keys; block += T::KEYS) {
-        wait_for_all_but<0>();
+        cp_async_wait<0>();
         __syncthreads();
         const u32 other = 2 * stages + T::STAGE_BYTES - stage;
         if (block + T::KEYS < tile.num_keys) copy_block<T>(args, tile, block + T::KEYS, other);
@@ -136,7 +136,7 @@ DEVICE void attend_mma(const Args &args) {
         }
         stage = other;
     }
-    wait_for_all_but<0>();
+    cp_async_wait<0>();
     rows.write(args, tile, first_row, out);
 }
 

@@ -54,7 +54,7 @@ struct PrefillLoader {
     DEVICE void run() const {
         if (lane == 0 && tile.num_keys > 0) {
             const u32 full = shared + T::QUERIES_FULL_AT;
-            arrive_and_expect(full, T::QUERIES_BYTES);
+            mbarrier_arrive_expect_tx(full, T::QUERIES_BYTES);
             copy_rows_of(shared + T::QUERIES_AT, T::QueryOrder::GROUP_BYTES, {maps.q_nope, args.q_nope}, {maps.q_pe, args.q_pe}, tile.first_token, full);
         }
         for (u32 i = 0; i * T::KEYS < tile.num_keys; i++) {
@@ -67,7 +67,7 @@ struct PrefillLoader {
         const u32 stage = i % T::STAGES, full = shared + T::FULL_AT + stage * 8;
         wait_until_empty(stage, i);
         if (lane != 0) return;
-        arrive_and_expect(full, T::KEYS_BYTES);
+        mbarrier_arrive_expect_tx(full, T::KEYS_BYTES);
         copy_rows_of(shared + T::KEYS_AT + stage * T::KEYS_BYTES, T::KeyOrder::GROUP_BYTES, {maps.k_nope, args.k_nope}, {maps.k_pe, args.k_pe}, tile.kv_begin + i * T::KEYS, full);
     }
 
@@ -79,17 +79,17 @@ struct PrefillLoader {
         const u32 landed = is_part ? shared + T::PART_AT : full;
         wait_until_empty(T::STAGES + stage, i);
         if (lane == 0) {
-            arrive_and_expect(landed, T::VALUES_BYTES);
+            mbarrier_arrive_expect_tx(landed, T::VALUES_BYTES);
             copy_box(to, maps.v, tile.kv_begin + i * T::KEYS, head_of(args.v), landed);
         }
         if (!is_part) return;
-        wait_for_arrivals(landed, 0);
+        mbarrier_wait(landed, 0);
         const u32 zeros[4] = {};
         for (u32 chunk = own * 8 + lane; chunk < T::KEYS * 8; chunk += LANES) {
 #pragma unroll
             for (int group = 0; group < T::VALUE / 64; group++) store_16(to + T::KeyOrder::groups(group) + chunk * 16, zeros);
         }
-        before_tensor_copies();
+        fence_proxy_async();
         __syncwarp();
         if (lane == 0) arrive(full);
     }
@@ -107,7 +107,7 @@ struct PrefillLoader {
 
     DEVICE u32 head_of(const Place &rows) const { return rows.head_stride > 0 ? tile.head : 0; }
 
-    DEVICE void wait_until_empty(u32 stage, u32 i) const { wait_for_arrivals(shared + T::EMPTY_AT + stage * 8, i / T::STAGES % 2 ^ 1); }
+    DEVICE void wait_until_empty(u32 stage, u32 i) const { mbarrier_wait(shared + T::EMPTY_AT + stage * 8, i / T::STAGES % 2 ^ 1); }
 };
 
 // One of the two warpgroups that multiply.
@@ -133,12 +133,12 @@ struct PrefillGroup {
         const u32 blocks = (tile.num_keys + T::KEYS - 1) / T::KEYS;
         if (blocks > 0) {
             if (group == 1) end_turn();
-            wait_for_arrivals(shared + T::QUERIES_FULL_AT, 0);
+            mbarrier_wait(shared + T::QUERIES_FULL_AT, 0);
             keep(queries);
             begin_turn();
             score(0, queries, scores);
             end_turn();
-            wait_for_multiplications<0>();
+            wgmma_wait<0>();
             pin(scores);
             done_with(0);
             rows.weigh(scores, 0, args.logit_scale, factor);
@@ -148,11 +148,11 @@ struct PrefillGroup {
                 score(i, queries, scores);
                 add(i - 1, weights, out);
                 end_turn();
-                wait_for_multiplications<1>();
+                wgmma_wait<1>();
                 pin(scores);
                 done_with(i % T::STAGES);
                 rows.weigh(scores, i * T::KEYS, args.logit_scale, factor);
-                wait_for_multiplications<0>();
+                wgmma_wait<0>();
                 pin(out);
                 done_with(T::STAGES + (i - 1) % T::STAGES);
                 rows.rescale(out, factor);
@@ -160,7 +160,7 @@ struct PrefillGroup {
             }
             if (group == 0) begin_turn();
             add(blocks - 1, weights, out);
-            wait_for_multiplications<0>();
+            wgmma_wait<0>();
             pin(out);
         }
         rows.write(args, tile, warp * 16, out);
@@ -209,14 +209,14 @@ struct PrefillGroup {
     }
 
     DEVICE void begin_turn() const {
-        if (T::TAKES_TURNS) wait_for_warps<8>(1 + group);
+        if (T::TAKES_TURNS) bar_sync<8>(1 + group);
     }
 
     DEVICE void end_turn() const {
-        if (T::TAKES_TURNS) arrive_at_warps<8>(2 - group);
+        if (T::TAKES_TURNS) bar_arrive<8>(2 - group);
     }
 
-    DEVICE void wait_until_full(u32 stage, u32 i) const { wait_for_arrivals(shared + T::FULL_AT + stage * 8, i / T::STAGES % 2); }
+    DEVICE void wait_until_full(u32 stage, u32 i) const { mbarrier_wait(shared + T::FULL_AT + stage * 8, i / T::STAGES % 2); }
 
     DEVICE void done_with(u32 stage) const {
         __syncwarp();
@@ -231,25 +231,25 @@ DEVICE void attend_wgmma(const Args &args, const PrefillMaps &maps) {
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < 2 * T::STAGES; i++) {
-            begin_barrier(shared + T::FULL_AT + i * 8, 1);
-            begin_barrier(shared + T::EMPTY_AT + i * 8, T::WARPS);
+            mbarrier_init(shared + T::FULL_AT + i * 8, 1);
+            mbarrier_init(shared + T::EMPTY_AT + i * 8, T::WARPS);
         }
-        begin_barrier(shared + T::QUERIES_FULL_AT, 1);
-        begin_barrier(shared + T::PART_AT, 1);
-        before_tensor_copies();
+        mbarrier_init(shared + T::QUERIES_FULL_AT, 1);
+        mbarrier_init(shared + T::PART_AT, 1);
+        fence_proxy_async();
     }
     __syncthreads();
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     Tile tile;
     if (!tile_of_block(args, tile)) return;
     // Uniform in a warp, which the shuffle tells the compiler.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
     if (warp >= T::WARPS) {
-        give_registers<24>();
+        setmaxnreg_dec<24>();
         if (warp == T::WARPS) PrefillLoader<T>{args, maps, tile, shared, lane}.run();
     } else {
-        take_registers<240>();
+        setmaxnreg_inc<240>();
         PrefillGroup<T>{args, tile, shared, lane, warp, warp / 4}.run();
     }
 }

@@ -78,8 +78,8 @@ __device__ __forceinline__ void project(const Args &args) {
     __shared__ float4 weight_tile[DEPTH * W_PITCH];
 
     Tile tile = tile_of_block<TOKENS, COLUMNS>(args);
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     if (!has_tokens(args, tile)) {
         return;
     }

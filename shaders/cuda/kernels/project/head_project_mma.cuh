@@ -82,7 +82,7 @@ DEVICE void prefetch_weights(const Args &args, const Source &source) {
 template <class T>
 DEVICE void project_mma(const Args &args) {
     extern __shared__ __align__(1024) u8 shared[];
-    let_next_kernel_begin();
+    griddep_launch();
     Tile tile = tile_of_block<T::TOKENS, T::COLUMNS>(args);
     Source source;
     source.k_chunks = args.k_quads / 2;
@@ -92,7 +92,7 @@ DEVICE void project_mma(const Args &args) {
     if (args.prefetches && tile.begin == 0) prefetch_weights<T>(args, source);
     // The host writes the table, no kernel does.
     const bool any = has_tokens(args, tile);
-    wait_for_kernel_before();
+    griddep_wait();
     if (!any) return;
     source.tokens = tile.count - tile.begin;
     source.x = row_of(args.x, tile.first + tile.begin, tile.head);
@@ -101,7 +101,7 @@ DEVICE void project_mma(const Args &args) {
 #pragma unroll 1
     for (u32 slice = 0; slice < T::STAGES - 1; slice++) {
         if (slice < slices) copy_slice<T>(args, source, slice, stages + slice * T::STAGE_BYTES);
-        end_of_group();
+        cp_async_commit();
     }
 
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
@@ -115,10 +115,10 @@ DEVICE void project_mma(const Args &args) {
     const u32 last = free;
 #pragma unroll 1
     for (u32 slice = 0; slice < slices; slice++) {
-        wait_for_all_but<T::STAGES - 2>();
+        cp_async_wait<T::STAGES - 2>();
         __syncthreads();
         if (slice + T::STAGES - 1 < slices) copy_slice<T>(args, source, slice + T::STAGES - 1, free);
-        end_of_group();
+        cp_async_commit();
 #pragma unroll
         for (int step = 0; step < DEPTH / 16; step++) {
             u32 a[T::ROW_TILES][4];

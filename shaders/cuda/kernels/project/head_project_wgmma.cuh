@@ -63,8 +63,8 @@ DEVICE void load_tiles(const Args &args, const ProjectMaps &maps, u32 shared) {
         const u32 x_head = args.x.head_stride > 0 ? tile.head : 0, weight_head = args.weight.head_stride > 0 ? tile.head : 0;
         for (u32 slice = 0; slice < tiles.slices; slice++, tiles.count++) {
             const u32 x = shared + tiles.stage() * T::STAGE_BYTES, full = shared + T::FULL_AT + tiles.stage() * 8;
-            wait_for_arrivals(shared + T::EMPTY_AT + tiles.stage() * 8, tiles.parity() ^ 1);
-            arrive_and_expect(full, T::STAGE_BYTES);
+            mbarrier_wait(shared + T::EMPTY_AT + tiles.stage() * 8, tiles.parity() ^ 1);
+            mbarrier_arrive_expect_tx(full, T::STAGE_BYTES);
             copy_lines(x, maps.x, tile.first + tile.begin, slice, x_head, full);
             if constexpr (T::IS_KN) {
                 copy_lines(x + T::X_BYTES, maps.weight, slice * T::DEPTH, tile.first_column / 64, weight_head, full);
@@ -86,11 +86,11 @@ DEVICE void multiply_tiles(const Args &args, u32 shared, u32 lane, u32 warp) {
 #pragma unroll 1
         for (u32 slice = 0; slice < tiles.slices; slice++, tiles.count++) {
             const u32 x = shared + tiles.stage() * T::STAGE_BYTES;
-            wait_for_arrivals(shared + T::FULL_AT + tiles.stage() * 8, tiles.parity());
+            mbarrier_wait(shared + T::FULL_AT + tiles.stage() * 8, tiles.parity());
             const u64 left = matrix_at(x + first_row * 128), right = matrix_at(x + T::X_BYTES, T::IS_KN ? T::WeightOrder::GROUP_BYTES : 0);
 #pragma unroll
             for (int part = 0; part < T::PARTS; part++) pin(sums[part][0]);
-            before_multiplications();
+            wgmma_fence();
 #pragma unroll
             for (int step = 0; step < T::DEPTH / 16; step++) {
 #pragma unroll
@@ -103,16 +103,16 @@ DEVICE void multiply_tiles(const Args &args, u32 shared, u32 lane, u32 warp) {
                     }
                 }
             }
-            commit_multiplications();
+            wgmma_commit();
 #pragma unroll
             for (int part = 0; part < T::PARTS; part++) pin(sums[part][0]);
             if (slice > 0) {
-                wait_for_multiplications<1>();
+                wgmma_wait<1>();
                 if (lane == 0) arrive(before);
             }
             before = shared + T::EMPTY_AT + tiles.stage() * 8;
         }
-        wait_for_multiplications<0>();
+        wgmma_wait<0>();
         if (lane == 0) arrive(before);
         unrolled<T::PARTS>([&](auto part) {
             pin(sums[part.value][0]);
@@ -128,21 +128,21 @@ DEVICE void project_wgmma(const Args &args, const ProjectMaps &maps) {
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < T::STAGES; i++) {
-            begin_barrier(shared + T::FULL_AT + i * 8, 1);
-            begin_barrier(shared + T::EMPTY_AT + i * 8, T::WARPS);
+            mbarrier_init(shared + T::FULL_AT + i * 8, 1);
+            mbarrier_init(shared + T::EMPTY_AT + i * 8, T::WARPS);
         }
-        before_tensor_copies();
+        fence_proxy_async();
     }
     __syncthreads();
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     // Uniform in a warp, which the shuffle tells the compiler.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
     if (warp >= T::WARPS) {
-        give_registers<24>();
+        setmaxnreg_dec<24>();
         if (warp == T::WARPS && lane == 0) load_tiles<T>(args, maps, shared);
     } else {
-        take_registers<240>();
+        setmaxnreg_inc<240>();
         multiply_tiles<T>(args, shared, lane, warp);
     }
 }

@@ -25,8 +25,8 @@ template <u32 CODE>
 __device__ __forceinline__ void rope(const Args &args) {
     u32 item = blockIdx.x * THREADS + threadIdx.x;
     u32 index = divide(item, args.by_head_units);
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     uint2 range = read_8(args.table);
     u32 token = range.y + index;
     if (index < range.x && token < args.max_tokens) {

@@ -74,8 +74,8 @@ __device__ __forceinline__ void rope_append(const Args &args) {
     u32 item = blockIdx.x * THREADS + threadIdx.x;
     u32 token = divide(item, args.by_token_items);
     u32 part = item - token * args.token_items;
-    let_next_kernel_begin();
-    wait_for_kernel_before();
+    griddep_launch();
+    griddep_wait();
     if (token >= append.max_tokens) {
         return;
     }

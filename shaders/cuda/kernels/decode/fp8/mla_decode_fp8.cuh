@@ -36,17 +36,17 @@ DEVICE void decode_fp8(const Args& args) {
     extern __shared__ __align__(1024) u8 shared[];
     // As `decode`: the item is loaded before num_items is known, and page ids after the kernel before if that may have written them.
     const WorkItem item = args.items[blockIdx.x];
-    let_next_kernel_begin();
-    if (blockIdx.x >= args.header->num_items) return wait_for_kernel_before();
+    griddep_launch();
+    if (blockIdx.x >= args.header->num_items) return griddep_wait();
     const u32 stages = shared_address(shared + T::STAGES_AT), weights = shared_address(shared + T::WEIGHTS_AT);
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     u32* non_finite = reinterpret_cast<u32*>(shared + T::SCALES_AT); // NaN as soon as some logit is NaN or infinite: `finish` looks there
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 
-    if (args.clamp_pages) wait_for_kernel_before();
+    if (args.clamp_pages) griddep_wait();
     Loader<T> loader(args, item);
     Pace<T> pace(0);
-    wait_for_kernel_before();
+    griddep_wait();
 #pragma unroll
     for (int i = 0; i < T::STAGES - 1; i++) {
         const bool any = item.kv_begin + i * T::TOKENS < item.kv_end;
@@ -131,7 +131,7 @@ DEVICE void decode_fp8(const Args& args) {
         add_values<T>(output, weights, tokens, keep, add);
         stage = stage + 1 == T::STAGES ? 0 : stage + 1;
     }
-    wait_for_all_but<0>();
+    cp_async_wait<0>();
 
     if (has_any_non_finite) atomicOr(non_finite, NAN_BITS);
     finish<T>(args, shared, output, top, sum);

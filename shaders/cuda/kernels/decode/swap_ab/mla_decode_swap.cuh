@@ -75,7 +75,7 @@ struct TurnedOutput {
         const u64 values = matrix_at(place, 0, T::BOX_BYTES), b = matrix_at(weights);
 #pragma unroll
         for (int c = 0; c < T::COLUMN_TILES; c++) multiply_turned<T::CACHE == BF16>(sums[c], values + T::Order::groups(c) / 16, b);
-        commit_multiplications();
+        wgmma_commit();
     }
 
     DEVICE void pin_all() {
@@ -104,7 +104,7 @@ DEVICE void weigh_turned(const Sums<T>& logits, const float (&top)[T::ROW_TILES]
 // The epilogue, by all warps of the block, loaders too: writes the output once all of it is staged in shared memory.
 template <class T>
 DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared, u32 warp) {
-    wait_for_arrivals(shared_address(shared + T::STAGED_AT), 0);
+    mbarrier_wait(shared_address(shared + T::STAGED_AT), 0);
     // The other warps do the item again in f32.
     if (!is_finite(*reinterpret_cast<const float*>(shared + T::SCALES_AT))) return;
     const float* staged = reinterpret_cast<const float*>(shared + T::PLACES_AT);
@@ -133,9 +133,9 @@ template <class T>
 DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
     const WorkItem item = args.items[blockIdx.x];
-    let_next_kernel_begin();
+    griddep_launch();
     const u32 num_items = args.header->num_items;
-    if (blockIdx.x >= num_items) return wait_for_kernel_before();
+    if (blockIdx.x >= num_items) return griddep_wait();
     const u32 base = shared_address(shared), places = base + T::PLACES_AT, full = base + T::FULL_AT, empty = base + T::EMPTY_AT;
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
@@ -146,21 +146,21 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < T::LOADERS; i++) {
-            begin_barrier(full + i * 8, 1);
-            begin_barrier(empty + i * 8, T::WARPS);
+            mbarrier_init(full + i * 8, 1);
+            mbarrier_init(empty + i * 8, T::WARPS);
         }
-        begin_barrier(base + T::STAGED_AT, T::WARPS * LANES);
-        before_tensor_copies();
+        mbarrier_init(base + T::STAGED_AT, T::WARPS * LANES);
+        fence_proxy_async();
     }
     __syncthreads();
-    wait_for_kernel_before();
+    griddep_wait();
     if (warp >= T::WARPS) {
-        give_registers<40>();
+        setmaxnreg_dec<40>();
         const u32 loader = warp - T::WARPS;
         PartLoader<T>{args, map, item, places + loader * T::PLACE_BYTES, full + loader * 8, empty + loader * 8}.run(loader / T::PARTS_OF_TILE, loader % T::PARTS_OF_TILE * 16);
         return write_rows<T>(args, item, shared, warp);
     }
-    take_registers<T::REGISTERS>();
+    setmaxnreg_inc<T::REGISTERS>();
 
     const u32 staged = base + T::QUERIES_AT;
     QueryRows<T> rows;
@@ -175,8 +175,8 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         if (warp == 0) seen[lane] = seen_by_all;
     }
     seen_by_all = __reduce_min_sync(~0u, seen_by_all);
-    before_tensor_copies();
-    wait_for_warps<T::WARPS>(1);
+    fence_proxy_async();
+    bar_sync<T::WARPS>(1);
 
     // The wgmma accumulator layout: a lane has tokens lane / 4 and lane / 4 + 8 of its warp's 16, and two consecutive query rows of every
     // eight.
@@ -202,7 +202,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     auto score = [&](u32 tile) {
         const u32 first = tile % 2 * T::PARTS_OF_TILE;
 #pragma unroll
-        for (int i = 0; i < T::PARTS_OF_TILE; i++) wait_for_arrivals(full + (first + i) * 8, tile / 2 % 2);
+        for (int i = 0; i < T::PARTS_OF_TILE; i++) mbarrier_wait(full + (first + i) * 8, tile / 2 % 2);
         const u64 keys = matrix_at(places + first * T::PLACE_BYTES, 0, T::BOX_BYTES);
         begin_multiplications(logits);
 #pragma unroll
@@ -213,7 +213,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     const u32 num_tiles = (item.kv_end - item.kv_begin + T::TOKENS - 1) / T::TOKENS;
     if (num_tiles > 0) {
         score(0);
-        wait_for_multiplications<0>();
+        wgmma_wait<0>();
         pin(logits);
     }
     for (u32 tile = 0; tile < num_tiles; tile++) {
@@ -235,7 +235,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         float fresh[T::ROW_TILES][2];
         const u32 turn = tile % 2 * T::TURN_BYTES, to = own_weights ^ turn;
         weigh_turned<T>(logits, top, fresh, to);
-        before_tensor_copies();
+        fence_proxy_async();
         if (any_of_warps<T::WARPS>(1, grows || has_non_finite)) {
             // Noted where no register is needed: all warps have read their scales of this tile, and find them after the next barrier.
             if (has_non_finite) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
@@ -249,7 +249,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
                     for (int lanes = 4; lanes < LANES; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
                     if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = largest;
                 }
-            wait_for_warps<T::WARPS>(1);
+            bar_sync<T::WARPS>(1);
 #pragma unroll
             for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
@@ -266,8 +266,8 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
                 }
             output.rescale(factor);
             weigh_turned<T>(logits, top, fresh, to);
-            before_tensor_copies();
-            wait_for_warps<T::WARPS>(1);
+            fence_proxy_async();
+            bar_sync<T::WARPS>(1);
         }
 #pragma unroll
         for (int j = 0; j < T::ROW_TILES; j++)
@@ -277,20 +277,20 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         // 3. values, then the next tile's scores
         const u32 first = tile % 2 * T::PARTS_OF_TILE;
         output.pin_all();
-        before_multiplications();
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < T::PARTS_OF_TILE; i++) output.add(places + (first + i) * T::PLACE_BYTES, weights + turn + i * (16 * 128));
         output.pin_all();
         unrolled<T::PARTS_OF_TILE - 1>([&](auto i) {
-            wait_for_multiplications<T::PARTS_OF_TILE - 1 - i.value>();
+            wgmma_wait<T::PARTS_OF_TILE - 1 - i.value>();
             done_with(empty + (first + i.value) * 8);
         });
         if (tile + 1 < num_tiles) {
             score(tile + 1);
-            wait_for_multiplications<1>();
+            wgmma_wait<1>();
             done_with(empty + (first + T::PARTS_OF_TILE - 1) * 8);
         }
-        wait_for_multiplications<0>();
+        wgmma_wait<0>();
         output.pin_all();
         pin(logits);
     }
@@ -304,7 +304,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
             for (int lanes = 4; lanes < LANES; lanes *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], lanes);
             if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = sum[j][e];
         }
-    wait_for_warps<T::WARPS>(1);
+    bar_sync<T::WARPS>(1);
     if (!is_finite(scales[0])) {
         arrive(base + T::STAGED_AT);
         return decode_rows<T>(args, warp);

@@ -42,8 +42,8 @@ struct Fp8Multiplier {
 
     DEVICE void run() {
         const u32 seen_by_all = rows.begin(args, item, warp);
-        before_tensor_copies();
-        wait_for_warps<T::WARPS>(1);
+        fence_proxy_async();
+        bar_sync<T::WARPS>(1);
         const u32 num_tiles = (item.kv_end - item.kv_begin + T::TOKENS - 1) / T::TOKENS;
         u32 tile = group;
         if (tile < num_tiles) {
@@ -75,7 +75,7 @@ struct Fp8Multiplier {
         for (int g = 0; g < T::GROUPS; g++) {
 #pragma unroll
             for (int ahead = g == 0 ? 0 : g + T::AHEAD - 1; ahead < g + T::AHEAD && ahead < T::GROUPS; ahead++) reader.load_keys(codes[ahead], stage, ahead);
-            if (g >= 2) wait_for_multiplications<1>();
+            if (g >= 2) wgmma_wait<1>();
             Operands& keys = operands[g % 2];
             keys_to_f16(keys, codes[g]);
             begin_multiplications(logits);
@@ -86,7 +86,7 @@ struct Fp8Multiplier {
     }
 
     DEVICE void wait_for_scores() {
-        wait_for_multiplications<0>();
+        wgmma_wait<0>();
         pin(logits);
     }
 
@@ -107,7 +107,7 @@ struct Fp8Multiplier {
         for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++) sum[j][e] += fresh[j][e];
-        before_tensor_copies();
+        fence_proxy_async();
         // Every lane arrives, here and in `release`: compute-sanitizer does not see the order of a __syncwarp followed by one lane's arrival.
         arrive(base + T::GIVEN_AT + group * 8);
     }
@@ -127,7 +127,7 @@ struct Fp8Multiplier {
                 reader.load_values(codes[ahead], stage, ahead);
                 if (ahead == T::COLUMN_TILES - 1) release(stage);
             }
-            if (c >= 2 || c == 0 && FIRST != 0) wait_for_multiplications<1>();
+            if (c >= 2 || c == 0 && FIRST != 0) wgmma_wait<1>();
             Operands& values = operands[(c + FIRST) % 2];
             values_to_f16(values, codes[c]);
             if (c == 0) before_first();
@@ -158,13 +158,13 @@ struct Fp8Multiplier {
     }
 
     DEVICE void wait_for_values() {
-        wait_for_multiplications<0>();
+        wgmma_wait<0>();
 #pragma unroll
         for (int c = 0; c < T::COLUMN_TILES; c++) pin(output[c]);
     }
 
-    DEVICE void wait_for_codes(u32 tile) const { wait_for_arrivals(base + T::FULL_AT + tile % T::STAGES * 8, tile / T::STAGES % 2); }
-    DEVICE void wait_for_weights(u32 tile) const { wait_for_arrivals(base + T::GIVEN_AT + tile % T::WARPGROUPS * 8, tile / T::WARPGROUPS % 2); }
+    DEVICE void wait_for_codes(u32 tile) const { mbarrier_wait(base + T::FULL_AT + tile % T::STAGES * 8, tile / T::STAGES % 2); }
+    DEVICE void wait_for_weights(u32 tile) const { mbarrier_wait(base + T::GIVEN_AT + tile % T::WARPGROUPS * 8, tile / T::WARPGROUPS % 2); }
 
     DEVICE void release(u32 stage) const { arrive(base + T::EMPTY_AT + stage * 8); }
 
@@ -204,7 +204,7 @@ struct Fp8Multiplier {
                     store_8(place + ((j * 8 + e) * T::OUTPUT_PITCH + c * 64) * 4, even, odd);
                 }
         if (!((check[0] + check[1]) + (check[2] + check[3]) == 0.0f)) atomicOr(non_finite, 1u);
-        wait_for_warps<T::WARPS>(1);
+        bar_sync<T::WARPS>(1);
         write_rows<T>(args, item, shared, warp, *non_finite != 0);
     }
 };
@@ -213,9 +213,9 @@ template <class T>
 DEVICE void decode_swapped_codes(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
     const WorkItem item = args.items[blockIdx.x];
-    let_next_kernel_begin();
+    griddep_launch();
     const u32 num_items = args.header->num_items;
-    if (blockIdx.x >= num_items) return wait_for_kernel_before();
+    if (blockIdx.x >= num_items) return griddep_wait();
     const u32 base = shared_address(shared);
     // Uniform in a warp, which the shuffle tells the compiler.
     const u32 warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
@@ -223,21 +223,21 @@ DEVICE void decode_swapped_codes(const Args& args, const TensorMap& map) {
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < T::STAGES; i++) {
-            begin_barrier(base + T::FULL_AT + i * 8, T::LOADERS * LANES);
-            begin_barrier(base + T::EMPTY_AT + i * 8, T::WARPS * LANES);
+            mbarrier_init(base + T::FULL_AT + i * 8, T::LOADERS * LANES);
+            mbarrier_init(base + T::EMPTY_AT + i * 8, T::WARPS * LANES);
         }
 #pragma unroll
-        for (int i = 0; i < T::WARPGROUPS; i++) begin_barrier(base + T::GIVEN_AT + i * 8, 4 * LANES);
+        for (int i = 0; i < T::WARPGROUPS; i++) mbarrier_init(base + T::GIVEN_AT + i * 8, 4 * LANES);
         *reinterpret_cast<u32*>(shared + T::NON_FINITE_AT) = 0;
-        before_tensor_copies();
+        fence_proxy_async();
     }
     __syncthreads();
-    wait_for_kernel_before();
+    griddep_wait();
     if (warp >= T::WARPS) {
-        give_registers<T::LOADER_REGISTERS>();
+        setmaxnreg_dec<T::LOADER_REGISTERS>();
         return SwapFp8Loader<T>{args, map, item, base, warp - T::WARPS}.run();
     }
-    take_registers<T::REGISTERS>();
+    setmaxnreg_inc<T::REGISTERS>();
 
     QueryRows<T> queries;
 #pragma unroll 1

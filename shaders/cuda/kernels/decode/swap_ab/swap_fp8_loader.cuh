@@ -37,11 +37,11 @@ struct SwapFp8Loader {
     // The page id is loaded before the stage is empty, which hides its latency.
     DEVICE void by_box(u32 token, u32 to, u32 full, u32 empty, u32 parity) const {
         const u32 page = token / args.page_size, id = page_id(args, item, page), line = (token - page * args.page_size) / Order::TOGETHER;
-        wait_for_arrivals(empty, parity);
+        mbarrier_wait(empty, parity);
         if (threadIdx.x % LANES > 0) {
             arrive(full);
         } else {
-            arrive_and_expect(full, Order::BYTES);
+            mbarrier_arrive_expect_tx(full, Order::BYTES);
             if constexpr (T::IS_READ_ONCE) {
                 copy_box_once(to, map, line, id, full);
             } else {
@@ -55,7 +55,7 @@ struct SwapFp8Loader {
         const u32 row = threadIdx.x % LANES / 2, token = first + row;
         const bool is_there = token < item.kv_end;
         const u8* from = args.kv + (is_there ? row_of_token<T::DIM>(args, item, token) : 0);
-        wait_for_arrivals(empty, parity);
+        mbarrier_wait(empty, parity);
 #pragma unroll 1
         for (u32 chunk = threadIdx.x % 2; chunk < T::DIM / 16; chunk += 2) {
             const u32 place = to + Order::at(row, chunk);
@@ -66,6 +66,6 @@ struct SwapFp8Loader {
                 copy_16(place, from + chunk * 16, is_there);
             }
         }
-        arrive_with_copies(full);
+        cp_async_mbarrier_arrive(full);
     }
 };

@@ -93,7 +93,7 @@ struct SharedRows {
                 if (threadIdx.x % LANES < 4) maxima()[warp * T::ROWS + first_row() + j * 8 + e] = largest;
             }
         }
-        wait_for_warps<4>(barrier);
+        bar_sync<4>(barrier);
         if (const u32 row = threadIdx.x % (4 * LANES); row < T::ROWS) {
             float largest = EMPTY;
 #pragma unroll
@@ -102,7 +102,7 @@ struct SharedRows {
             factors()[group * T::ROWS + row] = exp2_fast(top - now);
             tops()[row] = now;
         }
-        wait_for_warps<4>(barrier);
+        bar_sync<4>(barrier);
     }
 
     // Puts row sums and maxima, of a lane's sums of its tokens, where write_rows looks for them. By all multiplying warps.
@@ -115,7 +115,7 @@ struct SharedRows {
                 for (int lanes = 4; lanes < LANES; lanes *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], lanes);
                 if (threadIdx.x % LANES < 4) maxima()[warp * T::ROWS + first_row() + j * 8 + e] = sum[j][e];
             }
-        wait_for_warps<T::WARPS>(1);
+        bar_sync<T::WARPS>(1);
         if (const u32 row = threadIdx.x; row < T::ROWS) {
             float total = 0.0f;
 #pragma unroll

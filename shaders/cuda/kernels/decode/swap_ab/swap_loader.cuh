@@ -26,16 +26,16 @@ struct PartLoader {
                 const u32 token = begin + lane * 8, page = token / args.page_size;
                 u32 id = 0;
                 if (asks) id = page_id(args, item, page);
-                wait_for_arrivals(empty, parity);
-                if (lane == 0) arrive_and_expect(full, T::PLACE_BYTES);
+                mbarrier_wait(empty, parity);
+                if (lane == 0) mbarrier_arrive_expect_tx(full, T::PLACE_BYTES);
                 __syncwarp();
                 if (asks) copy_box_once(place + lane * T::BOX_BYTES, map, token - page * args.page_size, id, full);
             } else {
                 const u8* from[PASSES];
                 find_rows(from, begin);
-                wait_for_arrivals(empty, parity);
+                mbarrier_wait(empty, parity);
                 copy_rows(from, begin);
-                before_tensor_copies();
+                fence_proxy_async();
                 __syncwarp();
                 if (lane == 0) arrive(full);
             }
@@ -63,7 +63,7 @@ struct PartLoader {
 #pragma unroll
             for (int group = 0; group < T::DIM / 64; group++) copy_16(to + T::Order::groups(group), from[i] + (group * 8 + chunk) * 16, begin + row < item.kv_end);
         }
-        end_of_group();
-        wait_for_all_but<0>();
+        cp_async_commit();
+        cp_async_wait<0>();
     }
 };

@@ -27,9 +27,9 @@ template <class T>
 DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
     const WorkItem item = args.items[blockIdx.x];
-    let_next_kernel_begin();
+    griddep_launch();
     const u32 num_items = args.header->num_items;
-    if (blockIdx.x >= num_items) return wait_for_kernel_before();
+    if (blockIdx.x >= num_items) return griddep_wait();
     const u32 base = shared_address(shared), stages = base + T::STAGES_AT, full = base + T::FULL_AT, empty = base + T::EMPTY_AT;
     float* tops = reinterpret_cast<float*>(shared + T::TOPS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
@@ -39,21 +39,21 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
 
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int i = 0; i < T::STAGES * T::GROUPS; i++) begin_barrier(full + i * 8, 1);
+        for (int i = 0; i < T::STAGES * T::GROUPS; i++) mbarrier_init(full + i * 8, 1);
 #pragma unroll
-        for (int i = 0; i < T::STAGES * T::EMPTIES; i++) begin_barrier(empty + i * 8, T::WARPS / 2);
+        for (int i = 0; i < T::STAGES * T::EMPTIES; i++) mbarrier_init(empty + i * 8, T::WARPS / 2);
 #pragma unroll
-        for (int i = 0; i < T::WARPS; i++) begin_barrier(base + T::GIVEN_AT + i * 8, LANES);
+        for (int i = 0; i < T::WARPS; i++) mbarrier_init(base + T::GIVEN_AT + i * 8, LANES);
         *non_finite = 0;
-        before_tensor_copies();
+        fence_proxy_async();
     }
     __syncthreads();
-    wait_for_kernel_before();
+    griddep_wait();
     if (warp >= T::WARPS) {
-        give_registers<24>();
+        setmaxnreg_dec<24>();
         return GroupLoader<T>{args, map, item, stages, full, empty, warp - T::WARPS}.run();
     }
-    take_registers<240>();
+    setmaxnreg_inc<240>();
 
     const u32 staged = base + T::QUERIES_AT;
     if (T::CACHE == BF16 && args.query_dtype == BF16) {
@@ -66,8 +66,8 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
             rows.store(args, row, staged, scales);
         }
     }
-    before_tensor_copies();
-    wait_for_warps<T::WARPS>(1);
+    fence_proxy_async();
+    bar_sync<T::WARPS>(1);
 
     // The wgmma accumulator layout: a lane has rows lane / 4 and lane / 4 + 8 of its warp's 16, and of each two consecutive tokens of every
     // eight.
@@ -80,7 +80,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     u32 kept[T::KEPT][4];
 #pragma unroll
     for (int step = 0; step < T::KEPT; step++) load_matrices(kept[step], staged + T::QueryOrder::at(warp % 4 * 16 + lane % 16, step * 2 + lane / 16));
-    wait_for_warps<T::WARPS>(1);
+    bar_sync<T::WARPS>(1);
 
     // `twin` is the other warpgroup's warp with the same rows.
     const u32 twin = warp ^ 4;
@@ -93,7 +93,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     };
     // Adds the other warpgroup's tile to the output, after adopting its running maxima.
     auto add_other = [&](u32 tile) {
-        wait_for_arrivals(other_given, tile / 2 % 2);
+        mbarrier_wait(other_given, tile / 2 % 2);
         u32 words[2][T::TOKEN_TILES];
         load_weights<T>(words, other_weights);
         adopt_tops(output, [&](int h) { return tops[(group ^ 1) * T::ROWS + first_row + h * 8]; }, top, sum);
@@ -109,7 +109,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         float logits[T::TOKEN_TILES][4];
         auto score = [&](int i) {
             const int columns = T::group_at(i);
-            wait_for_arrivals(filled + columns * 8, parity);
+            mbarrier_wait(filled + columns * 8, parity);
 #pragma unroll
             for (int step = 0; step < 4; step++) {
                 const u64 b = keys + (T::Order::groups(columns) + step * 32) / 16;
@@ -136,7 +136,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
 #pragma unroll
         for (int i = T::FIRST_GROUPS; i < T::GROUPS; i++) score(i);
         end_of_multiplications(logits);
-        wait_for_multiplications<0>();
+        wgmma_wait<0>();
         pin(logits);
         release(stage, 4);
 

@@ -25,7 +25,7 @@ struct GroupLoader {
                 by_boxes(tile_begin, box, to, filled, emptied, parity);
             } else {
                 // All warps follow all phases, as an mbarrier tells only the last two apart.
-                for (int i = 0; i < T::EMPTIES; i++) wait_for_arrivals(emptied + i * 8, parity);
+                for (int i = 0; i < T::EMPTIES; i++) mbarrier_wait(emptied + i * 8, parity);
                 if (!by_box) by_chunks(tile_begin, to, filled);
             }
             if (++stage == T::STAGES) {
@@ -45,8 +45,8 @@ struct GroupLoader {
         for (int i = 0; i < T::GROUPS; i++) {
             const int group = T::group_at(i);
             const u32 barrier = filled + group * 8;
-            if (group % 2 == 0) wait_for_arrivals(emptied + group / 2 * 8, parity);
-            if (first == 0) arrive_and_expect(barrier, Order::GROUP_BYTES);
+            if (group % 2 == 0) mbarrier_wait(emptied + group / 2 * 8, parity);
+            if (first == 0) mbarrier_arrive_expect_tx(barrier, Order::GROUP_BYTES);
             if (asks) copy_lines(to + Order::groups(group) + first * 128, map, offset, group, id, barrier);
         }
         __syncwarp();
@@ -66,10 +66,10 @@ struct GroupLoader {
 #pragma unroll
             for (int i = 0; i < T::GROUPS; i++) copy_16(place + Order::groups(i), from + i * 128, is_there);
         }
-        end_of_group();
-        wait_for_all_but<0>();
-        before_tensor_copies(); // wgmma reads it
-        wait_for_warps<T::LOADERS>(2);
+        cp_async_commit();
+        cp_async_wait<0>();
+        fence_proxy_async(); // wgmma reads it
+        bar_sync<T::LOADERS>(2);
         if (warp == 0 && lane == 0) {
             for (int i = 0; i < T::GROUPS; i++) arrive(filled + i * 8);
         }

@@ -40,7 +40,7 @@ struct HalfOutput {
     // Waits for a quarter; of the first, the second may stay in flight.
     template <int QUARTER>
     DEVICE void wait() {
-        wait_for_multiplications<1 - QUARTER>();
+        wgmma_wait<1 - QUARTER>();
         pin(sums[QUARTER]);
     }
 };
@@ -80,7 +80,7 @@ DEVICE void finish(const Args& args, const WorkItem& item, u8* shared, u32 warp,
         sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
         sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
     }
-    wait_for_warps<T::WARPS>(1);
+    bar_sync<T::WARPS>(1);
     if (lane % 4 == 0) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -102,6 +102,6 @@ DEVICE void finish(const Args& args, const WorkItem& item, u8* shared, u32 warp,
                 store_8(place + (h * 8 * T::OUTPUT_PITCH + (q * T::QUARTER_TILES + c) * 8) * 4, first, second);
             }
     if (!((check[0] + check[1]) + (check[2] + check[3]) == 0.0f)) atomicOr(non_finite, 1u);
-    wait_for_warps<T::WARPS>(1);
+    bar_sync<T::WARPS>(1);
     write_rows<T>(args, item, shared, warp, *non_finite != 0);
 }
