@@ -10,6 +10,11 @@
 // running maximum moves only when it grows by more than LAZY, since each move rounds the sums.
 #pragma once
 
+// Kernels that define UNROLLED have the code of this file unrolled: see unrolled_queries.cuh.
+#ifndef UNROLLED
+#define UNROLLED 0
+#endif
+
 #include "lib/sum.cuh"
 #include "query_pairs.cuh"
 
@@ -24,7 +29,12 @@ DEVICE float2 cache_pair(const u8* row, u32 column) {
     if constexpr (CACHE == F32) {
         return *reinterpret_cast<const float2*>(row + column * 4);
     } else if constexpr (CACHE == E4M3) {
+#if UNROLLED
+        const u16 codes = *reinterpret_cast<const u16*>(row + column);
+        return make_float2(e4m3_to_float(static_cast<u8>(codes)), e4m3_to_float(static_cast<u8>(codes >> 8)));
+#else
         return e4m3_pair_to_float(*reinterpret_cast<const u16*>(row + column));
+#endif
     } else {
         const u32 word = *reinterpret_cast<const u32*>(row + column * 2);
         const u16 first = static_cast<u16>(word), second = static_cast<u16>(word >> 16);
@@ -112,8 +122,24 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
     const u32 lane = threadIdx.x % LANES, index = item.first_row + row, head = index % args.num_heads;
     const QueryToken query = args.queries[index / args.num_heads];
     const u32 token = bound_token(args, query.token);
+#if UNROLLED
+    const u32 query_bytes = args.query_dtype == F32 ? 4 : args.query_dtype == E4M3 ? 1 : 2;
+    const u8* nope = args.q_nope + (token * args.q_nope_token_stride + head * args.q_nope_head_stride) * query_bytes;
+    const u8* pe = args.q_pe + (token * args.q_pe_token_stride + head * args.q_pe_head_stride) * query_bytes;
+    float2 q[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const u32 column = i * 64 + lane * 2;
+        q[i] = make_float2(0.0f, 0.0f);
+        if (column >= DIM) break;
+        const u8* part = column < LATENT ? nope : pe;
+        const u32 at = column < LATENT ? column : column - LATENT;
+        q[i] = make_float2(element(part, args.query_dtype, at), element(part, args.query_dtype, at + 1));
+    }
+#else
     float2 q[PAIRS];
     load_row<LATENT, DIM>(q, args, token * args.q_nope_token_stride + head * args.q_nope_head_stride, token * args.q_pe_token_stride + head * args.q_pe_head_stride);
+#endif
     // Together again: the last columns are of some lanes only.
     if (DIM % 64 != 0) __syncwarp();
 
@@ -160,14 +186,28 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
     const bool sees_keys = end > item.kv_begin, any = !(sum == 0.0f); // NaN too
     const bool is_direct = item.partial == DIRECT;
     const float factor = !is_direct ? 1.0f : any ? 1.0f / sum : sees_keys ? NOT_A_NUMBER : 1.0f;
+#if UNROLLED
+    float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (LATENT + 4);
+#pragma unroll
+    for (int i = 0; i < VALUE_PAIRS; i++) {
+        const float2 out = sums.out[i];
+        const u32 column = i * 64 + lane * 2;
+        if (is_direct) {
+            store_out(args, token, head, column, out.x * factor, out.y * factor);
+        } else {
+            *reinterpret_cast<float2*>(partial + column) = make_float2(out.x * factor, out.y * factor);
+        }
+    }
+#else
     const Destination destination(args, item);
     u8* to = destination.row<LATENT>(args, item, row, token, head);
     rolled(sums.out, [&](int i, float2 out) {
         destination.store(to, i * 64 + lane * 2, out.x * factor, out.y * factor);
         return out;
     });
+    float* partial = reinterpret_cast<float*>(to);
+#endif
     if (lane == 0) {
-        float* partial = reinterpret_cast<float*>(to);
         if (is_direct) {
             store_lse(args, token, head, any ? top + log2_fast(sum) : NOT_A_NUMBER, sees_keys);
         } else {

@@ -71,6 +71,16 @@ __host__ __device__ constexpr int bytes_of(Dtype dtype) {
     return dtype == F32 ? 4 : dtype == E4M3 ? 1 : 2;
 }
 
+// An element of a query as f32.
+DEVICE float element(const u8* row, u32 dtype, u32 column) {
+    switch (dtype) {
+        case F32: return reinterpret_cast<const float*>(row)[column];
+        case F16: return f16_to_float(reinterpret_cast<const u16*>(row)[column]);
+        case BF16: return bf16_to_float(reinterpret_cast<const u16*>(row)[column]);
+        default: return e4m3_to_float(row[column]);
+    }
+}
+
 // A step prepared again after its graph was captured may have more query tokens than the binding's buffers, which no host check can see:
 // the clamp keeps accesses inside q, out and lse.
 DEVICE u32 bound_token(const Args& args, u32 token) {
@@ -125,6 +135,18 @@ struct Destination {
         }
     }
 };
+
+// Stores two consecutive elements of an output row; `column` is even.
+DEVICE void store_out(const Args& args, u32 token, u32 head, u32 column, float first, float second) {
+    const u64 at = token * args.out_token_stride + head * args.out_head_stride + column;
+    first *= args.out_scale;
+    second *= args.out_scale;
+    switch (args.out_dtype) {
+        case F32: reinterpret_cast<float2*>(args.out)[at / 2] = make_float2(first, second); break;
+        case F16: reinterpret_cast<u32*>(args.out)[at / 2] = pack_f16(first, second); break;
+        default: reinterpret_cast<u32*>(args.out)[at / 2] = pack_bf16(first, second);
+    }
+}
 
 // Stores a row's LSE, given in base 2; `seen` is false for a row that attends to no key, whose LSE is -inf.
 DEVICE void store_lse(const Args& args, u32 token, u32 head, float base_2, bool seen) {

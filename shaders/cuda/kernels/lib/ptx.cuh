@@ -104,6 +104,11 @@ DEVICE void copy_16(u32 to, const void* from, bool is_there, bool wanted) {
                  : "memory");
 }
 
+DEVICE void copy_8(u32 to, const void* from, bool is_there, bool wanted) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.ca.shared.global [%0], [%1], 8, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 8 : 0), "r"(static_cast<u32>(wanted))
+                 : "memory");
+}
+
 // Fetches what lies at an address of global memory into the L2, since compute capability 9.0: a hint, which reads nothing.
 DEVICE void prefetch_to_l2(u64 at) {
     asm volatile("// sm_90: prefetch.global.L2 [%0];" ::"l"(at));

@@ -65,8 +65,8 @@ struct Sum {
     DEVICE void write(const Args& args, u32 token, u32 head, u32 column, float top) const {
         const bool any = !(weight == 0.0f); // NaN too
         const float factor = any ? 1.0f / weight : 1.0f;
-        const Destination destination(args, true);
-        destination.store(destination.out_row(args, token, head), column, make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor));
+        store_out(args, token, head, column, value.x * factor, value.y * factor);
+        store_out(args, token, head, column + 2, value.z * factor, value.w * factor);
         if (column == 0) store_lse(args, token, head, any ? top + log2_fast(weight) : EMPTY, any);
     }
 };

@@ -47,7 +47,7 @@ DEVICE void copy_rows(u32 to, u64 from, u64 stride, u32 rows, u32 chunks) {
 #pragma unroll
     for (int pass = 0; pass < ROWS / PASS_ROWS; pass++) {
         const u32 at = pass * PASS_ROWS + row;
-        copy_16(to + Order::at(at, chunk), reinterpret_cast<const void *>(from), at < rows && chunk < chunks);
+        copy_16(to + Order::at(at, chunk), reinterpret_cast<const void *>(from), at < rows && chunk < chunks, true);
         from += PASS_ROWS * stride;
     }
 }

@@ -16,8 +16,10 @@
 // Measured on H200s: benches/results/h200-cuda7-2026-11-23.md, h200-cuda8-2026-11-23.md.
 #pragma once
 
+#define UNROLLED 1
 #include "decode/decode_f32.cuh"
 #include "decode/decode_queries.cuh"
+#include "decode/unrolled_queries.cuh"
 #include "swap_loader.cuh"
 #include "lib/wgmma.cuh"
 
@@ -32,7 +34,7 @@ struct SwapTile {
     static constexpr int REGISTERS = ROWS == 16 ? 128 : 216, BLOCKS = ROWS == 16 ? 2 : 1;
     static constexpr int STEPS = DIM / 16; // of k = 16, of a dot product
     static constexpr int ROW_TILES = ROWS / 8, COLUMN_TILES = LATENT / 64; // wgmma tiles of the accumulators
-    static constexpr int QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = ROWS / WARPS / (CACHE == BF16 ? 1 : 2), QUERY_UNROLL = 1;
+    static constexpr int QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = ROWS / WARPS / (CACHE == BF16 ? 1 : 2);
     using Order = GroupOrder<8>; // layout of a TMA box
     using QueryOrder = GroupOrder<ROWS>;
     static constexpr int BOX_BYTES = 8 * DIM * 2, PLACE_BYTES = 2 * BOX_BYTES; // a loader's part of a tile: 16 tokens
@@ -111,21 +113,27 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
     const float* tops = reinterpret_cast<const float*>(shared + T::TOPS_AT);
     const float* totals = reinterpret_cast<const float*>(shared + T::SEEN_AT);
     const u32 lane = threadIdx.x % LANES;
-    const Destination destination(args, item);
-#pragma unroll 1
     for (u32 row = warp; row < item.num_rows; row += T::WARPS + T::LOADERS) {
         const u32 index = item.first_row + row, token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
-        u8* to = destination.row<T::LATENT>(args, item, row, token, head);
+        float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
         if (lane == 0) {
-            if (destination.is_direct) {
+            if (item.partial == DIRECT) {
                 const bool any = !(totals[row] == 0.0f); // NaN too
                 store_lse(args, token, head, tops[row] + log2_fast(totals[row]), any);
             } else {
-                store_weight(reinterpret_cast<float*>(to), T::LATENT, tops[row], totals[row]);
+                store_weight(partial, T::LATENT, tops[row], totals[row]);
             }
         }
-#pragma unroll 1
-        for (u32 column = lane * 4; column < T::LATENT; column += LANES * 4) destination.store(to, column, *reinterpret_cast<const float4*>(staged + row * T::OUTPUT_PITCH + column));
+#pragma unroll
+        for (u32 column = lane * 4; column < T::LATENT; column += LANES * 4) {
+            const float4 out = *reinterpret_cast<const float4*>(staged + row * T::OUTPUT_PITCH + column);
+            if (item.partial == DIRECT) {
+                store_out(args, token, head, column, out.x, out.y);
+                store_out(args, token, head, column + 2, out.z, out.w);
+            } else {
+                *reinterpret_cast<float4*>(partial + column) = out;
+            }
+        }
     }
 }
 
@@ -163,7 +171,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     setmaxnreg_inc<T::REGISTERS>();
 
     const u32 staged = base + T::QUERIES_AT;
-    QueryRows<T> rows;
+    UnrolledQueryRows<T> rows;
     for (u32 row = warp; row < T::ROWS; row += rows.BATCH * T::WARPS) {
         rows.ask(args, item, row);
         rows.store(args, row, staged, scales);

@@ -17,7 +17,9 @@
 // Measured: benches/results/h100-decode-e4m3-2026-11-26.md.
 #pragma once
 
+#define UNROLLED 1
 #include "decode/decode_queries.cuh"
+#include "decode/unrolled_queries.cuh"
 #include "decode/staged_output.cuh"
 #include "swap_fp8_loader.cuh"
 #include "swap_fp8_operands.cuh"
@@ -239,7 +241,7 @@ DEVICE void decode_swapped_codes(const Args& args, const TensorMap& map) {
     }
     setmaxnreg_inc<T::REGISTERS>();
 
-    QueryRows<T> queries;
+    UnrolledQueryRows<T> queries;
 #pragma unroll 1
     for (u32 row = warp; row < T::ROWS; row += queries.BATCH * T::WARPS) {
         queries.ask(args, item, row);

@@ -60,10 +60,10 @@ struct SwapFp8Loader {
         for (u32 chunk = threadIdx.x % 2; chunk < T::DIM / 16; chunk += 2) {
             const u32 place = to + Order::at(row, chunk);
             if (args.copies == CHUNKS_8) {
-                copy_8(place, from + chunk * 16, is_there);
-                copy_8(place + 8, from + chunk * 16 + 8, is_there);
+                copy_8(place, from + chunk * 16, is_there, true);
+                copy_8(place + 8, from + chunk * 16 + 8, is_there, true);
             } else {
-                copy_16(place, from + chunk * 16, is_there);
+                copy_16(place, from + chunk * 16, is_there, true);
             }
         }
         cp_async_mbarrier_arrive(full);

@@ -15,7 +15,7 @@ struct SwapFp8Tile {
     static constexpr int ROW_TILES = ROWS / 8, COLUMN_TILES = LATENT / WARPGROUPS / 64; // wgmma tiles of a warpgroup's accumulators
     static constexpr int AHEAD = ROWS == 32 ? GROUPS : 1; // groups whose codes are loaded before the first is converted: as many as registers allow
     static constexpr bool IS_READ_ONCE = ROWS < 64; // most batches have one tile of query rows then, so a token is read once: evict_first
-    static constexpr int QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = ROWS == 16 ? 1 : 2, QUERY_UNROLL = ROWS == 64 ? 2 : 1; // of 64 rows ptxas spills in a loop
+    static constexpr int QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = ROWS == 16 ? 1 : 2;
     using CodesOrder = BoxOrder<DIM>; // layout of a stage
     using QueryOrder = GroupOrder<ROWS>;
     static constexpr int STAGES = ROWS == 64 ? 3 : ROWS == 32 ? 4 : 5, STAGE_BYTES = TOKENS * DIM;

@@ -61,7 +61,7 @@ struct PartLoader {
         for (int i = 0; i < PASSES; i++) {
             const u32 row = row_of(i), to = place + row / 8 * T::BOX_BYTES + T::Order::at(row % 8, chunk);
 #pragma unroll
-            for (int group = 0; group < T::DIM / 64; group++) copy_16(to + T::Order::groups(group), from[i] + (group * 8 + chunk) * 16, begin + row < item.kv_end);
+            for (int group = 0; group < T::DIM / 64; group++) copy_16(to + T::Order::groups(group), from[i] + (group * 8 + chunk) * 16, begin + row < item.kv_end, true);
         }
         cp_async_commit();
         cp_async_wait<0>();

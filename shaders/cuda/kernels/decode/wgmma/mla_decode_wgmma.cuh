@@ -18,7 +18,9 @@
 // Measured: benches/results/h100-decode-128-heads-2026-11-25.md.
 #pragma once
 
+#define UNROLLED 1
 #include "decode/decode_queries.cuh"
+#include "decode/unrolled_queries.cuh"
 #include "wgmma_loader.cuh"
 #include "wgmma_output.cuh"
 #include "wgmma_softmax.cuh"
@@ -59,7 +61,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     if (T::CACHE == BF16 && args.query_dtype == BF16) {
         copy_query_rows<T>(args, item, warp, staged, scales);
     } else {
-        QueryRows<T> rows;
+        UnrolledQueryRows<T> rows;
 #pragma unroll 1
         for (u32 row = warp; row < T::ROWS; row += rows.BATCH * T::WARPS) {
             rows.ask(args, item, row);

@@ -64,7 +64,7 @@ struct GroupLoader {
             const u8* from = args.kv + element * 2 + lane % Order::GROUP * 16;
             const u32 place = to + Order::at(row, lane % Order::GROUP);
 #pragma unroll
-            for (int i = 0; i < T::GROUPS; i++) copy_16(place + Order::groups(i), from + i * 128, is_there);
+            for (int i = 0; i < T::GROUPS; i++) copy_16(place + Order::groups(i), from + i * 128, is_there, true);
         }
         cp_async_commit();
         cp_async_wait<0>();

@@ -14,7 +14,7 @@ struct GroupTile {
     static constexpr int KEPT = 4; // steps of k = 16 of a dot product whose queries stay in registers: those of the first group
     static constexpr int FIRST_GROUPS = 5; // whose scores are issued before the other warpgroup's weights are waited for
     static constexpr int TOKEN_TILES = TOKENS / 8, QUARTER_TILES = LATENT / 4 / 8; // wgmma tiles of a warpgroup's scores, of a quarter of the output
-    static constexpr int ROW_BYTES = DIM * 2, QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = 2, QUERY_UNROLL = 1, STAGE_BYTES = TOKENS * ROW_BYTES;
+    static constexpr int ROW_BYTES = DIM * 2, QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = 2, STAGE_BYTES = TOKENS * ROW_BYTES;
     using Order = GroupOrder<TOKENS>; // layout of a stage
     using QueryOrder = GroupOrder<ROWS>;
     static constexpr int QUERIES_AT = 0, STAGES_AT = ROWS * QUERY_BYTES;

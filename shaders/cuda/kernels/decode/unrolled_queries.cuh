@@ -1,0 +1,145 @@
+// Query rows of the kernels on wgmma: as QueryRows of decode_queries.cuh, but unrolled. With that loop, and epilogues and a fallback that loop, 16 heads
+// over an e4m3 cache took 1.08 of the time on an H200 (docs/tried.md).
+#pragma once
+
+#include "decode/decode_tile.cuh"
+
+// Two consecutive elements of a query as f32.
+template <Dtype DTYPE>
+DEVICE float2 unrolled_pair_of(u32 word) {
+    const u16 low = static_cast<u16>(word), high = static_cast<u16>(word >> 16);
+    if constexpr (DTYPE == F16) return make_float2(f16_to_float(low), f16_to_float(high));
+    if constexpr (DTYPE == BF16) return make_float2(bf16_to_float(low), bf16_to_float(high));
+    return make_float2(e4m3_to_float(static_cast<u8>(low)), e4m3_to_float(static_cast<u8>(low >> 8)));
+}
+
+template <Dtype DTYPE>
+DEVICE float2 unrolled_pair_of(float2 pair) {
+    return DTYPE == F32 ? pair : unrolled_pair_of<F16>(__float_as_uint(pair.x));
+}
+
+// Query rows between global and shared memory, BATCH rows of a warp at a time: all loads are issued (`ask`) before the first is used
+// (`store`).
+template <class T>
+struct UnrolledQueryRows {
+    using Order = typename T::QueryOrder;
+    // Two parts where the tensor cores' dtype does not hold the query: f32, and f16 with a bf16 cache.
+    using Pair = typename Either<T::PARTS == 2, float2, u32>::Type;
+    static constexpr int PAIRS = (T::DIM + 63) / 64; // pairs of elements of a lane in a row
+    static constexpr int BATCH = T::QUERY_BATCH;
+    static_assert(T::STAGED_ROWS % (BATCH * T::WARPS) == 0, "whole batches");
+    Pair pairs[BATCH][PAIRS];
+
+    // Loads rows first, first + WARPS, ..
+    DEVICE void ask(const Args& args, const WorkItem& item, u32 first) {
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const u32 index = item.first_row + min(first + b * T::WARPS, item.num_rows - 1);
+            const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
+            const u64 nope = token * args.q_nope_token_stride + head * args.q_nope_head_stride;
+            const u64 pe = token * args.q_pe_token_stride + head * args.q_pe_head_stride;
+            if constexpr (T::PARTS == 2) {
+                if (T::CACHE == BF16 && args.query_dtype == F16) {
+                    ask_row<u32>(pairs[b], args, nope, pe);
+                } else {
+                    ask_row<float2>(pairs[b], args, nope, pe);
+                }
+            } else if (args.query_dtype == E4M3) {
+                ask_row<u16>(pairs[b], args, nope, pe);
+            } else {
+                ask_row<u32>(pairs[b], args, nope, pe);
+            }
+        }
+    }
+
+    template <class Loaded>
+    DEVICE static void ask_row(Pair (&to)[PAIRS], const Args& args, u64 nope, u64 pe) {
+        const u32 lane = threadIdx.x % LANES;
+        const Loaded* latent = reinterpret_cast<const Loaded*>(args.q_nope) + nope / 2;
+        const Loaded* rope = reinterpret_cast<const Loaded*>(args.q_pe) + pe / 2;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const u32 pair = i * 32 + lane;
+            Loaded loaded = {};
+            if (pair < T::LATENT / 2) {
+                loaded = latent[pair];
+            } else if (pair < T::DIM / 2) {
+                loaded = rope[pair - T::LATENT / 2];
+            }
+            if constexpr (T::PARTS == 2 && sizeof(Loaded) == 4) {
+                to[i].x = __uint_as_float(loaded);
+            } else {
+                to[i] = loaded;
+            }
+        }
+    }
+
+    DEVICE void store(const Args& args, u32 first, u32 to, float* scales) const {
+        if constexpr (T::PARTS == 2) {
+            if (T::CACHE == BF16 && args.query_dtype == F16) {
+                store_as<F16>(args, first, to, scales);
+            } else {
+                store_as<F32>(args, first, to, scales);
+            }
+        } else if (args.query_dtype == BF16) {
+            store_as<BF16>(args, first, to, scales);
+        } else if (T::CACHE != BF16 && args.query_dtype == F16) {
+            store_as<F16>(args, first, to, scales);
+        } else {
+            store_as<E4M3>(args, first, to, scales);
+        }
+    }
+
+    // Converts and stores. With an FP8 cache, columns are permuted within each 16: a lane's word of four codes then holds the columns
+    // 2i, 2i + 1, 2i + 8 and 2i + 9 that an mma fragment needs.
+    template <Dtype DTYPE>
+    DEVICE void store_as(const Args& args, u32 first_row, u32 to, float* scales) const {
+        const u32 lane = threadIdx.x % LANES;
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const u32 row = first_row + b * T::WARPS;
+            u32 exponent = 127;
+            if constexpr (T::CACHE != BF16) {
+                float largest = 0.0f;
+#pragma unroll
+                for (int i = 0; i < PAIRS; i++) {
+                    const float2 value = unrolled_pair_of<DTYPE>(pairs[b][i]);
+                    largest = fmaxf(largest, fmaxf(fabsf(value.x), fabsf(value.y)));
+                }
+#pragma unroll
+                for (int lanes = 1; lanes < LANES; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+                // A power of two that brings the row's largest element just below 2^15.
+                exponent = min(max(268 - static_cast<int>(__float_as_uint(largest) >> 23), 1), 253);
+            }
+            const float power = __uint_as_float(exponent << 23);
+            if (lane == 0) scales[row] = args.logit_scale * __uint_as_float((254 - exponent) << 23);
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) {
+                const u32 column = (i * 32 + lane) * 2;
+                if (column >= T::DIM) break;
+                u32 place = column;
+                if constexpr (T::CACHE == E4M3) {
+                    const u32 k = column % 16;
+                    place = column - k + (k / 2) % 2 * 8 + k / 4 * 2;
+                }
+                const float2 value = unrolled_pair_of<DTYPE>(pairs[b][i]);
+                float first = value.x * power, second = value.y * power;
+#pragma unroll
+                for (int part = 0; part < T::PARTS; part++) {
+                    u32 word;
+                    if constexpr (T::CACHE == BF16) {
+                        word = pack_bf16(first, second);
+                        first -= __uint_as_float(word << 16);
+                        second -= __uint_as_float(word & 0xFFFF0000u);
+                    } else {
+                        word = pack_f16(first, second);
+                        first -= f16_to_float(static_cast<u16>(word));
+                        second -= f16_to_float(static_cast<u16>(word >> 16));
+                    }
+                    const u32 at = to + part * T::STAGED_ROWS * T::QUERY_BYTES + Order::at(row, place / 8) + place % 8 * 2;
+                    store_4(at, word);
+                }
+            }
+        }
+    }
+};
