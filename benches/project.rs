@@ -22,7 +22,7 @@ use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions, View, WeightView, wgpu};
 
-/// Those of DeepSeek-V2-Lite and of one device's share of DeepSeek-V3 on 8 devices, 16 heads; or all of its 128.
+/// The dims of DeepSeek-V2-Lite with 16 heads, which is also one device's share of DeepSeek-V3 on 8 devices; with 128, those of DeepSeek-V3.
 const fn dims(num_heads: u32) -> HeadDims {
     HeadDims { num_heads, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 }
 }

@@ -56,7 +56,7 @@ impl Shape {
         }
     }
 
-    /// Of a table for cards, a slow device, or a test.
+    /// The sizes in the table for cards, or in a small one for a slow device or a test.
     fn all(args: &Args, is_small: bool) -> Vec<Self> {
         let (pages, tokens, batches): (&[u32], &[u32], &[[u32; 2]]) =
             match (args.test, is_small && !args.full) {

@@ -15,7 +15,7 @@
 @group(1) @binding(3) var<storage, read_write> output: array<u32>; // [tokens, heads, HEAD_SIZE] elements, strided
 @group(1) @binding(4) var<storage, read_write> output_lse: array<u32>; // [tokens, heads], strided; unused without writes_lse
 
-// Of a row.
+// What the sets of a row merge to.
 struct Merge {
     some: u32, // number of sets with a weight
     only: u32, // the last of them

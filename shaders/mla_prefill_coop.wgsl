@@ -120,7 +120,7 @@ fn stage_keys(thread: u32, keys: Keys) -> u32 {
     return odd;
 }
 
-// As stage_keys.
+// Stages values; returns like stage_keys.
 fn stage_values(thread: u32, values: Values) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < VALUE_LOADS; i++) { // unroll on cards

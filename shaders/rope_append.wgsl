@@ -47,7 +47,7 @@ fn rope_append(
     }
     if part < QUERY_ITEMS {
         if part < HEAD_UNITS {
-            // Of a pool in several slabs, one dispatch rotates the queries: twice in place would be wrong.
+            // Only the dispatch for the first slab of a pool rotates the queries: twice in place would be wrong.
             rotate_unit(token, position, part, params.query, is_item && params.append.first_slot == 0u);
         }
         return;

@@ -127,7 +127,7 @@ pub trait Communicator<D: Device> {
     /// Several exchanges are one message.
     ///
     /// # Errors
-    /// Those of [`Communicator::all_gather`].
+    /// The errors of [`Communicator::all_gather`].
     fn all_to_all(&self, device: &D, exchanges: &[Exchange<&D::Buffer>]) -> Result<()> {
         staged::all_to_all(self, device, exchanges)
     }
@@ -136,7 +136,7 @@ pub trait Communicator<D: Device> {
     /// made in f64; an engine may round between the ranks.
     ///
     /// # Errors
-    /// Those of [`Communicator::all_gather`], and [`Error::DtypeUnsupported`] for e4m3.
+    /// The errors of [`Communicator::all_gather`], and [`Error::DtypeUnsupported`] for e4m3.
     fn reduce_scatter(&self, device: &D, exchange: &Exchange<&D::Buffer>, dtype: Dtype) -> Result<()> {
         staged::reduce_scatter(self, device, exchange, dtype)
     }

@@ -231,7 +231,7 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
     /// all of it is put on the stream, and may be captured together with the decode; otherwise it waits for the decode.
     ///
     /// # Errors
-    /// Those of the [`Communicator`], [`Error::RanksDiffer`] for one of another rank or world than the spec's, before anything is exchanged,
+    /// The errors of the [`Communicator`], [`Error::RanksDiffer`] for one of another rank or world than the spec's, before anything is exchanged,
     /// and those of [`Compiled::run`](crate::Compiled::run). The other ranks learn of the former by [`StepDigest::agree`].
     pub fn combine(&self, communicator: &dyn Communicator<D>) -> Result<()> {
         self.check_place(communicator.rank(), communicator.world())?;

@@ -492,7 +492,7 @@ pub enum Error {
     },
 }
 
-/// As few digits as tell it from others: an f32 is shown as one.
+/// The number in the fewest digits that tell it from others; one that an f32 holds is shown as an f32.
 fn number(x: f64) -> String {
     let narrow = x as f32;
     if f64::from(narrow) == x { format!("{narrow:?}") } else { format!("{x:?}") }

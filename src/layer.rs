@@ -213,7 +213,7 @@ impl MlaLayer {
         self.check_workspace()
     }
 
-    /// As [`MlaLayer::check`], but for the workspace, of which a plan says what it needs.
+    /// Like [`MlaLayer::check`], but for the workspace, of which a plan says what it needs.
     pub(crate) fn check_dims(&self) -> Result<()> {
         self.mla().check()?;
         for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
@@ -313,7 +313,7 @@ impl Op for MlaLayer {
     type Input<'a> = (&'a LayerBatch<'a>, SplitPolicy);
     type Args<B> = MlaLayerArgs<B>;
     type Extent = LayerCapacity;
-    /// Of its decode.
+    /// The capacity of the layer's decode.
     type Capacity = Capacity;
 
     fn samples() -> Vec<Self> {
@@ -408,7 +408,7 @@ impl Op for MlaLayer {
         Ok(())
     }
 
-    /// Those within an op are checked by that.
+    /// Aliases between the arguments of one inner op are checked by that op.
     fn check_aliases<B>(
         &self,
         args: &MlaLayerArgs<&B>,

@@ -214,11 +214,11 @@ impl PagePool {
 
     /// [`Self::append`] for a whole batch of `(sequence, tokens)`: all of it or nothing.
     ///
-    /// Of several sequences that share a last page and all write to it, the last writes in place, if no other
-    /// sequence owns the page. A sequence that stands in the batch twice grows twice.
+    /// Where several sequences share a last page and all write to it, the last of them writes in place if no other sequence owns the page; the
+    /// others write to copies. A sequence that stands in the batch twice grows twice.
     ///
     /// # Errors
-    /// Those of [`Self::append`].
+    /// The errors of [`Self::append`].
     pub fn append_batch(&mut self, requests: &[(SeqId, u32)]) -> Result<AppendBatch> {
         let mut batch = AppendBatch::default();
         self.append_batch_into(requests, &mut batch)?;
@@ -228,7 +228,7 @@ impl PagePool {
     /// [`Self::append_batch`] in the memory of an earlier batch.
     ///
     /// # Errors
-    /// As [`Self::append_batch`]; the batch is then empty.
+    /// The errors of [`Self::append_batch`]; the batch is then empty.
     pub fn append_batch_into(&mut self, requests: &[(SeqId, u32)], batch: &mut AppendBatch) -> Result<()> {
         batch.copies.clear();
         batch.tokens.clear();
@@ -259,7 +259,7 @@ impl PagePool {
     /// A new sequence with the first `tokens` tokens of another, in the same pages.
     ///
     /// # Errors
-    /// Those of [`Self::fork`]; [`Error::Shape`] for more tokens than there are.
+    /// The errors of [`Self::fork`]; [`Error::Shape`] for more tokens than there are.
     pub fn fork_prefix(&mut self, seq: SeqId, tokens: u32) -> Result<SeqId> {
         let parent = self.sequence(seq)?;
         parent.check_tokens("tokens to fork", tokens)?;

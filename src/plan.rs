@@ -37,9 +37,9 @@ pub struct WorkItem {
     pub kv_end: u32,
     /// Index of the first row's partial result, or [`DIRECT`].
     pub partial: u32,
-    /// Zero: of a pool in slabs each has a plan of its own ([`Plan::slabs`]), whose pages are in one buffer.
+    /// Zero: where a pool is cut into slabs, each slab has a plan of its own ([`Plan::slabs`]), so an item's pages lie in one buffer.
     pub pool: u32,
-    /// Zero.
+    /// Zero; unused.
     pub reserved: u32,
 }
 
@@ -81,11 +81,11 @@ pub struct Tiling {
     /// The shortest split that the automatic policy aims at. A range just too long for one split becomes two of half the
     /// length.
     pub min_split_tokens: u32,
-    /// Work items of a batch that is one tile, such as one sequence of few heads: its merge has the most partial results a query row, and
-    /// fewer items may leave multiprocessors free for it. 0 where that is `target_items` too.
+    /// The `target_items` of a batch that is a single tile, such as one sequence with few heads. There the merge has the most partial results a query
+    /// row, and with fewer items it finds free multiprocessors. 0 means the same as `target_items`.
     pub single_sequence_items: u32,
-    /// The overhead of an item, launch and partial result, in tokens that a worker attends to in that time. The
-    /// automatic policy uses it to compare cuts of a ragged batch. 0 where it is not known.
+    /// The overhead of a work item, its start and its partial result, as a number of tokens that are attended in that time. The automatic
+    /// policy uses it to compare cuts of a ragged batch. 0 if it is unknown.
     pub item_overhead_tokens: u32,
 }
 
@@ -231,7 +231,7 @@ impl Plan {
     /// Plans the next step in the same memory: a steady decode loop allocates nothing.
     ///
     /// # Errors
-    /// As [`Plan::new`]; the plan is then empty.
+    /// The errors of [`Plan::new`]; the plan is then empty.
     pub fn update(
         &mut self,
         spec: &MlaDecode,

@@ -100,7 +100,7 @@ impl Yarn {
             (low, high) = (low.floor(), high.ceil());
         }
         let (low, high) = (low.max(0.0), high.min(dim - 1.0));
-        // As transformers: no division by 0.
+        // transformers adds the same 0.001 to avoid a division by 0.
         (low, if low == high { high + 0.001 } else { high })
     }
 }
@@ -142,11 +142,11 @@ impl RopeFrequencies {
         Ok(Self { inv_freq: (0..rope_dim / 2).map(inv_freq).collect(), attention_factor: 1.0 })
     }
 
-    /// As [`RopeFrequencies::plain`], extended by YaRN: fast pairs as they were, slow ones slowed down by the factor, and a linear ramp
+    /// Like [`RopeFrequencies::plain`], extended by YaRN: fast pairs as they were, slow ones slowed down by the factor, and a linear ramp
     /// between them.
     ///
     /// # Errors
-    /// Those of [`RopeFrequencies::plain`], and [`Error::Scale`] for a number that is not finite and above 0, a factor below 1, a `beta_fast`
+    /// The errors of [`RopeFrequencies::plain`], and [`Error::Scale`] for a number that is not finite and above 0, a factor below 1, a `beta_fast`
     /// below `beta_slow`, and an attention factor beyond f32.
     pub fn yarn(rope_dim: u32, theta: f64, yarn: &Yarn) -> Result<Self> {
         let mut frequencies = Self::plain(rope_dim, theta)?;

@@ -199,7 +199,7 @@ impl Shares {
         (0..self.world()).map(move |rank| self.count(rank, len))
     }
 
-    /// Of each block of the pattern its owner and how many of the owner's blocks are before it, and of each rank how many it has.
+    /// For each block of the pattern its owner, and how many of the owner's blocks are before it; then for each rank how many blocks it has.
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn blocks(&self) -> (&[u32], &[u32], impl Iterator<Item = u32>) {
         (&self.owners, &self.before, (0..self.world()).map(|rank| self.blocks_of(rank).len() as u32))
@@ -238,7 +238,7 @@ impl Shares {
         &self.by_rank[self.begins[rank] as usize..self.begins[rank + 1] as usize]
     }
 
-    /// Of the first `len` tokens, those of a rank that there is.
+    /// How many of the first `len` tokens a rank holds; `rank` is below the world.
     fn count(&self, rank: u32, len: u32) -> u32 {
         let blocks = self.blocks_of(rank);
         let (whole, rest) = (len / self.interleave, len % self.interleave);

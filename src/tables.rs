@@ -31,7 +31,7 @@ pub enum PageTable<'a> {
         /// Page ids.
         kv_indices: &'a [i32],
     },
-    /// As `Dense`, and it is known which pages they are: what [`crate::BlockTable::page_table`] gives.
+    /// Like `Dense`, with the page size of the pool that made it, as [`crate::BlockTable::page_table`] gives it.
     Pool {
         /// The entries, row by row.
         block_table: &'a [i32],
@@ -40,7 +40,7 @@ pub enum PageTable<'a> {
         /// Tokens per page: another than the cache's is an error.
         page_size: u32,
     },
-    /// As `Csr`, and it is known which pages they are: what [`crate::Csr::page_table`] gives.
+    /// Like `Csr`, with the page size of the pool that made it, as [`crate::Csr::page_table`] gives it.
     PoolCsr {
         /// Where each sequence's pages begin; one entry more than sequences.
         kv_indptr: &'a [i32],
@@ -106,7 +106,7 @@ pub fn csr_seq_lens(kv_indptr: &[i32], kv_last_page_len: &[i32], page_size: u32)
     let mut lens = Vec::with_capacity(sequences);
     for (seq, (&last, ptr)) in kv_last_page_len.iter().zip(kv_indptr.windows(2)).enumerate() {
         let pages = i64::from(ptr[1]) - i64::from(ptr[0]);
-        // Of 2^32 pages of 2^32 tokens each: beyond i64.
+        // Saturates: 2^32 pages of 2^32 tokens each are more than i64 holds.
         let tokens = |pages: i64| pages.saturating_mul(page_size.into());
         let len = if pages == 0 { 0 } else { tokens(pages - 1).saturating_add(last.into()) };
         let fits = pages >= 0 && (pages == 0 || (1..=i64::from(page_size)).contains(&i64::from(last)));

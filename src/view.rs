@@ -89,7 +89,7 @@ impl<B> View<B> {
         distinct(what, self, tokens, heads, dim)
     }
 
-    /// As [`View::check`], where a stride of 0 gives all tokens, or all heads, one row, as `repeats` allows.
+    /// Like [`View::check`], where a stride of 0 gives all tokens, or all heads, one row, as `repeats` allows.
     pub(crate) fn check_repeats(
         &self,
         repeats: [bool; 2],
@@ -107,7 +107,7 @@ impl<B> View<B> {
         self.check(what, [tokens, heads, dim], bytes, unit, size)
     }
 
-    /// As [`View::check`], but for rows that overlap.
+    /// Like [`View::check`], but for rows that overlap.
     fn check_inside(
         &self,
         what: &'static str,

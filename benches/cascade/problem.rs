@@ -210,7 +210,7 @@ pub struct Problem<D: Timed> {
     num_parts: u32,
     /// Whether a layer attends the prefix in expanded form.
     attends_expanded: bool,
-    /// Of all sets, and of those of the prefix.
+    /// The merge of all sets, and the merge of the prefix's sets.
     merges: [Layers<MergeStates, D>; 2],
     out: D::Buffer,
     paints: Paints,

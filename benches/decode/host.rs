@@ -30,7 +30,7 @@ const SPEC: MlaDecode = MlaDecode {
     out: Dtype::Bf16,
 };
 
-/// Of DeepSeek-V2-Lite.
+/// The layer of DeepSeek-V2-Lite.
 const LAYER_SPEC: MlaLayer = MlaLayer {
     shape: SPEC.shape,
     qk_nope_head_dim: 128,
@@ -127,7 +127,7 @@ fn table<const N: usize>(
     Ok(())
 }
 
-/// As many bindings as the model has layers.
+/// Binds the op once for each layer of the model.
 fn bind<O: Op>(
     op: &Compiled<O, Gpu>,
     args: &O::Args<&wgpu::Buffer>,

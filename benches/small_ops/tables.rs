@@ -351,7 +351,7 @@ fn answer_bytes(shape: &Shape) -> [u64; 2] {
     [rows * u64::from(spec.shape.kv_lora_rank), rows]
 }
 
-/// Of one new token a sequence, which sees all before it.
+/// The plan of a step with one new token a sequence, which sees all tokens before it.
 fn plan<D: Timed>(shape: &Shape, decode: &Compiled<MlaDecode, D>, seq_lens: &[i32]) -> Result<Plan> {
     let starts = shape.starts();
     let batch = Batch { mask: Mask::Full, ..Batch::new(seq_lens, &starts) };

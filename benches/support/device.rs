@@ -33,7 +33,7 @@ pub trait Timed: Canvas {
         record: impl Fn(&mut Self::Recorder<'_>, usize) -> wgpu_mla::Result<()>,
     ) -> Result<Timing>;
 
-    /// As [`Timed::time`], then each call alone.
+    /// Like [`Timed::time`], then each call alone.
     fn time_both(
         &self,
         replays: usize,

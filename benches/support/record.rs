@@ -81,7 +81,7 @@ pub fn figure(value: f64) -> String {
     }
 }
 
-/// As [`figure`], with a decimal for microseconds.
+/// Like [`figure`], with a decimal for microseconds.
 pub fn micros(us: f64) -> String {
     if (100.0..100_000.0).contains(&us) { format!("{us:.1}") } else { figure(us) }
 }

@@ -54,7 +54,7 @@ pub fn decode(case: &DecodeCase, rounds_weights: bool, out: &[f32], lse: &[f32])
     })
 }
 
-/// As [`decode`], of one that was cut into ranks; `local_seq_lens` as they were found.
+/// Like [`decode`], for a decode that was cut into ranks; `local_seq_lens` are the lengths that were found.
 pub fn dcp_decode(
     case: &DcpDecodeCase,
     rounds_weights: bool,

@@ -190,7 +190,7 @@ fn run_merge(backend: &AnyBackend, case: &MergeCase) -> Result<Ran> {
     let bytes = download(backend, &output, output_bytes)?;
     let lse = Dtype::F32.decode_all(&download(backend, &output_lse, tokens * heads * 4)?);
     let verdict = check::merge(case, &bytes, &lse);
-    // As f32, which holds every f16 and bf16, like the expected output.
+    // The values are compared as f32, which holds every f16 and bf16; the expected output is f32 too.
     let values = case.spec.dtype.decode_all(&bytes);
     let computed = vec![
         Saved::f32s("output", &[tokens, heads, size as usize], &values),

@@ -55,7 +55,7 @@ def checked(path, entry, parameters, types, text):
     layout = struct(path, types[entry], text)
     if parameters[:1] != [(layout.align, layout.bytes)]:
         raise Unknown(f"{path.name}: {entry} takes {parameters} (alignment, bytes), its {layout.name} is read as {layout.bytes} bytes: {layout.fields}")
-    # Of struct TensorMap of lib/tma.cuh, or a struct of several.
+    # The second parameter is a struct TensorMap of lib/tma.cuh, or a struct of several.
     align, size = (parameters[1:] or [(64, 0)])[0]
     if len(parameters) > 2 or align != 64 or size % 128:
         raise Unknown(f"{path.name}: {entry} takes something else behind its arguments: {parameters}")

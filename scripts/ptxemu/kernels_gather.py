@@ -7,7 +7,7 @@ import numpy as np
 from kernels_small_ops import BITS, divisor, encoded, f32_bits, random_bits
 from launch import Device, kernels
 
-# Of each e4m3 code, exactly; NaN codes apart.
+# The exact value of each positive e4m3 code; the NaN code is treated apart.
 VALUES = np.array([m / 512 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)], np.float32)
 
 

@@ -19,7 +19,7 @@ class Races:
     """The clocks of some clusters, and who last wrote and read each cell."""
 
     def __init__(self, blocks, size, warps, cluster=1):
-        # Of a block, and of all.
+        # Cells of a block, and of all blocks.
         self.cells = size // CELL
         cells = blocks * self.cells
         self.warps, self.cluster, self.members = warps, cluster, warps * cluster

@@ -27,7 +27,7 @@ struct CorrectParams {
 @group(1) @binding(2) var<storage, read> lses: array<u32>; // f32 bits [world, tokens, heads], strided
 @group(1) @binding(4) var<storage, read_write> output_lse: array<u32>; // [tokens, heads], strided; unused without writes_lse
 
-// Of this rank in a row.
+// How this rank's output counts in a row of the combined output.
 struct Correction {
     weight: f32, // 0: nothing, whatever `out` holds
     is_only: bool, // no other rank weighs anything: its bits are kept

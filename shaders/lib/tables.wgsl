@@ -29,12 +29,12 @@ const QUIET_NAN = 0x7FC00000u;
 
 // A shader may be compiled as if no NaN and no infinity existed. So what is not finite is found by its bits and left out of all sums,
 // and finite numbers beyond every logit stand for what it makes of a row's LSE. They have a type: of literals alone DXC makes doubles.
-const EMPTY: f32 = -1.0e38; // of a row that has seen no key: -inf
+const EMPTY: f32 = -1.0e38; // the row has seen no key: -inf
 const WEIGHTLESS: f32 = -0.95e38; // each key that it has seen has a logit of -inf: NaN, unless another part has weight
 const NO_NUMBER: f32 = 1.0e38; // it has seen a logit of NaN or +inf: NaN
 const LOGIT_END = 0x7E876ABDu; // 9e37: a logit of this magnitude counts as infinite
 
-// Of logits, by their bits.
+// Which logits are numbers, told by their bits: neither NaN, nor infinite, nor beyond LOGIT_END.
 fn is_number(logits: vec4<f32>) -> vec4<bool> {
     return (bitcast<vec4<u32>>(logits) & vec4<u32>(0x7FFFFFFFu)) < vec4<u32>(LOGIT_END);
 }

@@ -23,11 +23,11 @@ type Gpu = Absent;
 // A program has few of them: their size matters less than a box's indirection.
 #[allow(clippy::large_enum_variant)]
 pub enum OneOf<C, W, P> {
-    /// Of CUDA.
+    /// The value of the CUDA backend.
     Cuda(C),
-    /// Of wgpu.
+    /// The value of the wgpu backend.
     Wgpu(W),
-    /// Of the CPU.
+    /// The value of the CPU backend.
     Cpu(P),
 }
 
@@ -213,7 +213,7 @@ where
     }
 }
 
-const MIXED: Error = Error::LayoutMismatch { detail: "what was made by another backend is of no use here" };
+const MIXED: Error = Error::LayoutMismatch { detail: "they are of different backends; make the op, the step, the binding and the recorder with one device" };
 
 fn with_facts<O: Op, D: Kernel<O>, T>(
     op: Compiled<O, D>,

@@ -18,13 +18,13 @@ macro_rules! one_of {
         #[derive(Debug, Clone)]
         #[non_exhaustive]
         pub enum $name {
-            /// Of CUDA.
+            /// The part of the CUDA backend.
             #[cfg(feature = "cuda")]
             Cuda($cuda),
-            /// Of wgpu.
+            /// The part of the wgpu backend.
             #[cfg(feature = "wgpu")]
             Wgpu($wgpu),
-            /// Of the CPU.
+            /// The part of the CPU backend.
             Cpu($cpu),
         }
 

@@ -135,7 +135,7 @@ impl StepDigest {
     }
 }
 
-/// Of one list, however long: its length goes in first, so that no list is the beginning of another.
+/// The hash of one list, however long: its length goes in first, so that no list is the beginning of another.
 fn hash(values: impl IntoIterator<Item = u64>) -> u64 {
     let values: Vec<u64> = values.into_iter().collect();
     hash_on(hash_on(FNV_START, [values.len() as u64]), values)

@@ -101,7 +101,7 @@ impl Known {
         self.0[at] = Some(value);
     }
 
-    /// A byte that says whether it is known, and 8 of its value, a field.
+    /// 9 bytes a field: one that says whether the field is known, and 8 of its value.
     pub(super) fn bytes(&self) -> Vec<u8> {
         let field = |value: &Option<u64>| {
             let mut bytes = [0; 9];
@@ -112,7 +112,7 @@ impl Known {
         self.0.iter().flat_map(field).collect()
     }
 
-    /// Of as many bytes as [`Known::bytes`] gives.
+    /// The inverse of [`Known::bytes`].
     pub(super) fn from_bytes(bytes: &[u8]) -> Self {
         let mut known = Self::NOTHING;
         for (to, [is_known, value @ ..]) in known.0.iter_mut().zip(bytes.as_chunks::<9>().0) {

@@ -111,12 +111,12 @@ impl Nccl {
     /// Joins a group; comes back when all its ranks have joined.
     ///
     /// # Errors
-    /// Those of [`Nccl::with`].
+    /// The errors of [`Nccl::with`].
     pub fn new(cuda: &Cuda, id: NcclId, rank: u32, world: u32, timeout: Duration) -> Result<Self> {
         Self::with(cuda, id, rank, world, &NcclSetup::new(timeout))
     }
 
-    /// As [`Nccl::new`], with other choices.
+    /// Like [`Nccl::new`], with other choices.
     ///
     /// # Errors
     /// [`Error::NoNccl`] where the library is not; [`Error::Shape`] for a rank that the world has not; [`Error::Exchange`] where the others

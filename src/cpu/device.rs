@@ -36,7 +36,7 @@ impl Default for Cpu {
 const MOST_THREADS: usize = 4096;
 
 impl Cpu {
-    /// As many threads as the system says it can run at once.
+    /// A device with as many threads as the system says it can run at once.
     pub fn new() -> Self {
         Self::with_threads(std::thread::available_parallelism().map_or(1, usize::from))
     }
@@ -105,7 +105,7 @@ pub trait HostOp: Op<Options = OpOptions, Facts = ()> {
     type Prepared: Default + Debug + Send + Sync;
 
     /// # Errors
-    /// Those of the op's input.
+    /// The errors of the op's input.
     fn prepare(&self, input: Self::Input<'_>) -> Result<(Self::Prepared, Self::Extent)>;
 
     /// Runs a step on buffers that have room for it.

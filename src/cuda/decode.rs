@@ -28,7 +28,7 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, Result};
 pub struct Functions {
     tile: &'static Tile,
     split: Split,
-    /// For few rows, and for many: the same bits.
+    /// The merge for few rows and the one for many, which give the same bits.
     merges: [Function; 2],
     device_page_list: bool,
 }
@@ -53,21 +53,21 @@ pub struct Layer {
 struct Bound {
     args: Args,
     split: Split,
-    /// Of a variant that uses TMA.
+    /// The tensor map of the cache, for a variant that uses TMA.
     map: Option<TensorMap>,
     buffers: [Buffer; 5],
 }
 
 /// Tokens of a TMA box of a wgmma kernel, at least: the rows that the hardware swizzles together.
 const BOX_TOKENS: u32 = 8;
-/// Likewise of one that reads a cache of FP8, two tokens a row of the box.
+/// The same for a kernel that reads an FP8 cache, where a row of the box is two tokens.
 const FP8_BOX_TOKENS: u32 = 16;
 
-/// Of `mla_merge_few`: columns of a block, and its threads.
+/// Columns and threads of a block of `mla_merge_few`.
 const FEW: (u32, u32) = (32, 64);
-/// Of `mla_merge_many`: columns of a warp, and threads of a block.
+/// Columns of a warp of `mla_merge_many`, and threads of its blocks.
 const MANY: (u32, u32) = (128, 256);
-/// Blocks of the first for each multiprocessor, beyond which the other is faster.
+/// Blocks of `mla_merge_few` for each multiprocessor, beyond which `mla_merge_many` is faster.
 const FEW_BLOCKS: u32 = 16;
 
 impl Kernel<MlaDecode> for Cuda {

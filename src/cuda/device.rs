@@ -43,11 +43,11 @@ impl std::fmt::Debug for Cuda {
 #[derive(Debug, Clone)]
 pub struct Function {
     function: CudaFunction,
-    /// It waits itself for the kernel before it, and may be launched before that has ended.
+    /// Whether the kernel waits for the kernel before it by itself (`griddepcontrol.wait`), and so may be launched before that one has ended.
     waits: bool,
-    /// Of its second parameter.
+    /// The number of tensor maps in its second parameter.
     tensor_maps: u32,
-    /// Blocks of a cluster.
+    /// Blocks in a cluster.
     cluster: u32,
 }
 

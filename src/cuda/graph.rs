@@ -55,7 +55,7 @@ impl Cuda {
     /// nothing. The graph keeps alive what they name. Only one thread may use this device meanwhile.
     ///
     /// # Errors
-    /// Those of `record`, [`Error::Cuda`], and [`Error::LayoutMismatch`] for a capture within another and for one without a launch.
+    /// The errors of `record`, [`Error::Cuda`], and [`Error::LayoutMismatch`] for a capture within another and for one without a launch.
     pub fn capture(&self, record: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.captures.begin()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

@@ -12,10 +12,10 @@ use cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 use super::library::failed;
 use crate::{Error, Result};
 
-/// Parts of the ring. Each has an event: its copies were made.
+/// Parts of the ring. Each has an event, which is recorded after its copies.
 const PARTS: usize = 4;
 const PART_BYTES: usize = 1 << 20;
-/// Of a copy's first byte in the ring.
+/// Alignment of a copy's first byte in the ring.
 const ALIGNMENT: usize = 64;
 
 /// A ring of staging memory, made by the first upload.
@@ -24,7 +24,7 @@ pub(super) struct Uploads(Arc<Mutex<Option<Ring>>>);
 
 struct Ring {
     stream: Arc<CudaStream>,
-    /// Of `PARTS * PART_BYTES`, pinned.
+    /// Pinned memory of `PARTS * PART_BYTES` bytes.
     memory: *mut u8,
     copied: [CudaEvent; PARTS],
     /// The part that is written, and how much of it.
@@ -32,7 +32,7 @@ struct Ring {
     used: usize,
 }
 
-// SAFETY: the memory is the ring's alone, and is used by who has it.
+// SAFETY: the ring alone points to its memory, and only who holds the ring uses it.
 unsafe impl Send for Ring {}
 
 impl Uploads {
@@ -71,7 +71,7 @@ impl Ring {
     }
 
     /// # Safety
-    /// As [`Uploads::copy`].
+    /// The same holds as for [`Uploads::copy`].
     unsafe fn copy(&mut self, mut to: u64, mut bytes: &[u8]) -> std::result::Result<(), DriverError> {
         self.stream.context().bind_to_thread()?;
         while !bytes.is_empty() {

@@ -60,7 +60,7 @@ impl<'a> Window<'a> {
     /// The window of a view of `[tokens, heads, dim]` elements of `bytes` bytes.
     ///
     /// # Errors
-    /// Those of [`Window::new`].
+    /// The errors of [`Window::new`].
     pub(crate) fn of(
         gpu: &Gpu,
         what: &'static str,
@@ -76,7 +76,7 @@ impl<'a> Window<'a> {
     /// The window of a layer's cache.
     ///
     /// # Errors
-    /// Those of [`Window::new`].
+    /// The errors of [`Window::new`].
     pub(crate) fn of_cache(
         gpu: &Gpu,
         view: &KvView<&'a wgpu::Buffer>,

@@ -26,7 +26,7 @@ use crate::{Error, MlaDecode, Result};
 /// A layer's buffers, bound.
 #[derive(Debug)]
 pub struct Layer {
-    /// With the cache of each slab; none where there is room for no query token.
+    /// A bind group for each slab of the cache; none where there is room for no query token.
     slabs: Vec<wgpu::BindGroup>,
     slab_pages: u32,
 }
@@ -39,7 +39,7 @@ pub struct Pipes {
     split: Pipeline,
     /// In the order of [`Merging::ALL`].
     merges: [Pipeline; 2],
-    /// Of the kernel; a plan's tiles may be smaller.
+    /// Query rows in the kernel's tile; a plan's tiles may be smaller.
     rows_per_tile: u32,
     device_page_list: bool,
 }
@@ -171,7 +171,7 @@ impl Compiled<MlaDecode, Gpu> {
         self.record_slice_on(&mut encoder.begin_compute_pass(&descriptor), step, binding, index)
     }
 
-    /// As [`Compiled::record_slice`], in the host's pass: with timestamps around it, a host learns what its [`SliceBudget`] should
+    /// Like [`Compiled::record_slice`], in the host's pass: with timestamps around it, a host learns what its [`SliceBudget`] should
     /// be.
     ///
     /// # Errors
@@ -256,7 +256,7 @@ impl Gpu {
 /// compile them elsewhere.
 ///
 /// # Errors
-/// Those of [`MlaDecode::check`], [`Error::VariantUnavailable`].
+/// The errors of [`MlaDecode::check`], [`Error::VariantUnavailable`].
 pub fn decode_sources(caps: &Caps, spec: &MlaDecode, options: &DecodeOptions) -> Result<[Source; 3]> {
     spec.check()?;
     let request = DecodeRequest::new(spec, options);

@@ -64,7 +64,7 @@ impl Gpu {
         Self::with(adapter, device, queue, &Setup::default())
     }
 
-    /// As [`Gpu::on`], with other choices than the defaults.
+    /// Like [`Gpu::on`], with other choices than the defaults.
     #[must_use]
     pub fn with(
         adapter: &wgpu::Adapter,
@@ -143,7 +143,7 @@ impl Gpu {
     /// Writes the file of [`Setup::disk_cache`], if what was compiled changed it. True if it was written.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// The errors of the file system.
     pub fn save(&self) -> std::io::Result<bool> {
         self.disk().map_or(Ok(false), DiskCache::save)
     }

@@ -289,7 +289,7 @@ mod tests {
         // WGPU is written by hand, since wgpu does not tell its version.
         let manifest = include_str!("../../Cargo.toml");
         let major = WGPU.strip_prefix("wgpu ").expect("WGPU starts with its name");
-        // As it is written, and as cargo writes it into a package.
+        // The dependency as the repository's Cargo.toml has it, and as cargo rewrites it for a package.
         let written = ["\nwgpu = { version = ", "\n[dependencies.wgpu]\nversion = "];
         let names = |line: &&str| manifest.contains(&format!("{line}\"{major}."));
         assert!(written.iter().any(names), "{WGPU}");

@@ -20,7 +20,7 @@ impl Gpu {
         pollster::block_on(Self::request())
     }
 
-    /// As `Gpu::new`, without waiting.
+    /// Like `Gpu::new`, without blocking the thread.
     ///
     /// # Errors
     /// [`Error::NoAdapter`] and [`Error::Device`].

@@ -24,7 +24,7 @@ pub(super) fn check(needs: impl IntoIterator<Item = (&'static str, u64, u64)>) -
 pub(super) struct Bindings {
     pub(super) storage: u32,
     pub(super) uniforms: u32,
-    /// Of the uniforms, those with a dynamic offset.
+    /// How many of the uniforms have a dynamic offset.
     pub(super) dynamic: u32,
     /// Bytes of the largest uniform, where its size is known before it is bound.
     pub(super) uniform_bytes: u64,

@@ -80,7 +80,7 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Res
 /// A bind group of these resources in order.
 ///
 /// # Errors
-/// Those of [`scoped`].
+/// The errors of [`scoped`].
 pub(super) fn group<'a>(
     gpu: &Gpu,
     label: &'static str,
@@ -102,7 +102,7 @@ pub(super) fn group<'a>(
 /// Bind groups of one layout, made together: `resources` gives those of each region of a step's buffers.
 ///
 /// # Errors
-/// Those of [`scoped`].
+/// The errors of [`scoped`].
 pub(super) fn groups_of_regions<'a, const N: usize>(
     gpu: &Gpu,
     label: &'static str,
@@ -166,10 +166,10 @@ pub(super) fn storage(gpu: &Gpu, label: &'static str, bytes: u64) -> Result<wgpu
     buffer(gpu, label, bytes, wgpu::BufferUsages::STORAGE)
 }
 
-/// As [`storage`], for another usage.
+/// Like [`storage`], for another usage.
 ///
 /// # Errors
-/// Those of [`scoped`].
+/// The errors of [`scoped`].
 pub(super) fn buffer(
     gpu: &Gpu,
     label: &'static str,
@@ -197,10 +197,11 @@ pub struct Pipe {
 }
 
 impl Pipe {
-    /// Of a step whose one binding is its `Table` of `ops/table.rs`. Labels are those of a step and of a layer.
+    /// The pipeline of an op whose step is one binding, the `Table` of `ops/table.rs`. The two labels are those of a step's
+    /// layout and of a layer's.
     ///
     /// # Errors
-    /// Those of [`Gpu::pipeline`].
+    /// The errors of [`Gpu::pipeline`].
     pub(super) fn new(
         gpu: &Gpu,
         [step, layer]: [&'static str; 2],

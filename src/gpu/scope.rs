@@ -21,7 +21,7 @@ pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -
     Ok(make())
 }
 
-/// As [`scoped`], for what uses the host's own resources and was checked otherwise: what wgpu has against it is theirs.
+/// Like [`scoped`], for what uses the host's own resources and was checked otherwise: what wgpu has against it is theirs.
 ///
 /// # Errors
 /// [`Error::ForeignResource`], [`Error::OutOfMemory`] and [`Error::DeviceLost`].
@@ -45,7 +45,7 @@ pub(crate) fn hosts<T>(device: &wgpu::Device, what: &'static str, use_them: impl
 /// ```
 ///
 /// # Errors
-/// Those of `make`, [`Error::OutOfMemory`], [`Error::ForeignResource`] for a buffer that was destroyed or is mapped, and [`Error::Internal`].
+/// The errors of `make`, [`Error::OutOfMemory`], [`Error::ForeignResource`] for a buffer that was destroyed or is mapped, and [`Error::Internal`].
 pub async fn checked<T>(
     device: &wgpu::Device,
     what: &'static str,

@@ -66,7 +66,7 @@ impl PagePool {
     /// [`Self::layer_step`] in the memory of an earlier step.
     ///
     /// # Errors
-    /// As [`Self::layer_step`]; the arrays are then those of an empty batch.
+    /// The errors of [`Self::layer_step`]; the arrays are then those of an empty batch.
     pub fn layer_step_into(
         &mut self,
         requests: &[(SeqId, u32)],

@@ -24,16 +24,16 @@ pub trait Composes:
     + Kernel<MergeState>
     + Kernel<MergeStates>
 {
-    /// What keeps other threads from using a layer's workspace while a step is recorded, where ops run, or are launched on the device's
-    /// stream, as they are recorded. What is recorded into an encoder is whole, whatever other threads record.
+    /// A guard that is held while a step is recorded. Where recording an op runs it, or launches it on the device's stream, the guard keeps other
+    /// threads from using the layer's workspace in between. An encoder belongs to one thread, so on wgpu it guards nothing.
     type Turn<'a>
     where
         Self: 'a;
 
-    /// `of_layer` is held by nothing else.
+    /// Takes the guard. `of_layer` is a mutex of the layer that nothing else locks.
     fn turn<'a>(&'a self, of_layer: &'a Mutex<()>) -> Self::Turn<'a>;
 
-    /// What expanded prefixes cost, with a decode on tensor cores or without, and an attention over them in tiles of so many query tokens.
+    /// The costs of expanded prefixes, for a decode with or without tensor cores and a prefill in tiles of `tile_queries` query tokens.
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost;
 }
 
@@ -53,7 +53,7 @@ impl Composes for crate::cpu::Cpu {
 impl Composes for crate::cuda::Cuda {
     type Turn<'a> = crate::cuda::Taken<'a>;
 
-    /// The stream's, for graphs of a layer too.
+    /// The guard is the stream's, so that it covers captured graphs of the layer too.
     fn turn<'a>(&'a self, _: &'a Mutex<()>) -> crate::cuda::Taken<'a> {
         crate::cuda::Cuda::turn(self)
     }

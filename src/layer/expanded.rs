@@ -36,7 +36,7 @@ impl<B> Expanded<B> {
     /// New, dense arrays for prefixes of so many tokens in all. [`Expanded::as_ref`] lends them.
     ///
     /// # Errors
-    /// Those of [`Device::buffer`].
+    /// The errors of [`Device::buffer`].
     pub fn new(device: &impl Device<Buffer = B>, spec: &MlaLayer, rows: u32) -> Result<Self> {
         let [rows, k_nope, v] = spec.expanded_bytes(rows);
         Ok(Self::dense(spec, [device.buffer(rows)?, device.buffer(k_nope)?, device.buffer(v)?]))

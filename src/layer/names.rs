@@ -2,18 +2,18 @@
 
 use crate::Error;
 
-/// What an op calls an argument, and what the layer calls it. What is not here has the same name, or is of the workspace.
+/// Pairs of names: an op's of an argument, and the layer's. An argument that is not listed has one name, or lies in the workspace.
 pub(super) type Names = &'static [(&'static str, &'static str)];
 
 pub(super) const ABSORB: Names = &[("x", "q_nope"), ("weight", "kv_b_proj")];
 pub(super) const K_UP: Names = &[("weight", "kv_b_proj")];
-/// To the output.
+/// The projection of values up to the output.
 pub(super) const V_UP: Names = &[("weight", "kv_b_proj"), ("y", "out")];
 pub(super) const MERGE: Names = &[("prefix_output", "out"), ("output", "out")];
-/// Over prefixes that are kept expanded.
+/// The attention over prefixes that are kept expanded.
 pub(super) const PARTS: Names =
     &[("k_nope", "expanded.k_nope"), ("k_pe", "expanded.rows"), ("v", "expanded.v")];
-/// Of an [`MlaExpand`](super::MlaExpand).
+/// The parts of an [`MlaExpand`](super::MlaExpand).
 pub(super) const GATHER_PREFIX: Names = &[("out", "expanded.rows")];
 pub(super) const EXPAND_K: Names =
     &[("x", "expanded.rows"), ("weight", "kv_b_proj"), ("y", "expanded.k_nope")];

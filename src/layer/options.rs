@@ -9,7 +9,7 @@ use crate::{Error, Result, Tiling};
 pub struct LayerCapacity {
     /// Query tokens in all.
     pub tokens: u32,
-    /// Those that are decoded have to be among the first so many of a batch: they take `2 * H * L` elements of workspace each.
+    /// How many of a batch's first query tokens may be decoded in absorbed form: each takes `2 * H * L` elements of workspace.
     pub decode_tokens: u32,
     /// Rows of [`MlaLayerArgs::expanded`](super::MlaLayerArgs::expanded), the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
     pub prefix_rows: u32,

@@ -1,4 +1,4 @@
-//! What decodes attend of expanded prefixes. Pure.
+//! Which decodes attend a shared prefix through its expanded keys and values, in which tiles, and what is left for the decode kernel. Pure.
 
 use std::borrow::Cow;
 
@@ -10,7 +10,7 @@ use crate::ops::PrefillSequence;
 use crate::tables::row_of;
 use crate::{Error, Result, SharedPrefix, Tiling};
 
-/// Of each sequence of a batch the expanded prefix that it begins with.
+/// For each sequence of a batch, the expanded prefix that it begins with, if any.
 ///
 /// # Errors
 /// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page; those of

@@ -114,7 +114,7 @@ impl LayerPlan {
     /// Plans a step.
     ///
     /// # Errors
-    /// Those of [`Plan::new`]; [`Error::QueryLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
+    /// The errors of [`Plan::new`]; [`Error::QueryLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
     /// `slot_mapping` or page table of another batch, [`Error::OtherSpec`] for a table of other pages; [`Error::SlotMismatch`] where
     /// mapping and table contradict each other, [`Error::PageWrittenTwice`] where two sequences write to one page; [`Error::SeqLen`] for a sequence
     /// whose pages do not hold its tokens; [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::PrefixNotShared`] for a prefix whose
@@ -130,10 +130,10 @@ impl LayerPlan {
         Self::in_slabs(spec, tiling, batch, policy, 0)
     }
 
-    /// As [`LayerPlan::new`], over a pool in slabs of so many pages each: see [`crate::KvView::in_slabs`]. 0 is a pool in one buffer.
+    /// Like [`LayerPlan::new`], over a pool in slabs of so many pages each: see [`crate::KvView::in_slabs`]. 0 is a pool in one buffer.
     ///
     /// # Errors
-    /// Those of [`LayerPlan::new`]; [`Error::Shape`] for slabs that are too small.
+    /// The errors of [`LayerPlan::new`]; [`Error::Shape`] for slabs that are too small.
     pub fn in_slabs(
         spec: &MlaLayer,
         tiling: &Tiling,
@@ -144,7 +144,7 @@ impl LayerPlan {
         Self::by_cost(spec, tiling, batch, policy, slab_pages, None)
     }
 
-    /// As [`LayerPlan::in_slabs`], but prefixes that cost more expanded than in absorbed form are attended in that. Not with
+    /// Like [`LayerPlan::in_slabs`], but prefixes that cost more expanded than in absorbed form are attended in that. Not with
     /// [`SplitPolicy::FixedTokens`]: a result must not depend on how many sequences share a prefix.
     pub(super) fn by_cost(
         spec: &MlaLayer,
@@ -359,7 +359,7 @@ impl Prompt {
 }
 
 impl SharedPrefix {
-    /// Those of a group that are decoded over all of their tokens, numbered as decodes.
+    /// The shared prefix cut down to the sequences that the decode kernel attends whole, numbered among the decodes.
     fn among(&self, decodes: &[Prompt], expanded: &[Option<&ExpandedPrefix>]) -> Self {
         let is_whole = |sequence: u32| expanded.get(sequence as usize).copied().flatten().is_none();
         let place = |sequence: &u32| {

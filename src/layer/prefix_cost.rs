@@ -1,40 +1,42 @@
 //! Whether decodes attend a prefix that they share through its expanded keys and values, or each through the cache in absorbed form. Pure.
 //!
-//! Costs are in the time that one query row of an absorbed tile takes for one token of the cache. Expanded, each head reads `P + V` elements
-//! of its own a token, however few the queries are; many queries cost multiplications. A step over expanded prefixes has more dispatches, and
-//! a merge.
-//! The numbers are of an H100, and of lavapipe for devices without tensor cores: benches/results/h100-cascade-2026-11-25.md; through Vulkan
-//! h100-unrolled-loops-2026-11-25.md.
+//! The unit of cost is the time that an absorbed decode takes for one query row and one token of the cache. In expanded form each head reads
+//! `P + V` elements of its own for each token, which dominates for few queries; for many, multiplications do. A step over expanded prefixes also
+//! has more dispatches, and a merge.
+//!
+//! The costs were fitted to measurements on an H100, through CUDA (benches/results/h100-cascade-2026-11-25.md) and through Vulkan
+//! (h100-unrolled-loops-2026-11-25.md), and for devices without tensor cores to measurements on lavapipe.
 
 use super::MlaLayer;
 use crate::Tiling;
 
-/// Of the shape that the costs were measured with: elements of a token's key and value in one head, and multiplications of an absorbed row.
+/// The costs were measured at this shape: `P + V`, the elements of a token's expanded key and value in one head, and `2 * L + R`, the
+/// multiplications of one absorbed query row and one token.
 const EXPANDED_ELEMENTS: f64 = 128.0 + 128.0;
 const ABSORBED_ELEMENTS: f64 = 2.0 * 512.0 + 64.0;
-/// `Q K^T` and `P V` of a query token over an expanded key, in absorbed rows.
+/// The cost of one query row over one expanded token, `Q K^T` and `P V`, where a row in absorbed form costs 1.
 const EXPANDED_ROW: f64 = 0.4;
-/// A cache of FP8 over one of bf16: half the bytes. 0.6 through CUDA, 0.8 through Vulkan.
+/// The time to read an FP8 cache over that of a bf16 cache, for half the bytes: 0.6 was measured through CUDA, 0.8 through Vulkan.
 const FP8_CACHE: f64 = 0.6;
 
 /// A device's costs of attending an expanded prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefixCost {
-    /// Rows of arithmetic that an absorbed tile takes at most, however many it has.
+    /// The most that the arithmetic of an absorbed tile costs for one token, however many rows the tile has.
     tile_rows: u32,
-    /// And for reading the token: on tensor cores, where that is not hidden by arithmetic.
+    /// The cost of reading a token of the cache, on tensor cores, where the arithmetic does not hide it.
     read: u32,
-    /// A token of one head.
+    /// The cost of reading one expanded token of one head.
     token: u32,
-    /// Query tokens of a tile of the expanded attention, whose missing ones are multiplied too.
+    /// Query tokens in a tile of the expanded attention; a tile with fewer costs as much as a full one.
     tile_queries: u32,
-    /// What a step has more: its dispatches, and for each query row what is written and merged.
+    /// The extra cost of a step: `step` for its dispatches, `step_row` for writing and merging the partial result of a query row.
     step: u32,
     step_row: u32,
 }
 
 impl PrefixCost {
-    /// Where multiplications are all that counts.
+    /// The costs of a device that is bound by multiplications alone.
     pub(super) const ARITHMETIC: Self =
         Self { tile_rows: u32::MAX, read: 0, token: 0, tile_queries: 1, step: 0, step_row: 0 };
     /// Tensor cores through CUDA. `wgmma` multiplies 64 rows in the time of 36.
@@ -123,7 +125,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Of what was measured on an H100, each shape that gained is chosen, and none that lost.
+    /// Every shape that was faster expanded when measured on an H100 is chosen, and none that was slower.
     #[test]
     fn only_what_gains_is_chosen() {
         let (cuda, vulkan) = (&PrefixCost::CUDA, &PrefixCost::MATRICES);

@@ -14,9 +14,9 @@ use crate::{Dtype, Error, Result};
 /// Factors of what is stored between the ops; exact, as powers of two.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Scales {
-    /// Of absorbed queries and rotated ones, and of expanded keys: logits are that much smaller.
+    /// The factor of absorbed queries, of rotated ones and of expanded keys. Logits get smaller by it.
     pub keys: f32,
-    /// Of expanded values, and of partial results.
+    /// The factor of expanded values and of partial results.
     pub values: f32,
     /// Whether products past the dtype's range saturate.
     pub saturates: bool,

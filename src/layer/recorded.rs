@@ -19,7 +19,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
     type Step = Steps<D>;
     type Binding = Bindings<D>;
 
-    /// Those of its decode.
+    /// The variants of its decode.
     fn kernel_variants(&self, spec: &MlaLayer) -> Vec<Candidate> {
         self.variants(&spec.mla())
     }

@@ -17,7 +17,7 @@ pub struct Steps<D: Composes> {
     pub(super) append: Append<Step<RopeAppend, D>, Step<KvAppend, D>>,
     pub(super) decode: Step<MlaDecode, D>,
     pub(super) plan: LayerPlan,
-    /// As many as there are runs of decoded tokens, or more from an earlier step.
+    /// One for each run of decoded tokens; an earlier step may have left more.
     pub(super) decoded: Vec<Step<HeadProject, D>>,
     pub(super) chunks: Vec<ChunkStep<D>>,
     pub(super) prefixes: Option<PrefixesStep<D>>,
@@ -32,14 +32,14 @@ pub struct Steps<D: Composes> {
 pub(super) struct ChunkStep<D: Composes> {
     pub(super) gather: Step<KvGather, D>,
     pub(super) rows: Step<HeadProject, D>,
-    /// Of each round: [`super::plan::Round::first`] and [`super::plan::Round::more`].
+    /// Two steps for each round: [`super::plan::Round::first`] and [`super::plan::Round::more`].
     pub(super) rounds: Vec<[Step<MlaPrefill, D>; 2]>,
 }
 
 #[derive(Debug)]
 pub(super) struct PrefixesStep<D: Composes> {
     pub(super) parts: Step<MlaPrefill, D>,
-    /// As many as there are runs of decoded tokens, or more from an earlier step.
+    /// One for each run of decoded tokens; an earlier step may have left more.
     pub(super) merges: Vec<Step<MergeStates, D>>,
 }
 

@@ -53,14 +53,14 @@ impl<'a, B> DeviceBatch<&'a B> {
         ]
     }
 
-    /// Of each array.
+    /// The length of each array in words, in the order of `arrays`.
     pub(crate) fn words(&self) -> [u64; 3] {
         let batch = u64::from(self.batch);
         [batch, batch + 1, batch * u64::from(self.max_pages)]
     }
 }
 
-/// The most new tokens of a step that tables are made for: rows of 288 elements of e4m3, the shortest, are 19 GB then.
+/// The most new tokens of a step: so many of the shortest rows, 288 elements of e4m3, already take 19 GB.
 pub(crate) const MOST_NEW_TOKENS: u32 = 1 << 26;
 
 /// A mapping in which no token has a slot.

@@ -89,31 +89,31 @@ pub struct MlaDecodeArgs<B> {
     pub q_scale: f32,
 }
 
-/// Choices of an [`MlaDecode`] that have a default.
+/// Choices for compiling an [`MlaDecode`], each with a default.
 #[derive(Debug, Clone, Default)]
 pub struct DecodeOptions {
     /// Forces a kernel variant by name.
     pub variant: Option<String>,
-    /// Query tokens of a sequence that the decode is made for, such as 2 with one speculative token; 0 is 1. Sizes the tile,
-    /// so that a sequence's tokens read the cache once where all their heads fit one tile. Other lengths stay right.
+    /// The usual number of query tokens of a sequence, such as 2 with one speculative token; the default, 0, means 1. It decides the tile size:
+    /// where all heads of these tokens fit one tile, they share one pass over the cache. Batches with other query lengths give right results too.
     pub query_tokens: u32,
-    /// Sequences that begin with a shared prefix ([`crate::Batch::shared_prefixes`]), where that is most of what they attend; 0 is 1, none.
-    /// Sizes the tile, so that query rows of several sequences attend a token of the prefix together: without it a batch of 16 heads gains
-    /// nothing from the planner's shared prefixes on tensor cores. Other batches stay right, and take longer.
+    /// How many sequences usually share a prefix ([`crate::Batch::shared_prefixes`]) that is most of what they attend; the default, 0, means that
+    /// none do. It decides the tile size: a tile then holds query rows of several sequences, which attend a token of the prefix together. Without it
+    /// a batch of 16 heads gains nothing from shared prefixes on tensor cores. Batches without them give right results too, but more slowly.
     pub shared_sequences: u32,
-    /// Page lists are written on the device ([`PageTable::Device`]): kernels clamp every page id to the pool. Not on the CPU.
+    /// Page lists may be written on the device ([`PageTable::Device`]), for which kernels clamp every page id to the pool. The CPU refuses it.
     pub device_page_list: bool,
-    /// Replaces how the planner cuts work, such as for a card whose best [`Tiling::target_items`] was measured:
-    /// `cargo bench --bench decode -- --items N`. Tiles may be smaller than the kernel's, not larger: a prepare refuses such a plan.
+    /// Replaces the tiling that the planner gets, such as for a card whose best [`Tiling::target_items`] was measured by
+    /// `cargo bench --bench decode -- --items N`. Its tiles may be smaller than the kernel's; `prepare` refuses a plan with larger ones.
     pub tiling: Option<Tiling>,
 }
 
-/// What a backend chooses a decode's kernel for.
+/// The request by which a backend chooses a decode's kernel.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DecodeRequest {
     pub(crate) spec: MlaDecode,
-    /// Query rows of a sequence, or of those that share a prefix: a tile is sized for them.
+    /// Query rows that a tile should hold: those of a sequence, or of the sequences that share a prefix.
     pub(crate) query_rows: u32,
 }
 

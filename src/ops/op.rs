@@ -30,13 +30,13 @@ pub(crate) mod sealed {
 /// An operation: a plain struct that says what it is compiled for. All of this is pure, the same for every backend. The page of an op says what its
 /// [`Op::Args`], [`Op::Input`], [`Op::Extent`] (the `room` of a binding) and [`Op::Capacity`] are.
 pub trait Op: Copy + Debug + Send + Sync + 'static {
-    /// Its name, as in labels and errors.
+    /// Its name in labels and errors.
     const NAME: &'static str;
     /// Whether a step holds nothing that depends on the spec: ops of one type and device may then record each other's steps.
     const SHARES_STEPS: bool = false;
-    /// Choices of a compilation that have a default.
+    /// Choices of a compilation, each with a default.
     type Options: Default + Debug;
-    /// Plain data that a host has to know of the compiled op, such as how a decode cuts its work.
+    /// Plain data that a host needs from the compiled op, such as the tile sizes that a planner needs of a decode.
     type Facts: Clone + Debug + Send + Sync;
     /// What changes with a step.
     type Input<'a>;
@@ -51,7 +51,7 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
     /// `examples/pipelines.rs` compile.
     fn samples() -> Vec<Self>;
 
-    /// Whether the op is served.
+    /// Whether this crate supports the op's shape and dtypes.
     ///
     /// # Errors
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
@@ -60,7 +60,7 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
     /// The same arguments on other handles. The only traversal of an op's buffers.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// The errors of `f`.
     fn map<'a, B: 'a, C>(
         &self,
         args: &'a Self::Args<B>,
@@ -92,7 +92,7 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
     /// Whether a step that reaches so far may be recorded with a binding of so much room.
     ///
     /// # Errors
-    /// What is too much.
+    /// A sentence that says what exceeds the room.
     fn fits(used: Self::Extent, room: Self::Extent) -> Result<(), &'static str>;
 
     /// No buffer is both read and written, and none written twice. `offset` says where the second buffer begins, in bytes after the
@@ -119,7 +119,7 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
         let is_same = |a: &B, b: &B| offset(a, b).is_some();
         name_slabs(&mut inputs);
         name_slabs(&mut outputs);
-        // Slabs are apart even where they are only read: one for another has other pages.
+        // No two slabs may be the same buffer, not even where both are only read: each holds other pages of the pool.
         let slabs: Vec<_> = inputs.iter().filter(|(name, _)| name.starts_with("slab ")).collect();
         for (i, &&(b, slab)) in slabs.iter().enumerate() {
             if let Some(&&(a, _)) = slabs[..i].iter().find(|(_, other)| is_same(other, slab)) {
@@ -135,7 +135,7 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
         Ok(())
     }
 
-    /// What a step is prepared for as it is made; `None` where it has to be prepared.
+    /// How far a new step reaches before its first `prepare`; `None` if it must be prepared before it is recorded.
     fn initial_extent() -> Option<Self::Extent> {
         None
     }
@@ -163,13 +163,13 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// What commands are recorded to: a compute pass of wgpu; nothing on CUDA, whose stream is the device's, and on the CPU.
     type Recorder<'r>;
 
-    /// What runs here, for a person.
+    /// The name of the device, to show to a person.
     fn name(&self) -> String;
 
-    /// A number that clones have in common, and no other device has.
+    /// A number that all clones of a device share and no other device has.
     fn id(&self) -> u64;
 
-    /// Whether what the device was made on can be used together.
+    /// Whether the adapter, device and queue that this was made on belong together.
     ///
     /// # Errors
     /// [`Error::ForeignResource`].
@@ -200,7 +200,7 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// Records, and submits what was recorded.
     ///
     /// # Errors
-    /// Those of `record`, and [`Error::DeviceLost`]; on wgpu [`Error::ForeignResource`] where a buffer was destroyed or mapped after it was
+    /// The errors of `record`, and [`Error::DeviceLost`]; on wgpu [`Error::ForeignResource`] where a buffer was destroyed or mapped after it was
     /// bound (in a browser `gpu::checked` tells), and [`Error::OutOfMemory`].
     fn submit(&self, record: impl FnOnce(Self::Recorder<'_>) -> Result<()>) -> Result<()>;
 
@@ -235,7 +235,7 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// Compiles an op, on the best variant that runs here.
     ///
     /// # Errors
-    /// Those of [`Op::check`], and [`Error::NoVariant`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`],
+    /// The errors of [`Op::check`], and [`Error::NoVariant`], [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`],
     /// [`Error::ForeignResource`] and [`Error::Internal`].
     fn compile<O: Op>(&self, op: O) -> Result<Compiled<O, Self>>
     where
@@ -244,10 +244,10 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
         self.compile_with(op, &O::Options::default())
     }
 
-    /// As [`Device::compile`], with other choices than the defaults.
+    /// Like [`Device::compile`], with other choices than the defaults.
     ///
     /// # Errors
-    /// Those of [`Device::compile`], and [`Error::VariantUnavailable`] for a forced variant that cannot run.
+    /// The errors of [`Device::compile`], and [`Error::VariantUnavailable`] for a forced variant that cannot run.
     fn compile_with<O: Op>(&self, op: O, options: &O::Options) -> Result<Compiled<O, Self>>
     where
         Self: Kernel<O>,
@@ -262,7 +262,7 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// Compiles, prepares, binds and runs an op once.
     ///
     /// # Errors
-    /// Those of all four.
+    /// The errors of all four.
     fn once<O: Op>(&self, op: O, input: O::Input<'_>, args: &O::Args<&Self::Buffer>) -> Result<()>
     where
         Self: Kernel<O>,
@@ -270,10 +270,10 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
         self.once_with(op, &O::Options::default(), input, args)
     }
 
-    /// As [`Device::once`], with other choices than the defaults.
+    /// Like [`Device::once`], with other choices than the defaults.
     ///
     /// # Errors
-    /// Those of [`Device::compile_with`] and [`Device::once`].
+    /// The errors of [`Device::compile_with`] and [`Device::once`].
     fn once_with<O: Op>(
         &self,
         op: O,
@@ -299,13 +299,13 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     }
 }
 
-/// A device that runs an op: what a backend's author writes. [`Compiled`] has checked all that these are given.
+/// A device's implementation of an op, which the author of a backend writes. [`Compiled`] has checked every argument of these functions.
 pub trait Kernel<O: Op>: Device {
     /// What is compiled.
     type Kernels: Debug + WasmNotSendSync;
     /// A step's tables on the device.
     type Step: Debug + WasmNotSendSync;
-    /// A layer's buffers, held.
+    /// A layer's buffers, which it keeps alive.
     type Binding: Debug + WasmNotSendSync;
 
     /// See [`Device::variants`]. Usually there is one kernel, which runs everywhere.
@@ -319,12 +319,13 @@ pub trait Kernel<O: Op>: Device {
     /// See [`Compiled::step`], whose errors it has.
     fn kernel_step(&self, op: &O, kernels: &Self::Kernels, capacity: O::Capacity) -> Result<Self::Step>;
 
-    /// What fits a step without new memory.
+    /// The largest input that the step's memory holds.
     fn kernel_capacity(_: &Self::Step) -> O::Capacity {
         O::Capacity::default()
     }
 
-    /// A number for what the kernels of a step depend on beside its capacity: where it changes, those recorded before serve no more.
+    /// A number for what recorded commands depend on besides the step's capacity, such as the addresses of its tables. When it changes, commands that
+    /// were recorded or captured before must be recorded again.
     fn recording_key(_: &Self::Step) -> u64 {
         0
     }
@@ -347,7 +348,7 @@ pub trait Kernel<O: Op>: Device {
         room: O::Extent,
     ) -> Result<Self::Binding>;
 
-    /// Adds the commands of one layer. Its errors are the device's: what a host does wrong was found before.
+    /// Adds the commands of one layer. Only the device itself can fail here: wrong use was refused before.
     fn kernel_record(
         &self,
         op: &O,

@@ -162,7 +162,7 @@ impl ReorgBatch<'_> {
         let chunks = || self.chunks.iter().filter(|chunk| chunk.tokens > 0);
         let world = self.shares.world();
         let (owners, before, owned) = self.shares.blocks();
-        // Of each chunk three words and one a rank; of each block two, and of each rank one.
+        // A chunk takes three words and one for each rank, a block of the pattern takes two, a rank one.
         let need = (chunks().count() as u64).saturating_mul(u64::from(world) + 3) + 4;
         let need = need.saturating_add(2 * owners.len() as u64 + u64::from(world));
         if need > MOST_WORDS {

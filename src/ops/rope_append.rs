@@ -81,7 +81,7 @@ pub struct RopeAppendArgs<B> {
 /// The new tokens of a step of a [`RopeAppend`].
 #[derive(Debug, Clone, Copy)]
 pub struct RopeAppendBatch<'a> {
-    /// As that of [`KvAppend`]: `page * page_size + offset` of each token, negative for one that is not appended.
+    /// The slot of each token, like that of [`KvAppend`]: `page * page_size + offset`, negative for a token that is not appended.
     pub slot_mapping: &'a [i64],
     /// Position of each token, 0 or more. `None`: those that [`RopeAppendArgs::positions`] holds when the commands run.
     pub positions: Option<&'a [i32]>,

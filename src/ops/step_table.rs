@@ -10,7 +10,7 @@ pub trait TableOp: Op<Options = OpOptions, Facts = ()> {
     /// kernels cannot number.
     ///
     /// # Errors
-    /// Those of the input, see the op's page, and of `check`.
+    /// The errors of the input, see the op's page, and of `check`.
     fn table(
         &self,
         input: Self::Input<'_>,

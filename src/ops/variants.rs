@@ -1,8 +1,8 @@
-//! Kernel variants of an op on a backend: one type of table, and one way to choose from it. Pure.
+//! The kernel variants of an op on a backend: the type of the tables that list them, and the choice of one from such a table. Pure.
 
 use crate::{Error, Result};
 
-/// One kernel variant. `C` is what a device can do, `R` what is asked for, `K` what is to be compiled.
+/// One kernel variant. `C` describes the device's capabilities, `R` the request (spec and options), `K` the kernel to compile.
 pub(crate) struct Variant<C, R, K> {
     pub(crate) name: &'static str,
     rounds_weights: bool,
@@ -22,9 +22,9 @@ pub struct Candidate {
     pub rounds_weights: bool,
     /// Whether it multiplies on tensor cores.
     pub tensor_cores: bool,
-    /// What keeps it from running here, if anything does.
+    /// Why it cannot run here; `None` if it can.
     pub lacks: Option<String>,
-    /// Whether it is the one that is taken if none is forced.
+    /// Whether it is the default: the variant that is compiled if none is forced.
     pub chosen: bool,
 }
 
@@ -37,7 +37,7 @@ pub struct Choice {
     pub(crate) tensor_cores: bool,
 }
 
-/// Choices of an op that has none but its kernel variant.
+/// Options of an op whose only choice is its kernel variant.
 #[derive(Debug, Clone, Default)]
 pub struct OpOptions {
     /// Forces a kernel variant by name.
@@ -46,7 +46,7 @@ pub struct OpOptions {
 
 #[cfg_attr(not(feature = "wgpu"), allow(dead_code, reason = "not every backend's tables use all"))]
 impl<C, R, K> Variant<C, R, K> {
-    /// `build` gives the kernel for what is asked, or a sentence about what is missing.
+    /// `build` gives the kernel that serves the request, or says in a sentence what the device or the request lacks for this variant.
     pub(crate) const fn new(name: &'static str, build: fn(&C, &R) -> Result<K, String>) -> Self {
         Self {
             name,
@@ -58,31 +58,31 @@ impl<C, R, K> Variant<C, R, K> {
         }
     }
 
-    /// It rounds softmax weights to 16 bits.
+    /// The variant rounds softmax weights to 16 bits.
     pub(crate) const fn rounding_weights(self) -> Self {
         Self { rounds_weights: true, ..self }
     }
 
-    /// It multiplies on tensor cores.
+    /// The variant multiplies on tensor cores.
     pub(crate) const fn on_tensor_cores(self) -> Self {
         Self { tensor_cores: true, ..self }
     }
 
-    /// It is chosen only where `by_default` has nothing against it, or where it is forced.
+    /// The variant is chosen only if `by_default` returns `Ok`, or if a host forces it by name.
     pub(crate) const fn not_by_default(self, by_default: fn(&C, &R) -> Result<(), String>) -> Self {
         Self { by_default, ..self }
     }
 
-    /// What it costs, next to those of the same table that run: the first of the cheapest is taken.
+    /// Sets the cost, an estimate to compare with the other variants of the table that run here: the cheapest is chosen, the first of equals.
     pub(crate) const fn costing(self, cost: fn(&R, &K) -> u32) -> Self {
         Self { cost, ..self }
     }
 }
 
-/// The table of an op that has one kernel here, which runs everywhere.
+/// The table of an op with a single kernel, which runs on every device of the backend.
 const ONLY: [Variant<(), (), ()>; 1] = [Variant::new("plain", |(), ()| Ok(()))];
 
-/// The choice of an op that has one kernel here.
+/// The choice for an op with a single kernel.
 ///
 /// # Errors
 /// [`Error::VariantUnavailable`] for a forced variant of another name.
@@ -90,12 +90,12 @@ pub(crate) fn only(options: &OpOptions) -> Result<Choice> {
     choose(&ONLY, &(), &(), options.variant.as_deref()).map(|(_, choice)| choice)
 }
 
-/// The candidates of an op that has one kernel here.
+/// The candidates of an op with a single kernel.
 pub(crate) fn only_candidate() -> Vec<Candidate> {
     candidates(&ONLY, &(), &())
 }
 
-/// Every variant of a table, and what keeps each from running.
+/// Every variant of a table, each with the reason if it cannot run.
 pub(crate) fn candidates<C, R, K>(table: &[Variant<C, R, K>], device: &C, request: &R) -> Vec<Candidate> {
     let chosen = choose(table, device, request, None).map(|(_, choice)| choice.variant);
     let candidate = |variant: &Variant<C, R, K>| Candidate {

@@ -93,7 +93,7 @@ impl PagePool {
     /// [`Self::slot_mapping`] in place of what `slots` held.
     ///
     /// # Errors
-    /// As [`Self::slot_mapping`]; `slots` is then not to be used.
+    /// The errors of [`Self::slot_mapping`]; `slots` is then not to be used.
     pub fn slot_mapping_into(&self, tokens: &[(SeqId, Range<u32>)], slots: &mut Vec<i64>) -> Result<()> {
         slots.clear();
         let count = tokens.iter().map(|(_, range)| range.len() as u64).fold(0, u64::saturating_add);
@@ -120,7 +120,7 @@ impl PagePool {
     /// [`Self::block_table`] in place of what `table` held.
     ///
     /// # Errors
-    /// As [`Self::block_table`]; `table` is then empty.
+    /// The errors of [`Self::block_table`]; `table` is then empty.
     pub fn block_table_into(&self, seqs: &[SeqId], pad: i32, table: &mut BlockTable) -> Result<()> {
         let BlockTable { entries, max_pages, page_size, slab_pages } = table;
         (*page_size, *slab_pages) = (self.spec.page_size, self.slab_pages());
@@ -156,7 +156,7 @@ impl PagePool {
     /// [`Self::csr`] in place of what `csr` held.
     ///
     /// # Errors
-    /// As [`Self::csr`]; `csr` is then not to be used.
+    /// The errors of [`Self::csr`]; `csr` is then not to be used.
     pub fn csr_into(&self, seqs: &[SeqId], csr: &mut Csr) -> Result<()> {
         let Csr { kv_indptr, kv_indices, kv_last_page_len, page_size } = csr;
         *page_size = self.spec.page_size;
@@ -168,7 +168,7 @@ impl PagePool {
         make_room(kv_indices, "page ids of one batch", pages, i32::MAX as u64, "use a smaller batch")?;
         for &seq in seqs {
             let Sequence { pages, len } = self.sequence(seq)?;
-            // As many as fit i32.
+            // `make_room` has checked that the counts fit i32.
             kv_indptr.push((kv_indices.len() + pages.len()) as i32);
             kv_indices.extend(pages.iter().map(|&page| page as i32));
             let before = pages.len().saturating_sub(1) as u32 * self.spec.page_size;
@@ -190,7 +190,7 @@ impl PagePool {
     /// [`Self::seq_lens`] in place of what `lens` held.
     ///
     /// # Errors
-    /// As [`Self::seq_lens`]; `lens` is then not to be used.
+    /// The errors of [`Self::seq_lens`]; `lens` is then not to be used.
     pub fn seq_lens_into(&self, seqs: &[SeqId], lens: &mut Vec<i32>) -> Result<()> {
         lens.clear();
         for &seq in seqs {

@@ -84,7 +84,7 @@ impl Store {
             let slab = self.slab_for(pages.last().copied());
             let taken = match self.slabs[slab].freed.pop() {
                 Some(page) => self.hand_out(slab, page..page + 1),
-                // As many as follow each other: one by one, a hundred million pages would take seconds.
+                // Consecutive pages are handed out at once: one by one, a hundred million pages would take seconds.
                 None => self.fresh(slab, left),
             };
             left -= taken.len() as u64;

@@ -48,7 +48,7 @@ impl<T> Slabbed<T> {
     /// beside the step's own, where there are none yet, or none that `serves` says are still good beside these.
     ///
     /// # Errors
-    /// Those of `write` and `new`. The step then has no slabs.
+    /// The errors of `write` and `new`. The step then has no slabs.
     pub(crate) fn prepare(
         &mut self,
         spec: &MlaDecode,

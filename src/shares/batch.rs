@@ -23,7 +23,7 @@ impl Shares {
     /// whoever holds them.
     ///
     /// # Errors
-    /// Those of [`Shares::local_seq_lens`], and [`Error::Length`] and [`Error::QueryStartLoc`]; [`Error::Limit`] for more than 2^27 query
+    /// The errors of [`Shares::local_seq_lens`], and [`Error::Length`] and [`Error::QueryStartLoc`]; [`Error::Limit`] for more than 2^27 query
     /// tokens, which no [`Plan`](crate::Plan) has, and [`Error::OutOfMemory`].
     pub fn local_bounds(&self, rank: u32, seq_lens: &[i32], query_start_loc: &[i32]) -> Result<Vec<u32>> {
         self.check(rank)?;
@@ -42,7 +42,7 @@ impl Shares {
     /// rank's part ended before the step, so that they are what [`PagePool::append`](crate::PagePool::append) gives for as many tokens.
     ///
     /// # Errors
-    /// Those of [`Shares::local_bounds`].
+    /// The errors of [`Shares::local_bounds`].
     pub fn local_appends(
         &self,
         rank: u32,
@@ -61,7 +61,7 @@ impl Shares {
     /// as its pool's [`PagePool::slot_mapping`](crate::PagePool::slot_mapping) gives them for [`Shares::local_appends`].
     ///
     /// # Errors
-    /// Those of [`Shares::local_bounds`], and [`Error::Length`] for another number of slots than the rank appends.
+    /// The errors of [`Shares::local_bounds`], and [`Error::Length`] for another number of slots than the rank appends.
     pub fn slot_mapping(
         &self,
         rank: u32,
@@ -193,7 +193,7 @@ mod tests {
                 times.iter_mut().zip(&mapping).for_each(|(times, &slot)| *times += i32::from(slot >= 0));
                 assert!(shares.slot_mapping(rank, &lens, &starts, &[slots, vec![1]].concat()).is_err());
             }
-            // Of the second sequence two query tokens are before its first token; the third has none.
+            // Two query tokens of the second sequence come before its first token, and the third has no query tokens.
             assert_eq!(times, [1, 1, 1, 1, 0, 0, 1, 1, 0, 1]);
         }
     }

@@ -109,7 +109,7 @@ fn gpu() -> Outcome {
     Ok(())
 }
 
-/// As an application that asks for nothing makes it: there e4m3 is not read through f16.
+/// A device that was made without asking for any feature: on it e4m3 is not read through f16.
 #[cfg(feature = "wgpu")]
 fn gpu_without_features() -> Outcome {
     let gpu = mla_support::gpu()?;

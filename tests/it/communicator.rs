@@ -489,13 +489,13 @@ fn no_deadline_is_none() {
     });
 }
 
-/// Of each rank a constant output a token, weighted by an LSE of its own.
+/// Each rank has a constant output for each token, weighted by an LSE of its own.
 fn every_form_joins_what_the_ranks_have() {
     let partial = |rank: u32, head: u32, token: u32| {
         let out = f64::from(rank * 7 + head * 3 + token % 11);
         (out, f64::from((rank * 5 + head + token) % 9) * 0.5)
     };
-    // Of 3 tokens an all-to-all is made as an all-gather, of 200 it is not.
+    // For 3 tokens an all-to-all is made as an all-gather, for 200 it is not.
     for (world, form, max_tokens) in [2, 4]
         .into_iter()
         .flat_map(|world| FORMS.map(|form| [3, 200].map(|tokens| (world, form, tokens))))

@@ -58,7 +58,7 @@ const PROJECT: HeadProject = HeadProject {
     order: WeightOrder::Kn,
 };
 
-/// As an application that asks for nothing makes it.
+/// The device is one that was made without asking for any feature or limit.
 fn a_default_device_works_and_says_what_it_lacks() -> Outcome {
     let defaults = |features: &mut wgpu::Features, limits: &mut wgpu::Limits| {
         (*features, *limits) = (wgpu::Features::empty(), wgpu::Limits::default());

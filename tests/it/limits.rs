@@ -163,7 +163,7 @@ fn quickly<T>(what: &str, call: impl FnOnce() -> T) -> T {
     result
 }
 
-/// That an error is of a limit, and tells what is needed.
+/// Checks that the error is one of a limit, and says what is needed.
 fn limited<T: std::fmt::Debug>(what: &str, call: impl FnOnce() -> Result<T>) {
     match quickly(what, call) {
         Err(Error::Limit { need, limit, .. }) => assert!(need > limit, "{what}: {need} of {limit}"),

@@ -18,7 +18,7 @@ pub mod timed;
 /// An error as text; the first that ends a rank.
 pub type Result<T, E = String> = std::result::Result<T, E>;
 
-/// As text.
+/// The error as text.
 pub fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }

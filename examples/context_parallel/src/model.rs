@@ -25,7 +25,7 @@ struct Case {
     machine: Machine,
     link: Link,
     sequences: u32,
-    /// Of all sequences together.
+    /// Tokens of all sequences together.
     tokens: f64,
     heads: u32,
     cache: Dtype,

@@ -15,7 +15,7 @@ pub struct Whole {
     pub out: Vec<f64>,
     /// `[total_q, H]`, natural.
     pub lse: Vec<f64>,
-    /// That of a case.
+    /// The interleave of a case, if it has one.
     pub interleave: Option<u32>,
 }
 

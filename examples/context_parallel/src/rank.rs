@@ -48,9 +48,9 @@ pub struct Did {
     pub read: u64,
     /// Bytes that it sends to the others.
     pub sent: u64,
-    /// Of the decode.
+    /// Time of the decode.
     pub computed: Duration,
-    /// In exchanges, most of it for other ranks.
+    /// Time in exchanges, most of it waiting for other ranks.
     pub waited: Duration,
     /// The largest error, as a share of what is allowed.
     pub error: f64,
@@ -142,7 +142,7 @@ pub fn run<D: Backend + 'static>(
 /// Joins the partial results of a case, of which each rank holds its own, and checks the heads that it gets.
 ///
 /// # Errors
-/// As of [`run`].
+/// The errors of [`run`].
 pub fn combine<D: Backend + 'static>(
     device: &D,
     communicator: &dyn Communicator<D>,
@@ -167,7 +167,7 @@ pub fn combine<D: Backend + 'static>(
     cp.prepare(tokens)?;
     cp.digest().agree(&communicator)?;
 
-    // As a decode leaves them: by head.
+    // Partial results lie by head, as a decode leaves them.
     let rows = case.num_tokens * case.num_heads;
     let row_bytes = dim as usize * dtype.bytes();
     let (outs, lses) = (&case.outs[rank as usize * rows * row_bytes..], &case.lses[rank as usize * rows..]);

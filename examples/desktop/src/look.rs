@@ -54,7 +54,7 @@ struct Looker {
 /// Starts the thread, which ends with its sender.
 ///
 /// # Errors
-/// Those of candle and of the system.
+/// The errors of candle and of the system.
 pub fn start(shared: Arc<Shared>, checkpoint: Arc<Checkpoint>) -> Result<(Sender<Look>, JoinHandle<()>)> {
     let layers = 0..checkpoint.model.config.num_layers;
     let kv_b = layers.map(|layer| checkpoint.model.kv_b_proj(layer)).collect::<Result<_>>()?;

@@ -61,7 +61,7 @@ fn lacks(gpu: &Gpu, model: &Model, dtype: Dtype) -> Option<String> {
 /// Compiles the attention for a cache of this dtype.
 ///
 /// # Errors
-/// Those of the device.
+/// The errors of the device.
 pub(crate) fn slices(writer: &mut Writer, kv: Dtype) -> Result<Slices> {
     let (shared, model) = (writer.shared.clone(), &writer.checkpoint.model);
     compiled::restart();

@@ -22,7 +22,7 @@ pub struct Sequence {
     given: usize,
     prompt_tokens: usize,
     forked: Option<(usize, usize)>,
-    /// As many tokens as it may have.
+    /// The most tokens that it may have.
     most: usize,
     /// What the last token was chosen by.
     logits: Vec<f32>,
@@ -127,7 +127,7 @@ impl Sequence {
         Ok(true)
     }
 
-    /// As the window shows it.
+    /// What the window shows of it.
     pub fn shown(&self) -> SequenceShown {
         SequenceShown {
             number: self.number,

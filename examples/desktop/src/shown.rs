@@ -80,7 +80,7 @@ pub struct SequenceShown {
     /// The sequence that it was forked from, and how many tokens both have.
     pub forked: Option<(usize, usize)>,
     pub tokens: Arc<Vec<u32>>,
-    /// Of the prompt.
+    /// How many of them are the prompt's.
     pub prompt_tokens: usize,
     /// What it had at first, the prompt or the parent's text, and what it wrote itself.
     pub given: String,
@@ -94,7 +94,7 @@ pub struct SequenceShown {
 pub struct PagesShown {
     pub page_size: usize,
     pub num_pages: usize,
-    /// Of each sequence: its number, its tokens in the cache, its pages in order.
+    /// For each sequence its number, its tokens in the cache, and its pages in order.
     pub tables: Vec<(usize, usize, Vec<u32>)>,
 }
 
@@ -121,10 +121,10 @@ pub enum Check {
 
 /// The largest error that an element of a decode may have: of f32 sums, whose elements are up to about 4.
 pub const TOLERANCE: f64 = 1e-4;
-/// As [`TOLERANCE`], of a variant that rounds softmax weights to 16 bits.
+/// Like [`TOLERANCE`], for a variant that rounds softmax weights to 16 bits.
 pub const ROUNDED_TOLERANCE: f64 = 2e-2;
 
-/// Of the last second or so.
+/// The speed over the last second or so.
 #[derive(Clone, Copy, Default)]
 pub struct Speed {
     pub tokens_per_second: f64,

@@ -54,7 +54,7 @@ pub struct Slice {
 pub struct Attended {
     /// `[T, H, V]`.
     pub out: Vec<f32>,
-    /// Of the last layer: what the cache holds of the step's tokens, `[T, layers, L + R]`.
+    /// What the cache holds of the step's tokens, `[T, layers, L + R]`; only the last layer's slice has it.
     pub rows: Vec<f32>,
     /// On the device, by its own clock; without one, from the frame to its answer.
     pub ms: f64,
@@ -64,7 +64,7 @@ impl Slices {
     /// Compiles, so it is not for the thread that draws.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errors of the device.
     pub fn new(gpu: &Gpu, model: &Model, setup: &Setup) -> Result<Self> {
         use wgpu::BufferUsages as Usage;
         let paged = Paged::new(gpu, model, setup)?;
@@ -104,7 +104,7 @@ impl Slices {
     /// Runs what gathers rows of the cache once, by a submit of its own, and waits for it.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errors of the device.
     pub fn warm_up(&self, paged: &Paged<Gpu>) -> Result<()> {
         let mut stored = lock(&self.stored);
         stored.prepare_new(paged)?;
@@ -116,7 +116,7 @@ impl Slices {
     /// Hands a layer to the next frame, and waits for its answer. `None` once the window closes.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errors of the device.
     pub fn attend(
         self: &Arc<Self>,
         shared: &Shared,

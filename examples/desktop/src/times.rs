@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-/// As many as the graph shows.
+/// How many times the graph shows.
 pub const SHOWN: usize = 160;
 
 #[derive(Default)]

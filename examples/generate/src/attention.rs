@@ -36,7 +36,7 @@ pub trait Attention {
     /// One layer of the step, layers in order: stores the new rows, then attends, causally. Gives `[T, H, V]`.
     ///
     /// # Errors
-    /// Those of the backend.
+    /// The errors of the backend.
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>>;
 }
 

@@ -44,7 +44,7 @@ impl Where {
 /// The CPU, then the backend that was asked for; for [`Where::Auto`] all that are here.
 ///
 /// # Errors
-/// Those of a backend that was asked for by name.
+/// The errors of a backend that was asked for by name.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn with_cpu(wish: Where) -> Result<Vec<Where>> {
     Ok(match wish {

@@ -16,7 +16,7 @@ pub struct Checkpoint {
     pub k_scales: Vec<f32>,
 }
 
-/// As vLLM writes and reads it: scales by rank, then by layer.
+/// The file of scales that vLLM writes and reads: scales by rank, then by layer.
 #[derive(Deserialize)]
 struct Scales {
     kv_cache: KvCache,
@@ -36,7 +36,7 @@ impl Checkpoint {
         Ok(Self { dir: dir.into(), model, k_scales })
     }
 
-    /// Of the contents of config.json, model.safetensors and kv_cache_scales.json. [`Text::parse`] makes its tokenizer.
+    /// A checkpoint from the contents of config.json, model.safetensors and kv_cache_scales.json. [`Text::parse`] makes its tokenizer.
     ///
     /// # Errors
     /// [`Error::File`].

@@ -75,7 +75,7 @@ impl Config {
         Self::parse(&text).map_err(|why| Error::file(&path, why))
     }
 
-    /// As [`Config::open`], of the file's text.
+    /// Like [`Config::open`], from the file's text.
     ///
     /// # Errors
     /// [`Error::File`] that names the field and the cure.
@@ -136,7 +136,7 @@ impl Config {
     /// The factor of the attention's logits.
     ///
     /// # Errors
-    /// Those of [`wgpu_mla::softmax_scale`].
+    /// The errors of [`wgpu_mla::softmax_scale`].
     pub fn softmax_scale(&self) -> wgpu_mla::Result<f32> {
         let (factor, m) = self.rope.softmax_mscale;
         wgpu_mla::softmax_scale(self.qk_nope_head_dim as u32, self.shape.qk_rope_head_dim, factor, m)

@@ -7,9 +7,9 @@ use crate::{Error, Model, Result};
 /// Sums over windows of a text, each begun with an empty cache.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Score {
-    /// Of each window, the sum of its tokens' losses: negated natural logarithms of their probabilities.
+    /// For each window, the sum of its tokens' losses: negated natural logarithms of their probabilities.
     pub loss: Vec<f64>,
-    /// Of each window, the tokens that were the likeliest.
+    /// For each window, how many of its tokens were the likeliest.
     pub right: Vec<usize>,
     /// Tokens in a window.
     pub window: usize,

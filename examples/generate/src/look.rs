@@ -32,7 +32,7 @@ impl Layer {
     /// The rotary part of its query at a position, `[H, R]`.
     ///
     /// # Errors
-    /// Those of the RoPE table.
+    /// The errors of the RoPE table.
     pub fn rotated(&self, config: &Config, position: usize) -> Result<Vec<f64>> {
         let (heads, dim) = (config.shape.num_heads as usize, config.shape.qk_rope_head_dim as usize);
         let parts = self.q.chunks_exact(config.qk_nope_head_dim + dim).flat_map(|q| &q[q.len() - dim..]);

@@ -88,7 +88,7 @@ impl Model {
     /// A layer's `kv_b_proj`, `[H, P + V, L]`.
     ///
     /// # Errors
-    /// Those of candle.
+    /// The errors of candle.
     pub fn kv_b_proj(&self, layer: usize) -> Result<Vec<f32>> {
         values(&self.kv_b[layer])
     }
@@ -119,7 +119,7 @@ impl Pass<'_> {
     /// What the next layer's attention needs; `None` after the last.
     ///
     /// # Errors
-    /// Those of candle.
+    /// The errors of candle.
     pub fn rows(&self) -> Result<Option<Rows>> {
         let layer = self.model.layers.get(self.layer);
         layer.map(|layer| layer.projections.rows(&layer.input_norm.of(&self.x)?)).transpose()
@@ -128,7 +128,7 @@ impl Pass<'_> {
     /// The rest of that layer, from what its attention gave: `[T, H, V]`.
     ///
     /// # Errors
-    /// Those of candle.
+    /// The errors of candle.
     pub fn attended(&mut self, attended: Vec<f32>) -> Result<()> {
         self.x = self.model.layers[self.layer].after(&self.x, attended)?;
         self.layer += 1;
@@ -138,7 +138,7 @@ impl Pass<'_> {
     /// The logits that follow the tokens at `wanted`, `[wanted, vocab_size]`.
     ///
     /// # Errors
-    /// Those of candle.
+    /// The errors of candle.
     pub fn logits(self, wanted: &[u32]) -> Result<Vec<f32>> {
         let x = self.model.norm.of(&self.x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
         values(&x.matmul(&self.model.head.t()?)?)

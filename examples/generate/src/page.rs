@@ -112,7 +112,7 @@ fn grouped(number: usize) -> String {
     text
 }
 
-/// As YYYY-MM-DD, in UTC.
+/// Today's date as YYYY-MM-DD, in UTC.
 fn today() -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let mut days = seconds / 86_400;

@@ -12,7 +12,7 @@ use crate::{Model, Pages, Result, Setup};
 /// An attention for a model, on the backend that is asked for.
 ///
 /// # Errors
-/// Those of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large.
+/// The errors of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn paged(model: &Model, setup: &Setup) -> Result<Box<dyn Attention>> {
     let device = crate::backend::open(setup.backend, &setup.spec(model).mla())?;
@@ -35,7 +35,7 @@ impl<D: Backend> Paged<D> {
     /// An attention for a model.
     ///
     /// # Errors
-    /// Those of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large.
+    /// The errors of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large.
     pub fn new(device: &D, model: &Model, setup: &Setup) -> Result<Self> {
         let (spec, max_tokens) = (setup.spec(model), setup.max_tokens());
         // A prompt's last piece may be one token, which is decoded, anywhere in a batch.
@@ -64,10 +64,10 @@ impl<D: Backend> Paged<D> {
         &self.mla
     }
 
-    /// As [`Attention::attend`], without waiting for what [`Paged::out`] will hold.
+    /// Like [`Attention::attend`], without waiting for what [`Paged::out`] will hold.
     ///
     /// # Errors
-    /// Those of the backend.
+    /// The errors of the backend.
     pub fn submit(&self, layer: usize, rows: &Rows) -> Result<()> {
         self.upload(rows)?;
         Ok(self.device.submit(|mut recorder| self.record_on(&mut recorder, layer))?)
@@ -76,7 +76,7 @@ impl<D: Backend> Paged<D> {
     /// Uploads a layer's rows, for a host that records the layer itself: they are there for its next submit.
     ///
     /// # Errors
-    /// Those of the backend.
+    /// The errors of the backend.
     pub fn upload(&self, rows: &Rows) -> Result<()> {
         Ok(self.device.upload(self.arrays.rows(), 0, &self.arrays.packed(rows))?)
     }

@@ -103,7 +103,7 @@ impl<'a> Prompts<'a> {
         Self(prompts.iter().enumerate().map(prompt).collect())
     }
 
-    /// As many tokens as the attention takes, `None` where all are in the cache.
+    /// A step of as many tokens as the attention takes; `None` once all are in the cache.
     fn next_step(&mut self, attention: &mut dyn Attention) -> Result<Option<Step>> {
         self.begin_sequences(attention)?;
         let mut step = Step::default();

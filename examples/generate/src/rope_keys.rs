@@ -68,7 +68,7 @@ pub fn kind(fields: &Fields<'_>) -> Result<Kind, String> {
     }
 }
 
-/// That every key of the object is known, and read by its type. `null` is as if it were not there.
+/// Checks that every key of the object is known, and that something reads it for this type of RoPE. A key that is `null` counts as absent.
 ///
 /// # Errors
 /// One that names the key, the object, and the cure.
@@ -99,7 +99,7 @@ pub fn check(object: &str, fields: &Fields<'_>, kind: Kind) -> Result<(), String
     }
 }
 
-/// That the config itself has no field about RoPE that nothing reads, such as `rope_type` outside of its object.
+/// Checks that the config itself has no field about RoPE that nothing reads, such as `rope_type` outside of its object.
 ///
 /// # Errors
 /// One that names the field.

@@ -29,7 +29,7 @@ pub struct Done {
 pub struct Stats {
     /// Tokens of all prompts.
     pub prompt_tokens: usize,
-    /// Those that were computed: a shared prefix is computed once.
+    /// Prompt tokens that were computed: a shared prefix is computed once.
     pub prefill_tokens: usize,
     pub prefill: Duration,
     /// The part of it that the attention took.

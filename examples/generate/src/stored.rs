@@ -23,7 +23,7 @@ impl<D: Backend> Stored<D> {
     /// For at most so many tokens at a time.
     ///
     /// # Errors
-    /// Those of the backend.
+    /// The errors of the backend.
     pub fn new(device: &D, paged: &Paged<D>, max_tokens: u32) -> Result<Self> {
         let (spec, arrays) = (paged.arrays.spec(), &paged.arrays);
         let (row_elems, layers) = (spec.shape.row_elems(), arrays.num_layers() as u32);

@@ -19,7 +19,7 @@ impl Text {
         Self::load(&path, &text)
     }
 
-    /// Of the file's text.
+    /// The tokenizer from its file's text.
     ///
     /// # Errors
     /// [`Error::File`].

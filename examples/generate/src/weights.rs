@@ -67,10 +67,10 @@ impl Weights {
         weights.checked(config)
     }
 
-    /// Those of one file, `name`, that is in memory.
+    /// The weights of one file, `name`, that is in memory.
     ///
     /// # Errors
-    /// Those of [`Weights::open`].
+    /// The errors of [`Weights::open`].
     pub fn of(name: &str, bytes: Vec<u8>, config: &Config) -> Result<Self> {
         let mut weights = Self::none(Path::new(name), config);
         weights.add(Path::new(name), Box::new(Cursor::new(bytes)), |_| true)?;

@@ -61,7 +61,7 @@ fn bad_configs_are_refused() {
     }
 }
 
-/// As transformers 5.17.0 has them.
+/// The defaults are those of transformers 5.17.0.
 #[test]
 fn absent_fields_have_the_defaults_of_transformers() {
     let dir = changed("defaults", "v3-dense", "config.json", |_| r#"{"model_type": "deepseek_v3"}"#.into());

@@ -160,7 +160,7 @@ fn a_malformed_tokenizer_is_an_error() {
     assert!(!told.contains("panicked") && told.lines().count() == 1, "{told}");
 }
 
-/// As under `| head -1` and `2>&1 | head -1`: it ends, and does not panic.
+/// Under `| head -1` and `2>&1 | head -1` the program ends, and does not panic.
 #[cfg(unix)]
 #[test]
 fn readers_may_go_away() {

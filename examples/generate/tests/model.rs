@@ -146,7 +146,7 @@ fn every_dtype_and_backend_has_a_row_of_accuracy() {
     }
     let reference = &measured.rows[0];
     assert_eq!((reference.max_apart, reference.sum_apart), (0.0, 0.0));
-    // As --evaluate scores them.
+    // The same tokens, scored as by --evaluate.
     let setup = generate::Setup { backend: Where::Cpu, kv: Dtype::F32, step_tokens: 20, ..setup };
     let mut attention = generate::paged(&tiny.model, &setup).expect("an attention");
     let score = generate::evaluate(&tiny.model, attention.as_mut(), &tokens, 33, 2, &mut |_| ());

@@ -23,7 +23,7 @@ pub struct Engine(Writer);
 
 #[wasm_bindgen]
 impl Engine {
-    /// Of the checkpoint's files.
+    /// An engine from the contents of the checkpoint's files.
     #[wasm_bindgen(constructor)]
     pub fn new(config: &str, weights: Vec<u8>, tokenizer: &str, scales: &str) -> Result<Engine, JsError> {
         std::panic::set_hook(Box::new(|panic| error(&panic.to_string())));

@@ -22,7 +22,7 @@ enum Does {
     Work,
     /// No other rank ever comes.
     NeverJoin,
-    /// As blocking communicators do.
+    /// The join blocks, as it does for blocking communicators.
     BlockInJoin,
     RefuseToJoin,
     /// Calls are refused.
@@ -31,7 +31,7 @@ enum Does {
     NeverEnd,
     /// A remote error is found after a call.
     RemoteError,
-    /// As where a graph still holds the kernels.
+    /// The abort blocks, as it does while a graph still holds the kernels.
     BlockInAbort,
 }
 

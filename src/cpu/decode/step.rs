@@ -147,7 +147,7 @@ impl<'a> Tables<'a> {
 /// One thread's scratch: the arrays of a [`Tile`].
 pub(in crate::cpu) struct Scratch {
     lines: Vec<Line>,
-    /// Of f64.
+    /// The lines that hold f64: sums carried over tokens.
     carried: Vec<Line>,
     stride: usize,
     dim: usize,

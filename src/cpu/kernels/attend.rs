@@ -120,7 +120,8 @@ impl Tile<'_> {
         Weight { max: self.max[row], sum: sum as f32 }
     }
 
-    /// As [`Tile::finish`], for a row with no other part: nothing can give it weight any more. Half its LSE: see [`Weight::half_lse`].
+    /// Like [`Tile::finish`], for a row with no other part to merge with: if no key has weight, the output is NaN. Returns half the row's LSE: see
+    /// [`Weight::half_lse`].
     pub(in crate::cpu) fn finish_alone(&mut self, row: usize, scale: f32) -> f32 {
         let weight = self.finish(row, scale);
         if weight.is_nothing() {
@@ -136,12 +137,12 @@ impl Tile<'_> {
 pub(in crate::cpu) struct Weight {
     /// The largest dot product.
     pub max: f32,
-    /// Of the weights relative to it; 0 where each dot product is -inf, below 0 where no key was seen.
+    /// The sum of the softmax weights relative to `max`; 0 where each dot product is -inf, below 0 where no key was seen.
     pub sum: f32,
 }
 
 impl Weight {
-    /// Of a part that saw no key.
+    /// The weight of a part that saw no key.
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: -1.0 };
 
     /// Whether the part saw no key.
@@ -238,7 +239,7 @@ unsafe fn each_tile<V: Lanes, const R: usize, const C: usize>(
 /// The tiles of `C` columns, with about as many rows each: one with few rows waits for its own sums.
 ///
 /// # Safety
-/// As [`each_tile`].
+/// The same holds as for [`each_tile`].
 #[inline(always)]
 unsafe fn rows_of_tiles<V: Lanes, const R: usize, const C: usize>(
     product: &impl Product<V>,

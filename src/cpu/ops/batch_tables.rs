@@ -26,18 +26,18 @@ impl BatchTables {
     /// For a cache; its dtype does not matter.
     ///
     /// # Errors
-    /// Those of [`KvSpec::check`].
+    /// The errors of [`KvSpec::check`].
     pub fn new(kv: KvSpec) -> Result<Self> {
         kv.check()?;
         Ok(Self { kv, share: None })
     }
 
-    /// As [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
+    /// Like [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
     /// its `block_table` and the plan's bounds the rank's own: lengths, bounds and slots are made for its own tokens, and
     /// tokens of other ranks are skipped.
     ///
     /// # Errors
-    /// Those of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
+    /// The errors of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
     pub fn sharded(kv: KvSpec, shares: &Shares, rank: u32) -> Result<Self> {
         kv.check()?;
         shares.local_len(rank, 0)?;
@@ -66,7 +66,7 @@ impl BatchTables {
     /// nothing: out is 0 and LSE -inf. Sequences longer than planned are cut off.
     ///
     /// # Errors
-    /// Those of [`Compiled::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool, or a plan of another number of
+    /// The errors of [`Compiled::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool, or a plan of another number of
     /// sequences; [`Error::Shape`] for a plan with shared prefixes or with other bounds; [`Error::BufferTooSmall`].
     pub fn prepare(
         &self,

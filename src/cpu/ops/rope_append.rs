@@ -51,7 +51,7 @@ impl HostOp for RopeAppend {
         let k_pe = View::dense(&keys, 1, key.rope_dim);
         let positions = positions.as_ref().unwrap_or(args.positions);
         let queries = RopeArgs { positions, ..args.rope() };
-        // Of a pool in several slabs, one call rotates the queries: twice in place would be wrong.
+        // The op runs once a slab of the pool, but queries are rotated by one of these calls only: twice in place would be wrong.
         if args.layer.kv.slots(&self.append.kv).0 == 0 {
             HostOp::run(&query, pool, &tokens, &queries)?;
         }

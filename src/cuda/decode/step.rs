@@ -20,10 +20,10 @@ pub struct Tables {
     pub(super) header: Header,
     /// Whether the host may write the page list itself.
     device_page_list: bool,
-    /// Of the last `prepare`; no other has the same. Graphs share it.
+    /// A number unique to the last `prepare`. Captured graphs share it, so that a replay can tell whether the step was prepared since.
     generation: Arc<AtomicU64>,
     words: Vec<u32>,
-    /// Whether this is of a slab, with no partial results of its own.
+    /// Whether these are the tables of one slab, which have no partial results of their own.
     is_slab: bool,
 }
 
@@ -44,7 +44,7 @@ impl Step<MlaDecode, Cuda> {
     }
 }
 
-/// A number for the launches of a step beside its capacity: how many slabs, and where their tables are.
+/// A hash of what a captured launch depends on besides the step's capacity: how many slabs there are, and where their tables lie.
 pub(super) fn form(step: &Slabbed<Tables>) -> u64 {
     let words = step.of_slabs().iter().map(|slab| slab.tables.ptr() ^ u64::from(slab.capacity.items));
     words.fold(step.slab_pages().into(), |form, word| form.wrapping_mul(0x100_0000_01B3).wrapping_add(word))

@@ -32,7 +32,7 @@ use crate::{Error, KvSpec, MlaDecode, Result};
 pub struct BatchTables {
     cuda: Cuda,
     kv: KvSpec,
-    /// Of whole sequences: none.
+    /// Which blocks of tokens this rank holds; empty where it holds whole sequences.
     share: Arc<Pattern>,
     /// Its marks, at least a word.
     marks: Buffer,
@@ -164,17 +164,17 @@ impl BatchTables {
     /// Loads the kernels for a cache; its dtype does not matter.
     ///
     /// # Errors
-    /// Those of [`KvSpec::check`], and [`Error::Cuda`].
+    /// The errors of [`KvSpec::check`], and [`Error::Cuda`].
     pub fn new(cuda: &Cuda, kv: KvSpec) -> Result<Self> {
         Self::of_share(cuda, kv, Pattern::default())
     }
 
-    /// As [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
+    /// Like [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
     /// its `block_table` and the plan's bounds the rank's own: lengths, bounds and slots are made for its own tokens, and
     /// tokens of other ranks are skipped.
     ///
     /// # Errors
-    /// Those of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
+    /// The errors of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
     pub fn sharded(cuda: &Cuda, kv: KvSpec, shares: &Shares, rank: u32) -> Result<Self> {
         Self::of_share(cuda, kv, shares.pattern(rank)?)
     }
@@ -252,7 +252,7 @@ impl BatchTables {
     /// A `prepare` that does not fit the step's capacity replaces buffers: graphs captured before must be captured again.
     ///
     /// # Errors
-    /// Those of [`Compiled::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
+    /// The errors of [`Compiled::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
     /// [`crate::DecodeOptions::device_page_list`]; [`Error::Shape`] for a plan with shared prefixes or with other bounds.
     pub fn prepare(
         &self,

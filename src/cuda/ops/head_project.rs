@@ -21,10 +21,10 @@ struct Tile {
     tokens: u32,
     columns: u32,
     threads: u32,
-    /// Of all stages; and of one, for 64 elements of `k`.
+    /// Shared memory of all stages; `stage_bytes` is that of one, which holds 64 elements of `k`.
     shared_bytes: u32,
     stage_bytes: u32,
-    /// It is taken for more tokens than these, if it has so many blocks.
+    /// The tile is chosen for more than `few_tokens` tokens, if that gives at least `least_blocks` blocks.
     few_tokens: u32,
     least_blocks: u32,
     /// Rows and lines of 64 elements of its TMA boxes of `x`, and of those of weights; `None` where threads copy.

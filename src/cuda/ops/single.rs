@@ -48,7 +48,7 @@ pub trait SingleOp: TableOp {
     /// Uploads a step's input, checked, and says how far it reaches.
     ///
     /// # Errors
-    /// Those of [`Kernel::kernel_prepare`].
+    /// The errors of [`Kernel::kernel_prepare`].
     fn upload(&self, cuda: &Cuda, table: &mut Table, input: Self::Input<'_>) -> Result<Self::Extent> {
         let step = self.table(input, |count| self.check_count(count))?;
         table.upload(cuda, step.count, step.words)?;
@@ -58,7 +58,7 @@ pub trait SingleOp: TableOp {
     /// The argument for a layer, without a table.
     ///
     /// # Errors
-    /// Those of [`Kernel::kernel_bind`].
+    /// The errors of [`Kernel::kernel_bind`].
     fn params(&self, args: &Self::Args<&Buffer>, room: Self::Extent) -> Result<Self::Params>;
 
     /// The place of a layer's kernel in [`SingleOp::entries`].

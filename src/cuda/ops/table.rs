@@ -13,7 +13,7 @@ pub struct Table {
     room: u64,
     /// The largest count that it has had, or was made for.
     most: u32,
-    /// As many words as there is room for, once a step had any, and whether the last one did.
+    /// Positions of the tokens, as many words as `room`: made by the first step that has any. `has_positions`: whether the last step had.
     positions: Option<Buffer>,
     has_positions: bool,
 }

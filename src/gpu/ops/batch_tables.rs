@@ -31,7 +31,7 @@ use crate::{Error, KvSpec, MlaDecode, Result};
 pub struct BatchTables {
     gpu: Gpu,
     kv: KvSpec,
-    /// Of whole sequences: none.
+    /// Which blocks of tokens this rank holds; empty where it holds whole sequences.
     share: Arc<Pattern>,
     /// Its marks, at least a word.
     marks: wgpu::Buffer,
@@ -112,17 +112,17 @@ impl BatchTables {
     /// Compiles for a cache; its dtype does not matter.
     ///
     /// # Errors
-    /// Those of [`KvSpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
+    /// The errors of [`KvSpec::check`], [`Error::OutOfMemory`] and [`Error::Internal`].
     pub fn new(gpu: &Gpu, kv: KvSpec) -> Result<Self> {
         Self::of_share(gpu, kv, Pattern::default())
     }
 
-    /// As [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
+    /// Like [`BatchTables::new`], for a rank that holds its share of the tokens. A batch's `seq_lens` are those of the whole sequences,
     /// its `block_table` and the plan's bounds the rank's own: lengths, bounds and slots are made for its own tokens, and
     /// tokens of other ranks are skipped.
     ///
     /// # Errors
-    /// Those of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
+    /// The errors of [`BatchTables::new`], and [`Error::Shape`] for a rank that there is not.
     pub fn sharded(gpu: &Gpu, kv: KvSpec, shares: &Shares, rank: u32) -> Result<Self> {
         Self::of_share(gpu, kv, shares.pattern(rank)?)
     }
@@ -229,7 +229,7 @@ impl BatchTables {
     /// are then recorded again.
     ///
     /// # Errors
-    /// Those of [`Compiled::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
+    /// The errors of [`Compiled::prepare`]; [`Error::LayoutMismatch`] for a decode of another pool or one without
     /// [`crate::DecodeOptions::device_page_list`]; [`Error::Shape`] for a plan with shared prefixes or with other bounds.
     pub fn prepare(
         &self,
@@ -321,7 +321,7 @@ impl BatchTables {
     /// Adds one dispatch that cuts the step's tables down to the batch, and writes its page list. Creates nothing.
     ///
     /// # Errors
-    /// Those of [`BatchTables::check`], before anything is recorded.
+    /// The errors of [`BatchTables::check`], before anything is recorded.
     pub fn record_lists(
         &self,
         pass: &mut wgpu::ComputePass<'_>,
@@ -365,7 +365,7 @@ impl BatchTables {
     }
 }
 
-/// Of `batch_lists`: one for each of what it writes.
+/// The items of `batch_lists`: as many as the longest of the lists that it writes.
 fn items(capacity: &crate::Capacity) -> u64 {
     capacity.items.max(capacity.queries).max(capacity.pages).into()
 }

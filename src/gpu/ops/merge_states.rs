@@ -42,7 +42,7 @@ impl SetStrides {
         }
     }
 
-    /// Of several sets, so many units apart.
+    /// The same strides for an array of several sets, `set_stride` units apart.
     pub(super) fn of_sets(self, set_stride: u32) -> Self {
         Self { set_stride, ..self }
     }

@@ -11,7 +11,7 @@ use crate::ops::{Rope, RopeArgs, RopeLayout};
 use crate::view::View;
 use crate::{Dtype, Error, Result};
 
-/// More would not fit the numbers of a grid.
+/// The most items of a dispatch, so that the shader numbers its invocations in a `u32`.
 const MAX_ITEMS: u64 = 1 << 30;
 
 uniform! {
@@ -41,7 +41,7 @@ impl SingleOp for Rope {
         // Every index is in bounds, for every pair of table and binding:
         // - the table always has two words (`Table`, which nothing else writes);
         // - token < max_tokens, by a `min` in the shader, and head < num_heads as HEAD_UNITS counts units: `check_args` refuses views whose
-        //   last row ends past the buffer, positions that are fewer, and the windows reach at least up to there. Whether an item
+        //   last row ends past the buffer and too few positions, and each window reaches at least to its view's end. Whether an item
         //   is written is decided from the table's numbers, which may wrap, before the `min`;
         // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`).
         // There are no loops.
@@ -70,7 +70,8 @@ impl SingleOp for Rope {
 }
 
 impl Params {
-    /// Rows of at least one token, checked, and the windows of bindings 1 to 4; the names are those of `x` and `y` for errors.
+    /// Checks the views for `max_tokens`, at least 1, and returns the uniform and the windows of bindings 1 to 4. `x_name` and `y_name` stand for
+    /// `x` and `y` in errors.
     pub(super) fn new<'a>(
         gpu: &Gpu,
         spec: &Rope,

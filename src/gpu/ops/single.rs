@@ -42,7 +42,7 @@ pub trait SingleOp: TableOp {
     /// Uploads a step's input, checked, and says how far it reaches.
     ///
     /// # Errors
-    /// Those of [`Kernel::kernel_prepare`].
+    /// The errors of [`Kernel::kernel_prepare`].
     fn upload(
         &self,
         gpu: &Gpu,
@@ -68,7 +68,7 @@ pub trait SingleOp: TableOp {
     /// A layer by [`Kernels::layer`]; `None` where there is room for nothing.
     ///
     /// # Errors
-    /// Those of [`Kernel::kernel_bind`].
+    /// The errors of [`Kernel::kernel_bind`].
     fn bind(
         &self,
         gpu: &Gpu,
@@ -103,7 +103,7 @@ impl Kernels {
     /// is the place of its shader in [`SingleOp::sources`].
     ///
     /// # Errors
-    /// Those of [`group_with_params`].
+    /// The errors of [`group_with_params`].
     pub(super) fn layer<'a, P: bytemuck::NoUninit>(
         &'a self,
         gpu: &Gpu,

@@ -16,7 +16,7 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Of a view of `[tokens, heads, dim]`, none of which is 0, whose rows do not overlap.
+    /// The words of a view of `[tokens, heads, dim]`, none of which is 0, whose rows do not overlap.
     pub(super) fn of(
         view: &View<&wgpu::Buffer>,
         window: &Window<'_>,

@@ -32,7 +32,7 @@ pub struct Step<O: Op, D: Kernel<O>> {
     pub(crate) raw: D::Step,
     /// `None` until it was prepared, and after a prepare that failed.
     pub(crate) used: Option<O::Extent>,
-    /// For the graphs that were captured of it.
+    /// What graphs that were captured of the step compare at each replay.
     now: SharedState<O>,
     owner: u64,
 }
@@ -40,15 +40,15 @@ pub struct Step<O: Op, D: Kernel<O>> {
 /// One layer's buffers, checked and held. Made by [`Compiled::bind`].
 #[derive(Debug)]
 pub struct Binding<O: Op, D: Kernel<O>> {
-    /// Of the first slab, of an op that runs once a slab of the cache.
+    /// The binding, or for an op that runs once a slab of the cache that of the first slab.
     pub(crate) raw: D::Binding,
-    /// Of the other slabs.
+    /// The bindings of the other slabs.
     more: Vec<D::Binding>,
     room: O::Extent,
     owner: u64,
 }
 
-/// No two things have the same.
+/// A number that is given out once.
 pub(crate) fn next_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -108,7 +108,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// until it was prepared again.
     ///
     /// # Errors
-    /// Those of the op's input, see its page, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::LayoutMismatch`] for a
+    /// The errors of the op's input, see its page, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::LayoutMismatch`] for a
     /// step that another op made.
     pub fn prepare(&self, step: &mut Step<O, D>, input: O::Input<'_>) -> Result<()> {
         self.owns(step.owner, true)?;
@@ -122,7 +122,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// Checks one layer's buffers and binds them, for steps that reach no further than `room`: for most ops a number of query tokens, see the op's page.
     ///
     /// # Errors
-    /// Those of [`Op::check_args`], [`Error::Aliased`], [`Error::OtherBackend`], [`Error::Limit`] and [`Error::OutOfMemory`]; on wgpu
+    /// The errors of [`Op::check_args`], [`Error::Aliased`], [`Error::OtherBackend`], [`Error::Limit`] and [`Error::OutOfMemory`]; on wgpu
     /// [`Error::BufferUsage`] without `STORAGE`, [`Error::ForeignResource`] and [`Error::DeviceLost`]; [`Error::Capacity`] of an `MlaLayer`.
     pub fn bind(&self, args: &O::Args<&D::Buffer>, room: O::Extent) -> Result<Binding<O, D>> {
         let mut slabs = Vec::new();
@@ -164,7 +164,7 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// Records one layer and submits it.
     ///
     /// # Errors
-    /// Those of [`Compiled::record_on`] and [`Device::submit`](super::Device::submit).
+    /// The errors of [`Compiled::record_on`] and [`Device::submit`](super::Device::submit).
     pub fn run(&self, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()> {
         self.check(step, binding)?;
         self.device.submit(|mut recorder| self.add(&mut recorder, step, binding))

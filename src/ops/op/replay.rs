@@ -1,15 +1,15 @@
-//! What a captured graph asks before each replay.
+//! The check that a captured CUDA graph makes before each replay: whether the steps in it still are what its kernels were captured for.
 
 use std::any::Any;
 
 use crate::Result;
 
-/// What a graph checks before each replay.
+/// What a captured graph holds of one step, to check before each replay.
 pub trait Replay: Any + Send {
     /// # Errors
     /// [`crate::Error::LayoutMismatch`] where the graph would give wrong results.
     fn check(&self) -> Result<()>;
 
-    /// Whether `other` checks the same.
+    /// Whether `other` checks the same step for the same binding, so that a graph keeps one of them.
     fn is(&self, other: &dyn Any) -> bool;
 }

@@ -1,4 +1,4 @@
-//! What a step holds now, which it shares with the graphs that were captured of it: a replay asks whether the graph still serves it.
+//! The state of a step, shared with the CUDA graphs that were captured of it: before each replay a graph compares it with the state at capture.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,7 +14,7 @@ pub(super) const fn mismatch(detail: &'static str) -> Error {
 pub(super) const UNPREPARED: &str =
     "the step was not prepared, or its last prepare failed: call `prepare` first";
 
-/// What a step holds now: one value for the step and its graphs.
+/// How far a step reaches and what it has room for: one value that the step and its graphs share.
 #[derive(Debug)]
 pub(crate) struct SharedState<O: Op>(Arc<Mutex<State<O::Extent, O::Capacity>>>);
 
@@ -23,7 +23,7 @@ struct State<E, C> {
     /// `None` until it was prepared, and after a prepare that failed.
     used: Option<E>,
     capacity: C,
-    /// Of [`super::Kernel::recording_key`].
+    /// The value of [`super::Kernel::recording_key`].
     form: u64,
 }
 
@@ -40,13 +40,13 @@ impl<O: Op> SharedState<O> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a graph keeps of the step as it is recorded now, with a binding of so much room.
+    /// What a graph keeps of the step as it is captured now, with a binding that has room for `room`.
     pub(crate) fn recorded(&self, room: O::Extent) -> Box<dyn Replay> {
         Box::new(Recorded::<O> { now: Self(self.0.clone()), then: self.get(), room })
     }
 }
 
-/// A step and the room of a binding, as they were recorded.
+/// A step and the room of a binding, as they were at capture.
 struct Recorded<O: Op> {
     now: SharedState<O>,
     then: State<O::Extent, O::Capacity>,

@@ -38,7 +38,7 @@ pub(super) struct Model<D: Backend> {
 pub(super) struct Bound<D: Backend> {
     pub(super) binding: Binding<MlaLayer, D>,
     expansion: Binding<MlaExpand, D>,
-    /// Of [`Inputs`].
+    /// The buffers of [`Inputs`].
     inputs: [D::Buffer; 3],
     kv: D::Buffer,
     pub(super) out: D::Buffer,

@@ -231,7 +231,7 @@ fn batch_tables(
     gpu.submit(|mut pass| tables.record_slots(&mut pass, &slots, &batch))
 }
 
-/// Of each op, what became of it: nothing may reach the device's own handler of errors.
+/// Runs every op and returns what became of each: no error may reach the device's own handler.
 fn run_all(gpu: &Gpu, tokens: u32) -> Vec<(&'static str, Result<()>)> {
     // The cache takes 2.3 MB; all else is of the tokens.
     let bytes = if tokens == 1 { 4 << 20 } else { 32 << 20 };

@@ -219,7 +219,7 @@ fn long_sequences_are_cut_though_there_are_many() {
     assert!(*lengths(&plan).iter().max().unwrap() < 2500);
 }
 
-/// As measured on an H200, a single sequence leaves room for its merge.
+/// A single sequence leaves multiprocessors free for its merge: that was measured to be faster on an H200.
 fn a_single_sequence_leaves_a_part_of_the_device_free() {
     let items_of = |lens: &[i32], tiling: &Tiling| {
         let lengths = lengths(&plan(lens, 16, tiling));

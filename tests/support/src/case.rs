@@ -121,7 +121,7 @@ pub struct DcpCombineCase {
     pub num_tokens: usize,
     /// Heads.
     pub num_heads: usize,
-    /// Of `lses` and `lse`.
+    /// The base of `lses` and `lse`.
     pub lse_base: LseBase,
     /// `[world, tokens, heads, head_size]` of `spec.dtype`.
     pub outs: Vec<u8>,

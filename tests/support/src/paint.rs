@@ -84,7 +84,7 @@ impl Data {
             Self::Randn => (0.5, 0.5),
             Self::Needle => (1.5, 1.5),
             Self::BigLogits => (720.0, 16.0),
-            // Of 2200 tokens.
+            // The logits rise over 2200 tokens.
             Self::Rising => (480.0, 16.0),
             Self::Extremes => (300.0, 4e-3),
             Self::Huge => (1e5, 1.2e-5),
@@ -407,7 +407,7 @@ impl Problem {
         self.query_start_loc.last().map_or(0, |&end| end as usize)
     }
 
-    /// As the planner and the oracle want it.
+    /// The mask, as the planner and the oracle take it.
     pub fn mask(&self) -> Mask<'_> {
         match &self.sees {
             Sees::Causal => Mask::Causal,

@@ -9,7 +9,7 @@ use super::paint::{POISON, Problem, Rng, Sees, WILD};
 /// The pool has at least as many pages as the whole's, so that problems of one spec stay problems of one spec.
 ///
 /// # Errors
-/// Those of [`Shares`].
+/// The errors of [`Shares`].
 pub fn cut(whole: &Problem, shares: &Shares, rank: u32) -> Result<Problem> {
     let mut parts = Vec::new();
     for (sequence, len) in (0..).zip(shares.local_seq_lens(rank, &whole.seq_lens)?) {
@@ -17,7 +17,7 @@ pub fn cut(whole: &Problem, shares: &Shares, rank: u32) -> Result<Problem> {
         parts.push(Part { sequence, tokens });
     }
     let name = format!("rank {rank} of {} by {}", shares.world(), shares.interleave());
-    // As an engine has them, where the mask is the usual one.
+    // Where the mask is the usual one, the bounds are those that an engine would compute.
     let bounds = match whole.sees {
         Sees::Causal => shares.local_bounds(rank, &whole.seq_lens, &whole.query_start_loc)?,
         _ => bounds(whole, |visible| shares.local_len(rank, visible))?,
@@ -29,7 +29,7 @@ pub fn cut(whole: &Problem, shares: &Shares, rank: u32) -> Result<Problem> {
 /// gives does not depend on which rank has it. With the problem come each part's sequence and block.
 ///
 /// # Errors
-/// Those of [`Shares`].
+/// The errors of [`Shares`].
 pub fn cut_blocks(whole: &Problem, shares: &Shares, rank: u32) -> Result<(Problem, Vec<(usize, u32)>)> {
     let interleave = shares.interleave();
     let (mut parts, mut places, mut all) = (Vec::new(), Vec::new(), Vec::new());

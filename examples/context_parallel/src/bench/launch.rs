@@ -22,7 +22,7 @@ pub trait Launch: Backend + 'static {
     /// What `record` launches, to be launched again: as a graph if `graph` is set.
     ///
     /// # Errors
-    /// Those of `record`, and of a capture.
+    /// The errors of `record`, and of a capture.
     fn again<'a>(
         &self,
         _graph: bool,
@@ -34,7 +34,7 @@ pub trait Launch: Backend + 'static {
     /// What `record` launches as a graph that borrows nothing, so that its steps can be prepared again.
     ///
     /// # Errors
-    /// Those of `record`, of a capture, and where there are no graphs.
+    /// The errors of `record`, of a capture, and where there are no graphs.
     fn captured(device: &Self, record: impl Fn() -> Result<(), Error>) -> Result<Again<'static>, Error> {
         let _ = (device, record);
         Err(Error::LayoutMismatch { detail: "this device has no graphs" })

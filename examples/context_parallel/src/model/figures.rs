@@ -51,7 +51,7 @@ pub const TWO_CORES: Machine = Machine {
 };
 
 impl Machine {
-    /// Of 16 and of 128 heads, bf16 and e4m3.
+    /// The column of a figure's table: 16 heads bf16 and e4m3, then 128 heads bf16 and e4m3.
     #[must_use]
     pub fn column(heads: u32, cache: Dtype) -> usize {
         2 * usize::from(heads > 16) + usize::from(cache == Dtype::E4m3)

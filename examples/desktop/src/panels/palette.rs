@@ -14,7 +14,7 @@ const SEQUENCES: [Color32; 8] = [
     Color32::from_rgb(156, 117, 95),
 ];
 
-/// Of a sequence, by its number.
+/// The colour of a sequence, by its number.
 pub fn of_sequence(number: usize) -> Color32 {
     SEQUENCES[(number.max(1) - 1) % SEQUENCES.len()]
 }
@@ -25,7 +25,7 @@ pub fn ink_on(ground: Color32) -> Color32 {
     if 0.299 * r + 0.587 * g + 0.114 * b > 140.0 { Color32::BLACK } else { Color32::WHITE }
 }
 
-/// Of a weight from 0 to 1: its square root, as most weights are small. The ends are those of the page of examples/web.
+/// The colour of a weight from 0 to 1, by its square root, since most weights are small. The ends are those of the page of examples/web.
 pub fn of_weight(weight: f32, visuals: &Visuals) -> Color32 {
     let (cold, hot) = match visuals.dark_mode {
         true => (Color32::from_rgb(22, 24, 26), Color32::from_rgb(168, 220, 255)),

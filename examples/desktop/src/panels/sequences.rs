@@ -9,7 +9,7 @@ use crate::writer::Ask;
 /// Points of the panel's heading, and of a sequence's frame and its first line.
 const HEADING: f32 = 44.0;
 const HEADER: f32 = 54.0;
-/// Of a sequence's text.
+/// The least height of a sequence's text.
 const LEAST: f32 = 76.0;
 /// Characters of a fork's parent that are shown.
 const GIVEN: usize = 60;

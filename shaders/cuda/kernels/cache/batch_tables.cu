@@ -26,7 +26,7 @@ struct Args {
     u32 page_size;
     u32 num_pages;
     u32 max_tokens; // slots that `slots` holds
-    // Of a rank that holds a share of the tokens; all 0: one that holds all.
+    // The share of this rank; all three are 0 where it holds every token.
     u32 interleave; // tokens in a block of the pattern, at least 1
     u32 owned;      // blocks of the pattern that are this rank's
     u32 blocks;     // blocks of the pattern

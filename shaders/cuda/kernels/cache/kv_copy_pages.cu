@@ -2,7 +2,7 @@
 //
 //   for (from, to) of the table: kv[to] = kv[from]
 //
-// Of a pool in several slabs, a launch copies from one slab to another, or inside of one.
+// Where a pool is cut into slabs, a launch copies from one slab to another, or within one.
 //
 // The host checked that no page is both read and written, and none written twice, so the copies need no order.
 //

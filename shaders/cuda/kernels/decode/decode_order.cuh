@@ -35,7 +35,7 @@ struct BoxOrder {
         chunk += row % TOGETHER * (ROW_BYTES / 16);
         return row / ROWS * BYTES + chunk / 8 * LINE_BYTES + line * 128 + ((chunk % 8 ^ line % 8) << 4);
     }
-    // As Swizzle::from; `place` is in an even group.
+    // The same as Swizzle::from; `place` is in an even group.
     DEVICE static u32 from(u32 place, u32 further) {
         const u32 groups = further / GROUP;
         place ^= further % GROUP << 4;

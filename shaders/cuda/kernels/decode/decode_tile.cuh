@@ -71,7 +71,7 @@ struct Tile {
     static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
     static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
     static constexpr int QUERIES_AT = KEPT > 0 ? (STAGES - 1) * STAGE_BYTES : 0;
-    // Of four sharers, the sums from the three others use the place of the warp's weights.
+    // With four sharers, the sums from the three others are written over the warp's weights.
     static constexpr int PIECE_BYTES = TOKEN_TILES * LANES * 16, WEIGHTS_STRIDE = SHARERS == 4 ? 3 * PIECE_BYTES : WEIGHTS_BYTES;
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
     // Without a barrier of the block between two tiles (BOXED), weights are double-buffered.

@@ -1,15 +1,19 @@
 // Programmatic dependent launch.
 #pragma once
 
-// Since compute capability 9.0 a kernel may start while the previous one on the stream drains, and waits where it reads what that wrote or
-// overwrites what that reads. src/cuda/kernels/ptx.rs turns these comments of the PTX into instructions for such cards. Every block must
-// wait, one without work too: the next kernel waits for the completion of this one only.
-// Lets the next kernel on the stream start: griddepcontrol.launch_dependents.
+// Since compute capability 9.0 a kernel may start while the previous kernel of the stream drains. It must then call `griddep_wait` before it
+// reads what that kernel wrote, or overwrites what that kernel reads. Every block must call it, also one without work: the next kernel
+// waits for this one alone, and relies on it to have waited for those before.
+//
+// The PTX is built for older cards too. So both instructions are PTX comments, which src/cuda/kernels/ptx.rs makes instructions for cards that
+// have them.
+
+// griddepcontrol.launch_dependents: lets the next kernel of the stream start once every block of this one has called it or ended.
 __device__ __forceinline__ void griddep_launch() {
     asm volatile("// sm_90: griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until the kernel before has completed and its writes are visible.
+// griddepcontrol.wait: waits until the previous kernel of the stream has completed and its writes are visible.
 __device__ __forceinline__ void griddep_wait() {
     asm volatile("// sm_90: griddepcontrol.wait;" ::: "memory");
 }

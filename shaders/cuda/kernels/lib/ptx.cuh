@@ -65,7 +65,7 @@ DEVICE void bar_sync(u32 barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(WARPS * LANES) : "memory");
 }
 
-// Arrives at such a barrier without waiting.
+// bar.arrive: arrives at a named barrier of WARPS warps without waiting.
 template <int WARPS>
 DEVICE void bar_arrive(u32 barrier) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(WARPS * LANES) : "memory");
@@ -78,7 +78,7 @@ DEVICE bool any_of_block(bool value) {
     return any != 0;
 }
 
-// As `bar_sync`, and whether `value` is true for any of the threads.
+// bar.red.or: a named barrier of WARPS warps, which also tells whether `value` is true for any of their threads.
 template <int WARPS>
 DEVICE bool any_of_warps(u32 barrier, bool value) {
     u32 any;
@@ -89,16 +89,18 @@ DEVICE bool any_of_warps(u32 barrier, bool value) {
     return any != 0;
 }
 
-// cp.async of 16 bytes to shared memory; complete after `cp_async_wait`. Where `is_there` is false it writes zeros and reads nothing.
+// cp.async of 16 bytes from global to shared memory; the bytes are there after `cp_async_wait`. If `is_there` is false, it reads nothing and
+// writes zeros.
 DEVICE void copy_16(u32 to, const void* from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
 
+// cp.async of 8 bytes, otherwise like copy_16.
 DEVICE void copy_8(u32 to, const void* from, bool is_there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(is_there ? 8 : 0) : "memory");
 }
 
-// The same, if `wanted`.
+// Like copy_16 above, but does nothing at all if `wanted` is false.
 DEVICE void copy_16(u32 to, const void* from, bool is_there, bool wanted) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0), "r"(static_cast<u32>(wanted))
                  : "memory");
@@ -109,37 +111,41 @@ DEVICE void copy_8(u32 to, const void* from, bool is_there, bool wanted) {
                  : "memory");
 }
 
-// Fetches what lies at an address of global memory into the L2, since compute capability 9.0: a hint, which reads nothing.
+// prefetch.global.L2 since compute capability 9.0, else nothing: fetches the line at a global address into the L2. It is a hint, so the address
+// need not be readable.
 DEVICE void prefetch_to_l2(u64 at) {
     asm volatile("// sm_90: prefetch.global.L2 [%0];" ::"l"(at));
 }
 
-// Closes a group of the thread's cp.async.
+// cp.async.commit_group: the thread's cp.async since the last commit become a group.
 DEVICE void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until all but the GROUPS latest groups have landed.
+// cp.async.wait_group: waits until at most the GROUPS latest of the thread's groups are still in flight.
 template <int GROUPS>
 DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-// Initialises an mbarrier of 8 bytes for `arrivals` arrivals a phase. Phases have parities 0, 1, 0, ..
+// mbarrier.init: initialises an mbarrier, 8 bytes of shared memory, whose phases end after `arrivals` arrivals each. The phases' parities are
+// 0, 1, 0, 1 and so on.
 DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// mbarrier.arrive: one arrival.
 DEVICE void arrive(u32 barrier) {
     asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier) : "memory");
 }
 
-// Arrives once this thread's earlier cp.async have landed.
+// cp.async.mbarrier.arrive.noinc: an arrival that happens when this thread's earlier cp.async are complete.
 DEVICE void cp_async_mbarrier_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits for the end of the phase of this parity; the one before the first counts as ended. Since sm_90, try_wait suspends the thread.
+// Waits until the phase of this parity has ended. Before the first phase has ended, parity 1 counts as ended. try_wait, since sm_90, suspends the
+// thread meanwhile.
 DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{.reg .pred p;\n"

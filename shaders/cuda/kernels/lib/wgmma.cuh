@@ -39,19 +39,22 @@ DEVICE void end_of_multiplications(float (&sums)[TILES][4]) {
     pin(sums);
 }
 
-// wgmma.wait_group: waits for all but the last LEFT groups. Pin their accumulators after it.
+// wgmma.wait_group: waits until at most the LEFT latest groups are in flight. `pin` the accumulators of the groups that ended before use, so that
+// the compiler does not move their reads above the wait.
 template <int LEFT>
 DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// From here on a thread of the warpgroup has REGISTERS registers, fewer than before: loader warps give up what multiplying warps take.
+// setmaxnreg.dec: lowers the registers of each thread of this warpgroup to REGISTERS. Loader warps release registers so that the warps that
+// multiply can have more.
 template <int REGISTERS>
 DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");
 }
 
-// The same, with more: waits until the block has them free.
+// setmaxnreg.inc: raises the registers of each thread of this warpgroup to REGISTERS. Waits until other warpgroups of the block have released
+// enough.
 template <int REGISTERS>
 DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");

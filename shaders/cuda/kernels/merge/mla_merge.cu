@@ -182,7 +182,7 @@ DEVICE void merge_few(const Args& args) {
     for (u32 first = 0; first < partials.count;) {
         if (first > 0) __syncthreads();
         Sum sum;
-        // As often in all groups, since a warp's lanes pass each other weights.
+        // The loop runs equally often in all groups, since a warp's lanes exchange weights.
         for (const u32 end = min(first + RUN, partials.count); first < end; first += AHEAD * GROUPS) {
             if (first > 0) {
                 batch.find(partials, first + group, GROUPS, first / GROUPS);

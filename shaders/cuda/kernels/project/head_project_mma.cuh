@@ -69,7 +69,7 @@ template <class T>
 DEVICE void prefetch_weights(const Args &args, const Source &source) {
     const u32 rows = T::IS_KN ? source.k_chunks * 8 : min(source.columns, T::COLUMNS);
     const u32 parts = ((T::IS_KN ? min(source.column_chunks, T::COLUMNS / 8) : source.k_chunks) + 3) / 4;
-    // As many rows at a time as there are parts of 64 bytes for the threads.
+    // Threads a row: one for each part of 64 bytes of the widest row.
     constexpr u32 PARTS = T::IS_KN ? (T::COLUMNS + 31) / 32 : 16;
 #pragma unroll 1
     for (u32 row = threadIdx.x / PARTS; row < rows; row += T::THREADS / PARTS) {

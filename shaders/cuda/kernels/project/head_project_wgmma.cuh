@@ -14,7 +14,7 @@
 #include "lib/wgmma.cuh"
 #include "project_store.cuh"
 
-// Of x, [heads, lines, tokens, 64 elements], and of the matrices, as they lie; a line is 128 bytes of a row.
+// Tensor maps of x, [heads, lines, tokens, 64 elements], and of the matrices, in the order in which they lie; a line is 128 bytes of a row.
 struct ProjectMaps {
     TensorMap x, weight;
 };
@@ -154,7 +154,7 @@ DEVICE void project_wgmma(const Args &args, const ProjectMaps &maps) {
         project_wgmma<WgmmaTile<__VA_ARGS__>>(args, maps); \
     }
 
-// Of 168 registers a thread, the loader's warpgroup gives up 144 by setmaxnreg.
+// The kernel is compiled for 168 registers a thread, of which the loader's warpgroup releases 144 by setmaxnreg.
 // limits: head_project_wgmma_* registers=168 threads=384 shared=232448
 #define PROJECTS(dtype, IS_BF16) \
     PROJECT(head_project_wgmma_m128n256_kn_##dtype, IS_BF16, true) \

@@ -87,7 +87,7 @@ __device__ __forceinline__ void rope_append(const Args &args) {
         return;
     }
     if (part < args.query_items) {
-        // Of a pool in several slabs, one launch rotates the queries: twice in place would be wrong.
+        // Of the launches for the slabs of a pool only the first rotates the queries: twice in place would be wrong.
         if (part < args.query.head_units && append.first_slot == 0) {
             rotate_unit(args.query, args.query_dtype, token, position, part);
         }

@@ -11,7 +11,7 @@ use super::*;
 use crate::MlaPrefill;
 use crate::gpu::kernels::prefill;
 
-/// As wgpu reports a DX12 card. Where DXC is not there wgpu takes FXC, without any feature: [`Caps::WEBGPU`].
+/// What wgpu reports of a DX12 card with DXC. Without DXC wgpu compiles by FXC and reports no feature: [`Caps::WEBGPU`].
 const CARD: Caps = Caps {
     kind: DeviceKind::Discrete,
     subgroups: true,
@@ -31,15 +31,15 @@ const DEVICES: [(&str, Caps); 4] = [
     ("webgpu", Caps::WEBGPU),
 ];
 
-/// A kernel, of which device, and what it may use.
+/// A kernel that some device compiles, and what it may use there.
 struct Pipeline {
-    /// As `examples/pipelines` names it: `chosen` or `offered`, shape, variant or op, dtypes.
+    /// The name in `examples/pipelines`: `chosen` or `offered`, shape, variant or op, dtypes.
     name: String,
     capabilities: Capabilities,
     source: Source,
 }
 
-/// As wgpu-hal 30 has it written for a module without run-time checks.
+/// The HLSL, by the options that wgpu-hal 30 passes to naga for a module without run-time checks.
 fn write(
     Pipeline { name, source, .. }: &Pipeline,
     (module, info): &(Module, ModuleInfo),
@@ -107,7 +107,7 @@ fn decodes(caps: &Caps) -> Vec<Pipeline> {
     all
 }
 
-/// Of what does not differ between devices without cooperative matrices: merges and small ops.
+/// The pipelines that are the same on all devices without cooperative matrices: merges and small ops.
 fn others() -> Vec<Pipeline> {
     let merges = all_dims().flat_map(|dims| {
         Merging::ALL.into_iter().flat_map(move |merging| {

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// As Mesa's drivers report it, with `wanted`'s features and limits.
+/// What Mesa's drivers report, for the features and limits of `wanted`.
 const CARD: Caps = Caps {
     kind: DeviceKind::Discrete,
     subgroups: true,

@@ -6,7 +6,7 @@ use wgpu_mla::CalibrationStats;
 /// there are.
 pub fn kv_calibrate(data: &[f32], k_scale: f32) -> CalibrationStats {
     let finite: Vec<f64> = data.iter().filter(|x| x.is_finite()).map(|x| f64::from(x.abs())).collect();
-    // As f32 has it, infinite where the scale is large.
+    // The product is made in f32, where it is infinite for a large scale.
     let limit = f64::from(448.0 * k_scale);
     CalibrationStats {
         amax: finite.iter().copied().fold(0.0, f64::max) as f32,

@@ -97,7 +97,7 @@ pub fn plans_of_one_slab<B: Backend>(session: &Session<'_, B>) {
     session.finish("plans of one slab");
 }
 
-/// Of dims and dtypes that the session's variant serves.
+/// A problem of dims and dtypes that the session's variant serves.
 fn served<B: Backend>(session: &Session<'_, B>, make: &Make) -> Option<Problem> {
     let dtypes = [(Dtype::F32, (256, 32)), (Dtype::Bf16, (512, 64)), (Dtype::E4m3, (512, 64))];
     let build = |(dtype, dims)| Make { cache: dtype, query: dtype, dims, ..make.clone() }.build();

@@ -37,7 +37,7 @@ impl<B: Backend> Communicator<B> for Place {
 pub fn refuses_other_ranks<B: Backend>(session: &Session<'_, B>) {
     let result = || -> Result<(), Error> {
         for form in [CombineForm::AllToAll, CombineForm::AllGatherReduceScatter, CombineForm::AllGather] {
-            // Of one token an all-to-all is made as an all-gather, of 200 it is not.
+            // For one token an all-to-all is made as an all-gather, for 200 it is not.
             for (max_tokens, world) in [(1, 2), (200, 2), (1, 1)] {
                 let (num_heads, kv_lora_rank, out, lse_base) = (4, 256, Dtype::F32, LseBase::E);
                 let spec = ContextParallelSpec {

@@ -409,7 +409,7 @@ fn tolerance(spec: &MlaLayer, rounds_weights: bool) -> Tolerance {
         Dtype::F32 if !rounds_weights => {
             Tolerance { abs: 0.0, rel: 0.0, row: Some((spec.v_head_dim as usize, 2e-5)), cos: 1e-9 }
         }
-        // As a decode that rounds its weights.
+        // The tolerance of a decode that rounds its weights.
         dtype => Tolerance::decode(dtype, dtype, dtype, true, 1.0, 1),
     }
 }

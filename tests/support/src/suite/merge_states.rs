@@ -80,7 +80,7 @@ impl Case {
             for row in 0..rows {
                 let x = rng.randn() * 3.0;
                 lse.push(match row % 5 {
-                    // Of one set, or of none.
+                    // Rows to which one set contributes, or none.
                     3 if set != (row * 7) % (sets + 1) => f32::NEG_INFINITY,
                     4 => kinds.get((set * 5 + row) % 13).copied().unwrap_or(x),
                     1 => x + 90.0,

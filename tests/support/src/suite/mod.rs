@@ -65,7 +65,7 @@ pub struct Session<'a, B: Backend> {
     decodes: RefCell<Decodes<B>>,
     checks: Cell<usize>,
     left_out: Cell<usize>,
-    /// Of all groups: checks, and those left out.
+    /// The sums over all groups: checks, and checks that were left out.
     totals: Cell<(usize, usize)>,
     failures: RefCell<Vec<String>>,
 }
@@ -120,7 +120,7 @@ impl<'a, B: Backend> Session<'a, B> {
         self.decode_for(spec, 1)
     }
 
-    /// As [`Session::decode`], made for that many query tokens a sequence.
+    /// Like [`Session::decode`], made for that many query tokens a sequence.
     pub fn decode_for(&self, spec: &MlaDecode, query_tokens: u32) -> Result<Rc<Compiled<MlaDecode, B>>> {
         let key = (*spec, query_tokens.max(1));
         if let Some(decode) = self.decodes.borrow().get(&key) {

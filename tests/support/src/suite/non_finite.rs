@@ -155,7 +155,7 @@ fn compare<B: Backend>(
 ) -> Result<(), String> {
     let latent = clean.spec.shape.kv_lora_rank as usize;
     let (out, lse) = problem.expected();
-    // Of the clean problem: an infinite latent would allow anything.
+    // The tolerance is the clean problem's: one from an infinite latent would allow anything.
     let tolerance = session.tolerance(clean, 1);
     close("lse", &after.lse, &lse, &Tolerance::lse()).into_result()?;
     close("out", &after.out, &out, &tolerance).into_result()?;

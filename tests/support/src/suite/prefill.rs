@@ -74,7 +74,7 @@ struct Problem {
     sequences: Vec<PrefillSequence>,
     tokens: usize,
     keys: usize,
-    /// Of the output.
+    /// Rows of the output.
     rows: usize,
     /// q_nope, q_pe, k_nope, k_pe, v: dense, encoded.
     arrays: [Vec<u8>; 5],

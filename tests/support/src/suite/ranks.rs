@@ -193,7 +193,7 @@ impl<B: Backend> Session<'_, B> {
         self.note(&what, self.compare_ranks(whole, how, shares, &out, &lse));
     }
 
-    /// As [`Session::compare`], of a decode that is cut into ranks.
+    /// Like [`Session::compare`], for a decode that is cut into ranks.
     pub fn compare_ranks(
         &self,
         whole: &Problem,
@@ -243,7 +243,7 @@ struct States<'a> {
 }
 
 impl<'a> States<'a> {
-    /// Of a decode's ranks.
+    /// The states that the ranks of a decode leave.
     fn of(whole: &Problem, world: usize, how: &How, outs: &'a [u8], lses: &'a [f32]) -> Self {
         let shape = whole.spec.shape;
         let spec = MergeStates { dtype: Dtype::F32, head_size: shape.kv_lora_rank };

@@ -218,7 +218,7 @@ fn equal_logits<B: Backend>(
     }
 }
 
-/// As [`long_sums`], of expanded keys. Rows of keys and values are one row, by strides of 0.
+/// Like [`long_sums`], for a prefill over expanded keys. Strides of 0 make all rows of keys and values one row.
 pub fn prefill_long_sums<B: Backend>(session: &Session<'_, B>) {
     let spec = MlaPrefill {
         num_heads: 1,

@@ -3,8 +3,8 @@
 
 #include "decode/mla_decode.cuh"
 
-// As the tile of `mma_m16`, with steps of k = 32, and queries that stay codes and in shared memory: registers are short. A warp's weights are
-// [LANES, 4 words].
+// This tile is that of `mma_m16` with steps of k = 32. Queries stay FP8 codes in shared memory, since registers are short. A warp's weights
+// are [LANES, 4 words].
 template <int LATENT, int ROPE, int STAGES>
 struct Fp8Tile : Tile<LATENT, ROPE, E4M3, 16, 64, 4, STAGES, 1, 1, (LATENT + ROPE) / 16> {
     using Base = Tile<LATENT, ROPE, E4M3, 16, 64, 4, STAGES, 1, 1, (LATENT + ROPE) / 16>;
@@ -77,8 +77,9 @@ DEVICE void split_weights(float first, float second, int shift, u32& high, u32& 
 
 // output = output * keep + weights x values * add, by rows lane / 4 and lane / 4 + 8.
 //
-// Of each 16 tokens a lane has the weights of 2i, 2i + 1, 2i + 8 and 2i + 9, i = lane % 4, as scores have them. A B fragment has the same order of
-// k: ldmatrix.trans of pairs of codes gives a lane two columns of these tokens, which `prmt` parts into even and odd ones.
+// From each 16 tokens a lane has the weights of tokens 2i, 2i + 1, 2i + 8 and 2i + 9, i = lane % 4: the layout of the scores' accumulators. A B
+// fragment has the same order of k: ldmatrix.trans on pairs of codes gives a lane two columns of these tokens, which `prmt` splits into the
+// even and the odd one.
 template <class T>
 DEVICE void add_values(Output<T>& output, u32 weights, u32 stage, const float (&keep)[2], const float (&add)[2]) {
     using Order = typename T::Order;
@@ -89,11 +90,11 @@ DEVICE void add_values(Output<T>& output, u32 weights, u32 stage, const float (&
     for (int c = 0; c < CHUNKS; c++) {
         // Weights are loaded for each chunk, and one chunk at a time: registers are short, all the more where ptxas makes the codes f16 (sm_90, sm_100).
         __syncwarp();
-        // Of even columns and of odd ones.
+        // Products of the high codes and of the low codes, [even or odd columns].
         float highs[2][4] = {}, lows[2][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            // Of two warps, 16 tokens each: high codes of both rows, low codes of both.
+            // The weights that two warps wrote, 16 tokens each: high codes of both rows, then low codes of both.
             u32 first[4], last[4], codes[4];
             load_16(first, weights + (step * 2 * LANES + lane) * 16);
             load_16(last, weights + ((step * 2 + 1) * LANES + lane) * 16);

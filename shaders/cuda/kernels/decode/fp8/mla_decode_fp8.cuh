@@ -34,7 +34,7 @@ DEVICE void load_codes(const Args& args, const WorkItem& item, u32 to) {
 template <class T>
 DEVICE void decode_fp8(const Args& args) {
     extern __shared__ __align__(1024) u8 shared[];
-    // As `decode`: the item is loaded before num_items is known, and page ids after the kernel before if that may have written them.
+    // Like `decode`, it loads the item before num_items is known, and page ids only after the previous kernel if that may have written them.
     const WorkItem item = args.items[blockIdx.x];
     griddep_launch();
     if (blockIdx.x >= args.header->num_items) return griddep_wait();

@@ -1,7 +1,7 @@
 // Split-KV MLA decode in absorbed form by wgmma with swapped operands (swap AB), for FP8 (e4m3) caches: variants `wgmma_swap_ab_n16`, `_n32` and
 // `_n64`, for compute capability 9.0.
 //
-// As in mla_decode_swap.cuh, wgmma's M is tokens for the scores and latent columns for the values, its N is query rows. So the cache is the operand A,
+// Like in mla_decode_swap.cuh, wgmma's M is tokens for the scores and latent columns for the values, its N is query rows. So the cache is the operand A,
 // which wgmma takes from registers: codes come there by ldmatrix, for the values transposed, and become f16. No f16 of the cache is in shared memory.
 //
 // Warp specialisation: two or four warpgroups multiply, another loads. Those that multiply own tiles of 64 tokens in turns, and each has a share of the
