@@ -1,4 +1,5 @@
-//! Times `mla_prefill`. Some rows of each shape are compared with the oracle first; a wrong one is not timed, and the run ends with status 1.
+//! Times `mla_prefill`. Some rows of each shape are compared with the oracle first; a wrong one is not timed, and the run ends with status
+//! 1.
 //!
 //! ```text
 //! cargo bench --bench prefill -- [--only TEXT].. [--variant NAME] [--replays N] [--json FILE] [--full | --test] [--list]

@@ -22,7 +22,8 @@ use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions, View, WeightView, wgpu};
 
-/// The dims of DeepSeek-V2-Lite with 16 heads, which is also one device's share of DeepSeek-V3 on 8 devices; with 128, those of DeepSeek-V3.
+/// The dims of DeepSeek-V2-Lite with 16 heads, which is also one device's share of DeepSeek-V3 on 8 devices; with 128, those of
+/// DeepSeek-V3.
 const fn dims(num_heads: u32) -> HeadDims {
     HeadDims { num_heads, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 }
 }
@@ -221,8 +222,8 @@ impl Reads for Gpu {
     }
 }
 
-/// By `read_all` of ceiling.ptx, with some numbers of blocks. A thread of it loads 64 bytes at a time, so that 2 MB have at most 128 blocks:
-/// unlike that of wgpu, it may not be the fastest that there is.
+/// By `read_all` of ceiling.ptx, with some numbers of blocks. A thread of it loads 64 bytes at a time, so that 2 MB have at most 128
+/// blocks: unlike that of wgpu, it may not be the fastest that there is.
 #[cfg(feature = "cuda")]
 impl Reads for wgpu_mla::cuda::Cuda {
     fn read_once(&self, weights: &Self::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64> {

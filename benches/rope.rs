@@ -1,5 +1,5 @@
-//! Times `rope_append`, which precedes a decode, and `rope`. Each shape is compared first: rotated queries with the oracle, the cache byte for
-//! byte with that of `rope` and `kv_append`. A wrong one is not timed, and the run ends with status 1.
+//! Times `rope_append`, which precedes a decode, and `rope`. Each shape is compared first: rotated queries with the oracle, the cache byte
+//! for byte with that of `rope` and `kv_append`. A wrong one is not timed, and the run ends with status 1.
 //!
 //! ```text
 //! cargo bench --bench rope -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]

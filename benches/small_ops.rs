@@ -1,5 +1,6 @@
 //! Times `kv_copy_pages`, `kv_calibrate` and `batch_tables`. Each shape is checked first: copied pages byte for byte, the counts of a
-//! calibration with the oracle, tables by the append and the decodes that use them. A wrong one is not timed, and the run ends with status 1.
+//! calibration with the oracle, tables by the append and the decodes that use them. A wrong one is not timed, and the run ends with status
+//! 1.
 //!
 //! ```text
 //! cargo bench --bench small_ops -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]

@@ -3,8 +3,8 @@
 //! ```text
 //! cargo run --release --example pipelines -- [--all] [--only PART,PART...]... [--list] [--markers]
 //! ```
-//! Without options each pair of query and cache dtypes is compiled with one output dtype, and at most 16 samples of an op; `--all` takes every one.
-//! `--only` keeps the pipelines whose line contains one of the parts, and may be repeated; `--list` compiles none.
+//! Without options each pair of query and cache dtypes is compiled with one output dtype, and at most 16 samples of an op; `--all` takes
+//! every one. `--only` keeps the pipelines whose line contains one of the parts, and may be repeated; `--list` compiles none.
 //! `--markers` writes a line to stderr before each compile, for drivers that print statistics there:
 //! `scripts/vendors.sh` reads them.
 //! Status 0: all compiled; 1: one did not, or there is no adapter; 2: bad arguments.

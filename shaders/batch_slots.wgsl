@@ -4,7 +4,8 @@
 //     position = seq_lens[s] - (query_start_loc[s + 1] - token); of a rank with a share of the tokens: its index among the rank's
 //     slots[token] = block_table[s][position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 //
-// A token of no sequence or of another rank gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite another page.
+// A token of no sequence or of another rank gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite
+// another page.
 //
 // Tile: one thread a token.
 // Concatenated with: lib/grid, lib/device_batch. Constants: GROUP, PAGE_SIZE, NUM_PAGES.

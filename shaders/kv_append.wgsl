@@ -47,7 +47,8 @@ fn kv_append(
         }
     }
     for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
-        // NO_SLOT and slots of other slabs fail this test. The host checked the slots; the bound also covers a table made for a larger pool.
+        // NO_SLOT and slots of other slabs fail this test. The host checked the slots; the bound also covers a table made for a larger
+        // pool.
         let slot = slots[i] - params.first_slot;
         if slot < params.num_slots {
             kv[row_of(slot, params) + quad] = convert(quads[i], params.scale);

@@ -38,7 +38,8 @@ fn kv_copy_pages(
     }
     let source = table[1u + 2u * copy] - params.from_first_page;
     let target_page = table[2u + 2u * copy] - params.to_first_page;
-    // Copies between other slabs are left to their dispatch. The host checked the ids; the bound also covers a table made for a larger pool.
+    // Copies between other slabs are left to their dispatch. The host checked the ids; the bound also covers a table made for a larger
+    // pool.
     if source >= params.from_num_pages || target_page >= params.to_num_pages {
         return;
     }

@@ -9,12 +9,12 @@
 // The cache is read in place, not staged: what one row group reads the others find in the nearest cache.
 //
 // Lines that end in `all f32` are compiled where cache, query and output are f32, and 1e-5 of the output is promised. A running sum of 8000
-// equal terms would be off by 1e-4. So sums have three levels: a block is summed from 0 and then added to `acc`, and every TOTAL_TOKENS tokens
-// `acc` is added to totals, which lie where the output will be (lib/totals.wgsl) and so cost no registers.
+// equal terms would be off by 1e-4. So sums have three levels: a block is summed from 0 and then added to `acc`, and every TOTAL_TOKENS
+// tokens `acc` is added to totals, which lie where the output will be (lib/totals.wgsl) and so cost no registers.
 //
-// Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
-// which rows share its tile. Nor does it depend on keys that the row does not see: non-finite logits are left out of the sums, and a block that
-// has one, which is rare, adds its values without those that are infinite or NaN. The epilogue writes NaN where the formulas have it.
+// Masked tokens weigh exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on which rows share its
+// tile. Nor does it depend on keys that the row does not see: non-finite logits are left out of the sums, and a block that has one, which
+// is rare, adds its values without those that are infinite or NaN. The epilogue writes NaN where the formulas have it.
 
 var<workgroup> token_at: array<u32, TOKEN_PLACES>; // [2, TOKENS]: first oct of each token's cache row, this block and the next
 var<workgroup> quad_max: array<f32, TILE_QUADS_PADDED>; // [ROWS, TOKEN_QUADS]

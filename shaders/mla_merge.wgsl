@@ -1,5 +1,5 @@
-// Merges the partial results of one query row: weight_i = sum_i 2^(max_i - max), out = sum weight_i out_i / sum weight_i. Weights are in units
-// of the largest sum.
+// Merges the partial results of one query row: weight_i = sum_i 2^(max_i - max), out = sum weight_i out_i / sum weight_i. Weights are in
+// units of the largest sum.
 //
 // Partial result i belongs to group i % MERGE_GROUPS. A group adds its partial results in order, then the groups of each half are added
 // in order, then the halves. The order is the same for both shapes of a workgroup, and so are the bits. A workgroup takes MERGE_OCTS

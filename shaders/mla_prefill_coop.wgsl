@@ -13,8 +13,8 @@
 //               moves only when it grew by more than LAZY (base 2), so weights stay below 2^LAZY and the output is rarely rescaled
 //   3. values   each subgroup multiplies its rows of weights with its share of the values' columns
 // The next block is prefetched into registers. NVIDIA's compiler copies registers carried into the next iteration, which waits for their
-// loads: so keys are loaded and staged within one iteration, and values are loaded two phases before their use. It also unrolls the loop over
-// blocks 8 times. For `coop_few`, coop.rs makes the loop's condition a `subgroupAny`, which keeps it rolled.
+// loads: so keys are loaded and staged within one iteration, and values are loaded two phases before their use. It also unrolls the loop
+// over blocks 8 times. For `coop_few`, coop.rs makes the loop's condition a `subgroupAny`, which keeps it rolled.
 //
 // f16 ends at 65504: bf16 values beyond it are detected, and the tile is recomputed in f32 (lib/prefill_half_bf16.wgsl).
 //
@@ -229,9 +229,9 @@ fn mla_prefill(
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, VALUE_TILES]
     var odd = stage_keys(thread, first);
 
-    // A block in which a maximum moves ends the inner loop. The output is rescaled, the block's keys, which weights and values overwrote, are
-    // staged again, and the block is repeated. With the rescaling inside the loop an H100 was 6 % slower for bf16, and 17 % for 256 columns of
-    // values: benches/results/h100-unrolled-loops-2026-11-25.md.
+    // A block in which a maximum moves ends the inner loop. The output is rescaled, the block's keys, which weights and values overwrote,
+    // are staged again, and the block is repeated. With the rescaling inside the loop an H100 was 6 % slower for bf16, and 17 % for 256
+    // columns of values: benches/results/h100-unrolled-loops-2026-11-25.md.
     var old_max = EMPTY; // before the last block
     var block = 0u;
     var moved = true;

@@ -51,11 +51,12 @@ impl AnyBackend {
     /// 1. CUDA, with the feature `cuda`, on the driver's first card, if it is an Ampere or later, where a variant on tensor cores serves
     ///    the spec;
     /// 2. wgpu, with the feature `wgpu`, on the adapter that `Gpu::new` picks, where a variant on cooperative matrices does;
-    /// 3. wgpu on any other variant, on a discrete card; then CUDA on any other; then wgpu on any adapter, also in software, such as lavapipe;
+    /// 3. wgpu on any other variant, on a discrete card; then CUDA on any other; then wgpu on any adapter, also in software, such as
+    ///    lavapipe;
     /// 4. the CPU, where wgpu finds no adapter at all.
     ///
-    /// That is the order of measured times on one card, in decodes, prefills and layers of any batch, but for f32 queries of a cache of 16 bits:
-    /// there either may be faster, depending on op and batch, which are unknown here.
+    /// That is the order of measured times on one card, in decodes, prefills and layers of any batch, but for f32 queries of a cache of 16
+    /// bits: there either may be faster, depending on op and batch, which are unknown here.
     ///
     /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To choose a backend yourself, use `From`:
     /// `AnyBackend::from(Gpu::new()?)`, or `Cuda::on_stream(stream)?` with the host's own stream.
@@ -138,10 +139,10 @@ fn lack(error: crate::Error) -> String {
 
 /// The order of [`AnyBackend::best`], `None` for the CPU, and a sentence about the choice. wgpu's device is made only if it may be chosen.
 ///
-/// By measurement, CUDA and wgpu on one H200 (`benches/results/h200-2026-11-26.md`): bf16, 16 heads, 64 x 8192, 144 and 171 us, with an f32 query
-/// 182 and 178, and on wgpu without tensor cores 861; 1 x 4096, 8.4 and 14.8 us; prefill of 8192 tokens, 621 and 222 TFLOP/s. f32 queries of bf16
-/// take CUDA too: 0.86 of wgpu's time on the whole. Without tensor cores on either, all of f32, CUDA takes 1.2 to 2.0 of wgpu's time
-/// (`h200-layer-cuda-2026-11-25.md`). `tests/it/fastest.rs` measures again.
+/// By measurement, CUDA and wgpu on one H200 (`benches/results/h200-2026-11-26.md`): bf16, 16 heads, 64 x 8192, 144 and 171 us, with an f32
+/// query 182 and 178, and on wgpu without tensor cores 861; 1 x 4096, 8.4 and 14.8 us; prefill of 8192 tokens, 621 and 222 TFLOP/s. f32
+/// queries of bf16 take CUDA too: 0.86 of wgpu's time on the whole. Without tensor cores on either, all of f32, CUDA takes 1.2 to 2.0 of
+/// wgpu's time (`h200-layer-cuda-2026-11-25.md`). `tests/it/fastest.rs` measures again.
 fn choose<T>(
     cuda: Result<Found<T>, String>,
     wgpu: impl FnOnce() -> Result<Found<T>, String>,

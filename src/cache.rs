@@ -1,5 +1,5 @@
-//! The cache: what a token is, in bytes ([`layout`]), the pool of pages ([`spec`]), and where a layer's pages are ([`view`]). Pure; no other file
-//! knows how a token lies in memory.
+//! The cache: what a token is, in bytes ([`layout`]), the pool of pages ([`spec`]), and where a layer's pages are ([`view`]). Pure; no
+//! other file knows how a token lies in memory.
 
 mod layout;
 mod shape;

@@ -34,8 +34,8 @@ use crate::{CorrectAttnOut, Error, KvView, MergeStates, MlaDecodeArgs, Query, Re
 ///
 /// With one rank these are the same buffers, and nothing is copied, launched or exchanged.
 ///
-/// Layers run one after another: each combine reads what its decode wrote, and overwrites the one before. So one thread at a time decodes into
-/// it and combines; threads that decode at once have one each, with a communicator each.
+/// Layers run one after another: each combine reads what its decode wrote, and overwrites the one before. So one thread at a time decodes
+/// into it and combines; threads that decode at once have one each, with a communicator each.
 ///
 /// A sequence of 40 tokens on two CPUs, a thread each:
 ///
@@ -43,8 +43,8 @@ use crate::{CorrectAttnOut, Error, KvView, MergeStates, MlaDecodeArgs, Query, Re
 /// use std::time::Duration;
 /// use wgpu_mla::communicator::{Communicator, InProcess};
 /// use wgpu_mla::{
-///     Batch, ContextParallel, ContextParallelSpec, Device, Dtype, KvSpec, KvView, Mask, MlaDecode, MlaShape, PageTable, Plan, Query, Result,
-///     Shares, SplitPolicy, View, cpu::Cpu,
+///     Batch, ContextParallel, ContextParallelSpec, Device, Dtype, KvSpec, KvView, Mask, MlaDecode, MlaShape, PageTable, Plan, Query,
+///     Result, Shares, SplitPolicy, View, cpu::Cpu,
 /// };
 ///
 /// fn rank(communicator: &dyn Communicator<Cpu>) -> Result<()> {
@@ -231,8 +231,8 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
     /// all of it is put on the stream, and may be captured together with the decode; otherwise it waits for the decode.
     ///
     /// # Errors
-    /// The errors of the [`Communicator`], [`Error::RanksDiffer`] for one of another rank or world than the spec's, before anything is exchanged,
-    /// and those of [`Compiled::run`](crate::Compiled::run). The other ranks learn of the former by [`StepDigest::agree`].
+    /// The errors of the [`Communicator`], [`Error::RanksDiffer`] for one of another rank or world than the spec's, before anything is
+    /// exchanged, and those of [`Compiled::run`](crate::Compiled::run). The other ranks learn of the former by [`StepDigest::agree`].
     pub fn combine(&self, communicator: &dyn Communicator<D>) -> Result<()> {
         self.check_place(communicator.rank(), communicator.world())?;
         match &self.combine {

@@ -166,8 +166,8 @@ pub enum Error {
         /// The slot of both.
         slot: i64,
     },
-    /// Two sequences of a batch that write new tokens to one page, so that each reads what the other wrote. A page that is written belongs to one
-    /// sequence: copy it first, as [`PagePool::append`](crate::PagePool::append) asks for.
+    /// Two sequences of a batch that write new tokens to one page, so that each reads what the other wrote. A page that is written belongs
+    /// to one sequence: copy it first, as [`PagePool::append`](crate::PagePool::append) asks for.
     #[error(
         "sequences {first} and {other} both write to page {page}: a page that is written belongs to one sequence; copy it first, as PagePool::append asks for"
     )]
@@ -246,8 +246,8 @@ pub enum Error {
         /// What the op was compiled for.
         want: u32,
     },
-    /// A `query_start_loc` that does not begin at 0 or that goes down. [`crate::query_start_loc`] makes it from the number of each sequence's
-    /// query tokens.
+    /// A `query_start_loc` that does not begin at 0 or that goes down. [`crate::query_start_loc`] makes it from the number of each
+    /// sequence's query tokens.
     #[error("query_start_loc[{index}] = {got}: must start at 0 and never go down")]
     QueryStartLoc {
         /// Index of the entry at fault.

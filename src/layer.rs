@@ -9,8 +9,8 @@
 //!                attention over k, v; merged with that of the chunks before, by LSE              mla_prefill, merge_state
 //! ```
 //!
-//! A prefix that many decodes share may be kept expanded for as long as they do: [`ExpandedPrefix`]. They then attend it as prefills do, all at
-//! once and in parts of its keys, and what is theirs alone as decodes do; one merge makes one of all parts:
+//! A prefix that many decodes share may be kept expanded for as long as they do: [`ExpandedPrefix`]. They then attend it as prefills do,
+//! all at once and in parts of its keys, and what is theirs alone as decodes do; one merge makes one of all parts:
 //!
 //! ```text
 //! decodes        sets[0] = what is theirs: absorb, mla_decode, v_up; sets[1..] = the prefix                         mla_prefill
@@ -58,15 +58,15 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolic
 /// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
 /// absorbed form, and prefills in chunks of the workspace, in one batch. One compiled layer serves all layers of a model.
 ///
-/// It is of one device: over the ranks of a [`ContextParallel`](crate::ContextParallel) a layer is made of its single ops, as the program in
-/// `docs/using.md` does.
+/// It is of one device: over the ranks of a [`ContextParallel`](crate::ContextParallel) a layer is made of its single ops, as the program
+/// in `docs/using.md` does.
 ///
 /// Arguments of a layer: [`MlaLayerArgs`]. Input of a step: a [`LayerBatch`] and a [`SplitPolicy`]. Options: [`LayerOptions`]; its
 /// [`LayerOptions::capacity`] has no useful default. `prepare` refuses a step with the errors of [`LayerPlan::new`], and one past that
 /// capacity with [`Error::Capacity`].
 ///
-/// Room of a binding: a [`LayerCapacity`], at most that of the options. Capacity of a step: a [`Capacity`], that of its decode: the default leaves
-/// it to the first `prepare`.
+/// Room of a binding: a [`LayerCapacity`], at most that of the options. Capacity of a step: a [`Capacity`], that of its decode: the default
+/// leaves it to the first `prepare`.
 ///
 /// ```
 /// use wgpu_mla::*;
@@ -126,8 +126,8 @@ pub struct MlaLayer {
     /// Sequences of at most so many query tokens are decoded in absorbed form, the others prefilled. 1 is usual; 2 or more with
     /// speculative tokens.
     pub decode_threshold: u32,
-    /// Bytes that the keys and values of prefills may take: at least [`MlaLayer::workspace_row_bytes`] times a page, or 0 for a layer that only
-    /// decodes, whose `prepare` refuses longer queries. With [`SplitPolicy::FixedTokens`] a prompt's split has to fit too.
+    /// Bytes that the keys and values of prefills may take: at least [`MlaLayer::workspace_row_bytes`] times a page, or 0 for a layer that
+    /// only decodes, whose `prepare` refuses longer queries. With [`SplitPolicy::FixedTokens`] a prompt's split has to fit too.
     pub workspace_bytes: u64,
 }
 
@@ -159,8 +159,8 @@ impl MlaLayer {
         requests.sort_by_key(|&(_, tokens)| tokens > self.decode_threshold);
     }
 
-    /// Rows that the workspace holds: at most as many as the pool has tokens. Prompts that share pages may have more in all, and are then in several
-    /// chunks.
+    /// Rows that the workspace holds: at most as many as the pool has tokens. Prompts that share pages may have more in all, and are then
+    /// in several chunks.
     pub(crate) fn workspace_rows(&self) -> u32 {
         // Kernels count its elements in 32 bits.
         let row = self.workspace_row_bytes().max(1);
@@ -206,8 +206,8 @@ impl MlaLayer {
     /// Whether these dims and dtypes are served.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where only the cache may have it, [`Error::Capacity`] for a workspace that
-    /// holds less than a page.
+    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where only the cache may have it, [`Error::Capacity`] for a
+    /// workspace that holds less than a page.
     pub fn check(&self) -> Result<()> {
         self.check_dims()?;
         self.check_workspace()

@@ -111,11 +111,12 @@
 //!
 //! # Threads
 //!
-//! Devices, buffers, compiled ops, steps, bindings, plans and pools are `Send + Sync`, in generic code too: [`Device`] and [`Kernel`] ask for
-//! it. A step is prepared through `&mut`, all else goes through `&`, so that threads share one compiled op, each with a step, a binding and arrays of
-//! its own, or with a step in common. What an op records is one unit, whatever it keeps between its kernels: on the CPU and on CUDA, where an op runs
-//! or is launched as it is recorded, threads that record one [`MlaLayer`] take turns; on wgpu they record in parallel, each into an encoder
-//! of its own, and the encoders run in the order of their submits. Buffers that the host's commands have in common are the host's to order.
+//! Devices, buffers, compiled ops, steps, bindings, plans and pools are `Send + Sync`, in generic code too: [`Device`] and [`Kernel`] ask
+//! for it. A step is prepared through `&mut`, all else goes through `&`, so that threads share one compiled op, each with a step, a binding
+//! and arrays of its own, or with a step in common. What an op records is one unit, whatever it keeps between its kernels: on the CPU and
+//! on CUDA, where an op runs or is launched as it is recorded, threads that record one [`MlaLayer`] take turns; on wgpu they record in
+//! parallel, each into an encoder of its own, and the encoders run in the order of their submits. Where commands of several threads use one
+//! buffer, the host orders them.
 //!
 //! On `wasm32` wgpu's objects stay on their thread; there the traits ask for nothing: [`WasmNotSendSync`].
 //!

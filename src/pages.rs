@@ -192,8 +192,8 @@ impl PagePool {
     /// result must run before the new tokens are written.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`]; [`Error::OutOfMemory`] where the host has none for as many
-    /// pages.
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`]; [`Error::OutOfMemory`] where the host has none for as
+    /// many pages.
     pub fn append(&mut self, seq: SeqId, tokens: u32) -> Result<Append> {
         let (sequence, page_size) = (self.sequence(seq)?, self.spec.page_size);
         let copies = tokens > 0 && sequence.shared_tail(page_size, &self.store).is_some();
@@ -214,8 +214,8 @@ impl PagePool {
 
     /// [`Self::append`] for a whole batch of `(sequence, tokens)`: all of it or nothing.
     ///
-    /// Where several sequences share a last page and all write to it, the last of them writes in place if no other sequence owns the page; the
-    /// others write to copies. A sequence that stands in the batch twice grows twice.
+    /// Where several sequences share a last page and all write to it, the last of them writes in place if no other sequence owns the page;
+    /// the others write to copies. A sequence that stands in the batch twice grows twice.
     ///
     /// # Errors
     /// The errors of [`Self::append`].

@@ -1,10 +1,10 @@
 //! Split-KV planning: which workgroup attends with which query rows to which tokens. Pure, and shared by every
 //! layer of a model and every backend.
 //!
-//! A *query row* is one head of one query token. A *tile* is up to `rows_per_tile` rows of one sequence (of
-//! several, over a shared prefix), numbered `token * H + head`, so that a tile may hold several tokens of few
-//! heads. A *work item* is a tile over a range of tokens; a query row that needs several items (splits) leaves one *partial result* an item, its output and LSE over that range,
-//! which a merge combines.
+//! A *query row* is one head of one query token. A *tile* is up to `rows_per_tile` rows of one sequence (of several, over a shared prefix),
+//! numbered `token * H + head`, so that a tile may hold several tokens of few heads. A *work item* is a tile over a range of tokens; a
+//! query row that needs several items (splits) leaves one *partial result* an item, its output and LSE over that range, which a merge
+//! combines.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -81,8 +81,8 @@ pub struct Tiling {
     /// The shortest split that the automatic policy aims at. A range just too long for one split becomes two of half the
     /// length.
     pub min_split_tokens: u32,
-    /// The `target_items` of a batch that is a single tile, such as one sequence with few heads. There the merge has the most partial results a query
-    /// row, and with fewer items it finds free multiprocessors. 0 means the same as `target_items`.
+    /// The `target_items` of a batch that is a single tile, such as one sequence with few heads. There the merge has the most partial
+    /// results a query row, and with fewer items it finds free multiprocessors. 0 means the same as `target_items`.
     pub single_sequence_items: u32,
     /// The overhead of a work item, its start and its partial result, as a number of tokens that are attended in that time. The automatic
     /// policy uses it to compare cuts of a ragged batch. 0 if it is unknown.
@@ -220,8 +220,8 @@ impl Plan {
     ///
     /// # Errors
     /// [`Error::Length`], [`Error::QueryStartLoc`], [`Error::SeqLen`] and [`Error::Shape`] for a batch that contradicts itself, and as
-    /// [`MlaDecode::check`]; [`Error::Limit`] for more query rows, pages or partial results than 32 bits count, and for items, query tokens and
-    /// merges of more than 2^28 words, where splits are too short; [`Error::OutOfMemory`].
+    /// [`MlaDecode::check`]; [`Error::Limit`] for more query rows, pages or partial results than 32 bits count, and for items, query tokens
+    /// and merges of more than 2^28 words, where splits are too short; [`Error::OutOfMemory`].
     pub fn new(spec: &MlaDecode, tiling: &Tiling, batch: &Batch<'_>, policy: SplitPolicy) -> Result<Self> {
         let mut plan = Self::default();
         plan.update(spec, tiling, batch, policy)?;
@@ -357,8 +357,8 @@ impl Plan {
         Ok(())
     }
 
-    /// One run for each group's prefix, ahead of the sequences' own, where tiles then attend it fewer times. Else it would only add merges: the
-    /// sequences' own tiles read the same pages, at about the same time.
+    /// One run for each group's prefix, ahead of the sequences' own, where tiles then attend it fewer times. Else it would only add merges:
+    /// the sequences' own tiles read the same pages, at about the same time.
     fn share_prefixes(
         &mut self,
         batch: &Batch<'_>,

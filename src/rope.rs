@@ -146,8 +146,8 @@ impl RopeFrequencies {
     /// between them.
     ///
     /// # Errors
-    /// The errors of [`RopeFrequencies::plain`], and [`Error::Scale`] for a number that is not finite and above 0, a factor below 1, a `beta_fast`
-    /// below `beta_slow`, and an attention factor beyond f32.
+    /// The errors of [`RopeFrequencies::plain`], and [`Error::Scale`] for a number that is not finite and above 0, a factor below 1, a
+    /// `beta_fast` below `beta_slow`, and an attention factor beyond f32.
     pub fn yarn(rope_dim: u32, theta: f64, yarn: &Yarn) -> Result<Self> {
         let mut frequencies = Self::plain(rope_dim, theta)?;
         yarn.check()?;
@@ -172,14 +172,15 @@ impl RopeFrequencies {
         self.attention_factor
     }
 
-    /// The table that [`crate::RopeArgs`] and [`crate::RopeAppendArgs`] read: `[max_position, R]`, in each row `R / 2` cosines, then `R / 2`
-    /// sines, both times the attention factor. vLLM's `cos_sin_cache` has this layout.
+    /// The table that [`crate::RopeArgs`] and [`crate::RopeAppendArgs`] read: `[max_position, R]`, in each row `R / 2` cosines, then `R /
+    /// 2` sines, both times the attention factor. vLLM's `cos_sin_cache` has this layout.
     ///
     /// Computed in f64 and rounded once. Implementations that multiply positions by frequencies in f32, as transformers does, are off by
     /// up to some 1e-3 at positions of 1e5.
     ///
     /// # Errors
-    /// [`Error::Shape`] for no position, or more than 2^31; [`Error::Limit`] for a table above 4 GiB; [`Error::TableMemory`] where the host has no memory for the table.
+    /// [`Error::Shape`] for no position, or more than 2^31; [`Error::Limit`] for a table above 4 GiB; [`Error::TableMemory`] where the host
+    /// has no memory for the table.
     pub fn cos_sin(&self, max_position: u32) -> Result<Vec<f32>> {
         check_max_position(max_position)?;
         let mut table = room_for_table(max_position, 2 * self.inv_freq.len(), MOST_TABLE_BYTES)?;

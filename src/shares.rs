@@ -199,7 +199,8 @@ impl Shares {
         (0..self.world()).map(move |rank| self.count(rank, len))
     }
 
-    /// For each block of the pattern its owner, and how many of the owner's blocks are before it; then for each rank how many blocks it has.
+    /// For each block of the pattern its owner, and how many of the owner's blocks are before it; then for each rank how many blocks it
+    /// has.
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn blocks(&self) -> (&[u32], &[u32], impl Iterator<Item = u32>) {
         (&self.owners, &self.before, (0..self.world()).map(|rank| self.blocks_of(rank).len() as u32))

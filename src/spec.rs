@@ -130,8 +130,8 @@ pub(crate) const fn bytes_of(rows: u64, elems: u32, dtype: Dtype) -> u64 {
 /// ```
 ///
 /// # Errors
-/// [`Error::Shape`] for dims of 0; [`Error::Scale`] for a factor that is below 1 or not finite, and for an `m` with which nothing is left of
-/// the scale, or too much.
+/// [`Error::Shape`] for dims of 0; [`Error::Scale`] for a factor that is below 1 or not finite, and for an `m` with which nothing is left
+/// of the scale, or too much.
 pub fn softmax_scale(qk_nope_head_dim: u32, qk_rope_head_dim: u32, factor: f64, m: f64) -> Result<f32> {
     let dim = u64::from(qk_nope_head_dim) + u64::from(qk_rope_head_dim);
     if dim == 0 {

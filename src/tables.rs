@@ -123,13 +123,13 @@ pub fn csr_seq_lens(kv_indptr: &[i32], kv_last_page_len: &[i32], page_size: u32)
 
 /// Writes the tables of a plan into `words`, which keep their memory from step to step.
 ///
-/// Every page id that a kernel will follow is checked here, and every word of the page list is one. Items, query tokens and merges are taken
-/// as they are: backends check those of a plan that may have been changed.
+/// Every page id that a kernel will follow is checked here, and every word of the page list is one. Items, query tokens and merges are
+/// taken as they are: backends check those of a plan that may have been changed.
 ///
 /// # Errors
-/// [`Error::Capacity`], [`Error::Length`], [`Error::OtherSpec`], [`Error::KvIndptr`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::PrefixNotShared`],
-/// [`Error::Limit`] and [`Error::OutOfMemory`], and [`Error::Shape`] for a plan whose sequences and their places were changed; `words` are then
-/// not to be used.
+/// [`Error::Capacity`], [`Error::Length`], [`Error::OtherSpec`], [`Error::KvIndptr`], [`Error::SeqLen`], [`Error::PageOutOfRange`],
+/// [`Error::PrefixNotShared`], [`Error::Limit`] and [`Error::OutOfMemory`], and [`Error::Shape`] for a plan whose sequences and their
+/// places were changed; `words` are then not to be used.
 pub fn write_tables(
     words: &mut Vec<u32>,
     capacity: &Capacity,

@@ -49,8 +49,8 @@ impl<B> View<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] for a range that ends before it begins, or past the row: a row is at most as long as the strides, but for those that
-    /// are 0.
+    /// [`Error::Shape`] for a range that ends before it begins, or past the row: a row is at most as long as the strides, but for those
+    /// that are 0.
     pub fn columns(self, columns: Range<u32>) -> Result<Self> {
         let (begin, end) = (u64::from(columns.start), u64::from(columns.end));
         let (what, got) = ("the end of columns", end);
@@ -198,8 +198,8 @@ pub(crate) fn distinct_sets<B>(
     nested(dims, dim.into()).map_or(Ok(()), |_| Err(Error::Shape { what, got: set_stride, cure }))
 }
 
-/// The first stride that is smaller than what lies inside of it, of dimensions of so many entries in any order. The stride of a dimension of 1
-/// is unread.
+/// The first stride that is smaller than what lies inside of it, of dimensions of so many entries in any order. The stride of a dimension
+/// of 1 is unread.
 pub(crate) fn nested<const N: usize>(mut dims: [(u64, u64); N], dim: u64) -> Option<u64> {
     if dims.iter().any(|&(count, _)| count == 0) {
         return None;
@@ -255,8 +255,8 @@ pub(crate) fn codes_only(what: &'static str, dtype: Dtype, got: f32) -> Result<(
 }
 
 /// What logits are multiplied by, in base 2: the product of an attention's scales and log2(e). Kernels multiply it by powers of two that
-/// undo the scales of staged elements, at most 2^16 either way, and compare logits with finite sentinels: within these bounds none of that leaves
-/// f32's normal numbers.
+/// undo the scales of staged elements, at most 2^16 either way, and compare logits with finite sentinels: within these bounds none of that
+/// leaves f32's normal numbers.
 const LOGIT_SCALES: std::ops::RangeInclusive<f64> = 1.0 / (1u128 << 100) as f64..=(1u128 << 100) as f64;
 
 /// # Errors

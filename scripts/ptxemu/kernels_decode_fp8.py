@@ -60,7 +60,7 @@ def test_weights_are_as_good_as_bf16():
         want = np.exp2(np.float64(case.scale) * case.q[case.tokens[row // case.heads], row % case.heads, :middle].astype(np.float64))
         for begin in range(0, middle, TILE):
             weights, off = want[begin : begin + TILE], np.abs(got - want)[begin : begin + TILE]
-            # And by what f32 and its exp2 round.
+            # The last term is what f32 and its exp2 round.
             allowed = np.maximum(2.0**-9 * weights, 2.0**-22 * weights.max()) + 2.0**-18 * weights
             assert (off <= allowed).all(), f"row {row} from {begin}: {(off / allowed).max():.3f} of what is allowed"
 

@@ -1,8 +1,8 @@
 // Keys for cooperative matrices from an FP8 e4m3fn cache: an oct (8 consecutive elements, four a word) converted to f16.
 //
-// An e4m3 code's exponent and mantissa, moved to bits 7 to 13 of an f16, are the same number but for the exponent's bias: exactly 2^-8 times
-// the code's value. That holds for subnormals too, since tensor cores keep f16 subnormals. The two NaN codes would become 480, so they are
-// detected (`odd_bits`), and the work item is computed again in f32 (lib/wide_rows.wgsl).
+// An e4m3 code's exponent and mantissa, moved to bits 7 to 13 of an f16, are the same number but for the exponent's bias: exactly 2^-8
+// times the code's value. That holds for subnormals too, since tensor cores keep f16 subnormals. The two NaN codes would become 480, so
+// they are detected (`odd_bits`), and the work item is computed again in f32 (lib/wide_rows.wgsl).
 alias KvOct = vec2<u32>;
 
 const KEY_UNIT = 256.0; // what a staged f16 is multiplied by to give the key
@@ -25,8 +25,8 @@ fn half_key(oct: KvOct) -> HalfOct {
     return half_oct(vec4<u32>(half_word(oct.x), half_word(oct.y)));
 }
 
-// The result has a bit of ODD set if and only if a code is NaN, 0x7F or 0xFF. Adding 1 to a byte flips its top bit only if the byte is 0x7F or
-// 0xFF. Adding to four bytes at once, a carry out of 0xFF may flip the byte above too, but then there was a NaN already.
+// The result has a bit of ODD set if and only if a code is NaN, 0x7F or 0xFF. Adding 1 to a byte flips its top bit only if the byte is 0x7F
+// or 0xFF. Adding to four bytes at once, a carry out of 0xFF may flip the byte above too, but then there was a NaN already.
 fn odd_bits(oct: KvOct) -> u32 {
     let next = oct + vec2<u32>(0x01010101u);
     return (next.x ^ oct.x) | (next.y ^ oct.y);
@@ -34,8 +34,8 @@ fn odd_bits(oct: KvOct) -> u32 {
 
 const ODD = 0x80808080u;
 
-// Like `half_pair`, but a NaN code becomes an f16 NaN: adding 1 in the last place of its seven bits, all ones, carries into the exponent's top
-// bit, and the exponent is then all ones.
+// Like `half_pair`, but a NaN code becomes an f16 NaN: adding 1 in the last place of its seven bits, all ones, carries into the exponent's
+// top bit, and the exponent is then all ones.
 fn half_pair_or_nan(bytes: u32) -> u32 {
     let magnitude = (bytes >> 1u) & 0x3F803F80u;
     let nan = (magnitude + 0x00800080u) & 0x40004000u;

@@ -7,8 +7,8 @@ const KEY_UNIT = 0.015625; // scale of a staged key: 1/64
 const SCALES_QUERIES = true;
 const NOTICES_ODD = true;
 
-// Both elements of a word are multiplied by 64 at once, by adding 6 to their exponents. 0 becomes 2^-121, which is 0 in f16 again. Magnitudes
-// from 2^122 on become infinite or carry into the sign; `odd_key` detects them.
+// Both elements of a word are multiplied by 64 at once, by adding 6 to their exponents. 0 becomes 2^-121, which is 0 in f16 again.
+// Magnitudes from 2^122 on become infinite or carry into the sign; `odd_key` detects them.
 fn half_key(oct: Unit) -> HalfOct {
     let x = decode_bf16(oct + vec4<u32>(0x03000300u));
     return HalfOct(vec4<f16>(x[0]), vec4<f16>(x[1]));

@@ -213,7 +213,9 @@ where
     }
 }
 
-const MIXED: Error = Error::LayoutMismatch { detail: "they are of different backends; make the op, the step, the binding and the recorder with one device" };
+const MIXED: Error = Error::LayoutMismatch {
+    detail: "they are of different backends; make the op, the step, the binding and the recorder with one device",
+};
 
 fn with_facts<O: Op, D: Kernel<O>, T>(
     op: Compiled<O, D>,

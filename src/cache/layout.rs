@@ -75,8 +75,8 @@ impl TokenLayout {
         }
     }
 
-    /// What the offset and the strides of a [`KvView`](crate::KvView) are multiples of, in bytes: 8 elements of the latent, which kernels load at a
-    /// time.
+    /// What the offset and the strides of a [`KvView`](crate::KvView) are multiples of, in bytes: 8 elements of the latent, which kernels
+    /// load at a time.
     #[must_use]
     pub const fn alignment(&self) -> u64 {
         8 * self.latent.dtype.bytes() as u64

@@ -11,7 +11,8 @@ use crate::{Error, MlaDecode, Result};
 /// The cache of a layer: `[num_pages, page_size]` tokens somewhere in a buffer, or in several: see [`Slabs`]. It is all that a
 /// [`KvCopyPages`](crate::KvCopyPages) takes of a layer.
 ///
-/// Offset and strides count bytes, and are multiples of 8 elements of the latent ([`TokenLayout::alignment`](crate::TokenLayout::alignment)).
+/// Offset and strides count bytes, and are multiples of 8 elements of the latent
+/// ([`TokenLayout::alignment`](crate::TokenLayout::alignment)).
 #[derive(Debug, Clone)]
 pub struct KvView<B> {
     /// The buffer, or that of the first slab; it may hold the caches of many layers.

@@ -59,8 +59,8 @@ impl StepDigest {
             .with(field::OUT, spec.out as u64)
     }
 
-    /// The scales of a layer's decode and the base of its LSEs, but not `k_scale`, which is of a rank's own cache. Of several layers, call it
-    /// for each, on every rank in the same order: the first is shown where the ranks differ.
+    /// The scales of a layer's decode and the base of its LSEs, but not `k_scale`, which is of a rank's own cache. Of several layers, call
+    /// it for each, on every rank in the same order: the first is shown where the ranks differ.
     #[must_use]
     pub fn layer<B>(self, args: &MlaDecodeArgs<B>) -> Self {
         let [softmax_scale, q_scale] = [args.softmax_scale, args.q_scale].map(f32::to_bits);
@@ -116,8 +116,8 @@ impl StepDigest {
     /// Compares this with every rank's: one exchange of a few bytes, once a step.
     ///
     /// # Errors
-    /// [`Error::RanksDiffer`], the same on every rank, which names the first field that differs; [`Error::Shape`] for a communicator without
-    /// ranks; those of [`Communicator::all_gather_host`].
+    /// [`Error::RanksDiffer`], the same on every rank, which names the first field that differs; [`Error::Shape`] for a communicator
+    /// without ranks; those of [`Communicator::all_gather_host`].
     pub fn agree<D: Device>(&self, communicator: &dyn Communicator<D>) -> Result<()> {
         let (rank, world) = (communicator.rank(), communicator.world());
         super::check_world(world)?;

@@ -19,9 +19,8 @@ use crate::{Device, Dtype, Error, Result};
 
 /// A rank of a group of NVIDIA cards, one card each, of one process (a thread each) or of many, on one host or many.
 ///
-/// Exchanges of device buffers are put on the device's stream, and may be captured by [`Cuda::capture`]: run a step once before, so that NCCL
-/// has made its connections. [`Communicator::wait`] then waits for them; a download before it would wait for a dead rank without
-/// end.
+/// Exchanges of device buffers are put on the device's stream, and may be captured by [`Cuda::capture`]: run a step once before, so that
+/// NCCL has made its connections. [`Communicator::wait`] then waits for them; a download before it would wait for a dead rank without end.
 ///
 /// NCCL's library is looked for at run time, as `libnccl.so.2`: 2.14 or later. NVLink multicast is left off: `NCCL_NVLS_ENABLE` is set to
 /// 0 when the library is loaded, unless the environment has it.

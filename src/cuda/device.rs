@@ -43,7 +43,8 @@ impl std::fmt::Debug for Cuda {
 #[derive(Debug, Clone)]
 pub struct Function {
     function: CudaFunction,
-    /// Whether the kernel waits for the kernel before it by itself (`griddepcontrol.wait`), and so may be launched before that one has ended.
+    /// Whether the kernel waits for the kernel before it by itself (`griddepcontrol.wait`), and so may be launched before that one has
+    /// ended.
     waits: bool,
     /// The number of tensor maps in its second parameter.
     tensor_maps: u32,

@@ -161,8 +161,8 @@ impl Gpu {
         format!("{} ({} {}, {:?})", info.name, info.driver, info.driver_info, info.backend)
     }
 
-    /// Whether the device is still there. It costs about two microseconds, and takes nothing of the host's: its own callback for a lost device
-    /// (`wgpu::Device::set_device_lost_callback`) stays in place. Of a device in a browser only one that this crate made tells.
+    /// Whether the device is still there. It costs about two microseconds, and takes nothing of the host's: its own callback for a lost
+    /// device (`wgpu::Device::set_device_lost_callback`) stays in place. Of a device in a browser only one that this crate made tells.
     ///
     /// # Errors
     /// [`Error::DeviceLost`], from the first call after the loss on. A driver tells of a loss when it is next given work or waited for.

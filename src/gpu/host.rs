@@ -8,8 +8,8 @@ use super::wanted::{Wanted, wanted};
 use crate::{Error, Result};
 
 impl Gpu {
-    /// Picks an adapter and makes a device as [`wanted`] says, cooperative matrices included, waiting for both. `WGPU_BACKEND` restricts the APIs, `WGPU_ADAPTER_NAME`
-    /// (a part of the name, in any case) the adapters.
+    /// Picks an adapter and makes a device as [`wanted`] says, cooperative matrices included, waiting for both. `WGPU_BACKEND` restricts
+    /// the APIs, `WGPU_ADAPTER_NAME` (a part of the name, in any case) the adapters.
     ///
     /// With the feature `cuda` the first instance is kept to the end of the process, so that no driver is unloaded.
     ///

@@ -16,8 +16,8 @@ use unroll::unroll;
 /// Invocations in a workgroup of most kernels: WebGPU's default limit.
 pub(crate) const GROUP: u32 = 256;
 
-/// Directives of modules on cooperative matrices (tensor cores). Matrix operations under an `if` need the diagnostic off; each such condition is uniform in a
-/// subgroup, and in the workgroup where there are barriers under it.
+/// Directives of modules on cooperative matrices (tensor cores). Matrix operations under an `if` need the diagnostic off; each such
+/// condition is uniform in a subgroup, and in the workgroup where there are barriers under it.
 const MATRIX_DIRECTIVES: &str = "enable f16;\nenable wgpu_int16;\nenable wgpu_cooperative_matrix;\ndiagnostic(off, derivative_uniformity);\n";
 
 /// # Errors
@@ -49,9 +49,9 @@ const fn matrix_aliases(side: u32) -> [(&'static str, Const); 3] {
     }
 }
 
-/// A file with its lines that end in `// all f32`, or without them; of lines between `// if all f32`, `// else` and `// end`, with one part.
-/// They are what sums in f32 take to keep the accuracy that is promised where all elements are f32; without them nothing of it is left in
-/// the text of other kernels, not even for a compiler to remove.
+/// A file with its lines that end in `// all f32`, or without them; of lines between `// if all f32`, `// else` and `// end`, with one
+/// part. They are what sums in f32 take to keep the accuracy that is promised where all elements are f32; without them nothing of it is
+/// left in the text of other kernels, not even for a compiler to remove.
 pub(crate) fn where_all_f32(text: &str, is_all_f32: bool) -> String {
     let mut kept = String::with_capacity(text.len());
     let mut keeps = true;

@@ -45,7 +45,8 @@ pub(crate) fn hosts<T>(device: &wgpu::Device, what: &'static str, use_them: impl
 /// ```
 ///
 /// # Errors
-/// The errors of `make`, [`Error::OutOfMemory`], [`Error::ForeignResource`] for a buffer that was destroyed or is mapped, and [`Error::Internal`].
+/// The errors of `make`, [`Error::OutOfMemory`], [`Error::ForeignResource`] for a buffer that was destroyed or is mapped, and
+/// [`Error::Internal`].
 pub async fn checked<T>(
     device: &wgpu::Device,
     what: &'static str,

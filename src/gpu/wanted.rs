@@ -2,8 +2,8 @@
 
 use super::caps::{Caps, DeviceKind};
 
-/// The part of a [`wgpu::DeviceDescriptor`] that this crate's faster kernel variants need. Made by [`wanted`]; a host may change it, and add
-/// its own needs.
+/// The part of a [`wgpu::DeviceDescriptor`] that this crate's faster kernel variants need. Made by [`wanted`]; a host may change it, and
+/// add its own needs.
 #[derive(Debug, Clone)]
 pub struct Wanted {
     /// For `required_features`. Those of these that the adapter has: `SUBGROUP`, `SHADER_F16`, `SHADER_I16` and
@@ -73,9 +73,9 @@ pub fn wanted(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures)
     Wanted { features, limits, experimental }
 }
 
-/// wgpu-hal 30 offers cooperative matrices wherever a driver lists their sizes, without a look at the driver's feature, and panics as the device
-/// is made where that is off. Mesa's lavapipe has it off with vectors of 128 bits, its only width on aarch64. No kernel here runs on matrices
-/// with so few lanes.
+/// wgpu-hal 30 offers cooperative matrices wherever a driver lists their sizes, without a look at the driver's feature, and panics as the
+/// device is made where that is off. Mesa's lavapipe has it off with vectors of 128 bits, its only width on aarch64. No kernel here runs on
+/// matrices with so few lanes.
 fn lists_matrices_that_are_off(info: &wgpu::AdapterInfo) -> bool {
     info.device_type == wgpu::DeviceType::Cpu && info.subgroup_max_size < 8
 }

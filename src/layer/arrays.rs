@@ -6,8 +6,8 @@ use super::batch::LayerBatch;
 use crate::pages::{AppendBatch, BlockTable, PagePool, SeqId};
 use crate::{Error, Result, SharedPrefix};
 
-/// The arrays of one step of an [`MlaLayer`](super::MlaLayer), made by [`PagePool::layer_step`]: it owns what a [`LayerBatch`] borrows. Its memory
-/// serves the next step too.
+/// The arrays of one step of an [`MlaLayer`](super::MlaLayer), made by [`PagePool::layer_step`]: it owns what a [`LayerBatch`] borrows. Its
+/// memory serves the next step too.
 #[derive(Debug, Clone, Default)]
 pub struct LayerArrays {
     append: AppendBatch,
@@ -19,8 +19,8 @@ pub struct LayerArrays {
     shared_prefixes: Vec<SharedPrefix>,
 }
 
-/// Page copies `(from, to)` of a step, often none: what [`KvCopyPages`](crate::KvCopyPages) runs in the cache of every layer before the step's new
-/// tokens are written there. Without them a sequence that was forked reads pages that were never written.
+/// Page copies `(from, to)` of a step, often none: what [`KvCopyPages`](crate::KvCopyPages) runs in the cache of every layer before the
+/// step's new tokens are written there. Without them a sequence that was forked reads pages that were never written.
 #[must_use = "run `KvCopyPages` with them in every layer, before the layer's step"]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PageCopies(Vec<(u32, u32)>);
@@ -34,8 +34,8 @@ impl Deref for PageCopies {
 }
 
 impl PagePool {
-    /// A step of an [`MlaLayer`](super::MlaLayer): gives each sequence so many new tokens, and makes all arrays of the step. The requests' order is
-    /// that of the batch: [`MlaLayer::decodes_first`](super::MlaLayer::decodes_first) comes before.
+    /// A step of an [`MlaLayer`](super::MlaLayer): gives each sequence so many new tokens, and makes all arrays of the step. The requests'
+    /// order is that of the batch: [`MlaLayer::decodes_first`](super::MlaLayer::decodes_first) comes before.
     ///
     /// ```
     /// use wgpu_mla::{Dtype, KvSpec, PagePool};
@@ -55,8 +55,8 @@ impl PagePool {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`]; [`Error::Shape`] for a sequence that is named twice. No sequence
-    /// has changed then.
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`]; [`Error::Shape`] for a sequence that is named twice. No
+    /// sequence has changed then.
     pub fn layer_step(&mut self, requests: &[(SeqId, u32)]) -> Result<(LayerArrays, PageCopies)> {
         let mut arrays = LayerArrays::default();
         let copies = self.layer_step_into(requests, &mut arrays)?;

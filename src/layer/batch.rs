@@ -16,8 +16,9 @@ pub struct LayerBatch<'a> {
     pub pages: PageTable<'a>,
     /// Groups that share a prefix, for those of its sequences that are decoded.
     pub shared_prefixes: &'a [SharedPrefix],
-    /// Prefixes that are kept as keys and values, for those of their sequences that are decoded; these have no part in
-    /// `shared_prefixes` then. Where it costs less, and [`SplitPolicy`](crate::SplitPolicy) is not `FixedTokens`, a layer attends such a prefix in absorbed form
-    /// instead, in the sequences' pages: on an H100, a prefix of 8192 tokens of fewer than some 35 sequences through Vulkan, 45 through CUDA.
+    /// Prefixes that are kept as keys and values, for those of their sequences that are decoded; these have no part in `shared_prefixes`
+    /// then. Where it costs less, and [`SplitPolicy`](crate::SplitPolicy) is not `FixedTokens`, a layer attends such a prefix in absorbed
+    /// form instead, in the sequences' pages: on an H100, a prefix of 8192 tokens of fewer than some 35 sequences through Vulkan, 45
+    /// through CUDA.
     pub expanded: &'a [ExpandedPrefix],
 }

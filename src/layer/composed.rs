@@ -24,8 +24,8 @@ pub trait Composes:
     + Kernel<MergeState>
     + Kernel<MergeStates>
 {
-    /// A guard that is held while a step is recorded. Where recording an op runs it, or launches it on the device's stream, the guard keeps other
-    /// threads from using the layer's workspace in between. An encoder belongs to one thread, so on wgpu it guards nothing.
+    /// A guard that is held while a step is recorded. Where recording an op runs it, or launches it on the device's stream, the guard keeps
+    /// other threads from using the layer's workspace in between. An encoder belongs to one thread, so on wgpu it guards nothing.
     type Turn<'a>
     where
         Self: 'a;

@@ -6,10 +6,10 @@ use crate::ops::{Device, Use};
 use crate::spec::bytes_of;
 use crate::view::View;
 
-/// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. One pass reads `H * (P + V)` elements a
-/// token of it in place of `L + R`, so it takes many sequences to pay; with fewer a layer attends it in absorbed form
-/// ([`LayerBatch::expanded`](super::LayerBatch::expanded)). So the sequences' pages go on holding it. A sequence that gave up its pages of the
-/// prefix has -1 for them, and attends the arrays always.
+/// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. One pass reads `H * (P + V)` elements
+/// a token of it in place of `L + R`, so it takes many sequences to pay; with fewer a layer attends it in absorbed form
+/// ([`LayerBatch::expanded`](super::LayerBatch::expanded)). So the sequences' pages go on holding it. A sequence that gave up its pages of
+/// the prefix has -1 for them, and attends the arrays always.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpandedPrefix {
     /// Sequences of the batch that begin with it, in the same pages, or -1 for those given up; each has one such prefix.
@@ -82,8 +82,8 @@ impl<B: Copy> Expanded<B> {
 }
 
 impl MlaLayer {
-    /// Bytes of the arrays of [`Expanded`] for prefixes of so many tokens in all: together [`MlaLayer::workspace_row_bytes`] each. Each is at most
-    /// `u64::MAX`.
+    /// Bytes of the arrays of [`Expanded`] for prefixes of so many tokens in all: together [`MlaLayer::workspace_row_bytes`] each. Each is
+    /// at most `u64::MAX`.
     #[must_use]
     pub const fn expanded_bytes(&self, tokens: u32) -> [u64; 3] {
         let heads = tokens as u64 * self.shape.num_heads as u64;

@@ -11,10 +11,11 @@ pub struct LayerCapacity {
     pub tokens: u32,
     /// How many of a batch's first query tokens may be decoded in absorbed form: each takes `2 * H * L` elements of workspace.
     pub decode_tokens: u32,
-    /// Rows of [`MlaLayerArgs::expanded`](super::MlaLayerArgs::expanded), the prefixes that decodes share and that are kept as keys and values; usually 0, without any.
+    /// Rows of [`MlaLayerArgs::expanded`](super::MlaLayerArgs::expanded), the prefixes that decodes share and that are kept as keys and
+    /// values; usually 0, without any.
     pub prefix_rows: u32,
-    /// Positions that a step reaches: one more than its last. A binding has those of its own [`MlaLayerArgs::max_position`](super::MlaLayerArgs::max_position), whatever
-    /// stands here.
+    /// Positions that a step reaches: one more than its last. A binding has those of its own
+    /// [`MlaLayerArgs::max_position`](super::MlaLayerArgs::max_position), whatever stands here.
     pub positions: u32,
 }
 
@@ -52,16 +53,17 @@ impl LayerCapacity {
     }
 }
 
-/// Choices of an [`MlaLayer`]. What is compiled owns a workspace for its capacity, which all layers of the model share, one after the other. All that
-/// changes with a step is in the [`Step`](crate::Step), so that several may be prepared before what was recorded of them is submitted, and by
-/// several threads: see [the crate's page](crate#threads).
+/// Choices of an [`MlaLayer`]. What is compiled owns a workspace for its capacity, which all layers of the model share, one after the
+/// other. All that changes with a step is in the [`Step`](crate::Step), so that several may be prepared before what was recorded of them is
+/// submitted, and by several threads: see [the crate's page](crate#threads).
 #[derive(Debug, Clone, Default)]
 pub struct LayerOptions {
     /// Forces a kernel variant of the decode by name, such as one that rounds no softmax weights.
     pub variant: Option<String>,
     /// What the workspace is for.
     pub capacity: LayerCapacity,
-    /// Pages of a slab, where the pool is in several: those of the [`KvView::in_slabs`](crate::KvView::in_slabs) that it is bound to. 0: a pool in one buffer.
+    /// Pages of a slab, where the pool is in several: those of the [`KvView::in_slabs`](crate::KvView::in_slabs) that it is bound to. 0: a
+    /// pool in one buffer.
     pub slab_pages: u32,
     /// Decodes that begin with a shared prefix: [`DecodeOptions::shared_sequences`](crate::DecodeOptions::shared_sequences).
     pub shared_sequences: u32,
@@ -84,9 +86,9 @@ pub struct LayerFacts {
 }
 
 impl LayerFacts {
-    /// Whether the decodes of `sequences` sequences, of a query token each, attend an [`ExpandedPrefix`](super::ExpandedPrefix) of `tokens` tokens through its keys
-    /// and values. If not, they attend it in absorbed form, which costs less, and it need not be expanded. With [`SplitPolicy::FixedTokens`](crate::SplitPolicy::FixedTokens) they
-    /// always attend it expanded.
+    /// Whether the decodes of `sequences` sequences, of a query token each, attend an [`ExpandedPrefix`](super::ExpandedPrefix) of `tokens`
+    /// tokens through its keys and values. If not, they attend it in absorbed form, which costs less, and it need not be expanded. With
+    /// [`SplitPolicy::FixedTokens`](crate::SplitPolicy::FixedTokens) they always attend it expanded.
     #[must_use]
     pub fn attends_expanded(&self, sequences: u32, tokens: u32) -> bool {
         self.prefix_cost.pays(&self.spec, &self.tiling, tokens, [(sequences, 1)].into_iter(), true)

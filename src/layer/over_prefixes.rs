@@ -13,8 +13,8 @@ use crate::{Error, Result, SharedPrefix, Tiling};
 /// For each sequence of a batch, the expanded prefix that it begins with, if any.
 ///
 /// # Errors
-/// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page; those of
-/// [`check_pages`].
+/// [`Error::Shape`] for a sequence that is not in the batch, is in two prefixes or is too short, and for a prefix that ends in a page;
+/// those of [`check_pages`].
 pub(super) fn prefixes<'a>(
     spec: &MlaLayer,
     batch: &LayerBatch<'a>,

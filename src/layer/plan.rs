@@ -1,7 +1,7 @@
 //! How a mixed batch is executed: which tokens are decoded, and in which chunks the others attend. Pure.
 //!
-//! Sequences of at most `decode_threshold` query tokens are decoded in absorbed form. Those of the others are prefilled: their keys, old and
-//! new, are gathered from the cache chunk by chunk, expanded through `kv_b_proj` and attended. A chunk has as many tokens as the
+//! Sequences of at most `decode_threshold` query tokens are decoded in absorbed form. Those of the others are prefilled: their keys, old
+//! and new, are gathered from the cache chunk by chunk, expanded through `kv_b_proj` and attended. A chunk has as many tokens as the
 //! workspace has rows; it may hold several sequences, and a long sequence is in several chunks. The partial result of a later chunk is
 //! merged, by LSE, into that of the earlier ones.
 //!
@@ -116,10 +116,10 @@ impl LayerPlan {
     /// # Errors
     /// The errors of [`Plan::new`]; [`Error::QueryLen`] for a sequence with more query tokens than tokens; [`Error::Length`] for a
     /// `slot_mapping` or page table of another batch, [`Error::OtherSpec`] for a table of other pages; [`Error::SlotMismatch`] where
-    /// mapping and table contradict each other, [`Error::PageWrittenTwice`] where two sequences write to one page; [`Error::SeqLen`] for a sequence
-    /// whose pages do not hold its tokens; [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::PrefixNotShared`] for a prefix whose
-    /// sequences have other pages; [`Error::Limit`] for prompts in too many parts; [`Error::Shape`] for a spec as [`MlaLayer::check`], for a
-    /// prefix that its sequences do not have, and for a workspace that holds not even one page, or one split of
+    /// mapping and table contradict each other, [`Error::PageWrittenTwice`] where two sequences write to one page; [`Error::SeqLen`] for a
+    /// sequence whose pages do not hold its tokens; [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::PrefixNotShared`] for a
+    /// prefix whose sequences have other pages; [`Error::Limit`] for prompts in too many parts; [`Error::Shape`] for a spec as
+    /// [`MlaLayer::check`], for a prefix that its sequences do not have, and for a workspace that holds not even one page, or one split of
     /// [`SplitPolicy::FixedTokens`].
     pub fn new(
         spec: &MlaLayer,

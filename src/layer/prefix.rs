@@ -18,8 +18,9 @@ use crate::{Error, Result};
 /// Expands a prefix that sequences share: its rows of the cache become the keys and values of each head, in [`Expanded`] arrays that an
 /// [`MlaLayer`] of the same spec attends: see [`ExpandedPrefix`](crate::ExpandedPrefix).
 ///
-/// Arguments of a layer: [`MlaExpandArgs`]. Input of a step: an [`ExpandBatch`]; `prepare` refuses one with [`Error::Length`] for pages that do not
-/// hold its tokens, [`Error::PageOutOfRange`] for a page that is not in the pool, and [`Error::GatherRange`] for rows that 32 bits do not count.
+/// Arguments of a layer: [`MlaExpandArgs`]. Input of a step: an [`ExpandBatch`]; `prepare` refuses one with [`Error::Length`] for pages
+/// that do not hold its tokens, [`Error::PageOutOfRange`] for a page that is not in the pool, and [`Error::GatherRange`] for rows that 32
+/// bits do not count.
 ///
 /// Room of a binding: `u32`, rows of the arrays. Capacity of a step: `()`.
 ///

@@ -1,8 +1,8 @@
 //! Whether decodes attend a prefix that they share through its expanded keys and values, or each through the cache in absorbed form. Pure.
 //!
-//! The unit of cost is the time that an absorbed decode takes for one query row and one token of the cache. In expanded form each head reads
-//! `P + V` elements of its own for each token, which dominates for few queries; for many, multiplications do. A step over expanded prefixes also
-//! has more dispatches, and a merge.
+//! The unit of cost is the time that an absorbed decode takes for one query row and one token of the cache. In expanded form each head
+//! reads `P + V` elements of its own for each token, which dominates for few queries; for many, multiplications do. A step over expanded
+//! prefixes also has more dispatches, and a merge.
 //!
 //! The costs were fitted to measurements on an H100, through CUDA (benches/results/h100-cascade-2026-11-25.md) and through Vulkan
 //! (h100-unrolled-loops-2026-11-25.md), and for devices without tensor cores to measurements on lavapipe.
@@ -54,8 +54,8 @@ impl PrefixCost {
         Self { tile_queries: if tile_queries == 0 { 1 } else { tile_queries }, ..self }
     }
 
-    /// Whether decodes of sequences that begin with a prefix of `tokens` tokens are faster over the expanded prefix. `decodes`: how many of them
-    /// have how many query tokens. `shares`: in absorbed form tiles may have query rows of several sequences.
+    /// Whether decodes of sequences that begin with a prefix of `tokens` tokens are faster over the expanded prefix. `decodes`: how many of
+    /// them have how many query tokens. `shares`: in absorbed form tiles may have query rows of several sequences.
     pub(super) fn pays(
         &self,
         spec: &MlaLayer,

@@ -1,7 +1,7 @@
 //! What a layer of f16 hands from op to op, kept in f16's range.
 //!
-//! Its dtype holds the input, the cache and the output; a product between them may be larger. `q_nope . W_UK` and `kv_c . W_UK` meet only in
-//! logits, which are f32, and values only in sums, which are f32 too. So these products are stored scaled by a power of two, which the
+//! Its dtype holds the input, the cache and the output; a product between them may be larger. `q_nope . W_UK` and `kv_c . W_UK` meet only
+//! in logits, which are f32, and values only in sums, which are f32 too. So these products are stored scaled by a power of two, which the
 //! softmax scale and the output undo: f16 then holds 2^22 of a key or query and 2^19 of a value, and what is larger saturates, so that no
 //! finite input becomes infinite or NaN on the way. What f16 rounds to zero, below 2^-25, is 2^-19 of a key and 2^-22 of a value.
 //!

@@ -7,8 +7,8 @@ use crate::{Error, Result};
 /// The most entries of all rounds together, each a sequence that attends or is passed on: 1.3 GB.
 const MOST_ENTRIES: u64 = 1 << 25;
 
-/// Prompts, `(sequence, tokens)`, whose pages hold them, and that are attended in not too many parts of at most `tokens` tokens each. A part
-/// is a round, which names every prompt.
+/// Prompts, `(sequence, tokens)`, whose pages hold them, and that are attended in not too many parts of at most `tokens` tokens each. A
+/// part is a round, which names every prompt.
 ///
 /// # Errors
 /// [`Error::SeqLen`] and [`Error::Limit`].

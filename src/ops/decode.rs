@@ -94,14 +94,17 @@ pub struct MlaDecodeArgs<B> {
 pub struct DecodeOptions {
     /// Forces a kernel variant by name.
     pub variant: Option<String>,
-    /// The usual number of query tokens of a sequence, such as 2 with one speculative token; the default, 0, means 1. It decides the tile size:
-    /// where all heads of these tokens fit one tile, they share one pass over the cache. Batches with other query lengths give right results too.
+    /// The usual number of query tokens of a sequence, such as 2 with one speculative token; the default, 0, means 1. It decides the tile
+    /// size: where all heads of these tokens fit one tile, they share one pass over the cache. Batches with other query lengths give right
+    /// results too.
     pub query_tokens: u32,
-    /// How many sequences usually share a prefix ([`crate::Batch::shared_prefixes`]) that is most of what they attend; the default, 0, means that
-    /// none do. It decides the tile size: a tile then holds query rows of several sequences, which attend a token of the prefix together. Without it
-    /// a batch of 16 heads gains nothing from shared prefixes on tensor cores. Batches without them give right results too, but more slowly.
+    /// How many sequences usually share a prefix ([`crate::Batch::shared_prefixes`]) that is most of what they attend; the default, 0,
+    /// means that none do. It decides the tile size: a tile then holds query rows of several sequences, which attend a token of the prefix
+    /// together. Without it a batch of 16 heads gains nothing from shared prefixes on tensor cores. Batches without them give right results
+    /// too, but more slowly.
     pub shared_sequences: u32,
-    /// Page lists may be written on the device ([`PageTable::Device`]), for which kernels clamp every page id to the pool. The CPU refuses it.
+    /// Page lists may be written on the device ([`PageTable::Device`]), for which kernels clamp every page id to the pool. The CPU refuses
+    /// it.
     pub device_page_list: bool,
     /// Replaces the tiling that the planner gets, such as for a card whose best [`Tiling::target_items`] was measured by
     /// `cargo bench --bench decode -- --items N`. Its tiles may be smaller than the kernel's; `prepare` refuses a plan with larger ones.
@@ -130,8 +133,8 @@ impl DecodeRequest {
     }
 }
 
-/// Query rows of a tile for sequences that share a prefix. On an H100 through CUDA 64 are no faster: 64 sequences of 16 heads sharing 8192 of
-/// 9216 tokens take 96.9 us with tiles of 16 rows, 75.0 of 32, 77.5 of 64.
+/// Query rows of a tile for sequences that share a prefix. On an H100 through CUDA 64 are no faster: 64 sequences of 16 heads sharing 8192
+/// of 9216 tokens take 96.9 us with tiles of 16 rows, 75.0 of 32, 77.5 of 64.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 const SHARED_ROWS: u32 = 32;
 

@@ -14,8 +14,8 @@ use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaDecode, MlaShape, Re
 /// Counts in the rows that a [`KvAppend`](crate::KvAppend) would write what an e4m3 cache would make of them, and adds to the counters
 /// of [`CalibrationStats`] in a buffer. The host downloads those 32 bytes when it likes, and makes a `k_scale` of them.
 ///
-/// Arguments of a layer: [`KvCalibrateArgs`]. Input of a step: a `Range<u32>`: the tokens that are looked at. [`Error::Shape`] is a range that
-/// ends before it begins.
+/// Arguments of a layer: [`KvCalibrateArgs`]. Input of a step: a `Range<u32>`: the tokens that are looked at. [`Error::Shape`] is a range
+/// that ends before it begins.
 ///
 /// Room of a binding: `u32`, one past the last token. Capacity of a step: `()`.
 ///

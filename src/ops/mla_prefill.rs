@@ -120,11 +120,11 @@ impl PrefillSequence {
 
 /// One layer of an [`MlaPrefill`]: queries, keys and values, and where the result goes. `T` query tokens, `S` keys.
 ///
-/// Head `h` of query `t` attends the keys `k_nope[s, h, :] ++ k_pe[s, h, :]` with the logits `softmax_scale * (q . k)`, and
-/// `out[t, h, :]` is `v_scale` times the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Rows of no
-/// sequence are left as they are. Offsets and strides are multiples of 8 elements, but for the LSE's; `k_nope` and `v` may be parts of
-/// one array, and `k_pe` is shared by all heads with `head_stride` 0. A `token_stride` of 0 gives all queries, or all keys, one row. Rows
-/// do not overlap otherwise.
+/// Head `h` of query `t` attends the keys `k_nope[s, h, :] ++ k_pe[s, h, :]` with the logits `softmax_scale * (q . k)`, and `out[t, h, :]`
+/// is `v_scale` times the average of `v[s, h, :]` by their softmax. A query that sees no key has `out` 0 and `lse` -inf. Rows of no
+/// sequence are left as they are. Offsets and strides are multiples of 8 elements, but for the LSE's; `k_nope` and `v` may be parts of one
+/// array, and `k_pe` is shared by all heads with `head_stride` 0. A `token_stride` of 0 gives all queries, or all keys, one row. Rows do
+/// not overlap otherwise.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaPrefillArgs<B> {
     /// `[T, H, P]`.

@@ -27,8 +27,8 @@ pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
-/// An operation: a plain struct that says what it is compiled for. All of this is pure, the same for every backend. The page of an op says what its
-/// [`Op::Args`], [`Op::Input`], [`Op::Extent`] (the `room` of a binding) and [`Op::Capacity`] are.
+/// An operation: a plain struct that says what it is compiled for. All of this is pure, the same for every backend. The page of an op says
+/// what its [`Op::Args`], [`Op::Input`], [`Op::Extent`] (the `room` of a binding) and [`Op::Capacity`] are.
 pub trait Op: Copy + Debug + Send + Sync + 'static {
     /// Its name in labels and errors.
     const NAME: &'static str;
@@ -156,7 +156,8 @@ pub enum Use {
 /// `Cpu` and `AnyBackend`. Beside the errors that are listed, any call may be [`Error::Cuda`] on CUDA, where the driver fails it, and
 /// [`Error::OtherBackend`] on `AnyBackend`, for what another backend made.
 ///
-/// A device, its buffers and what is compiled on it are `Send + Sync`, for generic code too; not on `wasm32`. See [the crate's page](crate#threads).
+/// A device, its buffers and what is compiled on it are `Send + Sync`, for generic code too; not on `wasm32`. See [the crate's
+/// page](crate#threads).
 pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// Memory that this device's kernels read and write.
     type Buffer: Clone + Debug + WasmNotSendSync;
@@ -200,16 +201,16 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// Records, and submits what was recorded.
     ///
     /// # Errors
-    /// The errors of `record`, and [`Error::DeviceLost`]; on wgpu [`Error::ForeignResource`] where a buffer was destroyed or mapped after it was
-    /// bound (in a browser `gpu::checked` tells), and [`Error::OutOfMemory`].
+    /// The errors of `record`, and [`Error::DeviceLost`]; on wgpu [`Error::ForeignResource`] where a buffer was destroyed or mapped after
+    /// it was bound (in a browser `gpu::checked` tells), and [`Error::OutOfMemory`].
     fn submit(&self, record: impl FnOnce(Self::Recorder<'_>) -> Result<()>) -> Result<()>;
 
     /// While a graph is captured, keeps what each replay has to check; elsewhere `recorded` is not called.
     #[doc(hidden)]
     fn note(&self, _recorded: impl FnOnce() -> Box<dyn Replay>) {}
 
-    /// Whether it hands bindings on to the [`Compiled`] of another device, which checks arguments and binds an op of a cache in several slabs
-    /// once a slab.
+    /// Whether it hands bindings on to the [`Compiled`] of another device, which checks arguments and binds an op of a cache in several
+    /// slabs once a slab.
     #[doc(hidden)]
     fn forwards(&self) -> bool {
         false
@@ -324,8 +325,8 @@ pub trait Kernel<O: Op>: Device {
         O::Capacity::default()
     }
 
-    /// A number for what recorded commands depend on besides the step's capacity, such as the addresses of its tables. When it changes, commands that
-    /// were recorded or captured before must be recorded again.
+    /// A number for what recorded commands depend on besides the step's capacity, such as the addresses of its tables. When it changes,
+    /// commands that were recorded or captured before must be recorded again.
     fn recording_key(_: &Self::Step) -> u64 {
         0
     }

@@ -58,8 +58,8 @@ pub struct RopeAppend {
 
 /// One layer of a [`RopeAppend`]: queries and new rows before their rotation, where the queries go, and the cache.
 ///
-/// The bits are those of [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other. Queries of tokens that the slot mapping
-/// skips are rotated too.
+/// The bits are those of [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other. Queries of tokens that the slot
+/// mapping skips are rotated too.
 #[derive(Debug, Clone)]
 pub struct RopeAppendArgs<B> {
     /// `[tokens, heads, R]`; see [`RopeArgs::x`].

@@ -73,7 +73,8 @@ impl<C, R, K> Variant<C, R, K> {
         Self { by_default, ..self }
     }
 
-    /// Sets the cost, an estimate to compare with the other variants of the table that run here: the cheapest is chosen, the first of equals.
+    /// Sets the cost, an estimate to compare with the other variants of the table that run here: the cheapest is chosen, the first of
+    /// equals.
     pub(crate) const fn costing(self, cost: fn(&R, &K) -> u32) -> Self {
         Self { cost, ..self }
     }

@@ -76,8 +76,8 @@ impl Store {
         }
     }
 
-    /// Pages for one owner, behind those that it has: in the slab of its last page if there is one left, else in the slab with the most free
-    /// pages, as a sequence in few slabs has few partial results. [`Self::check_room`] comes first.
+    /// Pages for one owner, behind those that it has: in the slab of its last page if there is one left, else in the slab with the most
+    /// free pages, as a sequence in few slabs has few partial results. [`Self::check_room`] comes first.
     pub(super) fn take_all(&mut self, pages: &mut Vec<u32>, count: u64) {
         let mut left = count;
         while left > 0 {

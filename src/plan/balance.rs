@@ -1,8 +1,8 @@
 //! The cuts of `SplitPolicy::Auto`: equal shares, or pieces of one length and a remainder a run, where a device is predicted to
 //! finish sooner with those. Equal shares suit runs of one length; in a ragged batch they leave one item much longer than the rest.
 //!
-//! The prediction is list scheduling (longest processing time first): as many workers as target items each take the longest remaining item when they
-//! finish one, and an item costs its tokens plus [`Tiling::item_overhead_tokens`].
+//! The prediction is list scheduling (longest processing time first): as many workers as target items each take the longest remaining item
+//! when they finish one, and an item costs its tokens plus [`Tiling::item_overhead_tokens`].
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -25,8 +25,8 @@ pub(super) enum Cut {
     Pieces(Pieces),
 }
 
-/// Pieces of `tokens` and a remainder. A remainder shorter than `least` is joined with the last piece and the sum halved, on a block boundary: it is
-/// then neither all overhead nor does it make a longer piece.
+/// Pieces of `tokens` and a remainder. A remainder shorter than `least` is joined with the last piece and the sum halved, on a block
+/// boundary: it is then neither all overhead nor does it make a longer piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pieces {
     /// A multiple of `block`, or `least` is 0.

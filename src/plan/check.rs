@@ -177,8 +177,8 @@ mod tests {
     use super::*;
     use crate::{Dtype, MlaShape, SlabTable, SplitPolicy, Tiling};
 
-    /// A plan for one buffer that says that it is of slabs would be recorded with a binding in slabs, whose first buffer has fewer pages than
-    /// the page list names.
+    /// A plan for one buffer that says that it is of slabs would be recorded with a binding in slabs, whose first buffer has fewer pages
+    /// than the page list names.
     #[test]
     fn slabs_and_their_pages_go_together() {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };

@@ -44,8 +44,8 @@ impl<T> Slabbed<T> {
         check_slabs(self.slab_pages, layer_slab_pages)
     }
 
-    /// Writes a plan that [`super::check_plan`] let pass, first the step's own tables, then those of slabs. `new` makes the tables of a slab
-    /// beside the step's own, where there are none yet, or none that `serves` says are still good beside these.
+    /// Writes a plan that [`super::check_plan`] let pass, first the step's own tables, then those of slabs. `new` makes the tables of a
+    /// slab beside the step's own, where there are none yet, or none that `serves` says are still good beside these.
     ///
     /// # Errors
     /// The errors of `write` and `new`. The step then has no slabs.

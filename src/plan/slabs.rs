@@ -246,7 +246,8 @@ impl Plan {
     /// The table that a step is prepared with is that of the plan.
     ///
     /// # Errors
-    /// [`Error::OtherSpec`], [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], and [`Error::LayoutMismatch`] for other pages.
+    /// [`Error::OtherSpec`], [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], and [`Error::LayoutMismatch`] for other
+    /// pages.
     pub(crate) fn check_slab_table(&self, spec: &MlaDecode, pages: PageTable<'_>) -> Result<()> {
         let mismatch = Err(Error::LayoutMismatch {
             detail: "the page table is not the one that was planned: plan with Batch::slabs of the table that the step is prepared with",

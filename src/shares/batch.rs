@@ -23,8 +23,8 @@ impl Shares {
     /// whoever holds them.
     ///
     /// # Errors
-    /// The errors of [`Shares::local_seq_lens`], and [`Error::Length`] and [`Error::QueryStartLoc`]; [`Error::Limit`] for more than 2^27 query
-    /// tokens, which no [`Plan`](crate::Plan) has, and [`Error::OutOfMemory`].
+    /// The errors of [`Shares::local_seq_lens`], and [`Error::Length`] and [`Error::QueryStartLoc`]; [`Error::Limit`] for more than 2^27
+    /// query tokens, which no [`Plan`](crate::Plan) has, and [`Error::OutOfMemory`].
     pub fn local_bounds(&self, rank: u32, seq_lens: &[i32], query_start_loc: &[i32]) -> Result<Vec<u32>> {
         self.check(rank)?;
         let all = Queries::of(seq_lens, query_start_loc)?;

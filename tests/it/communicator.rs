@@ -163,7 +163,7 @@ fn other_sizes_and_other_calls_are_an_error_on_every_rank() {
             if rank == 0 { gather(&end, 4) } else { as_dyn(&end).all_to_all_host(&[1; 4]).map(drop) }
         },
     );
-    // And from then on.
+    // The group then stays broken.
     must_fail(2, PATIENT, "with 8 bytes", |end, rank| {
         let first = gather(&end, if rank == 1 { 8 } else { 4 });
         gather(&end, 4).and(first)

@@ -12,6 +12,7 @@ mod harness;
 mod any;
 mod batch_tables;
 mod codes;
+mod comments;
 mod communicator;
 mod conformance;
 mod cpu;
@@ -59,6 +60,7 @@ fn main() -> std::process::ExitCode {
         any::tests,
         batch_tables::tests,
         codes::tests,
+        comments::tests,
         communicator::tests,
         conformance::tests,
         cpu::tests,

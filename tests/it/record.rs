@@ -43,11 +43,11 @@ fn recorded_commands_keep_their_tables() -> Outcome {
     rig.check(&long, &short);
     rig.run(&step, &long);
     rig.check(&long, &long.problem);
-    // And back: items that were in use must not run again.
+    // The short batch again: items that were in use must not run.
     rig.prepare(&mut step, &short, FIXED);
     rig.run(&step, &long);
     rig.check(&long, &short);
-    // More often than its buffers have regions.
+    // The step is prepared more often than its buffers have regions.
     let mut encoder = rig.encoder();
     for _ in 0..20 {
         rig.prepare(&mut step, &long.problem, FIXED);

@@ -46,9 +46,9 @@ impl AccuracyRow {
     }
 }
 
-/// Measures windows of a text: `setup` has the backend ([`crate::Where::Auto`]: all that are here), the page size and `exact`; its dtype and its
-/// `k_scales` are not looked at. Whole windows of `window` tokens are scored, at most `windows` of them, each begun with an empty cache
-/// and computed as a prompt is, in steps of [`Setup::step_tokens`]. `progress` is told of each window.
+/// Measures windows of a text: `setup` has the backend ([`crate::Where::Auto`]: all that are here), the page size and `exact`; its dtype
+/// and its `k_scales` are not looked at. Whole windows of `window` tokens are scored, at most `windows` of them, each begun with an empty
+/// cache and computed as a prompt is, in steps of [`Setup::step_tokens`]. `progress` is told of each window.
 ///
 /// # Errors
 /// [`crate::Error::Input`] for a text that is shorter than a window; those of the backends.

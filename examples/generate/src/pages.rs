@@ -70,8 +70,8 @@ impl Pages {
         Ok(())
     }
 
-    /// The step's arrays as a layer takes them. Its forks are few, and each attends its prefix alone: what one writes does then not depend on the
-    /// others, in any bit.
+    /// The step's arrays as a layer takes them. Its forks are few, and each attends its prefix alone: what one writes does then not depend
+    /// on the others, in any bit.
     pub fn batch(&self) -> LayerBatch<'_> {
         LayerBatch { shared_prefixes: &[], ..self.arrays.batch() }
     }

@@ -68,7 +68,7 @@ fn a_newer_file_takes_the_place_of_an_older_ones_tensor() {
         let alone = one_file("alone");
         with_tensors(&alone, |all| drop(all.insert(UP.into(), new[UP].clone())));
         assert_eq!(overlaid, logits(&alone));
-        // And the other way around: the index maps it to the older file, and the newer one is not read.
+        // The other way around, the index maps it to the older file, and the newer one is not read.
         write_index(&dir, all.keys(), |_| "model.safetensors");
         assert_eq!(logits(&dir), before);
         // The copy's dtype and shape do not matter.

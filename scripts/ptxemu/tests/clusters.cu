@@ -35,8 +35,8 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     asm volatile("{.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n@!p bra AGAIN;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// The blocks share the loads: each copies its half of every tile to both. Warp 0 loads, the others read: the sum of all tiles, each times its
-// number, and the block's rank.
+// The blocks share the loads: each copies its half of every tile to both. Warp 0 loads, the others read: the sum of all tiles, each times
+// its number, and the block's rank.
 __device__ __forceinline__ void share(const Args& a, const TensorMap& map) {
     __shared__ __align__(1024) unsigned char stages[STAGES * TILE];
     __shared__ u64 full[STAGES], empty[STAGES];

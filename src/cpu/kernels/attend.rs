@@ -120,8 +120,8 @@ impl Tile<'_> {
         Weight { max: self.max[row], sum: sum as f32 }
     }
 
-    /// Like [`Tile::finish`], for a row with no other part to merge with: if no key has weight, the output is NaN. Returns half the row's LSE: see
-    /// [`Weight::half_lse`].
+    /// Like [`Tile::finish`], for a row with no other part to merge with: if no key has weight, the output is NaN. Returns half the row's
+    /// LSE: see [`Weight::half_lse`].
     pub(in crate::cpu) fn finish_alone(&mut self, row: usize, scale: f32) -> f32 {
         let weight = self.finish(row, scale);
         if weight.is_nothing() {

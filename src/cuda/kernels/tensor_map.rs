@@ -20,10 +20,11 @@ pub(in crate::cuda) const LINE_ELEMENTS: u32 = 64;
 pub struct TensorMap(sys::CUtensorMap);
 
 impl TensorMap {
-    /// The map of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's tokens, copied in boxes of so many tokens and
-    /// lines, or all lines of a token: [pages, lines, tokens, columns],
-    /// a line being 128 bytes, so that requests are whole lines: where a token is no multiple of that, two tokens are one row of the tensor. Address and strides are multiples of 16 bytes, strides below [`MOST_STRIDE`].
-    /// `BoxOrder` and `GroupOrder` of shaders/cuda/kernels/decode/decode_order.cuh describe the same layout in shared memory.
+    /// The map of the cache at `address`, whose pages are `block_bytes` apart and a multiple of a box's tokens, copied in boxes of so many
+    /// tokens and lines, or all lines of a token: [pages, lines, tokens, columns], a line being 128 bytes, so that requests are whole
+    /// lines: where a token is no multiple of that, two tokens are one row of the tensor. Address and strides are multiples of 16 bytes,
+    /// strides below [`MOST_STRIDE`]. `BoxOrder` and `GroupOrder` of shaders/cuda/kernels/decode/decode_order.cuh describe the same layout
+    /// in shared memory.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -46,9 +47,9 @@ impl TensorMap {
         Self::encoded(dtype, address, dims, strides, sides)
     }
 
-    /// The map of an array of [tokens, heads, dim] elements of 16 bits at `address`, `dim` a multiple of 64: [heads, lines, tokens, 64 elements], a
-    /// line being 128 bytes of a row, copied in boxes of so many tokens and lines of a head. Address and strides are multiples of 16
-    /// bytes. A `head_stride` of 0 makes the map of one head; other strides of 0 are of dimensions of 1.
+    /// The map of an array of [tokens, heads, dim] elements of 16 bits at `address`, `dim` a multiple of 64: [heads, lines, tokens, 64
+    /// elements], a line being 128 bytes of a row, copied in boxes of so many tokens and lines of a head. Address and strides are multiples
+    /// of 16 bytes. A `head_stride` of 0 makes the map of one head; other strides of 0 are of dimensions of 1.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].

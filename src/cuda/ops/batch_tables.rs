@@ -221,7 +221,8 @@ impl BatchTables {
     /// [`BatchTables::record_slots`] has run.
     ///
     /// # Errors
-    /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`] for more than 2^26 tokens, [`Error::OutOfMemory`], [`Error::Cuda`].
+    /// [`Error::LayoutMismatch`] for an append of another pool, [`Error::Limit`] for more than 2^26 tokens, [`Error::OutOfMemory`],
+    /// [`Error::Cuda`].
     pub fn slots<O: AppendsSlots>(
         &self,
         append: &Compiled<O, Cuda>,
@@ -297,7 +298,8 @@ impl BatchTables {
         self.check_batch(batch)
     }
 
-    /// Launches the kernel that writes the slots of the batch's new tokens. Allocates nothing, waits for nothing, and may be captured in a graph.
+    /// Launches the kernel that writes the slots of the batch's new tokens. Allocates nothing, waits for nothing, and may be captured in a
+    /// graph.
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`] and [`Error::Cuda`].

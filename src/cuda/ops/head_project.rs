@@ -316,8 +316,8 @@ impl Kernel<HeadProject> for Cuda {
             return Ok(());
         }
         // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
-        // - the kernels cut the table's range to the binding's max_tokens, up to where `check_args` found `x` and `y`; tokens past the range
-        //   are not read, or are its last one (`simple`), and are not stored;
+        // - the kernels cut the table's range to the binding's max_tokens, up to where `check_args` found `x` and `y`; tokens past the
+        //   range are not read, or are its last one (`simple`), and are not stored;
         // - rows and quads of matrices are below k and n by `min` (`simple`), or their copy by cp.async reads nothing, by comparison; those
         //   that are stored are below by comparison; heads are below num_heads, as the grid has column_tiles * token_tiles blocks of each;
         // - `mma` copies and stores chunks of 8 elements, of which k and n are multiples, of arrays that are aligned to 16 bytes; what it

@@ -251,8 +251,8 @@ impl Kernel<MlaPrefill> for Cuda {
         // - query tokens that are read are below max_tokens and keys below max_keys by `min`, and where that is 0 no key is read; rows
         //   that are written are below max_rows by comparison. `check_args` found where views end for so many;
         // - quads are below P, R and V by `min`, and those that are stored by comparison;
-        // - `mma_*` copy chunks of 8 elements below P + R and V, which the entry's name has, of arrays that are aligned to 16 bytes; `wgmma_*`
-        //   copy boxes of tensor maps of max_tokens and max_keys rows, past which a box is zeros;
+        // - `mma_*` copy chunks of 8 elements below P + R and V, which the entry's name has, of arrays that are aligned to 16 bytes;
+        //   `wgmma_*` copy boxes of tensor maps of max_tokens and max_keys rows, past which a box is zeros;
         // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have.
         // A tile's `num_keys` is below 2^30, which bounds the only loop that the table bounds.
         let args = PrefillParams { table, max_tiles, ..layer.args };

@@ -66,8 +66,8 @@ pub trait SingleOp: TableOp {
         0
     }
 
-    /// The argument with a table, and the items or threads of the launch: they cover the capacity of step or binding, so that a captured launch
-    /// does what the step's table holds at the replay.
+    /// The argument with a table, and the items or threads of the launch: they cover the capacity of step or binding, so that a captured
+    /// launch does what the step's table holds at the replay.
     ///
     /// # Errors
     /// [`crate::Error::Limit`].

@@ -53,8 +53,8 @@ impl SingleOp for CorrectAttnOut {
         vec![source(self)]
     }
 
-    /// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at most
-    /// 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
+    /// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at
+    /// most 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
     fn items(&self, tokens: u32, layer: Option<&Params>) -> u64 {
         let Some(layer) = layer else { return 0 };
         let quads = u64::from(tokens) * u64::from(layer.num_heads) * u64::from(self.head_size / 4);

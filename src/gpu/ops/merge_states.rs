@@ -78,10 +78,10 @@ impl SingleOp for MergeStates {
 
     fn sources(&self) -> Vec<Source> {
         // Every index is in bounds, for every pair of table and binding:
-        // - the table holds three words (`prepare`, and nothing else writes it); tokens are below max_tokens and sets below max_sets by `min`
-        //   in the shader, each at least 1 where there is a group, and what is written is so by comparison too; heads are the rest of a
-        //   division by num_heads, which is at least 1 where there is a group. `check_args` refuses views and sets that end past their buffers
-        //   for so many, and `Window::of` binds up to there;
+        // - the table holds three words (`prepare`, and nothing else writes it); tokens are below max_tokens and sets below max_sets by
+        //   `min` in the shader, each at least 1 where there is a group, and what is written is so by comparison too; heads are the rest of
+        //   a division by num_heads, which is at least 1 where there is a group. `check_args` refuses views and sets that end past their
+        //   buffers for so many, and `Window::of` binds up to there;
         // - a quad is below HEAD_QUADS, the rest of a division by it; by words an element is below HEAD_SIZE and its row in range, by
         //   comparison, and the words that are written are those from the first row of the output to its last;
         // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
@@ -89,8 +89,8 @@ impl SingleOp for MergeStates {
         vec![source(self)]
     }
 
-    /// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at most
-    /// 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
+    /// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at
+    /// most 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
     fn items(&self, tokens: u32, layer: Option<&Params>) -> u64 {
         let Some(layer) = layer else { return 0 };
         let quads = u64::from(tokens) * u64::from(layer.num_heads) * u64::from(self.head_size / 4);

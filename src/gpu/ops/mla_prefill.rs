@@ -101,8 +101,8 @@ impl Kernel<MlaPrefill> for Gpu {
         // - columns are below P, R and V by comparison with them, or by the loops' bounds, which are constants;
         // - places in workgroup memory are sums of constants, thread numbers and loop counters below what the array was sized for
         //   (`plain.rs`, `coop.rs`).
-        // Loops count up to constants, or in blocks to a tile's `num_keys`, which is below 2^30; `coop*` repeats a block at most once, as no
-        // maximum moves the second time.
+        // Loops count up to constants, or in blocks to a tile's `num_keys`, which is below 2^30; `coop*` repeats a block at most once, as
+        // no maximum moves the second time.
         let labels = ["mla.prefill.step", "mla.prefill.layer"];
         let pipe = Pipe::new(self, labels, &entries, &kernel.source)?;
         let longest = spec.qk_nope_head_dim.max(spec.qk_rope_head_dim).max(spec.v_head_dim);

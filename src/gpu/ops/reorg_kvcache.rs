@@ -30,8 +30,9 @@ impl SingleOp for ReorgKvCache {
 
     fn sources(&self) -> Vec<Source> {
         // Every index is in bounds, for every pair of table and binding:
-        // - the table is what `ReorgBatch::table` made, whole (`Table`, which nothing else writes): a chunk is below num_chunks, of which there
-        //   is one where there is a token; a block is a rest of blocks, and its owner below the table's world, so all sections are met inside;
+        // - the table is what `ReorgBatch::table` made, whole (`Table`, which nothing else writes): a chunk is below num_chunks, of which
+        //   there is one where there is a token; a block is a rest of blocks, and its owner below the table's world, so all sections are
+        //   met inside;
         // - rank < world, local_row < max_local_rows and row < max_rows of the binding are checked in the shader: `prepare` may have been
         //   called again since `record`, and sources may wrap. `check_args` refuses arrays that end before that, and the windows reach
         //   up to there;

@@ -70,8 +70,8 @@ impl SingleOp for Rope {
 }
 
 impl Params {
-    /// Checks the views for `max_tokens`, at least 1, and returns the uniform and the windows of bindings 1 to 4. `x_name` and `y_name` stand for
-    /// `x` and `y` in errors.
+    /// Checks the views for `max_tokens`, at least 1, and returns the uniform and the windows of bindings 1 to 4. `x_name` and `y_name`
+    /// stand for `x` and `y` in errors.
     pub(super) fn new<'a>(
         gpu: &Gpu,
         spec: &Rope,

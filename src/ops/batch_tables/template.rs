@@ -51,8 +51,8 @@ impl Sequences {
     }
 }
 
-/// The words of `plan` in `batch_lists.wgsl` and `batch_tables.cu` behind the first. Their number is the capacity's, so that a table is replaced only where the
-/// step's buffers are: a sequence has at least 32 words of the page list.
+/// The words of `plan` in `batch_lists.wgsl` and `batch_tables.cu` behind the first. Their number is the capacity's, so that a table is
+/// replaced only where the step's buffers are: a sequence has at least 32 words of the page list.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) fn template(
     plan: &Plan,

@@ -8,7 +8,8 @@ use super::{Kernel, Op};
 use crate::Result;
 use crate::ops::variants::Choice;
 
-/// An op, compiled on a device by [`Device::compile`](super::Device::compile). It makes steps and bindings, and records a step with a binding.
+/// An op, compiled on a device by [`Device::compile`](super::Device::compile). It makes steps and bindings, and records a step with a
+/// binding.
 #[derive(Debug)]
 pub struct Compiled<O: Op, D: Kernel<O>> {
     pub(crate) device: D,
@@ -21,11 +22,11 @@ pub struct Compiled<O: Op, D: Kernel<O>> {
 
 /// What changes with a step, on the device: prepared once for all layers of a model. Made by [`Compiled::step`].
 ///
-/// On wgpu what was recorded keeps the tables that it was recorded with: several steps, or one that is prepared again and again, may share a
-/// submit. (Only a step of [`DecodeOptions::device_page_list`](crate::DecodeOptions::device_page_list) is rewritten in place, before the next submit.) On
-/// CUDA an upload is in the stream's order; a prepare that fits the step's capacity rewrites it in place, so that a captured graph replays with
-/// what was prepared last, and one that does not fit replaces its buffers: graphs captured before must be captured again, and refuse to
-/// launch.
+/// On wgpu what was recorded keeps the tables that it was recorded with: several steps, or one that is prepared again and again, may share
+/// a submit. (Only a step of [`DecodeOptions::device_page_list`](crate::DecodeOptions::device_page_list) is rewritten in place, before the
+/// next submit.) On CUDA an upload is in the stream's order; a prepare that fits the step's capacity rewrites it in place, so that a
+/// captured graph replays with what was prepared last, and one that does not fit replaces its buffers: graphs captured before must be
+/// captured again, and refuse to launch.
 #[derive(Debug)]
 #[must_use]
 pub struct Step<O: Op, D: Kernel<O>> {
@@ -108,8 +109,8 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
     /// until it was prepared again.
     ///
     /// # Errors
-    /// The errors of the op's input, see its page, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`], and [`Error::LayoutMismatch`] for a
-    /// step that another op made.
+    /// The errors of the op's input, see its page, [`Error::Limit`], [`Error::OutOfMemory`], [`Error::DeviceLost`], and
+    /// [`Error::LayoutMismatch`] for a step that another op made.
     pub fn prepare(&self, step: &mut Step<O, D>, input: O::Input<'_>) -> Result<()> {
         self.owns(step.owner, true)?;
         step.used = None;
@@ -119,11 +120,13 @@ impl<O: Op, D: Kernel<O>> Compiled<O, D> {
         prepared.map(drop)
     }
 
-    /// Checks one layer's buffers and binds them, for steps that reach no further than `room`: for most ops a number of query tokens, see the op's page.
+    /// Checks one layer's buffers and binds them, for steps that reach no further than `room`: for most ops a number of query tokens, see
+    /// the op's page.
     ///
     /// # Errors
     /// The errors of [`Op::check_args`], [`Error::Aliased`], [`Error::OtherBackend`], [`Error::Limit`] and [`Error::OutOfMemory`]; on wgpu
-    /// [`Error::BufferUsage`] without `STORAGE`, [`Error::ForeignResource`] and [`Error::DeviceLost`]; [`Error::Capacity`] of an `MlaLayer`.
+    /// [`Error::BufferUsage`] without `STORAGE`, [`Error::ForeignResource`] and [`Error::DeviceLost`]; [`Error::Capacity`] of an
+    /// `MlaLayer`.
     pub fn bind(&self, args: &O::Args<&D::Buffer>, room: O::Extent) -> Result<Binding<O, D>> {
         let mut slabs = Vec::new();
         if !self.device.forwards() {

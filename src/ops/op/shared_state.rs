@@ -1,4 +1,5 @@
-//! The state of a step, shared with the CUDA graphs that were captured of it: before each replay a graph compares it with the state at capture.
+//! The state of a step, shared with the CUDA graphs that were captured of it: before each replay a graph compares it with the state at
+//! capture.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};

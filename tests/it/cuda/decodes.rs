@@ -12,7 +12,8 @@ use wgpu_mla::{
     PageTable, Plan, SplitPolicy, View,
 };
 
-/// The graph is captured with the first batch, and replayed with others that fit the step: longer and shorter sequences, more and fewer splits.
+/// The graph is captured with the first batch, and replayed with others that fit the step: longer and shorter sequences, more and fewer
+/// splits.
 fn a_captured_graph_replays_with_new_lengths() -> Outcome {
     let cuda = cuda()?;
     let batches: [&[(u32, u32)]; 4] =

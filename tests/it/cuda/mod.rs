@@ -1,5 +1,5 @@
-//! What only the CUDA backend promises: an error without a driver, graphs that replay with new lengths, slots and copies, or refuse to, and calls
-//! from any thread, with memory of any kind.
+//! What only the CUDA backend promises: an error without a driver, graphs that replay with new lengths, slots and copies, or refuse to, and
+//! calls from any thread, with memory of any kind.
 
 mod decodes;
 mod host;

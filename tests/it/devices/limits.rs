@@ -1,5 +1,5 @@
-//! Devices made with less than WebGPU's default limits, each op on them: it runs, or an error names the limit. On wgpu's noop backend, which
-//! validates all and computes nothing.
+//! Devices made with less than WebGPU's default limits, each op on them: it runs, or an error names the limit. On wgpu's noop backend,
+//! which validates all and computes nothing.
 
 use wgpu_mla::gpu::ops::BatchTables;
 use wgpu_mla::gpu::{DeviceKind, Gpu, Setup};

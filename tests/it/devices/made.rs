@@ -24,8 +24,8 @@ fn a_device_without_what_its_driver_refuses() -> Outcome {
     Ok(())
 }
 
-/// Mesa's lavapipe with vectors of 128 bits, as on aarch64: since version 26 it lists cooperative matrices there, with the feature off. This
-/// program runs itself on it.
+/// Mesa's lavapipe with vectors of 128 bits, as on aarch64: since version 26 it lists cooperative matrices there, with the feature off.
+/// This program runs itself on it.
 fn a_software_device_of_narrow_vectors() -> Outcome {
     let name = mla_support::gpu()?.describe();
     if !name.contains("llvmpipe") {

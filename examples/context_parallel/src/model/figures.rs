@@ -18,9 +18,9 @@ pub struct Machine {
 }
 
 /// NVIDIA H200, CUDA. Start and slope of 16 heads bf16: 1 x 32768 and 1 x 131072, 17.5 and 44.1 us; e4m3: 1 x 131072, 32.6 us, the same
-/// start; 128 heads: 64 x 8192, 301.9 us bf16 and 380.7 e4m3, all in `benches/results/h200-cuda9-2026-11-24.md`, and a start that makes 1 x 131072
-/// the 88.0 us of `h200-cuda6-2026-11-23.md`. Today's kernels for 128 heads take less (269.9 and 250.8 us, `h200-2026-11-26.md`). Combine: the merge of `h200-cuda2-2026-11-22.md` at 0.9 of its copy ceiling of 4112 GB/s; its
-/// launch is an assumption.
+/// start; 128 heads: 64 x 8192, 301.9 us bf16 and 380.7 e4m3, all in `benches/results/h200-cuda9-2026-11-24.md`, and a start that makes 1 x
+/// 131072 the 88.0 us of `h200-cuda6-2026-11-23.md`. Today's kernels for 128 heads take less (269.9 and 250.8 us, `h200-2026-11-26.md`).
+/// Combine: the merge of `h200-cuda2-2026-11-22.md` at 0.9 of its copy ceiling of 4112 GB/s; its launch is an assumption.
 pub const H200: Machine = Machine {
     name: "NVIDIA H200, CUDA",
     start_us: [8.6, 12.5],
@@ -72,13 +72,13 @@ pub struct Link {
     pub ranks: u32,
 }
 
-/// Two ranks on NVLink, through NCCL: latency and rate of `benches/results/h200x2-context-parallel-2026-11-25.md`. More ranks than two are an
-/// assumption.
+/// Two ranks on NVLink, through NCCL: latency and rate of `benches/results/h200x2-context-parallel-2026-11-25.md`. More ranks than two are
+/// an assumption.
 pub const NVLINK: Link =
     Link { name: "NVLink 4 in a host", latency_us: 4.5, rank_us: 0.5, gbs: 170.0, ranks: 8 };
 
-/// All but NVLink are assumptions: rates are what collectives reach of the data sheets' (128, 400 Gbit/s and 100 Gbit/s both ways), latencies what
-/// NCCL's tests commonly show. `--bench` measures its own.
+/// All but NVLink are assumptions: rates are what collectives reach of the data sheets' (128, 400 Gbit/s and 100 Gbit/s both ways),
+/// latencies what NCCL's tests commonly show. `--bench` measures its own.
 pub const LINKS: [Link; 4] = [
     NVLINK,
     Link { name: "PCIe 5 x16 in a host", latency_us: 12.0, rank_us: 1.0, gbs: 45.0, ranks: 8 },
@@ -111,8 +111,8 @@ const fn run(ranks: u32, heads: u32, cache: Dtype, us: f64) -> Measured {
 /// Tokens of those runs; 16,512 of three ranks.
 pub const MEASURED_TOKENS: u32 = 16_384;
 
-/// `context_parallel --bench --parts long --devices cpu` and `cpu,cpu` to `cpu,cpu,cpu,cpu`, release build, 2 cores of an x86-64 with AVX2, beside
-/// other work, 2026-11-25. One rank has two threads; of one thread each, the whole took what `token_ns` says.
+/// `context_parallel --bench --parts long --devices cpu` and `cpu,cpu` to `cpu,cpu,cpu,cpu`, release build, 2 cores of an x86-64 with AVX2,
+/// beside other work, 2026-11-25. One rank has two threads; of one thread each, the whole took what `token_ns` says.
 pub const MEASURED: [Measured; 16] = [
     run(1, 16, Dtype::Bf16, 5992.2),
     run(1, 16, Dtype::E4m3, 6779.6),

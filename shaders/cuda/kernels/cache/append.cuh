@@ -29,8 +29,8 @@ struct AppendArgs {
     E4m3Scale scale;
 };
 
-// For each dtype: conversion of an oct to f32 bits (`widen`) and from them (`narrow`). For e4m3 caches: |x| of 8 elements, any NaN for a NaN
-// (`magnitudes`), and the signs of 4 elements at the sign bits of a word of codes (`signs`).
+// For each dtype: conversion of an oct to f32 bits (`widen`) and from them (`narrow`). For e4m3 caches: |x| of 8 elements, any NaN for a
+// NaN (`magnitudes`), and the signs of 4 elements at the sign bits of a word of codes (`signs`).
 struct F32 {
     static const u32 BYTES = 4;
     static __device__ __forceinline__ u32 element(u64 at) { return read_4(at); }

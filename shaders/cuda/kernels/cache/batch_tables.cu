@@ -1,5 +1,5 @@
-// Writes a step's tables from a batch that only the device knows (vLLM's metadata arrays): the slots of new tokens (batch_slots), and the tables
-// of a decode that was planned for upper bounds (batch_items, batch_pages).
+// Writes a step's tables from a batch that only the device knows (vLLM's metadata arrays): the slots of new tokens (batch_slots), and the
+// tables of a decode that was planned for upper bounds (batch_items, batch_pages).
 //
 // The host cannot check the arrays' contents, so every index derived from them is bounded here.
 // Tile: one thread a token, an item and a query token, or a word of the page list.
@@ -74,8 +74,8 @@ __device__ __forceinline__ u32 len_of(const Args &args, u32 sequence) { return l
 
 __device__ __forceinline__ int start_of(const Args &args, u32 sequence) { return read_4(args.query_start_loc + 4ull * sequence); }
 
-// How many keys of the whole a query token attends to, by the causal mask aligned bottom-right: its own position and those before. 0 for a token
-// of another sequence, or before the first key.
+// How many keys of the whole a query token attends to, by the causal mask aligned bottom-right: its own position and those before. 0 for a
+// token of another sequence, or before the first key.
 __device__ __forceinline__ u32 whole_visible_of(const Args &args, u32 sequence, u32 token) {
     int begin = start_of(args, sequence), end = start_of(args, sequence + 1), t = token, len = whole_len_of(args, sequence);
     return t < begin || t >= end || begin < 0 || end - t > len ? 0u : len - (end - t) + 1;
@@ -109,7 +109,8 @@ __device__ __forceinline__ u32 last_not_above(T value, u32 count, At at) {
 //   s = the last sequence with query_start_loc[s] <= token; position = seq_lens[s] - (query_start_loc[s + 1] - token)
 //   slots[token] = block_table[s][position / page_size] * page_size + position % page_size
 //
-// position: of a rank with a share of the tokens its index among the rank's. A token of no sequence or of another rank gets NO_SLOT, and so does one whose page lies outside the pool: clamping the id would overwrite another page.
+// position: of a rank with a share of the tokens its index among the rank's. A token of no sequence or of another rank gets NO_SLOT, and so
+// does one whose page lies outside the pool: clamping the id would overwrite another page.
 extern "C" __global__ void __launch_bounds__(THREADS) batch_slots(const Args args) {
     u32 token = blockIdx.x * THREADS + threadIdx.x;
     if (token >= args.max_tokens || token >= read_4(args.slots)) {

@@ -66,7 +66,8 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
     u32 unsure = 0; // a bit for each token that needs the exact path
 #pragma unroll
     for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
-        // NO_SLOT and slots of other slabs fail this test too. The host checked the slots; the bound also covers a table made for a larger pool.
+        // NO_SLOT and slots of other slabs fail this test too. The host checked the slots; the bound also covers a table made for a larger
+        // pool.
         if (i <= last && slots[i] < args.num_slots) {
             u64 to = target<Out>(args, slots[i], oct);
             if constexpr (Same<Out, E4m3>::VALUE) {

@@ -3,8 +3,8 @@
 //   for (slot, out_row, tokens) of the table, each inside one page: for t < tokens:
 //     out[out_row + t] = convert(kv[slot / page_size][slot % page_size + t])
 //
-// A quad is 4 consecutive elements; L + R and all offsets and strides are multiples of it. Each piece has page_size places, one for each token
-// that it could have.
+// A quad is 4 consecutive elements; L + R and all offsets and strides are multiples of it. Each piece has page_size places, one for each
+// token that it could have.
 //
 // Tile: one quad of PLACES_PER_THREAD places a thread; all loads are issued before the first conversion.
 // The grid covers max_pieces, so that a captured launch serves every table that fits: threads past its pieces leave early.
@@ -37,8 +37,8 @@ struct Args {
     Divisor by_page_size;
 };
 
-// For each dtype: a quad, which is BYTES words, is loaded, widened to f32 bits, narrowed from them and stored. `round` narrows numbers that are
-// no NaN.
+// For each dtype: a quad, which is BYTES words, is loaded, widened to f32 bits, narrowed from them and stored. `round` narrows numbers that
+// are no NaN.
 struct F32 {
     static const u32 BYTES = 4;
     static __device__ __forceinline__ void load(u64 at, u32 *words) {
@@ -112,7 +112,8 @@ struct E4m3 {
     static __device__ __forceinline__ void store(u64 at, const u32 *words) { store_4(at, words[0]); }
     // Whether one of the 4 codes is a NaN.
     static __device__ __forceinline__ bool any_nan(u32 codes) { return ((codes & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u) != 0; }
-    // 4 codes times k_scale, rounded once: read as f16, a code is 2^-8 of its value, and the product with 2^8 is exact. For codes without NaN.
+    // 4 codes times k_scale, rounded once: read as f16, a code is 2^-8 of its value, and the product with 2^8 is exact. For codes without
+    // NaN.
     static __device__ __forceinline__ void scaled(u32 codes, float k_scale, float *x) {
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
@@ -145,8 +146,8 @@ __device__ __forceinline__ void convert(const u32 *words, float k_scale, u32 *co
     Out::narrow(bits, codes);
 }
 
-// The output row of a place, or NO_ROW, and the address of a quad of what it holds. The host checked the slots; the bounds also cover a table made
-// for a larger pool. Other slabs' tokens are left to their launch.
+// The output row of a place, or NO_ROW, and the address of a quad of what it holds. The host checked the slots; the bounds also cover a
+// table made for a larger pool. Other slabs' tokens are left to their launch.
 template <class In>
 __device__ __forceinline__ u64 locate(const Args &args, u32 place, u32 num_places, u32 quad, u32 &out_row) {
     u32 bounded = min(place, num_places - 1);

@@ -1,4 +1,5 @@
-// Puts gathered parts of several ranks back in the order of their tokens, as raw bits (vLLM's reorg_kvcache), as shaders/reorg_kvcache.wgsl.
+// Puts gathered parts of several ranks back in the order of their tokens, as raw bits (vLLM's reorg_kvcache), as
+// shaders/reorg_kvcache.wgsl.
 //
 //   for (first, begin, out_row) of the chunks, for t < its tokens: token = begin + t
 //     block = token / interleave % blocks, turn = token / interleave / blocks, rank = owners[block]

@@ -3,11 +3,11 @@
 //
 //   for token of the item that the row sees: logit = scale * q . kv[token]; online softmax; out += weight * kv[token][:L]
 //
-// Masked tokens are not read, so that what they hold has no influence. IEEE arithmetic gives the rest of the pattern in docs/numbers.md: a logit
-// of NaN or +inf makes the row's sum NaN; one of -inf weighs 0, and 0 times an infinite element is NaN in that column.
+// Masked tokens are not read, so that what they hold has no influence. IEEE arithmetic gives the rest of the pattern in docs/numbers.md: a
+// logit of NaN or +inf makes the row's sum NaN; one of -inf weighs 0, and 0 times an infinite element is NaN in that column.
 //
-// An f32 cache is promised 1e-5, however many tokens there are: blocks of TERMS tokens are summed from 0, and added up with compensation. The
-// running maximum moves only when it grows by more than LAZY, since each move rounds the sums.
+// An f32 cache is promised 1e-5, however many tokens there are: blocks of TERMS tokens are summed from 0, and added up with compensation.
+// The running maximum moves only when it grows by more than LAZY, since each move rounds the sums.
 #pragma once
 
 // Kernels that define UNROLLED have the code of this file unrolled: see unrolled_queries.cuh.
@@ -217,8 +217,9 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
     }
 }
 
-// The item of a block on tensor cores again, by WARPS warps: where some logit, a masked one too, is NaN or infinite. On tensor cores a masked
-// token weighs 0, and 0 times NaN would reach rows that do not see it. The item is read again, so that the main loop keeps no register for it.
+// The item of a block on tensor cores again, by WARPS warps: where some logit, a masked one too, is NaN or infinite. On tensor cores a
+// masked token weighs 0, and 0 times NaN would reach rows that do not see it. The item is read again, so that the main loop keeps no
+// register for it.
 template <class T>
 DEVICE void decode_rows(const Args& args, u32 warp) {
     const WorkItem item = args.items[blockIdx.x];

@@ -38,8 +38,8 @@ struct QueryRows {
         }
     }
 
-    // Converts and stores the rows. Unless QUERY_UNROLL says otherwise it is a loop, so that the code is there once: a row is selected, since registers
-    // have no index.
+    // Converts and stores the rows. Unless QUERY_UNROLL says otherwise it is a loop, so that the code is there once: a row is selected,
+    // since registers have no index.
     DEVICE void store(const Args& args, u32 first, u32 to, float* scales) const {
 #pragma unroll T::QUERY_UNROLL
         for (int b = 0; b < BATCH; b++) {
@@ -82,8 +82,8 @@ struct QueryRows {
         for (int i = 0; i < PAIRS; i++) values[i] = pair_of<DTYPE>(pairs[i]);
     }
 
-    // Stores a row. With an FP8 cache, columns are permuted within each 16: a lane's word of four codes then holds the columns 2i, 2i + 1, 2i + 8 and
-    // 2i + 9 that an mma fragment needs.
+    // Stores a row. With an FP8 cache, columns are permuted within each 16: a lane's word of four codes then holds the columns 2i, 2i + 1,
+    // 2i + 8 and 2i + 9 that an mma fragment needs.
     DEVICE static void store_row(const Args& args, const float2 (&values)[PAIRS], u32 row, u32 to, float* scales) {
         const u32 lane = threadIdx.x % LANES;
         u32 exponent = 127;

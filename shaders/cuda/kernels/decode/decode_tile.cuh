@@ -65,8 +65,8 @@ struct Tile {
     using Order = typename Either<BOXED, BoxOrder<ROW_BYTES>, Swizzle<ROW_BYTES>>::Type; // layout of a stage
     using QueryOrder = Swizzle<QUERY_BYTES>;
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
-    // Queries kept in registers are staged in the last pipeline stage, STAGED_ROWS at a time; steps that do not fit registers go to REST_AT,
-    // in the order of fragments.
+    // Queries kept in registers are staged in the last pipeline stage, STAGED_ROWS at a time; steps that do not fit registers go to
+    // REST_AT, in the order of fragments.
     static constexpr int QUERY_BATCH = 2, QUERY_UNROLL = 1; // rows of a warp that are loaded together; that are stored without a loop
     static constexpr int STAGED_ROWS = KEPT == 0 || QUERIES_BYTES <= STAGE_BYTES ? ROWS : STAGE_BYTES / (PARTS * QUERY_BYTES) / 16 * 16;
     static constexpr int STAGES_AT = KEPT > 0 ? 0 : QUERIES_BYTES;
@@ -91,7 +91,8 @@ struct Tile {
     static_assert(STAGES >= 2, "one tile is used, the others are on their way");
 };
 
-// Offset of a warp's weights. Two sharers are adjacent and swapped, so that the sums one gives are stored where the other's weights will be.
+// Offset of a warp's weights. Two sharers are adjacent and swapped, so that the sums one gives are stored where the other's weights will
+// be.
 template <class T>
 DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
     if (T::SHARERS != 2) return (row_warp * T::TOKEN_WARPS + token_warp) * T::WEIGHTS_STRIDE;

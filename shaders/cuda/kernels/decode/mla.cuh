@@ -92,8 +92,8 @@ DEVICE u32 bound_page(const Args& args, u32 id) {
     return args.clamp_pages ? min(id, args.num_pages - 1) : id;
 }
 
-// Where the rows of an item are stored: in `out`, in its dtype and times its scale, or in the partial results as they are. Rows begin at multiples
-// of 16 bytes.
+// Where the rows of an item are stored: in `out`, in its dtype and times its scale, or in the partial results as they are. Rows begin at
+// multiples of 16 bytes.
 struct Destination {
     bool is_direct;
     u32 dtype;
@@ -154,9 +154,10 @@ DEVICE void store_lse(const Args& args, u32 token, u32 head, float base_2, bool 
         seen ? base_2 * args.lse_scale : __uint_as_float(0xFF800000u);
 }
 
-// Stores what a merge weighs a partial result by, behind its latents: `top`, the base-2 logit that its weights are relative to, and their sum.
-// They stay apart, since an f32 LSE of 1e5 has no room for the log2 of the sum; the latents are not divided by the sum, so that a partial result
-// that is merged with empty ones alone is divided as an item that writes `out` itself, to the same bits. `top` counts where the sum is not 0.
+// Stores what a merge weighs a partial result by, behind its latents: `top`, the base-2 logit that its weights are relative to, and their
+// sum. They stay apart, since an f32 LSE of 1e5 has no room for the log2 of the sum; the latents are not divided by the sum, so that a
+// partial result that is merged with empty ones alone is divided as an item that writes `out` itself, to the same bits. `top` counts where
+// the sum is not 0.
 DEVICE void store_weight(float* partial, u32 latent, float top, float sum) {
     const float from = sum > 0.0f ? top : sum == 0.0f ? EMPTY : NOT_A_NUMBER;
     *reinterpret_cast<float2*>(partial + latent) = make_float2(from, sum);

@@ -2,19 +2,20 @@
 //
 //   one block = one item: out, lse = softmax(scale * q . kv^T) . kv[:, :L] for a tile of query rows over a range of tokens
 //
-// The same work items and tables as shaders/mla_decode_coop.wgsl. Tile: ROWS query rows, looping over tiles of TOKENS tokens in a pipeline of
-// STAGES stages of shared memory, in the cache's dtype. For each tile:
+// The same work items and tables as shaders/mla_decode_coop.wgsl. Tile: ROWS query rows, looping over tiles of TOKENS tokens in a pipeline
+// of STAGES stages of shared memory, in the cache's dtype. For each tile:
 //   1. scores   the warps are ROW_WARPS x TOKEN_WARPS: each multiplies 16 query rows with its share of the tokens
-//   2. softmax  in registers, with lazy rescaling (FlashAttention-4): weights are relative to the running maximum, which moves only when some
-//               logit exceeds it by more than LAZY, so weights stay below 2^LAZY. One vote of the block a tile tells whether any row's
-//               does; only then are maxima exchanged, weights recomputed and the output rescaled
+//   2. softmax  in registers, with lazy rescaling (FlashAttention-4): weights are relative to the running maximum, which moves only when
+//               some logit exceeds it by more than LAZY, so weights stay below 2^LAZY. One vote of the block a tile tells whether any
+//               row's does; only then are maxima exchanged, weights recomputed and the output rescaled
 //   3. values   each warp owns L / WARPS columns of the output of all rows: += weights x values, from the same stage
 //
 // A bf16 cache is multiplied as bf16, others as f16; FP8 codes become f16 in registers, exactly. A query that this dtype does not hold is
 // split into PARTS. For f16, a query row is first scaled by a power of two into f16's range.
 //
 // A masked token weighs exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on which rows share its
-// tile. An item with a logit that is NaN or infinite, masked or not, is done again in f32 (decode_f32.cuh). Measured against FlashMLA and others: benches/results/h200-cuda*.md.
+// tile. An item with a logit that is NaN or infinite, masked or not, is done again in f32 (decode_f32.cuh). Measured against FlashMLA and
+// others: benches/results/h200-cuda*.md.
 #pragma once
 
 #include "decode_boxes.cuh"
@@ -89,8 +90,9 @@ struct Output {
         }
     }
 
-    // The epilogue: stores each row times its factor. A warp's columns pass through shared memory, where the queries and the stages were, 16 rows at a
-    // time, so that a loop stores them: written out for each accumulator, the stores were a third of the kernel's code. `rows` are where rows begin.
+    // The epilogue: stores each row times its factor. A warp's columns pass through shared memory, where the queries and the stages were,
+    // 16 rows at a time, so that a loop stores them: written out for each accumulator, the stores were a third of the kernel's code. `rows`
+    // are where rows begin.
     static constexpr int COLUMNS = T::COLUMN_TILES * 8, PITCH = COLUMNS + 8, WARP_FLOATS = 16 * PITCH;
     static constexpr int ROWS_AT = T::WARPS * WARP_FLOATS * 4;
     static_assert(ROWS_AT + T::ROWS * 8 <= T::WEIGHTS_AT, "fits");
@@ -220,8 +222,8 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
 
-    // Programmatic dependent launch: the tables are the host's and may be read before the previous kernel has ended, but a page list written
-    // on the device may not.
+    // Programmatic dependent launch: the tables are the host's and may be read before the previous kernel has ended, but a page list
+    // written on the device may not.
     if (args.clamp_pages) griddep_wait();
     const u32 barriers = shared_address(shared + T::BARRIERS_AT);
     auto loader = loader_of<T>(args, map, item, barriers);

@@ -22,8 +22,8 @@ __host__ __device__ constexpr int pairs_of_lane(int dim) {
     return (dim + 63) / 64;
 }
 
-// Loads a row's pairs, as they are: of f32 (Loaded is float2), of 16 bits (u32) or of FP8 codes (u16). `nope` and `pe` are where the row's parts
-// begin, in elements.
+// Loads a row's pairs, as they are: of f32 (Loaded is float2), of 16 bits (u32) or of FP8 codes (u16). `nope` and `pe` are where the row's
+// parts begin, in elements.
 template <int LATENT, int DIM, class Loaded, class Pair>
 DEVICE void load_pairs(Pair (&to)[pairs_of_lane(DIM)], const Args& args, u64 nope, u64 pe) {
     const u32 lane = threadIdx.x % LANES;

@@ -4,8 +4,8 @@
 #include "decode_f32.cuh"
 #include "mla.cuh"
 
-// Writes the rows of the output, [ROWS, OUTPUT_PITCH] in place of the stages, a warp a row; or does them `again` in f32, as it does a row that
-// sees keys but whose weights are all 0: the logits of those keys are -inf.
+// Writes the rows of the output, [ROWS, OUTPUT_PITCH] in place of the stages, a warp a row; or does them `again` in f32, as it does a row
+// that sees keys but whose weights are all 0: the logits of those keys are -inf.
 template <class T>
 DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared, u32 warp, bool again) {
     const float* staged = reinterpret_cast<const float*>(shared + T::STAGES_AT);

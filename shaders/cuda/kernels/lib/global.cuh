@@ -9,7 +9,8 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// A pointer to an address of global memory, for loads and stores whose order the compiler may choose: constant offsets cost no instruction then.
+// A pointer to an address of global memory, for loads and stores whose order the compiler may choose: constant offsets cost no instruction
+// then.
 template <class T>
 __device__ __forceinline__ T *global_pointer(u64 at) {
     return static_cast<T *>(__cvta_global_to_generic(at));

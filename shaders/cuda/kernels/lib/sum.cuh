@@ -1,8 +1,8 @@
 // Compensated summation.
 #pragma once
 
-// Adds x to a sum, and what that rounds away to its `rest` (2Sum, Knuth): many terms cost no digits. By intrinsics, so that no addition is fused
-// with a multiplication before it.
+// Adds x to a sum, and what that rounds away to its `rest` (2Sum, Knuth): many terms cost no digits. By intrinsics, so that no addition is
+// fused with a multiplication before it.
 __device__ __forceinline__ void add_compensated(float &sum, float &rest, float x) {
     const float total = __fadd_rn(sum, x), added = __fsub_rn(total, sum);
     rest = __fadd_rn(rest, __fadd_rn(__fsub_rn(sum, __fsub_rn(total, added)), __fsub_rn(x, added)));

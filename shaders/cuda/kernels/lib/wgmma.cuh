@@ -39,8 +39,8 @@ DEVICE void end_of_multiplications(float (&sums)[TILES][4]) {
     pin(sums);
 }
 
-// wgmma.wait_group: waits until at most the LEFT latest groups are in flight. `pin` the accumulators of the groups that ended before use, so that
-// the compiler does not move their reads above the wait.
+// wgmma.wait_group: waits until at most the LEFT latest groups are in flight. `pin` the accumulators of the groups that ended before use,
+// so that the compiler does not move their reads above the wait.
 template <int LEFT>
 DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
@@ -53,8 +53,8 @@ DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");
 }
 
-// setmaxnreg.inc: raises the registers of each thread of this warpgroup to REGISTERS. Waits until other warpgroups of the block have released
-// enough.
+// setmaxnreg.inc: raises the registers of each thread of this warpgroup to REGISTERS. Waits until other warpgroups of the block have
+// released enough.
 template <int REGISTERS>
 DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS) : "memory");
@@ -95,7 +95,8 @@ DEVICE void multiply_32(float (&sums)[4][4], u64 a, u64 b, bool adds) {
     OF_TYPE(MULTIPLY_32)
 }
 
-// m64n64k16: sums [64, 64] = or += a [64, 16] x b^T, b [64, 16], both in shared memory; the same with a in registers, in the layout of mma.sync.
+// m64n64k16: sums [64, 64] = or += a [64, 16] x b^T, b [64, 16], both in shared memory; the same with a in registers, in the layout of
+// mma.sync.
 #define MULTIPLY_64(type) \
     asm volatile("{.reg .pred p; setp.ne.u32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PLACES_32 "}, %32, %33, p, 1, 1, 0, 0;}" \
                  : SUMS_32(sums, 0) \

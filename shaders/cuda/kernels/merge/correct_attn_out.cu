@@ -1,5 +1,5 @@
-// Weights one rank's attention output by the LSEs of all ranks, as vLLM's correct_attn_out and shaders/correct_attn_out.wgsl: the sum over the
-// ranks is the whole's.
+// Weights one rank's attention output by the LSEs of all ranks, as vLLM's correct_attn_out and shaders/correct_attn_out.wgsl: the sum over
+// the ranks is the whole's.
 //
 //   top = max over ranks of lse; sum = sum over ranks of base^(lse - top), without those that are -inf, +inf or NaN
 //   output = base^(lse of this rank - top) / sum * out; lse = top + log(sum)

@@ -2,12 +2,14 @@
 //
 //   out = sum_i 2^(top_i - top) out_i / sum; sum = sum_i 2^(top_i - top) sum_i; lse = top + log2(sum)
 //
-// out_i is a weighted sum of latents, top_i the logit that its weights are relative to, and sum_i that of the weights; top is the largest top_i.
+// out_i is a weighted sum of latents, top_i the logit that its weights are relative to, and sum_i that of the weights; top is the largest
+// top_i.
 //
-// Partial result i belongs to group i % GROUPS. A group adds its partial results in order, then the groups are added in order, for each RUN of
-// partial results: one sum over thousands would lose digits. Two tiles with the same bits: for few rows (`few`) a block takes 32 columns of a
-// row and 8 lanes a group; for many rows (`many`) a warp takes 128 columns of a row, group by group. An empty partial result weighs exactly 0,
-// and where one alone is not empty its share is exactly 1, so empty splits change no bit. A split whose keys all have the logit -inf weighs 0 too, but its NaN reaches the output; a row of such splits alone is NaN.
+// Partial result i belongs to group i % GROUPS. A group adds its partial results in order, then the groups are added in order, for each RUN
+// of partial results: one sum over thousands would lose digits. Two tiles with the same bits: for few rows (`few`) a block takes 32 columns
+// of a row and 8 lanes a group; for many rows (`many`) a warp takes 128 columns of a row, group by group. An empty partial result weighs
+// exactly 0, and where one alone is not empty its share is exactly 1, so empty splits change no bit. A split whose keys all have the logit
+// -inf weighs 0 too, but its NaN reaches the output; a row of such splits alone is NaN.
 #include "decode/mla.cuh"
 
 // limits: mla_merge_few_* registers=168 threads=64
@@ -71,8 +73,8 @@ struct Sum {
     }
 };
 
-// AHEAD partial results, `step` apart, whose loads are issued together. TOGETHER consecutive lanes have the same ones: each lane finds the weights of
-// some of them, and passes the shares to the others. It adds up its own weights, so that one value is passed, and not two.
+// AHEAD partial results, `step` apart, whose loads are issued together. TOGETHER consecutive lanes have the same ones: each lane finds the
+// weights of some of them, and passes the shares to the others. It adds up its own weights, so that one value is passed, and not two.
 template <int LATENT, u32 AHEAD>
 struct Batch {
     static constexpr u32 TOGETHER = GROUPS;

@@ -8,9 +8,9 @@
 //   2. softmax  online: the 16 threads of a row are consecutive lanes of a warp
 //   3. values   weights x values, VALUE_KEYS keys at a time, staged where the slices were
 //
-// A thread owns ROWS / 16 rows, 16 apart; for these 4 keys, 16 apart, then COLUMN_QUADS quads (4 consecutive elements) of the output. Keys past
-// the last visible one of the tile repeat it and weigh 0. With f32 inputs a block of keys is summed from 0, and blocks are added up with
-// compensation, so that many keys cost no digits; half of the columns at a time, as registers are short.
+// A thread owns ROWS / 16 rows, 16 apart; for these 4 keys, 16 apart, then COLUMN_QUADS quads (4 consecutive elements) of the output. Keys
+// past the last visible one of the tile repeat it and weigh 0. With f32 inputs a block of keys is summed from 0, and blocks are added up
+// with compensation, so that many keys cost no digits; half of the columns at a time, as registers are short.
 //
 // The grid covers max_tiles, so that a captured launch serves every work list that fits: blocks past its tiles leave early.
 

@@ -7,8 +7,8 @@
 //   2. softmax  online, in registers; a warp rescales its output only if some row's maximum grew
 //   3. values   the weights are already fragments of the second product: no exchange
 //
-// Keys past the last visible one of the tile are zeros and weigh 0. Weights are rounded to the dtype of the inputs, their sum is not. The grid
-// covers max_tiles, so that a captured launch serves every work list that fits: blocks past its tiles leave early.
+// Keys past the last visible one of the tile are zeros and weigh 0. Weights are rounded to the dtype of the inputs, their sum is not. The
+// grid covers max_tiles, so that a captured launch serves every work list that fits: blocks past its tiles leave early.
 #pragma once
 
 #include "decode/decode_order.cuh"

@@ -2,14 +2,14 @@
 //
 //   out = softmax(scale * (q_nope . k_nope + q_pe . k_pe)) . v, lse, for one tile of query rows of one head
 //
-// Tile: 128 query rows, 64 for each of two warpgroups that multiply; a loader warp copies the tile's queries and blocks of KEYS keys and values,
-// two stages of each, by TMA. Softmax and products overlap:
+// Tile: 128 query rows, 64 for each of two warpgroups that multiply; a loader warp copies the tile's queries and blocks of KEYS keys and
+// values, two stages of each, by TMA. Softmax and products overlap:
 //   1. scores   S of the next block = Q K^T, Q from registers where they have room
 //   2. values   O += P V of this block, issued behind it, P from registers
 //   3. softmax  of the next block's scores while 2. and the other warpgroup's products run; then O is rescaled, if some row's maximum grew
 //
-// mbarriers: the queries are `full`; a stage of keys, or of values, is `full` or `empty`. The grid covers max_tiles, so that a captured launch serves
-// every work list that fits: blocks past its tiles leave early.
+// mbarriers: the queries are `full`; a stage of keys, or of values, is `full` or `empty`. The grid covers max_tiles, so that a captured
+// launch serves every work list that fits: blocks past its tiles leave early.
 #pragma once
 
 #include "decode/decode_order.cuh"
@@ -37,7 +37,8 @@ struct WgmmaTile {
     using KeyOrder = GroupOrder<KEYS>;
     static constexpr int QUERIES_BYTES = ROWS * DIM * 2, KEYS_BYTES = KEYS * DIM * 2, VALUES_BYTES = KEYS * VALUE * 2;
     static constexpr int QUERIES_AT = 0, KEYS_AT = QUERIES_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
-    // mbarriers, of 8 bytes: [STAGES] keys and [STAGES] values, full and empty; queries; a last block that is not whole, for the loader itself.
+    // mbarriers, of 8 bytes: [STAGES] keys and [STAGES] values, full and empty; queries; a last block that is not whole, for the loader
+    // itself.
     static constexpr int FULL_AT = VALUES_AT + STAGES * VALUES_BYTES, EMPTY_AT = FULL_AT + 2 * STAGES * 8;
     static constexpr int QUERIES_FULL_AT = EMPTY_AT + 2 * STAGES * 8, PART_AT = QUERIES_FULL_AT + 8, SHARED_BYTES = PART_AT + 8;
     static_assert(DIM % 64 == 0 && VALUE % 64 == 0, "whole lines");

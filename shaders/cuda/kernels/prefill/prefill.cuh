@@ -58,8 +58,8 @@ __device__ __forceinline__ u32 visible_to(const Tile &tile, u32 row) {
     return (u32)min(max(tile.first_visible + (int)row, 0), (int)tile.num_keys);
 }
 
-// The tile of this block, with no keys if the binding has room for none; false for a block past the tiles of the work list. Blocks run through
-// the heads in sections, and in each through the work list, for each of its heads.
+// The tile of this block, with no keys if the binding has room for none; false for a block past the tiles of the work list. Blocks run
+// through the heads in sections, and in each through the work list, for each of its heads.
 __device__ __forceinline__ bool tile_of_block(const Args &args, Tile &tile) {
     const u32 count = min(read_4(args.table), args.max_tiles);
     if (divide(blockIdx.x, args.by_num_heads) >= count) {

@@ -1,5 +1,5 @@
-// The online softmax of mla_prefill on tensor cores, and its epilogue. Accumulators are in the layout of mma.sync and wgmma: a lane has query rows
-// lane / 4 and lane / 4 + 8 of a warp's 16, and two consecutive keys or columns of every eight.
+// The online softmax of mla_prefill on tensor cores, and its epilogue. Accumulators are in the layout of mma.sync and wgmma: a lane has
+// query rows lane / 4 and lane / 4 + 8 of a warp's 16, and two consecutive keys or columns of every eight.
 #pragma once
 
 #include "prefill.cuh"
@@ -127,8 +127,8 @@ DEVICE void weights_of(const float (&scores)[KEY_TILES][4], int j, u32 (&a)[4]) 
     }
 }
 
-// Issues cp.async of ROWS rows of two arrays side by side, `first_chunks` chunks of 16 bytes of the first and the rest of the second, by THREADS
-// threads, UNROLL passes of them at a time. Rows from `count` on are zeros. `row_of_array(is_second, row)` is the address of a row.
+// Issues cp.async of ROWS rows of two arrays side by side, `first_chunks` chunks of 16 bytes of the first and the rest of the second, by
+// THREADS threads, UNROLL passes of them at a time. Rows from `count` on are zeros. `row_of_array(is_second, row)` is the address of a row.
 template <class Order, int ROW_BYTES, int ROWS, int THREADS, int UNROLL = 64, class RowOf>
 DEVICE void copy_rows(u32 to, u32 thread, u32 count, u32 first_chunks, const RowOf &row_of_array) {
     constexpr int ROW_LANES = Order::GROUP, PASS_ROWS = THREADS / ROW_LANES, CHUNKS = ROW_BYTES / 16;

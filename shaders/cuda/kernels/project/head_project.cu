@@ -2,9 +2,9 @@
 //
 //   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
 //
-// Tile: 16 * ROWS tokens x COLUMNS columns of one head a block, k in slices of DEPTH staged in shared memory, the next slice prefetched into
-// registers; a thread owns ROWS tokens, 16 apart, x 4 columns. Each slice is summed by itself and then added, in both tiles alike, so a token's
-// bits do not depend on how many tokens there are.
+// Tile: 16 * ROWS tokens x COLUMNS columns of one head a block, k in slices of DEPTH staged in shared memory, the next slice prefetched
+// into registers; a thread owns ROWS tokens, 16 apart, x 4 columns. Each slice is summed by itself and then added, in both tiles alike, so
+// a token's bits do not depend on how many tokens there are.
 //
 // The grid covers max_tokens, so that a captured launch serves every range that fits: blocks past its tokens leave early.
 
@@ -27,7 +27,8 @@ template <u32 X_LOADS> struct Slice {
     float4 weight[2];
 };
 
-// Loads a slice into registers. Zeros past the end of k; past the last token or column it repeats that one, for products that are not stored.
+// Loads a slice into registers. Zeros past the end of k; past the last token or column it repeats that one, for products that are not
+// stored.
 template <u32 X_LOADS>
 __device__ __forceinline__ void load_slice(const Args &args, u32 head, u32 first_token, u32 last_token, u32 first_column, u32 slice, Slice<X_LOADS> &to) {
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -2,12 +2,12 @@
 //
 //   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
 //
-// Tile: TOKENS x COLUMNS of one head a block, WARPS_M x WARPS_N warps, k in slices of DEPTH through STAGES stages of shared memory, copied by
-// cp.async. Every tile sums k in ascending steps of 16 into one accumulator, so a token's bits do not depend on the tile, nor on how many tokens
-// there are.
+// Tile: TOKENS x COLUMNS of one head a block, WARPS_M x WARPS_N warps, k in slices of DEPTH through STAGES stages of shared memory, copied
+// by cp.async. Every tile sums k in ascending steps of 16 into one accumulator, so a token's bits do not depend on the tile, nor on how
+// many tokens there are.
 //
-// Zeros past the end of k, of the columns and of the tokens; products of the latter two are not stored. The grid covers max_tokens, so that a
-// captured launch serves every range that fits: blocks past its tokens leave early.
+// Zeros past the end of k, of the columns and of the tokens; products of the latter two are not stored. The grid covers max_tokens, so that
+// a captured launch serves every range that fits: blocks past its tokens leave early.
 #pragma once
 
 #include "decode/decode_order.cuh"

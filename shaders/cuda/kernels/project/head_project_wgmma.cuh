@@ -2,9 +2,9 @@
 //
 //   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
 //
-// Tile: TOKENS x COLUMNS of one head, 128 x 256 where W is [k, n] (absorb), 256 x 128 where it is [n, k] (v_up, k_up); half of the tokens for each of
-// two warpgroups that multiply. A loader warp copies slices of DEPTH of k, STAGES of them, by TMA. Blocks are persistent: the loader copies for the
-// next tile while this one is stored. k is summed in ascending steps of 16, as head_project_mma.cuh does.
+// Tile: TOKENS x COLUMNS of one head, 128 x 256 where W is [k, n] (absorb), 256 x 128 where it is [n, k] (v_up, k_up); half of the tokens
+// for each of two warpgroups that multiply. A loader warp copies slices of DEPTH of k, STAGES of them, by TMA. Blocks are persistent: the
+// loader copies for the next tile while this one is stored. k is summed in ascending steps of 16, as head_project_mma.cuh does.
 //
 // mbarriers: a stage is `full` or `empty`. Past the arrays' ends TMA gives zeros, whose products are not stored.
 #pragma once

@@ -2,8 +2,8 @@
 //
 //   for token of the table's range, head: y[token][head] = rotate(x[token][head], cos_sin[positions[token]])
 //
-// Tile: one unit, four rotated pairs of a head, a thread. The grid covers max_tokens, so that a captured launch serves every range that fits:
-// threads past its tokens leave early.
+// Tile: one unit, four rotated pairs of a head, a thread. The grid covers max_tokens, so that a captured launch serves every range that
+// fits: threads past its tokens leave early.
 
 // limits: rope_f32 registers=40 threads=128
 // limits: rope_f16 registers=40 threads=128

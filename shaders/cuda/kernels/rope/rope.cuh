@@ -79,8 +79,8 @@ __device__ __forceinline__ void store_quad(u64 row, u32 quad, const u32 *words) 
 
 __device__ __forceinline__ bool is_number(u32 bits) { return (bits & F32_INF) != F32_INF; }
 
-// f32 bits of both quads. Explicit fma and mul: one product is rounded and the other is not. The compiler may contract as it likes otherwise,
-// and two kernels could differ in some bits.
+// f32 bits of both quads. Explicit fma and mul: one product is rounded and the other is not. The compiler may contract as it likes
+// otherwise, and two kernels could differ in some bits.
 __device__ __forceinline__ void rotate(u32 *bits, const Angles &angles, bool is_interleaved) {
     const u32 cos[4] = {angles.cos.x, angles.cos.y, angles.cos.z, angles.cos.w};
     const u32 sin[4] = {angles.sin.x, angles.sin.y, angles.sin.z, angles.sin.w};
@@ -125,7 +125,8 @@ __device__ __forceinline__ void with_dtype(u32 dtype, const Body &body) {
     }
 }
 
-// Rotates one unit; `unit` counts the units of all heads of the token. The dtype is looked at before and after the rotation, whose code is there once.
+// Rotates one unit; `unit` counts the units of all heads of the token. The dtype is looked at before and after the rotation, whose code is
+// there once.
 __device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 dtype, u32 token, u32 position, u32 unit) {
     u32 head = divide(unit, args.by_units);
     unit -= head * args.units;

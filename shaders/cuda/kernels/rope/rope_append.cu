@@ -6,8 +6,8 @@
 //
 // The rotated key is rounded to its input dtype before it is converted: the bits are those of rope followed by kv_append.
 //
-// Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or an oct (8 consecutive elements) of the latent. Each
-// kind of a token begins at a multiple of a warp, so that warps do not diverge.
+// Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or an oct (8 consecutive elements) of the latent.
+// Each kind of a token begins at a multiple of a warp, so that warps do not diverge.
 //
 // The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 
@@ -87,13 +87,14 @@ __device__ __forceinline__ void rope_append(const Args &args) {
         return;
     }
     if (part < args.query_items) {
-        // Of the launches for the slabs of a pool only the first rotates the queries: twice in place would be wrong.
+        // Only the launch for the first slab of a pool rotates the queries: twice in place would be wrong.
         if (part < args.query.head_units && append.first_slot == 0) {
             rotate_unit(args.query, args.query_dtype, token, position, part);
         }
         return;
     }
-    // NO_SLOT and slots of other slabs fail this test too. The host checked the slots; the bound also covers a table made for a larger pool.
+    // NO_SLOT and slots of other slabs fail this test too. The host checked the slots; the bound also covers a table made for a larger
+    // pool.
     if (slot >= append.num_slots) {
         return;
     }

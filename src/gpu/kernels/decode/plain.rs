@@ -66,10 +66,10 @@ impl Tile {
         }
     }
 
-    /// The most query rows of a thread and threads of a workgroup for a kind of device, by the registers that the compilers of AMD,
-    /// Apple M1 and Adreno report. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three
-    /// workgroups of 128, where one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128. Intel's spills with 4, and
-    /// reckons as many cycles a row with 2 as with 4 (`benches/results/vendors.md`).
+    /// The most query rows of a thread and threads of a workgroup for a kind of device, by the registers that the compilers of AMD, Apple
+    /// M1 and Adreno report. With 5 rows the M1 spills, and with 4 it keeps 384 to 512 threads on a core: three workgroups of 128, where
+    /// one of 256 would leave it idle at every barrier. RDNA2 and Vega hold 5 rows in 128. Intel's spills with 4, and reckons as many
+    /// cycles a row with 2 as with 4 (`benches/results/vendors.md`).
     const fn most_rows_and_threads(caps: &Caps, all_f32: bool) -> (u32, u32) {
         match caps.kind {
             _ if caps.subgroups_vary_to_32() => (2, 256),

@@ -30,7 +30,8 @@ enum Coop {
     Large,
     /// In 32 KiB.
     Small,
-    /// For sequences of up to 64 query tokens: small tiles of many subgroups, in 48 KiB of workgroup memory where the device has it, else in 32.
+    /// For sequences of up to 64 query tokens: small tiles of many subgroups, in 48 KiB of workgroup memory where the device has it, else
+    /// in 32.
     Few,
 }
 
@@ -104,7 +105,8 @@ impl Cut {
         keys.max(self.weights() + self.tokens * Self::key_pitch(spec.v_head_dim))
     }
 
-    /// Quads (4 consecutive elements) from one row of scores to the next: two more than a multiple of 4, so that matrix stores have no bank conflicts.
+    /// Quads (4 consecutive elements) from one row of scores to the next: two more than a multiple of 4, so that matrix stores have no bank
+    /// conflicts.
     const fn score_pitch(&self) -> u32 {
         self.tokens / 4 + 2
     }

@@ -21,8 +21,8 @@ struct Cut {
 
 impl Cut {
     fn of(caps: &Caps, spec: &MlaPrefill) -> Self {
-        // Measured on an H200 at 128/64/128, row_quads and key_quads: 1 and 2, 24.6 TFLOP/s; 1 and 1 with a depth of 32, 22.7; 2 and 2, 22.5; 2 and 1, 17.7. Elsewhere by
-        // registers: 32 of scores and, for 128 columns, 32 of the output.
+        // Measured on an H200 at 128/64/128, row_quads and key_quads: 1 and 2, 24.6 TFLOP/s; 1 and 1 with a depth of 32, 22.7; 2 and 2,
+        // 22.5; 2 and 1, 17.7. Elsewhere by registers: 32 of scores and, for 128 columns, 32 of the output.
         let key_quads = match caps.kind {
             DeviceKind::Discrete if spec.dtype != Dtype::F32 && !caps.subgroups_vary_to_32() => 2,
             _ => 1,

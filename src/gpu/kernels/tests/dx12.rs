@@ -61,8 +61,8 @@ fn write(
     text
 }
 
-/// Every variant that runs on a device, by the walk of `examples/pipelines`; unless `MLA_FULL`, all pairs of dtypes for one shape only, since
-/// FXC takes seconds for each.
+/// Every variant that runs on a device, by the walk of `examples/pipelines`; unless `MLA_FULL`, all pairs of dtypes for one shape only,
+/// since FXC takes seconds for each.
 fn decodes(caps: &Caps) -> Vec<Pipeline> {
     let full = std::env::var_os("MLA_FULL").is_some();
     let mut all = Vec::new();

@@ -1,6 +1,6 @@
-//! No kernel selects between float literals alone. naga writes an f32 literal to HLSL without a suffix, so that DXC selects between doubles.
-//! Optimised they become floats again; as wgpu compiles in debug builds the pipeline needs a device with doubles, and the others refuse it.
-//! A constant with a type (`const X: f32 = ..`) is written by its name, and so are integers and vectors with their types.
+//! No kernel selects between float literals alone. naga writes an f32 literal to HLSL without a suffix, so that DXC selects between
+//! doubles. Optimised they become floats again; as wgpu compiles in debug builds the pipeline needs a device with doubles, and the others
+//! refuse it. A constant with a type (`const X: f32 = ..`) is written by its name, and so are integers and vectors with their types.
 
 /// A selection between float literals alone, from its `?` on.
 pub(super) fn selection_of_literals(hlsl: &str) -> Option<&str> {

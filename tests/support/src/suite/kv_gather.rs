@@ -80,8 +80,8 @@ impl Case {
                 block_table[seq * max_pages + block] = free.pop().expect("a page");
             }
         }
-        // One range in the middle of pages, one of a whole sequence, two of one sequence that meet, one empty; rows 0, 40, 46 to 57 and 95 to 99
-        // belong to none.
+        // One range in the middle of pages, one of a whole sequence, two of one sequence that meet, one empty; rows 0, 40, 46 to 57 and 95
+        // to 99 belong to none.
         let range = |sequence, begin, tokens, out_row| GatherRange { sequence, begin, tokens, out_row };
         let ranges = vec![
             range(0, 19, 39, 1),

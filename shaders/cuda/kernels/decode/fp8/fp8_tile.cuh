@@ -15,8 +15,9 @@ struct Fp8Tile : Tile<LATENT, ROPE, E4M3, 16, 64, 4, STAGES, 1, 1, (LATENT + ROP
     static_assert(Base::WEIGHTS_BYTES == LANES * 16 && Base::TOKEN_TILES == 2, "a warp's 16 tokens are one register of a fragment of weights");
 };
 
-// sum += a x b. Tensor cores add FP8 products with fewer bits than f32 has: about 14 in accumulators of compute capability 9.0 (DeepSeek-V3,
-// arXiv 2412.19437, 3.3.2) and 8.9 (SageAttention2, arXiv 2411.10958). So each product begins at 0, and sums over many are f32 additions.
+// sum += a x b. Tensor cores add FP8 products with fewer bits than f32 has: about 14 in accumulators of compute capability 9.0
+// (DeepSeek-V3, arXiv 2412.19437, 3.3.2) and 8.9 (SageAttention2, arXiv 2411.10958). So each product begins at 0, and sums over many are
+// f32 additions.
 DEVICE void add_product(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     float product[4] = {};
     multiply_e4m3(product, a, b0, b1);
@@ -52,8 +53,8 @@ DEVICE void add_scores(float (&sums)[2][4], u32 queries, u32 stage, Meanwhile me
     });
 }
 
-// A weight of at most 1 becomes two codes, of 4 bits each: weight = high / HIGH + low / LOW. It is off by 2^-9 of itself (bf16: 2^-8), or by 2^-22:
-// no worse than bf16 down to 2^-14.
+// A weight of at most 1 becomes two codes, of 4 bits each: weight = high / HIGH + low / LOW. It is off by 2^-9 of itself (bf16: 2^-8), or
+// by 2^-22: no worse than bf16 down to 2^-14.
 constexpr float HIGH = 256.0f, LOW = 4096.0f;
 
 // The codes of two weights.
@@ -77,9 +78,9 @@ DEVICE void split_weights(float first, float second, int shift, u32& high, u32& 
 
 // output = output * keep + weights x values * add, by rows lane / 4 and lane / 4 + 8.
 //
-// From each 16 tokens a lane has the weights of tokens 2i, 2i + 1, 2i + 8 and 2i + 9, i = lane % 4: the layout of the scores' accumulators. A B
-// fragment has the same order of k: ldmatrix.trans on pairs of codes gives a lane two columns of these tokens, which `prmt` splits into the
-// even and the odd one.
+// From each 16 tokens a lane has the weights of tokens 2i, 2i + 1, 2i + 8 and 2i + 9, i = lane % 4: the layout of the scores' accumulators.
+// A B fragment has the same order of k: ldmatrix.trans on pairs of codes gives a lane two columns of these tokens, which `prmt` splits into
+// the even and the odd one.
 template <class T>
 DEVICE void add_values(Output<T>& output, u32 weights, u32 stage, const float (&keep)[2], const float (&add)[2]) {
     using Order = typename T::Order;
@@ -88,7 +89,8 @@ DEVICE void add_values(Output<T>& output, u32 weights, u32 stage, const float (&
     const u32 at = stage + Order::at(lane, warp * CHUNKS);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-        // Weights are loaded for each chunk, and one chunk at a time: registers are short, all the more where ptxas makes the codes f16 (sm_90, sm_100).
+        // Weights are loaded for each chunk, and one chunk at a time: registers are short, all the more where ptxas makes the codes f16
+        // (sm_90, sm_100).
         __syncwarp();
         // Products of the high codes and of the low codes, [even or odd columns].
         float highs[2][4] = {}, lows[2][4] = {};

@@ -1,9 +1,10 @@
-// Split-KV MLA decode of FP8 codes that stay codes: mma.sync m16n8k32 of e4m3 x e4m3, for compute capability 8.9 and later. Variant `mma_fp8_m16`.
+// Split-KV MLA decode of FP8 codes that stay codes: mma.sync m16n8k32 of e4m3 x e4m3, for compute capability 8.9 and later. Variant
+// `mma_fp8_m16`.
 //
 // Items, tables, copies and tiles are those of `mma_m16` (mla_decode.cuh), and so are scores, softmax and values, but that
 //   - the queries are e4m3 and multiplied as they are, 32 columns a step
-//   - weights are relative to the largest of the row in the tile, since e4m3 has few exponents. There is no lazy rescaling: the block exchanges
-//     maxima for each tile
+//   - weights are relative to the largest of the row in the tile, since e4m3 has few exponents. There is no lazy rescaling: the block
+//     exchanges maxima for each tile
 //   - weights are split in two codes (split_weights), which a tile's values are multiplied by one after the other
 #pragma once
 
@@ -34,7 +35,8 @@ DEVICE void load_codes(const Args& args, const WorkItem& item, u32 to) {
 template <class T>
 DEVICE void decode_fp8(const Args& args) {
     extern __shared__ __align__(1024) u8 shared[];
-    // Like `decode`, it loads the item before num_items is known, and page ids only after the previous kernel if that may have written them.
+    // Like `decode`, it loads the item before num_items is known, and page ids only after the previous kernel if that may have written
+    // them.
     const WorkItem item = args.items[blockIdx.x];
     griddep_launch();
     if (blockIdx.x >= args.header->num_items) return griddep_wait();

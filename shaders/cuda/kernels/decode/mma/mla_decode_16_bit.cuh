@@ -1,7 +1,7 @@
 // The variants `mma_*` for caches of 16-bit elements, as instances of mla_decode.cuh; the host's table is src/cuda/decode/variants.rs.
 //
-// `split`: queries in two parts, for f32 queries, and for f16 queries on a bf16 cache. `small`: fits the 99 KB of shared memory of a desktop
-// card. Columns of the table are the parameters of Tile (decode_tile.cuh).
+// `split`: queries in two parts, for f32 queries, and for f16 queries on a bf16 cache. `small`: fits the 99 KB of shared memory of a
+// desktop card. Columns of the table are the parameters of Tile (decode_tile.cuh).
 #pragma once
 
 #include "decode/mla_decode.cuh"

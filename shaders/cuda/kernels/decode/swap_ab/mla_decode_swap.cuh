@@ -2,18 +2,17 @@
 // capability 9.0 and 16 or 32 query rows. wgmma's M is 64, of which 16 or 32 query rows would leave most idle; as its N they fill it, and
 // tokens or latent columns are M.
 //
-// Work items, tables and softmax as in mla_decode.cuh. Tile: ROWS query rows, looping over tiles of TOKENS = 64 tokens, two of them in shared
-// memory. Warp specialisation: one warpgroup multiplies, 8 loader warps fetch 16 tokens of every second tile each. For each tile:
+// Work items, tables and softmax as in mla_decode.cuh. Tile: ROWS query rows, looping over tiles of TOKENS = 64 tokens, two of them in
+// shared memory. Warp specialisation: one warpgroup multiplies, 8 loader warps fetch 16 tokens of every second tile each. For each tile:
 //   1. scores   S^T [tokens, query rows] = K Q^T, both operands from shared memory
 //   2. softmax  with lazy rescaling (FlashAttention-4): weights relative to the running maxima are written while the warps vote on whether
 //               one grew by more than LAZY; if so, maxima are exchanged, weights recomputed and the output rescaled
 //   3. values   O^T [latent columns, query rows] += V^T P^T, weights double-buffered in shared memory. Each 16 tokens are released to their
 //               loader as soon as they are multiplied
 //
-// Loads are 8-token TMA boxes, whose requests are contiguous, where pages allow them, else cp.async: the same bits. Tokens past the item's end
-// are zeros and weigh 0. A row's bits do not depend on which rows share its block. An item with a logit that is
-// NaN or infinite, masked or not, is done again in f32 (decode_f32.cuh).
-// Measured on H200s: benches/results/h200-cuda7-2026-11-23.md, h200-cuda8-2026-11-23.md.
+// Loads are 8-token TMA boxes, whose requests are contiguous, where pages allow them, else cp.async: the same bits. Tokens past the item's
+// end are zeros and weigh 0. A row's bits do not depend on which rows share its block. An item with a logit that is NaN or infinite, masked
+// or not, is done again in f32 (decode_f32.cuh). Measured on H200s: benches/results/h200-cuda7-2026-11-23.md, h200-cuda8-2026-11-23.md.
 #pragma once
 
 #define UNROLLED 1

@@ -1,20 +1,21 @@
-// Split-KV MLA decode in absorbed form by wgmma with swapped operands (swap AB), for FP8 (e4m3) caches: variants `wgmma_swap_ab_n16`, `_n32` and
-// `_n64`, for compute capability 9.0.
+// Split-KV MLA decode in absorbed form by wgmma with swapped operands (swap AB), for FP8 (e4m3) caches: variants `wgmma_swap_ab_n16`,
+// `_n32` and `_n64`, for compute capability 9.0.
 //
-// Like in mla_decode_swap.cuh, wgmma's M is tokens for the scores and latent columns for the values, its N is query rows. So the cache is the operand A,
-// which wgmma takes from registers: codes come there by ldmatrix, for the values transposed, and become f16. No f16 of the cache is in shared memory.
+// Like in mla_decode_swap.cuh, wgmma's M is tokens for the scores and latent columns for the values, its N is query rows. So the cache is
+// the operand A, which wgmma takes from registers: codes come there by ldmatrix, for the values transposed, and become f16. No f16 of the
+// cache is in shared memory.
 //
-// Warp specialisation: two or four warpgroups multiply, another loads. Those that multiply own tiles of 64 tokens in turns, and each has a share of the
-// output's columns:
+// Warp specialisation: two or four warpgroups multiply, another loads. Those that multiply own tiles of 64 tokens in turns, and each has a
+// share of the output's columns:
 //   1. scores   the owner of a tile: S^T [tokens, query rows] = K Q^T
-//   2. softmax  the owner, with lazy rescaling (FlashAttention-4): weights relative to the running maxima are written while its warps vote on whether
-//               one grew by more than LAZY; if so, maxima move, and weights are computed again
+//   2. softmax  the owner, with lazy rescaling (FlashAttention-4): weights relative to the running maxima are written while its warps vote
+//               on whether one grew by more than LAZY; if so, maxima move, and weights are computed again
 //   3. values   all, of every tile in order: O^T [latent columns, query rows] += V^T P^T
 //
-// mbarriers: a stage of codes is `full` or `empty`; weights are `given`. A stage is empty once its codes are in registers.
-// Tokens past the item's end are zeros and masked. TMA and cp.async give the same bits, and a row's bits do not depend on which rows share its block.
-// An output that has NaN or infinity, from a masked key too, is done again in f32 (decode_f32.cuh).
-// Measured: benches/results/h100-decode-e4m3-2026-11-26.md.
+// mbarriers: a stage of codes is `full` or `empty`; weights are `given`. A stage is empty once its codes are in registers. Tokens past the
+// item's end are zeros and masked. TMA and cp.async give the same bits, and a row's bits do not depend on which rows share its block. An
+// output that has NaN or infinity, from a masked key too, is done again in f32 (decode_f32.cuh). Measured:
+// benches/results/h100-decode-e4m3-2026-11-26.md.
 #pragma once
 
 #define UNROLLED 1
@@ -33,8 +34,8 @@ struct Fp8Multiplier {
     const u32 base, warp, group; // `group` is its warpgroup
     const CodesReader<T> reader;
     const SharedRows<T> rows;
-    // The wgmma accumulator layout: a lane has rows (tokens, or latent columns) lane / 4 and lane / 4 + 8 of its warp's 16, and two consecutive query
-    // rows of every eight.
+    // The wgmma accumulator layout: a lane has rows (tokens, or latent columns) lane / 4 and lane / 4 + 8 of its warp's 16, and two
+    // consecutive query rows of every eight.
     Sums<T> logits, output[T::COLUMN_TILES] = {};
     float sum[T::ROW_TILES][2] = {};
     Operands operands[2]; // four wgmma read one while the other is converted
@@ -110,7 +111,8 @@ struct Fp8Multiplier {
 #pragma unroll
             for (int e = 0; e < 2; e++) sum[j][e] += fresh[j][e];
         fence_proxy_async();
-        // Every lane arrives, here and in `release`: compute-sanitizer does not see the order of a __syncwarp followed by one lane's arrival.
+        // Every lane arrives, here and in `release`: compute-sanitizer does not see the order of a __syncwarp followed by one lane's
+        // arrival.
         arrive(base + T::GIVEN_AT + group * 8);
     }
 
@@ -184,7 +186,8 @@ struct Fp8Multiplier {
         }
     }
 
-    // Stages the output where the cache was, so that a short loop writes its rows: code that runs once is as slow as its instructions are many.
+    // Stages the output where the cache was, so that a short loop writes its rows: code that runs once is as slow as its instructions are
+    // many.
     DEVICE void finish(u8* shared) {
         const WorkItem item = args.items[blockIdx.x]; // again: registers are short until here
         rows.finish(sum, warp);

@@ -3,9 +3,9 @@
 
 #include "swap_fp8_tile.cuh"
 
-// A warp loads 16 tokens of each tile, by a TMA box. By cp.async, two threads a token, where pages are no multiple of a box or not aligned for TMA, where
-// the item begins inside of a box (SplitPolicy::FixedTokens), and where it ends within the tile: the tokens past its end become zeros, as they weigh 0 and
-// 0 x NaN would be NaN. All threads arrive at each stage's barrier.
+// A warp loads 16 tokens of each tile, by a TMA box. By cp.async, two threads a token, where pages are no multiple of a box or not aligned
+// for TMA, where the item begins inside of a box (SplitPolicy::FixedTokens), and where it ends within the tile: the tokens past its end
+// become zeros, as they weigh 0 and 0 x NaN would be NaN. All threads arrive at each stage's barrier.
 template <class T>
 struct SwapFp8Loader {
     using Order = typename T::CodesOrder;

@@ -17,7 +17,8 @@ DEVICE void keys_to_f16(Operands& to, const Codes& codes) {
     }
 }
 
-// Values, latent columns by tokens. A lane's word has two columns of two tokens: the even column becomes row lane / 4, the odd one row lane / 4 + 8.
+// Values, latent columns by tokens. A lane's word has two columns of two tokens: the even column becomes row lane / 4, the odd one row lane
+// / 4 + 8.
 DEVICE void values_to_f16(Operands& to, const Codes& codes) {
 #pragma unroll
     for (int i = 0; i < 4; i++)

@@ -1,4 +1,5 @@
-// Softmax of mla_decode_swap_fp8.cuh: a tile's tokens lie in the warps of a warpgroup, of which a lane has two of each query row that it has.
+// Softmax of mla_decode_swap_fp8.cuh: a tile's tokens lie in the warps of a warpgroup, of which a lane has two of each query row that it
+// has.
 #pragma once
 
 #include "swap_fp8_tile.cuh"
@@ -47,8 +48,8 @@ struct SharedRows {
                 if (first_token + e / 2 * 8 >= seen()[first_row() + j * 8 + e % 2]) logits[j][e] = NO_WEIGHT;
     }
 
-    // Weights relative to the running maxima to shared memory, two query rows a word, and a lane's sums of them by row. Whether some logit is above its
-    // row's maximum by more than LAZY.
+    // Weights relative to the running maxima to shared memory, two query rows a word, and a lane's sums of them by row. Whether some logit
+    // is above its row's maximum by more than LAZY.
     DEVICE bool weigh(const Sums<T>& logits, u32 to, float (&fresh)[T::ROW_TILES][2]) const {
         constexpr int BATCH = T::ROW_TILES < 4 ? T::ROW_TILES : 4; // of loads, all issued before the first is used
         bool grows = false;
@@ -78,8 +79,8 @@ struct SharedRows {
         return grows;
     }
 
-    // Moves the running maxima that logits of the warpgroup's tile exceed by more than LAZY, by all of its warps, and sets its factors of what was
-    // summed before. `barrier` is the warpgroup's.
+    // Moves the running maxima that logits of the warpgroup's tile exceed by more than LAZY, by all of its warps, and sets its factors of
+    // what was summed before. `barrier` is the warpgroup's.
     DEVICE void move_tops(const Sums<T>& logits, u32 warp, u32 barrier) const {
         const u32 group = warp / 4;
 #pragma unroll

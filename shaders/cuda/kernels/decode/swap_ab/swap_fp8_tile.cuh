@@ -20,7 +20,8 @@ struct SwapFp8Tile {
     using QueryOrder = GroupOrder<ROWS>;
     static constexpr int STAGES = ROWS == 64 ? 3 : ROWS == 32 ? 4 : 5, STAGE_BYTES = TOKENS * DIM;
     static constexpr int STAGES_AT = 0;
-    // Weights of each warpgroup's last two tiles in f16: [WARPGROUPS * 2 * ROWS / 64, TOKENS, 128 bytes], of which a tile has ROWS * 2 a token.
+    // Weights of each warpgroup's last two tiles in f16: [WARPGROUPS * 2 * ROWS / 64, TOKENS, 128 bytes], of which a tile has ROWS * 2 a
+    // token.
     static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES, WEIGHTS_BYTES = WARPGROUPS * 2 * ROWS / 64 * TOKENS * 128;
     DEVICE static u32 weights_of(u32 tile) {
         const u32 at = tile % (2 * WARPGROUPS) * (ROWS * 2);
@@ -39,7 +40,8 @@ struct SwapFp8Tile {
     static constexpr int MOVED_AT = GIVEN_AT + WARPGROUPS * 8; // [WARPGROUPS] whether a warpgroup's last tile moved some running maximum
     static constexpr int NON_FINITE_AT = MOVED_AT + WARPGROUPS * 4; // whether some element of the output is NaN or infinite
     static constexpr int SHARED_BYTES = NON_FINITE_AT + 8;
-    // The output is staged where codes, weights and queries were, [ROWS, OUTPUT_PITCH]: the pitch avoids bank conflicts between a warp's rows.
+    // The output is staged where codes, weights and queries were, [ROWS, OUTPUT_PITCH]: the pitch avoids bank conflicts between a warp's
+    // rows.
     static constexpr int OUTPUT_PITCH = LATENT + 4;
     static_assert(ROWS * OUTPUT_PITCH * 4 <= MAXIMA_AT && SHARED_BYTES <= 232448, "fits");
 };

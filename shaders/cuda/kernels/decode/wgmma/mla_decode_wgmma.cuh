@@ -1,21 +1,21 @@
 // Split-KV MLA decode in absorbed form by wgmma, 64 query rows as M: variant `wgmma_m64`, for compute capability 9.0.
 //
-// Work items, tables and softmax as in mla_decode.cuh. Tile: 64 query rows, looping over tiles of 64 tokens, two of them in shared memory. Warp
-// specialisation: two warpgroups multiply, a third loads. Each of the two has a stage, whose tiles it owns, and half of the output's columns:
+// Work items, tables and softmax as in mla_decode.cuh. Tile: 64 query rows, looping over tiles of 64 tokens, two of them in shared memory.
+// Warp specialisation: two warpgroups multiply, a third loads. Each of the two has a stage, whose tiles it owns, and half of the output's
+// columns:
 //   1. scores   the owner of a tile multiplies all 64 query rows with it (m64n64k16), a group of 64 columns as soon as it is there
 //   2. softmax  in registers, a row's tokens in four lanes, with lazy rescaling (FlashAttention-4): the running maximum moves only when it
 //               grows by more than LAZY
-//   3. values   both warpgroups add the weights of every tile, in order, to their half of the output (m64n128k16 for each quarter). The owner
-//               passes its weights through shared memory, lane by lane, as register fragments on both sides
-// Shared memory is what this kernel is short of: a stage is loaded, multiplied twice, and released in parts, so that its next tile is on its way
-// while the other stage is multiplied.
+//   3. values   both warpgroups add the weights times the values of every tile, in order, to their half of the output (m64n128k16 for each
+//               quarter). The owner passes its weights through shared memory, lane by lane, as register fragments on both sides
+// Shared memory is what this kernel is short of: a stage is loaded, multiplied twice, and released in parts, so that its next tile is on
+// its way while the other stage is multiplied.
 //
-// mbarriers: a group of columns is `full`; a part of a stage is `empty`; weights are `given`.
-// Blocks are in clusters of two, which have the same tokens where a sequence has two tiles of query rows: such a pair reads the cache at about
-// the same time and from one partition of the L2.
-// Tokens past the item's end are zeros and weigh 0. TMA and cp.async give the same bits, and a row's bits do not depend on which rows share its
-// block. An output that has NaN or infinity, from a masked key too, is done again in f32 (decode_f32.cuh).
-// Measured: benches/results/h100-decode-128-heads-2026-11-25.md.
+// mbarriers: a group of columns is `full`; a part of a stage is `empty`; weights are `given`. Blocks are in clusters of two, which have the
+// same tokens where a sequence has two tiles of query rows: such a pair reads the cache at about the same time and from one partition of
+// the L2. Tokens past the item's end are zeros and weigh 0. TMA and cp.async give the same bits, and a row's bits do not depend on which
+// rows share its block. An output that has NaN or infinity, from a masked key too, is done again in f32 (decode_f32.cuh). Measured:
+// benches/results/h100-decode-128-heads-2026-11-25.md.
 #pragma once
 
 #define UNROLLED 1

@@ -3,8 +3,8 @@
 
 #include "wgmma_tile.cuh"
 
-// Loads tiles group by group of 64 columns, each as soon as its part of a stage is empty, by TMA boxes of up to 64 tokens. By cp.async where the
-// item's begin or the page size is no multiple of a box, or where the item ends within the tile.
+// Loads tiles group by group of 64 columns, each as soon as its part of a stage is empty, by TMA boxes of up to 64 tokens. By cp.async
+// where the item's begin or the page size is no multiple of a box, or where the item ends within the tile.
 template <class T>
 struct GroupLoader {
     using Order = typename T::Order;

@@ -5,7 +5,8 @@
 #include "decode/staged_output.cuh"
 #include "lib/wgmma.cuh"
 
-// The accumulators of a warpgroup's half of the output, in two quarters: a quarter's columns of a stage are released as soon as they are added.
+// The accumulators of a warpgroup's half of the output, in two quarters: a quarter's columns of a stage are released as soon as they are
+// added.
 template <class T>
 struct HalfOutput {
     static constexpr int TILES = T::QUARTER_TILES;
@@ -45,7 +46,8 @@ struct HalfOutput {
     }
 };
 
-// Adopts the running maxima that the other warpgroup has of a lane's two rows, `top_of(0)` and `top_of(1)`, and rescales what was summed before.
+// Adopts the running maxima that the other warpgroup has of a lane's two rows, `top_of(0)` and `top_of(1)`, and rescales what was summed
+// before.
 template <class T, class Tops>
 DEVICE void adopt_tops(HalfOutput<T>& output, Tops top_of, float (&top)[2], float (&sum)[2]) {
     float factor[2];

@@ -3,8 +3,8 @@
 
 #include "decode/decode_tile.cuh"
 
-// The scales of a lane's two rows, `first_row` and 8 further, and the position before which each sees keys. Returns that before which all rows of the
-// warp do.
+// The scales of a lane's two rows, `first_row` and 8 further, and the position before which each sees keys. Returns that before which all
+// rows of the warp do.
 DEVICE u32 see_rows(const Args& args, const WorkItem& item, const float* scales, u32 first_row, float (&scale)[2], u32 (&seen)[2]) {
     u32 seen_by_all = ~0u;
 #pragma unroll
@@ -48,7 +48,8 @@ DEVICE void mask_tokens(float (&logits)[T::TOKEN_TILES][4], u32 tile_begin, cons
     }
 }
 
-// Moves the running maxima of rows whose logits grew by more than LAZY; whether some of the warp's did, and the factors of what was summed before.
+// Moves the running maxima of rows whose logits grew by more than LAZY; whether some of the warp's did, and the factors of what was summed
+// before.
 template <class T>
 DEVICE bool move_tops(const float (&logits)[T::TOKEN_TILES][4], const float (&scale)[2], float (&top)[2], float (&factor)[2]) {
     float largest[2];

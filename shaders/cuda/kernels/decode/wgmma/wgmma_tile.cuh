@@ -32,7 +32,7 @@ struct GroupTile {
     static constexpr int OUTPUT_PITCH = LATENT + 8;
     static_assert(ROWS * OUTPUT_PITCH * 4 <= STAGES * STAGE_BYTES && WEIGHTS_BYTES <= ROWS * 128, "fits");
 
-    // The order in which groups of columns are loaded and multiplied: rope, which is released first, then each warpgroup's first quarter, then
-    // its second.
+    // The order in which groups of columns are loaded and multiplied: rope, which is released first, then each warpgroup's first quarter,
+    // then its second.
     DEVICE static constexpr int group_at(int i) { return i == 0 ? GROUPS - 1 : ((i - 1) / 2 % 2 * 2 + (i - 1) / 4) * 2 + (i - 1) % 2; }
 };
