@@ -45,8 +45,8 @@ pub struct AnyBackend {
 }
 
 impl AnyBackend {
-    /// The best backend here for a model, told by the decode that it runs most; it serves other specs and every other op too, such as the
-    /// prefills and whole layers of that model. In this order:
+    /// The best backend on this machine for a model, chosen by the spec of the decode that it runs most. The backend serves other specs and
+    /// every other op too, such as the prefills and whole layers of that model. The order of preference:
     ///
     /// 1. CUDA, with the feature `cuda`, on the driver's first card, if it is an Ampere or later, where a variant on tensor cores serves
     ///    the spec;
@@ -55,8 +55,8 @@ impl AnyBackend {
     ///    lavapipe;
     /// 4. the CPU, where wgpu finds no adapter at all.
     ///
-    /// That is the order of measured times on one card, in decodes, prefills and layers of any batch, but for f32 queries of a cache of 16
-    /// bits: there either may be faster, depending on op and batch, which are unknown here.
+    /// The order follows the times measured on one card, for decodes, prefills and layers of any batch. With f32 queries over a 16-bit
+    /// cache either backend may be faster, depending on op and batch, which are unknown here.
     ///
     /// `CUDA_VISIBLE_DEVICES` hides cards from the driver, all of them if it is empty. To choose a backend yourself, use `From`:
     /// `AnyBackend::from(Gpu::new()?)`, or `Cuda::on_stream(stream)?` with the host's own stream.
@@ -93,7 +93,7 @@ impl<B: Into<Chosen>> From<B> for AnyBackend {
     }
 }
 
-/// A backend that is here.
+/// A backend that can be used on this machine.
 struct Found<T> {
     backend: T,
     /// Whether one of its variants on tensor cores serves the spec.
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn cuda_where_it_is_better_and_wgpu_elsewhere() {
-        // Tensor cores, and a discrete card.
+        // What is found here: whether on tensor cores, and whether on a discrete card.
         type Of = Option<(bool, bool)>;
         let found = |name: &'static str, of: Of| {
             of.map(|(tensor_cores, card)| Found { backend: name, tensor_cores, card })

@@ -1,4 +1,4 @@
-//! Exchanges between the ranks of a group: what a sequence that lies on several devices is joined through.
+//! Exchanges between the ranks of a group, by which the partial results of a sequence on several devices are joined.
 //!
 //! ```text
 //! once       group = InProcess::group(world, timeout)?            or Nccl::new(..), an MPI communicator, the host's own
@@ -13,7 +13,7 @@
 //! | `wgpu_mla_mpi::Mpi`, the package `examples/mpi` | processes, on one host or many | no |
 //! | the host's own | what it likes | as it says |
 //!
-//! There is no wire protocol here: engines that exist carry the bytes.
+//! This crate has no wire protocol of its own: existing communication libraries carry the bytes.
 
 #[cfg(not(target_arch = "wasm32"))]
 mod deadline;
@@ -91,14 +91,14 @@ pub trait Communicator<D: Device> {
     /// Ranks in the group, at least 1.
     fn world(&self) -> u32;
 
-    /// Every rank's bytes, as many of each, in the order of the ranks.
+    /// Gathers every rank's bytes, equally many from each, in the order of the ranks.
     ///
     /// # Errors
     /// [`Error::Exchange`].
     fn all_gather_host(&self, mine: &[u8]) -> Result<Vec<u8>>;
 
-    /// `parts` are as many bytes for each rank, in the order of the ranks; what comes back are the parts that the ranks had for this one.
-    /// Without an implementation of its own, the engine gathers all parts.
+    /// Sends each rank its part of `parts`, equally many bytes for each, in the order of the ranks, and returns the parts that the ranks
+    /// had for this one. The default implementation gathers all parts from all ranks.
     ///
     /// # Errors
     /// [`Error::Exchange`], and [`Error::Shape`] for what is no equal part a rank.
@@ -154,9 +154,9 @@ pub trait Communicator<D: Device> {
 /// Device buffers of one rank in an exchange, each from its front. The two are different buffers.
 #[derive(Debug, Clone, Copy)]
 pub struct Exchange<B> {
-    /// What this rank gives: `bytes`, or `[world, bytes]`.
+    /// The buffer that this rank sends: `bytes`, or `[world, bytes]`.
     pub from: B,
-    /// What it gets: `[world, bytes]`, or `bytes`.
+    /// The buffer that it receives into: `[world, bytes]`, or `bytes`.
     pub to: B,
     /// Bytes of one rank's part, the same on every rank: a multiple of 4, of any dtype.
     pub bytes: u64,

@@ -70,7 +70,7 @@ pub enum Error {
         cure: &'static str,
     },
     /// A factor outside of its range, such as zero, negative, infinite, NaN, or so small that its reciprocal is infinite; or a product of
-    /// factors that is too small or too large to scale logits by. Pass one in the range that `cure` names.
+    /// factors by which logits cannot be scaled, because it is too small or too large. Pass one in the range that `cure` names.
     #[error("{what} {}: {cure}", number(*.got))]
     Scale {
         /// The factor at fault, or the product.
@@ -359,7 +359,7 @@ pub enum Error {
         /// The missing flag.
         usage: &'static str,
     },
-    /// What is given to a call was not made for each other, such as a step and a binding. Make both with the op that records them, or do
+    /// Arguments of a call that were not made for each other, such as a step and a binding. Make both with the op that records them, or do
     /// what `detail` says.
     #[error("what is given does not go together: {detail}")]
     LayoutMismatch {

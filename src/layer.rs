@@ -9,16 +9,17 @@
 //!                attention over k, v; merged with that of the chunks before, by LSE              mla_prefill, merge_state
 //! ```
 //!
-//! A prefix that many decodes share may be kept expanded for as long as they do: [`ExpandedPrefix`]. They then attend it as prefills do,
-//! all at once and in parts of its keys, and what is theirs alone as decodes do; one merge makes one of all parts:
+//! A prefix that many decodes share may be kept expanded as long as they share it: [`ExpandedPrefix`]. They then attend the prefix
+//! together, as a prefill does, with its keys cut into parts; and the rest of their tokens each, in absorbed form. One merge combines all
+//! partial results:
 //!
 //! ```text
-//! decodes        sets[0] = what is theirs: absorb, mla_decode, v_up; sets[1..] = the prefix                         mla_prefill
+//! decodes        sets[0] = own tokens: absorb, mla_decode, v_up; sets[1..] = the prefix                             mla_prefill
 //!                out = merged by LSE                                                                              merge_states
 //! ```
 //!
-//! Both halves compute the same (DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C): the first reads the fewest bytes a
-//! token of the cache, the second does the least arithmetic a pair of tokens.
+//! Absorbed and expanded form compute the same (DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C). Absorbed form reads the
+//! fewest bytes for a token of the cache; expanded form takes the fewest multiplications for a query token and a key.
 
 mod aliases;
 mod arrays;
@@ -58,7 +59,7 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolic
 /// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
 /// absorbed form, and prefills in chunks of the workspace, in one batch. One compiled layer serves all layers of a model.
 ///
-/// It is of one device: over the ranks of a [`ContextParallel`](crate::ContextParallel) a layer is made of its single ops, as the program
+/// A layer runs on one device. With [`ContextParallel`](crate::ContextParallel) a host composes a layer from the single ops, as the program
 /// in `docs/using.md` does.
 ///
 /// Arguments of a layer: [`MlaLayerArgs`]. Input of a step: a [`LayerBatch`] and a [`SplitPolicy`]. Options: [`LayerOptions`]; its
@@ -139,8 +140,8 @@ impl MlaLayer {
         heads.saturating_add(self.shape.row_elems() as u64).saturating_mul(self.dtype.bytes() as u64)
     }
 
-    /// Orders the sequences of a step, and the tokens that each of them gets, as a layer wants them: those that are decoded first, else
-    /// as they were. Call it before [`crate::PagePool::append_batch`], and make all arrays of the batch in this order.
+    /// Orders a step's requests, `(sequence, new tokens)`, for a layer: decodes come first, otherwise the order is kept. Call it before
+    /// [`crate::PagePool::append_batch`], and make all arrays of the batch in this order.
     ///
     /// ```
     /// # use wgpu_mla::{Dtype, KvSpec, MlaLayer, MlaShape, PagePool, RopeLayout};
@@ -213,7 +214,7 @@ impl MlaLayer {
         self.check_workspace()
     }
 
-    /// Like [`MlaLayer::check`], but for the workspace, of which a plan says what it needs.
+    /// Like [`MlaLayer::check`], but without a check of the workspace, whose size the plan checks.
     pub(crate) fn check_dims(&self) -> Result<()> {
         self.mla().check()?;
         for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {

@@ -1,6 +1,6 @@
 //! Which keys a query token sees.
 
-/// Which keys of its sequence a query token sees: of a decode [`Batch`](crate::Batch) and of a
+/// Which keys of its sequence a query token sees, in a decode's [`Batch`](crate::Batch) or a prefill's
 /// [`PrefillSequence`](crate::PrefillSequence).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Mask<'a> {

@@ -17,11 +17,10 @@ use crate::{Error, KvSpec, Result};
 pub use export::{BlockTable, Csr};
 use store::Store;
 
-/// What the host's memory does not hold.
+/// The error for sequences or pages that the host has no memory for.
 const OUT_OF_MEMORY: Error = Error::OutOfMemory { what: "a pool's pages" };
 
-/// Names a sequence of a [`PagePool`]. Only a pool makes one, never the same twice, and no other pool accepts it, but for a clone of
-/// the pool.
+/// A handle of a sequence in a [`PagePool`]. A pool never makes the same twice, and only that pool and its clones accept it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SeqId {
     pool: u64,
@@ -64,7 +63,7 @@ impl SeqId {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct PagePool {
-    /// No two pools have the same, but for clones.
+    /// A number that only clones of a pool share.
     id: u64,
     spec: KvSpec,
     store: Store,
@@ -72,7 +71,7 @@ pub struct PagePool {
     next_number: u64,
 }
 
-/// What an append gave one sequence.
+/// The result of an append to one sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Append {
     /// Positions of the new tokens in their sequence.
@@ -89,7 +88,7 @@ impl Append {
     }
 }
 
-/// What an append gave a batch. Its memory serves the next batch too.
+/// The result of an append to a batch. Its memory serves the next batch too.
 #[derive(Debug, Clone, Default)]
 pub struct AppendBatch {
     /// Page copies `(from, to)` that must run, in one call, before the new tokens are written. They pass

@@ -21,7 +21,7 @@ pub(crate) use slabbed::Slabbed;
 pub(crate) use slabs::check_slabs;
 pub use slabs::{SlabPlan, SlabTable};
 
-/// What one workgroup does. Plain data with one layout for every backend: 8 little-endian `u32`.
+/// A work item: what one workgroup attends. It is plain data with one layout for every backend, 8 little-endian `u32`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct WorkItem {
@@ -52,7 +52,7 @@ pub const DIRECT: u32 = u32::MAX;
 pub struct QueryToken {
     /// Its index in the query and output arrays.
     pub token: u32,
-    /// It sees the keys before this position of its sequence.
+    /// One past the last key of its sequence that it sees.
     pub visible: u32,
 }
 
@@ -68,15 +68,15 @@ pub struct Merge {
     pub end: u32,
 }
 
-/// How a kernel cuts its work: a property of the chosen variant, not of the batch.
+/// Sizes by which the planner cuts work for a kernel: properties of the chosen variant, not of the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tiling {
     /// Query rows that share one pass over the cache.
     pub rows_per_tile: u32,
     /// Tokens between two possible split boundaries of the automatic policy.
     pub tokens_per_block: u32,
-    /// Work items that fill the device: as many as run concurrently. A ragged batch may be cut into more, of which the last to start
-    /// are short.
+    /// The number of work items that fill the device: as many as run concurrently. A ragged batch may be cut into more, where the items
+    /// that start last are short.
     pub target_items: u32,
     /// The shortest split that the automatic policy aims at. A range just too long for one split becomes two of half the
     /// length.

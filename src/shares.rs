@@ -33,7 +33,7 @@ const MAX_BLOCKS: u64 = 1 << 16;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Shares {
     interleave: u32,
-    /// `[blocks]`: whose each block of the pattern is.
+    /// `[blocks]`: the rank that holds each block of the pattern.
     owners: Vec<u32>,
     /// `[blocks]`: how many blocks before it, in the pattern, are the same rank's.
     before: Vec<u32>,
@@ -43,7 +43,7 @@ pub struct Shares {
     begins: Vec<u32>,
 }
 
-/// What `BatchTables` on a device knows of one rank's share; without blocks it holds all tokens.
+/// One rank's share, as `BatchTables` on a device takes it. A pattern without blocks means that the rank holds all tokens.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Pattern {
@@ -206,7 +206,7 @@ impl Shares {
         (&self.owners, &self.before, (0..self.world()).map(|rank| self.blocks_of(rank).len() as u32))
     }
 
-    /// All that tells them from others.
+    /// Everything in which two shares can differ.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u64> {
         [self.world(), self.interleave].into_iter().chain(self.owners.iter().copied()).map(u64::from)
     }

@@ -53,9 +53,9 @@ pub struct MlaDecode {
     pub out: Dtype,
 }
 
-/// Numbers of bytes saturate: where a spec that no op serves makes them too large for 64 bits they are `u64::MAX`, which no buffer has.
+/// Numbers of bytes saturate: if a spec that no op supports makes one too large for 64 bits, it is `u64::MAX`, more than any buffer has.
 impl MlaDecode {
-    /// Whether these dims and dtypes are served.
+    /// Checks that these dims and dtypes are supported.
     ///
     /// # Errors
     /// [`Error::Shape`] as [`MlaShape::check`] and [`KvSpec::check`], [`Error::DtypeUnsupported`] for an e4m3 output.

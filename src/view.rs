@@ -107,7 +107,7 @@ impl<B> View<B> {
         self.check(what, [tokens, heads, dim], bytes, unit, size)
     }
 
-    /// Like [`View::check`], but for rows that overlap.
+    /// Like [`View::check`], but lets rows overlap.
     fn check_inside(
         &self,
         what: &'static str,

@@ -1,4 +1,4 @@
-//! What a token of the cache is, in bytes: its layout, and what every layout says of itself. Pure.
+//! The layout of a token of the cache in bytes, and the description that every layout gives of itself. Pure.
 
 use crate::Dtype;
 
@@ -42,14 +42,14 @@ pub struct TokenLayout {
     pub latent: Section,
     /// The rotary part; of no element where `R` is 0.
     pub rope: Section,
-    /// What codes are multiplied by.
+    /// Where the factors of FP8 codes are stored.
     pub scales: Scales,
 }
 
 /// Elements of one dtype, one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Section {
-    /// What an element is.
+    /// The dtype of an element.
     pub dtype: Dtype,
     /// Bytes of the token before the first element.
     pub at: u64,
@@ -58,9 +58,9 @@ pub struct Section {
 /// Where the scales of a token's codes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// Nowhere: elements are numbers.
+    /// There are none: elements are numbers.
     None,
-    /// One for the whole cache, an argument of each op: `k_scale`.
+    /// One scale serves the whole cache; each op takes it as the argument `k_scale`.
     PerTensor,
 }
 

@@ -8,8 +8,8 @@ use super::spec::{KvSpec, MOST_SLABS};
 use crate::view::{aligned_bytes, fits, nested};
 use crate::{Error, MlaDecode, Result};
 
-/// The cache of a layer: `[num_pages, page_size]` tokens somewhere in a buffer, or in several: see [`Slabs`]. It is all that a
-/// [`KvCopyPages`](crate::KvCopyPages) takes of a layer.
+/// The cache of a layer: `[num_pages, page_size]` tokens somewhere in a buffer, or in several: see [`Slabs`]. It is also the only argument
+/// of a [`KvCopyPages`](crate::KvCopyPages).
 ///
 /// Offset and strides count bytes, and are multiples of 8 elements of the latent
 /// ([`TokenLayout::alignment`](crate::TokenLayout::alignment)).
@@ -128,7 +128,7 @@ impl<B> KvView<B> {
         std::iter::once(&self.buffer).chain(self.slabs.more().iter().map(|(buffer, _)| buffer))
     }
 
-    /// No two slabs are of one memory. `offset` is that of [`Op::check_aliases`](crate::Op::check_aliases).
+    /// Checks that no two slabs share memory. `offset` is that of [`Op::check_aliases`](crate::Op::check_aliases).
     ///
     /// # Errors
     /// [`Error::Aliased`].
@@ -211,7 +211,7 @@ impl<B: Copy> KvView<B> {
         Ok(Self { layer_stride, layer, slabs, ..dense })
     }
 
-    /// Each slab as a view of its own, which knows the pages that it holds.
+    /// Returns each slab as a view of its own, which knows the pages that it holds.
     pub(crate) fn each_slab(&self) -> impl Iterator<Item = Self> {
         let first = (self.buffer, self.slabs.first_page);
         std::iter::once(first).chain(self.slabs.more().iter().copied()).map(|(buffer, first_page)| {

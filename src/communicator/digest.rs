@@ -1,4 +1,4 @@
-//! Whether all ranks are at the same step.
+//! A digest of a step, by which ranks check that they all work on the same one.
 
 use super::Communicator;
 use super::digest_fields::{self as field, Field, Known, differs};
@@ -43,13 +43,13 @@ impl StepDigest {
         Self(Known::NOTHING)
     }
 
-    /// A number of the host's that all ranks count alike, such as of the step.
+    /// Adds a number of the host's that is the same on all ranks, such as a count of steps.
     #[must_use]
     pub fn step(self, step: u64) -> Self {
         self.with(field::STEP, step)
     }
 
-    /// What the decode computes, but not the cache that it reads.
+    /// Adds what the decode computes, but not the cache that it reads.
     #[must_use]
     pub fn spec(self, spec: &MlaDecode) -> Self {
         self.with(field::HEADS, spec.shape.num_heads)
@@ -75,18 +75,18 @@ impl StepDigest {
         self.with(field::OTHER_LAYERS, hash_on(before, own))
     }
 
-    /// Which rank holds which token.
+    /// Adds which rank holds which token.
     #[must_use]
     pub fn shares(self, shares: &Shares) -> Self {
         self.with(field::SHARES_WORLD, shares.world()).with(field::SHARES, hash(shares.numbers()))
     }
 
-    /// How partial results are combined, by whom.
+    /// Adds how partial results are combined, and by which rank.
     pub(crate) fn combine(self, facts: impl IntoIterator<Item = (Field, u64)>) -> Self {
         facts.into_iter().fold(self, |all, (field, value)| all.with(field, value))
     }
 
-    /// The whole batch, before it is shared out: the lengths of the whole sequences.
+    /// Adds the whole batch, before it is shared out: the lengths of the whole sequences.
     #[must_use]
     pub fn batch(self, batch: &Batch<'_>) -> Self {
         let numbers = |xs: &[i32]| hash(xs.iter().map(|&x| x as u64));

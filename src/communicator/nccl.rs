@@ -42,7 +42,7 @@ use crate::{Device, Dtype, Error, Result};
 pub struct Nccl {
     cuda: Cuda,
     comm: Arc<Comm>,
-    /// For host bytes: what is sent, and what comes.
+    /// Staging buffers for host bytes: one to send, one to receive.
     scratch: Mutex<Option<[Buffer; 2]>>,
 }
 
@@ -86,7 +86,7 @@ impl NcclId {
         }
     }
 
-    /// What a host carries to the other ranks.
+    /// The bytes that a host carries to the other ranks.
     #[must_use]
     pub fn bytes(&self) -> [u8; 128] {
         self.0.0
@@ -150,7 +150,7 @@ impl Nccl {
         Ok(version.max(0) as u32)
     }
 
-    /// One exchange of each kind: NCCL makes its connections in the first, which a capture had better not see.
+    /// Runs one exchange of each kind. NCCL makes its connections in the first, which should not happen in a capture.
     fn connect(&self) -> Result<()> {
         let bytes = 16 * u64::from(self.comm.world);
         let [from, to] = [self.cuda.buffer(bytes)?, self.cuda.buffer(bytes)?];
@@ -161,7 +161,7 @@ impl Nccl {
         self.wait(&self.cuda)
     }
 
-    /// Puts calls on the stream as one group, of buffers of so many parts.
+    /// Puts calls on the stream as one NCCL group, for buffers of so many parts.
     fn exchange(
         &self,
         what: &'static str,

@@ -4,7 +4,7 @@ use super::{Communicator, Exchange, check_world};
 use crate::view::fits;
 use crate::{Device, Dtype, Error, Result};
 
-/// All parts to all ranks, of which each keeps its own: `world` times the bytes of an all-to-all.
+/// An all-to-all by an all-gather: every rank gets all parts and keeps its own, for `world` times the bytes.
 pub(super) fn all_to_all_by_gather<D: Device, C: Communicator<D> + ?Sized>(
     communicator: &C,
     parts: &[u8],
@@ -94,7 +94,7 @@ pub(super) fn check<D: Device>(exchanges: &[Exchange<&D::Buffer>], from: u64, to
     Ok(())
 }
 
-/// A host's engine is not to be trusted with its numbers either.
+/// Checks the rank and world that a host's engine reports.
 ///
 /// # Errors
 /// [`Error::Shape`] for a group of no ranks or too many, or a rank that is not in it.
@@ -108,7 +108,7 @@ fn place<D: Device, C: Communicator<D> + ?Sized>(communicator: &C) -> Result<(u3
     Ok((rank, world))
 }
 
-/// Spreads what came of each rank, `message` bytes, over the exchanges' buffers.
+/// Copies the `message` bytes of each rank into the buffers of the exchanges.
 fn unpack<D: Device>(
     device: &D,
     exchanges: &[Exchange<&D::Buffer>],
@@ -130,7 +130,7 @@ fn gather<D: Device, C: Communicator<D> + ?Sized>(communicator: &C, mine: &[u8])
     same_length("all_gather", communicator, communicator.all_gather_host(mine)?, want)
 }
 
-/// A host's engine is not to be trusted with lengths: other bytes would be a wrong number.
+/// Checks the length that a host's engine returns: with other bytes results would be wrong.
 fn same_length<D: Device, C: Communicator<D> + ?Sized>(
     what: &'static str,
     communicator: &C,

@@ -3,11 +3,11 @@
 use super::spec::{CombineForm, ContextParallelSpec};
 use crate::{Device, Result, View};
 
-/// An all-gather of few bytes is sooner done than sends and receives are. Two ranks on NVLink gain up to about so many bytes more
-/// (`benches/results/h200x2-context-parallel-2026-11-25.md`).
+/// For few bytes an all-gather is faster than sends and receives. Between two ranks on NVLink it is, as long as it sends at most about so
+/// many bytes more (`benches/results/h200x2-context-parallel-2026-11-25.md`).
 const SMALL_GATHER: u64 = 1 << 18;
 
-/// Outputs and their LSEs.
+/// Partial outputs and their LSEs.
 #[derive(Debug, Clone)]
 pub struct Pair<B> {
     pub out: B,

@@ -191,7 +191,7 @@ impl<'a> Call<'a> {
                 let tokens = visible(r);
                 let end_row = (r + 1..num_rows).find(|&next| visible(next) != tokens).unwrap_or(num_rows);
                 if tokens > 0 {
-                    // Fetched once.
+                    // The keys are prefetched by the first tile only.
                     let ahead = if r == 0 { next.rows() } else { &[] };
                     // SAFETY: the table of variants gives only what runs here.
                     unsafe {

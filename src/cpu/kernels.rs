@@ -24,7 +24,7 @@ type Attend = unsafe fn(&mut Tile<'_>, Range<usize>, usize, f32, &[&[u8]]);
 pub struct Kernels {
     /// Safe to call where the processor has the instructions.
     pub(super) attend: Attend,
-    /// [`formats::widen`]; likewise.
+    /// [`formats::widen`], with the same condition.
     pub(super) widen: unsafe fn(Dtype, &[u8], &mut [f32]),
 }
 

@@ -1,6 +1,6 @@
 //! A pool of waiting threads. A call runs its job on them and on its own thread, and returns when all are done.
 //!
-//! Who waits looks for a moment before it sleeps: to be woken takes as long as a small job, and a decode is two jobs.
+//! A thread that waits spins for a moment before it sleeps: waking one takes as long as a small job, and a decode is two jobs.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -38,7 +38,7 @@ struct Job(*const (dyn Fn(usize) + Sync));
 // SAFETY: the closure is Sync, and the pointer is followed only while `Pool::broadcast` keeps it alive.
 unsafe impl Send for Job {}
 
-/// Looks at most this often before it sleeps: 10 to 40 us.
+/// The most spins before a thread sleeps: 10 to 40 us.
 const LOOKS: usize = 1000;
 
 fn look_for(come: impl Fn() -> bool) {

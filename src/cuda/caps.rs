@@ -9,11 +9,11 @@ pub struct Card {
     pub multiprocessors: u32,
     /// Largest dynamic shared memory of a block, in bytes.
     pub shared_bytes: u32,
-    /// L2 cache.
+    /// Bytes of the L2 cache.
     pub l2_bytes: u32,
-    /// TMA, and a driver that makes tensor maps.
+    /// Whether it has TMA, with a driver that makes tensor maps.
     pub tma: bool,
-    /// `mma.sync` of FP8 codes, and a driver that reads PTX 8.4.
+    /// Whether it has `mma.sync` of FP8 codes, with a driver that reads PTX 8.4.
     pub fp8_mma: bool,
 }
 

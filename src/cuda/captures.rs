@@ -1,4 +1,4 @@
-//! What the graph of a capture keeps: the memory that its launches name, and the steps that it serves.
+//! What a captured graph keeps: the memory that its launches use, and the steps that it must check before a replay.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,7 +11,7 @@ use crate::{Error, Result};
 pub(super) struct Held {
     /// The memory that its launches name.
     pub(super) buffers: Vec<Buffer>,
-    /// The steps that it serves, and for how long.
+    /// The check of each step, made before a replay.
     pub(super) replays: Vec<Box<dyn Replay>>,
 }
 

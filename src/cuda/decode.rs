@@ -165,7 +165,7 @@ impl Kernel<MlaDecode> for Cuda {
 }
 
 impl Cuda {
-    /// With the one slab that the arguments have.
+    /// Binds the one slab that the arguments have.
     fn bind_decode(
         &self,
         spec: &MlaDecode,
@@ -307,7 +307,7 @@ fn check_grids(spec: &MlaDecode, capacity: &Capacity, multiprocessors: u32) -> R
     merge_blocks(spec, capacity.merges, multiprocessors).map(drop)
 }
 
-/// How the planner is to cut work for a variant.
+/// The tiling of a variant, for the planner.
 fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
     let card = cuda.card();
     // Blocks that run at a time on a multiprocessor, by shared memory and by registers, of which a thread may have 256.
@@ -334,8 +334,8 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
             _ if blocks == 1 => card.multiprocessors * 2 / 3,
             _ => card.multiprocessors * blocks / 2,
         },
-        // On an H200 80 to 160 tokens of a block alone. Where two share a multiprocessor, so much that 64 ragged sequences stay equal
-        // shares: 96 us with 263 of them, 102 with 291 pieces.
+        // An H200 attended 80 to 160 tokens in the overhead of an item where a block has a multiprocessor alone. Where two blocks share
+        // one, the overhead is set so high that 64 ragged sequences are cut into equal shares: 263 of them take 96 us, 291 pieces 102.
         item_overhead_tokens: if blocks == 1 { 128 } else { 384 },
     }
 }
@@ -354,7 +354,7 @@ impl Functions {
         1 << spec.kv.page_size.trailing_zeros().min(self.split.compiled.tokens.ilog2())
     }
 
-    /// The kernel of a variant with tiles of as many rows, for a binding that this one's copies do not serve.
+    /// The kernel of a variant with equally large tiles, for a binding whose cache this one cannot copy.
     fn instead(&self, cuda: &Cuda, spec: &MlaDecode, variant: &str) -> Result<Split> {
         let request = DecodeRequest::one_token(spec);
         let (kernel, _) = choose(VARIANTS, cuda.card(), &request, Some(variant))?;
@@ -427,7 +427,8 @@ pub(super) mod tests {
         assert_eq!(blocks(spec(16, 512), 8), Ok(MergeBlocks::Few(8 * 16 * 16)));
         assert_eq!(blocks(spec(16, 512), 9), Ok(MergeBlocks::Many(9 * 16 * 4 / 8)));
         assert_eq!(blocks(spec(1, 256), 265), Ok(MergeBlocks::Many(67)), "265 * 2 / 8, rounded up");
-        // 2^32 / (128 * 4): in 32 bits nothing would be left of it, or of 2^32 / (128 * 16) for few.
+        // 2^32 / (128 * 4) merges: counted in 32 bits their warps would wrap to 0, as would those of 2^32 / (128 * 16) merges for the few
+        // kernel.
         for merges in [1 << 23, 1 << 21, (1 << 21) + 1, u32::MAX] {
             let need = u64::from(merges) * 128 * 4;
             match blocks(spec(128, 512), merges) {

@@ -25,7 +25,7 @@ use crate::{Error, Result};
 pub struct Cuda {
     stream: Arc<CudaStream>,
     card: Card,
-    /// By their modules and names.
+    /// The loaded kernels, by their modules and names.
     kernels: Arc<Mutex<HashMap<(&'static str, &'static str), Function>>>,
     pub(super) captures: Captures,
     turn: Turn,
@@ -72,7 +72,7 @@ impl Cuda {
         Self::on_stream(stream.map_err(missing)?)
     }
 
-    /// On the host's stream. The caller keeps work on other streams from touching buffers in use.
+    /// A `Cuda` on the host's stream. The caller keeps work on other streams from touching buffers in use.
     ///
     /// # Errors
     /// [`Error::NoCuda`] for a card older than Ampere, or a driver older than 520.
@@ -130,7 +130,7 @@ impl Cuda {
         self.turn.take()
     }
 
-    /// Makes the card's context that of the calling thread, which may have another's: most calls of the driver are of the current one.
+    /// Makes the card's context current on the calling thread, which may have another: most calls of the driver use the current context.
     pub(super) fn make_current(&self, what: &'static str) -> Result<()> {
         self.stream.context().bind_to_thread().map_err(failed(what))
     }
@@ -144,7 +144,7 @@ impl Cuda {
         format!("{name} (CUDA, compute capability {})", self.card.capability)
     }
 
-    /// The kernel that has a name for itself, loaded once.
+    /// The kernel of a name that only one module has, loaded once.
     pub(super) fn kernel(&self, name: &str) -> Result<Function> {
         let missing = || Error::Cuda { what: "to find a kernel", detail: format!("none is called {name}") };
         self.load(ptx::named(name).ok_or_else(missing)?)
@@ -305,7 +305,7 @@ where
 }
 
 impl Function {
-    /// Lets its blocks have this much dynamic shared memory. `cuda` is what it was loaded on.
+    /// Lets its blocks have this much dynamic shared memory. `cuda` is the device that it was loaded on.
     pub(super) fn allow_shared(&self, cuda: &Cuda, bytes: u32) -> Result<()> {
         cuda.make_current("to ask for shared memory")?;
         let what = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;

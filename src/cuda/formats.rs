@@ -1,5 +1,5 @@
-//! What PTX kernels have to know of a dtype: the one place of this backend that tells dtypes apart. The kernels of a cache's dtype are in
-//! modules of its name (`mla_decode_bf16`); a dtype without a module has no variant of that kind.
+//! What PTX kernels need from a dtype. No other file of this backend matches on dtypes. The kernels for a cache's dtype are in modules with
+//! its name (`mla_decode_bf16`); a dtype without a module has no variant of that kind.
 
 use cudarc::driver::sys::CUtensorMapDataType;
 

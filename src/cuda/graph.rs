@@ -1,4 +1,4 @@
-//! What was launched on a stream, as a graph that can be launched again.
+//! A CUDA graph of what ops launched on a stream, which can be launched again.
 
 use cudarc::driver::{CudaGraph, sys};
 
@@ -51,8 +51,8 @@ impl Drop for Capture<'_> {
 }
 
 impl Cuda {
-    /// What `record` launches on the stream, as a graph instead: calls of `record` of compiled ops, which make no memory and wait for
-    /// nothing. The graph keeps alive what they name. Only one thread may use this device meanwhile.
+    /// Captures as a graph what `record` would launch on the stream: calls of `record` of compiled ops, which allocate nothing and wait for
+    /// nothing. The graph keeps alive the memory that they use. Only one thread may use this device meanwhile.
     ///
     /// # Errors
     /// The errors of `record`, [`Error::Cuda`], and [`Error::LayoutMismatch`] for a capture within another and for one without a launch.

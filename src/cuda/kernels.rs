@@ -1,4 +1,4 @@
-//! The PTX kernels, and what all of them are given alike.
+//! The PTX kernels, and the arguments that all of them have in common.
 
 pub(super) mod ptx;
 mod tensor_map;

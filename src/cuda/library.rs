@@ -1,4 +1,4 @@
-//! The driver's library: whether it is here and has what is called in it, and its errors.
+//! The driver's library: checks that it is installed and has the functions that are called, and its errors.
 
 use cudarc::driver::{DriverError, sys};
 
@@ -56,13 +56,13 @@ pub(super) fn check() -> Result<()> {
     has_all(|name| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok())
 }
 
-/// Whether it has what [`super::kernels::TensorMap`] calls, of CUDA 12.0. Only after [`check`].
+/// Whether it has the function of CUDA 12.0 that [`super::kernels::TensorMap`] calls. To be called after [`check`].
 pub(super) fn describes_tensors() -> bool {
     // SAFETY: the library is there, and what is found in it is not called here.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(b"cuTensorMapEncodeTiled") }.is_ok()
 }
 
-/// Whether it is of CUDA 12.4 or later, whose drivers read PTX 8.4. Only after [`check`].
+/// Whether it belongs to CUDA 12.4 or later, whose drivers read PTX 8.4. To be called after [`check`].
 pub(super) fn reads_ptx_8_4() -> bool {
     // SAFETY: the library is there, and what is found in it is not called here.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(b"cuGreenCtxCreate") }.is_ok()
@@ -75,7 +75,7 @@ fn has_all(has: impl Fn(&str) -> bool) -> Result<()> {
     }
 }
 
-/// What the driver says of an error.
+/// The driver's message for an error.
 pub(super) fn said(error: DriverError) -> String {
     let DriverError(code) = error;
     error

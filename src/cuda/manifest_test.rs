@@ -1,4 +1,4 @@
-//! What the host launches against what the crate `wgpu-mla-ptx` says of it: the entries, and every field of what they are given.
+//! Compares what the host launches with the manifest of the crate `wgpu-mla-ptx`: the entries, and every field of their argument structs.
 
 use std::fmt::Debug;
 

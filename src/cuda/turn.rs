@@ -1,4 +1,4 @@
-//! Who puts work on the stream: a lock that the thread that has it may take again.
+//! The lock of a stream, held by the thread that puts work on it. It is reentrant.
 //!
 //! An op that keeps something between its launches, such as a decode's partial results or a layer's workspace, is whole on the stream only
 //! if no other thread launches the same op in between. A layer holds the lock over its decode's launches, which take it themselves.
@@ -20,7 +20,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     owner: Option<ThreadId>,
-    /// How often the owner has it.
+    /// How many times the owner has locked it.
     depth: u32,
 }
 

@@ -1,9 +1,9 @@
 //! Copies to the card, staged in pinned memory of our own.
 //!
-//! The driver reads the host's memory before it returns, or only when the stream is there: that depends on whether the memory is pageable,
-//! pinned, managed, or coherent with the card's. A step's tables are rewritten in place, and a caller may do what it likes with what it
-//! lent. So bytes are copied here first, whatever memory they are in; nothing waits for the stream but what catches up with it by the size
-//! of the ring.
+//! When the driver reads the host's memory depends on its kind (pageable, pinned, managed, or coherent with the card's): before the call
+//! returns, or only when the stream reaches the copy. But a step's tables are rewritten in place, and a caller may change its memory after
+//! the call. So bytes are copied to this ring first, whatever memory they are in. An upload waits for the stream only when it is ahead of
+//! it by the size of the ring.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -39,7 +39,7 @@ impl Uploads {
     /// Copies to an address on the card in the stream's order, which is the same for all calls. `bytes` may be changed when it returns.
     ///
     /// # Safety
-    /// So many bytes of the stream's context lie there.
+    /// `to` is the address of at least `bytes.len()` bytes in the stream's context.
     ///
     /// # Errors
     /// [`Error::LayoutMismatch`] in a capture: a graph would copy what the ring holds when it is launched. [`Error::Cuda`].

@@ -14,7 +14,7 @@ const MAX_BINDING_BYTES: u64 = (u32::MAX as u64) & !255;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Window<'a> {
     buffer: &'a wgpu::Buffer,
-    /// Bytes in front of it.
+    /// Bytes of the buffer before it.
     offset: u64,
     size: u64,
 }

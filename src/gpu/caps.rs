@@ -70,7 +70,7 @@ impl Caps {
         max_workgroups: 65_535,
     };
 
-    /// What both can do, of the other's kind. Subgroups have any size that either has.
+    /// The capabilities that both have, with the kind of the other. Subgroup sizes range over those of either.
     #[must_use]
     pub fn no_better_than(self, other: &Self) -> Self {
         let subgroups = self.subgroups && other.subgroups;

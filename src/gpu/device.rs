@@ -33,7 +33,7 @@ pub(super) struct Shared {
     pub(super) checked_shaders: bool,
     /// Why the device was lost, where this crate made it.
     pub(super) lost: Option<Arc<Mutex<Option<String>>>>,
-    /// What keeps adapter and device from being used together.
+    /// Why adapter and device cannot be used together, if they cannot.
     mixed: Option<Error>,
     id: u64,
 }
@@ -47,14 +47,14 @@ pub struct Setup<'a> {
     /// Keeps wgpu's run-time checks of every index and loop in kernels that do without, since the host has proved them.
     /// The environment variable `MLA_CHECKED_SHADERS` does the same.
     pub checked_shaders: bool,
-    /// Takes the device for one that can do no more than this, and is of this kind: the kernels of another vendor's card run where it is
-    /// not. What the device cannot do stays out: see [`Caps::no_better_than`].
+    /// Treats the device as one that can do no more than this, and is of this kind, to run the kernels of another vendor's card on this
+    /// one. It adds no capability that the device lacks: see [`Caps::no_better_than`].
     pub no_better_than: Option<Caps>,
 }
 
 impl Gpu {
-    /// On the host's device and queue, and the adapter that the device was made from: only it tells of cooperative matrices. An adapter
-    /// of another card is [`Error::ForeignResource`] in the first [`Device::compile`].
+    /// A `Gpu` on the host's device and queue, and the adapter that the device was made from, which alone tells the sizes of cooperative
+    /// matrices. For an adapter of another card the first [`Device::compile`] returns [`Error::ForeignResource`].
     ///
     /// `queue` must be the one that was made with `device`, and every buffer and encoder of `device` too. wgpu tells of another queue or
     /// encoder to the error handler of the device that it is of, which panics by default, and not to this crate; what is of another
@@ -75,7 +75,7 @@ impl Gpu {
         Self::open(Some(adapter), device, queue, setup, None)
     }
 
-    /// For a host that has no adapter at hand: variants on cooperative matrices are then not selected.
+    /// A `Gpu` for a host that has no adapter at hand. Variants on cooperative matrices are then not selected.
     #[must_use]
     pub fn without_adapter(device: &wgpu::Device, queue: &wgpu::Queue, setup: &Setup<'_>) -> Self {
         Self::open(None, device, queue, setup, None)
@@ -148,7 +148,7 @@ impl Gpu {
         self.disk().map_or(Ok(false), DiskCache::save)
     }
 
-    /// What [`Setup::disk_cache`] asked for.
+    /// The cache that [`Setup::disk_cache`] asked for.
     #[must_use]
     pub fn disk(&self) -> Option<&DiskCache> {
         self.shared.disk.as_ref()
@@ -187,7 +187,7 @@ impl Gpu {
     }
 }
 
-/// What is wrong with an adapter and a device that are not of one card.
+/// The error for an adapter and a device that are not of one card.
 fn mixed(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Option<Error> {
     let (info, of_device) = (adapter?.get_info(), device.adapter_info());
     if (&info.name, info.backend) == (&of_device.name, of_device.backend) {

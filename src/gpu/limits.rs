@@ -1,4 +1,4 @@
-//! What kernels take of a device's limits, before wgpu is asked for it: a device may have been made with less than WebGPU's defaults.
+//! Checks of a device's limits before wgpu is called: a device may have been made with less than WebGPU's defaults.
 
 use super::device::Gpu;
 use super::kernels::compose::Source;
@@ -41,7 +41,7 @@ impl Bindings {
         }
     }
 
-    /// Whether a pipeline may have these.
+    /// Checks that a pipeline may have these.
     ///
     /// # Errors
     /// [`Error::Limit`].
@@ -70,7 +70,7 @@ impl Bindings {
         ])
     }
 
-    /// Whether one bind group may have these.
+    /// Checks that one bind group may have these.
     ///
     /// # Errors
     /// [`Error::Limit`].
@@ -81,7 +81,7 @@ impl Bindings {
     }
 }
 
-/// Whether a kernel's workgroups, and so many bind groups, are within the device's limits.
+/// Checks that a kernel's workgroups, and so many bind groups, are within the device's limits.
 ///
 /// # Errors
 /// [`Error::Limit`].

@@ -13,7 +13,7 @@ use super::limits::{self, Bindings};
 use super::scope::{scoped, uniform};
 use crate::{Error, Result};
 
-/// What a binding is to a shader.
+/// How a shader accesses a binding.
 #[derive(Debug, Clone, Copy)]
 pub enum Access {
     Uniform,

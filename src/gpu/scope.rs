@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 
-/// Runs `make`, which makes wgpu objects, and turns what wgpu has against them into an error.
+/// Runs `make`, which makes wgpu objects, and returns wgpu's complaint about them as an error.
 ///
 /// A browser reports only after the call returns and must not be waited for: there this reports nothing, and
 /// [`checked`] around the caller does.
@@ -21,7 +21,8 @@ pub(crate) fn scoped<T>(_: &wgpu::Device, _: &'static str, make: impl FnOnce() -
     Ok(make())
 }
 
-/// Like [`scoped`], for what uses the host's own resources and was checked otherwise: what wgpu has against it is theirs.
+/// Like [`scoped`], for calls that use the host's own resources. Everything else was checked before, so an error of wgpu is about these
+/// resources.
 ///
 /// # Errors
 /// [`Error::ForeignResource`], [`Error::OutOfMemory`] and [`Error::DeviceLost`].
@@ -32,7 +33,7 @@ pub(crate) fn hosts<T>(device: &wgpu::Device, what: &'static str, use_them: impl
     })
 }
 
-/// Runs `make`, such as [`crate::Device::compile`], a `bind` or a `run`, and awaits what the device has against it.
+/// Runs `make`, such as [`crate::Device::compile`], a `bind` or a `run`, and awaits the errors that the device reports about it.
 ///
 /// It is for browsers, which compile and check after the call returned: without it their errors reach only the device's
 /// own handler. Elsewhere the calls report all that themselves. `what` names it in the error.

@@ -19,7 +19,7 @@ pub struct Wanted {
     pub experimental: wgpu::ExperimentalFeatures,
 }
 
-/// What to put into a device descriptor on this adapter.
+/// The features and limits to put into a device descriptor for this adapter.
 ///
 /// `experimental` is the choice of cooperative matrices (tensor cores), which wgpu counts among its experimental features.
 /// [`ExperimentalFeatures::enabled`](wgpu::ExperimentalFeatures::enabled) is `unsafe`, since wgpu may have bugs there that safe code runs
@@ -80,13 +80,13 @@ fn lists_matrices_that_are_off(info: &wgpu::AdapterInfo) -> bool {
     info.device_type == wgpu::DeviceType::Cpu && info.subgroup_max_size < 8
 }
 
-/// What a device can do, as it was made; without cooperative matrices, of which only its adapter knows.
+/// The capabilities of a device without its adapter: no cooperative matrices, whose sizes only the adapter tells.
 #[must_use]
 pub fn caps(device: &wgpu::Device) -> Caps {
     caps_on(None, device)
 }
 
-/// What a device can do, as it was made from an adapter.
+/// The capabilities of a device that was made from this adapter.
 #[must_use]
 pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
     let (info, limits, features) = (device.adapter_info(), device.limits(), device.features());
@@ -126,7 +126,7 @@ pub fn caps_on(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Caps {
     }
 }
 
-/// The larger side of those that the shaders know.
+/// The larger of the sides that the shaders support.
 fn cooperative_tile(offered: &[wgpu::CooperativeMatrixProperties]) -> u32 {
     let halves = |p: &&wgpu::CooperativeMatrixProperties| {
         p.ab_type == wgpu::CooperativeScalarType::F16 && p.cr_type == wgpu::CooperativeScalarType::F32

@@ -1,4 +1,4 @@
-//! What a layer's arrays may have in common. Pure.
+//! Which arrays of a layer may overlap. Pure.
 //!
 //! Each op of a layer refuses one buffer for an array that it reads and another that it writes. This is about arrays of different ops,
 //! which may be parts of one buffer, but must not overlap.

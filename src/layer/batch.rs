@@ -10,11 +10,11 @@ pub struct LayerBatch<'a> {
     pub seq_lens: &'a [i32],
     /// Where each sequence's query tokens begin; one entry more than `seq_lens`. A sequence's query tokens are its last ones.
     pub query_start_loc: &'a [i32],
-    /// Where each query token's row goes: `page * page_size + offset`. Negative: it is in the cache already.
+    /// The slot of each query token's row, `page * page_size + offset`; negative for a token that is in the cache already.
     pub slot_mapping: &'a [i64],
     /// The pages of each sequence.
     pub pages: PageTable<'a>,
-    /// Groups that share a prefix, for those of its sequences that are decoded.
+    /// Groups of sequences that share a prefix. Only sequences that are decoded make use of them.
     pub shared_prefixes: &'a [SharedPrefix],
     /// Prefixes that are kept as keys and values, for those of their sequences that are decoded; these have no part in `shared_prefixes`
     /// then. Where it costs less, and [`SplitPolicy`](crate::SplitPolicy) is not `FixedTokens`, a layer attends such a prefix in absorbed

@@ -23,13 +23,13 @@ pub struct Bindings<D: Composes> {
     pub(super) v_up: Binding<HeadProject, D>,
     pub(super) gather: Binding<KvGather, D>,
     pub(super) rows: [Binding<HeadProject, D>; 2],
-    /// Into each [`Target`], as scaled as the values are.
+    /// The projection into each [`Target`], which keeps the scale of expanded values.
     pub(super) prefill: [Binding<MlaPrefill, D>; 3],
-    /// Into the output, of what no merge follows.
+    /// The projection into the output of results that no merge follows.
     pub(super) last_prefill: Binding<MlaPrefill, D>,
-    /// From [`Target::Out`] to [`Target::Other`], and back, as scaled as they are.
+    /// The merges from [`Target::Out`] to [`Target::Other`] and back, which keep the scale.
     pub(super) merge: [Binding<MergeState, D>; 2],
-    /// From [`Target::Other`] into the output.
+    /// The last merge, from [`Target::Other`] into the output.
     pub(super) last_merge: Binding<MergeState, D>,
     pub(super) prefixes: Option<BoundPrefixes<D>>,
 }
@@ -41,7 +41,7 @@ pub(super) struct BoundPrefixes<D: Composes> {
     pub(super) merge: Binding<MergeStates, D>,
 }
 
-/// What a layer's arrays are bound with.
+/// What is needed to bind a layer's arrays.
 pub(super) struct Bind<'a, D: Composes> {
     pub(super) spec: &'a MlaLayer,
     pub(super) ops: &'a Ops<D>,

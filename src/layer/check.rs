@@ -1,4 +1,4 @@
-//! What a batch of a layer must be, beside what its ops check. Pure.
+//! Checks of a layer's batch that none of its ops makes. Pure.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! What a layer records, in order. It is gone through twice: to check every op's step and binding, and to record them.
+//! The ops that a layer records, in order. The list is traversed twice: to check every op's step and binding, and to record them.
 
 use super::bound::Bindings;
 use super::composed::{Append, Composes, Ops};
@@ -7,7 +7,7 @@ use super::steps::{ChunkStep, MIXED, Steps};
 use crate::Result;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 
-/// What is done with each op.
+/// What a traversal does with each op.
 pub(super) trait Visit<D: Device> {
     fn op<O: Op>(&mut self, op: &Compiled<O, D>, step: &Step<O, D>, binding: &Binding<O, D>) -> Result<()>
     where

@@ -1,10 +1,10 @@
-//! What a layer is compiled with, and what a host has to know of it then.
+//! The options that a layer is compiled with, and what the compiled layer tells its host.
 
 use super::MlaLayer;
 use super::prefix_cost::PrefixCost;
 use crate::{Error, Result, Tiling};
 
-/// How much a step may have, or a binding has room for.
+/// How large a step may be, or how large a step a binding has room for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct LayerCapacity {
     /// Query tokens in all.
@@ -60,7 +60,7 @@ impl LayerCapacity {
 pub struct LayerOptions {
     /// Forces a kernel variant of the decode by name, such as one that rounds no softmax weights.
     pub variant: Option<String>,
-    /// What the workspace is for.
+    /// The largest step, for which the workspace has room.
     pub capacity: LayerCapacity,
     /// Pages of a slab, where the pool is in several: those of the [`KvView::in_slabs`](crate::KvView::in_slabs) that it is bound to. 0: a
     /// pool in one buffer.
@@ -69,7 +69,7 @@ pub struct LayerOptions {
     pub shared_sequences: u32,
 }
 
-/// What a host has to know of a compiled [`MlaLayer`].
+/// What a compiled [`MlaLayer`] tells its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LayerFacts {

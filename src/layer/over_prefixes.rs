@@ -71,7 +71,7 @@ fn check_pages<'a>(spec: &MlaLayer, prefix: &ExpandedPrefix, row: impl Fn(u32) -
     Ok(())
 }
 
-/// Takes prefixes that cost more expanded out of `expanded`; the planner may share them in absorbed form.
+/// Removes from `expanded` the prefixes that cost more in expanded form; the planner may share them in absorbed form.
 pub(super) fn keep_what_pays(
     spec: &MlaLayer,
     tiling: &Tiling,
@@ -102,8 +102,8 @@ pub(super) fn keep_what_pays(
     }
 }
 
-/// What decoded tokens attend of prefixes: neighbours that share one together, and no keys for those that have none, so that each has
-/// rows in every part. Empty where none has a prefix.
+/// The attention of decoded tokens over expanded prefixes: neighbours with the same prefix are one sequence. Tokens without a prefix attend
+/// no keys, so that each token has rows in every part. Empty if no token has a prefix.
 pub(super) fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> Vec<PrefillSequence> {
     let mut all: Vec<PrefillSequence> = Vec::new();
     for &(q_begin, q_len, prefix) in tokens {

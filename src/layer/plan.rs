@@ -30,12 +30,12 @@ pub enum Target {
     Out,
     /// An array of the workspace, as large as the output.
     Other,
-    /// What the next merge adds.
+    /// The partial results that the next merge adds.
     Partial,
 }
 
 impl Target {
-    /// Where a merge of this one goes.
+    /// The target that a merge of this one writes.
     pub(crate) fn turned(self) -> Self {
         match self {
             Self::Out => Self::Other,
@@ -59,11 +59,11 @@ pub struct Round {
 /// Rows that are in the workspace at one time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chunk {
-    /// What is gathered.
+    /// The ranges of tokens that are gathered.
     pub ranges: Vec<GatherRange>,
     /// Rows in use.
     pub rows: u32,
-    /// What is attended, in order.
+    /// The attentions over these rows, in order.
     pub rounds: Vec<Round>,
 }
 
@@ -76,9 +76,9 @@ pub struct LayerPlan {
     pub decoded: Vec<Range<u32>>,
     /// The page list of the sequences that are decoded, in CSR form.
     pub(crate) decode_pages: (Vec<i32>, Vec<i32>),
-    /// What decoded tokens attend of expanded prefixes, before the keys are split; empty where no prefix is expanded.
+    /// The attention of decoded tokens over expanded prefixes, before the keys are split; empty where no prefix is expanded.
     pub(crate) over_prefixes: Vec<PrefillSequence>,
-    /// What the others attend.
+    /// The chunks of keys that prefilled sequences attend.
     pub chunks: Vec<Chunk>,
     /// Position of each query token in its sequence.
     pub positions: Vec<i32>,
@@ -144,8 +144,8 @@ impl LayerPlan {
         Self::by_cost(spec, tiling, batch, policy, slab_pages, None)
     }
 
-    /// Like [`LayerPlan::in_slabs`], but prefixes that cost more expanded than in absorbed form are attended in that. Not with
-    /// [`SplitPolicy::FixedTokens`]: a result must not depend on how many sequences share a prefix.
+    /// Like [`LayerPlan::in_slabs`], but a prefix whose expanded form costs more is attended in absorbed form. With
+    /// [`SplitPolicy::FixedTokens`] none is: a result must not depend on how many sequences share a prefix.
     pub(super) fn by_cost(
         spec: &MlaLayer,
         tiling: &Tiling,
@@ -197,7 +197,7 @@ impl LayerPlan {
         Ok(plan)
     }
 
-    /// How much of a layer's capacity it takes.
+    /// The capacity of a layer that the step needs.
     pub(super) fn used(&self, batch: &LayerBatch<'_>) -> LayerCapacity {
         let rows = |prefix: &ExpandedPrefix| prefix.first_row.saturating_add(prefix.tokens);
         LayerCapacity {
@@ -376,8 +376,8 @@ impl LayerPlan {
         self.over_prefixes.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
     }
 
-    /// What decoded tokens attend of expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is that of the
-    /// decodes.
+    /// The attention of decoded tokens over expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is left for
+    /// the decode's own partial results.
     pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Vec<PrefillSequence> {
         let split = |sequence: &PrefillSequence| {
             let first =

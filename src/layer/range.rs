@@ -1,4 +1,4 @@
-//! What a layer of f16 hands from op to op, kept in f16's range.
+//! Scales that keep the arrays between the ops of an f16 layer in f16's range.
 //!
 //! Its dtype holds the input, the cache and the output; a product between them may be larger. `q_nope . W_UK` and `kv_c . W_UK` meet only
 //! in logits, which are f32, and values only in sums, which are f32 too. So these products are stored scaled by a power of two, which the

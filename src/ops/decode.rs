@@ -15,7 +15,7 @@ pub enum Query<B> {
     Whole(View<B>),
     /// Two arrays `[total_q, H, L]` and `[total_q, H, R]`, never concatenated. With `R` 0 the second is unread.
     Split {
-        /// The part that meets the latent.
+        /// The absorbed part, `q_nope . W_UK`, which is multiplied with latents.
         q_nope: View<B>,
         /// The rotary part.
         q_pe: View<B>,
@@ -187,7 +187,7 @@ impl<B: Copy> MlaDecodeArgs<B> {
 impl Op for MlaDecode {
     const NAME: &'static str = "mla_decode";
     type Options = DecodeOptions;
-    /// How the planner is to cut work for it.
+    /// The tiling of its kernel, for the planner.
     type Facts = Tiling;
     type Input<'a> = (&'a Plan, PageTable<'a>);
     type Args<B> = MlaDecodeArgs<B>;
@@ -199,7 +199,7 @@ impl Op for MlaDecode {
         let of = |shape, cache, query, out| MlaDecode { shape, kv: kv(cache), query, out };
         let dtypes = pairs(&Dtype::ALL, &FLOATS, |cache, out| (cache, out));
         let mut all = pairs(&Dtype::ALL, &dtypes, |query, (cache, out)| of(SHAPE, cache, query, out));
-        // The other shapes, and heads that are no multiple of a tile's rows.
+        // Other shapes, and numbers of heads that are no multiple of a tile's rows.
         for (kv_lora_rank, qk_rope_head_dim, _) in SUPPORTED_DIMS {
             for num_heads in [16, 20] {
                 let shape = MlaShape { num_heads, kv_lora_rank, qk_rope_head_dim };
@@ -315,7 +315,7 @@ impl MlaDecode {
 }
 
 impl<D: Kernel<MlaDecode>> Compiled<MlaDecode, D> {
-    /// How the planner is to cut work for it.
+    /// The tiling of its kernel, for the planner.
     pub fn tiling(&self) -> Tiling {
         *self.facts()
     }

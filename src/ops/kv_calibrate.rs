@@ -1,4 +1,5 @@
-//! `kv_calibrate`: what an e4m3 cache would make of new rows, counted on the device. Arguments, checks and results.
+//! `kv_calibrate`: the largest magnitude of new rows, and how many elements an e4m3 cache would saturate, counted on the device. Arguments,
+//! checks and results.
 
 use std::ops::Range;
 
@@ -11,8 +12,9 @@ use crate::dtype::k_scale_of;
 use crate::view::{View, distinct, fits, normal, wide};
 use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaDecode, MlaShape, Result};
 
-/// Counts in the rows that a [`KvAppend`](crate::KvAppend) would write what an e4m3 cache would make of them, and adds to the counters
-/// of [`CalibrationStats`] in a buffer. The host downloads those 32 bytes when it likes, and makes a `k_scale` of them.
+/// Finds the largest magnitude in the rows that a [`KvAppend`](crate::KvAppend) would write, and counts the elements that an e4m3 cache
+/// would saturate. The results are accumulated in a buffer, as [`CalibrationStats`]. The host downloads those 32 bytes when it likes, and
+/// computes a `k_scale` from them.
 ///
 /// Arguments of a layer: [`KvCalibrateArgs`]. Input of a step: a `Range<u32>`: the tokens that are looked at. [`Error::Shape`] is a range
 /// that ends before it begins.

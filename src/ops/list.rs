@@ -26,7 +26,7 @@ macro_rules! for_each_op {
     };
 }
 
-/// The dtypes of everything but caches, queries and what is copied.
+/// The dtypes that arrays may have, other than caches, queries and arrays that are only copied.
 pub(super) const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
 /// DeepSeek V3's cache.

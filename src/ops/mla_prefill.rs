@@ -52,7 +52,7 @@ pub struct MlaPrefill {
     pub out: Dtype,
 }
 
-/// A part of fewer keys costs more than it brings: see [`PrefillSequence::split_keys`].
+/// The fewest keys of a part: with fewer, its overhead exceeds the gain. See [`PrefillSequence::split_keys`].
 const LEAST_PART_KEYS: u32 = 256;
 
 /// A sequence's part of the queries and of the keys. Several may share keys or queries; each has rows of the output of its own.
@@ -163,8 +163,8 @@ pub struct PrefillExtent {
 pub struct PrefillOptions {
     /// Forces a kernel variant by name.
     pub variant: Option<String>,
-    /// The most query tokens of a sequence that the prefill is made for: up to 64, such as those of decodes that share a prefix, have
-    /// variants of their own. Others stay right. 0 is any number.
+    /// The most query tokens that a sequence usually has; 0 means any number. There are variants for at most 64, such as decodes that share
+    /// a prefix have. Sequences with more query tokens give right results too.
     pub query_tokens: u32,
 }
 

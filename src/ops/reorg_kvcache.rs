@@ -63,7 +63,7 @@ pub struct ReorgChunk {
 /// What a step of a [`ReorgKvCache`] copies.
 #[derive(Debug, Clone, Copy)]
 pub struct ReorgBatch<'a> {
-    /// Whose each token is.
+    /// The rank that holds each token.
     pub shares: &'a Shares,
     /// Chunks of sequences.
     pub chunks: &'a [ReorgChunk],

@@ -1,4 +1,5 @@
-//! `rope_append`: what comes before a decode, in one dispatch: queries rotated, new keys rotated and appended. Arguments and checks.
+//! `rope_append`: the steps before a decode in one dispatch. It rotates queries and new keys, and appends new rows to the cache. Arguments
+//! and checks.
 
 use super::kv_append::{KvAppend, KvAppendArgs};
 use super::list::pairs;
@@ -10,8 +11,8 @@ use super::variants::OpOptions;
 use crate::view::View;
 use crate::{Dtype, Error, Result};
 
-/// What a decode needs before it, in one dispatch: rotates queries, rotates the keys of new tokens and appends their rows to the cache,
-/// as [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other.
+/// Does in one dispatch what comes before a decode: rotates queries, rotates the keys of new tokens and appends their rows to the cache,
+/// like [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other.
 ///
 /// Arguments of a layer: [`RopeAppendArgs`]. Input of a step: a [`RopeAppendBatch`], with the errors of a [`KvAppend`]'s, [`Error::Length`]
 /// for another number of positions than tokens, and [`Error::Shape`] for a negative position.

@@ -83,7 +83,7 @@ impl Cut {
 pub(super) struct Scratch {
     /// Tokens of items, and how many there are.
     items: Vec<(u32, u64)>,
-    /// When workers are done, and how many of them.
+    /// The predicted time at which workers finish, and how many work.
     workers: BinaryHeap<Reverse<(u64, u64)>>,
 }
 

@@ -1,10 +1,10 @@
-//! What a step holds for its plan on a device: one `T`, and of a pool in several slabs one more a slab.
+//! The tables of a step on a device: one `T` for its plan, and if the pool is in several slabs, one more for each slab's plan.
 
 use super::{Plan, SlabPlan, check_slabs};
 use crate::tables::{Capacity, PageTable};
 use crate::{MlaDecode, Result};
 
-/// The tables of a step. Those of its own are of the whole plan, or, of a pool in several slabs, of its merges alone.
+/// The tables of a step. Its own are those of the whole plan, or if the pool is in several slabs, of the plan's merges alone.
 #[derive(Debug)]
 pub struct Slabbed<T> {
     pub(crate) own: T,

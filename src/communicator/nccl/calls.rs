@@ -57,7 +57,7 @@ impl Target<'_> {
     }
 }
 
-/// The first code that says something. All calls are made, whatever one of them gives: the group is closed after them.
+/// The first code that is not success. All calls are made even if one fails, since the NCCL group must be closed after them.
 pub fn worst(codes: impl IntoIterator<Item = Code>) -> Code {
     let said = |code: &Code| *code != Code::SUCCESS && *code != Code::IN_PROGRESS;
     codes.into_iter().fold(Code::SUCCESS, |worst, code| if said(&worst) { worst } else { code })

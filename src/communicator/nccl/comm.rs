@@ -1,4 +1,4 @@
-//! A communicator of NCCL's, of which no call blocks longer than its time-out.
+//! An NCCL communicator whose calls never block longer than its time-out.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,7 +28,7 @@ pub struct Comm {
 
 enum State {
     Open(Owned),
-    /// Why it is of no use any more.
+    /// Why the communicator is broken, if it is.
     Broken(String),
 }
 
@@ -155,7 +155,7 @@ impl Comm {
         }
     }
 
-    /// How the communicator is.
+    /// The communicator's asynchronous state, as NCCL reports it.
     fn asked(&self, handle: Owned) -> Result<Code, Code> {
         let mut state = Code::SUCCESS;
         // SAFETY: the handle is open, and the result outlives the call.
@@ -253,7 +253,7 @@ fn late(timeout: Duration) -> String {
     )
 }
 
-/// The result of a call that may never come back: it is then left to its thread.
+/// Runs a call on a thread of its own and returns its result. A call that does not return in time is left to that thread.
 fn bounded<T: Send + 'static>(timeout: Duration, call: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (send, receive) = channel();
     let thread = std::thread::Builder::new().name("nccl".into());
@@ -264,7 +264,7 @@ fn bounded<T: Send + 'static>(timeout: Duration, call: impl FnOnce() -> T + Send
     receive.recv_timeout(timeout).ok()
 }
 
-/// Between two looks: busy at first, since exchanges take microseconds.
+/// Waits between two polls: spins at first, since exchanges take microseconds.
 #[derive(Default)]
 struct Pause(u32);
 

@@ -50,7 +50,7 @@ pub const BYTE: c_int = 1;
 pub const SUM: c_int = 0;
 
 /// # Errors
-/// [`Error::DtypeUnsupported`] for codes, which have no sum.
+/// [`Error::DtypeUnsupported`] for FP8, which NCCL does not sum here.
 pub fn sum_dtype(dtype: Dtype) -> Result<c_int> {
     match dtype {
         Dtype::F32 => Ok(7),
@@ -65,7 +65,7 @@ pub fn sum_dtype(dtype: Dtype) -> Result<c_int> {
 
 macro_rules! functions {
     ($($field:ident = $name:literal: fn($($arg:ty),*) -> $result:ty;)*) => {
-        /// The functions of NCCL that are called here, all of 2.14.
+        /// The NCCL functions that are called here; NCCL 2.14 has all of them.
         #[derive(Clone, Copy, Debug)]
         pub struct Api {
             $(pub $field: unsafe extern "C" fn($($arg),*) -> $result,)*
@@ -150,7 +150,7 @@ impl Api {
         api
     }
 
-    /// What the library says of an error.
+    /// The library's message for an error.
     pub fn said(&self, code: Code, communicator: Handle) -> String {
         // SAFETY: both give C strings that live on, or null.
         let [what, last] =

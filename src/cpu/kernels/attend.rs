@@ -42,9 +42,9 @@ pub(in crate::cpu) struct Tile<'a> {
     pub rescale: &'a mut [f32],
     /// `[rows, latent]`: what [`Tile::carry`] has moved out of `o`.
     pub carried_o: &'a mut [f64],
-    /// `[rows]`: of `sum`.
+    /// `[rows]`: what it has moved out of `sum`.
     pub carried_sum: &'a mut [f64],
-    /// `[rows]`: what both are relative to, the `max` of that time.
+    /// `[rows]`: the `max` to which both are relative.
     pub carried_max: &'a mut [f32],
     /// Whether they hold anything.
     pub has_carried: bool,
@@ -52,14 +52,14 @@ pub(in crate::cpu) struct Tile<'a> {
     pub stride: usize,
     /// Elements of a row: `L + R`, and zeros up to a multiple of `MAX_LANES`.
     pub dim: usize,
-    /// Elements of a value: `L` in a decode; likewise.
+    /// Elements of a value: `L` in a decode, and zeros up to a multiple of `MAX_LANES`.
     pub latent: usize,
     /// Where in a row of `kv` the value is: at 0 it is part of the key.
     pub value_at: usize,
 }
 
 impl Tile<'_> {
-    /// What the kernels' pointers rely on.
+    /// Asserts what the kernels' pointers rely on.
     fn check(&self, lanes: usize, rows: &Range<usize>, tokens: usize) {
         let Self { stride, dim, latent, value_at, .. } = *self;
         assert!(dim % lanes == 0 && latent % lanes == 0 && value_at + latent <= stride && dim <= stride);
@@ -93,10 +93,10 @@ impl Tile<'_> {
         self.has_carried = true;
     }
 
-    /// What brings the carried sums of a row to its `max`; `None` where there are none.
+    /// The factor that brings the carried sums of a row to its current `max`; `None` if nothing was carried.
     fn carried_factor(&self, row: usize, scale: f32) -> Option<f64> {
         let (from, to) = (self.carried_max[row], self.max[row]);
-        // Not 0 times infinity where both are -inf.
+        // Where both are -inf the difference would be NaN.
         let exponent = if from == to { 0.0 } else { f64::from(from - to) * f64::from(scale) };
         self.has_carried.then(|| exponent.exp2())
     }
@@ -109,7 +109,7 @@ impl Tile<'_> {
         let divisor = if sum == 0.0 { 1.0 } else { sum };
         let columns = row * self.latent..(row + 1) * self.latent;
         match factor {
-            // The bits of the division in f32 where nothing came after the only move.
+            // If no block came after the only move, this gives the same bits as a division in f32.
             Some(factor) => {
                 for (o, carried) in self.o[columns.clone()].iter_mut().zip(&self.carried_o[columns]) {
                     *o = ((carried * factor + f64::from(*o)) / divisor) as f32;
@@ -317,7 +317,7 @@ impl<V: Lanes> Product<V> for Dots<'_> {
     }
 }
 
-/// Asks for some bytes of a row, where the target has an instruction for it.
+/// Prefetches some bytes of a row, where the target has an instruction for it.
 #[inline(always)]
 fn prefetch(row: &[u8], bytes: Range<usize>) {
     let mut at = bytes.start;

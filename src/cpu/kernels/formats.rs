@@ -1,5 +1,5 @@
-//! What the CPU has to know of a dtype: how its elements become f32, without branches, so that the loops become vectors, and how f32 is
-//! rounded to them. No other file of this backend tells all dtypes apart.
+//! What the CPU needs from a dtype: how its elements become f32, without branches, so that the compiler vectorises the loops, and how f32
+//! is rounded to it. No other file of this backend matches on all dtypes.
 
 use crate::Dtype;
 

@@ -7,8 +7,8 @@ use crate::plan::Plan;
 use crate::tables::PageTable;
 use crate::{Error, KvSpec, MlaDecode, Result, Shares};
 
-/// What `gpu::ops::BatchTables` makes on a device, made here, from the same arrays: for a host that runs its steps on either, and keeps
-/// its batches in a backend's buffers, padded to a fixed size. The arrays are read by each call.
+/// The CPU's counterpart of `gpu::ops::BatchTables`, which makes the same tables from the same arrays: for a host that runs its steps on
+/// either, and keeps its batches in a backend's buffers, padded to a fixed size. Each call reads the arrays.
 ///
 /// ```text
 /// once      tables = BatchTables::new(kv)

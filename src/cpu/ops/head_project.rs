@@ -20,7 +20,7 @@ const TOKENS: usize = 4;
 thread_local! {
     /// A call's rows in f32. Kept for the next call, so that only a larger one allocates.
     static ROWS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-    /// Likewise a unit's columns, and one column.
+    /// The columns of a unit, and one column, kept likewise.
     static BLOCK: Cell<Vec<[f32; COLUMNS]>> = const { Cell::new(Vec::new()) };
     static COLUMN: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
@@ -66,7 +66,7 @@ impl HostOp for HeadProject {
             let (head, first) = (unit / blocks, unit % blocks * COLUMNS);
             let weight = columns_of(self, args, locked.bytes(1), head, first);
             for token in (0..tokens).step_by(TOKENS) {
-                // Past the end, the last token again.
+                // Rows past the end repeat the last token.
                 let x: [&[f32]; TOKENS] = std::array::from_fn(|i| {
                     let row = (token + i).min(tokens - 1) * heads + head % heads;
                     &rows[row * k..][..k]

@@ -11,7 +11,7 @@ use crate::{Result, Shares};
 /// Tokens that a thread takes at a time.
 const UNIT_TOKENS: u32 = 256;
 
-/// Chunks of sequences, in units. Whose each token is follows from the shares: a list of all tokens would take more than the rows do.
+/// Chunks of sequences, in units. The shares tell the rank of each token: a list of all tokens would take more memory than the rows do.
 #[derive(Debug, Default)]
 pub struct Chunks {
     shares: Option<Shares>,

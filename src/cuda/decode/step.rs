@@ -50,7 +50,7 @@ pub(super) fn form(step: &Slabbed<Tables>) -> u64 {
     words.fold(step.slab_pages().into(), |form, word| form.wrapping_mul(0x100_0000_01B3).wrapping_add(word))
 }
 
-/// For a plan that passed [`crate::plan::check_plan`].
+/// Uploads the tables of a plan that passed [`crate::plan::check_plan`].
 pub(super) fn prepare(
     step: &mut Slabbed<Tables>,
     cuda: &Cuda,
@@ -98,7 +98,7 @@ impl Tables {
         })
     }
 
-    /// Which `prepare` made what the step holds.
+    /// The number of the last `prepare`.
     pub(in crate::cuda) fn generation(&self) -> &Arc<AtomicU64> {
         &self.generation
     }

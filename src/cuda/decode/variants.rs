@@ -8,7 +8,7 @@ use crate::ops::DecodeRequest;
 use crate::ops::variants::Variant;
 use crate::{Dtype, MlaDecode};
 
-/// A variant for a request on a card.
+/// A row of the table of variants, chosen by a request and a card.
 #[derive(Debug, Clone)]
 pub(super) struct Kernel {
     pub tile: &'static Tile,
@@ -48,7 +48,8 @@ fn not_run_yet(_: &Card, _: &DecodeRequest) -> Result<(), String> {
     Err("not run yet on a card of compute capability 8.9 or 12.0: only if it is forced".into())
 }
 
-/// In query rows of mma.sync arithmetic. Each tile reads the cache once, which costs about 16; wgmma multiplies 64 rows in the time of 36.
+/// The cost of a variant for one token, in units of one query row by mma.sync. A tile's read of the token costs about 16; wgmma multiplies
+/// 64 rows in the time of 36.
 fn cost(&DecodeRequest { query_rows, .. }: &DecodeRequest, kernel: &Kernel) -> u32 {
     let tile = kernel.tile;
     if !tile.on_tensor_cores() {
@@ -61,7 +62,7 @@ fn cost(&DecodeRequest { query_rows, .. }: &DecodeRequest, kernel: &Kernel) -> u
 /// A variant's tile, compiled for each cache dtype and dims that it serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Tile {
-    /// What callers see and force.
+    /// The name that callers see, and by which they force the variant.
     pub name: &'static str,
     /// Query rows of a tile.
     pub rows: u32,
@@ -105,7 +106,7 @@ impl Tile {
         Ok(Kernel { tile: self, compiled: self.compiled(spec)? })
     }
 
-    /// Whether it runs.
+    /// Checks that the variant runs on a card for a spec.
     ///
     /// # Errors
     /// What is missing.

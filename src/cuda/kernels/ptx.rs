@@ -6,7 +6,7 @@ use crate::cuda::caps::Card;
 
 /// The compute capability since which there is programmatic dependent launch.
 pub(in crate::cuda) const HOPPER: u32 = 90;
-/// The prefix of an instruction for such cards; for older ones the PTX line is a comment.
+/// The prefix of an instruction for such cards. In the PTX for older cards the line stays a comment.
 const SINCE_HOPPER: &str = "// sm_90: ";
 
 /// The entry of a name that is in one module only.

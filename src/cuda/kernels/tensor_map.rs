@@ -105,7 +105,7 @@ impl TensorMap {
         Ok(Self(map))
     }
 
-    /// For a launch whose kernel uses none.
+    /// A placeholder, for a launch whose kernel uses no tensor map.
     pub fn none() -> Self {
         Self(sys::CUtensorMap { opaque: [0; 16] })
     }

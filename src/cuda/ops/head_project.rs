@@ -109,7 +109,8 @@ fn on_tensor_cores_by(
         shared_bytes: entry.shared_bytes,
         stage_bytes: (tokens + columns) * DEPTH * 2,
         few_tokens: if columns == 32 { 0 } else { tokens / 2 },
-        // Two for each multiprocessor, nearly. Of the next tile down few do better: the next kernel begins beside them.
+        // Nearly two blocks for each multiprocessor. With the next smaller tile fewer blocks are enough: the next kernel begins beside
+        // them.
         least_blocks: if columns == 32 { card.multiprocessors / 3 } else { card.multiprocessors * 15 / 8 },
         boxes: None,
         prefetches: matrices_bytes <= u64::from(card.l2_bytes) / 8,

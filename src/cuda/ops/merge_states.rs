@@ -87,7 +87,7 @@ impl SingleOp for MergeStates {
     }
 }
 
-/// What a thread takes of a row: quads (4 consecutive elements), or elements where a row is no multiple of 8.
+/// The elements of a row that a thread takes at a time: a quad (4 consecutive ones), or a single one where a row is no multiple of 8.
 pub(super) fn row_units(head_size: u32) -> u32 {
     if is_wide(head_size) { head_size / 4 } else { head_size }
 }

@@ -43,7 +43,7 @@ const VARIANTS: [Variant<Card, Request, Body>; 4] = [
     Variant::new("simple", |_, (spec, _)| Ok(simple(spec))).costing(|_, _| u32::MAX),
 ];
 
-/// What is asked for, and the most query tokens of a sequence, 0 for any number.
+/// The request: the spec, and the most query tokens of a sequence, 0 for any number.
 type Request = (MlaPrefill, u32);
 
 /// Query rows that the tiles of a sequence have.

@@ -68,7 +68,7 @@ impl Rows {
 }
 
 impl Rows {
-    /// With positions that lie elsewhere.
+    /// The same arguments with positions at another address.
     pub(super) fn at_positions(self, positions: u64) -> Self {
         Self { positions, ..self }
     }

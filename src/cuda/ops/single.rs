@@ -1,4 +1,4 @@
-//! Ops of one kernel: what each says of itself, and how all of them are compiled, bound and launched.
+//! Ops of one kernel: the trait in which they differ, and how all of them are compiled, bound and launched.
 
 use std::fmt::Debug;
 
@@ -37,7 +37,7 @@ pub trait SingleOp: TableOp {
         0
     }
 
-    /// Whether a step may count so much.
+    /// Checks that the kernel can number so many entries.
     ///
     /// # Errors
     /// [`crate::Error::Limit`].

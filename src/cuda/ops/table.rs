@@ -19,13 +19,13 @@ pub struct Table {
 }
 
 impl Table {
-    /// With a count of 0, room for so many words behind it, and made to count so much.
+    /// A table with a count of 0 and room for so many words behind it, made for counts up to `most`.
     pub(crate) fn new(cuda: &Cuda, room: u64, most: u32) -> Result<Self> {
         let buffer = if room == 0 { None } else { Some(Buffer::zeroed(cuda.stream(), (room + 1) * 4)?) };
         Ok(Self { buffer, room, most, ..Self::default() })
     }
 
-    /// Entries of so many words that fit behind the count.
+    /// How many entries of so many words fit behind the count.
     pub(crate) fn room(&self, words: u64) -> u32 {
         u32::try_from(self.room / words).unwrap_or(u32::MAX)
     }

@@ -62,10 +62,10 @@ pub struct Tables {
     /// Staging for the next upload.
     words: Vec<u32>,
     slice_words: Vec<u32>,
-    /// What each region holds, so that only changes are uploaded.
+    /// The words that each region holds, so that only changes are uploaded.
     uploaded: Vec<Uploaded>,
     partials: wgpu::Buffer,
-    /// Whether [`Tables::partials`] are those of another, whose slab this is.
+    /// Whether these are the tables of one slab, whose [`Tables::partials`] are those of the whole step.
     is_slab: bool,
 }
 
@@ -116,7 +116,7 @@ pub(super) fn slice(step: &Slabbed<Tables>, index: usize) -> Option<(usize, &Tab
     None
 }
 
-/// With a plan that [`crate::plan::check_plan`] let pass.
+/// Uploads the tables of a plan that passed [`crate::plan::check_plan`].
 pub(super) fn prepare(
     step: &mut Slabbed<Tables>,
     gpu: &Gpu,
@@ -200,7 +200,7 @@ impl Tables {
         self.generation
     }
 
-    /// Which `prepare` made what the step holds.
+    /// The number of the last `prepare`.
     pub(in crate::gpu) fn generation(&self) -> u64 {
         self.generation
     }
@@ -323,8 +323,8 @@ const fn slices_region(slice_stride: u32) -> u32 {
     slice_stride * (MAX_SLICES as u32 + 1)
 }
 
-/// What the shaders ask of a slice and of the tables' header. Each load that waits for another delays a launch's start, and a uniform
-/// is there at once.
+/// What the shaders need from a slice and the tables' header. It is a uniform, since loads that depend on each other delay the start of a
+/// launch.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 pub(crate) struct SliceUniform {

@@ -127,7 +127,7 @@ impl Body {
         }
     }
 
-    /// How this variant cuts work on a device; `None` where it does not run.
+    /// This variant's tiling on a device; `None` if it does not run there.
     pub(super) fn tiling(
         self,
         caps: &Caps,
@@ -178,7 +178,7 @@ pub(crate) enum Merging {
 }
 
 impl Merging {
-    /// Both.
+    /// Both tiles.
     pub(crate) const ALL: [Self; 2] = [Self::FewRows, Self::ManyRows];
     /// Groups of partial results; each is summed by itself, then the groups are.
     const GROUPS: u32 = 16;
@@ -243,7 +243,7 @@ impl Merging {
     }
 }
 
-/// Whether an output within 1e-5 is promised: see docs/numbers.md.
+/// Whether the output has to be within 1e-5 of the exact one, as docs/numbers.md promises for f32.
 fn is_all_f32(spec: &MlaDecode) -> bool {
     [spec.query, spec.kv.dtype(), spec.out] == [Dtype::F32; 3]
 }

@@ -1,4 +1,4 @@
-//! What WGSL kernels have to know of a dtype, a row each: the one place of this backend that tells dtypes apart. Pure.
+//! What WGSL kernels need from a dtype: a table with a row for each. No other file of this backend matches on dtypes. Pure.
 //!
 //! A file is a part of a kernel's text. Where an op's spec refuses a dtype, its row has an empty one; tests compile all others.
 
@@ -12,9 +12,9 @@ pub(crate) struct Format {
     pub(crate) oct: &'static str,
     /// The same, for devices that keep subnormals of f16.
     pub(crate) oct_by_f16: &'static str,
-    /// The decoder of octs whose NaN need not stay NaN, by its name without `decode_`.
+    /// The name, without `decode_`, of the decoder that may lose NaN.
     pub(crate) finite: &'static str,
-    /// What a decoded element is still to be multiplied by.
+    /// The factor by which a decoded element must still be multiplied.
     pub(crate) scale: &'static str,
     /// How an element is read.
     pub(crate) element: &'static str,

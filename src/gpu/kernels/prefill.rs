@@ -8,7 +8,7 @@ use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::MlaPrefill;
 use crate::ops::variants::Variant;
 
-/// What a prefill is asked for: its spec, and the most query tokens of a sequence; 0 for any number.
+/// The request for a prefill's kernel: its spec, and the most query tokens of a sequence, 0 for any number.
 pub(crate) type Request = (MlaPrefill, u32);
 
 /// A variant for a request on a device.

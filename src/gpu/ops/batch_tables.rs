@@ -66,7 +66,7 @@ where
     device: u64,
 }
 
-/// What the device makes a step's tables from, for each batch: the plan of upper bounds.
+/// The template from which the device makes a step's tables for each batch: the plan for upper bounds of the lengths.
 #[derive(Debug, Default)]
 pub struct DecodeLists {
     plan: Table,
@@ -347,7 +347,7 @@ impl BatchTables {
         check_binding(self.serves(&batch.kv), &self.share, &batch.share)
     }
 
-    /// wgpu would refuse what another device made when it is recorded, by a call to the host's handler.
+    /// Checks that both are of one device. Otherwise wgpu would refuse the commands later, by a call to the host's error handler.
     ///
     /// # Errors
     /// [`Error::ForeignResource`].
@@ -359,7 +359,7 @@ impl BatchTables {
         Ok(())
     }
 
-    /// Pages of other elements are the same to it.
+    /// The dtype of the pages does not matter.
     fn serves(&self, kv: &KvSpec) -> bool {
         (kv.page_size, kv.num_pages) == (self.kv.page_size, self.kv.num_pages)
     }

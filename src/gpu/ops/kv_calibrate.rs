@@ -1,4 +1,4 @@
-//! `kv_calibrate`: what an e4m3 cache would make of new rows, counted on the device.
+//! `kv_calibrate`: the largest magnitude of new rows, and how many elements an e4m3 cache would saturate.
 
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use crate::gpu::Gpu;

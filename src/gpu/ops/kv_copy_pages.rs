@@ -54,7 +54,7 @@ uniform! {
     }
 }
 
-/// What an invocation moves.
+/// The unit that an invocation moves.
 #[derive(Debug, Clone, Copy)]
 enum Unit {
     Wide,

@@ -139,7 +139,7 @@ pub(super) enum Place {
 }
 
 impl Place {
-    /// In the order of their numbers, which a layer's `source` is.
+    /// All places, in the order of their numbers; a layer's `source` is such a number.
     pub(super) const ALL: [Self; 2] = [Self::Apart, Self::InPlace];
 
     pub(super) fn of(args: &RopeArgs<&wgpu::Buffer>) -> Self {
@@ -189,7 +189,7 @@ pub(super) fn libs(place: Place) -> [&'static str; 4] {
     ]
 }
 
-/// What a dtype is read and rounded by under the name of a part: `query` with `QueryQuad`, or `input` with `InQuad`.
+/// The WGSL that reads and rounds a dtype, with the names of a part: `query` and `QueryQuad`, or `input` and `InQuad`.
 pub(super) fn role(part: &str, alias: &str, dtype: Dtype) -> String {
     format!(
         "fn {part}_bits(quad: {alias}) -> vec4<u32> {{\n    return widen_{dtype}(quad);\n}}\n\n\

@@ -1,4 +1,4 @@
-//! `rope_append`: what comes before a decode, in one dispatch.
+//! `rope_append`: queries and new keys rotated, and new rows appended, in one dispatch before a decode.
 
 use super::kv_append;
 use super::rope::{self, Place};
@@ -15,7 +15,7 @@ use crate::ops::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 /// Sections of a token's items begin at multiples of this: the subgroups of most devices.
 const LANES: u32 = 32;
 
-/// In a table's count: behind the slots stand as many positions. A step has far fewer tokens.
+/// A bit of a table's count, set if as many positions follow the slots. A step has far fewer tokens.
 const POSITIONS_FOLLOW: u32 = 1 << 31;
 
 uniform! {
@@ -29,7 +29,7 @@ uniform! {
 impl SingleOp for RopeAppend {
     type Params = Params;
     const LABELS: [&'static str; 2] = ["mla.rope_append.step", "mla.rope_append.layer"];
-    /// With the step's table they are all of WebGPU's eight storage buffers.
+    /// Together with the step's table these are eight storage buffers, as many as WebGPU guarantees.
     const BUFFERS: &'static [Access] = &[Read, Read, Write, Read, Read, Read, Write];
 
     fn sources(&self) -> Vec<Source> {

@@ -1,4 +1,4 @@
-//! Ops of one kernel: what each says of itself, and how all of them are compiled, bound and recorded.
+//! Ops of one kernel: the trait in which they differ, and how all of them are compiled, bound and recorded.
 
 use std::fmt::Debug;
 
@@ -22,13 +22,13 @@ pub trait SingleOp: TableOp {
     const LABELS: [&'static str; 2];
     /// A layer's buffers, behind the uniform.
     const BUFFERS: &'static [Access];
-    /// Whether the last of them is an output that a caller may not want.
+    /// Whether the last of them is an optional output.
     const LAST_IS_OPTIONAL: bool = false;
 
     /// The shader; several where a binding chooses, which all bind the same.
     fn sources(&self) -> Vec<Source>;
 
-    /// Whether a step may count so much, beside what a grid reaches.
+    /// Checks limits on a step's count, other than that of the grid.
     ///
     /// # Errors
     /// [`crate::Error::Limit`].
@@ -36,7 +36,7 @@ pub trait SingleOp: TableOp {
         Ok(())
     }
 
-    /// Invocations for a table that counts `count`; with the `layer` that it is recorded with, or before one is known.
+    /// Invocations for a table with a count of `count`: for the `layer` that it is recorded with, or an upper bound before that is known.
     fn items(&self, count: u32, layer: Option<&Self::Params>) -> u64;
 
     /// Uploads a step's input, checked, and says how far it reaches.
@@ -55,7 +55,7 @@ pub trait SingleOp: TableOp {
         Ok(step.extent)
     }
 
-    /// Whether a table may count so much.
+    /// Checks that the kernel can number so many entries.
     ///
     /// # Errors
     /// [`crate::Error::Limit`].
@@ -86,7 +86,7 @@ pub struct Kernels {
     step: Layout,
     layer: Layout,
     label: &'static str,
-    /// Bound in place of an output that is not wanted.
+    /// A buffer that is bound in place of an optional output.
     unwanted: Option<wgpu::Buffer>,
 }
 

@@ -1,4 +1,4 @@
-//! What a device makes a step's tables of: a checked plan, and whose its items and query tokens are.
+//! The template that a device makes a step's tables from: a checked plan, with the sequence of each of its items and query tokens.
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use crate::KvSpec;
@@ -7,7 +7,7 @@ use crate::plan::Plan;
 use crate::tables::Capacity;
 use crate::{Error, Result};
 
-/// Whose each item and each query token is.
+/// The sequence of each item and of each query token.
 pub(crate) struct Sequences {
     pub(crate) items: Vec<u32>,
     pub(crate) queries: Vec<u32>,

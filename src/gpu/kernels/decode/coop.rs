@@ -65,8 +65,8 @@ impl CoopTile {
     pub(in crate::gpu::kernels) fn tiling(&self, caps: &Caps) -> Tiling {
         let (target_items, min_split_tokens, item_overhead_tokens) = match caps.kind {
             DeviceKind::Software => (8, 512, 0),
-            // One workgroup for each of an H200's 132 multiprocessors, whose driver grants all workgroups of one together
-            // about 48 KiB, and two where they are low enough. The last is what an item of the CUDA backend costs there.
+            // One workgroup for each of an H200's 132 multiprocessors, where the driver grants all workgroups of a multiprocessor about 48
+            // KiB together; two where they need little enough. The overhead of an item is that of the CUDA backend there.
             _ if self.rows == 16 => (264, 32, 64),
             _ => (132, 32, 128),
         };
@@ -234,7 +234,7 @@ pub(in crate::gpu::kernels) fn decode(
     Some(Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source })
 }
 
-/// What keeps these variants from running.
+/// Why these variants cannot run, if they cannot.
 pub(in crate::gpu::kernels) fn runs_on(small: bool, caps: &Caps, spec: &MlaDecode) -> Result<(), String> {
     crate::gpu::kernels::matrices(caps)?;
     if !caps.shader_f16 {

@@ -48,8 +48,8 @@ impl Tile {
     /// The planner's targets. `Options::tiling` replaces these, for a card whose best was measured.
     pub(in crate::gpu::kernels) fn tiling(&self, caps: &Caps) -> Tiling {
         let (target_items, min_split_tokens, item_overhead_tokens) = match caps.kind {
-            // Measured: about two workgroups of 256 threads on each of an H200's 132 multiprocessors, one full wave. The last is
-            // reckoned: what an item of the CUDA backend costs there, in tokens that take ten times as long.
+            // About two workgroups of 256 threads on each of an H200's 132 multiprocessors, one full wave, were measured to be best. The
+            // overhead of an item is estimated: that of the CUDA backend there, in tokens that take ten times as long.
             DeviceKind::Discrete => (65_536 / self.threads(), 32, 12),
             // Not measured: by its compiler an M1 holds 24 workgroups of 128 threads, so these are five waves.
             DeviceKind::Integrated | DeviceKind::Other => (128, 256, 0),
