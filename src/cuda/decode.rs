@@ -219,8 +219,7 @@ impl Cuda {
     }
 
     fn launch_split(&self, layer: &Bound, step: &Tables, partials: &Buffer) -> Result<()> {
-        // Every index of the kernels is bounded as src/gpu/decode.rs lists: `check_plan` and `write_tables` for what tables and page list
-        // name, `KvView::check` and `check_args` for what that makes of the buffers, `bound_token` for a replay.
+        // bounds: mla_decode
         let args = layer.with_tables(step, partials);
         let Split { compiled: Compiled { threads, shared_bytes, .. }, kernel } = &layer.split;
         let items = step.capacity.items;

@@ -63,38 +63,7 @@ impl Kernel<MlaDecode> for Gpu {
         let slice = Access::UniformAt(size_of::<step::SliceUniform>() as u64);
         let step = layout(self, "mla.step", &[read, write, slice, read])?;
         let [split, few, many] = sources_of(&kernel, self.caps(), &request, clamp_pages)?;
-        // Every index of `mla_decode` and `mla_merge`, and which check bounds it before a shader can use it. docs/bounds.md has the
-        // same as a table.
-        //
-        //   tables      the sections of the capacity fit the buffer (`Capacity::check` in `write_tables`; it has `header.pages`
-        //               words); shaders get their offsets, and the ends of items and merges, as a uniform of each slice
-        //               (`SliceUniform`); a new step holds zeros. No host has these buffers: only `prepare` writes them, and the
-        //               kernel of `ops::batch_tables`, items and queries of a checked plan.
-        //               Indices in items, merges and partials: `check_plan` in `prepare`
-        //   query rows  first_row + num_rows <= queries * H: `check_plan`
-        //   page list   page_begin + pages of kv_end <= its length: `check_plan`; its length <= the capacity, which the buffer
-        //               was made for. `coop` begins with the block that kv_begin is in: earlier tokens of the sequence have
-        //               pages too. At kv_end, `run_token` either clamps a token below kv_end or, where a run is a whole block,
-        //               stays in the run's page (`CoopTile::run`); all other tokens are below kv_end. Each word is a page
-        //               (`write_pages`), spare ones are 0. With `device_page_list` the host may write anything to this buffer
-        //               (`Step::page_list`): its words are used as page ids only, and `page_row` clamps each
-        //               (`CLAMP_PAGES`) below `num_pages`, at least 1 (`KvSpec::check`), of the uniform
-        //   kv          page < num_pages, token % page_size < page_size, oct < (L + R) / 8: inside of what `KvView::check`
-        //               found in the buffer; `Window` binds all of it, and its bytes fit u32
-        //   q, out, lse token < max_queries (`bound_token`, also for a replay), head < H: inside of what `check_args` found.
-        //               A stride beyond u32 belongs to a dimension of 1, whose index is 0
-        //   partials    partial + num_rows <= num_partials, and partial + H <= num_partials in a merge: `check_plan`;
-        //               num_partials <= the capacity, which the buffer was made for
-        //   slice       cut from the plan's items; slices of an earlier prepare beyond those are emptied
-        //   workgroup   by constants: thread < THREADS, group_row + r < ROWS, token_quad < TOKEN_QUADS, lane < LANES. Every
-        //               word is written before it is read
-        //   matrices    `mla_decode_coop`: tiles of `keys`, `scores` and `weights` lie inside by constants (key_oct + TILE_OCTS <=
-        //               KEY_PITCH, score rows and tokens by the splits; `scores` holds a tile for each subgroup); a subgroup has
-        //               SUBGROUP lanes, as `runs_on` requires one size; row_at < PLACES, for tokens that `run_token` gives; tiles
-        //               are stored to partials only where num_rows == ROWS; `wide_rows` reads tokens below kv_end
-        //   loops       over blocks, to kv_end < 2^31; `coop` repeats a block at most once, as no maximum moves the second time;
-        //               over merged partial results, fewer than 2^30 words; all others are constant
-        //   division    by page_size >= 1 (`KvSpec::check`) and num_heads >= 1 (`MlaShape::check`)
+        // bounds: mla_decode
         let compile = |source: &Source| self.pipeline(source, &[&layer, &step]);
         let (split, merges) = (compile(&split)?, [compile(&few)?, compile(&many)?]);
         let rows_per_tile = kernel.tiling.rows_per_tile;

@@ -215,8 +215,8 @@ impl Pipe {
 
 impl Gpu {
     /// The pipeline of a source, compiled if it is not yet. Layouts are explicit, so that a bind group fits every pipeline of its op; the
-    /// same WGSL always has the same layouts. wgpu's run-time checks are left out: a comment beside each call says why every index is
-    /// inside its array and every loop ends.
+    /// same WGSL always has the same layouts. wgpu's run-time checks are left out: docs/bounds.md proves that every index is inside its
+    /// array and that every loop ends, under the name that a comment `bounds: NAME` gives beside each call.
     ///
     /// # Errors
     /// [`Error::Limit`], [`Error::Internal`] where the driver refuses it, [`Error::OutOfMemory`], [`Error::DeviceLost`].
@@ -278,8 +278,8 @@ impl Gpu {
         if self.shared.checked_shaders {
             return self.device().create_shader_module(descriptor);
         }
-        // SAFETY: the WGSL is this crate's own, and a comment beside each call of `pipeline` says which check of the host bounds which
-        // index, and why every loop ends.
+        // SAFETY: the WGSL is this crate's own. docs/bounds.md says, under the name beside each call of `pipeline`, which check of the host
+        // bounds which index, and why every loop ends.
         unsafe {
             self.device().create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
         }

@@ -11,6 +11,7 @@ mod harness;
 
 mod any;
 mod batch_tables;
+mod bounds;
 mod codes;
 mod comments;
 mod communicator;
@@ -59,6 +60,7 @@ fn main() -> std::process::ExitCode {
     let everywhere: &[Tests] = &[
         any::tests,
         batch_tables::tests,
+        bounds::tests,
         codes::tests,
         comments::tests,
         communicator::tests,

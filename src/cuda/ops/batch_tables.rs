@@ -184,9 +184,7 @@ impl BatchTables {
         let share = Arc::new(share);
         let marks = cuda.buffer(share.marks.len().max(1) as u64 * 4)?;
         cuda.upload(&marks, 0, bytemuck::cast_slice(&share.marks))?;
-        // Every address is in its buffer, whatever the batch's arrays hold, and whichever step, plan and binding are recorded, as
-        // src/gpu/ops/batch_tables.rs lists: `DeviceBatch::check` for the arrays, `max_tokens` of the step's room for its slots, and
-        // a template of the capacity whose tables it is written to.
+        // bounds: batch_tables
         let [slots, items, pages] = ENTRIES.map(|entry| cuda.kernel(entry));
         Ok(Self { cuda: cuda.clone(), kv, share, marks, slots: slots?, items: items?, pages: pages? })
     }

@@ -77,8 +77,7 @@ impl SingleOp for CorrectAttnOut {
     }
 
     fn launch(&self, params: CorrectParams, table: &Table) -> Result<(CorrectParams, u64)> {
-        // Every address is in its buffer: the kernel takes tokens below the binding's max_tokens only, quotients and rests by row_units and
-        // num_heads are heads and units of the rows, ranks are below world; `check_args` found where the last rank's rows end.
+        // bounds: correct_attn_out
         let items = items(self, table.most().min(params.max_tokens), params.num_heads)?;
         Ok((CorrectParams { table: table.address(), ..params }, items.into()))
     }

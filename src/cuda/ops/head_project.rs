@@ -316,16 +316,7 @@ impl Kernel<HeadProject> for Cuda {
         if max_tokens == 0 {
             return Ok(());
         }
-        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
-        // - the kernels cut the table's range to the binding's max_tokens, up to where `check_args` found `x` and `y`; tokens past the
-        //   range are not read, or are its last one (`simple`), and are not stored;
-        // - rows and quads of matrices are below k and n by `min` (`simple`), or their copy by cp.async reads nothing, by comparison; those
-        //   that are stored are below by comparison; heads are below num_heads, as the grid has column_tiles * token_tiles blocks of each;
-        // - `mma` copies and stores chunks of 8 elements, of which k and n are multiples, of arrays that are aligned to 16 bytes; what it
-        //   prefetches is in its matrix too, and may be written by the kernel before, as that writes to the L2;
-        // - `wgmma` copies boxes of tensor maps of max_tokens rows of x, and of the matrices, past which a box is zeros;
-        // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have: no more stages are used than
-        //   k has slices.
+        // bounds: head_project
         let (tile, kernel, blocks) = tiles.of(spec, max_tokens)?;
         let (column_tiles, token_tiles) = (spec.n.div_ceil(tile.columns), max_tokens.div_ceil(tile.tokens));
         let args = ProjectParams {

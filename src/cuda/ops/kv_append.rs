@@ -126,10 +126,7 @@ impl SingleOp for KvAppend {
     }
 
     fn launch(&self, params: AppendParams, table: &Table) -> Result<(AppendParams, u64)> {
-        // Every address is in its buffer:
-        // - the kernel reads slots and rows of tokens below max_tokens, for which the table has room and whose last row's end
-        //   `check_args` found inside, and takes those below the table's count;
-        // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
+        // bounds: kv_append
         let params = params.with_table(table);
         Ok((params, items(self, params.max_tokens)?.into()))
     }

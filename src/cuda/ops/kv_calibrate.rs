@@ -59,8 +59,7 @@ impl SingleOp for KvCalibrate {
     }
 
     fn launch(&self, params: CalibrateParams, table: &Table) -> Result<(CalibrateParams, u64)> {
-        // Every address is in its buffer: the kernel reads rows of tokens below max_tokens, whose last row's end `check_args` found inside,
-        // and adds to 8 words of counters, likewise checked.
+        // bounds: kv_calibrate
         let items = items(self, params.max_tokens)?;
         Ok((CalibrateParams { table: table.address(), ..params }, items.into()))
     }

@@ -77,8 +77,7 @@ impl SingleOp for KvCopyPages {
     }
 
     fn launch(&self, params: CopyParams, table: &Table) -> Result<(CopyParams, u64)> {
-        // Every address is in its buffer: the kernel reads pairs below max_copies, for which the table has room, and moves units below
-        // page_units of pages below their slab's num_pages, whose last one's end `check_args` found inside.
+        // bounds: kv_copy_pages
         let params = CopyParams { table: table.address(), max_copies: table.room(2), ..params };
         let blocks = u64::from(params.max_copies) * u64::from(params.blocks_per_page);
         let blocks = checked_items("blocks of a copy", blocks, "split the list over several steps")?;

@@ -76,10 +76,7 @@ impl SingleOp for KvGather {
     }
 
     fn launch(&self, params: GatherParams, table: &Table) -> Result<(GatherParams, u64)> {
-        // Every address is in its buffer:
-        // - the kernel reads triples below max_pieces, for which the table has room, and takes those below the table's count;
-        // - it reads slots below num_slots only, of pages whose last one's end `check_args` found inside;
-        // - it writes rows below max_rows only, whose last one's end `check_args` found inside.
+        // bounds: kv_gather
         // A table may have room for more pieces than a grid has items; `check_count` refuses those.
         let max_pieces = table.room(3).min(max_pieces(self));
         let blocks = (max_pieces * self.kv.page_size).div_ceil(PLACES_PER_THREAD);

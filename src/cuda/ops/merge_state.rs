@@ -130,8 +130,7 @@ impl Kernel<MergeState> for Cuda {
 }
 
 fn work(cuda: &Cuda, kernels: &Functions, spec: &MergeState, args: &MergeStateArgs<&Buffer>) -> Result<Work> {
-    // Every place is in its buffer: rows are of tokens and heads below the counts, whose last row's end was checked, and
-    // items past the end are read as the last one.
+    // bounds: merge_state
     let [one, two] = &kernels.units;
     if let Some(in_units) = MergeStateParams::<u32>::new(spec, args, 16 / spec.dtype.bytes() as u32) {
         // With few items each thread takes one, to occupy more multiprocessors.

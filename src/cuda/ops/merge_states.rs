@@ -79,9 +79,7 @@ impl SingleOp for MergeStates {
     }
 
     fn launch(&self, params: MergeStatesParams, table: &Table) -> Result<(MergeStatesParams, u64)> {
-        // Every address is in its buffer: the kernel takes tokens below the binding's max_tokens only, quotients and rests by row_units and
-        // num_heads are heads and units of the rows, and sets are below max_sets by `min`; `check_args` found where the last set's rows
-        // end.
+        // bounds: merge_states
         let items = items(self, table.most().min(params.max_tokens), params.num_heads)?;
         Ok((MergeStatesParams { table: table.address(), ..params }, items.into()))
     }

@@ -245,16 +245,7 @@ impl Kernel<MlaPrefill> for Cuda {
         let max_tiles = step.room(TILE_WORDS.into()).min(MAX_ITEMS / spec.num_heads);
         let is_empty = layer.args.max_tokens == 0 || layer.args.max_rows == 0;
         let Some(table) = step.ptr().filter(|_| !is_empty) else { return Ok(()) };
-        // Every address is in its buffer, for every pair of step and binding and whatever the table holds:
-        // - the kernels read tiles below max_tiles, for which the table has room, and take those below the table's count; heads are the
-        //   rest of a division by num_heads;
-        // - query tokens that are read are below max_tokens and keys below max_keys by `min`, and where that is 0 no key is read; rows
-        //   that are written are below max_rows by comparison. `check_args` found where views end for so many;
-        // - quads are below P, R and V by `min`, and those that are stored by comparison;
-        // - `mma_*` copy chunks of 8 elements below P + R and V, which the entry's name has, of arrays that are aligned to 16 bytes;
-        //   `wgmma_*` copy boxes of tensor maps of max_tokens and max_keys rows, past which a box is zeros;
-        // - offsets in shared memory are sums of thread numbers and loop counters below what the arrays have.
-        // A tile's `num_keys` is below 2^30, which bounds the only loop that the table bounds.
+        // bounds: mla_prefill
         let args = PrefillParams { table, max_tiles, ..layer.args };
         self.launch_with_maps(
             &tiled.kernel,

@@ -61,7 +61,7 @@ impl SingleOp for ReorgKvCache {
     }
 
     fn launch(&self, params: ReorgParams, table: &Table) -> Result<(ReorgParams, u64)> {
-        // Every address is in its buffer: see src/gpu/ops/reorg_kvcache.rs. The count of a table that was never filled is 0.
+        // bounds: reorg_kvcache
         let items = items(self, table.most().into())?;
         Ok((ReorgParams { table: table.address(), ..params }, items.into()))
     }

@@ -98,10 +98,7 @@ impl SingleOp for Rope {
     }
 
     fn launch(&self, params: RopeParams, table: &Table) -> Result<(RopeParams, u64)> {
-        // Every address is in its buffer:
-        // - the kernel takes tokens below the binding's max_tokens only, up to where `check_args` found rows and positions; `first + index`
-        //   cannot wrap into them, as `check_tokens` bounds their sum;
-        // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`).
+        // bounds: rope
         let items = items(self, table.most().min(params.max_tokens))?;
         Ok((RopeParams { table: table.address(), ..params }, items.into()))
     }

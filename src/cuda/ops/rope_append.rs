@@ -73,12 +73,7 @@ impl SingleOp for RopeAppend {
     }
 
     fn launch(&self, params: RopeAppendParams, table: &Table) -> Result<(RopeAppendParams, u64)> {
-        // Every address is in its buffer:
-        // - the kernel reads slots, positions and rows of tokens below max_tokens, for which the table has room, for its positions too,
-        //   and up to whose last `check_args` found rows and positions, and takes those below the table's count;
-        // - inside a row: part < head_units, units or latent_octs, by their shares of token_items;
-        // - 0 <= position < max_position, by `max` and `min` in the kernel, and cos_sin has as many rows (`check_args`);
-        // - it writes slots below num_slots only, of pages whose last one's end `check_args` found inside.
+        // bounds: rope_append
         let append = params.append.with_table(table);
         let items = items(self, append.max_tokens())?;
         let query = table.positions().map_or(params.query, |positions| params.query.at_positions(positions));

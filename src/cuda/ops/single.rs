@@ -13,7 +13,8 @@ use crate::ops::{Choice, Kernel, OpOptions};
 
 /// An op of one kernel, whose argument has the address of a step's [`Table`].
 ///
-/// A comment in the op's file says why every address is in its buffer, for every pair of step and binding and whatever the table holds.
+/// docs/bounds.md has a proof for each op that every address is in its buffer, for every pair of step and binding and whatever the table
+/// holds: a comment `bounds: NAME` in the op's file names it.
 pub trait SingleOp: TableOp {
     /// The kernel's argument, `Args` of its `.cu`.
     type Params: DeviceRepr + Copy + Debug + Send + Sync;

@@ -137,20 +137,7 @@ impl BatchTables {
         let batch_layout = layout(gpu, "mla.batch", &batch)?;
         let plan_layout = layout(gpu, "mla.batch_lists.plan", &[Access::Read])?;
         let step_layout = layout(gpu, "mla.batch_lists.step", &[Access::Write, Access::Write])?;
-        // Every index is in bounds, whatever the batch's arrays hold, and whichever step, plan and binding are recorded:
-        // - the batch: sequence < params.batch and block < max_pages are checked in the shaders, and `bind` found that many words in
-        //   each buffer (`DeviceBatch::check`); a mark is at a rest of params.blocks, of which `of_share` uploaded so many. The rank's part
-        //   of a length or position is no more than the whole's (`Shares`), and bounded as that is;
-        // - `batch_slots`: word 0 of the table is its number of tokens, which `slots` wrote and the shader leaves;
-        //   token < that. What it writes is a slot of the pool or none;
-        // - `batch_lists`: nothing else writes the template (`Table`), its sections follow from the counts in front; `prepare` made the
-        //   places in `tables` and the counts from a plan that fits the step's capacity (its prepare checked it just before).
-        //   A template belongs to the buffers of one step, and so to one capacity. The shader writes whole items and query tokens
-        //   of that plan, with ranges and bounds no longer than the plan's. Each is in bounds for `mla_decode` by itself, since
-        //   `check_plan` and `write_tables` bound each by itself, so any mixture with another plan of the same capacity is too. An
-        //   item's pages are inside the plan's list, its partial results below the plan's number, and so below the capacity's;
-        // - page list: index < num_words, the plan's, which the capacity holds.
-        // Loops halve a range of at most `batch` until it is 1.
+        // bounds: batch_tables
         let slots = gpu.pipeline(&source("batch_slots", &kv), &[&slots_layout, &batch_layout])?;
         let groups = [&plan_layout, &batch_layout, &step_layout];
         let lists = gpu.pipeline(&source("batch_lists", &kv), &groups)?;

@@ -42,14 +42,7 @@ impl SingleOp for CorrectAttnOut {
     const LAST_IS_OPTIONAL: bool = true;
 
     fn sources(&self) -> Vec<Source> {
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table holds two words (`prepare`, and nothing else writes it); tokens are below max_tokens by comparison, ranks below
-        //   world, heads are the rest of a division by num_heads, or below it by comparison. `check_args` refuses views that end past
-        //   their buffers for so many, and `Window::of` binds up to there;
-        // - a quad is below HEAD_QUADS, the rest of a division by it; by words an element is below HEAD_SIZE by comparison, and the words
-        //   that are written are those from the first row of the output to its last;
-        // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
-        // Loops count up to world, at most 2^16. num_heads and the strides that the shader divides by are at least 1.
+        // bounds: correct_attn_out
         vec![source(self)]
     }
 

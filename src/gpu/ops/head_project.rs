@@ -81,20 +81,7 @@ impl Kernel<HeadProject> for Gpu {
         let step = layout(self, "mla.head_project.step", &[Access::Uniform])?;
         let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
         let layer = layout(self, "mla.head_project.layer", &entries)?;
-        // Every index is in bounds, for every pair of step and binding:
-        // - tokens: `first` and `count` are cut to max_tokens in the shader, since `prepare` may have been called again since
-        //   `record`; rows past the last token read the last token's, or nothing, and write nothing. `check_args` refuses rows that
-        //   end past the buffer for max_tokens tokens, and `Window::of` binds up to there;
-        // - head < num_heads: the grid's second dimension;
-        // - `plain` checks k < K and n < 8 * N_OCTS of what it stages and writes, and `direct` part < PARTS, which are all columns; in
-        //   `coop` K is CHUNKS * CHUNK and N a multiple of COLUMNS, whose groups are the grid's first dimension (`Coop::of`).
-        //   `check_args` found the end of the last matrix inside the buffer;
-        // - no sum of offset and strides wraps: a window has less than 2^32 bytes, and a stride that is used is less than that;
-        // - workgroup arrays: a thread of `coop` stages octs of row thread / ROW_LANES < TOKENS at i * ROW_LANES + thread % ROW_LANES
-        //   < CHUNK_OCTS <= X_PITCH, and W's items are below CHUNK * COLUMN_OCTS; matrices lie in [TOKENS, CHUNK] and
-        //   [CHUNK, COLUMNS], as their splits divide them, and sums in a share's [TOKENS, SUM_QUADS].
-        // Loops end: their bounds are constants, and their steps are at least 1. Whether there is a second attempt is uniform in a
-        // workgroup: every invocation has read the largest |weight| of all subgroups.
+        // bounds: head_project
         let compile = |tile: Tile| {
             let (name, most) = ("max_compute_workgroups_per_dimension", self.caps().max_workgroups.into());
             let grid = [tile.column_groups(spec), spec.num_heads];

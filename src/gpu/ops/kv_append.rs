@@ -40,15 +40,7 @@ impl SingleOp for KvAppend {
     const BUFFERS: &'static [Access] = &[Access::Read, Access::Read, Access::Write];
 
     fn sources(&self) -> Vec<Source> {
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table holds its count and as many slots (`Table`; besides it only `batch_slots` writes slots, and leaves the
-        //   count), and the shader reads slots below that count only;
-        // - token < max_tokens, by a `min` in the shader: `prepare` may have been called again since `record`. `check_args` refuses
-        //   rows that end past the buffer for max_tokens tokens, and `Window::of` binds up to there;
-        // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;
-        // - slot < num_slots is checked in the shader, so the page is one of the slab's, whose last `check_args` found inside the
-        //   buffer (`KvView::check`).
-        // All loops are unrolled.
+        // bounds: kv_append
         vec![source(self)]
     }
 

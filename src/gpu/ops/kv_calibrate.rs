@@ -34,13 +34,7 @@ impl SingleOp for KvCalibrate {
     const BUFFERS: &'static [Access] = &[Access::Read, Access::Read, Access::Write];
 
     fn sources(&self) -> Vec<Source> {
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table has two words (`Table`, which nothing else writes);
-        // - token < max_tokens, by both `min`s in the shader: `prepare` may have been called again since `record`. `check_args`
-        //   refuses rows that end past the buffer for max_tokens tokens, and `Window::of` binds up to there;
-        // - quad < ROW_QUADS, split at LATENT_QUADS: without a rotary part `k_pe` is never read;
-        // - `stats` has 8 words (`check_args`), and offsets in it are constants below 8.
-        // All loops are unrolled; every workgroup variable is stored to before it is read.
+        // bounds: kv_calibrate
         vec![source(self)]
     }
 

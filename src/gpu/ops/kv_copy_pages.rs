@@ -85,12 +85,7 @@ impl Kernel<KvCopyPages> for Gpu {
     fn kernel_compile(&self, spec: &KvCopyPages, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let labels = ["mla.kv_copy_pages.step", "mla.kv_copy_pages.layer"];
         let entries = [Access::Uniform, Access::Write, Access::Read];
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table holds its count and as many pairs (`Table`, which nothing else writes), and the shader reads pairs
-        //   below that count only;
-        // - both pages < their slab's num_pages is checked in the shader, and `check_args` found each slab's last page inside its buffer
-        //   (`KvView::check`); unit < PAGE_UNITS.
-        // There is no loop.
+        // bounds: kv_copy_pages
         let compile = |unit| -> Result<[Pipe; 2]> {
             let pipe = |place, entries| Pipe::new(self, labels, entries, &source(spec, unit, place));
             Ok([pipe(Place::Within, &entries[..2])?, pipe(Place::Between, &entries)?])

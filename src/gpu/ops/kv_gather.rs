@@ -35,15 +35,7 @@ impl SingleOp for KvGather {
     const BUFFERS: &'static [Access] = &[Access::Read, Access::Write];
 
     fn sources(&self) -> Vec<Source> {
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table holds its count and as many triples (`Table`, which nothing else writes), and the shader reads triples
-        //   below that count only: place < count * PAGE_SIZE, which `prepare` keeps below 2^32;
-        // - slot < num_slots, by a `min` in the shader, so the page is one of the slab's, whose last `check_args` found inside the
-        //   buffer (`KvView::check`); a piece's tokens are of one page (`KvGather::pieces`);
-        // - row < max_rows is checked in the shader: `prepare` may have been called again since `record`. `check_args` refuses an
-        //   output that ends before max_rows rows, and `Window::of` binds up to there;
-        // - quad < ROW_QUADS; the table of results has an entry a code, and as many as invocations.
-        // All loops are unrolled.
+        // bounds: kv_gather
         vec![source(self)]
     }
 

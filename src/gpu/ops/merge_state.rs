@@ -83,15 +83,7 @@ impl Kernel<MergeState> for Gpu {
     fn kernel_compile(&self, spec: &MergeState, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         use Access::{Read, Uniform, Write};
         let layout = layout(self, "mla.merge_state", &[Uniform, Read, Read, Write, Read, Read, Write])?;
-        // Every index is in bounds, for each binding that `bind` makes:
-        // - both bodies address rows (token, head) with token < num_tokens and head < num_heads, the units body by a `min`
-        //   and by counting heads up to num_heads, the words body by checking the row of each element. `check_args` refuses views
-        //   whose last row ends past the buffer, and `Window::of` binds at least up to there;
-        // - inside a row the units body adds unit + j * ROW_LANES < HEAD_UNITS, the words body d < HEAD_SIZE;
-        // - the words body writes first_word + item, item < num_items: the words from the first row to the last;
-        // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
-        // No loop depends on data: unrolled ones have a constant bound, the words body's is PER_WORD. num_heads and both
-        // strides that the shader divides by are at least 1.
+        // bounds: merge_state
         let compile = |body| self.pipeline(&source(spec, body), &[&layout]);
         let has_units = spec.head_size.is_multiple_of(unit_elems(spec.dtype));
         let units = if has_units { Some(compile(Body::Units)?) } else { None };

@@ -77,15 +77,7 @@ impl SingleOp for MergeStates {
     const LAST_IS_OPTIONAL: bool = true;
 
     fn sources(&self) -> Vec<Source> {
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table holds three words (`prepare`, and nothing else writes it); tokens are below max_tokens and sets below max_sets by
-        //   `min` in the shader, each at least 1 where there is a group, and what is written is so by comparison too; heads are the rest of
-        //   a division by num_heads, which is at least 1 where there is a group. `check_args` refuses views and sets that end past their
-        //   buffers for so many, and `Window::of` binds up to there;
-        // - a quad is below HEAD_QUADS, the rest of a division by it; by words an element is below HEAD_SIZE and its row in range, by
-        //   comparison, and the words that are written are those from the first row of the output to its last;
-        // - `at` cannot wrap: a window has less than 2^32 bytes, and a stride that is used is less than that.
-        // Loops count up, by TURN or 1, to the number of sets, at most 2^16.
+        // bounds: merge_states
         vec![source(self)]
     }
 

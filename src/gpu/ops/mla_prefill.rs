@@ -90,19 +90,7 @@ impl Kernel<MlaPrefill> for Gpu {
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
         let read = if kernel.pins_loads { Access::Write } else { Access::Read };
         let entries = [Access::Uniform, read, read, read, read, read, Access::Write, Access::Write];
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table holds its count and as many tiles (`Table`, which nothing else writes, at least 64 words); `tile_of` reads
-        //   inside of it for any workgroup number; a workgroup past tiles * heads then returns, and the others take tile
-        //   number / NUM_HEADS of head number % NUM_HEADS;
-        // - query tokens, keys and rows of the output go through `token_of`, `key_of` and `output_row`, which are below `max_tokens`,
-        //   `max_keys` and `max_rows` whatever the table says, also for a tile without keys; where there is room for none, `no_keys`
-        //   is bound, one row with strides of 0. `check_args` refuses views that end past their buffers for so many, and
-        //   `Window::of` binds up to there;
-        // - columns are below P, R and V by comparison with them, or by the loops' bounds, which are constants;
-        // - places in workgroup memory are sums of constants, thread numbers and loop counters below what the array was sized for
-        //   (`plain.rs`, `coop.rs`).
-        // Loops count up to constants, or in blocks to a tile's `num_keys`, which is below 2^30; `coop*` repeats a block at most once, as
-        // no maximum moves the second time.
+        // bounds: mla_prefill
         let labels = ["mla.prefill.step", "mla.prefill.layer"];
         let pipe = Pipe::new(self, labels, &entries, &kernel.source)?;
         let longest = spec.qk_nope_head_dim.max(spec.qk_rope_head_dim).max(spec.v_head_dim);

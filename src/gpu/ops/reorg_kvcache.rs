@@ -29,15 +29,7 @@ impl SingleOp for ReorgKvCache {
     const BUFFERS: &'static [Access] = &[Access::Read, Access::Write];
 
     fn sources(&self) -> Vec<Source> {
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table is what `ReorgBatch::table` made, whole (`Table`, which nothing else writes): a chunk is below num_chunks, of which
-        //   there is one where there is a token; a block is a rest of blocks, and its owner below the table's world, so all sections are
-        //   met inside;
-        // - rank < world, local_row < max_local_rows and row < max_rows of the binding are checked in the shader: `prepare` may have been
-        //   called again since `record`, and sources may wrap. `check_args` refuses arrays that end before that, and the windows reach
-        //   up to there;
-        // - a unit is below ROW_UNITS, the rest of a division by it.
-        // The loop halves a range of at most num_chunks until it is 1. interleave and blocks, which the shader divides by, are at least 1.
+        // bounds: reorg_kvcache
         vec![source(self)]
     }
 

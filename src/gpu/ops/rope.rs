@@ -38,13 +38,7 @@ impl SingleOp for Rope {
     const BUFFERS: &'static [Access] = &[Access::Read, Access::Read, Access::Write, Access::Read];
 
     fn sources(&self) -> Vec<Source> {
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table always has two words (`Table`, which nothing else writes);
-        // - token < max_tokens, by a `min` in the shader, and head < num_heads as HEAD_UNITS counts units: `check_args` refuses views whose
-        //   last row ends past the buffer and too few positions, and each window reaches at least to its view's end. Whether an item
-        //   is written is decided from the table's numbers, which may wrap, before the `min`;
-        // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`).
-        // There are no loops.
+        // bounds: rope
         Place::ALL.map(|place| source(self, place)).into()
     }
 

@@ -33,16 +33,7 @@ impl SingleOp for RopeAppend {
     const BUFFERS: &'static [Access] = &[Read, Read, Write, Read, Read, Read, Write];
 
     fn sources(&self) -> Vec<Source> {
-        // Every index is in bounds, for every pair of table and binding:
-        // - the table holds its count and as many slots, and positions if it says so (`Table`; besides it only `batch_slots` writes slots,
-        //   and leaves the count); the shader reads those of a token below the count, or of token 0, and takes them for an item below
-        //   the count only;
-        // - token < max_tokens, by a `min` in the shader. `check_args` refuses rows and positions that end past their buffers for
-        //   max_tokens tokens, and the windows reach at least up to there;
-        // - inside a row: part < HEAD_UNITS, part - QUERY_ITEMS < UNITS, and the rest is below LATENT_QUADS by TOKEN_ITEMS;
-        // - 0 <= position < max_position, by `max` and `min` in the shader, and cos_sin has as many rows (`check_args`);
-        // - slot < num_slots is checked in the shader, so the page is one of the slab's, whose last `check_args` found inside the buffer.
-        // There are no loops.
+        // bounds: rope_append
         Place::ALL.map(|place| source(self, place)).into()
     }
 

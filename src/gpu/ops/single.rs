@@ -14,7 +14,8 @@ use crate::ops::{Choice, Kernel, OpOptions};
 
 /// An op of one kernel. Group 0 of its shaders is a step's [`Table`]; group 1 is a uniform of [`SingleOp::Params`] and a layer's buffers.
 ///
-/// A comment in the op's file says why every index is in bounds, for every pair of table and binding, and why every loop ends.
+/// docs/bounds.md has a proof for each op that every index is in bounds, for every pair of table and binding, and that every loop ends: a
+/// comment `bounds: NAME` in the op's file names it.
 pub trait SingleOp: TableOp {
     /// The uniform of a layer.
     type Params: Uniform + bytemuck::NoUninit + Debug + Send + Sync;
