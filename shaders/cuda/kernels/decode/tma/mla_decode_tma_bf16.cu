@@ -1,5 +1,6 @@
-// ptx: compute_90 version=8.0 The variant `mma_tma_m16` for bf16 caches: TMA boxes of 16 tokens, for compute capability 9.0 and later and
-// pages of a multiple of 16 tokens.
+// ptx: compute_90 version=8.0
+// The variant `mma_tma_m16` for bf16 caches: TMA boxes of 16 tokens, for compute capability 9.0 and later and pages of a multiple of 16
+// tokens.
 #include "decode/mla_decode.cuh"
 
 // limits: mla_decode_512_64_mma_tma_m16 registers=255 threads=256 shared=232448
