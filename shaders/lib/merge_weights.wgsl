@@ -37,7 +37,7 @@ struct MergeParams {
 @group(0) @binding(5) var<storage, read> suffix_lse: array<u32>; // [heads, tokens] by default, strided
 @group(0) @binding(6) var<storage, read_write> output_lse: array<u32>; // [heads, tokens] by default, strided; unused without writes_lse
 
-// of a row; an empty side is ignored, whatever it holds
+// what both sides weigh in a row; an empty side is ignored, whatever it holds
 struct Weights {
     has_prefix: bool,
     has_suffix: bool,
@@ -52,12 +52,12 @@ fn at(s: Strides, token: u32, head: u32) -> u32 {
     return s.offset + token * s.token_stride + head * s.head_stride;
 }
 
-// Halved first, so that the difference of any two finite values is finite; below -120 exp is 0 anyway.
+// exp(x - top). Both are halved first, so that the difference of any two finite values is finite; below -120 exp is 0 anyway.
 fn exp_below(x: f32, top: f32) -> f32 {
     return exp(2.0 * max(0.5 * x - 0.5 * top, -60.0));
 }
 
-// from the bits of both LSEs
+// the weights of a row, from the bits of both LSEs
 fn weigh(prefix_bits: u32, suffix_bits: u32) -> Weights {
     // -inf, +inf and NaN have all bits of the exponent set: that side is empty
     let has_prefix = (prefix_bits & F32_INF) != F32_INF;

@@ -18,7 +18,7 @@ fn part_f32(oct: OctF32, part: u32, factor: f32) -> HalfOct {
     return HalfOct(vec4<f16>(value[0] - high[0]), vec4<f16>(value[1] - high[1]));
 }
 
-// Truncated by its bits: a compiler may remove a conversion to f16 and back.
+// Part 0 is truncated by its bits: a compiler may remove a conversion to f16 and back.
 fn high_f32(x: vec4<f32>) -> vec4<f32> {
     return bitcast<vec4<f32>>(bitcast<vec4<u32>>(x) & vec4<u32>(0xFFFFE000u));
 }

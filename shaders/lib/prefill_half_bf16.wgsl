@@ -30,17 +30,17 @@ fn magnitude_of(oct: Unit) -> f32 {
     return max(max(largest.x, largest.y), max(largest.z, largest.w));
 }
 
-// Not 0 if a magnitude of the oct is 1024 (0x4480) or more.
+// The result is not 0 if a magnitude of the oct is 1024 (0x4480) or more.
 fn odd_key(oct: Unit) -> u32 {
     return carries(oct, 0x3B803B80u);
 }
 
-// Not 0 if a magnitude of the oct is 65536 (0x4780) or more.
+// The result is not 0 if a magnitude of the oct is 65536 (0x4780) or more.
 fn odd_value(oct: Unit) -> u32 {
     return carries(oct, 0x38803880u);
 }
 
-// Not 0 if adding `added` to some magnitude carries into its sign bit; it cannot carry beyond.
+// The result is not 0 if adding `added` to some magnitude carries into its sign bit; it cannot carry beyond.
 fn carries(oct: Unit, added: u32) -> u32 {
     let sums = (oct & vec4<u32>(0x7FFF7FFFu)) + vec4<u32>(added);
     return ((sums.x | sums.y) | (sums.z | sums.w)) & 0x80008000u;

@@ -33,7 +33,8 @@ fn step_tokens() -> vec2<u32> {
     return vec2<u32>(begin, begin + min(range.count, params.max_tokens - begin));
 }
 
-// A sum as it is stored. What is infinite or NaN is found by its bits, and stays. Few products are past the limit: a branch costs less.
+// Scales and saturates a sum, as it is stored. Infinities and NaN are detected by their bits, and stay. A branch is cheapest, since few
+// products are past the limit.
 fn scaled(sum: vec4<f32>) -> vec4<f32> {
     let product = sum * params.scale;
     if !any(abs(product) > vec4<f32>(params.limit)) {

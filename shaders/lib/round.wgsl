@@ -1,6 +1,6 @@
 // Conversions between f32, f16, bf16 and e4m3 on bit patterns, in integer arithmetic.
 //
-// Why not the built-ins: pack2x16float may round either way, subnormals may be flushed, and a shader may assume that no NaN and no
+// The built-ins do not serve: pack2x16float may round either way, subnormals may be flushed, and a shader may assume that no NaN and no
 // infinity exist. Here every value is a u32 of its bits, and each of the 2^32 patterns converts exactly as on the host, by the crate
 // `half` and `e4m3_encode`.
 

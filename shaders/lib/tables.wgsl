@@ -27,8 +27,9 @@ const DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: it
 const MINUS_INFINITY = 0xFF800000u;
 const QUIET_NAN = 0x7FC00000u;
 
-// A shader may be compiled as if no NaN and no infinity existed. So what is not finite is found by its bits and left out of all sums,
-// and finite numbers beyond every logit stand for what it makes of a row's LSE. They have a type: of literals alone DXC makes doubles.
+// A shader may be compiled as if no NaN and no infinity existed. So elements and logits that are not finite are detected by their bits and
+// left out of all sums, and finite numbers beyond every logit mark a row whose LSE they decide. These constants are typed: DXC makes
+// doubles of untyped ones.
 const EMPTY: f32 = -1.0e38; // the row has seen no key: -inf
 const WEIGHTLESS: f32 = -0.95e38; // each key that it has seen has a logit of -inf: NaN, unless another part has weight
 const NO_NUMBER: f32 = 1.0e38; // it has seen a logit of NaN or +inf: NaN
@@ -39,7 +40,7 @@ fn is_number(logits: vec4<f32>) -> vec4<bool> {
     return (bitcast<vec4<u32>>(logits) & vec4<u32>(0x7FFFFFFFu)) < vec4<u32>(LOGIT_END);
 }
 
-// Where a logit that is no number makes its row NaN: not where it is -inf, which weighs 0.
+// Whether a logit that is no number makes its row NaN: NaN and +inf do; -inf does not, since it weighs 0.
 fn has_weight(logits: vec4<f32>) -> vec4<bool> {
     let bits = bitcast<vec4<u32>>(logits);
     return (bits < vec4<u32>(0x80000000u)) | (bits > vec4<u32>(MINUS_INFINITY));
@@ -58,7 +59,8 @@ fn nan_if(x: mat2x4<f32>, is_nan: bool) -> mat2x4<f32> {
     return mat2x4<f32>(with_nan(x[0], vec4<bool>(is_nan)), with_nan(x[1], vec4<bool>(is_nan)));
 }
 
-// The LSE, or the maximum, of a part of a row, or what stands for it. `sum` is of the weights, below 0 after a logit that has_weight.
+// The LSE or the maximum of a part of a row, or the constant above that replaces it. `sum` is the sum of its weights, below 0 if a logit of
+// NaN or +inf was among them.
 fn part_lse(base_2: f32, sum: f32, sees_keys: bool) -> f32 {
     if (sum > 0.0) {
         return base_2;

@@ -28,14 +28,14 @@ fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_e
             for (var i = 0u; i < LANE_OCTS; i++) { // unroll
                 let value = float_key(kv[at + i * SUBGROUP + lane]);
                 let sum = acc[i] * factor + value * weight;
-                // By its bits: 0 times an infinite value is NaN.
+                // Told by its bits: 0 times an infinite value is NaN.
                 acc[i] = mat2x4<f32>(with_nan(sum[0], is_odd(value[0])), with_nan(sum[1], is_odd(value[1])));
             }
         }
         let sum = select(row_sum, -1.0, is_nan);
         let any = sum > 0.0;
         let divisor = select(1.0, sum, any);
-        // Where it stands for an LSE it is so large that the sum does not change it.
+        // A number that stands for an LSE is so large that adding the sum does not change it.
         let largest = part_lse(row_max, sum, end > kv_begin);
         for (var i = 0u; i < LANE_OCTS; i++) { // unroll
             let value = acc[i] * (1.0 / divisor);

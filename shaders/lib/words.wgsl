@@ -1,4 +1,4 @@
-// For outputs that own whole words: which row and element of the output a word's elements are.
+// Outputs that are written by whole words: the row and the element of the output that each element of a word is.
 //
 // Two 16-bit elements share a word, and with odd sizes they may belong to different rows, where a row is a (token, head). So a thread
 // owns a word of the output, not an element, and finds the row of each element in it from its address:

@@ -331,7 +331,8 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         float fresh[2];
         weigh<T>(logits, top, fresh, own);
         if (any_of_block(grows || has_non_finite)) {
-            // Noted where no register is needed: all warps have read their scales of this tile, and find them after the next barrier.
+            // Recorded in a row's scale, which takes no register: all warps have read their scales of this tile, and see the change after
+            // the next barrier.
             if (has_non_finite) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
 #pragma unroll
             for (int h = 0; h < 2; h++) {

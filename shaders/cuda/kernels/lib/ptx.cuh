@@ -268,7 +268,7 @@ DEVICE float bf16_to_float(u16 bits) {
     return __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// Without a conversion instruction, so that every architecture takes it: exact, NaN codes included.
+// Converts without a conversion instruction, so that every architecture takes it: exact, NaN codes included.
 DEVICE float e4m3_to_float(u8 code) {
     const u32 magnitude = code & 0x7F;
     if (magnitude == 0x7F) return __uint_as_float(0x7FC00000u);

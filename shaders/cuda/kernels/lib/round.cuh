@@ -84,7 +84,7 @@ __device__ __forceinline__ u32 e4m3_fast(u32 magnitude, const E4m3Scale &scale, 
 }
 
 // f32 bits x -> e4m3 bits of the exact x / k_scale, rounded to nearest even. Saturates at 448, infinities too; NaN gives 0x7F.
-// Exact because the f64 quotient of two f32 is on the same side of every tie as the exact quotient.
+// It is exact because the f64 quotient of two f32 is on the same side of every tie as the exact quotient.
 __device__ __forceinline__ u32 e4m3_quotient(u32 x, float k_scale) {
     if (is_nan(x)) {
         return 0x7Fu;

@@ -147,7 +147,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     float* maxima = reinterpret_cast<float*>(shared + T::MAXIMA_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
     u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT);
-    // Uniform in a warp, which the shuffle tells the compiler.
+    // The warp's number is uniform in the warp; the shuffle tells the compiler so.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
     if (threadIdx.x == 0) {
@@ -244,7 +244,8 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         weigh_turned<T>(logits, top, fresh, to);
         fence_proxy_async();
         if (any_of_warps<T::WARPS>(1, grows || has_non_finite)) {
-            // Noted where no register is needed: all warps have read their scales of this tile, and find them after the next barrier.
+            // Recorded in a row's scale, which takes no register: all warps have read their scales of this tile, and see the change after
+            // the next barrier.
             if (has_non_finite) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
             float factor[T::ROW_TILES][2];
 #pragma unroll

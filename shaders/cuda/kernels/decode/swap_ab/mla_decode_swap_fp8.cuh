@@ -222,7 +222,7 @@ DEVICE void decode_swapped_codes(const Args& args, const TensorMap& map) {
     const u32 num_items = args.header->num_items;
     if (blockIdx.x >= num_items) return griddep_wait();
     const u32 base = shared_address(shared);
-    // Uniform in a warp, which the shuffle tells the compiler.
+    // The warp's number is uniform in the warp; the shuffle tells the compiler so.
     const u32 warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
     if (threadIdx.x == 0) {

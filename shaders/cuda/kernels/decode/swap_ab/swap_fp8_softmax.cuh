@@ -38,7 +38,7 @@ struct SharedRows {
         return __reduce_min_sync(~0u, seen_by_all);
     }
 
-    // Takes the weight of tokens that rows do not see. `first_token` is the lane's first, counted from the item's begin.
+    // Masks the tokens that rows do not see. `first_token` is the lane's first, counted from the item's begin.
     DEVICE void mask(Sums<T>& logits, u32 first_token) const {
         asm volatile(""); // keeps the caller's branch: few tiles have masked tokens
 #pragma unroll

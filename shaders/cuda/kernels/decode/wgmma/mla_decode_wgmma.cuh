@@ -36,7 +36,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     float* tops = reinterpret_cast<float*>(shared + T::TOPS_AT);
     float* scales = reinterpret_cast<float*>(shared + T::SCALES_AT);
     u32* non_finite = reinterpret_cast<u32*>(shared + T::NON_FINITE_AT);
-    // Uniform in a warp, which the shuffle tells the compiler.
+    // The warp's number is uniform in the warp; the shuffle tells the compiler so.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
     if (threadIdx.x == 0) {

@@ -1,5 +1,6 @@
 // ptx: compute_90a version=8.0
-// The variant `wgmma_m64` for f16 caches. Of 168 registers a thread, the loader warpgroup gives up 144 by setmaxnreg.
+// The variant `wgmma_m64` for f16 caches. It is compiled for 168 registers a thread, of which the loader warpgroup releases 144 by
+// setmaxnreg.
 #include "mla_decode_wgmma.cuh"
 
 // limits: mla_decode_512_64_wgmma_m64 registers=168 threads=384 shared=232448

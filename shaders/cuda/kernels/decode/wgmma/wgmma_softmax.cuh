@@ -35,7 +35,7 @@ DEVICE void weigh_in_registers(const float (&logits)[T::TOKEN_TILES][4], const f
     }
 }
 
-// Takes the weight of the tokens of a tile from `tile_begin` on that the lane's rows do not see: those from `seen` on.
+// Masks the tokens that the lane's rows do not see, those from `seen` on, in a tile that begins at `tile_begin`.
 template <class T>
 DEVICE void mask_tokens(float (&logits)[T::TOKEN_TILES][4], u32 tile_begin, const u32 (&seen)[2], u32 seen_by_all) {
     if (tile_begin + T::TOKENS > seen_by_all) {
@@ -48,8 +48,8 @@ DEVICE void mask_tokens(float (&logits)[T::TOKEN_TILES][4], u32 tile_begin, cons
     }
 }
 
-// Moves the running maxima of rows whose logits grew by more than LAZY; whether some of the warp's did, and the factors of what was summed
-// before.
+// Moves the running maxima that logits exceed by more than LAZY. Returns whether some of the warp's did, and sets the factors of what was
+// summed before.
 template <class T>
 DEVICE bool move_tops(const float (&logits)[T::TOKEN_TILES][4], const float (&scale)[2], float (&top)[2], float (&factor)[2]) {
     float largest[2];
