@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::replay::Replay;
 use super::shared_state::{SharedState, UNPREPARED, mismatch};
 use super::{Kernel, Op};
+#[cfg(doc)]
+use crate::Error;
 use crate::Result;
 use crate::ops::variants::Choice;
 
