@@ -46,7 +46,9 @@ fn check(path: &Path, files: &mut usize, found: &mut Vec<String>) {
         let path = entry.expect("an entry").path();
         let name = path.file_name().and_then(|name| name.to_str()).expect("a name");
         if path.is_dir() {
-            if !["target", "results", "pkg"].contains(&name) {
+            let is_generated =
+                ["target", "results", "pkg", "node_modules"].contains(&name) || name.starts_with('.');
+            if !is_generated {
                 check(&path, files, found);
             }
             continue;
