@@ -130,11 +130,11 @@ mod tests {
                 assert_eq!(text.matches(HEAD).count(), 1, "{entry:?}");
                 assert_eq!(text.matches('{').count(), text.matches('}').count(), "{entry:?}");
                 assert_eq!(text.contains("// sm_90: "), entry.waits, "{entry:?}");
-                assert!(text.contains(&format!("{name}_param_0[{}]", entry.args.bytes)), "{entry:?}");
-                let maps = format!("{name}_param_1[{}]", entry.tensor_maps * 128);
-                assert_eq!(text.contains("_param_1["), entry.tensor_maps > 0, "{entry:?}");
+                assert!(text.contains(&format!(" args0[{}]", entry.args.bytes)), "{entry:?}");
+                let maps = format!(" args1[{}]", entry.tensor_maps * 128);
+                assert_eq!(text.contains(" args1["), entry.tensor_maps > 0, "{entry:?}");
                 assert!(entry.tensor_maps == 0 || text.contains(&maps), "{entry:?}");
-                let cluster = format!(".reqnctapercluster {}, 1, 1", entry.cluster);
+                let cluster = format!(".reqnctapercluster {},1,1", entry.cluster);
                 assert_eq!(text.contains(&cluster), entry.cluster > 1, "{entry:?}");
                 assert!(text.contains(&format!(".target sm_{}", entry.capability)), "{entry:?}");
                 if let Ok(folder) = std::env::var("MLA_PTX_OUT") {

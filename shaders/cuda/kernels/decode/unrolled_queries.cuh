@@ -1,5 +1,5 @@
-// Query rows of the kernels on wgmma: as QueryRows of decode_queries.cuh, but unrolled. With that loop, and epilogues and a fallback that loop, 16 heads
-// over an e4m3 cache took 1.08 of the time on an H200 (docs/tried.md).
+// Query rows of the kernels on wgmma, which do what QueryRows of decode_queries.cuh do, but are unrolled. With that loop, and epilogues and
+// a fallback that loop, 16 heads over an e4m3 cache took 1.08 of the time on an H200 (docs/tried.md).
 #pragma once
 
 #include "decode/decode_tile.cuh"

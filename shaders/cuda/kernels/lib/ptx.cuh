@@ -36,8 +36,8 @@ DEVICE void unrolled(const Body& body) {
     }
 }
 
-// Replaces each element by `body(index, element)`, in a loop that is not unrolled although the array is in registers: the elements pass through the
-// first one's place. For code that runs once and is long.
+// Replaces each element by `body(index, element)`, in a loop that is not unrolled although the array is in registers: the elements pass
+// through the first one's place. It is for code that runs once and is long.
 template <class X, int COUNT, class Body>
 DEVICE void rolled(X (&xs)[COUNT], const Body& body) {
 #pragma unroll 1
@@ -89,8 +89,8 @@ DEVICE bool any_of_warps(u32 barrier, bool value) {
     return any != 0;
 }
 
-// cp.async of 16 bytes from global to shared memory; the bytes are there after `cp_async_wait`. If `is_there` is false, it reads nothing and
-// writes zeros.
+// cp.async of 16 bytes from global to shared memory; the bytes are there after `cp_async_wait`. If `is_there` is false, it reads nothing
+// and writes zeros.
 DEVICE void copy_16(u32 to, const void* from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
@@ -111,8 +111,8 @@ DEVICE void copy_8(u32 to, const void* from, bool is_there, bool wanted) {
                  : "memory");
 }
 
-// prefetch.global.L2 since compute capability 9.0, else nothing: fetches the line at a global address into the L2. It is a hint, so the address
-// need not be readable.
+// prefetch.global.L2 since compute capability 9.0, else nothing: fetches the line at a global address into the L2. It is a hint, so the
+// address need not be readable.
 DEVICE void prefetch_to_l2(u64 at) {
     asm volatile("// sm_90: prefetch.global.L2 [%0];" ::"l"(at));
 }
@@ -128,8 +128,8 @@ DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-// mbarrier.init: initialises an mbarrier, 8 bytes of shared memory, whose phases end after `arrivals` arrivals each. The phases' parities are
-// 0, 1, 0, 1 and so on.
+// mbarrier.init: initialises an mbarrier, 8 bytes of shared memory, whose phases end after `arrivals` arrivals each. The phases' parities
+// are 0, 1, 0, 1 and so on.
 DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -144,8 +144,8 @@ DEVICE void cp_async_mbarrier_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits until the phase of this parity has ended. Before the first phase has ended, parity 1 counts as ended. try_wait, since sm_90, suspends the
-// thread meanwhile.
+// Waits until the phase of this parity has ended. Before the first phase has ended, parity 1 counts as ended. try_wait, since sm_90,
+// suspends the thread meanwhile.
 DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{.reg .pred p;\n"

@@ -4,7 +4,8 @@
 #include "lib/ptx.cuh"
 #include "project.cuh"
 
-// Stores a warp's sums, in the layout of mma.sync and wgmma, of a tile that has so many tokens and columns. A quad of lanes exchanges 16-bit words, so that each lane has 8 columns.
+// Stores a warp's sums, in the layout of mma.sync and wgmma, of a tile that has so many tokens and columns. A quad of lanes exchanges
+// 16-bit words, so that each lane has 8 columns.
 // `IS_FAR`: some product may be past the limit.
 template <bool IS_FAR, int ROW_TILES, int COLUMN_TILES>
 DEVICE void store_sums(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
@@ -43,7 +44,7 @@ DEVICE void store_sums(const Args &args, const Tile &tile, u32 tokens, u32 colum
     }
 }
 
-// As store_sums. One comparison a sum tells whether the warp has a product past the limit, which is rare.
+// Does what store_sums does. One comparison a sum tells whether the warp has a product past the limit, which is rare.
 template <int ROW_TILES, int COLUMN_TILES>
 DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
     bool is_far = false;

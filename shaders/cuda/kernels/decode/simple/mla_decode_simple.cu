@@ -1,6 +1,6 @@
 // Split-KV MLA decode without tensor cores, in f32: variant `simple`, for f32 caches and for cards that no other variant fits.
-// Tile: up to 8 query rows a block, one warp a row (decode_f32.cuh), one token at a time; the cache is read in place. The same work items and
-// tables as shaders/mla_decode.wgsl.
+// Tile: up to 8 query rows a block, one warp a row (decode_f32.cuh), one token at a time; the cache is read in place. Work items and
+// tables are those of shaders/mla_decode.wgsl.
 #define UNROLLED 1
 #include "decode/decode_f32.cuh"
 
