@@ -10,8 +10,8 @@ from records import ROOT, Failed, files
 
 GPU = "src/gpu"
 # Inputs of every kernel.
-COMMON = [f"{GPU}/{name}.rs" for name in ("caps", "device", "kernels", "kernels/compose", "kernels/unroll", "pipelines", "wanted")]
-COMMON += ["src/ops/op.rs", "src/ops/variants.rs"]
+COMMON = [f"{GPU}/{name}.rs" for name in ("caps", "device", "kernels", "kernels/compose", "kernels/formats", "kernels/unroll", "pipelines", "wanted")]
+COMMON += ["src/ops/op.rs", "src/ops/op/*.rs", "src/ops/variants.rs", "src/cache/*.rs"]
 DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/decode.rs", "src/ops/decode.rs", "src/tables.rs"]
 
 
@@ -43,9 +43,11 @@ RUST = {
 
 
 def included(path):
-    """The files that a Rust file includes by `include_str!`."""
+    """The files that a Rust file includes by `include_str!`, or by `lib!` of src/gpu/kernels/formats.rs."""
     text = (ROOT / path).read_text()
     names = re.findall(r'include_(?:str|bytes)!\(\s*"([^"]+\.wgsl)"', text)
+    for libs in re.findall(r'\blib!\(([^)$]*)\)', text):
+        names += [f"../../../shaders/lib/{name}.wgsl" for name in re.findall(r'"(\w+)"', libs)]
     found = []
     for name in names:
         target = ((ROOT / path).parent / name).resolve()

@@ -2,11 +2,12 @@
 
 import re
 
-from lavapipe import OPS, inputs
+from lavapipe import inputs, ops
 from part import Part, Passed, locked, run as run_command
 from records import files
 from tree import tools
 
+OPS = ops()
 BATCH_TABLES = (["batch_tables"], ["tests/it/batch_tables/*.rs", "tests/support/src/reference/batch_tables.rs"])
 DECODE = (OPS["decode"][0], [*OPS["decode"][1], "src/gpu/host.rs", "src/gpu/wanted.rs", "tests/it/devices/made.rs"])
 PROJECT = (OPS["head_project"][0], [*OPS["head_project"][1], "tests/it/head_project.rs"])
