@@ -21,7 +21,12 @@ const ANY: MlaDecode = spec((512, 64), 16, Dtype::Bf16, Dtype::Bf16, Dtype::F32)
 
 const fn spec(dims: (u32, u32), num_heads: u32, query: Dtype, cache: Dtype, out: Dtype) -> MlaDecode {
     let shape = MlaShape { num_heads, kv_lora_rank: dims.0, qk_rope_head_dim: dims.1 };
-    MlaDecode { shape, kv: KvSpec { layout: cache.into(), page_size: 16, num_pages: 64 }, query, out }
+    MlaDecode {
+        shape,
+        kv: KvSpec { layout: wgpu_mla::KvLayout::Plain(cache), page_size: 16, num_pages: 64 },
+        query,
+        out,
+    }
 }
 
 fn all_dims() -> impl Iterator<Item = (u32, u32)> + Clone {
@@ -132,7 +137,7 @@ async fn every_small_op_compiles() {
         ($_decode:ty, $($op:ty),*) => { $(compile_samples::<$op>(&gpu).await;)* };
     }
     for_each_op!(samples);
-    let kv = |dtype| KvSpec { layout: dtype.into(), page_size: 48, num_pages: 7 };
+    let kv = |dtype: Dtype| KvSpec { layout: dtype.into(), page_size: 48, num_pages: 7 };
     make(&gpu, "tables of a batch", || BatchTables::new(&gpu, kv(Dtype::F16))).await;
     for dtype in FLOATS {
         for head_size in [64, 96, 127, 512] {
