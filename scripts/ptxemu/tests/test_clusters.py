@@ -98,7 +98,7 @@ def test_a_block_that_exits_early():
 
 def mask(value):
     """The mask of the copies becomes another."""
-    return r"(mov\.u16\s+\S+), 3;", rf"\1, {value};"
+    return r"(mov\.u16\s+[^,]+),\s*3;", rf"\1, {value};"
 
 
 def test_wrong_masks():
@@ -108,17 +108,17 @@ def test_wrong_masks():
 
 
 def test_bytes_that_do_not_fit():
-    size = r"(mov\.u32\s+\S+), 2048;"
+    size = r"(mov\.u32\s+[^,]+),\s*2048;"
     lacks((size, r"\1, 1024;"), words=["more bytes"])
     lacks((size, r"\1, 4096;"), words=["warp 0 of block 1 of the cluster (%ctaid 3, 0, 0) waits for ever"])
 
 
 def test_places_are_reused_only_after_arrivals_of_both_blocks():
-    lacks((r"mbarrier\.arrive\.release\.cluster\S* _, [^;]*;", ""), words=["for ever"])
+    lacks((r"mbarrier\.arrive\.release\.cluster\S* _,\s*[^;]*;", ""), words=["for ever"])
     # Each block's own readers arrive at each of its barriers twice: those of the other block may still read.
-    lacks((r"(mapa\S* \S+ \S+) [^;]*;", r"\1 %cluster_ctarank;"), words=["race"])
-    lacks((r"mbarrier\.try_wait\S* p, [^;]*;", "setp.eq.u32 p, 0, 0;", 1), words=["more than 1 arrivals"])
-    lacks((r"mbarrier\.try_wait\S* p, [^;]*;", "setp.eq.u32 p, 0, 0;", 0), words=["race"])
+    lacks((r"(mapa\S* [^,;]+,[^,;]+,)[^;]*;", r"\1 %cluster_ctarank;"), words=["race"])
+    lacks((r"mbarrier\.try_wait\S* p,\s*[^;]*;", "setp.eq.u32 p, 0, 0;", 1), words=["more than 1 arrivals"])
+    lacks((r"mbarrier\.try_wait\S* p,\s*[^;]*;", "setp.eq.u32 p, 0, 0;", 0), words=["race"])
 
 
 def pair(body, shared=".shared .align 16 .b8 s[512]; .shared .align 8 .b8 b[16];", threads=64, cluster=2, grid=2, directives="", **options):
