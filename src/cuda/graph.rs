@@ -2,9 +2,13 @@
 
 use cudarc::driver::{CudaGraph, sys};
 
+#[cfg(feature = "nccl")]
+use super::buffer::Buffer;
 use super::captures::Held;
 use super::device::Cuda;
 use super::library::failed;
+#[cfg(feature = "nccl")]
+use crate::ops::Replay;
 use crate::{Error, Result};
 
 /// Kernels that [`Cuda::capture`] took from the stream.
