@@ -15,7 +15,7 @@ use step::{Prepared, Tables, Words};
 
 use super::buffer::{Buffer, Locked, exclusive, store_elements};
 use super::device::Cpu;
-use super::kernels::attend::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile, Weight};
+use super::kernels::tile::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile, Weight};
 use super::kernels::{Kernels, VARIANTS};
 use crate::cpu::kernels::formats::bits_of;
 use crate::ops::variants::{candidates, choose};

@@ -7,11 +7,12 @@ mod avx2;
 mod avx512;
 pub(super) mod formats;
 pub(super) mod lanes;
+pub(super) mod tile;
 
 use std::ops::Range;
 
-use attend::Tile;
 use lanes::Plain;
+use tile::Tile;
 
 use crate::Dtype;
 use crate::ops::variants::Variant;

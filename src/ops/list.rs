@@ -50,8 +50,8 @@ mod tests {
 
     fn distinct_and_served<O: Op>() {
         let samples = O::samples();
-        let texts: BTreeSet<_> = samples.iter().map(|spec| format!("{spec:?}")).collect();
-        assert!(!samples.is_empty() && texts.len() == samples.len(), "{}", O::NAME);
+        let distinct: BTreeSet<_> = samples.iter().map(|spec| format!("{spec:?}")).collect();
+        assert!(!samples.is_empty() && distinct.len() == samples.len(), "{}", O::NAME);
         for spec in samples {
             assert_eq!(spec.check(), Ok(()), "{spec:?}");
         }

@@ -3,7 +3,7 @@
 use bytemuck::cast_slice;
 
 use super::Call;
-use crate::cpu::kernels::attend::Weight;
+use crate::cpu::kernels::tile::Weight;
 use crate::cpu::pool::Pool;
 
 /// Columns that are summed at a time, on the stack.

@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicU32;
 use bytemuck::{Pod, cast_slice};
 
 use crate::cpu::buffer::{Line, zeroed};
-use crate::cpu::kernels::attend::{BLOCK, MAX_ROWS, Tile};
 use crate::cpu::kernels::lanes::MAX_LANES;
+use crate::cpu::kernels::tile::{BLOCK, MAX_ROWS, Tile};
 use crate::plan::{Merge, Plan, QueryToken, Slabbed, WorkItem, check_plan};
 use crate::tables::{Capacity, Header, PageTable, write_tables};
 use crate::{Error, KvSpec, MlaDecode, Result};
@@ -17,7 +17,7 @@ use crate::{Error, KvSpec, MlaDecode, Result};
 pub struct Prepared {
     spec: MlaDecode,
     pub(super) words: Slabbed<Words>,
-    /// Partial outputs `[partials, L]`, then a [`Weight`](crate::cpu::kernels::attend::Weight) each. Locked by a run.
+    /// Partial outputs `[partials, L]`, then a [`Weight`](crate::cpu::kernels::tile::Weight) each. Locked by a run.
     pub(super) partials: Mutex<Vec<AtomicU32>>,
     num_partials: u32,
     /// One a thread, taken by the thread of that index only.

@@ -7,8 +7,9 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::attend::{self, Tile};
+use super::attend;
 use super::lanes::Lanes;
+use super::tile::Tile;
 use crate::Dtype;
 
 /// Whether this processor has what the kernels are compiled for.

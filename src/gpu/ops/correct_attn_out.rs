@@ -1,6 +1,6 @@
 //! `correct_attn_out`: one rank's attention output, weighted for a sum over the ranks.
 
-use super::merge_states::SetStrides;
+use super::merge_states::{SetStrides, items};
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use super::words::{Words, word_consts, word_files};
 use crate::Result;
@@ -46,12 +46,8 @@ impl SingleOp for CorrectAttnOut {
         vec![source(self)]
     }
 
-    /// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at
-    /// most 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
     fn items(&self, tokens: u32, layer: Option<&Params>) -> u64 {
-        let Some(layer) = layer else { return 0 };
-        let quads = u64::from(tokens) * u64::from(layer.num_heads) * u64::from(self.head_size / 4);
-        if is_wide(self.head_size) { quads } else { layer.num_words.into() }
+        layer.map_or(0, |layer| items(self.head_size, tokens, layer.num_heads, layer.num_words))
     }
 
     fn bind(

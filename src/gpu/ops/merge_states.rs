@@ -81,12 +81,8 @@ impl SingleOp for MergeStates {
         vec![source(self)]
     }
 
-    /// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at
-    /// most 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
     fn items(&self, tokens: u32, layer: Option<&Params>) -> u64 {
-        let Some(layer) = layer else { return 0 };
-        let quads = u64::from(tokens) * u64::from(layer.num_heads) * u64::from(self.head_size / 4);
-        if is_wide(self.head_size) { quads } else { layer.num_words.into() }
+        layer.map_or(0, |layer| items(self.head_size, tokens, layer.num_heads, layer.num_words))
     }
 
     fn bind(
@@ -154,6 +150,13 @@ impl SingleOp for MergeStates {
             0,
         )
     }
+}
+
+/// Quads of so many rows, or the words from the first of the output to its last. Output rows do not overlap and are in a window of at most
+/// 4 GiB, of quads of 8 bytes or more: a `u32` holds them.
+pub(super) fn items(head_size: u32, tokens: u32, heads: u32, words: u32) -> u64 {
+    let quads = u64::from(tokens) * u64::from(heads) * u64::from(head_size / 4);
+    if is_wide(head_size) { quads } else { words.into() }
 }
 
 fn source(spec: &MergeStates) -> Source {
