@@ -4,10 +4,10 @@
 #include "decode_tile.cuh"
 #include "query_pairs.cuh"
 
-// Query rows between global and shared memory, BATCH rows of a warp at a time: all loads are issued (`ask`) before the first is used
-// (`store`).
+// Query rows between global and shared memory, BATCH rows of a warp at a time: `ask` issues all loads before the first is used. QueryRows
+// and UnrolledQueryRows convert and store them.
 template <class T>
-struct QueryRows {
+struct LoadedQueryRows {
     using Order = typename T::QueryOrder;
     // Two parts where the tensor cores' dtype does not hold the query: f32, and f16 with a bf16 cache.
     using Pair = typename Either<T::PARTS == 2, float2, u32>::Type;
@@ -37,6 +37,15 @@ struct QueryRows {
             }
         }
     }
+};
+
+template <class T>
+struct QueryRows : LoadedQueryRows<T> {
+    using typename LoadedQueryRows<T>::Order;
+    using typename LoadedQueryRows<T>::Pair;
+    using LoadedQueryRows<T>::PAIRS;
+    using LoadedQueryRows<T>::BATCH;
+    using LoadedQueryRows<T>::pairs;
 
     // Converts and stores the rows. Unless QUERY_UNROLL says otherwise it is a loop, so that the code is there once: a row is selected,
     // since registers have no index.

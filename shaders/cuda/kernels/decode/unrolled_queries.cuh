@@ -2,77 +2,25 @@
 // a fallback that loop, 16 heads over an e4m3 cache took 1.08 of the time on an H200 (docs/tried.md).
 #pragma once
 
-#include "decode/decode_tile.cuh"
+#include "decode/decode_queries.cuh"
 
-// Two consecutive elements of a query as f32.
-template <Dtype DTYPE>
-DEVICE float2 unrolled_pair_of(u32 word) {
-    const u16 low = static_cast<u16>(word), high = static_cast<u16>(word >> 16);
-    if constexpr (DTYPE == F16) return make_float2(f16_to_float(low), f16_to_float(high));
-    if constexpr (DTYPE == BF16) return make_float2(bf16_to_float(low), bf16_to_float(high));
-    return make_float2(e4m3_to_float(static_cast<u8>(low)), e4m3_to_float(static_cast<u8>(low >> 8)));
+// Does what pair_of does, but converts FP8 codes by arithmetic, as the kernels did that were timed.
+template <Dtype DTYPE, class Loaded>
+DEVICE float2 unrolled_pair_of(Loaded pair) {
+    if constexpr (DTYPE == E4M3) {
+        const u16 codes = static_cast<u16>(pair);
+        return make_float2(e4m3_to_float(static_cast<u8>(codes)), e4m3_to_float(static_cast<u8>(codes >> 8)));
+    } else {
+        return pair_of<DTYPE>(pair);
+    }
 }
 
-template <Dtype DTYPE>
-DEVICE float2 unrolled_pair_of(float2 pair) {
-    return DTYPE == F32 ? pair : unrolled_pair_of<F16>(__float_as_uint(pair.x));
-}
-
-// Query rows between global and shared memory, BATCH rows of a warp at a time: all loads are issued (`ask`) before the first is used
-// (`store`).
 template <class T>
-struct UnrolledQueryRows {
-    using Order = typename T::QueryOrder;
-    // Two parts where the tensor cores' dtype does not hold the query: f32, and f16 with a bf16 cache.
-    using Pair = typename Either<T::PARTS == 2, float2, u32>::Type;
-    static constexpr int PAIRS = (T::DIM + 63) / 64; // pairs of elements of a lane in a row
-    static constexpr int BATCH = T::QUERY_BATCH;
-    static_assert(T::STAGED_ROWS % (BATCH * T::WARPS) == 0, "whole batches");
-    Pair pairs[BATCH][PAIRS];
-
-    // Loads rows first, first + WARPS, ..
-    DEVICE void ask(const Args& args, const WorkItem& item, u32 first) {
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            const u32 index = item.first_row + min(first + b * T::WARPS, item.num_rows - 1);
-            const u32 token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
-            const u64 nope = token * args.q_nope_token_stride + head * args.q_nope_head_stride;
-            const u64 pe = token * args.q_pe_token_stride + head * args.q_pe_head_stride;
-            if constexpr (T::PARTS == 2) {
-                if (T::CACHE == BF16 && args.query_dtype == F16) {
-                    ask_row<u32>(pairs[b], args, nope, pe);
-                } else {
-                    ask_row<float2>(pairs[b], args, nope, pe);
-                }
-            } else if (args.query_dtype == E4M3) {
-                ask_row<u16>(pairs[b], args, nope, pe);
-            } else {
-                ask_row<u32>(pairs[b], args, nope, pe);
-            }
-        }
-    }
-
-    template <class Loaded>
-    DEVICE static void ask_row(Pair (&to)[PAIRS], const Args& args, u64 nope, u64 pe) {
-        const u32 lane = threadIdx.x % LANES;
-        const Loaded* latent = reinterpret_cast<const Loaded*>(args.q_nope) + nope / 2;
-        const Loaded* rope = reinterpret_cast<const Loaded*>(args.q_pe) + pe / 2;
-#pragma unroll
-        for (int i = 0; i < PAIRS; i++) {
-            const u32 pair = i * 32 + lane;
-            Loaded loaded = {};
-            if (pair < T::LATENT / 2) {
-                loaded = latent[pair];
-            } else if (pair < T::DIM / 2) {
-                loaded = rope[pair - T::LATENT / 2];
-            }
-            if constexpr (T::PARTS == 2 && sizeof(Loaded) == 4) {
-                to[i].x = __uint_as_float(loaded);
-            } else {
-                to[i] = loaded;
-            }
-        }
-    }
+struct UnrolledQueryRows : LoadedQueryRows<T> {
+    using typename LoadedQueryRows<T>::Order;
+    using LoadedQueryRows<T>::PAIRS;
+    using LoadedQueryRows<T>::BATCH;
+    using LoadedQueryRows<T>::pairs;
 
     DEVICE void store(const Args& args, u32 first, u32 to, float* scales) const {
         if constexpr (T::PARTS == 2) {
