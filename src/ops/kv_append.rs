@@ -12,9 +12,8 @@ use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 /// Writes the rows of new tokens, `kv_c ++ k_pe`, to their slots of the paged cache: vLLM's `concat_and_cache_mla`.
 ///
 /// Equal dtypes are copied bit for bit. Other pairs go through f32 and round to nearest even, NaN, infinities and subnormals included:
-/// the same bytes as those of [`Dtype::encode`]. An e4m3 cache holds `x / k_scale`, saturated to +-448. On wgpu and CUDA the exact
-/// quotient is rounded once. The CPU divides in f32 first: next to a tie its code may be the neighbouring one, unless `k_scale` is a
-/// power of two.
+/// the same bytes as those of [`Dtype::encode`]. An e4m3 cache holds `x / k_scale`, saturated to +-448: the exact
+/// quotient, rounded once.
 ///
 /// Arguments of a layer: [`KvAppendArgs`]. Input of a step: a `slot_mapping`, `&[i64]`, as [`crate::PagePool::slot_mapping`] makes it:
 /// the slot of each token, `page * page_size + offset`, or a negative number for a token that is skipped. A slot outside the pool is

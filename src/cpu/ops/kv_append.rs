@@ -50,11 +50,23 @@ impl HostOp for KvAppend {
                 }
                 let bits = |i: usize| {
                     let element = input.decode_at(from, at + i);
-                    bits_of(cache, if cache.is_fp8() { element / args.k_scale } else { element })
+                    bits_of(cache, if cache.is_fp8() { quotient(element, args.k_scale) } else { element })
                 };
                 store_elements(locked.words(2), cache.bytes(), row + column, dim, bits);
             }
         });
         Ok(())
     }
+}
+
+/// `x / by`, rounded to odd: to an f32 whose last bit is set unless it is exact. Rounding that to an e4m3 code gives the code that is
+/// nearest to the exact quotient, as the quotient in f64 is on the same side of every tie.
+fn quotient(x: f32, by: f32) -> f32 {
+    let exact = f64::from(x) / f64::from(by);
+    let near = exact as f32;
+    if f64::from(near) == exact || !near.is_finite() {
+        return near;
+    }
+    let toward_zero = near.to_bits() - u32::from(f64::from(near).abs() > exact.abs());
+    f32::from_bits(toward_zero | 1)
 }

@@ -11,6 +11,7 @@ pub mod errors;
 pub mod extremes;
 pub mod factors;
 pub mod invariance;
+pub mod kv_append;
 pub mod kv_calibrate;
 pub mod kv_gather;
 pub mod layer;
@@ -326,6 +327,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "correct_attn_out" false: correct_attn_out { corrections, refuses_corrections }
         "context_parallel" false: context_parallel { refuses_other_ranks, decode_arguments }
         "kv_append" false: ops { appends }
+        "kv_append" false: kv_append { exact_appends }
         "kv_append" false: errors { refuses_ops }
         "every_op" false: extremes { extreme_views }
         "every_op" false: factors { factors }
