@@ -7,6 +7,8 @@
 #                                   or an entry exceeds its limits with some ptxas: registers, shared memory, no spill
 #   scripts/ptx.sh --check --only NAME...   of some sources, by their stems; --check --list: only whether files, reports and manifest agree
 #   scripts/ptx.sh emulate [NAME]   the interpreter's tests and the kernels' on the CPU (scripts/ptxemu/run.py); MLA_FULL=1: all
+#   scripts/ptx.sh suite [NAME...]  the CUDA backend's tests whose names contain a NAME, on the emulated card of tests/cuda_driver, whose kernels
+#                                   run in the interpreter; its variables are in tests/cuda_driver/src/lib.rs
 #   scripts/ptx.sh setup            only installs
 #
 # In a .cu, before the code:   // ptx: compute_89                      instead of compute_80; several with commas
@@ -52,7 +54,7 @@ setup() {
 verb=${1:-write}
 (($# == 0)) || shift
 case $verb in
-    write | --check | emulate | setup) setup ;;
+    write | --check | emulate | suite | setup) setup ;;
     *) sed -n '2,/^set/{/^#/p}' "$0" >&2; exit 2 ;;
 esac
 export CUDA_TOOLS=$home PYTHONDONTWRITEBYTECODE=1
@@ -60,4 +62,13 @@ case $verb in
     write) "$home/venv/bin/python" scripts/ptx/build.py "$@" ;;
     --check) "$home/venv/bin/python" scripts/ptx/build.py --check "$@" ;;
     emulate) "$home/venv/bin/python" scripts/ptxemu/run.py "$@" ;;
+    suite)
+        source scripts/environment.sh
+        # In a folder of its own: cargo has target/debug in the path of every test.
+        cargo build --locked --quiet -p emulated-cuda-driver --target-dir "${home%/cuda}/cuda_driver"
+        # The driver is looked for before the system's.
+        export LD_LIBRARY_PATH=${home%/cuda}/cuda_driver/debug${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} MLA_PYTHON=$home/venv/bin/python MLA_REQUIRE_CUDA=1
+        # With what scripts/check.sh builds.
+        cargo test --locked -p wgpu-mla -p wgpu-mla-ptx -p context_parallel --features cuda --test it -- "$@"
+        ;;
 esac
