@@ -7,7 +7,7 @@
 // sides, and no two invocations write the same word. Each piece has PAGE_SIZE places, one for each token that it could have.
 //
 // Tile: one quad of PLACES_PER_LANE places a thread; all loads are issued before the first conversion, to overlap their latency.
-// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/convert_*, and lib/pack_* or lib/convert_begin_nothing.
+// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/slots, lib/convert_*, and lib/pack_* or lib/convert_begin_nothing.
 // Constants: GROUP, PAGE_SIZE, ROW_QUADS, PLACES_PER_LANE.
 
 struct GatherParams {
@@ -54,8 +54,7 @@ fn kv_gather(
         let slot = min(in_slab, params.num_slots - 1u);
         let is_used = first + i < num_places && t < table[piece + 2u] && in_slab == slot;
         rows[i] = select(NO_ROW, table[piece + 1u] + t, is_used);
-        let row = params.kv_base_quads + slot / PAGE_SIZE * params.kv_block_stride_quads + slot % PAGE_SIZE * ROW_QUADS;
-        quads[i] = kv[row + quad];
+        quads[i] = kv[row_of_slot(slot, params.kv_base_quads, params.kv_block_stride_quads) + quad];
     }
     begin_convert(lane, params.scale);
     for (var i = 0u; i < PLACES_PER_LANE; i++) { // unroll

@@ -260,12 +260,12 @@ fn mla_merge(
         }
         // A single partial result is not divided: 1 / 1 need not be exactly 1 on a device.
         let many = sum > 0.0 && sum != 1.0;
-        let divisor = select(1.0, sum, many);
-        let value = mat2x4<f32>(low, high) * select(1.0, 1.0 / divisor, many);
+        // EMPTY and the like are so large that adding log2 does not change them.
+        let row_end = finish_row(head, largest, sum, unit, many);
+        let value = mat2x4<f32>(low, high) * select(1.0, row_end.factor, many);
         store_out(token, head, column_oct, nan_if(value, is_nan_row(largest)));
         if (column_oct == 0u) {
-            // EMPTY and the like are so large that adding log2 does not change them.
-            store_lse(token, head, largest + log2(divisor * unit));
+            store_lse(token, head, row_end.lse);
         }
     }
 }

@@ -16,7 +16,7 @@
 // VALUE_TURN keys, of TOTAL_TOKENS keys in `acc`, and of all these in totals, which lie where the output will be (lib/prefill_totals.wgsl).
 //
 // Measured on an H200: 24.6 TFLOP/s at head dims 128/64/128; other tiles in src/gpu/kernels/prefill/plain.rs.
-// Concatenated with: lib/round, lib/quad_*, alias Unit = Quad, lib/out_*, lib/prefill, lib/prefill_read.
+// Concatenated with: lib/round, lib/quad_*, alias Unit = Quad, lib/out_*, lib/prefill, lib/row_end, lib/prefill_read.
 // Constants: src/gpu/kernels/prefill/plain.rs.
 var<workgroup> staged: array<vec4<f32>, STAGED>; // queries [DEPTH, TILE_QUADS] and keys [DEPTH, BLOCK_QUADS]; or see VALUES_AT
 
@@ -96,7 +96,7 @@ fn stage_values(tile: Tile, first_key: u32, lane: u32) {
 }
 
 // The row maxima over the 16 threads that share rows; barriers are the caller's.
-fn largest_of_rows(own: vec4<f32>, row_quad: u32, tx: u32) -> vec4<f32> {
+fn largest_of_rows(own: vec4<f32>, row_quad: u32) -> vec4<f32> {
     var largest = own;
     for (var x = 0u; x < 16u; x++) {
         largest = max(largest, staged[row_quad * 16u + x]);
@@ -104,6 +104,23 @@ fn largest_of_rows(own: vec4<f32>, row_quad: u32, tx: u32) -> vec4<f32> {
     return largest;
 }
 
+// A thread's place in the 16 x 16 grid. A subgroup of 32 is 8 x 4 of it, so that its reads of `staged` hit few distinct addresses: the rest
+// are broadcasts.
+struct Worker {
+    tx: u32,
+    ty: u32,
+}
+
+// A thread's state of its rows, a vec4 of four rows each.
+struct Softmax {
+    visible: array<vec4<u32>, ROW_QUADS>,
+    top: array<vec4<f32>, ROW_QUADS>, // the rows' largest logits
+    sum: array<vec4<f32>, ROW_QUADS>, // of weights, over this thread's keys only
+    total_top: array<vec4<f32>, ROW_QUADS>, // all f32
+    total_sum: array<vec4<f32>, ROW_QUADS>, // all f32
+}
+
+// No function that is called in a loop has a barrier: that deadlocked on a driver.
 @compute @workgroup_size(GROUP)
 fn mla_prefill(
     @builtin(workgroup_id) group: vec3<u32>,
@@ -115,23 +132,9 @@ fn mla_prefill(
         return;
     }
     let tile = tile_of(number);
-    // A subgroup of 32 is 8 x 4 of the grid, so that its reads of `staged` hit few distinct addresses: the rest are broadcasts.
-    let tx = lane % 8u + lane / 32u % 2u * 8u;
-    let ty = lane / 8u % 4u + lane / 64u * 4u;
-
-    var visible: array<vec4<u32>, ROW_QUADS>;
-    var row_max: array<vec4<f32>, ROW_QUADS>;
-    var row_sum: array<vec4<f32>, ROW_QUADS>; // over this thread's keys until the end
-    var total_max: array<vec4<f32>, ROW_QUADS>; // all f32
-    var total_sum: array<vec4<f32>, ROW_QUADS>; // all f32
-    for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-        let row = (r * 16u + ty) * 4u;
-        visible[r] = vec4<u32>(visible_to(tile, row), visible_to(tile, row + 1u), visible_to(tile, row + 2u), visible_to(tile, row + 3u));
-        row_max[r] = vec4<f32>(EMPTY);
-        row_sum[r] = vec4<f32>(0.0);
-        total_max[r] = vec4<f32>(EMPTY); // all f32
-        total_sum[r] = vec4<f32>(0.0); // all f32
-    }
+    let worker = Worker(lane % 8u + lane / 32u % 2u * 8u, lane / 8u % 4u + lane / 64u * 4u);
+    var softmax: Softmax;
+    begin_softmax(&softmax, tile, worker);
     var acc = array<vec4<f32>, ACC>(); // [4 * COLUMN_QUADS, ROW_QUADS]: four rows of a column
 
     // Where ROLLED, always the same too, but the compiler cannot know: Mesa's for Intel would unroll the loops, and spill.
@@ -144,178 +147,248 @@ fn mla_prefill(
             workgroupBarrier();
             stage_slice(tile, block, slice, lane);
             workgroupBarrier();
-            for (var d = 0u; d < depth; d += DEPTH_TURN) {
-                let before = score;
-                if (SUMS_APART != 0u) {
-                    score = array<vec4<f32>, SCORES>();
-                }
-                for (var e = 0u; e < DEPTH_TURN; e++) { // unroll on cards
-                    var query: array<vec4<f32>, ROW_QUADS>;
-                    for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-                        query[r] = staged[(d + e) * TILE_QUADS + r * 16u + ty];
-                    }
-                    for (var k = 0u; k < KEY_QUADS; k++) { // unroll
-                        let key = staged[KEYS_AT + (d + e) * BLOCK_QUADS + k * 16u + tx];
-                        for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-                            score[(k * 4u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.x), score[(k * 4u) * ROW_QUADS + r]);
-                            score[(k * 4u + 1u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.y), score[(k * 4u + 1u) * ROW_QUADS + r]);
-                            score[(k * 4u + 2u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.z), score[(k * 4u + 2u) * ROW_QUADS + r]);
-                            score[(k * 4u + 3u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.w), score[(k * 4u + 3u) * ROW_QUADS + r]);
-                        }
-                    }
-                }
-                if (SUMS_APART != 0u) {
-                    for (var i = 0u; i < SCORES; i++) { // unroll
-                        score[i] += before[i];
-                    }
-                }
-            }
+            add_scores(&score, worker, depth);
         }
 
         // 2. softmax
         var top: array<vec4<f32>, ROW_QUADS>;
-        for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-            top[r] = row_max[r];
-            for (var k = 0u; k < KEYS_OF_THREAD; k++) { // unroll
-                let seen = vec4<u32>(block + (k / 4u * 16u + tx) * 4u + k % 4u) < visible[r];
-                top[r] = max(top[r], select(vec4<f32>(EMPTY), score[k * ROW_QUADS + r] * params.logit_scale, seen));
-            }
-        }
+        largest_of_thread(&top, &softmax, &score, worker, block);
         workgroupBarrier();
-        for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-            staged[(r * 16u + ty) * 16u + tx] = top[r];
-        }
+        publish(&top, worker);
         workgroupBarrier();
-        for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-            let new_max = largest_of_rows(top[r], r * 16u + ty, tx);
-            let old = row_max[r];
-            let factor = vec4<f32>(exp2_exact(old.x - new_max.x), exp2_exact(old.y - new_max.y), exp2_exact(old.z - new_max.z), exp2_exact(old.w - new_max.w));
-            row_max[r] = new_max;
-            row_sum[r] *= factor;
-            for (var c = 0u; c < COLUMNS_OF_THREAD; c++) { // unroll
-                acc[c * ROW_QUADS + r] *= factor;
-            }
-            let sum_before = row_sum[r]; // all f32
-            row_sum[r] = vec4<f32>(0.0); // all f32
-            for (var k = 0u; k < KEYS_OF_THREAD; k++) { // unroll
-                let seen = vec4<u32>(block + (k / 4u * 16u + tx) * 4u + k % 4u) < visible[r];
-                // fma: the product is not rounded before the subtraction, so large logits lose no accuracy beyond the dot product's.
-                let exponent = fma(score[k * ROW_QUADS + r], vec4<f32>(params.logit_scale), -new_max);
-                score[k * ROW_QUADS + r] = select(vec4<f32>(0.0), exp2(select(vec4<f32>(0.0), exponent, seen)), seen);
-                row_sum[r] += score[k * ROW_QUADS + r];
-            }
-            row_sum[r] += sum_before; // all f32
-        }
+        weigh(&score, &softmax, &acc, &top, worker, block);
 
         // 3. values
         for (var k = 0u; k < KEY_QUADS; k++) { // unroll
             for (var part = 0u; part < 64u / SLICE_KEYS; part++) {
                 workgroupBarrier();
-                if (tx / (SLICE_KEYS / 4u) == part) {
+                if (worker.tx / (SLICE_KEYS / 4u) == part) {
                     for (var i = 0u; i < 4u; i++) { // unroll
                         for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-                            staged[(tx % (SLICE_KEYS / 4u) * 4u + i) * TILE_QUADS + r * 16u + ty] = score[(k * 4u + i) * ROW_QUADS + r];
+                            staged[(worker.tx % (SLICE_KEYS / 4u) * 4u + i) * TILE_QUADS + r * 16u + worker.ty] = score[(k * 4u + i) * ROW_QUADS + r];
                         }
                     }
                 }
                 stage_values(tile, block + k * 64u + part * SLICE_KEYS, lane);
                 workgroupBarrier();
-                for (var key = 0u; key < slice_keys; key += VALUE_TURN) {
-                    // if all f32
-                    for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll
-                        var turn = array<vec4<f32>, TURN>();
-                        for (var e = 0u; e < VALUE_TURN; e++) { // unroll on cards
-                            let value = staged[VALUES_AT + (key + e) * VALUE_QUADS + c * 16u + tx];
-                            for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-                                let weight = staged[(key + e) * TILE_QUADS + r * 16u + ty];
-                                turn[r] = fma(weight, vec4<f32>(value.x), turn[r]);
-                                turn[ROW_QUADS + r] = fma(weight, vec4<f32>(value.y), turn[ROW_QUADS + r]);
-                                turn[2u * ROW_QUADS + r] = fma(weight, vec4<f32>(value.z), turn[2u * ROW_QUADS + r]);
-                                turn[3u * ROW_QUADS + r] = fma(weight, vec4<f32>(value.w), turn[3u * ROW_QUADS + r]);
-                            }
-                        }
-                        for (var i = 0u; i < TURN; i++) { // unroll
-                            acc[c * TURN + i] += turn[i];
-                        }
-                    }
-                    // else
-                    for (var e = 0u; e < VALUE_TURN; e++) { // unroll on cards
-                        var weight: array<vec4<f32>, ROW_QUADS>;
-                        for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-                            weight[r] = staged[(key + e) * TILE_QUADS + r * 16u + ty];
-                        }
-                        for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll
-                            let value = staged[VALUES_AT + (key + e) * VALUE_QUADS + c * 16u + tx];
-                            for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-                                acc[(c * 4u) * ROW_QUADS + r] = fma(weight[r], vec4<f32>(value.x), acc[(c * 4u) * ROW_QUADS + r]);
-                                acc[(c * 4u + 1u) * ROW_QUADS + r] = fma(weight[r], vec4<f32>(value.y), acc[(c * 4u + 1u) * ROW_QUADS + r]);
-                                acc[(c * 4u + 2u) * ROW_QUADS + r] = fma(weight[r], vec4<f32>(value.z), acc[(c * 4u + 2u) * ROW_QUADS + r]);
-                                acc[(c * 4u + 3u) * ROW_QUADS + r] = fma(weight[r], vec4<f32>(value.w), acc[(c * 4u + 3u) * ROW_QUADS + r]);
-                            }
-                        }
-                    }
-                    // end
-                }
+                add_values(&acc, worker, slice_keys);
             }
         }
-        let done = block + TOKENS; // all f32
-        let is_last = done >= tile.num_keys; // all f32
-        if (tile.num_keys > TOTAL_TOKENS && (done % TOTAL_TOKENS == 0u || is_last)) { // all f32
-            for (var r = 0u; r < ROW_QUADS; r++) { // unroll // all f32
-                let gap = total_max[r] - row_max[r]; // all f32
-                let factor = vec4<f32>(exp2_exact(gap.x), exp2_exact(gap.y), exp2_exact(gap.z), exp2_exact(gap.w)); // all f32
-                total_max[r] = row_max[r]; // all f32
-                total_sum[r] = fma(total_sum[r], factor, row_sum[r]); // all f32
-                row_sum[r] = select(vec4<f32>(0.0), total_sum[r], is_last); // all f32
-                for (var i = 0u; i < 4u; i++) { // unroll // all f32
-                    let row = (r * 16u + ty) * 4u + i; // all f32
-                    for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll // all f32
-                        if (row < tile.num_rows && c * 16u + tx < V_QUADS) { // all f32
-                            var total = vec4<f32>(acc[(c * 4u) * ROW_QUADS + r][i], acc[(c * 4u + 1u) * ROW_QUADS + r][i], acc[(c * 4u + 2u) * ROW_QUADS + r][i], acc[(c * 4u + 3u) * ROW_QUADS + r][i]); // all f32
-                            if (done > TOTAL_TOKENS) { // all f32
-                                total = fma(load_total(tile, row, c * 16u + tx), vec4<f32>(factor[i]), total); // all f32
-                            } // all f32
-                            if (!is_last) { // all f32
-                                store_total(tile, row, c * 16u + tx, total); // all f32
-                                total = vec4<f32>(0.0); // all f32
-                            } // all f32
-                            acc[(c * 4u) * ROW_QUADS + r][i] = total.x; // all f32
-                            acc[(c * 4u + 1u) * ROW_QUADS + r][i] = total.y; // all f32
-                            acc[(c * 4u + 2u) * ROW_QUADS + r][i] = total.z; // all f32
-                            acc[(c * 4u + 3u) * ROW_QUADS + r][i] = total.w; // all f32
-                        } // all f32
-                    } // all f32
-                } // all f32
-            } // all f32
+        if (ends_total(tile, block)) { // all f32
+            end_total(&softmax, &acc, tile, worker, block); // all f32
         } // all f32
     }
 
-    // Row sums over the 16 threads of a row, then the epilogue.
+    var sum = softmax.sum; // as naga's SPIR-V passes no pointer to a member
     workgroupBarrier();
+    publish(&sum, worker);
+    workgroupBarrier();
+    finish(&softmax, &acc, tile, worker);
+}
+
+fn begin_softmax(softmax: ptr<function, Softmax>, tile: Tile, worker: Worker) {
     for (var r = 0u; r < ROW_QUADS; r++) { // unroll
-        staged[(r * 16u + ty) * 16u + tx] = row_sum[r];
+        let row = (r * 16u + worker.ty) * 4u;
+        (*softmax).visible[r] = vec4<u32>(visible_to(tile, row), visible_to(tile, row + 1u), visible_to(tile, row + 2u), visible_to(tile, row + 3u));
+        (*softmax).top[r] = vec4<f32>(EMPTY);
+        (*softmax).sum[r] = vec4<f32>(0.0);
+        (*softmax).total_top[r] = vec4<f32>(EMPTY); // all f32
+        (*softmax).total_sum[r] = vec4<f32>(0.0); // all f32
     }
-    workgroupBarrier();
+}
+
+// Adds the products of a staged slice of columns.
+fn add_scores(score: ptr<function, array<vec4<f32>, SCORES>>, worker: Worker, depth: u32) {
+    for (var d = 0u; d < depth; d += DEPTH_TURN) {
+        let before = *score;
+        if (SUMS_APART != 0u) {
+            *score = array<vec4<f32>, SCORES>();
+        }
+        for (var e = 0u; e < DEPTH_TURN; e++) { // unroll on cards
+            var query: array<vec4<f32>, ROW_QUADS>;
+            for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+                query[r] = staged[(d + e) * TILE_QUADS + r * 16u + worker.ty];
+            }
+            for (var k = 0u; k < KEY_QUADS; k++) { // unroll
+                let key = staged[KEYS_AT + (d + e) * BLOCK_QUADS + k * 16u + worker.tx];
+                for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+                    (*score)[(k * 4u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.x), (*score)[(k * 4u) * ROW_QUADS + r]);
+                    (*score)[(k * 4u + 1u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.y), (*score)[(k * 4u + 1u) * ROW_QUADS + r]);
+                    (*score)[(k * 4u + 2u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.z), (*score)[(k * 4u + 2u) * ROW_QUADS + r]);
+                    (*score)[(k * 4u + 3u) * ROW_QUADS + r] = fma(query[r], vec4<f32>(key.w), (*score)[(k * 4u + 3u) * ROW_QUADS + r]);
+                }
+            }
+        }
+        if (SUMS_APART != 0u) {
+            for (var i = 0u; i < SCORES; i++) { // unroll
+                (*score)[i] += before[i];
+            }
+        }
+    }
+}
+
+// Whether four rows see the thread's key `k` of a block.
+fn sees(visible: vec4<u32>, worker: Worker, block: u32, k: u32) -> vec4<bool> {
+    return vec4<u32>(block + (k / 4u * 16u + worker.tx) * 4u + k % 4u) < visible;
+}
+
+// The largest logits so far, by this thread's keys of a block.
+fn largest_of_thread(
+    top: ptr<function, array<vec4<f32>, ROW_QUADS>>,
+    softmax: ptr<function, Softmax>,
+    score: ptr<function, array<vec4<f32>, SCORES>>,
+    worker: Worker,
+    block: u32,
+) {
+    for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+        (*top)[r] = (*softmax).top[r];
+        for (var k = 0u; k < KEYS_OF_THREAD; k++) { // unroll
+            let seen = sees((*softmax).visible[r], worker, block, k);
+            (*top)[r] = max((*top)[r], select(vec4<f32>(EMPTY), (*score)[k * ROW_QUADS + r] * params.logit_scale, seen));
+        }
+    }
+}
+
+// Stages what this thread has of its rows, in [rows, 16 threads].
+fn publish(of_rows: ptr<function, array<vec4<f32>, ROW_QUADS>>, worker: Worker) {
+    for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+        staged[(r * 16u + worker.ty) * 16u + worker.tx] = (*of_rows)[r];
+    }
+}
+
+// Turns scores into weights, and rescales sums and output by the new maxima: those that were published, and this thread's own.
+fn weigh(
+    score: ptr<function, array<vec4<f32>, SCORES>>,
+    softmax: ptr<function, Softmax>,
+    acc: ptr<function, array<vec4<f32>, ACC>>,
+    own: ptr<function, array<vec4<f32>, ROW_QUADS>>,
+    worker: Worker,
+    block: u32,
+) {
+    for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+        let top = largest_of_rows((*own)[r], r * 16u + worker.ty);
+        let factor = exp2_exact4((*softmax).top[r] - top);
+        (*softmax).top[r] = top;
+        (*softmax).sum[r] *= factor;
+        for (var c = 0u; c < COLUMNS_OF_THREAD; c++) { // unroll
+            (*acc)[c * ROW_QUADS + r] *= factor;
+        }
+        let sum_before = (*softmax).sum[r]; // all f32
+        (*softmax).sum[r] = vec4<f32>(0.0); // all f32
+        for (var k = 0u; k < KEYS_OF_THREAD; k++) { // unroll
+            let seen = sees((*softmax).visible[r], worker, block, k);
+            // fma: the product is not rounded before the subtraction, so large logits lose no accuracy beyond the dot product's.
+            let exponent = fma((*score)[k * ROW_QUADS + r], vec4<f32>(params.logit_scale), -top);
+            (*score)[k * ROW_QUADS + r] = select(vec4<f32>(0.0), exp2(select(vec4<f32>(0.0), exponent, seen)), seen);
+            (*softmax).sum[r] += (*score)[k * ROW_QUADS + r];
+        }
+        (*softmax).sum[r] += sum_before; // all f32
+    }
+}
+
+fn exp2_exact4(x: vec4<f32>) -> vec4<f32> {
+    return vec4<f32>(exp2_exact(x.x), exp2_exact(x.y), exp2_exact(x.z), exp2_exact(x.w));
+}
+
+// Adds the staged values by the staged weights.
+fn add_values(acc: ptr<function, array<vec4<f32>, ACC>>, worker: Worker, slice_keys: u32) {
+    for (var key = 0u; key < slice_keys; key += VALUE_TURN) {
+        // if all f32
+        for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll
+            var turn = array<vec4<f32>, TURN>();
+            for (var e = 0u; e < VALUE_TURN; e++) { // unroll on cards
+                let value = staged[VALUES_AT + (key + e) * VALUE_QUADS + c * 16u + worker.tx];
+                for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+                    let weight = staged[(key + e) * TILE_QUADS + r * 16u + worker.ty];
+                    turn[r] = fma(weight, vec4<f32>(value.x), turn[r]);
+                    turn[ROW_QUADS + r] = fma(weight, vec4<f32>(value.y), turn[ROW_QUADS + r]);
+                    turn[2u * ROW_QUADS + r] = fma(weight, vec4<f32>(value.z), turn[2u * ROW_QUADS + r]);
+                    turn[3u * ROW_QUADS + r] = fma(weight, vec4<f32>(value.w), turn[3u * ROW_QUADS + r]);
+                }
+            }
+            for (var i = 0u; i < TURN; i++) { // unroll
+                (*acc)[c * TURN + i] += turn[i];
+            }
+        }
+        // else
+        for (var e = 0u; e < VALUE_TURN; e++) { // unroll on cards
+            var weight: array<vec4<f32>, ROW_QUADS>;
+            for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+                weight[r] = staged[(key + e) * TILE_QUADS + r * 16u + worker.ty];
+            }
+            for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll
+                let value = staged[VALUES_AT + (key + e) * VALUE_QUADS + c * 16u + worker.tx];
+                for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+                    (*acc)[(c * 4u) * ROW_QUADS + r] = fma(weight[r], vec4<f32>(value.x), (*acc)[(c * 4u) * ROW_QUADS + r]);
+                    (*acc)[(c * 4u + 1u) * ROW_QUADS + r] = fma(weight[r], vec4<f32>(value.y), (*acc)[(c * 4u + 1u) * ROW_QUADS + r]);
+                    (*acc)[(c * 4u + 2u) * ROW_QUADS + r] = fma(weight[r], vec4<f32>(value.z), (*acc)[(c * 4u + 2u) * ROW_QUADS + r]);
+                    (*acc)[(c * 4u + 3u) * ROW_QUADS + r] = fma(weight[r], vec4<f32>(value.w), (*acc)[(c * 4u + 3u) * ROW_QUADS + r]);
+                }
+            }
+        }
+        // end
+    }
+}
+
+// if all f32
+// Whether the sums go to the totals after a block: only a long tile has totals.
+fn ends_total(tile: Tile, block: u32) -> bool {
+    let done = block + TOKENS;
+    return tile.num_keys > TOTAL_TOKENS && (done % TOTAL_TOKENS == 0u || done >= tile.num_keys);
+}
+
+// Adds the sums to the totals. After the last block the totals are the sums.
+fn end_total(softmax: ptr<function, Softmax>, acc: ptr<function, array<vec4<f32>, ACC>>, tile: Tile, worker: Worker, block: u32) {
+    let done = block + TOKENS;
+    let is_last = done >= tile.num_keys;
+    for (var r = 0u; r < ROW_QUADS; r++) { // unroll
+        let factor = exp2_exact4((*softmax).total_top[r] - (*softmax).top[r]);
+        (*softmax).total_top[r] = (*softmax).top[r];
+        (*softmax).total_sum[r] = fma((*softmax).total_sum[r], factor, (*softmax).sum[r]);
+        (*softmax).sum[r] = select(vec4<f32>(0.0), (*softmax).total_sum[r], is_last);
+        for (var i = 0u; i < 4u; i++) { // unroll
+            let row = (r * 16u + worker.ty) * 4u + i;
+            for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll
+                if (row < tile.num_rows && c * 16u + worker.tx < V_QUADS) {
+                    var total = vec4<f32>((*acc)[(c * 4u) * ROW_QUADS + r][i], (*acc)[(c * 4u + 1u) * ROW_QUADS + r][i], (*acc)[(c * 4u + 2u) * ROW_QUADS + r][i], (*acc)[(c * 4u + 3u) * ROW_QUADS + r][i]);
+                    if (done > TOTAL_TOKENS) {
+                        total = fma(load_total(tile, row, c * 16u + worker.tx), vec4<f32>(factor[i]), total);
+                    }
+                    if (!is_last) {
+                        store_total(tile, row, c * 16u + worker.tx, total);
+                        total = vec4<f32>(0.0);
+                    }
+                    (*acc)[(c * 4u) * ROW_QUADS + r][i] = total.x;
+                    (*acc)[(c * 4u + 1u) * ROW_QUADS + r][i] = total.y;
+                    (*acc)[(c * 4u + 2u) * ROW_QUADS + r][i] = total.z;
+                    (*acc)[(c * 4u + 3u) * ROW_QUADS + r][i] = total.w;
+                }
+            }
+        }
+    }
+}
+// end
+
+// Stores this thread's columns of its rows, and their LSEs. Each row's sums are published.
+fn finish(softmax: ptr<function, Softmax>, acc: ptr<function, array<vec4<f32>, ACC>>, tile: Tile, worker: Worker) {
     for (var r = 0u; r < ROW_QUADS; r++) { // unroll
         var sum = vec4<f32>(0.0);
         for (var x = 0u; x < 16u; x++) {
-            sum += staged[(r * 16u + ty) * 16u + x];
+            sum += staged[(r * 16u + worker.ty) * 16u + x];
         }
-        let any = sum > vec4<f32>(0.0);
-        let divisor = select(vec4<f32>(1.0), sum, any);
-        let factor = vec4<f32>(1.0) / divisor;
-        let base_2 = row_max[r] + log2(divisor);
         for (var i = 0u; i < 4u; i++) { // unroll
-            let row = (r * 16u + ty) * 4u + i;
+            let row = (r * 16u + worker.ty) * 4u + i;
+            let any = sum[i] > 0.0;
+            let row_end = finish_row(tile.head, (*softmax).top[r][i], sum[i], 1.0, any);
             if (row < tile.num_rows) {
                 for (var c = 0u; c < COLUMN_QUADS; c++) { // unroll
-                    if (c * 16u + tx < V_QUADS) {
-                        let value = vec4<f32>(acc[(c * 4u) * ROW_QUADS + r][i], acc[(c * 4u + 1u) * ROW_QUADS + r][i], acc[(c * 4u + 2u) * ROW_QUADS + r][i], acc[(c * 4u + 3u) * ROW_QUADS + r][i]);
-                        store_quad(tile, row, c * 16u + tx, value * factor[i]);
+                    if (c * 16u + worker.tx < V_QUADS) {
+                        let value = vec4<f32>((*acc)[(c * 4u) * ROW_QUADS + r][i], (*acc)[(c * 4u + 1u) * ROW_QUADS + r][i], (*acc)[(c * 4u + 2u) * ROW_QUADS + r][i], (*acc)[(c * 4u + 3u) * ROW_QUADS + r][i]);
+                        store_quad(tile, row, c * 16u + worker.tx, value * row_end.factor);
                     }
                 }
-                if (tx == 0u) {
-                    store_lse(tile, row, select(EMPTY, base_2[i], any[i]), any[i]);
+                if (worker.tx == 0u) {
+                    store_lse(tile, row, row_end.lse, any);
                 }
             }
         }

@@ -9,7 +9,7 @@
 // Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or a quad (4 consecutive elements) of the latent.
 // Each kind of a token begins at a multiple of 32 threads, so that a subgroup of 32 does not diverge.
 //
-// Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/convert_*, lib/append, lib/rotate, lib/rotate_rows,
+// Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/convert_*, lib/slots, lib/append, lib/rotate, lib/rotate_rows,
 // lib/rope_apart or lib/rope_in_place.
 // Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
 // TOKEN_ITEMS (of all three kinds), POSITIONS_FOLLOW (a bit of the count: the table has positions too), INTERLEAVED, PAGE_SIZE,
@@ -71,7 +71,7 @@ fn append_key(token: u32, position: i32, unit: u32, slot: u32) {
     let quads = TwoQuads(input_bits(k_pe[key + first]), input_bits(k_pe[key + second]));
     let turned = rotated(quads, angles_of(position, unit, params.query.max_position));
     if slot < params.append.num_slots {
-        let row = row_of(slot, params.append) + LATENT_QUADS;
+        let row = append_row(slot, params.append) + LATENT_QUADS;
         kv[row + first] = convert(input_quad(turned.first), params.append.scale);
         kv[row + second] = convert(input_quad(turned.second), params.append.scale);
     }
@@ -80,6 +80,6 @@ fn append_key(token: u32, position: i32, unit: u32, slot: u32) {
 fn append_latent(token: u32, quad: u32, slot: u32) {
     let latent = kv_c[params.append.kv_c_base_quads + token * params.append.kv_c_stride_quads + quad];
     if slot < params.append.num_slots {
-        kv[row_of(slot, params.append) + quad] = convert(latent, params.append.scale);
+        kv[append_row(slot, params.append) + quad] = convert(latent, params.append.scale);
     }
 }

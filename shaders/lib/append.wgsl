@@ -1,5 +1,4 @@
-// The arguments of kv_append and rope_append, and the address of a cache slot. A quad is 4 consecutive elements.
-// Concatenated with: lib/round. Constants: PAGE_SIZE, ROW_QUADS (quads of a token).
+// The arguments of kv_append and rope_append. A quad is 4 consecutive elements. Concatenated with: lib/round, lib/slots.
 
 struct AppendParams {
     scale: E4m3Scale,
@@ -19,8 +18,7 @@ struct AppendParams {
 
 const NO_SLOT = 0xFFFFFFFFu; // the token is skipped
 
-// First quad of a token in the cache, by its slot in the slab that is bound.
-fn row_of(slot: u32, params: AppendParams) -> u32 {
-    let page = slot / PAGE_SIZE;
-    return params.kv_base_quads + page * params.kv_block_stride_quads + (slot % PAGE_SIZE) * ROW_QUADS;
+// First quad of a token's row, by its slot in the slab that is bound.
+fn append_row(slot: u32, params: AppendParams) -> u32 {
+    return row_of_slot(slot, params.kv_base_quads, params.kv_block_stride_quads);
 }

@@ -72,17 +72,17 @@ fn wide_rows(tile: Tile, subgroup: u32, lane: u32) {
             }
         }
         let any = row_sum > 0.0;
-        let divisor = select(1.0, row_sum, any);
+        let row_end = finish_row(tile.head, row_max, row_sum, 1.0, any);
         for (var i = 0u; i < LANE_OCTS; i++) { // unroll
             let oct = i * SUBGROUP + lane;
             if (oct < V_OCTS) {
-                let value = acc[i] * (1.0 / divisor);
+                let value = acc[i] * row_end.factor;
                 store_quad(tile, row, 2u * oct, value[0]);
                 store_quad(tile, row, 2u * oct + 1u, value[1]);
             }
         }
         if (lane == 0u) {
-            store_lse(tile, row, select(EMPTY, row_max + log2(divisor), any), any);
+            store_lse(tile, row, row_end.lse, any);
         }
     }
 }

@@ -1,5 +1,28 @@
-// Lookups in a decode step's tables, for mla_decode.wgsl and mla_decode_coop.wgsl: the query token and head of a query row, and the
-// address of a token in the paged cache. Concatenated with: lib/tables, lib/layer. Constants: ROW_OCTS, CLAMP_PAGES.
+// Lookups in a decode step's tables, for mla_decode.wgsl and mla_decode_coop.wgsl: a work item, and the query token and head of a row.
+// Concatenated with: lib/tables, lib/layer.
+
+// A tile of query rows over a range of tokens of one sequence.
+struct Item {
+    first_row: u32, // of the batch's query rows, [query token, head]
+    num_rows: u32,
+    page_begin: u32, // where the sequence's list of pages begins
+    kv_begin: u32, // tokens
+    kv_end: u32,
+    partial: u32, // the partial result of its first row, or DIRECT
+}
+
+fn load_item(number: u32) -> Item {
+    let at = slice.items_at + number * 8u;
+    var item: Item;
+    item.first_row = tables[at];
+    item.num_rows = tables[at + 1u];
+    item.page_begin = tables[at + 2u];
+    item.kv_begin = tables[at + 3u];
+    item.kv_end = tables[at + 4u];
+    item.partial = tables[at + 5u];
+    return item;
+}
+
 struct Query {
     token: u32,
     head: u32,
@@ -11,18 +34,4 @@ fn query_of(first_row: u32, row: u32) -> Query {
     let index = first_row + row;
     let at = slice.queries_at + (index / layer.num_heads) * 2u;
     return Query(bound_token(tables[at]), index % layer.num_heads, tables[at + 1u]);
-}
-
-// First oct, of 8 elements, of a token in the cache.
-fn cache_row(page_begin: u32, token: u32) -> u32 {
-    return page_row(pages[page_begin + token / slice.page_size], token % slice.page_size);
-}
-
-// First oct of the token at `offset` in page `id`. Ids written on the device are clamped to the pool (CLAMP_PAGES).
-fn page_row(id: u32, offset: u32) -> u32 {
-    var page = id;
-    if (CLAMP_PAGES) {
-        page = min(page, slice.num_pages - 1u);
-    }
-    return layer.kv_at + page * layer.kv_block_stride + offset * ROW_OCTS;
 }

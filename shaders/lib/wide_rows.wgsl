@@ -1,15 +1,15 @@
 // Computes an item in f32: for keys beyond f16's range and inputs that are not finite. Slow. A subgroup takes a row, a lane LANE_OCTS
 // octs of its columns.
-fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_end: u32, partial: u32, subgroup: u32, lane: u32) {
-    for (var row = subgroup; row < num_rows; row += THREADS / SUBGROUP) {
-        let query = query_of(first_row, row);
-        let end = min(kv_end, query.visible);
+fn wide_rows(item: Item, subgroup: u32, lane: u32) {
+    for (var row = subgroup; row < item.num_rows; row += THREADS / SUBGROUP) {
+        let query = query_of(item.first_row, row);
+        let end = min(item.kv_end, query.visible);
         var row_max = EMPTY;
         var row_sum = 0.0;
         var is_nan = false;
         var acc: array<mat2x4<f32>, LANE_OCTS>;
-        for (var token = kv_begin; token < end; token++) {
-            let at = cache_row(page_begin, token);
+        for (var token = item.kv_begin; token < end; token++) {
+            let at = row_of_token(item.page_begin, token);
             var part = vec4<f32>(0.0);
             for (var oct = lane; oct < ROW_OCTS; oct += SUBGROUP) {
                 let q = decode_query(query_oct(query, oct));
@@ -33,16 +33,15 @@ fn wide_rows(first_row: u32, num_rows: u32, page_begin: u32, kv_begin: u32, kv_e
             }
         }
         let sum = select(row_sum, -1.0, is_nan);
-        let any = sum > 0.0;
-        let divisor = select(1.0, sum, any);
         // A number that stands for an LSE is so large that adding the sum does not change it.
-        let largest = part_lse(row_max, sum, end > kv_begin);
+        let top = part_lse(row_max, sum, end > item.kv_begin);
+        let row_end = finish_row(query.head, top, sum, 1.0, sum > 0.0);
         for (var i = 0u; i < LANE_OCTS; i++) { // unroll
-            let value = acc[i] * (1.0 / divisor);
-            write_oct(first_row, row, partial, i * SUBGROUP + lane, nan_if(value, partial == DIRECT && is_nan_row(largest)));
+            let value = acc[i] * row_end.factor;
+            write_oct(item, row, i * SUBGROUP + lane, nan_if(value, item.partial == DIRECT && is_nan_row(top)));
         }
         if (lane == 0u) {
-            write_lse(query, row, partial, largest, max(sum, 0.0), -1.0);
+            write_lse(item, row, query, row_end.lse, top, -1.0, max(sum, 0.0));
         }
     }
 }

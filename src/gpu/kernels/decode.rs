@@ -164,8 +164,12 @@ pub(crate) fn split(
 }
 
 const PINNED: &str = include_str!("../../../shaders/lib/pinned.wgsl");
-/// Lookups in the tables for both bodies of the split.
-const QUERY: &str = include_str!("../../../shaders/lib/query.wgsl");
+/// Lookups in the tables for both bodies of the split, and where tokens are.
+const QUERY: &str = concat!(
+    include_str!("../../../shaders/lib/query.wgsl"),
+    "\n",
+    include_str!("../../../shaders/lib/tokens.wgsl")
+);
 const READ: &str = include_str!("../../../shaders/lib/read.wgsl");
 
 /// The tile of the merge: see the head of `shaders/mla_merge.wgsl`. Both give the same bits.
@@ -292,6 +296,7 @@ fn compose_module(
     files.extend([
         include_str!("../../../shaders/lib/tables.wgsl"),
         include_str!("../../../shaders/lib/layer.wgsl"),
+        include_str!("../../../shaders/lib/row_end.wgsl"),
     ]);
     files.extend(op);
     unrolled(entry, variant, consts, &all_types, &files)

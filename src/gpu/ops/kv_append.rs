@@ -108,7 +108,7 @@ impl Params {
 }
 
 /// How new rows are read, converted and placed.
-pub(super) fn convert_libs(spec: &KvAppend) -> [&'static str; 5] {
+pub(super) fn convert_libs(spec: &KvAppend) -> [&'static str; 6] {
     let convert = if spec.input == spec.kv.dtype() {
         include_str!("../../../shaders/lib/convert_copy.wgsl")
     } else {
@@ -119,6 +119,7 @@ pub(super) fn convert_libs(spec: &KvAppend) -> [&'static str; 5] {
         Format::of(spec.input).element,
         Format::of(spec.kv.dtype()).out,
         convert,
+        include_str!("../../../shaders/lib/slots.wgsl"),
         include_str!("../../../shaders/lib/append.wgsl"),
     ]
 }

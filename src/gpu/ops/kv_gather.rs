@@ -111,6 +111,7 @@ fn source(spec: &KvGather) -> Source {
         Format::of(spec.output).out,
         convert[0],
         convert[1],
+        include_str!("../../../shaders/lib/slots.wgsl"),
         include_str!("../../../shaders/kv_gather.wgsl"),
     ];
     unrolled("kv_gather", &format!("from_{}.{}", spec.kv.dtype(), spec.output), &consts, &[], &files)

@@ -93,6 +93,7 @@ pub(super) fn kernel(caps: &Caps, (spec, _): &Request) -> Result<Kernel, String>
         "alias Unit = Quad;\n",
         Format::of(spec.out).out,
         include_str!("../../../../shaders/lib/prefill.wgsl"),
+        include_str!("../../../../shaders/lib/row_end.wgsl"),
         include_str!("../../../../shaders/lib/prefill_read.wgsl"),
         &text,
     ];

@@ -83,7 +83,7 @@ fn constants_are_those_of_the_host() {
     assert!(HEADER_WORDS.is_multiple_of(4), "items follow the header");
 }
 
-/// Sections of the tables are words to the shaders, which read them as `let FIELD = tables[PLACE + WORD]`.
+/// Sections of the tables are words to the shaders, which read them as `FIELD = tables[PLACE + WORD]`.
 #[test]
 fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
@@ -101,16 +101,16 @@ fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
         let decode = decode(&variant, &devices()[3], &spec, 1, false).expect("it runs");
         reads(
             &decode,
-            "item_at",
-            "let item_at = slice.items_at + item",
+            "at",
+            "let at = slice.items_at + number",
             size_of::<WorkItem>(),
             &[
-                ("let first_row = {};", offset_of!(WorkItem, first_row)),
-                ("let num_rows = {};", offset_of!(WorkItem, num_rows)),
-                ("let page_begin = {};", offset_of!(WorkItem, page_begin)),
-                ("let kv_begin = {};", offset_of!(WorkItem, kv_begin)),
-                ("let kv_end = {};", offset_of!(WorkItem, kv_end)),
-                ("let partial = {};", offset_of!(WorkItem, partial)),
+                ("item.first_row = {};", offset_of!(WorkItem, first_row)),
+                ("item.num_rows = {};", offset_of!(WorkItem, num_rows)),
+                ("item.page_begin = {};", offset_of!(WorkItem, page_begin)),
+                ("item.kv_begin = {};", offset_of!(WorkItem, kv_begin)),
+                ("item.kv_end = {};", offset_of!(WorkItem, kv_end)),
+                ("item.partial = {};", offset_of!(WorkItem, partial)),
             ],
         );
         reads(
