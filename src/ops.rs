@@ -4,6 +4,7 @@
 mod batch_tables;
 mod correct_attn_out;
 mod decode;
+mod features;
 mod head_project;
 mod kv_append;
 mod kv_calibrate;
@@ -30,6 +31,8 @@ pub use correct_attn_out::{CorrectAttnOut, CorrectAttnOutArgs};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use decode::DecodeRequest;
 pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use features::Features;
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
 pub use kv_append::{KvAppend, KvAppendArgs};
 pub use kv_calibrate::{CalibrationStats, KvCalibrate, KvCalibrateArgs};

@@ -460,15 +460,11 @@ pub(super) mod tests {
                     let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
                     let kv = KvSpec { layout: dtype.into(), page_size: 64, num_pages: 4 };
                     let spec = MlaDecode { shape, kv, query, out: Dtype::F32 };
-                    let all = candidates(VARIANTS, &Card::H200, &DecodeRequest { spec, query_rows: 16 });
+                    let all = candidates(VARIANTS, &Card::H200, &DecodeRequest::one_token(&spec));
                     for name in all.iter().filter(|one| one.lacks.is_none()).map(|one| one.name) {
-                        let (Chosen { tile, compiled }, _) = choose(
-                            VARIANTS,
-                            &Card::H200,
-                            &DecodeRequest { spec, query_rows: 16 },
-                            Some(name),
-                        )
-                        .expect("it runs");
+                        let (Chosen { tile, compiled }, _) =
+                            choose(VARIANTS, &Card::H200, &DecodeRequest::one_token(&spec), Some(name))
+                                .expect("it runs");
                         let entry = compiled.entry;
                         compare::<Args>(entry);
                         let by_map = matches!(tile.body, Body::MmaTma { .. } | Body::Wgmma { .. });

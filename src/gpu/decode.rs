@@ -54,7 +54,7 @@ impl Kernel<MlaDecode> for Gpu {
     }
 
     fn kernel_compile(&self, spec: &MlaDecode, options: &DecodeOptions) -> Result<(Pipes, Tiling, Choice)> {
-        let (request, clamp_pages) = (DecodeRequest::new(spec, options), options.device_page_list);
+        let request = DecodeRequest::new(spec, options);
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
         let (read, write) =
             (if kernel.body.pins_loads() { Access::Write } else { Access::Read }, Access::Write);
@@ -62,12 +62,13 @@ impl Kernel<MlaDecode> for Gpu {
         let layer = layout(self, "mla.layer", &layer_entries)?;
         let slice = Access::UniformAt(size_of::<step::SliceUniform>() as u64);
         let step = layout(self, "mla.step", &[read, write, slice, read])?;
-        let [split, few, many] = sources_of(&kernel, self.caps(), &request, clamp_pages)?;
+        let [split, few, many] = sources_of(&kernel, self.caps(), &request)?;
         // bounds: mla_decode
         let compile = |source: &Source| self.pipeline(source, &[&layer, &step]);
         let (split, merges) = (compile(&split)?, [compile(&few)?, compile(&many)?]);
         let rows_per_tile = kernel.tiling.rows_per_tile;
-        let pipes = Pipes { layer, step, split, merges, rows_per_tile, device_page_list: clamp_pages };
+        let device_page_list = options.device_page_list;
+        let pipes = Pipes { layer, step, split, merges, rows_per_tile, device_page_list };
         Ok((pipes, options.tiling.unwrap_or(kernel.tiling), choice))
     }
 
@@ -230,18 +231,13 @@ pub fn decode_sources(caps: &Caps, spec: &MlaDecode, options: &DecodeOptions) ->
     spec.check()?;
     let request = DecodeRequest::new(spec, options);
     let (kernel, _) = choose(&VARIANTS, caps, &request, options.variant.as_deref())?;
-    sources_of(&kernel, caps, &request, options.device_page_list)
+    sources_of(&kernel, caps, &request)
 }
 
-fn sources_of(
-    kernel: &Chosen,
-    caps: &Caps,
-    request: &DecodeRequest,
-    clamp_pages: bool,
-) -> Result<[Source; 3]> {
+fn sources_of(kernel: &Chosen, caps: &Caps, request: &DecodeRequest) -> Result<[Source; 3]> {
     let fits_no_tile =
         || Error::VariantUnavailable { name: "that was chosen".into(), why: "it fits no tile here".into() };
-    let split = split(kernel.body, caps, request, clamp_pages).ok_or_else(fits_no_tile)?;
+    let split = split(kernel.body, caps, request).ok_or_else(fits_no_tile)?;
     let [few, many] = Merging::ALL.map(|merging| merging.source(&request.spec, kernel.body.pins_loads()));
     Ok([split, few, many])
 }

@@ -1,5 +1,7 @@
 //! Paged, split-KV decode in the latent space: arguments and checks.
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::features::{Asks, Features};
 use super::list::{FLOATS, SHAPE, kv, pairs};
 use super::op::{Compiled, Kernel, Op, Use};
 use crate::cache::KvView;
@@ -118,18 +120,27 @@ pub(crate) struct DecodeRequest {
     pub(crate) spec: MlaDecode,
     /// Query rows that a tile should hold: those of a sequence, or of the sequences that share a prefix.
     pub(crate) query_rows: u32,
+    pub(crate) features: Features,
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl Asks for DecodeRequest {
+    fn features(&self) -> Features {
+        self.features
+    }
 }
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 impl DecodeRequest {
     pub(crate) fn new(spec: &MlaDecode, options: &DecodeOptions) -> Self {
         let heads = spec.shape.num_heads;
-        Self { spec: *spec, query_rows: heads.saturating_mul(options.tile_tokens(heads)) }
+        let features = if options.device_page_list { Features::DEVICE_PAGE_LIST } else { Features::NONE };
+        Self { spec: *spec, query_rows: heads.saturating_mul(options.tile_tokens(heads)), features }
     }
 
     /// One query token a sequence.
     pub(crate) const fn one_token(spec: &MlaDecode) -> Self {
-        Self { spec: *spec, query_rows: spec.shape.num_heads }
+        Self { spec: *spec, query_rows: spec.shape.num_heads, features: Features::NONE }
     }
 }
 

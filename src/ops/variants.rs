@@ -1,5 +1,6 @@
 //! The kernel variants of an op on a backend: the type of the tables that list them, and the choice of one from such a table. Pure.
 
+use super::features::{Asks, Features};
 use crate::{Error, Result};
 
 /// One kernel variant. `C` describes the device's capabilities, `R` the request (spec and options), `K` the kernel to compile.
@@ -7,6 +8,7 @@ pub(crate) struct Variant<C, R, K> {
     pub(crate) name: &'static str,
     rounds_weights: bool,
     tensor_cores: bool,
+    features: Features,
     build: fn(&C, &R) -> Result<K, String>,
     by_default: fn(&C, &R) -> Result<(), String>,
     cost: fn(&R, &K) -> u32,
@@ -45,13 +47,14 @@ pub struct OpOptions {
 }
 
 #[cfg_attr(not(feature = "wgpu"), allow(dead_code, reason = "not every backend's tables use all"))]
-impl<C, R, K> Variant<C, R, K> {
+impl<C, R: Asks, K> Variant<C, R, K> {
     /// `build` gives the kernel that serves the request, or says in a sentence what the device or the request lacks for this variant.
     pub(crate) const fn new(name: &'static str, build: fn(&C, &R) -> Result<K, String>) -> Self {
         Self {
             name,
             rounds_weights: false,
             tensor_cores: false,
+            features: Features::NONE,
             build,
             by_default: |_, _| Ok(()),
             cost: |_, _| 0,
@@ -66,6 +69,11 @@ impl<C, R, K> Variant<C, R, K> {
     /// The variant multiplies on tensor cores.
     pub(crate) const fn on_tensor_cores(self) -> Self {
         Self { tensor_cores: true, ..self }
+    }
+
+    /// The variant serves these optional inputs; one that does not declare an input is not chosen for a request that has it.
+    pub(crate) const fn serves(self, features: Features) -> Self {
+        Self { features, ..self }
     }
 
     /// The variant is chosen only if `by_default` returns `Ok`, or if a host forces it by name.
@@ -97,13 +105,17 @@ pub(crate) fn only_candidate() -> Vec<Candidate> {
 }
 
 /// Every variant of a table, each with the reason if it cannot run.
-pub(crate) fn candidates<C, R, K>(table: &[Variant<C, R, K>], device: &C, request: &R) -> Vec<Candidate> {
+pub(crate) fn candidates<C, R: Asks, K>(
+    table: &[Variant<C, R, K>],
+    device: &C,
+    request: &R,
+) -> Vec<Candidate> {
     let chosen = choose(table, device, request, None).map(|(_, choice)| choice.variant);
     let candidate = |variant: &Variant<C, R, K>| Candidate {
         name: variant.name,
         rounds_weights: variant.rounds_weights,
         tensor_cores: variant.tensor_cores,
-        lacks: (variant.build)(device, request).err(),
+        lacks: variant.kernel(device, request).err(),
         chosen: chosen.as_ref().is_ok_and(|&name| name == variant.name),
     };
     table.iter().map(candidate).collect()
@@ -113,7 +125,7 @@ pub(crate) fn candidates<C, R, K>(table: &[Variant<C, R, K>], device: &C, reques
 ///
 /// # Errors
 /// [`Error::VariantUnavailable`] where the forced one is unknown or cannot run, [`Error::NoVariant`] where none can.
-pub(crate) fn choose<C, R, K>(
+pub(crate) fn choose<C, R: Asks, K>(
     table: &[Variant<C, R, K>],
     device: &C,
     request: &R,
@@ -125,13 +137,13 @@ pub(crate) fn choose<C, R, K>(
             let names: Vec<_> = table.iter().map(|variant| variant.name).collect();
             return Err(unavailable(format!("there is no such variant; there are {}", names.join(", "))));
         };
-        let kernel = (variant.build)(device, request).map_err(unavailable)?;
+        let kernel = variant.kernel(device, request).map_err(unavailable)?;
         return Ok((kernel, variant.choice(format!("{name}, forced"))));
     }
     let mut best: Option<(usize, K, u32)> = None;
     let mut lacking = Vec::new();
     for (place, variant) in table.iter().enumerate() {
-        let kernel = (variant.build)(device, request);
+        let kernel = variant.kernel(device, request);
         match kernel.and_then(|kernel| (variant.by_default)(device, request).map(|()| kernel)) {
             Ok(kernel) => {
                 let cost = (variant.cost)(request, &kernel);
@@ -153,7 +165,13 @@ pub(crate) fn choose<C, R, K>(
     Ok((kernel, table[place].choice(why)))
 }
 
-impl<C, R, K> Variant<C, R, K> {
+impl<C, R: Asks, K> Variant<C, R, K> {
+    /// The kernel that serves the request.
+    fn kernel(&self, device: &C, request: &R) -> Result<K, String> {
+        self.features.check(request.features())?;
+        (self.build)(device, request)
+    }
+
     fn choice(&self, why: String) -> Choice {
         Choice {
             variant: self.name,
@@ -169,6 +187,8 @@ mod tests {
     use super::*;
 
     type Number = Variant<u32, u32, u32>;
+
+    impl Asks for u32 {}
 
     fn at_least<const N: u32>(has: &u32, _: &u32) -> Result<u32, String> {
         if *has >= N { Ok(N) } else { Err(format!("{N} is more than {has}")) }

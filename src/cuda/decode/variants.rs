@@ -4,8 +4,8 @@ use wgpu_mla_ptx::{ENTRIES, Entry, find};
 
 use crate::cuda::caps::Card;
 use crate::cuda::formats::splits_queries;
-use crate::ops::DecodeRequest;
 use crate::ops::variants::Variant;
+use crate::ops::{DecodeRequest, Features};
 use crate::{Dtype, MlaDecode};
 
 /// A row of the table of variants, chosen by a request and a card.
@@ -21,6 +21,7 @@ macro_rules! variant {
         const TILE: &Tile = &Tile { name: $name, rows: $rows, body: $body };
         let variant =
             Variant::new($name, |card: &Card, asked: &DecodeRequest| TILE.kernel(card, &asked.spec))
+                .serves(Features::DEVICE_PAGE_LIST)
                 .costing(cost);
         if TILE.on_tensor_cores() { variant.rounding_weights().on_tensor_cores() } else { variant }
     }};
@@ -190,7 +191,7 @@ mod tests {
     use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
     fn chosen(card: &Card, spec: &MlaDecode, query_rows: u32) -> &'static Tile {
-        choose(VARIANTS, card, &DecodeRequest { spec: *spec, query_rows }, None)
+        choose(VARIANTS, card, &DecodeRequest { query_rows, ..DecodeRequest::one_token(spec) }, None)
             .expect("some variant runs everywhere")
             .0
             .tile
@@ -240,8 +241,7 @@ mod tests {
             assert_eq!(forced(&card, Dtype::E4m3, Dtype::E4m3), Ok("mla_decode_512_64_mma_fp8_m16"));
             for (latent, rope, _) in SUPPORTED_DIMS {
                 let spec = spec((latent, rope), 16, Dtype::E4m3, Dtype::E4m3);
-                let forced =
-                    choose(VARIANTS, &card, &DecodeRequest { spec, query_rows: 16 }, Some("mma_fp8_m16"));
+                let forced = choose(VARIANTS, &card, &DecodeRequest::one_token(&spec), Some("mma_fp8_m16"));
                 forced.expect("every dims has a kernel");
                 assert_ne!(chosen(&card, &spec, 16).name, "mma_fp8_m16");
             }

@@ -4,8 +4,8 @@ use super::compose::{Const, Source};
 use super::{unrolled, where_all_f32};
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::formats::Format;
-use crate::ops::DecodeRequest;
 use crate::ops::variants::Variant;
+use crate::ops::{DecodeRequest, Features};
 use crate::{Dtype, MlaDecode, MlaShape, Tiling};
 
 pub(super) mod coop;
@@ -38,15 +38,19 @@ pub(crate) struct Kernel {
 /// In dispatch order; the last runs everywhere.
 pub(crate) const VARIANTS: [Variant<Caps, DecodeRequest, Kernel>; 4] = [
     Variant::new(Body::COOP.name(), |caps, asked| Body::COOP.kernel(caps, asked))
+        .serves(Features::DEVICE_PAGE_LIST)
         .rounding_weights()
         .on_tensor_cores()
         .not_by_default(slow),
     Variant::new(Body::COOP_SMALL.name(), |caps, asked| Body::COOP_SMALL.kernel(caps, asked))
+        .serves(Features::DEVICE_PAGE_LIST)
         .rounding_weights()
         .on_tensor_cores()
         .not_by_default(slow),
-    Variant::new(Body::SUBGROUP.name(), |caps, asked| Body::SUBGROUP.kernel(caps, asked)),
-    Variant::new(Body::SHARED.name(), |caps, asked| Body::SHARED.kernel(caps, asked)),
+    Variant::new(Body::SUBGROUP.name(), |caps, asked| Body::SUBGROUP.kernel(caps, asked))
+        .serves(Features::DEVICE_PAGE_LIST),
+    Variant::new(Body::SHARED.name(), |caps, asked| Body::SHARED.kernel(caps, asked))
+        .serves(Features::DEVICE_PAGE_LIST),
 ];
 
 /// On Mesa 26.1's lavapipe they are half as fast as `subgroup`, and compile for half a minute.
@@ -131,7 +135,7 @@ impl Body {
     pub(super) fn tiling(
         self,
         caps: &Caps,
-        &DecodeRequest { ref spec, query_rows }: &DecodeRequest,
+        &DecodeRequest { ref spec, query_rows, .. }: &DecodeRequest,
     ) -> Option<Tiling> {
         match self {
             Self::Coop { small } => {
@@ -145,13 +149,12 @@ impl Body {
 /// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
 pub(super) const STORAGE_BUFFERS: u32 = 8;
 
-/// The split kernel of a decode, `None` where the variant does not run. `clamp_pages` keeps page ids written on the
-/// device inside the pool.
+/// The split kernel of a decode, `None` where the variant does not run. It keeps page ids written on the device
+/// inside the pool.
 pub(crate) fn split(
     body: Body,
     caps: &Caps,
-    &DecodeRequest { ref spec, query_rows }: &DecodeRequest,
-    clamp_pages: bool,
+    &DecodeRequest { ref spec, query_rows, features }: &DecodeRequest,
 ) -> Option<Source> {
     let mut source = match body {
         Body::Coop { small } => coop::decode(body.name(), small, caps, spec, query_rows)?,
@@ -159,6 +162,7 @@ pub(crate) fn split(
             plain::decode(body.name(), sum, &Tile::balanced(sum, caps, spec, query_rows)?, caps, spec)
         }
     };
+    let clamp_pages = features.contains(Features::DEVICE_PAGE_LIST);
     source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
     Some(source)
 }

@@ -63,7 +63,8 @@ fn decode(
     query_tokens: u32,
     clamp_pages: bool,
 ) -> Option<Source> {
-    split(*body, caps, &request(spec, query_tokens), clamp_pages)
+    let options = DecodeOptions { query_tokens, device_page_list: clamp_pages, ..DecodeOptions::default() };
+    split(*body, caps, &DecodeRequest::new(spec, &options))
 }
 
 /// The variant that is selected, and why.
