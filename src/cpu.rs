@@ -30,6 +30,7 @@ mod buffer;
 mod decode;
 mod device;
 mod kernels;
+mod layer;
 mod ops;
 mod pool;
 

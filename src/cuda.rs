@@ -21,6 +21,7 @@ mod device;
 mod formats;
 mod graph;
 mod kernels;
+pub(crate) mod layer;
 mod library;
 #[cfg(test)]
 mod manifest_test;
@@ -35,4 +36,3 @@ pub use graph::Graph;
 pub use {cudarc, cudarc::driver::CudaStream};
 
 use device::Function;
-pub(crate) use turn::Taken;

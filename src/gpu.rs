@@ -17,6 +17,7 @@ mod device;
 pub mod disk_cache;
 mod host;
 pub(crate) mod kernels;
+pub(crate) mod layer;
 mod limits;
 pub mod ops;
 mod pipelines;

@@ -2,6 +2,7 @@
 //! [`Compiled`] of it on the wgpu, CUDA or CPU backend. Each op's page has an example. `lib.rs` exports all that is `pub` here.
 
 mod batch_tables;
+pub(crate) mod composes;
 mod correct_attn_out;
 mod decode;
 mod features;

@@ -1,10 +1,11 @@
 //! One layer's arrays, bound to each of its ops.
 
-use super::composed::{Append, Composes, Ops, Prefixes};
+use super::composed::{Append, Ops, Prefixes};
 use super::names::{self, named};
 use super::plan::Target;
 use super::range::Scales;
 use super::{Expanded, LayerCapacity, MlaLayer, MlaLayerArgs};
+use crate::ops::composes::Composes;
 use crate::ops::op::Binding;
 use crate::ops::{
     HeadProject, HeadProjectArgs, KvAppend, KvAppendArgs, KvGather, KvGatherArgs, LseBase, MergeState,

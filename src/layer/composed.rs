@@ -1,77 +1,16 @@
 //! The ops that a layer is made of, and their workspace.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
-use super::prefix_cost::PrefixCost;
 use super::workspace::Workspace;
 use super::{LayerCapacity, LayerOptions, MlaLayer};
-use crate::ops::op::{Compiled, Device, Kernel, Step};
+use crate::ops::composes::{Composes, PrefixCost};
+use crate::ops::op::{Compiled, Step};
 use crate::ops::{
     DecodeOptions, HeadProject, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, PrefillOptions,
     RopeAppend,
 };
 use crate::{MlaDecode, Result};
-
-/// A device that runs the ops of a layer itself.
-pub trait Composes:
-    Device
-    + Kernel<KvAppend>
-    + Kernel<RopeAppend>
-    + Kernel<HeadProject>
-    + Kernel<MlaDecode>
-    + Kernel<KvGather>
-    + Kernel<MlaPrefill>
-    + Kernel<MergeState>
-    + Kernel<MergeStates>
-{
-    /// A guard that is held while a step is recorded. Where recording an op runs it, or launches it on the device's stream, the guard keeps
-    /// other threads from using the layer's workspace in between. An encoder belongs to one thread, so on wgpu it guards nothing.
-    type Turn<'a>
-    where
-        Self: 'a;
-
-    /// Takes the guard. `of_layer` is a mutex of the layer that nothing else locks.
-    fn turn<'a>(&'a self, of_layer: &'a Mutex<()>) -> Self::Turn<'a>;
-
-    /// The costs of expanded prefixes, for a decode with or without tensor cores and a prefill in tiles of `tile_queries` query tokens.
-    fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost;
-}
-
-impl Composes for crate::cpu::Cpu {
-    type Turn<'a> = MutexGuard<'a, ()>;
-
-    fn turn<'a>(&'a self, of_layer: &'a Mutex<()>) -> MutexGuard<'a, ()> {
-        of_layer.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// It multiplies no missing rows of a tile.
-    fn prefix_cost(_: bool, _: u32) -> PrefixCost {
-        PrefixCost::ARITHMETIC
-    }
-}
-#[cfg(feature = "cuda")]
-impl Composes for crate::cuda::Cuda {
-    type Turn<'a> = crate::cuda::Taken<'a>;
-
-    /// The guard is the stream's, so that it covers captured graphs of the layer too.
-    fn turn<'a>(&'a self, _: &'a Mutex<()>) -> crate::cuda::Taken<'a> {
-        crate::cuda::Cuda::turn(self)
-    }
-
-    fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
-        if on_tensor_cores { PrefixCost::CUDA } else { PrefixCost::ARITHMETIC }.with_tiles(tile_queries)
-    }
-}
-#[cfg(feature = "wgpu")]
-impl Composes for crate::gpu::Gpu {
-    type Turn<'a> = ();
-
-    fn turn(&self, _: &Mutex<()>) {}
-
-    fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost {
-        if on_tensor_cores { PrefixCost::MATRICES } else { PrefixCost::ARITHMETIC }.with_tiles(tile_queries)
-    }
-}
 
 /// With a rotary part, or without.
 #[derive(Debug)]

@@ -1,10 +1,11 @@
 //! The ops that a layer records, in order. The list is traversed twice: to check every op's step and binding, and to record them.
 
 use super::bound::Bindings;
-use super::composed::{Append, Composes, Ops};
+use super::composed::{Append, Ops};
 use super::plan::{Chunk, Target};
 use super::steps::{ChunkStep, MIXED, Steps};
 use crate::Result;
+use crate::ops::composes::Composes;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 
 /// What a traversal does with each op.

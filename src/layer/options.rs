@@ -1,7 +1,8 @@
 //! The options that a layer is compiled with, and what the compiled layer tells its host.
 
 use super::MlaLayer;
-use super::prefix_cost::PrefixCost;
+use super::prefix_cost::pays;
+use crate::ops::composes::PrefixCost;
 use crate::{Error, Result, Tiling};
 
 /// How large a step may be, or how large a step a binding has room for.
@@ -91,6 +92,6 @@ impl LayerFacts {
     /// [`SplitPolicy::FixedTokens`](crate::SplitPolicy::FixedTokens) they always attend it expanded.
     #[must_use]
     pub fn attends_expanded(&self, sequences: u32, tokens: u32) -> bool {
-        self.prefix_cost.pays(&self.spec, &self.tiling, tokens, [(sequences, 1)].into_iter(), true)
+        pays(&self.prefix_cost, &self.spec, &self.tiling, tokens, [(sequences, 1)].into_iter(), true)
     }
 }

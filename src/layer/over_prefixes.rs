@@ -5,8 +5,9 @@ use std::borrow::Cow;
 use super::MlaLayer;
 use super::batch::LayerBatch;
 use super::expanded::ExpandedPrefix;
-use super::prefix_cost::PrefixCost;
+use super::prefix_cost::pays;
 use crate::ops::PrefillSequence;
+use crate::ops::composes::PrefixCost;
 use crate::tables::row_of;
 use crate::{Error, Result, SharedPrefix, Tiling};
 
@@ -91,7 +92,7 @@ pub(super) fn keep_what_pays(
         let grouped = |sequence: &u32| shared.iter().any(|group| group.sequences.contains(sequence));
         let shares = !prefix.sequences.iter().any(grouped);
         let decoded = prefix.sequences.iter().map(query_tokens).filter(is_decoded).map(|tokens| (1, tokens));
-        if cost.pays(spec, tiling, prefix.tokens, decoded, shares) {
+        if pays(cost, spec, tiling, prefix.tokens, decoded, shares) {
             continue;
         }
         prefix.sequences.iter().for_each(|&sequence| expanded[sequence as usize] = None);

@@ -14,12 +14,12 @@ use super::batch::LayerBatch;
 use super::check::{check_groups, check_slots, pages_of};
 use super::expanded::ExpandedPrefix;
 use super::over_prefixes::{keep_what_pays, over_prefixes, prefixes};
-use super::prefix_cost::PrefixCost;
 use super::rounds::check_rounds;
 use super::{LayerCapacity, MlaLayer};
 use crate::Mask;
 use crate::ops::GatherRange;
 use crate::ops::PrefillSequence;
+use crate::ops::composes::PrefixCost;
 use crate::tables::check_rows;
 use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SlabTable, SplitPolicy, Tiling};
 
@@ -413,7 +413,7 @@ mod tests {
             assert_eq!(plan.over_prefixes.is_empty(), visible.contains(&130), "either expanded or absorbed");
             visible
         };
-        let (same, cuda) = (&[3, 1, 0, 3, 1, 2], Some(&PrefixCost::CUDA));
+        let (same, cuda) = (&[3, 1, 0, 3, 1, 2], Some(&crate::cuda::layer::TENSOR_CORES));
         // A tile of 32 query rows holds those of both sequences: one run over the prefix, and each sequence's own.
         assert_eq!(visible(cuda, SplitPolicy::Auto, same), [130; 4]);
         assert_eq!(visible(cuda, SplitPolicy::OneSplit, same), [130; 2]);

@@ -1,11 +1,11 @@
 //! The expansion of a prefix as an op made of ops: rows of the cache as the keys and values of each head.
 
-use super::composed::Composes;
 use super::each::{Check, Record, Visit};
 use super::names::{self, named};
 use super::range::{Scales, check_range};
 use super::{Expanded, MlaLayer};
 use crate::cache::KvView;
+use crate::ops::composes::Composes;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
 use crate::ops::variants::{Choice, OpOptions};
 use crate::ops::{

@@ -4,11 +4,11 @@
 //! reads `P + V` elements of its own for each token, which dominates for few queries; for many, multiplications do. A step over expanded
 //! prefixes also has more dispatches, and a merge.
 //!
-//! The costs were fitted to measurements on an H100, through CUDA (benches/results/h100-cascade-2026-11-25.md) and through Vulkan
-//! (h100-unrolled-loops-2026-11-25.md), and for devices without tensor cores to measurements on lavapipe.
+//! A device says what these cost it: [`PrefixCost`].
 
 use super::MlaLayer;
 use crate::Tiling;
+use crate::ops::composes::PrefixCost;
 
 /// The costs were measured at this shape: `P + V`, the elements of a token's expanded key and value in one head, and `2 * L + R`, the
 /// multiplications of one absorbed query row and one token.
@@ -19,85 +19,51 @@ const EXPANDED_ROW: f64 = 0.4;
 /// The time to read an FP8 cache over that of a bf16 cache, for half the bytes: 0.6 was measured through CUDA, 0.8 through Vulkan.
 const FP8_CACHE: f64 = 0.6;
 
-/// A device's costs of attending an expanded prefix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PrefixCost {
-    /// The most that the arithmetic of an absorbed tile costs for one token, however many rows the tile has.
-    tile_rows: u32,
-    /// The cost of reading a token of the cache, on tensor cores, where the arithmetic does not hide it.
-    read: u32,
-    /// The cost of reading one expanded token of one head.
-    token: u32,
-    /// Query tokens in a tile of the expanded attention; a tile with fewer costs as much as a full one.
-    tile_queries: u32,
-    /// The extra cost of a step: `step` for its dispatches, `step_row` for writing and merging the partial result of a query row.
-    step: u32,
-    step_row: u32,
-}
-
-impl PrefixCost {
-    /// The costs of a device that is bound by multiplications alone.
-    pub(super) const ARITHMETIC: Self =
-        Self { tile_rows: u32::MAX, read: 0, token: 0, tile_queries: 1, step: 0, step_row: 0 };
-    /// Tensor cores through CUDA. `wgmma` multiplies 64 rows in the time of 36.
-    #[cfg(feature = "cuda")]
-    pub(super) const CUDA: Self =
-        Self { tile_rows: 36, read: 16, token: 60, tile_queries: 1, step: 4_000_000, step_row: 400 };
-    /// Cooperative matrices through Vulkan.
-    #[cfg(feature = "wgpu")]
-    pub(super) const MATRICES: Self =
-        Self { tile_rows: u32::MAX, read: 16, token: 30, tile_queries: 1, step: 4_000_000, step_row: 1400 };
-
-    /// With tiles of so many query tokens.
-    #[cfg(any(feature = "wgpu", feature = "cuda"))]
-    pub(super) const fn with_tiles(self, tile_queries: u32) -> Self {
-        Self { tile_queries: if tile_queries == 0 { 1 } else { tile_queries }, ..self }
+/// Whether decodes of sequences that begin with a prefix of `tokens` tokens are faster over the expanded prefix. `decodes`: how many of
+/// them have how many query tokens. `shares`: in absorbed form tiles may have query rows of several sequences.
+pub(super) fn pays(
+    cost: &PrefixCost,
+    spec: &MlaLayer,
+    tiling: &Tiling,
+    tokens: u32,
+    decodes: impl Iterator<Item = (u32, u32)>,
+    shares: bool,
+) -> bool {
+    // In floating point, which no size overflows.
+    let (shape, rows) = (&spec.shape, f64::from(tiling.rows_per_tile.max(1)));
+    let (heads, tokens) = (f64::from(shape.num_heads), f64::from(tokens));
+    let (mut queries, mut tiles) = (0.0, 0.0);
+    for (sequences, query_tokens) in decodes.map(|(a, b)| (f64::from(a), f64::from(b))) {
+        queries += sequences * query_tokens;
+        tiles += sequences * (query_tokens * heads / rows).ceil();
     }
-
-    /// Whether decodes of sequences that begin with a prefix of `tokens` tokens are faster over the expanded prefix. `decodes`: how many of
-    /// them have how many query tokens. `shares`: in absorbed form tiles may have query rows of several sequences.
-    pub(super) fn pays(
-        &self,
-        spec: &MlaLayer,
-        tiling: &Tiling,
-        tokens: u32,
-        decodes: impl Iterator<Item = (u32, u32)>,
-        shares: bool,
-    ) -> bool {
-        // In floating point, which no size overflows.
-        let (shape, rows) = (&spec.shape, f64::from(tiling.rows_per_tile.max(1)));
-        let (heads, tokens) = (f64::from(shape.num_heads), f64::from(tokens));
-        let (mut queries, mut tiles) = (0.0, 0.0);
-        for (sequences, query_tokens) in decodes.map(|(a, b)| (f64::from(a), f64::from(b))) {
-            queries += sequences * query_tokens;
-            tiles += sequences * (query_tokens * heads / rows).ceil();
-        }
-        if shares {
-            tiles = tiles.min((queries * heads / rows).ceil());
-        }
-        let row = rows.min(self.tile_rows.into()) + f64::from(self.read);
-        let elements = 2.0 * f64::from(shape.kv_lora_rank) + f64::from(shape.qk_rope_head_dim);
-        let of_dtype = if spec.kv.dtype().is_fp8() { FP8_CACHE } else { 1.0 };
-        let absorbed = tokens * tiles * row * elements / ABSORBED_ELEMENTS * of_dtype;
-
-        let tile = f64::from(self.tile_queries);
-        let arithmetic = (queries / tile).ceil() * tile * EXPANDED_ROW;
-        let width = f64::from(spec.qk_nope_head_dim) + f64::from(spec.v_head_dim);
-        let expanded = tokens * heads * arithmetic.max(self.token.into()) * width / EXPANDED_ELEMENTS;
-        absorbed > expanded + f64::from(self.step) + queries * heads * f64::from(self.step_row)
+    if shares {
+        tiles = tiles.min((queries * heads / rows).ceil());
     }
+    let row = rows.min(cost.tile_rows.into()) + f64::from(cost.read);
+    let elements = 2.0 * f64::from(shape.kv_lora_rank) + f64::from(shape.qk_rope_head_dim);
+    let of_dtype = if spec.kv.dtype().is_fp8() { FP8_CACHE } else { 1.0 };
+    let absorbed = tokens * tiles * row * elements / ABSORBED_ELEMENTS * of_dtype;
+
+    let tile = f64::from(cost.tile_queries);
+    let arithmetic = (queries / tile).ceil() * tile * EXPANDED_ROW;
+    let width = f64::from(spec.qk_nope_head_dim) + f64::from(spec.v_head_dim);
+    let expanded = tokens * heads * arithmetic.max(cost.token.into()) * width / EXPANDED_ELEMENTS;
+    absorbed > expanded + f64::from(cost.step) + queries * heads * f64::from(cost.step_row)
 }
 
 #[cfg(all(test, feature = "cuda", feature = "wgpu"))]
 pub(super) mod tests {
     use super::*;
+    use crate::cuda::layer::TENSOR_CORES;
+    use crate::gpu::layer::MATRICES;
     use crate::{Dtype, KvSpec, MlaShape, RopeLayout};
 
     /// The step of DeepSeek-V2-Lite's and of V3's heads over a shared prefix of 8192 tokens, by the number of sequences.
     fn pays(cost: &PrefixCost, heads: u32, rows_per_tile: u32, sequences: u32) -> bool {
         let spec = spec(heads, Dtype::F16);
         let tiling = tiling(rows_per_tile);
-        cost.pays(&spec, &tiling, 8192, [(sequences, 1)].into_iter(), true)
+        super::pays(cost, &spec, &tiling, 8192, [(sequences, 1)].into_iter(), true)
     }
 
     pub fn spec(num_heads: u32, cache: Dtype) -> MlaLayer {
@@ -128,7 +94,7 @@ pub(super) mod tests {
     /// Every shape that was faster expanded when measured on an H100 is chosen, and none that was slower.
     #[test]
     fn only_what_gains_is_chosen() {
-        let (cuda, vulkan) = (&PrefixCost::CUDA, &PrefixCost::MATRICES);
+        let (cuda, vulkan) = (&TENSOR_CORES, &MATRICES);
         for cost in [cuda, vulkan] {
             assert!([8, 16, 24, 32].into_iter().all(|sequences| !pays(cost, 16, 16, sequences)));
             assert!([48, 64, 128].into_iter().all(|sequences| pays(cost, 16, 16, sequences)));
@@ -139,9 +105,9 @@ pub(super) mod tests {
         // Short prefixes do not pay for a step's dispatches.
         for (sequences, tokens) in [(128, 512), (64, 2048), (128, 2048), (256, 1024)] {
             let decodes = [(sequences, 1)].into_iter();
-            assert!(!vulkan.pays(&spec(16, Dtype::F16), &tiling(16), tokens, decodes, true));
+            assert!(!super::pays(vulkan, &spec(16, Dtype::F16), &tiling(16), tokens, decodes, true));
         }
-        assert!(!cuda.pays(&spec(16, Dtype::F16), &tiling(16), 512, [(128, 1)].into_iter(), true));
+        assert!(!super::pays(cuda, &spec(16, Dtype::F16), &tiling(16), 512, [(128, 1)].into_iter(), true));
     }
 
     #[test]
@@ -150,9 +116,9 @@ pub(super) mod tests {
         let mut spec = spec(most, Dtype::E4m3);
         spec.shape = MlaShape { kv_lora_rank: most, qk_rope_head_dim: most, ..spec.shape };
         (spec.qk_nope_head_dim, spec.v_head_dim) = (most, most);
-        for cost in [PrefixCost::CUDA, PrefixCost::MATRICES, PrefixCost::ARITHMETIC.with_tiles(most)] {
+        for cost in [TENSOR_CORES, MATRICES, PrefixCost::ARITHMETIC.with_tiles(most)] {
             for tokens in [0, 1, most] {
-                cost.pays(&spec, &tiling(0), tokens, [(most, most), (0, 0)].into_iter(), true);
+                super::pays(&cost, &spec, &tiling(0), tokens, [(most, most), (0, 0)].into_iter(), true);
             }
         }
     }

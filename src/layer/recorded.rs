@@ -2,12 +2,13 @@
 
 use super::batch::LayerBatch;
 use super::bound::{Bind, Bindings};
-use super::composed::{Append, Composes, Ops};
+use super::composed::{Append, Ops};
 use super::each::{Check, Record};
 use super::plan::LayerPlan;
 use super::steps::{MIXED, Steps};
 use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
 use crate::ops::RopeAppendBatch;
+use crate::ops::composes::Composes;
 use crate::ops::op::Kernel;
 use crate::ops::variants::{Candidate, Choice};
 use crate::plan::check_slabs;

@@ -2,8 +2,9 @@
 
 use super::MlaLayer;
 use super::batch::LayerBatch;
-use super::composed::{Append, Composes, Ops};
+use super::composed::{Append, Ops};
 use super::plan::LayerPlan;
+use crate::ops::composes::Composes;
 use crate::ops::op::{Kernel, Step};
 use crate::ops::{GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend};
 use crate::tables::{Capacity, PageTable};

@@ -37,7 +37,12 @@ fn read(folder: &Path, module: &Names, into: &mut BTreeMap<Names, String>) {
 
 /// Unit tests end a file, and may use anything.
 fn without_tests_and_comments(text: &str) -> String {
-    let end = text.find("#[cfg(test)]\nmod ").unwrap_or(text.len());
+    let is_tests = |at: &usize| {
+        let (attribute, rest) = text[*at..].split_once('\n').unwrap_or_default();
+        attribute.contains("test")
+            && rest.split_once("mod ").is_some_and(|(before, _)| !before.contains('\n'))
+    };
+    let end = text.match_indices("#[cfg(").map(|(at, _)| at).find(is_tests).unwrap_or(text.len());
     text[..end].lines().flat_map(|line| [line.split("//").next().unwrap_or_default(), "\n"]).collect()
 }
 
@@ -163,4 +168,18 @@ fn no_two_files_import_each_other() {
     }
 }
 
-crate::tests![no_two_files_import_each_other];
+/// What a layer needs of a device is an op, or stands in `Composes`.
+fn the_layer_knows_no_device() {
+    let source = Source::of(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+    for module in source.text.keys().filter(|module| module[0] == "layer") {
+        let device = |file: &Names| ["gpu", "cuda", "cpu", "any"].contains(&file[0].as_str());
+        let found = source.imports(module).into_iter().find(device);
+        assert!(
+            found.is_none(),
+            "{} imports {found:?}: add what it needs to `Composes` in src/ops/composes.rs instead",
+            module.join("/")
+        );
+    }
+}
+
+crate::tests![no_two_files_import_each_other, the_layer_knows_no_device];
