@@ -25,7 +25,6 @@ mod aliases;
 mod arrays;
 mod batch;
 mod bound;
-mod check;
 mod composed;
 mod each;
 mod expanded;
@@ -38,6 +37,7 @@ mod prefix_cost;
 mod range;
 mod recorded;
 mod rounds;
+mod rows;
 mod steps;
 mod workspace;
 

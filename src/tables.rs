@@ -5,6 +5,7 @@
 //! that writes it there holds nothing else of a step.
 
 mod capacity;
+mod rows;
 
 use bytemuck::Pod;
 
@@ -12,6 +13,7 @@ use crate::plan::Plan;
 use crate::{Error, KvSpec, Result};
 
 pub use capacity::{Capacity, HEADER_WORDS, Header};
+pub(crate) use rows::PageRows;
 
 /// Which pages hold each sequence, as the host has them.
 #[derive(Debug, Clone, Copy)]
@@ -163,9 +165,9 @@ fn put<T: Pod>(words: &mut [u32], at: u32, section: &[T]) {
 
 fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec) -> Result<()> {
     plan.check_places(kv)?;
-    check_rows(pages, plan.seq_lens.len(), kv)?;
+    let rows = PageRows::new(pages, plan.seq_lens.len(), kv)?;
     for (seq, &len) in plan.seq_lens.iter().enumerate() {
-        let row = used_pages(pages, seq, len, kv)?;
+        let row = rows.used(seq, len)?;
         let (to, room) =
             list[plan.page_begin[seq] as usize..plan.page_begin[seq + 1] as usize].split_at_mut(row.len());
         // Room for growth holds pages too, so that no word of the list leads out of the pool.
@@ -184,102 +186,12 @@ fn write_pages(list: &mut [u32], plan: &Plan, pages: PageTable<'_>, kv: &KvSpec)
     }
     for &(first, other, tokens) in &plan.shared {
         let used = kv.pages_for(tokens) as usize;
-        let (a, b) = (&row_of(pages, first as usize)[..used], &row_of(pages, other as usize)[..used]);
+        let (a, b) = (&rows.row(first as usize)[..used], &rows.row(other as usize)[..used]);
         if let Some(block) = a.iter().zip(b).position(|(a, b)| a != b) {
             return Err(Error::PrefixNotShared { first, other, block });
         }
     }
     Ok(())
-}
-
-/// # Errors
-/// [`Error::Length`] for a table of another number of sequences, [`Error::OtherSpec`] for one of other pages, [`Error::KvIndptr`].
-pub(crate) fn check_rows(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Result<()> {
-    match pages {
-        PageTable::Pool { page_size, .. } | PageTable::PoolCsr { page_size, .. }
-            if page_size != kv.page_size =>
-        {
-            let (what, got, want) = ("page_size of the block table", page_size, kv.page_size);
-            Err(Error::OtherSpec { what, got, want })
-        }
-        PageTable::Dense { block_table, max_pages } | PageTable::Pool { block_table, max_pages, .. }
-            if Some(block_table.len()) != rows.checked_mul(max_pages as usize) =>
-        {
-            Err(Error::Length {
-                what: "block_table",
-                got: block_table.len() as u64,
-                want: rows.saturating_mul(max_pages as usize) as u64,
-                cure: "one row of max_pages entries a sequence",
-            })
-        }
-        PageTable::Csr { kv_indptr, .. } | PageTable::PoolCsr { kv_indptr, .. }
-            if kv_indptr.len() != rows + 1 =>
-        {
-            Err(Error::Length {
-                what: "kv_indptr",
-                got: kv_indptr.len() as u64,
-                want: rows as u64 + 1,
-                cure: "one entry a sequence and one more for the end",
-            })
-        }
-        PageTable::Csr { kv_indptr, kv_indices } | PageTable::PoolCsr { kv_indptr, kv_indices, .. } => {
-            check_indptr(kv_indptr, kv_indices.len() as u64)
-        }
-        _ => Ok(()),
-    }
-}
-
-/// # Errors
-/// [`Error::KvIndptr`] for entries that are no ranges of `most` page ids.
-fn check_indptr(kv_indptr: &[i32], most: u64) -> Result<()> {
-    let mut least = 0;
-    for (index, &got) in kv_indptr.iter().enumerate() {
-        let got = i64::from(got);
-        if got < least || got.unsigned_abs() > most {
-            return Err(Error::KvIndptr { index, got, least, most });
-        }
-        least = got;
-    }
-    Ok(())
-}
-
-/// The pages of a sequence's `len` tokens.
-///
-/// # Errors
-/// [`Error::SeqLen`] where its row has no more.
-pub(crate) fn used_pages<'a>(pages: PageTable<'a>, seq: usize, len: u32, kv: &KvSpec) -> Result<&'a [i32]> {
-    let row = row_of(pages, seq);
-    row.get(..kv.pages_for(len) as usize).ok_or_else(|| row_too_short(pages, seq, len.into(), kv))
-}
-
-/// What is wrong where a sequence's row does not hold its tokens.
-pub(crate) fn row_too_short(pages: PageTable<'_>, seq: usize, got: i64, kv: &KvSpec) -> Error {
-    if let PageTable::Csr { kv_indptr, kv_indices } | PageTable::PoolCsr { kv_indptr, kv_indices, .. } = pages
-    {
-        let (begin, end) = (i64::from(kv_indptr[seq]), i64::from(kv_indptr[seq + 1]));
-        if begin < 0 || end < begin || end > kv_indices.len() as i64 {
-            let cure = "kv_indptr must begin at 0, never go down, and end at the length of kv_indices: correct it at this sequence";
-            return Error::Shape { what: "kv_indptr at sequence", got: seq as u64, cure };
-        }
-    }
-    let max = row_of(pages, seq).len() as i64 * i64::from(kv.page_size);
-    let cure = "its row of the block table has no more pages: append pages to it before the step, or correct seq_lens";
-    Error::SeqLen { seq, got, max, cure }
-}
-
-/// The entries of a sequence; none where the CSR arrays contradict themselves.
-pub(crate) fn row_of(pages: PageTable<'_>, seq: usize) -> &[i32] {
-    match pages {
-        PageTable::Dense { block_table, max_pages } | PageTable::Pool { block_table, max_pages, .. } => {
-            &block_table[seq * max_pages as usize..][..max_pages as usize]
-        }
-        PageTable::Csr { kv_indptr, kv_indices } | PageTable::PoolCsr { kv_indptr, kv_indices, .. } => {
-            let (begin, end) = (kv_indptr[seq], kv_indptr[seq + 1]);
-            let range = usize::try_from(begin).ok().zip(usize::try_from(end).ok());
-            range.and_then(|(begin, end)| kv_indices.get(begin..end)).unwrap_or(&[])
-        }
-        PageTable::Device => &[],
-    }
 }
 
 #[cfg(feature = "wgpu")]

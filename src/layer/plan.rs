@@ -7,20 +7,18 @@
 //!
 //! All keys come from the cache, those of a step's new tokens too: cutting a prompt into steps or chunks changes no key.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
 use super::batch::LayerBatch;
-use super::check::{check_groups, check_slots, pages_of};
 use super::expanded::ExpandedPrefix;
-use super::over_prefixes::{keep_what_pays, over_prefixes, prefixes};
+use super::over_prefixes::{keep_what_pays, over_prefixes};
 use super::rounds::check_rounds;
+use super::rows::{Row, Rows};
 use super::{LayerCapacity, MlaLayer};
 use crate::Mask;
 use crate::ops::GatherRange;
 use crate::ops::PrefillSequence;
 use crate::ops::composes::PrefixCost;
-use crate::tables::check_rows;
 use crate::{Batch, Error, PageTable, Plan, Result, SharedPrefix, SlabTable, SplitPolicy, Tiling};
 
 /// Where partial results go. Merges ping-pong between [`Target::Out`] and [`Target::Other`], as no op reads and writes one buffer.
@@ -78,6 +76,8 @@ pub struct LayerPlan {
     pub(crate) decode_pages: (Vec<i32>, Vec<i32>),
     /// The attention of decoded tokens over expanded prefixes, before the keys are split; empty where no prefix is expanded.
     pub(crate) over_prefixes: Vec<PrefillSequence>,
+    /// One past the last row of the expanded prefixes.
+    prefix_rows: u32,
     /// The chunks of keys that prefilled sequences attend.
     pub chunks: Vec<Chunk>,
     /// Position of each query token in its sequence.
@@ -86,19 +86,10 @@ pub struct LayerPlan {
     pub num_merges: u32,
 }
 
-/// A sequence that is prefilled.
-#[derive(Debug, Clone, Copy)]
-struct Prompt {
-    sequence: u32,
-    q_begin: u32,
-    q_len: u32,
-    len: u32,
-}
-
 /// A range of a prompt's keys in a chunk.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
-    prompt: Prompt,
+    prompt: Row,
     keys: Range2,
     row: u32,
 }
@@ -154,57 +145,26 @@ impl LayerPlan {
         slab_pages: u32,
         cost: Option<&PrefixCost>,
     ) -> Result<Self> {
-        spec.check_dims()?;
-        // It checks what the rest relies on: lengths, order, signs.
-        let all = Batch::new(batch.seq_lens, batch.query_start_loc);
-        let mla = spec.mla();
-        Plan::default().check_batch(&mla, &all)?;
-        check_rows(batch.pages, batch.seq_lens.len(), &spec.kv)?;
-        check_groups(batch)?;
-        let mut expanded = prefixes(spec, batch)?;
-        let num_queries = batch.query_start_loc.last().copied().unwrap_or(0) as u32;
-        let (got, want) = (batch.slot_mapping.len() as u64, u64::from(num_queries));
-        if got != want {
-            let cure = "one slot a query token, negative for one whose row is in the cache already";
-            return Err(Error::Length { what: "slot_mapping", got, want, cure });
-        }
-
-        let mut plan = Self::default();
-        let (mut decodes, mut prompts) = (Vec::new(), Vec::new());
-        for (sequence, (&len, loc)) in batch.seq_lens.iter().zip(batch.query_start_loc.windows(2)).enumerate()
-        {
-            let (q_begin, q_len, len) = (loc[0] as u32, (loc[1] - loc[0]) as u32, len as u32);
-            if q_len > len {
-                return Err(Error::QueryLen { seq: sequence, got: q_len, seq_len: len });
-            }
-            plan.positions.extend((len - q_len..len).map(|position| position as i32));
-            let prompt = Prompt { sequence: sequence as u32, q_begin, q_len, len };
-            match q_len {
-                0 => {}
-                _ if q_len <= spec.decode_threshold => decodes.push(prompt),
-                _ => prompts.push(prompt),
-            }
-        }
-        check_slots(spec, batch)?;
-        let mut shared = Cow::Borrowed(batch.shared_prefixes);
+        let mut rows = Rows::new(spec, batch)?;
         if let (Some(cost), SplitPolicy::Auto | SplitPolicy::OneSplit) = (cost, policy) {
-            keep_what_pays(spec, tiling, batch, cost, &mut expanded, &mut shared);
+            keep_what_pays(spec, tiling, &mut rows, cost);
         }
-        let batch = &LayerBatch { shared_prefixes: &shared, ..*batch };
-        let decodes = (&decodes[..], slab_pages);
-        plan.plan_decodes(spec, tiling, batch, policy, decodes, &expanded)?;
-        plan.plan_chunks(spec, policy, (&prompts, batch.pages))?;
+        let mut plan = Self::default();
+        plan.plan_decodes(spec, tiling, &rows, policy, slab_pages)?;
+        plan.plan_chunks(spec, &rows, policy)?;
+        let end = |prefix: &ExpandedPrefix| prefix.first_row.saturating_add(prefix.tokens);
+        plan.prefix_rows = rows.prefixes.iter().map(end).max().unwrap_or(0);
+        plan.positions = rows.positions;
         Ok(plan)
     }
 
     /// The capacity of a layer that the step needs.
-    pub(super) fn used(&self, batch: &LayerBatch<'_>) -> LayerCapacity {
-        let rows = |prefix: &ExpandedPrefix| prefix.first_row.saturating_add(prefix.tokens);
+    pub(super) fn used(&self) -> LayerCapacity {
         LayerCapacity {
             tokens: self.positions.len() as u32,
             positions: self.positions.iter().max().map_or(0, |&last| last as u32 + 1),
             decode_tokens: self.decoded.last().map_or(0, |tokens| tokens.end),
-            prefix_rows: batch.expanded.iter().map(rows).max().unwrap_or(0),
+            prefix_rows: self.prefix_rows,
         }
     }
 
@@ -218,14 +178,13 @@ impl LayerPlan {
         &mut self,
         spec: &MlaLayer,
         tiling: &Tiling,
-        batch: &LayerBatch<'_>,
+        rows: &Rows<'_>,
         policy: SplitPolicy,
-        (decodes, slab_pages): (&[Prompt], u32),
-        expanded: &[Option<&ExpandedPrefix>],
+        slab_pages: u32,
     ) -> Result<()> {
-        let prefix = |decode: &Prompt| expanded.get(decode.sequence as usize).copied().flatten();
+        let decodes = &rows.decodes;
         // Tokens that the absorbed decode has no part in.
-        let skipped = |decode: &Prompt| prefix(decode).map_or(0, |prefix| prefix.tokens);
+        let skipped = |decode: &Row| rows.expanded(decode.sequence).map_or(0, |prefix| prefix.tokens);
         let (mut seq_lens, mut loc, mut tokens) = (Vec::new(), vec![0i32], Vec::new());
         for decode in decodes {
             let range = decode.q_begin..decode.q_begin + decode.q_len;
@@ -237,28 +196,25 @@ impl LayerPlan {
                 _ => self.decoded.push(range),
             }
         }
-        let shared: Vec<SharedPrefix> =
-            batch.shared_prefixes.iter().map(|group| group.among(decodes, expanded)).collect();
-        let sequences = decodes.iter().map(|decode| (decode.sequence as usize, skipped(decode)..decode.len));
-        self.decode_pages = pages_of(batch.pages, spec, sequences)?;
+        let shared: Vec<_> = rows.shared.iter().map(|group| among_decodes(group, rows)).collect();
+        let sequences = decodes.iter().map(|decode| (decode.sequence, skipped(decode)..decode.len));
+        self.decode_pages = rows.pages.list(sequences)?;
         let (kv_indptr, kv_indices) = &self.decode_pages;
         let pages = PageTable::Csr { kv_indptr, kv_indices };
         let slabs = (slab_pages > 0).then_some(SlabTable { pages, slab_pages });
         let compact = Batch { shared_prefixes: &shared, slabs, ..Batch::new(&seq_lens, &loc) };
         self.decode = Plan::new(&spec.mla(), tiling, &compact, policy)?;
         self.decode.renumber(&tokens, self.decoded.last().map_or(0, |run| run.end));
-        let tokens: Vec<_> =
-            decodes.iter().map(|decode| (decode.q_begin, decode.q_len, prefix(decode))).collect();
+        let tokens: Vec<_> = decodes
+            .iter()
+            .map(|decode| (decode.q_begin, decode.q_len, rows.expanded(decode.sequence)))
+            .collect();
         self.over_prefixes = over_prefixes(&tokens);
         Ok(())
     }
 
-    fn plan_chunks(
-        &mut self,
-        spec: &MlaLayer,
-        policy: SplitPolicy,
-        (prompts, pages): (&[Prompt], PageTable<'_>),
-    ) -> Result<()> {
+    fn plan_chunks(&mut self, spec: &MlaLayer, rows: &Rows<'_>, policy: SplitPolicy) -> Result<()> {
+        let prompts = &rows.prompts;
         if prompts.is_empty() {
             return Ok(());
         }
@@ -274,7 +230,7 @@ impl LayerPlan {
             return Err(Error::Shape { what: "workspace_bytes", got: spec.workspace_bytes, cure });
         }
         let lens = prompts.iter().map(|prompt| (prompt.sequence, prompt.len));
-        check_rounds(spec, pages, lens, split.min((room / unit * unit).max(room.min(longest))))?;
+        check_rounds(rows.pages, lens, split.min((room / unit * unit).max(room.min(longest))))?;
         let mut chunks: Vec<Vec<Piece>> = vec![Vec::new()];
         let mut used = 0;
         for &prompt in prompts {
@@ -342,7 +298,7 @@ impl LayerPlan {
     }
 }
 
-impl Prompt {
+impl Row {
     /// Its query tokens over a range of its keys, which lie in the workspace from `row` on.
     fn over(&self, keys: Range<u32>, row: u32) -> PrefillSequence {
         // Token i sees the keys up to its own position.
@@ -358,16 +314,14 @@ impl Prompt {
     }
 }
 
-impl SharedPrefix {
-    /// The shared prefix cut down to the sequences that the decode kernel attends whole, numbered among the decodes.
-    fn among(&self, decodes: &[Prompt], expanded: &[Option<&ExpandedPrefix>]) -> Self {
-        let is_whole = |sequence: u32| expanded.get(sequence as usize).copied().flatten().is_none();
-        let place = |sequence: &u32| {
-            decodes.iter().position(|decode| decode.sequence == *sequence && is_whole(*sequence))
-        };
-        let sequences = self.sequences.iter().filter_map(place).map(|place| place as u32).collect();
-        Self { sequences, tokens: self.tokens }
-    }
+/// A shared prefix cut down to the sequences that the decode kernel attends whole, numbered among the decodes.
+fn among_decodes(group: &SharedPrefix, rows: &Rows<'_>) -> SharedPrefix {
+    let place = |&sequence: &u32| {
+        let place = rows.decodes.iter().position(|decode| decode.sequence == sequence);
+        place.filter(|_| rows.expanded(sequence).is_none())
+    };
+    let sequences = group.sequences.iter().filter_map(place).map(|place| place as u32).collect();
+    SharedPrefix { sequences, tokens: group.tokens }
 }
 
 impl LayerPlan {

@@ -69,7 +69,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
     ) -> Result<LayerCapacity> {
         let cost = Some(&ops.prefix_cost);
         let plan = LayerPlan::by_cost(spec, &ops.decode.tiling(), batch, policy, ops.slab_pages, cost)?;
-        let used = plan.used(batch);
+        let used = plan.used();
         ops.capacity.check_holds(&used, plan.num_decoded())?;
         match (&ops.append, &mut step.append) {
             (Append::Rotated(append), Append::Rotated(step)) => {

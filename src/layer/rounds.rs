@@ -1,7 +1,6 @@
 //! How many rounds prefills take, counted before they are planned. Pure.
 
-use super::MlaLayer;
-use crate::tables::{PageTable, used_pages};
+use crate::tables::PageRows;
 use crate::{Error, Result};
 
 /// The most entries of all rounds together, each a sequence that attends or is passed on: 1.3 GB.
@@ -13,14 +12,13 @@ const MOST_ENTRIES: u64 = 1 << 25;
 /// # Errors
 /// [`Error::SeqLen`] and [`Error::Limit`].
 pub(super) fn check_rounds(
-    spec: &MlaLayer,
-    pages: PageTable<'_>,
+    pages: PageRows<'_>,
     prompts: impl ExactSizeIterator<Item = (u32, u32)>,
     tokens: u32,
 ) -> Result<()> {
     let (count, mut rounds) = (prompts.len() as u64, 0);
     for (sequence, len) in prompts {
-        used_pages(pages, sequence as usize, len, &spec.kv)?;
+        pages.used(sequence as usize, len)?;
         rounds += u64::from(len.div_ceil(tokens.max(1)));
     }
     let need = rounds.saturating_mul(count);

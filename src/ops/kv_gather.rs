@@ -7,7 +7,7 @@ use super::op::{Op, Use};
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::cache::KvView;
-use crate::tables::{PageTable, check_rows, row_of, row_too_short};
+use crate::tables::{PageRows, PageTable};
 use crate::view::{View, aligned, codes_only, distinct, positive};
 use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
 
@@ -133,10 +133,10 @@ impl KvGather {
             let detail = "kv_gather takes its pages from the host: PageTable::Dense or PageTable::Csr";
             return Err(Error::LayoutMismatch { detail });
         }
-        check_rows(pages, seq_lens.len(), &self.kv)?;
+        let rows = PageRows::new(pages, seq_lens.len(), &self.kv)?;
         let mut all = Pieces::default();
         for (index, range) in ranges.iter().enumerate() {
-            self.add_range(&mut all, pages, seq_lens, index, range)?;
+            self.add_range(&mut all, rows, seq_lens, index, range)?;
         }
         check_overlaps(ranges)?;
         Ok(all)
@@ -145,7 +145,7 @@ impl KvGather {
     fn add_range(
         &self,
         all: &mut Pieces,
-        pages: PageTable<'_>,
+        rows: PageRows<'_>,
         seq_lens: &[i32],
         index: usize,
         range: &GatherRange,
@@ -156,10 +156,10 @@ impl KvGather {
             let limit = (seq_lens.len() as u64).saturating_sub(1);
             return bad("sequence", seq as u64, limit, "name a sequence of the batch");
         };
-        let row = row_of(pages, seq);
+        let row = rows.row(seq);
         let held = row.len() as i64 * i64::from(self.kv.page_size);
         if len < 0 || i64::from(len) > held {
-            return Err(row_too_short(pages, seq, len.into(), &self.kv));
+            return Err(rows.too_short(seq, len.into()));
         }
         let end = u64::from(range.begin) + u64::from(range.tokens);
         if end > len as u64 {

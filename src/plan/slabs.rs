@@ -3,7 +3,7 @@
 //! which one merge combines.
 
 use super::{Batch, Merge, Plan, SharedPrefix, SplitPolicy, Tiling, countable};
-use crate::tables::{PageTable, check_rows, row_of};
+use crate::tables::{PageRows, PageTable};
 use crate::{Error, KvSpec, Mask, MlaDecode, Result};
 
 /// Which slab of the pool each sequence's pages are in, for [`Batch::slabs`].
@@ -95,14 +95,14 @@ impl Plan {
         self.check_batch(spec, batch)?;
         self.check_prefixes(batch)?;
         self.check_least_room(spec.shape.num_heads, tiling.rows_per_tile)?;
-        self.check_table(spec, table.pages)?;
+        let rows = self.check_table(spec, table.pages)?;
         let mut free = std::mem::take(&mut self.scratch.slabs);
         let (mut share, mut partials) = (Share::default(), std::mem::take(&mut self.scratch.partials));
         for slab in slabs(spec.kv, table.slab_pages)? {
             let SlabPlan { mut plan, mut kv_indptr, mut kv_indices } = free.pop().unwrap_or_default();
             kv_indptr.clear();
             kv_indices.clear();
-            self.share_of(slab, batch, table.pages, &mut share, (&mut kv_indptr, &mut kv_indices))?;
+            self.share_of(slab, batch, rows, &mut share, (&mut kv_indptr, &mut kv_indices))?;
             let local = Batch {
                 seq_lens: &share.seq_lens,
                 query_start_loc: batch.query_start_loc,
@@ -134,27 +134,27 @@ impl Plan {
     }
 
     /// Every page that the batch reads is in the pool.
-    fn check_table(&self, spec: &MlaDecode, pages: PageTable<'_>) -> Result<()> {
+    fn check_table<'a>(&self, spec: &MlaDecode, pages: PageTable<'a>) -> Result<PageRows<'a>> {
         if matches!(pages, PageTable::Device) {
             let detail = "a pool in several slabs needs page tables of the host: use one buffer with PageTable::Device";
             return Err(Error::LayoutMismatch { detail });
         }
-        check_rows(pages, self.seq_lens.len(), &spec.kv)?;
+        let rows = PageRows::new(pages, self.seq_lens.len(), &spec.kv)?;
         for (seq, &len) in self.seq_lens.iter().enumerate() {
-            let used = crate::tables::used_pages(pages, seq, len, &spec.kv)?;
+            let used = rows.used(seq, len)?;
             if let Some(block) = used.iter().position(|&page| page as u32 >= spec.kv.num_pages) {
                 let (page, num_pages) = (used[block].into(), spec.kv.num_pages);
                 return Err(Error::PageOutOfRange { seq, block, page, num_pages });
             }
         }
-        Ok(())
+        Ok(rows)
     }
 
     fn share_of(
         &self,
         slab: Slab,
         batch: &Batch<'_>,
-        pages: PageTable<'_>,
+        rows: PageRows<'_>,
         share: &mut Share,
         (kv_indptr, kv_indices): (&mut Vec<i32>, &mut Vec<i32>),
     ) -> Result<()> {
@@ -166,7 +166,7 @@ impl Plan {
         kv_indptr.push(0);
         let mut prefix_tokens = vec![0; batch.shared_prefixes.len()];
         for (seq, &len) in self.seq_lens.iter().enumerate() {
-            let used = &row_of(pages, seq)[..slab.kv.pages_for(len) as usize];
+            let used = &rows.row(seq)[..slab.kv.pages_for(len) as usize];
             before.clear();
             let mut tokens = 0;
             for (&page, block) in used.iter().zip(0..) {
@@ -266,9 +266,9 @@ impl Plan {
         {
             return mismatch;
         }
-        check_rows(pages, batch, &spec.kv)?;
+        let rows = PageRows::new(pages, batch, &spec.kv)?;
         for (seq, &len) in lens.iter().enumerate() {
-            let used = crate::tables::used_pages(pages, seq, len, &spec.kv)?;
+            let used = rows.used(seq, len)?;
             let mut each = Vec::with_capacity(self.slabs.len());
             for slab in &self.slabs {
                 let range = slab.kv_indptr.get(seq).zip(slab.kv_indptr.get(seq + 1));
