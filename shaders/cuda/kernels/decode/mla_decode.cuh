@@ -206,6 +206,126 @@ DEVICE void finish(const Args& args, u8* shared, const Output<T>& output, const 
     output.write(destination, item.num_rows, places, factors, shared);
 }
 
+// A warp's place in its block: it scores 16 query rows with its share of a tile's tokens.
+template <class T>
+struct WarpOf {
+    u32 lane, warp, row_warp, token_warp;
+};
+
+// The item's query rows, as fragments in `queries` or in shared memory; `rows` are on their way there.
+template <class T>
+DEVICE void load_queries(const Args& args, const WorkItem& item, u32 staged, float* scales, const WarpOf<T>& own, QueryRows<T>& rows, Queries<T>& queries) {
+    for (u32 first = 0; first < T::ROWS; first += T::STAGED_ROWS) {
+        if (first > 0) __syncthreads();
+        for (u32 row = first + own.warp; row < first + T::STAGED_ROWS; row += rows.BATCH * T::WARPS) {
+            rows.ask(args, item, row);
+            rows.store(args, row, staged - first * T::QUERY_BYTES, scales);
+        }
+        if constexpr (T::KEPT > 0) {
+            __syncthreads();
+            queries.keep(first / 16, own.row_warp, own.token_warp);
+        }
+    }
+}
+
+// Sets what a lane's two rows begin with. Returns the position before which all rows of the warp see keys.
+template <class T>
+DEVICE u32 begin_rows(const Args& args, const WorkItem& item, const WarpOf<T>& own, u32* seen, float (&top)[2], float (&sum)[2]) {
+    u32 seen_by_all = ~0u;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u32 row = own.row_warp * 16 + h * 8 + own.lane / 4;
+        const u32 index = item.first_row + min(row, item.num_rows - 1);
+        const u32 seen_here = min(args.queries[index / args.num_heads].visible, item.kv_end);
+        seen_by_all = min(seen_by_all, seen_here);
+        if (own.token_warp == 0 && own.lane % 4 == 0) seen[row] = seen_here;
+        top[h] = EMPTY;
+        sum[h] = 0.0f;
+    }
+    return __reduce_min_sync(~0u, seen_by_all);
+}
+
+// Completes the tile at `tokens` where it is not in whole boxes, and asks for a later tile, to `free`, where that is done before the scores.
+template <class T, class LoaderOfTile>
+DEVICE void complete_tile(const Args& args, const WorkItem& item, LoaderOfTile& loader, bool early, bool in_boxes, bool more, u32 tile_begin, u32 tokens, u32 free, u32 free_stage) {
+    if constexpr (T::BOXED) {
+        if (early) {
+            __syncthreads();
+            if (more) loader.load(free, free_stage);
+        }
+        if (!in_boxes) load_inside_boxes<T>(args, item, tile_begin, tokens);
+        if (tile_begin + T::TOKENS > item.kv_end) clear_rest<T>(item, tile_begin, tokens);
+    } else {
+        if (more && loader.by_8()) loader.load(free, free_stage);
+    }
+}
+
+// Scales and masks logits. Sets whether some maximum grows by more than LAZY, and whether some logit is NaN or infinite.
+template <class T>
+DEVICE void mask(float (&logits)[T::TOKEN_TILES][4], const float (&top)[2], u32 tile_begin, u32 seen_by_all, const float* scales, const u32* seen, const WarpOf<T>& own, bool& grows, bool& has_non_finite) {
+    const u32 first = tile_begin + own.token_warp * (T::TOKEN_TILES * 8) + own.lane % 4 * 2;
+    const bool masks = tile_begin + T::TOKENS > seen_by_all;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u32 row = own.row_warp * 16 + h * 8 + own.lane / 4;
+        const float scale = scales[row];
+        // Read from shared memory, not kept in a register: few tiles need it.
+        const u32 limit = masks ? seen[row] : ~0u;
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float& logit = logits[j][2 * h + e];
+                logit *= scale;
+                has_non_finite |= !is_finite(logit);
+                if (masks && first + j * 8 + e >= limit) logit = EMPTY;
+                grows |= logit > top[h] + LAZY;
+            }
+        }
+    }
+}
+
+// Tells the other warps the maxima of a own.warp's logits.
+template <class T>
+DEVICE void share_maxima(const float (&logits)[T::TOKEN_TILES][4], float* maxima, const WarpOf<T>& own) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float largest = EMPTY;
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++) largest = fmaxf(largest, fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (own.lane % 4 == 0) maxima[own.token_warp * T::ROWS + own.row_warp * 16 + h * 8 + own.lane / 4] = largest;
+    }
+}
+
+// Moves a row's running maximum if that of the tile exceeds it by more than LAZY. Returns the factor of what was summed before.
+template <class T>
+DEVICE float move_top(const float* maxima, float& top) {
+    float largest = EMPTY;
+#pragma unroll
+    for (int w = 0; w < T::TOKEN_WARPS; w++) largest = fmaxf(largest, maxima[w * T::ROWS]);
+    float factor = 1.0f;
+    if (largest > top + LAZY) {
+        factor = exp2_fast(top - largest);
+        top = largest;
+    }
+    return factor;
+}
+
+// Asks for the first tiles.
+template <class T, class LoaderOfTile>
+DEVICE void load_first_tiles(const WorkItem& item, u32 stages, LoaderOfTile& loader, Pace<T>& pace) {
+#pragma unroll 1
+    for (int i = 0; i < T::STAGES - 1; i++) {
+        const bool any = item.kv_begin + i * T::TOKENS < item.kv_end;
+        if (any) loader.load(stages + i * T::STAGE_BYTES, i);
+        pace.asked(i, any);
+    }
+}
+
+// The values of a block are variables of this function, which others take by reference: as members of one struct nvcc gives them other
+// registers, and the code is another.
 template <class T>
 DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -221,7 +341,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     u32* seen = reinterpret_cast<u32*>(shared + T::SEEN_AT); // [ROWS] keys before this position are visible to a row; running maxima at the end
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
-
+    const WarpOf<T> own{lane, warp, row_warp, token_warp};
     // Programmatic dependent launch: the tables are the host's and may be read before the previous kernel has ended, but a page list
     // written on the device may not.
     if (args.clamp_pages) griddep_wait();
@@ -230,41 +350,14 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     Pace<T> pace(barriers);
     if (T::COPIES != GROUPS) __syncthreads();
     griddep_wait();
-#pragma unroll 1
-    for (int i = 0; i < T::STAGES - 1; i++) {
-        const bool any = item.kv_begin + i * T::TOKENS < item.kv_end;
-        if (any) loader.load(stages + i * T::STAGE_BYTES, i);
-        pace.asked(i, any);
-    }
-    const u32 staged = shared_address(shared + T::QUERIES_AT);
+    load_first_tiles<T>(item, stages, loader, pace);
     QueryRows<T> rows;
-    Queries<T> queries(staged, shared_address(shared + T::REST_AT), row_warp, token_warp);
-    for (u32 first = 0; first < T::ROWS; first += T::STAGED_ROWS) {
-        if (first > 0) __syncthreads();
-        for (u32 row = first + warp; row < first + T::STAGED_ROWS; row += rows.BATCH * T::WARPS) {
-            rows.ask(args, item, row);
-            rows.store(args, row, staged - first * T::QUERY_BYTES, scales);
-        }
-        if constexpr (T::KEPT > 0) {
-            __syncthreads();
-            queries.keep(first / 16, row_warp, token_warp);
-        }
-    }
+    Queries<T> queries(shared_address(shared + T::QUERIES_AT), shared_address(shared + T::REST_AT), row_warp, token_warp);
+    load_queries<T>(args, item, shared_address(shared + T::QUERIES_AT), scales, own, rows, queries);
 
     // The mma accumulator layout: a lane has rows lane / 4 and lane / 4 + 8, and of each two consecutive tokens of every eight.
     float top[2], sum[2];
-    u32 seen_by_all = ~0u;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const u32 row = row_warp * 16 + h * 8 + lane / 4;
-        const u32 index = item.first_row + min(row, item.num_rows - 1);
-        const u32 seen_here = min(args.queries[index / args.num_heads].visible, item.kv_end);
-        seen_by_all = min(seen_by_all, seen_here);
-        if (token_warp == 0 && lane % 4 == 0) seen[row] = seen_here;
-        top[h] = EMPTY;
-        sum[h] = 0.0f;
-    }
-    seen_by_all = __reduce_min_sync(~0u, seen_by_all);
+    const u32 seen_by_all = begin_rows<T>(args, item, own, seen, top, sum);
     Output<T> output;
     if (T::BOXED) fence_proxy_async();
     if (T::COPIES != GROUPS) __syncthreads();
@@ -278,17 +371,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         const u32 free_stage = stage == 0 ? T::STAGES - 1 : stage - 1;
         const u32 tokens = stages + stage * T::STAGE_BYTES, free = stages + free_stage * T::STAGE_BYTES;
         const bool more = tile_begin + (T::STAGES - 1) * T::TOKENS < item.kv_end;
-
-        if constexpr (T::BOXED) {
-            if (early) {
-                __syncthreads();
-                if (more) loader.load(free, free_stage);
-            }
-            if (!in_boxes) load_inside_boxes<T>(args, item, tile_begin, tokens);
-            if (tile_begin + T::TOKENS > item.kv_end) clear_rest<T>(item, tile_begin, tokens);
-        } else {
-            if (more && loader.by_8()) loader.load(free, free_stage);
-        }
+        complete_tile<T>(args, item, loader, early, in_boxes, more, tile_begin, tokens, free, free_stage);
 
         // 1. scores
         ScoresOf<T> scores;
@@ -302,63 +385,29 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
             if (copies) loader.end();
         }
         pace.asked(free_stage, more);
-        const u32 own = weights + weights_of<T>(row_warp, token_warp);
+        const u32 own_weights = weights + weights_of<T>(row_warp, token_warp);
         scores.exchange(weights, row_warp, token_warp);
         float(&logits)[T::TOKEN_TILES][4] = scores.logits();
 
         // 2. softmax
-        const u32 first = tile_begin + token_warp * (T::TOKEN_TILES * 8) + lane % 4 * 2;
-        const bool masks = tile_begin + T::TOKENS > seen_by_all;
         bool grows = false, has_non_finite = false;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u32 row = row_warp * 16 + h * 8 + lane / 4;
-            const float scale = scales[row];
-            // Read from shared memory, not kept in a register: few tiles need it.
-            const u32 limit = masks ? seen[row] : ~0u;
-#pragma unroll
-            for (int j = 0; j < T::TOKEN_TILES; j++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& logit = logits[j][2 * h + e];
-                    logit *= scale;
-                    has_non_finite |= !is_finite(logit);
-                    if (masks && first + j * 8 + e >= limit) logit = EMPTY;
-                    grows |= logit > top[h] + LAZY;
-                }
-            }
-        }
+        mask<T>(logits, top, tile_begin, seen_by_all, scales, seen, own, grows, has_non_finite);
         float fresh[2];
-        weigh<T>(logits, top, fresh, own);
+        weigh<T>(logits, top, fresh, own_weights);
         if (any_of_block(grows || has_non_finite)) {
             // Recorded in a row's scale, which takes no register: all warps have read their scales of this tile, and see the change after
             // the next barrier.
             if (has_non_finite) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float largest = EMPTY;
-#pragma unroll
-                for (int j = 0; j < T::TOKEN_TILES; j++) largest = fmaxf(largest, fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
-                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-                if (lane % 4 == 0) maxima[token_warp * T::ROWS + row_warp * 16 + h * 8 + lane / 4] = largest;
-            }
+            share_maxima<T>(logits, maxima, own);
             __syncthreads();
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const u32 row = row_warp * 16 + h * 8 + lane / 4;
-                float largest = EMPTY;
-#pragma unroll
-                for (int w = 0; w < T::TOKEN_WARPS; w++) largest = fmaxf(largest, maxima[w * T::ROWS + row]);
-                float factor = 1.0f;
-                if (largest > top[h] + LAZY) {
-                    factor = exp2_fast(top[h] - largest);
-                    top[h] = largest;
-                }
+                const float factor = move_top<T>(maxima + row, top[h]);
                 sum[h] *= factor;
                 if (token_warp == 0 && lane % 4 == 0) factors[row] = factor;
             }
-            weigh<T>(logits, top, fresh, own);
+            weigh<T>(logits, top, fresh, own_weights);
             __syncthreads();
             output.rescale(factors);
         }
