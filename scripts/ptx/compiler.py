@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 TOOLS = Path(os.environ.get("CUDA_TOOLS", "target/cuda")).resolve()
@@ -10,6 +11,9 @@ NVCC = TOOLS / "nvcc-13.0/nvidia/cu13/bin/nvcc"
 FLAGS = ["-O3", "-std=c++17", "-Werror", "all-warnings"]
 # The prefix of instructions for compute capability 9.0 and later: programmatic dependent launch.
 WAITS = "// sm_90: "
+# nvcc's registers by kind, as `%rd266`, and the letter of each in the committed PTX.
+LETTERS = {"r": "r", "rd": "d", "rs": "h", "f": "f", "fd": "e", "p": "p"}
+REGISTER = re.compile(rf"%({'|'.join(LETTERS)})(\d+)\b")
 
 
 def compile_cu(path, arch, include=None):
@@ -25,8 +29,8 @@ def compile_cu(path, arch, include=None):
 
 
 def normal(text, name, arch):
-    """The text without comments, empty lines and blanks that PTX does not need, which are a tenth of it, with short names of labels and parameters, which
-    are an entry's own, and with the lowest `.version` that loads. `// sm_90: ` comments stay, for `for_card`."""
+    """The text without comments, empty lines and blanks that PTX does not need, which are a tenth of it, with short names of labels, parameters and
+    registers, which are an entry's own, and with the lowest `.version` that loads. `// sm_90: ` comments stay, for `for_card`."""
     lines = (re.sub(r"\s*//(?! sm_90: ).*", "", line) for line in text.splitlines())
     lines = (re.sub(r"([,;]) ", r"\1", " ".join(line.split())) for line in lines)
     # A hint to ptxas that needs PTX 8.3, unlike the rest.
@@ -40,7 +44,24 @@ def normal(text, name, arch):
         if unwanted in text.replace(WAITS, ""):
             line = next(line for line in text.splitlines() if unwanted in line)
             raise RuntimeError(f"nvcc of {name}: `{unwanted}` in its PTX: {line.strip()}")
-    return f"// Written by scripts/ptx.sh from {name}: nvcc 13.0.88, {arch.name}.\n{text}\n"
+    return f"// Written by scripts/ptx.sh from {name}: nvcc 13.0.88, {arch.name}.\n{short_registers(text)}\n"
+
+
+def short_registers(text):
+    """The text with `%rd266` as `d9`, which is a sixth less of it: without `%`, a letter a kind, and the lowest numbers for those that an entry
+    names most often. ptxas makes the same code of it: it does not go by names or numbers of registers."""
+    if taken := re.search(rf"(?<![\w.$%])[{''.join(LETTERS.values())}]\d+\b", text):
+        raise RuntimeError(f"`{taken[0]}` in inline asm is the name of a register: call it otherwise")
+    head, *own = re.split(r"^(?=\.visible \.entry )", text, flags=re.M)
+    return head + "".join(map(short_registers_of_entry, own))
+
+
+def short_registers_of_entry(text):
+    often = Counter(REGISTER.findall(text))
+    numbers = {kind: [one for one in sorted(often, key=lambda one: (-often[one], int(one[1]))) if one[0] == kind] for kind in LETTERS}
+    names = {f"%{kind}{number}": f"{LETTERS[kind]}{at}" for kind in LETTERS for at, (_, number) in enumerate(numbers[kind])}
+    text = REGISTER.sub(lambda found: names[found[0]], text)
+    return re.sub(r"%([a-z]+)<\d+>", lambda found: f"{LETTERS[found[1]]}<{len(numbers[found[1]])}>", text)
 
 
 def for_card(ptx, number):

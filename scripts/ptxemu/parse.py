@@ -148,7 +148,8 @@ def substitute(text, scopes, scope):
         index = scopes.find(scopes.registers, scope, found[0])
         return found[0] if index is None else f"${index}"
 
-    return re.sub(r"[%A-Za-z_$][\w$.]*(?<!\.)", one, text)
+    # A name begins where no constant is: `f0` is none in `0f00000000`.
+    return re.sub(r"(?<![\w$%])[%A-Za-z_$][\w$.]*(?<!\.)", one, text)
 
 
 def parse_body(entry, body):
