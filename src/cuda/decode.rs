@@ -1,12 +1,14 @@
 //! The decode: split, then merge.
 
 mod args;
+mod bodies;
 mod step;
 mod variants;
 
 use args::{Args, Copying};
+use bodies::Boxes;
 use step::Tables;
-use variants::{Body, Compiled, Kernel as Chosen, Tile, VARIANTS};
+use variants::{Compiled, Kernel as Chosen, Tile, VARIANTS};
 
 /// The names of the variants, in dispatch order.
 pub fn decode_variants() -> impl Iterator<Item = &'static str> {
@@ -57,11 +59,6 @@ struct Bound {
     map: Option<TensorMap>,
     buffers: [Buffer; 5],
 }
-
-/// Tokens of a TMA box of a wgmma kernel, at least: the rows that the hardware swizzles together.
-const BOX_TOKENS: u32 = 8;
-/// The same for a kernel that reads an FP8 cache, where a row of the box is two tokens.
-const FP8_BOX_TOKENS: u32 = 16;
 
 /// Columns and threads of a block of `mla_merge_few`.
 const FEW: (u32, u32) = (32, 64);
@@ -308,18 +305,15 @@ fn check_grids(spec: &MlaDecode, capacity: &Capacity, multiprocessors: u32) -> R
 
 /// The tiling of a variant, for the planner.
 fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
-    let card = cuda.card();
+    let (card, body) = (cuda.card(), &kernel.tile.body);
     // Blocks that run at a time on a multiprocessor, by shared memory and by registers, of which a thread may have 256.
     let Compiled { threads, shared_bytes, .. } = kernel.compiled;
     let by_shared = (card.shared_bytes + 1024) / (shared_bytes + 1024);
     let by_registers = 65536 / (256 * threads);
-    let blocks = if kernel.tile.on_tensor_cores() { by_shared.min(by_registers) } else { 8 };
+    let blocks = if body.tensor_cores { by_shared.min(by_registers) } else { 8 };
     let blocks = blocks.max(1);
     // Where an item begins, a box of a tile does.
-    let tokens_per_block = match kernel.tile.body {
-        Body::Wgmma { .. } => kernel.compiled.tokens,
-        _ => 16,
-    };
+    let tokens_per_block = if body.begins_at_tiles { kernel.compiled.tokens } else { 16 };
     Tiling {
         rows_per_tile: kernel.tile.rows,
         tokens_per_block,
@@ -328,9 +322,9 @@ fn tiling(cuda: &Cuda, kernel: &Chosen) -> Tiling {
         // On an H200 the merge of a single sequence waits where the split leaves it no room: a third of the multiprocessors, or the
         // second block of each (1 x 32768 of bf16: 18.6 us with 86 items, 21.5 with 128; 1 x 131072 of e4m3: 35.7 with 131, 40.9 with
         // 256). Beside `wgmma_swap_ab_n16` there is room (1 x 131072: 45.8 with 86, 43.8 with 114).
-        single_sequence_items: match kernel.tile.body {
-            Body::Wgmma { swapped: true } if kernel.tile.rows < 64 => card.multiprocessors * 7 / 8,
-            _ if blocks == 1 => card.multiprocessors * 2 / 3,
+        single_sequence_items: match blocks {
+            _ if body.leaves_room => card.multiprocessors * 7 / 8,
+            1 => card.multiprocessors * 2 / 3,
             _ => card.multiprocessors * blocks / 2,
         },
         // An H200 attended 80 to 160 tokens in the overhead of an item where a block has a multiprocessor alone. Where two blocks share
@@ -348,11 +342,6 @@ impl Cuda {
 }
 
 impl Functions {
-    /// Tokens of a box of a tile, which lies in one page.
-    fn tokens_of_a_box(&self, spec: &MlaDecode) -> u32 {
-        1 << spec.kv.page_size.trailing_zeros().min(self.split.compiled.tokens.ilog2())
-    }
-
     /// The kernel of a variant with equally large tiles, for a binding whose cache this one cannot copy.
     fn instead(&self, cuda: &Cuda, spec: &MlaDecode, variant: &str) -> Result<Split> {
         let request = DecodeRequest::one_token(spec);
@@ -376,22 +365,17 @@ impl Functions {
         let chunks = if aligned { Copying::Chunks16 } else { Copying::Chunks8 };
         // A stride that a single page has no use for may be anything.
         let boxes = aligned && block_bytes < MOST_STRIDE;
-        let map = |tokens, lines| TensorMap::of_cache(spec, address, block_bytes, (tokens, lines));
-        let in_boxes = |tokens| boxes && spec.kv.page_size.is_multiple_of(tokens);
-        let swapped_tokens = if spec.kv.dtype().is_fp8() { FP8_BOX_TOKENS } else { BOX_TOKENS };
-        Ok(match self.tile.body {
-            Body::MmaTma { tokens, .. } if boxes => {
-                (self.split.clone(), Some(map(tokens, None)?), Copying::Boxes)
+        Ok(match self.tile.body.boxes {
+            None => (self.split.clone(), None, chunks),
+            Some(of) if boxes && spec.kv.page_size.is_multiple_of((of.tokens)(spec)) => {
+                let shape = (of.shape)(spec, self.split.compiled.tokens);
+                let map = TensorMap::of_cache(spec, address, block_bytes, shape)?;
+                (self.split.clone(), Some(map), Copying::Boxes)
             }
-            Body::MmaTma { otherwise, .. } => (self.instead(cuda, spec, otherwise)?, None, chunks),
-            Body::Wgmma { swapped: true } if in_boxes(swapped_tokens) => {
-                (self.split.clone(), Some(map(swapped_tokens, None)?), Copying::Boxes)
+            Some(Boxes { otherwise: Some(variant), .. }) => {
+                (self.instead(cuda, spec, variant)?, None, chunks)
             }
-            Body::Wgmma { swapped: false } if in_boxes(BOX_TOKENS) => {
-                (self.split.clone(), Some(map(self.tokens_of_a_box(spec), Some(1))?), Copying::Boxes)
-            }
-            Body::Wgmma { .. } => (self.split.clone(), Some(TensorMap::none()), chunks),
-            Body::Mma | Body::MmaFp8 | Body::Simple => (self.split.clone(), None, chunks),
+            Some(_) => (self.split.clone(), Some(TensorMap::none()), chunks),
         })
     }
 }
@@ -467,9 +451,8 @@ pub(super) mod tests {
                                 .expect("it runs");
                         let entry = compiled.entry;
                         compare::<Args>(entry);
-                        let by_map = matches!(tile.body, Body::MmaTma { .. } | Body::Wgmma { .. });
-                        assert_eq!(entry.tensor_maps, u32::from(by_map), "{entry:?}");
-                        assert_eq!(entry.tokens.is_some(), tile.on_tensor_cores(), "{entry:?}");
+                        assert_eq!(entry.tensor_maps, u32::from(tile.body.boxes.is_some()), "{entry:?}");
+                        assert_eq!(entry.tokens.is_some(), tile.body.tensor_cores, "{entry:?}");
                         found.push(entry);
                     }
                 }

@@ -1,12 +1,12 @@
 //! The variants of the decode in dispatch order, and which of them runs where. Pure.
 
-use wgpu_mla_ptx::{ENTRIES, Entry, find};
+use wgpu_mla_ptx::Entry;
 
+use super::bodies::{self, Body};
+use crate::MlaDecode;
 use crate::cuda::caps::Card;
-use crate::cuda::formats::splits_queries;
 use crate::ops::variants::Variant;
 use crate::ops::{DecodeRequest, Features};
-use crate::{Dtype, MlaDecode};
 
 /// A row of the table of variants, chosen by a request and a card.
 #[derive(Debug, Clone)]
@@ -23,25 +23,25 @@ macro_rules! variant {
             Variant::new($name, |card: &Card, asked: &DecodeRequest| TILE.kernel(card, &asked.spec))
                 .serves(Features::DEVICE_PAGE_LIST)
                 .costing(cost);
-        if TILE.on_tensor_cores() { variant.rounding_weights().on_tensor_cores() } else { variant }
+        if TILE.body.tensor_cores { variant.rounding_weights().on_tensor_cores() } else { variant }
     }};
 }
 
 /// In dispatch order. The cheapest tensor-core variant that runs is taken, else the last, which runs everywhere.
 pub(super) const VARIANTS: &[Variant<Card, DecodeRequest, Kernel>] = &[
-    variant!("wgmma_m64", 64, Body::Wgmma { swapped: false }),
-    variant!("wgmma_swap_ab_n64", 64, Body::Wgmma { swapped: true }),
-    variant!("wgmma_swap_ab_n32", 32, Body::Wgmma { swapped: true }),
-    variant!("wgmma_swap_ab_n16", 16, Body::Wgmma { swapped: true }),
-    variant!("mma_m64", 64, Body::Mma),
-    variant!("mma_m32", 32, Body::Mma),
-    variant!("mma_m64_small", 64, Body::Mma),
-    variant!("mma_m32_small", 32, Body::Mma),
-    variant!("mma_tma_m16", 16, Body::MmaTma { tokens: 16, otherwise: "mma_m16" }),
-    variant!("mma_m16", 16, Body::Mma),
-    variant!("mma_m16_small", 16, Body::Mma),
-    variant!("mma_fp8_m16", 16, Body::MmaFp8).not_by_default(not_run_yet),
-    variant!("simple", 8, Body::Simple),
+    variant!("wgmma_m64", 64, bodies::WGMMA),
+    variant!("wgmma_swap_ab_n64", 64, bodies::SWAP_AB_64),
+    variant!("wgmma_swap_ab_n32", 32, bodies::SWAP_AB),
+    variant!("wgmma_swap_ab_n16", 16, bodies::SWAP_AB),
+    variant!("mma_m64", 64, bodies::MMA),
+    variant!("mma_m32", 32, bodies::MMA),
+    variant!("mma_m64_small", 64, bodies::MMA),
+    variant!("mma_m32_small", 32, bodies::MMA),
+    variant!("mma_tma_m16", 16, bodies::MMA_TMA),
+    variant!("mma_m16", 16, bodies::MMA),
+    variant!("mma_m16_small", 16, bodies::MMA),
+    variant!("mma_fp8_m16", 16, bodies::MMA_FP8).not_by_default(not_run_yet),
+    variant!("simple", 8, bodies::SIMPLE),
 ];
 
 /// Keeps a variant from being chosen before it has run on a card whose tensor cores take FP8 by `mma.sync`: those of 9.0 to 10.3 do not.
@@ -53,15 +53,14 @@ fn not_run_yet(_: &Card, _: &DecodeRequest) -> Result<(), String> {
 /// 64 rows in the time of 36.
 fn cost(&DecodeRequest { query_rows, .. }: &DecodeRequest, kernel: &Kernel) -> u32 {
     let tile = kernel.tile;
-    if !tile.on_tensor_cores() {
+    if !tile.body.tensor_cores {
         return u32::MAX;
     }
-    let arithmetic = if matches!(tile.body, Body::Wgmma { .. }) { tile.rows.min(36) } else { tile.rows };
-    query_rows.div_ceil(tile.rows) * (arithmetic + 16)
+    query_rows.div_ceil(tile.rows) * (tile.rows.min(tile.body.most_arithmetic) + 16)
 }
 
 /// A variant's tile, compiled for each cache dtype and dims that it serves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Tile {
     /// The name that callers see, and by which they force the variant.
     pub name: &'static str,
@@ -69,27 +68,6 @@ pub(super) struct Tile {
     pub rows: u32,
     pub body: Body,
 }
-
-/// How a variant multiplies, and copies the cache to shared memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Body {
-    /// mma.sync, and cp.async of 16 bytes.
-    Mma,
-    /// mma.sync, and TMA boxes of `tokens` tokens. The variant `otherwise` has the same tiles and serves bindings whose strides or
-    /// address TMA does not take.
-    MmaTma { tokens: u32, otherwise: &'static str },
-    /// mma.sync of FP8 codes as they are, of the cache and of an e4m3 query, and cp.async of 16 bytes.
-    MmaFp8,
-    /// wgmma (compute capability 9.0 only), and TMA boxes where pages are a multiple of 8 tokens, of 16 where a swapped variant reads a
-    /// cache of FP8, else cp.async. `swapped`: swap AB, query rows are wgmma's N.
-    Wgmma { swapped: bool },
-    /// Without tensor cores.
-    Simple,
-}
-
-/// Shared memory of a card below which [`Body::MmaTma`] is not used: only one block would fit a multiprocessor, and nothing would
-/// hide the latency of its copies.
-const TMA_SHARED_BYTES: u32 = 200 << 10;
 
 /// A compiled variant.
 #[derive(Debug, Clone)]
@@ -102,78 +80,16 @@ pub(super) struct Compiled {
 }
 
 impl Tile {
+    /// Its kernel for a card and a spec, or what is missing.
     fn kernel(&'static self, card: &Card, spec: &MlaDecode) -> Result<Kernel, String> {
-        self.runs_on(card, spec)?;
-        Ok(Kernel { tile: self, compiled: self.compiled(spec)? })
-    }
-
-    /// Checks that the variant runs on a card for a spec.
-    ///
-    /// # Errors
-    /// What is missing.
-    fn runs_on(&self, card: &Card, spec: &MlaDecode) -> Result<(), String> {
-        let compiled = self.compiled(spec)?;
-        match self.body {
-            Body::MmaTma { .. } if !card.tma || card.shared_bytes < TMA_SHARED_BYTES => {
-                return Err("no TMA (needs compute capability 9.0 or later, driver 525 or later), or less than 200 KiB of shared memory".into());
-            }
-            Body::MmaTma { tokens, .. } if !spec.kv.page_size.is_multiple_of(tokens) => {
-                let page_size = spec.kv.page_size;
-                return Err(format!("page_size {page_size}: TMA needs a multiple of {tokens}"));
-            }
-            Body::MmaFp8 => card.has_fp8_mma()?,
-            Body::Wgmma { .. } => card.has_wgmma()?,
-            _ => {}
-        }
+        let compiled = Compiled::from((self.body.entry)(self.name, spec)?);
+        (self.body.needs)(card, spec)?;
         card.has_shared(compiled.shared_bytes)?;
-        if self.on_tensor_cores() && spec.kv.dtype().is_fp8() && card.capability < 89 {
-            return Err(format!(
-                "compute capability {} does not convert FP8 (needs 89 or later)",
-                card.capability
-            ));
+        if self.body.tensor_cores && spec.kv.dtype().is_fp8() && card.capability < 89 {
+            let capability = card.capability;
+            return Err(format!("compute capability {capability} does not convert FP8 (needs 89 or later)"));
         }
-        Ok(())
-    }
-
-    /// Whether it uses tensor cores.
-    pub const fn on_tensor_cores(&self) -> bool {
-        !matches!(self.body, Body::Simple)
-    }
-
-    /// Its kernel for a spec.
-    ///
-    /// # Errors
-    /// Why there is none.
-    fn compiled(&self, spec: &MlaDecode) -> Result<Compiled, String> {
-        let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
-        let (dtype, has) =
-            (spec.kv.dtype(), |module: &str| ENTRIES.iter().any(|entry| entry.module == module));
-        let body = match self.body {
-            Body::Simple => {
-                let entry = find("mla_decode_simple", &format!("mla_decode_{dtype}_{latent}_{rope}"));
-                return Ok(entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))?.into());
-            }
-            Body::Mma => "",
-            Body::MmaTma { .. } => "tma_",
-            Body::MmaFp8 if dtype.is_fp8() && spec.query != Dtype::E4m3 => {
-                let query = spec.query;
-                return Err(format!("a query of {query} would be rounded: it needs e4m3, with a q_scale"));
-            }
-            Body::MmaFp8 => "fp8_",
-            Body::Wgmma { swapped: false } => "wgmma_",
-            Body::Wgmma { swapped: true } => "swap_",
-        };
-        let module = format!("mla_decode_{body}{dtype}");
-        if !has(&module) {
-            return Err(format!("no kernel of this variant reads a cache of {dtype}"));
-        }
-        let parts = if splits_queries(spec) { "_split" } else { "" };
-        let name = format!("mla_decode_{latent}_{rope}_{}{parts}", self.name);
-        let entry = find(&module, &name).ok_or_else(|| {
-            let parts = if parts.is_empty() { "" } else { " with a query in two parts" };
-            format!("no kernel for {latent}/{rope}{parts}")
-        })?;
-        Ok(entry.into())
+        Ok(Kernel { tile: self, compiled })
     }
 }
 
@@ -188,7 +104,7 @@ impl From<&'static Entry> for Compiled {
 mod tests {
     use super::*;
     use crate::ops::variants::choose;
-    use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
+    use crate::{Dtype, KvSpec, MlaShape, SUPPORTED_DIMS};
 
     fn chosen(card: &Card, spec: &MlaDecode, query_rows: u32) -> &'static Tile {
         choose(VARIANTS, card, &DecodeRequest { query_rows, ..DecodeRequest::one_token(spec) }, None)
@@ -217,8 +133,7 @@ mod tests {
                         let on_tensor_cores =
                             cache != Dtype::F32 && (cache != Dtype::E4m3 || card.capability >= 89);
                         assert_eq!(
-                            tile.on_tensor_cores(),
-                            on_tensor_cores,
+                            tile.body.tensor_cores, on_tensor_cores,
                             "{card:?} {spec:?}: {}",
                             tile.name
                         );
