@@ -65,10 +65,13 @@ case $verb in
     suite)
         source scripts/environment.sh
         # In a folder of its own: cargo has target/debug in the path of every test.
-        cargo build --locked --quiet -p emulated-cuda-driver --target-dir "${home%/cuda}/cuda_driver"
-        # The driver is looked for before the system's.
-        export LD_LIBRARY_PATH=${home%/cuda}/cuda_driver/debug${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} MLA_PYTHON=$home/venv/bin/python MLA_REQUIRE_CUDA=1
+        driver=${home%/cuda}/cuda_driver
+        cargo build --locked --quiet -p emulated-cuda-driver --target-dir "$driver"
         # With what scripts/check.sh builds.
-        cargo test --locked -p wgpu-mla -p wgpu-mla-ptx -p context_parallel --features cuda --test it -- "$@"
+        tests=(cargo test --locked -p wgpu-mla -p wgpu-mla-ptx -p context_parallel --features cuda --test it)
+        if [[ ${1:-} == --no-run ]]; then exec "${tests[@]}" --no-run; fi
+        # The driver is looked for before the system's.
+        export LD_LIBRARY_PATH=$driver/debug${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} MLA_PYTHON=$home/venv/bin/python MLA_REQUIRE_CUDA=1
+        "${tests[@]}" -- "$@"
         ;;
 esac

@@ -6,10 +6,10 @@ one block has no item. Without MLA_FULL=1, of kernels that are the same code for
 """
 
 import re
-import struct
 
 import numpy as np
 
+from arguments import packed
 from convert import E4M3, bf16_bits, bf16_value
 from launch import FULL, Device, barriers, kernels, long, parse, text_with, without_barrier
 from memory import Fault
@@ -91,12 +91,18 @@ class Case:
 
 
 def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
-    """`struct Args` of shaders/cuda/kernels/decode/mla.cuh, with f32 outputs."""
+    """The arguments of a decode with f32 outputs."""
     latent, rope = case.latent, case.dim - case.latent
-    strides = [heads * latent, latent, heads * rope, rope, case.stride, heads * latent, latent, heads, 1]
     names = "header items queries merges merge_partials pages partials q_nope q_pe kv out lse".split()
-    floats = [case.scale, case.out_scale, np.float32(np.log(2))]
-    return struct.pack("<12Q9Q3f11I", *(address[name] for name in names), *strides, *floats, heads, 4, CODES[case.query], 0, copies, 0, case.page, len(case.kv), *divmod(tokens, case.page), multiprocessors)
+    tile_pages, tile_rest = divmod(tokens, case.page)
+    return packed(
+        "MLA_ARGS", **{name: address[name] for name in names},
+        q_nope_token_stride=heads * latent, q_nope_head_stride=latent, q_pe_token_stride=heads * rope, q_pe_head_stride=rope,
+        kv_block_stride=case.stride, out_token_stride=heads * latent, out_head_stride=latent, lse_token_stride=heads, lse_head_stride=1,
+        logit_scale=case.scale, out_scale=case.out_scale, lse_scale=np.log(2), num_heads=heads, max_queries=4,
+        query_dtype=CODES[case.query], out_dtype=0, copies=copies, clamp_pages=0, page_size=case.page, num_pages=len(case.kv),
+        tile_pages=tile_pages, tile_rest=tile_rest, multiprocessors=multiprocessors,
+    )
 
 
 def cache_is_codes(case):

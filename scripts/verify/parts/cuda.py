@@ -1,4 +1,4 @@
-"""The tests of the CUDA backend without a card: on the emulated driver, whose kernels run in the interpreter."""
+"""The CUDA backend's tests without a card: on the emulated driver (tests/cuda_driver), whose kernels run in the interpreter."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -6,19 +6,36 @@ from concurrent.futures import ThreadPoolExecutor
 from part import RUSTC, Part, Passed, must, run as run_command, tests_in, versions
 from records import files
 
-# Tests by their names' beginnings; a variable of tests/cuda_driver. All of them would take hours: of each op its shapes, of each variant
-# of the decode what has most of its paths.
-BOTH_ORDERS = {"MLA_EMULATED_ORDERS": "both"}
+BEST, BOTH_ORDERS = "conformance::cuda::best::", {"MLA_EMULATED_ORDERS": "both"}
+
+# A unit's tests by parts of their names, and variables of tests/cuda_driver. The whole suite would take hours: these are each op's shapes
+# and bytes, of each kernel of the decode what reaches most of its paths, and graphs.
 UNITS = {
-    "kv_append": (["conformance::cuda::best::kv_append::"], BOTH_ORDERS),
+    "caches": ([BEST + op for op in ("kv_append", "kv_copy_pages", "kv_gather", "kv_calibrate", "reorg_kvcache")], BOTH_ORDERS),
+    "merges": ([BEST + op for op in ("merge_state::", "correct_attn_out", "merge_states::state_merges")], BOTH_ORDERS),
+    "rope": ([BEST + "rope"], BOTH_ORDERS),
+    "projections": ([BEST + "head_project", "cuda::projections::what_is_not_finite", "cuda::projections::variants_hold"], {}),
+    "prefill": ([BEST + "mla_prefill::prefill_repeated_rows", BEST + "mla_prefill::prefill_errors"], {}),
+    "batch tables": (["batch_tables::on_cuda"], {}),
+    "graphs": (["cuda::stale", "cuda::ops", "cuda::decodes", "cuda::devices_are_made", "cuda::no_card", "cuda::a_driver"], {}),
+    "contexts": (["cuda::host::another", "cuda::host::uploads"], {"MLA_EMULATED_CARDS": "2"}),
+    "wrong use": ([BEST + "every_op", BEST + "context_parallel", BEST + "slabs::ops_in_slabs", BEST + "slabs::refuses", BEST + "decode::refuses", "limits::inputs_that_are_too_large_for_cuda"], {}),
+    **{
+        f"decode: {variant}": ([f"conformance::cuda::{variant}::decode::{test}" for test in ("dtypes_of_256_32", "dtypes_of_512_64", "empty_batches")], {})
+        for variant in ("wgmma_m64", "wgmma_swap_ab_n64", "wgmma_swap_ab_n32", "wgmma_swap_ab_n16", "mma_m64", "mma_m32", "mma_tma_m16", "mma_m16", "simple")
+    },
+    **{
+        f"decode: {variant}, a small card": ([f"conformance::cuda::{variant}::decode::{test}" for test in ("dtypes_of_256_32", "dtypes_of_512_64")], {"MLA_EMULATED_CAPABILITY": "120"})
+        for variant in ("mma_m64_small", "mma_m32_small", "mma_m16_small", "mma_fp8_m16")
+    },
 }
 
 
 def units():
     inputs = files(
-        "Cargo.lock", "src/*.rs", "src/cache/**/*.rs", "src/cuda/**/*.rs", "src/layer/**/*.rs", "src/ops/**/*.rs", "src/plan/**/*.rs", "shaders/cuda/**/*.rs",
-        "shaders/cuda/ptx/*", "tests/support/**/*.rs", "tests/it/*.rs", "tests/it/cuda/*.rs", "tests/cuda_driver/**/*", "scripts/ptxemu/*.py", "scripts/ptx.sh",
-        "scripts/verify/parts/cuda.py",
+        "Cargo.lock", "src/*.rs", "src/cache/**/*.rs", "src/cuda/**/*.rs", "src/ops/**/*.rs", "src/plan/**/*.rs", "shaders/cuda/**/*.rs", "shaders/cuda/ptx/*",
+        "tests/support/**/*.rs", "tests/it/*.rs", "tests/it/batch_tables/*.rs", "tests/it/cuda/*.rs", "tests/cuda_driver/**/*", "scripts/ptxemu/*.py",
+        "scripts/ptx.sh", "scripts/verify/parts/cuda.py",
     )
     return {name: inputs for name in UNITS}
 

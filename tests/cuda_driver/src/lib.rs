@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `MLA_EMULATED_CAPABILITY` | the card's compute capability: 80, 86, 89, 90 (the default), 100, 103 or 120 |
 //! | `MLA_EMULATED_CARDS` | the number of cards, 1 by default |
+//! | `MLA_EMULATED_TIMES` | a file to which the seconds of each kernel that was launched are added at the end |
 //! | `MLA_EMULATED_ORDERS` | `both`: each launch runs with its warps first to last and last to first, and both must give the same bits |
 
 #![allow(non_snake_case, reason = "the driver's names")]
