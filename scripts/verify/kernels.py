@@ -11,7 +11,7 @@ from records import ROOT, Failed, files
 GPU = "src/gpu"
 # Inputs of every kernel.
 COMMON = [f"{GPU}/{name}.rs" for name in ("caps", "device", "kernels", "kernels/compose", "kernels/formats", "kernels/unroll", "pipelines", "wanted")]
-COMMON += ["src/ops/op.rs", "src/ops/op/*.rs", "src/ops/variants.rs", "src/cache/*.rs"]
+COMMON += ["src/ops/op.rs", "src/ops/op/*.rs", "src/ops/variants.rs", "src/ops/features.rs", "src/cache/*.rs"]
 DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/decode.rs", "src/ops/decode.rs", "src/tables.rs"]
 
 

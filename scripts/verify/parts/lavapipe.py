@@ -8,7 +8,7 @@ import kernels
 from part import Part, Passed, locked, run as run_command, version_of
 from records import ROOT, Failed, files
 
-VARIANTS = ["coop", "coop_small", "subgroup", "shared"]
+VARIANTS = re.findall(r'"(\w+)"', re.search(r"WGPU_VARIANTS: .* = (\[.*\]);", (ROOT / "tests/it/conformance.rs").read_text())[1])
 SUITE = "tests/support/src/suite"
 # Groups of the suite that are of no op of `kernels.RUST`, by their kernels; and files that a group's modules use beside what is common.
 KERNELS = {
