@@ -77,7 +77,7 @@ impl Kernel<MlaDecode> for Gpu {
     }
 
     fn kernel_capacity(step: &Slabbed<Tables>) -> Capacity {
-        step.own.capacity
+        step.own.capacity()
     }
 
     fn kernel_prepare(
@@ -203,7 +203,7 @@ impl Gpu {
         step: &Tables,
         layer: &Layer,
     ) {
-        let rows = step.capacity.merges * spec.shape.num_heads;
+        let rows = step.capacity().merges * spec.shape.num_heads;
         if let (Some(group), 1..) = (layer.slabs.first(), rows) {
             // After slabs, which have tables of their own.
             if layer.slabs.len() > 1 {

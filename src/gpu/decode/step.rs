@@ -40,7 +40,7 @@ impl SliceBudget {
 /// A step's tables, page list and scratch. Commands that were recorded keep what they were recorded with: see [`Ring`].
 #[derive(Debug)]
 pub struct Tables {
-    pub(super) capacity: Capacity,
+    layout: Layout,
     /// One for each region; the slice is bound with a dynamic offset.
     groups: Vec<wgpu::BindGroup>,
     ring: Ring,
@@ -130,50 +130,49 @@ pub(super) fn prepare(
         tables.prepare_one(gpu, pipes, spec, plan, pages)
     };
     let new = |own: &Tables, spec: &MlaDecode, capacity| {
-        Tables::with_partials(gpu, pipes, spec, capacity, Some(&own.partials))
+        Tables::with_partials(gpu, pipes, Layout::of(gpu.caps(), spec, capacity)?, Some(&own.partials))
     };
     step.prepare(spec, plan, write, |own, slab| slab.partials == own.partials, new)
 }
 
 impl Tables {
     pub(super) fn new(gpu: &Gpu, pipes: &Pipes, spec: &MlaDecode, capacity: Capacity) -> Result<Self> {
-        Self::with_partials(gpu, pipes, spec, capacity, None)
+        Self::with_partials(gpu, pipes, Layout::of(gpu.caps(), spec, capacity)?, None)
     }
 
     fn with_partials(
         gpu: &Gpu,
         pipes: &Pipes,
-        spec: &MlaDecode,
-        capacity: Capacity,
+        layout: Layout,
         partials: Option<&wgpu::Buffer>,
     ) -> Result<Self> {
-        let (bytes, is_slab) = (Bytes::within_limits(gpu.caps(), spec, &capacity)?, partials.is_some());
+        let is_slab = partials.is_some();
         let slice_stride = gpu.uniform_stride();
         let region_bytes =
-            [bytes.tables, bytes.pages].map(|bytes| bytes.next_multiple_of(gpu.storage_alignment()));
+            [layout.tables, layout.pages].map(|bytes| bytes.next_multiple_of(gpu.storage_alignment()));
         let most = gpu.caps().max_buffer_bytes / region_bytes[0].max(region_bytes[1]);
         // A page list that the host writes has one region; so do the largest lists, as two would exceed a buffer.
         let regions = if pipes.device_page_list { 1 } else { most.clamp(1, REGIONS.into()) as u32 };
         let of = |bytes: u64, region: u64| if regions == 1 { bytes } else { region * u64::from(regions) };
-        let tables = storage(gpu, "mla.tables", of(bytes.tables, region_bytes[0]))?;
-        let pages = storage(gpu, "mla.pages", of(bytes.pages, region_bytes[1]))?;
+        let tables = storage(gpu, "mla.tables", of(layout.tables, region_bytes[0]))?;
+        let pages = storage(gpu, "mla.pages", of(layout.pages, region_bytes[1]))?;
         let partials = match partials {
             Some(shared) => shared.clone(),
-            None => storage(gpu, "mla.partials", bytes.partials)?,
+            None => storage(gpu, "mla.partials", layout.partials)?,
         };
         let slices_bytes = u64::from(slice_stride) * (MAX_SLICES as u64 + 1) * u64::from(regions);
         let slices = buffer(gpu, "mla.slices", slices_bytes, wgpu::BufferUsages::UNIFORM)?;
         let resources = |region: u64| {
             [
-                part(&tables, region * region_bytes[0], bytes.tables),
+                part(&tables, region * region_bytes[0], layout.tables),
                 partials.as_entire_binding(),
                 part(&slices, 0, size_of::<SliceUniform>() as u64),
-                part(&pages, region * region_bytes[1], bytes.pages),
+                part(&pages, region * region_bytes[1], layout.pages),
             ]
         };
         let groups = groups_of_regions(gpu, "mla.step", &pipes.step, regions, resources)?;
         Ok(Self {
-            capacity,
+            layout,
             groups,
             ring: Ring::new(regions),
             region_bytes,
@@ -192,6 +191,10 @@ impl Tables {
             partials,
             is_slab,
         })
+    }
+
+    pub(super) fn capacity(&self) -> Capacity {
+        self.layout.capacity
     }
 
     /// Says that `batch_lists` may write the tables from now on. Returns the [`Tables::generation`].
@@ -218,17 +221,17 @@ impl Tables {
         plan: &Plan,
         pages: PageTable<'_>,
     ) -> Result<()> {
-        let need = Capacity::of(plan);
-        let capacity = self.capacity.grown_to(need);
-        Bytes::within_limits(gpu.caps(), spec, &capacity)?;
+        let capacity = self.layout.capacity.grown_to(Capacity::of(plan));
+        let grows = capacity != self.layout.capacity;
+        let layout = if grows { Layout::of(gpu.caps(), spec, capacity)? } else { self.layout };
         // Checked in full before anything on the device changes.
         let header = write_tables(&mut self.words, &capacity, plan, pages, &spec.kv)?;
         // A step whose page list the host writes is rewritten in place.
-        if capacity == self.capacity && (self.device_page_list || self.ring.turn()) {
+        if !grows && (self.device_page_list || self.ring.turn()) {
             alive(gpu.device())?;
         } else {
             let shared = self.is_slab.then_some(&self.partials);
-            let grown = Self::with_partials(gpu, pipes, spec, capacity, shared)?;
+            let grown = Self::with_partials(gpu, pipes, layout, shared)?;
             let words = std::mem::take(&mut self.words);
             *self = Self { words, budget: self.budget, generation: self.generation, ..grown };
         }
@@ -309,7 +312,7 @@ impl Tables {
     pub(super) fn bind(&self, pass: &mut wgpu::ComputePass<'_>, slice: Option<usize>) -> u32 {
         let (slice, items) = match slice.and_then(|index| Some((index, self.slices.get(index)?))) {
             Some((index, slice)) => ((index as u32 + 1) * self.slice_stride, slice.len() as u32),
-            None => (0, self.capacity.items),
+            None => (0, self.layout.capacity.items),
         };
         let region = self.ring.record();
         let slice = slice + region * slices_region(self.slice_stride);
@@ -361,17 +364,19 @@ impl SliceUniform {
     }
 }
 
-/// Bytes of a step's buffers.
-struct Bytes {
+/// Where a step of a capacity keeps what it holds: bytes of its buffers, within the device's limits.
+#[derive(Debug, Clone, Copy)]
+struct Layout {
+    capacity: Capacity,
     tables: u64,
     pages: u64,
     partials: u64,
 }
 
-impl Bytes {
+impl Layout {
     /// # Errors
     /// [`Error::Limit`].
-    fn within_limits(caps: &Caps, spec: &MlaDecode, capacity: &Capacity) -> Result<Self> {
+    fn of(caps: &Caps, spec: &MlaDecode, capacity: Capacity) -> Result<Self> {
         capacity.check_words()?;
         let header = capacity.header(&spec.kv);
         let words = |count: u32| u64::from(count) * 4;
@@ -391,14 +396,14 @@ impl Bytes {
                 return Err(Error::Limit { what, need, limit, cure });
             }
         }
-        let (rows, parts) = merge_rows(spec, capacity);
+        let (rows, parts) = merge_rows(spec, &capacity);
         let groups = u64::from(capacity.items).max(rows * u64::from(parts));
         let limit = u64::from(caps.max_workgroups).pow(2);
         if groups > limit {
             let cure = "use a smaller batch, fewer or longer splits, or a device with a higher max_compute_workgroups_per_dimension";
             return Err(Error::Limit { what: "workgroups of a step", need: groups, limit, cure });
         }
-        Ok(Self { tables, pages, partials })
+        Ok(Self { capacity, tables, pages, partials })
     }
 }
 
