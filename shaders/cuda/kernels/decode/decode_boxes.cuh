@@ -45,9 +45,7 @@ struct BoxLoader {
         : args(args), map(map), barriers(barriers), asks(item.kv_begin % 16 == 0 && threadIdx.x % LANES == 0 && threadIdx.x / LANES < BOXES) {
         const u32 token = item.kv_begin + threadIdx.x / LANES * 16;
         left = item.kv_end - token;
-        page = token / args.page_size;
-        offset = token - page * args.page_size;
-        page += item.page_begin;
+        find_token(args, item, token, page, offset);
         look_up();
         if (asks) prefetch_map(map);
     }
@@ -64,12 +62,7 @@ struct BoxLoader {
         mbarrier_arrive_expect_tx(barrier, left > 0 ? BYTES : 0);
         if (left > 0) copy_box_once(to + threadIdx.x / LANES * BYTES, map, offset / T::Order::TOGETHER, known, barrier);
         left -= T::TOKENS;
-        page += args.tile_pages;
-        offset += args.tile_rest;
-        if (offset >= args.page_size) {
-            offset -= args.page_size;
-            page++;
-        }
+        advance_by_tile(args, page, offset);
         look_up();
     }
 };

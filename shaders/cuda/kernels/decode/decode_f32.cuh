@@ -183,9 +183,9 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
     const float sum = sums.weight;
 
     // The sum is 0 where the row sees no key, or only keys of logit -inf: then the whole row is NaN, but a split of it only has no weight.
-    const bool sees_keys = end > item.kv_begin, any = !(sum == 0.0f); // NaN too
+    const bool sees_keys = end > item.kv_begin, any = HAS_WEIGHT(sum);
     const bool is_direct = item.partial == DIRECT;
-    const float factor = !is_direct ? 1.0f : any ? 1.0f / sum : sees_keys ? NOT_A_NUMBER : 1.0f;
+    const float factor = !is_direct ? 1.0f : any ? factor_of_row(sum) : sees_keys ? NOT_A_NUMBER : 1.0f;
 #if UNROLLED
     float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (LATENT + 4);
 #pragma unroll
@@ -209,7 +209,7 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
 #endif
     if (lane == 0) {
         if (is_direct) {
-            store_lse(args, token, head, any ? top + log2_fast(sum) : NOT_A_NUMBER, sees_keys);
+            store_lse(args, token, head, any ? lse_of_row(top, sum) : NOT_A_NUMBER, sees_keys);
         } else {
             store_weight(partial, LATENT, top, sum);
             if (!any && sees_keys) partial[LATENT] = NO_WEIGHT;

@@ -4,6 +4,7 @@
 
 #include "decode_order.cuh"
 #include "mla.cuh"
+#include "tokens.cuh"
 #include "lib/tma.cuh"
 
 // The maximum that logits are relative to. 0 for a row without a visible token yet, so that masked logits weigh 0 there too.
@@ -99,17 +100,6 @@ DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
     return ((row_warp / T::SHARERS * T::TOKEN_WARPS + token_warp) * T::SHARERS + (T::SHARERS - 1 - row_warp % T::SHARERS)) * T::WEIGHTS_BYTES;
 }
 
-DEVICE u32 page_id(const Args& args, const WorkItem& item, u32 page) {
-    return bound_page(args, args.pages[item.page_begin + page]);
-}
-
-// Offset in the cache, in elements, of an item's token.
-template <int DIM>
-DEVICE u64 row_of_token(const Args& args, const WorkItem& item, u32 token) {
-    const u32 page = token / args.page_size;
-    return page_id(args, item, page) * args.kv_block_stride + static_cast<u64>(token - page * args.page_size) * DIM;
-}
-
 // Loads tiles by cp.async, in passes of PASS_ROWS tokens, ROW_LANES threads a token. Its state is that of the next tile to load.
 template <class T>
 struct Loader {
@@ -131,11 +121,7 @@ struct Loader {
         const u32 token = item.kv_begin + threadIdx.x / ROW_LANES;
         left = item.kv_end - token;
 #pragma unroll
-        for (int i = 0; i < PASSES; i++) {
-            page[i] = (token + i * PASS_ROWS) / args.page_size;
-            offset[i] = token + i * PASS_ROWS - page[i] * args.page_size;
-            page[i] += item.page_begin;
-        }
+        for (int i = 0; i < PASSES; i++) find_token(args, item, token + i * PASS_ROWS, page[i], offset[i]);
         look_up();
     }
 
@@ -189,14 +175,7 @@ struct Loader {
     DEVICE void end() {
         left -= T::TOKENS;
 #pragma unroll
-        for (int i = 0; i < PASSES; i++) {
-            page[i] += args.tile_pages;
-            offset[i] += args.tile_rest;
-            if (offset[i] >= args.page_size) {
-                offset[i] -= args.page_size;
-                page[i]++;
-            }
-        }
+        for (int i = 0; i < PASSES; i++) advance_by_tile(args, page[i], offset[i]);
         look_up();
     }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "lib/ptx.cuh"
+#include "lib/row_end.cuh"
 
 constexpr u32 DIRECT = 0xFFFFFFFFu; // `partial` of an item that writes `out` itself: its rows have one split
 constexpr float EMPTY = -1.0e38f; // finite sentinel for the maximum, and the LSE -inf, of a row that attends to no key

@@ -163,13 +163,13 @@ DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2
 // The end of a row of an item: its LSE, or what a merge weighs it by, and for Output::write its place and its factor.
 template <class T>
 DEVICE void finish_row(const Args& args, const WorkItem& item, const Destination& destination, u32 row, float top, float total, float* factors, u8** places) {
-    const bool any = !(total == 0.0f); // NaN too
-    factors[row] = any && destination.is_direct ? 1.0f / total : 1.0f;
+    const bool any = HAS_WEIGHT(total);
+    factors[row] = any && destination.is_direct ? factor_of_row(total) : 1.0f;
     if (row >= item.num_rows) return;
     const u32 index = item.first_row + row, token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
     places[row] = destination.row<T::LATENT>(args, item, row, token, head);
     if (destination.is_direct) {
-        store_lse(args, token, head, top + log2_fast(total), any);
+        store_lse(args, token, head, lse_of_row(top, total), any);
     } else {
         store_weight(reinterpret_cast<float*>(places[row]), T::LATENT, top, total);
     }

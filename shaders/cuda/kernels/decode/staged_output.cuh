@@ -15,8 +15,8 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
 #pragma unroll 1
     for (u32 row = warp; row < item.num_rows; row += T::WARPS) {
         const float total = sums[row] + sums[T::ROWS + row];
-        const bool any = !(total == 0.0f); // NaN too
-        const float share = any && item.partial == DIRECT ? 1.0f / total : 1.0f;
+        const bool any = HAS_WEIGHT(total);
+        const float share = any && item.partial == DIRECT ? factor_of_row(total) : 1.0f;
         const u32 index = item.first_row + row, head = index % args.num_heads;
         const QueryToken query = args.queries[index / args.num_heads];
         const u32 token = bound_token(args, query.token);
@@ -27,7 +27,7 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
         float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
         if (lane == 0) {
             if (item.partial == DIRECT) {
-                store_lse(args, token, head, tops[row] + log2_fast(total), any);
+                store_lse(args, token, head, lse_of_row(tops[row], total), any);
             } else {
                 store_weight(partial, T::LATENT, tops[row], total);
             }

@@ -268,7 +268,7 @@ __device__ __forceinline__ void attend(const Args &args) {
             continue;
         }
         bool any = sum > 0.0f;
-        float factor = any ? 1.0f / sum * args.v_scale : 0.0f;
+        float factor = any ? factor_of_row(sum) * args.v_scale : 0.0f;
 #pragma unroll
         for (u32 c = 0; c < COLUMN_QUADS; c++) {
             if (c * 16 + tx < args.value_quads) {
@@ -278,7 +278,7 @@ __device__ __forceinline__ void attend(const Args &args) {
             }
         }
         if (tx == 0) {
-            float lse = (row_max[i] + log2_fast(sum)) * 0.693147182f;
+            float lse = lse_of_row(row_max[i], sum) * 0.693147182f;
             store_4(row_of(args.lse, to, tile.head), any ? __float_as_uint(lse) : 0xFF800000u);
         }
     }

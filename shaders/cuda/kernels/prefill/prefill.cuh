@@ -5,6 +5,7 @@
 #include "lib/divisor.cuh"
 #include "lib/ptx.cuh"
 #include "lib/quads.cuh"
+#include "lib/row_end.cuh"
 
 // Finite sentinel for the LSE -inf of a row that attends to no key.
 #define EMPTY (-1.0e38f)

@@ -103,8 +103,8 @@ struct PrefillRows {
             total += __shfl_xor_sync(~0u, total, 2);
             const u32 row = first_row + h * 8 + lane / 4, to = tile.first_row + row;
             if (row >= tile.num_rows || to >= args.max_rows) continue;
-            const bool any = !(total == 0.0f); // NaN too
-            const float factor = any ? 1.0f / total * args.v_scale : 0.0f;
+            const bool any = HAS_WEIGHT(total);
+            const float factor = any ? factor_of_row(total) * args.v_scale : 0.0f;
             float2 pairs[TILES];
 #pragma unroll
             for (int c = 0; c < TILES; c++) pairs[c] = make_float2((h == 0 ? out[c][0] : out[c][2]) * factor, (h == 0 ? out[c][1] : out[c][3]) * factor);

@@ -117,8 +117,8 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
         float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);
         if (lane == 0) {
             if (item.partial == DIRECT) {
-                const bool any = !(totals[row] == 0.0f); // NaN too
-                store_lse(args, token, head, tops[row] + log2_fast(totals[row]), any);
+                const bool any = HAS_WEIGHT(totals[row]);
+                store_lse(args, token, head, lse_of_row(tops[row], totals[row]), any);
             } else {
                 store_weight(partial, T::LATENT, tops[row], totals[row]);
             }
@@ -328,8 +328,8 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
             float total = 0.0f;
 #pragma unroll
             for (int w = 0; w < T::WARPS; w++) total += maxima[w * T::ROWS + row];
-            const bool any = !(total == 0.0f); // NaN too
-            const float share = any && item.partial == DIRECT ? 1.0f / total : 1.0f;
+            const bool any = HAS_WEIGHT(total);
+            const float share = any && item.partial == DIRECT ? factor_of_row(total) : 1.0f;
             if (warp == 0 && lane < 4) {
                 tops[row] = top[j][e];
                 totals[row] = total;
