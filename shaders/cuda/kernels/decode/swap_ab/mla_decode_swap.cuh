@@ -137,6 +137,102 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
 }
 
 template <class T>
+DEVICE void init_barriers(u32 base, u32 full, u32 empty) {
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < T::LOADERS; i++) {
+            mbarrier_init(full + i * 8, 1);
+            mbarrier_init(empty + i * 8, T::WARPS);
+        }
+        mbarrier_init(base + T::STAGED_AT, T::WARPS * LANES);
+        fence_proxy_async();
+    }
+}
+
+// Tells the other warps the maxima of a warp's logits.
+template <class T>
+DEVICE void share_maxima_turned(const Sums<T>& logits, float* maxima, u32 warp, u32 lane, u32 first_row) {
+#pragma unroll
+    for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float largest = fmaxf(logits[j][e], logits[j][e + 2]);
+#pragma unroll
+            for (int lanes = 4; lanes < LANES; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+            if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = largest;
+        }
+}
+
+// Moves the running maxima that those of a tile exceed by more than LAZY, and sets the factors of what was summed before.
+template <class T>
+DEVICE void move_tops_turned(const float* maxima, u32 first_row, float (&top)[T::ROW_TILES][2], float (&sum)[T::ROW_TILES][2], float (&factor)[T::ROW_TILES][2]) {
+#pragma unroll
+    for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float largest = EMPTY;
+#pragma unroll
+            for (int w = 0; w < T::WARPS; w++) largest = fmaxf(largest, maxima[w * T::ROWS + first_row + j * 8 + e]);
+            factor[j][e] = 1.0f;
+            if (largest > top[j][e] + LAZY) {
+                factor[j][e] = exp2_fast(top[j][e] - largest);
+                top[j][e] = largest;
+            }
+            sum[j][e] *= factor[j][e];
+        }
+}
+
+// Scales and masks logits. Sets whether some maximum grows by more than LAZY, and whether some logit is NaN or infinite.
+template <class T>
+DEVICE void mask_turned(Sums<T>& logits, const float (&top)[T::ROW_TILES][2], const float* scales, const u32* seen, u32 tile_begin, u32 first_token, u32 first_row, bool masks, bool& grows, bool& has_non_finite) {
+#pragma unroll
+    for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const u32 row = first_row + j * 8 + e % 2;
+            float& logit = logits[j][e];
+            logit *= scales[row];
+            has_non_finite |= !is_finite(logit);
+            if (masks && tile_begin + first_token + e / 2 * 8 >= seen[row]) logit = EMPTY;
+            grows |= logit > top[j][e % 2] + LAZY;
+        }
+}
+
+// Row sums of a warp, for all warps.
+template <class T>
+DEVICE void share_sums_turned(float (&sum)[T::ROW_TILES][2], float* maxima, u32 warp, u32 lane, u32 first_row) {
+#pragma unroll
+    for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int lanes = 4; lanes < LANES; lanes *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], lanes);
+            if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = sum[j][e];
+        }
+}
+
+// Sets what rows see. Returns the position before which all of them see keys.
+template <class T>
+DEVICE u32 see_rows_turned(const Args& args, const WorkItem& item, u32* seen, u32 warp, u32 lane) {
+    u32 seen_by_all = ~0u;
+    if (lane < T::ROWS) {
+        const u32 index = item.first_row + min(lane, item.num_rows - 1);
+        seen_by_all = min(args.queries[index / args.num_heads].visible, item.kv_end);
+        if (warp == 0) seen[lane] = seen_by_all;
+    }
+    return __reduce_min_sync(~0u, seen_by_all);
+}
+
+// Stages the columns of a row in shared memory, times its factor.
+template <class T>
+DEVICE void stage_row(float* staged_row, const TurnedOutput<T>& output, int j, int e, u32 first_token, float share) {
+#pragma unroll
+    for (int c = 0; c < T::COLUMN_TILES; c++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) staged_row[c * 64 + first_token + h * 8] = output.sums[c][j][2 * h + e] * share;
+}
+
+template <class T>
 DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
     const WorkItem item = args.items[blockIdx.x];
@@ -150,15 +246,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     // The warp's number is uniform in the warp; the shuffle tells the compiler so.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < T::LOADERS; i++) {
-            mbarrier_init(full + i * 8, 1);
-            mbarrier_init(empty + i * 8, T::WARPS);
-        }
-        mbarrier_init(base + T::STAGED_AT, T::WARPS * LANES);
-        fence_proxy_async();
-    }
+    init_barriers<T>(base, full, empty);
     __syncthreads();
     griddep_wait();
     if (warp >= T::WARPS) {
@@ -175,13 +263,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         rows.ask(args, item, row);
         rows.store(args, row, staged, scales);
     }
-    u32 seen_by_all = ~0u; // keys before this position are visible to all rows
-    if (lane < T::ROWS) {
-        const u32 index = item.first_row + min(lane, item.num_rows - 1);
-        seen_by_all = min(args.queries[index / args.num_heads].visible, item.kv_end);
-        if (warp == 0) seen[lane] = seen_by_all;
-    }
-    seen_by_all = __reduce_min_sync(~0u, seen_by_all);
+    const u32 seen_by_all = see_rows_turned<T>(args, item, seen, warp, lane);
     fence_proxy_async();
     bar_sync<T::WARPS>(1);
 
@@ -228,17 +310,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         // 2. softmax
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
         bool grows = false, has_non_finite = false;
-#pragma unroll
-        for (int j = 0; j < T::ROW_TILES; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const u32 row = first_row + j * 8 + e % 2;
-                float& logit = logits[j][e];
-                logit *= scales[row];
-                has_non_finite |= !is_finite(logit);
-                if (masks && tile_begin + first_token + e / 2 * 8 >= seen[row]) logit = EMPTY;
-                grows |= logit > top[j][e % 2] + LAZY;
-            }
+        mask_turned<T>(logits, top, scales, seen, tile_begin, first_token, first_row, masks, grows, has_non_finite);
         float fresh[T::ROW_TILES][2];
         const u32 turn = tile % 2 * T::TURN_BYTES, to = own_weights ^ turn;
         weigh_turned<T>(logits, top, fresh, to);
@@ -248,30 +320,9 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
             // the next barrier.
             if (has_non_finite) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
             float factor[T::ROW_TILES][2];
-#pragma unroll
-            for (int j = 0; j < T::ROW_TILES; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float largest = fmaxf(logits[j][e], logits[j][e + 2]);
-#pragma unroll
-                    for (int lanes = 4; lanes < LANES; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-                    if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = largest;
-                }
+            share_maxima_turned<T>(logits, maxima, warp, lane, first_row);
             bar_sync<T::WARPS>(1);
-#pragma unroll
-            for (int j = 0; j < T::ROW_TILES; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float largest = EMPTY;
-#pragma unroll
-                    for (int w = 0; w < T::WARPS; w++) largest = fmaxf(largest, maxima[w * T::ROWS + first_row + j * 8 + e]);
-                    factor[j][e] = 1.0f;
-                    if (largest > top[j][e] + LAZY) {
-                        factor[j][e] = exp2_fast(top[j][e] - largest);
-                        top[j][e] = largest;
-                    }
-                    sum[j][e] *= factor[j][e];
-                }
+            move_tops_turned<T>(maxima, first_row, top, sum, factor);
             output.rescale(factor);
             weigh_turned<T>(logits, top, fresh, to);
             fence_proxy_async();
@@ -304,14 +355,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     }
 
     // Row sums across warps, then the epilogue by rows.
-#pragma unroll
-    for (int j = 0; j < T::ROW_TILES; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-#pragma unroll
-            for (int lanes = 4; lanes < LANES; lanes *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], lanes);
-            if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = sum[j][e];
-        }
+    share_sums_turned<T>(sum, maxima, warp, lane, first_row);
     bar_sync<T::WARPS>(1);
     if (!is_finite(scales[0])) {
         arrive(base + T::STAGED_AT);
@@ -334,10 +378,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
                 tops[row] = top[j][e];
                 totals[row] = total;
             }
-#pragma unroll
-            for (int c = 0; c < T::COLUMN_TILES; c++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) staged_out[row * T::OUTPUT_PITCH + c * 64 + first_token + h * 8] = output.sums[c][j][2 * h + e] * share;
+            stage_row<T>(staged_out + row * T::OUTPUT_PITCH, output, j, e, first_token, share);
         }
     // Every thread arrives: compute-sanitizer does not see the order of a bar.sync that is executed at two places of the code.
     arrive(base + T::STAGED_AT);
