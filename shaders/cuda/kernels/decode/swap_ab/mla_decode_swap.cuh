@@ -232,6 +232,29 @@ DEVICE void stage_row(float* staged_row, const TurnedOutput<T>& output, int j, i
         for (int h = 0; h < 2; h++) staged_row[c * 64 + first_token + h * 8] = output.sums[c][j][2 * h + e] * share;
 }
 
+// Issues the wgmma of a tile's values, asynchronously.
+template <class T>
+DEVICE void add_values_turned(TurnedOutput<T>& output, u32 places, u32 weights, u32 turn, u32 first) {
+    output.pin_all();
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::PARTS_OF_TILE; i++) output.add(places + (first + i) * T::PLACE_BYTES, weights + turn + i * (16 * 128));
+    output.pin_all();
+}
+
+// Exchanges maxima among the warps, rescales what was summed before, and weighs again.
+template <class T>
+DEVICE void exchange_maxima(const Sums<T>& logits, TurnedOutput<T>& output, float* maxima, u32 warp, u32 lane, u32 first_row, u32 to, float (&top)[T::ROW_TILES][2], float (&sum)[T::ROW_TILES][2], float (&fresh)[T::ROW_TILES][2]) {
+    float factor[T::ROW_TILES][2];
+    share_maxima_turned<T>(logits, maxima, warp, lane, first_row);
+    bar_sync<T::WARPS>(1);
+    move_tops_turned<T>(maxima, first_row, top, sum, factor);
+    output.rescale(factor);
+    weigh_turned<T>(logits, top, fresh, to);
+    fence_proxy_async();
+    bar_sync<T::WARPS>(1);
+}
+
 template <class T>
 DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -319,14 +342,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
             // Recorded in a row's scale, which takes no register: all warps have read their scales of this tile, and see the change after
             // the next barrier.
             if (has_non_finite) atomicOr(reinterpret_cast<u32*>(scales), NAN_BITS);
-            float factor[T::ROW_TILES][2];
-            share_maxima_turned<T>(logits, maxima, warp, lane, first_row);
-            bar_sync<T::WARPS>(1);
-            move_tops_turned<T>(maxima, first_row, top, sum, factor);
-            output.rescale(factor);
-            weigh_turned<T>(logits, top, fresh, to);
-            fence_proxy_async();
-            bar_sync<T::WARPS>(1);
+            exchange_maxima<T>(logits, output, maxima, warp, lane, first_row, to, top, sum, fresh);
         }
 #pragma unroll
         for (int j = 0; j < T::ROW_TILES; j++)
@@ -335,11 +351,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
 
         // 3. values, then the next tile's scores
         const u32 first = tile % 2 * T::PARTS_OF_TILE;
-        output.pin_all();
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < T::PARTS_OF_TILE; i++) output.add(places + (first + i) * T::PLACE_BYTES, weights + turn + i * (16 * 128));
-        output.pin_all();
+        add_values_turned<T>(output, places, weights, turn, first);
         unrolled<T::PARTS_OF_TILE - 1>([&](auto i) {
             wgmma_wait<T::PARTS_OF_TILE - 1 - i.value>();
             done_with(empty + (first + i.value) * 8);
