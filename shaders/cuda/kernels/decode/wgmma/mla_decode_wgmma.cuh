@@ -26,6 +26,39 @@
 #include "wgmma_softmax.cuh"
 
 template <class T>
+DEVICE void init_barriers(u32 base, u32 full, u32 empty, u32* non_finite) {
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < T::STAGES * T::GROUPS; i++) mbarrier_init(full + i * 8, 1);
+#pragma unroll
+        for (int i = 0; i < T::STAGES * T::EMPTIES; i++) mbarrier_init(empty + i * 8, T::WARPS / 2);
+#pragma unroll
+        for (int i = 0; i < T::WARPS; i++) mbarrier_init(base + T::GIVEN_AT + i * 8, LANES);
+        *non_finite = 0;
+        fence_proxy_async();
+    }
+}
+
+// The queries of the first group of columns, as fragments.
+template <class T>
+DEVICE void keep_queries(u32 (&kept)[T::KEPT][4], u32 staged, u32 warp, u32 lane) {
+#pragma unroll
+    for (int step = 0; step < T::KEPT; step++) load_matrices(kept[step], staged + T::QueryOrder::at(warp % 4 * 16 + lane % 16, step * 2 + lane / 16));
+}
+
+// Gives a tile's weights and running maxima to the other warpgroup, and adds up row sums.
+template <class T>
+DEVICE void give_weights(u32 own_weights, const u32 (&words)[2][T::TOKEN_TILES], float* tops, u32 group, u32 first_row, u32 lane, const float (&top)[2], const float (&factor)[2], const float (&fresh)[2], float (&sum)[2]) {
+    // The buffer is free: the other warpgroup took the previous weights before it gave those that add_other took above.
+    store_weights<T>(own_weights, words);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        if (lane % 4 == 0) tops[group * T::ROWS + first_row + h * 8] = top[h];
+        sum[h] = sum[h] * factor[h] + fresh[h];
+    }
+}
+
+template <class T>
 DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
     const WorkItem item = args.items[blockIdx.x];
@@ -39,16 +72,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     // The warp's number is uniform in the warp; the shuffle tells the compiler so.
     const u32 lane = threadIdx.x % LANES, warp = __shfl_sync(~0u, threadIdx.x / LANES, 0);
 
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < T::STAGES * T::GROUPS; i++) mbarrier_init(full + i * 8, 1);
-#pragma unroll
-        for (int i = 0; i < T::STAGES * T::EMPTIES; i++) mbarrier_init(empty + i * 8, T::WARPS / 2);
-#pragma unroll
-        for (int i = 0; i < T::WARPS; i++) mbarrier_init(base + T::GIVEN_AT + i * 8, LANES);
-        *non_finite = 0;
-        fence_proxy_async();
-    }
+    init_barriers<T>(base, full, empty, non_finite);
     __syncthreads();
     griddep_wait();
     if (warp >= T::WARPS) {
@@ -80,8 +104,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     HalfOutput<T> output;
     const u64 queries = matrix_at(staged);
     u32 kept[T::KEPT][4];
-#pragma unroll
-    for (int step = 0; step < T::KEPT; step++) load_matrices(kept[step], staged + T::QueryOrder::at(warp % 4 * 16 + lane % 16, step * 2 + lane / 16));
+    keep_queries<T>(kept, staged, warp, lane);
     bar_sync<T::WARPS>(1);
 
     // `twin` is the other warpgroup's warp with the same rows.
@@ -154,13 +177,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
         if (grows) output.rescale(factor);
         output.add(words, own_stage, group);
 
-        // The buffer is free: the other warpgroup took the previous weights before it gave those that add_other took above.
-        store_weights<T>(own_weights, words);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            if (lane % 4 == 0) tops[group * T::ROWS + first_row + h * 8] = top[h];
-            sum[h] = sum[h] * factor[h] + fresh[h];
-        }
+        give_weights<T>(own_weights, words, tops, group, first_row, lane, top, factor, fresh, sum);
         // Every lane arrives: compute-sanitizer does not see the order of a __syncwarp followed by one lane's arrival.
         arrive(own_given);
 
